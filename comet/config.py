@@ -38,6 +38,8 @@ def require(condition: bool, message: str | Callable[[], str]) -> None:
 REMOVED_SETTINGS = {
     "transport": "leave it out: rows are always pushed, as by transport=push",
     "num_phases": "leave it out: layer 0 has two phases, own rows and those of others, as by num_phases=2",
+    "block_rows": "leave it out: tiles have 128 rows, on a CPU 16",
+    "beside": "comm_blocks=0 is beside=true, and comm_blocks=N is beside=false with N comm blocks",
 }
 
 
@@ -224,24 +226,20 @@ class OverlapConfig:
     """How a fused kernel shares its thread blocks and orders its work (design sections 8 and 9).
 
     Args:
-        comm_blocks: Thread blocks that start as communication blocks, at least 1; they join the GEMM when done. It does
-            not matter to kernels in CUDA C++ (see ``beside``).
+        comm_blocks: 0: communication is colocated with compute, on every SM: a warp or more of each block of a kernel
+            in CUDA C++ (larger layers; of block FP8, layer 0 always), in Triton's layer 1 a block beside each block
+            that computes. N: N blocks of layer 0 and of layer 1 only communicate at first, then compute as well; all
+            kernels that communicate are Triton's. It won at none of the points measured on hosts with NVLink
+            (``benchmarks/results/tuner.md``): it is for slower links.
         num_panels: Layer 1: column panels of the hidden dimension.
-        block_rows: Rows of a GEMM tile.
-        beside: Communication has a part of every multiprocessor: in layer 1 a comm block beside the compute block, in
-            layers that run in CUDA C++ (larger ones; of block FP8, layer 0 always) a warp or more of every block.
-            Otherwise comm blocks have multiprocessors of their own, and all kernels that communicate are Triton's.
     """
 
-    comm_blocks: int = 16
+    comm_blocks: int = 0
     num_panels: int = 4
-    block_rows: int = 128
-    beside: bool = True
 
     def __post_init__(self) -> None:
-        require(self.comm_blocks >= 1, f"comm_blocks={self.comm_blocks} must be at least 1: comm blocks move the rows")
+        require(self.comm_blocks >= 0, f"comm_blocks={self.comm_blocks} must be at least 0")
         require(self.num_panels >= 1, f"num_panels={self.num_panels} must be at least 1")
-        require(self.block_rows in (16, 32, 64, 128), f"block_rows={self.block_rows} must be one of 16, 32, 64, 128")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

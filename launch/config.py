@@ -48,8 +48,6 @@ class OpenOverlap:
 
     comm_blocks: int | None = None
     num_panels: int | None = None
-    block_rows: int | None = None
-    beside: bool | None = None
 
 
 @dataclass(kw_only=True)

@@ -56,19 +56,19 @@ def run_layers(device: torch.device, dtype: torch.dtype) -> None:
     """Both placements of the comm blocks, EP, TP, EP x TP and a rank alone, with events and without."""
     hidden_size = 272 if dtype.itemsize == 2 else 80  # two column blocks, hence two panels
     two = StressCase(
-        "split, EP2", 2, 1, (35, 5), 4, 2, hidden_size, 64, dtype=dtype, beside=False, routing="zipf",
+        "split, EP2", 2, 1, (35, 5), 4, 2, hidden_size, 64, dtype=dtype, comm_blocks=2, routing="zipf",
         capacity_factor=0.1, max_tokens=40, seed=1,
     )  # fmt: skip
     PlayedRanks(two, device).run()
-    beside = replace(two, name="beside, TP2", ep=1, tp=2, beside=True, num_tokens=(3, 0), seed=2, capacity_factor=None)
-    PlayedRanks(beside, device).run()
+    tp = replace(two, name="colocated, TP2", ep=1, tp=2, comm_blocks=0, num_tokens=(3, 0), seed=2, capacity_factor=None)
+    PlayedRanks(tp, device).run()
     four = replace(two, name="events, EP2 x TP2", tp=2, num_tokens=(3, 0, 1, 2), backward=False, seed=3)
     played = PlayedRanks(four, device, record=True)
     played.run()
     played.align()
     alone = replace(two, name="alone", ep=1, num_tokens=(9,), num_experts=3, routing="masked", seed=4)
     PlayedRanks(alone, device).run()
-    parts = replace(alone, name="panels in parts", hidden_size=1040 if dtype.itemsize == 2 else 528, beside=True)
+    parts = replace(alone, name="panels in parts", hidden_size=1040 if dtype.itemsize == 2 else 528, comm_blocks=0)
     PlayedRanks(parts, device).run()
 
 
@@ -76,7 +76,7 @@ def run_fp8(device: torch.device, dtype: torch.dtype, kind: Kind) -> None:
     """The layer in block FP8, in Triton or in CUDA C++: an expert with several pieces of rows, others with a few."""
     case = StressCase("FP8, EP2", 2, 1, (35, 5), 4, 2, 384, 128, dtype=dtype, backward=False, max_tokens=40, seed=5)
     if kind == "cuda":
-        case = replace(case, num_tokens=(150, 5), max_tokens=160, routing="hot", block_rows=128)
+        case = replace(case, num_tokens=(150, 5), max_tokens=160, routing="hot")
     played = PlayedRanks(case, device)
     shards = [(quantize_fp8(w1), quantize_fp8(w2)) for w1, w2 in zip(played.w1, played.w2, strict=True)]
     plans, pools, backends = played.plans, played.pools, played.backends

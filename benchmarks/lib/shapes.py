@@ -82,12 +82,12 @@ def draw_weights(w1: Tensor, w2: Tensor, config: MoEConfig, seed: int) -> None:
     w2.normal_(0, config.ffn_size**-0.5, generator=generator)
 
 
-NUMBERS = ("comm_blocks", "num_panels", "beside")
-RULE = "must be comm_blocks=N, num_panels=N or beside=0"
+NUMBERS = ("comm_blocks", "num_panels")
+RULE = "must be comm_blocks=N or num_panels=N"
 
 
 def parse_overlap(text: str, option: str) -> OverlapConfig:
-    """Read ``comm_blocks=16,beside=0``: 16 comm blocks, not beside compute blocks, and the defaults of all else.
+    """Read ``comm_blocks=16,num_panels=2``: 16 blocks that only communicate at first, and two panels.
 
     Args:
         text: Pairs of name and value between commas.
@@ -96,12 +96,12 @@ def parse_overlap(text: str, option: str) -> OverlapConfig:
     Raises:
         ValueError: If a pair is none, its name is unknown or its value impossible.
     """
-    values: dict[str, Any] = {}
+    values: dict[str, int] = {}
     for pair in text.split(","):
         name, _, value = pair.partition("=")
         check_removed([name], f"{option}={pair!r}: ")
         require(name in NUMBERS and value.isdigit(), f"{option}={pair!r} {RULE}")
-        values[name] = bool(int(value)) if name == "beside" else int(value)
+        values[name] = int(value)
     return OverlapConfig(**values)
 
 

@@ -152,7 +152,7 @@ def compare(
 
 
 def describe_setting(layer: Layer) -> str:
-    """Comm blocks and panels that took effect, as ``16/4``; another path by its name."""
+    """Comm blocks and panels that took effect, as ``0/4``; another path by its name."""
     if layer.moe is None:
         return ""
     path = layer.moe.experts

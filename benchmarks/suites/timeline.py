@@ -118,7 +118,7 @@ def parse(command_line: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
         out=Path("outputs/timeline"),
     )  # fmt: skip
     parser.add_argument("--tokens", type=int, default=2048, help="tokens per rank")
-    parser.add_argument("--split", default="comm_blocks=16", help="comm_blocks=16,num_panels=4")
+    parser.add_argument("--split", default="num_panels=4", help="comm_blocks=16,num_panels=4")
     parser.add_argument("--capacity", type=int, default=DEFAULT_CAPACITY, help="events a block can keep")
     arguments = parser.parse_args(command_line)
     model(arguments.model)

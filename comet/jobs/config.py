@@ -69,12 +69,12 @@ class SweepConfig:
     models: tuple[str, ...] = ()
     layouts: tuple[tuple[int, ...], ...] = ()
     tokens: tuple[int, ...] = ()
-    comm_blocks: tuple[int, ...] = (4, 8, 16, 32, 64)
+    comm_blocks: tuple[int, ...] = (0, 4, 8, 16, 32, 64)
     num_panels: tuple[int, ...] = ()
     rounds: int = 20
 
     def __post_init__(self) -> None:
-        for name, least in (("tokens", 1), ("comm_blocks", 1), ("num_panels", 1)):
+        for name, least in (("tokens", 1), ("comm_blocks", 0), ("num_panels", 1)):
             values = getattr(self, name)
             require(all(value >= least for value in values), f"{name}={values} must each be at least {least}")
         pairs = all(len(layout) == 2 and min(layout) >= 1 for layout in self.layouts)

@@ -19,10 +19,9 @@ from comet.layer.plan import Plan, PlanRules, check_routing, routed_row_capacity
 from comet.layer.workspace import Workspace
 from comet.layout import ExpertLayout
 from comet.quantization.formats import FP8
-from comet.schedule.settings import LayerSettings
-from comet.tuner.choice import Resolved, Resolver
+from comet.schedule.settings import LayerSettings, tile_rows
+from comet.tuner.choice import Resolved
 from comet.tuner.problem import Problem
-from comet.tuner.profile import token_bucket
 from comet.utils.streams import SideStream
 
 
@@ -53,31 +52,6 @@ class PendingPlan(Protocol):
         ...
 
 
-class SettingsByTokens:
-    """The settings of a layer, with the comm blocks that were measured best for about so many tokens.
-
-    Args:
-        settings: Of the layer; their comm blocks are for the group's maximum of tokens.
-        problem: The layer's, at the group's maximum; ``None`` where nothing was measured: the settings never change.
-        resolver: Knows what was measured.
-    """
-
-    def __init__(self, settings: LayerSettings, problem: Problem | None, resolver: Resolver) -> None:
-        self.settings, self.problem, self.resolver = settings, problem, resolver
-        self._of_bucket: dict[int, LayerSettings] = {}
-
-    def __call__(self, num_tokens: int) -> LayerSettings:
-        """The settings of a call with ``num_tokens`` on this rank; other ranks may have others."""
-        if self.problem is None:
-            return self.settings
-        bucket = token_bucket(num_tokens)  # what the resolver tells apart; asking it takes tens of microseconds
-        if bucket not in self._of_bucket:
-            choice = self.resolver(replace(self.problem, num_tokens=bucket)).setting
-            comm_blocks = self.settings.comm_blocks if choice is None else choice.comm_blocks
-            self._of_bucket[bucket] = replace(self.settings, comm_blocks=comm_blocks)
-        return self._of_bucket[bucket]
-
-
 class Backend(ABC):
     """The plan, layer 0, layer 1 and their gradients, on a pool and with the settings of one layer.
 
@@ -88,7 +62,6 @@ class Backend(ABC):
         workspace: The pool.
         rules: What shapes a plan.
         settings: How the launches run.
-        by_tokens: The settings of a call by its number of tokens; ``None``: always ``settings``.
         plan_stream: Where plans are made, so that their small kernels do not wait behind large ones; ``None``: on the
             caller's stream.
 
@@ -103,12 +76,10 @@ class Backend(ABC):
         rules: PlanRules,
         settings: LayerSettings,
         *,
-        by_tokens: SettingsByTokens | None = None,
         plan_stream: SideStream | None = None,
     ) -> None:
         rules.check(layout, workspace)
         self.layout, self.workspace, self.rules, self.settings = layout, workspace, rules, settings
-        self.by_tokens = by_tokens
         self.plan_stream = plan_stream or SideStream(None)
 
     @classmethod
@@ -118,36 +89,29 @@ class Backend(ABC):
         Args:
             config: Shape of the layer.
             group: The ranks, and the pool.
-            overlap: Split and order of the work; ``None`` takes what was measured for the group's maximum of tokens,
-                and for each call as many comm blocks as were measured best for about its tokens. All else has to be
-                equal on all ranks, whose numbers of tokens may differ.
+            overlap: Split and order of the work, equal on all ranks; ``None`` takes what was measured for the group's
+                maximum of tokens.
 
         Raises:
             ValueError: If the setting does not fit the ranks, or the layer the pool.
         """
         workspace, layout = group.workspace, group.layout(config)
         workspace.shape.check(config)
-        measured = overlap is None and group.resolver.store is not None and bool(group.resolver.store.entries)
         overlap = layer_choice(config, group, overlap).setting or OverlapConfig()
-        rows = routed_row_capacity(layout, workspace.max_tokens, overlap.block_rows, config.max_imbalance)
+        block_rows = tile_rows(group.device)
+        rows = routed_row_capacity(layout, workspace.max_tokens, block_rows, config.max_imbalance)
         settings = replace(
             LayerSettings.create(config, layout, overlap, workspace.shape.dtype),
             cuda_kernels=group.cuda_kernels,
             spare_multiprocessors=group.spare_multiprocessors,
         )
-        problem = group_problem(config, group) if measured else None
         return cls(
             layout,
             workspace,
-            PlanRules.create(overlap, expert_capacity(config, group), rows, config.max_imbalance),
+            PlanRules.create(block_rows, expert_capacity(config, group), rows, config.max_imbalance),
             settings,
-            by_tokens=SettingsByTokens(settings, problem, group.resolver),
             plan_stream=group.plan_stream if config.shared_ffn_size else None,
         )
-
-    def settings_for(self, num_tokens: int) -> LayerSettings:
-        """The settings of a call with ``num_tokens`` on this rank."""
-        return self.settings if self.by_tokens is None else self.by_tokens(num_tokens)
 
     # ---- the plan ----------------------------------------------------------------------------------------------------
 

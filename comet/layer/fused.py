@@ -21,7 +21,7 @@ from comet.kernels.gemm.gather_rows import gather_rows
 from comet.kernels.gemm.group_gemm import GemmConfig
 from comet.kernels.gemm.wgrad import group_gemm_wgrad
 from comet.kernels.gemm.wgrad_cuda import TICKETS, group_gemm_wgrad_cuda, runs_cuda
-from comet.kernels.layer.triton.dispatch import DispatchConfig, Sends
+from comet.kernels.layer.triton.dispatch import COMM_BLOCKS, DispatchConfig, Sends
 from comet.kernels.layer.triton.dispatch import dispatch as launch_dispatch
 from comet.kernels.layer.triton.dispatch_gemm import DispatchGemmConfig, dispatch_gemm
 from comet.kernels.layer.triton.fp8_dispatch_gemm import fp8_dispatch_gemm
@@ -56,7 +56,7 @@ class Fused(Backend):
         self, x: Tensor, w1: Tensor, plan: Plan, *, save_pre_activation: bool
     ) -> tuple[Tensor, Tensor | None]:
         """One launch."""
-        x, workspace, settings = aligned(x), self.workspace, self.settings_for(plan.num_tokens)
+        x, workspace, settings = aligned(x), self.workspace, self.settings
         rows, ffn = plan.routed_row_ids.numel(), w1.shape[1] // 2
         hidden = x.new_empty(rows, ffn)
         pre = x.new_empty(rows, 2 * ffn) if save_pre_activation else None
@@ -67,7 +67,7 @@ class Fused(Backend):
 
     def gemm_combine(self, hidden: Tensor, w2: Tensor, plan: Plan) -> Tensor:
         """One launch, or two beside each other (``comet.kernels.layer.triton.gemm_combine``)."""
-        settings = self.settings_for(plan.num_tokens)
+        settings = self.settings
         y = hidden.new_empty(hidden.shape[0], w2.shape[1])
         out = hidden.new_empty(plan.num_tokens, w2.shape[1])
         config = combine_config(settings, settings.layer1.num_panels, out)
@@ -77,7 +77,7 @@ class Fused(Backend):
 
     def dispatch_gemm_fp8(self, x: Tensor, w1: FP8, plan: Plan) -> FP8:
         """A launch that quantises, and one for the rest."""
-        x, workspace, settings = aligned(x), self.workspace, self.settings_for(plan.num_tokens)
+        x, workspace, settings = aligned(x), self.workspace, self.settings
         rows, ffn = plan.routed_row_ids.numel(), w1.elements.shape[1] // 2
         landing = workspace.recv_rows.with_columns(packed_columns(x.shape[1], x.dtype))
         own = landing.local[plan.own_rows]
@@ -94,12 +94,13 @@ class Fused(Backend):
 
     def gemm_combine_fp8(self, hidden: FP8, w2: FP8, plan: Plan) -> Tensor:
         """In Triton no comm block runs beside its tiles, which leave no registers."""
-        workspace, settings = self.workspace, self.settings_for(plan.num_tokens)
+        workspace, settings = self.workspace, self.settings
         dtype, hidden_size = workspace.shape.dtype, w2.elements.shape[1]
         y = torch.empty(hidden.elements.shape[0], hidden_size, dtype=dtype, device=hidden.elements.device)
         out = y.new_empty(plan.num_tokens, hidden_size)
-        config = combine_config(replace(settings, beside=True), settings.layer1.num_panels, out)
-        config = replace(config, block_k=FP8_BLOCK, num_stages=settings.tile.num_stages, beside=settings.beside)
+        config = combine_config(replace(settings, comm_blocks=0), settings.layer1.num_panels, out)
+        stages, comm_blocks = settings.tile.num_stages, settings.comm_blocks
+        config = replace(config, block_k=FP8_BLOCK, num_stages=stages, comm_blocks=comm_blocks)
         wire, returns = combine_wire(workspace), returns_of(plan, weighted=True)
         rows = Scaled(elements=hidden.elements, scales=hidden.scales.T)
         weights = Scaled(elements=w2.elements, scales=w2.scales)
@@ -120,7 +121,7 @@ class Fused(Backend):
         grad_output, num_rows = aligned(grad_output), plan.routed_row_ids.numel()
         grads, out = grad_output.new_empty(num_rows, w2.shape[1]), grad_output.new_empty(num_rows, w2.shape[2])
         config = GradHiddenConfig(
-            beside=self.settings.beside,
+            colocated=not self.settings.comm_blocks,
             dispatch=DispatchConfig(push_cols=move_cols(grad_output, 1024)),
             gemm=GemmConfig.select(out.dtype),
         )
@@ -140,7 +141,7 @@ class Fused(Backend):
         self, grad_pre: Tensor, w1: Tensor, grad_row_weights: Tensor, plan: Plan
     ) -> tuple[Tensor, Tensor]:
         """Launched as layer 1 is."""
-        workspace, settings = self.workspace, self.settings_for(plan.num_tokens)
+        workspace, settings = self.workspace, self.settings
         y = grad_pre.new_empty(grad_pre.shape[0], w1.shape[2])
         out = grad_pre.new_empty(plan.num_tokens, w1.shape[2])
         grads = GradWire(
@@ -176,7 +177,8 @@ class Fused(Backend):
     def combine(self, y: Tensor, plan: Plan, *, weighted: bool) -> Tensor:
         """The launch of layer 1 with no tile to multiply: what remains of it is the combine."""
         out = y.new_empty(plan.num_tokens, y.shape[1])
-        config = replace(combine_config(replace(self.settings, beside=False), 1, out), flatten=False)
+        settings = replace(self.settings, comm_blocks=self.settings.comm_blocks or COMM_BLOCKS)
+        config = replace(combine_config(settings, 1, out), flatten=False)
         table = replace(tile_table(plan, Launch.GEMM_COMBINE), num_tiles=plan.tile_starts.new_zeros(1))
         gemm_combine(
             y, y[None], y, out, combine_wire(self.workspace), returns_of(plan, weighted=weighted), table, config
@@ -263,7 +265,6 @@ def dispatch_config(settings: LayerSettings, x: Tensor, *, save_pre: bool) -> Di
         push_cols=move_cols(x, 1024),
         flatten=x.dtype != torch.float32,
         num_stages=min(tile.num_stages, 3) if save_pre else tile.num_stages,
-        beside=settings.beside,
     )
 
 
@@ -275,10 +276,9 @@ def combine_config(settings: LayerSettings, num_panels: int, out: Tensor) -> Gem
         num_panels=num_panels,
         block_n=tile.block_n,
         block_k=tile.block_k,
-        move_cols=move_cols(out, 256 if settings.beside and out.element_size() == 2 else 512),
+        move_cols=move_cols(out, 512 if settings.comm_blocks or out.element_size() > 2 else 256),
         flatten=out.dtype != torch.float32,
-        num_stages=min(tile.num_stages, 3) if settings.beside else tile.num_stages,
-        beside=settings.beside,
+        num_stages=tile.num_stages if settings.comm_blocks else min(tile.num_stages, 3),
         cuda_kernels=settings.cuda_kernels,
         spare_multiprocessors=settings.spare_multiprocessors,
     )

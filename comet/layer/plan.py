@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comet.config import OverlapConfig, require
+from comet.config import require
 from comet.layer.workspace import Workspace
 from comet.layout import CHUNK_ROWS, ExpertLayout, round_up
 
@@ -68,14 +68,14 @@ class PlanRules:
     @classmethod
     def create(
         cls,
-        overlap: OverlapConfig,
+        block_rows: int,
         expert_capacity: int | None,
         max_routed_rows: int,
         max_imbalance: float | None = None,
     ) -> PlanRules:
         """The rules of one layer; a capacity of ``None`` keeps every routed row."""
         return cls(
-            block_rows=overlap.block_rows,
+            block_rows=block_rows,
             expert_capacity=INT32_MAX if expert_capacity is None else expert_capacity,
             max_routed_rows=max_routed_rows,
             max_imbalance=max_imbalance,

@@ -81,8 +81,8 @@ def regret_text(found: dict[str, dict[str, float | int | None]]) -> str:
 def _regret(point: Tuned, setting: OverlapConfig | None, machine: Machine) -> float | None:
     """Of a setting, or of a candidate that comes to the same launches."""
     measured = measured_ms(point.entry)
-    wanted = setting and effective(setting, point.problem, machine)
-    times = [ms for item, ms in measured.items() if (item and effective(item, point.problem, machine)) == wanted]
+    wanted = setting and effective(setting, point.problem)
+    times = [ms for item, ms in measured.items() if (item and effective(item, point.problem)) == wanted]
     return min(times) / min(measured.values()) if times else None
 
 
@@ -126,7 +126,7 @@ class Explained:
 
     def taken(self, setting: OverlapConfig | None) -> OverlapConfig | None:
         """The setting as the layer takes it; settings that come to the same launches are one candidate."""
-        return setting and effective(setting, self.problem, self.machine)
+        return setting and effective(setting, self.problem)
 
     def is_chosen(self, setting: OverlapConfig | None) -> bool:
         """Whether a candidate comes to the same launches as the choice."""

@@ -11,7 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -146,7 +146,7 @@ def _tune_point(
     predictions = propose(problem, machine)
     stored = resolve(problem, store, machine).setting  # of other tokens, or of an earlier run
     if stored is not None:
-        taken = effective(stored, problem, machine)
+        taken = effective(stored, problem)
         if all(item.setting != taken for item in predictions):
             predictions.append(predict(problem, taken, machine))
     measured = measure_layer(problem, [item.setting for item in predictions], group, rounds=rounds, tell=tell)
@@ -276,7 +276,7 @@ def _measure_all(job: JobConfig, todo: Todo, context: RankContext) -> Iterator[t
             if group is None:
                 yield shape, [Outcome(ms=None, failure=failure)] * len(todo[shape])
             else:
-                settings = [point.knobs.setting() for point in todo[shape]]
+                settings = [point.setting for point in todo[shape]]
                 yield shape, measure_shape(job, shape, settings, group, context, progress.tell)
             progress.end()
         if group is not None:
@@ -350,7 +350,7 @@ def _facts(results: Mapping[Point, Outcome], folder: Path, num_measured: int) ->
             "ep": shape.parallel.ep,
             "tp": shape.parallel.tp,
             "tokens": shape.tokens,
-            "setting": point.knobs._asdict(),
+            "setting": asdict(point.setting),
             "ms": results[point].ms,
         }
         for shape, point in best_points(results).items()

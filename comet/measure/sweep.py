@@ -10,9 +10,8 @@ import io
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig, require
 from comet.jobs.config import JobConfig
@@ -21,8 +20,7 @@ from comet.utils.shared_file import locked, write_whole
 from comet.utils.tables import aligned
 
 KEY_COLUMNS = tuple(
-    "model hidden_size ffn_size num_experts top_k ep tp tokens dtype device "
-    "comm_blocks num_panels block_rows beside".split()
+    "model hidden_size ffn_size num_experts top_k ep tp tokens dtype device comm_blocks num_panels".split()
 )
 COLUMNS = (*KEY_COLUMNS, "ms", "failure")
 
@@ -42,19 +40,6 @@ class Shape:
         return f"{self.model} EP{self.parallel.ep} TP{self.parallel.tp}, {self.tokens} tokens"
 
 
-class Knobs(NamedTuple):
-    """One combination of a sweep's lists."""
-
-    comm_blocks: int
-    num_panels: int
-    block_rows: int
-    beside: bool
-
-    def setting(self) -> OverlapConfig:
-        """What a layer is made with."""
-        return OverlapConfig(**self._asdict())
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
     """Of a point: its median ms, or ``None`` and why there is none."""
@@ -72,16 +57,15 @@ class Point:
     """One measurement of a sweep."""
 
     shape: Shape
-    knobs: Knobs
+    setting: OverlapConfig
 
     def key(self, dtype: str, device: str) -> tuple[str, ...]:
         """The values of ``KEY_COLUMNS``: what a row of the CSV file is found by."""
-        shape, moe, knobs = self.shape, self.shape.moe, self.knobs
+        shape, moe, setting = self.shape, self.shape.moe, self.setting
         values = (
             shape.model, moe.hidden_size, moe.ffn_size, moe.num_experts, moe.top_k,
             shape.parallel.ep, shape.parallel.tp, shape.tokens, dtype, device,
-            knobs.comm_blocks, knobs.num_panels, knobs.block_rows,
-            int(knobs.beside),
+            setting.comm_blocks, setting.num_panels,
         )  # fmt: skip
         return tuple(map(str, values))
 
@@ -101,13 +85,13 @@ def sweep_points(job: JobConfig, models: Mapping[str, MoEConfig]) -> list[Point]
     layouts = [replace(job.parallel, ep=ep, tp=tp) for ep, tp in sweep.layouts] or [job.parallel]
     tokens = sweep.tokens or (job.train.batch_size * job.model.context,)
     combinations = [
-        Knobs(blocks, panels, overlap.block_rows, overlap.beside)
+        OverlapConfig(comm_blocks=blocks, num_panels=panels)
         for panels in sweep.num_panels or (overlap.num_panels,)
         for blocks in sweep.comm_blocks or (overlap.comm_blocks,)
     ]
     points = [
-        Point(shape=Shape(model=name, moe=moe, parallel=parallel, tokens=num), knobs=knobs)
-        for (name, moe), parallel, num, knobs in itertools.product(layers.items(), layouts, tokens, combinations)
+        Point(shape=Shape(model=name, moe=moe, parallel=parallel, tokens=num), setting=setting)
+        for (name, moe), parallel, num, setting in itertools.product(layers.items(), layouts, tokens, combinations)
     ]
     return list(dict.fromkeys(points))
 
@@ -163,7 +147,7 @@ class SweepLog:
 
 
 def _outcome(line: Sequence[str]) -> Outcome:
-    *numbers, ms, failure = line[len(KEY_COLUMNS) - len(Knobs._fields) :]
+    *numbers, ms, failure = line[len(KEY_COLUMNS) - len(fields(OverlapConfig)) :]
     for number in numbers:
         int(number)
     return Outcome(ms=float(ms) if ms else None, failure=failure)
@@ -184,8 +168,8 @@ def sweep_table(results: Mapping[Point, Outcome]) -> str:
     head = ("model", "EP", "TP", "tokens", "comm_blocks", "panels", "ms", "")
     lines: list[tuple[str, ...]] = [head]
     for point, item in results.items():
-        shape, knobs = point.shape, point.knobs
-        numbers = (shape.parallel.ep, shape.parallel.tp, shape.tokens, knobs.comm_blocks, knobs.num_panels)
+        shape, setting = point.shape, point.setting
+        numbers = (shape.parallel.ep, shape.parallel.tp, shape.tokens, setting.comm_blocks, setting.num_panels)
         time = "failed" if item.ms is None else f"{item.ms:.4f}"
         note = "*" if point in best else item.failure
         lines.append((shape.model, *map(str, numbers), time, note))
@@ -232,6 +216,5 @@ def sweep_lines(results: Mapping[Point, Outcome]) -> dict[int, list[tuple[int, f
     lines: dict[int, list[tuple[int, float]]] = {}
     for point, item in results.items():
         if item.ms is not None:
-            knobs = point.knobs
-            lines.setdefault(knobs.num_panels, []).append((knobs.comm_blocks, item.ms))
+            lines.setdefault(point.setting.num_panels, []).append((point.setting.comm_blocks, item.ms))
     return {name: sorted(line) for name, line in lines.items()}

@@ -83,7 +83,7 @@ class OverBackend:
         config: Shape of the layer.
         group: The ranks and the pool.
         overlap: Split and order of the kernels' work; ``None``: ``default_overlap``. Where rows travel apart from the
-            GEMMs, only ``comm_blocks`` and ``block_rows`` are used.
+            GEMMs, only ``comm_blocks`` is used.
         use_kernels: Triton kernels or plain torch; ``None``: kernels on a GPU.
     """
 

@@ -11,6 +11,13 @@ from comet.layout import MAX_PANELS, ExpertLayout, round_up
 from comet.schedule.dependency import pipelines
 from comet.schedule.tiles import TileSchedule
 
+GPU_TILE_ROWS, CPU_TILE_ROWS = 128, 16
+
+
+def tile_rows(device: torch.device) -> int:
+    """Rows of a GEMM tile: 128 on a GPU, 16 on a CPU, whose interpreter takes as long for padding as for rows."""
+    return CPU_TILE_ROWS if device.type == "cpu" else GPU_TILE_ROWS
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileShape:
@@ -51,8 +58,7 @@ class LayerSettings:
     """Everything but the tensors that the launches of one layer share.
 
     Args:
-        comm_blocks: Thread blocks that start as communication blocks.
-        beside: Layer 1's comm blocks share the multiprocessors of its compute blocks.
+        comm_blocks: Thread blocks that only communicate at first; 0: communication is colocated with compute.
         tile: GEMM tile shape.
         layer0: Order of dispatch || GEMM.
         layer1: Order of GEMM || combine.
@@ -63,7 +69,6 @@ class LayerSettings:
     """
 
     comm_blocks: int
-    beside: bool
     tile: TileShape
     layer0: TileSchedule
     layer1: TileSchedule
@@ -96,7 +101,6 @@ class LayerSettings:
         }
         return cls(
             comm_blocks=overlap.comm_blocks,
-            beside=overlap.beside,
             tile=tile,
             layer0=schedules["layer0"],
             layer1=schedules["layer1"],

@@ -92,14 +92,17 @@ def read_settings(folder: Path) -> dict[str, Any] | None:
     except yaml.YAMLError as error:
         raise ValueError(f"{path} must hold the settings of a run: {error}") from error
     require(isinstance(tree, dict), f"{path} must hold the settings of a run")
+    overlap = tree.get("overlap") or {}
+    if overlap.get("beside"):  # of an older version, in which comm blocks of their own needed beside=false
+        overlap["comm_blocks"] = 0
     return dict(tree)
 
 
 def removed_settings(settings: Mapping[str, Any]) -> list[str]:
     """Settings of a split that an older version had and this run was given, as ``overlap.transport=copy``."""
-    sections = {name: settings.get(name) or {} for name in ("overlap", "sweep")}
-    given = ((f"{name}.{key}", value) for name, section in sections.items() for key, value in section.items())
-    return [f"{name}={value}" for name, value in given if value and name.partition(".")[2] in REMOVED_SETTINGS]
+    splits = flat({name: settings.get(name) or {} for name in ("overlap", "sweep")})
+    given = ((name, value) for name, value in splits.items() if value not in (None, []))
+    return [f"{name}={value}" for name, value in given if name.partition(".")[2] in REMOVED_SETTINGS]
 
 
 def require_same(saved: Mapping[str, Any], config: JobConfig, folder: Path, *, same_text: bool) -> None:

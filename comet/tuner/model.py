@@ -23,10 +23,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import islice
 
 from comet.config import OverlapConfig
-from comet.schedule.settings import TileShape
+from comet.schedule.settings import GPU_TILE_ROWS, TileShape
 from comet.tuner.problem import Machine, Problem, cuda_layers, effective, fitting_panels
 
 # Smooth maximum of compute and memory time, fit: DeepSeek-V3 at 2048 tokens takes 12 % more than its tiles.
@@ -39,7 +38,7 @@ PLAIN_HIDDEN_PASSES = 6
 # columns.
 CUDA_ROWS, CUDA_STEP, CUDA_TALLEST, CUDA_COLS = 256, 16, 272, 128
 
-BLOCK_ROWS = (16, 32, 64, 128)
+COMM_BLOCKS = 16  # in Triton, of a layer whose communication is colocated
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,8 +82,8 @@ Gemms = Mapping[int, tuple[GemmCost, GemmCost]]
 
 
 def all_gemms(problem: Problem, machine: Machine) -> Gemms:
-    """The two GEMMs of the busiest rank by rows of a tile in Triton, and in CUDA C++ under ``CUDA_ROWS``."""
-    return {rows: layer_gemms(problem, rows, machine) for rows in (*BLOCK_ROWS, CUDA_ROWS)}
+    """The two GEMMs of the busiest rank, in Triton under ``GPU_TILE_ROWS`` and in CUDA C++ under ``CUDA_ROWS``."""
+    return {rows: layer_gemms(problem, rows, machine) for rows in (GPU_TILE_ROWS, CUDA_ROWS)}
 
 
 def layer_gemms(problem: Problem, block_rows: int, machine: Machine) -> tuple[GemmCost, GemmCost]:
@@ -97,8 +96,6 @@ def layer_gemms(problem: Problem, block_rows: int, machine: Machine) -> tuple[Ge
     height, l2_gbs, overhead = float(block_rows), machine.l2_gbs_per_sm, machine.tile_overhead_ms
     if in_cuda:
         height, l2_gbs, overhead = rows / max(num_tiles, 1.0) + CUDA_STEP / 2, machine.cuda_l2_gbs_per_sm, 0.0
-    elif block_rows < max(BLOCK_ROWS):
-        sm_flops *= machine.narrow_share
     tile = TileShape.select(problem.dtype, hidden_size, width)
     traffic = (problem.recv_rows * hidden_size + rows * width, rows * (width + hidden_size))
     gemms = []
@@ -138,13 +135,13 @@ def predict(
     """
     gemms = gemms or all_gemms(problem, machine)
     if setting is None:
-        parts = _plain_parts(problem, machine, gemms[max(BLOCK_ROWS)])
+        parts = _plain_parts(problem, machine, gemms[GPU_TILE_ROWS])
         return Prediction(setting=None, ms=sum(parts.values()), parts=tuple(parts.items()))
     num_ids = problem.world_size * problem.num_tokens * problem.moe.top_k
     parts = {"plan": machine.plan_ms + num_ids * machine.plan_ns_per_row / 1e6}
     in_cuda = cuda_layers(setting, problem, machine)
     for number, layer in enumerate(LAYERS):
-        gemm = gemms[CUDA_ROWS if in_cuda[number] else setting.block_rows][number]
+        gemm = gemms[CUDA_ROWS if in_cuda[number] else GPU_TILE_ROWS][number]
         alone = gemm.ms(machine.num_sms, machine) / (1.0 if in_cuda[number] else machine.fused_share)
         whole = layer[in_cuda[number]](problem, setting, machine, gemm)
         parts |= {f"GEMM {number}": alone, f"exposed {number}": whole - alone}
@@ -170,7 +167,7 @@ def layer1_cuda_ms(problem: Problem, setting: OverlapConfig, machine: Machine, g
 def layer0_ms(problem: Problem, setting: OverlapConfig, machine: Machine, gemm: GemmCost) -> float:
     """Expected time of dispatch || GEMM || SwiGLU in Triton, for the first of ``layer_gemms``."""
     reads = min(problem.world_size, 2)  # of the weights: in each phase
-    comm_blocks = min(setting.comm_blocks, machine.num_sms - 1)
+    comm_blocks = min(setting.comm_blocks or COMM_BLOCKS, machine.num_sms - 1)
     reread = (reads - 1) * machine.reread_share * gemm.weight_bytes / machine.hbm_gbs / 1e6
     work = gemm.ms(machine.num_sms, machine) / machine.fused_share + reread
     push = push_rows_ms(problem, comm_blocks, machine)
@@ -201,8 +198,8 @@ def push_rows_ms(problem: Problem, comm_blocks: int, machine: Machine) -> float:
 
 def layer1_ms(problem: Problem, setting: OverlapConfig, machine: Machine, gemm: GemmCost) -> float:
     """Expected time of GEMM || reduce || combine in Triton, for the second of ``layer_gemms``."""
-    if setting.beside:
-        return _layer1_beside_ms(problem, setting, machine, gemm)
+    if not setting.comm_blocks:
+        return _layer1_colocated_ms(problem, setting, machine, gemm)
     comm_blocks = min(setting.comm_blocks, machine.num_sms - 1)
     num_panels = fitting_panels(setting.num_panels, problem)
     compute = gemm.ms(machine.num_sms - comm_blocks, machine) / machine.fused_share
@@ -217,14 +214,14 @@ def layer1_ms(problem: Problem, setting: OverlapConfig, machine: Machine, gemm: 
     return compute + rest + _passes_ms(problem, machine) + machine.panel_ms * num_panels + machine.launch_ms
 
 
-def _layer1_beside_ms(problem: Problem, setting: OverlapConfig, machine: Machine, gemm: GemmCost) -> float:
+def _layer1_colocated_ms(problem: Problem, setting: OverlapConfig, machine: Machine, gemm: GemmCost) -> float:
     """No multiprocessor is lost, but memory traffic slows the GEMM, and nothing hides the last panel's way."""
     num_panels = fitting_panels(setting.num_panels, problem)
     hidden_bytes = problem.routed_rows * problem.width * problem.dtype.itemsize
     reread = (num_panels - 1) * hidden_bytes / machine.hbm_gbs / 1e6
     compute = gemm.ms(machine.num_sms, machine, reread) / machine.fused_share
     last = (_returned_ms(problem, machine) + machine.last_ms) / num_panels
-    slowed = machine.beside_passes * _passes_ms(problem, machine)
+    slowed = machine.colocated_passes * _passes_ms(problem, machine)
     return compute + slowed + last + machine.panel_ms * num_panels + machine.launch_ms
 
 
@@ -265,81 +262,43 @@ def _advance(start: float, work: float, push: float, slowed: float) -> float:
     return start + before + (work - before / slowed)
 
 
-COMM_BLOCKS = (4, 8, 16, 24, 32, 48, 64)
+DEDICATED = (4, 8, 16, 24, 32, 48, 64)  # comm blocks of a split
 PANELS = (1, 2, 3, 4, 6, 8)
-# Other values of each knob of the best that are worth measuring; all panels, so that points can be compared.
-KNOBS = {"num_panels": len(PANELS) - 1, "comm_blocks": 2}
-FIELDS = (*KNOBS, "block_rows", "beside")
-MOST_SETTINGS = 12
+MOST_SPLITS = 3  # that are worth measuring
 # Beyond this ratio to the best not even a wrong prediction makes a setting the fastest.
 HOPELESS = 1.3
 
 
 def candidates(problem: Problem, machine: Machine) -> list[OverlapConfig]:
     """Every setting the model compares; all are legal for the problem and the machine, and differ in a launch."""
-    blocks = [num for num in COMM_BLOCKS if num < machine.num_sms] or [1]
-    everything = (
-        OverlapConfig(
-            comm_blocks=num,
-            num_panels=num_panels,
-            block_rows=block_rows,
-            beside=beside,
-        )
-        for num in blocks
-        for beside in (True, False)
-        for num_panels in PANELS
-        for block_rows in BLOCK_ROWS
-    )
-    return list(dict.fromkeys(effective(setting, problem, machine) for setting in everything))
+    blocks = [0, *(num for num in DEDICATED if num < machine.num_sms)]
+    everything = (OverlapConfig(comm_blocks=num, num_panels=panels) for num in blocks for panels in PANELS)
+    return list(dict.fromkeys(effective(setting, problem) for setting in everything))
 
 
 def propose(problem: Problem, machine: Machine) -> list[Prediction]:
-    """The candidates worth measuring, best first.
+    """The candidates worth measuring, best first: plain, the default, and where they may pay, all panels and splits.
 
-    They are plain, the default, and where they may pay: the best with tiles of 128 rows beside communication (where
-    there are layers in CUDA C++, they are in it), with smaller tiles, and of the split launches, and
-    for each knob of the first its other values. Measured neighbours tell where the model is wrong; the next best
-    settings of the whole list would all be alike. With the default among them, a tuned layer is never slower than an
-    untuned one.
+    Of splits, those of the three best numbers of comm blocks. With the default among the candidates, a tuned layer is
+    never slower than an untuned one.
 
     Args:
         problem: Shape, tokens and routing density.
         machine: Its rates.
 
     Returns:
-        At most 12 predictions with distinct settings, ascending in ms; the plain path is one of them.
+        At most 11 predictions with distinct settings, ascending in ms; the plain path is one of them.
     """
     gemms = all_gemms(problem, machine)
-    settings = candidates(problem, machine)
-    ranked = sorted((predict(problem, setting, machine, gemms) for setting in settings), key=_order)
-    best = next(item.setting for item in ranked if item.setting and _kind(item.setting) == "beside")
-    assert best is not None
-    firsts = {_kind(item.setting): item for item in reversed(ranked) if item.setting}
-    tried = list(firsts.values())
-    for knob, num in KNOBS.items():
-        tried += islice((item for item in ranked if item.setting and _differs_only(item.setting, best, knob)), num)
-    bound = HOPELESS * ranked[0].ms
+    ranked = sorted((predict(problem, item, machine, gemms) for item in candidates(problem, machine)), key=_order)
+    colocated = [item for item in ranked if item.setting and not item.setting.comm_blocks]
+    splits = {item.setting.comm_blocks: item for item in reversed(ranked) if item.setting and item.setting.comm_blocks}
+    tried = [*colocated, *sorted(splits.values(), key=_order)[:MOST_SPLITS]]
+    default = effective(OverlapConfig(), problem)
     plain = predict(problem, None, machine, gemms)
-    chosen = {plain.setting: plain}
-    if OverlapConfig().comm_blocks < machine.num_sms:
-        default = effective(OverlapConfig(), problem, machine)
-        chosen[default] = predict(problem, default, machine, gemms)
-    for item in sorted(tried, key=_order):
-        if item.ms <= bound and len(chosen | {item.setting: item}) <= MOST_SETTINGS:
-            chosen[item.setting] = item
-    return sorted(chosen.values(), key=_order)
-
-
-def _kind(setting: OverlapConfig) -> str:
-    """What tells launches apart before all else."""
-    if not setting.beside:
-        return "split"
-    return "beside" if setting.block_rows == max(BLOCK_ROWS) else "small tiles"
+    chosen = [item for item in tried if item.ms <= HOPELESS * ranked[0].ms or item.setting == default]
+    return sorted([plain, *chosen], key=_order)
 
 
 def _order(prediction: Prediction) -> tuple[float, str]:
     return prediction.ms, str(prediction.setting)
-
-
-def _differs_only(setting: OverlapConfig, other: OverlapConfig, knob: str) -> bool:
-    return [name for name in FIELDS if getattr(setting, name) != getattr(other, name)] == [knob]

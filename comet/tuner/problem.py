@@ -14,9 +14,7 @@ the host's launches): how long they take, and which is the fastest; with less we
 six and eight were best.
 ``tests/tuner/test_tuner.py`` and ``tests/tuner/test_tuner_shipped.py`` assert how well all this agrees.
 
-Which kernels a setting stands for follows from both: where layers run in CUDA C++ some knobs do nothing, and settings
-coincide. There every block has warps that communicate: comm blocks do nothing.
-Nothing waits for comm blocks in a Triton layer 1 whose comm blocks share all multiprocessors either.
+Which kernels a setting stands for follows from both: those in CUDA C++ take no comm blocks.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ import torch
 
 from comet.config import DIM_MULTIPLE, MOE_DTYPES, MoEConfig, OverlapConfig, ParallelConfig, require
 from comet.layout import CHUNK_ROWS, MAX_PANELS, round_up
-from comet.schedule.settings import TileShape
+from comet.schedule.settings import GPU_TILE_ROWS, TileShape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,8 +41,6 @@ class Machine:
         cuda_kernels: Whether kernels in CUDA C++ run here: a GPU of sm_90, with a compiler.
         gemm_tflops: 16-bit grouped GEMM on all SMs without tile overhead and heat. Fit; cuBLAS dense reaches 790.
         fp32_tflops: The same in IEEE float32, without tensor cores. Data sheet, 67 at boost clock, less 25 %.
-        narrow_share: Rate of tiles of fewer than 128 rows over that of 128, whose warp groups share operands. Fit to
-            ``comet tune`` on two H200.
         tile_overhead_ms: Start and end of one tile that no pipeline hides. Profile fit.
         l2_gbs_per_sm: Tile operands from L2 to one SM: 64 bytes per clock at 1.7 GHz. Architecture.
         hbm_gbs: Memory reads. Design section 6.
@@ -59,7 +55,7 @@ class Machine:
         push_share: Rate beside a running GEMM over the stand-alone rate. Design section 8, "comm only" columns.
         link_gbs: Rate of the copy engines, which no kernel exceeds. Design section 6.
         reduce_gbs_per_block: Partial sums one block reduces and sends. Fit to the ratios of design section 8.7.
-        beside_passes: What comm blocks beside compute blocks cost layer 1, over the combine's memory traffic. Fit.
+        colocated_passes: What comm blocks beside compute blocks cost layer 1, over the combine's memory traffic. Fit.
         fused_share: GEMM rate inside a fused kernel over the GEMM alone (gathered rows, tickets, flags). Fit.
         signal_ms: One flag between ranks, with the skew of the ranks' starts. Fit.
         panel_ms: Flags of one panel of layer 1 in Triton. Profile fit.
@@ -86,7 +82,6 @@ class Machine:
     cuda_kernels: bool = True
     gemm_tflops: float = 770.0
     fp32_tflops: float = 50.0
-    narrow_share: float = 0.72
     tile_overhead_ms: float = 0.0025
     l2_gbs_per_sm: float = 109.0
     hbm_gbs: float = 4600.0
@@ -99,7 +94,7 @@ class Machine:
     push_share: float = 0.8
     link_gbs: float = 385.0
     reduce_gbs_per_block: float = 3.2
-    beside_passes: float = 1.2
+    colocated_passes: float = 1.2
     fused_share: float = 0.93
     signal_ms: float = 0.01
     panel_ms: float = 0.001
@@ -340,7 +335,7 @@ def cuda_layers(setting: OverlapConfig, problem: Problem, machine: Machine) -> t
     Returns:
         The two answers; Qwen3-30B-A3B on four H200 with the default setting at 512 tokens: yes, no; at 8192: yes, yes.
     """
-    if not (machine.cuda_kernels and setting.beside):
+    if setting.comm_blocks or not machine.cuda_kernels:
         return False, False
     # Not above: these modules need Triton, and what is asked of a machine without GPUs works without it.
     from comet.kernels.layer import dispatch_gemm as layer0
@@ -348,49 +343,36 @@ def cuda_layers(setting: OverlapConfig, problem: Problem, machine: Machine) -> t
 
     moe, experts, width = problem.moe, problem.experts_local, round_up(problem.width, DIM_MULTIPLE)
     tokens = round_up(problem.num_tokens, CHUNK_ROWS)
-    tile = problem.dtype.itemsize, setting.block_rows
+    tile = problem.dtype.itemsize, GPU_TILE_ROWS
     return (
         layer0.takes(tokens, experts, 2 * width, moe.hidden_size, *tile),
         layer1.takes(tokens, moe.top_k, problem.world_size, experts, moe.hidden_size, width, *tile),
     )
 
 
-def effective(setting: OverlapConfig, problem: Problem, machine: Machine) -> OverlapConfig:
-    """The setting as the layer takes it: within its limits, with the default for each knob that does nothing.
+def effective(setting: OverlapConfig, problem: Problem) -> OverlapConfig:
+    """The setting as the layer takes it, within its limits; settings that come to the same launches have equal results.
 
-    Settings that come to the same launches have equal results.
-
-    Example: 8 comm blocks and 8 panels of Qwen3-30B-A3B at 8192 tokens on four H200, both of whose layers
-    run in CUDA C++: 16 comm blocks, 8 panels.
+    Example: 8 panels of D=512 in bfloat16, which are 2 column blocks: 2 panels.
     """
-    default = OverlapConfig()
-    layer0, _ = cuda_layers(setting, problem, machine)
-    have_work = not setting.beside or not layer0
-    idle = min(default.comm_blocks, machine.num_sms - 1)
-    return replace(
-        setting,
-        comm_blocks=setting.comm_blocks if have_work else idle,
-        num_panels=fitting_panels(setting.num_panels, problem),
-    )
+    return replace(setting, num_panels=fitting_panels(setting.num_panels, problem))
 
 
 def candidate_name(setting: OverlapConfig | None, problem: Problem, machine: Machine) -> str:
-    """Short name of a candidate: the knobs that do something, and where its layers run in CUDA C++.
+    """Short name of a candidate, with where its layers run.
 
-    Example: the default setting is ``16 comm blocks, 4 panels, 128 rows, beside`` in Triton, ``4 panels, both
-    layers in CUDA C++`` or ``4 panels, layer 0 in CUDA C++``.
+    Example: the default setting is ``4 panels, in Triton``, ``4 panels, both layers in CUDA C++`` or ``4 panels, layer
+    0 in CUDA C++``; one with a split ``16 comm blocks, 4 panels``.
     """
     if setting is None:
         return PLAIN
-    taken, in_cuda = effective(setting, problem, machine), cuda_layers(setting, problem, machine)
-    parts = [counted(taken.num_panels, "panel")]
-    if not in_cuda[0]:
-        parts.insert(0, counted(taken.comm_blocks, "comm block"))
-    if any(in_cuda):
-        parts.append(f"{'both layers' if all(in_cuda) else f'layer {in_cuda.index(True)}'} in CUDA C++")
-    else:
-        parts += [f"{taken.block_rows} rows", "beside" if taken.beside else "split"]
-    return ", ".join(parts)
+    panels = counted(fitting_panels(setting.num_panels, problem), "panel")
+    if setting.comm_blocks:
+        return f"{counted(setting.comm_blocks, 'comm block')}, {panels}"
+    in_cuda = cuda_layers(setting, problem, machine)
+    if not any(in_cuda):
+        return f"{panels}, in Triton"
+    return f"{panels}, {'both layers' if all(in_cuda) else f'layer {in_cuda.index(True)}'} in CUDA C++"
 
 
 def counted(num: int, name: str) -> str:

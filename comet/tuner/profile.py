@@ -202,7 +202,7 @@ class ProfileStore:
         return None if entry is None else self.sources.get(entry.key, self.path)
 
     def put(self, entry: ProfileEntry) -> None:
-        """Add or replace an entry, in memory and in the file; entries other processes wrote meanwhile are kept.
+        """Keep an entry's winner, in memory and in the file; entries other processes wrote meanwhile are kept.
 
         Raises:
             ValueError: If the entry belongs to another device.
@@ -211,6 +211,7 @@ class ProfileStore:
         require(
             entry.key.device == self.device, f"device={entry.key.device!r} must be the store's device {self.device!r}"
         )
+        entry = replace(entry, measured=(entry.winner,))
         self.entries[entry.key] = entry
         self.sources[entry.key] = self.path
         self.path.parent.mkdir(parents=True, exist_ok=True)

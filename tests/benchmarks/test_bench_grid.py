@@ -286,7 +286,6 @@ def test_a_layer_is_opened_once_and_an_interrupted_run_keeps_its_rows(
 
 def test_splits_of_a_command_line() -> None:
     assert parse_overlap("num_panels=2,comm_blocks=3", "overlap") == OverlapConfig(num_panels=2, comm_blocks=3)
-    assert parse_overlap("beside=0", "overlap") == OverlapConfig(beside=False)
 
 
 @pytest.mark.parametrize(
@@ -295,19 +294,18 @@ def test_splits_of_a_command_line() -> None:
         "comm_blocks",
         "comm_blocks=",
         "comm_blocks=-1",
-        "block_rows=64",
         "",
         "num_panels=2,",
     ],
 )
 def test_a_split_must_name_a_setting_and_a_number(text: str) -> None:
-    with pytest.raises(ValueError, match=r"overlap='.*' must be comm_blocks=N, num_panels=N or beside=0"):
+    with pytest.raises(ValueError, match=r"overlap='.*' must be comm_blocks=N or num_panels=N"):
         parse_overlap(text, "overlap")
 
 
 def test_a_split_obeys_the_rules_of_the_settings() -> None:
-    with pytest.raises(ValueError, match=r"comm_blocks=0 must be at least 1"):
-        parse_overlap("comm_blocks=0", "overlap")
+    with pytest.raises(ValueError, match=r"num_panels=0 must be at least 1"):
+        parse_overlap("num_panels=0", "overlap")
     with pytest.raises(ValueError, match=r"overlap='transport=copy': transport is no longer a setting: leave it out"):
         parse_overlap("transport=copy", "overlap")
 

@@ -325,12 +325,12 @@ def test_the_break_of_the_backward_pass_is_noticed(broken: str, place: str) -> N
         run_ranks(late_in_backward, 2, broken, place, interpret=True)
 
 
-def without_gemm(rank: int, world_size: int, broken: str, beside: bool) -> tuple[str, int]:
+def without_gemm(rank: int, world_size: int, broken: str, comm_blocks: int) -> tuple[str, int]:
     """Layer 1 with compute blocks that do nothing; returns the complaint, and the newest flag of a partial sum."""
     BREAKS[broken](rank)
     skip(gemm_panels, "gemm_panels", rank)
     skip(gemm_combine, "gemm_panels", rank)
-    case = LayerCase("one rank", 1, 1, (37,), beside=beside)
+    case = LayerCase("one rank", 1, 1, (37,), comm_blocks=comm_blocks)
     moe = build_layer(case, rank, "fused")
     moe.group.comm.timeout_s = 0.02
     inputs = rank_inputs(case, rank)
@@ -344,10 +344,10 @@ def without_gemm(rank: int, world_size: int, broken: str, beside: bool) -> tuple
     return "", newest
 
 
-@pytest.mark.parametrize("beside", [True, False])
-def test_a_reduce_waits_for_the_gemm_of_its_rank(beside: bool) -> None:
+@pytest.mark.parametrize("comm_blocks", [0, 2])
+def test_a_reduce_waits_for_the_gemm_of_its_rank(comm_blocks: int) -> None:
     found, broken = (
-        run_ranks(without_gemm, 1, how, beside, interpret=True)[0] for how in ("nothing", "reduce does not wait")
+        run_ranks(without_gemm, 1, how, comm_blocks, interpret=True)[0] for how in ("nothing", "reduce does not wait")
     )
     complaint, newest = found
     assert complaint.startswith("rank 0 waited 0.0 s for rank 0 (layer 1 panel")

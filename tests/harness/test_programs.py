@@ -102,7 +102,7 @@ def test_every_kernel_is_launched_and_all_numbers_are_right() -> None:
 
 
 def two_ranks_without_the_second_pass(rank: int, world_size: int) -> str:
-    case = StressCase("once", 2, 1, (5, 3), 4, 2, 16, 16, backward=False, max_tokens=8, beside=False)
+    case = StressCase("once", 2, 1, (5, 3), 4, 2, 16, 16, backward=False, max_tokens=8, comm_blocks=1)
     played = PlayedRanks(case, CPU)
     twice = PlayedRanks.twice
 

@@ -143,7 +143,7 @@ def test_cases_are_legal_repeatable_and_varied(world_size: int, path: str, devic
             assert case.hidden_size % 128 == case.ffn_size // case.tp % 128 == 0
             assert not case.backward
             assert case.capacity_factor is None
-    varied = "ep top_k fp8 routing num_panels block_rows beside capacity_factor inputs backward strided delay_s"
+    varied = "ep top_k fp8 routing num_panels capacity_factor inputs backward strided delay_s"
     for name in (*varied.split(), "delay_s"):
         values = {getattr(case, name) for case in cases}
         assert len(values) > 1 or (name, world_size) == ("ep", 1), name
@@ -154,7 +154,7 @@ def test_cases_are_legal_repeatable_and_varied(world_size: int, path: str, devic
 
 
 PER_LAYER = (
-    "ep tp num_experts top_k hidden_size ffn_size dtype block_rows beside max_tokens weight_seed",
+    "ep tp num_experts top_k hidden_size ffn_size dtype max_tokens weight_seed",
     "fp8",
 )
 PER_CASE = "num_tokens routing num_panels comm_blocks capacity_factor inputs backward strided delay_s seed"

@@ -111,6 +111,8 @@ def test_composing_twice_gives_equal_jobs_and_no_state():
         ("train.steps=???", r"^train\.steps must be given$"),
         ("tune.tokens=64", r"^tune\.tokens=64 must be a list: write tune\.tokens=\[64\]$"),
         ("overlap.transport=copy", r"^override 'overlap\.transport=copy': overlap\.transport is no longer a setting: "),
+        ("overlap.block_rows=64", r"overlap\.block_rows is no longer a setting: leave it out: tiles have 128 rows"),
+        ("overlap.beside=true", r"overlap\.beside is no longer a setting: comm_blocks=0 is beside=true"),
         ("sweep.transport=[push]", r"sweep\.transport is no longer a setting: leave it out: rows are always pushed"),
         ("sweep.layouts=[2,1]", r"^sweep\.layouts=\[2,1\] must be a list: write sweep\.layouts=\[\[2,1\]\]$"),
         ("sweep.layouts=2", r"write sweep\.layouts=\[\[2\]\]$"),
@@ -143,7 +145,7 @@ def test_compose_answers_a_mistake_in_one_line(override, message):
         (["train.dtype=float8"], 2, r"^train\.dtype='float8' must be one of auto, float32, bfloat16$"),
         (["comm.backend=tcp"], 2, r"^comm\.backend='tcp' must be one of auto, nvshmem, symm_mem, cpu_shm$"),
         (["output_dir="], 2, r"^output_dir='' must not be empty$"),
-        (["overlap.block_rows=48"], 2, r"^overlap: block_rows=48 must be one of"),
+        (["overlap.num_panels=0"], 2, r"^overlap: num_panels=0 must be at least 1"),
     ],
 )
 def test_make_job_names_field_value_and_rule(overrides, world_size, message):

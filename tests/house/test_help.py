@@ -46,7 +46,7 @@ def test_a_page_shows_default_choices_and_meaning() -> None:
     assert "\n  comm.timeout_s=60.0\n      Deadline of every wait for another rank, in seconds.\n" in page
     assert "  overlap: settings\n      Split and order of the fused kernels' work; null takes what was measured" in page
     assert "output_dir=outputs/sweep-" in task_page("sweep", TASKS["sweep"])
-    assert "\n  sweep.comm_blocks=[4,8,16,32,64]\n" in task_page("sweep", TASKS["sweep"])
+    assert "\n  sweep.comm_blocks=[0,4,8,16,32,64]\n" in task_page("sweep", TASKS["sweep"])
 
 
 def test_every_setting_is_on_a_page_with_its_meaning() -> None:

@@ -50,8 +50,8 @@ SPLIT = "comm_blocks=500 must be below the 132 SMs of "
         (["modular", "modular.pair=[AllToAl,FusedExperts]"], "modular.pair: 'AllToAl' must be one of SingleRank, "),
         (["sweep", "sweep.models=[nope]"], "model='nope' must be one of "),
         (
-            ["sweep", "sweep.comm_blocks=[0]"],
-            "sweep: comm_blocks=(0,) must each be at least 1",
+            ["sweep", "sweep.comm_blocks=[-1]"],
+            "sweep: comm_blocks=(-1,) must each be at least 0",
         ),
     ],
 )

@@ -14,11 +14,11 @@ from comet.quantization.packed import pack, packed_columns
 
 pytestmark = pytest.mark.gpu
 
-BF16 = dict(dtype=torch.bfloat16, block_rows=128)
+BF16 = dict(dtype=torch.bfloat16)
 CASES = [
     LayerCase("bf16", 1, 1, (700,), 8, 2, 256, 512, **BF16, calls=3),
-    LayerCase("fp16", 1, 1, (700,), 8, 4, 512, 256, dtype=torch.float16, block_rows=128),
-    LayerCase("fp32", 1, 1, (300,), 8, 2, 128, 128, block_rows=128),
+    LayerCase("fp16", 1, 1, (700,), 8, 4, 512, 256, dtype=torch.float16),
+    LayerCase("fp32", 1, 1, (300,), 8, 2, 128, 128),
     LayerCase("odd number of blocks", 1, 1, (333,), 6, 3, 384, 640, **BF16, strided=True),
     LayerCase("no tokens", 1, 1, (0,), 4, 2, 128, 128, **BF16),
     LayerCase("one expert", 1, 1, (300,), 4, 2, 128, 128, routing="one", **BF16),

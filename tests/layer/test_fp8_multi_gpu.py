@@ -11,7 +11,7 @@ from layer_cases import LayerCase
 from played_ranks import Kind
 from ranks import run_ranks
 
-BF16 = dict(dtype=torch.bfloat16, block_rows=128)
+BF16 = dict(dtype=torch.bfloat16)
 CASES = [
     LayerCase("ep2", 2, 1, (700, 700), 8, 2, 512, 512, **BF16, calls=4),
     LayerCase("ep2 unequal", 2, 1, (900, 5), 8, 4, 256, 128, **BF16),

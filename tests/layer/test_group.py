@@ -88,7 +88,7 @@ def lack_compilers(rank: int, world_size: int, lacking: list[str]) -> tuple[list
     group = make_group(rank, world_size)
     path = MoE(CONFIG, group).experts
     assert isinstance(path, SymmetricPath)
-    config = combine_config(path.backend.settings_for(3), 1, torch.empty(3, 32))
+    config = combine_config(path.backend.settings, 1, torch.empty(3, 32))
     group.close()
     return [group.cuda_kernels, path.backend.settings.cuda_kernels, config.cuda_kernels], told
 
@@ -109,7 +109,7 @@ def test_what_a_cpu_lacks() -> None:
 def test_spare_multiprocessors_reach_the_launches_of_layer_1() -> None:
     path = MoE(CONFIG, make_group(spare_multiprocessors=7)).experts
     assert isinstance(path, SymmetricPath)
-    assert combine_config(path.backend.settings_for(3), 1, torch.empty(3, 32)).spare_multiprocessors == 7
+    assert combine_config(path.backend.settings, 1, torch.empty(3, 32)).spare_multiprocessors == 7
     assert make_group().spare_multiprocessors == 0
 
 

@@ -39,7 +39,7 @@ CASES = [
     LayerCase("ep2 strided", 2, 1, (37, 150), top_k=3, routing="masked", strided=True, calls=2),
     LayerCase("ep2 experts anywhere", 2, 1, (40, 29), num_experts=8, top_k=3, routing="first_half", relabel=5),
     LayerCase("tp2 of 24 columns", 1, 2, (31, 29), ffn_size=48),
-    LayerCase("ep2 split", 2, 1, (40, 70), top_k=3, num_panels=3, hidden_size=48, beside=False),
+    LayerCase("ep2 split", 2, 1, (40, 70), top_k=3, num_panels=3, hidden_size=48, comm_blocks=2),
     LayerCase(
         "ep2 panel in 6 parts", 2, 1, (40, 31), hidden_size=416, num_panels=1, top_k=3, routing="masked", calls=2
     ),
@@ -206,7 +206,7 @@ def overflow(rank: int, world_size: int, path: str) -> None:
     config = MoEConfig(hidden_size=16, ffn_size=16, num_experts=4, top_k=2, max_imbalance=1.0)
     parallel = ParallelConfig(ep=world_size)
     group = make_expert_group(config, parallel, max_tokens=128, dtype=torch.float32, device="cpu", timeout_s=20.0)
-    moe = MoE(config, group, path=path, overlap=OverlapConfig(block_rows=16))
+    moe = MoE(config, group, path=path, overlap=OverlapConfig())
     ids = torch.tensor([[0, 1]], dtype=torch.int32).repeat(128, 1)  # everything goes to rank 0
     moe.routed_experts(torch.randn(128, 16), ids, torch.ones(128, 2))
     group.workspace.check()
@@ -230,8 +230,7 @@ def drop_on_rank(rank: int, world_size: int, path: str) -> list[torch.Tensor]:
         config, ParallelConfig(ep=world_size), max_tokens=64, dtype=torch.float32, device="cpu", timeout_s=60.0
     )
     poison(group)
-    overlap = OverlapConfig(block_rows=16)
-    moe, found = MoE(config, group, path=path, overlap=overlap), []
+    moe, found = MoE(config, group, path=path, overlap=OverlapConfig()), []
     for call, num_tokens in enumerate((64, 40)):
         generator = torch.Generator().manual_seed(7 * call + rank)
         x = torch.randn(num_tokens, 32, generator=generator).requires_grad_()
@@ -273,8 +272,8 @@ def test_uneven_parallelism_is_named() -> None:
         ParallelConfig(ep=4).check(config)
     with pytest.raises(ValueError, match="ffn_size=48 must be divisible by tp=5"):
         ParallelConfig(tp=5).check(config)
-    with pytest.raises(ValueError, match="comm_blocks=0 must be at least 1"):
-        OverlapConfig(comm_blocks=0)
+    with pytest.raises(ValueError, match="comm_blocks=-1 must be at least 0"):
+        OverlapConfig(comm_blocks=-1)
 
 
 @pytest.mark.parametrize("trains", [False, True])

@@ -19,7 +19,7 @@ from stream_cases import assert_same, make_pair, make_tokens, train_step
 
 from comet.layer.routed_experts import SymmetricPath
 
-BF16 = dict(dtype=torch.bfloat16, block_rows=128)
+BF16 = dict(dtype=torch.bfloat16)
 CASES = [
     LayerCase("ep2", 2, 1, (700, 700), 8, 2, 512, 512, **BF16, calls=4),
     LayerCase("ep2 unequal", 2, 1, (900, 5), 8, 4, 256, 128, **BF16),

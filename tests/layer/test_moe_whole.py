@@ -68,7 +68,7 @@ def train_step(layer: MoE, rank: int, forward: Callable[[MoE, Tensor], tuple[Ten
 def on_ranks(rank: int, world_size: int, config: MoEConfig, parallel: ParallelConfig, path: str) -> Step:
     group = make_expert_group(config, parallel, max_tokens=MAX_TOKENS, dtype=torch.float32, device="cpu")
     poison(group)
-    overlap = OverlapConfig(comm_blocks=2, num_panels=2, block_rows=16)
+    overlap = OverlapConfig(num_panels=2)
     step = train_step(MoE(config, group, path=path, overlap=overlap, seed=SEED), rank, MoE.__call__)
     group.workspace.check()
     group.close()

@@ -14,7 +14,6 @@ from rank_plans import make_plan, plan_from_ids
 from ranks import run_ranks
 
 from comet.comm import LocalCommunicator, make_communicator
-from comet.config import OverlapConfig
 from comet.errors import CapacityError
 from comet.layer.plan import Launch, Plan, routed_row_capacity
 from comet.layout import ExpertLayout, positions_in_groups
@@ -36,9 +35,8 @@ def ids_of(rows: list[list[list[int]]], max_tokens: int = 128) -> torch.Tensor:
 def test_example_of_begin_plan() -> None:
     layout = ExpertLayout(num_experts=2, top_k=2, ep=1, tp=1, rank=0)
     ids = ids_of([[[1, 0], [1, -1]]])
-    overlap = OverlapConfig(block_rows=16)
     plan = plan_from_ids(
-        ids, torch.ones(ids.shape), layout, num_tokens=2, overlap=overlap, expert_capacity=None, max_routed_rows=32
+        ids, torch.ones(ids.shape), layout, num_tokens=2, block_rows=16, expert_capacity=None, max_routed_rows=32
     )
     assert plan.segment_starts.tolist() == [0, 16, 32]
     assert plan.segment_counts.tolist() == [1, 2]
@@ -48,9 +46,8 @@ def test_example_of_begin_plan() -> None:
 def test_example_of_plan_from_ids() -> None:
     layout = ExpertLayout(num_experts=2, top_k=1, ep=2, tp=1, rank=1)
     ids = ids_of([[[1], [0], [1]], [[0], [1]]])
-    overlap = OverlapConfig(block_rows=16)
     plan = plan_from_ids(
-        ids, torch.ones(ids.shape), layout, num_tokens=2, overlap=overlap, expert_capacity=None, max_routed_rows=48
+        ids, torch.ones(ids.shape), layout, num_tokens=2, block_rows=16, expert_capacity=None, max_routed_rows=48
     )
     assert plan.segment_starts.tolist() == [0, 16]
     assert plan.segment_counts.tolist() == [3]
@@ -63,7 +60,7 @@ def test_example_of_plan_from_ids() -> None:
     assert plan.routed_row_ids[:3].tolist() == [129, 0, 1]
     other = ExpertLayout(num_experts=2, top_k=1, ep=2, tp=1, rank=0)
     plan = plan_from_ids(
-        ids, torch.ones(ids.shape), other, num_tokens=3, overlap=overlap, expert_capacity=None, max_routed_rows=48
+        ids, torch.ones(ids.shape), other, num_tokens=3, block_rows=16, expert_capacity=None, max_routed_rows=48
     )
     assert plan.send_token_ids[1, :3].tolist() == [0, 2, -1]
 
@@ -144,9 +141,8 @@ def test_worst_routing_fits_the_capacity() -> None:
     layout = ExpertLayout(num_experts=4, top_k=3, ep=2, tp=1, rank=0)
     ids = torch.tensor([0, 1, 2], dtype=torch.int32).expand(2, 128, 3).contiguous()
     ids[1, -1] = -1  # uneven segments need padding
-    overlap = OverlapConfig(block_rows=64)
     limit = routed_row_capacity(layout, 128, 64, None)
-    arguments: dict[str, Any] = {"num_tokens": 128, "overlap": overlap, "expert_capacity": None}
+    arguments: dict[str, Any] = {"num_tokens": 128, "block_rows": 64, "expert_capacity": None}
     plan = plan_from_ids(ids, torch.ones(ids.shape), layout, max_routed_rows=limit, **arguments)
     assert plan.status.tolist() == [512, 0, 0, 0]
     plan = plan_from_ids(ids, torch.ones(ids.shape), layout, max_routed_rows=448, **arguments)
@@ -165,7 +161,7 @@ def arguments(**changes: Any) -> dict[str, Any]:
         "top_k_weights": torch.ones(4, 2),
         "layout": case.layout(0),
         "workspace": workspace(case, LocalCommunicator(torch.device("cpu"))),
-        "overlap": OverlapConfig(block_rows=16),
+        "block_rows": 16,
         "expert_capacity": None,
         "max_routed_rows": 256,
         "use_kernels": False,
@@ -355,7 +351,7 @@ def overwritten_guards(rank: int, world_size: int) -> list[int]:
     ids[:4] = torch.tensor([[6, 7], [-9, 2**31 - 1], [-(2**31), 5], [0, 0]])  # a caller's bug must stay inside, too
     plan = make_plan(
         ids, torch.ones(256, 2), case.layout(0), workspace(case, LocalCommunicator(torch.device("cpu"))),
-        overlap=OverlapConfig(block_rows=16), expert_capacity=None, max_routed_rows=64, use_kernels=True,
+        block_rows=16, expert_capacity=None, max_routed_rows=64, use_kernels=True,
     )  # fmt: skip
     assert plan.status[2] == 1
     assert plan.segment_starts[-1] == 64

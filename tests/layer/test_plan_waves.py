@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from rank_plans import plan_from_ids
 
-from comet.config import OverlapConfig
 from comet.layer.twin.plan import _places, waves
 from comet.layout import ExpertLayout, num_waves
 
@@ -20,7 +19,7 @@ def test_examples_of_waves() -> None:
     ids = torch.full((2, 128, 1), -1, dtype=torch.int32)
     ids[0, :4, 0] = torch.tensor([0, 3, 1, 2])
     plan = plan_from_ids(
-        ids, torch.ones(ids.shape), layout, num_tokens=4, overlap=OverlapConfig(block_rows=16), expert_capacity=None,
+        ids, torch.ones(ids.shape), layout, num_tokens=4, block_rows=16, expert_capacity=None,
         max_routed_rows=96,
     )  # fmt: skip
     assert plan.send_token_ids[1, :4].tolist() == [3, 1, -1, -1]

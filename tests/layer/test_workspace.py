@@ -13,7 +13,7 @@ from rank_plans import plan_backend
 
 from comet.comm import LocalCommunicator
 from comet.comm.base import ALIGNMENT
-from comet.config import MoEConfig, OverlapConfig
+from comet.config import MoEConfig
 from comet.errors import CapacityError, CommTimeoutError
 from comet.kernels.runtime import primitives
 from comet.layer.workspace import PLACES, ROWS_NEEDED, Workspace, WorkspaceShape, workspace_bytes
@@ -85,9 +85,9 @@ def test_epoch_and_deadline() -> None:
     workspace = make_workspace(timeout_s=1.5)
     assert workspace.max_tokens == 128
     assert workspace.timeout_ns == 1_500_000_000
-    layout, overlap = ExpertLayout(num_experts=1, top_k=1, ep=1, tp=1, rank=0), OverlapConfig()
+    layout = ExpertLayout(num_experts=1, top_k=1, ep=1, tp=1, rank=0)
     backend = plan_backend(
-        layout, workspace, overlap=overlap, expert_capacity=None, max_routed_rows=1024, use_kernels=False
+        layout, workspace, block_rows=16, expert_capacity=None, max_routed_rows=1024, use_kernels=False
     )
     backend.barrier()
     backend.barrier()

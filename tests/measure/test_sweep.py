@@ -23,7 +23,6 @@ from comet.layer.paths import make_path
 from comet.measure.job import CSV_NAME, PLOT_NAME, measure_shape, pending, run_sweep
 from comet.measure.sweep import (
     COLUMNS,
-    Knobs,
     Outcome,
     Point,
     Shape,
@@ -56,7 +55,7 @@ def job_of(*overrides: str, world_size: int = 1) -> JobConfig:
 
 def point(blocks: int = 8, panels: int = 4, tokens: int = 16) -> Point:
     shape = Shape(model="small", moe=MOE, parallel=ParallelConfig(ep=1), tokens=tokens)
-    return Point(shape=shape, knobs=Knobs(blocks, panels, 128, True))
+    return Point(shape=shape, setting=OverlapConfig(comm_blocks=blocks, num_panels=panels))
 
 
 def test_points_are_the_product_of_the_lists():
@@ -65,14 +64,14 @@ def test_points_are_the_product_of_the_lists():
     points = sweep_points(job, {})
     assert len(points) == 12, "the job's own model; 8 appears twice in the list but is one point"
     assert [item.shape.tokens for item in points] == [16] * 6 + [32] * 6
-    assert [item.knobs.comm_blocks for item in points[:4]] == [8, 16, 32, 8]
+    assert [item.setting.comm_blocks for item in points[:4]] == [8, 16, 32, 8]
     assert {item.shape.model for item in points} == {"tiny"}
 
 
 def test_an_empty_list_takes_the_value_of_the_job():
-    job = job_of("sweep.comm_blocks=[]", "overlap.comm_blocks=7", "overlap.num_panels=2", "overlap.block_rows=32")
+    job = job_of("sweep.comm_blocks=[]", "overlap.comm_blocks=7", "overlap.num_panels=2")
     (only,) = sweep_points(job, {})
-    assert only.knobs.setting() == OverlapConfig(comm_blocks=7, num_panels=2, block_rows=32)
+    assert only.setting == OverlapConfig(comm_blocks=7, num_panels=2)
     assert only.shape.tokens == job.train.batch_size * job.model.context
     assert only.shape.parallel == job.parallel
 
@@ -93,7 +92,7 @@ def test_layouts_and_models_come_from_the_command_line():
     ("changes", "message"),
     [
         ({"tokens": (0,)}, r"tokens=\(0,\) must each be at least 1"),
-        ({"comm_blocks": (8, -1)}, r"comm_blocks=\(8, -1\) must each be at least 1"),
+        ({"comm_blocks": (8, -1)}, r"comm_blocks=\(8, -1\) must each be at least 0"),
         ({"layouts": ((4,),)}, r"layouts=\(\(4,\),\) must each be a pair \[ep, tp\]"),
         ({"layouts": ((4, 0),)}, r"layouts=\(\(4, 0\),\) must each be a pair \[ep, tp\]"),
         ({"rounds": 0}, r"rounds=0 must be at least 1"),
@@ -125,9 +124,9 @@ def test_a_file_that_is_no_log_is_refused(tmp_path):
     for text, message in [
         ("", "must start with the columns model,"),
         ("a,b\n", "must start with the columns model,"),
-        (f"{header}\ntiny,1\n", r"sweep\.csv:2 must have 16 columns, not 2"),
-        (f"{header}\n" + "x," * 14 + "1.0,\n", r"sweep\.csv:2: invalid literal"),
-        (f"{header}\n" + "1," * 10 + "8,2,128,1,nan,\n", r"sweep\.csv:2: ms=nan must be positive"),
+        (f"{header}\ntiny,1\n", r"sweep\.csv:2 must have 14 columns, not 2"),
+        (f"{header}\n" + "x," * 12 + "1.0,\n", r"sweep\.csv:2: invalid literal"),
+        (f"{header}\n" + "1," * 10 + "8,2,nan,\n", r"sweep\.csv:2: ms=nan must be positive"),
     ]:
         path.write_text(text)
         with pytest.raises(ValueError, match=message):

@@ -11,11 +11,11 @@ import torch
 from ranks import run_ranks
 from refusals import refusal
 
-from comet.config import MoEConfig, ParallelConfig
+from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.launch.config import compose, make_job
 from comet.measure import job
 from comet.measure.job import CSV_NAME, run_sweep
-from comet.measure.sweep import Knobs, Outcome, Point, Shape, SweepLog
+from comet.measure.sweep import Outcome, Point, Shape, SweepLog
 from comet.utils.shared_file import require_writable
 
 MOE = MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2)
@@ -33,7 +33,7 @@ class Alone:
 
 def key_of(tokens: int) -> tuple[str, ...]:
     shape = Shape(model="small", moe=MOE, parallel=ParallelConfig(ep=1), tokens=tokens)
-    return Point(shape=shape, knobs=Knobs(8, 4, 128, True)).key("float32", "cpu")
+    return Point(shape=shape, setting=OverlapConfig(comm_blocks=8)).key("float32", "cpu")
 
 
 def test_rows_of_another_sweep_are_kept(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import pytest
 import torch
 from rank_plans import plan_from_ids
 
-from comet.config import OverlapConfig
 from comet.layer.plan import Plan, routed_row_capacity
 from comet.layout import ExpertLayout
 from comet.modular.all_to_all import destinations, local_ids, pack, unpack
@@ -117,7 +116,7 @@ def make_plan(ids: torch.Tensor, layout: ExpertLayout, num_tokens: int) -> Plan:
         torch.rand(ids.shape),
         layout,
         num_tokens=num_tokens,
-        overlap=OverlapConfig(block_rows=16),
+        block_rows=16,
         expert_capacity=None,
         max_routed_rows=routed_row_capacity(layout, ids.shape[1], 16, None),
     )

@@ -42,7 +42,7 @@ ROOT = Path(__file__).parents[2]
 CHUNK = 128
 CASES = (
     LayerCase("ep2", 2, 1, (30, 130), num_experts=4, hidden_size=128),
-    LayerCase("tp2", 1, 2, (31, 29), beside=False),
+    LayerCase("tp2", 1, 2, (31, 29), comm_blocks=2),
 )
 
 
@@ -259,8 +259,8 @@ def test_a_full_buffer_counts_what_is_lost(recorded: dict[str, list[Found]]) -> 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_chrome_trace(recorded: dict[str, list[Found]], case: LayerCase) -> None:
     timeline = Timeline(recorded[case.name][0].records)
-    # Beside each other, the blocks of layer 1 keep to their work.
-    joins = {"joins the GEMM"} if case.beside else {"joins the GEMM", "joins reduce and send"}
+    # Colocated, the blocks of layer 1 keep to their work.
+    joins = {"joins the GEMM", "joins reduce and send"} if case.comm_blocks else {"joins the GEMM"}
     trace = json.loads(json.dumps(chrome_trace(timeline.events, timeline.spans, timeline.summary())))
     entries = trace["traceEvents"]
     assert all({"ph", "name", "pid", "tid", "args"} <= entry.keys() for entry in entries)

@@ -118,14 +118,14 @@ def test_settings_that_no_longer_exist_are_left_out(run, tmp_path, capsys):
     old = tmp_path / "step-000003"
     shutil.copytree(run / old.name, old)
     settings = read_settings(old)
-    settings["overlap"] |= {"transport": "copy"}
+    settings["overlap"] |= {"transport": "push", "comm_blocks": 16, "num_panels": 4, "beside": True}
     (old / "comet.yaml").write_text(yaml.safe_dump(settings))
     manifest = json.loads((old / "comet.json").read_text())
     manifest["files"]["comet.yaml"] = (old / "comet.yaml").stat().st_size
     (old / "comet.json").write_text(json.dumps(manifest))
     run_words(f"resume={old}", f"output_dir={tmp_path}/out")
     assert losses(tmp_path / "out")[-1:] == losses(run)[-1:]
-    said = f"{old} was written with settings that no longer exist: overlap.transport=copy left out"
+    said = f"{old} was written with settings that no longer exist: overlap.beside=True, overlap.transport=push left out"
     assert said in capsys.readouterr().err
 
 

@@ -101,8 +101,8 @@ def test_the_winner_is_the_fastest_that_ran() -> None:
 
 
 def test_explanation_is_aligned_and_fits_json() -> None:
-    problem, broken = problem_of(), OverlapConfig(comm_blocks=64, beside=False)
-    split = OverlapConfig(comm_blocks=8, beside=False)
+    problem, broken = problem_of(), OverlapConfig(comm_blocks=64)
+    split = OverlapConfig(comm_blocks=8)
     settings = [OverlapConfig(), split, broken, None]
     predictions = [predict(problem, setting, H200) for setting in settings]
     entry = entry_of(problem, (OverlapConfig(), 2.0), (split, 1.5), (broken, None), (None, 9.0))
@@ -111,7 +111,7 @@ def test_explanation_is_aligned_and_fits_json() -> None:
     title, header, *rows, chosen = explain_text(explained).splitlines()
     assert title.startswith("num_experts=128, top_k=8, hidden_size=2048, ffn_size=768, ep=4, tp=1, tokens=8192")
     assert header.split("  ")[0] == "candidate"
-    assert rows[0].startswith("8 comm blocks, 4 panels, 128 rows, split <- chosen")
+    assert rows[0].startswith("8 comm blocks, 4 panels <- chosen")
     assert rows[1].startswith("4 panels, both layers in CUDA C++ ")
     end = header.index(heading := "measured ms at 8192 tokens") + len(heading)
     assert [row[:end].split()[-1] for row in rows] == ["1.500", "2.000", "9.000", "-"]
@@ -120,11 +120,10 @@ def test_explanation_is_aligned_and_fits_json() -> None:
     assert rows[0][end + 2 :].startswith("plan 0.0")
     assert rows[3][end + 2 :] == "failed: died"
     assert chosen == (
-        "chosen: 8 comm blocks, 4 panels, 128 rows, split (source: profile); "
-        "measured at 8192 tokens, 2026-11-20, version abc"
+        "chosen: 8 comm blocks, 4 panels (source: profile); measured at 8192 tokens, 2026-11-20, version abc"
     )
     content = json.loads(json.dumps(explain_facts(explained)))
-    assert content["chosen"] == dict(comm_blocks=8, num_panels=4, block_rows=128, beside=False)
+    assert content["chosen"] == dict(comm_blocks=8, num_panels=4)
     assert content["candidates"][2]["setting"] == content["candidates"][2]["name"] == "plain"
     assert content["candidates"][3]["measured_ms"] is content["candidates"][3]["measured_tokens"] is None
     assert content["candidates"][0]["measured_tokens"] == 8192
@@ -137,9 +136,9 @@ def test_explanation_is_aligned_and_fits_json() -> None:
     assert explain_facts(unmeasured)["regret"] is None
 
 
-def test_a_choice_is_marked_whatever_its_idle_knobs_say() -> None:
+def test_a_choice_is_marked() -> None:
     predictions = [predict(problem_of(), OverlapConfig(num_panels=num), H200) for num in (4, 6)]
-    resolved = Resolved(setting=OverlapConfig(comm_blocks=24, num_panels=6), source="nearest")
+    resolved = Resolved(setting=OverlapConfig(num_panels=6), source="nearest")
     explained = Explained(problem=problem_of(), machine=H200, predictions=predictions, resolved=resolved)
     lines = explain_text(explained).splitlines()
     assert [line.split("  ")[0] for line in lines if "<- chosen" in line] == [
@@ -157,12 +156,12 @@ def explained_of(tokens: int, entry: ProfileEntry) -> Explained:
 
 
 def test_times_stand_beside_the_kernels_they_are_of() -> None:
-    """Both layers run in CUDA C++ at 8192 tokens, where comm blocks and phases do nothing; split launches in Triton."""
-    split, three = OverlapConfig(comm_blocks=8, beside=False), OverlapConfig(comm_blocks=24)
-    times = ((OverlapConfig(), 2.0), (three, 1.9), (split, 2.5), (None, 9.0))
+    """Both layers run in CUDA C++ at 8192 tokens, split launches in Triton."""
+    split = OverlapConfig(comm_blocks=8)
+    times = ((OverlapConfig(), 1.9), (split, 2.5), (None, 9.0))
     entry = entry_of(problem_of(), *times)
     in_triton = replace(entry, kernels="triton")
-    names = ["4 panels, both layers in CUDA C++", "8 comm blocks, 4 panels, 128 rows, split", "plain"]
+    names = ["4 panels, both layers in CUDA C++", "8 comm blocks, 4 panels", "plain"]
 
     def measured(explained: Explained) -> dict[str, float | None]:
         candidates = explain_facts(explained)["candidates"]
@@ -177,12 +176,12 @@ def test_times_stand_beside_the_kernels_they_are_of() -> None:
     )  # the entry of 4096, where layer 1 changes
     assert measured(about)["4 panels, layer 0 in CUDA C++"] == 1.9
     without = replace(explained_of(8192, in_triton), machine=replace(H200, cuda_kernels=False))
-    assert {item["measured_ms"] for item in explain_facts(without)["candidates"]} == {1.9, 2.0, 2.5, 9.0}
+    assert {item["measured_ms"] for item in explain_facts(without)["candidates"]} == {1.9, 2.5, 9.0}
 
 
 def test_times_of_other_tokens_say_so_and_those_of_other_kernels_are_left_out() -> None:
     """At 1024 tokens layer 1 runs in Triton, at 8192 in CUDA C++."""
-    split = OverlapConfig(comm_blocks=8, beside=False)
+    split = OverlapConfig(comm_blocks=8)
     explained = explained_of(1024, entry_of(problem_of(), (OverlapConfig(), 2.0), (split, 2.5)))
     assert "measured ms at 8192 tokens" in explain_text(explained).splitlines()[1]
     found = {
@@ -190,7 +189,7 @@ def test_times_of_other_tokens_say_so_and_those_of_other_kernels_are_left_out() 
     }
     assert found == {
         "4 panels, layer 0 in CUDA C++": (None, None),
-        "8 comm blocks, 4 panels, 128 rows, split": (2.5, 8192),
+        "8 comm blocks, 4 panels": (2.5, 8192),
     }
     only = explained_of(1024, entry_of(problem_of(), (OverlapConfig(), 2.0)))
     assert only.comparable() is None
@@ -198,10 +197,10 @@ def test_times_of_other_tokens_say_so_and_those_of_other_kernels_are_left_out() 
 
 
 def test_what_cannot_run_here_is_no_candidate() -> None:
-    many = OverlapConfig(comm_blocks=1_000_000)  # the same launches as the default, were it possible
+    many = OverlapConfig(comm_blocks=1_000_000)
     entry = entry_of(problem_of(), (OverlapConfig(), 2.0), (many, 1.0))
     (candidate,) = explain_facts(explained_of(8192, entry))["candidates"]
-    assert (candidate["setting"]["comm_blocks"], candidate["measured_ms"]) == (16, 2.0)
+    assert (candidate["setting"]["comm_blocks"], candidate["measured_ms"]) == (0, 2.0)
 
 
 def measure_on_rank(rank: int, world_size: int) -> list[tuple[str, float | None, str]]:
@@ -209,7 +208,7 @@ def measure_on_rank(rank: int, world_size: int) -> list[tuple[str, float | None,
     parallel = ParallelConfig(ep=world_size)
     group = make_expert_group(moe, parallel, max_tokens=40, dtype=torch.float32, device="cpu")
     problem = Problem.create(moe, parallel, 40, torch.float32)
-    settings = [None, OverlapConfig(block_rows=16), OverlapConfig(block_rows=128)]
+    settings = [None, OverlapConfig(num_panels=1), OverlapConfig(comm_blocks=2, num_panels=1)]
     measured = measure_layer(problem, settings, group, rounds=3)
     group.close()
     machine = Machine.of(group.device)

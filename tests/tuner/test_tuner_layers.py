@@ -32,7 +32,6 @@ SHAPES = [
     MoEConfig(num_experts=16, top_k=2, hidden_size=64, ffn_size=96),
 ]
 TRITON = replace(H200, cuda_kernels=False)
-ONE_OF_EACH = "1 comm block, 1 panel, 128 rows, split"
 
 
 def problem_of(moe: MoEConfig, tokens: int, ep: int = 4, tp: int = 1, dtype: torch.dtype = torch.bfloat16) -> Problem:
@@ -47,10 +46,8 @@ def random_problem(rng: random.Random) -> Problem:
 
 def random_setting(rng: random.Random, problem: Problem) -> OverlapConfig:
     return OverlapConfig(
-        comm_blocks=rng.choice([4, 16, 24]),
+        comm_blocks=rng.choice([0, 0, 0, 4, 16]),
         num_panels=rng.choice([1, 3, 4, 8]),
-        block_rows=rng.choice([64, 128, 128]),
-        beside=rng.random() < 0.8,
     )
 
 
@@ -59,7 +56,7 @@ def launched(problem: Problem, setting: OverlapConfig) -> tuple[bool, bool]:
     moe, experts, width = problem.moe, problem.experts_local, -(-problem.width // 16) * 16
     shape = WorkspaceShape.create(moe, problem.world_size, max(problem.num_tokens, 1), problem.dtype)
     some = torch.zeros(problem.world_size, dtype=torch.int64)
-    wire, table = make_wire(problem.world_size, shape.padded_tokens), make_table(setting.block_rows)
+    wire, table = make_wire(problem.world_size, shape.padded_tokens), make_table()
     returns = Returns(row_slots=torch.zeros(1, moe.top_k), row_weights=some, send_rows=some, recv_counts=some)
 
     def empty(*dims: int) -> torch.Tensor:
@@ -68,8 +65,8 @@ def launched(problem: Problem, setting: OverlapConfig) -> tuple[bool, bool]:
     w1 = empty(experts, 2 * width, moe.hidden_size)
     y, w2 = empty(1, moe.hidden_size), empty(experts, moe.hidden_size, width)
     return (
-        setting.beside and dispatch_gemm_cuda.runs_cuda(w1, wire, table),
-        setting.beside and gemm_combine_cuda.runs_cuda(y, w2, wire, returns, table),
+        not setting.comm_blocks and dispatch_gemm_cuda.runs_cuda(w1, wire, table),
+        not setting.comm_blocks and gemm_combine_cuda.runs_cuda(y, w2, wire, returns, table),
     )
 
 
@@ -94,8 +91,8 @@ def test_examples_of_kernels() -> None:
     default = OverlapConfig()
     assert cuda_layers(default, problem_of(QWEN3, 512), H200) == (True, False)
     assert cuda_layers(default, problem_of(QWEN3, 8192), H200) == (True, True)
-    many = OverlapConfig(comm_blocks=8, num_panels=8)
-    assert effective(many, problem_of(QWEN3, 8192), H200) == OverlapConfig(num_panels=8)
+    narrow = MoEConfig(num_experts=8, top_k=2, hidden_size=512, ffn_size=768)
+    assert effective(OverlapConfig(num_panels=8), problem_of(narrow, 8192)) == OverlapConfig(num_panels=2)
     assert dispatch_gemm_cuda.takes(512, 32, 1536, 2048, 2, 128)
     assert not dispatch_gemm_cuda.takes(256, 32, 1536, 2048, 2, 128)
     assert gemm_combine_cuda.takes(4096, 8, 4, 32, 2048, 768, 2, 128)
@@ -105,15 +102,14 @@ def test_examples_of_kernels() -> None:
 @pytest.mark.parametrize(
     ("moe", "tokens", "machine", "setting", "name"),
     [
-        (QWEN3, 8192, TRITON, OverlapConfig(), "16 comm blocks, 4 panels, 128 rows, beside"),
+        (QWEN3, 8192, TRITON, OverlapConfig(), "4 panels, in Triton"),
         (QWEN3, 8192, H200, OverlapConfig(), "4 panels, both layers in CUDA C++"),
         (QWEN3, 2048, H200, OverlapConfig(num_panels=3), "3 panels, layer 0 in CUDA C++"),
         (QWEN3, 2048, H200, OverlapConfig(num_panels=1), "1 panel, layer 0 in CUDA C++"),
-        (QWEN3, 512, H200, OverlapConfig(comm_blocks=1, num_panels=1, beside=False), ONE_OF_EACH),
+        (QWEN3, 512, H200, OverlapConfig(comm_blocks=1, num_panels=1), "1 comm block, 1 panel"),
         (MIXTRAL, 8192, H200, OverlapConfig(num_panels=99), "16 panels, layer 0 in CUDA C++"),
-        (QWEN3, 128, H200, OverlapConfig(), "16 comm blocks, 4 panels, 128 rows, beside"),
-        (QWEN3, 8192, H200, OverlapConfig(block_rows=64), "16 comm blocks, 4 panels, 64 rows, beside"),
-        (QWEN3, 8192, H200, OverlapConfig(beside=False), "16 comm blocks, 4 panels, 128 rows, split"),
+        (QWEN3, 128, H200, OverlapConfig(), "4 panels, in Triton"),
+        (QWEN3, 8192, H200, OverlapConfig(comm_blocks=16), "16 comm blocks, 4 panels"),
         (QWEN3, 512, H200, None, "plain"),
     ],
 )
@@ -129,12 +125,12 @@ def test_candidates_differ_in_what_they_launch() -> None:
     for _ in range(30):
         problem, machine = random_problem(rng), rng.choice([H200, TRITON])
         setting = random_setting(rng, problem)
-        taken = effective(setting, problem, machine)
-        assert effective(taken, problem, machine) == taken
+        taken = effective(setting, problem)
+        assert effective(taken, problem) == taken
         assert cuda_layers(taken, problem, machine) == cuda_layers(setting, problem, machine)
         assert predict(problem, taken, machine).ms == pytest.approx(predict(problem, setting, machine).ms), seed
         found = candidates(problem, machine)
-        assert len({effective(item, problem, machine) for item in found}) == len(found)
+        assert len({effective(item, problem) for item in found}) == len(found)
         names = [candidate_name(item.setting, problem, machine) for item in propose(problem, machine)]
         assert len(set(names)) == len(names), names
 
@@ -145,9 +141,9 @@ def test_in_cuda_only_panels_and_other_kernels_are_tried() -> None:
     in_cuda = [setting for setting in settings if cuda_layers(setting, problem, H200) == (True, True)]
     assert sorted(setting.num_panels for setting in in_cuda) == [1, 2, 3, 4, 6, 8]
     assert len(in_cuda) + 1 < len(settings) + 1 <= 10
-    assert {setting.beside for setting in settings if setting not in in_cuda} == {False}
+    assert all(setting.comm_blocks for setting in settings if setting not in in_cuda)
     in_triton = [item.setting for item in propose(problem, TRITON) if item.setting]
-    assert len({setting.comm_blocks for setting in in_triton if setting.beside}) >= 3
+    assert len({setting.comm_blocks for setting in in_triton}) == 4, "colocated, and three splits"
 
 
 def test_pieces_are_those_of_the_kernels() -> None:

@@ -72,10 +72,3 @@ def test_what_was_not_measured_does_not_count(tmp_path: Path) -> None:
     assert found["default"]["mean"] is found["default"]["worst"] is None
     assert "default" not in regret_text(found)
     assert regrets([far], store_of(tmp_path / "far", far), H200)["nearest"]["points"] == 0, "its own is left out"
-
-
-def test_idle_knobs_of_a_neighbour_do_not_matter(tmp_path: Path) -> None:
-    """Both layers run in CUDA C++: 24 comm blocks are the same launches as 16."""
-    point = tuned(8192, SIX, {SIX: 1.0, DEFAULT: 1.5})
-    other = tuned(4096, None, {OverlapConfig(comm_blocks=24): 1.0, None: 4.0})
-    assert regrets([point], store_of(tmp_path, point, other), H200)["nearest"]["mean"] == 1.5

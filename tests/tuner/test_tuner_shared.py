@@ -27,7 +27,7 @@ def write_profile(folder: Path, world_size: int, times: dict[int, tuple[OverlapC
     store = ProfileStore.open(folder, "cpu", world_size)
     for tokens, (setting, ms) in times.items():
         problem = Problem.create(MOE, ParallelConfig(ep=world_size), tokens, torch.float32)
-        measured = (Measured(setting=OverlapConfig(block_rows=64), ms=9.0), Measured(setting=setting, ms=ms))
+        measured = (Measured(setting=OverlapConfig(), ms=9.0), Measured(setting=setting, ms=ms))
         store.put(ProfileEntry(key=ProfileKey.create(problem, "cpu"), measured=measured, commit="c", date="d"))
 
 
@@ -46,46 +46,22 @@ def symmetric(moe: MoE) -> SymmetricPath:
     return moe.experts
 
 
-def test_a_layer_takes_what_was_measured_and_follows_its_tokens(tmp_path: Path, caplog) -> None:
+def test_a_layer_takes_what_was_measured(tmp_path: Path, caplog) -> None:
     caplog.set_level(logging.INFO, "comet.tuner")
     write_profile(tmp_path, 1, {128: (BEST, 1.0), 16: (FEW, 1.0)})
     path = symmetric(MoE(MOE, group_of(1, tmp_path)))
     assert (path.backend.settings.comm_blocks, path.backend.settings.layer1.num_panels) == (24, 2)
-    assert path.backend.settings_for(128) is not path.backend.settings
-    assert path.backend.settings_for(128) == path.backend.settings
-    few = path.backend.settings_for(16)
-    assert (few.comm_blocks, few.layer1) == (5, path.backend.settings.layer1), "panels stay what all ranks agreed on"
     assert [record.getMessage().split(": ")[1] for record in caplog.records] == [
-        "24 comm blocks, 2 panels, 128 rows, beside (profile)",
-        "5 comm blocks, 4 panels, 128 rows, beside (profile)",
+        "24 comm blocks, 2 panels (profile)",
     ]
-
-
-def test_settings_are_resolved_once_for_all_calls_of_about_as_many_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_profile(tmp_path, 1, {128: (BEST, 1.0), 16: (FEW, 1.0)})
-    path = symmetric(MoE(MOE, group_of(1, tmp_path)))
-    asked: list[int] = []
-    by_tokens = path.backend.by_tokens
-    assert by_tokens is not None
-    resolver = by_tokens.resolver
-    monkeypatch.setattr(by_tokens, "resolver", lambda problem: asked.append(problem.num_tokens) or resolver(problem))
-    found = {num_tokens: path.backend.settings_for(num_tokens) for num_tokens in (128, 100, 16, 17, 0, 1, 128, 16)}
-    assert asked == [128, 16, 1]
-    blocks = {num_tokens: settings.comm_blocks for num_tokens, settings in found.items()}
-    assert blocks == {128: 24, 100: 24, 16: 5, 17: 5, 0: 16, 1: 16}, "nothing was measured near one token"
-    assert found[100] is found[128]
 
 
 def test_without_measurements_the_default_and_a_given_setting_always(tmp_path: Path) -> None:
     path = symmetric(MoE(MOE, group_of(1, tmp_path / "none")))
     assert path.backend.settings.comm_blocks == OverlapConfig().comm_blocks
-    assert path.backend.settings_for(3) is path.backend.settings
     write_profile(tmp_path, 1, {128: (BEST, 1.0)})
     given = symmetric(MoE(MOE, group_of(1, tmp_path), overlap=OverlapConfig(comm_blocks=7)))
     assert given.backend.settings.comm_blocks == 7
-    assert given.backend.settings_for(128) is given.backend.settings
     with pytest.raises(
         ValueError, match="comm_blocks=132 must be below the 132 SMs of cpu: at least one block computes"
     ):
@@ -112,22 +88,21 @@ def test_a_damaged_profile_is_ignored_with_one_warning(tmp_path: Path, caplog) -
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
-def choose_on_rank(rank: int, world_size: int, folder: str) -> tuple[int, int, int, list[float]]:
+def choose_on_rank(rank: int, world_size: int, folder: str) -> tuple[int, int, list[float]]:
     """Each rank looks into a folder of its own, as on two nodes, and has other tokens."""
     group = group_of(world_size, Path(folder) / str(rank))
     moe = MoE(MOE, group, seed=1)
     path, num_tokens = symmetric(moe), (128, 16)[rank]
-    blocks = path.backend.settings_for(num_tokens).comm_blocks
     output = run_layer(moe, num_tokens)
     group.close()
-    return path.backend.settings.comm_blocks, path.backend.settings.layer1.num_panels, blocks, output.flatten().tolist()
+    return path.backend.settings.comm_blocks, path.backend.settings.layer1.num_panels, output.flatten().tolist()
 
 
 def test_two_ranks_choose_alike_from_different_files(tmp_path: Path) -> None:
     write_profile(tmp_path / "0", 2, {128: (BEST, 1.0), 16: (FEW, 1.0)})
     write_profile(tmp_path / "1", 2, {128: (None, 1.0)})
     found = run_ranks(choose_on_rank, 2, str(tmp_path))
-    assert [rank[:3] for rank in found] == [(24, 2, 24), (24, 2, 5)]
+    assert [rank[:2] for rank in found] == [(24, 2)] * 2
     alone = MoE(MOE, group_of(1, None), seed=1, path="reference")
     for (*_, output), num_tokens in zip(found, (128, 16), strict=True):
         expected = run_layer(alone, num_tokens)

@@ -1,4 +1,4 @@
-"""The profiles that ship with Comet: each entry can be used, and the model would have chosen about as well."""
+"""The profiles that ship with Comet: winners, each of which can be used, and no surprise to the model."""
 
 from __future__ import annotations
 
@@ -6,22 +6,18 @@ import json
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
-from statistics import mean
 
 import pytest
 import torch
 
 from comet.config import MoEConfig, ParallelConfig
-from comet.measure.explain import model_regret
 from comet.tuner.choice import check_setting, resolve
-from comet.tuner.model import predict
+from comet.tuner.model import predict, propose
 from comet.tuner.problem import H200, Machine, Problem
 from comet.tuner.profile import ProfileEntry, ProfileStore, profile_path, read_entries
 
 SHIPPED = sorted((Path(str(files("comet.configs"))) / "profiles").glob("*.json"))
-# Of the model's choice over the best measured; the model was fitted to these measurements, among others.
-MOST_MEAN_REGRET = 1.02
-MOST_REGRET = 1.1
+MOST_REGRET = 1.2  # of a winner over what the model likes best, in the model's eyes
 
 
 def problem_of(entry: ProfileEntry) -> Problem:
@@ -33,15 +29,6 @@ def problem_of(entry: ProfileEntry) -> Problem:
 def machine_of(entry: ProfileEntry) -> Machine:
     """The H200, with the kernels that were measured."""
     return replace(H200, cuda_kernels=entry.kernels == "auto")
-
-
-def regret(entry: ProfileEntry) -> float:
-    """``model_regret`` where the model chooses among what was measured."""
-    problem, machine = problem_of(entry), machine_of(entry)
-    predictions = [predict(problem, item.setting, machine) for item in entry.measured if item.ms is not None]
-    found = model_regret(predictions, entry)
-    assert found is not None
-    return found
 
 
 def test_there_are_profiles() -> None:
@@ -65,14 +52,15 @@ def test_every_entry_is_read_and_used(path: Path) -> None:
         problem, store = problem_of(entry), ProfileStore.open(None, device, world_size)
         chosen = resolve(problem, store, H200)
         assert chosen.source == "profile"
-        assert chosen.setting == entry.winner.setting
+        assert [chosen.setting] == [item.setting for item in entry.measured], "profiles hold winners"
         assert chosen.setting is not None, "the plain path is slower on every shape that was measured"
         check_setting(chosen.setting, problem, H200)
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_the_model_chooses_about_as_well(path: Path) -> None:
+def test_the_model_expects_little_of_settings_other_than_the_winner(path: Path) -> None:
     entries, _ = read_entries(path, json.loads(path.read_text())["device"])
-    regrets = {key: regret(entry) for key, entry in entries.items()}
-    assert mean(regrets.values()) <= MOST_MEAN_REGRET, regrets
-    assert max(regrets.values()) <= MOST_REGRET, regrets
+    for key, entry in entries.items():
+        problem, machine = problem_of(entry), machine_of(entry)
+        winner = predict(problem, entry.winner.setting, machine)
+        assert winner.ms <= MOST_REGRET * propose(problem, machine)[0].ms, key

@@ -126,10 +126,8 @@ def test_times_in_triton_do_not_stand_beside_cuda(tmp_path: Path, capfd: pytest.
     for point in explain(capfd, *settings, "tune.tokens=[2048,512]"):
         names = [candidate["name"] for candidate in point["candidates"]]
         assert len(set(names)) == len(names)
-        measured = {item["name"]: item["measured_tokens"] for item in point["candidates"] if item["measured_ms"]}
-        assert set(measured.values()) == {2048}
-        assert "plain" in measured
-        assert not any("CUDA" in name for name in measured)
+        assert point["source"] in ("profile", "nearest")
+        assert not any(item["measured_ms"] for item in point["candidates"])
 
 
 @pytest.mark.parametrize(
@@ -204,7 +202,7 @@ def test_each_point_has_a_pool_of_its_size_and_the_stored_setting_is_measured_ag
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The size of the pool decides between kernels; settings that are not proposed come from the nearest entry."""
-    pools, tried, odd = [], [], OverlapConfig(comm_blocks=5, num_panels=1, block_rows=64)
+    pools, tried, odd = [], [], OverlapConfig(comm_blocks=5, num_panels=1)
 
     def fake(problem: Problem, settings: Sequence[OverlapConfig | None], group, **named) -> tuple[Measured, ...]:
         pools.append((problem.num_tokens, group.workspace.shape.max_tokens, group.workspace.shape.hidden_size))

@@ -167,7 +167,7 @@ def with_comet(
 
     On a GPU what goes wrong in a layer shows in ``group.workspace.check()``, which waits for it: call it once per step.
     Where gradients are reduced beside the layers (``overlap_grad_reduce``), ``spare_multiprocessors`` of the group let
-    NCCL run beside layer 1 and not behind it; with ``beside=False`` of ``overlap`` they are needed (see ``MoE``).
+    NCCL run beside layer 1 and not behind it; with ``comm_blocks`` of ``overlap`` they are needed (see ``MoE``).
 
     Args:
         spec: Of a transformer layer (``get_gpt_layer_local_spec`` and the like), or of a block of such layers

@@ -20,6 +20,8 @@ from ...runtime.arguments import CHUNK_ROWS, Wire, multiprocessors
 from ...runtime.primitives import MOST_THREADS, PLACE_LAYER0, any_of, signal, wait_flags
 from ...runtime.recorder import KIND_DISPATCH, KIND_RECEIVE, now, record, recording
 
+COMM_BLOCKS = 16  # where nobody says how many: of a layer whose communication is colocated, in a kernel that cannot be
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DispatchConfig:

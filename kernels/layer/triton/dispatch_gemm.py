@@ -25,7 +25,7 @@ from ...runtime.arguments import CHUNK_ROWS, TileTable, Wire, multiprocessors
 from ...runtime.primitives import PLACE_LAYER0, zero_after_arrival
 from ...runtime.recorder import KIND_CONVERT, KIND_LAYER0_TILE, now, record, recording
 from ..dispatch_gemm import dispatch_gemm_cuda, runs_cuda
-from .dispatch import Sends, push_rows
+from .dispatch import COMM_BLOCKS, Sends, push_rows
 
 # Rounds of all blocks that are left to tickets, beside the rounds of the communication blocks.
 TICKET_ROUNDS = tl.constexpr(3)
@@ -36,7 +36,8 @@ class DispatchGemmConfig:
     """Tile shape and split of the launch.
 
     Args:
-        comm_blocks: Blocks that push rows before they compute.
+        comm_blocks: Blocks that push rows before they compute; 0: warps beside those that compute push rows, in every
+            block of the kernel in CUDA C++, where that runs, else ``COMM_BLOCKS``.
         block_f: Columns of hidden per tile; the GEMM tile is twice as wide (gate and up).
         block_k: Contraction step.
         group_tiles: Consecutive tiles that share their weight columns through L2.
@@ -45,10 +46,9 @@ class DispatchGemmConfig:
         flatten: Fetch the next item's operands during the epilogue.
         num_stages: Depth of the load pipeline.
         num_warps: Warps per block.
-        beside: Let warps beside those that compute push rows, on every multiprocessor, where that kernel runs.
     """
 
-    comm_blocks: int = 16
+    comm_blocks: int = 0
     block_f: int = 128
     block_k: int = 64
     group_tiles: int = 8
@@ -57,7 +57,6 @@ class DispatchGemmConfig:
     flatten: bool = True
     num_stages: int = 4
     num_warps: int = 8
-    beside: bool = False
 
 
 @triton.jit
@@ -189,7 +188,7 @@ def dispatch_gemm(
         table: Tiles in schedule order.
         config: Tile shape and split.
     """
-    if config.beside and runs_cuda(w1, wire, table):
+    if not config.comm_blocks and runs_cuda(w1, wire, table):
         dispatch_gemm_cuda(x, w1, hidden, pre, wire, sends, table)
         return
     experts, double_f, hidden_size = w1.shape
@@ -203,7 +202,7 @@ def dispatch_gemm(
         _pre_descriptor(hidden if pre is None else pre, table.block_rows, config.block_f),
         wire.row_pointers, wire.flags, wire.flag_pointers, sends.token_ids, sends.counts,
         table.tiles, table.num_tiles, table.row_ids, table.counters, wire.epoch, wire.fault,
-        wire.rank, wire.world_size, min(config.comm_blocks, num_blocks - 1), wire.timeout_ns,
+        wire.rank, wire.world_size, min(config.comm_blocks or COMM_BLOCKS, num_blocks - 1), wire.timeout_ns,
         wire.max_tokens, hidden_size, ffn,
         BLOCK_M=table.block_rows, BLOCK_F=config.block_f, BLOCK_K=config.block_k, GROUP_TILES=config.group_tiles,
         PUSH_ROWS=config.push_rows, PUSH_COLS=config.push_cols, CHUNK=CHUNK_ROWS,

@@ -18,7 +18,7 @@ from ...gemm.tiles import decode_tokens
 from ...runtime.arguments import CHUNK_ROWS, Scaled, TileTable, Wire, multiprocessors
 from ...runtime.recorder import KIND_CONVERT, KIND_LAYER0_TILE, now, record, recording
 from ..dispatch_gemm import dispatch_gemm_cuda, runs_cuda
-from .dispatch import Sends, push_rows
+from .dispatch import COMM_BLOCKS, Sends, push_rows
 from .dispatch_gemm import DispatchGemmConfig, zero_after_rows
 
 
@@ -122,7 +122,7 @@ def fp8_dispatch_gemm(
         table: Tiles in schedule order.
         config: Split of the launch, and pieces of pushes; the tile shape is fixed.
     """
-    if config.beside and runs_cuda(w1, wire, table):
+    if not config.comm_blocks and runs_cuda(w1, wire, table):
         dispatch_gemm_cuda(None, w1, hidden, None, wire, sends, table)
         return
     experts, double_f, hidden_size = w1.elements.shape
@@ -135,7 +135,7 @@ def fp8_dispatch_gemm(
         TensorDescriptor.from_tensor(hidden.elements, [table.block_rows, SCALE_GROUP]), hidden.scales,
         wire.row_pointers, wire.flags, wire.flag_pointers, sends.token_ids, sends.counts,
         table.tiles, table.num_tiles, table.row_ids, table.counters, wire.epoch, wire.fault,
-        wire.rank, wire.world_size, min(config.comm_blocks, num_blocks - 1), wire.timeout_ns,
+        wire.rank, wire.world_size, min(config.comm_blocks or COMM_BLOCKS, num_blocks - 1), wire.timeout_ns,
         wire.max_tokens, hidden_size, ffn, hidden.elements.shape[0], wire.rows.shape[1],
         BLOCK_M=table.block_rows, GROUP_TILES=config.group_tiles, PUSH_ROWS=config.push_rows,
         PUSH_COLS=config.push_cols, CHUNK=CHUNK_ROWS, INTERPRET=interpret, **recording(wire.recorder, num_blocks),

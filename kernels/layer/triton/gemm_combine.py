@@ -6,11 +6,11 @@ blocks are at the next one. Every slot is written once and every order is fixed:
 
 Comm blocks are placed in one of two ways:
 
-*Split*: one launch, whose last ``comm_blocks`` blocks have a multiprocessor each and never compute; the compute blocks
-join them when their share of the GEMM is done. A block waits for the GEMM only after its own share of it, so the launch
-ends, if its blocks are resident together.
+*Dedicated*: one launch, whose last ``comm_blocks`` blocks have a multiprocessor each and never compute; the compute
+blocks join them when their share of the GEMM is done. A block waits for the GEMM only after its own share of it, so the
+launch ends, if its blocks are resident together.
 
-*Beside*: every multiprocessor holds a compute block and a comm block. The GEMM is bound by the tensor cores, reduce
+*Colocated*: every multiprocessor holds a compute block and a comm block. The GEMM is bound by the tensor cores, reduce
 and send by memory: on a multiprocessor of its own a comm block leaves the tensor cores idle, beside a compute block it
 takes nothing but registers and memory traffic. There are two launches, because all blocks of one launch get as many
 registers. The second is a programmatic dependent of the first: it starts when every compute block has started, so no
@@ -42,6 +42,7 @@ from ...runtime.arguments import (
 from ...runtime.recorder import KIND_CONVERT, now, record, recording
 from ..gemm_combine import gemm_combine_cuda, runs_cuda
 from .combine import MULTIPROCESSORS, column_parts, combine_panels, slot_block
+from .dispatch import COMM_BLOCKS
 from .gemm_panels import PANEL_COUNTERS, gemm_panels, gemm_panels_kernel
 
 # Registers of a thread beside each other: 256 x 184 + 128 x 144 = 65536.
@@ -59,7 +60,7 @@ class GemmCombineConfig:
     """Tile shape and split of the launch.
 
     Args:
-        comm_blocks: Blocks that never compute.
+        comm_blocks: Blocks that never compute; 0: comm blocks have a part of every SM (*colocated*).
         num_panels: Column panels, at most 16 and at most the column blocks of D.
         block_n: Columns of a GEMM tile.
         block_k: Contraction step.
@@ -70,13 +71,12 @@ class GemmCombineConfig:
         flatten: Fetch the next item's operands during the epilogue.
         num_stages: Depth of the load pipeline.
         num_warps: Warps per block.
-        beside: Give comm blocks a part of every multiprocessor instead of multiprocessors of their own.
         cuda_kernels: Whether all ranks have the launches in CUDA C++, whose flags are not those of Triton's.
         spare_multiprocessors: How many are left to kernels of other streams. Where these hold some and wait for other
             ranks, a split launch ends only if all of its blocks that compute find a place.
     """
 
-    comm_blocks: int = 16
+    comm_blocks: int = 0
     num_panels: int = 4
     block_n: int = 256
     block_k: int = 64
@@ -87,7 +87,6 @@ class GemmCombineConfig:
     flatten: bool = True
     num_stages: int = 4
     num_warps: int = 8
-    beside: bool = False
     cuda_kernels: bool = True
     spare_multiprocessors: int = 0
 
@@ -173,7 +172,7 @@ def gemm_combine(
         config: Tile shape, panels and placement.
         b_is_kn: The contraction is b's middle axis.
     """
-    may_be_cuda = config.beside and config.cuda_kernels
+    may_be_cuda = not config.comm_blocks and config.cuda_kernels
     if may_be_cuda and b_is_kn == (returns.grads is not None) and runs_cuda(y, b, wire, returns, table):
         gemm_combine_cuda(a, b, y, out, wire, returns, table, config.num_panels, config.spare_multiprocessors)
         return
@@ -190,7 +189,7 @@ def gemm_combine(
         b_scales=b_scales,
         y_ptr=y,
         tiles_ptr=table.tiles,
-        comm_blocks=min(config.comm_blocks, num_blocks - 1),
+        comm_blocks=min(config.comm_blocks or COMM_BLOCKS, num_blocks - 1),
         Q=a.shape[0],
         CONTRACTION=a.shape[1],
         BLOCK_M=table.block_rows,
@@ -203,7 +202,7 @@ def gemm_combine(
     )
     shape = dict(num_warps=config.num_warps, num_stages=config.num_stages)
     is_scaled = a_scales is not None
-    if not config.beside and not is_scaled:
+    if config.comm_blocks and not is_scaled:
         events = recording(wire.recorder, num_blocks)
         launch(gemm_combine_kernel, num_blocks, arguments | events, shape)
         return
@@ -271,7 +270,7 @@ def cut_panels(out: Tensor, wire: Wire, config: GemmCombineConfig) -> dict[str, 
     in_last_panel = out.shape[1] // (2 * config.num_panels * part_step)
     parts = column_parts(wire.max_tokens, wire.world_size, MULTIPROCESSORS, in_last_panel, config.num_panels)
     rows, cols = config.move_rows, config.move_cols
-    if not config.beside or parts < LEAST_PARTS:
+    if config.comm_blocks or parts < LEAST_PARTS:
         return dict(num_parts=1, PART_STEP=part_step, ROWS=rows, COLS=cols)
     more = min(COMBINE_CHUNK_ROWS // rows, config.sum_tokens // rows, cols // part_step)
     return dict(num_parts=parts, PART_STEP=part_step, ROWS=rows * more, COLS=cols // more)

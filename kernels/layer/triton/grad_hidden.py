@@ -22,12 +22,12 @@ class GradHiddenConfig:
     Args:
         dispatch: Of the dispatch alone.
         gemm: Of the GEMM alone.
-        beside: Let warps beside those that compute push rows, on every multiprocessor, where that kernel runs.
+        colocated: Let warps beside those that compute push rows, on every multiprocessor, where that kernel runs.
     """
 
     dispatch: DispatchConfig
     gemm: GemmConfig
-    beside: bool = False
+    colocated: bool = True
 
 
 def grad_hidden(
@@ -54,7 +54,7 @@ def grad_hidden(
         phase_tiles: ``(max_tiles, 4)`` the same tiles by phase.
         config: How.
     """
-    if config.beside and runs_fc2_dgrad(w2, wire, table):
+    if config.colocated and runs_fc2_dgrad(w2, wire, table):
         fc2_dgrad_cuda(grad_y, w2, out, wire, sends, replace(table, tiles=phase_tiles))
         own = OwnRows(rows=grad_y, first=wire.rank * wire.max_tokens)
         gather_rows(wire.rows, grads, table.row_ids, table, own)

@@ -15,7 +15,7 @@ def cut(
 ) -> dict[str, int]:
     """Of a layer on two ranks."""
     move_cols = 256 if dtype.itemsize == 2 else 128
-    options = dict(num_panels=num_panels, move_cols=move_cols, beside=True) | changes
+    options = dict(num_panels=num_panels, move_cols=move_cols) | changes
     return cut_panels(
         torch.empty(1, cols, dtype=dtype, device="meta"), make_wire(2, max_tokens), GemmCombineConfig(**options)
     )
@@ -31,7 +31,7 @@ def test_few_tokens_have_parts_and_many_have_not() -> None:
     whole = dict(num_parts=1, PART_STEP=64, ROWS=8, COLS=256)
     assert cut(2048, 4, 2048) == whole  # three parts
     assert cut(2048, 8, 512) == whole  # two have columns and flags
-    assert cut(2048, 4, 512, beside=False) == whole
+    assert cut(2048, 4, 512, comm_blocks=16) == whole
 
 
 @pytest.mark.parametrize("sum_tokens", [8, 16, 32])

@@ -146,27 +146,27 @@ def test_neither_is_chosen_without_a_gpu() -> None:
     assert not layer1.can_run(**layer1_call(y=torch.empty(1, D, dtype=torch.bfloat16)))
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_layer_0_hands_on_what_it_gets(monkeypatch: pytest.MonkeyPatch, beside: bool) -> None:
-    """Communication beside others is CUDA C++, anything else Triton; both get everything."""
+@pytest.mark.parametrize("comm_blocks", [0, 16])
+def test_layer_0_hands_on_what_it_gets(monkeypatch: pytest.MonkeyPatch, comm_blocks: int) -> None:
+    """Colocated communication is CUDA C++, anything else Triton; both get everything."""
     given: list[tuple[object, ...]] = []
     monkeypatch.setattr(layer0, "is_available", lambda device: True)
     monkeypatch.setattr(fp8_dispatch_gemm, "dispatch_gemm_cuda", lambda *call: given.append(call))
     call, hidden = layer0_call(), make_weight(1, 128, F)
     rest = call["wire"], call["sends"], call["table"]
-    if not beside:
+    if comm_blocks:
         monkeypatch.setattr(torch.cuda, "get_device_properties", stop_at_triton)
         with pytest.raises(InTritonError):
-            fp8_dispatch_gemm.fp8_dispatch_gemm(call["w1"], hidden, *rest, DispatchGemmConfig(beside=False))
+            fp8_dispatch_gemm.fp8_dispatch_gemm(call["w1"], hidden, *rest, DispatchGemmConfig(comm_blocks=comm_blocks))
         assert not given
         return
-    fp8_dispatch_gemm.fp8_dispatch_gemm(call["w1"], hidden, *rest, DispatchGemmConfig(beside=True))
+    fp8_dispatch_gemm.fp8_dispatch_gemm(call["w1"], hidden, *rest, DispatchGemmConfig())
     [found] = given
     assert all(mine is other for mine, other in zip(found, (None, call["w1"], hidden, None, *rest), strict=True))
 
 
-@pytest.mark.parametrize(("beside", "cuda_kernels"), [(False, True), (True, False), (True, True)])
-def test_layer_1_hands_on_what_it_gets(monkeypatch: pytest.MonkeyPatch, beside: bool, cuda_kernels: bool) -> None:
+@pytest.mark.parametrize(("comm_blocks", "cuda_kernels"), [(16, True), (0, False), (0, True)])
+def test_layer_1_hands_on_what_it_gets(monkeypatch: pytest.MonkeyPatch, comm_blocks: int, cuda_kernels: bool) -> None:
     given: list[tuple[object, ...]] = []
     monkeypatch.setattr(layer1, "is_available", lambda device: True)
     monkeypatch.setattr(gemm_combine, "gemm_combine_cuda", lambda *call: given.append(call))
@@ -174,8 +174,10 @@ def test_layer_1_hands_on_what_it_gets(monkeypatch: pytest.MonkeyPatch, beside: 
     call, hidden = layer1_call(wire=many), make_weight(1, 128, F)
     tensors = hidden, call["b"], call["y"], call["y"]
     rest = call["wire"], call["returns"], call["table"]
-    config = GemmCombineConfig(num_panels=3, beside=beside, cuda_kernels=cuda_kernels, spare_multiprocessors=5)
-    if not (beside and cuda_kernels):
+    config = GemmCombineConfig(
+        num_panels=3, comm_blocks=comm_blocks, cuda_kernels=cuda_kernels, spare_multiprocessors=5
+    )
+    if comm_blocks or not cuda_kernels:
         monkeypatch.setattr(torch.cuda, "get_device_properties", stop_at_triton)
         with pytest.raises(InTritonError):
             gemm_combine.gemm_combine(*tensors, *rest, config)

@@ -141,7 +141,7 @@ def test_it_is_not_asked_where_a_rank_of_the_group_lacks_it(
     call = make_call()
     tensors = (call[name] for name in ("y", "b", "y", "y", "wire", "returns", "table"))
     with nullcontext() if cuda_kernels else pytest.raises(NotImplementedError):
-        gemm_combine.gemm_combine(*tensors, GemmCombineConfig(beside=True, cuda_kernels=cuda_kernels))
+        gemm_combine.gemm_combine(*tensors, GemmCombineConfig(cuda_kernels=cuda_kernels))
     assert launched == ["cuda" if cuda_kernels else "triton"]
 
 

@@ -61,29 +61,27 @@ def test_in_cuda(monkeypatch: pytest.MonkeyPatch, cluster: int, blocks: int) -> 
     kernel, fp8 = FakeKernel(), cluster == 1
     monkeypatch.setattr(module, "runs_cuda", lambda *_: True)
     monkeypatch.setattr(gemm_combine_cuda, "_kernels", lambda *_: defaultdict(lambda: kernel))
-    run(GemmCombineConfig(beside=True), fp8=fp8)
-    run(GemmCombineConfig(beside=True, spare_multiprocessors=SPARE), fp8=fp8)
+    run(GemmCombineConfig(), fp8=fp8)
+    run(GemmCombineConfig(spare_multiprocessors=SPARE), fp8=fp8)
     assert kernel.blocks == [ALL, blocks]
 
 
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize(
-    ("beside", "fp8", "launches"),
+    ("comm_blocks", "fp8", "launches"),
     [
-        (False, False, [ALL - SPARE]),
-        (True, False, [ALL - SPARE, COMM_WAVES * (ALL - SPARE)]),
-        (True, True, [ALL - SPARE - COMM_BLOCKS, COMM_WAVES * (ALL - SPARE)]),
+        (COMM_BLOCKS, False, [ALL - SPARE]),
+        (0, False, [ALL - SPARE, COMM_WAVES * (ALL - SPARE)]),
+        (0, True, [ALL - SPARE - COMM_BLOCKS, COMM_WAVES * (ALL - SPARE)]),
     ],
 )
 def test_in_triton(
-    monkeypatch: pytest.MonkeyPatch, beside: bool, fp8: bool, launches: list[int], backward: bool
+    monkeypatch: pytest.MonkeyPatch, comm_blocks: int, fp8: bool, launches: list[int], backward: bool
 ) -> None:
     found: list[int] = []
     monkeypatch.setattr(module, "launch", lambda kernel, num_blocks, *_: found.append(num_blocks))
     run(
-        GemmCombineConfig(
-            beside=beside, comm_blocks=COMM_BLOCKS, block_n=128, block_k=128, spare_multiprocessors=SPARE
-        ),
+        GemmCombineConfig(comm_blocks=comm_blocks, block_n=128, block_k=128, spare_multiprocessors=SPARE),
         fp8=fp8,
         backward=backward,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 import pytest
@@ -31,13 +31,14 @@ class Launch:
     overlap: OverlapConfig
     function: str | None = None  # of CUDA C++
     waits: bool = False
+    cuda_kernels: bool = True
 
 
 LAUNCHES = {
     "CUDA C++": Launch(OverlapConfig(), "gemm_combine_cuda"),
     "block FP8": Launch(OverlapConfig(), "gemm_combine_cuda"),
-    "Triton, split": Launch(OverlapConfig(beside=False), waits=True),
-    "Triton, beside": Launch(OverlapConfig(block_rows=64)),  # its GEMM waits for nobody
+    "Triton, dedicated": Launch(OverlapConfig(comm_blocks=16), waits=True),
+    "Triton, colocated": Launch(OverlapConfig(), cuda_kernels=False),  # its GEMM waits for nobody
 }
 
 
@@ -66,6 +67,8 @@ def test_a_layer_beside_a_kernel_that_does_not_end(name: str, spare: int) -> Non
         spare_multiprocessors=spare,
     )  # fmt: skip
     layer = MoE(CONFIG, group, path="fused", overlap=launch.overlap, param_dtype=torch.bfloat16)
+    backend = layer.experts.backend
+    backend.settings = replace(backend.settings, cuda_kernels=launch.cuda_kernels)
     x = torch.randn(NUM_TOKENS, CONFIG.hidden_size, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
         call = in_fp8(layer, x) if name == "block FP8" else lambda: layer(x)[0]

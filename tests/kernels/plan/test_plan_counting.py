@@ -10,7 +10,6 @@ from rank_plans import make_plan
 from ranks import run_ranks
 
 from comet.comm import LocalCommunicator
-from comet.config import OverlapConfig
 
 NUM_EXPERTS = 31  # as many waves have experts, and one more has the tokens that are not needed
 NO_EXPERT = 31
@@ -35,7 +34,7 @@ def counted(rank: int, world_size: int) -> dict[str, list[Any]]:
         ids[token] = torch.tensor(slots)
     make_plan(
         ids, torch.ones(ids.shape), case.layout(0), workspace(case, LocalCommunicator(torch.device("cpu"))),
-        overlap=OverlapConfig(block_rows=16), expert_capacity=None, max_routed_rows=1024,
+        block_rows=16, expert_capacity=None, max_routed_rows=1024,
         use_kernels=True,
     )  # fmt: skip
     names = ("recv_waves", "send_waves", "recv_ranks", "send_ranks", "counts", "positions")

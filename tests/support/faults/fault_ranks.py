@@ -172,7 +172,7 @@ def layer_case(order: Order) -> LayerCase:
     """A layer with an expert shard on each rank."""
     ranks = order.world_size
     if order.device == "cuda":
-        sizes = dict(hidden_size=512, ffn_size=512, dtype=torch.bfloat16, block_rows=128)
+        sizes = dict(hidden_size=512, ffn_size=512, dtype=torch.bfloat16)
         return LayerCase("faults", ranks, 1, (700, 690, 710, 701)[:ranks], num_experts=4 * ranks, **sizes)
     return LayerCase("faults", ranks, 1, (40, 33, 21, 37)[:ranks], num_experts=2 * ranks)
 

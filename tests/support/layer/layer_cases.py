@@ -38,8 +38,7 @@ class LayerCase:
     routing: str = "uniform"
     dtype: torch.dtype = torch.float32
     num_panels: int = 2
-    block_rows: int = 16
-    beside: bool = True
+    comm_blocks: int = 0
     seed: int = 0
     calls: int = 1
     strided: bool = False
@@ -64,12 +63,10 @@ class LayerCase:
 
     @property
     def overlap(self) -> OverlapConfig:
-        """Small tiles, so that small inputs make several."""
+        """Split and order."""
         return OverlapConfig(
-            comm_blocks=2,
+            comm_blocks=self.comm_blocks,
             num_panels=self.num_panels,
-            block_rows=self.block_rows,
-            beside=self.beside,
         )
 
     @property

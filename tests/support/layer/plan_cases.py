@@ -13,7 +13,6 @@ from rank_plans import begin_plan, plan_from_ids
 from torch import Tensor
 
 from comet.comm import Communicator
-from comet.config import OverlapConfig
 from comet.errors import CapacityError
 from comet.layer.plan import Plan, routed_row_capacity
 from comet.layer.workspace import Workspace, WorkspaceShape
@@ -59,7 +58,7 @@ class Case:
     @property
     def arguments(self) -> dict[str, Any]:
         return {
-            "overlap": OverlapConfig(block_rows=self.block_rows),
+            "block_rows": self.block_rows,
             "expert_capacity": self.expert_capacity,
             "max_routed_rows": self.max_routed_rows,
         }

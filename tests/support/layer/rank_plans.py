@@ -30,7 +30,7 @@ def plan_backend(
     layout: ExpertLayout,
     workspace: Workspace,
     *,
-    overlap: OverlapConfig,
+    block_rows: int,
     expert_capacity: int | None,
     max_routed_rows: int,
     use_kernels: bool,
@@ -40,12 +40,12 @@ def plan_backend(
     Args:
         layout: The experts over the ranks.
         workspace: The pool.
-        overlap: What shapes the plan.
+        block_rows: Rows of a tile.
         expert_capacity: Routed rows each expert keeps; ``None``: all.
         max_routed_rows: Q.
         use_kernels: ``Fused`` or ``Twin``.
     """
-    shape, rules = workspace.shape, PlanRules.create(overlap, expert_capacity, max_routed_rows)
+    shape, rules = workspace.shape, PlanRules.create(block_rows, expert_capacity, max_routed_rows)
     moe = MoEConfig(
         hidden_size=shape.hidden_size,
         ffn_size=16 * layout.tp,
@@ -76,7 +76,7 @@ def plan_from_ids(
     layout: ExpertLayout,
     *,
     num_tokens: int,
-    overlap: OverlapConfig,
+    block_rows: int,
     expert_capacity: int | None,
     max_routed_rows: int,
 ) -> Plan:
@@ -87,7 +87,7 @@ def plan_from_ids(
         weights: ``(W, M, K)`` float32.
         layout: Whose plan.
         num_tokens: T of that rank.
-        overlap: As for ``plan_backend``.
+        block_rows: As for ``plan_backend``.
         expert_capacity: As for ``plan_backend``.
         max_routed_rows: As for ``plan_backend``.
 
@@ -101,6 +101,6 @@ def plan_from_ids(
         segment_starts [0, 16], segment_counts [3], tiles [[0, 0, 3, 1]], tile_starts [0, 0, 1],
         recv_counts [2, 1], send_counts [1, 1], send_token_ids[0] = [0, -1, ...], send_token_ids[1] = [-1, 1, -1, ...].
     """
-    rules = PlanRules.create(overlap, expert_capacity, max_routed_rows)
+    rules = PlanRules.create(block_rows, expert_capacity, max_routed_rows)
     tensors = plan_tensors(ids, weights, layout, rules)
     return Plan.create(layout, num_tokens, ids.shape[1], rules, tensors)

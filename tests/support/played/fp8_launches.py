@@ -122,7 +122,7 @@ def launch_layer0(case: PlayedCase, plans: list[Plan], rank: int, wire: Wire) ->
 def launch_layer1(case: PlayedCase, plans: list[Plan], hidden: list[Scaled], rank: int, wire: Wire) -> Tensor:
     """One launch of one rank: its output ``(T, D)``."""
     plan, (_, w2) = fresh(plans[rank]), expert_weights(case, rank)
-    settings = replace(settings_of(case, plan), beside=True)
+    settings = settings_of(case, plan)
     like = dict(dtype=case.dtype, device=case.device)
     out = torch.full((plan.num_tokens, case.hidden_size), torch.nan, **like)
     y = torch.full((plan.routed_row_ids.numel(), case.hidden_size), torch.nan, **like)

@@ -55,7 +55,7 @@ def launch(case: PlayedCase, plans: list[Plan], rank: int, wire: Wire, *, apart:
         for cols in (case.hidden_size, case.ffn_size)
     )
     config = GradHiddenConfig(
-        beside=rank not in apart,
+        colocated=rank not in apart,
         dispatch=DispatchConfig(push_cols=move_cols(grad_y, 1024)),
         gemm=GemmConfig.select(case.dtype),
     )

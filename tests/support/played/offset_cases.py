@@ -96,12 +96,12 @@ def _routed(num_tokens: int, device: str) -> Tensor:
 
 def _backends(pools: list[Workspace], num_tokens: list[int], dtype: torch.dtype, block_rows: int) -> list[Fused]:
     """Of both ranks, with room for all tokens of rank 1 on rank 0."""
-    overlap, backends = OverlapConfig(block_rows=block_rows), []
+    backends = []
     for rank, pool in enumerate(pools):
         layout = ExpertLayout(num_experts=2, top_k=1, ep=2, tp=1, rank=rank)
-        settings = LayerSettings.create(layer_config(pool.shape.hidden_size), layout, overlap, dtype)
+        settings = LayerSettings.create(layer_config(pool.shape.hidden_size), layout, OverlapConfig(), dtype)
         rows = round_up(num_tokens[SOURCE], CHUNK_ROWS) if rank == COMPUTES else CHUNK_ROWS
-        backends.append(Fused(layout, pool, PlanRules.create(overlap, None, rows), settings))
+        backends.append(Fused(layout, pool, PlanRules.create(block_rows, None, rows), settings))
     return backends
 
 

@@ -23,7 +23,7 @@ from comet.layer.fused import Fused
 from comet.layer.plan import Plan, PlanRules, routed_row_capacity
 from comet.layer.workspace import Workspace, WorkspaceShape
 from comet.layout import ExpertLayout
-from comet.schedule.settings import LayerSettings
+from comet.schedule.settings import LayerSettings, tile_rows
 
 DEADLINE_S = 600.0  # under a sanitizer a kernel takes up to a hundred times as long
 EVENTS = 64
@@ -56,8 +56,9 @@ class PlayedRanks:
         """The backend of one rank."""
         case, pool = self.case, self.pools[rank]
         layout = ExpertLayout.create(case.config, case.parallel, rank)
-        rows = routed_row_capacity(layout, pool.max_tokens, case.block_rows, None)
-        rules = PlanRules.create(case.overlap, case.expert_capacity, rows)
+        block_rows = tile_rows(pool.comm.device)
+        rows = routed_row_capacity(layout, pool.max_tokens, block_rows, None)
+        rules = PlanRules.create(block_rows, case.expert_capacity, rows)
         return Fused(layout, pool, rules, LayerSettings.create(case.config, layout, case.overlap, case.dtype))
 
     def plan(self) -> list[Plan]:

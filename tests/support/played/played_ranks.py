@@ -95,7 +95,7 @@ def plan_of(case: PlayedCase, rank: int, ids: Tensor, weights: Tensor) -> Plan:
         weights,
         layout,
         num_tokens=case.num_tokens[rank],
-        overlap=case.overlap,
+        block_rows=case.block_rows,
         expert_capacity=None,
         max_routed_rows=routed_row_capacity(layout, max_tokens(case), case.block_rows, None),
     )

@@ -1,12 +1,12 @@
 """Random cases of the stress tool: everything about case ``i`` follows from the seed, the ranks and the device.
 
 What a kernel is compiled for is drawn once for many cases, the *family*; what costs nothing is drawn for each case.
-Kernels are compiled anew for their constants (layout, K, experts per rank, rows of a tile, element type, tile
+Kernels are compiled anew for their constants (layout, K, experts per rank, element type, tile
 widths, which follow from D and F) and for integers that are 1 or no multiple of 16; not for numbers of tokens, comm
 blocks and capacity, and at most once more for a number of panels, which in layer 1 may be cut into parts.
 
 * Family: EP x TP, D, element type, and of the pool all its layers share the most tokens and the most experts per token.
-* Layer (a family has ``LAYERS``): K, E, F, rows of a tile, placement of the comm blocks,
+* Layer (a family has ``LAYERS``): K, E, F,
   expert weights. Those of the last may be in block FP8, if D allows it; then without backward and capacity.
 * Case: the layer, tokens of each rank, routing, routing weights, comm blocks, panels, capacity, how many calls with
   which inputs, backward or not, strided inputs, delays of each rank.
@@ -22,7 +22,7 @@ import torch
 from layer_cases import LayerCase
 from played_ranks import Kind
 
-from comet.config import MoEConfig, OverlapConfig
+from comet.config import MoEConfig
 from comet.quantization.formats import FP8_BLOCK
 
 LAYERS = 2
@@ -60,7 +60,7 @@ TWIN_SIZES = Sizes(
     ffn=(1, 2, 3, 5),
     max_tokens=(40, 40, 300),
     top_k=(1, 2, 3, 4, 6, 8),
-    comm_blocks=(1, 2, 3, 4),
+    comm_blocks=(0, 0, 1, 2, 3, 4),
     dtypes=(torch.float32, torch.float16),
     calls=((0,), (0,), (0, 0), (0, 1), (0, 1, 0), (0, 1, 2)),
     longest_delays=(0.0, 0.0, 0.0, 0.001, 0.02),
@@ -79,7 +79,7 @@ GPU_SIZES = Sizes(
     ffn=(4, 8, 13, 32),
     max_tokens=(300, 1100),
     top_k=(1, 2, 3, 4, 6, 8),
-    comm_blocks=(1, 8, 16, 40, 100),
+    comm_blocks=(0, 0, 0, 1, 8, 16, 40, 100),
     dtypes=(torch.bfloat16,),
     calls=((0,), (0,), (0, 0), (0, 1), (0, 1, 0), (0, 1, 2)),
     longest_delays=(0.0, 0.0, 0.0, 0.0002, 0.003),
@@ -106,7 +106,6 @@ class StressCase(LayerCase):
     layer: int = 0
     weight_seed: int = 0
     fp8: bool = False
-    comm_blocks: int = 2
     capacity_factor: float | None = None
     inputs: tuple[int, ...] = (0,)
     backward: bool = True
@@ -117,11 +116,6 @@ class StressCase(LayerCase):
     def config(self) -> MoEConfig:
         """The layer's configuration."""
         return replace(super().config, capacity_factor=self.capacity_factor)
-
-    @property
-    def overlap(self) -> OverlapConfig:
-        """Split and order under test."""
-        return replace(super().overlap, comm_blocks=self.comm_blocks)
 
     @property
     def expert_capacity(self) -> int | None:
@@ -202,8 +196,6 @@ class Stress:
             num_experts=num_experts,
             top_k=dice.choice([top_k for top_k in sizes.top_k if top_k <= min(num_experts, pool.top_k)]),
             ffn_size=16 * dice.choice(sizes.ffn) * dice.choice((pool.tp, pool.tp, pool.tp // math.gcd(pool.tp, 16))),
-            block_rows=dice.choice((16, 32, 64, 128, 128)),
-            beside=dice.random() < 0.5,
         )
         if layer < LAYERS - 1 or pool.hidden_size % FP8_BLOCK or dice.random() >= FP8_SHARE:
             return found
