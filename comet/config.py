@@ -6,11 +6,13 @@ E experts in all, e experts owned by one EP shard, W ranks in the MoE group = EP
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
+
+from comet.kernels.runtime.activation import SWIGLU, Activation
 
 Path = Literal["fused", "twin", "plain", "reference"]
 Score = Literal["softmax", "sigmoid"]
@@ -103,6 +105,8 @@ class MoEConfig:
         shared_ffn_size: Width of the shared expert every token goes through; 0 means there is none.
         capacity_factor: Each expert takes at most ``ceil(capacity_factor * tokens_global * K / E)`` routed rows and
             drops the rest (counted); ``None`` never drops.
+        activation: Of the routed and the shared experts; its name alone, or its fields by name, will do.
+        expert_bias: Whether the routed experts add a bias to both projections.
         max_imbalance: Reserve memory for at most this many times the balanced number of routed rows on a rank; a step
             that needs more ends with ``CapacityError``, nothing is dropped. ``None`` reserves for any routing.
 
@@ -126,8 +130,11 @@ class MoEConfig:
     shared_ffn_size: int = 0
     capacity_factor: float | None = None
     max_imbalance: float | None = None
+    activation: Activation = SWIGLU
+    expert_bias: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "activation", _activation(self.activation))
         for name in ("hidden_size", "ffn_size"):
             value = getattr(self, name)
             require(
@@ -169,6 +176,13 @@ class MoEConfig:
             self.top_k <= reachable,
             f"top_k={self.top_k} must be at most the {reachable} experts of top_groups={self.top_groups} groups",
         )
+
+
+def _activation(given: Any) -> Activation:
+    """An activation, its name, or its fields as a stored configuration holds them."""
+    if isinstance(given, str):
+        return Activation(given)  # type: ignore[arg-type]  # which checks the name
+    return Activation(**given) if isinstance(given, Mapping) else given
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +49,19 @@ def positions_in_groups(groups: Tensor, num_groups: int) -> tuple[Tensor, Tensor
     ranks = torch.arange(groups.numel(), device=groups.device)
     positions[order] = ranks - (sizes.cumsum(0) - sizes)[groups[order]]
     return positions, sizes
+
+
+class Biases(NamedTuple):
+    """What is added to the products of both projections of some experts.
+
+    Args:
+        b1: ``(e, 2F/TP)``, gate, then up, before the activation.
+        b2: ``(e, D)``, to each expert output before it is weighted; under TP all ranks of a shard hold it, and the
+            first one alone adds it.
+    """
+
+    b1: Tensor
+    b2: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,3 +124,16 @@ class ExpertLayout:
     def first_expert(self) -> int:
         """The first expert this rank computes."""
         return self.ep_rank * self.experts_local
+
+
+def added_biases(biases: Biases | None, layout: ExpertLayout) -> dict[str, Any]:
+    """By name, what one rank adds of the biases of its experts: b2 on the first TP rank of a shard alone."""
+    if biases is None:
+        return {}
+    return {"b1": biases.b1, "b2": biases.b2 if layout.tp_rank == 0 else None}
+
+
+def refuse_biases(biases: Biases | None, who: str) -> None:
+    """Raise ``NotImplementedError`` where experts have biases that ``who`` computes without."""
+    if biases is not None:
+        raise NotImplementedError(f"expert_bias=True must be False with {who}: it adds no biases")

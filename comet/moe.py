@@ -19,6 +19,7 @@ from comet.layer.group import ExpertGroup
 from comet.layer.paths import ExpertPath, make_path
 from comet.layer.sharding import expert_parameter, local, local_weights
 from comet.layer.shared_expert import SharedExpert, joins_step
+from comet.layout import Biases
 from comet.router.losses import RouterStats
 from comet.router.router import Router, Routes
 from comet.utils.uncompiled import uncompiled
@@ -27,10 +28,12 @@ from comet.utils.uncompiled import uncompiled
 class MoE(nn.Module):
     """A distributed Mixture-of-Experts feed-forward layer.
 
-    The weights are ``w1 (E, 2, F, D)`` gate and up projection and ``w2 (E, D, F)`` down projection. In an MoE group of
-    several ranks they are ``DTensor`` parameters, of which a rank holds ``(e, 2, F/TP, D)`` and ``(e, D, F/TP)``; see
-    ``comet.layer.sharding`` for what torch's tools do with them. After a backward pass their gradients are complete for
-    all tokens of the MoE group; the gradients of the router and of the shared expert cover this rank's tokens only.
+    The weights are ``w1 (E, 2, F, D)`` gate and up projection and ``w2 (E, D, F)`` down projection; with
+    ``expert_bias`` there are ``b1 (E, 2, F)`` and ``b2 (E, D)`` beside them, else ``None``. In an MoE group of several
+    ranks they are ``DTensor`` parameters, of which a rank holds ``(e, 2, F/TP, D)``, ``(e, D, F/TP)``, ``(e, 2, F/TP)``
+    and ``(e, D)``; see ``comet.layer.sharding`` for what torch's tools do with them. After a backward pass their
+    gradients are complete for all tokens of the MoE group; the gradients of the router and of the shared expert cover
+    this rank's tokens only.
 
     Collectives of other streams, such as NCCL's, may come first on one rank and last on another: a launch ends with
     whatever multiprocessors it finds, for its blocks draw their work or wait for nobody. Not so layer 1 with
@@ -75,9 +78,15 @@ class MoE(nn.Module):
         self.router = Router(config, device=group.device, dtype=torch.float32)
         self.w1 = expert_parameter(torch.empty(experts, 2, width, config.hidden_size, **held), group.mesh)
         self.w2 = expert_parameter(torch.empty(experts, config.hidden_size, width, **held), group.mesh)
-        self.shared = (
-            SharedExpert(config.hidden_size, config.shared_ffn_size, **shard) if config.shared_ffn_size else None
-        )
+        self.b1 = self.b2 = None
+        if config.expert_bias:
+            self.b1 = expert_parameter(torch.zeros(experts, 2, width, **held), group.mesh)
+            self.b2 = expert_parameter(torch.zeros(experts, config.hidden_size, **held), group.mesh)
+        self.shared = None
+        if config.shared_ffn_size:
+            self.shared = SharedExpert(
+                config.hidden_size, config.shared_ffn_size, activation=config.activation, **shard
+            )
         self.reset_parameters(seed)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -89,7 +98,7 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int) -> None:
-        """Draw all weights from a normal distribution of variance 1 / fan-in, expert by expert."""
+        """Draw all weights from a normal distribution of variance 1 / fan-in, expert by expert; biases become 0."""
         config, layout = self.config, self.layout
         width = config.ffn_size // layout.tp
         columns = slice(layout.tp_rank * width, (layout.tp_rank + 1) * width)
@@ -100,13 +109,16 @@ class MoE(nn.Module):
             w2 = _normal((config.hidden_size, config.ffn_size), config.ffn_size, seed, 2 * expert + 1)
             mine1[index].copy_(w1[:, columns])
             mine2[index].copy_(w2[:, columns])
+        for bias in (self.b1, self.b2):
+            if bias is not None:
+                bias.zero_()
         replicated = [self.router.weight, *(self.shared.parameters() if self.shared else ())]
         for index, parameter in enumerate(replicated):
             parameter.copy_(_normal(parameter.shape, parameter.shape[-1], seed, -1 - index))
 
-    def expert_parameters(self) -> tuple[nn.Parameter, nn.Parameter]:
-        """The parameters that are sharded over the group: ``w1`` and ``w2``."""
-        return self.w1, self.w2
+    def expert_parameters(self) -> tuple[nn.Parameter, ...]:
+        """The parameters that are sharded over the group: ``w1`` and ``w2``, and ``b1`` and ``b2`` if there are any."""
+        return (self.w1, self.w2) if self.b1 is None or self.b2 is None else (self.w1, self.w2, self.b1, self.b2)
 
     def expert_weights(self) -> tuple[Tensor, Tensor]:
         """This rank's part, ``(e, 2, F/TP, D)`` and ``(e, D, F/TP)``, sharing memory with both; without gradients."""
@@ -153,7 +165,11 @@ class MoE(nn.Module):
         Raises:
             ValueError: If tokens or routing do not fit the group or each other, or weights are not all there.
         """
-        return self.experts(tokens, top_k_ids, top_k_weights, *local_weights(self.w1, self.w2, tokens.dtype))
+        weights = local_weights(self.w1, self.w2, tokens.dtype)
+        if self.b1 is None or self.b2 is None:
+            return self.experts(tokens, top_k_ids, top_k_weights, *weights)
+        biases = Biases(*local_weights(self.b1, self.b2, tokens.dtype))
+        return self.experts(tokens, top_k_ids, top_k_weights, *weights, biases)
 
     def tokens_of(self, x: Tensor) -> Tensor:
         """``(..., D)`` as ``(T, D)``; ValueError if size, device or type are not the layer's."""

@@ -38,6 +38,7 @@ from comet.jobs.config import TrainConfig
 from comet.layer.group import ExpertGroup, make_expert_group
 from comet.layer.paths import ExpertPath, make_path
 from comet.layer.sharding import local
+from comet.layout import Biases
 from comet.models.config import NUM_BYTE_VALUES, ModelConfig
 from comet.models.gpt import GPT
 from comet.training.optimizer import make_optimizer
@@ -140,7 +141,14 @@ class NoExperts(torch.autograd.Function):
         return grads[0], *(torch.full_like(each, 1e-4) for each in ctx.saved_tensors)
 
 
-def no_experts(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+def no_experts(
+    tokens: Tensor,
+    top_k_ids: Tensor,
+    top_k_weights: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    biases: Biases | None = None,
+) -> Tensor:
     """An ``ExpertPath``; see ``NoExperts``."""
     found: Tensor = NoExperts.apply(tokens, w1, w2)
     return found

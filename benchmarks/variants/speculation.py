@@ -29,11 +29,11 @@ ACCELERATE_TOKENS = 16
 class OnDemand(CachedExperts):
     """Experts that are forgotten before every step."""
 
-    def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    def __call__(self, *inputs: Any, **options: Any) -> Tensor:
         tables = self.cache.tables
         for table in (tables.slots, tables.arriving, tables.owners):
             table.fill_(-1)
-        return super().__call__(tokens, top_k_ids, top_k_weights, w1, w2)
+        return super().__call__(*inputs, **options)
 
 
 @dataclass

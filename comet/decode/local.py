@@ -82,6 +82,7 @@ def run_kernels(
     scratch.check(tokens, top_k, weights)
     host = weights.host
     held = () if host is None else (*host.parts, host.tables.scores, *(host.mail.pointers if host.mail else ()))
+    held += tuple(bias for bias in (weights.b1, weights.b2) if bias is not None)
     hold_if_captured(weights.w1, *held, weights.slots, scratch.hidden, scratch.partials, scratch.tickets)
     w1, w2 = weights.w1, weights.w2
     if weights.per_number > 1:
@@ -101,6 +102,9 @@ def run_kernels(
         w1_scales=weights.w1_scales,
         w2_scales=weights.w2_scales,
         shared_scale=weights.shared_scale,
+        activation=weights.activation,
+        b1=weights.b1,
+        b2=weights.b2,
         host=host,
         **_waves(ids, host, tokens, routing_weights),
     )

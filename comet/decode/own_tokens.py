@@ -14,6 +14,7 @@ from comet.decode.weights import MAX_DECODE_TOKENS, DecodeWeights
 from comet.layer.group import ExpertGroup
 from comet.layer.paths import ExpertPath, make_path
 from comet.layer.weights import match_once, match_weights
+from comet.layout import Biases, added_biases
 from comet.utils.uncompiled import uncompiled
 
 
@@ -47,9 +48,11 @@ class OwnTokensRunner:
         self.group = group
         check_group(moe, group, self.decode_tokens)
         self.decode = Decoder(moe.top_k, self.decode_tokens * ranks)
-        self.slots = rank_slots(group.layout(moe), group.device)
+        self.activation = moe.activation
+        self.layout = group.layout(moe)
+        self.slots = rank_slots(self.layout, group.device)
         self.path: ExpertPath = make_path("auto", moe, group)
-        self.match = match_once(match_weights, moe, group.layout(moe))
+        self.match = match_once(match_weights, moe, group.layout(moe), biased=moe.expert_bias)
         # Last, because it allocates symmetric memory on all ranks.
         self.decode_on_ranks: RankDecode | None = None
         if self.decode_tokens:
@@ -65,6 +68,7 @@ class OwnTokensRunner:
         top_k_weights: Tensor,
         w1: Tensor,
         w2: Tensor,
+        biases: Biases | None = None,
         *,
         most_tokens: int | None = None,
     ) -> Tensor:
@@ -76,6 +80,7 @@ class OwnTokensRunner:
             top_k_weights: ``(T, K)`` float32.
             w1: ``(e, 2F/TP, D)``.
             w2: ``(e, D, F/TP)``.
+            biases: ``(e, 2F/TP)`` and ``(e, D)``; ``None``: there are none.
             most_tokens: The largest T of all ranks, or a bound of it, equal on all of them. ``None``: the ranks ask
                 each other, which waits for the device and cannot be captured in a CUDA graph.
 
@@ -87,11 +92,12 @@ class OwnTokensRunner:
         """
         most = self._most_tokens(tokens) if most_tokens is None else most_tokens
         require(tokens.shape[0] <= most, f"T={tokens.shape[0]} tokens must be at most most_tokens={most}")
-        learns = wants_grad(tokens, top_k_weights, w1, w2)
+        learns = wants_grad(tokens, top_k_weights, w1, w2, *(biases or ()))
         if most > self.decode_tokens or self.decode_on_ranks is None or learns:
-            return self.path(tokens, top_k_ids, top_k_weights, w1, w2)
-        self.match(w1, w2)  # slots name places that there have to be
-        experts = DecodeWeights(w1=w1, w2=w2, slots=self.slots)
+            return self.path(tokens, top_k_ids, top_k_weights, w1, w2, biases)
+        self.match(w1, w2, *(biases or ()))  # slots name places that there have to be
+        added = added_biases(biases, self.layout)
+        experts = DecodeWeights(w1=w1, w2=w2, slots=self.slots, activation=self.activation, **added)
         scratch = self.decode.scratch(tokens, experts)
         return self.decode_on_ranks(tokens, top_k_ids, top_k_weights, experts, scratch=scratch)
 

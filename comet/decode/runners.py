@@ -23,11 +23,12 @@ from comet.decode.local import warp_decode
 from comet.decode.ranks import RankDecode, rank_slots
 from comet.decode.scratch import DecodeScratch
 from comet.decode.weights import MAX_DECODE_TOKENS, DecodeWeights
+from comet.kernels.runtime.activation import SWIGLU, Activation
 from comet.layer.group import ExpertGroup
 from comet.layer.paths import ExpertPath, make_path
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.weights import match_once, match_weights
-from comet.layout import ExpertLayout
+from comet.layout import Biases, ExpertLayout, added_biases
 from comet.quantization.formats import FP8, FP8_BLOCK
 from comet.reference.plain import plain_experts
 from comet.utils.graphs import is_capturing
@@ -42,9 +43,10 @@ class Runner(Protocol):
     """Computes the weighted sum of each token's experts from the experts this rank holds.
 
     ``decode`` is the warp decode it uses, for up to ``decode.max_tokens`` tokens; ``takes_fp8``: more tokens are
-    computed from experts in block FP8 as they are, too.
+    computed from experts in block FP8 as they are, too; ``activation``: of the experts.
     """
 
+    activation: Activation
     decode: Decoder
     takes_fp8: bool
 
@@ -55,13 +57,15 @@ class Runner(Protocol):
         top_k_weights: Tensor,
         w1: Tensor,
         w2: Tensor,
+        biases: Biases | None = None,
         *,
         experts: DecodeWeights | None = None,
     ) -> Tensor:
         """``(T, D)``, ``(T, K)`` int32, ``(T, K)`` float32, ``(e, 2F/TP, D)``, ``(e, D, F/TP)`` -> ``(T, D)``.
 
-        ``experts`` is what a decode step reads in place of w1 and w2, such as those of ``SharedSlots``; only to be
-        given where the call is one (``joins_step``), or where they are in block FP8 and the runner takes that.
+        ``biases`` of ``(e, 2F/TP)`` and ``(e, D)`` are there where the experts have some.
+        ``experts`` is what a decode step reads in place of w1, w2 and biases, such as those of ``SharedSlots``; only to
+        be given where the call is one (``joins_step``), or where they are in block FP8 and the runner takes that.
         """
         ...
 
@@ -130,13 +134,15 @@ class LocalRunner:
     Args:
         top_k: K, with what a shared expert adds to it (``shared_columns``).
         decode_tokens: Most tokens that take warp decode; 0: none do.
+        activation: Of the experts.
 
     Raises:
         ValueError: If warp decode cannot take so many.
     """
 
-    def __init__(self, top_k: int, decode_tokens: int = DECODE_TOKENS) -> None:
+    def __init__(self, top_k: int, decode_tokens: int = DECODE_TOKENS, *, activation: Activation = SWIGLU) -> None:
         self.decode = Decoder(top_k, decode_tokens)
+        self.activation = activation
         self.takes_fp8 = False
         self._slots: Tensor | None = None
 
@@ -148,15 +154,19 @@ class LocalRunner:
         top_k_weights: Tensor,
         w1: Tensor,
         w2: Tensor,
+        biases: Biases | None = None,
         *,
         experts: DecodeWeights | None = None,
     ) -> Tensor:
         """``(T, D)``, ``(T, K)`` int32, ``(T, K)`` float32, ``(E, 2F, D)``, ``(E, D, F)`` -> ``(T, D)``."""
-        if tokens.shape[0] <= self.decode.max_tokens and not wants_grad(tokens, top_k_weights, w1, w2):
-            experts = experts or DecodeWeights(w1=w1, w2=w2, slots=self._slots_like(w1))
-            return self.decode(tokens, top_k_ids, top_k_weights, experts)
         layout = ExpertLayout(num_experts=w1.shape[0], top_k=top_k_ids.shape[1], ep=1, tp=1, rank=0)
-        return plain_experts(tokens, top_k_ids, top_k_weights, w1, w2, layout, None)
+        learns = wants_grad(tokens, top_k_weights, w1, w2, *(biases or ()))
+        if tokens.shape[0] <= self.decode.max_tokens and not learns:
+            if experts is None:
+                added = added_biases(biases, layout)
+                experts = DecodeWeights(w1=w1, w2=w2, slots=self._slots_like(w1), activation=self.activation, **added)
+            return self.decode(tokens, top_k_ids, top_k_weights, experts)
+        return plain_experts(tokens, top_k_ids, top_k_weights, w1, w2, layout, None, self.activation, biases)
 
     def add_up(self, partial: Tensor) -> Tensor:
         """Nothing to add: a rank alone has all experts."""
@@ -198,10 +208,12 @@ class ReplicatedRunner:
         check_group(moe, group, decode_tokens)
         self.group = group
         self.decode = Decoder(moe.top_k + shared_columns, decode_tokens)
-        self.slots = rank_slots(group.layout(moe), group.device)
+        self.activation = moe.activation
+        self.layout = group.layout(moe)
+        self.slots = rank_slots(self.layout, group.device)
         self.path: ExpertPath = make_path("auto", moe, group)
         self.takes_fp8 = computes_fp8(self.path, moe)
-        self.match = match_once(match_weights, moe, group.layout(moe))
+        self.match = match_once(match_weights, moe, group.layout(moe), biased=moe.expert_bias)
         # Last, because it allocates symmetric memory on all ranks.
         self.decode_on_ranks: RankDecode | None = None
         if decode_tokens:
@@ -215,6 +227,7 @@ class ReplicatedRunner:
         top_k_weights: Tensor,
         w1: Tensor,
         w2: Tensor,
+        biases: Biases | None = None,
         *,
         experts: DecodeWeights | None = None,
     ) -> Tensor:
@@ -232,13 +245,15 @@ class ReplicatedRunner:
             "run it under torch.no_grad()",
         )
         if experts is None:
-            self.match(w1, w2)  # slots name places that there have to be
+            self.match(w1, w2, *(biases or ()))  # slots name places that there have to be
         if tokens.shape[0] > self.decode.max_tokens or self.decode_on_ranks is None:
-            compute: Callable[..., Tensor] = partial(self.path, w1=w1, w2=w2)
+            compute: Callable[..., Tensor] = partial(self.path, w1=w1, w2=w2, biases=biases)
             if experts is not None and experts.w1_scales is not None:
                 compute = partial(fp8_path(self.path), **fp8_weights(experts))
             return run_path_on_slices(tokens, top_k_ids, top_k_weights, compute, self.group)
-        experts = experts or DecodeWeights(w1=w1, w2=w2, slots=self.slots)
+        if experts is None:
+            added = added_biases(biases, self.layout)
+            experts = DecodeWeights(w1=w1, w2=w2, slots=self.slots, activation=self.activation, **added)
         scratch = self.decode.scratch(tokens, experts)
         return self.decode_on_ranks(tokens, top_k_ids, top_k_weights, experts, scratch=scratch)
 

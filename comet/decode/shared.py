@@ -1,6 +1,6 @@
 """A shared expert among the experts of a decode step: pieces of it in slots of their own, which every token names.
 
-SwiGLU experts are sums over their neurons: a shared expert n times as wide as a routed one is n always-on experts,
+Experts are sums over their neurons: a shared expert n times as wide as a routed one is n always-on experts,
 which the two launches of warp decode then read beside the routed ones. Over ranks the pieces are F/TP wide, the ranks
 hold them in turn, and the all-reduce is the one that a step has anyway.
 """
@@ -17,9 +17,10 @@ from comet.config import MAX_TOP_K, require
 from comet.decode.ranks import rank_slots
 from comet.decode.runners import ReplicatedRunner, Runner
 from comet.decode.weights import MAX_DECODE_TOKENS, DecodeWeights
+from comet.kernels.runtime.activation import SWIGLU, Activation
 from comet.layer.sharding import local
 from comet.layer.shared_expert import SharedExpert, joins_step
-from comet.layout import ExpertLayout
+from comet.layout import Biases, ExpertLayout
 from comet.utils.graphs import is_capturing
 
 
@@ -108,12 +109,19 @@ class SharedSlots(AlwaysOn):
         columns: From ``shared_columns``, above 0.
         module: The shared expert.
         matrices: Its weights.
+        activation: Of the shared and the routed experts, which have no biases.
     """
 
     def __init__(
-        self, layout: ExpertLayout, columns: int, module: nn.Module, matrices: Callable[[nn.Module], SharedMatrices]
+        self,
+        layout: ExpertLayout,
+        columns: int,
+        module: nn.Module,
+        matrices: Callable[[nn.Module], SharedMatrices],
+        activation: Activation = SWIGLU,
     ) -> None:
         super().__init__(layout, columns)
+        self.activation = activation
         self.module = module
         self._matrices = matrices
         self._joined: DecodeWeights | None = None
@@ -161,7 +169,7 @@ class SharedSlots(AlwaysOn):
         held = len(self._pieces(width))
         all_w1 = with_room(w1, (experts + held, 2 * width, hidden_size))
         all_w2 = with_room(w2, (experts + held, hidden_size, width))
-        joined = DecodeWeights(w1=all_w1, w2=all_w2, slots=self.table(held, w1.device))
+        joined = DecodeWeights(w1=all_w1, w2=all_w2, slots=self.table(held, w1.device), activation=self.activation)
         self._fill(joined)
         return joined
 
@@ -230,7 +238,15 @@ class FrozenExperts:
     ) -> None:
         self.runner, self.parameters, self.shared = runner, parameters, shared
 
-    def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    def __call__(
+        self,
+        tokens: Tensor,
+        top_k_ids: Tensor,
+        top_k_weights: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        biases: Biases | None = None,
+    ) -> Tensor:
         """``(T, D)``, ``(T, K)`` int32, ``(T, K)`` float32, ``(e, 2F/TP, D)``, ``(e, D, F/TP)`` -> ``(T, D)``."""
         experts = None
         if self.shared is not None and joins_step(tokens, self.runner.decode.max_tokens):
@@ -238,4 +254,4 @@ class FrozenExperts:
             experts = self.shared.weights(own1, own2)
             top_k_ids, top_k_weights = self.shared.routing(top_k_ids, top_k_weights)
         with torch.autocast(tokens.device.type, enabled=False):  # decode rounds where it means to
-            return self.runner(tokens, top_k_ids, top_k_weights, w1, w2, experts=experts)
+            return self.runner(tokens, top_k_ids, top_k_weights, w1, w2, biases, experts=experts)

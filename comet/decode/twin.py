@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
 
 from comet.config import require
 from comet.decode.scales import CODES
@@ -55,9 +54,9 @@ def decode_partial_torch(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tenso
                 rows, ranks = (slots == slot).nonzero(as_tuple=True)
                 w1, w2 = slot_weights(weights, slot, wide)
                 with without_autocast(tokens.device):
-                    gate, up = (tokens[rows].to(wide) @ w1.T).chunk(2, dim=-1)
-                    hidden = (silu(gate) * up).to(tokens.dtype)
-                    outputs[rows, ranks] = hidden.to(wide) @ w2.T
+                    pre = _biased(tokens[rows].to(wide) @ w1.T, weights.b1, slot)
+                    hidden = weights.activation.forward(*pre.chunk(2, dim=-1)).to(tokens.dtype)
+                    outputs[rows, ranks] = _biased(hidden.to(wide) @ w2.T, weights.b2, slot)
     partial = outputs.new_zeros(tokens.shape)
     for k in range(top_k_ids.shape[1]):
         # A NaN weight of a skipped routed row must not reach the sum.
@@ -66,6 +65,11 @@ def decode_partial_torch(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tenso
     if weights.host is not None and weights.host.mail is not None:
         partial = add_hosted_torch(partial, weights.host, tokens, top_k_ids, top_k_weights)
     return partial
+
+
+def _biased(products: Tensor, biases: Tensor | None, slot: int) -> Tensor:
+    """Products of one slot, with its bias if there is one."""
+    return products if biases is None else products + biases[slot].to(products.dtype)
 
 
 def _slots_in_waves(top_k_ids: Tensor, top_k_weights: Tensor, weights: DecodeWeights) -> Iterator[Tensor]:

@@ -11,6 +11,7 @@ from comet.config import DIM_MULTIPLE, MAX_TOP_K, check_token_dtype
 from comet.decode.scales import CODES, check_scales
 from comet.kernels.experts.parts import ExpertParts
 from comet.kernels.experts.tables import HostExperts
+from comet.kernels.runtime.activation import SWIGLU, Activation
 from comet.quantization.formats import FP8_BLOCK, MX_BLOCK
 from comet.utils.match import Sizes, check_id_dtype
 
@@ -38,6 +39,10 @@ class DecodeWeights(ExpertParts):
             has the scales of MXFP8. Their values are looked at here, which waits for their device.
         w2_scales: Likewise, ``(S, D, F / 32)`` or ``(S, ceil(D / 128), ceil(F / 128))``.
         host: Where experts come from that have no slot yet, and which slots they take; ``None``: from nowhere.
+        activation: Of all experts.
+        b1: ``(S, 2F)``, gate, then up, dtype of the tokens: added to the products with ``w1``; ``None``: nothing is.
+        b2: ``(S, D)``, dtype of the tokens: added to the products with ``w2``; ``None``: nothing is, as on all but the
+            first TP rank of a shard.
 
     Raises:
         ValueError: If shapes, dtypes, devices or strides do not fit together, or a scale is no number; the message
@@ -50,6 +55,9 @@ class DecodeWeights(ExpertParts):
     w1_scales: Tensor | None = None
     w2_scales: Tensor | None = None
     host: HostExperts | None = None
+    activation: Activation = SWIGLU
+    b1: Tensor | None = None
+    b2: Tensor | None = None
 
     def __post_init__(self) -> None:
         for name in ("w1", "w2"):
@@ -62,6 +70,13 @@ class DecodeWeights(ExpertParts):
             part = f"/{self.per_number}"
         sizes.match("w2", self.w2, f"S D F{part}", dtype=self.w1.dtype, device=device, contiguous=True)
         sizes.match("w1", self.w1, f"S 2F D{part}", contiguous=True)
+        for name, bias, spec in (("b1", self.b1, "S 2F"), ("b2", self.b2, "S D")):
+            if bias is not None:
+                sizes.match(name, bias, spec, device=device, contiguous=True)
+                if self.host is not None:
+                    raise NotImplementedError(
+                        f"{name} must be None where experts come from a cache: it keeps no biases"
+                    )
         sizes.match("slots", self.slots, "E", dtype=torch.int32, device=device, contiguous=True)
         for letter in "DF":
             size = sizes.values[letter]
@@ -104,6 +119,9 @@ def check_inputs(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, weigh
     sizes, device = Sizes(D=(weights.hidden_size, "w2")), weights.w1.device
     sizes.match("tokens", tokens, "T D", device=device)
     check_token_dtype(tokens.dtype)
+    for name, bias in (("b1", weights.b1), ("b2", weights.b2)):
+        if bias is not None and bias.dtype != tokens.dtype:
+            raise ValueError(f"{name} of dtype {bias.dtype} must have the tokens' {tokens.dtype}")
     if tokens.shape[0] > MAX_DECODE_TOKENS:
         raise ValueError(
             f"T={tokens.shape[0]} tokens must be at most MAX_DECODE_TOKENS={MAX_DECODE_TOKENS}: more take the fused "

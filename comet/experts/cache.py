@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from comet.experts.host.prompts import PromptCores
 from comet.experts.store import HeldExperts
 from comet.experts.streaming import PinnedSlots, StreamedExperts
 from comet.kernels.experts.tables import LAYER, POLICIES, CacheTables, HostExperts, Policy
+from comet.kernels.runtime.activation import SWIGLU, Activation
+from comet.layout import Biases, refuse_biases
 from comet.quantization.formats import FP8_BLOCK, MX_BLOCK, StoredType
 
 if TYPE_CHECKING:
@@ -95,7 +97,8 @@ class ExpertCache:
         num_experts: E, of all ranks; ``None``: e.
         first_expert: Number of the first of w1 among them.
         w1_scales: Of quantised experts, on the CPU as well.
-        w2_scales: Likewise.
+        w2_scales: Of w2, where w1 has some.
+        activation: Of the experts.
 
     Raises:
         ValueError: If the weights are not on the CPU or do not fit together, there is no slot, or no such policy.
@@ -114,6 +117,7 @@ class ExpertCache:
         first_expert: int = 0,
         w1_scales: Tensor | None = None,
         w2_scales: Tensor | None = None,
+        activation: Activation = SWIGLU,
     ) -> None:
         given = HeldExperts(w1, w2, False, w1_scales, w2_scales)
         for name, weight in given.named_parts.items():
@@ -132,11 +136,11 @@ class ExpertCache:
         host = stored.named_parts
         DecodeWeights(**host, slots=torch.empty(1, dtype=torch.int32))  # looks at scales that were not made here
         self.host = HostExperts(**host, tables=self.tables, policy=policy)
-        slots = {
+        slots: dict[str, Any] = {
             name: torch.zeros(num_slots, *weight.shape[1:], dtype=weight.dtype, device=device)
             for name, weight in host.items()
         }
-        self.weights = DecodeWeights(**slots, slots=self.tables.slots, host=self.host)
+        self.weights = DecodeWeights(**slots, slots=self.tables.slots, host=self.host, activation=activation)
         self.cores: HostCores | None = None
         self.layer = 0
 
@@ -208,8 +212,17 @@ class CachedExperts:
         least = min(top_k, cache.host.w1.shape[0])
         require(least <= cache.num_slots, f"num_slots={cache.num_slots} must be at least top_k={top_k}")
 
-    def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    def __call__(
+        self,
+        tokens: Tensor,
+        top_k_ids: Tensor,
+        top_k_weights: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        biases: Biases | None = None,
+    ) -> Tensor:
         """See ``ExpertPath``; the weights of the layer are those of the cache."""
+        refuse_biases(biases, "an expert cache")
         if self.cache.cores is not None and self.cache.layer == 0:  # once a pass is enough
             self.cache.cores.raise_if_failed()
         if tokens.shape[0] > self.runner.decode.max_tokens:

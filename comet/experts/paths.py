@@ -107,7 +107,8 @@ class Slots:
 
     @property
     def _place(self) -> dict[str, Any]:
-        return {"num_experts": self.layout.num_experts, "first_expert": self.layout.first_expert}
+        first, activation = self.layout.first_expert, self.runner.activation
+        return {"num_experts": self.layout.num_experts, "first_expert": first, "activation": activation}
 
     def _check_pageable(self, num_bytes: int) -> None:
         refused = f"{num_bytes:,} bytes of memory for them cannot be pinned (ulimit -l, or a container's limit)"
@@ -148,6 +149,7 @@ def host_paths(
         ValueError: See ``Slots.over_host`` and ``cores_of``.
     """
     sizes = HostSizes.of(hidden_size, slots.layout, slots.runner.decode.max_tokens, slots.dtype)
+    sizes = replace(sizes, activation=slots.runner.activation)
     cores = open_cores(host_cores, sizes, slots.device, runner=slots.runner)
     some_missing = slots.num_slots < slots.layout.experts_local
     guides = routers() if prefetches(expert_prefetch, slots.device, useful=some_missing) else ()

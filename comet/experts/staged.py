@@ -26,6 +26,8 @@ from comet.errors import CommTimeoutError
 from comet.experts.cache import CacheReport
 from comet.experts.store import ExpertReader, Specs, host_memory
 from comet.experts.streaming import StreamedExperts, Visit
+from comet.kernels.runtime.activation import SWIGLU, Activation
+from comet.layout import Biases, refuse_biases
 
 logger = logging.getLogger(__name__)
 
@@ -141,6 +143,7 @@ class StagedCache:
         device: Where they are.
         num_experts: E, of all ranks; ``None``: those of the reader.
         first_expert: Number of the reader's first among them.
+        activation: Of the experts.
 
     Attributes:
         needed: Distinct experts that steps needed so far, summed over steps.
@@ -158,6 +161,7 @@ class StagedCache:
         *,
         num_experts: int | None = None,
         first_expert: int = 0,
+        activation: Activation = SWIGLU,
     ) -> None:
         num_held = reader.specs["w1"][0][0]
         require(
@@ -172,7 +176,7 @@ class StagedCache:
             for name, (shape, dtype) in reader.specs.items()
         }
         table = torch.full((num_experts or num_held,), -1, dtype=torch.int32, device=device)
-        self.weights = DecodeWeights(**slots, slots=table)
+        self.weights = DecodeWeights(**slots, slots=table, activation=activation)
         self._reader, self.stage, self._layer = reader, stage, layer
         self._slots: OrderedDict[int, int] = OrderedDict()
         self._free = list(range(num_slots))
@@ -289,8 +293,17 @@ class StagedExperts:
             require(top_k <= cache.num_slots, f"num_slots={cache.num_slots} must be at least top_k={top_k}")
             self.tokens_at_once = min(self.tokens_at_once, cache.num_slots // top_k)
 
-    def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    def __call__(
+        self,
+        tokens: Tensor,
+        top_k_ids: Tensor,
+        top_k_weights: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        biases: Biases | None = None,
+    ) -> Tensor:
         """See ``ExpertPath``; the weights of the layer are those of the cache."""
+        refuse_biases(biases, "an expert cache")
         if tokens.shape[0] > self.runner.decode.max_tokens:
             return self.runner.add_up(self.stream(tokens, top_k_ids, top_k_weights)).to(tokens.dtype)
         outputs = []

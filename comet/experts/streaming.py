@@ -16,7 +16,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
 
 from comet.comm.collectives import accumulator_dtype
 from comet.config import resolve_kernels
@@ -326,7 +325,8 @@ class StreamedExperts:
                 self.slots.copy(group)
             w1, w2 = (weights.w1, weights.w2) if whole else floating_slots(weights, part_slots, rows.dtype)
             gate, up = grouped_matmul(part, w1, tuple(each), part_ends).chunk(2, dim=-1)
-            outputs.append(grouped_matmul(silu(gate) * up, w2, tuple(each), part_ends))
+            hidden = weights.activation.forward(gate, up)
+            outputs.append(grouped_matmul(hidden, w2, tuple(each), part_ends))
             self.slots.release(group)
         return outputs
 

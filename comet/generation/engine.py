@@ -90,7 +90,9 @@ def freeze_experts(runner: ReplicatedRunner, layer: MoE, columns: int) -> Frozen
         return FrozenExperts(runner)
     layer.shared.decode_tokens = runner.decode.max_tokens
     return FrozenExperts(
-        runner, layer.expert_parameters(), SharedSlots(layer.layout, columns, layer.shared, matrices_of)
+        runner,
+        layer.expert_parameters(),
+        SharedSlots(layer.layout, columns, layer.shared, matrices_of, layer.config.activation),
     )
 
 

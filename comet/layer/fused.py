@@ -15,7 +15,7 @@ from torch import Tensor
 
 from comet.comm.base import SymmTensor
 from comet.config import require
-from comet.kernels.gemm.activation import swiglu_backward
+from comet.kernels.gemm.activation import activation_backward
 from comet.kernels.gemm.fp8 import pack_rows
 from comet.kernels.gemm.gather_rows import gather_rows
 from comet.kernels.gemm.group_gemm import GemmConfig
@@ -134,7 +134,7 @@ class Fused(Backend):
         grad_pre, weighted_hidden = torch.empty_like(pre_activation), torch.empty_like(grad_hidden)
         row_grads, table = torch.zeros_like(plan.row_weights), tile_table(plan, Launch.DISPATCH_DGRAD)
         rows = plan.routed_slots, plan.row_weights, table
-        swiglu_backward(pre_activation, grad_hidden, *rows, grad_pre, weighted_hidden, row_grads)
+        activation_backward(pre_activation, grad_hidden, *rows, grad_pre, weighted_hidden, row_grads)
         return ActivationGradients(grad_pre, weighted_hidden, row_grads)
 
     def dgrad_combine(

@@ -24,7 +24,8 @@ from comet.layer.backend import Backend
 from comet.layer.group import ExpertGroup
 from comet.layer.plan import Plan, check_tokens
 from comet.layer.twin.layer import Twin
-from comet.layer.weights import match_once, match_weights, pad_width
+from comet.layer.weights import check_built, match_once, match_weights, pad_width
+from comet.layout import Biases
 from comet.quantization.formats import FP8
 from comet.quantization.packed import match_fp8_weights
 from comet.utils.uncompiled import uncompiled
@@ -180,16 +181,27 @@ class SymmetricPath:
         self, config: MoEConfig, group: ExpertGroup, overlap: OverlapConfig | None, *, use_kernels: bool
     ) -> None:
         require_memory(group.comm, f"path={'fused' if use_kernels else 'twin'!r}", WITHOUT_MEMORY)
+        check_built(config)
         dtype, device = group.workspace.shape.dtype, group.device
         self.backend = make_backend(config, group, overlap, use_kernels=use_kernels)
         self.use_kernels = use_kernels
         self.layout, self.workspace = self.backend.layout, self.backend.workspace
-        self.match = match_once(match_weights, config, self.layout, dtype=dtype, device=device)
+        self.match = match_once(
+            match_weights, config, self.layout, biased=config.expert_bias, dtype=dtype, device=device
+        )
         self.match_fp8 = match_once(match_fp8_weights, config, self.layout, device=device)
         self.deferred: DeferredWgrad | None = None
 
     @uncompiled
-    def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    def __call__(
+        self,
+        tokens: Tensor,
+        top_k_ids: Tensor,
+        top_k_weights: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        biases: Biases | None = None,
+    ) -> Tensor:
         """The weighted sum of each token's experts, as every ``comet.layer.paths.ExpertPath`` makes it.
 
         Raises:
@@ -198,9 +210,9 @@ class SymmetricPath:
             StepFailedError: If an earlier step failed on any rank; ``Workspace.restart`` goes on.
         """
         check_tokens(tokens, top_k_ids, self.workspace)
-        self.match(w1, w2)
+        self.match(w1, w2, *(biases or ()))
         w1, w2 = w1.contiguous(), w2.contiguous()  # kernels find their rows by address
-        padded_w1, padded_w2 = pad_width(w1, w2)
+        padded_w1, padded_w2, _ = pad_width(w1, w2)
         inputs = tokens, top_k_ids, top_k_weights, padded_w1, padded_w2
         with self.workspace.forward_step:
             # Asked out here: inside of an autograd function inputs seem to need gradients under no_grad, too.

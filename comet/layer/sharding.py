@@ -1,8 +1,9 @@
 """Expert weights as ``DTensor`` parameters: what torch's own tools need to know of who holds what.
 
 Each rank of an MoE group of several ranks holds a part of two global tensors, ``w1 (E, 2, F, D)`` and ``w2 (E, D, F)``:
-``Shard(0)`` over EP and ``Shard(2)`` over TP. As these, ``state_dict()`` saves and loads on any EP x TP, and a norm is
-that of all experts. Kernels get the local part, which costs an attribute, and in training one autograd function.
+``Shard(0)`` over EP and ``Shard(2)`` over TP; of biases ``b1 (E, 2, F)`` alike, ``b2 (E, D)`` ``Replicate()`` over TP.
+As these, ``state_dict()`` saves and loads on any EP x TP, and a norm is that of all experts. Kernels get the local
+part, which costs an attribute, and in training one autograd function.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from comet.comm.collectives import wants_grad
 from comet.config import ParallelConfig
 
-PLACEMENTS = {"ep": Shard(0), "tp": Shard(2)}
+PLACEMENTS: dict[str, Placement] = {"ep": Shard(0), "tp": Shard(2)}
 
 
 def make_mesh(
@@ -64,12 +65,15 @@ def forget_meshes() -> None:
 
 
 def expert_parameter(part: Tensor, mesh: DeviceMesh | None) -> nn.Parameter:
-    """This rank's part as a parameter: of the global tensor, or the whole where ``mesh`` is ``None``."""
+    """This rank's part as a parameter: of the global tensor, or the whole where ``mesh`` is ``None``.
+
+    What has no axis for F, a tensor of two axes, is whole on all TP ranks.
+    """
     if mesh is None:
         return nn.Parameter(part)
     names = mesh.mesh_dim_names
     assert names is not None
-    placements = [PLACEMENTS[name] for name in names[1:]]
+    placements = [Replicate() if name == "tp" and part.dim() < 3 else PLACEMENTS[name] for name in names[1:]]
     if part.device.type != mesh.device_type:  # experts in host memory: a DTensor on the mesh would move there
         mesh = DeviceMesh(part.device.type, mesh.mesh, mesh_dim_names=names, _init_backend=False)
     return nn.Parameter(DTensor.from_local(part, mesh[names[1:]], placements, run_check=False))
@@ -81,15 +85,15 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def local_weights(w1: Tensor, w2: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """This rank's part of both as the kernels take it, differentiably.
+    """This rank's part of both weights, or of both biases, as the kernels take it, differentiably.
 
     Args:
-        w1: ``(e, 2, F/TP, D)`` or, of the same local shape, a ``DTensor``.
-        w2: ``(e, D, F/TP)`` or, of the same local shape, a ``DTensor``.
+        w1: ``(e, 2, F/TP, D)``, or ``b1 (e, 2, F/TP)``; or a ``DTensor`` of this local shape.
+        w2: ``(e, D, F/TP)``, or ``b2 (e, D)``; or a ``DTensor`` of this local shape.
         dtype: Of the products.
 
     Returns:
-        ``(e, 2F/TP, D)`` and ``(e, D, F/TP)``, not copied where the type is theirs.
+        ``(e, 2F/TP, D)`` and ``(e, D, F/TP)``, or ``(e, 2F/TP)`` and ``(e, D)``, not copied where the type is theirs.
     """
     if not (isinstance(w1, DTensor) and isinstance(w2, DTensor)):
         return w1.to(dtype).flatten(1, 2), w2.to(dtype)

@@ -1,4 +1,4 @@
-"""The shared expert: a dense SwiGLU MLP that every token goes through beside its routed experts."""
+"""The shared expert: a dense gated MLP that every token goes through beside its routed experts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from comet.config import require
+from comet.kernels.runtime.activation import SWIGLU, Activation
 
 
 def joins_step(tokens: Tensor, decode_tokens: int) -> bool:
@@ -14,11 +15,12 @@ def joins_step(tokens: Tensor, decode_tokens: int) -> bool:
 
 
 class SharedExpert(nn.Module):
-    """``tokens -> w2 (silu(gate) * up)`` with gate and up from one matrix; needs no communication.
+    """``tokens -> w2 activation(gate, up)`` with gate and up from one matrix; needs no communication.
 
     Args:
         hidden_size: D.
         shared_ffn_size: F_shared, the width of gate and of up.
+        activation: Of gate and up.
         device: Where the parameters live.
         dtype: Dtype of ``w1 (2 * F_shared, D)``, gate rows first, then up rows, and ``w2 (D, F_shared)``.
 
@@ -36,10 +38,12 @@ class SharedExpert(nn.Module):
         hidden_size: int,
         shared_ffn_size: int,
         *,
+        activation: Activation = SWIGLU,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.activation = activation
         require(hidden_size > 0, f"hidden_size={hidden_size} must be positive")
         require(shared_ffn_size > 0, f"shared_ffn_size={shared_ffn_size} must be positive (0: build no shared expert)")
         self.w1 = nn.Parameter(torch.empty(2 * shared_ffn_size, hidden_size, device=device, dtype=dtype))
@@ -71,4 +75,4 @@ class SharedExpert(nn.Module):
         )
         w1, w2 = self.w1.to(tokens.dtype), self.w2.to(tokens.dtype)
         gate, up = nn.functional.linear(tokens, w1).chunk(2, dim=-1)
-        return nn.functional.linear(nn.functional.silu(gate) * up, w2).to(tokens.dtype)
+        return nn.functional.linear(self.activation.forward(gate, up), w2).to(tokens.dtype)

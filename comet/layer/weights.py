@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import pad
 
-from comet.config import DIM_MULTIPLE, MoEConfig
-from comet.layout import ExpertLayout
+from comet.config import DIM_MULTIPLE, MoEConfig, require
+from comet.layout import Biases, ExpertLayout
 from comet.utils.match import MatchOnce, Sizes
 
 
@@ -24,26 +24,59 @@ def match_once(match: Callable[..., None], config: MoEConfig, layout: ExpertLayo
     return MatchOnce(partial(match, sizes, **rules))
 
 
-def match_weights(sizes: Sizes, w1: Tensor, w2: Tensor, **rules: Any) -> None:
-    """Raise ``ValueError`` unless w1 is ``(e, 2F/TP, D)`` and w2 ``(e, D, F/TP)``; ``rules`` are of ``Sizes.match``."""
+def match_weights(
+    sizes: Sizes,
+    w1: Tensor,
+    w2: Tensor,
+    b1: Tensor | None = None,
+    b2: Tensor | None = None,
+    *,
+    biased: bool,
+    **rules: Any,
+) -> None:
+    """Raise ``ValueError`` unless weights and biases are those of a layer of these sizes.
+
+    Args:
+        sizes: e, F/TP and D.
+        w1: Must be ``(e, 2F/TP, D)``.
+        w2: Must be ``(e, D, F/TP)``.
+        b1: Must be ``(e, 2F/TP)``, and be there, where the layer is ``biased``.
+        b2: Must be ``(e, D)`` then.
+        biased: ``expert_bias`` of the layer.
+        **rules: Of ``Sizes.match``.
+    """
+    require((b1 is not None) == biased, f"biases={b1 is not None} of the call must be the layer's expert_bias={biased}")
     sizes.match("w1", w1, "e 2F D", **rules)
     sizes.match("w2", w2, "e D F", **rules)
+    if b1 is not None and b2 is not None:
+        sizes.match("b1", b1, "e 2F", **rules)
+        sizes.match("b2", b2, "e D", **rules)
 
 
-def pad_width(w1: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
+def check_built(config: MoEConfig) -> None:
+    """Raise ``NotImplementedError`` unless layer 0 and layer 1 have a layer's activation, and no bias is asked for."""
+    name = config.activation.name
+    if name != "swiglu" or config.expert_bias:
+        raise NotImplementedError(f"activation={name!r}, expert_bias={config.expert_bias} need path 'plain'")
+
+
+def pad_width(w1: Tensor, w2: Tensor, biases: Biases | None = None) -> tuple[Tensor, Tensor, Biases | None]:
     """The weights, copied where F/TP is no multiple of 16: padded with zeros, to the next one, which the kernels take.
 
-    Exact: a hidden column of zero weights is silu(0) * 0 = 0 and meets a zero column of w2; gradients are those of the
-    weights themselves.
+    Exact: whatever an activation makes of a gate and an up of 0 meets a zero column of w2, and gradients are those of
+    the weights themselves: what the padding would get is cut off.
 
     Args:
         w1: ``(e, 2F/TP, D)``, gate rows first, then up rows.
         w2: ``(e, D, F/TP)``.
+        biases: ``(e, 2F/TP)`` and ``(e, D)``, the second of which has nothing to pad.
 
     Returns:
-        Both, of a width that is a multiple of 16; F/TP = 24: ``(e, 64, D)``, ``(e, D, 32)``.
+        All, of a width that is a multiple of 16; F/TP = 24: ``(e, 64, D)``, ``(e, D, 32)``, ``(e, 64)``.
     """
     missing = -w2.shape[2] % DIM_MULTIPLE
     if not missing:
-        return w1, w2
-    return pad(w1.unflatten(1, (2, -1)), (0, 0, 0, missing)).flatten(1, 2), pad(w2, (0, missing))
+        return w1, w2, biases
+    if biases is not None:
+        biases = biases._replace(b1=pad(biases.b1.unflatten(1, (2, -1)), (0, missing)).flatten(1, 2))
+    return pad(w1.unflatten(1, (2, -1)), (0, 0, 0, missing)).flatten(1, 2), pad(w2, (0, missing)), biases

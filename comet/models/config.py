@@ -22,7 +22,7 @@ class ModelConfig:
         num_heads: Query heads.
         num_kv_heads: Key and value heads; must divide ``num_heads``.
         moe: The MoE layer of every block but the first ``dense_layers``.
-        dense_layers: Leading blocks with a dense SwiGLU as wide as the experts one token uses.
+        dense_layers: Leading blocks with a dense MLP as wide as the experts one token uses.
         head_dim: Width of a head, even; ``None`` means ``hidden_size / num_heads``.
         rope_base: Base of the rotary frequencies.
 
@@ -63,6 +63,10 @@ class ModelConfig:
             f"dense_layers={self.dense_layers} must be between 0 and num_layers={self.num_layers}",
         )
         require(self.rope_base > 1, f"rope_base={self.rope_base} must be above 1")
+        require(
+            not self.moe.expert_bias,
+            f"moe.expert_bias={self.moe.expert_bias} must be False: this model trains experts without biases",
+        )
         self._check_heads()
 
     def _check_heads(self) -> None:
@@ -84,7 +88,7 @@ class ModelConfig:
 
     @property
     def dense_ffn_size(self) -> int:
-        """Width of the SwiGLU of a dense block: ``top_k * ffn_size + shared_ffn_size`` of the MoE layer.
+        """Width of the MLP of a dense block: ``top_k * ffn_size + shared_ffn_size`` of the MoE layer.
 
         Example: DeepSeek-V3: 8 * 2048 + 2048 = 18432, its published width.
         """

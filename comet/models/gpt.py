@@ -81,7 +81,9 @@ class GPT(nn.Module):
         for index in range(config.num_layers):
             ffn: MoE | SharedExpert
             if index < config.dense_layers:
-                ffn = SharedExpert(config.hidden_size, config.dense_ffn_size, device=group.device)
+                ffn = SharedExpert(
+                    config.hidden_size, config.dense_ffn_size, activation=config.moe.activation, device=group.device
+                )
             else:
                 shared: dict[str, Any] = dict(path=path, overlap=overlap, expert_device=expert_device)
                 ffn = MoE(config.moe, group, seed=_seed(seed, f"blocks.{index}"), **shared)

@@ -111,6 +111,7 @@ class ExpertsBase:
 
     def __init__(self, config: MoEConfig, group: ExpertGroup, *, reduce: TopKReduce | None = None) -> None:
         self.layout = group.layout(config)
+        self.activation = config.activation
         self.reduce = reduce or self.reductions[0]()
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from comet.comm.collectives import wants_grad
 from comet.config import DIM_MULTIPLE, require
 from comet.layer.weights import pad_width
-from comet.layout import round_up
+from comet.layout import Biases, round_up
 from comet.modular.interfaces import (
     ActivationFormat,
     BatchedRows,
@@ -29,6 +29,7 @@ from comet.quantization.formats import FP8, FP8_BLOCK, Weight
 from comet.reference.plain import check_inputs, check_shapes
 from comet.utils.autocast import without_autocast
 from comet.utils.graphs import is_capturing
+from comet.utils.match import Sizes
 from comet.utils.uncompiled import uncompiled
 
 ALIGNMENT = 256
@@ -67,7 +68,15 @@ class ModularMoE:
         self._pool = torch.empty(0, dtype=torch.uint8)
 
     @uncompiled
-    def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Weight, w2: Weight) -> Tensor:
+    def __call__(
+        self,
+        tokens: Tensor,
+        top_k_ids: Tensor,
+        top_k_weights: Tensor,
+        w1: Weight,
+        w2: Weight,
+        biases: Biases | None = None,
+    ) -> Tensor:
         """Compute the weighted sum of each token's experts (collective).
 
         Args:
@@ -76,7 +85,8 @@ class ModularMoE:
             top_k_weights: ``(T, K)`` float32.
             w1: ``(e, 2F/TP, D)``, gate rows first, then up rows; of ``weight_type``, plain ones in the dtype of
                 ``tokens``. Where a plain F/TP is no multiple of 16, every call pads a copy.
-            w2: ``(e, D, F/TP)``, likewise.
+            w2: ``(e, D, F/TP)``, of the type of ``w1``.
+            biases: ``(e, 2F/TP)`` and ``(e, D)``, dtype of ``tokens``; ``None``: there are none.
 
         Returns:
             ``(T, D)``, plus the shared experts' output if there are any.
@@ -85,18 +95,18 @@ class ModularMoE:
             ValueError: If a type, shape or dtype breaks these rules, or a gradient would be required.
             StepFailedError: If an earlier step failed on any rank.
         """
-        w1, w2 = self._check(tokens, top_k_ids, top_k_weights, w1, w2)
+        w1, w2, biases = self._check(tokens, top_k_ids, top_k_weights, w1, w2, biases)
         routed = RoutedTokens(tokens=tokens, top_k_ids=top_k_ids, top_k_weights=top_k_weights)
         with self.prepare_finalize.comm.step("modular layer", collectives=self.prepare_finalize.uses_collectives):
-            return self._run(routed, w1, w2)
+            return self._run(routed, w1, w2, biases)
 
-    def _run(self, routed: RoutedTokens, w1: Weight, w2: Weight) -> Tensor:
+    def _run(self, routed: RoutedTokens, w1: Weight, w2: Weight, biases: Biases | None) -> Tensor:
         """Dispatch, experts, combine, as one step of the group."""
         tokens = routed.tokens
         received, shared = self._prepare(routed)
         scratch = self._scratch(self.experts.scratch_shapes(problem_of(received.rows, w2, tokens.dtype)), tokens)
         with without_autocast(tokens.device):
-            outputs = self.experts.apply(received.rows, w1, w2, scratch)
+            outputs = self.experts.apply(received.rows, w1, w2, scratch, *(() if biases is None else (biases,)))
             combined = self.prepare_finalize.finalize(outputs, received, self.experts.reduce)
         return combined if shared is None else combined + shared
 
@@ -110,9 +120,15 @@ class ModularMoE:
         return receive(), shared
 
     def _check(
-        self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Weight, w2: Weight
-    ) -> tuple[Weight, Weight]:
-        """The weights, of a width that experts take, once everything is seen to be right."""
+        self,
+        tokens: Tensor,
+        top_k_ids: Tensor,
+        top_k_weights: Tensor,
+        w1: Weight,
+        w2: Weight,
+        biases: Biases | None,
+    ) -> tuple[Weight, Weight, Biases | None]:
+        """The weights, of a width that experts take, and what this rank adds, once everything is seen to be right."""
         for name, weight in (("w1", w1), ("w2", w2)):
             require(
                 isinstance(weight, self.weight_type),
@@ -128,14 +144,26 @@ class ModularMoE:
         _require_inference(tokens=tokens, top_k_weights=top_k_weights, w1=elements(w1), w2=elements(w2))
         if isinstance(w1, Tensor) and isinstance(w2, Tensor):
             check_inputs(*inputs, w1, w2, layout)
-            return pad_width(w1, w2)
+            return pad_width(w1, w2, self._added(biases, tokens, w2))
         check_shapes(*inputs, elements(w1), elements(w2), layout)
         width = elements(w2).shape[2]
         require(
             width % DIM_MULTIPLE == 0,
             f"F/TP={width} of {self.weight_type.__name__} weights must be a multiple of {DIM_MULTIPLE}",
         )
-        return w1, w2
+        return w1, w2, self._added(biases, tokens, elements(w2))
+
+    def _added(self, biases: Biases | None, tokens: Tensor, w2: Tensor) -> Biases | None:
+        """Biases that are seen to be right, the second 0 on all but the first TP rank."""
+        if biases is None:
+            return None
+        _require_inference(b1=biases.b1, b2=biases.b2)
+        experts, hidden_size, width = w2.shape
+        sizes = Sizes(e=(experts, "w2"), D=(hidden_size, "w2"), F=(width, "w2"))
+        sizes.match("b1", biases.b1, "e 2F", dtype=tokens.dtype, device=tokens.device)
+        sizes.match("b2", biases.b2, "e D", dtype=tokens.dtype, device=tokens.device)
+        is_first = self.prepare_finalize.layout.tp_rank == 0
+        return biases if is_first else biases._replace(b2=torch.zeros_like(biases.b2))
 
     def _scratch(self, shapes: ScratchShapes, like: Tensor) -> Scratch:
         """Regions from a pool that only grows; the output is new every time, for it may be what the caller gets.

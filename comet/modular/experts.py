@@ -1,4 +1,4 @@
-"""Experts: the reference, warp decode, and two grouped GEMMs with SwiGLU between them, over contiguous or batched rows.
+"""Experts: the reference, warp decode, and two grouped GEMMs with an activation between, contiguous or batched rows.
 
 Pre-activations of the grouped GEMMs stay in float32 (float64 for float64), so that rounding is that of
 ``comet.reference.layer``. They do not wait for a GPU. Running them needs triton, also on a CPU, where the kernel's
@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
 
 from comet.comm.collectives import accumulator_dtype
 from comet.config import check_kernel_dtype
-from comet.layout import positions_in_groups, round_up
+from comet.layout import Biases, positions_in_groups, round_up
 from comet.modular.base import (
     BatchedReduce,
     ContiguousReduce,
@@ -46,7 +46,7 @@ from comet.modular.interfaces import (
     TopKReduce,
 )
 from comet.quantization.formats import FP8, Weight
-from comet.reference.layer import expert_outputs, rank_partial, swiglu_expert
+from comet.reference.layer import expert_outputs, rank_partial, run_expert
 from comet.utils.graphs import hold_if_captured
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class _Grouped(KernelExperts, ABC):
             regions["tokens"] = ((batched or problem.num_rows, problem.hidden_size), problem.dtype)
         return ScratchShapes(regions=regions, output=shapes.output)
 
-    def apply(self, rows: Rows, w1: Weight, w2: Weight, scratch: Scratch) -> Tensor:
+    def apply(self, rows: Rows, w1: Weight, w2: Weight, scratch: Scratch, biases: Biases | None = None) -> Tensor:
         """Dequantise where there is something to, then multiply; see ``Experts.apply``."""
         regions, dtype = scratch.regions, scratch.regions["hidden"].dtype
         assert not isinstance(rows, FusedHandle), "the composer pairs the fused layer with itself"
@@ -157,15 +157,55 @@ class _Grouped(KernelExperts, ABC):
         if isinstance(tokens, FP8):
             tokens = tokens.dequantize(dtype, out=regions["tokens"].view(tokens.elements.shape))
         weights = (plain(w1, dtype, regions.get("w1")).contiguous(), plain(w2, dtype, regions.get("w2")).contiguous())
-        return self._multiply(rows, tokens, *weights, scratch)
+        return self._multiply(rows, tokens, *weights, scratch, biases)
 
     @abstractmethod
     def _shapes(self, problem: Problem) -> ScratchShapes:
         """Memory for the rows in the format of the class."""
 
     @abstractmethod
-    def _multiply(self, rows: Rows, tokens: Tensor, w1: Tensor, w2: Tensor, scratch: Scratch) -> Tensor:
+    def _multiply(
+        self, rows: Rows, tokens: Tensor, w1: Tensor, w2: Tensor, scratch: Scratch, biases: Biases | None
+    ) -> Tensor:
         """Both GEMMs over ``tokens``, those of ``rows`` in the dtype of the weights."""
+
+    def _experts(
+        self,
+        tokens: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        table: TileTable,
+        scratch: Scratch,
+        outputs: Tensor,
+        *added: Tensor,
+        gather: bool,
+    ) -> None:
+        """``outputs[q] = w2[expert] activation(gate, up)`` for the rows of the tiles.
+
+        Args:
+            tokens: ``(N, D)`` that ``table.row_ids`` gathers, or ``(Q, D)`` in place.
+            w1: ``(e, 2F, D)``.
+            w2: ``(e, D, F)``.
+            table: Tiles.
+            scratch: Holds ``gate_up (Q, 2F)`` and ``hidden (Q, F)``.
+            outputs: ``(Q, D)`` result; rows of no tile are undefined.
+            *added: Biases of each row, ``(Q, 2F)`` and ``(Q, D)``, or none.
+            gather: Whether row q reads ``tokens[table.row_ids[q]]``.
+        """
+        from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm, group_gemm_torch  # needs triton
+
+        if self.use_kernels:  # not every transport asks for the pool's dtype
+            check_kernel_dtype(tokens.dtype, tokens.device)
+        gemm = group_gemm if self.use_kernels else group_gemm_torch
+        config = GemmConfig.select(tokens.dtype)
+        gate_up, hidden = scratch.regions["gate_up"], scratch.regions["hidden"]
+        gemm(tokens, w1, gate_up, table, gather=gather, layout="nk", config=config)
+        if added:
+            gate_up += added[0]
+        hidden.copy_(self.activation.forward(*gate_up.chunk(2, dim=1)))
+        gemm(hidden, w2, outputs, table, gather=False, layout="nk", config=config)
+        if added:
+            outputs += added[1]
 
 
 class GroupedContiguous(_Grouped):
@@ -182,13 +222,19 @@ class GroupedContiguous(_Grouped):
         regions = {**_hidden_regions(problem, routed), "outputs": ((routed, problem.hidden_size), problem.dtype)}
         return ScratchShapes(regions=regions, output=(*per_row, problem.hidden_size))
 
-    def _multiply(self, rows: Rows, tokens: Tensor, w1: Tensor, w2: Tensor, scratch: Scratch) -> Tensor:
+    def _multiply(
+        self, rows: Rows, tokens: Tensor, w1: Tensor, w2: Tensor, scratch: Scratch, biases: Biases | None
+    ) -> Tensor:
         """Sort, multiply, and gather back to slots."""
         assert isinstance(rows, ContiguousRows)
         assert scratch.output is not None
         outputs = scratch.regions["outputs"]
         table, row_slots = tiles_of_ids(rows.top_k_ids, w1.shape[0], outputs.shape[0], BLOCK_ROWS)
-        swiglu_experts(tokens, w1, w2, table, scratch, outputs, gather=True, use_kernels=self.use_kernels)
+        added: Sequence[Tensor] = ()
+        if biases is not None:
+            experts = table.tiles[:, 0].repeat_interleave(BLOCK_ROWS)
+            added = [bias[experts] for bias in biases]
+        self._experts(tokens, w1, w2, table, scratch, outputs, *added, gather=True)
         if isinstance(self.reduce, NoOpReduce):
             return scratch.output.copy_(weighted_sum(outputs, row_slots, rows.top_k_weights))
         torch.index_select(outputs, 0, row_slots.clamp(min=0).flatten(), out=scratch.output.view(-1, outputs.shape[1]))
@@ -210,7 +256,9 @@ class GroupedBatched(_Grouped):
         outputs = ((batched, problem.hidden_size), problem.dtype)
         return ScratchShapes(regions={**regions, "outputs": outputs}, output=(problem.num_rows, problem.hidden_size))
 
-    def _multiply(self, rows: Rows, tokens: Tensor, w1: Tensor, w2: Tensor, scratch: Scratch) -> Tensor:
+    def _multiply(
+        self, rows: Rows, tokens: Tensor, w1: Tensor, w2: Tensor, scratch: Scratch, biases: Biases | None
+    ) -> Tensor:
         """Multiply in place of the batches."""
         assert isinstance(rows, BatchedRows)
         assert scratch.output is not None
@@ -218,7 +266,8 @@ class GroupedBatched(_Grouped):
         outputs = scratch.regions["outputs"] if reduced else scratch.output.flatten(0, 1)
         table = tiles_of_batches(rows.counts, rows.batch_rows, BLOCK_ROWS)
         flat = tokens.flatten(0, 1)
-        swiglu_experts(flat, w1, w2, table, scratch, outputs, gather=False, use_kernels=self.use_kernels)
+        added = [bias.repeat_interleave(rows.batch_rows, dim=0) for bias in biases or ()]
+        self._experts(flat, w1, w2, table, scratch, outputs, *added, gather=False)
         if reduced:
             scratch.output.copy_(weighted_sum(outputs, rows.row_slots, rows.top_k_weights))
         return scratch.output
@@ -234,42 +283,6 @@ class DequantizingBatched(GroupedBatched):
     """``GroupedBatched`` that wants its rows in FP8, so that they travel in half the bytes, and dequantises them."""
 
     takes_fp8 = True
-
-
-def swiglu_experts(
-    tokens: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    table: TileTable,
-    scratch: Scratch,
-    outputs: Tensor,
-    *,
-    gather: bool,
-    use_kernels: bool,
-) -> None:
-    """``outputs[q] = w2[expert] (silu(gate) * up)`` for the rows of the tiles, gathered by ``row_ids`` or in place.
-
-    Args:
-        tokens: ``(N, D)`` or ``(Q, D)``.
-        w1: ``(e, 2F, D)``.
-        w2: ``(e, D, F)``.
-        table: Tiles.
-        scratch: Holds ``gate_up (Q, 2F)`` and ``hidden (Q, F)``.
-        outputs: ``(Q, D)`` result; rows of no tile are undefined.
-        gather: Whether row q reads ``tokens[table.row_ids[q]]``.
-        use_kernels: Triton kernel or its torch twin.
-    """
-    from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm, group_gemm_torch  # needs triton
-
-    if use_kernels:  # not every transport asks for the pool's dtype
-        check_kernel_dtype(tokens.dtype, tokens.device)
-    gemm = group_gemm if use_kernels else group_gemm_torch
-    config = GemmConfig.select(tokens.dtype)
-    gate_up, hidden = scratch.regions["gate_up"], scratch.regions["hidden"]
-    gemm(tokens, w1, gate_up, table, gather=gather, layout="nk", config=config)
-    gate, up = gate_up.chunk(2, dim=1)
-    hidden.copy_(silu(gate) * up)
-    gemm(hidden, w2, outputs, table, gather=False, layout="nk", config=config)
 
 
 def _hidden_regions(problem: Problem, num_rows: int) -> Regions:
@@ -292,25 +305,27 @@ class ReferenceExperts(ExpertsBase):
         """None: it allocates as it goes."""
         return ScratchShapes(regions={}, output=None)
 
-    def apply(self, rows: Rows, w1: Weight, w2: Weight, scratch: Scratch) -> Tensor:
+    def apply(self, rows: Rows, w1: Weight, w2: Weight, scratch: Scratch, biases: Biases | None = None) -> Tensor:
         """Expert by expert; see ``Experts.apply``."""
         assert isinstance(rows, ContiguousRows | BatchedRows)
         tokens, reduced = rows.tokens, isinstance(self.reduce, NoOpReduce)
         assert isinstance(tokens, Tensor)
         weights = (plain(w1, tokens.dtype), plain(w2, tokens.dtype))
+        of_layer: dict[str, Any] = dict(first_expert=0, activation=self.activation, biases=biases)
         if isinstance(rows, BatchedRows):
-            outputs = self._batches(tokens, rows.counts, *weights)
+            outputs = self._batches(tokens, rows.counts, *weights, *(biases or ()))
             return weighted_sum(outputs.flatten(0, 1), rows.row_slots, rows.top_k_weights) if reduced else outputs
         if reduced:
-            return rank_partial(tokens, rows.top_k_ids, rows.top_k_weights, *weights, first_expert=0)
-        outputs = expert_outputs(tokens, rows.top_k_ids, *weights, first_expert=0)
+            return rank_partial(tokens, rows.top_k_ids, rows.top_k_weights, *weights, **of_layer)
+        outputs = expert_outputs(tokens, rows.top_k_ids, *weights, **of_layer)
         return outputs.view(*rows.top_k_ids.shape, tokens.shape[1])
 
-    @staticmethod
-    def _batches(tokens: Tensor, counts: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    def _batches(self, tokens: Tensor, counts: Tensor, *weights: Tensor) -> Tensor:
+        """``weights`` are w1 and w2, and b1 and b2 if there are some."""
         outputs = torch.zeros_like(tokens)
         for expert, count in enumerate(counts.tolist()):
-            outputs[expert, :count] = swiglu_expert(tokens[expert, :count], w1[expert], w2[expert])
+            of_expert = (weight[expert] for weight in weights)
+            outputs[expert, :count] = run_expert(tokens[expert, :count], *of_expert, activation=self.activation)
         return outputs
 
 
@@ -335,32 +350,35 @@ class WarpDecodeExperts(KernelExperts):
         """The output only: what lies between the two kernels is theirs."""
         return ScratchShapes(regions={}, output=(problem.num_rows, problem.hidden_size))
 
-    def apply(self, rows: Rows, w1: Weight, w2: Weight, scratch: Scratch) -> Tensor:
+    def apply(self, rows: Rows, w1: Weight, w2: Weight, scratch: Scratch, biases: Biases | None = None) -> Tensor:
         """Decode step by decode step; see ``Experts.apply``."""
         from comet.decode import MAX_DECODE_TOKENS, warp_decode  # needs triton
 
         assert isinstance(rows, ContiguousRows)
         assert isinstance(rows.tokens, Tensor)
         assert scratch.output is not None
-        weights = self._decode_weights(w1, w2)
+        weights = self._decode_weights(w1, w2, biases)
         for first in range(0, rows.tokens.shape[0], MAX_DECODE_TOKENS):
             step = slice(first, first + MAX_DECODE_TOKENS)
             part = (rows.tokens[step], rows.top_k_ids[step], rows.top_k_weights[step])
             scratch.output[step] = warp_decode(*part, weights, use_kernels=self.use_kernels)
         return scratch.output
 
-    def _decode_weights(self, w1: Weight, w2: Weight) -> DecodeWeights:
+    def _decode_weights(self, w1: Weight, w2: Weight, biases: Biases | None) -> DecodeWeights:
         """The weights in their slots; quantised ones are kept, because looking at their scales waits for the device."""
         from comet.decode import DecodeWeights
 
+        of_layer: dict[str, Any] = dict(slots=self.slots, activation=self.activation)
         if isinstance(w1, Tensor) or isinstance(w2, Tensor):
             assert isinstance(w1, Tensor)
             assert isinstance(w2, Tensor)
-            return DecodeWeights(w1=w1.contiguous(), w2=w2.contiguous(), slots=self.slots)
+            if biases is not None:
+                of_layer |= dict(b1=biases.b1.contiguous(), b2=biases.b2.contiguous())
+            return DecodeWeights(w1=w1.contiguous(), w2=w2.contiguous(), **of_layer)
+        if biases is not None:
+            raise NotImplementedError(f"expert_bias=True must be False for {type(w1).__name__} weights of warp decode")
         if self._quantized is None or self._quantized[0] is not w1 or self._quantized[1] is not w2:
-            held = DecodeWeights(
-                w1=w1.elements, w2=w2.elements, slots=self.slots, w1_scales=w1.scales, w2_scales=w2.scales
-            )
+            held = DecodeWeights(w1=w1.elements, w2=w2.elements, w1_scales=w1.scales, w2_scales=w2.scales, **of_layer)
             self._quantized = (w1, w2, held)
         held = self._quantized[2]
         hold_if_captured(w1.elements, held.w1, *([] if held.w1_scales is None else [held.w1_scales]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from comet.layer.plan import check_tokens
+from comet.layout import Biases, refuse_biases
 from comet.modular.base import ExpertsBase, NoOpReduce
 from comet.modular.interfaces import (
     ActivationFormat,
@@ -62,8 +63,9 @@ class FusedExperts(ExpertsBase):
         """None: how many rows there are is known on the device only, where the plan reserves them."""
         return ScratchShapes(regions={}, output=None)
 
-    def apply(self, rows: Rows, w1: Weight, w2: Weight, scratch: Scratch) -> Tensor:
+    def apply(self, rows: Rows, w1: Weight, w2: Weight, scratch: Scratch, biases: Biases | None = None) -> Tensor:
         """Run both fused pipelines: ``(T, D)``, finished (collective)."""
+        refuse_biases(biases, type(self).__name__)
         assert isinstance(rows, FusedHandle)
         assert isinstance(w1, Tensor)
         assert isinstance(w2, Tensor)

@@ -20,7 +20,7 @@ from torch import Tensor
 from comet.comm.base import Communicator
 from comet.layer.backend import Backend
 from comet.layer.plan import Plan
-from comet.layout import ExpertLayout
+from comet.layout import Biases, ExpertLayout
 from comet.quantization.formats import FP8, Weight
 
 
@@ -234,7 +234,7 @@ class Experts(Protocol):
         """The memory ``apply`` needs for a problem of these sizes."""
         ...
 
-    def apply(self, rows: Rows, w1: Weight, w2: Weight, scratch: Scratch) -> Tensor:
+    def apply(self, rows: Rows, w1: Weight, w2: Weight, scratch: Scratch, biases: Biases | None = None) -> Tensor:
         """Compute the outputs that ``reduce`` expects.
 
         Args:
@@ -242,6 +242,7 @@ class Experts(Protocol):
             w1: ``(e, 2F, D)`` gate rows, then up rows; of one of ``weight_types``.
             w2: ``(e, D, F)``, of the type of ``w1``.
             scratch: As declared.
+            biases: ``(e, 2F)`` and ``(e, D)`` to add on this rank, dtype of the outputs; ``None``: there are none.
 
         Returns:
             Unweighted outputs of every slot, ``(N, K, D)`` or batched ``(e, B, D)``, undefined where nothing was to

@@ -3,10 +3,13 @@
 For every rank d of W = ep * tp: EP shard d // tp owns experts ``[shard * e, (shard + 1) * e)``, TP rank d % tp owns an
 equal run of columns of gate, of up and of w2. With ``round`` meaning "to the dtype of the tokens" and all else float32:
 
-    hidden_k  = round(silu(x @ gate_k^T) * (x @ up_k^T))
+    hidden_k  = round(activation(x @ gate_k^T, x @ up_k^T))     silu(gate) * up, or another Activation
     output_k  = round(hidden_k @ w2_k^T)
     partial_d = round(sum over the slots k of rank d, in slot order, of weight_k * output_k)
     y         = round(sum over d, in rank order, of partial_d)
+
+Biases are added to the products before they are rounded or activated: b1 to gate and up, b2 to the output on the first
+TP rank of a shard alone.
 
 In float16 what is past 65504 before such a rounding becomes infinite: a partial sum too, though the other ranks' might
 bring y back, and then y is infinite or NaN, never a wrong number. Plain path and decode add before they round.
@@ -21,11 +24,11 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
 
 from comet.comm.collectives import accumulator_dtype
 from comet.config import require
-from comet.layout import ExpertLayout, positions_in_groups
+from comet.kernels.runtime.activation import SWIGLU, Activation
+from comet.layout import Biases, ExpertLayout, positions_in_groups
 from comet.utils.autocast import product, without_autocast
 from comet.utils.match import Sizes, check_id_dtype, check_id_range
 
@@ -40,6 +43,8 @@ def reference_experts(
     ep: int = 1,
     tp: int = 1,
     expert_capacity: int | None = None,
+    activation: Activation = SWIGLU,
+    biases: Biases | None = None,
 ) -> Tensor:
     """Send every token through its K experts and add up the weighted outputs as W = ep * tp ranks would.
 
@@ -56,6 +61,8 @@ def reference_experts(
         ep: Expert-parallel shards to imitate; divides E.
         tp: Ranks each expert is split over; divides F.
         expert_capacity: Routed rows an expert takes of these T tokens (see ``kept_slots``); ``None`` takes all.
+        activation: Of all experts.
+        biases: ``(E, 2F)`` and ``(E, D)``, dtype of ``tokens``; ``None``: there are none.
 
     Returns:
         ``(T, D)``, dtype of ``tokens``.
@@ -64,6 +71,7 @@ def reference_experts(
         ValueError: If a shape, dtype, id or divisor breaks the rules above.
     """
     _check(tokens, top_k_ids, top_k_weights, w1, w2)
+    _check_biases(w1, w2, biases)
     num_experts = w1.shape[0]
     require(ep >= 1 and num_experts % ep == 0, f"ep={ep} must divide num_experts={num_experts}")
     require(tp >= 1 and w2.shape[2] % tp == 0, f"tp={tp} must divide ffn_size={w2.shape[2]}")
@@ -73,8 +81,12 @@ def reference_experts(
     for rank in range(ep * tp):
         layout = ExpertLayout(num_experts=num_experts, top_k=top_k_ids.shape[1], ep=ep, tp=tp, rank=rank)
         w1_local, w2_local = shard_experts(w1, w2, layout)
-        first = layout.first_expert
-        partials.append(rank_partial(tokens, top_k_ids, top_k_weights, w1_local, w2_local, first_expert=first))
+        partials.append(
+            rank_partial(
+                tokens, top_k_ids, top_k_weights, w1_local, w2_local, first_expert=layout.first_expert,
+                activation=activation, biases=shard_biases(biases, layout),
+            )
+        )  # fmt: skip
     return sum_partials(partials)
 
 
@@ -99,8 +111,31 @@ def shard_experts(w1: Tensor, w2: Tensor, layout: ExpertLayout) -> tuple[Tensor,
     return torch.cat([gate[:, columns], up[:, columns]], dim=1), w2[experts, :, columns]
 
 
+def shard_biases(biases: Biases | None, layout: ExpertLayout) -> Biases | None:
+    """The part of ``(E, 2F)`` and ``(E, D)`` that one rank adds: ``(e, 2F/tp)`` and ``(e, D)``.
+
+    The second is 0 but on the first TP rank of a shard, so that the sum over ranks has it once.
+    """
+    if biases is None:
+        return None
+    experts = slice(layout.first_expert, layout.first_expert + layout.experts_local)
+    width = biases.b1.shape[1] // (2 * layout.tp)
+    columns = slice(layout.tp_rank * width, (layout.tp_rank + 1) * width)
+    b1 = torch.cat([half[:, columns] for half in biases.b1[experts].chunk(2, dim=1)], dim=1)
+    b2 = biases.b2[experts]
+    return Biases(b1, b2 if layout.tp_rank == 0 else torch.zeros_like(b2))
+
+
 def rank_partial(
-    tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1_local: Tensor, w2_local: Tensor, *, first_expert: int
+    tokens: Tensor,
+    top_k_ids: Tensor,
+    top_k_weights: Tensor,
+    w1_local: Tensor,
+    w2_local: Tensor,
+    *,
+    first_expert: int,
+    activation: Activation = SWIGLU,
+    biases: Biases | None = None,
 ) -> Tensor:
     """What one rank contributes to every token: the weighted sum over the token's slots that this rank owns.
 
@@ -111,6 +146,8 @@ def rank_partial(
         w1_local: ``(e, 2F/tp, D)``.
         w2_local: ``(e, D, F/tp)``.
         first_expert: Global id of local expert 0.
+        activation: Of these experts.
+        biases: ``(e, 2F/tp)`` and ``(e, D)`` that this rank adds (see ``shard_biases``); ``None``: none.
 
     Returns:
         ``(T, D)``, dtype of ``tokens``; zero where the rank owns none of the token's slots.
@@ -119,7 +156,9 @@ def rank_partial(
     accumulator = accumulator_dtype(tokens.dtype)
     owned = (top_k_ids >= first_expert) & (top_k_ids < first_expert + w1_local.shape[0])
     with without_autocast(tokens.device):
-        outputs = expert_outputs(tokens, top_k_ids, w1_local, w2_local, first_expert=first_expert)
+        outputs = expert_outputs(
+            tokens, top_k_ids, w1_local, w2_local, first_expert=first_expert, activation=activation, biases=biases
+        )
         outputs = outputs.to(accumulator).view(num_tokens, top_k, tokens.shape[1])
         partial = torch.zeros(tokens.shape, dtype=accumulator, device=tokens.device)
         for slot in range(top_k):
@@ -130,7 +169,14 @@ def rank_partial(
 
 
 def expert_outputs(
-    tokens: Tensor, top_k_ids: Tensor, w1_local: Tensor, w2_local: Tensor, *, first_expert: int
+    tokens: Tensor,
+    top_k_ids: Tensor,
+    w1_local: Tensor,
+    w2_local: Tensor,
+    *,
+    first_expert: int,
+    activation: Activation = SWIGLU,
+    biases: Biases | None = None,
 ) -> Tensor:
     """Every routed row's expert output before weighting, in (token, slot) order.
 
@@ -140,6 +186,8 @@ def expert_outputs(
         w1_local: ``(e, 2F/tp, D)``.
         w2_local: ``(e, D, F/tp)``.
         first_expert: Global id of local expert 0.
+        activation: Of these experts.
+        biases: ``(e, 2F/tp)`` and ``(e, D)``; ``None``: none.
 
     Returns:
         ``(T*K, D)``, dtype of ``tokens``; zero rows for slots that are masked or not of these experts.
@@ -149,29 +197,48 @@ def expert_outputs(
     rows, outputs = [], []
     # unbind, not w1_local[i]: its backward stacks the gradients once instead of filling E tensors of full size.
     # Experts without rows run on empty matrices, so that every weight always gets a gradient.
-    for local_expert, (w1, w2) in enumerate(zip(w1_local.unbind(), w2_local.unbind(), strict=True)):
+    weights = [w1_local, w2_local, *(biases or ())]
+    for local_expert, of_expert in enumerate(zip(*(each.unbind() for each in weights), strict=True)):
         expert_rows = (slot_ids == first_expert + local_expert).nonzero().flatten()
         rows.append(expert_rows)
-        outputs.append(swiglu_expert(tokens.index_select(0, expert_rows // top_k), w1, w2))
+        of_rows = tokens.index_select(0, expert_rows // top_k)
+        outputs.append(run_expert(of_rows, *of_expert, activation=activation))
     buffer = tokens.new_zeros(slot_ids.shape[0], tokens.shape[1])
     return buffer.index_copy(0, torch.cat(rows), torch.cat(outputs))
 
 
-def swiglu_expert(tokens: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+def run_expert(
+    tokens: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    b1: Tensor | None = None,
+    b2: Tensor | None = None,
+    *,
+    activation: Activation = SWIGLU,
+) -> Tensor:
     """One expert on its rows, rounding where the kernels round: hidden and output, never the pre-activations.
 
     Args:
         tokens: ``(R, D)``.
         w1: ``(2F, D)``.
         w2: ``(D, F)``.
+        b1: ``(2F,)``; ``None``: no bias.
+        b2: ``(D,)``; ``None``: no bias.
+        activation: Of the expert.
 
     Returns:
         ``(R, D)``, dtype of ``tokens``.
     """
     accumulator = accumulator_dtype(tokens.dtype)
-    gate, up = product(tokens.to(accumulator), w1.to(accumulator)).chunk(2, dim=-1)
-    hidden = (silu(gate) * up).to(tokens.dtype)
-    return product(hidden.to(accumulator), w2.to(accumulator)).to(tokens.dtype)
+    gate, up = _affine(tokens.to(accumulator), w1, b1).chunk(2, dim=-1)
+    hidden = activation.forward(gate, up).to(tokens.dtype)
+    return _affine(hidden.to(accumulator), w2, b2).to(tokens.dtype)
+
+
+def _affine(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``rows @ weight.T + bias`` in the type of the rows."""
+    result = product(rows, weight.to(rows.dtype))
+    return result if bias is None else result + bias.to(rows.dtype)
 
 
 def sum_partials(partials: Iterable[Tensor]) -> Tensor:
@@ -225,3 +292,10 @@ def _check(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor,
     check_id_dtype(top_k_ids)
     sizes.match("top_k_weights", top_k_weights, "T K", dtype=accumulator_dtype(dtype), device=device)
     check_id_range(top_k_ids, w2.shape[0])
+
+
+def _check_biases(w1: Tensor, w2: Tensor, biases: Biases | None) -> None:
+    if biases is not None:
+        sizes = Sizes(E=(w1.shape[0], "w1"), F=(w2.shape[2], "w2"), D=(w2.shape[1], "w2"))
+        sizes.match("b1", biases.b1, "E 2F", dtype=w1.dtype, device=w1.device)
+        sizes.match("b2", biases.b2, "E D", dtype=w1.dtype, device=w1.device)

@@ -1,12 +1,12 @@
 """Expert parallelism without symmetric memory: the plain path (what everybody has today) and the gathered reference.
 
 ``plain_experts``: sort routed rows by destination, exchange counts, wait for them on the host, all-to-all, grouped
-GEMM, eager SwiGLU, grouped GEMM, all-to-all back, un-sort, weighted sum. It overlaps nothing, so it is the baseline of
-the benchmarks, and it runs wherever ``torch.distributed`` does. ``gather_reference_experts`` moves the weights, not the
-tokens, and runs ``comet.reference.layer`` on them: slow, and the specification on several ranks.
+GEMM, eager activation, grouped GEMM, all-to-all back, un-sort, weighted sum. It overlaps nothing, so it is the baseline
+of the benchmarks, and it runs wherever ``torch.distributed`` does. ``gather_reference_experts`` moves the weights, not
+the tokens, and runs ``comet.reference.layer`` on them: slow, and the specification on several ranks.
 
-Both are differentiable in tokens, weights, w1 and w2. Letters as in the design: T tokens here, K slots each, D, F, E
-experts, e of this shard, W = EP x TP ranks; N = rows sent, R = rows received. Not covered: a capacity factor.
+Both are differentiable in tokens, weights, w1, w2 and biases. Letters as in the design: T tokens here, K slots each, D,
+F, E experts, e of this shard, W = EP x TP ranks; N = rows sent, R = rows received. Not covered: a capacity factor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.distributed import ProcessGroup
-from torch.nn.functional import silu
 
 from comet.comm.collectives import (
     accumulator_dtype,
@@ -32,13 +31,14 @@ from comet.comm.collectives import (
     wants_grad,
 )
 from comet.config import check_token_dtype, require
-from comet.layout import ExpertLayout
+from comet.kernels.runtime.activation import SWIGLU, Activation
+from comet.layout import Biases, ExpertLayout
 from comet.reference.layer import reference_experts
 from comet.utils.autocast import product, without_autocast
 from comet.utils.match import Sizes, check_id_dtype
 
-# tokens, top_k_ids, top_k_weights, w1, w2, layout, process_group -> (T, D); see ``plain_experts``.
-CollectiveExperts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, ExpertLayout, ProcessGroup | None], Tensor]
+# tokens, top_k_ids, top_k_weights, w1, w2, layout, process_group, activation, biases -> (T, D): as ``plain_experts``.
+CollectiveExperts = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +74,8 @@ def plain_experts(
     w2: Tensor,
     layout: ExpertLayout,
     process_group: ProcessGroup | None,
+    activation: Activation = SWIGLU,
+    biases: Biases | None = None,
 ) -> Tensor:
     """Send every token to the ranks of its experts and back, one step after the other; collective.
 
@@ -85,6 +87,8 @@ def plain_experts(
         w2: ``(e, D, F/TP)``, dtype of ``tokens``.
         layout: The experts over the ranks.
         process_group: The W ranks; not used when W is 1.
+        activation: Of all experts.
+        biases: ``(e, 2F/TP)`` and ``(e, D)``, dtype of ``tokens``; ``None``: there are none.
 
     Returns:
         ``(T, D)``: ``round(sum over slots and TP ranks of weight * output)``, summed in float32.
@@ -94,11 +98,11 @@ def plain_experts(
             gradients are wanted on some of them only.
     """
     check_inputs(tokens, top_k_ids, top_k_weights, w1, w2, layout)
-    mode = grad_mode(wants_grad(tokens), wants_grad(tokens, w1, w2))
+    mode = grad_mode(wants_grad(tokens), wants_grad(tokens, w1, w2, *(biases or ())))
     exchange = make_exchange(top_k_ids, layout, process_group, mode)
     with without_autocast(tokens.device):
         received = dispatch_rows(tokens, exchange, process_group)
-        outputs = expert_rows(received, w1, w2, exchange)
+        outputs = expert_rows(received, w1, w2, exchange, activation, biases)
         returned = return_rows(outputs, exchange, process_group)
         return weighted_sum(returned, top_k_ids, top_k_weights, exchange)
 
@@ -166,12 +170,23 @@ def dispatch_rows(tokens: Tensor, exchange: RowExchange, process_group: ProcessG
     return all_to_all_rows(sent, exchange.send_counts, exchange.recv_counts, process_group)
 
 
-def expert_rows(received: Tensor, w1: Tensor, w2: Tensor, exchange: RowExchange) -> Tensor:
+def expert_rows(
+    received: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    exchange: RowExchange,
+    activation: Activation = SWIGLU,
+    biases: Biases | None = None,
+) -> Tensor:
     """Run every received row ``(R, D)`` through its local expert; returns ``(R, D)`` in the same order."""
     rows = _GatherRows.apply(received, exchange.recv_order, 1)
     counts, ends = exchange.expert_counts, exchange.expert_ends
-    gate, up = grouped_matmul(rows, w1, counts, ends).chunk(2, dim=-1)
-    outputs = grouped_matmul(silu(gate) * up, w2, counts, ends)
+    pre = grouped_matmul(rows, w1, counts, ends)
+    if biases is not None:
+        pre = _AddBias.apply(pre, biases.b1, counts, True)
+    outputs = grouped_matmul(activation.forward(*pre.chunk(2, dim=-1)), w2, counts, ends)
+    if biases is not None:
+        outputs = _AddBias.apply(outputs, biases.b2, counts, exchange.layout.tp_rank == 0)
     return torch.empty_like(outputs).index_copy(0, exchange.recv_order, outputs)
 
 
@@ -222,6 +237,8 @@ def gather_reference_experts(
     w2: Tensor,
     layout: ExpertLayout,
     process_group: ProcessGroup | None,
+    activation: Activation = SWIGLU,
+    biases: Biases | None = None,
 ) -> Tensor:
     """Gather all experts and run the reference on this rank's tokens; collective, differentiable, memory-hungry.
 
@@ -233,10 +250,14 @@ def gather_reference_experts(
     check_inputs(tokens, top_k_ids, top_k_weights, w1, w2, layout)
     check_group(layout, process_group)
     if layout.world_size > 1:
-        mode = torch.tensor(grad_mode(wants_grad(w1), wants_grad(w2)), device=tokens.device)
-        check_grad_modes(all_gather_stacked(mode, process_group).tolist(), "w1", "w2")
+        wanted = grad_mode(wants_grad(w1), wants_grad(w2), *(wants_grad(bias) for bias in biases or ()))
+        mode = torch.tensor(wanted, device=tokens.device)
+        check_grad_modes(all_gather_stacked(mode, process_group).tolist(), "w1", "w2", "b1", "b2")
         w1, w2 = gather_weights(w1, w2, layout, process_group)
-    return reference_experts(tokens, top_k_ids, top_k_weights, w1, w2, ep=layout.ep, tp=layout.tp)
+        biases = None if biases is None else gather_biases(biases, layout, process_group)
+    return reference_experts(
+        tokens, top_k_ids, top_k_weights, w1, w2, ep=layout.ep, tp=layout.tp, activation=activation, biases=biases
+    )
 
 
 def gather_weights(
@@ -250,6 +271,19 @@ def gather_weights(
     w1_all = w1_ranks.permute(0, 2, 3, 1, 4, 5).reshape(layout.num_experts, 2 * tp * width, hidden_size)
     w2_all = w2_ranks.permute(0, 2, 3, 1, 4).reshape(layout.num_experts, hidden_size, tp * width)
     return w1_all, w2_all
+
+
+def gather_biases(biases: Biases, layout: ExpertLayout, process_group: ProcessGroup | None) -> Biases:
+    """All experts' from every rank's: ``(e, 2F/TP)``, ``(e, D)`` to ``(E, 2F)``, ``(E, D)``.
+
+    The ranks of a shard hold b2 alike: the first one's is taken, and its gradient is that of all of them.
+    """
+    ep, tp, num_local = layout.ep, layout.tp, layout.experts_local
+    b1 = all_gather_stacked(biases.b1, process_group).view(ep, tp, num_local, 2, -1)
+    b2 = all_gather_stacked(biases.b2, process_group).view(ep, tp, num_local, -1)
+    copies = b2 - b2.detach()  # 0, with gradients
+    whole = b2[:, 0].detach() + copies.sum(1)
+    return Biases(b1.permute(0, 2, 3, 1, 4).reshape(layout.num_experts, -1), whole.flatten(0, 1))
 
 
 def check_group(layout: ExpertLayout, process_group: ProcessGroup | None) -> None:
@@ -326,3 +360,26 @@ class _GatherRows(torch.autograd.Function):
             return slots, None, None
         slots = slots.view(-1, fan_out, grad.shape[1])
         return slots.sum(1, dtype=accumulator_dtype(grad.dtype)).to(grad.dtype), None, None
+
+
+class _AddBias(torch.autograd.Function):
+    """Each row with its expert's bias, or without; the bias has its gradient, summed in order, either way.
+
+    Under TP the ranks of a shard hold the bias of the outputs alike, and see the gradients of the same rows; one of
+    them adds it.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, rows: Tensor, bias: Tensor, counts: tuple[int, ...], adds: bool) -> Tensor:
+        ctx.save_for_backward(torch.tensor(counts))
+        ctx.bias_dtype = bias.dtype  # type: ignore[attr-defined]
+        if not adds:
+            return rows.view_as(rows)
+        per_row = bias.repeat_interleave(torch.tensor(counts, device=bias.device), dim=0, output_size=rows.shape[0])
+        return rows + per_row
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad, counts = grads[0], ctx.saved_tensors[0].tolist()  # type: ignore[attr-defined]
+        sums = [run.sum(0, dtype=accumulator_dtype(grad.dtype)) for run in grad.split(counts)]
+        return grad, torch.stack(sums).to(ctx.bias_dtype), None, None  # type: ignore[attr-defined]

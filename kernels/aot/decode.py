@@ -15,6 +15,7 @@ from ..decode.warp_decode import LEAST_TOKENS, WORD_COLS, most_registers
 from ..experts.mailbox import mail_pointers
 from ..experts.tables import CACHE_POINTERS, SCALE_POINTERS, CacheConstants, Policy, cache_constants, pieces_of
 from ..gemm.group_gemm import dot_precision
+from ..runtime.activation import SWIGLU, Activation
 from ..runtime.arguments import as_triton_dtype
 from ..runtime.case import KernelCase
 
@@ -25,8 +26,10 @@ SHAPES = {
     "mixtral": (8, 2, 4096, 14336),
     "deepseek": (256, 8, 7168, 2048),
     "deepseek and shared": (257, 9, 7168, 2048),  # with its shared expert as one that every token names
+    "gpt_oss": (128, 4, 2880, 2880),
 }
 RANKS = 4
+BIAS_LOADS = 16  # most loads of a bias of 16 bits in a kernel, each once a block
 SCALES = {"": 0, "mxfp8": MX.value, "fp8": BLOCK.value, "mxfp4": MX.value}
 
 
@@ -47,6 +50,8 @@ class Setting:
         drafted: Whether some of these may have done so for the verification of drafts.
         wave: ``first`` or ``last`` of a step that takes some; empty: one is all.
         hosted: Whether the host's cores compute some of those that are missing.
+        activation: Of the experts.
+        biased: Whether they have biases.
     """
 
     shape: str
@@ -61,6 +66,8 @@ class Setting:
     drafted: bool = False
     wave: str = ""
     hosted: bool = False
+    activation: Activation = SWIGLU
+    biased: bool = False
 
     @property
     def label(self) -> str:
@@ -74,6 +81,8 @@ class Setting:
         words += ["with drafts"] if self.drafted else []
         words += [f"{self.wave} wave"] if self.wave else []
         words += ["host cores"] if self.hosted else []
+        words += [self.activation.name] if self.activation != SWIGLU else []
+        words += ["biases"] if self.biased else []
         return ", ".join(filter(None, words))
 
     @property
@@ -184,6 +193,11 @@ def aot_cases() -> list[KernelCase]:
         for quantised in ("mxfp8", "fp8", "mxfp4")
         for count in (1, 4)
     ]
+    gpt_oss: dict[str, Any] = dict(shape="gpt_oss", activation=Activation("clamped_swiglu"), biased=True)
+    settings += [
+        Setting(num_tokens=count, quantised=quantised, **gpt_oss) for quantised in ("", "mxfp4") for count in (1, 2, 16)
+    ]
+    settings += [Setting(shape="qwen3", num_tokens=8, activation=Activation(name)) for name in ("geglu", "reglu")]
     cases = [case for setting in settings for case in (_gate_up(setting), _down(setting))]
     waves = [
         Setting(shape="qwen3", num_tokens=count, cache="lru", wave=wave, **kind)
@@ -201,11 +215,12 @@ def _gate_up(setting: Setting) -> KernelCase:
     hidden_size = SHAPES[setting.shape][2]
     pointers = {
         "w1": setting.weight_type([1, 2, shape.rows], shape.depth), "x_ptr": f"*{element}",
-        "hidden_ptr": f"*{element}", "weights_ptr": "*fp32",
+        "hidden_ptr": f"*{element}", "weights_ptr": "*fp32", "b1_ptr": f"*{element}",
     }  # fmt: skip
     constants = dict(
-        BLOCK_F=shape.rows, BLOCK_K=shape.depth, EVEN_K=hidden_size % shape.depth == 0, ADVANCE=setting.ranks > 1
-    )
+        BLOCK_F=shape.rows, BLOCK_K=shape.depth, EVEN_K=hidden_size % shape.depth == 0, ADVANCE=setting.ranks > 1,
+        ACTIVATION=setting.activation, **({} if setting.biased else {"b1_ptr": None}),
+    )  # fmt: skip
     return _case(setting, gate_up_kernel, pointers, constants, rows=2 * shape.rows)
 
 
@@ -214,14 +229,14 @@ def _down(setting: Setting) -> KernelCase:
     ffn_size, over_ranks = SHAPES[setting.shape][3], setting.ranks > 1
     pointers = {
         "w2": setting.weight_type([1, shape.rows], shape.depth), "hidden_ptr": f"*{element}", "out_ptr": f"*{element}",
-        "weights_ptr": "*fp32", "partials_ptr": "*fp32",
+        "b2_ptr": f"*{element}", "weights_ptr": "*fp32", "partials_ptr": "*fp32",
         "landing_addresses": "*i64" if over_ranks else "*i32", "fault_ptr": "*i64" if over_ranks else "*i32",
     }  # fmt: skip
     constants = dict(
         FOLD=setting.config.fold, BLOCK_D=shape.rows, BLOCK_K=shape.depth, EVEN_K=ffn_size % shape.depth == 0,
         W=setting.ranks, WORD_COLS=WORD_COLS * shape.num_warps, INTERPRET=False,
         AHEAD=min(setting.config.ahead, triton.cdiv(ffn_size, shape.depth)), ADDS_UP=setting.wave != "first",
-        **({} if setting.wave else {"all_ids_ptr": None}),
+        **({} if setting.wave else {"all_ids_ptr": None}), **({} if setting.biased else {"b2_ptr": None}),
     )  # fmt: skip
     rows = shape.rows * (SHAPES[setting.shape][1] if setting.config.fold else 1)
     return _case(setting, down_kernel, pointers, constants, rows=rows)
@@ -282,5 +297,7 @@ def _case(
         num_stages=shape.num_stages,
         max_registers=most_registers(shape, setting.ranks),
         expects=frozenset(expects),
-        narrow_loads=scale_bytes,
+        narrow_loads=scale_bytes + (BIAS_LOADS if setting.biased else 0),
+        # Of 128 registers; without biases it is 24.
+        spilled_bytes=48 if setting.biased and setting.quantised == "mxfp4" and setting.num_tokens == 16 else 0,
     )

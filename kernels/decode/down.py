@@ -53,6 +53,16 @@ def weight_tile(
 
 
 @triton.jit
+def bias_of(b2_ptr, slot, cols, D):
+    """``b2[slot]`` in the columns ``cols``, in float32; 0 without biases, for slot -1 and from D on."""
+    bias = tl.zeros(cols.shape, dtype=tl.float32)
+    if b2_ptr is not None:
+        mask = (slot >= 0) & (cols < D)
+        bias = tl.load(b2_ptr + tl.maximum(slot, 0).to(tl.int64) * D + cols, mask=mask, other=0.0).to(tl.float32)
+    return bias
+
+
+@triton.jit
 def times_hidden(
     tile, hidden_ptr, row, f, F,
     BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, LANE: tl.constexpr, SCALES: tl.constexpr,
@@ -65,7 +75,7 @@ def times_hidden(
 
 @triton.jit
 def down_fold(
-    hidden_ptr, ids_ptr, slots_ptr, weights_ptr, w2_ptr, scales_ptr, token, first_col, D, F, E, S,
+    hidden_ptr, ids_ptr, slots_ptr, weights_ptr, w2_ptr, scales_ptr, b2_ptr, token, first_col, D, F, E, S,
     K: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
     LANE: tl.constexpr, SCALES: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
@@ -82,6 +92,7 @@ def down_fold(
     wait_for_previous(DEPENDENT)
     weights = tl.load(weights_ptr + token * K + places, mask=slots >= 0, other=0.0)
     total = tl.zeros((BLOCK_D, BLOCK_K // LANE), dtype=tl.float32)
+    biases = tl.zeros((BLOCK_D,), dtype=tl.float32)
     for k in tl.static_range(K):
         here = places == k
         slot, weight = tl.sum(tl.where(here, slots, 0)), tl.sum(tl.where(here, weights, 0.0))
@@ -97,12 +108,17 @@ def down_fold(
             sums += times_hidden(tile, hidden_ptr, row, f, F, BLOCK_D, BLOCK_K, EVEN_K, LANE, SCALES)
         # Hidden of an expert that is not held was never stored.
         total += tl.where(slot >= 0, weight * sums, 0.0)
-    return tl.sum(total, axis=1)
+        if b2_ptr is not None:
+            biases += weight * bias_of(b2_ptr, slot, first_col + tl.arange(0, BLOCK_D), D)
+    outputs = tl.sum(total, axis=1)
+    if b2_ptr is not None:
+        outputs += biases
+    return outputs
 
 
 @triton.jit
 def down_vector(
-    hidden_ptr, w2_ptr, scales_ptr, partials_ptr, slot, rows, first_col, D, F,
+    hidden_ptr, w2_ptr, scales_ptr, b2_ptr, partials_ptr, slot, rows, first_col, D, F,
     T_BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, LANE: tl.constexpr,
     SCALES: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -136,15 +152,21 @@ def down_vector(
         total += times_hidden(tile, hidden_ptr, legal_row, f, F, BLOCK_D, BLOCK_K, EVEN_K, LANE, SCALES)
         if T_BLOCK == 2:
             other_total += times_hidden(tile, hidden_ptr, legal_other_row, f, F, BLOCK_D, BLOCK_K, EVEN_K, LANE, SCALES)
-    tl.store(partials_ptr + row * D + cols, tl.sum(total, axis=1), mask=(row < NO_ROW) & (cols < D))
+    outputs = tl.sum(total, axis=1)
+    if b2_ptr is not None:
+        outputs += bias_of(b2_ptr, slot, cols, D)
+    tl.store(partials_ptr + row * D + cols, outputs, mask=(row < NO_ROW) & (cols < D))
     if T_BLOCK == 2:
+        outputs = tl.sum(other_total, axis=1)
+        if b2_ptr is not None:
+            outputs += bias_of(b2_ptr, slot, cols, D)
         mask = (other_row < NO_ROW) & (cols < D)
-        tl.store(partials_ptr + other_row * D + cols, tl.sum(other_total, axis=1), mask=mask)
+        tl.store(partials_ptr + other_row * D + cols, outputs, mask=mask)
 
 
 @triton.jit
 def down_matrix(
-    hidden_ptr, w2_desc, scales_ptr, partials_ptr, slot, rows, first_col, D, F,
+    hidden_ptr, w2_desc, scales_ptr, b2_ptr, partials_ptr, slot, rows, first_col, D, F,
     TILE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, LANE: tl.constexpr,
     SCALES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -168,6 +190,8 @@ def down_matrix(
         scales, ahead = step_and_next_scales(ahead, scales_ptr, slot, weight_rows, f, D, F, BLOCK_K, SCALES, EVEN_K)
         for part in tl.static_range(BLOCK_K // PART):
             accumulator = scaled_dot(ws[part], hs[part], accumulator, scales[part], SCALES, PRECISION)
+    if b2_ptr is not None:
+        accumulator += bias_of(b2_ptr, slot, cols, D)[:, None]
     targets = partials_ptr + legal_rows[None, :] * D + cols[:, None]
     tl.store(targets, accumulator, mask=valid[None, :] & (cols < D)[:, None])
 
@@ -241,7 +265,7 @@ def publish(
 
 @triton.jit(do_not_specialize=["T", "E", "S", "rank", "max_tokens", "timeout_ns"])
 def down_kernel(
-    hidden_ptr, ids_ptr, slots_ptr, weights_ptr, w2, scales_ptr, partials_ptr, tickets_ptr, out_ptr,
+    hidden_ptr, ids_ptr, slots_ptr, weights_ptr, w2, scales_ptr, b2_ptr, partials_ptr, tickets_ptr, out_ptr,
     landing_addresses, epoch_ptr, fault_ptr, rank, max_tokens, timeout_ns, cache, all_ids_ptr, T, D, F, E, S,
     K: tl.constexpr, K_BLOCK: tl.constexpr, T_BLOCK: tl.constexpr, BY_EXPERT: tl.constexpr, VECTOR: tl.constexpr,
     FOLD: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, LANE: tl.constexpr,
@@ -251,9 +275,9 @@ def down_kernel(
 ):  # fmt: skip
     """See the module; one axis of blocks: column block by column block all groups, then the items of ``sum_words``.
 
-    Slots of experts that the kernel before this one still brings are not there to be read early. Of a step in waves
-    (``experts.waves``) ``ids_ptr`` are those of one wave, and the last one alone ADDS_UP, by ``all_ids_ptr``; ``None``
-    where a step is one wave.
+    ``b2_ptr``: ``(S, D)`` biases, ``None`` without. Slots of experts that the kernel before this one still brings are
+    not there to be read early. Of a step in waves (``experts.waves``) ``ids_ptr`` are those of one wave, and the last
+    one alone ADDS_UP, by ``all_ids_ptr``; ``None`` where a step is one wave.
     """
     num_missing = count_missing(cache, E, S, CACHE)
     groups = T * K
@@ -275,7 +299,7 @@ def down_kernel(
         if FOLD:
             wait_for_missing(num_missing, DEPENDENT, CACHE)
             total = down_fold(
-                hidden_ptr, ids_ptr, slots_ptr, weights_ptr, w2, scales_ptr, group, block * BLOCK_D, D, F, E, S,
+                hidden_ptr, ids_ptr, slots_ptr, weights_ptr, w2, scales_ptr, b2_ptr, group, block * BLOCK_D, D, F, E, S,
                 K, K_BLOCK, BLOCK_D, BLOCK_K, EVEN_K, LANE, SCALES, AHEAD, DEPENDENT, CACHE,
             )  # fmt: skip
             token = group + tl.arange(0, 1)
@@ -296,15 +320,15 @@ def down_kernel(
                 wait_for_previous(DEPENDENT)
             elif VECTOR:
                 down_vector(
-                    hidden_ptr, w2, scales_ptr, partials_ptr, slot, rows, block * BLOCK_D, D, F,
+                    hidden_ptr, w2, scales_ptr, b2_ptr, partials_ptr, slot, rows, block * BLOCK_D, D, F,
                     T_BLOCK, BLOCK_D, BLOCK_K, EVEN_K, LANE, SCALES, AHEAD, DEPENDENT,
                 )  # fmt: skip
             else:
                 wait_for_previous(DEPENDENT)
                 for first in range(0, rows_in_passes(rows, TILE), TILE):
                     down_matrix(
-                        hidden_ptr, w2, scales_ptr, partials_ptr, slot, pass_of(rows, first, TILE), block * BLOCK_D,
-                        D, F, TILE, BLOCK_D, BLOCK_K, EVEN_K, LANE, SCALES, PRECISION,
+                        hidden_ptr, w2, scales_ptr, b2_ptr, partials_ptr, slot, pass_of(rows, first, TILE),
+                        block * BLOCK_D, D, F, TILE, BLOCK_D, BLOCK_K, EVEN_K, LANE, SCALES, PRECISION,
                     )  # fmt: skip
             # ---- the last of the column block adds up
             if ADDS_UP:

@@ -1,4 +1,4 @@
-"""Decode, first kernel: hidden = silu(x gate^T) * (x up^T) of every routed row whose expert is held here.
+"""Decode, first kernel: hidden = activation(x gate^T, x up^T) of every routed row whose expert is held here.
 
 A block computes BLOCK_F columns of hidden for one group (see ``decode.routing``). Where experts are cached, blocks
 before all others bring those that are missing (see ``experts.cache``). *vector* (1 or 2 tokens): gate
@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ..experts.cache import arrived_slot, fetch_misses, plan_misses
 from ..experts.host import ask_host, take_answer
-from ..gemm.activation import swiglu
+from ..gemm.activation import hidden_of
 from ..runtime.dependent import allow_next, wait_for_previous
 from .routing import NO_ROW, load_columns, pass_of, row_of, rows_in_passes, serves, slot_of, token_of
 from .scales import (
@@ -31,9 +31,9 @@ from .scales import (
 
 @triton.jit
 def gate_up_vector(
-    x_ptr, w1_ptr, scales_ptr, hidden_ptr, slot, rows, first_col, D, F,
+    x_ptr, w1_ptr, scales_ptr, b1_ptr, hidden_ptr, slot, rows, first_col, D, F,
     K: tl.constexpr, T_BLOCK: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr, LANE: tl.constexpr, SCALES: tl.constexpr,
+    EVEN_K: tl.constexpr, LANE: tl.constexpr, SCALES: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """One or two tokens; BLOCK_F divides F. A token without this expert computes on token 0 and stores nothing."""
     cols = first_col + tl.arange(0, BLOCK_F)
@@ -61,18 +61,20 @@ def gate_up_vector(
             other_gate += scaled_products(gate_rows, other_x, gate_scales, LANE, SCALES)
             other_up += scaled_products(up_rows, other_x, up_scales, LANE, SCALES)
     element = hidden_ptr.dtype.element_ty
-    hidden = swiglu(tl.sum(gate, axis=1), tl.sum(up, axis=1)).to(element)
+    hidden = hidden_of(tl.sum(gate, axis=1), tl.sum(up, axis=1), b1_ptr, slot, cols, F, ACTIVATION).to(element)
     tl.store(hidden_ptr + row * F + cols, hidden, mask=(row < NO_ROW) & (cols < F))
     if T_BLOCK == 2:
-        hidden = swiglu(tl.sum(other_gate, axis=1), tl.sum(other_up, axis=1)).to(element)
+        other_gate, other_up = tl.sum(other_gate, axis=1), tl.sum(other_up, axis=1)
+        hidden = hidden_of(other_gate, other_up, b1_ptr, slot, cols, F, ACTIVATION).to(element)
         tl.store(hidden_ptr + other_row * F + cols, hidden, mask=(other_row < NO_ROW) & (cols < F))
 
 
 @triton.jit
 def gate_up_matrix(
-    x_ptr, w1_desc, scales_ptr, hidden_ptr, slot, rows, first_col, D, F,
+    x_ptr, w1_desc, scales_ptr, b1_ptr, hidden_ptr, slot, rows, first_col, D, F,
     K: tl.constexpr, TILE: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr, LANE: tl.constexpr, SCALES: tl.constexpr, PRECISION: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """The TILE tokens of one pass; where ``rows`` has none, they are zeros that are not read from memory."""
     PART: tl.constexpr = part_of(BLOCK_K, SCALES)
@@ -96,20 +98,22 @@ def gate_up_matrix(
         for part in tl.static_range(BLOCK_K // PART):
             accumulator = scaled_dot(ws[part], xs[part], accumulator, scales[part], SCALES, PRECISION)
     gate, up = accumulator.reshape(2, BLOCK_F, TILE).permute(1, 2, 0).split()
-    hidden = swiglu(gate, up).to(hidden_ptr.dtype.element_ty)
+    hidden = hidden_of(gate, up, b1_ptr, slot, cols[:, None], F, ACTIVATION).to(hidden_ptr.dtype.element_ty)
     targets = hidden_ptr + tl.where(valid, rows, 0)[None, :] * F + cols[:, None]
     tl.store(targets, hidden, mask=valid[None, :] & (cols < F)[:, None])
 
 
 @triton.jit(do_not_specialize=["T", "E", "S"])
 def gate_up_kernel(
-    x_ptr, ids_ptr, slots_ptr, w1, scales_ptr, hidden_ptr, epoch_ptr, weights_ptr, cache, T, D, F, E, S,
+    x_ptr, ids_ptr, slots_ptr, w1, scales_ptr, b1_ptr, hidden_ptr, epoch_ptr, weights_ptr, cache, T, D, F, E, S,
     K: tl.constexpr, K_BLOCK: tl.constexpr, T_BLOCK: tl.constexpr, BY_EXPERT: tl.constexpr, VECTOR: tl.constexpr,
     BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, LANE: tl.constexpr,
     SCALES: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, ADVANCE: tl.constexpr,
-    GATHERED: tl.constexpr, DEPENDENT: tl.constexpr, CACHE: tl.constexpr,
+    GATHERED: tl.constexpr, DEPENDENT: tl.constexpr, CACHE: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """See the module; grid (groups, column blocks of hidden). ``w1`` is a pointer (vector) or a descriptor (matrix).
+
+    ``b1_ptr``: ``(S, 2F)`` biases, ``None`` without. ``ACTIVATION``: an ``Activation``.
 
     ``cache`` and ``CACHE`` are ``HostExperts.pointers`` and ``constants``, ``None`` where all experts are there.
 
@@ -148,12 +152,12 @@ def gate_up_kernel(
     if slot >= 0:
         if VECTOR:
             gate_up_vector(
-                x_ptr, w1, scales_ptr, hidden_ptr, slot, rows, block * BLOCK_F, D, F,
-                K, T_BLOCK, BLOCK_F, BLOCK_K, EVEN_K, LANE, SCALES,
+                x_ptr, w1, scales_ptr, b1_ptr, hidden_ptr, slot, rows, block * BLOCK_F, D, F,
+                K, T_BLOCK, BLOCK_F, BLOCK_K, EVEN_K, LANE, SCALES, ACTIVATION,
             )  # fmt: skip
         else:
             for first in range(0, rows_in_passes(rows, TILE), TILE):
                 gate_up_matrix(
-                    x_ptr, w1, scales_ptr, hidden_ptr, slot, pass_of(rows, first, TILE), block * BLOCK_F, D, F,
-                    K, TILE, BLOCK_F, BLOCK_K, EVEN_K, LANE, SCALES, PRECISION,
+                    x_ptr, w1, scales_ptr, b1_ptr, hidden_ptr, slot, pass_of(rows, first, TILE), block * BLOCK_F, D, F,
+                    K, TILE, BLOCK_F, BLOCK_K, EVEN_K, LANE, SCALES, PRECISION, ACTIVATION,
                 )  # fmt: skip

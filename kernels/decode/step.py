@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..experts.tables import HostExperts
+from ..runtime.activation import SWIGLU, Activation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +29,9 @@ class Step:
         w1_scales: ``None``, MX ``(S, 2F, D / 32)`` uint8, or block ``(S, ceil(2F / 128), ceil(D / 128))`` float32.
         w2_scales: ``None``, MX ``(S, D, F / 32)`` uint8, or block ``(S, ceil(D / 128), ceil(F / 128))`` float32.
         shared_scale: Neighbours along the contraction that share a scale: 32 (MX types), 128 (block FP8), 0 without.
+        activation: Of all experts.
+        b1: ``None``, or biases ``(S, 2F)``, gate, then up, of a floating type.
+        b2: ``None``, or biases ``(S, D)`` of a floating type.
         host: Where experts come from that have no slot; ``None``: they contribute nothing.
         waves: ``(N, R)`` of ``expert_waves.split_waves``; ``None``: there are slots for all experts of the step.
         all_ids: With waves, ids of the experts of all of them, others masked; ``ids`` where the host computes none.
@@ -46,6 +50,9 @@ class Step:
     w1_scales: Tensor | None = None
     w2_scales: Tensor | None = None
     shared_scale: int = 0
+    activation: Activation = SWIGLU
+    b1: Tensor | None = None
+    b2: Tensor | None = None
     host: HostExperts | None = None
     waves: Tensor | None = None
     all_ids: Tensor | None = None

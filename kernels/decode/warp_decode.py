@@ -142,11 +142,11 @@ def _gate_up(
     options |= {"launch_pdl": True} if constants["GATHERED"] and constants["DEPENDENT"] else {}
     fetching_rows = constants["CACHE"].rows if constants["CACHE"] else 0
     gate_up_kernel[(groups, triton.cdiv(ffn_size, shape.rows) + fetching_rows)](
-        step.tokens, ids, step.slots, w1, step.w1_scales, step.hidden,
+        step.tokens, ids, step.slots, w1, step.w1_scales, step.b1, step.hidden,
         step.tickets if landing is None else landing.epoch, step.routing_weights, cache,
         step.ids.shape[0], hidden_size, ffn_size, step.slots.shape[0], num_slots,
         BLOCK_F=shape.rows, BLOCK_K=shape.depth, EVEN_K=hidden_size % shape.depth == 0, ADVANCE=landing is not None,
-        num_warps=shape.num_warps, num_stages=shape.num_stages, **constants, **options,
+        ACTIVATION=step.activation, num_warps=shape.num_warps, num_stages=shape.num_stages, **constants, **options,
     )  # fmt: skip
 
 
@@ -175,8 +175,8 @@ def _down(
         blocks += step.out.shape[0] * triton.cdiv(hidden_size, WORD_COLS * shape.num_warps)
     options = _registers(shape, landing) | ({"launch_pdl": True} if constants["DEPENDENT"] else {})
     down_kernel[(blocks,)](
-        step.hidden, ids, step.slots, step.routing_weights, w2, step.w2_scales, step.partials, step.tickets,
-        step.out, *network, cache, None if step.waves is None else step.all_ids,
+        step.hidden, ids, step.slots, step.routing_weights, w2, step.w2_scales, step.b2, step.partials,
+        step.tickets, step.out, *network, cache, None if step.waves is None else step.all_ids,
         num_tokens, hidden_size, ffn_size, step.slots.shape[0], num_slots,
         FOLD=config.fold, BLOCK_D=shape.rows, BLOCK_K=shape.depth, EVEN_K=ffn_size % shape.depth == 0, W=world_size,
         WORD_COLS=WORD_COLS * shape.num_warps, AHEAD=min(config.ahead, triton.cdiv(ffn_size, shape.depth)),

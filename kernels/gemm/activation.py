@@ -1,4 +1,4 @@
-"""SwiGLU: ``silu(gate) * up``, its forward as a device function and its backward pass over the routed rows.
+"""Activations in Triton: device functions, and the backward pass over the routed rows.
 
 The backward pass also yields the gradient of the routing weights and the weighted hidden rows that w2's gradient needs,
 so that layer-1 outputs are never kept.
@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import silu
 
+from ..runtime.activation import GELU_CUBIC, GELU_SCALE, SWIGLU, Activation
 from ..runtime.arguments import TileTable, as_triton_dtype, power_of_2
 from ..runtime.case import KernelCase
 from .group_gemm import num_blocks, valid_rows
@@ -18,6 +18,7 @@ from .tiles import rows_of_piece
 ROWS = 8  # rows a block works on at once; divides every tile
 COLS = 256
 BLOCKS_PER_PROCESSOR = 8
+CUBIC, SCALE = tl.constexpr(GELU_CUBIC), tl.constexpr(GELU_SCALE)
 
 
 @triton.jit
@@ -27,20 +28,86 @@ def swiglu(gate, up):
 
 
 @triton.jit
-def swiglu_gradient(gate, up, grad):
-    """Gradients of ``swiglu`` with respect to gate and up, of float32 blocks."""
-    gate_sigmoid = tl.sigmoid(gate)
-    grad_gate = grad * up * gate_sigmoid * (1.0 + gate * (1.0 - gate_sigmoid))
-    return grad_gate, grad * gate * gate_sigmoid
+def activate(gate, up, ACTIVATION: tl.constexpr):
+    """Hidden of gate and up, float32 blocks of one shape; ``ACTIVATION`` is an ``Activation``. A NaN stays one."""
+    if ACTIVATION.name == "swiglu":
+        hidden = swiglu(gate, up)
+    elif ACTIVATION.name == "geglu":
+        hidden = gate * tl.sigmoid(SCALE * gate * (1.0 + CUBIC * gate * gate)) * up
+    elif ACTIVATION.name == "reglu":
+        hidden = tl.where(gate <= 0.0, 0.0, gate) * up
+    else:
+        tl.static_assert(ACTIVATION.name == "clamped_swiglu")
+        gate, up = clamp_gate(gate, ACTIVATION), clamp_up(up, ACTIVATION)
+        hidden = gate * tl.sigmoid(ACTIVATION.alpha * gate) * (up + 1.0)
+    return hidden
+
+
+@triton.jit
+def activate_gradients(gate, up, grad, ACTIVATION: tl.constexpr):
+    """Gradients of gate and of up for hidden's, float32 blocks of one shape; ``ACTIVATION`` is an ``Activation``."""
+    if ACTIVATION.name == "swiglu":
+        sigmoid = tl.sigmoid(gate)
+        grad_gate = grad * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+        grad_up = grad * gate * sigmoid
+    elif ACTIVATION.name == "geglu":
+        sigmoid = tl.sigmoid(SCALE * gate * (1.0 + CUBIC * gate * gate))
+        slope = SCALE * gate * (1.0 + 3 * CUBIC * gate * gate)
+        grad_gate = grad * up * sigmoid * (1.0 + slope * (1.0 - sigmoid))
+        grad_up = grad * gate * sigmoid
+    elif ACTIVATION.name == "reglu":
+        grad_gate = tl.where(gate > 0.0, grad * up, 0.0)
+        grad_up = grad * tl.where(gate <= 0.0, 0.0, gate)
+    else:
+        tl.static_assert(ACTIVATION.name == "clamped_swiglu")
+        limited, linear = clamp_gate(gate, ACTIVATION), clamp_up(up, ACTIVATION)
+        sigmoid = tl.sigmoid(ACTIVATION.alpha * limited)
+        grad_gate = grad * (linear + 1.0) * sigmoid * (1.0 + ACTIVATION.alpha * limited * (1.0 - sigmoid))
+        grad_gate = tl.where(gate > ACTIVATION.limit, 0.0, grad_gate)
+        grad_up = tl.where(tl.abs(up) > ACTIVATION.limit, 0.0, grad * limited * sigmoid)
+    return grad_gate, grad_up
+
+
+@triton.jit
+def clamp_gate(gate, ACTIVATION: tl.constexpr):
+    """At most the limit."""
+    return tl.where(gate > ACTIVATION.limit, ACTIVATION.limit, gate)
+
+
+@triton.jit
+def clamp_up(up, ACTIVATION: tl.constexpr):
+    """Between the limits."""
+    up = tl.where(up > ACTIVATION.limit, ACTIVATION.limit, up)
+    return tl.where(up < -ACTIVATION.limit, -ACTIVATION.limit, up)
+
+
+@triton.jit
+def hidden_of(gate, up, b1_ptr, expert, cols, F, ACTIVATION: tl.constexpr):
+    """``activate`` of products and biases.
+
+    Args:
+        gate: Float32 block; up of the same shape.
+        up: Of the columns ``cols``.
+        b1_ptr: ``(e, 2F)``, gate, then up; ``None``: no bias.
+        expert: Whose row of it.
+        cols: Columns, of a shape that goes with that of gate; those from F on are undefined.
+        F: Columns of hidden.
+        ACTIVATION: An ``Activation``.
+    """
+    if b1_ptr is not None:
+        biases = b1_ptr + expert.to(tl.int64) * (2 * F) + cols
+        gate += tl.load(biases, mask=cols < F, other=0.0).to(tl.float32)
+        up += tl.load(biases + F, mask=cols < F, other=0.0).to(tl.float32)
+    return activate(gate, up, ACTIVATION)
 
 
 @triton.jit(do_not_specialize_on_alignment=["num_tiles_ptr"])
-def swiglu_backward_kernel(
+def activation_backward_kernel(
     pre_ptr, grad_act_ptr, row_ids_ptr, slots_ptr, weights_ptr, tiles_ptr, num_tiles_ptr,
     grad_pre_ptr, hidden_ptr, grad_weights_ptr, F, K,
-    BLOCK_M: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    BLOCK_M: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """See ``swiglu_backward``; persistent blocks over pieces of ROWS rows of a tile, K slots per received row."""
+    """See ``activation_backward``; persistent blocks over pieces of ROWS rows of a tile, K slots per received row."""
     num_pieces = tl.load(num_tiles_ptr) * (BLOCK_M // ROWS)
     for piece in tl.range(tl.program_id(0), num_pieces, tl.num_programs(0)):
         q, valid = rows_of_piece(piece, tiles_ptr, BLOCK_M, ROWS)
@@ -57,16 +124,16 @@ def swiglu_backward_kernel(
             up = tl.load(pre_ptr + wide + F, mask=mask, other=0.0).to(tl.float32)
             grad_act = tl.load(grad_act_ptr + narrow, mask=mask, other=0.0).to(tl.float32)
             # Rounded as the forward pass rounded it.
-            hidden = swiglu(gate, up).to(hidden_ptr.dtype.element_ty).to(tl.float32)
+            hidden = activate(gate, up, ACTIVATION).to(hidden_ptr.dtype.element_ty).to(tl.float32)
             products += grad_act * hidden
-            grad_gate, grad_up = swiglu_gradient(gate, up, grad_act * weight)
+            grad_gate, grad_up = activate_gradients(gate, up, grad_act * weight, ACTIVATION)
             tl.store(hidden_ptr + narrow, (hidden * weight).to(hidden_ptr.dtype.element_ty), mask=mask)
             tl.store(grad_pre_ptr + wide, grad_gate.to(grad_pre_ptr.dtype.element_ty), mask=mask)
             tl.store(grad_pre_ptr + wide + F, grad_up.to(grad_pre_ptr.dtype.element_ty), mask=mask)
         tl.store(grad_weights_ptr + row_ids * K + slots, tl.sum(products, axis=1), mask=valid)
 
 
-def swiglu_backward(
+def activation_backward(
     pre: Tensor,
     grad_act: Tensor,
     slots: Tensor,
@@ -75,11 +142,12 @@ def swiglu_backward(
     grad_pre: Tensor,
     weighted_hidden: Tensor,
     grad_weights: Tensor,
+    activation: Activation = SWIGLU,
 ) -> None:
-    """Backward of SwiGLU and of the routing weight, for every valid routed row.
+    """Backward of the activation and of the routing weight, for every valid routed row.
 
-    With h = silu(gate) * up, rounded to the dtype, and w the routing weight, the row's contribution to the layer is
-    ``w * (h @ w2^T)``; ``grad_act`` is the incoming gradient times w2, without w.
+    With h = activation(gate, up), rounded to the dtype, and w the routing weight, the row's contribution to the layer
+    is ``w * (h @ w2^T)``; ``grad_act`` is the incoming gradient times w2, without w.
 
     Args:
         pre: ``(Q, 2F)`` gate | up before the activation; F a multiple of 16.
@@ -91,11 +159,12 @@ def swiglu_backward(
         weighted_hidden: ``(Q, F)`` receives w * h.
         grad_weights: ``(R, K)`` float32, receives sum_f grad_act * h at [row_ids[q], slots[q]]; other entries, and the
             padding rows of the other results, are left alone.
+        activation: Of the forward pass.
 
     Raises:
         ValueError: If shapes do not fit together, F is not a multiple of 16, or the tiles not of 8 rows.
 
-    Example:
+    Example (swiglu):
         gate 0, up 3, grad_act 4, w 0.5: h = 0, weighted_hidden 0, grad_weight 0,
         grad_pre = [0.5*4 * 3 * 0.5, 0.5*4 * 0] = [3, 0].
     """
@@ -103,14 +172,14 @@ def swiglu_backward(
     if pre.shape[0] == 0 or row_weights.shape[0] == 0:
         return
     max_items = table.tiles.shape[0] * (table.block_rows // ROWS)
-    swiglu_backward_kernel[(num_blocks(pre.device, max_items, per_processor=BLOCKS_PER_PROCESSOR),)](
+    activation_backward_kernel[(num_blocks(pre.device, max_items, per_processor=BLOCKS_PER_PROCESSOR),)](
         pre, grad_act, table.row_ids, slots, row_weights, table.tiles, table.num_tiles,
         grad_pre, weighted_hidden, grad_weights, ffn, row_weights.shape[1],
-        BLOCK_M=table.block_rows, ROWS=ROWS, COLS=min(COLS, power_of_2(ffn)), num_warps=4,
+        BLOCK_M=table.block_rows, ROWS=ROWS, COLS=min(COLS, power_of_2(ffn)), ACTIVATION=activation, num_warps=4,
     )  # fmt: skip
 
 
-def swiglu_backward_torch(
+def activation_backward_torch(
     pre: Tensor,
     grad_act: Tensor,
     slots: Tensor,
@@ -119,8 +188,9 @@ def swiglu_backward_torch(
     grad_pre: Tensor,
     weighted_hidden: Tensor,
     grad_weights: Tensor,
+    activation: Activation = SWIGLU,
 ) -> None:
-    """Torch twin of ``swiglu_backward``, in float32 (float64 stays float64)."""
+    """Torch twin of ``activation_backward``, in float32 (float64 stays float64)."""
     check_backward(pre, grad_act, slots, row_weights, table, grad_pre, weighted_hidden, grad_weights)
     rows, _ = valid_rows(table)
     row_ids, row_slots = table.row_ids.long()[rows], slots.long()[rows]
@@ -128,10 +198,8 @@ def swiglu_backward_torch(
     gate, up = pre[rows].to(wide).chunk(2, dim=1)
     grad = grad_act[rows].to(wide)
     weight = row_weights[row_ids, row_slots].to(wide)[:, None]
-    hidden = (silu(gate) * up).to(pre.dtype).to(wide)
-    sigmoid = torch.sigmoid(gate)
-    grad_gate = weight * grad * up * sigmoid * (1 + gate * (1 - sigmoid))
-    grad_pre[rows] = torch.cat([grad_gate, weight * grad * gate * sigmoid], dim=1).to(grad_pre.dtype)
+    hidden = activation.forward(gate, up).to(pre.dtype).to(wide)
+    grad_pre[rows] = torch.cat(activation.backward(gate, up, weight * grad), dim=1).to(grad_pre.dtype)
     weighted_hidden[rows] = (weight * hidden).to(weighted_hidden.dtype)
     grad_weights[row_ids, row_slots] = (grad * hidden).sum(1).to(grad_weights.dtype)
 
@@ -146,7 +214,7 @@ def check_backward(
     weighted_hidden: Tensor,
     grad_weights: Tensor,
 ) -> int:
-    """F; raises ``ValueError`` unless the arguments of ``swiglu_backward`` fit together."""
+    """F; raises ``ValueError`` unless the arguments of ``activation_backward`` fit together."""
     num_rows, ffn = grad_act.shape
     expected = {
         "pre": (pre, (num_rows, 2 * ffn)),
@@ -170,11 +238,12 @@ def check_backward(
 
 
 def aot_cases() -> list[KernelCase]:
-    """The backward pass in bf16, as users run it, and in float32."""
-    return [_aot_case(dtype) for dtype in (torch.bfloat16, torch.float32)]
+    """The backward pass in bf16, as users run it, of each activation; and in float32."""
+    others = [_aot_case(torch.bfloat16, Activation(name)) for name in ("geglu", "reglu", "clamped_swiglu")]
+    return [*(_aot_case(dtype, SWIGLU) for dtype in (torch.bfloat16, torch.float32)), *others]
 
 
-def _aot_case(dtype: torch.dtype) -> KernelCase:
+def _aot_case(dtype: torch.dtype, activation: Activation) -> KernelCase:
     element = as_triton_dtype(dtype)
     pointers = {
         "pre_ptr": element, "grad_act_ptr": element, "row_ids_ptr": "i32", "slots_ptr": "i32", "weights_ptr": "fp32",
@@ -182,10 +251,10 @@ def _aot_case(dtype: torch.dtype) -> KernelCase:
         "grad_weights_ptr": "fp32",
     }  # fmt: skip
     return KernelCase(
-        name=f"{element} backward",
-        fn=swiglu_backward_kernel,
+        name=f"{element} backward" + ("" if activation == SWIGLU else f" {activation.name}"),
+        fn=activation_backward_kernel,
         signature={**{name: f"*{kind}" for name, kind in pointers.items()}, "F": "i32", "K": "i32"},
-        constexprs={"BLOCK_M": 128, "ROWS": ROWS, "COLS": COLS},
+        constexprs={"BLOCK_M": 128, "ROWS": ROWS, "COLS": COLS, "ACTIVATION": activation},
         unaligned=frozenset({"K"}),
         num_warps=4,
         expects=frozenset({"wide_loads", "wide_stores"}),

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from activation_cases import ACTIVATIONS, NAMES, draw_biases
 from ranks import run_ranks
 from torch import Tensor
 from training_cases import MODEL, MOE
@@ -19,6 +20,7 @@ from comet.decode.weights import DecodeWeights
 from comet.experts import CACHED_DECODE_TOKENS, CachedExperts, ExpertCache, streaming
 from comet.experts.streaming import Visit, group_visits, plan_visits
 from comet.generation.engine import GPTEngine
+from comet.kernels.runtime.activation import Activation
 from comet.layer.group import make_expert_group
 from comet.layout import ExpertLayout
 from comet.models.gpt import GPT
@@ -119,6 +121,19 @@ def test_streamed_experts_equal_the_plain_path_bit_for_bit_between_decode_steps(
     needed, fetched = cache.tables.totals[:2].tolist()
     assert needed >= fetched > 0
     assert (fetched == E) == (num_slots == E), "what has a slot is not copied again"
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS[1:], ids=NAMES[1:])
+def test_streamed_experts_have_the_layers_activation(activation: Activation) -> None:
+    w1, w2, made = made_experts(5)
+    cache = ExpertCache(w1, w2, 5, torch.device("cpu"), activation=activation)
+    path = CachedExperts(cache, LocalRunner(K, CACHED_DECODE_TOKENS, activation=activation), K)
+    layout = ExpertLayout(num_experts=E, top_k=K, ep=1, tp=1, rank=0)
+    for num_tokens in (1, 40):
+        inputs = *routed(made, num_tokens, num_used=5), w1, w2
+        torch.testing.assert_close(path(*inputs), plain_experts(*inputs, layout, None, activation))
+    with pytest.raises(NotImplementedError, match="expert_bias=True must be False with an expert cache"):
+        path(*inputs, draw_biases(E, w2.shape[2], w2.shape[1], w1.dtype))
 
 
 @pytest.mark.parametrize("kind", ["mxfp8", "mxfp4"])

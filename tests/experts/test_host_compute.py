@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from activation_cases import ACTIVATIONS, NAMES, on_paper
 from decode_cases import DecodeCase
 from host_cases import CASE, CPU, DEADLINE_S, IN_WAVES, PROFILE, SLOW_LINK, cache_of, leave_all_to, set_deadline
 from ranks import run_ranks
@@ -39,6 +40,7 @@ from comet.jobs.generate import GenerateConfig
 from comet.kernels.experts.host import PLACE_HOST, worth_least
 from comet.kernels.experts.mailbox import EXPERTS
 from comet.kernels.experts.tables import HOSTED
+from comet.kernels.runtime.activation import Activation
 from comet.layer.group import ExpertGroup, make_expert_group
 from comet.training.trainer import train
 
@@ -303,9 +305,12 @@ def test_the_example_of_a_sum() -> None:
     assert answer.tolist() == [[16.0]]
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=NAMES)
 @pytest.mark.parametrize("num_tokens", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_sum_is_of_the_experts_that_a_token_chose(num_tokens: int, dtype: torch.dtype) -> None:
+def test_a_sum_is_of_the_experts_that_a_token_chose(
+    num_tokens: int, dtype: torch.dtype, activation: Activation
+) -> None:
     """What an expert is, that others chose, does not get in: its output for this token may be no number."""
     drawn = torch.Generator().manual_seed(1)
     experts = [
@@ -319,10 +324,10 @@ def test_a_sum_is_of_the_experts_that_a_token_chose(num_tokens: int, dtype: torc
     expected = torch.zeros(num_tokens, 16, dtype=torch.float64)
     for weight, (w1, w2) in zip(weights.double(), experts, strict=True):
         gate, up = (tokens.double() @ w1.double().T).chunk(2, dim=1)
-        added = weight[:, None] * (torch.nn.functional.silu(gate) * up @ w2.double().T)
+        added = weight[:, None] * (on_paper(activation, gate, up) @ w2.double().T)
         expected += added.where(weight[:, None] != 0, 0.0)
     answer = torch.full((num_tokens, 16), torch.nan)
-    sum_experts(answer, tokens, weights, experts, CodeProducts(1))
+    sum_experts(answer, tokens, weights, experts, CodeProducts(1), activation)
     close = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(answer.double(), expected, rtol=close, atol=close, equal_nan=True)
 

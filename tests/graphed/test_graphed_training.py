@@ -306,7 +306,9 @@ def test_gradients_of_weights_made_later_are_those_of_the_backward_pass(
 ) -> None:
     """By the twin's pieces; weights that had to be padded leave nothing for later."""
     if padded:
-        monkeypatch.setattr("comet.layer.routed_experts.pad_width", lambda w1, w2: (w1 * 1, w2 * 1))
+        monkeypatch.setattr(
+            "comet.layer.routed_experts.pad_width", lambda w1, w2, biases=None: (w1 * 1, w2 * 1, biases)
+        )
     case = LayerCase("one rank", 1, 1, (60,), hidden_size=64, ffn_size=48)
     group = make_expert_group(case.config, case.parallel, max_tokens=64, dtype=torch.float32, device="cpu")
     path = SymmetricPath(case.config, group, OverlapConfig(num_panels=1), use_kernels=False)

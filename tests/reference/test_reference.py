@@ -14,9 +14,9 @@ from comet.reference.layer import (
     kept_slots,
     rank_partial,
     reference_experts,
+    run_expert,
     shard_experts,
     sum_partials,
-    swiglu_expert,
 )
 
 
@@ -150,7 +150,7 @@ def test_expert_outputs_are_in_token_slot_order() -> None:
     for row, expert in enumerate(case.ids.flatten().tolist()):
         if 2 <= expert < 5:
             token = case.tokens[row // 3 : row // 3 + 1]
-            expected = swiglu_expert(token, case.w1[expert], case.w2[expert])[0]
+            expected = run_expert(token, case.w1[expert], case.w2[expert])[0]
         else:
             expected = torch.zeros(10, dtype=torch.float64)
         torch.testing.assert_close(outputs[row], expected, rtol=1e-12, atol=1e-12)

@@ -7,7 +7,7 @@ import torch
 from reference_cases import dense_formula, make_case
 from torch import Tensor
 
-from comet.reference.layer import reference_experts, sum_partials, swiglu_expert
+from comet.reference.layer import reference_experts, run_expert, sum_partials
 
 
 def integer_experts(up_and_down: list[tuple[float, float]]) -> tuple[Tensor, Tensor]:
@@ -47,11 +47,11 @@ def test_hidden_is_rounded_but_pre_activations_are_not() -> None:
     token = torch.ones(1, 2).half()
     w1 = torch.tensor([[32.0, 2**-6], [96.0, 0.0]]).half()
     w2 = torch.tensor([[1.0], [0.0]]).half()
-    assert swiglu_expert(token, w1, w2)[0, 0].item() == 3074.0  # (32 + 2^-6) * 96 = 3073.5
+    assert run_expert(token, w1, w2)[0, 0].item() == 3074.0  # (32 + 2^-6) * 96 = 3073.5
     # Hidden is (3073.5, 3072); rounded it is (3074, 3072), and the difference shows in the output.
     w1 = torch.tensor([[32.0, 2**-6], [32.0, 0.0], [96.0, 0.0], [96.0, 0.0]]).half()
     w2 = torch.tensor([[1.0, -1.0], [0.0, 0.0]]).half()
-    assert swiglu_expert(token, w1, w2)[0, 0].item() == 2.0
+    assert run_expert(token, w1, w2)[0, 0].item() == 2.0
 
 
 def test_slots_are_summed_in_slot_order() -> None:

@@ -117,6 +117,7 @@ class HostCores:
             num_experts=self.sizes.num_experts,
             first_expert=self.sizes.first_expert,
             layers=[[self._place(part) for part in store.parts] for store in stores],
+            activation=self.sizes.activation,
             mail=[self._place(part) for part in (mail.words, mail.tokens, mail.weights, mail.answer, self._counts)],
         )
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it is open as long as the process is

@@ -14,6 +14,7 @@ from torch import Tensor
 from comet.kernels.experts.host import ask_torch, asked_by_host
 from comet.kernels.experts.mailbox import Mailbox
 from comet.kernels.experts.parts import ExpertParts
+from comet.kernels.runtime.activation import SWIGLU, Activation
 from comet.layout import ExpertLayout
 
 REPEATS = 8  # counted, of requests of a kind; as many come before
@@ -111,6 +112,7 @@ class HostSizes:
         top_k: K, at most.
         max_tokens: Of a step.
         dtype: Of tokens, and of weights that are not quantised.
+        activation: Of the experts.
     """
 
     num_experts: int
@@ -119,6 +121,7 @@ class HostSizes:
     top_k: int
     max_tokens: int
     dtype: torch.dtype
+    activation: Activation = SWIGLU
 
     @classmethod
     def of(cls, hidden_size: int, layout: ExpertLayout, max_tokens: int, dtype: torch.dtype) -> HostSizes:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear
 
 from comet.experts.host.codes import CodeProducts
 from comet.kernels.experts.mailbox import (
@@ -33,6 +33,7 @@ from comet.kernels.experts.mailbox import (
     STOP,
     TOP_K,
 )
+from comet.kernels.runtime.activation import SWIGLU, Activation
 
 PATIENCE_NS = 20_000_000  # of polling without a pause, behind the last request
 PAUSE_S = 100e-6
@@ -77,6 +78,7 @@ class WorkerPlan:
         layers: w1 ``(e, 2F, D)`` and w2 ``(e, D, F)`` of each, and the scales of both where they are quantised.
         first_expert: Number of the first of these e.
         mail: Words, tokens, weights, answer and counts of the mailbox.
+        activation: Of the experts.
     """
 
     file: int
@@ -86,6 +88,7 @@ class WorkerPlan:
     first_expert: int
     layers: Sequence[Sequence[Place]]
     mail: Sequence[Place]
+    activation: Activation = SWIGLU
 
     def to_json(self) -> str:
         """What ``from_json`` reads."""
@@ -97,6 +100,7 @@ class WorkerPlan:
         fields: dict[str, Any] = json.loads(text)
         fields["layers"] = [tuple(Place(**place) for place in layer) for layer in fields["layers"]]
         fields["mail"] = [Place(**place) for place in fields["mail"]]
+        fields["activation"] = Activation(**fields["activation"])
         return cls(**fields)
 
 
@@ -149,7 +153,8 @@ class Worker:
         weights = self.weights[: num_tokens * top_k].view(num_tokens, top_k)
         weights = weights.where(ids == wanted[:, None, None], 0.0).sum(2)
         experts = [held[expert - self.plan.first_expert] for expert in wanted.tolist()]
-        sum_experts(self.answer[:num_tokens], self.tokens[:num_tokens], weights, experts, self._codes)
+        answer, tokens = self.answer[:num_tokens], self.tokens[:num_tokens]
+        sum_experts(answer, tokens, weights, experts, self._codes, self.plan.activation)
         self.counts[0] += num_experts
         self.counts[1] += time.monotonic_ns() - started
 
@@ -161,7 +166,12 @@ class Worker:
 
 
 def sum_experts(
-    answer: Tensor, tokens: Tensor, weights: Tensor, experts: Sequence[Sequence[Tensor]], codes: CodeProducts
+    answer: Tensor,
+    tokens: Tensor,
+    weights: Tensor,
+    experts: Sequence[Sequence[Tensor]],
+    codes: CodeProducts,
+    activation: Activation = SWIGLU,
 ) -> None:
     """Write the sum of some experts' outputs, each times its weight.
 
@@ -177,12 +187,13 @@ def sum_experts(
         experts: Of each of these n, w1 ``(2F, D)``, gate rows first, w2 ``(D, F)``, and the scales of both where they
             are codes.
         codes: Multiplies with these.
+        activation: Of the experts.
     """
     single = len(tokens) == 1
     rows = [tokens] * len(experts) if single else [tokens[weight.nonzero()[:, 0]] for weight in weights]
     wide = [product(each, w1, scales[:1], codes) for each, (w1, _, *scales) in zip(rows, experts, strict=True)]
     gate, up = torch.cat(wide).float().chunk(2, dim=1)
-    hidden = (silu(gate) * up).to(tokens.dtype).split([len(each) for each in rows])
+    hidden = activation.forward(gate, up).to(tokens.dtype).split([len(each) for each in rows])
     narrow = [product(each, w2, scales[1:], codes) for each, (_, w2, *scales) in zip(hidden, experts, strict=True)]
     outputs = torch.cat(narrow).float()
     if single:  # a fourth of the time, but where there are more tokens, a NaN would get into all of them

@@ -6,10 +6,11 @@ import random
 
 import pytest
 import torch
+from activation_cases import ACTIVATIONS
 from gemm_cases import (
+    check_activation_backward,
     check_gather,
     check_group_gemm,
-    check_swiglu_backward,
     check_wgrad,
     make_rows,
     make_table,
@@ -17,7 +18,7 @@ from gemm_cases import (
 )
 from ranks import run_ranks
 
-from comet.kernels.gemm.activation import check_backward, swiglu_backward_torch
+from comet.kernels.gemm.activation import activation_backward_torch, check_backward
 from comet.kernels.gemm.gather_rows import gather_rows
 from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm, group_gemm_torch, num_blocks, valid_rows
 from comet.kernels.gemm.wgrad import group_gemm_wgrad, group_gemm_wgrad_torch
@@ -66,7 +67,7 @@ def random_gemm_cases(rank: int, world_size: int, dtype: torch.dtype, seed: int)
         check_group_gemm(rows, num_experts, shape, dtype, gather, layout, config, generator.randrange(2**20), "cpu")
         check_gather(rows, shape[0], dtype, generator.randrange(2**20), "cpu")
         check_wgrad(rows, shape, dtype, config, generator.randrange(2**20), "cpu")
-        check_swiglu_backward(rows, shape[0], dtype, generator.randrange(2**20), "cpu")
+        check_activation_backward(rows, shape[0], dtype, generator.randrange(2**20), "cpu")
 
 
 def wgrad_cases(rank: int, world_size: int, dtype: torch.dtype) -> None:
@@ -89,7 +90,7 @@ def backward_cases(rank: int, world_size: int, dtype: torch.dtype) -> None:
     for seed, counts in enumerate(COUNTS):
         rows = make_rows(counts, block_rows=16, device="cpu", seed=seed)
         for ffn in (16, 48, 272):
-            check_swiglu_backward(rows, ffn, dtype, 10 * seed, "cpu")
+            check_activation_backward(rows, ffn, dtype, 10 * seed, "cpu", ACTIVATIONS[seed % len(ACTIVATIONS)])
 
 
 def far_table(first_row: int) -> TileTable:
@@ -151,7 +152,7 @@ def test_gathered_rows_match_twin(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_swiglu_backward_matches_twin_and_float64(dtype):
+def test_activation_backward_matches_twin_and_float64(dtype):
     run_ranks(backward_cases, 1, dtype, interpret=True, timeout=300)
 
 
@@ -215,14 +216,14 @@ def test_example_of_wgrad():
     assert not out.isnan().any()
 
 
-def test_example_of_swiglu_backward():
+def test_example_of_activation_backward():
     table = table_of([[0, 0, 1, 0]], 1, [0], 8)
     pre = torch.zeros(1, 32)
     pre[0, 16] = 3
     grad_pre, hidden, grad_weights = torch.zeros(1, 32), torch.zeros(1, 16), torch.zeros(1, 1)
     slots = torch.zeros(1, dtype=torch.int32)
     arguments = (slots, torch.tensor([[0.5]]), table, grad_pre, hidden, grad_weights)
-    swiglu_backward_torch(pre, padded([[4]], (1, 16)), *arguments)
+    activation_backward_torch(pre, padded([[4]], (1, 16)), *arguments)
     assert (grad_pre[0, 0].item(), grad_pre[0, 16].item()) == (3, 0)
     assert (hidden[0, 0].item(), grad_weights.item()) == (0, 0)
 
@@ -240,7 +241,7 @@ def test_backward_is_the_gradient_of_the_forward():
     weight = weights[rows.table.row_ids[valid].long(), rows.slots[valid].long()]
     (weight * (hidden * grad_act[valid]).sum(1)).sum().backward()
     results = (torch.zeros_like(pre), torch.zeros_like(grad_act), torch.zeros_like(weights))
-    swiglu_backward_torch(pre.detach(), grad_act, rows.slots, weights.detach(), rows.table, *results)
+    activation_backward_torch(pre.detach(), grad_act, rows.slots, weights.detach(), rows.table, *results)
     torch.testing.assert_close(results[0], pre.grad)
     torch.testing.assert_close(results[2], weights.grad)
     torch.testing.assert_close(results[1][valid], (weight[:, None] * hidden).detach())
@@ -284,7 +285,7 @@ def test_wgrad_names_the_wrong_argument():
         run(counts=counts[:1])
 
 
-def test_swiglu_backward_names_the_wrong_argument():
+def test_activation_backward_names_the_wrong_argument():
     table = example_table()
 
     def run(ffn=16, block_rows=8, hidden_rows=8):

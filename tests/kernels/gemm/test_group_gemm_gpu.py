@@ -6,10 +6,11 @@ import random
 
 import pytest
 import torch
+from activation_cases import ACTIVATIONS
 from gemm_cases import (
+    check_activation_backward,
     check_gather,
     check_group_gemm,
-    check_swiglu_backward,
     check_wgrad,
     make_rows,
     make_table,
@@ -59,11 +60,13 @@ def test_gathered_rows(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_swiglu_backward(dtype):
+def test_activation_backward(dtype):
     for seed, counts in enumerate(COUNTS):
         rows = make_rows(counts, 128, "cuda", seed)
         for ffn in (16, 272, 768, 1408):
-            check_swiglu_backward(rows, ffn, dtype, seed, "cuda")
+            check_activation_backward(rows, ffn, dtype, seed, "cuda")
+        for activation in ACTIVATIONS[1:]:
+            check_activation_backward(rows, 272, dtype, seed, "cuda", activation)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -79,7 +82,7 @@ def test_random_layouts(seed):
             for layout in ("nk", "kn"):
                 check_group_gemm(rows, num_experts, shape, torch.bfloat16, gather, layout, config, seed, "cuda")
         check_wgrad(rows, shape, torch.bfloat16, config, seed, "cuda")
-    check_swiglu_backward(rows, shape[0], torch.bfloat16, seed, "cuda")
+    check_activation_backward(rows, shape[0], torch.bfloat16, seed, "cuda")
 
 
 def test_offsets_past_two_to_the_31():

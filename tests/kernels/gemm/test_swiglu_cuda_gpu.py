@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 
 import comet.kernels.runtime.nvrtc as nvrtc
-from comet.kernels.gemm.activation import swiglu
+from comet.kernels.gemm.activation import activate
+from comet.kernels.runtime.activation import SWIGLU
 
 AT_ONCE = 2**28
 THREADS = 256
@@ -25,10 +26,10 @@ extern "C" __global__ void all_gates(const float* gates, const float* up, float*
 
 
 @triton.jit
-def all_gates_kernel(gates_ptr, up, results_ptr, BLOCK: tl.constexpr):
+def all_gates_kernel(gates_ptr, up, results_ptr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     gates = tl.load(gates_ptr + at)
-    tl.store(results_ptr + at, swiglu(gates, tl.zeros_like(gates) + up))
+    tl.store(results_ptr + at, activate(gates, tl.zeros_like(gates) + up, ACTIVATION))
 
 
 @pytest.mark.gpu
@@ -40,7 +41,7 @@ def test_every_gate_has_the_bits_of_triton():
     )
     for first in range(-(2**31), 2**31, AT_ONCE):
         gates = (torch.arange(AT_ONCE, dtype=torch.int32, device="cuda") + first).view(torch.float32)
-        all_gates_kernel[(AT_ONCE // 1024,)](gates, up.item(), wanted, BLOCK=1024)
+        all_gates_kernel[(AT_ONCE // 1024,)](gates, up.item(), wanted, BLOCK=1024, ACTIVATION=SWIGLU)
         kernel.launch(AT_ONCE // THREADS, [gates, up, results])
         differs = (results.view(torch.int32) != wanted.view(torch.int32)) & ~(results.isnan() & wanted.isnan())
         assert not differs.any(), gates[differs][:5].tolist()

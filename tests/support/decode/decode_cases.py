@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 import triton.language as tl
+from activation_cases import draw_biases
 from gemm_cases import assert_as_good, chain_of
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from comet.decode.local import run_kernels
 from comet.decode.twin import slot_weights
 from comet.kernels.decode.blocks import BlockShape, DecodeConfig, select
 from comet.kernels.decode.scales import MX, scale_values, widen
+from comet.kernels.runtime.activation import SWIGLU, Activation
 from comet.quantization.formats import FP8_BLOCK, MX_BLOCK, decode_e8m0, quantize_fp8, quantize_mxfp4, quantize_mxfp8
 
 NAN = float("nan")
@@ -37,6 +39,7 @@ class DecodeCase:
     ``none``: all are; ``repeated``: every token names one expert K times; ``unknown``: some ids are no expert's;
     ``always``: the last two experts of every token are E-2 and E-1, as a shared one's pieces are.
     ``held``: how many of the E experts are held; the others' routing weights are NaN, as are the slots nobody uses.
+    ``activation`` of the experts, ``biased`` where both of their projections have biases.
     ``quantised``: one of ``QUANTISERS``, with scales that differ from one to the next by powers of two.
     """
 
@@ -51,6 +54,8 @@ class DecodeCase:
     held: int | None = None
     seed: int = 0
     quantised: str = ""
+    activation: Activation = SWIGLU
+    biased: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,8 +71,12 @@ class Inputs:
     def double(self) -> Inputs:
         by_slot = [slot_weights(self.weights, slot, torch.float64) for slot in range(self.weights.w1.shape[0])]
         w1, w2 = (torch.stack(of_slots) for of_slots in zip(*by_slot, strict=True))
-        wide = DecodeWeights(w1=w1, w2=w2, slots=self.weights.slots)
+        biases = {name: None if bias is None else bias.double() for name, bias in self.biases().items()}
+        wide = DecodeWeights(w1=w1, w2=w2, slots=self.weights.slots, activation=self.weights.activation, **biases)
         return replace(self, tokens=self.tokens.double(), routing_weights=self.routing_weights.double(), weights=wide)
+
+    def biases(self) -> dict[str, Tensor | None]:
+        return {"b1": self.weights.b1, "b2": self.weights.b2}
 
     def twin(self) -> Tensor:
         return warp_decode_torch(self.tokens, self.legal_ids, self.routing_weights, self.weights)
@@ -118,6 +127,11 @@ def make_inputs(case: DecodeCase, dtype: torch.dtype, device: str) -> Inputs:
         weights = quantised_weights(case.quantised, w1, w2, slots, used, generator, device)
     else:
         weights = DecodeWeights(w1=w1.to(dtype).to(device), w2=w2.to(dtype).to(device), slots=slots.to(device))
+    weights = replace(weights, activation=case.activation)
+    if case.biased:
+        b1, b2 = draw_biases(num_slots, case.F, case.D, dtype, case.seed)
+        b1[~used], b2[~used] = NAN, NAN
+        weights = replace(weights, b1=b1.to(device), b2=b2.to(device))
     return Inputs(tokens, ids.to(device), legal.to(device), routing_weights.to(device), weights)
 
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from comet.kernels.gemm.activation import swiglu_backward, swiglu_backward_torch
+from comet.kernels.gemm.activation import activation_backward, activation_backward_torch
 from comet.kernels.gemm.gather_rows import OwnRows, gather_rows, gather_rows_torch
 from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm, group_gemm_torch
 from comet.kernels.gemm.wgrad import group_gemm_wgrad, group_gemm_wgrad_torch
+from comet.kernels.runtime.activation import SWIGLU, Activation
 from comet.kernels.runtime.arguments import TileTable
 
 NAN = float("nan")
@@ -182,23 +183,27 @@ def check_wgrad(
     return outs[0]
 
 
-def check_swiglu_backward(rows: Rows, ffn: int, dtype: torch.dtype, seed: int, device: str) -> None:
+def check_activation_backward(
+    rows: Rows, ffn: int, dtype: torch.dtype, seed: int, device: str, activation: Activation = SWIGLU
+) -> None:
     """Compare with the twin and with float64; padding and uncovered routing weights keep what they held."""
     pre = poison_padding(4 * values((rows.num_rows, 2 * ffn), dtype, device, seed), rows)
     grad_act = poison_padding(values((rows.num_rows, ffn), dtype, device, seed + 1), rows)
     weights = values((rows.num_received, rows.top_k), torch.float32, device, seed + 2)
     results = []
-    for fn, kind in ((swiglu_backward, dtype), (swiglu_backward_torch, dtype), (swiglu_backward_torch, torch.float64)):
+    twin = activation_backward_torch
+    for fn, kind in ((activation_backward, dtype), (twin, dtype), (twin, torch.float64)):
         grad_pre = torch.full((rows.num_rows, 2 * ffn), 77.0, dtype=kind, device=device)
         hidden = torch.full((rows.num_rows, ffn), 77.0, dtype=kind, device=device)
         wide = torch.float64 if kind == torch.float64 else torch.float32
         grad_weights = torch.full(weights.shape, 77.0, dtype=wide, device=device)
-        fn(pre.to(kind), grad_act.to(kind), rows.slots, weights, rows.table, grad_pre, hidden, grad_weights)
+        inputs = pre.to(kind), grad_act.to(kind), rows.slots, weights, rows.table
+        fn(*inputs, grad_pre, hidden, grad_weights, activation)
         results.append((grad_pre, hidden, grad_weights))
     covered = torch.zeros(weights.shape, dtype=torch.bool, device=device)
     valid = valid_mask(rows)
     covered[rows.table.row_ids[valid].long(), rows.slots[valid].long()] = True
-    for name, got, twin, exact in zip(("grad_pre", "hidden", "grad_weights"), *results, strict=True):
+    for name, got, same, exact in zip(("grad_pre", "hidden", "grad_weights"), *results, strict=True):
         untouched = ~covered if name == "grad_weights" else ~valid
         assert (got[untouched] == 77).all(), f"{name}: an entry that belongs to no routed row was written"
-        assert_as_good(f"swiglu_backward {name} F={ffn} {dtype} seed={seed}", got, twin, exact)
+        assert_as_good(f"activation_backward {name} F={ffn} {activation.name} {dtype} seed={seed}", got, same, exact)

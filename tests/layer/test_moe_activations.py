@@ -1,0 +1,67 @@
+"""The layer with every activation and with biases on every path: output and gradients, on ranks, padded widths."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from activation_cases import ACTIVATIONS
+from activation_layers import NAMES, expected, make_config, run_layer
+from ranks import run_ranks
+from torch import Tensor
+
+from comet.config import ParallelConfig
+from comet.kernels.runtime.activation import DEFINITIONS, Activation, Definition
+from comet.layer.group import make_expert_group
+from comet.layout import Biases
+from comet.moe import MoE
+
+PATHS = ("reference", "plain")
+# F = 32: whole tiles; F = 24 and, over TP = 2, F = 16: padded.
+ALL = [(index, ffn_size) for index in range(len(ACTIVATIONS)) for ffn_size in (32, 16)]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("ep", "tp"), [(1, 1), (2, 2)])
+def test_output_and_gradients(path: str, ep: int, tp: int) -> None:
+    found = run_ranks(run_layer, ep * tp, path, ep, tp, ALL)
+    for case, (index, ffn_size) in enumerate(ALL):
+        wanted = expected(index, ffn_size, ep, tp)
+        for rank, ranks_found in enumerate(found):
+            for name, got, want in zip(NAMES, ranks_found[case], wanted[rank], strict=True):
+                said = f"{ACTIVATIONS[index].name}, F={ffn_size}, rank {rank}, {name}: "
+                torch.testing.assert_close(got.double(), want, rtol=2e-4, atol=2e-5, msg=said.__add__)
+
+
+def cosine(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    return gate.cos() + up
+
+
+def cosine_gradients(gate: Tensor, up: Tensor, grad: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
+    return -grad * gate.sin(), grad
+
+
+def run_cosine(rank: int, world_size: int, path: str, index: int) -> list[list[Tensor]]:
+    DEFINITIONS["reglu"] = Definition(cosine, cosine_gradients, {})  # of this rank, which ends with the test
+    return run_layer(rank, world_size, path, 1, 2, [(index, 16)])
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_an_activation_that_is_not_0_at_0_may_be_padded(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cos(gate) + up: each padded column of hidden is 1, meets zeros of w2, and its gradients are dropped."""
+    monkeypatch.setitem(DEFINITIONS, "reglu", Definition(cosine, cosine_gradients, {}))
+    index = [activation.name for activation in ACTIVATIONS].index("reglu")
+    found = run_ranks(run_cosine, 2, path, index)
+    for rank, wanted in enumerate(expected(index, 16, 1, 2)):
+        for name, got, want in zip(NAMES, found[rank][0], wanted, strict=True):
+            torch.testing.assert_close(got.double(), want, rtol=2e-4, atol=2e-5, msg=f"rank {rank}, {name}: ".__add__)
+
+
+def test_a_call_with_biases_must_fit_the_layer() -> None:
+    config = make_config(1, 32, expert_bias=False)
+    group = make_expert_group(config, ParallelConfig(), max_tokens=16, dtype=torch.float32, device=torch.device("cpu"))
+    layer = MoE(config, group, path="plain")
+    assert layer.b1 is None
+    tokens, ids = torch.zeros(2, 32), torch.zeros(2, 2, dtype=torch.int32)
+    weights = layer.w1.flatten(1, 2), layer.w2
+    with pytest.raises(ValueError, match="biases=True of the call must be the layer's expert_bias=False"):
+        layer.experts(tokens, ids, torch.ones(2, 2), *weights, Biases(torch.zeros(4, 64), torch.zeros(4, 32)))
