@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -126,11 +126,11 @@ class ExpertLayout:
         return self.ep_rank * self.experts_local
 
 
-def added_biases(biases: Biases | None, layout: ExpertLayout) -> dict[str, Any]:
-    """By name, what one rank adds of the biases of its experts: b2 on the first TP rank of a shard alone."""
+def added_biases(biases: Biases | None, layout: ExpertLayout) -> tuple[Tensor | None, Tensor | None]:
+    """b1 and b2 as one rank adds them to its experts: b2 on the first TP rank of a shard alone."""
     if biases is None:
-        return {}
-    return {"b1": biases.b1, "b2": biases.b2 if layout.tp_rank == 0 else None}
+        return None, None
+    return biases.b1, biases.b2 if layout.tp_rank == 0 else None
 
 
 def refuse_biases(biases: Biases | None, who: str) -> None:

@@ -23,6 +23,9 @@ from itertools import product
 
 import support  # noqa: F401 - puts the helpers on the import path
 import torch
+from activation_cases import ACTIVATIONS
+from activation_layers import expected, run_case
+from bias_cases import check_bias_gradient, check_bias_products
 from decode_cases import FOLD, MATRIX, QUANTISERS, VECTOR, DecodeCase, check_decode
 from decode_ranks import compare_step, gathered_inputs, shard, step_inputs
 from dequantize_cases import SIZES, check_dequantize
@@ -40,6 +43,7 @@ from played_ranks import Kind, PlayedCase
 from router_kernel_cases import check_logits, check_measure, check_select, check_top_k
 from stress_cases import StressCase
 
+from comet.config import ParallelConfig
 from comet.decode import DecodeWeights, RankDecode, rank_slots, warp_decode_torch
 from comet.decode.local import run_kernels
 from comet.experts import ExpertCache
@@ -48,6 +52,7 @@ from comet.kernels.experts.prefetch import plan, travel
 from comet.kernels.gemm.group_gemm import GemmConfig
 from comet.kernels.gemm.wgrad import group_gemm_wgrad
 from comet.kernels.gemm.wgrad_cuda import group_gemm_wgrad_cuda
+from comet.kernels.runtime.activation import Activation
 from comet.layout import ExpertLayout
 from comet.quantization.formats import quantize_fp8
 
@@ -149,6 +154,22 @@ def run_decode(device: torch.device, dtype: torch.dtype) -> None:
         for num_tokens in (1, 3):
             case = replace(wide, name=f"{quantised}, {num_tokens} tokens", T=num_tokens, quantised=quantised)
             check_decode(case, dtype, device.type, runs=1)
+
+
+def run_biases(device: torch.device, dtype: torch.dtype) -> None:
+    """gpt-oss's activation and biases: decode, a layer of one rank forward and backward, and the biases' gradients."""
+    activation = Activation("clamped_swiglu")
+    tiny = DecodeCase(name="biases", T=1, K=2, E=3, D=80, F=48, held=2, config=FOLD, activation=activation, biased=True)
+    for num_tokens, config in ((1, FOLD), (2, VECTOR), (3, MATRIX)):
+        check_decode(replace(tiny, T=num_tokens, config=config), dtype, device.type, runs=1)
+    for index in range(len(ACTIVATIONS)):
+        layer = run_case(0, "fused", ParallelConfig(), index, 48, device.type, dtype=dtype)
+        for found, exact in zip(layer, expected(index, 48, 1, 1)[0], strict=True):
+            assert (found.double() - exact).norm() <= 16 * torch.finfo(dtype).eps * exact.norm()
+    rows = make_rows([[0, 1, 70, 33]], 128, device.type, 1)
+    for weighted in (False, True):
+        check_bias_gradient(rows, 80, dtype, 1, device.type, weighted=weighted)
+    check_bias_products(rows, 80, dtype, 1, device.type)
 
 
 def run_expert_cache(device: torch.device, dtype: torch.dtype) -> None:
@@ -318,6 +339,7 @@ PARTS: dict[str, tuple[Callable[[torch.device, torch.dtype], None], bool]] = {
     "layer1_cuda": (lambda device, dtype: run_cuda_layer1(dtype), True),
     "backward_cuda": (run_cuda_backward, True),
     "decode": (run_decode, False),
+    "biases": (run_biases, False),
     "expert_cache": (run_expert_cache, False),
     "expert_prefetch": (run_expert_prefetch, False),
     "expert_drafts": (run_expert_drafts, False),

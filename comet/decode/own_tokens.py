@@ -96,8 +96,8 @@ class OwnTokensRunner:
         if most > self.decode_tokens or self.decode_on_ranks is None or learns:
             return self.path(tokens, top_k_ids, top_k_weights, w1, w2, biases)
         self.match(w1, w2, *(biases or ()))  # slots name places that there have to be
-        added = added_biases(biases, self.layout)
-        experts = DecodeWeights(w1=w1, w2=w2, slots=self.slots, activation=self.activation, **added)
+        b1, b2 = added_biases(biases, self.layout)
+        experts = DecodeWeights(w1=w1, w2=w2, slots=self.slots, activation=self.activation, b1=b1, b2=b2)
         scratch = self.decode.scratch(tokens, experts)
         return self.decode_on_ranks(tokens, top_k_ids, top_k_weights, experts, scratch=scratch)
 

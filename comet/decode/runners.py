@@ -163,8 +163,10 @@ class LocalRunner:
         learns = wants_grad(tokens, top_k_weights, w1, w2, *(biases or ()))
         if tokens.shape[0] <= self.decode.max_tokens and not learns:
             if experts is None:
-                added = added_biases(biases, layout)
-                experts = DecodeWeights(w1=w1, w2=w2, slots=self._slots_like(w1), activation=self.activation, **added)
+                b1, b2 = added_biases(biases, layout)
+                experts = DecodeWeights(
+                    w1=w1, w2=w2, slots=self._slots_like(w1), activation=self.activation, b1=b1, b2=b2
+                )
             return self.decode(tokens, top_k_ids, top_k_weights, experts)
         return plain_experts(tokens, top_k_ids, top_k_weights, w1, w2, layout, None, self.activation, biases)
 
@@ -252,8 +254,8 @@ class ReplicatedRunner:
                 compute = partial(fp8_path(self.path), **fp8_weights(experts))
             return run_path_on_slices(tokens, top_k_ids, top_k_weights, compute, self.group)
         if experts is None:
-            added = added_biases(biases, self.layout)
-            experts = DecodeWeights(w1=w1, w2=w2, slots=self.slots, activation=self.activation, **added)
+            b1, b2 = added_biases(biases, self.layout)
+            experts = DecodeWeights(w1=w1, w2=w2, slots=self.slots, activation=self.activation, b1=b1, b2=b2)
         scratch = self.decode.scratch(tokens, experts)
         return self.decode_on_ranks(tokens, top_k_ids, top_k_weights, experts, scratch=scratch)
 

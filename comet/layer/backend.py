@@ -169,7 +169,7 @@ class Backend(ABC):
 
     @abstractmethod
     def dispatch_gemm(
-        self, x: Tensor, w1: Tensor, plan: Plan, *, save_pre_activation: bool
+        self, x: Tensor, w1: Tensor, plan: Plan, b1: Tensor | None = None, *, save_pre_activation: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Layer 0: dispatch || grouped GEMM || activation.
 
@@ -177,6 +177,7 @@ class Backend(ABC):
             x: ``(T, D)`` this rank's tokens.
             w1: ``(e, 2F, D)`` gate rows, then up rows.
             plan: Where rows go.
+            b1: ``(e, 2F)`` biases of gate | up; ``None``: none.
             save_pre_activation: Keep gate | up for the backward pass.
 
         Returns:
@@ -184,34 +185,36 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def gemm_combine(self, hidden: Tensor, w2: Tensor, plan: Plan) -> Tensor:
+    def gemm_combine(self, hidden: Tensor, w2: Tensor, plan: Plan, b2: Tensor | None = None) -> Tensor:
         """Layer 1: grouped GEMM || weighted top-k reduce || combine.
 
         Args:
             hidden: ``(Q, F)`` from ``dispatch_gemm``.
             w2: ``(e, D, F)``.
             plan: Where rows go; holds the routing weights.
+            b2: ``(e, D)`` biases that this rank adds; ``None``: none.
 
         Returns:
             ``(T, D)`` for this rank's tokens.
         """
 
     @abstractmethod
-    def dispatch_gemm_fp8(self, x: Tensor, w1: FP8, plan: Plan) -> FP8:
+    def dispatch_gemm_fp8(self, x: Tensor, w1: FP8, plan: Plan, b1: Tensor | None = None) -> FP8:
         """Layer 0 on e4m3: tokens are quantised before they travel, hidden as soon as it is computed, in float32.
 
         Args:
             x: ``(T, D)`` this rank's tokens.
             w1: ``(e, 2F, D)`` gate rows, then up rows; D and F multiples of 128.
             plan: Where rows go.
+            b1: ``(e, 2F)`` biases of gate | up, of the pool's type; ``None``: none.
 
         Returns:
             hidden ``(Q, F)`` with a scale per row and 128 columns; rows of no tile are undefined.
         """
 
     @abstractmethod
-    def gemm_combine_fp8(self, hidden: FP8, w2: FP8, plan: Plan) -> Tensor:
-        """Layer 1 on e4m3: hidden ``(Q, F)`` and w2 ``(e, D, F)`` make ``(T, D)`` of the pool's type."""
+    def gemm_combine_fp8(self, hidden: FP8, w2: FP8, plan: Plan, b2: Tensor | None = None) -> Tensor:
+        """Layer 1 on e4m3: hidden ``(Q, F)``, w2 ``(e, D, F)`` and b2 ``(e, D)`` make ``(T, D)`` of the pool's type."""
 
     # ---- backward ----------------------------------------------------------------------------------------------------
 
@@ -234,12 +237,29 @@ class Backend(ABC):
 
     @abstractmethod
     def activation_backward(self, pre_activation: Tensor, grad_hidden: Tensor, plan: Plan) -> ActivationGradients:
-        """Backward of ``weight * (silu(gate) * up)``.
+        """Backward of ``weight * activation(gate, up)``.
 
         Args:
             pre_activation: ``(Q, 2F)`` gate | up.
             grad_hidden: ``(Q, F)`` from ``dispatch_dgrad``.
             plan: Holds the routing weights.
+        """
+
+    @abstractmethod
+    def bias_backward(
+        self, grad_pre: Tensor, grad_rows: Tensor, b2: Tensor | None, grad_row_weights: Tensor, plan: Plan
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of both biases: sums over an expert's rows, in one order.
+
+        Args:
+            grad_pre: ``(Q, 2F)`` gradient of gate | up.
+            grad_rows: ``(Q, D)`` gradient of the output, by routed row.
+            b2: ``(e, D)`` biases that this rank added; ``None``: none.
+            grad_row_weights: ``(R, K)`` float32 gradients of the routing weights; what comes through b2 is added here.
+            plan: Holds the routing weights.
+
+        Returns:
+            ``(e, 2F)`` and ``(e, D)``; the second on every TP rank, whichever added the bias.
         """
 
     @abstractmethod

@@ -16,6 +16,7 @@ from torch import Tensor
 from comet.comm.base import SymmTensor
 from comet.config import require
 from comet.kernels.gemm.activation import activation_backward
+from comet.kernels.gemm.bias import add_bias_products, bias_gradient
 from comet.kernels.gemm.fp8 import pack_rows
 from comet.kernels.gemm.gather_rows import gather_rows
 from comet.kernels.gemm.group_gemm import GemmConfig
@@ -53,7 +54,7 @@ class Fused(Backend):
         return pending
 
     def dispatch_gemm(
-        self, x: Tensor, w1: Tensor, plan: Plan, *, save_pre_activation: bool
+        self, x: Tensor, w1: Tensor, plan: Plan, b1: Tensor | None = None, *, save_pre_activation: bool
     ) -> tuple[Tensor, Tensor | None]:
         """One launch."""
         x, workspace, settings = aligned(x), self.workspace, self.settings
@@ -62,20 +63,20 @@ class Fused(Backend):
         pre = x.new_empty(rows, 2 * ffn) if save_pre_activation else None
         config = dispatch_config(settings, x, save_pre=save_pre_activation)
         table = tile_table(plan, Launch.DISPATCH_GEMM)
-        dispatch_gemm(x, w1, hidden, pre, recv_wire(workspace), sends_of(plan), table, config)
+        dispatch_gemm(x, w1, hidden, pre, recv_wire(workspace), sends_of(plan), table, config, b1)
         return hidden, pre
 
-    def gemm_combine(self, hidden: Tensor, w2: Tensor, plan: Plan) -> Tensor:
+    def gemm_combine(self, hidden: Tensor, w2: Tensor, plan: Plan, b2: Tensor | None = None) -> Tensor:
         """One launch, or two beside each other (``comet.kernels.layer.triton.gemm_combine``)."""
         settings = self.settings
         y = hidden.new_empty(hidden.shape[0], w2.shape[1])
         out = hidden.new_empty(plan.num_tokens, w2.shape[1])
-        config = combine_config(settings, settings.layer1.num_panels, out)
+        config = with_biases(settings, combine_config(settings, settings.layer1.num_panels, out))
         wire, returns = combine_wire(self.workspace), returns_of(plan, weighted=True)
-        gemm_combine(hidden, w2, y, out, wire, returns, tile_table(plan, Launch.GEMM_COMBINE), config)
+        gemm_combine(hidden, w2, y, out, wire, returns, tile_table(plan, Launch.GEMM_COMBINE), config, bias=b2)
         return out
 
-    def dispatch_gemm_fp8(self, x: Tensor, w1: FP8, plan: Plan) -> FP8:
+    def dispatch_gemm_fp8(self, x: Tensor, w1: FP8, plan: Plan, b1: Tensor | None = None) -> FP8:
         """A launch that quantises, and one for the rest."""
         x, workspace, settings = aligned(x), self.workspace, self.settings
         rows, ffn = plan.routed_row_ids.numel(), w1.elements.shape[1] // 2
@@ -89,10 +90,10 @@ class Fused(Backend):
         wire = make_wire(workspace, landing, workspace.recv_flags)
         wire = replace(wire, rows=wire.rows.view(torch.int32))
         weights, hidden = Scaled(elements=w1.elements, scales=w1.scales), Scaled(elements=elements, scales=scales)
-        fp8_dispatch_gemm(weights, hidden, wire, sends_of(plan), table, config)
+        fp8_dispatch_gemm(weights, hidden, wire, sends_of(plan), table, config, b1)
         return FP8(elements=elements, scales=scales.T, block_rows=1, trusted=True)
 
-    def gemm_combine_fp8(self, hidden: FP8, w2: FP8, plan: Plan) -> Tensor:
+    def gemm_combine_fp8(self, hidden: FP8, w2: FP8, plan: Plan, b2: Tensor | None = None) -> Tensor:
         """In Triton no comm block runs beside its tiles, which leave no registers."""
         workspace, settings = self.workspace, self.settings
         dtype, hidden_size = workspace.shape.dtype, w2.elements.shape[1]
@@ -104,7 +105,8 @@ class Fused(Backend):
         wire, returns = combine_wire(workspace), returns_of(plan, weighted=True)
         rows = Scaled(elements=hidden.elements, scales=hidden.scales.T)
         weights = Scaled(elements=w2.elements, scales=w2.scales)
-        gemm_combine(rows, weights, y, out, wire, returns, tile_table(plan, Launch.GEMM_COMBINE), config)
+        config, table = with_biases(settings, config), tile_table(plan, Launch.GEMM_COMBINE)
+        gemm_combine(rows, weights, y, out, wire, returns, table, config, bias=b2)
         return out
 
     def barrier(self) -> None:
@@ -133,9 +135,25 @@ class Fused(Backend):
         """Routed rows of no tile are undefined."""
         grad_pre, weighted_hidden = torch.empty_like(pre_activation), torch.empty_like(grad_hidden)
         row_grads, table = torch.zeros_like(plan.row_weights), tile_table(plan, Launch.DISPATCH_DGRAD)
-        rows = plan.routed_slots, plan.row_weights, table
-        activation_backward(pre_activation, grad_hidden, *rows, grad_pre, weighted_hidden, row_grads)
+        rows, results = (plan.routed_slots, plan.row_weights, table), (grad_pre, weighted_hidden, row_grads)
+        activation_backward(pre_activation, grad_hidden, *rows, *results, self.settings.activation)
         return ActivationGradients(grad_pre, weighted_hidden, row_grads)
+
+    def bias_backward(
+        self, grad_pre: Tensor, grad_rows: Tensor, b2: Tensor | None, grad_row_weights: Tensor, plan: Plan
+    ) -> tuple[Tensor, Tensor]:
+        """A launch for each bias, and one for the routing weights."""
+        experts, segments = plan.layout.experts_local, (plan.segment_starts, plan.segment_counts)
+        b1_grad, b2_grad = (
+            grad_pre.new_empty(experts, grad_pre.shape[1]),
+            grad_rows.new_empty(experts, grad_rows.shape[1]),
+        )
+        bias_gradient(grad_pre, b1_grad, segments, None)
+        bias_gradient(grad_rows, b2_grad, segments, (plan.routed_row_ids, plan.routed_slots, plan.row_weights))
+        if b2 is not None:
+            table = tile_table(plan, Launch.DISPATCH_DGRAD)
+            add_bias_products(grad_rows, b2, plan.routed_slots, table, grad_row_weights)
+        return b1_grad, b2_grad
 
     def dgrad_combine(
         self, grad_pre: Tensor, w1: Tensor, grad_row_weights: Tensor, plan: Plan
@@ -265,7 +283,13 @@ def dispatch_config(settings: LayerSettings, x: Tensor, *, save_pre: bool) -> Di
         push_cols=move_cols(x, 1024),
         flatten=x.dtype != torch.float32,
         num_stages=min(tile.num_stages, 3) if save_pre else tile.num_stages,
+        activation=settings.activation,
     )
+
+
+def with_biases(settings: LayerSettings, config: GemmCombineConfig) -> GemmCombineConfig:
+    """Of layer 1's forward pass: in Triton on all ranks where one adds biases: they have to agree in their flags."""
+    return replace(config, cuda_kernels=config.cuda_kernels and not settings.expert_bias)
 
 
 def combine_config(settings: LayerSettings, num_panels: int, out: Tensor) -> GemmCombineConfig:

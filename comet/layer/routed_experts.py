@@ -24,8 +24,8 @@ from comet.layer.backend import Backend
 from comet.layer.group import ExpertGroup
 from comet.layer.plan import Plan, check_tokens
 from comet.layer.twin.layer import Twin
-from comet.layer.weights import check_built, match_once, match_weights, pad_width
-from comet.layout import Biases
+from comet.layer.weights import match_once, match_weights, pad_width
+from comet.layout import Biases, added_biases
 from comet.quantization.formats import FP8
 from comet.quantization.packed import match_fp8_weights
 from comet.utils.uncompiled import uncompiled
@@ -55,6 +55,8 @@ class Gradients(NamedTuple):
     top_k_weights: Tensor
     w1: Tensor | None
     w2: Tensor | None
+    b1: Tensor | None = None
+    b2: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,15 @@ class DeferredWgrad:
 
 
 def forward(
-    x: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor, backend: Backend, *, trains: bool
+    x: Tensor,
+    top_k_ids: Tensor,
+    top_k_weights: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    backend: Backend,
+    biases: Biases | None = None,
+    *,
+    trains: bool,
 ) -> tuple[Tensor, Saved | None]:
     """The weighted sum of each token's experts.
 
@@ -109,14 +119,16 @@ def forward(
         w1: ``(e, 2F, D)`` gate rows, then up rows, of this rank's experts (its slice of F under TP).
         w2: ``(e, D, F)``.
         backend: Of the layer.
+        biases: ``(e, 2F)`` and ``(e, D)`` of these experts; ``None``: there are none.
         trains: Whether a backward pass will follow.
 
     Returns:
         ``(T, D)``, and what the backward pass needs if there is one.
     """
+    b1, b2 = added_biases(biases, backend.layout)
     plan = backend.plan(top_k_ids, top_k_weights, trains=trains)
-    hidden, pre_activation = backend.dispatch_gemm(x, w1, plan, save_pre_activation=trains)
-    output = backend.gemm_combine(hidden, w2, plan)
+    hidden, pre_activation = backend.dispatch_gemm(x, w1, plan, b1, save_pre_activation=trains)
+    output = backend.gemm_combine(hidden, w2, plan, b2)
     backend.workspace.comm.in_flight = False
     if pre_activation is None:
         return output, None
@@ -124,17 +136,32 @@ def forward(
     return output, Saved(backend.keep_received(x, plan), pre_activation, plan)
 
 
-def forward_fp8(x: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: FP8, w2: FP8, backend: Backend) -> Tensor:
+def forward_fp8(
+    x: Tensor,
+    top_k_ids: Tensor,
+    top_k_weights: Tensor,
+    w1: FP8,
+    w2: FP8,
+    backend: Backend,
+    biases: Biases | None = None,
+) -> Tensor:
     """``forward`` in block FP8, without a backward pass: ``(T, D)`` for the same shapes."""
+    b1, b2 = added_biases(biases, backend.layout)
     plan = backend.plan(top_k_ids, top_k_weights)
-    hidden = backend.dispatch_gemm_fp8(x, w1, plan)
-    output = backend.gemm_combine_fp8(hidden, w2, plan)
+    hidden = backend.dispatch_gemm_fp8(x, w1, plan, b1)
+    output = backend.gemm_combine_fp8(hidden, w2, plan, b2)
     backend.workspace.comm.in_flight = False
     return output
 
 
 def backward(
-    grad_output: Tensor, saved: Saved, w1: Tensor, w2: Tensor, backend: Backend, deferred: DeferredWgrad | None
+    grad_output: Tensor,
+    saved: Saved,
+    w1: Tensor,
+    w2: Tensor,
+    backend: Backend,
+    deferred: DeferredWgrad | None,
+    biases: Biases | None = None,
 ) -> Gradients:
     """Layer 1's dispatch and GEMM for hidden, layer 0's GEMM and combine for the tokens, and both weights.
 
@@ -145,6 +172,7 @@ def backward(
         w2: ``(e, D, F)``.
         backend: Of the layer.
         deferred: Where to leave the weight gradients; ``None``: they are made here.
+        biases: Of the forward pass, whose gradients are made here; ``None``: there were none.
 
     Returns:
         The gradients.
@@ -154,13 +182,18 @@ def backward(
     grad_rows, grad_hidden = backend.dispatch_dgrad(grad_output, w2, plan)
     grad_pre, weighted_hidden, grad_row_weights = backend.activation_backward(saved.pre_activation, grad_hidden, plan)
     del grad_hidden
+    grad_biases: tuple[Tensor, ...] = ()
+    if biases is not None:
+        _, b2 = added_biases(biases, backend.layout)
+        grad_biases = backend.bias_backward(grad_pre, grad_rows, b2, grad_row_weights, plan)
     if deferred is not None:
         deferred.last = Wgrad(backend, plan, saved.received, grad_pre, grad_rows, weighted_hidden)
-        return Gradients(*backend.dgrad_combine(grad_pre, w1, grad_row_weights, plan), None, None)
+        return Gradients(*backend.dgrad_combine(grad_pre, w1, grad_row_weights, plan), None, None, *grad_biases)
     grad_w2 = backend.fc2_wgrad(grad_rows, weighted_hidden, plan)
     del grad_rows, weighted_hidden  # before as much is needed again
     grad_x, grad_top_k_weights = backend.dgrad_combine(grad_pre, w1, grad_row_weights, plan)
-    return Gradients(grad_x, grad_top_k_weights, backend.fc1_wgrad(grad_pre, saved.received, plan), grad_w2)
+    grad_w1 = backend.fc1_wgrad(grad_pre, saved.received, plan)
+    return Gradients(grad_x, grad_top_k_weights, grad_w1, grad_w2, *grad_biases)
 
 
 class SymmetricPath:
@@ -181,7 +214,6 @@ class SymmetricPath:
         self, config: MoEConfig, group: ExpertGroup, overlap: OverlapConfig | None, *, use_kernels: bool
     ) -> None:
         require_memory(group.comm, f"path={'fused' if use_kernels else 'twin'!r}", WITHOUT_MEMORY)
-        check_built(config)
         dtype, device = group.workspace.shape.dtype, group.device
         self.backend = make_backend(config, group, overlap, use_kernels=use_kernels)
         self.use_kernels = use_kernels
@@ -212,17 +244,27 @@ class SymmetricPath:
         check_tokens(tokens, top_k_ids, self.workspace)
         self.match(w1, w2, *(biases or ()))
         w1, w2 = w1.contiguous(), w2.contiguous()  # kernels find their rows by address
-        padded_w1, padded_w2, _ = pad_width(w1, w2)
+        biases = biases and Biases(*(bias.contiguous() for bias in biases))
+        padded_w1, padded_w2, biases = pad_width(w1, w2, biases)
         inputs = tokens, top_k_ids, top_k_weights, padded_w1, padded_w2
         with self.workspace.forward_step:
             # Asked out here: inside of an autograd function inputs seem to need gradients under no_grad, too.
-            if wants_grad(tokens, w1, w2, top_k_weights):
-                output: Tensor = _RoutedExperts.apply(*inputs, self.backend, self.deferred if padded_w1 is w1 else None)
+            if wants_grad(tokens, w1, w2, top_k_weights, *(biases or ())):
+                deferred = self.deferred if padded_w1 is w1 else None
+                output: Tensor = _RoutedExperts.apply(*inputs, self.backend, deferred, *(biases or ()))
                 return output
-            return forward(tokens.contiguous(), *inputs[1:], self.backend, trains=False)[0]
+            return forward(tokens.contiguous(), *inputs[1:], self.backend, biases, trains=False)[0]
 
     @uncompiled
-    def fp8(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: FP8, w2: FP8) -> Tensor:
+    def fp8(
+        self,
+        tokens: Tensor,
+        top_k_ids: Tensor,
+        top_k_weights: Tensor,
+        w1: FP8,
+        w2: FP8,
+        biases: Biases | None = None,
+    ) -> Tensor:
         """As a call, for inference, with e4m3 products: tokens and hidden are quantised on the way.
 
         Args:
@@ -231,6 +273,7 @@ class SymmetricPath:
             top_k_weights: ``(T, K)`` float32.
             w1: ``(e, 2F/TP, D)`` with a scale per 128 x 128; elements and scales are contiguous.
             w2: ``(e, D, F/TP)`` with a scale per 128 x 128; elements and scales are contiguous.
+            biases: ``(e, 2F/TP)`` and ``(e, D)`` of the pool's type; ``None``: there are none.
 
         Returns:
             ``(T, D)``.
@@ -241,12 +284,14 @@ class SymmetricPath:
         """
         check_tokens(tokens, top_k_ids, self.workspace)
         self.match_fp8(w1.elements, w2.elements, w1.scales, w2.scales)
+        biased = self.backend.settings.expert_bias
+        require((biases is not None) == biased, f"biases={biases is not None} must be the layer's expert_bias={biased}")
         require(
             not wants_grad(tokens, top_k_weights),
             "requires_grad=True of tokens or top_k_weights must be False: experts in block FP8 are for inference",
         )
         with self.workspace.forward_step:
-            return forward_fp8(tokens.contiguous(), top_k_ids, top_k_weights, w1, w2, self.backend)
+            return forward_fp8(tokens.contiguous(), top_k_ids, top_k_weights, w1, w2, self.backend, biases)
 
     @contextmanager
     def defer_wgrad(self) -> Iterator[DeferredWgrad]:
@@ -288,20 +333,24 @@ class _RoutedExperts(Function):
         w2: Tensor,
         backend: Backend,
         deferred: DeferredWgrad | None,
+        *biases: Tensor,
     ) -> Tensor:
-        output, saved = forward(x.contiguous(), top_k_ids, top_k_weights, w1, w2, backend, trains=True)
+        given = Biases(*biases) if biases else None
+        output, saved = forward(x.contiguous(), top_k_ids, top_k_weights, w1, w2, backend, given, trains=True)
         assert saved is not None
         ctx.plan, ctx.backend, ctx.deferred = saved.plan, backend, deferred
         # The plan is saved like any other tensor: a checkpoint that runs the forward pass again, with what may be
         # another routing, hands out the tensors of that one, all of them or none.
-        ctx.save_for_backward(saved.received, saved.pre_activation, saved.plan.memory, w1, w2)
+        ctx.save_for_backward(saved.received, saved.pre_activation, saved.plan.memory, w1, w2, *biases)
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         with ctx.backend.workspace.backward_step:
-            received, pre_activation, plan_memory, w1, w2 = ctx.saved_tensors
+            received, pre_activation, plan_memory, w1, w2, *biases = ctx.saved_tensors
             saved = Saved(received, pre_activation, ctx.plan.for_backward(plan_memory))
-            found = backward(grad_output.contiguous(), saved, w1, w2, ctx.backend, ctx.deferred)
-        return found.x, None, found.top_k_weights, found.w1, found.w2, None, None
+            given = Biases(*biases) if biases else None
+            found = backward(grad_output.contiguous(), saved, w1, w2, ctx.backend, ctx.deferred, given)
+        of_biases = (found.b1, found.b2) if biases else ()
+        return found.x, None, found.top_k_weights, found.w1, found.w2, None, None, *of_biases

@@ -53,13 +53,6 @@ def match_weights(
         sizes.match("b2", b2, "e D", **rules)
 
 
-def check_built(config: MoEConfig) -> None:
-    """Raise ``NotImplementedError`` unless layer 0 and layer 1 have a layer's activation, and no bias is asked for."""
-    name = config.activation.name
-    if name != "swiglu" or config.expert_bias:
-        raise NotImplementedError(f"activation={name!r}, expert_bias={config.expert_bias} need path 'plain'")
-
-
 def pad_width(w1: Tensor, w2: Tensor, biases: Biases | None = None) -> tuple[Tensor, Tensor, Biases | None]:
     """The weights, copied where F/TP is no multiple of 16: padded with zeros, to the next one, which the kernels take.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from comet.layer.plan import check_tokens
-from comet.layout import Biases, refuse_biases
+from comet.layout import Biases, added_biases
 from comet.modular.base import ExpertsBase, NoOpReduce
 from comet.modular.interfaces import (
     ActivationFormat,
@@ -65,10 +65,10 @@ class FusedExperts(ExpertsBase):
 
     def apply(self, rows: Rows, w1: Weight, w2: Weight, scratch: Scratch, biases: Biases | None = None) -> Tensor:
         """Run both fused pipelines: ``(T, D)``, finished (collective)."""
-        refuse_biases(biases, type(self).__name__)
         assert isinstance(rows, FusedHandle)
         assert isinstance(w1, Tensor)
         assert isinstance(w2, Tensor)
         backend, plan = rows.backend, rows.plan
-        hidden, _ = backend.dispatch_gemm(rows.tokens, w1.contiguous(), plan, save_pre_activation=False)
-        return backend.gemm_combine(hidden, w2.contiguous(), plan)
+        b1, b2 = added_biases(biases, backend.layout)
+        hidden, _ = backend.dispatch_gemm(rows.tokens, w1.contiguous(), plan, b1, save_pre_activation=False)
+        return backend.gemm_combine(hidden, w2.contiguous(), plan, b2)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from comet.config import DIM_MULTIPLE, MoEConfig, OverlapConfig
+from comet.kernels.runtime.activation import SWIGLU, Activation
 from comet.layout import MAX_PANELS, ExpertLayout, round_up
 from comet.schedule.dependency import pipelines
 from comet.schedule.tiles import TileSchedule
@@ -66,6 +67,8 @@ class LayerSettings:
         cuda_kernels: Whether all ranks have the kernels of layer 1 and of the tokens' gradients in CUDA C++; others may
             differ between them.
         spare_multiprocessors: How many layer 1 leaves to other kernels.
+        activation: Of the experts.
+        expert_bias: Whether they have biases, on whichever ranks.
     """
 
     comm_blocks: int
@@ -75,6 +78,8 @@ class LayerSettings:
     layer0_backward: TileSchedule
     cuda_kernels: bool = True
     spare_multiprocessors: int = 0
+    activation: Activation = SWIGLU
+    expert_bias: bool = False
 
     @classmethod
     def create(cls, moe: MoEConfig, layout: ExpertLayout, overlap: OverlapConfig, dtype: torch.dtype) -> LayerSettings:
@@ -105,6 +110,8 @@ class LayerSettings:
             layer0=schedules["layer0"],
             layer1=schedules["layer1"],
             layer0_backward=schedules["layer0_backward"],
+            activation=moe.activation,
+            expert_bias=moe.expert_bias,
         )
 
 

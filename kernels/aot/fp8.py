@@ -5,6 +5,7 @@ from triton.runtime.jit import JITFunction
 from ..gemm.fp8 import PACKED_GROUPS, SCALE_GROUP, pack_rows_kernel
 from ..layer.triton.fp8_dispatch_gemm import fp8_dispatch_gemm_kernel
 from ..layer.triton.gemm_panels import PANEL_COUNTERS, gemm_panels_kernel
+from ..runtime.activation import SWIGLU, Activation
 from ..runtime.arguments import CHUNK_ROWS
 from ..runtime.case import KernelCase
 from .fused import RECORDED, recording_constants, recording_suffix
@@ -19,7 +20,7 @@ POINTERS = {
     "epoch_ptr events_ptr",
     "*i64": "recv_addresses flag_addresses fault_ptr",
     "*fp32": "w1_scales hidden_scales a_scales b_scales",
-    "*bf16": "y_ptr",
+    "*bf16": "y_ptr b1_ptr bias_ptr",
     "i64": "timeout_ns",
 }
 
@@ -27,7 +28,8 @@ POINTERS = {
 def aot_cases() -> list[KernelCase]:
     """Packing of every type; layer 0 and the GEMM of layer 1, also recording."""
     packs = [_pack(dtype) for dtype in ("bf16", "fp16", "fp32")]
-    return [*packs, *(case(events) for case in (_layer0, _panels) for events in (0, RECORDED))]
+    cases = [*packs, *(case(events) for case in (_layer0, _panels) for events in (0, RECORDED))]
+    return [*cases, _layer0(0, Activation("clamped_swiglu"), biased=True), _panels(0, biased=True)]
 
 
 def _pack(dtype: str) -> KernelCase:
@@ -43,29 +45,32 @@ def _pack(dtype: str) -> KernelCase:
     )
 
 
-def _layer0(events: int) -> KernelCase:
+def _layer0(events: int, activation: Activation = SWIGLU, biased: bool = False) -> KernelCase:
     constants = dict(
         BLOCK_M=128, GROUP_TILES=8, PUSH_ROWS=32, PUSH_COLS=PUSH_WORDS, CHUNK=CHUNK_ROWS, INTERPRET=False,
-        **recording_constants(events),
+        **recording_constants(events), ACTIVATION=activation, **({} if biased else {"b1_ptr": None}),
     )  # fmt: skip
     descriptors = {
         "w1_desc": f"tensordesc<{E4M3}[1, 1, {SCALE_GROUP}, {SCALE_GROUP}]>",
         "hidden_desc": f"tensordesc<{E4M3}[128, {SCALE_GROUP}]>",
     }
-    return _gemm(f"inference{recording_suffix(events)}", fp8_dispatch_gemm_kernel, constants, descriptors)
+    kind = "" if activation == SWIGLU and not biased else f", {activation.name} with biases"
+    return _gemm(f"inference{recording_suffix(events)}{kind}", fp8_dispatch_gemm_kernel, constants, descriptors)
 
 
-def _panels(events: int) -> KernelCase:
+def _panels(events: int, biased: bool = False) -> KernelCase:
     block_n = 2 * SCALE_GROUP
     constants = dict(
         BLOCK_M=128, BLOCK_N=block_n, BLOCK_K=SCALE_GROUP, GROUP_TILES=8, B_IS_KN=False, FLATTEN=True,
         PANEL_COUNTERS=PANEL_COUNTERS, PRECISION="tf32", INTERPRET=False, **recording_constants(events),
+        **({} if biased else {"bias_ptr": None}),
     )  # fmt: skip
     descriptors = {
         "a_desc": f"tensordesc<{E4M3}[128, {SCALE_GROUP}]>",
         "b_desc": f"tensordesc<{E4M3}[1, {block_n // 2}, {SCALE_GROUP}]>",
     }
-    return _gemm(f"block FP8, forward{recording_suffix(events)}", gemm_panels_kernel, constants, descriptors)
+    kind = ", biases" if biased else ""
+    return _gemm(f"block FP8, forward{recording_suffix(events)}{kind}", gemm_panels_kernel, constants, descriptors)
 
 
 def _gemm(name: str, fn: JITFunction, constants: dict, descriptors: dict[str, str]) -> KernelCase:

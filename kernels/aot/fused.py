@@ -14,6 +14,7 @@ from ..layer.triton.gemm_combine import (
     gemm_combine_kernel,
 )
 from ..layer.triton.gemm_panels import PANEL_COUNTERS, gemm_panels_kernel
+from ..runtime.activation import SWIGLU, Activation
 from ..runtime.arguments import CHUNK_ROWS, COMBINE_CHUNK_ROWS, MAX_PANELS
 from ..runtime.case import KernelCase
 
@@ -25,7 +26,8 @@ INT32 = (
     "send_rows events_ptr"
 ).split()
 INT64 = "recv_addresses flag_addresses combine_addresses combine_grad_addresses fault_ptr".split()
-ROWS = "x_ptr y_ptr out_ptr combine_ptr".split()
+ROWS = "x_ptr y_ptr out_ptr combine_ptr b1_ptr bias_ptr".split()
+BIAS_LOADS = 4  # most loads of a bias of 16 bits, a few of which are no pairs
 RECORDED = 4096  # events per block, where a configuration records
 FLOATS = "grads_out row_weights row_grads combine_grads".split()
 
@@ -46,10 +48,16 @@ def aot_cases() -> list[KernelCase]:
     cases += [_layer1("bf16", TOP_KS[-1], backward=True, events=RECORDED), _dispatch("bf16", events=RECORDED)]
     for kernel in (gemm_panels_kernel, combine_kernel):
         cases.append(_layer1_beside(kernel, "bf16", TOP_KS[-1], backward=False, events=RECORDED))
-    return cases
+    cases += [_layer0("bf16", save_pre=True, activation=Activation(name)) for name in ("geglu", "reglu")]
+    gpt_oss = Activation("clamped_swiglu")
+    cases += [_layer0("bf16", save_pre=save_pre, activation=gpt_oss, biased=True) for save_pre in (False, True)]
+    cases += [_layer1("bf16", 4, backward=False, biased=True)]
+    return [*cases, _layer1_beside(gemm_panels_kernel, "bf16", 4, backward=False, biased=True)]
 
 
-def _layer0(dtype: str, *, save_pre: bool, events: int = 0) -> KernelCase:
+def _layer0(
+    dtype: str, *, save_pre: bool, events: int = 0, activation: Activation = SWIGLU, biased: bool = False
+) -> KernelCase:
     block_f, _, block_k, num_stages = TYPES[dtype]
     descriptors = {
         "w1_desc": f"tensordesc<{dtype}[1, 2, {block_f}, {block_k}]>",
@@ -59,16 +67,21 @@ def _layer0(dtype: str, *, save_pre: bool, events: int = 0) -> KernelCase:
     constants = dict(
         BLOCK_M=128, BLOCK_F=block_f, BLOCK_K=block_k, GROUP_TILES=8, PUSH_ROWS=32, PUSH_COLS=_most_cols(dtype, 1024),
         CHUNK=CHUNK_ROWS, EVEN_K=True, SAVE_PRE=save_pre, FLATTEN=dtype != "fp32", PRECISION=_precision(dtype),
-        INTERPRET=False, **recording_constants(events),
+        INTERPRET=False, ACTIVATION=activation, **recording_constants(events), **({} if biased else {"b1_ptr": None}),
     )  # fmt: skip
+    kind = activation.name + (" with biases" if biased else "")
     return KernelCase(
-        name=f"{dtype}, {'training' if save_pre else 'inference'}{recording_suffix(events)}",
+        name=f"{dtype}, {'training' if save_pre else 'inference'}{recording_suffix(events)}"
+        f"{'' if kind == SWIGLU.name else f', {kind}'}",
         fn=dispatch_gemm_kernel,
         signature=_signature(dispatch_gemm_kernel.arg_names, constants, descriptors, dtype),
         constexprs=constants,
         num_warps=8,
         num_stages=min(num_stages, 3) if save_pre else num_stages,
         expects=_expects(dtype),
+        # Beside the 128 registers of its sums a thread has 64 for biases, once a tile, behind the loop.
+        spilled_bytes=64 if biased else 0,
+        narrow_loads=BIAS_LOADS if biased else 0,
     )
 
 
@@ -85,7 +98,7 @@ def _dispatch(dtype: str, *, events: int = 0) -> KernelCase:
     )
 
 
-def _layer1(dtype: str, top_k: int, *, backward: bool, events: int = 0) -> KernelCase:
+def _layer1(dtype: str, top_k: int, *, backward: bool, events: int = 0, biased: bool = False) -> KernelCase:
     _, block_n, block_k, num_stages = TYPES[dtype]
     b_block = (block_k, block_n) if backward else (block_n, block_k)
     descriptors = {
@@ -98,23 +111,33 @@ def _layer1(dtype: str, top_k: int, *, backward: bool, events: int = 0) -> Kerne
         PART_STEP=LINE_BYTES // (4 if dtype == "fp32" else 2), ROWS=8, COLS=_most_cols(dtype, 512),
         CHUNK=COMBINE_CHUNK_ROWS, PANELS=MAX_PANELS, PANEL_COUNTERS=PANEL_COUNTERS,
         PRECISION=_precision(dtype), INTERPRET=False, **recording_constants(events),
+        **({} if biased else {"bias_ptr": None}),
     )  # fmt: skip
     return KernelCase(
-        name=f"{dtype}, top-{top_k}, {'backward' if backward else 'forward'}{recording_suffix(events)}",
+        name=f"{dtype}, top-{top_k}, {'backward' if backward else 'forward'}{recording_suffix(events)}"
+        f"{', biases' if biased else ''}",
         fn=gemm_combine_kernel,
         signature=_signature(gemm_combine_kernel.arg_names, constants, descriptors, dtype),
         constexprs=constants,
         num_warps=8,
         num_stages=num_stages,
         expects=_expects(dtype),
+        narrow_loads=BIAS_LOADS if biased else 0,
     )
 
 
 def _layer1_beside(
-    kernel: JITFunction, dtype: str, top_k: int, *, backward: bool, few: bool = False, events: int = 0
+    kernel: JITFunction,
+    dtype: str,
+    top_k: int,
+    *,
+    backward: bool,
+    few: bool = False,
+    events: int = 0,
+    biased: bool = False,
 ) -> KernelCase:
     """One of the two launches that run beside each other, from the case of the one launch; ``few`` tokens or many."""
-    split = _layer1(dtype, top_k, backward=backward, events=events)
+    split = _layer1(dtype, top_k, backward=backward, events=events, biased=biased)
     computes, is_wide = kernel is gemm_panels_kernel, dtype == "fp32"
     constants = {name: split.constexprs[name] for name in kernel.arg_names if name in split.constexprs}
     if computes:
@@ -122,7 +145,7 @@ def _layer1_beside(
     else:
         line = dict(ROWS=COMBINE_CHUNK_ROWS, COLS=constants["PART_STEP"])  # as ``cut_panels`` has it
         constants |= line if few else dict(COLS=128 if is_wide else 256)
-    way = f"{'backward' if backward else 'forward'}{', few tokens' if few else ''}"
+    way = f"{'backward' if backward else 'forward'}{', few tokens' if few else ''}{', biases' if biased else ''}"
     most = COMPUTE_REGISTERS if computes else COMM_REGISTERS
     return KernelCase(
         name=f"{dtype}, {'' if computes else f'top-{top_k}, '}{way}{recording_suffix(events)}",
@@ -132,6 +155,7 @@ def _layer1_beside(
         num_warps=8 if computes else COMM_WARPS,
         num_stages=min(split.num_stages, 3),
         max_registers=None if computes and is_wide else most,
+        narrow_loads=split.narrow_loads,
         expects=_expects(dtype) if computes else frozenset({"wide_loads", "wide_stores"}),
     )
 

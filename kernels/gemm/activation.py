@@ -22,16 +22,10 @@ CUBIC, SCALE = tl.constexpr(GELU_CUBIC), tl.constexpr(GELU_SCALE)
 
 
 @triton.jit
-def swiglu(gate, up):
-    """``silu(gate) * up`` of float32 blocks."""
-    return gate * tl.sigmoid(gate) * up
-
-
-@triton.jit
 def activate(gate, up, ACTIVATION: tl.constexpr):
     """Hidden of gate and up, float32 blocks of one shape; ``ACTIVATION`` is an ``Activation``. A NaN stays one."""
     if ACTIVATION.name == "swiglu":
-        hidden = swiglu(gate, up)
+        hidden = gate * tl.sigmoid(gate) * up
     elif ACTIVATION.name == "geglu":
         hidden = gate * tl.sigmoid(SCALE * gate * (1.0 + CUBIC * gate * gate)) * up
     elif ACTIVATION.name == "reglu":
@@ -198,8 +192,9 @@ def activation_backward_torch(
     gate, up = pre[rows].to(wide).chunk(2, dim=1)
     grad = grad_act[rows].to(wide)
     weight = row_weights[row_ids, row_slots].to(wide)[:, None]
-    hidden = activation.forward(gate, up).to(pre.dtype).to(wide)
-    grad_pre[rows] = torch.cat(activation.backward(gate, up, weight * grad), dim=1).to(grad_pre.dtype)
+    hidden, *grads = activation.backward(gate, up, weight * grad)
+    hidden = hidden.to(pre.dtype).to(wide)
+    grad_pre[rows] = torch.cat(grads, dim=1).to(grad_pre.dtype)
     weighted_hidden[rows] = (weight * hidden).to(weighted_hidden.dtype)
     grad_weights[row_ids, row_slots] = (grad * hidden).sum(1).to(grad_weights.dtype)
 

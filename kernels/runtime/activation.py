@@ -63,12 +63,15 @@ class Activation:
         """
         return DEFINITIONS[self.name].forward(gate, up, self)
 
-    def backward(self, gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of gate and of up for a gradient of hidden, all of one shape.
+    def backward(self, gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden once more, and the gradients of gate and of up for hidden's, all of one shape.
 
-        Example (swiglu): gate 0, up 3, grad 2: ``2 * 3 * 0.5 = 3`` and 0.
+        Example (swiglu): gate 0, up 3, grad 2: hidden 0, gradients ``2 * 3 * 0.5 = 3`` and 0.
         """
         return DEFINITIONS[self.name].backward(gate, up, grad, self)
+
+
+Backward = tuple[Tensor, Tensor, Tensor]
 
 
 class Definition(NamedTuple):
@@ -76,12 +79,12 @@ class Definition(NamedTuple):
 
     Args:
         forward: (gate, up, activation) -> hidden.
-        backward: (gate, up, gradient of hidden, activation) -> gradients of gate and of up.
+        backward: (gate, up, gradient of hidden, activation) -> hidden, gradients of gate and of up.
         parameters: Those it has, with their defaults.
     """
 
     forward: Callable[[Tensor, Tensor, Activation], Tensor]
-    backward: Callable[[Tensor, Tensor, Tensor, Activation], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Tensor, Tensor, Activation], Backward]
     parameters: Mapping[str, float]
 
 
@@ -89,27 +92,29 @@ def _swiglu(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     return silu(gate) * up
 
 
-def _swiglu_gradients(gate: Tensor, up: Tensor, grad: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
+def _swiglu_backward(gate: Tensor, up: Tensor, grad: Tensor, activation: Activation) -> Backward:
     sigmoid = torch.sigmoid(gate)
-    return grad * up * sigmoid * (1 + gate * (1 - sigmoid)), grad * gate * sigmoid
+    grad_gate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))
+    return gate * sigmoid * up, grad_gate, grad * gate * sigmoid
 
 
 def _geglu(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     return gelu(gate, approximate="tanh") * up
 
 
-def _geglu_gradients(gate: Tensor, up: Tensor, grad: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
+def _geglu_backward(gate: Tensor, up: Tensor, grad: Tensor, activation: Activation) -> Backward:
     sigmoid = torch.sigmoid(GELU_SCALE * gate * (1 + GELU_CUBIC * gate * gate))
     slope = GELU_SCALE * gate * (1 + 3 * GELU_CUBIC * gate * gate)
-    return grad * up * sigmoid * (1 + slope * (1 - sigmoid)), grad * gate * sigmoid
+    grad_gate = grad * up * sigmoid * (1 + slope * (1 - sigmoid))
+    return gate * sigmoid * up, grad_gate, grad * gate * sigmoid
 
 
 def _reglu(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     return relu(gate) * up
 
 
-def _reglu_gradients(gate: Tensor, up: Tensor, grad: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
-    return (grad * up).where(gate > 0, 0.0), grad * relu(gate)
+def _reglu_backward(gate: Tensor, up: Tensor, grad: Tensor, activation: Activation) -> Backward:
+    return relu(gate) * up, (grad * up).where(gate > 0, 0.0), grad * relu(gate)
 
 
 def _clamped_swiglu(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
@@ -117,13 +122,14 @@ def _clamped_swiglu(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     return gate * torch.sigmoid(gate * activation.alpha) * (up + 1)
 
 
-def _clamped_swiglu_gradients(gate: Tensor, up: Tensor, grad: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
+def _clamped_swiglu_backward(gate: Tensor, up: Tensor, grad: Tensor, activation: Activation) -> Backward:
     limit, alpha = _limit(activation), activation.alpha
     free_gate, free_up = gate <= limit, up.abs() <= limit
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     sigmoid = torch.sigmoid(gate * alpha)
     grad_gate = grad * (up + 1) * sigmoid * (1 + alpha * gate * (1 - sigmoid))
-    return grad_gate.where(free_gate, 0.0), (grad * gate * sigmoid).where(free_up, 0.0)
+    grad_up = grad * gate * sigmoid
+    return gate * sigmoid * (up + 1), grad_gate.where(free_gate, 0.0), grad_up.where(free_up, 0.0)
 
 
 def _limit(activation: Activation) -> float:
@@ -132,9 +138,9 @@ def _limit(activation: Activation) -> float:
 
 
 DEFINITIONS = {
-    "swiglu": Definition(_swiglu, _swiglu_gradients, {}),
-    "geglu": Definition(_geglu, _geglu_gradients, {}),
-    "reglu": Definition(_reglu, _reglu_gradients, {}),
-    "clamped_swiglu": Definition(_clamped_swiglu, _clamped_swiglu_gradients, {"alpha": 1.702, "limit": 7.0}),
+    "swiglu": Definition(_swiglu, _swiglu_backward, {}),
+    "geglu": Definition(_geglu, _geglu_backward, {}),
+    "reglu": Definition(_reglu, _reglu_backward, {}),
+    "clamped_swiglu": Definition(_clamped_swiglu, _clamped_swiglu_backward, {"alpha": 1.702, "limit": 7.0}),
 }
 SWIGLU = Activation()

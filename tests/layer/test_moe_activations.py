@@ -15,16 +15,21 @@ from comet.layer.group import make_expert_group
 from comet.layout import Biases
 from comet.moe import MoE
 
-PATHS = ("reference", "plain")
+PATHS = ("reference", "plain", "twin")
 # F = 32: whole tiles; F = 24 and, over TP = 2, F = 16: padded.
 ALL = [(index, ffn_size) for index in range(len(ACTIVATIONS)) for ffn_size in (32, 16)]
 
 
-@pytest.mark.parametrize("path", PATHS)
+# Of kernels under the interpreter, which are slow: each activation once, two of them padded over TP = 2.
+SOME = [(0, 32), (1, 16), (2, 32), (3, 16)]
+
+
+@pytest.mark.parametrize("path", [*PATHS, "fused"])
 @pytest.mark.parametrize(("ep", "tp"), [(1, 1), (2, 2)])
 def test_output_and_gradients(path: str, ep: int, tp: int) -> None:
-    found = run_ranks(run_layer, ep * tp, path, ep, tp, ALL)
-    for case, (index, ffn_size) in enumerate(ALL):
+    cases = SOME if path == "fused" else ALL
+    found = run_ranks(run_layer, ep * tp, path, ep, tp, cases, interpret=path == "fused", timeout=300)
+    for case, (index, ffn_size) in enumerate(cases):
         wanted = expected(index, ffn_size, ep, tp)
         for rank, ranks_found in enumerate(found):
             for name, got, want in zip(NAMES, ranks_found[case], wanted[rank], strict=True):
@@ -36,19 +41,19 @@ def cosine(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     return gate.cos() + up
 
 
-def cosine_gradients(gate: Tensor, up: Tensor, grad: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
-    return -grad * gate.sin(), grad
+def cosine_backward(gate: Tensor, up: Tensor, grad: Tensor, activation: Activation) -> tuple[Tensor, Tensor, Tensor]:
+    return gate.cos() + up, -grad * gate.sin(), grad
 
 
 def run_cosine(rank: int, world_size: int, path: str, index: int) -> list[list[Tensor]]:
-    DEFINITIONS["reglu"] = Definition(cosine, cosine_gradients, {})  # of this rank, which ends with the test
+    DEFINITIONS["reglu"] = Definition(cosine, cosine_backward, {})  # of this rank, which ends with the test
     return run_layer(rank, world_size, path, 1, 2, [(index, 16)])
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_an_activation_that_is_not_0_at_0_may_be_padded(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """cos(gate) + up: each padded column of hidden is 1, meets zeros of w2, and its gradients are dropped."""
-    monkeypatch.setitem(DEFINITIONS, "reglu", Definition(cosine, cosine_gradients, {}))
+    monkeypatch.setitem(DEFINITIONS, "reglu", Definition(cosine, cosine_backward, {}))
     index = [activation.name for activation in ACTIVATIONS].index("reglu")
     found = run_ranks(run_cosine, 2, path, index)
     for rank, wanted in enumerate(expected(index, 16, 1, 2)):

@@ -12,7 +12,7 @@ from torch import Tensor
 from comet.config import ParallelConfig
 from comet.layer.group import make_expert_group
 from comet.layout import Biases
-from comet.modular import EXPERTS, PREPARE_FINALIZE, ActivationFormat, ModularMoE
+from comet.modular import EXPERTS, PREPARE_FINALIZE, ModularMoE
 from comet.reference.layer import shard_biases, shard_experts
 
 
@@ -22,7 +22,7 @@ def pairs(world_size: int) -> list[tuple[type, type]]:
         for experts in EXPERTS:
             alone = transport.__name__ == "SingleRank" and world_size > 1
             given = transport.activation_format
-            if given in experts.formats and given is not ActivationFormat.HANDLE and not alone:
+            if given in experts.formats and not alone:
                 fitting.append((transport, experts))
     return [pair for pair in fitting if not pair[1].takes_fp8]
 

@@ -33,7 +33,8 @@ def test_forward_is_the_formula_and_backward_its_gradient(activation: Activation
     hidden = on_paper(activation, *leaves)
     torch.testing.assert_close(activation.forward(gate, up), hidden, rtol=1e-12, atol=1e-12)
     wanted = torch.autograd.grad(hidden, leaves, grad)
-    torch.testing.assert_close(activation.backward(gate, up, grad), wanted, rtol=1e-12, atol=1e-12)
+    found = activation.backward(gate, up, grad)
+    torch.testing.assert_close(found, (hidden, *wanted), rtol=1e-12, atol=1e-12)
     by_autograd = torch.autograd.grad(activation.forward(*leaves), leaves, grad)
     torch.testing.assert_close(by_autograd, wanted, rtol=1e-12, atol=1e-12)
 

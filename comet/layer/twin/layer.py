@@ -12,7 +12,6 @@ from itertools import groupby
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
 
 from comet.comm.base import SymmTensor
 from comet.comm.signals import signal, wait, waited
@@ -38,7 +37,7 @@ class Twin(Backend):
         return _PendingPlan(self, ids)
 
     def dispatch_gemm(
-        self, x: Tensor, w1: Tensor, plan: Plan, *, save_pre_activation: bool
+        self, x: Tensor, w1: Tensor, plan: Plan, b1: Tensor | None = None, *, save_pre_activation: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Phase by phase."""
         workspace = self.workspace
@@ -46,14 +45,20 @@ class Twin(Backend):
         pre = x.new_empty(plan.routed_row_ids.numel(), w1.shape[1])
         for rows, expert in _tile_runs(plan, workspace):
             torch.mm(workspace.recv_rows.local[plan.routed_row_ids[rows]], w1[expert].T, out=pre[rows])
-        gate, up = pre.chunk(2, dim=1)
-        return silu(gate) * up, pre if save_pre_activation else None
+            if b1 is not None:
+                pre[rows] += b1[expert]
+        hidden = self.settings.activation.forward(*pre.chunk(2, dim=1))
+        return hidden, pre if save_pre_activation else None
 
-    def gemm_combine(self, hidden: Tensor, w2: Tensor, plan: Plan) -> Tensor:
+    def gemm_combine(self, hidden: Tensor, w2: Tensor, plan: Plan, b2: Tensor | None = None) -> Tensor:
         """GEMM, then ``combine``."""
-        return self.combine(_grouped_mm(hidden, w2.transpose(1, 2), plan), plan, weighted=True)
+        y = _grouped_mm(hidden, w2.transpose(1, 2), plan)
+        if b2 is not None:
+            for segment, expert in _nonempty(plan):
+                y[segment] += b2[expert]
+        return self.combine(y, plan, weighted=True)
 
-    def dispatch_gemm_fp8(self, x: Tensor, w1: FP8, plan: Plan) -> FP8:
+    def dispatch_gemm_fp8(self, x: Tensor, w1: FP8, plan: Plan, b1: Tensor | None = None) -> FP8:
         """Phase by phase."""
         workspace = self.workspace
         hidden_size, ffn = x.shape[1], w1.elements.shape[1] // 2
@@ -65,17 +70,20 @@ class Twin(Backend):
         scales = torch.empty(num_rows, ffn // FP8_BLOCK, dtype=torch.float32, device=x.device)
         for rows, expert in _tile_runs(plan, workspace):
             arrived = unpack(landing.local[plan.routed_row_ids[rows]], hidden_size)
-            gate, up = multiply(arrived, w1, expert).chunk(2, dim=1)
-            quantised = quantize_rows(silu(gate) * up, trusted=True)
+            pre = multiply(arrived, w1, expert)
+            if b1 is not None:
+                pre += b1[expert]
+            quantised = quantize_rows(self.settings.activation.forward(*pre.chunk(2, dim=1)), trusted=True)
             hidden[rows], scales[rows] = quantised.elements, quantised.scales
         return FP8(elements=hidden, scales=scales, block_rows=1, trusted=True)
 
-    def gemm_combine_fp8(self, hidden: FP8, w2: FP8, plan: Plan) -> Tensor:
+    def gemm_combine_fp8(self, hidden: FP8, w2: FP8, plan: Plan, b2: Tensor | None = None) -> Tensor:
         """GEMM in float32, then ``combine``."""
         y = torch.empty(hidden.elements.shape[0], w2.elements.shape[1], dtype=self.workspace.shape.dtype)
         for segment, expert in _nonempty(plan):
             rows = FP8(elements=hidden.elements[segment], scales=hidden.scales[segment], block_rows=1, trusted=True)
-            y[segment] = multiply(rows, w2, expert).to(y.dtype)
+            product = multiply(rows, w2, expert)
+            y[segment] = (product if b2 is None else product + b2[expert]).to(y.dtype)
         return self.combine(y, plan, weighted=True)
 
     def barrier(self) -> None:
@@ -96,17 +104,30 @@ class Twin(Backend):
         weights = plan.row_weights[ids, slots][:, None]
         gate, up = pre_activation[used].float().chunk(2, dim=1)
         grad_used = grad_hidden[used].float()
-        sigmoid = torch.sigmoid(gate)
-        hidden = (gate * sigmoid * up).to(pre_activation.dtype).float()
+        hidden, *grads = self.settings.activation.backward(gate, up, weights * grad_used)
+        hidden = hidden.to(pre_activation.dtype).float()
         grad_weights = torch.zeros_like(plan.row_weights)
         grad_weights[ids, slots] = (grad_used * hidden).sum(dim=1)
-        scaled = weights * grad_used
-        grad_gate = scaled * up * sigmoid * (1 + gate * (1 - sigmoid))
         grad_pre = torch.zeros_like(pre_activation)
-        grad_pre[used] = torch.cat([grad_gate, scaled * gate * sigmoid], dim=1).to(grad_pre.dtype)
+        grad_pre[used] = torch.cat(grads, dim=1).to(grad_pre.dtype)
         weighted_hidden = torch.zeros_like(grad_hidden)
         weighted_hidden[used] = (weights * hidden).to(pre_activation.dtype)
         return ActivationGradients(grad_pre, weighted_hidden, grad_weights)
+
+    def bias_backward(
+        self, grad_pre: Tensor, grad_rows: Tensor, b2: Tensor | None, grad_row_weights: Tensor, plan: Plan
+    ) -> tuple[Tensor, Tensor]:
+        """Expert by expert."""
+        b1_grad = grad_pre.new_zeros(plan.layout.experts_local, grad_pre.shape[1])
+        b2_grad = grad_rows.new_zeros(plan.layout.experts_local, grad_rows.shape[1])
+        for segment, expert in _nonempty(plan):
+            ids, slots = plan.routed_row_ids[segment], plan.routed_slots[segment]
+            rows, weights = grad_rows[segment].float(), plan.row_weights[ids, slots]
+            b1_grad[expert] = grad_pre[segment].float().sum(0).to(b1_grad.dtype)
+            b2_grad[expert] = (weights[:, None] * rows).sum(0).to(b2_grad.dtype)
+            if b2 is not None:
+                grad_row_weights[ids, slots] += rows @ b2[expert].float()
+        return b1_grad, b2_grad
 
     def dgrad_combine(
         self, grad_pre: Tensor, w1: Tensor, grad_row_weights: Tensor, plan: Plan

@@ -1,4 +1,4 @@
-"""Layer 0: dispatch || grouped GEMM || SwiGLU in one launch.
+"""Layer 0: dispatch || grouped GEMM || activation in one launch.
 
 Blocks below ``comm_blocks`` first push this rank's token rows to the ranks that compute them (``dispatch.push_rows``);
 when no push is left they become compute blocks. Compute blocks go through the (tile, column block) items in the order
@@ -19,8 +19,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...gemm.activation import swiglu
+from ...gemm.activation import activate
 from ...gemm.tiles import decode_tokens
+from ...runtime.activation import SWIGLU, Activation
 from ...runtime.arguments import CHUNK_ROWS, TileTable, Wire, multiprocessors
 from ...runtime.primitives import PLACE_LAYER0, zero_after_arrival
 from ...runtime.recorder import KIND_CONVERT, KIND_LAYER0_TILE, now, record, recording
@@ -46,6 +47,7 @@ class DispatchGemmConfig:
         flatten: Fetch the next item's operands during the epilogue.
         num_stages: Depth of the load pipeline.
         num_warps: Warps per block.
+        activation: Of the experts; others than SwiGLU run in Triton.
     """
 
     comm_blocks: int = 0
@@ -57,6 +59,7 @@ class DispatchGemmConfig:
     flatten: bool = True
     num_stages: int = 4
     num_warps: int = 8
+    activation: Activation = SWIGLU
 
 
 @triton.jit
@@ -74,13 +77,13 @@ def zero_after_rows(
 
 @triton.jit
 def hidden_tiles(
-    items, stride, end, x_ptr, recv_offset, w1_desc, hidden_desc, pre_desc, tiles_ptr, num_tiles, row_ids_ptr,
+    items, stride, end, x_ptr, recv_offset, w1_desc, b1_ptr, hidden_desc, pre_desc, tiles_ptr, num_tiles, row_ids_ptr,
     flag_ptr, epoch, fault_ptr, timeout_ns, rank, M, D, F, events_ptr,
     BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_TILES: tl.constexpr,
     CHUNK: tl.constexpr, EVEN_K: tl.constexpr, SAVE_PRE: tl.constexpr, FLATTEN: tl.constexpr,
-    PRECISION: tl.constexpr, EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
+    PRECISION: tl.constexpr, ACTIVATION: tl.constexpr, EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Compute the work items ``items, items + stride, ..`` below ``end``: wait, multiply, SwiGLU, store.
+    """Compute the work items ``items, items + stride, ..`` below ``end``: wait, multiply, activate, store.
 
     Flattened, the operands of the next item are fetched during the epilogue of the last.
     """
@@ -113,27 +116,34 @@ def hidden_tiles(
                 a = tl.load(a_ptrs + k, mask=(k + ks < D)[None, :], other=0.0)
             b = w1_desc.load([expert, 0, col * BLOCK_F, k]).reshape(2 * BLOCK_F, BLOCK_K)
             accumulator = tl.dot(a, b.T, accumulator, input_precision=PRECISION)
-        # ---- epilogue: column f of gate and of up sit in the same thread; both are rounded before SwiGLU, so that
-        # hidden follows from what the backward pass reads
-        rounded = accumulator.to(x_ptr.dtype.element_ty)
-        gate, up = rounded.reshape(BLOCK_M, 2, BLOCK_F).permute(0, 2, 1).split()
+        # ---- epilogue: column f of gate and of up sit in the same thread; both are rounded before the activation, so
+        # that hidden follows from what the backward pass reads
+        element = x_ptr.dtype.element_ty
+        if b1_ptr is None:
+            gate, up = accumulator.to(element).reshape(BLOCK_M, 2, BLOCK_F).permute(0, 2, 1).split()
+        else:
+            gate, up = accumulator.reshape(BLOCK_M, 2, BLOCK_F).permute(0, 2, 1).split()
+            cols = col * BLOCK_F + tl.arange(0, BLOCK_F)
+            biases = b1_ptr + expert.to(tl.int64) * (2 * F) + cols
+            gate = (gate + tl.load(biases, mask=cols < F, other=0.0).to(tl.float32)[None, :]).to(element)
+            up = (up + tl.load(biases + F, mask=cols < F, other=0.0).to(tl.float32)[None, :]).to(element)
         if SAVE_PRE:
             pre_desc.store([first_row, 0, col * BLOCK_F], gate.reshape(BLOCK_M, 1, BLOCK_F))
             pre_desc.store([first_row, 1, col * BLOCK_F], up.reshape(BLOCK_M, 1, BLOCK_F))
-        hidden = swiglu(gate.to(tl.float32), up.to(tl.float32)).to(rounded.dtype)
+        hidden = activate(gate.to(tl.float32), up.to(tl.float32), ACTIVATION).to(element)
         hidden_desc.store([first_row, col * BLOCK_F], hidden)
         record(events_ptr, KIND_LAYER0_TILE, epoch, tile, col, phase, begin, ready, EVENTS, INTERPRET)
 
 
 @triton.jit(do_not_specialize=["rank", "world_size", "comm_blocks", "timeout_ns", "recv_offset"])
 def dispatch_gemm_kernel(
-    x_ptr, recv_offset, w1_desc, hidden_desc, pre_desc, recv_addresses, flag_ptr, flag_addresses,
+    x_ptr, recv_offset, w1_desc, b1_ptr, hidden_desc, pre_desc, recv_addresses, flag_ptr, flag_addresses,
     send_token_ids, send_counts, tiles_ptr, num_tiles_ptr, row_ids_ptr, counters, epoch_ptr, fault_ptr,
     rank, world_size, comm_blocks, timeout_ns, M, D, F, events_ptr,
     BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_TILES: tl.constexpr,
     PUSH_ROWS: tl.constexpr, PUSH_COLS: tl.constexpr, CHUNK: tl.constexpr, EVEN_K: tl.constexpr,
-    SAVE_PRE: tl.constexpr, FLATTEN: tl.constexpr, PRECISION: tl.constexpr, EVENTS: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    SAVE_PRE: tl.constexpr, FLATTEN: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr,
+    EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """See the module; ``counters[0]`` holds push tickets, ``counters[1]`` tickets of the tail, both start at 0."""
     epoch = tl.load(epoch_ptr)
@@ -151,17 +161,18 @@ def dispatch_gemm_kernel(
         record(events_ptr, KIND_CONVERT, epoch, 0, 0, 0, converted, converted, EVENTS, INTERPRET)
     else:
         hidden_tiles(
-            tl.program_id(0) - comm_blocks, num_blocks - comm_blocks, walked, x_ptr, recv_offset, w1_desc, hidden_desc,
-            pre_desc, tiles_ptr, num_tiles, row_ids_ptr, flag_ptr, epoch, fault_ptr, timeout_ns, rank, M, D, F,
-            events_ptr, BLOCK_M, BLOCK_F, BLOCK_K, GROUP_TILES, CHUNK, EVEN_K, SAVE_PRE, FLATTEN, PRECISION, EVENTS,
-            INTERPRET,
+            tl.program_id(0) - comm_blocks, num_blocks - comm_blocks, walked, x_ptr, recv_offset, w1_desc, b1_ptr,
+            hidden_desc, pre_desc, tiles_ptr, num_tiles, row_ids_ptr, flag_ptr, epoch, fault_ptr, timeout_ns, rank, M,
+            D, F, events_ptr, BLOCK_M, BLOCK_F, BLOCK_K, GROUP_TILES, CHUNK, EVEN_K, SAVE_PRE, FLATTEN, PRECISION,
+            ACTIVATION, EVENTS, INTERPRET,
         )  # fmt: skip
     item = walked + tl.atomic_add(counters + 1, 1)
     while item < num_items:
         hidden_tiles(
-            item, 1, item + 1, x_ptr, recv_offset, w1_desc, hidden_desc, pre_desc, tiles_ptr, num_tiles, row_ids_ptr,
-            flag_ptr, epoch, fault_ptr, timeout_ns, rank, M, D, F, events_ptr,
-            BLOCK_M, BLOCK_F, BLOCK_K, GROUP_TILES, CHUNK, EVEN_K, SAVE_PRE, False, PRECISION, EVENTS, INTERPRET,
+            item, 1, item + 1, x_ptr, recv_offset, w1_desc, b1_ptr, hidden_desc, pre_desc, tiles_ptr, num_tiles,
+            row_ids_ptr, flag_ptr, epoch, fault_ptr, timeout_ns, rank, M, D, F, events_ptr,
+            BLOCK_M, BLOCK_F, BLOCK_K, GROUP_TILES, CHUNK, EVEN_K, SAVE_PRE, False, PRECISION, ACTIVATION, EVENTS,
+            INTERPRET,
         )  # fmt: skip
         item = walked + tl.atomic_add(counters + 1, 1)
 
@@ -175,8 +186,9 @@ def dispatch_gemm(
     sends: Sends,
     table: TileTable,
     config: DispatchGemmConfig,
+    b1: Tensor | None = None,
 ) -> None:
-    """Send this rank's rows, receive the others', and compute hidden = silu(x w_gate) * (x w_up) for all routed rows.
+    """Send this rank's rows, receive the others', and compute hidden = activation(x w_gate, x w_up) of routed rows.
 
     Args:
         x: ``(T, D)`` this rank's tokens.
@@ -187,8 +199,10 @@ def dispatch_gemm(
         sends: Send lists.
         table: Tiles in schedule order.
         config: Tile shape and split.
+        b1: ``(e, 2F)`` biases of gate | up, dtype of ``x``; ``None``: none. With some the launch is Triton's.
     """
-    if not config.comm_blocks and runs_cuda(w1, wire, table):
+    built = config.activation == SWIGLU and b1 is None
+    if not config.comm_blocks and built and runs_cuda(w1, wire, table):
         dispatch_gemm_cuda(x, w1, hidden, pre, wire, sends, table)
         return
     experts, double_f, hidden_size = w1.shape
@@ -198,6 +212,7 @@ def dispatch_gemm(
     dispatch_gemm_kernel[(num_blocks,)](
         x, (wire.rows.data_ptr() - x.data_ptr()) // x.element_size(),
         TensorDescriptor.from_tensor(w1.view(experts, 2, ffn, hidden_size), [1, 2, config.block_f, config.block_k]),
+        b1,
         TensorDescriptor.from_tensor(hidden, [table.block_rows, config.block_f]),
         _pre_descriptor(hidden if pre is None else pre, table.block_rows, config.block_f),
         wire.row_pointers, wire.flags, wire.flag_pointers, sends.token_ids, sends.counts,
@@ -207,7 +222,7 @@ def dispatch_gemm(
         BLOCK_M=table.block_rows, BLOCK_F=config.block_f, BLOCK_K=config.block_k, GROUP_TILES=config.group_tiles,
         PUSH_ROWS=config.push_rows, PUSH_COLS=config.push_cols, CHUNK=CHUNK_ROWS,
         EVEN_K=hidden_size % config.block_k == 0, SAVE_PRE=pre is not None, FLATTEN=config.flatten,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", INTERPRET=interpret,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", ACTIVATION=config.activation, INTERPRET=interpret,
         **recording(wire.recorder, num_blocks),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

@@ -10,11 +10,13 @@ of two needs fewer registers, of which a tile takes all.
 
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...gemm.activation import swiglu
+from ...gemm.activation import hidden_of
 from ...gemm.fp8 import GROUP, SCALE_GROUP, group_scales, scaled_elements
 from ...gemm.tiles import decode_tokens
+from ...runtime.activation import SWIGLU
 from ...runtime.arguments import CHUNK_ROWS, Scaled, TileTable, Wire, multiprocessors
 from ...runtime.recorder import KIND_CONVERT, KIND_LAYER0_TILE, now, record, recording
 from ..dispatch_gemm import dispatch_gemm_cuda, runs_cuda
@@ -24,12 +26,12 @@ from .dispatch_gemm import DispatchGemmConfig, zero_after_rows
 
 @triton.jit
 def fp8_hidden_tile(
-    item, rows_ptr, w1_desc, w1_scales, hidden_desc, hidden_scales, tiles_ptr, num_tiles, row_ids_ptr, flag_ptr,
+    item, rows_ptr, w1_desc, w1_scales, b1_ptr, hidden_desc, hidden_scales, tiles_ptr, num_tiles, row_ids_ptr, flag_ptr,
     epoch_ptr, fault_ptr, timeout_ns, rank, M, D, F, Q, row_words, events_ptr,
-    BLOCK_M: tl.constexpr, GROUP_TILES: tl.constexpr, CHUNK: tl.constexpr, EVENTS: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    BLOCK_M: tl.constexpr, GROUP_TILES: tl.constexpr, CHUNK: tl.constexpr, ACTIVATION: tl.constexpr,
+    EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Compute one work item: wait, multiply, SwiGLU, quantise, store."""
+    """Compute one work item: wait, multiply, activate, quantise, store."""
     num_cols = F // GROUP
     num_blocks = D // GROUP
     in_tile = tl.arange(0, BLOCK_M)
@@ -67,7 +69,8 @@ def fp8_hidden_tile(
         gate_scale, up_scale = tl.load(gate_scales + following), tl.load(up_scales + following)
         gate += tl.dot(a, gate_b.T) * to_gate[:, None]
         up += tl.dot(a, up_b.T) * to_up[:, None]
-    hidden = swiglu(gate, up)
+    cols = (col * GROUP + tl.arange(0, GROUP))[None, :]
+    hidden = hidden_of(gate, up, b1_ptr, expert, cols, F, ACTIVATION)
     scales = group_scales(hidden)
     tl.store(hidden_scales + col.to(tl.int64) * Q + first_row + in_tile, scales)
     hidden_desc.store([first_row, col * GROUP], scaled_elements(hidden, scales, INTERPRET))
@@ -76,11 +79,11 @@ def fp8_hidden_tile(
 
 @triton.jit(do_not_specialize=["rank", "world_size", "comm_blocks", "timeout_ns"])
 def fp8_dispatch_gemm_kernel(
-    rows_ptr, w1_desc, w1_scales, hidden_desc, hidden_scales, recv_addresses, flag_ptr, flag_addresses,
+    rows_ptr, w1_desc, w1_scales, b1_ptr, hidden_desc, hidden_scales, recv_addresses, flag_ptr, flag_addresses,
     send_token_ids, send_counts, tiles_ptr, num_tiles_ptr, row_ids_ptr, counters, epoch_ptr, fault_ptr,
     rank, world_size, comm_blocks, timeout_ns, M, D, F, Q, row_words, events_ptr,
     BLOCK_M: tl.constexpr, GROUP_TILES: tl.constexpr, PUSH_ROWS: tl.constexpr, PUSH_COLS: tl.constexpr,
-    CHUNK: tl.constexpr, EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
+    CHUNK: tl.constexpr, ACTIVATION: tl.constexpr, EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """See the module; ``counters[0]`` holds push tickets, ``counters[1]`` tickets of work items, both start at 0."""
     if tl.program_id(0) < comm_blocks:
@@ -97,9 +100,9 @@ def fp8_dispatch_gemm_kernel(
     item = tl.atomic_add(counters + 1, 1)
     while item < num_items:
         fp8_hidden_tile(
-            item, rows_ptr, w1_desc, w1_scales, hidden_desc, hidden_scales, tiles_ptr, num_tiles, row_ids_ptr, flag_ptr,
-            epoch_ptr, fault_ptr, timeout_ns, rank, M, D, F, Q, row_words, events_ptr,
-            BLOCK_M, GROUP_TILES, CHUNK, EVENTS, INTERPRET,
+            item, rows_ptr, w1_desc, w1_scales, b1_ptr, hidden_desc, hidden_scales, tiles_ptr, num_tiles, row_ids_ptr,
+            flag_ptr, epoch_ptr, fault_ptr, timeout_ns, rank, M, D, F, Q, row_words, events_ptr,
+            BLOCK_M, GROUP_TILES, CHUNK, ACTIVATION, EVENTS, INTERPRET,
         )  # fmt: skip
         item = tl.atomic_add(counters + 1, 1)
 
@@ -111,6 +114,7 @@ def fp8_dispatch_gemm(
     sends: Sends,
     table: TileTable,
     config: DispatchGemmConfig,
+    b1: Tensor | None = None,
 ) -> None:
     """Send this rank's packed rows, receive the others', and compute hidden, quantised, for all routed rows.
 
@@ -121,8 +125,10 @@ def fp8_dispatch_gemm(
         sends: Send lists.
         table: Tiles in schedule order.
         config: Split of the launch, and pieces of pushes; the tile shape is fixed.
+        b1: ``(e, 2F)`` biases of gate | up in a floating type; ``None``: none. With some the launch is Triton's.
     """
-    if not config.comm_blocks and runs_cuda(w1, wire, table):
+    built = config.activation == SWIGLU and b1 is None
+    if not config.comm_blocks and built and runs_cuda(w1, wire, table):
         dispatch_gemm_cuda(None, w1, hidden, None, wire, sends, table)
         return
     experts, double_f, hidden_size = w1.elements.shape
@@ -131,13 +137,14 @@ def fp8_dispatch_gemm(
     num_blocks = 4 if interpret else multiprocessors(wire.rows.device)
     halves = w1.elements.view(experts, 2, ffn, hidden_size)
     fp8_dispatch_gemm_kernel[(num_blocks,)](
-        wire.rows, TensorDescriptor.from_tensor(halves, [1, 1, SCALE_GROUP, SCALE_GROUP]), w1.scales,
+        wire.rows, TensorDescriptor.from_tensor(halves, [1, 1, SCALE_GROUP, SCALE_GROUP]), w1.scales, b1,
         TensorDescriptor.from_tensor(hidden.elements, [table.block_rows, SCALE_GROUP]), hidden.scales,
         wire.row_pointers, wire.flags, wire.flag_pointers, sends.token_ids, sends.counts,
         table.tiles, table.num_tiles, table.row_ids, table.counters, wire.epoch, wire.fault,
         wire.rank, wire.world_size, min(config.comm_blocks or COMM_BLOCKS, num_blocks - 1), wire.timeout_ns,
         wire.max_tokens, hidden_size, ffn, hidden.elements.shape[0], wire.rows.shape[1],
         BLOCK_M=table.block_rows, GROUP_TILES=config.group_tiles, PUSH_ROWS=config.push_rows,
-        PUSH_COLS=config.push_cols, CHUNK=CHUNK_ROWS, INTERPRET=interpret, **recording(wire.recorder, num_blocks),
+        PUSH_COLS=config.push_cols, CHUNK=CHUNK_ROWS, ACTIVATION=config.activation, INTERPRET=interpret,
+        **recording(wire.recorder, num_blocks),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

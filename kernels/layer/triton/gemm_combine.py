@@ -93,7 +93,7 @@ class GemmCombineConfig:
 
 @triton.jit(do_not_specialize=["rank", "comm_blocks", "num_panels", "num_parts", "timeout_ns", "T"])
 def gemm_combine_kernel(
-    a_desc, b_desc, y_ptr, out_ptr, grads_out, row_slots, row_weights, row_grads, send_rows, recv_counts,
+    a_desc, b_desc, bias_ptr, y_ptr, out_ptr, grads_out, row_slots, row_weights, row_grads, send_rows, recv_counts,
     combine_ptr, combine_addresses, combine_grads, combine_grad_addresses, flag_ptr, flag_addresses,
     tiles_ptr, num_tiles_ptr, counters, epoch_ptr, fault_ptr,
     rank, comm_blocks, num_panels, num_parts, timeout_ns, T, M, D, CONTRACTION, events_ptr,
@@ -111,7 +111,7 @@ def gemm_combine_kernel(
     compute_blocks = tl.num_programs(0) - comm_blocks
     if tl.program_id(0) < compute_blocks:
         gemm_panels(
-            a_desc, b_desc, None, None, y_ptr, tiles_ptr, num_tiles, num_cols, num_panels, tl.program_id(0),
+            a_desc, b_desc, None, None, bias_ptr, y_ptr, tiles_ptr, num_tiles, num_cols, num_panels, tl.program_id(0),
             compute_blocks, panel_counters, epoch_ptr, 0, D, CONTRACTION, events_ptr, BLOCK_M, BLOCK_N, BLOCK_K,
             GROUP_TILES, B_IS_KN, FLATTEN, PRECISION, EVENTS, INTERPRET,
         )  # fmt: skip
@@ -158,8 +158,9 @@ def gemm_combine(
     config: GemmCombineConfig,
     *,
     b_is_kn: bool = False,
+    bias: Tensor | None = None,
 ) -> None:
-    """y = a @ b[expert] for all routed rows, then out[t] = sum of token t's rows over all ranks.
+    """y = a @ b[expert] + bias[expert] for all routed rows, then out[t] = sum of token t's rows over all ranks.
 
     Args:
         a: ``(Q, C)`` routed rows; in block FP8 with scales ``(C / 128, Q)``.
@@ -171,8 +172,9 @@ def gemm_combine(
         table: Tiles.
         config: Tile shape, panels and placement.
         b_is_kn: The contraction is b's middle axis.
+        bias: ``(e, D)`` of a floating type; ``None``: none. Ranks that differ in it must not have ``cuda_kernels``.
     """
-    may_be_cuda = not config.comm_blocks and config.cuda_kernels
+    may_be_cuda = not config.comm_blocks and config.cuda_kernels and bias is None
     if may_be_cuda and b_is_kn == (returns.grads is not None) and runs_cuda(y, b, wire, returns, table):
         gemm_combine_cuda(a, b, y, out, wire, returns, table, config.num_panels, config.spare_multiprocessors)
         return
@@ -187,6 +189,7 @@ def gemm_combine(
         b_desc=TensorDescriptor.from_tensor(b, [1, block_k, block_n] if b_is_kn else [1, b_rows, block_k]),
         a_scales=a_scales,
         b_scales=b_scales,
+        bias_ptr=bias,
         y_ptr=y,
         tiles_ptr=table.tiles,
         comm_blocks=min(config.comm_blocks or COMM_BLOCKS, num_blocks - 1),

@@ -69,8 +69,18 @@ def store_tile(y_ptr, tile, first_row, first_col, num_rows, D):
 
 
 @triton.jit
+def with_bias(tile, bias_ptr, expert, first_col, D):
+    """A float32 tile with its expert's row of ``(e, D)`` biases; as it is where ``bias_ptr`` is ``None``."""
+    if bias_ptr is not None:
+        cols = first_col + tl.arange(0, tile.shape[1])
+        bias = tl.load(bias_ptr + expert.to(tl.int64) * D + cols, mask=cols < D, other=0.0)
+        tile += bias.to(tl.float32)[None, :]
+    return tile
+
+
+@triton.jit
 def gemm_panels(
-    a_desc, b_desc, a_scales, b_scales, y_ptr, tiles_ptr, num_tiles, num_cols, num_panels, first_item, stride,
+    a_desc, b_desc, a_scales, b_scales, bias_ptr, y_ptr, tiles_ptr, num_tiles, num_cols, num_panels, first_item, stride,
     panel_counters, epoch_ptr, Q, D, CONTRACTION, events_ptr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_TILES: tl.constexpr,
     B_IS_KN: tl.constexpr, FLATTEN: tl.constexpr, PRECISION: tl.constexpr, EVENTS: tl.constexpr,
@@ -88,12 +98,15 @@ def gemm_panels(
                 a_desc, b_desc, expert, first_row, col * BLOCK_N, CONTRACTION, BLOCK_M, BLOCK_N, BLOCK_K, B_IS_KN,
                 PRECISION,
             )  # fmt: skip
+            product = with_bias(product, bias_ptr, expert, col * BLOCK_N, D)
             store_tile(y_ptr, product, first_row, col * BLOCK_N, num_rows, D)
         else:
             left, right = multiply_fp8_tile(
                 a_desc, b_desc, a_scales, b_scales, expert, first_row, col * BLOCK_N, Q, D, CONTRACTION, BLOCK_M,
                 BLOCK_N // 2,
             )  # fmt: skip
+            left = with_bias(left, bias_ptr, expert, col * BLOCK_N, D)
+            right = with_bias(right, bias_ptr, expert, col * BLOCK_N + BLOCK_N // 2, D)
             store_tile(y_ptr, left, first_row, col * BLOCK_N, num_rows, D)
             store_tile(y_ptr, right, first_row, col * BLOCK_N + BLOCK_N // 2, num_rows, D)
         tl.atomic_add(panel_counters + panel, after_block(1, INTERPRET), sem="release", scope="gpu")
@@ -104,8 +117,8 @@ def gemm_panels(
 
 @triton.jit(do_not_specialize=["num_panels"])
 def gemm_panels_kernel(
-    a_desc, b_desc, a_scales, b_scales, y_ptr, tiles_ptr, num_tiles_ptr, counters, epoch_ptr, num_panels, Q, D,
-    CONTRACTION, events_ptr,
+    a_desc, b_desc, a_scales, b_scales, bias_ptr, y_ptr, tiles_ptr, num_tiles_ptr, counters, epoch_ptr, num_panels, Q,
+    D, CONTRACTION, events_ptr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_TILES: tl.constexpr,
     B_IS_KN: tl.constexpr, FLATTEN: tl.constexpr, PANEL_COUNTERS: tl.constexpr, PRECISION: tl.constexpr,
     EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
@@ -114,7 +127,7 @@ def gemm_panels_kernel(
     if not INTERPRET:
         tl.extra.cuda.gdc_launch_dependents()
     gemm_panels(
-        a_desc, b_desc, a_scales, b_scales, y_ptr, tiles_ptr, tl.load(num_tiles_ptr), tl.cdiv(D, BLOCK_N), num_panels,
-        tl.program_id(0), tl.num_programs(0), counters + PANEL_COUNTERS, epoch_ptr, Q, D, CONTRACTION, events_ptr,
-        BLOCK_M, BLOCK_N, BLOCK_K, GROUP_TILES, B_IS_KN, FLATTEN, PRECISION, EVENTS, INTERPRET,
+        a_desc, b_desc, a_scales, b_scales, bias_ptr, y_ptr, tiles_ptr, tl.load(num_tiles_ptr), tl.cdiv(D, BLOCK_N),
+        num_panels, tl.program_id(0), tl.num_programs(0), counters + PANEL_COUNTERS, epoch_ptr, Q, D, CONTRACTION,
+        events_ptr, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_TILES, B_IS_KN, FLATTEN, PRECISION, EVENTS, INTERPRET,
     )  # fmt: skip
