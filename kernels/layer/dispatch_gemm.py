@@ -104,6 +104,9 @@ class CudaConfig:
     push_rows: int = 8
 
 
+DEFAULT = CudaConfig()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
     """What a kernel is compiled for.
@@ -124,7 +127,7 @@ class Variant:
     is_dgrad: bool = False
     saves_gate_up: bool = False
     records: bool = False
-    config: CudaConfig = CudaConfig()
+    config: CudaConfig = DEFAULT
 
     def shared_bytes(self, num_experts: int) -> int:
         """Dynamic shared memory of a block.
@@ -286,7 +289,7 @@ def dispatch_gemm_cuda(
         world_size=wire.world_size,
         saves_gate_up=pre is not None,
         records=wire.recorder is not None,
-        config=config or CudaConfig(),
+        config=config or DEFAULT,
     )
     results = HiddenArgs.of(
         hidden=result, gate_up=pre, scales=scales, weight_scales=weight_scales, num_rows=len(result)

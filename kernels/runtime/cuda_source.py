@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .arch import HOPPER
 
@@ -41,9 +40,20 @@ class DeviceStruct(ctypes.Structure):
 
     @classmethod
     def of(cls, **values: Any) -> "DeviceStruct":
-        """One with all fields set; a tensor stands for its address, ``None`` for that of nothing."""
-        assert len(values) == len(named_fields(cls)), f"{cls.__name__} has not the fields {', '.join(values)}"
-        return cls(**{name: value.data_ptr() if isinstance(value, Tensor) else value for name, value in values.items()})
+        """One with all fields set; pointers by the tensors they point to, ``None`` for that of nothing."""
+        count, pointers = _fields_of(cls)
+        assert len(values) == count, f"{cls.__name__} has not the fields {', '.join(values)}"
+        for name in pointers:
+            tensor = values[name]
+            values[name] = None if tensor is None else tensor.data_ptr()
+        return cls(**values)
+
+
+@functools.cache
+def _fields_of(structure: type[DeviceStruct]) -> tuple[int, tuple[str, ...]]:
+    """Number of the fields, and names of those that are pointers; kept, for a launch asks every time."""
+    named = named_fields(structure)
+    return len(named), tuple(name for name, kind in named.items() if kind is POINTER)
 
 
 def fields(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
@@ -57,7 +67,6 @@ def padded(*fields: tuple[str, Any]) -> tuple[tuple[str, Any], ...]:
     return (*fields, ("padding", ctypes.c_char * (-length % MAP_ALIGNMENT)))
 
 
-@functools.cache
 def named_fields(structure: type[ctypes.Structure]) -> dict[str, Any]:
     """Types of the fields by name, without padding."""
     return {name: kind for name, kind in structure._fields_ if name != "padding"}
@@ -86,7 +95,7 @@ class CudaSource:
         entry: Name of the kernel: what it is.
         arguments: Structures that the kernel takes, in their order, by the names it has for them.
         types: Types of ``Config``: ``Element``, ``Output``, ``Activation``, as the headers name them.
-        constants: Its numbers.
+        constants: Its numbers: ``int``, ``bool`` or ``float``.
         shared_bytes: Dynamic shared memory of a block.
         cluster: Blocks of a cluster.
     """
@@ -95,7 +104,7 @@ class CudaSource:
     entry: str
     arguments: Mapping[str, type[DeviceStruct]]
     types: Mapping[str, str]
-    constants: Mapping[str, int]
+    constants: Mapping[str, float]
     shared_bytes: int
     cluster: int = 1
 
@@ -122,7 +131,9 @@ class CudaSource:
         )
 
 
-def _declared(name: str, value: int) -> str:
+def _declared(name: str, value: float) -> str:
+    if isinstance(value, float):
+        return f"float {name} = {value!r}f"
     return f"bool {name} = {str(value).lower()}" if isinstance(value, bool) else f"int {name} = {value}"
 
 

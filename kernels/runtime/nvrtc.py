@@ -140,12 +140,12 @@ def load_source(source: CudaSource) -> CudaKernel:
 
 
 def tensor_map(tensor: Tensor, box: tuple[int, ...]) -> TensorMap:
-    """Descriptor of a tensor for bulk copies of ``box`` in rows of 128 bytes, swizzled.
+    """Descriptor of a tensor for TMA loads and stores of a ``box`` in rows of 128 bytes, swizzled.
 
     Args:
         tensor: 16-byte aligned, bfloat16, float16 or float8_e4m3fn; along its last axis elements are neighbours, other
             strides are multiples of 16 bytes.
-        box: Elements of one copy along each axis; 128 bytes along the last. What lies outside of the tensor is read
+        box: Elements of one load along each axis; 128 bytes along the last. What lies outside of the tensor is read
             as 0.
 
     Returns:
@@ -157,16 +157,16 @@ def tensor_map(tensor: Tensor, box: tuple[int, ...]) -> TensorMap:
 
 
 def segment_map(rows: Tensor, box: tuple[int, int]) -> TensorMap:
-    """Descriptor of rows for bulk copies that end where a segment of the rows ends, swizzled as ``tensor_map``'s.
+    """Descriptor of rows for TMA loads that end where a segment of the rows ends, swizzled as ``tensor_map``'s.
 
     Rows behind the segment, and columns outside of the tensor, are read as 0. The axis of the rows is 2^30 long, and a
-    copy addresses it from its end, where the hardware stops. A second axis of rows says where the segment ends, and a
+    load addresses it from its end, where the hardware stops. A second axis of rows says where the segment ends, and a
     third one takes the 2^30 rows back: addresses wrap around at 2^64 bytes. Triton's ``create_ragged_descriptor`` is
     the same.
 
     Args:
         rows: ``(Q, C)`` 16-byte aligned, contiguous, bfloat16 or float16; C a multiple of 8.
-        box: Rows and columns of one copy; 128 bytes of columns.
+        box: Rows and columns of one load; 128 bytes of columns.
 
     Returns:
         A field of a kernel's arguments. Row r of the ``count`` rows from ``start`` on is at ``(2^30, start +
@@ -212,10 +212,10 @@ def _tensor_map(
 
 def _holder(argument: Any) -> tuple[Any, int]:
     """What keeps an argument alive until the launch has copied it, and its address."""
-    if isinstance(argument, Tensor):
-        argument = ctypes.c_uint64(argument.data_ptr())
-    elif isinstance(argument, int):
+    if isinstance(argument, int):
         argument = ctypes.c_int32(argument)
+    elif not isinstance(argument, ctypes.Structure):
+        argument = ctypes.c_uint64(argument.data_ptr())
     return argument, ctypes.addressof(argument)
 
 
