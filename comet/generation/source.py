@@ -101,9 +101,11 @@ def _hf_model(folder: Path) -> ModelConfig:
         shared_ffn_size,
     )
     from comet.integrations.hf.fp8.blocks import is_block_fp8
+    from comet.integrations.hf.gpt_oss import refuse_folder
 
     require_transformers()
     config = read_config(folder)
+    refuse_folder(config, folder)
     moe = moe_config(config)
     is_block_fp8(config)  # refuses other quantisations before a rank starts
     return ModelConfig(

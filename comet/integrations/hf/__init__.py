@@ -1,4 +1,4 @@
-"""Hugging Face transformers with Comet as its experts: Mixtral, Qwen2-MoE, Qwen3-MoE and DeepSeek-V3 models.
+"""Hugging Face transformers with Comet as its experts: Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V3, gpt-oss.
 
 ``register`` makes Comet an experts implementation to choose by name, ``convert`` replaces the experts of a model in
 place, on one rank or a group, and ``load_pretrained`` loads a checkpoint folder with each rank's part only, also one in

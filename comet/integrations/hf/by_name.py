@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from comet.config import DIM_MULTIPLE, require
 from comet.decode import DecodeWeights, joins_step
 from comet.decode.runners import LocalRunner
+from comet.integrations.hf import gpt_oss
 from comet.integrations.hf.families import check_experts, check_kind, require_transformers
 from comet.integrations.hf.fp8.dequantized import check_dequantized
 from comet.integrations.hf.methods import asks_registry
 from comet.integrations.hf.stored import SCALE_DTYPES
+from comet.kernels.runtime.activation import SWIGLU
 from comet.layout import ExpertLayout
 from comet.quantization.formats import FP8, FP8_BLOCK
 from comet.reference.plain import plain_experts
@@ -87,7 +89,7 @@ def comet_experts_forward(
     """The forward pass of a stock experts module by Comet.
 
     Args:
-        experts: The module, with ``gate_up_proj (E, 2F, D)`` and ``down_proj (E, D, F)``.
+        experts: The module, with ``gate_up_proj (E, 2F, D)`` and ``down_proj (E, D, F)``, or gpt-oss's.
         hidden_states: ``(T, D)``.
         top_k_index: ``(T, K)`` integer; ids from E on (experts of other ranks) contribute nothing.
         top_k_weights: ``(T, K)`` of any floating dtype.
@@ -104,12 +106,14 @@ def comet_experts_forward(
         check_experts(module, _NAME)
         check_dequantized(module.config)
         module.__dict__[_CHECKED] = kind
-    w1, w2 = module.gate_up_proj, module.down_proj
+    w1, w2, activation, biases = module.gate_up_proj, module.down_proj, SWIGLU, None
+    if gpt_oss.is_gpt_oss(module):
+        activation, (w1, w2, biases) = gpt_oss.activation_of(module), gpt_oss.kept_layout(module)
     ids, weights, top_k = _local_ids(module, top_k_index), top_k_weights.float(), top_k_index.shape[1]
     if any(size % DIM_MULTIPLE for size in w2.shape[1:]):  # such as F = 48 over two ranks; warp decode takes no others
         layout = ExpertLayout(num_experts=w2.shape[0], top_k=top_k, ep=1, tp=1, rank=0)
-        return plain_experts(hidden_states, ids, weights, w1, w2, layout, None)
-    return LocalRunner(top_k)(hidden_states, ids, weights, w1, w2)
+        return plain_experts(hidden_states, ids, weights, w1, w2, layout, None, activation, biases)
+    return LocalRunner(top_k, activation=activation)(hidden_states, ids, weights, w1, w2, biases)
 
 
 @torch.compiler.disable

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from comet.config import ParallelConfig, require
 from comet.decode import MAX_DECODE_TOKENS, held_pieces, shared_columns
 from comet.decode.runners import DECODE_TOKENS, LocalRunner, ReplicatedRunner, Runner
+from comet.integrations.hf import gpt_oss
 from comet.integrations.hf.by_name import check_named
 from comet.integrations.hf.experts import CometExperts
 from comet.integrations.hf.families import SHARED, moe_config, require_transformers, shared_ffn_size, stock_experts
@@ -21,7 +22,7 @@ from comet.integrations.hf.standin import InDecodeSteps
 from comet.integrations.hf.stored_experts import StoredExperts, cores_of
 from comet.layer.group import ExpertGroup
 from comet.layout import ExpertLayout
-from comet.reference.layer import shard_experts
+from comet.reference.layer import shard_biases, shard_experts
 
 
 def convert(model: nn.Module, group: ExpertGroup | None = None, *, decode_tokens: int = DECODE_TOKENS) -> nn.Module:
@@ -34,7 +35,8 @@ def convert(model: nn.Module, group: ExpertGroup | None = None, *, decode_tokens
     the experts. Sampling needs the same seed on all ranks.
 
     Args:
-        model: A transformers model of a supported family: Mixtral, Qwen2-MoE, Qwen3-MoE or DeepSeek-V3.
+        model: A transformers model of a supported family: Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V3 or gpt-oss, whose
+            experts are laid out anew.
         group: The ranks that share the experts, made for ``moe_config(model.config)`` and the model's dtype and
             device; ``None``: this rank alone.
         decode_tokens: Most tokens of one call that take warp decode; more take the group's path.
@@ -53,14 +55,22 @@ def convert(model: nn.Module, group: ExpertGroup | None = None, *, decode_tokens
     place = Place.create(model.config, group, decode_tokens)
     for name, experts in stock.items():
         place.install(model, name, experts)
-    keep_from_saving(model, place.layout)
+    keep_from_saving(model, place.layout, laid_out=place.family == gpt_oss.FAMILY)
     return model
 
 
-def keep_from_saving(model: nn.Module, layout: ExpertLayout, *, keep_fp8: bool = False, in_store: bool = False) -> None:
+def keep_from_saving(
+    model: nn.Module,
+    layout: ExpertLayout,
+    *,
+    keep_fp8: bool = False,
+    in_store: bool = False,
+    laid_out: bool = False,
+) -> None:
     """Let ``model.save_pretrained`` raise ``ValueError`` where a rank holds experts in part, in FP8, or in a store.
 
-    The folder would look like a model's and hold one rank's shard, or scales that nothing in it explains.
+    The folder would look like a model's and hold one rank's shard, or scales that nothing in it explains, or, where
+    experts were ``laid_out`` anew, weights in an order that nobody expects.
     """
     if layout.world_size > 1:
         reason = (
@@ -71,6 +81,8 @@ def keep_from_saving(model: nn.Module, layout: ExpertLayout, *, keep_fp8: bool =
         reason = "experts are kept in block FP8; load the model with keep_fp8=False to save it"
     elif in_store:
         reason = "experts are in a store and no parameters; load the model without expert_budget to save it"
+    elif laid_out:
+        reason = "experts are laid out as Comet multiplies them; save the model before it is converted"
     else:
         return
 
@@ -165,7 +177,7 @@ class Place:
         shared = shared_ffn_size(config)
         columns = 0 if in_store else shared_columns(layout, moe.ffn_size, shared)
         if group is None:
-            runner: Runner = LocalRunner(moe.top_k + columns, decode_tokens)
+            runner: Runner = LocalRunner(moe.top_k + columns, decode_tokens, activation=moe.activation)
         else:
             runner = ReplicatedRunner(moe, group, decode_tokens, shared_columns=columns)
         names = SHARED.get(config.model_type)
@@ -205,6 +217,8 @@ class Place:
             if self.shared_columns:
                 return FP8JoinedExperts(hidden_size, width, self.layout, self.runner, device, self.num_pieces)
             return FP8Experts(hidden_size, width, self.layout, self.runner, device)
+        if self.family == gpt_oss.FAMILY:
+            return self._take_gpt_oss(module)
         if self.layout.world_size == 1:
             return CometExperts(module.gate_up_proj, module.down_proj, self.layout, self.runner)
         parts = shard_experts(module.gate_up_proj.detach(), module.down_proj.detach(), self.layout)
@@ -212,6 +226,20 @@ class Place:
             nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=False) for part in parts
         )
         return CometExperts(gate_up_proj, down_proj, self.layout, self.runner)
+
+    @torch.no_grad()
+    def _take_gpt_oss(self, module: Any) -> CometExperts:
+        """This rank's part, laid out anew; of all experts the parameters learn as those of the module do."""
+        w1, w2, biases = gpt_oss.laid_out(module)
+        mine = shard_biases(biases, self.layout)
+        assert mine is not None
+        held = slice(self.layout.first_expert, self.layout.first_expert + self.layout.experts_local)
+        learns = self.layout.world_size == 1 and module.gate_up_proj.requires_grad
+        parts = (*shard_experts(w1, w2, self.layout), mine.b1, biases.b2[held])
+        gate_up_proj, down_proj, *of_biases = (
+            nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=learns) for part in parts
+        )
+        return CometExperts(gate_up_proj, down_proj, self.layout, self.runner, of_biases)
 
 
 def _check_weights(weight: Tensor, name: str, group: ExpertGroup | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from comet.config import require
 from comet.decode import SharedMatrices, SharedSlots, joins_step
 from comet.decode.runners import Runner
-from comet.layout import ExpertLayout
+from comet.layout import Biases, ExpertLayout
 
 
 class CometExperts(nn.Module):
@@ -21,14 +22,24 @@ class CometExperts(nn.Module):
         down_proj: ``(e, D, F/TP)``.
         layout: This rank's place among the experts.
         runner: Computes them; one serves all layers of a model.
+        biases: ``(e, 2F/TP)`` and ``(e, D)``, for parameters ``gate_up_proj_bias`` and ``down_proj_bias``; none: there
+            are no such.
     """
 
     def __init__(
-        self, gate_up_proj: nn.Parameter, down_proj: nn.Parameter, layout: ExpertLayout, runner: Runner
+        self,
+        gate_up_proj: nn.Parameter,
+        down_proj: nn.Parameter,
+        layout: ExpertLayout,
+        runner: Runner,
+        biases: Sequence[nn.Parameter] = (),
     ) -> None:
         super().__init__()
         self.gate_up_proj = gate_up_proj
         self.down_proj = down_proj
+        b1, b2 = biases or (None, None)
+        self.gate_up_proj_bias: nn.Parameter | None = b1
+        self.down_proj_bias: nn.Parameter | None = b2
         self.layout = layout
         self.runner = runner
         self.shared: SharedSlots | None = None
@@ -64,7 +75,9 @@ class CometExperts(nn.Module):
             experts = self.shared.weights(self.gate_up_proj, self.down_proj)
             gate = next((module(hidden_states).sigmoid() for module in self._gates), None)
             ids, weights = self.shared.routing(ids, weights, gate)
-        return self.runner(hidden_states, ids, weights, self.gate_up_proj, self.down_proj, experts=experts)
+        w1, w2, b1, b2 = self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias
+        biases = None if b1 is None or b2 is None else Biases(b1, b2)
+        return self.runner(hidden_states, ids, weights, w1, w2, biases, experts=experts)
 
     @property
     def expert_bytes(self) -> int:

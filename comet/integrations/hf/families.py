@@ -12,6 +12,7 @@ from torch import nn
 
 from comet.config import MOE_DTYPES, MoEConfig, require
 from comet.errors import UnavailableError
+from comet.integrations.hf import gpt_oss
 from comet.integrations.hf.methods import check_methods
 
 # model_type -> the configuration fields that hold E and F.
@@ -20,6 +21,7 @@ FAMILIES = {
     "qwen2_moe": ("num_experts", "moe_intermediate_size"),
     "qwen3_moe": ("num_experts", "moe_intermediate_size"),
     "deepseek_v3": ("n_routed_experts", "moe_intermediate_size"),
+    gpt_oss.FAMILY: ("num_local_experts", "intermediate_size"),
 }
 # What transformers would make up where a configuration is cut off.
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_experts_per_tok", "vocab_size")
@@ -93,7 +95,7 @@ def moe_config(config: Any) -> MoEConfig:
         config: Configuration of a supported model, or the folder that holds its ``config.json``.
 
     Returns:
-        D, F, E and K of its routed experts.
+        D, F, E and K of its routed experts, and their activation and biases.
 
     Raises:
         ValueError: If the family or activation is not supported, or a size breaks a rule of ``MoEConfig``.
@@ -104,12 +106,16 @@ def moe_config(config: Any) -> MoEConfig:
         config = read_config(config)
     check_family(config)
     experts_field, ffn_field = FAMILIES[config.model_type]
+    of_experts: dict[str, Any] = {}
+    if config.model_type == gpt_oss.FAMILY:
+        of_experts = dict(activation=gpt_oss.activation_of(config), expert_bias=True)
     return MoEConfig(
         hidden_size=config.hidden_size,
         ffn_size=getattr(config, ffn_field),
         num_experts=getattr(config, experts_field),
         top_k=config.num_experts_per_tok,
         balance="none",
+        **of_experts,
     )
 
 
@@ -121,7 +127,7 @@ def num_moe_layers(config: Any) -> int:
     layers = range(config.num_hidden_layers)
     if config.model_type == "deepseek_v3":
         return len(layers[config.first_k_dense_replace :])
-    if config.model_type == "mixtral":
+    if config.model_type in ("mixtral", gpt_oss.FAMILY):
         return len(layers)
     step, dense = config.decoder_sparse_step, config.mlp_only_layers
     return sum(layer not in dense and (layer + 1) % step == 0 for layer in layers)
@@ -144,11 +150,14 @@ def check_experts(experts: nn.Module, name: str) -> None:
 
 
 def check_kind(experts: nn.Module, name: str, like: type[nn.Module] | None = None) -> None:
-    """Raise ``ValueError`` unless experts called ``name`` are SwiGLU, gate before up, without any extra.
+    """Raise ``ValueError`` unless experts called ``name`` are SwiGLU, gate before up, without any extra, or gpt-oss's.
 
     ``like`` is the class whose methods they must have (see ``check_methods``).
     """
-    for flag, value in EXPERT_FLAGS.items():
+    flags = EXPERT_FLAGS
+    if like is None and gpt_oss.is_gpt_oss(experts):
+        flags, like = gpt_oss.FLAGS, gpt_oss.stock_class()
+    for flag, value in flags.items():
         found = getattr(experts, flag, value)
         require(found == value, f"{flag}={found} of {name} ({type(experts).__name__}) must be {value}")
     check_methods(experts, name, like)

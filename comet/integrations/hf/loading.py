@@ -13,6 +13,7 @@ from torch import nn
 from comet.config import MOE_DTYPES, ParallelConfig, require
 from comet.experts.budget import ExpertStoreKind
 from comet.experts.options import StoreOptions
+from comet.integrations.hf import gpt_oss
 from comet.integrations.hf.contents import state_of, take_block_fp8, wanted
 from comet.integrations.hf.convert import Place, keep_from_saving
 from comet.integrations.hf.families import check_family, moe_config, read_config, require_transformers, stock_experts
@@ -111,6 +112,7 @@ def _settings(
     """The checked configuration of a folder, and the dtype and device its model gets."""
     config = read_config(folder)
     check_family(config)
+    gpt_oss.refuse_folder(config, folder)
     if group is None:
         dtype, device = dtype or config.dtype or torch.float32, torch.device(device or "cpu")
         require(dtype in MOE_DTYPES, f"dtype={dtype} must be one of {MOE_DTYPES}")

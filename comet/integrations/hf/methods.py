@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from comet.config import require
+from comet.integrations.hf.gpt_oss import stock_class
 
 _METHODS = ("forward", "_apply_gate", "linear")
 
@@ -35,8 +36,10 @@ def check_methods(experts: nn.Module, name: str, like: type[nn.Module] | None = 
     require(
         not others,
         f"{', '.join(others)} of {name} ({kind.__name__}) must be as in {known.__name__}: Comet computes the weighted "
-        "sum of down_proj(silu(gate) * up) and nothing else",
+        "sum of down_proj(silu(gate) * up), or gpt-oss's experts, and nothing else",
     )
+    if known is stock_class():  # whose gate is the activation
+        return
     activation: Any = getattr(experts, "act_fn", None)
     require(is_silu(activation), f"act_fn={activation} of {name} ({kind.__name__}) must be SiLU")
 

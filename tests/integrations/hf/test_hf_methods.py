@@ -25,7 +25,6 @@ REFUSED = {
     "BeamExperts": "forward, _apply_gate",
     "DeepseekV4Experts": "forward, _apply_gate",
     "Glm5NextTextExperts": "forward, _apply_gate",
-    "GptOssExperts": "has_bias=True",
     "HYV4Experts": "forward, _apply_gate",
     "Inkling2Experts": "forward, _apply_gate",
     "MiniMaxM3VLExperts": "forward, _apply_gate",
