@@ -2,14 +2,17 @@
 
 from triton.runtime.jit import JITFunction
 
+from ..gemm.tiles import GROUP_TILES
 from ..layer.triton.combine import slot_block
-from ..layer.triton.dispatch import dispatch_kernel
+from ..layer.triton.dispatch import NUM_WARPS, PUSH_ROWS, dispatch_kernel
 from ..layer.triton.dispatch_gemm import dispatch_gemm_kernel
 from ..layer.triton.gemm_combine import (
     COMM_REGISTERS,
     COMM_WARPS,
     COMPUTE_REGISTERS,
     LINE_BYTES,
+    MOVE_ROWS,
+    SUM_TOKENS,
     combine_kernel,
     gemm_combine_kernel,
 )
@@ -65,7 +68,8 @@ def _layer0(
         "pre_desc": f"tensordesc<{dtype}[128, 1, {block_f}]>",
     }
     constants = dict(
-        BLOCK_M=128, BLOCK_F=block_f, BLOCK_K=block_k, GROUP_TILES=8, PUSH_ROWS=32, PUSH_COLS=_most_cols(dtype, 1024),
+        BLOCK_M=128, BLOCK_F=block_f, BLOCK_K=block_k, GROUP_TILES=GROUP_TILES, PUSH_ROWS=PUSH_ROWS,
+        PUSH_COLS=_most_cols(dtype, 1024),
         CHUNK=CHUNK_ROWS, EVEN_K=True, SAVE_PRE=save_pre, FLATTEN=dtype != "fp32", PRECISION=_precision(dtype),
         INTERPRET=False, ACTIVATION=activation, **recording_constants(events), **({} if biased else {"b1_ptr": None}),
     )  # fmt: skip
@@ -76,7 +80,7 @@ def _layer0(
         fn=dispatch_gemm_kernel,
         signature=_signature(dispatch_gemm_kernel.arg_names, constants, descriptors, dtype),
         constexprs=constants,
-        num_warps=8,
+        num_warps=NUM_WARPS,
         num_stages=min(num_stages, 3) if save_pre else num_stages,
         expects=_expects(dtype),
         # Beside the 128 registers of its sums a thread has 64 for biases, once a tile, behind the loop.
@@ -86,14 +90,14 @@ def _layer0(
 
 
 def _dispatch(dtype: str, *, events: int = 0) -> KernelCase:
-    constants = dict(PUSH_ROWS=32, PUSH_COLS=_most_cols(dtype, 1024), CHUNK=CHUNK_ROWS, INTERPRET=False)
+    constants = dict(PUSH_ROWS=PUSH_ROWS, PUSH_COLS=_most_cols(dtype, 1024), CHUNK=CHUNK_ROWS, INTERPRET=False)
     constants |= recording_constants(events)
     return KernelCase(
         name=f"{dtype}{recording_suffix(events)}",
         fn=dispatch_kernel,
         signature=_signature(dispatch_kernel.arg_names, constants, {}, dtype),
         constexprs=constants,
-        num_warps=8,
+        num_warps=NUM_WARPS,
         expects=frozenset({"wide_loads", "wide_stores"}),
     )
 
@@ -106,9 +110,9 @@ def _layer1(dtype: str, top_k: int, *, backward: bool, events: int = 0, biased: 
         "b_desc": f"tensordesc<{dtype}[1, {b_block[0]}, {b_block[1]}]>",
     }
     constants = dict(
-        BLOCK_M=128, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_TILES=8, W=4, K=top_k, K_BLOCK=slot_block(top_k),
-        WEIGHTED=not backward, HAS_GRADS=backward, B_IS_KN=backward, FLATTEN=dtype != "fp32", TOKENS=32,
-        PART_STEP=LINE_BYTES // (4 if dtype == "fp32" else 2), ROWS=8, COLS=_most_cols(dtype, 512),
+        BLOCK_M=128, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_TILES=GROUP_TILES, W=4, K=top_k, K_BLOCK=slot_block(top_k),
+        WEIGHTED=not backward, HAS_GRADS=backward, B_IS_KN=backward, FLATTEN=dtype != "fp32", TOKENS=SUM_TOKENS,
+        PART_STEP=LINE_BYTES // (4 if dtype == "fp32" else 2), ROWS=MOVE_ROWS, COLS=_most_cols(dtype, 512),
         CHUNK=COMBINE_CHUNK_ROWS, PANELS=MAX_PANELS, PANEL_COUNTERS=PANEL_COUNTERS,
         PRECISION=_precision(dtype), INTERPRET=False, **recording_constants(events),
         **({} if biased else {"bias_ptr": None}),
@@ -119,7 +123,7 @@ def _layer1(dtype: str, top_k: int, *, backward: bool, events: int = 0, biased: 
         fn=gemm_combine_kernel,
         signature=_signature(gemm_combine_kernel.arg_names, constants, descriptors, dtype),
         constexprs=constants,
-        num_warps=8,
+        num_warps=NUM_WARPS,
         num_stages=num_stages,
         expects=_expects(dtype),
         narrow_loads=BIAS_LOADS if biased else 0,
@@ -152,7 +156,7 @@ def _layer1_beside(
         fn=kernel,
         signature={name: split.signature.get(name, "i32") for name in kernel.arg_names if name not in constants},
         constexprs=constants,
-        num_warps=8 if computes else COMM_WARPS,
+        num_warps=NUM_WARPS if computes else COMM_WARPS,
         num_stages=min(split.num_stages, 3),
         max_registers=None if computes and is_wide else most,
         narrow_loads=split.narrow_loads,

@@ -14,6 +14,8 @@ All arguments are non-negative integers.
 import triton
 import triton.language as tl
 
+GROUP_TILES = 8  # of the layer's kernels: consecutive tiles that share their weight columns through L2
+
 
 @triton.jit
 def part_of(index, num_elements, num_parts):

@@ -20,6 +20,8 @@ from ...runtime.arguments import CHUNK_ROWS, Wire, multiprocessors
 from ...runtime.primitives import MOST_THREADS, PLACE_LAYER0, any_of, signal, wait_flags
 from ...runtime.recorder import KIND_DISPATCH, KIND_RECEIVE, now, record, recording
 
+PUSH_ROWS = 32  # that a block moves at once
+NUM_WARPS = 8  # of a block, here and in the layer's GEMMs
 COMM_BLOCKS = 16  # where nobody says how many: of a layer whose communication is colocated, in a kernel that cannot be
 
 
@@ -28,14 +30,10 @@ class DispatchConfig:
     """How rows are moved.
 
     Args:
-        push_rows: Rows a block moves at once.
         push_cols: Columns it moves at once, a power of two.
-        num_warps: Warps per block.
     """
 
-    push_rows: int = 32
     push_cols: int = 1024
-    num_warps: int = 8
 
 
 @triton.jit
@@ -158,6 +156,6 @@ def dispatch(x: Tensor, wire: Wire, sends: Sends, counters: Tensor, config: Disp
     dispatch_kernel[(num_blocks,)](
         x, wire.row_pointers, wire.flags, wire.flag_pointers, sends.token_ids, sends.counts, sends.recv_counts,
         counters, wire.epoch, wire.fault, wire.rank, wire.world_size, wire.timeout_ns, wire.max_tokens, x.shape[1],
-        PUSH_ROWS=config.push_rows, PUSH_COLS=config.push_cols, CHUNK=CHUNK_ROWS, INTERPRET=interpret,
-        **recording(wire.recorder, num_blocks), num_warps=config.num_warps,
+        PUSH_ROWS=PUSH_ROWS, PUSH_COLS=config.push_cols, CHUNK=CHUNK_ROWS, INTERPRET=interpret,
+        **recording(wire.recorder, num_blocks), num_warps=NUM_WARPS,
     )  # fmt: skip

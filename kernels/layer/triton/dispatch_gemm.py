@@ -20,13 +20,13 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...gemm.activation import activate
-from ...gemm.tiles import decode_tokens
+from ...gemm.tiles import GROUP_TILES, decode_tokens
 from ...runtime.activation import SWIGLU, Activation
 from ...runtime.arguments import CHUNK_ROWS, TileTable, Wire, multiprocessors
 from ...runtime.primitives import PLACE_LAYER0, zero_after_arrival
 from ...runtime.recorder import KIND_CONVERT, KIND_LAYER0_TILE, now, record, recording
 from ..dispatch_gemm import dispatch_gemm_cuda, runs_cuda
-from .dispatch import COMM_BLOCKS, Sends, push_rows
+from .dispatch import COMM_BLOCKS, NUM_WARPS, PUSH_ROWS, Sends, push_rows
 
 # Rounds of all blocks that are left to tickets, beside the rounds of the communication blocks.
 TICKET_ROUNDS = tl.constexpr(3)
@@ -41,24 +41,18 @@ class DispatchGemmConfig:
             block of the kernel in CUDA C++, where that runs, else ``COMM_BLOCKS``.
         block_f: Columns of hidden per tile; the GEMM tile is twice as wide (gate and up).
         block_k: Contraction step.
-        group_tiles: Consecutive tiles that share their weight columns through L2.
-        push_rows: Rows a communication block moves at once.
-        push_cols: Columns it moves at once, a power of two.
+        push_cols: Columns a communication block moves at once, a power of two.
         flatten: Fetch the next item's operands during the epilogue.
         num_stages: Depth of the load pipeline.
-        num_warps: Warps per block.
         activation: Of the experts; others than SwiGLU run in Triton.
     """
 
     comm_blocks: int = 0
     block_f: int = 128
     block_k: int = 64
-    group_tiles: int = 8
-    push_rows: int = 32
     push_cols: int = 1024
     flatten: bool = True
     num_stages: int = 4
-    num_warps: int = 8
     activation: Activation = SWIGLU
 
 
@@ -219,12 +213,12 @@ def dispatch_gemm(
         table.tiles, table.num_tiles, table.row_ids, table.counters, wire.epoch, wire.fault,
         wire.rank, wire.world_size, min(config.comm_blocks or COMM_BLOCKS, num_blocks - 1), wire.timeout_ns,
         wire.max_tokens, hidden_size, ffn,
-        BLOCK_M=table.block_rows, BLOCK_F=config.block_f, BLOCK_K=config.block_k, GROUP_TILES=config.group_tiles,
-        PUSH_ROWS=config.push_rows, PUSH_COLS=config.push_cols, CHUNK=CHUNK_ROWS,
+        BLOCK_M=table.block_rows, BLOCK_F=config.block_f, BLOCK_K=config.block_k, GROUP_TILES=GROUP_TILES,
+        PUSH_ROWS=PUSH_ROWS, PUSH_COLS=config.push_cols, CHUNK=CHUNK_ROWS,
         EVEN_K=hidden_size % config.block_k == 0, SAVE_PRE=pre is not None, FLATTEN=config.flatten,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", ACTIVATION=config.activation, INTERPRET=interpret,
         **recording(wire.recorder, num_blocks),
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        num_warps=NUM_WARPS, num_stages=config.num_stages,
     )  # fmt: skip
 
 

@@ -15,12 +15,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...gemm.activation import hidden_of
 from ...gemm.fp8 import GROUP, SCALE_GROUP, group_scales, scaled_elements
-from ...gemm.tiles import decode_tokens
+from ...gemm.tiles import GROUP_TILES, decode_tokens
 from ...runtime.activation import SWIGLU
 from ...runtime.arguments import CHUNK_ROWS, Scaled, TileTable, Wire, multiprocessors
 from ...runtime.recorder import KIND_CONVERT, KIND_LAYER0_TILE, now, record, recording
 from ..dispatch_gemm import dispatch_gemm_cuda, runs_cuda
-from .dispatch import COMM_BLOCKS, Sends, push_rows
+from .dispatch import COMM_BLOCKS, NUM_WARPS, PUSH_ROWS, Sends, push_rows
 from .dispatch_gemm import DispatchGemmConfig, zero_after_rows
 
 
@@ -143,8 +143,8 @@ def fp8_dispatch_gemm(
         table.tiles, table.num_tiles, table.row_ids, table.counters, wire.epoch, wire.fault,
         wire.rank, wire.world_size, min(config.comm_blocks or COMM_BLOCKS, num_blocks - 1), wire.timeout_ns,
         wire.max_tokens, hidden_size, ffn, hidden.elements.shape[0], wire.rows.shape[1],
-        BLOCK_M=table.block_rows, GROUP_TILES=config.group_tiles, PUSH_ROWS=config.push_rows,
+        BLOCK_M=table.block_rows, GROUP_TILES=GROUP_TILES, PUSH_ROWS=PUSH_ROWS,
         PUSH_COLS=config.push_cols, CHUNK=CHUNK_ROWS, ACTIVATION=config.activation, INTERPRET=interpret,
         **recording(wire.recorder, num_blocks),
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        num_warps=NUM_WARPS, num_stages=config.num_stages,
     )  # fmt: skip

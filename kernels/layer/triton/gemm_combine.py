@@ -29,6 +29,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ...gemm.tiles import GROUP_TILES
 from ...runtime.arguments import (
     COMBINE_CHUNK_ROWS,
     MAX_PANELS,
@@ -42,13 +43,15 @@ from ...runtime.arguments import (
 from ...runtime.recorder import KIND_CONVERT, now, record, recording
 from ..gemm_combine import gemm_combine_cuda, runs_cuda
 from .combine import MULTIPROCESSORS, column_parts, combine_panels, slot_block
-from .dispatch import COMM_BLOCKS
+from .dispatch import COMM_BLOCKS, NUM_WARPS
 from .gemm_panels import PANEL_COUNTERS, gemm_panels, gemm_panels_kernel
 
 # Registers of a thread beside each other: 256 x 184 + 128 x 144 = 65536.
 COMPUTE_REGISTERS = 184
 COMM_REGISTERS = 144
 COMM_WARPS = 4
+MOVE_ROWS = 8  # that the reduce and the final sum handle at once; more where panels have parts
+SUM_TOKENS = COMBINE_CHUNK_ROWS  # of one sum ticket
 LINE_BYTES = 128  # of memory
 LEAST_PARTS = 4  # two parts of a panel, or three, take longer than one
 # Comm blocks per multiprocessor: the first runs beside the compute block, the others where one has ended.
@@ -64,13 +67,10 @@ class GemmCombineConfig:
         num_panels: Column panels, at most 16 and at most the column blocks of D.
         block_n: Columns of a GEMM tile.
         block_k: Contraction step.
-        group_tiles: Consecutive tiles that share their weight columns through L2.
-        move_rows: Rows the reduce and the final sum handle at once; more where panels have parts (``cut_panels``).
-        move_cols: Columns they handle at once, a power of two; fewer then.
-        sum_tokens: Tokens of one sum ticket, a multiple of ``move_rows``.
+        move_cols: Columns the reduce and the final sum handle at once, a power of two; fewer where panels have parts
+            (``cut_panels``).
         flatten: Fetch the next item's operands during the epilogue.
         num_stages: Depth of the load pipeline.
-        num_warps: Warps per block.
         cuda_kernels: Whether all ranks have the launches in CUDA C++, whose flags are not those of Triton's.
         spare_multiprocessors: How many are left to kernels of other streams. Where these hold some and wait for other
             ranks, a split launch ends only if all of its blocks that compute find a place.
@@ -80,13 +80,9 @@ class GemmCombineConfig:
     num_panels: int = 4
     block_n: int = 256
     block_k: int = 64
-    group_tiles: int = 8
-    move_rows: int = 8
     move_cols: int = 512
-    sum_tokens: int = 32
     flatten: bool = True
     num_stages: int = 4
-    num_warps: int = 8
     cuda_kernels: bool = True
     spare_multiprocessors: int = 0
 
@@ -197,13 +193,13 @@ def gemm_combine(
         CONTRACTION=a.shape[1],
         BLOCK_M=table.block_rows,
         BLOCK_K=block_k,
-        GROUP_TILES=config.group_tiles,
+        GROUP_TILES=GROUP_TILES,
         B_IS_KN=b_is_kn,
         FLATTEN=config.flatten,
         PRECISION="ieee" if a.dtype == torch.float32 else "tf32",
         INTERPRET=interpret,
     )
-    shape = dict(num_warps=config.num_warps, num_stages=config.num_stages)
+    shape = dict(num_warps=NUM_WARPS, num_stages=config.num_stages)
     is_scaled = a_scales is not None
     if config.comm_blocks and not is_scaled:
         events = recording(wire.recorder, num_blocks)
@@ -254,7 +250,7 @@ def combine_arguments(
         K_BLOCK=slot_block(top_k),
         WEIGHTED=returns.row_weights is not None,
         HAS_GRADS=grads is not None,
-        TOKENS=config.sum_tokens,
+        TOKENS=SUM_TOKENS,
         CHUNK=COMBINE_CHUNK_ROWS,
         PANELS=MAX_PANELS,
         PANEL_COUNTERS=PANEL_COUNTERS,
@@ -272,10 +268,10 @@ def cut_panels(out: Tensor, wire: Wire, config: GemmCombineConfig) -> dict[str, 
     part_step = LINE_BYTES // out.element_size()
     in_last_panel = out.shape[1] // (2 * config.num_panels * part_step)
     parts = column_parts(wire.max_tokens, wire.world_size, MULTIPROCESSORS, in_last_panel, config.num_panels)
-    rows, cols = config.move_rows, config.move_cols
+    rows, cols = MOVE_ROWS, config.move_cols
     if config.comm_blocks or parts < LEAST_PARTS:
         return dict(num_parts=1, PART_STEP=part_step, ROWS=rows, COLS=cols)
-    more = min(COMBINE_CHUNK_ROWS // rows, config.sum_tokens // rows, cols // part_step)
+    more = min(SUM_TOKENS // rows, cols // part_step)
     return dict(num_parts=parts, PART_STEP=part_step, ROWS=rows * more, COLS=cols // more)
 
 
