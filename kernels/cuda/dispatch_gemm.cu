@@ -45,7 +45,8 @@ __device__ __forceinline__ void dispatch_gemm(
         dispatch.tickets + TILE_COUNTER, storage.slots, warp == Config::MATH_WARPS && lane == 0);
     const int epoch = __ldg(dispatch.epoch), experts = gemm.experts;
     const Segments segments{first_tile, first_tile + 2 * experts + 1};
-    const GatherProblem<Config> problem{gemm.counts, gemm.starts, segments, experts, gemm.depth, gemm.ffn};
+    const GatherProblem<Config> problem{
+        gemm.counts, gemm.starts, segments, experts, gemm.depth, as_32_bits(gemm.ffn)};
     list_row_tiles(problem, reinterpret_cast<const int4*>(gemm.plan_tiles), __ldg(gemm.num_plan_tiles), threadIdx.x);
     __syncthreads();
 

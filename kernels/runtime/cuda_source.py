@@ -73,16 +73,13 @@ def named_fields(structure: type[ctypes.Structure]) -> dict[str, Any]:
 
 
 def layout_asserts(structure: type[ctypes.Structure]) -> list[str]:
-    """What the host believes of a structure and of those in it, for the compiler to check.
-
-    NVRTC of CUDA 13.0 cannot tell offsets (``CHECK_OFFSET``), a later one can: it checks them ahead of time for all.
-    """
+    """What the host believes of a structure and of those in it, for the compiler to check."""
     name, lines = structure.__name__, []
     for field, kind in named_fields(structure).items():
         if issubclass(kind, DeviceStruct):
             lines += layout_asserts(kind)
-        lines.append(f"static_assert(sizeof({name}::{field}) == {ctypes.sizeof(kind)});")
-        lines.append(f"CHECK_OFFSET({name}, {field}, {getattr(structure, field).offset});")
+        place = f"OFFSET_OF({name}, {field}) == {getattr(structure, field).offset}"
+        lines.append(f"static_assert({place} && sizeof({name}::{field}) == {ctypes.sizeof(kind)});")
     return [*lines, f"static_assert(sizeof({name}) == {ctypes.sizeof(structure)});"]
 
 

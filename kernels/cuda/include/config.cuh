@@ -6,14 +6,8 @@
 
 #include "ptx.cuh"
 
-// What the host believes of a structure; NVRTC of CUDA 13.0 cannot tell offsets.
-#define CHECK_OFFSET(structure, field, bytes)
-#ifdef __has_builtin
-#if __has_builtin(__builtin_offsetof)
-#undef CHECK_OFFSET
-#define CHECK_OFFSET(structure, field, bytes) static_assert(__builtin_offsetof(structure, field) == bytes)
-#endif
-#endif
+// offsetof, which NVRTC has no header for; that of CUDA 13.0 does not know __builtin_offsetof.
+#define OFFSET_OF(structure, field) __INTADDR__(&(((structure*)0)->field))
 
 // Numbers of 16 bits, two in a word, the first in the low bits.
 struct Bf16 {
