@@ -7,6 +7,7 @@ stands what the launches are handed, of settings, plan and pool.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -46,6 +47,25 @@ from comet.utils.graphs import is_capturing
 class Fused(Backend):
     """The layer by kernels, on GPUs and in Triton's interpreter."""
 
+    # Made once: a call has no time for it.
+
+    @cached_property
+    def _dispatch_gemm_configs(self) -> tuple[DispatchGemmConfig, DispatchGemmConfig]:
+        """Of a call without and with a backward pass to come."""
+        rows = self.workspace.recv_rows.local
+        settings = self.settings
+        return dispatch_config(settings, rows, save_pre=False), dispatch_config(settings, rows, save_pre=True)
+
+    @cached_property
+    def _gemm_combine_config(self) -> GemmCombineConfig:
+        settings, rows = self.settings, self.workspace.combine_rows.local
+        return with_biases(settings, combine_config(settings, settings.layer1.num_panels, rows))
+
+    @cached_property
+    def _dgrad_combine_config(self) -> GemmCombineConfig:
+        settings, rows = self.settings, self.workspace.combine_rows.local
+        return combine_config(settings, settings.layer0_backward.num_panels, rows)
+
     def _exchange(self, ids: Tensor, weights: Tensor, *, trains: bool = False, in_halves: bool = False) -> _PendingPlan:
         """``trains`` is not sent: a rank alone in its backward pass meets the barrier's deadline."""
         pending = _PendingPlan(self, ids, weights, in_halves=in_halves)
@@ -57,23 +77,22 @@ class Fused(Backend):
         self, x: Tensor, w1: Tensor, plan: Plan, b1: Tensor | None = None, *, save_pre_activation: bool
     ) -> tuple[Tensor, Tensor | None]:
         """One launch."""
-        x, workspace, settings = aligned(x), self.workspace, self.settings
+        x = aligned(x)
         rows, ffn = plan.routed_row_ids.numel(), w1.shape[1] // 2
         hidden = x.new_empty(rows, ffn)
         pre = x.new_empty(rows, 2 * ffn) if save_pre_activation else None
-        config = dispatch_config(settings, x, save_pre=save_pre_activation)
-        table = tile_table(plan, Launch.DISPATCH_GEMM)
-        dispatch_gemm(x, w1, hidden, pre, recv_wire(workspace), sends_of(plan), table, config, b1)
+        wire, table = recv_wire(self.workspace), tile_table(plan, Launch.DISPATCH_GEMM)
+        config = self._dispatch_gemm_configs[save_pre_activation]
+        dispatch_gemm(x, w1, hidden, pre, wire, sends_of(plan), table, config, b1)
         return hidden, pre
 
     def gemm_combine(self, hidden: Tensor, w2: Tensor, plan: Plan, b2: Tensor | None = None) -> Tensor:
         """One launch, or two beside each other (``comet.kernels.layer.triton.gemm_combine``)."""
-        settings = self.settings
         y = hidden.new_empty(hidden.shape[0], w2.shape[1])
         out = hidden.new_empty(plan.num_tokens, w2.shape[1])
-        config = with_biases(settings, combine_config(settings, settings.layer1.num_panels, out))
         wire, returns = combine_wire(self.workspace), returns_of(plan, weighted=True)
-        gemm_combine(hidden, w2, y, out, wire, returns, tile_table(plan, Launch.GEMM_COMBINE), config, bias=b2)
+        config, table = self._gemm_combine_config, tile_table(plan, Launch.GEMM_COMBINE)
+        gemm_combine(hidden, w2, y, out, wire, returns, table, config, bias=b2)
         return out
 
     def dispatch_gemm_fp8(self, x: Tensor, w1: FP8, plan: Plan, b1: Tensor | None = None) -> FP8:
@@ -159,7 +178,7 @@ class Fused(Backend):
         self, grad_pre: Tensor, w1: Tensor, grad_row_weights: Tensor, plan: Plan
     ) -> tuple[Tensor, Tensor]:
         """Launched as layer 1 is."""
-        workspace, settings = self.workspace, self.settings
+        workspace = self.workspace
         y = grad_pre.new_empty(grad_pre.shape[0], w1.shape[2])
         out = grad_pre.new_empty(plan.num_tokens, w1.shape[2])
         grads = GradWire(
@@ -168,9 +187,8 @@ class Fused(Backend):
             landing_pointers=workspace.combine_grads.pointers,
             out=grad_row_weights.new_empty(plan.num_tokens, plan.layout.top_k),
         )
-        config = combine_config(settings, settings.layer0_backward.num_panels, out)
         wire, returns = combine_wire(workspace), returns_of(plan, weighted=False, grads=grads)
-        table = tile_table(plan, Launch.DGRAD_COMBINE)
+        config, table = self._dgrad_combine_config, tile_table(plan, Launch.DGRAD_COMBINE)
         gemm_combine(grad_pre, w1, y, out, wire, returns, table, config, b_is_kn=True)
         return out, grads.out
 
