@@ -104,7 +104,8 @@ def run_fp8(device: torch.device, dtype: torch.dtype, kind: Kind) -> None:
 def run_cuda_layer0(dtype: torch.dtype) -> None:
     """Layer 0 in CUDA C++, which no interpreter runs: two ranks, with gate | up and without, and tails of all axes."""
     few = PlayedCase("few", 2, 1, (70, 5), 4, 2, 80, 144, dtype=dtype)
-    for case in (few, replace(few, name="masked", num_tokens=(40, 133), num_experts=8, top_k=8, routing="masked")):
+    masked = replace(few, name="masked", num_tokens=(40, 133), num_experts=8, top_k=8, routing="masked")
+    for case in (few, masked, replace(masked, name="split", comm_blocks=2)):
         for save_pre in (False, True):
             for exact, found in zip(exact_layer0(case), run_layer0(case, "cuda", save_pre=save_pre), strict=True):
                 exact.check(found, case.name)

@@ -2,6 +2,11 @@
 // the same of gradients on their way back through layer 1's weights.
 //
 // A block has twelve warps: eight multiply, three load for them, one pushes rows until none are left.
+//
+// With IS_SPLIT the first blocks that run, `comm_blocks` of them, push rows with all their warps, and turn to the GEMM
+// when none are left; the other blocks push none. Why that ends, in whatever order blocks find a place on the GPU: rows
+// are pushed by blocks that run, which wait for nobody before all are pushed; a tile waits for rows that other ranks
+// push, and their launches have such blocks, too.
 
 #include "include/epilogue/hidden.cuh"
 #include "include/epilogue/hidden_fp8.cuh"
@@ -27,6 +32,20 @@ constexpr int dispatch_gemm_staging_bytes() {
     else return 2 * HiddenStaging<Config>::BYTES;
 }
 
+// Rows of this rank, until none are left.
+template <class Config>
+__device__ __forceinline__ void push(
+    const Fault& fault, const DispatchArgs& dispatch, int epoch, int worker, int lane) {
+    // The plan of a gradient may be older than what failed.
+    if (Config::IS_DGRAD && __any_sync(ALL_LANES, has_failed(fault))) return;
+    push_rows(dispatch, Recorder<Config>(dispatch.events, dispatch.event_capacity, epoch, worker), lane);
+}
+
+// Whether this block is one of the first that run. By all of its threads.
+__device__ __forceinline__ bool is_comm_block(const DispatchArgs& dispatch) {
+    return __syncthreads_or(threadIdx.x == 0 && next_ticket(dispatch.tickets + BLOCK_COUNTER) < dispatch.comm_blocks);
+}
+
 template <class Config>
 __device__ __forceinline__ void dispatch_gemm(
     const GatherGemmArgs& gemm, const HiddenArgs& hidden, const Fault& fault, const DispatchArgs& dispatch) {
@@ -40,6 +59,9 @@ __device__ __forceinline__ void dispatch_gemm(
     int* const first_tile = reinterpret_cast<int*>(storage.behind());
 
     const int warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+    if constexpr (Config::IS_SPLIT) {
+        if (is_comm_block(dispatch)) push<Config>(fault, dispatch, __ldg(dispatch.epoch), warp, lane);
+    }
     if (warp == PUSHER && lane == 0) storage.init(1 + 32 * Config::PRODUCER_WARPS, Config::MATH_WARPS);
     TileScheduler<Config> scheduler(
         dispatch.tickets + TILE_COUNTER, storage.slots, warp == Config::MATH_WARPS && lane == 0);
@@ -67,8 +89,7 @@ __device__ __forceinline__ void dispatch_gemm(
             dispatch.rank, dispatch.max_tokens, 2 * dispatch.cols};
         load_tiles(problem, received, gemm.weights_map, storage.tiles, storage.pipeline(), scheduler,
                    warp - Config::MATH_WARPS, lane);
-    } else if (!Config::IS_DGRAD || !__any_sync(ALL_LANES, has_failed(fault))) {
-        // The plan of a gradient may be older than what failed.
-        push_rows(dispatch, Recorder<Config>(dispatch.events, dispatch.event_capacity, epoch, 1), lane);
+    } else if constexpr (!Config::IS_SPLIT) {
+        push<Config>(fault, dispatch, epoch, 1, lane);
     }
 }

@@ -83,7 +83,7 @@ class DispatchArgs(DeviceStruct):
 
     _fields_ = (
         *fields(POINTER, "x token_ids counts row_addresses flag_addresses tickets pushed epoch events"),
-        *fields(INT32, "rank max_tokens cols event_capacity"),
+        *fields(INT32, "rank max_tokens cols event_capacity comm_blocks"),
     )
 
 
@@ -118,6 +118,7 @@ class Variant:
         is_dgrad: Whether it is fc2_dgrad.
         saves_gate_up: Whether gate | up are stored for the backward pass.
         records: Whether warps record what they do.
+        is_split: Whether some blocks only push rows at first, and the others none.
         config: Shape of the blocks; of block FP8 only the stages and ``push_rows`` count.
     """
 
@@ -127,6 +128,7 @@ class Variant:
     is_dgrad: bool = False
     saves_gate_up: bool = False
     records: bool = False
+    is_split: bool = False
     config: CudaConfig = DEFAULT
 
     def shared_bytes(self, num_experts: int) -> int:
@@ -154,7 +156,7 @@ class Variant:
         """Name of the kernel: ``dispatch_gemm_bf16_swiglu``, ``dispatch_gemm_fp8_swiglu``, ``fc2_dgrad_bf16``."""
         elements = "fp8" if self.weights.itemsize == 1 else config_types(self.weights, self.output)["Element"].lower()
         name = f"fc2_dgrad_{elements}" if self.is_dgrad else f"dispatch_gemm_{elements}_swiglu"
-        return name + "_saving" * self.saves_gate_up + "_recording" * self.records
+        return name + "_saving" * self.saves_gate_up + "_split" * self.is_split + "_recording" * self.records
 
     def source(self, num_experts: int) -> CudaSource:
         """What it is compiled from, for a launch with so many experts of this rank."""
@@ -171,8 +173,8 @@ class Variant:
         config = self.config
         common: dict[str, Any] = dict(
             cluster=1, num_stages=config.num_stages, push_rows=config.push_rows, world_size=self.world_size,
-            records=self.records, is_dgrad=self.is_dgrad, producer_warps=PRODUCER_WARPS, chunk=CHUNK_ROWS,
-            place_layer0=PLACE_LAYER0.value, kind_layer0_tile=KIND_LAYER0_TILE.value,
+            records=self.records, is_split=self.is_split, is_dgrad=self.is_dgrad, producer_warps=PRODUCER_WARPS,
+            chunk=CHUNK_ROWS, place_layer0=PLACE_LAYER0.value, kind_layer0_tile=KIND_LAYER0_TILE.value,
             kind_dispatch=KIND_DISPATCH.value, shared_bytes=self.shared_bytes(0), shared_bytes_per_expert=EXPERT_BYTES,
         )  # fmt: skip
         if self.weights.itemsize == 1:
@@ -266,6 +268,7 @@ def dispatch_gemm_cuda(
     sends: Sends,
     table: TileTable,
     config: CudaConfig | None = None,
+    comm_blocks: int = 0,
 ) -> None:
     """Send this rank's rows, receive the others', and compute hidden = silu(x w_gate) * (x w_up) for all routed rows.
 
@@ -279,6 +282,7 @@ def dispatch_gemm_cuda(
         sends: Send lists.
         table: Segments, tiles by phase, and where each routed row arrives.
         config: Shape of the blocks.
+        comm_blocks: Blocks that push rows before they compute; 0: a warp of each block pushes them beside.
     """
     (weights, weight_scales), (result, scales) = parts(w1), parts(hidden)
     if x is None:
@@ -289,6 +293,7 @@ def dispatch_gemm_cuda(
         world_size=wire.world_size,
         saves_gate_up=pre is not None,
         records=wire.recorder is not None,
+        is_split=comm_blocks > 0,
         config=config or DEFAULT,
     )
     results = HiddenArgs.of(
@@ -296,7 +301,8 @@ def dispatch_gemm_cuda(
     )  # fmt: skip
     block_n = MMA.block_n if weight_scales is None else FP8_MMA.block_n
     experts, double_f, depth = weights.shape
-    launch(variant, gate_up_map(weights, block_n), x, results, wire, sends, table, (experts, depth, double_f // 2))
+    sizes = experts, depth, double_f // 2
+    launch(variant, gate_up_map(weights, block_n), x, results, wire, sends, table, sizes, comm_blocks)
 
 
 def fc2_dgrad_cuda(grad_y: Tensor, w2: Tensor, out: Tensor, wire: Wire, sends: Sends, table: TileTable) -> None:
@@ -339,6 +345,7 @@ def launch(
     sends: Sends,
     table: TileTable,
     sizes: tuple[int, ...],
+    comm_blocks: int = 0,
 ) -> None:
     """Launch layer 0 on all SMs.
 
@@ -351,6 +358,7 @@ def launch(
         sends: Send lists.
         table: Segments, tiles by phase, and where each routed row arrives.
         sizes: e, D, F.
+        comm_blocks: Blocks that push rows before they compute, of a variant that ``is_split``.
     """
     assert table.segments is not None
     recorder, (starts, counts), (experts, depth, ffn) = wire.recorder, table.segments, sizes
@@ -362,7 +370,7 @@ def launch(
         x=x, token_ids=sends.token_ids, counts=sends.counts, row_addresses=wire.row_pointers,
         flag_addresses=wire.flag_pointers, tickets=table.counters, pushed=sends.pushed, epoch=wire.epoch,
         events=None if recorder is None else recorder.events, rank=wire.rank, max_tokens=wire.max_tokens,
-        cols=x.shape[1], event_capacity=0 if recorder is None else recorder.capacity,
+        cols=x.shape[1], event_capacity=0 if recorder is None else recorder.capacity, comm_blocks=comm_blocks,
     )  # fmt: skip
     fault = Fault.of(record=wire.fault, timeout_ns=wire.timeout_ns)
     kernel = _kernel(variant, experts, torch.cuda.current_device())
@@ -376,7 +384,7 @@ def _kernel(variant: Variant, experts: int, device: int) -> CudaKernel:
 
 
 def aot_cases() -> list[CudaCase]:
-    """Inference and training, each with recording, also in float16 and block FP8; fc2_dgrad in both types."""
+    """Inference and training, each with recording, also in float16 and block FP8; splits; fc2_dgrad in both types."""
     bf16, fp16, fp8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
     variants = [
         *(Variant(weights=bf16, output=bf16, world_size=4, saves_gate_up=saves, records=records)
@@ -384,6 +392,8 @@ def aot_cases() -> list[CudaCase]:
         *(Variant(weights=fp16, output=fp16, world_size=4, saves_gate_up=True, records=records)
           for records in (False, True)),
         *(Variant(weights=fp8, output=bf16, world_size=4, records=records) for records in (False, True)),
+        Variant(weights=bf16, output=bf16, world_size=4, saves_gate_up=True, is_split=True),
+        Variant(weights=fp8, output=bf16, world_size=4, is_split=True),
         *(Variant(weights=dtype, output=dtype, world_size=4, is_dgrad=True, records=records)
           for dtype, records in product([bf16, fp16], [False, True])),
     ]  # fmt: skip

@@ -21,6 +21,7 @@ struct DispatchArgs {
     const int* epoch;          // (1,)
     int* events;               // the recorder's, or null
     int rank, max_tokens, cols, event_capacity;
+    int comm_blocks; // that push first, if IS_SPLIT
 };
 
 // Tickets of a chunk that were done. A flag is raised once all of them are, and a ticket counts when the next one's

@@ -11,6 +11,7 @@
 #include "pipeline.cuh"
 
 constexpr int TILE_COUNTER = 1; // among a launch's counters, behind the tickets of those that communicate
+constexpr int BLOCK_COUNTER = 3; // of blocks that run, where some of them only communicate at first
 constexpr int GROUP_TILES = 8;  // of an expert, of the same columns, that are neighbours in the order
 
 // Of an expert's tiles, with `row_tiles` token tiles and `cols` blocks of columns, in the order of

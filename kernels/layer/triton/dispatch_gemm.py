@@ -196,8 +196,8 @@ def dispatch_gemm(
         b1: ``(e, 2F)`` biases of gate | up, dtype of ``x``; ``None``: none. With some the launch is Triton's.
     """
     built = config.activation == SWIGLU and b1 is None
-    if not config.comm_blocks and built and runs_cuda(w1, wire, table):
-        dispatch_gemm_cuda(x, w1, hidden, pre, wire, sends, table)
+    if built and runs_cuda(w1, wire, table):
+        dispatch_gemm_cuda(x, w1, hidden, pre, wire, sends, table, comm_blocks=config.comm_blocks)
         return
     experts, double_f, hidden_size = w1.shape
     ffn = double_f // 2

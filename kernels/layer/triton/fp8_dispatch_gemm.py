@@ -128,8 +128,8 @@ def fp8_dispatch_gemm(
         b1: ``(e, 2F)`` biases of gate | up in a floating type; ``None``: none. With some the launch is Triton's.
     """
     built = config.activation == SWIGLU and b1 is None
-    if not config.comm_blocks and built and runs_cuda(w1, wire, table):
-        dispatch_gemm_cuda(None, w1, hidden, None, wire, sends, table)
+    if built and runs_cuda(w1, wire, table):
+        dispatch_gemm_cuda(None, w1, hidden, None, wire, sends, table, comm_blocks=config.comm_blocks)
         return
     experts, double_f, hidden_size = w1.elements.shape
     ffn = double_f // 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -41,6 +42,21 @@ def test_equals_its_twin(case: PlayedCase, save_pre: bool) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("comm_blocks", [1, 4, 16, 1000])
+@pytest.mark.parametrize("save_pre", [False, True], ids=["inference", "training"])
+def test_blocks_that_push_first_change_no_bit(comm_blocks: int, save_pre: bool) -> None:
+    """Also where all blocks do."""
+    for case in (
+        PlayedCase("split", 4, 1, (500, 90, 0, 710), 16, 4, 512, 256, comm_blocks=comm_blocks),
+        PlayedCase("split", 2, 1, (2500, 1800), 8, 2, 768, 1152, dtype=torch.float16, comm_blocks=comm_blocks),
+        PlayedCase("split alone", 1, 1, (700,), 8, 2, 512, 256, comm_blocks=comm_blocks),
+    ):
+        check(case, save_pre=save_pre)
+        found, whole = (run_layer0(each, "cuda", save_pre=save_pre) for each in (case, replace(case, comm_blocks=0)))
+        assert all(torch.equal(a.hidden, b.hidden) for a, b in zip(found, whole, strict=True))
+
+
+@pytest.mark.gpu
 def test_random_cases() -> None:
     seed = random.SystemRandom().randrange(2**31)
     print(f"seed {seed}")
@@ -74,6 +90,11 @@ def check_events(case: PlayedCase, kind: Kind) -> None:
 @pytest.mark.parametrize("kind", ["cuda", "triton"])
 def test_events(kind: Kind) -> None:
     check_events(PlayedCase("events", 2, 1, (700, 300), 8, 2, 256, 208, routing="first_half"), kind)
+
+
+@pytest.mark.gpu
+def test_events_of_a_split() -> None:
+    check_events(PlayedCase("events", 2, 1, (700, 300), 8, 2, 256, 208, routing="first_half", comm_blocks=4), "cuda")
 
 
 @pytest.mark.gpu

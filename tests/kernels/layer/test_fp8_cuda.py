@@ -148,20 +148,16 @@ def test_neither_is_chosen_without_a_gpu() -> None:
 
 @pytest.mark.parametrize("comm_blocks", [0, 16])
 def test_layer_0_hands_on_what_it_gets(monkeypatch: pytest.MonkeyPatch, comm_blocks: int) -> None:
-    """Colocated communication is CUDA C++, anything else Triton; both get everything."""
     given: list[tuple[object, ...]] = []
     monkeypatch.setattr(layer0, "is_available", lambda device: True)
-    monkeypatch.setattr(fp8_dispatch_gemm, "dispatch_gemm_cuda", lambda *call: given.append(call))
+    monkeypatch.setattr(
+        fp8_dispatch_gemm, "dispatch_gemm_cuda", lambda *call, **more: given.append((*call, more["comm_blocks"]))
+    )
     call, hidden = layer0_call(), make_weight(1, 128, F)
     rest = call["wire"], call["sends"], call["table"]
-    if comm_blocks:
-        monkeypatch.setattr(torch.cuda, "get_device_properties", stop_at_triton)
-        with pytest.raises(InTritonError):
-            fp8_dispatch_gemm.fp8_dispatch_gemm(call["w1"], hidden, *rest, DispatchGemmConfig(comm_blocks=comm_blocks))
-        assert not given
-        return
-    fp8_dispatch_gemm.fp8_dispatch_gemm(call["w1"], hidden, *rest, DispatchGemmConfig())
-    [found] = given
+    fp8_dispatch_gemm.fp8_dispatch_gemm(call["w1"], hidden, *rest, DispatchGemmConfig(comm_blocks=comm_blocks))
+    [(*found, blocks)] = given
+    assert blocks == comm_blocks
     assert all(mine is other for mine, other in zip(found, (None, call["w1"], hidden, None, *rest), strict=True))
 
 

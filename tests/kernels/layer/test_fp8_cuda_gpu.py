@@ -48,6 +48,7 @@ CASES = [
     replace(TWO, name="one expert takes all", num_tokens=(600, 500), hidden_size=640, routing="one", num_panels=2),
     replace(TWO, name="half of the experts idle", num_experts=16, routing="first_half", ffn_size=384),
     replace(TWO, name="masked", num_tokens=(300, 450), num_experts=64, top_k=8, hidden_size=640, routing="masked"),
+    replace(TWO, name="4 blocks push first", num_tokens=(900, 5), comm_blocks=4),
     replace(TWO, name="float16", top_k=4, hidden_size=896, dtype=torch.float16, num_panels=4),
     replace(TWO, name="float32", num_tokens=(300, 80), hidden_size=256, ffn_size=128, dtype=torch.float32),
     replace(TWO, name="31 blocks in 16 panels", num_tokens=(400, 300), hidden_size=3968, num_panels=16),

@@ -112,7 +112,7 @@ def test_a_structure_with_maps_is_as_long_as_the_device_says() -> None:
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("names", "rule"), [("b_cols a_cols", "WgradProblem, a_cols, "), ("a_cols b_cols spare", "WgradProblem")]
+    ("names", "rule"), [("b_cols a_cols", r"WgradProblem, a_cols\)"), ("a_cols b_cols spare", "WgradProblem")]
 )
 def test_a_structure_that_the_host_has_otherwise_does_not_compile(names: str, rule: str) -> None:
     problem = type(

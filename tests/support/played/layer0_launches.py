@@ -75,6 +75,7 @@ def config_of(case: PlayedCase, *, save_pre: bool) -> DispatchGemmConfig:
     tile = TileShape.select(case.dtype, case.hidden_size, case.ffn_size)
     in_32_bits = case.dtype == torch.float32
     return DispatchGemmConfig(
+        comm_blocks=case.comm_blocks,
         block_f=tile.block_f,
         block_k=tile.block_k,
         push_cols=min(256 if in_32_bits else 1024, power_of_2(case.hidden_size)),
