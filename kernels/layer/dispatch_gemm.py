@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..runtime.activation import SWIGLU, Activation
 from ..runtime.arguments import CHUNK_ROWS, Scaled, TileTable, Wire, multiprocessors, parts
 from ..runtime.case import CudaCase
 from ..runtime.cuda_source import (
@@ -119,6 +120,7 @@ class Variant:
         saves_gate_up: Whether gate | up are stored for the backward pass.
         records: Whether warps record what they do.
         is_split: Whether some blocks only push rows at first, and the others none.
+        activation: Of layer 0.
         config: Shape of the blocks; of block FP8 only the stages and ``push_rows`` count.
     """
 
@@ -129,6 +131,7 @@ class Variant:
     saves_gate_up: bool = False
     records: bool = False
     is_split: bool = False
+    activation: Activation = SWIGLU
     config: CudaConfig = DEFAULT
 
     def shared_bytes(self, num_experts: int) -> int:
@@ -155,16 +158,17 @@ class Variant:
     def entry(self) -> str:
         """Name of the kernel: ``dispatch_gemm_bf16_swiglu``, ``dispatch_gemm_fp8_swiglu``, ``fc2_dgrad_bf16``."""
         elements = "fp8" if self.weights.itemsize == 1 else config_types(self.weights, self.output)["Element"].lower()
-        name = f"fc2_dgrad_{elements}" if self.is_dgrad else f"dispatch_gemm_{elements}_swiglu"
+        name = f"fc2_dgrad_{elements}" if self.is_dgrad else f"dispatch_gemm_{elements}_{self.activation.name}"
         return name + "_saving" * self.saves_gate_up + "_split" * self.is_split + "_recording" * self.records
 
     def source(self, num_experts: int) -> CudaSource:
         """What it is compiled from, for a launch with so many experts of this rank."""
+        functor = self.activation.name.title().replace("_", "")  # in activation.cuh
         return CudaSource(
             template="dispatch_gemm",
             entry=self.entry,
             arguments=dict(gemm=GatherGemmArgs, hidden=HiddenArgs, fault=Fault, dispatch=DispatchArgs),
-            types=config_types(self.weights, self.output) | dict(Activation="Swiglu"),
+            types=config_types(self.weights, self.output) | dict(Activation=functor),
             constants=self._constants(),
             shared_bytes=self.shared_bytes(num_experts),
         )
@@ -176,6 +180,7 @@ class Variant:
             records=self.records, is_split=self.is_split, is_dgrad=self.is_dgrad, producer_warps=PRODUCER_WARPS,
             chunk=CHUNK_ROWS, place_layer0=PLACE_LAYER0.value, kind_layer0_tile=KIND_LAYER0_TILE.value,
             kind_dispatch=KIND_DISPATCH.value, shared_bytes=self.shared_bytes(0), shared_bytes_per_expert=EXPERT_BYTES,
+            **self.activation.parameters,
         )  # fmt: skip
         if self.weights.itemsize == 1:
             rows = FP8_MMA.mma_rows
@@ -269,8 +274,9 @@ def dispatch_gemm_cuda(
     table: TileTable,
     config: CudaConfig | None = None,
     comm_blocks: int = 0,
+    activation: Activation = SWIGLU,
 ) -> None:
-    """Send this rank's rows, receive the others', and compute hidden = silu(x w_gate) * (x w_up) for all routed rows.
+    """Send this rank's rows, receive the others', and compute hidden = activation(x w_gate, x w_up) of routed rows.
 
     Args:
         x: ``(T, D)`` this rank's tokens, bfloat16 or float16; ``None`` in block FP8, where they lie packed among the
@@ -283,6 +289,7 @@ def dispatch_gemm_cuda(
         table: Segments, tiles by phase, and where each routed row arrives.
         config: Shape of the blocks.
         comm_blocks: Blocks that push rows before they compute; 0: a warp of each block pushes them beside.
+        activation: Of the experts.
     """
     (weights, weight_scales), (result, scales) = parts(w1), parts(hidden)
     if x is None:
@@ -294,6 +301,7 @@ def dispatch_gemm_cuda(
         saves_gate_up=pre is not None,
         records=wire.recorder is not None,
         is_split=comm_blocks > 0,
+        activation=activation,
         config=config or DEFAULT,
     )
     results = HiddenArgs.of(
@@ -384,7 +392,7 @@ def _kernel(variant: Variant, experts: int, device: int) -> CudaKernel:
 
 
 def aot_cases() -> list[CudaCase]:
-    """Inference and training, each with recording, also in float16 and block FP8; splits; fc2_dgrad in both types."""
+    """Inference and training, each with recording, in float16 and block FP8; splits; fc2_dgrad; other activations."""
     bf16, fp16, fp8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
     variants = [
         *(Variant(weights=bf16, output=bf16, world_size=4, saves_gate_up=saves, records=records)
@@ -396,6 +404,9 @@ def aot_cases() -> list[CudaCase]:
         Variant(weights=fp8, output=bf16, world_size=4, is_split=True),
         *(Variant(weights=dtype, output=dtype, world_size=4, is_dgrad=True, records=records)
           for dtype, records in product([bf16, fp16], [False, True])),
+        *(Variant(weights=bf16, output=bf16, world_size=4, saves_gate_up=True, activation=Activation(name))
+          for name in ("geglu", "reglu", "clamped_swiglu")),
+        Variant(weights=fp8, output=bf16, world_size=4, activation=Activation("clamped_swiglu")),
     ]  # fmt: skip
     return [CudaCase.of(variant.source(64), "4 ranks", _spilled_bytes(variant)) for variant in variants]
 

@@ -56,6 +56,11 @@ class Activation:
                 raise ValueError(f"{field}={value} of activation={self.name!r} must be positive and finite")
             object.__setattr__(self, field, value)
 
+    @property
+    def parameters(self) -> dict[str, float]:
+        """Those it has, by name."""
+        return {name: getattr(self, name) for name in DEFINITIONS[self.name].parameters}
+
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
         """Hidden, computed in the type of gate and up, which may have any equal shape; differentiable.
 

@@ -17,8 +17,8 @@ from comet.integrations.hf.experts import CometExperts
 from comet.integrations.hf.families import SHARED, moe_config, require_transformers, shared_ffn_size, stock_experts
 from comet.integrations.hf.fp8.experts import FP8Experts, check_width
 from comet.integrations.hf.fp8.shared import FP8JoinedExperts
+from comet.integrations.hf.gates import InDecodeSteps
 from comet.integrations.hf.methods import is_silu, is_stock
-from comet.integrations.hf.standin import InDecodeSteps
 from comet.integrations.hf.stored_experts import StoredExperts, cores_of
 from comet.layer.group import ExpertGroup
 from comet.layout import ExpertLayout

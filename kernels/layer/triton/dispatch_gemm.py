@@ -44,7 +44,7 @@ class DispatchGemmConfig:
         push_cols: Columns a communication block moves at once, a power of two.
         flatten: Fetch the next item's operands during the epilogue.
         num_stages: Depth of the load pipeline.
-        activation: Of the experts; others than SwiGLU run in Triton.
+        activation: Of the experts.
     """
 
     comm_blocks: int = 0
@@ -195,9 +195,10 @@ def dispatch_gemm(
         config: Tile shape and split.
         b1: ``(e, 2F)`` biases of gate | up, dtype of ``x``; ``None``: none. With some the launch is Triton's.
     """
-    built = config.activation == SWIGLU and b1 is None
-    if built and runs_cuda(w1, wire, table):
-        dispatch_gemm_cuda(x, w1, hidden, pre, wire, sends, table, comm_blocks=config.comm_blocks)
+    if b1 is None and runs_cuda(w1, wire, table):
+        dispatch_gemm_cuda(
+            x, w1, hidden, pre, wire, sends, table, comm_blocks=config.comm_blocks, activation=config.activation
+        )
         return
     experts, double_f, hidden_size = w1.shape
     ffn = double_f // 2

@@ -16,7 +16,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ...gemm.activation import hidden_of
 from ...gemm.fp8 import GROUP, SCALE_GROUP, group_scales, scaled_elements
 from ...gemm.tiles import GROUP_TILES, decode_tokens
-from ...runtime.activation import SWIGLU
 from ...runtime.arguments import CHUNK_ROWS, Scaled, TileTable, Wire, multiprocessors
 from ...runtime.recorder import KIND_CONVERT, KIND_LAYER0_TILE, now, record, recording
 from ..dispatch_gemm import dispatch_gemm_cuda, runs_cuda
@@ -127,9 +126,10 @@ def fp8_dispatch_gemm(
         config: Split of the launch, and pieces of pushes; the tile shape is fixed.
         b1: ``(e, 2F)`` biases of gate | up in a floating type; ``None``: none. With some the launch is Triton's.
     """
-    built = config.activation == SWIGLU and b1 is None
-    if built and runs_cuda(w1, wire, table):
-        dispatch_gemm_cuda(None, w1, hidden, None, wire, sends, table, comm_blocks=config.comm_blocks)
+    if b1 is None and runs_cuda(w1, wire, table):
+        dispatch_gemm_cuda(
+            None, w1, hidden, None, wire, sends, table, comm_blocks=config.comm_blocks, activation=config.activation
+        )
         return
     experts, double_f, hidden_size = w1.elements.shape
     ffn = double_f // 2

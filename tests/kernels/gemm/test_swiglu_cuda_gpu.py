@@ -1,4 +1,4 @@
-"""SwiGLU in CUDA C++ against the Triton twin, bit for bit: every float32 as a gate."""
+"""Activations in CUDA C++ against Triton: SwiGLU bit for bit, every float32 as a gate; the others closely, and NaN."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ import triton.language as tl
 
 import comet.kernels.runtime.nvrtc as nvrtc
 from comet.kernels.gemm.activation import activate
-from comet.kernels.runtime.activation import SWIGLU
+from comet.kernels.runtime.activation import SWIGLU, Activation
 
 AT_ONCE = 2**28
 THREADS = 256
@@ -15,7 +15,8 @@ SOURCE = """
 #include "include/activation.cuh"
 
 struct Config {
-    using Activation = Swiglu;
+    using Activation = FUNCTOR;
+    static constexpr float ALPHA = 1.702f, LIMIT = 7.0f;
 };
 
 extern "C" __global__ void all_gates(const float* gates, const float* up, float* results) {
@@ -37,7 +38,11 @@ def test_every_gate_has_the_bits_of_triton():
     wanted, results = (torch.empty(AT_ONCE, device="cuda") for _ in range(2))
     up = torch.tensor([-3.7], device="cuda")
     kernel = nvrtc.load_kernel(
-        nvrtc.compile_cubin(SOURCE, "all_gates"), "all_gates", num_threads=THREADS, cluster=1, shared_bytes=0
+        nvrtc.compile_cubin(SOURCE.replace("FUNCTOR", "Swiglu"), "all_gates"),
+        "all_gates",
+        num_threads=THREADS,
+        cluster=1,
+        shared_bytes=0,
     )
     for first in range(-(2**31), 2**31, AT_ONCE):
         gates = (torch.arange(AT_ONCE, dtype=torch.int32, device="cuda") + first).view(torch.float32)
@@ -45,3 +50,22 @@ def test_every_gate_has_the_bits_of_triton():
         kernel.launch(AT_ONCE // THREADS, [gates, up, results])
         differs = (results.view(torch.int32) != wanted.view(torch.int32)) & ~(results.isnan() & wanted.isnan())
         assert not differs.any(), gates[differs][:5].tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["geglu", "reglu", "clamped_swiglu"])
+@pytest.mark.parametrize("up", [-3.7, 0.5, 9.0, -8.0])
+def test_other_activations_are_those_of_triton(name, up):
+    activation = Activation(name)
+    source = SOURCE.replace("FUNCTOR", name.title().replace("_", ""))
+    kernel = nvrtc.load_kernel(
+        nvrtc.compile_cubin(source, "all_gates"), "all_gates", num_threads=THREADS, cluster=1, shared_bytes=0
+    )
+    gates = torch.linspace(-40, 40, 2**20, device="cuda")
+    gates[:4] = torch.tensor([torch.nan, torch.inf, -0.0, 7.0], device="cuda")
+    wanted, found = torch.empty_like(gates), torch.empty_like(gates)
+    all_gates_kernel[(len(gates) // 1024,)](gates, up, wanted, BLOCK=1024, ACTIVATION=activation)
+    kernel.launch(len(gates) // THREADS, [gates, torch.tensor([up], device="cuda"), found])
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-30, equal_nan=True)
+    exact = activation.forward(gates.double(), torch.full_like(gates, up, dtype=torch.float64))
+    torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5, equal_nan=True)

@@ -121,6 +121,7 @@ def all_experts(
     top_k_weights: Tensor,
     w1: Tensor,
     w2: Tensor,
+    biases: object = None,
     *,
     experts: DecodeWeights | None = None,
 ) -> Tensor:
