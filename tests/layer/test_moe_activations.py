@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from activation_cases import ACTIVATIONS
-from activation_layers import NAMES, expected, make_config, run_layer
+from activation_cases import ACTIVATIONS, draw_biases
+from activation_layers import NAMES, draw, expected, make_config, run_layer
 from ranks import run_ranks
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
+import comet
 from comet.config import ParallelConfig
 from comet.kernels.runtime.activation import DEFINITIONS, Activation, Definition
 from comet.layer.group import make_expert_group
@@ -70,3 +72,34 @@ def test_a_call_with_biases_must_fit_the_layer() -> None:
     weights = layer.w1.flatten(1, 2), layer.w2
     with pytest.raises(ValueError, match="biases=True of the call must be the layer's expert_bias=False"):
         layer.experts(tokens, ids, torch.ones(2, 2), *weights, Biases(torch.zeros(4, 64), torch.zeros(4, 32)))
+
+
+def whole_biases(rank: int, world_size: int, ep: int, tp: int) -> list[Tensor]:
+    """b1, b2 and their gradients as all ranks hold them together, and the norm of both gradients."""
+    config = make_config(3, 32)
+    group = make_expert_group(config, ParallelConfig(ep=ep, tp=tp), max_tokens=64, dtype=torch.float32, device="cpu")
+    layer = MoE(config, group, path="twin")
+    biases = draw_biases(config.num_experts, config.ffn_size, config.hidden_size, torch.float32)
+    state = {"b1": biases.b1.view(-1, 2, config.ffn_size), "b2": biases.b2}
+    for name, value in state.items():
+        whole = distribute_tensor(value, getattr(layer, name).device_mesh, getattr(layer, name).placements)
+        layer.load_state_dict({name: whole}, strict=False)
+    layer.routed_experts(*draw(config, torch.float32, 0)).square().sum().backward()
+    found = [layer.b1, layer.b2, layer.b1.grad, layer.b2.grad]
+    results = [each.full_tensor().detach() for each in found]
+    norm = comet.clip_grad_norm_([layer.b1, layer.b2], 1e9)
+    group.close()
+    return [*results, norm.full_tensor() if isinstance(norm, DTensor) else norm]
+
+
+@pytest.mark.parametrize(("ep", "tp"), [(2, 1), (1, 2), (2, 2)])
+def test_biases_are_sharded_as_the_weights_are(ep: int, tp: int) -> None:
+    ranks = run_ranks(whole_biases, ep * tp, ep, tp)
+    config = make_config(3, 32)
+    b1, b2 = draw_biases(config.num_experts, config.ffn_size, config.hidden_size, torch.float32)
+    for found in ranks:
+        assert torch.equal(found[0].flatten(1), b1)
+        assert torch.equal(found[1], b2)
+        assert all(torch.equal(mine, first) for mine, first in zip(found, ranks[0], strict=True))
+        norm = torch.cat([grad.flatten() for grad in found[2:4]]).norm()
+        torch.testing.assert_close(found[4], norm, msg="a bias that TP ranks hold alike counts once: ".__add__)
