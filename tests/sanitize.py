@@ -115,6 +115,7 @@ def run_cuda_layer1(dtype: torch.dtype) -> None:
     """Layer 1 in CUDA C++, which no interpreter runs: two ranks, K of few and of all experts."""
     for case in (
         PlayedCase("few", 2, 1, (70, 5), 4, 2, 288, 80, dtype=dtype),
+        PlayedCase("split", 2, 1, (70, 5), 4, 2, 288, 80, dtype=dtype, comm_blocks=2),
         PlayedCase("all", 2, 1, (40, 33), 8, 8, 512, 64, dtype=dtype, routing="masked"),
     ):
         for (exact, size), out in zip(exact_layer1(case), run_layer1(case, "cuda"), strict=True):

@@ -214,7 +214,7 @@ class Fused(Backend):
         """The launch of layer 1 with no tile to multiply: what remains of it is the combine."""
         out = y.new_empty(plan.num_tokens, y.shape[1])
         settings = replace(self.settings, comm_blocks=self.settings.comm_blocks or COMM_BLOCKS)
-        config = replace(combine_config(settings, 1, out), flatten=False)
+        config = replace(combine_config(settings, 1, out), flatten=False, cuda_kernels=False)
         table = replace(tile_table(plan, Launch.GEMM_COMBINE), num_tiles=plan.tile_starts.new_zeros(1))
         gemm_combine(
             y, y[None], y, out, combine_wire(self.workspace), returns_of(plan, weighted=weighted), table, config

@@ -3,6 +3,11 @@
 //
 // A block has twelve warps: eight multiply, one loads for them, three combine from the start. Those that multiply
 // combine when they are done, in the memory of the stages.
+//
+// With IS_SPLIT the last blocks that run, `comm_blocks` of them, combine with all these warps from the start and
+// compute nothing; in the others no warp combines before the tiles are done. Why that ends, in whatever order blocks
+// find a place on the GPU: a block combines from the start only once all others run. So whoever waits for a panel waits
+// for tiles of blocks that run, which wait for nobody; if fewer blocks run, those combine that have computed.
 
 #include "include/combine.cuh"
 #include "include/epilogue/rows.cuh"
@@ -24,6 +29,25 @@ constexpr int gemm_combine_staging_bytes() {
     else return 2 * ROWS_STAGING_BYTES<Config>;
 }
 
+// Whether this cluster's blocks are among the last that run. By all threads of all of its blocks; `shared` is a number
+// of each, at the same place.
+template <class Config>
+__device__ __forceinline__ bool is_comm_block(const CombineArgs& combine, int* shared) {
+    constexpr int CLUSTER = Config::CLUSTER;
+    cluster_sync<CLUSTER>(); // all blocks of the cluster run
+    if (threadIdx.x == 0 && cluster_rank() == 0) {
+        const int later = int(gridDim.x) / CLUSTER - 1 - next_ticket(combine.tickets + BLOCK_COUNTER);
+        for (int block = 0; block < CLUSTER; ++block) {
+            store_at<CLUSTER>(shared_address(shared), later * CLUSTER < combine.comm_blocks, block);
+        }
+    }
+    __syncwarp();
+    cluster_sync<CLUSTER>();
+    const bool is_last = *shared;
+    __syncthreads(); // its place is free again
+    return is_last;
+}
+
 template <class Config>
 __device__ __forceinline__ void gemm_combine(const PanelGemmArgs& gemm, const CombineArgs& combine) {
     constexpr int MATH_WARPS = Config::MATH_WARPS, COMBINE_WARPS = Config::COMBINE_WARPS;
@@ -41,8 +65,14 @@ __device__ __forceinline__ void gemm_combine(const PanelGemmArgs& gemm, const Co
     int* const first_tile = reinterpret_cast<int*>(combiners + COMBINE_WARPS * COMBINE_BYTES);
 
     const int warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+    bool computes = true, combines = true; // from the start
+    if constexpr (Config::IS_SPLIT) {
+        combines = is_comm_block<Config>(combine, first_tile);
+        computes = !combines;
+    }
     TileScheduler<Config> scheduler(
-        combine.tickets + TILE_COUNTER, storage.slots, warp == PRODUCER && lane == 0 && cluster_rank() == 0);
+        combine.tickets + TILE_COUNTER, storage.slots,
+        computes && warp == PRODUCER && lane == 0 && cluster_rank() == 0);
     if (warp == PRODUCER && lane == 0) storage.init(1, MATH_WARPS * Config::CLUSTER);
     if (warp == 0) list_row_tiles<Config>(first_tile, gemm.counts, gemm.experts, lane);
     __syncthreads();
@@ -54,10 +84,12 @@ __device__ __forceinline__ void gemm_combine(const PanelGemmArgs& gemm, const Co
     if (warp < MATH_WARPS) {
         take_math_registers<Config>();
         const Recorder<Config> recorder(combine.events, combine.event_capacity, __ldg(combine.epoch), 0);
-        if constexpr (Config::IS_FP8) {
-            multiply_rows_fp8(problem, storage, combine.y, combine.panel_counters, recorder, warp, lane);
-        } else {
-            multiply_rows(problem, storage, combine.y, combine.panel_counters, recorder, warp, lane);
+        if (computes) {
+            if constexpr (Config::IS_FP8) {
+                multiply_rows_fp8(problem, storage, combine.y, combine.panel_counters, recorder, warp, lane);
+            } else {
+                multiply_rows(problem, storage, combine.y, combine.panel_counters, recorder, warp, lane);
+            }
         }
         math_sync<Config>(); // they are done with the stages
         Combiner<Config, Config::AHEAD_AFTER>(
@@ -65,8 +97,8 @@ __device__ __forceinline__ void gemm_combine(const PanelGemmArgs& gemm, const Co
     } else {
         give_math_registers<Config>();
         if (warp == PRODUCER) {
-            if (lane == 0) load_tiles(problem, gemm.rows_map, gemm.weights_map, storage, scheduler);
-        } else {
+            if (computes && lane == 0) load_tiles(problem, gemm.rows_map, gemm.weights_map, storage, scheduler);
+        } else if (combines) {
             const int combiner = warp - MATH_WARPS;
             Combiner<Config, Config::AHEAD_COLOCATED>(
                 combine, combiners + combiner * COMBINE_BYTES, 1 + combiner, lane).run();

@@ -102,7 +102,7 @@ class CombineArgs(DeviceStruct):
         *fields(POINTER, "epoch"),
         *fields(Fault, "fault"),
         *fields(POINTER, "events"),
-        *fields(INT32, "rank num_tokens max_tokens cols panels parts event_capacity"),
+        *fields(INT32, "rank num_tokens max_tokens cols panels parts event_capacity comm_blocks"),
     )
 
 
@@ -151,6 +151,21 @@ FP8_CONFIG = CudaConfig(cluster=1, most_rows=FP8_MMA.mma_rows, box_rows=64, stag
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Split:
+    """What of a launch is done where.
+
+    Args:
+        num_panels: Column panels.
+        spare_multiprocessors: SMs that the launch leaves to others.
+        comm_blocks: Blocks that only combine, in whole clusters; 0: some warps of each block combine beside the GEMM.
+    """
+
+    num_panels: int
+    spare_multiprocessors: int = 0
+    comm_blocks: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
     """What a kernel is compiled for.
 
@@ -161,6 +176,7 @@ class Variant:
         world_size: W.
         is_dgrad: Whether it is fc1_dgrad.
         records: Whether warps record what they do.
+        is_split: Whether some blocks only combine, and in the others no warp does before the tiles are done.
         config: Shape of the blocks.
     """
 
@@ -170,6 +186,7 @@ class Variant:
     world_size: int
     is_dgrad: bool = False
     records: bool = False
+    is_split: bool = False
     config: CudaConfig = DEFAULT
 
     def shared_bytes(self, num_experts: int) -> int:
@@ -197,7 +214,7 @@ class Variant:
         output = config_types(self.weights, self.output)["Output"].lower()
         elements = output if self.weights.itemsize == 2 else f"fp8_{output}"
         name = f"{'fc1_dgrad' if self.is_dgrad else 'gemm_combine'}_{elements}_top{self.top_k}"
-        return f"{name}_rows{self.config.most_rows}" + "_recording" * self.records
+        return f"{name}_rows{self.config.most_rows}" + "_split" * self.is_split + "_recording" * self.records
 
     def source(self, num_experts: int) -> CudaSource:
         """What it is compiled from, for a launch with so many experts of this rank."""
@@ -216,10 +233,11 @@ class Variant:
         common: dict[str, Any] = dict(
             cluster=config.cluster, num_stages=config.num_stages, max_tile_rows=config.most_rows,
             box_rows=config.box_rows, ahead_colocated=config.ahead, ahead_after=config.ahead_after, scale_steps=1,
-            top_k=self.top_k, world_size=self.world_size, records=self.records, is_dgrad=self.is_dgrad,
-            panel_unit=PANEL_UNIT, combine_warps=COMBINE_WARPS, chunk=COMBINE_CHUNK_ROWS, max_panels=MAX_PANELS,
-            place_panel=PLACE_PANEL.value, place_layer1=PLACE_LAYER1.value, kind_layer1_tile=KIND_LAYER1_TILE.value,
-            kind_reduce=KIND_REDUCE.value, kind_final_sum=KIND_FINAL_SUM.value, shared_bytes=self.shared_bytes(0),
+            top_k=self.top_k, world_size=self.world_size, records=self.records, is_split=self.is_split,
+            is_dgrad=self.is_dgrad, panel_unit=PANEL_UNIT, combine_warps=COMBINE_WARPS, chunk=COMBINE_CHUNK_ROWS,
+            max_panels=MAX_PANELS, place_panel=PLACE_PANEL.value, place_layer1=PLACE_LAYER1.value,
+            kind_layer1_tile=KIND_LAYER1_TILE.value, kind_reduce=KIND_REDUCE.value,
+            kind_final_sum=KIND_FINAL_SUM.value, shared_bytes=self.shared_bytes(0),
             shared_bytes_per_expert=EXPERT_BYTES,
         )  # fmt: skip
         if self.weights.itemsize == 1:
@@ -332,8 +350,7 @@ def gemm_combine_cuda(
     wire: Wire,
     returns: Returns,
     table: TileTable,
-    num_panels: int,
-    spare_multiprocessors: int = 0,
+    split: Split,
     config: CudaConfig | None = None,
 ) -> None:
     """y = a @ b[expert] for all routed rows, then out[t] = sum of token t's rows over all ranks.
@@ -346,8 +363,7 @@ def gemm_combine_cuda(
         wire: Combine rows and flags.
         returns: Which rows to add up for whom, with weights, or with these weights' gradients.
         table: Segments, counters and the number of tiles.
-        num_panels: Column panels.
-        spare_multiprocessors: SMs that the launch leaves to others.
+        split: Panels and blocks.
         config: Shape of the blocks.
     """
     (rows, row_scales), (weights, weight_scales) = parts(a), parts(b)
@@ -356,7 +372,7 @@ def gemm_combine_cuda(
     config = config or (FP8_CONFIG if weight_scales is not None else CudaConfig.select(table.even_rows))
     variant = Variant(
         weights=weights.dtype, output=y.dtype, top_k=returns.row_slots.shape[1], world_size=wire.world_size,
-        is_dgrad=is_dgrad, records=wire.recorder is not None, config=config,
+        is_dgrad=is_dgrad, records=wire.recorder is not None, is_split=split.comm_blocks > 0, config=config,
     )  # fmt: skip
     kernel = _kernels(variant, num_experts, torch.cuda.current_device(), selectable)[config]
     line, mma = SWIZZLE_BYTES // weights.itemsize, MMA if weight_scales is None else FP8_MMA
@@ -368,13 +384,12 @@ def gemm_combine_cuda(
         starts=starts, experts=num_experts, depth=rows.shape[1],
         scales=ScaleArgs.of(rows=row_scales, weights=weight_scales, num_rows=len(y)),
     )  # fmt: skip
-    num_blocks = launched_blocks(multiprocessors(y.device), spare_multiprocessors, config.cluster)
-    kernel.launch(num_blocks, [gemm, combine_args(y, out, wire, returns, table, num_panels)])
+    num_blocks = launched_blocks(multiprocessors(y.device), split.spare_multiprocessors, config.cluster)
+    split = replace(split, comm_blocks=min(split.comm_blocks, num_blocks - config.cluster))  # some have to compute
+    kernel.launch(num_blocks, [gemm, combine_args(y, out, wire, returns, table, split)])
 
 
-def combine_args(
-    y: Tensor, out: Tensor, wire: Wire, returns: Returns, table: TileTable, num_panels: int
-) -> DeviceStruct:
+def combine_args(y: Tensor, out: Tensor, wire: Wire, returns: Returns, table: TileTable, split: Split) -> DeviceStruct:
     """What ``combine.cuh`` is told.
 
     Args:
@@ -383,7 +398,7 @@ def combine_args(
         wire: Combine rows and flags.
         returns: Which rows to add up for whom, with weights, or with these weights' gradients.
         table: Counters and the number of tiles.
-        num_panels: Column panels.
+        split: Panels and blocks.
     """
     recorder, grads, (num_tokens, cols) = wire.recorder, returns.grads, out.shape
     return CombineArgs.of(
@@ -396,9 +411,9 @@ def combine_args(
         tickets=table.counters, panel_counters=table.counters[PANEL_COUNTERS:], num_plan_tiles=table.num_tiles,
         epoch=wire.epoch, fault=Fault.of(record=wire.fault, timeout_ns=wire.timeout_ns),
         events=None if recorder is None else recorder.events, rank=wire.rank, num_tokens=num_tokens,
-        max_tokens=wire.max_tokens, cols=cols, panels=num_panels,
-        parts=cuda_parts(wire.max_tokens, wire.world_size, cols, num_panels),
-        event_capacity=0 if recorder is None else recorder.capacity,
+        max_tokens=wire.max_tokens, cols=cols, panels=split.num_panels,
+        parts=cuda_parts(wire.max_tokens, wire.world_size, cols, split.num_panels),
+        event_capacity=0 if recorder is None else recorder.capacity, comm_blocks=split.comm_blocks,
     )  # fmt: skip
 
 
@@ -453,7 +468,7 @@ def _kernel(variant: Variant, experts: int, device: int) -> CudaKernel:
 
 
 def aot_cases() -> list[CudaCase]:
-    """Forward and fc1_dgrad in all blocks that a layer takes, and block FP8."""
+    """Forward and fc1_dgrad in all blocks that a layer takes, and block FP8; a split of each."""
     bf16, fp16, fp8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
     shapes = [(bf16, 2, False), (bf16, 8, False), (bf16, 8, True), (fp16, 8, False)]
     variants = [
@@ -468,4 +483,6 @@ def aot_cases() -> list[CudaCase]:
         Variant(weights=fp8, output=dtype, top_k=top_k, world_size=4, records=records, config=FP8_CONFIG)
         for dtype, top_k, records in shapes
     ]
+    bf16_split = Variant(weights=bf16, output=bf16, top_k=8, world_size=4, is_split=True)
+    variants += [bf16_split, replace(bf16_split, is_dgrad=True), replace(bf16_split, weights=fp8, config=FP8_CONFIG)]
     return [CudaCase.of(variant.source(64), "4 ranks") for variant in variants]

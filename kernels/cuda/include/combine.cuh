@@ -59,6 +59,7 @@ struct CombineArgs {
     Fault fault;
     int* events; // the recorder's, or null
     int rank, num_tokens, max_tokens, cols, panels, parts, event_capacity;
+    int comm_blocks; // that combine from the start, if IS_SPLIT
 };
 
 // BATCH entries from shared storage.

@@ -38,6 +38,20 @@ __device__ __forceinline__ void cluster_sync() {
     }
 }
 
+// In the memory of block `rank` of the cluster; seen after the next cluster_sync.
+template <int CLUSTER>
+__device__ __forceinline__ void store_at(u32 target, int number, u32 rank) {
+    if constexpr (CLUSTER == 1) {
+        asm volatile("st.shared.s32 [%0], %1;" ::"r"(target), "r"(number) : "memory");
+    } else {
+        asm volatile(
+            "{\n.reg .b32 there;\n"
+            "mapa.shared::cluster.u32 there, %0, %2;\n"
+            "st.shared::cluster.s32 [there], %1;\n}"
+            ::"r"(target), "r"(number), "r"(rank) : "memory");
+    }
+}
+
 // ---- mbarriers
 
 __device__ __forceinline__ void mbarrier_init(u32 barrier, u32 arrivals) {

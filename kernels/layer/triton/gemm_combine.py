@@ -41,7 +41,7 @@ from ...runtime.arguments import (
     parts,
 )
 from ...runtime.recorder import KIND_CONVERT, now, record, recording
-from ..gemm_combine import gemm_combine_cuda, runs_cuda
+from ..gemm_combine import Split, gemm_combine_cuda, runs_cuda
 from .combine import MULTIPROCESSORS, column_parts, combine_panels, slot_block
 from .dispatch import COMM_BLOCKS, NUM_WARPS
 from .gemm_panels import PANEL_COUNTERS, gemm_panels, gemm_panels_kernel
@@ -170,9 +170,14 @@ def gemm_combine(
         b_is_kn: The contraction is b's middle axis.
         bias: ``(e, D)`` of a floating type; ``None``: none. Ranks that differ in it must not have ``cuda_kernels``.
     """
-    may_be_cuda = not config.comm_blocks and config.cuda_kernels and bias is None
+    may_be_cuda = config.cuda_kernels and bias is None
     if may_be_cuda and b_is_kn == (returns.grads is not None) and runs_cuda(y, b, wire, returns, table):
-        gemm_combine_cuda(a, b, y, out, wire, returns, table, config.num_panels, config.spare_multiprocessors)
+        split = Split(
+            num_panels=config.num_panels,
+            spare_multiprocessors=config.spare_multiprocessors,
+            comm_blocks=config.comm_blocks,
+        )
+        gemm_combine_cuda(a, b, y, out, wire, returns, table, split)
         return
     (a, a_scales), (b, b_scales) = parts(a), parts(b)
     block_n, block_k = config.block_n, config.block_k

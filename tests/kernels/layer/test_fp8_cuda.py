@@ -161,7 +161,7 @@ def test_layer_0_hands_on_what_it_gets(monkeypatch: pytest.MonkeyPatch, comm_blo
     assert all(mine is other for mine, other in zip(found, (None, call["w1"], hidden, None, *rest), strict=True))
 
 
-@pytest.mark.parametrize(("comm_blocks", "cuda_kernels"), [(16, True), (0, False), (0, True)])
+@pytest.mark.parametrize(("comm_blocks", "cuda_kernels"), [(16, True), (16, False), (0, False), (0, True)])
 def test_layer_1_hands_on_what_it_gets(monkeypatch: pytest.MonkeyPatch, comm_blocks: int, cuda_kernels: bool) -> None:
     given: list[tuple[object, ...]] = []
     monkeypatch.setattr(layer1, "is_available", lambda device: True)
@@ -173,16 +173,16 @@ def test_layer_1_hands_on_what_it_gets(monkeypatch: pytest.MonkeyPatch, comm_blo
     config = GemmCombineConfig(
         num_panels=3, comm_blocks=comm_blocks, cuda_kernels=cuda_kernels, spare_multiprocessors=5
     )
-    if comm_blocks or not cuda_kernels:
+    if not cuda_kernels:
         monkeypatch.setattr(torch.cuda, "get_device_properties", stop_at_triton)
         with pytest.raises(InTritonError):
             gemm_combine.gemm_combine(*tensors, *rest, config)
         assert not given
         return
     gemm_combine.gemm_combine(*tensors, *rest, config)
-    [(*found, num_panels, spare_multiprocessors)] = given
+    [(*found, split)] = given
     assert all(mine is other for mine, other in zip(found, (*tensors, *rest), strict=True))
-    assert (num_panels, spare_multiprocessors) == (3, 5)
+    assert split == layer1.Split(num_panels=3, spare_multiprocessors=5, comm_blocks=comm_blocks)
 
 
 class InTritonError(Exception):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
+from gradient_launches import run_gradients
 from layer1_launches import exact_layer1, layer1_alone, layer1_in, run_layer1, sent_after_a_fault
 from played_cases import LAYER1, draw_layer1
 from played_ranks import EPOCH, Kind, PlayedCase
@@ -25,6 +27,25 @@ def check(case: PlayedCase) -> None:
 @pytest.mark.parametrize("case", LAYER1, ids=lambda case: case.name)
 def test_equals_its_twin(case: PlayedCase) -> None:
     check(case)
+
+
+SPLITS = (
+    PlayedCase("split", 4, 1, (500, 90, 0, 710), 16, 4, 768, 256, num_panels=3),
+    PlayedCase("split", 2, 1, (2500, 1800), 8, 2, 1280, 256, dtype=torch.float16),
+    PlayedCase("split alone", 1, 1, (700,), 8, 2, 512, 256, num_panels=1),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("comm_blocks", [1, 4, 16, 1000])
+@pytest.mark.parametrize("case", SPLITS)
+def test_blocks_that_only_combine_change_no_bit(case: PlayedCase, comm_blocks: int) -> None:
+    """Also where all blocks but two do."""
+    split = replace(case, comm_blocks=comm_blocks)
+    for run in (run_layer1, run_gradients):
+        for found, twin in zip(run(split, "cuda"), run(case, "triton"), strict=True):
+            for mine, other in zip(*([each] if torch.is_tensor(each) else each for each in (found, twin)), strict=True):
+                assert torch.equal(mine, other), split
 
 
 @pytest.mark.gpu

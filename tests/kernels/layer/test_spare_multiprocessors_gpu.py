@@ -37,7 +37,7 @@ class Launch:
 LAUNCHES = {
     "CUDA C++": Launch(OverlapConfig(), "gemm_combine_cuda"),
     "block FP8": Launch(OverlapConfig(), "gemm_combine_cuda"),
-    "Triton, dedicated": Launch(OverlapConfig(comm_blocks=16), waits=True),
+    "CUDA C++, split": Launch(OverlapConfig(comm_blocks=16), "gemm_combine_cuda"),
     "Triton, colocated": Launch(OverlapConfig(), cuda_kernels=False),  # its GEMM waits for nobody
 }
 

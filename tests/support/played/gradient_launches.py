@@ -54,7 +54,11 @@ def launch(case: PlayedCase, plans: list[Plan], landings: list[Tensor], rank: in
         out=torch.full((plan.num_tokens, case.top_k), torch.nan, device=case.device),
     )
     config = GemmCombineConfig(
-        num_panels=case.num_panels, num_stages=3, move_cols=256, block_k=min(64, power_of_2(case.ffn_size))
+        comm_blocks=case.comm_blocks,
+        num_panels=case.num_panels,
+        num_stages=3,
+        move_cols=256,
+        block_k=min(64, power_of_2(case.ffn_size)),
     )
     returns = returns_of(plan, weighted=False, grads=grads)
     gemm_combine(rows, w1, y, out, wire, returns, tile_table(plan, Launch.DGRAD_COMBINE), config, b_is_kn=True)

@@ -59,7 +59,11 @@ def launch(case: PlayedCase, plans: list[Plan], rank: int, wire: Wire) -> Tensor
     out = torch.full((plan.num_tokens, case.hidden_size), torch.nan, dtype=case.dtype, device=case.device)
     y = torch.full((hidden.shape[0], case.hidden_size), torch.nan, dtype=case.dtype, device=case.device)
     config = GemmCombineConfig(
-        num_panels=case.num_panels, num_stages=3, move_cols=256, block_k=min(64, power_of_2(case.ffn_size))
+        comm_blocks=case.comm_blocks,
+        num_panels=case.num_panels,
+        num_stages=3,
+        move_cols=256,
+        block_k=min(64, power_of_2(case.ffn_size)),
     )
     gemm_combine(
         hidden, w2, y, out, wire, returns_of(plan, weighted=True), tile_table(plan, Launch.GEMM_COMBINE), config
