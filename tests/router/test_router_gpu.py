@@ -209,7 +209,9 @@ def test_a_layer_notes_non_finite_logits_for_the_next_check(value: float, shown:
 
 def test_non_finite_logits_of_a_router_alone_end_the_process_at_its_next_synchronisation() -> None:
     # In a process of its own: a failed device assertion leaves the CUDA context unusable.
-    child = subprocess.run([sys.executable, "-c", NAN_TOKEN], capture_output=True, text=True, timeout=300, check=False)
+    child = subprocess.run(
+        [sys.executable, "-P", "-c", NAN_TOKEN], capture_output=True, text=True, timeout=300, check=False
+    )
     assert child.returncode != 0
     assert "not reached" not in child.stdout
     assert "router logits must be finite: look for NaN or Inf in tokens or router weight" in child.stderr
