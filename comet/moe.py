@@ -36,9 +36,9 @@ class MoE(nn.Module):
     this rank's tokens only.
 
     Collectives of other streams, such as NCCL's, may come first on one rank and last on another: a launch ends with
-    whatever multiprocessors it finds, for its blocks draw their work or wait for nobody. Not so layer 1 with
+    whatever SMs it finds, for its blocks draw their work or wait for nobody. Not so layer 1 with
     ``comm_blocks`` above 0, given or measured, whose blocks all have to be on the GPU: the group needs as many
-    ``spare_multiprocessors`` as the collective has blocks, or an order by events, alike on all ranks.
+    ``reserved_sms`` as the collective has blocks, or an order by events, alike on all ranks.
 
     Args:
         config: Shape and routing.

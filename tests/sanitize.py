@@ -8,7 +8,7 @@
 takes a minute or more; ``--dtype`` and ``--parts`` choose, so that several processes can share the work.
 
 The process plays all ranks (``emulated_group``), one after the other, every step that waits twice
-(``played_layer``). On a CPU it runs under the interpreter (``TRITON_INTERPRET=1``).
+(``emulated_layer``). On a CPU it runs under the interpreter (``TRITON_INTERPRET=1``).
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from decode_cases import FOLD, MATRIX, QUANTISERS, VECTOR, DecodeCase, check_dec
 from decode_ranks import compare_step, gathered_inputs, shard, step_inputs
 from dequantize_cases import SIZES, check_dequantize
 from emulated import emulated_group
+from emulated_layer import DEADLINE_S, EmulatedRanks
+from emulated_ranks import EmulatedCase, Kind
 from fp8_cases import compare, float32_products, layer_of, tensor_core_products
 from fp8_launches import fp8_layer0_in, fp8_layer1_in
 from gemm_cases import make_rows, poison_padding, values
@@ -38,8 +40,6 @@ from gradient_launches import exact_gradients, run_gradients
 from host_cases import hosted_cache
 from layer0_launches import exact_layer0, run_layer0
 from layer1_launches import exact_layer1, run_layer1
-from played_layer import DEADLINE_S, PlayedRanks
-from played_ranks import Kind, PlayedCase
 from router_kernel_cases import check_logits, check_measure, check_select, check_top_k
 from stress_cases import StressCase
 
@@ -64,17 +64,17 @@ def run_layers(device: torch.device, dtype: torch.dtype) -> None:
         "split, EP2", 2, 1, (35, 5), 4, 2, hidden_size, 64, dtype=dtype, comm_blocks=2, routing="zipf",
         capacity_factor=0.1, max_tokens=40, seed=1,
     )  # fmt: skip
-    PlayedRanks(two, device).run()
+    EmulatedRanks(two, device).run()
     tp = replace(two, name="colocated, TP2", ep=1, tp=2, comm_blocks=0, num_tokens=(3, 0), seed=2, capacity_factor=None)
-    PlayedRanks(tp, device).run()
+    EmulatedRanks(tp, device).run()
     four = replace(two, name="events, EP2 x TP2", tp=2, num_tokens=(3, 0, 1, 2), backward=False, seed=3)
-    played = PlayedRanks(four, device, record=True)
-    played.run()
-    played.align()
+    emulated = EmulatedRanks(four, device, record=True)
+    emulated.run()
+    emulated.align()
     alone = replace(two, name="alone", ep=1, num_tokens=(9,), num_experts=3, routing="masked", seed=4)
-    PlayedRanks(alone, device).run()
+    EmulatedRanks(alone, device).run()
     parts = replace(alone, name="panels in parts", hidden_size=1040 if dtype.itemsize == 2 else 528, comm_blocks=0)
-    PlayedRanks(parts, device).run()
+    EmulatedRanks(parts, device).run()
 
 
 def run_fp8(device: torch.device, dtype: torch.dtype, kind: Kind) -> None:
@@ -82,20 +82,20 @@ def run_fp8(device: torch.device, dtype: torch.dtype, kind: Kind) -> None:
     case = StressCase("FP8, EP2", 2, 1, (35, 5), 4, 2, 384, 128, dtype=dtype, backward=False, max_tokens=40, seed=5)
     if kind == "cuda":
         case = replace(case, num_tokens=(150, 5), max_tokens=160, routing="hot")
-    played = PlayedRanks(case, device)
-    shards = [(quantize_fp8(w1), quantize_fp8(w2)) for w1, w2 in zip(played.w1, played.w2, strict=True)]
-    plans, pools, backends = played.plans, played.pools, played.backends
+    emulated = EmulatedRanks(case, device)
+    shards = [(quantize_fp8(w1), quantize_fp8(w2)) for w1, w2 in zip(emulated.w1, emulated.w2, strict=True)]
+    plans, pools, backends = emulated.plans, emulated.pools, emulated.backends
     with fp8_layer0_in(kind) as in_layer0, fp8_layer1_in(kind) as in_layer1:
-        hidden = played.twice(
+        hidden = emulated.twice(
             "recv_flags",
-            lambda r: backends[r].dispatch_gemm_fp8(played.inputs[r].tokens, shards[r][0], plans[r]),
+            lambda r: backends[r].dispatch_gemm_fp8(emulated.inputs[r].tokens, shards[r][0], plans[r]),
         )
-        outputs = played.twice(
+        outputs = emulated.twice(
             "combine_flags", lambda r: backends[r].gemm_combine_fp8(hidden[r], shards[r][1], plans[r])
         )
     assert in_layer0.call_count == in_layer1.call_count == (2 * case.world_size if kind == "cuda" else 0)
     products = float32_products(case.hidden_size) + (tensor_core_products("cuda") if device.type == "cuda" else 0.0)
-    for rank, inputs in enumerate(played.inputs):
+    for rank, inputs in enumerate(emulated.inputs):
         pools[rank].check()
         wanted = layer_of(case, inputs, inputs.top_k_ids, shards, products)
         compare(outputs[rank], wanted, f"{case.name}, {kind}, {dtype}, rank {rank}")
@@ -103,7 +103,7 @@ def run_fp8(device: torch.device, dtype: torch.dtype, kind: Kind) -> None:
 
 def run_cuda_layer0(dtype: torch.dtype) -> None:
     """Layer 0 in CUDA C++, which no interpreter runs: two ranks, with gate | up and without, and tails of all axes."""
-    few = PlayedCase("few", 2, 1, (70, 5), 4, 2, 80, 144, dtype=dtype)
+    few = EmulatedCase("few", 2, 1, (70, 5), 4, 2, 80, 144, dtype=dtype)
     masked = replace(few, name="masked", num_tokens=(40, 133), num_experts=8, top_k=8, routing="masked")
     for case in (few, masked, replace(masked, name="split", comm_blocks=2)):
         for save_pre in (False, True):
@@ -114,9 +114,9 @@ def run_cuda_layer0(dtype: torch.dtype) -> None:
 def run_cuda_layer1(dtype: torch.dtype) -> None:
     """Layer 1 in CUDA C++, which no interpreter runs: two ranks, K of few and of all experts."""
     for case in (
-        PlayedCase("few", 2, 1, (70, 5), 4, 2, 288, 80, dtype=dtype),
-        PlayedCase("split", 2, 1, (70, 5), 4, 2, 288, 80, dtype=dtype, comm_blocks=2),
-        PlayedCase("all", 2, 1, (40, 33), 8, 8, 512, 64, dtype=dtype, routing="masked"),
+        EmulatedCase("few", 2, 1, (70, 5), 4, 2, 288, 80, dtype=dtype),
+        EmulatedCase("split", 2, 1, (70, 5), 4, 2, 288, 80, dtype=dtype, comm_blocks=2),
+        EmulatedCase("all", 2, 1, (40, 33), 8, 8, 512, 64, dtype=dtype, routing="masked"),
     ):
         for (exact, size), out in zip(exact_layer1(case), run_layer1(case, "cuda"), strict=True):
             assert bool(((out.double() - exact).abs() <= 2 * torch.finfo(dtype).eps * size + 1e-6).all()), case.name
@@ -127,7 +127,7 @@ def run_cuda_backward(device: torch.device, dtype: torch.dtype) -> None:
 
     Padding is NaN.
     """
-    case = PlayedCase("few", 2, 1, (70, 5), 4, 2, 288, 80, dtype=dtype)
+    case = EmulatedCase("few", 2, 1, (70, 5), 4, 2, 288, 80, dtype=dtype)
     check(case, run_grad_hidden(case, "cuda"), "hidden")
     for (exact, size, of_weights), (grad, found) in zip(
         exact_gradients(case), run_gradients(case, "cuda"), strict=True

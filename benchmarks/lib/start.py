@@ -32,11 +32,11 @@ from comet.launch.failures import STATUS_USER, is_user_error, one_line, say
 
 from lib.ranks import Ranks, device_name
 from lib.report import Row
-from lib.timing import gemm_roof_tflops, link_roof_gbs
+from lib.timing import gemm_roofline_tflops, link_roofline_gbs
 
 
 def gather_facts(ranks: Ranks) -> Row:
-    """What a result needs to be repeated, and the roofs of this run; collective."""
+    """What a result needs to be repeated, and the rooflines of this run; collective."""
     command, folder = ["git", "describe", "--always", "--dirty"], Path(__file__).parent
     commit = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     return {
@@ -46,8 +46,8 @@ def gather_facts(ranks: Ranks) -> Row:
         "device": device_name(ranks.device),
         "ranks": 1 if ranks.process_group is None else dist.get_world_size(ranks.process_group),
         "torch": torch.__version__,
-        "gemm_roof_tflops": gemm_roof_tflops(ranks),
-        "link_roof_gbs": link_roof_gbs(ranks),
+        "gemm_roofline_tflops": gemm_roofline_tflops(ranks),
+        "link_roofline_gbs": link_roofline_gbs(ranks),
     }
 
 

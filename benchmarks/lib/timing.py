@@ -50,15 +50,15 @@ def time_by_protocol(
     )
 
 
-def gemm_roof_tflops(ranks: Ranks) -> float:
+def gemm_roofline_tflops(ranks: Ranks) -> float:
     """Rate of an 8192^3 bf16 product (256^3 float32 on a CPU), all ranks at once, of the slowest rank."""
     size = 8192 if ranks.device.type == "cuda" else 256
     a, b = (torch.randn(size, size, device=ranks.device).to(ranks.dtype) for _ in range(2))
-    timings = time_by_protocol({"roof": lambda _: a @ b}, ranks, rounds=ROUNDS, leads=False)
-    return 2 * size**3 / (timings["roof"].median_ms * 1e9)
+    timings = time_by_protocol({"roofline": lambda _: a @ b}, ranks, rounds=ROUNDS, leads=False)
+    return 2 * size**3 / (timings["roofline"].median_ms * 1e9)
 
 
-def link_roof_gbs(ranks: Ranks) -> float | None:
+def link_roofline_gbs(ranks: Ranks) -> float | None:
     """GB/s of a copy to the next rank, all ranks at once, by the copy engines; ``None`` for a rank alone."""
     device = ranks.device
     if ranks.process_group is None:
@@ -68,13 +68,13 @@ def link_roof_gbs(ranks: Ranks) -> float | None:
     window = comm.alloc(num_bytes)
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target: Tensor = window.peers[(comm.rank + 1) % comm.world_size]
-    timings = time_by_protocol({"roof": lambda _: target.copy_(source)}, ranks, rounds=ROUNDS, leads=False)
+    timings = time_by_protocol({"roofline": lambda _: target.copy_(source)}, ranks, rounds=ROUNDS, leads=False)
     comm.barrier()
     comm.close()
-    return num_bytes / (timings["roof"].median_ms * 1e6)
+    return num_bytes / (timings["roofline"].median_ms * 1e6)
 
 
-def read_roof_tbs(ranks: Ranks) -> float:
+def read_roofline_tbs(ranks: Ranks) -> float:
     """TB/s of adding up a large array, the fastest of three ways: what reading memory can reach here (collective)."""
     device = ranks.device
     num_bytes = ROOF_BYTES if device.type == "cuda" else 2**20

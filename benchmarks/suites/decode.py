@@ -43,7 +43,7 @@ from lib.ranks import Ranks, differs_over_ranks
 from lib.report import Row
 from lib.shapes import ROUTINGS, model
 from lib.start import gather_facts, release, start_ranks, tell
-from lib.timing import read_roof_tbs, time_by_protocol
+from lib.timing import read_roofline_tbs, time_by_protocol
 from variants.decode import ON_ONE_GPU, OVER_RANKS, Settings, configs, in_place, step_runs
 
 FLUSH_BYTES = 2**28
@@ -80,7 +80,7 @@ def measure_point(team: Team, sets: Sequence[WeightSet], num_tokens: int, settin
     if failure:
         checked.failures["after timing"] = failure
     touched = ranks.worst(sum(step.touched_bytes for step in steps) / len(steps))
-    row = figures(timings, checked.accuracy, len(steps), touched, settings.roof_tbs)
+    row = figures(timings, checked.accuracy, len(steps), touched, settings.roofline_tbs)
     return row | {"no_graph": checked.no_graph, "failures": checked.failures}
 
 
@@ -189,7 +189,7 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     library = find_library() if "transformers" in arguments.variants else None
     facts = gather_facts(ranks) | {
-        "read_roof_tbs": read_roof_tbs(ranks),
+        "read_roofline_tbs": read_roofline_tbs(ranks),
         "sets": SETS * arguments.parallel.world_size,
         "transformers": None if library is None else library.version,
     }
@@ -199,7 +199,7 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
         routing=arguments.routing,
         rounds=arguments.rounds,
         library=library,
-        roof_tbs=facts["read_roof_tbs"],
+        roofline_tbs=facts["read_roofline_tbs"],
     )
     rows: list[Row] = []
     line = ""
@@ -213,7 +213,7 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     finally:
         if rows and ranks.rank == 0:
             print(format_table(rows), flush=True)
-            draw(arguments.out / "bench_decode.png", rows, settings.roof_tbs)
+            draw(arguments.out / "bench_decode.png", rows, settings.roofline_tbs)
             print(line, flush=True)
 
 

@@ -19,8 +19,8 @@ Over ranks (``--ep``, ``--tp``, with torchrun) the experts are shared, all else 
 alone: the library's models hold all experts. The slowest rank counts, and all have to get the same bits.
 
 Bytes are those of the weights a step touches (each distinct expert once; over ranks, of the rank that touches the most)
-and of the keys and values of the context; the roof is a read measured in the same run. ``cosine`` compares the logits
-of the first step with those of ``comet``.
+and of the keys and values of the context; the roofline is a read measured in the same run. ``cosine`` compares the
+logits of the first step with those of ``comet``.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from lib.ranks import Ranks, attempt, differs_over_ranks
 from lib.report import Row, cell, table_of, write_csv, write_json
 from lib.shapes import MODELS
 from lib.start import gather_facts, release, start_ranks, tell
-from lib.timing import read_roof_tbs, time_by_protocol
+from lib.timing import read_roofline_tbs, time_by_protocol
 from variants.generate import COMET, Paths, StepPath, Stepwise
 
 COLUMNS = (
     "model", "layers", "ep", "tp", "batch", "context",
-    "path", "ms", "tokens_per_s", "mbytes", "tbs", "of_roof", "cosine", "failure",
+    "path", "ms", "tokens_per_s", "mbytes", "tbs", "of_roofline", "cosine", "failure",
 )  # fmt: skip
 
 
@@ -123,7 +123,7 @@ LEAST_COSINE = 0.9  # experts of nearly equal probability change places where th
 
 
 def measure_context(
-    paths: Paths, context: int, arguments: argparse.Namespace, roof_tbs: float, ranks: Ranks
+    paths: Paths, context: int, arguments: argparse.Namespace, roofline_tbs: float, ranks: Ranks
 ) -> list[Row]:
     """Check and time every path at one length of the context (collective)."""
     gpt = paths.gpt
@@ -149,7 +149,7 @@ def measure_context(
     keys: Row = {"model": config.name, "layers": config.num_layers, "ep": arguments.ep, "tp": arguments.tp}
     keys |= {"batch": arguments.batch, "context": context}
     found = path_rows(timings, cosines, failures, steps=arguments.steps, batch=arguments.batch, num_bytes=num_bytes)
-    return [keys | row | {"of_roof": None if row["tbs"] is None else row["tbs"] / roof_tbs} for row in found]
+    return [keys | row | {"of_roofline": None if row["tbs"] is None else row["tbs"] / roofline_tbs} for row in found]
 
 
 def room(context: int, steps: int) -> int:
@@ -229,7 +229,7 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     gpt = make_gpt(config, group)
     paths = Paths(gpt)
     facts = gather_facts(ranks) | {
-        "read_roof_tbs": read_roof_tbs(ranks),
+        "read_roofline_tbs": read_roofline_tbs(ranks),
         "transformers": library_version(),
         "parameters": gpt.num_parameters(),
         "steps": arguments.steps,
@@ -239,7 +239,7 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     rows: list[Row] = []
     line = ""
     for context in arguments.contexts:
-        rows += measure_context(paths, context, arguments, facts["read_roof_tbs"], ranks)
+        rows += measure_context(paths, context, arguments, facts["read_roofline_tbs"], ranks)
         paths.check()
         release(ranks)  # graphs keep their memory
         if ranks.rank == 0:

@@ -61,7 +61,7 @@ def measure_point(
     settings: Settings,
     ranks: Ranks,
     rounds: int,
-    link_roof: float | None,
+    link_roofline: float | None,
     shared: Shared,
 ) -> Row:
     """Check and time all variants at one number of tokens and one routing; collective."""
@@ -84,7 +84,7 @@ def measure_point(
     flops = layer_flops(layer.config, layer.layout, num_tokens, backward=settings.backward)
     return (
         {f"{name}_ms": value for name, value in times_ms.items()}
-        | figures(times_ms, flops, traffic, link_roof)
+        | figures(times_ms, flops, traffic, link_roofline)
         | {"error": errors.get("comet"), "error_fp8": errors.get("comet_fp8")}
         | {"failures": describe(failures), "quantiles": {name: asdict(timing) for name, timing in timings.items()}}
         | {"setting": describe_setting(layer), "timed_seconds": timed_seconds}
@@ -171,10 +171,10 @@ def run(arguments: argparse.Namespace, settings: Settings, ranks: Ranks) -> None
             tell(ranks, f"{old.name} of an earlier run is now {new.name}")
     start = time.perf_counter()
     facts = gather_facts(ranks)
-    tell(ranks, f"roofs: done in {time.perf_counter() - start:.1f} s")
+    tell(ranks, f"rooflines: done in {time.perf_counter() - start:.1f} s")
     rows: list[Row] = []
     for name in arguments.models:
-        for row in measure_model(name, arguments, settings, ranks, facts["link_roof_gbs"]):
+        for row in measure_model(name, arguments, settings, ranks, facts["link_roofline_gbs"]):
             rows.append({"model": name} | row)
             if ranks.rank == 0:
                 append_csv(table, [rows[-1]], COLUMNS)
@@ -187,7 +187,7 @@ def run(arguments: argparse.Namespace, settings: Settings, ranks: Ranks) -> None
 
 
 def measure_model(
-    name: str, arguments: argparse.Namespace, settings: Settings, ranks: Ranks, link_roof: float | None
+    name: str, arguments: argparse.Namespace, settings: Settings, ranks: Ranks, link_roofline: float | None
 ) -> Iterator[Row]:
     """A row for each number of tokens and routing, without the model's name; collective.
 
@@ -198,7 +198,7 @@ def measure_model(
         start = time.perf_counter()
         with open_layer(model(name), settings, ranks) as layer:
             tell(ranks, f"{name}: layer made in {time.perf_counter() - start:.1f} s")
-            yield from measure_layer(layer, points, settings, ranks, arguments.rounds, link_roof)
+            yield from measure_layer(layer, points, settings, ranks, arguments.rounds, link_roofline)
         del layer
         release(ranks)
 
@@ -209,7 +209,7 @@ def measure_layer(
     settings: Settings,
     ranks: Ranks,
     rounds: int,
-    link_roof: float | None,
+    link_roofline: float | None,
 ) -> Iterator[Row]:
     """Take points, of tokens and routing, and measure them until none is left or one meets a fault; collective."""
     keys = {
@@ -225,7 +225,7 @@ def measure_layer(
             shared, drawn = Shared(), num_tokens
         routed = replace(settings, routing=routing)
         measured, failure = attempt(
-            partial(measure_point, layer, num_tokens, routed, ranks, rounds, link_roof, shared), ranks
+            partial(measure_point, layer, num_tokens, routed, ranks, rounds, link_roofline, shared), ranks
         )
         if fault := find_fault(layer, ranks):
             measured, failure = None, fault

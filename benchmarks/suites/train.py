@@ -119,8 +119,8 @@ class SwitchedModel:
         self.start_anew()
         with noted_gradients(self.optimizer) as norms:
             losses = [self.step(variant, index).loss for index in range(CHECKED_STEPS)]
-        if variant == "comet_graph" and self.replaying.why_eager:
-            raise RuntimeError(f"there are no graphs: {self.replaying.why_eager}")
+        if variant == "comet_graph" and self.replaying.graph_fallback_reason:
+            raise RuntimeError(f"there are no graphs: {self.replaying.graph_fallback_reason}")
         return torch.stack(losses), tuple(norms)
 
 

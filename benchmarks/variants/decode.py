@@ -104,7 +104,7 @@ def run_own_nccl(
 
 
 def run_own_fused(team: Team, steps: Sequence[Step], shares: Sequence[Batch], index: int) -> Tensor:
-    """The fused path, which above 64 / W tokens of a rank is the layer's own (see ``OwnTokensRunner``)."""
+    """The fused path, which above 64 / W tokens of a rank is the layer's own (see ``DataParallelDecode``)."""
     assert team.shared is not None
     weights = steps[index].set.plain
     return team.shared.fused(*shares[index], weights.w1, weights.w2)
@@ -133,7 +133,7 @@ class Settings:
         routing: Kind of routing.
         rounds: Counted calls of each variant.
         library: transformers, where it is installed and asked for.
-        roof_tbs: What reading memory can reach.
+        roofline_tbs: What reading memory can reach.
     """
 
     variants: tuple[str, ...]
@@ -141,7 +141,7 @@ class Settings:
     routing: str = "uniform"
     rounds: int = 30
     library: Library | None = None
-    roof_tbs: float = 1.0
+    roofline_tbs: float = 1.0
 
 
 def step_runs(team: Team, steps: Sequence[Step], settings: Settings) -> dict[str, StepRun]:

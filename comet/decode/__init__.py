@@ -4,8 +4,10 @@ A step goes downwards only: ``GPTEngine.decode`` -> ``GPT.extend`` -> ``MoE`` ->
 joins) -> ``ReplicatedRunner`` (few tokens or many) -> ``RankDecode`` (over the ranks) -> ``run_kernels`` -> kernels.
 """
 
+from typing import Any
+
+from comet.decode.data_parallel_decode import DataParallelDecode
 from comet.decode.local import warp_decode
-from comet.decode.own_tokens import OwnTokensRunner
 from comet.decode.ranks import RankDecode, rank_slots
 from comet.decode.runners import LocalRunner, ReplicatedRunner
 from comet.decode.scratch import DecodeScratch
@@ -21,6 +23,7 @@ from comet.decode.shared import (
 from comet.decode.twin import warp_decode_torch
 from comet.decode.weights import MAX_DECODE_TOKENS, DecodeWeights
 from comet.layer.shared_expert import joins_step
+from comet.utils.renamed import warn_renamed
 
 __all__ = [
     "MAX_DECODE_TOKENS",
@@ -28,7 +31,7 @@ __all__ = [
     "DecodeWeights",
     "FrozenExperts",
     "LocalRunner",
-    "OwnTokensRunner",
+    "DataParallelDecode",
     "RankDecode",
     "ReplicatedRunner",
     "SharedMatrices",
@@ -42,3 +45,10 @@ __all__ = [
     "warp_decode",
     "warp_decode_torch",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "OwnTokensRunner":
+        warn_renamed("comet.decode.OwnTokensRunner", "comet.decode.DataParallelDecode")
+        return DataParallelDecode
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -53,7 +53,7 @@ class RankDecode:
     its own tokens, as many as it has, and gets theirs, with the bits that a replicated step of all of them gives; one
     more kernel gathers them first. All ranks take part in every step then, also with no tokens at all, and a step takes
     blocks for W * max_tokens tokens: make an object for each size of batch that matters. A captured step keeps its
-    number of tokens; ids of -1 leave some out. ``comet.decode.OwnTokensRunner`` puts it under a ``MoE``, with the
+    number of tokens; ids of -1 leave some out. ``comet.decode.DataParallelDecode`` puts it under a ``MoE``, with the
     layer's own path for more tokens.
 
     EP, TP and EP x TP alike: a rank's ``DecodeWeights`` say what it holds. Steps run in the order of one stream,

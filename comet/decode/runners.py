@@ -2,7 +2,8 @@
 
 Up to ``decode_tokens`` tokens take warp decode, more take the path of the group. The ranks pass equal arguments and get
 equal results, bit for bit. Nothing here waits for the device, but for the plain path of a rank without a group; hence
-decode steps can be captured in a CUDA graph. For ranks that run different tokens see ``comet.decode.own_tokens``.
+decode steps can be captured in a CUDA graph. Ranks that run different tokens have
+``comet.decode.data_parallel_decode``.
 
 Across ranks the all-reduce of decode is ``RankDecode``'s: it adds in rank order, in float32. Results that differed
 in the last bit from rank to rank might end in different tokens.

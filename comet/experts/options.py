@@ -12,7 +12,7 @@ from comet.decode.runners import DECODE_TOKENS
 from comet.experts.budget import ExpertBudget, ExpertStoreKind
 from comet.experts.cache import CACHED_DECODE_TOKENS
 from comet.experts.prefetch import PrefetchSetting, prefetch_wanted
-from comet.experts.staged import WHY_EAGER
+from comet.experts.staged import GRAPH_FALLBACK_REASON
 from comet.kernels.experts.tables import Policy
 from comet.layer.group import ExpertGroup
 from comet.quantization.formats import MXType, StoredType
@@ -59,7 +59,7 @@ class StoreOptions:
         if insists:
             raise NotImplementedError(
                 f"expert_prefetch={self.expert_prefetch} must be auto or false with expert_store={self.expert_store}: "
-                f"{WHY_EAGER}"
+                f"{GRAPH_FALLBACK_REASON}"
             )
 
     @classmethod

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from comet.config import SpeculationConfig, require
 from comet.experts.cache import CachedExperts, ExpertCache
-from comet.experts.staged import WHY_EAGER, StagedExperts
+from comet.experts.staged import GRAPH_FALLBACK_REASON, StagedExperts
 from comet.kernels.experts.drafts import plan_draft, plan_draft_torch
 from comet.kernels.experts.prefetch import plan, plan_torch, travel, travel_torch
 from comet.kernels.experts.waves import count_waves
@@ -184,7 +184,7 @@ def prefetch_between(paths: Sequence[CachedExperts | StagedExperts], predict: Se
     """
     cached = [path for path in paths if isinstance(path, CachedExperts)]
     if len(cached) < len(paths):
-        raise NotImplementedError(f"expert_prefetch=True must be auto or false where {WHY_EAGER}")
+        raise NotImplementedError(f"expert_prefetch=True must be auto or false where {GRAPH_FALLBACK_REASON}")
     device = cached[0].cache.weights.w1.device
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     following: Prefetch | None = None

@@ -32,7 +32,9 @@ from comet.layout import Biases, refuse_biases
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 5.0
-WHY_EAGER = "the host brings missing experts before every layer: they are in files or in memory that cannot be pinned"
+GRAPH_FALLBACK_REASON = (
+    "the host brings missing experts before every layer: they are in files or in memory that cannot be pinned"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,7 +23,7 @@ from comet.experts.drafts.speculation import DraftingModel
 from comet.experts.host.cores import HostCores
 from comet.experts.paths import CachedPath, Slots, cores_of_paths, host_paths, report_of_paths
 from comet.experts.prefetch import PrefetchSetting, expect_drafts
-from comet.experts.staged import WHY_EAGER, StagedCache, StagedExperts
+from comet.experts.staged import GRAPH_FALLBACK_REASON, StagedCache, StagedExperts
 from comet.experts.store import HeldExperts, MemoryFile, QuantisedReader
 from comet.graphed.step import Passes, batch_obstacle
 from comet.kernels.experts.tables import Policy
@@ -62,7 +62,7 @@ class Engine(DraftingModel, Protocol):
         ...
 
     @property
-    def why_eager(self) -> str:
+    def graph_fallback_reason(self) -> str:
         """Why the last ``decode`` was launched kernel by kernel; empty if it was replayed from a CUDA graph."""
         ...
 
@@ -214,9 +214,9 @@ class GPTEngine:
         return self._cores
 
     @property
-    def why_eager(self) -> str:
+    def graph_fallback_reason(self) -> str:
         """See ``Engine``; with drafts, why any kind of pass was not replayed."""
-        return self._passes.why_eager
+        return self._passes.graph_fallback_reason
 
     @property
     def lengths(self) -> Tensor:
@@ -298,7 +298,7 @@ class GPTEngine:
 
     def _obstacle(self, num_tokens: int) -> str:
         is_staged = any(isinstance(path, StagedExperts) for path in self.stored)
-        return WHY_EAGER if is_staged else batch_obstacle(num_tokens, self.runner.decode.max_tokens)
+        return GRAPH_FALLBACK_REASON if is_staged else batch_obstacle(num_tokens, self.runner.decode.max_tokens)
 
     def _append(self, ids: Tensor, drafts: bool) -> Tensor:
         """One pass, from and to memory that stays where it is."""

@@ -38,7 +38,7 @@ class Generated:
         decode_s: From then until the last token was known.
         weight_bytes_per_step: Weights this rank read per decode step, on average.
         steps: Decode steps; every pass that drafts or verifies is one.
-        why_eager: Why they were launched kernel by kernel; empty if they were replayed from a CUDA graph.
+        graph_fallback_reason: Why they were launched kernel by kernel; empty if they were replayed from a CUDA graph.
         speculation: What was drafted and accepted; ``None`` without speculation.
     """
 
@@ -50,7 +50,7 @@ class Generated:
     decode_s: float
     weight_bytes_per_step: float
     steps: int
-    why_eager: str
+    graph_fallback_reason: str
     speculation: dict[str, Any] | None = None
 
 
@@ -132,7 +132,7 @@ def generate(
         decode_s=time.perf_counter() - started - first_token_s,
         weight_bytes_per_step=engine.weight_bytes_per_step(),
         steps=advance.passes,
-        why_eager=engine.why_eager,
+        graph_fallback_reason=engine.graph_fallback_reason,
         speculation=advance.report.facts() if isinstance(advance, Speculation) else None,
     )
 

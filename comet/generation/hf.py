@@ -108,9 +108,9 @@ class HFEngine:
         return device
 
     @property
-    def why_eager(self) -> str:
+    def graph_fallback_reason(self) -> str:
         """See ``Engine``."""
-        return TOO_FEW if self._decoder is None else self._decoder.passes.why_eager
+        return TOO_FEW if self._decoder is None else self._decoder.passes.graph_fallback_reason
 
     @property
     def lengths(self) -> Tensor:

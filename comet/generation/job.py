@@ -18,7 +18,7 @@ from comet.generation.engine import Engine, GPTEngine
 from comet.generation.experts import cache_facts, expectation, plan_experts
 from comet.generation.generate import Generated, encode_prompts, generate, warm_up
 from comet.generation.report import Printer, context_note
-from comet.generation.roof import link_bytes_per_second, read_bytes_per_second
+from comet.generation.roofline import link_bytes_per_second, read_bytes_per_second
 from comet.generation.source import Source, find_source
 from comet.generation.text import ByteCodec, Codec
 from comet.jobs.config import JobConfig, activation_dtype
@@ -69,13 +69,13 @@ def generate_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
     )
     engine = _open_engine(source, config, group, budget)
     meet(context.device)
-    roof = read_bytes_per_second(context.device)
+    roofline = read_bytes_per_second(context.device)
     warm_up(engine, prompts, settings, context=config.model.context)
     warm = engine.cache_report()
     printer = Printer(settings.texts, sys.stdout) if context.rank == 0 else None
     generated = generate(engine, codec, prompts, settings, context=config.model.context, show=printer)
     engine.check()
-    result = _result(config, source, group, generated, roof)
+    result = _result(config, source, group, generated, roofline)
     if generated.speculation is not None:
         result["speculation"] = generated.speculation
     if budget is not None and warm is not None:
@@ -83,7 +83,7 @@ def generate_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
         if engine.cores is not None:
             facts["host_cores"] = engine.cores.facts()
         fitted = replace(budget, slots=warm.slots)  # memory may have held fewer
-        result["expert_cache"] = facts | _prediction(config, fitted, group, result["roof_tb_per_s"] * 1e12)
+        result["expert_cache"] = facts | _prediction(config, fitted, group, result["roofline_tb_per_s"] * 1e12)
     if printer is not None:
         printer.finish(result)
         sys.stderr.write(context_note(generated.stopped_by, config.model.context))
@@ -124,16 +124,19 @@ def _open_engine(source: Source, config: JobConfig, group: ExpertGroup, budget: 
     )
 
 
-def _result(config: JobConfig, source: Source, group: ExpertGroup, generated: Generated, roof: float) -> dict[str, Any]:
-    """The facts of a run; bytes and times are the largest of all ranks, the roof is the lowest.
+def _result(
+    config: JobConfig, source: Source, group: ExpertGroup, generated: Generated, roofline: float
+) -> dict[str, Any]:
+    """The facts of a run; bytes and times are the largest of all ranks, the roofline is the lowest.
 
-    ``cuda_graph`` says whether all ranks replayed their decode steps from one, ``why_eager`` why this rank did not.
+    ``cuda_graph`` says whether all ranks replayed their decode steps from one, ``graph_fallback_reason`` why this rank
+    did not.
     """
-    eager = float(bool(generated.why_eager))
-    weight_bytes, first_s, decode_s, negative_roof, any_eager = _largest(
-        [generated.weight_bytes_per_step, generated.first_token_s, generated.decode_s, -roof, eager], group
+    eager = float(bool(generated.graph_fallback_reason))
+    weight_bytes, first_s, decode_s, negative_roofline, any_eager = _largest(
+        [generated.weight_bytes_per_step, generated.first_token_s, generated.decode_s, -roofline, eager], group
     )
-    roof = -negative_roof
+    roofline = -negative_roofline
     steps = generated.steps
     achieved = weight_bytes * steps / decode_s if steps else None
     decoded = generated.new_tokens - len(generated.texts)
@@ -150,23 +153,23 @@ def _result(config: JobConfig, source: Source, group: ExpertGroup, generated: Ge
         "new_tokens": generated.new_tokens,
         "time_to_first_token_s": first_s,
         "cuda_graph": not any_eager,
-        "why_eager": generated.why_eager or None,
+        "graph_fallback_reason": generated.graph_fallback_reason or None,
         "tokens_per_second": decoded / decode_s if steps else None,
         "weight_bytes_per_step": weight_bytes,
         "achieved_tb_per_s": None if achieved is None else achieved / 1e12,
-        "roof_tb_per_s": roof / 1e12,
-        "roof_fraction": None if achieved is None else achieved / roof,
+        "roofline_tb_per_s": roofline / 1e12,
+        "roofline_fraction": None if achieved is None else achieved / roofline,
         "stopped_by": generated.stopped_by,
         "text": generated.texts[0],
         "texts": generated.texts,
     }
 
 
-def _prediction(config: JobConfig, budget: ExpertBudget, group: ExpertGroup, roof: float) -> dict[str, Any]:
+def _prediction(config: JobConfig, budget: ExpertBudget, group: ExpertGroup, roofline: float) -> dict[str, Any]:
     """What ``--dry-run`` says of a budget, by the rates that were stated, or measured in this run."""
     settings = config.generate
     link = settings.link_gb_per_s or -_largest([-link_bytes_per_second(group.device) / 1e9], group)[0]
-    memory = settings.memory_gb_per_s or roof / 1e9
+    memory = settings.memory_gb_per_s or roofline / 1e9
     expected = expectation(config, budget, group.workspace.shape.dtype, link * 1e9, memory * 1e9)
     places = {"store": budget.store, "stored": budget.stored, "policy": budget.policy}
     return places | {"link_gb_per_s": link, "memory_gb_per_s": memory, **expected}

@@ -74,8 +74,8 @@ def table(result: Mapping[str, Any]) -> str:
             ("weights read", f"{result['weight_bytes_per_step'] / 1e6:,.2f} MB per step and rank"),
             (
                 "memory rate",
-                f"{1e3 * result['achieved_tb_per_s']:,.2f} GB/s, {result['roof_fraction']:.1%} of the "
-                f"{1e3 * result['roof_tb_per_s']:,.1f} GB/s a plain read reaches here",
+                f"{1e3 * result['achieved_tb_per_s']:,.2f} GB/s, {result['roofline_fraction']:.1%} of the "
+                f"{1e3 * result['roofline_tb_per_s']:,.1f} GB/s a plain read reaches here",
             ),
         ]
     if cache := result.get("expert_cache"):
@@ -97,4 +97,4 @@ def table(result: Mapping[str, Any]) -> str:
 def _launched(result: Mapping[str, Any]) -> str:
     if result["cuda_graph"]:
         return "each step replayed from a CUDA graph"
-    return f"without a CUDA graph ({result['why_eager'] or 'on another rank'})"
+    return f"without a CUDA graph ({result['graph_fallback_reason'] or 'on another rank'})"

@@ -19,6 +19,7 @@ from comet.layer.sharding import local
 from comet.moe import MoE
 from comet.router.losses import RouterStats
 from comet.utils.graphs import capture, device_obstacle, first_line, release_random_numbers, run_beside
+from comet.utils.renamed import warn_renamed
 from comet.utils.uncompiled import uncompiled
 
 logger = logging.getLogger(__name__)
@@ -108,9 +109,15 @@ class GraphedMoE:
         self._told: set[str] = set()
 
     @property
-    def why_eager(self) -> str:
+    def graph_fallback_reason(self) -> str:
         """Why calls run the layer as it stands; empty while graphs are replayed."""
         return self._reason
+
+    @property
+    def why_eager(self) -> str:
+        """Former name of ``graph_fallback_reason``."""
+        warn_renamed("why_eager", "graph_fallback_reason")
+        return self.graph_fallback_reason
 
     @uncompiled
     def __call__(self, x: Tensor) -> Output:

@@ -49,9 +49,9 @@ class DecodeStep:
         self._run = Replayed(run, ids.device, "decode steps", cuda_graph=cuda_graph, obstacle=obstacle)
 
     @property
-    def why_eager(self) -> str:
+    def graph_fallback_reason(self) -> str:
         """Why the last step was launched kernel by kernel; empty if it was replayed from a graph."""
-        return self._run.why_eager
+        return self._run.graph_fallback_reason
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Take a step with int64 tokens shaped like the buffer; returns logits that no later step overwrites.
@@ -63,7 +63,7 @@ class DecodeStep:
         self._before()
         self._ids.copy_(ids)
         logits = self._run()
-        return logits if self.why_eager else logits.clone()
+        return logits if self.graph_fallback_reason else logits.clone()
 
 
 class Passes:
@@ -103,9 +103,9 @@ class Passes:
         return self.steps[kind]
 
     @property
-    def why_eager(self) -> str:
+    def graph_fallback_reason(self) -> str:
         """Why any kind of pass was not replayed; empty if all were."""
-        reasons = [step.why_eager for step in self.steps.values()]
+        reasons = [step.graph_fallback_reason for step in self.steps.values()]
         return next(filter(None, reasons), "") if reasons else TOO_FEW
 
 

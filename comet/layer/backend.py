@@ -103,7 +103,7 @@ class Backend(ABC):
         settings = replace(
             LayerSettings.create(config, layout, overlap, workspace.shape.dtype),
             cuda_kernels=group.cuda_kernels,
-            spare_multiprocessors=group.spare_multiprocessors,
+            reserved_sms=group.reserved_sms,
         )
         return cls(
             layout,

@@ -322,7 +322,7 @@ def combine_config(settings: LayerSettings, num_panels: int, out: Tensor) -> Gem
         flatten=out.dtype != torch.float32,
         num_stages=tile.num_stages if settings.comm_blocks else min(tile.num_stages, 3),
         cuda_kernels=settings.cuda_kernels,
-        spare_multiprocessors=settings.spare_multiprocessors,
+        reserved_sms=settings.reserved_sms,
     )
 
 
@@ -397,7 +397,8 @@ def returns_of(plan: Plan, *, weighted: bool, grads: GradWire | None = None) -> 
 def tile_table(plan: Plan, launch: Launch) -> TileTable:
     """The tiles by expert, which reads each weight once; for layer 0 by phase.
 
-    Example: 2048 tokens on each of 4 ranks, 8 of 256 experts each: ``even_rows`` is 8192 * 8 / 256 = 256.
+    Example: 2048 tokens on each of 4 ranks, 8 of 256 experts each: ``expected_tokens_per_expert`` is 8192 *
+    8 / 256 = 256.
     """
     layout = plan.layout
     return TileTable(
@@ -407,5 +408,5 @@ def tile_table(plan: Plan, launch: Launch) -> TileTable:
         counters=plan.counters_of(launch),
         block_rows=plan.block_rows,
         segments=(plan.segment_starts, plan.segment_counts),
-        even_rows=plan.num_tokens * layout.world_size * layout.top_k / layout.num_experts,
+        expected_tokens_per_expert=plan.num_tokens * layout.world_size * layout.top_k / layout.num_experts,
     )

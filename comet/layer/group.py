@@ -21,6 +21,7 @@ from comet.layer.sharding import forget_meshes, make_mesh
 from comet.layer.workspace import Workspace, WorkspaceShape
 from comet.layout import ExpertLayout
 from comet.tuner.choice import Resolver, shared_resolver
+from comet.utils.renamed import warn_renamed
 from comet.utils.streams import SideStream
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class ExpertGroup:
         comm: Communicator over the MoE group.
         workspace: The pool all MoE layers share; without memory where the group spans several nodes.
         cuda_kernels: Whether all ranks of the group have the kernels in CUDA C++.
-        spare_multiprocessors: How many layer 1 leaves to other kernels.
+        reserved_sms: How many layer 1 leaves to other kernels.
         resolver: What a layer without a setting of its own asks for one.
         side_stream: For what a layer computes beside its routed experts.
         plan_stream: For the plan, whose small kernels all ranks wait for, where something large runs beside it.
@@ -58,7 +59,7 @@ class ExpertGroup:
     comm: Communicator
     workspace: Workspace
     cuda_kernels: bool
-    spare_multiprocessors: int
+    reserved_sms: int
     resolver: Resolver
     side_stream: SideStream
     plan_stream: SideStream
@@ -114,7 +115,8 @@ def make_expert_group(
     backend: Backend = "auto",
     timeout_s: float = 60.0,
     profiles: Path | str | None = None,
-    spare_multiprocessors: int = 0,
+    reserved_sms: int = 0,
+    spare_multiprocessors: int | None = None,
 ) -> ExpertGroup:
     """Join the MoE group of this rank (collective over the world).
 
@@ -130,21 +132,25 @@ def make_expert_group(
         timeout_s: Deadline of every wait for another rank, in seconds.
         profiles: Folder of measured settings (``comet tune``), read by the group's first rank; ``None`` reads those
             shipped with Comet only.
-        spare_multiprocessors: How many of the GPU's multiprocessors layer 1 leaves to kernels of other streams, so that
-            these run beside it and not behind it: as many as they have blocks, all that run at a time together (NCCL:
-            channels, of which ``NCCL_MAX_CTAS=32`` allows 32).
+        reserved_sms: How many of the GPU's SMs layer 1 leaves to kernels of other streams, so that these run beside it
+            and not behind it: as many as they have blocks, all that run at a time together (NCCL: channels, of which
+            ``NCCL_MAX_CTAS=32`` allows 32).
+        spare_multiprocessors: Former name of ``reserved_sms``.
 
     Returns:
         The group, with symmetric memory allocated if its ranks run on one node.
 
     Raises:
         ValueError: If the experts or the world do not divide over the group, its ranks ask for different pools, the
-            device is not the current GPU, or layer 1 would keep less than half of its multiprocessors.
+            device is not the current GPU, or layer 1 would keep less than half of its SMs.
         UnavailableError: If the backend cannot work here.
     """
+    if spare_multiprocessors is not None:
+        warn_renamed("spare_multiprocessors", "reserved_sms")
+        reserved_sms = spare_multiprocessors
     device = torch.device(device)
     check_current(device)
-    check_spare(spare_multiprocessors, device)
+    check_reserved_sms(reserved_sms, device)
     world_rank, world_size = _world()
     parallel.check(moe)
     parallel.check_world(world_size)
@@ -177,7 +183,7 @@ def make_expert_group(
             comm=comm,
             workspace=Workspace(comm, shape),
             cuda_kernels=agree_on_kernels(comm.device, group),
-            spare_multiprocessors=spare_multiprocessors,
+            reserved_sms=reserved_sms,
             resolver=shared_resolver(None if profiles is None else Path(profiles), device, parallel.world_size, group),
             side_stream=SideStream.create(comm.device),
             plan_stream=SideStream.create(comm.device, urgent=True),
@@ -205,14 +211,14 @@ def check_current(device: torch.device) -> None:
         )
 
 
-def check_spare(spare_multiprocessors: int, device: torch.device) -> None:
+def check_reserved_sms(reserved_sms: int, device: torch.device) -> None:
     """Raise ``ValueError`` unless layer 1 keeps at least half of the GPU."""
-    require(spare_multiprocessors >= 0, f"spare_multiprocessors={spare_multiprocessors} must be at least 0")
-    if spare_multiprocessors > 0 and device.type == "cuda":
+    require(reserved_sms >= 0, f"reserved_sms={reserved_sms} must be at least 0")
+    if reserved_sms > 0 and device.type == "cuda":
         most = torch.cuda.get_device_properties(device).multi_processor_count // 2
         require(
-            spare_multiprocessors <= most,
-            f"spare_multiprocessors={spare_multiprocessors} must be at most {most}, half of the GPU's",
+            reserved_sms <= most,
+            f"reserved_sms={reserved_sms} must be at most {most}, half of the GPU's",
         )
 
 

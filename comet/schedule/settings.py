@@ -66,7 +66,7 @@ class LayerSettings:
         layer0_backward: Order of GEMM || combine of the gradient of the tokens.
         cuda_kernels: Whether all ranks have the kernels of layer 1 and of the tokens' gradients in CUDA C++; others may
             differ between them.
-        spare_multiprocessors: How many layer 1 leaves to other kernels.
+        reserved_sms: How many layer 1 leaves to other kernels.
         activation: Of the experts.
         expert_bias: Whether they have biases, on whichever ranks.
     """
@@ -77,7 +77,7 @@ class LayerSettings:
     layer1: TileSchedule
     layer0_backward: TileSchedule
     cuda_kernels: bool = True
-    spare_multiprocessors: int = 0
+    reserved_sms: int = 0
     activation: Activation = SWIGLU
     expert_bias: bool = False
 

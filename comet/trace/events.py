@@ -56,7 +56,7 @@ class Event:
     Args:
         rank: Whose.
         block: Block of the launch.
-        sm: Streaming multiprocessor the block ran on; 0 under the interpreter.
+        sm: Streaming SM the block ran on; 0 under the interpreter.
         epoch: Epoch of the launch; every layer call and every backward pass has its own.
         kind: Index into ``KINDS``.
         numbers: What they are called is in ``KINDS``.

@@ -48,9 +48,9 @@ class Passes:
         )
 
     @property
-    def why_eager(self) -> str:
+    def graph_fallback_reason(self) -> str:
         """Why the last step was launched kernel by kernel; empty if it was replayed from a graph."""
-        return self._replayed.why_eager
+        return self._replayed.graph_fallback_reason
 
     def __call__(self, batch: Tensor) -> tuple[Tensor, Tensor]:
         """Run both passes (collective).
@@ -137,9 +137,9 @@ class TrainStep:
         return self.group.world_size * self.config.batch_size * self.model.config.context
 
     @property
-    def why_eager(self) -> str:
+    def graph_fallback_reason(self) -> str:
         """Why the last step was launched kernel by kernel; empty if it was replayed from a CUDA graph."""
-        return self.passes.why_eager
+        return self.passes.graph_fallback_reason
 
     def __call__(self, step: int, *, told_to_stop: bool = False) -> StepMetrics:
         """Take optimizer step ``step``, counted from 0, and let the ranks know who was told to stop (collective)."""

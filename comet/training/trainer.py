@@ -267,7 +267,7 @@ class Trainer:
     def _slowest(self) -> tuple[int, float, bool]:
         """Peak memory in bytes, seconds of training, whether steps were not replayed; each of any rank (collective)."""
         peak = peak_memory_bytes(self.group.device, self.group.workspace.num_bytes)
-        mine = [peak, self.seconds, float(bool(self.train_step.why_eager))]
+        mine = [peak, self.seconds, float(bool(self.train_step.graph_fallback_reason))]
         largest = torch.tensor(mine, dtype=torch.float64, device=self.group.device)
         if self.group.world_size > 1:
             dist.all_reduce(largest, dist.ReduceOp.MAX)

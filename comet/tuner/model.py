@@ -215,7 +215,7 @@ def layer1_ms(problem: Problem, setting: OverlapConfig, machine: Machine, gemm: 
 
 
 def _layer1_colocated_ms(problem: Problem, setting: OverlapConfig, machine: Machine, gemm: GemmCost) -> float:
-    """No multiprocessor is lost, but memory traffic slows the GEMM, and nothing hides the last panel's way."""
+    """No SM is lost, but memory traffic slows the GEMM, and nothing hides the last panel's way."""
     num_panels = fitting_panels(setting.num_panels, problem)
     hidden_bytes = problem.routed_rows * problem.width * problem.dtype.itemsize
     reread = (num_panels - 1) * hidden_bytes / machine.hbm_gbs / 1e6

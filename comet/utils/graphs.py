@@ -61,7 +61,7 @@ class Replayed(Generic[Result]):
         self._side = torch.cuda.Stream(device) if device.type == "cuda" and not self._reason else None
 
     @property
-    def why_eager(self) -> str:
+    def graph_fallback_reason(self) -> str:
         """Why the last call was launched kernel by kernel; empty if it was replayed from a graph."""
         return "" if self._replay is not None else self._reason or TOO_FEW
 

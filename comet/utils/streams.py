@@ -1,9 +1,9 @@
 """Work beside the rest of a layer: a CUDA stream of its own on a GPU, nothing special on a CPU.
 
-Where a layer leaves multiprocessors idle: while ids travel and the plan is made (small kernels that wait for each
+Where a layer leaves SMs idle: while ids travel and the plan is made (small kernels that wait for each
 other, tens of microseconds), behind the last blocks of the persistent kernels, and, backward, while gradients travel.
 Work on a stream of its own is there to fill these holes; elsewhere it costs what it would cost in line, as the fused
-kernels take every multiprocessor. How much a layer gains has not been measured yet.
+kernels take every SM. How much a layer gains has not been measured yet.
 """
 
 from __future__ import annotations

@@ -9,11 +9,11 @@ import triton
 from .scales import CODED_LANE, EIGHT, MX
 
 LOAD_BYTES = 16
-FEW_BLOCKS = 200  # one and a half for each multiprocessor of an H200
+FEW_BLOCKS = 200  # one and a half for each SM of an H200
 LARGE_EXPERT = 2**23  # elements of w2; Qwen3's has 1.6 million, DeepSeek-V3's 15, Mixtral's 59
 LONG_EXPERT = 2**25
 LEAST_REGISTERS, MOST_REGISTERS = 32, 255  # of a thread
-SIX_BLOCKS_REGISTERS, FOUR_BLOCKS_REGISTERS = 80, 128  # 6 or 4 blocks of 4 warps on a multiprocessor with 65536
+SIX_BLOCKS_REGISTERS, FOUR_BLOCKS_REGISTERS = 80, 128  # 6 or 4 blocks of 4 warps on an SM with 65536
 QUANTISED_BYTES = 32  # of a row, least step of the matrix form for quantised weights: what TMA swizzles
 
 
@@ -243,7 +243,7 @@ def _quantised_blocks(
 def _small_fp8_blocks(num_tokens: int) -> tuple[BlockShape, BlockShape]:
     """Block FP8 of small experts, up to 32 tokens in tiles of 8: steps of two scales where that was faster.
 
-    From 9 tokens on down does better with more blocks at once: six for each multiprocessor in place of five.
+    From 9 tokens on down does better with more blocks at once: six for each SM in place of five.
     """
     if num_tokens <= 8:
         return LONG_STEPS

@@ -218,7 +218,7 @@ def sum_rows(
             held = slot_of(expert, slots_ptr, E, S, CACHE) >= 0
         first = tl.min(tl.where(ids == expert[:, None], ks, K_BLOCK), axis=1)
         weight = tl.load(weights_ptr + tokens * K + k, mask=held, other=0.0)
-        # Other multiprocessors wrote them during this launch: read from L2.
+        # Other SMs wrote them during this launch: read from L2.
         partial = tl.load(
             partials_ptr + (tokens * K + first)[:, None] * D + cols[None, :],
             mask=held[:, None] & (cols < D)[None, :], other=0.0, cache_modifier=".cg",

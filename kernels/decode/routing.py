@@ -19,7 +19,7 @@ def slot_of(ids, slots_ptr, E, S, CACHE: tl.constexpr = None):
     """Slot of each expert of ``ids``, any shape; -1 where it is masked, unknown or not held here.
 
     The table of a cache is read past L1: the kernel before changes it, and blocks of that one, on the same
-    multiprocessor when this one starts early, may have loaded what shares a line with it.
+    SM when this one starts early, may have loaded what shares a line with it.
     """
     known = (ids >= 0) & (ids < E)
     MODIFIER: tl.constexpr = "" if CACHE is None else ".cg"

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..runtime.arguments import TileTable, as_triton_dtype, multiprocessors, power_of_2
+from ..runtime.arguments import TileTable, as_triton_dtype, num_sms, power_of_2
 from ..runtime.case import KernelCase
 from .tiles import decode_tokens
 
@@ -38,7 +38,7 @@ class GemmConfig:
         flatten: Prefetch the next item's operands during the epilogue, for 32 KB more shared memory.
         num_stages: Depth of the load pipeline.
         num_warps: Warps per block.
-        max_blocks: At most so many blocks, or ``None`` for one per multiprocessor.
+        max_blocks: At most so many blocks, or ``None`` for one per SM.
     """
 
     block_m: int = 128
@@ -196,11 +196,11 @@ def dot_precision(dtype: torch.dtype) -> str:
 
 
 def num_blocks(device: torch.device, max_items: int, *, most: int | None = None, per_processor: int = 1) -> int:
-    """Persistent blocks: so many per multiprocessor, but no more than there can be work items and at least one."""
+    """Persistent blocks: so many per SM, but no more than there can be work items and at least one."""
     if triton.knobs.runtime.interpret:
         blocks = INTERPRETED_BLOCKS
     else:
-        blocks = per_processor * multiprocessors(device)
+        blocks = per_processor * num_sms(device)
     if most is not None:
         blocks = min(blocks, most)
     return max(1, min(blocks, max_items))

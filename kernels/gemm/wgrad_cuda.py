@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..runtime.arguments import multiprocessors
+from ..runtime.arguments import num_sms
 from ..runtime.case import CudaCase
 from ..runtime.cuda_source import (
     INT32,
@@ -95,7 +95,7 @@ def runs_cuda(a: Tensor, b: Tensor, out: Tensor) -> bool:
         out: See ``group_gemm_wgrad``.
 
     Example:
-        Two experts of 1024 and 2048 columns have 2 * 8 * 8 = 128 tiles, fewer than multiprocessors: not.
+        Two experts of 1024 and 2048 columns have 2 * 8 * 8 = 128 tiles, fewer than SMs: not.
     """
     return num_tiles(*out.shape) >= LEAST_TILES and can_run(a, b, out)
 
@@ -157,7 +157,7 @@ def group_gemm_wgrad_cuda(
         segment_counts: ``(e,)`` int32.
         ticket: int32, the first of which is 0: the counter of tiles.
         config: Shape of the blocks.
-        max_blocks: At most so many blocks, or ``None`` for one per multiprocessor.
+        max_blocks: At most so many blocks, or ``None`` for one per SM.
     """
     config = config or CudaConfig()
     kernel = _kernel(config, a.dtype, torch.cuda.current_device())
@@ -165,7 +165,7 @@ def group_gemm_wgrad_cuda(
     maps = dict(
         a_map=segment_map(a, box), b_map=segment_map(b, box), out_map=tensor_map(out, (1, BOX_ROWS, LINE_COLS))
     )  # fmt: skip
-    num_blocks = min(multiprocessors(a.device), num_tiles(*out.shape))
+    num_blocks = min(num_sms(a.device), num_tiles(*out.shape))
     num_blocks = num_blocks if max_blocks is None else min(num_blocks, max_blocks)
     experts, a_cols, b_cols = out.shape
     problem = WgradProblem.of(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.activation import SWIGLU, Activation
-from ..runtime.arguments import CHUNK_ROWS, Scaled, TileTable, Wire, multiprocessors, parts
+from ..runtime.arguments import CHUNK_ROWS, Scaled, TileTable, Wire, num_sms, parts
 from ..runtime.case import CudaCase
 from ..runtime.cuda_source import (
     INT32,
@@ -382,7 +382,7 @@ def launch(
     )  # fmt: skip
     fault = Fault.of(record=wire.fault, timeout_ns=wire.timeout_ns)
     kernel = _kernel(variant, experts, torch.cuda.current_device())
-    kernel.launch(multiprocessors(x.device), [gemm, hidden, fault, dispatch])
+    kernel.launch(num_sms(x.device), [gemm, hidden, fault, dispatch])
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from ..runtime.arguments import (
     Scaled,
     TileTable,
     Wire,
-    multiprocessors,
+    num_sms,
     parts,
 )
 from ..runtime.case import CudaCase
@@ -56,7 +56,7 @@ from .blocks import (
     config_types,
     stage_bytes,
 )
-from .triton.combine import MULTIPROCESSORS, column_parts
+from .triton.combine import NUM_SMS, column_parts
 from .triton.gemm_panels import PANEL_COUNTERS
 
 PANEL_UNIT = 256  # columns that count as one in panels
@@ -156,12 +156,12 @@ class Split:
 
     Args:
         num_panels: Column panels.
-        spare_multiprocessors: SMs that the launch leaves to others.
+        reserved_sms: SMs that the launch leaves to others.
         comm_blocks: Blocks that only combine, in whole clusters; 0: some warps of each block combine beside the GEMM.
     """
 
     num_panels: int
-    spare_multiprocessors: int = 0
+    reserved_sms: int = 0
     comm_blocks: int = 0
 
 
@@ -369,7 +369,9 @@ def gemm_combine_cuda(
     (rows, row_scales), (weights, weight_scales) = parts(a), parts(b)
     is_dgrad, num_experts = returns.grads is not None, len(weights)
     selectable = (FP8_CONFIG,) if weight_scales is not None else SELECTABLE
-    config = config or (FP8_CONFIG if weight_scales is not None else CudaConfig.select(table.even_rows))
+    config = config or (
+        FP8_CONFIG if weight_scales is not None else CudaConfig.select(table.expected_tokens_per_expert)
+    )
     variant = Variant(
         weights=weights.dtype, output=y.dtype, top_k=returns.row_slots.shape[1], world_size=wire.world_size,
         is_dgrad=is_dgrad, records=wire.recorder is not None, is_split=split.comm_blocks > 0, config=config,
@@ -384,7 +386,7 @@ def gemm_combine_cuda(
         starts=starts, experts=num_experts, depth=rows.shape[1],
         scales=ScaleArgs.of(rows=row_scales, weights=weight_scales, num_rows=len(y)),
     )  # fmt: skip
-    num_blocks = launched_blocks(multiprocessors(y.device), split.spare_multiprocessors, config.cluster)
+    num_blocks = launched_blocks(num_sms(y.device), split.reserved_sms, config.cluster)
     split = replace(split, comm_blocks=min(split.comm_blocks, num_blocks - config.cluster))  # some have to compute
     kernel.launch(num_blocks, [gemm, combine_args(y, out, wire, returns, table, split)])
 
@@ -417,21 +419,21 @@ def combine_args(y: Tensor, out: Tensor, wire: Wire, returns: Returns, table: Ti
     )  # fmt: skip
 
 
-def launched_blocks(num_multiprocessors: int, spare: int, cluster: int) -> int:
+def launched_blocks(sms: int, reserved: int, cluster: int) -> int:
     """Blocks of a launch, of one cluster at least.
 
     The blocks of a cluster need SMs of the same part of the GPU: where others hold some, each part may have one left
     over.
 
     Args:
-        num_multiprocessors: SMs of the GPU.
-        spare: Those that the launch may not use.
+        sms: SMs of the GPU.
+        reserved: Those that the launch may not use.
         cluster: Blocks of a cluster, 1 or 2.
 
-    Example: 132 SMs in pairs: 132; with 31 spare ones 132 - 31 - 8 = 93, so 92.
+    Example: 132 SMs in pairs: 132; with 31 reserved ones 132 - 31 - 8 = 93, so 92.
     """
-    left_over = GPU_PARTS * (cluster - 1) if spare else 0
-    return max((num_multiprocessors - spare - left_over) // cluster, 1) * cluster
+    left_over = GPU_PARTS * (cluster - 1) if reserved else 0
+    return max((sms - reserved - left_over) // cluster, 1) * cluster
 
 
 def cuda_parts(max_tokens: int, world_size: int, cols: int, num_panels: int) -> int:
@@ -447,7 +449,7 @@ def cuda_parts(max_tokens: int, world_size: int, cols: int, num_panels: int) -> 
         M=2048 and W=4 in 4 panels: D=2048 has 2 column blocks in each, so 2 parts; D=7168 4 parts. M=8192: 1 part.
     """
     widest_panel = -(-cols // (PANEL_UNIT * num_panels))
-    return column_parts(max_tokens, world_size, COMBINE_WARPS * MULTIPROCESSORS, widest_panel, num_panels)
+    return column_parts(max_tokens, world_size, COMBINE_WARPS * NUM_SMS, widest_panel, num_panels)
 
 
 @functools.cache

@@ -9,7 +9,7 @@ Programs of ``exchange_kernel``, C chunks of W ranks, blocks of experts:
 
 It ends on every rank: programs that send wait for nobody, and no program that waits keeps one of its own grid from
 running, for a grid's programs start in the order of their numbers, on a GPU as many at once as have room, under the
-interpreter one after the other. So whichever programs hold the multiprocessors, those that send have run or run among
+interpreter one after the other. So whichever programs hold the SMs, those that send have run or run among
 them; then all ranks' flags are raised, and all waits end. CUDA does not promise that order; it has only been seen to
 keep it. Between two grids nothing is sure: where two workspaces plan on two streams, the waiting programs of one can
 keep the other's senders out, and crosswise on another rank, until the deadline.

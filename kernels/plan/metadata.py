@@ -31,7 +31,7 @@ from .placement import place_kernel
 
 EXPERT_BLOCK = 32
 NARROW_EXPERT_BLOCK = 8
-FEW_PROGRAMS = 64  # so few programs leave most multiprocessors idle: narrower blocks of experts use them
+FEW_PROGRAMS = 64  # so few programs leave most SMs idle: narrower blocks of experts use them
 SCAN_ELEMENTS = 1024
 SUM_CHUNKS = 32
 

@@ -77,7 +77,7 @@ def router_logits(tokens: Tensor, weight: Tensor) -> Tensor:
 
 
 def _logits_constants(num_tokens: int, hidden_size: int, num_experts: int, dtype: torch.dtype) -> dict[str, int | bool]:
-    """Blocks as large as still gives every multiprocessor one, at two thousand tokens and more."""
+    """Blocks as large as still gives every SM one, at two thousand tokens and more."""
     return dict(
         PIECES=3 if dtype == torch.float32 else 1,
         BLOCK_T=16 if num_tokens <= 64 else 32 if num_tokens <= 4096 else 64,

@@ -68,8 +68,8 @@ class TileTable:
         block_rows: Rows of a tile.
         segments: ``(e + 1,)`` int32 first routed row and ``(e,)`` int32 routed rows of each local expert, for kernels
             that cut an expert's rows their own way; ``None`` where they are not known.
-        even_rows: Routed rows of each expert if all have equally many and all ranks as many tokens as this one; to
-            choose a kernel's blocks by, 0 where it is not known.
+        expected_tokens_per_expert: Routed rows of each expert if all have equally many and all ranks as many tokens as
+            this one; to choose a kernel's blocks by, 0 where it is not known.
     """
 
     tiles: Tensor
@@ -78,7 +78,7 @@ class TileTable:
     counters: Tensor
     block_rows: int
     segments: tuple[Tensor, Tensor] | None = None
-    even_rows: float = 0.0
+    expected_tokens_per_expert: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,8 +131,8 @@ def parts(matrix: Tensor | Scaled) -> tuple[Tensor, Tensor | None]:
 
 
 @functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; kept, for torch takes ten microseconds to tell, and each launch asks."""
+def num_sms(device: torch.device) -> int:
+    """SMs of a GPU; kept, for torch takes ten microseconds to tell, and each launch asks."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

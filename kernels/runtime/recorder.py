@@ -62,7 +62,7 @@ def now(EVENTS: tl.constexpr, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def multiprocessor(INTERPRET: tl.constexpr):
+def sm_id(INTERPRET: tl.constexpr):
     """Number of the SM this block runs on; 0 under the interpreter."""
     if INTERPRET:
         return 0
@@ -89,7 +89,7 @@ def record(
         times_ptr = (event_ptr + 6).to(tl.pointer_type(tl.int64))
         tl.store(event_ptr, kind, mask=fits)
         tl.store(event_ptr + 1, epoch, mask=fits)
-        tl.store(event_ptr + 2, multiprocessor(INTERPRET), mask=fits)
+        tl.store(event_ptr + 2, sm_id(INTERPRET), mask=fits)
         tl.store(event_ptr + 3, first, mask=fits)
         tl.store(event_ptr + 4, second, mask=fits)
         tl.store(event_ptr + 5, third, mask=fits)

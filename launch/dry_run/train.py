@@ -1,6 +1,6 @@
 """What ``--dry-run`` prints: the resolved settings and the bytes one rank will need. Starts nothing.
 
-It touches no GPU either, unless ``overlap`` is given: then it asks how many multiprocessors there are.
+It touches no GPU either, unless ``overlap`` is given: then it asks how many SMs there are.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def test_figures_example() -> None:
     row = figures(timings, {"comet": (0.1, 0.9), "triton1": (0.2, 0.8)}, 4, 2e8, 4.0)
     assert (row["comet_us"], row["triton_us"], row["transformers_eager_us"]) == pytest.approx((100, 200, 1000))
     assert (row["best"], row["best_us"]) == ("dependent=1", pytest.approx(75))
-    assert (row["tbs"], row["of_roof"]) == pytest.approx((2e8 / 75e6, 2e8 / 75e6 / 4))
+    assert (row["tbs"], row["of_roofline"]) == pytest.approx((2e8 / 75e6, 2e8 / 75e6 / 4))
     assert (row["x_triton"], row["x_transformers"]) == pytest.approx((200 / 75, 1000 / 75))
     assert (row["torch_us"], row["x_torch"], row["added_us"], row["fused_us"]) == (None, None, None, None)
     assert (row["comet_error"], row["triton_error"], row["triton_cosine"]) == (0.1, 0.2, 0.8)
@@ -280,7 +280,7 @@ def test_more_tokens_than_warp_decode_takes() -> None:
         row = measure_point(team, [step.set for step in steps], 65, settings)
     assert set(row["times_us"]) == {"torch", "fused"}
     assert row["accuracy"]["fused"][0] < 1e-5
-    assert (row["comet_us"], row["best"], row["of_roof"], row["failures"]) == (None, None, None, {})
+    assert (row["comet_us"], row["best"], row["of_roofline"], row["failures"]) == (None, None, None, {})
 
 
 def test_trials_change_the_fields_they_name() -> None:

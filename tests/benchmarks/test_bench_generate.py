@@ -149,7 +149,7 @@ def test_run_on_a_cpu(tmp_path: Path) -> None:
         assert row["failure"] is None
         assert row["tokens_per_s"] == pytest.approx(2e3 / row["ms"])
         assert row["tbs"] == pytest.approx(row["mbytes"] / row["ms"] / 1e3)
-        assert row["of_roof"] == pytest.approx(row["tbs"] / run["facts"]["read_roof_tbs"])
+        assert row["of_roofline"] == pytest.approx(row["tbs"] / run["facts"]["read_roofline_tbs"])
         assert row["path"] == "hf_generate" or row["cosine"] > 0.9999
     with (tmp_path / "bench_generate.csv").open() as file:
         assert len(list(csv.DictReader(file))) == len(run["rows"])

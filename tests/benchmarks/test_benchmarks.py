@@ -290,7 +290,7 @@ def test_forward_end_to_end(tmp_path: Path) -> None:
     with (tmp_path / "bench_moe.csv").open() as file:
         assert [row["routing"] for row in csv.DictReader(file)] == ["zipf", "zipf"]
     assert (tmp_path / "bench_moe.png").exists()
-    assert report["facts"]["link_roof_gbs"] > 0
+    assert report["facts"]["link_roofline_gbs"] > 0
 
 
 def test_backward_and_a_variant_that_fails(tmp_path: Path) -> None:

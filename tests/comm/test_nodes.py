@@ -21,7 +21,7 @@ from comet.comm import Communicator, make_communicator
 from comet.comm.collective import CollectiveCommunicator
 from comet.comm.handshake import Host
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
-from comet.decode import OwnTokensRunner, RankDecode, ReplicatedRunner
+from comet.decode import DataParallelDecode, RankDecode, ReplicatedRunner
 from comet.errors import CommTimeoutError, StepFailedError, UnavailableError
 from comet.graphed.moe import GraphedMoE
 from comet.layer.group import ExpertGroup, make_expert_group
@@ -66,7 +66,7 @@ def run_parts(rank: int, world_size: int, node_size: int | None, path: str) -> d
             *(each.flatten(1, -2) for each in layer.expert_weights()),
         )
         found["modular"] = ModularMoE(AllToAll(CONFIG, group), GroupedContiguous(CONFIG, group))(*routed)
-        own = OwnTokensRunner(CONFIG, group, 0 if node_size is None else None)
+        own = DataParallelDecode(CONFIG, group, 0 if node_size is None else None)
         assert own.decode_on_ranks is None
         found["own tokens"] = own(*routed) if node_size else make_path("plain", CONFIG, group)(*routed)
         own.check()
@@ -104,7 +104,7 @@ def auto_and_refusals(rank: int, world_size: int) -> list[str]:
         ),
         f"^path='twin' needs symmetric memory, but {NODES}": partial(make_path, "twin", CONFIG, group),
         f"^warp decode over ranks needs symmetric memory, but {NODES}": partial(RankDecode, group.comm, hidden_size=32),
-        "^warp decode over ranks": partial(OwnTokensRunner, CONFIG, group, 4),
+        "^warp decode over ranks": partial(DataParallelDecode, CONFIG, group, 4),
         f"^SymmetricBatched needs symmetric memory, but {NODES}; use AllToAll$": partial(
             SymmetricBatched, CONFIG, group
         ),

@@ -17,7 +17,7 @@ from tiers import slow
 
 from comet.comm import LocalCommunicator
 from comet.comm.signals import MOST_EPOCHS, check_epoch
-from comet.decode import LocalRunner, OwnTokensRunner, RankDecode, ReplicatedRunner
+from comet.decode import DataParallelDecode, LocalRunner, RankDecode, ReplicatedRunner
 from comet.errors import CapacityError, CommTimeoutError, EpochError
 from comet.layer.workspace import Workspace, WorkspaceShape
 from comet.moe import MoE
@@ -161,7 +161,7 @@ def restart_runners(rank: int, world_size: int) -> None:
     """Runners restart the pool and their own words."""
     case = LayerCase("ep2", 2, 1, (8, 8))
     moe = build_layer(case, rank, "twin")
-    for runner in (ReplicatedRunner(case.config, moe.group), OwnTokensRunner(case.config, moe.group)):
+    for runner in (ReplicatedRunner(case.config, moe.group), DataParallelDecode(case.config, moe.group)):
         assert runner.decode_on_ranks is not None
         for epoch in (moe.group.workspace.epoch, runner.decode_on_ranks.epoch):
             epoch.fill_(MOST_EPOCHS + 1)

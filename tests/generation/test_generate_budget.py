@@ -21,7 +21,7 @@ from hf_cases import save_model, tiny_config
 from hf_fp8_cases import publish
 from training_cases import MODEL, MOE, Rank, make_job
 
-from comet.experts.staged import WHY_EAGER
+from comet.experts.staged import GRAPH_FALLBACK_REASON
 from comet.generation.job import generate_job
 from comet.generation.source import find_source, model_of
 from comet.integrations.hf import load_pretrained
@@ -103,7 +103,7 @@ def test_rates_that_were_not_stated_are_measured(qwen, tmp_path):
 
 def test_steps_that_the_host_serves_are_no_graph(qwen):
     loaded = load_pretrained(qwen, expert_budget=0.5, **FILE)
-    with pytest.raises(ValueError, match=f"cuda_graph='on' must be 'auto' or 'off' here: {WHY_EAGER}"):
+    with pytest.raises(ValueError, match=f"cuda_graph='on' must be 'auto' or 'off' here: {GRAPH_FALLBACK_REASON}"):
         StaticDecoder(loaded, 1, 16, cuda_graph="on")
 
 

@@ -62,7 +62,7 @@ def continued(engine: Engine, ids: Tensor, lengths: Tensor, room: int = 64) -> t
     logits = [engine.prefill(ids, lengths, room)]
     for taken in range(STEPS - 1):
         chosen = logits[-1].argmax(-1)
-        if taken < 2 or engine.why_eager:  # the warm-up and the capture may wait
+        if taken < 2 or engine.graph_fallback_reason:  # the warm-up and the capture may wait
             logits.append(engine.decode(chosen))
         else:
             with no_wait():
@@ -79,8 +79,8 @@ def assert_same(eager: Engine, captured: Engine, vocabulary: int, num_sequences:
         assert torch.equal(tokens, wanted), f"seed {seed}: {tokens.tolist()}, not {wanted.tolist()}"
         torch.testing.assert_close(logits, wanted_logits, rtol=1e-5, atol=1e-5)
         assert captured.weight_bytes_per_step() == eager.weight_bytes_per_step() > 0
-    assert eager.why_eager == "cuda_graph='off'"
-    assert captured.why_eager == ""
+    assert eager.graph_fallback_reason == "cuda_graph='off'"
+    assert captured.graph_fallback_reason == ""
     for engine in (eager, captured):
         engine.check()
 
@@ -121,7 +121,7 @@ def test_replayed_steps_read_a_shared_expert_as_it_is_now() -> None:
             for layer in engine.model.moe_layers():
                 for weight in layer.shared.parameters():
                     weight.normal_(std=0.5, generator=torch.Generator(GPU).manual_seed(step))
-    assert engines[1].why_eager == ""
+    assert engines[1].graph_fallback_reason == ""
     group.close()
     with pytest.raises(RuntimeError, match=r"was used after close\(\)"):
         engines[1].decode(torch.tensor([1, 2], device=GPU))
@@ -185,7 +185,7 @@ def test_drafts_and_verification_of_a_transformers_model(family: str) -> None:
             made.append(engine.verify(tokens))
             engine.rewind(before + torch.tensor([1 + token % 3, 2], device=GPU))
             made.append(engine.decode(tokens[:, 2]))
-    assert not engines[1].why_eager
+    assert not engines[1].graph_fallback_reason
     for eager, captured in zip(*found, strict=True):
         torch.testing.assert_close(captured, eager, rtol=1e-4, atol=1e-4)
 
@@ -212,7 +212,7 @@ def test_a_checkpoint_of_the_training_job(tmp_path: Path) -> None:
         made[mode] = generate_job(job, Rank(device=GPU))
     assert made["off"]["texts"] == made["on"]["texts"] == made["auto"]["texts"]
     assert [made[mode]["cuda_graph"] for mode in ("off", "on", "auto")] == [False, True, True]
-    assert [made[mode]["why_eager"] for mode in ("off", "on", "auto")] == ["cuda_graph='off'", None, None]
+    assert [made[mode]["graph_fallback_reason"] for mode in ("off", "on", "auto")] == ["cuda_graph='off'", None, None]
 
 
 @pytest.mark.gpu
@@ -275,7 +275,7 @@ def test_what_waits_for_the_device_runs_eagerly_and_harms_nothing(caplog: pytest
         step = DecodeStep(waits, ids)
         for number in range(1, 5):
             assert step(torch.tensor([10, 20], device=GPU)).tolist() == [[10.0 + number], [20.0 + number]]
-    assert step.why_eager.startswith("the step cannot be captured: ")
+    assert step.graph_fallback_reason.startswith("the step cannot be captured: ")
     assert len(caplog.messages) == 1
     assert torch.cuda.current_stream() == here
     insisting = DecodeStep(waits, ids, cuda_graph="on")
@@ -323,7 +323,7 @@ def test_captured_passes_make_the_texts_of_eager_ones_and_of_plain_decoding() ->
     plain = made_by(engine_of(torch.float32, None), "off")
     made = [made_by(engine_of(torch.float32, drafts, mode), "conservative") for mode in ("on", "off")]
     assert made[0].texts == made[1].texts == plain.texts
-    assert (made[0].why_eager, made[1].why_eager) == ("", "cuda_graph='off'")
+    assert (made[0].graph_fallback_reason, made[1].graph_fallback_reason) == ("", "cuda_graph='off'")
     assert made[0].speculation["drafted"] > made[0].speculation["accepted"] > 0
 
 
@@ -410,5 +410,5 @@ def test_a_draft_among_cached_experts_waits_for_nothing() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert engine.cache_report().fetched == fetched
-    assert engine.why_eager == ""
+    assert engine.graph_fallback_reason == ""
     engine._group.close()

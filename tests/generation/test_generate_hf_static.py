@@ -97,12 +97,12 @@ def test_a_captured_step_makes_the_tokens_of_an_eager_one(
             assert torch.equal(*logits)
             logits = [engine.decode(logits[0].argmax(-1)) for engine in (eager, captured)]
         assert eager.weight_bytes_per_step() == captured.weight_bytes_per_step() > 0
-    if captured.why_eager:
+    if captured.graph_fallback_reason:
         assert attention == "eager"
-        assert NOT_PERMITTED in captured.why_eager
+        assert NOT_PERMITTED in captured.graph_fallback_reason
     else:
         assert (captures.count, captures.replays) == (1, STEPS - 1 + STEPS)
-    assert eager.why_eager == "cuda_graph='off'"
+    assert eager.graph_fallback_reason == "cuda_graph='off'"
     for layer, other in zip(eager._decoder.cache.layers, captured._decoder.cache.layers, strict=True):
         assert torch.equal(layer.keys, other.keys)
         assert torch.equal(layer.cumulative_length, other.cumulative_length)
@@ -116,7 +116,7 @@ def test_a_sliding_window_is_not_captured(monkeypatch: pytest.MonkeyPatch, caplo
         decoder = hf.StaticDecoder(hf.convert(model), 2, 12)
         assert torch.equal(step_loop(decoder), wanted)
     why = "transformers counts the positions of StaticSlidingWindowLayer on the host"
-    assert (captures.count, decoder.step.why_eager) == (0, why)
+    assert (captures.count, decoder.step.graph_fallback_reason) == (0, why)
     assert [why in message for message in caplog.messages] == [True]
     with pytest.raises(ValueError, match="cuda_graph='on' must be 'auto' or 'off' here: transformers counts"):
         hf.StaticDecoder(model, 2, 12, cuda_graph="on")
@@ -125,8 +125,8 @@ def test_a_sliding_window_is_not_captured(monkeypatch: pytest.MonkeyPatch, caplo
 def test_more_sequences_than_warp_decode_takes_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs_on_cpu(monkeypatch)
     model = hf.convert(tiny_model("mixtral"), decode_tokens=1)
-    assert hf.StaticDecoder(model, 2, 12).step.why_eager == "2 tokens are more than the 1 of warp decode"
-    assert "warp decode" not in hf.StaticDecoder(model, 1, 12).step.why_eager
+    assert hf.StaticDecoder(model, 2, 12).step.graph_fallback_reason == "2 tokens are more than the 1 of warp decode"
+    assert "warp decode" not in hf.StaticDecoder(model, 1, 12).step.graph_fallback_reason
 
 
 def test_the_stock_experts_wait_for_the_device_and_run_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +136,7 @@ def test_the_stock_experts_wait_for_the_device_and_run_eagerly(monkeypatch: pyte
     decoder = hf.StaticDecoder(model, 2, 12)
     assert torch.equal(step_loop(decoder), greedy_tokens(model, PROMPTS, LENGTHS, STEPS))
     assert captures.count == 1
-    assert NOT_PERMITTED in decoder.step.why_eager
+    assert NOT_PERMITTED in decoder.step.graph_fallback_reason
     assert not any(isinstance(module, CometExperts) for module in model.modules())
 
 

@@ -113,9 +113,9 @@ def test_the_command_on_two_ep_ranks_writes_what_one_process_writes(trained):
     assert "\n".join(out).startswith(f"17 times 4 is {text}\n----\nprompt ")
     for name in ("time_to_first_token_s", "tokens_per_second", "weight_bytes_per_step", "achieved_tb_per_s"):
         assert result[name] > 0
-    assert (result["cuda_graph"], result["why_eager"]) == (False, "the model is on the device 'cpu'")
+    assert (result["cuda_graph"], result["graph_fallback_reason"]) == (False, "the model is on the device 'cpu'")
     assert "tokens/s, without a CUDA graph (the model is on the device 'cpu')" in "\n".join(out)
-    assert result["roof_fraction"] == pytest.approx(result["achieved_tb_per_s"] / result["roof_tb_per_s"])
+    assert result["roofline_fraction"] == pytest.approx(result["achieved_tb_per_s"] / result["roofline_tb_per_s"])
     assert result["weight_bytes_per_step"] < alone_bytes, "no rank touches both experts of every token"
     assert "output_dir" not in result, "nothing is written"
 
@@ -186,11 +186,11 @@ def test_a_graph_that_is_insisted_on_must_be_possible(trained, tmp_path):
 
 def test_the_table_says_how_steps_were_launched():
     result = dict.fromkeys(["prompt_tokens", "new_tokens", "weight_bytes_per_step"], 1)
-    result |= dict.fromkeys(["tokens_per_second", "achieved_tb_per_s", "roof_fraction", "roof_tb_per_s"], 0.5)
-    result |= {"time_to_first_token_s": 0.1, "cuda_graph": True, "why_eager": None}
+    result |= dict.fromkeys(["tokens_per_second", "achieved_tb_per_s", "roofline_fraction", "roofline_tb_per_s"], 0.5)
+    result |= {"time_to_first_token_s": 0.1, "cuda_graph": True, "graph_fallback_reason": None}
     assert "0.5 tokens/s, each step replayed from a CUDA graph" in table(result)
     assert "tokens/s, without a CUDA graph (on another rank)" in table({**result, "cuda_graph": False})
-    assert "(too hot)" in table({**result, "cuda_graph": False, "why_eager": "too hot"})
+    assert "(too hot)" in table({**result, "cuda_graph": False, "graph_fallback_reason": "too hot"})
 
 
 def test_the_job_prints_every_sequence_and_warns_about_skipped_checkpoints(trained, tmp_path, capsys, caplog):

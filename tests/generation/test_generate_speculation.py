@@ -272,7 +272,7 @@ def test_captured_passes_make_the_texts_of_eager_ones(monkeypatch: pytest.Monkey
     assert captures.count == 1 + 1 + 3, "plain, draft, and verification of two, three and four tokens"
     assert made["off"].texts == made["on"].texts
     assert made["off"].speculation == made["on"].speculation
-    assert (made["off"].why_eager, made["on"].why_eager) == ("cuda_graph='off'", "")
+    assert (made["off"].graph_fallback_reason, made["on"].graph_fallback_reason) == ("cuda_graph='off'", "")
 
 
 @pytest.mark.slow

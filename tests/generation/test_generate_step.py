@@ -92,7 +92,7 @@ def test_a_captured_step_makes_the_tokens_of_an_eager_one(monkeypatch: pytest.Mo
         assert torch.equal(cache_of(eager).values, cache_of(captured).values)
         assert eager.weight_bytes_per_step() == captured.weight_bytes_per_step() > 0
     assert (captures.count, captures.replays) == (1, 8 + 9), "one eager step, then one capture for both prompts"
-    assert (eager.why_eager, captured.why_eager) == ("cuda_graph='off'", "")
+    assert (eager.graph_fallback_reason, captured.graph_fallback_reason) == ("cuda_graph='off'", "")
 
 
 def test_what_a_sequence_left_behind_does_not_reach_the_next() -> None:
@@ -108,7 +108,7 @@ def test_what_a_sequence_left_behind_does_not_reach_the_next() -> None:
 def test_other_room_is_another_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     captures = graphs_on_cpu(monkeypatch)
     engine = engine_of()
-    assert engine.why_eager == TOO_FEW
+    assert engine.graph_fallback_reason == TOO_FEW
     for max_length in (16, 17, 17, 16):
         engine.prefill(PROMPTS, LENGTHS, max_length)
         for token in range(3):
@@ -127,7 +127,7 @@ def test_generated_texts_are_the_same_with_and_without_a_graph(monkeypatch: pyte
     assert captures.count == 1, "in the warm-up, so that no capture is measured"
     assert captures.replays == 1 + made[1].steps
     assert made[0].texts == made[1].texts
-    assert (made[0].why_eager, made[1].why_eager) == ("cuda_graph='off'", "")
+    assert (made[0].graph_fallback_reason, made[1].graph_fallback_reason) == ("cuda_graph='off'", "")
 
 
 def counting_step(cuda_graph: str = "auto", obstacle: str = "") -> tuple[DecodeStep, torch.Tensor]:
@@ -165,7 +165,7 @@ def test_what_cannot_be_captured_runs_eagerly_and_says_so_once(
         for token in range(4):
             assert step(torch.tensor([token])).item() == token
     assert (captures.count, captures.replays, taken) == (1, 0, [0, 1, 2, 3])
-    assert NOT_PERMITTED in step.why_eager
+    assert NOT_PERMITTED in step.graph_fallback_reason
     assert [NOT_PERMITTED in message for message in caplog.messages] == [True]
     insisting = DecodeStep(run, ids, cuda_graph="on")
     insisting(torch.tensor([1]))
@@ -191,7 +191,7 @@ def test_a_cpu_and_an_obstacle_are_named(caplog: pytest.LogCaptureFixture) -> No
     with caplog.at_level(logging.INFO):
         step, _ = counting_step()
         assert step(torch.tensor([1, 2])).tolist() == [[2.0], [3.0]]
-    assert step.why_eager == "the model is on the device 'cpu'"
+    assert step.graph_fallback_reason == "the model is on the device 'cpu'"
     assert len(caplog.messages) == 1
     with pytest.raises(ValueError, match="cuda_graph='on' must be 'auto' or 'off' here: the model is on the device"):
         counting_step(cuda_graph="on")
@@ -199,7 +199,7 @@ def test_a_cpu_and_an_obstacle_are_named(caplog: pytest.LogCaptureFixture) -> No
         counting_step(cuda_graph="on", obstacle="too hot")
     caplog.clear()
     quiet, _ = counting_step(cuda_graph="off", obstacle="too hot")
-    assert (quiet.why_eager, caplog.messages) == ("cuda_graph='off'", [])
+    assert (quiet.graph_fallback_reason, caplog.messages) == ("cuda_graph='off'", [])
 
 
 def test_more_sequences_than_warp_decode_takes_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +209,7 @@ def test_more_sequences_than_warp_decode_takes_are_not_captured(monkeypatch: pyt
     for _ in range(3):
         engine.decode(torch.tensor([1, 2]))
     assert captures.count == 0
-    assert engine.why_eager == "2 tokens are more than the 1 of warp decode"
+    assert engine.graph_fallback_reason == "2 tokens are more than the 1 of warp decode"
 
 
 @pytest.mark.parametrize("groups", [1, 2, 6])

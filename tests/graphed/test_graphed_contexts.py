@@ -29,7 +29,7 @@ def test_calls_under_hooks_of_saved_tensors_are_launched(captures: Captures, cap
         assert "hooks" in caplog.text
     pass_through(graphed, draw(6, 3))
     pass_through(graphed, draw(6, 4))
-    assert (captures.replays, graphed.why_eager) == (2, "")
+    assert (captures.replays, graphed.graph_fallback_reason) == (2, "")
 
 
 def test_checkpointed_layers(captures: Captures) -> None:

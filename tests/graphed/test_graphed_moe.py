@@ -53,7 +53,7 @@ def test_every_call_is_the_layer_whatever_the_numbers_of_tokens(layer: MoE, capt
             found, wanted = graphed(x), layer(x)
             assert_same(found, wanted)
             kept.append((found, wanted))
-    assert (captures.count, graphed.why_eager) == (3, "")  # 64 came once
+    assert (captures.count, graphed.graph_fallback_reason) == (3, "")  # 64 came once
     assert captures.replays == 4 + 2 + 2 - 1 + 1
     for found, wanted in kept:  # no later call has overwritten them
         assert_same(found, wanted)
@@ -92,8 +92,8 @@ def test_a_layer_that_asks_the_device_runs_as_it_stands(
         for seed in range(4):
             x = draw(6, seed)
             assert_same(graphed(x), layer(x))
-    assert "cannot be captured" in graphed.why_eager
-    assert "not permitted" in graphed.why_eager
+    assert "cannot be captured" in graphed.graph_fallback_reason
+    assert "not permitted" in graphed.graph_fallback_reason
     assert len(caplog.records) == 1
 
 
@@ -103,7 +103,7 @@ def test_without_a_gpu_it_is_the_layer(layer: MoE) -> None:
         for seed in range(3):
             x = draw(4, seed)
             assert_same(graphed(x), layer(x))
-    assert "cpu" in graphed.why_eager
+    assert "cpu" in graphed.graph_fallback_reason
 
 
 def test_other_tokens_are_refused(layer: MoE, captures: Captures) -> None:

@@ -20,7 +20,7 @@ def test_every_call_is_the_layer_whatever_the_numbers_of_tokens(dtype: torch.dty
             x = make_tokens(layers.streams, seed)[:num_tokens]
             kept.append((graphed(x), layers.in_line(x)))
     torch.cuda.synchronize()
-    assert graphed.why_eager == ""
+    assert graphed.graph_fallback_reason == ""
     for call, (found, wanted) in enumerate(kept):
         assert_same(named(found), named(wanted), f"call {call}")
     layers.streams.group.workspace.check()

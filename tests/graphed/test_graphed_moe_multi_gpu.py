@@ -22,7 +22,7 @@ def on_gpu(rank: int, world_size: int) -> None:
         for call, num_tokens in enumerate(NUMBERS[rank]):
             x = make_tokens(layers.streams, 10 * call + rank)[:num_tokens]
             assert_same(named(graphed(x)), named(layers.in_line(x)), f"rank {rank}, call {call}")
-    assert graphed.why_eager == ""
+    assert graphed.graph_fallback_reason == ""
     layers.streams.group.workspace.check()
     layers.streams.group.close()
 

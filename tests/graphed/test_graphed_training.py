@@ -37,7 +37,7 @@ def test_steps_with_changing_weights_routing_and_numbers_of_tokens(captures: Cap
     steps = make_steps(path)
     for seed, num_tokens in enumerate((5, 7, 5, 5, 7, 0, 5, 0, 0, 7)):
         steps.step([draw(num_tokens, seed)], f"step {seed}")
-    assert (captures.count, captures.replays, steps.graphed.why_eager) == (6, 14, "")
+    assert (captures.count, captures.replays, steps.graphed.graph_fallback_reason) == (6, 14, "")
 
 
 @pytest.mark.parametrize("path", ["dense", "later"])
@@ -255,7 +255,7 @@ def test_replaced_parameters_end_the_replays(captures: Captures, caplog: pytest.
         for seed in range(3):
             steps.step([draw(6, seed)], f"later step {seed}")
     assert captures.replays == 2
-    assert "replaced" in steps.graphed.why_eager
+    assert "replaced" in steps.graphed.graph_fallback_reason
     assert len(caplog.records) == 1
 
 
@@ -296,7 +296,7 @@ def test_a_layer_that_asks_the_device_in_its_backward_pass(
     with caplog.at_level(logging.WARNING):
         for seed in range(4):
             steps.step([draw(6, seed)], f"step {seed}")
-    assert "not permitted" in steps.graphed.why_eager
+    assert "not permitted" in steps.graphed.graph_fallback_reason
     assert len(caplog.records) == 1
 
 

@@ -31,7 +31,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def finish(steps: Steps) -> None:
     torch.cuda.synchronize()
-    assert steps.graphed.why_eager == ""
+    assert steps.graphed.graph_fallback_reason == ""
     steps.layer.group.workspace.check()
 
 
@@ -107,7 +107,7 @@ def test_the_plain_path_says_why_it_is_launched(caplog: pytest.LogCaptureFixture
     steps = make_steps("cuda", ALONE, torch.bfloat16, path="plain")
     for seed in range(4):
         steps.step([make_tokens(steps.layer, seed)], f"step {seed}")
-    assert "cannot be captured" in steps.graphed.why_eager
+    assert "cannot be captured" in steps.graphed.graph_fallback_reason
     assert len([record for record in caplog.records if record.name == "comet.graphed.moe"]) == 1
 
 

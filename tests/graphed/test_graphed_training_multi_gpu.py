@@ -26,7 +26,7 @@ def on_gpu(rank: int, world_size: int) -> None:
     both = [make_tokens(steps.layer, 1000 + call)[:200] for call in range(6)]
     for call, tokens in enumerate(both):
         steps.step([tokens], f"rank {rank}, alike, step {call}")
-    assert steps.graphed.why_eager == ""
+    assert steps.graphed.graph_fallback_reason == ""
     steps.layer.group.workspace.check()
     steps.layer.group.close()
 

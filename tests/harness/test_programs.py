@@ -13,8 +13,8 @@ import count
 import pytest
 import sanitize
 import torch
+from emulated_layer import EmulatedRanks
 from golden import differences
-from played_layer import PlayedRanks
 from ranks import run_ranks
 from stress_cases import StressCase
 from triton.runtime import interpreter
@@ -103,21 +103,21 @@ def test_every_kernel_is_launched_and_all_numbers_are_right() -> None:
 
 def two_ranks_without_the_second_pass(rank: int, world_size: int) -> str:
     case = StressCase("once", 2, 1, (5, 3), 4, 2, 16, 16, backward=False, max_tokens=8, comm_blocks=1)
-    played = PlayedRanks(case, CPU)
-    twice = PlayedRanks.twice
+    emulated = EmulatedRanks(case, CPU)
+    twice = EmulatedRanks.twice
 
-    def once(self: PlayedRanks, flags: str, step: object) -> list:
+    def once(self: EmulatedRanks, flags: str, step: object) -> list:
         for pool in self.pools:
             getattr(pool, flags).local.fill_(int(pool.epoch))
         return [step(index) for index in self.ranks]  # type: ignore[operator]
 
-    played.run()
-    PlayedRanks.twice = once  # type: ignore[method-assign]
+    emulated.run()
+    EmulatedRanks.twice = once  # type: ignore[method-assign]
     try:
         with pytest.raises(AssertionError, match="once: output") as caught:
-            PlayedRanks(case, CPU).run()
+            EmulatedRanks(case, CPU).run()
     finally:
-        PlayedRanks.twice = twice  # type: ignore[method-assign]
+        EmulatedRanks.twice = twice  # type: ignore[method-assign]
     return str(caught.value)
 
 

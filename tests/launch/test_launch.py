@@ -126,8 +126,7 @@ def test_train_ends_with_its_result_in_one_json_line(tmp_path):
     assert not [line for line in err if "Traceback" in line or "Warning" in line]
     splits = [line for line in err if "split of layers" in line]
     assert splits == [
-        "comet: split of layers with E=8 K=2 D=32 F=32 float32, EP2 TP1, about 64 tokens: "
-        "1 panel, in Triton (default)"
+        "comet: split of layers with E=8 K=2 D=32 F=32 float32, EP2 TP1, about 64 tokens: 1 panel, in Triton (default)"
     ], "once for all layers and ranks"
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from emulated_ranks import Kind
 from fp8_cases import run_fp8_case, tensor_core_products
 from fp8_launches import fp8_layer1_in
 from gpus import ON_GPUS, gpu_of, need_gpus
 from layer_cases import LayerCase
-from played_ranks import Kind
 from ranks import run_ranks
 
 BF16 = dict(dtype=torch.bfloat16)

@@ -16,7 +16,7 @@ import comet.layer.group
 from comet.comm import LocalCommunicator
 from comet.config import MoEConfig, ParallelConfig
 from comet.layer.fused import combine_config
-from comet.layer.group import ExpertGroup, check_spare, make_expert_group
+from comet.layer.group import ExpertGroup, check_reserved_sms, make_expert_group
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.twin.layer import Twin
 from comet.moe import MoE
@@ -106,20 +106,20 @@ def test_what_a_cpu_lacks() -> None:
     assert not make_group().cuda_kernels
 
 
-def test_spare_multiprocessors_reach_the_launches_of_layer_1() -> None:
-    path = MoE(CONFIG, make_group(spare_multiprocessors=7)).experts
+def test_reserved_sms_reach_the_launches_of_layer_1() -> None:
+    path = MoE(CONFIG, make_group(reserved_sms=7)).experts
     assert isinstance(path, SymmetricPath)
-    assert combine_config(path.backend.settings, 1, torch.empty(3, 32)).spare_multiprocessors == 7
-    assert make_group().spare_multiprocessors == 0
+    assert combine_config(path.backend.settings, 1, torch.empty(3, 32)).reserved_sms == 7
+    assert make_group().reserved_sms == 0
 
 
 def test_layer_1_keeps_half_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="spare_multiprocessors=-1 must be at least 0"):
-        make_group(spare_multiprocessors=-1)
+    with pytest.raises(ValueError, match="reserved_sms=-1 must be at least 0"):
+        make_group(reserved_sms=-1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
-    check_spare(66, torch.device("cuda"))
-    with pytest.raises(ValueError, match="spare_multiprocessors=67 must be at most 66, half of the GPU's"):
-        check_spare(67, torch.device("cuda"))
+    check_reserved_sms(66, torch.device("cuda"))
+    with pytest.raises(ValueError, match="reserved_sms=67 must be at most 66, half of the GPU's"):
+        check_reserved_sms(67, torch.device("cuda"))
 
 
 def open_and_close(rank: int, world_size: int, ep: int) -> list[tuple[int, int]]:

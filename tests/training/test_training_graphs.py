@@ -36,7 +36,7 @@ def train_and_judge(cuda_graph: GraphMode) -> tuple[Tensor, list[Tensor], list[T
     train_step = make_trainer(cuda_graph)
     metrics = [train_step(step) for step in range(6)]
     judged = heldout_loss(train_step.model, train_step.group, TEXT, num_batches=3, batch_size=4)
-    assert train_step.why_eager == ("cuda_graph='off'" if cuda_graph == "off" else "")
+    assert train_step.graph_fallback_reason == ("cuda_graph='off'" if cuda_graph == "off" else "")
     losses = torch.tensor([(each.loss, each.grad_norm) for each in metrics])
     return losses, [each.expert_load for each in metrics], list(train_step.model.state_dict().values()), judged
 
@@ -70,7 +70,7 @@ def test_what_cannot_be_captured_runs_as_it_stands(
     with caplog.at_level(logging.INFO):
         found = torch.tensor([(each.loss, each.grad_norm) for each in map(train_step, range(6))])
     reason = "the step cannot be captured: operation not permitted when stream is capturing"
-    assert train_step.why_eager == reason
+    assert train_step.graph_fallback_reason == reason
     assert caplog.messages == [f"training steps are launched kernel by kernel, without a CUDA graph: {reason}"]
     assert torch.equal(found, wanted)
     assert all(map(torch.equal, train_step.model.state_dict().values(), weights))
@@ -104,7 +104,7 @@ def test_collectives_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     for step in range(3):
         train_step(step)
     assert captures.count == 0
-    assert train_step.why_eager == "the collectives of its MoE layers wait for counts on the host"
+    assert train_step.graph_fallback_reason == "the collectives of its MoE layers wait for counts on the host"
 
 
 def test_batches_have_one_shape() -> None:

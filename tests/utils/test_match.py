@@ -17,7 +17,7 @@ from tiers import slow
 from torch import Tensor
 from torch.nn.functional import silu
 
-from comet.decode import DecodeWeights, LocalRunner, OwnTokensRunner, ReplicatedRunner, warp_decode
+from comet.decode import DataParallelDecode, DecodeWeights, LocalRunner, ReplicatedRunner, warp_decode
 from comet.layer.paths import make_path
 from comet.layer.routed_experts import SymmetricPath
 from comet.modular import (
@@ -119,7 +119,7 @@ def layers(case: LayerCase, kernels: bool, kind: type = Tensor) -> dict[str, Lay
         "symmetric": modular(SymmetricContiguous(config, group, **own), GroupedContiguous(config, group, **own)),
         "batched": modular(SymmetricBatched(config, group, **own), GroupedBatched(config, group, **own)),
         "modular reference": modular(SingleRank(config, group), ReferenceExperts(config, group)),
-        "own tokens": partial(OwnTokensRunner(config, group), *routed),
+        "own tokens": partial(DataParallelDecode(config, group), *routed),
         "replicated": partial(ReplicatedRunner(config, group), *routed),
         "modular decode": modular(SingleRank(config, group), WarpDecodeExperts(config, group, **own)),
         "symmetric path": partial(symmetric if kind is Tensor else symmetric.fp8, *routed),

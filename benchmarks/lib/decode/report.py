@@ -29,12 +29,12 @@ def figures(
     accuracy: Mapping[str, tuple[float, float]],
     num_steps: int,
     touched_bytes: float,
-    roof_tbs: float,
+    roofline_tbs: float,
 ) -> Row:
-    """One row: microseconds of a step per variant, rate and fraction of the roof of the fastest of ours, and errors.
+    """One row: microseconds of a step per variant, rate and fraction of the roofline of our fastest, and errors.
 
-    Example: comet 0.4 ms for 4 steps that touch 2e8 bytes each, triton1 0.8 ms, roof 4 TB/s: 100 us, 2 TB/s, 0.5 of the
-    roof, 2 x triton. With local 0.38 ms: added 5 us; with own 0.42 ms, too: own added 10 us.
+    Example: comet 0.4 ms for 4 steps that touch 2e8 bytes each, triton1 0.8 ms, roofline 4 TB/s: 100 us, 2 TB/s, 0.5 of
+    the roofline, 2 x triton. With local 0.38 ms: added 5 us; with own 0.42 ms, too: own added 10 us.
     """
     times_us = {name: timing.median_ms * 1e3 / num_steps for name, timing in timings.items()}
     centric = min((name for name in times_us if name.startswith(CENTRIC)), key=times_us.__getitem__, default="")
@@ -51,7 +51,7 @@ def figures(
         "best_us": best_us,
         "mbytes": touched_bytes / 1e6,
         "tbs": None if best_us is None else touched_bytes / (best_us * 1e6),
-        "of_roof": None if best_us is None else touched_bytes / (best_us * 1e6) / roof_tbs,
+        "of_roofline": None if best_us is None else touched_bytes / (best_us * 1e6) / roofline_tbs,
     }
     rivals = {"triton": centric, "torch": "torch", "fused": "fused", "transformers": ""}
     rivals["transformers"] = min(library, key=times_us.__getitem__, default="")
@@ -116,8 +116,8 @@ def columns(rows: Sequence[Row], hidden: Sequence[str]) -> list[str]:
     return [name for name in dict.fromkeys(name for row in rows for name in row) if name not in hidden]
 
 
-def draw(path: Path, rows: Sequence[Row], roof_tbs: float) -> None:
-    """Above: microseconds over tokens and the time of reading the touched bytes. Below: fraction of the read roof."""
+def draw(path: Path, rows: Sequence[Row], roofline_tbs: float) -> None:
+    """Above: microseconds over tokens and the time of reading the touched bytes. Below: fraction of the roofline."""
     from matplotlib.figure import Figure
 
     panels: dict[str, list[Row]] = {}
@@ -137,15 +137,15 @@ def draw(path: Path, rows: Sequence[Row], roof_tbs: float) -> None:
             line: Row = {"marker": "o", "markersize": 3, "linewidth": width, "label": name, "color": f"C{color}"}
             above.plot(tokens, times, **line)
             rates = [row["mbytes"] / time for row, time in zip(of_panel, times, strict=True)]
-            below.plot(tokens, [rate / roof_tbs for rate in rates], **line)
-        roof = [row["mbytes"] / roof_tbs for row in of_panel]
-        above.plot(tokens, roof, color="black", linestyle=":", label="read roof")
+            below.plot(tokens, [rate / roofline_tbs for rate in rates], **line)
+        roofline = [row["mbytes"] / roofline_tbs for row in of_panel]
+        above.plot(tokens, roofline, color="black", linestyle=":", label="read roofline")
         for axes in (above, below):
             axes.set_xticks(tokens, [str(count) for count in tokens])
             axes.minorticks_off()
             axes.grid(alpha=0.3)
         above.set_ylabel("us per step")
-        below.set_ylabel("fraction of the read roof")
+        below.set_ylabel("fraction of the read roofline")
         below.set_ylim(0, 1.05)
         above.legend(fontsize=7)
     figure.savefig(path, dpi=120)

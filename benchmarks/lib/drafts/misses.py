@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from lib.report import Row
 from lib.routing.traces import Trace, UsedLast
 
-MOST_STEPS = 2000  # of a trace that are played
+MOST_STEPS = 2000  # of a trace that are emulated
 DRAFTS = (0, 1, 2, 4)
 
 

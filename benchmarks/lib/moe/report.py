@@ -87,25 +87,25 @@ MEANS = ("efficiency", "x_plain", "x_best")
 PANEL_INCHES, LEGEND_INCHES, LEAST_INCHES = (3.2, 2.5), 1.3, 6.0
 
 
-def figures(times_ms: Mapping[str, float], flops: int, link_num_bytes: int, link_roof: float | None) -> Row:
+def figures(times_ms: Mapping[str, float], flops: int, link_num_bytes: int, link_roofline: float | None) -> Row:
     """What follows from the times of a point; ``None`` where something was not measured.
 
-    Example: comet 2 ms, plain 6, all_gather 5, gemm_comet 1.5, comm_comet 1, 3e9 operations, 1e6 bytes, roof 100 GB/s:
-    link 0.01 ms, 1.5 TFLOP/s, 0.5 GB/s, efficiency 0.75, 0.5 of the communication hidden, 3 x plain, 2.5 x the best
-    baseline.
+    Example: comet 2 ms, plain 6, all_gather 5, gemm_comet 1.5, comm_comet 1, 3e9 operations, 1e6 bytes, roofline 100
+    GB/s: link 0.01 ms, 1.5 TFLOP/s, 0.5 GB/s, efficiency 0.75, 0.5 of the communication hidden, 3 x plain, 2.5 x the
+    best baseline.
 
     Args:
         times_ms: Median of each variant that ran.
         flops: Operations of one rank.
         link_num_bytes: Deduplicated bytes the busiest rank sends.
-        link_roof: GB/s of a peer copy, or ``None``.
+        link_roofline: GB/s of a peer copy, or ``None``.
 
     Returns:
         All of ``FIGURES`` but the errors and ``setting``.
     """
     layer = min((times_ms[name] for name in ("comet", "comet_graph") if name in times_ms), default=None)
     gemm = times_ms.get("gemm_comet", times_ms.get("gemm_torch"))
-    link_ms = link_num_bytes / (link_roof * 1e6) if link_roof else None
+    link_ms = link_num_bytes / (link_roofline * 1e6) if link_roofline else None
     best = min((times_ms[name] for name in BASELINES if name in times_ms), default=None)
     plain, comm = times_ms.get("plain"), times_ms.get("comm_comet")
     return {

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from comet.config import require
 from comet.decode import before_replay
-from comet.experts.staged import WHY_EAGER
+from comet.experts.staged import GRAPH_FALLBACK_REASON
 from comet.graphed.step import Passes, batch_obstacle
 from comet.integrations.hf.experts import CometExperts
 from comet.integrations.hf.stored_experts import StoredExperts
@@ -181,6 +181,6 @@ def graph_obstacle(model: Any, cache: Any, num_tokens: int) -> str:
     if others:
         return f"transformers counts the positions of {others} on the host"
     if any(isinstance(module, StoredExperts) and module.host_driven for module in model.modules()):
-        return WHY_EAGER
+        return GRAPH_FALLBACK_REASON
     limits = [module.runner.decode.max_tokens for module in model.modules() if isinstance(module, CometExperts)]
     return batch_obstacle(num_tokens, min(limits, default=num_tokens))

@@ -166,7 +166,7 @@ def with_comet(
     """A spec whose MoE layers are Comet's; the given one stays as it is.
 
     On a GPU what goes wrong in a layer shows in ``group.workspace.check()``, which waits for it: call it once per step.
-    Where gradients are reduced beside the layers (``overlap_grad_reduce``), ``spare_multiprocessors`` of the group let
+    Where gradients are reduced beside the layers (``overlap_grad_reduce``), ``reserved_sms`` of the group let
     NCCL run beside layer 1 and not behind it; with ``comm_blocks`` of ``overlap`` they are needed (see ``MoE``).
 
     Args:

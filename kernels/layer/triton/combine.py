@@ -2,7 +2,7 @@
 
 ``combine_panels`` draws tickets, panel by panel: those of a panel's reduce, then those of the final sum of the panel
 before it, whose partial sums have had a panel's time to travel. With few tokens a panel's columns are cut into parts,
-each with tickets and flags of its own, so that there are tickets for all multiprocessors.
+each with tickets and flags of its own, so that there are tickets for all SMs.
 
 A *reduce* ticket is (source rank, chunk of 32 received rows, part of a panel). It waits until the GEMM of its own rank
 has finished the panel, adds up the expert outputs of each row in slot order, stores the partial sums to the rank that
@@ -26,14 +26,14 @@ from ...runtime.arguments import COMBINE_CHUNK_ROWS, MAX_PANELS, power_of_2
 from ...runtime.primitives import MOST_THREADS, PLACE_LAYER1, PLACE_PANEL, any_of, signal, wait_flag, wait_flags
 from ...runtime.recorder import KIND_FINAL_SUM, KIND_REDUCE, now, record
 
-MULTIPROCESSORS = 132  # of an H200
+NUM_SMS = 132  # of an H200
 SLOTS_AT_ONCE = tl.constexpr(8)
 
 
 def column_parts(max_tokens: int, world_size: int, workers: int, most: int, num_panels: int) -> int:
     """Parts that a panel's columns are cut into, so that each worker has two tickets of its reduce.
 
-    Ranks must agree on it, so it does not depend on the GPU: workers are counted as on one of ``MULTIPROCESSORS``.
+    Ranks must agree on it, so it does not depend on the GPU: workers are counted as on one of ``NUM_SMS``.
 
     Args:
         max_tokens: M.

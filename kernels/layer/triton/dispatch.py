@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...runtime.arguments import CHUNK_ROWS, Wire, multiprocessors
+from ...runtime.arguments import CHUNK_ROWS, Wire, num_sms
 from ...runtime.primitives import MOST_THREADS, PLACE_LAYER0, any_of, signal, wait_flags
 from ...runtime.recorder import KIND_DISPATCH, KIND_RECEIVE, now, record, recording
 
@@ -152,7 +152,7 @@ def dispatch(x: Tensor, wire: Wire, sends: Sends, counters: Tensor, config: Disp
         config: How rows are moved.
     """
     interpret = triton.knobs.runtime.interpret
-    num_blocks = 1 if interpret else multiprocessors(x.device)
+    num_blocks = 1 if interpret else num_sms(x.device)
     dispatch_kernel[(num_blocks,)](
         x, wire.row_pointers, wire.flags, wire.flag_pointers, sends.token_ids, sends.counts, sends.recv_counts,
         counters, wire.epoch, wire.fault, wire.rank, wire.world_size, wire.timeout_ns, wire.max_tokens, x.shape[1],

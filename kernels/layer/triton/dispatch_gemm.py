@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ...gemm.activation import activate
 from ...gemm.tiles import GROUP_TILES, decode_tokens
 from ...runtime.activation import SWIGLU, Activation
-from ...runtime.arguments import CHUNK_ROWS, TileTable, Wire, multiprocessors
+from ...runtime.arguments import CHUNK_ROWS, TileTable, Wire, num_sms
 from ...runtime.primitives import PLACE_LAYER0, zero_after_arrival
 from ...runtime.recorder import KIND_CONVERT, KIND_LAYER0_TILE, now, record, recording
 from ..dispatch_gemm import dispatch_gemm_cuda, runs_cuda
@@ -203,7 +203,7 @@ def dispatch_gemm(
     experts, double_f, hidden_size = w1.shape
     ffn = double_f // 2
     interpret = triton.knobs.runtime.interpret
-    num_blocks = 4 if interpret else multiprocessors(x.device)
+    num_blocks = 4 if interpret else num_sms(x.device)
     dispatch_gemm_kernel[(num_blocks,)](
         x, (wire.rows.data_ptr() - x.data_ptr()) // x.element_size(),
         TensorDescriptor.from_tensor(w1.view(experts, 2, ffn, hidden_size), [1, 2, config.block_f, config.block_k]),

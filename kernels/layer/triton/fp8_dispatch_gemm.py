@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ...gemm.activation import hidden_of
 from ...gemm.fp8 import GROUP, SCALE_GROUP, group_scales, scaled_elements
 from ...gemm.tiles import GROUP_TILES, decode_tokens
-from ...runtime.arguments import CHUNK_ROWS, Scaled, TileTable, Wire, multiprocessors
+from ...runtime.arguments import CHUNK_ROWS, Scaled, TileTable, Wire, num_sms
 from ...runtime.recorder import KIND_CONVERT, KIND_LAYER0_TILE, now, record, recording
 from ..dispatch_gemm import dispatch_gemm_cuda, runs_cuda
 from .dispatch import COMM_BLOCKS, NUM_WARPS, PUSH_ROWS, Sends, push_rows
@@ -134,7 +134,7 @@ def fp8_dispatch_gemm(
     experts, double_f, hidden_size = w1.elements.shape
     ffn = double_f // 2
     interpret = triton.knobs.runtime.interpret
-    num_blocks = 4 if interpret else multiprocessors(wire.rows.device)
+    num_blocks = 4 if interpret else num_sms(wire.rows.device)
     halves = w1.elements.view(experts, 2, ffn, hidden_size)
     fp8_dispatch_gemm_kernel[(num_blocks,)](
         wire.rows, TensorDescriptor.from_tensor(halves, [1, 1, SCALE_GROUP, SCALE_GROUP]), w1.scales, b1,

@@ -6,12 +6,12 @@ blocks are at the next one. Every slot is written once and every order is fixed:
 
 Comm blocks are placed in one of two ways:
 
-*Dedicated*: one launch, whose last ``comm_blocks`` blocks have a multiprocessor each and never compute; the compute
+*Dedicated*: one launch, whose last ``comm_blocks`` blocks have an SM each and never compute; the compute
 blocks join them when their share of the GEMM is done. A block waits for the GEMM only after its own share of it, so the
 launch ends, if its blocks are resident together.
 
-*Colocated*: every multiprocessor holds a compute block and a comm block. The GEMM is bound by the tensor cores, reduce
-and send by memory: on a multiprocessor of its own a comm block leaves the tensor cores idle, beside a compute block it
+*Colocated*: every SM holds a compute block and a comm block. The GEMM is bound by the tensor cores, reduce
+and send by memory: on an SM of its own a comm block leaves the tensor cores idle, beside a compute block it
 takes nothing but registers and memory traffic. There are two launches, because all blocks of one launch get as many
 registers. The second is a programmatic dependent of the first: it starts when every compute block has started, so no
 comm block takes the place of a compute block it waits for. Where there is no room beside (float32, other chips), it
@@ -37,12 +37,12 @@ from ...runtime.arguments import (
     Scaled,
     TileTable,
     Wire,
-    multiprocessors,
+    num_sms,
     parts,
 )
 from ...runtime.recorder import KIND_CONVERT, now, record, recording
 from ..gemm_combine import Split, gemm_combine_cuda, runs_cuda
-from .combine import MULTIPROCESSORS, column_parts, combine_panels, slot_block
+from .combine import NUM_SMS, column_parts, combine_panels, slot_block
 from .dispatch import COMM_BLOCKS, NUM_WARPS
 from .gemm_panels import PANEL_COUNTERS, gemm_panels, gemm_panels_kernel
 
@@ -54,7 +54,7 @@ MOVE_ROWS = 8  # that the reduce and the final sum handle at once; more where pa
 SUM_TOKENS = COMBINE_CHUNK_ROWS  # of one sum ticket
 LINE_BYTES = 128  # of memory
 LEAST_PARTS = 4  # two parts of a panel, or three, take longer than one
-# Comm blocks per multiprocessor: the first runs beside the compute block, the others where one has ended.
+# Comm blocks per SM: the first runs beside the compute block, the others where one has ended.
 COMM_WAVES = 4
 
 
@@ -72,7 +72,7 @@ class GemmCombineConfig:
         flatten: Fetch the next item's operands during the epilogue.
         num_stages: Depth of the load pipeline.
         cuda_kernels: Whether all ranks have the launches in CUDA C++, whose flags are not those of Triton's.
-        spare_multiprocessors: How many are left to kernels of other streams. Where these hold some and wait for other
+        reserved_sms: How many are left to kernels of other streams. Where these hold some and wait for other
             ranks, a split launch ends only if all of its blocks that compute find a place.
     """
 
@@ -84,7 +84,7 @@ class GemmCombineConfig:
     flatten: bool = True
     num_stages: int = 4
     cuda_kernels: bool = True
-    spare_multiprocessors: int = 0
+    reserved_sms: int = 0
 
 
 @triton.jit(do_not_specialize=["rank", "comm_blocks", "num_panels", "num_parts", "timeout_ns", "T"])
@@ -174,7 +174,7 @@ def gemm_combine(
     if may_be_cuda and b_is_kn == (returns.grads is not None) and runs_cuda(y, b, wire, returns, table):
         split = Split(
             num_panels=config.num_panels,
-            spare_multiprocessors=config.spare_multiprocessors,
+            reserved_sms=config.reserved_sms,
             comm_blocks=config.comm_blocks,
         )
         gemm_combine_cuda(a, b, y, out, wire, returns, table, split)
@@ -184,7 +184,7 @@ def gemm_combine(
     b_rows = block_n if b_scales is None else block_n // 2
     interpret = triton.knobs.runtime.interpret
     # The interpreter runs block after block: the first must finish the GEMM before any waits for it.
-    num_blocks = 2 if interpret else multiprocessors(a.device) - config.spare_multiprocessors
+    num_blocks = 2 if interpret else num_sms(a.device) - config.reserved_sms
     arguments = combine_arguments(out, wire, returns, table, config) | dict(
         a_desc=TensorDescriptor.from_tensor(a, [table.block_rows, block_k]),
         b_desc=TensorDescriptor.from_tensor(b, [1, block_k, block_n] if b_is_kn else [1, b_rows, block_k]),
@@ -210,7 +210,7 @@ def gemm_combine(
         events = recording(wire.recorder, num_blocks)
         launch(gemm_combine_kernel, num_blocks, arguments | events, shape)
         return
-    # A tile in FP8 takes all registers: its blocks get multiprocessors of their own, and so do some comm blocks.
+    # A tile in FP8 takes all registers: its blocks get SMs of their own, and so do some comm blocks.
     compute_blocks = num_blocks - arguments["comm_blocks"] if is_scaled else num_blocks
     compute = {"maxnreg": COMPUTE_REGISTERS} if a.element_size() == 2 and not interpret else {}
     launch(gemm_panels_kernel, compute_blocks, arguments | recording(wire.recorder, num_blocks), shape | compute)
@@ -272,7 +272,7 @@ def cut_panels(out: Tensor, wire: Wire, config: GemmCombineConfig) -> dict[str, 
     """
     part_step = LINE_BYTES // out.element_size()
     in_last_panel = out.shape[1] // (2 * config.num_panels * part_step)
-    parts = column_parts(wire.max_tokens, wire.world_size, MULTIPROCESSORS, in_last_panel, config.num_panels)
+    parts = column_parts(wire.max_tokens, wire.world_size, NUM_SMS, in_last_panel, config.num_panels)
     rows, cols = MOVE_ROWS, config.move_cols
     if config.comm_blocks or parts < LEAST_PARTS:
         return dict(num_parts=1, PART_STEP=part_step, ROWS=rows, COLS=cols)

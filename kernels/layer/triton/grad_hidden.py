@@ -22,7 +22,7 @@ class GradHiddenConfig:
     Args:
         dispatch: Of the dispatch alone.
         gemm: Of the GEMM alone.
-        colocated: Let warps beside those that compute push rows, on every multiprocessor, where that kernel runs.
+        colocated: Let warps beside those that compute push rows, on every SM, where that kernel runs.
     """
 
     dispatch: DispatchConfig

@@ -154,7 +154,7 @@ def steps(model: Any, ids: Tensor, cuda_graph: str = "on") -> Tensor:
     lengths = torch.full((BATCH,), PREFILL, device=ids.device)
     logits = [decoder.read(ids[:, :PREFILL], lengths)]
     logits += [decoder.append(ids[:, position]) for position in range(PREFILL, PREFILL + STEPS)]
-    assert decoder.step.why_eager == ("" if cuda_graph == "on" else "cuda_graph='off'")
+    assert decoder.step.graph_fallback_reason == ("" if cuda_graph == "on" else "cuda_graph='off'")
     return torch.stack(logits, dim=1)
 
 
@@ -206,7 +206,7 @@ def test_steps_and_verification_are_those_without_it_bit_for_bit(
             assert torch.equal(first, second), f"round {count}, {kind}"
     for engine in engines:
         engine.check()
-        assert bool(engine.why_eager) == (mode == "off")
+        assert bool(engine.graph_fallback_reason) == (mode == "off")
     report = cache_report(models[1])
     print(report)
     assert report.prefetched >= report.prefetched_needed > 0

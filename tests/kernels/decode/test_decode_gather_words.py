@@ -44,7 +44,7 @@ def sum_kernel(out_ptr, addresses, epoch, fault_ptr, timeout_ns, rank, max_token
     sum_words(0, out_ptr, addresses, epoch, fault_ptr, timeout_ns, rank, max_tokens, 16, W, 16, True)
 
 
-class PlayedRank:
+class EmulatedRank:
     """One of three ranks in one process: a step is send, receive, push and, with a token, sum; T is 0 or 1."""
 
     def __init__(self, rank: int, tokens: list[torch.Tensor], sums: list[torch.Tensor], present: torch.Tensor) -> None:
@@ -61,7 +61,7 @@ class PlayedRank:
     def step(self) -> int:
         return self.done // 4
 
-    def run(self, ranks: list[PlayedRank], who: str) -> None:
+    def run(self, ranks: list[EmulatedRank], who: str) -> None:
         step, phase, count = self.step(), self.phase(), len(ranks)
         who = f"{who}, rank {self.rank}, step {step}"
         present = self.present[step]
@@ -89,7 +89,7 @@ class PlayedRank:
         assert not self.fault.any(), who
         self.done += 1
 
-    def may_run(self, ranks: list[PlayedRank]) -> bool:
+    def may_run(self, ranks: list[EmulatedRank]) -> bool:
         """A kernel that waits for words may run once all ranks have sent them."""
         waits = self.phase() == 1 or (self.phase() == 3 and bool(self.present[self.step(), self.rank]))
         return all(other.done >= self.done for other in ranks) if waits else True
@@ -100,7 +100,7 @@ def any_legal_order(rank: int, world_size: int, seed: int) -> int:
     present = torch.rand(steps, count, generator=torch.Generator().manual_seed(seed)) < 0.6
     tokens = [torch.zeros(2, count, 1, 20, dtype=torch.int64) for _ in range(count)]
     sums = [torch.zeros(2, count, 1, 16, dtype=torch.int64) for _ in range(count)]
-    ranks = [PlayedRank(rank, tokens, sums, present) for rank in range(count)]
+    ranks = [EmulatedRank(rank, tokens, sums, present) for rank in range(count)]
     lead = 0
     while waiting := [player for player in ranks if player.step() < steps]:
         player = sleeper.choice(waiting)

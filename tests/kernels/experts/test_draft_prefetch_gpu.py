@@ -108,7 +108,7 @@ def test_greedy_texts_of_captured_passes_are_those_without_prefetch() -> None:
         warm_up(engine, PROMPTS, asked, context=512)
         made.append(generate(engine, ByteCodec(), PROMPTS, asked, context=512))
         engine.check()
-        assert engine.why_eager == ""
+        assert engine.graph_fallback_reason == ""
         report = engine.cache_report()
         print(report)
         group.close()

@@ -22,7 +22,7 @@ from comet.decode.local import run_kernels
 from comet.decode.twin import warp_decode_torch
 from comet.experts import ExpertCache, slots_of_budget
 from comet.experts.cache import bytes_of_expert
-from comet.experts.staged import WHY_EAGER, StagedReport
+from comet.experts.staged import GRAPH_FALLBACK_REASON, StagedReport
 from comet.experts.store import HeldExperts, host_memory
 from comet.generation.engine import GPTEngine
 from comet.generation.job import generate_job
@@ -179,7 +179,7 @@ def test_memory_that_cannot_be_pinned_is_said_once_and_copied_by_the_host(monkey
         assert torch.equal(*found)
         token = torch.randint(256, (1,), generator=drawn)
         found = [engine.decode(token) for engine in (staged, resident)]
-    assert staged.why_eager == WHY_EAGER
+    assert staged.graph_fallback_reason == GRAPH_FALLBACK_REASON
     report = staged.cache_report()
     assert isinstance(report, StagedReport)
     assert report.staged_bytes == report.fetched_bytes > 0, "the stage is no larger than the slots"

@@ -80,7 +80,7 @@ def test_a_copy_ends_with_its_segment(cols: int, monkeypatch: pytest.MonkeyPatch
 
 
 def operands(**changes: Tensor) -> dict[str, Tensor]:
-    """Of a launch with a tile for each multiprocessor, and more."""
+    """Of a launch with a tile for each SM, and more."""
     empty = {"a": (256, 1536), "b": (256, 2048), "out": (32, 1536, 2048)}
     made = {name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in empty.items()}
     return made | changes

@@ -1,4 +1,4 @@
-"""Layer 0 in CUDA C++: bit for bit what its Triton twin computes, for all ranks of a group played on one GPU."""
+"""Layer 0 in CUDA C++: bit for bit what its Triton twin computes, for all ranks of a group emulated on one GPU."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from functools import partial
 
 import pytest
 import torch
+from emulated_cases import LAYER0, draw_layer0
+from emulated_events import check_layer0_events, recorded
+from emulated_ranks import EPOCH, EmulatedCase, Kind, plans_of
 from layer0_launches import (
     exact_layer0,
     experts_rows,
@@ -17,14 +20,11 @@ from layer0_launches import (
     make_buffers,
     run_layer0,
 )
-from played_cases import LAYER0, draw_layer0
-from played_events import check_layer0_events, recorded
-from played_ranks import EPOCH, Kind, PlayedCase, plans_of
 
 from comet.kernels.runtime.recorder import Recorder
 
 
-def check(case: PlayedCase, *, save_pre: bool) -> None:
+def check(case: EmulatedCase, *, save_pre: bool) -> None:
     found, twin = (run_layer0(case, kind, save_pre=save_pre) for kind in ("cuda", "triton"))
     for rank, (exact, mine, other) in enumerate(zip(exact_layer0(case), found, twin, strict=True)):
         exact.check(other, f"Triton, rank {rank} of {case}")
@@ -37,7 +37,7 @@ def check(case: PlayedCase, *, save_pre: bool) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("save_pre", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("case", LAYER0, ids=lambda case: case.name)
-def test_equals_its_twin(case: PlayedCase, save_pre: bool) -> None:
+def test_equals_its_twin(case: EmulatedCase, save_pre: bool) -> None:
     check(case, save_pre=save_pre)
 
 
@@ -47,9 +47,9 @@ def test_equals_its_twin(case: PlayedCase, save_pre: bool) -> None:
 def test_blocks_that_push_first_change_no_bit(comm_blocks: int, save_pre: bool) -> None:
     """Also where all blocks do."""
     for case in (
-        PlayedCase("split", 4, 1, (500, 90, 0, 710), 16, 4, 512, 256, comm_blocks=comm_blocks),
-        PlayedCase("split", 2, 1, (2500, 1800), 8, 2, 768, 1152, dtype=torch.float16, comm_blocks=comm_blocks),
-        PlayedCase("split alone", 1, 1, (700,), 8, 2, 512, 256, comm_blocks=comm_blocks),
+        EmulatedCase("split", 4, 1, (500, 90, 0, 710), 16, 4, 512, 256, comm_blocks=comm_blocks),
+        EmulatedCase("split", 2, 1, (2500, 1800), 8, 2, 768, 1152, dtype=torch.float16, comm_blocks=comm_blocks),
+        EmulatedCase("split alone", 1, 1, (700,), 8, 2, 512, 256, comm_blocks=comm_blocks),
     ):
         check(case, save_pre=save_pre)
         found, whole = (run_layer0(each, "cuda", save_pre=save_pre) for each in (case, replace(case, comm_blocks=0)))
@@ -68,12 +68,12 @@ def test_random_cases() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["cuda", "triton"])
 def test_twice_gives_the_same_bits(kind: Kind) -> None:
-    case = PlayedCase("twice", 4, 1, (500, 90, 0, 710), 16, 4, 512, 256)
+    case = EmulatedCase("twice", 4, 1, (500, 90, 0, 710), 16, 4, 512, 256)
     first, second = (run_layer0(case, kind, save_pre=False) for _ in range(2))
     assert all(torch.equal(a.hidden, b.hidden) for a, b in zip(first, second, strict=True))
 
 
-def check_events(case: PlayedCase, kind: Kind) -> None:
+def check_events(case: EmulatedCase, kind: Kind) -> None:
     """Recording changes no bit, and what is recorded is what there was to do."""
     plans, buffers = plans_of(case), make_buffers(case)
     recorders = [Recorder.allocate(torch.device(case.device), 256) for _ in plans]
@@ -89,18 +89,18 @@ def check_events(case: PlayedCase, kind: Kind) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["cuda", "triton"])
 def test_events(kind: Kind) -> None:
-    check_events(PlayedCase("events", 2, 1, (700, 300), 8, 2, 256, 208, routing="first_half"), kind)
+    check_events(EmulatedCase("events", 2, 1, (700, 300), 8, 2, 256, 208, routing="first_half"), kind)
 
 
 @pytest.mark.gpu
 def test_events_of_a_split() -> None:
-    check_events(PlayedCase("events", 2, 1, (700, 300), 8, 2, 256, 208, routing="first_half", comm_blocks=4), "cuda")
+    check_events(EmulatedCase("events", 2, 1, (700, 300), 8, 2, 256, 208, routing="first_half", comm_blocks=4), "cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["cuda", "triton"])
 def test_a_rank_that_never_comes_is_named(kind: Kind) -> None:
-    case = PlayedCase("deadline", 2, 1, (900, 200), 8, 4, 768, 128)
+    case = EmulatedCase("deadline", 2, 1, (900, 200), 8, 4, 768, 128)
     with layer0_in(kind) as spy:
         for _ in range(10):  # all spins of all blocks give up at nearly the same time
             aborted, place, peer, _, expected, seen, *_ = layer0_alone(case, deadline_ns=20_000_000)

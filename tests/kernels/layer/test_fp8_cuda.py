@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from emulated_ranks import Kind
 from fp8_launches import fp8_layer0_in, fp8_layer1_in
 from launch_arguments import make_table, make_wire
-from played_ranks import Kind
 
 from comet.kernels.layer import dispatch_gemm as layer0
 from comet.kernels.layer import gemm_combine as layer1
@@ -170,9 +170,7 @@ def test_layer_1_hands_on_what_it_gets(monkeypatch: pytest.MonkeyPatch, comm_blo
     call, hidden = layer1_call(wire=many), make_weight(1, 128, F)
     tensors = hidden, call["b"], call["y"], call["y"]
     rest = call["wire"], call["returns"], call["table"]
-    config = GemmCombineConfig(
-        num_panels=3, comm_blocks=comm_blocks, cuda_kernels=cuda_kernels, spare_multiprocessors=5
-    )
+    config = GemmCombineConfig(num_panels=3, comm_blocks=comm_blocks, cuda_kernels=cuda_kernels, reserved_sms=5)
     if not cuda_kernels:
         monkeypatch.setattr(torch.cuda, "get_device_properties", stop_at_triton)
         with pytest.raises(InTritonError):
@@ -182,7 +180,7 @@ def test_layer_1_hands_on_what_it_gets(monkeypatch: pytest.MonkeyPatch, comm_blo
     gemm_combine.gemm_combine(*tensors, *rest, config)
     [(*found, split)] = given
     assert all(mine is other for mine, other in zip(found, (*tensors, *rest), strict=True))
-    assert split == layer1.Split(num_panels=3, spare_multiprocessors=5, comm_blocks=comm_blocks)
+    assert split == layer1.Split(num_panels=3, reserved_sms=5, comm_blocks=comm_blocks)
 
 
 class InTritonError(Exception):

@@ -1,4 +1,4 @@
-"""The layers in block FP8 in CUDA C++: bit for bit what they are in Triton, for all ranks of a group played on one GPU.
+"""The layers in block FP8 in CUDA C++: bit for bit what they are in Triton, ranks of a group emulated on one GPU.
 
 Layer 1 reads what layer 0 has found in the same implementation, so its rows of no expert are NaN in CUDA C++.
 """
@@ -12,6 +12,8 @@ from functools import partial
 import layer1_launches
 import pytest
 import torch
+from emulated_events import check_layer0_events, check_layer1_events, recorded
+from emulated_ranks import EPOCH, EmulatedCase, Kind, plans_of
 from fp8_cases import float32_products, tensor_core_products
 from fp8_launches import (
     check_outputs,
@@ -28,8 +30,6 @@ from fp8_launches import (
     settings_of,
 )
 from layer_cases import EDGE_ROWS
-from played_events import check_layer0_events, check_layer1_events, recorded
-from played_ranks import EPOCH, Kind, PlayedCase, plans_of
 from torch import Tensor
 
 from comet.kernels.runtime.recorder import Recorder
@@ -38,7 +38,7 @@ from comet.quantization.formats import FP8_BLOCK
 pytestmark = pytest.mark.gpu
 
 CAPACITY = 256
-TWO = PlayedCase("two ranks", 2, 1, (700, 700), 8, 2, 512, 512, num_panels=1)
+TWO = EmulatedCase("two ranks", 2, 1, (700, 700), 8, 2, 512, 512, num_panels=1)
 CASES = [
     replace(TWO, name="one rank", ep=1, num_tokens=(700,), num_panels=2),
     TWO,
@@ -53,18 +53,18 @@ CASES = [
     replace(TWO, name="float32", num_tokens=(300, 80), hidden_size=256, ffn_size=128, dtype=torch.float32),
     replace(TWO, name="31 blocks in 16 panels", num_tokens=(400, 300), hidden_size=3968, num_panels=16),
     replace(TWO, name="more items than blocks", num_tokens=(2500, 1800), top_k=4, hidden_size=128, ffn_size=1152),
-    PlayedCase("four ranks", 4, 1, (150, 900, 260, 1), 16, 4, 512, 384, num_panels=2),
-    PlayedCase("eight ranks", 8, 1, (130, 260, 1, 400, 90, 33, 257, 128), 128, 8, 1152, 128, num_panels=4),
-    PlayedCase("all experts here", 1, 1, (2100,), 128, 8, 512, 128),
+    EmulatedCase("four ranks", 4, 1, (150, 900, 260, 1), 16, 4, 512, 384, num_panels=2),
+    EmulatedCase("eight ranks", 8, 1, (130, 260, 1, 400, 90, 33, 257, 128), 128, 8, 1152, 128, num_panels=4),
+    EmulatedCase("all experts here", 1, 1, (2100,), 128, 8, 512, 128),
 ]
 
 
-def edges(top_k: int) -> PlayedCase:
+def edges(top_k: int) -> EmulatedCase:
     """Experts with rows around the heights of pieces, on one rank or on two."""
     world_size = 1 + top_k % 2
     tokens = -(-sum(EDGE_ROWS) * world_size // top_k) + 40  # some slots are masked
     num_tokens = (tokens,) if world_size == 1 else (tokens - tokens // 4, tokens // 4)
-    return PlayedCase(
+    return EmulatedCase(
         f"edges, K = {top_k}",
         world_size,
         1,
@@ -80,7 +80,7 @@ def edges(top_k: int) -> PlayedCase:
     )
 
 
-def check(case: PlayedCase) -> list[Tensor]:
+def check(case: EmulatedCase) -> list[Tensor]:
     """Both layers have the same bits in either; returns the outputs."""
     found, twin = (run_fp8_layer0(case, kind) for kind in ("cuda", "triton"))
     for plan, mine, other in zip(plans_of(case), found, twin, strict=True):
@@ -98,7 +98,7 @@ def check(case: PlayedCase) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_equals_its_twin(case: PlayedCase) -> None:
+def test_equals_its_twin(case: EmulatedCase) -> None:
     check(case)
 
 
@@ -110,11 +110,11 @@ def test_experts_with_rows_around_the_heights_of_pieces(top_k: int) -> None:
     check_outputs(case, check(case), products + float32_products(terms))
 
 
-def random_case(draw: random.Random, number: int, seed: int) -> PlayedCase:
+def random_case(draw: random.Random, number: int, seed: int) -> EmulatedCase:
     """Few numbers of ranks, experts per token and types, for each is a compilation; any widths, tokens and routing."""
     world_size, top_k, dtype = draw.choice([(1, 8, torch.bfloat16), (4, 4, torch.bfloat16), (2, 3, torch.float16)])
     blocks = draw.randrange(1, 14)
-    return PlayedCase(
+    return EmulatedCase(
         f"{number} of seed {seed}",
         world_size,
         1,

@@ -8,6 +8,8 @@ from functools import partial
 import layer1_launches
 import pytest
 import torch
+from emulated_events import check_layer0_events, check_layer1_events, recorded
+from emulated_ranks import EPOCH, EmulatedCase, plans_of
 from fp8_cases import float32_products
 from fp8_launches import (
     check_outputs,
@@ -22,13 +24,11 @@ from fp8_launches import (
     run_fp8_layer1,
 )
 from layer_cases import EDGE_ROWS, edge_ids
-from played_events import check_layer0_events, check_layer1_events, recorded
-from played_ranks import EPOCH, PlayedCase, plans_of
 from ranks import run_ranks
 
 from comet.kernels.runtime.recorder import Recorder
 
-TWO = PlayedCase("two", 2, 1, (150, 5), 4, 2, 256, 128, "masked", torch.float32, block_rows=16, device="cpu")
+TWO = EmulatedCase("two", 2, 1, (150, 5), 4, 2, 256, 128, "masked", torch.float32, block_rows=16, device="cpu")
 EDGES = replace(
     TWO, name="edges", ep=1, num_tokens=(230,), num_experts=9, top_k=4, hidden_size=128, routing="edges", block_rows=128
 )

@@ -8,10 +8,10 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
+from emulated_ranks import EmulatedCase
 from gradient_launches import exact_gradients, run_gradients
 from launch_arguments import make_table, make_wire
 from layer1_launches import exact_layer1, run_layer1, sent_after_a_fault
-from played_ranks import PlayedCase
 from ranks import run_ranks
 
 from comet.kernels.layer import gemm_combine as module
@@ -68,13 +68,13 @@ def test_rows_of_an_expert_if_all_have_equally_many() -> None:
     layout = ExpertLayout(num_experts=256, top_k=8, ep=4, tp=1, rank=0)
     values = {field.name: torch.zeros(64, dtype=torch.int32) for field in fields(Plan)}
     plan = Plan(**values | {"layout": layout, "num_tokens": 2048})
-    assert tile_table(plan, Launch.GEMM_COMBINE).even_rows == 8192 * 8 / 256 == 256
+    assert tile_table(plan, Launch.GEMM_COMBINE).expected_tokens_per_expert == 8192 * 8 / 256 == 256
 
 
-@pytest.mark.parametrize("even_rows", [0.0, 231.9, 232.0, 256.0, 280.0, 280.1, 4096.0])
-def test_blocks_fit_where_the_layer_takes_them(even_rows: float) -> None:
-    chosen, default = CudaConfig.select(even_rows), CudaConfig()
-    assert (chosen == default) == (not 232 <= even_rows <= 280)
+@pytest.mark.parametrize("expected_tokens_per_expert", [0.0, 231.9, 232.0, 256.0, 280.0, 280.1, 4096.0])
+def test_blocks_fit_where_the_layer_takes_them(expected_tokens_per_expert: float) -> None:
+    chosen, default = CudaConfig.select(expected_tokens_per_expert), CudaConfig()
+    assert (chosen == default) == (not 232 <= expected_tokens_per_expert <= 280)
     assert chosen.most_rows % chosen.box_rows == 0
     assert shared_bytes(256, chosen) <= shared_bytes(256, default) <= SHARED_LIMIT
 
@@ -118,7 +118,7 @@ def test_when_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_blocks_of_a_launch() -> None:
-    """Pairs of blocks may find a multiprocessor left over in each part of the GPU, where others hold some."""
+    """Pairs of blocks may find an SM left over in each part of the GPU, where others hold some."""
     assert [launched_blocks(132, 0, cluster) for cluster in (1, 2)] == [132, 132]
     assert [launched_blocks(132, 31, cluster) for cluster in (1, 2)] == [101, 92]
     assert [launched_blocks(16, 8, cluster) for cluster in (1, 2)] == [8, 2], "half of a small part of a GPU"
@@ -149,8 +149,8 @@ def play(rank: int, world_size: int) -> None:
     """Whoever plays the ranks gets them right: with the Triton twin, which the GPU tests compare with."""
     for num_tokens in ((70,), (40, 5), (0, 30), (17, 33, 1)):
         ranks = len(num_tokens)
-        case = PlayedCase(
-            "played", ranks, 1, num_tokens, 2 * ranks, 2, 64, 32, "masked", torch.float32, num_panels=1, device="cpu"
+        case = EmulatedCase(
+            "emulated", ranks, 1, num_tokens, 2 * ranks, 2, 64, 32, "masked", torch.float32, num_panels=1, device="cpu"
         )
         for (exact, size), out in zip(exact_layer1(case), run_layer1(case, "triton"), strict=True):
             assert bool(((out.double() - exact).abs() <= 1e-5 * size + 1e-6).all()), case
@@ -160,8 +160,8 @@ def play_gradients(rank: int, world_size: int) -> None:
     """So are gradients."""
     for num_tokens in ((70,), (0, 30), (17, 33, 1)):
         ranks = len(num_tokens)
-        case = PlayedCase(
-            "played", ranks, 1, num_tokens, 2 * ranks, 2, 64, 32, "masked", torch.float32, num_panels=1, device="cpu"
+        case = EmulatedCase(
+            "emulated", ranks, 1, num_tokens, 2 * ranks, 2, 64, 32, "masked", torch.float32, num_panels=1, device="cpu"
         )
         for (exact, size, weights), (grad, of_weights) in zip(
             exact_gradients(case), run_gradients(case, "triton"), strict=True
@@ -170,15 +170,15 @@ def play_gradients(rank: int, world_size: int) -> None:
             assert torch.allclose(of_weights.double(), weights, rtol=1e-5, atol=1e-6), case
 
 
-@pytest.mark.parametrize("played", [play, play_gradients])
-def test_ranks_played_in_one_process(played: Callable[[int, int], None]) -> None:
-    run_ranks(played, 1, interpret=True)
+@pytest.mark.parametrize("emulated", [play, play_gradients])
+def test_ranks_played_in_one_process(emulated: Callable[[int, int], None]) -> None:
+    run_ranks(emulated, 1, interpret=True)
 
 
 def fail(rank: int, world_size: int) -> list[tuple[int, int]]:
     """What rank 0 of three sends in Triton after a fault."""
     return sent_after_a_fault(
-        PlayedCase("failed", 3, 1, (60, 40, 50), 6, 4, 64, 32, device="cpu", dtype=torch.float32, block_rows=16)
+        EmulatedCase("failed", 3, 1, (60, 40, 50), 6, 4, 64, 32, device="cpu", dtype=torch.float32, block_rows=16)
     )
 
 

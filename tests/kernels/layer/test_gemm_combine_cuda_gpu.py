@@ -1,4 +1,4 @@
-"""Layer 1 in CUDA C++: bit for bit what its Triton twin computes, for all ranks of a group played on one GPU."""
+"""Layer 1 in CUDA C++: bit for bit what its Triton twin computes, for all ranks of a group emulated on one GPU."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from emulated_cases import LAYER1, draw_layer1
+from emulated_ranks import EPOCH, EmulatedCase, Kind
 from gradient_launches import run_gradients
 from layer1_launches import exact_layer1, layer1_alone, layer1_in, run_layer1, sent_after_a_fault
-from played_cases import LAYER1, draw_layer1
-from played_ranks import EPOCH, Kind, PlayedCase
 
 
-def check(case: PlayedCase) -> None:
+def check(case: EmulatedCase) -> None:
     found, twin = run_layer1(case, "cuda"), run_layer1(case, "triton")
     # Outputs of experts, partial sums and the result are rounded once each.
     rounding = 3 * torch.finfo(case.dtype).eps / 2
@@ -25,21 +25,21 @@ def check(case: PlayedCase) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", LAYER1, ids=lambda case: case.name)
-def test_equals_its_twin(case: PlayedCase) -> None:
+def test_equals_its_twin(case: EmulatedCase) -> None:
     check(case)
 
 
 SPLITS = (
-    PlayedCase("split", 4, 1, (500, 90, 0, 710), 16, 4, 768, 256, num_panels=3),
-    PlayedCase("split", 2, 1, (2500, 1800), 8, 2, 1280, 256, dtype=torch.float16),
-    PlayedCase("split alone", 1, 1, (700,), 8, 2, 512, 256, num_panels=1),
+    EmulatedCase("split", 4, 1, (500, 90, 0, 710), 16, 4, 768, 256, num_panels=3),
+    EmulatedCase("split", 2, 1, (2500, 1800), 8, 2, 1280, 256, dtype=torch.float16),
+    EmulatedCase("split alone", 1, 1, (700,), 8, 2, 512, 256, num_panels=1),
 )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("comm_blocks", [1, 4, 16, 1000])
 @pytest.mark.parametrize("case", SPLITS)
-def test_blocks_that_only_combine_change_no_bit(case: PlayedCase, comm_blocks: int) -> None:
+def test_blocks_that_only_combine_change_no_bit(case: EmulatedCase, comm_blocks: int) -> None:
     """Also where all blocks but two do."""
     split = replace(case, comm_blocks=comm_blocks)
     for run in (run_layer1, run_gradients):
@@ -60,7 +60,7 @@ def test_random_cases() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["cuda", "triton"])
 def test_a_rank_that_never_comes_is_named(kind: Kind) -> None:
-    case = PlayedCase("deadline", 2, 1, (900, 200), 8, 4, 768, 128, num_panels=3)
+    case = EmulatedCase("deadline", 2, 1, (900, 200), 8, 4, 768, 128, num_panels=3)
     with layer1_in(kind) as spy:
         for _ in range(10):  # all spins of all blocks give up at nearly the same time
             aborted, place, peer, _, expected, seen, *_ = layer1_alone(case, deadline_ns=20_000_000)
@@ -71,7 +71,7 @@ def test_a_rank_that_never_comes_is_named(kind: Kind) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["cuda", "triton"])
 def test_a_rank_that_failed_sends_nothing(kind: Kind) -> None:
-    case = PlayedCase("failed", 4, 1, (900, 200, 0, 300), 8, 4, 768, 128, num_panels=3)
+    case = EmulatedCase("failed", 4, 1, (900, 200, 0, 300), 8, 4, 768, 128, num_panels=3)
     with layer1_in(kind) as spy:
         assert sent_after_a_fault(case) == [(0, 0)] * 3
     assert spy.call_count == (1 if kind == "cuda" else 0)

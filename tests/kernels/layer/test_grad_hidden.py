@@ -1,4 +1,4 @@
-"""Gradients of hidden: the launches in Triton of ranks played in one process, and what the one in CUDA C++ takes."""
+"""Gradients of hidden: the launches in Triton of ranks emulated in one process, and what the one in CUDA C++ takes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from emulated_cases import SMALL_LAYER0, TWO
+from emulated_ranks import EPOCH
 from grad_hidden_launches import Gradients, alone, check, grad_hidden_in, run_grad_hidden, sent_after_a_fault
 from launch_arguments import make_table, make_wire
-from played_cases import SMALL_LAYER0, TWO
-from played_ranks import EPOCH
 from ranks import run_ranks
 from torch import Tensor
 
@@ -59,9 +59,9 @@ def play_beside(rank: int, world_size: int) -> None:
         check(case, found, "beside")
 
 
-@pytest.mark.parametrize("played", [play, play_beside])
-def test_ranks_played_in_one_process(played: Callable[[int, int], None]) -> None:
-    run_ranks(played, 1, interpret=True, timeout=240)
+@pytest.mark.parametrize("emulated", [play, play_beside])
+def test_ranks_played_in_one_process(emulated: Callable[[int, int], None]) -> None:
+    run_ranks(emulated, 1, interpret=True, timeout=240)
 
 
 def fail(rank: int, world_size: int) -> tuple[list[int], list[tuple[int, int]]]:

@@ -1,4 +1,4 @@
-"""Gradients of hidden in CUDA C++: bit for bit those of dispatch and GEMM in Triton, of ranks played on one GPU."""
+"""Gradients of hidden in CUDA C++: bit for bit those of dispatch and GEMM in Triton, of ranks emulated on one GPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from functools import partial
 
 import pytest
 import torch
+from emulated_cases import LAYER0, draw_layer0
+from emulated_events import check_layer0_events, recorded
+from emulated_ranks import EPOCH, EmulatedCase, Kind, plans_of
 from grad_hidden_launches import (
     alone,
     check,
@@ -17,16 +20,13 @@ from grad_hidden_launches import (
     sent_after_a_fault,
 )
 from layer0_launches import make_buffers
-from played_cases import LAYER0, draw_layer0
-from played_events import check_layer0_events, recorded
-from played_ranks import EPOCH, Kind, PlayedCase, plans_of
 
 from comet.kernels.runtime.recorder import Recorder
 
 pytestmark = pytest.mark.gpu
 
 
-def compare(case: PlayedCase) -> None:
+def compare(case: EmulatedCase) -> None:
     found, twin = run_grad_hidden(case, "cuda"), run_grad_hidden(case, "triton")
     check(case, twin, "Triton")
     check(case, found, "CUDA")
@@ -35,13 +35,13 @@ def compare(case: PlayedCase) -> None:
 
 
 @pytest.mark.parametrize("case", LAYER0, ids=lambda case: case.name)
-def test_equal_their_twin(case: PlayedCase) -> None:
+def test_equal_their_twin(case: EmulatedCase) -> None:
     compare(case)
 
 
 @pytest.mark.parametrize("apart", [{0}, {1, 3}])
 def test_ranks_may_differ_in_their_launches(apart: set[int]) -> None:
-    case = PlayedCase("mixed", 4, 1, (500, 90, 0, 710), 16, 4, 512, 256)
+    case = EmulatedCase("mixed", 4, 1, (500, 90, 0, 710), 16, 4, 512, 256)
     check(case, run_grad_hidden(case, "cuda", apart=apart), f"{apart} in Triton")
 
 
@@ -54,7 +54,7 @@ def test_random_cases() -> None:
 
 
 def test_events() -> None:
-    case = PlayedCase("events", 2, 1, (700, 300), 8, 2, 256, 208, routing="first_half")
+    case = EmulatedCase("events", 2, 1, (700, 300), 8, 2, 256, 208, routing="first_half")
     plans, buffers = plans_of(case), make_buffers(case)
     recorders = [Recorder.allocate(torch.device(case.device), 256) for _ in plans]
     with grad_hidden_in("cuda"):
@@ -66,7 +66,7 @@ def test_events() -> None:
 
 @pytest.mark.parametrize("kind", ["cuda", "triton"])
 def test_a_rank_that_never_comes_is_named(kind: Kind) -> None:
-    case = PlayedCase("deadline", 2, 1, (900, 200), 8, 4, 768, 128)
+    case = EmulatedCase("deadline", 2, 1, (900, 200), 8, 4, 768, 128)
     with grad_hidden_in(kind) as spy:
         for _ in range(10):  # all spins of all blocks give up at nearly the same time
             aborted, place, peer, _, expected, seen, *_ = alone(case, deadline_ns=20_000_000)
@@ -76,6 +76,6 @@ def test_a_rank_that_never_comes_is_named(kind: Kind) -> None:
 
 @pytest.mark.parametrize("kind", ["cuda", "triton"])
 def test_nothing_is_sent_once_a_wait_has_failed(kind: Kind) -> None:
-    case = PlayedCase("after a fault", 3, 1, (300, 200, 100), 12, 4, 256, 128)
+    case = EmulatedCase("after a fault", 3, 1, (300, 200, 100), 12, 4, 256, 128)
     with grad_hidden_in(kind):
         assert sent_after_a_fault(case) == [(0, 0), (0, 0)]

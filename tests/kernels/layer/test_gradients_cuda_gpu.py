@@ -1,4 +1,4 @@
-"""Gradients of layer 0's tokens in CUDA C++: bit for bit those of the Triton twin, of all ranks played on one GPU."""
+"""Gradients of layer 0's tokens in CUDA C++: bit for bit those of the Triton twin, of all ranks emulated on one GPU."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import random
 
 import pytest
 import torch
+from emulated_cases import LAYER1, draw_layer1
+from emulated_ranks import EPOCH, EmulatedCase, Kind
 from gradient_launches import exact_gradients, gradients_alone, run_gradients
 from layer1_launches import layer1_in
-from played_cases import LAYER1, draw_layer1
-from played_ranks import EPOCH, Kind, PlayedCase
 
 pytestmark = pytest.mark.gpu
 
 
-def check(case: PlayedCase) -> None:
+def check(case: EmulatedCase) -> None:
     found, twin = run_gradients(case, "cuda"), run_gradients(case, "triton")
     rounding = 3 * torch.finfo(case.dtype).eps / 2  # of rows of y, partial sums and the result
     for rank, ((exact, size, weights), mine, other) in enumerate(zip(exact_gradients(case), found, twin, strict=True)):
@@ -26,7 +26,7 @@ def check(case: PlayedCase) -> None:
 
 
 @pytest.mark.parametrize("case", LAYER1, ids=lambda case: case.name)
-def test_equal_their_twin(case: PlayedCase) -> None:
+def test_equal_their_twin(case: EmulatedCase) -> None:
     check(case)
 
 
@@ -40,7 +40,7 @@ def test_random_cases() -> None:
 
 @pytest.mark.parametrize("kind", ["cuda", "triton"])
 def test_a_rank_that_never_comes_is_named(kind: Kind) -> None:
-    case = PlayedCase("deadline", 2, 1, (900, 200), 8, 4, 768, 128, num_panels=3)
+    case = EmulatedCase("deadline", 2, 1, (900, 200), 8, 4, 768, 128, num_panels=3)
     with layer1_in(kind):
         aborted, place, peer, _, expected, seen, *_ = gradients_alone(case, deadline_ns=20_000_000)
     assert (aborted, place, peer, expected, seen) == (1, 4, 1, EPOCH, EPOCH - 1)

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from emulated_cases import SMALL_LAYER0, TWO
+from emulated_ranks import EPOCH
 from layer0_launches import Exact, Hidden, exact_layer0, layer0_alone, layer0_in, run_layer0
-from played_cases import SMALL_LAYER0, TWO
-from played_ranks import EPOCH
 from ranks import run_ranks
 
 
@@ -16,9 +16,9 @@ def play(rank: int, world_size: int) -> None:
     for case in SMALL_LAYER0:
         for save_pre in (False, True):
             found = run_layer0(case, "triton", save_pre=save_pre)
-            for played, (exact, result) in enumerate(zip(exact_layer0(case), found, strict=True)):
+            for emulated, (exact, result) in enumerate(zip(exact_layer0(case), found, strict=True)):
                 assert (result.pre is not None) == save_pre
-                exact.check(result, f"rank {played} of {case}")
+                exact.check(result, f"rank {emulated} of {case}")
 
 
 def test_ranks_played_in_one_process() -> None:

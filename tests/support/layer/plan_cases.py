@@ -267,7 +267,7 @@ def workspace(case: Case, comm: Communicator, *, extra_top_k: int = 0) -> Worksp
 
 
 def plan_all_ranks(case: Case, device: str, *, epochs: int, use_kernels: bool = True) -> list[list[Plan]]:
-    """Plans of all ranks, played by this process: all begin before the first finishes; the same routing every epoch."""
+    """Plans of all ranks, emulated by this process: all begin before the first finishes; same routing each epoch."""
     pools = [workspace(case, comm, extra_top_k=case.top_k % 3) for comm in emulated_group(case.world_size, device)]
     plans = []
     for epoch in range(1, epochs + 1):

@@ -165,7 +165,7 @@ def begin(size: Size, layout: Layout, device: str, **fields: Any) -> tuple[Any, 
     spare = 0 if device == "cpu" else 32
     group = make_group(
         config, max_tokens=size.sequence * size.batch, dtype=torch.bfloat16, device=device, timeout_s=20.0,
-        spare_multiprocessors=spare,
+        reserved_sms=spare,
     )  # fmt: skip
     return config, make_config(**fields), group
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from random import Random
 
 import torch
+from emulated_ranks import Kind
 from layer_cases import LayerCase
-from played_ranks import Kind
 
 from comet.config import MoEConfig
 from comet.quantization.formats import FP8_BLOCK

@@ -1,4 +1,4 @@
-"""Layer 0 of several ranks on one device (``played_ranks``), by either of the two implementations."""
+"""Layer 0 of several ranks on one device (``emulated_ranks``), by either of the two implementations."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from layer_cases import rank_inputs
-from played_ranks import (
+from emulated_ranks import (
     EPOCH,
     Buffers,
     Counted,
+    EmulatedCase,
     Kind,
-    PlayedCase,
     fault_of,
     fresh,
     launched_in,
@@ -22,6 +21,7 @@ from played_ranks import (
     plans_of,
     play,
 )
+from layer_cases import rank_inputs
 from torch import Tensor
 from torch.nn.functional import silu
 
@@ -52,17 +52,17 @@ def layer0_in(kind: Kind) -> Iterator[Counted]:
         yield spy
 
 
-def make_buffers(case: PlayedCase) -> Buffers:
+def make_buffers(case: EmulatedCase) -> Buffers:
     """Where tokens land."""
     return Buffers.allocate(case, max_tokens(case) // CHUNK_ROWS)
 
 
-def tokens_of(case: PlayedCase, rank: int) -> Tensor:
+def tokens_of(case: EmulatedCase, rank: int) -> Tensor:
     """``(T, D)`` of a rank, on the device."""
     return rank_inputs(case, rank).tokens.to(case.device)
 
 
-def expert_weights(case: PlayedCase, rank: int) -> Tensor:
+def expert_weights(case: EmulatedCase, rank: int) -> Tensor:
     """``(e, 2F, D)`` of a rank."""
     generator = torch.Generator(case.device).manual_seed(100 + rank)
     shape = (case.num_experts // case.world_size, 2 * case.ffn_size, case.hidden_size)
@@ -70,7 +70,7 @@ def expert_weights(case: PlayedCase, rank: int) -> Tensor:
     return (1.5 * weights / case.hidden_size**0.5).to(case.dtype)
 
 
-def config_of(case: PlayedCase, *, save_pre: bool) -> DispatchGemmConfig:
+def config_of(case: EmulatedCase, *, save_pre: bool) -> DispatchGemmConfig:
     """What the layer would launch, as far as it depends on the shape."""
     tile = TileShape.select(case.dtype, case.hidden_size, case.ffn_size)
     in_32_bits = case.dtype == torch.float32
@@ -85,7 +85,7 @@ def config_of(case: PlayedCase, *, save_pre: bool) -> DispatchGemmConfig:
 
 
 def launch(
-    case: PlayedCase, plans: list[Plan], buffers: Buffers, rank: int, wire: Wire, *, save_pre: bool = False
+    case: EmulatedCase, plans: list[Plan], buffers: Buffers, rank: int, wire: Wire, *, save_pre: bool = False
 ) -> Hidden:
     """One launch of one rank: results of all routed rows, NaN where nothing was written."""
     plan, x = fresh(plans[rank]), tokens_of(case, rank)
@@ -99,7 +99,7 @@ def launch(
     return Hidden(hidden, pre if save_pre else None)
 
 
-def sent_tokens(case: PlayedCase, plans: list[Plan], source: int, target: int) -> Tensor:
+def sent_tokens(case: EmulatedCase, plans: list[Plan], source: int, target: int) -> Tensor:
     """The rows that one rank sends to another, ``(n, D)``, in the order in which they lie there."""
     tokens, plan = tokens_of(case, source), plans[source]
     if source == target:
@@ -107,7 +107,7 @@ def sent_tokens(case: PlayedCase, plans: list[Plan], source: int, target: int) -
     return tokens[plan.send_token_ids[target, : int(plan.send_counts[target])].long()]
 
 
-def run_layer0(case: PlayedCase, kind: Kind, *, save_pre: bool) -> list[Hidden]:
+def run_layer0(case: EmulatedCase, kind: Kind, *, save_pre: bool) -> list[Hidden]:
     """The rows of each rank's experts, after a look at all the rest: who received what, and what was left alone."""
     plans, buffers = plans_of(case), make_buffers(case)
     with layer0_in(kind) as spy:
@@ -118,7 +118,7 @@ def run_layer0(case: PlayedCase, kind: Kind, *, save_pre: bool) -> list[Hidden]:
     return [experts_rows(plan, result) for plan, result in zip(plans, found, strict=True)]
 
 
-def check_received(case: PlayedCase, plans: list[Plan], buffers: Buffers, rank: int) -> None:
+def check_received(case: EmulatedCase, plans: list[Plan], buffers: Buffers, rank: int) -> None:
     """What is sent has arrived, with its flags; neither a row nor a flag more than that."""
     rows = landed(case, plans, rank)
     rows[rank * max_tokens(case) :][: max_tokens(case)] = torch.nan
@@ -126,7 +126,7 @@ def check_received(case: PlayedCase, plans: list[Plan], buffers: Buffers, rank: 
     check_flags(case, plans, buffers, rank)
 
 
-def check_flags(case: PlayedCase, plans: list[Plan], buffers: Buffers, rank: int) -> None:
+def check_flags(case: EmulatedCase, plans: list[Plan], buffers: Buffers, rank: int) -> None:
     """The flags of all chunks that others send to a rank are up, and no more."""
     flags = torch.full_like(buffers.flags[rank], EPOCH - 1)
     for source in range(case.world_size):
@@ -136,7 +136,7 @@ def check_flags(case: PlayedCase, plans: list[Plan], buffers: Buffers, rank: int
     assert torch.equal(buffers.flags[rank], flags), f"flags of rank {rank} of {case}"
 
 
-def landed(case: PlayedCase, plans: list[Plan], rank: int) -> Tensor:
+def landed(case: EmulatedCase, plans: list[Plan], rank: int) -> Tensor:
     """Received rows ``(R, D)`` of a rank with its own tokens among them, NaN where there is none."""
     shape = (case.world_size, max_tokens(case), case.hidden_size)
     rows = torch.full(shape, torch.nan, dtype=case.dtype, device=case.device)
@@ -155,7 +155,7 @@ def experts_rows(plan: Plan, found: Hidden) -> Hidden:
     return Hidden(*(None if tensor is None else tensor[mine] for tensor in (found.hidden, found.pre)))
 
 
-def layer0_alone(case: PlayedCase, deadline_ns: int) -> list[int]:
+def layer0_alone(case: EmulatedCase, deadline_ns: int) -> list[int]:
     """The record of a fault that rank 0 leaves when no other rank ever comes."""
     buffers = make_buffers(case)
     return fault_of(case, buffers, partial(launch, case, plans_of(case), buffers), deadline_ns)
@@ -182,7 +182,7 @@ class Exact:
             assert within.all(), f"{what}: {name} is wrong {int((~within).sum())} times, first at {row_col}"
 
 
-def exact_layer0(case: PlayedCase) -> list[Exact]:
+def exact_layer0(case: EmulatedCase) -> list[Exact]:
     """The rows of each rank's experts in float64.
 
     Gate and up are rounded once, and so is their product; before that, sums and SwiGLU are computed in float32.

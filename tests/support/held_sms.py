@@ -1,4 +1,4 @@
-"""Multiprocessors that another kernel holds until it is told, as a collective does that waits for other ranks."""
+"""SMs that another kernel holds until it is told, as a collective does that waits for other ranks."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ SHARED_BYTES = 200 * 1024  # no block of a layer fits beside so much
 
 
 @contextmanager
-def held_multiprocessors(count: int) -> Iterator[Callable[[], bool]]:
-    """Hold ``count`` multiprocessors of the current GPU, for 20 seconds at most; yields whether they are still held.
+def held_sms(count: int) -> Iterator[Callable[[], bool]]:
+    """Hold ``count`` SMs of the current GPU, for 20 seconds at most; yields whether they are still held.
 
     Nothing is collected meanwhile: whoever frees memory of the GPU may wait for all of its kernels.
     """

@@ -1,4 +1,4 @@
-"""Tokens of one rank go to the only expert of another and come back unchanged, both ranks played by one process.
+"""Tokens of one rank go to the only expert of another and come back unchanged, both ranks emulated by one process.
 
 The expert is the identity, exactly: gate is 32 everywhere (silu(32) = 32), up is the token, and w2 is 1/32. Rows name
 their token, so a row that came from or went to a wrong address shows. Nothing waits in vain although the ranks take

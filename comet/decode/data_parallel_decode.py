@@ -18,10 +18,10 @@ from comet.layout import Biases, added_biases
 from comet.utils.uncompiled import uncompiled
 
 
-class OwnTokensRunner:
+class DataParallelDecode:
     """Experts over a group each of whose ranks brings its own tokens (data-parallel attention); collective.
 
-    An ``ExpertPath``: ``layer.experts = OwnTokensRunner(config, group)`` lets a ``MoE`` decode. Where a gradient is
+    An ``ExpertPath``: ``layer.experts = DataParallelDecode(config, group)`` lets a ``MoE`` decode. Where a gradient is
     needed (on all ranks or on none) its calls take the group's path.
 
     Args:
@@ -101,7 +101,7 @@ class OwnTokensRunner:
         scratch = self.decode.scratch(tokens, experts)
         return self.decode_on_ranks(tokens, top_k_ids, top_k_weights, experts, scratch=scratch)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> OwnTokensRunner:
+    def __deepcopy__(self, memo: dict[int, object]) -> DataParallelDecode:
         """A copied model runs on the same ranks and memory."""
         return self
 

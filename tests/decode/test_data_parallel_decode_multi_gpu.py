@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from data_parallel_cases import check_own_tokens, check_replays
 from decode_cases import DecodeCase
 from gpus import ON_GPUS, gpu_of
-from own_tokens_cases import check_own_tokens, check_replays
 from ranks import run_ranks
 
 CASE = DecodeCase(name="own tokens", T=0, K=4, E=8, D=512, F=256, routing="masked", seed=3)

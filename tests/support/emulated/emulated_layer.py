@@ -1,4 +1,4 @@
-"""A whole layer of several ranks, forward and backward, played one after the other in one process.
+"""A whole layer of several ranks, forward and backward, emulated one after the other in one process.
 
 No kernel may wait for a later rank, so every step in which ranks wait for each other runs twice: first with flags that
 pretend everything has arrived, while the ranks send what they have to send; then again, with everything there. What the
@@ -30,12 +30,12 @@ EVENTS = 64
 Result = TypeVar("Result")
 
 
-class PlayedRanks:
-    """All ranks of a layer, played one after the other.
+class EmulatedRanks:
+    """All ranks of a layer, emulated one after the other.
 
     Args:
         case: The layer and its tokens; ``inputs`` and delays are not used.
-        device: Where they are played.
+        device: Where they are emulated.
         record: Record events, too.
     """
 

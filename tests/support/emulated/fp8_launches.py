@@ -1,4 +1,4 @@
-"""The layers in block FP8 of several ranks on one device (``played_ranks``), by either of the two implementations.
+"""The layers in block FP8 of several ranks on one device (``emulated_ranks``), by either of the two implementations.
 
 Packed rows travel between the ranks. Whatever no rank writes, and hidden rows of no expert, are NaN.
 """
@@ -13,14 +13,11 @@ from unittest.mock import patch
 
 import layer1_launches
 import torch
-from fp8_cases import compare, layer_of
-from layer0_launches import check_flags, sent_tokens, tokens_of
-from layer_cases import rank_inputs
-from played_ranks import (
+from emulated_ranks import (
     Buffers,
     Counted,
+    EmulatedCase,
     Kind,
-    PlayedCase,
     fault_of,
     fresh,
     launched_in,
@@ -28,6 +25,9 @@ from played_ranks import (
     plans_of,
     play,
 )
+from fp8_cases import compare, layer_of
+from layer0_launches import check_flags, sent_tokens, tokens_of
+from layer_cases import rank_inputs
 from torch import Tensor
 
 from comet.kernels.gemm.fp8 import pack_rows
@@ -63,13 +63,13 @@ def fp8_layer1_in(kind: Kind) -> Iterator[Counted]:
         yield spy
 
 
-def make_buffers(case: PlayedCase) -> Buffers:
+def make_buffers(case: EmulatedCase) -> Buffers:
     """Where packed rows land."""
     columns = packed_columns(case.hidden_size, case.dtype)
     return Buffers.allocate(case, max_tokens(case) // CHUNK_ROWS, columns=columns)
 
 
-def expert_weights(case: PlayedCase, rank: int) -> tuple[FP8, FP8]:
+def expert_weights(case: EmulatedCase, rank: int) -> tuple[FP8, FP8]:
     """w1 ``(e, 2F, D)`` and w2 ``(e, D, F)`` of a rank."""
     generator = torch.Generator(case.device).manual_seed(100 * case.seed + rank)
     experts, width, depth = case.num_experts // case.world_size, case.ffn_size, case.hidden_size
@@ -91,19 +91,19 @@ def scaled(weight: FP8) -> Scaled:
     return Scaled(elements=weight.elements, scales=weight.scales)
 
 
-def settings_of(case: PlayedCase, plan: Plan) -> LayerSettings:
+def settings_of(case: EmulatedCase, plan: Plan) -> LayerSettings:
     """As the layer makes them."""
     return LayerSettings.create(case.config, plan.layout, case.overlap, case.dtype)
 
 
-def empty_hidden(case: PlayedCase, num_rows: int) -> Scaled:
+def empty_hidden(case: EmulatedCase, num_rows: int) -> Scaled:
     """``(Q, F)`` of NaN, with scales ``(F / 128, Q)`` of NaN."""
     elements = torch.full((num_rows, case.ffn_size), E4M3_NAN, dtype=torch.uint8, device=case.device)
     scales = torch.full((case.ffn_size // FP8_BLOCK, num_rows), torch.nan, device=case.device)
     return Scaled(elements=elements.view(torch.float8_e4m3fn), scales=scales)
 
 
-def launch_layer0(case: PlayedCase, plans: list[Plan], rank: int, wire: Wire) -> Scaled:
+def launch_layer0(case: EmulatedCase, plans: list[Plan], rank: int, wire: Wire) -> Scaled:
     """One launch of one rank, whose rows are packed first: hidden of all routed rows."""
     plan, x = fresh(plans[rank]), tokens_of(case, rank)
     wire = replace(wire, rows=wire.rows.view(torch.int32))
@@ -119,7 +119,7 @@ def launch_layer0(case: PlayedCase, plans: list[Plan], rank: int, wire: Wire) ->
     return hidden
 
 
-def launch_layer1(case: PlayedCase, plans: list[Plan], hidden: list[Scaled], rank: int, wire: Wire) -> Tensor:
+def launch_layer1(case: EmulatedCase, plans: list[Plan], hidden: list[Scaled], rank: int, wire: Wire) -> Tensor:
     """One launch of one rank: its output ``(T, D)``."""
     plan, (_, w2) = fresh(plans[rank]), expert_weights(case, rank)
     settings = settings_of(case, plan)
@@ -133,7 +133,7 @@ def launch_layer1(case: PlayedCase, plans: list[Plan], hidden: list[Scaled], ran
     return out
 
 
-def run_fp8_layer0(case: PlayedCase, kind: Kind) -> list[Scaled]:
+def run_fp8_layer0(case: EmulatedCase, kind: Kind) -> list[Scaled]:
     """Hidden of every rank, after a look at all the rest: who received what, and what was left alone."""
     plans, buffers = plans_of(case), make_buffers(case)
     with fp8_layer0_in(kind) as spy:
@@ -149,7 +149,7 @@ def run_fp8_layer0(case: PlayedCase, kind: Kind) -> list[Scaled]:
     return found
 
 
-def run_fp8_layer1(case: PlayedCase, hidden: list[Scaled], kind: Kind) -> list[Tensor]:
+def run_fp8_layer1(case: EmulatedCase, hidden: list[Scaled], kind: Kind) -> list[Tensor]:
     """Output ``(T, D)`` of every rank; with a pool in float32 in Triton, whatever the kind."""
     launch = partial(launch_layer1, case, plans_of(case), hidden)
     with fp8_layer1_in(kind) as spy:
@@ -159,7 +159,7 @@ def run_fp8_layer1(case: PlayedCase, hidden: list[Scaled], kind: Kind) -> list[T
     return outputs
 
 
-def check_received(case: PlayedCase, plans: list[Plan], buffers: Buffers, rank: int) -> None:
+def check_received(case: EmulatedCase, plans: list[Plan], buffers: Buffers, rank: int) -> None:
     """What is sent has arrived packed, with its flags; neither a row nor a flag more than that."""
     used = case.hidden_size + case.hidden_size // FP8_BLOCK * torch.float32.itemsize  # bytes of a row
     rows = torch.full_like(buffers.rows[rank], torch.nan).unflatten(0, (case.world_size, -1))
@@ -177,12 +177,12 @@ def rows_of_experts(plan: Plan, hidden: Scaled) -> tuple[Tensor, Tensor]:
     return hidden.elements.view(torch.uint8)[mine], hidden.scales[:, mine]
 
 
-def layer0_alone(case: PlayedCase, deadline_ns: int) -> list[int]:
+def layer0_alone(case: EmulatedCase, deadline_ns: int) -> list[int]:
     """The record of a fault that rank 0 leaves when no other rank ever comes."""
     return fault_of(case, make_buffers(case), partial(launch_layer0, case, plans_of(case)), deadline_ns)
 
 
-def layer1_alone(case: PlayedCase, deadline_ns: int) -> list[int]:
+def layer1_alone(case: EmulatedCase, deadline_ns: int) -> list[int]:
     """The same of layer 1."""
     plans = plans_of(case)
     hidden = [empty_hidden(case, plan.routed_row_ids.numel()) for plan in plans]
@@ -190,7 +190,7 @@ def layer1_alone(case: PlayedCase, deadline_ns: int) -> list[int]:
     return fault_of(case, layer1_launches.make_buffers(case), launch, deadline_ns)
 
 
-def check_outputs(case: PlayedCase, outputs: list[Tensor], products: float) -> None:
+def check_outputs(case: EmulatedCase, outputs: list[Tensor], products: float) -> None:
     """Outputs of both layers against float64; see ``fp8_cases`` for ``products`` and the limits."""
     shards = [expert_weights(case, rank) for rank in range(case.world_size)]
     for rank, output in enumerate(outputs):

@@ -10,7 +10,7 @@ from decode_ranks import compare_step, gathered_inputs, shard
 from torch import Tensor
 
 from comet.config import MoEConfig, ParallelConfig
-from comet.decode import OwnTokensRunner
+from comet.decode import DataParallelDecode
 from comet.decode.gathered import Batch
 from comet.layer.group import ExpertGroup, make_expert_group
 
@@ -23,7 +23,7 @@ REPLAYS = 30
 class CountedDecode:
     """Stands in for a runner's decode over ranks, and notes this rank's tokens of every step."""
 
-    def __init__(self, runner: OwnTokensRunner) -> None:
+    def __init__(self, runner: DataParallelDecode) -> None:
         assert runner.decode_on_ranks is not None, "the runner decodes"
         self.decode, self.steps = runner.decode_on_ranks, []
         self.check = self.decode.check
@@ -48,7 +48,7 @@ def check_own_tokens(
 ) -> None:
     """Few tokens take decode and equal one process that holds all experts, more take the path of the group."""
     moe, group = open_group(case, world_size, tp, dtype, device)
-    runner, weights = OwnTokensRunner(moe, group, LIMIT), shard(case, group.layout(moe), dtype, device)
+    runner, weights = DataParallelDecode(moe, group, LIMIT), shard(case, group.layout(moe), dtype, device)
     steps = CountedDecode(runner).steps
     for number, counts in enumerate(COUNTS):
         of_ranks = tuple(counts[each % 2] for each in range(world_size))
@@ -71,7 +71,7 @@ def check_own_tokens(
 def check_replays(rank: int, world_size: int, case: DecodeCase, tp: int, dtype: torch.dtype, device: str) -> None:
     """A captured step with other tokens and other routing each time, against steps outside of the graph."""
     moe, group = open_group(case, world_size, tp, dtype, device)
-    runner, weights = OwnTokensRunner(moe, group, LIMIT), shard(case, group.layout(moe), dtype, device)
+    runner, weights = DataParallelDecode(moe, group, LIMIT), shard(case, group.layout(moe), dtype, device)
     counts = tuple(each % (LIMIT + 1) for each in range(1, world_size + 1))
     given = on_device(gathered_inputs(case, 0, counts, dtype)[rank], device)
 

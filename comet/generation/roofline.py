@@ -1,4 +1,4 @@
-"""How fast this device reads memory: the roof of a decode step, measured in the same run."""
+"""How fast this device reads memory: the roofline of a decode step, measured in the same run."""
 
 from __future__ import annotations
 

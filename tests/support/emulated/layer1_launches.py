@@ -1,4 +1,4 @@
-"""Layer 1 of several ranks on one device (``played_ranks``), by either of the two implementations."""
+"""Layer 1 of several ranks on one device (``emulated_ranks``), by either of the two implementations."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
-from played_ranks import (
+from emulated_ranks import (
     Buffers,
     Counted,
+    EmulatedCase,
     Kind,
-    PlayedCase,
     fault_of,
     fresh,
     launched_in,
@@ -38,12 +38,12 @@ def layer1_in(kind: Kind) -> Iterator[Counted]:
         yield spy
 
 
-def make_buffers(case: PlayedCase) -> Buffers:
+def make_buffers(case: EmulatedCase) -> Buffers:
     """Where partial sums land."""
     return Buffers.allocate(case, max_tokens(case) // COMBINE_CHUNK_ROWS, MAX_PANELS)
 
 
-def expert_inputs(case: PlayedCase, rank: int, num_rows: int) -> tuple[Tensor, Tensor]:
+def expert_inputs(case: EmulatedCase, rank: int, num_rows: int) -> tuple[Tensor, Tensor]:
     """Hidden ``(Q, C)`` and weights ``(e, D, C)`` of a rank."""
     generator = torch.Generator(case.device).manual_seed(100 + rank)
     experts = case.num_experts // case.world_size
@@ -52,7 +52,7 @@ def expert_inputs(case: PlayedCase, rank: int, num_rows: int) -> tuple[Tensor, T
     return hidden.to(case.dtype), (w2 / case.ffn_size**0.5).to(case.dtype)
 
 
-def launch(case: PlayedCase, plans: list[Plan], rank: int, wire: Wire) -> Tensor:
+def launch(case: EmulatedCase, plans: list[Plan], rank: int, wire: Wire) -> Tensor:
     """One launch of one rank: its output ``(T, D)``."""
     plan = fresh(plans[rank])
     hidden, w2 = expert_inputs(case, rank, plan.routed_row_ids.numel())
@@ -71,7 +71,7 @@ def launch(case: PlayedCase, plans: list[Plan], rank: int, wire: Wire) -> Tensor
     return out
 
 
-def run_layer1(case: PlayedCase, kind: Kind) -> list[Tensor]:
+def run_layer1(case: EmulatedCase, kind: Kind) -> list[Tensor]:
     """Output ``(T, D)`` of every rank."""
     with layer1_in(kind) as spy:
         outputs = play(case, make_buffers(case), partial(launch, case, plans_of(case)))
@@ -79,17 +79,17 @@ def run_layer1(case: PlayedCase, kind: Kind) -> list[Tensor]:
     return outputs
 
 
-def layer1_alone(case: PlayedCase, deadline_ns: int) -> list[int]:
+def layer1_alone(case: EmulatedCase, deadline_ns: int) -> list[int]:
     """The record of a fault that rank 0 leaves when no other rank ever comes."""
     return fault_of(case, make_buffers(case), partial(launch, case, plans_of(case)), deadline_ns)
 
 
-def sent_after_a_fault(case: PlayedCase) -> list[tuple[int, int]]:
+def sent_after_a_fault(case: EmulatedCase) -> list[tuple[int, int]]:
     """Values that rank 0 stored for each other rank, and flags that it raised there, if a wait had failed before."""
     return sent_after(case, make_buffers(case), partial(launch, case, plans_of(case)))
 
 
-def exact_layer1(case: PlayedCase) -> list[tuple[Tensor, Tensor]]:
+def exact_layer1(case: EmulatedCase) -> list[tuple[Tensor, Tensor]]:
     """Output ``(T, D)`` of every rank in float64, and the sum of the absolute values of what was added up."""
     plans = plans_of(case)
     shape = (case.world_size * max_tokens(case), case.hidden_size)

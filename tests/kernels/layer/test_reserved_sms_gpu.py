@@ -1,4 +1,4 @@
-"""Layer 1 ends while a kernel of another stream holds multiprocessors: those that it spares, or any if it draws."""
+"""Layer 1 ends while a kernel of another stream holds SMs: those that it spares, or any if it draws."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from held_multiprocessors import held_multiprocessors
+from held_sms import held_sms
 
 from comet import MoE, MoEConfig, OverlapConfig, ParallelConfig, make_expert_group
 from comet.errors import CommTimeoutError
@@ -64,7 +64,7 @@ def test_a_layer_beside_a_kernel_that_does_not_end(name: str, spare: int) -> Non
     launch = LAUNCHES[name]
     group = make_expert_group(
         CONFIG, ParallelConfig(), max_tokens=NUM_TOKENS, dtype=torch.bfloat16, device="cuda", timeout_s=2.0,
-        spare_multiprocessors=spare,
+        reserved_sms=spare,
     )  # fmt: skip
     layer = MoE(CONFIG, group, path="fused", overlap=launch.overlap, param_dtype=torch.bfloat16)
     backend = layer.experts.backend
@@ -78,7 +78,7 @@ def test_a_layer_beside_a_kernel_that_does_not_end(name: str, spare: int) -> Non
         function = launch.function or "gemm_combine_cuda"
         with (
             patch.object(gemm_combine, function, wraps=getattr(gemm_combine, function)) as spy,
-            held_multiprocessors(HELD) as are_held,
+            held_sms(HELD) as are_held,
         ):
             found = call()
             assert ends_within(10)

@@ -1,4 +1,4 @@
-"""The backward pass of several ranks on one device (``played_ranks``), by either implementation."""
+"""The backward pass of several ranks on one device (``emulated_ranks``), by either implementation."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from functools import partial
 from unittest.mock import patch
 
 import torch
+from emulated_ranks import EmulatedCase, Kind, fault_of, fresh, max_tokens, plans_of, play
 from layer1_launches import layer1_in, make_buffers
-from played_ranks import Kind, PlayedCase, fault_of, fresh, max_tokens, plans_of, play
 from torch import Tensor
 
 from comet.kernels.gemm import wgrad_cuda as group_gemm_wgrad_cuda
@@ -26,7 +26,7 @@ def weights_in(kind: Kind) -> AbstractContextManager[object]:
     return patch.object(group_gemm_wgrad_cuda, "LEAST_TILES", least)
 
 
-def inputs_of(case: PlayedCase, rank: int, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+def inputs_of(case: EmulatedCase, rank: int, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of gate | up ``(Q, C)``, weights ``(e, C, D)`` and gradients of routing weights ``(R, K)`` of a rank.
 
     Rows of no expert are NaN, as whatever they hold.
@@ -41,7 +41,7 @@ def inputs_of(case: PlayedCase, rank: int, plan: Plan) -> tuple[Tensor, Tensor, 
     return rows.to(case.dtype), (w1 / case.ffn_size**0.5).to(case.dtype), row_grads
 
 
-def launch(case: PlayedCase, plans: list[Plan], landings: list[Tensor], rank: int, wire: Wire) -> Gradients:
+def launch(case: EmulatedCase, plans: list[Plan], landings: list[Tensor], rank: int, wire: Wire) -> Gradients:
     """One launch of one rank: gradients of its tokens ``(T, D)`` and of their routing weights ``(T, K)``."""
     plan = fresh(plans[rank])
     rows, w1, row_grads = inputs_of(case, rank, plan)
@@ -65,13 +65,13 @@ def launch(case: PlayedCase, plans: list[Plan], landings: list[Tensor], rank: in
     return out, grads.out
 
 
-def _launcher(case: PlayedCase) -> partial[Gradients]:
+def _launcher(case: EmulatedCase) -> partial[Gradients]:
     ranks = range(case.world_size)
     shape = case.world_size * max_tokens(case), case.top_k
     return partial(launch, case, plans_of(case), [torch.full(shape, torch.nan, device=case.device) for _ in ranks])
 
 
-def run_gradients(case: PlayedCase, kind: Kind) -> list[Gradients]:
+def run_gradients(case: EmulatedCase, kind: Kind) -> list[Gradients]:
     """Both gradients of every rank."""
     with layer1_in(kind) as spy:
         outputs = play(case, make_buffers(case), _launcher(case))
@@ -79,12 +79,12 @@ def run_gradients(case: PlayedCase, kind: Kind) -> list[Gradients]:
     return outputs
 
 
-def gradients_alone(case: PlayedCase, deadline_ns: int) -> list[int]:
+def gradients_alone(case: EmulatedCase, deadline_ns: int) -> list[int]:
     """The record of a fault that rank 0 leaves when no other rank ever comes."""
     return fault_of(case, make_buffers(case), _launcher(case), deadline_ns)
 
 
-def exact_gradients(case: PlayedCase) -> list[tuple[Tensor, Tensor, Tensor]]:
+def exact_gradients(case: EmulatedCase) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Of every rank in float64: gradients of tokens, the sum of the absolute values added up, those of weights."""
     plans, num_rows = plans_of(case), max_tokens(case)
     partials = []
@@ -101,7 +101,7 @@ def exact_gradients(case: PlayedCase) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 
 def _sum_up(
-    case: PlayedCase, rank: int, plan: Plan, partials: list[tuple[Tensor, ...]]
+    case: EmulatedCase, rank: int, plan: Plan, partials: list[tuple[Tensor, ...]]
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_tokens, first = case.num_tokens[rank], rank * max_tokens(case)
     found = [partials[0][0].new_zeros(num_tokens, part.shape[1]) for part in partials[0]]

@@ -1,4 +1,4 @@
-"""What launches of played ranks record: whether it is what there was to do."""
+"""What launches of emulated ranks record: whether it is what there was to do."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 import torch
-from played_ranks import EPOCH, Buffers, PlayedCase, Result, play
+from emulated_ranks import EPOCH, Buffers, EmulatedCase, Result, play
 from torch import Tensor
 
 from comet.kernels.runtime.arguments import CHUNK_ROWS, COMBINE_CHUNK_ROWS, Wire
@@ -25,7 +25,7 @@ Items = set[tuple[int, int, int]]
 
 
 def recorded(
-    case: PlayedCase, buffers: Buffers, launch: Callable[[int, Wire], Result], recorders: list[Recorder]
+    case: EmulatedCase, buffers: Buffers, launch: Callable[[int, Wire], Result], recorders: list[Recorder]
 ) -> list[Result]:
     """``play``, with the events of the second round in each rank's recorder."""
 

@@ -20,7 +20,7 @@ def on_gpu(rank: int, world_size: int, spare: int) -> None:
     device, bf16 = gpu_of(rank), torch.bfloat16
     group = make_expert_group(
         CONFIG, ParallelConfig(ep=world_size), max_tokens=NUM_TOKENS, dtype=bf16, device=device, timeout_s=20.0,
-        spare_multiprocessors=spare,
+        reserved_sms=spare,
     )  # fmt: skip
     layer = MoE(CONFIG, group, path="fused", param_dtype=bf16)
     x = torch.randn(NUM_TOKENS, CONFIG.hidden_size, device=device, dtype=bf16)
@@ -32,7 +32,7 @@ def on_gpu(rank: int, world_size: int, spare: int) -> None:
         for call in range(CALLS):
             gradients.fill_(1)
             torch.cuda.synchronize()
-            if rank == call % world_size:  # here the collective comes first, and has its multiprocessors
+            if rank == call % world_size:  # here the collective comes first, and has its SMs
                 reduce_on(side, gradients)
             dist.all_reduce(torch.ones(1))  # of the hosts: by now it runs there
             found = layer(x)[0]

@@ -1,4 +1,4 @@
-"""All launches of layer 1 and of its backward pass leave spare multiprocessors alone, whatever they are written in."""
+"""All launches of layer 1 and of its backward pass leave reserved SMs alone, whatever they are written in."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from launch_arguments import make_table, make_wire
 from comet.kernels.layer import gemm_combine as gemm_combine_cuda
 from comet.kernels.layer.triton import gemm_combine as module
 from comet.kernels.layer.triton.gemm_combine import COMM_WAVES, GemmCombineConfig
-from comet.kernels.runtime.arguments import GradWire, Returns, Scaled, multiprocessors
+from comet.kernels.runtime.arguments import GradWire, Returns, Scaled, num_sms
 from comet.kernels.runtime.cuda_source import TensorMap
 
 SPARE = 31
@@ -39,7 +39,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(gemm_combine_cuda, "tensor_map", lambda tensor, box: TensorMap())
     yield
-    multiprocessors.cache_clear()
+    num_sms.cache_clear()
 
 
 def scaled(*shape: int) -> Scaled:
@@ -62,7 +62,7 @@ def test_in_cuda(monkeypatch: pytest.MonkeyPatch, cluster: int, blocks: int) -> 
     monkeypatch.setattr(module, "runs_cuda", lambda *_: True)
     monkeypatch.setattr(gemm_combine_cuda, "_kernels", lambda *_: defaultdict(lambda: kernel))
     run(GemmCombineConfig(), fp8=fp8)
-    run(GemmCombineConfig(spare_multiprocessors=SPARE), fp8=fp8)
+    run(GemmCombineConfig(reserved_sms=SPARE), fp8=fp8)
     assert kernel.blocks == [ALL, blocks]
 
 
@@ -81,7 +81,7 @@ def test_in_triton(
     found: list[int] = []
     monkeypatch.setattr(module, "launch", lambda kernel, num_blocks, *_: found.append(num_blocks))
     run(
-        GemmCombineConfig(comm_blocks=comm_blocks, block_n=128, block_k=128, spare_multiprocessors=SPARE),
+        GemmCombineConfig(comm_blocks=comm_blocks, block_n=128, block_k=128, reserved_sms=SPARE),
         fp8=fp8,
         backward=backward,
     )

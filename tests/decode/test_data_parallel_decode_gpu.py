@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from data_parallel_cases import check_own_tokens, check_replays
 from decode_cases import DecodeCase
-from own_tokens_cases import check_own_tokens, check_replays
 
 pytestmark = pytest.mark.gpu
 

@@ -32,8 +32,8 @@ PRETENDED = EPOCH + 1  # as good as EPOCH to whoever waits for that
 
 
 @dataclass(frozen=True)
-class PlayedCase(LayerCase):
-    """A layer of which one launch is played, on one device; experts are not split (TP = 1)."""
+class EmulatedCase(LayerCase):
+    """A layer of which one launch is emulated, on one device; experts are not split (TP = 1)."""
 
     dtype: torch.dtype = torch.bfloat16
     block_rows: int = 128
@@ -77,7 +77,7 @@ def max_tokens(case: LayerCase) -> int:
     return round_up(max(1, *case.num_tokens), CHUNK_ROWS)
 
 
-def plans_of(case: PlayedCase) -> list[Plan]:
+def plans_of(case: EmulatedCase) -> list[Plan]:
     """The plans of all ranks, on the device."""
     shape = (case.world_size, max_tokens(case), case.top_k)
     ids, weights = torch.full(shape, MASKED, dtype=torch.int32), torch.zeros(shape)
@@ -87,7 +87,7 @@ def plans_of(case: PlayedCase) -> list[Plan]:
     return [plan_of(case, rank, ids, weights) for rank in range(case.world_size)]
 
 
-def plan_of(case: PlayedCase, rank: int, ids: Tensor, weights: Tensor) -> Plan:
+def plan_of(case: EmulatedCase, rank: int, ids: Tensor, weights: Tensor) -> Plan:
     """The rank's plan, on the device, from the ids and weights ``(W, M, K)`` of all ranks."""
     layout = ExpertLayout.create(case.config, case.parallel, rank)
     plan = plan_from_ids(
@@ -116,7 +116,7 @@ class Buffers:
     flags: list[Tensor]
 
     @classmethod
-    def allocate(cls, case: PlayedCase, *flags_of_source: int, columns: int | None = None) -> Buffers:
+    def allocate(cls, case: EmulatedCase, *flags_of_source: int, columns: int | None = None) -> Buffers:
         """Rows of NaN, so that nothing counts that was not sent, and flags ``(W, *flags_of_source)`` not raised.
 
         Rows have D columns, or ``columns`` where it is given.
@@ -160,7 +160,7 @@ class Buffers:
         )
 
 
-def play(case: PlayedCase, buffers: Buffers, launch: Callable[[int, Wire], Result]) -> list[Result]:
+def play(case: EmulatedCase, buffers: Buffers, launch: Callable[[int, Wire], Result]) -> list[Result]:
     """What ``launch`` of a rank over its wire returns for every rank in the second round; no spin may give up in it."""
     results, ranks = [], range(case.world_size)
     faults = [torch.zeros(8, dtype=torch.int64, device=case.device) for _ in ranks]
@@ -173,13 +173,15 @@ def play(case: PlayedCase, buffers: Buffers, launch: Callable[[int, Wire], Resul
     return results
 
 
-def synchronize(case: PlayedCase) -> None:
+def synchronize(case: EmulatedCase) -> None:
     """Wait until the launches are done."""
     if case.device == "cuda":
         torch.cuda.synchronize()
 
 
-def fault_of(case: PlayedCase, buffers: Buffers, launch: Callable[[int, Wire], object], deadline_ns: int) -> list[int]:
+def fault_of(
+    case: EmulatedCase, buffers: Buffers, launch: Callable[[int, Wire], object], deadline_ns: int
+) -> list[int]:
     """The record of a fault that rank 0 leaves when no other rank ever comes."""
     fault = torch.zeros(8, dtype=torch.int64, device=case.device)
     launch(0, buffers.wire(0, fault, deadline_ns))
@@ -187,7 +189,7 @@ def fault_of(case: PlayedCase, buffers: Buffers, launch: Callable[[int, Wire], o
     return fault.tolist()
 
 
-def sent_after(case: PlayedCase, buffers: Buffers, launch: Callable[[int, Wire], object]) -> list[tuple[int, int]]:
+def sent_after(case: EmulatedCase, buffers: Buffers, launch: Callable[[int, Wire], object]) -> list[tuple[int, int]]:
     """Values that rank 0 stored for each other rank, and flags that it raised there, if a wait had failed before."""
     fault = torch.zeros(8, dtype=torch.int64, device=case.device)
     fault[0] = 1

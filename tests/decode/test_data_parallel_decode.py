@@ -6,12 +6,12 @@ import copy
 
 import pytest
 import torch
+from data_parallel_cases import COUNTS, LIMIT, check_own_tokens
 from decode_cases import DecodeCase
-from own_tokens_cases import COUNTS, LIMIT, check_own_tokens
 from ranks import run_ranks
 
 from comet import MoE, MoEConfig, ParallelConfig, make_expert_group
-from comet.decode import OwnTokensRunner, RankDecode
+from comet.decode import DataParallelDecode, RankDecode
 from comet.layer.group import ExpertGroup
 
 CONFIG = MoEConfig(hidden_size=32, ffn_size=64, num_experts=8, top_k=2, shared_ffn_size=48)
@@ -24,7 +24,7 @@ def make_group(ep: int, tp: int) -> ExpertGroup:
 def own_tokens(rank: int, world_size: int, tp: int) -> None:
     group = make_group(world_size // tp, tp)
     layer = MoE(CONFIG, group, seed=4)
-    runner = OwnTokensRunner(CONFIG, group, LIMIT)
+    runner = DataParallelDecode(CONFIG, group, LIMIT)
     decoding = copy.copy(layer)
     decoding.experts = runner
     steps = []
@@ -72,14 +72,14 @@ def test_two_ranks_against_all_experts() -> None:
 
 def test_sizes() -> None:
     group = make_group(1, 1)
-    runner = OwnTokensRunner(CONFIG, group)
+    runner = DataParallelDecode(CONFIG, group)
     assert runner.decode_tokens == 64
     assert isinstance(runner.decode_on_ranks, RankDecode)
     assert copy.deepcopy(runner) is runner
-    assert OwnTokensRunner(CONFIG, group, 0).decode_on_ranks is None
+    assert DataParallelDecode(CONFIG, group, 0).decode_on_ranks is None
     for wrong in (-1, 65):
         with pytest.raises(ValueError, match=rf"decode_tokens={wrong} must be between 0 and 64 / W=1"):
-            OwnTokensRunner(CONFIG, group, wrong)
+            DataParallelDecode(CONFIG, group, wrong)
     layer = MoE(CONFIG, group)
     tokens, ids = torch.randn(3, 32), torch.zeros(3, 2, dtype=torch.int32)
     with pytest.raises(ValueError, match="T=3 tokens must be at most most_tokens=2"):

@@ -1,4 +1,4 @@
-"""Gradients of hidden of several ranks on one device (``played_ranks``), by either of the two implementations."""
+"""Gradients of hidden of several ranks on one device (``emulated_ranks``), by either of the two implementations."""
 
 from __future__ import annotations
 
@@ -8,9 +8,20 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from emulated_ranks import (
+    Counted,
+    EmulatedCase,
+    Kind,
+    fault_of,
+    fresh,
+    launched_in,
+    max_tokens,
+    plans_of,
+    play,
+    sent_after,
+)
 from layer0_launches import check_flags, make_buffers
 from layer_cases import rank_inputs
-from played_ranks import Counted, Kind, PlayedCase, fault_of, fresh, launched_in, max_tokens, plans_of, play, sent_after
 from torch import Tensor
 
 from comet.kernels.gemm.group_gemm import GemmConfig
@@ -38,7 +49,7 @@ def grad_hidden_in(kind: Kind) -> Iterator[Counted]:
         yield spy
 
 
-def inputs_of(case: PlayedCase, rank: int) -> tuple[Tensor, Tensor]:
+def inputs_of(case: EmulatedCase, rank: int) -> tuple[Tensor, Tensor]:
     """Gradients ``(T, D)`` of a rank's outputs and its weights ``(e, D, F)``."""
     generator = torch.Generator(case.device).manual_seed(300 + rank)
     shape = (case.num_experts // case.world_size, case.hidden_size, case.ffn_size)
@@ -46,7 +57,7 @@ def inputs_of(case: PlayedCase, rank: int) -> tuple[Tensor, Tensor]:
     return rank_inputs(case, rank).grad_output.to(case.device), w2.to(case.dtype)
 
 
-def launch(case: PlayedCase, plans: list[Plan], rank: int, wire: Wire, *, apart: Collection[int] = ()) -> Gradients:
+def launch(case: EmulatedCase, plans: list[Plan], rank: int, wire: Wire, *, apart: Collection[int] = ()) -> Gradients:
     """One launch of one rank: results of all routed rows, NaN where nothing was written; ranks ``apart`` in Triton."""
     plan, (grad_y, w2) = fresh(plans[rank]), inputs_of(case, rank)
     rows = plan.routed_row_ids.numel()
@@ -65,7 +76,7 @@ def launch(case: PlayedCase, plans: list[Plan], rank: int, wire: Wire, *, apart:
     return Gradients(grads, out)
 
 
-def run_grad_hidden(case: PlayedCase, kind: Kind, *, apart: Collection[int] = ()) -> list[Gradients]:
+def run_grad_hidden(case: EmulatedCase, kind: Kind, *, apart: Collection[int] = ()) -> list[Gradients]:
     """The rows of each rank's experts, after a look at who received what, and what was left alone."""
     plans, buffers = plans_of(case), make_buffers(case)
     with grad_hidden_in(kind) as spy:
@@ -87,7 +98,7 @@ def of_experts(plan: Plan, found: Gradients) -> Gradients:
     return Gradients(found.rows[mine], found.hidden[mine])
 
 
-def landed(case: PlayedCase, plans: list[Plan], rank: int) -> Tensor:
+def landed(case: EmulatedCase, plans: list[Plan], rank: int) -> Tensor:
     """Received gradients ``(R, D)`` of a rank with its own among them, NaN where there is none."""
     shape = (case.world_size, max_tokens(case), case.hidden_size)
     rows = torch.full(shape, torch.nan, dtype=case.dtype, device=case.device)
@@ -99,7 +110,7 @@ def landed(case: PlayedCase, plans: list[Plan], rank: int) -> Tensor:
     return rows.flatten(0, 1)
 
 
-def check(case: PlayedCase, found: list[Gradients], what: str) -> None:
+def check(case: EmulatedCase, found: list[Gradients], what: str) -> None:
     """Gradients of outputs are copies; those of hidden are rounded once, of sums in float32."""
     rounding = 1.1 * torch.finfo(case.dtype).eps / 2
     summing = case.hidden_size / 8 * torch.finfo(torch.float32).eps / 2  # 16 products are added at once, or lost bits
@@ -114,11 +125,11 @@ def check(case: PlayedCase, found: list[Gradients], what: str) -> None:
         assert bool((excess <= 0).all()), f"{what}: gradient of hidden, rank {rank} of {case}: {excess.max()} beyond"
 
 
-def alone(case: PlayedCase, deadline_ns: int) -> list[int]:
+def alone(case: EmulatedCase, deadline_ns: int) -> list[int]:
     """The record of a fault that rank 0 leaves when no other rank ever comes."""
     return fault_of(case, make_buffers(case), partial(launch, case, plans_of(case)), deadline_ns)
 
 
-def sent_after_a_fault(case: PlayedCase) -> list[tuple[int, int]]:
+def sent_after_a_fault(case: EmulatedCase) -> list[tuple[int, int]]:
     """Values that rank 0 stored for each other rank, and flags that it raised there, if a wait had failed before."""
     return sent_after(case, make_buffers(case), partial(launch, case, plans_of(case)))
