@@ -6,7 +6,7 @@ import logging
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -146,27 +146,18 @@ def make_expert_group(
         UnavailableError: If the backend cannot work here.
     """
     if spare_multiprocessors is not None:
-        warn_renamed("spare_multiprocessors", "reserved_sms")
         reserved_sms = spare_multiprocessors
+        warn_renamed("spare_multiprocessors", "reserved_sms")
     device = torch.device(device)
     check_current(device)
     check_reserved_sms(reserved_sms, device)
-    world_rank, world_size = _world()
-    parallel.check(moe)
-    parallel.check_world(world_size)
-    if world_rank == 0:
-        _tell_of_padding(moe.ffn_size, parallel.tp)
+    ranks = _join(moe, parallel, device.type, timeout_s)
     shape = WorkspaceShape.create(moe, parallel.world_size, max_tokens, dtype)
-    group, expert_data_group = _process_groups(world_size, parallel.world_size)
-    mesh = make_mesh(parallel, device.type, group, expert_data_group)
-    groups = [each for each in (group, expert_data_group) if each is not None]
-    groups += [] if mesh is None else mesh.get_all_groups()
-    for each in groups:
-        set_deadline(each, timeout_s)
+    group = ranks.process_group
     shared = group if parallel.world_size > 1 else None
     with ExitStack() as opened:
         if device.type == "cpu":  # NCCL might wait for ranks that did not fail
-            opened.callback(leave_groups, *groups)
+            opened.callback(leave_groups, *ranks.process_groups)
         if group is not None:
             check_equal(group, {**asdict(shape), "node_size": parallel.node_size})
         comm = opened.enter_context(
@@ -174,12 +165,7 @@ def make_expert_group(
         )
         made = ExpertGroup(
             parallel=parallel,
-            world_rank=world_rank,
-            world_size=world_size,
-            process_group=group,
-            expert_data_group=expert_data_group,
-            mesh=mesh,
-            process_groups=tuple(groups),
+            **ranks._asdict(),
             comm=comm,
             workspace=Workspace(comm, shape),
             cuda_kernels=agree_on_kernels(comm.device, group),
@@ -190,6 +176,33 @@ def make_expert_group(
         )
         opened.pop_all()
     return made
+
+
+class _Ranks(NamedTuple):
+    """This rank and its process groups, by the names ``ExpertGroup`` has for them."""
+
+    world_rank: int
+    world_size: int
+    process_group: ProcessGroup | None
+    expert_data_group: ProcessGroup | None
+    mesh: DeviceMesh | None
+    process_groups: tuple[ProcessGroup, ...]
+
+
+def _join(moe: MoEConfig, parallel: ParallelConfig, device_type: str, timeout_s: float) -> _Ranks:
+    """Make the process groups, whose waits end after ``timeout_s`` seconds (collective over the world)."""
+    world_rank, world_size = _world()
+    parallel.check(moe)
+    parallel.check_world(world_size)
+    if world_rank == 0:
+        _tell_of_padding(moe.ffn_size, parallel.tp)
+    group, expert_data_group = _process_groups(world_size, parallel.world_size)
+    mesh = make_mesh(parallel, device_type, group, expert_data_group)
+    groups = [each for each in (group, expert_data_group) if each is not None]
+    groups += [] if mesh is None else mesh.get_all_groups()
+    for each in groups:
+        set_deadline(each, timeout_s)
+    return _Ranks(world_rank, world_size, group, expert_data_group, mesh, tuple(groups))
 
 
 def _tell_of_padding(ffn_size: int, tp: int) -> None:
