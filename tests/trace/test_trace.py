@@ -26,7 +26,7 @@ from tile_orders import panels_of
 
 from comet.config import MoEConfig, ParallelConfig
 from comet.kernels.layer.triton import dispatch_gemm
-from comet.kernels.layer.triton.gemm_combine import GemmCombineConfig
+from comet.kernels.layer.triton.gemm_combine import SUM_TOKENS
 from comet.kernels.runtime import recorder
 from comet.kernels.runtime.recorder import recording
 from comet.layer.fused import combine_wire, recv_wire
@@ -172,7 +172,7 @@ def test_every_chunk_and_every_token_is_recorded_once(found: list[Found]) -> Non
         received = [(s, c, 0) for s in range(2) if s != rank for c in range(chunks(receives[s]))]
         counts = [plan.max_tokens if s == rank else receives[s] for s in range(2)]
         returned = [(s, c) for s in range(2) for c in range(-(-counts[s] // COMBINE_CHUNK_ROWS))]
-        step = GemmCombineConfig().sum_tokens
+        step = SUM_TOKENS
         summed = [(token, step) for token in range(0, plan.num_tokens, step)]
         for work, alone, expected in [
             ("dispatch", False, sent),

@@ -1,0 +1,204 @@
+"""The figures of the README: ``results/current.csv``, measured at one commit, and the tables written from it.
+
+    python benchmarks/bench.py readme --collect outputs/forward,outputs/backward,outputs/decode
+    python benchmarks/bench.py readme
+
+The first command makes ``current.csv`` of the JSON that ``bench.py moe`` and ``bench.py decode`` left in these folders,
+all of one commit; either one then writes the tables of the README, between its comments
+``<!-- current.csv: forward -->`` and ``<!-- end -->``. ``--commit`` names the commit where the runs could not, on a
+machine without git.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from comet.config import require
+
+from lib.arguments import suite_parser, words
+from lib.moe.report import BASELINES
+from lib.report import Row, write_csv
+
+ROOT = Path(__file__).parents[2]
+CURRENT = ROOT / "benchmarks" / "results" / "current.csv"
+COLUMNS = (
+    "commit", "date", "device", "ranks", "table", "model", "tokens", "comet", "plain", "best_rival", "of_roofline",
+)  # fmt: skip
+NAMES = {
+    "mixtral_8x7b": "Mixtral-8x7B", "phi35_moe": "Phi-3.5-MoE", "qwen2_moe": "Qwen2-MoE",
+    "qwen3_30b_a3b": "Qwen3-30B-A3B", "deepseek_v3": "DeepSeek-V3",
+}  # fmt: skip
+OURS = ("comet_ms", "comet_graph_ms")
+
+
+def main(command_line: Sequence[str]) -> None:
+    """Collect, where folders are given, then write the tables."""
+    parser = suite_parser("readme", __doc__)
+    parser.add_argument("--collect", type=words, default=(), help="folders of results, comma-separated")
+    parser.add_argument("--commit", help="of the runs")
+    arguments = parser.parse_args(command_line)
+    if arguments.collect:
+        rows = collect([Path(folder) for folder in arguments.collect], arguments.commit)
+        write_csv(CURRENT, rows, COLUMNS)
+    readme = ROOT / "README.md"
+    readme.write_text(with_tables(readme.read_text(), read_current()))
+
+
+def read_current() -> list[Row]:
+    """The rows of ``current.csv``, numbers as numbers."""
+    with CURRENT.open(newline="") as file:
+        return [{name: _number(value) for name, value in row.items()} for row in csv.DictReader(file)]
+
+
+def collect(folders: Iterable[Path], commit: str | None = None) -> list[Row]:
+    """Rows of ``current.csv`` from the results of runs.
+
+    Args:
+        folders: With ``bench_moe.json`` or ``bench_decode.json`` each.
+        commit: Of the runs, where they do not know it.
+
+    Raises:
+        ValueError: If a folder has no results, or the runs are not of one commit.
+    """
+    rows: list[Row] = []
+    for folder in folders:
+        found = [folder / f"bench_{suite}.json" for suite in ("moe", "decode")]
+        paths = [path for path in found if path.exists()]
+        require(bool(paths), f"collect={folder} must hold one of {', '.join(path.name for path in found)}")
+        for path in paths:
+            run = json.loads(path.read_text())
+            facts = {name: run["facts"][name] for name in ("commit", "date", "device", "ranks")}
+            facts |= {"date": facts["date"][:10], "commit": commit or facts["commit"]}
+            figures = _figures_of_decode if path.name == "bench_decode.json" else _figures_of_layer
+            rows += [facts | figures(row) for row in run["rows"]]
+    commits = sorted({row["commit"] for row in rows})
+    require(len(commits) == 1, f"commit={', '.join(commits)} of the results must be one")
+    return rows
+
+
+def _figures_of_layer(row: Row) -> Row:
+    """Milliseconds of a layer, *plain* and the fastest baseline."""
+    return {
+        "table": "forward" if row["direction"] == "forward" else "training",
+        "model": row["model"],
+        "tokens": row["tokens"],
+        "comet": _least(row, OURS),
+        "plain": row.get("plain_ms"),
+        "best_rival": _least(row, [f"{name}_ms" for name in BASELINES]),
+        "of_roofline": row.get("efficiency"),
+    }
+
+
+def _figures_of_decode(row: Row) -> Row:
+    """Microseconds of a step; the rival is the fastest that is not ours."""
+    rivals = [name for name in row if name.endswith("_us") and name.startswith(("triton", "torch", "transformers"))]
+    return {
+        "table": f"decode {row['weights']}",
+        "model": row["model"],
+        "tokens": row["tokens"],
+        "comet": row["best_us"],
+        "best_rival": _least(row, rivals),
+        "of_roofline": row["of_roofline"],
+    }
+
+
+def _least(row: Row, names: Iterable[str]) -> float | None:
+    return min((row[name] for name in names if row.get(name) is not None), default=None)
+
+
+def with_tables(text: str, rows: Sequence[Row]) -> str:
+    """A README's text with the tables of these rows in the place of what stood between its comments.
+
+    Raises:
+        ValueError: If a comment names a table that there is not.
+    """
+
+    def written(match: re.Match[str]) -> str:
+        name = match["name"]
+        require(name in TABLES, f"current.csv={name!r} in the README must be one of {', '.join(TABLES)}")
+        return f"<!-- current.csv: {name} -->\n{TABLES[name](rows)}\n<!-- end -->"
+
+    return re.sub(r"<!-- current\.csv: (?P<name>[^\n]+?) -->\n.*?<!-- end -->", written, text, flags=re.DOTALL)
+
+
+def layer_table(name: str, rows: Sequence[Row]) -> str:
+    """A line for each model, figures of several numbers of tokens side by side."""
+    mine = [row for row in rows if row["table"] == name]
+    tokens = " / ".join(str(count) for count in _distinct(mine, "tokens"))
+    lines = [[f"model, {tokens} tokens", "Comet, ms", "plain, ms", "x plain", "x best", "of roofline"]]
+    for model in _distinct(mine, "model"):
+        of_model = [row for row in mine if row["model"] == model]
+        ratios = [[_ratio(row[rival], row["comet"]) for row in of_model] for rival in ("plain", "best_rival")]
+        columns = [[row["comet"] for row in of_model], [row["plain"] for row in of_model], *ratios]
+        columns += [[row["of_roofline"] for row in of_model]]
+        lines.append([_title(model), *(" / ".join(map(_cell, column)) for column in columns)])
+    return _caption(mine) + "\n\n" + _markdown(lines)
+
+
+def decode_table(name: str, rows: Sequence[Row]) -> str:
+    """Two lines for each model: Comet with its share of the roofline, and the fastest rival."""
+    mine = [row for row in rows if row["table"] == name]
+    tokens = _distinct(mine, "tokens")
+    lines = [["microseconds (of roofline), tokens", *map(str, tokens)]]
+    for model in _distinct(mine, "model"):
+        found = {row["tokens"]: row for row in mine if row["model"] == model}
+        steps = [found.get(count, {}) for count in tokens]
+        ours = [f"{_cell(step['comet'])} ({_cell(step['of_roofline'])})" if step else "-" for step in steps]
+        lines.append([_title(model), *ours])
+        lines.append(["fastest other", *(_cell(step.get("best_rival")) for step in steps)])
+    return _caption(mine) + "\n\n" + _markdown(lines)
+
+
+TABLES: Mapping[str, Callable[[Sequence[Row]], str]] = {
+    "forward": lambda rows: layer_table("forward", rows),
+    "training": lambda rows: layer_table("training", rows),
+    "decode": lambda rows: decode_table("decode bf16", rows),
+}
+
+
+def _title(model: str) -> str:
+    """``mixtral_8x7b/2``, with half of the experts, is Mixtral-8x7B, too."""
+    name = model.partition("/")[0]
+    return NAMES.get(name, name)
+
+
+def _caption(rows: Sequence[Row]) -> str:
+    first = rows[0]
+    return f"{first['ranks']} x {first['device']}, commit {first['commit']}, {first['date']}:"
+
+
+def _distinct(rows: Iterable[Row], name: str) -> list[Any]:
+    return list(dict.fromkeys(row[name] for row in rows))
+
+
+def _ratio(time: float | None, ours: float | None) -> float | None:
+    return None if time is None or ours is None else time / ours
+
+
+def _cell(value: float | None) -> str:
+    """Three digits.
+
+    Example: 0.4567, 12.34, 345.6 and nothing: ``0.46``, ``12.3``, ``346`` and ``-``.
+    """
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def _markdown(lines: Sequence[Sequence[str]]) -> str:
+    rule = "|".join(["---"] * len(lines[0]))
+    head, *body = (f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join([head, f"|{rule}|", *body])
+
+
+def _number(text: str) -> str | int | float | None:
+    """Of a cell of a CSV: ``""`` is ``None``, ``8`` a whole number, ``0.5`` a float; other words, commits among them,
+    stay words."""
+    if re.fullmatch(r"\d{1,6}", text):
+        return int(text)
+    return float(text) if re.fullmatch(r"\d+\.\d+(e-?\d+)?", text) else text or None
