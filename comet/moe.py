@@ -36,8 +36,8 @@ class MoE(nn.Module):
     this rank's tokens only.
 
     Collectives of other streams, such as NCCL's, may come first on one rank and last on another: a launch ends with
-    whatever SMs it finds, for its blocks draw their work or wait for nobody. Not so layer 1 with
-    ``comm_blocks`` above 0, given or measured, whose blocks all have to be on the GPU: the group needs as many
+    whatever SMs it finds, for its blocks draw their work or wait for nobody. Not so Triton's layer 1 (smaller layers)
+    with ``comm_blocks`` above 0, given or measured, whose blocks all have to be on the GPU: the group needs as many
     ``reserved_sms`` as the collective has blocks, or an order by events, alike on all ranks.
 
     Args:
