@@ -284,7 +284,7 @@ def test_forward_end_to_end(tmp_path: Path) -> None:
         assert row["failures"] == ""
         assert row["error"] < 1e-4
         assert all(row[f"{name}_ms"] > 0 for name in ("comet", "plain", "all_gather", "gemm_torch", "comm_comet"))
-        assert row["setting"] == "16/2/2"
+        assert row["setting"] == "0/2"
         assert row["hidden"] == pytest.approx(1 - (row["comet_ms"] - row["gemm_torch_ms"]) / row["comm_comet_ms"])
         assert row["x_plain"] == pytest.approx(row["plain_ms"] / row["comet_ms"])
     with (tmp_path / "bench_moe.csv").open() as file:
