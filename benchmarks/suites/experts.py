@@ -7,7 +7,7 @@ A step runs the routed experts of some layers for one token, on a GPU as one CUD
 ``--trace`` it is made, and says nothing about models: a token keeps an expert of the one before with probability
 ``--sticky``, and draws the others by a Zipf law of its layer. ``--trace routing.pt``, recorded by
 ``bench.py speculation``, is replayed at this shape: experts come again as soon as they did in the recording, counted in
-shares of all experts (``lib/routing/traces.py``).
+shares of all experts (``lib/traces.py``).
 
 ``--stored bf16,mxfp8,mxfp4`` measures the experts as they are and quantised, budgets being shares of them in any case;
 ``--variants`` the ways to keep them: by the policy behind *cache*, with the next layer's experts on their way, of which
@@ -51,10 +51,10 @@ from comet.reference.plain import grouped_matmul
 from lib.arguments import BUDGETS, require_known, require_positive, suite_parser, words
 from lib.ranks import Ranks, device_name
 from lib.report import Row, cell, table_of, write_json
-from lib.routing.traces import Trace, made_trace, resized_guesses, resized_trace
 from lib.shapes import model
 from lib.start import memory_limit, release, start_ranks, tell
 from lib.timing import link_gbs
+from lib.traces import Trace, made_trace, resized_guesses, resized_trace
 
 COLUMNS = (
     "stored", "variant", "budget", "slots", "hits", "precision", "hosted", "us", "bound_us", "of_bound", "link_gbs",

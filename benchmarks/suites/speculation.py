@@ -11,10 +11,8 @@ it. All are timed in turn, for ``--seconds`` or ``--rounds`` texts, and each was
 beside the dense weights, which all share, is limited to the slots and ``--workspace-mb``.
 
 ``first_token_ms`` is for a prompt of 1,000 tokens; ``nll`` the mean negative log-likelihood of the texts by the whole
-model, in nats a token. What adaptive mode costs is measured on held-out text (``lib/drafts``), with the loss of
-the best r experts; the routing of that text goes to ``routing.pt``, for ``bench.py experts --trace``, and says what
-predictors of experts and ways to share slots are worth (``lib/routing/predictors.py``), and what drafts save of the
-bytes over the link. Results so far stand in ``--out`` after every round.
+model, in nats a token. What adaptive mode costs is measured on held-out text (``lib/drafts.py``); the routing of that
+text goes to ``routing.pt``, for ``bench.py experts --trace``. Results so far stand in ``--out`` after every round.
 """
 
 from __future__ import annotations
@@ -50,9 +48,7 @@ from comet.training.data import read_corpus
 
 from baselines.offloaded import has_accelerate, make_offloaded, require_accelerate
 from lib.arguments import BUDGETS, require_known, shares, suite_parser, whole_numbers, words
-from lib.drafts.misses import drafting_rows
-from lib.drafts.pictures import draw_all, routing_facts
-from lib.drafts.quality import measure_drafts, measure_top_r, record_routing
+from lib.drafts import measure_drafts, record_routing
 from lib.ranks import FAILURES, Ranks, device_name
 from lib.report import Row, cell, table_of, write_json
 from lib.start import memory_limit, release, start_ranks, tell
@@ -246,7 +242,7 @@ class Run:
             rows.append(row)
         return rows
 
-    def quality(self, folder: Path | None) -> Row:
+    def measure_modes(self, folder: Path | None) -> list[Row]:
         """What drafts are worth on held-out text; its routing goes to ``routing.pt``."""
         assert isinstance(self.resident, Variant)
         self.resident.take_over()
@@ -255,15 +251,9 @@ class Run:
         starts = self.starts(count * size, length + 1, seed=1)
         texts = torch.stack([self.heldout[start : start + length + 1].long() for start in starts]).to(self.device)
         batches, tokens = texts.split(size), ByteCodec().num_tokens
-        drafts = measure_drafts(self.model, batches, self.plain, self.arguments.tolerances, tokens)
-        trace = record_routing(self.model, [batch[:, :-1] for batch in batches])
         if folder is not None:
-            trace.save(folder / "routing.pt")
-        routing = routing_facts(trace, self.arguments.budgets)
-        slots, draft_experts = [row["slots"] for row in routing["sharing"]], self.arguments.draft_experts[0]
-        fetched = drafting_rows(trace, slots, draft_experts, drafts["modes"][0]["acceptance"])
-        top_r = measure_top_r(self.model, batches, tokens)
-        return {"drafts": drafts, "top_r": top_r, "routing": routing, "fetched": fetched}
+            record_routing(self.model, [batch[:, :-1] for batch in batches]).save(folder / "routing.pt")
+        return measure_drafts(self.model, batches, self.plain, self.arguments.tolerances, tokens)
 
     def memory(self) -> int:
         """Bytes of the device's memory that this process uses."""
@@ -291,25 +281,9 @@ class Run:
         return write_json(self.arguments.out, "bench_speculation", facts | found)
 
 
-def tables_of(quality: Row) -> list[str]:
-    """What was found on held-out text, as it is printed; a table that has no rows is left out."""
-    found = {
-        "held-out, by T": quality["drafts"]["modes"],
-        "held-out, by r": quality["top_r"],
-        "experts that are named before their layer and have no slot": quality["routing"]["predictors"],
-        "hits, by who shares the slots": quality["routing"]["sharing"],
-        "experts that a layer fetches for a token, by drafts of a round": quality["fetched"],
-    }
-    return [
-        f"{name}\n{table_of(rows, [column for column in rows[0] if column != 'chosen'], cell)}"
-        for name, rows in found.items()
-        if rows
-    ]
-
-
 @torch.no_grad()
 def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
-    """Measure, print and draw."""
+    """Measure and print."""
     started = time.perf_counter()
     source, device, out = find_source(str(arguments.source)), ranks.device, arguments.out
     require(source.checkpoint is not None, f"source={str(arguments.source)!r} must hold checkpoints of comet train")
@@ -327,15 +301,12 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     timed.time_all(started + arguments.seconds)
     rows = timed.scored_rows()
     timed.write({"rows": rows})
-    quality = timed.quality(out)
-    tables = [table_of(rows, COLUMNS, cell), *tables_of(quality)]
-    print("\n".join(tables))
-    line = timed.write({"rows": rows} | quality)
+    modes = timed.measure_modes(out)
+    text = f"{table_of(rows, COLUMNS, cell)}\nheld-out, by T\n{table_of(modes, list(modes[0]), cell)}"
+    print(text)
     if out is not None:
-        (out / "bench_speculation.txt").write_text("\n".join(tables) + "\n")
-        for path in draw_all(out, quality["drafts"], quality["top_r"], quality["routing"], rows):
-            print(path)
-    print(line)
+        (out / "bench_speculation.txt").write_text(text + "\n")
+    print(timed.write({"rows": rows, "modes": modes}))
     group.close()
 
 

@@ -21,7 +21,7 @@ from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT
 
 from baselines.offloaded import first_token_s, tokens_per_s
-from lib.drafts.quality import whole_pass
+from lib.drafts import whole_pass
 
 ACCELERATE_TOKENS = 16
 

@@ -1,1 +1,0 @@
-"""What drafts of speculative decoding are worth."""

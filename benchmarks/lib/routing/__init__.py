@@ -1,1 +1,0 @@
-"""Routing of texts, made or recorded, and what follows from it."""
