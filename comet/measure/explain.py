@@ -141,7 +141,7 @@ class Explained:
     def comparable(self) -> ProfileEntry | None:
         """The entry with the candidates that ran the kernels they run here, of equal ones the fastest.
 
-        Example: one in Triton for a machine where the layer runs in CUDA C++ keeps the plain path and split launches.
+        Example: one in Triton keeps the plain path alone where the layer runs in CUDA C++.
         """
         if self.entry is None:
             return None
@@ -161,7 +161,7 @@ class Explained:
         there = replace(self.problem, num_tokens=entry.key.tokens) if is_near else self.problem
         machine = replace(self.machine, cuda_kernels=self.machine.cuda_kernels and entry.kernels == "auto")
         is_possible = not broken_rule(setting, self.problem, self.machine)
-        return is_possible and cuda_layers(setting, there, machine) == cuda_layers(setting, self.problem, self.machine)
+        return is_possible and cuda_layers(there, machine) == cuda_layers(self.problem, self.machine)
 
 
 def explain_text(explained: Explained) -> str:
@@ -231,7 +231,6 @@ def _shape(problem: Problem) -> dict[str, int | float | str]:
         "tokens": problem.num_tokens,
         "dtype": str(problem.dtype).removeprefix("torch."),
         "reach": round(problem.reach, 4),
-        "load": round(problem.load, 4),
     }
 
 

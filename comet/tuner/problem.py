@@ -2,25 +2,13 @@
 
 Letters (design section 2): T tokens per rank, K, E, e = E / EP, D, F, W = EP x TP. Expectations are in closed form.
 
-Every number of a machine is a measurement, a data sheet's or a fit, and says which.
-
-``H200`` is the default. "Design" is the project's design notes (sections 5, 6 and 8: one host of H200 GPUs, NV18),
-"fit" whole layers at EP4, plain (commit 0d3eb02) and Triton (415e5e9): ``benchmarks/results/tuner.md``. What is named
-``cuda_`` was fitted, at EP4 in bfloat16, to how much faster than Triton layer 0 (cefc688) and layer 1 (after 5ce02f1)
-are in CUDA C++, alone and in one loop (``forward_kernels.md`` there). "Profile fit" is a later one, to the fused
-candidates of ``configs/profiles/nvidia_h200_x2.json`` (12f0b6d: 20 points at EP2, 512 to 8192 tokens, measured without
-the host's launches): how long they take, and which is the fastest; with less weight to those of
-``nvidia_h200_x4.json``, which were measured with them. It has no weight for panels of layer 1 in CUDA C++ at EP4, where
-six and eight were best.
-``tests/tuner/test_tuner.py`` and ``tests/tuner/test_tuner_shipped.py`` assert how well all this agrees.
-
-Which kernels a setting stands for follows from both: those in CUDA C++ take no comm blocks.
+Every number of a machine is a measurement, a data sheet's or a fit, and says which; ``H200`` is the default. What whole
+layers it was fitted to, and how well it agrees: ``benchmarks/results/tuner.md``, ``tests/tuner/test_tuner.py``.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, fields, replace
 
@@ -29,6 +17,42 @@ import torch
 from comet.config import DIM_MULTIPLE, MOE_DTYPES, MoEConfig, OverlapConfig, ParallelConfig, require
 from comet.layout import CHUNK_ROWS, MAX_PANELS, round_up
 from comet.schedule.settings import GPU_TILE_ROWS, TileShape
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelRates:
+    """What the fused kernels of a language make of a GEMM and of communication beside it; all fits.
+
+    Args:
+        l2_gbs_per_sm: Tile operands from L2 to one SM.
+        tile_ms: Start and end of one tile that no pipeline hides.
+        gemm_share: GEMM rate inside a fused kernel over the GEMM alone (gathered rows, flags).
+        exposed_push: Part of the push, at the link's rate, by which it lengthens layer 0's GEMM.
+        combine_passes: What the combine costs layer 1's GEMM, over its memory traffic.
+        panel_ns: What a panel more costs layer 1, per column of the result.
+        last_ms: Reduce and final sum of all columns of a few rows after layer 1's GEMM: one block goes through them,
+            however many blocks are idle. Of P panels it takes a P-th.
+        launch_ms: Start and end of a launch: first loads, last stores, late ranks.
+    """
+
+    l2_gbs_per_sm: float
+    tile_ms: float
+    gemm_share: float
+    exposed_push: float
+    combine_passes: float
+    panel_ns: float
+    last_ms: float
+    launch_ms: float
+
+
+CUDA = KernelRates(
+    l2_gbs_per_sm=64.0, tile_ms=0.0, gemm_share=1.0, exposed_push=0.2, combine_passes=1.75, panel_ns=3.5, last_ms=0.0,
+    launch_ms=0.01,
+)  # fmt: skip
+TRITON = KernelRates(
+    l2_gbs_per_sm=109.0, tile_ms=0.0025, gemm_share=0.93, exposed_push=0.4, combine_passes=1.2, panel_ns=1.0,
+    last_ms=0.058, launch_ms=0.0085,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,32 +65,11 @@ class Machine:
         cuda_kernels: Whether kernels in CUDA C++ run here: a GPU of sm_90, with a compiler.
         gemm_tflops: 16-bit grouped GEMM on all SMs without tile overhead and heat. Fit; cuBLAS dense reaches 790.
         fp32_tflops: The same in IEEE float32, without tensor cores. Data sheet, 67 at boost clock, less 25 %.
-        tile_overhead_ms: Start and end of one tile that no pipeline hides. Profile fit.
-        l2_gbs_per_sm: Tile operands from L2 to one SM: 64 bytes per clock at 1.7 GHz. Architecture.
-        hbm_gbs: Memory reads. Design section 6.
-        heat_slowdown: Power limit on a long layer, as a factor. Design section 8.8.
+        hbm_gbs: Memory reads. Measured.
+        heat_slowdown: Power limit on a long layer, as a factor. Measured.
         heat_start_ms: GEMM time of a layer from which the power limit shows. Fit.
         heat_full_ms: GEMM time at which it is fully there. Fit.
-        power_exponent: Of SMs in the power relief: 116 of 132 SMs lose 6.5 %, not 12 %. Design section 5.
-        reread_share: Part of the time of reading the layer-0 weights again that a further phase costs. Design section
-            8.3: +3 % (Mixtral), +7 % (Qwen3), +15-20 % (DeepSeek) for three more phases.
-        push_gbs: (comm blocks, rate) of a stand-alone push in flagged chunks, ascending. Design sections 6 and 8.2; up
-            to 8 blocks a fit to what 4 of them cost beside a GEMM, ``comet tune`` on two H200.
-        push_share: Rate beside a running GEMM over the stand-alone rate. Design section 8, "comm only" columns.
-        link_gbs: Rate of the copy engines, which no kernel exceeds. Design section 6.
-        reduce_gbs_per_block: Partial sums one block reduces and sends. Fit to the ratios of design section 8.7.
-        colocated_passes: What comm blocks beside compute blocks cost layer 1, over the combine's memory traffic. Fit.
-        fused_share: GEMM rate inside a fused kernel over the GEMM alone (gathered rows, tickets, flags). Fit.
-        signal_ms: One flag between ranks, with the skew of the ranks' starts. Fit.
-        panel_ms: Flags of one panel of layer 1 in Triton. Profile fit.
-        last_ms: Reduce and final sum of all columns of a few rows after layer 1's GEMM, in Triton beside it: one block
-            goes through them, however many blocks are idle. Of P panels it takes a P-th. Profile fit.
-        launch_ms: Start and end of one fused launch: first loads, last stores, late ranks. Profile fit.
-        cuda_l2_gbs_per_sm: Rows and weights from L2 to one SM in CUDA C++. Profile fit.
-        cuda_exposed_push: Part of the push, at the link's rate, by which it lengthens layer 0's GEMM. Fit.
-        cuda_passes: What the combine costs layer 1's GEMM, over its memory traffic. Profile fit.
-        cuda_panel_ns: What a panel more costs layer 1, per column of the result. Profile fit.
-        cuda_launch_ms: Start and end of a launch in CUDA C++, late ranks. Profile fit.
+        link_gbs: Rate of the copy engines, which no kernel exceeds. Measured.
         plan_ms: Plan of an empty call: launches and the exchange of ids. ``benchmarks/results/plan.md``.
         plan_ns_per_row: What each of the W*T*K ids adds to it. The same.
         nccl_gbs: All-to-all of the plain path. Fit.
@@ -74,7 +77,7 @@ class Machine:
         plain_ms: Launches and the host's wait for the counts on the plain path. Fit.
 
     Raises:
-        ValueError: If a number is not positive or ``push_gbs`` does not ascend.
+        ValueError: If a number is not positive.
     """
 
     name: str = "NVIDIA H200"
@@ -82,29 +85,11 @@ class Machine:
     cuda_kernels: bool = True
     gemm_tflops: float = 770.0
     fp32_tflops: float = 50.0
-    tile_overhead_ms: float = 0.0025
-    l2_gbs_per_sm: float = 109.0
     hbm_gbs: float = 4600.0
     heat_slowdown: float = 1.10
     heat_start_ms: float = 2.0
     heat_full_ms: float = 8.0
-    power_exponent: float = 0.48
-    reread_share: float = 0.45
-    push_gbs: tuple[tuple[int, float], ...] = ((1, 24.0), (4, 95.0), (8, 190.0), (16, 325.0), (64, 361.0))
-    push_share: float = 0.8
     link_gbs: float = 385.0
-    reduce_gbs_per_block: float = 3.2
-    colocated_passes: float = 1.2
-    fused_share: float = 0.93
-    signal_ms: float = 0.01
-    panel_ms: float = 0.001
-    last_ms: float = 0.058
-    launch_ms: float = 0.0085
-    cuda_l2_gbs_per_sm: float = 64.0
-    cuda_exposed_push: float = 0.2
-    cuda_passes: float = 1.75
-    cuda_panel_ns: float = 3.5
-    cuda_launch_ms: float = 0.01
     plan_ms: float = 0.011
     plan_ns_per_row: float = 0.085
     nccl_gbs: float = 200.0
@@ -115,10 +100,7 @@ class Machine:
         require(self.num_sms >= 2, f"num_sms={self.num_sms} must be at least 2: one block computes, one communicates")
         for name in (item.name for item in fields(self)):
             value = getattr(self, name)
-            require(isinstance(value, (str, tuple, bool)) or value > 0, f"{name}={value} must be positive")
-        blocks, rates = zip(*self.push_gbs, strict=True)
-        ascending = all(list(column) == sorted(set(column)) and column[0] > 0 for column in (blocks, rates))
-        require(ascending, f"push_gbs={self.push_gbs} must ascend in comm blocks and in rate, from above 0")
+            require(isinstance(value, (str, bool)) or value > 0, f"{name}={value} must be positive")
 
     @classmethod
     def of(cls, device: torch.device) -> Machine:
@@ -131,34 +113,18 @@ class Machine:
         name, num_sms = properties.name, properties.multi_processor_count
         return cls(name=name, num_sms=num_sms, cuda_kernels=is_available(device))
 
-    def push_rate(self, comm_blocks: int) -> float:
-        """GB/s that ``comm_blocks`` push beside a GEMM: linear between the measured points, flat past the last.
-
-        Example: of the H200, 12 blocks: 0.8 * (190 + 325) / 2 = 206.
-        """
-        blocks, rates = zip(*self.push_gbs, strict=True)
-        at = bisect_left(blocks, comm_blocks)
-        if at == len(blocks):
-            rate = rates[-1]
-        elif at == 0:
-            rate = rates[0] * comm_blocks / blocks[0]
-        else:
-            part = (comm_blocks - blocks[at - 1]) / (blocks[at] - blocks[at - 1])
-            rate = rates[at - 1] + part * (rates[at] - rates[at - 1])
-        return min(rate * self.push_share, self.link_gbs)
+    def kernels(self, in_cuda: bool) -> KernelRates:
+        """Rates of fused kernels in CUDA C++ or in Triton."""
+        return CUDA if in_cuda else TRITON
 
     def tflops(self, dtype: torch.dtype) -> float:
         """GEMM rate on all SMs."""
         return self.fp32_tflops if dtype == torch.float32 else self.gemm_tflops
 
-    def throttle(self, layer_gemm_ms: float, num_blocks: int) -> float:
-        """Factor >= 1 by which heat lengthens the GEMMs of a layer; idle SMs leave power to the others.
-
-        Example: of the H200, 10 ms on all 132 SMs: 1.10; on 116: 1.034.
-        """
+    def throttle(self, layer_gemm_ms: float) -> float:
+        """Factor >= 1 by which heat lengthens the GEMMs of a layer; of the H200, 10 ms: 1.10, 5 ms: 1.05."""
         part = (layer_gemm_ms - self.heat_start_ms) / (self.heat_full_ms - self.heat_start_ms)
-        heat = 1 + (self.heat_slowdown - 1) * min(1.0, max(0.0, part))
-        return max(1.0, heat * (num_blocks / self.num_sms) ** self.power_exponent)
+        return 1 + (self.heat_slowdown - 1) * min(1.0, max(0.0, part))
 
 
 H200 = Machine()
@@ -177,7 +143,6 @@ class Problem:
         num_tokens: T of this call, 0 or more.
         dtype: Element type of tokens and weights.
         reach: Probability that a token goes to a given EP shard, 0 .. 1: its rank-deduplicated rows per rank.
-        load: Routed rows of the busiest rank over the mean, 1 .. EP.
 
     Raises:
         ValueError: If a field breaks its rule.
@@ -188,31 +153,18 @@ class Problem:
     num_tokens: int
     dtype: torch.dtype
     reach: float
-    load: float = 1.0
 
     def __post_init__(self) -> None:
         self.parallel.check(self.moe)
         require(self.num_tokens >= 0, f"num_tokens={self.num_tokens} must be at least 0")
         require(self.dtype in MOE_DTYPES, f"dtype={self.dtype} must be one of {MOE_DTYPES}")
         require(0 <= self.reach <= 1, f"reach={self.reach} must be between 0 and 1: it is a probability")
-        require(
-            1 <= self.load <= self.parallel.ep,
-            f"load={self.load} must be between 1 and ep={self.parallel.ep}: busiest rank over mean",
-        )
 
     @classmethod
-    def create(
-        cls,
-        moe: MoEConfig,
-        parallel: ParallelConfig,
-        num_tokens: int,
-        dtype: torch.dtype,
-        *,
-        load: float = 1.0,
-    ) -> Problem:
+    def create(cls, moe: MoEConfig, parallel: ParallelConfig, num_tokens: int, dtype: torch.dtype) -> Problem:
         """The problem under uniform random routing."""
         reach = shard_reach(moe.num_experts, moe.top_k, parallel.ep, moe.num_groups, moe.top_groups)
-        return cls(moe=moe, parallel=parallel, num_tokens=num_tokens, dtype=dtype, reach=reach, load=load)
+        return cls(moe=moe, parallel=parallel, num_tokens=num_tokens, dtype=dtype, reach=reach)
 
     @property
     def world_size(self) -> int:
@@ -241,17 +193,17 @@ class Problem:
 
     @property
     def recv_rows(self) -> float:
-        """Received rows of the busiest rank, its own tokens included; T=8, W=4, reach 0.5: 16."""
-        return self.world_size * self.num_tokens * min(1.0, self.reach * self.load)
+        """Received rows of a rank, its own tokens included; T=8, W=4, reach 0.5: 16."""
+        return self.world_size * self.num_tokens * self.reach
 
     @property
     def routed_rows(self) -> float:
-        """Routed rows of the busiest rank; T=8, W=4, EP=2, K=2: 32."""
-        return self.world_size * self.num_tokens * self.moe.top_k / self.parallel.ep * self.load
+        """Routed rows of a rank; T=8, W=4, EP=2, K=2: 32."""
+        return self.world_size * self.num_tokens * self.moe.top_k / self.parallel.ep
 
     def num_tiles(self, block_rows: int, tallest: int = 0) -> float:
-        """Expected tiles of the busiest rank, the partially filled ones included; see ``expected_tiles``."""
-        chance = min(1.0, self.moe.top_k / self.moe.num_experts * self.load)
+        """Expected tiles of a rank, the partially filled ones included; ``tallest`` as ``expected_tiles`` has it."""
+        chance = self.moe.top_k / self.moe.num_experts
         return self.experts_local * expected_tiles(self.world_size * self.num_tokens, chance, block_rows, tallest)
 
 
@@ -321,23 +273,13 @@ def expected_tiles(num_rows: int, chance: float, block_rows: int, tallest: int =
     return total
 
 
-PLAIN = "plain"
+def cuda_layers(problem: Problem, machine: Machine) -> tuple[bool, bool]:
+    """Whether layer 0 and layer 1 of a forward pass run in CUDA C++ rather than in Triton.
 
-
-def cuda_layers(setting: OverlapConfig, problem: Problem, machine: Machine) -> tuple[bool, bool]:
-    """Whether layer 0 and layer 1 of a forward pass take the times of CUDA C++ rather than Triton's.
-
-    Colocated they do where they run in it. A split takes Triton's times here; in CUDA C++ it is faster.
-
-    Args:
-        setting: Of the layer.
-        problem: The call; the layer is made for as many tokens.
-        machine: Where it runs.
-
-    Returns:
-        The two answers; Qwen3-30B-A3B on four H200 with the default setting at 512 tokens: yes, no; at 8192: yes, yes.
+    Example:
+        Qwen3-30B-A3B on four H200 in a layer made for 512 tokens: yes, no; for 8192: yes, yes.
     """
-    if setting.comm_blocks or not machine.cuda_kernels:
+    if not machine.cuda_kernels:
         return False, False
     # Not above: these modules need Triton, and what is asked of a machine without GPUs works without it.
     from comet.kernels.layer import dispatch_gemm as layer0
@@ -364,17 +306,16 @@ def candidate_name(setting: OverlapConfig | None, problem: Problem, machine: Mac
     """Short name of a candidate, with where its layers run.
 
     Example: the default setting is ``4 panels, in Triton``, ``4 panels, both layers in CUDA C++`` or ``4 panels, layer
-    0 in CUDA C++``; one with a split ``16 comm blocks, 4 panels``.
+    0 in CUDA C++``; with a split ``16 comm blocks, 4 panels, in Triton``.
     """
     if setting is None:
-        return PLAIN
-    panels = counted(fitting_panels(setting.num_panels, problem), "panel")
-    if setting.comm_blocks:
-        return f"{counted(setting.comm_blocks, 'comm block')}, {panels}"
-    in_cuda = cuda_layers(setting, problem, machine)
-    if not any(in_cuda):
-        return f"{panels}, in Triton"
-    return f"{panels}, {'both layers' if all(in_cuda) else f'layer {in_cuda.index(True)}'} in CUDA C++"
+        return "plain"
+    in_cuda = cuda_layers(problem, machine)
+    where = "in Triton"
+    if any(in_cuda):
+        where = f"{'both layers' if all(in_cuda) else f'layer {in_cuda.index(True)}'} in CUDA C++"
+    split = [counted(setting.comm_blocks, "comm block")] if setting.comm_blocks else []
+    return ", ".join([*split, counted(fitting_panels(setting.num_panels, problem), "panel"), where])
 
 
 def counted(num: int, name: str) -> str:

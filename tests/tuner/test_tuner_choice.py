@@ -111,7 +111,7 @@ def test_explanation_is_aligned_and_fits_json() -> None:
     title, header, *rows, chosen = explain_text(explained).splitlines()
     assert title.startswith("num_experts=128, top_k=8, hidden_size=2048, ffn_size=768, ep=4, tp=1, tokens=8192")
     assert header.split("  ")[0] == "candidate"
-    assert rows[0].startswith("8 comm blocks, 4 panels <- chosen")
+    assert rows[0].startswith("8 comm blocks, 4 panels, both layers in CUDA C++ <- chosen")
     assert rows[1].startswith("4 panels, both layers in CUDA C++ ")
     end = header.index(heading := "measured ms at 8192 tokens") + len(heading)
     assert [row[:end].split()[-1] for row in rows] == ["1.500", "2.000", "9.000", "-"]
@@ -120,7 +120,8 @@ def test_explanation_is_aligned_and_fits_json() -> None:
     assert rows[0][end + 2 :].startswith("plan 0.0")
     assert rows[3][end + 2 :] == "failed: died"
     assert chosen == (
-        "chosen: 8 comm blocks, 4 panels (source: profile); measured at 8192 tokens, 2026-11-20, version abc"
+        "chosen: 8 comm blocks, 4 panels, both layers in CUDA C++ (source: profile); measured at 8192 tokens, "
+        "2026-11-20, version abc"
     )
     content = json.loads(json.dumps(explain_facts(explained)))
     assert content["chosen"] == dict(comm_blocks=8, num_panels=4)
@@ -156,12 +157,12 @@ def explained_of(tokens: int, entry: ProfileEntry) -> Explained:
 
 
 def test_times_stand_beside_the_kernels_they_are_of() -> None:
-    """Both layers run in CUDA C++ at 8192 tokens, split launches in Triton."""
+    """Both layers run in CUDA C++ at 8192 tokens."""
     split = OverlapConfig(comm_blocks=8)
     times = ((OverlapConfig(), 1.9), (split, 2.5), (None, 9.0))
     entry = entry_of(problem_of(), *times)
     in_triton = replace(entry, kernels="triton")
-    names = ["4 panels, both layers in CUDA C++", "8 comm blocks, 4 panels", "plain"]
+    names = ["4 panels, both layers in CUDA C++", "8 comm blocks, 4 panels, both layers in CUDA C++", "plain"]
 
     def measured(explained: Explained) -> dict[str, float | None]:
         candidates = explain_facts(explained)["candidates"]
@@ -169,7 +170,7 @@ def test_times_stand_beside_the_kernels_they_are_of() -> None:
         return {item["name"]: item["measured_ms"] for item in candidates}
 
     assert measured(explained_of(8192, entry)) == dict(zip(names, (1.9, 2.5, 9.0), strict=True))
-    assert measured(explained_of(8192, in_triton)) == dict(zip(names, (None, 2.5, 9.0), strict=True))
+    assert measured(explained_of(8192, in_triton)) == dict(zip(names, (None, None, 9.0), strict=True))
     assert "; measured at 8192 tokens, in Triton alone, 2026-11-20" in explain_text(explained_of(8192, in_triton))
     about = explained_of(
         3000, entry_of(problem_of(num_tokens=3000), *times)
@@ -181,15 +182,14 @@ def test_times_stand_beside_the_kernels_they_are_of() -> None:
 
 def test_times_of_other_tokens_say_so_and_those_of_other_kernels_are_left_out() -> None:
     """At 1024 tokens layer 1 runs in Triton, at 8192 in CUDA C++."""
-    split = OverlapConfig(comm_blocks=8)
-    explained = explained_of(1024, entry_of(problem_of(), (OverlapConfig(), 2.0), (split, 2.5)))
+    explained = explained_of(1024, entry_of(problem_of(), (OverlapConfig(), 2.0), (None, 2.5)))
     assert "measured ms at 8192 tokens" in explain_text(explained).splitlines()[1]
     found = {
         item["name"]: (item["measured_ms"], item["measured_tokens"]) for item in explain_facts(explained)["candidates"]
     }
     assert found == {
         "4 panels, layer 0 in CUDA C++": (None, None),
-        "8 comm blocks, 4 panels": (2.5, 8192),
+        "plain": (2.5, 8192),
     }
     only = explained_of(1024, entry_of(problem_of(), (OverlapConfig(), 2.0)))
     assert only.comparable() is None

@@ -17,7 +17,7 @@ from comet.kernels.layer.blocks import MMA
 from comet.kernels.runtime import nvrtc
 from comet.kernels.runtime.arguments import Returns
 from comet.layer.workspace import WorkspaceShape
-from comet.tuner.model import CUDA_COLS, CUDA_ROWS, CUDA_STEP, CUDA_TALLEST, candidates, predict, propose
+from comet.tuner.model import CUDA_COLS, CUDA_ROWS, CUDA_STEP, CUDA_TALLEST, predict, propose
 from comet.tuner.problem import H200, Machine, Problem, candidate_name, cuda_layers, effective
 
 QWEN3 = MoEConfig(num_experts=128, top_k=8, hidden_size=2048, ffn_size=768)
@@ -44,14 +44,7 @@ def random_problem(rng: random.Random) -> Problem:
     return problem_of(rng.choice(SHAPES), tokens, ep, tp, rng.choice([torch.bfloat16, torch.float16, torch.float32]))
 
 
-def random_setting(rng: random.Random, problem: Problem) -> OverlapConfig:
-    return OverlapConfig(
-        comm_blocks=rng.choice([0, 0, 0, 4, 16]),
-        num_panels=rng.choice([1, 3, 4, 8]),
-    )
-
-
-def launched(problem: Problem, setting: OverlapConfig) -> tuple[bool, bool]:
+def launched(problem: Problem) -> tuple[bool, bool]:
     """What the launchers decide on a GPU, for tensors of the sizes a layer has there."""
     moe, experts, width = problem.moe, problem.experts_local, -(-problem.width // 16) * 16
     shape = WorkspaceShape.create(moe, problem.world_size, max(problem.num_tokens, 1), problem.dtype)
@@ -65,8 +58,8 @@ def launched(problem: Problem, setting: OverlapConfig) -> tuple[bool, bool]:
     w1 = empty(experts, 2 * width, moe.hidden_size)
     y, w2 = empty(1, moe.hidden_size), empty(experts, moe.hidden_size, width)
     return (
-        not setting.comm_blocks and dispatch_gemm_cuda.runs_cuda(w1, wire, table),
-        not setting.comm_blocks and gemm_combine_cuda.runs_cuda(y, w2, wire, returns, table),
+        dispatch_gemm_cuda.runs_cuda(w1, wire, table),
+        gemm_combine_cuda.runs_cuda(y, w2, wire, returns, table),
     )
 
 
@@ -75,22 +68,19 @@ def test_the_tuner_knows_what_the_launchers_decide(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(module, "is_available", lambda device: True)
     rng = random.Random(seed := random.randrange(10**6))
     print(f"seed {seed}")
-    cases = [(problem_of(QWEN3, num), OverlapConfig()) for num in (128, 512, 8192)]
-    problems = [random_problem(rng) for _ in range(400)]
-    cases += [(problem, random_setting(rng, problem)) for problem in problems]
+    problems = [*(problem_of(QWEN3, num) for num in (128, 512, 8192)), *(random_problem(rng) for _ in range(400))]
     seen = set()
-    for problem, setting in cases:
-        expected = launched(problem, setting) if problem.num_tokens else (False, False)
-        assert cuda_layers(setting, problem, H200) == expected, (seed, problem, setting)
-        assert cuda_layers(setting, problem, TRITON) == (False, False)
+    for problem in problems:
+        expected = launched(problem) if problem.num_tokens else (False, False)
+        assert cuda_layers(problem, H200) == expected, (seed, problem)
+        assert cuda_layers(problem, TRITON) == (False, False)
         seen.add(expected)
     assert len(seen) == 3, "layer 1 is in CUDA C++ only where layer 0 is"
 
 
 def test_examples_of_kernels() -> None:
-    default = OverlapConfig()
-    assert cuda_layers(default, problem_of(QWEN3, 512), H200) == (True, False)
-    assert cuda_layers(default, problem_of(QWEN3, 8192), H200) == (True, True)
+    assert cuda_layers(problem_of(QWEN3, 512), H200) == (True, False)
+    assert cuda_layers(problem_of(QWEN3, 8192), H200) == (True, True)
     narrow = MoEConfig(num_experts=8, top_k=2, hidden_size=512, ffn_size=768)
     assert effective(OverlapConfig(num_panels=8), problem_of(narrow, 8192)) == OverlapConfig(num_panels=2)
     assert dispatch_gemm_cuda.takes(512, 32, 1536, 2048, 2, 128)
@@ -106,10 +96,10 @@ def test_examples_of_kernels() -> None:
         (QWEN3, 8192, H200, OverlapConfig(), "4 panels, both layers in CUDA C++"),
         (QWEN3, 2048, H200, OverlapConfig(num_panels=3), "3 panels, layer 0 in CUDA C++"),
         (QWEN3, 2048, H200, OverlapConfig(num_panels=1), "1 panel, layer 0 in CUDA C++"),
-        (QWEN3, 512, H200, OverlapConfig(comm_blocks=1, num_panels=1), "1 comm block, 1 panel"),
+        (QWEN3, 512, H200, OverlapConfig(comm_blocks=1, num_panels=1), "1 comm block, 1 panel, layer 0 in CUDA C++"),
         (MIXTRAL, 8192, H200, OverlapConfig(num_panels=99), "16 panels, layer 0 in CUDA C++"),
         (QWEN3, 128, H200, OverlapConfig(), "4 panels, in Triton"),
-        (QWEN3, 8192, H200, OverlapConfig(comm_blocks=16), "16 comm blocks, 4 panels"),
+        (QWEN3, 8192, H200, OverlapConfig(comm_blocks=16), "16 comm blocks, 4 panels, both layers in CUDA C++"),
         (QWEN3, 512, H200, None, "plain"),
     ],
 )
@@ -124,26 +114,21 @@ def test_candidates_differ_in_what_they_launch() -> None:
     print(f"seed {seed}")
     for _ in range(30):
         problem, machine = random_problem(rng), rng.choice([H200, TRITON])
-        setting = random_setting(rng, problem)
+        setting = OverlapConfig(comm_blocks=rng.choice([0, 4, 16]), num_panels=rng.choice([1, 3, 4, 8]))
         taken = effective(setting, problem)
         assert effective(taken, problem) == taken
-        assert cuda_layers(taken, problem, machine) == cuda_layers(setting, problem, machine)
         assert predict(problem, taken, machine).ms == pytest.approx(predict(problem, setting, machine).ms), seed
-        found = candidates(problem, machine)
-        assert len({effective(item, problem) for item in found}) == len(found)
-        names = [candidate_name(item.setting, problem, machine) for item in propose(problem, machine)]
+        found = [item.setting for item in propose(problem, machine)]
+        assert [setting and effective(setting, problem) for setting in found] == found
+        names = [candidate_name(setting, problem, machine) for setting in found]
         assert len(set(names)) == len(names), names
 
 
-def test_in_cuda_only_panels_and_other_kernels_are_tried() -> None:
-    problem = problem_of(QWEN3, 8192)
-    settings = [item.setting for item in propose(problem, H200) if item.setting]
-    in_cuda = [setting for setting in settings if cuda_layers(setting, problem, H200) == (True, True)]
-    assert sorted(setting.num_panels for setting in in_cuda) == [1, 2, 3, 4, 6, 8]
-    assert len(in_cuda) + 1 < len(settings) + 1 <= 10
-    assert all(setting.comm_blocks for setting in settings if setting not in in_cuda)
-    in_triton = [item.setting for item in propose(problem, TRITON) if item.setting]
-    assert len({setting.comm_blocks for setting in in_triton}) == 4, "colocated, and three splits"
+@pytest.mark.parametrize("machine", [H200, TRITON])
+def test_all_panels_and_some_splits_are_tried(machine: Machine) -> None:
+    settings = [item.setting for item in propose(problem_of(QWEN3, 8192), machine) if item.setting]
+    assert sorted(item.num_panels for item in settings if not item.comm_blocks) == [1, 2, 3, 4, 6, 8]
+    assert sorted(item.comm_blocks for item in settings if item.comm_blocks) == [8, 16, 32]
 
 
 def test_pieces_are_those_of_the_kernels() -> None:

@@ -52,7 +52,7 @@ def test_a_layer_takes_what_was_measured(tmp_path: Path, caplog) -> None:
     path = symmetric(MoE(MOE, group_of(1, tmp_path)))
     assert (path.backend.settings.comm_blocks, path.backend.settings.layer1.num_panels) == (24, 2)
     assert [record.getMessage().split(": ")[1] for record in caplog.records] == [
-        "24 comm blocks, 2 panels (profile)",
+        "24 comm blocks, 2 panels, in Triton (profile)",
     ]
 
 
