@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,17 +28,18 @@ from comet.layer.group import ExpertGroup, make_expert_group
 from comet.layer.workspace import Workspace, WorkspaceShape
 from comet.measure.explain import Explained, Tuned, explain_facts, explain_text, regret_text, regrets
 from comet.measure.layers import first_failure, measure_layer, reason
-from comet.measure.sweep import Outcome, Point, Shape, SweepLog, best_points, plot_sweep, sweep_points, sweep_table
+from comet.measure.sweep import Point, Shape, SweepLog, best_points, plot_sweep, sweep_points, sweep_table
 from comet.training.ranks import RankContext, from_first_rank
 from comet.training.run_folder import FolderLock
 from comet.tuner.choice import resolve
 from comet.tuner.model import predict, propose
 from comet.tuner.problem import Machine, Problem, counted, effective
-from comet.tuner.profile import Kernels, ProfileEntry, ProfileKey, ProfileStore, profile_path
+from comet.tuner.profile import Kernels, Measured, ProfileEntry, ProfileKey, ProfileStore, profile_path
 from comet.utils.progress import Measuring
 from comet.utils.shared_file import require_writable
 from comet.version import comet_version
 
+T = TypeVar("T")
 LoadModels = Callable[[Sequence[str]], Mapping[str, MoEConfig]]
 
 
@@ -55,7 +57,7 @@ def tune_job(config: JobConfig, context: RankContext, load_models: LoadModels) -
 
     Raises:
         ValueError: If the store cannot be written, or a setting breaks its rule.
-        NothingMeasuredError: If no candidate of any point runs; where one of a point's does not, the point is told.
+        NothingMeasuredError: If no candidate of any point runs.
         UnavailableError: If the group spans several nodes.
     """
     start = time.perf_counter()
@@ -63,16 +65,7 @@ def tune_job(config: JobConfig, context: RankContext, load_models: LoadModels) -
     models = from_first_rank(lambda: load_models(config.tune.models))
     points = job_points(config, models, context.device)
     machine, store = from_first_rank(lambda: _open_store(config, context.device))
-    first = next(iter(points.values()))[0]
-    group = make_expert_group(
-        first.moe,
-        config.parallel,
-        max_tokens=1,  # each point has a pool of its own
-        dtype=first.dtype,
-        device=context.device,
-        backend=config.comm.backend,
-        timeout_s=config.comm.timeout_s,
-    )
+    group = _make_group(config, next(iter(points.values()))[0].moe, config.parallel, 1, context)  # a point has its pool
     require_memory(group.comm, "tune", "there is nothing to tune between nodes, which run path 'plain'")
     tuned: list[Tuned] = []
     facts: list[dict[str, Any]] = []
@@ -179,9 +172,7 @@ CSV_NAME, PLOT_NAME = "sweep.csv", "sweep.png"
 Todo = dict[Shape, list[Point]]
 
 
-def run_sweep(
-    job: JobConfig, context: RankContext, load_models: Callable[[Sequence[str]], Mapping[str, MoEConfig]]
-) -> dict[str, Any]:
+def run_sweep(job: JobConfig, context: RankContext, load_models: LoadModels) -> dict[str, Any]:
     """Measure the points of which the CSV file holds no time yet (collective).
 
     Args:
@@ -196,45 +187,38 @@ def run_sweep(
         ValueError: If a setting breaks its rule, or the CSV file cannot be read or written.
         NothingMeasuredError: If every point failed, now or before; one that fails beside others is no error.
     """
-    name, value = folder_setting(job)
-    with FolderLock(Path(value), f"{name}={value!r}") as lock:
-        return _sweep_into(lock, job, context, load_models)
-
-
-def _sweep_into(
-    lock: FolderLock,
-    job: JobConfig,
-    context: RankContext,
-    load_models: Callable[[Sequence[str]], Mapping[str, MoEConfig]],
-) -> dict[str, Any]:
     dtype, device = str(activation_dtype(job.train.dtype, context.device)), Machine.of(context.device).name
-    name, folder = folder_setting(job)[0], lock.folder
+    name, value = folder_setting(job)
+    folder = Path(value)
     log = SweepLog(folder / CSV_NAME)
+    with FolderLock(folder, f"{name}={value!r}") as lock:
 
-    def prepare() -> tuple[list[Point], Todo]:
-        require(name == "output_dir" or log.path.exists(), f"resume={job.resume!r} must be a folder with {CSV_NAME}")
-        points = sweep_points(job, load_models(job.sweep.models))
-        lock.acquire()
-        require_writable(log.path, lock.setting)
-        log.rows = SweepLog.load(log.path).rows
-        return points, pending(points, log, dtype, device)
+        def prepare() -> tuple[list[Point], Todo]:
+            has_rows = name == "output_dir" or log.path.exists()
+            require(has_rows, f"resume={job.resume!r} must be a folder with {CSV_NAME}")
+            points = sweep_points(job, load_models(job.sweep.models))
+            lock.acquire()
+            require_writable(log.path, lock.setting)
+            log.rows = SweepLog.load(log.path).rows
+            return points, pending(points, log, dtype, device)
 
-    points, todo = from_first_rank(prepare)
-    if context.rank == 0:
-        told = f"sweep of {counted(len(points), 'point')}, {sum(map(len, todo.values()))} to measure in {folder}"
-        sys.stderr.write(f"comet: {told}\n")
-    for shape, outcomes in _measure_all(job, todo, context):
+        points, todo = from_first_rank(prepare)
+        num_measured = sum(map(len, todo.values()))
         if context.rank == 0:
-            log.put({point.key(dtype, device): item for point, item in zip(todo[shape], outcomes, strict=True)})
+            told = f"sweep of {counted(len(points), 'point')}, {num_measured} to measure in {folder}"
+            sys.stderr.write(f"comet: {told}\n")
+        for shape, measured in _measure_all(job, todo, context):
+            if context.rank == 0:
+                log.put({point.key(dtype, device): item for point, item in zip(todo[shape], measured, strict=True)})
 
-    def finish() -> dict[str, Any]:
-        results = {point: log.rows[point.key(dtype, device)] for point in points}
-        plot_sweep(results, folder / PLOT_NAME)
-        facts = _facts(results, folder, sum(map(len, todo.values())))
-        sys.stdout.write(sweep_table(results) + "\n\n" + json.dumps(facts) + "\n")
-        return facts
+        def finish() -> dict[str, Any]:
+            results = {point: log.rows[point.key(dtype, device)] for point in points}
+            plot_sweep(results, folder / PLOT_NAME)
+            facts = _facts(results, folder, num_measured)
+            sys.stdout.write(sweep_table(results) + "\n\n" + json.dumps(facts) + "\n")
+            return facts
 
-    facts = from_first_rank(finish)
+        facts = from_first_rank(finish)
     if facts["failed"] == facts["points"]:
         raise NothingMeasuredError(f"sweep: none of {facts['points']} points ran, the first: {facts['first_failure']}")
     return facts
@@ -263,45 +247,26 @@ def pending(points: Sequence[Point], log: SweepLog, dtype: str, device: str) -> 
     return todo
 
 
-def _measure_all(job: JobConfig, todo: Todo, context: RankContext) -> Iterator[tuple[Shape, list[Outcome]]]:
-    """Yield each shape with the outcomes of its points; shapes of one layer and layout share a group and its memory."""
+def _measure_all(job: JobConfig, todo: Todo, context: RankContext) -> Iterator[tuple[Shape, Sequence[Measured]]]:
+    """Yield each shape with what was found of its points; shapes of one layer and layout share a group."""
     families: dict[tuple[MoEConfig, ParallelConfig], list[Shape]] = {}
     for shape in todo:
         families.setdefault((shape.moe, shape.parallel), []).append(shape)
     progress = Measuring(len(todo), "shape", enabled=context.rank == 0)
-    for shapes in families.values():
-        group, failure = _open_group(job, shapes, context)
+    for (moe, parallel), shapes in families.items():
+        most = max(shape.tokens for shape in shapes)
+        group, failure = _attempt(partial(_make_group, job, moe, parallel, most, context), context)
         for shape in shapes:
             progress.begin(f"{shape.title}: {counted(len(todo[shape]), 'setting')} timed in one loop, rows at its end")
-            if group is None:
-                yield shape, [Outcome(ms=None, failure=failure)] * len(todo[shape])
+            settings = [point.setting for point in todo[shape]]
+            if group is None:  # only some ranks may have one
+                yield shape, _failed(settings, failure)
             else:
-                settings = [point.setting for point in todo[shape]]
                 yield shape, measure_shape(job, shape, settings, group, context, progress.tell)
             progress.end()
         if group is not None:
             group.close()
     progress.close()
-
-
-def _open_group(job: JobConfig, shapes: Sequence[Shape], context: RankContext) -> tuple[ExpertGroup | None, str]:
-    """A group for all shapes, or ``None`` and the reason; memory of a group only some ranks got is not returned."""
-    group: ExpertGroup | None = None
-    failure = ""
-    try:
-        group = make_expert_group(
-            shapes[0].moe,
-            shapes[0].parallel,
-            max_tokens=max(shape.tokens for shape in shapes),
-            dtype=activation_dtype(job.train.dtype, context.device),
-            device=context.device,
-            backend=job.comm.backend,
-            timeout_s=job.comm.timeout_s,
-        )
-    except (RuntimeError, ValueError) as error:
-        failure = reason(error)
-    failure = _agree(failure, context)
-    return (None, failure) if failure else (group, "")
 
 
 def measure_shape(
@@ -311,39 +276,60 @@ def measure_shape(
     group: ExpertGroup,
     context: RankContext,
     tell: Callable[[str], None] = lambda _: None,
-) -> list[Outcome]:
-    """Measure the settings of one shape, interleaved; what fails is part of the result (collective).
+) -> Sequence[Measured]:
+    """Measure distinct settings of one shape, interleaved; what fails is part of the result (collective).
 
     Args:
         job: For ``train.dtype`` and ``sweep.rounds``.
         shape: What is measured; must fit the group's workspace.
-        settings: Distinct settings.
+        settings: Their order is that of the result.
         group: The ranks.
         context: This rank.
         tell: Called with what is being done.
-
-    Returns:
-        One outcome per setting, in their order.
     """
-    failure = ""
-    try:
+
+    def measure() -> Sequence[Measured]:
         dtype = activation_dtype(job.train.dtype, context.device)
         problem = Problem.create(shape.moe, shape.parallel, shape.tokens, dtype)
-        measured = measure_layer(problem, settings, group, rounds=job.sweep.rounds, tell=tell)
+        return measure_layer(problem, settings, group, rounds=job.sweep.rounds, tell=tell)
+
+    measured, failure = _attempt(measure, context)
+    return measured or _failed(settings, failure)
+
+
+def _failed(settings: Sequence[OverlapConfig], failure: str) -> list[Measured]:
+    return [Measured(setting=setting, ms=None, failure=failure) for setting in settings]
+
+
+def _make_group(
+    job: JobConfig, moe: MoEConfig, parallel: ParallelConfig, max_tokens: int, context: RankContext
+) -> ExpertGroup:
+    return make_expert_group(
+        moe,
+        parallel,
+        max_tokens=max_tokens,
+        dtype=activation_dtype(job.train.dtype, context.device),
+        device=context.device,
+        backend=job.comm.backend,
+        timeout_s=job.comm.timeout_s,
+    )
+
+
+def _attempt(action: Callable[[], T], context: RankContext) -> tuple[T | None, str]:
+    """The value of an action if it succeeds on all ranks, else the first failure of any.
+
+    This is also the barrier between points, and ends the job if a rank is gone.
+    """
+    value, failure = None, ""
+    try:
+        value = action()
     except (RuntimeError, ValueError) as error:
         failure = reason(error)
-    failure = _agree(failure, context)
-    if failure:
-        return [Outcome(ms=None, failure=failure)] * len(settings)
-    return [Outcome(ms=item.ms, failure=item.failure) for item in measured]
+    failure = first_failure(failure, dist.group.WORLD if context.world_size > 1 else None)
+    return (None, failure) if failure else (value, "")
 
 
-def _agree(failure: str, context: RankContext) -> str:
-    """The first failure of any rank; this is also the barrier between points, and ends the job if a rank is gone."""
-    return first_failure(failure, dist.group.WORLD if context.world_size > 1 else None)
-
-
-def _facts(results: Mapping[Point, Outcome], folder: Path, num_measured: int) -> dict[str, Any]:
+def _facts(results: Mapping[Point, Measured], folder: Path, num_measured: int) -> dict[str, Any]:
     best = [
         {
             "model": shape.model,

@@ -10,13 +10,14 @@ import io
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig, require
 from comet.jobs.config import JobConfig
 from comet.tuner.problem import counted
-from comet.utils.shared_file import locked, write_whole
+from comet.tuner.profile import Measured
+from comet.utils.shared_file import write_whole
 from comet.utils.tables import aligned
 
 KEY_COLUMNS = tuple(
@@ -38,18 +39,6 @@ class Shape:
     def title(self) -> str:
         """For people: ``tiny EP2 TP1, 512 tokens``."""
         return f"{self.model} EP{self.parallel.ep} TP{self.parallel.tp}, {self.tokens} tokens"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """Of a point: its median ms, or ``None`` and why there is none."""
-
-    ms: float | None
-    failure: str = ""
-
-    def __post_init__(self) -> None:
-        valid = self.ms is None or (math.isfinite(self.ms) and self.ms > 0)
-        require(valid, f"ms={self.ms} must be positive and finite, or None for a point that failed")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,15 +87,10 @@ def sweep_points(job: JobConfig, models: Mapping[str, MoEConfig]) -> list[Point]
 
 @dataclass(slots=True)
 class SweepLog:
-    """The CSV file of a sweep, which others may add to at the same time; a killed run leaves complete rows.
-
-    Args:
-        path: The file.
-        rows: What was measured, or why it failed, by ``Point.key``.
-    """
+    """The CSV file of a sweep, of which a killed run leaves complete rows; ``rows`` by ``Point.key``."""
 
     path: Path
-    rows: dict[tuple[str, ...], Outcome] = field(default_factory=dict)
+    rows: dict[tuple[str, ...], Measured] = field(default_factory=dict)
 
     @classmethod
     def load(cls, path: Path) -> SweepLog:
@@ -119,41 +103,29 @@ class SweepLog:
         for number, line in enumerate(lines[1:], 2):
             require(len(line) == len(COLUMNS), f"{path}:{number} must have {len(COLUMNS)} columns, not {len(line)}")
             try:
-                rows[tuple(line[: len(KEY_COLUMNS)])] = _outcome(line)
+                rows[tuple(line[: len(KEY_COLUMNS)])] = _measured(line)
             except ValueError as error:
                 raise ValueError(f"{path}:{number}: {error}") from error
         return cls(path, rows)
 
-    def put(self, found: Mapping[tuple[str, ...], Outcome]) -> None:
-        """Add rows, in memory and in the file, whose folder must exist; rows other processes wrote meanwhile are kept.
-
-        A failure does not take the place of a time.
-        """
-        with locked(self.path):
-            self.rows |= self.load(self.path).rows
-            self.rows |= {key: item for key, item in found.items() if item.ms or not self._has_time(key)}
-            write_whole(self.path, self._text())
-
-    def _has_time(self, key: tuple[str, ...]) -> bool:
-        return key in self.rows and self.rows[key].ms is not None
-
-    def _text(self) -> str:
+    def put(self, found: Mapping[tuple[str, ...], Measured]) -> None:
+        """Add rows, in memory and in the file, whose folder must exist."""
+        self.rows |= found
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(COLUMNS)
         for key, item in self.rows.items():
             writer.writerow((*key, "" if item.ms is None else f"{item.ms:.6g}", item.failure))
-        return text.getvalue()
+        write_whole(self.path, text.getvalue())
 
 
-def _outcome(line: Sequence[str]) -> Outcome:
-    *numbers, ms, failure = line[len(KEY_COLUMNS) - len(fields(OverlapConfig)) :]
-    for number in numbers:
-        int(number)
-    return Outcome(ms=float(ms) if ms else None, failure=failure)
+def _measured(line: Sequence[str]) -> Measured:
+    comm_blocks, num_panels, ms, failure = line[-4:]
+    setting = OverlapConfig(comm_blocks=int(comm_blocks), num_panels=int(num_panels))
+    return Measured(setting=setting, ms=float(ms) if ms else None, failure=failure)
 
 
-def best_points(results: Mapping[Point, Outcome]) -> dict[Shape, Point]:
+def best_points(results: Mapping[Point, Measured]) -> dict[Shape, Point]:
     """The fastest point of every shape of which at least one ran, shapes in the order of ``results``."""
     best: dict[Shape, Point] = {}
     times = {point: item.ms for point, item in results.items() if item.ms is not None}
@@ -162,7 +134,7 @@ def best_points(results: Mapping[Point, Outcome]) -> dict[Shape, Point]:
     return {point.shape: best[point.shape] for point in results if point.shape in best}
 
 
-def sweep_table(results: Mapping[Point, Outcome]) -> str:
+def sweep_table(results: Mapping[Point, Measured]) -> str:
     """One aligned line per point; the fastest of each shape carries a star, a failed one its reason."""
     best = set(best_points(results).values())
     head = ("model", "EP", "TP", "tokens", "comm_blocks", "panels", "ms", "")
@@ -176,13 +148,10 @@ def sweep_table(results: Mapping[Point, Outcome]) -> str:
     return "\n".join(aligned(lines, left=(0, len(head) - 1)))
 
 
-MAX_COLUMNS = 3
-SUBPLOT_INCHES = (5.0, 3.6)
-DOTS_PER_INCH = 110
-TOP_MARGIN = 1.1
+MAX_COLUMNS, SUBPLOT_INCHES = 3, (5.0, 3.6)
 
 
-def plot_sweep(results: Mapping[Point, Outcome], path: Path) -> None:
+def plot_sweep(results: Mapping[Point, Measured], path: Path) -> None:
     """Draw all points that ran as a PNG; a shape without any keeps an empty subplot that says so."""
     from matplotlib.figure import Figure
 
@@ -190,7 +159,7 @@ def plot_sweep(results: Mapping[Point, Outcome], path: Path) -> None:
     columns = min(len(shapes), MAX_COLUMNS)
     rows = math.ceil(len(shapes) / columns)
     size = (SUBPLOT_INCHES[0] * columns, SUBPLOT_INCHES[1] * rows)
-    figure = Figure(figsize=size, dpi=DOTS_PER_INCH, layout="constrained")
+    figure = Figure(figsize=size, dpi=110, layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False).ravel()
     for axes in grid[len(shapes) :]:
         axes.set_axis_off()
@@ -201,7 +170,7 @@ def plot_sweep(results: Mapping[Point, Outcome], path: Path) -> None:
         axes.set(xlabel="communication blocks", ylabel="ms", title=shape.title)
         if lines:
             times = [ms for line in lines.values() for _, ms in line]
-            axes.set_ylim(0, TOP_MARGIN * max(times))
+            axes.set_ylim(0, 1.1 * max(times))
             axes.set_xticks(sorted({blocks for line in lines.values() for blocks, _ in line}))
             axes.legend(fontsize="small")
         else:
@@ -211,7 +180,7 @@ def plot_sweep(results: Mapping[Point, Outcome], path: Path) -> None:
     figure.savefig(path)
 
 
-def sweep_lines(results: Mapping[Point, Outcome]) -> dict[int, list[tuple[int, float]]]:
+def sweep_lines(results: Mapping[Point, Measured]) -> dict[int, list[tuple[int, float]]]:
     """Lines of one shape: panels -> (comm_blocks, ms) of the points that ran, ascending."""
     lines: dict[int, list[tuple[int, float]]] = {}
     for point, item in results.items():

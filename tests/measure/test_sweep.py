@@ -23,7 +23,6 @@ from comet.layer.paths import make_path
 from comet.measure.job import CSV_NAME, PLOT_NAME, measure_shape, pending, run_sweep
 from comet.measure.sweep import (
     COLUMNS,
-    Outcome,
     Point,
     Shape,
     SweepLog,
@@ -34,6 +33,7 @@ from comet.measure.sweep import (
     sweep_table,
 )
 from comet.training.ranks import from_first_rank
+from comet.tuner.profile import Measured
 
 MOE = MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2)
 CPU = torch.device("cpu")
@@ -56,6 +56,10 @@ def job_of(*overrides: str, world_size: int = 1) -> JobConfig:
 def point(blocks: int = 8, panels: int = 4, tokens: int = 16) -> Point:
     shape = Shape(model="small", moe=MOE, parallel=ParallelConfig(ep=1), tokens=tokens)
     return Point(shape=shape, setting=OverlapConfig(comm_blocks=blocks, num_panels=panels))
+
+
+def outcome(of: Point, ms: float | None, failure: str = "") -> Measured:
+    return Measured(setting=of.setting, ms=ms, failure=failure)
 
 
 def test_points_are_the_product_of_the_lists():
@@ -108,7 +112,7 @@ def test_the_log_keeps_times_and_reasons_and_says_what_is_left(tmp_path):
     log = SweepLog(tmp_path / CSV_NAME)
     key = ("torch.float32", "a device, with a comma")
     reason = 'ValueError: "quoted", and commas'
-    log.put({done.key(*key): Outcome(ms=1.25), failed.key(*key): Outcome(ms=None, failure=reason)})
+    log.put({done.key(*key): outcome(done, 1.25), failed.key(*key): outcome(failed, None, reason)})
     again = SweepLog.load(log.path)
     assert again.rows == log.rows
     assert pending([done, failed, new], again, *key) == {new.shape: [failed, new]}, "what failed is tried again"
@@ -136,8 +140,8 @@ def test_a_file_that_is_no_log_is_refused(tmp_path):
 def test_table_lines_and_picture(tmp_path):
     slow, fast, broken, alone = point(16), point(8), point(8, 2), point(8, tokens=99)
     results = {
-        slow: Outcome(ms=2.0), fast: Outcome(ms=1.0), broken: Outcome(ms=None, failure="RuntimeError: no"),
-        alone: Outcome(ms=None, failure="ValueError: never"),
+        slow: outcome(slow, 2.0), fast: outcome(fast, 1.0), broken: outcome(broken, None, "RuntimeError: no"),
+        alone: outcome(alone, None, "ValueError: never"),
     }  # fmt: skip
     assert best_points(results) == {fast.shape: fast}
     lines = sweep_table(results).splitlines()
@@ -212,7 +216,7 @@ def test_a_failed_point_is_measured_again_and_keeps_its_reason_until_then(tmp_pa
     first, second = SweepLog.load(tmp_path / CSV_NAME).rows.values()
     assert first.ms
     assert not first.failure
-    assert second == Outcome(ms=None, failure="RuntimeError: no resources")
+    assert (second.ms, second.failure) == (None, "RuntimeError: no resources")
     monkeypatch.undo()
     facts = sweep_job(job_of(*words), Alone())
     assert (facts["points"], facts["measured_now"], facts["failed"]) == (2, 1, 0)

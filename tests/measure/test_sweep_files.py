@@ -1,4 +1,4 @@
-"""Files of ``sweep`` and ``tune``: two sweeps in one folder, and a folder that cannot be written."""
+"""Files of ``sweep`` and ``tune``: a folder that cannot be written."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from typing import NoReturn
 
 import pytest
 import torch
-from ranks import run_ranks
 from refusals import refusal
 
-from comet.config import MoEConfig, OverlapConfig, ParallelConfig
+from comet.config import MoEConfig
 from comet.launch.config import compose, make_job
 from comet.measure import job
 from comet.measure.job import CSV_NAME, run_sweep
-from comet.measure.sweep import Outcome, Point, Shape, SweepLog
+from comet.measure.sweep import SweepLog
 from comet.utils.shared_file import require_writable
 
 MOE = MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2)
@@ -29,43 +28,6 @@ class Alone:
     rank: int = 0
     world_size: int = 1
     device: torch.device = CPU
-
-
-def key_of(tokens: int) -> tuple[str, ...]:
-    shape = Shape(model="small", moe=MOE, parallel=ParallelConfig(ep=1), tokens=tokens)
-    return Point(shape=shape, setting=OverlapConfig(comm_blocks=8)).key("float32", "cpu")
-
-
-def test_rows_of_another_sweep_are_kept(tmp_path: Path) -> None:
-    first, second = SweepLog(tmp_path / CSV_NAME), SweepLog(tmp_path / CSV_NAME)
-    first.put({key_of(1): Outcome(ms=1.0)})
-    second.put({key_of(2): Outcome(ms=2.0)})
-    first.put({key_of(3): Outcome(ms=None, failure="no"), key_of(1): Outcome(ms=1.5)})
-    wanted = {key_of(1): Outcome(ms=1.5), key_of(2): Outcome(ms=2.0), key_of(3): Outcome(ms=None, failure="no")}
-    assert SweepLog.load(tmp_path / CSV_NAME).rows == first.rows == wanted
-
-
-def test_a_failure_takes_the_place_of_a_failure_only(tmp_path: Path) -> None:
-    """Whichever sweep ends first, and whether this one has seen the time or not."""
-    log = SweepLog(tmp_path / CSV_NAME)
-    SweepLog(log.path).put({key_of(1): Outcome(ms=1.0), key_of(2): Outcome(ms=None, failure="old")})
-    log.put({key_of(1): Outcome(ms=None, failure="no"), key_of(2): Outcome(ms=None, failure="new")})
-    assert log.rows == {key_of(1): Outcome(ms=1.0), key_of(2): Outcome(ms=None, failure="new")}
-    log.put({key_of(2): Outcome(ms=2.0)})
-    assert SweepLog.load(log.path).rows == {key_of(1): Outcome(ms=1.0), key_of(2): Outcome(ms=2.0)}
-
-
-def put_rows(rank: int, world_size: int, path: Path, num_rows: int) -> None:
-    log = SweepLog(path)
-    for number in range(num_rows):
-        log.put({key_of(1 + rank * num_rows + number): Outcome(ms=float(1 + rank))})
-
-
-def test_processes_that_write_at_the_same_time_lose_no_row(tmp_path: Path) -> None:
-    run_ranks(put_rows, 3, tmp_path / CSV_NAME, 40)
-    rows = SweepLog.load(tmp_path / CSV_NAME).rows
-    assert rows == {key_of(1 + index): Outcome(ms=float(1 + index // 40)) for index in range(120)}
-    assert {path.name for path in tmp_path.iterdir()} == {CSV_NAME, f"{CSV_NAME}.lock"}, "no part of a file is left"
 
 
 def test_trying_to_write_changes_nothing(tmp_path: Path) -> None:
@@ -101,7 +63,7 @@ def test_a_folder_that_cannot_be_written_is_named_before_anything_is_measured(
     with pytest.raises(ValueError, match=f"^output_dir{message}"):
         run_sweep(config, Alone(), lambda _: {"small": MOE})
     SweepLog(tmp_path / CSV_NAME).put({})
-    (tmp_path / f"{CSV_NAME}.lock").unlink()
+    (tmp_path / f"{CSV_NAME}.lock").unlink(missing_ok=True)
     (tmp_path / f"{CSV_NAME}.lock").mkdir()
     with pytest.raises(ValueError, match=f"^resume='{tmp_path}' must be a folder that can be written"):
         run_sweep(replace(config, resume=str(tmp_path)), Alone(), lambda _: {"small": MOE})
