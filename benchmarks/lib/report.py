@@ -12,6 +12,7 @@ from typing import Any
 from comet.utils.tables import aligned
 
 Row = dict[str, Any]
+Panels = dict[str, dict[str, list[tuple[float, float]]]]  # points of every line of every panel, by their titles
 SUFFIXES = (".csv", ".png", ".json")  # of one run's files
 
 
@@ -90,3 +91,20 @@ def set_aside(folder: Path, stem: str) -> list[tuple[Path, Path]]:
     for old, new in renamed:
         old.rename(new)
     return renamed
+
+
+def draw_lines(path: Path, panels: Panels, *, x: str, y: str) -> None:
+    """A picture of panels side by side, each with its title and its lines, on logarithmic axes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(1 + 5 * max(1, len(panels)), 4.5), layout="constrained")
+    for axes, (title, lines) in zip(
+        figure.subplots(1, max(1, len(panels)), squeeze=False)[0], panels.items(), strict=False
+    ):
+        for name, points in lines.items():
+            axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=name)
+        axes.set(title=title, xlabel=x, ylabel=y, xscale="log", yscale="log")
+        axes.grid(alpha=0.3)
+        if lines:
+            axes.legend(fontsize=7)
+    figure.savefig(path, dpi=120)

@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace, settings: Settings, ranks: Ranks) -> None
     with open_layer(config, settings, ranks) as layer:
         if layer.moe is None:
             raise ValueError(f"model={arguments.model} must be a layer Comet can build: {layer.failures}")
-        inputs = make_inputs(config, arguments.tokens, settings, ranks)
+        inputs = make_inputs(config, arguments.tokens, arguments.routing, ranks)
         timeline, is_equal = record_layer(layer.moe, inputs, arguments.capacity)
         cost = None
         if ranks.device.type == "cuda":
@@ -126,7 +126,6 @@ def parse(command_line: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
     return arguments, Settings(
         parallel=ParallelConfig(ep=arguments.ep, tp=arguments.tp),
         max_tokens=arguments.tokens,
-        routing=arguments.routing,
         path="fused",
         overlap=parse_overlap(arguments.split, "split"),
         variants=("comet",),

@@ -1,11 +1,10 @@
-"""Many points in one run of the layer benchmark: what routings share, what is kept, and what is said at the end."""
+"""Many points in one run of the layer benchmark: what is compared, what is kept, and block FP8."""
 
 from __future__ import annotations
 
 import csv
 import json
 import math
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,23 +17,20 @@ from recorded_layers import LaterExperts, record_on_cpu
 from torch import Tensor
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
-from comet.layer.routed_experts import SymmetricPath
 from comet.quantization.formats import quantize_fp8
 
 import suites.moe
 import variants.layer
-from lib.moe.fp8 import deviation, noise, quantize_layer
-from lib.moe.layer import WEIGHT_SEED, Layer, Settings, make_inputs, open_layer
-from lib.moe.report import COLUMNS, draw, format_summary, format_table, summary, whole_run
+from lib.moe.layer import WEIGHT_SEED, Layer, Settings, make_inputs, open_layer, quantize_experts
+from lib.moe.report import COLUMNS
 from lib.ranks import Ranks
 from lib.report import append_csv, set_aside
 from lib.shapes import draw_weights, model, parse_overlap
 from suites.moe import checked_variants, parse, progress
-from variants.layer import Graph, LayerVariant, Shared, record
+from variants.layer import LayerVariant, record
 
 CUDA = torch.device("cuda")
 TINY = model("tiny")
-ROUTINGS = ("uniform", "zipf", "hot")
 
 
 class PretendedGPU(Ranks):
@@ -48,64 +44,34 @@ class PretendedGPU(Ranks):
         return value
 
 
-def settings_of(*variants: str, routing: str = "uniform") -> Settings:
-    return Settings(parallel=ParallelConfig(), max_tokens=64, routing=routing, variants=variants)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_next_routing_overwrites_ids_and_weights_in_place(seed: int) -> None:
-    draw_from = random.Random(seed)
-    num_tokens, order = draw_from.randint(1, 64), draw_from.sample(ROUTINGS, 3)
-    ranks, shared = Ranks(draw_from.randint(0, 5), CPU, None), Shared()
-    addresses = set()
-    for routing in order:
-        settings = settings_of(routing=routing)
-        found, wanted = (draw(TINY, num_tokens, settings, ranks) for draw in (shared.draw, make_inputs))
-        for name in ("tokens", "ids", "weights", "grads"):
-            pairs = zip(getattr(found, name), getattr(wanted, name), strict=True)
-            assert all(torch.equal(one, other) for one, other in pairs), f"seed {seed}: {name} of {routing}"
-        addresses.add(tuple(tensor.data_ptr() for tensor in (*found.tokens, *found.ids, *found.weights)))
-    assert len(addresses) == 1
-
-
-def replayed(recorded: list[LayerVariant], *, stale: bool) -> Callable[[LayerVariant, int], Graph]:
-    """What stands for ``record`` on a CPU: a replay writes into the first output, or, ``stale``, nothing at all."""
-
-    def pretend(variant: LayerVariant, rotate: int) -> Graph:
-        recorded.append(variant)
-        output = variant(0)
-
-        def replay(index: int) -> None:
-            for old, new in zip(output, () if stale else variant(index), strict=not stale):
-                old.copy_(new)
-
-        return Graph(variant, replay, output)
-
-    return pretend
+def settings_of(*variants: str) -> Settings:
+    return Settings(parallel=ParallelConfig(), max_tokens=64, variants=variants)
 
 
 @pytest.mark.parametrize("stale", [False, True])
-def test_graphs_are_recorded_once_and_compared_at_every_routing(monkeypatch: pytest.MonkeyPatch, stale: bool) -> None:
+def test_graphs_are_compared_as_they_are_replayed(monkeypatch: pytest.MonkeyPatch, stale: bool) -> None:
+    """``stale``: what a replay leaves in the memory of the output is not this input set's."""
     recorded: list[LayerVariant] = []
-    monkeypatch.setattr(suites.moe, "record", replayed(recorded, stale=stale))
+
+    def pretend(variant: LayerVariant) -> LayerVariant:
+        recorded.append(lambda index: tuple(2 * part if stale else part for part in variant(index)))
+        return recorded[-1]
+
+    monkeypatch.setattr(suites.moe, "record", pretend)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    settings, shared = settings_of("comet", "comet_graph", "plain", "comm_comet"), Shared()
-    gpu = PretendedGPU(0, CUDA, None)
+    settings, failures = settings_of("comet", "comet_graph", "plain", "comm_comet"), dict[str, str]()
     with open_layer(TINY, settings, ALONE) as layer:
-        for number, routing in enumerate(ROUTINGS):
-            routed, failures = replace(settings, routing=routing), dict[str, str]()
-            inputs = shared.draw(TINY, 48, routed, ALONE)
-            usable, errors = checked_variants(layer, inputs, routed, gpu, failures, shared.graphs)
-            assert sorted(shared.graphs) == ["comet_graph", "comm_comet"]
-            assert usable["comm_comet"] is shared.graphs["comm_comet"].replay
-            if stale and number > 0:
-                assert failures["comet_graph"].startswith("differs from the plain path")
-                assert "comet_graph" not in usable
-            else:
-                assert not failures
-                assert usable["comet_graph"] is shared.graphs["comet_graph"].replay
-                assert errors["comet_graph"] < 1e-4
+        inputs = make_inputs(TINY, 48, "zipf", ALONE)
+        usable, errors = checked_variants(layer, inputs, settings, PretendedGPU(0, CUDA, None), failures)
     assert len(recorded) == 2
+    assert usable["comm_comet"] is recorded[-1]
+    if stale:
+        assert failures["comet_graph"].startswith("differs from the plain path")
+        assert "comet_graph" not in usable
+    else:
+        assert not failures
+        assert usable["comet_graph"] is recorded[0]
+        assert errors["comet_graph"] < 1e-4
 
 
 def test_with_a_backward_pass_the_graphs_are_those_a_user_trains_with(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +81,7 @@ def test_with_a_backward_pass_the_graphs_are_those_a_user_trains_with(monkeypatc
     with open_layer(TINY, settings, ALONE) as layer:
         assert layer.moe is not None
         layer.moe.experts = LaterExperts(TINY, layer.moe.group, OverlapConfig(), use_kernels=False)
-        inputs, failures = Shared().draw(TINY, 48, settings, ALONE), dict[str, str]()
+        inputs, failures = make_inputs(TINY, 48, "uniform", ALONE), dict[str, str]()
         usable, errors = checked_variants(layer, inputs, settings, PretendedGPU(0, CUDA, None), failures)
         assert (failures, captures.count, captures.replays) == ({}, 2, 2)
         assert errors["comet_graph"] < 1e-4
@@ -138,9 +104,9 @@ def test_a_record_keeps_the_output_of_the_first_set(monkeypatch: pytest.MonkeyPa
         return calls.append
 
     monkeypatch.setattr(variants.layer, "capture", capture)
-    graph = record(variant, 3)
-    assert [int(tensor) for tensor in graph.first()] == [40]
-    assert calls == [0, 1, 2, 0, 1, 2, 0]
+    replayed = record(variant)
+    assert [int(tensor) for tensor in replayed(2)] == [50]
+    assert calls == [0, 1, 2, 3, 0, 1, 2, 3, 2]
 
 
 @pytest.mark.parametrize("variants", [("comet", "plain"), ("plain",)])
@@ -163,52 +129,6 @@ def test_weights_are_drawn_where_they_are(variants: tuple[str, ...]) -> None:
 def row_of(model_name: str, tokens: int, routing: str, x_best: float | None) -> dict[str, object]:
     keys = {"model": model_name, "tokens": tokens, "ep": 4, "tp": 1, "routing": routing, "direction": "forward"}
     return keys | ({"x_best": x_best, "plain_ms": 2.0, "comet_ms": 1.0} if x_best else {"failures": "comet: too bad"})
-
-
-def test_summary_example() -> None:
-    rows = [row_of("a", 8, "uniform", 1.5), row_of("a", 8, "zipf", 0.9), row_of("b", 8, "hot", None)]
-    found = summary(rows)
-    assert (found["points"], found["compared"], found["slower"]) == (3, 2, 1)
-    assert found["least"] == {name: rows[1][name] for name in found["least"]}
-    assert found["least"]["x_best"] == 0.9
-    assert format_summary(rows) == (
-        "Compared at 2 of 3 points: Comet is slower than the best baseline at 1; least x_best 0.900 "
-        "(a, 8 tokens, ep=4 tp=1, zipf)"
-    )
-    assert format_summary(rows[2:]) == "Compared at 0 of 1 points: Comet is slower than the best baseline at 0"
-    assert summary([row_of("a", 8, "hot", 1.0)])["slower"] == 0
-    assert whole_run(rows, {})["summary"] == found
-
-
-def test_means_are_given_for_each_of_several_routings() -> None:
-    rows = [row_of("a", 8, "uniform", 2.0), row_of("a", 9, "uniform", 8.0), row_of("a", 8, "zipf", 1.0)]
-    lines = format_table(rows).splitlines()
-    assert len({len(line) for line in lines}) == 1
-    cells = [line.split() for line in lines[-3:]]
-    assert [(line[5], float(line[-1])) for line in cells] == [("uniform", 4), ("zipf", 1), ("-", 2.52)]
-    report = whole_run(rows, {})
-    assert report["geometric_mean"]["x_best"] == pytest.approx(16 ** (1 / 3))
-    assert report["geometric_mean_by_routing"]["uniform"]["x_best"] == pytest.approx(4)
-    assert whole_run(rows[:2], {})["geometric_mean_by_routing"] == {}
-    assert len(format_table(rows[:2]).splitlines()) == 4
-
-
-def test_a_panel_for_every_model_and_routing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from matplotlib.figure import Figure
-
-    titles: list[list[str]] = []
-    save = Figure.savefig
-
-    def note(figure: Figure, path: Path, dpi: int) -> None:
-        titles.append([axes.get_title() for axes in figure.axes])
-        save(figure, path, dpi=dpi)
-
-    monkeypatch.setattr(Figure, "savefig", note)
-    rows = [row_of(name, 8, routing, 1.5) for name in "ab" for routing in ("uniform", "zipf")]
-    rows[3] = row_of("b", 8, "zipf", None)
-    draw(tmp_path / "picture.png", rows)
-    assert titles == [["a uniform", "b uniform", "a zipf", "b zipf"]]
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_files_of_an_earlier_run_are_set_aside(tmp_path: Path) -> None:
@@ -240,40 +160,30 @@ WORDS = ["--device", "cpu", "--models", "tiny", "--rounds", "1", "--routing", "h
 
 
 def test_routings_are_a_list() -> None:
-    arguments, settings = parse(WORDS)
-    assert arguments.routing == ("hot", "uniform")
-    assert settings.routing == "hot"
+    assert parse(WORDS)[0].routing == ("hot", "uniform")
 
 
-def test_a_layer_is_opened_once_and_an_interrupted_run_keeps_its_rows(
+def test_an_interrupted_run_keeps_its_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    opened, measured = [], []
+    measured = []
 
-    def counted(*arguments: object) -> object:
-        opened.append(arguments)
-        return open_layer(*arguments)
-
-    def interrupted(layer: Layer, num_tokens: int, settings: Settings, *rest: object) -> dict[str, object]:
-        measured.append((num_tokens, settings.routing))
+    def interrupted(layer: Layer, num_tokens: int, routing: str, *rest: object) -> dict[str, object]:
+        measured.append((num_tokens, routing))
         if len(measured) == 8:
             raise KeyboardInterrupt
-        return measure_point(layer, num_tokens, settings, *rest)
+        return measure_point(layer, num_tokens, routing, *rest)
 
     measure_point = suites.moe.measure_point
-    monkeypatch.setattr(suites.moe, "open_layer", counted)
     monkeypatch.setattr(suites.moe, "measure_point", interrupted)
     words = [*WORDS, "--out", str(tmp_path)]
     suites.moe.run(*parse(words), ALONE)
-    assert len(opened) == 1
     points = [(16, "hot"), (16, "uniform"), (8, "hot"), (8, "uniform")]
     assert measured == points
     report = json.loads((tmp_path / "bench_moe.json").read_text())
     assert [(row["tokens"], row["routing"]) for row in report["rows"]] == points
     assert all(row["error"] < 1e-4 and row["seconds"] >= row["timed_seconds"] > 0 for row in report["rows"])
-    printed = capsys.readouterr()
-    assert printed.out.splitlines()[-2].startswith("Compared at 4 of 4 points: ")
-    assert "tiny 8 hot: done in " in printed.err
+    assert "tiny 8 hot: done in " in capsys.readouterr().err
     with pytest.raises(KeyboardInterrupt):
         suites.moe.run(*parse(words), ALONE)
     with (tmp_path / "bench_moe.csv").open() as file:
@@ -321,7 +231,7 @@ def checked(rank: int, world_size: int, config: MoEConfig) -> tuple[list[str], d
     settings = Settings(parallel=ParallelConfig(ep=world_size), max_tokens=48, variants=VARIANTS)
     failures: dict[str, str] = {}
     with open_layer(config, settings, ranks) as layer:
-        inputs = make_inputs(config, 40, settings, ranks)
+        inputs = make_inputs(config, 40, "uniform", ranks)
         usable, errors = checked_variants(layer, inputs, settings, ranks, failures)
     return sorted(usable), errors, failures
 
@@ -330,8 +240,7 @@ def test_it_is_compared_with_the_plain_path() -> None:
     for usable, errors, failures in run_ranks(checked, 2, CONFIG):
         assert usable == ["comet", "comet_fp8", "plain"]
         assert not failures
-        assert errors["comet_fp8"] is not None
-        assert 0.02 < errors["comet_fp8"] < 0.12
+        assert 0.1 < errors["comet_fp8"] < 0.6
 
 
 def test_widths_that_are_no_whole_blocks_have_no_such_variant() -> None:
@@ -340,42 +249,11 @@ def test_widths_that_are_no_whole_blocks_have_no_such_variant() -> None:
         assert not failures
 
 
-def make_weights(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = (2, 256, 384), (2, 384, 128), (64, 384)
-    w1, w2, tokens = (torch.randn(shape, generator=generator) / math.sqrt(shape[-1]) for shape in shapes)
-    return w1, w2, tokens
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_noise_is_that_of_three_roundings_to_e4m3(seed: int) -> None:
-    """A rounding is off by at most 2^-4, on average by 2^-4 / sqrt(3) of a number that is at most twice as large."""
-    w1, w2, tokens = make_weights(seed)
-    found = noise(tokens, (w1[0], w2[0]), (quantize_fp8(w1), quantize_fp8(w2)))
-    one = 2**-4 / math.sqrt(3)
-    assert one < found < 3 * one, f"seed {seed}"
-
-
-def test_one_wrong_row_or_a_wrong_scale_is_noticed() -> None:
-    generator = torch.Generator().manual_seed(1)
-    wanted = torch.randn(2000, 256, generator=generator)
-    output = wanted + 0.06 * torch.randn(2000, 256, generator=generator)
-    assert deviation(output, wanted, 0.06)[0] == ""
-    assert "differs by" in deviation(output * 1.06, wanted, 0.06)[0]
-    output[7] = output[8]
-    failure, rms = deviation(output, wanted, 0.06)
-    assert failure.startswith("differs by 0.0")
-    assert rms < 1.25 * 0.06, "seen by its largest element only"
-    assert deviation(wanted[:0], wanted[:0], 0.06) == ("", 0.0)
-
-
-def test_quantised_layers_are_those_of_the_quantiser() -> None:
-    w1, w2, _ = make_weights(5)
-    layer = quantize_layer(SymmetricPath.__new__(SymmetricPath), w1, w2)
-    for found, weight in ((layer.w1, w1), (layer.w2, w2)):
-        wanted = quantize_fp8(weight)
-        assert torch.equal(found.elements.view(torch.uint8), wanted.elements.view(torch.uint8))
-        assert torch.equal(found.scales, wanted.scales)
+def test_quantised_experts_are_those_of_the_quantiser() -> None:
+    weight = torch.randn(2, 256, 384, generator=torch.Generator().manual_seed(5))
+    found, wanted = quantize_experts(weight), quantize_fp8(weight)
+    assert torch.equal(found.elements.view(torch.uint8), wanted.elements.view(torch.uint8))
+    assert torch.equal(found.scales, wanted.scales)
 
 
 def test_it_has_columns_and_is_measured_where_it_is_asked_for() -> None:

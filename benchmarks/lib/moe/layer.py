@@ -1,4 +1,4 @@
-"""The layer of a point, its inputs, and how far apart two outputs are."""
+"""The layer of a point, as it is and in block FP8, its inputs, and how far apart two outputs are."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor
 
 from comet.comm.handshake import gather
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
-from comet.layer.group import ExpertGroup, make_expert_group
+from comet.layer.group import make_expert_group
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.workspace import Workspace
 from comet.layout import ExpertLayout
 from comet.moe import MoE
+from comet.quantization.formats import FP8, FP8_BLOCK, quantize_fp8
 
-from lib.moe.fp8 import FP8Layer, fits, quantize_layer
 from lib.moe.report import FP8_VARIANTS, VARIANTS
 from lib.ranks import ELSEWHERE, Ranks, attempt
 from lib.shapes import draw_weights, make_routing, make_weights
@@ -31,12 +31,11 @@ WEIGHT_SEED = 1_000_000  # far from those of tokens, which would be rows of the 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What is measured, apart from model and tokens.
+    """What is measured, apart from model, tokens and routing.
 
     Args:
         parallel: EP and TP.
         max_tokens: Most tokens of any point.
-        routing: Kind of routing (see ``routing.make_routing``) of the inputs drawn next.
         backward: Forward + backward instead of forward.
         path: Path of Comet's layer.
         overlap: How its kernels share the GPU; ``None`` takes the defaults.
@@ -45,7 +44,6 @@ class Settings:
 
     parallel: ParallelConfig
     max_tokens: int
-    routing: str = "uniform"
     backward: bool = False
     path: str = "auto"
     overlap: OverlapConfig | None = None
@@ -56,16 +54,17 @@ class Settings:
 class Layer:
     """The layer under test: ``w1 (e, 2F/TP, D)``, ``w2 (e, D, F/TP)``, and Comet's module over the same memory.
 
-    ``moe`` is ``None`` where it could not be built, for the reason in ``failures``, or was not asked for; ``fp8`` where
-    it was not, or D or F/TP is no multiple of 128, or the path is another than Comet's own.
+    ``moe`` is ``None`` where it could not be built, for the reason in ``failures``, or was not asked for; ``fp8``, the
+    same weights in block FP8, where it was not, or D or F/TP is no multiple of 128, or the path is another than Comet's
+    own.
     """
 
     config: MoEConfig
     layout: ExpertLayout
     w1: Tensor
     w2: Tensor
-    moe: MoE | None
-    fp8: FP8Layer | None = None
+    moe: MoE | None = None
+    fp8: tuple[FP8, FP8] | None = None
     failures: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -96,45 +95,53 @@ class DrawnInPlace(MoE):
 def open_layer(config: MoEConfig, settings: Settings, ranks: Ranks) -> Iterator[Layer]:
     """Build the layer, release its memory at the end; a layer Comet cannot build still serves the baselines."""
     layout = ExpertLayout.create(config, settings.parallel, ranks.rank)
-    built, failure = None, ""
+    moe, failure = None, ""
     if any(name.startswith("comet") for name in settings.variants):
-        built, failure = attempt(partial(_build_comet, config, settings, ranks), ranks)
-    if built is None:
+        moe, failure = attempt(partial(_build_comet, config, settings, ranks), ranks)
+    if moe is None:
         w1, w2 = make_weights(config, layout, ranks.device, ranks.dtype, WEIGHT_SEED + ranks.rank)
-        yield Layer(
-            config=config, layout=layout, w1=w1, w2=w2, moe=None, failures={"comet": failure} if failure else {}
-        )
+        failures = {"comet": failure} if failure else {}
+        yield Layer(config=config, layout=layout, w1=w1, w2=w2, failures=failures)
         return
-    group, moe = built
     w1, w2 = moe.expert_weights()
     w1 = w1.flatten(1, 2)
-    fp8 = None
-    if set(FP8_VARIANTS) & set(settings.variants) and isinstance(moe.experts, SymmetricPath) and fits(config, layout):
-        fp8 = quantize_layer(moe.experts, w1, w2)
+    wanted = set(FP8_VARIANTS) & set(settings.variants) and isinstance(moe.experts, SymmetricPath)
+    in_blocks = w1.shape[2] % FP8_BLOCK == w2.shape[2] % FP8_BLOCK == 0
+    fp8 = (quantize_experts(w1), quantize_experts(w2)) if wanted and in_blocks else None
     yield Layer(config=config, layout=layout, w1=w1, w2=w2, moe=moe, fp8=fp8)
-    group.close()
+    moe.group.close()
 
 
-def make_inputs(config: MoEConfig, num_tokens: int, settings: Settings, ranks: Ranks) -> Inputs:
-    """Draw the input sets of this rank."""
+def _build_comet(config: MoEConfig, settings: Settings, ranks: Ranks) -> MoE:
+    group = make_expert_group(
+        config, settings.parallel, max_tokens=settings.max_tokens, dtype=ranks.dtype, device=ranks.device
+    )
+    return DrawnInPlace(config, group, path=settings.path, overlap=settings.overlap, param_dtype=ranks.dtype)
+
+
+def quantize_experts(weight: Tensor) -> FP8:
+    """``(e, N, K)``, one expert after the other: a float32 copy of all of them may not fit."""
+    quantised = [quantize_fp8(expert) for expert in weight]
+    elements, scales = (torch.stack([getattr(one, name) for one in quantised]) for name in ("elements", "scales"))
+    return FP8(elements=elements, scales=scales)
+
+
+def make_inputs(config: MoEConfig, num_tokens: int, routing: str, ranks: Ranks) -> Inputs:
+    """Draw the input sets of this rank; ``routing`` as ``lib.shapes.make_routing`` has it."""
     inputs = Inputs([], [], [], [])
     for index in range(ROTATE):
-        generator = torch.Generator(ranks.device).manual_seed(_seed(index, ranks))
+        seed = ranks.rank * SEEDS_PER_RANK + index
+        generator = torch.Generator(ranks.device).manual_seed(seed)
         for tensors in (inputs.tokens, inputs.grads):
             drawn = torch.randn(num_tokens, config.hidden_size, generator=generator, device=ranks.device)
             tensors.append(drawn.to(ranks.dtype))
-        ids, weights = _draw_routing(index, config, num_tokens, settings, ranks)
+        ids, weights = make_routing(
+            routing, num_tokens=num_tokens, num_experts=config.num_experts, top_k=config.top_k, seed=seed,
+            device=ranks.device,
+        )  # fmt: skip
         inputs.ids.append(ids)
         inputs.weights.append(weights)
     return inputs
-
-
-def reroute(inputs: Inputs, config: MoEConfig, settings: Settings, ranks: Ranks) -> None:
-    """Overwrite ids and weights by those ``make_inputs`` draws for ``settings.routing``; tokens are the same anyway."""
-    for index, old in enumerate(zip(inputs.ids, inputs.weights, strict=True)):
-        new = _draw_routing(index, config, len(old[0]), settings, ranks)
-        for before, after in zip(old, new, strict=True):
-            before.copy_(after)
 
 
 def find_fault(layer: Layer, ranks: Ranks) -> str:
@@ -159,28 +166,3 @@ def relative_error(actual: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> fl
         deviation = (one - other).abs().max().item() if one.numel() else 0.0
         errors.append(deviation / scale if math.isfinite(deviation) else math.inf)
     return max(errors)
-
-
-def _build_comet(config: MoEConfig, settings: Settings, ranks: Ranks) -> tuple[ExpertGroup, MoE]:
-    group = make_expert_group(
-        config, settings.parallel, max_tokens=settings.max_tokens, dtype=ranks.dtype, device=ranks.device
-    )
-    moe = DrawnInPlace(config, group, path=settings.path, overlap=settings.overlap, param_dtype=ranks.dtype)
-    return group, moe
-
-
-def _seed(index: int, ranks: Ranks) -> int:
-    return ranks.rank * SEEDS_PER_RANK + index
-
-
-def _draw_routing(
-    index: int, config: MoEConfig, num_tokens: int, settings: Settings, ranks: Ranks
-) -> tuple[Tensor, Tensor]:
-    return make_routing(
-        settings.routing,
-        num_tokens=num_tokens,
-        num_experts=config.num_experts,
-        top_k=config.top_k,
-        seed=_seed(index, ranks),
-        device=ranks.device,
-    )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from torch.distributed import ProcessGroup
 from comet.config import MoEConfig
 from comet.layout import ExpertLayout
 
-from lib.report import Row, cell, geometric_mean, table_of
+from lib.report import Panels, Row, cell, draw_lines, geometric_mean, table_of
 
 BACKWARD_FLOPS = 2  # gradients of the rows and of the weights, each as much as the forward GEMMs
 BACKWARD_BYTES = 1  # output gradients are dispatched, input gradients combined
@@ -84,7 +83,6 @@ FIGURES = (
 )  # fmt: skip
 COLUMNS = (*KEYS, *(f"{name}_ms" for name in (*VARIANTS, *FP8_VARIANTS)), *FIGURES, "failures")
 MEANS = ("efficiency", "x_plain", "x_best")
-PANEL_INCHES, LEGEND_INCHES, LEAST_INCHES = (3.2, 2.5), 1.3, 6.0
 
 
 def figures(times_ms: Mapping[str, float], flops: int, link_num_bytes: int, link_roofline: float | None) -> Row:
@@ -120,10 +118,8 @@ def figures(times_ms: Mapping[str, float], flops: int, link_num_bytes: int, link
 
 
 def format_table(rows: Sequence[Row]) -> str:
-    """One aligned line per row, then the geometric means of each routing, where there are several, and of all."""
-    means = [{"routing": routing} | of for routing, of in means_by_routing(rows).items()]
-    lines = [*rows, *({"model": "geometric mean"} | of for of in (*means, geometric_means(rows)))]
-    return table_of(lines, COLUMNS, cell)
+    """One aligned line per row, then the geometric means of ``MEANS`` over the rows that have them."""
+    return table_of([*rows, {"model": "geometric mean"} | geometric_means(rows)], COLUMNS, cell)
 
 
 def geometric_means(rows: Sequence[Row]) -> Row:
@@ -131,90 +127,12 @@ def geometric_means(rows: Sequence[Row]) -> Row:
     return {name: geometric_mean(row.get(name) for row in rows) for name in MEANS}
 
 
-def means_by_routing(rows: Sequence[Row]) -> dict[str, Row]:
-    """Geometric means of each routing; nothing where there is only one."""
-    routings = list(dict.fromkeys(row["routing"] for row in rows if "routing" in row))
-    if len(routings) < 2:
-        return {}
-    return {routing: geometric_means([row for row in rows if row.get("routing") == routing]) for routing in routings}
-
-
-def summary(rows: Sequence[Row]) -> Row:
-    """How Comet fares against the best baseline of every point.
-
-    Example: ``x_best`` 1.5, 0.9 and, where Comet failed, none: 3 points, 2 compared, 1 slower; ``least`` is the second
-    row's ``x_best`` and what tells its point from others.
-
-    Returns:
-        ``points``, ``compared``, ``slower``, and ``least``, which is ``None`` if none was compared.
-    """
-    compared = [row for row in rows if row.get("x_best") is not None]
-    least = min(compared, key=lambda row: row["x_best"], default=None)
-    return {
-        "points": len(rows),
-        "compared": len(compared),
-        "slower": sum(row["x_best"] < 1 for row in compared),
-        "least": None if least is None else {name: least.get(name) for name in ("x_best", *KEYS)},
-    }
-
-
-def format_summary(rows: Sequence[Row]) -> str:
-    """``summary`` in one line."""
-    found = summary(rows)
-    line = (
-        f"Compared at {found['compared']} of {found['points']} points: Comet is slower than the best baseline at "
-        f"{found['slower']}"
-    )
-    if found["least"] is None:
-        return line
-    least = found["least"]
-    where = f"{least['model']}, {least['tokens']} tokens, ep={least['ep']} tp={least['tp']}, {least['routing']}"
-    return f"{line}; least x_best {least['x_best']:.3f} ({where})"
-
-
 def draw(path: Path, rows: Sequence[Row]) -> None:
-    """Bars of every way to run the layer, relative to the plain path (lower is better); black: the GEMMs alone.
-
-    A column of panels per model and a row of them per routing.
-    """
-    from matplotlib.figure import Figure
-
-    rows = [row for row in rows if row.get("plain_ms")]
-    drawn = [name for name in (*FP8_VARIANTS, *VARIANTS[:5]) if any(row.get(f"{name}_ms") for row in rows)]
-    models, routings = (list(dict.fromkeys(row.get(key, "") for row in rows)) or [""] for key in ("model", "routing"))
-    width = max(len(models) * PANEL_INCHES[0], LEAST_INCHES)
-    figure = Figure(figsize=(width, 0.6 + len(routings) * PANEL_INCHES[1]), layout="constrained")
-    panels = figure.subplots(len(routings), len(models), squeeze=False, sharey=True)
-    for line, routing in enumerate(routings):
-        for column, model in enumerate(models):
-            chosen = [row for row in rows if (row.get("model", ""), row.get("routing", "")) == (model, routing)]
-            _draw_panel(panels[line][column], chosen, drawn)
-            panels[line][column].set_title(f"{model} {routing}", fontsize=9)
-        panels[line][0].set_ylabel("time / plain path")
-    entries: dict[str, Any] = {}
-    for panel in panels.flat:
-        entries |= {label: handle for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)}
-    if entries:
-        columns = min(len(entries), int(width / LEGEND_INCHES))
-        figure.legend(entries.values(), entries.keys(), loc="outside upper center", ncols=columns, fontsize=8)
-    figure.savefig(path, dpi=120)
-
-
-def _draw_panel(axes: Any, rows: Sequence[Row], drawn: Sequence[str]) -> None:
-    width = 0.8 / max(1, len(drawn))
-    for offset, name in enumerate(drawn):
-        heights = [(row.get(f"{name}_ms") or 0.0) / row["plain_ms"] for row in rows]
-        axes.bar([place + offset * width for place in range(len(rows))], heights, width, label=name)
-    for place, row in enumerate(rows):
-        gemm = row.get("gemm_comet_ms") or row.get("gemm_torch_ms")
-        if gemm:
-            ends = place - width / 2, place + 0.8 - width / 2
-            axes.hlines(gemm / row["plain_ms"], *ends, colors="black", label="GEMMs alone")
-    axes.set_xticks([place + 0.4 - width / 2 for place in range(len(rows))])
-    axes.set_xticklabels([f"{row['tokens']} tokens" for row in rows], fontsize=8)
-
-
-def whole_run(rows: Sequence[Row], facts: Row) -> Row:
-    """Facts about the machine, the summary, and all rows with their quantiles."""
-    means = {"geometric_mean": geometric_means(rows), "geometric_mean_by_routing": means_by_routing(rows)}
-    return {"facts": facts, "summary": summary(rows), **means, "rows": list(rows)}
+    """Milliseconds of every way to run the layer over the number of tokens, a panel for each model and routing."""
+    panels: Panels = {}
+    for row in rows:
+        lines = panels.setdefault(f"{row['model']} {row.get('routing', '')}", {})
+        for name in (*FP8_VARIANTS, *VARIANTS):
+            if row.get(f"{name}_ms"):
+                lines.setdefault(name, []).append((row["tokens"], row[f"{name}_ms"]))
+    draw_lines(path, panels, x="tokens", y="ms")
