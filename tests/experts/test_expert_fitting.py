@@ -53,7 +53,6 @@ def limit_memory(room: int) -> None:
 
 @pytest.fixture(autouse=True)
 def whole_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Puts back what ``limit_memory`` replaces."""
     for kind in (ExpertCache, StagedCache):
         monkeypatch.setattr(comet.experts.paths, kind.__name__, kind)
 

@@ -57,7 +57,6 @@ def test_layers_may_differ_in_all_that_the_pool_does_not_hold() -> None:
 
 
 def ask_for(rank: int, world_size: int, field: str, values: list) -> str:
-    """What a group says whose ranks ask for these."""
     try:
         make_group(rank, world_size, **{field: values[rank]}).close()
     except ValueError as error:

@@ -31,8 +31,6 @@ MAX_TOKENS = 40
 
 @dataclass(frozen=True)
 class Step:
-    """Output, loss, and gradients of one rank, by the names of the layer's parameters."""
-
     output: Tensor
     loss: float
     gradients: dict[str, Tensor]
@@ -50,7 +48,6 @@ def written_out(layer: MoE, x: Tensor) -> tuple[Tensor, RouterStats]:
 
 
 def train_step(layer: MoE, rank: int, forward: Callable[[MoE, Tensor], tuple[Tensor, RouterStats]]) -> Step:
-    """Forward and backward of one rank's tokens, the router's losses included."""
     generator = torch.Generator().manual_seed(SEED + rank)
     x, grad = (torch.randn(NUM_TOKENS[rank], CONFIG.hidden_size, generator=generator) for _ in range(2))
     x.requires_grad_()

@@ -41,8 +41,6 @@ def make_layer(ep: int = 1, tp: int = 1, seed: int = 0) -> MoE:
 
 
 class Model(nn.Module):
-    """A layer and what is replicated beside it."""
-
     def __init__(self, layer: MoE) -> None:
         super().__init__()
         self.layer = layer

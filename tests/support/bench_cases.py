@@ -22,7 +22,6 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 
 def run_bench(*words: str, torchrun: bool = False) -> subprocess.CompletedProcess[str]:
-    """``bench.py`` with these words, on one rank or on two."""
     command = [sys.executable, *(TORCHRUN if torchrun else []), str(ROOT / "benchmarks" / "bench.py"), *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
@@ -35,7 +34,6 @@ def report_of(*words: str, torchrun: bool = False) -> tuple[dict[str, Any], subp
 
 
 def run_on_rank(rank: int, world_size: int, suite: str, words: list[str], device: torch.device = CPU) -> None:
-    """One of the ranks that run ``bench.py SUITE``."""
     module = importlib.import_module(f"suites.{suite}")
     parsed = module.parse(words)
     module.run(*(parsed if isinstance(parsed, tuple) else [parsed]), Ranks(rank, device, dist.group.WORLD))

@@ -16,7 +16,6 @@ HEADERS = SOURCES / "include"
 
 
 def cuda_modules() -> list[ModuleType]:
-    """Those that launch kernels in CUDA C++."""
     return [dispatch_gemm, gemm_combine, wgrad_cuda]
 
 

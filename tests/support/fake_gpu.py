@@ -25,7 +25,6 @@ class FakeGPU:
     calls: list[tuple[str, int]] = field(default_factory=list)
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
-        """Take the place of the events and of the host's clock in the timing loop."""
         patch.setattr(timing, "start_call", self.start_call)
         patch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: self.now))
 

@@ -8,7 +8,6 @@ from comet.kernels.runtime.arguments import TileTable, Wire
 
 
 def make_wire(world_size: int = 2, max_tokens: int = 128) -> Wire:
-    """Of rank 0."""
     numbers, pointers = torch.zeros(4, 16, dtype=torch.int32), torch.zeros(world_size, dtype=torch.int64)
     return Wire(
         rows=numbers, row_pointers=pointers, flags=numbers, flag_pointers=pointers, epoch=numbers, fault=numbers,

@@ -12,11 +12,7 @@ READ_BYTES = 65536
 
 
 class Terminal:
-    """A terminal whose screen is kept; programs write to ``descriptor``.
-
-    Args:
-        columns: Width; 0 for one that does not tell.
-    """
+    """A terminal whose screen is kept; programs write to ``descriptor``. One of 0 columns does not tell its width."""
 
     def __init__(self, columns: int) -> None:
         self.columns = columns

@@ -24,5 +24,4 @@ def slow_but(quick: Sequence[str], cases: Sequence[Named]) -> list[Any]:
 
 
 def slow(*values: Any) -> Any:
-    """One set of a test's parameters, slow."""
     return pytest.param(*values, marks=pytest.mark.slow)

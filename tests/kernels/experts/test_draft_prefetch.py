@@ -113,7 +113,6 @@ class Pair:
         self.travel()
 
     def step(self, tokens: Tensor, ids: Tensor, weights: Tensor) -> None:
-        """A step whose outputs are those of resident experts."""
         output = run_kernels(tokens, ids, weights, self.mine.weights, config=self.case.config)
         assert torch.equal(output, run_kernels(tokens, ids, weights, self.everything, config=self.case.config))
         warp_decode_torch(tokens, ids, weights, self.twin.weights)
@@ -141,7 +140,6 @@ class Pair:
         self.travel(only)
 
     def check(self) -> None:
-        """Equal tables, and slots that hold what they are said to."""
         for name in (*TABLES, "unused"):
             assert torch.equal(getattr(self.mine.tables, name), getattr(self.twin.tables, name)), name
         assert words(self.mine.tables) == words(self.twin.tables)

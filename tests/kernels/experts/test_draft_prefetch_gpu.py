@@ -27,8 +27,6 @@ DRAFTS = SpeculationConfig(speculate="conservative", draft_experts=(R,), draft_t
 
 
 class Pass:
-    """A pass of so many tokens and experts of each, captured or launched."""
-
     def __init__(self, layers: CachedLayers, num_tokens: int, num_experts: int, replayed: bool) -> None:
         self.layers, self.graph = layers, torch.cuda.CUDAGraph()
         self.tokens = torch.zeros(num_tokens, D, dtype=torch.bfloat16, device="cuda")

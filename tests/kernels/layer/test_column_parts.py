@@ -13,7 +13,6 @@ from comet.kernels.runtime.arguments import COMBINE_CHUNK_ROWS, MAX_PANELS
 def cut(
     cols: int, num_panels: int, max_tokens: int, *, dtype: torch.dtype = torch.bfloat16, **changes: int | bool
 ) -> dict[str, int]:
-    """Of a layer on two ranks."""
     move_cols = 256 if dtype.itemsize == 2 else 128
     options = dict(num_panels=num_panels, move_cols=move_cols) | changes
     return cut_panels(

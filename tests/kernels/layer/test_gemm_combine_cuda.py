@@ -80,7 +80,6 @@ def test_blocks_fit_where_the_layer_takes_them(expected_tokens_per_expert: float
 
 
 def make_call(**changes: object) -> dict[str, object]:
-    """Arguments of a launch large enough, on the CPU."""
     flags = torch.zeros(2, 4, 16, dtype=torch.int32)
     returns = Returns(row_slots=torch.zeros(1, 8), row_weights=torch.zeros(1), send_rows=flags, recv_counts=flags)
     y, b = (torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in ((1, 2048), (32, 2048, 768)))

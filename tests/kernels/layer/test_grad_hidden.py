@@ -83,7 +83,6 @@ def test_memory_of_a_block() -> None:
 
 
 def make_call(**changes: object) -> dict[str, object]:
-    """Arguments of a launch large enough, on the CPU."""
     return dict(w2=weights(32, 2048, 768), wire=make_wire(4, 1024), table=make_table()) | changes
 
 

@@ -26,7 +26,6 @@ def make_case() -> Case:
 
 
 def new_ids(case: Case, seed: int) -> Case:
-    """The case with other ids."""
     generator = torch.Generator().manual_seed(seed)
     ids = [torch.rand(128, 8, generator=generator).argsort(dim=1)[:, :2].int() for _ in range(2)]
     return replace(case, ids=ids, weights=[torch.rand(128, 2, generator=generator) for _ in range(2)])

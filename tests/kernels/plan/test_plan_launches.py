@@ -85,7 +85,6 @@ def test_more_chunks_than_a_program_reads_at_once() -> None:
 
 
 def config(**changes: int) -> PlanConfig:
-    """Qwen3's layer on two ranks, with changes."""
     shape = {"top_k": 8, "experts_local": 64, "ep": 2, "tp": 1, "block_rows": 128}
     return PlanConfig(**{**shape, "expert_capacity": 2**31 - 1, **changes})
 

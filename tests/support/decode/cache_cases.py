@@ -29,7 +29,6 @@ def decide_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def cache_of(
     case: DecodeCase, num_slots: int, policy: str, held: tuple[int, int], device: torch.device = CPU
 ) -> ExpertCache:
-    """An empty cache of some experts of the case's model."""
     made = torch.Generator().manual_seed(case.seed)
     first, end = held
     parts = {
@@ -62,7 +61,6 @@ def resident_weights(case: DecodeCase, held: tuple[int, int], device: torch.devi
 
 
 def check_slots(cache: ExpertCache) -> None:
-    """Every slot holds its expert as it is stored."""
     for slot, expert in enumerate(cache.tables.owners.tolist()):
         if expert >= 0:
             assert cache.tables.slots[expert] == slot

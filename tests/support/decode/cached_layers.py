@@ -68,7 +68,6 @@ class CachedLayers:
         return outputs
 
     def expected(self, tokens: Tensor, weights: Tensor) -> list[Tensor]:
-        """The same from resident experts."""
         return [
             self.runner.decode(tokens, self._of(layer, weights), weights, self.resident[layer])
             for layer in range(LAYERS)
@@ -78,7 +77,6 @@ class CachedLayers:
         return self.ids[layer, : weights.shape[0], : weights.shape[1]].contiguous()
 
     def check_slots(self) -> None:
-        """Slots hold what their tables say."""
         for cache, resident in zip(self.caches, self.resident, strict=True):
             for slot, expert in enumerate(cache.tables.owners.tolist()):
                 if expert >= 0 and cache.tables.slots[expert] == slot:

@@ -37,7 +37,6 @@ class CountedDecode:
 def open_group(
     case: DecodeCase, world_size: int, tp: int, dtype: torch.dtype, device: str
 ) -> tuple[MoEConfig, ExpertGroup]:
-    """The layer of a case, and its ranks."""
     moe = MoEConfig(hidden_size=case.D, ffn_size=case.F, num_experts=case.E, top_k=case.K)
     parallel = ParallelConfig(ep=world_size // tp, tp=tp)
     return moe, make_expert_group(moe, parallel, max_tokens=64, dtype=dtype, device=device)
@@ -95,5 +94,4 @@ def check_replays(rank: int, world_size: int, case: DecodeCase, tp: int, dtype: 
 
 
 def on_device(batch: Batch, device: str) -> Batch:
-    """The same tensors there."""
     return Batch(*(tensor.to(device) for tensor in batch))

@@ -83,7 +83,6 @@ class Inputs:
 
 
 def draw_ids(case: DecodeCase, generator: torch.Generator) -> Tensor:
-    """(T, K) int32 of the case's routing."""
     ids = torch.rand(case.T, case.E, generator=generator).argsort(dim=1)[:, : case.K].to(torch.int32)
     chosen = torch.rand(case.T, case.K, generator=generator) < 0.34
     if case.routing == "one":
@@ -104,7 +103,6 @@ def draw_ids(case: DecodeCase, generator: torch.Generator) -> Tensor:
 
 
 def make_inputs(case: DecodeCase, dtype: torch.dtype, device: str) -> Inputs:
-    """Random inputs; the rows of ``tokens`` are views into a wider tensor."""
     generator = torch.Generator().manual_seed(case.seed)
     held = case.E if case.held is None else case.held
     slots = torch.full((case.E,), -1, dtype=torch.int32)

@@ -46,7 +46,6 @@ def shard(case: DecodeCase, layout: ExpertLayout, dtype: torch.dtype, device: st
 def open_rank(
     rank: int, world_size: int, case: DecodeCase, tp: int, dtype: torch.dtype, device: str
 ) -> tuple[Communicator, DecodeWeights]:
-    """This rank's communicator, and what it holds of the experts."""
     comm = make_communicator("auto", dist.group.WORLD, device, timeout_s=60.0)
     layout = ExpertLayout(num_experts=case.E, top_k=case.K, ep=world_size // tp, tp=tp, rank=rank)
     return comm, shard(case, layout, dtype, device)

@@ -97,7 +97,6 @@ def two_caches(
 
 
 def set_deadline(cache: ExpertCache, cores: HostCores, timeout_ns: int) -> None:
-    """For the answers that the cache waits for."""
     cores.mail = replace(cores.mail, timeout_ns=timeout_ns)
     cache.host = replace(cache.host, mail=cores.mail)
     cache.weights = replace(cache.weights, host=cache.host)

@@ -31,7 +31,6 @@ class SharedStep:
     def make(
         cls, case: DecodeCase, dtype: torch.dtype, device: str, *, times: int = 1, gated: bool = False
     ) -> SharedStep:
-        """A shared expert ``times`` as wide as a routed one."""
         inputs = make_inputs(case, dtype, device)
         order = inputs.weights.slots.long()
         torch.manual_seed(case.seed)
@@ -44,16 +43,13 @@ class SharedStep:
 
     @property
     def routing_weights(self) -> Tensor:
-        """``(T, K)`` float32, float64 with float64 tokens."""
         return self.inputs.routing_weights.to(torch.promote_types(self.inputs.tokens.dtype, torch.float32))
 
     def slots(self, layout: ExpertLayout) -> SharedSlots:
-        """For one rank."""
         columns = shared_columns(layout, self.case.F, self.shared.w2.shape[1])
         return SharedSlots(layout, columns, self.shared, matrices_of)
 
     def parts(self, layout: ExpertLayout) -> list[nn.Parameter]:
-        """The routed experts of one rank, w1 and w2."""
         return [nn.Parameter(part.contiguous()) for part in shard_experts(self.w1, self.w2, layout)]
 
     def rank_inputs(self, slots: SharedSlots) -> tuple[Tensor, Tensor, Tensor, DecodeWeights]:
@@ -80,13 +76,11 @@ class SharedStep:
 
 
 def layouts(case: DecodeCase, ep: int, tp: int) -> list[ExpertLayout]:
-    """The place of every rank."""
     return [ExpertLayout(num_experts=case.E, top_k=case.K, ep=ep, tp=tp, rank=rank) for rank in range(ep * tp)]
 
 
 @torch.no_grad()
 def check_kernels(step: SharedStep, ep: int, tp: int) -> None:
-    """The parts that the kernels of all ranks give, one rank after the other, against the twin's and float64."""
     parts, same = [], []
     for layout in layouts(step.case, ep, tp):
         arguments = step.rank_inputs(step.slots(layout))

@@ -29,7 +29,6 @@ LATER = 5
 
 
 def arm(context: LaunchContext) -> None:
-    """Set the culprit's trap."""
     order: Order = pickle.loads(Path(os.environ[ORDER]).read_bytes())
     if context.rank == order.culprit:
         row = order.row
@@ -39,8 +38,6 @@ def arm(context: LaunchContext) -> None:
 
 
 def broken(name: str) -> Callable[[JobConfig, LaunchContext], Any]:
-    """A task on armed ranks."""
-
     def run(config: JobConfig, context: LaunchContext) -> Any:
         arm(context)
         return TASKS[name].load()(config, context)

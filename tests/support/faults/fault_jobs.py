@@ -49,12 +49,7 @@ TINY = (
 
 @dataclass(frozen=True)
 class Trained:
-    """An undisturbed run.
-
-    Args:
-        folder: Its output folder.
-        losses: Training loss by step, and the held-out loss as that of step -1.
-    """
+    """An undisturbed run: its output folder, and training loss by step, the held-out loss as that of step -1."""
 
     folder: Path
     losses: dict[int, float]
@@ -62,14 +57,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Ended:
-    """A job that has ended.
-
-    Args:
-        status: Its exit status; ``None`` if it had to be killed.
-        seconds: From the fault to its end; NaN without a fault.
-        error: What it wrote to standard error.
-        left: Processes it left behind.
-    """
+    """A job that has ended: its ``status``, ``None`` if it was killed here, and seconds since the fault, or NaN."""
 
     status: int | None
     seconds: float
@@ -83,11 +71,7 @@ class Ended:
 
 
 class Jobs:
-    """Runs rows, with what they share: undisturbed runs.
-
-    Args:
-        folder: Where these go; rows have folders inside.
-    """
+    """Runs rows, which share undisturbed runs; these go to ``folder``, where rows have folders, too."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -96,7 +80,6 @@ class Jobs:
         self.lock = threading.Lock()
 
     def undisturbed(self, order: Order) -> Trained:
-        """The run that a row's path makes by itself."""
         path = order.row.path
         with self.lock:
             if path not in self.trained:
@@ -109,7 +92,6 @@ class Jobs:
             return self.trained[path]
 
     def run(self, order: Order) -> Finding:
-        """Run a row."""
         out = order.folder / "out"
         if order.row.phase == "tune":
             return run_tune(order, out)
@@ -131,7 +113,6 @@ class Jobs:
 
 
 def train_words(order: Order, out: Path) -> list[str]:
-    """The command of a training job that goes on with what its folder has, if anything."""
     text = next(folder / TEXT for folder in out.parents if (folder / TEXT).exists())
     is_preempted = order.row.fault == "SIGTERM" and not order.row.phase.startswith("checkpoint")
     return [
@@ -141,7 +122,6 @@ def train_words(order: Order, out: Path) -> list[str]:
 
 
 def rank_words(order: Order) -> list[str]:
-    """Settings of the ranks of any job."""
     ranks = order.world_size
     experts = [f"model.moe.num_experts={4 * ranks}"]
     # Only of a frozen rank do the others learn by their deadline; SIGTERM takes its time on a busy machine.
@@ -193,7 +173,6 @@ def meet_fault(order: Order, launcher: int, struck: str) -> float:
 
 
 def wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
-    """The exit status of a process; ``None`` if it does not end in time."""
     try:
         return process.wait(limit_s)
     except subprocess.TimeoutExpired:
@@ -253,7 +232,6 @@ def losses_of(out: Path) -> dict[int, float]:
 
 
 def judge(order: Order, ended: Ended) -> Finding:
-    """Hold the end of a job against the rules."""
     row = order.row
     finding = Finding(row, said=ended.said, seconds=ended.seconds)
     finding.outcome = "killed by the matrix" if ended.status is None else f"exit status {ended.status}"
@@ -303,7 +281,6 @@ def different(found: dict[int, float], trained: Trained, what: str, *, whole: bo
 
 
 def run_tune(order: Order, out: Path) -> Finding:
-    """A ``comet tune`` that is stopped: what it had stored can be read."""
     words = ["tune", *TINY, "tune.tokens=[32,64]", "tune.rounds=3", f"tune.profiles={out}", *rank_words(order)]
     finding = judge(order, run(order, order.folder, words, APP))
     for file in out.glob("*.json"):
@@ -312,6 +289,5 @@ def run_tune(order: Order, out: Path) -> Finding:
 
 
 def run_generate(order: Order, trained: Trained) -> Finding:
-    """A ``comet generate`` that is stopped."""
     prompt = [f"generate.source={trained.folder}", "generate.prompt=def ", "generate.max_new_tokens=20"]
     return judge(order, run(order, order.folder, ["generate", *prompt, *rank_words(order)[:-1]], APP))

@@ -44,14 +44,7 @@ HEALTHY, FIRST, SECOND, LAST = range(4)
 
 @dataclass
 class Attempt:
-    """One call as a rank saw it.
-
-    Args:
-        said: What it raised, or else empty.
-        wrong: What is wrong with what it returned.
-        at: When it ended, by the machine's clock.
-        seconds: How long it took.
-    """
+    """One call as a rank saw it: what it raised, what is wrong with its result, when it ended and how long it took."""
 
     said: str
     wrong: list[str]
@@ -67,8 +60,6 @@ class Life:
 
 
 class LayerCalls:
-    """Forward and backward passes of a layer."""
-
     def __init__(self, order: Order, rank: int) -> None:
         self.order, self.rank = order, rank
         self.device = gpu_of(rank) if order.device == "cuda" else "cpu"
@@ -79,14 +70,12 @@ class LayerCalls:
         self.moe = build_layer(self.case, self.rank, self.order.row.path, self.device)
 
     def wait_at_most(self, seconds: float) -> None:
-        """Give every wait this deadline."""
         group = self.moe.group
         group.comm.timeout_s = seconds
         for each in group.process_groups:
             set_deadline(each, seconds)
 
     def call(self, number: int) -> list[str]:
-        """What is wrong with output and gradients."""
         moe, inputs = self.moe, rank_inputs(self.case, self.rank, number).to(self.device)
         x, weights = inputs.tokens.requires_grad_(), inputs.top_k_weights.requires_grad_()
         moe.zero_grad()
@@ -129,18 +118,15 @@ class DecodeCalls:
         self.decode = RankDecode(self.comm, hidden_size=size, max_tokens=1, replicated=False, use_kernels=with_kernels)
 
     def wait_at_most(self, seconds: float) -> None:
-        """Give every wait this deadline."""
         self.comm.timeout_s = seconds
 
     def call(self, number: int) -> list[str]:
-        """What is wrong with the output."""
         inputs = gathered_inputs(self.case, number, self.counts, self.dtype)[self.rank]
         output = self.decode(*(each.to(self.device) for each in inputs), self.weights, config=self.config)
         self.decode.check()
         return complaints([lambda: compare_step(self.case, output, inputs, self.dtype, f"call {number}")])
 
     def recover(self) -> None:
-        """By a restart."""
         self.decode.restart()
 
 
@@ -169,7 +155,6 @@ USES: dict[str, Callable[[Order, int], Any]] = {"decode": DecodeCalls, "tune": T
 
 
 def layer_case(order: Order) -> LayerCase:
-    """A layer with an expert shard on each rank."""
     ranks = order.world_size
     if order.device == "cuda":
         sizes = dict(hidden_size=512, ffn_size=512, dtype=torch.bfloat16)
@@ -178,7 +163,6 @@ def layer_case(order: Order) -> LayerCase:
 
 
 def is_interpreted(order: Order) -> bool:
-    """Whether kernels run under Triton's interpreter."""
     return order.row.path == "fused" and order.device == "cpu"
 
 
@@ -192,7 +176,6 @@ def wait_s(order: Order) -> float:
 
 
 def complaints(checks: Any) -> list[str]:
-    """What the checks that fail say."""
     wrong = []
     for check in checks:
         try:
@@ -203,7 +186,6 @@ def complaints(checks: Any) -> list[str]:
 
 
 def renew_process_group(order: Order, rank: int) -> None:
-    """Leave the broken default group and join a new one."""
     backend = backend_of(order.world_size) if order.device == "cuda" else "gloo"
     dist.destroy_process_group()
     dist.init_process_group(
@@ -216,7 +198,6 @@ def renew_process_group(order: Order, rank: int) -> None:
 
 
 def live_through(rank: int, world_size: int, order: Order) -> Life:
-    """What one rank does."""
     life, is_culprit = Life(), rank == order.culprit
     calls = USES.get(order.row.phase, LayerCalls)(order, rank)
     calls.wait_at_most(PATIENCE_S)
@@ -238,7 +219,6 @@ def live_through(rank: int, world_size: int, order: Order) -> Life:
 
 
 def attempt(calls: Any, number: int, order: Order, *, watched: bool) -> Attempt:
-    """One call, whatever comes of it."""
     began, said, wrong = time.monotonic(), "", []
     with watch(order, watched):
         try:
@@ -284,7 +264,6 @@ def send_signals(order: Order, is_over: Callable[[], bool]) -> None:
 
 
 def run_calls(order: Order) -> Finding:
-    """Run a row on ranks of this machine."""
     over = threading.Event()
     sender = threading.Thread(target=send_signals, args=(order, over.is_set))
     sender.start()
@@ -318,7 +297,6 @@ def what_hung(report: str) -> str:
 
 
 def fault_time(order: Order) -> float | None:
-    """When it happened, by the machine's clock."""
     for name in (SENT, STRUCK):
         if (order.folder / name).exists():
             return float((order.folder / name).read_text().split()[-1])
@@ -326,7 +304,6 @@ def fault_time(order: Order) -> float | None:
 
 
 def judge(order: Order, lives: list[Life | None]) -> Finding:
-    """Hold what the ranks lived through against the rules."""
     row, at = order.row, fault_time(order)
     finding = Finding(row)
     if at is None:
@@ -354,7 +331,6 @@ def judge(order: Order, lives: list[Life | None]) -> Finding:
 
 
 def outcome_of(row: Row, survivors: list[Life]) -> str:
-    """In a few words what the survivors' calls came to."""
     words = []
     for number, name in ((FIRST, "call"), (SECOND, "next"), (LAST, "after restart")):
         kinds = {

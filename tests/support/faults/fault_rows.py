@@ -33,14 +33,7 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the matrix.
-
-    Args:
-        phase: Where the culprit is when it happens.
-        fault: What happens.
-        path: How the layers run.
-        job: Whether a job of the command line meets it, or else a program that catches what is raised and calls again.
-    """
+    """One line of the matrix; a ``job`` of the command line meets it, or else a program that catches what is raised."""
 
     phase: str
     fault: str
@@ -49,7 +42,6 @@ class Row:
 
     @property
     def place(self) -> tuple[bool, int, int, int]:
-        """Its place in the table."""
         return self.job, PHASES.index(self.phase), FAULTS.index(self.fault), PATHS.index(self.path)
 
     @property
@@ -99,24 +91,13 @@ def all_rows(device: str) -> list[Row]:
 
 
 def left_out(device: str) -> dict[str, int]:
-    """How many combinations are left out, for each reason."""
     reasons = [why_left_out(*each, device) for each in product(PHASES, FAULTS, PATHS)]
     return {why: reasons.count(why) for why in dict.fromkeys(reasons) if why}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What a row asks of its ranks.
-
-    Args:
-        row: The row.
-        world_size: Ranks, all of one group.
-        culprit: The rank it happens to.
-        device: ``cpu`` or ``cuda``.
-        deadline_s: Deadline of every wait between ranks.
-        slack_s: How much later than the deadline a survivor may end.
-        folder: Where ranks leave notes for each other and for whoever sends signals.
-    """
+    """What a row asks of its ranks, which leave notes for each other in ``folder``; survivors end by ``limit_s``."""
 
     row: Row
     world_size: int
@@ -128,26 +109,16 @@ class Order:
 
     @property
     def limit_s(self) -> float:
-        """Seconds after the fault by which every survivor has ended or raised."""
         return self.deadline_s + self.slack_s
 
     @property
     def survivors(self) -> list[int]:
-        """All ranks but one."""
         return [rank for rank in range(self.world_size) if rank != self.culprit]
 
 
 @dataclass
 class Finding:
-    """What a row has shown.
-
-    Args:
-        row: The row.
-        said: What the first survivor said, in full.
-        seconds: From the fault to the last survivor's end.
-        outcome: What became of it, in a few words.
-        wrong: What breaks a rule; the row passes if there is nothing.
-    """
+    """What a row has shown; ``seconds`` count from the fault to the last survivor's end."""
 
     row: Row
     said: str = ""

@@ -68,7 +68,6 @@ def set_trap(place: str, strike: Callable[[], None], *, nth: int = 1) -> None:
 
 
 def strike(order: Order, device: torch.device | str = "cpu") -> None:
-    """Meet the row's fault, here and now; returns where the process lives on."""
     note(order.folder / STRUCK, f"{os.getpid()} {time.monotonic()}")
     if order.row.fault == "exception":
         raise RuntimeError(INJECTED)

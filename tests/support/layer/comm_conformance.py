@@ -29,14 +29,7 @@ SEED = 20
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where a check runs.
-
-    Args:
-        rank: This rank.
-        world_size: W.
-        backend: Backend under test.
-        kernels: Signal with Triton kernels instead of from the host.
-    """
+    """Where a check runs; ``kernels``: signals come from Triton kernels, not from the host."""
 
     rank: int
     world_size: int
@@ -45,7 +38,6 @@ class Site:
 
     @property
     def device(self) -> torch.device:
-        """The memory under test."""
         return torch.device("cpu") if self.backend in ("cpu_shm", "auto") else torch.device(gpu_of(self.rank))
 
     def open(self, timeout_s: float = 30.0, world_size: int | None = None) -> Communicator:
@@ -54,12 +46,10 @@ class Site:
         return make_communicator(self.backend, group, self.device, timeout_s=timeout_s, world_size=world_size)
 
     def synchronize(self) -> None:
-        """Wait until the device has done everything it was told."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def barrier(self, comm: Communicator) -> None:
-        """A barrier the host waits for."""
         self.synchronize()
         comm.barrier()
         self.synchronize()
@@ -75,12 +65,10 @@ def row_value(src: int, dst: int, epoch: int) -> int:
 
 
 def expected_row(src: int, dst: int, epoch: int) -> Tensor:
-    """The row ``src`` sends to ``dst`` in ``epoch``."""
     return row_value(src, dst, epoch) + torch.arange(WIDTH, dtype=torch.int32)
 
 
 def send(site: Site, rows: SymmTensor, flags: SymmTensor, dst: int, epoch: int) -> None:
-    """Write this rank's row of ``epoch`` into ``dst``'s memory, then signal."""
     slot = (epoch % 2) * site.world_size + site.rank
     if site.kernels:
         from comm_kernels import put_kernel
@@ -93,7 +81,6 @@ def send(site: Site, rows: SymmTensor, flags: SymmTensor, dst: int, epoch: int) 
 
 
 def receive(site: Site, rows: SymmTensor, flags: SymmTensor, src: int, epoch: int, timeout_s: float) -> Tensor:
-    """Wait for ``src``'s signal of ``epoch`` and take its row."""
     slot = (epoch % 2) * site.world_size + src
     if site.kernels:
         from comm_kernels import take_kernel
@@ -314,7 +301,6 @@ CHECKS = (
 
 
 def run_suite(rank: int, world_size: int, backend: Backend, kernels: bool = False) -> list[str]:
-    """Run every check in this rank; returns the names of the checks that passed."""
     site = Site(rank, world_size, backend, kernels)
     if site.device.type == "cuda":
         torch.cuda.set_device(site.device)

@@ -8,7 +8,6 @@ from comet.kernels.runtime.primitives import PLACE_EXCHANGE, signal, wait_flag
 
 @triton.jit(do_not_specialize=["slot", "flag", "value", "epoch"])
 def put_kernel(row_address, flag_address, slot, flag, value, epoch, WIDTH: tl.constexpr):
-    """One program: fill row ``slot`` at ``row_address`` with ``value + column``, then publish ``epoch``."""
     column = tl.arange(0, WIDTH)
     row = tl.load(row_address).to(tl.pointer_type(tl.int32)) + slot * WIDTH
     tl.store(row + column, value + column)
@@ -17,7 +16,6 @@ def put_kernel(row_address, flag_address, slot, flag, value, epoch, WIDTH: tl.co
 
 @triton.jit(do_not_specialize=["slot", "flag", "epoch", "timeout_ns"])
 def take_kernel(rows, flags, out, fault, slot, flag, epoch, timeout_ns, WIDTH: tl.constexpr, INTERPRET: tl.constexpr):
-    """One program: wait until flag ``flag`` holds ``epoch``, then copy row ``slot`` to ``out``."""
     wait_flag(flags + flag, epoch, fault, timeout_ns, PLACE_EXCHANGE, flag, slot, INTERPRET)
     tl.debug_barrier()
     column = tl.arange(0, WIDTH)

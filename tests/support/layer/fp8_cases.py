@@ -165,12 +165,10 @@ def largest_off(hidden: Tensor, off: Tensor) -> Tensor:
 
 
 def e4m3(values: Tensor) -> Tensor:
-    """The nearest e4m3 numbers."""
     return values.clamp(-448, 448).float().to(torch.float8_e4m3fn).double()
 
 
 def build_path(case: LayerCase, path: str, device: str) -> tuple[ExpertGroup, SymmetricPath]:
-    """The path over a pool full of NaN."""
     group = open_group(case, device)
     return group, SymmetricPath(case.config, group, case.overlap, use_kernels=path == "fused")
 
@@ -184,7 +182,6 @@ def run_fp8_case(
     products: float | None = None,
     delays: bool = False,
 ) -> list[Tensor]:
-    """Every call of a case against float64; returns the outputs."""
     group, experts = build_path(case, path, device)
     w1, w2 = (on(device, weight) for weight in fp8_shard(case, rank))
     sleeper, outputs = random.Random(rank + case.seed), []

@@ -20,8 +20,6 @@ NAN = float("nan")
 
 @dataclass(frozen=True)
 class Rows:
-    """Routed rows of one rank: the tile table, slots, segments and how many received rows there are."""
-
     table: TileTable
     slots: Tensor
     segment_starts: Tensor
@@ -93,7 +91,6 @@ def valid_mask(rows: Rows) -> Tensor:
 
 
 def poison_padding(tensor: Tensor, rows: Rows) -> Tensor:
-    """NaN in every row that is padding of a segment or beyond the last one."""
     tensor[~valid_mask(rows)] = NAN
     return tensor
 

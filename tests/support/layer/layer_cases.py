@@ -46,24 +46,20 @@ class LayerCase:
 
     @property
     def world_size(self) -> int:
-        """W."""
         return self.ep * self.tp
 
     @property
     def config(self) -> MoEConfig:
-        """The layer's configuration."""
         return MoEConfig(
             hidden_size=self.hidden_size, ffn_size=self.ffn_size, num_experts=self.num_experts, top_k=self.top_k
         )
 
     @property
     def parallel(self) -> ParallelConfig:
-        """EP and TP."""
         return ParallelConfig(ep=self.ep, tp=self.tp)
 
     @property
     def overlap(self) -> OverlapConfig:
-        """Split and order."""
         return OverlapConfig(
             comm_blocks=self.comm_blocks,
             num_panels=self.num_panels,
@@ -77,11 +73,9 @@ class LayerCase:
         return torch.randperm(self.num_experts, generator=torch.Generator().manual_seed(self.relabel))
 
     def relabelled(self, ids: Tensor) -> Tensor:
-        """Ids as the layer numbers its experts."""
         return torch.where(ids < 0, ids, self.placed_experts.argsort()[ids.clamp(min=0).long()].to(ids.dtype))
 
     def with_seed(self, seed: int) -> LayerCase:
-        """The same case with other numbers."""
         return replace(self, seed=seed)
 
 
@@ -95,12 +89,10 @@ class RankInputs:
     grad_output: Tensor
 
     def to(self, device: str) -> RankInputs:
-        """The same elsewhere."""
         return RankInputs(**{name: tensor.to(device) for name, tensor in vars(self).items()})
 
 
 def rank_inputs(case: LayerCase, rank: int, call: int = 0) -> RankInputs:
-    """The inputs of ``rank`` in the ``call``-th call of ``case``."""
     generator = torch.Generator().manual_seed(case.seed * 7919 + call * 101 + rank)
     tokens = case.num_tokens[rank]
     ids = torch.rand(tokens, case.num_experts, generator=generator).argsort(dim=1)[:, : case.top_k].to(torch.int32)
@@ -159,8 +151,6 @@ def as_strided(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Oracle:
-    """Reference results of one rank: output and gradients of tokens, routing weights, and its weight shards."""
-
     output: Tensor
     grad_tokens: Tensor
     grad_top_k: Tensor

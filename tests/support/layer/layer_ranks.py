@@ -15,7 +15,6 @@ from comet.moe import MoE
 
 
 def open_group(case: LayerCase, device: str, backend: str = "auto") -> ExpertGroup:
-    """The ranks of ``case``, over a pool full of NaN."""
     group = make_expert_group(
         case.config,
         case.parallel,
@@ -30,7 +29,6 @@ def open_group(case: LayerCase, device: str, backend: str = "auto") -> ExpertGro
 
 
 def build_layer(case: LayerCase, rank: int, path: str, device: str = "cpu", backend: str = "auto") -> MoE:
-    """The layer of ``case`` with its known weights."""
     group = open_group(case, device, backend)
     moe = MoE(case.config, group, path=path, overlap=case.overlap, param_dtype=case.dtype)
     with torch.no_grad():
@@ -48,7 +46,6 @@ def poison(group: ExpertGroup) -> None:
 
 
 def synchronize(group: ExpertGroup) -> None:
-    """Wait for this rank's device, then for all ranks."""
     if group.device.type == "cuda":
         torch.cuda.synchronize(group.device)
     if dist.is_initialized():
@@ -58,7 +55,6 @@ def synchronize(group: ExpertGroup) -> None:
 def run_case(
     rank: int, world_size: int, case: LayerCase, path: str, device: str = "cpu", delays: bool = False
 ) -> list[torch.Tensor]:
-    """Forward and backward of every call against the oracle; returns the outputs."""
     torch.use_deterministic_algorithms(device == "cpu")
     moe = build_layer(case, rank, path, device)
     if case.strided:

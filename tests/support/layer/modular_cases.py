@@ -26,8 +26,6 @@ PLAIN_ONLY = {"uniform", "one expert", "idle experts"}  # cases that are about r
 
 @dataclass(frozen=True)
 class Combination:
-    """Four classes."""
-
     prepare_finalize: type
     experts: type
     reduction: type
@@ -55,7 +53,6 @@ class Combination:
 
 
 def combinations() -> list[Combination]:
-    """All of them, compatible or not, from the registries."""
     return [Combination(*parts) for parts in _product(PREPARE_FINALIZE, EXPERTS, REDUCTIONS, WEIGHT_TYPES)]
 
 
@@ -76,7 +73,6 @@ def make_group(case: LayerCase, device: str = "cpu", timeout_s: float = 60.0) ->
 
 
 def compose(combination: Combination, case: LayerCase, group: ExpertGroup, **options: Any) -> ModularMoE:
-    """The layer; ``options`` go to every part that takes them."""
     parts = []
     for kind, own in ((combination.prepare_finalize, {}), (combination.experts, {"reduce": combination.reduction()})):
         taken = {name: value for name, value in options.items() if name in kind.__init__.__annotations__}
@@ -240,7 +236,6 @@ def larger(case: LayerCase, dtype: torch.dtype) -> LayerCase:
 
 
 def attacks(world_size: int, seed: int) -> list[LayerCase]:
-    """Unequal and no tokens, masked slots, one busy expert, idle experts, several calls."""
     tokens = {1: (70,), 2: (150, 3)}[world_size]  # more than a decode step, more than a chunk
     empty = (0,) * (world_size - 1)
     base = LayerCase("uniform", world_size, 1, tokens, seed=seed, calls=2)

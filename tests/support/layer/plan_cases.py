@@ -249,7 +249,6 @@ def assert_same_plan(plan: Plan, expected: Plan, hint: str) -> None:
 
 
 def twin_plan(case: Case, rank: int) -> Plan:
-    """The torch twin's plan of one rank."""
     ids, weights = case.gathered()
     return plan_from_ids(ids, weights, case.layout(rank), num_tokens=len(case.ids[rank]), **case.arguments)
 

@@ -18,7 +18,6 @@ from comet.schedule.settings import LayerSettings
 
 
 def backend_class(*, use_kernels: bool) -> type[Backend]:
-    """``Fused`` or ``Twin``."""
     if use_kernels:
         from comet.layer.fused import Fused  # needs Triton
 
@@ -66,7 +65,6 @@ def make_plan(
 def begin_plan(
     top_k_ids: Tensor, top_k_weights: Tensor, layout: ExpertLayout, workspace: Workspace, **options: Any
 ) -> Callable[[], Plan]:
-    """The first half of ``make_plan``, which returns the second."""
     return plan_backend(layout, workspace, **options).begin_plan(top_k_ids, top_k_weights).finish
 
 

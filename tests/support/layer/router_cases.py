@@ -48,5 +48,4 @@ def tokens_of_logits(logits: torch.Tensor) -> torch.Tensor:
 
 
 def stats_of(router: Router, routing: Routing) -> RouterStats:
-    """What the layer measures of a routing."""
     return router.measure(routing.logits, routing.scores, routing.top_k_ids)

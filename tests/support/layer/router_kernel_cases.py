@@ -102,14 +102,12 @@ def draw_logits(num_tokens: int, num_experts: int, seed: int) -> torch.Tensor:
 
 
 def compared_scores(logits: Tensor, scores: Tensor, bias: Tensor | None, config: MoEConfig) -> Tensor:
-    """What the rule compares experts by."""
     if bias is not None:
         return scores + bias
     return scores if config.top_groups < config.num_groups else logits
 
 
 def plain(logits: Tensor, ids: Tensor, config: MoEConfig) -> tuple[Tensor, Tensor]:
-    """Weights and scores of chosen experts in plain torch."""
     scores = score_logits(logits, config.score)
     return weigh_experts(scores, ids.long(), config), scores
 

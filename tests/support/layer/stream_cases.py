@@ -85,7 +85,6 @@ def delay(layer: MoE, like: Tensor) -> list[torch.utils.hooks.RemovableHandle]:
 
 
 def named(result: tuple[Tensor, RouterStats]) -> dict[str, Tensor]:
-    """What a layer returned, for ``assert_same``."""
     return {"output": result[0], "loss": result[1].loss, "load": result[1].expert_load}
 
 

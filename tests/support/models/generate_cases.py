@@ -58,12 +58,10 @@ class Recorder(TorchDispatchMode):
         return result
 
     def restore(self) -> None:
-        """Undo what the capture wrote."""
         for memory, before in self._written.values():
             memory.copy_(before)
 
     def replay(self) -> None:
-        """Repeat the operations, into the memory their results had."""
         for func, args, kwargs, result in self.calls:
             # What autocast and autograd do was recorded.
             with torch.no_grad(), torch.autocast("cpu", enabled=False):

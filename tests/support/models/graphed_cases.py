@@ -32,7 +32,6 @@ class Steps:
 
     @property
     def layer(self) -> MoE:
-        """The one that is replayed."""
         return self.graphed.layer
 
     def step(self, micro_batches: Sequence[Tensor], what: str, *, losses: str = "both") -> None:
@@ -87,7 +86,6 @@ def make_steps(
     param_dtype: torch.dtype | None = None,
     path: str = "auto",
 ) -> Steps:
-    """Two layers over one pool on a GPU."""
     group = make_expert_group(config, ParallelConfig(ep=ep), max_tokens=NUM_TOKENS, dtype=dtype, device=device)
     overlap = OverlapConfig(num_panels=1)
     layers = [

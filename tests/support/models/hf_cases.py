@@ -86,7 +86,6 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32, **changes: Any) 
 
 
 def prompt(batch: int, length: int) -> Tensor:
-    """Random token ids ``(batch, length)``."""
     return torch.randint(0, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(batch * 100 + length))
 
 
@@ -103,7 +102,6 @@ def logits_with_cache(model: Any, ids: Tensor, prefill: int) -> Tensor:
 
 @torch.no_grad()
 def greedy(model: Any, ids: Tensor) -> Tensor:
-    """What the model continues ``ids`` with, including ``ids``."""
     generated: Tensor = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False
     )
@@ -121,7 +119,6 @@ class Expected:
 
     @classmethod
     def of(cls, model: Any) -> Expected:
-        """Ask the stock model."""
         batch, length = PROMPT
         ids = prompt(batch, length + 4)
         double = copy.deepcopy(model).double()
@@ -133,7 +130,6 @@ class Expected:
         )
 
     def check(self, model: Any, what: str) -> Tensor:
-        """Logits of prefill and of decode steps, and the generated tokens; returns the logits, on the CPU."""
         ids = self.ids.to(model.device)
         logits = logits_with_cache(model, ids, PROMPT[1]).cpu()
         assert_as_close(logits, self.exact, self.logits, self.logits.dtype, what)
@@ -145,7 +141,6 @@ class Expected:
 def make_group(
     model_or_config: Any, ep: int = 1, tp: int = 1, max_tokens: int = 64, node_size: int | None = None, **settings: Any
 ) -> ExpertGroup:
-    """A group for a model, on the CPU unless a device is given."""
     config = getattr(model_or_config, "config", model_or_config)
     arguments = dict(max_tokens=max_tokens, dtype=torch.float32, device="cpu", timeout_s=60.0) | settings
     return make_expert_group(hf.moe_config(config), ParallelConfig(ep=ep, tp=tp, node_size=node_size), **arguments)
@@ -224,7 +219,6 @@ class CountedReads:
         safetensors.safe_open = self.open
 
     def expert_bytes(self) -> int:
-        """Bytes read of tensors that belong to routed experts."""
         return sum(num_bytes for name, num_bytes in self.reads if ".experts." in name)
 
 
@@ -300,7 +294,6 @@ def check_loading(rank: int, ep: int, tp: int, folders: dict[str, Any]) -> dict[
 
 
 def same_state(model: nn.Module, other: nn.Module) -> bool:
-    """Whether two models hold the same tensors under the same names."""
     state, expected = model.state_dict(), other.state_dict()
     return state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in state)
 

@@ -22,7 +22,6 @@ WHOLE = RAGGED | dict(moe_intermediate_size=256)
 
 
 def blocks_of(weight: Tensor) -> list[tuple[int, int, Tensor]]:
-    """Row and column of each 128 x 128 block, and a view of it."""
     rows, columns = (range(-(-size // 128)) for size in weight.shape)
     return [
         (row, column, weight[row * 128 : row * 128 + 128, column * 128 : column * 128 + 128])
@@ -32,7 +31,6 @@ def blocks_of(weight: Tensor) -> list[tuple[int, int, Tensor]]:
 
 
 def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A matrix block by block: elements and scales."""
     elements = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
     scales = torch.zeros(-(-weight.shape[0] // 128), -(-weight.shape[1] // 128))
     for (row, column, block), (_, _, target) in zip(blocks_of(weight), blocks_of(elements), strict=True):

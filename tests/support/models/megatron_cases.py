@@ -46,11 +46,9 @@ class NoRandomStates:
     """In place of Megatron's tracker of CUDA random states."""
 
     def fork(self, *args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
-        """Leave the state as it is."""
         return contextlib.nullcontext()
 
     def is_initialized(self) -> bool:
-        """There is nothing to do."""
         return True
 
 
@@ -84,7 +82,6 @@ class Works(list[Any]):
     """Several operations of a process group, to be waited for as one."""
 
     def wait(self) -> None:
-        """Wait for all of them."""
         for work in self:
             work.wait()
 
@@ -122,7 +119,6 @@ def start(ep: int, expert_tp: int = 1, tp: int = 1, device: str = "cpu") -> None
 
 
 def make_config(**changes: Any) -> Any:
-    """A ``TransformerConfig`` for the groups that were started."""
     from megatron.core import parallel_state
     from megatron.core.transformer import TransformerConfig
 
@@ -137,7 +133,6 @@ def make_config(**changes: Any) -> Any:
 
 
 def make_group(config: Any, node_size: int | None = None, **changes: Any) -> ExpertGroup:
-    """Comet's group for Megatron's ranks."""
     ep, tp = config.expert_model_parallel_size, config.expert_tensor_parallel_size
     parallel = ParallelConfig(ep=ep, tp=tp, node_size=node_size)
     settings: dict[str, Any] = dict(max_tokens=SEQUENCE * BATCH, dtype=torch.float32, device="cpu")
@@ -154,7 +149,6 @@ def stock_spec(config: Any) -> Any:
 
 
 def make_layer(config: Any, spec: Any) -> Any:
-    """The MoE layer of a transformer layer's spec."""
     from megatron.core.transformer.spec_utils import build_module
 
     torch.manual_seed(5)
@@ -165,7 +159,6 @@ def make_layer(config: Any, spec: Any) -> Any:
 
 
 def make_gpt(config: Any, spec: Any, vocabulary: int = VOCABULARY, sequence: int = SEQUENCE) -> Any:
-    """A model of such transformer layers."""
     from megatron.core.models.gpt import GPTModel
 
     torch.manual_seed(6)
@@ -191,7 +184,6 @@ def twins(make: Any, config: Any, group: ExpertGroup, seed: int, **settings: Any
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Gradients by parameter name; every parameter must have one."""
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
     assert all(grad is not None for grad in found.values()), [name for name, grad in found.items() if grad is None]
     return found  # type: ignore[return-value]

@@ -22,8 +22,6 @@ DELAY_CYCLES = 2_000_000  # a millisecond, longer than a layer takes
 
 @dataclass(frozen=True)
 class Size:
-    """Of a model, and of the tokens of each rank."""
-
     hidden: int
     vocabulary: int
     sequence: int
@@ -45,8 +43,6 @@ class Size:
 
 @dataclass(frozen=True)
 class Batch:
-    """What a model is called with."""
-
     tokens: Tensor
     positions: Tensor
     mask: Tensor
@@ -108,7 +104,6 @@ class Deviations:
         self.squares: dict[str, Tensor] = {}
 
     def add(self, exact: dict[str, Tensor], stock: dict[str, Tensor], ours: dict[str, Tensor]) -> None:
-        """Values by name, such as those of one step."""
         assert exact.keys() == stock.keys() == ours.keys()
         for name, value in exact.items():
             found = torch.stack([other[name].double() for other in (exact, stock, ours)])
@@ -123,7 +118,6 @@ class Deviations:
 
 
 def sleep(device: torch.device, cycles: int) -> None:
-    """Nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda._sleep(cycles)
 
@@ -153,7 +147,6 @@ def clear_tokens(count: int, hidden: int, num_experts: int, seed: int) -> Tensor
 
 
 def clear_router(num_experts: int, hidden: int) -> Tensor:
-    """The router's weights for such tokens."""
     return 0.5 * torch.eye(num_experts, hidden)
 
 
@@ -214,7 +207,6 @@ def layers_beside_megatron(rank: int, world_size: int, size: Size, layouts: list
 
 
 def layer_values(layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """Output, gradient of the input, and gradients of all parameters."""
     inputs = x.clone().requires_grad_()
     output = layer(inputs)[0]
     output.float().square().mean().backward()

@@ -70,7 +70,6 @@ def make_layer(path: str = "dense", **settings: Any) -> MoE:
 
 
 def record_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Captures:
-    """Let ``GraphedMoE`` capture on a CPU; returns what counts."""
     found = graphs_on_cpu(monkeypatch)
     monkeypatch.setattr("comet.graphed.moe.capture", found)
     monkeypatch.setattr("comet.graphed.training.capture", found)

@@ -35,7 +35,6 @@ def Rank(rank: int = 0, world_size: int = 1, *, attempt: int = 0, device: torch.
 
 
 def losses(folder: Path) -> list[float]:
-    """Of every step that the history of a run has."""
     history = History(None)
     history.start(folder, 1000)
     return [loss for window in history.windows for loss in window.losses]
@@ -66,7 +65,6 @@ def make_group(
     device: torch.device = CPU,
     **settings: Any,
 ) -> ExpertGroup:
-    """The ranks of this process's group, with experts of this shape; on CPUs unless a device is given."""
     layout = ParallelConfig(ep=ep, tp=tp)
     return make_expert_group(moe, layout, max_tokens=max_tokens, dtype=dtype, device=device, **settings)
 
@@ -74,7 +72,6 @@ def make_group(
 def make_model(
     model: ModelConfig = MODEL, *, seed: int = 0, path: str = "auto", **of_group: Any
 ) -> tuple[GPT, ExpertGroup]:
-    """A model on this process's ranks, with its group, which is made as ``make_group`` does."""
     group = make_group(model.moe, **of_group)
     return GPT(model, group, path=path, seed=seed), group
 

@@ -51,7 +51,6 @@ def moe_config_of(case: LayerCase) -> Any:
 
 
 def quant_config_of(case: LayerCase, rank: int, weight_type: type[Weight], *, fp8_rows: bool) -> Any:
-    """With the scales of the weights, if they have any."""
     w1, w2 = (getattr(weight, "scales", None) for weight in rank_weights(case, rank, weight_type))
     rows = dict(quant_dtype=torch.float8_e4m3fn, block_shape=[128, 128]) if fp8_rows else {}
     weight_dtype: Any = WEIGHT_DTYPES[weight_type]

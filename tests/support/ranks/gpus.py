@@ -24,7 +24,6 @@ def num_gpus(*, own: bool = False) -> int:
 
 
 def need_gpus(count: int) -> None:
-    """Skip a test that has more ranks than there may be."""
     if num_gpus() < count:
         pytest.skip(f"needs {count} CUDA GPUs, this machine has {num_gpus()}")
 

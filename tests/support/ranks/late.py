@@ -15,7 +15,6 @@ POLL_S = 0.005
 
 
 def passed(place: str) -> None:
-    """Tell late ranks that this one is past ``place``."""
     distributed_c10d._get_default_store().set(f"passed {place}", "1")
 
 

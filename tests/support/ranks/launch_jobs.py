@@ -102,7 +102,6 @@ def start_two_agents(*words: str, ranks: int = 1, program: Sequence[str] = (APP,
 
 
 def end_of(agents: Sequence[subprocess.Popen[str]]) -> list[tuple[int, list[str], list[str]]]:
-    """Of each: exit status, lines of standard output, lines of standard error."""
     try:
         texts = [agent.communicate(timeout=TIMEOUT_S) for agent in agents]
     finally:
@@ -114,5 +113,4 @@ def end_of(agents: Sequence[subprocess.Popen[str]]) -> list[tuple[int, list[str]
 
 
 def run_two_agents(*words: str, ranks: int = 1) -> list[tuple[int, list[str], list[str]]]:
-    """``end_of`` two agents."""
     return end_of(start_two_agents(*words, ranks=ranks))

@@ -71,8 +71,6 @@ def fork_rank(start: Start, folder: Path, rank: int) -> ForkedRank:
 
 
 class RankServer:
-    """A running server."""
-
     def __init__(self, start: Start) -> None:
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 - read when the server has ended
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -95,12 +93,10 @@ class RankServer:
         return ForkedRank(self, connection)
 
     def close(self) -> None:
-        """End the server and with it its ranks."""
         self.control.close()
         self.process.wait()
 
     def obituary(self) -> str:
-        """Why the server is gone."""
         code = self.process.wait()
         self.log.seek(0)
         return f"the rank server ended with exit code {code}\n{self.log.read().decode(errors='replace')[-LOG_TAIL:]}"
@@ -129,7 +125,6 @@ class ForkedRank:
             self.connection.send(bytes([number]))
 
     def kill(self) -> None:
-        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
     def wait(self) -> None:
@@ -146,8 +141,6 @@ class ForkedRank:
 
 @dataclass(frozen=True, slots=True)
 class _Child:
-    """What the server knows of a rank."""
-
     pid: int
     connection: socket.socket
 

@@ -88,7 +88,6 @@ GPU_SIZES = Sizes(
 
 
 def sizes_of(path: str, device: str) -> Sizes:
-    """What cases of a path on a device are drawn from."""
     if device == "cuda":
         return GPU_SIZES
     return INTERPRETER_SIZES if path == "fused" else TWIN_SIZES
@@ -114,7 +113,6 @@ class StressCase(LayerCase):
 
     @property
     def config(self) -> MoEConfig:
-        """The layer's configuration."""
         return replace(super().config, capacity_factor=self.capacity_factor)
 
     @property
@@ -158,11 +156,9 @@ class Stress:
 
     @property
     def sizes(self) -> Sizes:
-        """What cases are drawn from."""
         return sizes_of(self.path, self.device)
 
     def family_of(self, index: int) -> int:
-        """The family of case ``index``."""
         return index // self.family
 
     def family_case(self, family: int) -> StressCase:
@@ -202,7 +198,6 @@ class Stress:
         return replace(found, fp8=True, ffn_size=FP8_BLOCK * dice.choice(FP8_FFN_BLOCKS) * pool.tp)
 
     def case(self, index: int) -> StressCase:
-        """Case ``index`` of this seed."""
         dice, sizes = Random(f"{self.seed} case {index}"), self.sizes
         layer = self.layer_case(self.family_of(index), dice.randrange(LAYERS))
         case = replace(

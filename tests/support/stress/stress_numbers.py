@@ -31,7 +31,6 @@ class FullWeights:
 
     @classmethod
     def draw(cls, layer: StressCase, device: torch.device) -> Self:
-        """The weights of a layer."""
         generator = seeded(device, layer.weight_seed)
         experts, ffn, hidden = layer.num_experts, layer.ffn_size, layer.hidden_size
         w1 = (torch.randn(experts, 2, ffn, hidden, generator=generator, device=device) / 4).to(layer.dtype)
@@ -45,7 +44,6 @@ class FullWeights:
 
 
 def seeded(device: torch.device, *numbers: int) -> torch.Generator:
-    """A generator on ``device`` for these numbers."""
     seed = 0
     for number in numbers:
         seed = (seed * 1_000_003 + number) % 2**SEED_BITS
@@ -53,7 +51,6 @@ def seeded(device: torch.device, *numbers: int) -> torch.Generator:
 
 
 def stress_inputs(case: StressCase, rank: int, number: int, device: torch.device) -> RankInputs:
-    """Inputs ``number`` of ``rank``."""
     generator = seeded(device, case.seed, number, rank)
     tokens, like = case.num_tokens[rank], dict(generator=generator, device=device)
     ids = draw_ids(case, tokens, generator)
@@ -159,6 +156,5 @@ def shard(layer: StressCase, rank: int, w1: Tensor, w2: Tensor) -> tuple[Tensor,
 
 
 def gradient(leaf: Tensor) -> Tensor:
-    """The gradient that reached a leaf."""
     assert leaf.grad is not None, f"no gradient reached a leaf of shape {tuple(leaf.shape)}"
     return local(leaf.grad)

@@ -53,25 +53,17 @@ class Outcome:
 
 
 class Journal:
-    """Tells the parent which case a rank is at, and ends the rank, with its stacks in the log, when one takes too long.
-
-    Args:
-        path: Journal of the batch; the file ``path.rank`` is this rank's.
-        rank: This rank.
-        case_limit_s: Time of a case.
-    """
+    """Tells the parent which case a rank is at; a case that takes too long ends it, with its stacks in the log."""
 
     def __init__(self, path: Path, rank: int, case_limit_s: float) -> None:
         self.file = os.open(path.with_suffix(f".{rank}"), os.O_WRONLY | os.O_CREAT)
         self.case_limit_s = case_limit_s
 
     def begin(self, index: int) -> None:
-        """Note the case at work, and give it its time."""
         os.pwrite(self.file, f"{index:<20}".encode(), 0)
         faulthandler.dump_traceback_later(self.case_limit_s, exit=True)
 
     def close(self) -> None:
-        """No case is at work any more."""
         faulthandler.cancel_dump_traceback_later()
         os.close(self.file)
 
@@ -85,7 +77,6 @@ class Family:
 
     @classmethod
     def join(cls, stress: Stress, family: int, device: torch.device) -> Self:
-        """Join the ranks (collective)."""
         pool = stress.family_case(family)
         group = make_expert_group(
             pool.config,
@@ -104,7 +95,6 @@ class Family:
 
 
 def make_layer(layer: StressCase, path: str, group: ExpertGroup) -> tuple[MoE, FullWeights]:
-    """A layer with its known weights."""
     moe = MoE(layer.config, group, path=path, overlap=layer.overlap, param_dtype=layer.dtype)
     weights = FullWeights.draw(layer, group.device)
     with torch.no_grad():
@@ -133,7 +123,6 @@ def run_batch(rank: int, world_size: int, stress: Stress, indices: range, journa
 
 
 def run_families(rank: int, stress: Stress, indices: range, device: torch.device, notes: Journal) -> Outcome:
-    """``run_batch`` on its device."""
     outcome = Outcome([], indices.stop)
     for number, members in groupby(indices, key=stress.family_of):
         cases = list(members)
@@ -152,14 +141,12 @@ def run_families(rank: int, stress: Stress, indices: range, device: torch.device
 
 
 def any_rank(here: bool) -> bool:
-    """Whether it is so on some rank."""
     anywhere = torch.tensor([here], dtype=torch.int32)
     dist.all_reduce(anywhere, dist.ReduceOp.MAX)
     return bool(anywhere)
 
 
 def check_case(case: StressCase, rank: int, family: Family, path: str) -> list[str]:
-    """Run a case; what is wrong with this rank's results."""
     (moe, weights), group = family.layers[case.layer], family.group
     moe.experts = make_path(path, case.config, group, case.overlap)
     of_ranks = {
@@ -292,10 +279,8 @@ def wrong_fp8(
 
 @functools.cache
 def own_products(device: torch.device) -> float:
-    """How far off the device's own products of a step are."""
     return tensor_core_products(device.type) if device.type == "cuda" else 0.0
 
 
 def joined(parts: list[Tensor]) -> Tensor:
-    """All ranks' tensors as one vector, in float64."""
     return torch.cat([part.flatten().double() for part in parts])

@@ -54,6 +54,5 @@ def multiply(rows: FP8, weight: FP8, expert: int) -> Tensor:
 
 @functools.cache
 def cut_off_products() -> float:
-    """``tensor_core_products`` of these."""
     a, b = measured_rows("cpu")
     return twice_largest_error(cut_off_sums(a, b), a, b)
