@@ -13,9 +13,9 @@ from typing import TypeVar
 import torch
 from emulated import emulated_group
 from layer_cases import assert_as_close
+from layer_cases import shard as shard_layer
 from stress_cases import StressCase
 from stress_numbers import FullWeights, expected, stress_inputs
-from stress_numbers import shard as shard_layer
 from torch import Tensor
 
 from comet.kernels.runtime.recorder import ALIGN_ROUNDS, Recorder, align

@@ -7,13 +7,11 @@ from typing import Self
 
 import torch
 from expert_gradients import Rounded, expert_gradients
-from layer_cases import MASKED, RankInputs
+from layer_cases import MASKED, RankInputs, shard
 from stress_cases import StressCase
 from torch import Tensor
-from weight_gradients import weight_gradient_units
 
 from comet.layer.sharding import local
-from comet.layout import ExpertLayout
 from comet.reference.layer import kept_slots, reference_experts
 
 ZIPF_EXPONENT = 1.5
@@ -117,15 +115,6 @@ def expected(
     return found
 
 
-def units_of_weight_gradients(case: StressCase, inputs: list[RankInputs], weights: FullWeights, rank: int) -> Tensor:
-    """``(T, K)`` units by which ``weight_gradients`` judges the gradients of a rank's routing weights."""
-    ids = kept_ids(case, inputs)
-    mine = inputs[rank]
-    return weight_gradient_units(
-        mine.tokens, ids.split(case.num_tokens)[rank], mine.grad_output, weights.wide, case.dtype
-    )
-
-
 def kept_ids(case: StressCase, inputs: list[RankInputs]) -> Tensor:
     """``(T, K)`` of all ranks, masked where a capacity drops the slot."""
     ids = torch.cat([of_rank.top_k_ids for of_rank in inputs])
@@ -134,25 +123,19 @@ def kept_ids(case: StressCase, inputs: list[RankInputs]) -> Tensor:
     return ids.masked_fill(~kept_slots(ids, case.num_experts, case.expert_capacity), MASKED)
 
 
-def rounded_expert_gradients(
+def rounded_gradients(
     case: StressCase, inputs: list[RankInputs], weights: FullWeights, rank: int
 ) -> dict[str, Rounded]:
-    """What ``expert_gradients`` expects of the gradients of a rank's expert weights, by name."""
+    """What ``expert_gradients`` expects of the gradients of a rank's routing and expert weights, by name."""
     x, routing, g = (
         torch.cat([getattr(of_rank, name) for of_rank in inputs]) for name in ("tokens", "top_k_weights", "grad_output")
     )
-    both = expert_gradients(x, (kept_ids(case, inputs), routing), g, weights.wide, case.dtype)
+    of_routing, *both = expert_gradients(x, (kept_ids(case, inputs), routing), g, weights.wide, case.dtype)
     fields = ("value", "most", "square")
     shards = [shard(case, rank, *(getattr(of_weight, name) for of_weight in both)) for name in fields]
-    return {"grad_w1": Rounded(*(w1 for w1, _ in shards)), "grad_w2": Rounded(*(w2 for _, w2 in shards))}
-
-
-def shard(layer: StressCase, rank: int, w1: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
-    """Views of what ``rank`` owns of full weights or their gradients: ``(e, 2, F/TP, D)`` and ``(e, D, F/TP)``."""
-    layout, width = ExpertLayout.create(layer.config, layer.parallel, rank), layer.ffn_size // layer.tp
-    experts = slice(layout.first_expert, layout.first_expert + layout.experts_local)
-    columns = slice(layout.tp_rank * width, (layout.tp_rank + 1) * width)
-    return w1[experts, :, columns], w2[experts, :, columns]
+    grad_w1, grad_w2 = (Rounded(*parts) for parts in zip(*shards, strict=True))
+    mine = of_routing.each(lambda part: part.split(case.num_tokens)[rank])
+    return {"grad_top_k_weights": mine, "grad_w1": grad_w1, "grad_w2": grad_w2}
 
 
 def gradient(leaf: Tensor) -> Tensor:

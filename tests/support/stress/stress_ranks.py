@@ -14,7 +14,7 @@ from typing import Self
 
 import torch
 import torch.distributed as dist
-from expert_gradients import wrong_expert_gradients
+from expert_gradients import wrong_gradient
 from fp8_cases import compare, float32_products, layer_of, tensor_core_products
 from fp8_launches import fp8_layer0_in, fp8_layer1_in
 from gpus import gpu_of
@@ -22,19 +22,16 @@ from grad_hidden_launches import grad_hidden_in
 from gradient_launches import weights_in
 from layer0_launches import layer0_in
 from layer1_launches import layer1_in
-from layer_cases import RankInputs, assert_as_close
+from layer_cases import RankInputs, assert_as_close, shard
 from stress_cases import LAYERS, Stress, StressCase
 from stress_numbers import (
     FullWeights,
     expected,
     gradient,
-    rounded_expert_gradients,
-    shard,
+    rounded_gradients,
     stress_inputs,
-    units_of_weight_gradients,
 )
 from torch import Tensor
-from weight_gradients import wrong_weight_gradients
 
 from comet.layer.group import ExpertGroup, make_expert_group
 from comet.layer.paths import make_path
@@ -232,8 +229,10 @@ def wrong_results(
             wrong += wrong_fp8(case, rank, found["output"], of_ranks[number][rank], weights, where)
             continue
         exact, same = (expected(case, of_ranks[number], weights, dtype) for dtype in (torch.float64, case.dtype))
-        by_roundings = wrong_by_roundings(case, rank, found, exact, of_ranks[number], weights)
-        wrong += [f"{where}: {complaint}" for complaint in by_roundings]
+        rounded = rounded_gradients(case, of_ranks[number], weights, rank) if case.backward else {}
+        for name, limits in rounded.items():
+            complaints = wrong_gradient(found[name], replace(limits, value=exact[name][rank]))
+            wrong += [f"{where}: {name}: {complaint}" for complaint in complaints]
         for name in ("output", "grad_tokens") if case.backward else ("output",):
             # All ranks' elements tell how far plain torch is off; over the few of one rank that would be luck.
             parts = [found[name] if other == rank else part for other, part in enumerate(exact[name])]
@@ -241,26 +240,6 @@ def wrong_results(
                 assert_as_close(*map(joined, (parts, exact[name], same[name])), case.dtype, f"{where}: {name}")
             except AssertionError as error:
                 wrong.append(str(error))
-    return wrong
-
-
-def wrong_by_roundings(
-    case: StressCase,
-    rank: int,
-    found: Results,
-    exact: dict[str, list[Tensor]],
-    inputs: list[RankInputs],
-    weights: FullWeights,
-) -> list[str]:
-    """What is wrong with the gradients of all weights, whose limits follow from what is rounded on the way to them."""
-    if not case.backward:
-        return []
-    name = "grad_top_k_weights"
-    units = units_of_weight_gradients(case, inputs, weights, rank)
-    wrong = [f"{name}: {complaint}" for complaint in wrong_weight_gradients(found[name], exact[name][rank], units)]
-    for name, rounded in rounded_expert_gradients(case, inputs, weights, rank).items():
-        wanted = replace(rounded, value=exact[name][rank])
-        wrong += [f"{name}: {complaint}" for complaint in wrong_expert_gradients(found[name], wanted)]
     return wrong
 
 
