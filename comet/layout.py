@@ -10,11 +10,12 @@ from torch import Tensor
 
 from comet.config import MoEConfig, ParallelConfig, require
 
-# Rows that share an arrival flag of the dispatch and of the combine, flags per chunk of the combine, and most waves
-# that a list of sent rows is ordered by; comet.kernels.runtime.arguments holds the same values.
+# Rows that share an arrival flag of the dispatch and of the combine, most panels of a launch, flags per chunk of the
+# combine, and most waves that a list of sent rows is ordered by; comet.kernels.runtime.arguments holds the same values.
 CHUNK_ROWS = 128
 COMBINE_CHUNK_ROWS = 32
 MAX_PANELS = 16
+CHUNK_FLAGS = 64
 MAX_WAVES = 32
 
 

@@ -48,9 +48,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for layer, gradients in enumerate(("hidden's gradient", "the gradients of tokens and weights")):
         parser.add_argument(
             f"--layer{layer}",
-            default="auto",
-            choices=("auto", "cuda", "triton"),
-            help=f"layer {layer} and {gradients} of any size in CUDA C++ or Triton, on GPUs (default: as they choose)",
+            default="cuda",
+            choices=("cuda", "triton"),
+            help=f"layer {layer} and {gradients} in CUDA C++, where it can run, or Triton (default: %(default)s)",
         )
     parser.add_argument("--family", type=int, help=f"cases for which kernels are compiled once ({FAMILY_HELP})")
     parser.add_argument(
@@ -184,7 +184,7 @@ def command(stress: Stress, first: int, index: int) -> str:
     return (
         f"python tests/stress.py --seed {stress.seed} --first {first} --cases {index + 1 - first} "
         f"--family {stress.family} --world-size {stress.world_size} --path {stress.path} --device {stress.device}"
-        + "".join(f" --{layer} {kind}" for layer, kind in kinds.items() if kind != "auto")
+        + "".join(f" --{layer} {kind}" for layer, kind in kinds.items() if kind != "cuda")
     )
 
 

@@ -1,47 +1,54 @@
 """The layer by kernels: one launch for each of layer 0, layer 1 and their gradients, two for the plan.
 
-Triton kernels, compiled or interpreted, but for larger layers (``comet.kernels.runtime.nvrtc``). Below the backend
-stands what the launches are handed, of settings, plan and pool.
+In CUDA C++ on Hopper, and by its twins in Triton, compiled or interpreted, where a kernel in CUDA C++ cannot run. Below
+the backend stands which of the two is launched.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import triton
 from torch import Tensor
 
-from comet.comm.base import SymmTensor
-from comet.config import require
 from comet.kernels.gemm.activation import activation_backward
 from comet.kernels.gemm.bias import add_bias_products, bias_gradient
 from comet.kernels.gemm.fp8 import pack_rows
-from comet.kernels.gemm.gather_rows import gather_rows
-from comet.kernels.gemm.group_gemm import GemmConfig
+from comet.kernels.gemm.gather_rows import OwnRows, gather_rows
+from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm
 from comet.kernels.gemm.wgrad import group_gemm_wgrad
 from comet.kernels.gemm.wgrad_cuda import TICKETS, group_gemm_wgrad_cuda, runs_cuda
-from comet.kernels.layer.triton.dispatch import COMM_BLOCKS, DispatchConfig, Sends
+from comet.kernels.layer import dispatch_gemm as cuda_layer0
+from comet.kernels.layer import gemm_combine as cuda_layer1
+from comet.kernels.layer.triton.dispatch import DispatchConfig, Sends
 from comet.kernels.layer.triton.dispatch import dispatch as launch_dispatch
 from comet.kernels.layer.triton.dispatch_gemm import DispatchGemmConfig, dispatch_gemm
 from comet.kernels.layer.triton.fp8_dispatch_gemm import fp8_dispatch_gemm
 from comet.kernels.layer.triton.gemm_combine import GemmCombineConfig, gemm_combine
-from comet.kernels.layer.triton.grad_hidden import GradHiddenConfig, grad_hidden
-from comet.kernels.plan.metadata import PlanConfig, PlanScratch, RoutingPool, exchange, place_plan
+from comet.kernels.plan.metadata import PlanScratch, exchange, place_plan
 from comet.kernels.runtime.arguments import GradWire, Returns, Scaled, TileTable, Wire, aligned, power_of_2
 from comet.kernels.runtime.buffers import allocate, cut
 from comet.kernels.runtime.primitives import barrier_kernel
-from comet.kernels.runtime.recorder import Recorder
 from comet.layer.backend import ActivationGradients, Backend
-from comet.layer.plan import NUM_COUNTERS, Launch, Plan, PlanRules, plan_shapes
-from comet.layer.workspace import Workspace
-from comet.layout import ExpertLayout
+from comet.layer.launch_arguments import (
+    combine_config,
+    combine_wire,
+    dispatch_config,
+    make_wire,
+    move_cols,
+    plan_config,
+    recv_wire,
+    returns_of,
+    routing_pool,
+    sends_of,
+    tile_table,
+)
+from comet.layer.plan import Launch, Plan, plan_shapes
 from comet.quantization.formats import FP8, FP8_BLOCK
 from comet.quantization.packed import packed_columns
-from comet.schedule.settings import LayerSettings
-from comet.utils.graphs import is_capturing
 
 
 class Fused(Backend):
@@ -58,21 +65,17 @@ class Fused(Backend):
 
     @cached_property
     def _gemm_combine_config(self) -> GemmCombineConfig:
-        settings, rows = self.settings, self.workspace.combine_rows.local
-        return with_biases(settings, combine_config(settings, settings.layer1.num_panels, rows))
+        return combine_config(self.settings, self.settings.layer1.num_panels, self.workspace.combine_rows.local)
 
     @cached_property
     def _gemm_combine_fp8_config(self) -> GemmCombineConfig:
-        """In Triton no comm block runs beside its tiles, which leave no registers."""
-        settings, rows = self.settings, self.workspace.combine_rows.local
-        config = combine_config(replace(settings, comm_blocks=0), settings.layer1.num_panels, rows)
-        stages, comm_blocks = settings.tile.num_stages, settings.comm_blocks
-        return with_biases(settings, replace(config, block_k=FP8_BLOCK, num_stages=stages, comm_blocks=comm_blocks))
+        return replace(self._gemm_combine_config, block_k=FP8_BLOCK)
 
     @cached_property
     def _dgrad_combine_config(self) -> GemmCombineConfig:
-        settings, rows = self.settings, self.workspace.combine_rows.local
-        return combine_config(settings, settings.layer0_backward.num_panels, rows)
+        return combine_config(
+            self.settings, self.settings.layer0_backward.num_panels, self.workspace.combine_rows.local
+        )
 
     def _exchange(self, ids: Tensor, weights: Tensor, *, trains: bool = False, in_halves: bool = False) -> _PendingPlan:
         """``trains`` is not sent: a rank alone in its backward pass meets the barrier's deadline."""
@@ -91,17 +94,30 @@ class Fused(Backend):
         pre = x.new_empty(rows, 2 * ffn) if save_pre_activation else None
         wire, table = recv_wire(self.workspace), tile_table(plan, Launch.DISPATCH_GEMM)
         config = self._dispatch_gemm_configs[save_pre_activation]
-        dispatch_gemm(x, w1, hidden, pre, wire, sends_of(plan), table, config, b1)
+        launch_dispatch_gemm(x, w1, hidden, pre, wire, sends_of(plan), table, config, b1)
         return hidden, pre
 
     def gemm_combine(self, hidden: Tensor, w2: Tensor, plan: Plan, b2: Tensor | None = None) -> Tensor:
-        """One launch, or two beside each other (``comet.kernels.layer.triton.gemm_combine``)."""
+        """One launch."""
         y = hidden.new_empty(hidden.shape[0], w2.shape[1])
         out = hidden.new_empty(plan.num_tokens, w2.shape[1])
-        wire, returns = combine_wire(self.workspace), returns_of(plan, weighted=True)
-        config, table = self._gemm_combine_config, tile_table(plan, Launch.GEMM_COMBINE)
-        gemm_combine(hidden, w2, y, out, wire, returns, table, config, bias=b2)
+        self._gemm_combine(hidden, w2, y, out, plan, self._gemm_combine_config, b2)
         return out
+
+    def _gemm_combine(
+        self,
+        a: Tensor | Scaled,
+        b: Tensor | Scaled,
+        y: Tensor,
+        out: Tensor,
+        plan: Plan,
+        config: GemmCombineConfig,
+        bias: Tensor | None,
+    ) -> None:
+        wire, returns = combine_wire(self.workspace), returns_of(plan, weighted=True)
+        in_cuda = self.settings.cuda_kernels and not self.settings.expert_bias
+        table = tile_table(plan, Launch.GEMM_COMBINE)
+        launch_gemm_combine(a, b, y, out, wire, returns, table, config, bias, in_cuda=in_cuda)
 
     def dispatch_gemm_fp8(self, x: Tensor, w1: FP8, plan: Plan, b1: Tensor | None = None) -> FP8:
         """A launch that quantises, and one for the rest."""
@@ -117,19 +133,17 @@ class Fused(Backend):
         wire = make_wire(workspace, landing, workspace.recv_flags)
         wire = replace(wire, rows=wire.rows.view(torch.int32))
         weights, hidden = Scaled(elements=w1.elements, scales=w1.scales), Scaled(elements=elements, scales=scales)
-        fp8_dispatch_gemm(weights, hidden, wire, sends_of(plan), table, config, b1)
+        launch_dispatch_gemm(None, weights, hidden, None, wire, sends_of(plan), table, config, b1)
         return FP8(elements=elements, scales=scales.T, block_rows=1, trusted=True)
 
     def gemm_combine_fp8(self, hidden: FP8, w2: FP8, plan: Plan, b2: Tensor | None = None) -> Tensor:
-        """One launch, or two beside each other (``comet.kernels.layer.triton.gemm_combine``)."""
+        """One launch."""
         dtype, hidden_size = self.workspace.shape.dtype, w2.elements.shape[1]
         y = torch.empty(hidden.elements.shape[0], hidden_size, dtype=dtype, device=hidden.elements.device)
         out = y.new_empty(plan.num_tokens, hidden_size)
-        wire, returns = combine_wire(self.workspace), returns_of(plan, weighted=True)
         rows = Scaled(elements=hidden.elements, scales=hidden.scales.T)
         weights = Scaled(elements=w2.elements, scales=w2.scales)
-        config, table = self._gemm_combine_fp8_config, tile_table(plan, Launch.GEMM_COMBINE)
-        gemm_combine(rows, weights, y, out, wire, returns, table, config, bias=b2)
+        self._gemm_combine(rows, weights, y, out, plan, self._gemm_combine_fp8_config, b2)
         return out
 
     def barrier(self) -> None:
@@ -142,16 +156,11 @@ class Fused(Backend):
         )  # fmt: skip
 
     def dispatch_dgrad(self, grad_output: Tensor, w2: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-        """A launch each for dispatch and GEMM, or one for both."""
+        """In CUDA C++ one launch for dispatch and GEMM, and a copy behind it; else a launch for each of them."""
         grad_output, num_rows = aligned(grad_output), plan.routed_row_ids.numel()
         grads, out = grad_output.new_empty(num_rows, w2.shape[1]), grad_output.new_empty(num_rows, w2.shape[2])
-        config = GradHiddenConfig(
-            colocated=not self.settings.comm_blocks,
-            dispatch=DispatchConfig(push_cols=move_cols(grad_output, 1024)),
-            gemm=GemmConfig.select(out.dtype),
-        )
         wire, table = recv_wire(self.workspace), tile_table(plan, Launch.DISPATCH_DGRAD)
-        grad_hidden(grad_output, w2, grads, out, wire, sends_of(plan), table, plan.tiles, config)
+        launch_fc2_dgrad(grad_output, w2, grads, out, wire, sends_of(plan), table, plan.tiles)
         return grads, out
 
     def activation_backward(self, pre_activation: Tensor, grad_hidden: Tensor, plan: Plan) -> ActivationGradients:
@@ -193,7 +202,8 @@ class Fused(Backend):
         )
         wire, returns = combine_wire(workspace), returns_of(plan, weighted=False, grads=grads)
         config, table = self._dgrad_combine_config, tile_table(plan, Launch.DGRAD_COMBINE)
-        gemm_combine(grad_pre, w1, y, out, wire, returns, table, config, b_is_kn=True)
+        in_cuda = self.settings.cuda_kernels
+        launch_gemm_combine(grad_pre, w1, y, out, wire, returns, table, config, in_cuda=in_cuda)
         return out, grads.out
 
     def fc1_wgrad(self, grad_pre: Tensor, received: Tensor, plan: Plan) -> Tensor:
@@ -217,8 +227,7 @@ class Fused(Backend):
     def combine(self, y: Tensor, plan: Plan, *, weighted: bool) -> Tensor:
         """The launch of layer 1 with no tile to multiply: what remains of it is the combine."""
         out = y.new_empty(plan.num_tokens, y.shape[1])
-        settings = replace(self.settings, comm_blocks=self.settings.comm_blocks or COMM_BLOCKS)
-        config = replace(combine_config(settings, 1, out), flatten=False, cuda_kernels=False)
+        config = replace(combine_config(self.settings, 1, out), flatten=False)
         table = replace(tile_table(plan, Launch.GEMM_COMBINE), num_tiles=plan.tile_starts.new_zeros(1))
         gemm_combine(
             y, y[None], y, out, combine_wire(self.workspace), returns_of(plan, weighted=weighted), table, config
@@ -253,32 +262,108 @@ class _PendingPlan:
         return Plan.create(self.layout, self.routing[0].shape[0], self.pool.max_tokens, self.rules, tensors)
 
 
-def plan_config(layout: ExpertLayout, rules: PlanRules) -> PlanConfig:
-    """What the plan's kernels are compiled for."""
-    return PlanConfig(
-        top_k=layout.top_k,
-        experts_local=layout.experts_local,
-        ep=layout.ep,
-        tp=layout.tp,
-        block_rows=rules.block_rows,
-        expert_capacity=rules.expert_capacity,
-    )
+def launch_dispatch_gemm(
+    x: Tensor | None,
+    w1: Tensor | Scaled,
+    hidden: Tensor | Scaled,
+    pre: Tensor | None,
+    wire: Wire,
+    sends: Sends,
+    table: TileTable,
+    config: DispatchGemmConfig,
+    b1: Tensor | None = None,
+) -> None:
+    """Layer 0 in CUDA C++ where it can run, else in Triton; ranks may differ in it.
+
+    Args:
+        x: ``(T, D)`` this rank's tokens; ``None`` in block FP8, where they lie packed among the receive rows.
+        w1: ``(e, 2F, D)`` gate rows, then up rows; in block FP8 with scales ``(e, 2F / 128, D / 128)``.
+        hidden: ``(Q, F)`` result; in block FP8 with scales ``(F / 128, Q)``.
+        pre: ``(Q, 2F)`` receives gate | up for the backward pass, or ``None``.
+        wire: Receive rows and flags.
+        sends: Send lists.
+        table: Tiles by phase.
+        config: Tile shape of Triton, and the split.
+        b1: ``(e, 2F)``; ``None``: none.
+    """
+    if b1 is None and cuda_layer0.can_run(w1, table):
+        split: dict[str, Any] = dict(comm_blocks=config.comm_blocks, activation=config.activation)
+        cuda_layer0.dispatch_gemm_cuda(x, w1, hidden, pre, wire, sends, table, **split)
+    elif isinstance(w1, Scaled):
+        assert isinstance(hidden, Scaled)
+        fp8_dispatch_gemm(w1, hidden, wire, sends, table, config, b1)
+    else:
+        assert x is not None
+        assert isinstance(hidden, Tensor)
+        dispatch_gemm(x, w1, hidden, pre, wire, sends, table, config, b1)
 
 
-def routing_pool(layout: ExpertLayout, workspace: Workspace) -> RoutingPool:
-    """Where ids and weights of all ranks arrive."""
-    return RoutingPool(
-        ids=workspace.ids.local,
-        id_pointers=workspace.ids.pointers,
-        weights=workspace.weights.local,
-        weight_pointers=workspace.weights.pointers,
-        flags=workspace.ids_flags.local,
-        flag_pointers=workspace.ids_flags.pointers,
-        epoch=workspace.epoch,
-        fault=workspace.fault,
-        rank=layout.rank,
-        timeout_ns=workspace.timeout_ns,
-    )
+def launch_gemm_combine(
+    a: Tensor | Scaled,
+    b: Tensor | Scaled,
+    y: Tensor,
+    out: Tensor,
+    wire: Wire,
+    returns: Returns,
+    table: TileTable,
+    config: GemmCombineConfig,
+    bias: Tensor | None = None,
+    *,
+    in_cuda: bool = True,
+) -> None:
+    """Layer 1, or fc1_dgrad where ``returns`` has gradients, in CUDA C++ where it can run, else in Triton.
+
+    Args:
+        a: ``(Q, C)`` routed rows; in block FP8 with scales ``(C / 128, Q)``.
+        b: ``(e, D, C)``, of fc1_dgrad ``(e, C, D)``; in block FP8 with scales ``(e, D / 128, C / 128)``.
+        y: ``(Q, D)`` scratch for the expert outputs.
+        out: ``(T, D)`` result.
+        wire: Combine rows and flags.
+        returns: Which rows to add up for whom.
+        table: Tiles by expert.
+        config: Tile shape of Triton, panels and the split.
+        bias: ``(e, D)``; ``None``: none.
+        in_cuda: Whether all ranks have it in CUDA C++, whose flags are not those of Triton's.
+    """
+    is_dgrad = returns.grads is not None
+    if in_cuda and cuda_layer1.can_run(y, b, wire, returns, table):
+        panels, reserved = config.num_panels, config.reserved_sms
+        split = cuda_layer1.Split(num_panels=panels, reserved_sms=reserved, comm_blocks=config.comm_blocks)
+        cuda_layer1.gemm_combine_cuda(a, b, y, out, wire, returns, table, split)
+    else:
+        gemm_combine(a, b, y, out, wire, returns, table, config, b_is_kn=is_dgrad, bias=bias)
+
+
+def launch_fc2_dgrad(
+    grad_y: Tensor,
+    w2: Tensor,
+    grads: Tensor,
+    out: Tensor,
+    wire: Wire,
+    sends: Sends,
+    table: TileTable,
+    phase_tiles: Tensor,
+) -> None:
+    """Send this rank's gradients, receive the others', and multiply those of all routed rows by their expert's w2.
+
+    Args:
+        grad_y: ``(T, D)`` gradients of this rank's outputs.
+        w2: ``(e, D, F)``, same dtype.
+        grads: ``(Q, D)`` receives the gradient of each routed row.
+        out: ``(Q, F)`` receives it times w2, rounded once; rows of no tile are undefined in both results.
+        wire: Receive rows and flags.
+        sends: Send lists.
+        table: Tiles by expert, and the received row of each routed row.
+        phase_tiles: ``(max_tiles, 4)`` the same tiles by phase.
+    """
+    if cuda_layer0.can_run(w2, table, is_dgrad=True):
+        cuda_layer0.fc2_dgrad_cuda(grad_y, w2, out, wire, sends, replace(table, tiles=phase_tiles))
+        own = OwnRows(rows=grad_y, first=wire.rank * wire.max_tokens)
+        gather_rows(wire.rows, grads, table.row_ids, table, own)
+    else:
+        launch_dispatch(grad_y, wire, sends, table.counters, DispatchConfig(push_cols=move_cols(grad_y, 1024)))
+        gather_rows(wire.rows, grads, table.row_ids, table)
+        group_gemm(grads, w2, out, table, gather=False, layout="kn", config=GemmConfig.select(out.dtype))
 
 
 def wgrad(left: Tensor, right: Tensor, plan: Plan, launch: Launch) -> Tensor:
@@ -293,124 +378,3 @@ def wgrad(left: Tensor, right: Tensor, plan: Plan, launch: Launch) -> Tensor:
     else:
         group_gemm_wgrad(left, right, out, *segments, config=GemmConfig.select(left.dtype))
     return out
-
-
-def dispatch_config(settings: LayerSettings, x: Tensor, *, save_pre: bool) -> DispatchGemmConfig:
-    """Of layer 0. Flattened, the epilogue's shared memory adds to the ring's: storing gate | up costs a stage."""
-    tile = settings.tile
-    return DispatchGemmConfig(
-        comm_blocks=settings.comm_blocks,
-        block_f=tile.block_f,
-        block_k=tile.block_k,
-        push_cols=move_cols(x, 1024),
-        flatten=x.dtype != torch.float32,
-        num_stages=min(tile.num_stages, 3) if save_pre else tile.num_stages,
-        activation=settings.activation,
-    )
-
-
-def with_biases(settings: LayerSettings, config: GemmCombineConfig) -> GemmCombineConfig:
-    """Of layer 1's forward pass: in Triton on all ranks where one adds biases: they have to agree in their flags."""
-    return replace(config, cuda_kernels=config.cuda_kernels and not settings.expert_bias)
-
-
-def combine_config(settings: LayerSettings, num_panels: int, out: Tensor) -> GemmCombineConfig:
-    """Of layer 1, or of layer 0's gradients, whose result is ``out (T, D)``."""
-    tile = settings.tile
-    return GemmCombineConfig(
-        comm_blocks=settings.comm_blocks,
-        num_panels=num_panels,
-        block_n=tile.block_n,
-        block_k=tile.block_k,
-        move_cols=move_cols(out, 512 if settings.comm_blocks or out.element_size() > 2 else 256),
-        flatten=out.dtype != torch.float32,
-        num_stages=tile.num_stages if settings.comm_blocks else min(tile.num_stages, 3),
-        cuda_kernels=settings.cuda_kernels,
-        reserved_sms=settings.reserved_sms,
-    )
-
-
-def move_cols(rows: Tensor, most: int) -> int:
-    """Columns a block moves at once: a power of two, fewer in 32 bits."""
-    most = most // 4 if rows.dtype == torch.float32 else most
-    return min(most, power_of_2(rows.shape[1]))
-
-
-def recv_wire(workspace: Workspace) -> Wire:
-    """Where tokens arrive."""
-    return make_wire(workspace, workspace.recv_rows, workspace.recv_flags)
-
-
-def combine_wire(workspace: Workspace) -> Wire:
-    """Where partial sums arrive."""
-    return make_wire(workspace, workspace.combine_rows, workspace.combine_flags)
-
-
-def make_wire(workspace: Workspace, rows: SymmTensor, flags: SymmTensor) -> Wire:
-    """Rows of the pool with their flags."""
-    return Wire(
-        rows=rows.local,
-        row_pointers=rows.pointers,
-        flags=flags.local,
-        flag_pointers=flags.pointers,
-        epoch=workspace.epoch,
-        fault=workspace.fault,
-        rank=rows.rank,
-        max_tokens=workspace.max_tokens,
-        timeout_ns=workspace.timeout_ns,
-        recorder=recorder_of_launch(workspace),
-    )
-
-
-def recorder_of_launch(workspace: Workspace) -> Recorder | None:
-    """Where a launch records, if it does.
-
-    Raises:
-        ValueError: If a CUDA graph is being captured, and not for the recorder alone.
-    """
-    recorder = workspace.recorder
-    require(
-        recorder is None or workspace.recorder_in_graph == is_capturing(recorder.events.device),
-        "a CUDA graph of a layer must not be captured while it is recorded, as its replays would go on recording: "
-        "inside record, call the layer without graphs",
-    )
-    return recorder
-
-
-def sends_of(plan: Plan) -> Sends:
-    """What this rank sends, by comm blocks or warps; the counters of the chunks are for layer 0."""
-    return Sends(
-        token_ids=plan.send_token_ids,
-        counts=plan.send_counts,
-        recv_counts=plan.recv_counts,
-        pushed=plan.counters[NUM_COUNTERS:],
-    )
-
-
-def returns_of(plan: Plan, *, weighted: bool, grads: GradWire | None = None) -> Returns:
-    """How routed rows become token rows."""
-    return Returns(
-        row_slots=plan.row_slots,
-        row_weights=plan.row_weights if weighted else None,
-        send_rows=plan.send_rows,
-        recv_counts=plan.recv_counts,
-        grads=grads,
-    )
-
-
-def tile_table(plan: Plan, launch: Launch) -> TileTable:
-    """The tiles by expert, which reads each weight once; for layer 0 by phase.
-
-    Example: 2048 tokens on each of 4 ranks, 8 of 256 experts each: ``expected_tokens_per_expert`` is 8192 *
-    8 / 256 = 256.
-    """
-    layout = plan.layout
-    return TileTable(
-        tiles=plan.tiles if launch == Launch.DISPATCH_GEMM else plan.segment_tiles,
-        num_tiles=plan.tile_starts[-1:],
-        row_ids=plan.routed_row_ids,
-        counters=plan.counters_of(launch),
-        block_rows=plan.block_rows,
-        segments=(plan.segment_starts, plan.segment_counts),
-        expected_tokens_per_expert=plan.num_tokens * layout.world_size * layout.top_k / layout.num_experts,
-    )

@@ -38,7 +38,7 @@ from comet.comm.base import ALIGNMENT, Communicator, SymmTensor, settle
 from comet.comm.signals import check_epoch
 from comet.config import MOE_DTYPES, MoEConfig, ParallelConfig, require
 from comet.errors import CapacityError, NotFiniteError
-from comet.layout import CHUNK_ROWS, COMBINE_CHUNK_ROWS, MAX_PANELS, round_up
+from comet.layout import CHUNK_FLAGS, CHUNK_ROWS, COMBINE_CHUNK_ROWS, round_up
 
 if TYPE_CHECKING:
     from comet.kernels.runtime.recorder import Recorder
@@ -103,7 +103,7 @@ class WorkspaceShape:
             "recv_flags": ((ranks, chunks), torch.int32),
             "combine_rows": ((ranks * tokens, self.hidden_size), self.dtype),
             "combine_grads": ((ranks * tokens, self.top_k), torch.float32),
-            "combine_flags": ((ranks, tokens // COMBINE_CHUNK_ROWS, MAX_PANELS), torch.int32),
+            "combine_flags": ((ranks, tokens // COMBINE_CHUNK_ROWS, CHUNK_FLAGS), torch.int32),
             "barrier_flags": ((ranks,), torch.int32),
             "grad_modes": ((2, ranks), torch.int32),
         }

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from comet.config import DIM_MULTIPLE, MOE_DTYPES, MoEConfig, OverlapConfig, ParallelConfig, require
-from comet.layout import CHUNK_ROWS, MAX_PANELS, round_up
+from comet.layout import MAX_PANELS, round_up
 from comet.schedule.settings import GPU_TILE_ROWS, TileShape
 
 
@@ -277,7 +277,7 @@ def cuda_layers(problem: Problem, machine: Machine) -> tuple[bool, bool]:
     """Whether layer 0 and layer 1 of a forward pass run in CUDA C++ rather than in Triton.
 
     Example:
-        Qwen3-30B-A3B on four H200 in a layer made for 512 tokens: yes, no; for 8192: yes, yes.
+        Qwen3-30B-A3B on four H200 in bfloat16: yes, yes; with 16 experts per token: yes, no.
     """
     if not machine.cuda_kernels:
         return False, False
@@ -286,11 +286,10 @@ def cuda_layers(problem: Problem, machine: Machine) -> tuple[bool, bool]:
     from comet.kernels.layer import gemm_combine as layer1
 
     moe, experts, width = problem.moe, problem.experts_local, round_up(problem.width, DIM_MULTIPLE)
-    tokens = round_up(problem.num_tokens, CHUNK_ROWS)
     tile = problem.dtype.itemsize, GPU_TILE_ROWS
     return (
-        layer0.takes(tokens, experts, 2 * width, moe.hidden_size, *tile),
-        layer1.takes(tokens, moe.top_k, problem.world_size, experts, moe.hidden_size, width, *tile),
+        layer0.fits((experts, 2 * width, moe.hidden_size), *tile),
+        layer1.fits(max(moe.top_k, problem.world_size), experts, *tile),
     )
 
 

@@ -1,12 +1,15 @@
 """The configurations of the kernels in block FP8 that ship, for the compile-ahead tool."""
 
+from dataclasses import replace
+
 from triton.runtime.jit import JITFunction
 
 from ..gemm.fp8 import PACKED_GROUPS, SCALE_GROUP, pack_rows_kernel
+from ..layer.triton.combine import slot_block
 from ..layer.triton.fp8_dispatch_gemm import fp8_dispatch_gemm_kernel
-from ..layer.triton.gemm_panels import PANEL_COUNTERS, gemm_panels_kernel
+from ..layer.triton.gemm_combine import MOVE_ROWS, SUM_TOKENS, gemm_combine_kernel
 from ..runtime.activation import SWIGLU, Activation
-from ..runtime.arguments import CHUNK_ROWS
+from ..runtime.arguments import CHUNK_FLAGS, CHUNK_ROWS, COMBINE_CHUNK_ROWS, PANEL_COUNTERS
 from ..runtime.case import KernelCase
 from .fused import RECORDED, recording_constants, recording_suffix
 
@@ -15,21 +18,22 @@ PUSH_WORDS = 512
 # A tile takes all 255 registers: 128 for sums, 64 for a product. What does not fit are addresses and strides that are
 # the same in every step, read back from the first-level cache.
 FEW_SPILLS = 64
+TWIN_SPILLS = 384  # of layer 1, whose blocks multiply and combine; what production runs is in CUDA C++
 POINTERS = {
     "*i32": "rows_ptr words_ptr flag_ptr send_token_ids send_counts tiles_ptr num_tiles_ptr row_ids_ptr counters "
-    "epoch_ptr events_ptr",
-    "*i64": "recv_addresses flag_addresses fault_ptr",
-    "*fp32": "w1_scales hidden_scales a_scales b_scales",
-    "*bf16": "y_ptr b1_ptr bias_ptr",
+    "epoch_ptr events_ptr row_slots send_rows recv_counts",
+    "*i64": "recv_addresses flag_addresses fault_ptr combine_addresses combine_grad_addresses",
+    "*fp32": "w1_scales hidden_scales a_scales b_scales grads_out row_weights row_grads combine_grads",
+    "*bf16": "y_ptr b1_ptr bias_ptr out_ptr combine_ptr",
     "i64": "timeout_ns",
 }
 
 
 def aot_cases() -> list[KernelCase]:
-    """Packing of every type; layer 0 and the GEMM of layer 1, also recording."""
+    """Packing of every type; layer 0 and layer 1, also recording."""
     packs = [_pack(dtype) for dtype in ("bf16", "fp16", "fp32")]
-    cases = [*packs, *(case(events) for case in (_layer0, _panels) for events in (0, RECORDED))]
-    return [*cases, _layer0(0, Activation("clamped_swiglu"), biased=True), _panels(0, biased=True)]
+    cases = [*packs, *(case(events) for case in (_layer0, _layer1) for events in (0, RECORDED))]
+    return [*cases, _layer0(0, Activation("clamped_swiglu"), biased=True), _layer1(0, biased=True)]
 
 
 def _pack(dtype: str) -> KernelCase:
@@ -58,19 +62,21 @@ def _layer0(events: int, activation: Activation = SWIGLU, biased: bool = False) 
     return _gemm(f"inference{recording_suffix(events)}{kind}", fp8_dispatch_gemm_kernel, constants, descriptors)
 
 
-def _panels(events: int, biased: bool = False) -> KernelCase:
+def _layer1(events: int, biased: bool = False) -> KernelCase:
     block_n = 2 * SCALE_GROUP
     constants = dict(
         BLOCK_M=128, BLOCK_N=block_n, BLOCK_K=SCALE_GROUP, GROUP_TILES=8, B_IS_KN=False, FLATTEN=True,
-        PANEL_COUNTERS=PANEL_COUNTERS, PRECISION="tf32", INTERPRET=False, **recording_constants(events),
-        **({} if biased else {"bias_ptr": None}),
+        W=4, K=8, K_BLOCK=slot_block(8), WEIGHTED=True, HAS_GRADS=False, TOKENS=SUM_TOKENS, ROWS=MOVE_ROWS, COLS=512,
+        CHUNK=COMBINE_CHUNK_ROWS, FLAGS=CHUNK_FLAGS, PANEL_COUNTERS=PANEL_COUNTERS, PRECISION="tf32", INTERPRET=False,
+        **recording_constants(events), **({} if biased else {"bias_ptr": None}),
     )  # fmt: skip
     descriptors = {
         "a_desc": f"tensordesc<{E4M3}[128, {SCALE_GROUP}]>",
         "b_desc": f"tensordesc<{E4M3}[1, {block_n // 2}, {SCALE_GROUP}]>",
     }
     kind = ", biases" if biased else ""
-    return _gemm(f"block FP8, forward{recording_suffix(events)}{kind}", gemm_panels_kernel, constants, descriptors)
+    name = f"block FP8, forward{recording_suffix(events)}{kind}"
+    return replace(_gemm(name, gemm_combine_kernel, constants, descriptors), spilled_bytes=TWIN_SPILLS)
 
 
 def _gemm(name: str, fn: JITFunction, constants: dict, descriptors: dict[str, str]) -> KernelCase:

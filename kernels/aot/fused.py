@@ -1,24 +1,12 @@
 """The configurations of the fused kernels that ship, for the compile-ahead tool."""
 
-from triton.runtime.jit import JITFunction
-
 from ..gemm.tiles import GROUP_TILES
 from ..layer.triton.combine import slot_block
 from ..layer.triton.dispatch import NUM_WARPS, PUSH_ROWS, dispatch_kernel
 from ..layer.triton.dispatch_gemm import dispatch_gemm_kernel
-from ..layer.triton.gemm_combine import (
-    COMM_REGISTERS,
-    COMM_WARPS,
-    COMPUTE_REGISTERS,
-    LINE_BYTES,
-    MOVE_ROWS,
-    SUM_TOKENS,
-    combine_kernel,
-    gemm_combine_kernel,
-)
-from ..layer.triton.gemm_panels import PANEL_COUNTERS, gemm_panels_kernel
+from ..layer.triton.gemm_combine import MOVE_ROWS, SUM_TOKENS, gemm_combine_kernel
 from ..runtime.activation import SWIGLU, Activation
-from ..runtime.arguments import CHUNK_ROWS, COMBINE_CHUNK_ROWS, MAX_PANELS
+from ..runtime.arguments import CHUNK_FLAGS, CHUNK_ROWS, COMBINE_CHUNK_ROWS, PANEL_COUNTERS
 from ..runtime.case import KernelCase
 
 # Top-k of the five models; layer 1 unrolls over it.
@@ -41,21 +29,14 @@ def aot_cases() -> list[KernelCase]:
     for dtype in TYPES:
         cases += [_layer0(dtype, save_pre=False), _layer0(dtype, save_pre=True), _dispatch(dtype)]
         for backward in (False, True):
-            cases.append(_layer1_beside(gemm_panels_kernel, dtype, 2, backward=backward))
-            for top_k in TOP_KS:
-                cases.append(_layer1(dtype, top_k, backward=backward))
-                cases.append(_layer1_beside(combine_kernel, dtype, top_k, backward=backward))
-            cases.append(_layer1_beside(combine_kernel, dtype, TOP_KS[-1], backward=backward, few=True))
+            cases += [_layer1(dtype, top_k, backward=backward) for top_k in TOP_KS]
     cases += [_layer0("bf16", save_pre=save_pre, events=RECORDED) for save_pre in (False, True)]
     cases += [_layer1("bf16", top_k, backward=False, events=RECORDED) for top_k in TOP_KS]
     cases += [_layer1("bf16", TOP_KS[-1], backward=True, events=RECORDED), _dispatch("bf16", events=RECORDED)]
-    for kernel in (gemm_panels_kernel, combine_kernel):
-        cases.append(_layer1_beside(kernel, "bf16", TOP_KS[-1], backward=False, events=RECORDED))
     cases += [_layer0("bf16", save_pre=True, activation=Activation(name)) for name in ("geglu", "reglu")]
     gpt_oss = Activation("clamped_swiglu")
     cases += [_layer0("bf16", save_pre=save_pre, activation=gpt_oss, biased=True) for save_pre in (False, True)]
-    cases += [_layer1("bf16", 4, backward=False, biased=True)]
-    return [*cases, _layer1_beside(gemm_panels_kernel, "bf16", 4, backward=False, biased=True)]
+    return [*cases, _layer1("bf16", 4, backward=False, biased=True)]
 
 
 def _layer0(
@@ -112,10 +93,9 @@ def _layer1(dtype: str, top_k: int, *, backward: bool, events: int = 0, biased: 
     constants = dict(
         BLOCK_M=128, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_TILES=GROUP_TILES, W=4, K=top_k, K_BLOCK=slot_block(top_k),
         WEIGHTED=not backward, HAS_GRADS=backward, B_IS_KN=backward, FLATTEN=dtype != "fp32", TOKENS=SUM_TOKENS,
-        PART_STEP=LINE_BYTES // (4 if dtype == "fp32" else 2), ROWS=MOVE_ROWS, COLS=_most_cols(dtype, 512),
-        CHUNK=COMBINE_CHUNK_ROWS, PANELS=MAX_PANELS, PANEL_COUNTERS=PANEL_COUNTERS,
-        PRECISION=_precision(dtype), INTERPRET=False, **recording_constants(events),
-        **({} if biased else {"bias_ptr": None}),
+        ROWS=MOVE_ROWS, COLS=_most_cols(dtype, 512), CHUNK=COMBINE_CHUNK_ROWS, FLAGS=CHUNK_FLAGS,
+        PANEL_COUNTERS=PANEL_COUNTERS, PRECISION=_precision(dtype), INTERPRET=False, a_scales=None, b_scales=None,
+        **recording_constants(events), **({} if biased else {"bias_ptr": None}),
     )  # fmt: skip
     return KernelCase(
         name=f"{dtype}, top-{top_k}, {'backward' if backward else 'forward'}{recording_suffix(events)}"
@@ -127,40 +107,6 @@ def _layer1(dtype: str, top_k: int, *, backward: bool, events: int = 0, biased: 
         num_stages=num_stages,
         expects=_expects(dtype),
         narrow_loads=BIAS_LOADS if biased else 0,
-    )
-
-
-def _layer1_beside(
-    kernel: JITFunction,
-    dtype: str,
-    top_k: int,
-    *,
-    backward: bool,
-    few: bool = False,
-    events: int = 0,
-    biased: bool = False,
-) -> KernelCase:
-    """One of the two launches that run beside each other, from the case of the one launch; ``few`` tokens or many."""
-    split = _layer1(dtype, top_k, backward=backward, events=events, biased=biased)
-    computes, is_wide = kernel is gemm_panels_kernel, dtype == "fp32"
-    constants = {name: split.constexprs[name] for name in kernel.arg_names if name in split.constexprs}
-    if computes:
-        constants |= dict(a_scales=None, b_scales=None)
-    else:
-        line = dict(ROWS=COMBINE_CHUNK_ROWS, COLS=constants["PART_STEP"])  # as ``cut_panels`` has it
-        constants |= line if few else dict(COLS=128 if is_wide else 256)
-    way = f"{'backward' if backward else 'forward'}{', few tokens' if few else ''}{', biases' if biased else ''}"
-    most = COMPUTE_REGISTERS if computes else COMM_REGISTERS
-    return KernelCase(
-        name=f"{dtype}, {'' if computes else f'top-{top_k}, '}{way}{recording_suffix(events)}",
-        fn=kernel,
-        signature={name: split.signature.get(name, "i32") for name in kernel.arg_names if name not in constants},
-        constexprs=constants,
-        num_warps=NUM_WARPS if computes else COMM_WARPS,
-        num_stages=min(split.num_stages, 3),
-        max_registers=None if computes and is_wide else most,
-        narrow_loads=split.narrow_loads,
-        expects=_expects(dtype) if computes else frozenset({"wide_loads", "wide_stores"}),
     )
 
 

@@ -1,8 +1,8 @@
 // Layer 1 in one launch: the GEMM, beside top-k sums, their way to the rank of each token and the final sums there; as
 // fc1_dgrad the same of gradients on their way back through layer 0's weights.
 //
-// A block has twelve warps: eight multiply, one loads for them, three combine from the start. Those that multiply
-// combine when they are done, in the memory of the stages.
+// A block has twelve warps: eight multiply, one loads for them, three combine from the start, if there is more than one
+// panel. Those that multiply combine when they are done, in the memory of the stages.
 //
 // With IS_SPLIT the last blocks that run, `comm_blocks` of them, combine with all these warps from the start and
 // compute nothing; in the others no warp combines before the tiles are done. Why that ends, in whatever order blocks
@@ -65,7 +65,7 @@ __device__ __forceinline__ void gemm_combine(const PanelGemmArgs& gemm, const Co
     int* const first_tile = reinterpret_cast<int*>(combiners + COMBINE_WARPS * COMBINE_BYTES);
 
     const int warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    bool computes = true, combines = true; // from the start
+    bool computes = true, combines = combine.panels > 1; // from the start
     if constexpr (Config::IS_SPLIT) {
         combines = is_comm_block<Config>(combine, first_tile);
         computes = !combines;
@@ -74,13 +74,13 @@ __device__ __forceinline__ void gemm_combine(const PanelGemmArgs& gemm, const Co
         combine.tickets + TILE_COUNTER, storage.slots,
         computes && warp == PRODUCER && lane == 0 && cluster_rank() == 0);
     if (warp == PRODUCER && lane == 0) storage.init(1, MATH_WARPS * Config::CLUSTER);
-    if (warp == 0) list_row_tiles<Config>(first_tile, gemm.counts, gemm.experts, lane);
-    __syncthreads();
-    cluster_sync<Config::CLUSTER>();
-
     const PanelProblem<Config> problem{
         gemm.counts, gemm.starts, first_tile, gemm.experts, gemm.depth, combine.cols, combine.panels,
         int(cluster_rank()), gemm.scales};
+    if (warp == 0) list_row_tiles(problem, first_tile, lane);
+    __syncthreads();
+    cluster_sync<Config::CLUSTER>();
+
     if (warp < MATH_WARPS) {
         take_math_registers<Config>();
         const Recorder<Config> recorder(combine.events, combine.event_capacity, __ldg(combine.epoch), 0);

@@ -53,14 +53,7 @@ from .triton.dispatch import Sends
 PRODUCER_WARPS = 3  # one more pushes
 TILE_BYTES = 48  # of ``GatheredTile`` of ``gathered_tiles.cuh``
 EXPERT_BYTES = 12  # of an expert in the table of token tiles
-FP8_SCALE_STEPS = (
-    4  # a row's scales of so many steps are loaded together: four bytes at a time cost 6.5 % of the launch
-)
-# Of the tokens of a rank with one expert; with fewer the launch is too short to tell.
-LEAST_PRODUCTS = 1_000_000_000
-# As fc2_dgrad: a rank alone hides no more than a copy of its rows, and this GEMM is 1 to 5 % slower than Triton's over
-# rows in order from so many products on (benchmarks/results/backward_kernels.md).
-MOST_PRODUCTS_ALONE = 100_000_000_000
+FP8_SCALE_STEPS = 4  # whose scales of a row are loaded together: four bytes at a time cost 6.5 % of the launch
 
 
 class GatherGemmArgs(DeviceStruct):
@@ -194,26 +187,8 @@ class Variant:
         )  # fmt: skip
 
 
-def takes(max_tokens: int, experts: int, double_f: int, depth: int, itemsize: int, block_rows: int) -> bool:
-    """Whether a launch of this size is one for CUDA C++, on a GPU that has it and where ranks push their rows.
-
-    Args:
-        max_tokens: M.
-        experts: Experts of this rank.
-        double_f: 2F of this rank.
-        depth: D.
-        itemsize: Bytes of an element.
-        block_rows: Rows of the plan's tiles.
-
-    Example:
-        M=512, 2F=1536 and D=2048 are 1.6e9 products: taken, if in 16 bits; M=256 not.
-    """
-    fits = itemsize == 2 and _fits((experts, double_f, depth), itemsize, block_rows, is_dgrad=False)
-    return fits and max_tokens * double_f * depth >= LEAST_PRODUCTS
-
-
 @functools.cache
-def _fits(shape: tuple[int, ...], itemsize: int, block_rows: int, *, is_dgrad: bool) -> bool:
+def fits(shape: tuple[int, ...], itemsize: int, block_rows: int, *, is_dgrad: bool = False) -> bool:
     """Whether kernels exist for weights of this ``shape``, ``(e, N, K)``, and tiles of so many rows."""
     experts, n, k = shape
     dtype = torch.float8_e4m3fn if itemsize == 1 else torch.bfloat16
@@ -223,7 +198,7 @@ def _fits(shape: tuple[int, ...], itemsize: int, block_rows: int, *, is_dgrad: b
 
 
 def can_run(weights: Tensor | Scaled, table: TileTable, *, is_dgrad: bool = False) -> bool:
-    """Whether the kernel in CUDA C++ takes such a launch, of whatever size.
+    """Whether the kernel in CUDA C++ takes such a launch; ranks may differ in it: flags are those of Triton's.
 
     Args:
         weights: w1 ``(e, 2F, D)`` in 16 bits or block FP8; of fc2_dgrad w2 ``(e, D, F)`` in 16 bits.
@@ -231,37 +206,8 @@ def can_run(weights: Tensor | Scaled, table: TileTable, *, is_dgrad: bool = Fals
         is_dgrad: Whether it is fc2_dgrad.
     """
     elements, _ = parts(weights)
-    fits = _fits(tuple(elements.shape), elements.element_size(), table.block_rows, is_dgrad=is_dgrad)
-    return fits and table.segments is not None and is_available(elements.device)
-
-
-def runs_cuda(w1: Tensor | Scaled, wire: Wire, table: TileTable) -> bool:
-    """Whether a launch is the one in CUDA C++; ranks may differ in it, for they see the same flags from either.
-
-    Args:
-        w1: ``(e, 2F, D)`` weights, in 16 bits or in block FP8, of which launches of any size are.
-        wire: Receive rows and flags.
-        table: Tiles and segments of the plan.
-    """
-    elements, scales = parts(w1)
-    is_large = scales is not None or wire.max_tokens * elements[0].numel() >= LEAST_PRODUCTS
-    return is_large and can_run(w1, table)
-
-
-def runs_fc2_dgrad(w2: Tensor, wire: Wire, table: TileTable) -> bool:
-    """The same of fc2_dgrad.
-
-    Args:
-        w2: ``(e, D, F)`` weights.
-        wire: Receive rows and flags.
-        table: Tiles and segments of the plan.
-
-    Example:
-        M=1024, D=2048 and F=768, 1.6e9 products, are taken, if in 16 bits; M=512 not; M=65536 of several ranks only.
-    """
-    products = wire.max_tokens * w2[0].numel()
-    is_fit = products >= LEAST_PRODUCTS and (wire.world_size > 1 or products < MOST_PRODUCTS_ALONE)
-    return is_fit and can_run(w2, table, is_dgrad=True)
+    is_fit = fits(tuple(elements.shape), elements.element_size(), table.block_rows, is_dgrad=is_dgrad)
+    return is_fit and table.segments is not None and is_available(elements.device)
 
 
 def dispatch_gemm_cuda(

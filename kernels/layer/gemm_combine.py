@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from ..runtime.arguments import (
+    CHUNK_FLAGS,
     COMBINE_CHUNK_ROWS,
-    MAX_PANELS,
+    PANEL_COUNTERS,
     Returns,
     Scaled,
     TileTable,
@@ -56,8 +57,6 @@ from .blocks import (
     config_types,
     stage_bytes,
 )
-from .triton.combine import NUM_SMS, column_parts
-from .triton.gemm_panels import PANEL_COUNTERS
 
 PANEL_UNIT = 256  # columns that count as one in panels
 COMBINE_WARPS = NUM_THREADS // 32 - MATH_WARPS - 1  # that combine from the start; one more loads
@@ -67,12 +66,8 @@ ENTRY_BYTES = 8  # of a row to add up
 MOST_ENTRIES = 8  # experts of a token, or ranks
 GPU_PARTS = 8  # of an H200, within one of which a cluster lies
 
-# With fewer products of a rank, for gradients twice as many, or a longer contraction, Triton is as fast or faster
-# (benchmarks/results/forward_kernels.md; of gradients backward_kernels.md; of block FP8 fp8.md).
-LEAST_PRODUCTS = 50_000_000_000
-LEAST_FP8_PRODUCTS = 10_000_000_000
-MOST_DEPTH = 2048
-MOST_GRADIENT_DEPTH = 4096
+ASSUMED_SMS = 132  # of an H200: ranks must agree on their tickets, whatever GPUs they have
+ROW_PARTS = 1, 2, 4  # of a chunk
 TALL_FROM, TALL_TO = 232.0, 280.0  # rows of an expert for which taller token tiles pay
 
 
@@ -102,7 +97,7 @@ class CombineArgs(DeviceStruct):
         *fields(POINTER, "epoch"),
         *fields(Fault, "fault"),
         *fields(POINTER, "events"),
-        *fields(INT32, "rank num_tokens max_tokens cols panels parts event_capacity comm_blocks"),
+        *fields(INT32, "rank num_tokens max_tokens cols panels event_capacity parts row_parts comm_blocks"),
     )
 
 
@@ -235,7 +230,7 @@ class Variant:
             box_rows=config.box_rows, ahead_colocated=config.ahead, ahead_after=config.ahead_after, scale_steps=1,
             top_k=self.top_k, world_size=self.world_size, records=self.records, is_split=self.is_split,
             is_dgrad=self.is_dgrad, panel_unit=PANEL_UNIT, combine_warps=COMBINE_WARPS, chunk=COMBINE_CHUNK_ROWS,
-            max_panels=MAX_PANELS, place_panel=PLACE_PANEL.value, place_layer1=PLACE_LAYER1.value,
+            chunk_flags=CHUNK_FLAGS, place_panel=PLACE_PANEL.value, place_layer1=PLACE_LAYER1.value,
             kind_layer1_tile=KIND_LAYER1_TILE.value, kind_reduce=KIND_REDUCE.value,
             kind_final_sum=KIND_FINAL_SUM.value, shared_bytes=self.shared_bytes(0),
             shared_bytes_per_expert=EXPERT_BYTES,
@@ -258,36 +253,8 @@ def combine_bytes(entries: int, ahead: int) -> int:
     return COMBINE_WARPS * (COMBINE_CHUNK_ROWS * entries * ENTRY_BYTES + ahead * 2 * PASS_COLS)
 
 
-def takes(
-    max_tokens: int, top_k: int, world_size: int, experts: int, cols: int, depth: int, itemsize: int, block_rows: int
-) -> bool:
-    """Whether a forward launch of this size is one for CUDA C++, on a GPU that has it.
-
-    Args:
-        max_tokens: M.
-        top_k: K.
-        world_size: W.
-        experts: Experts of this rank.
-        cols: D.
-        depth: F of this rank.
-        itemsize: Bytes of an element.
-        block_rows: Rows of the plan's tiles.
-
-    Example:
-        M=4096, K=8, D=2048 and F=768 are 5.2e10 products: taken, if in 16 bits; M=2048 not.
-    """
-    fits = itemsize == 2 and _fits(max(top_k, world_size), experts, itemsize, block_rows)
-    return fits and _is_large(max_tokens, top_k, cols, depth, is_dgrad=False)
-
-
-def _is_large(max_tokens: int, top_k: int, cols: int, depth: int, *, is_dgrad: bool) -> bool:
-    """Nor of too long a contraction."""
-    least, most = (2 * LEAST_PRODUCTS, MOST_GRADIENT_DEPTH) if is_dgrad else (LEAST_PRODUCTS, MOST_DEPTH)
-    return max_tokens * top_k * cols * depth >= least and depth <= most
-
-
 @functools.cache
-def _fits(entries: int, experts: int, itemsize: int, block_rows: int) -> bool:
+def fits(entries: int, experts: int, itemsize: int, block_rows: int) -> bool:
     """Whether kernels exist for sums of so many rows, so many experts and tiles of so many rows."""
     dtype = torch.float8_e4m3fn if itemsize == 1 else torch.bfloat16
     variants = [
@@ -298,30 +265,8 @@ def _fits(entries: int, experts: int, itemsize: int, block_rows: int) -> bool:
     return itemsize <= 2 and block_rows == PLAN_TILE_ROWS and entries <= MOST_ENTRIES and fit
 
 
-def runs_cuda(y: Tensor, b: Tensor | Scaled, wire: Wire, returns: Returns, table: TileTable) -> bool:
-    """Whether a launch is the one in CUDA C++; equal on all ranks, for the flags of the two are not the same.
-
-    Args:
-        y: ``(Q, D)`` scratch.
-        b: ``(e, D, C)`` weights, or ``(e, C, D)`` of fc1_dgrad.
-        wire: Combine rows and flags.
-        returns: Which rows to add up for whom.
-        table: Segments, counters and the number of tiles.
-
-    Example: in block FP8 M=512, K=8, D=2048 and F=768 are 6.4e9 products: not taken; M=2048 is.
-    """
-    elements, scales = parts(b)
-    is_dgrad, top_k = returns.grads is not None, returns.row_slots.shape[1]
-    if scales is not None:
-        is_large = wire.max_tokens * top_k * elements[0].numel() >= LEAST_FP8_PRODUCTS
-    else:
-        cols, depth = elements.shape[:0:-1] if is_dgrad else elements.shape[1:]
-        is_large = _is_large(wire.max_tokens, top_k, cols, depth, is_dgrad=is_dgrad)
-    return is_large and can_run(y, b, wire, returns, table)
-
-
 def can_run(y: Tensor, b: Tensor | Scaled, wire: Wire, returns: Returns, table: TileTable) -> bool:
-    """Whether the kernel in CUDA C++ takes such a launch, of whatever size.
+    """Whether the kernel in CUDA C++ takes such a launch; equal on all ranks, whose flags differ otherwise.
 
     Args:
         y: ``(Q, D)`` scratch.
@@ -333,7 +278,7 @@ def can_run(y: Tensor, b: Tensor | Scaled, wire: Wire, returns: Returns, table: 
     elements, scales = parts(b)
     entries = max(returns.row_slots.shape[1], wire.world_size)
     return (
-        _fits(entries, len(elements), elements.element_size(), table.block_rows)
+        fits(entries, len(elements), elements.element_size(), table.block_rows)
         and y.element_size() == 2
         and (returns.row_weights is None) == (returns.grads is not None)
         and (scales is None or returns.grads is None)
@@ -403,6 +348,7 @@ def combine_args(y: Tensor, out: Tensor, wire: Wire, returns: Returns, table: Ti
         split: Panels and blocks.
     """
     recorder, grads, (num_tokens, cols) = wire.recorder, returns.grads, out.shape
+    column_parts, row_parts = ticket_parts(wire.max_tokens, wire.world_size, cols, split.num_panels)
     return CombineArgs.of(
         y=y, received=wire.rows, out=out, row_slots=returns.row_slots,
         row_weights=returns.row_weights if grads is None else grads.row_grads, send_rows=returns.send_rows,
@@ -414,8 +360,8 @@ def combine_args(y: Tensor, out: Tensor, wire: Wire, returns: Returns, table: Ti
         epoch=wire.epoch, fault=Fault.of(record=wire.fault, timeout_ns=wire.timeout_ns),
         events=None if recorder is None else recorder.events, rank=wire.rank, num_tokens=num_tokens,
         max_tokens=wire.max_tokens, cols=cols, panels=split.num_panels,
-        parts=cuda_parts(wire.max_tokens, wire.world_size, cols, split.num_panels),
-        event_capacity=0 if recorder is None else recorder.capacity, comm_blocks=split.comm_blocks,
+        event_capacity=0 if recorder is None else recorder.capacity, parts=column_parts, row_parts=row_parts,
+        comm_blocks=split.comm_blocks,
     )  # fmt: skip
 
 
@@ -436,8 +382,10 @@ def launched_blocks(sms: int, reserved: int, cluster: int) -> int:
     return max((sms - reserved - left_over) // cluster, 1) * cluster
 
 
-def cuda_parts(max_tokens: int, world_size: int, cols: int, num_panels: int) -> int:
-    """``column_parts`` of warps that combine, of whole column blocks.
+def ticket_parts(max_tokens: int, world_size: int, cols: int, num_panels: int) -> tuple[int, int]:
+    """What a panel's columns and a chunk's rows are cut into, so that each combining warp has two tickets of a reduce.
+
+    With one panel those that multiply combine, when they are done; with more, three of each block do from the start.
 
     Args:
         max_tokens: M.
@@ -445,11 +393,20 @@ def cuda_parts(max_tokens: int, world_size: int, cols: int, num_panels: int) -> 
         cols: D.
         num_panels: Panels.
 
+    Returns:
+        Parts of the columns, and of the rows, 1, 2 or 4; together no more than there are flags.
+
     Example:
-        M=2048 and W=4 in 4 panels: D=2048 has 2 column blocks in each, so 2 parts; D=7168 4 parts. M=8192: 1 part.
+        M=2048 and W=4 make 256 chunks. In 4 panels 396 warps want 792 tickets: D=2048 has 2 column blocks in each, so
+        2 parts of 32 rows; D=7168 has 4 parts. M=256 and W=1, 8 chunks in one panel for 1056 warps: D=2048 has 8 parts
+        of the columns, 4 of the rows. M=8192: 1 part.
     """
     widest_panel = -(-cols // (PANEL_UNIT * num_panels))
-    return column_parts(max_tokens, world_size, COMBINE_WARPS * NUM_SMS, widest_panel, num_panels)
+    chunks = max_tokens // COMBINE_CHUNK_ROWS * world_size
+    wanted = 2 * ASSUMED_SMS * (MATH_WARPS if num_panels == 1 else COMBINE_WARPS)
+    column_parts = min(-(-wanted // chunks), widest_panel, CHUNK_FLAGS // num_panels)
+    most = min(wanted // chunks, CHUNK_FLAGS // num_panels) // column_parts
+    return column_parts, max(parts for parts in ROW_PARTS if parts <= max(most, 1))
 
 
 @functools.cache

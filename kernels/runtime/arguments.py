@@ -18,6 +18,8 @@ from .recorder import Recorder
 CHUNK_ROWS = 128
 COMBINE_CHUNK_ROWS = 32
 MAX_PANELS = 16
+CHUNK_FLAGS = 64
+PANEL_COUNTERS = 16  # where the panels' counters begin among a launch's counters
 MAX_WAVES = 32
 
 

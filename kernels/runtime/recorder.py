@@ -150,16 +150,13 @@ class Recorder:
         self.events[:, 0].zero_()
 
 
-def recording(recorder: Recorder | None, num_blocks: int, *, first: int = 0) -> dict[str, Any]:
-    """The arguments ``events_ptr`` and ``EVENTS`` of a launch with ``num_blocks`` blocks.
-
-    Blocks of launches that run beside each other are told apart by ``first``, the number of the launch's block 0.
-    """
+def recording(recorder: Recorder | None, num_blocks: int) -> dict[str, Any]:
+    """The arguments ``events_ptr`` and ``EVENTS`` of a launch with ``num_blocks`` blocks."""
     if recorder is None:
         return {"events_ptr": None, "EVENTS": 0}
     blocks = recorder.events.shape[0]
-    assert first + num_blocks <= blocks, f"blocks {first} to {first + num_blocks}, rows for {blocks}"
-    return {"events_ptr": recorder.events[first:], "EVENTS": recorder.capacity}
+    assert num_blocks <= blocks, f"{num_blocks} blocks, rows for {blocks}"
+    return {"events_ptr": recorder.events, "EVENTS": recorder.capacity}
 
 
 def align(flag_pointers: Tensor, epoch: Tensor, fault: Tensor, rank: int, timeout_ns: int) -> Tensor:

@@ -222,8 +222,8 @@ def test_bad_arguments_are_named(argument: str, capsys: pytest.CaptureFixture[st
 
 
 def test_the_command_says_which_layers_are_in_cuda() -> None:
-    given = Stress(seed=0, world_size=2, path="fused", device="cuda", family=5, layer1="cuda")
+    given = Stress(seed=0, world_size=2, path="fused", device="cuda", family=5, layer1="triton")
     shape = "--cases 3 --family 5 --world-size 2 --path fused --device cuda"
-    assert stress.command(given, 0, 7).endswith(f"{shape} --layer1 cuda")
-    assert stress.command(replace(given, layer0="triton"), 0, 7).endswith(f"{shape} --layer0 triton --layer1 cuda")
-    assert stress.command(replace(given, layer1="auto"), 0, 7).endswith(shape)
+    assert stress.command(given, 0, 7).endswith(f"{shape} --layer1 triton")
+    assert stress.command(replace(given, layer0="triton"), 0, 7).endswith(f"{shape} --layer0 triton --layer1 triton")
+    assert stress.command(replace(given, layer1="cuda"), 0, 7).endswith(shape)

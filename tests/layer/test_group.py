@@ -15,8 +15,8 @@ from ranks import run_ranks
 import comet.layer.group
 from comet.comm import LocalCommunicator
 from comet.config import MoEConfig, ParallelConfig
-from comet.layer.fused import combine_config
 from comet.layer.group import ExpertGroup, check_reserved_sms, make_expert_group
+from comet.layer.launch_arguments import combine_config
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.twin.layer import Twin
 from comet.moe import MoE
@@ -87,17 +87,16 @@ def lack_compilers(rank: int, world_size: int, lacking: list[str]) -> tuple[list
     group = make_group(rank, world_size)
     path = MoE(CONFIG, group).experts
     assert isinstance(path, SymmetricPath)
-    config = combine_config(path.backend.settings, 1, torch.empty(3, 32))
     group.close()
-    return [group.cuda_kernels, path.backend.settings.cuda_kernels, config.cuda_kernels], told
+    return [group.cuda_kernels, path.backend.settings.cuda_kernels], told
 
 
 def test_kernels_in_cuda_are_for_groups_all_of_whose_ranks_have_them() -> None:
     said = "WARNING rank 1: no CUDA C++ compiler; so larger layers are slower on all ranks of its group"
-    assert run_ranks(lack_compilers, 2, ["", "no CUDA C++ compiler"]) == [([False] * 3, [said]), ([False] * 3, [])]
-    assert run_ranks(lack_compilers, 2, ["", ""]) == [([True] * 3, [])] * 2
-    assert run_ranks(lack_compilers, 2, ["none"] * 2) == [([False] * 3, [])] * 2, "each says so for itself"
-    assert run_ranks(lack_compilers, 1, [""]) == [([True] * 3, [])]
+    assert run_ranks(lack_compilers, 2, ["", "no CUDA C++ compiler"]) == [([False] * 2, [said]), ([False] * 2, [])]
+    assert run_ranks(lack_compilers, 2, ["", ""]) == [([True] * 2, [])] * 2
+    assert run_ranks(lack_compilers, 2, ["none"] * 2) == [([False] * 2, [])] * 2, "each says so for itself"
+    assert run_ranks(lack_compilers, 1, [""]) == [([True] * 2, [])]
 
 
 def test_what_a_cpu_lacks() -> None:

@@ -29,8 +29,8 @@ from comet.kernels.layer.triton import dispatch_gemm
 from comet.kernels.layer.triton.gemm_combine import SUM_TOKENS
 from comet.kernels.runtime import recorder
 from comet.kernels.runtime.recorder import recording
-from comet.layer.fused import combine_wire, recv_wire
 from comet.layer.group import make_expert_group
+from comet.layer.launch_arguments import combine_wire, recv_wire
 from comet.layer.plan import Plan
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.workspace import Workspace
@@ -259,8 +259,6 @@ def test_a_full_buffer_counts_what_is_lost(recorded: dict[str, list[Found]]) -> 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_chrome_trace(recorded: dict[str, list[Found]], case: LayerCase) -> None:
     timeline = Timeline(recorded[case.name][0].records)
-    # Colocated, the blocks of layer 1 keep to their work.
-    joins = {"joins the GEMM", "joins reduce and send"} if case.comm_blocks else {"joins the GEMM"}
     trace = json.loads(json.dumps(chrome_trace(timeline.events, timeline.spans, timeline.summary())))
     entries = trace["traceEvents"]
     assert all({"ph", "name", "pid", "tid", "args"} <= entry.keys() for entry in entries)
@@ -273,7 +271,7 @@ def test_chrome_trace(recorded: dict[str, list[Found]], case: LayerCase) -> None
     assert {entry["args"]["name"] for entry in entries if entry["name"] == "process_name"} == {"rank 0", "rank 1"}
     named = {(e["pid"], e["tid"]) for e in entries if e["name"] == "thread_name"}
     assert {(entry["pid"], entry["tid"]) for entry in timed} <= named
-    assert {entry["name"] for entry in timed if entry["ph"] == "i"} == joins
+    assert {entry["name"] for entry in timed if entry["ph"] == "i"} == {"joins the GEMM", "joins reduce and send"}
     tile = next(entry for entry in timed if entry["name"] == "layer 0 GEMM")
     assert tile["args"].keys() == {"tile", "column", "phase", "sm", "epoch"}
 

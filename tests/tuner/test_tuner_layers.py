@@ -58,8 +58,8 @@ def launched(problem: Problem) -> tuple[bool, bool]:
     w1 = empty(experts, 2 * width, moe.hidden_size)
     y, w2 = empty(1, moe.hidden_size), empty(experts, moe.hidden_size, width)
     return (
-        dispatch_gemm_cuda.runs_cuda(w1, wire, table),
-        gemm_combine_cuda.runs_cuda(y, w2, wire, returns, table),
+        dispatch_gemm_cuda.can_run(w1, table),
+        gemm_combine_cuda.can_run(y, w2, wire, returns, table),
     )
 
 
@@ -71,22 +71,18 @@ def test_the_tuner_knows_what_the_launchers_decide(monkeypatch: pytest.MonkeyPat
     problems = [*(problem_of(QWEN3, num) for num in (128, 512, 8192)), *(random_problem(rng) for _ in range(400))]
     seen = set()
     for problem in problems:
-        expected = launched(problem) if problem.num_tokens else (False, False)
+        expected = launched(problem)
         assert cuda_layers(problem, H200) == expected, (seed, problem)
         assert cuda_layers(problem, TRITON) == (False, False)
         seen.add(expected)
-    assert len(seen) == 3, "layer 1 is in CUDA C++ only where layer 0 is"
+    assert seen > {(True, True), (False, False)}
 
 
 def test_examples_of_kernels() -> None:
-    assert cuda_layers(problem_of(QWEN3, 512), H200) == (True, False)
-    assert cuda_layers(problem_of(QWEN3, 8192), H200) == (True, True)
+    assert cuda_layers(problem_of(QWEN3, 512), H200) == (True, True)
+    assert cuda_layers(problem_of(replace(QWEN3, top_k=16), 512), H200) == (True, False)
     narrow = MoEConfig(num_experts=8, top_k=2, hidden_size=512, ffn_size=768)
     assert effective(OverlapConfig(num_panels=8), problem_of(narrow, 8192)) == OverlapConfig(num_panels=2)
-    assert dispatch_gemm_cuda.takes(512, 32, 1536, 2048, 2, 128)
-    assert not dispatch_gemm_cuda.takes(256, 32, 1536, 2048, 2, 128)
-    assert gemm_combine_cuda.takes(4096, 8, 4, 32, 2048, 768, 2, 128)
-    assert not gemm_combine_cuda.takes(2048, 8, 4, 32, 2048, 768, 2, 128)
 
 
 @pytest.mark.parametrize(
@@ -94,11 +90,10 @@ def test_examples_of_kernels() -> None:
     [
         (QWEN3, 8192, TRITON, OverlapConfig(), "4 panels, in Triton"),
         (QWEN3, 8192, H200, OverlapConfig(), "4 panels, both layers in CUDA C++"),
-        (QWEN3, 2048, H200, OverlapConfig(num_panels=3), "3 panels, layer 0 in CUDA C++"),
-        (QWEN3, 2048, H200, OverlapConfig(num_panels=1), "1 panel, layer 0 in CUDA C++"),
-        (QWEN3, 512, H200, OverlapConfig(comm_blocks=1, num_panels=1), "1 comm block, 1 panel, layer 0 in CUDA C++"),
-        (MIXTRAL, 8192, H200, OverlapConfig(num_panels=99), "16 panels, layer 0 in CUDA C++"),
-        (QWEN3, 128, H200, OverlapConfig(), "4 panels, in Triton"),
+        (replace(QWEN3, top_k=16), 2048, H200, OverlapConfig(num_panels=3), "3 panels, layer 0 in CUDA C++"),
+        (QWEN3, 2048, H200, OverlapConfig(num_panels=1), "1 panel, both layers in CUDA C++"),
+        (QWEN3, 9, H200, OverlapConfig(comm_blocks=1, num_panels=1), "1 comm block, 1 panel, both layers in CUDA C++"),
+        (MIXTRAL, 8192, H200, OverlapConfig(num_panels=99), "16 panels, both layers in CUDA C++"),
         (QWEN3, 8192, H200, OverlapConfig(comm_blocks=16), "16 comm blocks, 4 panels, both layers in CUDA C++"),
         (QWEN3, 512, H200, None, "plain"),
     ],

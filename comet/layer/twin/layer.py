@@ -21,7 +21,7 @@ from comet.layer.backend import ActivationGradients, Backend
 from comet.layer.plan import Plan
 from comet.layer.twin.plan import exchange_ids, plan_tensors, receive_ids
 from comet.layer.workspace import Workspace
-from comet.layout import CHUNK_ROWS, COMBINE_CHUNK_ROWS, MAX_PANELS
+from comet.layout import CHUNK_FLAGS, CHUNK_ROWS, COMBINE_CHUNK_ROWS
 from comet.quantization.formats import FP8, FP8_BLOCK, quantize_rows
 from comet.quantization.packed import pack, unpack
 from comet.utils.autocast import without_autocast
@@ -211,7 +211,7 @@ def send_sums(y: Tensor, plan: Plan, workspace: Workspace, *, weighted: bool, ro
             workspace.combine_grads.peers[source][home, : row_grads.shape[1]] = row_grads[window]
         flags = workspace.combine_flags.peers[source]
         for chunk in range(-(-counts[source] // COMBINE_CHUNK_ROWS)):
-            signal(flags, (rank * chunks + chunk) * MAX_PANELS, epoch)
+            signal(flags, (rank * chunks + chunk) * CHUNK_FLAGS, epoch)
 
 
 def push_rows(x: Tensor, plan: Plan, workspace: Workspace, rows: SymmTensor) -> None:
@@ -298,7 +298,7 @@ def sum_arrived(dtype: torch.dtype, plan: Plan, workspace: Workspace, grads: Ten
         if hit.numel() == 0:
             continue
         for chunk in range(int(rows.max()) // COMBINE_CHUNK_ROWS + 1):
-            index = (contributor * chunks + chunk) * MAX_PANELS
+            index = (contributor * chunks + chunk) * CHUNK_FLAGS
             _wait_flag(workspace, workspace.combine_flags.local, index, contributor, "layer 1 combine", chunk)
         slots = contributor * max_tokens + rows[hit]
         total.index_add_(0, hit, landing[slots].to(total.dtype))

@@ -50,7 +50,7 @@ struct CombineArgs {
     const float* received_grads; // (R, K) gradients of this rank's routing weights, from every rank
     const u64* grad_addresses;  // (W,) the same buffer of each rank
     float* weight_grads;        // (T, K)
-    const int* flags;           // (W, M / CHUNK, MAX_PANELS)
+    const int* flags;           // (W, M / CHUNK, CHUNK_FLAGS)
     const u64* flag_addresses;  // (W,) flags of each rank
     int* tickets;               // counters of the launch
     int* panel_counters;        // (MAX_PANELS,)
@@ -58,7 +58,8 @@ struct CombineArgs {
     const int* epoch;           // (1,)
     Fault fault;
     int* events; // the recorder's, or null
-    int rank, num_tokens, max_tokens, cols, panels, parts, event_capacity;
+    int rank, num_tokens, max_tokens, cols, panels, event_capacity;
+    int parts, row_parts; // that a panel's columns, and a chunk's rows, are cut into: tickets and flags of their own
     int comm_blocks; // that combine from the start, if IS_SPLIT
 };
 
@@ -183,18 +184,18 @@ __device__ __forceinline__ int list_rows(
     return padded;
 }
 
-// One ticket: some columns of a panel of 32 rows of a source, or of 32 tokens.
+// One ticket: some columns of a panel of a chunk's rows, or of a part of them, of a source; or of as many tokens.
 template <class Config>
 struct CombineTicket {
     bool reduces, exists;
-    int panel, flag, item, first_block, num_blocks;
+    int panel, flag, item, rows, first_block, num_blocks;
 
     // A turn is the sums of one panel, before them the reduces of the next; the last turn has sums only.
     __device__ __forceinline__ CombineTicket(int number, const CombineArgs& args) {
-        constexpr int CHUNK = Config::CHUNK;
         const int parts = args.parts, panels = args.panels;
-        const int num_reduces = args.max_tokens / CHUNK * Config::WORLD_SIZE * parts;
-        const int per_panel = num_reduces + ceil_div(args.num_tokens, CHUNK) * parts;
+        rows = Config::CHUNK / args.row_parts;
+        const int num_reduces = args.max_tokens / rows * Config::WORLD_SIZE * parts;
+        const int per_panel = num_reduces + ceil_div(args.num_tokens, rows) * parts;
         const int turn = (number - num_reduces + per_panel) / per_panel - 1;
         item = number - num_reduces - turn * per_panel;
         reduces = turn < 0 || (item < num_reduces && turn < panels - 1);
@@ -247,8 +248,9 @@ struct Combiner {
         if (lane == 0) following = next_ticket(args.tickets);
     }
 
-    __device__ __forceinline__ int chunk_flag(int rank, int row, int flag) const {
-        return (rank * (args.max_tokens / CHUNK) + row / CHUNK) * Config::MAX_PANELS + flag;
+    __device__ __forceinline__ int flag_of(int rank, int row, const Ticket& ticket) const {
+        return (rank * (args.max_tokens / CHUNK) + row / CHUNK) * Config::CHUNK_FLAGS + ticket.flag * args.row_parts +
+            row % CHUNK / ticket.rows;
     }
 
     __device__ __forceinline__ void add(const Ticket& ticket, int num_entries, const u16* source, u16* target) {
@@ -263,10 +265,10 @@ struct Combiner {
         const u64 begin = recorder.now();
         const int rank = args.rank, M = args.max_tokens;
         // Sources go round the ring, so that ranks do not all send to the same one.
-        const int source = (rank + 1 + ticket.item % WORLD) % WORLD, first_row = ticket.item / WORLD * CHUNK;
+        const int source = (rank + 1 + ticket.item % WORLD) % WORLD, first_row = ticket.item / WORLD * ticket.rows;
         const int count = source == rank ? M : __ldg(args.recv_counts + source);
         if (first_row >= count || ticket.num_blocks == 0) return take_ticket();
-        const bool present = first_row + lane < count;
+        const bool present = lane < ticket.rows && first_row + lane < count;
         const u64 place = u64(source * M + first_row + lane) * TOP_K;
         int rows[TOP_K];
         float weights[TOP_K];
@@ -295,7 +297,7 @@ struct Combiner {
             if (ticket.flag == 0 && present) send_weights(source, rank * M + first_row + lane, place);
         }
         int* const flags = reinterpret_cast<int*>(__ldg(args.flag_addresses + source));
-        pending.flag = flags + chunk_flag(rank, first_row, ticket.flag);
+        pending.flag = flags + flag_of(rank, first_row, ticket);
         if (lane == 0) recorder.record(Config::KIND_REDUCE, source, first_row / CHUNK, ticket.panel, begin, ready);
     }
 
@@ -322,8 +324,8 @@ struct Combiner {
         const u64 begin = recorder.now();
         pending.raise(epoch, lane);
         if (ticket.num_blocks == 0) return take_ticket();
-        const int token = ticket.item * CHUNK + lane;
-        const bool present = token < args.num_tokens;
+        const int first_token = ticket.item * ticket.rows, token = first_token + lane;
+        const bool present = lane < ticket.rows && token < args.num_tokens;
         int rows[WORLD];
         float weights[WORLD];
 #pragma unroll
@@ -332,7 +334,7 @@ struct Combiner {
             rows[peer] = row < 0 ? -1 : peer * args.max_tokens + row;
             weights[peer] = 1;
             if (row >= 0) {
-                wait_flag(args.flags + chunk_flag(peer, row, ticket.flag), epoch, args.fault, Config::PLACE_LAYER1,
+                wait_flag(args.flags + flag_of(peer, row, ticket), epoch, args.fault, Config::PLACE_LAYER1,
                           peer, row / CHUNK);
             }
         }
@@ -341,8 +343,8 @@ struct Combiner {
         if constexpr (Config::IS_DGRAD) {
             if (ticket.flag == 0 && present) sum_weights(token, rows);
         }
-        add(ticket, num_entries, args.received, args.out + u64(ticket.item) * CHUNK * args.cols);
-        if (lane == 0) recorder.record(Config::KIND_FINAL_SUM, ticket.item * CHUNK, CHUNK, ticket.panel, begin, ready);
+        add(ticket, num_entries, args.received, args.out + u64(first_token) * args.cols);
+        if (lane == 0) recorder.record(Config::KIND_FINAL_SUM, first_token, ticket.rows, ticket.panel, begin, ready);
     }
 
     __device__ __forceinline__ void run() {

@@ -81,19 +81,31 @@ __device__ __forceinline__ PanelTile tile_at(const PanelProblem<Config>& problem
     return tile;
 }
 
-// Token tiles before each expert's, and in all; the work of one warp.
+// Token tiles before each expert's, and in all; the work of one warp. Where they leave half of the blocks without a
+// tile, they are half as high: of about PLAN_TILE_ROWS rows, and never more than the plan's, by which panels are
+// counted.
 template <class Config>
-__device__ __forceinline__ void list_row_tiles(int* first_tile, const int* counts, int experts, int lane) {
-    int before = 0;
-    for (int first = 0; first < experts; first += 32) {
-        const int expert = first + lane;
-        const int tiles = expert < experts ? num_row_tiles<Config>(__ldg(counts + expert)) : 0;
-        int total;
-        const int earlier = before_lane(tiles, lane, total);
-        if (expert < experts) first_tile[expert] = before + earlier;
-        before += total;
+__device__ __forceinline__ void list_row_tiles(const PanelProblem<Config>& problem, int* first_tile, int lane) {
+    const int per_row_tile = problem.num_units() * problem.TILES_PER_UNIT * Config::CLUSTER, experts = problem.experts;
+    const auto list = [&](auto tiles_of) {
+        int before = 0;
+        for (int first = 0; first < experts; first += 32) {
+            const int expert = first + lane;
+            const int tiles = expert < experts ? tiles_of(__ldg(problem.counts + expert)) : 0;
+            int total;
+            const int earlier = before_lane(tiles, lane, total);
+            if (expert < experts) first_tile[expert] = before + earlier;
+            before += total;
+        }
+        if (lane == 0) first_tile[experts] = before;
+        return before;
+    };
+    const int row_tiles = list([](int count) { return num_row_tiles<Config>(count); });
+    if (Config::MMA_ROWS == 2 * Config::PLAN_TILE_ROWS && 2 * row_tiles * per_row_tile <= int(gridDim.x)) {
+        list([](int count) {
+            return max((count + Config::PLAN_TILE_ROWS / 2) / Config::PLAN_TILE_ROWS, int(count > 0));
+        });
     }
-    if (lane == 0) first_tile[experts] = before;
 }
 
 #endif

@@ -1,13 +1,12 @@
 """Combine: weighted top-k reduce of the expert outputs, and the partial sums' way back to the rank of each token.
 
 ``combine_panels`` draws tickets, panel by panel: those of a panel's reduce, then those of the final sum of the panel
-before it, whose partial sums have had a panel's time to travel. With few tokens a panel's columns are cut into parts,
-each with tickets and flags of its own, so that there are tickets for all SMs.
+before it, whose partial sums have had a panel's time to travel.
 
-A *reduce* ticket is (source rank, chunk of 32 received rows, part of a panel). It waits until the GEMM of its own rank
+A *reduce* ticket is (source rank, chunk of 32 received rows, panel). It waits until the GEMM of its own rank
 has finished the panel, adds up the expert outputs of each row in slot order, stores the partial sums to the rank that
-the row came from and publishes the epoch in that rank's flag of (this rank, chunk, panel and part). With gradients of
-the routing weights, they travel beside the first part of the first panel. On a rank that has failed no panel opens, and
+the row came from and publishes the epoch in that rank's flag of (this rank, chunk, panel). With gradients of the
+routing weights, they travel beside the first panel. On a rank that has failed no panel opens, and
 reduces neither store nor publish anything.
 
 A *sum* ticket is some of this rank's own tokens. It waits for their flags and adds up their partial sums in rank order.
@@ -22,35 +21,11 @@ import triton
 import triton.language as tl
 
 from ...gemm.tiles import panel_span
-from ...runtime.arguments import COMBINE_CHUNK_ROWS, MAX_PANELS, power_of_2
+from ...runtime.arguments import power_of_2
 from ...runtime.primitives import MOST_THREADS, PLACE_LAYER1, PLACE_PANEL, any_of, signal, wait_flag, wait_flags
 from ...runtime.recorder import KIND_FINAL_SUM, KIND_REDUCE, now, record
 
-NUM_SMS = 132  # of an H200
 SLOTS_AT_ONCE = tl.constexpr(8)
-
-
-def column_parts(max_tokens: int, world_size: int, workers: int, most: int, num_panels: int) -> int:
-    """Parts that a panel's columns are cut into, so that each worker has two tickets of its reduce.
-
-    Ranks must agree on it, so it does not depend on the GPU: workers are counted as on one of ``NUM_SMS``.
-
-    Args:
-        max_tokens: M.
-        world_size: W.
-        workers: Blocks or warps that combine beside the GEMM.
-        most: Parts that there are columns for; 0 counts as 1.
-        num_panels: Panels.
-
-    Returns:
-        At least 1, at most ``most``, and no more than there are flags.
-
-    Example:
-        M=2048 and W=4 make 256 chunks. 396 warps would have two tickets each with 4 parts, 132 blocks with 2; a panel
-        that can be cut in two has 2 parts in either. M=8192: 1024 chunks, 1 part.
-    """
-    chunks = max_tokens // COMBINE_CHUNK_ROWS * world_size
-    return max(min(-(-2 * workers // chunks), most, MAX_PANELS // num_panels), 1)
 
 
 def slot_block(top_k: int) -> int:
@@ -59,12 +34,10 @@ def slot_block(top_k: int) -> int:
 
 
 @triton.jit
-def part_cols(panel, part, num_cols, num_panels, num_parts, BLOCK_N: tl.constexpr, PART_STEP: tl.constexpr):
-    """First column of a part of a panel, and how many it has: a multiple of PART_STEP, a panel's rest, or none."""
+def panel_cols(panel, num_cols, num_panels, BLOCK_N: tl.constexpr):
+    """First column of a panel, and how many it has, those past D included."""
     first_block, width = panel_span(panel, num_cols, num_panels)
-    cols = width * BLOCK_N
-    of_part = tl.cdiv(cols, num_parts * PART_STEP) * PART_STEP
-    return first_block * BLOCK_N + part * of_part, tl.maximum(tl.minimum(cols - part * of_part, of_part), 0)
+    return first_block * BLOCK_N, width * BLOCK_N
 
 
 @triton.jit
@@ -156,17 +129,17 @@ def send_grads(
 
 @triton.jit
 def reduce_and_send(
-    panel, part, source, chunk, open_panels, y_ptr, row_slots, row_weights, row_grads, recv_counts, addresses,
+    panel, source, chunk, open_panels, y_ptr, row_slots, row_weights, row_grads, recv_counts, addresses,
     grad_addresses, flag_addresses, panel_counters, fault_ptr, timeout_ns, epoch, rank, num_tiles, num_cols, num_panels,
-    num_parts, M, D, events_ptr, K: tl.constexpr, K_BLOCK: tl.constexpr, WEIGHTED: tl.constexpr,
-    HAS_GRADS: tl.constexpr, BLOCK_N: tl.constexpr, PART_STEP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    CHUNK: tl.constexpr, PANELS: tl.constexpr, EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
+    M, D, events_ptr, K: tl.constexpr, K_BLOCK: tl.constexpr, WEIGHTED: tl.constexpr,
+    HAS_GRADS: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    CHUNK: tl.constexpr, FLAGS: tl.constexpr, EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """One reduce ticket; returns how many panels this block has seen complete, ``open_panels`` before."""
     first_row = chunk * CHUNK
     count = tl.where(source == rank, M, tl.load(recv_counts + source))
-    first_col, cols_here = part_cols(panel, part, num_cols, num_panels, num_parts, BLOCK_N, PART_STEP)
-    if (first_row < count) & (cols_here > 0):
+    first_col, cols_here = panel_cols(panel, num_cols, num_panels, BLOCK_N)
+    if first_row < count:
         begin = now(EVENTS, INTERPRET)
         if panel >= open_panels:
             _, width = panel_span(panel, num_cols, num_panels)
@@ -187,11 +160,11 @@ def reduce_and_send(
                 K_BLOCK, WEIGHTED, ROWS, COLS, CHUNK,
             )  # fmt: skip
             if HAS_GRADS:
-                if (panel == 0) & (part == 0):
+                if panel == 0:
                     grads = tl.load(grad_addresses + source).to(tl.pointer_type(tl.float32)) + rank * M * K
                     send_grads(row_grads, grads, first_row, source * M, count, K, K_BLOCK, CHUNK)
             flags = tl.load(flag_addresses + source).to(tl.pointer_type(tl.int32))
-            signal(flags + (rank * (M // CHUNK) + chunk) * PANELS + panel * num_parts + part, epoch)
+            signal(flags + (rank * (M // CHUNK) + chunk) * FLAGS + panel, epoch)
             record(events_ptr, KIND_REDUCE, epoch, source, chunk, panel, begin, ready, EVENTS, INTERPRET)
     return open_panels
 
@@ -199,9 +172,9 @@ def reduce_and_send(
 @triton.jit
 def wait_tokens(
     send_rows, tokens, present, place, flag_ptr, fault_ptr, timeout_ns, epoch, num_chunks, W: tl.constexpr,
-    CHUNK: tl.constexpr, PANELS: tl.constexpr, INTERPRET: tl.constexpr,
+    CHUNK: tl.constexpr, FLAGS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Wait for one part of a panel of all partial sums of some tokens, the one whose flag is at ``place`` of a chunk's.
+    """Wait for a panel of all partial sums of some tokens, whose flag is at ``place`` of a chunk's.
 
     One poll looks at all of their flags.
     """
@@ -209,70 +182,69 @@ def wait_tokens(
         row = tl.load(send_rows + tokens * W + rank, mask=present, other=-1)
         chunk = tl.maximum(row, 0) // CHUNK
         wait_flags(
-            flag_ptr + (rank * num_chunks + chunk) * PANELS + place, row >= 0, epoch, fault_ptr, timeout_ns,
+            flag_ptr + (rank * num_chunks + chunk) * FLAGS + place, row >= 0, epoch, fault_ptr, timeout_ns,
             PLACE_LAYER1, rank + row * 0, chunk, INTERPRET,
         )  # fmt: skip
 
 
 @triton.jit
 def sum_partials(
-    panel, part, first_token, out_ptr, grads_out, combine_ptr, combine_grads, send_rows, flag_ptr, fault_ptr,
-    timeout_ns, epoch, num_cols, num_panels, num_parts, T, M, D, events_ptr, W: tl.constexpr, K: tl.constexpr,
-    K_BLOCK: tl.constexpr, HAS_GRADS: tl.constexpr, BLOCK_N: tl.constexpr, PART_STEP: tl.constexpr,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr, PANELS: tl.constexpr,
+    panel, first_token, out_ptr, grads_out, combine_ptr, combine_grads, send_rows, flag_ptr, fault_ptr,
+    timeout_ns, epoch, num_cols, num_panels, T, M, D, events_ptr, W: tl.constexpr, K: tl.constexpr,
+    K_BLOCK: tl.constexpr, HAS_GRADS: tl.constexpr, BLOCK_N: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr, FLAGS: tl.constexpr,
     EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """One sum ticket."""
-    first_col, cols_here = part_cols(panel, part, num_cols, num_panels, num_parts, BLOCK_N, PART_STEP)
-    if cols_here > 0:
-        ks = tl.arange(0, K_BLOCK)
-        waited = first_token + tl.arange(0, TOKENS)
-        begin = now(EVENTS, INTERPRET)
-        wait_tokens(
-            send_rows, waited, waited < T, panel * num_parts + part, flag_ptr, fault_ptr, timeout_ns, epoch, M // CHUNK,
-            W, CHUNK, PANELS, INTERPRET,
-        )  # fmt: skip
-        ready = now(EVENTS, INTERPRET)
-        for start in range(first_token, tl.minimum(first_token + TOKENS, T), ROWS):
-            tokens = start + tl.arange(0, ROWS)
-            present = tokens < T
-            for col in range(0, cols_here, COLS):
-                in_part = col + tl.arange(0, COLS)
-                cols = first_col + in_part
-                inside = (in_part < cols_here) & (cols < D)
-                total = tl.zeros((ROWS, COLS), dtype=tl.float32)
+    first_col, cols_here = panel_cols(panel, num_cols, num_panels, BLOCK_N)
+    ks = tl.arange(0, K_BLOCK)
+    waited = first_token + tl.arange(0, TOKENS)
+    begin = now(EVENTS, INTERPRET)
+    wait_tokens(
+        send_rows, waited, waited < T, panel, flag_ptr, fault_ptr, timeout_ns, epoch, M // CHUNK, W, CHUNK, FLAGS,
+        INTERPRET,
+    )  # fmt: skip
+    ready = now(EVENTS, INTERPRET)
+    for start in range(first_token, tl.minimum(first_token + TOKENS, T), ROWS):
+        tokens = start + tl.arange(0, ROWS)
+        present = tokens < T
+        for col in range(0, cols_here, COLS):
+            in_part = col + tl.arange(0, COLS)
+            cols = first_col + in_part
+            inside = (in_part < cols_here) & (cols < D)
+            total = tl.zeros((ROWS, COLS), dtype=tl.float32)
+            for rank in tl.static_range(W):
+                row = tl.load(send_rows + tokens * W + rank, mask=present, other=-1)
+                offsets = tl.multiple_of((rank * M + tl.maximum(row, 0)).to(tl.int64) * D, 16)
+                mask = (row >= 0)[:, None] & inside[None, :]
+                partial = tl.load(combine_ptr + offsets[:, None] + cols[None, :], mask=mask, other=0.0)
+                total += partial.to(tl.float32)
+            target = out_ptr + tokens[:, None].to(tl.int64) * D + cols[None, :]
+            tl.store(target, total.to(out_ptr.dtype.element_ty), mask=present[:, None] & inside[None, :])
+        if HAS_GRADS:
+            if panel == 0:
+                grads = tl.zeros((ROWS, K_BLOCK), dtype=tl.float32)
                 for rank in tl.static_range(W):
                     row = tl.load(send_rows + tokens * W + rank, mask=present, other=-1)
-                    offsets = tl.multiple_of((rank * M + tl.maximum(row, 0)).to(tl.int64) * D, 16)
-                    mask = (row >= 0)[:, None] & inside[None, :]
-                    partial = tl.load(combine_ptr + offsets[:, None] + cols[None, :], mask=mask, other=0.0)
-                    total += partial.to(tl.float32)
-                target = out_ptr + tokens[:, None].to(tl.int64) * D + cols[None, :]
-                tl.store(target, total.to(out_ptr.dtype.element_ty), mask=present[:, None] & inside[None, :])
-            if HAS_GRADS:
-                if (panel == 0) & (part == 0):
-                    grads = tl.zeros((ROWS, K_BLOCK), dtype=tl.float32)
-                    for rank in tl.static_range(W):
-                        row = tl.load(send_rows + tokens * W + rank, mask=present, other=-1)
-                        source = combine_grads + (rank * M + tl.maximum(row, 0))[:, None] * K + ks[None, :]
-                        grads += tl.load(source, mask=(row >= 0)[:, None] & (ks < K)[None, :], other=0.0)
-                    target = grads_out + tokens[:, None] * K + ks[None, :]
-                    tl.store(target, grads, mask=present[:, None] & (ks < K)[None, :])
-        record(events_ptr, KIND_FINAL_SUM, epoch, first_token, TOKENS, panel, begin, ready, EVENTS, INTERPRET)
+                    source = combine_grads + (rank * M + tl.maximum(row, 0))[:, None] * K + ks[None, :]
+                    grads += tl.load(source, mask=(row >= 0)[:, None] & (ks < K)[None, :], other=0.0)
+                target = grads_out + tokens[:, None] * K + ks[None, :]
+                tl.store(target, grads, mask=present[:, None] & (ks < K)[None, :])
+    record(events_ptr, KIND_FINAL_SUM, epoch, first_token, TOKENS, panel, begin, ready, EVENTS, INTERPRET)
 
 
 @triton.jit
 def combine_panels(
     y_ptr, out_ptr, grads_out, row_slots, row_weights, row_grads, send_rows, recv_counts, combine_ptr,
     combine_addresses, combine_grads, combine_grad_addresses, flag_ptr, flag_addresses, tickets, panel_counters,
-    fault_ptr, timeout_ns, epoch, rank, num_tiles, num_cols, num_panels, num_parts, T, M, D, events_ptr,
+    fault_ptr, timeout_ns, epoch, rank, num_tiles, num_cols, num_panels, T, M, D, events_ptr,
     W: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, HAS_GRADS: tl.constexpr,
-    BLOCK_N: tl.constexpr, PART_STEP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    CHUNK: tl.constexpr, PANELS: tl.constexpr, EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
+    BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    CHUNK: tl.constexpr, FLAGS: tl.constexpr, EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Draw tickets until none is left: reduces of panel 0, then by turns reduces of panel p + 1 and sums of panel p."""
-    num_reduces = M // CHUNK * W * num_parts
-    per_panel = num_reduces + tl.cdiv(T, TOKENS) * num_parts
+    num_reduces = M // CHUNK * W
+    per_panel = num_reduces + tl.cdiv(T, TOKENS)
     open_panels = 0
     ticket = tl.atomic_add(tickets, 1)
     while ticket < num_panels * per_panel:
@@ -282,20 +254,18 @@ def combine_panels(
         is_reduce = (turn < 0) | ((item < num_reduces) & (turn < num_panels - 1))
         if is_reduce:
             item = tl.where(turn < 0, ticket, item)
-            part = item % num_parts
-            item //= num_parts
             # Sources go round the ring, so that ranks do not all send to the same one.
             open_panels = reduce_and_send(
-                turn + 1, part, (rank + 1 + item % W) % W, item // W, open_panels, y_ptr, row_slots, row_weights,
+                turn + 1, (rank + 1 + item % W) % W, item // W, open_panels, y_ptr, row_slots, row_weights,
                 row_grads, recv_counts, combine_addresses, combine_grad_addresses, flag_addresses, panel_counters,
-                fault_ptr, timeout_ns, epoch, rank, num_tiles, num_cols, num_panels, num_parts, M, D, events_ptr, K,
-                K_BLOCK, WEIGHTED, HAS_GRADS, BLOCK_N, PART_STEP, ROWS, COLS, CHUNK, PANELS, EVENTS, INTERPRET,
+                fault_ptr, timeout_ns, epoch, rank, num_tiles, num_cols, num_panels, M, D, events_ptr, K,
+                K_BLOCK, WEIGHTED, HAS_GRADS, BLOCK_N, ROWS, COLS, CHUNK, FLAGS, EVENTS, INTERPRET,
             )  # fmt: skip
         else:
             item = tl.where(turn < num_panels - 1, item - num_reduces, item)
             sum_partials(
-                turn, item % num_parts, item // num_parts * TOKENS, out_ptr, grads_out, combine_ptr, combine_grads,
-                send_rows, flag_ptr, fault_ptr, timeout_ns, epoch, num_cols, num_panels, num_parts, T, M, D, events_ptr,
-                W, K, K_BLOCK, HAS_GRADS, BLOCK_N, PART_STEP, TOKENS, ROWS, COLS, CHUNK, PANELS, EVENTS, INTERPRET,
+                turn, item * TOKENS, out_ptr, grads_out, combine_ptr, combine_grads,
+                send_rows, flag_ptr, fault_ptr, timeout_ns, epoch, num_cols, num_panels, T, M, D, events_ptr,
+                W, K, K_BLOCK, HAS_GRADS, BLOCK_N, TOKENS, ROWS, COLS, CHUNK, FLAGS, EVENTS, INTERPRET,
             )  # fmt: skip
         ticket = tl.atomic_add(tickets, 1)

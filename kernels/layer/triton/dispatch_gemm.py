@@ -9,6 +9,9 @@ tickets for the rest, so that whoever is free takes it.
 A communication block waits for nobody until all pushes of its rank have been drawn, and a compute block waits only for
 the pushes of other ranks. So the launch always ends, also when its blocks run one after the other (the interpreter):
 the communication blocks come first.
+
+This is the twin of the kernel in CUDA C++ (``dispatch_gemm_cuda``), which Hopper runs: for the interpreter, float32
+and other GPUs.
 """
 
 from dataclasses import dataclass
@@ -25,7 +28,6 @@ from ...runtime.activation import SWIGLU, Activation
 from ...runtime.arguments import CHUNK_ROWS, TileTable, Wire, num_sms
 from ...runtime.primitives import PLACE_LAYER0, zero_after_arrival
 from ...runtime.recorder import KIND_CONVERT, KIND_LAYER0_TILE, now, record, recording
-from ..dispatch_gemm import dispatch_gemm_cuda, runs_cuda
 from .dispatch import COMM_BLOCKS, NUM_WARPS, PUSH_ROWS, Sends, push_rows
 
 # Rounds of all blocks that are left to tickets, beside the rounds of the communication blocks.
@@ -37,8 +39,7 @@ class DispatchGemmConfig:
     """Tile shape and split of the launch.
 
     Args:
-        comm_blocks: Blocks that push rows before they compute; 0: warps beside those that compute push rows, in every
-            block of the kernel in CUDA C++, where that runs, else ``COMM_BLOCKS``.
+        comm_blocks: Blocks that push rows before they compute; 0: ``COMM_BLOCKS``.
         block_f: Columns of hidden per tile; the GEMM tile is twice as wide (gate and up).
         block_k: Contraction step.
         push_cols: Columns a communication block moves at once, a power of two.
@@ -193,13 +194,8 @@ def dispatch_gemm(
         sends: Send lists.
         table: Tiles in schedule order.
         config: Tile shape and split.
-        b1: ``(e, 2F)`` biases of gate | up, dtype of ``x``; ``None``: none. With some the launch is Triton's.
+        b1: ``(e, 2F)`` biases of gate | up, dtype of ``x``; ``None``: none.
     """
-    if b1 is None and runs_cuda(w1, wire, table):
-        dispatch_gemm_cuda(
-            x, w1, hidden, pre, wire, sends, table, comm_blocks=config.comm_blocks, activation=config.activation
-        )
-        return
     experts, double_f, hidden_size = w1.shape
     ffn = double_f // 2
     interpret = triton.knobs.runtime.interpret

@@ -18,7 +18,6 @@ from ...gemm.fp8 import GROUP, SCALE_GROUP, group_scales, scaled_elements
 from ...gemm.tiles import GROUP_TILES, decode_tokens
 from ...runtime.arguments import CHUNK_ROWS, Scaled, TileTable, Wire, num_sms
 from ...runtime.recorder import KIND_CONVERT, KIND_LAYER0_TILE, now, record, recording
-from ..dispatch_gemm import dispatch_gemm_cuda, runs_cuda
 from .dispatch import COMM_BLOCKS, NUM_WARPS, PUSH_ROWS, Sends, push_rows
 from .dispatch_gemm import DispatchGemmConfig, zero_after_rows
 
@@ -124,13 +123,8 @@ def fp8_dispatch_gemm(
         sends: Send lists.
         table: Tiles in schedule order.
         config: Split of the launch, and pieces of pushes; the tile shape is fixed.
-        b1: ``(e, 2F)`` biases of gate | up in a floating type; ``None``: none. With some the launch is Triton's.
+        b1: ``(e, 2F)`` biases of gate | up in a floating type; ``None``: none.
     """
-    if b1 is None and runs_cuda(w1, wire, table):
-        dispatch_gemm_cuda(
-            None, w1, hidden, None, wire, sends, table, comm_blocks=config.comm_blocks, activation=config.activation
-        )
-        return
     experts, double_f, hidden_size = w1.elements.shape
     ffn = double_f // 2
     interpret = triton.knobs.runtime.interpret

@@ -8,8 +8,6 @@ from ...gemm.tiles import decode_columns
 from ...runtime.primitives import after_block
 from ...runtime.recorder import KIND_LAYER1_TILE, now, record
 
-PANEL_COUNTERS = 16  # where the panels' counters begin among a launch's counters
-
 
 @triton.jit
 def multiply_tile(
@@ -113,21 +111,3 @@ def gemm_panels(
         if EVENTS:  # read late: a register that is live through the GEMM's loop is one too many
             epoch = tl.load(epoch_ptr)
             record(events_ptr, KIND_LAYER1_TILE, epoch, tile, col, panel, begin, begin, EVENTS, INTERPRET)
-
-
-@triton.jit(do_not_specialize=["num_panels"])
-def gemm_panels_kernel(
-    a_desc, b_desc, a_scales, b_scales, bias_ptr, y_ptr, tiles_ptr, num_tiles_ptr, counters, epoch_ptr, num_panels, Q,
-    D, CONTRACTION, events_ptr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_TILES: tl.constexpr,
-    B_IS_KN: tl.constexpr, FLATTEN: tl.constexpr, PANEL_COUNTERS: tl.constexpr, PRECISION: tl.constexpr,
-    EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
-    """The compute blocks."""
-    if not INTERPRET:
-        tl.extra.cuda.gdc_launch_dependents()
-    gemm_panels(
-        a_desc, b_desc, a_scales, b_scales, bias_ptr, y_ptr, tiles_ptr, tl.load(num_tiles_ptr), tl.cdiv(D, BLOCK_N),
-        num_panels, tl.program_id(0), tl.num_programs(0), counters + PANEL_COUNTERS, epoch_ptr, Q, D, CONTRACTION,
-        events_ptr, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_TILES, B_IS_KN, FLATTEN, PRECISION, EVENTS, INTERPRET,
-    )  # fmt: skip

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from launch_arguments import make_table, make_wire
+from launch_arguments import make_table
 
 from comet.kernels.layer import dispatch_gemm as module
 from comet.kernels.layer.dispatch_gemm import Variant
@@ -36,26 +36,17 @@ def test_copies_of_w1_have_eights_of_gate_and_of_up_in_turn(
     assert torch.equal(copy, torch.cat([gate, gate + ffn], dim=1).flatten())
 
 
-def make_call(**changes: object) -> dict[str, object]:
-    """Arguments of a launch large enough, on the CPU."""
-    wire = make_wire(4, 2048)
-    table = replace(make_table(), row_ids=torch.zeros(2048 * 8 * 4))
-    return dict(w1=weights(32, 1536, 2048), wire=wire, table=table) | changes
-
-
 def weights(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
 def test_when_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "is_available", lambda device: True)
-    call = make_call()
-    assert module.runs_cuda(**call)
-    few = replace(call["wire"], max_tokens=128)
-    assert not module.runs_cuda(**make_call(wire=few))  # little work
-    assert not module.runs_cuda(**make_call(table=replace(call["table"], block_rows=64)))
-    assert not module.runs_cuda(**make_call(table=replace(call["table"], segments=None)))
-    assert not module.runs_cuda(**make_call(w1=weights(32, 1536, 2048, dtype=torch.float32)))  # float32
-    assert not module.runs_cuda(**make_call(w1=weights(4096, 1536, 2048)))  # a table too large
+    w1, table = weights(32, 1536, 2048), make_table()
+    assert module.can_run(w1, table)
+    assert not module.can_run(w1, replace(table, block_rows=64))
+    assert not module.can_run(w1, replace(table, segments=None))
+    assert not module.can_run(weights(32, 1536, 2048, dtype=torch.float32), table)  # float32
+    assert not module.can_run(weights(4096, 1536, 2048), table)  # a table too large
     monkeypatch.setattr(module, "is_available", lambda device: False)
-    assert not module.runs_cuda(**call)
+    assert not module.can_run(w1, table)

@@ -9,18 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_ranks import Kind
-from fp8_launches import fp8_layer0_in, fp8_layer1_in
 from launch_arguments import make_table, make_wire
 
 from comet.kernels.layer import dispatch_gemm as layer0
 from comet.kernels.layer import gemm_combine as layer1
-from comet.kernels.layer.triton import fp8_dispatch_gemm, gemm_combine
 from comet.kernels.layer.triton.dispatch import Sends
 from comet.kernels.layer.triton.dispatch_gemm import DispatchGemmConfig
 from comet.kernels.layer.triton.gemm_combine import GemmCombineConfig
 from comet.kernels.runtime.arguments import Returns, Scaled, TileTable
 from comet.kernels.runtime.cuda_source import SHARED_LIMIT
+from comet.layer import fused
 
 D, F, MANY = 512, 256, 20_000
 
@@ -67,11 +65,6 @@ def layer0_call(**changes: object) -> dict[str, Any]:
     return dict(w1=make_weight(8, 2 * F, D), wire=make_wire(), sends=sends, table=make_table()) | changes
 
 
-def of_choice(call: dict[str, Any]) -> dict[str, Any]:
-    """What is asked before a launch of layer 0."""
-    return {name: call[name] for name in ("w1", "wire", "table")}
-
-
 def make_returns(top_k: int = 2) -> Returns:
     numbers = torch.zeros(4, dtype=torch.int32)
     return Returns(
@@ -93,14 +86,13 @@ def without_segments() -> TileTable:
 
 def test_when_layer_0_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer0, "is_available", lambda device: True)
-    call = layer0_call()
-    assert layer0.runs_cuda(**of_choice(call))
-    assert layer0.runs_cuda(**of_choice(layer0_call(wire=make_wire(world_size=64))))
-    assert not layer0.runs_cuda(**of_choice(layer0_call(table=replace(call["table"], block_rows=64))))
-    assert not layer0.runs_cuda(**of_choice(layer0_call(table=without_segments())))
-    assert not layer0.runs_cuda(**of_choice(layer0_call(w1=make_weight(MANY, 256, 128))))  # their table is too large
+    w1, table = make_weight(8, 2 * F, D), make_table()
+    assert layer0.can_run(w1, table)
+    assert not layer0.can_run(w1, replace(table, block_rows=64))
+    assert not layer0.can_run(w1, without_segments())
+    assert not layer0.can_run(make_weight(MANY, 256, 128), table)  # their table is too large
     monkeypatch.setattr(layer0, "is_available", lambda device: False)
-    assert not layer0.runs_cuda(**of_choice(call))
+    assert not layer0.can_run(w1, table)
 
 
 def test_what_layer_1_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,29 +112,8 @@ def test_what_layer_1_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not layer1.can_run(**call)
 
 
-@pytest.mark.parametrize(("max_tokens", "is_chosen"), [(512, False), (2048, True)])
-def test_layer_1_of_few_products_is_left_to_triton(
-    max_tokens: int, is_chosen: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(layer1, "is_available", lambda device: True)
-    wire, returns = make_wire(max_tokens=max_tokens), make_returns(top_k=8)
-    call = layer1_call(wire=wire, returns=returns, b=make_weight(64, 2048, 768))
-    assert layer1.can_run(**call)
-    assert layer1.runs_cuda(**call) == is_chosen
-    assert not layer1.runs_cuda(**call | dict(table=without_segments()))
-
-
-@pytest.mark.parametrize("kind", ["cuda", "triton"])
-def test_tests_can_have_launches_of_any_size_in_either(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer0, "is_available", lambda device: True)
-    monkeypatch.setattr(layer1, "is_available", lambda device: True)
-    with fp8_layer0_in(kind), fp8_layer1_in(kind):
-        assert fp8_dispatch_gemm.runs_cuda(*of_choice(layer0_call()).values()) == (kind == "cuda")
-        assert gemm_combine.runs_cuda(*layer1_call().values()) == (kind == "cuda")
-
-
 def test_neither_is_chosen_without_a_gpu() -> None:
-    assert not layer0.runs_cuda(**of_choice(layer0_call()))
+    assert not layer0.can_run(make_weight(8, 2 * F, D), make_table())
     assert not layer1.can_run(**layer1_call(y=torch.empty(1, D, dtype=torch.bfloat16)))
 
 
@@ -150,42 +121,24 @@ def test_neither_is_chosen_without_a_gpu() -> None:
 def test_layer_0_hands_on_what_it_gets(monkeypatch: pytest.MonkeyPatch, comm_blocks: int) -> None:
     given: list[tuple[object, ...]] = []
     monkeypatch.setattr(layer0, "is_available", lambda device: True)
-    monkeypatch.setattr(
-        fp8_dispatch_gemm, "dispatch_gemm_cuda", lambda *call, **more: given.append((*call, more["comm_blocks"]))
-    )
+    monkeypatch.setattr(layer0, "dispatch_gemm_cuda", lambda *call, **more: given.append((*call, more["comm_blocks"])))
     call, hidden = layer0_call(), make_weight(1, 128, F)
-    rest = call["wire"], call["sends"], call["table"]
-    fp8_dispatch_gemm.fp8_dispatch_gemm(call["w1"], hidden, *rest, DispatchGemmConfig(comm_blocks=comm_blocks))
+    tensors = None, call["w1"], hidden, None, call["wire"], call["sends"], call["table"]
+    fused.launch_dispatch_gemm(*tensors, DispatchGemmConfig(comm_blocks=comm_blocks))
     [(*found, blocks)] = given
     assert blocks == comm_blocks
-    assert all(mine is other for mine, other in zip(found, (None, call["w1"], hidden, None, *rest), strict=True))
+    assert all(mine is other for mine, other in zip(found, tensors, strict=True))
 
 
-@pytest.mark.parametrize(("comm_blocks", "cuda_kernels"), [(16, True), (16, False), (0, False), (0, True)])
-def test_layer_1_hands_on_what_it_gets(monkeypatch: pytest.MonkeyPatch, comm_blocks: int, cuda_kernels: bool) -> None:
+@pytest.mark.parametrize("comm_blocks", [0, 16])
+def test_layer_1_hands_on_what_it_gets(monkeypatch: pytest.MonkeyPatch, comm_blocks: int) -> None:
     given: list[tuple[object, ...]] = []
     monkeypatch.setattr(layer1, "is_available", lambda device: True)
-    monkeypatch.setattr(gemm_combine, "gemm_combine_cuda", lambda *call: given.append(call))
-    many = make_wire(max_tokens=10_000_000)
-    call, hidden = layer1_call(wire=many), make_weight(1, 128, F)
-    tensors = hidden, call["b"], call["y"], call["y"]
-    rest = call["wire"], call["returns"], call["table"]
-    config = GemmCombineConfig(num_panels=3, comm_blocks=comm_blocks, cuda_kernels=cuda_kernels, reserved_sms=5)
-    if not cuda_kernels:
-        monkeypatch.setattr(torch.cuda, "get_device_properties", stop_at_triton)
-        with pytest.raises(InTritonError):
-            gemm_combine.gemm_combine(*tensors, *rest, config)
-        assert not given
-        return
-    gemm_combine.gemm_combine(*tensors, *rest, config)
+    monkeypatch.setattr(layer1, "gemm_combine_cuda", lambda *call: given.append(call))
+    call, hidden = layer1_call(), make_weight(1, 128, F)
+    tensors = hidden, call["b"], call["y"], call["y"], call["wire"], call["returns"], call["table"]
+    config = GemmCombineConfig(num_panels=3, comm_blocks=comm_blocks, reserved_sms=5)
+    fused.launch_gemm_combine(*tensors, config)
     [(*found, split)] = given
-    assert all(mine is other for mine, other in zip(found, (*tensors, *rest), strict=True))
+    assert all(mine is other for mine, other in zip(found, tensors, strict=True))
     assert split == layer1.Split(num_panels=3, reserved_sms=5, comm_blocks=comm_blocks)
-
-
-class InTritonError(Exception):
-    """The launch is Triton's."""
-
-
-def stop_at_triton(*_: object) -> None:
-    raise InTritonError

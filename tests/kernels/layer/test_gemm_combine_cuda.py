@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import fields, replace
 
 import pytest
@@ -15,13 +14,12 @@ from layer1_launches import exact_layer1, run_layer1, sent_after_a_fault
 from ranks import run_ranks
 
 from comet.kernels.layer import gemm_combine as module
-from comet.kernels.layer.gemm_combine import DEFAULT, CudaConfig, Variant, combine_bytes, cuda_parts, launched_blocks
-from comet.kernels.layer.triton import gemm_combine
-from comet.kernels.layer.triton.combine import column_parts
+from comet.kernels.layer.gemm_combine import DEFAULT, CudaConfig, Variant, combine_bytes, launched_blocks, ticket_parts
 from comet.kernels.layer.triton.gemm_combine import GemmCombineConfig
-from comet.kernels.runtime.arguments import GradWire, Returns
+from comet.kernels.runtime.arguments import CHUNK_FLAGS, COMBINE_CHUNK_ROWS, GradWire, Returns
 from comet.kernels.runtime.cuda_source import SHARED_LIMIT
-from comet.layer.fused import tile_table
+from comet.layer import fused
+from comet.layer.launch_arguments import tile_table
 from comet.layer.plan import Launch, Plan
 from comet.layout import ExpertLayout
 
@@ -37,31 +35,20 @@ def test_worked_examples() -> None:
     assert CudaConfig.select(256).most_rows == 272
     assert CudaConfig.select(512) == CudaConfig.select(64) == CudaConfig(most_rows=256)
     assert combine_bytes(8, 12) == 3 * (32 * 8 * 8 + 12 * 512) == 24576
-    assert column_parts(2048, 4, 396, 4, 4) == 4
-    assert column_parts(2048, 4, 132, 4, 4) == 2
-    assert column_parts(2048, 4, 396, 2, 4) == column_parts(2048, 4, 132, 2, 4) == 2
-    assert column_parts(8192, 4, 396, 4, 4) == 1
-    assert cuda_parts(2048, 4, 2048, 4) == 2
-    assert cuda_parts(2048, 4, 7168, 4) == 4
-    assert cuda_parts(8192, 4, 7168, 4) == 1
-
-
-@pytest.mark.parametrize("num_panels", range(1, 17))
-@pytest.mark.parametrize("most", [0, 1, 3, 28])
-@pytest.mark.parametrize("max_tokens", [128, 512, 8192])
-def test_parts_have_flags_and_columns(max_tokens: int, most: int, num_panels: int) -> None:
-    parts = column_parts(max_tokens, 2, 132, most, num_panels)
-    assert 1 <= parts <= 16 // num_panels
-    assert parts <= max(1, most)
+    assert ticket_parts(2048, 4, 2048, 4) == (2, 1)
+    assert ticket_parts(2048, 4, 7168, 4) == (4, 1)
+    assert ticket_parts(256, 1, 2048, 1) == (8, 4)
+    assert ticket_parts(8192, 4, 7168, 4) == (1, 1)
 
 
 @pytest.mark.parametrize("num_panels", range(1, 17))
 @pytest.mark.parametrize("cols", [16, 256, 2048, 7168])
 @pytest.mark.parametrize("max_tokens", [128, 512, 8192])
 def test_parts_of_the_launch_have_flags_and_column_blocks(max_tokens: int, cols: int, num_panels: int) -> None:
-    parts = cuda_parts(max_tokens, 2, cols, num_panels)
-    assert 1 <= parts <= 16 // num_panels
-    assert parts <= max(1, -(-cols // 256))
+    column_parts, row_parts = ticket_parts(max_tokens, 2, cols, num_panels)
+    assert 1 <= column_parts * row_parts <= CHUNK_FLAGS // num_panels
+    assert column_parts <= max(1, -(-cols // 256))
+    assert COMBINE_CHUNK_ROWS % row_parts == 0
 
 
 def test_rows_of_an_expert_if_all_have_equally_many() -> None:
@@ -92,28 +79,18 @@ def weights(*shape: int) -> torch.Tensor:
 
 def test_when_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "is_available", lambda device: True)
-    assert module.runs_cuda(**make_call())
-    small = weights(32, 512, 256)
+    assert module.can_run(**make_call())
     wide = torch.empty(1, 768, device="meta")
-    many = weights(4096, 2048, 768)
-    deep = weights(32, 2048, 6400)
-    assert not module.runs_cuda(**make_call(b=small))  # little work
-    assert not module.runs_cuda(**make_call(b=deep))  # the GEMM is nearly all of it
-    assert not module.runs_cuda(**make_call(y=wide))  # float32
-    assert not module.runs_cuda(**make_call(b=many))  # their table needs too much shared memory
+    assert not module.can_run(**make_call(y=wide))  # float32
+    assert not module.can_run(**make_call(b=weights(4096, 2048, 768)))  # their table needs too much shared memory
     unweighted = Returns(
         row_slots=torch.zeros(1, 8), row_weights=None, send_rows=torch.zeros(1), recv_counts=torch.zeros(1)
     )  # fmt: skip
-    assert not module.runs_cuda(**make_call(returns=unweighted))  # sums alone
+    assert not module.can_run(**make_call(returns=unweighted))  # sums alone
     grads = GradWire(row_grads=wide, landing=wide, landing_pointers=wide, out=wide)
     gradients = replace(unweighted, grads=grads)
-    assert module.runs_cuda(**make_call(returns=gradients, b=weights(32, 1536, 2048)))
-    assert module.runs_cuda(**make_call(returns=gradients, b=weights(32, 4096, 7168)))
-    assert not module.runs_cuda(**make_call(returns=gradients, b=weights(32, 6400, 2048)))
-    assert not module.runs_cuda(**make_call(returns=gradients, b=small))
-    few = make_call(returns=gradients, b=weights(32, 1536, 2048), wire=make_wire(2, 2048))
-    assert not module.runs_cuda(**few), "5.2e10 products"
-    assert not module.runs_cuda(**make_call(returns=replace(gradients, row_weights=wide)))  # of weighted sums
+    assert module.can_run(**make_call(returns=gradients, b=weights(32, 1536, 2048)))
+    assert not module.can_run(**make_call(returns=replace(gradients, row_weights=wide)))  # of weighted sums
 
 
 def test_blocks_of_a_launch() -> None:
@@ -129,18 +106,12 @@ def test_it_is_not_asked_where_a_rank_of_the_group_lacks_it(
 ) -> None:
     """Its flags are not those of the twin: the others would wait for ever, or not at all."""
     launched: list[str] = []
-
-    def stop_at_triton(*_: object) -> None:
-        launched.append("triton")
-        raise NotImplementedError
-
     monkeypatch.setattr(module, "is_available", lambda device: True)
-    monkeypatch.setattr(gemm_combine, "gemm_combine_cuda", lambda *_: launched.append("cuda"))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", stop_at_triton)
+    monkeypatch.setattr(module, "gemm_combine_cuda", lambda *_: launched.append("cuda"))
+    monkeypatch.setattr(fused, "gemm_combine", lambda *_, **__: launched.append("triton"))
     call = make_call()
     tensors = (call[name] for name in ("y", "b", "y", "y", "wire", "returns", "table"))
-    with nullcontext() if cuda_kernels else pytest.raises(NotImplementedError):
-        gemm_combine.gemm_combine(*tensors, GemmCombineConfig(cuda_kernels=cuda_kernels))
+    fused.launch_gemm_combine(*tensors, GemmCombineConfig(), in_cuda=cuda_kernels)
     assert launched == ["cuda" if cuda_kernels else "triton"]
 
 

@@ -11,14 +11,13 @@ import torch
 from emulated_cases import SMALL_LAYER0, TWO
 from emulated_ranks import EPOCH
 from grad_hidden_launches import Gradients, alone, check, grad_hidden_in, run_grad_hidden, sent_after_a_fault
-from launch_arguments import make_table, make_wire
+from launch_arguments import make_table
 from ranks import run_ranks
 from torch import Tensor
 
 from comet.kernels.gemm.gather_rows import OwnRows, gather_rows
 from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm
 from comet.kernels.layer import dispatch_gemm as module
-from comet.kernels.layer.triton import grad_hidden as grad_hidden_module
 from comet.kernels.layer.triton.dispatch import DispatchConfig, Sends, dispatch
 from comet.kernels.runtime.arguments import TileTable, Wire
 from comet.kernels.runtime.cuda_source import SHARED_LIMIT
@@ -52,7 +51,7 @@ def stand_in(grad_y: Tensor, w2: Tensor, out: Tensor, wire: Wire, sends: Sends, 
 def play_beside(rank: int, world_size: int) -> None:
     for case in SMALL_LAYER0:
         with (
-            patch.object(grad_hidden_module, "runs_fc2_dgrad", lambda *arguments: True),
+            patch.object(module, "can_run", lambda *arguments, **options: True),
             patch.object(module, "fc2_dgrad_cuda", stand_in),
         ):
             found = run_grad_hidden(case, "cuda")
@@ -82,8 +81,8 @@ def test_memory_of_a_block() -> None:
     assert variant.shared_bytes(256) <= SHARED_LIMIT
 
 
-def make_call(**changes: object) -> dict[str, object]:
-    return dict(w2=weights(32, 2048, 768), wire=make_wire(4, 1024), table=make_table()) | changes
+def can_run(w2: Tensor, table: TileTable) -> bool:
+    return module.can_run(w2, table, is_dgrad=True)
 
 
 def weights(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -92,17 +91,13 @@ def weights(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 def test_when_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "is_available", lambda device: True)
-    call = make_call()
-    assert module.runs_fc2_dgrad(**call)
-    assert not module.runs_fc2_dgrad(**make_call(wire=make_wire(4, 512)))  # little work
-    assert module.runs_fc2_dgrad(**make_call(wire=make_wire(1, 1024)))
-    assert module.runs_fc2_dgrad(**make_call(wire=make_wire(4, 65536)))
-    assert not module.runs_fc2_dgrad(**make_call(wire=make_wire(1, 65536)))  # a copy hides no slower GEMM of that size
+    w2, table = weights(32, 2048, 768), make_table()
+    assert can_run(w2, table)
     for shape in ((32, 2048, 764), (32, 2044, 768)):  # rows that do not start at 16 bytes
-        assert not module.runs_fc2_dgrad(**make_call(w2=weights(*shape)))
-    assert not module.runs_fc2_dgrad(**make_call(w2=weights(4096, 2048, 768)))  # a table too large
-    assert not module.runs_fc2_dgrad(**make_call(w2=weights(32, 2048, 768, dtype=torch.float32)))  # float32
-    assert not module.runs_fc2_dgrad(**make_call(table=make_table(block_rows=64)))
-    assert not module.runs_fc2_dgrad(**make_call(table=replace(call["table"], segments=None)))
+        assert not can_run(weights(*shape), table)
+    assert not can_run(weights(4096, 2048, 768), table)  # a table too large
+    assert not can_run(weights(32, 2048, 768, dtype=torch.float32), table)  # float32
+    assert not can_run(w2, make_table(block_rows=64))
+    assert not can_run(w2, replace(table, segments=None))
     monkeypatch.setattr(module, "is_available", lambda device: False)
-    assert not module.runs_fc2_dgrad(**call)
+    assert not can_run(w2, table)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,13 +13,13 @@ from launch_arguments import make_table, make_wire
 
 from comet.kernels.layer import gemm_combine as gemm_combine_cuda
 from comet.kernels.layer.triton import gemm_combine as module
-from comet.kernels.layer.triton.gemm_combine import COMM_WAVES, GemmCombineConfig
+from comet.kernels.layer.triton.gemm_combine import GemmCombineConfig
 from comet.kernels.runtime.arguments import GradWire, Returns, Scaled, num_sms
 from comet.kernels.runtime.cuda_source import TensorMap
+from comet.layer.fused import launch_gemm_combine
 
 SPARE = 31
 ALL = 132
-COMM_BLOCKS = 16
 BF16 = torch.bfloat16
 
 
@@ -53,13 +53,13 @@ def run(config: GemmCombineConfig, *, fp8: bool = False, backward: bool = False)
     y, out = torch.zeros(128, 128, dtype=BF16), torch.zeros(128, 128, dtype=BF16)
     grads = GradWire(row_grads=out, landing=out, landing_pointers=out, out=out) if backward else None
     returns = Returns(row_slots=numbers, row_weights=weights, send_rows=numbers, recv_counts=numbers, grads=grads)
-    module.gemm_combine(a, b, y, out, make_wire(), returns, make_table(), config, b_is_kn=backward)
+    launch_gemm_combine(a, b, y, out, make_wire(), returns, make_table(), config)
 
 
 @pytest.mark.parametrize(("cluster", "blocks"), [(1, ALL - SPARE), (2, 92)])
 def test_in_cuda(monkeypatch: pytest.MonkeyPatch, cluster: int, blocks: int) -> None:
     kernel, fp8 = FakeKernel(), cluster == 1
-    monkeypatch.setattr(module, "runs_cuda", lambda *_: True)
+    monkeypatch.setattr(gemm_combine_cuda, "can_run", lambda *_: True)
     monkeypatch.setattr(gemm_combine_cuda, "_kernels", lambda *_: defaultdict(lambda: kernel))
     run(GemmCombineConfig(), fp8=fp8)
     run(GemmCombineConfig(reserved_sms=SPARE), fp8=fp8)
@@ -67,22 +67,15 @@ def test_in_cuda(monkeypatch: pytest.MonkeyPatch, cluster: int, blocks: int) -> 
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize(
-    ("comm_blocks", "fp8", "launches"),
-    [
-        (COMM_BLOCKS, False, [ALL - SPARE]),
-        (0, False, [ALL - SPARE, COMM_WAVES * (ALL - SPARE)]),
-        (0, True, [ALL - SPARE - COMM_BLOCKS, COMM_WAVES * (ALL - SPARE)]),
-    ],
-)
-def test_in_triton(
-    monkeypatch: pytest.MonkeyPatch, comm_blocks: int, fp8: bool, launches: list[int], backward: bool
-) -> None:
+@pytest.mark.parametrize("fp8", [False, True])
+def test_in_triton(monkeypatch: pytest.MonkeyPatch, fp8: bool, backward: bool) -> None:
     found: list[int] = []
-    monkeypatch.setattr(module, "launch", lambda kernel, num_blocks, *_: found.append(num_blocks))
-    run(
-        GemmCombineConfig(comm_blocks=comm_blocks, block_n=128, block_k=128, reserved_sms=SPARE),
-        fp8=fp8,
-        backward=backward,
-    )
-    assert found == launches
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+            found.extend(grid)
+            return lambda **_: None
+
+    monkeypatch.setattr(module, "gemm_combine_kernel", Kernel())
+    run(GemmCombineConfig(block_n=128, block_k=128, reserved_sms=SPARE), fp8=fp8, backward=backward)
+    assert found == [ALL - SPARE]

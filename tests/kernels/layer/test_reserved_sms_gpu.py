@@ -13,12 +13,12 @@ from held_sms import held_sms
 
 from comet import MoE, MoEConfig, OverlapConfig, ParallelConfig, make_expert_group
 from comet.errors import CommTimeoutError
-from comet.kernels.layer.triton import gemm_combine
+from comet.kernels.layer import gemm_combine
 from comet.quantization.formats import quantize_fp8
 
 pytestmark = pytest.mark.gpu
 
-# Enough products of a rank for CUDA C++ in layer 1, in pairs of blocks and, in block FP8, one by one.
+# In pairs of blocks and, in block FP8, one by one.
 CONFIG = MoEConfig(hidden_size=2048, ffn_size=768, num_experts=16, top_k=8)
 NUM_TOKENS = 4096
 HELD = 64  # so many blocks that are missing have some of a panel's work, or none of them would wait
@@ -29,16 +29,15 @@ class Launch:
     """How layer 1 runs, and whether it waits for blocks that find no place."""
 
     overlap: OverlapConfig
-    function: str | None = None  # of CUDA C++
     waits: bool = False
     cuda_kernels: bool = True
 
 
 LAUNCHES = {
-    "CUDA C++": Launch(OverlapConfig(), "gemm_combine_cuda"),
-    "block FP8": Launch(OverlapConfig(), "gemm_combine_cuda"),
-    "CUDA C++, split": Launch(OverlapConfig(comm_blocks=16), "gemm_combine_cuda"),
-    "Triton, colocated": Launch(OverlapConfig(), cuda_kernels=False),  # its GEMM waits for nobody
+    "CUDA C++": Launch(OverlapConfig()),
+    "block FP8": Launch(OverlapConfig()),
+    "CUDA C++, split": Launch(OverlapConfig(comm_blocks=16)),
+    "Triton": Launch(OverlapConfig(), waits=True, cuda_kernels=False),
 }
 
 
@@ -75,15 +74,14 @@ def test_a_layer_beside_a_kernel_that_does_not_end(name: str, spare: int) -> Non
         wanted = call().clone()
         call()  # with as much memory as the next one needs
         group.workspace.check()
-        function = launch.function or "gemm_combine_cuda"
         with (
-            patch.object(gemm_combine, function, wraps=getattr(gemm_combine, function)) as spy,
+            patch.object(gemm_combine, "gemm_combine_cuda", wraps=gemm_combine.gemm_combine_cuda) as spy,
             held_sms(HELD) as are_held,
         ):
             found = call()
             assert ends_within(10)
             assert are_held(), "the host has waited for the kernel that holds them"
-        assert spy.call_count == (1 if launch.function else 0)
+        assert spy.call_count == launch.cuda_kernels
         if spare or not launch.waits:
             group.workspace.check()
             assert torch.equal(found, wanted)

@@ -23,7 +23,7 @@ from comet.kernels.runtime.arguments import Wire
 from comet.layer.plan import Plan, routed_row_capacity
 from comet.layout import CHUNK_ROWS, ExpertLayout, round_up
 
-Kind = Literal["auto", "cuda", "triton"]
+Kind = Literal["cuda", "triton"]
 Result = TypeVar("Result")
 # Under the interpreter blocks run one after the other: what is not there when it is waited for never comes.
 DEADLINE_NS = {"cuda": 10_000_000_000, "cpu": 10_000_000}
@@ -52,23 +52,17 @@ class Counted:
 
 
 @contextmanager
-def launched_in(
-    kind: Kind, caller: ModuleType, cuda_module: ModuleType, function: str, least: str = "LEAST_PRODUCTS", **limits: int
-) -> Iterator[Counted]:
-    """Launches of any size in CUDA C++ or in Triton, or as the layer chooses; yields what counts the former.
+def launched_in(kind: Kind, module: ModuleType, function: str) -> Iterator[Counted]:
+    """Launches in CUDA C++, where they can run, or in Triton; yields what counts the former.
 
     Args:
         kind: Which.
-        caller: The module of the launcher in Triton, which calls the other.
-        cuda_module: The module of the launcher in CUDA C++.
+        module: Of the launcher in CUDA C++.
         function: The launcher.
-        least: Constant of ``cuda_module``: a launch of fewer products is Triton's.
-        limits: Other constants of ``cuda_module`` by which a launch is chosen, and their values here.
     """
-    spy = Counted(getattr(cuda_module, function))
-    products = {"auto": getattr(cuda_module, least), "cuda": 0, "triton": 1 << 62}[kind]
-    limits = {} if kind == "auto" else limits
-    with patch.multiple(cuda_module, **{least: products}, **limits), patch.object(caller, function, spy):
+    spy = Counted(getattr(module, function))
+    refusal = {"can_run": lambda *_, **__: False} if kind == "triton" else {}
+    with patch.multiple(module, **{function: spy}, **refusal):
         yield spy
 
 

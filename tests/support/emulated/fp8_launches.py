@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from unittest.mock import patch
 
 import layer1_launches
 import torch
@@ -31,11 +30,11 @@ from layer_cases import rank_inputs
 from torch import Tensor
 
 from comet.kernels.gemm.fp8 import pack_rows
+from comet.kernels.layer import dispatch_gemm as layer0_cuda
 from comet.kernels.layer import gemm_combine as layer1_cuda
-from comet.kernels.layer.triton import fp8_dispatch_gemm as layer0_module
-from comet.kernels.layer.triton import gemm_combine as layer1_module
 from comet.kernels.runtime.arguments import Scaled, Wire, power_of_2
-from comet.layer.fused import combine_config, dispatch_config, returns_of, sends_of, tile_table
+from comet.layer.fused import launch_dispatch_gemm, launch_gemm_combine
+from comet.layer.launch_arguments import combine_config, dispatch_config, returns_of, sends_of, tile_table
 from comet.layer.plan import Launch, Plan
 from comet.layout import CHUNK_ROWS
 from comet.quantization.formats import FP8, FP8_BLOCK, quantize_fp8, quantize_rows
@@ -49,17 +48,15 @@ LEAST_EXPONENT, MOST_EXPONENT = -2, 2
 
 @contextmanager
 def fp8_layer0_in(kind: Kind) -> Iterator[Counted]:
-    """Layer 0 in CUDA C++, where its launches of any size are, or in Triton; yields what counts the former."""
-    spy = Counted(layer0_module.dispatch_gemm_cuda)
-    refusal = {"runs_cuda": lambda *_: False} if kind == "triton" else {}
-    with patch.multiple(layer0_module, dispatch_gemm_cuda=spy, **refusal):
+    """Layer 0 in CUDA C++ or in Triton; yields what counts the former."""
+    with launched_in(kind, layer0_cuda, "dispatch_gemm_cuda") as spy:
         yield spy
 
 
 @contextmanager
 def fp8_layer1_in(kind: Kind) -> Iterator[Counted]:
     """Layer 1 in CUDA C++ or in Triton; yields what counts the launches of the former."""
-    with launched_in(kind, layer1_module, layer1_cuda, "gemm_combine_cuda", "LEAST_FP8_PRODUCTS") as spy:
+    with launched_in(kind, layer1_cuda, "gemm_combine_cuda") as spy:
         yield spy
 
 
@@ -113,9 +110,8 @@ def launch_layer0(case: EmulatedCase, plans: list[Plan], rank: int, wire: Wire) 
     config = dispatch_config(settings_of(case, plan), x, save_pre=False)
     config = replace(config, push_cols=min(512, power_of_2(packed_columns(case.hidden_size, case.dtype))))
     w1, _ = expert_weights(case, rank)
-    layer0_module.fp8_dispatch_gemm(
-        scaled(w1), hidden, wire, sends_of(plan), tile_table(plan, Launch.DISPATCH_GEMM), config
-    )
+    table = tile_table(plan, Launch.DISPATCH_GEMM)
+    launch_dispatch_gemm(None, scaled(w1), hidden, None, wire, sends_of(plan), table, config)
     return hidden
 
 
@@ -129,7 +125,7 @@ def launch_layer1(case: EmulatedCase, plans: list[Plan], hidden: list[Scaled], r
     config = combine_config(settings, settings.layer1.num_panels, out)
     config = replace(config, block_k=FP8_BLOCK, num_stages=settings.tile.num_stages)
     returns, table = returns_of(plan, weighted=True), tile_table(plan, Launch.GEMM_COMBINE)
-    layer1_module.gemm_combine(hidden[rank], scaled(w2), y, out, wire, returns, table, config)
+    launch_gemm_combine(hidden[rank], scaled(w2), y, out, wire, returns, table, config)
     return out
 
 

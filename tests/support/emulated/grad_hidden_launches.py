@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,13 +24,10 @@ from layer0_launches import check_flags, make_buffers
 from layer_cases import rank_inputs
 from torch import Tensor
 
-from comet.kernels.gemm.group_gemm import GemmConfig
 from comet.kernels.layer import dispatch_gemm as cuda_module
-from comet.kernels.layer.triton import grad_hidden as grad_hidden_module
-from comet.kernels.layer.triton.dispatch import DispatchConfig
-from comet.kernels.layer.triton.grad_hidden import GradHiddenConfig, grad_hidden
 from comet.kernels.runtime.arguments import Wire
-from comet.layer.fused import move_cols, sends_of, tile_table
+from comet.layer.fused import launch_fc2_dgrad
+from comet.layer.launch_arguments import sends_of, tile_table
 from comet.layer.plan import Launch, Plan
 
 
@@ -44,8 +41,8 @@ class Gradients:
 
 @contextmanager
 def grad_hidden_in(kind: Kind) -> Iterator[Counted]:
-    """Launches of any size in CUDA C++ or in Triton; yields what counts the former."""
-    with launched_in(kind, grad_hidden_module, cuda_module, "fc2_dgrad_cuda", MOST_PRODUCTS_ALONE=1 << 62) as spy:
+    """Launches in CUDA C++ or in Triton; yields what counts the former."""
+    with launched_in(kind, cuda_module, "fc2_dgrad_cuda") as spy:
         yield spy
 
 
@@ -65,14 +62,9 @@ def launch(case: EmulatedCase, plans: list[Plan], rank: int, wire: Wire, *, apar
         torch.full((rows, cols), torch.nan, dtype=case.dtype, device=case.device)
         for cols in (case.hidden_size, case.ffn_size)
     )
-    config = GradHiddenConfig(
-        colocated=rank not in apart,
-        dispatch=DispatchConfig(push_cols=move_cols(grad_y, 1024)),
-        gemm=GemmConfig.select(case.dtype),
-    )
-    grad_hidden(
-        grad_y, w2, grads, out, wire, sends_of(plan), tile_table(plan, Launch.DISPATCH_DGRAD), plan.tiles, config
-    )
+    table = tile_table(plan, Launch.DISPATCH_DGRAD)
+    with grad_hidden_in("triton") if rank in apart else nullcontext():
+        launch_fc2_dgrad(grad_y, w2, grads, out, wire, sends_of(plan), table, plan.tiles)
     return Gradients(grads, out)
 
 

@@ -12,17 +12,18 @@ from layer1_launches import layer1_in, make_buffers
 from torch import Tensor
 
 from comet.kernels.gemm import wgrad_cuda as group_gemm_wgrad_cuda
-from comet.kernels.layer.triton.gemm_combine import GemmCombineConfig, gemm_combine
+from comet.kernels.layer.triton.gemm_combine import GemmCombineConfig
 from comet.kernels.runtime.arguments import GradWire, Wire, power_of_2
-from comet.layer.fused import returns_of, tile_table
+from comet.layer.fused import launch_gemm_combine
+from comet.layer.launch_arguments import returns_of, tile_table
 from comet.layer.plan import Launch, Plan
 
 Gradients = tuple[Tensor, Tensor]
 
 
 def weights_in(kind: Kind) -> AbstractContextManager[object]:
-    """Weight gradients of any size in CUDA C++ or in Triton, or as the layer chooses."""
-    least = {"auto": group_gemm_wgrad_cuda.LEAST_TILES, "cuda": 0, "triton": 1 << 62}[kind]
+    """Weight gradients of any size in CUDA C++ or in Triton."""
+    least = {"cuda": 0, "triton": 1 << 62}[kind]
     return patch.object(group_gemm_wgrad_cuda, "LEAST_TILES", least)
 
 
@@ -61,7 +62,7 @@ def launch(case: EmulatedCase, plans: list[Plan], landings: list[Tensor], rank: 
         block_k=min(64, power_of_2(case.ffn_size)),
     )
     returns = returns_of(plan, weighted=False, grads=grads)
-    gemm_combine(rows, w1, y, out, wire, returns, tile_table(plan, Launch.DGRAD_COMBINE), config, b_is_kn=True)
+    launch_gemm_combine(rows, w1, y, out, wire, returns, tile_table(plan, Launch.DGRAD_COMBINE), config)
     return out, grads.out
 
 

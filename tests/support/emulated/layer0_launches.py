@@ -26,10 +26,10 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from comet.kernels.layer import dispatch_gemm as cuda_module
-from comet.kernels.layer.triton import dispatch_gemm as dispatch_gemm_module
-from comet.kernels.layer.triton.dispatch_gemm import DispatchGemmConfig, dispatch_gemm
+from comet.kernels.layer.triton.dispatch_gemm import DispatchGemmConfig
 from comet.kernels.runtime.arguments import Wire, power_of_2
-from comet.layer.fused import sends_of, tile_table
+from comet.layer.fused import launch_dispatch_gemm
+from comet.layer.launch_arguments import sends_of, tile_table
 from comet.layer.plan import Launch, Plan
 from comet.layout import CHUNK_ROWS
 from comet.schedule.settings import TileShape
@@ -47,8 +47,8 @@ class Hidden:
 
 @contextmanager
 def layer0_in(kind: Kind) -> Iterator[Counted]:
-    """Layer 0 of any size in CUDA C++ or in Triton; yields what counts the launches of the former."""
-    with launched_in(kind, dispatch_gemm_module, cuda_module, "dispatch_gemm_cuda") as spy:
+    """Layer 0 in CUDA C++ or in Triton; yields what counts the launches of the former."""
+    with launched_in(kind, cuda_module, "dispatch_gemm_cuda") as spy:
         yield spy
 
 
@@ -95,7 +95,7 @@ def launch(
     )
     table, config = tile_table(plan, Launch.DISPATCH_GEMM), config_of(case, save_pre=save_pre)
     w1 = expert_weights(case, rank)
-    dispatch_gemm(x, w1, hidden, pre if save_pre else None, wire, sends_of(plan), table, config)
+    launch_dispatch_gemm(x, w1, hidden, pre if save_pre else None, wire, sends_of(plan), table, config)
     return Hidden(hidden, pre if save_pre else None)
 
 

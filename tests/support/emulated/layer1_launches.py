@@ -23,24 +23,23 @@ from emulated_ranks import (
 from torch import Tensor
 
 from comet.kernels.layer import gemm_combine as cuda_module
-from comet.kernels.layer.triton import gemm_combine as gemm_combine_module
-from comet.kernels.layer.triton.gemm_combine import GemmCombineConfig, gemm_combine
-from comet.kernels.runtime.arguments import COMBINE_CHUNK_ROWS, MAX_PANELS, Wire, power_of_2
-from comet.layer.fused import returns_of, tile_table
+from comet.kernels.layer.triton.gemm_combine import GemmCombineConfig
+from comet.kernels.runtime.arguments import CHUNK_FLAGS, COMBINE_CHUNK_ROWS, Wire, power_of_2
+from comet.layer.fused import launch_gemm_combine
+from comet.layer.launch_arguments import returns_of, tile_table
 from comet.layer.plan import Launch, Plan
 
 
 @contextmanager
 def layer1_in(kind: Kind) -> Iterator[Counted]:
-    """Layer 1 of any size in CUDA C++ or in Triton; yields what counts the launches of the former."""
-    most = dict(MOST_DEPTH=1 << 62, MOST_GRADIENT_DEPTH=1 << 62)
-    with launched_in(kind, gemm_combine_module, cuda_module, "gemm_combine_cuda", **most) as spy:
+    """Layer 1 in CUDA C++ or in Triton; yields what counts the launches of the former."""
+    with launched_in(kind, cuda_module, "gemm_combine_cuda") as spy:
         yield spy
 
 
 def make_buffers(case: EmulatedCase) -> Buffers:
     """Where partial sums land."""
-    return Buffers.allocate(case, max_tokens(case) // COMBINE_CHUNK_ROWS, MAX_PANELS)
+    return Buffers.allocate(case, max_tokens(case) // COMBINE_CHUNK_ROWS, CHUNK_FLAGS)
 
 
 def expert_inputs(case: EmulatedCase, rank: int, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -65,9 +64,8 @@ def launch(case: EmulatedCase, plans: list[Plan], rank: int, wire: Wire) -> Tens
         move_cols=256,
         block_k=min(64, power_of_2(case.ffn_size)),
     )
-    gemm_combine(
-        hidden, w2, y, out, wire, returns_of(plan, weighted=True), tile_table(plan, Launch.GEMM_COMBINE), config
-    )
+    returns, table = returns_of(plan, weighted=True), tile_table(plan, Launch.GEMM_COMBINE)
+    launch_gemm_combine(hidden, w2, y, out, wire, returns, table, config)
     return out
 
 

@@ -138,8 +138,7 @@ class Stress:
         timeout_s: Deadline of every wait between ranks.
         case_limit_s: A rank that spends longer on a case ends with its stack.
         until: After this time (seconds since 1970) no case begins.
-        layer0: ``cuda`` or ``triton`` for layer 0 and hidden's gradient of any size, on a GPU; ``auto``: as the layer
-            chooses.
+        layer0: ``cuda``, where it can run, or ``triton`` for layer 0 and hidden's gradient.
         layer1: The same of layer 1 and the gradients of tokens and weights.
     """
 
@@ -151,8 +150,8 @@ class Stress:
     timeout_s: float = 30.0
     case_limit_s: float = 1800.0
     until: float = math.inf
-    layer0: Kind = "auto"
-    layer1: Kind = "auto"
+    layer0: Kind = "cuda"
+    layer1: Kind = "cuda"
 
     @property
     def sizes(self) -> Sizes:
