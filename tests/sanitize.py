@@ -38,8 +38,8 @@ from gemm_cases import make_rows, poison_padding, values
 from grad_hidden_launches import check, run_grad_hidden
 from gradient_launches import exact_gradients, run_gradients
 from host_cases import hosted_cache
-from layer0_launches import exact_layer0, run_layer0
-from layer1_launches import exact_layer1, run_layer1
+from layer0_launches import exact_layer0, layer0_in, run_layer0
+from layer1_launches import exact_layer1, layer1_in, run_layer1
 from router_kernel_cases import check_logits, check_measure, check_select, check_top_k
 from stress_cases import StressCase
 
@@ -77,21 +77,27 @@ def run_layers(device: torch.device, dtype: torch.dtype) -> None:
     EmulatedRanks(parts, device).run()
 
 
-def run_fp8(device: torch.device, dtype: torch.dtype, kind: Kind) -> None:
-    """The layer in block FP8, in Triton or in CUDA C++: an expert with several pieces of rows, others with a few."""
+def run_fp8(device: torch.device, dtype: torch.dtype, kind: Kind, *, biased: bool = False) -> None:
+    """The layer in block FP8, in Triton or in CUDA C++: an expert with several pieces of rows, others with a few.
+
+    Biases are 0, which leaves the results as they are.
+    """
     case = StressCase("FP8, EP2", 2, 1, (35, 5), 4, 2, 384, 128, dtype=dtype, backward=False, max_tokens=40, seed=5)
     if kind == "cuda":
         case = replace(case, num_tokens=(150, 5), max_tokens=160, routing="hot")
     emulated = EmulatedRanks(case, device)
     shards = [(quantize_fp8(w1), quantize_fp8(w2)) for w1, w2 in zip(emulated.w1, emulated.w2, strict=True)]
     plans, pools, backends = emulated.plans, emulated.pools, emulated.backends
+    b1, b2 = (
+        emulated.inputs[0].tokens.new_zeros(w.shape[:2]) if biased else None for w in (emulated.w1[0], emulated.w2[0])
+    )
     with fp8_layer0_in(kind) as in_layer0, fp8_layer1_in(kind) as in_layer1:
         hidden = emulated.twice(
             "recv_flags",
-            lambda r: backends[r].dispatch_gemm_fp8(emulated.inputs[r].tokens, shards[r][0], plans[r]),
+            lambda r: backends[r].dispatch_gemm_fp8(emulated.inputs[r].tokens, shards[r][0], plans[r], b1),
         )
         outputs = emulated.twice(
-            "combine_flags", lambda r: backends[r].gemm_combine_fp8(hidden[r], shards[r][1], plans[r])
+            "combine_flags", lambda r: backends[r].gemm_combine_fp8(hidden[r], shards[r][1], plans[r], b2)
         )
     assert in_layer0.call_count == in_layer1.call_count == (2 * case.world_size if kind == "cuda" else 0)
     products = float32_products(case.hidden_size) + (tensor_core_products("cuda") if device.type == "cuda" else 0.0)
@@ -159,15 +165,19 @@ def run_decode(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def run_biases(device: torch.device, dtype: torch.dtype) -> None:
-    """gpt-oss's activation and biases: decode, a layer of one rank forward and backward, and the biases' gradients."""
+    """gpt-oss's activation and biases: decode, a layer forward and backward, in block FP8, the biases' gradients."""
     activation = Activation("clamped_swiglu")
     tiny = DecodeCase(name="biases", T=1, K=2, E=3, D=80, F=48, held=2, config=FOLD, activation=activation, biased=True)
     for num_tokens, config in ((1, FOLD), (2, VECTOR), (3, MATRIX)):
         check_decode(replace(tiny, T=num_tokens, config=config), dtype, device.type, runs=1)
-    for index in range(len(ACTIVATIONS)):
-        layer = run_case(0, "fused", ParallelConfig(), index, 48, device.type, dtype=dtype)
+    kinds: tuple[Kind, ...] = ("triton", "cuda") if device.type == "cuda" else ("triton",)
+    for kind, index in product(kinds, range(len(ACTIVATIONS))):
+        with layer0_in(kind), layer1_in(kind):
+            layer = run_case(0, "fused", ParallelConfig(), index, 48, device.type, dtype=dtype)
         for found, exact in zip(layer, expected(index, 48, 1, 1)[0], strict=True):
             assert (found.double() - exact).norm() <= 16 * torch.finfo(dtype).eps * exact.norm()
+    for kind in kinds:
+        run_fp8(device, dtype, kind, biased=True)
     rows = make_rows([[0, 1, 70, 33]], 128, device.type, 1)
     for weighted in (False, True):
         check_bias_gradient(rows, 80, dtype, 1, device.type, weighted=weighted)

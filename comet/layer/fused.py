@@ -115,8 +115,7 @@ class Fused(Backend):
         bias: Tensor | None,
     ) -> None:
         wire, returns = combine_wire(self.workspace), returns_of(plan, weighted=True)
-        in_cuda = self.settings.cuda_kernels and not self.settings.expert_bias
-        table = tile_table(plan, Launch.GEMM_COMBINE)
+        in_cuda, table = self.settings.cuda_kernels, tile_table(plan, Launch.GEMM_COMBINE)
         launch_gemm_combine(a, b, y, out, wire, returns, table, config, bias, in_cuda=in_cuda)
 
     def dispatch_gemm_fp8(self, x: Tensor, w1: FP8, plan: Plan, b1: Tensor | None = None) -> FP8:
@@ -286,9 +285,9 @@ def launch_dispatch_gemm(
         config: Tile shape of Triton, and the split.
         b1: ``(e, 2F)``; ``None``: none.
     """
-    if b1 is None and cuda_layer0.can_run(w1, table):
-        split: dict[str, Any] = dict(comm_blocks=config.comm_blocks, activation=config.activation)
-        cuda_layer0.dispatch_gemm_cuda(x, w1, hidden, pre, wire, sends, table, **split)
+    if cuda_layer0.can_run(w1, table):
+        options: dict[str, Any] = dict(comm_blocks=config.comm_blocks, activation=config.activation, b1=b1)
+        cuda_layer0.dispatch_gemm_cuda(x, w1, hidden, pre, wire, sends, table, **options)
     elif isinstance(w1, Scaled):
         assert isinstance(hidden, Scaled)
         fp8_dispatch_gemm(w1, hidden, wire, sends, table, config, b1)
@@ -329,7 +328,7 @@ def launch_gemm_combine(
     if in_cuda and cuda_layer1.can_run(y, b, wire, returns, table):
         panels, reserved = config.num_panels, config.reserved_sms
         split = cuda_layer1.Split(num_panels=panels, reserved_sms=reserved, comm_blocks=config.comm_blocks)
-        cuda_layer1.gemm_combine_cuda(a, b, y, out, wire, returns, table, split)
+        cuda_layer1.gemm_combine_cuda(a, b, y, out, wire, returns, table, split, bias=bias)
     else:
         gemm_combine(a, b, y, out, wire, returns, table, config, b_is_kn=is_dgrad, bias=bias)
 

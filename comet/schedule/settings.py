@@ -68,7 +68,7 @@ class LayerSettings:
             differ between them.
         reserved_sms: How many layer 1 leaves to other kernels.
         activation: Of the experts.
-        expert_bias: Whether they have biases, on whichever ranks.
+        expert_bias: Whether they have biases.
     """
 
     comm_blocks: int

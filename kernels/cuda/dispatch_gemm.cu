@@ -23,6 +23,7 @@ struct GatherGemmArgs {
     const int* row_ids; // (Q,) received row of each routed row
     const int* flags;   // (W, M / CHUNK)
     int experts, depth, ffn;
+    const void* biases; // (e, 2F) of gate | up, if HAS_BIAS
 };
 
 // Of both warpgroups that multiply.
@@ -68,7 +69,7 @@ __device__ __forceinline__ void dispatch_gemm(
     const int epoch = __ldg(dispatch.epoch), experts = gemm.experts;
     const Segments segments{first_tile, first_tile + 2 * experts + 1};
     const GatherProblem<Config> problem{
-        gemm.counts, gemm.starts, segments, experts, gemm.depth, as_32_bits(gemm.ffn)};
+        gemm.counts, gemm.starts, segments, experts, gemm.depth, as_32_bits(gemm.ffn), gemm.biases};
     list_row_tiles(problem, reinterpret_cast<const int4*>(gemm.plan_tiles), __ldg(gemm.num_plan_tiles), threadIdx.x);
     __syncthreads();
 

@@ -20,6 +20,7 @@ struct PanelGemmArgs {
     const int* starts; // (e,) first routed row of each expert
     int experts, depth;
     ScaleArgs scales;
+    const void* biases; // (e, D), if HAS_BIAS
 };
 
 // Of both warpgroups that multiply; in block FP8 they use the stages.
@@ -76,7 +77,7 @@ __device__ __forceinline__ void gemm_combine(const PanelGemmArgs& gemm, const Co
     if (warp == PRODUCER && lane == 0) storage.init(1, MATH_WARPS * Config::CLUSTER);
     const PanelProblem<Config> problem{
         gemm.counts, gemm.starts, first_tile, gemm.experts, gemm.depth, combine.cols, combine.panels,
-        int(cluster_rank()), gemm.scales};
+        int(cluster_rank()), gemm.scales, gemm.biases};
     if (warp == 0) list_row_tiles(problem, first_tile, lane);
     __syncthreads();
     cluster_sync<Config::CLUSTER>();

@@ -50,9 +50,9 @@ def stage_bytes(mma: Mma, tile_rows: int, scale_steps: int = 0) -> int:
     return (mma.block_n + tile_rows) * SWIZZLE_BYTES + 4 * tile_rows * scale_steps
 
 
-def config_types(weights: torch.dtype, output: torch.dtype) -> dict[str, str]:
-    """Types of operands and of results, by their names in ``Config``."""
-    return dict(Element=element_of(weights), Output=element_of(output))
+def config_types(weights: torch.dtype, output: torch.dtype, bias: torch.dtype | None = None) -> dict[str, str]:
+    """Types of operands, of results and of biases, if there are any, by their names in ``Config``."""
+    return dict(Element=element_of(weights), Output=element_of(output), Bias=element_of(bias or output))
 
 
 def config_constants(mma: Mma, **others: Any) -> dict[str, int]:

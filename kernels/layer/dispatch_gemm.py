@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.activation import SWIGLU, Activation
-from ..runtime.arguments import CHUNK_ROWS, Scaled, TileTable, Wire, num_sms, parts
+from ..runtime.arguments import CHUNK_ROWS, Scaled, TileTable, Wire, aligned, num_sms, parts
 from ..runtime.case import CudaCase
 from ..runtime.cuda_source import (
     INT32,
@@ -63,6 +63,7 @@ class GatherGemmArgs(DeviceStruct):
         *fields(TensorMap, "weights_map"),
         *fields(POINTER, "received counts starts plan_tiles num_plan_tiles row_ids flags"),
         *fields(INT32, "experts depth ffn"),
+        *fields(POINTER, "biases"),
     )
 
 
@@ -114,6 +115,7 @@ class Variant:
         records: Whether warps record what they do.
         is_split: Whether some blocks only push rows at first, and the others none.
         activation: Of layer 0.
+        bias: Elements of the experts' biases, bfloat16, float16 or float32; ``None``: there are none.
         config: Shape of the blocks; of block FP8 only the stages and ``push_rows`` count.
     """
 
@@ -125,6 +127,7 @@ class Variant:
     records: bool = False
     is_split: bool = False
     activation: Activation = SWIGLU
+    bias: torch.dtype | None = None
     config: CudaConfig = DEFAULT
 
     def shared_bytes(self, num_experts: int) -> int:
@@ -152,6 +155,7 @@ class Variant:
         """Name of the kernel: ``dispatch_gemm_bf16_swiglu``, ``dispatch_gemm_fp8_swiglu``, ``fc2_dgrad_bf16``."""
         elements = "fp8" if self.weights.itemsize == 1 else config_types(self.weights, self.output)["Element"].lower()
         name = f"fc2_dgrad_{elements}" if self.is_dgrad else f"dispatch_gemm_{elements}_{self.activation.name}"
+        name += "_biases" * (self.bias is not None)
         return name + "_saving" * self.saves_gate_up + "_split" * self.is_split + "_recording" * self.records
 
     def source(self, num_experts: int) -> CudaSource:
@@ -161,7 +165,7 @@ class Variant:
             template="dispatch_gemm",
             entry=self.entry,
             arguments=dict(gemm=GatherGemmArgs, hidden=HiddenArgs, fault=Fault, dispatch=DispatchArgs),
-            types=config_types(self.weights, self.output) | dict(Activation=functor),
+            types=config_types(self.weights, self.output, self.bias) | dict(Activation=functor),
             constants=self._constants(),
             shared_bytes=self.shared_bytes(num_experts),
         )
@@ -170,10 +174,10 @@ class Variant:
         config = self.config
         common: dict[str, Any] = dict(
             cluster=1, num_stages=config.num_stages, push_rows=config.push_rows, world_size=self.world_size,
-            records=self.records, is_split=self.is_split, is_dgrad=self.is_dgrad, producer_warps=PRODUCER_WARPS,
-            chunk=CHUNK_ROWS, place_layer0=PLACE_LAYER0.value, kind_layer0_tile=KIND_LAYER0_TILE.value,
-            kind_dispatch=KIND_DISPATCH.value, shared_bytes=self.shared_bytes(0), shared_bytes_per_expert=EXPERT_BYTES,
-            **self.activation.parameters,
+            records=self.records, is_split=self.is_split, is_dgrad=self.is_dgrad, has_bias=self.bias is not None,
+            producer_warps=PRODUCER_WARPS, chunk=CHUNK_ROWS, place_layer0=PLACE_LAYER0.value,
+            kind_layer0_tile=KIND_LAYER0_TILE.value, kind_dispatch=KIND_DISPATCH.value,
+            shared_bytes=self.shared_bytes(0), shared_bytes_per_expert=EXPERT_BYTES, **self.activation.parameters,
         )  # fmt: skip
         if self.weights.itemsize == 1:
             rows = FP8_MMA.mma_rows
@@ -218,9 +222,9 @@ def dispatch_gemm_cuda(
     wire: Wire,
     sends: Sends,
     table: TileTable,
-    config: CudaConfig | None = None,
     comm_blocks: int = 0,
     activation: Activation = SWIGLU,
+    b1: Tensor | None = None,
 ) -> None:
     """Send this rank's rows, receive the others', and compute hidden = activation(x w_gate, x w_up) of routed rows.
 
@@ -233,9 +237,9 @@ def dispatch_gemm_cuda(
         wire: Receive rows and flags.
         sends: Send lists.
         table: Segments, tiles by phase, and where each routed row arrives.
-        config: Shape of the blocks.
         comm_blocks: Blocks that push rows before they compute; 0: a warp of each block pushes them beside.
         activation: Of the experts.
+        b1: ``(e, 2F)`` biases of gate | up, added to their products, of a floating type; ``None``: none.
     """
     (weights, weight_scales), (result, scales) = parts(w1), parts(hidden)
     if x is None:
@@ -248,7 +252,7 @@ def dispatch_gemm_cuda(
         records=wire.recorder is not None,
         is_split=comm_blocks > 0,
         activation=activation,
-        config=config or DEFAULT,
+        bias=None if b1 is None else b1.dtype,
     )
     results = HiddenArgs.of(
         hidden=result, gate_up=pre, scales=scales, weight_scales=weight_scales, num_rows=len(result)
@@ -256,7 +260,7 @@ def dispatch_gemm_cuda(
     block_n = MMA.block_n if weight_scales is None else FP8_MMA.block_n
     experts, double_f, depth = weights.shape
     sizes = experts, depth, double_f // 2
-    launch(variant, gate_up_map(weights, block_n), x, results, wire, sends, table, sizes, comm_blocks)
+    launch(variant, gate_up_map(weights, block_n), x, results, wire, sends, table, sizes, comm_blocks, b1)
 
 
 def fc2_dgrad_cuda(grad_y: Tensor, w2: Tensor, out: Tensor, wire: Wire, sends: Sends, table: TileTable) -> None:
@@ -300,6 +304,7 @@ def launch(
     table: TileTable,
     sizes: tuple[int, ...],
     comm_blocks: int = 0,
+    biases: Tensor | None = None,
 ) -> None:
     """Launch layer 0 on all SMs.
 
@@ -313,12 +318,14 @@ def launch(
         table: Segments, tiles by phase, and where each routed row arrives.
         sizes: e, D, F.
         comm_blocks: Blocks that push rows before they compute, of a variant that ``is_split``.
+        biases: ``(e, 2F)``, of a variant that has them.
     """
     assert table.segments is not None
     recorder, (starts, counts), (experts, depth, ffn) = wire.recorder, table.segments, sizes
     gemm = GatherGemmArgs.of(
         weights_map=weights_map, received=wire.rows, counts=counts, starts=starts, plan_tiles=table.tiles,
         num_plan_tiles=table.num_tiles, row_ids=table.row_ids, flags=wire.flags, experts=experts, depth=depth, ffn=ffn,
+        biases=None if biases is None else aligned(biases),
     )  # fmt: skip
     dispatch = DispatchArgs.of(
         x=x, token_ids=sends.token_ids, counts=sends.counts, row_addresses=wire.row_pointers,
@@ -338,8 +345,8 @@ def _kernel(variant: Variant, experts: int, device: int) -> CudaKernel:
 
 
 def aot_cases() -> list[CudaCase]:
-    """Inference and training, each with recording, in float16 and block FP8; splits; fc2_dgrad; other activations."""
-    bf16, fp16, fp8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+    """Inference and training, recording, float16, block FP8; splits; fc2_dgrad; other activations; with biases."""
+    bf16, fp16, fp8, gpt_oss = torch.bfloat16, torch.float16, torch.float8_e4m3fn, Activation("clamped_swiglu")
     variants = [
         *(Variant(weights=bf16, output=bf16, world_size=4, saves_gate_up=saves, records=records)
           for saves, records in product([False, True], [False, True])),
@@ -351,8 +358,9 @@ def aot_cases() -> list[CudaCase]:
         *(Variant(weights=dtype, output=dtype, world_size=4, is_dgrad=True, records=records)
           for dtype, records in product([bf16, fp16], [False, True])),
         *(Variant(weights=bf16, output=bf16, world_size=4, saves_gate_up=True, activation=Activation(name))
-          for name in ("geglu", "reglu", "clamped_swiglu")),
-        Variant(weights=fp8, output=bf16, world_size=4, activation=Activation("clamped_swiglu")),
+          for name in ("geglu", "reglu")),
+        *(Variant(weights=weights, output=bf16, world_size=4, saves_gate_up=saves, activation=gpt_oss, bias=bf16)
+          for weights, saves in [(bf16, False), (bf16, True), (fp8, False)]),
     ]  # fmt: skip
     return [CudaCase.of(variant.source(64), "4 ranks", _spilled_bytes(variant)) for variant in variants]
 

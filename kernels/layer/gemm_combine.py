@@ -24,6 +24,7 @@ from ..runtime.arguments import (
     Scaled,
     TileTable,
     Wire,
+    aligned,
     num_sms,
     parts,
 )
@@ -85,6 +86,7 @@ class PanelGemmArgs(DeviceStruct):
         *fields(POINTER, "counts starts"),
         *fields(INT32, "experts depth"),
         *fields(ScaleArgs, "scales"),
+        *fields(POINTER, "biases"),
     )
 
 
@@ -172,6 +174,7 @@ class Variant:
         is_dgrad: Whether it is fc1_dgrad.
         records: Whether warps record what they do.
         is_split: Whether some blocks only combine, and in the others no warp does before the tiles are done.
+        bias: Elements of the experts' biases, bfloat16, float16 or float32; ``None``: there are none.
         config: Shape of the blocks.
     """
 
@@ -182,6 +185,7 @@ class Variant:
     is_dgrad: bool = False
     records: bool = False
     is_split: bool = False
+    bias: torch.dtype | None = None
     config: CudaConfig = DEFAULT
 
     def shared_bytes(self, num_experts: int) -> int:
@@ -209,7 +213,8 @@ class Variant:
         output = config_types(self.weights, self.output)["Output"].lower()
         elements = output if self.weights.itemsize == 2 else f"fp8_{output}"
         name = f"{'fc1_dgrad' if self.is_dgrad else 'gemm_combine'}_{elements}_top{self.top_k}"
-        return f"{name}_rows{self.config.most_rows}" + "_split" * self.is_split + "_recording" * self.records
+        name += f"_rows{self.config.most_rows}" + "_biases" * (self.bias is not None)
+        return name + "_split" * self.is_split + "_recording" * self.records
 
     def source(self, num_experts: int) -> CudaSource:
         """What it is compiled from, for a launch with so many experts of this rank."""
@@ -217,7 +222,7 @@ class Variant:
             template="gemm_combine",
             entry=self.entry,
             arguments=dict(gemm=PanelGemmArgs, combine=CombineArgs),
-            types=config_types(self.weights, self.output),
+            types=config_types(self.weights, self.output, self.bias),
             constants=self._constants(),
             shared_bytes=self.shared_bytes(num_experts),
             cluster=self.config.cluster,
@@ -229,8 +234,9 @@ class Variant:
             cluster=config.cluster, num_stages=config.num_stages, max_tile_rows=config.most_rows,
             box_rows=config.box_rows, ahead_colocated=config.ahead, ahead_after=config.ahead_after, scale_steps=1,
             top_k=self.top_k, world_size=self.world_size, records=self.records, is_split=self.is_split,
-            is_dgrad=self.is_dgrad, panel_unit=PANEL_UNIT, combine_warps=COMBINE_WARPS, chunk=COMBINE_CHUNK_ROWS,
-            chunk_flags=CHUNK_FLAGS, place_panel=PLACE_PANEL.value, place_layer1=PLACE_LAYER1.value,
+            is_dgrad=self.is_dgrad, has_bias=self.bias is not None, panel_unit=PANEL_UNIT,
+            combine_warps=COMBINE_WARPS, chunk=COMBINE_CHUNK_ROWS, chunk_flags=CHUNK_FLAGS,
+            place_panel=PLACE_PANEL.value, place_layer1=PLACE_LAYER1.value,
             kind_layer1_tile=KIND_LAYER1_TILE.value, kind_reduce=KIND_REDUCE.value,
             kind_final_sum=KIND_FINAL_SUM.value, shared_bytes=self.shared_bytes(0),
             shared_bytes_per_expert=EXPERT_BYTES,
@@ -297,8 +303,9 @@ def gemm_combine_cuda(
     table: TileTable,
     split: Split,
     config: CudaConfig | None = None,
+    bias: Tensor | None = None,
 ) -> None:
-    """y = a @ b[expert] for all routed rows, then out[t] = sum of token t's rows over all ranks.
+    """y = a @ b[expert] + bias[expert] for all routed rows, then out[t] = sum of token t's rows over all ranks.
 
     Args:
         a: ``(Q, C)`` routed rows, bfloat16 or float16; in block FP8 with scales ``(C / 128, Q)``.
@@ -310,6 +317,7 @@ def gemm_combine_cuda(
         table: Segments, counters and the number of tiles.
         split: Panels and blocks.
         config: Shape of the blocks.
+        bias: ``(e, D)`` of a floating type; ``None``: none, as of all gradients.
     """
     (rows, row_scales), (weights, weight_scales) = parts(a), parts(b)
     is_dgrad, num_experts = returns.grads is not None, len(weights)
@@ -320,6 +328,7 @@ def gemm_combine_cuda(
     variant = Variant(
         weights=weights.dtype, output=y.dtype, top_k=returns.row_slots.shape[1], world_size=wire.world_size,
         is_dgrad=is_dgrad, records=wire.recorder is not None, is_split=split.comm_blocks > 0, config=config,
+        bias=None if bias is None else bias.dtype,
     )  # fmt: skip
     kernel = _kernels(variant, num_experts, torch.cuda.current_device(), selectable)[config]
     line, mma = SWIZZLE_BYTES // weights.itemsize, MMA if weight_scales is None else FP8_MMA
@@ -330,6 +339,7 @@ def gemm_combine_cuda(
         rows_map=tensor_map(rows, (config.box_rows, mma.block_k)), weights_map=tensor_map(weights, box), counts=counts,
         starts=starts, experts=num_experts, depth=rows.shape[1],
         scales=ScaleArgs.of(rows=row_scales, weights=weight_scales, num_rows=len(y)),
+        biases=None if bias is None else aligned(bias),
     )  # fmt: skip
     num_blocks = launched_blocks(num_sms(y.device), split.reserved_sms, config.cluster)
     split = replace(split, comm_blocks=min(split.comm_blocks, num_blocks - config.cluster))  # some have to compute
@@ -427,7 +437,7 @@ def _kernel(variant: Variant, experts: int, device: int) -> CudaKernel:
 
 
 def aot_cases() -> list[CudaCase]:
-    """Forward and fc1_dgrad in all blocks that a layer takes, and block FP8; a split of each."""
+    """Forward and fc1_dgrad in all blocks that a layer takes, and block FP8; a split of each; with biases."""
     bf16, fp16, fp8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
     shapes = [(bf16, 2, False), (bf16, 8, False), (bf16, 8, True), (fp16, 8, False)]
     variants = [
@@ -444,4 +454,5 @@ def aot_cases() -> list[CudaCase]:
     ]
     bf16_split = Variant(weights=bf16, output=bf16, top_k=8, world_size=4, is_split=True)
     variants += [bf16_split, replace(bf16_split, is_dgrad=True), replace(bf16_split, weights=fp8, config=FP8_CONFIG)]
+    variants += [replace(variant, top_k=4, is_split=False, bias=bf16) for variant in (bf16_split, variants[-1])]
     return [CudaCase.of(variant.source(64), "4 ranks") for variant in variants]

@@ -135,8 +135,9 @@ def _declared(name: str, value: float) -> str:
 
 
 def element_of(dtype: torch.dtype) -> str:
-    """Name in the headers: ``Bf16``, ``Fp16`` or ``E4m3``."""
-    return {torch.bfloat16: "Bf16", torch.float16: "Fp16", torch.float8_e4m3fn: "E4m3"}[dtype]
+    """Name in the headers: ``Bf16``, ``Fp16``, ``Fp32`` or ``E4m3``."""
+    names = {torch.bfloat16: "Bf16", torch.float16: "Fp16", torch.float32: "Fp32", torch.float8_e4m3fn: "E4m3"}
+    return names[dtype]
 
 
 def storage_bytes(num_stages: int, stage_bytes: int, staging_bytes: int, tile_bytes: int, tile_slots: int) -> int:

@@ -20,6 +20,8 @@ struct Bf16 {
     static __device__ __forceinline__ float2 unpack(u32 packed) {
         return make_float2(__uint_as_float(packed << 16), __uint_as_float(packed & 0xFFFF0000));
     }
+
+    using Pair = u32;
 };
 
 struct Fp16 {
@@ -35,6 +37,14 @@ struct Fp16 {
             : "=f"(low), "=f"(high) : "r"(packed));
         return make_float2(low, high);
     }
+
+    using Pair = u32;
+};
+
+struct Fp32 {
+    static __device__ __forceinline__ float2 unpack(float2 pair) { return pair; }
+
+    using Pair = float2;
 };
 
 struct E4m3 {};

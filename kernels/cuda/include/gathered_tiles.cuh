@@ -25,6 +25,7 @@ struct GatherProblem {
     const int* starts; // (e,) first routed row of each expert
     Segments segments;
     int experts, depth, ffn;
+    const void* biases; // (e, 2F) of gate | up, if HAS_BIAS
 
     __device__ __forceinline__ int tiles_per_row_tile() const { return ceil_div(ffn, TILE_COLS); }
     __device__ __forceinline__ int num_tiles() const { return segments.first_tile[2 * experts] * tiles_per_row_tile(); }

@@ -36,10 +36,11 @@ __device__ __forceinline__ void free_last_stage(const Pipeline<Config>& pipeline
 }
 
 // Adds up a tile of ROWS rows. `meanwhile` is called while products run, and once more at the end, for tiles of few
-// steps. FENCES: rows are what threads wrote.
-template <int ROWS, bool FENCES, class Config, typename Meanwhile>
+// steps. FENCES: rows are what threads wrote. Biases are added here, where sums have their registers for certain.
+template <int ROWS, bool FENCES, class Config, class Biases, typename Meanwhile>
 __device__ __forceinline__ void multiply_steps(
-    Pipeline<Config>& pipeline, Accumulator<Config>& sums, int group, int lane, int num_steps, Meanwhile meanwhile) {
+    Pipeline<Config>& pipeline, Accumulator<Config>& sums, const Biases& biases, int group, int lane, int num_steps,
+    Meanwhile meanwhile) {
     // From one instruction's weights to the next one's, in units of 16 bytes: along a line, or 16 lines on.
     constexpr int NEXT_WEIGHTS = Config::IS_DGRAD ? SWIZZLE_BYTES : 2;
 #pragma unroll 1 // as fast, and a third of the assembler's time
@@ -63,13 +64,14 @@ __device__ __forceinline__ void multiply_steps(
     wgmma_wait_group<0>();
     free_last_stage(pipeline, lane);
     meanwhile();
+    if constexpr (Config::HAS_BIAS) biases.template add_to<ROWS>(sums, lane);
 }
 
 // The same of as many rows as a tile has. Only the products are compiled for each height, for the assembler's time.
-template <bool FENCES, class Config, typename Meanwhile>
+template <bool FENCES, class Config, class Biases, typename Meanwhile>
 __device__ __forceinline__ void multiply_tile(
-    Pipeline<Config>& pipeline, Accumulator<Config>& sums, int rows, int group, int lane, int num_steps,
-    Meanwhile meanwhile) {
+    Pipeline<Config>& pipeline, Accumulator<Config>& sums, const Biases& biases, int rows, int group, int lane,
+    int num_steps, Meanwhile meanwhile) {
     static_assert(Config::ROW_STEP == 16 && Config::MAX_TILE_ROWS <= 18 * 16);
 #pragma unroll
     for (float& sum : sums) sum = 0.0f;
@@ -77,7 +79,7 @@ __device__ __forceinline__ void multiply_tile(
 #define CASE(STEPS)                                                                                                    \
     case STEPS:                                                                                                        \
         if constexpr (16 * STEPS <= Config::MAX_TILE_ROWS) {                                                           \
-            multiply_steps<16 * STEPS, FENCES>(pipeline, sums, group, lane, num_steps, meanwhile);                     \
+            multiply_steps<16 * STEPS, FENCES>(pipeline, sums, biases, group, lane, num_steps, meanwhile);             \
         }                                                                                                              \
         break;
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9)

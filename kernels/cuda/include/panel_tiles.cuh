@@ -37,6 +37,7 @@ struct PanelProblem {
     const int* first_tile; // (e + 1,) in shared memory: token tiles before each expert
     int experts, depth, cols, panels, rank;
     ScaleArgs scales;
+    const void* biases; // (e, D), if HAS_BIAS
 
     // Tiles of a token tile in the columns that count as one in panels, of a cluster.
     static constexpr int TILES_PER_UNIT = Config::PANEL_UNIT / Config::BLOCK_N / Config::CLUSTER;

@@ -134,7 +134,7 @@ def test_layer_0_hands_on_what_it_gets(monkeypatch: pytest.MonkeyPatch, comm_blo
 def test_layer_1_hands_on_what_it_gets(monkeypatch: pytest.MonkeyPatch, comm_blocks: int) -> None:
     given: list[tuple[object, ...]] = []
     monkeypatch.setattr(layer1, "is_available", lambda device: True)
-    monkeypatch.setattr(layer1, "gemm_combine_cuda", lambda *call: given.append(call))
+    monkeypatch.setattr(layer1, "gemm_combine_cuda", lambda *call, **_: given.append(call))
     call, hidden = layer1_call(), make_weight(1, 128, F)
     tensors = hidden, call["b"], call["y"], call["y"], call["wire"], call["returns"], call["table"]
     config = GemmCombineConfig(num_panels=3, comm_blocks=comm_blocks, reserved_sms=5)

@@ -107,7 +107,7 @@ def test_it_is_not_asked_where_a_rank_of_the_group_lacks_it(
     """Its flags are not those of the twin: the others would wait for ever, or not at all."""
     launched: list[str] = []
     monkeypatch.setattr(module, "is_available", lambda device: True)
-    monkeypatch.setattr(module, "gemm_combine_cuda", lambda *_: launched.append("cuda"))
+    monkeypatch.setattr(module, "gemm_combine_cuda", lambda *_, **__: launched.append("cuda"))
     monkeypatch.setattr(fused, "gemm_combine", lambda *_, **__: launched.append("triton"))
     call = make_call()
     tensors = (call[name] for name in ("y", "b", "y", "y", "wire", "returns", "table"))

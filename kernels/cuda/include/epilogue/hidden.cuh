@@ -5,6 +5,7 @@
 #define COMET_HIDDEN_CUH
 
 #include "../activation.cuh"
+#include "../bias.cuh"
 #include "../gathered_tiles.cuh"
 #include "../recorder.cuh"
 #include "../store_rows.cuh"
@@ -117,7 +118,14 @@ __device__ __forceinline__ void multiply_hidden(
         const int first_row = tile.first_row, col = tile.col, phase = tile.phase;
         const u32 staging = storage.staging + group * HiddenStaging<Config>::BYTES;
         Accumulator<Config> sums;
-        multiply_tile<FENCES>(pipeline, sums, tile.rows, group, lane, problem.num_steps(), [] {});
+        ColumnBiases<Config> biases;
+        if constexpr (Config::HAS_BIAS) {
+            const int gate = col + group * HiddenStaging<Config>::GROUP_COLS + warp % 4 * 8 + lane / 4;
+            if (gate < problem.ffn) {
+                biases.fetch(problem.biases, tile.expert, 2 * problem.ffn, gate, problem.ffn + gate);
+            }
+        }
+        multiply_tile<FENCES>(pipeline, sums, biases, tile.rows, group, lane, problem.num_steps(), [] {});
         if constexpr (Config::IS_DGRAD) {
             store_tile<Config>(
                 sums, tile, static_cast<u16*>(args.hidden), problem.ffn, staging, group, warp % 4, lane);

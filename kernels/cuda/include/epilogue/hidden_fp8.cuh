@@ -111,6 +111,14 @@ __device__ __forceinline__ void compute_hidden_fp8(
     const WeightScales<true> scales(gate_scales, gate_scales + num_blocks * num_steps);
     multiply_region(pipeline, sums, scales, region, lane, num_steps, [] {});
     if (lane == 0) pipeline.free_last();
+    if constexpr (Config::HAS_BIAS) {
+        const int col = tile.col + region.first_half * HALF_HIDDEN + lane % 4 * 2;
+        const auto* const gate = bias_pair<Config>(problem.biases, tile.expert, 2 * problem.ffn, col);
+        const auto* const up = gate + problem.ffn / 2;
+        add_biases<Config>(sums, region.halves(), [&](int half, int eight) {
+            return (eight % 2 ? up : gate) + half * (HALF_HIDDEN / 2) + eight / 2 * 4;
+        });
+    }
     float largest[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) {

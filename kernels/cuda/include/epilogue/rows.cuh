@@ -4,6 +4,7 @@
 #ifndef COMET_ROWS_CUH
 #define COMET_ROWS_CUH
 
+#include "../bias.cuh"
 #include "../panel_tiles.cuh"
 #include "../recorder.cuh"
 #include "../store_rows.cuh"
@@ -25,15 +26,21 @@ struct PanelShare {
 
 template <class Config>
 __device__ __forceinline__ void compute_rows(
-    Pipeline<Config>& pipeline, const PanelTile& tile, PanelShare& share, u16* y, int cols, u32 staging, int group,
-    int warp, int lane, int num_steps) {
+    Pipeline<Config>& pipeline, const PanelTile& tile, PanelShare& share, u16* y,
+    const PanelProblem<Config>& problem, u32 staging, int group, int warp, int lane, int num_steps) {
     constexpr bool FENCES = false; // rows come by TMA
     Accumulator<Config> sums;
+    ColumnBiases<Config> biases;
+    if constexpr (Config::HAS_BIAS) {
+        const int col = tile.col + group * (Config::BLOCK_N / 2) + warp * 16 + lane / 4;
+        // Columns are a multiple of 16.
+        if (col < problem.cols) biases.fetch(problem.biases, tile.expert, problem.cols, col, col + 8);
+    }
     const bool leads = warp == 0 && lane == 0;
     // Of the tile before, whose stores have had time to complete.
     multiply_tile<FENCES>(
-        pipeline, sums, tile.rows, group, lane, num_steps, [&] { if (leads) share.publish(); });
-    store_tile<Config>(sums, tile, y, cols, staging, group, warp, lane);
+        pipeline, sums, biases, tile.rows, group, lane, num_steps, [&] { if (leads) share.publish(); });
+    store_tile<Config>(sums, tile, y, problem.cols, staging, group, warp, lane);
     share.panel = tile.panel;
     share.plan_tiles = tile.plan_tiles;
 }
@@ -70,7 +77,7 @@ __device__ __forceinline__ void multiply_rows(
     const int group = warp / 4, num_steps = problem.num_steps();
     const u32 staging = storage.staging + group * ROWS_STAGING_BYTES<Config>;
     const auto compute = [&](Pipeline<Config>& pipeline, const PanelTile& tile, PanelShare& share) {
-        compute_rows(pipeline, tile, share, y, problem.cols, staging, group, warp % 4, lane, num_steps);
+        compute_rows(pipeline, tile, share, y, problem, staging, group, warp % 4, lane, num_steps);
     };
     compute_tiles(problem, storage, panel_counters, recorder, warp, lane, compute);
 }

@@ -51,6 +51,13 @@ __device__ __forceinline__ void compute_rows_fp8(
     const WeightScales<false> scales(scales_of(region.first_half), scales_of(1));
     // Of the tile before, whose stores have had time to complete.
     multiply_region(pipeline, sums, scales, region, lane, num_steps, [&] { if (leads) share.publish(); });
+    if constexpr (Config::HAS_BIAS) {
+        const int col = tile.col + region.first_half * HALF_COLS;
+        const auto* const pair = bias_pair<Config>(problem.biases, tile.expert, problem.cols, col + lane % 4 * 2);
+        add_biases<Config>(sums, min(region.halves(), (problem.cols - col) / HALF_COLS), [&](int half, int eight) {
+            return pair + half * (HALF_COLS / 2) + eight * 4;
+        });
+    }
     warpgroup_sync(group); // a matrix instruction reads for all four warps, and each has waited for its own only
     // What of the last stage no other warpgroup reads: own rows, or a half of the columns.
     u32 staging = pipeline.stages + pipeline.last() * Stage<Config>::BYTES +
