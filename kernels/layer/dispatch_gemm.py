@@ -366,7 +366,11 @@ def aot_cases() -> list[CudaCase]:
 
 
 def _spilled_bytes(variant: Variant) -> int:
-    """Known spills, once per tile of a layer that is looked at and not timed."""
+    """Known spills, once per tile of a layer that is looked at and not timed.
+
+    In float16 the assembler splits rounded gates and ups into halves, for the activation, before they are stored as
+    words, and has both at once: 72 registers more, where bfloat16 needs a shift.
+    """
     if not variant.records or variant.is_dgrad or variant.weights == torch.bfloat16:
         return 0
-    return 16 if variant.weights.itemsize == 1 else 200
+    return 16 if variant.weights.itemsize == 1 else 184

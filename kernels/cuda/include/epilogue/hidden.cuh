@@ -114,13 +114,11 @@ __device__ __forceinline__ void multiply_hidden(
         pipeline.wait_full();
         const GatheredTile& tile = storage.tiles[slot];
         slot = (slot + 1) % Config::TILE_SLOTS;
-        const u64 begin = tile.begin, ready = tile.ready;
-        const int first_row = tile.first_row, col = tile.col, phase = tile.phase;
         const u32 staging = storage.staging + group * HiddenStaging<Config>::BYTES;
         Accumulator<Config> sums;
         ColumnBiases<Config> biases;
         if constexpr (Config::HAS_BIAS) {
-            const int gate = col + group * HiddenStaging<Config>::GROUP_COLS + warp % 4 * 8 + lane / 4;
+            const int gate = tile.col + group * HiddenStaging<Config>::GROUP_COLS + warp % 4 * 8 + lane / 4;
             if (gate < problem.ffn) {
                 biases.fetch(problem.biases, tile.expert, 2 * problem.ffn, gate, problem.ffn + gate);
             }
@@ -134,8 +132,8 @@ __device__ __forceinline__ void multiply_hidden(
         }
         if (warp == 0 && lane == 0) {
             recorder.record(
-                Config::KIND_LAYER0_TILE, first_row / Config::PLAN_TILE_ROWS, col / problem.TILE_COLS, phase, begin,
-                ready);
+                Config::KIND_LAYER0_TILE, tile.first_row / Config::PLAN_TILE_ROWS, tile.col / problem.TILE_COLS,
+                tile.phase, tile.begin, tile.ready);
         }
         if (tile.is_last) break;
     }
