@@ -38,7 +38,6 @@ A_COLS = 128  # columns of a of a tile
 B_COLS = 256  # and of b: what one instruction multiplies
 ROW_STEP = 16  # rows that an instruction multiplies
 TICKETS = 2  # where its counter is among a launch's, behind those of communication and of tiles
-LEAST_TILES = 132  # with fewer, blocks have one each, and it is not the ends that count
 BOX_ROWS = 16  # rows of a result that a warp stores at once
 
 
@@ -86,20 +85,6 @@ class CudaConfig:
         return storage_bytes(self.num_stages, stage, staging, TILE_BYTES, TILE_SLOTS) + 8 * self.num_stages
 
 
-def runs_cuda(a: Tensor, b: Tensor, out: Tensor) -> bool:
-    """Whether a launch is the one in CUDA C++.
-
-    Args:
-        a: See ``group_gemm_wgrad``.
-        b: See ``group_gemm_wgrad``.
-        out: See ``group_gemm_wgrad``.
-
-    Example:
-        Two experts of 1024 and 2048 columns have 2 * 8 * 8 = 128 tiles, fewer than SMs: not.
-    """
-    return num_tiles(*out.shape) >= LEAST_TILES and can_run(a, b, out)
-
-
 def num_tiles(experts: int, a_cols: int, b_cols: int) -> int:
     """Tiles of a launch.
 
@@ -109,18 +94,18 @@ def num_tiles(experts: int, a_cols: int, b_cols: int) -> int:
         b_cols: N'.
 
     Example:
-        Experts of 130 and 256 columns: 2 * 1 each.
+        Experts of 130 and 256 columns: 2 * 1 each; two experts of 1024 and 2048: 2 * 8 * 8 = 128.
     """
     return experts * -(-a_cols // A_COLS) * -(-b_cols // B_COLS)
 
 
-def can_run(a: Tensor, b: Tensor, out: Tensor) -> bool:
-    """Whether the kernel in CUDA C++ takes such a launch, of whatever size; see ``runs_cuda``.
+def runs_cuda(a: Tensor, b: Tensor, out: Tensor) -> bool:
+    """Whether a launch is the one in CUDA C++: wherever it can run.
 
     Args:
-        a: See ``group_gemm_wgrad``.
-        b: See ``group_gemm_wgrad``.
-        out: See ``group_gemm_wgrad``.
+        a: ``(Q, M')`` routed rows.
+        b: ``(Q, N')`` routed rows.
+        out: ``(e, M', N')`` result.
     """
     return (
         a.element_size() == 2

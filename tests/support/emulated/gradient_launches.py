@@ -11,9 +11,9 @@ from emulated_ranks import EmulatedCase, Kind, fault_of, fresh, max_tokens, plan
 from layer1_launches import layer1_in, make_buffers
 from torch import Tensor
 
-from comet.kernels.gemm import wgrad_cuda as group_gemm_wgrad_cuda
 from comet.kernels.layer.triton.gemm_combine import GemmCombineConfig
 from comet.kernels.runtime.arguments import GradWire, Wire, power_of_2
+from comet.layer import fused
 from comet.layer.fused import launch_gemm_combine
 from comet.layer.launch_arguments import returns_of, tile_table
 from comet.layer.plan import Launch, Plan
@@ -22,9 +22,8 @@ Gradients = tuple[Tensor, Tensor]
 
 
 def weights_in(kind: Kind) -> AbstractContextManager[object]:
-    """Weight gradients of any size in CUDA C++ or in Triton."""
-    least = {"cuda": 0, "triton": 1 << 62}[kind]
-    return patch.object(group_gemm_wgrad_cuda, "LEAST_TILES", least)
+    """Weight gradients in CUDA C++, where it can run, or in Triton."""
+    return patch.object(fused, "runs_cuda", fused.runs_cuda if kind == "cuda" else lambda *_: False)
 
 
 def inputs_of(case: EmulatedCase, rank: int, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
