@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from ..runtime.activation import SWIGLU, Activation
+from ..runtime.arch import HOPPER
 from ..runtime.arguments import CHUNK_ROWS, Scaled, TileTable, Wire, aligned, num_sms, parts
 from ..runtime.case import CudaCase
 from ..runtime.cuda_source import (
     INT32,
     INT64,
     POINTER,
-    SHARED_LIMIT,
     SWIZZLE_BYTES,
     CudaSource,
     DeviceStruct,
@@ -198,7 +198,7 @@ def fits(shape: tuple[int, ...], itemsize: int, block_rows: int, *, is_dgrad: bo
     dtype = torch.float8_e4m3fn if itemsize == 1 else torch.bfloat16
     in_step = itemsize == 1 or (n % (8 if is_dgrad else 16) == 0 and k % 8 == 0)
     shared_bytes = Variant(weights=dtype, output=torch.bfloat16, world_size=1, is_dgrad=is_dgrad).shared_bytes(experts)
-    return itemsize <= 2 and in_step and block_rows == PLAN_TILE_ROWS and shared_bytes <= SHARED_LIMIT
+    return itemsize <= 2 and in_step and block_rows == PLAN_TILE_ROWS and shared_bytes <= HOPPER.shared_bytes
 
 
 def can_run(weights: Tensor | Scaled, table: TileTable, *, is_dgrad: bool = False) -> bool:

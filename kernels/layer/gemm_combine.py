@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..runtime.arch import HOPPER
 from ..runtime.arguments import (
     CHUNK_FLAGS,
     COMBINE_CHUNK_ROWS,
@@ -35,7 +36,6 @@ from ..runtime.cuda_source import (
     MATH_WARPS,
     NUM_THREADS,
     POINTER,
-    SHARED_LIMIT,
     SWIZZLE_BYTES,
     CudaSource,
     DeviceStruct,
@@ -267,7 +267,7 @@ def fits(entries: int, experts: int, itemsize: int, block_rows: int) -> bool:
         Variant(weights=dtype, output=torch.bfloat16, top_k=entries, world_size=1, config=config)
         for config in ((FP8_CONFIG,) if itemsize == 1 else SELECTABLE)
     ]
-    fit = all(variant.shared_bytes(experts) <= SHARED_LIMIT for variant in variants)
+    fit = all(variant.shared_bytes(experts) <= HOPPER.shared_bytes for variant in variants)
     return itemsize <= 2 and block_rows == PLAN_TILE_ROWS and entries <= MOST_ENTRIES and fit
 
 

@@ -13,10 +13,7 @@ from typing import Any
 
 import torch
 
-from .arch import HOPPER
-
 FOLDER = Path(__file__).parents[1] / "cuda"
-SHARED_LIMIT = HOPPER.shared_bytes
 
 # What the host has to know of the device's code as well. Where both need a number, the device gets it in its Config.
 SWIZZLE_BYTES = 128  # of a row in shared memory

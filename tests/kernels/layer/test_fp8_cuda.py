@@ -16,8 +16,8 @@ from comet.kernels.layer import gemm_combine as layer1
 from comet.kernels.layer.triton.dispatch import Sends
 from comet.kernels.layer.triton.dispatch_gemm import DispatchGemmConfig
 from comet.kernels.layer.triton.gemm_combine import GemmCombineConfig
+from comet.kernels.runtime.arch import HOPPER
 from comet.kernels.runtime.arguments import Returns, Scaled, TileTable
-from comet.kernels.runtime.cuda_source import SHARED_LIMIT
 from comet.layer import fused
 
 D, F, MANY = 512, 256, 20_000
@@ -47,9 +47,9 @@ def test_an_expert_costs_its_place_in_the_table_of_pieces() -> None:
 
 def test_the_layers_of_large_models_fit() -> None:
     for experts in (1, 8, 64, 128, 256):
-        assert layer0_bytes(experts) <= SHARED_LIMIT
+        assert layer0_bytes(experts) <= HOPPER.shared_bytes
         for entries in range(1, layer1.MOST_ENTRIES + 1):
-            assert layer1_bytes(experts, entries) <= SHARED_LIMIT
+            assert layer1_bytes(experts, entries) <= HOPPER.shared_bytes
 
 
 def make_weight(experts: int, rows: int, columns: int) -> Scaled:

@@ -16,8 +16,8 @@ from ranks import run_ranks
 from comet.kernels.layer import gemm_combine as module
 from comet.kernels.layer.gemm_combine import DEFAULT, CudaConfig, Variant, combine_bytes, launched_blocks, ticket_parts
 from comet.kernels.layer.triton.gemm_combine import GemmCombineConfig
+from comet.kernels.runtime.arch import HOPPER
 from comet.kernels.runtime.arguments import CHUNK_FLAGS, COMBINE_CHUNK_ROWS, GradWire, Returns
-from comet.kernels.runtime.cuda_source import SHARED_LIMIT
 from comet.layer import fused
 from comet.layer.launch_arguments import tile_table
 from comet.layer.plan import Launch, Plan
@@ -63,7 +63,7 @@ def test_blocks_fit_where_the_layer_takes_them(expected_tokens_per_expert: float
     chosen, default = CudaConfig.select(expected_tokens_per_expert), CudaConfig()
     assert (chosen == default) == (not 232 <= expected_tokens_per_expert <= 280)
     assert chosen.most_rows % chosen.box_rows == 0
-    assert shared_bytes(256, chosen) <= shared_bytes(256, default) <= SHARED_LIMIT
+    assert shared_bytes(256, chosen) <= shared_bytes(256, default) <= HOPPER.shared_bytes
 
 
 def make_call(**changes: object) -> dict[str, object]:

@@ -19,8 +19,8 @@ from comet.kernels.gemm.gather_rows import OwnRows, gather_rows
 from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm
 from comet.kernels.layer import dispatch_gemm as module
 from comet.kernels.layer.triton.dispatch import DispatchConfig, Sends, dispatch
+from comet.kernels.runtime.arch import HOPPER
 from comet.kernels.runtime.arguments import TileTable, Wire
-from comet.kernels.runtime.cuda_source import SHARED_LIMIT
 
 
 def play(rank: int, world_size: int) -> None:
@@ -78,7 +78,7 @@ def test_memory_of_a_block() -> None:
     variant = module.Variant(weights=torch.bfloat16, output=torch.bfloat16, world_size=4, is_dgrad=True)
     assert variant.shared_bytes(32) == 1024 + 4 * 53248 + 2 * 4096 + 64 + 512 + 4 * 97 == 223172
     assert variant.shared_bytes(33) - variant.shared_bytes(32) == 3 * 4
-    assert variant.shared_bytes(256) <= SHARED_LIMIT
+    assert variant.shared_bytes(256) <= HOPPER.shared_bytes
 
 
 def can_run(w2: Tensor, table: TileTable) -> bool:
