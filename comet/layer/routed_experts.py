@@ -24,7 +24,7 @@ from comet.layer.backend import Backend
 from comet.layer.group import ExpertGroup
 from comet.layer.plan import Plan, check_tokens
 from comet.layer.twin.layer import Twin
-from comet.layer.weights import match_once, match_weights, pad_width
+from comet.layer.weights import match_biases, match_once, match_weights, pad_width
 from comet.layout import Biases, added_biases
 from comet.quantization.formats import FP8
 from comet.quantization.packed import match_fp8_weights
@@ -222,6 +222,8 @@ class SymmetricPath:
             match_weights, config, self.layout, biased=config.expert_bias, dtype=dtype, device=device
         )
         self.match_fp8 = match_once(match_fp8_weights, config, self.layout, device=device)
+        rules = dict(biased=config.expert_bias, dtype=dtype, device=device, contiguous=True)
+        self.match_fp8_biases = match_once(match_biases, config, self.layout, **rules)
         self.deferred: DeferredWgrad | None = None
 
     @uncompiled
@@ -284,8 +286,7 @@ class SymmetricPath:
         """
         check_tokens(tokens, top_k_ids, self.workspace)
         self.match_fp8(w1.elements, w2.elements, w1.scales, w2.scales)
-        biased = self.backend.settings.expert_bias
-        require((biases is not None) == biased, f"biases={biases is not None} must be the layer's expert_bias={biased}")
+        self.match_fp8_biases(*(biases or ()))
         require(
             not wants_grad(tokens, top_k_weights),
             "requires_grad=True of tokens or top_k_weights must be False: experts in block FP8 are for inference",

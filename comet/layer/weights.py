@@ -28,9 +28,7 @@ def match_weights(
     sizes: Sizes,
     w1: Tensor,
     w2: Tensor,
-    b1: Tensor | None = None,
-    b2: Tensor | None = None,
-    *,
+    *biases: Tensor,
     biased: bool,
     **rules: Any,
 ) -> None:
@@ -40,17 +38,21 @@ def match_weights(
         sizes: e, F/TP and D.
         w1: Must be ``(e, 2F/TP, D)``.
         w2: Must be ``(e, D, F/TP)``.
-        b1: Must be ``(e, 2F/TP)``, and be there, where the layer is ``biased``.
-        b2: Must be ``(e, D)`` then.
+        biases: Must be ``(e, 2F/TP)`` and ``(e, D)`` where the layer is ``biased``.
         biased: ``expert_bias`` of the layer.
         **rules: Of ``Sizes.match``.
     """
-    require((b1 is not None) == biased, f"biases={b1 is not None} of the call must be the layer's expert_bias={biased}")
     sizes.match("w1", w1, "e 2F D", **rules)
     sizes.match("w2", w2, "e D F", **rules)
-    if b1 is not None and b2 is not None:
-        sizes.match("b1", b1, "e 2F", **rules)
-        sizes.match("b2", b2, "e D", **rules)
+    match_biases(sizes, *biases, biased=biased, **rules)
+
+
+def match_biases(sizes: Sizes, *biases: Tensor, biased: bool, **rules: Any) -> None:
+    """Raise ``ValueError`` unless there are ``(e, 2F/TP)`` and ``(e, D)`` of a layer that is ``biased``, else none."""
+    given = bool(biases)
+    require(given == biased, f"biases={given} of the call must be the layer's expert_bias={biased}")
+    for name, bias, spec in zip(("b1", "b2"), biases, ("e 2F", "e D"), strict=given):
+        sizes.match(name, bias, spec, **rules)
 
 
 def pad_width(w1: Tensor, w2: Tensor, biases: Biases | None = None) -> tuple[Tensor, Tensor, Biases | None]:

@@ -68,7 +68,6 @@ class LayerSettings:
             differ between them.
         reserved_sms: How many layer 1 leaves to other kernels.
         activation: Of the experts.
-        expert_bias: Whether they have biases.
     """
 
     comm_blocks: int
@@ -79,7 +78,6 @@ class LayerSettings:
     cuda_kernels: bool = True
     reserved_sms: int = 0
     activation: Activation = SWIGLU
-    expert_bias: bool = False
 
     @classmethod
     def create(cls, moe: MoEConfig, layout: ExpertLayout, overlap: OverlapConfig, dtype: torch.dtype) -> LayerSettings:
@@ -111,7 +109,6 @@ class LayerSettings:
             layer1=schedules["layer1"],
             layer0_backward=schedules["layer0_backward"],
             activation=moe.activation,
-            expert_bias=moe.expert_bias,
         )
 
 

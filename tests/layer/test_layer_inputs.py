@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from fp8_cases import fp8_shard
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from comet.layer.group import make_expert_group
 from comet.layer.routed_experts import SymmetricPath
+from comet.layout import Biases
 from comet.modular.fused import FusedPrepareFinalize
 from comet.modular.interfaces import RoutedTokens
 from comet.moe import MoE
@@ -52,6 +55,25 @@ def test_so_are_those_for_experts_in_fp8(path: str, tokens: Tensor, message: str
     with pytest.raises(ValueError, match=message), torch.no_grad():
         layer.experts.fp8(tokens, *routing(), *fp8_shard(CASE, 0))
     assert not layer.group.workspace.epoch
+
+
+@pytest.mark.parametrize(
+    ("biases", "message"),
+    [
+        (None, "biases=False of the call must be the layer's expert_bias=True"),
+        (Biases(torch.zeros(4, 128), torch.zeros(4, 128)), r"b1 of shape \(4, 128\) must be \(e, 2F\) = \(4, 256\)"),
+        (Biases(torch.zeros(4, 256), torch.zeros(4, 256)[:, ::2]), r"b2 of shape \(4, 128\) must be contiguous"),
+        (Biases(torch.zeros(4, 256), torch.zeros(4, 128).half()), r"b2 of dtype torch\.float16 must be torch\.float32"),
+    ],
+)
+def test_so_are_biases_beside_experts_in_fp8(biases: Biases | None, message: str) -> None:
+    config = replace(CASE.config, expert_bias=True)
+    group = make_expert_group(config, CASE.parallel, max_tokens=128, dtype=torch.float32, device="cpu")
+    layer = MoE(config, group, path="twin", overlap=CASE.overlap)
+    assert isinstance(layer.experts, SymmetricPath)
+    with pytest.raises(ValueError, match=message), torch.no_grad():
+        layer.experts.fp8(torch.zeros(100, 128), *routing(), *fp8_shard(CASE, 0), biases)
+    assert not group.workspace.epoch
 
 
 @pytest.mark.parametrize(("tokens", "message"), MISFITS)
