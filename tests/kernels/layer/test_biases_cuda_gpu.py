@@ -51,7 +51,8 @@ FP8_CASES = [
 def draw(weights: Tensor | Scaled, dtype: torch.dtype) -> Tensor:
     """``(e, N)`` for weights ``(e, N, K)``, of about the size of their products."""
     elements, _ = parts(weights)
-    return torch.randn(elements.shape[:2], generator=torch.Generator("cuda").manual_seed(5), device="cuda").to(dtype)
+    made = torch.Generator(elements.device).manual_seed(5)
+    return torch.randn(elements.shape[:2], generator=made, device=elements.device).to(dtype)
 
 
 @contextmanager
