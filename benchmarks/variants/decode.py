@@ -28,10 +28,10 @@ from torch.nn.functional import pad
 
 from comet.config import MoEConfig, require
 from comet.decode import MAX_DECODE_TOKENS, DecodeScratch, DecodeWeights, warp_decode
-from comet.decode.gathered import Batch
 from comet.decode.local import run_kernels
 from comet.decode.runners import rank_slice, run_path_on_slices
 from comet.kernels.decode.blocks import BlockShape, DecodeConfig, select
+from comet.kernels.decode.step import Batch
 from comet.kernels.gemm.group_gemm import GemmConfig
 from comet.layout import ExpertLayout
 
@@ -76,7 +76,7 @@ def scratch_of(team: Team, steps: Sequence[Step], slots: int) -> DecodeScratch:
 def fill(share: Batch, slots: int) -> Batch:
     """``slots`` tokens, the last ones without experts: NCCL gathers equally many of every rank."""
     rows = (0, 0, 0, slots - len(share.tokens))
-    return Batch(pad(share.tokens, rows), pad(share.top_k_ids, rows, value=-1), pad(share.top_k_weights, rows))
+    return Batch(pad(share.tokens, rows), pad(share.ids, rows, value=-1), pad(share.routing_weights, rows))
 
 
 def run_own(

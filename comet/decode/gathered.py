@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from comet.comm.base import Communicator
 from comet.config import MAX_TOP_K, MOE_DTYPES, require
 from comet.kernels.decode.gather import ABSENT
-from comet.kernels.decode.step import Gather
+from comet.kernels.decode.step import Batch, Gather
 from comet.kernels.decode.words import LOW_HALF
 from comet.kernels.runtime.arguments import aligned
-
-
-class Batch(NamedTuple):
-    """What a decode step computes: tokens ``(T, D)``, ids ``(T, K)`` and routing weights ``(T, K)`` float32."""
-
-    tokens: Tensor
-    top_k_ids: Tensor
-    top_k_weights: Tensor
 
 
 def gather_bytes(world_size: int, hidden_size: int, max_tokens: int) -> int:
@@ -66,7 +56,7 @@ class TokenGather:
         Raises:
             ValueError: If the tokens have a dtype the words cannot carry.
         """
-        dtype, top_k = own.tokens.dtype, own.top_k_ids.shape[1]
+        dtype, top_k = own.tokens.dtype, own.ids.shape[1]
         require(dtype in MOE_DTYPES, f"tokens of dtype {dtype} must be one of {MOE_DTYPES} where replicated=False")
         rows, routed_rows = self.batch_size, self.batch_size * top_k
         tokens = self._tokens.view(dtype)[: rows * self.hidden_size].view(rows, self.hidden_size)
@@ -76,9 +66,7 @@ class TokenGather:
     def kernel_inputs(self, own: Batch) -> Gather:
         """``own`` and where it goes, as the kernel takes them."""
         return Gather(
-            tokens=aligned(own.tokens.contiguous()),
-            ids=own.top_k_ids.contiguous(),
-            routing_weights=own.top_k_weights.contiguous(),
+            tokens=Batch(aligned(own.tokens.contiguous()), own.ids.contiguous(), own.routing_weights.contiguous()),
             addresses=self.words.pointers,
             stride=self.words.local.shape[-1],
         )
@@ -88,11 +76,11 @@ class TokenGather:
 
         Absent tokens have ids -1 and unknown ids stay what they are: what computes the batch shall name them.
         """
-        batch, (num_tokens, top_k) = self.batch(own), own.top_k_ids.shape
-        ids = own.top_k_ids.clamp(ABSENT.value + 1, 2**31 - 1).int()
+        batch, (num_tokens, top_k) = self.batch(own), own.ids.shape
+        ids = own.ids.clamp(ABSENT.value + 1, 2**31 - 1).int()
         absent = ids.new_full((self.words.local.shape[2] - num_tokens, top_k), ABSENT.value)
         id_words = words_of(torch.cat((ids, absent)), epoch)
-        token_words, weight_words = words_of(own.tokens, epoch), words_of(own.top_k_weights, epoch)
+        token_words, weight_words = words_of(own.tokens, epoch), words_of(own.routing_weights, epoch)
         width = token_words.shape[1]
         for peer in self.words.peers:
             rows = peer[epoch % 2, self.comm.rank]
@@ -101,11 +89,11 @@ class TokenGather:
             rows[:num_tokens, :width].copy_(token_words)
         self.comm.barrier()
         landed = self.words.local[epoch % 2].flatten(0, 1)
-        batch.top_k_ids.copy_(_payload(landed[:, -2 * top_k : -top_k], epoch))
-        there = (batch.top_k_ids != ABSENT.value).all(dim=1)
-        batch.top_k_ids[~there] = -1
+        batch.ids.copy_(_payload(landed[:, -2 * top_k : -top_k], epoch))
+        there = (batch.ids != ABSENT.value).all(dim=1)
+        batch.ids[~there] = -1
         batch.tokens.view(torch.int32)[there] = _payload(landed[there, :width], epoch)
-        batch.top_k_weights.view(torch.int32)[there] = _payload(landed[there, -top_k:], epoch)
+        batch.routing_weights.view(torch.int32)[there] = _payload(landed[there, -top_k:], epoch)
         return batch
 
 

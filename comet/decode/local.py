@@ -10,7 +10,7 @@ from comet.decode.scratch import DecodeScratch
 from comet.decode.twin import warp_decode_torch
 from comet.decode.weights import DecodeWeights, check_inputs
 from comet.kernels.decode.blocks import DecodeConfig, select
-from comet.kernels.decode.step import Landing, Step
+from comet.kernels.decode.step import ExpertWeights, ReceiveBuffer, Step, StepTensors
 from comet.kernels.decode.warp_decode import decode
 from comet.kernels.experts.tables import HostExperts
 from comet.kernels.experts.waves import count_waves, split_waves
@@ -64,10 +64,10 @@ def run_kernels(
     *,
     scratch: DecodeScratch | None = None,
     config: DecodeConfig | None = None,
-    landing: Landing | None = None,
+    buffer: ReceiveBuffer | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``warp_decode`` on kernels, with a choice of blocks and, over ranks, a landing for the sum.
+    """``warp_decode`` on kernels, with a choice of blocks and, over ranks, a receive buffer for the sum.
 
     The caller has checked the inputs. Gathered tokens, ids and routing weights need no contents yet; ``out`` is then of
     this rank's tokens.
@@ -83,30 +83,20 @@ def run_kernels(
     host = weights.host
     held = () if host is None else (*host.parts, host.tables.scores, *(host.mail.pointers if host.mail else ()))
     held += tuple(bias for bias in (weights.b1, weights.b2) if bias is not None)
-    hold_if_captured(weights.w1, *held, weights.slots, scratch.hidden, scratch.partials, scratch.tickets)
+    hold_if_captured(weights.w1, *held, weights.slots, *scratch.buffers)
     w1, w2 = weights.w1, weights.w2
     if weights.per_number > 1:
         w1, w2 = w1.view(torch.int32), w2.view(torch.int32)
     ids, routing_weights, tokens = top_k_ids.contiguous(), top_k_weights.contiguous(), aligned(tokens.contiguous())
+    waves, all_ids = _waves(ids, host, tokens, routing_weights)
     step = Step(
-        tokens=tokens,
-        ids=ids,
-        routing_weights=routing_weights,
-        slots=weights.slots,
-        w1=w1,
-        w2=w2,
-        hidden=scratch.hidden,
-        partials=scratch.partials,
-        tickets=scratch.tickets,
-        out=out,
-        w1_scales=weights.w1_scales,
-        w2_scales=weights.w2_scales,
+        tensors=StepTensors(tokens, ids, routing_weights, weights.slots, *scratch.buffers, out, all_ids),
+        w1=ExpertWeights(w1, weights.w1_scales, weights.b1),
+        w2=ExpertWeights(w2, weights.w2_scales, weights.b2),
         shared_scale=weights.shared_scale,
         activation=weights.activation,
-        b1=weights.b1,
-        b2=weights.b2,
         host=host,
-        **_waves(ids, host, tokens, routing_weights),
+        waves=waves,
     )
     if config is None:
         sizes = (weights.hidden_size, weights.ffn_size)
@@ -114,17 +104,19 @@ def run_kernels(
             tokens.dtype, num_tokens, top_k, *sizes,
             shared_scale=weights.shared_scale, four_bits=weights.per_number > 1,
         )  # fmt: skip
-    decode(step, config, landing)
+    decode(step, config, buffer)
     return out
 
 
-def _waves(ids: Tensor, host: HostExperts | None, tokens: Tensor, weights: Tensor) -> dict[str, Tensor]:
-    """``waves`` and ``all_ids`` of a ``Step``, where it takes some."""
+def _waves(
+    ids: Tensor, host: HostExperts | None, tokens: Tensor, weights: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """``Step.waves`` and ``StepTensors.all_ids``."""
     if host is None:
-        return {}
+        return None, None
     num_waves, num_slots = count_waves(ids.numel(), host.w1.shape[0], host.tables.num_slots), host.tables.num_slots
     if num_waves == 1:
-        return {}
+        return None, None
     require(ids.shape[0] > 1, f"num_slots={num_slots} of the cache must be at least K={ids.shape[1]}, for one token")
     waves = split_waves(ids, host, num_waves, tokens, weights)
-    return {"waves": waves[:num_waves], "all_ids": ids if host.mail is None else waves[num_waves]}
+    return waves[:num_waves], ids if host.mail is None else waves[num_waves]

@@ -18,7 +18,7 @@ from comet.decode.twin import decode_partial_torch
 from comet.decode.weights import MAX_DECODE_TOKENS, DecodeWeights, check_inputs
 from comet.kernels.decode.blocks import DecodeConfig
 from comet.kernels.decode.gather import PLACE_GATHER
-from comet.kernels.decode.step import Landing
+from comet.kernels.decode.step import ReceiveBuffer, Words
 from comet.layout import ExpertLayout
 from comet.utils.graphs import hold_if_captured
 from comet.utils.uncompiled import uncompiled
@@ -38,7 +38,7 @@ def rank_slots(layout: ExpertLayout, device: torch.device | str) -> Tensor:
     return slots.to(device)
 
 
-def landing_bytes(world_size: int, hidden_size: int, max_tokens: int = MAX_DECODE_TOKENS) -> int:
+def receive_bytes(world_size: int, hidden_size: int, max_tokens: int = MAX_DECODE_TOKENS) -> int:
     """Symmetric memory one rank needs, in bytes: 2 halves x W ranks x tokens x D words of 8.
 
     Example: W=4, D=2048, 64 tokens: 8388608.
@@ -97,7 +97,7 @@ class RankDecode:
         self.max_tokens = max_tokens
         self.use_kernels = resolve_kernels(comm.device, use_kernels)
         shape = (2, world_size, max_tokens, hidden_size)
-        self.words = comm.alloc(landing_bytes(world_size, hidden_size, max_tokens)).view(0, shape, torch.int64)
+        self.words = comm.alloc(receive_bytes(world_size, hidden_size, max_tokens)).view(0, shape, torch.int64)
         is_alone = world_size == 1
         self.gather = (
             None if replicated or is_alone else TokenGather(comm, hidden_size=hidden_size, max_tokens=max_tokens)
@@ -155,7 +155,7 @@ class RankDecode:
             out = tokens.new_empty(tokens.shape)
             batch = own if self.gather is None else self.gather.batch(own)
             hold_if_captured(self.epoch, *self._memory)  # the communicator keeps the epoch
-            run_kernels(*batch, weights, scratch=scratch, config=config, landing=self._landing(own), out=out)
+            run_kernels(*batch, weights, scratch=scratch, config=config, buffer=self._buffer(own), out=out)
             if tokens.device.type == "cpu":
                 self.check()
             return out
@@ -184,13 +184,11 @@ class RankDecode:
         """``Workspace.restart``: all that uses the communicator starts anew (collective), between two steps."""
         self.comm.restart()
 
-    def _landing(self, own: Batch) -> Landing | None:
+    def _buffer(self, own: Batch) -> ReceiveBuffer | None:
         if self.comm.world_size == 1:
             return None
-        return Landing(
-            addresses=self.words.pointers,
-            epoch=self.epoch,
-            fault=self.fault,
+        return ReceiveBuffer(
+            words=Words(self.words.pointers, self.epoch, self.fault),
             rank=self.comm.rank,
             max_tokens=self.max_tokens,
             timeout_ns=int(self.comm.timeout_s * 1e9),

@@ -25,6 +25,11 @@ class DecodeScratch:
     partials: Tensor
     tickets: Tensor
 
+    @property
+    def buffers(self) -> tuple[Tensor, Tensor, Tensor]:
+        """``hidden``, ``partials`` and ``tickets``."""
+        return self.hidden, self.partials, self.tickets
+
     @classmethod
     def create(
         cls, weights: DecodeWeights, top_k: int, dtype: torch.dtype, *, max_tokens: int = MAX_DECODE_TOKENS

@@ -130,9 +130,11 @@ def compile_case(case: KernelCase | CudaCase, arch: Arch = HOPPER) -> Quality:
     """
     if isinstance(case, CudaCase):
         return measure_cubin(compile_cubin(case.source, case.kernel), case.shared_bytes)
-    constants = dict(case.constexprs)
+    constants = case.constants()
     if not arch.starts_early and "DEPENDENT" in constants:
         constants["DEPENDENT"] = False
+    if not arch.starts_early and "STEP" in constants:
+        constants["STEP"] = constants["STEP"]._replace(dependent=False)
     source = ASTSource(case.fn, case.types(), constants, case.attributes())
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "maxnreg": case.max_registers}
     compiled = triton.compile(source, target=arch.target, options=options)

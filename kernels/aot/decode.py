@@ -6,15 +6,15 @@ from typing import Any
 import torch
 import triton
 
-from ..decode.blocks import LOAD_BYTES, DecodeConfig, lane_of, select
+from ..decode.blocks import LOAD_BYTES, BlockShape, DecodeConfig, lane_of, select
 from ..decode.down import down_kernel
 from ..decode.gate_up import gate_up_kernel
 from ..decode.gather import COLS, NUM_WARPS, gather_kernel
 from ..decode.scales import BLOCK, MX, in_number, part_of
-from ..decode.warp_decode import LEAST_TOKENS, WORD_COLS, most_registers
+from ..decode.step import Batch, ExpertWeights, StepConstants, StepTensors, Words
+from ..decode.warp_decode import most_registers, of_down, of_gate_up, step_constants
 from ..experts.mailbox import mail_pointers
 from ..experts.tables import CACHE_POINTERS, SCALE_POINTERS, CacheConstants, Policy, cache_constants, pieces_of
-from ..gemm.group_gemm import dot_precision
 from ..runtime.activation import SWIGLU, Activation
 from ..runtime.arguments import as_triton_dtype
 from ..runtime.case import KernelCase
@@ -101,19 +101,14 @@ class Setting:
             shared_scale=SCALES[self.quantised], four_bits=self.quantised == "mxfp4", dependent=self.dependent,
         )  # fmt: skip
 
-    def constants(self) -> dict[str, Any]:
-        """What both kernels are compiled for, ``None`` for scales that are not there among it."""
+    def constants(self) -> StepConstants:
+        """What the constants of both kernels have in common."""
         num_experts, top_k, _, _ = SHAPES[self.shape]
-        vector = self.config.form == "vector"
-        token_block = max(1 if vector else LEAST_TOKENS, self.num_tokens)
-        return dict(
-            K=top_k, K_BLOCK=triton.next_power_of_2(top_k), T_BLOCK=token_block,
-            TILE=min(self.config.tile, token_block), BY_EXPERT=self.num_tokens * top_k >= num_experts, VECTOR=vector,
-            LANE=lane_of(self.weight_dtype),
-            SCALES=SCALES[self.quantised], PRECISION=dot_precision(self.dtype), DEPENDENT=self.config.dependent,
-            GATHERED=self.gathered, **({} if self.quantised else {"scales_ptr": None}),
-            **({} if self.cache else {"cache": None, "CACHE": None}),
+        found = step_constants(
+            self.config, self.num_tokens, top_k, num_experts, self.dtype, self.weight_dtype,
+            shared_scale=SCALES[self.quantised], gathered=self.gathered, dependent=self.config.dependent,
         )  # fmt: skip
+        return found._replace(cache=self.cache_constants(self.config.gate_up.num_warps) if self.cache else None)
 
     def cache_constants(self, num_warps: int) -> CacheConstants:
         """Those of a kernel whose blocks have so many warps."""
@@ -132,12 +127,29 @@ class Setting:
         found = found._replace(**mail) if self.hosted else found
         return found.of_wave({"first": 0, "last": 1}[self.wave], 2) if self.wave else found
 
-    def weight_type(self, rows: list[int], depth: int) -> str:
-        """Triton's type of w1 or w2, read in blocks of so many rows in the matrix form."""
+    @property
+    def element(self) -> str:
+        """Triton's name of the weights' type."""
         names = {torch.float8_e4m3fn: "fp8e4nv", torch.int32: "i32"}
-        element = names.get(self.weight_dtype) or as_triton_dtype(self.dtype)
+        return names.get(self.weight_dtype) or as_triton_dtype(self.dtype)
+
+    def descriptor(self, rows: list[int], depth: int) -> str | None:
+        """Triton's type of the blocks of so many rows in which the matrix form reads w1 or w2."""
         block = [*rows, part_of(depth, SCALES[self.quantised]) // in_number(lane_of(self.weight_dtype))]
-        return f"*{element}" if self.config.form == "vector" else f"tensordesc<{element}{block}>"
+        return None if self.config.form == "vector" else f"tensordesc<{self.element}{block}>"
+
+    def signature(self) -> dict[str, Any]:
+        """Types of what both kernels take."""
+        token = f"*{as_triton_dtype(self.dtype)}"
+        scales = ("*u8" if self.quantised.startswith("mx") else "*fp32") if self.quantised else None
+        weights = ExpertWeights(elements=f"*{self.element}", scales=scales, biases=token if self.biased else None)
+        mail = mail_pointers(as_triton_dtype(self.dtype)) if self.hosted else ()
+        cache = CACHE_POINTERS + (SCALE_POINTERS if self.quantised else ()) + mail
+        tensors = StepTensors(
+            tokens=token, ids="*i32", routing_weights="*fp32", slots="*i32", hidden=token, partials="*fp32",
+            tickets="*i32", out=token, all_ids="*i32" if self.wave else None,
+        )  # fmt: skip
+        return dict(step=tensors, w1=weights, w2=weights, cache=cache if self.cache else None)
 
 
 def aot_cases() -> list[KernelCase]:
@@ -211,43 +223,28 @@ def aot_cases() -> list[KernelCase]:
 
 
 def _gate_up(setting: Setting) -> KernelCase:
-    shape, element = setting.config.gate_up, as_triton_dtype(setting.dtype)
-    hidden_size = SHAPES[setting.shape][2]
-    pointers = {
-        "w1": setting.weight_type([1, 2, shape.rows], shape.depth), "x_ptr": f"*{element}",
-        "hidden_ptr": f"*{element}", "weights_ptr": "*fp32", "b1_ptr": f"*{element}",
-    }  # fmt: skip
-    constants = dict(
-        BLOCK_F=shape.rows, BLOCK_K=shape.depth, EVEN_K=hidden_size % shape.depth == 0, ADVANCE=setting.ranks > 1,
-        ACTIVATION=setting.activation, **({} if setting.biased else {"b1_ptr": None}),
-    )  # fmt: skip
-    return _case(setting, gate_up_kernel, pointers, constants, rows=2 * shape.rows)
+    shape, hidden_size = setting.config.gate_up, SHAPES[setting.shape][2]
+    constants = of_gate_up(setting.constants(), shape, hidden_size, setting.activation)
+    of_kernel = dict(w1_desc=setting.descriptor([1, 2, shape.rows], shape.depth))
+    of_kernel |= dict(epoch_ptr="*i32" if setting.ranks > 1 else None)
+    return _case(setting, gate_up_kernel, shape, of_kernel, constants, rows=2 * shape.rows)
 
 
 def _down(setting: Setting) -> KernelCase:
-    shape, element = setting.config.down, as_triton_dtype(setting.dtype)
-    ffn_size, over_ranks = SHAPES[setting.shape][3], setting.ranks > 1
-    pointers = {
-        "w2": setting.weight_type([1, shape.rows], shape.depth), "hidden_ptr": f"*{element}", "out_ptr": f"*{element}",
-        "b2_ptr": f"*{element}", "weights_ptr": "*fp32", "partials_ptr": "*fp32",
-        "landing_addresses": "*i64" if over_ranks else "*i32", "fault_ptr": "*i64" if over_ranks else "*i32",
-    }  # fmt: skip
-    constants = dict(
-        FOLD=setting.config.fold, BLOCK_D=shape.rows, BLOCK_K=shape.depth, EVEN_K=ffn_size % shape.depth == 0,
-        W=setting.ranks, WORD_COLS=WORD_COLS * shape.num_warps, INTERPRET=False,
-        AHEAD=min(setting.config.ahead, triton.cdiv(ffn_size, shape.depth)), ADDS_UP=setting.wave != "first",
-        **({} if setting.wave else {"all_ids_ptr": None}), **({} if setting.biased else {"b2_ptr": None}),
-    )  # fmt: skip
-    rows = shape.rows * (SHAPES[setting.shape][1] if setting.config.fold else 1)
-    return _case(setting, down_kernel, pointers, constants, rows=rows)
+    shape, (_, top_k, _, ffn_size) = setting.config.down, SHAPES[setting.shape]
+    constants = of_down(setting.constants(), setting.config, ffn_size, setting.ranks)
+    constants = constants._replace(adds_up=setting.wave != "first")
+    words = Words(addresses="*i64", epoch="*i32", fault="*i64") if setting.ranks > 1 else None
+    of_kernel = dict(w2_desc=setting.descriptor([1, shape.rows], shape.depth), words=words, timeout_ns="i64")
+    rows = shape.rows * (top_k if setting.config.fold else 1)
+    return _case(setting, down_kernel, shape, of_kernel, constants, rows=rows)
 
 
 def _gather(shape: str) -> KernelCase:
     """Tokens of all types: they travel as pieces of 32 bits."""
-    kinds = {"timeout_ns": "i64", "addresses": "*i64", "fault_ptr": "*i64"}
-    kinds |= dict.fromkeys(("tokens_ptr", "ids_ptr", "all_tokens_ptr", "all_ids_ptr", "epoch_ptr"), "*i32")
-    kinds |= dict.fromkeys(("weights_ptr", "all_weights_ptr"), "*fp32")
+    tokens = Batch(tokens="*i32", ids="*i32", routing_weights="*fp32")
     constants = dict(W=RANKS, K=SHAPES[shape][1], COLS=COLS, DEPENDENT=True, INTERPRET=False)
+    kinds = dict(own=tokens, batch=tokens, words=Words(addresses="*i64", epoch="*i32", fault="*i64"), timeout_ns="i64")
     return KernelCase(
         name=f"{shape}, {RANKS} ranks",
         fn=gather_kernel,
@@ -259,7 +256,13 @@ def _gather(shape: str) -> KernelCase:
 
 
 def _case(
-    setting: Setting, kernel: triton.JITFunction, pointers: dict[str, str], of_kernel: dict[str, Any], *, rows: int
+    setting: Setting,
+    kernel: triton.JITFunction,
+    shape: BlockShape,
+    of_kernel: dict[str, Any],
+    constants: StepConstants,
+    *,
+    rows: int,
 ) -> KernelCase:
     """Wide stores where a thread has 16 bytes of the tile to store; the vector form stores a value per row.
 
@@ -267,32 +270,26 @@ def _case(
     ahead among them; in the matrix
     form one load is narrow where a step has less than four scales for each thread.
     """
-    config = setting.config
-    shape = config.gate_up if kernel is gate_up_kernel else config.down
-    constants = setting.constants() | of_kernel
-    constants |= {"CACHE": setting.cache_constants(config.gate_up.num_warps)} if setting.cache else {}
-    kinds = pointers | {"timeout_ns": "i64", "scales_ptr": "*u8" if setting.quantised.startswith("mx") else "*fp32"}
-    kinds |= dict.fromkeys(("ids_ptr", "all_ids_ptr", "slots_ptr", "tickets_ptr", "epoch_ptr"), "*i32")
-    mail = mail_pointers(as_triton_dtype(setting.dtype)) if setting.hosted else ()
-    kinds |= {"cache": CACHE_POINTERS + (SCALE_POINTERS if setting.quantised else ()) + mail}
     expects = {"wide_loads"}
-    if config.form == "matrix":
+    if not constants.vector:
         item_bytes = 4 if kernel is down_kernel else setting.dtype.itemsize
-        if shape.rows * constants["TILE"] * item_bytes >= 32 * shape.num_warps * LOAD_BYTES:
+        if shape.rows * constants.tile * item_bytes >= 32 * shape.num_warps * LOAD_BYTES:
             expects |= {"wide_stores"}
-        if constants["PRECISION"] != "ieee" and rows >= WGMMA_ROWS and constants["TILE"] >= WGMMA_TOKENS:
+        if constants.precision != "ieee" and rows >= WGMMA_ROWS and constants.tile >= WGMMA_TOKENS:
             expects |= {"wgmma"}
     scale_bytes = 0
     if setting.quantised.startswith("mx"):
-        lanes_of_row = min(32, shape.depth // constants["LANE"])
+        lanes_of_row = min(32, shape.depth // constants.lane)
         few_scales = rows * shape.depth // MX.value < 4 * 32 * shape.num_warps
-        steps = 1 + constants.get("AHEAD", 0)
-        scale_bytes = steps * rows * lanes_of_row // 32 if config.form == "vector" else int(few_scales)
+        steps = 1 + constants.ahead
+        scale_bytes = steps * rows * lanes_of_row // 32 if constants.vector else int(few_scales)
+    kinds = setting.signature() | of_kernel
+    absent = {name: None for name in kernel.arg_names if name in kinds and kinds[name] is None}
     return KernelCase(
         name=setting.label,
         fn=kernel,
-        signature={name: kinds.get(name, "i32") for name in kernel.arg_names if name not in constants},
-        constexprs=constants,
+        signature={name: kinds.get(name, "i32") for name in kernel.arg_names if name not in ("STEP", *absent)},
+        constexprs={"STEP": constants, **absent},
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
         max_registers=most_registers(shape, setting.ranks),

@@ -1,6 +1,6 @@
 """Decode, first kernel: hidden = activation(x gate^T, x up^T) of every routed row whose expert is held here.
 
-A block computes BLOCK_F columns of hidden for one group (see ``decode.routing``). Where experts are cached, blocks
+A block computes ``rows`` columns of hidden for one group (see ``decode.routing``). Where experts are cached, blocks
 before all others bring those that are missing (see ``experts.cache``). *vector* (1 or 2 tokens): gate
 and up rows go from memory to registers in 16-byte pieces, products in float32. *matrix*: gate and up rows are the M
 side of ``tl.dot``, the tokens its N side, and TMA loads run ahead of it.
@@ -30,98 +30,93 @@ from .scales import (
 
 
 @triton.jit
-def gate_up_vector(
-    x_ptr, w1_ptr, scales_ptr, b1_ptr, hidden_ptr, slot, rows, first_col, D, F,
-    K: tl.constexpr, T_BLOCK: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr, LANE: tl.constexpr, SCALES: tl.constexpr, ACTIVATION: tl.constexpr,
-):  # fmt: skip
-    """One or two tokens; BLOCK_F divides F. A token without this expert computes on token 0 and stores nothing."""
-    cols = first_col + tl.arange(0, BLOCK_F)
-    NUMBER: tl.constexpr = in_number(LANE)
-    ks, length = tl.arange(0, BLOCK_K // NUMBER), stored_length(D, LANE)
-    row, other_row = row_of(rows, 0), row_of(rows, T_BLOCK - 1)
-    xs = lane_columns(BLOCK_F, BLOCK_K, LANE, SCALES)
-    x_ptrs = x_ptr + token_of(row, K) * D + xs
-    other_x_ptrs = x_ptr + token_of(other_row, K) * D + xs
-    gate_ptrs = w1_ptr + slot.to(tl.int64) * (2 * F) * length + cols[:, None] * length + ks[None, :]
+def gate_up_vector(step, w1, slot, rows, first_col, D, F, STEP: tl.constexpr):
+    """One or two tokens; F is a multiple of ``rows``. A token without this expert takes token 0 and stores nothing."""
+    ROWS: tl.constexpr = STEP.rows
+    DEPTH: tl.constexpr = STEP.depth
+    K: tl.constexpr = STEP.top_k
+    ACTIVATION: tl.constexpr = STEP.activation
+    NUMBER: tl.constexpr = in_number(STEP.lane)
+    cols = first_col + tl.arange(0, ROWS)
+    ks, length = tl.arange(0, DEPTH // NUMBER), stored_length(D, STEP.lane)
+    row, other_row = row_of(rows, 0), row_of(rows, STEP.token_block - 1)
+    xs = lane_columns(ROWS, DEPTH, STEP.lane, STEP.shared_scale)
+    x_ptrs = step.tokens + token_of(row, K) * D + xs
+    other_x_ptrs = step.tokens + token_of(other_row, K) * D + xs
+    gate_ptrs = w1.elements + slot.to(tl.int64) * (2 * F) * length + cols[:, None] * length + ks[None, :]
     up_ptrs = gate_ptrs + F * length
-    gate = tl.zeros((BLOCK_F, BLOCK_K // LANE), dtype=tl.float32)
+    gate = tl.zeros((ROWS, DEPTH // STEP.lane), dtype=tl.float32)
     up, other_gate, other_up = gate, gate, gate
-    for k in range(0, D, BLOCK_K):
+    for k in range(0, D, DEPTH):
         at = k // NUMBER
-        gate_rows = load_columns(gate_ptrs + at, (at + ks < length)[None, :], EVEN_K, "evict_first")
-        up_rows = load_columns(up_ptrs + at, (at + ks < length)[None, :], EVEN_K, "evict_first")
-        gate_scales = lane_scales(scales_ptr, slot, first_col, k, 2 * F, D, BLOCK_F, BLOCK_K, LANE, SCALES, EVEN_K)
-        up_scales = lane_scales(scales_ptr, slot, F + first_col, k, 2 * F, D, BLOCK_F, BLOCK_K, LANE, SCALES, EVEN_K)
-        x = load_lanes(x_ptrs + k, k + xs < D, LANE, SCALES, EVEN_K, "evict_last")
-        gate += scaled_products(gate_rows, x, gate_scales, LANE, SCALES)
-        up += scaled_products(up_rows, x, up_scales, LANE, SCALES)
-        if T_BLOCK == 2:
-            other_x = load_lanes(other_x_ptrs + k, k + xs < D, LANE, SCALES, EVEN_K, "evict_last")
-            other_gate += scaled_products(gate_rows, other_x, gate_scales, LANE, SCALES)
-            other_up += scaled_products(up_rows, other_x, up_scales, LANE, SCALES)
-    element = hidden_ptr.dtype.element_ty
-    hidden = hidden_of(tl.sum(gate, axis=1), tl.sum(up, axis=1), b1_ptr, slot, cols, F, ACTIVATION).to(element)
-    tl.store(hidden_ptr + row * F + cols, hidden, mask=(row < NO_ROW) & (cols < F))
-    if T_BLOCK == 2:
+        gate_rows = load_columns(gate_ptrs + at, (at + ks < length)[None, :], STEP.even, "evict_first")
+        up_rows = load_columns(up_ptrs + at, (at + ks < length)[None, :], STEP.even, "evict_first")
+        gate_scales = lane_scales(w1.scales, slot, first_col, k, 2 * F, D, STEP)
+        up_scales = lane_scales(w1.scales, slot, F + first_col, k, 2 * F, D, STEP)
+        x = load_lanes(x_ptrs + k, k + xs < D, STEP)
+        gate += scaled_products(gate_rows, x, gate_scales, STEP)
+        up += scaled_products(up_rows, x, up_scales, STEP)
+        if STEP.token_block == 2:
+            other_x = load_lanes(other_x_ptrs + k, k + xs < D, STEP)
+            other_gate += scaled_products(gate_rows, other_x, gate_scales, STEP)
+            other_up += scaled_products(up_rows, other_x, up_scales, STEP)
+    element = step.hidden.dtype.element_ty
+    hidden = hidden_of(tl.sum(gate, axis=1), tl.sum(up, axis=1), w1.biases, slot, cols, F, ACTIVATION).to(element)
+    tl.store(step.hidden + row * F + cols, hidden, mask=(row < NO_ROW) & (cols < F))
+    if STEP.token_block == 2:
         other_gate, other_up = tl.sum(other_gate, axis=1), tl.sum(other_up, axis=1)
-        hidden = hidden_of(other_gate, other_up, b1_ptr, slot, cols, F, ACTIVATION).to(element)
-        tl.store(hidden_ptr + other_row * F + cols, hidden, mask=(other_row < NO_ROW) & (cols < F))
+        hidden = hidden_of(other_gate, other_up, w1.biases, slot, cols, F, ACTIVATION).to(element)
+        tl.store(step.hidden + other_row * F + cols, hidden, mask=(other_row < NO_ROW) & (cols < F))
 
 
 @triton.jit
-def gate_up_matrix(
-    x_ptr, w1_desc, scales_ptr, b1_ptr, hidden_ptr, slot, rows, first_col, D, F,
-    K: tl.constexpr, TILE: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr, LANE: tl.constexpr, SCALES: tl.constexpr, PRECISION: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-):  # fmt: skip
-    """The TILE tokens of one pass; where ``rows`` has none, they are zeros that are not read from memory."""
-    PART: tl.constexpr = part_of(BLOCK_K, SCALES)
-    NUMBER: tl.constexpr = in_number(LANE)
-    cols = first_col + tl.arange(0, BLOCK_F)
+def gate_up_matrix(step, w1, w1_desc, slot, rows, first_col, D, F, STEP: tl.constexpr):
+    """The tokens of one pass; where ``rows`` has none, they are zeros that are not read from memory."""
+    ACTIVATION: tl.constexpr = STEP.activation
+    ROWS: tl.constexpr = STEP.rows
+    TILE: tl.constexpr = STEP.tile
+    PART: tl.constexpr = part_of(STEP.depth, STEP.shared_scale)
+    NUMBER: tl.constexpr = in_number(STEP.lane)
+    cols = first_col + tl.arange(0, ROWS)
     ks = tl.arange(0, PART)
     valid = rows < NO_ROW
-    x_ptrs = x_ptr + token_of(rows, K)[:, None] * D + ks[None, :]
-    in_tile = tl.arange(0, 2 * BLOCK_F)
-    weight_rows = tl.minimum(first_col + in_tile % BLOCK_F, F - 1) + in_tile // BLOCK_F * F
-    accumulator = tl.zeros((2 * BLOCK_F, TILE), dtype=tl.float32)
-    ahead = step_scales(scales_ptr, slot, weight_rows, 0, 2 * F, D, BLOCK_K, SCALES, EVEN_K)
-    for k in range(0, D, BLOCK_K):
+    x_ptrs = step.tokens + token_of(rows, STEP.top_k)[:, None] * D + ks[None, :]
+    in_tile = tl.arange(0, 2 * ROWS)
+    weight_rows = tl.minimum(first_col + in_tile % ROWS, F - 1) + in_tile // ROWS * F
+    accumulator = tl.zeros((2 * ROWS, TILE), dtype=tl.float32)
+    ahead = step_scales(w1.scales, slot, weight_rows, 0, 2 * F, D, STEP)
+    for k in range(0, D, STEP.depth):
         xs, ws = (), ()
-        for part in tl.static_range(BLOCK_K // PART):
+        for part in tl.static_range(STEP.depth // PART):
             at = k + part * PART
             # The tail of D needs the mask; tokens without this expert are masked so that nothing is read for them.
-            xs += (tl.load(x_ptrs + at, mask=valid[:, None] & (EVEN_K | (at + ks < D)[None, :]), other=0.0),)
-            ws += (w1_desc.load([slot, 0, first_col, at // NUMBER]).reshape(2 * BLOCK_F, PART // NUMBER),)
-        scales, ahead = step_and_next_scales(ahead, scales_ptr, slot, weight_rows, k, 2 * F, D, BLOCK_K, SCALES, EVEN_K)
-        for part in tl.static_range(BLOCK_K // PART):
-            accumulator = scaled_dot(ws[part], xs[part], accumulator, scales[part], SCALES, PRECISION)
-    gate, up = accumulator.reshape(2, BLOCK_F, TILE).permute(1, 2, 0).split()
-    hidden = hidden_of(gate, up, b1_ptr, slot, cols[:, None], F, ACTIVATION).to(hidden_ptr.dtype.element_ty)
-    targets = hidden_ptr + tl.where(valid, rows, 0)[None, :] * F + cols[:, None]
+            xs += (tl.load(x_ptrs + at, mask=valid[:, None] & (STEP.even | (at + ks < D)[None, :]), other=0.0),)
+            ws += (w1_desc.load([slot, 0, first_col, at // NUMBER]).reshape(2 * ROWS, PART // NUMBER),)
+        scales, ahead = step_and_next_scales(ahead, w1.scales, slot, weight_rows, k, 2 * F, D, STEP)
+        for part in tl.static_range(STEP.depth // PART):
+            accumulator = scaled_dot(ws[part], xs[part], accumulator, scales[part], STEP)
+    gate, up = accumulator.reshape(2, ROWS, TILE).permute(1, 2, 0).split()
+    hidden = hidden_of(gate, up, w1.biases, slot, cols[:, None], F, ACTIVATION).to(step.hidden.dtype.element_ty)
+    targets = step.hidden + tl.where(valid, rows, 0)[None, :] * F + cols[:, None]
     tl.store(targets, hidden, mask=valid[None, :] & (cols < F)[:, None])
 
 
 @triton.jit(do_not_specialize=["T", "E", "S"])
-def gate_up_kernel(
-    x_ptr, ids_ptr, slots_ptr, w1, scales_ptr, b1_ptr, hidden_ptr, epoch_ptr, weights_ptr, cache, T, D, F, E, S,
-    K: tl.constexpr, K_BLOCK: tl.constexpr, T_BLOCK: tl.constexpr, BY_EXPERT: tl.constexpr, VECTOR: tl.constexpr,
-    BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, LANE: tl.constexpr,
-    SCALES: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, ADVANCE: tl.constexpr,
-    GATHERED: tl.constexpr, DEPENDENT: tl.constexpr, CACHE: tl.constexpr, ACTIVATION: tl.constexpr,
-):  # fmt: skip
-    """See the module; grid (groups, column blocks of hidden). ``w1`` is a pointer (vector) or a descriptor (matrix).
+def gate_up_kernel(step, w1, w1_desc, epoch_ptr, cache, T, D, F, E, S, STEP: tl.constexpr):
+    """See the module; grid (groups, column blocks of hidden).
 
-    ``b1_ptr``: ``(S, 2F)`` biases, ``None`` without. ``ACTIVATION``: an ``Activation``.
+    ``step`` and ``STEP`` are ``StepTensors`` and ``StepConstants``; ``w1`` is read by ``w1_desc`` in the matrix form.
+    ``cache`` and ``STEP.cache`` are ``HostExperts.pointers`` and ``constants``, ``None`` where all experts are there.
 
-    ``cache`` and ``CACHE`` are ``HostExperts.pointers`` and ``constants``, ``None`` where all experts are there.
-
-    With ADVANCE the first block adds one to the epoch, which the down kernel reads and, before this one, the gather
-    kernel. With GATHERED this one may start while that drains, the down kernel not before it ended: it reads ids early.
+    The first block adds one to the epoch, if there is one, which the down kernel reads and, before this one, the gather
+    kernel. Where tokens are gathered this one may start while that drains, the down kernel not before it ended: it
+    reads ids early.
     """
-    if GATHERED:
-        wait_for_previous(DEPENDENT)
+    CACHE: tl.constexpr = STEP.cache
+    K: tl.constexpr = STEP.top_k
+    J_BLOCK: tl.constexpr = STEP.token_block * STEP.top_k_block
+    if STEP.gathered:
+        wait_for_previous(STEP.dependent)
     group, block = tl.program_id(0), tl.program_id(1)
     if CACHE is not None:
         block -= CACHE.rows
@@ -131,33 +126,28 @@ def gate_up_kernel(
             if group < width:
                 fetcher = tl.program_id(1) * width + group
                 if fetcher == 0:
-                    plan_misses(ids_ptr, weights_ptr, T, T * K, cache, E, S, T_BLOCK * K_BLOCK, CACHE)
+                    plan_misses(step.ids, step.routing_weights, T, T * K, cache, E, S, J_BLOCK, CACHE)
                     if CACHE.asks:
-                        ask_host(x_ptr, ids_ptr, weights_ptr, T, D, cache, E, S, K, T_BLOCK * K_BLOCK, CACHE)
-                allow_next(DEPENDENT)
+                        ask_host(step.tokens, step.ids, step.routing_weights, T, D, cache, E, S, K, J_BLOCK, CACHE)
+                allow_next(STEP.dependent)
                 fetch_misses(fetcher, CACHE.rows * width, cache, E, S, CACHE)
                 if CACHE.mail:
                     if fetcher == 0:
                         take_answer(T, D, cache, E, S, CACHE)
             return
-    allow_next(DEPENDENT)
-    if ADVANCE:
+    allow_next(STEP.dependent)
+    if epoch_ptr is not None:
         if (group == 0) & (block == 0):
             tl.store(epoch_ptr, tl.load(epoch_ptr) + 1)
-    expert, rows = serves(ids_ptr, group, T, K, K_BLOCK, T_BLOCK, BY_EXPERT)
+    expert, rows = serves(step.ids, group, T, K, STEP.top_k_block, STEP.token_block, STEP.by_expert)
     if CACHE is None:
-        slot = slot_of(expert, slots_ptr, E, S)
+        slot = slot_of(expert, step.slots, E, S)
     else:
         slot = arrived_slot(expert, cache[0], E, S, CACHE)
     if slot >= 0:
-        if VECTOR:
-            gate_up_vector(
-                x_ptr, w1, scales_ptr, b1_ptr, hidden_ptr, slot, rows, block * BLOCK_F, D, F,
-                K, T_BLOCK, BLOCK_F, BLOCK_K, EVEN_K, LANE, SCALES, ACTIVATION,
-            )  # fmt: skip
+        if STEP.vector:
+            gate_up_vector(step, w1, slot, rows, block * STEP.rows, D, F, STEP)
         else:
-            for first in range(0, rows_in_passes(rows, TILE), TILE):
-                gate_up_matrix(
-                    x_ptr, w1, scales_ptr, b1_ptr, hidden_ptr, slot, pass_of(rows, first, TILE), block * BLOCK_F, D, F,
-                    K, TILE, BLOCK_F, BLOCK_K, EVEN_K, LANE, SCALES, PRECISION, ACTIVATION,
-                )  # fmt: skip
+            for first in range(0, rows_in_passes(rows, STEP.tile), STEP.tile):
+                of_pass = pass_of(rows, first, STEP.tile)
+                gate_up_matrix(step, w1, w1_desc, slot, of_pass, block * STEP.rows, D, F, STEP)

@@ -4,11 +4,11 @@ Every rank then computes the same batch of W * max_tokens tokens, token ``rank *
 replicated; only down sends each token's sums to the one rank it came from, and that adds them up in the order of the
 ranks. A slot without a token has ids ``ABSENT``: no block reads anything for it, and nobody sends or awaits its sums.
 
-Every rank has a second landing, of words ``(2, W, max_tokens, stride)`` int64; rank s writes [parity, s] of every rank.
-A word holds 32 bits below and the epoch above, as in ``decode.words``: the token's bytes from the start of a row,
-its K ids and K weights at the end. Bits are copied, so the same tokens give the same sums whoever was late. Ids of
-all slots travel in every step, the rest only where there is a token: ranks learn from the ids how many there are, and a
-rank without tokens takes part like any other.
+Every rank has a second receive buffer, of words ``(2, W, max_tokens, stride)`` int64; rank s writes [parity, s] of
+every rank. A word holds 32 bits below and the epoch above, as in ``decode.words``: the token's bytes from the start of
+a row, its K ids and K weights at the end. Bits are copied, so the same tokens give the same sums whoever was late. Ids
+of all slots travel in every step, the rest only where there is a token: ranks learn from the ids how many there are,
+and a rank without tokens takes part like any other.
 
 Who waits: blocks with the highest ids of the grid, for blocks of this kernel on any rank that wait for nobody.
 
@@ -34,8 +34,8 @@ import triton.language as tl
 
 from ..runtime.dependent import allow_next
 from ..runtime.primitives import any_of, clock_ns, record_fault
-from .step import Landing, Step
-from .words import POLL_COUNT, landing_of, word_of
+from .step import Batch, ReceiveBuffer, Step
+from .words import POLL_COUNT, word_of, words_at
 
 PLACE_GATHER = tl.constexpr(6)
 ABSENT = tl.constexpr(-(2**31))
@@ -45,24 +45,27 @@ NUM_WARPS = 4
 
 @triton.jit
 def push_token(
-    tokens_ptr, ids_ptr, weights_ptr, addresses, slot, block, epoch, rank, max_tokens, T, P, E, stride,
+    own, addresses, slot, block, epoch, rank, max_tokens, T, P, E, stride,
     W: tl.constexpr, K: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Write COLS columns of one slot's token to every rank, this one included; the first block its routing, too."""
+    """Write COLS columns of one slot's token to every rank, this one included; the first block its routing, too.
+
+    ``own`` are ``Batch``, as in ``take_token``.
+    """
     ks = tl.arange(0, COLS)
     cols = block * COLS + ks
     here = slot < T
     of_token = here & (cols < P)
     of_routing = (ks < K) & (block == 0)
-    payload = tl.load(tokens_ptr + slot * P + cols, mask=of_token, other=0)
-    ids = tl.load(ids_ptr + slot * K + ks, mask=of_routing & here, other=-1)
+    payload = tl.load(own.tokens + slot * P + cols, mask=of_token, other=0)
+    ids = tl.load(own.ids + slot * K + ks, mask=of_routing & here, other=-1)
     ids = tl.where((ids >= 0) & (ids < E), ids, -1).to(tl.int32)
     ids = tl.where(here, ids, ABSENT)
-    weights = tl.load(weights_ptr + slot * K + ks, mask=of_routing & here, other=0.0)
+    weights = tl.load(own.routing_weights + slot * K + ks, mask=of_routing & here, other=0.0)
     words, id_words, weight_words = word_of(payload, epoch), word_of(ids, epoch), word_of(weights, epoch)
     row = ((epoch % 2) * W + rank) * max_tokens + slot
     for peer in tl.static_range(W):
-        row_ptr = landing_of(addresses, peer) + row.to(tl.int64) * stride
+        row_ptr = words_at(addresses, peer) + row.to(tl.int64) * stride
         tl.store(row_ptr + stride - 2 * K + ks, id_words, mask=of_routing)
         tl.store(row_ptr + stride - K + ks, weight_words, mask=of_routing & here)
         tl.store(row_ptr + cols, words, mask=of_token)
@@ -88,14 +91,14 @@ def look(row_ptr, cols, ks, epoch, P, stride, K: tl.constexpr):
 
 @triton.jit
 def take_token(
-    tokens_ptr, ids_ptr, weights_ptr, addresses, token, block, epoch, fault_ptr, timeout_ns, rank, max_tokens, P,
-    stride, W: tl.constexpr, K: tl.constexpr, COLS: tl.constexpr, INTERPRET: tl.constexpr,
+    batch, addresses, token, block, epoch, fault_ptr, timeout_ns, rank, max_tokens, P, stride, W: tl.constexpr,
+    K: tl.constexpr, COLS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Wait for COLS columns of one token of the batch and unpack them; the first block its routing, too."""
     ks = tl.arange(0, COLS)
     cols = block * COLS + ks
     row = (epoch % 2) * W * max_tokens + token
-    row_ptr = landing_of(addresses, rank) + row.to(tl.int64) * stride
+    row_ptr = words_at(addresses, rank) + row.to(tl.int64) * stride
     columns, ids, weights, there, oldest = look(row_ptr, cols, ks, epoch, P, stride, K)
     if oldest < epoch:
         polls = tl.full((), 0, tl.int64)
@@ -110,53 +113,52 @@ def take_token(
                 record_fault(fault_ptr, PLACE_GATHER, token // max_tokens, token, epoch, oldest, INTERPRET)
     complete = there & (oldest >= epoch)
     of_routing = (ks < K) & (block == 0)
-    tl.store(tokens_ptr + token * P + cols, columns, mask=(cols < P) & complete)
-    tl.store(ids_ptr + token * K + ks, tl.where(complete, ids, ABSENT), mask=of_routing)
-    tl.store(weights_ptr + token * K + ks, weights.to(tl.float32, bitcast=True), mask=of_routing & complete)
+    tl.store(batch.tokens + token * P + cols, columns, mask=(cols < P) & complete)
+    tl.store(batch.ids + token * K + ks, tl.where(complete, ids, ABSENT), mask=of_routing)
+    tl.store(batch.routing_weights + token * K + ks, weights.to(tl.float32, bitcast=True), mask=of_routing & complete)
 
 
 @triton.jit(do_not_specialize=["rank", "max_tokens", "timeout_ns", "T", "E"])
 def gather_kernel(
-    tokens_ptr, ids_ptr, weights_ptr, all_tokens_ptr, all_ids_ptr, all_weights_ptr, addresses, epoch_ptr, fault_ptr,
-    rank, max_tokens, timeout_ns, T, P, E, stride,
+    own, batch, words, rank, max_tokens, timeout_ns, T, P, E, stride,
     W: tl.constexpr, K: tl.constexpr, COLS: tl.constexpr, DEPENDENT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """See the module; one axis of blocks: this rank's slots, then all tokens of the batch, block of columns by block.
 
-    Tokens are P int32 each. The epoch is the next one, that of the kernels behind.
+    ``own`` and ``batch`` are ``Batch`` of P int32 each, ``words`` are those of the tokens. The epoch is the next
+    one, that of the kernels behind.
     """
     allow_next(DEPENDENT)
-    epoch = tl.load(epoch_ptr) + 1
+    epoch = tl.load(words.epoch) + 1
     blocks = tl.cdiv(P, COLS)
     row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     if row < max_tokens:
         push_token(
-            tokens_ptr, ids_ptr, weights_ptr, addresses, row, block, epoch, rank, max_tokens, T, P, E, stride,
-            W, K, COLS,
+            own, words.addresses, row, block, epoch, rank, max_tokens, T, P, E, stride, W, K, COLS
         )  # fmt: skip
     else:
         take_token(
-            all_tokens_ptr, all_ids_ptr, all_weights_ptr, addresses, row - max_tokens, block, epoch, fault_ptr,
-            timeout_ns, rank, max_tokens, P, stride, W, K, COLS, INTERPRET,
+            batch, words.addresses, row - max_tokens, block, epoch, words.fault, timeout_ns, rank, max_tokens, P,
+            stride, W, K, COLS, INTERPRET,
         )  # fmt: skip
 
 
-def gather(step: Step, landing: Landing, *, dependent: bool) -> None:
+def gather(step: Step, buffer: ReceiveBuffer, *, dependent: bool) -> None:
     """Fill ``step``'s tokens, ids and routing weights with those of all ranks.
 
     Args:
         step: Of W * max_tokens tokens, ids int32.
-        landing: With a ``gather``.
+        buffer: With a ``gather``.
         dependent: Let the next kernel start while this one drains; it must wait for it.
     """
-    own = landing.gather
-    assert own is not None, "the landing is of replicated tokens"
-    (batch, top_k), width = step.ids.shape, step.tokens.shape[1] * step.tokens.element_size() // 4
-    gather_kernel[((landing.max_tokens + batch) * triton.cdiv(width, COLS),)](
-        own.tokens.view(torch.int32), own.ids, own.routing_weights, step.tokens.view(torch.int32), step.ids,
-        step.routing_weights, own.addresses, landing.epoch, landing.fault,
-        landing.rank, landing.max_tokens, landing.timeout_ns, own.tokens.shape[0], width, step.slots.shape[0],
-        own.stride,
-        W=landing.addresses.numel(), K=top_k, COLS=COLS, DEPENDENT=dependent,
-        INTERPRET=triton.knobs.runtime.interpret, num_warps=NUM_WARPS,
+    own, batch = buffer.gather, step.tensors
+    assert own is not None, "the tokens are replicated"
+    (num_tokens, top_k), width = batch.ids.shape, batch.tokens.shape[1] * batch.tokens.element_size() // 4
+    gather_kernel[((buffer.max_tokens + num_tokens) * triton.cdiv(width, COLS),)](
+        own.tokens._replace(tokens=own.tokens.tokens.view(torch.int32)),
+        Batch(batch.tokens.view(torch.int32), batch.ids, batch.routing_weights),
+        buffer.words._replace(addresses=own.addresses), buffer.rank, buffer.max_tokens, buffer.timeout_ns,
+        own.tokens.ids.shape[0], width, batch.slots.shape[0], own.stride,
+        W=own.addresses.numel(), K=top_k, COLS=COLS, DEPENDENT=dependent, INTERPRET=triton.knobs.runtime.interpret,
+        num_warps=NUM_WARPS,
     )  # fmt: skip

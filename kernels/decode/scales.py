@@ -1,13 +1,13 @@
 """Device functions of the decode kernels for quantised weights: numbers, scales, and tokens in the order of the lanes.
 
-SCALES, a constant of the kernels, says how many neighbours along the contraction share a scale, and so the layout:
+``StepConstants.shared_scale`` says how many neighbours along the contraction share a scale, and so the layout:
 
 * 0: float32, float16 or bfloat16 weights, without scales.
 * 32, the MX types: every row has its own; e8m0 codes, 2^(code - 127), ``(S, rows, columns / 32)`` uint8.
 * 128, block FP8: 128 rows share one too; ``(S, ceil(rows / 128), ceil(columns / 128))`` float32.
 
-LANE, weights in the 16 bytes that a thread loads at once, tells MXFP4 from MXFP8: 32 and 16. The kernels read MXFP4 as
-int32 words of eight e2m1 codes, for bits are shifted in words. Weights of block FP8 and MXFP8 are e4m3.
+``lane``, weights in the 16 bytes that a thread loads at once, tells MXFP4 from MXFP8: 32 and 16. The kernels read MXFP4
+as int32 words of eight e2m1 codes, for bits are shifted in words. Weights of block FP8 and MXFP8 are e4m3.
 
 Where scales apply. *vector*: to the sum of a lane's products, whose weights share a scale. *matrix*: those of MX to the
 weights, because a power of two rounds none above 2^-126; block FP8 to what 128 of the contraction add to the sums,
@@ -138,23 +138,20 @@ def scale_values(stored, SCALES: tl.constexpr):
 
 
 @triton.jit
-def lane_scales(
-    scales_ptr, slot, first_row, k, num_rows, num_cols,
-    ROWS: tl.constexpr, BLOCK_K: tl.constexpr, LANE: tl.constexpr, SCALES: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """Vector form: ``(ROWS or 1, BLOCK_K / LANE)`` float32 scales of the lanes' weights; 0 if there are none.
+def lane_scales(scales_ptr, slot, first_row, k, num_rows, num_cols, STEP: tl.constexpr):
+    """Vector form: ``(rows or 1, depth / lane)`` float32 scales of the lanes' weights; 0 if there are none.
 
-    ROWS divides 16 and ``first_row``, so one block of 128 rows holds them all.
+    ``STEP.rows`` divides 16 and ``first_row``, so one block of 128 rows holds them all.
     """
-    if SCALES == 0:
+    if STEP.shared_scale == 0:
         return 0
     else:
-        rows = first_row + tl.arange(0, ROWS if SCALES == MX else 1)[None, :]
-        groups = tl.arange(0, BLOCK_K // LANE)[:, None] * LANE // SCALES
+        rows = first_row + tl.arange(0, STEP.rows if STEP.shared_scale == MX else 1)[None, :]
+        groups = tl.arange(0, STEP.depth // STEP.lane)[:, None] * STEP.lane // STEP.shared_scale
         # Neighbouring lanes share a scale, which hides from the compiler that groups are neighbours in memory; it then
         # lays the first axis along the lanes. Written the other way round, scales would change lanes.
-        stored = load_stored(scales_ptr, slot, rows, k, groups, num_rows, num_cols, SCALES, EVEN, 1)
-        return scale_values(stored, SCALES).T
+        stored = load_stored(scales_ptr, slot, rows, k, groups, num_rows, num_cols, STEP.shared_scale, STEP.even, 1)
+        return scale_values(stored, STEP.shared_scale).T
 
 
 @triton.jit
@@ -177,23 +174,24 @@ def lane_columns(ROWS: tl.constexpr, BLOCK_K: tl.constexpr, LANE: tl.constexpr, 
 
 
 @triton.jit
-def load_lanes(ptrs, in_range, LANE: tl.constexpr, SCALES: tl.constexpr, EVEN: tl.constexpr, POLICY: tl.constexpr):
+def load_lanes(ptrs, in_range, STEP: tl.constexpr):
     """A step of a token, LANE neighbours in a thread as its weights are: ``(BLOCK_K,)``, or ``(copies, BLOCK_K)``.
 
     16 weights of a byte meet 32 bytes of the token: two loads, joined in registers, and 32 of half a byte four. A load
     of the whole step would give each thread 8 neighbours, and moving them to the threads of their weights would take
     shared memory.
     """
-    low = load_columns(ptrs, in_range, EVEN, POLICY)
-    if SCALES == 0:
+    low = load_columns(ptrs, in_range, STEP.even, "evict_last")
+    if STEP.shared_scale == 0:
         return low
     else:
+        LANE: tl.constexpr = STEP.lane
         copies: tl.constexpr = low.shape[0]
         lanes: tl.constexpr = low.shape[1] // EIGHT
-        high = load_columns(ptrs + LANE // 2, in_range, EVEN, POLICY)
+        high = load_columns(ptrs + LANE // 2, in_range, STEP.even, "evict_last")
         if LANE == CODED_LANE:
-            low = tl.join(low, load_columns(ptrs + EIGHT, in_range, EVEN, POLICY))
-            high = tl.join(high, load_columns(ptrs + LANE // 2 + EIGHT, in_range, EVEN, POLICY))
+            low = tl.join(low, load_columns(ptrs + EIGHT, in_range, STEP.even, "evict_last"))
+            high = tl.join(high, load_columns(ptrs + LANE // 2 + EIGHT, in_range, STEP.even, "evict_last"))
             parts = tl.join(low, high).reshape(copies, lanes, EIGHT, 2, 2).permute(0, 1, 4, 3, 2)
         else:
             parts = tl.join(low, high).reshape(copies, lanes, EIGHT, 2).permute(0, 1, 3, 2)
@@ -201,9 +199,10 @@ def load_lanes(ptrs, in_range, LANE: tl.constexpr, SCALES: tl.constexpr, EVEN: t
 
 
 @triton.jit
-def scaled_products(weights, x, scales, LANE: tl.constexpr, SCALES: tl.constexpr):
+def scaled_products(weights, x, scales, STEP: tl.constexpr):
     """``lane_products`` of the weights with their scales; ``x`` from ``load_lanes``."""
-    if SCALES == 0:
+    LANE: tl.constexpr = STEP.lane
+    if STEP.shared_scale == 0:
         return lane_products(weights, x, LANE)
     else:
         rows: tl.constexpr = weights.shape[0]
@@ -229,64 +228,57 @@ def part_of(depth: int, shared_scale: int) -> int:
 
 
 @triton.jit
-def step_scales(
-    scales_ptr, slot, rows, k, num_rows, num_cols, BLOCK_K: tl.constexpr, SCALES: tl.constexpr, EVEN: tl.constexpr
-):
+def step_scales(scales_ptr, slot, rows, k, num_rows, num_cols, STEP: tl.constexpr):
     """Matrix form: for each part of a step its weights' ``part_scales``."""
-    PART: tl.constexpr = part_of(BLOCK_K, SCALES)
+    PART: tl.constexpr = part_of(STEP.depth, STEP.shared_scale)
     found = ()
-    for part in tl.static_range(BLOCK_K // PART):
-        scales = part_scales(scales_ptr, slot, rows, k + part * PART, num_rows, num_cols, PART, SCALES, EVEN)
-        found += (scales,)
+    for part in tl.static_range(STEP.depth // PART):
+        found += (part_scales(scales_ptr, slot, rows, k + part * PART, num_rows, num_cols, PART, STEP),)
     return found
 
 
 @triton.jit
-def part_scales(
-    scales_ptr, slot, rows, k, num_rows, num_cols, PART: tl.constexpr, SCALES: tl.constexpr, EVEN: tl.constexpr
-):
+def part_scales(scales_ptr, slot, rows, k, num_rows, num_cols, PART: tl.constexpr, STEP: tl.constexpr):
     """``(R, PART / 32)`` (MX) or ``(R, 1)`` float32 scales of a part; 0 if there are none.
 
     Where the contraction is a multiple of the step, a row's codes are one load, which runs ahead as the weights do.
     """
+    SCALES: tl.constexpr = STEP.shared_scale
     if SCALES == 0:
         return 0
     else:
         WIDTH: tl.constexpr = PART // MX if SCALES == MX else 1
         groups = tl.arange(0, WIDTH)[None, :]
         stored = load_stored(
-            scales_ptr, slot, rows[:, None], k, groups, num_rows, num_cols, SCALES, EVEN, WIDTH if EVEN else 1
+            scales_ptr, slot, rows[:, None], k, groups, num_rows, num_cols, SCALES, STEP.even, WIDTH if STEP.even else 1
         )
         return scale_values(stored, SCALES)
 
 
 @triton.jit
-def step_and_next_scales(
-    ahead, scales_ptr, slot, rows, k, num_rows, num_cols,
-    BLOCK_K: tl.constexpr, SCALES: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
+def step_and_next_scales(ahead, scales_ptr, slot, rows, k, num_rows, num_cols, STEP: tl.constexpr):
     """``(scales of the step at k, what to pass as ahead in the next step)``; at the first, ``step_scales`` of it.
 
     The compiler makes no pipeline of the loads of block FP8, one number for 128 rows; unless they are loaded a step
     ahead, every step waits for memory.
     """
-    if SCALES == BLOCK:
+    if STEP.shared_scale == BLOCK:
         # The last step loads its own again: a mask would take registers.
-        following = tl.where(k + BLOCK_K < num_cols, k + BLOCK_K, k)
-        return ahead, step_scales(scales_ptr, slot, rows, following, num_rows, num_cols, BLOCK_K, SCALES, EVEN)
+        following = tl.where(k + STEP.depth < num_cols, k + STEP.depth, k)
+        return ahead, step_scales(scales_ptr, slot, rows, following, num_rows, num_cols, STEP)
     else:
-        return step_scales(scales_ptr, slot, rows, k, num_rows, num_cols, BLOCK_K, SCALES, EVEN), ahead
+        return step_scales(scales_ptr, slot, rows, k, num_rows, num_cols, STEP), ahead
 
 
 @triton.jit
-def scaled_dot(weights, x, sums, scales, SCALES: tl.constexpr, PRECISION: tl.constexpr):
+def scaled_dot(weights, x, sums, scales, STEP: tl.constexpr):
     """Matrix form: ``sums`` plus the weights ``(R, PART)``, or words of them, with their scales times the tokens
     ``(T, PART)``.
     """
-    if SCALES == 0:
-        return tl.dot(weights, x.T, sums, input_precision=PRECISION)
-    elif SCALES == BLOCK:
-        return sums + scales * tl.dot(widen(weights, x.dtype), x.T, input_precision=PRECISION)
+    if STEP.shared_scale == 0:
+        return tl.dot(weights, x.T, sums, input_precision=STEP.precision)
+    elif STEP.shared_scale == BLOCK:
+        return sums + scales * tl.dot(widen(weights, x.dtype), x.T, input_precision=STEP.precision)
     else:
         if x.dtype == tl.float16:
             # float16 cannot hold every scale; tf32 holds the fractions of float16, e4m3 and e2m1, and every exponent.
@@ -296,7 +288,7 @@ def scaled_dot(weights, x, sums, scales, SCALES: tl.constexpr, PRECISION: tl.con
         weights = (by_scale * scales.to(x.dtype)[:, :, None]).reshape(rows, x.shape[1])
         # A product of its own, added afterwards; the last argument, which means nothing here, keeps the compiler from
         # accumulating in place. It would then split the product, and every piece wait for the one before.
-        return sums + tl.dot(weights, x.T, input_precision=PRECISION, max_num_imprecise_acc=MX)
+        return sums + tl.dot(weights, x.T, input_precision=STEP.precision, max_num_imprecise_acc=MX)
 
 
 @triton.jit

@@ -14,74 +14,130 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..experts.tables import CacheConstants
 from ..experts.waves import count_waves
 from ..gemm.group_gemm import dot_precision
+from ..runtime.activation import Activation
 from ..runtime.arch import starts_early
+from ..runtime.arguments import power_of_2
 from .blocks import BlockShape, DecodeConfig, lane_of, least_depth
 from .down import down_kernel
 from .gate_up import gate_up_kernel
 from .gather import gather
 from .scales import in_number, part_of
-from .step import Landing, Step
+from .step import ReceiveBuffer, Step, StepConstants, StepTensors
 
 LEAST_TOKENS = 8  # what the matrix form pads the tokens of a step to, the least the matrix instructions take
 WORD_COLS = 2 * 32  # columns of the all-reduce for each warp: two for each thread, or stores get narrower
 
 
-def decode(step: Step, config: DecodeConfig, landing: Landing | None = None) -> None:
+def decode(step: Step, config: DecodeConfig, buffer: ReceiveBuffer | None = None) -> None:
     """Launch both kernels: ``out[t] = sum over k of routing_weights[t, k] * expert(ids[t, k])(tokens[t])``.
 
-    A landing that gathers has a kernel of its own launched before them; nothing is launched where this raises.
+    Where tokens are gathered a kernel of its own is launched before them; nothing is launched where this raises.
 
     Args:
         step: Tensors; contiguous, T between 1 and 64.
         config: Shapes of blocks.
-        landing: Adds the sums of W > 1 ranks; ``None`` for a rank alone.
+        buffer: Adds the sums of W > 1 ranks; ``None`` for a rank alone.
 
     Raises:
         ValueError: If the vector form meets more than two tokens, or the matrix form's depth the wrong scales.
     """
-    (num_tokens, top_k), num_experts = step.ids.shape, step.slots.shape[0]
+    num_tokens, top_k = step.tensors.ids.shape
+    hidden_size, ffn_size, num_experts, _ = step.sizes
     if config.form == "vector" and num_tokens > 2:
         raise ValueError(f"T={num_tokens} must be at most 2 for form='vector'")
     _check_depth(config, step)
-    routed_rows = num_tokens * top_k
-    by_expert = routed_rows >= num_experts
-    groups = num_experts if by_expert else routed_rows
-    gathered = landing is not None and landing.gather is not None
-    least = 1 if config.form == "vector" else LEAST_TOKENS
-    constants = dict(
-        K=top_k, K_BLOCK=triton.next_power_of_2(top_k), T_BLOCK=max(least, triton.next_power_of_2(num_tokens)),
-        BY_EXPERT=by_expert, VECTOR=config.form == "vector", LANE=lane_of(step.w1.dtype),
-        SCALES=step.shared_scale, PRECISION=dot_precision(step.tokens.dtype), GATHERED=gathered,
-        DEPENDENT=_starts_early(config, step.tokens.device),
+    gathered = buffer is not None and buffer.gather is not None
+    constants = step_constants(
+        config, num_tokens, top_k, num_experts, step.tensors.tokens.dtype, step.w1.elements.dtype,
+        shared_scale=step.shared_scale, gathered=gathered, dependent=_starts_early(config, step.tensors.tokens.device),
     )  # fmt: skip
-    constants["TILE"] = min(config.tile, constants["T_BLOCK"])
+    gate_up = of_gate_up(constants, config.gate_up, hidden_size, step.activation)
+    down = of_down(constants, config, ffn_size, 1 if buffer is None else buffer.world_size)
+    groups = min(num_experts, num_tokens * top_k)
     cache, of_step = _cache(step, groups, config.gate_up.num_warps)
     # Whatever can raise comes before the first launch: a gather alone would leave the other ranks with half a step.
-    w1, w2 = _weights(step, config)
+    w1_desc, w2_desc = _descriptors(step, config)
     if gathered:
-        gather(step, landing, dependent=constants["DEPENDENT"])
-    waves = [step.ids] if step.waves is None else step.waves.unbind()
+        gather(step, buffer, dependent=constants.dependent)
+    waves = [step.tensors.ids] if step.waves is None else step.waves.unbind()
     for number, ids in enumerate(waves):
         is_last = number == len(waves) - 1
-        to = landing if is_last else None
-        of_wave = constants | {"CACHE": of_step and of_step.of_wave(number, len(waves))}
-        _gate_up(step, ids, w1, config, to, groups, cache, of_wave)
+        to = buffer if is_last else None
+        tensors = step.tensors
+        if step.waves is not None:
+            tensors = tensors._replace(ids=ids)
+            down = down._replace(world_size=down.world_size if is_last else 1, adds_up=is_last)
+        if of_step is not None:
+            of_wave = of_step.of_wave(number, len(waves))
+            gate_up, down = gate_up._replace(cache=of_wave), down._replace(cache=of_wave)
+        _gate_up(step, tensors, w1_desc, config.gate_up, to, groups, cache, gate_up)
         if is_last and step.host is not None and step.host.fetched is not None:
             step.host.fetched.record()
-        _down(step, ids, w2, config, to, groups, cache, of_wave | {"ADDS_UP": is_last})
+        _down(step, tensors, w2_desc, config.down, to, groups, cache, down)
 
 
-def _weights(step: Step, config: DecodeConfig) -> tuple[Tensor | TensorDescriptor, Tensor | TensorDescriptor]:
-    """Both weights as the kernels take them."""
+def step_constants(
+    config: DecodeConfig,
+    num_tokens: int,
+    top_k: int,
+    num_experts: int,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    *,
+    shared_scale: int,
+    gathered: bool,
+    dependent: bool,
+) -> StepConstants:
+    """What the constants of both kernels have in common, for tokens of ``dtype`` and weights of ``weight_dtype``."""
+    is_vector = config.form == "vector"
+    token_block = max(1 if is_vector else LEAST_TOKENS, power_of_2(num_tokens))
+    return StepConstants(
+        top_k=top_k,
+        top_k_block=power_of_2(top_k),
+        token_block=token_block,
+        by_expert=num_tokens * top_k >= num_experts,
+        vector=is_vector,
+        lane=lane_of(weight_dtype),
+        shared_scale=shared_scale,
+        precision=dot_precision(dtype),
+        tile=min(config.tile, token_block),
+        gathered=gathered,
+        dependent=dependent,
+        interpret=triton.knobs.runtime.interpret,
+    )
+
+
+def of_gate_up(constants: StepConstants, shape: BlockShape, hidden_size: int, activation: Activation) -> StepConstants:
+    """Those of ``gate_up_kernel``, whose contraction is ``hidden_size``."""
+    even = hidden_size % shape.depth == 0
+    return constants._replace(rows=shape.rows, depth=shape.depth, even=even, activation=activation)
+
+
+def of_down(constants: StepConstants, config: DecodeConfig, ffn_size: int, world_size: int) -> StepConstants:
+    """Those of ``down_kernel``, whose contraction is ``ffn_size``."""
+    shape = config.down
+    return constants._replace(
+        rows=shape.rows,
+        depth=shape.depth,
+        even=ffn_size % shape.depth == 0,
+        fold=config.fold,
+        ahead=min(config.ahead, -(-ffn_size // shape.depth)),
+        world_size=world_size,
+        word_cols=WORD_COLS * shape.num_warps,
+    )
+
+
+def _descriptors(step: Step, config: DecodeConfig) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
+    """How the matrix form reads w1 and w2."""
     if config.form == "vector":
-        return step.w1, step.w2
-    num_slots, _, ffn_size = step.sizes
-    gate_and_up = step.w1.view(num_slots, 2, ffn_size, -1)
-    number = in_number(lane_of(step.w1.dtype))
+        return None, None
+    w1, w2 = step.w1.elements, step.w2.elements
+    number = in_number(lane_of(w1.dtype))
     depths = [part_of(shape.depth, step.shared_scale) // number for shape in (config.gate_up, config.down)]
+    gate_and_up = w1.view(w1.shape[0], 2, step.tensors.hidden.shape[1], -1)
     return (
         TensorDescriptor.from_tensor(gate_and_up, [1, 2, config.gate_up.rows, depths[0]]),
-        TensorDescriptor.from_tensor(step.w2, [1, config.down.rows, depths[1]]),
+        TensorDescriptor.from_tensor(w2, [1, config.down.rows, depths[1]]),
     )
 
 
@@ -91,9 +147,9 @@ def _cache(step: Step, groups: int, num_warps: int) -> tuple[tuple[Tensor, ...],
     if host is None:
         return None, None
     num_waves = 1 if step.waves is None else len(step.waves)
-    least = count_waves(step.ids.numel(), host.w1.shape[0], host.tables.num_slots)
+    least = count_waves(step.tensors.ids.numel(), host.w1.shape[0], host.tables.num_slots)
     assert num_waves >= least, "each expert of a wave has a slot"
-    slots = step.w1, step.w2, step.w1_scales, step.w2_scales
+    slots = step.w1.elements, step.w2.elements, step.w1.scales, step.w2.scales
     return host.pointers(*slots), host.constants(groups, num_warps)
 
 
@@ -115,9 +171,9 @@ def _starts_early(config: DecodeConfig, device: torch.device) -> bool:
     return config.dependent and not triton.knobs.runtime.interpret and starts_early(device)
 
 
-def _registers(shape: BlockShape, landing: Landing | None) -> dict[str, int]:
+def _registers(shape: BlockShape, buffer: ReceiveBuffer | None) -> dict[str, int]:
     """The limit as a launch option, which the interpreter does not know."""
-    limit = most_registers(shape, 1 if landing is None else landing.addresses.numel())
+    limit = most_registers(shape, 1 if buffer is None else buffer.world_size)
     return {} if limit is None or triton.knobs.runtime.interpret else {"maxnreg": limit}
 
 
@@ -128,58 +184,43 @@ def most_registers(shape: BlockShape, world_size: int) -> int | None:
 
 def _gate_up(
     step: Step,
-    ids: Tensor,
-    w1: Tensor | TensorDescriptor,
-    config: DecodeConfig,
-    landing: Landing | None,
+    tensors: StepTensors,
+    w1_desc: TensorDescriptor | None,
+    shape: BlockShape,
+    buffer: ReceiveBuffer | None,
     groups: int,
     cache: tuple[Tensor, ...] | None,
-    constants: dict,
+    constants: StepConstants,
 ) -> None:
-    shape = config.gate_up
-    num_slots, hidden_size, ffn_size = step.sizes
-    options = _registers(shape, landing)
-    options |= {"launch_pdl": True} if constants["GATHERED"] and constants["DEPENDENT"] else {}
-    fetching_rows = constants["CACHE"].rows if constants["CACHE"] else 0
+    hidden_size, ffn_size, num_experts, num_slots = step.sizes
+    options = _registers(shape, buffer) | ({"launch_pdl": True} if constants.gathered and constants.dependent else {})
+    fetching_rows = constants.cache.rows if constants.cache else 0
     gate_up_kernel[(groups, triton.cdiv(ffn_size, shape.rows) + fetching_rows)](
-        step.tokens, ids, step.slots, w1, step.w1_scales, step.b1, step.hidden,
-        step.tickets if landing is None else landing.epoch, step.routing_weights, cache,
-        step.ids.shape[0], hidden_size, ffn_size, step.slots.shape[0], num_slots,
-        BLOCK_F=shape.rows, BLOCK_K=shape.depth, EVEN_K=hidden_size % shape.depth == 0, ADVANCE=landing is not None,
-        ACTIVATION=step.activation, num_warps=shape.num_warps, num_stages=shape.num_stages, **constants, **options,
+        tensors, step.w1, w1_desc, buffer and buffer.words.epoch, cache,
+        step.tensors.ids.shape[0], hidden_size, ffn_size, num_experts, num_slots,
+        STEP=constants, num_warps=shape.num_warps, num_stages=shape.num_stages, **options,
     )  # fmt: skip
 
 
 def _down(
     step: Step,
-    ids: Tensor,
-    w2: Tensor | TensorDescriptor,
-    config: DecodeConfig,
-    landing: Landing | None,
+    tensors: StepTensors,
+    w2_desc: TensorDescriptor | None,
+    shape: BlockShape,
+    buffer: ReceiveBuffer | None,
     groups: int,
     cache: tuple[Tensor, ...] | None,
-    constants: dict,
+    constants: StepConstants,
 ) -> None:
-    shape = config.down
-    num_slots, hidden_size, ffn_size = step.sizes
-    num_tokens = step.ids.shape[0]
-    if config.fold:
-        groups = num_tokens
-    blocks = groups * triton.cdiv(hidden_size, shape.rows)
-    world_size, network = 1, (step.tickets, step.tickets, step.tickets, 0, 0, 0)
-    if landing is not None:
-        world_size = landing.addresses.numel()
-        network = (
-            landing.addresses, landing.epoch, landing.fault, landing.rank, landing.max_tokens, landing.timeout_ns
-        )  # fmt: skip
-        blocks += step.out.shape[0] * triton.cdiv(hidden_size, WORD_COLS * shape.num_warps)
-    options = _registers(shape, landing) | ({"launch_pdl": True} if constants["DEPENDENT"] else {})
+    hidden_size, ffn_size, num_experts, num_slots = step.sizes
+    num_tokens = step.tensors.ids.shape[0]
+    blocks = (num_tokens if constants.fold else groups) * triton.cdiv(hidden_size, shape.rows)
+    network = (None, cache, 0, 0, 0)
+    if buffer is not None:
+        network = (buffer.words, cache, buffer.rank, buffer.max_tokens, buffer.timeout_ns)
+        blocks += tensors.out.shape[0] * triton.cdiv(hidden_size, constants.word_cols)
+    options = _registers(shape, buffer) | ({"launch_pdl": True} if constants.dependent else {})
     down_kernel[(blocks,)](
-        step.hidden, ids, step.slots, step.routing_weights, w2, step.w2_scales, step.b2, step.partials,
-        step.tickets, step.out, *network, cache, None if step.waves is None else step.all_ids,
-        num_tokens, hidden_size, ffn_size, step.slots.shape[0], num_slots,
-        FOLD=config.fold, BLOCK_D=shape.rows, BLOCK_K=shape.depth, EVEN_K=ffn_size % shape.depth == 0, W=world_size,
-        WORD_COLS=WORD_COLS * shape.num_warps, AHEAD=min(config.ahead, triton.cdiv(ffn_size, shape.depth)),
-        INTERPRET=triton.knobs.runtime.interpret,
-        num_warps=shape.num_warps, num_stages=shape.num_stages, **constants, **options,
+        tensors, step.w2, w2_desc, *network, num_tokens, hidden_size, ffn_size, num_experts, num_slots,
+        STEP=constants, num_warps=shape.num_warps, num_stages=shape.num_stages, **options,
     )  # fmt: skip

@@ -1,9 +1,10 @@
 """Decode over W ranks: the all-reduce inside the down kernel.
 
-Every rank has a landing of words ``(2, W, max_tokens, D)`` int64; rank s writes [parity, s] of every rank. A word holds
-a float32 partial sum below and the epoch above: 8 bytes arrive as one, so a word that shows the epoch also shows the
-value, and neither a fence nor a flag follows the values over the wire. float32, because a sum of W rounded partial sums
-would be less exact than one rank alone, and a decode step sends so little that the bytes hide behind the weights.
+Every rank has a receive buffer of words ``(2, W, max_tokens, D)`` int64; rank s writes [parity, s] of every rank. A
+word holds a float32 partial sum below and the epoch above: 8 bytes arrive as one, so a word that shows the epoch also
+shows the value, and neither a fence nor a flag follows the values over the wire. float32, because a sum of W rounded
+partial sums would be less exact than one rank alone, and a decode step sends so little that the bytes hide behind the
+weights.
 
 Who waits: blocks with the highest ids of the grid. Blocks start in the order of their ids, and those that compute never
 wait, so on every rank everything that is waited for has started or will without anyone's help.
@@ -38,14 +39,14 @@ def word_of(payload, epoch):
 
 
 @triton.jit
-def landing_of(addresses, rank):
+def words_at(addresses, rank):
     """The words of one rank."""
     return tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(tl.int64)), 16)
 
 
 @triton.jit
 def push_words(
-    values, tokens, cols, mask, landing_addresses, epoch, rank, max_tokens, D, W: tl.constexpr, GATHERED: tl.constexpr
+    values, tokens, cols, mask, addresses, epoch, rank, max_tokens, D, W: tl.constexpr, GATHERED: tl.constexpr
 ):
     """Write this rank's ``(tokens, cols)`` float32 sums to every rank, its own included; gathered: to the token's."""
     words = word_of(values, epoch)
@@ -58,18 +59,18 @@ def push_words(
         wanted = mask
         if GATHERED:
             wanted = mask & (tokens // max_tokens == peer)[:, None]
-        tl.store(landing_of(landing_addresses, peer) + offsets, words, mask=wanted)
+        tl.store(words_at(addresses, peer) + offsets, words, mask=wanted)
 
 
 @triton.jit
 def sum_words(
-    item, out_ptr, landing_addresses, epoch, fault_ptr, timeout_ns, rank, max_tokens, D,
+    item, out_ptr, addresses, epoch, fault_ptr, timeout_ns, rank, max_tokens, D,
     W: tl.constexpr, COLS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Wait for COLS columns of one token from all ranks and store their sum, added up in the order of the ranks."""
     col_blocks = tl.cdiv(D, COLS)
     token, cols = item // col_blocks, item % col_blocks * COLS + tl.arange(0, COLS)
-    ptrs = landing_of(landing_addresses, rank) + ((epoch % 2) * W * max_tokens + token).to(tl.int64) * D + cols
+    ptrs = words_at(addresses, rank) + ((epoch % 2) * W * max_tokens + token).to(tl.int64) * D + cols
     step = max_tokens.to(tl.int64) * D
     total, epochs, late = read_words(ptrs, step, cols < D, epoch, W)
     oldest = tl.min(epochs, axis=0)

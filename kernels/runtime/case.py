@@ -24,7 +24,8 @@ class KernelCase:
         name: The configuration in words, unique among the cases of the kernel.
         fn: The ``@triton.jit`` function.
         signature: Triton type of every argument that is not a constexpr: ``*bf16``, ``i32``,
-            ``tensordesc<bf16[128, 64]>``, or a tuple of such.
+            ``tensordesc<bf16[128, 64]>``, or a tuple of such, named if the kernel uses names, with ``None`` for
+            members that are ``None``.
         constexprs: Value of every constexpr.
         unaligned: Integer arguments that are not multiples of 16 (pointers and integers are taken to be, as the
             just-in-time compiler finds at run time; arguments the kernel excludes from specialisation never are).
@@ -70,7 +71,18 @@ class KernelCase:
 
     def types(self) -> dict[str, Any]:
         """Type of every argument in the order of the kernel, ``constexpr`` where a constant is given."""
-        return {name: self.signature.get(name, "constexpr") for name in self.fn.arg_names}
+        return {name: _type_of(self.signature.get(name)) for name in self.fn.arg_names}
+
+    def constants(self) -> dict[str | tuple[int, int], Any]:
+        """Value of every constexpr, and ``None`` of members of tuples by their places."""
+        absent = {
+            (index, place): None
+            for index, name in enumerate(self.fn.arg_names)
+            if isinstance(kind := self.signature.get(name), tuple)
+            for place, each in enumerate(kind)
+            if each is None
+        }
+        return {**self.constexprs, **absent}
 
     def attributes(self) -> dict[tuple[int, ...], list[list[Any]]]:
         """Divisibility by 16 of the arguments, as the just-in-time compiler would record it."""
@@ -79,10 +91,18 @@ class KernelCase:
             kind = self.signature.get(parameter.name, "constexpr")
             fixed = parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
             if isinstance(kind, tuple):
-                kinds |= {(index, place): each for place, each in enumerate(kind)}
+                kinds |= {(index, place): each for place, each in enumerate(kind) if each is not None}
             elif parameter.name not in self.unaligned and not fixed:
                 kinds[index,] = kind
         return {place: [["tt.divisibility", 16]] for place, kind in kinds.items() if _has_divisor(kind)}
+
+
+def _type_of(kind: Any) -> Any:
+    """As Triton has it: ``constexpr`` where there is nothing, in a tuple of the same fields, too."""
+    if not isinstance(kind, tuple):
+        return kind or "constexpr"
+    members = [each or "constexpr" for each in kind]
+    return type(kind)(*members) if hasattr(kind, "_fields") else tuple(members)
 
 
 def _has_divisor(kind: str) -> bool:

@@ -108,8 +108,8 @@ def stops_before_a_step(rank: int, world_size: int) -> str:
 
 def wait_long_for_tokens() -> None:
     gather = warp_decode.gather
-    warp_decode.gather = lambda step, landing, dependent: gather(
-        step, replace(landing, timeout_ns=60 * 10**9), dependent=dependent
+    warp_decode.gather = lambda step, buffer, dependent: gather(
+        step, replace(buffer, timeout_ns=60 * 10**9), dependent=dependent
     )
 
 

@@ -25,8 +25,8 @@ from ranks import run_ranks
 
 from comet.comm import make_communicator
 from comet.decode import DecodeScratch, DecodeWeights, RankDecode
-from comet.decode.gathered import Batch
 from comet.errors import CommTimeoutError
+from comet.kernels.decode.step import Batch
 from comet.layout import ExpertLayout
 
 CASE = DecodeCase(name="qwen3-like", T=64, K=8, E=32, D=2048, F=768, routing="masked", seed=1)
@@ -85,7 +85,7 @@ def replay(decode: RankDecode, inputs: Batch, weights: DecodeWeights) -> tuple[t
 
 def last_of_replays(first: Batch) -> Batch:
     """The inputs of the last replay, on the CPU."""
-    return Batch(-first.tokens, (first.top_k_ids + REPLAYS - 1) % CASE.E, first.top_k_weights)
+    return Batch(-first.tokens, (first.ids + REPLAYS - 1) % CASE.E, first.routing_weights)
 
 
 def on_device(batch: Batch, device: str) -> Batch:

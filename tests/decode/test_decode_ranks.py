@@ -17,7 +17,7 @@ from ranks import run_ranks
 from comet.comm import LocalCommunicator, make_communicator
 from comet.comm.failures import Board
 from comet.decode import RankDecode, rank_slots
-from comet.decode.ranks import landing_bytes
+from comet.decode.ranks import receive_bytes
 from comet.errors import CommTimeoutError
 from comet.kernels.decode.words import push_words, sum_words
 from comet.layout import ExpertLayout
@@ -76,7 +76,7 @@ def any_legal_order(rank: int, world_size: int, seed: int) -> None:
     """Three ranks in one process: each pushes and sums, step by step; a sum may run once all have pushed its epoch."""
     ranks, steps, sleeper = 3, 12, random.Random(seed)
     words = [torch.zeros(2, ranks, 1, 16, dtype=torch.int64) for _ in range(ranks)]
-    addresses = torch.tensor([landing.data_ptr() for landing in words])
+    addresses = torch.tensor([each.data_ptr() for each in words])
     values = torch.randn(steps, ranks, 16, generator=torch.Generator().manual_seed(seed))
     fault, pushed, summed = torch.zeros(8, dtype=torch.int64), [0] * ranks, [0] * ranks
     while min(summed) < steps:
@@ -169,8 +169,8 @@ def alone() -> LocalCommunicator:
 def test_examples() -> None:
     layout = ExpertLayout(num_experts=8, top_k=2, ep=4, tp=1, rank=1)
     assert rank_slots(layout, "cpu").tolist() == [-1, -1, 0, 1, -1, -1, -1, -1]
-    assert landing_bytes(4, 2048) == 8388608
-    assert RankDecode(alone(), hidden_size=32, max_tokens=3).words.local.nbytes == landing_bytes(1, 32, 3)
+    assert receive_bytes(4, 2048) == 8388608
+    assert RankDecode(alone(), hidden_size=32, max_tokens=3).words.local.nbytes == receive_bytes(1, 32, 3)
 
 
 def test_bad_input_is_named() -> None:

@@ -13,22 +13,22 @@ from triton.compiler import ASTSource
 
 from comet.kernels.aot.decode import aot_cases
 from comet.kernels.decode.gather import ABSENT, PLACE_GATHER, push_token, take_token
+from comet.kernels.decode.step import Batch
 from comet.kernels.decode.words import push_words, sum_words
 from comet.kernels.runtime.arch import HOPPER
 
 
 @triton.jit
 def send_kernel(tokens_ptr, ids_ptr, weights_ptr, addresses, epoch, rank, T, W: tl.constexpr):
-    push_token(tokens_ptr, ids_ptr, weights_ptr, addresses, 0, 0, epoch, rank, 1, T, 16, 100, 20, W, 2, 16)
+    own = Batch(tokens_ptr, ids_ptr, weights_ptr)
+    push_token(own, addresses, 0, 0, epoch, rank, 1, T, 16, 100, 20, W, 2, 16)
 
 
 @triton.jit
 def receive_kernel(tokens_ptr, ids_ptr, weights_ptr, addresses, epoch, fault_ptr, timeout_ns, rank, W: tl.constexpr):
+    batch = Batch(tokens_ptr, ids_ptr, weights_ptr)
     for token in range(W):
-        take_token(
-            tokens_ptr, ids_ptr, weights_ptr, addresses, token, 0, epoch, fault_ptr, timeout_ns, rank, 1, 16, 20,
-            W, 2, 16, True,
-        )  # fmt: skip
+        take_token(batch, addresses, token, 0, epoch, fault_ptr, timeout_ns, rank, 1, 16, 20, W, 2, 16, True)
 
 
 @triton.jit
@@ -49,7 +49,7 @@ class EmulatedRank:
 
     def __init__(self, rank: int, tokens: list[torch.Tensor], sums: list[torch.Tensor], present: torch.Tensor) -> None:
         self.rank, self.done, self.present = rank, 0, present
-        self.tokens, self.sums = (torch.tensor([words.data_ptr() for words in landing]) for landing in (tokens, sums))
+        self.tokens, self.sums = (torch.tensor([words.data_ptr() for words in buffers]) for buffers in (tokens, sums))
         self.fault = torch.zeros(8, dtype=torch.int64)
         ranks, steps = present.shape[1], present.shape[0]
         generator = torch.Generator().manual_seed(rank)
@@ -123,11 +123,11 @@ def half_a_token(rank: int, world_size: int) -> None:
     """Rank 1's token but for one word, an id, a weight or a column: rank 0 takes nothing of it and says who is late."""
     token, weights = torch.arange(16, dtype=torch.int32), torch.ones(2)
     for column in (-4, -3, -2, -1, 0, 15):
-        landing, fault = torch.zeros(2, 2, 1, 20, dtype=torch.int64), torch.zeros(8, dtype=torch.int64)
-        addresses = torch.full((2,), landing.data_ptr())  # both ranks' words of rank 0
+        words, fault = torch.zeros(2, 2, 1, 20, dtype=torch.int64), torch.zeros(8, dtype=torch.int64)
+        addresses = torch.full((2,), words.data_ptr())  # both ranks' words of rank 0
         for sender in range(2):
             send_kernel[(1,)](token, torch.tensor([5, 6]), weights, addresses, 3, sender, 1, W=2)
-        landing[1, 1, 0, column] -= 2 << 32
+        words[1, 1, 0, column] -= 2 << 32
         ids, tokens = torch.zeros(2, 2, dtype=torch.int32), torch.zeros(2, 16, dtype=torch.int32)
         receive_kernel[(1,)](tokens, ids, torch.zeros(2, 2), addresses, 3, fault, 10**7, 0, W=2)
         assert fault.tolist()[:6] == [1, PLACE_GATHER.value, 1, 1, 3, 1], f"column {column}: {fault.tolist()}"
@@ -147,7 +147,7 @@ def early_starts(rank: int, world_size: int) -> dict[str, list[str]]:
     starts = {}
     for case in aot_cases():
         if case.kernel == "gather_kernel" or ", 4 tokens, matrix, 4 ranks, gathered" in case.name:
-            source = ASTSource(case.fn, case.types(), dict(case.constexprs), case.attributes())
+            source = ASTSource(case.fn, case.types(), case.constants(), case.attributes())
             code = triton.compile(source, target=HOPPER.target, options={"num_warps": case.num_warps}).asm["ptx"]
             starts[case.kernel] = re.findall(r"griddepcontrol\.(\w+)|\b(ld|st)\.(?:volatile\.)?global", code)
     return {kernel: [wait or access for wait, access in found] for kernel, found in starts.items()}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from comet.config import MoEConfig, ParallelConfig
 from comet.decode import DataParallelDecode
-from comet.decode.gathered import Batch
+from comet.kernels.decode.step import Batch
 from comet.layer.group import ExpertGroup, make_expert_group
 
 LIMIT = 5

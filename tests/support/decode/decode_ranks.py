@@ -14,7 +14,7 @@ from torch import Tensor
 
 from comet.comm import Communicator, make_communicator
 from comet.decode import DecodeScratch, DecodeWeights, RankDecode, rank_slots, warp_decode_torch
-from comet.decode.gathered import Batch
+from comet.kernels.decode.step import Batch
 from comet.layout import ExpertLayout
 from comet.reference.layer import shard_experts
 
@@ -90,7 +90,7 @@ def padded(batches: list[Batch], max_tokens: int) -> Batch:
     """The batch that a gather makes of them: ``max_tokens`` of every rank, absent ones without experts."""
     device, size = batches[0].tokens.device, batches[0].tokens.shape[1]
     tokens = torch.zeros(len(batches), max_tokens, size, dtype=batches[0].tokens.dtype, device=device)
-    ids = torch.full((len(batches), max_tokens, batches[0].top_k_ids.shape[1]), -1, dtype=torch.int32, device=device)
+    ids = torch.full((len(batches), max_tokens, batches[0].ids.shape[1]), -1, dtype=torch.int32, device=device)
     weights = torch.ones(ids.shape, device=device)
     for rank, batch in enumerate(batches):
         for target, source in zip((tokens, ids, weights), batch, strict=True):
