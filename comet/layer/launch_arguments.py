@@ -10,7 +10,7 @@ from comet.config import require
 from comet.kernels.layer.triton.dispatch import Sends
 from comet.kernels.layer.triton.dispatch_gemm import DispatchGemmConfig
 from comet.kernels.layer.triton.gemm_combine import GemmCombineConfig
-from comet.kernels.plan.metadata import PlanConfig, RoutingPool
+from comet.kernels.plan.metadata import PlanConfig, PoolTensors, RoutingPool
 from comet.kernels.runtime.arguments import GradWire, Returns, TileTable, Wire, power_of_2
 from comet.kernels.runtime.recorder import Recorder
 from comet.layer.plan import NUM_COUNTERS, Launch, Plan, PlanRules
@@ -34,7 +34,7 @@ def plan_config(layout: ExpertLayout, rules: PlanRules) -> PlanConfig:
 
 def routing_pool(layout: ExpertLayout, workspace: Workspace) -> RoutingPool:
     """Where ids and weights of all ranks arrive."""
-    return RoutingPool(
+    tensors = PoolTensors(
         ids=workspace.ids.local,
         id_pointers=workspace.ids.pointers,
         weights=workspace.weights.local,
@@ -43,9 +43,8 @@ def routing_pool(layout: ExpertLayout, workspace: Workspace) -> RoutingPool:
         flag_pointers=workspace.ids_flags.pointers,
         epoch=workspace.epoch,
         fault=workspace.fault,
-        rank=layout.rank,
-        timeout_ns=workspace.timeout_ns,
     )
+    return RoutingPool(tensors=tensors, rank=layout.rank, timeout_ns=workspace.timeout_ns)
 
 
 def dispatch_config(settings: LayerSettings, x: Tensor, *, save_pre: bool) -> DispatchGemmConfig:

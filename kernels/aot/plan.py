@@ -1,9 +1,16 @@
 """The configurations of the plan's kernels that ship, for the compile-ahead tool."""
 
-from collections.abc import Mapping
-
 from ..plan.counting import exchange_kernel
-from ..plan.metadata import PlanConfig, exchange_constants, num_warps, place_constants
+from ..plan.metadata import (
+    PlanConfig,
+    PlanConstants,
+    PlanScratch,
+    PlanTensors,
+    PoolTensors,
+    exchange_constants,
+    num_warps,
+    place_constants,
+)
 from ..plan.placement import place_kernel
 from ..runtime.case import KernelCase
 
@@ -19,9 +26,13 @@ LAYERS = {
     "256 experts on one rank": (256, 8, 1, 1),
     "top-32 of 32": (32, 32, 4, 1),
 }
-FLOATS = ("weights_ptr", "own_weights_ptr", "row_weights")
-INT64 = ("id_addresses", "weight_addresses", "flag_addresses", "fault_ptr")
-NUMBERS = ("first_program", "rank", "num_tokens", "M", "capacity", "num_routed_rows")
+SCRATCH = PlanScratch(*["*i32"] * len(PlanScratch._fields))
+PLAN = PlanTensors(*["*i32"] * len(PlanTensors._fields))._replace(row_weights="*fp32")
+POOL = PoolTensors("*i32", "*i64", "*fp32", "*i64", "*i32", "*i64", "*i32", "*i64")
+KINDS = dict(
+    own_ids_ptr="*i32", own_weights_ptr="*fp32", counters_ptr="*i32", timeout_ns="i64", pool=POOL, scratch=SCRATCH,
+    plan=PLAN,
+)  # fmt: skip
 
 
 def aot_cases() -> list[KernelCase]:
@@ -42,10 +53,12 @@ def aot_cases() -> list[KernelCase]:
         ]
         cases += [
             KernelCase(
-                name=name + _suffix(values),
+                name=f"{name}, {values.expert_block} experts at once"
+                if kernel is exchange_kernel
+                else f"{name}, {values.sum_block} chunks at once",
                 fn=kernel,
-                signature={argument: _kind(argument) for argument in kernel.arg_names if argument not in values},
-                constexprs=values,
+                signature={argument: KINDS.get(argument, "i32") for argument in kernel.arg_names if argument != "PLAN"},
+                constexprs={"PLAN": values},
                 num_warps=num_warps(config),
                 expects=frozenset({"wide_stores"} if kernel is exchange_kernel and top_k >= 4 else ()),
             )
@@ -54,26 +67,9 @@ def aot_cases() -> list[KernelCase]:
     return cases
 
 
-def _suffix(values: Mapping[str, int | bool]) -> str:
-    """What tells the configurations of one kernel and layer apart."""
-    if "E_BLOCK" in values:
-        return f", {values['E_BLOCK']} experts at once"
-    return f", {values['SUM_BLOCK']} chunks at once"
-
-
-def _exchanges(config: PlanConfig) -> list[dict[str, int | bool]]:
+def _exchanges(config: PlanConfig) -> list[PlanConstants]:
     """Constants for few and for many chunks, where they differ."""
     few, many = (
         exchange_constants(config, config.top_k, num_chunks, NUM_COUNTERS) for num_chunks in (FEW_CHUNKS, MANY_CHUNKS)
     )
     return [few] if few == many else [few, many]
-
-
-def _kind(argument: str) -> str:
-    if argument in NUMBERS:
-        return "i32"
-    if argument in INT64:
-        return "*i64"
-    if argument == "timeout_ns":
-        return "i64"
-    return "*fp32" if argument in FLOATS else "*i32"

@@ -19,7 +19,7 @@ index that nobody wrote, and nothing is written outside its tensor.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import triton
 from torch import Tensor
@@ -39,38 +39,36 @@ SUM_CHUNKS = 32
 Part = Literal["all", "send", "count"]
 
 
+class PoolTensors(NamedTuple):
+    """Where ids and weights of all ranks arrive, as one rank sees it; half [parity, s] is written by source s."""
+
+    ids: Tensor  # (2, W, M, K_pool) int32, this rank's copy; a half densely as (M, K)
+    id_pointers: Tensor  # (W,) int64 address of every rank's ids
+    weights: Tensor  # (2, W, M, K_pool) float32, as the ids
+    weight_pointers: Tensor  # (W,) int64
+    flags: Tensor  # (W, C) int32: epoch in which chunk c of source s arrived
+    flag_pointers: Tensor  # (W,) int64
+    epoch: Tensor  # (1,) int32: the exchange is number epoch + 1; afterwards it is the epoch
+    fault: Tensor  # (8,) int64 record of a spin that met its deadline
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoutingPool:
-    """Where ids and weights of all ranks arrive, as one rank sees it.
+    """A rank and its pool."""
 
-    Args:
-        ids: ``(2, W, M, K_pool)`` int32, this rank's copy; half [parity, s] is written by source s, densely as (M, K).
-        id_pointers: ``(W,)`` int64 address of every rank's ``ids``.
-        weights: ``(2, W, M, K_pool)`` float32, likewise.
-        weight_pointers: ``(W,)`` int64.
-        flags: ``(W, C)`` int32: epoch in which chunk c of source s arrived.
-        flag_pointers: ``(W,)`` int64.
-        epoch: ``(1,)`` int32: the exchange is number ``epoch + 1``; afterwards it is the epoch.
-        fault: ``(8,)`` int64 record of a spin that met its deadline.
-        rank: This rank.
-        timeout_ns: Deadline of every spin.
-    """
-
-    ids: Tensor
-    id_pointers: Tensor
-    weights: Tensor
-    weight_pointers: Tensor
-    flags: Tensor
-    flag_pointers: Tensor
-    epoch: Tensor
-    fault: Tensor
+    tensors: PoolTensors
     rank: int
-    timeout_ns: int
+    timeout_ns: int  # deadline of every spin
 
     @property
     def max_tokens(self) -> int:
         """M."""
-        return self.ids.shape[2]
+        return self.tensors.ids.shape[2]
+
+    @property
+    def max_top_k(self) -> int:
+        """K_pool."""
+        return self.tensors.ids.shape[3]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,29 +102,17 @@ class PlanConfig:
         return min(MAX_WAVES, power_of_2(self.experts_local + 1))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanScratch:
-    """What the kernels hand to each other; int32, free for reuse after ``place_plan``.
+class PlanScratch(NamedTuple):
+    """What the kernels hand to each other; int32, free for reuse after ``place_plan``."""
 
-    Args:
-        epoch: ``(1,)`` the epoch of this plan.
-        totals: ``(W, e)`` routed rows of each source and expert.
-        counts: ``(W, C, e)`` the same per chunk.
-        recv_waves: ``(W, C, waves)`` tokens of each chunk in each wave of this rank.
-        send_waves: ``(EP, C, waves)`` tokens of each own chunk in each wave of each EP shard.
-        recv_ranks: ``(W, C, 128)`` wave * 128 + place in the chunk's part of the wave, of each token.
-        send_ranks: ``(EP, C, 128)`` the same of own tokens at each EP shard.
-        positions: ``(W, C, 128, K)`` position of a routed row among those of its expert in its chunk.
-    """
-
-    epoch: Tensor
-    totals: Tensor
-    counts: Tensor
-    recv_waves: Tensor
-    send_waves: Tensor
-    recv_ranks: Tensor
-    send_ranks: Tensor
-    positions: Tensor
+    epoch: Tensor  # (1,) the epoch of this plan
+    totals: Tensor  # (W, e) routed rows of each source and expert
+    counts: Tensor  # (W, C, e) the same per chunk
+    recv_waves: Tensor  # (W, C, waves) tokens of each chunk in each wave of this rank
+    send_waves: Tensor  # (EP, C, waves) tokens of each own chunk in each wave of each EP shard
+    recv_ranks: Tensor  # (W, C, 128) wave * 128 + place in the chunk's part of the wave, of each token
+    send_ranks: Tensor  # (EP, C, 128) the same of own tokens at each EP shard
+    positions: Tensor  # (W, C, 128, K) position of a routed row among those of its expert in its chunk
 
     @classmethod
     def allocate(cls, pool: RoutingPool, config: PlanConfig) -> "PlanScratch":
@@ -142,7 +128,48 @@ class PlanScratch:
             "send_ranks": (config.ep, chunks, CHUNK_ROWS),
             "positions": (sources, chunks, CHUNK_ROWS, config.top_k),
         }
-        return cls(**cut(allocate(shapes, pool.ids.device), shapes))
+        return cls(**cut(allocate(shapes, pool.tensors.ids.device), shapes))
+
+
+class PlanTensors(NamedTuple):
+    """The tensor fields of ``comet.layer.plan.Plan`` that ``place_kernel`` writes."""
+
+    send_token_ids: Tensor
+    send_counts: Tensor
+    send_rows: Tensor
+    recv_counts: Tensor
+    row_slots: Tensor
+    row_weights: Tensor
+    routed_row_ids: Tensor
+    routed_slots: Tensor
+    segment_starts: Tensor
+    segment_counts: Tensor
+    tiles: Tensor
+    segment_tiles: Tensor
+    tile_starts: Tensor
+    status: Tensor
+
+
+class PlanConstants(NamedTuple):
+    """What the kernels are compiled for."""
+
+    top_k: int  # K
+    pool_top_k: int  # K_pool
+    experts_local: int  # e
+    world_size: int
+    tp: int
+    chunk: int  # tokens of a chunk
+    waves: int
+    interpret: bool
+    expert_block: int = 0  # of exchange_kernel: experts that a program counts
+    flat: int = 0  # power of two, at least the slots of a chunk
+    num_counters: int = 0  # that are set to zero
+    padded_experts: int = 0  # of place_kernel: power of two, at least e
+    sources: int = 0  # power of two, at least W
+    phases: int = 0
+    block_rows: int = 0  # of a GEMM tile
+    scan_rows: int = 0  # chunks whose counts are added up at once
+    sum_block: int = 0  # chunks whose waves are added up at once
 
 
 def exchange(
@@ -168,14 +195,12 @@ def exchange(
     """
     num_chunks = pool.max_tokens // CHUNK_ROWS
     num_pairs = config.world_size * num_chunks
-    constants = exchange_constants(config, pool.ids.shape[3], num_chunks, counters.numel())
+    constants = exchange_constants(config, pool.max_top_k, num_chunks, counters.numel())
     first = num_pairs if part == "count" else 0
-    end = num_pairs * (1 if part == "send" else 3 + -(-config.experts_local // constants["E_BLOCK"]))
+    end = num_pairs * (1 if part == "send" else 3 + -(-config.experts_local // constants.expert_block))
     exchange_kernel[(end - first,)](
-        top_k_ids, top_k_weights, pool.id_pointers, pool.weight_pointers, pool.flag_pointers, pool.ids, pool.flags,
-        pool.epoch, pool.fault, scratch.epoch, counters, scratch.totals, scratch.counts, scratch.recv_waves,
-        scratch.send_waves, scratch.recv_ranks, scratch.send_ranks, scratch.positions, first, pool.rank,
-        top_k_ids.shape[0], pool.timeout_ns, pool.max_tokens, num_warps=num_warps(config), **constants,
+        top_k_ids, top_k_weights, pool.tensors, scratch, counters, first, pool.rank, top_k_ids.shape[0],
+        pool.timeout_ns, pool.max_tokens, PLAN=constants, num_warps=num_warps(config),
     )  # fmt: skip
 
 
@@ -190,59 +215,58 @@ def place_plan(pool: RoutingPool, config: PlanConfig, scratch: PlanScratch, tens
     """
     num_chunks = pool.max_tokens // CHUNK_ROWS
     place_kernel[(2 * config.world_size * num_chunks + config.experts_local + 1,)](
-        pool.ids, pool.weights, pool.epoch, pool.fault, scratch.epoch, scratch.totals, scratch.counts,
-        scratch.recv_waves, scratch.send_waves, scratch.recv_ranks, scratch.send_ranks,
-        scratch.positions, pool.rank, config.expert_capacity,
-        tensors["routed_row_ids"].numel(), pool.max_tokens, num_warps=num_warps(config), **tensors,
-        **place_constants(config, pool.ids.shape[3], num_chunks),
+        pool.tensors, scratch, PlanTensors(**tensors), pool.rank, config.expert_capacity,
+        tensors["routed_row_ids"].numel(), pool.max_tokens,
+        PLAN=place_constants(config, pool.max_top_k, num_chunks), num_warps=num_warps(config),
     )  # fmt: skip
 
 
-def exchange_constants(
-    config: PlanConfig, pool_top_k: int, num_chunks: int, num_counters: int
-) -> dict[str, int | bool]:
+def exchange_constants(config: PlanConfig, pool_top_k: int, num_chunks: int, num_counters: int) -> PlanConstants:
     """Constants of ``exchange_kernel`` for ``num_chunks`` chunks per source; every block of experts is a program.
 
-    Example: K=8, e=32, W=4: FLAT = 1024, experts in blocks of 32 for M=8192 (256 chunks), of 8 for M=512 (16 chunks).
+    Example: K=8, e=32, W=4: ``flat`` 1024, experts in blocks of 32 for M=8192 (256 chunks), of 8 for M=512 (16 chunks).
     """
     num_programs = config.world_size * num_chunks * -(-config.experts_local // EXPERT_BLOCK)
     widest = NARROW_EXPERT_BLOCK if num_programs <= FEW_PROGRAMS else EXPERT_BLOCK
-    return {
-        "K": config.top_k,
-        "POOL_K": pool_top_k,
-        "E_LOCAL": config.experts_local,
-        "E_BLOCK": min(power_of_2(config.experts_local), widest),
-        "EP": config.ep,
-        "TP": config.tp,
-        "CHUNK": CHUNK_ROWS,
-        "FLAT": power_of_2(CHUNK_ROWS * config.top_k),
-        "WAVES": config.num_waves,
-        "NUM_COUNTERS": num_counters,
-        "INTERPRET": triton.knobs.runtime.interpret,
-    }
+    return _constants(
+        config,
+        pool_top_k,
+        expert_block=min(power_of_2(config.experts_local), widest),
+        flat=power_of_2(CHUNK_ROWS * config.top_k),
+        num_counters=num_counters,
+    )
 
 
-def place_constants(config: PlanConfig, pool_top_k: int, num_chunks: int) -> dict[str, int | bool]:
-    """Constants of ``place_kernel``; the counts of SCAN_ROWS chunks, and the waves of SUM_BLOCK, are added up at once.
+def place_constants(config: PlanConfig, pool_top_k: int, num_chunks: int) -> PlanConstants:
+    """Constants of ``place_kernel`` for ``num_chunks`` chunks per source.
 
-    Example: e=64: SCAN_ROWS = 16 and SUM_BLOCK = 32 for M=8192 (64 chunks of a source), both 4 for M=512.
+    Example: e=64: ``scan_rows`` 16 and ``sum_block`` 32 for M=8192 (64 chunks of a source), both 4 for M=512.
     """
-    e_pad = power_of_2(config.experts_local)
-    return {
-        "K": config.top_k,
-        "POOL_K": pool_top_k,
-        "E_LOCAL": config.experts_local,
-        "E_PAD": e_pad,
-        "EP": config.ep,
-        "TP": config.tp,
-        "W_PAD": power_of_2(config.world_size),
-        "P": min(config.world_size, 2),
-        "BLOCK_ROWS": config.block_rows,
-        "CHUNK": CHUNK_ROWS,
-        "SCAN_ROWS": min(max(SCAN_ELEMENTS // e_pad, 1), power_of_2(num_chunks)),
-        "SUM_BLOCK": min(SUM_CHUNKS, power_of_2(num_chunks)),
-        "WAVES": config.num_waves,
-    }
+    padded_experts = power_of_2(config.experts_local)
+    return _constants(
+        config,
+        pool_top_k,
+        padded_experts=padded_experts,
+        sources=power_of_2(config.world_size),
+        phases=min(config.world_size, 2),
+        block_rows=config.block_rows,
+        scan_rows=min(max(SCAN_ELEMENTS // padded_experts, 1), power_of_2(num_chunks)),
+        sum_block=min(SUM_CHUNKS, power_of_2(num_chunks)),
+    )
+
+
+def _constants(config: PlanConfig, pool_top_k: int, **of_kernel: int) -> PlanConstants:
+    return PlanConstants(
+        top_k=config.top_k,
+        pool_top_k=pool_top_k,
+        experts_local=config.experts_local,
+        world_size=config.world_size,
+        tp=config.tp,
+        chunk=CHUNK_ROWS,
+        waves=config.num_waves,
+        interpret=triton.knobs.runtime.interpret,
+        **of_kernel,
+    )
 
 
 def num_warps(config: PlanConfig) -> int:

@@ -21,6 +21,8 @@ import triton.language as tl
 from ..runtime.primitives import FAULT_ROWS_NEEDED
 from .counting import load_local
 
+TILES_AT_ONCE = tl.constexpr(64)
+
 
 @triton.jit
 def load_counts(counts_ptr, first, end, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, BLOCK: tl.constexpr):
@@ -31,11 +33,13 @@ def load_counts(counts_ptr, first, end, WIDTH: tl.constexpr, WIDTH_PAD: tl.const
 
 
 @triton.jit
-def start_waves(counts, counts_ptr, chunk, num_chunks, WAVES: tl.constexpr, BLOCK: tl.constexpr):
+def start_waves(counts, counts_ptr, chunk, num_chunks, PLAN: tl.constexpr):
     """(waves,) place in the list of the first token of each wave that a chunk holds; needed tokens of the list.
 
-    ``counts`` are those of the first BLOCK chunks, the others are loaded here.
+    ``counts`` are those of the first ``sum_block`` chunks, the others are loaded here.
     """
+    BLOCK: tl.constexpr = PLAN.sum_block
+    WAVES: tl.constexpr = PLAN.waves
     blocks = tl.arange(0, BLOCK)[:, None]
     before = tl.sum(tl.where(blocks < chunk, counts, 0), axis=0)
     total = tl.sum(counts, axis=0)
@@ -48,17 +52,17 @@ def start_waves(counts, counts_ptr, chunk, num_chunks, WAVES: tl.constexpr, BLOC
 
 
 @triton.jit
-def list_places(ranks, starts, CHUNK: tl.constexpr, WAVES: tl.constexpr):
+def list_places(ranks, starts, PLAN: tl.constexpr):
     """Place of each token of a chunk in its list, and whether the token is needed."""
-    waves = ranks // CHUNK
-    return tl.gather(starts, waves, 0) + ranks % CHUNK, waves < WAVES - 1
+    waves = ranks // PLAN.chunk
+    return tl.gather(starts, waves, 0) + ranks % PLAN.chunk, waves < PLAN.waves - 1
 
 
 @triton.jit
-def look_up(table, index, CHUNK: tl.constexpr, K_PAD: tl.constexpr):
-    """(CHUNK, K): elements of a vector at an index."""
-    flat = tl.gather(table, tl.reshape(index, (CHUNK * K_PAD,)), 0)
-    return tl.reshape(flat, (CHUNK, K_PAD))
+def look_up(table, index):
+    """Elements of a vector at a matrix of places."""
+    flat = tl.gather(table, tl.reshape(index, (index.shape[0] * index.shape[1],)), 0)
+    return tl.reshape(flat, (index.shape[0], index.shape[1]))
 
 
 @triton.jit
@@ -68,228 +72,194 @@ def unless_failed(value, fault_ptr):
 
 
 @triton.jit
-def load_kept(
-    totals_ptr, fault_ptr, capacity,
-    WORLD: tl.constexpr, W_PAD: tl.constexpr, E_LOCAL: tl.constexpr, E_PAD: tl.constexpr,
-):  # fmt: skip
+def load_kept(totals_ptr, fault_ptr, capacity, PLAN: tl.constexpr):
     """(W, e): routed rows of each source, and how many of them the capacity keeps.
 
     None once a wait met its deadline: ids that came after they were counted are not those that the counts are of.
     """
-    sources = tl.arange(0, W_PAD)[:, None]
-    experts = tl.arange(0, E_PAD)[None, :]
-    mask = (sources < WORLD) & (experts < E_LOCAL)
-    totals = tl.load(totals_ptr + sources * E_LOCAL + experts, mask=mask, other=0)
+    sources = tl.arange(0, PLAN.sources)[:, None]
+    experts = tl.arange(0, PLAN.padded_experts)[None, :]
+    mask = (sources < PLAN.world_size) & (experts < PLAN.experts_local)
+    totals = tl.load(totals_ptr + sources * PLAN.experts_local + experts, mask=mask, other=0)
     totals = unless_failed(totals, fault_ptr)
     lower = tl.cumsum(totals, axis=0) - totals
     return totals, tl.minimum(totals, tl.maximum(capacity - lower, 0))
 
 
 @triton.jit
-def expert_segments(kept, BLOCK_ROWS: tl.constexpr):
+def expert_segments(kept, PLAN: tl.constexpr):
     """(e,) valid rows and first row of each expert's segment, and the rows of all segments with their padding."""
     counts = tl.sum(kept, axis=0)
-    padded = (counts + BLOCK_ROWS - 1) // BLOCK_ROWS * BLOCK_ROWS
+    padded = (counts + PLAN.block_rows - 1) // PLAN.block_rows * PLAN.block_rows
     return counts, tl.cumsum(padded, axis=0) - padded, tl.sum(padded, axis=0)
 
 
 @triton.jit
-def tiles_until(kept, phases, counts, phase, BLOCK_ROWS: tl.constexpr):
+def tiles_until(kept, phases, counts, phase, PLAN: tl.constexpr):
     """(e,) tiles of each expert whose last row belongs to ``phase`` or an earlier one.
 
     With 300 rows, 100 of them in phase 0, and tiles of 128 rows: 0 tiles until phase 0, 3 until phase 1.
     """
     rows = tl.sum(tl.where(((phases <= phase) & (phases >= 0))[:, None], kept, 0), axis=0)
-    return tl.where(rows >= counts, (counts + BLOCK_ROWS - 1) // BLOCK_ROWS, rows // BLOCK_ROWS)
+    return tl.where(rows >= counts, (counts + PLAN.block_rows - 1) // PLAN.block_rows, rows // PLAN.block_rows)
 
 
 @triton.jit
-def place_experts(
-    kept, phases, counts, count, counts_ptr, source, chunk, num_routed_rows,
-    E_LOCAL: tl.constexpr, E_PAD: tl.constexpr, W_PAD: tl.constexpr, BLOCK_ROWS: tl.constexpr, SCAN_ROWS: tl.constexpr,
-):  # fmt: skip
+def place_experts(kept, phases, counts, count, counts_ptr, source, chunk, num_routed_rows, PLAN: tl.constexpr):
     """(e,) first routed row of a chunk, and how many of its rows are kept.
 
-    ``count`` is the chunk's, ``counts`` are those of the first SCAN_ROWS chunks before it, the others are loaded here.
+    ``count`` is the chunk's, ``counts`` are of the first ``scan_rows`` chunks before it; others are loaded here.
     """
-    sources = tl.arange(0, W_PAD)
+    sources = tl.arange(0, PLAN.sources)
     phase = tl.sum(tl.where(sources == source, phases, 0), axis=0)
     before = ((phases < phase) & (phases >= 0)) | ((phases == phase) & (sources < source))
-    _, starts, _ = expert_segments(kept, BLOCK_ROWS)
+    _, starts, _ = expert_segments(kept, PLAN)
     base = starts + tl.sum(tl.where(before[:, None], kept, 0), axis=0)
     of_source = tl.sum(tl.where((sources == source)[:, None], kept, 0), axis=0)
     earlier = tl.sum(counts, axis=0)
-    for first in range(SCAN_ROWS, chunk, SCAN_ROWS):
-        earlier += tl.sum(load_counts(counts_ptr, first, chunk, E_LOCAL, E_PAD, SCAN_ROWS), axis=0)
+    for first in range(PLAN.scan_rows, chunk, PLAN.scan_rows):
+        counts = load_counts(counts_ptr, first, chunk, PLAN.experts_local, PLAN.padded_experts, PLAN.scan_rows)
+        earlier += tl.sum(counts, axis=0)
     earlier = tl.minimum(earlier, of_source)
     base += earlier
     return base, tl.maximum(tl.minimum(tl.minimum(count, of_source - earlier), num_routed_rows - base), 0)
 
 
 @triton.jit
-def place_rows(
-    local, weight, position, place, base, count, row_slots, row_weights, routed_row_ids, routed_slots,
-    source, num_chunks,
-    K: tl.constexpr, E_LOCAL: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Write the received rows of a chunk and their routed rows; ``local`` is E_LOCAL in slots that are not ours."""
-    K_PAD: tl.constexpr = local.shape[1]
-    slots = tl.arange(0, K_PAD)[None, :]
-    mine = local < E_LOCAL
+def place_rows(local, weight, position, place, base, count, plan, source, num_chunks, PLAN: tl.constexpr):
+    """Write the received rows of a chunk and their routed rows; ``local`` is e in slots that are not ours."""
+    slots = tl.arange(0, local.shape[1])[None, :]
+    mine = local < PLAN.experts_local
     expert = tl.where(mine, local, 0)
-    base = look_up(base, expert, CHUNK, K_PAD)
-    kept = mine & (position >= 0) & (position < look_up(count, expert, CHUNK, K_PAD))
-    in_list = (slots < K) & (place < num_chunks * CHUNK)[:, None]
-    row = (source * (num_chunks * CHUNK) + place)[:, None]
-    tl.store(row_slots + row * K + slots, tl.where(kept, base + position, -1), mask=in_list)
-    tl.store(row_weights + row * K + slots, tl.where(kept, weight, 0.0), mask=in_list)
-    tl.store(routed_row_ids + base + position, row + slots * 0, mask=kept)
-    tl.store(routed_slots + base + position, slots + row * 0, mask=kept)
+    base = look_up(base, expert)
+    kept = mine & (position >= 0) & (position < look_up(count, expert))
+    in_list = (slots < PLAN.top_k) & (place < num_chunks * PLAN.chunk)[:, None]
+    row = (source * (num_chunks * PLAN.chunk) + place)[:, None]
+    tl.store(plan.row_slots + row * PLAN.top_k + slots, tl.where(kept, base + position, -1), mask=in_list)
+    tl.store(plan.row_weights + row * PLAN.top_k + slots, tl.where(kept, weight, 0.0), mask=in_list)
+    tl.store(plan.routed_row_ids + base + position, row + slots * 0, mask=kept)
+    tl.store(plan.routed_slots + base + position, slots + row * 0, mask=kept)
 
 
 @triton.jit
-def place_sends(
-    place, needed, send_token_ids, send_rows, target, chunk, rank, num_chunks, WORLD: tl.constexpr, CHUNK: tl.constexpr
-):
+def place_sends(place, needed, plan, target, chunk, rank, num_chunks, PLAN: tl.constexpr):
     """Write the part of the send list of rank ``target`` that a chunk decides."""
-    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    token = chunk * PLAN.chunk + tl.arange(0, PLAN.chunk)
     place = tl.where(target == rank, token, place)
-    tl.store(send_token_ids + target * (num_chunks * CHUNK) + place, tl.where(needed, token, -1))
-    tl.store(send_rows + token * WORLD + target, tl.where(needed, place, -1))
+    tl.store(plan.send_token_ids + target * (num_chunks * PLAN.chunk) + place, tl.where(needed, token, -1))
+    tl.store(plan.send_rows + token * PLAN.world_size + target, tl.where(needed, place, -1))
 
 
 @triton.jit
-def place_segment(
-    kept, phases, routed_row_ids, routed_slots, tiles, segment_tiles, expert, num_routed_rows,
-    E_PAD: tl.constexpr, P: tl.constexpr, BLOCK_ROWS: tl.constexpr, TILE_BLOCK: tl.constexpr,
-):  # fmt: skip
+def place_segment(kept, phases, plan, expert, num_routed_rows, PLAN: tl.constexpr):
     """Write the tiles of an expert's segment, each among those of its phase and at its place, and mark its padding."""
-    experts = tl.arange(0, E_PAD)
-    counts, starts, _ = expert_segments(kept, BLOCK_ROWS)
+    experts = tl.arange(0, PLAN.padded_experts)
+    counts, starts, _ = expert_segments(kept, PLAN)
     counts = tl.maximum(tl.minimum(counts, num_routed_rows - starts), 0)
     start = tl.sum(tl.where(experts == expert, starts, 0), axis=0)
     count = tl.sum(tl.where(experts == expert, counts, 0), axis=0)
-    earlier = tl.zeros((E_PAD,), dtype=tl.int32)
-    for phase in range(P):
-        until = tiles_until(kept, phases, counts, phase, BLOCK_ROWS)
+    earlier = tl.zeros(counts.shape, dtype=tl.int32)
+    for phase in range(PLAN.phases):
+        until = tiles_until(kept, phases, counts, phase, PLAN)
         first_tile = tl.sum(tl.where(experts == expert, earlier, 0), axis=0)
         num_tiles = tl.sum(tl.where(experts == expert, until, 0), axis=0)
         entries = tl.sum(earlier, axis=0) + tl.sum(tl.where(experts < expert, until - earlier, 0), axis=0)
-        for first in range(first_tile, num_tiles, TILE_BLOCK):
-            tile = first + tl.arange(0, TILE_BLOCK)
+        for first in range(first_tile, num_tiles, TILES_AT_ONCE):
+            tile = first + tl.arange(0, TILES_AT_ONCE)
             mask = tile < num_tiles
-            values = (expert, start + tile * BLOCK_ROWS, tl.minimum(count - tile * BLOCK_ROWS, BLOCK_ROWS), phase)
+            rows = tl.minimum(count - tile * PLAN.block_rows, PLAN.block_rows)
+            values = (expert, start + tile * PLAN.block_rows, rows, phase)
             for field in tl.static_range(4):
                 value = values[field] + tile * 0
-                tl.store(tiles + (entries + tile - first_tile) * 4 + field, value, mask=mask)
-                tl.store(segment_tiles + (start // BLOCK_ROWS + tile) * 4 + field, value, mask=mask)
+                tl.store(plan.tiles + (entries + tile - first_tile) * 4 + field, value, mask=mask)
+                tl.store(plan.segment_tiles + (start // PLAN.block_rows + tile) * 4 + field, value, mask=mask)
         earlier = until
-    row = count + tl.arange(0, BLOCK_ROWS)
-    mask = row < tl.cdiv(count, BLOCK_ROWS) * BLOCK_ROWS
-    tl.store(routed_row_ids + start + row, row * 0 - 1, mask=mask)
-    tl.store(routed_slots + start + row, row * 0 - 1, mask=mask)
+    row = count + tl.arange(0, PLAN.block_rows)
+    mask = row < tl.cdiv(count, PLAN.block_rows) * PLAN.block_rows
+    tl.store(plan.routed_row_ids + start + row, row * 0 - 1, mask=mask)
+    tl.store(plan.routed_slots + start + row, row * 0 - 1, mask=mask)
 
 
 @triton.jit
-def place_totals(
-    totals, kept, phases, segment_starts, segment_counts, tile_starts, status, fault_ptr, num_routed_rows,
-    E_LOCAL: tl.constexpr, E_PAD: tl.constexpr, P: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-):  # fmt: skip
+def place_totals(totals, kept, phases, plan, fault_ptr, num_routed_rows, PLAN: tl.constexpr):
     """Write the segment table, tile starts and status."""
-    experts = tl.arange(0, E_PAD)
-    counts, starts, num_rows = expert_segments(kept, BLOCK_ROWS)
+    experts = tl.arange(0, PLAN.padded_experts)
+    counts, starts, num_rows = expert_segments(kept, PLAN)
     counts = tl.maximum(tl.minimum(counts, num_routed_rows - starts), 0)
-    tl.store(segment_starts + experts, tl.minimum(starts, num_routed_rows), mask=experts < E_LOCAL)
-    tl.store(segment_counts + experts, counts, mask=experts < E_LOCAL)
-    tl.store(segment_starts + E_LOCAL, tl.minimum(num_rows, num_routed_rows))
-    tl.store(tile_starts, 0)
-    for phase in range(P):
-        tl.store(tile_starts + phase + 1, tl.sum(tiles_until(kept, phases, counts, phase, BLOCK_ROWS), axis=0))
-    tl.store(status, num_rows)
-    tl.store(status + 1, tl.sum(tl.sum(totals - kept, axis=1), axis=0))
-    tl.store(status + 2, (num_rows > num_routed_rows).to(tl.int32))
+    tl.store(plan.segment_starts + experts, tl.minimum(starts, num_routed_rows), mask=experts < PLAN.experts_local)
+    tl.store(plan.segment_counts + experts, counts, mask=experts < PLAN.experts_local)
+    tl.store(plan.segment_starts + PLAN.experts_local, tl.minimum(num_rows, num_routed_rows))
+    tl.store(plan.tile_starts, 0)
+    for phase in range(PLAN.phases):
+        tl.store(plan.tile_starts + phase + 1, tl.sum(tiles_until(kept, phases, counts, phase, PLAN), axis=0))
+    tl.store(plan.status, num_rows)
+    tl.store(plan.status + 1, tl.sum(tl.sum(totals - kept, axis=1), axis=0))
+    tl.store(plan.status + 2, (num_rows > num_routed_rows).to(tl.int32))
     if num_rows > num_routed_rows:
         tl.store(fault_ptr + FAULT_ROWS_NEEDED, tl.cast(num_rows, tl.int64))
-    tl.store(status + 3, 0)
+    tl.store(plan.status + 3, 0)
 
 
 @triton.jit(do_not_specialize=["rank", "capacity", "num_routed_rows"])
-def place_kernel(
-    ids_ptr, weights_ptr, epoch_ptr, fault_ptr, plan_epoch_ptr, totals_ptr, counts_ptr, recv_waves_ptr,
-    send_waves_ptr, recv_ranks_ptr, send_ranks_ptr, positions_ptr, rank, capacity, num_routed_rows, M,
-    send_token_ids, send_counts, send_rows, recv_counts, row_slots, row_weights, routed_row_ids,
-    routed_slots, segment_starts, segment_counts, tiles, segment_tiles, tile_starts, status,
-    K: tl.constexpr, POOL_K: tl.constexpr, E_LOCAL: tl.constexpr, E_PAD: tl.constexpr, EP: tl.constexpr,
-    TP: tl.constexpr, W_PAD: tl.constexpr, P: tl.constexpr, BLOCK_ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    SCAN_ROWS: tl.constexpr, SUM_BLOCK: tl.constexpr, WAVES: tl.constexpr,
-):  # fmt: skip
-    """See the module; arguments without ``_ptr`` are the tensor fields of ``comet.layer.plan.Plan``.
+def place_kernel(pool, scratch, plan, rank, capacity, num_routed_rows, M, PLAN: tl.constexpr):
+    """See the module; ``pool``, ``scratch``, ``plan``: ``PoolTensors``, ``PlanScratch``, ``PlanTensors``.
 
     Every program loads all that it can before it computes anything: loads that nothing stands between travel together,
     and whatever needs one of them waits for it, so each group of loads costs one way to memory and back.
     """
-    WORLD: tl.constexpr = EP * TP
-    num_chunks = M // CHUNK
-    num_pairs = WORLD * num_chunks  # of a peer and a chunk
+    K: tl.constexpr = PLAN.top_k
+    E: tl.constexpr = PLAN.experts_local
+    num_chunks = M // PLAN.chunk
+    num_pairs = PLAN.world_size * num_chunks  # of a peer and a chunk
     program = tl.program_id(0)
     pair = program % num_pairs
     peer = pair // num_chunks
     chunk = pair - peer * num_chunks
-    tokens = tl.arange(0, CHUNK)
-    sources = tl.arange(0, W_PAD)
-    phases = tl.where(sources < WORLD, (sources != rank).to(tl.int32), -1)  # rows of this rank, then all others
-    epoch = tl.load(plan_epoch_ptr)
+    tokens = tl.arange(0, PLAN.chunk)
+    sources = tl.arange(0, PLAN.sources)
+    # Rows of this rank, then all others.
+    phases = tl.where(sources < PLAN.world_size, (sources != rank).to(tl.int32), -1)
+    epoch = tl.load(scratch.epoch)
     if program < num_pairs:
-        waves_ptr = recv_waves_ptr + peer * num_chunks * WAVES
-        waves = load_counts(waves_ptr, 0, num_chunks, WAVES, WAVES, SUM_BLOCK)
-        ranks = tl.load(recv_ranks_ptr + pair * CHUNK + tokens)
-        counts_ptr += peer * num_chunks * E_LOCAL
-        counts = load_counts(counts_ptr, 0, chunk, E_LOCAL, E_PAD, SCAN_ROWS)
-        experts = tl.arange(0, E_PAD)
-        count = tl.load(counts_ptr + chunk * E_LOCAL + experts, mask=experts < E_LOCAL, other=0)
+        waves_ptr = scratch.recv_waves + peer * num_chunks * PLAN.waves
+        waves = load_counts(waves_ptr, 0, num_chunks, PLAN.waves, PLAN.waves, PLAN.sum_block)
+        ranks = tl.load(scratch.recv_ranks + pair * PLAN.chunk + tokens)
+        counts_ptr = scratch.counts + peer * num_chunks * E
+        counts = load_counts(counts_ptr, 0, chunk, E, PLAN.padded_experts, PLAN.scan_rows)
+        experts = tl.arange(0, PLAN.padded_experts)
+        count = tl.load(counts_ptr + chunk * E + experts, mask=experts < E, other=0)
         slots = tl.arange(0, triton.next_power_of_2(K))[None, :]
-        offsets = chunk * (CHUNK * K) + tokens[:, None] * K + slots
+        offsets = chunk * (PLAN.chunk * K) + tokens[:, None] * K + slots
         # Of a slot whose expert is not here nobody has written the position; it is not used.
-        position = tl.load(positions_ptr + peer * num_chunks * (CHUNK * K) + offsets, mask=slots < K, other=0)
-        _, kept = load_kept(totals_ptr, fault_ptr, capacity, WORLD, W_PAD, E_LOCAL, E_PAD)
-        block = ((epoch & 1) * WORLD + peer) * (M * POOL_K)
-        local = load_local(ids_ptr + block + chunk * (CHUNK * K), rank // TP * E_LOCAL, K, CHUNK, E_LOCAL)
-        starts, needed = start_waves(waves, waves_ptr, chunk, num_chunks, WAVES, SUM_BLOCK)
-        base, count = place_experts(
-            kept, phases, counts, count, counts_ptr, peer, chunk, num_routed_rows,
-            E_LOCAL, E_PAD, W_PAD, BLOCK_ROWS, SCAN_ROWS,
-        )  # fmt: skip
-        weight = tl.load(weights_ptr + block + offsets, mask=slots < K, other=0.0)
-        places, _ = list_places(ranks, starts, CHUNK, WAVES)
+        positions_ptr = scratch.positions + peer * num_chunks * (PLAN.chunk * K)
+        position = tl.load(positions_ptr + offsets, mask=slots < K, other=0)
+        _, kept = load_kept(scratch.totals, pool.fault, capacity, PLAN)
+        block = ((epoch & 1) * PLAN.world_size + peer) * (M * PLAN.pool_top_k)
+        local = load_local(pool.ids + block + chunk * (PLAN.chunk * K), rank // PLAN.tp * E, PLAN)
+        starts, needed = start_waves(waves, waves_ptr, chunk, num_chunks, PLAN)
+        base, count = place_experts(kept, phases, counts, count, counts_ptr, peer, chunk, num_routed_rows, PLAN)
+        weight = tl.load(pool.weights + block + offsets, mask=slots < K, other=0.0)
+        places, _ = list_places(ranks, starts, PLAN)
         # Rows of this rank to itself do not travel.
-        places = tl.where(peer == rank, chunk * CHUNK + tokens, places)
-        place_rows(
-            local, weight, position, places, base, count, row_slots, row_weights, routed_row_ids,
-            routed_slots, peer, num_chunks, K, E_LOCAL, CHUNK,
-        )  # fmt: skip
+        places = tl.where(peer == rank, chunk * PLAN.chunk + tokens, places)
+        place_rows(local, weight, position, places, base, count, plan, peer, num_chunks, PLAN)
         if chunk == 0:
-            tl.store(recv_counts + peer, unless_failed(needed, fault_ptr))
+            tl.store(plan.recv_counts + peer, unless_failed(needed, pool.fault))
     elif program < 2 * num_pairs:
-        shard = peer // TP
-        waves_ptr = send_waves_ptr + shard * num_chunks * WAVES
-        waves = load_counts(waves_ptr, 0, num_chunks, WAVES, WAVES, SUM_BLOCK)
-        ranks = tl.load(send_ranks_ptr + (shard * num_chunks + chunk) * CHUNK + tokens)
-        starts, needed = start_waves(waves, waves_ptr, chunk, num_chunks, WAVES, SUM_BLOCK)
-        places, is_needed = list_places(ranks, starts, CHUNK, WAVES)
-        place_sends(places, is_needed, send_token_ids, send_rows, peer, chunk, rank, num_chunks, WORLD, CHUNK)
+        shard = peer // PLAN.tp
+        waves_ptr = scratch.send_waves + shard * num_chunks * PLAN.waves
+        waves = load_counts(waves_ptr, 0, num_chunks, PLAN.waves, PLAN.waves, PLAN.sum_block)
+        ranks = tl.load(scratch.send_ranks + (shard * num_chunks + chunk) * PLAN.chunk + tokens)
+        starts, needed = start_waves(waves, waves_ptr, chunk, num_chunks, PLAN)
+        places, is_needed = list_places(ranks, starts, PLAN)
+        place_sends(places, is_needed, plan, peer, chunk, rank, num_chunks, PLAN)
         if chunk == 0:
-            tl.store(send_counts + peer, unless_failed(needed, fault_ptr))
+            tl.store(plan.send_counts + peer, unless_failed(needed, pool.fault))
     else:
-        totals, kept = load_kept(totals_ptr, fault_ptr, capacity, WORLD, W_PAD, E_LOCAL, E_PAD)
-        if program < 2 * num_pairs + E_LOCAL:
-            place_segment(
-                kept, phases, routed_row_ids, routed_slots, tiles, segment_tiles,
-                program - 2 * num_pairs, num_routed_rows, E_PAD, P, BLOCK_ROWS, 64,
-            )  # fmt: skip
+        totals, kept = load_kept(scratch.totals, pool.fault, capacity, PLAN)
+        if program < 2 * num_pairs + E:
+            place_segment(kept, phases, plan, program - 2 * num_pairs, num_routed_rows, PLAN)
         else:
-            place_totals(
-                totals, kept, phases, segment_starts, segment_counts, tile_starts, status, fault_ptr, num_routed_rows,
-                E_LOCAL, E_PAD, P, BLOCK_ROWS,
-            )  # fmt: skip
+            place_totals(totals, kept, phases, plan, pool.fault, num_routed_rows, PLAN)
             # The other programs read the plan's copy of the epoch, so this store races with nobody.
-            tl.store(epoch_ptr, epoch, mask=tl.load(fault_ptr) == 0)
+            tl.store(pool.epoch, epoch, mask=tl.load(pool.fault) == 0)

@@ -77,7 +77,7 @@ def many_chunks(rank: int, world_size: int) -> tuple[int, int]:
     plan = make_plan(case.ids[0], case.weights[0], case.layout(0), pool, use_kernels=True, **case.arguments)
     assert_same_plan(plan, twin_plan(case, 0), "36 chunks")
     constants = place_constants(config(experts_local=40, ep=1), 2, 36)
-    return int(constants["SUM_BLOCK"]), int(constants["SCAN_ROWS"])
+    return constants.sum_block, constants.scan_rows
 
 
 def test_more_chunks_than_a_program_reads_at_once() -> None:
@@ -93,9 +93,9 @@ def test_examples_of_the_launches() -> None:
     few, many = 4, 64  # chunks of a source with 512 and 8192 tokens
     four = config(experts_local=32, ep=4)
     wide, narrow = (exchange_constants(four, 8, chunks, 128) for chunks in (many, few))
-    assert (wide["FLAT"], wide["E_BLOCK"], narrow["E_BLOCK"]) == (1024, 32, 8)
+    assert (wide.flat, wide.expert_block, narrow.expert_block) == (1024, 32, 8)
     placed = [place_constants(config(), 8, chunks) for chunks in (many, few)]
-    assert [(one["SCAN_ROWS"], one["SUM_BLOCK"]) for one in placed] == [(16, 32), (4, 4)]
+    assert [(one.scan_rows, one.sum_block) for one in placed] == [(16, 32), (4, 4)]
 
 
 def test_kernels_that_ship_have_names_of_their_own() -> None:
