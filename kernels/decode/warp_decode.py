@@ -63,13 +63,10 @@ def decode(step: Step, config: DecodeConfig, buffer: ReceiveBuffer | None = None
     for number, ids in enumerate(waves):
         is_last = number == len(waves) - 1
         to = buffer if is_last else None
-        tensors = step.tensors
-        if step.waves is not None:
-            tensors = tensors._replace(ids=ids)
-            down = down._replace(world_size=down.world_size if is_last else 1, adds_up=is_last)
+        tensors = step.tensors if step.waves is None else step.tensors._replace(ids=ids)
         if of_step is not None:
             of_wave = of_step.of_wave(number, len(waves))
-            gate_up, down = gate_up._replace(cache=of_wave), down._replace(cache=of_wave)
+            gate_up, down = gate_up._replace(cache=of_wave), down._replace(cache=of_wave, adds_up=is_last)
         _gate_up(step, tensors, w1_desc, config.gate_up, to, groups, cache, gate_up)
         if is_last and step.host is not None and step.host.fetched is not None:
             step.host.fetched.record()
@@ -157,7 +154,7 @@ def _check_depth(config: DecodeConfig, step: Step) -> None:
     """In the matrix form a step holds whole groups of MX, and is as long as TMA swizzles."""
     if config.form == "vector" or step.shared_scale == 0:
         return
-    least = least_depth(lane_of(step.w1.dtype))
+    least = least_depth(lane_of(step.w1.elements.dtype))
     for name, depth in (("gate_up", config.gate_up.depth), ("down", config.down.depth)):
         if depth < least:
             raise ValueError(
