@@ -14,7 +14,7 @@ works beside all of them, and the last one takes its answer.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -54,6 +54,13 @@ def count_waves(num_rows: int, num_held: int, num_slots: int) -> int:
     return max(1, triton.cdiv(min(num_rows, num_held), num_slots))
 
 
+class Request(NamedTuple):
+    """What the host is told of a step."""
+
+    tokens: Tensor  # (T, D)
+    weights: Tensor  # (T, K) float32
+
+
 @triton.jit
 def is_served(experts, state_ptr, E, S):
     """Whether this rank serves each of ``experts``, any shape, cached or not."""
@@ -89,7 +96,7 @@ def leave_waves_to_host(missing, T, cache, E, S, CACHE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["J", "E", "S", "R"])
 def waves_kernel(
-    ids_ptr, state_ptr, waves_ptr, x_ptr, weights_ptr, cache, J, E, S, R,
+    ids_ptr, state_ptr, waves_ptr, request, cache, J, E, S, R,
     WAVES: tl.constexpr, J_BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
     D: tl.constexpr, K: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
@@ -109,7 +116,7 @@ def waves_kernel(
         there = tl.where(experts == tl.load(state_ptr + 3 * E + 5 * S + copy), needed, there)
     if CACHE is not None:
         hosted = leave_waves_to_host(needed - there, J // K, cache, E, S, CACHE)
-        ask_host(x_ptr, ids_ptr, weights_ptr, J // K, D, cache, E, S, K, J_BLOCK, CACHE)
+        ask_host(request.tokens, ids_ptr, request.weights, J // K, D, cache, E, S, K, J_BLOCK, CACHE)
         needed -= hosted
     behind = tl.sum(there, axis=0) + tl.cumsum(needed - there, axis=0)
     place = tl.where(there > 0, tl.cumsum(there, axis=0), behind) - 1
@@ -124,7 +131,7 @@ def waves_kernel(
     if CACHE is not None:
         tl.store(waves_ptr + WAVES * R + js, tl.where(wave >= 0, ids, -1), mask=js < J)
         if CACHE.policy != LRU:
-            raise_scores(ids_ptr, weights_ptr, ids, served & (wave < 0), cache[1], E, CACHE)
+            raise_scores(ids_ptr, request.weights, ids, served & (wave < 0), cache[1], E, CACHE)
 
 
 def split_waves(
@@ -145,11 +152,11 @@ def split_waves(
     """
     tables, num_rows = host.tables, ids.numel()
     stride = triton.cdiv(num_rows, ALIGNMENT) * ALIGNMENT
-    size, request, constants = num_waves * stride, (None, None, None), dict(D=0, K=0, CACHE=None)
+    size, request, constants = num_waves * stride, (None, None), dict(D=0, K=0, CACHE=None)
     if host.mail is not None:
         assert tokens is not None, "the host computes from them"
         size += stride
-        request = tokens, weights, host.mail_pointers
+        request = Request(tokens, weights), host.mail_pointers
         constants = dict(D=tokens.shape[1], K=ids.shape[1], CACHE=host.mail_constants(NUM_WARPS))
     waves = torch.empty(size + tables.num_experts, dtype=torch.int32, device=ids.device)
     waves_kernel[(1,)](
@@ -212,12 +219,12 @@ def aot_cases() -> list[KernelCase]:
 
 def _case(num_tokens: int, num_waves: int, policy: Policy | None = None) -> KernelCase:
     """The host computes where there is a policy."""
-    constants: dict[str, Any] = dict(D=0, K=0, CACHE=None, x_ptr=None, weights_ptr=None, cache=None)
+    constants: dict[str, Any] = dict(D=0, K=0, CACHE=None, request=None, cache=None)
     kinds: dict[str, Any] = {}
     if policy:
         mail = dict(mail=3, mail_tokens=16, timeout_ns=30 * 10**9, asks=True)
         constants = dict(D=2048, K=8, CACHE=cache_constants(128, 12, (0, 0), 1, NUM_WARPS, policy)._replace(**mail))
-        kinds = {"x_ptr": "*bf16", "weights_ptr": "*fp32", "cache": (*CACHE_POINTERS[:3], *mail_pointers("bf16"))}
+        kinds = {"request": Request("*bf16", "*fp32"), "cache": (*CACHE_POINTERS[:3], *mail_pointers("bf16"))}
     return KernelCase(
         name=f"{num_tokens} tokens, K=8, {num_waves} waves" + (f", host cores, cache {policy}" if policy else ""),
         fn=waves_kernel,

@@ -4,6 +4,8 @@ The backward pass also yields the gradient of the routing weights and the weight
 so that layer-1 outputs are never kept.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +21,14 @@ ROWS = 8  # rows a block works on at once; divides every tile
 COLS = 256
 BLOCKS_PER_PROCESSOR = 8
 CUBIC, SCALE = tl.constexpr(GELU_CUBIC), tl.constexpr(GELU_SCALE)
+
+
+class BackwardResults(NamedTuple):
+    """What the backward pass writes."""
+
+    grad_pre: Tensor  # (Q, 2F)
+    hidden: Tensor  # (Q, F) weighted
+    grad_weights: Tensor  # (R, K) float32
 
 
 @triton.jit
@@ -97,11 +107,11 @@ def hidden_of(gate, up, b1_ptr, expert, cols, F, ACTIVATION: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["num_tiles_ptr"])
 def activation_backward_kernel(
-    pre_ptr, grad_act_ptr, row_ids_ptr, slots_ptr, weights_ptr, tiles_ptr, num_tiles_ptr,
-    grad_pre_ptr, hidden_ptr, grad_weights_ptr, F, K,
+    pre_ptr, grad_act_ptr, row_ids_ptr, slots_ptr, weights_ptr, tiles_ptr, num_tiles_ptr, results, F, K,
     BLOCK_M: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """See ``activation_backward``; persistent blocks over pieces of ROWS rows of a tile, K slots per received row."""
+    element = results.hidden.dtype.element_ty
     num_pieces = tl.load(num_tiles_ptr) * (BLOCK_M // ROWS)
     for piece in tl.range(tl.program_id(0), num_pieces, tl.num_programs(0)):
         q, valid = rows_of_piece(piece, tiles_ptr, BLOCK_M, ROWS)
@@ -118,13 +128,13 @@ def activation_backward_kernel(
             up = tl.load(pre_ptr + wide + F, mask=mask, other=0.0).to(tl.float32)
             grad_act = tl.load(grad_act_ptr + narrow, mask=mask, other=0.0).to(tl.float32)
             # Rounded as the forward pass rounded it.
-            hidden = activate(gate, up, ACTIVATION).to(hidden_ptr.dtype.element_ty).to(tl.float32)
+            hidden = activate(gate, up, ACTIVATION).to(element).to(tl.float32)
             products += grad_act * hidden
             grad_gate, grad_up = activate_gradients(gate, up, grad_act * weight, ACTIVATION)
-            tl.store(hidden_ptr + narrow, (hidden * weight).to(hidden_ptr.dtype.element_ty), mask=mask)
-            tl.store(grad_pre_ptr + wide, grad_gate.to(grad_pre_ptr.dtype.element_ty), mask=mask)
-            tl.store(grad_pre_ptr + wide + F, grad_up.to(grad_pre_ptr.dtype.element_ty), mask=mask)
-        tl.store(grad_weights_ptr + row_ids * K + slots, tl.sum(products, axis=1), mask=valid)
+            tl.store(results.hidden + narrow, (hidden * weight).to(element), mask=mask)
+            tl.store(results.grad_pre + wide, grad_gate.to(element), mask=mask)
+            tl.store(results.grad_pre + wide + F, grad_up.to(element), mask=mask)
+        tl.store(results.grad_weights + row_ids * K + slots, tl.sum(products, axis=1), mask=valid)
 
 
 def activation_backward(
@@ -168,7 +178,7 @@ def activation_backward(
     max_items = table.tiles.shape[0] * (table.block_rows // ROWS)
     activation_backward_kernel[(num_blocks(pre.device, max_items, per_processor=BLOCKS_PER_PROCESSOR),)](
         pre, grad_act, table.row_ids, slots, row_weights, table.tiles, table.num_tiles,
-        grad_pre, weighted_hidden, grad_weights, ffn, row_weights.shape[1],
+        BackwardResults(grad_pre, weighted_hidden, grad_weights), ffn, row_weights.shape[1],
         BLOCK_M=table.block_rows, ROWS=ROWS, COLS=min(COLS, power_of_2(ffn)), ACTIVATION=activation, num_warps=4,
     )  # fmt: skip
 
@@ -242,13 +252,13 @@ def _aot_case(dtype: torch.dtype, activation: Activation) -> KernelCase:
     element = as_triton_dtype(dtype)
     pointers = {
         "pre_ptr": element, "grad_act_ptr": element, "row_ids_ptr": "i32", "slots_ptr": "i32", "weights_ptr": "fp32",
-        "tiles_ptr": "i32", "num_tiles_ptr": "i32", "grad_pre_ptr": element, "hidden_ptr": element,
-        "grad_weights_ptr": "fp32",
+        "tiles_ptr": "i32", "num_tiles_ptr": "i32",
     }  # fmt: skip
+    results = BackwardResults(f"*{element}", f"*{element}", "*fp32")
     return KernelCase(
         name=f"{element} backward" + ("" if activation == SWIGLU else f" {activation.name}"),
         fn=activation_backward_kernel,
-        signature={**{name: f"*{kind}" for name, kind in pointers.items()}, "F": "i32", "K": "i32"},
+        signature={**{name: f"*{kind}" for name, kind in pointers.items()}, "results": results, "F": "i32", "K": "i32"},
         constexprs={"BLOCK_M": 128, "ROWS": ROWS, "COLS": COLS, "ACTIVATION": activation},
         unaligned=frozenset({"K"}),
         num_warps=4,

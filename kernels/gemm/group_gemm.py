@@ -9,7 +9,7 @@ through one as well, or, when gathered by index, as 16-byte ``cp.async``. Both a
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -58,41 +58,56 @@ class GemmConfig:
         return cls()
 
 
+class GemmConstants(NamedTuple):
+    """What the kernel is compiled for."""
+
+    gather: bool  # rows are gathered by index
+    layout: Layout  # of b
+    block_m: int
+    block_n: int
+    block_k: int
+    group_tiles: int  # consecutive tiles that share their weight columns through L2
+    flatten: bool  # the next item's operands are fetched during the epilogue
+    even_k: bool  # block_k divides K
+    precision: str  # ``input_precision`` of ``tl.dot``
+
+
 @triton.jit(do_not_specialize_on_alignment=["num_tiles_ptr"])
 def group_gemm_kernel(
-    a, b_desc, out_ptr, tiles_ptr, num_tiles_ptr, row_ids_ptr, N, K,
-    GATHER: tl.constexpr, LAYOUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP_TILES: tl.constexpr, FLATTEN: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    a, b_desc, out_ptr, tiles_ptr, num_tiles_ptr, row_ids_ptr, N, K, GEMM: tl.constexpr
 ):  # fmt: skip
-    """See ``group_gemm``; ``a`` is a pointer when rows are gathered, else a descriptor of (BLOCK_M, BLOCK_K) blocks."""
+    """See ``group_gemm``; ``a`` is a pointer when rows are gathered, else a descriptor of (block_m, block_k) blocks."""
+    BLOCK_M: tl.constexpr = GEMM.block_m
+    BLOCK_N: tl.constexpr = GEMM.block_n
+    BLOCK_K: tl.constexpr = GEMM.block_k
     num_tiles = tl.load(num_tiles_ptr)
     num_cols = tl.cdiv(N, BLOCK_N)
     in_tile = tl.arange(0, BLOCK_M)
     in_step = tl.arange(0, BLOCK_K)
-    for item in tl.range(tl.program_id(0), num_tiles * num_cols, tl.num_programs(0), flatten=FLATTEN):
-        tile, col = decode_tokens(item, num_tiles, num_cols, GROUP_TILES)
+    for item in tl.range(tl.program_id(0), num_tiles * num_cols, tl.num_programs(0), flatten=GEMM.flatten):
+        tile, col = decode_tokens(item, num_tiles, num_cols, GEMM.group_tiles)
         expert = tl.load(tiles_ptr + tile * 4)
         first_row = tl.load(tiles_ptr + tile * 4 + 1)
         valid = in_tile < tl.load(tiles_ptr + tile * 4 + 2)
         first_col = col * BLOCK_N
-        if GATHER:
+        if GEMM.gather:
             # Rows past the end of the segment read row 0: cheaper than masking every load, and never stored.
             row_ids = tl.load(row_ids_ptr + first_row + in_tile, mask=valid, other=0)
             rows = a + row_ids.to(tl.int64)[:, None] * K + in_step[None, :]
         # ---- main loop
         accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(0, K, BLOCK_K):
-            if not GATHER:
+            if not GEMM.gather:
                 x = a.load([first_row, k])
-            elif EVEN_K:
+            elif GEMM.even_k:
                 x = tl.load(rows + k)
             else:
                 x = tl.load(rows + k, mask=(k + in_step < K)[None, :], other=0.0)
-            if LAYOUT == "nk":
+            if GEMM.layout == "nk":
                 w = b_desc.load([expert, first_col, k]).reshape(BLOCK_N, BLOCK_K).T
             else:
                 w = b_desc.load([expert, k, first_col]).reshape(BLOCK_K, BLOCK_N)
-            accumulator = tl.dot(x, w, accumulator, input_precision=PRECISION)
+            accumulator = tl.dot(x, w, accumulator, input_precision=GEMM.precision)
         # ---- epilogue: only the first row needs 64 bits, offsets inside a tile do not
         cols = first_col + tl.arange(0, BLOCK_N)
         target = out_ptr + first_row.to(tl.int64) * N + in_tile[:, None] * N + cols[None, :]
@@ -128,13 +143,15 @@ def group_gemm(
     block_k = min(config.block_k, power_of_2(depth))
     b_block = [1, block_n, block_k] if layout == "nk" else [1, block_k, block_n]
     max_items = table.tiles.shape[0] * -(-num_cols // block_n)
+    constants = GemmConstants(
+        gather, layout, table.block_rows, block_n, block_k, config.group_tiles, config.flatten, depth % block_k == 0,
+        dot_precision(a.dtype),
+    )  # fmt: skip
     group_gemm_kernel[(num_blocks(a.device, max_items, most=config.max_blocks),)](
         a if gather else TensorDescriptor.from_tensor(a, [table.block_rows, block_k]),
         TensorDescriptor.from_tensor(b, b_block),
         out, table.tiles, table.num_tiles, table.row_ids, num_cols, depth,
-        GATHER=gather, LAYOUT=layout, BLOCK_M=table.block_rows, BLOCK_N=block_n, BLOCK_K=block_k,
-        GROUP_TILES=config.group_tiles, FLATTEN=config.flatten, EVEN_K=depth % block_k == 0,
-        PRECISION=dot_precision(a.dtype), num_warps=config.num_warps, num_stages=config.num_stages,
+        GEMM=constants, num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
 
 
@@ -228,6 +245,10 @@ def _aot_case(dtype: torch.dtype, gather: bool, layout: Layout, even_k: bool, co
     b_block = (config.block_n, config.block_k) if layout == "nk" else (config.block_k, config.block_n)
     words = [element, layout, "gathered" if gather else "in place", "even K" if even_k else "ragged K"]
     tensor_cores = {"wgmma"} if dtype != torch.float32 else set()
+    constants = GemmConstants(
+        gather, layout, block_m, config.block_n, config.block_k, config.group_tiles, config.flatten, even_k,
+        dot_precision(dtype),
+    )  # fmt: skip
     return KernelCase(
         name=" ".join([*words, "flat"] if config.flatten else words),
         fn=group_gemm_kernel,
@@ -235,11 +256,7 @@ def _aot_case(dtype: torch.dtype, gather: bool, layout: Layout, even_k: bool, co
             "a": rows, "b_desc": f"tensordesc<{element}[1, {b_block[0]}, {b_block[1]}]>", "out_ptr": f"*{element}",
             "tiles_ptr": "*i32", "num_tiles_ptr": "*i32", "row_ids_ptr": "*i32", "N": "i32", "K": "i32",
         },
-        constexprs={
-            "GATHER": gather, "LAYOUT": layout, "BLOCK_M": block_m, "BLOCK_N": config.block_n,
-            "BLOCK_K": config.block_k, "GROUP_TILES": config.group_tiles, "FLATTEN": config.flatten,
-            "EVEN_K": even_k, "PRECISION": dot_precision(dtype),
-        },
+        constexprs={"GEMM": constants},
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         expects=frozenset({"wide_loads", "wide_stores"} | tensor_cores),

@@ -5,7 +5,7 @@ equal inputs give equal bits. Few tokens take one block, which also finishes. Wh
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -35,6 +35,22 @@ class LossRule:
     z: float
 
 
+class Statistics(NamedTuple):
+    """What the kernels write, float32."""
+
+    load: Tensor  # (E,) routed rows of each expert
+    aux_loss: Tensor  # ()
+    z_loss: Tensor  # ()
+    largest: Tensor  # () grows
+
+
+class BlockSums(NamedTuple):
+    """What each block adds up, float32."""
+
+    experts: Tensor  # (blocks, 2, BLOCK_E) normalised scores, routed rows
+    scalars: Tensor  # (blocks, 2) squares of the logarithms, largest magnitude
+
+
 @triton.jit
 def log_sum_exp(logits):
     """Of each row."""
@@ -44,32 +60,34 @@ def log_sum_exp(logits):
 
 @triton.jit
 def write_statistics(
-    sums, counts, squares, largest, load_ptr, aux_ptr, z_ptr, largest_ptr, T, aux, z,
+    sums, counts, squares, largest, statistics, T, aux, z,
     E: tl.constexpr, USE_AUX: tl.constexpr, USE_Z: tl.constexpr,
 ):  # fmt: skip
     """From totals over all tokens: per expert the normalised scores and the routed rows, then two scalars."""
     experts = tl.arange(0, sums.shape[0])
     num_tokens = tl.maximum(T, 1).to(tl.float32)
-    tl.store(load_ptr + experts, counts, mask=experts < E)
+    tl.store(statistics.load + experts, counts, mask=experts < E)
     aux_loss, z_loss = 0.0, 0.0
     if USE_AUX:
         share = tl.div_rn(counts, tl.maximum(tl.sum(counts, axis=0), 1.0))
         aux_loss = aux * (E * tl.sum(share * tl.div_rn(sums, num_tokens), axis=0))
     if USE_Z:
         z_loss = z * tl.div_rn(squares, num_tokens)
-    tl.store(aux_ptr, aux_loss)
-    tl.store(z_ptr, z_loss)
-    seen = tl.load(largest_ptr).to(tl.int32, bitcast=True) & WITHOUT_SIGN
-    tl.store(largest_ptr, tl.maximum(seen, largest).to(tl.float32, bitcast=True))
+    tl.store(statistics.aux_loss, aux_loss)
+    tl.store(statistics.z_loss, z_loss)
+    seen = tl.load(statistics.largest).to(tl.int32, bitcast=True) & WITHOUT_SIGN
+    tl.store(statistics.largest, tl.maximum(seen, largest).to(tl.float32, bitcast=True))
 
 
 @triton.jit(do_not_specialize=["T", "rows", "aux", "z"])
 def measure_kernel(
-    logits_ptr, scores_ptr, ids_ptr, sums_ptr, scalars_ptr, load_ptr, aux_ptr, z_ptr, largest_ptr, T, rows, aux, z,
-    E: tl.constexpr, K: tl.constexpr, USE_AUX: tl.constexpr, USE_Z: tl.constexpr, ALONE: tl.constexpr,
+    logits_ptr, scores_ptr, ids_ptr, of_blocks, statistics, T, rows, aux, z,
+    E: tl.constexpr, K: tl.constexpr, USE_AUX: tl.constexpr, USE_Z: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Block b adds up rows b * ``rows`` to (b + 1) * ``rows``; ALONE, it writes the statistics, too."""
+    """Block b adds up rows b * ``rows`` to (b + 1) * ``rows``; ``of_blocks`` is ``None`` for the only one, which writes
+    the statistics, too.
+    """
     block = tl.program_id(0)
     experts = tl.arange(0, BLOCK_E)
     known = (experts < E)[None, :]
@@ -96,21 +114,20 @@ def measure_kernel(
             counts += (ids[:, None] == experts[None, :]).to(tl.int32)
     total_sums, total_squares = tl.sum(sums, axis=0), tl.sum(squares, axis=0)
     total_counts, most = tl.sum(counts, axis=0).to(tl.float32), tl.max(tl.max(largest, axis=1), axis=0)
-    if ALONE:
+    if of_blocks is None:
         write_statistics(
-            total_sums, total_counts, total_squares, most, load_ptr, aux_ptr, z_ptr, largest_ptr, T, aux, z,
-            E, USE_AUX, USE_Z,
+            total_sums, total_counts, total_squares, most, statistics, T, aux, z, E, USE_AUX, USE_Z
         )  # fmt: skip
     else:
-        tl.store(sums_ptr + block * 2 * BLOCK_E + experts, total_sums)
-        tl.store(sums_ptr + (block * 2 + 1) * BLOCK_E + experts, total_counts)
-        tl.store(scalars_ptr + block * 2, total_squares)
-        tl.store(scalars_ptr + block * 2 + 1, most.to(tl.float32, bitcast=True))
+        tl.store(of_blocks.experts + block * 2 * BLOCK_E + experts, total_sums)
+        tl.store(of_blocks.experts + (block * 2 + 1) * BLOCK_E + experts, total_counts)
+        tl.store(of_blocks.scalars + block * 2, total_squares)
+        tl.store(of_blocks.scalars + block * 2 + 1, most.to(tl.float32, bitcast=True))
 
 
 @triton.jit(do_not_specialize=["T", "blocks", "aux", "z"])
 def finish_kernel(
-    sums_ptr, scalars_ptr, load_ptr, aux_ptr, z_ptr, largest_ptr, T, blocks, aux, z,
+    of_blocks, statistics, T, blocks, aux, z,
     E: tl.constexpr, USE_AUX: tl.constexpr, USE_Z: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr, MAX_BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -120,15 +137,15 @@ def finish_kernel(
     counts = tl.zeros((BLOCK_B, BLOCK_E), dtype=tl.float32)
     for first in range(0, blocks, BLOCK_B):
         of = (first + tl.arange(0, BLOCK_B))[:, None]
-        counts += tl.load(sums_ptr + (of * 2 + 1) * BLOCK_E + experts, mask=of < blocks, other=0.0)
+        counts += tl.load(of_blocks.experts + (of * 2 + 1) * BLOCK_E + experts, mask=of < blocks, other=0.0)
         if USE_AUX:
-            sums += tl.load(sums_ptr + of * 2 * BLOCK_E + experts, mask=of < blocks, other=0.0)
+            sums += tl.load(of_blocks.experts + of * 2 * BLOCK_E + experts, mask=of < blocks, other=0.0)
     of = tl.arange(0, MAX_BLOCKS)
-    squares = tl.load(scalars_ptr + of * 2, mask=of < blocks, other=0.0)
-    largest = tl.load(scalars_ptr + of * 2 + 1, mask=of < blocks, other=0.0).to(tl.int32, bitcast=True)
+    squares = tl.load(of_blocks.scalars + of * 2, mask=of < blocks, other=0.0)
+    largest = tl.load(of_blocks.scalars + of * 2 + 1, mask=of < blocks, other=0.0).to(tl.int32, bitcast=True)
     write_statistics(
         tl.sum(sums, axis=0), tl.sum(counts, axis=0), tl.sum(squares, axis=0), tl.max(largest, axis=0),
-        load_ptr, aux_ptr, z_ptr, largest_ptr, T, aux, z, E, USE_AUX, USE_Z,
+        statistics, T, aux, z, E, USE_AUX, USE_Z,
     )  # fmt: skip
 
 
@@ -160,15 +177,16 @@ def measure(
     blocks = max(1, triton.cdiv(num_tokens, rows))
     constants = _constants(num_experts, rule)
     block = _rows_at_once(num_experts)
-    sums, scalars = logits.new_empty(blocks, 2, constants["BLOCK_E"]), logits.new_empty(blocks, 2)
-    statistics = (load, aux_loss, z_loss, largest, num_tokens)
+    of_blocks, statistics = None, Statistics(load, aux_loss, z_loss, largest)
+    if blocks > 1:
+        of_blocks = BlockSums(logits.new_empty(blocks, 2, constants["BLOCK_E"]), logits.new_empty(blocks, 2))
     measure_kernel[(blocks,)](
-        logits, scores, ids, sums, scalars, *statistics, rows, rule.aux, rule.z, K=top_k, ALONE=blocks == 1,
-        BLOCK_T=block, num_warps=NUM_WARPS, **constants,
+        logits, scores, ids, of_blocks, statistics, num_tokens, rows, rule.aux, rule.z, K=top_k, BLOCK_T=block,
+        num_warps=NUM_WARPS, **constants,
     )  # fmt: skip
     if blocks > 1:
         finish_kernel[(1,)](
-            sums, scalars, *statistics, blocks, rule.aux, rule.z, BLOCK_B=block, MAX_BLOCKS=MAX_BLOCKS,
+            of_blocks, statistics, num_tokens, blocks, rule.aux, rule.z, BLOCK_B=block, MAX_BLOCKS=MAX_BLOCKS,
             num_warps=NUM_WARPS, **constants,
         )  # fmt: skip
     return aux_loss, z_loss, load
@@ -183,6 +201,9 @@ def _rows_at_once(num_experts: int) -> int:
     return min(ROWS, max(1, BLOCK_ELEMENTS // triton.next_power_of_2(num_experts)))
 
 
+AOT_KINDS = dict(of_blocks=BlockSums(*["*fp32"] * 2), statistics=Statistics(*["*fp32"] * 4))
+
+
 def aot_cases() -> list[KernelCase]:
     """Known numbers of experts, in training and in inference, on one block and on several."""
     cases = []
@@ -191,9 +212,9 @@ def aot_cases() -> list[KernelCase]:
             constants, block = _constants(num_experts, rule), _rows_at_once(num_experts)
             of_measure, words = constants | dict(K=top_k, BLOCK_T=block), f"{num_experts} experts, {use}"
             for kernel, values, suffix in (
-                (measure_kernel, of_measure | dict(ALONE=True), ", few tokens"),
-                (measure_kernel, of_measure | dict(ALONE=False), ""),
+                (measure_kernel, of_measure | dict(of_blocks=None), ", few tokens"),
+                (measure_kernel, of_measure, ""),
                 (finish_kernel, constants | dict(BLOCK_B=block, MAX_BLOCKS=MAX_BLOCKS), ""),
             ):
-                cases.append(aot_case(words + suffix, kernel, values, NUM_WARPS))
+                cases.append(aot_case(words + suffix, kernel, values, NUM_WARPS, **AOT_KINDS))
     return cases

@@ -6,7 +6,7 @@ with many also reading the logits and writing the scores.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -45,6 +45,14 @@ class SelectRule:
     sigmoid: bool = False
     renormalize: bool = True
     routed_scale: float = 1.0
+
+
+class Selection(NamedTuple):
+    """What the kernel writes."""
+
+    ids: Tensor  # (T, K) int32, best first
+    weights: Tensor  # (T, K) float32
+    scores: Tensor  # (T, E) float32
 
 
 @triton.jit
@@ -104,9 +112,9 @@ def close_groups(
 
 @triton.jit(do_not_specialize=["T"])
 def select_kernel(
-    logits_ptr, bias_ptr, ids_ptr, weights_ptr, scores_ptr, T,
+    logits_ptr, bias_ptr, selection, T,
     E: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, SIGMOID: tl.constexpr,
-    RENORMALIZE: tl.constexpr, SCALE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    RENORMALIZE: tl.constexpr, SCALE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """See ``select``; a block takes BLOCK_T tokens, columns are GROUPS groups of E / GROUPS experts, both padded."""
@@ -124,8 +132,8 @@ def select_kernel(
     else:
         exps = exp(logits - tl.max(logits, axis=1)[:, None])
         scores = tl.div_rn(exps, tl.sum(exps, axis=1)[:, None])
-    tl.store(scores_ptr + places, scores, mask=there)
-    if HAS_BIAS:
+    tl.store(selection.scores + places, scores, mask=there)
+    if bias_ptr is not None:
         keys = to_keys(scores + tl.load(bias_ptr + experts, mask=known, other=0.0)[None, :], columns, known)
     else:
         keys = to_keys(scores if GROUPS > 1 else logits, columns, known)
@@ -141,8 +149,8 @@ def select_kernel(
     if RENORMALIZE:
         weights = tl.div_rn(weights, at_least_tiny(tl.sum(weights, axis=1))[:, None])
     targets = tokens[:, None] * K + ks
-    tl.store(ids_ptr + targets, chosen // BLOCK_S * SIZE + chosen % BLOCK_S, mask=in_batch & (ks < K))
-    tl.store(weights_ptr + targets, weights * SCALE, mask=in_batch & (ks < K))
+    tl.store(selection.ids + targets, chosen // BLOCK_S * SIZE + chosen % BLOCK_S, mask=in_batch & (ks < K))
+    tl.store(selection.weights + targets, weights * SCALE, mask=in_batch & (ks < K))
 
 
 def select(logits: Tensor, bias: Tensor | None, rule: SelectRule) -> tuple[Tensor, Tensor, Tensor]:
@@ -168,7 +176,7 @@ def select(logits: Tensor, bias: Tensor | None, rule: SelectRule) -> tuple[Tenso
         return ids, weights, scores
     constants, num_warps = _select_constants(num_tokens, num_experts, rule)
     select_kernel[(triton.cdiv(num_tokens, constants["BLOCK_T"]),)](
-        logits, bias, ids, weights, scores, num_tokens, HAS_BIAS=bias is not None, num_warps=num_warps, **constants
+        logits, bias, Selection(ids, weights, scores), num_tokens, num_warps=num_warps, **constants
     )
     return ids, weights, scores
 
@@ -211,9 +219,11 @@ def aot_rules() -> dict[str, tuple[int, SelectRule]]:
     }
 
 
-def aot_case(name: str, kernel: triton.JITFunction, constants: dict[str, Any], num_warps: int) -> KernelCase:
+def aot_case(
+    name: str, kernel: triton.JITFunction, constants: dict[str, Any], num_warps: int, **groups: Any
+) -> KernelCase:
     """A configuration of one of the kernels behind the logits; rows of 128 experts and more are read in wide loads."""
-    kinds = dict(T="i32", rows="i32", blocks="i32", aux="fp32", z="fp32", ids_ptr="*i32")
+    kinds = dict(T="i32", rows="i32", blocks="i32", aux="fp32", z="fp32", ids_ptr="*i32") | groups
     return KernelCase(
         name=name,
         fn=kernel,
@@ -230,6 +240,7 @@ def aot_cases() -> list[KernelCase]:
     for name, (num_experts, rule) in aot_rules().items():
         for num_tokens in (1, 2 * MANY_TOKENS):
             constants, num_warps = _select_constants(num_tokens, num_experts, rule)
-            constants |= dict(HAS_BIAS=rule.sigmoid)
-            cases.append(aot_case(f"{name}, {num_tokens} tokens", select_kernel, constants, num_warps))
+            constants |= {} if rule.sigmoid else dict(bias_ptr=None)
+            kinds = Selection("*i32", "*fp32", "*fp32")
+            cases.append(aot_case(f"{name}, {num_tokens} tokens", select_kernel, constants, num_warps, selection=kinds))
     return cases
