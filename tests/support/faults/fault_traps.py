@@ -38,7 +38,7 @@ PLACES = {
     ("layer 1", "reference"): "comet.reference.plain:reference_experts",
     ("backward", "reference"): "comet.comm.collectives:_AllGatherStacked.backward",
     ("decode", "twin"): "comet.decode.ranks:RankDecode._twin",
-    ("decode", "fused"): "comet.decode.ranks:RankDecode._landing",
+    ("decode", "fused"): "comet.decode.ranks:RankDecode._buffer",
     ("checkpoint write", ""): "torch.distributed.checkpoint:FileSystemWriter.write_data",
     ("checkpoint load", ""): "torch.distributed.checkpoint:load",
     ("tune", "plain"): "comet.reference.plain:dispatch_rows",
