@@ -68,7 +68,8 @@ MOST_ENTRIES = 8  # experts of a token, or ranks
 GPU_PARTS = 8  # of an H200, within one of which a cluster lies
 
 ASSUMED_SMS = 132  # of an H200: ranks must agree on their tickets, whatever GPUs they have
-ROW_PARTS = 1, 2, 4  # of a chunk
+ROW_PARTS = 1, 2, 4, 8  # of a chunk
+LEAST_ENTRIES = 16  # of a ticket, if ranks have equal shares of a token's experts
 TALL_FROM, TALL_TO = 232.0, 280.0  # rows of an expert for which taller token tiles pay
 
 
@@ -358,7 +359,8 @@ def combine_args(y: Tensor, out: Tensor, wire: Wire, returns: Returns, table: Ti
         split: Panels and blocks.
     """
     recorder, grads, (num_tokens, cols) = wire.recorder, returns.grads, out.shape
-    column_parts, row_parts = ticket_parts(wire.max_tokens, wire.world_size, cols, split.num_panels)
+    top_k = returns.row_slots.shape[1]
+    column_parts, row_parts = ticket_parts(wire.max_tokens, wire.world_size, top_k, cols, split.num_panels)
     return CombineArgs.of(
         y=y, received=wire.rows, out=out, row_slots=returns.row_slots,
         row_weights=returns.row_weights if grads is None else grads.row_grads, send_rows=returns.send_rows,
@@ -392,31 +394,36 @@ def launched_blocks(sms: int, reserved: int, cluster: int) -> int:
     return max((sms - reserved - left_over) // cluster, 1) * cluster
 
 
-def ticket_parts(max_tokens: int, world_size: int, cols: int, num_panels: int) -> tuple[int, int]:
+def ticket_parts(max_tokens: int, world_size: int, top_k: int, cols: int, num_panels: int) -> tuple[int, int]:
     """What a panel's columns and a chunk's rows are cut into, so that each combining warp has two tickets of a reduce.
 
-    With one panel those that multiply combine, when they are done; with more, three of each block do from the start.
+    Of the columns, each warp that combines beside the GEMM; with one panel there is none, and those that multiply
+    combine when they are done. Of the rows, both together: the last panel is left to all of them.
 
     Args:
         max_tokens: M.
         world_size: W.
+        top_k: K.
         cols: D.
         num_panels: Panels.
 
     Returns:
-        Parts of the columns, and of the rows, 1, 2 or 4; together no more than there are flags.
+        Parts of the columns, and of the rows: a power of two, for tickets of ``LEAST_ENTRIES`` rows to add up or more;
+        together no more than there are flags.
 
     Example:
-        M=2048 and W=4 make 256 chunks. In 4 panels 396 warps want 792 tickets: D=2048 has 2 column blocks in each, so
-        2 parts of 32 rows; D=7168 has 4 parts. M=256 and W=1, 8 chunks in one panel for 1056 warps: D=2048 has 8 parts
-        of the columns, 4 of the rows. M=8192: 1 part.
+        M=2048, W=4 and K=8 make 256 chunks. In 4 panels 396 warps want 792 tickets: D=2048 has 2 column blocks in each,
+        so 2 parts, and 1452 warps 2904 tickets: 4 parts of 8 rows, which are 16 to add up. D=7168 has 4 parts and 2.
+        M=8192: 1 part and 2.
     """
     widest_panel = -(-cols // (PANEL_UNIT * num_panels))
     chunks = max_tokens // COMBINE_CHUNK_ROWS * world_size
-    wanted = 2 * ASSUMED_SMS * (MATH_WARPS if num_panels == 1 else COMBINE_WARPS)
+    beside, behind = (0, MATH_WARPS) if num_panels == 1 else (COMBINE_WARPS, COMBINE_WARPS + MATH_WARPS)
+    wanted, in_all = 2 * ASSUMED_SMS * (beside or behind), 2 * ASSUMED_SMS * behind
     column_parts = min(-(-wanted // chunks), widest_panel, CHUNK_FLAGS // num_panels)
-    most = min(wanted // chunks, CHUNK_FLAGS // num_panels) // column_parts
-    return column_parts, max(parts for parts in ROW_PARTS if parts <= max(most, 1))
+    tickets = min(in_all // chunks, CHUNK_FLAGS // num_panels) // column_parts
+    entries = COMBINE_CHUNK_ROWS * top_k // (world_size * LEAST_ENTRIES)
+    return column_parts, max(parts for parts in ROW_PARTS if parts <= max(min(tickets, entries), 1))
 
 
 @functools.cache

@@ -35,17 +35,18 @@ def test_worked_examples() -> None:
     assert CudaConfig.select(256).most_rows == 272
     assert CudaConfig.select(512) == CudaConfig.select(64) == CudaConfig(most_rows=256)
     assert combine_bytes(8, 12) == 3 * (32 * 8 * 8 + 12 * 512) == 24576
-    assert ticket_parts(2048, 4, 2048, 4) == (2, 1)
-    assert ticket_parts(2048, 4, 7168, 4) == (4, 1)
-    assert ticket_parts(256, 1, 2048, 1) == (8, 4)
-    assert ticket_parts(8192, 4, 7168, 4) == (1, 1)
+    assert ticket_parts(2048, 4, 8, 2048, 4) == (2, 4)
+    assert ticket_parts(2048, 4, 8, 7168, 4) == (4, 2)
+    assert ticket_parts(256, 1, 8, 2048, 1) == (8, 8)
+    assert ticket_parts(8192, 4, 8, 7168, 4) == (1, 2)
+    assert ticket_parts(2048, 4, 2, 4096, 4) == (4, 1)
 
 
 @pytest.mark.parametrize("num_panels", range(1, 17))
 @pytest.mark.parametrize("cols", [16, 256, 2048, 7168])
 @pytest.mark.parametrize("max_tokens", [128, 512, 8192])
 def test_parts_of_the_launch_have_flags_and_column_blocks(max_tokens: int, cols: int, num_panels: int) -> None:
-    column_parts, row_parts = ticket_parts(max_tokens, 2, cols, num_panels)
+    column_parts, row_parts = ticket_parts(max_tokens, 2, 8, cols, num_panels)
     assert 1 <= column_parts * row_parts <= CHUNK_FLAGS // num_panels
     assert column_parts <= max(1, -(-cols // 256))
     assert COMBINE_CHUNK_ROWS % row_parts == 0
