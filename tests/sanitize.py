@@ -122,7 +122,7 @@ def run_cuda_layer1(dtype: torch.dtype) -> None:
     for case in (
         EmulatedCase("few", 2, 1, (70, 5), 4, 2, 288, 80, dtype=dtype),
         EmulatedCase("split", 2, 1, (70, 5), 4, 2, 288, 80, dtype=dtype, comm_blocks=2),
-        EmulatedCase("all", 2, 1, (40, 33), 8, 8, 512, 64, dtype=dtype, routing="masked"),
+        EmulatedCase("all", 2, 1, (40, 33), 12, 12, 512, 64, dtype=dtype, routing="masked"),
     ):
         for (exact, size), out in zip(exact_layer1(case), run_layer1(case, "cuda"), strict=True):
             assert bool(((out.double() - exact).abs() <= 2 * torch.finfo(dtype).eps * size + 1e-6).all()), case.name

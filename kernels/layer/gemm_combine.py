@@ -64,7 +64,8 @@ COMBINE_WARPS = NUM_THREADS // 32 - MATH_WARPS - 1  # that combine from the star
 TILE_BYTES = 32  # of ``PanelTile`` of ``panel_tiles.cuh``
 EXPERT_BYTES = 4  # of an expert in the table of token tiles
 ENTRY_BYTES = 8  # of a row to add up
-MOST_ENTRIES = 8  # experts of a token, or ranks
+MOST_ENTRIES = 16  # experts of a token, or ranks
+FEW_ENTRIES = 8  # with more, four rows fewer are on their way beside the GEMM, for the longer list
 GPU_PARTS = 8  # of an H200, within one of which a cluster lies
 
 ASSUMED_SMS = 132  # of an H200: ranks must agree on their tickets, whatever GPUs they have
@@ -114,7 +115,7 @@ class CudaConfig:
         num_stages: Depth of the load pipeline.
         box_rows: Rows per TMA load, a divisor of ``most_rows``.
         staged_rows: Rows of a result that are stored at once, a divisor of ``most_rows``.
-        ahead: Rows that a combining warp has on their way beside the GEMM, a multiple of 4.
+        ahead: Rows that a combining warp has on their way beside the GEMM, a multiple of 4, for sums of few entries.
         ahead_after: The same after it, in the memory of the stages.
     """
 
@@ -205,8 +206,16 @@ class Variant:
         stage = stage_bytes(FP8_MMA if is_fp8 else MMA, config.most_rows, int(is_fp8))
         staging = 2 * config.staged_rows * SWIZZLE_BYTES
         storage = storage_bytes(config.num_stages, stage, staging, TILE_BYTES, TILE_SLOTS)
-        entries = max(self.top_k, self.world_size)
-        return storage + combine_bytes(entries, config.ahead) + EXPERT_BYTES * (num_experts + 1)
+        return storage + combine_bytes(self._entries, self._ahead) + EXPERT_BYTES * (num_experts + 1)
+
+    @property
+    def _entries(self) -> int:
+        """Most rows that a sum has."""
+        return max(self.top_k, self.world_size)
+
+    @property
+    def _ahead(self) -> int:
+        return self.config.ahead - 4 * (self._entries > FEW_ENTRIES)
 
     @property
     def entry(self) -> str:
@@ -233,7 +242,7 @@ class Variant:
         config = self.config
         common: dict[str, Any] = dict(
             cluster=config.cluster, num_stages=config.num_stages, max_tile_rows=config.most_rows,
-            box_rows=config.box_rows, ahead_colocated=config.ahead, ahead_after=config.ahead_after, scale_steps=1,
+            box_rows=config.box_rows, ahead_colocated=self._ahead, ahead_after=config.ahead_after, scale_steps=1,
             top_k=self.top_k, world_size=self.world_size, records=self.records, is_split=self.is_split,
             is_dgrad=self.is_dgrad, has_bias=self.bias is not None, panel_unit=PANEL_UNIT,
             combine_warps=COMBINE_WARPS, chunk=COMBINE_CHUNK_ROWS, chunk_flags=CHUNK_FLAGS,
@@ -444,7 +453,7 @@ def _kernel(variant: Variant, experts: int, device: int) -> CudaKernel:
 
 
 def aot_cases() -> list[CudaCase]:
-    """Forward and fc1_dgrad in all blocks that a layer takes, and block FP8; a split of each; with biases."""
+    """Forward and fc1_dgrad in all blocks that a layer takes, and block FP8; a split, biases, 16 experts of a token."""
     bf16, fp16, fp8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
     shapes = [(bf16, 2, False), (bf16, 8, False), (bf16, 8, True), (fp16, 8, False)]
     variants = [
@@ -462,4 +471,5 @@ def aot_cases() -> list[CudaCase]:
     bf16_split = Variant(weights=bf16, output=bf16, top_k=8, world_size=4, is_split=True)
     variants += [bf16_split, replace(bf16_split, is_dgrad=True), replace(bf16_split, weights=fp8, config=FP8_CONFIG)]
     variants += [replace(variant, top_k=4, is_split=False, bias=bf16) for variant in (bf16_split, variants[-1])]
+    variants += [replace(bf16_split, top_k=MOST_ENTRIES, is_split=False)]
     return [CudaCase.of(variant.source(64), "4 ranks") for variant in variants]

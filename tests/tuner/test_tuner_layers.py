@@ -80,7 +80,7 @@ def test_the_tuner_knows_what_the_launchers_decide(monkeypatch: pytest.MonkeyPat
 
 def test_examples_of_kernels() -> None:
     assert cuda_layers(problem_of(QWEN3, 512), H200) == (True, True)
-    assert cuda_layers(problem_of(replace(QWEN3, top_k=16), 512), H200) == (True, False)
+    assert cuda_layers(problem_of(replace(QWEN3, top_k=24), 512), H200) == (True, False)
     narrow = MoEConfig(num_experts=8, top_k=2, hidden_size=512, ffn_size=768)
     assert effective(OverlapConfig(num_panels=8), problem_of(narrow, 8192)) == OverlapConfig(num_panels=2)
 
@@ -90,7 +90,7 @@ def test_examples_of_kernels() -> None:
     [
         (QWEN3, 8192, TRITON, OverlapConfig(), "4 panels, in Triton"),
         (QWEN3, 8192, H200, OverlapConfig(), "4 panels, both layers in CUDA C++"),
-        (replace(QWEN3, top_k=16), 2048, H200, OverlapConfig(num_panels=3), "3 panels, layer 0 in CUDA C++"),
+        (replace(QWEN3, top_k=24), 2048, H200, OverlapConfig(num_panels=3), "3 panels, layer 0 in CUDA C++"),
         (QWEN3, 2048, H200, OverlapConfig(num_panels=1), "1 panel, both layers in CUDA C++"),
         (QWEN3, 9, H200, OverlapConfig(comm_blocks=1, num_panels=1), "1 comm block, 1 panel, both layers in CUDA C++"),
         (MIXTRAL, 8192, H200, OverlapConfig(num_panels=99), "16 panels, both layers in CUDA C++"),

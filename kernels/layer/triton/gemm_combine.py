@@ -8,7 +8,7 @@ is done. Every slot is written once and every order is fixed: results are bitwis
 A block waits for the GEMM only after its own share of it, so the launch ends, if its blocks are resident together.
 
 This is the twin of the kernel in CUDA C++ (``gemm_combine_cuda``), which Hopper runs: for the interpreter, float32,
-more than eight experts of a token, and other GPUs.
+more than 16 experts of a token, and other GPUs.
 """
 
 from dataclasses import dataclass

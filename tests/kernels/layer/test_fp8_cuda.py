@@ -101,8 +101,8 @@ def test_what_layer_1_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert layer1.can_run(**call)
     for most in (dict(returns=make_returns(top_k=8)), dict(wire=make_wire(world_size=8)), dict(y=call["y"].half())):
         assert layer1.can_run(**layer1_call(**most))
-    assert not layer1.can_run(**layer1_call(returns=make_returns(top_k=9)))
-    assert not layer1.can_run(**layer1_call(wire=make_wire(world_size=9)))
+    assert not layer1.can_run(**layer1_call(returns=make_returns(top_k=17)))
+    assert not layer1.can_run(**layer1_call(wire=make_wire(world_size=17)))
     assert not layer1.can_run(**layer1_call(y=call["y"].float()))  # a pool in float32
     assert not layer1.can_run(**layer1_call(table=replace(call["table"], block_rows=64)))
     assert not layer1.can_run(**layer1_call(table=without_segments()))

@@ -53,6 +53,7 @@ LAYER1 = [
     EmulatedCase("four ranks", 4, 1, (500, 90, 0, 710), 16, 4, 2048, 256, num_panels=6),
     EmulatedCase("eight ranks, K = 8", 8, 1, (130, 260, 1, 400, 90, 33, 257, 128), 128, 8, 1024, 192, num_panels=4),
     EmulatedCase("all experts here", 1, 1, (2100,), 128, 8, 512, 64),
+    EmulatedCase("12 experts of a token", 2, 1, (300, 450), 64, 12, 768, 128, routing="masked"),
     EmulatedCase("256 +- 15 rows of an expert", 2, 1, (1024, 1024), 16, 2, 1280, 272, num_panels=3),
     EmulatedCase("tall pieces on one rank only", 2, 1, (1024, 300), 16, 2, 512, 128),
     EmulatedCase("less than a stage", 1, 1, (300,), 4, 1, 256, 16, num_panels=1),
