@@ -42,19 +42,12 @@ GPU_LIBRARIES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchContext(RankContext):
-    """Who this process is, also on its node.
+    """Who this process is, also on its node."""
 
-    Args:
-        local_rank: Rank on this node; the index of its GPU.
-        local_world_size: Ranks on this node.
-        node: This node's number.
-        num_nodes: Nodes of the job.
-    """
-
-    local_rank: int
-    local_world_size: int
-    node: int
-    num_nodes: int
+    local_rank: int  # rank on this node; the index of its GPU
+    local_world_size: int  # ranks on this node
+    node: int  # this node's number
+    num_nodes: int  # nodes of the job
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str], num_gpus: int) -> LaunchContext:

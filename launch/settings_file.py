@@ -79,17 +79,11 @@ Loader.add_implicit_resolver(BOOL_TAG, re.compile("true|false|True|False|TRUE|FA
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What a file holds.
+    """What a file holds."""
 
-    Args:
-        values: Settings, nested.
-        choices: Overrides that choose files of groups, such as ``model=tiny``.
-        texts: What ``generate`` is given word by word.
-    """
-
-    values: dict[str, Any] = field(default_factory=dict)
-    choices: list[str] = field(default_factory=list)
-    texts: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)  # settings, nested
+    choices: list[str] = field(default_factory=list)  # overrides that choose files of groups, such as model=tiny
+    texts: dict[str, Any] = field(default_factory=dict)  # what generate is given word by word
 
     @classmethod
     def read(cls, path: str | None, schema: DictConfig) -> Settings:

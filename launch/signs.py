@@ -36,14 +36,10 @@ DONE, ASKED, ANSWER, FAILURE, TOLD, HEARD = "done", "asked", "answer", "failure"
 
 @dataclass(frozen=True, slots=True)
 class Inquiry:
-    """What the other ranks answered.
+    """What the other ranks answered."""
 
-    Args:
-        places: What the main thread of each rank does that answered.
-        silent: The ranks that did not, in words: ``rank 1 (pid 12, host) is frozen: no sign of life for 10 s``.
-    """
-
-    places: Mapping[int, str]
+    places: Mapping[int, str]  # what the main thread of each rank does that answered
+    # the ranks that did not, in words: rank 1 (pid 12, host) is frozen: no sign of life for 10 s
     silent: Mapping[int, str]
 
 

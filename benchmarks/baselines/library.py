@@ -124,7 +124,7 @@ class Library:
         rewind_library(self.static, self._positions)
 
     def decode(self, ids: Tensor, num_steps: int) -> Tensor:
-        """See ``StepPath``; what the library does once for each call counts as well."""
+        """As ``StepPath`` decodes; what the library does once for each call counts as well."""
         self._ids[:, -1] = ids
         made: Tensor = self.model.generate(
             self._ids,

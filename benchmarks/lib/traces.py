@@ -18,17 +18,11 @@ from comet.config import MoEConfig, require
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
-    """The routing of a text.
+    """The routing of a text."""
 
-    Args:
-        ids: ``(N, L, K)`` int64, best first.
-        num_experts: E.
-        guessed: ``(N, L, K)`` int64: where each layer's router sends the tokens of the layer before; of the first layer
-            -1.
-    """
-
-    ids: Tensor
-    num_experts: int
+    ids: Tensor  # (N, L, K) int64, best first
+    num_experts: int  # E
+    # (N, L, K) int64: where each layer's router sends the tokens of the layer before; of the first layer -1
     guessed: Tensor
 
     def save(self, path: Path) -> None:

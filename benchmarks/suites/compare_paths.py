@@ -46,34 +46,21 @@ COLUMNS = ("path", "first_loss", "last_loss", "max_difference", "mean_difference
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """What one path did.
+    """What one path did."""
 
-    Args:
-        losses: Mean loss over all ranks of every step, in nats per byte.
-        tokens_per_second: Of all ranks together.
-    """
-
-    losses: list[float]
-    tokens_per_second: float
+    losses: list[float]  # mean loss over all ranks of every step, in nats per byte
+    tokens_per_second: float  # of all ranks together
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How one curve differs from the first.
+    """How one curve differs from the first."""
 
-    Args:
-        max_difference: Largest ``|difference|`` of a step, in nats.
-        mean_difference: Mean ``|difference|``, in nats.
-        early_difference: Largest ``|difference| / loss`` of the first ``EARLY_STEPS`` steps.
-        window_difference: Largest ``|difference| / loss`` of the means of ``WINDOW_STEPS`` steps.
-        within_tolerance: Whether the last two are small enough.
-    """
-
-    max_difference: float
-    mean_difference: float
-    early_difference: float
-    window_difference: float
-    within_tolerance: bool
+    max_difference: float  # largest |difference| of a step, in nats
+    mean_difference: float  # mean |difference|, in nats
+    early_difference: float  # largest |difference| / loss of the first EARLY_STEPS steps
+    window_difference: float  # largest |difference| / loss of the means of WINDOW_STEPS steps
+    within_tolerance: bool  # whether the last two are small enough
 
 
 def read_run(folder: Path) -> tuple[Curve, dict[str, Any]]:

@@ -77,7 +77,7 @@ def torch_grouped_gemm(rows: Tensor, weights: Tensor, batch_sizes: Tensor, trans
         rows: ``(R, D)``.
         weights: ``(E, D, N)``, or ``(E, N, D)`` with ``trans_b``.
         batch_sizes: ``(E,)``, on a CPU; an array will do.
-        trans_b: See ``weights``.
+        trans_b: Whether weights are transposed.
 
     Returns:
         ``(R, N)``.

@@ -125,23 +125,14 @@ DECODES = ("comet", "local", "local_nccl")  # for at most MAX_DECODE_TOKENS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What is measured at every point.
+    """What is measured at every point."""
 
-    Args:
-        variants: Of ``ON_ONE_GPU`` or ``OVER_RANKS``.
-        trials: Fields of the selected blocks to change; a variant each.
-        routing: Kind of routing.
-        rounds: Counted calls of each variant.
-        library: transformers, where it is installed and asked for.
-        roofline_tbs: What reading memory can reach.
-    """
-
-    variants: tuple[str, ...]
-    trials: Sequence[Trial] = ()
-    routing: str = "uniform"
-    rounds: int = 30
-    library: Library | None = None
-    roofline_tbs: float = 1.0
+    variants: tuple[str, ...]  # of ON_ONE_GPU or OVER_RANKS
+    trials: Sequence[Trial] = ()  # fields of the selected blocks to change; a variant each
+    routing: str = "uniform"  # kind of routing
+    rounds: int = 30  # counted calls of each variant
+    library: Library | None = None  # transformers, where it is installed and asked for
+    roofline_tbs: float = 1.0  # what reading memory can reach
 
 
 def step_runs(team: Team, steps: Sequence[Step], settings: Settings) -> dict[str, StepRun]:

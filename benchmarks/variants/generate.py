@@ -37,12 +37,7 @@ class StepPath(Protocol):
 
 
 class Stepwise:
-    """Steps taken one after the other, the next token chosen on the device.
-
-    Args:
-        step: ``(B,)`` tokens to ``(B, V)`` logits.
-        rewind: See ``StepPath``.
-    """
+    """Steps taken one after the other, ``(B,)`` tokens to ``(B, V)`` logits; the next token is chosen on the device."""
 
     def __init__(self, step: Callable[[Tensor], Tensor], rewind: Callable[[], object]) -> None:
         self.step = step

@@ -38,25 +38,15 @@ class OnDemand(CachedExperts):
 
 @dataclass
 class Variant:
-    """One way to decode, and what was measured of it.
+    """One way to decode, and what was measured of it."""
 
-    Args:
-        name: In the table.
-        budget: Share of the experts on the device.
-        slots: Experts of a layer on the device.
-        settings: Of ``generate``.
-        engine: Over the model that all variants share.
-        paths: That the model's layers take while this variant runs.
-        device_mb: Device memory that it took, dense weights apart.
-    """
-
-    name: str
-    budget: float
-    slots: int
-    settings: GenerateConfig
-    engine: GPTEngine
-    paths: list[ExpertPath]
-    device_mb: float | None = None
+    name: str  # in the table
+    budget: float  # share of the experts on the device
+    slots: int  # experts of a layer on the device
+    settings: GenerateConfig  # of generate
+    engine: GPTEngine  # over the model that all variants share
+    paths: list[ExpertPath]  # that the model's layers take while this variant runs
+    device_mb: float | None = None  # device memory that it took, dense weights apart
     prompts: list[str] = field(default_factory=list)
     runs: list[Generated] = field(default_factory=list)
     first_tokens_s: list[float] = field(default_factory=list)

@@ -61,8 +61,8 @@ class SweepConfig:
         models: Names of models; none takes the job's.
         layouts: Pairs (EP, TP); none takes the job's.
         tokens: Tokens per rank; none takes those of a training step.
-        comm_blocks: See ``OverlapConfig``.
-        num_panels: See ``OverlapConfig``.
+        comm_blocks: Thread blocks that only communicate at first; 0: communication is colocated with compute.
+        num_panels: Column panels of layer 1; none takes the job's.
         rounds: Counted calls of every setting.
     """
 

@@ -55,7 +55,7 @@ class GenerateConfig(SpeculationConfig):
             but one a rank where a measurement at load says that it pays; or their number. The text then is not bit for
             bit that without.
         link_gb_per_s: Rate from host memory to the GPU in 1e9 bytes/s, to predict tokens/s; ``None``: measured.
-        memory_gb_per_s: Likewise, rate of the memory that holds the slots.
+        memory_gb_per_s: Rate of the memory that holds the slots in 1e9 bytes/s; ``None``: measured.
         speculate: Self-speculative decoding: draft tokens with fewer experts of each layer and verify them in one pass
             with all. ``off``; ``conservative`` keeps the distribution of the text as it is; ``adaptive`` accepts more
             drafts and changes it. The draft length follows what rounds are measured to take; plain steps where they

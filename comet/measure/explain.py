@@ -102,23 +102,14 @@ def _summary(values: Sequence[float]) -> dict[str, float | int | None]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explained:
-    """A choice and what it was made from.
+    """A choice and what it was made from."""
 
-    Args:
-        problem: The layer call.
-        machine: Where it runs.
-        predictions: Settings with their predicted times.
-        resolved: The choice; marked in the table where it is one of the candidates.
-        entry: Measurements, if any, maybe at another number of tokens or of other kernels.
-        profile: The file they were read from.
-    """
-
-    problem: Problem
-    machine: Machine
-    predictions: Sequence[Prediction]
-    resolved: Resolved
-    entry: ProfileEntry | None = None
-    profile: Path | None = None
+    problem: Problem  # the layer call
+    machine: Machine  # where it runs
+    predictions: Sequence[Prediction]  # settings with their predicted times
+    resolved: Resolved  # the choice; marked in the table where it is one of the candidates
+    entry: ProfileEntry | None = None  # measurements, if any, maybe at another number of tokens or of other kernels
+    profile: Path | None = None  # the file they were read from
 
     def name(self, setting: OverlapConfig | None) -> str:
         """Of a candidate."""

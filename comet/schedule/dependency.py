@@ -50,20 +50,14 @@ Accesses = Mapping[str, Mapping[str, AxisUse]]
 class Operator:
     """What one operator reads and writes; axes are listed outermost first.
 
-    Args:
-        name: Appears in reasons and errors.
-        reads: Tensor name -> {axis name: use}.
-        writes: Tensor name -> {axis name: use}; the first tensor is the one its tiles cover.
-        communicates: Whether it moves data between ranks.
-
     Raises:
         ValueError: If it writes nothing, or reads an axis independently that no output of it has.
     """
 
-    name: str
-    reads: Accesses
-    writes: Accesses
-    communicates: bool = False
+    name: str  # appears in reasons and errors
+    reads: Accesses  # tensor name -> {axis name: use}
+    writes: Accesses  # tensor name -> {axis name: use}; the first tensor is the one its tiles cover
+    communicates: bool = False  # whether it moves data between ranks
 
     def __post_init__(self) -> None:
         if not self.writes:
@@ -80,21 +74,13 @@ class Operator:
 
 @dataclass(frozen=True, kw_only=True)
 class Decomposition:
-    """The answer of ``analyze``.
+    """The answer of ``analyze``."""
 
-    Args:
-        producer: Writes the shared tensor.
-        consumer: Reads it.
-        tensor: Name of the shared tensor.
-        axis: The axis to cut it along.
-        reasons: For every axis of the shared tensor, why it can or cannot be cut.
-    """
-
-    producer: Operator
-    consumer: Operator
-    tensor: str
-    axis: str
-    reasons: Mapping[str, str]
+    producer: Operator  # writes the shared tensor
+    consumer: Operator  # reads it
+    tensor: str  # name of the shared tensor
+    axis: str  # the axis to cut it along
+    reasons: Mapping[str, str]  # for every axis of the shared tensor, why it can or cannot be cut
 
     @property
     def compute(self) -> Operator:

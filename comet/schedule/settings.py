@@ -22,19 +22,12 @@ def tile_rows(device: torch.device) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileShape:
-    """GEMM tile of the fused kernels for one element type.
+    """GEMM tile of the fused kernels for one element type."""
 
-    Args:
-        block_f: Hidden columns of a layer-0 tile (its GEMM tile is gate and up, twice as wide).
-        block_n: Output columns of a layer-1 tile.
-        block_k: Contraction step.
-        num_stages: Depth of the load pipeline.
-    """
-
-    block_f: int
-    block_n: int
-    block_k: int
-    num_stages: int
+    block_f: int  # hidden columns of a layer-0 tile (its GEMM tile is gate and up, twice as wide)
+    block_n: int  # output columns of a layer-1 tile
+    block_k: int  # contraction step
+    num_stages: int  # depth of the load pipeline
 
     @classmethod
     def select(cls, dtype: torch.dtype, hidden_size: int, ffn_size: int) -> TileShape:
@@ -56,28 +49,18 @@ class TileShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSettings:
-    """Everything but the tensors that the launches of one layer share.
+    """Everything but the tensors that the launches of one layer share."""
 
-    Args:
-        comm_blocks: Thread blocks that only communicate at first; 0: communication is colocated with compute.
-        tile: GEMM tile shape.
-        layer0: Order of dispatch || GEMM.
-        layer1: Order of GEMM || combine.
-        layer0_backward: Order of GEMM || combine of the gradient of the tokens.
-        cuda_kernels: Whether all ranks have the kernels of layer 1 and of the tokens' gradients in CUDA C++; others may
-            differ between them.
-        reserved_sms: How many layer 1 leaves to other kernels.
-        activation: Of the experts.
-    """
-
-    comm_blocks: int
-    tile: TileShape
-    layer0: TileSchedule
-    layer1: TileSchedule
-    layer0_backward: TileSchedule
+    comm_blocks: int  # thread blocks that only communicate at first; 0: communication is colocated with compute
+    tile: TileShape  # GEMM tile shape
+    layer0: TileSchedule  # order of dispatch || GEMM
+    layer1: TileSchedule  # order of GEMM || combine
+    layer0_backward: TileSchedule  # order of GEMM || combine of the gradient of the tokens
+    # whether all ranks have the kernels of layer 1 and of the tokens' gradients in CUDA C++; others may differ between
+    # them
     cuda_kernels: bool = True
-    reserved_sms: int = 0
-    activation: Activation = SWIGLU
+    reserved_sms: int = 0  # how many layer 1 leaves to other kernels
+    activation: Activation = SWIGLU  # of the experts
 
     @classmethod
     def create(cls, moe: MoEConfig, layout: ExpertLayout, overlap: OverlapConfig, dtype: torch.dtype) -> LayerSettings:

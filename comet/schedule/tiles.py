@@ -17,21 +17,15 @@ from comet.schedule.dependency import Decomposition, TileAxis
 class TileSchedule:
     """The cut of one fused kernel; hashable, the same on every rank.
 
-    Args:
-        axis: Name of the decomposed axis, for pictures and logs.
-        tile_axis: Whether the parts are runs of tile rows (phases) or of tile columns (panels).
-        num_cols: Column blocks of the compute operator's output.
-        num_panels: Column panels; 1 when cut along rows.
-
     Raises:
         ValueError: If a number is not positive, there are more panels than column blocks, or panels of a cut along
             rows.
     """
 
-    axis: str
-    tile_axis: TileAxis
-    num_cols: int
-    num_panels: int = 1
+    axis: str  # name of the decomposed axis, for pictures and logs
+    tile_axis: TileAxis  # whether the parts are runs of tile rows (phases) or of tile columns (panels)
+    num_cols: int  # column blocks of the compute operator's output
+    num_panels: int = 1  # column panels; 1 when cut along rows
 
     def __post_init__(self) -> None:
         for name in ("num_cols", "num_panels"):

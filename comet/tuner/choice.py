@@ -24,18 +24,13 @@ Source = Literal["user", "profile", "nearest", "default", "model"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resolved:
-    """The choice for a problem.
+    """The choice for a problem."""
 
-    Args:
-        setting: How the fused kernels share the work; ``None`` means that the plain path is faster.
-        source: ``user`` (given explicitly), ``profile`` (measured for this key), ``nearest`` (measured for another
-            number of tokens), ``default`` or ``model``.
-        passed_over: The rule that the best measured setting breaks here, ``""`` where it breaks none.
-    """
-
-    setting: OverlapConfig | None
+    setting: OverlapConfig | None  # how the fused kernels share the work; None means that the plain path is faster
+    # user (given explicitly), profile (measured for this key), nearest (measured for another number of tokens), default
+    # or model
     source: Source
-    passed_over: str = ""
+    passed_over: str = ""  # the rule that the best measured setting breaks here, "" where it breaks none
 
 
 def resolve(

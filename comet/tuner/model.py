@@ -35,17 +35,11 @@ SPLIT_FEW, SPLIT_MANY = 0.3, 0.001
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """What the model expects of one candidate, in ms.
+    """What the model expects of one candidate, in ms."""
 
-    Args:
-        setting: The split and order, or ``None`` for the plain path.
-        ms: The whole layer.
-        parts: Named parts that add up to ``ms``.
-    """
-
-    setting: OverlapConfig | None
-    ms: float
-    parts: tuple[tuple[str, float], ...]
+    setting: OverlapConfig | None  # the split and order, or None for the plain path
+    ms: float  # the whole layer
+    parts: tuple[tuple[str, float], ...]  # named parts that add up to ms
 
     @property
     def why(self) -> str:

@@ -21,28 +21,18 @@ from comet.schedule.settings import GPU_TILE_ROWS, TileShape
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelRates:
-    """What the fused kernels of a language make of a GEMM and of communication beside it; all fits.
+    """What the fused kernels of a language make of a GEMM and of communication beside it; all fits."""
 
-    Args:
-        l2_gbs_per_sm: Tile operands from L2 to one SM.
-        tile_ms: Start and end of one tile that no pipeline hides.
-        gemm_share: GEMM rate inside a fused kernel over the GEMM alone (gathered rows, flags).
-        exposed_push: Part of the push, at the link's rate, by which it lengthens layer 0's GEMM.
-        combine_passes: What the combine costs layer 1's GEMM, over its memory traffic.
-        panel_ns: What a panel more costs layer 1, per column of the result.
-        last_ms: Reduce and final sum of all columns of a few rows after layer 1's GEMM: one block goes through them,
-            however many blocks are idle. Of P panels it takes a P-th.
-        launch_ms: Start and end of a launch: first loads, last stores, late ranks.
-    """
-
-    l2_gbs_per_sm: float
-    tile_ms: float
-    gemm_share: float
-    exposed_push: float
-    combine_passes: float
-    panel_ns: float
+    l2_gbs_per_sm: float  # tile operands from L2 to one SM
+    tile_ms: float  # start and end of one tile that no pipeline hides
+    gemm_share: float  # GEMM rate inside a fused kernel over the GEMM alone (gathered rows, flags)
+    exposed_push: float  # part of the push, at the link's rate, by which it lengthens layer 0's GEMM
+    combine_passes: float  # what the combine costs layer 1's GEMM, over its memory traffic
+    panel_ns: float  # what a panel more costs layer 1, per column of the result
+    # reduce and final sum of all columns of a few rows after layer 1's GEMM: one block goes through them, however many
+    # blocks are idle. Of P panels it takes a P-th
     last_ms: float
-    launch_ms: float
+    launch_ms: float  # start and end of a launch: first loads, last stores, late ranks
 
 
 CUDA = KernelRates(
@@ -59,42 +49,27 @@ TRITON = KernelRates(
 class Machine:
     """Rates in 1e9 bytes/s (``gbs``) or TFLOP/s, times in ms; the defaults describe the H200.
 
-    Args:
-        name: Device name as the driver gives it.
-        num_sms: SMs, and thread blocks of a fused kernel.
-        cuda_kernels: Whether kernels in CUDA C++ run here: a GPU of sm_90, with a compiler.
-        gemm_tflops: 16-bit grouped GEMM on all SMs without tile overhead and heat. Fit; cuBLAS dense reaches 790.
-        fp32_tflops: The same in IEEE float32, without tensor cores. Data sheet, 67 at boost clock, less 25 %.
-        hbm_gbs: Memory reads. Measured.
-        heat_slowdown: Power limit on a long layer, as a factor. Measured.
-        heat_start_ms: GEMM time of a layer from which the power limit shows. Fit.
-        heat_full_ms: GEMM time at which it is fully there. Fit.
-        link_gbs: Rate of the copy engines, which no kernel exceeds. Measured.
-        plan_ms: Plan of an empty call: launches and the exchange of ids. ``benchmarks/results/plan.md``.
-        plan_ns_per_row: What each of the W*T*K ids adds to it. The same.
-        nccl_gbs: All-to-all of the plain path. Fit.
-        pass_gbs: Element-wise and gather passes of the plain path. Fit.
-        plain_ms: Launches and the host's wait for the counts on the plain path. Fit.
-
     Raises:
         ValueError: If a number is not positive.
     """
 
-    name: str = "NVIDIA H200"
-    num_sms: int = 132
-    cuda_kernels: bool = True
+    name: str = "NVIDIA H200"  # device name as the driver gives it
+    num_sms: int = 132  # SMs, and thread blocks of a fused kernel
+    cuda_kernels: bool = True  # whether kernels in CUDA C++ run here: a GPU of sm_90, with a compiler
+    # 16-bit grouped GEMM on all SMs without tile overhead and heat. Fit; cuBLAS dense reaches 790
     gemm_tflops: float = 770.0
+    # the same in IEEE float32, without tensor cores. Data sheet, 67 at boost clock, less 25 %
     fp32_tflops: float = 50.0
-    hbm_gbs: float = 4600.0
-    heat_slowdown: float = 1.10
-    heat_start_ms: float = 2.0
-    heat_full_ms: float = 8.0
-    link_gbs: float = 385.0
-    plan_ms: float = 0.011
-    plan_ns_per_row: float = 0.085
-    nccl_gbs: float = 200.0
-    pass_gbs: float = 3500.0
-    plain_ms: float = 1.0
+    hbm_gbs: float = 4600.0  # memory reads. Measured
+    heat_slowdown: float = 1.10  # power limit on a long layer, as a factor. Measured
+    heat_start_ms: float = 2.0  # GEMM time of a layer from which the power limit shows. Fit
+    heat_full_ms: float = 8.0  # GEMM time at which it is fully there. Fit
+    link_gbs: float = 385.0  # rate of the copy engines, which no kernel exceeds. Measured
+    plan_ms: float = 0.011  # plan of an empty call: launches and the exchange of ids. benchmarks/results/plan.md
+    plan_ns_per_row: float = 0.085  # what each of the W*T*K ids adds to it. The same
+    nccl_gbs: float = 200.0  # all-to-all of the plain path. Fit
+    pass_gbs: float = 3500.0  # element-wise and gather passes of the plain path. Fit
+    plain_ms: float = 1.0  # launches and the host's wait for the counts on the plain path. Fit
 
     def __post_init__(self) -> None:
         require(self.num_sms >= 2, f"num_sms={self.num_sms} must be at least 2: one block computes, one communicates")
@@ -137,22 +112,15 @@ TAIL_DEVIATIONS = 6  # beyond them a probability counts as 0 or 1
 class Problem:
     """One layer call, as every rank sees it; ``Problem.create`` fills in uniform routing.
 
-    Args:
-        moe: Shape of the layer.
-        parallel: EP and TP.
-        num_tokens: T of this call, 0 or more.
-        dtype: Element type of tokens and weights.
-        reach: Probability that a token goes to a given EP shard, 0 .. 1: its rank-deduplicated rows per rank.
-
     Raises:
         ValueError: If a field breaks its rule.
     """
 
-    moe: MoEConfig
-    parallel: ParallelConfig
-    num_tokens: int
-    dtype: torch.dtype
-    reach: float
+    moe: MoEConfig  # shape of the layer
+    parallel: ParallelConfig  # EP and TP
+    num_tokens: int  # T of this call, 0 or more
+    dtype: torch.dtype  # element type of tokens and weights
+    reach: float  # probability that a token goes to a given EP shard, 0 .. 1: its rank-deduplicated rows per rank
 
     def __post_init__(self) -> None:
         self.parallel.check(self.moe)

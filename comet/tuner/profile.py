@@ -33,29 +33,17 @@ MAX_DOUBLINGS = 3.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileKey:
-    """What a measurement is valid for.
+    """What a measurement is valid for."""
 
-    Args:
-        device: Device name as the driver gives it.
-        ep: EP.
-        tp: TP.
-        num_experts: E.
-        top_k: K.
-        hidden_size: D.
-        ffn_size: F.
-        tokens: T per rank, rounded to a power of two (``token_bucket``).
-        dtype: Name of the element type without ``torch.``.
-    """
-
-    device: str
-    ep: int
-    tp: int
-    num_experts: int
-    top_k: int
-    hidden_size: int
-    ffn_size: int
-    tokens: int
-    dtype: str
+    device: str  # device name as the driver gives it
+    ep: int  # EP
+    tp: int  # TP
+    num_experts: int  # E
+    top_k: int  # K
+    hidden_size: int  # D
+    ffn_size: int  # F
+    tokens: int  # T per rank, rounded to a power of two (token_bucket)
+    dtype: str  # name of the element type without torch.
 
     @classmethod
     def create(cls, problem: Problem, device: str) -> ProfileKey:
@@ -89,21 +77,13 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileEntry:
-    """The measurements of one key.
+    """The measurements of one key."""
 
-    Args:
-        key: What they are valid for.
-        measured: At least one candidate that ran.
-        commit: Version of the code that was measured.
-        date: Day of the measurement.
-        kernels: ``auto``, or ``triton``, which an entry of a file is that does not say.
-    """
-
-    key: ProfileKey
-    measured: tuple[Measured, ...]
-    commit: str
-    date: str
-    kernels: Kernels = "auto"
+    key: ProfileKey  # what they are valid for
+    measured: tuple[Measured, ...]  # at least one candidate that ran
+    commit: str  # version of the code that was measured
+    date: str  # day of the measurement
+    kernels: Kernels = "auto"  # auto, or triton, which an entry of a file is that does not say
 
     def __post_init__(self) -> None:
         known = get_args(Kernels)

@@ -53,29 +53,18 @@ HEADER = ("kernel", "configuration", "regs", "spill B", "shared B", "wgmma", "ld
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quality:
-    """Machine code of one configuration in numbers.
+    """Machine code of one configuration in numbers."""
 
-    Args:
-        registers: Per thread.
-        spilled_bytes: Register spill stores plus loads, per thread.
-        shared_bytes: Shared memory of a block.
-        wgmma: Warp-group matrix instructions.
-        wide_loads: 16-byte loads (``cp.async``, vectors) and TMA loads from global memory.
-        wide_stores: 16-byte and TMA stores to global memory.
-        narrow_loads: Loads of less than 4 bytes.
-        narrow_stores: Stores of less than 4 bytes.
-        serialized: Kinds of wgmma that are waited for one by one, as the assembler does when registers are few; of a
-            Triton kernel what the assembler says of it.
-    """
-
-    registers: int
-    spilled_bytes: int
-    shared_bytes: int
-    wgmma: int
-    wide_loads: int
-    wide_stores: int
-    narrow_loads: int
-    narrow_stores: int
+    registers: int  # per thread
+    spilled_bytes: int  # register spill stores plus loads, per thread
+    shared_bytes: int  # shared memory of a block
+    wgmma: int  # warp-group matrix instructions
+    wide_loads: int  # 16-byte loads (cp.async, vectors) and TMA loads from global memory
+    wide_stores: int  # 16-byte and TMA stores to global memory
+    narrow_loads: int  # loads of less than 4 bytes
+    narrow_stores: int  # stores of less than 4 bytes
+    # kinds of wgmma that are waited for one by one, as the assembler does when registers are few; of a Triton kernel
+    # what the assembler says of it
     serialized: tuple[str, ...] = ()
 
     def complaints(self, case: KernelCase | CudaCase, arch: Arch = HOPPER) -> list[str]:

@@ -44,7 +44,7 @@ class Setting:
         quantised: Name in ``SCALES``.
         ranks: W.
         gathered: Whether the tokens are those of all ranks, ``num_tokens / ranks`` of each.
-        dependent: See ``DecodeConfig``.
+        dependent: Whether down starts while gate/up drains.
         cache: Whose slot is given away where GPU memory holds a quarter of the experts; ``None``: all are there.
         prefetched: Whether experts may have travelled to the cache before.
         drafted: Whether some of these may have done so for the verification of drafts.

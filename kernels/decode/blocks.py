@@ -135,7 +135,7 @@ def select(
         ffn_size: F.
         shared_scale: Neighbouring weights that share a scale (see ``Step``); 0: weights in the dtype of the tokens.
         four_bits: Whether the weights are MXFP4, where their scale is that of an MX type.
-        dependent: See ``DecodeConfig``; not where experts are too large for it to pay.
+        dependent: Whether down may start while gate/up drains, where experts are not too large for it to pay.
     """
     # Where gate/up has very many blocks, those of down would take their room and wait.
     dependent = dependent and hidden_size * ffn_size < LONG_EXPERT

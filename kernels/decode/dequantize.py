@@ -36,7 +36,7 @@ def dequantize_kernel(
     elements_ptr, scales_ptr, slots_ptr, out_ptr, rows, columns,
     GROUPS: tl.constexpr, SCALES: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """See ``dequantize_slots``; a block takes GROUPS groups of one slot. MXFP4 is read as words of eight codes."""
+    """A block takes GROUPS groups of one slot. MXFP4 is read as words of eight codes."""
     GROUP: tl.constexpr = group_of(SCALES)
     WIDTH: tl.constexpr = GROUP // EIGHT if PACKED else GROUP
     row_groups = columns // GROUP

@@ -16,33 +16,23 @@ SHARE, SEQUENCE, WORDS, TOKENS, WEIGHTS, ANSWER, SUMS, FAULT = (tl.constexpr(pla
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mailbox:
-    """Where decode steps of all layers of a rank, one after the other, ask the host's cores.
+    """Where decode steps of all layers of a rank, one after the other, ask the host's cores."""
 
-    Args:
-        share: ``(max_tokens + 1, E + 1)`` int32 on the device: of a step of T tokens that misses m experts, how many
-            the host computes; from 0 to m.
-        sequence: ``(1,)`` int32 on the device: number of the last request, from 1 to ``LAST_SEQUENCE``, or 0.
-        words: ``(160 + E + max_tokens * K,)`` int32, like all memory in which request and answer are, of the host and
-            mapped: number of the request, its layer, how many experts, tokens and experts per token; number of the
-            last answer; whether a deadline passed; whether the host is ready; whether it is to end; at 160 the numbers
-            of the experts, behind E of these the ids.
-        tokens: ``(max_tokens, D)``, of the request.
-        weights: ``(max_tokens * K,)`` float32 routing weights.
-        answer: ``(max_tokens, D)`` float32.
-        sums: ``(max_tokens, D)`` float32 on the device, where ``down_kernel`` finds the answer.
-        fault: ``(8,)`` int64 on the device, record of a spin that met its deadline (see ``primitives``).
-        timeout_ns: Deadline of an answer.
-    """
-
+    # (max_tokens + 1, E + 1) int32 on the device: of a step of T tokens that misses m experts, how many the host
+    # computes; from 0 to m
     share: Tensor
-    sequence: Tensor
+    sequence: Tensor  # (1,) int32 on the device: number of the last request, from 1 to LAST_SEQUENCE, or 0
+    # (160 + E + max_tokens * K,) int32, like all memory in which request and answer are, of the host and mapped: number
+    # of the request, its layer, how many experts, tokens and experts per token; number of the last answer; whether a
+    # deadline passed; whether the host is ready; whether it is to end; at 160 the numbers of the experts, behind E of
+    # these the ids
     words: Tensor
-    tokens: Tensor
-    weights: Tensor
-    answer: Tensor
-    sums: Tensor
-    fault: Tensor
-    timeout_ns: int
+    tokens: Tensor  # (max_tokens, D), of the request
+    weights: Tensor  # (max_tokens * K,) float32 routing weights
+    answer: Tensor  # (max_tokens, D) float32
+    sums: Tensor  # (max_tokens, D) float32 on the device, where down_kernel finds the answer
+    fault: Tensor  # (8,) int64 on the device, record of a spin that met its deadline (see primitives)
+    timeout_ns: int  # deadline of an answer
 
     @property
     def pointers(self) -> tuple[Tensor, ...]:

@@ -12,7 +12,7 @@ class ExpertParts:
         w1: Gate rows first, then up rows.
         w2: Of the same experts and dtype.
         w1_scales: ``None`` where experts are not quantised.
-        w2_scales: Likewise.
+        w2_scales: Of w2; ``None`` with ``w1_scales``.
     """
 
     __slots__ = ()

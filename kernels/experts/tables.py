@@ -37,24 +37,18 @@ OF_DRAFTS = tl.constexpr(DRAFT_BEGUN.value - BEGUN.value)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheTables:
-    """What the GPU knows of a layer's cache.
+    """What the GPU knows of a layer's cache."""
 
-    Args:
-        state: ``(4E + 8S + 32,)`` int32, all of the following one after the other: slots, arriving, last_used, owners,
-            copies, landed, ahead, header, unused.
-        scores: ``(E,)`` float32: what an expert is worth, for the policies ``lfu`` and ``score``.
-        totals: ``(8,)`` int64 of all steps: distinct experts needed, those fetched, nanoseconds in which experts
-            travelled; when the last ones began to; experts that began to travel before their step, how many of these
-            it needed, and words of 8 bytes that travelled so; experts that the host computed.
-        num_experts: E.
-        num_slots: S.
-    """
-
+    # (4E + 8S + 32,) int32, all of the following one after the other: slots, arriving, last_used, owners, copies,
+    # landed, ahead, header, unused
     state: Tensor
-    scores: Tensor
+    scores: Tensor  # (E,) float32: what an expert is worth, for the policies lfu and score
+    # (8,) int64 of all steps: distinct experts needed, those fetched, nanoseconds in which experts travelled; when the
+    # last ones began to; experts that began to travel before their step, how many of these it needed, and words of 8
+    # bytes that travelled so; experts that the host computed
     totals: Tensor
-    num_experts: int
-    num_slots: int
+    num_experts: int  # E
+    num_slots: int  # S
 
     @classmethod
     def create(
@@ -132,32 +126,21 @@ class CacheTables:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostExperts(ExpertParts):
-    """Where the experts of a step that have no slot come from.
+    """Where the experts of a step that have no slot come from."""
 
-    Args:
-        w1: ``(e, ...)`` of the experts this rank serves, in host memory that the GPU reads; 16 bytes divide an expert.
-        w2: ``(e, ...)``, in the same memory.
-        tables: Of the layer; a step changes them.
-        policy: Which expert's slot is given away: of the one used longest ago (``lru``), used least (``lfu``, where
-            a use counts 2 % less with every step), or of the least routing weight (``score``, likewise).
-        w1_scales: ``(e, ...)`` of quantised experts, in the same memory; 4 bytes divide those of an expert.
-        w2_scales: Likewise.
-        prefetched: Whether experts may travel to these slots before their step (``experts.prefetch``).
-        drafted: With ``prefetched``: whether the routing of drafts is a list of such experts, too.
-        fetched: Recorded where all experts of a step are there, if anybody asks.
-        mail: Asks the host's cores for some of them; ``None``: all that are missing come to the device.
-    """
-
-    w1: Tensor
-    w2: Tensor
-    tables: CacheTables
+    w1: Tensor  # (e, ...) of the experts this rank serves, in host memory that the GPU reads; 16 bytes divide an expert
+    w2: Tensor  # (e, ...), in the same memory
+    tables: CacheTables  # of the layer; a step changes them
+    # which expert's slot is given away: of the one used longest ago (lru), used least (lfu, where a use counts 2 % less
+    # with every step), or of the least routing weight, which fades as fast (score)
     policy: Policy = "lru"
+    # (e, ...) of quantised experts, in the same memory; 4 bytes divide those of an expert
     w1_scales: Tensor | None = None
-    w2_scales: Tensor | None = None
-    prefetched: bool = False
-    drafted: bool = False
-    fetched: torch.cuda.Event | None = None
-    mail: Mailbox | None = None
+    w2_scales: Tensor | None = None  # (e, ...) of w2
+    prefetched: bool = False  # whether experts may travel to these slots before their step (experts.prefetch)
+    drafted: bool = False  # with prefetched: whether the routing of drafts is a list of such experts, too
+    fetched: torch.cuda.Event | None = None  # recorded where all experts of a step are there, if anybody asks
+    mail: Mailbox | None = None  # asks the host's cores for some of them; None: all that are missing come to the device
 
     @property
     def pieces(self) -> int:
@@ -196,46 +179,26 @@ class HostExperts(ExpertParts):
 
 
 class CacheConstants(NamedTuple):
-    """What ``gate_up_kernel`` is compiled for where it serves misses.
+    """What ``gate_up_kernel`` is compiled for where it serves misses."""
 
-    Args:
-        rows: Rows of blocks, in front of those that multiply, which fetch.
-        experts: Power of two, at least E.
-        slots: Power of two, at least S.
-        words1: Of w1 of an expert, of 8 bytes.
-        words2: Of w2.
-        scales1: Words of the scales of w1, each of ``word_bytes``; 0: there are none.
-        scales2: Of w2.
-        lines_shared: Whether the scales of two slots' w1 may be in one line of L1.
-        piece: Words that a block copies at once.
-        policy: Place in ``POLICIES``.
-        ahead: Pieces of an expert that travels before its step; 0: none does.
-        interpret: Under Triton's interpreter.
-        fades: Whether what experts are worth fades, as it does once a step.
-        mail: Place of ``Mailbox.pointers`` among those of the cache; 0: the host computes nothing.
-        mail_tokens: Most tokens that it takes.
-        timeout_ns: Deadline of its answer.
-        drafts: Whether some of what travels before its step does so for the verification of drafts.
-        asks: Whether the kernel asks it; the last of a step in waves takes an answer that another kernel asked for.
-    """
-
-    rows: int
-    experts: int
-    slots: int
-    words1: int
-    words2: int
-    scales1: int
-    scales2: int
-    lines_shared: bool
-    piece: int
-    policy: int
-    ahead: int
-    interpret: bool
-    fades: bool = True
-    mail: int = 0
-    mail_tokens: int = 0
-    timeout_ns: int = 0
-    drafts: bool = False
+    rows: int  # rows of blocks, in front of those that multiply, which fetch
+    experts: int  # power of two, at least E
+    slots: int  # power of two, at least S
+    words1: int  # of w1 of an expert, of 8 bytes
+    words2: int  # of w2
+    scales1: int  # words of the scales of w1, each of word_bytes; 0: there are none
+    scales2: int  # of w2
+    lines_shared: bool  # whether the scales of two slots' w1 may be in one line of L1
+    piece: int  # words that a block copies at once
+    policy: int  # place in POLICIES
+    ahead: int  # pieces of an expert that travels before its step; 0: none does
+    interpret: bool  # under Triton's interpreter
+    fades: bool = True  # whether what experts are worth fades, as it does once a step
+    mail: int = 0  # place of Mailbox.pointers among those of the cache; 0: the host computes nothing
+    mail_tokens: int = 0  # most tokens that it takes
+    timeout_ns: int = 0  # deadline of its answer
+    drafts: bool = False  # whether some of what travels before its step does so for the verification of drafts
+    # whether the kernel asks it; the last of a step in waves takes an answer that another kernel asked for
     asks: bool = False
 
     def of_wave(self, number: int, num_waves: int) -> "CacheConstants":

@@ -70,7 +70,7 @@ def is_served(experts, state_ptr, E, S):
 
 @triton.jit
 def leave_waves_to_host(missing, T, cache, E, S, CACHE: tl.constexpr):
-    """``(EXPERTS,)`` int32, 1 for those of ``missing``, likewise, that the host computes; lists them in the mailbox.
+    """``(EXPERTS,)`` int32, 1 for those of ``missing`` that the host computes; lists them in the mailbox.
 
     No wave needs them, so it is said here that they were used.
     """
@@ -144,7 +144,7 @@ def split_waves(
         host: Of the layer's cache; where it asks the host's cores, this asks them for what the step misses.
         num_waves: ``count_waves``.
         tokens: ``(T, D)``, contiguous, for the host.
-        weights: ``(T, K)`` float32, contiguous, likewise.
+        weights: ``(T, K)`` float32, contiguous, for the host.
 
     Returns:
         ``(num_waves, R)`` int32, of which the first T * K of a row are routed rows; R is a multiple of 4. Where the

@@ -25,7 +25,7 @@ def bias_gradient_kernel(
     rows_ptr, row_ids_ptr, slots_ptr, weights_ptr, out_ptr, starts_ptr, counts_ptr, N, K,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """See ``bias_gradient``; grid (experts, blocks of columns); ``weights_ptr`` is ``None`` where rows weigh 1."""
+    """Grid (experts, blocks of columns); ``weights_ptr`` is ``None`` where rows weigh 1."""
     expert, cols = tl.program_id(0), tl.program_id(1) * COLS + tl.arange(0, COLS)
     start, count = tl.load(starts_ptr + expert), tl.load(counts_ptr + expert)
     total = tl.zeros((ROWS, COLS), dtype=tl.float32)
@@ -48,7 +48,7 @@ def bias_products_kernel(
     rows_ptr, bias_ptr, row_ids_ptr, slots_ptr, tiles_ptr, num_tiles_ptr, grad_weights_ptr, N, K,
     BLOCK_M: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """See ``add_bias_products``; persistent blocks over pieces of ROWS rows of a tile."""
+    """Persistent blocks over pieces of ROWS rows of a tile."""
     num_pieces = tl.load(num_tiles_ptr) * (BLOCK_M // ROWS)
     for piece in tl.range(tl.program_id(0), num_pieces, tl.num_programs(0)):
         q, valid = rows_of_piece(piece, tiles_ptr, BLOCK_M, ROWS)

@@ -39,7 +39,7 @@ def gather_rows_kernel(
     rows_ptr, own_ptr, out_ptr, tiles_ptr, num_tiles_ptr, row_ids_ptr, first_own, num_own, N,
     BLOCK_M: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, HAS_OWN: tl.constexpr,
 ):  # fmt: skip
-    """See ``gather_rows``; persistent blocks over pieces of ROWS rows of a tile."""
+    """Persistent blocks over pieces of ROWS rows of a tile."""
     num_pieces = tl.load(num_tiles_ptr) * (BLOCK_M // ROWS)
     for piece in tl.range(tl.program_id(0), num_pieces, tl.num_programs(0)):
         q, valid = rows_of_piece(piece, tiles_ptr, BLOCK_M, ROWS)

@@ -24,7 +24,7 @@ def group_gemm_wgrad_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_TILES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """See ``group_gemm_wgrad``; the operands come as segment descriptors."""
+    """Persistent blocks over tiles of all experts; the operands come as segment descriptors."""
     num_rows = tl.cdiv(M, BLOCK_M)
     num_cols = tl.cdiv(N, BLOCK_N)
     for item in tl.range(tl.program_id(0), num_experts * num_rows * num_cols, tl.num_programs(0)):

@@ -22,7 +22,7 @@ def select_gradient_kernel(
     E: tl.constexpr, K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, SCALE: tl.constexpr,
     OF_WEIGHTS: tl.constexpr, OF_SCORES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """See ``select_gradient``; a block takes BLOCK_T tokens."""
+    """A block takes BLOCK_T tokens."""
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_batch = tokens < T
     experts = tl.arange(0, BLOCK_E)[None, :]
@@ -56,7 +56,7 @@ def measure_gradient_kernel(
     logits_ptr, scores_ptr, load_ptr, grad_aux_ptr, grad_z_ptr, grad_logits_ptr, grad_scores_ptr, T, aux, z,
     E: tl.constexpr, OF_AUX: tl.constexpr, OF_Z: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """See ``measure_gradient``; a block takes BLOCK_T tokens."""
+    """A block takes BLOCK_T tokens."""
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     experts = tl.arange(0, BLOCK_E)
     known = (experts < E)[None, :]

@@ -117,7 +117,7 @@ def select_kernel(
     RENORMALIZE: tl.constexpr, SCALE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """See ``select``; a block takes BLOCK_T tokens, columns are GROUPS groups of E / GROUPS experts, both padded."""
+    """A block takes BLOCK_T tokens, columns are GROUPS groups of E / GROUPS experts, both padded."""
     SIZE: tl.constexpr = E // GROUPS
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_batch = (tokens < T)[:, None]

@@ -20,38 +20,28 @@ FEATURES = ("wgmma", "wide_loads", "wide_stores")
 class KernelCase:
     """One kernel with one set of types and constants.
 
-    Args:
-        name: The configuration in words, unique among the cases of the kernel.
-        fn: The ``@triton.jit`` function.
-        signature: Triton type of every argument that is not a constexpr: ``*bf16``, ``i32``,
-            ``tensordesc<bf16[128, 64]>``, or a tuple of such, named if the kernel uses names, with ``None`` for
-            members that are ``None``.
-        constexprs: Value of every constexpr.
-        unaligned: Integer arguments that are not multiples of 16 (pointers and integers are taken to be, as the
-            just-in-time compiler finds at run time; arguments the kernel excludes from specialisation never are).
-        num_warps: Warps per block.
-        num_stages: Depth of the load pipeline.
-        max_registers: Most registers of a thread, or ``None``.
-        expects: Features whose absence fails the compilation: ``wgmma``; ``wide_loads`` and ``wide_stores``: 16-byte
-            accesses to global memory are there and none is narrower than 4 bytes.
-        narrow_loads: How many loads of less than 4 bytes are meant and do not count, such as scales of a byte per lane.
-        spilled_bytes: How many bytes of spilled registers are known and do not fail the compilation.
-
     Raises:
         ValueError: If an argument of the kernel is missing or unknown, or a feature is unknown.
     """
 
-    name: str
-    fn: JITFunction
+    name: str  # the configuration in words, unique among the cases of the kernel
+    fn: JITFunction  # the @triton.jit function
+    # triton type of every argument that is not a constexpr: *bf16, i32, tensordesc<bf16[128, 64]>, or a tuple of such,
+    # named if the kernel uses names, with None for members that are None
     signature: Mapping[str, Any]
-    constexprs: Mapping[str, Any]
+    constexprs: Mapping[str, Any]  # value of every constexpr
+    # integer arguments that are not multiples of 16 (pointers and integers are taken to be, as the just-in-time
+    # compiler finds at run time; arguments the kernel excludes from specialisation never are)
     unaligned: frozenset[str] = frozenset()
-    num_warps: int = 4
-    num_stages: int = 3
-    max_registers: int | None = None
+    num_warps: int = 4  # warps per block
+    num_stages: int = 3  # depth of the load pipeline
+    max_registers: int | None = None  # most registers of a thread, or None
+    # features whose absence fails the compilation: wgmma; wide_loads and wide_stores: 16-byte accesses to global memory
+    # are there and none is narrower than 4 bytes
     expects: frozenset[str] = field(default_factory=frozenset)
+    # how many loads of less than 4 bytes are meant and do not count, such as scales of a byte per lane
     narrow_loads: int = 0
-    spilled_bytes: int = 0
+    spilled_bytes: int = 0  # how many bytes of spilled registers are known and do not fail the compilation
 
     def __post_init__(self) -> None:
         given = set(self.signature) | set(self.constexprs)
@@ -111,23 +101,14 @@ def _has_divisor(kind: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class CudaCase:
-    """One CUDA C++ kernel with one set of constants; it has to use the tensor cores and bulk loads.
+    """One CUDA C++ kernel with one set of constants; it has to use the tensor cores and bulk loads."""
 
-    Args:
-        name: The configuration in words, unique among the cases of the kernel.
-        kernel: Name in the table.
-        source: The text, constants included.
-        shared_bytes: Dynamic shared memory of a block.
-        spilled_bytes: See ``KernelCase``.
-        registers: Of a thread at the launch, if the source counts on them.
-    """
-
-    name: str
-    kernel: str
-    source: str
-    shared_bytes: int
-    spilled_bytes: int = 0
-    registers: int | None = None
+    name: str  # the configuration in words, unique among the cases of the kernel
+    kernel: str  # name in the table
+    source: str  # the text, constants included
+    shared_bytes: int  # dynamic shared memory of a block
+    spilled_bytes: int = 0  # see KernelCase
+    registers: int | None = None  # of a thread at the launch, if the source counts on them
 
     @staticmethod
     def of(source: CudaSource, name: str, spilled_bytes: int = 0) -> CudaCase:

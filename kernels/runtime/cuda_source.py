@@ -82,25 +82,16 @@ def layout_asserts(structure: type[ctypes.Structure]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CudaSource:
-    """One instantiation of a template.
+    """One instantiation of a template."""
 
-    Args:
-        template: The function, and its file in ``kernels/cuda`` without the ending.
-        entry: Name of the kernel: what it is.
-        arguments: Structures that the kernel takes, in their order, by the names it has for them.
-        types: Types of ``Config``: ``Element``, ``Output``, ``Activation``, as the headers name them.
-        constants: Its numbers: ``int``, ``bool`` or ``float``.
-        shared_bytes: Dynamic shared memory of a block.
-        cluster: Blocks of a cluster.
-    """
-
-    template: str
-    entry: str
+    template: str  # the function, and its file in kernels/cuda without the ending
+    entry: str  # name of the kernel: what it is
+    # structures that the kernel takes, in their order, by the names it has for them
     arguments: Mapping[str, type[DeviceStruct]]
-    types: Mapping[str, str]
-    constants: Mapping[str, float]
-    shared_bytes: int
-    cluster: int = 1
+    types: Mapping[str, str]  # types of Config: Element, Output, Activation, as the headers name them
+    constants: Mapping[str, float]  # its numbers: int, bool or float
+    shared_bytes: int  # dynamic shared memory of a block
+    cluster: int = 1  # blocks of a cluster
 
     @property
     def text(self) -> str:

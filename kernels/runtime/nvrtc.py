@@ -86,19 +86,12 @@ def _compile(source: str, name: str) -> bytes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CudaKernel:
-    """A loaded kernel and the shape of its launches.
+    """A loaded kernel and the shape of its launches."""
 
-    Args:
-        function: Handle of the driver.
-        num_threads: Per block.
-        cluster: Blocks per cluster.
-        shared_bytes: Dynamic shared memory per block.
-    """
-
-    function: Any
-    num_threads: int
-    cluster: int
-    shared_bytes: int
+    function: Any  # handle of the driver
+    num_threads: int  # per block
+    cluster: int  # blocks per cluster
+    shared_bytes: int  # dynamic shared memory per block
 
     def launch(self, num_blocks: int, arguments: Sequence[Any]) -> None:
         """Launch on the current stream; arguments are tensors, structures or ints (32 bits)."""

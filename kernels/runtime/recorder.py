@@ -124,13 +124,9 @@ def align_kernel(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recorder:
-    """Where the launches of one rank write their events.
+    """Where the launches of one rank write their events."""
 
-    Args:
-        events: ``(blocks, 1 + capacity, 12)`` int32 as described in the module.
-    """
-
-    events: Tensor
+    events: Tensor  # (blocks, 1 + capacity, 12) int32 as described in the module
 
     @classmethod
     def allocate(cls, device: torch.device, capacity: int = DEFAULT_CAPACITY) -> Self:

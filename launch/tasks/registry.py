@@ -11,33 +11,24 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One entry of the command line.
+    """One entry of the command line."""
 
-    Args:
-        summary: What the help page says.
-        module: Module that holds ``function``.
-        function: With ``ranks``: called as ``function(config, context)`` on every rank, with a
-            ``comet.jobs.config.JobConfig`` and a ``comet.launch.distributed.LaunchContext``. Without: called once
-            with the composed container, or, without a dry run, with its own words; returns the exit status.
-        ranks: Whether the task runs on several ranks.
-        settings: Defaults of this task, by name.
-        reads: Settings that its help page shows, and sections of settings, most important first.
-        examples: Words that follow the task's name, each with what they do.
-        dry_run: Module and function that make the text of ``--dry-run``; ``None`` where the words after the task's name
-            are all its own, instead of the common options and Hydra overrides.
-        needs: Packages it cannot end without; what it imports at once need not be named.
-        shows_split: Whether rank 0 says which split its layers take; not where many are tried, and a table tells.
-    """
-
-    summary: str
-    module: str
+    summary: str  # what the help page says
+    module: str  # module that holds function
+    # with ranks: called as function(config, context) on every rank, with a comet.jobs.config.JobConfig and a
+    # comet.launch.distributed.LaunchContext. Without: called once with the composed container, or, without a dry run,
+    # with its own words; returns the exit status
     function: str
-    ranks: bool = True
-    settings: Mapping[str, str] = field(default_factory=dict)
-    reads: tuple[str, ...] = ()
+    ranks: bool = True  # whether the task runs on several ranks
+    settings: Mapping[str, str] = field(default_factory=dict)  # defaults of this task, by name
+    reads: tuple[str, ...] = ()  # settings that its help page shows, and sections of settings, most important first
+    # words that follow the task's name, each with what they do
     examples: Mapping[str, str] = field(default_factory=dict)
+    # module and function that make the text of --dry-run; None where the words after the task's name are all its own,
+    # instead of the common options and Hydra overrides
     dry_run: str | None = "comet.launch.dry_run.train.describe"
-    needs: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()  # packages it cannot end without; what it imports at once need not be named
+    # whether rank 0 says which split its layers take; not where many are tried, and a table tells
     shows_split: bool = True
 
     def load(self) -> Callable[..., Any]:

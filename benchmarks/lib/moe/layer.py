@@ -31,23 +31,14 @@ WEIGHT_SEED = 1_000_000  # far from those of tokens, which would be rows of the 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What is measured, apart from model, tokens and routing.
+    """What is measured, apart from model, tokens and routing."""
 
-    Args:
-        parallel: EP and TP.
-        max_tokens: Most tokens of any point.
-        backward: Forward + backward instead of forward.
-        path: Path of Comet's layer.
-        overlap: How its kernels share the GPU; ``None`` takes the defaults.
-        variants: Names of what to measure.
-    """
-
-    parallel: ParallelConfig
-    max_tokens: int
-    backward: bool = False
-    path: str = "auto"
-    overlap: OverlapConfig | None = None
-    variants: tuple[str, ...] = VARIANTS
+    parallel: ParallelConfig  # EP and TP
+    max_tokens: int  # most tokens of any point
+    backward: bool = False  # forward + backward instead of forward
+    path: str = "auto"  # path of Comet's layer
+    overlap: OverlapConfig | None = None  # how its kernels share the GPU; None takes the defaults
+    variants: tuple[str, ...] = VARIANTS  # names of what to measure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
