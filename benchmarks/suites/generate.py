@@ -46,7 +46,7 @@ from baselines.library import library_version
 from lib.arguments import require_known, require_positive, suite_parser, whole_numbers
 from lib.gpt import make_gpt, model_config
 from lib.ranks import Ranks, attempt, differs_over_ranks
-from lib.report import Row, cell, table_of, write_csv, write_json
+from lib.report import Panels, Row, cell, draw_lines, table_of, write_csv, write_json
 from lib.shapes import MODELS
 from lib.start import gather_facts, release, start_ranks, tell
 from lib.timing import read_roofline_tbs, time_by_protocol
@@ -67,20 +67,9 @@ def path_rows(
     batch: int,
     num_bytes: float,
 ) -> list[Row]:
-    """One row per path, the fastest first, those that failed last.
+    """One row per path, the fastest first, those that failed last; ``steps`` of a call of ``batch`` sequences.
 
     Example: comet 4 ms for 8 steps of 2 sequences that touch 1e9 bytes each: 0.5 ms per step, 4000 tokens/s, 2 TB/s.
-
-    Args:
-        timings: Of a call, by path.
-        cosines: Of the logits, by path.
-        failures: Why a path was not timed.
-        steps: Of a call.
-        batch: Sequences.
-        num_bytes: What a step touches.
-
-    Returns:
-        Rows without what is the same for all.
     """
     found = []
     for name, timing in sorted(timings.items(), key=lambda item: item[1].median_ms):
@@ -98,23 +87,12 @@ def path_rows(
 
 
 def draw(path: Path, rows: Sequence[Row]) -> None:
-    """Tokens per second over the length of the context, a line for each path; dashed where a graph is replayed."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot()
-    for name in dict.fromkeys(row["path"] for row in rows):
-        points = [(row["context"], row["tokens_per_s"]) for row in rows if row["path"] == name and row["tokens_per_s"]]
-        style = "o--" if name.endswith("_graph") else "o-"
-        axes.plot([x for x, _ in points], [y for _, y in points], style, label=name)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("positions of the context")
-    axes.set_ylabel("tokens per second")
-    axes.set_title("{model}, {layers} layers, EP{ep} x TP{tp}, batch {batch}".format(**rows[0]))
-    axes.grid(visible=True, which="both", alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=120)
+    """Tokens per second over the length of the context, a line for each path."""
+    title, lines = "{model}, {layers} layers, EP{ep} x TP{tp}, batch {batch}".format(**rows[0]), Panels()
+    for row in rows:
+        if row["tokens_per_s"]:
+            lines.setdefault(title, {}).setdefault(row["path"], []).append((row["context"], row["tokens_per_s"]))
+    draw_lines(path, lines, x="positions of the context", y="tokens per second")
 
 
 VOCABULARY = {"qwen3_30b_a3b": 151_936, "tiny": 256}  # of the models that are measured

@@ -6,9 +6,9 @@
 Continues texts that training did not see, one at a time. *on_demand* keeps no expert from one token to the next,
 *cache* does (by the policy or stored as the type behind it), *conservative* and *adaptive* draft with
 ``--draft-experts`` of the K experts and verify with all; ``cached`` behind them: drafts take experts that have a slot.
-*accelerate* moves experts of transformers' model. *resident* has a slot for every expert; ``of_resident`` compares with
-it. All are timed in turn, for ``--seconds`` or ``--rounds`` texts, and each was made within its budget: device memory
-beside the dense weights, which all share, is limited to the slots and ``--workspace-mb``.
+*resident* has a slot for every expert; ``of_resident`` compares with it. All are timed in turn, for ``--seconds`` or
+``--rounds`` texts, and each was made within its budget: device memory beside the dense weights, which all share, is
+limited to the slots and ``--workspace-mb``.
 
 ``first_token_ms`` is for a prompt of 1,000 tokens; ``nll`` the mean negative log-likelihood of the texts by the whole
 model, in nats a token. What adaptive mode costs is measured on held-out text (``lib/drafts.py``); the routing of that
@@ -22,7 +22,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -46,21 +45,20 @@ from comet.models.gpt import GPT
 from comet.training.checkpoint import load_weights
 from comet.training.data import read_corpus
 
-from baselines.offloaded import has_accelerate, make_offloaded, require_accelerate
 from lib.arguments import BUDGETS, require_known, shares, suite_parser, whole_numbers, words
 from lib.drafts import measure_drafts, record_routing
 from lib.ranks import FAILURES, Ranks, device_name
 from lib.report import Row, cell, table_of, write_json
 from lib.start import memory_limit, release, start_ranks, tell
 from lib.timing import link_gbs
-from variants.speculation import Accelerated, OnDemand, Timed, Variant, score
+from variants.speculation import OnDemand, Variant, score
 
 COLUMNS = (
     "variant", "budget", "slots", "hits", "tokens_per_s", "x_on_demand", "of_resident", "first_token_ms",
     "mb_per_token", "link_share", "prefetch_precision", "hosted",
     "acceptance", "tokens_per_round", "nll", "device_mb", "failure",
 )  # fmt: skip
-ON_DEMAND, RESIDENT, ACCELERATE = "on_demand", "resident", "accelerate"
+ON_DEMAND, RESIDENT = "on_demand", "resident"
 # A variant is a line: its name, and how its settings of ``comet generate`` differ from those of a plain cache.
 KINDS: dict[str, dict[str, Any]] = {
     ON_DEMAND: {},
@@ -78,7 +76,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "adaptive": dict(speculate="adaptive"),
     "adaptive + prefetch": dict(speculate="adaptive", expert_prefetch=True),
     "adaptive cached": dict(speculate="adaptive", draft_cached_only=True),
-    ACCELERATE: {},
 }
 TO_THE_ENGINE = ("expert_dtype", "expert_policy", "expert_prefetch", "host_cores")  # settings, by the same names
 PROMPT_BYTES = 64
@@ -102,7 +99,7 @@ class Run:
         self.arguments, self.model, self.ranks, self.heldout = arguments, model, ranks, heldout
         self.device, self.context = ranks.device, model.config.context
         self.link = link_gbs(self.device)
-        self.variants: list[Timed] = []
+        self.variants: list[Variant] = []
         self.failures: list[Row] = []
         self.plain = GenerateConfig(  # the cache alone: prefetch is a variant of its own
             max_new_tokens=min(arguments.tokens, self.context - PROMPT_BYTES),
@@ -112,7 +109,7 @@ class Run:
         )  # fmt: skip
         self.resident = self.make(RESIDENT, 1.0, {})
 
-    def make(self, name: str, budget: float, changes: dict[str, Any]) -> Timed:
+    def make(self, name: str, budget: float, changes: dict[str, Any]) -> Variant:
         """One variant, warm, made within its budget."""
         model, settings = self.model, replace(self.plain, **changes)
         layers, moe, stored = len(model.moe_layers()), model.config.moe, settings.expert_dtype
@@ -120,15 +117,12 @@ class Run:
         expert = bytes_of_expert(moe.hidden_size, moe.ffn_size, model.dtype, stored)
         with memory_limit(self.device, layers * slots * expert + self.arguments.workspace_mb * 2**20):
             before = self.memory()
-            if name == ACCELERATE:
-                made: Timed = Accelerated(name, budget, make_offloaded(model, budget))
-            else:
-                engine = self.engine(slots, settings)
-                paths: list[ExpertPath] = [*engine.stored]
-                if name == ON_DEMAND:
-                    caches = [cache for cache in engine.caches if isinstance(cache, ExpertCache)]
-                    paths = [OnDemand(cache, engine.runner, moe.top_k) for cache in caches]
-                made = Variant(name, budget, slots, settings, engine, paths)
+            engine = self.engine(slots, settings)
+            paths: list[ExpertPath] = [*engine.stored]
+            if name == ON_DEMAND:
+                caches = [cache for cache in engine.caches if isinstance(cache, ExpertCache)]
+                paths = [OnDemand(cache, engine.runner, moe.top_k) for cache in caches]
+            made = Variant(name, budget, slots, settings, engine, paths)
             made.warm(self.prompt(0), self.context)
             made.read(self.long_prompt())
             made.device_mb = (self.memory() - before) / 2**20
@@ -197,7 +191,7 @@ class Run:
         """What the table says so far."""
         return [*map(self.row, self.variants), *self.failures]
 
-    def row(self, variant: Timed) -> Row:
+    def row(self, variant: Variant) -> Row:
         """What the table says of a variant."""
         rate = variant.tokens_per_s
         slowest = next((each for each in self.variants if each.name == ON_DEMAND), None)
@@ -207,8 +201,6 @@ class Run:
             "of_resident": rate / self.resident.tokens_per_s, "device_mb": variant.device_mb,
             "first_token_ms": 1e3 * median(variant.first_tokens_s),
         }  # fmt: skip
-        if isinstance(variant, Accelerated):
-            return row
         made = sum(run.new_tokens for run in variant.runs)
         spent = {name: sum(each[name] or 0 for each in variant.spent) for name in variant.spent[0]}
         per_token = (spent["fetched_bytes"] + spent["prefetched_bytes"]) / made
@@ -231,20 +223,16 @@ class Run:
 
     def scored_rows(self) -> list[Row]:
         """The rows with the loss of the texts."""
-        assert isinstance(self.resident, Variant)
         self.resident.take_over()
-        rows = []
-        for variant, row in zip(chain(self.variants, self.failures), self.rows(), strict=True):
-            if isinstance(variant, Variant):
-                scores = [score(self.model, prompt, run.texts[0])
-                          for prompt, run in zip(variant.prompts, variant.runs, strict=True)]  # fmt: skip
-                row["nll"] = sum(scores) / len(scores)
-            rows.append(row)
-        return rows
+        rows = [*map(self.row, self.variants)]
+        for variant, row in zip(self.variants, rows, strict=True):
+            scores = [score(self.model, prompt, run.texts[0])
+                      for prompt, run in zip(variant.prompts, variant.runs, strict=True)]  # fmt: skip
+            row["nll"] = sum(scores) / len(scores)
+        return [*rows, *self.failures]
 
     def measure_modes(self, folder: Path | None) -> list[Row]:
         """What drafts are worth on held-out text; its routing goes to ``routing.pt``."""
-        assert isinstance(self.resident, Variant)
         self.resident.take_over()
         count, size, length = HELDOUT_SHAPE
         length = min(length, self.context, len(self.heldout) - 2)
@@ -311,11 +299,11 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
 
 
 def parse(command_line: Sequence[str]) -> argparse.Namespace:
-    """Read the command line; raises ``ValueError`` for an unknown variant, or for accelerate where it is missing."""
+    """Read the command line; raises ``ValueError`` for an unknown variant."""
     parser = suite_parser("speculation", __doc__, budgets=BUDGETS, device="auto", out=None)
     parser.add_argument("--source", type=Path, required=True, help="an output folder of comet train")
     parser.add_argument("--data", help="as data.path of the training (default: the standard library)")
-    parser.add_argument("--variants", type=words, help=f"all that are installed, or of {', '.join(KINDS)}")
+    parser.add_argument("--variants", type=words, default=tuple(KINDS), help=f"of {', '.join(KINDS)}")
     parser.add_argument("--tokens", type=int, default=128, help="of each text")
     parser.add_argument("--rounds", type=int, default=5, help="texts, at most")
     parser.add_argument("--seconds", type=float, default=3600.0, help="after which no variant or text is begun")
@@ -327,11 +315,7 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--tolerances", type=shares, default=(0.1, 0.3, 0.5, 0.9), help="T whose cost is measured")
     parser.add_argument("--workspace-mb", type=int, default=512, help="device memory of a variant beside its slots")
     arguments = parser.parse_args(command_line)
-    if arguments.variants is None:
-        arguments.variants = tuple(name for name in KINDS if name != ACCELERATE or has_accelerate())
     require_known("variants", arguments.variants, KINDS)
-    if ACCELERATE in arguments.variants:
-        require_accelerate()
     return arguments
 
 

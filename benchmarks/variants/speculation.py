@@ -20,10 +20,7 @@ from comet.layer.paths import ExpertPath
 from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT
 
-from baselines.offloaded import first_token_s, tokens_per_s
 from lib.drafts import whole_pass
-
-ACCELERATE_TOKENS = 16
 
 
 class OnDemand(CachedExperts):
@@ -98,37 +95,6 @@ class Variant:
     def tokens_per_s(self) -> float:
         """Tokens a second behind the first one, the median over the prompts."""
         return median((run.new_tokens - 1) / run.decode_s for run in self.runs)
-
-
-@dataclass
-class Accelerated:
-    """transformers' model, whose experts accelerate moves; as ``Variant``."""
-
-    name: str
-    budget: float
-    model: Any
-    device_mb: float | None = None
-    rates: list[float] = field(default_factory=list)
-    first_tokens_s: list[float] = field(default_factory=list)
-
-    def warm(self, prompt: str, context: int) -> None:
-        self.run(prompt, context, seed=0)
-        self.rates = []
-
-    def run(self, prompt: str, context: int, seed: int) -> None:
-        torch.manual_seed(seed)
-        ids = torch.tensor([ByteCodec().encode(prompt)], device=self.model.device)
-        self.rates.append(tokens_per_s(self.model, ids, min(ACCELERATE_TOKENS, context - ids.shape[1] - 1)))
-
-    def read(self, ids: Tensor) -> None:
-        self.first_tokens_s.append(first_token_s(self.model, ids))
-
-    @property
-    def tokens_per_s(self) -> float:
-        return median(self.rates)
-
-
-Timed = Variant | Accelerated
 
 
 def score(model: GPT, prompt: str, text: str) -> float:

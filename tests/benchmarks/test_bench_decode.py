@@ -27,7 +27,7 @@ from baselines.decode import (
     torch_experts,
     triton_experts,
 )
-from lib.decode.report import crossovers, draw, figures, format_table, write_results
+from lib.decode.report import draw, figures, format_table, write_results
 from lib.decode.steps import Step, Team, make_set, make_steps, open_team
 from lib.shapes import make_routing
 from suites.decode import Checked, check_variant, compare, host_waits, measure_point, parse, timed_form
@@ -119,24 +119,6 @@ def test_figures_example() -> None:
 def row_of(tokens: int, **times: float) -> dict[str, Any]:
     keys = {"model": "tiny", "weights": "bf16", "ep": 1, "tp": 1, "tokens": tokens, "mbytes": 1.0}
     return keys | {f"{name}_us": time for name, time in times.items()} | {"times_us": times}
-
-
-def test_crossover_examples() -> None:
-    rows = [
-        row_of(64, comet=40.0, fused=30.0, torch=60.0),  # in any order
-        row_of(1, comet=10.0, fused=30.0, torch=50.0, local=1.0),
-        row_of(8, comet=20.0, fused=30.0, torch=15.0, transformers_eager=16.0),
-        row_of(128, fused=35.0),
-    ]
-    keys = {"model": "tiny", "weights": "bf16", "ep": 1, "tp": 1}
-    assert crossovers(rows) == [keys | {"tokens": 8, "path": "torch", "fused": 64, "measured": [1, 8, 64]}]
-    assert "torch is faster at 8 tokens, the fused path at 64, of 1, 8, 64" in format_table(rows)
-    none = crossovers([row_of(1, comet=10.0, torch=50.0), row_of(64, comet=40.0, torch=40.0)])
-    assert none == [keys | {"tokens": None, "path": None, "fused": None, "measured": [1, 64]}]
-    over_ranks = [row_of(1, comet=10.0, torch=1.0) | {"ep": 4}, row_of(1, comet=10.0)]
-    assert [entry["tokens"] for entry in crossovers(over_ranks)] == [1, None]  # apart from each other
-    failed = {"model": "tiny", "weights": "bf16", "ep": 1, "tp": 1, "tokens": 2, "failures": {"point": "why"}}
-    assert crossovers([failed])[0]["measured"] == []
 
 
 def test_compare_example() -> None:

@@ -21,7 +21,7 @@ from comet.measure.timing import Timing
 from comet.reference.layer import reference_experts
 
 import suites.decode
-from lib.decode.report import OWN, crossovers, figures
+from lib.decode.report import OWN, figures
 from lib.decode.steps import Step, Team, make_set, make_steps, open_team
 from lib.ranks import Ranks
 from suites.decode import Checked, check_variant, measure_point, parse
@@ -51,7 +51,6 @@ def test_run_on_a_cpu(tmp_path: Path) -> None:
         assert all(error < 1e-5 and cosine > 0.999996 for error, cosine in row["accuracy"].values())
         assert library == {name for name in {*row["times_us"], *row["failures"]} if name.startswith("transformers_")}
         assert (row["x_transformers"] is None) == (not library)
-    assert [entry["measured"] for entry in run["crossover"]] == 4 * [[1, 3]]
     with (tmp_path / "bench_decode.csv").open() as file:
         assert [line["tokens"] for line in csv.DictReader(file)] == 4 * ["1", "3"]
     assert (tmp_path / "bench_decode.png").read_bytes().startswith(b"\x89PNG")
@@ -128,8 +127,6 @@ def check_rows(folder: Path, ep: int, tp: int, tokens: list[int]) -> list[dict[s
         if "comet" in names:
             assert row["added_us"] == pytest.approx(row["comet_us"] - row["local_us"])
             assert row["own_added_us"] == pytest.approx(row["own_us"] - row["local_us"])
-    (crossover,) = report["crossover"]
-    assert crossover["measured"] == [count for count in tokens if count <= 64]
     assert (folder / "bench_decode.png").exists()
     return rows
 
@@ -318,5 +315,3 @@ def test_own_figures_example() -> None:
     assert row["best"] == "comet"  # another task is no trial of its blocks
     without = figures({"own": timings["own"]}, {}, 4, 2e8, 4.0)
     assert (without["own_us"], without["own_added_us"], without["best"]) == (pytest.approx(105), None, None)
-    keys = {"model": "tiny", "weights": "bf16", "ep": 2, "tp": 1, "tokens": 4}
-    assert crossovers([keys | row])[0]["path"] is None  # nor a rival of decode of tokens that all ranks hold

@@ -14,7 +14,6 @@ import torch
 from training_cases import MODEL, MOE, Rank, make_job, make_model
 
 from comet.config import MoEConfig, SpeculationConfig
-from comet.errors import UnavailableError
 from comet.experts import DraftRouter, Speculation
 from comet.generation.engine import GPTEngine
 from comet.jobs.generate import GenerateConfig
@@ -22,11 +21,10 @@ from comet.training.trainer import train
 
 import suites.experts
 import suites.speculation
-from baselines.offloaded import first_token_s, has_accelerate, make_offloaded, tokens_per_s
 from lib.drafts import Rounds, draft_passes, kept_drafts, measure_drafts, of_positions, record_routing, whole_pass
 from lib.traces import Trace, made_trace, resized_guesses, resized_trace, reuse_distances
 from suites.experts import HOST_CORES
-from suites.speculation import ACCELERATE, KINDS, main
+from suites.speculation import KINDS, main
 
 SEED = 7
 SMALL = replace(MODEL, context=96, num_layers=1, moe=replace(MOE, num_experts=8, top_k=3, shared_ffn_size=32))
@@ -46,7 +44,7 @@ def test_a_run_on_a_cpu(
     trained: Sequence[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(suites.speculation, "HELDOUT_SHAPE", (2, 2, 24))
-    kinds = [name for name in KINDS if name != ACCELERATE or has_accelerate()]
+    kinds = list(KINDS)
     words = ["--budgets", "0.5", "--tokens", "8", "--rounds", "1", "--temperature", "0", "--variants", ",".join(kinds)]
     main([*trained, *words, "--out", str(tmp_path)])
     out = capsys.readouterr().out.splitlines()
@@ -162,7 +160,7 @@ def test_who_names_no_prefetch_has_none(trained: Sequence[str], monkeypatch: pyt
     assert found == {name: "prefetch" in name for name in KINDS}
 
 
-def test_names_that_are_none(trained: Sequence[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_names_that_are_none(trained: Sequence[str], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="variants='lru' must be one of on_demand, cache, cache lfu"):
         main([*trained, "--variants", "cache,lru"])
     with pytest.raises(ValueError, match=r"variants='lru' must be one of cache, cache lfu, cache \+ prefetch"):
@@ -172,9 +170,6 @@ def test_names_that_are_none(trained: Sequence[str], monkeypatch: pytest.MonkeyP
     torch.save(dict.fromkeys(("ids", "num_experts"), 1), tmp_path / "other.pt")
     with pytest.raises(ValueError, match=r"other.pt' must hold ids, num_experts, guessed, as"):
         suites.experts.main(["--device", "cpu", "--model", "tiny", "--trace", str(tmp_path / "other.pt")])
-    monkeypatch.setattr("baselines.offloaded.has_accelerate", lambda: False)
-    with pytest.raises(UnavailableError, match="the variant accelerate needs accelerate and transformers"):
-        main([*trained, "--variants", "accelerate"])
 
 
 def test_the_examples_of_modes() -> None:
@@ -332,20 +327,6 @@ def test_routers_are_asked_a_layer_ahead() -> None:
             assert torch.equal(trace.ids[:, layer], router(asked[layer]).top_k_ids.long())
             guessed = router(asked[layer - 1]).top_k_ids.long() if layer else torch.full_like(trace.ids[:, 0], -1)
             assert torch.equal(trace.guessed[:, layer], guessed)
-    group.close()
-
-
-@pytest.mark.skipif(not has_accelerate(), reason="needs pip install 'comet-moe[bench]'")
-def test_accelerate_runs_the_same_model() -> None:
-    model, group = make_model(replace(SMALL, num_layers=2), max_tokens=64)
-    torch.nn.init.normal_(model.head.weight, std=0.3, generator=torch.Generator().manual_seed(SEED))
-    GPTEngine(model, group, expert_slots=8)
-    offloaded = make_offloaded(model, 0.5)
-    text = torch.randint(256, (1, 20), generator=torch.Generator().manual_seed(SEED))
-    with torch.no_grad():
-        torch.testing.assert_close(offloaded(text).logits, model(text).logits, rtol=1e-3, atol=1e-3)
-    assert first_token_s(offloaded, text) > 0
-    assert tokens_per_s(offloaded, text, 3) > 0
     group.close()
 
 

@@ -6,7 +6,6 @@ import json
 import math
 import random
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -17,18 +16,7 @@ from training_cases import Rank, make_job
 
 from comet.training.trainer import train
 
-from suites.compare_paths import (
-    EARLY_STEPS,
-    WINDOW_STEPS,
-    WINDOW_TOLERANCE,
-    Curve,
-    as_record,
-    draw,
-    early_tolerance,
-    judge,
-    main,
-    pairwise,
-)
+from suites.compare_paths import EARLY_STEPS, WINDOW_STEPS, WINDOW_TOLERANCE, early_tolerance, judge, main
 from suites.compare_trees import Tree
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -37,9 +25,9 @@ FALLING = [5.5 - 0.02 * step for step in range(60)]
 
 def test_example_of_the_docstring() -> None:
     verdict = judge([2.0, 2.0, 1.5], [2.0, 1.0, 1.0], torch.bfloat16)
-    assert (verdict.max_difference, verdict.mean_difference) == (1.0, 0.5)
-    assert (verdict.early_difference, verdict.window_difference) == (1.0, 0.375)
-    assert not verdict.within_tolerance
+    assert (verdict["max_difference"], verdict["mean_difference"]) == (1.0, 0.5)
+    assert (verdict["early_difference"], verdict["window_difference"]) == (1.0, 0.375)
+    assert not verdict["within_tolerance"]
 
 
 def test_tolerances_of_the_docstring() -> None:
@@ -47,18 +35,11 @@ def test_tolerances_of_the_docstring() -> None:
     assert early_tolerance(torch.float32) == 9.0e-5
 
 
-def test_pairs_of_the_docstring() -> None:
-    curves = {"a": Curve([2.0], 1.0), "b": Curve([1.0], 1.0), "c": Curve([3.0], 1.0)}
-    assert pairwise(curves, torch.float32) == {"a-b": 0.5, "a-c": 0.5, "b-c": 2.0}
-    curves["c"] = Curve([math.nan], 1.0)
-    assert pairwise(curves, torch.float32) == {"a-b": 0.5, "a-c": None, "b-c": None}
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_curve_agrees_with_itself(dtype: torch.dtype) -> None:
     verdict = judge(FALLING, FALLING, dtype)
-    assert verdict.within_tolerance
-    assert (verdict.max_difference, verdict.early_difference, verdict.window_difference) == (0, 0, 0)
+    assert verdict["within_tolerance"]
+    assert (verdict["max_difference"], verdict["early_difference"], verdict["window_difference"]) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -68,24 +49,24 @@ def test_every_early_step_counts(dtype: torch.dtype, sign: int, step: int, facto
     assert EARLY_STEPS == 20
     losses = FALLING.copy()
     losses[step] *= 1 + sign * factor * early_tolerance(dtype)
-    assert judge(losses, FALLING, dtype).within_tolerance is expected
+    assert judge(losses, FALLING, dtype)["within_tolerance"] is expected
 
 
 def test_late_steps_may_scatter_but_not_drift() -> None:
     generator = random.Random(3)
     late = range(EARLY_STEPS, len(FALLING))
     scattered = [loss * (1 + 0.01 * generator.uniform(-1, 1) * (step in late)) for step, loss in enumerate(FALLING)]
-    assert judge(scattered, FALLING, torch.bfloat16).within_tolerance
+    assert judge(scattered, FALLING, torch.bfloat16)["within_tolerance"]
     drifted = [loss * (1 + 1.1 * WINDOW_TOLERANCE * (step in late)) for step, loss in enumerate(FALLING)]
     verdict = judge(drifted, FALLING, torch.bfloat16)
-    assert verdict.early_difference == 0
-    assert verdict.window_difference == pytest.approx(1.1 * WINDOW_TOLERANCE)
-    assert not verdict.within_tolerance
+    assert verdict["early_difference"] == 0
+    assert verdict["window_difference"] == pytest.approx(1.1 * WINDOW_TOLERANCE)
+    assert not verdict["within_tolerance"]
 
 
 def test_the_last_window_may_be_short() -> None:
     losses = FALLING[: 2 * WINDOW_STEPS + 1]
-    assert not judge([*losses[:-1], losses[-1] * 1.02], losses, torch.bfloat16).within_tolerance
+    assert not judge([*losses[:-1], losses[-1] * 1.02], losses, torch.bfloat16)["within_tolerance"]
 
 
 @pytest.mark.parametrize("step", [0, 5, 40, 59])
@@ -95,18 +76,8 @@ def test_a_loss_that_is_not_finite_is_outside(step: int, value: float) -> None:
     losses[step] = value
     for found, wanted in ((losses, FALLING), (FALLING, losses), (losses, losses)):
         verdict = judge(found, wanted, torch.bfloat16)
-        assert not verdict.within_tolerance
-        json.dumps(as_record(Curve(found, 1.0), verdict), allow_nan=False)
-
-
-@pytest.mark.parametrize(("first", "second"), [(4.0, 4.0), (4.0, math.nan), (math.nan, 4.0), (math.inf, math.nan)])
-def test_picture_of_equal_and_of_broken_curves(tmp_path: Path, first: float, second: float) -> None:
-    """The logarithmic axis has nothing to show where all differences are zero or not finite."""
-    curves = {"a": Curve([first, first], 1.0), "b": Curve([first, second], 1.0)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        draw(tmp_path / "curves.png", curves, torch.bfloat16)
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+        assert not verdict["within_tolerance"]
+        json.dumps(verdict, allow_nan=False)
 
 
 def train_on_rank(rank: int, world_size: int, folder: Path, paths: dict[str, tuple[str, int]]) -> None:
@@ -126,7 +97,6 @@ def test_runs_of_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     result = json.loads(line)
     assert json.loads((out / "compare_paths.json").read_text()) == result
     assert result["within_tolerance"]
-    assert result["early_differences"].keys() == {"twin-plain", "twin-reference", "plain-reference"}
     for name, path in result["paths"].items():
         assert (path["moe_path"], path["world_size"], path["dtype"], path["steps"]) == (name, 2, "float32", 6)
         assert path["first_loss"] == pytest.approx(math.log(256))
