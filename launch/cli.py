@@ -31,15 +31,12 @@ class Parser(argparse.ArgumentParser):
 def main(
     arguments: Sequence[str] | None = None, tasks: Mapping[str, Task] = TASKS, program: Sequence[str] = PROGRAM
 ) -> int:
-    """Run one command.
+    """Run one command; the exit status.
 
     Args:
         arguments: Words of the command line; ``None`` takes those of this process.
         tasks: The tasks to choose from.
         program: Arguments for the Python interpreter that start this same command line as a rank.
-
-    Returns:
-        The exit status.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:

@@ -75,7 +75,7 @@ def compose(
     Args:
         overrides: Hydra overrides, for example ``["model=tiny", "parallel.ep=2"]``; what follows ``generate.prompt=``
             and ``generate.stop=`` is taken as it is.
-        file: The user's YAML file (see ``Settings``); ``None`` for none.
+        file: The user's YAML file; ``None`` for none.
         defaults: Settings of the task that both come before.
 
     Returns:
@@ -83,8 +83,7 @@ def compose(
         named is that of the run that ``resume`` names.
 
     Raises:
-        ValueError: If an override does not parse, names no setting or group, or has a value of a wrong type, if the
-            file cannot be read or breaks a rule, or if ``generate.source`` holds no usable model.
+        ValueError: If an override or the file breaks a rule, or ``generate.source`` holds no usable model.
         UnavailableError: If it holds a Hugging Face model and transformers is missing.
     """
     named = [word.lstrip("+").partition("=")[0] for word in overrides]
@@ -118,12 +117,9 @@ def names_folder(overrides: Sequence[str], file: str | None) -> bool:
 
 
 def split_verbatim(overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Take out the settings that are not Hydra's to parse.
+    """Overrides for Hydra, and the texts that are not Hydra's to parse, by the name they have in ``generate``.
 
     Example: ``["model=tiny", "generate.prompt=a, b "]`` gives ``["model=tiny"]`` and ``{"prompt": "a, b "}``.
-
-    Returns:
-        The overrides for Hydra, and the texts by the name they have in ``generate``; the last of a name counts.
     """
     parts = [word.partition("=") for word in overrides]
     texts = {name.split(".")[1]: text for name, equals, text in parts if equals and name in VERBATIM}
@@ -141,7 +137,7 @@ def with_source_model(job: dict[str, Any], overrides: Sequence[str]) -> dict[str
 
 
 def default_ranks(container: Mapping[str, Any], num_gpus: int) -> int:
-    """How many ranks this machine should start.
+    """How many ranks this machine should start, at least 1.
 
     ``nproc`` if the user gave it, or one with an ``expert_budget`` and no group asked for. Otherwise every visible GPU,
     two ranks on a machine without, or ep * tp there if ``ep`` is given. With an open ``ep`` the number is lowered until
@@ -150,9 +146,6 @@ def default_ranks(container: Mapping[str, Any], num_gpus: int) -> int:
     Args:
         container: From ``compose``.
         num_gpus: Visible GPUs; 0 means that the ranks run on the CPU.
-
-    Returns:
-        A number of ranks, at least 1.
 
     Raises:
         ValueError: If the ranks asked for do not fit the machine.
@@ -185,14 +178,11 @@ def _require_gpus(num_gpus: int, needed: int, what: str) -> None:
 
 
 def make_job(container: Mapping[str, Any], world_size: int) -> JobConfig:
-    """Make the validated configuration of a job that runs on ``world_size`` ranks.
+    """Make the validated configuration of a job, with ``ep`` filled in, that runs on ``world_size`` ranks.
 
     Args:
-        container: From ``compose``.
+        container: From ``compose``; where none of its settings is given, ``overlap`` becomes ``None``.
         world_size: Ranks in all; more than ep * tp of them train as data-parallel copies.
-
-    Returns:
-        The configuration with ``ep`` filled in; ``overlap`` is ``None`` if none of its settings is given.
 
     Raises:
         ValueError: If a setting breaks a rule, or the ranks cannot be divided into groups of ep * tp.

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -51,14 +51,7 @@ class LaunchContext(RankContext):
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str], num_gpus: int) -> LaunchContext:
-        """Read what ``torchrun`` says about this rank.
-
-        Args:
-            environment: Environment variables.
-            num_gpus: Visible GPUs; 0 puts the rank on the CPU.
-
-        Returns:
-            The context.
+        """Read what ``torchrun`` says about this rank; without GPUs (``num_gpus=0``) it is on the CPU.
 
         Raises:
             ValueError: If a number is none, or there are GPUs, but fewer than ranks on this node.
@@ -124,11 +117,7 @@ def current_context() -> LaunchContext:
 def rank_environment(num_ranks: int, port: int) -> dict[str, str]:
     """What the ranks of this machine inherit: this environment, and the loopback interface unless the user chose.
 
-    Nobody else can reach them there. Each also gets its share of the cores.
-
-    Args:
-        num_ranks: Ranks to start.
-        port: Of the rendezvous store, on 127.0.0.1.
+    Nobody else can reach them there, nor the rendezvous store at ``port``. Each also gets its share of the cores.
     """
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     interfaces = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME")
@@ -175,10 +164,6 @@ def join(context: LaunchContext, store: dist.Store) -> tuple[LaunchContext, dist
     The store may hold what an earlier attempt left, and agents of several nodes may count attempts differently. So rank
     0 opens a round, which has a part of the store of its own, and whoever finds itself among its members is in it.
 
-    Args:
-        context: This rank.
-        store: From ``open_store``.
-
     Returns:
         The context with the number of the attempt, the same on all ranks; the round's part of the store; its members.
 
@@ -186,11 +171,12 @@ def join(context: LaunchContext, store: dist.Store) -> tuple[LaunchContext, dist
         CommTimeoutError: If ranks did not come; names them.
     """
     mine = json.dumps([context.attempt, asdict(Member(os.getpid(), this_host(), uuid.uuid4().hex))])
-    found = _open_round(context, store, mine) if context.rank == 0 else _find_round(context, store, mine)
-    number, texts = found
+    number, texts = (_find_round if context.rank else _open_round)(context, store, mine)
     entries = [json.loads(text) for text in texts]
     attempt = max(number - 1, *(attempt for attempt, _ in entries))
-    members = {rank: _member(**fields) for rank, (_, fields) in enumerate(entries)}
+    members = {
+        rank: Member(fields["pid"], Host(**fields["host"]), fields["name"]) for rank, (_, fields) in enumerate(entries)
+    }
     return replace(context, attempt=attempt), round_part(store, number), members
 
 
@@ -230,10 +216,6 @@ def round_part(store: dist.Store, number: int) -> dist.Store:
     return dist.PrefixStore(f"comet/{number}", store)
 
 
-def _member(pid: int, host: dict[str, Any], name: str) -> Member:
-    return Member(pid, Host(**host), name)
-
-
 @contextmanager
 def process_group(context: LaunchContext, store: dist.Store, timeout_s: float = START_S) -> Iterator[None]:
     """Set the device and hold the default process group open while the body runs.
@@ -244,7 +226,7 @@ def process_group(context: LaunchContext, store: dist.Store, timeout_s: float = 
     Args:
         context: This rank.
         store: From ``join``; from ``open_store`` where nobody starts ranks anew.
-        timeout_s: How long a collective may wait for a living peer, in seconds.
+        timeout_s: How long a collective may wait for a living peer.
     """
     on_gpu = context.device.type == "cuda"
     if on_gpu:

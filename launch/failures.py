@@ -92,10 +92,8 @@ def start_of_line(columns: int) -> str:
 
     That may be the progress bar of a rank that was killed, or the ``^C`` the terminal shows: nobody here knows. As many
     spaces as a line has columns fill an empty one, whose end the terminal leaves only for a further character, and from
-    anywhere else they run on into the next line. A carriage return goes to the start of either.
-
-    Args:
-        columns: Width of the terminal; 0 if it does not tell.
+    anywhere else they run on into the next line. A carriage return goes to the start of either. Without ``columns``
+    (0), the next line.
     """
     return " " * columns + "\r" if columns else "\n"
 
@@ -166,13 +164,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def last_words(text: Callable[[], str]) -> Iterator[None]:
-    """While the body runs, SIGINT and SIGTERM make this process say ``text()`` and then end it, as they do by default.
+    """While the body runs, SIGINT and SIGTERM make this process say a line and then end it, as they do by default.
 
     Python runs handlers between two instructions of the main thread, which may be waiting for a device or another rank.
     So a thread of its own speaks: the signal wakes it through a pipe. Signals that were ignored stay so.
-
-    Args:
-        text: One line.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)

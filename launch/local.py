@@ -44,8 +44,8 @@ def run_local_ranks(command: Sequence[str], num_ranks: int, settings: Mapping[st
             start anew after a failure that is no mistake of the user.
 
     Returns:
-        The exit status: 0, the status of the rank that failed first, 1 when a rank was killed, 128 + signal when this
-        process was told to stop (130 for Ctrl-C).
+        0, the status of the rank that failed first, 1 when a rank was killed, 128 + signal when this process was told
+        to stop (130 for Ctrl-C).
     """
     store = _loopback_store()
     store.set(SETTINGS_KEY, json.dumps(settings))

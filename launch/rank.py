@@ -29,12 +29,7 @@ from comet.launch.tasks.registry import Task
 
 
 def run_rank(task: Task, options: Namespace) -> NoReturn:
-    """Run a task as the rank this process was started as, and end the process with the status of its outcome.
-
-    Args:
-        task: What to run; returning normally means success.
-        options: Of the command line: ``overrides`` and ``config``, and whether errors of the user get a ``traceback``.
-    """
+    """Run a task as the rank this process was started as, and end the process with the status of its outcome."""
     end_with_supervisor()
     context = current_context()
     with Outcome(None, options.traceback) as outcome:
@@ -64,9 +59,6 @@ def share_config(
         task: Whose defaults count.
         options: ``overrides`` and ``config``, the user's file; read by rank 0 only.
 
-    Returns:
-        The same configuration on every rank.
-
     Raises:
         ValueError: On rank 0 only, if the configuration is wrong.
     """
@@ -95,14 +87,9 @@ def _compose(context: LaunchContext, task: Task, options: Namespace) -> tuple[Jo
 
 
 class Outcome:
-    """Context manager that turns whatever ends its body into a report and an exit status.
+    """Turns whatever ends its body into a report and an exit ``status``, which is 0 while nothing failed.
 
-    Args:
-        signs: How this rank talks with the others; ``None`` until they have met.
-        with_traceback: Print the traceback of errors of the user as well.
-
-    Attributes:
-        status: 0 while nothing failed.
+    ``signs``, how this rank talks with the others, are ``None`` until they have met.
     """
 
     def __init__(self, signs: Signs | None, with_traceback: bool) -> None:

@@ -22,11 +22,9 @@ def schema_of(cls: type, replaced: Mapping[type, type] | None = None) -> type:
     """A dataclass with the fields of ``cls`` that OmegaConf accepts as a structured config.
 
     Args:
-        cls: A dataclass whose fields are plain values, ``Literal``, optional values, tuples or such dataclasses.
+        cls: A dataclass whose fields are plain values, ``Literal``, optional values, tuples or such dataclasses; those
+            without a default are mandatory.
         replaced: Dataclasses to use in place of others, for settings a user may leave open.
-
-    Returns:
-        A new dataclass; fields without a default are mandatory.
     """
     if replaced and cls in replaced:
         return replaced[cls]
@@ -46,15 +44,12 @@ def setting_names(tree: Any, prefix: str = "", *, sections: bool = True) -> Iter
 
 
 def build(cls: type[Built], values: Mapping[str, Any], path: str = "") -> Built:
-    """Construct ``cls`` from a plain container.
+    """Construct a dataclass that validates itself from a plain container.
 
     Args:
-        cls: A dataclass that validates itself.
+        cls: The dataclass.
         values: One entry per field, nested mappings for nested dataclasses.
         path: Where ``values`` stands in the whole configuration, for messages.
-
-    Returns:
-        The dataclass.
 
     Raises:
         ValueError: If a value breaks a rule; the message starts with the path, for example

@@ -28,12 +28,10 @@ def with_saved_settings(job: Mapping[str, Any], named: Iterable[str]) -> dict[st
     """The container with the settings of the run that ``resume`` names.
 
     Args:
-        job: The root of the configuration, composed of defaults and of what the user named.
+        job: The root of the configuration, composed of defaults and of what the user named. ``output_dir`` becomes the
+            folder of the run, unless that is named, or ``resume`` names a checkpoint.
         named: Settings and groups that the user named: these stay, and ``require_same`` of ``checkpoint_folder`` tells
             which of them must not differ.
-
-    Returns:
-        The container; ``output_dir`` is the folder of the run, unless that is named, or ``resume`` names a checkpoint.
 
     Raises:
         ValueError: If the settings in the folder are damaged.

@@ -44,14 +44,7 @@ class Inquiry:
 
 
 class Signs:
-    """This rank's signs of life and its watch over the others'.
-
-    Args:
-        context: This rank.
-        store: The rendezvous store of this attempt, from ``join``.
-        members: All ranks.
-        on_silent: Says which ranks are silent.
-    """
+    """This rank's signs of life and its watch over the others'; ``on_silent`` says which ranks are silent."""
 
     def __init__(
         self,
@@ -78,11 +71,7 @@ class Signs:
         self._thread.start()
 
     def watch(self, timeout_s: float) -> None:
-        """Begin to watch the next rank; when it is frozen, say so and end this process.
-
-        Args:
-            timeout_s: How long a rank may be silent, in seconds.
-        """
+        """Begin to watch the next rank; when it is silent for so long, say so and end this process."""
         self.deadline_s = max(timeout_s, SHORTEST_WATCH_S)
 
     def finish(self) -> None:
@@ -102,13 +91,15 @@ class Signs:
         number = store.add(ASKED, 1)
         missing, places = set(self.members) - {self.context.rank}, {}
         quiet = {self._next: self._quiet_s}
-        deadline = time.monotonic() + ANSWER_S
-        while missing and time.monotonic() < deadline:
+
+        def all_answered() -> bool:
             for rank in [rank for rank in missing if store.check([f"{ANSWER}/{number}/{rank}"])]:
                 places[rank], quiet_s = json.loads(store.get(f"{ANSWER}/{number}/{rank}"))
                 quiet[(rank + 1) % self.context.world_size] = quiet_s
                 missing.remove(rank)
-            time.sleep(PERIOD_S / 10)
+            return not missing
+
+        _wait(all_answered)
         silent = [rank for rank in sorted(missing) if not store.check([f"{DONE}/{rank}"])]
         words = {rank: self._describe(rank, quiet.get(rank, 0.0)) for rank in silent}
         return Inquiry(places, {rank: text for rank, text in words.items() if text})
@@ -120,34 +111,21 @@ class Signs:
 
     def await_claim(self, store: dist.Store) -> None:
         """Give the rank that failed time to claim the report, where this one only heard of it."""
-        deadline = time.monotonic() + ANSWER_S
-        while not store.check([FAILURE]) and time.monotonic() < deadline:
-            time.sleep(PERIOD_S / 10)
+        _wait(lambda: store.check([FAILURE]))
 
     def tell(self, store: dist.Store, status: int, silent: int = 0) -> None:
-        """Let all ranks end with ``status``, now that the reason was printed.
+        """Let all ranks end with ``status``, now that the reason was printed; ``silent`` ones will not hear of it.
 
-        Over several nodes this waits until they know: the store goes when the node of rank 0 ends.
-
-        Args:
-            store: A connection that no other thread waits on.
-            status: Exit status of the job.
-            silent: How many ranks will not hear of it.
+        Over several nodes this waits until the others know: the store goes when the node of rank 0 ends.
         """
         store.set(TOLD, str(status))
-        deadline = time.monotonic() + ANSWER_S
-        while self.context.num_nodes > 1 and time.monotonic() < deadline:
-            if store.add(HEARD, 0) >= self.context.world_size - 1 - silent:
-                return
-            time.sleep(PERIOD_S / 10)
+        if self.context.num_nodes > 1:
+            _wait(lambda: store.add(HEARD, 0) >= self.context.world_size - 1 - silent)
 
     def hear(self, store: dist.Store) -> int:
         """The exit status of the job, once whoever claimed the report has told it; 1 if that takes too long."""
-        deadline = time.monotonic() + 2 * ANSWER_S
-        while not store.check([TOLD]):
-            if time.monotonic() > deadline:
-                return 1
-            time.sleep(PERIOD_S / 10)
+        if not _wait(lambda: store.check([TOLD]), 2 * ANSWER_S):
+            return 1
         store.add(HEARD, 1)
         return int(store.get(TOLD))
 
@@ -206,17 +184,11 @@ class Signs:
 
 
 def call_off(store: dist.Store) -> None:
-    """Let the ranks of the present round end, once whichever of them reports a failure has done so; by the launcher.
-
-    Args:
-        store: The whole rendezvous store.
-    """
+    """Let the ranks of the present round end, once whichever of them reports a failure has done so; by the launcher."""
     part = round_part(store, store.add(ROUND_KEY, 0))
     if part.compare_set(FAILURE, "", "launcher") == b"launcher":
         part.set(TOLD, "1")
-    deadline = time.monotonic() + ANSWER_S
-    while not part.check([TOLD]) and time.monotonic() < deadline:
-        time.sleep(PERIOD_S / 10)
+    _wait(lambda: part.check([TOLD]))
 
 
 def describe_places(found: Inquiry, mine: str) -> str:
@@ -233,10 +205,8 @@ def main_place() -> str:
 
 
 def place_of(frames: list[tuple[FrameType, int]]) -> str:
-    """The first of frames, from the innermost on, that is a function of Comet but not of its launcher, else the first.
-
-    Args:
-        frames: Each with the number of its line.
+    """The first of frames and lines, innermost first, that is a function of Comet but not of its launcher, else the
+    first.
     """
     if not frames:
         return "its end"
@@ -246,6 +216,16 @@ def place_of(frames: list[tuple[FrameType, int]]) -> str:
             return f"{frame.f_code.co_name} ({module.replace('.', '/')}.py:{line})"
     frame, line = frames[0]
     return f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{line})"
+
+
+def _wait(condition: Callable[[], bool], seconds: float = ANSWER_S) -> bool:
+    """Whether a condition came true in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(PERIOD_S / 10)
+    return True
 
 
 def _end(status: int) -> None:

@@ -110,7 +110,7 @@ EXPERT_CONFIGS = (
 
 
 def torch_experts(tokens: Tensor, ids: Tensor, routing_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    """Sort the routed rows by expert, two of torch's grouped GEMMs, weighted sum.
+    """Sort the routed rows by expert, two of torch's grouped GEMMs, weighted sum: ``(T, D)``.
 
     Args:
         tokens: ``(T, D)``.
@@ -118,9 +118,6 @@ def torch_experts(tokens: Tensor, ids: Tensor, routing_weights: Tensor, w1: Tens
         routing_weights: ``(T, K)`` float32.
         w1: ``(E, 2F, D)``.
         w2: ``(E, D, F)``.
-
-    Returns:
-        ``(T, D)``.
     """
     order = ids.flatten().argsort(stable=True)
     ends = expert_counts(ids, w1.shape[0]).cumsum(0).to(torch.int32)
@@ -134,7 +131,9 @@ def torch_experts(tokens: Tensor, ids: Tensor, routing_weights: Tensor, w1: Tens
 def triton_experts(
     tokens: Tensor, ids: Tensor, routing_weights: Tensor, w1: Tensor, w2: Tensor, config: GemmConfig
 ) -> Tensor:
-    """Sort and pad the routed rows into tiles, Comet's grouped GEMM twice, weighted sum; see ``torch_experts``."""
+    """Sort and pad the routed rows into tiles, Comet's grouped GEMM twice, weighted sum; of what ``torch_experts``
+    takes.
+    """
     gemm = group_gemm if tokens.is_cuda else group_gemm_torch
     most_tiles = min(ids.numel(), w1.shape[0]) + ids.numel() // BLOCK_ROWS  # without asking the device
     num_rows = most_tiles * BLOCK_ROWS

@@ -35,16 +35,7 @@ def split_evenly(num_rows: int, num_experts: int) -> tuple[int, ...]:
 
 
 def gemm_variants(w1: Tensor, w2: Tensor, expert_counts: tuple[int, ...]) -> dict[str, Variant]:
-    """Both GEMMs without SwiGLU, as variants ``gemm_torch`` and, on a GPU, ``gemm_comet``.
-
-    Args:
-        w1: ``(e, 2F/TP, D)``.
-        w2: ``(e, D, F/TP)``.
-        expert_counts: e routed rows of each expert.
-
-    Returns:
-        Name to variant.
-    """
+    """Both GEMMs without SwiGLU, of e experts' routed rows: ``gemm_torch`` and, on a GPU, ``gemm_comet``."""
     variants = {"gemm_torch": _torch_gemms(w1, w2, expert_counts)}
     if w1.is_cuda:
         variants["gemm_comet"] = _comet_gemms(w1, w2, expert_counts)
@@ -96,7 +87,7 @@ def _operands(w1: Tensor, w2: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 def exchange_alone(
     path: SymmetricPath, tokens: Sequence[Tensor], ids: Sequence[Tensor], weights: Sequence[Tensor], w2: Tensor
 ) -> Callable[[int], tuple[Tensor, ...]]:
-    """A variant of the whole layer without GEMMs: plan, dispatch and combine of input set ``index``, all blocks at it.
+    """A variant of the whole layer without GEMMs: plan, dispatch and combine of an input set, all blocks at it.
 
     Args:
         path: By kernels or twins.

@@ -106,12 +106,9 @@ def library_state(gpt: GPT) -> dict[str, Tensor]:
 
 
 class Library:
-    """``model.generate`` of transformers as a user calls it, over its static cache and without its compiler.
+    """``model.generate`` of transformers as a user calls it, from a context on, without its compiler.
 
-    Args:
-        model: From ``make_library_model``.
-        static: The cache, which holds the context.
-        contents: The context.
+    ``static`` is its static cache, which holds the context.
     """
 
     def __init__(self, model: Any, static: Any, contents: Tensor) -> None:

@@ -46,13 +46,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def suite_parser(suite: str, doc: str | None, **defaults: Any) -> Parser:
-    """A parser of those ``OPTIONS`` that are given a default.
-
-    Args:
-        suite: Name on the command line.
-        doc: The suite's docstring, which ``--help`` shows.
-        defaults: By option.
-    """
+    """A parser of those ``OPTIONS`` that are given a default; ``--help`` shows the suite's docstring."""
     parser = Parser(f"bench.py {suite}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", default=default, **OPTIONS[name])

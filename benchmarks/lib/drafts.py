@@ -99,12 +99,9 @@ def attend_to_drafts(
     Args:
         sources: Keys and values ``(B, G, P, w)`` of the whole model, then of the 1st to (d - 1)-th drafts.
         mine: These of the d-th are appended.
-        query: ``(B, H, P, w)``.
+        query: ``(B, H, P, w)``, as the result.
         key: ``(B, G, P, w)``.
         value: ``(B, G, P, w)``.
-
-    Returns:
-        ``(B, H, P, w)``.
     """
     mine.append((key, value))
     (whole_keys, whole_values), *drafts = sources
@@ -163,19 +160,13 @@ def measure_drafts(
 
 
 def kept_drafts(p: Tensor, q: Tensor, tau: float, tolerance: float | None) -> Tensor:
-    """``(..., V)``: the probability of every token to be drafted and kept, with no draw.
+    """``(..., V)`` of p and q ``(..., V)``: the probability of every token to be drafted and kept, with no draw.
 
-    Conservative mode keeps a drafted x with probability min(1, p / q); adaptive mode where ``q(x) > tau`` and
-    ``p(x) > (1 - T) q(x)``.
+    Conservative mode (``tolerance=None``) keeps a drafted x with probability min(1, p / q); adaptive mode with T where
+    ``q(x) > tau`` and ``p(x) > (1 - T) q(x)``.
 
-    Example (tau = 0.5): p = ``[0.4, 0.6]``, q = ``[0.8, 0.2]``: conservative keeps ``[0.4, 0.2]``, adaptive with
-    T = 0.6 ``[0.8, 0]`` (0.4 > 0.4 * 0.8, and 0.2 is not above tau), with T = 0.4 nothing.
-
-    Args:
-        p: ``(..., V)`` float64.
-        q: ``(..., V)`` float64.
-        tau: Least confidence of a draft.
-        tolerance: T; ``None``: conservative mode.
+    Example (tau = 0.5): p = ``[0.4, 0.6]``, q = ``[0.8, 0.2]``: conservative keeps ``[0.4, 0.2]``, adaptive with T =
+    0.6 ``[0.8, 0]`` (0.4 > 0.4 * 0.8, and 0.2 is not above tau), with T = 0.4 nothing.
     """
     if tolerance is None:
         return torch.minimum(p, q)
@@ -215,13 +206,7 @@ def of_positions(p: Tensor, q: Tensor, targets: Tensor, tau: float, tolerance: f
 
 
 class Rounds:
-    """Means over the rounds of a mode that begin at all positions of some texts.
-
-    Args:
-        tau: Least confidence of a draft.
-        tolerance: T; ``None``: conservative mode.
-        depth: Longest draft; the first so many positions of a text are left out.
-    """
+    """Means over the rounds of a mode that begin at all positions of some texts, but the first ``depth``."""
 
     def __init__(self, tau: float, tolerance: float | None, depth: int) -> None:
         self.tau, self.tolerance, self.depth = tau, tolerance, depth

@@ -76,12 +76,9 @@ def append_csv(path: Path, rows: Sequence[Row], columns: Sequence[str]) -> None:
 
 
 def set_aside(folder: Path, stem: str) -> list[tuple[Path, Path]]:
-    """Rename what an earlier run left, so that its rows are not taken for this run's.
+    """Rename what an earlier run left, so that its rows are not taken for this run's; old and new names.
 
     Example: ``bench_moe.csv`` becomes ``bench_moe.1.csv``, that of the next run ``bench_moe.2.csv``.
-
-    Returns:
-        Old and new name of every file that was there.
     """
     earlier = [path for suffix in SUFFIXES if (path := folder / f"{stem}{suffix}").exists()]
     number = 1

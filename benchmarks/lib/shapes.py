@@ -22,22 +22,11 @@ OF_ATTENTION = ("num_heads", "num_kv_heads", "head_dim")
 def make_routing(
     kind: str, *, num_tokens: int, num_experts: int, top_k: int, seed: int, device: torch.device | str
 ) -> tuple[Tensor, Tensor]:
-    """Draw K distinct experts for each token, and weights that add up to 1.
+    """Draw K distinct experts for each token, ``(T, K)`` int32, and ``(T, K)`` float32 weights that add up to 1.
 
-    ``uniform``: all experts alike. ``zipf``: sampled without replacement, the n-th most popular expert with weight
-    1 / n; which one that is comes from one permutation, equal for all seeds and ranks. ``hot``: expert 0 is always the
+    ``uniform``: all experts alike. ``zipf``: sampled without replacement, the n-th most popular expert with weight 1 /
+    n; which one that is comes from one permutation, equal for all seeds and ranks. ``hot``: expert 0 is always the
     first of the K, the others are uniform.
-
-    Args:
-        kind: One of the three.
-        num_tokens: T.
-        num_experts: E.
-        top_k: K, at most E.
-        seed: Seed of this rank and input set.
-        device: Where to draw.
-
-    Returns:
-        ``(T, K)`` int32 ids and ``(T, K)`` float32 weights.
 
     Raises:
         ValueError: If ``kind`` is not one of the three.
@@ -87,11 +76,7 @@ RULE = "must be comm_blocks=N or num_panels=N"
 
 
 def parse_overlap(text: str, option: str) -> OverlapConfig:
-    """Read ``comm_blocks=16,num_panels=2``: 16 blocks that only communicate at first, and two panels.
-
-    Args:
-        text: Pairs of name and value between commas.
-        option: Name of the command line's option, for the message.
+    """Read ``comm_blocks=16,num_panels=2`` of an option: 16 blocks that only communicate at first, and two panels.
 
     Raises:
         ValueError: If a pair is none, its name is unknown or its value impossible.

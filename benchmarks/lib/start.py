@@ -76,10 +76,7 @@ def run_and_leave(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
 def start_ranks(parallel: ParallelConfig, device: str, run: Callable[[Ranks], None]) -> None:
     """Run one rank of a benchmark, which for a rank alone needs no torchrun.
 
-    Args:
-        parallel: The ranks asked for.
-        device: ``auto`` takes a GPU where there is one, ``cpu`` none.
-        run: What a rank does.
+    ``device="auto"`` takes a GPU where there is one, ``cpu`` none.
 
     Raises:
         ValueError: If other than ``ep x tp`` ranks were started.

@@ -60,17 +60,10 @@ def made_trace(config: MoEConfig, num_layers: int, num_steps: int, sticky: float
 
 
 def reuse_distances(ids: Sequence[Sequence[int]], num_experts: int) -> list[list[int]]:
-    """How many other experts of a layer were used since each expert of a step was; the step itself does not count.
+    """How many other experts of a layer were used since each of ``(N, K)`` was; the step itself does not count.
 
-    Example (E = 4, experts never used stand in the order of their numbers): steps ``[[2], [0], [2]]`` give
-    ``[[2], [1], [1]]``: 0 and 1 stand before 2, then 2 before 0, then 0 before 2.
-
-    Args:
-        ids: N steps of one layer, K ids each.
-        num_experts: E.
-
-    Returns:
-        N lists of K distances in ``[0, E)``, as the ids stand.
+    Example (E = 4, experts never used stand in the order of their numbers): steps ``[[2], [0], [2]]`` give ``[[2], [1],
+    [1]]``: 0 and 1 stand before 2, then 2 before 0, then 0 before 2.
     """
     stack, found = list(range(num_experts)), []
     for step in ids:
@@ -85,13 +78,8 @@ def resized_trace(trace: Trace, config: MoEConfig, num_layers: int, num_steps: i
     Layer l takes the reuse distances of recorded layer l modulo their number, step by step, and in each step K of them:
     every one once where there are enough, drawn again where there are not. A distance d of E' recorded experts becomes
     a draw from ``[d, d + 1) * E / E'``, and the expert that stands there among those used last. So least-recently-used
-    slots for a share of the experts hit as they did in the recording, whatever E is.
-
-    Args:
-        trace: Recorded.
-        config: Of the shape.
-        num_layers: L.
-        num_steps: N, at most those recorded, behind which the recording starts again.
+    slots for a share of the experts hit as they did in the recording, whatever E is. Behind the last step the recording
+    starts again.
     """
     drawn = torch.Generator().manual_seed(0)
     layers = []
@@ -114,15 +102,10 @@ def resized_trace(trace: Trace, config: MoEConfig, num_layers: int, num_steps: i
 
 
 def resized_guesses(trace: Trace, ids: Tensor, num_experts: int) -> Tensor:
-    """What is guessed of a trace for another shape: ``(N, L, K)`` ids, of ``resized_trace``.
+    """What is guessed of ``ids (N, L, K)``, which ``resized_trace`` made of a trace, of E experts: ``(N, L, K)``.
 
     Of each step and layer as large a share is right as was in the recording, rounded up or down by chance; the others
     are experts that the step does not need.
-
-    Args:
-        trace: Recorded.
-        ids: ``(N, L, K)`` that are needed.
-        num_experts: E of the shape.
     """
     drawn = torch.Generator().manual_seed(1)
     right = (trace.guessed[..., None] == trace.ids[..., None, :]).any(-1).float().mean(-1)

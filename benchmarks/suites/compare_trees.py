@@ -8,8 +8,6 @@ what the host does for a call but for the launches.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import itertools
 import json
 import statistics
@@ -132,10 +130,6 @@ def training_step(device: torch.device, dtype: torch.dtype) -> Callable[[], Any]
     model = GPT(job.model, group)
     text = torch.randint(256, (2**20,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     steps = itertools.cycle(range(job.train.steps))
-    if importlib.util.find_spec("comet.training.step") is None:  # trees up to 9c82f88
-        loop = importlib.import_module("comet.training.loop")
-        trainer = loop.Trainer(model, loop.make_optimizer(model, job.train), group, text, job.train)
-        return lambda: trainer.step(next(steps))
     from comet.training.optimizer import make_optimizer
     from comet.training.step import TrainStep
 

@@ -56,11 +56,8 @@ def read_current() -> list[Row]:
 
 
 def collect(folders: Iterable[Path], commit: str | None = None) -> list[Row]:
-    """Rows of ``current.csv`` from the results of runs.
-
-    Args:
-        folders: With ``bench_moe.json`` or ``bench_decode.json`` each.
-        commit: Of the runs, where they do not know it.
+    """Rows of ``current.csv`` from folders with ``bench_moe.json`` or ``bench_decode.json``; ``commit`` where they know
+    none.
 
     Raises:
         ValueError: If a folder has no results, or the runs are not of one commit.

@@ -86,13 +86,9 @@ MAKING = 0.6  # of the seconds, after which no further variant is made
 
 
 class Run:
-    """All variants over one model, and the rows of the table.
+    """All variants over one model, its experts in host memory, and the rows of the table.
 
-    Args:
-        arguments: Of the command line.
-        model: Its experts in host memory.
-        ranks: This rank.
-        heldout: ``(H,)`` uint8, text that training did not see.
+    ``heldout`` ``(H,)`` uint8 is text that training did not see.
     """
 
     def __init__(self, arguments: argparse.Namespace, model: GPT, ranks: Ranks, heldout: Tensor) -> None:

@@ -5,8 +5,7 @@
     torchrun --nproc-per-node 2 benchmarks/bench.py timeline --device cpu --model tiny --tokens 64 --ep 2
 
 Rank 0 writes ``timeline.json`` (for ui.perfetto.dev), ``timeline.png`` and ``summary.json`` to ``--out`` and prints one
-line of JSON. On GPUs it says what recording costs: the same layer with and without, as CUDA graphs, interleaved by the
-protocol of ``comet.measure.timing``. Under the interpreter blocks run one after the other and durations mean nothing.
+line of JSON. Under the interpreter blocks run one after the other and durations mean nothing.
 """
 
 from __future__ import annotations
@@ -19,14 +18,12 @@ from pathlib import Path
 
 import torch
 import triton
-from torch import Tensor
 
 from comet.config import ParallelConfig, require
-from comet.kernels.runtime.recorder import DEFAULT_CAPACITY, Recorder
+from comet.kernels.runtime.recorder import DEFAULT_CAPACITY
 from comet.launch.distributed import started_by_torchrun
-from comet.measure.timing import capture, rank_barrier
 from comet.moe import MoE
-from comet.trace.timeline import Timeline, record, recording_to
+from comet.trace.timeline import Timeline, record
 
 from lib.arguments import require_known, suite_parser
 from lib.moe.layer import Inputs, Settings, make_inputs, open_layer
@@ -34,13 +31,6 @@ from lib.ranks import Ranks, device_name
 from lib.report import Row
 from lib.shapes import ROUTINGS, model, parse_overlap
 from lib.start import start_ranks
-from lib.timing import time_by_protocol
-
-
-def forward(moe: MoE, inputs: Inputs, index: int = 0) -> Tensor:
-    """The routed experts on the first input set."""
-    with torch.no_grad():
-        return moe.routed_experts(inputs.tokens[0], inputs.ids[0], inputs.weights[0])
 
 
 def record_layer(moe: MoE, inputs: Inputs, capacity: int) -> tuple[Timeline, bool]:
@@ -48,36 +38,14 @@ def record_layer(moe: MoE, inputs: Inputs, capacity: int) -> tuple[Timeline, boo
 
     Kernels are compiled before, in a recorded call without rows in which no fused kernel waits for another rank.
     """
-    with record(moe.group, capacity=capacity), torch.no_grad():
-        moe.routed_experts(inputs.tokens[0], torch.full_like(inputs.ids[0], -1), inputs.weights[0])
-    expected = forward(moe, inputs)
-    with record(moe.group, capacity=capacity) as timeline:
-        output = forward(moe, inputs)
+    tokens, ids, weights = inputs.tokens[0], inputs.ids[0], inputs.weights[0]
+    with torch.no_grad():
+        with record(moe.group, capacity=capacity):
+            moe.routed_experts(tokens, torch.full_like(ids, -1), weights)
+        expected = moe.routed_experts(tokens, ids, weights)
+        with record(moe.group, capacity=capacity) as timeline:
+            output = moe.routed_experts(tokens, ids, weights)
     return timeline, torch.equal(output, expected)
-
-
-def measure_overhead(moe: MoE, inputs: Inputs, capacity: int, rounds: int, ranks: Ranks) -> dict[str, float]:
-    """Milliseconds with and without recording, and the overhead: 0.01 is 1 % (collective, GPUs only)."""
-    recorder = Recorder.allocate(ranks.device, capacity)
-    wait_for_ranks = rank_barrier(ranks.device, ranks.process_group)
-
-    def recorded(index: int) -> None:
-        with recording_to(moe.group.workspace, recorder):
-            forward(moe, inputs)
-
-    def opening() -> None:
-        recorder.clear()
-        wait_for_ranks()
-
-    timings = time_by_protocol(
-        {"off": capture(partial(forward, moe, inputs), rotate=1), "on": capture(recorded, rotate=1)},
-        ranks,
-        rounds=rounds,
-        rotate=1,
-        opening=opening,
-    )
-    off, on = timings["off"].median_ms, timings["on"].median_ms
-    return {"off_ms": off, "on_ms": on, "overhead": on / off - 1}
 
 
 def run(arguments: argparse.Namespace, settings: Settings, ranks: Ranks) -> None:
@@ -90,31 +58,19 @@ def run(arguments: argparse.Namespace, settings: Settings, ranks: Ranks) -> None
             raise ValueError(f"model={arguments.model} must be a layer Comet can build: {layer.failures}")
         inputs = make_inputs(config, arguments.tokens, arguments.routing, ranks)
         timeline, is_equal = record_layer(layer.moe, inputs, arguments.capacity)
-        cost = None
-        if ranks.device.type == "cuda":
-            cost = measure_overhead(layer.moe, inputs, arguments.capacity, arguments.rounds, ranks)
     differs = ranks.worst(float(not is_equal))
     if ranks.rank == 0:
-        print(json.dumps(report(arguments, ranks, timeline, cost) | {"output_unchanged": not differs}))
-
-
-def report(arguments: argparse.Namespace, ranks: Ranks, timeline: Timeline, cost: dict[str, float] | None) -> Row:
-    """Write the files; what was recorded as one object."""
-    summary = timeline.write(arguments.out)
-    return {
-        "benchmark": "record_timeline",
-        **{name: getattr(arguments, name) for name in ("model", "tokens", "ep", "tp", "routing")},
-        "device": device_name(ranks.device) + (", interpreted" if ranks.device.type == "cpu" else ""),
-        "recording": cost,
-        "files": [str(arguments.out / name) for name in ("timeline.json", "timeline.png", "summary.json")],
-        **summary,
-    }
+        facts: Row = {name: getattr(arguments, name) for name in ("model", "tokens", "ep", "tp", "routing")}
+        facts["device"] = device_name(ranks.device) + (", interpreted" if ranks.device.type == "cpu" else "")
+        facts["files"] = [str(arguments.out / name) for name in ("timeline.json", "timeline.png", "summary.json")]
+        facts |= timeline.write(arguments.out) | {"output_unchanged": not differs}
+        print(json.dumps({"benchmark": "record_timeline"} | facts))
 
 
 def parse(command_line: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
     """Read the command line; raises ``ValueError`` for an unknown model, routing or setting."""
     parser = suite_parser(
-        "timeline", __doc__, model="mixtral_8x7b", ep=1, tp=1, routing="uniform", rounds=21, device="auto",
+        "timeline", __doc__, model="mixtral_8x7b", ep=1, tp=1, routing="uniform", device="auto",
         out=Path("outputs/timeline"),
     )  # fmt: skip
     parser.add_argument("--tokens", type=int, default=2048, help="tokens per rank")

@@ -64,11 +64,8 @@ FirstSteps = tuple[Tensor, tuple[Tensor, ...]]
 class SwitchedModel:
     """A model, its optimizer and its steps; every step names the variant that runs the MoE layers.
 
-    Args:
-        config: Shape.
-        group: The ranks; all parameters have the type of its workspace.
-        batch_size: Sequences of ``config.context`` tokens per rank and step.
-        path: Path of the variants ``comet`` and ``comet_graph``.
+    A rank and step has ``batch_size`` sequences of ``config.context`` tokens; all parameters have the type of the
+    group's workspace; ``path`` is that of the variants ``comet`` and ``comet_graph``.
     """
 
     def __init__(self, config: ModelConfig, group: ExpertGroup, *, batch_size: int, path: str = "auto") -> None:

@@ -32,7 +32,6 @@ from comet.decode.local import run_kernels
 from comet.decode.runners import rank_slice, run_path_on_slices
 from comet.kernels.decode.blocks import BlockShape, DecodeConfig, select
 from comet.kernels.decode.step import Batch
-from comet.kernels.gemm.group_gemm import GemmConfig
 from comet.layout import ExpertLayout
 
 from baselines.decode import EXPERT_CONFIGS, Library, torch_experts, triton_experts
@@ -42,19 +41,40 @@ from lib.decode.steps import Step, StepRun, Team
 
 def own_runs(team: Team, steps: Sequence[Step], variants: Sequence[str]) -> dict[str, StepRun]:
     """The variants of ``OWN`` that are asked for; without warp decode where W equal shares have no room in it."""
-    num_tokens = len(steps[0].tokens)
+    num_tokens, ranks, group = len(steps[0].tokens), team.layout.world_size, team.ranks.process_group
     mine, slots = share_of(num_tokens, team.layout), slots_of(num_tokens, team.layout)
     shares = [Batch(step.tokens[mine], step.ids[mine], step.routing_weights[mine]) for step in steps]
-    has_room = slots * team.layout.world_size <= MAX_DECODE_TOKENS
-    found: dict[str, StepRun] = {}
-    if "own" in variants and has_room and team.shared is not None:
-        found["own"] = partial(run_own, team, steps, shares, slots, scratch_of(team, steps, slots))
-    if "own_nccl" in variants and has_room:
-        filled = [fill(share, slots) for share in shares]
-        found["own_nccl"] = partial(run_own_nccl, team, steps, filled, scratch_of(team, steps, slots))
-    if "own_fused" in variants and team.shared is not None:
-        found["own_fused"] = partial(run_own_fused, team, steps, shares)
-    return found
+    filled = [fill(share, slots) for share in shares]
+    step = steps[0]
+    scratch, other_scratch = (
+        DecodeScratch.create(step.weights, team.config.top_k, step.tokens.dtype, max_tokens=slots * ranks)
+        for _ in range(2)
+    )
+
+    def own(index: int) -> Tensor:
+        return team.own_decode(slots)(*shares[index], steps[index].weights, scratch=scratch)
+
+    def own_nccl(index: int) -> Tensor:
+        """One launch of NCCL gathers tokens, ids and routing weights, the next one scatters the sums."""
+        batch = Batch(*(tensor.new_empty(ranks * len(tensor), tensor.shape[1]) for tensor in filled[index]))
+        with dist._coalescing_manager(group):
+            for gathered, part in zip(batch, filled[index], strict=True):
+                dist.all_gather_into_tensor(gathered, part, group=group)
+        sums = warp_decode(*batch, steps[index].weights, scratch=other_scratch)
+        output = torch.empty_like(filled[index].tokens)
+        dist.reduce_scatter_tensor(output, sums, group=group)
+        return output[: mine.stop - mine.start]
+
+    def own_fused(index: int) -> Tensor:
+        assert team.shared is not None
+        weights = steps[index].set.plain
+        return team.shared.fused(*shares[index], weights.w1, weights.w2)
+
+    has_room = slots * ranks <= MAX_DECODE_TOKENS
+    found: dict[str, StepRun] = {"own_nccl": own_nccl} if has_room else {}
+    if team.shared is not None:
+        found |= {"own": own, "own_fused": own_fused} if has_room else {"own_fused": own_fused}
+    return {name: run for name, run in found.items() if name in variants}
 
 
 def share_of(num_tokens: int, layout: ExpertLayout) -> slice:
@@ -67,47 +87,10 @@ def slots_of(num_tokens: int, layout: ExpertLayout) -> int:
     return -(-num_tokens // layout.world_size)
 
 
-def scratch_of(team: Team, steps: Sequence[Step], slots: int) -> DecodeScratch:
-    """Memory between the kernels of a step with that many slots of every rank."""
-    step, rows = steps[0], slots * team.layout.world_size
-    return DecodeScratch.create(step.weights, team.config.top_k, step.tokens.dtype, max_tokens=rows)
-
-
 def fill(share: Batch, slots: int) -> Batch:
     """``slots`` tokens, the last ones without experts: NCCL gathers equally many of every rank."""
     rows = (0, 0, 0, slots - len(share.tokens))
     return Batch(pad(share.tokens, rows), pad(share.ids, rows, value=-1), pad(share.routing_weights, rows))
-
-
-def run_own(
-    team: Team, steps: Sequence[Step], shares: Sequence[Batch], slots: int, scratch: DecodeScratch, index: int
-) -> Tensor:
-    """Comet's decode over ranks: a kernel gathers the tokens, the all-reduce goes to the rank of each."""
-    return team.own_decode(slots)(*shares[index], steps[index].weights, scratch=scratch)
-
-
-def run_own_nccl(
-    team: Team, steps: Sequence[Step], filled: Sequence[Batch], scratch: DecodeScratch, index: int
-) -> Tensor:
-    """One launch of NCCL gathers tokens, ids and routing weights, the next one scatters the sums."""
-    group = team.ranks.process_group
-    ranks = team.layout.world_size
-    batch = Batch(*(tensor.new_empty(ranks * len(tensor), tensor.shape[1]) for tensor in filled[index]))
-    with dist._coalescing_manager(group):
-        for gathered, own in zip(batch, filled[index], strict=True):
-            dist.all_gather_into_tensor(gathered, own, group=group)
-    part = warp_decode(*batch, steps[index].weights, scratch=scratch)
-    output = torch.empty_like(filled[index].tokens)
-    dist.reduce_scatter_tensor(output, part, group=group)
-    mine = share_of(len(steps[index].tokens), team.layout)
-    return output[: mine.stop - mine.start]
-
-
-def run_own_fused(team: Team, steps: Sequence[Step], shares: Sequence[Batch], index: int) -> Tensor:
-    """The fused path, which above 64 / W tokens of a rank is the layer's own (see ``DataParallelDecode``)."""
-    assert team.shared is not None
-    weights = steps[index].set.plain
-    return team.shared.fused(*shares[index], weights.w1, weights.w2)
 
 
 def in_place(output: Tensor, exact: Tensor, layout: ExpertLayout) -> Tensor:
@@ -188,13 +171,8 @@ def centric_runs(steps: Sequence[Step], variants: Sequence[str]) -> dict[str, St
         found["torch"] = lambda index: torch_experts(*plain(steps[index]))
     if "triton" in variants:
         for number, config in enumerate(EXPERT_CONFIGS):
-            found[f"triton{number}"] = partial(run_triton, steps, config)
+            found[f"triton{number}"] = lambda index, config=config: triton_experts(*plain(steps[index]), config)  # type: ignore[misc]
     return found
-
-
-def run_triton(steps: Sequence[Step], config: GemmConfig, index: int) -> Tensor:
-    """Comet's grouped GEMM in tiles of one shape."""
-    return triton_experts(*plain(steps[index]), config)
 
 
 def run_fused(team: Team, steps: Sequence[Step], index: int) -> Tensor:

@@ -64,15 +64,14 @@ class Paths:
         self._library_model = cache(partial(make_library_model, gpt))
 
     def makers(self, contents: Tensor, num_places: int, *, with_graphs: bool) -> dict[str, Callable[[], StepPath]]:
-        """What makes each path; one may fail without the others.
+        """What makes each path, by name; one may fail without the others.
+
+        Those of transformers are only where it is installed and this rank holds all experts.
 
         Args:
             contents: ``(2, L, B, G, C, w)`` keys and values of the context.
             num_places: Positions there must be room for.
             with_graphs: Also replay steps from CUDA graphs.
-
-        Returns:
-            Makers by name; those of transformers only where it is installed and this rank holds all experts.
         """
         modes: Mapping[str, GraphMode] = {"_graph": "on", "": "off"} if with_graphs else {"": "off"}
         found: dict[str, Callable[[], StepPath]] = {}

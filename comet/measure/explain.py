@@ -51,14 +51,10 @@ def regret_of(setting: OverlapConfig | None, entry: ProfileEntry | None) -> floa
 def regrets(points: Sequence[Tuned], store: ProfileStore, machine: Machine) -> dict[str, dict[str, float | int | None]]:
     """Mean and worst regret over all points, for each way to choose without having measured the point itself.
 
-    Args:
-        points: What was measured.
-        store: Holds their entries; a point's own is left out for ``nearest``.
-        machine: Where they were measured.
-
     Returns:
         ``{"default": ..., "model": ..., "nearest": {"mean": 1.01, "worst": 1.04, "points": 19}}``: ``points`` are those
-        at which the choice was among what was measured, the others do not count.
+        at which the choice was among what was measured, the others do not count; for ``nearest`` a point's own entry of
+        the store is left out.
     """
     ways = {
         "default": [_regret(point, OverlapConfig(), machine) for point in points],

@@ -65,7 +65,7 @@ def tune_job(config: JobConfig, context: RankContext, load_models: LoadModels) -
     models = from_first_rank(lambda: load_models(config.tune.models))
     points = job_points(config, models, context.device)
     machine, store = from_first_rank(lambda: _open_store(config, context.device))
-    group = _make_group(config, next(iter(points.values()))[0].moe, config.parallel, 1, context)  # a point has its pool
+    group = make_group(config, next(iter(points.values()))[0].moe, config.parallel, 1, context)  # a point has its pool
     require_memory(group.comm, "tune", "there is nothing to tune between nodes, which run path 'plain'")
     tuned: list[Tuned] = []
     facts: list[dict[str, Any]] = []
@@ -255,7 +255,7 @@ def _measure_all(job: JobConfig, todo: Todo, context: RankContext) -> Iterator[t
     progress = Measuring(len(todo), "shape", enabled=context.rank == 0)
     for (moe, parallel), shapes in families.items():
         most = max(shape.tokens for shape in shapes)
-        group, failure = _attempt(partial(_make_group, job, moe, parallel, most, context), context)
+        group, failure = _attempt(partial(make_group, job, moe, parallel, most, context), context)
         for shape in shapes:
             progress.begin(f"{shape.title}: {counted(len(todo[shape]), 'setting')} timed in one loop, rows at its end")
             settings = [point.setting for point in todo[shape]]
@@ -277,16 +277,7 @@ def measure_shape(
     context: RankContext,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Sequence[Measured]:
-    """Measure distinct settings of one shape, interleaved; what fails is part of the result (collective).
-
-    Args:
-        job: For ``train.dtype`` and ``sweep.rounds``.
-        shape: What is measured; must fit the group's workspace.
-        settings: Their order is that of the result.
-        group: The ranks.
-        context: This rank.
-        tell: Called with what is being done.
-    """
+    """Measure distinct settings of one shape, interleaved; what fails is part of the result (collective)."""
 
     def measure() -> Sequence[Measured]:
         dtype = activation_dtype(job.train.dtype, context.device)
@@ -301,9 +292,10 @@ def _failed(settings: Sequence[OverlapConfig], failure: str) -> list[Measured]:
     return [Measured(setting=setting, ms=None, failure=failure) for setting in settings]
 
 
-def _make_group(
+def make_group(
     job: JobConfig, moe: MoEConfig, parallel: ParallelConfig, max_tokens: int, context: RankContext
 ) -> ExpertGroup:
+    """The ranks that measure a layer of the job's type, over its communicator (collective)."""
     return make_expert_group(
         moe,
         parallel,

@@ -39,10 +39,6 @@ def recover(workspace: Workspace, process_group: ProcessGroup | None) -> None:
     The order counts where ranks differ. A kernel that waits for a failed rank leaves its fault, and may advance the
     epoch, only when it has met its deadline: on each rank all streams end before either is looked at. No note is taken
     away before that is so on all ranks: none leaves another one.
-
-    Args:
-        workspace: The pool.
-        process_group: The ranks; ``None`` is a rank alone.
     """
     comm = workspace.comm
     meet = rank_barrier(comm.device, process_group)
@@ -92,16 +88,13 @@ def measure_layer(
         problem: Shape and tokens; must fit the group's workspace.
         settings: Candidates, equal on all ranks; ``None`` is the plain path.
         group: The ranks.
-        rounds: Counted calls of each candidate.
+        rounds: Counted calls of each candidate, at least 1.
         seed: Of inputs and weights.
         tell: Called with what is being done, such as ``compiling candidate 3 of 12``.
 
     Returns:
         Of each candidate, in their order, the median ms, the slowest rank counting in every round, or why it failed on
         some rank, at first or in the loop; equal on all ranks.
-
-    Raises:
-        ValueError: If ``rounds`` is below 1.
     """
     require(rounds >= 1, f"rounds={rounds} must be at least 1")
     inputs = make_inputs(problem, group, seed)
@@ -233,13 +226,7 @@ def reason(error: Exception) -> str:
 
 
 def make_inputs(problem: Problem, group: ExpertGroup, seed: int) -> MeasuredInputs:
-    """Random tokens and weights of this rank, on its device; every expert equally likely.
-
-    Args:
-        problem: Shape and tokens.
-        group: The ranks.
-        seed: Equal on all ranks, which draw different numbers from it.
-    """
+    """Random tokens and weights of this rank, on its device; every expert equally likely; ranks share ``seed``."""
     generator = torch.Generator(group.device).manual_seed(seed * 1_000 + group.rank)
     moe, width, local = problem.moe, problem.width, problem.experts_local
     drawn: dict[str, Any] = dict(generator=generator, device=group.device, dtype=torch.float32)

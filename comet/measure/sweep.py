@@ -60,14 +60,9 @@ class Point:
 
 
 def sweep_points(job: JobConfig, models: Mapping[str, MoEConfig]) -> list[Point]:
-    """All combinations of the lists in ``job.sweep``, points of one shape together.
+    """All combinations of the lists in ``job.sweep``, points of one shape together; the job stands in for empty lists.
 
-    Args:
-        job: Lists of the sweep, and the values that stand in for empty ones.
-        models: The layers of ``job.sweep.models``, by name.
-
-    Returns:
-        Distinct points; 2 models, 1 layout, 2 tokens, 3 comm_blocks, 2 panels: 24.
+    Example: 2 models, 1 layout, 2 tokens, 3 comm_blocks and 2 panels are 24 points.
     """
     sweep, overlap = job.sweep, job.overlap or OverlapConfig()
     layers = models or {job.model.name: job.model.moe}

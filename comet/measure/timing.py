@@ -70,14 +70,11 @@ def time_interleaved(
     Args:
         variants: Name to function of the number of the input set, in ``[0, rotate)``.
         rounds: Counted calls of each variant, at least 1; 10 or more for a result.
-        barrier: Orders the device after all ranks arrived (see ``rank_barrier``).
+        barrier: Orders the device after all ranks arrived (``rank_barrier``).
         rotate: Number of input sets, at least 1.
         device: Where the variants run.
-        slowest: Maximum over ranks of a tensor of samples (see ``max_over_ranks``); ``None`` is a rank alone.
+        slowest: Maximum over ranks of a tensor of samples (``max_over_ranks``); ``None`` is a rank alone.
         warmup: Rounds that are not counted, at least 1; on a GPU as many more follow as fill ``WARM_S``.
-
-    Returns:
-        Name to ``Timing``.
 
     Raises:
         ValueError: If ``rounds``, ``rotate`` or ``warmup`` is less than 1.
@@ -129,12 +126,7 @@ def summarize(samples_ms: Tensor) -> Timing:
 def rank_barrier(device: torch.device, process_group: ProcessGroup | None) -> Callable[[], None]:
     """A barrier over the group that runs on the device: a one-element all-reduce on the current stream.
 
-    Args:
-        device: Where the timed work runs.
-        process_group: The ranks; ``None`` is a rank alone, whose barrier does nothing.
-
-    Returns:
-        The barrier, to be called by all ranks.
+    ``process_group=None`` is a rank alone, whose barrier does nothing.
     """
     if process_group is None:
         return lambda: None
@@ -174,11 +166,8 @@ def capture(variant: Variant, *, rotate: int) -> Variant:
     """Record a variant as CUDA graphs, one per input set; the result replays them and returns nothing.
 
     Args:
-        variant: A function of the input set that never makes the host wait for the device.
+        variant: A function of the input set that never makes the host wait for the device; it is kept with the graphs.
         rotate: Number of input sets.
-
-    Returns:
-        A variant for ``time_interleaved``, which keeps the given one and what that holds.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

@@ -110,13 +110,6 @@ def analyze(producer: Operator, consumer: Operator) -> Decomposition:
     An axis works when the producer finishes and the consumer reads its elements one by one. Of several, one that nobody
     gathers wins (its parts need no index), then the outermost (its parts are contiguous in memory).
 
-    Args:
-        producer: The operator that writes the shared tensor.
-        consumer: The operator that reads it.
-
-    Returns:
-        The decomposition, with a reason for every axis.
-
     Raises:
         DependencyError: If there is no or more than one shared tensor, the two disagree about its axes, not exactly one
             of them communicates, or no axis works; the message names the axes and the reasons.

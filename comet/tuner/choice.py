@@ -41,7 +41,7 @@ def resolve(
     forced: OverlapConfig | None = None,
     default: OverlapConfig | None = None,
 ) -> Resolved:
-    """Choose a setting; pure: it neither logs nor remembers (see ``Resolver``).
+    """Choose a setting; pure: it neither logs nor remembers.
 
     Args:
         problem: The call, with its actual number of tokens.
@@ -49,9 +49,6 @@ def resolve(
         machine: For the model, and for what is possible.
         forced: A setting the user gave; it always wins.
         default: What to take where nothing was measured; ``None`` asks the model.
-
-    Returns:
-        The choice.
 
     Raises:
         ValueError: If ``forced`` is impossible; the message names the rule. A measured setting that is impossible here
@@ -102,16 +99,10 @@ def broken_rule(setting: OverlapConfig | None, problem: Problem, machine: Machin
 
 
 class Resolver:
-    """``resolve`` for the life of a process: remembers each choice per shape and logs it once.
+    """``resolve`` for the life of a process: remembers each choice per shape and ``logs`` it once.
 
     Calls whose tokens fall into one bucket (a power of two) share a choice, so a growing batch is answered anew about
     once per doubling and a steady one costs a dictionary lookup.
-
-    Args:
-        store: Measurements, or ``None``.
-        machine: This machine.
-        default: What to take where nothing was measured; ``None`` asks the model.
-        logs: Whether choices are logged, with a warning where a measured setting is passed over.
     """
 
     def __init__(
@@ -163,17 +154,9 @@ def shared_resolver(
 ) -> Resolver:
     """What the layers of a group ask for their setting (collective).
 
-    The first rank alone reads the profiles, warns of what is wrong with them and tells the others: files may differ
-    from node to node. Where nothing was measured the default setting is used, not the model's: over 20 points on two
-    GPUs (EP2, 512 to 8192 tokens) it took 1.4 % longer than the best measured, at worst 3.7 %, the model's choice
-    7.0 %, at worst 49.9 %. Since the model was fitted to these points its choice there takes 0.9 % longer, at worst
-    3.7 %; no run has measured others since.
-
-    Args:
-        folder: Of the user's profiles; ``None`` reads those shipped with Comet only.
-        device: This rank's device.
-        world_size: Ranks of the group.
-        process_group: The group; ``None`` for a rank alone.
+    The first rank alone reads the profiles, of the user's ``folder`` and those shipped with Comet, warns of what is
+    wrong with them and tells the others: files may differ from node to node. Where nothing was measured the default
+    setting is used, not the model's, which is no better (``benchmarks/results/tuner.md``).
     """
     machine = Machine.of(device)
     is_first = process_group is None or dist.get_rank(process_group) == 0

@@ -48,14 +48,10 @@ class Prediction:
 
 
 def gemm_ms(problem: Problem, layer: int, machine: Machine, *, in_cuda: bool) -> float:
-    """Time of a layer's grouped GEMM on the busiest rank, alone: whole waves of tiles, memory traffic and heat.
+    """Time of a layer's grouped GEMM (0 or 1) on a rank, alone: whole waves of tiles, memory traffic and heat.
 
-    Args:
-        problem: Shape and tokens.
-        layer: 0 or 1.
-        machine: Its rates.
-        in_cuda: In CUDA C++ tiles are pieces of an expert's rows that are of equal height, and two blocks share the
-            rows of layer 1; in Triton they have ``GPU_TILE_ROWS``.
+    In CUDA C++ tiles are pieces of an expert's rows that are of equal height, and two blocks share the rows of layer 1;
+    in Triton they have ``GPU_TILE_ROWS``.
     """
     hidden_size, width, itemsize = problem.moe.hidden_size, problem.width, problem.dtype.itemsize
     rows, kernels, tile = (
@@ -147,14 +143,7 @@ HOPELESS = 1.3
 def propose(problem: Problem, machine: Machine) -> list[Prediction]:
     """The candidates worth measuring, best first: plain, the default, all panels, and splits with the best of these.
 
-    With the default among the candidates, a tuned layer is never slower than an untuned one.
-
-    Args:
-        problem: Shape, tokens and routing density.
-        machine: Its rates.
-
-    Returns:
-        At most 11 predictions with distinct settings, ascending in ms; the plain path is one of them.
+    At most 11 with distinct settings. With the default among them, a tuned layer is never slower than an untuned one.
     """
     default = effective(OverlapConfig(), problem)
     colocated = dict.fromkeys([default, *(effective(OverlapConfig(num_panels=panels), problem) for panels in PANELS)])

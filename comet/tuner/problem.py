@@ -181,15 +181,7 @@ def shard_reach(num_experts: int, top_k: int, ep: int, num_groups: int = 1, top_
     Without groups it is ``1 - C(E - e, K) / C(E, K)``. With groups, ``top_groups`` of them are drawn first and the
     experts from these; the sum then runs over how many experts of the shard the drawn groups contain.
 
-    Args:
-        num_experts: E.
-        top_k: K.
-        ep: EP shards of e = E / EP consecutive experts.
-        num_groups: Groups of consecutive experts.
-        top_groups: Groups a token may choose experts from.
-
-    Returns:
-        The probability; E=8, K=2, EP=4: ``1 - C(6, 2) / C(8, 2) = 13/28``.
+    Example: E=8, K=2, EP=4: ``1 - C(6, 2) / C(8, 2) = 13/28``.
     """
     experts_local, group_size = num_experts // ep, num_experts // num_groups
     open_experts = top_groups * group_size

@@ -98,14 +98,7 @@ class ProfileEntry:
 
 
 class ProfileStore:
-    """The entries of one machine.
-
-    Args:
-        path: The file; need not exist.
-        device: The device entries must belong to.
-        entries: What was read.
-        sources: The file each was read from; ``path`` of those that are not named.
-    """
+    """The entries of one machine: those of its file ``path``, which need not exist, and of other ``sources``."""
 
     def __init__(
         self,
@@ -121,15 +114,9 @@ class ProfileStore:
 
     @classmethod
     def load(cls, path: Path, device: str, shipped: Path | None = None) -> ProfileStore:
-        """Read a store; never raises for what a file contains.
+        """Read a store; a file that cannot be used whole, as one of another device, is named in one warning.
 
-        Args:
-            path: The user's file.
-            device: Device name; a file of another device is ignored.
-            shipped: File of the package, used for keys the user's file does not have.
-
-        Returns:
-            The store; each file that could not be used whole has been named in one warning.
+        ``shipped``, the file of the package, is used for keys that the user's file ``path`` does not have.
         """
         entries: dict[ProfileKey, ProfileEntry] = {}
         sources: dict[ProfileKey, Path] = {}

@@ -275,10 +275,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile, print the table, the complaints and the JSON line; see the module.
-
-    Args:
-        arguments: Command line without the program's name; ``None`` takes the process's own.
+    """Compile, print the table, the complaints and the JSON line.
 
     Returns:
         Exit code: 0 when every configuration meets its expectations, else 1; 2 when no configuration matches.

@@ -131,13 +131,6 @@ def element_of(dtype: torch.dtype) -> str:
 def storage_bytes(num_stages: int, stage_bytes: int, staging_bytes: int, tile_bytes: int, tile_slots: int) -> int:
     """Bytes of ``SharedStorage`` of ``pipeline.cuh``: alignment, stages with two barriers each, staging, tiles.
 
-    Args:
-        num_stages: Depth of the load pipeline.
-        stage_bytes: Of operands and scales.
-        staging_bytes: Of both warpgroups that multiply.
-        tile_bytes: Of what the producer publishes of a tile.
-        tile_slots: Tiles that the producer can be ahead, and more.
-
     Example:
         4 stages of 49152, 8192 of staging, 8 tiles of 32: 1024 + 4 * (49152 + 16) + 8192 + 8 * (32 + 16) = 206272.
     """

@@ -140,9 +140,6 @@ def tensor_map(tensor: Tensor, box: tuple[int, ...]) -> TensorMap:
             strides are multiples of 16 bytes.
         box: Elements of one load along each axis; 128 bytes along the last. What lies outside of the tensor is read
             as 0.
-
-    Returns:
-        A field of a kernel's arguments.
     """
     assert tensor.stride(-1) == 1, f"elements of a row are {tensor.stride(-1)} apart, not neighbours"
     assert tensor.data_ptr() % 16 == 0, f"a tensor at address {tensor.data_ptr()} does not start at 16 bytes"
@@ -155,15 +152,11 @@ def segment_map(rows: Tensor, box: tuple[int, int]) -> TensorMap:
     Rows behind the segment, and columns outside of the tensor, are read as 0. The axis of the rows is 2^30 long, and a
     load addresses it from its end, where the hardware stops. A second axis of rows says where the segment ends, and a
     third one takes the 2^30 rows back: addresses wrap around at 2^64 bytes. Triton's ``create_ragged_descriptor`` is
-    the same.
+    the same. Row r of the ``count`` rows from ``start`` on is at ``(2^30, start + count, 2^30 - count + r)``.
 
     Args:
         rows: ``(Q, C)`` 16-byte aligned, contiguous, bfloat16 or float16; C a multiple of 8.
         box: Rows and columns of one load; 128 bytes of columns.
-
-    Returns:
-        A field of a kernel's arguments. Row r of the ``count`` rows from ``start`` on is at ``(2^30, start +
-        count, 2^30 - count + r)``.
     """
     stride = rows.stride(0)
     shape = (MANY_ROWS, MANY_ROWS, SEGMENT_ROWS, rows.shape[1])

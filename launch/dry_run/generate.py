@@ -79,17 +79,14 @@ def prefetch_told(setting: PrefetchSetting, budget: ExpertBudget, device: torch.
 def memory_needs(job: JobConfig, dtype: torch.dtype, budget: ExpertBudget | None = None) -> dict[str, int]:
     """Bytes one rank needs, by purpose.
 
+    A checkpoint's model is read in float32; of a Hugging Face folder each tensor is converted as it is read. Weights
+    afterwards count norms, router and embedding as if they had the same dtype, experts kept in FP8 as one byte, and
+    none that are in a store. Ranks hold equally many pieces of shared experts, or one less.
+
     Args:
         job: The configuration, with the model of the source.
         dtype: Of products and of the matrices they read.
         budget: Of the experts on the device; ``None``: all are.
-
-    Returns:
-        Bytes of the weights while they are read (a checkpoint's model is made in float32; of a Hugging Face folder
-        each tensor is converted as it is read), of the weights afterwards (norms, router and embedding counted as if
-        they had the same dtype, experts kept in FP8 as one byte, none that are in a store), of slots of experts, of the
-        pieces of shared experts that decode steps
-        read, of keys and values, and of symmetric memory. Ranks hold equally many pieces, or one less.
     """
     model, ranks = job.model, job.parallel.world_size
     prompts = [len(text.encode("utf-8", "surrogateescape")) for text in job.generate.texts] or [1]

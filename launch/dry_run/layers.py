@@ -29,7 +29,7 @@ def describe_tune(container: Mapping[str, Any], job: JobConfig, num_ranks: int, 
 
 
 def describe_explain(container: Mapping[str, Any], job: JobConfig, num_ranks: int, *, on_gpu: bool) -> str:
-    """As ``describe_tune``: what measuring each shape would need; ``overlap`` has to be possible as well."""
+    """The text for ``explain``: what measuring each shape would need; ``overlap`` has to be possible as well."""
     on_gpu = on_gpu or job.tune.machine == "h200"
     points = tuned_shapes(job, on_gpu=on_gpu)
     for _, problem in points:
@@ -38,14 +38,14 @@ def describe_explain(container: Mapping[str, Any], job: JobConfig, num_ranks: in
 
 
 def describe_sweep(container: Mapping[str, Any], job: JobConfig, num_ranks: int, *, on_gpu: bool) -> str:
-    """As ``describe_tune``; a shape that cannot run is no error, as it is none in a sweep."""
+    """The text for ``sweep``; a shape that cannot run is no error, as it is none in a sweep."""
     points = sweep_points(job, load_models(job.sweep.models))
     shapes = list(dict.fromkeys(point.shape for point in points))
     return describe_shapes(container, job, shapes, num_ranks, on_gpu=on_gpu)
 
 
 def describe_modular(container: Mapping[str, Any], job: JobConfig, num_ranks: int, *, on_gpu: bool) -> str:
-    """As ``describe_tune``, of the one shape whose parts are matched."""
+    """The text for ``modular``, of the one shape whose parts are matched."""
     find_parts(job)
     shape = Shape(model=job.model.name, moe=job.model.moe, parallel=job.parallel, tokens=tokens_of(job))
     return describe_shapes(container, job, [shape], num_ranks, on_gpu=on_gpu)
@@ -84,8 +84,7 @@ def describe_shapes(
 def shape_bytes(shape: Shape, num_ranks: int, dtype: torch.dtype) -> tuple[int, int]:
     """Bytes of symmetric memory, and of a rank's part of one layer's routed experts.
 
-    Returns:
-        The two; E=8, D=64, F=128, K=2, EP=2, 100 tokens, float32: 142592 and 3 * 64 * 128 * 4 * 4 = 393216.
+    Example: E=8, D=64, F=128, K=2, EP=2, 100 tokens, float32: 142592 and 3 * 64 * 128 * 4 * 4 = 393216.
 
     Raises:
         ValueError: If the layer or the ranks do not divide over the layout.

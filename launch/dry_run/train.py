@@ -27,16 +27,13 @@ PATHS_WITHOUT_OVERLAP = ("plain", "reference")
 
 
 def describe(container: Mapping[str, Any], job: JobConfig, num_ranks: int, *, on_gpu: bool) -> str:
-    """The text of a dry run.
+    """The text of a dry run: YAML, then comment lines with a table, so that the whole text is still YAML.
 
     Args:
         container: The composed configuration, printed as YAML.
         job: The same, validated.
         num_ranks: Ranks that would start.
         on_gpu: Whether they would run on GPUs; decides the element type when it is left open.
-
-    Returns:
-        YAML, then comment lines with a table, so that the whole text is still YAML.
 
     Raises:
         ValueError: If ``overlap`` is impossible for the layers.
@@ -75,15 +72,7 @@ def check_overlap(overlap: OverlapConfig | None, problem: Problem, *, on_gpu: bo
 
 
 def memory_needs(job: JobConfig, dtype: torch.dtype) -> dict[str, int]:
-    """Bytes one rank needs, by purpose.
-
-    Args:
-        job: The configuration.
-        dtype: Element type of activations; parameters, gradients and AdamW's two states are float32.
-
-    Returns:
-        Bytes of parameters, gradients, optimizer states, symmetric memory, and an estimate for activations.
-    """
+    """Bytes one rank needs, by purpose; activations, of type ``dtype``, are an estimate, all else is float32."""
     parameters = rank_parameters(job.model, job.parallel.ep, job.parallel.tp) * FLOAT32_BYTES
     tokens = job.train.batch_size * job.model.context
     shape = WorkspaceShape.create(job.model.moe, job.parallel.world_size, tokens, dtype)
@@ -99,17 +88,9 @@ def memory_needs(job: JobConfig, dtype: torch.dtype) -> dict[str, int]:
 def rank_parameters(model: ModelConfig, ep: int, tp: int) -> int:
     """Parameters held by one rank: its share of the experts, and a full copy of everything else.
 
-    Args:
-        model: Shape of the model.
-        ep: Expert shards.
-        tp: Ranks each expert is split over.
-
-    Returns:
-        Number of elements.
-
-    Example: vocabulary 256, D=128, 4 layers of 4 heads, 8 experts of F=128, ep=2, tp=1: 32768 elements of the
-    embedding and of the head each, per layer 65536 attention, 1024 router, 196608 expert and 256 norm elements, 128 in
-    the last norm: 1119360 in all.
+    Example: vocabulary 256, D=128, 4 layers of 4 heads, 8 experts of F=128, ep=2, tp=1: 32768 elements of the embedding
+    and of the head each, per layer 65536 attention, 1024 router, 196608 expert and 256 norm elements, 128 in the last
+    norm: 1119360 in all.
     """
     embedding = model.vocab_size * model.hidden_size
     return embedding + dense_elements(model) + expert_elements(model) // (ep * tp)

@@ -18,8 +18,9 @@ from comet.config import require
 from comet.jobs.config import JobConfig, activation_dtype
 from comet.launch.distributed import LaunchContext
 from comet.launch.tasks.registry import did_you_mean
-from comet.layer.group import ExpertGroup, make_expert_group
+from comet.layer.group import ExpertGroup
 from comet.layer.paths import CollectivePath, make_path
+from comet.measure.job import make_group
 from comet.measure.layers import NUM_INPUTS, make_inputs
 from comet.measure.timing import max_over_ranks, rank_barrier, time_interleaved
 from comet.modular import EXPERTS, PREPARE_FINALIZE, ModularMoE
@@ -32,10 +33,6 @@ Call = Callable[[int], Tensor]
 def modular_job(config: JobConfig, context: LaunchContext) -> dict[str, Any]:
     """Print all pairs and run the one that was asked for (collective).
 
-    Args:
-        config: Layer, layout, communicator and the ``modular`` settings.
-        context: This rank.
-
     Returns:
         The pairs, and the times and the trace of ``modular.pair``. Rank 0 has printed a table and, as the last line,
         these facts.
@@ -46,15 +43,7 @@ def modular_job(config: JobConfig, context: LaunchContext) -> dict[str, Any]:
     dtype = activation_dtype(config.train.dtype, context.device)
     problem = Problem.create(config.model.moe, config.parallel, tokens_of(config), dtype)
     kinds = find_parts(config)
-    group = make_expert_group(
-        problem.moe,
-        config.parallel,
-        max_tokens=problem.num_tokens,
-        dtype=dtype,
-        device=context.device,
-        backend=config.comm.backend,
-        timeout_s=config.comm.timeout_s,
-    )
+    group = make_group(config, problem.moe, config.parallel, problem.num_tokens, context)
     found = pairs(problem.moe, group)
     if context.rank == 0:
         sys.stdout.write(f"{table(found)}\n")

@@ -29,7 +29,7 @@ from comet.tuner.profile import ProfileStore
 
 
 def sweep_job(config: JobConfig, context: LaunchContext) -> dict[str, Any]:
-    """Sweep (collective); see ``comet.measure.job.run_sweep``. Told to stop, rank 0 says where its rows are."""
+    """Sweep (collective); told to stop, rank 0 says where its rows are."""
     with last_words(partial(tell_kept, config)) if context.rank == 0 else nullcontext():
         return run_sweep(config, context, load_models)
 
@@ -40,18 +40,12 @@ def load_models(names: Sequence[str]) -> dict[str, MoEConfig]:
 
 
 def tune_job(config: JobConfig, context: LaunchContext) -> dict[str, Any]:
-    """Tune (collective); see ``comet.measure.job.tune_job``."""
+    """Tune (collective)."""
     return job.tune_job(config, context, load_models)
 
 
 def explain_job(container: Mapping[str, Any]) -> int:
     """Print a table per point and, as the last line, the same as JSON.
-
-    Args:
-        container: The composed configuration; settings as for ``tune``.
-
-    Returns:
-        0.
 
     Raises:
         ValueError: If a setting breaks its rule.

@@ -38,17 +38,10 @@ def layer_flops(config: MoEConfig, layout: ExpertLayout, num_tokens: int, *, bac
 
 
 def rows_to_ranks(top_k_ids: Tensor, layout: ExpertLayout) -> Tensor:
-    """Tokens that reach each rank, each counted once per rank however many of its experts it goes to.
+    """Tokens that reach each rank, ``(W,)`` int64, each counted once per rank however many of its experts it goes to.
 
-    Example: E=4, EP=2, TP=1, ids ``[[0, 1], [1, 3], [2, -1]]``: tokens 0 and 1 reach rank 0, tokens 1 and 2 rank 1:
-    ``[2, 2]``.
-
-    Args:
-        top_k_ids: ``(T, K)`` int32, -1 masks.
-        layout: The experts over the ranks.
-
-    Returns:
-        ``(W,)`` int64.
+    Example: E=4, EP=2, TP=1, ids ``(T, K)`` ``[[0, 1], [1, 3], [2, -1]]``, -1 masks: tokens 0 and 1 reach rank 0,
+    tokens 1 and 2 rank 1: ``[2, 2]``.
     """
     shards = torch.where(top_k_ids < 0, layout.ep, top_k_ids // layout.experts_local).long()
     reached = torch.zeros(top_k_ids.shape[0], layout.ep + 1, dtype=torch.int64, device=top_k_ids.device)
@@ -86,20 +79,11 @@ MEANS = ("efficiency", "x_plain", "x_best")
 
 
 def figures(times_ms: Mapping[str, float], flops: int, link_num_bytes: int, link_roofline: float | None) -> Row:
-    """What follows from the times of a point; ``None`` where something was not measured.
+    """What follows from the median times of a point; ``None`` where something was not measured.
 
-    Example: comet 2 ms, plain 6, all_gather 5, gemm_comet 1.5, comm_comet 1, 3e9 operations, 1e6 bytes, roofline 100
-    GB/s: link 0.01 ms, 1.5 TFLOP/s, 0.5 GB/s, efficiency 0.75, 0.5 of the communication hidden, 3 x plain, 2.5 x the
-    best baseline.
-
-    Args:
-        times_ms: Median of each variant that ran.
-        flops: Operations of one rank.
-        link_num_bytes: Deduplicated bytes the busiest rank sends.
-        link_roofline: GB/s of a peer copy, or ``None``.
-
-    Returns:
-        All of ``FIGURES`` but the errors and ``setting``.
+    Example: comet 2 ms, plain 6, all_gather 5, gemm_comet 1.5, comm_comet 1, 3e9 operations of a rank, 1e6 bytes that
+    the busiest one sends, roofline of a peer copy 100 GB/s: link 0.01 ms, 1.5 TFLOP/s, 0.5 GB/s, efficiency 0.75, 0.5
+    of the communication hidden, 3 x plain, 2.5 x the best baseline.
     """
     layer = min((times_ms[name] for name in ("comet", "comet_graph") if name in times_ms), default=None)
     gemm = times_ms.get("gemm_comet", times_ms.get("gemm_torch"))
