@@ -13,12 +13,11 @@ from torch.distributed import ProcessGroup
 from triton import TritonError
 
 from comet.layer.workspace import Workspace
-from comet.measure.layers import recover
+from comet.measure.layers import first_failure, reason, recover
 
 # What a variant may die of without ending the run; anything else is a mistake of the benchmark itself.
 FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, ImportError, AssertionError, LookupError, TritonError)
 T = TypeVar("T")
-ELSEWHERE = "failed on another rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +66,8 @@ def attempt(action: Callable[[], T], ranks: Ranks, pool: Workspace | None = None
         if ranks.device.type == "cuda":
             torch.cuda.synchronize()
     except FAILURES as error:
-        failure = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-    if ranks.worst(float(bool(failure))):
-        if pool is not None:
-            recover(pool, ranks.process_group)
-        return None, failure or ELSEWHERE
-    return value, ""
+        failure = reason(error)
+    failure = first_failure(failure, ranks.process_group)
+    if failure and pool is not None:
+        recover(pool, ranks.process_group)
+    return (None, failure) if failure else (value, "")

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from comet.config import MoEConfig, require
+from comet.models.gpt import GPT
+from comet.router.router import Router, Routing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +45,30 @@ class Trace:
         require(known, f"trace={str(path)!r} must hold {', '.join(names)}, as bench.py speculation writes it")
         ids, guessed = found["ids"].long(), found["guessed"].long()
         return cls(ids=ids, num_experts=found["num_experts"], guessed=guessed)
+
+
+def record_routing(model: GPT, texts: Sequence[Tensor]) -> Trace:
+    """The routing of texts ``(B, P)``, one behind the other; each router is asked a layer ahead, too."""
+    routers = [layer.router for layer in model.moe_layers()]
+    ids: list[list[Tensor]] = [[] for _ in routers]
+    guessed: list[list[Tensor]] = [[] for _ in routers]
+
+    def note(number: int, _: Router, given: tuple[Tensor], routing: Routing) -> None:
+        ids[number].append(routing.top_k_ids.cpu())
+        if number + 1 < len(routers):
+            guessed[number + 1].append(routers[number + 1].forward(*given).top_k_ids.cpu())
+
+    hooks = [router.register_forward_hook(partial(note, number)) for number, router in enumerate(routers)]
+    try:
+        for text in texts:
+            model(text)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    first, *others = (torch.cat(layer) for layer in ids)
+    found = torch.stack([first, *others], dim=1).long()
+    guesses = torch.stack([torch.full_like(first, -1), *map(torch.cat, guessed[1:])], dim=1).long()
+    return Trace(ids=found, num_experts=model.config.moe.num_experts, guessed=guesses)
 
 
 def made_trace(config: MoEConfig, num_layers: int, num_steps: int, sticky: float) -> Tensor:

@@ -11,8 +11,8 @@ Continues texts that training did not see, one at a time. *on_demand* keeps no e
 limited to the slots and ``--workspace-mb``.
 
 ``first_token_ms`` is for a prompt of 1,000 tokens; ``nll`` the mean negative log-likelihood of the texts by the whole
-model, in nats a token. What adaptive mode costs is measured on held-out text (``lib/drafts.py``); the routing of that
-text goes to ``routing.pt``, for ``bench.py experts --trace``. Results so far stand in ``--out`` after every round.
+model, in nats a token, of which adaptive mode costs some. The routing of held-out text goes to ``routing.pt``, for
+``bench.py experts --trace``. Results so far stand in ``--out`` after every round.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from comet.experts import ExpertCache, slots_of_budget
 from comet.experts.cache import bytes_of_expert
 from comet.generation.engine import GPTEngine
 from comet.generation.source import find_source, model_of
-from comet.generation.text import ByteCodec
 from comet.jobs.config import DataConfig
 from comet.jobs.generate import GenerateConfig
 from comet.launch.failures import one_line
@@ -45,12 +44,12 @@ from comet.models.gpt import GPT
 from comet.training.checkpoint import load_weights
 from comet.training.data import read_corpus
 
-from lib.arguments import BUDGETS, require_known, shares, suite_parser, whole_numbers, words
-from lib.drafts import measure_drafts, record_routing
+from lib.arguments import BUDGETS, require_known, suite_parser, whole_numbers, words
 from lib.ranks import FAILURES, Ranks, device_name
 from lib.report import Row, cell, table_of, write_json
 from lib.start import memory_limit, release, start_ranks, tell
 from lib.timing import link_gbs
+from lib.traces import Trace, record_routing
 from variants.speculation import OnDemand, Variant, score
 
 COLUMNS = (
@@ -227,17 +226,14 @@ class Run:
             row["nll"] = sum(scores) / len(scores)
         return [*rows, *self.failures]
 
-    def measure_modes(self, folder: Path | None) -> list[Row]:
-        """What drafts are worth on held-out text; its routing goes to ``routing.pt``."""
+    def record(self) -> Trace:
+        """The routing of held-out text."""
         self.resident.take_over()
         count, size, length = HELDOUT_SHAPE
-        length = min(length, self.context, len(self.heldout) - 2)
-        starts = self.starts(count * size, length + 1, seed=1)
-        texts = torch.stack([self.heldout[start : start + length + 1].long() for start in starts]).to(self.device)
-        batches, tokens = texts.split(size), ByteCodec().num_tokens
-        if folder is not None:
-            record_routing(self.model, [batch[:, :-1] for batch in batches]).save(folder / "routing.pt")
-        return measure_drafts(self.model, batches, self.plain, self.arguments.tolerances, tokens)
+        length = min(length, self.context, len(self.heldout) - 1)
+        starts = self.starts(count * size, length, seed=1)
+        texts = torch.stack([self.heldout[start : start + length].long() for start in starts]).to(self.device)
+        return record_routing(self.model, texts.split(size))
 
     def memory(self) -> int:
         """Bytes of the device's memory that this process uses."""
@@ -284,13 +280,9 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     timed.make_all(started + MAKING * arguments.seconds)
     timed.time_all(started + arguments.seconds)
     rows = timed.scored_rows()
-    timed.write({"rows": rows})
-    modes = timed.measure_modes(out)
-    text = f"{table_of(rows, COLUMNS, cell)}\nheld-out, by T\n{table_of(modes, list(modes[0]), cell)}"
-    print(text)
     if out is not None:
-        (out / "bench_speculation.txt").write_text(text + "\n")
-    print(timed.write({"rows": rows, "modes": modes}))
+        timed.record().save(out / "routing.pt")
+    print(table_of(rows, COLUMNS, cell), timed.write({"rows": rows}), sep="\n")
     group.close()
 
 
@@ -307,8 +299,7 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--draft-experts", type=whole_numbers, default=[2])
     parser.add_argument("--draft-tokens", type=int, default=4)
     parser.add_argument("--tau", type=float, default=0.4)
-    parser.add_argument("--tolerance", type=float, default=0.3, help="T of adaptive mode in the table")
-    parser.add_argument("--tolerances", type=shares, default=(0.1, 0.3, 0.5, 0.9), help="T whose cost is measured")
+    parser.add_argument("--tolerance", type=float, default=0.3, help="T of adaptive mode")
     parser.add_argument("--workspace-mb", type=int, default=512, help="device memory of a variant beside its slots")
     arguments = parser.parse_args(command_line)
     require_known("variants", arguments.variants, KINDS)

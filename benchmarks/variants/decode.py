@@ -45,10 +45,9 @@ def own_runs(team: Team, steps: Sequence[Step], variants: Sequence[str]) -> dict
     mine, slots = share_of(num_tokens, team.layout), slots_of(num_tokens, team.layout)
     shares = [Batch(step.tokens[mine], step.ids[mine], step.routing_weights[mine]) for step in steps]
     filled = [fill(share, slots) for share in shares]
-    step = steps[0]
+    step, rows = steps[0], min(slots * ranks, MAX_DECODE_TOKENS)
     scratch, other_scratch = (
-        DecodeScratch.create(step.weights, team.config.top_k, step.tokens.dtype, max_tokens=slots * ranks)
-        for _ in range(2)
+        DecodeScratch.create(step.weights, team.config.top_k, step.tokens.dtype, max_tokens=rows) for _ in range(2)
     )
 
     def own(index: int) -> Tensor:
@@ -74,7 +73,7 @@ def own_runs(team: Team, steps: Sequence[Step], variants: Sequence[str]) -> dict
     found: dict[str, StepRun] = {"own_nccl": own_nccl} if has_room else {}
     if team.shared is not None:
         found |= {"own": own, "own_fused": own_fused} if has_room else {"own_fused": own_fused}
-    return {name: run for name, run in found.items() if name in variants}
+    return {name: found[name] for name in OWN if name in found and name in variants}
 
 
 def share_of(num_tokens: int, layout: ExpertLayout) -> slice:

@@ -20,8 +20,6 @@ from comet.layer.paths import ExpertPath
 from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT
 
-from lib.drafts import whole_pass
-
 
 class OnDemand(CachedExperts):
     """Experts that are forgotten before every step."""
@@ -102,5 +100,5 @@ def score(model: GPT, prompt: str, text: str) -> float:
     codec = ByteCodec()
     given, made = codec.encode(prompt), codec.encode(text)
     ids = torch.tensor([[*given, *made]], device=model.rotary.device)
-    logits = whole_pass(model, ids[:, :-1])[0][0, len(given) - 1 :, : codec.num_tokens]
+    logits = model(ids[:, :-1]).logits[0, len(given) - 1 :, : codec.num_tokens].float()
     return float(torch.nn.functional.cross_entropy(logits, ids[0, len(given) :]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,16 +12,13 @@ import pytest
 import torch
 from training_cases import MODEL, MOE, Rank, make_job, make_model
 
-from comet.config import MoEConfig, SpeculationConfig
-from comet.experts import DraftRouter, Speculation
-from comet.generation.engine import GPTEngine
+from comet.config import MoEConfig
 from comet.jobs.generate import GenerateConfig
 from comet.training.trainer import train
 
 import suites.experts
 import suites.speculation
-from lib.drafts import Rounds, draft_passes, kept_drafts, measure_drafts, of_positions, record_routing, whole_pass
-from lib.traces import Trace, made_trace, resized_guesses, resized_trace, reuse_distances
+from lib.traces import Trace, made_trace, record_routing, resized_guesses, resized_trace, reuse_distances
 from suites.experts import HOST_CORES
 from suites.speculation import KINDS, main
 
@@ -64,17 +60,8 @@ def test_a_run_on_a_cpu(
     for name, row in rows.items():
         assert ("acceptance" in row) == (KINDS.get(name, {}).get("speculate") is not None)
         assert row["first_token_ms"] > 0
-    check_modes(found["modes"])
-    assert "held-out, by T" in out
     kinds = [name for name in suites.experts.KINDS if not name.endswith(HOST_CORES)]
     replay_elsewhere(tmp_path / "routing.pt", kinds, capsys)
-
-
-def check_modes(modes: list[dict]) -> None:
-    """What has to hold of any model."""
-    assert [row["tolerance"] for row in modes] == [None, 0.1, 0.3, 0.5, 0.9]
-    assert (modes[0]["nll_added"], modes[0]["agreement"]) == (0, pytest.approx(1)), "conservative"
-    assert all(1 <= row["tokens_per_round"] <= 5 for row in modes)
 
 
 @pytest.mark.slow
@@ -172,102 +159,6 @@ def test_names_that_are_none(trained: Sequence[str], tmp_path: Path) -> None:
         suites.experts.main(["--device", "cpu", "--model", "tiny", "--trace", str(tmp_path / "other.pt")])
 
 
-def test_the_examples_of_modes() -> None:
-    p, q = torch.tensor([[[0.4, 0.6]]]).double(), torch.tensor([[[0.8, 0.2]]]).double()
-    for tolerance, kept in ((None, [0.4, 0.2]), (0.6, [0.8, 0.0]), (0.4, [0.0, 0.0])):
-        torch.testing.assert_close(kept_drafts(p, q, 0.5, tolerance)[0, 0], torch.tensor(kept).double())
-    found = of_positions(p, q, torch.tensor([[0]]), 0.5, 0.6)
-    expected = {"accepted": 0.8, "nll_added": math.log(0.4 / 0.88), "agreement": 0.52, "goes_on": 2.0}
-    assert {name: float(value) for name, value in found.items()} == pytest.approx(expected)
-    assert float(of_positions(p, q, torch.tensor([[1]]), 0.1, None)["goes_on"]) == pytest.approx(0.2 / 0.6)
-    assert float(of_positions(p, q, torch.tensor([[1]]), 0.5, None)["goes_on"]) == 0, (
-        "a draft that is not sure is the last"
-    )
-
-
-@pytest.mark.parametrize("mode", ["conservative", "adaptive"])
-def test_rounds_are_those_of_speculation(mode: str) -> None:
-    """A memoryless model: p and q do not depend on what came before, so the text is as many draws from p."""
-    drawn = torch.Generator().manual_seed(SEED)
-    p, q = torch.tensor([0.45, 0.35, 0.15, 0.05]).double(), torch.tensor([0.6, 0.22, 0.1, 0.08]).double()
-    config = SpeculationConfig(speculate=mode, tau=0.2, adaptive_tolerance=0.5, draft_tokens=3)  # type: ignore[arg-type]
-    model = SimpleNamespace(lengths=torch.zeros(1).long(), rewind=lambda _: None, decode=lambda _: p[None])
-    model.draft, model.verify = lambda _: q[None], lambda ids: p.expand(1, ids.shape[1], -1)
-    sampling = SimpleNamespace(seen=None, probabilities=lambda each, _: each, certain=lambda each: each)
-    count = 1500
-    rounds = Speculation(model, sampling, config, torch.rand(count, 1, 7, generator=drawn, dtype=torch.float64))
-    made = []
-    for _ in range(count):
-        rounds._next_length = 3  # not what the clock says
-        made += rounds(torch.zeros(1).long(), [True], 100)[1]
-    tolerance = None if mode == "conservative" else 0.5
-    counted = Rounds(0.2, tolerance, 3)
-    text = torch.multinomial(p, 40_000, replacement=True, generator=drawn)[None]
-    for place in range(3):
-        counted.add(place, p.expand(1, 40_000, -1), q.expand(1, 40_000, -1), text)
-    found, said = counted.summary(), rounds.report.facts()
-    assert said["tokens_per_round"] == pytest.approx(found["tokens_per_round"], rel=0.03)
-    made_by_place = [sum(len(tokens) > place for tokens in made) / count for place in range(4)]
-    reached = [row["reached"] * row["acceptance"] for row in counted.by_position()]
-    assert made_by_place == pytest.approx([1.0, *reached], abs=0.03)
-
-
-def test_adaptive_mode_draws_from_the_distribution_that_is_scored() -> None:
-    from comet.experts.drafts.speculation import Draft, pick, verdict
-
-    drawn = torch.Generator().manual_seed(SEED)
-    p, q = torch.rand(2, 6, generator=drawn, dtype=torch.float64).softmax(1)
-    p, q = (p * 2).softmax(0), (q * 8).softmax(0)
-    tau, tolerance, count = 0.05, 0.4, 40_000
-    config = SpeculationConfig(speculate="adaptive", tau=tau, adaptive_tolerance=tolerance)
-    draws = torch.rand(count, 3, generator=drawn, dtype=torch.float64)
-    drafts = pick(q.expand(count, -1), draws[:, 0])
-    draft = Draft(
-        ids=torch.stack([torch.zeros_like(drafts), drafts], dim=1), proposed=torch.ones(count, 1, dtype=torch.bool),
-        confidence=q[drafts][:, None], q=[q.expand(count, -1)], seen=None,
-    )  # fmt: skip
-    likely = p.expand(count, 2, -1)
-    accepted, weights = verdict(config, draft, likely, likely, draws[:, 1:2])
-    made = torch.where(accepted == 1, drafts, pick(weights, draws[:, 2]))
-    shares = made.bincount(minlength=6) / count
-    for token in range(6):
-        found = of_positions(p[None, None], q[None, None], torch.tensor([[token]]), tau, tolerance)
-        assert float(shares[token]) == pytest.approx(float(p[token] * torch.exp(-found["nll_added"])), abs=0.01)
-    assert float((accepted == 1).double().mean()) == pytest.approx(float(found["accepted"]), abs=0.01)
-
-
-def test_drafts_on_given_text_are_those_of_decoding() -> None:
-    model, group = make_model(SMALL, max_tokens=64)
-    torch.nn.init.normal_(model.head.weight, std=0.3, generator=torch.Generator().manual_seed(SEED))
-    config = SpeculationConfig(draft_experts=(1,), draft_tokens=3, tau=0.0)
-    engine = GPTEngine(model, group, speculation=config)
-    text = torch.randint(256, (1, 20), generator=torch.Generator().manual_seed(SEED))
-    with torch.no_grad():
-        logits, whole = whole_pass(model, text)
-        routers = [DraftRouter(layer.router, 1) for layer in model.moe_layers()]
-        drafted = list(draft_passes(model, text, whole, routers, 3))
-        for start in (5, 12):
-            first = engine.prefill(text[:, :start], torch.tensor([start]), 20)
-            torch.testing.assert_close(first, logits[:, start - 1], rtol=1e-4, atol=1e-4)
-            for place in range(3):
-                decoded = engine.draft(text[:, start + place])
-                torch.testing.assert_close(decoded, drafted[place][:, start + place], rtol=1e-4, atol=1e-4)
-        assert not torch.allclose(drafted[0][:, 5:], logits[:, 5:], atol=1e-3), "drafts differ, or nothing is tested"
-    group.close()
-
-
-def test_a_conservative_estimate_of_all_experts_is_certain() -> None:
-    model, group = make_model(SMALL, max_tokens=64)
-    GPTEngine(model, group)
-    text = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(SEED))
-    with torch.no_grad():
-        found = measure_drafts(model, [text], SpeculationConfig(draft_experts=(2,), tau=0.0), [1.0], 256)
-    assert all(row["acceptance"] == pytest.approx(1) for row in found), "an untrained head"
-    assert all(row["tokens_per_round"] == pytest.approx(5) for row in found)
-    assert all(row["nll_added"] == pytest.approx(0, abs=1e-9) for row in found)
-    group.close()
-
-
 def test_the_example_of_reuse_distances() -> None:
     assert reuse_distances([[2], [0], [2]], 4) == [[2], [1], [1]]
 
@@ -319,7 +210,7 @@ def test_routers_are_asked_a_layer_ahead() -> None:
     hooks = [router.register_forward_pre_hook(lambda _, given: asked.append(given[0])) for router in routers]
     text = torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
-        whole_pass(model, text)
+        model(text)
         for hook in hooks:
             hook.remove()
         trace = record_routing(model, [text])

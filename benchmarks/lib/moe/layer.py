@@ -11,7 +11,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from comet.comm.handshake import gather
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.layer.group import make_expert_group
 from comet.layer.routed_experts import SymmetricPath
@@ -21,7 +20,7 @@ from comet.moe import MoE
 from comet.quantization.formats import FP8, FP8_BLOCK, quantize_fp8
 
 from lib.moe.report import FP8_VARIANTS, VARIANTS
-from lib.ranks import ELSEWHERE, Ranks, attempt
+from lib.ranks import Ranks, attempt
 from lib.shapes import draw_weights, make_routing, make_weights
 
 ROTATE = 4  # input sets: with outputs and weights more than the 50 MB of L2 in every real shape
@@ -133,19 +132,6 @@ def make_inputs(config: MoEConfig, num_tokens: int, routing: str, ranks: Ranks) 
         inputs.ids.append(ids)
         inputs.weights.append(weights)
     return inputs
-
-
-def find_fault(layer: Layer, ranks: Ranks) -> str:
-    """What the kernels of any rank have noted to have gone wrong since the layer was made, or ""; collective.
-
-    They give up waiting without an error, and those after them do not even begin: times of such a layer mean nothing.
-    """
-    if layer.moe is None:
-        return ""
-    _, failure = attempt(layer.moe.group.workspace.check, ranks)
-    if not failure or ranks.process_group is None:
-        return failure
-    return next(text for text in gather(ranks.process_group, failure) if text != ELSEWHERE)
 
 
 def relative_error(actual: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> float:
