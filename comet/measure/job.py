@@ -138,10 +138,9 @@ def _tune_point(
     machine = replace(machine, cuda_kernels=machine.cuda_kernels and group.cuda_kernels)
     predictions = propose(problem, machine)
     stored = resolve(problem, store, machine).setting  # of other tokens, or of an earlier run
-    if stored is not None:
-        taken = effective(stored, problem)
-        if all(item.setting != taken for item in predictions):
-            predictions.append(predict(problem, taken, machine))
+    taken = stored and effective(stored, problem)
+    if all(item.setting != taken for item in predictions):
+        predictions.append(predict(problem, taken, machine))
     measured = measure_layer(problem, [item.setting for item in predictions], group, rounds=rounds, tell=tell)
     if all(item.ms is None for item in measured):
         raise NothingMeasuredError(f"none of {len(measured)} settings ran, the first: {measured[0].failure}")

@@ -13,13 +13,12 @@ from torch.distributed import ProcessGroup
 
 from comet.config import OverlapConfig, require
 from comet.layout import MAX_PANELS
-from comet.tuner.model import propose
 from comet.tuner.problem import Machine, Problem, candidate_name, column_blocks
 from comet.tuner.profile import ProfileKey, ProfileStore
 
 logger = logging.getLogger(__name__)
 
-Source = Literal["user", "profile", "nearest", "default", "model"]
+Source = Literal["user", "profile", "nearest", "default"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,21 +33,17 @@ class Resolved:
 
 
 def resolve(
-    problem: Problem,
-    store: ProfileStore | None,
-    machine: Machine,
-    *,
-    forced: OverlapConfig | None = None,
-    default: OverlapConfig | None = None,
+    problem: Problem, store: ProfileStore, machine: Machine, *, forced: OverlapConfig | None = None
 ) -> Resolved:
-    """Choose a setting; pure: it neither logs nor remembers.
+    """Choose a setting: the user's, the one measured at these tokens or nearest to them, else the default.
+
+    Where nothing was measured the model's choice is no better (``benchmarks/results/tuner.md``).
 
     Args:
         problem: The call, with its actual number of tokens.
-        store: Measurements; ``None`` if there are none.
-        machine: For the model, and for what is possible.
+        store: Measurements.
+        machine: For what is possible.
         forced: A setting the user gave; it always wins.
-        default: What to take where nothing was measured; ``None`` asks the model.
 
     Raises:
         ValueError: If ``forced`` is impossible; the message names the rule. A measured setting that is impossible here
@@ -57,17 +52,14 @@ def resolve(
     if forced is not None:
         check_setting(forced, problem, machine)
         return Resolved(setting=forced, source="user")
-    found = store.lookup(problem) if store is not None else None
-    passed_over = ""
+    found, passed_over = store.lookup(problem), ""
     if found is not None:
         entry, exact = found
         setting = entry.winner.setting
         passed_over = broken_rule(setting, problem, machine)
         if not passed_over:
             return Resolved(setting=setting, source="profile" if exact else "nearest")
-    if default is not None:
-        return Resolved(setting=default, source="default", passed_over=passed_over)
-    return Resolved(setting=propose(problem, machine)[0].setting, source="model", passed_over=passed_over)
+    return Resolved(setting=OverlapConfig(), source="default", passed_over=passed_over)
 
 
 def check_setting(setting: OverlapConfig, problem: Problem, machine: Machine) -> None:
@@ -105,17 +97,9 @@ class Resolver:
     once per doubling and a steady one costs a dictionary lookup.
     """
 
-    def __init__(
-        self,
-        store: ProfileStore | None,
-        machine: Machine,
-        *,
-        default: OverlapConfig | None = None,
-        logs: bool = True,
-    ) -> None:
+    def __init__(self, store: ProfileStore, machine: Machine, *, logs: bool = True) -> None:
         self.store = store
         self.machine = machine
-        self.default = default
         self.logs = logs
         self._choices: dict[tuple[ProfileKey, OverlapConfig | None], Resolved] = {}
         self._warned: set[str] = set()
@@ -125,7 +109,7 @@ class Resolver:
         key = ProfileKey.create(problem, self.machine.name)
         if (key, forced) not in self._choices:
             bucket = replace(problem, num_tokens=key.tokens)
-            choice = resolve(bucket, self.store, self.machine, forced=forced, default=self.default)
+            choice = resolve(bucket, self.store, self.machine, forced=forced)
             self._choices[key, forced] = choice
             if self.logs:
                 self._log(key, choice, bucket)
@@ -138,8 +122,7 @@ class Resolver:
         self._warned.add(message)
 
     def _log(self, key: ProfileKey, choice: Resolved, bucket: Problem) -> None:
-        found = self.store.lookup(bucket) if choice.passed_over and self.store is not None else None
-        if found is not None and self.store is not None:
+        if choice.passed_over and (found := self.store.lookup(bucket)):
             profile = self.store.source(found[0])
             logger.warning("profile %s: best setting passed over: %s", profile, choice.passed_over)
         logger.info(
@@ -163,4 +146,5 @@ def shared_resolver(
     found = [ProfileStore.open(folder, machine.name, world_size) if is_first else None]
     if process_group is not None and world_size > 1:
         dist.broadcast_object_list(found, group=process_group, group_src=0)
-    return Resolver(found[0], machine, default=OverlapConfig(), logs=is_first)
+    assert found[0] is not None, "the first rank has told"
+    return Resolver(found[0], machine, logs=is_first)

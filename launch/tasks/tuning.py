@@ -75,7 +75,7 @@ def _explained(problem: Problem, machine: Machine, store: ProfileStore, forced: 
     known = {item.setting for item in predictions}
     measured = [item.setting for item in entry.measured if item.setting not in known] if entry else []
     predictions += [predict(problem, setting, machine) for setting in measured]
-    resolved = resolve(problem, store, machine, forced=forced, default=OverlapConfig())
+    resolved = resolve(problem, store, machine, forced=forced)
     return Explained(
         problem=problem,
         machine=machine,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
-from comet.tuner.choice import Resolved, check_setting, resolve
+from comet.tuner.choice import check_setting
 from comet.tuner.model import HOPELESS, PANELS, SPLITS, predict, propose
 from comet.tuner.problem import H200, Machine, Problem, effective, expected_tiles, shard_reach
 
@@ -217,4 +217,3 @@ def test_proposals_are_few_legal_sorted_and_include_plain() -> None:
 def test_plain_wins_where_overlap_does_not_pay() -> None:
     slow_peers = replace(H200, link_gbs=0.2, nccl_gbs=380.0, plain_ms=0.01)
     assert propose(problem_of(), slow_peers)[0].setting is None
-    assert resolve(problem_of(), None, slow_peers) == Resolved(setting=None, source="model")

@@ -24,6 +24,9 @@ from comet.tuner.profile import Measured, ProfileEntry, ProfileKey, ProfileStore
 QWEN3 = MoEConfig(num_experts=128, top_k=8, hidden_size=2048, ffn_size=768)
 
 
+EMPTY = ProfileStore(Path(), H200.name, {})
+
+
 def problem_of(moe: MoEConfig = QWEN3, num_tokens: int = 8192, ep: int = 4) -> Problem:
     return Problem.create(moe, ParallelConfig(ep=ep), num_tokens, torch.bfloat16)
 
@@ -36,38 +39,38 @@ def entry_of(problem: Problem, *times: tuple[OverlapConfig | None, float | None]
 def test_resolution_order(tmp_path) -> None:
     problem, best = problem_of(), OverlapConfig(comm_blocks=24)
     store = ProfileStore.load(tmp_path / "p.json", H200.name)
-    assert resolve(problem, store, H200).source == "model"
+    assert resolve(problem, store, H200) == Resolved(setting=OverlapConfig(), source="default")
     store.put(entry_of(problem, (OverlapConfig(), 2.0), (best, 1.5), (None, 3.0)))
     assert resolve(problem, store, H200) == Resolved(setting=best, source="profile")
     assert resolve(problem_of(num_tokens=6000), store, H200).source == "profile"
     assert resolve(problem_of(num_tokens=1500), store, H200) == Resolved(setting=best, source="nearest")
-    assert resolve(problem_of(num_tokens=100), store, H200).source == "model"
-    assert resolve(problem_of(ep=2), store, H200).source == "model"
+    assert resolve(problem_of(num_tokens=100), store, H200).source == "default"
+    assert resolve(problem_of(ep=2), store, H200).source == "default"
     forced = OverlapConfig(comm_blocks=3)
     assert resolve(problem, store, H200, forced=forced) == Resolved(setting=forced, source="user")
     impossible = resolve(problem, store, replace(H200, num_sms=20))
-    assert impossible.source == "model"
+    assert impossible.source == "default"
     assert impossible.passed_over.startswith("comm_blocks=24 must be below the 20 SMs of NVIDIA H200: ")
 
 
 def test_impossible_forced_settings_name_their_rule() -> None:
     problem = problem_of()
     with pytest.raises(ValueError, match=r"comm_blocks=132 must be below the 132 SMs of NVIDIA H200: at least one"):
-        resolve(problem, None, H200, forced=OverlapConfig(comm_blocks=132))
+        resolve(problem, EMPTY, H200, forced=OverlapConfig(comm_blocks=132))
     with pytest.raises(ValueError, match=r"num_panels=9 must be at most 16 and at most the 8 column blocks of hidden"):
-        resolve(problem, None, H200, forced=OverlapConfig(num_panels=9))
+        resolve(problem, EMPTY, H200, forced=OverlapConfig(num_panels=9))
     tiny = MoEConfig(num_experts=8, top_k=2, hidden_size=64, ffn_size=64)
     check_setting(OverlapConfig(), problem_of(tiny, ep=1), H200)  # the defaults always pass
 
 
 def test_resolver_follows_tokens_and_logs_each_shape_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "comet.tuner")
-    resolver = Resolver(None, H200)
+    resolver = Resolver(EMPTY, H200)
     choices = [resolver(problem_of(num_tokens=num)) for num in (8192, 8000, 8192, 64, 64)]
     assert choices[0] is choices[2] is choices[1]
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 2
-    assert re.search(r"E=128 K=8 D=2048 F=768 bfloat16, EP4 TP1, about 8192 tokens: .* \(model\)", messages[0])
+    assert re.search(r"E=128 K=8 D=2048 F=768 bfloat16, EP4 TP1, about 8192 tokens: .* \(default\)", messages[0])
     with pytest.raises(ValueError, match="comm_blocks=500"):
         resolver(problem_of(), forced=OverlapConfig(comm_blocks=500))
 
@@ -77,13 +80,13 @@ def test_an_impossible_measured_setting_is_passed_over_with_one_warning(
 ) -> None:
     store = ProfileStore.load(tmp_path / "p.json", H200.name)
     store.put(entry_of(problem_of(), (OverlapConfig(), 2.0), (OverlapConfig(comm_blocks=1_000_000), 1.0)))
-    resolver = Resolver(store, H200, default=OverlapConfig())
+    resolver = Resolver(store, H200)
     rule = "comm_blocks=1000000 must be below the 132 SMs of NVIDIA H200: at least one block computes"
     choice = [resolver(problem_of()) for _ in range(2)][1]
     assert choice == Resolved(setting=OverlapConfig(), source="default", passed_over=rule)
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert warnings == [f"profile {tmp_path}/p.json: best setting passed over: {rule}"]
-    Resolver(store, H200, default=OverlapConfig(), logs=False)(problem_of())
+    Resolver(store, H200, logs=False)(problem_of())
     assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 1
     entry, predictions = store.entries[ProfileKey.create(problem_of(), H200.name)], propose(problem_of(), H200)
     explained = Explained(problem=problem_of(), machine=H200, predictions=predictions, resolved=choice, entry=entry)
@@ -133,7 +136,7 @@ def test_explanation_is_aligned_and_fits_json() -> None:
     assert content["regret"] == 1.0, "of the choice, whatever the model likes"
     forced = replace(explained, resolved=Resolved(setting=OverlapConfig(), source="user"))
     assert explain_facts(forced)["regret"] == 2.0 / 1.5
-    unmeasured = replace(explained, resolved=Resolved(setting=None, source="model"), entry=None)
+    unmeasured = replace(explained, resolved=Resolved(setting=None, source="nearest"), entry=None)
     assert explain_facts(unmeasured)["regret"] is None
 
 
