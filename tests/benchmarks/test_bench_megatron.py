@@ -11,7 +11,7 @@ from bench_cases import ALONE, run_on_rank
 from ranks import run_ranks
 from torch import nn
 
-from suites.megatron import checked, parse, torch_grouped_gemm, train
+from suites.megatron import checked, torch_grouped_gemm, train
 
 
 def test_grouped_gemm_by_torch() -> None:
@@ -22,11 +22,6 @@ def test_grouped_gemm_by_torch() -> None:
     torch.testing.assert_close(found, expected)
     turned = weights.transpose(1, 2).contiguous()
     torch.testing.assert_close(torch_grouped_gemm(rows, turned, torch.tensor([2, 0, 5]), trans_b=True), expected)
-
-
-def test_command_line() -> None:
-    arguments = parse(["--models", "tiny,qwen3_30b_a3b", "--tokens", "8,16", "--ep", "2"])
-    assert (arguments.models, arguments.tokens, arguments.ep) == (("tiny", "qwen3_30b_a3b"), [8, 16], 2)
 
 
 class Scaled(nn.Module):

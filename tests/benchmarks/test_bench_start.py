@@ -20,9 +20,6 @@ import lib.start
 import suites.decode
 import suites.moe
 import suites.timeline
-from lib.arguments import whole_numbers, words
-from lib.ranks import Ranks
-from lib.start import tell
 
 
 @pytest.mark.parametrize(
@@ -125,21 +122,6 @@ def test_mistakes_on_the_command_line_are_named(suite: str) -> None:
     for arguments, message in MISTAKES[suite]:
         with pytest.raises(ValueError, match=re.escape(message)):
             importlib.import_module(f"suites.{suite}").parse(arguments)
-
-
-def test_words_example() -> None:
-    assert words("comet,plain") == ("comet", "plain")
-    assert words("comet") == ("comet",)
-
-
-def test_whole_numbers_example() -> None:
-    assert whole_numbers("8,32") == [8, 32]
-
-
-def test_rank_0_tells(capsys: pytest.CaptureFixture[str]) -> None:
-    for rank in (1, 0):
-        tell(Ranks(rank, CPU, None), f"rank {rank}: done")
-    assert capsys.readouterr() == ("", "rank 0: done\n")
 
 
 @pytest.mark.parametrize(

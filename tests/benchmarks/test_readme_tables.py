@@ -42,13 +42,6 @@ def test_a_folder_without_results_is_refused(tmp_path: Path) -> None:
         collect([tmp_path])
 
 
-def test_an_unknown_table_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"current\.csv='speed' in the README must be one of forward, training, decode"
-    ):
-        with_tables("<!-- current.csv: speed -->\n<!-- end -->", [])
-
-
 def test_the_readme_has_the_figures_of_the_file() -> None:
     rows, text = read_current(), (ROOT / "README.md").read_text()
     assert set(rows[0]) == set(COLUMNS)
