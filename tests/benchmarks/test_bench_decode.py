@@ -93,11 +93,6 @@ def row_of(tokens: int, **times: float) -> dict[str, Any]:
     return keys | {f"{name}_us": time for name, time in times.items()} | {"times_us": times}
 
 
-def test_compare_example() -> None:
-    error, cosine = compare(torch.tensor([[3.0, 4.0]]), torch.tensor([[3.0, 5.0]], dtype=torch.float64))
-    assert (error, cosine) == pytest.approx((0.1715, 0.9947), abs=1e-4)
-
-
 def test_report_survives_what_failed(tmp_path: Path) -> None:
     good = row_of(1, comet=10.0, torch=20.0) | {"no_graph": {"torch": "slow"}, "failures": {}}
     bad = row_of(2) | {"failures": {"point": "RuntimeError: out of memory, really"}}

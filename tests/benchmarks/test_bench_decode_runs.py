@@ -15,7 +15,6 @@ from bench_cases import ALONE, CPU, TINY, report_of, run_on_rank
 from ranks import run_ranks
 
 from comet.config import MoEConfig, ParallelConfig
-from comet.decode.gathered import Batch
 from comet.errors import CommTimeoutError, StepFailedError
 from comet.layout import ExpertLayout
 from comet.measure.timing import Timing
@@ -26,7 +25,7 @@ from lib.decode.report import OWN, figures
 from lib.decode.steps import Step, Team, make_set, make_steps, open_team
 from lib.ranks import Ranks
 from suites.decode import Checked, check_variant, parse
-from variants.decode import OVER_RANKS, Settings, fill, in_place, own_runs, share_of, slots_of, step_runs
+from variants.decode import OVER_RANKS, Settings, own_runs, share_of, slots_of, step_runs
 
 SMALL = MoEConfig(num_experts=8, top_k=2, hidden_size=64, ffn_size=64)
 TWELVE = replace(SMALL, num_experts=12)
@@ -153,17 +152,6 @@ def test_share_examples() -> None:
         assert max(map(len, brought)) == slots_of(count, layout_of(0, 3))
 
 
-@pytest.mark.parametrize("count", [0, 1, 3])
-def test_slots_without_a_token_have_no_experts(count: int) -> None:
-    share = Batch(torch.randn(count, 4), torch.ones(count, 2, dtype=torch.int32), torch.rand(count, 2))
-    tokens, ids, weights = fill(share, 3)
-    assert (tokens.shape, ids.shape, weights.shape) == ((3, 4), (3, 2), (3, 2))
-    assert (ids.dtype, weights.dtype) == (torch.int32, torch.float32)
-    for filled, given in zip((tokens, ids, weights), share, strict=True):
-        assert torch.equal(filled[:count], given)
-    assert ids[count:].tolist() == [[-1, -1]] * (3 - count)
-
-
 def test_warp_decode_needs_room_for_equal_shares() -> None:
     """64 tokens of three ranks are 22 slots of each, which are 66; 63 are 21 of each."""
     layout = layout_of(0, 3)
@@ -263,12 +251,6 @@ def test_a_deadline_of_own_tokens_is_reported() -> None:
 
 
 # ---- what it says ----------------------------------------------------------------------------------------------------
-
-
-def test_outputs_stand_side_by_side() -> None:
-    exact = torch.zeros(3, 2, dtype=torch.float64)
-    parts = [in_place(torch.full((2 - rank, 2), rank + 1.0), exact, layout_of(rank, 2)) for rank in range(2)]
-    assert sum(parts, exact).tolist() == [[1, 1], [1, 1], [2, 2]]
 
 
 def timings_of(**medians: float) -> dict[str, Timing]:

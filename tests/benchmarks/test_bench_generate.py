@@ -21,7 +21,7 @@ from comet.models.config import ModelConfig
 from comet.models.gpt import GPT
 
 from baselines.library import library_version, make_library_model
-from lib.gpt import draws_on, make_gpt, model_config
+from lib.gpt import make_gpt, model_config
 from lib.ranks import Ranks, differs_over_ranks
 from suites.generate import path_rows, prepare, room, step_bytes
 from variants.generate import Paths
@@ -108,17 +108,6 @@ def test_without_transformers_comet_runs_alone(monkeypatch: pytest.MonkeyPatch) 
     assert makers["comet"]().decode(torch.tensor([3]), 2).shape == (1,)
 
 
-@torch.no_grad()
-def test_bytes_of_a_step() -> None:
-    gpt = tiny_gpt(2)
-    contents = contents_of(gpt, 1, 30)
-    hidden, expert = 128, 3 * 128 * 128
-    attention = hidden * (4 + 2 * 2) * 32 + 4 * 32 * hidden + 2 * hidden
-    weights = 2 * (attention + 2 * expert + 8 * hidden) + hidden + 256 * hidden + hidden
-    cached = 2 * 2 * 2 * 32 * (30 + 5 / 2)
-    assert step_bytes(gpt, contents, torch.tensor([5]), 64, steps=4) == 4 * (weights + cached)
-
-
 def test_path_rows_example() -> None:
     timings = {"comet": Timing(4, 3, 5, 4), "comet_graph": Timing(2, 2, 2, 2)}
     rows = path_rows(timings, {"comet": 1.0}, {"hf_eager": "too hot"}, steps=8, batch=2, num_bytes=1e9)
@@ -128,12 +117,6 @@ def test_path_rows_example() -> None:
     assert slow["quantiles"] == {"median_ms": 0.5, "p10_ms": 0.375, "p90_ms": 0.625, "mean_ms": 0.5}
     assert (fast["tokens_per_s"], fast["cosine"]) == (8000, None)
     assert (failed["failure"], failed["ms"], failed["tbs"]) == ("too hot", None, None)
-
-
-def test_draws_are_made_on_the_device() -> None:
-    with draws_on(torch.device("meta")):
-        assert torch.randn((2, 3), generator=torch.Generator()).device.type == "meta"
-    assert torch.randn(2).device.type == "cpu"
 
 
 def test_room_for_the_warm_up() -> None:
