@@ -16,17 +16,8 @@ from comet.config import OverlapConfig
 from comet.tuner.choice import Resolved, broken_rule
 from comet.tuner.model import Prediction
 from comet.tuner.problem import Machine, Problem, candidate_name, cuda_layers, effective
-from comet.tuner.profile import Measured, ProfileEntry, ProfileStore, token_bucket
+from comet.tuner.profile import Measured, ProfileEntry, ProfileKey, ProfileStore, token_bucket
 from comet.utils.tables import aligned
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tuned:
-    """A point that was measured: the call, what the model expected of the candidates, and what they took."""
-
-    problem: Problem
-    predictions: Sequence[Prediction]
-    entry: ProfileEntry
 
 
 def measured_ms(entry: ProfileEntry | None) -> dict[OverlapConfig | None, float]:
@@ -46,54 +37,6 @@ def regret_of(setting: OverlapConfig | None, entry: ProfileEntry | None) -> floa
     """Measured time of a candidate over that of the best one; ``None`` if it did not run."""
     measured = measured_ms(entry)
     return measured[setting] / min(measured.values()) if setting in measured else None
-
-
-def regrets(points: Sequence[Tuned], store: ProfileStore, machine: Machine) -> dict[str, dict[str, float | int | None]]:
-    """Mean and worst regret over all points, for each way to choose without having measured the point itself.
-
-    Returns:
-        ``{"default": ..., "model": ..., "nearest": {"mean": 1.01, "worst": 1.04, "points": 19}}``: ``points`` are those
-        at which the choice was among what was measured, the others do not count; for ``nearest`` a point's own entry of
-        the store is left out.
-    """
-    ways = {
-        "default": [_regret(point, OverlapConfig(), machine) for point in points],
-        "model": [model_regret(point.predictions, point.entry) for point in points],
-        "nearest": [_nearest_regret(point, store, machine) for point in points],
-    }
-    return {name: _summary([value for value in found if value is not None]) for name, found in ways.items()}
-
-
-def regret_text(found: dict[str, dict[str, float | int | None]]) -> str:
-    """One line for each way to choose that there is a figure for."""
-    lines = [
-        f"{name:<7}  mean {values['mean']:.3f}, worst {values['worst']:.3f}, {values['points']} points"
-        for name, values in found.items()
-        if values["points"]
-    ]
-    return "\n".join(["regret: time of the choice over the best measured", *lines])
-
-
-def _regret(point: Tuned, setting: OverlapConfig | None, machine: Machine) -> float | None:
-    """Of a setting, or of a candidate that comes to the same launches."""
-    measured = measured_ms(point.entry)
-    wanted = setting and effective(setting, point.problem)
-    times = [ms for item, ms in measured.items() if (item and effective(item, point.problem)) == wanted]
-    return min(times) / min(measured.values()) if times else None
-
-
-def _nearest_regret(point: Tuned, store: ProfileStore, machine: Machine) -> float | None:
-    others = {key: entry for key, entry in store.entries.items() if key != point.entry.key}
-    found = ProfileStore(store.path, store.device, others).lookup(point.problem)
-    return _regret(point, found[0].winner.setting, machine) if found else None
-
-
-def _summary(values: Sequence[float]) -> dict[str, float | int | None]:
-    return {
-        "mean": mean(values) if values else None,
-        "worst": max(values, default=None),
-        "points": len(values),
-    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,6 +92,54 @@ class Explained:
         machine = replace(self.machine, cuda_kernels=self.machine.cuda_kernels and entry.kernels == "auto")
         is_possible = not broken_rule(setting, self.problem, self.machine)
         return is_possible and cuda_layers(there, machine) == cuda_layers(self.problem, self.machine)
+
+
+def regrets(points: Sequence[Explained], store: ProfileStore) -> dict[str, dict[str, float | int | None]]:
+    """Mean and worst regret over all points, for each way to choose without having measured the point itself.
+
+    Returns:
+        ``{"default": ..., "model": ..., "nearest": {"mean": 1.01, "worst": 1.04, "points": 19}}``: ``points`` are those
+        at which the choice was among what was measured, the others do not count; for ``nearest`` a point's own entry of
+        the store is left out.
+    """
+    ways = {
+        "default": [_regret(point, OverlapConfig()) for point in points],
+        "model": [model_regret(point.predictions, point.entry) for point in points],
+        "nearest": [_nearest_regret(point, store) for point in points],
+    }
+    return {name: _summary([value for value in found if value is not None]) for name, found in ways.items()}
+
+
+def regret_text(found: dict[str, dict[str, float | int | None]]) -> str:
+    """One line for each way to choose that there is a figure for."""
+    lines = [
+        f"{name:<7}  mean {values['mean']:.3f}, worst {values['worst']:.3f}, {values['points']} points"
+        for name, values in found.items()
+        if values["points"]
+    ]
+    return "\n".join(["regret: time of the choice over the best measured", *lines])
+
+
+def _regret(point: Explained, setting: OverlapConfig | None) -> float | None:
+    """Of a setting, or of a candidate that comes to the same launches."""
+    measured = measured_ms(point.entry)
+    times = [ms for item, ms in measured.items() if point.taken(item) == point.taken(setting)]
+    return min(times) / min(measured.values()) if times else None
+
+
+def _nearest_regret(point: Explained, store: ProfileStore) -> float | None:
+    own = ProfileKey.create(point.problem, store.device)
+    others = {key: entry for key, entry in store.entries.items() if key != own}
+    found = ProfileStore(store.path, store.device, others).lookup(point.problem)
+    return _regret(point, found[0].winner.setting) if found else None
+
+
+def _summary(values: Sequence[float]) -> dict[str, float | int | None]:
+    return {
+        "mean": mean(values) if values else None,
+        "worst": max(values, default=None),
+        "points": len(values),
+    }
 
 
 def explain_text(explained: Explained) -> str:

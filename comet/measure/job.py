@@ -26,7 +26,7 @@ from comet.errors import NothingMeasuredError
 from comet.jobs.config import JobConfig, activation_dtype
 from comet.layer.group import ExpertGroup, make_expert_group
 from comet.layer.workspace import Workspace, WorkspaceShape
-from comet.measure.explain import Explained, Tuned, explain_facts, explain_text, regret_text, regrets
+from comet.measure.explain import Explained, explain_facts, explain_text, regret_text, regrets
 from comet.measure.layers import first_failure, measure_layer, reason
 from comet.measure.sweep import Point, Shape, SweepLog, best_points, plot_sweep, sweep_points, sweep_table
 from comet.training.ranks import RankContext, from_first_rank
@@ -67,7 +67,7 @@ def tune_job(config: JobConfig, context: RankContext, load_models: LoadModels) -
     machine, store = from_first_rank(lambda: _open_store(config, context.device))
     group = make_group(config, next(iter(points.values()))[0].moe, config.parallel, 1, context)  # a point has its pool
     require_memory(group.comm, "tune", "there is nothing to tune between nodes, which run path 'plain'")
-    tuned: list[Tuned] = []
+    tuned: list[Explained] = []
     facts: list[dict[str, Any]] = []
     progress = Measuring(sum(map(len, points.values())), "point", enabled=context.rank == 0)
     for model, problem in ((model, problem) for model, problems in points.items() for problem in problems):
@@ -79,12 +79,12 @@ def tune_job(config: JobConfig, context: RankContext, load_models: LoadModels) -
             facts.append({"model": model, "tokens": problem.num_tokens, "failure": str(error)})
             progress.end(f"{model}, {problem.num_tokens} tokens: {error}\n")
             continue
-        explained, seconds = _explained(tuned[-1], machine, store), time.perf_counter() - begin
-        facts.append({"model": model, "seconds": round(seconds, 2), **explain_facts(explained)})
-        progress.end(f"{model}, {seconds:.1f} s\n{explain_text(explained)}\n")
+        seconds = time.perf_counter() - begin
+        facts.append({"model": model, "seconds": round(seconds, 2), **explain_facts(tuned[-1])})
+        progress.end(f"{model}, {seconds:.1f} s\n{explain_text(tuned[-1])}\n")
     progress.close()
     group.close()
-    total, found = round(time.perf_counter() - start, 2), regrets(tuned, store, machine)
+    total, found = round(time.perf_counter() - start, 2), regrets(tuned, store)
     result = {"task": "tune", "profile": str(store.path), "seconds": total, "regrets": found, "points": facts}
     if context.rank == 0:
         sys.stdout.write(f"{regret_text(found)}\n\n{json.dumps(result)}\n")
@@ -131,7 +131,7 @@ def _tune_point(
     group: ExpertGroup,
     rounds: int,
     tell: Callable[[str], None],
-) -> Tuned:
+) -> Explained:
     """Measure and store: as in a layer made for this many tokens, which decides between kernels."""
     shape = WorkspaceShape.create(problem.moe, problem.world_size, problem.num_tokens, problem.dtype)
     group = replace(group, workspace=Workspace(group.comm, shape))
@@ -152,16 +152,12 @@ def _tune_point(
         store.put(entry)
     else:
         store.entries[entry.key] = entry
-    return Tuned(problem=problem, predictions=predictions, entry=entry)
-
-
-def _explained(point: Tuned, machine: Machine, store: ProfileStore) -> Explained:
     return Explained(
-        problem=point.problem,
+        problem=problem,
         machine=machine,
-        predictions=point.predictions,
-        resolved=resolve(point.problem, store, machine),
-        entry=point.entry,
+        predictions=predictions,
+        resolved=resolve(problem, store, machine),
+        entry=entry,
         profile=store.path,
     )
 

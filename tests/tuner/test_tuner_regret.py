@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
-from comet.measure.explain import Tuned, model_regret, regret_text, regrets
+from comet.measure.explain import Explained, model_regret, regret_text, regrets
+from comet.tuner.choice import Resolved
 from comet.tuner.model import predict
 from comet.tuner.problem import H200, Problem
 from comet.tuner.profile import Measured, ProfileEntry, ProfileKey, ProfileStore
@@ -22,7 +23,7 @@ def problem_of(num_tokens: int) -> Problem:
     return Problem.create(QWEN3, ParallelConfig(ep=4), num_tokens, torch.bfloat16)
 
 
-def tuned(num_tokens: int, favourite: OverlapConfig | None, times: dict[OverlapConfig | None, float]) -> Tuned:
+def tuned(num_tokens: int, favourite: OverlapConfig | None, times: dict[OverlapConfig | None, float]) -> Explained:
     """A point at which the model likes ``favourite`` best."""
     problem = problem_of(num_tokens)
     predictions = [
@@ -31,10 +32,11 @@ def tuned(num_tokens: int, favourite: OverlapConfig | None, times: dict[OverlapC
     measured = tuple(Measured(setting=setting, ms=ms) for setting, ms in times.items())
     key = ProfileKey.create(problem, H200.name)
     entry = ProfileEntry(key=key, measured=measured, commit="abc", date="2026-11-20")
-    return Tuned(problem=problem, predictions=predictions, entry=entry)
+    resolved = Resolved(setting=entry.winner.setting, source="profile")
+    return Explained(problem=problem, machine=H200, predictions=predictions, resolved=resolved, entry=entry)
 
 
-def store_of(tmp_path: Path, *points: Tuned) -> ProfileStore:
+def store_of(tmp_path: Path, *points: Explained) -> ProfileStore:
     store = ProfileStore.load(tmp_path / "p.json", H200.name)
     for point in points:
         store.put(point.entry)
@@ -49,7 +51,7 @@ def test_regret_example() -> None:
 def test_each_way_to_choose_over_all_points(tmp_path: Path) -> None:
     small = tuned(4096, SIX, {DEFAULT: 1.0, SIX: 1.25, None: 4.0})
     large = tuned(8192, SIX, {DEFAULT: 2.2, SIX: 2.0, None: 8.0})
-    found = regrets([small, large], store_of(tmp_path, small, large), H200)
+    found = regrets([small, large], store_of(tmp_path, small, large))
     assert found == {
         "default": {"mean": pytest.approx(1.05), "worst": pytest.approx(1.1), "points": 2},
         "model": {"mean": pytest.approx(1.125), "worst": 1.25, "points": 2},
@@ -67,8 +69,8 @@ def test_what_was_not_measured_does_not_count(tmp_path: Path) -> None:
     eight = OverlapConfig(num_panels=8)
     point, far = tuned(8192, SIX, {SIX: 1.0, None: 4.0}), tuned(512, SIX, {SIX: 1.0})
     other = tuned(4096, eight, {eight: 1.0})
-    found = regrets([point], store_of(tmp_path, point, other), H200)
+    found = regrets([point], store_of(tmp_path, point, other))
     assert {name: values["points"] for name, values in found.items()} == {"default": 0, "model": 1, "nearest": 0}
     assert found["default"]["mean"] is found["default"]["worst"] is None
     assert "default" not in regret_text(found)
-    assert regrets([far], store_of(tmp_path / "far", far), H200)["nearest"]["points"] == 0, "its own is left out"
+    assert regrets([far], store_of(tmp_path / "far", far))["nearest"]["points"] == 0, "its own is left out"
