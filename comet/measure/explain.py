@@ -16,7 +16,7 @@ from comet.config import OverlapConfig
 from comet.tuner.choice import Resolved, broken_rule
 from comet.tuner.model import Prediction
 from comet.tuner.problem import Machine, Problem, candidate_name, cuda_layers, effective
-from comet.tuner.profile import Measured, ProfileEntry, ProfileKey, ProfileStore, token_bucket
+from comet.tuner.profile import Measured, ProfileEntry, ProfileKey, ProfileStore
 from comet.utils.tables import aligned
 
 
@@ -86,12 +86,9 @@ class Explained:
     def _ran_alike(self, setting: OverlapConfig | None, entry: ProfileEntry) -> bool:
         if setting is None:
             return True
-        # An entry of about so many tokens may have been measured at just so many.
-        is_near = token_bucket(self.problem.num_tokens) != entry.key.tokens
-        there = replace(self.problem, num_tokens=entry.key.tokens) if is_near else self.problem
         machine = replace(self.machine, cuda_kernels=self.machine.cuda_kernels and entry.kernels == "auto")
         is_possible = not broken_rule(setting, self.problem, self.machine)
-        return is_possible and cuda_layers(there, machine) == cuda_layers(self.problem, self.machine)
+        return is_possible and cuda_layers(self.problem, machine) == cuda_layers(self.problem, self.machine)
 
 
 def regrets(points: Sequence[Explained], store: ProfileStore) -> dict[str, dict[str, float | int | None]]:

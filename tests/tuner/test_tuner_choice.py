@@ -175,26 +175,19 @@ def test_times_stand_beside_the_kernels_they_are_of() -> None:
     assert measured(explained_of(8192, entry)) == dict(zip(names, (1.9, 2.5, 9.0), strict=True))
     assert measured(explained_of(8192, in_triton)) == dict(zip(names, (None, None, 9.0), strict=True))
     assert "; measured at 8192 tokens, in Triton alone, 2026-11-20" in explain_text(explained_of(8192, in_triton))
-    about = explained_of(
-        3000, entry_of(problem_of(num_tokens=3000), *times)
-    )  # the entry of 4096, where layer 1 changes
-    assert measured(about)["4 panels, layer 0 in CUDA C++"] == 1.9
     without = replace(explained_of(8192, in_triton), machine=replace(H200, cuda_kernels=False))
     assert {item["measured_ms"] for item in explain_facts(without)["candidates"]} == {1.9, 2.5, 9.0}
 
 
 def test_times_of_other_tokens_say_so_and_those_of_other_kernels_are_left_out() -> None:
-    """At 1024 tokens layer 1 runs in Triton, at 8192 in CUDA C++."""
-    explained = explained_of(1024, entry_of(problem_of(), (OverlapConfig(), 2.0), (None, 2.5)))
+    entry = entry_of(problem_of(), (OverlapConfig(), 2.0))
+    explained = explained_of(1024, entry)
     assert "measured ms at 8192 tokens" in explain_text(explained).splitlines()[1]
     found = {
         item["name"]: (item["measured_ms"], item["measured_tokens"]) for item in explain_facts(explained)["candidates"]
     }
-    assert found == {
-        "4 panels, layer 0 in CUDA C++": (None, None),
-        "plain": (2.5, 8192),
-    }
-    only = explained_of(1024, entry_of(problem_of(), (OverlapConfig(), 2.0)))
+    assert found == {"4 panels, both layers in CUDA C++": (2.0, 8192)}
+    only = explained_of(1024, replace(entry, kernels="triton"))
     assert only.comparable() is None
     assert explain_facts(only)["regret"] is None
 
