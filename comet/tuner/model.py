@@ -4,10 +4,11 @@
 slows the GEMM, each panel costs the same, and the last one travels after it: one panel is the whole result.
 
 *A split* takes the time of colocated communication and a part more, by the number of its comm blocks: few of them move
-too little, many leave too little to the GEMM. Which layers run in CUDA C++ does not depend on it.
+too little, many leave too little to the GEMM.
 
 *Plain.* GEMMs, all-to-alls of every routed row, memory passes and host time, one after the other.
 
+Kernels are those in CUDA C++; their Triton twins are predicted like them, for what counts is which setting is fastest.
 All functions are pure; every constant is a field of ``Machine``, except the ones below. Which settings are worth
 measuring follows from it: the legal ones, each way to launch once, cut down by the model.
 """
@@ -18,17 +19,15 @@ import math
 from dataclasses import dataclass, replace
 
 from comet.config import OverlapConfig
-from comet.schedule.settings import GPU_TILE_ROWS, TileShape
-from comet.tuner.problem import Machine, Problem, cuda_layers, effective, fitting_panels
+from comet.tuner.problem import Machine, Problem, effective, fitting_panels
 
 # Smooth maximum of compute and memory time, fit: DeepSeek-V3 at 2048 tokens takes 12 % more than its tiles.
 ROOFLINE_POWER = 2.5
 # Passes of the plain path over its routed rows, counted in its source: gathers, zeroed buffers, scatters, weighted sum.
 PLAIN_ROW_PASSES = 15
 PLAIN_HIDDEN_PASSES = 6
-# Items in CUDA C++ (``kernels/layer/blocks.py``): most rows, which are whole steps, most of an expert's only one;
-# columns.
-CUDA_ROWS, CUDA_STEP, CUDA_TALLEST, CUDA_COLS = 256, 16, 272, 128
+# Tiles (``kernels/layer/blocks.py``): most rows, which are whole steps, most of an expert's only one; columns.
+MOST_ROWS, ROW_STEP, TALLEST, TILE_COLS = 256, 16, 272, 128
 # N comm blocks cost SPLIT_FEW / N + SPLIT_MANY * N of the colocated time: the curve of benchmarks/results/layer.md.
 SPLIT_FEW, SPLIT_MANY = 0.3, 0.001
 
@@ -47,31 +46,20 @@ class Prediction:
         return ", ".join(f"{name} {ms:.3f}" for name, ms in self.parts)
 
 
-def gemm_ms(problem: Problem, layer: int, machine: Machine, *, in_cuda: bool) -> float:
+def gemm_ms(problem: Problem, layer: int, machine: Machine) -> float:
     """Time of a layer's grouped GEMM (0 or 1) on a rank, alone: whole waves of tiles, memory traffic and heat.
 
-    In CUDA C++ tiles are pieces of an expert's rows that are of equal height, and two blocks share the rows of layer 1;
-    in Triton they have ``GPU_TILE_ROWS``.
+    Tiles are pieces of an expert's rows that are of equal height; two blocks share the rows of layer 1.
     """
     hidden_size, width, itemsize = problem.moe.hidden_size, problem.width, problem.dtype.itemsize
-    rows, kernels, tile = (
-        problem.routed_rows,
-        machine.kernels(in_cuda),
-        TileShape.select(problem.dtype, hidden_size, width),
-    )
+    rows, num_tiles = problem.routed_rows, problem.num_tiles(MOST_ROWS, TALLEST)
     contraction, outputs = (width, hidden_size) if layer else (hidden_size, 2 * width)
-    if in_cuda:
-        num_tiles, cols = problem.num_tiles(CUDA_ROWS, CUDA_TALLEST), CUDA_COLS
-        height = rows / max(num_tiles, 1.0) + CUDA_STEP / 2
-        loaded_rows = height / 2 if layer else height
-    else:
-        num_tiles, cols = problem.num_tiles(GPU_TILE_ROWS), tile.block_n if layer else 2 * tile.block_f
-        height = loaded_rows = float(GPU_TILE_ROWS)
+    height = rows / max(num_tiles, 1.0) + ROW_STEP / 2
+    loaded_rows = height / 2 if layer else height
     rate = machine.tflops(problem.dtype) * 1e9
-    products_ms = 2 * height * cols * contraction * machine.num_sms / rate
-    operands_ms = (loaded_rows + cols) * contraction * itemsize / kernels.l2_gbs_per_sm / 1e6
-    waves = math.ceil(num_tiles * -(-outputs // cols) / machine.num_sms)
-    compute = waves * (max(products_ms, operands_ms) + kernels.tile_ms)
+    products_ms = 2 * height * TILE_COLS * contraction * machine.num_sms / rate
+    operands_ms = (loaded_rows + TILE_COLS) * contraction * itemsize / machine.l2_gbs_per_sm / 1e6
+    compute = math.ceil(num_tiles * -(-outputs // TILE_COLS) / machine.num_sms) * max(products_ms, operands_ms)
     weights = problem.experts_local * outputs * contraction * min(1.0, num_tiles)
     activations = rows * (width + hidden_size) if layer else problem.recv_rows * hidden_size + rows * width
     memory = (weights + activations) * itemsize / machine.hbm_gbs / 1e6
@@ -97,21 +85,19 @@ def predict(problem: Problem, setting: OverlapConfig | None, machine: Machine) -
 def _fused_parts(problem: Problem, setting: OverlapConfig, machine: Machine) -> dict[str, float]:
     """Plan, dispatch || GEMM || activation, and GEMM || reduce || combine, communication colocated."""
     num_ids = problem.world_size * problem.num_tokens * problem.moe.top_k
-    in_cuda = cuda_layers(problem, machine)
-    kernels = [machine.kernels(is_cuda) for is_cuda in in_cuda]
-    alone = [gemm_ms(problem, layer, machine, in_cuda=in_cuda[layer]) / kernels[layer].gemm_share for layer in (0, 1)]
+    alone = [gemm_ms(problem, layer, machine) for layer in (0, 1)]
 
     push = problem.sent_rows * problem.row_bytes / machine.link_gbs / 1e6
-    whole0 = max(alone[0], push) + kernels[0].exposed_push * push + kernels[0].launch_ms
+    whole0 = max(alone[0], push) + machine.exposed_push * push + machine.launch_ms
 
     num_panels = fitting_panels(setting.num_panels, problem)
     send = problem.recv_rows * problem.row_bytes * (1 - 1 / problem.world_size) / machine.link_gbs / 1e6
     # Expert outputs are read once, partial sums written, read and added up.
     returned = problem.num_tokens * (1 + problem.world_size * problem.reach) * problem.row_bytes
     combine = (problem.routed_rows * problem.row_bytes + returned) / machine.hbm_gbs / 1e6
-    panels = (num_panels - 1) * kernels[1].panel_ns * problem.moe.hidden_size / 1e6
-    last = (send + kernels[1].last_ms) / num_panels
-    whole1 = max(alone[1] + kernels[1].combine_passes * combine, send) + last + panels + kernels[1].launch_ms
+    panels = (num_panels - 1) * machine.panel_ns * problem.moe.hidden_size / 1e6
+    last = send / num_panels
+    whole1 = max(alone[1] + machine.combine_passes * combine, send) + last + panels + machine.launch_ms
     return {
         "plan": machine.plan_ms + num_ids * machine.plan_ns_per_row / 1e6,
         "GEMM 0": alone[0],
@@ -127,7 +113,7 @@ def _plain_parts(problem: Problem, machine: Machine) -> dict[str, float]:
     hidden_bytes = problem.width * problem.dtype.itemsize
     passes = rows * (PLAIN_ROW_PASSES * problem.row_bytes + PLAIN_HIDDEN_PASSES * hidden_bytes)
     return {
-        "GEMMs": sum(gemm_ms(problem, layer, machine, in_cuda=False) for layer in (0, 1)),
+        "GEMMs": sum(gemm_ms(problem, layer, machine) for layer in (0, 1)),
         "all-to-alls": moved / machine.nccl_gbs / 1e6,
         "passes": passes / machine.pass_gbs / 1e6,
         "host": machine.plain_ms,

@@ -20,32 +20,6 @@ from comet.schedule.settings import GPU_TILE_ROWS, TileShape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KernelRates:
-    """What the fused kernels of a language make of a GEMM and of communication beside it; all fits."""
-
-    l2_gbs_per_sm: float  # tile operands from L2 to one SM
-    tile_ms: float  # start and end of one tile that no pipeline hides
-    gemm_share: float  # GEMM rate inside a fused kernel over the GEMM alone (gathered rows, flags)
-    exposed_push: float  # part of the push, at the link's rate, by which it lengthens layer 0's GEMM
-    combine_passes: float  # what the combine costs layer 1's GEMM, over its memory traffic
-    panel_ns: float  # what a panel more costs layer 1, per column of the result
-    # reduce and final sum of all columns of a few rows after layer 1's GEMM: one block goes through them, however many
-    # blocks are idle. Of P panels it takes a P-th
-    last_ms: float
-    launch_ms: float  # start and end of a launch: first loads, last stores, late ranks
-
-
-CUDA = KernelRates(
-    l2_gbs_per_sm=64.0, tile_ms=0.0, gemm_share=1.0, exposed_push=0.2, combine_passes=1.75, panel_ns=3.5, last_ms=0.0,
-    launch_ms=0.01,
-)  # fmt: skip
-TRITON = KernelRates(
-    l2_gbs_per_sm=109.0, tile_ms=0.0025, gemm_share=0.93, exposed_push=0.4, combine_passes=1.2, panel_ns=1.0,
-    last_ms=0.058, launch_ms=0.0085,
-)  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
     """Rates in 1e9 bytes/s (``gbs``) or TFLOP/s, times in ms; the defaults describe the H200.
 
@@ -65,6 +39,11 @@ class Machine:
     heat_start_ms: float = 2.0  # GEMM time of a layer from which the power limit shows. Fit
     heat_full_ms: float = 8.0  # GEMM time at which it is fully there. Fit
     link_gbs: float = 385.0  # rate of the copy engines, which no kernel exceeds. Measured
+    l2_gbs_per_sm: float = 64.0  # tile operands from L2 to one SM. Fit
+    exposed_push: float = 0.2  # part of the push, at the link's rate, by which it lengthens layer 0's GEMM. Fit
+    combine_passes: float = 1.75  # what the combine costs layer 1's GEMM, over its memory traffic. Fit
+    panel_ns: float = 3.5  # what a panel more costs layer 1, per column of the result. Fit
+    launch_ms: float = 0.01  # start and end of a launch: first loads, last stores, late ranks. Fit
     plan_ms: float = 0.011  # plan of an empty call: launches and the exchange of ids. benchmarks/results/plan.md
     plan_ns_per_row: float = 0.085  # what each of the W*T*K ids adds to it. The same
     nccl_gbs: float = 200.0  # all-to-all of the plain path. Fit
@@ -87,10 +66,6 @@ class Machine:
         properties = torch.cuda.get_device_properties(device)
         name, num_sms = properties.name, properties.multi_processor_count
         return cls(name=name, num_sms=num_sms, cuda_kernels=is_available(device))
-
-    def kernels(self, in_cuda: bool) -> KernelRates:
-        """Rates of fused kernels in CUDA C++ or in Triton."""
-        return CUDA if in_cuda else TRITON
 
     def tflops(self, dtype: torch.dtype) -> float:
         """GEMM rate on all SMs."""

@@ -17,7 +17,7 @@ from comet.kernels.layer.blocks import MMA
 from comet.kernels.runtime import nvrtc
 from comet.kernels.runtime.arguments import Returns
 from comet.layer.workspace import WorkspaceShape
-from comet.tuner.model import CUDA_COLS, CUDA_ROWS, CUDA_STEP, CUDA_TALLEST, predict, propose
+from comet.tuner.model import MOST_ROWS, ROW_STEP, TALLEST, TILE_COLS, predict, propose
 from comet.tuner.problem import H200, Machine, Problem, candidate_name, cuda_layers, effective
 
 QWEN3 = MoEConfig(num_experts=128, top_k=8, hidden_size=2048, ffn_size=768)
@@ -127,9 +127,9 @@ def test_all_panels_and_some_splits_are_tried(machine: Machine) -> None:
 
 
 def test_pieces_are_those_of_the_kernels() -> None:
-    assert (MMA.mma_rows, MMA.row_step, MMA.block_n) == (CUDA_ROWS, CUDA_STEP, CUDA_COLS)
+    assert (MMA.mma_rows, MMA.row_step, MMA.block_n) == (MOST_ROWS, ROW_STEP, TILE_COLS)
     tallest = dispatch_gemm_cuda.CudaConfig().most_rows, gemm_combine_cuda.CudaConfig.select(256).most_rows
-    assert min(tallest) == CUDA_TALLEST
+    assert min(tallest) == TALLEST
 
 
 @pytest.mark.parametrize("available", [True, False])
