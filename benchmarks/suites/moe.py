@@ -143,14 +143,18 @@ def run(arguments: argparse.Namespace, settings: Settings, ranks: Ranks) -> None
     link = facts["link_roofline_gbs"]
     tell(ranks, f"rooflines: done in {time.perf_counter() - start:.1f} s")
     rows: list[Row] = []
-    for name, num_tokens, routing in product(arguments.models, arguments.tokens, arguments.routing):
-        keys = {"model": name, "tokens": num_tokens, "ep": arguments.ep, "tp": arguments.tp, "routing": routing}
-        keys["direction"] = "forward+backward" if settings.backward else "forward"
-        rows.append(keys | measure(name, num_tokens, routing, settings, ranks, arguments.rounds, link))
+    for name in arguments.models:
+        with open_layer(model(name), settings, ranks) as layer:
+            # One for all points: at EP2 x TP2 on four GPUs a group made anew for each hung.
+            for num_tokens, routing in product(arguments.tokens, arguments.routing):
+                keys = {"model": name, "tokens": num_tokens, "ep": arguments.ep, "tp": arguments.tp, "routing": routing}
+                keys["direction"] = "forward+backward" if settings.backward else "forward"
+                rows.append(keys | measure(layer, num_tokens, routing, settings, ranks, arguments.rounds, link))
+                if ranks.rank == 0:
+                    append_csv(table, [rows[-1]], COLUMNS)
+                tell(ranks, progress(rows[-1]))
+        del layer
         release(ranks)
-        if ranks.rank == 0:
-            append_csv(table, [rows[-1]], COLUMNS)
-        tell(ranks, progress(rows[-1]))
     if ranks.rank == 0:
         print(format_table(rows))
         draw(arguments.out / "bench_moe.png", rows)
@@ -159,7 +163,7 @@ def run(arguments: argparse.Namespace, settings: Settings, ranks: Ranks) -> None
 
 
 def measure(
-    name: str,
+    layer: Layer,
     num_tokens: int,
     routing: str,
     settings: Settings,
@@ -167,14 +171,14 @@ def measure(
     rounds: int,
     link_roofline: float | None,
 ) -> Row:
-    """The figures of one point, with a layer of its own: what goes wrong here touches no other (collective)."""
+    """The figures of one point; from what goes wrong in it the ranks recover, and it touches no other (collective)."""
     start = time.perf_counter()
-    with open_layer(model(name), settings, ranks) as layer:
-        point = partial(measure_point, layer, num_tokens, routing, settings, ranks, rounds, link_roofline)
-        measured, failure = attempt(point, ranks)
-        if layer.pool is not None:  # kernels give up waiting without an error, and their times mean nothing
-            failure = attempt(layer.pool.check, ranks)[1] or failure
+    point = partial(measure_point, layer, num_tokens, routing, settings, ranks, rounds, link_roofline)
+    measured, failure = attempt(point, ranks, layer.pool)
+    if layer.pool is not None:  # kernels give up waiting without an error, and their times mean nothing
+        failure = attempt(layer.pool.check, ranks, layer.pool)[1] or failure
     row = {"failures": f"point: {failure}"} if measured is None or failure else measured
+    release(ranks)
     return row | {"seconds": time.perf_counter() - start}
 
 
