@@ -110,7 +110,7 @@ def activation_backward_kernel(
     pre_ptr, grad_act_ptr, row_ids_ptr, slots_ptr, weights_ptr, tiles_ptr, num_tiles_ptr, results, F, K,
     BLOCK_M: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """See ``activation_backward``; persistent blocks over pieces of ROWS rows of a tile, K slots per received row."""
+    """Persistent blocks over pieces of ROWS rows of a tile, K slots per received row."""
     element = results.hidden.dtype.element_ty
     num_pieces = tl.load(num_tiles_ptr) * (BLOCK_M // ROWS)
     for piece in tl.range(tl.program_id(0), num_pieces, tl.num_programs(0)):

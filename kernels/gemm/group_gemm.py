@@ -76,7 +76,7 @@ class GemmConstants(NamedTuple):
 def group_gemm_kernel(
     a, b_desc, out_ptr, tiles_ptr, num_tiles_ptr, row_ids_ptr, N, K, GEMM: tl.constexpr
 ):  # fmt: skip
-    """See ``group_gemm``; ``a`` is a pointer when rows are gathered, else a descriptor of (block_m, block_k) blocks."""
+    """Persistent blocks; ``a`` is a pointer where rows are gathered, else a descriptor of (block_m, block_k)."""
     BLOCK_M: tl.constexpr = GEMM.block_m
     BLOCK_N: tl.constexpr = GEMM.block_n
     BLOCK_K: tl.constexpr = GEMM.block_k

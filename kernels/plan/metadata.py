@@ -2,8 +2,8 @@
 
 1. ``counting.exchange_kernel``. Its first programs, (peer, chunk of 128 tokens), copy this rank's ids and weights into
    the peer's pool and signal. The others, (source, chunk) x block of experts, wait for the chunk, count what comes to
-   this rank's experts, and give every routed row its position among the rows of its expert inside the chunk; waves
-   likewise.
+   this rank's experts, and give every routed row its position among the rows of its expert inside the chunk,
+   and of its wave.
 2. ``placement.place_kernel``, one program per piece of output: position plus what lies before the chunk is the final
    address. Each program adds up the few counts before it by itself, which is quicker than one more launch for a scan.
 
@@ -210,7 +210,7 @@ def place_plan(pool: RoutingPool, config: PlanConfig, scratch: PlanScratch, tens
     Args:
         pool: As for ``exchange``.
         config: As for ``exchange``.
-        scratch: As ``exchange`` left it.
+        scratch: What ``exchange`` left.
         tensors: The tensor fields of ``comet.layer.plan.Plan`` but ``counters``, by name, uninitialised.
     """
     num_chunks = pool.max_tokens // CHUNK_ROWS

@@ -107,7 +107,7 @@ class CudaCase:
     kernel: str  # name in the table
     source: str  # the text, constants included
     shared_bytes: int  # dynamic shared memory of a block
-    spilled_bytes: int = 0  # see KernelCase
+    spilled_bytes: int = 0  # of spilled registers that are known and do not fail the compilation
     registers: int | None = None  # of a thread at the launch, if the source counts on them
 
     @staticmethod
