@@ -163,7 +163,7 @@ def fail_in_decode(rank: int, world_size: int, use_kernels: bool, replicated: bo
     decode = RankDecode(comm, hidden_size=16, max_tokens=1, replicated=replicated, use_kernels=use_kernels)
     config = FOLD if use_kernels else None
     inputs = gathered_inputs(case, 0, (1, 1), torch.float32)[0 if replicated else rank]
-    break_beside(rank, decode, "_landing" if use_kernels else "_twin", KeyboardInterrupt(), comm)
+    break_beside(rank, decode, "_buffer" if use_kernels else "_twin", KeyboardInterrupt(), comm)
     with pytest.raises(KeyboardInterrupt if rank == 1 else (CommTimeoutError, StepFailedError)):
         decode(*inputs, weights, config=config)
     dist.barrier()
