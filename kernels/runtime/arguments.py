@@ -6,11 +6,12 @@ F, C = M / 128 chunks of rows, P phases.
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .recorder import Recorder
+from .recorder import Recorder, recording
 
 # Rows that share an arrival flag of the dispatch and of the combine, flags per chunk of the combine, and most waves
 # that a list of sent rows is ordered by; comet.layout holds the same values. A chunk of the combine is the work
@@ -56,6 +57,23 @@ class Wire:
         """W."""
         return self.row_pointers.numel()
 
+    def tensors(self, num_blocks: int) -> "SymmTensors":
+        """Those of the rows, as a kernel of so many blocks takes them."""
+        symm = (self.rows, self.row_pointers, self.flags, self.flag_pointers, self.epoch, self.fault)
+        return SymmTensors(*symm, recording(self.recorder, num_blocks))
+
+
+class SymmTensors(NamedTuple):
+    """The tensors of a ``Wire``, and where to record."""
+
+    rows: Tensor
+    row_pointers: Tensor
+    flags: Tensor
+    flag_pointers: Tensor
+    epoch: Tensor
+    fault: Tensor
+    events: Tensor | None = None
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileTable:
@@ -82,9 +100,22 @@ class TileTable:
     segments: tuple[Tensor, Tensor] | None = None
     expected_tokens_per_expert: float = 0.0
 
+    @property
+    def tensors(self) -> "TileTensors":
+        """Those of the tiles, as kernels take them."""
+        return TileTensors(self.tiles, self.num_tiles, self.row_ids, self.counters)
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GradWire:
+
+class TileTensors(NamedTuple):
+    """The tensors of a ``TileTable``, without segments."""
+
+    tiles: Tensor
+    num_tiles: Tensor
+    row_ids: Tensor
+    counters: Tensor
+
+
+class GradWire(NamedTuple):
     """Gradients of the routing weights on their way home: received rows' ``(R, K)`` float32 and where they go.
 
     Args:
@@ -100,8 +131,7 @@ class GradWire:
     out: Tensor
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Returns:
+class Returns(NamedTuple):
     """How routed rows become token rows again (``comet.layer.plan``).
 
     Args:

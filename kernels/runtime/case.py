@@ -5,7 +5,7 @@ Every module that ships kernels defines ``aot_cases() -> list[KernelCase]`` with
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -63,16 +63,10 @@ class KernelCase:
         """Type of every argument in the order of the kernel, ``constexpr`` where a constant is given."""
         return {name: _type_of(self.signature.get(name)) for name in self.fn.arg_names}
 
-    def constants(self) -> dict[str | tuple[int, int], Any]:
+    def constants(self) -> dict[str | tuple[int, ...], Any]:
         """Value of every constexpr, and ``None`` of members of tuples by their places."""
-        absent = {
-            (index, place): None
-            for index, name in enumerate(self.fn.arg_names)
-            if isinstance(kind := self.signature.get(name), tuple)
-            for place, each in enumerate(kind)
-            if each is None
-        }
-        return {**self.constexprs, **absent}
+        kinds = [self.signature.get(name, "constexpr") for name in self.fn.arg_names]
+        return {**self.constexprs, **{place: None for place, kind in _leaves(kinds) if kind is None}}
 
     def attributes(self) -> dict[tuple[int, ...], list[list[Any]]]:
         """Divisibility by 16 of the arguments, as the just-in-time compiler would record it."""
@@ -81,17 +75,26 @@ class KernelCase:
             kind = self.signature.get(parameter.name, "constexpr")
             fixed = parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
             if isinstance(kind, tuple):
-                kinds |= {(index, place): each for place, each in enumerate(kind) if each is not None}
+                kinds |= {place: each for place, each in _leaves(kind, (index,)) if each is not None}
             elif parameter.name not in self.unaligned and not fixed:
                 kinds[index,] = kind
         return {place: [["tt.divisibility", 16]] for place, kind in kinds.items() if _has_divisor(kind)}
+
+
+def _leaves(kinds: Sequence[Any], first: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Any]]:
+    """Places and types of all that is no tuple."""
+    for place, kind in enumerate(kinds):
+        if isinstance(kind, tuple):
+            yield from _leaves(kind, (*first, place))
+        else:
+            yield (*first, place), kind
 
 
 def _type_of(kind: Any) -> Any:
     """As Triton has it: ``constexpr`` where there is nothing, in a tuple of the same fields, too."""
     if not isinstance(kind, tuple):
         return kind or "constexpr"
-    members = [each or "constexpr" for each in kind]
+    members = [_type_of(each) for each in kind]
     return type(kind)(*members) if hasattr(kind, "_fields") else tuple(members)
 
 

@@ -15,7 +15,7 @@ between two clocks lies between (arrival of b - departure of a) and (departure o
 """
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import torch
 import triton
@@ -146,13 +146,13 @@ class Recorder:
         self.events[:, 0].zero_()
 
 
-def recording(recorder: Recorder | None, num_blocks: int) -> dict[str, Any]:
-    """The arguments ``events_ptr`` and ``EVENTS`` of a launch with ``num_blocks`` blocks."""
+def recording(recorder: Recorder | None, num_blocks: int) -> Tensor | None:
+    """Where a launch of ``num_blocks`` blocks records, or ``None``."""
     if recorder is None:
-        return {"events_ptr": None, "EVENTS": 0}
+        return None
     blocks = recorder.events.shape[0]
     assert num_blocks <= blocks, f"{num_blocks} blocks, rows for {blocks}"
-    return {"events_ptr": recorder.events, "EVENTS": recorder.capacity}
+    return recorder.events
 
 
 def align(flag_pointers: Tensor, epoch: Tensor, fault: Tensor, rank: int, timeout_ns: int) -> Tensor:

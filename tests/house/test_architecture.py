@@ -59,7 +59,6 @@ MAX_FOLDER, MAX_TEST_FOLDER = 14, 20  # files of Python
 TESTS_OF_ALL = {"failures", "harness", "house", "support"}  # of several folders at once, or of the tests themselves
 TESTED_ELSEWHERE = {"jobs"}  # settings of jobs, whose every field has tests in house/test_configs.py and launch
 MAX_FILE, MAX_FUNCTION, MAX_KERNEL, MAX_PARAMETERS, MAX_JIT_PARAMETERS = 500, 80, 150, 10, 15
-UNGROUPED = "kernels/layer/triton/"  # Triton's fused kernels, whose parameters are still one by one
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -238,7 +237,7 @@ def sizes(source: Source) -> list[str]:
         parameters = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
         count = sum(parameter.arg not in ("self", "cls") for parameter in parameters)
         most = MAX_JIT_PARAMETERS if is_jit(function) else MAX_PARAMETERS  # a constexpr is one, too
-        if count > most and not (is_jit(function) and source.path.startswith(UNGROUPED)):
+        if count > most:
             found.append(source.at(function, f"{function.name} has {count} parameters, at most {most}"))
     return found
 

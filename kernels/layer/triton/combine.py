@@ -17,6 +17,8 @@ blocks draw those before any sum of panel p: they come after nothing but reduces
 induction over the panels each flag that is waited for is raised. A rank that died is met by the deadline of the spin.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -33,25 +35,60 @@ def slot_block(top_k: int) -> int:
     return max(8, power_of_2(top_k))
 
 
+class CombineSizes(NamedTuple):
+    """M, routed rows Q, D and the GEMM's contraction."""
+
+    M: int
+    Q: int
+    D: int
+    contraction: int
+
+
+class CombineConstants(NamedTuple):
+    """What the combine is compiled for."""
+
+    block_n: int  # columns of a GEMM tile, of which panels consist
+    world_size: int
+    top_k: int  # K
+    top_k_block: int  # power of two, at least K
+    tokens: int  # of one sum ticket
+    rows: int  # that the reduce and the sum handle at once
+    cols: int  # of these
+    chunk: int  # rows that share flags
+    flags: int  # of a chunk
+    events: int  # that a block records at most
+    interpret: bool
+
+
+class Turn(NamedTuple):
+    """What all tickets of a launch have in common."""
+
+    epoch: int
+    rank: int
+    timeout_ns: int
+    num_tiles: int
+    num_cols: int  # column blocks of D
+    num_panels: int
+    num_tokens: int  # T
+
+
 @triton.jit
-def panel_cols(panel, num_cols, num_panels, BLOCK_N: tl.constexpr):
+def panel_cols(panel, turn, BLOCK_N: tl.constexpr):
     """First column of a panel, and how many it has, those past D included."""
-    first_block, width = panel_span(panel, num_cols, num_panels)
+    first_block, width = panel_span(panel, turn.num_cols, turn.num_panels)
     return first_block * BLOCK_N, width * BLOCK_N
 
 
 @triton.jit
-def load_slots(
-    row_slots, row_weights, rows, end, first_slot_row, K: tl.constexpr, K_BLOCK: tl.constexpr, WEIGHTED: tl.constexpr
-):
+def load_slots(returns, rows, end, first_slot_row, COMBINE: tl.constexpr):
     """(rows, K) routed rows, -1 where none, and their routing weights."""
-    ks = tl.arange(0, K_BLOCK)[None, :]
-    offsets = (first_slot_row + rows)[:, None] * K + ks
-    mask = (rows < end)[:, None] & (ks < K)
-    slots = tl.load(row_slots + offsets, mask=mask, other=-1)
+    ks = tl.arange(0, COMBINE.top_k_block)[None, :]
+    offsets = (first_slot_row + rows)[:, None] * COMBINE.top_k + ks
+    mask = (rows < end)[:, None] & (ks < COMBINE.top_k)
+    slots = tl.load(returns.row_slots + offsets, mask=mask, other=-1)
     weights = slots.to(tl.float32)
-    if WEIGHTED:
-        weights = tl.load(row_weights + offsets, mask=mask, other=0.0)
+    if returns.row_weights is not None:
+        weights = tl.load(returns.row_weights + offsets, mask=mask, other=0.0)
     return slots, weights
 
 
@@ -75,27 +112,25 @@ def add_slots(
 
 @triton.jit
 def reduce_rows(
-    y_ptr, row_slots, row_weights, target_ptr, first_row, first_slot_row, count, first_col, num_cols, D,
-    K: tl.constexpr, K_BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    y_ptr, returns, target_ptr, first_row, first_slot_row, count, first_col, num_cols, D, COMBINE: tl.constexpr
 ):  # fmt: skip
-    """Partial sums of the rows ``first_row .. min(first_row + CHUNK, count)`` of one source, in slot order.
+    """Partial sums of the rows ``first_row .. min(first_row + chunk, count)`` of one source, in slot order.
 
     ``first_slot_row`` is the received row of the source's row 0; ``target_ptr`` the combine row of its row 0. The slots
     of the next rows are fetched while the present rows travel: they are the first link of a row's chain of latencies.
     The outputs of a row's slots are fetched at once, as far as there are registers: used slots are packed to the front.
     """
+    K: tl.constexpr = COMBINE.top_k
+    ROWS: tl.constexpr = COMBINE.rows
+    COLS: tl.constexpr = COMBINE.cols
+    WEIGHTED: tl.constexpr = returns.row_weights is not None
     FIRST: tl.constexpr = K if K < SLOTS_AT_ONCE else SLOTS_AT_ONCE
     in_step = tl.arange(0, ROWS)
-    end = tl.minimum(first_row + CHUNK, count)
-    slots, weights = load_slots(
-        row_slots, row_weights, first_row + in_step, end, first_slot_row, K, K_BLOCK, WEIGHTED
-    )  # fmt: skip
+    end = tl.minimum(first_row + COMBINE.chunk, count)
+    slots, weights = load_slots(returns, first_row + in_step, end, first_slot_row, COMBINE)
     for start in range(first_row, end, ROWS):
         rows = start + in_step
-        next_slots, next_weights = load_slots(
-            row_slots, row_weights, rows + ROWS, end, first_slot_row, K, K_BLOCK, WEIGHTED
-        )  # fmt: skip
+        next_slots, next_weights = load_slots(returns, rows + ROWS, end, first_slot_row, COMBINE)
         used = (slots >= 0).to(tl.int32)
         places = tl.cumsum(used, axis=1) - 1
         most = tl.max(tl.sum(used, axis=1), axis=0)
@@ -116,12 +151,11 @@ def reduce_rows(
 
 
 @triton.jit
-def send_grads(
-    row_grads, target_ptr, first_row, first_slot_row, count, K: tl.constexpr, K_BLOCK: tl.constexpr, CHUNK: tl.constexpr
-):
+def send_grads(row_grads, target_ptr, first_row, first_slot_row, count, COMBINE: tl.constexpr):
     """Copy the (row, slot) gradients of one chunk to the rank the rows came from."""
-    rows = first_row + tl.arange(0, CHUNK)
-    ks = tl.arange(0, K_BLOCK)
+    K: tl.constexpr = COMBINE.top_k
+    rows = first_row + tl.arange(0, COMBINE.chunk)
+    ks = tl.arange(0, COMBINE.top_k_block)
     mask = (rows < count)[:, None] & (ks < K)[None, :]
     values = tl.load(row_grads + (first_slot_row + rows)[:, None] * K + ks[None, :], mask=mask, other=0.0)
     tl.store(target_ptr + rows[:, None] * K + ks[None, :], values, mask=mask)
@@ -129,82 +163,71 @@ def send_grads(
 
 @triton.jit
 def reduce_and_send(
-    panel, source, chunk, open_panels, y_ptr, row_slots, row_weights, row_grads, recv_counts, addresses,
-    grad_addresses, flag_addresses, panel_counters, fault_ptr, timeout_ns, epoch, rank, num_tiles, num_cols, num_panels,
-    M, D, events_ptr, K: tl.constexpr, K_BLOCK: tl.constexpr, WEIGHTED: tl.constexpr,
-    HAS_GRADS: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    CHUNK: tl.constexpr, FLAGS: tl.constexpr, EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
+    panel, source, chunk, open_panels, y_ptr, returns, symm, panel_counters, turn, M, D, COMBINE: tl.constexpr
 ):  # fmt: skip
     """One reduce ticket; returns how many panels this block has seen complete, ``open_panels`` before."""
-    first_row = chunk * CHUNK
-    count = tl.where(source == rank, M, tl.load(recv_counts + source))
-    first_col, cols_here = panel_cols(panel, num_cols, num_panels, BLOCK_N)
+    CHUNK: tl.constexpr = COMBINE.chunk
+    EVENTS: tl.constexpr = COMBINE.events
+    INTERPRET: tl.constexpr = COMBINE.interpret
+    rank, first_row = turn.rank, chunk * CHUNK
+    count = tl.where(source == rank, M, tl.load(returns.recv_counts + source))
+    first_col, cols_here = panel_cols(panel, turn, COMBINE.block_n)
     if first_row < count:
         begin = now(EVENTS, INTERPRET)
         if panel >= open_panels:
-            _, width = panel_span(panel, num_cols, num_panels)
+            _, width = panel_span(panel, turn.num_cols, turn.num_panels)
             # Whatever an earlier kernel waited for in vain shows here: a load on its way beside those of the wait. What
             # this panel waited for in vain the wait itself tells.
-            failed = tl.load(fault_ptr, volatile=True)
+            failed = tl.load(symm.fault, volatile=True)
             late = wait_flag(
-                panel_counters + panel, num_tiles * width, fault_ptr, timeout_ns, PLACE_PANEL, rank, panel, INTERPRET
+                panel_counters + panel, turn.num_tiles * width, symm.fault, turn.timeout_ns, PLACE_PANEL, rank,
+                panel, INTERPRET,
             )  # fmt: skip
             if any_of((failed != 0) | (late != 0), tl.arange(0, MOST_THREADS)) == 0:
                 open_panels = panel + 1
         if panel < open_panels:
             ready = now(EVENTS, INTERPRET)
-            rows = tl.load(addresses + source).to(tl.pointer_type(y_ptr.dtype.element_ty))
+            rows = tl.load(symm.row_pointers + source).to(tl.pointer_type(y_ptr.dtype.element_ty))
             rows = tl.multiple_of(rows, 16) + rank.to(tl.int64) * M * D
-            reduce_rows(
-                y_ptr, row_slots, row_weights, rows, first_row, source * M, count, first_col, cols_here, D, K,
-                K_BLOCK, WEIGHTED, ROWS, COLS, CHUNK,
-            )  # fmt: skip
-            if HAS_GRADS:
+            reduce_rows(y_ptr, returns, rows, first_row, source * M, count, first_col, cols_here, D, COMBINE)
+            if returns.grads is not None:
                 if panel == 0:
-                    grads = tl.load(grad_addresses + source).to(tl.pointer_type(tl.float32)) + rank * M * K
-                    send_grads(row_grads, grads, first_row, source * M, count, K, K_BLOCK, CHUNK)
-            flags = tl.load(flag_addresses + source).to(tl.pointer_type(tl.int32))
-            signal(flags + (rank * (M // CHUNK) + chunk) * FLAGS + panel, epoch)
-            record(events_ptr, KIND_REDUCE, epoch, source, chunk, panel, begin, ready, EVENTS, INTERPRET)
+                    grads = tl.load(returns.grads.landing_pointers + source).to(tl.pointer_type(tl.float32))
+                    grads += rank * M * COMBINE.top_k
+                    send_grads(returns.grads.row_grads, grads, first_row, source * M, count, COMBINE)
+            flags = tl.load(symm.flag_pointers + source).to(tl.pointer_type(tl.int32))
+            signal(flags + (rank * (M // CHUNK) + chunk) * COMBINE.flags + panel, turn.epoch)
+            record(symm.events, KIND_REDUCE, turn.epoch, source, chunk, panel, begin, ready, EVENTS, INTERPRET)
     return open_panels
 
 
 @triton.jit
-def wait_tokens(
-    send_rows, tokens, present, place, flag_ptr, fault_ptr, timeout_ns, epoch, num_chunks, W: tl.constexpr,
-    CHUNK: tl.constexpr, FLAGS: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
-    """Wait for a panel of all partial sums of some tokens, whose flag is at ``place`` of a chunk's.
-
-    One poll looks at all of their flags.
-    """
+def wait_tokens(send_rows, tokens, present, panel, symm, turn, num_chunks, COMBINE: tl.constexpr):
+    """Wait for a panel of all partial sums of some tokens; one poll looks at all of their flags."""
+    W: tl.constexpr = COMBINE.world_size
     for rank in tl.static_range(W):
         row = tl.load(send_rows + tokens * W + rank, mask=present, other=-1)
-        chunk = tl.maximum(row, 0) // CHUNK
+        chunk = tl.maximum(row, 0) // COMBINE.chunk
         wait_flags(
-            flag_ptr + (rank * num_chunks + chunk) * FLAGS + place, row >= 0, epoch, fault_ptr, timeout_ns,
-            PLACE_LAYER1, rank + row * 0, chunk, INTERPRET,
+            symm.flags + (rank * num_chunks + chunk) * COMBINE.flags + panel, row >= 0, turn.epoch, symm.fault,
+            turn.timeout_ns, PLACE_LAYER1, rank + row * 0, chunk, COMBINE.interpret,
         )  # fmt: skip
 
 
 @triton.jit
-def sum_partials(
-    panel, first_token, out_ptr, grads_out, combine_ptr, combine_grads, send_rows, flag_ptr, fault_ptr,
-    timeout_ns, epoch, num_cols, num_panels, T, M, D, events_ptr, W: tl.constexpr, K: tl.constexpr,
-    K_BLOCK: tl.constexpr, HAS_GRADS: tl.constexpr, BLOCK_N: tl.constexpr,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr, FLAGS: tl.constexpr,
-    EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
+def sum_partials(panel, first_token, out_ptr, returns, symm, turn, M, D, COMBINE: tl.constexpr):
     """One sum ticket."""
-    first_col, cols_here = panel_cols(panel, num_cols, num_panels, BLOCK_N)
-    ks = tl.arange(0, K_BLOCK)
+    W: tl.constexpr = COMBINE.world_size
+    K: tl.constexpr = COMBINE.top_k
+    ROWS: tl.constexpr = COMBINE.rows
+    COLS: tl.constexpr = COMBINE.cols
+    TOKENS: tl.constexpr = COMBINE.tokens
+    T = turn.num_tokens
+    first_col, cols_here = panel_cols(panel, turn, COMBINE.block_n)
     waited = first_token + tl.arange(0, TOKENS)
-    begin = now(EVENTS, INTERPRET)
-    wait_tokens(
-        send_rows, waited, waited < T, panel, flag_ptr, fault_ptr, timeout_ns, epoch, M // CHUNK, W, CHUNK, FLAGS,
-        INTERPRET,
-    )  # fmt: skip
-    ready = now(EVENTS, INTERPRET)
+    begin = now(COMBINE.events, COMBINE.interpret)
+    wait_tokens(returns.send_rows, waited, waited < T, panel, symm, turn, M // COMBINE.chunk, COMBINE)
+    ready = now(COMBINE.events, COMBINE.interpret)
     for start in range(first_token, tl.minimum(first_token + TOKENS, T), ROWS):
         tokens = start + tl.arange(0, ROWS)
         present = tokens < T
@@ -214,58 +237,52 @@ def sum_partials(
             inside = (in_part < cols_here) & (cols < D)
             total = tl.zeros((ROWS, COLS), dtype=tl.float32)
             for rank in tl.static_range(W):
-                row = tl.load(send_rows + tokens * W + rank, mask=present, other=-1)
+                row = tl.load(returns.send_rows + tokens * W + rank, mask=present, other=-1)
                 offsets = tl.multiple_of((rank * M + tl.maximum(row, 0)).to(tl.int64) * D, 16)
                 mask = (row >= 0)[:, None] & inside[None, :]
-                partial = tl.load(combine_ptr + offsets[:, None] + cols[None, :], mask=mask, other=0.0)
+                partial = tl.load(symm.rows + offsets[:, None] + cols[None, :], mask=mask, other=0.0)
                 total += partial.to(tl.float32)
             target = out_ptr + tokens[:, None].to(tl.int64) * D + cols[None, :]
             tl.store(target, total.to(out_ptr.dtype.element_ty), mask=present[:, None] & inside[None, :])
-        if HAS_GRADS:
+        if returns.grads is not None:
             if panel == 0:
+                K_BLOCK: tl.constexpr = COMBINE.top_k_block
+                ks = tl.arange(0, K_BLOCK)
                 grads = tl.zeros((ROWS, K_BLOCK), dtype=tl.float32)
                 for rank in tl.static_range(W):
-                    row = tl.load(send_rows + tokens * W + rank, mask=present, other=-1)
-                    source = combine_grads + (rank * M + tl.maximum(row, 0))[:, None] * K + ks[None, :]
+                    row = tl.load(returns.send_rows + tokens * W + rank, mask=present, other=-1)
+                    source = returns.grads.landing + (rank * M + tl.maximum(row, 0))[:, None] * K + ks[None, :]
                     grads += tl.load(source, mask=(row >= 0)[:, None] & (ks < K)[None, :], other=0.0)
-                target = grads_out + tokens[:, None] * K + ks[None, :]
+                target = returns.grads.out + tokens[:, None] * K + ks[None, :]
                 tl.store(target, grads, mask=present[:, None] & (ks < K)[None, :])
-    record(events_ptr, KIND_FINAL_SUM, epoch, first_token, TOKENS, panel, begin, ready, EVENTS, INTERPRET)
+    record(
+        symm.events, KIND_FINAL_SUM, turn.epoch, first_token, TOKENS, panel, begin, ready, COMBINE.events,
+        COMBINE.interpret,
+    )  # fmt: skip
 
 
 @triton.jit
-def combine_panels(
-    y_ptr, out_ptr, grads_out, row_slots, row_weights, row_grads, send_rows, recv_counts, combine_ptr,
-    combine_addresses, combine_grads, combine_grad_addresses, flag_ptr, flag_addresses, tickets, panel_counters,
-    fault_ptr, timeout_ns, epoch, rank, num_tiles, num_cols, num_panels, T, M, D, events_ptr,
-    W: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, HAS_GRADS: tl.constexpr,
-    BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    CHUNK: tl.constexpr, FLAGS: tl.constexpr, EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
+def combine_panels(y_ptr, out_ptr, returns, symm, tickets, panel_counters, turn, M, D, COMBINE: tl.constexpr):
     """Draw tickets until none is left: reduces of panel 0, then by turns reduces of panel p + 1 and sums of panel p."""
-    num_reduces = M // CHUNK * W
-    per_panel = num_reduces + tl.cdiv(T, TOKENS)
+    W: tl.constexpr = COMBINE.world_size
+    num_panels = turn.num_panels
+    num_reduces = M // COMBINE.chunk * W
+    per_panel = num_reduces + tl.cdiv(turn.num_tokens, COMBINE.tokens)
     open_panels = 0
     ticket = tl.atomic_add(tickets, 1)
     while ticket < num_panels * per_panel:
-        # A turn is the sums of one panel, before them the reduces of the next; the last turn has sums only.
-        turn = (ticket - num_reduces + per_panel) // per_panel - 1
-        item = ticket - num_reduces - turn * per_panel
-        is_reduce = (turn < 0) | ((item < num_reduces) & (turn < num_panels - 1))
+        # A round is the sums of one panel, before them the reduces of the next; the last round has sums only.
+        panel = (ticket - num_reduces + per_panel) // per_panel - 1
+        item = ticket - num_reduces - panel * per_panel
+        is_reduce = (panel < 0) | ((item < num_reduces) & (panel < num_panels - 1))
         if is_reduce:
-            item = tl.where(turn < 0, ticket, item)
+            item = tl.where(panel < 0, ticket, item)
             # Sources go round the ring, so that ranks do not all send to the same one.
+            source = (turn.rank + 1 + item % W) % W
             open_panels = reduce_and_send(
-                turn + 1, (rank + 1 + item % W) % W, item // W, open_panels, y_ptr, row_slots, row_weights,
-                row_grads, recv_counts, combine_addresses, combine_grad_addresses, flag_addresses, panel_counters,
-                fault_ptr, timeout_ns, epoch, rank, num_tiles, num_cols, num_panels, M, D, events_ptr, K,
-                K_BLOCK, WEIGHTED, HAS_GRADS, BLOCK_N, ROWS, COLS, CHUNK, FLAGS, EVENTS, INTERPRET,
+                panel + 1, source, item // W, open_panels, y_ptr, returns, symm, panel_counters, turn, M, D, COMBINE
             )  # fmt: skip
         else:
-            item = tl.where(turn < num_panels - 1, item - num_reduces, item)
-            sum_partials(
-                turn, item * TOKENS, out_ptr, grads_out, combine_ptr, combine_grads,
-                send_rows, flag_ptr, fault_ptr, timeout_ns, epoch, num_cols, num_panels, T, M, D, events_ptr,
-                W, K, K_BLOCK, HAS_GRADS, BLOCK_N, TOKENS, ROWS, COLS, CHUNK, FLAGS, EVENTS, INTERPRET,
-            )  # fmt: skip
+            item = tl.where(panel < num_panels - 1, item - num_reduces, item)
+            sum_partials(panel, item * COMBINE.tokens, out_ptr, returns, symm, turn, M, D, COMBINE)
         ticket = tl.atomic_add(tickets, 1)

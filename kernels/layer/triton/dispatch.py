@@ -11,6 +11,7 @@ after the other (the interpreter). A rank that died is met by the deadline of th
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from ...runtime.arguments import CHUNK_ROWS, Wire, num_sms
 from ...runtime.primitives import MOST_THREADS, PLACE_LAYER0, any_of, signal, wait_flags
-from ...runtime.recorder import KIND_DISPATCH, KIND_RECEIVE, now, record, recording
+from ...runtime.recorder import KIND_DISPATCH, KIND_RECEIVE, Recorder, now, record
 
 PUSH_ROWS = 32  # that a block moves at once
 NUM_WARPS = 8  # of a block, here and in the layer's GEMMs
@@ -36,21 +37,36 @@ class DispatchConfig:
     push_cols: int = 1024
 
 
+class PushConstants(NamedTuple):
+    """What kernels that push rows are compiled for."""
+
+    rows: int  # that a block moves at once
+    cols: int  # of these, a power of two
+    chunk: int  # rows that share a flag
+    events: int  # that a block records at most
+    interpret: bool
+
+
+def push_constants(push_cols: int, recorder: Recorder | None) -> PushConstants:
+    """Those of a launch that moves ``push_cols`` columns at once."""
+    events = 0 if recorder is None else recorder.capacity
+    return PushConstants(PUSH_ROWS, push_cols, CHUNK_ROWS, events, triton.knobs.runtime.interpret)
+
+
 @triton.jit
 def push_chunk(
-    x_ptr, send_token_ids, target_ptr, first, count, D, PUSH_ROWS: tl.constexpr, PUSH_COLS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    x_ptr, send_token_ids, target_ptr, first, count, D, PUSH: tl.constexpr
 ):  # fmt: skip
-    """Copy the rows ``first .. min(first + CHUNK, count)`` of a send list to consecutive rows at ``target_ptr``."""
-    cols = tl.arange(0, PUSH_COLS)
-    for start in range(0, CHUNK, PUSH_ROWS):
-        rows = first + start + tl.arange(0, PUSH_ROWS)
+    """Copy the rows ``first .. min(first + chunk, count)`` of a send list to consecutive rows at ``target_ptr``."""
+    cols = tl.arange(0, PUSH.cols)
+    for start in range(0, PUSH.chunk, PUSH.rows):
+        rows = first + start + tl.arange(0, PUSH.rows)
         valid = rows < count
         tokens = tl.load(send_token_ids + rows, mask=valid, other=0)
         valid = valid & (tokens >= 0)
         source = x_ptr + tokens[:, None].to(tl.int64) * D
         target = target_ptr + rows[:, None].to(tl.int64) * D
-        for col in range(0, D, PUSH_COLS):
+        for col in range(0, D, PUSH.cols):
             mask = valid[:, None] & (col + cols < D)[None, :]
             block = tl.load(source + col + cols[None, :], mask=mask)
             tl.store(target + col + cols[None, :], block, mask=mask)
@@ -58,11 +74,13 @@ def push_chunk(
 
 @triton.jit
 def push_rows(
-    x_ptr, send_token_ids, send_counts, row_addresses, flag_addresses, ticket_ptr, epoch, rank, world_size, M, D,
-    events_ptr, INCLUDE_SELF: tl.constexpr, PUSH_ROWS: tl.constexpr, PUSH_COLS: tl.constexpr,
-    CHUNK: tl.constexpr, EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
+    x_ptr, sends, symm, ticket_ptr, epoch, rank, world_size, M, D, INCLUDE_SELF: tl.constexpr, PUSH: tl.constexpr
 ):  # fmt: skip
-    """Draw (destination, chunk) tickets until none is left, all destinations in turn: first waves come from all."""
+    """Draw (destination, chunk) tickets until none is left, all destinations in turn: first waves come from all.
+
+    ``sends``, ``symm`` and ``PUSH`` are ``Sends``, ``SymmTensors`` and ``PushConstants``.
+    """
+    CHUNK: tl.constexpr = PUSH.chunk
     num_targets = world_size - 1 + INCLUDE_SELF
     num_chunks = M // CHUNK
     ticket = tl.atomic_add(ticket_ptr, 1)
@@ -70,62 +88,58 @@ def push_rows(
         hop = ticket % num_targets
         first = ticket // num_targets * CHUNK
         target = (rank + world_size - 1 - hop) % world_size
-        count = tl.load(send_counts + target)
+        count = tl.load(sends.counts + target)
         if INCLUDE_SELF:
             # Rows that stay are not compacted: token t is row t.
             count = tl.where(target == rank, M, count)
         if first < count:
-            begin = now(EVENTS, INTERPRET)
-            rows = tl.load(row_addresses + target).to(tl.pointer_type(x_ptr.dtype.element_ty))
+            begin = now(PUSH.events, PUSH.interpret)
+            rows = tl.load(symm.row_pointers + target).to(tl.pointer_type(x_ptr.dtype.element_ty))
             rows = tl.multiple_of(rows, 16) + rank.to(tl.int64) * M * D
-            push_chunk(x_ptr, send_token_ids + target * M, rows, first, count, D, PUSH_ROWS, PUSH_COLS, CHUNK)
-            flags = tl.load(flag_addresses + target).to(tl.pointer_type(tl.int32))
+            push_chunk(x_ptr, sends.token_ids + target * M, rows, first, count, D, PUSH)
+            flags = tl.load(symm.flag_pointers + target).to(tl.pointer_type(tl.int32))
             signal(flags + rank * num_chunks + first // CHUNK, epoch)
             record(
-                events_ptr, KIND_DISPATCH, epoch, target, first // CHUNK, 0, begin, begin, EVENTS, INTERPRET
+                symm.events, KIND_DISPATCH, epoch, target, first // CHUNK, 0, begin, begin, PUSH.events,
+                PUSH.interpret,
             )  # fmt: skip
         ticket = tl.atomic_add(ticket_ptr, 1)
 
 
 @triton.jit(do_not_specialize=["rank", "world_size", "timeout_ns"])
 def dispatch_kernel(
-    x_ptr, recv_addresses, flag_ptr, flag_addresses, send_token_ids, send_counts, recv_counts, counters, epoch_ptr,
-    fault_ptr, rank, world_size, timeout_ns, M, D, events_ptr,
-    PUSH_ROWS: tl.constexpr, PUSH_COLS: tl.constexpr, CHUNK: tl.constexpr, EVENTS: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    x_ptr, sends, symm, counters, rank, world_size, timeout_ns, M, D, PUSH: tl.constexpr
 ):  # fmt: skip
     """Dispatch alone, own rows included: push all, then wait for all; ``counters[0]`` and ``[1]`` hold tickets."""
-    epoch = tl.load(epoch_ptr)
+    CHUNK: tl.constexpr = PUSH.chunk
+    epoch = tl.load(symm.epoch)
     # A plan may be older than what failed.
-    if any_of(tl.load(fault_ptr, volatile=True) != 0, tl.arange(0, MOST_THREADS)) == 0:
-        push_rows(
-            x_ptr, send_token_ids, send_counts, recv_addresses, flag_addresses, counters, epoch, rank, world_size, M, D,
-            events_ptr, True, PUSH_ROWS, PUSH_COLS, CHUNK, EVENTS, INTERPRET,
-        )  # fmt: skip
+    if any_of(tl.load(symm.fault, volatile=True) != 0, tl.arange(0, MOST_THREADS)) == 0:
+        push_rows(x_ptr, sends, symm, counters, epoch, rank, world_size, M, D, True, PUSH)
     # The block that draws the last ticket is not the last to finish: every block draws chunks to wait for.
     num_chunks = M // CHUNK
     ticket = tl.atomic_add(counters + 1, 1)
     while ticket < world_size * num_chunks:
         source = ticket // num_chunks
         first = ticket % num_chunks * CHUNK
-        count = tl.where(source == rank, M, tl.load(recv_counts + source))
+        count = tl.where(source == rank, M, tl.load(sends.recv_counts + source))
         late = tl.arange(0, 1)
-        begin = now(EVENTS, INTERPRET)
+        begin = now(PUSH.events, PUSH.interpret)
         wait_flags(
-            flag_ptr + ticket + late, first + late < count, epoch, fault_ptr, timeout_ns, PLACE_LAYER0,
-            source + late, first // CHUNK + late, INTERPRET,
+            symm.flags + ticket + late, first + late < count, epoch, symm.fault, timeout_ns, PLACE_LAYER0,
+            source + late, first // CHUNK + late, PUSH.interpret,
         )  # fmt: skip
-        if EVENTS:
+        if PUSH.events:
             if first < count:
-                ready = now(EVENTS, INTERPRET)
+                ready = now(PUSH.events, PUSH.interpret)
                 record(
-                    events_ptr, KIND_RECEIVE, epoch, source, first // CHUNK, 0, begin, ready, EVENTS, INTERPRET
+                    symm.events, KIND_RECEIVE, epoch, source, first // CHUNK, 0, begin, ready, PUSH.events,
+                    PUSH.interpret,
                 )  # fmt: skip
         ticket = tl.atomic_add(counters + 1, 1)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sends:
+class Sends(NamedTuple):
     """What this rank sends, all int32 (``comet.layer.plan``).
 
     Args:
@@ -154,8 +168,6 @@ def dispatch(x: Tensor, wire: Wire, sends: Sends, counters: Tensor, config: Disp
     interpret = triton.knobs.runtime.interpret
     num_blocks = 1 if interpret else num_sms(x.device)
     dispatch_kernel[(num_blocks,)](
-        x, wire.row_pointers, wire.flags, wire.flag_pointers, sends.token_ids, sends.counts, sends.recv_counts,
-        counters, wire.epoch, wire.fault, wire.rank, wire.world_size, wire.timeout_ns, wire.max_tokens, x.shape[1],
-        PUSH_ROWS=PUSH_ROWS, PUSH_COLS=config.push_cols, CHUNK=CHUNK_ROWS, INTERPRET=interpret,
-        **recording(wire.recorder, num_blocks), num_warps=NUM_WARPS,
+        x, sends, wire.tensors(num_blocks), counters, wire.rank, wire.world_size, wire.timeout_ns, wire.max_tokens,
+        x.shape[1], PUSH=push_constants(config.push_cols, wire.recorder), num_warps=NUM_WARPS,
     )  # fmt: skip

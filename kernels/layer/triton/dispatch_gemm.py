@@ -15,6 +15,7 @@ and other GPUs.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -23,12 +24,13 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...gemm.activation import activate
+from ...gemm.group_gemm import dot_precision
 from ...gemm.tiles import GROUP_TILES, decode_tokens
 from ...runtime.activation import SWIGLU, Activation
-from ...runtime.arguments import CHUNK_ROWS, TileTable, Wire, num_sms
+from ...runtime.arguments import TileTable, Wire, num_sms
 from ...runtime.primitives import PLACE_LAYER0, zero_after_arrival
-from ...runtime.recorder import KIND_CONVERT, KIND_LAYER0_TILE, now, record, recording
-from .dispatch import COMM_BLOCKS, NUM_WARPS, PUSH_ROWS, Sends, push_rows
+from ...runtime.recorder import KIND_CONVERT, KIND_LAYER0_TILE, Recorder, now, record
+from .dispatch import COMM_BLOCKS, NUM_WARPS, PushConstants, Sends, push_constants, push_rows
 
 # Rounds of all blocks that are left to tickets, beside the rounds of the communication blocks.
 TICKET_ROUNDS = tl.constexpr(3)
@@ -57,119 +59,150 @@ class DispatchGemmConfig:
     activation: Activation = SWIGLU
 
 
+class Sizes(NamedTuple):
+    """M, D and F; in block FP8 also routed rows, and int32 words of a packed row."""
+
+    M: int
+    D: int
+    F: int
+    Q: int = 0
+    row_words: int = 0
+
+
+class Operands(NamedTuple):
+    """What is multiplied, and where results go."""
+
+    x: Tensor  # (T, D)
+    recv_offset: int  # elements from x to the received rows
+    w1_desc: TensorDescriptor
+    biases: Tensor | None  # (e, 2F)
+    hidden_desc: TensorDescriptor
+    pre_desc: TensorDescriptor | None
+
+
+class DispatchGemmConstants(NamedTuple):
+    """What the kernels are compiled for; in block FP8 the shape of a tile is fixed."""
+
+    block_m: int
+    group_tiles: int  # consecutive tiles that share their weight columns through L2
+    activation: Activation
+    push: PushConstants
+    block_f: int = 0
+    block_k: int = 0
+    even_k: bool = True  # block_k divides D
+    flatten: bool = False
+    precision: str = ""  # ``input_precision`` of ``tl.dot``
+
+
 @triton.jit
-def zero_after_rows(
-    row_ids, flag_ptr, epoch, fault_ptr, timeout_ns, rank, M, CHUNK: tl.constexpr, INTERPRET: tl.constexpr
-):
+def zero_after_rows(row_ids, symm, epoch, timeout_ns, rank, M, CHUNK: tl.constexpr, INTERPRET: tl.constexpr):
     """0 once the chunks that hold the received rows ``row_ids`` have arrived; own rows are always there."""
     # A flag's index is source * C + chunk, and a received row is source * M + i: one division gives it.
     source = row_ids // M
     return zero_after_arrival(
-        flag_ptr + row_ids // CHUNK, source != rank, epoch, fault_ptr, timeout_ns, PLACE_LAYER0, source,
+        symm.flags + row_ids // CHUNK, source != rank, epoch, symm.fault, timeout_ns, PLACE_LAYER0, source,
         (row_ids % M) // CHUNK, INTERPRET,
     )  # fmt: skip
 
 
 @triton.jit
 def hidden_tiles(
-    items, stride, end, x_ptr, recv_offset, w1_desc, b1_ptr, hidden_desc, pre_desc, tiles_ptr, num_tiles, row_ids_ptr,
-    flag_ptr, epoch, fault_ptr, timeout_ns, rank, M, D, F, events_ptr,
-    BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_TILES: tl.constexpr,
-    CHUNK: tl.constexpr, EVEN_K: tl.constexpr, SAVE_PRE: tl.constexpr, FLATTEN: tl.constexpr,
-    PRECISION: tl.constexpr, ACTIVATION: tl.constexpr, EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
+    items, stride, end, operands, symm, table, num_tiles, epoch, timeout_ns, rank, sizes,
+    FLATTEN: tl.constexpr, GEMM: tl.constexpr,
 ):  # fmt: skip
     """Compute the work items ``items, items + stride, ..`` below ``end``: wait, multiply, activate, store.
 
     Flattened, the operands of the next item are fetched during the epilogue of the last.
     """
+    INTERPRET: tl.constexpr = GEMM.push.interpret
+    EVENTS: tl.constexpr = GEMM.push.events
+    BLOCK_M: tl.constexpr = GEMM.block_m
+    BLOCK_F: tl.constexpr = GEMM.block_f
+    BLOCK_K: tl.constexpr = GEMM.block_k
+    ACTIVATION: tl.constexpr = GEMM.activation
+    x_ptr, D, F = operands.x, sizes.D, sizes.F
     num_cols = tl.cdiv(F, BLOCK_F)
     in_tile = tl.arange(0, BLOCK_M)
     ks = tl.arange(0, BLOCK_K)
     for item in tl.range(items, end, stride, flatten=FLATTEN):
-        tile, col = decode_tokens(item, num_tiles, num_cols, GROUP_TILES)
-        expert = tl.load(tiles_ptr + tile * 4)
-        first_row = tl.multiple_of(tl.load(tiles_ptr + tile * 4 + 1), BLOCK_M)
-        valid = in_tile < tl.load(tiles_ptr + tile * 4 + 2)
+        tile, col = decode_tokens(item, num_tiles, num_cols, GEMM.group_tiles)
+        expert = tl.load(table.tiles + tile * 4)
+        first_row = tl.multiple_of(tl.load(table.tiles + tile * 4 + 1), BLOCK_M)
+        valid = in_tile < tl.load(table.tiles + tile * 4 + 2)
         # Rows past the end of a tile read its first row: cheaper than masking every load, and no one reads the result.
-        row_ids = tl.load(row_ids_ptr + first_row + tl.where(valid, in_tile, 0))
+        row_ids = tl.load(table.row_ids + first_row + tl.where(valid, in_tile, 0))
         zero = 0
-        phase = tl.load(tiles_ptr + tile * 4 + 3)
+        phase = tl.load(table.tiles + tile * 4 + 3)
         begin = now(EVENTS, INTERPRET)
         ready = begin
         if phase > 0:
-            zero = zero_after_rows(row_ids, flag_ptr, epoch, fault_ptr, timeout_ns, rank, M, CHUNK, INTERPRET)
+            zero = zero_after_rows(row_ids, symm, epoch, timeout_ns, rank, sizes.M, GEMM.push.chunk, INTERPRET)
             ready = now(EVENTS, INTERPRET)
         # Own rows never travel: they are read from x, received rows at their distance from x in the address space.
-        is_own = row_ids // M == rank
-        offsets = tl.where(is_own, (row_ids - rank * M).to(tl.int64) * D, row_ids.to(tl.int64) * D + recv_offset + zero)
+        is_own = row_ids // sizes.M == rank
+        own = (row_ids - rank * sizes.M).to(tl.int64) * D
+        offsets = tl.where(is_own, own, row_ids.to(tl.int64) * D + operands.recv_offset + zero)
         a_ptrs = x_ptr + tl.multiple_of(offsets, 16)[:, None] + ks[None, :]
         accumulator = tl.zeros((BLOCK_M, 2 * BLOCK_F), dtype=tl.float32)
         for k in range(0, D, BLOCK_K):
-            if EVEN_K:
+            if GEMM.even_k:
                 a = tl.load(a_ptrs + k)
             else:
                 a = tl.load(a_ptrs + k, mask=(k + ks < D)[None, :], other=0.0)
-            b = w1_desc.load([expert, 0, col * BLOCK_F, k]).reshape(2 * BLOCK_F, BLOCK_K)
-            accumulator = tl.dot(a, b.T, accumulator, input_precision=PRECISION)
+            b = operands.w1_desc.load([expert, 0, col * BLOCK_F, k]).reshape(2 * BLOCK_F, BLOCK_K)
+            accumulator = tl.dot(a, b.T, accumulator, input_precision=GEMM.precision)
         # ---- epilogue: column f of gate and of up sit in the same thread; both are rounded before the activation, so
         # that hidden follows from what the backward pass reads
         element = x_ptr.dtype.element_ty
-        if b1_ptr is None:
+        if operands.biases is None:
             gate, up = accumulator.to(element).reshape(BLOCK_M, 2, BLOCK_F).permute(0, 2, 1).split()
         else:
             gate, up = accumulator.reshape(BLOCK_M, 2, BLOCK_F).permute(0, 2, 1).split()
             cols = col * BLOCK_F + tl.arange(0, BLOCK_F)
-            biases = b1_ptr + expert.to(tl.int64) * (2 * F) + cols
+            biases = operands.biases + expert.to(tl.int64) * (2 * F) + cols
             gate = (gate + tl.load(biases, mask=cols < F, other=0.0).to(tl.float32)[None, :]).to(element)
             up = (up + tl.load(biases + F, mask=cols < F, other=0.0).to(tl.float32)[None, :]).to(element)
-        if SAVE_PRE:
-            pre_desc.store([first_row, 0, col * BLOCK_F], gate.reshape(BLOCK_M, 1, BLOCK_F))
-            pre_desc.store([first_row, 1, col * BLOCK_F], up.reshape(BLOCK_M, 1, BLOCK_F))
+        if operands.pre_desc is not None:
+            operands.pre_desc.store([first_row, 0, col * BLOCK_F], gate.reshape(BLOCK_M, 1, BLOCK_F))
+            operands.pre_desc.store([first_row, 1, col * BLOCK_F], up.reshape(BLOCK_M, 1, BLOCK_F))
         hidden = activate(gate.to(tl.float32), up.to(tl.float32), ACTIVATION).to(element)
-        hidden_desc.store([first_row, col * BLOCK_F], hidden)
-        record(events_ptr, KIND_LAYER0_TILE, epoch, tile, col, phase, begin, ready, EVENTS, INTERPRET)
+        operands.hidden_desc.store([first_row, col * BLOCK_F], hidden)
+        record(symm.events, KIND_LAYER0_TILE, epoch, tile, col, phase, begin, ready, EVENTS, INTERPRET)
 
 
 @triton.jit(do_not_specialize=["rank", "world_size", "comm_blocks", "timeout_ns", "recv_offset"])
 def dispatch_gemm_kernel(
-    x_ptr, recv_offset, w1_desc, b1_ptr, hidden_desc, pre_desc, recv_addresses, flag_ptr, flag_addresses,
-    send_token_ids, send_counts, tiles_ptr, num_tiles_ptr, row_ids_ptr, counters, epoch_ptr, fault_ptr,
-    rank, world_size, comm_blocks, timeout_ns, M, D, F, events_ptr,
-    BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_TILES: tl.constexpr,
-    PUSH_ROWS: tl.constexpr, PUSH_COLS: tl.constexpr, CHUNK: tl.constexpr, EVEN_K: tl.constexpr,
-    SAVE_PRE: tl.constexpr, FLATTEN: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr,
-    EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
+    x_ptr, recv_offset, w1_desc, b1_ptr, hidden_desc, pre_desc, sends, symm, table, sizes, rank, world_size,
+    comm_blocks, timeout_ns, GEMM: tl.constexpr,
 ):  # fmt: skip
-    """See the module; ``counters[0]`` holds push tickets, ``counters[1]`` tickets of the tail, both start at 0."""
-    epoch = tl.load(epoch_ptr)
-    num_tiles = tl.load(num_tiles_ptr)
-    num_items = num_tiles * tl.cdiv(F, BLOCK_F)
+    """See the module; ``table.counters[0]`` holds push tickets, ``[1]`` tickets of the tail, both start at 0.
+
+    ``sends``, ``symm``, ``table``, ``sizes``, ``GEMM``: ``Sends``, ``SymmTensors``, ``TileTensors``, ``Sizes``,
+    ``DispatchGemmConstants``. No ``pre_desc``: gate and up are not kept.
+    """
+    PUSH: tl.constexpr = GEMM.push
+    epoch = tl.load(symm.epoch)
+    num_tiles = tl.load(table.num_tiles)
+    num_items = num_tiles * tl.cdiv(sizes.F, GEMM.block_f)
     num_blocks = tl.num_programs(0)
+    operands = Operands(x_ptr, recv_offset, w1_desc, b1_ptr, hidden_desc, pre_desc)
     # Compute blocks walk whole rounds by stride; the tail goes to whoever is free, converted comm blocks first.
     walked = tl.maximum(num_items - TICKET_ROUNDS * num_blocks, 0) // num_blocks * (num_blocks - comm_blocks)
     if tl.program_id(0) < comm_blocks:
-        push_rows(
-            x_ptr, send_token_ids, send_counts, recv_addresses, flag_addresses, counters, epoch, rank, world_size, M, D,
-            events_ptr, False, PUSH_ROWS, PUSH_COLS, CHUNK, EVENTS, INTERPRET,
-        )  # fmt: skip
-        converted = now(EVENTS, INTERPRET)
-        record(events_ptr, KIND_CONVERT, epoch, 0, 0, 0, converted, converted, EVENTS, INTERPRET)
+        push_rows(x_ptr, sends, symm, table.counters, epoch, rank, world_size, sizes.M, sizes.D, False, PUSH)
+        converted = now(PUSH.events, PUSH.interpret)
+        record(symm.events, KIND_CONVERT, epoch, 0, 0, 0, converted, converted, PUSH.events, PUSH.interpret)
     else:
+        first, stride = tl.program_id(0) - comm_blocks, num_blocks - comm_blocks
         hidden_tiles(
-            tl.program_id(0) - comm_blocks, num_blocks - comm_blocks, walked, x_ptr, recv_offset, w1_desc, b1_ptr,
-            hidden_desc, pre_desc, tiles_ptr, num_tiles, row_ids_ptr, flag_ptr, epoch, fault_ptr, timeout_ns, rank, M,
-            D, F, events_ptr, BLOCK_M, BLOCK_F, BLOCK_K, GROUP_TILES, CHUNK, EVEN_K, SAVE_PRE, FLATTEN, PRECISION,
-            ACTIVATION, EVENTS, INTERPRET,
+            first, stride, walked, operands, symm, table, num_tiles, epoch, timeout_ns, rank, sizes, GEMM.flatten, GEMM
         )  # fmt: skip
-    item = walked + tl.atomic_add(counters + 1, 1)
+    item = walked + tl.atomic_add(table.counters + 1, 1)
     while item < num_items:
         hidden_tiles(
-            item, 1, item + 1, x_ptr, recv_offset, w1_desc, b1_ptr, hidden_desc, pre_desc, tiles_ptr, num_tiles,
-            row_ids_ptr, flag_ptr, epoch, fault_ptr, timeout_ns, rank, M, D, F, events_ptr,
-            BLOCK_M, BLOCK_F, BLOCK_K, GROUP_TILES, CHUNK, EVEN_K, SAVE_PRE, False, PRECISION, ACTIVATION, EVENTS,
-            INTERPRET,
+            item, 1, item + 1, operands, symm, table, num_tiles, epoch, timeout_ns, rank, sizes, False, GEMM
         )  # fmt: skip
-        item = walked + tl.atomic_add(counters + 1, 1)
+        item = walked + tl.atomic_add(table.counters + 1, 1)
 
 
 def dispatch_gemm(
@@ -203,20 +236,30 @@ def dispatch_gemm(
     dispatch_gemm_kernel[(num_blocks,)](
         x, (wire.rows.data_ptr() - x.data_ptr()) // x.element_size(),
         TensorDescriptor.from_tensor(w1.view(experts, 2, ffn, hidden_size), [1, 2, config.block_f, config.block_k]),
-        b1,
-        TensorDescriptor.from_tensor(hidden, [table.block_rows, config.block_f]),
-        _pre_descriptor(hidden if pre is None else pre, table.block_rows, config.block_f),
-        wire.row_pointers, wire.flags, wire.flag_pointers, sends.token_ids, sends.counts,
-        table.tiles, table.num_tiles, table.row_ids, table.counters, wire.epoch, wire.fault,
+        b1, TensorDescriptor.from_tensor(hidden, [table.block_rows, config.block_f]),
+        None if pre is None else _pre_descriptor(pre, table.block_rows, config.block_f),
+        sends, wire.tensors(num_blocks), table.tensors, Sizes(wire.max_tokens, hidden_size, ffn),
         wire.rank, wire.world_size, min(config.comm_blocks or COMM_BLOCKS, num_blocks - 1), wire.timeout_ns,
-        wire.max_tokens, hidden_size, ffn,
-        BLOCK_M=table.block_rows, BLOCK_F=config.block_f, BLOCK_K=config.block_k, GROUP_TILES=GROUP_TILES,
-        PUSH_ROWS=PUSH_ROWS, PUSH_COLS=config.push_cols, CHUNK=CHUNK_ROWS,
-        EVEN_K=hidden_size % config.block_k == 0, SAVE_PRE=pre is not None, FLATTEN=config.flatten,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", ACTIVATION=config.activation, INTERPRET=interpret,
-        **recording(wire.recorder, num_blocks),
+        GEMM=gemm_constants(config, table.block_rows, hidden_size, x.dtype, wire.recorder),
         num_warps=NUM_WARPS, num_stages=config.num_stages,
     )  # fmt: skip
+
+
+def gemm_constants(
+    config: DispatchGemmConfig, block_rows: int, hidden_size: int, dtype: torch.dtype, recorder: Recorder | None
+) -> DispatchGemmConstants:
+    """What the kernel is compiled for, of tiles of ``block_rows`` rows."""
+    return DispatchGemmConstants(
+        block_m=block_rows,
+        block_f=config.block_f,
+        block_k=config.block_k,
+        group_tiles=GROUP_TILES,
+        even_k=hidden_size % config.block_k == 0,
+        flatten=config.flatten,
+        precision=dot_precision(dtype),
+        activation=config.activation,
+        push=push_constants(config.push_cols, recorder),
+    )
 
 
 def _pre_descriptor(pre: Tensor, block_rows: int, block_f: int) -> TensorDescriptor:

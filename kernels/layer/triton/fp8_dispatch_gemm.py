@@ -8,6 +8,8 @@ Blocks draw tickets for all work items: a tile takes long enough to hide what a 
 of two needs fewer registers, of which a tile takes all.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,41 +18,51 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ...gemm.activation import hidden_of
 from ...gemm.fp8 import GROUP, SCALE_GROUP, group_scales, scaled_elements
 from ...gemm.tiles import GROUP_TILES, decode_tokens
-from ...runtime.arguments import CHUNK_ROWS, Scaled, TileTable, Wire, num_sms
-from ...runtime.recorder import KIND_CONVERT, KIND_LAYER0_TILE, now, record, recording
-from .dispatch import COMM_BLOCKS, NUM_WARPS, PUSH_ROWS, Sends, push_rows
-from .dispatch_gemm import DispatchGemmConfig, zero_after_rows
+from ...runtime.arguments import Scaled, TileTable, Wire, num_sms
+from ...runtime.recorder import KIND_CONVERT, KIND_LAYER0_TILE, Recorder, now, record
+from .dispatch import COMM_BLOCKS, NUM_WARPS, Sends, push_constants, push_rows
+from .dispatch_gemm import DispatchGemmConfig, DispatchGemmConstants, Sizes, zero_after_rows
+
+
+class Fp8Tensors(NamedTuple):
+    """What the kernel reads and writes beside elements."""
+
+    w1_scales: Tensor  # (e, 2F / 128, D / 128) float32
+    biases: Tensor | None  # (e, 2F)
+    hidden_scales: Tensor  # (F / 128, Q) float32
 
 
 @triton.jit
 def fp8_hidden_tile(
-    item, rows_ptr, w1_desc, w1_scales, b1_ptr, hidden_desc, hidden_scales, tiles_ptr, num_tiles, row_ids_ptr, flag_ptr,
-    epoch_ptr, fault_ptr, timeout_ns, rank, M, D, F, Q, row_words, events_ptr,
-    BLOCK_M: tl.constexpr, GROUP_TILES: tl.constexpr, CHUNK: tl.constexpr, ACTIVATION: tl.constexpr,
-    EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
+    item, w1_desc, hidden_desc, scaled, symm, table, num_tiles, timeout_ns, rank, sizes, GEMM: tl.constexpr
 ):  # fmt: skip
     """Compute one work item: wait, multiply, activate, quantise, store."""
+    BLOCK_M: tl.constexpr = GEMM.block_m
+    ACTIVATION: tl.constexpr = GEMM.activation
+    EVENTS: tl.constexpr = GEMM.push.events
+    INTERPRET: tl.constexpr = GEMM.push.interpret
+    D, F = sizes.D, sizes.F
     num_cols = F // GROUP
     num_blocks = D // GROUP
     in_tile = tl.arange(0, BLOCK_M)
-    tile, col = decode_tokens(item, num_tiles, num_cols, GROUP_TILES)
-    expert = tl.load(tiles_ptr + tile * 4)
-    first_row = tl.multiple_of(tl.load(tiles_ptr + tile * 4 + 1), BLOCK_M)
-    valid = in_tile < tl.load(tiles_ptr + tile * 4 + 2)
-    row_ids = tl.load(row_ids_ptr + first_row + tl.where(valid, in_tile, 0))
+    tile, col = decode_tokens(item, num_tiles, num_cols, GEMM.group_tiles)
+    expert = tl.load(table.tiles + tile * 4)
+    first_row = tl.multiple_of(tl.load(table.tiles + tile * 4 + 1), BLOCK_M)
+    valid = in_tile < tl.load(table.tiles + tile * 4 + 2)
+    row_ids = tl.load(table.row_ids + first_row + tl.where(valid, in_tile, 0))
     zero = 0
-    epoch = tl.load(epoch_ptr)  # of every tile anew: a register that is live through the GEMM's loop is one too many
-    phase = tl.load(tiles_ptr + tile * 4 + 3)
+    epoch = tl.load(symm.epoch)  # of every tile anew: a register that is live through the GEMM's loop is one too many
+    phase = tl.load(table.tiles + tile * 4 + 3)
     begin = now(EVENTS, INTERPRET)
     ready = begin
     if phase > 0:
-        zero = zero_after_rows(row_ids, flag_ptr, epoch, fault_ptr, timeout_ns, rank, M, CHUNK, INTERPRET)
+        zero = zero_after_rows(row_ids, symm, epoch, timeout_ns, rank, sizes.M, GEMM.push.chunk, INTERPRET)
         ready = now(EVENTS, INTERPRET)
-    words = row_ids.to(tl.int64) * row_words + zero
-    elements_ptr = rows_ptr.to(tl.pointer_type(tl.float8e4nv))
+    words = row_ids.to(tl.int64) * sizes.row_words + zero
+    elements_ptr = symm.rows.to(tl.pointer_type(tl.float8e4nv))
     a_ptrs = elements_ptr + tl.multiple_of(words * 4, 16)[:, None] + tl.arange(0, GROUP)[None, :]
-    a_scales = rows_ptr.to(tl.pointer_type(tl.float32)) + D // 4 + words
-    gate_scales = w1_scales + (expert * 2 * num_cols + col) * num_blocks
+    a_scales = symm.rows.to(tl.pointer_type(tl.float32)) + D // 4 + words
+    gate_scales = scaled.w1_scales + (expert * 2 * num_cols + col) * num_blocks
     up_scales = gate_scales + num_cols * num_blocks
     gate = tl.zeros((BLOCK_M, GROUP), dtype=tl.float32)
     up = tl.zeros((BLOCK_M, GROUP), dtype=tl.float32)
@@ -68,41 +80,32 @@ def fp8_hidden_tile(
         gate += tl.dot(a, gate_b.T) * to_gate[:, None]
         up += tl.dot(a, up_b.T) * to_up[:, None]
     cols = (col * GROUP + tl.arange(0, GROUP))[None, :]
-    hidden = hidden_of(gate, up, b1_ptr, expert, cols, F, ACTIVATION)
+    hidden = hidden_of(gate, up, scaled.biases, expert, cols, F, ACTIVATION)
     scales = group_scales(hidden)
-    tl.store(hidden_scales + col.to(tl.int64) * Q + first_row + in_tile, scales)
+    tl.store(scaled.hidden_scales + col.to(tl.int64) * sizes.Q + first_row + in_tile, scales)
     hidden_desc.store([first_row, col * GROUP], scaled_elements(hidden, scales, INTERPRET))
-    record(events_ptr, KIND_LAYER0_TILE, epoch, tile, col, phase, begin, ready, EVENTS, INTERPRET)
+    record(symm.events, KIND_LAYER0_TILE, epoch, tile, col, phase, begin, ready, EVENTS, INTERPRET)
 
 
 @triton.jit(do_not_specialize=["rank", "world_size", "comm_blocks", "timeout_ns"])
 def fp8_dispatch_gemm_kernel(
-    rows_ptr, w1_desc, w1_scales, b1_ptr, hidden_desc, hidden_scales, recv_addresses, flag_ptr, flag_addresses,
-    send_token_ids, send_counts, tiles_ptr, num_tiles_ptr, row_ids_ptr, counters, epoch_ptr, fault_ptr,
-    rank, world_size, comm_blocks, timeout_ns, M, D, F, Q, row_words, events_ptr,
-    BLOCK_M: tl.constexpr, GROUP_TILES: tl.constexpr, PUSH_ROWS: tl.constexpr, PUSH_COLS: tl.constexpr,
-    CHUNK: tl.constexpr, ACTIVATION: tl.constexpr, EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
+    w1_desc, hidden_desc, scaled, sends, symm, table, sizes, rank, world_size, comm_blocks, timeout_ns,
+    GEMM: tl.constexpr,
 ):  # fmt: skip
-    """See the module; ``counters[0]`` holds push tickets, ``counters[1]`` tickets of work items, both start at 0."""
+    """See the module; ``table.counters[0]`` holds push tickets, ``[1]`` tickets of work items, both start at 0."""
+    PUSH: tl.constexpr = GEMM.push
     if tl.program_id(0) < comm_blocks:
-        epoch = tl.load(epoch_ptr)
-        push_rows(
-            rows_ptr + rank.to(tl.int64) * M * row_words, send_token_ids, send_counts, recv_addresses, flag_addresses,
-            counters, epoch, rank, world_size, M, row_words, events_ptr, False, PUSH_ROWS,
-            PUSH_COLS, CHUNK, EVENTS, INTERPRET,
-        )  # fmt: skip
-        converted = now(EVENTS, INTERPRET)
-        record(events_ptr, KIND_CONVERT, epoch, 0, 0, 0, converted, converted, EVENTS, INTERPRET)
-    num_tiles = tl.load(num_tiles_ptr)
-    num_items = num_tiles * (F // GROUP)
-    item = tl.atomic_add(counters + 1, 1)
+        epoch = tl.load(symm.epoch)
+        own = symm.rows + rank.to(tl.int64) * sizes.M * sizes.row_words
+        push_rows(own, sends, symm, table.counters, epoch, rank, world_size, sizes.M, sizes.row_words, False, PUSH)
+        converted = now(PUSH.events, PUSH.interpret)
+        record(symm.events, KIND_CONVERT, epoch, 0, 0, 0, converted, converted, PUSH.events, PUSH.interpret)
+    num_tiles = tl.load(table.num_tiles)
+    num_items = num_tiles * (sizes.F // GROUP)
+    item = tl.atomic_add(table.counters + 1, 1)
     while item < num_items:
-        fp8_hidden_tile(
-            item, rows_ptr, w1_desc, w1_scales, b1_ptr, hidden_desc, hidden_scales, tiles_ptr, num_tiles, row_ids_ptr,
-            flag_ptr, epoch_ptr, fault_ptr, timeout_ns, rank, M, D, F, Q, row_words, events_ptr,
-            BLOCK_M, GROUP_TILES, CHUNK, ACTIVATION, EVENTS, INTERPRET,
-        )  # fmt: skip
-        item = tl.atomic_add(counters + 1, 1)
+        fp8_hidden_tile(item, w1_desc, hidden_desc, scaled, symm, table, num_tiles, timeout_ns, rank, sizes, GEMM)
+        item = tl.atomic_add(table.counters + 1, 1)
 
 
 def fp8_dispatch_gemm(
@@ -131,14 +134,16 @@ def fp8_dispatch_gemm(
     num_blocks = 4 if interpret else num_sms(wire.rows.device)
     halves = w1.elements.view(experts, 2, ffn, hidden_size)
     fp8_dispatch_gemm_kernel[(num_blocks,)](
-        wire.rows, TensorDescriptor.from_tensor(halves, [1, 1, SCALE_GROUP, SCALE_GROUP]), w1.scales, b1,
-        TensorDescriptor.from_tensor(hidden.elements, [table.block_rows, SCALE_GROUP]), hidden.scales,
-        wire.row_pointers, wire.flags, wire.flag_pointers, sends.token_ids, sends.counts,
-        table.tiles, table.num_tiles, table.row_ids, table.counters, wire.epoch, wire.fault,
+        TensorDescriptor.from_tensor(halves, [1, 1, SCALE_GROUP, SCALE_GROUP]),
+        TensorDescriptor.from_tensor(hidden.elements, [table.block_rows, SCALE_GROUP]),
+        Fp8Tensors(w1.scales, b1, hidden.scales), sends, wire.tensors(num_blocks), table.tensors,
+        Sizes(wire.max_tokens, hidden_size, ffn, hidden.elements.shape[0], wire.rows.shape[1]),
         wire.rank, wire.world_size, min(config.comm_blocks or COMM_BLOCKS, num_blocks - 1), wire.timeout_ns,
-        wire.max_tokens, hidden_size, ffn, hidden.elements.shape[0], wire.rows.shape[1],
-        BLOCK_M=table.block_rows, GROUP_TILES=GROUP_TILES, PUSH_ROWS=PUSH_ROWS,
-        PUSH_COLS=config.push_cols, CHUNK=CHUNK_ROWS, ACTIVATION=config.activation, INTERPRET=interpret,
-        **recording(wire.recorder, num_blocks),
-        num_warps=NUM_WARPS, num_stages=config.num_stages,
+        GEMM=fp8_constants(config, table.block_rows, wire.recorder), num_warps=NUM_WARPS, num_stages=config.num_stages,
     )  # fmt: skip
+
+
+def fp8_constants(config: DispatchGemmConfig, block_rows: int, recorder: Recorder | None) -> DispatchGemmConstants:
+    """What the kernel is compiled for, of tiles of ``block_rows`` rows."""
+    push = push_constants(config.push_cols, recorder)
+    return DispatchGemmConstants(block_rows, GROUP_TILES, config.activation, push)

@@ -12,7 +12,6 @@ more than 16 experts of a token, and other GPUs.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -20,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ...gemm.group_gemm import dot_precision
 from ...gemm.tiles import GROUP_TILES
 from ...runtime.arguments import (
     CHUNK_FLAGS,
@@ -32,13 +32,14 @@ from ...runtime.arguments import (
     num_sms,
     parts,
 )
-from ...runtime.recorder import KIND_CONVERT, now, record, recording
-from .combine import combine_panels, slot_block
+from ...runtime.recorder import KIND_CONVERT, Recorder, now, record
+from .combine import CombineConstants, CombineSizes, Turn, combine_panels, slot_block
 from .dispatch import COMM_BLOCKS, NUM_WARPS
-from .gemm_panels import gemm_panels
+from .gemm_panels import PanelConstants, PanelTensors, gemm_panels
 
 MOVE_ROWS = 8  # that the reduce and the final sum handle at once
 SUM_TOKENS = COMBINE_CHUNK_ROWS  # of one sum ticket
+FIRST_COUNTER = tl.constexpr(PANEL_COUNTERS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,35 +70,29 @@ class GemmCombineConfig:
 
 @triton.jit(do_not_specialize=["rank", "comm_blocks", "num_panels", "timeout_ns", "T"])
 def gemm_combine_kernel(
-    a_desc, b_desc, a_scales, b_scales, bias_ptr, y_ptr, out_ptr, grads_out, row_slots, row_weights, row_grads,
-    send_rows, recv_counts, combine_ptr, combine_addresses, combine_grads, combine_grad_addresses, flag_ptr,
-    flag_addresses, tiles_ptr, num_tiles_ptr, counters, epoch_ptr, fault_ptr,
-    rank, comm_blocks, num_panels, timeout_ns, T, M, Q, D, CONTRACTION, events_ptr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_TILES: tl.constexpr,
-    W: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, HAS_GRADS: tl.constexpr,
-    B_IS_KN: tl.constexpr, FLATTEN: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    CHUNK: tl.constexpr, FLAGS: tl.constexpr, PANEL_COUNTERS: tl.constexpr, PRECISION: tl.constexpr,
-    EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
+    a_desc, b_desc, gemm, out_ptr, returns, symm, table, sizes, rank, comm_blocks, num_panels, timeout_ns, T,
+    GEMM: tl.constexpr, COMBINE: tl.constexpr,
 ):  # fmt: skip
-    """See the module; counter 0 holds the tickets, panel counters follow at PANEL_COUNTERS."""
-    epoch = tl.load(epoch_ptr)
-    num_tiles = tl.load(num_tiles_ptr)
-    num_cols = tl.cdiv(D, BLOCK_N)
-    panel_counters = counters + PANEL_COUNTERS
+    """See the module; counter 0 holds the tickets, panel counters follow at PANEL_COUNTERS.
+
+    ``gemm``, ``returns``, ``symm``, ``table``, ``sizes``: ``PanelTensors``, ``Returns``, ``SymmTensors``,
+    ``TileTensors``, ``CombineSizes``.
+    """
+    epoch = tl.load(symm.epoch)
+    num_tiles = tl.load(table.num_tiles)
+    num_cols = tl.cdiv(sizes.D, GEMM.block_n)
+    panel_counters = table.counters + FIRST_COUNTER
     compute_blocks = tl.num_programs(0) - comm_blocks
     if tl.program_id(0) < compute_blocks:
         gemm_panels(
-            a_desc, b_desc, a_scales, b_scales, bias_ptr, y_ptr, tiles_ptr, num_tiles, num_cols, num_panels,
-            tl.program_id(0), compute_blocks, panel_counters, epoch_ptr, Q, D, CONTRACTION, events_ptr, BLOCK_M,
-            BLOCK_N, BLOCK_K, GROUP_TILES, B_IS_KN, FLATTEN, PRECISION, EVENTS, INTERPRET,
+            a_desc, b_desc, gemm, symm, table.tiles, num_tiles, num_cols, num_panels, tl.program_id(0), compute_blocks,
+            panel_counters, sizes, GEMM,
         )  # fmt: skip
-        converted = now(EVENTS, INTERPRET)
-        record(events_ptr, KIND_CONVERT, epoch, 1, 0, 0, converted, converted, EVENTS, INTERPRET)
+        converted = now(GEMM.events, GEMM.interpret)
+        record(symm.events, KIND_CONVERT, epoch, 1, 0, 0, converted, converted, GEMM.events, GEMM.interpret)
+    turn = Turn(epoch, rank, timeout_ns, num_tiles, num_cols, num_panels, T)
     combine_panels(
-        y_ptr, out_ptr, grads_out, row_slots, row_weights, row_grads, send_rows, recv_counts, combine_ptr,
-        combine_addresses, combine_grads, combine_grad_addresses, flag_ptr, flag_addresses, counters, panel_counters,
-        fault_ptr, timeout_ns, epoch, rank, num_tiles, num_cols, num_panels, T, M, D, events_ptr, W, K, K_BLOCK,
-        WEIGHTED, HAS_GRADS, BLOCK_N, TOKENS, ROWS, COLS, CHUNK, FLAGS, EVENTS, INTERPRET,
+        gemm.y, out_ptr, returns, symm, table.counters, panel_counters, turn, sizes.M, sizes.D, COMBINE
     )  # fmt: skip
 
 
@@ -135,70 +130,49 @@ def gemm_combine(
     # The interpreter runs block after block: the first must finish the GEMM before any waits for it.
     num_blocks = 2 if interpret else num_sms(a.device) - config.reserved_sms
     gemm_combine_kernel[(num_blocks,)](
-        a_desc=TensorDescriptor.from_tensor(a, [table.block_rows, block_k]),
-        b_desc=TensorDescriptor.from_tensor(b, [1, block_k, block_n] if b_is_kn else [1, b_rows, block_k]),
-        a_scales=a_scales,
-        b_scales=b_scales,
-        bias_ptr=bias,
-        y_ptr=y,
-        tiles_ptr=table.tiles,
-        comm_blocks=min(config.comm_blocks or COMM_BLOCKS, num_blocks - 1),
-        Q=a.shape[0],
-        CONTRACTION=a.shape[1],
-        BLOCK_M=table.block_rows,
-        BLOCK_K=block_k,
-        GROUP_TILES=GROUP_TILES,
-        B_IS_KN=b_is_kn,
-        FLATTEN=config.flatten,
-        PRECISION="ieee" if a.dtype == torch.float32 else "tf32",
-        INTERPRET=interpret,
-        **combine_arguments(out, wire, returns, table, config),
-        **recording(wire.recorder, num_blocks),
-        num_warps=NUM_WARPS,
-        num_stages=config.num_stages,
+        TensorDescriptor.from_tensor(a, [table.block_rows, block_k]),
+        TensorDescriptor.from_tensor(b, [1, block_k, block_n] if b_is_kn else [1, b_rows, block_k]),
+        PanelTensors(a_scales, b_scales, bias, y), out, returns, wire.tensors(num_blocks), table.tensors,
+        CombineSizes(wire.max_tokens, a.shape[0], out.shape[1], a.shape[1]),
+        wire.rank, min(config.comm_blocks or COMM_BLOCKS, num_blocks - 1), config.num_panels, wire.timeout_ns,
+        out.shape[0],
+        GEMM=panel_constants(config, table.block_rows, a.dtype, b_is_kn, wire.recorder),
+        COMBINE=combine_constants(config, wire.world_size, returns.row_slots.shape[1], wire.recorder),
+        num_warps=NUM_WARPS, num_stages=config.num_stages,
+    )  # fmt: skip
+
+
+def panel_constants(
+    config: GemmCombineConfig, block_rows: int, dtype: torch.dtype, b_is_kn: bool, recorder: Recorder | None
+) -> PanelConstants:
+    """What the GEMM is compiled for, of tiles of ``block_rows`` rows."""
+    return PanelConstants(
+        block_m=block_rows,
+        block_n=config.block_n,
+        block_k=config.block_k,
+        group_tiles=GROUP_TILES,
+        b_is_kn=b_is_kn,
+        flatten=config.flatten,
+        precision=dot_precision(dtype),
+        events=0 if recorder is None else recorder.capacity,
+        interpret=triton.knobs.runtime.interpret,
     )
 
 
-def combine_arguments(
-    out: Tensor, wire: Wire, returns: Returns, table: TileTable, config: GemmCombineConfig
-) -> dict[str, Any]:
-    """What the comm blocks read, by the names of the kernels' parameters."""
-    top_k, grads = returns.row_slots.shape[1], returns.grads
-    unused = returns.row_slots
-    return dict(
-        out_ptr=out,
-        grads_out=unused if grads is None else grads.out,
-        row_slots=returns.row_slots,
-        row_weights=unused if returns.row_weights is None else returns.row_weights,
-        row_grads=unused if grads is None else grads.row_grads,
-        send_rows=returns.send_rows,
-        recv_counts=returns.recv_counts,
-        combine_ptr=wire.rows,
-        combine_addresses=wire.row_pointers,
-        combine_grads=unused if grads is None else grads.landing,
-        combine_grad_addresses=wire.row_pointers if grads is None else grads.landing_pointers,
-        flag_ptr=wire.flags,
-        flag_addresses=wire.flag_pointers,
-        num_tiles_ptr=table.num_tiles,
-        counters=table.counters,
-        epoch_ptr=wire.epoch,
-        fault_ptr=wire.fault,
-        rank=wire.rank,
-        num_panels=config.num_panels,
-        timeout_ns=wire.timeout_ns,
-        T=out.shape[0],
-        M=wire.max_tokens,
-        D=out.shape[1],
-        BLOCK_N=config.block_n,
-        W=wire.world_size,
-        K=top_k,
-        K_BLOCK=slot_block(top_k),
-        WEIGHTED=returns.row_weights is not None,
-        HAS_GRADS=grads is not None,
-        TOKENS=SUM_TOKENS,
-        ROWS=MOVE_ROWS,
-        COLS=config.move_cols,
-        CHUNK=COMBINE_CHUNK_ROWS,
-        FLAGS=CHUNK_FLAGS,
-        PANEL_COUNTERS=PANEL_COUNTERS,
+def combine_constants(
+    config: GemmCombineConfig, world_size: int, top_k: int, recorder: Recorder | None
+) -> CombineConstants:
+    """What the combine is compiled for."""
+    return CombineConstants(
+        block_n=config.block_n,
+        world_size=world_size,
+        top_k=top_k,
+        top_k_block=slot_block(top_k),
+        tokens=SUM_TOKENS,
+        rows=MOVE_ROWS,
+        cols=config.move_cols,
+        chunk=COMBINE_CHUNK_ROWS,
+        flags=CHUNK_FLAGS,
+        events=0 if recorder is None else recorder.capacity,
+        interpret=triton.knobs.runtime.interpret,
     )

@@ -1,7 +1,10 @@
 """The GEMM of layer 1: column panel by column panel over all experts, each published when it is complete."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ...gemm.fp8 import GROUP
 from ...gemm.tiles import decode_columns
@@ -10,20 +13,20 @@ from ...runtime.recorder import KIND_LAYER1_TILE, now, record
 
 
 @triton.jit
-def multiply_tile(
-    a_desc, b_desc, expert, first_row, first_col, CONTRACTION, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, B_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def multiply_tile(a_desc, b_desc, expert, first_row, first_col, CONTRACTION, GEMM: tl.constexpr):
     """One tile of the product, ``(BLOCK_M, BLOCK_N)`` float32."""
+    BLOCK_M: tl.constexpr = GEMM.block_m
+    BLOCK_N: tl.constexpr = GEMM.block_n
+    BLOCK_K: tl.constexpr = GEMM.block_k
     accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, CONTRACTION, BLOCK_K):
         a = a_desc.load([first_row, k])
-        if B_IS_KN:
+        if GEMM.b_is_kn:
             b = b_desc.load([expert, k, first_col]).reshape(BLOCK_K, BLOCK_N)
-            accumulator = tl.dot(a, b, accumulator, input_precision=PRECISION)
+            accumulator = tl.dot(a, b, accumulator, input_precision=GEMM.precision)
         else:
             b = b_desc.load([expert, first_col, k]).reshape(BLOCK_N, BLOCK_K)
-            accumulator = tl.dot(a, b.T, accumulator, input_precision=PRECISION)
+            accumulator = tl.dot(a, b.T, accumulator, input_precision=GEMM.precision)
     return accumulator
 
 
@@ -76,38 +79,60 @@ def with_bias(tile, bias_ptr, expert, first_col, D):
     return tile
 
 
+class PanelConstants(NamedTuple):
+    """What the GEMM is compiled for."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_tiles: int  # consecutive tiles that share their weight columns through L2
+    b_is_kn: bool  # the contraction is b's middle axis
+    flatten: bool  # the next item's operands are fetched during the epilogue
+    precision: str  # ``input_precision`` of ``tl.dot``
+    events: int  # that a block records at most
+    interpret: bool
+
+
+class PanelTensors(NamedTuple):
+    """What the GEMM reads and writes beside a and b."""
+
+    a_scales: Tensor | None  # (C / 128, Q) of block FP8
+    b_scales: Tensor | None  # (e, D / 128, C / 128)
+    bias: Tensor | None  # (e, D)
+    y: Tensor  # (Q, D)
+
+
 @triton.jit
 def gemm_panels(
-    a_desc, b_desc, a_scales, b_scales, bias_ptr, y_ptr, tiles_ptr, num_tiles, num_cols, num_panels, first_item, stride,
-    panel_counters, epoch_ptr, Q, D, CONTRACTION, events_ptr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_TILES: tl.constexpr,
-    B_IS_KN: tl.constexpr, FLATTEN: tl.constexpr, PRECISION: tl.constexpr, EVENTS: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    a_desc, b_desc, gemm, symm, tiles_ptr, num_tiles, num_cols, num_panels, first_item, stride, panel_counters, sizes,
+    GEMM: tl.constexpr,
 ):  # fmt: skip
     """Every ``stride``-th (panel, tile, column block) from ``first_item`` on; each adds 1 to its panel's counter."""
-    for item in tl.range(first_item, num_tiles * num_cols, stride, flatten=FLATTEN):
-        tile, col, panel = decode_columns(item, num_tiles, num_cols, num_panels, GROUP_TILES)
-        begin = now(EVENTS, INTERPRET)
+    BLOCK_M: tl.constexpr = GEMM.block_m
+    BLOCK_N: tl.constexpr = GEMM.block_n
+    D = sizes.D
+    for item in tl.range(first_item, num_tiles * num_cols, stride, flatten=GEMM.flatten):
+        tile, col, panel = decode_columns(item, num_tiles, num_cols, num_panels, GEMM.group_tiles)
+        begin = now(GEMM.events, GEMM.interpret)
         expert = tl.load(tiles_ptr + tile * 4)
         first_row = tl.multiple_of(tl.load(tiles_ptr + tile * 4 + 1), BLOCK_M)
         num_rows = tl.load(tiles_ptr + tile * 4 + 2)
-        if a_scales is None:
-            product = multiply_tile(
-                a_desc, b_desc, expert, first_row, col * BLOCK_N, CONTRACTION, BLOCK_M, BLOCK_N, BLOCK_K, B_IS_KN,
-                PRECISION,
-            )  # fmt: skip
-            product = with_bias(product, bias_ptr, expert, col * BLOCK_N, D)
-            store_tile(y_ptr, product, first_row, col * BLOCK_N, num_rows, D)
+        if gemm.a_scales is None:
+            product = multiply_tile(a_desc, b_desc, expert, first_row, col * BLOCK_N, sizes.contraction, GEMM)
+            product = with_bias(product, gemm.bias, expert, col * BLOCK_N, D)
+            store_tile(gemm.y, product, first_row, col * BLOCK_N, num_rows, D)
         else:
             left, right = multiply_fp8_tile(
-                a_desc, b_desc, a_scales, b_scales, expert, first_row, col * BLOCK_N, Q, D, CONTRACTION, BLOCK_M,
-                BLOCK_N // 2,
+                a_desc, b_desc, gemm.a_scales, gemm.b_scales, expert, first_row, col * BLOCK_N, sizes.Q, D,
+                sizes.contraction, BLOCK_M, BLOCK_N // 2,
             )  # fmt: skip
-            left = with_bias(left, bias_ptr, expert, col * BLOCK_N, D)
-            right = with_bias(right, bias_ptr, expert, col * BLOCK_N + BLOCK_N // 2, D)
-            store_tile(y_ptr, left, first_row, col * BLOCK_N, num_rows, D)
-            store_tile(y_ptr, right, first_row, col * BLOCK_N + BLOCK_N // 2, num_rows, D)
-        tl.atomic_add(panel_counters + panel, after_block(1, INTERPRET), sem="release", scope="gpu")
-        if EVENTS:  # read late: a register that is live through the GEMM's loop is one too many
-            epoch = tl.load(epoch_ptr)
-            record(events_ptr, KIND_LAYER1_TILE, epoch, tile, col, panel, begin, begin, EVENTS, INTERPRET)
+            left = with_bias(left, gemm.bias, expert, col * BLOCK_N, D)
+            right = with_bias(right, gemm.bias, expert, col * BLOCK_N + BLOCK_N // 2, D)
+            store_tile(gemm.y, left, first_row, col * BLOCK_N, num_rows, D)
+            store_tile(gemm.y, right, first_row, col * BLOCK_N + BLOCK_N // 2, num_rows, D)
+        tl.atomic_add(panel_counters + panel, after_block(1, GEMM.interpret), sem="release", scope="gpu")
+        if GEMM.events:  # read late: a register that is live through the GEMM's loop is one too many
+            epoch = tl.load(symm.epoch)
+            record(
+                symm.events, KIND_LAYER1_TILE, epoch, tile, col, panel, begin, begin, GEMM.events, GEMM.interpret
+            )  # fmt: skip

@@ -106,7 +106,7 @@ def test_what_layer_1_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not layer1.can_run(**layer1_call(y=call["y"].float()))  # a pool in float32
     assert not layer1.can_run(**layer1_call(table=replace(call["table"], block_rows=64)))
     assert not layer1.can_run(**layer1_call(table=without_segments()))
-    assert not layer1.can_run(**layer1_call(returns=replace(call["returns"], row_weights=None)))  # a backward pass
+    assert not layer1.can_run(**layer1_call(returns=call["returns"]._replace(row_weights=None)))  # a backward pass
     assert not layer1.can_run(**layer1_call(b=make_weight(MANY, 128, 128)))  # their table is too large
     monkeypatch.setattr(layer1, "is_available", lambda device: False)
     assert not layer1.can_run(**call)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import pytest
 import torch
@@ -89,9 +89,9 @@ def test_when_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     )  # fmt: skip
     assert not module.can_run(**make_call(returns=unweighted))  # sums alone
     grads = GradWire(row_grads=wide, landing=wide, landing_pointers=wide, out=wide)
-    gradients = replace(unweighted, grads=grads)
+    gradients = unweighted._replace(grads=grads)
     assert module.can_run(**make_call(returns=gradients, b=weights(32, 1536, 2048)))
-    assert not module.can_run(**make_call(returns=replace(gradients, row_weights=wide)))  # of weighted sums
+    assert not module.can_run(**make_call(returns=gradients._replace(row_weights=wide)))  # of weighted sums
 
 
 def test_blocks_of_a_launch() -> None:

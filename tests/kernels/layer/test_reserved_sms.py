@@ -74,7 +74,7 @@ def test_in_triton(monkeypatch: pytest.MonkeyPatch, fp8: bool, backward: bool) -
     class Kernel:
         def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
             found.extend(grid)
-            return lambda **_: None
+            return lambda *_, **__: None
 
     monkeypatch.setattr(module, "gemm_combine_kernel", Kernel())
     run(GemmCombineConfig(block_n=128, block_k=128, reserved_sms=SPARE), fp8=fp8, backward=backward)
