@@ -44,9 +44,6 @@ def make_communicator(
         world_size: Ranks the caller expects in the group; ``None`` accepts any number.
         node_size: Consecutive ranks of the job that are a node; ``None``: the ranks of a host.
 
-    Returns:
-        The communicator; for a group of one rank plain local memory, whatever the backend.
-
     Raises:
         ValueError: If the backend does not exist or does not fit the device, or the group has another size.
         UnavailableError: If the backend cannot work here; the message says what to use instead.
@@ -100,7 +97,6 @@ def kernel_obstacle(device: torch.device) -> str:
 
 
 def _obstacle_of_ranks(group: ProcessGroup, device: torch.device) -> str:
-    """The first ``kernel_obstacle`` of the ranks (collective where there are GPUs)."""
     if device.type != "cuda":
         return ""
     found = gather(group, kernel_obstacle(device))

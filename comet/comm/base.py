@@ -9,7 +9,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -24,16 +23,10 @@ ALIGNMENT = 256
 
 @dataclass(frozen=True, slots=True)
 class SymmTensor:
-    """The same tensor on every rank of a group, each rank's copy addressable by all.
+    """The same tensor on every rank of a group, each rank's copy addressable by all."""
 
-    Args:
-        peers: W tensors of equal shape and dtype; ``peers[r]`` is rank r's copy, mapped into this process.
-        pointers: ``(W,)`` int64 on the communicator's device: the address of each ``peers[r]`` as seen from here.
-        rank: Which of them is this rank's own.
-    """
-
-    peers: tuple[Tensor, ...]
-    pointers: Tensor
+    peers: tuple[Tensor, ...]  # W tensors of equal shape and dtype; peers[r] is rank r's copy, mapped into this process
+    pointers: Tensor  # (W,) int64 on the communicator's device: the address of each peers[r] as seen from here
     rank: int
 
     @property
@@ -46,14 +39,6 @@ class SymmTensor:
 
         Args:
             offset: Bytes from the start of the pool, a multiple of 256.
-            shape: Shape of the window.
-            dtype: Its element type.
-
-        Returns:
-            A ``SymmTensor`` over the same memory.
-
-        Raises:
-            ValueError: If the pool is not bytes, the offset is misaligned, or the window does not fit.
         """
         num_bytes = math.prod(shape) * dtype.itemsize
         if self.local.dtype != torch.uint8:
@@ -66,11 +51,7 @@ class SymmTensor:
         return SymmTensor(windows, self.pointers + offset, self.rank)
 
     def with_columns(self, columns: int) -> SymmTensor:
-        """The same memory as a matrix of as many rows ``(R, columns)``, one after the other from its start.
-
-        Raises:
-            ValueError: If that many columns do not fit.
-        """
+        """The same memory as a matrix of as many rows ``(R, columns)``, one after the other from its start."""
         rows, most = self.local.shape
         if not 1 <= columns <= most:
             raise ValueError(f"columns={columns} must be between 1 and the {most} there is memory for")
@@ -86,13 +67,7 @@ def pointer_table(peers: Sequence[Tensor]) -> Tensor:
 
 
 def require_memory(comm: Communicator, what: str, instead: str) -> None:
-    """Raise ``UnavailableError`` unless a group has symmetric memory.
-
-    Args:
-        comm: The group.
-        what: What needs it: ``path='fused'``.
-        instead: What to use instead.
-    """
+    """Raise ``UnavailableError`` unless a group has symmetric memory, for ``what`` (``path='fused'``)."""
     if comm.memory_obstacle:
         raise UnavailableError(f"{what} needs symmetric memory, but {comm.memory_obstacle}; {instead}")
 
@@ -105,9 +80,6 @@ class StreamOrder:
 
     Inside the capture of a CUDA graph a stream waits for streams of that capture only: torch waits for the device
     before a capture begins, and whoever replays the graph joins first.
-
-    Args:
-        device: Where the memory lies; on a CPU there is nothing to order.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -130,7 +102,6 @@ class StreamOrder:
 
 
 def _captures(stream: torch.cuda.Stream) -> bool:
-    """Whether a CUDA graph is being captured on a stream."""
     with torch.cuda.stream(stream):
         return torch.cuda.is_current_stream_capturing()
 
@@ -144,11 +115,7 @@ def settle(device: torch.device) -> None:
 class Communicator(ABC):
     """A group of ranks that can mostly allocate symmetric memory; as a context manager it closes itself.
 
-    It knows who it is and whether it is still open; backends add memory and the barrier.
-
     Args:
-        rank: This rank in the group, ``0 <= rank < world_size``.
-        world_size: W, at least 1.
         device: Where symmetric memory lives.
         timeout_s: Deadline of every wait in seconds, positive and finite.
 
@@ -158,9 +125,6 @@ class Communicator(ABC):
         in_flight: Whether the present step has begun to send and not yet got all; set by what sends first.
         board: Where ranks leave notes of steps that failed.
         stream_order: Lets steps on different streams wait for each other.
-
-    Raises:
-        ValueError: If a value breaks its rule.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device, timeout_s: float) -> None:
@@ -185,7 +149,6 @@ class Communicator(ABC):
         """Allocate ``num_bytes`` zeroed bytes on every rank; collective, the same size everywhere.
 
         Raises:
-            RuntimeError: After ``close``.
             ValueError: If the size is not positive, differs between ranks or does not fit.
             UnavailableError: If the ranks cannot map each other's memory, or run on several nodes.
         """
@@ -204,19 +167,12 @@ class Communicator(ABC):
                 out, as ``collectives``.
 
         Raises:
-            RuntimeError: After ``close``.
             StepFailedError: If an earlier step failed on any rank.
         """
         return Step(self, what, is_final=collectives, refuses=collectives if refuses is None else refuses)
 
     def renew_at_restart(self, epoch: Tensor, fault: Tensor, signals: Sequence[Tensor]) -> None:
-        """Name what ``restart`` zeroes.
-
-        Args:
-            epoch: ``(1,)`` int32 on the device.
-            fault: ``(8,)`` int64 on the device.
-            signals: This rank's copies of all that is compared with this epoch.
-        """
+        """Name what ``restart`` zeroes: an epoch ``(1,)`` int32, a fault ``(8,)`` int64, and this rank's signals."""
         self._epochs += [epoch, fault[:7], *signals]  # what a plan leaves in the last entry is still to be told
 
     def restart(self) -> None:
@@ -229,7 +185,6 @@ class Communicator(ABC):
         one. So each zeroes what lies in its own memory, and when all have met again they expect what they did first.
 
         Raises:
-            RuntimeError: After ``close``.
             StepFailedError: If a collective of ``torch.distributed`` broke off, which stays out of step.
             CommTimeoutError: If a rank did not come within twice the deadline, in which its own step may still end.
         """
@@ -269,9 +224,7 @@ class Communicator(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not self.closed:
             self.closed = True
             self._close(in_step=error is None)
@@ -282,8 +235,7 @@ class Communicator(ABC):
     @abstractmethod
     def _barrier(self) -> None: ...
 
-    @abstractmethod
-    def _renew(self) -> None:
+    def _renew(self) -> None:  # noqa: B027 (most have nothing to zero)
         """Zero this rank's part of the barrier."""
 
     @abstractmethod
@@ -299,8 +251,6 @@ class LocalCommunicator(Communicator):
     """The only rank of its group: plain memory of any device, no process group, nobody to wait for.
 
     Args:
-        device: Where memory lives.
-        timeout_s: Deadline handed to kernels, in seconds.
         obstacle: Why its device runs no kernel of ours, in words; empty where it does.
     """
 
@@ -318,10 +268,7 @@ class LocalCommunicator(Communicator):
         return SymmTensor(peers, pointer_table(peers), self.rank)
 
     def _barrier(self) -> None:
-        """Nothing."""
-
-    def _renew(self) -> None:
-        """Nothing."""
+        """Nobody is waited for."""
 
     def _close(self, in_step: bool) -> bool:
         return True

@@ -30,9 +30,6 @@ class StoreBoard(Board):
 
     So a step costs no message. Nothing is lost by it: after a failure its rank takes part in no collective any more,
     and a step of the others cannot end.
-
-    Args:
-        group: The ranks (collective).
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -42,26 +39,26 @@ class StoreBoard(Board):
         self._store = dist.PrefixStore(f"comet/board/{name}", group.get_group_store())
 
     def check(self) -> None:
-        """See ``Board``; asks the store."""
+        """As any board's, after a look into the store."""
         if not self.word[0] and self._has(NOTE):
             self.word[0] = int(self._store.get(NOTE))
         super().check()
 
     def note(self, what: str, error: BaseException, *, is_final: bool = False) -> None:
-        """See ``Board``."""
+        """Leave a note in the store that a step failed here, unless there is one."""
         if not self.word[0]:
             super().note(what, error, is_final=is_final)
             self._set(NOTE, str(self.word[0]))
 
     def clear(self) -> None:
-        """See ``Board``; the first rank's counts."""
+        """Take the notes off; the first rank's counts."""
         self.word[0] = 0
         self._write("")
         if self.rank == 0:
             self._store.delete_key(NOTE)
 
     def absent(self, timeout_s: float) -> str:
-        """See ``Board``."""
+        """Come to the next meeting; "rank 1, 3" of those that have not come there in time."""
         keys = [f"met/{self._num_met + 1}/{rank}" for rank in range(len(self._rows))]
         self._set(keys[self.rank], "")
         poll(lambda: self._has(*keys), timeout_s)
@@ -87,9 +84,6 @@ class CollectiveCommunicator(Communicator):
     """Ranks of several nodes, or of GPUs that run no kernel of ours; there is no memory to allocate.
 
     Args:
-        group: The ranks, of any backend (NCCL or gloo).
-        device: This rank's device.
-        timeout_s: Deadline of every wait here, in seconds.
         obstacle: Why, in words.
     """
 
@@ -104,9 +98,6 @@ class CollectiveCommunicator(Communicator):
     def _barrier(self) -> None:
         settle(self.device)
         self.board.meet(self.timeout_s)
-
-    def _renew(self) -> None:
-        """Nothing: no signal is kept."""
 
     def _close(self, in_step: bool) -> bool:
         if self.device.type == "cpu":

@@ -17,6 +17,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed import ProcessGroup
 
 from comet.comm.base import Communicator
+from comet.comm.handshake import this_rank
 from comet.config import require
 from comet.layout import ExpertLayout
 
@@ -31,9 +32,6 @@ def all_to_all_rows(
 
     Args:
         rows: ``(N, D)``, N = sum of ``send_counts``; may be 0.
-        send_counts: W rows to send to each rank.
-        recv_counts: W rows each rank sends here.
-        process_group: The W ranks.
 
     Returns:
         ``(R, D)``, R = sum of ``recv_counts``, in order of the source rank.
@@ -46,24 +44,13 @@ def all_gather_stacked(tensor: Tensor, process_group: ProcessGroup | None) -> Te
 
     Example: W=2, rank 0 holds ``[1]``, rank 1 holds ``[2]``: both get ``[[1], [2]]``. The gradients
     ``[[3], [4]]`` on rank 0 and ``[[5], [6]]`` on rank 1 become ``[8]`` on rank 0 and ``[10]`` on rank 1.
-
-    Args:
-        tensor: Any shape, equal on all ranks.
-        process_group: The W ranks.
-
-    Returns:
-        ``(W, *tensor.shape)``.
     """
     return _AllGatherStacked.apply(tensor, process_group)
 
 
 def of_first_rank(values: Tensor) -> Tensor:
-    """What rank 0 decided, on every rank of the default group, in place: last bits of what ranks compute may differ.
-
-    Args:
-        values: Contiguous; shape and dtype equal on all ranks. Without a group they stay as they are.
-    """
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    """What rank 0 decided, on every rank of the default group, in place: last bits of what ranks compute may differ."""
+    if this_rank()[1] > 1:
         dist.broadcast(values, 0)
     return values
 
@@ -87,10 +74,6 @@ def check_grad_modes(modes: Sequence[int], *names: str) -> None:
     """Raise ``ValueError`` unless the ``grad_mode`` of all ranks is one: they would wait for each other in backward.
 
     Example: modes ``[3, 2]`` of names "tokens" and "w1 or w2": requires_grad of tokens differs, True on rank 0 only.
-
-    Args:
-        modes: W, of each rank.
-        *names: What each bit is about, lowest first.
     """
     for bit, name in enumerate(names):
         flags = [bool(mode >> bit & 1) for mode in modes]
@@ -107,13 +90,7 @@ def bad_ids(top_k_ids: Tensor, layout: ExpertLayout) -> Tensor:
 
 
 def check_ids(num_bad: Sequence[int], top_k_ids: Tensor, layout: ExpertLayout) -> None:
-    """Raise ``ValueError`` on all ranks, naming the first one that has bad ids; there also such an id.
-
-    Args:
-        num_bad: W, bad ids of each rank.
-        top_k_ids: This rank's.
-        layout: Of the experts, and which rank this is.
-    """
+    """Raise ``ValueError`` on all ranks for the first with bad ids, ``num_bad`` of each; there it names such an id."""
     for rank, num in enumerate(num_bad):
         if num:
             shown = int(top_k_ids[bad_ids(top_k_ids, layout)][0]) if rank == layout.rank else f"{num} bad ids"
@@ -124,13 +101,7 @@ def check_ids(num_bad: Sequence[int], top_k_ids: Tensor, layout: ExpertLayout) -
 
 
 def in_steps(comm: Communicator, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """``compute(*tensors)`` by collectives: forward and backward are a step of the group each, of all that is in them.
-
-    Args:
-        comm: The ranks; what breaks off leaves a note with it.
-        compute: Differentiable in what requires a gradient.
-        *tensors: All that it is differentiated by.
-    """
+    """``compute(*tensors)`` by collectives: forward and backward are a step of the group each, of all in them."""
     with comm.step("forward pass", collectives=True):
         if not wants_grad(*tensors):
             return compute(*tensors)

@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -40,21 +39,10 @@ FLAG_BYTES = 64  # one cache line, so that ranks polling different flags do not 
 
 
 class CpuShmCommunicator(Communicator):
-    """Ranks are processes of one host; every rank maps every rank's memory.
-
-    Args:
-        group: The ranks; a group that can exchange Python objects between CPUs (gloo).
-        device: The CPU.
-        timeout_s: Deadline of every wait, in seconds.
-
-    Raises:
-        ValueError: If ``device`` is not the CPU.
-        UnavailableError: If the ranks cannot open each other's files.
-    """
+    """Ranks are processes of one host; every rank maps every rank's memory."""
 
     def __init__(self, group: ProcessGroup, device: torch.device, timeout_s: float) -> None:
         super().__init__(group.rank(), group.size(), device, timeout_s)
-        require(device.type == "cpu", f"device={device} must be 'cpu' for backend='cpu_shm'")
         self._group = group
         self._epoch = 0
         self.board = shared_board(group)
@@ -91,24 +79,19 @@ class CpuShmCommunicator(Communicator):
 
 
 def share_memory(group: ProcessGroup, num_bytes: int) -> tuple[torch.Tensor, ...]:
-    """``(num_bytes,)`` uint8 zeroes of each rank, mapped by all ranks of one host (collective).
-
-    Raises:
-        ValueError: If the ranks ask for different sizes, or there is no room.
-        UnavailableError: If they cannot open each other's files.
-    """
+    """``(num_bytes,)`` uint8 zeroes of each rank, mapped by all ranks of one host (collective)."""
     check_size(group, num_bytes)
     rank, world_size = group.rank(), group.size()
     stride = round_up(num_bytes, mmap.PAGESIZE)
     with ExitStack() as held:
-        offer = gather(group, _create(stride * world_size, held) if rank == 0 else None)[0]
+        path, lacking = gather(group, _create(stride * world_size, held) if rank == 0 else None)[0]
         require(
-            not offer.error,
-            f"num_bytes={num_bytes} on each of {world_size} ranks must fit: {offer.error}; "
+            not lacking,
+            f"num_bytes={num_bytes} on each of {world_size} ranks must fit: {lacking}; "
             "lower max_tokens or free some space",
         )
         try:
-            pool, error = _map(offer.path, stride * world_size), ""
+            pool, error = _map(path, stride * world_size), ""
         except OSError as failure:
             pool, error = torch.empty(0, dtype=torch.uint8), f"rank {rank}: {failure}"
         errors = [text for text in gather(group, error) if text]
@@ -122,14 +105,6 @@ def shared_board(group: ProcessGroup) -> Board:
     return Board(share_memory(group, board_bytes(group.size())), group.rank())
 
 
-@dataclass(frozen=True, slots=True)
-class _Offer:
-    """Rank 0's answer to an allocation: the path of the file, or why there is none."""
-
-    path: str = ""
-    error: str = ""
-
-
 def free_bytes(folder: Path) -> int:
     """Bytes a user may still write under ``folder``; 0 where there is no such folder."""
     if not folder.is_dir():
@@ -138,25 +113,25 @@ def free_bytes(folder: Path) -> int:
     return state.f_bavail * state.f_frsize
 
 
-def _create(num_bytes: int, held: ExitStack) -> _Offer:
-    """Make a file of ``num_bytes`` zeroes, pages reserved, in the first folder with room, named until ``held`` ends."""
+def _create(num_bytes: int, held: ExitStack) -> tuple[str, str]:
+    """The path of a file of zeroes in the first folder with room, named until ``held`` ends, or why there is none."""
     folders = (SHARED_MEMORY, Path(tempfile.gettempdir()))
     remove_left_files(folders)
     room = {folder: free_bytes(folder) for folder in folders}
     spaces = ", ".join(f"{free} bytes free in {folder}" for folder, free in room.items())
     folder = next((folder for folder, free in room.items() if num_bytes <= free), None)
     if folder is None:
-        return _Offer(error=f"{num_bytes} bytes needed, {spaces}")
+        return "", f"{num_bytes} bytes needed, {spaces}"
     if folder != SHARED_MEMORY:
         logger.warning("symmetric memory of %d bytes goes to files: %s", num_bytes, spaces)
     try:
-        return _Offer(path=_reserve(folder, num_bytes, held))
+        return _reserve(folder, num_bytes, held), ""
     except OSError as failure:
-        return _Offer(error=f"{num_bytes} bytes needed in {folder}, {failure.strerror}")
+        return "", f"{num_bytes} bytes needed in {folder}, {failure.strerror}"
 
 
 def _reserve(folder: Path, num_bytes: int, held: ExitStack) -> str:
-    """The path of a new file of ``num_bytes`` zeroes, locked; nothing stays behind if the pages cannot be had."""
+    """Path of a new locked file of ``num_bytes`` zeroes; nothing stays behind if the pages cannot be had."""
     descriptor, path = tempfile.mkstemp(prefix=PREFIX, dir=folder)
     held.callback(os.close, descriptor)
     held.callback(os.unlink, path)
@@ -166,11 +141,7 @@ def _reserve(folder: Path, num_bytes: int, held: ExitStack) -> str:
 
 
 def remove_left_files(folders: Iterable[Path]) -> None:
-    """Remove this user's files that jobs which were killed have left, and nobody else's.
-
-    Args:
-        folders: Where symmetric memory may lie; one that is missing has none.
-    """
+    """Remove this user's files that jobs which were killed have left, and nobody else's."""
     for path in (path for folder in folders for path in folder.glob(f"{PREFIX}*")):
         with suppress(OSError):  # gone meanwhile, or in use
             state = path.lstat()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import torch
 import triton
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from comet.comm.base import SymmTensor
+from comet.comm.base import Communicator, SymmTensor, pointer_table, settle
+from comet.comm.handshake import gather
 from comet.comm.signals import waited
 from comet.errors import CommTimeoutError
 from comet.kernels.runtime.primitives import barrier_kernel
@@ -19,8 +22,6 @@ class DeviceBarrier:
 
     Args:
         flags: ``(W,)`` int32 zeroes, symmetric; slot s of a rank is written by rank s.
-        timeout_s: Deadline in seconds.
-        interpret: Run under Triton's interpreter, on CPU memory.
     """
 
     def __init__(self, flags: SymmTensor, timeout_s: float, *, interpret: bool = False) -> None:
@@ -69,9 +70,35 @@ class DeviceBarrier:
             return
         self._synchronize()  # the first word may have arrived before the others
         _, _, peer, _, expected, seen, *_ = self._record.tolist()
-        place = f"barrier, epoch {expected}, saw {seen}"
-        raise CommTimeoutError(waited(self._flags.rank, peer, place, self._timeout_s))
+        raise CommTimeoutError(waited(self._flags.rank, peer, "barrier", self._timeout_s, expected, seen))
 
     def _synchronize(self) -> None:
-        if self._fault.device.type == "cuda":
-            torch.cuda.synchronize(self._fault.device)
+        settle(self._fault.device)
+
+
+class GpuCommunicator(Communicator):
+    """Ranks are GPUs: the barrier is a kernel; backends add the memory, and make ``_device_barrier`` of it."""
+
+    _device_barrier: DeviceBarrier
+
+    def check(self) -> None:
+        """Wait for the device and raise ``CommTimeoutError`` if a barrier met its deadline."""
+        self.require_open()
+        self._device_barrier.check()
+
+    def _make_barrier(self) -> DeviceBarrier:
+        return DeviceBarrier(self.alloc(4 * self.world_size).view(0, (self.world_size,), torch.int32), self.timeout_s)
+
+    def _barrier(self) -> None:
+        with torch.cuda.device(self.device):
+            self._device_barrier.arrive()
+
+    def _renew(self) -> None:
+        self._device_barrier.renew()
+
+    def _zeroed(self, peers: tuple[Tensor, ...], group: ProcessGroup) -> SymmTensor:
+        """New memory, zeroed before any rank stores into another's (collective)."""
+        peers[self.rank].zero_()
+        torch.cuda.synchronize(self.device)
+        gather(group, None)
+        return SymmTensor(peers, pointer_table(peers), self.rank)

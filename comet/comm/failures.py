@@ -15,7 +15,6 @@ alone restarts by itself.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,7 +56,6 @@ class Board:
 
     Args:
         peers: W tensors of ``board_bytes(W)`` uint8 zeroes; ``peers[r]`` is read by rank r and written by all.
-        rank: This rank.
     """
 
     def __init__(self, peers: Sequence[Tensor], rank: int) -> None:
@@ -89,8 +87,6 @@ class Board:
         """Leave a note on the boards of all ranks that a step failed here, unless there is one.
 
         Args:
-            what: The step: ``forward pass``.
-            error: What went wrong.
             is_final: Whether no restart brings the ranks back.
         """
         if self.word[0]:
@@ -115,11 +111,7 @@ class Board:
             self._has_told = False
 
     def explained(self, late: str) -> CommTimeoutError:
-        """The error for a deadline that was met, with what the other ranks wrote of themselves.
-
-        Args:
-            late: Who waited for whom.
-        """
+        """The error for a deadline that was met, ``late``, with what the other ranks wrote of themselves."""
         others = [self._text(rank) for rank in range(len(self._rows)) if rank != self.rank]
         return CommTimeoutError("; ".join([late, *(text for text in others if text and text not in late)]))
 
@@ -129,11 +121,7 @@ class Board:
         self._rows[self.rank][:, 8:16] = 0
 
     def meet(self, timeout_s: float) -> None:
-        """Return when every rank has come here as often as this one did; a meeting that failed may be tried again.
-
-        Raises:
-            CommTimeoutError: If ranks did not come in time; names them.
-        """
+        """Return when every rank has come here as often as this one did; a meeting that failed may be tried again."""
         if late := self.absent(timeout_s):
             raise CommTimeoutError(f"rank {self.rank} waited {timeout_s:.1f} s for {late} (meeting of all ranks)")
         self._num_met += 1
@@ -161,7 +149,6 @@ class Board:
             length[0] = len(encoded)
 
     def _text(self, rank: int) -> str:
-        """What a rank has written on this one's board."""
         row = self._rows[self.rank][rank]
         length = int(row[8:16].view(torch.int64)[0])
         return bytes(row[16 : 16 + length].tolist()).decode(errors="replace")
@@ -184,9 +171,6 @@ class Step:
     Not noted: what fails while nothing is in flight, or while a CUDA graph is captured, which sends nothing either.
 
     Args:
-        comm: The group.
-        what: For the note: ``forward pass``.
-        is_final: Whether no restart brings the ranks back where it fails.
         refuses: Whether a ``ValueError`` in it is raised before anything is sent, or on all ranks together.
     """
 
@@ -208,9 +192,7 @@ class Step:
         # A backward pass whose forward pass is run again has that step inside of its own.
         self._around, comm.in_flight = comm.in_flight, False
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         comm = self._comm
         was_in_flight, comm.in_flight = comm.in_flight, self._around
         if error is None or isinstance(error, _StopRecomputationError) or is_capturing(comm.device):
@@ -229,7 +211,7 @@ class Step:
             comm.board.note(self._what, error, is_final=self._is_final)
 
     def _explained(self, error: BaseException) -> Exception:
-        """The error of a wait in vain, with the rank that was waited for, and why it did not come where it has told."""
+        """A wait in vain: who was waited for, and why it did not come where it has told."""
         board = self._comm.board
         if isinstance(error, CommTimeoutError):
             return board.explained(str(error))

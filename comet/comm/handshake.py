@@ -36,6 +36,11 @@ def this_host() -> Host:
     return Host(name, BOOT_ID.read_text().strip() if BOOT_ID.exists() else name)
 
 
+def this_rank() -> tuple[int, int]:
+    """Rank of this process, and ranks in all; ``(0, 1)`` without a process group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+
+
 def gather(group: ProcessGroup, value: Any) -> list[Any]:
     """Every rank's ``value``, in rank order (collective; also a host-side barrier)."""
     values: list[Any] = [None] * group.size()
@@ -52,10 +57,6 @@ def check_size(group: ProcessGroup, num_bytes: int) -> None:
 def check_equal(group: ProcessGroup, fields: Mapping[str, Any]) -> None:
     """Raise the same ``ValueError`` on every rank, naming the field, unless all pass the same fields (collective).
 
-    Args:
-        group: The ranks.
-        fields: Values by name, the same names on all ranks.
-
     Example:
         ``{"max_tokens": 40}`` on rank 0 and ``{"max_tokens": 128}`` on rank 1: "max_tokens=128 of rank 1 must equal the
         40 of rank 0".
@@ -68,10 +69,6 @@ def check_equal(group: ProcessGroup, fields: Mapping[str, Any]) -> None:
 
 def separate_nodes(group: ProcessGroup, node_size: int | None) -> str:
     """Which ranks of the job run on which nodes, in words; empty where all run on one (collective).
-
-    Args:
-        group: The ranks.
-        node_size: Consecutive ranks of the job that are a node; ``None``: the ranks of a host.
 
     Example:
         ``"ranks 0 to 7 on host-a, ranks 8 to 15 on host-b"``; of declared nodes
@@ -112,7 +109,7 @@ def who_shares(group: ProcessGroup, device: torch.device) -> str:
 
 
 def refusal(device: torch.device, backend: str, shared: str) -> str:
-    """What to say where a backend cannot serve ranks that share a GPU, as ``who_shares`` found."""
+    """Why a backend cannot serve ranks that share a GPU, as ``who_shares`` found."""
     return f"device={device}: backend={backend!r} needs one GPU per rank, but {shared}"
 
 
@@ -121,12 +118,7 @@ NCCL_MARGIN_S = 5.0  # NCCL's watchdog aborts the process, so whoever can name t
 
 
 def set_deadline(group: ProcessGroup | None, timeout_s: float) -> None:
-    """Let the collectives of a group, from the next one on, wait no longer for a rank.
-
-    Args:
-        group: Of gloo or NCCL; another backend keeps its own deadline. ``None`` is no group.
-        timeout_s: In seconds; NCCL takes five more.
-    """
+    """Let the next collectives of a gloo or NCCL group wait ``timeout_s`` seconds for a rank; NCCL takes five more."""
     for backend in _backends(group):
         margin_s = NCCL_MARGIN_S if backend.name() == "nccl" else 0.0
         backend._set_default_timeout(timedelta(seconds=timeout_s + margin_s))
@@ -147,12 +139,8 @@ def patience() -> Iterator[None]:
 
 
 def meet(device: torch.device) -> None:
-    """Wait for all ranks of the default group with patience (collective): after work that may have kept some longer.
-
-    Args:
-        device: Of this rank; a GPU is waited for.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    """Wait with patience for all ranks of the default group and this rank's device: work may have kept some longer."""
+    if this_rank()[1] == 1:
         return
     with patience():
         # An all-reduce rather than dist.barrier(): it works on whatever backend the device has.

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from comet.comm.base import Communicator, SymmTensor, pointer_table
+from comet.comm.base import SymmTensor
 from comet.comm.cpu_shm import shared_board
-from comet.comm.device_barrier import DeviceBarrier
+from comet.comm.device_barrier import GpuCommunicator
 from comet.comm.handshake import check_size, gather, refusal, this_host, who_shares
 from comet.config import require
 from comet.errors import CommTimeoutError, UnavailableError
@@ -30,18 +30,8 @@ INSTEAD = "use backend='symm_mem' on GPUs of one host, or backend='cpu_shm' with
 STATUS_NOT_STARTED = 0
 
 
-class NvshmemCommunicator(Communicator):
-    """Ranks are GPUs; memory comes from NVSHMEM's symmetric heap and peers are addressed by load and store.
-
-    Args:
-        group: The ranks, one GPU each.
-        device: This rank's GPU, with its index.
-        timeout_s: Deadline of every wait, in seconds.
-
-    Raises:
-        ValueError: If two ranks share a GPU, or NVSHMEM already runs with other ranks.
-        UnavailableError: If nvshmem4py or a GPU is missing, or the GPUs cannot address each other.
-    """
+class NvshmemCommunicator(GpuCommunicator):
+    """Ranks are GPUs; memory comes from NVSHMEM's symmetric heap and peers are addressed by load and store."""
 
     def __init__(self, group: ProcessGroup, device: torch.device, timeout_s: float) -> None:
         super().__init__(group.rank(), group.size(), device, timeout_s)
@@ -59,11 +49,6 @@ class NvshmemCommunicator(Communicator):
         self._device_barrier = self._make_barrier()
         self._leaving = self._make_barrier()
 
-    def check(self) -> None:
-        """Wait for the device and raise ``CommTimeoutError`` if a barrier met its deadline."""
-        self.require_open()
-        self._device_barrier.check()
-
     def _start(self) -> None:
         """Start NVSHMEM with the ranks of the group, or make sure that it runs with exactly these."""
         core = self._nvshmem
@@ -73,14 +58,8 @@ class NvshmemCommunicator(Communicator):
         if not started[0]:
             cuda_device = importlib.import_module("cuda.core").Device(self.device.index)
             cuda_device.set_current()
-            unique_id = self._agree_on_id()
-            core.init(
-                device=cuda_device,
-                uid=unique_id,
-                rank=self.rank,
-                nranks=self.world_size,
-                initializer_method="uid",
-            )
+            world = dict(rank=self.rank, nranks=self.world_size)
+            core.init(device=cuda_device, uid=self._agree_on_id(), **world, initializer_method="uid")
         pe, num_pes = core.my_pe(), core.n_pes()
         require(
             (pe, num_pes) == (self.rank, self.world_size),
@@ -110,11 +89,7 @@ class NvshmemCommunicator(Communicator):
                     "NVSHMEM_SYMMETRIC_SIZE before the job starts, or lower max_tokens"
                 ) from failure
             self._pools.append(local)
-            peers = tuple(self._peer(local, rank) for rank in range(self.world_size))
-            local.zero_()
-            torch.cuda.synchronize(self.device)
-            gather(self._group, None)  # nobody stores into memory that its owner is still zeroing
-        return SymmTensor(peers, pointer_table(peers), self.rank)
+            return self._zeroed(tuple(self._peer(local, rank) for rank in range(self.world_size)), self._group)
 
     def _peer(self, local: Tensor, rank: int) -> Tensor:
         if rank == self.rank:
@@ -127,16 +102,6 @@ class NvshmemCommunicator(Communicator):
                 "the MoE group must lie inside one NVLink domain: lower parallel.ep or parallel.tp until it does; the "
                 "other ranks are data-parallel then"
             ) from failure
-
-    def _barrier(self) -> None:
-        with torch.cuda.device(self.device):
-            self._device_barrier.arrive()
-
-    def _make_barrier(self) -> DeviceBarrier:
-        return DeviceBarrier(self.alloc(4 * self.world_size).view(0, (self.world_size,), torch.int32), self.timeout_s)
-
-    def _renew(self) -> None:
-        self._device_barrier.renew()
 
     def _close(self, in_step: bool) -> bool:
         all_left = in_step and self._all_leave()

@@ -31,14 +31,7 @@ def signal(flags: Tensor, index: int, value: int) -> None:
 
     Args:
         flags: int32 or int64 flags in CPU memory, contiguous, any shape.
-        index: Position of the flag among all of ``flags``, row by row.
         value: What to store, larger than everything stored there before.
-
-    Raises:
-        ValueError: If ``flags`` is not contiguous CPU memory or ``index`` is outside.
-
-    Example:
-        On ``flags`` of shape ``(2, 3)``, ``signal(flags, 4, 7)`` gives ``[[0, 0, 0], [0, 7, 0]]``.
     """
     view = _flat(flags, index)
     fence()
@@ -50,24 +43,24 @@ def wait(
     index: int,
     value: int,
     *,
+    rank: int,
+    peer: int,
+    place: str,
     timeout_s: float,
-    describe: Callable[[], str],
     check: Callable[[], None] = lambda: None,
 ) -> None:
     """Poll one flag until it holds at least ``value``; what the signalling rank stored before is then visible.
 
     Args:
-        flags: As for ``signal``.
-        index: As for ``signal``.
-        value: The epoch waited for.
-        timeout_s: Deadline in seconds.
-        describe: Called only when the deadline passes; who waited for whom and where, as ``waited`` puts it.
+        flags: As for ``signal``, as are ``index`` and ``value``, the epoch waited for.
+        rank: Who waits, for the message.
+        peer: For whom.
+        place: Where: ``layer 0 dispatch, chunk 17``.
         check: Called at every poll; raises where waiting is in vain, as the group's ``board.check`` does.
 
     Raises:
         CommTimeoutError: When the deadline passes, for example
             ``rank 2 waited 30.0 s for rank 0 (layer 0 dispatch, chunk 17, epoch 41, saw 40)``.
-        ValueError: As for ``signal``.
     """
     view = _flat(flags, index)
 
@@ -78,29 +71,16 @@ def wait(
         return False
 
     if not poll(arrived, timeout_s):
-        raise CommTimeoutError(late(describe(), value, int(view[index])))
+        raise CommTimeoutError(waited(rank, peer, place, timeout_s, value, int(view[index])))
     fence()
 
 
-def waited(rank: int, peer: int, place: str, timeout_s: float) -> str:
-    """Who waited for whom and where, for ``wait``.
+def waited(rank: int, peer: int, place: str, timeout_s: float, epoch: int, seen: int) -> str:
+    """Who waited for whom and where, what was expected and what was there.
 
-    Example:
-        ``waited(2, 0, "layer 0 dispatch, chunk 17", 30)`` gives
-        ``"rank 2 waited 30.0 s for rank 0 (layer 0 dispatch, chunk 17)"``.
+    Example: ``waited(1, 0, "panel 3", 2, 5, 4)`` is ``"rank 1 waited 2.0 s for rank 0 (panel 3, epoch 5, saw 4)"``.
     """
-    return f"rank {rank} waited {timeout_s:.1f} s for rank {peer} ({place})"
-
-
-def late(description: str, value: int, seen: int) -> str:
-    """Complete a description with what was expected and what was there.
-
-    Example:
-        ``late("rank 1 waited 2.0 s for rank 0 (panel 3)", 5, 4)`` gives
-        ``"rank 1 waited 2.0 s for rank 0 (panel 3, epoch 5, saw 4)"``.
-    """
-    joint = ", " if description.endswith(")") else " ("
-    return f"{description.removesuffix(')')}{joint}epoch {value}, saw {seen})"
+    return f"rank {rank} waited {timeout_s:.1f} s for rank {peer} ({place}, epoch {epoch}, saw {seen})"
 
 
 def poll(done: Callable[[], bool], timeout_s: float) -> bool:

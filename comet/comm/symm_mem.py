@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed import _symmetric_memory as torch_symm_mem
 
-from comet.comm.base import Communicator, SymmTensor, pointer_table, settle
+from comet.comm.base import SymmTensor, settle
 from comet.comm.cpu_shm import shared_board
-from comet.comm.device_barrier import DeviceBarrier
+from comet.comm.device_barrier import GpuCommunicator
 from comet.comm.handshake import check_size, gather, refusal, who_shares
 from comet.config import require
 from comet.errors import CommTimeoutError, UnavailableError
@@ -24,17 +24,10 @@ logger = logging.getLogger(__name__)
 INSTEAD = "use backend='nvshmem', or backend='cpu_shm' with device='cpu'"
 
 
-class SymmMemCommunicator(Communicator):
+class SymmMemCommunicator(GpuCommunicator):
     """Ranks are GPUs of one host; every rank maps every rank's memory.
 
-    Args:
-        group: The ranks, one GPU each; several on one where torch is told to allow it, for tests: they take turns.
-        device: This rank's GPU, with its index.
-        timeout_s: Deadline of every wait, in seconds.
-
-    Raises:
-        ValueError: If two ranks share a GPU and torch does not allow it.
-        UnavailableError: If there is no GPU, or the GPUs cannot address each other.
+    Several may share one where torch is told to allow it, for tests: they take turns.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device, timeout_s: float) -> None:
@@ -46,15 +39,9 @@ class SymmMemCommunicator(Communicator):
         with torch.cuda.device(device):
             self.board = shared_board(group)
             self._shared = who_shares(group, device)
-        flags = self.alloc(4 * self.world_size).view(0, (self.world_size,), torch.int32)
-        self._device_barrier = DeviceBarrier(flags, timeout_s)
+        self._device_barrier = self._make_barrier()
         if self._shared and self.rank == 0:
             logger.warning("%s and take turns, which is slow", self._shared)
-
-    def check(self) -> None:
-        """Wait for the device and raise ``CommTimeoutError`` if a barrier met its deadline."""
-        self.require_open()
-        self._device_barrier.check()
 
     def _alloc(self, num_bytes: int) -> SymmTensor:
         with torch.cuda.device(self.device):
@@ -62,11 +49,7 @@ class SymmMemCommunicator(Communicator):
             local, error = self._reserve(num_bytes)
             errors = [text for text in gather(self._group, error) if text]
             require(not errors, "; ".join(errors))
-            peers = self._exchange(local)
-            local.zero_()
-            torch.cuda.synchronize(self.device)
-            gather(self._group, None)  # nobody stores into memory that its owner is still zeroing
-        pool = SymmTensor(peers, pointer_table(peers), self.rank)
+            pool = self._zeroed(self._exchange(local), self._group)
         self._pools.append(pool)
         return pool
 
@@ -96,13 +79,6 @@ class SymmMemCommunicator(Communicator):
         assert mapped[self.rank].data_ptr() == local.data_ptr(), "the allocation must start at its handle's base"
         mapped[self.rank] = local  # keeps the allocation, and with it the handle, alive
         return tuple(mapped)
-
-    def _barrier(self) -> None:
-        with torch.cuda.device(self.device):
-            self._device_barrier.arrive()
-
-    def _renew(self) -> None:
-        self._device_barrier.renew()
 
     def _close(self, in_step: bool) -> bool:
         settle(self.device)  # work of other streams may still read and write what peers can see

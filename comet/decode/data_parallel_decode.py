@@ -8,25 +8,20 @@ from torch import Tensor
 
 from comet.comm.collectives import wants_grad
 from comet.config import MoEConfig, require
-from comet.decode.ranks import RankDecode, rank_slots
-from comet.decode.runners import Decoder, check_group
-from comet.decode.weights import MAX_DECODE_TOKENS, DecodeWeights
+from comet.decode.runners import GroupExperts
+from comet.decode.weights import MAX_DECODE_TOKENS
 from comet.layer.group import ExpertGroup
-from comet.layer.paths import ExpertPath, make_path
-from comet.layer.weights import match_once, match_weights
-from comet.layout import Biases, added_biases
+from comet.layout import Biases
 from comet.utils.uncompiled import uncompiled
 
 
-class DataParallelDecode:
+class DataParallelDecode(GroupExperts):
     """Experts over a group each of whose ranks brings its own tokens (data-parallel attention); collective.
 
     An ``ExpertPath``: ``layer.experts = DataParallelDecode(config, group)`` lets a ``MoE`` decode. Where a gradient is
     needed (on all ranks or on none) its calls take the group's path.
 
     Args:
-        moe: Shape of the MoE layers.
-        group: The ranks.
         decode_tokens: Most tokens of one rank that take warp decode; 0: none do; ``None``: 64 / W, or 0 where the group
             spans several nodes.
 
@@ -45,20 +40,7 @@ class DataParallelDecode:
             0 <= self.decode_tokens <= most,
             f"decode_tokens={self.decode_tokens} must be between 0 and {MAX_DECODE_TOKENS} / W={ranks}",
         )
-        self.group = group
-        check_group(moe, group, self.decode_tokens)
-        self.decode = Decoder(moe.top_k, self.decode_tokens * ranks)
-        self.activation = moe.activation
-        self.layout = group.layout(moe)
-        self.slots = rank_slots(self.layout, group.device)
-        self.path: ExpertPath = make_path("auto", moe, group)
-        self.match = match_once(match_weights, moe, group.layout(moe), biased=moe.expert_bias)
-        # Last, because it allocates symmetric memory on all ranks.
-        self.decode_on_ranks: RankDecode | None = None
-        if self.decode_tokens:
-            self.decode_on_ranks = RankDecode(
-                group.comm, hidden_size=moe.hidden_size, max_tokens=self.decode_tokens, replicated=False
-            )
+        super().__init__(moe, group, self.decode_tokens, top_k=moe.top_k, replicated=False)
 
     @uncompiled
     def __call__(
@@ -74,18 +56,12 @@ class DataParallelDecode:
     ) -> Tensor:
         """Compute this rank's tokens; all ranks take part, also without any.
 
+        ``(T, D)``, ``(T, K)`` int32, ``(T, K)`` float32, ``(e, 2F/TP, D)``, ``(e, D, F/TP)`` -> ``(T, D)``, with biases
+        ``(e, 2F/TP)`` and ``(e, D)`` where there are some.
+
         Args:
-            tokens: ``(T, D)``; T may differ between ranks.
-            top_k_ids: ``(T, K)`` int32.
-            top_k_weights: ``(T, K)`` float32.
-            w1: ``(e, 2F/TP, D)``.
-            w2: ``(e, D, F/TP)``.
-            biases: ``(e, 2F/TP)`` and ``(e, D)``; ``None``: there are none.
             most_tokens: The largest T of all ranks, or a bound of it, equal on all of them. ``None``: the ranks ask
                 each other, which waits for the device and cannot be captured in a CUDA graph.
-
-        Returns:
-            ``(T, D)``.
 
         Raises:
             ValueError: If T is above ``most_tokens``, or the weights are of another layer.
@@ -96,24 +72,9 @@ class DataParallelDecode:
         if most > self.decode_tokens or self.decode_on_ranks is None or learns:
             return self.path(tokens, top_k_ids, top_k_weights, w1, w2, biases)
         self.match(w1, w2, *(biases or ()))  # slots name places that there have to be
-        b1, b2 = added_biases(biases, self.layout)
-        experts = DecodeWeights(w1=w1, w2=w2, slots=self.slots, activation=self.activation, b1=b1, b2=b2)
+        experts = self.held(w1, w2, biases)
         scratch = self.decode.scratch(tokens, experts)
         return self.decode_on_ranks(tokens, top_k_ids, top_k_weights, experts, scratch=scratch)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> DataParallelDecode:
-        """A copied model runs on the same ranks and memory."""
-        return self
-
-    def check(self) -> None:
-        """Raise what ``Workspace.check`` or ``RankDecode.check`` raises; waits for the device."""
-        self.group.workspace.check()
-        if self.decode_on_ranks is not None:
-            self.decode_on_ranks.check()
-
-    def restart(self) -> None:
-        """``Workspace.restart``, which goes for decode steps as well (collective)."""
-        self.group.workspace.restart()
 
     def _most_tokens(self, tokens: Tensor) -> int:
         """The largest number of tokens of all ranks (collective)."""

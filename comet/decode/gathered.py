@@ -25,12 +25,8 @@ class TokenGather:
     """Brings every rank's tokens to every rank (see ``comet.kernels.decode.gather``); memory of ``RankDecode``.
 
     Args:
-        comm: The communicator of the MoE group, of W > 1 ranks.
         hidden_size: D.
         max_tokens: Most tokens of one rank; a batch always has W * max_tokens, absent ones included.
-
-    Raises:
-        ValueError: If the symmetric memory does not fit.
     """
 
     def __init__(self, comm: Communicator, *, hidden_size: int, max_tokens: int) -> None:
@@ -51,11 +47,7 @@ class TokenGather:
         return self.words.pointers, self._tokens, self._ids, self._weights
 
     def batch(self, own: Batch) -> Batch:
-        """Memory for the tokens of all ranks, alike to ``own``; written by the next gather.
-
-        Raises:
-            ValueError: If the tokens have a dtype the words cannot carry.
-        """
+        """Memory for the tokens of all ranks, alike to ``own``; written by the next gather."""
         dtype, top_k = own.tokens.dtype, own.ids.shape[1]
         require(dtype in MOE_DTYPES, f"tokens of dtype {dtype} must be one of {MOE_DTYPES} where replicated=False")
         rows, routed_rows = self.batch_size, self.batch_size * top_k

@@ -46,9 +46,6 @@ def warp_decode(
 
     Returns:
         ``(T, D)``, dtype of ``tokens``: for each token the sum over its routed rows held here, in slot order.
-
-    Raises:
-        ValueError: If a shape, dtype or device breaks the rules, T is above 64, or the scratch is too small.
     """
     if not resolve_kernels(tokens.device, use_kernels):
         return warp_decode_torch(tokens, top_k_ids, top_k_weights, weights)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from comet.comm.base import Communicator, require_memory, settle
-from comet.comm.signals import check_epoch
+from comet.comm.signals import check_epoch, waited
 from comet.config import require, resolve_kernels
 from comet.decode.gathered import Batch, TokenGather, words_of
 from comet.decode.local import run_kernels
@@ -28,9 +28,6 @@ def rank_slots(layout: ExpertLayout, device: torch.device | str) -> Tensor:
     """The slot table of a rank that holds its EP shard in order; its TP ranks share one table.
 
     Example: E = 8, EP = 4, TP = 1, rank 1: ``[-1, -1, 0, 1, -1, -1, -1, -1]``.
-
-    Returns:
-        ``(E,)`` int32.
     """
     slots = torch.full((layout.num_experts,), -1, dtype=torch.int32)
     held = slice(layout.first_expert, layout.first_expert + layout.experts_local)
@@ -61,15 +58,11 @@ class RankDecode:
     ``comet.kernels.decode.words`` and ``comet.kernels.decode.gather``.
 
     Args:
-        comm: The communicator of the MoE group; not closed here.
-        hidden_size: D.
         max_tokens: Most tokens a rank passes to a step, equal on all ranks: at most 64, or 64 / W of each rank's own;
             ``None`` takes that.
         replicated: Whether all ranks hold the same tokens.
-        use_kernels: Triton kernels or the torch twin; ``None``: kernels on a GPU, twin on a CPU.
 
     Raises:
-        ValueError: If a size breaks its rule or the symmetric memory does not fit.
         UnavailableError: If the group spans several nodes.
     """
 
@@ -98,10 +91,9 @@ class RankDecode:
         self.use_kernels = resolve_kernels(comm.device, use_kernels)
         shape = (2, world_size, max_tokens, hidden_size)
         self.words = comm.alloc(receive_bytes(world_size, hidden_size, max_tokens)).view(0, shape, torch.int64)
-        is_alone = world_size == 1
-        self.gather = (
-            None if replicated or is_alone else TokenGather(comm, hidden_size=hidden_size, max_tokens=max_tokens)
-        )
+        self.gather: TokenGather | None = None
+        if not replicated and world_size > 1:
+            self.gather = TokenGather(comm, hidden_size=hidden_size, max_tokens=max_tokens)
         self.epoch = torch.zeros(1, dtype=torch.int32, device=comm.device)
         self.fault = torch.zeros(8, dtype=torch.int64, device=comm.device)
         words = [self.words] if self.gather is None else [self.words, self.gather.words]
@@ -126,17 +118,13 @@ class RankDecode:
             tokens: ``(T, D)``, T at most ``max_tokens``; D, dtype and K equal on all ranks.
             top_k_ids: ``(T, K)`` int32 or int64 in ``[-1, E)``; -1 masks.
             top_k_weights: ``(T, K)`` float32.
-            weights: What this rank holds (see ``rank_slots``).
-            scratch: See ``warp_decode``; for W * max_tokens tokens if they are not replicated.
-            config: Shapes of blocks; ``None`` selects them.
+            scratch: For W * max_tokens tokens if they are not replicated; ``None`` allocates it.
 
         Returns:
             ``(T, D)``, dtype of ``tokens``, the sum over all ranks, added in float32 in the order of the ranks. After
             ``check`` raised, or would, its contents mean nothing.
 
         Raises:
-            ValueError: If a tensor breaks the rules of ``warp_decode``, or T or D those of this object.
-            RuntimeError: If the communicator has been closed.
             StepFailedError: If a step failed on any rank; ``restart`` goes on.
             CommTimeoutError: On the CPU, if a rank did not come in time; on a GPU ``check`` tells.
         """
@@ -171,10 +159,9 @@ class RankDecode:
         aborted, place, peer, item, expected, seen, _, _ = self.fault.tolist()
         if aborted:
             what = "gather" if place == PLACE_GATHER.value else "all-reduce"
-            error = self.comm.board.explained(
-                f"rank {self.comm.rank} waited {self.comm.timeout_s:.1f} s for rank {peer} "
-                f"(decode {what}, block {item}, epoch {expected}, saw {seen})"
-            )
+            place = f"decode {what}, block {item}"
+            late = waited(self.comm.rank, peer, place, self.comm.timeout_s, expected, seen)
+            error = self.comm.board.explained(late)
             self.comm.board.note("last decode step", error)
             raise error
         self.comm.board.check()

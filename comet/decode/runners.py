@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -40,16 +40,20 @@ from comet.utils.uncompiled import uncompiled
 DECODE_TOKENS = MAX_DECODE_TOKENS
 
 
-class Runner(Protocol):
+class Runner:
     """Computes the weighted sum of each token's experts from the experts this rank holds.
 
-    ``decode`` is the warp decode it uses, for up to ``decode.max_tokens`` tokens; ``takes_fp8``: more tokens are
-    computed from experts in block FP8 as they are, too; ``activation``: of the experts.
+    Here is what a rank alone does, which has all experts and waits for nobody.
+
+    Attributes:
+        activation: Of the experts.
+        decode: The warp decode it uses, for up to ``decode.max_tokens`` tokens.
+        takes_fp8: Whether more tokens are computed from experts in block FP8 as they are, too.
     """
 
     activation: Activation
     decode: Decoder
-    takes_fp8: bool
+    takes_fp8 = False
 
     def __call__(
         self,
@@ -68,23 +72,20 @@ class Runner(Protocol):
         ``experts`` is what a decode step reads in place of w1, w2 and biases, such as those of ``SharedSlots``; only to
         be given where the call is one (``joins_step``), or where they are in block FP8 and the runner takes that.
         """
-        ...
+        raise NotImplementedError
 
     def add_up(self, partial: Tensor) -> Tensor:
-        """``(T, D)`` float32, what this rank's experts contribute -> the sum over ranks, equal on all; collective."""
-        ...
+        """``(T, D)`` float32, what this rank's experts contribute -> the sum over ranks, in their order; collective."""
+        return partial
 
     def before_replay(self) -> None:
         """Refuse the replay of a captured step once the group is closed, and order it behind the last step."""
-        ...
 
     def check(self) -> None:
-        """Raise what went wrong on the device so far; waits for it."""
-        ...
+        """Raise what ``Workspace.check`` or ``RankDecode.check`` raises; waits for the device."""
 
     def restart(self) -> None:
         """Start the epochs anew (collective), which is due where ``check`` raises ``EpochError``."""
-        ...
 
 
 class Decoder:
@@ -95,9 +96,6 @@ class Decoder:
     Args:
         top_k: K, the largest of all layers, with what a shared expert adds to it (``shared_columns``).
         max_tokens: Most tokens of a step, the ``decode_tokens`` of its runner.
-
-    Raises:
-        ValueError: If warp decode cannot take so many.
     """
 
     def __init__(self, top_k: int, max_tokens: int) -> None:
@@ -129,22 +127,16 @@ class Decoder:
         return self._copy_stream
 
 
-class LocalRunner:
+class LocalRunner(Runner):
     """All experts on this rank: warp decode, or grouped GEMMs for many tokens and wherever a gradient is needed.
 
     Args:
         top_k: K, with what a shared expert adds to it (``shared_columns``).
-        decode_tokens: Most tokens that take warp decode; 0: none do.
-        activation: Of the experts.
-
-    Raises:
-        ValueError: If warp decode cannot take so many.
     """
 
     def __init__(self, top_k: int, decode_tokens: int = DECODE_TOKENS, *, activation: Activation = SWIGLU) -> None:
         self.decode = Decoder(top_k, decode_tokens)
         self.activation = activation
-        self.takes_fp8 = False
         self._slots: Tensor | None = None
 
     @uncompiled
@@ -171,26 +163,64 @@ class LocalRunner:
             return self.decode(tokens, top_k_ids, top_k_weights, experts)
         return plain_experts(tokens, top_k_ids, top_k_weights, w1, w2, layout, None, self.activation, biases)
 
-    def add_up(self, partial: Tensor) -> Tensor:
-        """Nothing to add: a rank alone has all experts."""
-        return partial
-
-    def before_replay(self) -> None:
-        """Nothing to do: a rank alone has no group."""
-
-    def check(self) -> None:
-        """Nothing to report: a rank alone waits for nobody."""
-
-    def restart(self) -> None:
-        """Nothing to do, for the same reason."""
-
     def _slots_like(self, w1: Tensor) -> Tensor:
         if self._slots is None or self._slots.device != w1.device or len(self._slots) != len(w1):
             self._slots = torch.arange(w1.shape[0], dtype=torch.int32, device=w1.device)
         return self._slots
 
 
-class ReplicatedRunner:
+class GroupExperts:
+    """Experts over a group: warp decode for at most so many tokens of a rank, else the group's path; collective.
+
+    Args:
+        moe: Shape of the model's MoE layers.
+        group: The ranks.
+        decode_tokens: Most tokens of one rank that take warp decode; 0: none do.
+        top_k: K in a decode step.
+        replicated: Whether all ranks hold the same tokens.
+
+    Raises:
+        ValueError: If the experts do not divide over the group, its pool is for another shape, or warp decode cannot
+            take so many tokens.
+    """
+
+    def __init__(self, moe: MoEConfig, group: ExpertGroup, decode_tokens: int, *, top_k: int, replicated: bool) -> None:
+        check_group(moe, group, decode_tokens)
+        self.group = group
+        self.decode = Decoder(top_k, decode_tokens * (1 if replicated else group.parallel.world_size))
+        self.activation = moe.activation
+        self.layout = group.layout(moe)
+        self.slots = rank_slots(self.layout, group.device)
+        self.path: ExpertPath = make_path("auto", moe, group)
+        self.match = match_once(match_weights, moe, self.layout, biased=moe.expert_bias)
+        # Last, because it allocates symmetric memory on all ranks.
+        self.decode_on_ranks: RankDecode | None = None
+        if decode_tokens:
+            self.decode_on_ranks = RankDecode(
+                group.comm, hidden_size=moe.hidden_size, max_tokens=decode_tokens, replicated=replicated
+            )
+
+    def held(self, w1: Tensor, w2: Tensor, biases: Biases | None) -> DecodeWeights:
+        """What this rank holds, as a decode step reads it."""
+        b1, b2 = added_biases(biases, self.layout)
+        return DecodeWeights(w1=w1, w2=w2, slots=self.slots, activation=self.activation, b1=b1, b2=b2)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        """A copied model, such as an assistant that shares the weights, runs on the same ranks and memory."""
+        return self
+
+    def check(self) -> None:
+        """Raise ``CommTimeoutError``, ``EpochError`` (``restart`` is due), ``CapacityError``; waits for the device."""
+        self.group.workspace.check()
+        if self.decode_on_ranks is not None:
+            self.decode_on_ranks.check()
+
+    def restart(self) -> None:
+        """``Workspace.restart``, which goes for decode steps as well (collective)."""
+        self.group.workspace.restart()
+
+
+class ReplicatedRunner(GroupExperts, Runner):
     """Experts over a group whose ranks all hold the same tokens; collective, for inference.
 
     Args:
@@ -198,29 +228,24 @@ class ReplicatedRunner:
         group: The ranks; any number of tokens may come, ``max_tokens`` only bounds how many are computed at once.
         decode_tokens: Most tokens that take warp decode; 0: none do, as always where the group spans several nodes.
         shared_columns: What a shared expert adds to K in a decode step (``comet.decode.shared_columns``).
-
-    Raises:
-        ValueError: If the experts do not divide over the group, its pool is for another shape, or warp decode cannot
-            take so many tokens.
     """
 
     def __init__(
         self, moe: MoEConfig, group: ExpertGroup, decode_tokens: int = DECODE_TOKENS, *, shared_columns: int = 0
     ) -> None:
         decode_tokens = 0 if group.comm.memory_obstacle else decode_tokens
-        check_group(moe, group, decode_tokens)
-        self.group = group
-        self.decode = Decoder(moe.top_k + shared_columns, decode_tokens)
-        self.activation = moe.activation
-        self.layout = group.layout(moe)
-        self.slots = rank_slots(self.layout, group.device)
-        self.path: ExpertPath = make_path("auto", moe, group)
+        super().__init__(moe, group, decode_tokens, top_k=moe.top_k + shared_columns, replicated=True)
         self.takes_fp8 = computes_fp8(self.path, moe)
-        self.match = match_once(match_weights, moe, group.layout(moe), biased=moe.expert_bias)
-        # Last, because it allocates symmetric memory on all ranks.
-        self.decode_on_ranks: RankDecode | None = None
-        if decode_tokens:
-            self.decode_on_ranks = RankDecode(group.comm, hidden_size=moe.hidden_size, max_tokens=decode_tokens)
+
+    def add_up(self, partial: Tensor) -> Tensor:
+        """``(T, D)`` float32 of each rank -> their sum, in the order of the ranks; collective."""
+        if self.group.parallel.world_size == 1:
+            return partial
+        return all_gather_stacked(partial, self.group.process_group).sum(0)
+
+    def before_replay(self) -> None:
+        """``Workspace.join_stream``."""
+        self.group.workspace.join_stream()
 
     @uncompiled
     def __call__(
@@ -234,12 +259,7 @@ class ReplicatedRunner:
         *,
         experts: DecodeWeights | None = None,
     ) -> Tensor:
-        """``(T, D)``, ``(T, K)`` int32, ``(T, K)`` float32, ``(e, 2F/TP, D)``, ``(e, D, F/TP)`` -> ``(T, D)``.
-
-        Raises:
-            ValueError: If the tokens have another dtype than the group, or require a gradient, or the weights are of
-                another layer.
-        """
+        """``(T, D)``, ``(T, K)`` int32, ``(T, K)`` float32, ``(e, 2F/TP, D)``, ``(e, D, F/TP)`` -> ``(T, D)``."""
         dtype = self.group.workspace.shape.dtype
         require(tokens.dtype == dtype, f"dtype={tokens.dtype} of the tokens must be the group's {dtype}")
         require(
@@ -255,40 +275,9 @@ class ReplicatedRunner:
                 compute = partial(fp8_path(self.path), **fp8_weights(experts))
             return run_path_on_slices(tokens, top_k_ids, top_k_weights, compute, self.group)
         if experts is None:
-            b1, b2 = added_biases(biases, self.layout)
-            experts = DecodeWeights(w1=w1, w2=w2, slots=self.slots, activation=self.activation, b1=b1, b2=b2)
+            experts = self.held(w1, w2, biases)
         scratch = self.decode.scratch(tokens, experts)
         return self.decode_on_ranks(tokens, top_k_ids, top_k_weights, experts, scratch=scratch)
-
-    def add_up(self, partial: Tensor) -> Tensor:
-        """``(T, D)`` float32 of each rank -> their sum, in the order of the ranks; collective."""
-        if self.group.parallel.world_size == 1:
-            return partial
-        return all_gather_stacked(partial, self.group.process_group).sum(0)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> ReplicatedRunner:
-        """A copied model, such as an assistant that shares the weights, runs on the same ranks and memory."""
-        return self
-
-    def before_replay(self) -> None:
-        """``Workspace.join_stream``."""
-        self.group.workspace.join_stream()
-
-    def check(self) -> None:
-        """Raise what went wrong on the device so far; waits for it.
-
-        Raises:
-            CommTimeoutError: If a rank did not come in time.
-            EpochError: If an epoch has passed 2^30; ``restart`` is due.
-            CapacityError: If a plan needed more routed rows than were reserved.
-        """
-        self.group.workspace.check()
-        if self.decode_on_ranks is not None:
-            self.decode_on_ranks.check()
-
-    def restart(self) -> None:
-        """``Workspace.restart``, which goes for decode steps as well (collective)."""
-        self.group.workspace.restart()
 
 
 def check_group(moe: MoEConfig, group: ExpertGroup, decode_tokens: int) -> None:
@@ -325,13 +314,7 @@ def run_path_on_slices(
 
     Args:
         tokens: ``(T, D)``, equal on all ranks, as are ids and weights.
-        top_k_ids: ``(T, K)`` int32.
-        top_k_weights: ``(T, K)`` float32.
         compute: The group's path with this rank's experts.
-        group: The ranks.
-
-    Returns:
-        ``(T, D)``, equal on all ranks.
     """
     outputs = []
     for start, stop in rounds(tokens.shape[0], group.parallel.world_size * group.workspace.max_tokens):
@@ -341,7 +324,9 @@ def run_path_on_slices(
         rows = -(-(stop - start) // group.parallel.world_size)
         padded = output.new_zeros(rows, output.shape[1])
         padded[: output.shape[0]] = output
-        outputs.append(gather_rows(padded, group)[: stop - start])
+        if group.parallel.world_size > 1:
+            padded = all_gather_stacked(padded, group.process_group).flatten(0, 1)
+        outputs.append(padded[: stop - start])
     return torch.cat(outputs) if outputs else tokens.new_empty(tokens.shape)
 
 
@@ -361,11 +346,7 @@ def fp8_weights(experts: DecodeWeights) -> dict[str, FP8]:
 
 
 def fp8_path(path: ExpertPath) -> Callable[..., Tensor]:
-    """What computes experts in block FP8 as they are.
-
-    Raises:
-        ValueError: If the path cannot.
-    """
+    """What computes experts in block FP8 as they are."""
     if isinstance(path, SymmetricPath):
         return path.fp8
     raise ValueError(f"path={type(path).__name__} must be fused for experts in block FP8")
@@ -384,8 +365,3 @@ def rank_slice(start: int, stop: int, rank: int, world_size: int) -> slice:
     rows = -(-(stop - start) // world_size)
     first = min(start + rank * rows, stop)
     return slice(first, min(first + rows, stop))
-
-
-def gather_rows(rows: Tensor, group: ExpertGroup) -> Tensor:
-    """Every rank's ``(N, D)``, one after the other: ``(W * N, D)``; collective."""
-    return rows if group.parallel.world_size == 1 else all_gather_stacked(rows, group.process_group).flatten(0, 1)

@@ -13,17 +13,11 @@ from comet.decode.weights import MAX_DECODE_TOKENS, DecodeWeights
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeScratch:
-    """Buffers of one stream: steps that use them must run one after the other.
+    """Buffers of one stream: steps that use them must run one after the other."""
 
-    Args:
-        hidden: ``(J, F)`` in the tokens' dtype: what gate/up leaves for down, per routed row; J = most tokens x K.
-        partials: ``(J, D)`` float32: what down computes per routed row.
-        tickets: ``(D,)`` int32 zeros: how many blocks finished a column block; zero again after every step.
-    """
-
-    hidden: Tensor
-    partials: Tensor
-    tickets: Tensor
+    hidden: Tensor  # (J, F) in the tokens' dtype: what gate/up leaves for down, per routed row; J = most tokens x K
+    partials: Tensor  # (J, D) float32: what down computes per routed row
+    tickets: Tensor  # (D,) int32 zeros: how many blocks finished a column block; zero again after every step
 
     @property
     def buffers(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -34,11 +28,7 @@ class DecodeScratch:
     def create(
         cls, weights: DecodeWeights, top_k: int, dtype: torch.dtype, *, max_tokens: int = MAX_DECODE_TOKENS
     ) -> DecodeScratch:
-        """Allocate for steps of at most ``max_tokens`` tokens with ``top_k`` experts each, on the weights' device.
-
-        Raises:
-            ValueError: If ``max_tokens`` or ``top_k`` is out of range.
-        """
+        """Allocate for steps of at most ``max_tokens`` tokens with ``top_k`` experts each, on the weights' device."""
         require(
             0 <= max_tokens <= MAX_DECODE_TOKENS, f"max_tokens={max_tokens} must be between 0 and {MAX_DECODE_TOKENS}"
         )

@@ -38,30 +38,51 @@ def shared_columns(layout: ExpertLayout, ffn_size: int, shared_ffn_size: int) ->
     It can where its width is a multiple of F/TP, the width of a routed expert on one rank, and K has room.
 
     Example: EP = 2, TP = 2, F = 32, F_shared = 64: four pieces of 16, one on each rank: 1. On one rank two of 32: 2.
-
-    Args:
-        layout: The ranks.
-        ffn_size: F.
-        shared_ffn_size: F_shared, or 0.
     """
     width = ffn_size // layout.tp
     columns = -(-(shared_ffn_size // width) // layout.world_size)
     return columns if shared_ffn_size % width == 0 and layout.top_k + columns <= MAX_TOP_K else 0
 
 
-class AlwaysOn:
-    """The pieces of a shared expert as a decode step of this rank names and finds them.
+def held_pieces(layout: ExpertLayout, width: int, shared_ffn_size: int) -> range:
+    """Numbers of the pieces, each ``width`` wide, of a shared expert that this rank holds.
+
+    Example: F_shared = 48 in pieces of 16 over two ranks: rank 0 holds 0 and 2, rank 1 holds 1.
+    """
+    return range(layout.rank, shared_ffn_size // width, layout.world_size)
+
+
+class SharedSlots:
+    """Joins a layer's shared expert to the routed experts that this rank holds.
+
+    Both lie in one tensor, made at the first step (which takes the memory of a layer for a moment) and again where
+    somebody moved the layer's weights; these become views of it. The pieces are copies, made anew where the shared
+    expert was written to: in place, as under ``torch.no_grad``, or by giving it other tensors. torch counts no writes
+    through ``.data``.
 
     Args:
-        layout: The ranks.
-        columns: From ``shared_columns``, above 0.
+        activation: Of the shared and the routed experts, which have no biases.
     """
 
-    def __init__(self, layout: ExpertLayout, columns: int) -> None:
+    def __init__(
+        self,
+        layout: ExpertLayout,
+        columns: int,
+        module: nn.Module,
+        matrices: Callable[[nn.Module], SharedMatrices],
+        activation: Activation = SWIGLU,
+    ) -> None:
         self.layout = layout
         self.columns = columns
         self._ids = torch.empty(0, dtype=torch.int32)
         self._ones = torch.empty(0, dtype=torch.float32)
+        self.activation = activation
+        self.module = module
+        self._matrices = matrices
+        self._joined: DecodeWeights | None = None
+        self._state: list[tuple[int, int]] = []
+        self._counted: list[Tensor] = []
+        self._versions: list[int] = []
 
     def table(self, held: int, device: torch.device) -> Tensor:
         """Slots ``(E + columns,)`` int32 where ``held`` pieces stand behind this rank's experts; before ``routing``."""
@@ -75,59 +96,11 @@ class AlwaysOn:
         return slots.to(device)
 
     def routing(self, top_k_ids: Tensor, top_k_weights: Tensor, gate: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Ids ``(T, K)`` int32 and weights ``(T, K)`` with the pieces behind: ``(T, K + columns)``.
-
-        Args:
-            top_k_ids: Of the routed experts.
-            top_k_weights: Likewise.
-            gate: ``(T, 1)`` weight of the shared expert; ``None``: 1.
-        """
+        """Ids ``(T, K)`` int32 and weights ``(T, K)`` with the pieces behind, whose weight is ``gate (T, 1)``, or 1."""
         num_tokens = top_k_ids.shape[0]
         always = self._ones[:num_tokens] if gate is None else gate.expand(num_tokens, self.columns)
         ids, weights = (top_k_ids, self._ids[:num_tokens]), (top_k_weights, always.to(top_k_weights.dtype))
         return torch.cat(ids, dim=1), torch.cat(weights, dim=1)
-
-
-def held_pieces(layout: ExpertLayout, width: int, shared_ffn_size: int) -> range:
-    """Numbers of the pieces, each ``width`` wide, of a shared expert that this rank holds.
-
-    Example: F_shared = 48 in pieces of 16 over two ranks: rank 0 holds 0 and 2, rank 1 holds 1.
-    """
-    return range(layout.rank, shared_ffn_size // width, layout.world_size)
-
-
-class SharedSlots(AlwaysOn):
-    """Joins a layer's shared expert to the routed experts that this rank holds.
-
-    Both lie in one tensor, made at the first step (which takes the memory of a layer for a moment) and again where
-    somebody moved the layer's weights; these become views of it. The pieces are copies, made anew where the shared
-    expert was written to: in place, as under ``torch.no_grad``, or by giving it other tensors. torch counts no writes
-    through ``.data``.
-
-    Args:
-        layout: The ranks.
-        columns: From ``shared_columns``, above 0.
-        module: The shared expert.
-        matrices: Its weights.
-        activation: Of the shared and the routed experts, which have no biases.
-    """
-
-    def __init__(
-        self,
-        layout: ExpertLayout,
-        columns: int,
-        module: nn.Module,
-        matrices: Callable[[nn.Module], SharedMatrices],
-        activation: Activation = SWIGLU,
-    ) -> None:
-        super().__init__(layout, columns)
-        self.activation = activation
-        self.module = module
-        self._matrices = matrices
-        self._joined: DecodeWeights | None = None
-        self._state: list[tuple[int, int]] = []
-        self._counted: list[Tensor] = []
-        self._versions: list[int] = []
 
     def weights(self, w1: Tensor, w2: Tensor) -> DecodeWeights:
         """What a step reads: the layer's ``(e, 2F/TP, D)`` or ``(e, 2, F/TP, D)``, ``(e, D, F/TP)``, then pieces."""
@@ -152,7 +125,6 @@ class SharedSlots(AlwaysOn):
             self._note(self._matrices(self.module))
 
     def _note(self, parts: SharedMatrices) -> None:
-        """Remember how the matrices were when they were copied."""
         self._state = _state(parts)
         self._counted = [part if part._base is None else part._base for part in parts if not part.is_inference()]
         self._versions = [part._version for part in self._counted]
@@ -228,9 +200,7 @@ class FrozenExperts:
     A ``comet.layer.paths.ExpertPath``.
 
     Args:
-        runner: Serves all layers.
         parameters: w1 and w2 of the layer, in the dtype of the products; only read with ``shared``.
-        shared: The shared expert that decode steps include, if any.
     """
 
     def __init__(

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from comet.config import require
-from comet.decode.scales import CODES
-from comet.decode.weights import DecodeWeights, check_inputs
+from comet.decode.weights import CODES, DecodeWeights, check_inputs
 from comet.kernels.experts.cache import bring_torch
 from comet.kernels.experts.host import add_hosted_torch
 from comet.kernels.experts.waves import count_waves, split_waves_torch
 from comet.quantization.formats import FP8, MXFP4, MXFP8
 from comet.utils.autocast import without_autocast
+from comet.utils.match import check_id_range
 
 
 def warp_decode_torch(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, weights: DecodeWeights) -> Tensor:
@@ -24,18 +24,6 @@ def warp_decode_torch(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, 
     Example (T = 1, K = E = 2, one slot; were D = F = 1 legal): token ``[[1]]``, ids ``[[1, 0]]``, weights
     ``[[0.5, 9]]``, slots ``[-1, 0]``, w1 ``[[[32], [2]]]``, w2 ``[[[0.5]]]``: expert 0 is not held, silu(32) is 32 in
     float32, so hidden is 64, the output 32 and the sum ``[[16]]``.
-
-    Args:
-        tokens: ``(T, D)``.
-        top_k_ids: ``(T, K)`` int32 or int64 in ``[-1, E)``; -1 masks.
-        top_k_weights: ``(T, K)`` float32; float64 with float64 tokens.
-        weights: The experts held here.
-
-    Returns:
-        ``(T, D)``, dtype of ``tokens``.
-
-    Raises:
-        ValueError: If a shape, dtype, id or slot breaks the rules.
     """
     return decode_partial_torch(tokens, top_k_ids, top_k_weights, weights).to(tokens.dtype)
 
@@ -43,7 +31,7 @@ def warp_decode_torch(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, 
 def decode_partial_torch(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, weights: DecodeWeights) -> Tensor:
     """``warp_decode_torch`` before its last rounding: ``(T, D)`` float32, float64 for float64."""
     check_inputs(tokens, top_k_ids, top_k_weights, weights)
-    _check_ids(top_k_ids, weights)
+    check_id_range(top_k_ids, weights.num_experts)
     wide = torch.promote_types(tokens.dtype, torch.float32)
     outputs = tokens.new_zeros(*top_k_ids.shape, tokens.shape[1], dtype=wide)
     held = torch.zeros_like(top_k_ids, dtype=torch.bool)
@@ -68,7 +56,6 @@ def decode_partial_torch(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tenso
 
 
 def _biased(products: Tensor, biases: Tensor | None, slot: int) -> Tensor:
-    """Products of one slot, with its bias if there is one."""
     return products if biases is None else products + biases[slot].to(products.dtype)
 
 
@@ -92,9 +79,6 @@ def slot_weights(weights: DecodeWeights, slot: int | Tensor, dtype: torch.dtype)
     """w1 ``(2F, D)`` and w2 ``(D, F)`` of a slot, or of each of ``slot (n,)``, in a floating type.
 
     Quantised ones are dequantised as by ``comet.quantization.formats``.
-
-    Raises:
-        ValueError: If quantised elements and scales do not fit together.
     """
     pairs = ((weights.w1[slot], weights.w1_scales), (weights.w2[slot], weights.w2_scales))
     w1, w2 = (_floating(elements, None if scales is None else scales[slot], dtype) for elements, scales in pairs)
@@ -107,13 +91,6 @@ def _floating(elements: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Te
     mx = MXFP4 if elements.dtype == CODES else MXFP8
     kind = mx if scales.dtype == torch.uint8 else FP8
     return kind(elements=elements, scales=scales, trusted=True).dequantize(dtype)  # DecodeWeights looked at them
-
-
-def _check_ids(top_k_ids: Tensor, weights: DecodeWeights) -> None:
-    in_range = (top_k_ids >= -1) & (top_k_ids < weights.num_experts)
-    if not bool(in_range.all()):
-        bad = int(top_k_ids[~in_range][0])
-        raise ValueError(f"top_k_ids contain {bad}; every id must be -1 (masked) or in [0, E={weights.num_experts})")
 
 
 def _entry_slots(top_k_ids: Tensor, weights: DecodeWeights) -> Tensor:

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from comet.config import DIM_MULTIPLE, MAX_TOP_K, check_token_dtype
-from comet.decode.scales import CODES, check_scales
+from comet.config import DIM_MULTIPLE, MAX_TOP_K, check_token_dtype, require
 from comet.kernels.experts.parts import ExpertParts
 from comet.kernels.experts.tables import HostExperts
 from comet.kernels.runtime.activation import SWIGLU, Activation
-from comet.quantization.formats import FP8_BLOCK, MX_BLOCK
+from comet.quantization.formats import FP8_BLOCK, MX_BLOCK, check_scale_values
 from comet.utils.match import Sizes, check_id_dtype
 
 MAX_DECODE_TOKENS = 64
+CODES = torch.uint8  # dtype of weights in MXFP4: two e2m1 codes each
+START_BYTES = 16  # kernels read codes in pieces of so many bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,36 +28,30 @@ class DecodeWeights(ExpertParts):
 
     Example: S = 2 slots hold experts 5 and 1 of E = 8: slots ``[-1, 1, -1, -1, -1, 0, -1, -1]``.
 
-    Args:
-        w1: ``(S, 2F, D)``, gate rows first, then up rows, of each slot. In MXFP4 ``(S, 2F, D / 2)`` uint8 (or
-            float4_e2m1fn_x2, which becomes uint8 here): two e2m1 codes a byte, as in
-            ``comet.quantization.formats.MXFP4``.
-        w2: ``(S, D, F)``, or ``(S, D, F / 2)``, dtype of ``w1``.
-        slots: ``(E,)`` int32 in ``[-1, S)``: slot of each global expert; -1: not held here, its routed rows contribute
-            nothing on this rank. Read on the device at every step, never by the host.
-        w1_scales: ``None`` for float32, float16 and bfloat16. Quantised weights (float8_e4m3fn) have MXFP8 scales
-            ``(S, 2F, D / 32)`` uint8, e8m0 codes, or block scales ``(S, ceil(2F / 128), ceil(D / 128))`` float32; MXFP4
-            has the scales of MXFP8. Their values are looked at here, which waits for their device.
-        w2_scales: Likewise, ``(S, D, F / 32)`` or ``(S, ceil(D / 128), ceil(F / 128))``.
-        host: Where experts come from that have no slot yet, and which slots they take; ``None``: from nowhere.
-        activation: Of all experts.
-        b1: ``(S, 2F)``, gate, then up, dtype of the tokens: added to the products with ``w1``; ``None``: nothing is.
-        b2: ``(S, D)``, dtype of the tokens: added to the products with ``w2``; ``None``: nothing is, as on all but the
-            first TP rank of a shard.
-
     Raises:
         ValueError: If shapes, dtypes, devices or strides do not fit together, or a scale is no number; the message
             names the field.
     """
 
+    # (S, 2F, D), gate rows first, then up rows, of each slot. In MXFP4 (S, 2F, D / 2) uint8 (or float4_e2m1fn_x2, which
+    # becomes uint8 here): two e2m1 codes a byte, as in comet.quantization.formats.MXFP4
     w1: Tensor
-    w2: Tensor
+    w2: Tensor  # (S, D, F), or (S, D, F / 2), dtype of w1
+    # (E,) int32 in [-1, S): slot of each global expert; -1: not held here, its routed rows contribute nothing on this
+    # rank. Read on the device at every step, never by the host
     slots: Tensor
+    # None for float32, float16 and bfloat16. Quantised weights (float8_e4m3fn) have MXFP8 scales (S, 2F, D / 32) uint8,
+    # e8m0 codes, or block scales (S, ceil(2F / 128), ceil(D / 128)) float32; MXFP4 has the scales of MXFP8. Their
+    # values are looked at here, which waits for their device
     w1_scales: Tensor | None = None
     w2_scales: Tensor | None = None
+    # where experts come from that have no slot yet, and which slots they take; None: from nowhere
     host: HostExperts | None = None
     activation: Activation = SWIGLU
+    # (S, 2F), gate, then up, dtype of the tokens: added to the products with w1; None: nothing is
     b1: Tensor | None = None
+    # (S, D), dtype of the tokens: added to the products with w2; None: nothing is, as on all but the first TP rank of a
+    # shard
     b2: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -135,3 +130,52 @@ def check_inputs(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, weigh
         raise ValueError(f"tokens of dtype {tokens.dtype} must have the weights' {weights.w1.dtype}")
     wide = torch.float64 if tokens.dtype == torch.float64 else torch.float32
     sizes.match("top_k_weights", top_k_weights, "T K", dtype=wide, device=device)
+
+
+def check_scales(sizes: Sizes, w1: Tensor, w2: Tensor, w1_scales: Tensor | None, w2_scales: Tensor | None) -> None:
+    """Raise ``ValueError`` naming field, value and rule unless scales are there where they must be, and good.
+
+    Waits for the device, because a scale that is no number is an error. Shapes are those of ``DecodeWeights``.
+    """
+    if w1_scales is None and w2_scales is None:
+        if w1.dtype in (torch.float8_e4m3fn, CODES):
+            raise ValueError(f"w1 and w2 of dtype {w1.dtype} must come with w1_scales and w2_scales")
+        return
+    if w1_scales is None or w2_scales is None:
+        raise ValueError("w1_scales and w2_scales must both be given, or neither")
+    dtype, device = w1_scales.dtype, w1.device
+    _check_types(w1, w2, dtype)
+    if dtype == torch.uint8:
+        kind = "MXFP4" if w1.dtype == CODES else "MXFP8"
+        for name, letter in (("w1", "D"), ("w2", "F")):
+            size = sizes.values[letter]
+            require(
+                size % MX_BLOCK == 0,
+                f"{letter}={size}, the contraction of {name}, must be a multiple of {MX_BLOCK} for {kind}",
+            )
+        specs = f"S 2F D/{MX_BLOCK}", f"S D F/{MX_BLOCK}"
+    else:
+        specs = f"S 2F/{FP8_BLOCK} D/{FP8_BLOCK}", f"S D/{FP8_BLOCK} F/{FP8_BLOCK}"
+    for name, scales, spec in zip(("w1_scales", "w2_scales"), (w1_scales, w2_scales), specs, strict=True):
+        sizes.match(name, scales, spec, dtype=dtype, device=device, contiguous=True)
+        check_scale_values(name, scales)
+
+
+def _check_types(w1: Tensor, w2: Tensor, scales: torch.dtype) -> None:
+    """Weights and scales of dtypes that go together, and codes that start where kernels can read them."""
+    require(
+        w1.dtype in (torch.float8_e4m3fn, CODES),
+        f"w1 and w2 of dtype {w1.dtype} must be {torch.float8_e4m3fn} with w1_scales, or {CODES} in MXFP4",
+    )
+    if w1.dtype == CODES:
+        require(scales == torch.uint8, f"w1_scales of dtype {scales} must be torch.uint8 for w1 in MXFP4 ({CODES})")
+        for name, codes in (("w1", w1), ("w2", w2)):
+            off = codes.data_ptr() % START_BYTES
+            require(
+                off == 0,
+                f"{name} starts {off} bytes past a multiple of {START_BYTES}, must start at one for MXFP4: clone it",
+            )
+    require(
+        scales in (torch.uint8, torch.float32),
+        f"w1_scales of dtype {scales} must be torch.uint8 (MXFP8; view e8m0 as uint8) or torch.float32 (block FP8)",
+    )

@@ -87,9 +87,6 @@ class GraphedMoE:
         layer: The layer. Its parameters may change in place but not be replaced: calls with gradients then run the
             layer as it stands, others must not come.
         max_graphs: Numbers of tokens that are captured, at least 1; with and without gradients they count apart.
-
-    Raises:
-        ValueError: If ``max_graphs`` is less than 1.
     """
 
     def __init__(self, layer: MoE, *, max_graphs: int = 16) -> None:
@@ -121,18 +118,7 @@ class GraphedMoE:
 
     @uncompiled
     def __call__(self, x: Tensor) -> Output:
-        """Run the layer; see ``MoE.forward``.
-
-        Args:
-            x: ``(..., D)`` this rank's tokens.
-
-        Returns:
-            ``(..., D)`` and the router's statistics, which no later call overwrites.
-
-        Raises:
-            ValueError: If the tokens do not fit the layer.
-            RuntimeError: If the layer's group has been closed.
-        """
+        """``MoE.forward``: ``(..., D)`` and the router's statistics, which no later call overwrites."""
         self.layer.group.workspace.join_stream()
         tokens = self.layer.tokens_of(x)
         call = self._call_of(tokens)
@@ -158,7 +144,6 @@ class GraphedMoE:
         self._addresses = addresses
 
     def _launch(self, call: _Call, x: Tensor) -> Output:
-        """The layer as it stands."""
         if not call.wants_grad:
             eager = partial(self.layer, x)
             return eager() if self._stream is None else run_beside(eager, self._stream)

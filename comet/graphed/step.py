@@ -30,9 +30,6 @@ class DecodeStep:
             else the group was given, and renews what the step reads copies of.
         cuda_graph: ``on`` insists on a replay, ``auto`` replays where nothing speaks against it, ``off`` never does.
         obstacle: Why ``run`` must not be captured; empty if nothing speaks against it.
-
-    Raises:
-        ValueError: If a graph is insisted on and there is an obstacle, or no GPU.
     """
 
     def __init__(
@@ -54,12 +51,7 @@ class DecodeStep:
         return self._run.graph_fallback_reason
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """Take a step with int64 tokens shaped like the buffer; returns logits that no later step overwrites.
-
-        Raises:
-            ValueError: If a graph is insisted on and the step cannot be captured.
-            RuntimeError: If the group has been closed.
-        """
+        """Take a step with int64 tokens shaped like the buffer; returns logits that no later step overwrites."""
         self._before()
         self._ids.copy_(ids)
         logits = self._run()
@@ -71,8 +63,6 @@ class Passes:
 
     Args:
         append: Appends ``ids (B, S)``, drafting or not, and returns ``(B, S, V)``; from and to memory that stays.
-        before: Called before every pass, as by ``DecodeStep``.
-        cuda_graph: ``on``, ``auto`` or ``off``, as for ``DecodeStep``.
         obstacle: Why a pass of so many tokens must not be captured; empty if nothing speaks against it.
     """
 

@@ -43,13 +43,7 @@ class TrainingGraphs:
     Args:
         module: Returns a tuple of tensors, the first of which has a gradient. Its kernels must have run before, in both
             directions.
-        layer: The layer in it, or itself.
         inputs: Of a call; their numbers do not matter. Gradients are made for those that require them now.
-        stream: Where to capture; ``None`` stands for captures on a CPU (in tests).
-        graphs: Gets the two graphs, see ``comet.utils.graphs.capture``.
-
-    Raises:
-        RuntimeError: If one of the passes cannot be captured.
     """
 
     def __init__(
@@ -83,14 +77,7 @@ class TrainingGraphs:
         self._turn: weakref.ref[_Turn] | None = None
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Replay the forward pass; not while ``awaits_backward``.
-
-        Args:
-            inputs: Of the same shapes and types.
-
-        Returns:
-            What the module returns, in memory of its own.
-        """
+        """Replay the forward pass for inputs like those of the capture; not while ``awaits_backward``."""
         assert not self.awaits_backward, "the backward pass of an earlier call still needs what that one saved"
         results: tuple[Tensor, ...] = _Replayed.apply(self, *inputs, *self._parameters)
         return results

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from comet.comm import Backend, make_communicator
 from comet.comm.base import Communicator
-from comet.comm.handshake import check_equal, gather, set_deadline
+from comet.comm.handshake import check_equal, gather, set_deadline, this_rank
 from comet.config import DIM_MULTIPLE, MoEConfig, ParallelConfig, require
 from comet.layer.sharding import forget_meshes, make_mesh
 from comet.layer.workspace import Workspace, WorkspaceShape
@@ -29,39 +29,25 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertGroup:
-    """This rank's MoE group: W = EP x TP consecutive ranks of the world; the groups are data-parallel to each other.
+    """This rank's MoE group: W = EP x TP consecutive ranks of the world; the groups are data-parallel to each other."""
 
-    Args:
-        parallel: EP and TP, and the ranks of a node.
-        world_rank: This rank among all ranks.
-        world_size: All ranks.
-        process_group: The W ranks of this MoE group; ``None`` when the world is one rank.
-        expert_data_group: The ranks that hold the same expert shard, one of each MoE group; ``None`` when alone.
-        mesh: The world as torch's tools see it, ``(data, ep, tp)`` without those of ``ep`` and ``tp`` that are 1;
-            ``None`` where an MoE group is one rank.
-        process_groups: All that ``close`` destroys.
-        comm: Communicator over the MoE group.
-        workspace: The pool all MoE layers share; without memory where the group spans several nodes.
-        cuda_kernels: Whether all ranks of the group have the kernels in CUDA C++.
-        reserved_sms: How many layer 1 leaves to other kernels.
-        resolver: What a layer without a setting of its own asks for one.
-        side_stream: For what a layer computes beside its routed experts.
-        plan_stream: For the plan, whose small kernels all ranks wait for, where something large runs beside it.
-    """
-
-    parallel: ParallelConfig
+    parallel: ParallelConfig  # EP and TP, and the ranks of a node
     world_rank: int
     world_size: int
-    process_group: ProcessGroup | None
+    process_group: ProcessGroup | None  # the W ranks of this MoE group; None when the world is one rank
+    # the ranks that hold the same expert shard, one of each MoE group; None when alone
     expert_data_group: ProcessGroup | None
+    # the world as torch's tools see it, (data, ep, tp) without those of ep and tp that are 1; None where an MoE group
+    # is one rank
     mesh: DeviceMesh | None
-    process_groups: tuple[ProcessGroup, ...]
+    process_groups: tuple[ProcessGroup, ...]  # all that close destroys
     comm: Communicator
-    workspace: Workspace
-    cuda_kernels: bool
-    reserved_sms: int
-    resolver: Resolver
-    side_stream: SideStream
+    workspace: Workspace  # the pool all MoE layers share; without memory where the group spans several nodes
+    cuda_kernels: bool  # whether all ranks of the group have the kernels in CUDA C++
+    reserved_sms: int  # how many layer 1 leaves to other kernels
+    resolver: Resolver  # what a layer without a setting of its own asks for one
+    side_stream: SideStream  # for what a layer computes beside its routed experts
+    # for the plan, whose small kernels all ranks wait for, where something large runs beside it
     plan_stream: SideStream
 
     @property
@@ -191,7 +177,7 @@ class _Ranks(NamedTuple):
 
 def _join(moe: MoEConfig, parallel: ParallelConfig, device_type: str, timeout_s: float) -> _Ranks:
     """Make the process groups, whose waits end after ``timeout_s`` seconds (collective over the world)."""
-    world_rank, world_size = _world()
+    world_rank, world_size = this_rank()
     parallel.check(moe)
     parallel.check_world(world_size)
     if world_rank == 0:
@@ -244,12 +230,7 @@ def leave_groups(*groups: ProcessGroup) -> None:
 
 
 def agree_on_kernels(device: torch.device, group: ProcessGroup | None) -> bool:
-    """Whether all ranks have the kernels in CUDA C++; says what which rank lacks if only some have (collective).
-
-    Args:
-        device: This rank's device.
-        group: The ranks; ``None`` for a rank alone.
-    """
+    """Whether all ranks have the kernels in CUDA C++; says what which rank lacks if only some have (collective)."""
     lacking = [why_no_cuda(device)] if group is None else gather(group, why_no_cuda(device))
     if group is not None and group.rank() == 0 and not all(lacking):
         for rank, reason in enumerate(lacking):
@@ -265,12 +246,6 @@ def why_no_cuda(device: torch.device) -> str:
     from comet.kernels.runtime.nvrtc import is_available, what_is_missing  # needs Triton, as GPUs do
 
     return "" if is_available(device) else what_is_missing() or f"{device} is no GPU of sm_90"
-
-
-def _world() -> tuple[int, int]:
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
 
 
 def _process_groups(size: int, group_size: int) -> tuple[ProcessGroup | None, ProcessGroup | None]:

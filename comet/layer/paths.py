@@ -42,8 +42,6 @@ class CollectivePath:
     Args:
         compute: ``plain_experts`` (all-to-all, grouped GEMMs, all-to-all, one after the other: what Comet is measured
             against) or ``gather_reference_experts`` (every rank gathers all weights: the specification).
-        config: Shape of the layer.
-        group: The ranks.
     """
 
     def __init__(self, compute: CollectiveExperts, config: MoEConfig, group: ExpertGroup) -> None:
@@ -64,7 +62,7 @@ class CollectivePath:
         w2: Tensor,
         biases: Biases | None = None,
     ) -> Tensor:
-        """See ``ExpertPath``."""
+        """``(T, D)``, ``(T, K)`` int32, ``(T, K)`` float32, ``(e, 2F/TP, D)``, ``(e, D, F/TP)`` -> ``(T, D)``."""
         self.match(w1, w2, *(biases or ()))
         w1, w2, biases = pad_width(w1, w2, biases)
         inputs = (tokens, top_k_ids, top_k_weights, w1, w2, *(biases or ()))

@@ -51,19 +51,12 @@ NUM_COUNTERS = len(Launch) * COUNTERS_PER_LAUNCH
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRules:
-    """What shapes a plan beside the layout; equal on all ranks but for ``max_routed_rows``.
+    """What shapes a plan beside the layout; equal on all ranks but for ``max_routed_rows``."""
 
-    Args:
-        block_rows: Rows of a GEMM tile.
-        expert_capacity: Routed rows each expert keeps.
-        max_routed_rows: Q.
-        max_imbalance: What Q was made for, for the message where it is too small.
-    """
-
-    block_rows: int
-    expert_capacity: int
-    max_routed_rows: int
-    max_imbalance: float | None = None
+    block_rows: int  # rows of a GEMM tile
+    expert_capacity: int  # routed rows each expert keeps
+    max_routed_rows: int  # Q
+    max_imbalance: float | None = None  # what Q was made for, for the message where it is too small
 
     @classmethod
     def create(
@@ -181,56 +174,38 @@ def plan_shapes(layout: ExpertLayout, max_tokens: int, rules: PlanRules) -> dict
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Where every row of one MoE layer call goes.
+    """Where every row of one MoE layer call goes."""
 
-    Args:
-        layout: The experts over the ranks.
-        num_tokens: T, this rank's tokens in this call.
-        max_tokens: M.
-        block_rows: Rows of a GEMM tile; segments start at its multiples.
-        send_token_ids: ``(W, M)`` int32: token whose row is the i-th sent to rank d; -1 past the end. For d = rank it
-            is the identity on the tokens that stay, -1 elsewhere.
-        send_counts: ``(W,)`` int32: rows sent to each rank (for d = rank: tokens that stay).
-        send_rows: ``(M, W)`` int32: the i of token t in the list of rank d, or -1; inverse of ``send_token_ids``.
-        recv_counts: ``(W,)`` int32: rows received from each source (from itself: tokens that stay).
-        row_slots: ``(R, K)`` int32: the routed row of (received row, expert slot k), or -1 when slot k is masked,
-            dropped or not computed here.
-        row_weights: ``(R, K)`` float32: the routing weight of slot k, 0 where ``row_slots`` is -1.
-        routed_row_ids: ``(Q,)`` int32: received row of each routed row; -1 in the padding of a segment.
-        routed_slots: ``(Q,)`` int32: expert slot k of each routed row; -1 in the padding of a segment.
-        segment_starts: ``(e + 1,)`` int32: first routed row of each local expert's segment; last: rows used.
-        segment_counts: ``(e,)`` int32: valid routed rows of each segment.
-        tiles: ``(max_tiles, 4)`` int32: local expert, first routed row, valid rows, phase of the last row; phase-major,
-            then by expert and row.
-        segment_tiles: ``(max_tiles, 4)`` int32: the same tiles by expert and row, whatever their phase.
-        tile_starts: ``(P + 1,)`` int32: first tile of each phase; last: number of tiles.
-        status: ``(4,)`` int32: routed rows needed (with padding), routed rows dropped by the capacity mode, 1 if the
-            rows needed exceed Q (then the surplus was left out and the host raises), 0.
-        counters: ``(128 + W * C,)`` int32 zeros: ticket and panel counters of the fused kernels, 32 for each launch,
-            then of each chunk of sent rows the tickets that were done.
-        memory: ``(...)`` int32: what all of these tensors lie in.
-    """
-
-    layout: ExpertLayout
-    num_tokens: int
-    max_tokens: int
-    block_rows: int
+    layout: ExpertLayout  # the experts over the ranks
+    num_tokens: int  # T, this rank's tokens in this call
+    max_tokens: int  # M
+    block_rows: int  # rows of a GEMM tile; segments start at its multiples
+    # (W, M) int32: token whose row is the i-th sent to rank d; -1 past the end. For d = rank it is the identity on the
+    # tokens that stay, -1 elsewhere
     send_token_ids: Tensor
-    send_counts: Tensor
-    send_rows: Tensor
-    recv_counts: Tensor
+    send_counts: Tensor  # (W,) int32: rows sent to each rank (for d = rank: tokens that stay)
+    send_rows: Tensor  # (M, W) int32: the i of token t in the list of rank d, or -1; inverse of send_token_ids
+    recv_counts: Tensor  # (W,) int32: rows received from each source (from itself: tokens that stay)
+    # (R, K) int32: the routed row of (received row, expert slot k), or -1 when slot k is masked, dropped or not
+    # computed here
     row_slots: Tensor
-    row_weights: Tensor
-    routed_row_ids: Tensor
-    routed_slots: Tensor
-    segment_starts: Tensor
-    segment_counts: Tensor
+    row_weights: Tensor  # (R, K) float32: the routing weight of slot k, 0 where row_slots is -1
+    routed_row_ids: Tensor  # (Q,) int32: received row of each routed row; -1 in the padding of a segment
+    routed_slots: Tensor  # (Q,) int32: expert slot k of each routed row; -1 in the padding of a segment
+    segment_starts: Tensor  # (e + 1,) int32: first routed row of each local expert's segment; last: rows used
+    segment_counts: Tensor  # (e,) int32: valid routed rows of each segment
+    # (max_tiles, 4) int32: local expert, first routed row, valid rows, phase of the last row; phase-major, then by
+    # expert and row
     tiles: Tensor
-    segment_tiles: Tensor
-    tile_starts: Tensor
+    segment_tiles: Tensor  # (max_tiles, 4) int32: the same tiles by expert and row, whatever their phase
+    tile_starts: Tensor  # (P + 1,) int32: first tile of each phase; last: number of tiles
+    # (4,) int32: routed rows needed (with padding), routed rows dropped by the capacity mode, 1 if the rows needed
+    # exceed Q (then the surplus was left out and the host raises), 0
     status: Tensor
+    # (128 + W * C,) int32 zeros: ticket and panel counters of the fused kernels, 32 for each launch, then of each chunk
+    # of sent rows the tickets that were done
     counters: Tensor
-    memory: Tensor
+    memory: Tensor  # (...) int32: what all of these tensors lie in
 
     @classmethod
     def create(

@@ -35,16 +35,10 @@ WITHOUT_MEMORY = "use path 'plain' (moe_path=plain, or auto), or groups of ep x 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a backward pass reads of the forward pass before it.
+    """What a backward pass reads of the forward pass before it."""
 
-    Args:
-        received: ``(R, D)`` tokens that arrived, own ones included.
-        pre_activation: ``(Q, 2F)`` gate | up.
-        plan: Where rows go.
-    """
-
-    received: Tensor
-    pre_activation: Tensor
+    received: Tensor  # (R, D) tokens that arrived, own ones included
+    pre_activation: Tensor  # (Q, 2F) gate | up
     plan: Plan
 
 
@@ -61,23 +55,14 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Wgrad:
-    """What the weight gradients of one backward pass are made of; no rank waits for another to make them.
-
-    Args:
-        backend: Makes them.
-        plan: Of the backward pass.
-        received: ``(R, D)`` tokens that arrived.
-        grad_pre: ``(Q, 2F)`` gradient of gate | up.
-        grad_rows: ``(Q, D)`` gradient of the output, by routed row.
-        weighted_hidden: ``(Q, F)`` hidden times routing weight.
-    """
+    """What the weight gradients of one backward pass are made of; no rank waits for another to make them."""
 
     backend: Backend
     plan: Plan
-    received: Tensor
-    grad_pre: Tensor
-    grad_rows: Tensor
-    weighted_hidden: Tensor
+    received: Tensor  # (R, D) tokens that arrived
+    grad_pre: Tensor  # (Q, 2F) gradient of gate | up
+    grad_rows: Tensor  # (Q, D) gradient of the output, by routed row
+    weighted_hidden: Tensor  # (Q, F) hidden times routing weight
 
     def w1(self) -> Tensor:
         """``(e, 2F, D)`` in new memory."""
@@ -90,12 +75,9 @@ class Wgrad:
 
 @dataclass(slots=True)
 class DeferredWgrad:
-    """Where backward passes leave the weight gradients to their caller.
+    """Where backward passes leave the weight gradients to their caller."""
 
-    Args:
-        last: Those of the last backward pass, to be made before the layer runs again; ``None`` before there was one.
-    """
-
+    # those of the last backward pass, to be made before the layer runs again; None before there was one
     last: Wgrad | None = None
 
 
@@ -118,9 +100,7 @@ def forward(
         top_k_weights: ``(T, K)`` float32.
         w1: ``(e, 2F, D)`` gate rows, then up rows, of this rank's experts (its slice of F under TP).
         w2: ``(e, D, F)``.
-        backend: Of the layer.
         biases: ``(e, 2F)`` and ``(e, D)`` of these experts; ``None``: there are none.
-        trains: Whether a backward pass will follow.
 
     Returns:
         ``(T, D)``, and what the backward pass needs if there is one.
@@ -170,12 +150,8 @@ def backward(
         saved: Of the forward pass, with a plan for the backward pass.
         w1: ``(e, 2F, D)``.
         w2: ``(e, D, F)``.
-        backend: Of the layer.
         deferred: Where to leave the weight gradients; ``None``: they are made here.
         biases: Of the forward pass, whose gradients are made here; ``None``: there were none.
-
-    Returns:
-        The gradients.
     """
     plan = saved.plan
     backend.barrier()
@@ -200,14 +176,7 @@ class SymmetricPath:
     """``forward`` and ``backward`` as one differentiable operation for a layer: plan -> layer 0 -> layer 1.
 
     Args:
-        config: Shape of the layer.
-        group: The ranks, and the pool.
         overlap: Split and order of the work; ``None`` takes what was measured.
-        use_kernels: Kernels rather than their twins.
-
-    Raises:
-        ValueError: If the layer does not fit the pool, or the setting the ranks.
-        UnavailableError: If the group spans several nodes.
     """
 
     def __init__(
@@ -241,7 +210,6 @@ class SymmetricPath:
         Raises:
             ValueError: If tokens or routing do not fit the pool or each other, or weights the layer; on a CPU, on all
                 ranks, if gradients are wanted on some of them only.
-            StepFailedError: If an earlier step failed on any rank; ``Workspace.restart`` goes on.
         """
         check_tokens(tokens, top_k_ids, self.workspace)
         self.match(w1, w2, *(biases or ()))
@@ -277,9 +245,6 @@ class SymmetricPath:
             w2: ``(e, D, F/TP)`` with a scale per 128 x 128; elements and scales are contiguous.
             biases: ``(e, 2F/TP)`` and ``(e, D)`` of the pool's type; ``None``: there are none.
 
-        Returns:
-            ``(T, D)``.
-
         Raises:
             ValueError: If D or F/TP is not a multiple of 128, a gradient is wanted, tokens or routing do not fit the
                 pool or each other, or weights the layer.
@@ -310,11 +275,7 @@ class SymmetricPath:
 
 
 def make_backend(config: MoEConfig, group: ExpertGroup, overlap: OverlapConfig | None, *, use_kernels: bool) -> Backend:
-    """The backend of one layer, by kernels (on a GPU, or in the interpreter) or in plain torch.
-
-    Raises:
-        ValueError: If the layer does not fit the pool, kernels do not take its type, or the setting the ranks.
-    """
+    """The backend of one layer, by kernels (on a GPU, or in the interpreter) or in plain torch."""
     if not use_kernels:
         return Twin.create(config, group, overlap)
     from comet.layer.fused import Fused  # needs Triton

@@ -31,15 +31,6 @@ def make_mesh(
     """The world as a mesh of (MoE group ``data``, ``ep``, ``tp``) without those of ``ep`` and ``tp`` that are 1.
 
     Example: 4 ranks, EP = 2, TP = 1: ``[[0, 1], [2, 3]]`` of ``("data", "ep")``.
-
-    Args:
-        parallel: EP and TP.
-        device_type: Of the weights.
-        process_group: The MoE group of this rank.
-        same_shard: The ranks with the same experts.
-
-    Returns:
-        The mesh (collective where EP and TP are both above 1); ``None`` where an MoE group is one rank.
     """
     if process_group is None or same_shard is None or parallel.world_size == 1:
         return None
@@ -108,7 +99,8 @@ def global_grad(part: Tensor | None, parameter: Tensor) -> Tensor | None:
     if part is None or not isinstance(parameter, DTensor):
         return None if part is None else part.view_as(parameter)
     part = part.to(parameter.dtype).reshape(parameter._local_tensor.shape)
-    return _wrap(part.contiguous(), parameter._spec)
+    make: Callable[..., Tensor] = DTensor  # from_local takes tens of microseconds to find the same spec again
+    return make(part.contiguous(), parameter._spec, requires_grad=False)
 
 
 class _LocalWeights(torch.autograd.Function):
@@ -127,8 +119,3 @@ class _LocalWeights(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         pairs = zip(grads, ctx.parameters, strict=True)
         return *(global_grad(grad, parameter) for grad, parameter in pairs), None
-
-
-def _wrap(part: Tensor, spec: Any) -> Tensor:
-    make: Callable[..., Tensor] = DTensor  # from_local takes tens of microseconds to find the same spec again
-    return make(part, spec, requires_grad=False)

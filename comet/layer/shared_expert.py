@@ -18,17 +18,11 @@ class SharedExpert(nn.Module):
     """``tokens -> w2 activation(gate, up)`` with gate and up from one matrix; needs no communication.
 
     Args:
-        hidden_size: D.
         shared_ffn_size: F_shared, the width of gate and of up.
-        activation: Of gate and up.
-        device: Where the parameters live.
         dtype: Dtype of ``w1 (2 * F_shared, D)``, gate rows first, then up rows, and ``w2 (D, F_shared)``.
 
     Attributes:
         decode_tokens: Most tokens of the decode steps that compute it among their experts; 0: none does.
-
-    Raises:
-        ValueError: If a size is not positive.
     """
 
     decode_tokens = 0
@@ -64,9 +58,6 @@ class SharedExpert(nn.Module):
 
         Returns:
             ``(T, D)``, dtype of ``tokens``.
-
-        Raises:
-            ValueError: If the last dimension of ``tokens`` is not D.
         """
         hidden_size = self.w2.shape[0]
         require(

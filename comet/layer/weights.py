@@ -32,15 +32,8 @@ def match_weights(
     biased: bool,
     **rules: Any,
 ) -> None:
-    """Raise ``ValueError`` unless weights and biases are those of a layer of these sizes.
-
-    Args:
-        sizes: e, F/TP and D.
-        w1: Must be ``(e, 2F/TP, D)``.
-        w2: Must be ``(e, D, F/TP)``.
-        biases: Must be ``(e, 2F/TP)`` and ``(e, D)`` where the layer is ``biased``.
-        biased: ``expert_bias`` of the layer.
-        **rules: Of ``Sizes.match``.
+    """Raise ``ValueError`` unless weights and biases are those of a layer of these sizes: ``(e, 2F/TP, D)``,
+    ``(e, D, F/TP)``, and where the layer is ``biased`` ``(e, 2F/TP)``, ``(e, D)``; with ``rules`` of ``Sizes.match``.
     """
     sizes.match("w1", w1, "e 2F D", **rules)
     sizes.match("w2", w2, "e D F", **rules)
@@ -64,7 +57,6 @@ def pad_width(w1: Tensor, w2: Tensor, biases: Biases | None = None) -> tuple[Ten
     Args:
         w1: ``(e, 2F/TP, D)``, gate rows first, then up rows.
         w2: ``(e, D, F/TP)``.
-        biases: ``(e, 2F/TP)`` and ``(e, D)``, the second of which has nothing to pad.
 
     Returns:
         All, of a width that is a multiple of 16; F/TP = 24: ``(e, 64, D)``, ``(e, D, 32)``, ``(e, 64)``.

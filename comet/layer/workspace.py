@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from comet.comm.base import ALIGNMENT, Communicator, SymmTensor, settle
-from comet.comm.signals import check_epoch
+from comet.comm.signals import check_epoch, waited
 from comet.config import MOE_DTYPES, MoEConfig, ParallelConfig, require
 from comet.errors import CapacityError, NotFiniteError
 from comet.layout import CHUNK_FLAGS, CHUNK_ROWS, COMBINE_CHUNK_ROWS, round_up
@@ -52,21 +52,13 @@ OTHERWISE = {0: ("ids_flags", "forward"), 1: ("barrier_flags", "backward")}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkspaceShape:
-    """What the pool must hold.
-
-    Args:
-        world_size: W.
-        max_tokens: Most tokens a rank passes to a layer; rounded up to a multiple of 128.
-        hidden_size: D.
-        top_k: K, the largest of all layers.
-        dtype: Element type of tokens: float32, float16 or bfloat16.
-    """
+    """What the pool must hold."""
 
     world_size: int
-    max_tokens: int
+    max_tokens: int  # most tokens a rank passes to a layer; rounded up to a multiple of 128
     hidden_size: int
-    top_k: int
-    dtype: torch.dtype
+    top_k: int  # K, the largest of all layers
+    dtype: torch.dtype  # element type of tokens: float32, float16 or bfloat16
 
     def __post_init__(self) -> None:
         require(self.max_tokens >= 1, f"max_tokens={self.max_tokens} must be at least 1")
@@ -126,14 +118,6 @@ def rank_pool_bytes(shape: WorkspaceShape, parallel: ParallelConfig) -> int:
 
 class Workspace:
     """The pool, cut into regions, with its epoch and fault record; no regions where a group has no symmetric memory.
-
-    Args:
-        comm: The communicator of the MoE group; the workspace does not close it.
-        shape: What to hold; collective: equal on all ranks.
-
-    Raises:
-        ValueError: If the communicator has another world size, the ranks ask for different sizes or the pool does not
-            fit; the message says how many bytes it needs and which setting to lower.
 
     Attributes:
         epoch: ``(1,)`` int32 on the device; grows by one with every plan and every barrier, equally on all ranks.
@@ -243,10 +227,8 @@ class Workspace:
         aborted, place, peer, index, expected, seen, _, _ = self.fault.tolist()
         if not aborted:
             return ""
-        text = (
-            f"rank {self.comm.rank} waited {self.comm.timeout_s:.1f} s for rank {peer} "
-            f"({PLACES[place]}, chunk {index}, epoch {expected}, saw {seen})"
-        )
+        where = f"{PLACES[place]}, chunk {index}"
+        text = waited(self.comm.rank, peer, where, self.comm.timeout_s, expected, seen)
         flags, kind = OTHERWISE.get(place, ("", ""))
         if not flags or not (getattr(self, flags).local[peer : peer + 1] >= expected).any():
             return text
@@ -255,12 +237,7 @@ class Workspace:
         )
 
     def join_stream(self) -> None:
-        """Let the current stream wait for the last one that used the pool: for whoever replays a graph of a layer.
-
-        Raises:
-            RuntimeError: If the group has been closed.
-            StepFailedError: If a step failed on any rank.
-        """
+        """Let the current stream wait for the last one that used the pool: for whoever replays a graph of a layer."""
         self.comm.require_open()
         self.comm.stream_order.join()
 

@@ -25,28 +25,18 @@ from comet.quantization.formats import FP8, quantize_rows
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Route:
-    """Which tokens travel where.
-
-    Args:
-        num_tokens: T.
-        token_ids: ``(S,)`` int64 tokens sent, by destination, then token.
-        send_counts: W numbers of tokens sent to each rank.
-        recv_counts: W numbers of rows received from each rank.
-    """
+    """Which tokens travel where."""
 
     num_tokens: int
-    token_ids: Tensor
-    send_counts: tuple[int, ...]
-    recv_counts: tuple[int, ...]
+    token_ids: Tensor  # (S,) int64 tokens sent, by destination, then token
+    send_counts: tuple[int, ...]  # W numbers of tokens sent to each rank
+    recv_counts: tuple[int, ...]  # W numbers of rows received from each rank
 
 
 class AllToAll:
     """Sends rows by all-to-all. Any EP x TP; unequal and zero tokens per rank; masked slots; quantises before sending.
 
     Every call waits for the device once, because the ranks have to know each other's numbers of rows.
-
-    Raises:
-        ValueError: If experts may drop rows.
     """
 
     activation_format = ActivationFormat.CONTIGUOUS
@@ -152,16 +142,9 @@ def num_not_finite(tokens: Tensor | FP8, like: Tensor) -> Tensor:
 
 
 def destinations(top_k_ids: Tensor, layout: ExpertLayout) -> Tensor:
-    """Which ranks compute a slot of which token.
+    """``(W, T)`` bool: which ranks compute a slot of which token, of ids ``(T, K)``.
 
     Example: E = 4, EP = 2, TP = 1, ids ``[[0, 1], [2, 0], [-1, -1]]``: ``[[True, True, False], [False, True, False]]``.
-
-    Args:
-        top_k_ids: ``(T, K)`` global experts or -1.
-        layout: The experts over the ranks.
-
-    Returns:
-        ``(W, T)`` bool.
     """
     shards = torch.div(top_k_ids, layout.experts_local, rounding_mode="floor")
     wanted = torch.arange(layout.ep, device=top_k_ids.device).repeat_interleave(layout.tp)

@@ -31,7 +31,7 @@ class ContiguousReduce:
     formats = frozenset({ActivationFormat.CONTIGUOUS})
 
     def apply(self, outputs: Tensor, rows: Rows) -> Tensor:
-        """Weighted sum over the slots; see ``weighted_sum``."""
+        """Weighted sum over the slots."""
         assert isinstance(rows, ContiguousRows), "the composer pairs ContiguousReduce with contiguous rows"
         return weighted_sum(outputs.flatten(0, 1), slot_rows(rows.top_k_ids), rows.top_k_weights)
 
@@ -42,7 +42,7 @@ class BatchedReduce:
     formats = frozenset({ActivationFormat.BATCHED})
 
     def apply(self, outputs: Tensor, rows: Rows) -> Tensor:
-        """Weighted sum over the batched rows of each received row; see ``weighted_sum``."""
+        """Weighted sum over the batched rows of each received row."""
         assert isinstance(rows, BatchedRows), "the composer pairs BatchedReduce with batched rows"
         return weighted_sum(outputs.flatten(0, 1), rows.row_slots, rows.top_k_weights)
 
@@ -77,12 +77,8 @@ def weighted_sum(outputs: Tensor, row_slots: Tensor, weights: Tensor) -> Tensor:
     ``[[7], [3]]``.
 
     Args:
-        outputs: ``(Q, D)``.
         row_slots: ``(N, K)`` int32 rows of ``outputs``; -1 contributes nothing.
         weights: ``(N, K)`` float32 (float64 for float64 outputs).
-
-    Returns:
-        ``(N, D)``, dtype of ``outputs``.
     """
     wide = accumulator_dtype(outputs.dtype)
     total = torch.zeros(row_slots.shape[0], outputs.shape[1], dtype=wide, device=outputs.device)
@@ -100,8 +96,6 @@ class ExpertsBase:
     """The part of ``Experts`` that does not depend on how they compute; all parts are made alike.
 
     Args:
-        config: Shape of the layer.
-        group: The ranks.
         reduce: What is left to ``finalize``, one of ``reductions``; ``None``: the first of them.
     """
 
@@ -119,9 +113,6 @@ class KernelExperts(ExpertsBase):
     """Experts whose work Triton kernels can do.
 
     Args:
-        config: Shape of the layer.
-        group: The ranks.
-        reduce: What is left to ``finalize``; ``None``: the first of ``reductions``.
         use_kernels: Triton kernels or plain torch; ``None``: kernels on a GPU.
     """
 

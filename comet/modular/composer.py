@@ -26,7 +26,7 @@ from comet.modular.interfaces import (
     ScratchShapes,
 )
 from comet.quantization.formats import FP8, FP8_BLOCK, Weight
-from comet.reference.plain import check_inputs, check_shapes
+from comet.reference.plain import check_inputs
 from comet.utils.autocast import without_autocast
 from comet.utils.graphs import is_capturing
 from comet.utils.match import Sizes
@@ -39,8 +39,6 @@ class ModularMoE:
     """Routed experts, put together at run time: an ``ExpertPath``, usable as ``MoE.experts``. For inference.
 
     Args:
-        prepare_finalize: Dispatch and combine.
-        experts: What is computed in between.
         shared: ``(T, D) -> (T, D)`` for experts every token goes through; runs on this rank's own tokens while others
             travel, and is added. Leave it out where the layer around has its own.
         weight_type: What w1 and w2 will be: ``Tensor``, or ``FP8`` or ``MXFP8`` of ``comet.quantization.formats``.
@@ -88,12 +86,8 @@ class ModularMoE:
             w2: ``(e, D, F/TP)``, of the type of ``w1``.
             biases: ``(e, 2F/TP)`` and ``(e, D)``, dtype of ``tokens``; ``None``: there are none.
 
-        Returns:
-            ``(T, D)``, plus the shared experts' output if there are any.
-
         Raises:
             ValueError: If a type, shape or dtype breaks these rules, or a gradient would be required.
-            StepFailedError: If an earlier step failed on any rank.
         """
         w1, w2, biases = self._check(tokens, top_k_ids, top_k_weights, w1, w2, biases)
         routed = RoutedTokens(tokens=tokens, top_k_ids=top_k_ids, top_k_weights=top_k_weights)
@@ -101,7 +95,6 @@ class ModularMoE:
             return self._run(routed, w1, w2, biases)
 
     def _run(self, routed: RoutedTokens, w1: Weight, w2: Weight, biases: Biases | None) -> Tensor:
-        """Dispatch, experts, combine, as one step of the group."""
         tokens = routed.tokens
         received, shared = self._prepare(routed)
         scratch = self._scratch(self.experts.scratch_shapes(problem_of(received.rows, w2, tokens.dtype)), tokens)
@@ -111,7 +104,6 @@ class ModularMoE:
         return combined if shared is None else combined + shared
 
     def _prepare(self, routed: RoutedTokens) -> tuple[Received, Tensor | None]:
-        """What arrived, and the output of the shared experts, which run while rows travel."""
         quantize = self.experts.takes_fp8
         if self.shared is None:
             return self.prepare_finalize.prepare(routed, quantize=quantize), None
@@ -143,9 +135,9 @@ class ModularMoE:
         require(top_k_ids.dtype == torch.int32, f"dtype={top_k_ids.dtype} of top_k_ids must be torch.int32")
         _require_inference(tokens=tokens, top_k_weights=top_k_weights, w1=elements(w1), w2=elements(w2))
         if isinstance(w1, Tensor) and isinstance(w2, Tensor):
-            check_inputs(*inputs, w1, w2, layout)
+            check_inputs(*inputs, w1, w2, layout, tokens.dtype)
             return pad_width(w1, w2, self._added(biases, tokens, w2))
-        check_shapes(*inputs, elements(w1), elements(w2), layout)
+        check_inputs(*inputs, elements(w1), elements(w2), layout, None)
         width = elements(w2).shape[2]
         require(
             width % DIM_MULTIPLE == 0,

@@ -70,9 +70,7 @@ def tiles_of_ids(top_k_ids: Tensor, num_experts: int, capacity: int, block_rows:
 
     Args:
         top_k_ids: ``(N, K)`` local experts or -1.
-        num_experts: e.
         capacity: Q, a multiple of ``block_rows`` that suffices (see ``routed_capacity``).
-        block_rows: Rows of a tile.
 
     Returns:
         Tiles with ``row_ids (Q,)``, 0 in the padding; and ``(N, K)`` int32 routed row of each slot, -1 for none.
@@ -100,14 +98,6 @@ def tiles_of_batches(counts: Tensor, batch_rows: int, block_rows: int) -> TileTa
 
     Example: counts ``[1, 0, 20]``, batches of 32, tiles of 16: three tiles, ``[0, 0, 1, 0]``, ``[2, 64, 16, 0]`` and
     ``[2, 80, 4, 0]``.
-
-    Args:
-        counts: ``(e,)`` int32 valid rows of each batch.
-        batch_rows: B.
-        block_rows: Rows of a tile.
-
-    Returns:
-        Tiles without ``row_ids``.
     """
     per_batch = -(-batch_rows // block_rows)
     tile = torch.arange(counts.numel() * per_batch, device=counts.device)
@@ -149,7 +139,7 @@ class _Grouped(KernelExperts, ABC):
         return ScratchShapes(regions=regions, output=shapes.output)
 
     def apply(self, rows: Rows, w1: Weight, w2: Weight, scratch: Scratch, biases: Biases | None = None) -> Tensor:
-        """Dequantise where there is something to, then multiply; see ``Experts.apply``."""
+        """Dequantise where there is something to, then multiply."""
         regions, dtype = scratch.regions, scratch.regions["hidden"].dtype
         assert not isinstance(rows, FusedHandle), "the composer pairs the fused layer with itself"
         tokens = rows.tokens
@@ -160,8 +150,7 @@ class _Grouped(KernelExperts, ABC):
         return self._multiply(rows, tokens, *weights, scratch, biases)
 
     @abstractmethod
-    def _shapes(self, problem: Problem) -> ScratchShapes:
-        """Memory for the rows in the format of the class."""
+    def _shapes(self, problem: Problem) -> ScratchShapes: ...
 
     @abstractmethod
     def _multiply(
@@ -180,17 +169,10 @@ class _Grouped(KernelExperts, ABC):
         *added: Tensor,
         gather: bool,
     ) -> None:
-        """``outputs[q] = w2[expert] activation(gate, up)`` for the rows of the tiles.
+        """``outputs[q] = w2[expert] activation(gate, up)`` for the rows of the tiles; rows of no tile are undefined.
 
-        Args:
-            tokens: ``(N, D)`` that ``table.row_ids`` gathers, or ``(Q, D)`` in place.
-            w1: ``(e, 2F, D)``.
-            w2: ``(e, D, F)``.
-            table: Tiles.
-            scratch: Holds ``gate_up (Q, 2F)`` and ``hidden (Q, F)``.
-            outputs: ``(Q, D)`` result; rows of no tile are undefined.
-            *added: Biases of each row, ``(Q, 2F)`` and ``(Q, D)``, or none.
-            gather: Whether row q reads ``tokens[table.row_ids[q]]``.
+        Tokens are ``(N, D)`` that ``table.row_ids`` gathers, or ``(Q, D)`` in place; scratch holds ``gate_up (Q, 2F)``
+        and ``hidden (Q, F)``; ``added`` are biases of each row, ``(Q, 2F)`` and ``(Q, D)``.
         """
         from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm, group_gemm_torch  # needs triton
 
@@ -225,7 +207,6 @@ class GroupedContiguous(_Grouped):
     def _multiply(
         self, rows: Rows, tokens: Tensor, w1: Tensor, w2: Tensor, scratch: Scratch, biases: Biases | None
     ) -> Tensor:
-        """Sort, multiply, and gather back to slots."""
         assert isinstance(rows, ContiguousRows)
         assert scratch.output is not None
         outputs = scratch.regions["outputs"]
@@ -259,7 +240,6 @@ class GroupedBatched(_Grouped):
     def _multiply(
         self, rows: Rows, tokens: Tensor, w1: Tensor, w2: Tensor, scratch: Scratch, biases: Biases | None
     ) -> Tensor:
-        """Multiply in place of the batches."""
         assert isinstance(rows, BatchedRows)
         assert scratch.output is not None
         reduced = isinstance(self.reduce, NoOpReduce)
@@ -306,7 +286,7 @@ class ReferenceExperts(ExpertsBase):
         return ScratchShapes(regions={}, output=None)
 
     def apply(self, rows: Rows, w1: Weight, w2: Weight, scratch: Scratch, biases: Biases | None = None) -> Tensor:
-        """Expert by expert; see ``Experts.apply``."""
+        """Expert by expert."""
         assert isinstance(rows, ContiguousRows | BatchedRows)
         tokens, reduced = rows.tokens, isinstance(self.reduce, NoOpReduce)
         assert isinstance(tokens, Tensor)
@@ -351,7 +331,7 @@ class WarpDecodeExperts(KernelExperts):
         return ScratchShapes(regions={}, output=(problem.num_rows, problem.hidden_size))
 
     def apply(self, rows: Rows, w1: Weight, w2: Weight, scratch: Scratch, biases: Biases | None = None) -> Tensor:
-        """Decode step by decode step; see ``Experts.apply``."""
+        """Decode step by decode step."""
         from comet.decode import MAX_DECODE_TOKENS, warp_decode  # needs triton
 
         assert isinstance(rows, ContiguousRows)

@@ -34,51 +34,34 @@ class ActivationFormat(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoutedTokens:
-    """What a rank passes to ``prepare``.
+    """What a rank passes to ``prepare``."""
 
-    Args:
-        tokens: ``(T, D)``.
-        top_k_ids: ``(T, K)`` int32 global experts; -1 masks a slot.
-        top_k_weights: ``(T, K)`` float32.
-    """
-
-    tokens: Tensor
-    top_k_ids: Tensor
-    top_k_weights: Tensor
+    tokens: Tensor  # (T, D)
+    top_k_ids: Tensor  # (T, K) int32 global experts; -1 masks a slot
+    top_k_weights: Tensor  # (T, K) float32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContiguousRows:
-    """Received rows one after the other, each with the slots that this rank computes.
+    """Received rows one after the other, each with the slots that this rank computes."""
 
-    Args:
-        tokens: ``(N, D)``, or in FP8 with a scale per 128 elements of a row. A row all of whose slots are -1 may hold
-            anything, NaN included.
-        top_k_ids: ``(N, K)`` int32 **local** experts, 0 .. e-1; -1 where the slot is masked or computed elsewhere.
-        top_k_weights: ``(N, K)`` float32; anything where the id is -1.
-    """
-
+    # (N, D), or in FP8 with a scale per 128 elements of a row. A row all of whose slots are -1 may hold anything, NaN
+    # included
     tokens: Tensor | FP8
-    top_k_ids: Tensor
+    top_k_ids: Tensor  # (N, K) int32 **local** experts, 0 .. e-1; -1 where the slot is masked or computed elsewhere
     top_k_weights: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchedRows:
-    """Received rows copied to each of their local experts.
+    """Received rows copied to each of their local experts."""
 
-    Args:
-        tokens: ``(e, B, D)``, or in FP8 with a scale per 128 elements of a row; row j of expert i is valid below
-            ``counts[i]`` and may hold anything past it.
-        counts: ``(e,)`` int32.
-        row_slots: ``(N, K)`` int32: where slot k of received row n is, as ``expert * B + row``; -1 where nowhere.
-        top_k_weights: ``(N, K)`` float32; anything where ``row_slots`` is -1.
-    """
-
+    # (e, B, D), or in FP8 with a scale per 128 elements of a row; row j of expert i is valid below counts[i] and may
+    # hold anything past it
     tokens: Tensor | FP8
-    counts: Tensor
-    row_slots: Tensor
-    top_k_weights: Tensor
+    counts: Tensor  # (e,) int32
+    row_slots: Tensor  # (N, K) int32: where slot k of received row n is, as expert * B + row; -1 where nowhere
+    top_k_weights: Tensor  # (N, K) float32; anything where row_slots is -1
 
     @property
     def batch_rows(self) -> int:
@@ -89,15 +72,9 @@ class BatchedRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FusedHandle:
-    """A promise of rows: the fused layer moves them while it computes.
+    """A promise of rows: the fused layer moves them while it computes."""
 
-    Args:
-        tokens: ``(T, D)`` this rank's tokens, not sent yet.
-        plan: Where they go.
-        backend: Of the fused layer.
-    """
-
-    tokens: Tensor
+    tokens: Tensor  # (T, D) this rank's tokens, not sent yet
     plan: Plan
     backend: Backend
 
@@ -107,15 +84,10 @@ Rows = ContiguousRows | BatchedRows | FusedHandle
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Received:
-    """What ``prepare`` returns.
-
-    Args:
-        rows: For the experts.
-        route: For ``finalize`` of the same object: how the rows came, in a type of its own.
-    """
+    """What ``prepare`` returns."""
 
     rows: Rows
-    route: Any
+    route: Any  # for finalize of the same object: how the rows came, in a type of its own
 
 
 Receiver = Callable[[], Received]
@@ -123,39 +95,25 @@ Receiver = Callable[[], Received]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """Sizes of one call of the experts.
+    """Sizes of one call of the experts."""
 
-    Args:
-        num_rows: N.
-        top_k: K.
-        hidden_size: D.
-        ffn_size: F, this rank's slice.
-        num_experts: e.
-        batch_rows: B; 0 in the contiguous format.
-        dtype: Element type of tokens and outputs.
-        weight_type: What the weights are: ``Tensor`` (of ``dtype``), ``FP8`` or ``MXFP8``.
-    """
-
-    num_rows: int
-    top_k: int
-    hidden_size: int
-    ffn_size: int
-    num_experts: int
-    batch_rows: int
-    dtype: torch.dtype
-    weight_type: type[Weight]
+    num_rows: int  # N
+    top_k: int  # K
+    hidden_size: int  # D
+    ffn_size: int  # F, this rank's slice
+    num_experts: int  # e
+    batch_rows: int  # B; 0 in the contiguous format
+    dtype: torch.dtype  # element type of tokens and outputs
+    weight_type: type[Weight]  # what the weights are: Tensor (of dtype), FP8 or MXFP8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScratchShapes:
-    """The memory experts ask for.
+    """The memory experts ask for."""
 
-    Args:
-        regions: Shape and dtype by name; contents are lost between calls.
-        output: Shape of the outputs, in the dtype of the problem; ``None`` when the experts bring their own.
-    """
-
+    # shape and dtype by name; contents are lost between calls
     regions: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    # shape of the outputs, in the dtype of the problem; None when the experts bring their own
     output: tuple[int, ...] | None
 
 
@@ -238,10 +196,7 @@ class Experts(Protocol):
         """Compute the outputs that ``reduce`` expects.
 
         Args:
-            rows: In one of ``formats``.
             w1: ``(e, 2F, D)`` gate rows, then up rows; of one of ``weight_types``.
-            w2: ``(e, D, F)``, of the type of ``w1``.
-            scratch: As declared.
             biases: ``(e, 2F)`` and ``(e, D)`` to add on this rank, dtype of the outputs; ``None``: there are none.
 
         Returns:

@@ -17,27 +17,16 @@ from comet.utils.tables import aligned
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pair:
-    """One prepare/finalize with one kind of experts, each as made by default.
-
-    Args:
-        prepare_finalize: Name of the class.
-        experts: Name of the class.
-        weights: Names of the types of weights the pair computes with; empty where it does not fit.
-        reason: Why not; ``None`` where it fits.
-    """
+    """One prepare/finalize with one kind of experts, each as made by default."""
 
     prepare_finalize: str
     experts: str
-    weights: tuple[str, ...]
-    reason: str | None
+    weights: tuple[str, ...]  # names of the types of weights the pair computes with; empty where it does not fit
+    reason: str | None  # why not; None where it fits
 
 
 def pairs(config: MoEConfig, group: ExpertGroup) -> list[Pair]:
-    """All pairs of the registries (collective), for this layer over these ranks.
-
-    Returns:
-        One entry each, in the order of ``PREPARE_FINALIZE``, then of ``EXPERTS``.
-    """
+    """All pairs of the registries (collective), for this layer over these ranks."""
     experts = [make(kind, config, group) for kind in EXPERTS]
     return [
         _pair(kind.__name__, transport, other.__name__, inner)

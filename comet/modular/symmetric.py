@@ -3,32 +3,27 @@
 Nothing waits for the device: received rows have static shapes, N = W * M row slots (M the group's maximum of tokens,
 rounded up), of which the plan says on the device which are in use.
 
-Rows of the pool can carry FP8 rows and their scales side by side. A packed row begins with D elements of one byte, then
-has ceil(D / 128) float32 scales, then nothing of use up to a multiple of 16 columns of the pool's dtype, so that every
-row starts where the kernels' wide accesses can. As D is a multiple of 16, a packed row is never longer than a row of
-the pool.
+Rows of the pool can carry FP8 rows and their scales side by side (``comet.quantization.packed``).
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from comet.comm.base import require_memory
-from comet.config import DIM_MULTIPLE, MoEConfig, OverlapConfig, require, resolve_kernels
+from comet.config import MoEConfig, OverlapConfig, require, resolve_kernels
 from comet.errors import CapacityError
 from comet.layer.backend import PendingPlan
 from comet.layer.group import ExpertGroup
 from comet.layer.plan import Plan
 from comet.layer.routed_experts import make_backend
 from comet.layer.workspace import ROWS_NEEDED
-from comet.layout import round_up
 from comet.modular.base import DelegateReduce, slot_rows
 from comet.modular.interfaces import (
     ActivationFormat,
@@ -40,51 +35,16 @@ from comet.modular.interfaces import (
     Rows,
     TopKReduce,
 )
-from comet.quantization.formats import FP8, FP8_BLOCK, quantize_rows
-
-SCALE_BYTES = 4
-
-
-def packed_columns(hidden_size: int, dtype: torch.dtype) -> int:
-    """Columns of a packed row, in elements of the pool's dtype.
-
-    Example: D=2048 in bfloat16: 2048 + 16 * 4 = 2112 bytes, 1056 columns instead of 2048. D=16: 20 bytes, 16 columns.
-    """
-    num_bytes = hidden_size + SCALE_BYTES * math.ceil(hidden_size / FP8_BLOCK)
-    return round_up(math.ceil(num_bytes / dtype.itemsize), DIM_MULTIPLE)
-
-
-def pack_rows(rows: FP8, dtype: torch.dtype) -> Tensor:
-    """``(..., T, columns)`` of ``dtype`` for FP8 rows ``(..., T, D)``; what the numbers look like means nothing."""
-    *outer, hidden_size = rows.elements.shape
-    packed = torch.empty(*outer, packed_columns(hidden_size, dtype), dtype=dtype, device=rows.elements.device)
-    elements, scales = _parts(packed, hidden_size)
-    elements.copy_(rows.elements)
-    scales.copy_(rows.scales)
-    return packed
-
-
-def unpack_rows(packed: Tensor, hidden_size: int) -> FP8:
-    """Undo ``pack_rows`` without a copy: views of packed rows, of which some may hold anything."""
-    elements, scales = _parts(packed, hidden_size)
-    return FP8(elements=elements, scales=scales, block_rows=1, trusted=True)
-
-
-def _parts(packed: Tensor, hidden_size: int) -> tuple[Tensor, Tensor]:
-    first = hidden_size // SCALE_BYTES
-    elements = packed.view(torch.float8_e4m3fn)[..., :hidden_size]
-    return elements, packed.view(torch.float32)[..., first : first + math.ceil(hidden_size / FP8_BLOCK)]
+from comet.quantization.formats import quantize_rows
+from comet.quantization.packed import pack, unpack
 
 
 class OverBackend:
     """A dispatch by the plan and the kernels of a ``Backend``; all such parts are made alike.
 
     Args:
-        config: Shape of the layer.
-        group: The ranks and the pool.
         overlap: Split and order of the kernels' work; ``None``: ``default_overlap``. Where rows travel apart from the
             GEMMs, only ``comm_blocks`` is used.
-        use_kernels: Triton kernels or plain torch; ``None``: kernels on a GPU.
     """
 
     uses_collectives = False
@@ -111,11 +71,7 @@ class _Symmetric(OverBackend, ABC):
     carries_fp8 = True
 
     def prepare(self, routed: RoutedTokens, *, quantize: bool) -> Received:
-        """Dispatch; contiguous rows are a view of the pool, valid until the next dispatch.
-
-        Raises:
-            ValueError: If the tokens do not fit the pool.
-        """
+        """Dispatch; contiguous rows are a view of the pool, valid until the next dispatch."""
         self._check_tokens(routed)
         with self.plan_stream.inserted():
             plan, tokens = self._bring(routed, quantize)
@@ -129,9 +85,6 @@ class _Symmetric(OverBackend, ABC):
 
         Tokens are quantised unseen, because looking would wait for the device: what is not finite makes NaN of the
         token it is in.
-
-        Raises:
-            ValueError: If the tokens do not fit the pool.
         """
         self._check_tokens(routed)
         if self.plan_stream.stream is None:
@@ -167,7 +120,7 @@ class _Symmetric(OverBackend, ABC):
 
     def _rows_to_send(self, routed: RoutedTokens, quantize: bool) -> Tensor:
         rows = routed.tokens.contiguous()
-        return pack_rows(quantize_rows(rows, trusted=True), rows.dtype) if quantize else rows
+        return pack(quantize_rows(rows, trusted=True), rows.dtype) if quantize else rows
 
     def _dispatch(self, rows: Tensor, pending: PendingPlan) -> tuple[Plan, Tensor]:
         plan = pending.finish()
@@ -186,7 +139,7 @@ class _Symmetric(OverBackend, ABC):
         rows = self._rows(plan, tokens)
         if is_packed:
             assert isinstance(rows.tokens, Tensor)
-            rows = replace(rows, tokens=unpack_rows(rows.tokens, routed.tokens.shape[1]))
+            rows = replace(rows, tokens=unpack(rows.tokens, routed.tokens.shape[1]))
         return Received(rows=rows, route=plan)
 
     @abstractmethod
@@ -213,19 +166,6 @@ class SymmetricContiguous(_Symmetric):
         return slot_rows(rows.top_k_ids)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BatchTable:
-    """Where each local expert's rows are.
-
-    Args:
-        row_ids: ``(e, B)`` int64 received row of each batched row; 0 past the counts.
-        row_slots: ``(N, K)`` int32; see ``BatchedRows``.
-    """
-
-    row_ids: Tensor
-    row_slots: Tensor
-
-
 class SymmetricBatched(_Symmetric):
     """Received rows copied into one batch per local expert, with room for every row of every rank: B = W * M. Meant for
     few tokens. Any EP x TP; unequal and zero tokens per rank; masked slots; a capacity factor; K distinct experts per
@@ -240,10 +180,10 @@ class SymmetricBatched(_Symmetric):
     def _rows(self, plan: Plan, tokens: Tensor) -> BatchedRows:
         batch_rows = tokens.shape[0]
         self._check(plan, batch_rows)
-        table = batch_table(plan, batch_rows)
-        batches = tokens.index_select(0, table.row_ids.flatten()).view(*table.row_ids.shape, tokens.shape[1])
+        row_ids, row_slots = batch_table(plan, batch_rows)
+        batches = tokens.index_select(0, row_ids.flatten()).view(*row_ids.shape, tokens.shape[1])
         weights = plan.row_weights
-        return BatchedRows(tokens=batches, counts=plan.segment_counts, row_slots=table.row_slots, top_k_weights=weights)
+        return BatchedRows(tokens=batches, counts=plan.segment_counts, row_slots=row_slots, top_k_weights=weights)
 
     def _row_slots(self, rows: Rows) -> Tensor:
         assert isinstance(rows, BatchedRows)
@@ -266,8 +206,9 @@ def local_experts(plan: Plan) -> Tensor:
     return experts.masked_fill(plan.row_slots < 0, -1)
 
 
-def batch_table(plan: Plan, batch_rows: int) -> BatchTable:
-    """Lay the plan's segments out in batches of ``batch_rows``.
+def batch_table(plan: Plan, batch_rows: int) -> tuple[Tensor, Tensor]:
+    """Lay the plan's segments out in batches: row_ids ``(e, B)`` int64, received row of each batched row, 0 past the
+    counts; and row_slots ``(N, K)`` int32 as in ``BatchedRows``.
 
     Example: the plan of ``Backend.plan``'s example, batches of 4: routed rows 0, 16 and 17 are the batched rows 0, 4
     and 5, so row_ids is ``[[0, 0, 0, 0], [0, 1, 0, 0]]`` and row_slots ``[[4, 0], [5, -1], ...]``.
@@ -279,4 +220,4 @@ def batch_table(plan: Plan, batch_rows: int) -> BatchTable:
     row_ids = plan.routed_row_ids[routed].long().where(valid, 0)
     experts = local_experts(plan)
     places = plan.row_slots - starts[experts.clamp(min=0).long()] + experts * batch_rows
-    return BatchTable(row_ids=row_ids, row_slots=places.int().masked_fill(experts < 0, -1))
+    return row_ids, places.int().masked_fill(experts < 0, -1)

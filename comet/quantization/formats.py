@@ -50,20 +50,11 @@ SMALLEST_FP8_SCALE = 2.0**-126  # the smallest normal float32; an element times 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MXFP8:
-    """A tensor in MXFP8; its contraction is the last dimension.
+    """A tensor in MXFP8; its contraction is the last dimension."""
 
-    Args:
-        elements: ``(..., K)`` float8_e4m3fn, K a multiple of 32.
-        scales: ``(..., K / 32)`` uint8, e8m0 codes; view float8_e8m0fnu scales as uint8.
-        trusted: Take the scales' values unseen, without waiting for the device.
-
-    Raises:
-        ValueError: If a dtype, shape or device is wrong, or a scale is NaN.
-    """
-
-    elements: Tensor
-    scales: Tensor
-    trusted: InitVar[bool] = False
+    elements: Tensor  # (..., K) float8_e4m3fn, K a multiple of 32
+    scales: Tensor  # (..., K / 32) uint8, e8m0 codes; view float8_e8m0fnu scales as uint8
+    trusted: InitVar[bool] = False  # take the scales' values unseen, without waiting for the device
 
     def __post_init__(self, trusted: bool) -> None:
         sizes = Sizes()
@@ -86,19 +77,11 @@ class MXFP4:
 
     Element 2i is the low half of byte i and element 2i + 1 the high one, as in torch.float4_e2m1fn_x2 and in published
     models (gpt-oss). Example: the elements 0.5, -6 are the codes 1, 15 and the byte 0xF1.
-
-    Args:
-        elements: ``(..., K / 2)`` uint8, two e2m1 codes each, K a multiple of 32; view float4_e2m1fn_x2 as uint8.
-        scales: ``(..., K / 32)`` uint8, e8m0 codes; view float8_e8m0fnu scales as uint8.
-        trusted: Take the scales' values unseen, without waiting for the device.
-
-    Raises:
-        ValueError: If a dtype, shape or device is wrong, or a scale is NaN.
     """
 
-    elements: Tensor
-    scales: Tensor
-    trusted: InitVar[bool] = False
+    elements: Tensor  # (..., K / 2) uint8, two e2m1 codes each, K a multiple of 32; view float4_e2m1fn_x2 as uint8
+    scales: Tensor  # (..., K / 32) uint8, e8m0 codes; view float8_e8m0fnu scales as uint8
+    trusted: InitVar[bool] = False  # take the scales' values unseen, without waiting for the device
 
     def __post_init__(self, trusted: bool) -> None:
         sizes = Sizes(K=(2 * self.elements.shape[-1:].numel(), "elements"))
@@ -119,22 +102,13 @@ class MXFP4:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FP8:
-    """A tensor in e4m3 with float32 block scales; its contraction is the last dimension.
+    """A tensor in e4m3 with float32 block scales; its contraction is the last dimension."""
 
-    Args:
-        elements: ``(..., N, K)`` float8_e4m3fn.
-        scales: ``(..., ceil(N / block_rows), ceil(K / 128))`` float32; element times scale is the value.
-        block_rows: Rows that share a scale: 128 for weights, 1 for tokens.
-        trusted: Take the scales' values unseen, without waiting for the device: of rows that arrived, some of which may
-            hold anything.
-
-    Raises:
-        ValueError: If a dtype, shape or device is wrong, or a scale is negative or not finite.
-    """
-
-    elements: Tensor
-    scales: Tensor
-    block_rows: int = FP8_BLOCK
+    elements: Tensor  # (..., N, K) float8_e4m3fn
+    scales: Tensor  # (..., ceil(N / block_rows), ceil(K / 128)) float32; element times scale is the value
+    block_rows: int = FP8_BLOCK  # rows that share a scale: 128 for weights, 1 for tokens
+    # take the scales' values unseen, without waiting for the device: of rows that arrived, some of which may hold
+    # anything
     trusted: InitVar[bool] = False
 
     def __post_init__(self, trusted: bool) -> None:
@@ -145,8 +119,7 @@ class FP8:
         scales, device = f"... {rows} K/{FP8_BLOCK}", self.elements.device
         sizes.match("scales", self.scales, scales, dtype=torch.float32, device=device)
         if not trusted:
-            is_bad = ~self.scales.isfinite() | (self.scales < 0)
-            _refuse(is_bad, self.scales, "scales", "be finite and not negative")
+            check_scale_values("scales", self.scales)
 
     def dequantize(self, dtype: torch.dtype = torch.float32, *, out: Tensor | None = None) -> Tensor:
         """``(..., N, K)``: element times scale in float32, rounded once more in another ``dtype``; never waits.
@@ -179,9 +152,6 @@ def quantize_mxfp8(weight: Tensor, *, rule: ScaleRule = "floor") -> MXFP8:
             weights. Both keep x within -127 .. 119; a block of zeros takes x = -127. Under ``fit`` a float16 number
             past 61440 saturates there: float16 does not have the next one.
 
-    Returns:
-        Elements and scales; the sign of zeros is kept.
-
     Raises:
         ValueError: If dtype or K break their rule, or a number is NaN or infinite (the first one is named).
 
@@ -209,12 +179,6 @@ def quantize_mxfp4(weight: Tensor) -> MXFP4:
 
     Args:
         weight: ``(..., K)`` float32, float16 or bfloat16, finite; K a multiple of 32, the contraction.
-
-    Returns:
-        Elements and scales; the sign of zeros is kept.
-
-    Raises:
-        ValueError: If dtype or K break their rule, or a number is NaN or infinite (the first one is named).
 
     Example: a block of -5, 1, 0.3 and 29 zeros has amax 5, so x = 2 - 2 = 0 and the scale's code is 127. -5 is between
     -4 and -6 and goes to -4, whose code is even, 0.3 to 0.5; the codes are 14, 2, 1, 0 ..., the bytes 0x2E, 0x01, 0 ...
@@ -244,12 +208,6 @@ def quantize_fp8(weight: Tensor) -> FP8:
     Args:
         weight: ``(..., N, K)`` float32, float16 or bfloat16, finite.
 
-    Returns:
-        Elements and scales ``(..., ceil(N / 128), ceil(K / 128))``.
-
-    Raises:
-        ValueError: If shape or dtype break their rule, or a number is NaN or infinite (the first one is named).
-
     Example: the weight ``[[7, -1, 0.3]]`` has the scale 7 / 448 = 2^-6; the elements are 448, -64 and 20 (from 19.2),
     dequantised 7, -1, 0.3125.
     """
@@ -262,12 +220,6 @@ def quantize_rows(tokens: Tensor, *, trusted: bool = False) -> FP8:
     Args:
         tokens: ``(..., T, D)`` float32, float16 or bfloat16, finite; T may be 0.
         trusted: Do not look for NaN and infinity, and so never wait; they make NaN of the 128 elements they are among.
-
-    Returns:
-        Elements and scales ``(..., T, ceil(D / 128))``.
-
-    Raises:
-        ValueError: If shape or dtype break their rule, or a number is NaN or infinite (the first one is named).
 
     Example: the tokens ``[[7, -1], [14, 0.3]]`` have the scales 2^-6 and 2^-5; the elements are 448, -64 and 448, 10
     (from 9.6), dequantised 7, -1 and 14, 0.3125.
@@ -324,13 +276,10 @@ def _quantize_blocks(name: str, values: Tensor, block_rows: int, *, trusted: boo
     if not trusted:
         _check_finite(name, values, amax)
     # By a tensor, because a GPU divides by a number in that it multiplies with its rounded inverse.
-    scales = _clear_last_bits((amax / torch.full_like(amax, E4M3_MAX)).clamp(min=SMALLEST_FP8_SCALE))
+    scales = (amax / torch.full_like(amax, E4M3_MAX)).clamp(min=SMALLEST_FP8_SCALE)
+    scales = (scales.view(torch.int32) & ~0xF).view(torch.float32)
     elements = _to_e4m3(values.float() * _spread(scales.reciprocal(), values, block_rows))
     return FP8(elements=elements, scales=scales, block_rows=block_rows, trusted=True)
-
-
-def _clear_last_bits(scales: Tensor) -> Tensor:
-    return (scales.view(torch.int32) & ~0xF).view(torch.float32)
 
 
 def _spread(scales: Tensor, like: Tensor, block_rows: int) -> Tensor:
@@ -378,6 +327,14 @@ def _to_e2m1(values: Tensor) -> Tensor:
     return codes
 
 
+def check_scale_values(name: str, scales: Tensor) -> None:
+    """Raise ``ValueError`` for the first scale, e8m0 (uint8) or float32, that is no number; waits for the device."""
+    if scales.dtype == torch.uint8:
+        _refuse(scales == E8M0_NAN, scales, name, "be at most 254; 255 is the NaN of e8m0")
+    else:
+        _refuse(~scales.isfinite() | (scales < 0), scales, name, "be finite and not negative")
+
+
 def _check_input(name: str, values: Tensor) -> None:
     require(values.dtype in MOE_DTYPES, f"{name}.dtype={values.dtype} must be one of {MOE_DTYPES}")
 
@@ -392,7 +349,7 @@ def _check_e8m0(sizes: Sizes, scales: Tensor, device: torch.device, *, trusted: 
         raise ValueError(f"scales of dtype {scales.dtype} must be torch.uint8 (view e8m0 scales as uint8)")
     sizes.match("scales", scales, f"... K/{MX_BLOCK}", device=device)
     if not trusted:
-        _refuse(scales == E8M0_NAN, scales, "scales", "be at most 254; 255 is the NaN of e8m0")
+        check_scale_values("scales", scales)
 
 
 def _check_matrix(name: str, values: Tensor) -> None:

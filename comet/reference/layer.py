@@ -61,14 +61,7 @@ def reference_experts(
         ep: Expert-parallel shards to imitate; divides E.
         tp: Ranks each expert is split over; divides F.
         expert_capacity: Routed rows an expert takes of these T tokens (see ``kept_slots``); ``None`` takes all.
-        activation: Of all experts.
         biases: ``(E, 2F)`` and ``(E, D)``, dtype of ``tokens``; ``None``: there are none.
-
-    Returns:
-        ``(T, D)``, dtype of ``tokens``.
-
-    Raises:
-        ValueError: If a shape, dtype, id or divisor breaks the rules above.
     """
     _check(tokens, top_k_ids, top_k_weights, w1, w2)
     _check_biases(w1, w2, biases)
@@ -91,18 +84,10 @@ def reference_experts(
 
 
 def shard_experts(w1: Tensor, w2: Tensor, layout: ExpertLayout) -> tuple[Tensor, Tensor]:
-    """The part of the experts that one rank owns.
+    """The part of the experts ``(E, 2F, D)``, ``(E, D, F)`` that one rank owns: ``(e, 2F/tp, D)`` and ``(e, D, F/tp)``.
 
     Example: E = 4, F = 6, EP = 2, TP = 3, rank 4 is shard 1 and TP rank 1: of experts 2 and 3, the gate rows 2 and 3
     and the up rows 8 and 9 of w1, and the columns 2 and 3 of w2.
-
-    Args:
-        w1: ``(E, 2F, D)``.
-        w2: ``(E, D, F)``.
-        layout: The rank's place.
-
-    Returns:
-        ``(e, 2F/tp, D)``, gate rows first, and ``(e, D, F/tp)``.
     """
     ffn_local = w2.shape[2] // layout.tp
     experts = slice(layout.first_expert, layout.first_expert + layout.experts_local)
@@ -137,20 +122,15 @@ def rank_partial(
     activation: Activation = SWIGLU,
     biases: Biases | None = None,
 ) -> Tensor:
-    """What one rank contributes to every token: the weighted sum over the token's slots that this rank owns.
+    """What one rank contributes to every token, ``(T, D)``: the weighted sum over the token's slots that it owns.
 
     Args:
         tokens: ``(T, D)``.
         top_k_ids: ``(T, K)`` global expert ids; slots of other ranks' experts and -1 are skipped.
-        top_k_weights: ``(T, K)`` float32.
         w1_local: ``(e, 2F/tp, D)``.
         w2_local: ``(e, D, F/tp)``.
         first_expert: Global id of local expert 0.
-        activation: Of these experts.
-        biases: ``(e, 2F/tp)`` and ``(e, D)`` that this rank adds (see ``shard_biases``); ``None``: none.
-
-    Returns:
-        ``(T, D)``, dtype of ``tokens``; zero where the rank owns none of the token's slots.
+        biases: ``(e, 2F/tp)`` and ``(e, D)`` of ``shard_biases``; ``None``: none.
     """
     num_tokens, top_k = top_k_ids.shape
     accumulator = accumulator_dtype(tokens.dtype)
@@ -178,19 +158,9 @@ def expert_outputs(
     activation: Activation = SWIGLU,
     biases: Biases | None = None,
 ) -> Tensor:
-    """Every routed row's expert output before weighting, in (token, slot) order.
+    """Every routed row's expert output before weighting, ``(T*K, D)`` in (token, slot) order; 0 for other experts.
 
-    Args:
-        tokens: ``(T, D)``.
-        top_k_ids: ``(T, K)`` global expert ids.
-        w1_local: ``(e, 2F/tp, D)``.
-        w2_local: ``(e, D, F/tp)``.
-        first_expert: Global id of local expert 0.
-        activation: Of these experts.
-        biases: ``(e, 2F/tp)`` and ``(e, D)``; ``None``: none.
-
-    Returns:
-        ``(T*K, D)``, dtype of ``tokens``; zero rows for slots that are masked or not of these experts.
+    Shapes are those of ``rank_partial``.
     """
     top_k = top_k_ids.shape[1]
     slot_ids = top_k_ids.flatten()
@@ -216,18 +186,8 @@ def run_expert(
     *,
     activation: Activation = SWIGLU,
 ) -> Tensor:
-    """One expert on its rows, rounding where the kernels round: hidden and output, never the pre-activations.
-
-    Args:
-        tokens: ``(R, D)``.
-        w1: ``(2F, D)``.
-        w2: ``(D, F)``.
-        b1: ``(2F,)``; ``None``: no bias.
-        b2: ``(D,)``; ``None``: no bias.
-        activation: Of the expert.
-
-    Returns:
-        ``(R, D)``, dtype of ``tokens``.
+    """One expert ``(2F, D)``, ``(D, F)`` on rows ``(R, D)``, rounding where the kernels round: hidden and output, never
+    the pre-activations; with biases ``(2F,)`` and ``(D,)`` if there are some.
     """
     accumulator = accumulator_dtype(tokens.dtype)
     gate, up = _affine(tokens.to(accumulator), w1, b1).chunk(2, dim=-1)
@@ -242,14 +202,7 @@ def _affine(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def sum_partials(partials: Iterable[Tensor]) -> Tensor:
-    """The final sum of the ranks' contributions, in the order given.
-
-    Args:
-        partials: At least one ``(T, D)`` tensor, in rank order, all of one dtype.
-
-    Returns:
-        ``(T, D)``, same dtype, summed in float32 (float64 for float64) and rounded once.
-    """
+    """The ranks' contributions ``(T, D)``, added in order in float32 (float64 for float64), rounded once."""
     first, *others = partials
     total = first.to(accumulator_dtype(first.dtype))
     for partial in others:
@@ -258,23 +211,12 @@ def sum_partials(partials: Iterable[Tensor]) -> Tensor:
 
 
 def kept_slots(top_k_ids: Tensor, num_experts: int, expert_capacity: int) -> Tensor:
-    """Which slots stay when every expert takes only its first ``expert_capacity`` routed rows in (token, slot) order.
+    """Which slots ``(T, K)`` stay if experts take only their first routed rows in (token, slot) order.
 
     The number of dropped routed rows is ``(top_k_ids >= 0).sum() - kept.sum()``.
 
     Example: ids ``[[0, 1], [0, -1], [1, 0]]``, capacity 2: expert 0 has three rows and loses the last, so
     ``[[True, True], [True, False], [True, False]]``; one row is dropped.
-
-    Args:
-        top_k_ids: ``(T, K)`` integer in ``[-1, E)``; -1 is a masked slot and never kept.
-        num_experts: E.
-        expert_capacity: Routed rows an expert takes, at least 0.
-
-    Returns:
-        ``(T, K)`` bool.
-
-    Raises:
-        ValueError: If ``expert_capacity`` is negative.
     """
     require(expert_capacity >= 0, f"expert_capacity={expert_capacity} must be at least 0")
     bins = top_k_ids.flatten().long() + 1  # bin 0 holds the masked slots

@@ -46,24 +46,15 @@ class RowExchange:
     """Which routed rows travel where on the plain path; a routed row goes to all TP ranks of its expert's shard.
 
     Entry ``(t*K + k)*TP + j`` is token t's slot k on its way to TP rank j.
-
-    Args:
-        layout: The experts over the ranks.
-        send_entries: ``(N,)`` int64: entries by destination rank, then local expert, then entry; no masked ones.
-        send_counts: W rows sent to each rank.
-        recv_counts: W rows received from each rank.
-        recv_order: ``(R,)`` int64: received rows by local expert, then source rank, then entry.
-        expert_counts: e received rows of each local expert.
-        expert_ends: ``(e,)`` int32: their running sum, the offsets of a grouped GEMM.
     """
 
-    layout: ExpertLayout
-    send_entries: Tensor
-    send_counts: tuple[int, ...]
-    recv_counts: tuple[int, ...]
-    recv_order: Tensor
-    expert_counts: tuple[int, ...]
-    expert_ends: Tensor
+    layout: ExpertLayout  # the experts over the ranks
+    send_entries: Tensor  # (N,) int64: entries by destination rank, then local expert, then entry; no masked ones
+    send_counts: tuple[int, ...]  # W rows sent to each rank
+    recv_counts: tuple[int, ...]  # W rows received from each rank
+    recv_order: Tensor  # (R,) int64: received rows by local expert, then source rank, then entry
+    expert_counts: tuple[int, ...]  # e received rows of each local expert
+    expert_ends: Tensor  # (e,) int32: their running sum, the offsets of a grouped GEMM
 
 
 def plain_experts(
@@ -85,9 +76,7 @@ def plain_experts(
         top_k_weights: ``(T, K)`` float32 (float64 with float64 tokens).
         w1: ``(e, 2F/TP, D)``, gate rows first, then up rows; dtype of ``tokens``.
         w2: ``(e, D, F/TP)``, dtype of ``tokens``.
-        layout: The experts over the ranks.
         process_group: The W ranks; not used when W is 1.
-        activation: Of all experts.
         biases: ``(e, 2F/TP)`` and ``(e, D)``, dtype of ``tokens``; ``None``: there are none.
 
     Returns:
@@ -97,7 +86,7 @@ def plain_experts(
         ValueError: If a shape, dtype or id breaks the rules above, or the group is not the layout's; on all ranks, if
             gradients are wanted on some of them only.
     """
-    check_inputs(tokens, top_k_ids, top_k_weights, w1, w2, layout)
+    check_inputs(tokens, top_k_ids, top_k_weights, w1, w2, layout, tokens.dtype)
     mode = grad_mode(wants_grad(tokens), wants_grad(tokens, w1, w2, *(biases or ())))
     exchange = make_exchange(top_k_ids, layout, process_group, mode)
     with without_autocast(tokens.device):
@@ -117,16 +106,7 @@ def make_exchange(
     rank 1 ``recv_counts = (1, 0)``, ``expert_counts = (0, 1)``.
 
     Args:
-        top_k_ids: ``(T, K)`` int32 or int64 in ``[-1, E)``.
-        layout: The experts over the ranks.
-        process_group: The W ranks; not used when W is 1.
         mode: ``grad_mode`` of tokens, and of rows; 0 where nobody asks for gradients.
-
-    Returns:
-        The exchange.
-
-    Raises:
-        ValueError: If an id is out of range, the mode differs between ranks, or the group is not the layout's.
     """
     check_group(layout, process_group)
     num_ranks, num_local = layout.world_size, layout.experts_local
@@ -209,19 +189,11 @@ def weighted_sum(returned: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, exc
 
 
 def grouped_matmul(rows: Tensor, weights: Tensor, expert_counts: tuple[int, ...], expert_ends: Tensor) -> Tensor:
-    """Multiply every row by the weight of its expert: torch's grouped GEMM for bf16 on a GPU, else one by one.
+    """Multiply rows ``(R, I)``, by expert, by its weight ``(e, O, I)``: torch's grouped GEMM for bf16 on a GPU, else
+    one by one.
 
     Example: rows ``[[1], [2], [3]]``, weights ``[[[10]], [[100]]]``, counts (1, 2), ends ``[1, 3]`` give
     ``[[10], [200], [300]]``.
-
-    Args:
-        rows: ``(R, I)``, by expert.
-        weights: ``(e, O, I)``.
-        expert_counts: e rows of each expert.
-        expert_ends: ``(e,)`` int32, their running sum.
-
-    Returns:
-        ``(R, O)``.
     """
     if rows.is_cuda and rows.dtype == torch.bfloat16 and rows.shape[0] > 0:
         return torch._grouped_mm(rows, weights.transpose(1, 2), offs=expert_ends)
@@ -243,11 +215,8 @@ def gather_reference_experts(
     """Gather all experts and run the reference on this rank's tokens; collective, differentiable, memory-hungry.
 
     Args, and what is raised: as for ``plain_experts``; the gradients of w1 and w2 sum over the tokens of all ranks.
-
-    Returns:
-        ``(T, D)``, as ``comet.reference.layer.reference_experts(..., ep=EP, tp=TP)`` computes it.
     """
-    check_inputs(tokens, top_k_ids, top_k_weights, w1, w2, layout)
+    check_inputs(tokens, top_k_ids, top_k_weights, w1, w2, layout, tokens.dtype)
     check_group(layout, process_group)
     if layout.world_size > 1:
         wanted = grad_mode(wants_grad(w1), wants_grad(w2), *(wants_grad(bias) for bias in biases or ()))
@@ -301,23 +270,15 @@ def check_group(layout: ExpertLayout, process_group: ProcessGroup | None) -> Non
 
 
 def check_inputs(
-    tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor, layout: ExpertLayout
-) -> None:
-    """Raise ``ValueError`` unless shapes, dtypes and devices are those of ``plain_experts``."""
-    check_shapes(tokens, top_k_ids, top_k_weights, w1, w2, layout, dtype=tokens.dtype)
-
-
-def check_shapes(
     tokens: Tensor,
     top_k_ids: Tensor,
     top_k_weights: Tensor,
     w1: Tensor,
     w2: Tensor,
     layout: ExpertLayout,
-    *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | None,
 ) -> None:
-    """``check_inputs`` for weights of this dtype, or of any."""
+    """Raise ``ValueError`` unless these are as for ``plain_experts``, with weights of this dtype, or of any."""
     device = tokens.device
     sizes = Sizes(K=(layout.top_k, "top_k"), e=(layout.experts_local, "num_experts / ep"))
     sizes.match("tokens", tokens, "T D")

@@ -27,9 +27,6 @@ def logits(tokens: Tensor, weight: Tensor) -> Tensor:
     Args:
         tokens: ``(T, D)`` bfloat16.
         weight: ``(E, D)`` float32 or bfloat16.
-
-    Returns:
-        ``(T, E)`` float32, with gradient.
     """
     result: Tensor = _Logits.apply(tokens, weight)
     return result
@@ -37,11 +34,6 @@ def logits(tokens: Tensor, weight: Tensor) -> Tensor:
 
 def select(logits: Tensor, selection_bias: Tensor | None, config: MoEConfig) -> tuple[Tensor, Tensor, Tensor]:
     """Scores, experts and weights in one launch.
-
-    Args:
-        logits: ``(T, E)`` float32.
-        selection_bias: ``(E,)`` float32, or ``None``.
-        config: Read for the routing rule.
 
     Returns:
         As ``comet.router.router`` makes them in plain torch: ids ``(T, K)`` int32, weights ``(T, K)`` float32 and
@@ -60,18 +52,7 @@ def select(logits: Tensor, selection_bias: Tensor | None, config: MoEConfig) -> 
 
 
 def measure(logits: Tensor, scores: Tensor, top_k_ids: Tensor, config: MoEConfig, largest_logit: Tensor) -> RouterStats:
-    """``measure_routing`` and ``watch_finite`` in one launch, or two for many tokens.
-
-    Args:
-        logits: ``(T, E)`` float32.
-        scores: ``(T, E)`` float32.
-        top_k_ids: ``(T, K)`` integer; -1 is a masked slot.
-        config: Read for the losses.
-        largest_logit: ``()`` float32, see ``comet.router.router.watch_finite``.
-
-    Returns:
-        The statistics.
-    """
+    """``measure_routing`` and ``watch_finite`` in one launch, or two for many tokens."""
     rule = LossRule(aux=config.aux_loss_coef if config.balance == "aux" else 0.0, z=config.z_loss_coef)
     inputs = (logits.contiguous(), scores.contiguous(), top_k_ids.int().contiguous())
     return RouterStats(*_Measure.apply(*inputs, largest_logit, rule))

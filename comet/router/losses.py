@@ -11,17 +11,11 @@ from comet.config import MoEConfig
 
 
 class RouterStats(NamedTuple):
-    """What one forward of the router measured over this rank's tokens.
+    """What one forward of the router measured over this rank's tokens."""
 
-    Args:
-        aux_loss: ``()`` float32, load-balancing loss times its coefficient, with gradient; zero when unused.
-        z_loss: ``()`` float32, router z-loss times its coefficient, with gradient; zero when unused.
-        expert_load: ``(E,)`` float32, routed rows per expert; sums to T*K; no gradient.
-    """
-
-    aux_loss: Tensor
-    z_loss: Tensor
-    expert_load: Tensor
+    aux_loss: Tensor  # () float32, load-balancing loss times its coefficient, with gradient; zero when unused
+    z_loss: Tensor  # () float32, router z-loss times its coefficient, with gradient; zero when unused
+    expert_load: Tensor  # (E,) float32, routed rows per expert; sums to T*K; no gradient
 
     @property
     def loss(self) -> Tensor:
@@ -30,17 +24,7 @@ class RouterStats(NamedTuple):
 
 
 def measure_routing(logits: Tensor, scores: Tensor, top_k_ids: Tensor, config: MoEConfig) -> RouterStats:
-    """Losses and loads of T routed tokens.
-
-    Args:
-        logits: ``(T, E)``.
-        scores: ``(T, E)``, without selection bias.
-        top_k_ids: ``(T, K)`` integer; -1 is a masked slot.
-        config: Read for ``balance`` and the coefficients of the losses.
-
-    Returns:
-        The statistics.
-    """
+    """Losses and loads of T routed tokens."""
     unused = logits.new_zeros(())
     expert_load = count_routed_rows(top_k_ids, config.num_experts)
     use_aux = config.balance == "aux" and config.aux_loss_coef != 0
@@ -59,13 +43,6 @@ def load_balancing_loss(scores: Tensor, expert_load: Tensor) -> Tensor:
 
     Example: E = 2, K = 1, scores ``[[0.75, 0.25], [0.75, 0.25]]``, load ``[2, 0]``: ``2 * (1 * 0.75 + 0 * 0.25)``
     = 1.5.
-
-    Args:
-        scores: ``(T, E)``.
-        expert_load: ``(E,)`` routed rows per expert.
-
-    Returns:
-        ``()``; zero if T = 0.
     """
     num_tokens, num_experts = scores.shape
     share = (expert_load / expert_load.sum().clamp_min(1)).to(scores.dtype)
@@ -77,12 +54,6 @@ def router_z_loss(logits: Tensor) -> Tensor:
     """Mean over tokens of ``logsumexp(logits) ** 2``: keeps logits small.
 
     Example: logits ``[[0.0, 0.0]]`` give ``ln(2) ** 2 = 0.480453...``.
-
-    Args:
-        logits: ``(T, E)``.
-
-    Returns:
-        ``()``; zero if T = 0.
     """
     return logits.logsumexp(dim=-1).square().sum() / max(logits.shape[0], 1)
 
@@ -91,13 +62,6 @@ def count_routed_rows(top_k_ids: Tensor, num_experts: int) -> Tensor:
     """How many routed rows every expert gets.
 
     Example: ids ``[[2, 0], [2, -1]]``, E = 4: ``[1, 0, 2, 0]``.
-
-    Args:
-        top_k_ids: ``(T, K)`` integer; -1 is a masked slot and is not counted.
-        num_experts: E.
-
-    Returns:
-        ``(E,)`` float32 (exact up to 2^24 rows per expert), no gradient.
     """
     bins = top_k_ids.flatten().long() + 1  # bin 0 takes the masked slots, so that nothing depends on their number
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=bins.device)
@@ -108,11 +72,5 @@ def normalize(values: Tensor) -> Tensor:
     """Each row over its sum; zeros where the sum underflows to zero.
 
     Example: ``[[1.0, 3.0], [0.0, 0.0]]`` gives ``[[0.25, 0.75], [0.0, 0.0]]``.
-
-    Args:
-        values: ``(T, N)`` floating, not negative.
-
-    Returns:
-        ``(T, N)``, same dtype.
     """
     return values / values.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(values.dtype).tiny)

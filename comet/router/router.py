@@ -26,19 +26,12 @@ FEW_TOKENS = 64  # up to so many, logits are a product that torch's library cuts
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The router's decision for T tokens, and what it was made of.
+    """The router's decision for T tokens, and what it was made of."""
 
-    Args:
-        top_k_ids: ``(T, K)`` int32, expert of every routed row, best first; no id occurs twice in a row.
-        top_k_weights: ``(T, K)`` float32, factor of that expert's output, with gradient.
-        logits: ``(T, E)`` float32, with gradient.
-        scores: ``(T, E)`` float32, without selection bias, with gradient.
-    """
-
-    top_k_ids: Tensor
-    top_k_weights: Tensor
-    logits: Tensor
-    scores: Tensor
+    top_k_ids: Tensor  # (T, K) int32, expert of every routed row, best first; no id occurs twice in a row
+    top_k_weights: Tensor  # (T, K) float32, factor of that expert's output, with gradient
+    logits: Tensor  # (T, E) float32, with gradient
+    scores: Tensor  # (T, E) float32, without selection bias, with gradient
 
 
 class Routes(Protocol):
@@ -51,18 +44,12 @@ class Routes(Protocol):
     def measure(
         self, logits: Tensor, scores: Tensor, top_k_ids: Tensor, *, largest_logit: Tensor | None = None
     ) -> RouterStats:
-        """See ``Router.measure``."""
+        """Losses and loads, as ``Router.measure``."""
         ...
 
 
 class Router(nn.Module):
-    """Linear router with softmax or sigmoid scores, group-limited top-k and two ways of balancing.
-
-    Args:
-        config: Shape and routing of the layer.
-        device: Where the parameter lives.
-        dtype: Dtype of the parameter ``weight (E, D)``; the arithmetic is float32 in any case.
-    """
+    """Linear router with softmax or sigmoid scores, group-limited top-k and two ways of balancing."""
 
     selection_bias: Tensor | None
 
@@ -87,12 +74,6 @@ class Router(nn.Module):
     def forward(self, tokens: Tensor) -> Routing:
         """Route the tokens.
 
-        Args:
-            tokens: ``(T, D)``, a floating dtype; T may be 0.
-
-        Returns:
-            The ``Routing`` of these tokens.
-
         Raises:
             ValueError: If ``tokens`` is not ``(T, D)`` floating, or, on a CPU, if a logit is not finite; on a GPU
                 ``measure`` looks for those.
@@ -103,13 +84,8 @@ class Router(nn.Module):
         """``forward`` by another rule.
 
         Args:
-            tokens: ``(T, D)``, a floating dtype.
-            config: Read for the routing rule; of this router's D and E.
             selection_bias: ``(E,)`` float32, added to the scores that are compared; minus infinity leaves an expert
                 out for as long as there are others. ``None``: nothing.
-
-        Returns:
-            The ``Routing`` of these tokens.
         """
         self._check_tokens(tokens)
         with without_autocast(tokens.device):
@@ -131,16 +107,7 @@ class Router(nn.Module):
     ) -> RouterStats:
         """Losses and loads of a ``Routing``; apart from ``forward`` because no token's way depends on them.
 
-        On a GPU also the check for logits that are not finite, see ``watch_finite``.
-
-        Args:
-            logits: ``(T, E)``, as routed.
-            scores: ``(T, E)``, as routed.
-            top_k_ids: ``(T, K)``, as routed.
-            largest_logit: See ``watch_finite``.
-
-        Returns:
-            The statistics of these tokens.
+        On a GPU also the check for logits that are not finite, by ``watch_finite`` with ``largest_logit``.
         """
         with without_autocast(logits.device):
             if has_kernels(logits):
@@ -163,9 +130,6 @@ class Router(nn.Module):
 
         Args:
             expert_load_global: ``(E,)`` routed rows per expert, summed over all ranks that share this router.
-
-        Raises:
-            ValueError: If ``balance`` is not ``bias`` or the shape is not ``(E,)``.
         """
         bias, config = self.selection_bias, self.config
         if bias is None:
@@ -214,15 +178,7 @@ def has_kernels(logits: Tensor) -> bool:
 
 
 def compute_logits(tokens: Tensor, weight: Tensor) -> Tensor:
-    """Router logits in float32, or in float64 if ``tokens`` or ``weight`` is float64.
-
-    Args:
-        tokens: ``(T, D)`` floating.
-        weight: ``(E, D)`` floating.
-
-    Returns:
-        ``(T, E)``.
-    """
+    """Router logits ``(T, E)`` of ``(T, D)`` and ``(E, D)`` in float32, or in float64 if one of them is float64."""
     is_known = tokens.dtype == torch.bfloat16 and weight.dtype in (torch.float32, torch.bfloat16)
     if tokens.is_cuda and is_known and tokens.shape[0] > FEW_TOKENS:
         from comet.router.kernels import logits  # needs triton
@@ -233,14 +189,7 @@ def compute_logits(tokens: Tensor, weight: Tensor) -> Tensor:
 
 
 def check_finite(logits: Tensor) -> None:
-    """Refuse NaN and infinite logits at once, which makes the host wait for a GPU.
-
-    Args:
-        logits: ``(T, E)``.
-
-    Raises:
-        ValueError: If a logit is not finite; names the first.
-    """
+    """Raise ``NotFiniteError`` for the first of the logits ``(T, E)`` that is not finite; waits for the device."""
     bad = (~logits.isfinite()).nonzero()
     if len(bad):
         token, expert = bad[0].tolist()
@@ -270,15 +219,7 @@ def watch_finite(logits: Tensor, largest_logit: Tensor | None) -> None:
 
 
 def score_logits(logits: Tensor, score: Score) -> Tensor:
-    """Scores in ``[0, 1]``: ``softmax`` over the experts of a token, or ``sigmoid`` of each logit alone.
-
-    Args:
-        logits: ``(T, E)``.
-        score: Which of the two.
-
-    Returns:
-        ``(T, E)``, same dtype.
-    """
+    """Scores ``(T, E)`` in ``[0, 1]``: ``softmax`` over the experts of a token, or ``sigmoid`` of each logit alone."""
     return logits.softmax(dim=-1) if score == "softmax" else logits.sigmoid()
 
 
@@ -290,13 +231,6 @@ def select_experts(selection_scores: Tensor, config: MoEConfig) -> Tensor:
 
     Example: scores ``[0.9, 0.0, 0.5, 0.6]``, K = 2. One group: ids ``[0, 3]``. Two groups and ``top_groups=1``: the
     groups score 0.9 and 1.1, so ids ``[3, 2]``.
-
-    Args:
-        selection_scores: ``(T, E)``, selection bias already added.
-        config: Read for ``top_k``, ``num_groups`` and ``top_groups``.
-
-    Returns:
-        ``(T, K)`` int64.
     """
     if config.top_groups < config.num_groups:
         selection_scores = _mask_groups(selection_scores, config.num_groups, config.top_groups)
@@ -322,14 +256,6 @@ def weigh_experts(scores: Tensor, top_k_ids: Tensor, config: MoEConfig) -> Tenso
 
     Example: scores ``[0.5, 0.25, 0.25]``, ids ``[0, 2]``, ``routed_scale=3``: ``[2.0, 1.0]`` renormalised, else
     ``[1.5, 0.75]``.
-
-    Args:
-        scores: ``(T, E)``, without selection bias.
-        top_k_ids: ``(T, K)`` int64.
-        config: Read for ``renormalize`` and ``routed_scale``.
-
-    Returns:
-        ``(T, K)``, same dtype as ``scores``, with gradient. If all K scores underflow to zero, so do the weights.
     """
     weights = scores.gather(1, top_k_ids)
     if config.renormalize:

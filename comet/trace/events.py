@@ -19,18 +19,11 @@ POLL_NS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What the events of one number mean.
-
-    Args:
-        work: Name of the work.
-        wait: Name of the wait before it; empty where there is none.
-        numbers: Names of the three numbers; empty where unused.
-        layer: The launch it belongs to.
-    """
+    """What the events of one number mean."""
 
     work: str
-    wait: str
-    numbers: tuple[str, str, str]
+    wait: str  # name of the wait before it; empty where there is none
+    numbers: tuple[str, str, str]  # names of the three numbers; empty where unused
     layer: int
 
 
@@ -51,29 +44,17 @@ WAITS = tuple(dict.fromkeys(kind.wait for kind in KINDS if kind.wait))
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One finished work item, in nanoseconds of rank 0's clock.
-
-    Args:
-        rank: Whose.
-        block: Block of the launch.
-        sm: Streaming SM the block ran on; 0 under the interpreter.
-        epoch: Epoch of the launch; every layer call and every backward pass has its own.
-        kind: Index into ``KINDS``.
-        numbers: What they are called is in ``KINDS``.
-        begin: When the wait began.
-        ready: When the work began.
-        end: When the item was done.
-    """
+    """One finished work item, in nanoseconds of rank 0's clock."""
 
     rank: int
     block: int
-    sm: int
-    epoch: int
+    sm: int  # streaming SM the block ran on; 0 under the interpreter
+    epoch: int  # epoch of the launch; every layer call and every backward pass has its own
     kind: int
     numbers: tuple[int, int, int]
-    begin: int
-    ready: int
-    end: int
+    begin: int  # when the wait began
+    ready: int  # when the work began
+    end: int  # when the item was done
 
     @property
     def work(self) -> str:
@@ -131,9 +112,6 @@ def compare_clocks(stamps: Sequence[Tensor]) -> list[Clock]:
 
     Args:
         stamps: For every rank ``(barriers, 2)`` int64 arrival and departure on its own clock, in nanoseconds.
-
-    Returns:
-        One ``Clock`` per rank; rank 0 has offset and error 0.
 
     Example:
         Rank 0 arrives at 100 and departs at 110, rank 1 arrives at 1103 and departs at 1109: the offset lies between
@@ -193,7 +171,6 @@ def find_spans(events: Iterable[Event]) -> list[Span]:
 
 
 def _lane(events: list[Event]) -> list[Span]:
-    """Spans of one block, from its events."""
     works, waits = [], []
     free = None
     for event in sorted(events, key=lambda event: event.end):

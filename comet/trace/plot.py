@@ -33,17 +33,7 @@ DOTS_PER_INCH = 130
 
 
 def draw_timeline(spans: Sequence[Span], launches: Sequence[Launch], summary: Mapping[str, Any], path: Path) -> None:
-    """Write the picture as a PNG.
-
-    Args:
-        spans: What each block did when.
-        launches: The launches of all ranks; at least one.
-        summary: ``Timeline.summary()``.
-        path: File to write.
-
-    Raises:
-        UnavailableError: If matplotlib is not installed.
-    """
+    """Write the picture as a PNG."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -108,7 +98,6 @@ def _duration(nanoseconds: float) -> str:
 
 
 def _draw_crowd(axes: Any, spans: Sequence[Span], num_blocks: int, origin: int, scale: float) -> None:
-    """Blocks in each activity over time, stacked."""
     end = max((span.end for span in spans), default=origin + 1)
     edges = np.linspace(origin, end, BINS + 1)
     curves = {}

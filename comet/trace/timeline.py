@@ -64,11 +64,6 @@ COLOURS = {
 def chrome_trace(events: Sequence[Event], spans: Sequence[Span], summary: Mapping[str, Any]) -> dict[str, Any]:
     """The whole file as an object for ``json.dump``.
 
-    Args:
-        events: All events; conversions become instants.
-        spans: What each block did when.
-        summary: Kept under ``otherData``.
-
     Returns:
         ``traceEvents`` (names first, then by time; ``ts`` and ``dur`` in microseconds from the first begin),
         ``displayTimeUnit`` and ``otherData``.
@@ -113,26 +108,16 @@ def _entry(event: Event, name: str, kind: str, time_ns: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """What one rank recorded.
+    """What one rank recorded."""
 
-    Args:
-        rows: ``(n, 10)`` int64 on the CPU: block, then the fields of each event (``comet.kernels.runtime.recorder``).
-        lost: Events that found the buffer full.
-        stamps: ``(barriers, 2)`` int64 arrival and departure at the barriers that compare the clocks.
-    """
-
-    rows: Tensor
-    lost: int
-    stamps: Tensor
+    rows: Tensor  # (n, 10) int64 on the CPU: block, then the fields of each event (comet.kernels.runtime.recorder)
+    lost: int  # events that found the buffer full
+    stamps: Tensor  # (barriers, 2) int64 arrival and departure at the barriers that compare the clocks
 
 
 @dataclass
 class Timeline:
-    """The recording of all ranks of a group, complete when the ``with`` of ``record`` ends, on every rank.
-
-    Args:
-        records: One per rank.
-    """
+    """The recording of all ranks of a group, complete when the ``with`` of ``record`` ends, on every rank."""
 
     records: list[RankRecord] = field(default_factory=list)
 
@@ -184,15 +169,8 @@ class Timeline:
     def write(self, folder: Path) -> dict[str, Any]:
         """Write ``timeline.json`` (open it in ui.perfetto.dev or chrome://tracing), ``timeline.png``, ``summary.json``.
 
-        Args:
-            folder: Where to; made if it is not there. One rank of the group calls this.
-
         Returns:
             ``summary()``.
-
-        Raises:
-            ValueError: If nothing was recorded.
-            UnavailableError: If matplotlib is not installed; the trace is written all the same.
         """
         require(bool(self.events), "events=0 must be at least 1: only the 'fused' path records, inside the with block")
         folder.mkdir(parents=True, exist_ok=True)
@@ -241,7 +219,6 @@ def record(group: ExpertGroup, *, capacity: int = DEFAULT_CAPACITY) -> Iterator[
     A CUDA graph cannot be captured inside (``ValueError``), and one captured before does not record.
 
     Args:
-        group: The ranks and their memory.
         capacity: Events each block can keep, 48 bytes each; what comes after is counted as lost.
 
     Yields:
@@ -251,7 +228,6 @@ def record(group: ExpertGroup, *, capacity: int = DEFAULT_CAPACITY) -> Iterator[
     Raises:
         ValueError: If ``capacity`` is not between 1 and a million, or there is no kernel to record: on a CPU they run
             under Triton's interpreter only.
-        CommTimeoutError: If another rank does not come.
         UnavailableError: If the group spans several nodes, whose layers launch no such kernels.
     """
     require(1 <= capacity <= MAX_CAPACITY, f"capacity={capacity} must be at least 1 and at most {MAX_CAPACITY}")

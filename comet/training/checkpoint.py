@@ -56,11 +56,6 @@ class Checkpointer:
 
     Args:
         root: Folder of the checkpoints, shared by all ranks.
-        model: Saved and loaded in place.
-        optimizer: From ``make_optimizer``.
-        group: The ranks; collective.
-        settings: Of the run, kept in every checkpoint.
-        text: Fingerprint of the text that the run learns from, likewise.
     """
 
     def __init__(
@@ -117,12 +112,6 @@ class Checkpointer:
     def load(self, checkpoint: Checkpoint) -> int:
         """Read a checkpoint of any EP, TP and world size into the model and the optimizer (collective).
 
-        Args:
-            checkpoint: From ``choose_checkpoint``.
-
-        Returns:
-            Optimizer steps taken.
-
         Raises:
             ValueError: If it is of another model, or was damaged since it was chosen.
         """
@@ -173,10 +162,6 @@ class Checkpointer:
 def load_weights(model: GPT, checkpoint: Checkpoint) -> None:
     """Read the weights of a checkpoint of any EP, TP and world size, without the moments (collective).
 
-    Args:
-        model: Filled in place.
-        checkpoint: Complete, as ``choose_checkpoint`` returns it.
-
     Raises:
         ValueError: If the checkpoint is of another model, damaged, or holds more than tensors.
     """
@@ -186,12 +171,10 @@ def load_weights(model: GPT, checkpoint: Checkpoint) -> None:
 
 
 def _model_tensors(model: GPT) -> dict[str, Tensor]:
-    """All weights and buffers by their names in a checkpoint, sharing memory with the model."""
     return {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
 
 
 def _read(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Fill tensors from a checkpoint, in place."""
     try:
         with _alone_on_purpose(), patience():
             dcp.load(tensors, storage_reader=Reader(path), no_dist=not dist.is_initialized())

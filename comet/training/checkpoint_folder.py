@@ -35,11 +35,11 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from comet.comm.handshake import patience
+from comet.comm.handshake import patience, this_rank
 from comet.config import REMOVED_SETTINGS, OverlapConfig, require
 from comet.jobs.config import JobConfig
 from comet.models.config import ModelConfig
-from comet.training.ranks import from_first_rank, gather, this_rank
+from comet.training.ranks import from_first_rank, gather
 
 SETTINGS_FILE = "comet.yaml"
 # How a run is started, not what it is.
@@ -79,11 +79,7 @@ def to_yaml(settings: Mapping[str, Any]) -> str:
 
 
 def read_settings(folder: Path) -> dict[str, Any] | None:
-    """The settings of the run or checkpoint in ``folder``; ``None`` if it holds none, as those of older versions.
-
-    Raises:
-        ValueError: If the file is damaged.
-    """
+    """The settings of the run or checkpoint in ``folder``; ``None`` if it holds none, as those of older versions."""
     path = folder / SETTINGS_FILE
     if not path.is_file():
         return None
@@ -109,10 +105,7 @@ def require_same(saved: Mapping[str, Any], config: JobConfig, folder: Path, *, s
     """Raise ``ValueError`` naming each setting in which a resumed run would differ, unless the user asked for it.
 
     Args:
-        saved: Settings of the run.
         config: Settings of the run that is to go on; ``resume_changes`` names those that may differ.
-        folder: Of the checkpoint, for the message.
-        same_text: Whether the text is the same.
     """
     before, now = flat(saved), flat(settings_of(config, 1))
     changes = config.resume_changes
@@ -237,25 +230,15 @@ FREE_FIELDS = frozenset({"name", "moe.aux_loss_coef", "moe.z_loss_coef", "moe.bi
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint on disk.
-
-    Args:
-        path: Its folder.
-        step: Optimizer steps taken.
-        model: Fields of the model configuration, nested ones with dots.
-        saved_at: Unix time in seconds.
-        layout: World size, EP and TP it was saved at.
-        checksums: By file name; none in a checkpoint of format 1.
-        text: Fingerprint of the text it was trained on; empty in a checkpoint of format 1.
-    """
+    """A complete checkpoint on disk."""
 
     path: Path
     step: int
-    model: Mapping[str, Any]
-    saved_at: float
-    layout: Mapping[str, int]
-    checksums: Mapping[str, str]
-    text: str
+    model: Mapping[str, Any]  # fields of the model configuration, nested ones with dots
+    saved_at: float  # unix time in seconds
+    layout: Mapping[str, int]  # world size, EP and TP it was saved at
+    checksums: Mapping[str, str]  # by file name; none in a checkpoint of format 1
+    text: str  # fingerprint of the text it was trained on; empty in a checkpoint of format 1
 
     def check_model(self, config: ModelConfig) -> None:
         """Raise ``ValueError`` naming every field in which the checkpoint's model differs from ``config``."""
@@ -293,13 +276,12 @@ def open_partial(root: Path, step: int) -> Path:
     for leftover in root.glob(f"step-*{PARTIAL_SUFFIX}"):
         remove_checkpoint(leftover)
     names = itertools.chain([folder_name(step)], (f"{folder_name(step)}-{count}" for count in itertools.count(2)))
-    path = next(path for path in map(root.joinpath, names) if _is_ours(path) and not partial_path(path).exists())
+    for path in map(root.joinpath, names):
+        is_ours = not path.exists() or (path / MANIFEST).is_file()
+        if is_ours and not partial_path(path).exists():
+            break
     partial_path(path).mkdir(parents=True)
     return path
-
-
-def _is_ours(path: Path) -> bool:
-    return not path.exists() or (path / MANIFEST).is_file()
 
 
 def remove_checkpoint(path: Path) -> None:
@@ -314,13 +296,7 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def complete(path: Path, manifest: Mapping[str, Any], checksums: Mapping[str, str]) -> None:
-    """Add the manifest, rename the folder into place and delete all but the newest two checkpoints.
-
-    Args:
-        path: From ``open_partial``; the files of all ranks are in its ``partial_path``.
-        manifest: ``step``, ``layout``, ``model`` and ``text`` of the ``Checkpoint``.
-        checksums: Of the tensors' files, by name.
-    """
+    """Add the manifest, rename the folder into place and delete all but the newest two checkpoints."""
     root, partial = path.parent, partial_path(path)
     outdated = [found.path for found in list_checkpoints(root)[0] if found.path != path][KEPT - 1 :]
     checksums = {**checksums, SETTINGS_FILE: checksum(partial / SETTINGS_FILE)}
@@ -343,11 +319,7 @@ def complete(path: Path, manifest: Mapping[str, Any], checksums: Mapping[str, st
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read and verify one checkpoint.
 
-    Returns:
-        The checkpoint; every file is present in full length.
-
     Raises:
-        FileNotFoundError: If there is no such folder.
         ValueError: If it is half-written, truncated, or its manifest cannot be read.
     """
     if not path.is_dir():
@@ -405,10 +377,6 @@ def _was_whole(path: Path) -> bool:
 def find_checkpoints(resume: str | None, output_dir: str) -> tuple[list[Checkpoint], list[str]]:
     """What there is to continue from, the best first.
 
-    Args:
-        resume: ``None``; ``auto``; a checkpoint; or a folder of checkpoints.
-        output_dir: Where ``auto`` looks.
-
     Returns:
         The checkpoints, none to start anew, and why newer ones were skipped. No checksum has been looked at.
 
@@ -442,10 +410,6 @@ def find_checkpoints(resume: str | None, output_dir: str) -> tuple[list[Checkpoi
 
 def choose_checkpoint(found: list[Checkpoint], skipped: list[str]) -> tuple[Checkpoint | None, list[str]]:
     """The first checkpoint whose files hold what was written, and why others were skipped (collective).
-
-    Args:
-        found: From ``find_checkpoints``; none gives ``None``.
-        skipped: Likewise.
 
     Raises:
         ValueError: If all are damaged; names a file of each.
@@ -488,7 +452,6 @@ def find_damage(checkpoint: Checkpoint) -> str:
 
 
 def _sync_folder(path: Path) -> None:
-    """Make names in a folder durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

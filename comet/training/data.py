@@ -25,16 +25,10 @@ SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """The bytes to learn from and those to be judged by.
+    """The bytes to learn from and those to be judged by."""
 
-    Args:
-        train: ``(N,)`` uint8 on the CPU.
-        heldout: ``(H,)`` uint8 on the CPU.
-        source: What was read, for messages.
-    """
-
-    train: Tensor
-    heldout: Tensor
+    train: Tensor  # (N,) uint8 on the CPU
+    heldout: Tensor  # (H,) uint8 on the CPU
     source: str
 
     def digest(self) -> str:
@@ -48,15 +42,7 @@ def read_corpus(config: DataConfig, context: int) -> Corpus:
     """Read and split the text.
 
     Args:
-        config: Where it is, and the share to hold out.
         context: Each part must hold at least one sequence of this length and its next byte.
-
-    Returns:
-        The corpus.
-
-    Raises:
-        FileNotFoundError: If the path is missing.
-        ValueError: If a file cannot be read, there are no bytes, or too few of them.
     """
     root = Path(sysconfig.get_path("stdlib")) if config.path is None else Path(config.path)
     files = _stdlib_files(root) if config.path is None else _files(root)
@@ -81,13 +67,6 @@ def split_heldout(texts: dict[str, bytes], fraction: float) -> tuple[bytes, byte
     gives less than half of it (one file, or a few large ones), the last bytes are held out instead.
 
     Example: ``{"a": b"0123456789"}`` with fraction 0.2 gives ``b"01234567"`` and ``b"89"``.
-
-    Args:
-        texts: Bytes by file name.
-        fraction: Share to hold out, above 0 and below 1.
-
-    Returns:
-        The training bytes and the held-out bytes, each with its files in the order of ``texts``.
     """
     budget = int(fraction * sum(map(len, texts.values())))
     chosen: set[str] = set()
@@ -108,11 +87,6 @@ def sample_batch(text: Tensor, *, batch_size: int, context: int, seed: int, step
 
     Args:
         text: ``(N,)`` uint8, N > context.
-        batch_size: B.
-        context: S.
-        seed: Of the job.
-        step: Optimizer step.
-        rank: Rank in the world.
 
     Returns:
         ``(B, S + 1)`` int64: positions 0 .. S-1 are the input, 1 .. S the targets.
@@ -130,11 +104,6 @@ def heldout_windows(text: Tensor, *, num_windows: int, context: int) -> Tensor:
 
     Args:
         text: ``(H,)`` uint8, H > context.
-        num_windows: How many at most; fewer if they would overlap.
-        context: S.
-
-    Returns:
-        ``(N, S + 1)`` int64.
     """
     num_windows = min(num_windows, (len(text) - 1) // context)
     starts = torch.arange(num_windows) * ((len(text) - 1 - context) // max(num_windows - 1, 1))

@@ -23,14 +23,8 @@ def heldout_loss(model: GPT, group: ExpertGroup, text: Tensor, *, num_batches: i
     count it, because all ranks of a MoE group must call the model equally often.
 
     Args:
-        model: Called in turn on every rank.
-        group: The ranks.
         text: ``(H,)`` uint8.
         num_batches: Batches over all ranks together; fewer if the text is short.
-        batch_size: Sequences per batch.
-
-    Returns:
-        Nats per byte.
     """
     windows = heldout_windows(text, num_windows=num_batches * batch_size, context=model.config.context)
     batches = windows.split(batch_size)
@@ -53,14 +47,7 @@ def sample_text(model: GPT, group: ExpertGroup, prompt: bytes, *, num_bytes: int
     """Continue ``prompt``; every rank of a MoE group takes part and runs the same sequence.
 
     Args:
-        model: Called once per byte with all text so far, cropped to its context.
-        group: The ranks.
         prompt: At least one byte.
-        num_bytes: Length of the continuation.
-        seed: Of the sampling.
-
-    Returns:
-        The continuation.
     """
     generator = torch.Generator().manual_seed(seed)
     text = list(prompt)

@@ -44,8 +44,6 @@ class ScaledAdamW(AdamW):
 
         Args:
             norm: ``()`` float32, of the mean.
-            max_norm: Largest norm to keep.
-            num_summed: Ranks.
         """
         self.grad_scale = num_summed * ((norm + 1e-6) / max_norm).clamp(min=1.0)
 
@@ -82,13 +80,6 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     """Linear warm-up to ``lr``, then a cosine down to ``min_lr_ratio * lr`` at the last step.
 
     Example: lr 1.0, min_lr_ratio 0.5, 2 warm-up steps of 5: 0.5, 1.0, 1.0, 0.75, 0.5 for steps 0 to 4.
-
-    Args:
-        step: Of this update, counted from 0.
-        config: Read for ``lr``, ``min_lr_ratio``, the steps of warm-up and ``steps``.
-
-    Returns:
-        The learning rate of the step.
     """
     warmup_steps = config.num_warmup_steps
     if step < warmup_steps:
@@ -116,13 +107,6 @@ def global_norm(model: GPT, group: ExpertGroup) -> Tensor:
 
     Dense parameters count once, expert parameters once per shard: their squares are summed over the world and divided
     by the number of MoE groups. Every rank gets the same bits, so replicated parameters stay equal.
-
-    Args:
-        model: Its gradients are summed.
-        group: The ranks.
-
-    Returns:
-        ``()`` float32; no synchronisation with the device.
     """
     dense, experts = _gradients(model.dense_parameters()), _gradients(model.expert_parameters())
     device = group.device

@@ -10,30 +10,19 @@ import torch
 import torch.distributed as dist
 
 from comet.comm import handshake
+from comet.comm.handshake import this_rank
 
 Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankContext:
-    """Who a process is; the process group is initialised when there are several ranks.
-
-    Args:
-        rank: Rank in the whole job.
-        world_size: Ranks in the whole job.
-        device: Where this rank computes.
-        attempt: How often the ranks have been started anew; 0 the first time.
-    """
+    """Who a process is; the process group is initialised when there are several ranks."""
 
     rank: int
     world_size: int
     device: torch.device
-    attempt: int = 0
-
-
-def this_rank() -> tuple[int, int]:
-    """Rank of this process, and ranks in all; ``(0, 1)`` without a process group."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    attempt: int = 0  # how often the ranks have been started anew; 0 the first time
 
 
 def gather(value: Any) -> list[Any]:

@@ -32,9 +32,7 @@ class FolderLock:
     """A job's claim to write into a folder; the system gives it up for a process that is killed.
 
     Args:
-        folder: Where the job writes.
         setting: The folder as the user wrote it, for the message: ``output_dir='runs/1'``.
-        patience_s: Seconds to wait for the owner to end.
     """
 
     def __init__(self, folder: Path, setting: str, *, patience_s: float = 0.0) -> None:
@@ -44,11 +42,7 @@ class FolderLock:
         self._lock = FileLock(folder / LOCK)
 
     def acquire(self) -> None:
-        """Claim the folder, which is made if missing, unless this job has it already.
-
-        Raises:
-            ValueError: If another job writes there, or nobody may.
-        """
+        """Claim the folder, which is made if missing, unless this job has it already."""
         if self._lock.is_locked:
             return
         owner = self.folder / OWNER
@@ -82,7 +76,6 @@ class RunFolder(FolderLock):
     """The output folder of a training run on rank 0; other ranks hold it for nothing.
 
     Args:
-        config: Of the run.
         attempt: How often its ranks were started anew: another attempt goes on in the folder by itself.
     """
 

@@ -29,13 +29,6 @@ class Passes:
 
     Routing may change from step to step, and parameters may change in place. Gradients that are replayed stay where the
     graph leaves them: the next call overwrites them. What both passes need stays the graph's memory between calls.
-
-    Args:
-        model: Its MoE group's ranks must call this equally often, with batches of one shape.
-        cuda_graph: Whether both passes are replayed; see ``Replayed``.
-
-    Raises:
-        ValueError: If a graph is insisted on and there can be none.
     """
 
     def __init__(self, model: GPT, *, cuda_graph: GraphMode = "auto") -> None:
@@ -53,18 +46,12 @@ class Passes:
         return self._replayed.graph_fallback_reason
 
     def __call__(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """Run both passes (collective).
-
-        Args:
-            batch: ``(B, S + 1)`` int64 tokens, each of which but the first is predicted from those before it.
+        """Run both passes on ``(B, S + 1)`` int64 tokens, each of which but the first is predicted from those before it
+        (collective).
 
         Returns:
             ``()`` float32, the mean loss in nats, and ``(L, E)`` float32, the experts' load; the next call may
             overwrite them.
-
-        Raises:
-            ValueError: If a graph is insisted on and the passes cannot be captured.
-            RuntimeError: If a group of the model has been closed.
         """
         for workspace in self._workspaces:
             workspace.join_stream()
@@ -92,32 +79,20 @@ def path_obstacle(model: GPT) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """Measurements of one step over all ranks; on the device, so that taking them does not wait.
+    """Measurements of one step over all ranks; on the device, so that taking them does not wait."""
 
-    Args:
-        loss: ``()`` float32: mean loss in nats per byte.
-        grad_norm: ``()`` float32: global gradient norm before clipping.
-        expert_load: ``(L, E)`` float32: routed rows per MoE layer and expert, those that were dropped included.
-        dropped_rows: ``()`` float32: routed rows of all layers beyond the experts' capacity; 0 if nothing is dropped.
-        told_to_stop: ``()`` float32: ranks that had been told to stop when they began the step.
-    """
-
-    loss: Tensor
-    grad_norm: Tensor
-    expert_load: Tensor
-    dropped_rows: Tensor
-    told_to_stop: Tensor
+    loss: Tensor  # () float32: mean loss in nats per byte
+    grad_norm: Tensor  # () float32: global gradient norm before clipping
+    expert_load: Tensor  # (L, E) float32: routed rows per MoE layer and expert, those that were dropped included
+    dropped_rows: Tensor  # () float32: routed rows of all layers beyond the experts' capacity; 0 if nothing is dropped
+    told_to_stop: Tensor  # () float32: ranks that had been told to stop when they began the step
 
 
 class TrainStep:
     """Runs optimizer steps; its only state is that of the model and the optimizer.
 
     Args:
-        model: The model.
-        optimizer: From ``make_optimizer``.
-        group: The ranks.
         text: ``(N,)`` uint8, the training part.
-        config: Batches, learning rate, clipping, and whether steps are replayed from a CUDA graph.
     """
 
     def __init__(
@@ -184,12 +159,7 @@ def count_dropped_rows(expert_load: Tensor, capacity: int | None, group: ExpertG
     """Routed rows beyond the capacity of their expert (collective).
 
     Args:
-        expert_load: ``(L, E)`` float32: routed rows of this rank's tokens per MoE layer and expert.
         capacity: Rows an expert keeps of those its MoE group routes to it; ``None``: all.
-        group: The ranks.
-
-    Returns:
-        ``()`` float32: this rank's share, an equal part of what its MoE group drops; the shares of all ranks add up.
 
     Example: capacity 3, two ranks with loads ``[[2, 1]]`` and ``[[3, 1]]``: expert 0 drops 2 rows, the share is 1.
     """

@@ -31,9 +31,6 @@ class StopRequest:
     the same one on every rank. A supervisor also sends SIGTERM when a rank has died. No step can end then, so a thread,
     which runs while the main one waits, ends this process if a rank of its host is gone.
 
-    Args:
-        device: Of the sums.
-
     Attributes:
         told: Whether this process has got the signal.
     """
@@ -44,11 +41,7 @@ class StopRequest:
         self._sums: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
     def agreed(self, total: Tensor) -> bool:
-        """Whether all ranks stop now; to be asked once after every step.
-
-        Args:
-            total: ``()`` float32: how many ranks had been told when they began the step.
-        """
+        """Whether all ranks stop, ``total`` of which had been told when they began the step; asked after each step."""
         if not self._on_gpu:
             return bool(total)
         event = torch.cuda.Event()

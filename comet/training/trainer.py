@@ -45,14 +45,6 @@ def train(config: JobConfig, context: RankContext) -> dict[str, Any]:
     """Train, evaluate and report (collective).
 
     After an error the ranks' shared memory is left to the end of the process, because closing it is collective.
-
-    Returns:
-        The result, equal on all ranks; rank 0 has printed it as the last line of standard output. After SIGTERM, which
-        ends the job early with a checkpoint, ``stopped`` names the signal.
-
-    Raises:
-        ValueError: If text, checkpoint, output folder or a setting cannot be used, or the training diverged.
-        FileNotFoundError: If the text or the checkpoint is missing.
     """
     corpus = read_corpus(config.data, config.model.context)
     text = _same_on_all_ranks(corpus)
@@ -83,14 +75,7 @@ def train(config: JobConfig, context: RankContext) -> dict[str, Any]:
 
 
 class Trainer:
-    """A training job whose ranks, text and checkpoint are in place.
-
-    Args:
-        config: The job.
-        group: The ranks.
-        corpus: The text.
-        checkpoint: What to continue from, if anything.
-    """
+    """A training job whose ranks, text and checkpoint are in place."""
 
     def __init__(self, config: JobConfig, group: ExpertGroup, corpus: Corpus, checkpoint: Checkpoint | None) -> None:
         self.config = config

@@ -29,13 +29,9 @@ class Replayed(Generic[Result]):
     Args:
         run: Reads what it is given from buffers. All that it changes, it changes in place and on the device, and it
             never asks the host.
-        device: Where it runs.
         calls: What a call is, in the plural, for messages.
         cuda_graph: ``auto`` replays a graph where that works, ``on`` insists on it, ``off`` never does.
         obstacle: Why ``run`` must not be captured; empty if nothing speaks against it.
-
-    Raises:
-        ValueError: If a graph is insisted on and there is an obstacle, or no GPU.
     """
 
     def __init__(
@@ -66,12 +62,7 @@ class Replayed(Generic[Result]):
         return "" if self._replay is not None else self._reason or TOO_FEW
 
     def __call__(self) -> Result:
-        """The function's result; one that was replayed is overwritten by the next call.
-
-        Raises:
-            ValueError: If a graph is insisted on and the function cannot be captured.
-            torch.OutOfMemoryError: If a graph does not fit the memory.
-        """
+        """The function's result; one that was replayed is overwritten by the next call."""
         if self._replay is None and not self._reason and self._warm_calls >= WARM_CALLS:
             self._capture()
         if self._replay is not None:
@@ -118,7 +109,6 @@ def hold_if_captured(owner: Tensor, *memory: Tensor) -> None:
 
     Args:
         owner: What the caller keeps, such as weights; all tensors over the same memory count as it.
-        memory: To be kept as long.
     """
     if not is_capturing(owner.device):
         return
@@ -137,17 +127,12 @@ def capture(
     """Capture a function as a CUDA graph; it is not computed.
 
     Args:
-        run: What to capture.
-        stream: Where.
         keep: Gets the graph. torch's allocator may ask it for as long as it allocates, also where the capture failed.
         pool: Memory of other graphs that this one may use as well (``torch.cuda.graph_pool_handle``); ``None`` is its
             own.
 
     Returns:
         What replays the graph on the caller's stream, and what each replay leaves ``run``'s result in.
-
-    Raises:
-        RuntimeError: If ``run`` does what a capture does not permit, such as waiting for the device.
     """
     graph = torch.cuda.CUDAGraph()
     keep.append(graph)

@@ -43,16 +43,8 @@ class Sizes:
         """Compare a tensor with what is known, and bind the letters that are new.
 
         Args:
-            name: What messages call the tensor.
-            tensor: Any tensor.
             spec: A size per dimension. A letter occurs with a divisor only after it occurred without.
-            dtype: The only dtype allowed; ``None``: any.
-            device: The only device allowed; ``None``: any.
             contiguous: Whether kernels find the elements by address, so that they have to lie in order without gaps.
-
-        Raises:
-            ValueError: If sizes, dtype, device or strides are others; the message names the tensor, what it has, what
-                it must have, and whose sizes these are.
         """
         if dtype is not None and tensor.dtype != dtype:
             raise ValueError(f"{name} of dtype {tensor.dtype} must be {dtype}")
@@ -114,9 +106,6 @@ class MatchOnce:
     """A check of tensors that runs only where shape, dtype, device or contiguity differ from those of the last call.
 
     It keeps no tensor: weights that are cast anew for every call are not looked at again, nor kept alive.
-
-    Args:
-        check: Raises where the tensors are not right; looks at nothing else of them.
     """
 
     def __init__(self, check: Callable[..., None]) -> None:

@@ -38,9 +38,7 @@ class Measuring:
     In a log each point is a line, and another each ten seconds.
 
     Args:
-        total: Points in all.
         unit: What a point is, in the singular.
-        enabled: Whether this is the rank that reports.
     """
 
     def __init__(self, total: int, unit: str, *, enabled: bool) -> None:

@@ -43,12 +43,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def require_writable(path: Path, setting: str) -> None:
-    """Make the file's folder, and raise ``ValueError`` unless the file could be replaced there now.
-
-    Args:
-        path: The file; need not exist.
-        setting: Its folder as the user wrote it, for the message: ``output_dir='runs/1'``.
-    """
+    """Make the file's folder; raise ``ValueError`` naming ``setting``, ``output_dir='x'``, if it is not writable."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path), tempfile.NamedTemporaryFile(prefix=path.name, suffix=".tmp", dir=path.parent):

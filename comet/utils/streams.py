@@ -41,7 +41,6 @@ class SideStream:
         """A stream of its own on a GPU, none elsewhere.
 
         Args:
-            device: Where the work runs.
             urgent: Its blocks go before waiting blocks of other streams. Those of equal streams go in the order in
                 which their kernels became ready: a large one holds up the small ones behind it.
         """

@@ -22,7 +22,7 @@ from comm_conformance import CHECKS, Site, run_suite
 from ranks import run_ranks
 
 from comet.comm import cpu_shm, handshake, make_communicator
-from comet.comm.signals import poll, wait, waited
+from comet.comm.signals import poll, wait
 from comet.errors import CommTimeoutError, UnavailableError
 
 
@@ -144,7 +144,7 @@ def die_at_the_barrier(rank: int, world_size: int) -> tuple[str, str]:
     with pytest.raises(CommTimeoutError) as barrier:
         comm.barrier()
     with pytest.raises(CommTimeoutError) as waiting:
-        wait(flags.local, 1, 3, timeout_s=0.5, describe=lambda: waited(rank, 1, "exchange", 0.5))
+        wait(flags.local, 1, 3, timeout_s=0.5, rank=rank, peer=1, place="exchange")
     comm.close()
     return str(barrier.value), str(waiting.value)
 

@@ -18,7 +18,7 @@ from ranks import run_ranks
 
 from comet.comm import Communicator, cpu_shm, make_communicator
 from comet.comm.base import LocalCommunicator, SymmTensor
-from comet.comm.signals import late, signal, wait, waited
+from comet.comm.signals import signal, wait, waited
 from comet.errors import CommTimeoutError, UnavailableError
 
 # ---- a rank alone ----------------------------------------------------------------------------------------------------
@@ -43,23 +43,17 @@ def test_signal_worked_example() -> None:
     flags = torch.zeros(2, 3, dtype=torch.int32)
     signal(flags, 4, 7)
     assert flags.tolist() == [[0, 0, 0], [0, 7, 0]]
-    wait(flags, 4, 7, timeout_s=1, describe=lambda: pytest.fail("described without need"))
-    wait(flags, 4, 6, timeout_s=1, describe=lambda: pytest.fail("described without need"))
+    wait(flags, 4, 7, timeout_s=1, rank=1, peer=0, place="here")
+    wait(flags, 4, 6, timeout_s=1, rank=1, peer=0, place="here")
 
 
 def test_wait_names_both_ranks_the_place_and_the_epochs() -> None:
-    assert waited(2, 0, "layer 0 dispatch, chunk 17", 30) == (
-        "rank 2 waited 30.0 s for rank 0 (layer 0 dispatch, chunk 17)"
-    )
-    assert late("rank 1 waited 2.0 s for rank 0 (panel 3)", 5, 4) == (
-        "rank 1 waited 2.0 s for rank 0 (panel 3, epoch 5, saw 4)"
-    )
-    assert late("nobody came", 5, 4) == "nobody came (epoch 5, saw 4)"
+    assert waited(1, 0, "panel 3", 2, 5, 4) == "rank 1 waited 2.0 s for rank 0 (panel 3, epoch 5, saw 4)"
     flags = torch.full((3,), 40, dtype=torch.int32)
     message = "rank 2 waited 0.1 s for rank 0 (layer 0 dispatch, chunk 17, epoch 41, saw 40)"
     place = "layer 0 dispatch, chunk 17"
     with pytest.raises(CommTimeoutError, match=f"^{re.escape(message)}$"):
-        wait(flags, 1, 41, timeout_s=0.1, describe=lambda: waited(2, 0, place, 0.1))
+        wait(flags, 1, 41, timeout_s=0.1, rank=2, peer=0, place=place)
 
 
 @pytest.mark.parametrize(

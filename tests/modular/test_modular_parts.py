@@ -126,10 +126,10 @@ def test_batch_table_example() -> None:
     ids = torch.full((1, 128, 2), -1, dtype=torch.int32)
     ids[0, 0], ids[0, 1, 0] = torch.tensor([1, 0]), 1
     plan = make_plan(ids, ExpertLayout(num_experts=2, top_k=2, ep=1, tp=1, rank=0), 2)
-    table = batch_table(plan, 4)
-    assert table.row_ids.tolist() == [[0, 0, 0, 0], [0, 1, 0, 0]]
-    assert table.row_slots[:2].tolist() == [[4, 0], [5, -1]]
-    assert table.row_slots[2:].max() == -1
+    row_ids, row_slots = batch_table(plan, 4)
+    assert row_ids.tolist() == [[0, 0, 0, 0], [0, 1, 0, 0]]
+    assert row_slots[:2].tolist() == [[4, 0], [5, -1]]
+    assert row_slots[2:].max() == -1
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -141,12 +141,12 @@ def test_batches_of_a_random_plan_hold_what_the_plan_does(seed: int) -> None:
     ids[:, :, :][ids == layout.first_expert + 1] = -1  # an expert without rows between two with some
     plan = make_plan(ids, layout, 128)
     batch_rows = 256
-    table, experts = batch_table(plan, batch_rows), local_experts(plan)
+    (row_ids, row_slots), experts = batch_table(plan, batch_rows), local_experts(plan)
     for row, slot in (plan.row_slots >= 0).nonzero().tolist():
-        place, expert = int(table.row_slots[row, slot]), int(experts[row, slot])
+        place, expert = int(row_slots[row, slot]), int(experts[row, slot])
         start = int(plan.segment_starts[expert])
         assert 0 <= int(plan.row_slots[row, slot]) - start < int(plan.segment_counts[expert])
         assert place == expert * batch_rows + int(plan.row_slots[row, slot]) - start
-        assert int(table.row_ids.flatten()[place]) == row
-    assert ((table.row_slots >= 0) == (plan.row_slots >= 0)).all()
+        assert int(row_ids.flatten()[place]) == row
+    assert ((row_slots >= 0) == (plan.row_slots >= 0)).all()
     assert ((experts >= 0) == (plan.row_slots >= 0)).all()

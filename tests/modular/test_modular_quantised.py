@@ -32,8 +32,8 @@ from comet.modular import (
     SymmetricContiguous,
     WarpDecodeExperts,
 )
-from comet.modular.symmetric import pack_rows, packed_columns, unpack_rows
 from comet.quantization.formats import FP8, MXFP8, Weight, quantize_fp8, quantize_mxfp8, quantize_rows
+from comet.quantization.packed import pack, packed_columns, unpack
 
 CASE = LayerCase("quantised", 1, 1, (9,))
 TYPES = [FP8, MXFP8]
@@ -166,7 +166,7 @@ def test_packed_rows_fit_and_come_back(dtype: torch.dtype) -> None:
         assert columns % 16 == 0, "rows that kernels move in pieces of 16 bytes"
     for shape in ((0, 32), (5, 16), (3, 144), (2, 3, 272)):
         rows = quantize_rows(torch.randn(shape))
-        found = unpack_rows(pack_rows(rows, dtype), shape[-1])
+        found = unpack(pack(rows, dtype), shape[-1])
         assert torch.equal(found.elements.view(torch.uint8), rows.elements.view(torch.uint8))
         assert torch.equal(found.scales, rows.scales)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from comet.config import require
-from comet.decode.scales import CODES
+from comet.decode.weights import CODES
 from comet.kernels.experts.parts import ExpertParts
 from comet.quantization.formats import FLOAT32_FRACTION_BITS, FP8_BLOCK
 
@@ -26,11 +26,7 @@ E4M3_NAN = 0x7F
 
 
 class CodeProducts:
-    """Multiplies with matrices of codes, in memory that each product uses again.
-
-    Args:
-        num_cores: That compute.
-    """
+    """Multiplies with matrices of codes, in memory that each product uses again."""
 
     def __init__(self, num_cores: int) -> None:
         self._halves = torch.empty(num_cores * NUMBERS_PER_CORE, dtype=torch.int16)

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from comet.comm.base import SymmTensor
-from comet.comm.signals import signal, wait, waited
+from comet.comm.signals import signal, wait
 from comet.config import require
 from comet.errors import CapacityError
 from comet.layer.backend import ActivationGradients, Backend
@@ -222,17 +223,12 @@ def push_rows(x: Tensor, plan: Plan, workspace: Workspace, rows: SymmTensor) -> 
     for step in range(1, plan.layout.world_size + 1):
         target = (rank - step) % plan.layout.world_size
         if target == rank:
-            keep_own_rows(x, plan, rows)
+            rows.local[plan.own_rows] = x  # the kernels of layer 0 read them from ``x``
             continue
         landing = rows.peers[target][rank * max_tokens :]
         landing[: counts[target]] = x[plan.send_token_ids[target, : counts[target]]]
         for chunk in range(-(-counts[target] // CHUNK_ROWS)):
             signal(workspace.recv_flags.peers[target], rank * chunks + chunk, epoch)
-
-
-def keep_own_rows(x: Tensor, plan: Plan, rows: SymmTensor) -> None:
-    """Copy this rank's rows to where it reads them itself; the kernels of layer 0 read them from ``x``."""
-    rows.local[plan.own_rows] = x
 
 
 def _tile_runs(plan: Plan, workspace: Workspace) -> Iterator[tuple[slice, int]]:
@@ -315,16 +311,10 @@ def _wait_chunks(plan: Plan, workspace: Workspace, chunks: Iterable[int]) -> Non
 
 
 def _wait_flag(workspace: Workspace, flags: Tensor, index: int, peer: int, place: str, chunk: int) -> None:
-    """Wait until one flag carries the epoch; the words for a late peer are only made when it is late."""
-    comm = workspace.comm
-    wait(
-        flags,
-        index,
-        int(workspace.epoch),
-        timeout_s=comm.timeout_s,
-        describe=lambda: waited(comm.rank, peer, f"{place}, chunk {chunk}", comm.timeout_s),
-        check=comm.board.check,
-    )
+    """Wait until one flag carries the epoch."""
+    comm, place = workspace.comm, f"{place}, chunk {chunk}"
+    whom: dict[str, Any] = dict(rank=comm.rank, peer=peer, place=place, timeout_s=comm.timeout_s)
+    wait(flags, index, int(workspace.epoch), **whom, check=comm.board.check)
 
 
 def _ring(rank: int, world_size: int) -> list[int]:

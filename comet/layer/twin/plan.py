@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from comet.comm.collectives import bad_ids, check_grad_modes, check_ids, grad_mode
-from comet.comm.signals import signal, wait, waited
+from comet.comm.signals import signal, wait
 from comet.kernels.runtime.buffers import allocate, cut
 from comet.layer.plan import PlanRules, num_counters
 from comet.layer.workspace import Workspace
@@ -37,23 +37,20 @@ def exchange_ids(ids: Tensor, weights: Tensor, workspace: Workspace, *, trains: 
 def receive_ids(ids: Tensor, layout: ExpertLayout, workspace: Workspace) -> tuple[Tensor, Tensor]:
     """Wait for the ids of all ranks and advance the epoch; ids and weights ``(W, M, K)`` as they lie in the pool.
 
-    Args:
-        ids: ``(T, K)`` of this rank.
-        layout: Of the experts.
-        workspace: Where all ids arrive.
-
     Raises:
         ValueError: On all ranks, if ids of any are out of range, or some of them want gradients and some do not.
         CommTimeoutError: If a rank is late.
     """
-    rank, epoch, timeout_s = workspace.comm.rank, int(workspace.epoch) + 1, workspace.comm.timeout_s
+    epoch = int(workspace.epoch) + 1
     for source in range(workspace.comm.world_size):
         wait(
             workspace.ids_flags.local,
             source * _chunks(workspace),
             epoch,
-            timeout_s=timeout_s,
-            describe=lambda source=source: waited(rank, source, f"{PLACE}, chunk 0", timeout_s),  # type: ignore[misc]
+            rank=workspace.comm.rank,
+            peer=source,
+            place=f"{PLACE}, chunk 0",
+            timeout_s=workspace.comm.timeout_s,
             check=workspace.comm.board.check,
         )
     workspace.epoch.fill_(epoch)
@@ -81,8 +78,6 @@ def plan_tensors(ids: Tensor, weights: Tensor, layout: ExpertLayout, rules: Plan
     Args:
         ids: ``(W, M, K)`` int32 ids of all ranks; -1 in masked slots and past the tokens of a rank.
         weights: ``(W, M, K)`` float32.
-        layout: Whose plan.
-        rules: Tile rows and limits.
     """
     local = ids - layout.first_expert
     mine = (local >= 0) & (local < layout.experts_local)
@@ -126,11 +121,7 @@ def waves(local: Tensor, mine: Tensor, experts_local: int) -> Tensor:
 
     Args:
         local: ``(..., K)`` expert ids relative to the rank's first.
-        mine: ``(..., K)`` bool, whether the slot names an expert of the rank.
         experts_local: e.
-
-    Returns:
-        ``(...)`` int64.
     """
     last = num_waves(experts_local) - 1
     first = torch.where(mine, local, experts_local).amin(dim=-1).long()
@@ -138,7 +129,6 @@ def waves(local: Tensor, mine: Tensor, experts_local: int) -> Tensor:
 
 
 def _places(waves: Tensor) -> Tensor:
-    """Place of each token in its list ``(..., M)``, ordered by wave, then token: waves ``[3, 0, 3, 0]``: 2, 0, 3, 1."""
     return waves.argsort(dim=-1, stable=True).argsort(dim=-1)
 
 
@@ -185,12 +175,10 @@ def _tiles(starts: Tensor, counts: Tensor, until: Tensor, rules: PlanRules) -> d
 
 
 def _scatter(shape: tuple[int, ...], places: tuple[Tensor, ...], values: Tensor, fill: float) -> Tensor:
-    """``fill`` everywhere but at ``places``, in the type of ``values``."""
     return torch.full(shape, fill, dtype=values.dtype).index_put_(places, values)
 
 
 def _send_lists(ids: Tensor, layout: ExpertLayout) -> dict[str, Tensor]:
-    """Send lists from this rank's ids ``(M, K)``."""
     max_tokens, ranks = ids.shape[0], layout.world_size
     local = ids[:, None] - layout.experts_local * torch.arange(layout.ep)[:, None]
     wave = waves(local, (local >= 0) & (local < layout.experts_local), layout.experts_local)

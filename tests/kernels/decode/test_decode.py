@@ -241,7 +241,7 @@ def changed(**changes: object) -> DecodeWeights:
         (lambda: call(top_k_ids=GOOD.ids.float()), "top_k_ids of dtype torch.float32 must be torch.int32"),
         (
             lambda: call(top_k_ids=GOOD.ids + 4),
-            r"top_k_ids contain \d; every id must be -1 \(masked\) or in \[0, E=4\)",
+            r"top_k_ids contain \d; every id must be -1 \(masked\) or in \[0, num_experts=4\)",
         ),
         (
             lambda: call(top_k_ids=torch.zeros(3, 33, dtype=torch.int32), top_k_weights=torch.zeros(3, 33)),

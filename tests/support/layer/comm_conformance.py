@@ -19,7 +19,7 @@ from torch import Tensor
 
 from comet.comm import Backend, Communicator, make_communicator
 from comet.comm.base import SymmTensor
-from comet.comm.signals import signal, wait, waited
+from comet.comm.signals import signal, wait
 from comet.errors import CommTimeoutError
 
 WIDTH = 1024
@@ -103,7 +103,7 @@ def receive(site: Site, rows: SymmTensor, flags: SymmTensor, src: int, epoch: in
         assert not int(fault[0]), f"rank {site.rank}: row of rank {src}, epoch {epoch}: {fault.tolist()}"
         return out.cpu()
     place = f"conformance, epoch {epoch}"
-    wait(flags.local, src, epoch, timeout_s=timeout_s, describe=lambda: waited(site.rank, src, place, timeout_s))
+    wait(flags.local, src, epoch, timeout_s=timeout_s, rank=site.rank, peer=src, place=place)
     return rows.local[slot].clone()
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from comet.layer.group import ExpertGroup, make_expert_group
 from comet.layout import ExpertLayout
 from comet.modular import EXPERTS, PREPARE_FINALIZE, REDUCTIONS, ActivationFormat, ModularMoE, RoutedTokens
-from comet.modular.symmetric import packed_columns
 from comet.quantization.formats import FP8, MXFP8, WEIGHT_TYPES, Weight, quantize_fp8, quantize_mxfp8, quantize_rows
+from comet.quantization.packed import packed_columns
 from comet.reference.layer import reference_experts
 
 NAN_BYTES = 0xFF  # every float made of these bytes is NaN
