@@ -20,31 +20,19 @@ UNIT = "a share of all experts, or bytes above 1"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertBudget:
-    """Where the experts of a model's layers are; all of them are in the store.
+    """Where the experts of a model's layers are; all of them are in the store."""
 
-    Args:
-        store: ``host``: all experts are in host memory. ``file``: they stay in their files, and host memory holds some.
-        num_layers: L, that have experts.
-        num_experts: E of each, on all ranks.
-        held: Of these on one rank, the only one but for ``host``.
-        top_k: K.
-        expert_bytes: Of one expert, or of a rank's slice of it, as it is stored.
-        slots: S, experts of each layer on the device.
-        places: Experts of all layers together in host memory.
-        stored: What they are quantised to; ``None``: not.
-        policy: Whose slot a missing expert takes (``HostExperts``).
-    """
-
+    # host: all experts are in host memory. file: they stay in their files, and host memory holds some
     store: ExpertStoreKind
-    num_layers: int
-    num_experts: int
-    held: int
-    top_k: int
-    expert_bytes: int
-    slots: int
-    places: int
+    num_layers: int  # L, that have experts
+    num_experts: int  # E of each, on all ranks
+    held: int  # of these on one rank, the only one but for host
+    top_k: int  # K
+    expert_bytes: int  # of one expert, or of a rank's slice of it, as it is stored
+    slots: int  # S, experts of each layer on the device
+    places: int  # experts of all layers together in host memory
     stored: StoredType | None = None
-    policy: Policy = "lru"
+    policy: Policy = "lru"  # whose slot a missing expert takes (HostExperts)
 
     @classmethod
     def create(
@@ -66,15 +54,8 @@ class ExpertBudget:
         device. In host memory all 256 experts, or with ``store="file", host_budget=0.5`` any 128.
 
         Args:
-            budget: See ``slots_of_budget``.
-            config: Of the layers.
-            num_layers: L.
-            dtype: Of the weights.
-            store: See above.
+            budget: Share of all experts, above 0 and up to 1; or bytes for all layers, above 1.
             host_budget: Share of all experts (up to 1), or bytes (above 1), that host memory holds of a file store.
-            parallel: The ranks that share the experts.
-            stored: What they are quantised to; ``None``: not.
-            policy: Whose slot a missing expert takes.
 
         Raises:
             ValueError: If a budget is no positive number or too small, ``host_budget`` or ``policy`` does not go with
@@ -154,7 +135,6 @@ class ExpertBudget:
         0.5 ms at 20e9 bytes/s of memory; 10e6 dense bytes take another 0.5 ms: 5.5 ms a token, 182 tokens/s.
 
         Args:
-            num_tokens: Sequences, each with one token a step.
             dense_bytes: Of all other weights that a step reads.
             link_rate: From host memory to the device, in bytes/s.
             memory_rate: Of the device's memory, in bytes/s.

@@ -8,8 +8,9 @@ bit for bit, but for those of longer prompts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -22,8 +23,9 @@ from comet.errors import UnavailableError
 from comet.experts.host.cores import HostCores
 from comet.experts.host.prompts import PromptCores
 from comet.experts.store import HeldExperts
-from comet.experts.streaming import PinnedSlots, StreamedExperts
-from comet.kernels.experts.tables import LAYER, POLICIES, CacheTables, HostExperts, Policy
+from comet.experts.streaming import StreamedExperts, Visit, send
+from comet.kernels.experts.drafts import count_streamed_torch, settle_torch
+from comet.kernels.experts.tables import CLOCK, LAYER, POLICIES, CacheTables, HostExperts, Policy
 from comet.kernels.runtime.activation import SWIGLU, Activation
 from comet.layout import Biases, refuse_biases
 from comet.quantization.formats import FP8_BLOCK, MX_BLOCK, StoredType
@@ -39,34 +41,20 @@ OF_THE_CACHES = ("slots", "prefetch")  # what reports repeat, and do not add up
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheReport:
-    """What caches did so far, but for ``OF_THE_CACHES``.
+    """What caches did so far, but for ``OF_THE_CACHES``."""
 
-    Args:
-        slots: Experts a layer's cache holds.
-        needed: Distinct experts that steps needed, summed over steps and layers.
-        fetched: How many of them were not there.
-        fetched_bytes: Read from host memory.
-        fetching_s: Seconds in which a layer's experts travelled, summed over layers; products ran beside.
-        prefetched: Experts that began to travel before their step.
-        prefetched_needed: How many of them it needed.
-        prefetched_bytes: Of these experts, that came before their step; not of those that the step completed, whose
-            bytes ``fetched_bytes`` has.
-        hosted: Of the needed ones, how many were not there, either, and were computed on the host's cores.
-        hosting_s: Seconds of these cores.
-        prefetch: Whether experts may travel before their step.
-    """
-
-    slots: int
-    needed: int
-    fetched: int
-    fetched_bytes: int
-    fetching_s: float
-    prefetched: int = 0
-    prefetched_needed: int = 0
+    slots: int  # experts a layer's cache holds
+    needed: int  # distinct experts that steps needed, summed over steps and layers
+    fetched: int  # how many of them were not there
+    fetched_bytes: int  # read from host memory
+    fetching_s: float  # seconds in which a layer's experts travelled, summed over layers; products ran beside
+    prefetched: int = 0  # experts that began to travel before their step
+    prefetched_needed: int = 0  # how many of them it needed
+    # of these experts, that came before their step; not of those that the step completed, whose bytes fetched_bytes has
     prefetched_bytes: int = 0
-    hosted: int = 0
-    hosting_s: float = 0.0
-    prefetch: bool = False
+    hosted: int = 0  # of the needed ones, how many were not there, either, and were computed on the host's cores
+    hosting_s: float = 0.0  # seconds of these cores
+    prefetch: bool = False  # whether experts may travel before their step
 
     @property
     def hits(self) -> float:
@@ -85,24 +73,17 @@ class CacheReport:
 
 
 class ExpertCache:
-    """Slots for some experts of a layer on this rank's device.
+    """Slots for some experts of a layer on this rank's device; ``comet.experts.streaming.Slots`` of many tokens.
+
+    What streams is copied beside the stream that computes.
 
     Args:
         w1: ``(e, 2F, D)`` the rank's experts in host memory, gate rows first, then up rows; pinned here for a GPU.
             Quantised as those of ``DecodeWeights``.
-        w2: ``(e, D, F)``, likewise.
+        w2: ``(e, D, F)``.
         num_slots: S, at least 1.
-        device: Where the slots are.
-        policy: Whose slot is given away (``HostExperts``).
         num_experts: E, of all ranks; ``None``: e.
         first_expert: Number of the first of w1 among them.
-        w1_scales: Of quantised experts, on the CPU as well.
-        w2_scales: Of w2, where w1 has some.
-        activation: Of the experts.
-
-    Raises:
-        ValueError: If the weights are not on the CPU or do not fit together, there is no slot, or no such policy.
-        UnavailableError: If the host's memory cannot be pinned.
     """
 
     def __init__(
@@ -143,6 +124,13 @@ class ExpertCache:
         self.weights = DecodeWeights(**slots, slots=self.tables.slots, host=self.host, activation=activation)
         self.cores: HostCores | None = None
         self.layer = 0
+        self.num_held = w1.shape[0]
+        self.copy_stream: torch.cuda.Stream | None = None  # one for all layers; None: copies are made at once
+        self._owners: list[int] = []  # of all, as ``owners`` found them
+        self._num_unused = 0  # experts that travelled for drafts and were not needed since
+        parts = zip(self.host.parts, self.weights.parts, strict=True)
+        self._parts = [(part.unbind(), slots.unbind()) for part, slots in parts]
+        self._free: dict[int, torch.cuda.Event] = {}
 
     def share_with(self, cores: HostCores, layer: int) -> None:
         """Leave some missing experts to the host's cores, which were started with this store as number ``layer``."""
@@ -161,6 +149,57 @@ class ExpertCache:
         event = torch.cuda.Event() if self.weights.w1.is_cuda else None
         self.host = replace(self.host, prefetched=True, drafted=drafts, fetched=event)
         self.weights = replace(self.weights, host=self.host)
+
+    def owners(self) -> list[int]:
+        """Expert of each slot, -1 for none, with what travelled for a step; waits for the device."""
+        self._num_unused = settle_torch(self.host)
+        self._owners = self.tables.owners.tolist()
+        return [max(owner - self.first_expert, -1) for owner in self._owners]
+
+    def give_away(self, slots: Collection[int]) -> None:
+        """Let no expert have these slots any more; copies come behind what the current stream was given so far."""
+        self._free.clear()
+        if not slots:
+            return
+        former = [self._owners[slot] for slot in slots if self._owners[slot] >= 0]
+        self.tables.state.index_fill_(0, self._send(self.tables.words_of(former, slots)), -1)
+        if self.copy_stream is not None:
+            self.copy_stream.wait_stream(torch.cuda.current_stream(self.copy_stream.device))
+
+    def copy(self, visits: Sequence[Visit]) -> None:
+        """Copy experts into their slots, once these are free, before what the current stream is given next."""
+        stream = self.copy_stream
+        if stream is not None:
+            for event in {self._free[visit.slot] for visit in visits if visit.slot in self._free}:
+                stream.wait_event(event)
+        pairs = [(slots[visit.slot], part[visit.expert]) for visit, (part, slots) in product(visits, self._parts)]
+        with torch.cuda.stream(stream):  # one call: a copy alone takes the host longer than the link
+            torch._foreach_copy_([to for to, _ in pairs], [of for _, of in pairs], non_blocking=True)
+        if stream is not None:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+
+    def release(self, visits: Sequence[Visit]) -> None:
+        """Let their slots be overwritten once the current stream has come here."""
+        if self.copy_stream is not None:
+            event = torch.cuda.current_stream(self.copy_stream.device).record_event()
+            self._free.update((visit.slot, event) for visit in visits)
+
+    def take(self, visits: Sequence[Visit]) -> None:
+        """Let the experts that were copied last have their slots, and count."""
+        held = {visit.slot: visit.expert + self.first_expert for visit in visits if visit.is_missing}
+        there = [visit.expert + self.first_expert for visit in visits if not visit.is_missing]
+        fetched = [visit.expert + self.first_expert for visit in visits if visit.is_missing]
+        tables, words = self.tables, self.tables.words_of(held.values(), held)
+        lists = words, [*held, *held, *held.values()], [*there, *fetched], [len(visits), len(fetched)]
+        places, values, needed, counts = self._send([each for many in lists for each in many]).split([*map(len, lists)])
+        tables.state.index_copy_(0, places, values.int())
+        tables.last_used[needed] = tables.header[CLOCK.value]
+        if self._num_unused:
+            count_streamed_torch(self.host, needed[: len(there)])
+        tables.totals[:2] += counts
+
+    def _send(self, numbers: Sequence[int]) -> Tensor:
+        return send(torch.tensor(numbers, dtype=torch.int64), self.tables.state.device)
 
 
 def report_of(caches: Sequence[ExpertCache]) -> CacheReport:
@@ -191,8 +230,6 @@ class CachedExperts:
 
     Args:
         cache: The layer's; over ranks this rank's, of as many slots as those of the others.
-        runner: Serves all layers, and adds up what the ranks contribute.
-        top_k: K, at most the number of slots, or all experts of the rank have one.
 
     Attributes:
         prefetch: Brings experts of this layer before its step, if anything does.
@@ -201,11 +238,11 @@ class CachedExperts:
     prefetch: Prefetch | None = None
 
     def __init__(self, cache: ExpertCache, runner: Runner, top_k: int) -> None:
-        stream = runner.decode.copy_stream(cache.weights.w1.device)
+        cache.copy_stream = runner.decode.copy_stream(cache.weights.w1.device)
         cores = None
         if cache.cores is not None:
             cores = PromptCores(cache.cores, cache.layer, cache.tables, cache.first_expert)
-        self.stream = StreamedExperts(PinnedSlots(cache.host, cache.weights, cache.first_expert, stream), cores)
+        self.stream = StreamedExperts(cache, cores)
         self.cache = cache
         self.runner = runner
         self.top_k = top_k
@@ -221,7 +258,7 @@ class CachedExperts:
         w2: Tensor,
         biases: Biases | None = None,
     ) -> Tensor:
-        """See ``ExpertPath``; the weights of the layer are those of the cache."""
+        """``(T, D)``, ``(T, K)`` int32, ``(T, K)`` float32 -> ``(T, D)``, by the weights of the cache."""
         refuse_biases(biases, "an expert cache")
         if self.cache.cores is not None and self.cache.layer == 0:  # once a pass is enough
             self.cache.cores.raise_if_failed()
@@ -246,13 +283,6 @@ def slots_of_budget(
 
     Args:
         budget: Share of all experts, above 0 and up to 1; or bytes for all layers, above 1.
-        config: Of the layers.
-        num_layers: That have experts.
-        dtype: Of the weights.
-        stored: What they are quantised to; ``None``: not.
-
-    Raises:
-        ValueError: If a layer's top-k experts do not fit.
     """
     require(budget > 0, f"expert_budget={budget} must be above 0: a share of all experts, or bytes above 1")
     expert = bytes_of_expert(config.hidden_size, config.ffn_size, dtype, stored)

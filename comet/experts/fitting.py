@@ -26,12 +26,7 @@ def fit_slots(
 
     Args:
         makers: Of each layer: makes its cache with so many slots.
-        num_slots: S, that each layer is to have.
         least: Slots below which a layer cannot serve a token.
-        group: The ranks, whose caches are to have equally many slots; ``None``: this rank alone.
-
-    Returns:
-        The caches, in the order of the layers.
 
     Raises:
         ValueError: If memory does not hold ``least`` slots a layer.

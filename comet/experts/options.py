@@ -20,7 +20,7 @@ from comet.quantization.formats import MXType, StoredType
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """See ``GenerateConfig``.
+    """Which experts are where, checked together; ``GenerateConfig`` says what each option means.
 
     Raises:
         ValueError: If one needs another, or excludes it; or ``expert_prefetch`` is not what it can be.
@@ -78,12 +78,7 @@ class StoreOptions:
         return "fp8" if self.keep_fp8 else self.expert_dtype
 
     def most_tokens(self, decode_tokens: int | None, group: ExpertGroup | None) -> int:
-        """Most tokens of a decode step.
-
-        Raises:
-            ValueError: If there is a store, which only decode steps read.
-            NotImplementedError: If the ranks of the group take none.
-        """
+        """Most tokens of a decode step."""
         if not self.in_store:
             return DECODE_TOKENS if decode_tokens is None else decode_tokens
         if group is not None and group.comm.memory_obstacle:
@@ -97,11 +92,7 @@ class StoreOptions:
     def budget(
         self, moe: MoEConfig, num_layers: int, dtype: torch.dtype, parallel: ParallelConfig
     ) -> ExpertBudget | None:
-        """What each rank has where; ``None`` where all experts are on the device.
-
-        Raises:
-            ValueError: See ``ExpertBudget.create``.
-        """
+        """What each rank has where; ``None`` where all experts are on the device."""
         if self.expert_budget is None:
             return None
         return ExpertBudget.create(

@@ -29,27 +29,16 @@ CachedPath = CachedExperts | StagedExperts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slots:
-    """Where the slots of a model's layers are, and what reads them.
+    """Where the slots of a model's layers are, and what reads them."""
 
-    Args:
-        num_slots: S, asked for in each layer; fewer where memory does not hold them (``fit_slots``).
-        layout: This rank's place among the experts.
-        runner: Of all layers; its ``decode`` computes from the slots.
-        dtype: Of tokens.
-        device: Of the slots.
-        group: The ranks, which all open the same layers; ``None``: this rank alone.
-        policy: Whose slot is given away.
-        cores: That compute some of the missing experts; the host's store is in their file.
-    """
-
-    num_slots: int
-    layout: ExpertLayout
-    runner: Runner
-    dtype: torch.dtype
-    device: torch.device
-    group: ExpertGroup | None = None
-    policy: Policy = "lru"
-    cores: HostCores | None = None
+    num_slots: int  # S, asked for in each layer; fewer where memory does not hold them (fit_slots)
+    layout: ExpertLayout  # this rank's place among the experts
+    runner: Runner  # of all layers; its decode computes from the slots
+    dtype: torch.dtype  # of tokens
+    device: torch.device  # of the slots
+    group: ExpertGroup | None = None  # the ranks, which all open the same layers; None: this rank alone
+    policy: Policy = "lru"  # whose slot is given away
+    cores: HostCores | None = None  # that compute some of the missing experts; the host's store is in their file
 
     def over_host(self, layers: Sequence[HeldExperts]) -> Sequence[CachedPath]:
         """The paths of layers whose experts are in host memory (collective).
@@ -80,12 +69,8 @@ class Slots:
         """The paths of layers whose experts the host brings (collective).
 
         Args:
-            layers: Where they are read.
             num_places: Experts of all layers together that the memory holds which is copied from.
             files: Open ones that are read, if any; they stay open as long as the paths.
-
-        Raises:
-            ValueError: If the device's memory does not hold a layer's fewest slots.
         """
         deadline_s = self.group.comm.timeout_s if self.group is not None and self.layout.world_size > 1 else None
         stage = Stage(num_places, layers[0].specs, self.device, deadline_s=deadline_s)
@@ -136,17 +121,8 @@ def host_paths(
     """The paths of layers whose experts go to host memory, and what is to help them there (collective).
 
     Args:
-        slots: Of the model, without cores.
         hold: Brings the experts of all layers to host memory, into a file of it where there is one.
-        hidden_size: D.
-        host_cores: Which cores compute some of the missing experts (``cores_of``).
-        expert_prefetch: Whether probable experts travel beside the layer before (``prefetches``).
         routers: Called where they may: those of all layers, that say which are probable; none: none travel.
-
-    Raises:
-        NotImplementedError: If memory cannot be pinned and ``expert_prefetch`` insists; or see ``Slots.over_host``.
-        UnavailableError: See ``Slots.over_host``.
-        ValueError: See ``Slots.over_host`` and ``cores_of``.
     """
     sizes = HostSizes.of(hidden_size, slots.layout, slots.runner.decode.max_tokens, slots.dtype)
     sizes = replace(sizes, activation=slots.runner.activation)

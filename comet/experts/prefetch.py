@@ -31,11 +31,7 @@ PrefetchSetting = bool | Literal["auto", "true", "false"]
 
 
 def prefetch_wanted(setting: PrefetchSetting) -> bool | None:
-    """Whether ``expert_prefetch`` insists on prefetch or excludes it; ``None``: it is ``auto``.
-
-    Raises:
-        ValueError: If it is neither a bool nor one of the three words.
-    """
+    """Whether ``expert_prefetch`` insists on prefetch or excludes it; ``None``: it is ``auto``."""
     words = {"auto": None, "true": True, "false": False}
     word = str(setting).lower() if isinstance(setting, bool) else setting
     require(isinstance(word, str) and word in words, f"expert_prefetch={setting!r} must be one of {', '.join(words)}")
@@ -48,12 +44,8 @@ def prefetches(setting: PrefetchSetting, device: torch.device, *, useful: bool =
     Example: ``auto`` says yes on a GPU that reads the store itself, and no on a CPU or where the host brings experts.
 
     Args:
-        setting: ``expert_prefetch``; ``true`` says yes in any case, ``false`` no.
         device: That computes.
         useful: Whether it reads the host's memory itself, and some expert has no slot.
-
-    Raises:
-        ValueError: See ``prefetch_wanted``.
     """
     wanted = prefetch_wanted(setting)
     return useful and device.type == "cuda" if wanted is None else wanted
@@ -63,7 +55,6 @@ class Prefetch:
     """Brings the probable experts of one layer to its cache.
 
     Args:
-        cache: Of that layer.
         predict: What tokens say about this layer: those of the layer before, or its own.
         following: The same for the next layer; ``None``: it is the last one.
         stream: Beside the one that computes, the same for all layers; ``None`` on a CPU.
@@ -151,7 +142,7 @@ class Prefetch:
                 travel(slots, host, until=self._following._cache.tables.header)
 
     def keep(self, tokens: Tensor, issued: torch.cuda.Event) -> None:
-        """What the layer before gave the other stream; it ends once this layer's step has begun."""
+        """Keep what the layer before gave the other stream until this layer's step has begun."""
         self._tokens, self._issued = tokens, issued
 
     def _ask(self, tokens: Tensor) -> Tensor:
@@ -176,7 +167,6 @@ def prefetch_between(paths: Sequence[CachedExperts | StagedExperts], predict: Se
     """Let every layer bring the experts of the next one.
 
     Args:
-        paths: Of all layers, in the order in which they run.
         predict: For each of them; the first one's is asked about drafts alone (``expect_drafts``).
 
     Raises:

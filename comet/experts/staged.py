@@ -39,13 +39,9 @@ GRAPH_FALLBACK_REASON = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagedReport(CacheReport):
-    """``CacheReport`` where the host fetches.
+    """``CacheReport`` where the host fetches."""
 
-    Args:
-        staged_bytes: That it read from files, or from pageable memory, into the memory it copies from.
-    """
-
-    staged_bytes: int
+    staged_bytes: int  # that it read from files, or from pageable memory, into the memory it copies from
 
 
 class Stage:
@@ -53,8 +49,6 @@ class Stage:
 
     Args:
         num_places: Experts it holds, at least those that one layer has slots for.
-        specs: Of the readers.
-        device: That copies from it.
         deadline_s: How long other ranks wait for this one; ``None``: there are none.
         patience_s: After which a read that has not ended yet is named in the log.
 
@@ -86,13 +80,10 @@ class Stage:
         """An expert's parts by their names, good until ``num_places`` others were asked for.
 
         Args:
-            reader: Of the layer.
-            layer: Its number.
-            expert: Its number among all.
-            first_expert: Number of the reader's first.
+            layer: Number of the reader's layer.
+            expert: Its number among all, the reader's first of which is ``first_expert``.
 
         Raises:
-            ValueError: See ``ExpertReader``.
             CommTimeoutError: If other ranks have not waited for the read to end.
         """
         key = layer, expert
@@ -141,11 +132,8 @@ class StagedCache:
         reader: All experts of the layer that this rank holds.
         stage: Which all layers share.
         layer: Tells its experts there from those of other layers.
-        num_slots: S.
-        device: Where they are.
         num_experts: E, of all ranks; ``None``: those of the reader.
         first_expert: Number of the reader's first among them.
-        activation: Of the experts.
 
     Attributes:
         needed: Distinct experts that steps needed so far, summed over steps.
@@ -193,9 +181,6 @@ class StagedCache:
 
         Args:
             top_k_ids: ``(T, K)`` with at most S distinct experts of this rank; others need no slot.
-
-        Returns:
-            The slots, for a decode step that follows on the same stream.
         """
         numbers = {expert - self.first_expert for expert in top_k_ids.flatten().tolist()}
         needed = [expert for expert in sorted(numbers) if 0 <= expert < self.num_held]
@@ -211,27 +196,27 @@ class StagedCache:
         return self.weights
 
     def owners(self) -> list[int]:
-        """See ``Slots``."""
+        """Expert of each slot, -1 for none."""
         owners = dict.fromkeys(range(self.num_slots), -1) | {slot: expert for expert, slot in self._slots.items()}
         return list(owners.values())
 
     def give_away(self, slots: Collection[int]) -> None:
-        """See ``Slots``."""
+        """Let no expert have these slots any more, because copies follow that may fail."""
         self._slots = OrderedDict((expert, slot) for expert, slot in self._slots.items() if slot not in slots)
         self._free = [slot for slot, owner in enumerate(self.owners()) if owner < 0]
 
     def copy(self, visits: Sequence[Visit]) -> None:
-        """See ``Slots``; waits for the device, because the stage may give the place to another expert next."""
+        """Copy experts into their slots; waits for the device, because the stage may give the place away next."""
         started = time.perf_counter()
         for visit in visits:
             self._copy(visit.expert, visit.slot, non_blocking=False)
         self.fetching_s += time.perf_counter() - started
 
     def release(self, visits: Sequence[Visit]) -> None:
-        """See ``Slots``; a copy comes behind all that the device was given before it."""
+        """Nothing: a copy comes behind all that the device was given before it."""
 
     def take(self, visits: Sequence[Visit]) -> None:
-        """See ``Slots``."""
+        """Let the experts that were copied last have their slots, and count."""
         copied = {visit.slot: visit.expert for visit in visits if visit.is_missing}
         self._slots.update((expert, slot) for slot, expert in copied.items())
         for visit in visits:
@@ -282,8 +267,6 @@ class StagedExperts:
 
     Args:
         cache: The layer's; over ranks this rank's, of as many slots as those of the others.
-        runner: Serves all layers.
-        top_k: K, at most the number of slots, or all experts of the rank have one.
     """
 
     def __init__(self, cache: StagedCache, runner: Runner, top_k: int) -> None:
@@ -304,7 +287,7 @@ class StagedExperts:
         w2: Tensor,
         biases: Biases | None = None,
     ) -> Tensor:
-        """See ``ExpertPath``; the weights of the layer are those of the cache."""
+        """``(T, D)``, ``(T, K)`` int32, ``(T, K)`` float32 -> ``(T, D)``, by the weights of the cache."""
         refuse_biases(biases, "an expert cache")
         if tokens.shape[0] > self.runner.decode.max_tokens:
             return self.runner.add_up(self.stream(tokens, top_k_ids, top_k_weights)).to(tokens.dtype)

@@ -44,7 +44,6 @@ class ExpertReader(Protocol):
         """Read one expert into host memory.
 
         Args:
-            expert: In ``[0, E)``.
             into: Memory for each of ``specs``, contiguous: one row of that shape.
 
         Raises:
@@ -60,17 +59,10 @@ class QuantisedReader:
 
     Example: w1 ``(64, 128, 256)`` in bfloat16 becomes ``(64, 128, 128)`` uint8 in MXFP4, with w1_scales
     ``(64, 128, 8)``.
-
-    Args:
-        reader: Of experts that are not quantised.
-        to: What they become.
-
-    Raises:
-        ValueError: If D or F is no multiple of 32; in ``read``, if a number is NaN or infinite.
     """
 
     reader: ExpertReader
-    to: MXType
+    to: MXType  # what they become
 
     def __post_init__(self) -> None:
         for shape, _ in self.reader.specs.values():
@@ -80,7 +72,7 @@ class QuantisedReader:
 
     @property
     def specs(self) -> Specs:
-        """See ``ExpertReader``."""
+        """Elements and scales of each part."""
         element, per_byte = (torch.uint8, 2) if self.to == "mxfp4" else (torch.float8_e4m3fn, 1)
         wide = {name: shape for name, (shape, _) in self.reader.specs.items()}
         elements = {name: ((*shape[:-1], shape[-1] // per_byte), element) for name, shape in wide.items()}
@@ -88,7 +80,7 @@ class QuantisedReader:
         return elements | scales
 
     def read(self, expert: int, into: Mapping[str, Tensor]) -> None:
-        """See ``ExpertReader``."""
+        """Read one expert and quantise it."""
         wide = {name: torch.empty(shape[1:], dtype=dtype) for name, (shape, dtype) in self.reader.specs.items()}
         self.reader.read(expert, wide)
         for name, weight in wide.items():
@@ -99,19 +91,11 @@ class QuantisedReader:
 
 @dataclass(frozen=True, slots=True)
 class HeldExperts(ExpertParts):
-    """All experts of one layer in host memory, which is itself an ``ExpertReader``.
+    """All experts of one layer in host memory, which is itself an ``ExpertReader``."""
 
-    Args:
-        w1: ``(E, 2F, D)``; quantised as in ``DecodeWeights``.
-        w2: ``(E, D, F)``, likewise.
-        readable: Whether the device reads this memory: it is pinned, or the device is the CPU.
-        w1_scales: Of quantised experts.
-        w2_scales: Likewise.
-    """
-
-    w1: Tensor
-    w2: Tensor
-    readable: bool
+    w1: Tensor  # (E, 2F, D); quantised as in DecodeWeights
+    w2: Tensor  # (E, D, F)
+    readable: bool  # whether the device reads this memory: it is pinned, or the device is the CPU
     w1_scales: Tensor | None = None
     w2_scales: Tensor | None = None
 
@@ -120,8 +104,6 @@ class HeldExperts(ExpertParts):
         """Whole tensors by their names: themselves where ``device`` reads them, else a copy in memory made for it.
 
         Args:
-            parts: The tensors.
-            device: That is to read them.
             file: That another process maps, too; they are copied there in any case.
         """
         held: dict[str, Any] = {name: part.contiguous() for name, part in parts.items()}
@@ -135,12 +117,7 @@ class HeldExperts(ExpertParts):
         """Read all experts of a layer, one after the other, into memory made for them.
 
         Args:
-            reader: Of the layer.
-            device: That is to read it.
             file: That another process maps, too.
-
-        Returns:
-            Pinned memory; pageable where the machine pins no more, which is said once.
         """
         made, readable = _memory(reader.specs, device, file)
         for expert in range(len(made["w1"])):
@@ -154,11 +131,11 @@ class HeldExperts(ExpertParts):
 
     @property
     def specs(self) -> Specs:
-        """See ``ExpertReader``."""
+        """Shape and dtype of each part."""
         return {name: (tuple(part.shape), part.dtype) for name, part in self.named_parts.items()}
 
     def read(self, expert: int, into: Mapping[str, Tensor]) -> None:
-        """See ``ExpertReader``."""
+        """Copy one expert."""
         for name, part in self.named_parts.items():
             into[name].copy_(part[expert])
 
@@ -192,11 +169,7 @@ def exchange_of_capture_mode() -> Callable[[], int]:
 
 
 class MemoryFile:
-    """A file in memory, without a name, that another process maps as well; it goes with the last one that does.
-
-    Attributes:
-        descriptor: Of the open file.
-    """
+    """A file in memory, without a name, that another process maps as well; it goes with the last one that does."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("comet-experts")
@@ -229,9 +202,6 @@ def host_memory(
     """Memory of the host, zeros until it is written to.
 
     Args:
-        shape: Of the tensor; not empty.
-        dtype: Of its elements.
-        device: That is to read it.
         file: That it is to be in, where another process maps it, too.
 
     Returns:
@@ -262,9 +232,7 @@ def warn_pageable(num_bytes: int, layer: HeldExperts, device: torch.device) -> N
     """Say once per model what it costs that memory of so many bytes could not be pinned, by a copy that is measured.
 
     Args:
-        num_bytes: That the GPU does not read.
         layer: One of those that hold them.
-        device: The GPU.
     """
     seconds = seconds_to_copy(*(part[0] for part in layer.parts), device=device)
     logger.warning(

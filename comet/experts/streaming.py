@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, product
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -23,8 +23,6 @@ from comet.decode.twin import slot_weights
 from comet.decode.weights import DecodeWeights
 from comet.experts.host.prompts import PromptCores
 from comet.kernels.decode.dequantize import dequantize_slots
-from comet.kernels.experts.drafts import count_streamed_torch, settle_torch
-from comet.kernels.experts.tables import CLOCK, HostExperts
 from comet.reference.plain import grouped_matmul
 from comet.utils.autocast import without_autocast
 
@@ -35,17 +33,11 @@ FLOATING_BYTES = 2**27  # of quantised experts that are dequantised at once, unl
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """The products of one expert.
+    """The products of one expert."""
 
-    Args:
-        expert: Its number among those of this rank.
-        slot: That holds it then.
-        is_missing: Whether it has to be copied there first.
-    """
-
-    expert: int
-    slot: int
-    is_missing: bool
+    expert: int  # its number among those of this rank
+    slot: int  # that holds it then
+    is_missing: bool  # whether it has to be copied there first
 
 
 def plan_visits(counts: Sequence[int], owners: Sequence[int]) -> list[Visit]:
@@ -57,9 +49,6 @@ def plan_visits(counts: Sequence[int], owners: Sequence[int]) -> list[Visit]:
     Args:
         counts: Routed rows of each expert of this rank.
         owners: Expert of each slot, -1 for none.
-
-    Returns:
-        A visit for each expert with rows.
     """
     there = {expert: slot for slot, expert in enumerate(owners) if expert >= 0 and counts[expert]}
     by_rows = sorted((expert for expert, count in enumerate(counts) if count), key=lambda expert: counts[expert])
@@ -79,7 +68,6 @@ def group_visits(visits: Sequence[Visit], counts: Sequence[int], most: int, most
     expert 3; then 0 in slot 0 and 2 in slot 2; then 1.
 
     Args:
-        visits: As they are planned.
         counts: Routed rows of each expert; those of a group are ``MOST_ROWS`` at most.
         most: Experts of a group.
         most_missing: Of one that is copied.
@@ -128,79 +116,6 @@ class Slots(Protocol):
         ...
 
 
-class PinnedSlots:
-    """``Slots`` of an ``ExpertCache``: copies run beside the stream that computes.
-
-    Args:
-        host: Where experts come from.
-        weights: The slots.
-        first_expert: Number of the rank's first expert among all.
-        stream: Of the copies, one for all layers; ``None``: they are made at once.
-    """
-
-    def __init__(
-        self, host: HostExperts, weights: DecodeWeights, first_expert: int, stream: torch.cuda.Stream | None
-    ) -> None:
-        self.weights, self.first_expert, self.num_held = weights, first_expert, host.w1.shape[0]
-        self._host, self._tables = host, host.tables
-        self._owners: list[int] = []  # of all, as ``owners`` found them
-        self._num_unused = 0  # experts that travelled for drafts and were not needed since
-        self._parts = [(part.unbind(), slots.unbind()) for part, slots in zip(host.parts, weights.parts, strict=True)]
-        self._stream = stream
-        self._free: dict[int, torch.cuda.Event] = {}
-
-    def owners(self) -> list[int]:
-        """See ``Slots``; what travelled for a step is there then."""
-        self._num_unused = settle_torch(self._host)
-        self._owners = self._tables.owners.tolist()
-        return [max(owner - self.first_expert, -1) for owner in self._owners]
-
-    def give_away(self, slots: Collection[int]) -> None:
-        """See ``Slots``; copies come behind what the current stream has been given so far."""
-        self._free.clear()
-        if not slots:
-            return
-        former = [self._owners[slot] for slot in slots if self._owners[slot] >= 0]
-        self._tables.state.index_fill_(0, self._send(self._tables.words_of(former, slots)), -1)
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-
-    def copy(self, visits: Sequence[Visit]) -> None:
-        """See ``Slots``."""
-        stream = self._stream
-        if stream is not None:
-            for event in {self._free[visit.slot] for visit in visits if visit.slot in self._free}:
-                stream.wait_event(event)
-        pairs = [(slots[visit.slot], part[visit.expert]) for visit, (part, slots) in product(visits, self._parts)]
-        with torch.cuda.stream(stream):  # one call: a copy alone takes the host longer than the link
-            torch._foreach_copy_([to for to, _ in pairs], [of for _, of in pairs], non_blocking=True)
-        if stream is not None:
-            torch.cuda.current_stream(stream.device).wait_stream(stream)
-
-    def release(self, visits: Sequence[Visit]) -> None:
-        """See ``Slots``."""
-        if self._stream is not None:
-            event = torch.cuda.current_stream(self._stream.device).record_event()
-            self._free.update((visit.slot, event) for visit in visits)
-
-    def take(self, visits: Sequence[Visit]) -> None:
-        """See ``Slots``."""
-        held = {visit.slot: visit.expert + self.first_expert for visit in visits if visit.is_missing}
-        there = [visit.expert + self.first_expert for visit in visits if not visit.is_missing]
-        fetched = [visit.expert + self.first_expert for visit in visits if visit.is_missing]
-        tables, words = self._tables, self._tables.words_of(held.values(), held)
-        lists = words, [*held, *held, *held.values()], [*there, *fetched], [len(visits), len(fetched)]
-        places, values, needed, counts = self._send([each for many in lists for each in many]).split([*map(len, lists)])
-        tables.state.index_copy_(0, places, values.int())
-        tables.last_used[needed] = tables.header[CLOCK.value]
-        if self._num_unused:
-            count_streamed_torch(self._host, needed[: len(there)])
-        tables.totals[:2] += counts
-
-    def _send(self, numbers: Sequence[int]) -> Tensor:
-        return send(torch.tensor(numbers, dtype=torch.int64), self._tables.state.device)
-
-
 def send(numbers: Tensor, device: torch.device) -> Tensor:
     """Numbers of the host on a device: CUDA stages them at once, so that nobody waits for what the device has to do."""
     return numbers.to(device, non_blocking=True)
@@ -212,9 +127,7 @@ def floating_slots(
     """w1 ``(n, 2F, D)`` and w2 ``(n, D, F)`` of some slots in a floating type; never waits for the device.
 
     Args:
-        weights: All slots.
         slots: ``(n,)`` int32, on their device.
-        dtype: Of the result.
         use_kernels: A Triton kernel dequantises (on a GPU, or in the interpreter) instead of plain torch; ``None``:
             where there is a GPU.
     """
@@ -226,17 +139,11 @@ def floating_slots(
 
 @dataclass(frozen=True, slots=True)
 class _Visits:
-    """What a layer does for its tokens.
+    """What a layer does for its tokens."""
 
-    Args:
-        counts: Routed rows of each expert of this rank.
-        groups: On the device, one after the other.
-        hosted: Experts that the host's cores compute.
-    """
-
-    counts: Sequence[int]
-    groups: Sequence[Sequence[Visit]]
-    hosted: Sequence[int]
+    counts: Sequence[int]  # routed rows of each expert of this rank
+    groups: Sequence[Sequence[Visit]]  # on the device, one after the other
+    hosted: Sequence[int]  # experts that the host's cores compute
 
     @property
     def all(self) -> list[Visit]:
@@ -257,7 +164,6 @@ class StreamedExperts:
     Quantised ones are dequantised to the tokens' type, those of a group at once.
 
     Args:
-        slots: Of the layer.
         cores: Of the host, that compute some missing experts; ``None``: none do.
     """
 

@@ -19,11 +19,7 @@ HOPED_FOR = 4.0  # drafts of each place that count as accepted before the first 
 
 
 class DraftLength:
-    """Chooses the draft length of every round.
-
-    Args:
-        longest: G, the longest draft; at least 1.
-    """
+    """Chooses the draft length of every round."""
 
     def __init__(self, longest: int) -> None:
         self.longest = longest
@@ -44,13 +40,7 @@ class DraftLength:
         return 0 if best else 1 + best_draft_length(seconds[1:], self.acceptance()[1:], 1 + self.acceptance()[0])
 
     def record(self, length: int, seconds: float, accepted: Sequence[int]) -> None:
-        """Count a round.
-
-        Args:
-            length: Drafts it was allowed to make.
-            seconds: It took.
-            accepted: Drafts accepted of each sequence.
-        """
+        """Count a round: drafts it was allowed to make, its seconds, and drafts accepted of each sequence."""
         self._rounds += 1
         self._seconds[length].append(seconds)
         for place in range(length):
@@ -74,10 +64,6 @@ def best_draft_length(seconds: Sequence[float], acceptance: Sequence[float], tok
     Args:
         seconds: Of a round with 0, 1, ..., G drafts; above 0.
         acceptance: Share of rounds that accept their first, ..., G-th draft.
-        tokens: Of a round without drafts.
-
-    Returns:
-        0 to G.
     """
     best, best_rate = 0, 0.0
     for length, time in enumerate(seconds):
@@ -91,9 +77,6 @@ def between(seconds: Sequence[float | None]) -> list[float]:
     """What was not measured, on the line between its measured neighbours.
 
     Example: ``[10, None, None, 16]`` gives ``[10, 12, 14, 16]``.
-
-    Args:
-        seconds: By draft length; the first and the last are measured.
     """
     filled: list[float] = []
     for length, time in enumerate(seconds):

@@ -21,7 +21,6 @@ class DraftRouter:
     it does not, they are the scores as they are, and their sum is smaller than that of K.
 
     Args:
-        router: Of the layer.
         draft_experts: r, at least 1 and at most K.
         slots: ``(E,)`` int32, -1 for experts that are not cached (``ExpertCache.weights.slots``, or a row of
             ``CachedOnRanks.table``). Only cached experts are chosen then; where a token finds fewer than r of them, the
@@ -61,7 +60,6 @@ class CachedOnRanks:
 
     Args:
         slots: ``(E,)`` int32 of each layer: this rank's slot of every expert, -1: not cached, or another rank's.
-        group: The ranks.
     """
 
     def __init__(self, slots: Sequence[Tensor], group: ExpertGroup) -> None:
@@ -80,18 +78,11 @@ class DraftRouters:
     """Routes the drafts of all layers of a model.
 
     Args:
-        routers: Of the MoE layers.
-        config: How drafts are made.
         slots: ``(E,)`` int32 of each layer, see ``CachedOnRanks``; empty without caches.
-        group: The ranks; ``None``: this rank alone.
 
     Attributes:
-        layers: One for each layer.
         cached: Which experts drafts choose from, over ranks.
         brings: Whether drafts bring experts for their verification, which displace others (``expect_drafts``).
-
-    Raises:
-        ValueError: If the numbers of experts do not fit the model, or there is no cache to choose from.
     """
 
     def __init__(
@@ -119,8 +110,7 @@ class DraftRouters:
     def refresh(self, *, behind_draft: bool) -> None:
         """Ask all ranks what is cached, where drafts depend on it (collective); due before every draft.
 
-        Args:
-            behind_draft: The last pass was a draft as well; drafts with cached experts only fetch nothing.
+        A draft ``behind_draft`` needs it only where drafts fetch experts, which those with cached experts alone do not.
         """
         if self.cached is not None and (self.brings or not behind_draft):
             self.cached.refresh()

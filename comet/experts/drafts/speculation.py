@@ -84,21 +84,14 @@ class Sampling(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draft:
-    """What a round drafted.
+    """What a round drafted."""
 
-    Args:
-        ids: ``(B, g + 1)`` int64: the newest token of each sequence, and its drafts.
-        proposed: ``(B, g)`` bool: drafted before the sequence stopped; the others are ignored.
-        confidence: ``(B, g)`` float64: probability of each draft, before temperature 0 makes it certain.
-        q: ``(B, V)`` float64 for each of the g places: what its drafts were drawn from; zero where none is proposed.
-        seen: ``(B, g + 1, V)`` bool: tokens before each place and behind the last; ``None`` where no choice depends on
-            them.
-    """
-
-    ids: Tensor
-    proposed: Tensor
-    confidence: Tensor
+    ids: Tensor  # (B, g + 1) int64: the newest token of each sequence, and its drafts
+    proposed: Tensor  # (B, g) bool: drafted before the sequence stopped; the others are ignored
+    confidence: Tensor  # (B, g) float64: probability of each draft, before temperature 0 makes it certain
+    # (B, V) float64 for each of the g places: what its drafts were drawn from; zero where none is proposed
     q: Sequence[Tensor]
+    # (B, g + 1, V) bool: tokens before each place and behind the last; None where no choice depends on them
     seen: Tensor | None
 
 
@@ -108,7 +101,6 @@ class Speculation:
     Args:
         model: It has been given all tokens but the newest ones.
         sampling: How tokens are chosen; its ``seen`` is kept up to date.
-        config: How drafts are made and accepted.
         draws: ``(N, B, 2G + 1)`` float64 in [0, 1) that nothing else uses, for N rounds: what a round compares and
             draws with.
         clock: In seconds; draft lengths follow what rounds take by that of rank 0.
@@ -231,8 +223,6 @@ def verdict(config: SpeculationConfig, draft: Draft, likely: Tensor, p: Tensor, 
     is token 1: token 0 comes with 0.8 * 0.5 = 0.4, as p says. ``adaptive`` with T = 0.6 and tau = 0.5 always accepts.
 
     Args:
-        config: The mode and its numbers.
-        draft: The proposals.
         likely: ``(B, g + 1, V)`` float64: the distribution with all experts, as ``draft.confidence`` is with few.
         p: ``(B, g + 1, V)`` float64: ``likely`` as it is drawn from.
         draws: ``(B, at least g)`` float64 in [0, 1).
@@ -256,12 +246,7 @@ def verdict(config: SpeculationConfig, draft: Draft, likely: Tensor, p: Tensor, 
 
 
 def lossless(draft: Draft, p: Tensor) -> Tensor:
-    """``(B, g)`` float64: min(1, p / q) of every draft, what ``conservative`` accepts it with; 0 if not proposed.
-
-    Args:
-        draft: The proposals.
-        p: ``(B, g + 1, V)`` float64, what tokens are drawn from with all experts.
-    """
+    """``(B, g)`` float64: min(1, p / q) of every draft, what ``conservative`` accepts it with; 0 if not proposed."""
     ratios = [
         of_tokens(p[:, place], token) / of_tokens(q, token)
         for place, (token, q) in enumerate(zip(draft.ids[:, 1:].unbind(1), draft.q, strict=True))
@@ -283,9 +268,6 @@ def pick(weights: Tensor, uniform: Tensor) -> Tensor:
     Args:
         weights: ``(B, V)`` float64, at least 0, not all 0.
         uniform: ``(B,)`` float64 in [0, 1).
-
-    Returns:
-        ``(B,)`` int64.
     """
     cumulative = weights.cumsum(dim=-1)
     passed = (cumulative <= uniform[:, None] * cumulative[:, -1:]).sum(dim=-1)
@@ -314,12 +296,7 @@ def columns(values: Sequence[Tensor], like: Tensor) -> Tensor:
 
 
 class SpeculationReport:
-    """Counts of what was drafted and accepted.
-
-    Args:
-        mode: Of the verdict.
-        longest: G.
-    """
+    """Counts of what was drafted and accepted."""
 
     def __init__(self, mode: str, longest: int) -> None:
         self.mode = mode
@@ -333,12 +310,8 @@ class SpeculationReport:
         self._agreed = 0
 
     def add(self, passes: int, counts: Sequence[Sequence[int]], *, agreed: int) -> None:
-        """Count a round.
-
-        Args:
-            passes: Of the model.
-            counts: Of each sequence, (proposed, accepted) drafts.
-            agreed: Of all accepted drafts, those that ``conservative`` accepts.
+        """Count a round of so many passes, (proposed, accepted) drafts of each sequence, and how many accepted ones
+        ``conservative`` accepts.
         """
         self.passes += passes
         self._agreed += agreed

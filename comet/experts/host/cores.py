@@ -45,9 +45,6 @@ class HostCores:
 
     Args:
         num_cores: Threads that compute.
-        sizes: Of requests.
-        device: That asks.
-        timeout_s: Deadline of an answer.
         fault: ``(8,)`` int64 on the device, where spins of the rank record a deadline; ``None``: its own.
         insists: Whether they are to compute whatever it costs.
 
@@ -103,10 +100,6 @@ class HostCores:
         Args:
             stores: Of each layer; layer numbers are their places.
             profile: What experts cost; ``None``: it is measured.
-
-        Raises:
-            HostComputeError: If the process does not start.
-            ValueError: If experts in block FP8 have a NaN.
         """
         refuse_nan(stores)
         mail = self.mail
@@ -222,13 +215,6 @@ def cores_of(setting: str, ranks: int) -> int:
     """How many cores a rank's process gets; 0: it has none.
 
     Example: of 16 cores 2 ranks get 7 each with ``auto``, which leaves them one each, and 4 each with ``8``.
-
-    Args:
-        setting: ``auto``, ``off``, or a number of cores of this machine.
-        ranks: That share them.
-
-    Raises:
-        ValueError: If it is none of these, or there are fewer cores than ranks or than it says.
     """
     check_setting(setting)
     if setting == "off":
@@ -268,17 +254,7 @@ def open_cores(
     *,
     runner: Runner | None = None,
 ) -> HostCores | None:
-    """What a model's setting asks for; ``None`` where it is off, and where ``auto`` knows that it does not pay.
-
-    Args:
-        setting: See ``cores_of``.
-        sizes: Of requests.
-        device: That asks.
-        runner: Of the model; its ranks share the machine's cores.
-
-    Raises:
-        ValueError: If the setting is wrong.
-    """
+    """What a model's setting asks for; ``None`` where it is off, and where ``auto`` knows that it does not pay."""
     ranks, timeout_s, fault = 1, TIMEOUT_S, None
     if isinstance(runner, ReplicatedRunner):
         ranks, timeout_s = runner.group.parallel.world_size, runner.group.comm.timeout_s

@@ -24,23 +24,14 @@ LEAST_GAIN = 0.1  # of the link's time alone: costs vary from step to step, and 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostProfile:
-    """What experts cost, in nanoseconds.
+    """What experts cost, in nanoseconds."""
 
-    Args:
-        link_ns: To bring one to the device.
-        shared_link_ns: To bring one there while the host's cores compute.
-        request_ns: Of a request of one token to the host's cores, without its experts.
-        expert_ns: Of each of its experts.
-        full_request_ns: Of a request of ``max_tokens`` tokens, which all chose all of its experts.
-        full_expert_ns: Of each of its experts.
-    """
-
-    link_ns: float
-    shared_link_ns: float
-    request_ns: float
-    expert_ns: float
-    full_request_ns: float
-    full_expert_ns: float
+    link_ns: float  # to bring one to the device
+    shared_link_ns: float  # to bring one there while the host's cores compute
+    request_ns: float  # of a request of one token to the host's cores, without its experts
+    expert_ns: float  # of each of its experts
+    full_request_ns: float  # of a request of max_tokens tokens, which all chose all of its experts
+    full_expert_ns: float  # of each of its experts
 
     def share_table(self, max_tokens: int, num_experts: int) -> Tensor:
         """Of m missing experts, how many the host computes, so that it and the link end soonest.
@@ -90,7 +81,6 @@ class HostProfile:
         Args:
             num_tokens: Of the experts that it could compute, in the order in which it would.
             num_missing: These and all others, at least one of which comes to the device.
-            max_tokens: Of a step.
         """
         host, best, soonest = 0.0, 0, num_missing * self.link_ns * (1 - LEAST_GAIN)
         for hosted, tokens in enumerate(num_tokens[: max(num_missing - 1, 0)], start=1):
@@ -103,24 +93,14 @@ class HostProfile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostSizes:
-    """Of requests.
-
-    Args:
-        num_experts: E, of all ranks.
-        first_expert: Number of the rank's first.
-        hidden_size: D.
-        top_k: K, at most.
-        max_tokens: Of a step.
-        dtype: Of tokens, and of weights that are not quantised.
-        activation: Of the experts.
-    """
+    """Of requests."""
 
     num_experts: int
-    first_expert: int
+    first_expert: int  # number of the rank's first
     hidden_size: int
     top_k: int
     max_tokens: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of tokens, and of weights that are not quantised
     activation: Activation = SWIGLU
 
     @classmethod
@@ -219,13 +199,6 @@ def measure(mail: Mailbox, stores: Sequence[ExpertParts], sizes: HostSizes, devi
 
 def time_request(mail: Mailbox, link: Link, sizes: HostSizes, num_tokens: int, num_experts: int) -> tuple[float, float]:
     """Time requests as steps make them: behind a pause, and beside a link that is busy.
-
-    Args:
-        mail: Of the rank, for requests of the host itself.
-        link: To keep busy.
-        sizes: Of requests.
-        num_tokens: Of each, all of which chose all of its experts.
-        num_experts: Of each.
 
     Returns:
         Nanoseconds of a request, and of an expert on the link meanwhile.

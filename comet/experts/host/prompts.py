@@ -21,27 +21,15 @@ from comet.kernels.experts.tables import CLOCK, CacheTables
 
 @dataclass(frozen=True, slots=True)
 class PromptCores:
-    """The host's cores for one layer of prompts.
+    """The host's cores for one layer of prompts."""
 
-    Args:
-        cores: Started.
-        layer: Number of the layer there.
-        tables: Of its cache.
-        first_expert: Number of the rank's first expert among all.
-    """
-
-    cores: HostCores
-    layer: int
-    tables: CacheTables
-    first_expert: int
+    cores: HostCores  # started
+    layer: int  # number of the layer there
+    tables: CacheTables  # of its cache
+    first_expert: int  # number of the rank's first expert among all
 
     def choose(self, counts: Sequence[int], owners: Sequence[int]) -> list[int]:
-        """Which missing experts the host computes.
-
-        Args:
-            counts: Routed rows of each expert of this rank.
-            owners: Expert of each slot, -1 for none, numbered as those of ``counts``.
-        """
+        """Which missing experts the host computes: of routed rows of each expert, and the expert of each slot."""
         assert self.cores.profile is not None, "they were started"
         missing = [expert for expert, count in enumerate(counts) if count and expert not in owners]
         missing.sort(key=lambda expert: counts[expert])

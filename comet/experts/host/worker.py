@@ -11,7 +11,6 @@ import json
 import mmap
 import os
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from comet.comm.signals import fence
 from comet.experts.host.codes import CodeProducts
 from comet.kernels.experts.mailbox import (
     ANSWERED,
@@ -41,17 +41,11 @@ PAUSE_S = 100e-6
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A tensor in the file.
+    """A tensor in the file."""
 
-    Args:
-        offset: In bytes.
-        shape: Of the tensor.
-        dtype: Its name in torch.
-    """
-
-    offset: int
-    shape: Sequence[int]
-    dtype: str
+    offset: int  # in bytes
+    shape: Sequence[int]  # of the tensor
+    dtype: str  # its name in torch
 
     def view(self, memory: mmap.mmap) -> Tensor:
         """The tensor in a mapping of the whole file."""
@@ -68,27 +62,17 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """What the process is to know.
+    """What the process is to know."""
 
-    Args:
-        file: Number of the open file.
-        parent: Process that it ends with.
-        num_cores: Threads that compute.
-        num_experts: E, of all ranks.
-        layers: w1 ``(e, 2F, D)`` and w2 ``(e, D, F)`` of each, and the scales of both where they are quantised.
-        first_expert: Number of the first of these e.
-        mail: Words, tokens, weights, answer and counts of the mailbox.
-        activation: Of the experts.
-    """
-
-    file: int
-    parent: int
-    num_cores: int
-    num_experts: int
-    first_expert: int
+    file: int  # number of the open file
+    parent: int  # process that it ends with
+    num_cores: int  # threads that compute
+    num_experts: int  # E, of all ranks
+    first_expert: int  # number of the first of these e
+    # w1 (e, 2F, D) and w2 (e, D, F) of each, and the scales of both where they are quantised
     layers: Sequence[Sequence[Place]]
-    mail: Sequence[Place]
-    activation: Activation = SWIGLU
+    mail: Sequence[Place]  # words, tokens, weights, answer and counts of the mailbox
+    activation: Activation = SWIGLU  # of the experts
 
     def to_json(self) -> str:
         """What ``from_json`` reads."""
@@ -105,11 +89,7 @@ class WorkerPlan:
 
 
 class Worker:
-    """Answers requests, one after the other.
-
-    Args:
-        plan: Of the process.
-    """
+    """Answers requests, one after the other."""
 
     def __init__(self, plan: WorkerPlan) -> None:
         self.plan = plan
@@ -122,7 +102,6 @@ class Worker:
         numbers, self.tokens, self.weights, self.answer = (place.view(memory) for place in plan.mail[:4])
         self.numbers = numbers[EXPERTS.value :]
         self.words, self.counts = (place.words(memory) for place in (plan.mail[0], plan.mail[4]))
-        self._fence = threading.Lock()
 
     def serve(self) -> None:
         """Until the parent says so, or is gone."""
@@ -131,9 +110,9 @@ class Worker:
         while not words[STOP.value]:
             wanted = words[REQUEST.value]
             if wanted != served:
-                self._order()
+                fence()
                 self.compute()
-                self._order()
+                fence()
                 words[ANSWERED.value] = served = wanted
                 busy_ns = time.monotonic_ns()
             elif time.monotonic_ns() - busy_ns > PATIENCE_NS:
@@ -158,12 +137,6 @@ class Worker:
         self.counts[0] += num_experts
         self.counts[1] += time.monotonic_ns() - started
 
-    def _order(self) -> None:
-        """Keep what is read or written before in front of what comes behind, on any processor."""
-        for _ in range(2):
-            with self._fence:
-                pass
-
 
 def sum_experts(
     answer: Tensor,
@@ -182,12 +155,9 @@ def sum_experts(
 
     Args:
         answer: ``(T, D)`` float32.
-        tokens: ``(T, D)``.
         weights: ``(n, T)`` float32; 0 where a token did not choose the expert.
         experts: Of each of these n, w1 ``(2F, D)``, gate rows first, w2 ``(D, F)``, and the scales of both where they
             are codes.
-        codes: Multiplies with these.
-        activation: Of the experts.
     """
     single = len(tokens) == 1
     rows = [tokens] * len(experts) if single else [tokens[weight.nonzero()[:, 0]] for weight in weights]
