@@ -165,7 +165,8 @@ class GPTEngine:
         self.cuda_graph: GraphMode = cuda_graph
         moe = model.config.moe
         layout = group.layout(moe)
-        columns = 0 if expert_slots is not None else shared_columns(layout, moe.ffn_size, moe.shared_ffn_size)
+        apart = expert_slots is not None or moe.expert_bias  # a shared expert has no biases to join theirs with
+        columns = 0 if apart else shared_columns(layout, moe.ffn_size, moe.shared_ffn_size)
         self.runner = ReplicatedRunner(moe, group, decode_tokens, shared_columns=columns)
         self.stored: Sequence[CachedPath] = []
         self._experts: list[FrozenExperts] = []
@@ -329,7 +330,7 @@ class GPTEngine:
         embedding = self.model.embedding.weight
         rows = len(self._cache.lengths) * embedding[0].nbytes
         dense = sum(weight.nbytes for weight in self.model.dense_parameters()) - embedding.nbytes
-        expert = sum(local(weight)[0].nbytes for weight in self.model.expert_parameters()[:2])
+        expert = sum(local(weight)[0].nbytes for weight in self.model.expert_matrices()[:2])
         if self.caches:
             expert = self.caches[0].expert_bytes
         if len(self._cache.lengths) <= self.runner.decode.max_tokens:

@@ -63,10 +63,6 @@ class ModelConfig:
             f"dense_layers={self.dense_layers} must be between 0 and num_layers={self.num_layers}",
         )
         require(self.rope_base > 1, f"rope_base={self.rope_base} must be above 1")
-        require(
-            not self.moe.expert_bias,
-            f"moe.expert_bias={self.moe.expert_bias} must be False: this model trains experts without biases",
-        )
         self._check_heads()
 
     def _check_heads(self) -> None:

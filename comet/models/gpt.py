@@ -171,8 +171,16 @@ class GPT(nn.Module):
         return [block.ffn for block in self._blocks() if isinstance(block.ffn, MoE)]
 
     def expert_parameters(self) -> list[nn.Parameter]:
-        """Parameters sharded over the MoE group."""
-        return [parameter for layer in self.moe_layers() for parameter in layer.expert_parameters()]
+        """Parameters sharded over the MoE group: ``expert_matrices``, then ``expert_biases``."""
+        return self.expert_matrices() + self.expert_biases()
+
+    def expert_matrices(self) -> list[nn.Parameter]:
+        """w1 and w2 of every MoE layer."""
+        return [parameter for layer in self.moe_layers() for parameter in (layer.w1, layer.w2)]
+
+    def expert_biases(self) -> list[nn.Parameter]:
+        """b1 and b2 of every MoE layer; none without ``expert_bias``."""
+        return [bias for layer in self.moe_layers() for bias in (layer.b1, layer.b2) if bias is not None]
 
     def dense_parameters(self) -> list[nn.Parameter]:
         """Parameters replicated on every rank."""

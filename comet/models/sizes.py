@@ -21,6 +21,10 @@ def dense_elements(model: ModelConfig) -> int:
 
 
 def expert_elements(model: ModelConfig) -> int:
-    """Weights of the routed experts of all layers; 8 of D=128, F=128 in each of 4 layers: 1572864."""
-    moe = model.moe
-    return (model.num_layers - model.dense_layers) * moe.num_experts * 3 * model.hidden_size * moe.ffn_size
+    """Weights of the routed experts of all layers.
+
+    Example: 8 of D=128, F=128 in each of 4 layers: 1572864, with biases 1585152.
+    """
+    moe, width = model.moe, model.hidden_size
+    expert = 3 * width * moe.ffn_size + (2 * moe.ffn_size + width if moe.expert_bias else 0)
+    return (model.num_layers - model.dense_layers) * moe.num_experts * expert

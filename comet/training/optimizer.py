@@ -60,11 +60,13 @@ def make_optimizer(model: GPT, config: TrainConfig) -> ScaledAdamW:
     The moments exist from the start, as zeros, so that a checkpoint can be loaded into them.
     """
     dense = model.dense_parameters()
+    matrices, biases = model.expert_matrices(), model.expert_biases()
     groups = [
         {"params": [p for p in dense if p.dim() > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in dense if p.dim() <= 1], "weight_decay": 0.0},
         # Apart: torch's fused kernels take tensors or DTensors, not both.
-        {"params": model.expert_parameters(), "weight_decay": config.weight_decay},
+        {"params": matrices, "weight_decay": config.weight_decay},
+        *([{"params": biases, "weight_decay": 0.0}] if biases else []),
     ]
     optimizer = ScaledAdamW(groups, lr=config.lr, betas=BETAS, eps=EPSILON, fused=True)
     for parameter in model.parameters():
@@ -92,13 +94,19 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 def sum_gradients(model: GPT, group: ExpertGroup) -> None:
     """Sum the gradients of a backward pass over the ranks, in place (collective).
 
-    Divided by the world size they are those of the global objective, see ``ScaledAdamW``.
+    Divided by the world size they are those of the global objective, see ``ScaledAdamW``. What TP ranks hold alike they
+    have summed in other orders: they take the mean, and it stays alike.
     """
     dense, experts = _gradients(model.dense_parameters()), _gradients(model.expert_parameters())
     if group.world_size > 1:
         _all_reduce(dense, None)
         if group.data_parallel > 1:
             _all_reduce(experts, group.expert_data_group)
+        alike = _gradients(_alike_over_tp(model))
+        if alike and group.parallel.tp > 1:
+            assert group.mesh is not None, "a group of several ranks has one"
+            _all_reduce(alike, group.mesh.get_group("tp"))
+            torch._foreach_div_(alike, group.parallel.tp)
 
 
 @torch.no_grad()
@@ -106,15 +114,24 @@ def global_norm(model: GPT, group: ExpertGroup) -> Tensor:
     """The norm of the gradient of the global objective (collective).
 
     Dense parameters count once, expert parameters once per shard: their squares are summed over the world and divided
-    by the number of MoE groups. Every rank gets the same bits, so replicated parameters stay equal.
+    by the number of ranks that hold a part alike. Every rank gets the same bits, so replicated parameters stay equal.
     """
-    dense, experts = _gradients(model.dense_parameters()), _gradients(model.expert_parameters())
-    device = group.device
-    expert_square = _square_sum(experts, device)
+    dense, experts = _gradients(model.dense_parameters()), model.expert_parameters()
+    device, tp = group.device, group.parallel.tp
+    alike = _alike_over_tp(model)
+    names = {id(each) for each in alike}
+    expert_square = _square_sum(_gradients(each for each in experts if id(each) not in names), device)
+    if alike:
+        expert_square = expert_square + _square_sum(_gradients(alike), device) / tp
     if group.world_size > 1:
         dist.all_reduce(expert_square)
         expert_square = expert_square / group.data_parallel
     return (_square_sum(dense, device) + expert_square).sqrt() / group.world_size
+
+
+def _alike_over_tp(model: GPT) -> list[nn.Parameter]:
+    """b2 of every MoE layer, if there are any: the TP ranks of a shard hold it alike."""
+    return [bias for bias in model.expert_biases() if bias.dim() == 2]
 
 
 def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:

@@ -97,7 +97,8 @@ def memory_needs(job: JobConfig, dtype: torch.dtype, budget: ExpertBudget | None
     weights -= 0 if budget is None else expert_elements(model) // ranks
     layout = ExpertLayout.create(model.moe, job.parallel, 0)
     keep_fp8 = job.generate.keep_fp8
-    columns = shared_columns(layout, model.moe.ffn_size, model.moe.shared_ffn_size)
+    shared_size = 0 if model.moe.expert_bias else model.moe.shared_ffn_size  # which joins no step then
+    columns = shared_columns(layout, model.moe.ffn_size, shared_size)
     piece = 3 * model.hidden_size * model.moe.ffn_size // job.parallel.tp
     moe_layers = model.num_layers - model.dense_layers
     pieces = 0 if budget is not None or job.parallel.declares_nodes else moe_layers * columns * piece

@@ -9,7 +9,7 @@ import pytest
 import torch
 from generate_cases import NOT_PERMITTED, graphs_on_cpu, greedy_tokens
 from ranks import run_ranks
-from training_cases import MODEL, MOE, awake_model, make_model
+from training_cases import GPT_OSS, MODEL, MOE, awake_model, make_model
 
 from comet.generation.engine import GPTEngine
 from comet.generation.generate import generate, warm_up
@@ -43,15 +43,16 @@ def cache_of(engine: GPTEngine) -> KeyValueCache:
     return cache
 
 
-def on_ranks(rank: int, world_size: int, ep: int, tp: int) -> tuple:
-    engine = engine_of(ep=ep, tp=tp)
+def on_ranks(rank: int, world_size: int, ep: int, tp: int, config: ModelConfig = SHARED) -> tuple:
+    engine = engine_of(config, ep=ep, tp=tp)
     tokens, cache = step_loop(engine, 9), cache_of(engine)
     engine._group.close()
     return tokens, cache.lengths, cache.keys, cache.values
 
 
-def test_steps_equal_the_plain_loop_token_for_token() -> None:
-    engine = engine_of()
+@pytest.mark.parametrize("config", [SHARED, GPT_OSS])
+def test_steps_equal_the_plain_loop_token_for_token(config: ModelConfig) -> None:
+    engine = engine_of(config)
     wanted = greedy_tokens(engine.model, PROMPTS, LENGTHS, 9)
     for _ in range(2):  # the second time in the memory of the first
         assert torch.equal(step_loop(engine, 9), wanted)
@@ -61,7 +62,7 @@ def test_steps_equal_the_plain_loop_token_for_token() -> None:
     for row, length in enumerate(LENGTHS.tolist()):
         sequence = torch.cat([PROMPTS[row, :length], wanted[row, :-1]])
         whole[row, : len(sequence)] = sequence
-    fresh = KeyValueCache(SHARED, num_sequences=2, length=16, dtype=torch.float32, device=torch.device("cpu"))
+    fresh = KeyValueCache(config, num_sequences=2, length=16, dtype=torch.float32, device=torch.device("cpu"))
     with torch.no_grad():
         engine.model.prefill(whole, cache.lengths, fresh)
     for row, length in enumerate([12, 10]):
@@ -69,10 +70,10 @@ def test_steps_equal_the_plain_loop_token_for_token() -> None:
             torch.testing.assert_close(held[:, row, :, :length], exact[:, row, :, :length], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("ep", "tp"), [(2, 1), (1, 2)])
-def test_two_ranks_take_the_steps_of_one(ep: int, tp: int) -> None:
-    tokens, lengths, *cached = on_ranks(0, 1, 1, 1)
-    for found in run_ranks(on_ranks, 2, ep, tp):
+@pytest.mark.parametrize(("ep", "tp", "config"), [(2, 1, SHARED), (1, 2, SHARED), (1, 2, GPT_OSS)])
+def test_two_ranks_take_the_steps_of_one(ep: int, tp: int, config: ModelConfig) -> None:
+    tokens, lengths, *cached = on_ranks(0, 1, 1, 1, config)
+    for found in run_ranks(on_ranks, 2, ep, tp, config):
         assert torch.equal(found[0], tokens)
         assert torch.equal(found[1], lengths)
         for held, alone in zip(found[2:], cached, strict=True):

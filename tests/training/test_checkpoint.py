@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
-from training_cases import MODEL, MOE, TRAIN, make_model
+from training_cases import GPT_OSS, MODEL, MOE, TRAIN, make_model
 
 from comet.launch.failures import is_user_error
 from comet.layer.sharding import local
@@ -48,14 +48,14 @@ def save_steps(folder, steps):
     return train_step
 
 
-def save_and_go_on(rank, world_size, folder, ep, tp):
-    train_step, checkpointer = make_trainer(folder, ep=ep, tp=tp)
+def save_and_go_on(rank, world_size, folder, ep, tp, model=MODEL):
+    train_step, checkpointer = make_trainer(folder, ep=ep, tp=tp, model=model)
     for step in range(2):
         train_step(step)
     checkpointer.save(2)
     saved_logits = logits(train_step).tolist()
     losses = [train_step(step).loss.item() for step in range(2, 5)]
-    resumed, loader = make_trainer(folder, ep=ep, tp=tp, seed=9)
+    resumed, loader = make_trainer(folder, ep=ep, tp=tp, model=model, seed=9)
     first = loader.load(find_checkpoints(folder, folder)[0][0])
     resumed_losses = [resumed(step).loss.item() for step in range(first, 5)]
     same = [
@@ -67,8 +67,8 @@ def save_and_go_on(rank, world_size, folder, ep, tp):
     return saved_logits, losses, resumed_losses, all(same)
 
 
-def load_logits(rank, world_size, folder, ep, tp):
-    train_step, checkpointer = make_trainer(folder, ep=ep, tp=tp, seed=9)
+def load_logits(rank, world_size, folder, ep, tp, model=MODEL):
+    train_step, checkpointer = make_trainer(folder, ep=ep, tp=tp, model=model, seed=9)
     assert checkpointer.load(find_checkpoints(folder, folder)[0][0]) == 2
     states = [train_step.optimizer.state[weight] for weight in train_step.model.expert_parameters()]
     moments = [local(state["exp_avg_sq"]).sum() for state in states]
@@ -83,19 +83,21 @@ def test_one_process_goes_on_bit_for_bit(tmp_path):
     assert same
 
 
-@pytest.mark.parametrize(("ep", "tp"), [(2, 1), (1, 2), (1, 1), (2, 2)])
-def test_ranks_go_on_bit_for_bit_and_other_layouts_load_it(tmp_path, ep, tp):
+@pytest.mark.parametrize(
+    ("ep", "tp", "model"), [(2, 1, MODEL), (1, 2, MODEL), (1, 1, MODEL), (2, 2, MODEL), (2, 2, GPT_OSS)]
+)
+def test_ranks_go_on_bit_for_bit_and_other_layouts_load_it(tmp_path, ep, tp, model):
     folder = str(tmp_path)
-    ranks = run_ranks(save_and_go_on, max(2, ep * tp), folder, ep, tp)
+    ranks = run_ranks(save_and_go_on, max(2, ep * tp), folder, ep, tp, model)
     for _, losses, resumed_losses, same in ranks:
         assert resumed_losses == losses
         assert same
     saved = torch.tensor(ranks[0][0])
-    alone, moments = load_logits(0, 1, folder, 1, 1)
+    alone, moments = load_logits(0, 1, folder, 1, 1, model)
     torch.testing.assert_close(torch.tensor(alone), saved, rtol=1e-5, atol=1e-5)
     assert min(moments) > 0
     other = (1, 2) if (ep, tp) == (2, 1) else (2, 1)
-    for found, other_moments in (outcome := run_ranks(load_logits, 2, folder, *other)):
+    for found, other_moments in (outcome := run_ranks(load_logits, 2, folder, *other, model)):
         torch.testing.assert_close(torch.tensor(found), saved, rtol=1e-5, atol=1e-5)
         assert len(other_moments) == len(moments)
     halves = torch.tensor([moments for _, moments in outcome]).sum(0)

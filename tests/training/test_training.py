@@ -11,7 +11,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from training_cases import LAYOUTS, LINEAR, MODEL, MOE, TEXT, TRAIN, Rank, make_job, make_model, make_text, wake
+from training_cases import (
+    GPT_OSS,
+    LAYOUTS,
+    LINEAR,
+    MODEL,
+    MOE,
+    TEXT,
+    TRAIN,
+    Rank,
+    make_job,
+    make_model,
+    make_text,
+    wake,
+)
 
 from comet.config import ParallelConfig
 from comet.jobs.config import CommConfig, JobConfig
@@ -56,13 +69,13 @@ def test_every_layout_of_two_ranks_learns_the_same():
         assert held_out == pytest.approx(data_parallel[3], rel=2e-3)
 
 
-@pytest.mark.parametrize(("ep", "tp"), [(2, 1), (2, 2)])
-def test_ranks_learn_what_one_process_with_all_batches_learns(ep, tp):
+@pytest.mark.parametrize(("ep", "tp", "config"), [(2, 1, LINEAR), (2, 2, LINEAR), (2, 2, GPT_OSS)])
+def test_ranks_learn_what_one_process_with_all_batches_learns(ep, tp, config):
     ranks = range(ep * tp)
-    outcomes = run_ranks(loss_curve, len(ranks), ep, tp, 4, LINEAR)
+    outcomes = run_ranks(loss_curve, len(ranks), ep, tp, 4, config)
     assert all(outcome == outcomes[0] for outcome in outcomes)
     curve = outcomes[0][0]
-    model, _ = make_model(LINEAR, max_tokens=512)
+    model, _ = make_model(config, max_tokens=512)
     optimizer = make_optimizer(model, TRAIN)
     for step, (loss, norm) in enumerate(curve):
         batch = torch.cat([sample_batch(TEXT, batch_size=4, context=32, seed=0, step=step, rank=r) for r in ranks])

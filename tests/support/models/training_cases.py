@@ -11,7 +11,9 @@ import torch
 
 from comet.config import MoEConfig, ParallelConfig
 from comet.jobs.config import DataConfig, JobConfig, TrainConfig
+from comet.kernels.runtime.activation import Activation
 from comet.layer.group import ExpertGroup, make_expert_group
+from comet.layer.sharding import local
 from comet.models.config import ModelConfig
 from comet.models.gpt import GPT
 from comet.training.ranks import RankContext
@@ -26,6 +28,7 @@ TRAIN = TrainConfig(steps=6, batch_size=4, lr=1e-2, warmup_steps=2, eval_batches
 TEXT = torch.arange(3000).square().remainder(97).to(torch.uint8)
 # Without the load-balancing loss, which is not a mean over tokens, the global objective does not depend on the split.
 LINEAR = replace(MODEL, moe=replace(MOE, balance="none", shared_ffn_size=16))
+GPT_OSS = replace(LINEAR, moe=replace(LINEAR.moe, activation=Activation("clamped_swiglu", limit=0.5), expert_bias=True))
 LAYOUTS = [(2, 1), (1, 2), (1, 1)]  # of two ranks
 
 
@@ -77,9 +80,15 @@ def make_model(
 
 
 def wake(model: GPT, sharpness: float = 1.0) -> GPT:
-    """Draw the head, which starts at zero, so that logits depend on everything before it."""
+    """Draw the head and the experts' biases, which start at zero, so that logits depend on everything before them."""
     drawn = torch.randn(model.head.weight.shape, generator=torch.Generator().manual_seed(1))
     model.head.weight.data.copy_(drawn * sharpness)
+    for layer in model.moe_layers():
+        if layer.b1 is not None and layer.b2 is not None:
+            experts, place = torch.arange(layer.layout.experts_local), layer.layout
+            rows = torch.sin(1 + experts + place.first_expert) * sharpness
+            local(layer.b1).data.copy_(rows[:, None, None].expand(local(layer.b1).shape))
+            local(layer.b2).data.copy_(rows[:, None].expand(local(layer.b2).shape))
     return model
 
 
