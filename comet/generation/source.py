@@ -93,6 +93,7 @@ def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _hf_model(folder: Path) -> ModelConfig:
     """The closest GPT: what the launcher needs to place experts and count bytes."""
+    from comet.integrations.hf.contents import holds_block_fp8
     from comet.integrations.hf.families import (
         moe_config,
         num_moe_layers,
@@ -100,14 +101,11 @@ def _hf_model(folder: Path) -> ModelConfig:
         require_transformers,
         shared_ffn_size,
     )
-    from comet.integrations.hf.fp8.blocks import is_block_fp8
-    from comet.integrations.hf.gpt_oss import refuse_folder
 
     require_transformers()
     config = read_config(folder)
-    refuse_folder(config, folder)
     moe = moe_config(config)
-    is_block_fp8(config)  # refuses other quantisations before a rank starts
+    holds_block_fp8(config)  # refuses other quantisations before a rank starts
     return ModelConfig(
         name=str(config.model_type),
         vocab_size=max(config.vocab_size, NUM_BYTE_VALUES),

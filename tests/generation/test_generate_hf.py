@@ -69,7 +69,7 @@ def stock_texts(model, folder) -> tuple[str, ...]:
     return tuple(texts)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_a_padded_batch_writes_what_the_stock_model_writes(family, qwen, tmp_path):
     folder, model = qwen if family == "qwen3_moe" else (tmp_path, save_model(tmp_path, family))
     assert continued(0, 1, str(folder), 1, 1)[0] == stock_texts(model, folder)

@@ -23,9 +23,10 @@ _EXPERTS = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts
 _ONE_EXPERT = re.compile(r"(\d+)\.(\w+)\.weight$")
 PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 _FUSED = ("gate_up_proj", "down_proj")
+BIASES = ("gate_up_proj_bias", "down_proj_bias")
 ALL = slice(None)
 
-# What a tensor holds: gate, up or down of one expert, or (expert None) gate_up_proj or down_proj of all.
+# What a tensor holds: gate, up or down of one expert, or (expert None) gate_up_proj, down_proj or a bias of all.
 Part = tuple[str, int | None]
 
 
@@ -43,8 +44,8 @@ class LazyShard:
     """One rank's part of a layer's experts, read when it is indexed, as transformers does with every lazy tensor.
 
     Args:
-        buffer_shape: How the pieces lie: ``(e, 2, F/TP, D)`` or ``(e, D, F/TP)``.
-        shape: Of the finished shard: ``(e, 2F/TP, D)`` or ``(e, D, F/TP)``.
+        buffer_shape: How the pieces lie: ``(e, 2, F/TP, D)`` or ``(e, D, F/TP)``; of biases without the last dimension.
+        shape: Of the finished shard: ``(e, 2F/TP, D)`` or ``(e, D, F/TP)``; of biases ``(e, 2F/TP)`` or ``(e, D)``.
         pieces: What to read; together they fill the buffer.
     """
 
@@ -55,12 +56,12 @@ class LazyShard:
     @property
     def num_bytes(self) -> int:
         """What this rank reads of the checkpoint, in bytes."""
-        return math.prod(self.shape) * self.pieces[0].source.stored_as.itemsize
+        return int(math.prod(self.shape) * self.pieces[0].source.number_bytes)
 
     def __getitem__(self, index: object) -> Tensor:
         assert index is Ellipsis, f"a shard is read whole, not {index}"
         sources = [piece.source for piece in self.pieces]
-        dtype = next((source.read_as for source in sources if source.read_as), sources[0].stored_as)
+        dtype = next((source.read_as for source in sources if source.read_as), None) or sources[0].stored_as
         buffer = torch.empty(self.buffer_shape, dtype=dtype, device="cpu")
         for piece in self.pieces:
             buffer[piece.into] = piece.source[piece.index]
@@ -96,7 +97,7 @@ def shard_checkpoint(
     Args:
         tensors: Every tensor of the checkpoint by name.
         modules: Name of the experts module of each MoE layer.
-        moe: D, F and E.
+        moe: D, F and E, and whether experts have biases.
         layout: The rank's place.
         keep_fp8: Whether the shards are to be block FP8 as it is stored, F/TP a multiple of 128, and come with shards
             of the scales.
@@ -119,13 +120,17 @@ def shard_checkpoint(
     }
     for layer, module in modules.items():
         found = layers[layer]
-        state[f"{module}.gate_up_proj"] = _gate_up_shard(found, moe.hidden_size, moe.ffn_size, layout)
+        state[f"{module}.gate_up_proj"] = _gate_up_shard(found, moe.ffn_size, layout, moe.hidden_size)
         state[f"{module}.down_proj"] = _down_shard(found, moe.hidden_size, moe.ffn_size, layout)
+        if moe.expert_bias:
+            b1, b2 = (found[bias, None] for bias in BIASES)
+            state[f"{module}.{BIASES[0]}"] = _gate_up_shard({("gate_up_proj", None): b1}, moe.ffn_size, layout)
+            state[f"{module}.{BIASES[1]}"] = _down_bias_shard(b2, moe.hidden_size, layout)
         if keep_fp8:
             scales = {part: tensor.scales for part, tensor in found.items() if tensor.scales is not None}
-            blocks = -(-moe.hidden_size // FP8_BLOCK), moe.ffn_size // FP8_BLOCK
-            state[f"{module}.gate_up_proj{SCALES}"] = _gate_up_shard(scales, *blocks, layout)
-            state[f"{module}.down_proj{SCALES}"] = _down_shard(scales, *blocks, layout)
+            deep, wide = -(-moe.hidden_size // FP8_BLOCK), moe.ffn_size // FP8_BLOCK
+            state[f"{module}.gate_up_proj{SCALES}"] = _gate_up_shard(scales, wide, layout, deep)
+            state[f"{module}.down_proj{SCALES}"] = _down_shard(scales, deep, wide, layout)
     return state
 
 
@@ -149,7 +154,7 @@ def _sort_by_layer(
 
 def _part(rest: str) -> Part | None:
     """What ``7.up_proj.weight`` or ``gate_up_proj`` holds: ``("up", 7)``, ``("gate_up_proj", None)``."""
-    if rest in _FUSED:
+    if rest in _FUSED + BIASES:
         return rest, None
     match = _ONE_EXPERT.match(rest)
     return (PARTS[match[2]], int(match[1])) if match and match[2] in PARTS else None
@@ -168,6 +173,11 @@ def _layer_problems(layer: int, found: dict[Part, StoredTensor], moe: MoEConfig,
             ("gate_up_proj", None): (moe.num_experts, 2 * moe.ffn_size, moe.hidden_size),
             ("down_proj", None): (moe.num_experts, *deep),
         }
+        if moe.expert_bias:
+            expected |= {
+                (BIASES[0], None): (moe.num_experts, 2 * moe.ffn_size),
+                (BIASES[1], None): (moe.num_experts, moe.hidden_size),
+            }
     missing = [part if expert is None else f"expert {expert}'s {part}" for part, expert in expected.keys() - found]
     surplus = [found[part].name for part in found.keys() - expected]
     problems = [f"missing in layer {layer}: {some(missing)}"] if missing else []
@@ -184,10 +194,11 @@ def _dtype_problems(tensor: StoredTensor, keep_fp8: bool) -> list[str]:
     named = f"{tensor.name} of dtype {tensor.dtype} must be"
     if keep_fp8:
         return [] if tensor.scales is not None else [f"{named} {BLOCK_FP8} with scales to be kept as it is"]
-    return [] if tensor.dtype in DTYPES or tensor.scales is not None else [f"{named} one of {', '.join(DTYPES)}"]
+    return [] if tensor.dtype in DTYPES or tensor.read_as is not None else [f"{named} one of {', '.join(DTYPES)}"]
 
 
-def _gate_up_shard(found: dict[Part, StoredTensor], hidden_size: int, ffn_size: int, layout: ExpertLayout) -> LazyShard:
+def _gate_up_shard(found: dict[Part, StoredTensor], ffn_size: int, layout: ExpertLayout, *deep: int) -> LazyShard:
+    """``(e, 2F/TP, D)``, or without a D in ``deep`` ``(e, 2F/TP)``."""
     experts, width = layout.experts_local, ffn_size // layout.tp
     first = layout.tp_rank * width
     fused = found.get(("gate_up_proj", None))
@@ -208,8 +219,8 @@ def _gate_up_shard(found: dict[Part, StoredTensor], hidden_size: int, ffn_size: 
             for half, part in enumerate(("gate", "up"))
         ]
     return LazyShard(
-        buffer_shape=(experts, 2, width, hidden_size),
-        shape=(experts, 2 * width, hidden_size),
+        buffer_shape=(experts, 2, width, *deep),
+        shape=(experts, 2 * width, *deep),
         pieces=tuple(pieces),
     )
 
@@ -228,3 +239,10 @@ def _down_shard(found: dict[Part, StoredTensor], hidden_size: int, ffn_size: int
         ]
     shape = (experts, hidden_size, width)
     return LazyShard(buffer_shape=shape, shape=shape, pieces=tuple(pieces))
+
+
+def _down_bias_shard(bias: StoredTensor, hidden_size: int, layout: ExpertLayout) -> LazyShard:
+    """Whole on every TP rank, the first of which adds it."""
+    shape = (layout.experts_local, hidden_size)
+    mine = slice(layout.first_expert, layout.first_expert + layout.experts_local)
+    return LazyShard(buffer_shape=shape, shape=shape, pieces=(Piece(source=bias, index=(mine,), into=(ALL,)),))

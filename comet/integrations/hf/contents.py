@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from comet.config import require
+from comet.integrations.hf import gpt_oss
 from comet.integrations.hf.checkpoint import LazyShard, shard_checkpoint
 from comet.integrations.hf.convert import Place
 from comet.integrations.hf.families import moe_config, shared_ffn_size
@@ -23,26 +24,46 @@ logger = logging.getLogger(__name__)
 
 
 def state_of(
-    tensors: dict[str, StoredTensor], modules: dict[int, str], place: Place, config: Any, fp8_as: torch.dtype | None
+    tensors: dict[str, StoredTensor],
+    modules: dict[int, str],
+    place: Place,
+    config: Any,
+    dtype: torch.dtype,
+    *,
+    is_fp8: bool,
 ) -> tuple[dict[str, Any], Place]:
     """What the model is to load, lazily, this rank's shards among it; and the place, as ``_with_fp8_pieces`` has it."""
-    if fp8_as is None:
-        check_wide({name: tensor for name, tensor in tensors.items() if ".experts." not in name})
-    else:
-        tensors = _read_fp8(tensors, fp8_as, place)
+    if is_fp8:
+        tensors = _read_fp8(tensors, dtype, place)
         place = _with_fp8_pieces(place, tensors, modules, config)
+    else:
+        check_wide({name: tensor for name, tensor in tensors.items() if ".experts." not in name})
+    if place.family == gpt_oss.FAMILY:
+        tensors = gpt_oss.read_laid_out(tensors, dtype)
     state = shard_checkpoint(tensors, modules, moe_config(config), place.layout, keep_fp8=place.keep_fp8)
     state |= _piece_shards(place, tensors, modules, config)
     _log_bytes(state, tensors, place)
     return state, place
 
 
+def holds_block_fp8(config: Any) -> bool:
+    """Whether a configuration says that its checkpoint holds block FP8; gpt-oss's may be MXFP4, as its tensors tell.
+
+    Raises:
+        ValueError: If it is quantised in any other way.
+    """
+    if config.model_type == gpt_oss.FAMILY:
+        gpt_oss.check_quantisation(config)
+        return False
+    return is_block_fp8(config)
+
+
 def take_block_fp8(config: Any, folder: Path, keep_fp8: bool) -> bool:
-    """Whether the checkpoint is block FP8, which its configuration does not say any more: transformers would act."""
-    found = is_block_fp8(config)
+    """Whether the checkpoint is block FP8, and let its configuration say no more of it: transformers would act."""
+    found = holds_block_fp8(config)
     require(
         found or not keep_fp8,
-        f"keep_fp8=True must come with a block FP8 checkpoint: config.json of {folder} has no quantization_config",
+        f"keep_fp8=True must come with a block FP8 checkpoint: config.json of {folder} has no such quantization_config",
     )
     if hasattr(config, "quantization_config"):
         del config.quantization_config

@@ -46,7 +46,8 @@ def load_pretrained(
     The model is made by transformers' own ``from_pretrained``; its experts are shards from the start, and of the
     checkpoint's expert tensors only this rank's slices are read. Everything else is on every rank.
 
-    Block FP8 as DeepSeek-V3 publishes it (``weight`` beside ``weight_scale_inv``) is dequantised as it is read.
+    Block FP8 as DeepSeek-V3 publishes it (``weight`` beside ``weight_scale_inv``) and MXFP4 as gpt-oss does are
+    dequantised as they are read.
 
     Args:
         folder: Holds ``config.json`` and the weights as safetensors, experts one by one or fused.
@@ -67,8 +68,9 @@ def load_pretrained(
             files, which must not change.
         host_budget: With ``file``: share of all experts, or bytes, that host memory holds.
         expert_dtype: ``mxfp8`` or ``mxfp4``: quantise each expert as it is read into host memory, D and F multiples of
-            32; a budget in bytes then holds about twice or four times the experts that it holds in bfloat16. ``None``:
-            as the model is, or in block FP8 with ``keep_fp8``.
+            32; a budget in bytes then holds about twice or four times the experts that it holds in bfloat16. What was
+            MXFP4 in the folder is the same numbers in ``mxfp4``. ``None``: as the model is, or in block FP8 with
+            ``keep_fp8``.
         **options: ``expert_policy``, ``host_cores`` and ``expert_prefetch``, with a budget, as those of ``generate``.
             All others are passed on to ``from_pretrained``, such as ``attn_implementation``.
 
@@ -97,7 +99,7 @@ def load_pretrained(
     budget = store.budget(moe_config(config), len(modules), dtype, parallel)
     with ExitStack() as files:
         tensors = wanted(open_checkpoint(folder, files), stock_class)
-        state, place = state_of(tensors, modules, place, config, dtype if is_fp8 else None)
+        state, place = state_of(tensors, modules, place, config, dtype, is_fp8=is_fp8)
         layers = {} if budget is None else take_files(state, modules, dtype, keep_fp8=keep_fp8)
         given = dict(config=config, state_dict=state, dtype=dtype, **options)
         model = _make(stock_class, place, folder, given).to(device)
@@ -112,7 +114,6 @@ def _settings(
     """The checked configuration of a folder, and the dtype and device its model gets."""
     config = read_config(folder)
     check_family(config)
-    gpt_oss.refuse_folder(config, folder)
     if group is None:
         dtype, device = dtype or config.dtype or torch.float32, torch.device(device or "cpu")
         require(dtype in MOE_DTYPES, f"dtype={dtype} must be one of {MOE_DTYPES}")
@@ -172,7 +173,8 @@ def _make(stock_class: type[nn.Module], place: Place, folder: Path, given: dict[
     model.name_or_path = model.config.name_or_path = str(folder)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    keep_from_saving(model, place.layout, keep_fp8=place.keep_fp8, in_store=place.in_store)
+    laid_out = place.family == gpt_oss.FAMILY
+    keep_from_saving(model, place.layout, keep_fp8=place.keep_fp8, in_store=place.in_store, laid_out=laid_out)
     if place.layout.world_size > 1 or place.keep_fp8:
         for name, parameter in model.named_parameters():
             if ".experts." in name:

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from comet.config import require
+from comet.quantization.formats import MX_BLOCK
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 BLOCK_FP8 = "F8_E4M3"
+MXFP4 = "MXFP4"  # of a tensor whose numbers are two in the files: blocks of codes, and scales
 SCALES = "_scale_inv"  # behind the name of a tensor in block FP8: what its elements are multiplied by
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SCALE_DTYPES = {**DTYPES, "F8_E8M0": torch.float8_e8m0fnu}
@@ -31,10 +33,10 @@ class StoredTensor:
     Args:
         name: As the file spells it.
         shape: Its full shape.
-        dtype: As safetensors spells it, such as ``BF16``.
+        dtype: As safetensors spells it, such as ``BF16``; or ``MXFP4``.
         lazy: Reads what it is indexed with, an ellipsis or a tuple of slices; so does this object.
         scales: Of a tensor in block FP8, once they are known to fit.
-        read_as: What ``lazy`` turns the numbers of block FP8 into; ``None``: it gives them as they are stored.
+        read_as: What ``lazy`` turns quantised numbers into; ``None``: it gives them as they are stored.
         first_row: Of scales: row of their first block at which their tensor begins.
     """
 
@@ -50,6 +52,11 @@ class StoredTensor:
     def stored_as(self) -> torch.dtype:
         """The torch type of ``dtype``, one of those that are supported."""
         return torch.float8_e4m3fn if self.dtype == BLOCK_FP8 else SCALE_DTYPES[self.dtype]
+
+    @property
+    def number_bytes(self) -> float:
+        """Of one of its numbers in the file."""
+        return 0.5 + 1 / MX_BLOCK if self.dtype == MXFP4 else self.stored_as.itemsize
 
     @property
     def is_narrow(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from comet.config import ParallelConfig
 from comet.integrations import hf
 from comet.layer.group import ExpertGroup, make_expert_group
+from comet.quantization.formats import quantize_mxfp4
 
 VOCABULARY = 64
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3")
@@ -69,6 +71,22 @@ def tiny_config(family: str, **changes: Any) -> Any:
             qk_nope_head_dim=8,
             v_head_dim=8,
         ),
+        "gpt_oss": dict(
+            intermediate_size=64,
+            num_local_experts=4,
+            head_dim=8,
+            sliding_window=16,
+            swiglu_limit=1.5,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 10_000.0,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 32,
+            },
+        ),
     }[family]
     return AutoConfig.for_model(family, **(fields | changes))
 
@@ -82,6 +100,9 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32, **changes: Any) 
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(torch.randn(buffer.shape) * 0.1)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("_proj_bias", "router.bias")):
+            parameter.data.normal_(std=0.3)
     return model.to(dtype)
 
 
@@ -144,6 +165,25 @@ def make_group(
     config = getattr(model_or_config, "config", model_or_config)
     arguments = dict(max_tokens=max_tokens, dtype=torch.float32, device="cpu", timeout_s=60.0) | settings
     return make_expert_group(hf.moe_config(config), ParallelConfig(ep=ep, tp=tp, node_size=node_size), **arguments)
+
+
+def publish_mxfp4(model: Any, folder: Path) -> Any:
+    """A gpt-oss folder as it is published, experts in MXFP4; returns the model with the numbers it then has."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    for name in [name for name in state if name.endswith(("gate_up_proj", "down_proj"))]:
+        packed = quantize_mxfp4(state.pop(name).transpose(1, 2))
+        blocks, scales = packed.elements.unflatten(-1, (-1, 16)).contiguous(), packed.scales.contiguous()
+        state |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        model.get_parameter(name).data.copy_(convert_moe_packed_tensors(blocks, scales, dtype=model.dtype))
+    folder.mkdir(exist_ok=True)
+    model.config.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    safetensors.torch.save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    return model
 
 
 def save_fused(model: Any, folder: Path) -> None:
