@@ -1,8 +1,9 @@
 """The routed experts of a Megatron layer: this rank's weights, as Megatron's optimizers and checkpoints want them.
 
 In a distributed checkpoint the experts of a layer are two tensors, ``experts.linear_fc1.weight (E, 2F, h)`` and
-``experts.linear_fc2.weight (E, h, F)``, as ``SequentialMLP`` writes them. Its extra states, which are empty, are not
-written: it reads Comet's checkpoints with ``strict=StrictHandling.LOG_UNEXPECTED``. Comet reads its as they are.
+``experts.linear_fc2.weight (E, h, F)``, and where they have biases two more, ``bias (E, 2F)`` and ``(E, h)``, as
+``SequentialMLP`` writes them. Its extra states, which are empty, are not written: it reads Comet's checkpoints with
+``strict=StrictHandling.LOG_UNEXPECTED``. Comet reads its as they are.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,26 +22,24 @@ from comet.config import OverlapConfig, Path, require
 from comet.integrations.megatron.rules import moe_config
 from comet.layer.group import ExpertGroup
 from comet.layer.paths import ExpertPath, make_path
-from comet.layout import ExpertLayout
+from comet.layout import Biases, ExpertLayout
 
 LOCAL_EXPERT = re.compile(r"(.*)local_experts\.(\d+)\.(.+)")
-FUSED = {"linear_fc1.weight": "w1", "linear_fc2.weight": "w2"}
+FUSED = {"linear_fc1.weight": "w1", "linear_fc2.weight": "w2", "linear_fc1.bias": "b1", "linear_fc2.bias": "b2"}
 
 
 def sharded_experts(
-    w1: Tensor,
-    w2: Tensor,
+    parameters: Mapping[str, Tensor],
     layout: ExpertLayout,
     prefix: str,
     sharded_offsets: tuple[Any, ...],
     replica: tuple[int, int, int],
     metadata: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """This rank's part of both tensors; see ``CometExperts.sharded_state_dict``.
+    """This rank's part of every tensor; see ``CometExperts.sharded_state_dict``.
 
     Args:
-        w1: ``(e, 2F/TP, h)``; gate and up are two parts of the tensor in the checkpoint.
-        w2: ``(e, h, F/TP)``.
+        parameters: Of ``CometExperts``, by name; in the checkpoint gate and up are two parts of a tensor.
         layout: This rank's place among the experts.
         prefix: Of the names.
         sharded_offsets: Place among the layers.
@@ -54,22 +54,26 @@ def sharded_experts(
     )
     axis, tp = len(sharded_offsets), layout.tp
 
-    def part(key: str, tensor: Tensor, replica: Any, *columns: int) -> Any:
-        offsets = (*sharded_offsets, (axis, layout.ep_rank, layout.ep), tuple(columns))
+    def part(key: str, tensor: Tensor, replica: Any, *columns: tuple[int, int, int]) -> Any:
+        offsets = (*sharded_offsets, (axis, layout.ep_rank, layout.ep), *columns)
         return ShardedTensor.from_rank_offsets(key, tensor, *offsets, replica_id=replica, prepend_axis_num=axis)
 
     def split(key: str, tensor: Tensor, replica: Any, flattened_range: slice | None = None) -> list[Any]:
         require(flattened_range is None, f"flattened_range={flattened_range} must be None: gate and up are split")
         gate, up = (half.contiguous() for half in tensor.detach().chunk(2, dim=1))
         shards = ((gate, layout.tp_rank), (up, tp + layout.tp_rank))
-        return [part(key, half, replica, axis + 1, place, 2 * tp) for half, place in shards]
+        return [part(key, half, replica, (axis + 1, place, 2 * tp)) for half, place in shards]
 
-    keys = {name: f"{prefix}experts.{stored}" for stored, name in FUSED.items()}
-    factory = ShardedTensorFactory(keys["w1"], w1, split, lambda halves: torch.cat(halves, dim=1), replica)
-    return {
-        f"{prefix}w1": factory,
-        f"{prefix}w2": part(keys["w2"], w2, replica, axis + 2, layout.tp_rank, tp),
-    }
+    found: dict[str, Any] = {}
+    for stored, name in FUSED.items():
+        if name in parameters:
+            key, tensor = f"{prefix}experts.{stored}", parameters[name]
+            if stored.startswith("linear_fc1"):
+                found[prefix + name] = ShardedTensorFactory(key, tensor, split, partial(torch.cat, dim=1), replica)
+            else:
+                columns = [(axis + 2, layout.tp_rank, tp)] if name == "w2" else []
+                found[prefix + name] = part(key, tensor, replica, *columns)
+    return found
 
 
 def from_sequential(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,6 +127,8 @@ class Choices:
 class CometExperts(nn.Module):
     """``w1 (e, 2F/TP, h)``, gate rows first, and ``w2 (e, h, F/TP)``, computed by one of Comet's paths.
 
+    With ``add_bias_linear`` there are ``b1 (e, 2F)`` and ``b2 (e, h)``; Megatron allows them without expert TP.
+
     Every expert gets a gradient, also without tokens. Weights are drawn per global expert, with a seed from torch's
     CPU generator, which Megatron seeds alike on all ranks that hold the layer: the model does not depend on EP.
 
@@ -159,6 +165,10 @@ class CometExperts(nn.Module):
         width, made = moe.ffn_size // self.layout.tp, dict(device=device, dtype=config.params_dtype)
         self.w1 = nn.Parameter(torch.empty(num_local_experts, 2 * width, moe.hidden_size, **made))
         self.w2 = nn.Parameter(torch.empty(num_local_experts, moe.hidden_size, width, **made))
+        self.b1 = self.b2 = None
+        if moe.expert_bias:
+            self.b1 = nn.Parameter(torch.zeros(num_local_experts, 2 * width, **made))
+            self.b2 = nn.Parameter(torch.zeros(num_local_experts, moe.hidden_size, **made))
         self._mark(config.tensor_model_parallel_size)
         if config.perform_initialization:
             self.reset_parameters(config.init_method, config.output_layer_init_method)
@@ -172,13 +182,13 @@ class CometExperts(nn.Module):
         from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
         alike = self.layout.ep == 1 and self.layout.tp == tensor_parallel
-        for parameter, dim in ((self.w1, 1), (self.w2, 2)):
+        for name, parameter in self.named_parameters():
             parameter.allreduce = alike  # type: ignore[attr-defined]
-            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=1)
+            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=2 if name == "w2" else 1, stride=1)
 
     @torch.no_grad()
     def reset_parameters(self, init_w1: Callable[[Tensor], Any], init_w2: Callable[[Tensor], Any]) -> None:
-        """Draw all weights: of each expert ``(2F, h)`` and ``(h, F)`` as a whole, of which this slice is kept."""
+        """Draw the matrices: of each expert ``(2F, h)`` and ``(h, F)`` as a whole, of which this slice is kept."""
         layout, width = self.layout, self.w2.shape[2]
         columns = slice(layout.tp_rank * width, (layout.tp_rank + 1) * width)
         seed = int(torch.randint(2**48, ()))
@@ -206,7 +216,10 @@ class CometExperts(nn.Module):
             ValueError: If tokens or routing do not fit the group or each other.
         """
         w1, w2 = (weight.to(tokens.dtype) for weight in (self.w1, self.w2))
-        return self.compute(tokens, top_k_ids, top_k_weights, w1, w2)
+        if self.b1 is None or self.b2 is None:
+            return self.compute(tokens, top_k_ids, top_k_weights, w1, w2)
+        biases = Biases(self.b1.to(tokens.dtype), self.b2.to(tokens.dtype))
+        return self.compute(tokens, top_k_ids, top_k_weights, w1, w2, biases)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -222,7 +235,8 @@ class CometExperts(nn.Module):
             ValueError: If the metadata asks for a tensor per expert.
         """
         replica = (0, 0, self.expert_data_group.rank())
-        return sharded_experts(self.w1, self.w2, self.layout, prefix, tuple(sharded_offsets), replica, metadata or {})
+        parameters = dict(self.named_parameters())
+        return sharded_experts(parameters, self.layout, prefix, tuple(sharded_offsets), replica, metadata or {})
 
 
 @contextmanager

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.functional import silu
+from torch.nn.functional import relu, silu
 
 from comet.config import MoEConfig, require
+from comet.kernels.runtime.activation import Activation, ActivationName
 from comet.layer.group import ExpertGroup
 
 DISPATCHERS = ("allgather", "alltoall")
 # Fields that have to be off, and why; those that a version of Megatron-core does not have count as off.
 OFF = {
-    "add_bias_linear": "experts have no bias",
-    "glu_linear_offset": "experts are SwiGLU without an offset",
-    "activation_func_clamp_value": "experts are SwiGLU without a clamp",
     "fp8": "experts train in the type of the tokens",
     "fp4": "experts train in the type of the tokens",
     "moe_use_legacy_grouped_gemm": "Comet's kernels multiply, and its checkpoints are those of SequentialMLP",
@@ -52,7 +52,43 @@ def moe_config(config: Any, *, max_imbalance: float | None = None) -> MoEConfig:
         top_k=config.moe_router_topk,
         balance="none",
         max_imbalance=max_imbalance,
+        activation=activation_of(config),
+        expert_bias=bool(config.add_bias_linear),
     )
+
+
+def activation_of(config: Any) -> Activation:
+    """How gate and up become hidden in a Megatron model.
+
+    Raises:
+        ValueError: If Comet has no such activation; field, value and rule are named.
+    """
+    gated, function = config.gated_linear_unit, config.activation_func
+    require(gated, f"gated_linear_unit={gated} must be True: experts have a gate")
+    names = gate_functions()
+    require(
+        function in names,
+        f"activation_func={getattr(function, '__name__', function)} must be silu, relu, or fast_gelu (of tanh) or "
+        "quick_gelu of megatron.core.activations",
+    )
+    limit = getattr(config, "activation_func_clamp_value", None)
+    offset = getattr(config, "glu_linear_offset", 0.0) or 0.0
+    if names[function] == "clamped_swiglu":
+        require(bool(limit), f"activation_func_clamp_value={limit} must be above 0 for activation_func=quick_gelu")
+        require(offset == 1, f"glu_linear_offset={offset} must be 1.0 for activation_func=quick_gelu")
+        return Activation("clamped_swiglu", limit=limit)
+    require(not limit, f"activation_func_clamp_value={limit} must be None but for activation_func=quick_gelu")
+    require(not offset, f"glu_linear_offset={offset} must be 0.0 but for activation_func=quick_gelu")
+    return Activation(names[function])
+
+
+def gate_functions() -> dict[Any, ActivationName]:
+    """The activations by what Megatron calls on the gate; its own functions only where it is importable."""
+    found: dict[Any, ActivationName] = {silu: "swiglu", relu: "reglu"}
+    with suppress(ImportError):
+        theirs = importlib.import_module("megatron.core.activations")
+        found |= {theirs.fast_gelu: "geglu", theirs.quick_gelu: "clamped_swiglu"}
+    return found
 
 
 def check_config(config: Any, group: ExpertGroup) -> None:
@@ -60,9 +96,7 @@ def check_config(config: Any, group: ExpertGroup) -> None:
     for name, reason in OFF.items():
         value = getattr(config, name, None)
         require(not value, f"{name}={value} must be off: {reason}")
-    gated, activation = config.gated_linear_unit, config.activation_func
-    require(gated, f"gated_linear_unit={gated} must be True: experts are SwiGLU")
-    require(activation is silu, f"activation_func={activation} must be torch.nn.functional.silu: experts are SwiGLU")
+    activation_of(config)
     dispatcher = config.moe_token_dispatcher_type
     require(
         dispatcher in DISPATCHERS,

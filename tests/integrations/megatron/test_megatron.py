@@ -32,6 +32,7 @@ from megatron_checkpoints import save_and_load
 from megatron_training import Size, layers_beside_megatron, train_beside_megatron
 from ranks import run_ranks
 from torch import Tensor
+from torch.nn.functional import relu
 
 from comet.config import ParallelConfig
 from comet.integrations.megatron import CometMoELayer, from_sequential, moe_config, with_comet
@@ -59,7 +60,17 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "an expert without tokens": ({}, {}),
     "padding": ({}, {}),
     "plain path": ({}, dict(path="plain")),
+    "ReGLU": (dict(activation_func=relu), {}),
 }
+
+
+def cases(ep: int, expert_tp: int) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """All cases, with Megatron's own activations; with EP alone its experts train biases in 0.16.1."""
+    from megatron.core.activations import fast_gelu, quick_gelu
+
+    bias = dict(add_bias_linear=ep > expert_tp == 1, moe_shared_expert_intermediate_size=None)
+    gpt_oss = dict(activation_func=quick_gelu, glu_linear_offset=1.0, activation_func_clamp_value=0.7)
+    return CASES | {"GeGLU": (dict(activation_func=fast_gelu), {}), "gpt-oss": ({**gpt_oss, **bias}, {})}
 
 
 def assert_near(actual: Tensor, expected: Tensor, what: str) -> None:
@@ -73,7 +84,7 @@ def check_layer(rank: int, world_size: int, ep: int, expert_tp: int, tp: int, no
     """Each case of one layout: output, gradient of the input, and of all parameters."""
     start(ep, expert_tp, tp)
     group = make_group(make_config(moe_router_topk=4), node_size)
-    for name, (fields, settings) in CASES.items():
+    for name, (fields, settings) in cases(ep, expert_tp).items():
         stock, ours = twins(make_layer, make_config(**fields), group, rank, **settings)
         torch.manual_seed(rank)
         x, mask = torch.randn(SEQUENCE, BATCH, 32), None
@@ -157,6 +168,12 @@ def test_training_has_the_same_losses() -> None:
 @pytest.mark.slow
 def test_checkpoints(tmp_path: Path) -> None:
     run_ranks(save_and_load, 2, tmp_path, "cpu", timeout=300)
+
+
+@pytest.mark.slow
+def test_checkpoints_of_biases(tmp_path: Path) -> None:
+    biased = dict(add_bias_linear=True, moe_shared_expert_intermediate_size=None)
+    run_ranks(save_and_load, 2, tmp_path, "cpu", biased, timeout=300)
 
 
 def initial_weights(rank: int, world_size: int, layouts: list[tuple[int, int]]) -> list[dict[str, Tensor]]:
@@ -272,6 +289,7 @@ def test_the_snippet_of_the_readme(tmp_path: Path) -> None:
 
 def refusals(rank: int, world_size: int) -> dict[str, str]:
     """What is said of groups and calls that do not fit, by a name for each."""
+    from megatron.core.activations import quick_gelu
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     start(2)
@@ -297,7 +315,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     note("top_k", lambda: build("group", moe_router_topk=3))
     note("hidden_size", lambda: build("group", hidden_size=48))
     note("dtype", lambda: build("group", bf16=True))
-    note("bias", lambda: build("group", add_bias_linear=True))
+    note("activation", lambda: build("group", activation_func=quick_gelu))
     note("legacy grouped GEMM", lambda: build("group", moe_use_legacy_grouped_gemm=True))
     layer = build("group")
     note("tokens", lambda: layer(torch.zeros(50, BATCH, 32)))
@@ -321,7 +339,7 @@ def test_refusals_name_field_value_and_rule() -> None:
         "top_k": "top_k=3 of the layer must be at most the group's 2",
         "hidden_size": "hidden_size=48 of the layer must be the group's 32",
         "dtype": "dtype=torch.bfloat16 of the model's tokens must be the group's torch.float32",
-        "bias": "add_bias_linear=True must be off: experts have no bias",
+        "activation": "activation_func_clamp_value=None must be above 0 for activation_func=quick_gelu",
         "legacy grouped GEMM": "moe_use_legacy_grouped_gemm=True must be off: Comet's kernels multiply",
         "tokens": "num_tokens=150 must be at most max_tokens=128",
         "dtype of tokens": "dtype=torch.float16 of tokens must be the group's torch.float32",

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from megatron_cases import FIELDS
-from torch.nn.functional import gelu
+from torch.nn.functional import gelu, relu
 
 from comet.config import MoEConfig, ParallelConfig
 from comet.errors import UnavailableError
 from comet.integrations.megatron import from_sequential, moe_config, with_comet
 from comet.integrations.megatron.layer import top_k_of
 from comet.integrations.megatron.rules import OFF, check_config, check_ranks
+from comet.kernels.runtime.activation import Activation
 from comet.layer.group import ExpertGroup, make_expert_group
 
 DEFAULTS: dict[str, Any] = dict(  # of a TransformerConfig
@@ -64,6 +65,8 @@ def test_the_shape_of_the_layers() -> None:
         hidden_size=32, ffn_size=48, num_experts=4, top_k=2, balance="none", max_imbalance=1.5
     )
     assert moe_config(config(moe_ffn_hidden_size=None)).ffn_size == 64
+    biased = moe_config(config(activation_func=relu, add_bias_linear=True))
+    assert (biased.activation, biased.expert_bias) == (Activation("reglu"), True)
     for field in (dict(num_moe_experts=None), dict(num_moe_experts=0)):
         with pytest.raises(ValueError, match=r"num_moe_experts=(None|0) must be at least 1"):
             moe_config(config(**field))
@@ -82,8 +85,10 @@ def test_what_has_to_be_off(name: str, group: ExpertGroup) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(gated_linear_unit=False), "gated_linear_unit=False must be True: experts are SwiGLU"),
-        (dict(activation_func=gelu), "must be torch.nn.functional.silu: experts are SwiGLU"),
+        (dict(gated_linear_unit=False), "gated_linear_unit=False must be True: experts have a gate"),
+        (dict(activation_func=gelu), "activation_func=gelu must be silu, relu, or fast_gelu"),
+        (dict(activation_func_clamp_value=7.0), "activation_func_clamp_value=7.0 must be None but for"),
+        (dict(glu_linear_offset=1.0), "glu_linear_offset=1.0 must be 0.0 but for activation_func=quick_gelu"),
         (dict(moe_token_dispatcher_type="flex"), "moe_token_dispatcher_type='flex' must be one of"),
         (dict(cuda_graph_impl="local"), "cuda_graph_impl='local' must be 'none'"),
         (dict(params_dtype=torch.float16), "dtype=torch.float16 of the model's tokens must be the group's"),
@@ -143,8 +148,8 @@ def test_weights_of_sequential_experts() -> None:
 
 def test_experts_that_are_not_comets_or_missing() -> None:
     state = sequential(3, "experts.")
-    with pytest.raises(ValueError, match=r"local_experts.0.linear_fc1.bias must be one of linear_fc1.weight, "):
-        from_sequential({**state, "experts.local_experts.0.linear_fc1.bias": torch.ones(6)})
+    with pytest.raises(ValueError, match=r"local_experts.0.linear_fc3.weight must be one of linear_fc1.weight, "):
+        from_sequential({**state, "experts.local_experts.0.linear_fc3.weight": torch.ones(6)})
     del state["experts.local_experts.1.linear_fc2.weight"]
     with pytest.raises(ValueError, match=r"experts.w2 lacks the local experts \[1\]"):
         from_sequential(state)
