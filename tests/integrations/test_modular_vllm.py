@@ -6,30 +6,25 @@ import abc
 import itertools
 import sys
 import types
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from late import hurry
 from layer_cases import LayerCase, assert_as_close, rank_inputs
-from modular_cases import expected, make_group, rank_weights
+from modular_cases import dequantized_weights, expected, make_group, rank_weights
 from ranks import run_ranks
 from torch import Tensor
 from vllm_package import contract_breaches, expert_map_of, modules, moe_config_of, needs_vllm, quant_config_of
 
 from comet.errors import StepFailedError, UnavailableError
-from comet.integrations.vllm import (
-    BASES,
-    PACKAGE,
-    WeightCache,
-    adapt_experts,
-    adapt_prepare_finalize,
-    global_routing,
-    map_ids,
-    scheme,
-)
+from comet.integrations.vllm import adapt_experts, adapt_prepare_finalize
+from comet.integrations.vllm.adapters import BASES, PACKAGE, global_routing, map_ids
+from comet.integrations.vllm.weights import WeightCache, scheme
+from comet.kernels.runtime.activation import Activation
 from comet.layer.group import ExpertGroup
-from comet.layout import ExpertLayout
+from comet.layout import Biases, ExpertLayout
 from comet.modular import (
     AllToAll,
     BatchedReduce,
@@ -50,7 +45,8 @@ from comet.modular import (
     WarpDecodeExperts,
 )
 from comet.modular.composer import elements
-from comet.quantization.formats import MXFP8, WEIGHT_TYPES, Weight
+from comet.quantization.formats import FP8, MXFP8, WEIGHT_TYPES, Weight
+from comet.reference.layer import reference_experts
 
 CASE = LayerCase("vllm", 1, 1, (13,), seed=8, routing="masked")
 TWO_RANKS = [
@@ -231,13 +227,21 @@ def check_refusals(group: ExpertGroup) -> None:
     with pytest.raises(ValueError, match="finalize needs the rows of a prepare that came before it"):
         adapted.finalize(None, rows, None, None, False, reductions.TopKWeightAndReduceNoOP())
 
-    clamped, grouped = moe_config_of(CASE), GroupedContiguous(config, group)
-    clamped.swiglu_limit = 7.0
-    with pytest.raises(ValueError, match="swiglu_limit of the moe_config must be None: it would be left out"):
-        adapt_experts(grouped, clamped, plain)
-    biased = modules()[1].FusedMoEQuantConfig.make(w2_bias=torch.zeros(CASE.num_experts, CASE.hidden_size))
-    with pytest.raises(ValueError, match="w2_bias of the quant_config must be None"):
-        adapt_experts(grouped, moe_config_of(CASE), biased)
+    grouped = GroupedContiguous(config, group)
+    one_bias = quant_config_of(CASE, 0, Tensor, fp8_rows=False, w2_bias=torch.zeros(1))
+    block_fp8 = quant_config_of(CASE, 0, FP8, fp8_rows=False)
+    clamped = GroupedContiguous(replace(config, activation=Activation("clamped_swiglu")), group)
+    for inner, activation, fields, quant_config, message in (
+        (grouped, "silu", {"swiglu_limit": 7.0}, plain, "gemm1_clamp_limit=7.0 must be None for activation=silu"),
+        (grouped, "silu", {}, one_bias, "w1_bias and w2_bias of the quant_config must both be given, or neither"),
+        (grouped, "gelu", {}, plain, "activation=gelu of the moe_config must be one of silu, gelu_tanh, swigluoai, "),
+        (grouped, "swigluoai", {}, plain, r"activation=.*'swiglu'.* of GroupedContiguous must be vLLM's .*'clamped_sw"),
+        (clamped, "swigluoai", {}, block_fp8, "activation=swigluoai must come without block FP8"),
+        (clamped, "swigluoai_uninterleave", {}, plain, "gemm1_clamp_limit=None must be given"),
+        (clamped, "swigluoai_uninterleave", {"swiglu_limit": 7.0}, plain, "gemm1_beta=0.0 must be 1.0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            adapt_experts(inner, moe_config_of(CASE, activation, **fields), quant_config)
 
     class PlainOnly(GroupedContiguous):
         weight_types = frozenset({Tensor})
@@ -268,6 +272,70 @@ def check_replaced_scales(group: ExpertGroup) -> None:
             held = kernel.fused_experts.quant_config._w2
             held.scale = held.scale + 1 if held.scale.dtype == torch.uint8 else held.scale * 2
             torch.testing.assert_close(run_kernel(kernel, CASE, 0, weight_type), 2 * before)
+
+
+def run_activations(rank: int, world_size: int) -> None:
+    """gpt-oss's layers, as vLLM has them: biases, and w1 in either order; and GeGLU."""
+    start_vllm()
+    from vllm.model_executor.layers.activation import SwigluOAIAndMul
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    rows = 8 * torch.randn(5, 2 * CASE.ffn_size)
+    theirs = SwigluOAIAndMul.forward_native(types.SimpleNamespace(alpha=1.702, limit=7.0), rows)  # type: ignore[arg-type]
+    torch.testing.assert_close(theirs, Activation("clamped_swiglu").forward(rows[:, ::2], rows[:, 1::2]))
+    gentle = Activation("clamped_swiglu", alpha=1.5, limit=0.5)
+    limits = dict(gemm1_alpha=1.5, gemm1_clamp_limit=0.5, gemm1_beta=1.0)
+    layers: list[tuple[str, Activation, dict[str, Any]]] = [
+        ("swigluoai", Activation("clamped_swiglu"), {}),
+        ("swigluoai", gentle, limits),
+        ("swigluoai_uninterleave", gentle, limits),
+        ("gelu_tanh", Activation("geglu"), {}),
+    ]
+    kinds = [
+        (SymmetricContiguous, GroupedContiguous),
+        (SingleRank, WarpDecodeExperts),
+        (SymmetricBatched, GroupedBatched),
+    ]
+    for (name, activation, fields), weight_type in itertools.product(layers, (Tensor, MXFP8)):
+        config = replace(CASE.config, activation=activation, expert_bias=True)
+        group, inputs = make_group(CASE), rank_inputs(CASE, 0)
+        b1, b2 = torch.randn(CASE.num_experts, 2 * CASE.ffn_size), torch.randn(CASE.num_experts, CASE.hidden_size)
+        whole = [weight.float() for weight in dequantized_weights(CASE, weight_type)]
+        wanted = reference_experts(
+            inputs.tokens, inputs.top_k_ids, inputs.top_k_weights, whole[0].flatten(1, 2), whole[1],
+            activation=activation, biases=Biases(b1, b2),
+        )  # fmt: skip
+        stored = rank_weights(CASE, 0, weight_type)
+        order = torch.arange(2 * CASE.ffn_size)
+        if name == "swigluoai":
+            order = order.view(2, -1).T.flatten()
+        w1, scales = elements(stored[0])[:, order], {}
+        if isinstance(stored[0], MXFP8):
+            scales["w1_scale"] = stored[0].scales[:, order]
+        for transport, kind in kinds:
+            if kind is WarpDecodeExperts and weight_type is not Tensor:
+                continue  # which refuses biases of quantised weights by name
+            quant_config = quant_config_of(
+                CASE, 0, weight_type, fp8_rows=False, w1_bias=b1[:, order], w2_bias=b2, **scales, **fields
+            )
+            dispatch = adapt_prepare_finalize(transport(config, group))
+            experts = adapt_experts(
+                kind(config, group), moe_config_of(CASE, name), quant_config, dispatch.max_num_tokens_per_rank()
+            )
+            kernel = modules()[0].FusedMoEKernel(dispatch, experts)
+            for _ in range(2):
+                found = kernel.apply(
+                    inputs.tokens.clone(), w1, elements(stored[1]), inputs.top_k_weights, inputs.top_k_ids,
+                    MoEActivation(name), CASE.num_experts, None, False,
+                )  # fmt: skip
+                what = f"{kind.__name__}, {name}, {weight_type.__name__}: "
+                torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4, msg=what.__add__)
+        group.close()
+
+
+@needs_vllm
+def test_activations_and_biases_of_vllm() -> None:
+    run_ranks(run_activations, 1, timeout=400)
 
 
 @needs_vllm
@@ -347,6 +415,11 @@ def test_weights_are_made_anew_when_anything_is_replaced() -> None:
     again = made(w1.elements, w2.elements)
     assert again[1].scales is config.w2_scale
     assert made(w1.elements, w2.elements) is again is not first
+    interleaved = WeightCache(types.SimpleNamespace(w1_bias=None, w2_bias=None), interleaved=True)
+    turned = interleaved(w1.elements, w2.elements)
+    assert interleaved(w1.elements, w2.elements) is turned
+    w1.elements[0, 1] = w1.elements[0, 1]  # written to where it is
+    assert interleaved(w1.elements, w2.elements) is not turned
     config.w2_scale = None
     with pytest.raises(ValueError, match="w1_scale and w2_scale of the quant_config must both be given, or neither"):
         WeightCache(config)(w1.elements, w2.elements)

@@ -34,7 +34,7 @@ def modules() -> tuple[Any, Any]:
     return modular_kernel, config
 
 
-def moe_config_of(case: LayerCase) -> Any:
+def moe_config_of(case: LayerCase, activation: str = "silu", **fields: Any) -> Any:
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
     _, config = modules()
@@ -45,16 +45,17 @@ def moe_config_of(case: LayerCase) -> Any:
     return config.FusedMoEConfig(
         num_experts=case.num_experts, num_logical_experts=case.num_experts, experts_per_token=case.top_k,
         num_local_experts=case.num_experts // case.ep, hidden_dim=case.hidden_size, intermediate_size=case.ffn_size,
-        activation=MoEActivation.SILU, device="cpu", routing_method=config.RoutingMethodType.Default,
-        moe_parallel_config=parallel, in_dtype=case.dtype,
+        activation=MoEActivation(activation), device="cpu", routing_method=config.RoutingMethodType.Default,
+        moe_parallel_config=parallel, in_dtype=case.dtype, **fields,
     )  # fmt: skip
 
 
-def quant_config_of(case: LayerCase, rank: int, weight_type: type[Weight], *, fp8_rows: bool) -> Any:
+def quant_config_of(case: LayerCase, rank: int, weight_type: type[Weight], *, fp8_rows: bool, **fields: Any) -> Any:
     w1, w2 = (getattr(weight, "scales", None) for weight in rank_weights(case, rank, weight_type))
     rows = dict(quant_dtype=torch.float8_e4m3fn, block_shape=[128, 128]) if fp8_rows else {}
     weight_dtype: Any = WEIGHT_DTYPES[weight_type]
-    return modules()[1].FusedMoEQuantConfig.make(**rows, weight_dtype=weight_dtype, w1_scale=w1, w2_scale=w2)
+    scales = {"w1_scale": w1, "w2_scale": w2} | fields
+    return modules()[1].FusedMoEQuantConfig.make(**rows, weight_dtype=weight_dtype, **scales)
 
 
 def expert_map_of(case: LayerCase, rank: int) -> Tensor | None:

@@ -1,19 +1,8 @@
-"""Comet's modular parts inside vLLM: adapters that subclass vLLM's abstract classes, where vLLM is importable.
-
-    kernel = FusedMoEKernel(adapt_prepare_finalize(AllToAll(config, group)),
-                            adapt_experts(GroupedContiguous(config, group), moe_config, quant_config))
-
-For vLLM 0.25 to 0.33, whose abstract classes agree; tested inside 0.33.0 itself. vLLM has no registry for parts from
-outside, so a plug-in puts them in place. Covered: contiguous and batched rows, SiLU, weights unquantised, in FP8 with a
-scale per 128 x 128 block or in MXFP8 (by the ``w1_scale`` and ``w2_scale`` of the quant_config), and activations in FP8
-with a scale per 128 elements. Not covered: LoRA, biases, clamps, router weights on the input, ``prepare_async`` and
-with it two micro-batches in flight at once (vLLM hands nothing from ``prepare`` to ``finalize``, so the adapter does).
-"""
+"""vLLM's abstract classes in terms of Comet's interfaces: mixins, and the classes made of both."""
 
 from __future__ import annotations
 
 import importlib
-import operator
 from collections.abc import Callable
 from inspect import Parameter, Signature
 from types import SimpleNamespace
@@ -24,7 +13,9 @@ from torch import Tensor
 
 from comet.config import require
 from comet.errors import StepFailedError, UnavailableError
-from comet.layout import ExpertLayout
+from comet.integrations.vllm.weights import ACTIVATIONS, WeightCache, activation_of, scheme, wants_fp8, weight_type_of
+from comet.kernels.runtime.activation import SWIGLU, Activation
+from comet.layout import Biases, ExpertLayout
 from comet.modular.base import BatchedReduce, ContiguousReduce, DelegateReduce, NoOpReduce
 from comet.modular.composer import cut, problem_of, scratch_bytes
 from comet.modular.interfaces import (
@@ -43,71 +34,6 @@ from comet.modular.interfaces import (
 from comet.modular.symmetric import SymmetricBatched
 from comet.quantization.formats import FP8, FP8_BLOCK, MX_BLOCK, MXFP8, Weight
 
-
-class WeightCache:
-    """vLLM's weights with the scales of its quant_config, made once, because looking at scales waits for the device.
-
-    Made again when vLLM puts another tensor in place of a weight or of its scales, as it does when it reloads them.
-    """
-
-    def __init__(self, quant_config: Any) -> None:
-        self.quant_config = quant_config
-        self._sources: tuple[Tensor | None, ...] = ()
-        self._made: tuple[Weight, Weight] | None = None
-
-    def __call__(self, w1: Tensor, w2: Tensor) -> tuple[Weight, Weight]:
-        """The pair as it is, or in the type that its scales say.
-
-        Raises:
-            ValueError: If elements and scales do not fit together, or a scale is no number.
-        """
-        if weight_type_of(self.quant_config) is Tensor:
-            return w1, w2
-        sources = (w1, w2, self.quant_config.w1_scale, self.quant_config.w2_scale)
-        if self._made is None or any(map(operator.is_not, sources, self._sources)):
-            self._made, self._sources = (quantized(w1, sources[2]), quantized(w2, sources[3])), sources
-        return self._made
-
-
-def quantized(elements: Tensor, scales: Tensor | None) -> FP8 | MXFP8:
-    """Elements with their scales, in the type that the scales' dtype says."""
-    if scales is None:
-        raise ValueError("w1_scale and w2_scale of the quant_config must both be given, or neither")
-    if scales.dtype == torch.uint8:
-        return MXFP8(elements=elements, scales=scales)
-    return FP8(elements=elements, scales=scales)
-
-
-def weight_type_of(quant_config: Any) -> type[Weight]:
-    """The type of the weights of a layer, by its scales: none, uint8 (MXFP8) or anything else, which has to be FP8."""
-    scales = getattr(quant_config, "w1_scale", None)
-    if scales is None:
-        return Tensor
-    return MXFP8 if scales.dtype == torch.uint8 else FP8
-
-
-def scheme(key: Any) -> tuple[int, ...] | None:
-    """Rows and columns that share a scale, of a ``QuantKey`` of vLLM in e4m3; ``(0, 0)`` for what is not known here."""
-    if key is None:
-        return None
-    shape = tuple(getattr(key.scale, "group_shape", (0, 0)))
-    scales = torch.uint8 if shape == (1, MX_BLOCK) else torch.float32
-    return shape if key.dtype == torch.float8_e4m3fn and getattr(key.scale, "dtype", None) == scales else (0, 0)
-
-
-def wants_fp8(quant_config: Any, defer_input_quant: bool) -> bool:
-    """Whether tokens are to be quantised before they travel; raises ``ValueError`` where it would not be our way."""
-    dtype = getattr(quant_config, "quant_dtype", None)
-    if dtype is None or defer_input_quant:
-        return False
-    block = getattr(quant_config, "block_shape", None)
-    require(
-        dtype == torch.float8_e4m3fn and block is not None and list(block) == [FP8_BLOCK, FP8_BLOCK],
-        f"quant_dtype={dtype} with block_shape={block} must be {torch.float8_e4m3fn} with [{FP8_BLOCK}, {FP8_BLOCK}]",
-    )
-    return True
-
-
 PACKAGE = "vllm.model_executor.layers.fused_moe"
 NEEDS = "comet.integrations.vllm needs vLLM 0.25 to 0.33"
 BASES = ("FusedMoEPrepareAndFinalizeModular", "FusedMoEExpertsModular", "FusedMoEActivationFormat")
@@ -118,12 +44,6 @@ REDUCTIONS: dict[str, type[TopKReduce]] = {
     "TopKWeightAndReduceDelegate": DelegateReduce,
 }
 
-NOT_COMPUTED = {
-    "w1_bias": "quant_config",
-    "w2_bias": "quant_config",
-    "gemm1_clamp_limit": "quant_config",
-    "swiglu_limit": "moe_config",
-}
 FORMATS = {ActivationFormat.CONTIGUOUS: "Standard", ActivationFormat.BATCHED: "BatchedExperts"}
 
 APPLY_NAMES = (
@@ -141,8 +61,7 @@ def adapt_prepare_finalize(inner: PrepareFinalize, moe_config: Any = None, quant
 
     Args:
         inner: Hands out contiguous or batched rows.
-        moe_config: vLLM's, kept for it.
-        quant_config: Likewise.
+        moe_config: vLLM's, kept for it, as is ``quant_config``.
 
     Returns:
         An instance of a subclass of vLLM's class.
@@ -186,6 +105,7 @@ def adapt_experts(inner: Experts, moe_config: Any, quant_config: Any, max_num_to
     kernel = load_vllm()
     ours = getattr(kernel.FusedMoEActivationFormat, FORMATS[formats[0]])
     supports = dict(weight_types=inner.weight_types, takes_fp8=inner.takes_fp8)
+    supports |= dict(computes=getattr(inner, "activation", SWIGLU))  # parts of others may not say
     shape = staticmethod(lambda: ours)
     base = kernel.FusedMoEExpertsModular
     kind = _subclass(name, ExpertsAdapter, base, vllm=kernel, activation_format=shape, **supports)
@@ -318,6 +238,7 @@ class ExpertsAdapter:
     vllm: Any
     weight_types: frozenset[type[Weight]]
     takes_fp8: bool
+    computes: Activation
     activation_format: Callable[[], Any]
 
     def __init__(
@@ -332,10 +253,15 @@ class ExpertsAdapter:
         self.inner = inner
         kind, name = weight_type_of(quant_config), type(inner).__name__
         require(kind in inner.weight_types, f"{name} cannot compute with {kind.__name__} weights")
-        for name, holder in NOT_COMPUTED.items():
-            value = getattr(moe_config if holder == "moe_config" else quant_config, name, None)
-            require(value is None, f"{name} of the {holder} must be None: it would be left out")
-        self._weights = WeightCache(quant_config)
+        wanted, interleaved = activation_of(moe_config, quant_config)
+        require(self.computes == wanted, f"activation={self.computes} of {name} must be vLLM's {wanted}")
+        require(
+            kind is not FP8 or not interleaved,
+            "activation=swigluoai must come without block FP8: a scale would be of gate and up rows together",
+        )
+        b1, b2 = (getattr(quant_config, bias, None) is None for bias in ("w1_bias", "w2_bias"))
+        require(b1 == b2, "w1_bias and w2_bias of the quant_config must both be given, or neither")
+        self._weights = WeightCache(quant_config, interleaved=interleaved)
 
     @staticmethod
     def _supports_current_device() -> bool:
@@ -355,9 +281,9 @@ class ExpertsAdapter:
         }
         return rows_fit and scheme(weight_key) in [shared[kind] for kind in cls.weight_types]
 
-    @staticmethod
-    def _supports_activation(activation: Any) -> bool:
-        return getattr(activation, "value", activation) == "silu"
+    @classmethod
+    def _supports_activation(cls, activation: Any) -> bool:
+        return ACTIVATIONS.get(getattr(activation, "value", activation)) == cls.computes.name
 
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: Any) -> bool:
@@ -405,7 +331,8 @@ class ExpertsAdapter:
         """Compute the outputs into ``output``; arguments as vLLM's class names them."""
         call = SimpleNamespace(**APPLY.bind(self, *args, **kwargs).arguments)
         _require_weights_on_output(call.apply_router_weight_on_input)
-        require(self._supports_activation(call.activation), f"activation={call.activation} must be silu")
+        wanted = self.moe_config.activation  # type: ignore[attr-defined]
+        require(call.activation == wanted, f"activation={call.activation} must be the moe_config's {wanted}")
         tokens, scales = call.hidden_states, call.a1q_scale
         require(
             self.inner.takes_fp8 == (scales is not None),
@@ -414,11 +341,12 @@ class ExpertsAdapter:
         rows = self._rows(
             call, tokens if scales is None else FP8(elements=tokens, scales=scales, block_rows=1, trusted=True)
         )
-        w1, w2 = self._weights(call.w1, call.w2)
+        w1, w2, biases = self._weights(call.w1, call.w2)
         shapes = self.inner.scratch_shapes(problem_of(rows, w2, call.output.dtype))
         pool = call.workspace2.flatten().view(torch.uint8)
         scratch = Scratch(regions=cut(pool, shapes), output=None if shapes.output is None else call.output)
-        outputs = self.inner.apply(rows, w1, w2, scratch)
+        added = () if biases is None else (Biases(*(bias.to(call.output.dtype) for bias in biases)),)
+        outputs = self.inner.apply(rows, w1, w2, scratch, *added)
         if outputs is not call.output:
             call.output.copy_(outputs)
 
