@@ -23,7 +23,7 @@ from itertools import product
 
 import support  # noqa: F401 - puts the helpers on the import path
 import torch
-from activation_cases import ACTIVATIONS
+from activation_cases import ACTIVATIONS, draw_biases
 from activation_layers import expected, run_case
 from bias_cases import check_bias_gradient, check_bias_products
 from decode_cases import FOLD, MATRIX, QUANTISERS, VECTOR, DecodeCase, check_decode
@@ -188,7 +188,8 @@ def run_expert_cache(device: torch.device, dtype: torch.dtype) -> None:
     """Slots are filled, kept and given away, and what is fetched is what lies in host memory."""
     host = [torch.randn(6, *size).to(dtype) for size in ((32, 32), (32, 16))]
     for policy, num_tokens, num_slots in (("lru", 1, 2), ("score", 1, 2), ("lfu", 3, 6), ("lru", 2, 3)):
-        cache = ExpertCache(*host, num_slots, device, policy=policy)
+        biases = draw_biases(6, 16, 32, dtype)._asdict() if policy == "lru" else {}
+        cache = ExpertCache(*host, num_slots, device, policy=policy, **biases)
         for needed in ([0, 5], [5, 2], [1, 4], [1, -1]):
             ids = torch.tensor([needed] * num_tokens, dtype=torch.int32, device=device)
             tokens, weights = torch.randn(num_tokens, 32, device=device).to(dtype), torch.rand(ids.shape, device=device)

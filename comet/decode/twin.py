@@ -41,10 +41,11 @@ def decode_partial_torch(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tenso
             if slot >= 0:
                 rows, ranks = (slots == slot).nonzero(as_tuple=True)
                 w1, w2 = slot_weights(weights, slot, wide)
+                row = slot if weights.host is None else weights.host.place_in_rank(slot)
                 with without_autocast(tokens.device):
-                    pre = _biased(tokens[rows].to(wide) @ w1.T, weights.b1, slot)
+                    pre = _biased(tokens[rows].to(wide) @ w1.T, weights.b1, row)
                     hidden = weights.activation.forward(*pre.chunk(2, dim=-1)).to(tokens.dtype)
-                    outputs[rows, ranks] = _biased(hidden.to(wide) @ w2.T, weights.b2, slot)
+                    outputs[rows, ranks] = _biased(hidden.to(wide) @ w2.T, weights.b2, row)
     partial = outputs.new_zeros(tokens.shape)
     for k in range(top_k_ids.shape[1]):
         # A NaN weight of a skipped routed row must not reach the sum.
@@ -55,8 +56,8 @@ def decode_partial_torch(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tenso
     return partial
 
 
-def _biased(products: Tensor, biases: Tensor | None, slot: int) -> Tensor:
-    return products if biases is None else products + biases[slot].to(products.dtype)
+def _biased(products: Tensor, biases: Tensor | None, row: int) -> Tensor:
+    return products if biases is None else products + biases[row].to(products.dtype)
 
 
 def _slots_in_waves(top_k_ids: Tensor, top_k_weights: Tensor, weights: DecodeWeights) -> Iterator[Tensor]:

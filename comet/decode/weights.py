@@ -48,10 +48,11 @@ class DecodeWeights(ExpertParts):
     # where experts come from that have no slot yet, and which slots they take; None: from nowhere
     host: HostExperts | None = None
     activation: Activation = SWIGLU
-    # (S, 2F), gate, then up, dtype of the tokens: added to the products with w1; None: nothing is
+    # (S, 2F), gate, then up, dtype of the tokens: added to the products with w1; None: nothing is. With a host (e, 2F)
+    # of all its experts, as it has them
     b1: Tensor | None = None
-    # (S, D), dtype of the tokens: added to the products with w2; None: nothing is, as on all but the first TP rank of a
-    # shard
+    # (S, D) or (e, D), dtype of the tokens: added to the products with w2; None: nothing is, as on all but the first TP
+    # rank of a shard
     b2: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -65,13 +66,12 @@ class DecodeWeights(ExpertParts):
             part = f"/{self.per_number}"
         sizes.match("w2", self.w2, f"S D F{part}", dtype=self.w1.dtype, device=device, contiguous=True)
         sizes.match("w1", self.w1, f"S 2F D{part}", contiguous=True)
-        for name, bias, spec in (("b1", self.b1, "S 2F"), ("b2", self.b2, "S D")):
+        rows = "S"
+        if self.host is not None:
+            rows, sizes.values["e"], sizes.origins["e"] = "e", self.host.w1.shape[0], "host"
+        for name, bias, spec in (("b1", self.b1, f"{rows} 2F"), ("b2", self.b2, f"{rows} D")):
             if bias is not None:
                 sizes.match(name, bias, spec, device=device, contiguous=True)
-                if self.host is not None:
-                    raise NotImplementedError(
-                        f"{name} must be None where experts come from a cache: it keeps no biases"
-                    )
         sizes.match("slots", self.slots, "E", dtype=torch.int32, device=device, contiguous=True)
         for letter in "DF":
             size = sizes.values[letter]

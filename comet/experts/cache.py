@@ -27,7 +27,7 @@ from comet.experts.streaming import StreamedExperts, Visit, send
 from comet.kernels.experts.drafts import count_streamed_torch, settle_torch
 from comet.kernels.experts.tables import CLOCK, LAYER, POLICIES, CacheTables, HostExperts, Policy
 from comet.kernels.runtime.activation import SWIGLU, Activation
-from comet.layout import Biases, refuse_biases
+from comet.layout import Biases
 from comet.quantization.formats import FP8_BLOCK, MX_BLOCK, StoredType
 
 if TYPE_CHECKING:
@@ -84,6 +84,8 @@ class ExpertCache:
         num_slots: S, at least 1.
         num_experts: E, of all ranks; ``None``: e.
         first_expert: Number of the first of w1 among them.
+        **others: ``w1_scales`` and ``w2_scales`` of quantised experts; b1 ``(e, 2F)``, gate, then up, and b2
+            ``(e, D)``, all of which are copied to the device.
     """
 
     def __init__(
@@ -96,12 +98,11 @@ class ExpertCache:
         policy: Policy = "lru",
         num_experts: int | None = None,
         first_expert: int = 0,
-        w1_scales: Tensor | None = None,
-        w2_scales: Tensor | None = None,
         activation: Activation = SWIGLU,
+        **others: Tensor,
     ) -> None:
-        given = HeldExperts(w1, w2, False, w1_scales, w2_scales)
-        for name, weight in given.named_parts.items():
+        given = HeldExperts(w1, w2, False, **others)
+        for name, weight in given.stored_parts.items():
             require(weight.device.type == "cpu", f"device={weight.device} of {name} must be 'cpu': it is the store")
         require(num_slots >= 1, f"num_slots={num_slots} must be at least 1")
         require(policy in POLICIES, f"expert_policy={policy!r} must be one of {', '.join(POLICIES)}")
@@ -121,7 +122,8 @@ class ExpertCache:
             name: torch.zeros(num_slots, *weight.shape[1:], dtype=weight.dtype, device=device)
             for name, weight in host.items()
         }
-        self.weights = DecodeWeights(**slots, slots=self.tables.slots, host=self.host, activation=activation)
+        biases: dict[str, Any] = {name: part.to(device) for name, part in others.items() if name in ("b1", "b2")}
+        self.weights = DecodeWeights(**slots, slots=self.tables.slots, host=self.host, activation=activation, **biases)
         self.cores: HostCores | None = None
         self.layer = 0
         self.num_held = w1.shape[0]
@@ -258,8 +260,7 @@ class CachedExperts:
         w2: Tensor,
         biases: Biases | None = None,
     ) -> Tensor:
-        """``(T, D)``, ``(T, K)`` int32, ``(T, K)`` float32 -> ``(T, D)``, by the weights of the cache."""
-        refuse_biases(biases, "an expert cache")
+        """``(T, D)``, ``(T, K)`` int32, ``(T, K)`` float32 -> ``(T, D)``, by weights and biases of the cache."""
         if self.cache.cores is not None and self.cache.layer == 0:  # once a pass is enough
             self.cache.cores.raise_if_failed()
         if tokens.shape[0] > self.runner.decode.max_tokens:

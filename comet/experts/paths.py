@@ -84,7 +84,7 @@ class Slots:
 
     def _cache(self, layer: HeldExperts, num_slots: int) -> ExpertCache:
         return ExpertCache(
-            **layer.named_parts, num_slots=num_slots, device=self.device, policy=self.policy, **self._place
+            **layer.stored_parts, num_slots=num_slots, device=self.device, policy=self.policy, **self._place
         )
 
     def _staged(self, layer: ExpertReader, stage: Stage, number: int, num_slots: int) -> StagedCache:

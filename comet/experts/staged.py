@@ -27,7 +27,7 @@ from comet.experts.cache import CacheReport
 from comet.experts.store import ExpertReader, Specs, host_memory
 from comet.experts.streaming import StreamedExperts, Visit
 from comet.kernels.runtime.activation import SWIGLU, Activation
-from comet.layout import Biases, refuse_biases
+from comet.layout import Biases
 
 logger = logging.getLogger(__name__)
 
@@ -242,7 +242,7 @@ class StagedCache:
 
     def _copy(self, expert: int, slot: int, *, non_blocking: bool) -> None:
         parts = self.stage.get(self._reader, self._layer, self.first_expert + expert, self.first_expert)
-        for name, slots in self.weights.named_parts.items():
+        for name, slots in self.weights.stored_parts.items():
             slots[slot].copy_(parts[name], non_blocking=non_blocking)
 
 
@@ -288,7 +288,6 @@ class StagedExperts:
         biases: Biases | None = None,
     ) -> Tensor:
         """``(T, D)``, ``(T, K)`` int32, ``(T, K)`` float32 -> ``(T, D)``, by the weights of the cache."""
-        refuse_biases(biases, "an expert cache")
         if tokens.shape[0] > self.runner.decode.max_tokens:
             return self.runner.add_up(self.stream(tokens, top_k_ids, top_k_weights)).to(tokens.dtype)
         outputs = []

@@ -65,7 +65,7 @@ class QuantisedReader:
     to: MXType  # what they become
 
     def __post_init__(self) -> None:
-        for shape, _ in self.reader.specs.values():
+        for shape in self._wide.values():
             require(
                 shape[-1] % MX_BLOCK == 0, f"contraction={shape[-1]} must be a multiple of {MX_BLOCK} for {self.to}"
             )
@@ -74,19 +74,24 @@ class QuantisedReader:
     def specs(self) -> Specs:
         """Elements and scales of each part."""
         element, per_byte = (torch.uint8, 2) if self.to == "mxfp4" else (torch.float8_e4m3fn, 1)
-        wide = {name: shape for name, (shape, _) in self.reader.specs.items()}
+        wide = self._wide
         elements = {name: ((*shape[:-1], shape[-1] // per_byte), element) for name, shape in wide.items()}
         scales = {f"{name}_scales": ((*shape[:-1], shape[-1] // MX_BLOCK), torch.uint8) for name, shape in wide.items()}
-        return elements | scales
+        return elements | scales | {name: spec for name, spec in self.reader.specs.items() if name not in wide}
 
     def read(self, expert: int, into: Mapping[str, Tensor]) -> None:
         """Read one expert and quantise it."""
-        wide = {name: torch.empty(shape[1:], dtype=dtype) for name, (shape, dtype) in self.reader.specs.items()}
-        self.reader.read(expert, wide)
+        specs = self.reader.specs
+        wide = {name: torch.empty(shape[1:], dtype=specs[name][1]) for name, shape in self._wide.items()}
+        self.reader.read(expert, {name: into[name] for name in specs} | wide)
         for name, weight in wide.items():
             packed = quantize_mx(weight, self.to)
             into[name].copy_(packed.elements)
             into[f"{name}_scales"].copy_(packed.scales)
+
+    @property
+    def _wide(self) -> dict[str, tuple[int, ...]]:
+        return {name: self.reader.specs[name][0] for name in ("w1", "w2")}  # biases stay as they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +103,8 @@ class HeldExperts(ExpertParts):
     readable: bool  # whether the device reads this memory: it is pinned, or the device is the CPU
     w1_scales: Tensor | None = None
     w2_scales: Tensor | None = None
+    b1: Tensor | None = None  # (E, 2F), gate, then up
+    b2: Tensor | None = None  # (E, D); None on all but the first TP rank of a shard
 
     @classmethod
     def hold(cls, parts: Mapping[str, Tensor], device: torch.device, file: MemoryFile | None = None) -> HeldExperts:
@@ -127,16 +134,16 @@ class HeldExperts(ExpertParts):
     @property
     def num_bytes(self) -> int:
         """Of all of it."""
-        return sum(part.nbytes for part in self.parts)
+        return sum(part.nbytes for part in self.stored_parts.values())
 
     @property
     def specs(self) -> Specs:
         """Shape and dtype of each part."""
-        return {name: (tuple(part.shape), part.dtype) for name, part in self.named_parts.items()}
+        return {name: (tuple(part.shape), part.dtype) for name, part in self.stored_parts.items()}
 
     def read(self, expert: int, into: Mapping[str, Tensor]) -> None:
         """Copy one expert."""
-        for name, part in self.named_parts.items():
+        for name, part in self.stored_parts.items():
             into[name].copy_(part[expert])
 
 

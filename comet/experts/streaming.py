@@ -137,6 +137,11 @@ def floating_slots(
     return dequantize_slots(weights.w1, scales1, slots, dtype), dequantize_slots(weights.w2, scales2, slots, dtype)
 
 
+def with_biases(products: Tensor, biases: Tensor | None, owners: Tensor | None) -> Tensor:
+    """``products (R, C)``, each row with the row of ``biases`` that ``owners (R,)`` says, or without where none are."""
+    return products if biases is None or owners is None else products + biases[owners]
+
+
 @dataclass(frozen=True, slots=True)
 class _Visits:
     """What a layer does for its tokens."""
@@ -224,17 +229,30 @@ class StreamedExperts:
         lengths = [*map(len, sizes), *map(len, groups)]
         sent = send(torch.tensor(numbers, dtype=torch.int32), rows.device).split(lengths)
         ends, slots = sent[: len(groups)], sent[len(groups) :]
+        bias_rows = self._bias_rows(groups, counts, rows.device)
         outputs = []
-        parts = zip(groups, sizes, rows.split(list(map(sum, sizes))), ends, slots, strict=True)
-        for group, each, part, part_ends, part_slots in parts:
+        parts = zip(groups, sizes, rows.split(list(map(sum, sizes))), ends, slots, bias_rows, strict=True)
+        for group, each, part, part_ends, part_slots, owners in parts:
             if group[0].is_missing:
                 self.slots.copy(group)
             w1, w2 = (weights.w1, weights.w2) if whole else floating_slots(weights, part_slots, rows.dtype)
-            gate, up = grouped_matmul(part, w1, tuple(each), part_ends).chunk(2, dim=-1)
-            hidden = weights.activation.forward(gate, up)
-            outputs.append(grouped_matmul(hidden, w2, tuple(each), part_ends))
+            pre = with_biases(grouped_matmul(part, w1, tuple(each), part_ends), weights.b1, owners)
+            hidden = weights.activation.forward(*pre.chunk(2, dim=-1))
+            outputs.append(with_biases(grouped_matmul(hidden, w2, tuple(each), part_ends), weights.b2, owners))
             self.slots.release(group)
         return outputs
+
+    def _bias_rows(
+        self, groups: Sequence[Sequence[Visit]], counts: Sequence[int], device: torch.device
+    ) -> Sequence[Tensor | None]:
+        """``(R,)`` for each group: the row of its biases that each of its rows takes; ``None`` without biases."""
+        weights = self.slots.weights
+        if weights.b1 is None:
+            return [None] * len(groups)
+        visits = [visit for group in groups for visit in group]
+        owners = torch.tensor([visit.slot if weights.host is None else visit.expert for visit in visits])
+        of_rows = owners.repeat_interleave(torch.tensor([counts[visit.expert] for visit in visits]))
+        return send(of_rows, device).split([sum(counts[visit.expert] for visit in group) for group in groups])
 
     def _is_floating(self, dtype: torch.dtype) -> bool:
         """Whether products of rows of a type take the slots as they are."""

@@ -30,6 +30,7 @@ from comet.kernels.experts.tables import Policy
 from comet.layer.group import ExpertGroup
 from comet.layer.sharding import local
 from comet.layer.shared_expert import SharedExpert
+from comet.layout import Biases, added_biases
 from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT
 from comet.moe import MoE
@@ -102,12 +103,15 @@ def take_experts(layer: MoE, expert_dtype: MXType | None = None, file: MemoryFil
     The layer has none of its own from here on.
     """
     w1, w2 = layer.expert_weights()
-    matrices, device = w1.flatten(1, 2), layer.group.device
+    matrices, device, biases = w1.flatten(1, 2), layer.group.device, {}
+    if layer.b1 is not None and layer.b2 is not None:
+        b1, b2 = added_biases(Biases(local(layer.b1).detach().flatten(1), local(layer.b2).detach()), layer.layout)
+        biases = {name: bias for name, bias in (("b1", b1), ("b2", b2)) if bias is not None}
     if expert_dtype is None:
-        held = HeldExperts.hold({"w1": matrices, "w2": w2}, device, file)
+        held = HeldExperts.hold({"w1": matrices, "w2": w2, **biases}, device, file)
         w1, w2 = held.w1.view_as(w1), held.w2
     else:
-        reader = QuantisedReader(HeldExperts(matrices, w2, readable=True), expert_dtype)
+        reader = QuantisedReader(HeldExperts(matrices, w2, readable=True, **biases), expert_dtype)
         held = HeldExperts.fill(reader, device, file)
         w1, w2 = map(emptied, (w1, w2))  # numbers that nobody reads, in no memory
     local(layer.w1).data, local(layer.w2).data = w1, w2

@@ -209,6 +209,7 @@ def aot_cases() -> list[KernelCase]:
     settings += [
         Setting(num_tokens=count, quantised=quantised, **gpt_oss) for quantised in ("", "mxfp4") for count in (1, 2, 16)
     ]
+    settings += [Setting(num_tokens=count, quantised="mxfp4", cache="lru", **gpt_oss) for count in (1, 4)]
     settings += [Setting(shape="qwen3", num_tokens=8, activation=Activation(name)) for name in ("geglu", "reglu")]
     cases = [case for setting in settings for case in (_gate_up(setting), _down(setting))]
     waves = [

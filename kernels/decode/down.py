@@ -13,7 +13,7 @@ reading F D weights of every distinct expert once.
 import triton
 import triton.language as tl
 
-from ..experts.cache import count_missing, wait_for_missing
+from ..experts.cache import bias_row, count_missing, wait_for_missing
 from ..experts.host import add_hosted, forget_hosted
 from ..experts.waves import is_served
 from ..runtime.dependent import wait_for_previous
@@ -50,12 +50,12 @@ def weight_tile(w2, slot, first_col, f, D, F, STEP: tl.constexpr):
 
 
 @triton.jit
-def bias_of(b2_ptr, slot, cols, D):
-    """``b2[slot]`` in the columns ``cols``, in float32; 0 without biases, for slot -1 and from D on."""
+def bias_of(b2_ptr, row, cols, D):
+    """``b2[row]`` in the columns ``cols``, in float32; 0 without biases, for row -1 and from D on."""
     bias = tl.zeros(cols.shape, dtype=tl.float32)
     if b2_ptr is not None:
-        mask = (slot >= 0) & (cols < D)
-        bias = tl.load(b2_ptr + tl.maximum(slot, 0).to(tl.int64) * D + cols, mask=mask, other=0.0).to(tl.float32)
+        mask = (row >= 0) & (cols < D)
+        bias = tl.load(b2_ptr + tl.maximum(row, 0).to(tl.int64) * D + cols, mask=mask, other=0.0).to(tl.float32)
     return bias
 
 
@@ -99,7 +99,9 @@ def down_fold(step, w2, token, first_col, D, F, E, S, STEP: tl.constexpr):
         # Hidden of an expert that is not held was never stored.
         total += tl.where(slot >= 0, weight * sums, 0.0)
         if w2.biases is not None:
-            biases += weight * bias_of(w2.biases, slot, first_col + tl.arange(0, ROWS), D)
+            expert = tl.sum(tl.where(here, ids, 0))
+            b2_row = bias_row(expert, slot, step.slots, E, S, CACHE)
+            biases += weight * bias_of(w2.biases, b2_row, first_col + tl.arange(0, ROWS), D)
     outputs = tl.sum(total, axis=1)
     if w2.biases is not None:
         outputs += biases
@@ -107,7 +109,7 @@ def down_fold(step, w2, token, first_col, D, F, E, S, STEP: tl.constexpr):
 
 
 @triton.jit
-def down_vector(step, w2, slot, rows, first_col, D, F, STEP: tl.constexpr):
+def down_vector(step, w2, slot, b2_row, rows, first_col, D, F, STEP: tl.constexpr):
     """Partial sums of one expert for one or two tokens; one without this expert computes on row 0, stores nothing.
 
     The first ``ahead`` steps of the weights are loaded before hidden is there.
@@ -136,18 +138,18 @@ def down_vector(step, w2, slot, rows, first_col, D, F, STEP: tl.constexpr):
             other_total += times_hidden(tile, step.hidden, legal_other_row, f, F, STEP)
     outputs = tl.sum(total, axis=1)
     if w2.biases is not None:
-        outputs += bias_of(w2.biases, slot, cols, D)
+        outputs += bias_of(w2.biases, b2_row, cols, D)
     tl.store(step.partials + row * D + cols, outputs, mask=(row < NO_ROW) & (cols < D))
     if STEP.token_block == 2:
         outputs = tl.sum(other_total, axis=1)
         if w2.biases is not None:
-            outputs += bias_of(w2.biases, slot, cols, D)
+            outputs += bias_of(w2.biases, b2_row, cols, D)
         mask = (other_row < NO_ROW) & (cols < D)
         tl.store(step.partials + other_row * D + cols, outputs, mask=mask)
 
 
 @triton.jit
-def down_matrix(step, w2, w2_desc, slot, rows, first_col, D, F, STEP: tl.constexpr):
+def down_matrix(step, w2, w2_desc, slot, b2_row, rows, first_col, D, F, STEP: tl.constexpr):
     """Partial sums of one expert for the tokens of one pass."""
     ROWS: tl.constexpr = STEP.rows
     TILE: tl.constexpr = STEP.tile
@@ -171,7 +173,7 @@ def down_matrix(step, w2, w2_desc, slot, rows, first_col, D, F, STEP: tl.constex
         for part in tl.static_range(STEP.depth // PART):
             accumulator = scaled_dot(ws[part], hs[part], accumulator, scales[part], STEP)
     if w2.biases is not None:
-        accumulator += bias_of(w2.biases, slot, cols, D)[:, None]
+        accumulator += bias_of(w2.biases, b2_row, cols, D)[:, None]
     targets = step.partials + legal_rows[None, :] * D + cols[:, None]
     tl.store(targets, accumulator, mask=valid[None, :] & (cols < D)[:, None])
 
@@ -286,6 +288,7 @@ def down_kernel(
             )  # fmt: skip
             wait_for_missing(num_missing, STEP.dependent, CACHE)
             slot = slot_of(expert, step.slots, E, S, CACHE)
+            b2_row = bias_row(expert, slot, step.slots, E, S, CACHE)
             IS_ALONE: tl.constexpr = STEP.token_block == 1 and not STEP.by_expert
             if IS_ALONE:
                 # Loaded here they are there when the last block adds up, which everything else waits for.
@@ -293,12 +296,12 @@ def down_kernel(
             if slot < 0:
                 wait_for_previous(STEP.dependent)
             elif STEP.vector:
-                down_vector(step, w2, slot, rows, block * STEP.rows, D, F, STEP)
+                down_vector(step, w2, slot, b2_row, rows, block * STEP.rows, D, F, STEP)
             else:
                 wait_for_previous(STEP.dependent)
                 for first in range(0, rows_in_passes(rows, STEP.tile), STEP.tile):
                     of_pass = pass_of(rows, first, STEP.tile)
-                    down_matrix(step, w2, w2_desc, slot, of_pass, block * STEP.rows, D, F, STEP)
+                    down_matrix(step, w2, w2_desc, slot, b2_row, of_pass, block * STEP.rows, D, F, STEP)
             # ---- the last of the column block adds up
             if STEP.adds_up:
                 tl.debug_barrier()

@@ -10,7 +10,7 @@ What bounds it: reading 2 F D weights of every distinct expert once.
 import triton
 import triton.language as tl
 
-from ..experts.cache import arrived_slot, fetch_misses, plan_misses
+from ..experts.cache import arrived_slot, bias_row, fetch_misses, plan_misses
 from ..experts.host import ask_host, take_answer
 from ..gemm.activation import hidden_of
 from ..runtime.dependent import allow_next, wait_for_previous
@@ -30,7 +30,7 @@ from .scales import (
 
 
 @triton.jit
-def gate_up_vector(step, w1, slot, rows, first_col, D, F, STEP: tl.constexpr):
+def gate_up_vector(step, w1, slot, b1_row, rows, first_col, D, F, STEP: tl.constexpr):
     """One or two tokens; F is a multiple of ``rows``. A token without this expert takes token 0 and stores nothing."""
     ROWS: tl.constexpr = STEP.rows
     DEPTH: tl.constexpr = STEP.depth
@@ -61,16 +61,16 @@ def gate_up_vector(step, w1, slot, rows, first_col, D, F, STEP: tl.constexpr):
             other_gate += scaled_products(gate_rows, other_x, gate_scales, STEP)
             other_up += scaled_products(up_rows, other_x, up_scales, STEP)
     element = step.hidden.dtype.element_ty
-    hidden = hidden_of(tl.sum(gate, axis=1), tl.sum(up, axis=1), w1.biases, slot, cols, F, ACTIVATION).to(element)
+    hidden = hidden_of(tl.sum(gate, axis=1), tl.sum(up, axis=1), w1.biases, b1_row, cols, F, ACTIVATION).to(element)
     tl.store(step.hidden + row * F + cols, hidden, mask=(row < NO_ROW) & (cols < F))
     if STEP.token_block == 2:
         other_gate, other_up = tl.sum(other_gate, axis=1), tl.sum(other_up, axis=1)
-        hidden = hidden_of(other_gate, other_up, w1.biases, slot, cols, F, ACTIVATION).to(element)
+        hidden = hidden_of(other_gate, other_up, w1.biases, b1_row, cols, F, ACTIVATION).to(element)
         tl.store(step.hidden + other_row * F + cols, hidden, mask=(other_row < NO_ROW) & (cols < F))
 
 
 @triton.jit
-def gate_up_matrix(step, w1, w1_desc, slot, rows, first_col, D, F, STEP: tl.constexpr):
+def gate_up_matrix(step, w1, w1_desc, slot, b1_row, rows, first_col, D, F, STEP: tl.constexpr):
     """The tokens of one pass; where ``rows`` has none, they are zeros that are not read from memory."""
     ACTIVATION: tl.constexpr = STEP.activation
     ROWS: tl.constexpr = STEP.rows
@@ -96,7 +96,7 @@ def gate_up_matrix(step, w1, w1_desc, slot, rows, first_col, D, F, STEP: tl.cons
         for part in tl.static_range(STEP.depth // PART):
             accumulator = scaled_dot(ws[part], xs[part], accumulator, scales[part], STEP)
     gate, up = accumulator.reshape(2, ROWS, TILE).permute(1, 2, 0).split()
-    hidden = hidden_of(gate, up, w1.biases, slot, cols[:, None], F, ACTIVATION).to(step.hidden.dtype.element_ty)
+    hidden = hidden_of(gate, up, w1.biases, b1_row, cols[:, None], F, ACTIVATION).to(step.hidden.dtype.element_ty)
     targets = step.hidden + tl.where(valid, rows, 0)[None, :] * F + cols[:, None]
     tl.store(targets, hidden, mask=valid[None, :] & (cols < F)[:, None])
 
@@ -145,9 +145,10 @@ def gate_up_kernel(step, w1, w1_desc, epoch_ptr, cache, T, D, F, E, S, STEP: tl.
     else:
         slot = arrived_slot(expert, cache[0], E, S, CACHE)
     if slot >= 0:
+        b1_row = bias_row(expert, slot, step.slots, E, S, CACHE)
         if STEP.vector:
-            gate_up_vector(step, w1, slot, rows, block * STEP.rows, D, F, STEP)
+            gate_up_vector(step, w1, slot, b1_row, rows, block * STEP.rows, D, F, STEP)
         else:
             for first in range(0, rows_in_passes(rows, STEP.tile), STEP.tile):
                 of_pass = pass_of(rows, first, STEP.tile)
-                gate_up_matrix(step, w1, w1_desc, slot, of_pass, block * STEP.rows, D, F, STEP)
+                gate_up_matrix(step, w1, w1_desc, slot, b1_row, of_pass, block * STEP.rows, D, F, STEP)

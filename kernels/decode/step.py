@@ -47,7 +47,7 @@ class ExpertWeights(NamedTuple):
             lowest bits; starting at a multiple of 16 bytes.
         scales: ``None``, MX ``(S, rows, columns / 32)`` uint8, or block ``(S, ceil(rows / 128), ceil(columns / 128))``
             float32.
-        biases: ``None``, or ``(S, rows)`` of a floating type.
+        biases: ``None``, or ``(S, rows)`` of a floating type; with a cache those of all experts of the rank.
     """
 
     elements: Tensor

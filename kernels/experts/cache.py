@@ -246,6 +246,15 @@ def arrived_slot(expert, state_ptr, E, S, CACHE: tl.constexpr):
 
 
 @triton.jit
+def bias_row(expert, slot, state_ptr, E, S, CACHE: tl.constexpr):
+    """Row of an expert's biases: its slot; of a cache, which keeps them all, its place among those of the rank."""
+    if CACHE is None:
+        return slot
+    else:
+        return tl.where(slot >= 0, expert - tl.load(header_of(state_ptr, E, S) + FIRST), -1)
+
+
+@triton.jit
 def count_missing(cache, E, S, CACHE: tl.constexpr):
     """How many slots of the step the kernel before changes, for one that starts early; nothing waits for it yet."""
     if CACHE is None:

@@ -28,6 +28,12 @@ class ExpertParts:
         return {name: part for name, part in given.items() if part is not None}
 
     @property
+    def stored_parts(self) -> dict[str, Any]:
+        """``named_parts``, and the biases b1 and b2 where it has some: what a store keeps; biases take no slot."""
+        given = {name: getattr(self, name, None) for name in ("b1", "b2")}
+        return self.named_parts | {name: bias for name, bias in given.items() if bias is not None}
+
+    @property
     def parts(self) -> tuple[Tensor, ...]:
         """The same without names."""
         return tuple(self.named_parts.values())

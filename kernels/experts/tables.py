@@ -142,6 +142,10 @@ class HostExperts(ExpertParts):
     fetched: torch.cuda.Event | None = None  # recorded where all experts of a step are there, if anybody asks
     mail: Mailbox | None = None  # asks the host's cores for some of them; None: all that are missing come to the device
 
+    def place_in_rank(self, slot: int) -> int:
+        """Number of a slot's expert among those of the rank; waits for the device."""
+        return int(self.tables.owners[slot] - self.tables.header[FIRST.value])
+
     @property
     def pieces(self) -> int:
         """Of one expert that travels before its step."""

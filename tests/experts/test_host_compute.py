@@ -300,9 +300,12 @@ def test_a_link_is_timed_by_the_copies_of_a_request() -> None:
 
 def test_the_example_of_a_sum() -> None:
     answer = torch.full((1, 1), torch.nan)
-    expert = torch.tensor([[32.0], [2.0]]), torch.tensor([[0.5]])
+    expert = {"w1": torch.tensor([[32.0], [2.0]]), "w2": torch.tensor([[0.5]])}
     sum_experts(answer, torch.ones(1, 1), torch.tensor([[0.5]]), [expert], CodeProducts(1))
     assert answer.tolist() == [[16.0]]
+    expert |= {"b1": torch.tensor([0.0, 2.0]), "b2": torch.tensor([3.0])}  # hidden is 128, the output 67
+    sum_experts(answer, torch.ones(1, 1), torch.tensor([[0.5]]), [expert], CodeProducts(1))
+    assert answer.tolist() == [[33.5]]
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=NAMES)
@@ -313,18 +316,20 @@ def test_a_sum_is_of_the_experts_that_a_token_chose(
 ) -> None:
     """What an expert is, that others chose, does not get in: its output for this token may be no number."""
     drawn = torch.Generator().manual_seed(1)
+    sizes = {"w1": (32, 16), "w2": (16, 16)} | ({"b1": (32,), "b2": (16,)} if activation.parameters else {})
     experts = [
-        tuple(torch.randn(*size, generator=drawn).to(dtype) / 4 for size in ((32, 16), (16, 16))) for _ in range(3)
+        {name: torch.randn(*size, generator=drawn).to(dtype) / 4 for name, size in sizes.items()} for _ in range(3)
     ]
     tokens = torch.randn(num_tokens, 16, generator=drawn).to(dtype)
     weights = torch.rand(3, num_tokens, generator=drawn)
     if num_tokens > 1:
         weights[0, 0] = weights[1] = weights[2, 1] = 0  # the second one is nobody's
-        tokens[2], experts[1][0][:] = torch.nan, torch.nan
+        tokens[2], experts[1]["w1"][:] = torch.nan, torch.nan
     expected = torch.zeros(num_tokens, 16, dtype=torch.float64)
-    for weight, (w1, w2) in zip(weights.double(), experts, strict=True):
-        gate, up = (tokens.double() @ w1.double().T).chunk(2, dim=1)
-        added = weight[:, None] * (on_paper(activation, gate, up) @ w2.double().T)
+    for weight, expert in zip(weights.double(), experts, strict=True):
+        w1, w2, b1, b2 = (expert.get(name, torch.zeros(())).double() for name in ("w1", "w2", "b1", "b2"))
+        gate, up = (tokens.double() @ w1.T + b1).chunk(2, dim=1)
+        added = weight[:, None] * (on_paper(activation, gate, up) @ w2.T + b2)
         expected += added.where(weight[:, None] != 0, 0.0)
     answer = torch.full((num_tokens, 16), torch.nan)
     sum_experts(answer, tokens, weights, experts, CodeProducts(1), activation)

@@ -109,7 +109,7 @@ class HostCores:
             num_cores=self.num_cores,
             num_experts=self.sizes.num_experts,
             first_expert=self.sizes.first_expert,
-            layers=[[self._place(part) for part in store.parts] for store in stores],
+            layers=[{name: self._place(part) for name, part in store.stored_parts.items()} for store in stores],
             activation=self.sizes.activation,
             mail=[self._place(part) for part in (mail.words, mail.tokens, mail.weights, mail.answer, self._counts)],
         )

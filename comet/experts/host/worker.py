@@ -12,7 +12,7 @@ import mmap
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -69,8 +69,7 @@ class WorkerPlan:
     num_cores: int  # threads that compute
     num_experts: int  # E, of all ranks
     first_expert: int  # number of the first of these e
-    # w1 (e, 2F, D) and w2 (e, D, F) of each, and the scales of both where they are quantised
-    layers: Sequence[Sequence[Place]]
+    layers: Sequence[Mapping[str, Place]]  # of each HeldExperts.stored_parts
     mail: Sequence[Place]  # words, tokens, weights, answer and counts of the mailbox
     activation: Activation = SWIGLU  # of the experts
 
@@ -82,7 +81,7 @@ class WorkerPlan:
     def from_json(cls, text: str) -> WorkerPlan:
         """The plan again."""
         fields: dict[str, Any] = json.loads(text)
-        fields["layers"] = [tuple(Place(**place) for place in layer) for layer in fields["layers"]]
+        fields["layers"] = [{name: Place(**place) for name, place in layer.items()} for layer in fields["layers"]]
         fields["mail"] = [Place(**place) for place in fields["mail"]]
         fields["activation"] = Activation(**fields["activation"])
         return cls(**fields)
@@ -96,8 +95,10 @@ class Worker:
         # All pages are mapped now: a first read of an expert would take twenty times as long, in page faults.
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         memory = mmap.mmap(plan.file, os.fstat(plan.file).st_size, flags=flags)
-        stored = ([part.view(memory).unbind() for part in parts] for parts in plan.layers)
-        self.layers = [list(zip(*parts, strict=True)) for parts in stored]  # the parts of each expert
+        stored = ({name: part.view(memory).unbind() for name, part in parts.items()} for parts in plan.layers)
+        self.layers = [  # the parts of each expert by name
+            [dict(zip(parts, expert, strict=True)) for expert in zip(*parts.values(), strict=True)] for parts in stored
+        ]
         self._codes = CodeProducts(plan.num_cores)
         numbers, self.tokens, self.weights, self.answer = (place.view(memory) for place in plan.mail[:4])
         self.numbers = numbers[EXPERTS.value :]
@@ -142,7 +143,7 @@ def sum_experts(
     answer: Tensor,
     tokens: Tensor,
     weights: Tensor,
-    experts: Sequence[Sequence[Tensor]],
+    experts: Sequence[Mapping[str, Tensor]],
     codes: CodeProducts,
     activation: Activation = SWIGLU,
 ) -> None:
@@ -156,16 +157,14 @@ def sum_experts(
     Args:
         answer: ``(T, D)`` float32.
         weights: ``(n, T)`` float32; 0 where a token did not choose the expert.
-        experts: Of each of these n, w1 ``(2F, D)``, gate rows first, w2 ``(D, F)``, and the scales of both where they
-            are codes.
+        experts: Of each of these n, w1 ``(2F, D)``, gate rows first, w2 ``(D, F)``, ``w1_scales`` and ``w2_scales``
+            where they are codes, and biases b1 ``(2F,)`` and b2 ``(D,)`` where there are some.
     """
     single = len(tokens) == 1
     rows = [tokens] * len(experts) if single else [tokens[weight.nonzero()[:, 0]] for weight in weights]
-    wide = [product(each, w1, scales[:1], codes) for each, (w1, _, *scales) in zip(rows, experts, strict=True)]
-    gate, up = torch.cat(wide).float().chunk(2, dim=1)
+    gate, up = products(rows, experts, "1", codes).chunk(2, dim=1)
     hidden = activation.forward(gate, up).to(tokens.dtype).split([len(each) for each in rows])
-    narrow = [product(each, w2, scales[1:], codes) for each, (_, w2, *scales) in zip(hidden, experts, strict=True)]
-    outputs = torch.cat(narrow).float()
+    outputs = products(hidden, experts, "2", codes)
     if single:  # a fourth of the time, but where there are more tokens, a NaN would get into all of them
         torch.mm(weights.T, outputs, out=answer)
     else:
@@ -173,9 +172,24 @@ def sum_experts(
         answer.zero_().index_add_(0, token, outputs * weights[expert, token, None])
 
 
-def product(tokens: Tensor, weight: Tensor, scales: Sequence[Tensor], codes: CodeProducts) -> Tensor:
-    """``tokens @ weight.T``, of a weight in the tokens' type and in that, or of codes that have scales in float32."""
-    return codes(tokens, weight, *scales) if scales else linear(tokens, weight)
+def products(
+    rows: Sequence[Tensor], experts: Sequence[Mapping[str, Tensor]], which: str, codes: CodeProducts
+) -> Tensor:
+    """``(R, C)`` float32: rows of each expert times its w1 or w2 (``which``), and with its bias if it has one.
+
+    A weight in the tokens' type multiplies in that, codes that have scales in float32.
+    """
+    weight, scales, bias = f"w{which}", f"w{which}_scales", f"b{which}"
+    found = torch.cat(
+        [
+            codes(each, expert[weight], expert[scales]) if scales in expert else linear(each, expert[weight])
+            for each, expert in zip(rows, experts, strict=True)
+        ]
+    ).float()
+    if bias not in experts[0]:
+        return found
+    biases = torch.stack([expert[bias] for expert in experts]).float()
+    return found + biases.repeat_interleave(torch.tensor([len(each) for each in rows]), dim=0)
 
 
 def main() -> None:

@@ -100,7 +100,7 @@ def load_pretrained(
     with ExitStack() as files:
         tensors = wanted(open_checkpoint(folder, files), stock_class)
         state, place = state_of(tensors, modules, place, config, dtype, is_fp8=is_fp8)
-        layers = {} if budget is None else take_files(state, modules, dtype, keep_fp8=keep_fp8)
+        layers = {} if budget is None else take_files(state, modules, dtype, place.layout, keep_fp8=keep_fp8)
         given = dict(config=config, state_dict=state, dtype=dtype, **options)
         model = _make(stock_class, place, folder, given).to(device)
         if budget is not None:

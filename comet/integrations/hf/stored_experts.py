@@ -21,7 +21,7 @@ from comet.experts.options import StoreOptions
 from comet.experts.paths import CachedPath, Slots, cores_of_paths, host_paths, report_of_paths
 from comet.experts.staged import StagedExperts
 from comet.experts.store import HeldExperts, QuantisedReader, Specs
-from comet.integrations.hf.checkpoint import LazyShard
+from comet.integrations.hf.checkpoint import BIASES, LazyShard
 from comet.integrations.hf.experts import CometExperts
 from comet.integrations.hf.gates import routers_beside
 from comet.integrations.hf.stored import SCALES
@@ -101,9 +101,9 @@ class LayerFiles:
 
 
 def take_files(
-    state: dict[str, Any], modules: Mapping[int, str], dtype: torch.dtype, *, keep_fp8: bool
+    state: dict[str, Any], modules: Mapping[int, str], dtype: torch.dtype, layout: ExpertLayout, *, keep_fp8: bool
 ) -> dict[str, LayerFiles]:
-    """Take the expert tensors out of what transformers is to load.
+    """Take the expert tensors out of what transformers is to load; b2 is read by the first TP rank of a shard alone.
 
     Args:
         state: That is left without them.
@@ -119,10 +119,16 @@ def take_files(
     if keep_fp8:
         names |= {f"{part}_scales": name + SCALES for part, name in names.items()}
         dtypes = dict.fromkeys(names, torch.float32) | dtypes
-    return {
-        module: LayerFiles({part: state.pop(f"{module}.{name}") for part, name in names.items()}, dtypes)
-        for module in modules.values()
-    }
+    biases = dict(zip(("b1", "b2"), BIASES, strict=True))
+    found = {}
+    for module in modules.values():
+        shards = {part: state.pop(f"{module}.{name}") for part, name in names.items()}
+        of_biases = {part: state.pop(f"{module}.{name}", None) for part, name in biases.items()}
+        if layout.tp_rank:
+            del of_biases["b2"]
+        shards |= {part: shard for part, shard in of_biases.items() if shard is not None}
+        found[module] = LayerFiles(shards, dict.fromkeys(shards, dtype) | dtypes)
+    return found
 
 
 def open_stores(

@@ -14,10 +14,12 @@ from torch import Tensor
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 
 from hf_cases import Expected, make_group, publish_mxfp4, same_state, tiny_model
+from host_cases import leave_all_to
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 
 from comet.integrations import hf
+from comet.integrations.hf.stored_experts import cache_report, cores_of
 
 STYLES = ("whole numbers", "MXFP4")
 
@@ -63,6 +65,46 @@ def check_ranks(rank: int, world_size: int, ep: int, tp: int, folders: dict[str,
 @pytest.mark.parametrize(("ep", "tp"), [(2, 1), (1, 4)])
 def test_ranks_read_their_parts(ep: int, tp: int, folders: dict[str, tuple[Path, Any]]) -> None:
     run_ranks(check_ranks, ep * tp, ep, tp, {style: folder for style, (folder, _) in folders.items()})
+
+
+BUDGETS: dict[str, dict[str, Any]] = {
+    "host": {},
+    "file": {"expert_store": "file", "host_budget": 0.9},
+    "mxfp4": {"expert_dtype": "mxfp4"},  # the numbers that the folder has
+    "cores": {"host_cores": "1"},
+}
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_experts_beyond_memory(budget: str, folders: dict[str, tuple[Path, Any]]) -> None:
+    folder, model = folders["MXFP4"]
+    loaded = hf.load_pretrained(folder, expert_budget=0.5, **BUDGETS[budget])
+    cores = cores_of(loaded)
+    if cores is not None:
+        leave_all_to(cores)
+    Expected.of(model).check(loaded, budget)
+    report = cache_report(loaded)
+    assert report is not None
+    assert report.needed > report.slots
+    assert report.fetched > 0
+    assert (report.hosted > 0) == (cores is not None)
+    if cores is not None:
+        cores.close()
+
+
+def check_budgets(rank: int, world_size: int, ep: int, tp: int, folder: Path) -> None:
+    model = publish_mxfp4(tiny_model("gpt_oss"), folder.parent / f"{folder.name} of rank {rank}")
+    for budget in ("file", "mxfp4"):
+        group = make_group(model, ep, tp)
+        loaded = hf.load_pretrained(folder, group, expert_budget=0.5 if ep == 1 else 1.0, **BUDGETS[budget])
+        Expected.of(model).check(loaded, f"{budget}, ep {ep}, tp {tp}, rank {rank}")
+        hf.check(loaded)
+        group.close()
+
+
+@pytest.mark.parametrize(("ep", "tp"), [(2, 1), (1, 2)])
+def test_experts_beyond_memory_over_ranks(ep: int, tp: int, folders: dict[str, tuple[Path, Any]]) -> None:
+    run_ranks(check_budgets, 2, ep, tp, folders["MXFP4"][0])
 
 
 NAME = "model.layers.1.mlp.experts."
