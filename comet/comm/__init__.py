@@ -29,7 +29,6 @@ def make_communicator(
     device: torch.device | str,
     *,
     timeout_s: float = 30.0,
-    world_size: int | None = None,
     node_size: int | None = None,
 ) -> Communicator:
     """Make this rank's communicator of a group (collective over the group).
@@ -41,7 +40,6 @@ def make_communicator(
         group: The ranks; ``None`` means this process alone, not all ranks (that is ``torch.distributed.group.WORLD``).
         device: Where symmetric memory lives; ``"cuda"`` without an index is the current GPU.
         timeout_s: Deadline of every wait, in seconds.
-        world_size: Ranks the caller expects in the group; ``None`` accepts any number.
         node_size: Consecutive ranks of the job that are a node; ``None``: the ranks of a host.
 
     Raises:
@@ -57,7 +55,6 @@ def make_communicator(
         f"group={group!r} must be a process group this rank belongs to, or None for a rank alone",
     )
     size = 1 if group is None else group.size()
-    require(world_size in (None, size), f"world_size={world_size} must equal the {size} ranks of the group")
     if group is None or size == 1:
         return LocalCommunicator(device, timeout_s, kernel_obstacle(device))
     nodes = separate_nodes(group, node_size)

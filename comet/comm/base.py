@@ -118,13 +118,6 @@ class Communicator(ABC):
     Args:
         device: Where symmetric memory lives.
         timeout_s: Deadline of every wait in seconds, positive and finite.
-
-    Attributes:
-        memory_obstacle: Why there is no symmetric memory, or no kernel for it, in words; empty where there is.
-        all_left: Once closed, whether all ranks have closed it, or none waits for them.
-        in_flight: Whether the present step has begun to send and not yet got all; set by what sends first.
-        board: Where ranks leave notes of steps that failed.
-        stream_order: Lets steps on different streams wait for each other.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device, timeout_s: float) -> None:
@@ -138,11 +131,13 @@ class Communicator(ABC):
         self.device = device
         self.timeout_s = timeout_s
         self.closed = False
+        # why there is no symmetric memory, or no kernel for it, in words; empty where there is
         self.memory_obstacle = ""
-        self.all_left = False
+        self.all_left = False  # once closed, whether all ranks have closed it, or none waits for them
+        # whether the present step has begun to send and not yet got all; set by what sends first
         self.in_flight = False
-        self.board = Board.alone()
-        self.stream_order = StreamOrder(device)
+        self.board = Board.alone()  # where ranks leave notes of steps that failed
+        self.stream_order = StreamOrder(device)  # lets steps on different streams wait for each other
         self._epochs: list[Tensor] = []
 
     def alloc(self, num_bytes: int) -> SymmTensor:
@@ -165,9 +160,6 @@ class Communicator(ABC):
             collectives: Whether it runs collectives of ``torch.distributed``, which no restart brings back into step.
             refuses: Whether a ``ValueError`` in it is raised before anything is sent, or on all ranks together; left
                 out, as ``collectives``.
-
-        Raises:
-            StepFailedError: If an earlier step failed on any rank.
         """
         return Step(self, what, is_final=collectives, refuses=collectives if refuses is None else refuses)
 

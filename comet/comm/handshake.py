@@ -48,6 +48,15 @@ def gather(group: ProcessGroup, value: Any) -> list[Any]:
     return values
 
 
+def largest(values: Sequence[float], device: torch.device, group: ProcessGroup | None) -> list[float]:
+    """Each value's maximum over the ranks (collective); ``None`` is a rank alone. Waits for the device."""
+    if group is None:
+        return list(values)
+    found = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group)
+    return [float(value) for value in found.tolist()]
+
+
 def check_size(group: ProcessGroup, num_bytes: int) -> None:
     """Raise the same ``ValueError`` on every rank unless all ask for the same size (collective)."""
     sizes = gather(group, num_bytes)
@@ -57,9 +66,8 @@ def check_size(group: ProcessGroup, num_bytes: int) -> None:
 def check_equal(group: ProcessGroup, fields: Mapping[str, Any]) -> None:
     """Raise the same ``ValueError`` on every rank, naming the field, unless all pass the same fields (collective).
 
-    Example:
-        ``{"max_tokens": 40}`` on rank 0 and ``{"max_tokens": 128}`` on rank 1: "max_tokens=128 of rank 1 must equal the
-        40 of rank 0".
+    Example: ``{"max_tokens": 40}`` on rank 0 and ``{"max_tokens": 128}`` on rank 1: "max_tokens=128 of rank 1 must
+    equal the 40 of rank 0".
     """
     first, *others = gather(group, dict(fields))
     for rank, other in enumerate(others, start=1):
@@ -70,9 +78,8 @@ def check_equal(group: ProcessGroup, fields: Mapping[str, Any]) -> None:
 def separate_nodes(group: ProcessGroup, node_size: int | None) -> str:
     """Which ranks of the job run on which nodes, in words; empty where all run on one (collective).
 
-    Example:
-        ``"ranks 0 to 7 on host-a, ranks 8 to 15 on host-b"``; of declared nodes
-        ``"ranks 0 to 1 on host-a (node 0), ranks 2 to 3 on host-a (node 1)"``.
+    Example: ``"ranks 0 to 7 on host-a, ranks 8 to 15 on host-b"``; of declared nodes ``"ranks 0 to 1 on host-a (node
+    0), ranks 2 to 3 on host-a (node 1)"``.
     """
     names: dict[tuple[str, int | None], str] = {}
     nodes: dict[tuple[str, int | None], list[int]] = {}

@@ -15,10 +15,8 @@ import threading
 import time
 from collections.abc import Callable
 
-import numpy as np
 from torch import Tensor
 
-from comet.config import require
 from comet.errors import CommTimeoutError, EpochError
 
 YIELDS = 50  # polls that only give up the core, before the first real sleep
@@ -33,7 +31,7 @@ def signal(flags: Tensor, index: int, value: int) -> None:
         flags: int32 or int64 flags in CPU memory, contiguous, any shape.
         value: What to store, larger than everything stored there before.
     """
-    view = _flat(flags, index)
+    view = flags.view(-1).numpy()
     fence()
     view[index] = value
 
@@ -62,7 +60,7 @@ def wait(
         CommTimeoutError: When the deadline passes, for example
             ``rank 2 waited 30.0 s for rank 0 (layer 0 dispatch, chunk 17, epoch 41, saw 40)``.
     """
-    view = _flat(flags, index)
+    view = flags.view(-1).numpy()
 
     def arrived() -> bool:
         if view[index] >= value:
@@ -100,13 +98,6 @@ def poll(done: Callable[[], bool], timeout_s: float) -> bool:
             pause = min(2 * pause, LONGEST_SLEEP_S)
         polls += 1
     return True
-
-
-def _flat(flags: Tensor, index: int) -> np.ndarray:
-    require(flags.device.type == "cpu", f"flags on device={flags.device} must be on the CPU")
-    require(flags.is_contiguous(), f"flags of shape {tuple(flags.shape)} must be contiguous")
-    require(0 <= index < flags.numel(), f"index={index} must be in [0, {flags.numel()})")
-    return flags.numpy().reshape(-1)
 
 
 def fence() -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from comet.comm.collectives import wants_grad
+from comet.comm.handshake import largest
 from comet.config import MoEConfig, require
 from comet.decode.runners import GroupExperts
 from comet.decode.weights import MAX_DECODE_TOKENS
@@ -62,11 +61,10 @@ class DataParallelDecode(GroupExperts):
         Args:
             most_tokens: The largest T of all ranks, or a bound of it, equal on all of them. ``None``: the ranks ask
                 each other, which waits for the device and cannot be captured in a CUDA graph.
-
-        Raises:
-            ValueError: If T is above ``most_tokens``, or the weights are of another layer.
         """
-        most = self._most_tokens(tokens) if most_tokens is None else most_tokens
+        if most_tokens is None:
+            most_tokens = int(largest([tokens.shape[0]], tokens.device, self.group.process_group)[0])
+        most = most_tokens
         require(tokens.shape[0] <= most, f"T={tokens.shape[0]} tokens must be at most most_tokens={most}")
         learns = wants_grad(tokens, top_k_weights, w1, w2, *(biases or ()))
         if most > self.decode_tokens or self.decode_on_ranks is None or learns:
@@ -75,11 +73,3 @@ class DataParallelDecode(GroupExperts):
         experts = self.held(w1, w2, biases)
         scratch = self.decode.scratch(tokens, experts)
         return self.decode_on_ranks(tokens, top_k_ids, top_k_weights, experts, scratch=scratch)
-
-    def _most_tokens(self, tokens: Tensor) -> int:
-        """The largest number of tokens of all ranks (collective)."""
-        if self.group.process_group is None:
-            return tokens.shape[0]
-        most = torch.tensor([tokens.shape[0]], device=tokens.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group.process_group)
-        return int(most)

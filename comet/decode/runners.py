@@ -44,16 +44,11 @@ class Runner:
     """Computes the weighted sum of each token's experts from the experts this rank holds.
 
     Here is what a rank alone does, which has all experts and waits for nobody.
-
-    Attributes:
-        activation: Of the experts.
-        decode: The warp decode it uses, for up to ``decode.max_tokens`` tokens.
-        takes_fp8: Whether more tokens are computed from experts in block FP8 as they are, too.
     """
 
-    activation: Activation
-    decode: Decoder
-    takes_fp8 = False
+    activation: Activation  # of the experts
+    decode: Decoder  # the warp decode it uses, for up to decode.max_tokens tokens
+    takes_fp8 = False  # whether more tokens are computed from experts in block FP8 as they are, too
 
     def __call__(
         self,
@@ -151,7 +146,6 @@ class LocalRunner(Runner):
         *,
         experts: DecodeWeights | None = None,
     ) -> Tensor:
-        """``(T, D)``, ``(T, K)`` int32, ``(T, K)`` float32, ``(E, 2F, D)``, ``(E, D, F)`` -> ``(T, D)``."""
         layout = ExpertLayout(num_experts=w1.shape[0], top_k=top_k_ids.shape[1], ep=1, tp=1, rank=0)
         learns = wants_grad(tokens, top_k_weights, w1, w2, *(biases or ()))
         if tokens.shape[0] <= self.decode.max_tokens and not learns:
@@ -173,15 +167,9 @@ class GroupExperts:
     """Experts over a group: warp decode for at most so many tokens of a rank, else the group's path; collective.
 
     Args:
-        moe: Shape of the model's MoE layers.
-        group: The ranks.
         decode_tokens: Most tokens of one rank that take warp decode; 0: none do.
         top_k: K in a decode step.
         replicated: Whether all ranks hold the same tokens.
-
-    Raises:
-        ValueError: If the experts do not divide over the group, its pool is for another shape, or warp decode cannot
-            take so many tokens.
     """
 
     def __init__(self, moe: MoEConfig, group: ExpertGroup, decode_tokens: int, *, top_k: int, replicated: bool) -> None:
@@ -223,11 +211,9 @@ class GroupExperts:
 class ReplicatedRunner(GroupExperts, Runner):
     """Experts over a group whose ranks all hold the same tokens; collective, for inference.
 
-    Args:
-        moe: Shape of the model's MoE layers.
-        group: The ranks; any number of tokens may come, ``max_tokens`` only bounds how many are computed at once.
-        decode_tokens: Most tokens that take warp decode; 0: none do, as always where the group spans several nodes.
-        shared_columns: What a shared expert adds to K in a decode step (``comet.decode.shared_columns``).
+    Any number of tokens may come: ``max_tokens`` of the group only bounds how many are computed at once. None takes
+    warp decode where the group spans several nodes. ``shared_columns`` is what a shared expert adds to K in a decode
+    step.
     """
 
     def __init__(
@@ -259,7 +245,6 @@ class ReplicatedRunner(GroupExperts, Runner):
         *,
         experts: DecodeWeights | None = None,
     ) -> Tensor:
-        """``(T, D)``, ``(T, K)`` int32, ``(T, K)`` float32, ``(e, 2F/TP, D)``, ``(e, D, F/TP)`` -> ``(T, D)``."""
         dtype = self.group.workspace.shape.dtype
         require(tokens.dtype == dtype, f"dtype={tokens.dtype} of the tokens must be the group's {dtype}")
         require(

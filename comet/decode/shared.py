@@ -150,7 +150,6 @@ class SharedSlots:
 
     @torch.no_grad()
     def _fill(self, joined: DecodeWeights) -> None:
-        """Copy this rank's pieces into their slots."""
         gate, up, down = self._matrices(self.module)
         width = joined.ffn_size
         pieces = self._pieces(width)
@@ -217,7 +216,6 @@ class FrozenExperts:
         w2: Tensor,
         biases: Biases | None = None,
     ) -> Tensor:
-        """``(T, D)``, ``(T, K)`` int32, ``(T, K)`` float32, ``(e, 2F/TP, D)``, ``(e, D, F/TP)`` -> ``(T, D)``."""
         experts = None
         if self.shared is not None and joins_step(tokens, self.runner.decode.max_tokens):
             own1, own2 = map(local, self.parameters)  # moved in place, as parameters are

@@ -162,7 +162,6 @@ def check_scales(sizes: Sizes, w1: Tensor, w2: Tensor, w1_scales: Tensor | None,
 
 
 def _check_types(w1: Tensor, w2: Tensor, scales: torch.dtype) -> None:
-    """Weights and scales of dtypes that go together, and codes that start where kernels can read them."""
     require(
         w1.dtype in (torch.float8_e4m3fn, CODES),
         f"w1 and w2 of dtype {w1.dtype} must be {torch.float8_e4m3fn} with w1_scales, or {CODES} in MXFP4",

@@ -232,12 +232,9 @@ class CachedExperts:
 
     Args:
         cache: The layer's; over ranks this rank's, of as many slots as those of the others.
-
-    Attributes:
-        prefetch: Brings experts of this layer before its step, if anything does.
     """
 
-    prefetch: Prefetch | None = None
+    prefetch: Prefetch | None = None  # brings experts of this layer before its step, if anything does
 
     def __init__(self, cache: ExpertCache, runner: Runner, top_k: int) -> None:
         cache.copy_stream = runner.decode.copy_stream(cache.weights.w1.device)
@@ -260,7 +257,6 @@ class CachedExperts:
         w2: Tensor,
         biases: Biases | None = None,
     ) -> Tensor:
-        """``(T, D)``, ``(T, K)`` int32, ``(T, K)`` float32 -> ``(T, D)``, by weights and biases of the cache."""
         if self.cache.cores is not None and self.cache.layer == 0:  # once a pass is enough
             self.cache.cores.raise_if_failed()
         if tokens.shape[0] > self.runner.decode.max_tokens:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 
+from comet.comm.handshake import largest
 from comet.config import require
 from comet.layer.group import ExpertGroup
 from comet.utils.graphs import first_line
@@ -27,9 +27,6 @@ def fit_slots(
     Args:
         makers: Of each layer: makes its cache with so many slots.
         least: Slots below which a layer cannot serve a token.
-
-    Raises:
-        ValueError: If memory does not hold ``least`` slots a layer.
     """
     asked, refused = num_slots, ""
     while True:
@@ -71,8 +68,4 @@ def fewer_slots(num_slots: int, fitting: int, num_layers: int, least: int) -> in
 
 def least_of_ranks(value: int, group: ExpertGroup | None) -> int:
     """The smallest value of all ranks (collective)."""
-    if group is None or group.parallel.world_size == 1:
-        return value
-    values = torch.tensor([value], device=group.device)
-    dist.all_reduce(values, dist.ReduceOp.MIN, group=group.process_group)
-    return int(values)
+    return value if group is None else -int(largest([-value], group.device, group.process_group)[0])

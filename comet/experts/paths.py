@@ -124,8 +124,8 @@ def host_paths(
         hold: Brings the experts of all layers to host memory, into a file of it where there is one.
         routers: Called where they may: those of all layers, that say which are probable; none: none travel.
     """
-    sizes = HostSizes.of(hidden_size, slots.layout, slots.runner.decode.max_tokens, slots.dtype)
-    sizes = replace(sizes, activation=slots.runner.activation)
+    runner = slots.runner
+    sizes = HostSizes.of(hidden_size, slots.layout, runner.decode.max_tokens, slots.dtype, runner.activation)
     cores = open_cores(host_cores, sizes, slots.device, runner=slots.runner)
     some_missing = slots.num_slots < slots.layout.experts_local
     guides = routers() if prefetches(expert_prefetch, slots.device, useful=some_missing) else ()

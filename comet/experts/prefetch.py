@@ -168,9 +168,6 @@ def prefetch_between(paths: Sequence[CachedExperts | StagedExperts], predict: Se
 
     Args:
         predict: For each of them; the first one's is asked about drafts alone (``expect_drafts``).
-
-    Raises:
-        NotImplementedError: If the host brings experts, out of files or memory that cannot be pinned.
     """
     cached = [path for path in paths if isinstance(path, CachedExperts)]
     if len(cached) < len(paths):

@@ -51,10 +51,6 @@ class Stage:
         num_places: Experts it holds, at least those that one layer has slots for.
         deadline_s: How long other ranks wait for this one; ``None``: there are none.
         patience_s: After which a read that has not ended yet is named in the log.
-
-    Attributes:
-        num_reads: Experts that were read into it so far.
-        files: What its readers need to stay open, if anything.
     """
 
     def __init__(
@@ -73,8 +69,8 @@ class Stage:
         self._places: OrderedDict[tuple[int, int], int] = OrderedDict()
         self._free = list(range(num_places))
         self.num_places = num_places
-        self.num_reads = 0
-        self.files: AbstractContextManager[object] | None = None
+        self.num_reads = 0  # experts that were read into it so far
+        self.files: AbstractContextManager[object] | None = None  # what its readers need to stay open, if anything
 
     def get(self, reader: ExpertReader, layer: int, expert: int, first_expert: int = 0) -> dict[str, Tensor]:
         """An expert's parts by their names, good until ``num_places`` others were asked for.
@@ -287,7 +283,6 @@ class StagedExperts:
         w2: Tensor,
         biases: Biases | None = None,
     ) -> Tensor:
-        """``(T, D)``, ``(T, K)`` int32, ``(T, K)`` float32 -> ``(T, D)``, by the weights of the cache."""
         if tokens.shape[0] > self.runner.decode.max_tokens:
             return self.runner.add_up(self.stream(tokens, top_k_ids, top_k_weights)).to(tokens.dtype)
         outputs = []

@@ -152,7 +152,6 @@ class _Visits:
 
     @property
     def all(self) -> list[Visit]:
-        """Those of all groups."""
         return [visit for group in self.groups for visit in group]
 
     def places(self, num_held: int) -> list[int]:
@@ -198,7 +197,6 @@ class StreamedExperts:
         return (top_k_ids.flatten() + (1 - self.slots.first_expert)).clamp_(0, self.slots.num_held + 1).long()
 
     def _plan(self, counts: Sequence[int], dtype: torch.dtype) -> _Visits:
-        """For tokens of a type; waits for the device."""
         owners = self.slots.owners()
         hosted = [] if self.cores is None else self.cores.choose(counts, owners)
         visits = plan_visits([0 if expert in hosted else count for expert, count in enumerate(counts)], owners)
@@ -259,7 +257,6 @@ class StreamedExperts:
         return self.slots.weights.w1.dtype == dtype
 
     def _most_at_once(self, dtype: torch.dtype) -> int:
-        """Experts of a group."""
         weights = self.slots.weights
         if self._is_floating(dtype):
             return len(weights.w1)

@@ -45,7 +45,6 @@ class _Replay:
     results: tuple[Tensor, ...]
 
     def __call__(self, tokens: Tensor) -> tuple[Tensor, ...]:
-        """Copies of the results for these tokens."""
         self.tokens.copy_(tokens)
         self.run()
         return tuple(value.clone() for value in self.results)

@@ -62,7 +62,6 @@ class CollectivePath:
         w2: Tensor,
         biases: Biases | None = None,
     ) -> Tensor:
-        """``(T, D)``, ``(T, K)`` int32, ``(T, K)`` float32, ``(e, 2F/TP, D)``, ``(e, D, F/TP)`` -> ``(T, D)``."""
         self.match(w1, w2, *(biases or ()))
         w1, w2, biases = pad_width(w1, w2, biases)
         inputs = (tokens, top_k_ids, top_k_weights, w1, w2, *(biases or ()))

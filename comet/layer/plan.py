@@ -144,8 +144,7 @@ def _check_placed(name: str, tensor: Tensor, dtype: torch.dtype, workspace: Work
 def num_counters(world_size: int, max_tokens: int) -> int:
     """Counters of a plan: those of the launches, then one of each chunk of rows that goes to a rank.
 
-    Example:
-        W=4 and M=2048 make 128 + 4 * 16 = 192.
+    Example: W=4 and M=2048 make 128 + 4 * 16 = 192.
     """
     return NUM_COUNTERS + world_size * (max_tokens // CHUNK_ROWS)
 
@@ -253,21 +252,11 @@ def routed_row_capacity(layout: ExpertLayout, max_tokens: int, block_rows: int, 
     """Q: routed rows to reserve on a rank.
 
     Args:
-        layout: The experts over the ranks.
-        max_tokens: M, most tokens of a rank.
-        block_rows: Rows of a GEMM tile.
         max_imbalance: Largest load of a rank over the mean load that must fit; ``None`` means that any routing of K
             distinct experts fits.
 
-    Returns:
-        A multiple of ``block_rows``: routed rows plus the padding of every segment.
-
-    Raises:
-        ValueError: If ``max_imbalance`` is below 1.
-
-    Example:
-        E=8, K=2, EP=4, M=128, block_rows=16: worst case 4*128*2 = 1024 rows, 2 segments of 15 more at most: 1054,
-        rounded up to 1056. With max_imbalance 1.5: 1.5*1024/4 = 384 + 30, rounded up to 416.
+    Example: E=8, K=2, EP=4, M=128, block_rows=16: worst case 4*128*2 = 1024 rows, 2 segments of 15 more at most: 1054,
+    rounded up to 1056. With max_imbalance 1.5: 1.5*1024/4 = 384 + 30, rounded up to 416.
     """
     require(max_imbalance is None or max_imbalance >= 1, f"max_imbalance={max_imbalance} must be at least 1, or None")
     routed = layout.world_size * max_tokens

@@ -20,12 +20,9 @@ class SharedExpert(nn.Module):
     Args:
         shared_ffn_size: F_shared, the width of gate and of up.
         dtype: Dtype of ``w1 (2 * F_shared, D)``, gate rows first, then up rows, and ``w2 (D, F_shared)``.
-
-    Attributes:
-        decode_tokens: Most tokens of the decode steps that compute it among their experts; 0: none does.
     """
 
-    decode_tokens = 0
+    decode_tokens = 0  # most tokens of the decode steps that compute it among their experts; 0: none does
 
     def __init__(
         self,
@@ -51,14 +48,7 @@ class SharedExpert(nn.Module):
             nn.init.uniform_(weight, -bound, bound)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Apply the MLP.
-
-        Args:
-            tokens: ``(T, D)``, T may be 0; the parameters are cast to their dtype, and under autocast to its own.
-
-        Returns:
-            ``(T, D)``, dtype of ``tokens``.
-        """
+        """``(T, D)`` for tokens ``(T, D)``; parameters are cast to their dtype, and under autocast to its own."""
         hidden_size = self.w2.shape[0]
         require(
             tokens.dim() == 2 and tokens.shape[1] == hidden_size,

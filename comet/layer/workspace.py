@@ -117,17 +117,7 @@ def rank_pool_bytes(shape: WorkspaceShape, parallel: ParallelConfig) -> int:
 
 
 class Workspace:
-    """The pool, cut into regions, with its epoch and fault record; no regions where a group has no symmetric memory.
-
-    Attributes:
-        epoch: ``(1,)`` int32 on the device; grows by one with every plan and every barrier, equally on all ranks.
-        fault: ``(8,)`` int64 record of a spin that met its deadline (see ``comet.kernels.runtime.primitives``).
-        largest_logit: ``()`` float32, NaN or infinite once a router's logits were (see
-            ``comet.router.router.watch_finite``) and ``check`` has not told.
-        recorder: Where the fused kernels note what they do and when (see ``comet.trace.timeline``); ``None``: they do
-            not.
-        recorder_in_graph: Whether it is for a CUDA graph that is being captured, or else for launches.
-    """
+    """The pool, cut into regions, with its epoch and fault record; no regions where a group has no symmetric memory."""
 
     ids: SymmTensor
     weights: SymmTensor
@@ -150,11 +140,16 @@ class Workspace:
         self.num_bytes = 0 if comm.memory_obstacle else workspace_bytes(shape)
         if self.num_bytes:
             self._cut(self._alloc())
+        # (1,) int32 on the device; grows by one with every plan and every barrier, equally on all ranks
         self.epoch = torch.zeros(1, dtype=torch.int32, device=comm.device)
+        # (8,) int64 record of a spin that met its deadline (see comet.kernels.runtime.primitives)
         self.fault = torch.zeros(8, dtype=torch.int64, device=comm.device)
+        # () float32, NaN or infinite once a router's logits were (see comet.router.router.watch_finite) and check has
+        # not told
         self.largest_logit = torch.zeros((), dtype=torch.float32, device=comm.device)
+        # where the fused kernels note what they do and when (see comet.trace.timeline); None: they do not
         self.recorder: Recorder | None = None
-        self.recorder_in_graph = False
+        self.recorder_in_graph = False  # whether it is for a CUDA graph that is being captured, or else for launches
         flags = [getattr(self, name).local for name in shape.regions() if name.endswith("_flags") and self.num_bytes]
         comm.renew_at_restart(self.epoch, self.fault, flags)
         self.forward_step = comm.step("forward pass")

@@ -120,7 +120,6 @@ class AllToAll:
         )
 
     def _send(self, message: Tensor, route: Route) -> Callable[[], Tensor]:
-        """Start the exchange; the result waits for it."""
         if self.layout.world_size == 1:
             return lambda: message
         landing = message.new_empty(sum(route.recv_counts), message.shape[1])

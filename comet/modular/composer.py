@@ -89,8 +89,8 @@ class ModularMoE:
         Raises:
             ValueError: If a type, shape or dtype breaks these rules, or a gradient would be required.
         """
-        w1, w2, biases = self._check(tokens, top_k_ids, top_k_weights, w1, w2, biases)
         routed = RoutedTokens(tokens=tokens, top_k_ids=top_k_ids, top_k_weights=top_k_weights)
+        w1, w2, biases = self._check(routed, w1, w2, biases)
         with self.prepare_finalize.comm.step("modular layer", collectives=self.prepare_finalize.uses_collectives):
             return self._run(routed, w1, w2, biases)
 
@@ -112,13 +112,7 @@ class ModularMoE:
         return receive(), shared
 
     def _check(
-        self,
-        tokens: Tensor,
-        top_k_ids: Tensor,
-        top_k_weights: Tensor,
-        w1: Weight,
-        w2: Weight,
-        biases: Biases | None,
+        self, routed: RoutedTokens, w1: Weight, w2: Weight, biases: Biases | None
     ) -> tuple[Weight, Weight, Biases | None]:
         """The weights, of a width that experts take, and what this rank adds, once everything is seen to be right."""
         for name, weight in (("w1", w1), ("w2", w2)):
@@ -131,6 +125,7 @@ class ModularMoE:
                     weight.block_rows == FP8_BLOCK,
                     f"block_rows={weight.block_rows} of {name} must be {FP8_BLOCK}, as of any weight",
                 )
+        tokens, top_k_ids, top_k_weights = routed.tokens, routed.top_k_ids, routed.top_k_weights
         inputs, layout = (tokens, top_k_ids, top_k_weights), self.prepare_finalize.layout
         require(top_k_ids.dtype == torch.int32, f"dtype={top_k_ids.dtype} of top_k_ids must be torch.int32")
         _require_inference(tokens=tokens, top_k_weights=top_k_weights, w1=elements(w1), w2=elements(w2))

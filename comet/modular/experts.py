@@ -130,7 +130,6 @@ class _Grouped(KernelExperts, ABC):
     """What both formats share: everything quantised is made plain before it is multiplied."""
 
     def scratch_shapes(self, problem: Problem) -> ScratchShapes:
-        """Hidden and output rows as the format needs them, and whatever has to be dequantised."""
         shapes = self._shapes(problem)
         regions = {**weight_regions(problem), **shapes.regions}
         if self.takes_fp8:
@@ -139,7 +138,6 @@ class _Grouped(KernelExperts, ABC):
         return ScratchShapes(regions=regions, output=shapes.output)
 
     def apply(self, rows: Rows, w1: Weight, w2: Weight, scratch: Scratch, biases: Biases | None = None) -> Tensor:
-        """Dequantise where there is something to, then multiply."""
         regions, dtype = scratch.regions, scratch.regions["hidden"].dtype
         assert not isinstance(rows, FusedHandle), "the composer pairs the fused layer with itself"
         tokens = rows.tokens

@@ -126,13 +126,9 @@ class Scratch:
 
 
 class TopKReduce(Protocol):
-    """Turns the experts' outputs into one row per received row: the weighted sum over its slots.
+    """Turns the experts' outputs into one row per received row: the weighted sum over its slots."""
 
-    Attributes:
-        formats: Formats of rows it can reduce.
-    """
-
-    formats: frozenset[ActivationFormat]
+    formats: frozenset[ActivationFormat]  # formats of rows it can reduce
 
     def apply(self, outputs: Tensor, rows: Rows) -> Tensor:
         """Outputs in the layout the class names, to ``(N, D)`` in their dtype, zero where a row has no slot here."""
@@ -140,21 +136,13 @@ class TopKReduce(Protocol):
 
 
 class PrepareFinalize(Protocol):
-    """Brings tokens to the ranks of their experts, and outputs back.
+    """Brings tokens to the ranks of their experts, and outputs back."""
 
-    Attributes:
-        layout: The experts over the ranks; the same object's ``rank`` is this rank.
-        activation_format: Format of the rows it hands out.
-        carries_fp8: Whether it can quantise the tokens before they travel.
-        uses_collectives: Whether rows travel by collectives of ``torch.distributed``.
-        comm: The communicator of the group.
-    """
-
-    layout: ExpertLayout
-    activation_format: ActivationFormat
-    carries_fp8: bool
-    uses_collectives: bool
-    comm: Communicator
+    layout: ExpertLayout  # the experts over the ranks; the same object's rank is this rank
+    activation_format: ActivationFormat  # format of the rows it hands out
+    carries_fp8: bool  # whether it can quantise the tokens before they travel
+    uses_collectives: bool  # whether rows travel by collectives of torch.distributed
+    comm: Communicator  # the communicator of the group
 
     def prepare(self, routed: RoutedTokens, *, quantize: bool) -> Received:
         """Send the tokens, quantised first if asked for, and wait for those of all ranks (collective)."""
@@ -170,23 +158,14 @@ class PrepareFinalize(Protocol):
 
 
 class Experts(Protocol):
-    """Runs received rows through the local experts.
+    """Runs received rows through the local experts."""
 
-    Attributes:
-        layout: The experts over the ranks.
-        formats: Formats of rows it takes.
-        reductions: Kinds of reduction it can leave to ``finalize``, the default first.
-        reduce: The one it leaves.
-        takes_fp8: Whether it wants its rows in FP8.
-        weight_types: What weights it computes with: ``Tensor``, ``FP8``, ``MXFP8``.
-    """
-
-    layout: ExpertLayout
-    formats: frozenset[ActivationFormat]
-    reductions: tuple[type[TopKReduce], ...]
-    reduce: TopKReduce
-    takes_fp8: bool
-    weight_types: frozenset[type[Weight]]
+    layout: ExpertLayout  # the experts over the ranks
+    formats: frozenset[ActivationFormat]  # formats of rows it takes
+    reductions: tuple[type[TopKReduce], ...]  # kinds of reduction it can leave to finalize, the default first
+    reduce: TopKReduce  # the one it leaves
+    takes_fp8: bool  # whether it wants its rows in FP8
+    weight_types: frozenset[type[Weight]]  # what weights it computes with: Tensor, FP8, MXFP8
 
     def scratch_shapes(self, problem: Problem) -> ScratchShapes:
         """The memory ``apply`` needs for a problem of these sizes."""

@@ -13,11 +13,7 @@ from comet.utils.match import check_id_range
 
 
 class SingleRank:
-    """Hands the tokens on as they are. EP = TP = 1 only; any number of tokens; masked slots.
-
-    Raises:
-        ValueError: If there are other ranks, or experts may drop rows.
-    """
+    """Hands the tokens on as they are. EP = TP = 1 only; any number of tokens; masked slots."""
 
     activation_format = ActivationFormat.CONTIGUOUS
     carries_fp8 = True

@@ -135,7 +135,6 @@ class _Symmetric(OverBackend, ABC):
         require(tokens.dtype == shape.dtype, f"dtype={tokens.dtype} of tokens must be the pool's {shape.dtype}")
 
     def _received(self, routed: RoutedTokens, is_packed: bool, plan: Plan, tokens: Tensor) -> Received:
-        """Received rows as they lie in the pool, in the class's format."""
         rows = self._rows(plan, tokens)
         if is_packed:
             assert isinstance(rows.tokens, Tensor)

@@ -158,12 +158,8 @@ def quantize_mxfp8(weight: Tensor, *, rule: ScaleRule = "floor") -> MXFP8:
     Example: a block of -5, 1, 0.3 and 29 zeros has amax 5, so x = 2 - 8 = -6 and the scale's code is 121. Times 64 the
     block is -320, 64, 19.2, 0 ..., which round to -320, 64, 20, 0 ...; dequantised -5, 1, 0.3125, 0 ...
     """
-    _check_input("weight", weight)
     require(rule in get_args(ScaleRule), f"rule={rule!r} must be one of {get_args(ScaleRule)}")
-    _check_contraction(weight)
-    blocks = weight.float().unflatten(-1, (-1, MX_BLOCK))
-    amax = blocks.abs().amax(-1)
-    _check_finite("weight", weight, amax)
+    blocks, amax = _mx_blocks(weight)
     if weight.dtype == torch.float16:
         blocks, amax = blocks.clamp(-FLOAT16_MX_MAX, FLOAT16_MX_MAX), amax.clamp(max=FLOAT16_MX_MAX)
     scales = _e8m0_scales(amax, E4M3_MAX_EXPONENT, E4M3_SATURATES_ABOVE if rule == "fit" else None)
@@ -183,11 +179,7 @@ def quantize_mxfp4(weight: Tensor) -> MXFP4:
     Example: a block of -5, 1, 0.3 and 29 zeros has amax 5, so x = 2 - 2 = 0 and the scale's code is 127. -5 is between
     -4 and -6 and goes to -4, whose code is even, 0.3 to 0.5; the codes are 14, 2, 1, 0 ..., the bytes 0x2E, 0x01, 0 ...
     """
-    _check_input("weight", weight)
-    _check_contraction(weight)
-    blocks = weight.float().unflatten(-1, (-1, MX_BLOCK))
-    amax = blocks.abs().amax(-1)
-    _check_finite("weight", weight, amax)
+    blocks, amax = _mx_blocks(weight)
     scales = _e8m0_scales(amax, E2M1_MAX_EXPONENT)
     codes = _to_e2m1(blocks * _inverse_e8m0(scales).unsqueeze(-1))
     return MXFP4(elements=(codes[..., ::2] | codes[..., 1::2] << 4).flatten(-2), scales=scales)
@@ -252,6 +244,16 @@ def _times_e8m0(out: Tensor, scales: Tensor) -> Tensor:
     wide = torch.float64 if out.device.type == "cpu" else torch.float32
     out.unflatten(-1, (-1, MX_BLOCK)).mul_(decode_e8m0(scales, wide).unsqueeze(-1))
     return out
+
+
+def _mx_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """``(..., K / 32, 32)`` float32 and the largest magnitude of each block; refuses what no block can hold."""
+    _check_input("weight", weight)
+    _check_contraction(weight)
+    blocks = weight.float().unflatten(-1, (-1, MX_BLOCK))
+    amax = blocks.abs().amax(-1)
+    _check_finite("weight", weight, amax)
+    return blocks, amax
 
 
 def _e8m0_scales(amax: Tensor, max_exponent: int, saturates_above: float | None = None) -> Tensor:

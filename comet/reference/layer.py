@@ -196,7 +196,6 @@ def run_expert(
 
 
 def _affine(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``rows @ weight.T + bias`` in the type of the rows."""
     result = product(rows, weight.to(rows.dtype))
     return result if bias is None else result + bias.to(rows.dtype)
 

@@ -113,9 +113,8 @@ def compare_clocks(stamps: Sequence[Tensor]) -> list[Clock]:
     Args:
         stamps: For every rank ``(barriers, 2)`` int64 arrival and departure on its own clock, in nanoseconds.
 
-    Example:
-        Rank 0 arrives at 100 and departs at 110, rank 1 arrives at 1103 and departs at 1109: the offset lies between
-        1103 - 110 = 993 and 1109 - 100 = 1009: 1001, give or take 8.
+    Example: Rank 0 arrives at 100 and departs at 110, rank 1 arrives at 1103 and departs at 1109: the offset lies
+    between 1103 - 110 = 993 and 1109 - 100 = 1009: 1001, give or take 8.
     """
     first = stamps[0]
     clocks = [Clock(0, 0)]
@@ -159,9 +158,8 @@ def find_spans(events: Iterable[Event]) -> list[Span]:
     A pipelined GEMM fetches a tile's first operands, and waits for them, before it finishes the tile in front. A tile
     therefore begins no earlier than the block's previous item ended, and a wait interrupts the work it falls into.
 
-    Example:
-        A block works from 0 to 50 us on its first tile, waits from 30 to 40 us for the rows of its second, and works
-        on that until 90 us: GEMM 0..30, wait 30..40, GEMM 40..50, GEMM 50..90.
+    Example: A block works from 0 to 50 us on its first tile, waits from 30 to 40 us for the rows of its second, and
+    works on that until 90 us: GEMM 0..30, wait 30..40, GEMM 40..50, GEMM 50..90.
     """
     lanes: dict[tuple[int, int], list[Event]] = defaultdict(list)
     for event in events:

@@ -86,7 +86,6 @@ def blocks_over_time(begins: Sequence[int], ends: Sequence[int], edges: NDArray[
 
 
 def _unit(span_ns: float) -> tuple[float, str]:
-    """Factor from nanoseconds, and the unit's name."""
     return (1e-3, "us") if span_ns < 5e6 else (1e-6, "ms")
 
 
@@ -170,7 +169,6 @@ def _name_launches(axes: Any, launches: Sequence[Launch], origin: int, scale: fl
 
 
 def _draw_shares(axes: Any, rank: Mapping[str, Any]) -> None:
-    """Share of every activity in the rank's block time, as bars with numbers."""
     shares = {name: ms / rank["block_ms"] for name, ms in (rank["work_ms"] | rank["wait_ms"]).items()}
     shares["idle"] = rank["idle_share"]
     names = list(shares)
@@ -186,7 +184,6 @@ def _draw_shares(axes: Any, rank: Mapping[str, Any]) -> None:
 
 
 def _add_title_and_legend(figure: Any, summary: Mapping[str, Any]) -> None:
-    """One line of facts, and the legend with each activity's share over all ranks."""
     from matplotlib.patches import Patch
 
     block_ms = sum(rank["block_ms"] for rank in summary["per_rank"])

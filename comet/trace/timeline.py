@@ -154,24 +154,22 @@ class Timeline:
         ranks = [self._rank_summary(rank) for rank in range(len(self.records))]
         block_ms = sum(rank["block_ms"] for rank in ranks)
         wait_ms = sum(sum(rank["wait_ms"].values()) for rank in ranks)
+        begins, ends = [launch.begin for launch in self.launches], [launch.end for launch in self.launches]
+        steps = torch.cat([record.rows[:, 7:].flatten().sort().values.diff() for record in self.records])
         return {
             "ranks": len(ranks),
             "launches": sum(launch.rank == 0 for launch in self.launches),
             "events": len(self.events),
             "lost_events": sum(record.lost for record in self.records),
-            "span_ms": self._span_ns() / 1e6,
+            "span_ms": (max(ends) - min(begins)) / 1e6 if ends else 0.0,
             "clock_error_us": max(clock.error_ns for clock in self.clocks) / 1e3,
-            "clock_step_ns": self._clock_step_ns(),
+            "clock_step_ns": int(steps[steps > 0].min()) if (steps > 0).any() else 0,
             "wait_share": wait_ms / block_ms if block_ms else 0.0,
             "per_rank": ranks,
         }
 
     def write(self, folder: Path) -> dict[str, Any]:
-        """Write ``timeline.json`` (open it in ui.perfetto.dev or chrome://tracing), ``timeline.png``, ``summary.json``.
-
-        Returns:
-            ``summary()``.
-        """
+        """Write ``timeline.json`` (for ui.perfetto.dev or chrome://tracing), ``timeline.png`` and ``summary.json``."""
         require(bool(self.events), "events=0 must be at least 1: only the 'fused' path records, inside the with block")
         folder.mkdir(parents=True, exist_ok=True)
         summary = self.summary()
@@ -202,14 +200,6 @@ class Timeline:
         for span in self.spans:
             found[span.event.rank].append(span)
         return found
-
-    def _span_ns(self) -> int:
-        ends = [launch.end for launch in self.launches]
-        return max(ends) - min(launch.begin for launch in self.launches) if ends else 0
-
-    def _clock_step_ns(self) -> int:
-        times = torch.cat([record.rows[:, 7:].flatten().sort().values.diff() for record in self.records])
-        return int(times[times > 0].min()) if (times > 0).any() else 0
 
 
 @contextmanager
@@ -270,7 +260,6 @@ def compare(workspace: Workspace) -> Tensor:
 
 
 def _read(recorder: Recorder, stamps: Tensor) -> RankRecord:
-    """The events that were kept, with the block in front of each."""
     events = recorder.events.cpu()
     counts = events[:, 0, 0].long()
     kept = counts.clamp(max=recorder.capacity)

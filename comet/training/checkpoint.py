@@ -13,7 +13,7 @@ import warnings
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -51,29 +51,16 @@ from comet.utils.shared_file import naming
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
+@dataclass(frozen=True)
 class Checkpointer:
-    """Saves a model and its optimizer, and loads them.
+    """Saves a model and its optimizer, and loads them."""
 
-    Args:
-        root: Folder of the checkpoints, shared by all ranks.
-    """
-
-    def __init__(
-        self,
-        root: Path,
-        model: GPT,
-        optimizer: AdamW,
-        group: ExpertGroup,
-        *,
-        settings: Mapping[str, Any] | None = None,
-        text: str = "",
-    ) -> None:
-        self.root = root
-        self.model = model
-        self.optimizer = optimizer
-        self.group = group
-        self.settings = settings or {}
-        self.text = text
+    root: Path  # of the checkpoints, shared by all ranks
+    model: GPT
+    optimizer: AdamW
+    group: ExpertGroup
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the run, kept in every checkpoint
+    text: str = ""  # fingerprint of the text that the run learns from
 
     def save(self, step: int) -> Path:
         """Write a checkpoint of a number of optimizer steps taken (collective).
@@ -110,10 +97,8 @@ class Checkpointer:
         return [name for name, is_bad in zip(tensors, bad.tolist(), strict=True) if is_bad]
 
     def load(self, checkpoint: Checkpoint) -> int:
-        """Read a checkpoint of any EP, TP and world size into the model and the optimizer (collective).
-
-        Raises:
-            ValueError: If it is of another model, or was damaged since it was chosen.
+        """Read a checkpoint of any EP, TP and world size into model and optimizer, and return its optimizer steps
+        (collective).
         """
         checkpoint.check_model(self.model.config)
         read_checkpoint(checkpoint.path)
@@ -160,11 +145,7 @@ class Checkpointer:
 
 
 def load_weights(model: GPT, checkpoint: Checkpoint) -> None:
-    """Read the weights of a checkpoint of any EP, TP and world size, without the moments (collective).
-
-    Raises:
-        ValueError: If the checkpoint is of another model, damaged, or holds more than tensors.
-    """
+    """Read the weights of a checkpoint of any EP, TP and world size into a model, without the moments (collective)."""
     checkpoint.check_model(model.config)
     require_intact(checkpoint)
     _read(checkpoint.path, _model_tensors(model))

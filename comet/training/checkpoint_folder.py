@@ -152,11 +152,7 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Metadata of a checkpoint folder.
-
-    Raises:
-        ValueError: If it holds anything but the metadata of tensors in the folder's own files.
-    """
+    """Metadata of a checkpoint folder."""
     file = path / METADATA
     try:
         with file.open("rb") as stream:
@@ -184,16 +180,12 @@ class Reader(dcp.FileSystemReader):
 
 
 class Writer(dcp.FileSystemWriter):
-    """Writes tensors; what the system says about a file it could not write is raised as it is.
-
-    Attributes:
-        checksums: Of the files this rank has written, by name.
-    """
+    """Writes tensors; what the system says about a file it could not write is raised as it is."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, sync_files=True)
         self.folder = path
-        self.checksums: dict[str, str] = {}
+        self.checksums: dict[str, str] = {}  # of the files this rank has written, by name
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's share; raises ``OSError`` where torch would only say that a position is unexpected."""
@@ -409,11 +401,7 @@ def find_checkpoints(resume: str | None, output_dir: str) -> tuple[list[Checkpoi
 
 
 def choose_checkpoint(found: list[Checkpoint], skipped: list[str]) -> tuple[Checkpoint | None, list[str]]:
-    """The first checkpoint whose files hold what was written, and why others were skipped (collective).
-
-    Raises:
-        ValueError: If all are damaged; names a file of each.
-    """
+    """The first checkpoint whose files hold what was written, and why others were skipped (collective)."""
     for checkpoint in found:
         if not (damage := find_damage(checkpoint)):
             return checkpoint, skipped

@@ -145,7 +145,6 @@ def _stdlib_files(root: Path) -> dict[str, Path]:
 
 
 def _files(root: Path) -> dict[str, Path]:
-    """The file, or all files below the folder but hidden ones, by relative name, sorted."""
     if root.is_file():
         return {root.name: root}
     if not root.is_dir():

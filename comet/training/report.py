@@ -108,8 +108,8 @@ def plot_loss(history: History, path: Path) -> None:
     """Training loss of every step and held-out loss of every evaluation, as a PNG."""
     figure = _figure()
     axes = figure.subplots()
-    steps = [step for window in history.windows for step in _steps(window)]
     losses = [loss for window in history.windows for loss in window.losses]
+    steps = [step for each in history.windows for step in range(each.step - len(each.losses) + 1, each.step + 1)]
     axes.plot(steps, losses, color="tab:blue", alpha=0.35, linewidth=0.8, label="training, each step")
     means = [sum(window.losses) / len(window.losses) for window in history.windows]
     axes.plot([window.step for window in history.windows], means, color="tab:blue", label="training, mean of a window")
@@ -127,12 +127,10 @@ def plot_expert_load(history: History, path: Path) -> None:
     figure = _figure()
     shares, balance = figure.subplots(1, 2)
     recent = history.windows[-max(len(history.windows) // 10, 1) :]
-    totals = [
-        [sum(column) for column in zip(*rows, strict=True)]
-        for rows in zip(*(window.expert_load for window in recent), strict=True)
-    ]
-    if totals:
-        image = shares.imshow([_relative(layer) for layer in totals], aspect="auto", vmin=0, vmax=2, cmap="RdBu_r")
+    totals = torch.tensor([window.expert_load for window in recent], dtype=torch.float64).sum(0)
+    if totals.dim() == 2:  # layers, experts; there may be none
+        relative = totals / totals.mean(1, keepdim=True).clamp(min=1)
+        image = shares.imshow(relative.numpy(), aspect="auto", vmin=0, vmax=2, cmap="RdBu_r")
         figure.colorbar(image, ax=shares, label="load / even load")
     for axis in (shares.xaxis, shares.yaxis):
         axis.get_major_locator().set_params(integer=True)
@@ -148,15 +146,6 @@ def _figure() -> Any:
     from matplotlib.figure import Figure
 
     return Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH, layout="constrained")
-
-
-def _steps(window: Window) -> range:
-    return range(window.step - len(window.losses) + 1, window.step + 1)
-
-
-def _relative(load: list[float]) -> list[float]:
-    mean = max(sum(load) / len(load), 1.0)
-    return [value / mean for value in load]
 
 
 GIB = 2**30

@@ -87,10 +87,8 @@ class RunFolder(FolderLock):
         self.attempt = attempt
 
     def find_checkpoints(self) -> tuple[list[Checkpoint], list[str]]:
-        """What to continue from, as ``checkpoint_folder.find_checkpoints``; for rank 0.
-
-        Raises:
-            ValueError: If another job writes into the folder, or a run there would be lost.
+        """What to continue from, as ``checkpoint_folder.find_checkpoints``, unless a run in the folder would be lost;
+        on rank 0.
         """
         resume = self.resume
         if self.folder.is_dir():

@@ -36,9 +36,10 @@ class Passes:
         self._parameters = list(model.parameters())
         self._workspaces = {layer.group.workspace for layer in model.moe_layers()}
         self._batch = torch.empty(0)
-        self._replayed = Replayed(
-            self._run, model.rotary.device, "training steps", cuda_graph=cuda_graph, obstacle=path_obstacle(model)
-        )
+        asks = any(isinstance(layer.experts, CollectivePath) for layer in model.moe_layers())
+        obstacle = "the collectives of its MoE layers wait for counts on the host" if asks else ""
+        device = model.rotary.device
+        self._replayed = Replayed(self._run, device, "training steps", cuda_graph=cuda_graph, obstacle=obstacle)
 
     @property
     def graph_fallback_reason(self) -> str:
@@ -69,12 +70,6 @@ class Passes:
         loss = next_token_loss(output.logits, self._batch[:, 1:])
         gradients = torch.autograd.grad(loss + output.router_loss, self._parameters, allow_unused=True)
         return loss.detach(), output.expert_load, gradients
-
-
-def path_obstacle(model: GPT) -> str:
-    """Why a step of the model must not be captured; empty for paths that ask the host for nothing."""
-    asks = any(isinstance(layer.experts, CollectivePath) for layer in model.moe_layers())
-    return "the collectives of its MoE layers wait for counts on the host" if asks else ""
 
 
 @dataclass(frozen=True, slots=True)

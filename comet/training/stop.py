@@ -30,13 +30,10 @@ class StopRequest:
     Every step sums ``told`` over the ranks along with its loss, and ``agreed`` looks at the sum of a step that is over:
     the same one on every rank. A supervisor also sends SIGTERM when a rank has died. No step can end then, so a thread,
     which runs while the main one waits, ends this process if a rank of its host is gone.
-
-    Attributes:
-        told: Whether this process has got the signal.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.told = False
+        self.told = False  # whether this process has got the signal
         self._on_gpu = device.type == "cuda"
         self._sums: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 

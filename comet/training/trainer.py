@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from comet.comm.handshake import largest
 from comet.config import require
 from comet.errors import NotFiniteError
 from comet.jobs.config import JobConfig, activation_dtype
@@ -173,7 +174,6 @@ class Trainer:
         return result
 
     def _facts(self) -> dict[str, Any]:
-        """What there is to say of a run however it ends (collective)."""
         config, group = self.config, self.group
         tokens = self.steps_timed * self.train_step.tokens_per_step
         peak_memory, seconds, any_eager = self._slowest()
@@ -253,11 +253,8 @@ class Trainer:
         """Peak memory in bytes, seconds of training, whether steps were not replayed; each of any rank (collective)."""
         peak = peak_memory_bytes(self.group.device, self.group.workspace.num_bytes)
         mine = [peak, self.seconds, float(bool(self.train_step.graph_fallback_reason))]
-        largest = torch.tensor(mine, dtype=torch.float64, device=self.group.device)
-        if self.group.world_size > 1:
-            dist.all_reduce(largest, dist.ReduceOp.MAX)
-        peak, seconds, any_eager = largest.tolist()
-        return int(peak), seconds, bool(any_eager)
+        most, seconds, any_eager = largest(mine, self.group.device, dist.group.WORLD)
+        return int(most), seconds, bool(any_eager)
 
 
 def _same_on_all_ranks(corpus: Corpus) -> str:

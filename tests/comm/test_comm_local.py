@@ -56,20 +56,6 @@ def test_wait_names_both_ranks_the_place_and_the_epochs() -> None:
         wait(flags, 1, 41, timeout_s=0.1, rank=2, peer=0, place=place)
 
 
-@pytest.mark.parametrize(
-    ("flags", "index", "message"),
-    [
-        (torch.zeros(4, 4, dtype=torch.int32).T[:, :2], 0, r"flags of shape \(4, 2\) must be contiguous"),
-        (torch.zeros(4, dtype=torch.int32), 4, r"index=4 must be in \[0, 4\)"),
-        (torch.zeros(4, dtype=torch.int32), -1, r"index=-1 must be in \[0, 4\)"),
-        (torch.zeros(4, dtype=torch.int32, device="meta"), 0, "flags on device=meta must be on the CPU"),
-    ],
-)
-def test_signal_refuses(flags: torch.Tensor, index: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        signal(flags, index, 1)
-
-
 # ---- one process that plays all ranks --------------------------------------------------------------------------------
 
 

@@ -79,10 +79,6 @@ class DraftRouters:
 
     Args:
         slots: ``(E,)`` int32 of each layer, see ``CachedOnRanks``; empty without caches.
-
-    Attributes:
-        cached: Which experts drafts choose from, over ranks.
-        brings: Whether drafts bring experts for their verification, which displace others (``expect_drafts``).
     """
 
     def __init__(
@@ -96,7 +92,8 @@ class DraftRouters:
             bool(slots) or not config.draft_cached_only,
             "draft_cached_only=True must come with expert_budget: without one all experts are in GPU memory",
         )
-        self.cached: CachedOnRanks | None = None
+        self.cached: CachedOnRanks | None = None  # which experts drafts choose from, over ranks
+        # whether drafts bring experts for their verification, which displace others (expect_drafts)
         self.brings = False
         chosen: Sequence[Tensor | None] = [None] * len(routers)
         if config.draft_cached_only:

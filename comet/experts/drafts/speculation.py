@@ -65,13 +65,9 @@ class DraftingModel(Protocol):
 
 
 class Sampling(Protocol):
-    """How tokens are chosen: the same for p, for q and without speculation (``comet.generation.sampling.Sampler``).
+    """How tokens are chosen: the same for p, for q and without speculation (``comet.generation.sampling.Sampler``)."""
 
-    Attributes:
-        seen: ``(B, V)`` bool, tokens that each sequence has; ``None`` where no choice depends on them.
-    """
-
-    seen: Tensor | None
+    seen: Tensor | None  # (B, V) bool, tokens that each sequence has; None where no choice depends on them
 
     def probabilities(self, logits: Tensor, seen: Tensor | None) -> Tensor:
         """``(..., V)`` float64, after penalties for what was ``seen (..., V)``, temperature, top-k and top-p."""

@@ -33,15 +33,11 @@ class CodeProducts:
         self._numbers = torch.empty(num_cores * NUMBERS_PER_CORE)
 
     def __call__(self, tokens: Tensor, elements: Tensor, scales: Tensor) -> Tensor:
-        """``tokens @ matrix.T``.
+        """``(T, N)`` float32: ``tokens (T, K)`` times a matrix of codes, transposed.
 
         Args:
-            tokens: ``(T, K)``.
             elements: ``(N, K)`` float8_e4m3fn, or ``(N, K / 2)`` uint8 of MXFP4.
             scales: ``(N, K / 32)`` uint8 or ``(ceil(N / 128), ceil(K / 128))`` float32, none of them NaN.
-
-        Returns:
-            ``(T, N)`` float32.
         """
         per_byte, (num_rows, num_bytes) = 2 if elements.dtype == CODES else 1, elements.shape
         multiple = (E2M1_BITS if per_byte == 2 else E4M3_BITS)[2]

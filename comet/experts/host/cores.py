@@ -47,12 +47,6 @@ class HostCores:
         num_cores: Threads that compute.
         fault: ``(8,)`` int64 on the device, where spins of the rank record a deadline; ``None``: its own.
         insists: Whether they are to compute whatever it costs.
-
-    Attributes:
-        file: Where the experts have to be (``HeldExperts.fill``).
-        mail: Of the caches that are served.
-        profile: What experts cost, once it is measured.
-        process: That computes, once it is started.
     """
 
     def __init__(
@@ -66,8 +60,8 @@ class HostCores:
         insists: bool = True,
     ) -> None:
         self.num_cores, self.sizes, self.device, self.insists = num_cores, sizes, device, insists
-        self.file = MemoryFile()
-        self.profile: HostProfile | None = None
+        self.file = MemoryFile()  # where the experts have to be (HeldExperts.fill)
+        self.profile: HostProfile | None = None  # what experts cost, once it is measured
         tokens, routed = sizes.max_tokens, sizes.max_tokens * sizes.top_k
         words = host_memory((EXPERTS.value + sizes.num_experts + routed,), torch.int32, device, self.file)
         parts = [
@@ -80,6 +74,7 @@ class HostCores:
             raise UnavailableError("memory for requests to the host's cores cannot be pinned: set host_cores=off")
         (self._words, mail_tokens, weights, answer), _ = zip(*parts, strict=True)
         self._counts = host_memory((2,), torch.int64, torch.device("cpu"), self.file)[0]
+        # of the caches that are served
         self.mail = Mailbox(
             share=torch.zeros(tokens + 1, sizes.num_experts + 1, dtype=torch.int32, device=device),
             sequence=torch.zeros(1, dtype=torch.int32, device=device),
@@ -91,7 +86,7 @@ class HostCores:
             fault=torch.zeros(FAULT_WORDS, dtype=torch.int64, device=device) if fault is None else fault,
             timeout_ns=int(timeout_s * 1e9),
         )
-        self.process: subprocess.Popen[str] | None = None
+        self.process: subprocess.Popen[str] | None = None  # that computes, once it is started
         self._log: IO[str] | None = None
 
     def start(self, stores: Sequence[ExpertParts], profile: HostProfile | None = None) -> None:
@@ -190,7 +185,6 @@ class HostCores:
         )
 
     def _said(self) -> str:
-        """The last line of what the process wrote."""
         if self._log is None or self._log.closed:
             return ""
         self._log.seek(0)

@@ -46,10 +46,6 @@ class HostProfile:
 
         Args:
             max_tokens: Of a step; costs are taken to grow evenly between one token and these.
-            num_experts: E.
-
-        Returns:
-            ``(max_tokens + 1, E + 1)`` int32: for steps of T tokens and m missing experts.
         """
         table = torch.zeros(max_tokens + 1, num_experts + 1, dtype=torch.int32)
         missing = hosted = torch.arange(num_experts + 1)
@@ -104,7 +100,9 @@ class HostSizes:
     activation: Activation = SWIGLU
 
     @classmethod
-    def of(cls, hidden_size: int, layout: ExpertLayout, max_tokens: int, dtype: torch.dtype) -> HostSizes:
+    def of(
+        cls, hidden_size: int, layout: ExpertLayout, max_tokens: int, dtype: torch.dtype, activation: Activation
+    ) -> HostSizes:
         """Of a rank's layers."""
         return cls(
             num_experts=layout.num_experts,
@@ -113,6 +111,7 @@ class HostSizes:
             top_k=layout.top_k,
             max_tokens=max_tokens,
             dtype=dtype,
+            activation=activation,
         )
 
 
@@ -122,9 +121,6 @@ class Link:
     Args:
         stores: Of all layers.
         device: That experts come to; a CPU copies them, and has no link to keep busy.
-
-    Attributes:
-        alone_ns: Nanoseconds of an expert while nothing else goes on.
     """
 
     def __init__(self, stores: Sequence[ExpertParts], device: torch.device) -> None:
@@ -132,7 +128,7 @@ class Link:
         self._room = [torch.empty_like(part[0], device=device) for part in stores[0].parts]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._marks: list[torch.cuda.Event] = []
-        self.alone_ns = self._time_alone()
+        self.alone_ns = self._time_alone()  # nanoseconds of an expert while nothing else goes on
 
     def send(self, count: int) -> None:
         """Start copies of so many experts."""

@@ -21,7 +21,7 @@ from comet.kernels.experts.tables import CLOCK, CacheTables
 
 @dataclass(frozen=True, slots=True)
 class PromptCores:
-    """The host's cores for one layer of prompts."""
+    """The host's cores, started, for one layer of prompts."""
 
     cores: HostCores  # started
     layer: int  # number of the layer there
@@ -38,11 +38,7 @@ class PromptCores:
         return missing[: self.cores.profile.share_of_prompt(few, len(missing), most)]
 
     def compute(self, experts: Sequence[int], rows: Sequence[Tensor]) -> list[Tensor]:
-        """The outputs ``(R, D)`` float32 of the rows ``(R, D)`` of each expert, all in host memory.
-
-        Raises:
-            HostComputeError: If an answer does not come by its deadline.
-        """
+        """The outputs ``(R, D)`` float32 of the rows ``(R, D)`` of each expert, all in host memory."""
         mail, outputs = asked_by_host(self.cores.mail), []
         for expert, tokens in zip(experts, rows, strict=True):
             ids = torch.full((len(tokens), 1), self.first_expert + expert)

@@ -170,7 +170,6 @@ class _PendingPlan:
     ids: Tensor
 
     def finish(self) -> Plan:
-        """Wait for those of all ranks."""
         layout, workspace, rules = self.backend.layout, self.backend.workspace, self.backend.rules
         tensors = plan_tensors(*receive_ids(self.ids, layout, workspace), layout, rules)
         plan = Plan.create(layout, self.ids.shape[0], workspace.max_tokens, rules, tensors)
@@ -259,7 +258,6 @@ def _rows_of(rows: Tensor, row_ids: Tensor) -> Tensor:
 
 
 def _used_rows(plan: Plan) -> Tensor:
-    """Ids of the routed rows that exist."""
     segments = [torch.arange(segment.start, segment.stop) for segment, _ in _nonempty(plan)]
     return torch.cat(segments) if segments else torch.empty(0, dtype=torch.int64)
 
@@ -311,7 +309,6 @@ def _wait_chunks(plan: Plan, workspace: Workspace, chunks: Iterable[int]) -> Non
 
 
 def _wait_flag(workspace: Workspace, flags: Tensor, index: int, peer: int, place: str, chunk: int) -> None:
-    """Wait until one flag carries the epoch."""
     comm, place = workspace.comm, f"{place}, chunk {chunk}"
     whom: dict[str, Any] = dict(rank=comm.rank, peer=peer, place=place, timeout_s=comm.timeout_s)
     wait(flags, index, int(workspace.epoch), **whom, check=comm.board.check)

@@ -35,12 +35,7 @@ def exchange_ids(ids: Tensor, weights: Tensor, workspace: Workspace, *, trains: 
 
 
 def receive_ids(ids: Tensor, layout: ExpertLayout, workspace: Workspace) -> tuple[Tensor, Tensor]:
-    """Wait for the ids of all ranks and advance the epoch; ids and weights ``(W, M, K)`` as they lie in the pool.
-
-    Raises:
-        ValueError: On all ranks, if ids of any are out of range, or some of them want gradients and some do not.
-        CommTimeoutError: If a rank is late.
-    """
+    """Wait for the ids of all ranks and advance the epoch; ids and weights ``(W, M, K)`` as they lie in the pool."""
     epoch = int(workspace.epoch) + 1
     for source in range(workspace.comm.world_size):
         wait(

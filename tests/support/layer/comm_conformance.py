@@ -40,10 +40,10 @@ class Site:
     def device(self) -> torch.device:
         return torch.device("cpu") if self.backend in ("cpu_shm", "auto") else torch.device(gpu_of(self.rank))
 
-    def open(self, timeout_s: float = 30.0, world_size: int | None = None) -> Communicator:
+    def open(self, timeout_s: float = 30.0) -> Communicator:
         """This rank's communicator; without a process group, a rank alone."""
         group = dist.group.WORLD if dist.is_initialized() else None
-        return make_communicator(self.backend, group, self.device, timeout_s=timeout_s, world_size=world_size)
+        return make_communicator(self.backend, group, self.device, timeout_s=timeout_s)
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -275,20 +275,12 @@ def check_unequal_sizes(site: Site) -> None:
         comm.alloc(256)
 
 
-def check_wrong_world_size(site: Site) -> None:
-    """A group of another size than the caller configured is refused."""
-    with pytest.raises(ValueError, match=rf"world_size=9 must equal the {site.world_size} ranks of the group"):
-        site.open(world_size=9)
-    site.open(world_size=site.world_size).close()
-
-
 ALONE: tuple[Callable[[Site], None], ...] = (
     check_allocate,
     check_peer_access,
     check_pointer_table,
     check_barrier,
     check_close,
-    check_wrong_world_size,
 )
 CHECKS = (
     *ALONE,
