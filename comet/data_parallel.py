@@ -33,9 +33,6 @@ def exclude_experts(model: nn.Module) -> set[nn.Parameter]:
     Example: ``fully_shard(model, ignored_params=exclude_experts(model))``; or ``exclude_experts(model)``, then
     ``DistributedDataParallel(model)``, which finds their names in the model.
 
-    Args:
-        model: Holds ``MoE`` layers.
-
     Returns:
         The parameters that are sharded over an MoE group; none where a group is one rank.
     """

@@ -36,13 +36,6 @@ def positions_in_groups(groups: Tensor, num_groups: int) -> tuple[Tensor, Tensor
     """Position of each element among those of its group, and the size of each group; nothing waits for a GPU.
 
     Example: groups [1, 0, 1, 1] of 2: positions [0, 0, 1, 2], sizes [1, 3].
-
-    Args:
-        groups: ``(N,)`` int64 in ``[0, num_groups)``.
-        num_groups: G.
-
-    Returns:
-        ``(N,)`` and ``(G,)`` int64.
     """
     sizes = groups.new_zeros(num_groups).scatter_add_(0, groups, torch.ones_like(groups))
     order = groups.argsort(stable=True)
@@ -53,15 +46,11 @@ def positions_in_groups(groups: Tensor, num_groups: int) -> tuple[Tensor, Tensor
 
 
 class Biases(NamedTuple):
-    """What is added to the products of both projections of some experts.
+    """What is added to the products of both projections of some experts."""
 
-    Args:
-        b1: ``(e, 2F/TP)``, gate, then up, before the activation.
-        b2: ``(e, D)``, to each expert output before it is weighted; under TP all ranks of a shard hold it, and the
-            first one alone adds it.
-    """
-
-    b1: Tensor
+    b1: Tensor  # (e, 2F/TP), gate, then up, before the activation
+    # (e, D), to each expert output before it is weighted; under TP all ranks of a shard hold it, and the first one
+    # alone adds it
     b2: Tensor
 
 
@@ -74,20 +63,13 @@ class ExpertLayout:
     destination is therefore the set of ranks ``s*TP .. s*TP + TP - 1``.
 
     Example: E = 8, EP = 2, TP = 2: expert 5 belongs to shard 1, so its rows travel to ranks 2 and 3.
-
-    Args:
-        num_experts: E.
-        top_k: K.
-        ep: EP.
-        tp: TP.
-        rank: This rank, 0 .. W-1.
     """
 
-    num_experts: int
-    top_k: int
-    ep: int
-    tp: int
-    rank: int
+    num_experts: int  # E
+    top_k: int  # K
+    ep: int  # EP
+    tp: int  # TP
+    rank: int  # this rank, 0 .. W-1
 
     @classmethod
     def create(cls, moe: MoEConfig, parallel: ParallelConfig, rank: int) -> ExpertLayout:

@@ -41,7 +41,6 @@ class MoE(nn.Module):
     ``reserved_sms`` as the collective has blocks, or an order by events, alike on all ranks.
 
     Args:
-        config: Shape and routing.
         group: The ranks that share the experts, and their memory.
         path: ``fused`` (kernels over symmetric memory), ``twin`` (the same plan in plain torch, for CPUs), ``plain``
             (all-to-all and grouped GEMM), ``reference`` (gathered weights, plain torch), or ``auto``: fused on a GPU,
@@ -158,9 +157,6 @@ class MoE(nn.Module):
             tokens: ``(T, D)``.
             top_k_ids: ``(T, K)`` int32 global expert ids; -1 masks a slot.
             top_k_weights: ``(T, K)`` float32.
-
-        Returns:
-            ``(T, D)``: the weighted sum of each token's experts.
 
         Raises:
             ValueError: If tokens or routing do not fit the group or each other, or weights are not all there.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from comet.config import SpeculationConfig, require
 from comet.decode import FrozenExperts, SharedSlots, before_replay, matrices_of, shared_columns
 from comet.decode.runners import DECODE_TOKENS, ReplicatedRunner
 from comet.experts import CACHED_DECODE_TOKENS, CacheReport, DraftRouters, ExpertCache
-from comet.experts.drafts.speculation import DraftingModel
 from comet.experts.host.cores import HostCores
 from comet.experts.paths import CachedPath, Slots, cores_of_paths, host_paths, report_of_paths
 from comet.experts.prefetch import PrefetchSetting, expect_drafts
@@ -35,54 +34,117 @@ from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT
 from comet.moe import MoE
 from comet.quantization.formats import MXType
-from comet.utils.graphs import GraphMode
+from comet.utils.graphs import TOO_FEW, GraphMode
 
 
-class Engine(DraftingModel, Protocol):
+class Engine:
     """A model with the attention memory of the sequences it is generating; logits are float32.
 
-    ``draft`` and ``verify`` are for one that was made with settings of drafts.
+    ``draft`` and ``verify``, by which it is a ``comet.experts.drafts.speculation.DraftingModel``, are for one that was
+    made with settings of drafts.
     """
 
-    @property
-    def device(self) -> torch.device:
-        """Where it computes."""
-        ...
+    def __init__(self, device: torch.device) -> None:
+        self.device = device  # where it computes
+        self.cores: HostCores | None = None  # of the host, that compute some of the missing experts
+        self._drafts: DraftRouters | None = None
+        self._passes: Passes | None = None  # that append tokens; there are none before the prompts of some models
+        self._steps = 0  # since the prompts
+        self._drafted = False  # by the last pass
+        self._touched = torch.zeros((), dtype=torch.int64, device=device)  # experts of this rank, over layers and steps
 
+    @torch.no_grad()
     def prefill(self, ids: Tensor, lengths: Tensor, max_length: int) -> Tensor:
-        """Forget everything and read the prompts.
+        """Forget everything and read the prompts: ``(B, V)`` float32 logits of each sequence's next token.
+
+        Prompts as many and with as much room as the last ones take their memory and their graph.
 
         Args:
             ids: ``(B, S)`` int64; what lies behind a shorter prompt's last token is ignored.
             lengths: ``(B,)`` int64, tokens of each prompt.
             max_length: Positions a sequence may grow to.
-
-        Returns:
-            ``(B, V)`` float32 logits of each sequence's next token.
         """
-        ...
+        logits = self._read(ids, lengths, max_length)
+        self._steps, self._drafted = 0, False
+        self._touched.zero_()
+        return logits
+
+    @torch.no_grad()
+    def decode(self, ids: Tensor) -> Tensor:
+        """Append ``(B,)`` int64 tokens with all experts; ``(B, V)`` logits of the next ones."""
+        return self._take(ids[:, None])[:, 0]
+
+    @torch.no_grad()
+    def draft(self, ids: Tensor) -> Tensor:
+        """``decode`` with few experts.
+
+        Drafts with cached experts only fetch nothing. So over ranks only the first one behind another pass asks which
+        experts are cached, in one collective (``CachedOnRanks``), or every one where experts travel for verification.
+        """
+        if self._drafts is not None:
+            self._drafts.refresh(behind_draft=self._drafted)
+        return self._take(ids[:, None], drafts=True)[:, 0]
+
+    @torch.no_grad()
+    def verify(self, ids: Tensor) -> Tensor:
+        """Append ``(B, S)`` int64 tokens with all experts; ``(B, S, V)`` logits of what follows each."""
+        return self._take(ids)
+
+    @property
+    def lengths(self) -> Tensor:
+        """``(B,)`` int64: tokens of each sequence in the cache."""
+        return self._room().lengths
+
+    def rewind(self, lengths: Tensor) -> None:
+        """Keep the first ``lengths (B,)`` tokens of each sequence; one that is at its end may keep fewer."""
+        self._room().rewind(lengths)
 
     @property
     def graph_fallback_reason(self) -> str:
-        """Why the last ``decode`` was launched kernel by kernel; empty if it was replayed from a CUDA graph."""
-        ...
-
-    def weight_bytes_per_step(self) -> float:
-        """Bytes of weights this rank read per decode step since ``prefill``, on average; 0 without a step."""
-        ...
+        """Why any kind of pass was launched kernel by kernel; empty if all were replayed from a CUDA graph."""
+        return TOO_FEW if self._passes is None else self._passes.graph_fallback_reason
 
     def cache_report(self) -> CacheReport | None:
         """What expert caches did so far; ``None`` where all experts are on the device. Waits for it."""
-        ...
-
-    @property
-    def cores(self) -> HostCores | None:
-        """The host's cores that compute some of the missing experts, if there are any."""
-        ...
+        raise NotImplementedError
 
     def check(self) -> None:
         """Raise what went wrong on the device so far; waits for it."""
-        ...
+        raise NotImplementedError
+
+    def weight_bytes_per_step(self) -> float:
+        """Bytes of weights this rank read per decode step since ``prefill``, on average; 0 without a step.
+
+        ``(touched experts of this rank, summed over layers and steps) / steps * bytes of one expert's part
+        + bytes of all replicated weights but the embedding + bytes of B rows of the embedding``. Of shared experts
+        that decode steps include, only the pieces of this rank count; an embedding that is also the head counts as
+        head.
+        """
+        if not self._steps:
+            return 0.0
+        expert, dense = self._weight_bytes()
+        return int(self._touched) / self._steps * expert + dense
+
+    def _take(self, ids: Tensor, *, drafts: bool = False) -> Tensor:
+        """Append ``(B, S)`` tokens by the pass of this shape; ``(B, S, V)`` logits."""
+        if self.cores is not None:
+            self.cores.raise_if_failed()
+        self._steps += 1
+        self._drafted = drafts
+        self._room()
+        assert self._passes is not None
+        return self._passes(ids, drafts=drafts)
+
+    def _room(self) -> Any:
+        """What holds the sequences; prompts are read before tokens are appended."""
+        raise NotImplementedError
+
+    def _read(self, ids: Tensor, lengths: Tensor, max_length: int) -> Tensor:
+        raise NotImplementedError
+
+    def _weight_bytes(self) -> tuple[float, float]:
+        """Of one expert's part here, and of all else that a step reads."""
+        raise NotImplementedError
 
 
 def freeze_experts(runner: ReplicatedRunner, layer: MoE, columns: int) -> FrozenExperts:
@@ -123,14 +185,13 @@ def emptied(weight: Tensor) -> Tensor:
     return weight.new_zeros(()).expand(weight.shape)
 
 
-class GPTEngine:
+class GPTEngine(Engine):
     """A GPT that generates; the model is frozen and can no longer be trained.
 
     Args:
         model: With its final weights.
         group: The model's ranks; all of them call the engine equally.
         decode_tokens: Most tokens that take warp decode; ``None``: 64, or 16 with ``expert_slots``.
-        cuda_graph: Whether decode steps are replayed from a CUDA graph (see ``DecodeStep``).
         expert_slots: Experts of each layer on the device, the others in host memory, where all of the model's are
             (``expert_device`` of ``GPT``); ``None``: all on the device.
         expert_dtype: With ``expert_slots``: what experts are quantised to in host memory, layer by layer; ``None``:
@@ -141,9 +202,6 @@ class GPTEngine:
         host_cores: With ``expert_slots``: which cores compute some of the missing experts (``cores_of``).
         speculation: Settings of drafts, for ``draft`` and ``verify`` (a
             ``comet.experts.drafts.speculation.DraftingModel``); ``None``: neither is called.
-
-    Raises:
-        NotImplementedError: If experts in host memory are for several nodes.
     """
 
     def __init__(
@@ -164,6 +222,7 @@ class GPTEngine:
             raise NotImplementedError(f"expert_budget needs warp decode on all ranks: {group.comm.memory_obstacle}")
         if decode_tokens is None:
             decode_tokens = DECODE_TOKENS if expert_slots is None else CACHED_DECODE_TOKENS
+        super().__init__(group.device)
         freeze(model)
         self.model = model
         self.cuda_graph: GraphMode = cuda_graph
@@ -189,81 +248,26 @@ class GPTEngine:
             )
         for layer, path in zip(model.moe_layers(), self._experts or self.stored, strict=True):
             layer.experts = path
-        self._cores = cores_of_paths(self.stored)
+        self.cores = cores_of_paths(self.stored)
         self._held = slice(layout.first_expert, layout.first_expert + layout.experts_local)
-        self._group = group
-        self._drafts: DraftRouters | None = None
         if speculation is not None:
             routers = [layer.router for layer in model.moe_layers()]
             self._drafts = DraftRouters(routers, speculation, [cache.weights.slots for cache in self.caches], group)
             self._drafts.brings = expect_drafts(self.stored, speculation)
         self._cache: KeyValueCache | None = None
         self._passes = self._make_passes()
-        self._steps = 0
-        self._drafted = False  # by the last pass
-        self._touched = torch.zeros((), dtype=torch.int64, device=group.device)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model computes."""
-        return self._group.device
 
     @property
     def caches(self) -> list[ExpertCache | StagedCache]:
         """Of the layers' experts; none where all of them are on the device."""
         return [path.cache for path in self.stored]
 
-    @property
-    def cores(self) -> HostCores | None:
-        """See ``Engine``."""
-        return self._cores
-
-    @property
-    def graph_fallback_reason(self) -> str:
-        """See ``Engine``; with drafts, why any kind of pass was not replayed."""
-        return self._passes.graph_fallback_reason
-
-    @property
-    def lengths(self) -> Tensor:
-        """``(B,)`` int64: tokens of each sequence in the cache."""
-        return self._room().lengths
-
-    def rewind(self, lengths: Tensor) -> None:
-        """Keep the first ``lengths (B,)`` tokens of each sequence."""
-        self._room().rewind(lengths)
-
-    @torch.no_grad()
-    def prefill(self, ids: Tensor, lengths: Tensor, max_length: int) -> Tensor:
-        """See ``Engine``; prompts as many and with as much room as the last ones take their memory and their graph."""
+    def _read(self, ids: Tensor, lengths: Tensor, max_length: int) -> Tensor:
         cache = self._cache
         if cache is None or (len(cache.lengths), cache.length) != (ids.shape[0], max_length):
             cache = self._make_room(ids.shape[0], max_length)
         cache.clear()
-        self._steps = 0
-        self._drafted = False
-        self._touched.zero_()
         return self.model.prefill(ids, lengths, cache).logits[:, 0]
-
-    @torch.no_grad()
-    def decode(self, ids: Tensor) -> Tensor:
-        """See ``Engine``."""
-        return self._take(ids[:, None])[:, 0]
-
-    @torch.no_grad()
-    def draft(self, ids: Tensor) -> Tensor:
-        """``decode`` with few experts: those of ``speculation``.
-
-        Drafts with cached experts only fetch nothing. So over ranks only the first one behind another pass asks which
-        experts are cached, in one collective (``CachedOnRanks``), or every one where experts travel for verification.
-        """
-        if self._drafts is not None:
-            self._drafts.refresh(behind_draft=self._drafted)
-        return self._take(ids[:, None], drafts=True)[:, 0]
-
-    @torch.no_grad()
-    def verify(self, ids: Tensor) -> Tensor:
-        """Append tokens ``(B, S)``; returns ``(B, S, V)`` float32 logits of what follows each."""
-        return self._take(ids)
 
     def _make_room(self, num_sequences: int, max_length: int) -> KeyValueCache:
         most = self.runner.decode.max_tokens
@@ -285,14 +289,6 @@ class GPTEngine:
         assert self._cache is not None, "prompts are read before tokens are appended"
         return self._cache
 
-    def _take(self, ids: Tensor, *, drafts: bool = False) -> Tensor:
-        """Append ``(B, S)`` tokens by the pass of this shape; ``(B, S, V)`` logits."""
-        if self.cores is not None:
-            self.cores.raise_if_failed()
-        self._steps += 1
-        self._drafted = drafts
-        return self._passes(ids, drafts=drafts)
-
     def _make_passes(self) -> Passes:
         return Passes(
             self._append,
@@ -313,7 +309,7 @@ class GPTEngine:
         return output.logits
 
     def check(self) -> None:
-        """See ``Engine``."""
+        """Raise what went wrong on the device or the host's cores; waits for them."""
         if self.cores is not None:
             self.cores.check()
         self.runner.check()
@@ -322,24 +318,16 @@ class GPTEngine:
         """What the expert caches did so far; ``None`` where all experts are on the device. Waits for it."""
         return report_of_paths(self.stored)
 
-    def weight_bytes_per_step(self) -> float:
-        """See ``Engine``; an expert's matrices count in every step that sends it a token, all others in every step.
-
-        ``(touched experts of this rank, summed over layers and steps) / steps * bytes of one expert's part
-        + bytes of all replicated weights but the embedding + bytes of B rows of the embedding``. Of shared experts
-        that decode steps include, only the pieces of this rank count.
-        """
-        if not self._steps or self._cache is None:
-            return 0.0
+    def _weight_bytes(self) -> tuple[float, float]:
+        num_sequences = len(self._room().lengths)
         embedding = self.model.embedding.weight
-        rows = len(self._cache.lengths) * embedding[0].nbytes
         dense = sum(weight.nbytes for weight in self.model.dense_parameters()) - embedding.nbytes
         expert = sum(local(weight)[0].nbytes for weight in self.model.expert_matrices()[:2])
         if self.caches:
             expert = self.caches[0].expert_bytes
-        if len(self._cache.lengths) <= self.runner.decode.max_tokens:
+        if num_sequences <= self.runner.decode.max_tokens:
             dense -= sum(layer.shared.bytes_elsewhere(expert) for layer in self._experts if layer.shared is not None)
-        return int(self._touched) / self._steps * expert + dense + rows
+        return expert, dense + num_sequences * embedding[0].nbytes
 
 
 def freeze(model: GPT) -> None:

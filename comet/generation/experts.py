@@ -19,16 +19,7 @@ from comet.models.sizes import dense_elements
 
 
 def plan_experts(config: JobConfig, dtype: torch.dtype) -> ExpertBudget | None:
-    """Where the experts of ``generate``'s model go; ``None`` without a budget.
-
-    Args:
-        config: Of the task, with the source's model.
-        dtype: Of the weights.
-
-    Raises:
-        ValueError: If a budget is too small, or does not go with the other settings.
-        NotImplementedError: See ``StoreOptions``.
-    """
+    """Where the experts of ``generate``'s model go; ``None`` without a budget."""
     settings, model = config.generate, config.model
     try:
         options = StoreOptions.of(settings)
@@ -52,9 +43,6 @@ def expectation(
     """What uniform routing makes of a budget in decode steps of all prompts at once.
 
     Args:
-        config: Of the task, with the source's model.
-        budget: Of its experts.
-        dtype: Of the weights.
         link_rate: From host memory to the device in bytes/s, if it is known.
         memory_rate: Of the device's memory in bytes/s, if it is known.
 

@@ -27,39 +27,23 @@ Show = Callable[[int, Continuation, str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generated:
-    """What was made, and how fast.
+    """What was made, and how fast."""
 
-    Args:
-        texts: Continuation of each prompt.
-        stopped_by: Why each ended: ``end token``, ``stop``, ``length`` (``max_new_tokens``) or ``context``.
-        prompt_tokens: Of all prompts.
-        new_tokens: Of all continuations.
-        first_token_s: From the start of reading the prompts until every sequence's first token was known, in seconds.
-        decode_s: From then until the last token was known.
-        weight_bytes_per_step: Weights this rank read per decode step, on average.
-        steps: Decode steps; every pass that drafts or verifies is one.
-        graph_fallback_reason: Why they were launched kernel by kernel; empty if they were replayed from a CUDA graph.
-        speculation: What was drafted and accepted; ``None`` without speculation.
-    """
-
-    texts: tuple[str, ...]
-    stopped_by: tuple[str, ...]
-    prompt_tokens: int
-    new_tokens: int
+    texts: tuple[str, ...]  # continuation of each prompt
+    stopped_by: tuple[str, ...]  # why each ended: end token, stop, length (max_new_tokens) or context
+    prompt_tokens: int  # of all prompts
+    new_tokens: int  # of all continuations
+    # from the start of reading the prompts until every sequence's first token was known, in seconds
     first_token_s: float
-    decode_s: float
-    weight_bytes_per_step: float
-    steps: int
-    graph_fallback_reason: str
-    speculation: dict[str, Any] | None = None
+    decode_s: float  # from then until the last token was known
+    weight_bytes_per_step: float  # weights this rank read per decode step, on average
+    steps: int  # decode steps; every pass that drafts or verifies is one
+    graph_fallback_reason: str  # why they were launched kernel by kernel; empty if they were replayed from a CUDA graph
+    speculation: dict[str, Any] | None = None  # what was drafted and accepted; None without speculation
 
 
 def encode_prompts(config: GenerateConfig, codec: Codec, context: int) -> list[list[int]]:
-    """The tokens of every prompt.
-
-    Raises:
-        ValueError: If there is no prompt, or one has no token or leaves no room in the context.
-    """
+    """The tokens of every prompt."""
     require(bool(config.texts), "generate.prompt='' must have a character (or give generate.prompts)")
     prompts = [codec.encode(text) for text in config.texts]
     for text, prompt in zip(config.texts, prompts, strict=True):
@@ -84,14 +68,8 @@ def generate(
 
     Args:
         engine: The model; with ``config.speculate`` one that was made to draft.
-        codec: Its vocabulary.
-        prompts: From ``encode_prompts``.
-        config: How to choose tokens and when to end.
         context: Most tokens of a sequence, prompt included.
         show: Called with (index, continuation, text) whenever text of a sequence became certain or it ended.
-
-    Returns:
-        The texts, equal on all ranks, and this rank's measurements.
     """
     limits = token_limits(prompts, config, context)
     sequences = [
@@ -138,12 +116,7 @@ def generate(
 
 
 class PlainSteps:
-    """One token of every sequence a step.
-
-    Args:
-        engine: It has been given all tokens but the newest ones.
-        sampler: Chooses.
-    """
+    """One token of every sequence a step."""
 
     def __init__(self, engine: Engine, sampler: Sampler) -> None:
         self.engine = engine
@@ -200,13 +173,6 @@ def pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor,
     """Prompts as one tensor.
 
     Example: prompts ``[7, 8]`` and ``[9]``: ids ``[[7, 8], [9, 0]]``, lengths ``[2, 1]``.
-
-    Args:
-        prompts: B of them, each with at least one token.
-        device: Of the result.
-
-    Returns:
-        ids ``(B, S)`` and lengths ``(B,)``, int64.
     """
     longest = max(map(len, prompts))
     rows = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from comet.config import SpeculationConfig, require
 from comet.experts import CacheReport, DraftRouters
-from comet.experts.host.cores import HostCores
 from comet.experts.prefetch import expect_drafts
+from comet.generation.engine import Engine
 from comet.generation.text import TokenizerCodec
 from comet.integrations.hf.convert import check
 from comet.integrations.hf.experts import CometExperts
@@ -22,18 +21,13 @@ from comet.integrations.hf.gates import drafting_gate, routed_by, router_of, rou
 from comet.integrations.hf.static import StaticDecoder, forgetful
 from comet.integrations.hf.stored_experts import StoredExperts, cache_report, cores_of
 from comet.layer.group import ExpertGroup
-from comet.utils.graphs import TOO_FEW, WARM_CALLS, GraphMode
+from comet.utils.graphs import WARM_CALLS, GraphMode
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.*", "*.model")
 
 
 def open_codec(folder: Path) -> TokenizerCodec:
-    """The tokenizer of a model's folder.
-
-    Raises:
-        ValueError: If the folder holds none that can be read.
-        UnavailableError: If transformers is missing.
-    """
+    """The tokenizer of a model's folder."""
     from comet.integrations.hf.families import read_config, require_transformers
 
     require_transformers()
@@ -53,19 +47,13 @@ def open_codec(folder: Path) -> TokenizerCodec:
     return TokenizerCodec(tokenizer, frozenset([] if ends is None else [ends] if isinstance(ends, int) else ends))
 
 
-class HFEngine:
+class HFEngine(Engine):
     """A converted transformers model that generates.
 
     Args:
         model: From ``load_pretrained`` or ``convert``; all its ranks call the engine equally.
-        cuda_graph: Whether decode steps are replayed from a CUDA graph (see ``DecodeStep``).
         speculation: Settings of drafts, for ``draft`` and ``verify`` (a
             ``comet.experts.drafts.speculation.DraftingModel``); ``None``: neither is called.
-        group: The model's ranks, for drafts; ``None``: this rank alone.
-
-    Raises:
-        ValueError: If the numbers of drafts do not fit the model.
-        NotImplementedError: If drafts could not be taken back.
     """
 
     def __init__(
@@ -76,13 +64,13 @@ class HFEngine:
         speculation: SpeculationConfig | None = None,
         group: ExpertGroup | None = None,
     ) -> None:
+        super().__init__(model.device)
         self.model: Any = model
         self.cuda_graph: GraphMode = cuda_graph
         named = {name: each for name, each in self.model.named_modules() if isinstance(each, CometExperts)}
         self._experts = list(named.values())
-        self._cores = cores_of(model)
+        self.cores = cores_of(model)
         self._longest_draft = 0 if speculation is None else speculation.draft_tokens
-        self._drafts: DraftRouters | None = None
         if speculation is not None:
             check_rewinds(model)
             self._gates = [drafting_gate(model, name) for name in named]
@@ -94,41 +82,20 @@ class HFEngine:
         for module in self._experts:
             module.register_forward_pre_hook(self._note_routing)
         self._routing: list[Tensor] = []
-        self._touched = torch.zeros((), dtype=torch.int64, device=self.device)
         self._decoder: StaticDecoder | None = None
         self._shape = (0, 0)
         self._most_places = 0
-        self._steps = 0
-        self._drafted = False  # by the last pass
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model computes."""
-        device: torch.device = self.model.device
-        return device
-
-    @property
-    def graph_fallback_reason(self) -> str:
-        """See ``Engine``."""
-        return TOO_FEW if self._decoder is None else self._decoder.passes.graph_fallback_reason
-
-    @property
-    def lengths(self) -> Tensor:
-        """``(B,)`` int64: tokens of each sequence in the cache."""
-        return self._room().lengths
 
     def rewind(self, lengths: Tensor) -> None:
         """Keep the first ``lengths (B,)`` tokens of each sequence; one that is at its end may keep fewer."""
-        self._room().rewind(lengths.clamp(max=self._most_places))
+        super().rewind(lengths.clamp(max=self._most_places))
 
-    @torch.no_grad()
-    def prefill(self, ids: Tensor, lengths: Tensor, max_length: int) -> Tensor:
-        """See ``Engine``; prompts as many and with as much room as the last ones take their memory and their graph."""
+    def _read(self, ids: Tensor, lengths: Tensor, max_length: int) -> Tensor:
         # The shortest prompt may grow most, and all of them start to grow behind the longest; drafts take these places
         # together, until they are taken back.
         shape = ids.shape[0], ids.shape[1] + max_length - int(lengths.min()) + self._longest_draft
         if self._decoder is None or self._shape != shape:
-            self._decoder, self._shape = None, shape  # a graph keeps its memory
+            self._decoder, self._shape, self._passes = None, shape, None  # a graph keeps its memory
             self._decoder = StaticDecoder(
                 self.model,
                 num_sequences=shape[0],
@@ -137,35 +104,15 @@ class HFEngine:
                 after_step=self._count_touched,
                 drafting=self._drafting,
             )
+            self._passes = self._decoder.passes
         self._most_places = max_length
         logits = self._decoder.read(ids, lengths)
         self._routing.clear()
-        self._touched.zero_()
-        self._steps = 0
-        self._drafted = False
         return logits
 
-    def decode(self, ids: Tensor) -> Tensor:
-        """See ``Engine``."""
-        return self._take(self._room().append, ids)
-
-    def draft(self, ids: Tensor) -> Tensor:
-        """``decode`` with few experts, see ``GPTEngine``."""
-        if self._drafts is not None:
-            self._drafts.refresh(behind_draft=self._drafted)
-        return self._take(self._room().draft, ids, drafts=True)
-
-    def verify(self, ids: Tensor) -> Tensor:
-        """Append tokens ``(B, S)``; returns ``(B, S, V)`` float32 logits of what follows each."""
-        return self._take(self._room().verify, ids)
-
-    def _take(self, run: Callable[[Tensor], Tensor], ids: Tensor, *, drafts: bool = False) -> Tensor:
-        if self.cores is not None:
-            self.cores.raise_if_failed()
+    def _take(self, ids: Tensor, *, drafts: bool = False) -> Tensor:
         self._routing.clear()
-        self._steps += 1
-        self._drafted = drafts
-        return run(ids)
+        return super()._take(ids, drafts=drafts)
 
     def _room(self) -> StaticDecoder:
         assert self._decoder is not None, "prompts are read before tokens are appended"
@@ -175,23 +122,17 @@ class HFEngine:
         assert self._drafts is not None, "an engine drafts by the settings of its speculation"
         return routed_by(self._gates, self._drafts.layers)
 
-    @property
-    def cores(self) -> HostCores | None:
-        """See ``Engine``."""
-        return self._cores
-
     def check(self) -> None:
-        """See ``Engine``."""
+        """``comet.integrations.hf.check`` of the model."""
         check(self.model)
 
     def cache_report(self) -> CacheReport | None:
-        """See ``Engine``."""
+        """What the expert caches did so far; ``None`` where all experts are on the device. Waits for it."""
         return cache_report(self.model)
 
-    def weight_bytes_per_step(self) -> float:
-        """See ``Engine``; the formula is that of ``GPTEngine``, an embedding that is also the head counts as head."""
-        if not self._steps or not self._experts:
-            return 0.0
+    def _weight_bytes(self) -> tuple[float, float]:
+        if not self._experts:
+            return 0.0, 0.0
         embedding = self.model.get_input_embeddings().weight
         head = self.model.get_output_embeddings().weight
         expert_weights = {id(weight) for module in self._experts for weight in module.parameters()}
@@ -202,7 +143,7 @@ class HFEngine:
         expert = module.expert_bytes
         if self._shape[0] <= module.runner.decode.max_tokens:
             dense -= sum(each.shared.bytes_elsewhere(expert) for each in self._experts if each.shared is not None)
-        return int(self._touched) / self._steps * expert + dense + self._shape[0] * embedding[0].nbytes
+        return expert, dense + self._shape[0] * embedding[0].nbytes
 
     def _note_routing(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         self._routing.append(arguments[1].flatten())
@@ -231,14 +172,6 @@ def touched_experts(routing: Tensor, first_expert: int, num_experts: int) -> Ten
     """How many different experts of a rank were used, added up over calls, without asking the device.
 
     Example: ids ``[[0, 3, 3], [1, 2, 0]]`` of two calls on the rank that holds experts 2 and 3: 1 + 1 = 2.
-
-    Args:
-        routing: ``(N, B * K)`` global expert ids of N calls.
-        first_expert: First expert of the rank.
-        num_experts: Experts of the rank.
-
-    Returns:
-        ``()`` int64, at most ``N * num_experts``.
     """
     local = routing.long() - first_expert
     used = torch.zeros(len(local), num_experts + 1, dtype=torch.bool, device=local.device)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from comet.comm.handshake import meet
+from comet.comm.handshake import largest, meet
 from comet.config import require
 from comet.experts.budget import ExpertBudget
 from comet.experts.options import StoreOptions
@@ -33,16 +33,8 @@ logger = logging.getLogger(__name__)
 def generate_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
     """Load, warm up, measure the memory's read rate, and continue the prompts (collective).
 
-    Args:
-        config: ``generate`` settings, model, layout and communicator.
-        context: This rank.
-
-    Returns:
-        The result, equal on all ranks; rank 0 has streamed the text and printed the result as the last line.
-
     Raises:
         ValueError: If there is no source or prompt, the source is broken, or a prompt does not fit the context.
-        UnavailableError: If the source is a Hugging Face model and transformers is missing.
     """
     settings = config.generate
     source = find_source(settings.source)
@@ -133,9 +125,9 @@ def _result(
     did not.
     """
     eager = float(bool(generated.graph_fallback_reason))
-    weight_bytes, first_s, decode_s, negative_roofline, any_eager = _largest(
-        [generated.weight_bytes_per_step, generated.first_token_s, generated.decode_s, -roofline, eager], group
-    )
+    mine = [generated.weight_bytes_per_step, generated.first_token_s, generated.decode_s, -roofline, eager]
+    of_ranks = largest(mine, group.device, dist.group.WORLD)
+    weight_bytes, first_s, decode_s, negative_roofline, any_eager = of_ranks
     roofline = -negative_roofline
     steps = generated.steps
     achieved = weight_bytes * steps / decode_s if steps else None
@@ -168,17 +160,11 @@ def _result(
 def _prediction(config: JobConfig, budget: ExpertBudget, group: ExpertGroup, roofline: float) -> dict[str, Any]:
     """What ``--dry-run`` says of a budget, by the rates that were stated, or measured in this run."""
     settings = config.generate
-    link = settings.link_gb_per_s or -_largest([-link_bytes_per_second(group.device) / 1e9], group)[0]
+    link = (
+        settings.link_gb_per_s
+        or -largest([-link_bytes_per_second(group.device) / 1e9], group.device, dist.group.WORLD)[0]
+    )
     memory = settings.memory_gb_per_s or roofline / 1e9
     expected = expectation(config, budget, group.workspace.shape.dtype, link * 1e9, memory * 1e9)
     places = {"store": budget.store, "stored": budget.stored, "policy": budget.policy}
     return places | {"link_gb_per_s": link, "memory_gb_per_s": memory, **expected}
-
-
-def _largest(values: list[float], group: ExpertGroup) -> list[float]:
-    """Each value's maximum over all ranks (collective)."""
-    if group.world_size == 1:
-        return values
-    largest = torch.tensor(values, dtype=torch.float64, device=group.device)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return [float(value) for value in largest.tolist()]

@@ -10,12 +10,7 @@ from comet.generation.text import Continuation, visible
 
 
 class Printer:
-    """Writes the texts one after the other: the first unfinished one as it is made, later ones when their turn comes.
-
-    Args:
-        prompts: What is continued; written in front of each continuation.
-        out: Where to.
-    """
+    """Writes the texts one after the other: the first unfinished one as it is made, the others in their turn."""
 
     def __init__(self, prompts: Sequence[str], out: TextIO) -> None:
         self._prompts = prompts

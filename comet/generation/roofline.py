@@ -21,12 +21,8 @@ def read_bytes_per_second(device: torch.device, num_bytes: int | None = None) ->
     Example: reads of 1 MiB in 64, 65, ..., 73 ms: 2**20 bytes in 68.5 ms, 1.53e7.
 
     Args:
-        device: Whose memory.
         num_bytes: Of the buffer, well above every cache; ``None``: 256 MiB on a CPU, 1 GiB on a GPU, but at most a
             quarter of the memory that is free there.
-
-    Returns:
-        Bytes per second.
     """
     if num_bytes is None:
         num_bytes = CPU_BYTES
@@ -37,7 +33,7 @@ def read_bytes_per_second(device: torch.device, num_bytes: int | None = None) ->
 
 
 def link_bytes_per_second(device: torch.device) -> float:
-    """Likewise, of copies from pinned host memory to the device; on a CPU from memory to memory."""
+    """Bytes per second of copies from pinned host memory to the device; on a CPU from memory to memory."""
     source = torch.ones(LINK_BYTES // 4, dtype=torch.float32, pin_memory=device.type == "cuda")
     target = torch.empty(source.shape, dtype=torch.float32, device=device)
     return _rate(lambda _: target.copy_(source, non_blocking=True), source.nbytes, device)

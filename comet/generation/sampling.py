@@ -23,8 +23,6 @@ class Sampler:
 
     Args:
         config: Read for ``temperature``, ``top_k``, ``top_p``, ``repetition_penalty``, ``seed`` and ``max_new_tokens``.
-        num_sequences: B.
-        device: Of the logits.
         num_tokens: Logits of higher ids are no tokens; ``None``: all are.
         seen: ``(B, num_tokens)`` bool, tokens that each sequence has, which ``repetition_penalty`` is for
             (``tokens_seen``); ``None``: nothing is penalised.
@@ -62,7 +60,6 @@ class Sampler:
         """``(..., V)`` float64 after penalties, temperature (0 counts as 1), top-k and top-p.
 
         Args:
-            logits: ``(..., V)`` float32.
             seen: ``(..., V)`` bool: what each row's choice follows; ``None`` without penalties.
         """
         scaled = self.penalised(logits, seen) / (self.config.temperature or 1.0)
@@ -110,9 +107,6 @@ def draw(logits: Tensor, uniform: Tensor, top_k: int | None, top_p: float) -> Te
         uniform: ``(B,)`` float64 in [0, 1).
         top_k: At least 1; ``None`` keeps all.
         top_p: Above 0, at most 1.
-
-    Returns:
-        ``(B,)`` int64.
     """
     kept, ids = likely(logits, top_k, top_p)
     return ids.gather(1, pick(kept, uniform)[:, None])[:, 0]
@@ -123,8 +117,6 @@ def likely(logits: Tensor, top_k: int | None, top_p: float) -> tuple[Tensor, Ten
 
     Args:
         logits: ``(B, V)``; equal ones keep the order of their ids.
-        top_k: At least 1; ``None`` keeps all.
-        top_p: Above 0, at most 1.
 
     Returns:
         ``(B, top_k)`` float64, the most probable first, 0 for what ``top_p`` leaves out; not renormalised. And the ids.

@@ -19,25 +19,15 @@ HF_CONFIG = "config.json"
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A model on disk.
+    """A model on disk."""
 
-    Args:
-        path: The checkpoint or the Hugging Face folder.
-        checkpoint: ``None`` for a Hugging Face folder.
-        skipped: Why newer checkpoints were passed over.
-    """
-
-    path: Path
-    checkpoint: Checkpoint | None
-    skipped: tuple[str, ...] = ()
+    path: Path  # the checkpoint or the Hugging Face folder
+    checkpoint: Checkpoint | None  # None for a Hugging Face folder
+    skipped: tuple[str, ...] = ()  # why newer checkpoints were passed over
 
 
 def find_source(source: str | None) -> Source:
-    """What ``generate.source`` names.
-
-    Raises:
-        ValueError: If it is missing, not a folder, holds no model, or the checkpoint is half-written or truncated.
-    """
+    """What ``generate.source`` names."""
     require(source is not None, "generate.source must be given: a checkpoint, its output folder or a model folder")
     root = Path(str(source))
     kinds = "a checkpoint, an output folder of 'comet train' or a folder of a Hugging Face model"
@@ -65,12 +55,7 @@ def _named(root: Path) -> Checkpoint:
 
 
 def model_of(source: Source) -> ModelConfig:
-    """The shape of the model.
-
-    Raises:
-        ValueError: If this version does not know such a model.
-        UnavailableError: If it is a Hugging Face model and transformers is missing.
-    """
+    """The shape of the model."""
     if source.checkpoint is None:
         return _hf_model(source.path)
     fields = nested(source.checkpoint.model)

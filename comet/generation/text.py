@@ -28,15 +28,10 @@ class TextStream(Protocol):
 
 
 class Codec(Protocol):
-    """The vocabulary of a model.
+    """The vocabulary of a model."""
 
-    Attributes:
-        num_tokens: Ids below it are tokens; a model may have more logits.
-        end_ids: Tokens that end a sequence.
-    """
-
-    num_tokens: int
-    end_ids: frozenset[int]
+    num_tokens: int  # ids below it are tokens; a model may have more logits
+    end_ids: frozenset[int]  # tokens that end a sequence
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a prompt."""
@@ -75,21 +70,16 @@ class ByteStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int) -> str:
-        """See ``TextStream``."""
+        """The character that is whole now, if any."""
         return self._decoder.decode(bytes([token]))
 
     def finish(self) -> str:
-        """See ``TextStream``."""
+        """What is left, as replacement characters."""
         return self._decoder.decode(b"", final=True)
 
 
 class TokenizerCodec:
-    """The tokenizer of a Hugging Face folder.
-
-    Args:
-        tokenizer: From ``transformers.AutoTokenizer``.
-        end_ids: Tokens that end a sequence.
-    """
+    """The tokenizer of a Hugging Face folder."""
 
     def __init__(self, tokenizer: Any, end_ids: frozenset[int]) -> None:
         self.tokenizer = tokenizer
@@ -118,7 +108,7 @@ class TokenizerStream:
         self._new: list[int] = []
 
     def push(self, token: int) -> str:
-        """See ``TextStream``."""
+        """The text that is certain now and was not before."""
         self._new.append(token)
         piece = self._piece()
         if not piece or piece.endswith(UNFINISHED):
@@ -127,7 +117,7 @@ class TokenizerStream:
         return piece
 
     def finish(self) -> str:
-        """See ``TextStream``."""
+        """The rest."""
         piece, self._new = self._piece(), []
         return piece
 
@@ -144,7 +134,6 @@ class Continuation:
     ``stopped_by`` says why it did: ``end token``, ``stop`` (the stop text) or ``length``; "" while it grows.
 
     Args:
-        stream: Of its text.
         limit: Most tokens, at least 1.
         stop: Text that ends it and is left out.
         end_ids: Tokens that end it and are left out of the text.

@@ -19,16 +19,7 @@ CHUNK = 256  # positions whose values are added up in one product
 
 
 def attend_causally(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Let every position gather from itself and those before it.
-
-    Args:
-        query: ``(B, H, S, w)``.
-        key: ``(B, G, S, w)``, G divides H.
-        value: ``(B, G, S, w)``.
-
-    Returns:
-        ``(B, H, S, w)``.
-    """
+    """Let every position gather from itself and those before it."""
     grouped = query.shape[1] != key.shape[1]
     return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
 
@@ -39,14 +30,8 @@ class KeyValueCache:
     What lies behind a sequence's length is never seen: setting ``lengths`` back takes tokens away.
 
     Args:
-        config: Of the model.
         num_sequences: B.
         length: C, positions per sequence, at most the model's context.
-        dtype: Of the model's products.
-        device: Of the model.
-
-    Raises:
-        ValueError: If there are no sequences, or C is not between 1 and the context.
     """
 
     def __init__(
@@ -93,15 +78,10 @@ class KeyValueCache:
         """Remember S more positions of each sequence and let each gather from all up to itself.
 
         Args:
-            layer: Which layer attends.
             newest: ``(B, S)`` int64, from ``next_positions``.
             unseen: From ``unseen_from`` these positions; all layers share it.
-            query: ``(B, H, S, w)``.
-            key: ``(B, G, S, w)``, G divides H.
-            value: ``(B, G, S, w)``.
-
-        Returns:
-            ``(B, H, S, w)``.
+            query: ``(B, H, S, w)``, which is the shape of the result.
+            key: ``(B, G, S, w)``, G divides H; ``value`` alike.
         """
         keys, values = self.keys[layer], self.values[layer]
         place = newest[:, None, :, None].expand_as(key)
@@ -131,9 +111,6 @@ def attend_to_cache(query: Tensor, keys: Tensor, values: Tensor, unseen: Tensor)
         keys: ``(B, G, C, w)``, G divides H; C is at most ``CHUNK`` or a multiple of it.
         values: ``(B, G, C, w)``.
         unseen: ``(B, 1, S, C)`` bool, what to leave out: not all of a position.
-
-    Returns:
-        ``(B, H, S, w)``.
     """
     batch, num_heads, positions, width = query.shape
     groups, places = keys.shape[1:3]

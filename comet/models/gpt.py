@@ -35,29 +35,19 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class GPTOutput:
-    """What one forward pass returns.
+    """What one forward pass returns."""
 
-    Args:
-        logits: ``(B, S, V)`` float32.
-        router_loss: ``()`` float32: load-balancing and z-loss of all MoE layers; zero if there are none.
-        expert_load: ``(L, E)`` float32: routed rows of this rank's tokens per MoE layer and expert.
-    """
-
-    logits: Tensor
-    router_loss: Tensor
-    expert_load: Tensor
+    logits: Tensor  # (B, S, V) float32
+    router_loss: Tensor  # () float32: load-balancing and z-loss of all MoE layers; zero if there are none
+    expert_load: Tensor  # (L, E) float32: routed rows of this rank's tokens per MoE layer and expert
 
 
 class GPT(nn.Module):
     """The model; every rank of the MoE group must call it equally often.
 
     Args:
-        config: Its shape.
         group: The ranks that share the experts; its workspace sets the dtype of the products.
         path: How the MoE layers run (see ``comet.moe.MoE``).
-        overlap: Split and order of the fused kernels' work; ``None`` takes what was measured, else the default.
-        seed: Of the weights.
-        expert_device: See ``comet.moe.MoE``.
     """
 
     rotary: Tensor
@@ -152,8 +142,6 @@ class GPT(nn.Module):
         """Append tokens to every sequence and predict what follows each; static shapes, and the host never waits.
 
         Args:
-            ids: ``(B, S)`` int64.
-            cache: From ``prefill`` or an earlier step; the tokens are added to it.
             routers: What routes in place of each MoE layer's own router, such as ``comet.experts.DraftRouter``.
 
         Returns:
@@ -298,9 +286,6 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
     Args:
         x: ``(..., S, width)``.
         rotary: ``(2, S, width / 2)``, cosines then sines; or more dimensions after the first, broadcast against x.
-
-    Returns:
-        ``(..., S, width)`` in float32.
     """
     cosine, sine = rotary
     first, second = x.chunk(2, dim=-1)
@@ -313,9 +298,6 @@ def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     Args:
         logits: ``(B, S, V)`` float32.
         targets: ``(B, S)`` int64; -1 is left out of the mean.
-
-    Returns:
-        ``()`` float32.
     """
     return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 

@@ -313,7 +313,7 @@ def made_by(engine: GPTEngine, mode: str) -> Generated:
     warm_up(engine, PROMPTS, config, context=512)
     made = generate(engine, ByteCodec(), PROMPTS, config, context=512)
     engine.check()
-    engine._group.close()
+    engine.runner.group.close()
     return made
 
 
@@ -411,4 +411,4 @@ def test_a_draft_among_cached_experts_waits_for_nothing() -> None:
         torch.cuda.set_sync_debug_mode("default")
     assert engine.cache_report().fetched == fetched
     assert engine.graph_fallback_reason == ""
-    engine._group.close()
+    engine.runner.group.close()

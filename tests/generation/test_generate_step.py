@@ -46,7 +46,7 @@ def cache_of(engine: GPTEngine) -> KeyValueCache:
 def on_ranks(rank: int, world_size: int, ep: int, tp: int, config: ModelConfig = SHARED) -> tuple:
     engine = engine_of(config, ep=ep, tp=tp)
     tokens, cache = step_loop(engine, 9), cache_of(engine)
-    engine._group.close()
+    engine.runner.group.close()
     return tokens, cache.lengths, cache.keys, cache.values
 
 
@@ -260,11 +260,11 @@ def test_a_captured_step_joins_streams_first_and_is_refused_once_the_group_is_cl
     engine.prefill(PROMPTS, LENGTHS, 16)
     engine.decode(torch.tensor([0, 0]))
     order, (step,) = [], engine._passes.steps.values()
-    monkeypatch.setattr(engine._group.comm.stream_order, "join", lambda: order.append(step._ids[:, 0].tolist()))
+    monkeypatch.setattr(engine.runner.group.comm.stream_order, "join", lambda: order.append(step._ids[:, 0].tolist()))
     for token in range(1, 3):
         engine.decode(torch.tensor([token, token]))
     assert order[-1] == [1, 1], "the tokens of the call before are still there when a replay joins"
-    engine._group.close()
+    engine.runner.group.close()
     with pytest.raises(RuntimeError, match=r"was used after close\(\)"):
         engine.decode(torch.tensor([3, 3]))
     assert captures.replays == 2

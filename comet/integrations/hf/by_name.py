@@ -56,11 +56,7 @@ def register() -> None:
 
 
 def check_named(model: nn.Module) -> None:
-    """Check every experts module of a model that is to call Comet by its name, before any of them does.
-
-    Raises:
-        ValueError: If there is none, or Comet cannot compute one; classes of experts that ask no registry are named.
-    """
+    """Check every experts module of a model that is to call Comet by its name, before any of them does."""
     require_transformers()
     modules = dict(model.named_modules())
     found = {name: module for name, module in modules.items() if _calls_comet(module)}
@@ -93,9 +89,6 @@ def comet_experts_forward(
         hidden_states: ``(T, D)``.
         top_k_index: ``(T, K)`` integer; ids from E on (experts of other ranks) contribute nothing.
         top_k_weights: ``(T, K)`` of any floating dtype.
-
-    Returns:
-        ``(T, D)``: the weighted sum of each token's experts.
 
     Raises:
         ValueError: If Comet cannot compute experts of this kind.
@@ -138,11 +131,7 @@ def comet_fp8_experts_forward(
 
 
 def fp8_weights(experts: Any) -> DecodeWeights:
-    """What decode steps read of transformers' FP8 experts; made at the first call, and again where they were moved.
-
-    Raises:
-        ValueError: If Comet cannot compute experts of this kind, or a scale is no number.
-    """
+    """What decode steps read of transformers' FP8 experts; made at the first call, and again where they were moved."""
     kept: DecodeWeights | None = getattr(experts, _KEPT, None)
     if kept is None or kept.w1.data_ptr() != experts.gate_up_proj.data_ptr():
         check_fp8_experts(experts, _NAME)

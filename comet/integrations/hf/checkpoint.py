@@ -41,17 +41,12 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LazyShard:
-    """One rank's part of a layer's experts, read when it is indexed, as transformers does with every lazy tensor.
+    """One rank's part of a layer's experts, read when it is indexed, as transformers does with every lazy tensor."""
 
-    Args:
-        buffer_shape: How the pieces lie: ``(e, 2, F/TP, D)`` or ``(e, D, F/TP)``; of biases without the last dimension.
-        shape: Of the finished shard: ``(e, 2F/TP, D)`` or ``(e, D, F/TP)``; of biases ``(e, 2F/TP)`` or ``(e, D)``.
-        pieces: What to read; together they fill the buffer.
-    """
-
+    # how the pieces lie: (e, 2, F/TP, D) or (e, D, F/TP); of biases without the last dimension
     buffer_shape: tuple[int, ...]
-    shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    shape: tuple[int, ...]  # of the finished shard: (e, 2F/TP, D) or (e, D, F/TP); of biases (e, 2F/TP) or (e, D)
+    pieces: tuple[Piece, ...]  # what to read; together they fill the buffer
 
     @property
     def num_bytes(self) -> int:
@@ -72,7 +67,6 @@ class LazyShard:
 
         Args:
             expert: In ``[0, e)``, counted from the rank's first.
-            into: Contiguous, of ``shape[1:]``; what is read is converted to its dtype.
         """
         buffer = into.view(self.buffer_shape[1:])
         for piece in self.pieces:
@@ -98,7 +92,6 @@ def shard_checkpoint(
         tensors: Every tensor of the checkpoint by name.
         modules: Name of the experts module of each MoE layer.
         moe: D, F and E, and whether experts have biases.
-        layout: The rank's place.
         keep_fp8: Whether the shards are to be block FP8 as it is stored, F/TP a multiple of 128, and come with shards
             of the scales.
 

@@ -47,11 +47,7 @@ def state_of(
 
 
 def holds_block_fp8(config: Any) -> bool:
-    """Whether a configuration says that its checkpoint holds block FP8; gpt-oss's may be MXFP4, as its tensors tell.
-
-    Raises:
-        ValueError: If it is quantised in any other way.
-    """
+    """Whether a configuration says that its checkpoint holds block FP8; gpt-oss's may be MXFP4, as its tensors tell."""
     if config.model_type == gpt_oss.FAMILY:
         gpt_oss.check_quantisation(config)
         return False

@@ -118,9 +118,6 @@ def restart(model: nn.Module) -> None:
     """Start the epochs of a converted model's signals anew, where ``check`` asks for it (collective over its ranks).
 
     To be called between steps; captured steps stay valid. Waits for the device.
-
-    Raises:
-        CommTimeoutError: If a rank did not come in time.
     """
     for runner in _runners(model):
         runner.restart()
@@ -133,27 +130,16 @@ def _runners(model: nn.Module) -> list[Runner]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where a rank stands among a model's experts.
+    """Where a rank stands among a model's experts."""
 
-    Args:
-        layout: Its part of them.
-        runner: Computes them, for all layers.
-        family: The model's ``model_type``.
-        shared_names: Of a block's shared expert and its gate, if the family has them.
-        shared_columns: What the shared expert adds to K in decode steps; 0: it is not part of them.
-        num_pieces: Pieces of the shared expert that this rank holds for them.
-        keep_fp8: Whether its experts are kept in block FP8.
-        in_store: Whether its experts are in a store that is opened after the model was made.
-    """
-
-    layout: ExpertLayout
-    runner: Runner
-    family: str
-    shared_names: tuple[str, str | None] | None
-    shared_columns: int
-    num_pieces: int
-    keep_fp8: bool = False
-    in_store: bool = False
+    layout: ExpertLayout  # its part of them
+    runner: Runner  # computes them, for all layers
+    family: str  # the model's model_type
+    shared_names: tuple[str, str | None] | None  # of a block's shared expert and its gate, if the family has them
+    shared_columns: int  # what the shared expert adds to K in decode steps; 0: it is not part of them
+    num_pieces: int  # pieces of the shared expert that this rank holds for them
+    keep_fp8: bool = False  # whether its experts are kept in block FP8
+    in_store: bool = False  # whether its experts are in a store that is opened after the model was made
 
     @classmethod
     def create(

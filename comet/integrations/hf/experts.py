@@ -20,7 +20,6 @@ class CometExperts(nn.Module):
     Args:
         gate_up_proj: ``(e, 2F/TP, D)``, gate rows first, then up rows.
         down_proj: ``(e, D, F/TP)``.
-        layout: This rank's place among the experts.
         runner: Computes them; one serves all layers of a model.
         biases: ``(e, 2F/TP)`` and ``(e, D)``, for parameters ``gate_up_proj_bias`` and ``down_proj_bias``; none: there
             are no such.
@@ -60,15 +59,8 @@ class CometExperts(nn.Module):
     # A compiler could only break its graph here, in the middle of the collectives.
     @torch.compiler.disable
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The weighted sum of each token's experts.
-
-        Args:
-            hidden_states: ``(T, D)``.
-            top_k_index: ``(T, K)`` integer, global expert ids.
-            top_k_weights: ``(T, K)`` of any floating dtype.
-
-        Returns:
-            ``(T, D)``, same dtype as ``hidden_states``.
+        """The weighted sum ``(T, D)`` of each token's experts, of ``(T, D)``, ``(T, K)`` global ids and weights of any
+        type.
         """
         ids, weights, experts = top_k_index.to(torch.int32), top_k_weights.float(), None
         if self.shared is not None and joins_step(hidden_states, self.runner.decode.max_tokens):
@@ -92,11 +84,7 @@ class CometExperts(nn.Module):
 
 
 def shared_matrices(module: nn.Module) -> SharedMatrices:
-    """Those of a gated MLP of transformers.
-
-    Raises:
-        ValueError: If a projection is no plain linear layer any more, such as one that got an adapter.
-    """
+    """Those of a gated MLP of transformers."""
     found = projections(module)
     for projection in found:
         require(

@@ -50,11 +50,7 @@ def require_transformers() -> None:
 
 
 def read_config(folder: str | Path) -> Any:
-    """The configuration in a model's folder.
-
-    Raises:
-        ValueError: If its ``config.json`` is missing or broken, or is of a family that Comet does not run.
-    """
+    """The configuration in a model's folder."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 

@@ -47,7 +47,6 @@ class InDecodeSteps(StandIn):
     """A shared expert ``(..., D)`` -> ``(..., D)`` that decode steps include: there it adds nothing itself.
 
     Args:
-        own: The model's.
         decode_tokens: Most tokens of a step.
     """
 
@@ -87,11 +86,7 @@ class DraftingGate(StandIn):
 
 
 def gate_beside(model: nn.Module, experts: str) -> nn.Module:
-    """The router of the MoE block whose experts have this name.
-
-    Raises:
-        ValueError: If there is none with the weight of one.
-    """
+    """The router of the MoE block whose experts have this name."""
     name = f"{experts.rpartition('.')[0]}.{GATE}"
     try:
         gate = model.get_submodule(name)
@@ -134,11 +129,7 @@ def router_of(gate: nn.Module, config: MoEConfig) -> Router:
 
 
 def routers_beside(model: Any, experts: Sequence[str], expert_prefetch: PrefetchSetting) -> list[Router]:
-    """The routers by which the experts of all layers, given by name, are prefetched.
-
-    Raises:
-        ValueError: See ``gate_beside``; with ``auto`` the log says it, and there are no routers.
-    """
+    """The routers by which the experts of all layers, given by name, are prefetched."""
     config = routing_config(model.config)
     try:
         return [router_of(gate_beside(model, name), config) for name in experts]
@@ -150,11 +141,7 @@ def routers_beside(model: Any, experts: Sequence[str], expert_prefetch: Prefetch
 
 
 def drafting_gate(model: nn.Module, experts: str) -> DraftingGate:
-    """A gate that can draft, put in the place of the one beside the experts of this name.
-
-    Raises:
-        ValueError: If there is none with the weight of one.
-    """
+    """A gate that can draft, put in the place of the one beside the experts of this name."""
     gate = gate_beside(model, experts)
     if not isinstance(gate, DraftingGate):
         gate = DraftingGate(gate)

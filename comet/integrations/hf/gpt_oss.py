@@ -35,17 +35,11 @@ _NAMES = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
 
 
 class LaidOut(NamedTuple):
-    """Experts as Comet computes them.
+    """Experts as Comet computes them."""
 
-    Args:
-        w1: ``(E, 2F, D)``, gate rows first.
-        w2: ``(E, D, F)``.
-        biases: ``(E, 2F)`` and ``(E, D)``.
-    """
-
-    w1: Tensor
-    w2: Tensor
-    biases: Biases
+    w1: Tensor  # (E, 2F, D), gate rows first
+    w2: Tensor  # (E, D, F)
+    biases: Biases  # (E, 2F) and (E, D)
 
 
 def stock_class() -> Any:
@@ -86,14 +80,10 @@ def read_laid_out(tensors: dict[str, StoredTensor], dtype: torch.dtype) -> dict[
 
     Args:
         tensors: Of a checkpoint, by name.
-        dtype: What numbers in MXFP4 are read as.
 
     Returns:
         For the experts of a layer ``gate_up_proj (E, 2F, D)``, gate rows first, ``down_proj (E, D, F)``, and their
         biases ``(E, 2F)`` and ``(E, D)``.
-
-    Raises:
-        ValueError: If blocks and scales do not fit together.
     """
     found = dict(tensors)
     for name in tensors:
@@ -141,17 +131,11 @@ class GateFirst:
 
 @dataclass(frozen=True, slots=True)
 class Dequantised:
-    """Reads slices of ``(E, N, K)``, which may begin inside a block, as the numbers they stand for.
+    """Reads slices of ``(E, N, K)``, which may begin inside a block, as the numbers they stand for."""
 
-    Args:
-        blocks: ``(E, N, K / 32, 16)`` uint8.
-        scales: ``(E, N, K / 32)`` uint8.
-        dtype: Of the numbers.
-    """
-
-    blocks: StoredTensor
-    scales: StoredTensor
-    dtype: torch.dtype
+    blocks: StoredTensor  # (E, N, K / 32, 16) uint8
+    scales: StoredTensor  # (E, N, K / 32) uint8
+    dtype: torch.dtype  # of the numbers
 
     def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
         experts, rows, columns = (*index, slice(None))[:3]

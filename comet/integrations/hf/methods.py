@@ -23,8 +23,6 @@ def check_methods(experts: nn.Module, name: str, like: type[nn.Module] | None = 
     """Raise ``ValueError`` unless experts called ``name`` compute with known methods and SiLU.
 
     Args:
-        experts: The module.
-        name: What errors call it.
         like: Class whose methods are known; ``None``: that of Mixtral's experts.
     """
     kind: Any = type(experts)

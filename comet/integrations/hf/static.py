@@ -34,15 +34,9 @@ class StaticDecoder:
     Args:
         model: A causal language model of transformers, converted or not, in evaluation mode; all ranks of a converted
             one call this equally.
-        num_sequences: B.
         num_places: Places a sequence may take, padding included; rounded up to C.
-        cuda_graph: Whether steps are replayed from a CUDA graph (see ``DecodeStep``).
         after_step: Called after each step's forward pass, as a part of what is captured.
         drafting: Lets the model route as drafts do, around the forward pass of ``draft``.
-
-    Raises:
-        ValueError: If there are no sequences or places, or a graph is insisted on and cannot be had.
-        UnavailableError: If transformers is missing.
     """
 
     def __init__(
@@ -85,9 +79,6 @@ class StaticDecoder:
         Args:
             ids: ``(B, S)`` int64; what lies behind a shorter prompt's last token is ignored.
             lengths: ``(B,)`` int64, tokens of each prompt.
-
-        Returns:
-            ``(B, V)`` float32 logits of each sequence's next token.
         """
         longest = ids.shape[1]
         self.cache.reset()
@@ -101,16 +92,6 @@ class StaticDecoder:
     def append(self, ids: Tensor) -> Tensor:
         """Append ``(B,)`` int64 tokens; returns ``(B, V)`` float32 logits of the next ones."""
         return self.passes(ids[:, None])[:, 0]
-
-    @torch.no_grad()
-    def draft(self, ids: Tensor) -> Tensor:
-        """``append`` with the model ``drafting``."""
-        return self.passes(ids[:, None], drafts=True)[:, 0]
-
-    @torch.no_grad()
-    def verify(self, ids: Tensor) -> Tensor:
-        """Append ``(B, S)`` int64 tokens; returns ``(B, S, V)`` float32 logits of what follows each."""
-        return self.passes(ids)
 
     @property
     def lengths(self) -> Tensor:

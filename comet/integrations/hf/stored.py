@@ -28,25 +28,15 @@ NAMED = 3  # tensors or problems that an error names; a checkpoint has ten thous
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
-    """A tensor in a file, not read.
+    """A tensor in a file, not read."""
 
-    Args:
-        name: As the file spells it.
-        shape: Its full shape.
-        dtype: As safetensors spells it, such as ``BF16``; or ``MXFP4``.
-        lazy: Reads what it is indexed with, an ellipsis or a tuple of slices; so does this object.
-        scales: Of a tensor in block FP8, once they are known to fit.
-        read_as: What ``lazy`` turns quantised numbers into; ``None``: it gives them as they are stored.
-        first_row: Of scales: row of their first block at which their tensor begins.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    lazy: Any
-    scales: StoredTensor | None = None
-    read_as: torch.dtype | None = None
-    first_row: int = 0
+    name: str  # as the file spells it
+    shape: tuple[int, ...]  # its full shape
+    dtype: str  # as safetensors spells it, such as BF16; or MXFP4
+    lazy: Any  # reads what it is indexed with, an ellipsis or a tuple of slices; so does this object
+    scales: StoredTensor | None = None  # of a tensor in block FP8, once they are known to fit
+    read_as: torch.dtype | None = None  # what lazy turns quantised numbers into; None: it gives them as they are stored
+    first_row: int = 0  # of scales: row of their first block at which their tensor begins
 
     @property
     def stored_as(self) -> torch.dtype:
@@ -70,15 +60,10 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class UnchangedFile:
-    """A file as it was when it was opened.
+    """A file as it was when it was opened."""
 
-    Args:
-        path: Of the file.
-        seen: Its number, size in bytes, and time of the last change in nanoseconds.
-    """
-
-    path: Path
-    seen: tuple[int, int, int]
+    path: Path  # of the file
+    seen: tuple[int, int, int]  # its number, size in bytes, and time of the last change in nanoseconds
 
     @classmethod
     def of(cls, path: Path) -> UnchangedFile:
@@ -133,9 +118,6 @@ def open_checkpoint(folder: Path, files: ExitStack) -> dict[str, StoredTensor]:
     Args:
         folder: Holds ``model.safetensors``, or ``model.safetensors.index.json`` and the files it names.
         files: Keeps the files open; leaving it raises ``ValueError`` if one of them has changed.
-
-    Returns:
-        Every tensor by name.
 
     Raises:
         ValueError: If a file is missing or damaged, or lacks a tensor that the index promises.

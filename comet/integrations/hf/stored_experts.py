@@ -33,10 +33,6 @@ class StoredExperts(CometExperts):
     """Has no parameters, so that transformers neither makes nor loads the experts; for inference.
 
     A shared expert of the block runs by itself.
-
-    Args:
-        layout: Of one rank.
-        runner: Of all layers; its ``decode`` computes from the slots.
     """
 
     def __init__(self, layout: ExpertLayout, runner: Runner) -> None:
@@ -45,7 +41,7 @@ class StoredExperts(CometExperts):
 
     @torch.compiler.disable
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """See ``CometExperts``."""
+        """``(T, D)`` of ``(T, D)``, ``(T, K)`` and ``(T, K)``, from the slots."""
         assert self.path is not None, "the loader opens a store before the model is used"
         require(
             not wants_grad(hidden_states),
@@ -57,7 +53,7 @@ class StoredExperts(CometExperts):
 
     @property
     def expert_bytes(self) -> int:
-        """See ``CometExperts``."""
+        """Of one expert as it is stored."""
         assert self.path is not None, "the loader opens a store before the model is used"
         return self.path.cache.expert_bytes
 
@@ -79,23 +75,18 @@ class StoredExperts(CometExperts):
 
 @dataclass(frozen=True, slots=True)
 class LayerFiles:
-    """Reads the experts of one layer from a checkpoint; an ``ExpertReader``.
+    """Reads the experts of one layer from a checkpoint; an ``ExpertReader``."""
 
-    Args:
-        shards: Of all experts, for each part.
-        dtypes: What they are read as.
-    """
-
-    shards: Mapping[str, LazyShard]
+    shards: Mapping[str, LazyShard]  # of all experts, for each part
     dtypes: Mapping[str, torch.dtype]
 
     @property
     def specs(self) -> Specs:
-        """See ``ExpertReader``."""
+        """Shape and dtype of each part."""
         return {name: (shard.shape, self.dtypes[name]) for name, shard in self.shards.items()}
 
     def read(self, expert: int, into: Mapping[str, Tensor]) -> None:
-        """See ``ExpertReader``."""
+        """Read one expert, part by part."""
         for name, shard in self.shards.items():
             shard.read_expert(expert, into[name])
 
@@ -108,11 +99,7 @@ def take_files(
     Args:
         state: That is left without them.
         modules: Name of the experts module of each MoE layer.
-        dtype: What experts are read as.
         keep_fp8: Whether they are read as they are stored in block FP8, with their scales as float32.
-
-    Returns:
-        Each layer's by the name of its module.
     """
     names = {"w1": "gate_up_proj", "w2": "down_proj"}
     dtypes = dict.fromkeys(names, torch.float8_e4m3fn if keep_fp8 else dtype)
@@ -146,11 +133,6 @@ def open_stores(
     Args:
         model: On ``device``, its other weights loaded.
         layers: Where each layer's experts are read, by the name of its module.
-        budget: For the model.
-        options: That it was made of.
-        dtype: Of tokens.
-        device: Of the slots.
-        group: The model's ranks, or ``None``.
         files: Open ones; the model keeps them where experts stay in files.
     """
     modules = [model.get_submodule(name) for name in layers]

@@ -34,11 +34,7 @@ Index = EllipsisType | tuple[slice, ...]
 
 
 def is_block_fp8(config: Any) -> bool:
-    """Whether a model's configuration says that its checkpoint holds block FP8; if not, it is not quantised at all.
-
-    Raises:
-        ValueError: If it is quantised in any other way; the field, its value and the rule are named.
-    """
+    """Whether a model's configuration says that its checkpoint holds block FP8; if not, it is not quantised at all."""
     found = getattr(config, "quantization_config", None)
     if found is None:
         return False
@@ -154,12 +150,6 @@ def dequantize_slice(elements: Tensor, scales: Tensor, first_row: int, first_col
     Args:
         elements: ``(..., N, K)`` float8_e4m3fn.
         scales: Of all blocks that the slice touches, float32, finite and not negative.
-        first_row: Where the slice begins in the tensor.
-        first_column: Likewise.
-        dtype: Of the result.
-
-    Returns:
-        ``(..., N, K)``: multiplied in float32, rounded once.
     """
     rows = (torch.arange(elements.shape[-2]) + first_row % FP8_BLOCK) // FP8_BLOCK
     shift = first_column % FP8_BLOCK

@@ -27,11 +27,7 @@ class FP8Experts(CometExperts):
     ``FP8JoinedExperts`` includes it in decode steps.
 
     Args:
-        hidden_size: D.
         width: F/TP, a multiple of 128.
-        layout: This rank's place among the experts.
-        runner: Computes them; one serves all layers of a model.
-        device: Of the parameters.
     """
 
     def __init__(
@@ -52,7 +48,7 @@ class FP8Experts(CometExperts):
 
     @torch.compiler.disable
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """See ``CometExperts``."""
+        """``(T, D)`` of ``(T, D)``, ``(T, K)`` and ``(T, K)``."""
         w1, w2, experts = self.gate_up_proj.detach(), self.down_proj.detach(), None
         if self.runner.takes_fp8 or joins_step(hidden_states, self.runner.decode.max_tokens):
             experts = self._decode_weights()

@@ -28,9 +28,6 @@ def split_scales(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
 
     Returns:
         The same, but scales that were split are replaced by those of each expert, under the names these have elsewhere.
-
-    Raises:
-        ValueError: If such scales are of a wrong shape, or may mean two things.
     """
     found = dict(tensors)
     for fused, experts in _experts_by_fused(tensors).items():

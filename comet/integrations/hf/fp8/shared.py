@@ -28,12 +28,7 @@ class FP8JoinedExperts(FP8Experts):
     ``pieces`` holds this rank's of it, under the names of the routed experts' parameters, if there are any.
 
     Args:
-        hidden_size: D.
         width: F/TP, a multiple of 128 and the width of a piece.
-        layout: This rank's place among the experts.
-        runner: Computes them; one serves all layers of a model.
-        device: Of the parameters.
-        num_pieces: Pieces of the shared expert that this rank holds.
     """
 
     def __init__(
@@ -53,14 +48,14 @@ class FP8JoinedExperts(FP8Experts):
             self.pieces.register_parameter(name, nn.Parameter(room, requires_grad=False))
 
     def join(self, shared: nn.Module, gate: nn.Module | None, columns: int) -> None:
-        """See ``CometExperts``."""
+        """Let decode steps include the shared expert, where it is one of plain linear layers."""
         if columns and all(map(is_plain, projections(shared))):
             self.shared = FP8SharedSlots(self.layout, columns, shared, self)
             self._gates = () if gate is None else (gate,)
 
     @torch.compiler.disable
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """See ``CometExperts``."""
+        """``(T, D)``: decode steps as those of ``CometExperts``, others as those of ``FP8Experts``."""
         joins = self.shared is not None and joins_step(hidden_states, self.runner.decode.max_tokens)
         compute = CometExperts.forward if joins else FP8Experts.forward
         return compute(self, hidden_states, top_k_index, top_k_weights)
@@ -86,8 +81,6 @@ class FP8SharedSlots(SharedSlots):
     """``SharedSlots`` of pieces that are kept in block FP8, beside experts that are.
 
     Args:
-        layout: The ranks.
-        columns: From ``shared_columns``, above 0.
         module: The shared expert, which must not be written to.
         experts: Hold the pieces.
     """
@@ -97,7 +90,7 @@ class FP8SharedSlots(SharedSlots):
         self.experts = experts
 
     def bytes_elsewhere(self, expert_bytes: int) -> int:
-        """See ``SharedSlots``; the pieces of a step are not the module's, and smaller."""
+        """Bytes of the shared expert that a step does not read here; its pieces are in FP8, and smaller."""
         whole = sum(part.nbytes for part in shared_matrices(self.module))
         return whole - sum(part.nbytes for part in self.experts.pieces.parameters())
 
@@ -117,14 +110,7 @@ class FP8SharedSlots(SharedSlots):
 def has_fp8_pieces(
     tensors: dict[str, StoredTensor], modules: dict[int, str], shared: str, shape: tuple[int, int]
 ) -> bool:
-    """Whether all shared experts are in block FP8 and of the shape ``(F_shared, D)``.
-
-    Args:
-        tensors: Of the checkpoint, joined with their scales.
-        modules: Name of the experts module of each MoE layer.
-        shared: Of a block's shared expert.
-        shape: Of gate and up.
-    """
+    """Whether all shared experts are in block FP8 and of the shape ``(F_shared, D)``."""
     for module in modules.values():
         for name, wanted in zip(_matrix_names(module, shared), (shape, shape, shape[::-1]), strict=True):
             found = tensors.get(name)
@@ -140,9 +126,6 @@ def piece_shards(
 
     Args:
         tensors: Of the checkpoint; ``has_fp8_pieces`` of them.
-        module: Name of the experts module.
-        shared: Of the block's shared expert.
-        layout: The rank's place.
         width: Of a piece.
     """
     matrices = [as_stored(tensors[name]) for name in _matrix_names(module, shared)]
