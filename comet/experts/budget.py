@@ -56,10 +56,6 @@ class ExpertBudget:
         Args:
             budget: Share of all experts, above 0 and up to 1; or bytes for all layers, above 1.
             host_budget: Share of all experts (up to 1), or bytes (above 1), that host memory holds of a file store.
-
-        Raises:
-            ValueError: If a budget is no positive number or too small, ``host_budget`` or ``policy`` does not go with
-                the store, or experts cannot be stored so.
         """
         kinds = get_args(ExpertStoreKind)
         require(store in kinds, f"expert_store={store!r} must be one of {', '.join(kinds)}")
@@ -133,11 +129,6 @@ class ExpertBudget:
 
         Example: 10 experts needed, hits of 0.5, experts of 1e6 bytes, a link of 1e9 bytes/s: 5 ms, and beside them
         0.5 ms at 20e9 bytes/s of memory; 10e6 dense bytes take another 0.5 ms: 5.5 ms a token, 182 tokens/s.
-
-        Args:
-            dense_bytes: Of all other weights that a step reads.
-            link_rate: From host memory to the device, in bytes/s.
-            memory_rate: Of the device's memory, in bytes/s.
         """
         needed = self.needed(num_tokens) * self.expert_bytes
         missing = needed * (1 - self.expected_hits)

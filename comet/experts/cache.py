@@ -81,7 +81,6 @@ class ExpertCache:
         w1: ``(e, 2F, D)`` the rank's experts in host memory, gate rows first, then up rows; pinned here for a GPU.
             Quantised as those of ``DecodeWeights``.
         w2: ``(e, D, F)``.
-        num_slots: S, at least 1.
         num_experts: E, of all ranks; ``None``: e.
         first_expert: Number of the first of w1 among them.
         **others: ``w1_scales`` and ``w2_scales`` of quantised experts; b1 ``(e, 2F)``, gate, then up, and b2
@@ -229,9 +228,6 @@ class CachedExperts:
     A step that may need more experts than there are slots runs in waves (``comet.kernels.experts.waves``). Of more
     tokens than the runner decodes, missing experts stream through the slots (``comet.experts.streaming``), for which
     the host waits for the device.
-
-    Args:
-        cache: The layer's; over ranks this rank's, of as many slots as those of the others.
     """
 
     prefetch: Prefetch | None = None  # brings experts of this layer before its step, if anything does

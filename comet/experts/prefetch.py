@@ -42,10 +42,6 @@ def prefetches(setting: PrefetchSetting, device: torch.device, *, useful: bool =
     """Whether experts of a host store are to travel before their step.
 
     Example: ``auto`` says yes on a GPU that reads the store itself, and no on a CPU or where the host brings experts.
-
-    Args:
-        device: That computes.
-        useful: Whether it reads the host's memory itself, and some expert has no slot.
     """
     wanted = prefetch_wanted(setting)
     return useful and device.type == "cuda" if wanted is None else wanted
@@ -57,7 +53,6 @@ class Prefetch:
     Args:
         predict: What tokens say about this layer: those of the layer before, or its own.
         following: The same for the next layer; ``None``: it is the last one.
-        stream: Beside the one that computes, the same for all layers; ``None`` on a CPU.
     """
 
     def __init__(

@@ -48,7 +48,6 @@ class Stage:
     """Host memory for the experts that were read last, of all layers; the one used longest ago makes room.
 
     Args:
-        num_places: Experts it holds, at least those that one layer has slots for.
         deadline_s: How long other ranks wait for this one; ``None``: there are none.
         patience_s: After which a read that has not ended yet is named in the log.
     """
@@ -125,16 +124,8 @@ class StagedCache:
     Example (S = 2): steps that need experts 3, then 0, then 3 and 2: expert 2 takes the slot of expert 0.
 
     Args:
-        reader: All experts of the layer that this rank holds.
-        stage: Which all layers share.
-        layer: Tells its experts there from those of other layers.
         num_experts: E, of all ranks; ``None``: those of the reader.
         first_expert: Number of the reader's first among them.
-
-    Attributes:
-        needed: Distinct experts that steps needed so far, summed over steps.
-        fetched: How many of them had no slot.
-        fetching_s: Seconds of the host for these.
     """
 
     def __init__(
@@ -155,8 +146,8 @@ class StagedCache:
             f"num_places={stage.num_places} of the stage must be at least num_slots={num_slots}",
         )
         self.num_slots, self.num_held, self.first_expert = num_slots, num_held, first_expert
-        self.needed = self.fetched = 0
-        self.fetching_s = 0.0
+        self.needed = self.fetched = 0  # experts of steps so far, and those of them that had no slot
+        self.fetching_s = 0.0  # of the host, for these
         slots: dict[str, Any] = {
             name: torch.zeros(num_slots, *shape[1:], dtype=dtype, device=device)
             for name, (shape, dtype) in reader.specs.items()
@@ -260,9 +251,6 @@ class StagedExperts:
 
     A step of more tokens than the slots can serve at once is taken in parts, and rounds as its parts do. Of more tokens
     than the runner decodes, missing experts stream through the slots (``comet.experts.streaming``).
-
-    Args:
-        cache: The layer's; over ranks this rank's, of as many slots as those of the others.
     """
 
     def __init__(self, cache: StagedCache, runner: Runner, top_k: int) -> None:

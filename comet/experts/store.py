@@ -43,9 +43,6 @@ class ExpertReader(Protocol):
     def read(self, expert: int, into: Mapping[str, Tensor]) -> None:
         """Read one expert into host memory.
 
-        Args:
-            into: Memory for each of ``specs``, contiguous: one row of that shape.
-
         Raises:
             ValueError: If what is read is damaged, has changed, or has scales that are no numbers; then nothing of
                 ``into`` means anything.
@@ -207,9 +204,6 @@ def host_memory(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device, file: MemoryFile | None = None
 ) -> tuple[Tensor, bool]:
     """Memory of the host, zeros until it is written to.
-
-    Args:
-        file: That it is to be in, where another process maps it, too.
 
     Returns:
         The tensor, and whether ``device`` reads it: always where it is the CPU, on a GPU where it could be pinned.

@@ -45,10 +45,6 @@ def plan_visits(counts: Sequence[int], owners: Sequence[int]) -> list[Visit]:
 
     Example: counts ``[2, 0, 1, 3]``, owners ``[1, 3]``: expert 3 in slot 1, where it is; then expert 2 in slot 0, whose
     expert 1 nobody needs, and expert 0 in slot 1.
-
-    Args:
-        counts: Routed rows of each expert of this rank.
-        owners: Expert of each slot, -1 for none.
     """
     there = {expert: slot for slot, expert in enumerate(owners) if expert >= 0 and counts[expert]}
     by_rows = sorted((expert for expert, count in enumerate(counts) if count), key=lambda expert: counts[expert])
@@ -127,7 +123,6 @@ def floating_slots(
     """w1 ``(n, 2F, D)`` and w2 ``(n, D, F)`` of some slots in a floating type; never waits for the device.
 
     Args:
-        slots: ``(n,)`` int32, on their device.
         use_kernels: A Triton kernel dequantises (on a GPU, or in the interpreter) instead of plain torch; ``None``:
             where there is a GPU.
     """
@@ -166,9 +161,6 @@ class StreamedExperts:
     """Routed experts of a layer for many tokens, through the slots of its cache.
 
     Quantised ones are dequantised to the tokens' type, those of a group at once.
-
-    Args:
-        cores: Of the host, that compute some missing experts; ``None``: none do.
     """
 
     def __init__(self, slots: Slots, cores: PromptCores | None = None) -> None:

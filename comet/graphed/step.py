@@ -28,8 +28,6 @@ class DecodeStep:
         ids: ``(B,)`` or ``(B, S)`` int64, the buffer ``run`` reads.
         before: Called before every step, replayed or not: refuses it where the group is closed, puts it behind what
             else the group was given, and renews what the step reads copies of.
-        cuda_graph: ``on`` insists on a replay, ``auto`` replays where nothing speaks against it, ``off`` never does.
-        obstacle: Why ``run`` must not be captured; empty if nothing speaks against it.
     """
 
     def __init__(
@@ -63,7 +61,6 @@ class Passes:
 
     Args:
         append: Appends ``ids (B, S)``, drafting or not, and returns ``(B, S, V)``; from and to memory that stays.
-        obstacle: Why a pass of so many tokens must not be captured; empty if nothing speaks against it.
     """
 
     def __init__(

@@ -101,9 +101,6 @@ def forward(
         w1: ``(e, 2F, D)`` gate rows, then up rows, of this rank's experts (its slice of F under TP).
         w2: ``(e, D, F)``.
         biases: ``(e, 2F)`` and ``(e, D)`` of these experts; ``None``: there are none.
-
-    Returns:
-        ``(T, D)``, and what the backward pass needs if there is one.
     """
     b1, b2 = added_biases(biases, backend.layout)
     plan = backend.plan(top_k_ids, top_k_weights, trains=trains)

@@ -54,10 +54,6 @@ def pad_width(w1: Tensor, w2: Tensor, biases: Biases | None = None) -> tuple[Ten
     Exact: whatever an activation makes of a gate and an up of 0 meets a zero column of w2, and gradients are those of
     the weights themselves: what the padding would get is cut off.
 
-    Args:
-        w1: ``(e, 2F/TP, D)``, gate rows first, then up rows.
-        w2: ``(e, D, F/TP)``.
-
     Returns:
         All, of a width that is a multiple of 16; F/TP = 24: ``(e, 64, D)``, ``(e, D, 32)``, ``(e, 64)``.
     """

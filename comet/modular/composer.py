@@ -42,9 +42,6 @@ class ModularMoE:
         shared: ``(T, D) -> (T, D)`` for experts every token goes through; runs on this rank's own tokens while others
             travel, and is added. Leave it out where the layer around has its own.
         weight_type: What w1 and w2 will be: ``Tensor``, or ``FP8`` or ``MXFP8`` of ``comet.quantization.formats``.
-
-    Raises:
-        ValueError: If they do not fit; the message names them and the reason.
     """
 
     def __init__(

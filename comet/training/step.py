@@ -84,11 +84,7 @@ class StepMetrics:
 
 
 class TrainStep:
-    """Runs optimizer steps; its only state is that of the model and the optimizer.
-
-    Args:
-        text: ``(N,)`` uint8, the training part.
-    """
+    """Runs optimizer steps; its only state is that of the model and the optimizer."""
 
     def __init__(
         self, model: GPT, optimizer: ScaledAdamW, group: ExpertGroup, text: Tensor, config: TrainConfig
@@ -152,9 +148,6 @@ def send(batch: Tensor, device: torch.device) -> Tensor:
 
 def count_dropped_rows(expert_load: Tensor, capacity: int | None, group: ExpertGroup) -> Tensor:
     """Routed rows beyond the capacity of their expert (collective).
-
-    Args:
-        capacity: Rows an expert keeps of those its MoE group routes to it; ``None``: all.
 
     Example: capacity 3, two ranks with loads ``[[2, 1]]`` and ``[[3, 1]]``: expert 0 drops 2 rows, the share is 1.
     """

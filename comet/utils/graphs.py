@@ -30,8 +30,6 @@ class Replayed(Generic[Result]):
         run: Reads what it is given from buffers. All that it changes, it changes in place and on the device, and it
             never asks the host.
         calls: What a call is, in the plural, for messages.
-        cuda_graph: ``auto`` replays a graph where that works, ``on`` insists on it, ``off`` never does.
-        obstacle: Why ``run`` must not be captured; empty if nothing speaks against it.
     """
 
     def __init__(
@@ -124,15 +122,12 @@ def capture(
     keep: list[torch.cuda.CUDAGraph],
     pool: Any = None,
 ) -> tuple[Callable[[], None], Result]:
-    """Capture a function as a CUDA graph; it is not computed.
+    """Capture a function as a CUDA graph, not computing it: what replays it, and what replays leave its result in.
 
     Args:
         keep: Gets the graph. torch's allocator may ask it for as long as it allocates, also where the capture failed.
         pool: Memory of other graphs that this one may use as well (``torch.cuda.graph_pool_handle``); ``None`` is its
             own.
-
-    Returns:
-        What replays the graph on the caller's stream, and what each replay leaves ``run``'s result in.
     """
     graph = torch.cuda.CUDAGraph()
     keep.append(graph)

@@ -20,9 +20,6 @@ class Sizes:
 
     Example: a new ``Sizes`` that matches w2 ``(4, 256, 320)`` with ``e D F`` binds e=4, D=256 and F=320. Then
     ``e 2F D`` takes a w1 of ``(4, 640, 256)`` only, and ``e D/128 F/128`` takes scales ``(4, 2, 3)`` only.
-
-    Args:
-        known: Sizes that are known before any tensor is seen, each with whose it is.
     """
 
     def __init__(self, **known: tuple[int, str]) -> None:

@@ -36,9 +36,6 @@ class Measuring:
     """What a task that measures is doing: which point of how many, what of it, and how long the others will take.
 
     In a log each point is a line, and another each ten seconds.
-
-    Args:
-        unit: What a point is, in the singular.
     """
 
     def __init__(self, total: int, unit: str, *, enabled: bool) -> None:

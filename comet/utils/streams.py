@@ -47,14 +47,10 @@ class SideStream:
         return cls(torch.cuda.Stream(device, priority=-1 if urgent else 0) if device.type == "cuda" else None)
 
     def start(self, work: Callable[..., Result], *inputs: Tensor) -> Callable[[], Result]:
-        """Launch ``work(*inputs)`` behind all that the caller has launched so far.
+        """Launch ``work(*inputs)`` behind all that the caller has launched; what it returns joins and gives the result.
 
         Args:
             work: May return anything; what is differentiable must be a tensor, or a member of a tuple.
-            inputs: The caller's tensors that the work reads, parameters excepted.
-
-        Returns:
-            To be called once, on the same stream: joins the work with the caller's stream and returns its result.
         """
         side = self.stream
         if side is None:

@@ -60,10 +60,6 @@ def best_draft_length(seconds: Sequence[float], acceptance: Sequence[float], tok
     Example: seconds ``[10, 14, 17, 20]`` and acceptance ``[0.8, 0.4, 0.2]`` make 1, 1.8, 2.2 and 2.4 tokens a round, so
     0.100, 0.129, 0.129 (2.2 / 17 is above 1.8 / 14) and 0.120 tokens a second: 2. With seconds ``[10, 19, 25, 30]``
     speculation loses: 0.
-
-    Args:
-        seconds: Of a round with 0, 1, ..., G drafts; above 0.
-        acceptance: Share of rounds that accept their first, ..., G-th draft.
     """
     best, best_rate = 0, 0.0
     for length, time in enumerate(seconds):

@@ -95,8 +95,6 @@ class Speculation:
     """Rounds of drafting and verifying over one batch of sequences.
 
     Args:
-        model: It has been given all tokens but the newest ones.
-        sampling: How tokens are chosen; its ``seen`` is kept up to date.
         draws: ``(N, B, 2G + 1)`` float64 in [0, 1) that nothing else uses, for N rounds: what a round compares and
             draws with.
         clock: In seconds; draft lengths follow what rounds take by that of rank 0.
@@ -222,9 +220,6 @@ def verdict(config: SpeculationConfig, draft: Draft, likely: Tensor, p: Tensor, 
         likely: ``(B, g + 1, V)`` float64: the distribution with all experts, as ``draft.confidence`` is with few.
         p: ``(B, g + 1, V)`` float64: ``likely`` as it is drawn from.
         draws: ``(B, at least g)`` float64 in [0, 1).
-
-    Returns:
-        ``(B,)`` int64 and ``(B, V)`` float64 weights, whose sum is above 0.
     """
     drafted = draft.ids[:, 1:]
     if config.speculate == "adaptive":
@@ -260,10 +255,6 @@ def pick(weights: Tensor, uniform: Tensor) -> Tensor:
     """Draw by inverting the cumulative sum of weights; one of weight 0 is never drawn.
 
     Example: weights ``[1, 0, 3]`` give 0 for the draw 0.2 and 2 for the draws 0.25 and 0.9.
-
-    Args:
-        weights: ``(B, V)`` float64, at least 0, not all 0.
-        uniform: ``(B,)`` float64 in [0, 1).
     """
     cumulative = weights.cumsum(dim=-1)
     passed = (cumulative <= uniform[:, None] * cumulative[:, -1:]).sum(dim=-1)

@@ -44,7 +44,6 @@ class HostCores:
     It starts with ``start`` and ends with ``close``, or when nobody refers to this any more, or with this process.
 
     Args:
-        num_cores: Threads that compute.
         fault: ``(8,)`` int64 on the device, where spins of the rank record a deadline; ``None``: its own.
         insists: Whether they are to compute whatever it costs.
     """
@@ -90,12 +89,7 @@ class HostCores:
         self._log: IO[str] | None = None
 
     def start(self, stores: Sequence[ExpertParts], profile: HostProfile | None = None) -> None:
-        """Start the process on the experts of all layers, which are in ``file``, and decide what it is given to do.
-
-        Args:
-            stores: Of each layer; layer numbers are their places.
-            profile: What experts cost; ``None``: it is measured.
-        """
+        """Start the process on the experts of all layers, which are in ``file``, and decide what it is given to do."""
         refuse_nan(stores)
         mail = self.mail
         plan = WorkerPlan(

@@ -75,7 +75,6 @@ class HostProfile:
         would compute none: one in 920 us saves less than a tenth of the 1000 of the link alone.
 
         Args:
-            num_tokens: Of the experts that it could compute, in the order in which it would.
             num_missing: These and all others, at least one of which comes to the device.
         """
         host, best, soonest = 0.0, 0, num_missing * self.link_ns * (1 - LEAST_GAIN)
@@ -119,7 +118,6 @@ class Link:
     """The way of experts to a device: the last ones first, so that they are others than the host computes meanwhile.
 
     Args:
-        stores: Of all layers.
         device: That experts come to; a CPU copies them, and has no link to keep busy.
     """
 

@@ -155,7 +155,6 @@ def sum_experts(
     ``[[0.5]]``: silu(32) is 32 in float32, so hidden is 64, the output 32, and the answer 16.
 
     Args:
-        answer: ``(T, D)`` float32.
         weights: ``(n, T)`` float32; 0 where a token did not choose the expert.
         experts: Of each of these n, w1 ``(2F, D)``, gate rows first, w2 ``(D, F)``, ``w1_scales`` and ``w2_scales``
             where they are codes, and biases b1 ``(2F,)`` and b2 ``(D,)`` where there are some.

@@ -74,12 +74,7 @@ class StaticDecoder:
 
     @torch.no_grad()
     def read(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        """Forget everything and read the prompts.
-
-        Args:
-            ids: ``(B, S)`` int64; what lies behind a shorter prompt's last token is ignored.
-            lengths: ``(B,)`` int64, tokens of each prompt.
-        """
+        """Forget everything and read the prompts."""
         longest = ids.shape[1]
         self.cache.reset()
         self.skip_to(longest, longest - lengths)
