@@ -36,16 +36,7 @@ def sharded_experts(
     replica: tuple[int, int, int],
     metadata: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """This rank's part of every tensor; see ``CometExperts.sharded_state_dict``.
-
-    Args:
-        parameters: Of ``CometExperts``, by name; in the checkpoint gate and up are two parts of a tensor.
-        layout: This rank's place among the experts.
-        prefix: Of the names.
-        sharded_offsets: Place among the layers.
-        replica: Which copy of the part this is.
-        metadata: Megatron's.
-    """
+    """This rank's part of every tensor; see ``CometExperts.sharded_state_dict``."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
     require(
@@ -82,12 +73,6 @@ def from_sequential(state: Mapping[str, Any]) -> dict[str, Any]:
     Example: ``mlp.experts.local_experts.0.linear_fc1.weight (2F, h)`` and ``...local_experts.1...`` become
     ``mlp.experts.w1 (2, 2F, h)``; ``mlp.router.weight`` stays.
 
-    Args:
-        state: Of a layer or a whole model.
-
-    Returns:
-        A state dict whose expert weights are copies.
-
     Raises:
         ValueError: If an expert has parameters that Comet has not, or lacks one.
     """
@@ -109,16 +94,9 @@ def from_sequential(state: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choices:
-    """What ``with_comet`` was told of the routed experts of all layers.
+    """What ``with_comet`` was told of the routed experts of all layers."""
 
-    Args:
-        group: The ranks that share the experts, and their memory; one for all layers.
-        path: See ``MoE``.
-        overlap: See ``MoE``.
-        max_imbalance: See ``MoEConfig``.
-    """
-
-    group: ExpertGroup
+    group: ExpertGroup  # the ranks that share the experts, and their memory; one for all layers
     path: Path | str
     overlap: OverlapConfig | None
     max_imbalance: float | None
@@ -135,13 +113,7 @@ class CometExperts(nn.Module):
     Args:
         num_local_experts: As Megatron counts them: e.
         config: A ``TransformerConfig``.
-        submodules: Not used.
-        pg_collection: Megatron's process groups.
-        choices: How to compute them, and with which ranks.
         **kwargs: What newer versions give to experts, such as a name.
-
-    Raises:
-        ValueError: If the model does not fit the group, or the path cannot run on the device.
     """
 
     def __init__(
@@ -202,18 +174,8 @@ class CometExperts(nn.Module):
             self.w2[local].copy_(w2[:, columns])
 
     def forward(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The weighted sum of each token's experts.
-
-        Args:
-            tokens: ``(T, h)`` of this rank.
-            top_k_ids: ``(T, K)`` int32 global expert ids; -1 masks a slot.
-            top_k_weights: ``(T, K)`` float32.
-
-        Returns:
-            ``(T, h)``.
-
-        Raises:
-            ValueError: If tokens or routing do not fit the group or each other.
+        """The weighted sum ``(T, h)`` of each token's experts, by ids ``(T, K)`` int32, -1 masks, and weights ``(T,
+        K)`` float32.
         """
         w1, w2 = (weight.to(tokens.dtype) for weight in (self.w1, self.w2))
         if self.b1 is None or self.b2 is None:
@@ -224,16 +186,7 @@ class CometExperts(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The weights for Megatron's distributed checkpoints, under the names and shapes of ``SequentialMLP``.
-
-        Args:
-            prefix: Of the names.
-            sharded_offsets: Place among the layers, where they are one tensor.
-            metadata: Megatron's; ``singleton_local_shards`` is not supported.
-
-        Raises:
-            ValueError: If the metadata asks for a tensor per expert.
-        """
+        """The weights for Megatron's distributed checkpoints, under the names and shapes of ``SequentialMLP``."""
         replica = (0, 0, self.expert_data_group.rank())
         parameters = dict(self.named_parameters())
         return sharded_experts(parameters, self.layout, prefix, tuple(sharded_offsets), replica, metadata or {})

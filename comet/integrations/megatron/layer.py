@@ -24,11 +24,8 @@ class CometMoELayer:
     capacity skip the expert, and padding counts in no loss but goes through the experts, both as in Megatron.
 
     Args:
-        config: A ``TransformerConfig``.
         submodules: Router and shared experts; the experts in it are not built.
         layer_number: Of the transformer layer.
-        pg_collection: Megatron's process groups; ``None`` takes those it initialised.
-        choices: How to compute the routed experts, and with which ranks.
         process_groups: Taken where ``pg_collection`` is ``None``: Megatron-core 0.16 does not hand its own to layers it
             does not know.
         **kwargs: What newer versions give to ``MoELayer``.
@@ -73,9 +70,6 @@ class CometMoELayer:
             intermediate_tensors: ``None``; Megatron's own layer resumes from them after a part in a CUDA graph.
             padding_mask: ``(b, s)``, true where a token is padding.
 
-        Returns:
-            ``(s, b, h)``, and no bias.
-
         Raises:
             ValueError: If the tokens do not fit the group, or in training with tensor parallelism without sequence
                 parallelism, where ranks would train experts on the same tokens twice.
@@ -113,16 +107,8 @@ def top_k_of(probs: Tensor, routing_map: Tensor, top_k: int) -> tuple[Tensor, Te
     Example: probs ``[[0, 0.3, 0.7], [0, 0, 0.6]]``, true in the map where positive, K=2: ids ``[[2, 1], [2, -1]]``,
     weights ``[[0.7, 0.3], [0.6, 0]]``; the second token was dropped by one of its experts.
 
-    Args:
-        probs: ``(T, E)``.
-        routing_map: ``(T, E)`` bool, at most K true per token.
-        top_k: K.
-
     Returns:
         ``(T, K)`` int32, -1 for slots without an expert, and ``(T, K)`` float32.
-
-    Raises:
-        ValueError: If the map is no map of every token and expert.
     """
     require(
         routing_map.dtype == torch.bool and routing_map.shape == probs.shape,
@@ -135,11 +121,7 @@ def top_k_of(probs: Tensor, routing_map: Tensor, top_k: int) -> tuple[Tensor, Te
 
 
 def moe_layer_class() -> type:
-    """``CometMoELayer`` as a subclass of Megatron's ``MoELayer``.
-
-    Raises:
-        UnavailableError: If Megatron-core is not importable.
-    """
+    """``CometMoELayer`` as a subclass of Megatron's ``MoELayer``."""
     stock = stock_layer_class()
     return type(CometMoELayer.__name__, (CometMoELayer, stock), {"__doc__": CometMoELayer.__doc__})
 
@@ -163,7 +145,8 @@ def with_comet(
     max_imbalance: float | None = None,
     process_groups: Any = None,
 ) -> Any:
-    """A spec whose MoE layers are Comet's; the given one stays as it is.
+    """A spec whose MoE layers are Comet's, with ``path``, ``overlap`` as of ``MoE`` and ``max_imbalance`` of
+    ``MoEConfig``.
 
     On a GPU what goes wrong in a layer shows in ``group.workspace.check()``, which waits for it: call it once per step.
     Where gradients are reduced beside the layers (``overlap_grad_reduce``), ``reserved_sms`` of the group let
@@ -173,9 +156,6 @@ def with_comet(
         spec: Of a transformer layer (``get_gpt_layer_local_spec`` and the like), or of a block of such layers
             (``get_gpt_decoder_block_spec``); layers without experts stay.
         group: Made by ``make_expert_group(moe_config(config), ...)``, for the ranks of Megatron's expert groups.
-        path: See ``MoE``.
-        overlap: See ``MoE``.
-        max_imbalance: See ``MoEConfig``.
         process_groups: The ``ProcessGroupCollection`` that the model is built with, where it is not Megatron's global
             one: Megatron-core 0.16 does not pass it on.
 

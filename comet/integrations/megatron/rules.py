@@ -36,10 +36,6 @@ OFF = {
 def moe_config(config: Any, *, max_imbalance: float | None = None) -> MoEConfig:
     """The shape of a Megatron model's MoE layers, for ``make_expert_group``; Megatron does the routing.
 
-    Args:
-        config: A ``TransformerConfig``.
-        max_imbalance: See ``MoEConfig``.
-
     Raises:
         ValueError: If the model has no experts, or sizes that Comet cannot take.
     """
@@ -58,11 +54,7 @@ def moe_config(config: Any, *, max_imbalance: float | None = None) -> MoEConfig:
 
 
 def activation_of(config: Any) -> Activation:
-    """How gate and up become hidden in a Megatron model.
-
-    Raises:
-        ValueError: If Comet has no such activation; field, value and rule are named.
-    """
+    """How gate and up become hidden in a Megatron model."""
     gated, function = config.gated_linear_unit, config.activation_func
     require(gated, f"gated_linear_unit={gated} must be True: experts have a gate")
     names = gate_functions()
@@ -119,10 +111,6 @@ def check_ranks(process_groups: Any, group: ExpertGroup) -> None:
     """Raise ``ValueError`` unless Megatron gives experts to the same ranks, in the same order, as Comet's group.
 
     Example: EP=2 and TP=2 over the ranks 4..7: rank 6 has the EP ranks [4, 6] and the expert TP ranks [6, 7].
-
-    Args:
-        process_groups: A ``ProcessGroupCollection`` with ``ep``, ``expt_tp`` and ``expt_dp``.
-        group: Comet's.
     """
     ep, tp = group.parallel.ep, group.parallel.tp
     first, shard, column = group.world_rank - group.rank, *divmod(group.rank, tp)

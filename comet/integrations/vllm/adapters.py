@@ -63,9 +63,6 @@ def adapt_prepare_finalize(inner: PrepareFinalize, moe_config: Any = None, quant
         inner: Hands out contiguous or batched rows.
         moe_config: vLLM's, kept for it, as is ``quant_config``.
 
-    Returns:
-        An instance of a subclass of vLLM's class.
-
     Raises:
         UnavailableError: If vLLM is not importable, or not of these versions.
         ValueError: If ``inner`` is one half of the fused layer.
@@ -85,9 +82,6 @@ def adapt_experts(inner: Experts, moe_config: Any, quant_config: Any, max_num_to
         moe_config: vLLM's, for its base class.
         quant_config: vLLM's; holds the scales of quantised weights.
         max_num_tokens: For batched rows: ``max_num_tokens_per_rank()`` of the prepare/finalize.
-
-    Returns:
-        An instance of a subclass of vLLM's class.
 
     Raises:
         UnavailableError: If vLLM is not importable, or not of these versions.
@@ -357,7 +351,6 @@ class ExpertsAdapter:
         return bool(self.activation_format() is self.vllm.FusedMoEActivationFormat.BatchedExperts)
 
     def _rows(self, call: Any, tokens: Tensor | FP8) -> ContiguousRows | BatchedRows:
-        """The rows of a call in our types."""
         weights = call.topk_weights.float()
         if not self._is_batched:
             ids = map_ids(call.topk_ids, call.expert_map)

@@ -36,10 +36,6 @@ class WeightCache:
 
     Made once, because looking at scales waits for the device, and laying out w1 anew copies it; and again when vLLM
     puts another tensor in place of one of them, as it does when it reloads them, or writes to one that is copied.
-
-    Args:
-        quant_config: vLLM's.
-        interleaved: Whether rows of w1 are gate and up in turn.
     """
 
     def __init__(self, quant_config: Any, *, interleaved: bool = False) -> None:
@@ -49,11 +45,7 @@ class WeightCache:
         self._made: Weights | None = None
 
     def __call__(self, w1: Tensor, w2: Tensor) -> Weights:
-        """w1, gate rows first, and w2, as they are or in the type that their scales say; and their biases.
-
-        Raises:
-            ValueError: If elements and scales do not fit together, or a scale is no number.
-        """
+        """w1, gate rows first, and w2, as they are or in the type that their scales say; and their biases."""
         of_config = [getattr(self.quant_config, name, None) for name in SOURCES]
         sources = (w1, w2, *of_config)
         copied = [each for each in sources[::2] if self.interleaved and each is not None]
@@ -78,11 +70,7 @@ def gate_first(rows: Tensor) -> Tensor:
 
 
 def activation_of(moe_config: Any, quant_config: Any) -> tuple[Activation, bool]:
-    """What a layer of vLLM does to gate and up, and whether these rows of w1 are in turn.
-
-    Raises:
-        ValueError: If Comet has no such activation; field, value and rule are named.
-    """
+    """What a layer of vLLM does to gate and up, and whether these rows of w1 are in turn."""
     value = getattr(moe_config.activation, "value", moe_config.activation)
     require(value in ACTIVATIONS, f"activation={value} of the moe_config must be one of {', '.join(ACTIVATIONS)}")
     name, defaults = ACTIVATIONS[value], DEFAULTS.get(value, (None, None, None))
