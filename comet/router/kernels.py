@@ -18,8 +18,6 @@ from comet.kernels.router.select import select as select_ids
 from comet.router.losses import RouterStats
 from comet.utils.autocast import without_autocast
 
-__all__ = ["logits", "measure", "select"]
-
 
 def logits(tokens: Tensor, weight: Tensor) -> Tensor:
     """Router logits in float32 of bfloat16 tokens, as accurate as products in float32.
