@@ -114,9 +114,3 @@ def added_biases(biases: Biases | None, layout: ExpertLayout) -> tuple[Tensor | 
     if biases is None:
         return None, None
     return biases.b1, biases.b2 if layout.tp_rank == 0 else None
-
-
-def refuse_biases(biases: Biases | None, who: str) -> None:
-    """Raise ``NotImplementedError`` where experts have biases that ``who`` computes without."""
-    if biases is not None:
-        raise NotImplementedError(f"expert_bias=True must be False with {who}: it adds no biases")
