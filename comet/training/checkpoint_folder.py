@@ -38,6 +38,7 @@ from torch.futures import Future
 from comet.comm.handshake import patience, this_rank
 from comet.config import REMOVED_SETTINGS, OverlapConfig, require
 from comet.jobs.config import JobConfig
+from comet.kernels.runtime.activation import SWIGLU
 from comet.models.config import ModelConfig
 from comet.training.ranks import from_first_rank, gather
 
@@ -217,6 +218,8 @@ KEPT = 2
 PARTIAL_SUFFIX = ".tmp"
 OWN_FOLDERS = re.compile(r"step-\d{6,}(-\d+)?(-replaced)?(\.tmp)?")
 OWN_FILES = re.compile(rf"__\d+_\d+\.distcp|\.metadata(\.tmp)?|{re.escape(MANIFEST)}|{re.escape(SETTINGS_FILE)}")
+# What the models were whose checkpoints are from before these fields.
+FIELDS_SINCE: Mapping[str, Any] = {"moe.expert_bias": False, **flat(asdict(SWIGLU), "moe.activation.")}
 FREE_FIELDS = frozenset({"name", "moe.aux_loss_coef", "moe.z_loss_coef", "moe.bias_update_rate", "moe.capacity_factor"})
 
 
@@ -234,12 +237,12 @@ class Checkpoint:
 
     def check_model(self, config: ModelConfig) -> None:
         """Raise ``ValueError`` naming every field in which the checkpoint's model differs from ``config``."""
-        wanted = flat(asdict(config))
-        names = sorted((wanted.keys() | self.model.keys()) - FREE_FIELDS)
+        wanted, there = flat(asdict(config)), {**FIELDS_SINCE, **self.model}
+        names = sorted((wanted.keys() | there.keys()) - FREE_FIELDS)
         different = [
-            f"{name}={self.model.get(name)!r} there but {wanted.get(name)!r} here"
+            f"{name}={there.get(name)!r} there but {wanted.get(name)!r} here"
             for name in names
-            if self.model.get(name) != wanted.get(name)
+            if there.get(name) != wanted.get(name)
         ]
         require(not different, f"checkpoint {self.path} must be of the same model, but has {', '.join(different)}")
 

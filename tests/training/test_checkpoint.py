@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
 from training_cases import GPT_OSS, MODEL, MOE, TRAIN, make_model
 
+from comet.generation.source import Source, model_of
 from comet.launch.failures import is_user_error
 from comet.layer.sharding import local
 from comet.training import checkpoint_folder
@@ -263,6 +264,20 @@ def test_other_version(tmp_path):
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 99}))
     with pytest.raises(ValueError, match=r"format=99 must be one of 1, 2"):
         read_checkpoint(manifest.parent)
+
+
+def test_checkpoints_from_before_activations_and_biases_are_of_plain_swiglu(tmp_path):
+    save_steps(tmp_path, [1])
+    manifest = tmp_path / "step-000001" / "comet.json"
+    content = json.loads(manifest.read_text())
+    for name in [name for name in content["model"] if name.startswith(("moe.activation", "moe.expert_bias"))]:
+        del content["model"][name]
+    manifest.write_text(json.dumps(content))
+    checkpoint = read_checkpoint(manifest.parent)
+    assert make_trainer(tmp_path)[1].load(checkpoint) == 1
+    assert model_of(Source(manifest.parent, checkpoint)) == MODEL
+    with pytest.raises(ValueError, match=r"moe.activation.name='swiglu' there but 'clamped_swiglu' here"):
+        make_trainer(tmp_path, model=GPT_OSS)[1].load(checkpoint)
 
 
 def test_another_model_is_refused_with_every_field(tmp_path):
