@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 from activation_cases import ACTIVATIONS, NAMES
+from decode_cases import stored_parts
 from ranks import run_ranks
 from torch import Tensor
 from training_cases import MODEL, MOE
@@ -24,10 +25,13 @@ from comet.kernels.runtime.activation import Activation
 from comet.layer.group import make_expert_group
 from comet.layout import ExpertLayout
 from comet.models.gpt import GPT
-from comet.quantization.formats import MXType, quantize_mx
 from comet.reference.plain import plain_experts
 
 E, K, D, F = 12, 3, 32, 16
+
+
+LAYOUT = ExpertLayout(num_experts=E, top_k=K, ep=1, tp=1, rank=0)
+CPU = torch.device("cpu")
 
 
 def made_experts(seed: int) -> tuple[Tensor, Tensor, torch.Generator]:
@@ -107,12 +111,11 @@ def test_streamed_experts_equal_the_plain_path_bit_for_bit_between_decode_steps(
 ) -> None:
     monkeypatch.setattr(streaming, "MOST_ROWS", num_rows)
     w1, w2, made = made_experts(num_slots)
-    cache = ExpertCache(w1, w2, num_slots, torch.device("cpu"))
+    cache = ExpertCache(w1, w2, num_slots, CPU)
     path = CachedExperts(cache, LocalRunner(K, CACHED_DECODE_TOKENS), K)
-    layout = ExpertLayout(num_experts=E, top_k=K, ep=1, tp=1, rank=0)
     for num_tokens in (1, 40, 2, 70, 1, 17):
         tokens, ids, weights = routed(made, num_tokens, num_used=E if num_tokens > 17 else 5)
-        found, wanted = path(tokens, ids, weights, w1, w2), plain_experts(tokens, ids, weights, w1, w2, layout, None)
+        found, wanted = path(tokens, ids, weights, w1, w2), plain_experts(tokens, ids, weights, w1, w2, LAYOUT, None)
         if num_tokens > CACHED_DECODE_TOKENS:
             assert torch.equal(found, wanted)
         else:
@@ -126,24 +129,21 @@ def test_streamed_experts_equal_the_plain_path_bit_for_bit_between_decode_steps(
 @pytest.mark.parametrize("activation", ACTIVATIONS[1:], ids=NAMES[1:])
 def test_streamed_experts_have_the_layers_activation(activation: Activation) -> None:
     w1, w2, made = made_experts(5)
-    cache = ExpertCache(w1, w2, 5, torch.device("cpu"), activation=activation)
+    cache = ExpertCache(w1, w2, 5, CPU, activation=activation)
     path = CachedExperts(cache, LocalRunner(K, CACHED_DECODE_TOKENS, activation=activation), K)
-    layout = ExpertLayout(num_experts=E, top_k=K, ep=1, tp=1, rank=0)
     for num_tokens in (1, 40):
         inputs = *routed(made, num_tokens, num_used=5), w1, w2
-        torch.testing.assert_close(path(*inputs), plain_experts(*inputs, layout, None, activation))
+        torch.testing.assert_close(path(*inputs), plain_experts(*inputs, LAYOUT, None, activation))
 
 
 @pytest.mark.parametrize("kind", ["mxfp8", "mxfp4"])
 @pytest.mark.parametrize("num_bytes", [1, 2 * 3 * D * 2 * F * 4, streaming.FLOATING_BYTES])
-def test_quantised_experts_stream_as_they_decode(num_bytes: int, kind: MXType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantised_experts_stream_as_they_decode(num_bytes: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "FLOATING_BYTES", num_bytes)
     w1, w2, made = made_experts(11)
-    packed = [quantize_mx(weight, kind) for weight in (w1, w2.repeat(1, 1, 2))]
-    parts = {name: each.elements for name, each in zip(("w1", "w2"), packed, strict=True)}
-    parts |= {f"{name}_scales": each.scales for name, each in zip(("w1", "w2"), packed, strict=True)}
-    parts |= {"w1": parts["w1"].repeat(1, 2, 1), "w1_scales": parts["w1_scales"].repeat(1, 2, 1)}
-    cache = ExpertCache(**parts, num_slots=4, device=torch.device("cpu"))
+    parts = stored_parts(kind, w1, w2.repeat(1, 1, 2))
+    parts |= {name: parts[name].repeat(1, 2, 1) for name in ("w1", "w1_scales")}
+    cache = ExpertCache(**parts, num_slots=4, device=CPU)
     path = CachedExperts(cache, LocalRunner(K, CACHED_DECODE_TOKENS), K)
     tokens, ids, weights = routed(made, 20)
     slots = torch.arange(E, dtype=torch.int32)
@@ -155,7 +155,7 @@ def test_a_copy_that_fails_leaves_no_slot_that_is_taken_for_what_it_does_not_hol
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     w1, w2, made = made_experts(9)
-    cache = ExpertCache(w1, w2, 4, torch.device("cpu"))
+    cache = ExpertCache(w1, w2, 4, CPU)
     path = CachedExperts(cache, LocalRunner(K, CACHED_DECODE_TOKENS), K)
     path(*routed(made, 1), w1, w2)
     slots = path.stream.slots
@@ -172,8 +172,7 @@ def test_a_copy_that_fails_leaves_no_slot_that_is_taken_for_what_it_does_not_hol
         path(*inputs, w1, w2)
     check_tables(cache)
     monkeypatch.undo()
-    layout = ExpertLayout(num_experts=E, top_k=K, ep=1, tp=1, rank=0)
-    assert torch.equal(path(*inputs, w1, w2), plain_experts(*inputs, w1, w2, layout, None))
+    assert torch.equal(path(*inputs, w1, w2), plain_experts(*inputs, w1, w2, LAYOUT, None))
 
 
 @pytest.mark.parametrize("layout", [{"ep": 2}, {"tp": 2}], ids=["EP2", "TP2"])
@@ -185,7 +184,7 @@ def read_prompts(rank: int, world_size: int, layout: dict[str, int]) -> None:
     group = make_expert_group(MODEL.moe, ParallelConfig(**layout), max_tokens=64, dtype=torch.float32, device="cpu")
     ids = torch.randint(256, (2, 20), generator=torch.Generator().manual_seed(3))
     found = []
-    for slots, device in ((MOE.top_k, torch.device("cpu")), (None, None)):
+    for slots, device in ((MOE.top_k, CPU), (None, None)):
         model = GPT(MODEL, group, seed=1, expert_device=device)
         model.head.weight.data.normal_(generator=torch.Generator().manual_seed(1))
         engine = GPTEngine(model, group, expert_slots=slots)

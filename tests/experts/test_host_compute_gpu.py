@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cached_layers import D, E, K, captured, draw_step, refill
 from gemm_cases import assert_as_good
 from host_cases import PROFILE, SLOW_LINK, hosted_cache
 from torch import Tensor
@@ -22,7 +23,7 @@ from comet.experts.host.cores import HostCores
 from comet.experts.host.profile import HostProfile
 
 pytestmark = pytest.mark.gpu
-E, K, D, F = 48, 4, 512, 224
+F = 224
 CUDA = torch.device("cuda")
 SEED = 5
 
@@ -33,11 +34,9 @@ def made() -> torch.Generator:
     return torch.Generator().manual_seed(SEED)
 
 
-def weights_of(made: torch.Generator, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
-    return (
-        (torch.randn(E, 2 * F, D, generator=made) / D**0.5).to(dtype),
-        (torch.randn(E, D, F, generator=made) / F**0.5).to(dtype),
-    )
+def weights_of(made: torch.Generator) -> tuple[Tensor, Tensor]:
+    w1, w2 = torch.randn(E, 2 * F, D, generator=made) / D**0.5, torch.randn(E, D, F, generator=made) / F**0.5
+    return w1.bfloat16(), w2.bfloat16()
 
 
 def opened(
@@ -78,10 +77,8 @@ def test_steps_give_the_numbers_of_resident_experts(
     cache, cores, exact = opened(made, num_slots, num_tokens, policy=policy, quantised=quantised)
     decode = LocalRunner(K, num_tokens).decode
     for _ in range(60):
-        ids = torch.stack([torch.randperm(E + 1, generator=made)[:K] - 1 for _ in range(num_tokens)]).int().cuda()
-        weights = torch.rand(ids.shape, generator=made).cuda()
-        tokens = torch.randn(num_tokens, D, generator=made).bfloat16().cuda()
-        assert_close(decode(tokens, ids, weights, cache.weights), tokens, ids, weights, exact)
+        given = draw_step(made, num_tokens)
+        assert_close(decode(*given, cache.weights), *given, exact)
     cores.check()
     hosted, seconds = cores.counts
     needed, fetched = cache.tables.totals[:2].tolist()
@@ -96,20 +93,12 @@ def test_steps_give_the_numbers_of_resident_experts(
 def test_replayed_steps_give_the_numbers_of_resident_experts(num_tokens: int, made: torch.Generator) -> None:
     cache, cores, exact = opened(made, K + 2, num_tokens, SLOW_LINK)
     cached = CachedExperts(cache, LocalRunner(K, num_tokens), K)
-    tokens = torch.randn(num_tokens, D, generator=made).bfloat16().cuda()
-    ids = torch.zeros(num_tokens, K, dtype=torch.int32, device=CUDA)
-    weights = torch.rand(num_tokens, K, generator=made).cuda()
-    for _ in range(2):
-        cached(tokens, ids, weights, cache.weights.w1, cache.weights.w2)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = cached(tokens, ids, weights, cache.weights.w1, cache.weights.w2)
+    given = draw_step(made, num_tokens)
+    graph, out = captured(lambda: cached(*given, cache.weights.w1, cache.weights.w2))
     for _ in range(200):
-        ids.copy_(torch.stack([torch.randperm(E, generator=made)[:K] for _ in range(num_tokens)]).int())
-        tokens.copy_(torch.randn(num_tokens, D, generator=made).bfloat16())
+        refill(given, draw_step(made, num_tokens, masked=False))
         graph.replay()
-        assert_close(out, tokens, ids, weights, exact)
+        assert_close(out, *given, exact)
     cores.check()
     assert cores.counts[0] > 200
     cores.close()
@@ -121,11 +110,8 @@ def test_a_prompt_that_streams_and_steps_behind_it(quantised: str, made: torch.G
     cache, cores, exact = opened(made, 6, 4, SLOW_LINK, quantised=quantised)
     cached, slots = CachedExperts(cache, LocalRunner(K, 4), K), cache.weights
     for num_tokens in (4, 60, 1, 20, 4):
-        ids = torch.stack([torch.randperm(E, generator=made)[:K] for _ in range(num_tokens)]).int().cuda()
-        weights = torch.rand(ids.shape, generator=made).cuda()
-        tokens = torch.randn(num_tokens, D, generator=made).bfloat16().cuda()
-        before = cores.counts[0]
-        assert_close(cached(tokens, ids, weights, slots.w1, slots.w2), tokens, ids, weights, exact)
+        given, before = draw_step(made, num_tokens, masked=False), cores.counts[0]
+        assert_close(cached(*given, slots.w1, slots.w2), *given, exact)
         assert cores.counts[0] > before
     assert int(cache.tables.totals[7]) == cores.counts[0]
     cores.check()
@@ -138,10 +124,8 @@ def test_steps_without_waiting_for_the_host_in_between(made: torch.Generator) ->
     decode = LocalRunner(K, 1).decode
     steps = []
     for _ in range(300):
-        ids = torch.randperm(E, generator=made)[:K].int()[None].cuda()
-        weights = torch.rand(1, K, generator=made).cuda()
-        tokens = torch.randn(1, D, generator=made).bfloat16().cuda()
-        steps.append((decode(tokens, ids, weights, cache.weights), tokens, ids, weights))
+        given = draw_step(made, 1, masked=False)
+        steps.append((decode(*given, cache.weights), *given))
     for step in steps:
         assert_close(*step, exact)
     cores.check()

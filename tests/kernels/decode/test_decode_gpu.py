@@ -1,4 +1,4 @@
-"""Warp decode on a GPU: shipped and other blocks against the twin, CUDA graphs with changing routing, no allocation."""
+"""Warp decode on a GPU, of all types of weights: selected and other blocks against the twin, and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -7,85 +7,176 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decode_cases import FOLD, MATRIX, VECTOR, DecodeCase, check_decode, check_graph, make_inputs, random_case
+from activation_cases import ACTIVATIONS, NAMES
+from decode_cases import (
+    DecodeCase,
+    check_decode,
+    check_every_code,
+    check_every_e2m1_code,
+    check_graph,
+    make_inputs,
+    random_case,
+)
 from gpus import take_free_memory
 
-from comet.decode import DecodeScratch, DecodeWeights, warp_decode
-from comet.kernels.decode.blocks import BlockShape, select
+from comet.decode import DecodeScratch, warp_decode
+from comet.kernels.decode.blocks import BlockShape, DecodeConfig, select
+from comet.kernels.runtime.activation import Activation
 
 pytestmark = pytest.mark.gpu
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+QUANTISED = ("mxfp8", "fp8", "mxfp4")
+of_all_kinds = pytest.mark.parametrize("kind", ["", *QUANTISED], ids=lambda kind: kind or "plain")
 QWEN3 = dict(K=8, E=32, D=2048, F=768)
+DEEPSEEK = dict(K=4, E=8, D=7168, F=2048, held=7)
+GEMMA4 = dict(K=8, E=16, D=2816, F=704)
+TWO_EXPERTS = dict(K=2, E=4, D=1024, F=3584, held=3)
+LARGE_EXPERTS = dict(K=2, E=4, D=4096, F=2048, held=3)
+GPT_OSS = dict(K=4, E=8, D=2880, F=2880, biased=True, activation=Activation("clamped_swiglu"))
+
+VECTOR = DecodeConfig(form="vector", gate_up=BlockShape(rows=16, depth=64), down=BlockShape(rows=16, depth=64))
+FOLD = replace(VECTOR, fold=True)
+MATRIX = DecodeConfig(form="matrix", gate_up=BlockShape(rows=32, depth=64), down=BlockShape(rows=64, depth=128))
+LONG = replace(MATRIX, gate_up=BlockShape(rows=32, depth=256), down=BlockShape(rows=64, depth=256), tile=8)
+HIGH, DEEP = BlockShape(rows=128, depth=64), BlockShape(rows=64, depth=128, num_warps=8, num_stages=2)
+# A token and half a warp a row, a few tokens, and matrices of any number of them.
+BLOCKS = [
+    *((num_tokens, form) for num_tokens in (1, 2) for form in (FOLD, VECTOR)),
+    *((num_tokens, MATRIX) for num_tokens in (1, 9)),
+    *((num_tokens, replace(MATRIX, tile=tile)) for num_tokens, tile in ((9, 8), (64, 8), (64, 16))),
+    (64, replace(MATRIX, gate_up=HIGH, down=HIGH)),
+]
+PLAIN_BLOCKS = [
+    (1, replace(FOLD, ahead=24)),
+    (1, replace(VECTOR, ahead=2)),
+    (2, replace(VECTOR, ahead=4)),
+    (1, replace(FOLD, gate_up=BlockShape(rows=1, depth=256, num_warps=1), down=BlockShape(rows=8, depth=1024))),
+]
+QUANTISED_BLOCKS = [
+    (
+        1,
+        replace(
+            FOLD, gate_up=BlockShape(rows=1, depth=512, num_warps=1), down=BlockShape(rows=8, depth=2048, num_warps=4)
+        ),
+    ),
+    (64, replace(MATRIX, gate_up=BlockShape(rows=128, depth=32), down=HIGH)),
+    (64, replace(MATRIX, gate_up=DEEP)),
+    (9, LONG),
+    (64, replace(LONG, tile=16)),
+    (64, replace(LONG, down=BlockShape(rows=64, depth=128, num_stages=4, max_registers=80))),
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_every_code(kind: str, dtype: torch.dtype) -> None:
+    (check_every_e2m1_code if kind == "mxfp4" else check_every_code)(dtype, "cuda")
+
+
+@of_all_kinds
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 8, 17, 33, 64])
-def test_selected_blocks(num_tokens: int, dtype: torch.dtype) -> None:
-    check_decode(DecodeCase(name="qwen3", T=num_tokens, **QWEN3), dtype, "cuda", runs=5)
-    check_decode(DecodeCase(name="two experts", T=num_tokens, K=2, E=4, D=1024, F=3584, held=3), dtype, "cuda", runs=5)
-    check_decode(
-        DecodeCase(name="large experts", T=num_tokens, K=2, E=4, D=4096, F=2048, held=3), dtype, "cuda", runs=5
-    )
+def test_selected_blocks(num_tokens: int, dtype: torch.dtype, kind: str) -> None:
+    shapes = [QWEN3, GEMMA4, DEEPSEEK][: 3 if dtype == torch.bfloat16 else 2]
+    for shape in shapes if kind else (QWEN3, TWO_EXPERTS, LARGE_EXPERTS):
+        check_decode(DecodeCase(name="selected", T=num_tokens, quantised=kind, **shape), dtype, "cuda", runs=5)
 
 
+@of_all_kinds
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 64])
 @pytest.mark.parametrize("routing", ["one", "masked", "none", "repeated", "unknown", "always"])
-def test_routings(num_tokens: int, routing: str, dtype: torch.dtype) -> None:
-    case = DecodeCase(name=routing, T=num_tokens, K=4, E=16, D=336, F=208, routing=routing, held=11, seed=num_tokens)
+def test_routings(num_tokens: int, routing: str, dtype: torch.dtype, kind: str) -> None:
+    """Sizes that no step of a kernel divides; a block of scales ends inside the gate rows."""
+    sizes = dict(D=352, F=224) if kind.startswith("mx") else dict(D=336, F=208)
+    case = DecodeCase(
+        name=routing, T=num_tokens, K=4, E=16, routing=routing, held=11, seed=num_tokens, quantised=kind, **sizes
+    )
     check_decode(case, dtype, "cuda")
 
 
+@of_all_kinds
 @pytest.mark.parametrize("seed", range(24))
-def test_random_cases(seed: int) -> None:
-    check_decode(random_case(seed, most_tokens=64, largest=640), DTYPES[seed % 3], "cuda")
+def test_random_cases(seed: int, kind: str) -> None:
+    check_decode(random_case(seed, most_tokens=64, largest=640, quantised=kind), DTYPES[seed % 3], "cuda")
 
 
+@of_all_kinds
 @pytest.mark.parametrize("dependent", [False, True])
-@pytest.mark.parametrize(
-    ("num_tokens", "config"),
-    [
-        (1, FOLD),
-        (1, VECTOR),
-        (2, VECTOR),
-        (2, FOLD),
-        (1, replace(FOLD, ahead=24)),
-        (1, replace(VECTOR, ahead=2)),
-        (2, replace(VECTOR, ahead=4)),
-        (1, replace(FOLD, gate_up=BlockShape(rows=1, depth=256, num_warps=1), down=BlockShape(rows=8, depth=1024))),
-        (1, MATRIX),
-        (9, MATRIX),
-        (9, replace(MATRIX, tile=8)),
-        (64, replace(MATRIX, tile=8)),
-        (64, replace(MATRIX, tile=16)),
-        (64, replace(MATRIX, gate_up=BlockShape(rows=128, depth=64), down=BlockShape(rows=128, depth=128))),
-    ],
-)
-def test_other_blocks(num_tokens: int, config, dependent: bool) -> None:
-    case = DecodeCase(name="blocks", T=num_tokens, **QWEN3, config=replace(config, dependent=dependent))
-    check_decode(case, torch.bfloat16, "cuda", runs=20)
+def test_other_blocks(kind: str, dependent: bool) -> None:
+    for num_tokens, config in [*BLOCKS, *(QUANTISED_BLOCKS if kind else PLAIN_BLOCKS)]:
+        config = replace(config, dependent=dependent)
+        case = DecodeCase(name="blocks", T=num_tokens, quantised=kind, config=config, **QWEN3)
+        if kind == "mxfp4" and config.gate_up.depth < 64 and config.form == "matrix":
+            with pytest.raises(ValueError, match=r"gate_up.depth=32 must be at least 64"):
+                check_decode(case, torch.bfloat16, "cuda")
+        else:
+            check_decode(case, torch.bfloat16, "cuda", runs=20)
 
 
+@pytest.mark.parametrize("kind", QUANTISED)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("hidden_size", "ffn_size"), [(384, 640), (288, 416), (2880, 1152)])
+def test_long_steps_with_tails(hidden_size: int, ffn_size: int, dtype: torch.dtype, kind: str) -> None:
+    """Odd numbers of blocks of scales, and tails in each part of a step."""
+    sizes = dict(T=20, K=4, E=8, D=hidden_size, F=ffn_size)
+    check_decode(DecodeCase(name="long", quantised=kind, config=LONG, held=6, **sizes), dtype, "cuda", runs=5)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=NAMES)
+@pytest.mark.parametrize("num_tokens", [1, 2, 16, 64])
+def test_activations(num_tokens: int, activation: Activation) -> None:
+    for biased in (False, True):
+        case = DecodeCase(name="small", T=num_tokens, K=3, E=7, D=336, F=208, activation=activation, biased=biased)
+        check_decode(case, torch.bfloat16, "cuda")
+
+
+@of_all_kinds
+@pytest.mark.parametrize("num_tokens", [1, 2, 16])
+def test_gpt_oss(num_tokens: int, kind: str) -> None:
+    check_decode(DecodeCase(name="gpt_oss", T=num_tokens, held=6, quantised=kind, **GPT_OSS), torch.bfloat16, "cuda")
+
+
+@of_all_kinds
 @pytest.mark.parametrize("num_tokens", [1, 2, 5])
-def test_offsets_past_two_billion_elements(num_tokens: int) -> None:
-    """Experts in the last slots of a large cache give the bits they give in a small one."""
-    inputs = make_inputs(DecodeCase(name="large", T=num_tokens, K=2, E=2, D=8192, F=4096), torch.bfloat16, "cuda")
-    small, num_slots = inputs.weights, 40
-    w1 = torch.empty(num_slots, 8192, 8192, dtype=torch.bfloat16, device="cuda")
-    w2 = torch.empty(num_slots, 8192, 4096, dtype=torch.bfloat16, device="cuda")
+def test_offsets_past_two_billion_elements(num_tokens: int, kind: str) -> None:
+    """Experts in the last slots of a large cache, where w2 begins past 2^31 too, give the bits of a small one."""
+    case = DecodeCase(name="large", T=num_tokens, K=2, E=2, D=8192, F=4096, quantised=kind)
+    inputs = make_inputs(case, torch.bfloat16, "cuda")
+    small, num_slots, parts = inputs.weights, 72, {}
     shift = num_slots - small.w1.shape[0]
-    w1[shift:], w2[shift:] = small.w1, small.w2
-    large = DecodeWeights(w1=w1, w2=w2, slots=small.slots + shift)
-    step = (inputs.tokens, inputs.ids, inputs.routing_weights)
+    for name in ("w1", "w2", "w1_scales", "w2_scales") if kind else ("w1", "w2"):
+        old = getattr(small, name)
+        parts[name] = torch.zeros(num_slots, *old.shape[1:], dtype=old.dtype, device="cuda")
+        parts[name][shift:] = old
+    step, large = (
+        (inputs.tokens, inputs.ids, inputs.routing_weights),
+        replace(small, slots=small.slots + shift, **parts),
+    )
     assert torch.equal(warp_decode(*step, large), warp_decode(*step, small))
 
 
+@of_all_kinds
 @pytest.mark.parametrize("dependent", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 2, 8])
-def test_graph_with_changing_routing(num_tokens: int, dependent: bool) -> None:
-    case = DecodeCase(name="graph", T=num_tokens, K=4, E=16, D=1024, F=768)
-    check_graph(case, replays=200, dependent=dependent)
+def test_graph_with_changing_routing(num_tokens: int, dependent: bool, kind: str) -> None:
+    case = DecodeCase(name="graph", T=num_tokens, K=4, E=16, D=1024, F=768, quantised=kind)
+    check_graph(case, replays=100, dependent=dependent)
+
+
+def test_graph_of_gpt_oss() -> None:
+    check_graph(DecodeCase(name="gpt_oss", T=2, **GPT_OSS), replays=5)
+
+
+@of_all_kinds
+def test_cosine_similarity_to_float64(kind: str) -> None:
+    for num_tokens in (1, 8, 64):
+        case = DecodeCase(name="cosine", T=num_tokens, quantised=kind, **QWEN3)
+        inputs = make_inputs(case, torch.bfloat16, "cuda")
+        output = warp_decode(inputs.tokens, inputs.ids, inputs.routing_weights, inputs.weights)
+        exact = inputs.double().twin()
+        assert torch.cosine_similarity(output.double(), exact, dim=1).min() > 0.999996, num_tokens
 
 
 def test_nothing_but_the_output_is_allocated() -> None:
@@ -97,15 +188,6 @@ def test_nothing_but_the_output_is_allocated() -> None:
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     warp_decode(*arguments, scratch=scratch)
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before + 1
-
-
-def test_cosine_similarity_to_float64() -> None:
-    for num_tokens in (1, 8, 64):
-        case = DecodeCase(name="cosine", T=num_tokens, **QWEN3)
-        inputs = make_inputs(case, torch.bfloat16, "cuda")
-        output = warp_decode(inputs.tokens, inputs.ids, inputs.routing_weights, inputs.weights)
-        exact = inputs.double().twin()
-        assert torch.cosine_similarity(output.double(), exact, dim=1).min() > 0.999996, num_tokens
 
 
 def test_a_batch_changes_only_the_order_of_additions() -> None:

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 import triton
 from decode_cases import (
-    QUANTISERS,
     DecodeCase,
     check_decode,
     check_every_code,
     check_every_e2m1_code,
     make_inputs,
     random_case,
+    stored_parts,
 )
 from ranks import run_ranks
 from tiers import slow
@@ -24,7 +24,7 @@ from tiers import slow
 from comet.comm import make_communicator
 from comet.decode import DecodeWeights, RankDecode, rank_slots, warp_decode, warp_decode_torch
 from comet.decode.twin import decode_partial_torch
-from comet.kernels.decode.blocks import BlockShape, DecodeConfig, is_large, lane_of, select
+from comet.kernels.decode.blocks import BlockShape, DecodeConfig, lane_of, select
 from comet.kernels.decode.scales import part_of
 from comet.kernels.decode.warp_decode import most_registers
 from comet.layout import ExpertLayout
@@ -43,39 +43,29 @@ TILES = replace(MATRIX, tile=8)
 LONG = replace(TILES, gate_up=BlockShape(rows=32, depth=256), down=BlockShape(rows=16, depth=256))
 LONGER = replace(LONG, gate_up=BlockShape(rows=16, depth=512), down=BlockShape(rows=32, depth=512))
 
+MX_CASES = [
+    DecodeCase(name="fold, tails, not all held", T=1, K=3, E=4, D=96, F=32, config=FOLD, held=3),
+    DecodeCase(name="one token, repeated", T=1, K=2, E=4, D=64, F=32, config=VECTOR, routing="repeated"),
+    DecodeCase(name="two tokens, unknown", T=2, K=2, E=3, D=96, F=32, config=VECTOR, routing="unknown"),
+    DecodeCase(name="ahead, two tokens", T=2, K=2, E=4, D=64, F=160, config=replace(VECTOR, ahead=2), held=3),
+    DecodeCase(name="matrix, tails", T=5, K=2, E=4, D=160, F=96, config=MATRIX, routing="masked", held=3),
+    DecodeCase(name="three passes, tails", T=20, K=2, E=3, D=160, F=96, config=TILES, routing="one", held=2),
+    DecodeCase(name="matrix, no tails", T=3, K=2, E=9, D=128, F=128, config=MATRIX, routing="repeated"),
+    DecodeCase(name="long steps, tails", T=9, K=2, E=3, D=288, F=416, config=LONG, held=2),
+    DecodeCase(name="selected", T=1, K=2, E=4, D=32, F=32),
+    DecodeCase(name="selected", T=17, K=2, E=4, D=96, F=160, routing="unknown"),
+    DecodeCase(name="selected", T=3, K=2, E=4, D=64, F=32),
+]
+WIDER = replace(WIDE, gate_up=BlockShape(rows=8, depth=1024))
 CASES = {
     "mxfp8": [
-        DecodeCase(name="fold, tails, not all held", T=1, K=3, E=4, D=96, F=32, config=FOLD, held=3),
-        DecodeCase(name="one token, repeated", T=1, K=2, E=4, D=64, F=32, config=VECTOR, routing="repeated"),
-        DecodeCase(name="two tokens, unknown", T=2, K=2, E=3, D=96, F=32, config=VECTOR, routing="unknown"),
+        *MX_CASES,
         DecodeCase(name="two tokens by row", T=2, K=1, E=5, D=32, F=96, config=VECTOR, routing="one"),
         DecodeCase(name="a warp along a row", T=1, K=1, E=2, D=544, F=32, config=WIDE),
-        DecodeCase(name="ahead", T=1, K=2, E=4, D=64, F=160, config=replace(VECTOR, ahead=2), held=3),
-        DecodeCase(name="matrix, tails", T=5, K=2, E=4, D=160, F=96, config=MATRIX, routing="masked", held=3),
-        DecodeCase(name="three passes, tails", T=20, K=2, E=3, D=160, F=96, config=TILES, routing="one", held=2),
         DecodeCase(name="two passes", T=9, K=2, E=4, D=64, F=128, config=TILES, routing="always"),
-        DecodeCase(name="matrix, no tails", T=3, K=2, E=9, D=128, F=128, config=MATRIX, routing="repeated"),
-        DecodeCase(name="long steps, tails", T=9, K=2, E=3, D=288, F=416, config=LONG, held=2),
-        DecodeCase(name="selected", T=1, K=2, E=4, D=32, F=32),
-        DecodeCase(name="selected", T=17, K=2, E=4, D=96, F=160, routing="unknown"),
-        DecodeCase(name="selected", T=3, K=2, E=4, D=64, F=32),
         DecodeCase(name="selected, passes", T=34, K=2, E=2, D=96, F=160, routing="masked"),
     ],
-    "mxfp4": [
-        DecodeCase(name="fold, tails, not all held", T=1, K=3, E=4, D=96, F=32, config=FOLD, held=3),
-        DecodeCase(name="one token, repeated", T=1, K=2, E=4, D=64, F=32, config=VECTOR, routing="repeated"),
-        DecodeCase(name="two tokens, unknown", T=2, K=2, E=3, D=96, F=32, config=VECTOR, routing="unknown"),
-        DecodeCase(name="a warp along a row", T=1, K=1, E=2, D=1056, F=32, config=replace(
-            WIDE, gate_up=BlockShape(rows=8, depth=1024))),
-        DecodeCase(name="ahead, two tokens", T=2, K=2, E=4, D=64, F=160, config=replace(VECTOR, ahead=2), held=3),
-        DecodeCase(name="matrix, tails", T=5, K=2, E=4, D=160, F=96, config=MATRIX, routing="masked", held=3),
-        DecodeCase(name="three passes, tails", T=20, K=2, E=3, D=160, F=96, config=TILES, routing="one", held=2),
-        DecodeCase(name="matrix, no tails", T=3, K=2, E=9, D=128, F=128, config=MATRIX, routing="repeated"),
-        DecodeCase(name="long steps, tails", T=9, K=2, E=3, D=288, F=416, config=LONG, held=2),
-        DecodeCase(name="selected", T=1, K=2, E=4, D=32, F=32),
-        DecodeCase(name="selected", T=17, K=2, E=4, D=96, F=160, routing="unknown"),
-        DecodeCase(name="selected", T=3, K=2, E=4, D=64, F=32),
-    ],
+    "mxfp4": [*MX_CASES, DecodeCase(name="a warp along a row", T=1, K=1, E=2, D=1056, F=32, config=WIDER)],
     # A block of scales ends inside the gate rows, and the up rows begin in the middle of one.
     "fp8": [
         DecodeCase(name="fold, blocks of F", T=1, K=1, E=2, D=48, F=144, config=FOLD),
@@ -159,11 +149,8 @@ def shard_and_quantise(kind: str, case: DecodeCase, layout: ExpertLayout) -> Dec
     generator = torch.Generator().manual_seed(case.seed)
     w1 = torch.randn(case.E, 2 * case.F, case.D, generator=generator) / case.D**0.5
     w2 = torch.randn(case.E, case.D, case.F, generator=generator) / case.F**0.5
-    packed1, packed2 = (QUANTISERS[kind](weight.contiguous()) for weight in shard_experts(w1, w2, layout))
-    return DecodeWeights(
-        w1=packed1.elements, w2=packed2.elements, slots=rank_slots(layout, "cpu"),
-        w1_scales=packed1.scales, w2_scales=packed2.scales,
-    )  # fmt: skip
+    shards = (weight.contiguous() for weight in shard_experts(w1, w2, layout))
+    return DecodeWeights(**stored_parts(kind, *shards), slots=rank_slots(layout, "cpu"))
 
 
 def ranked(rank: int, world_size: int, kind: str, tp: int) -> None:
@@ -277,11 +264,6 @@ def codes(*shape: int) -> torch.Tensor:
         ),
         (
             "mxfp4",
-            {"w1_scales": None, "w2_scales": None},
-            "w1 and w2 of dtype torch.uint8 must come with w1_scales and w2_scales",
-        ),
-        (
-            "mxfp4",
             {"w2_scales": GOOD["mxfp4"].w2_scales[:, :, :2].contiguous()},
             r"w2_scales of shape \(6, 160, 2\) must be \(S, D, F/32\) = \(6, 160, 3\) with .*F=96 of w2",
         ),
@@ -290,29 +272,15 @@ def codes(*shape: int) -> torch.Tensor:
             {"w1_scales": GOOD["fp8"].w1_scales},
             r"w1_scales of dtype torch.float32 must be torch.uint8 for w1 in MXFP4 \(torch.uint8\)",
         ),
-        (
-            "mxfp4",
-            {"w2_scales": with_value(GOOD["mxfp4"].w2_scales, 255)},
-            r"w2_scales\[1, 0, 0\]=255 must be at most 254; 255 is the NaN of e8m0",
-        ),
         ("mxfp4", {"w2": GOOD["mxfp8"].w2}, "w2 of dtype torch.float8_e4m3fn must be torch.uint8"),
         ("mxfp4", {"w1": codes(6, 192, 96)}, r"w1 of shape \(6, 192, 96\) must be \(S, 2F, D/2\) = \(6, 192, 80\)"),
-        (
-            "mxfp4",
-            {"w1": codes(6, 160, 80), "w2": codes(6, 160, 40)},
-            "F=80, the contraction of w2, must be a multiple of 32 for MXFP4",
-        ),
         ("mxfp4", {"w2": codes(7 * 160 * 48)[8:][: 6 * 160 * 48].view(6, 160, 48)}, "w2 starts 8 bytes past a multi"),
     ],
 )
 def test_bad_scales_are_named(kind: str, changes: dict, message: str) -> None:
-    if "w1" in changes and "w2" in changes and kind != "fp8":  # what is legal gets the scales it needs
-        columns = 16 if kind == "mxfp4" else 32
-        shapes = {name: changes[name].shape for name in ("w1", "w2")}
-        scales = {
-            f"{name}_scales": torch.zeros(*shape[:2], shape[2] // columns).byte() for name, shape in shapes.items()
-        }
-        changes = changes | scales
+    if kind == "mxfp8" and "w1" in changes:  # what is legal gets the scales it needs
+        shapes = {name: weight.shape for name, weight in changes.items()}
+        changes = changes | {f"{name}_scales": codes(*shape[:2], shape[2] // 32) for name, shape in shapes.items()}
     with pytest.raises(ValueError, match=message):
         replace(GOOD[kind], **changes)
 
@@ -338,30 +306,6 @@ def test_steps_that_do_not_fit_the_scales_are_named(kind: str, depth: int, messa
 
 def block(rows: int, depth: int, num_stages: int, max_registers: int = 0) -> BlockShape:
     return BlockShape(rows=rows, depth=depth, num_stages=num_stages, max_registers=max_registers)
-
-
-# Neighbours that share a scale, and whether experts are large: for at most so many bfloat16 tokens gate/up, down, tile.
-MANY = (block(64, 128, 3), block(128, 128, 3), 64)
-MATRIX_BLOCKS = {
-    (32, False): {64: (block(32, 256, 3), block(64, 256, 3), 8)},
-    (32, True): {8: (block(32, 256, 3), block(64, 128, 4), 8), 64: MANY},
-    (128, False): {
-        8: (block(32, 256, 3), block(64, 256, 3), 8),
-        32: (block(64, 256, 2), block(64, 128, 4, max_registers=80), 8),
-        64: (block(32, 128, 4), block(64, 128, 4), 16),
-    },
-    (128, True): {8: (block(64, 128, 3), block(64, 128, 4), 8), 64: MANY},
-}
-
-
-@pytest.mark.parametrize("num_tokens", [3, 8, 9, 16, 17, 32, 33, 64])
-@pytest.mark.parametrize("shape", [(2048, 768), (2816, 704), (4096, 14336), (7168, 2048)])
-@pytest.mark.parametrize("shared_scale", [32, 128])
-def test_selected_matrix_blocks(num_tokens: int, shape: tuple[int, int], shared_scale: int) -> None:
-    of_tokens = MATRIX_BLOCKS[shared_scale, is_large(*shape)]
-    wanted = of_tokens[next(most for most in of_tokens if num_tokens <= most)]
-    config = select(torch.bfloat16, num_tokens, 8, *shape, shared_scale=shared_scale)
-    assert (config.form, config.gate_up, config.down, config.tile) == ("matrix", *wanted)
 
 
 @pytest.mark.parametrize("num_tokens", [3, 8, 9, 16, 17, 32, 33, 64])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from decode_cases import QUANTISERS
+from cached_layers import D, E, K, draw_step
+from decode_cases import stored_parts
 from dequantize_cases import SIZES, check_dequantize, stored_slots
 
 from comet.decode.runners import LocalRunner
@@ -13,7 +14,7 @@ from comet.experts import CachedExperts, ExpertCache, streaming
 from comet.kernels.decode.dequantize import dequantize_slots
 
 pytestmark = pytest.mark.gpu
-E, K, D, F = 48, 4, 512, 224
+F = 224
 CUDA = torch.device("cuda")
 
 
@@ -47,15 +48,11 @@ def test_prompts_have_the_bits_that_torch_gives_them(
     """Through caches whose experts are dequantised by the kernel and by torch."""
     monkeypatch.setattr(streaming, "FLOATING_BYTES", num_bytes)
     made = torch.Generator().manual_seed(3)
-    parts = {}
-    for name, size in (("w1", (2 * F, D)), ("w2", (D, F))):
-        packed = QUANTISERS[kind](torch.randn(E, *size, generator=made) / size[1] ** 0.5)
-        parts |= {name: packed.elements, f"{name}_scales": packed.scales}
+    weights = (torch.randn(E, *size, generator=made) / size[1] ** 0.5 for size in ((2 * F, D), (D, F)))
+    parts = stored_parts(kind, *weights)
     paths = [CachedExperts(ExpertCache(**parts, num_slots=11, device=CUDA), LocalRunner(K, 4), K) for _ in range(2)]
     for num_tokens in (60, 5, 200):
-        ids = torch.stack([torch.randperm(E, generator=made)[:K] for _ in range(num_tokens)]).int().cuda()
-        tokens = torch.randn(num_tokens, D, generator=made).bfloat16().cuda()
-        inputs = tokens, ids, torch.rand(ids.shape, generator=made).cuda()
+        inputs = draw_step(made, num_tokens, masked=False)
         found = paths[0](*inputs, *paths[0].cache.weights.parts[:2])
         with monkeypatch.context() as patch:
             patch.setattr(streaming, "floating_slots", slot_weights)

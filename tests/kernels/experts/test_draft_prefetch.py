@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
-from cache_cases import TABLES, cache_of, check_slots, parts_of, resident_weights
+from cache_cases import TABLES, Twins, check_slots, parts_of, stop_after
 from decode_cases import VECTOR, DecodeCase
 from ranks import run_ranks
 from torch import Tensor
 from training_cases import MODEL, awake_model
 
 from comet.config import MoEConfig, SpeculationConfig
-from comet.decode.local import run_kernels
-from comet.decode.twin import warp_decode_torch
-from comet.experts import ExpertCache, Speculation
+from comet.experts import Speculation
 from comet.experts.prefetch import prefetch_between
 from comet.generation.engine import GPTEngine
 from comet.generation.generate import generate
@@ -52,12 +49,6 @@ CASE = DecodeCase(name="drafts", T=2, K=4, E=14, D=80, F=48, config=VECTOR, seed
 R = 2  # experts of a draft
 
 
-def drafted(case: DecodeCase, num_slots: int, policy: str, held: tuple[int, int]) -> ExpertCache:
-    cache = cache_of(case, num_slots, policy, held)
-    cache.expect_prefetch(drafts=True)
-    return cache
-
-
 def words(tables: CacheTables) -> list[int]:
     """What the header says of prefetch, and what it counts."""
     header = tables.header.clone()
@@ -67,44 +58,25 @@ def words(tables: CacheTables) -> list[int]:
     return [*header[GATE.value : DRAFT_NEEDED.value + 8].tolist(), *tables.totals[[0, 1, 4, 5, 6]].tolist()]
 
 
-def travel_some(pieces: int, cache: ExpertCache, began: int) -> None:
-    """As if so many pieces had come: other numbers behind them, and slots that were not begun as they were."""
-    tables = cache.tables
-    tables.header[NEXT.value] = pieces
-    for copy in range(int(tables.header[PLANNED.value])):
-        slot, former = tables.ahead[1:, copy].tolist()
-        there = pieces - copy * cache.host.pieces
-        if there <= 0:
-            for slots, stored in zip(parts_of(cache.weights), parts_of(cache.host), strict=True):
-                if former >= 0:
-                    slots[slot] = stored[former - cache.first_expert]
-            continue
-        for slots in parts_of(cache.weights):
-            slots[slot].flatten()[max(there, 0) * 8 * AHEAD_WORDS :] = 0x7F
-            there -= math.ceil(slots[slot].numel() / (8 * AHEAD_WORDS))
-    assert pieces >= began
-
-
 class Pair:
     """A cache that kernels serve, and one that their twins do; both are asked the same."""
 
-    def __init__(self, case: DecodeCase, num_slots: int, policy: str, drawn: random.Random) -> None:
-        self.case, self.held, self.drawn = case, (1, case.E), drawn
-        self.mine, self.twin = (drafted(case, num_slots, policy, self.held) for _ in range(2))
-        self.everything = resident_weights(case, self.held)
-        self.kept = 0
+    def __init__(self, num_slots: int, policy: str, drawn: random.Random) -> None:
+        self.twins, self.drawn, self.kept = Twins.make(CASE, num_slots, policy), drawn, 0
+        self.mine, self.twin = self.twins.mine, self.twins.twin
+        for cache in (self.mine, self.twin):
+            cache.expect_prefetch(drafts=True)
 
     def travel(self, only: int | None = None) -> None:
         """To a random piece behind those that are there, or ``only`` so far."""
-        began = int(self.mine.tables.header[NEXT.value])
-        count = int(self.mine.tables.header[PLANNED.value])
+        header = self.mine.tables.header
+        most = int(header[PLANNED.value]) * self.mine.host.pieces
+        began = min(int(header[NEXT.value]), most)
         travel(self.mine.weights.parts, self.mine.host)
         travel_torch(self.twin.weights.parts, self.twin.host)
-        most = count * self.mine.host.pieces
-        began = min(began, most)
         pieces = self.drawn.choice([began, most, self.drawn.randint(began, most), self.drawn.randint(began, most)])
         for cache in (self.mine, self.twin):
-            travel_some(pieces if only is None else only, cache, began)
+            stop_after(pieces if only is None else only, cache)
 
     def guess(self, ids: Tensor) -> None:
         """What the layer before does in any pass."""
@@ -113,15 +85,13 @@ class Pair:
         self.travel()
 
     def step(self, tokens: Tensor, ids: Tensor, weights: Tensor) -> None:
-        output = run_kernels(tokens, ids, weights, self.mine.weights, config=self.case.config)
-        assert torch.equal(output, run_kernels(tokens, ids, weights, self.everything, config=self.case.config))
-        warp_decode_torch(tokens, ids, weights, self.twin.weights)
+        self.twins.step(tokens, ids, weights)
         self.check()
         self.kept += int(self.mine.tables.header[HALF.value]) > 0
 
     def list_rest(self, ids: Tensor, only: int | None = None) -> None:
         """What follows a draft; ``only`` so many pieces travel."""
-        steps = count_waves(len(ids) * R, self.held[1] - self.held[0], self.mine.num_slots)
+        steps = count_waves(len(ids) * R, CASE.E - 1, self.mine.num_slots)
         plan_draft(ids, steps, self.mine.weights.parts, self.mine.host)
         plan_draft_torch(ids, steps, self.twin.host)
         count = int(self.mine.tables.header[PLANNED.value])
@@ -140,7 +110,7 @@ class Pair:
         self.travel(only)
 
     def check(self) -> None:
-        for name in (*TABLES, "unused"):
+        for name in (*TABLES, "unused"):  # also where no step has compared them
             assert torch.equal(getattr(self.mine.tables, name), getattr(self.twin.tables, name)), name
         assert words(self.mine.tables) == words(self.twin.tables)
         assert int(self.mine.tables.unused.sum()) == int(self.mine.tables.header[UNUSED.value])
@@ -154,9 +124,8 @@ class Pair:
 
 def compare(rank: int, world_size: int, num_slots: int, policy: str, rounds: int) -> None:
     """Random rounds: drafts, with and without guesses before them, verification or a plain step behind them."""
-    print("seed", CASE.seed, num_slots)
     made, drawn = torch.Generator().manual_seed(CASE.seed), random.Random(CASE.seed + num_slots)
-    pair = Pair(CASE, num_slots, policy, drawn)
+    pair = Pair(num_slots, policy, drawn)
 
     def draw(count: int) -> tuple[Tensor, Tensor, Tensor]:
         ids = torch.rand(count, CASE.E, generator=made).argsort(dim=1)[:, : CASE.K].int()
@@ -221,8 +190,13 @@ def take_step(host: HostExperts, *needed: int) -> tuple[int, int]:
     return found
 
 
-def test_the_example_of_the_docs() -> None:
-    host = host_of([(3, 1), (0, 3), (5, 4)])
+@pytest.fixture
+def host() -> HostExperts:
+    """Slots of the experts 3, 0 and 5, of which 3 was used longest ago and 5 in the last step, the fourth."""
+    return host_of([(3, 1), (0, 3), (5, 4)])
+
+
+def test_the_example_of_the_docs(host: HostExperts) -> None:
     plan_draft_torch(torch.tensor([[5, 2, 4, 3]]), 1, host)
     assert host.tables.owners.tolist() == [3, -1, 5]
     assert host.tables.header[PLANNED.value] == 1
@@ -230,8 +204,7 @@ def test_the_example_of_the_docs() -> None:
     assert host.tables.last_used.tolist() == [3, 0, 4, 4, 4, 4]
 
 
-def test_a_plan_is_empty_where_the_round_has_named_all_that_is_there() -> None:
-    host = host_of([(3, 1), (0, 3), (5, 4)])
+def test_a_plan_is_empty_where_the_round_has_named_all_that_is_there(host: HostExperts) -> None:
     plan_draft_torch(torch.tensor([[5, 0, 3, 1]]), 1, host)
     assert host.tables.header[PLANNED.value] == 0
     assert host.tables.owners.tolist() == [3, 0, 5]
@@ -254,8 +227,7 @@ def test_what_a_round_named_is_planned_again_behind_the_next_list() -> None:
     assert host.tables.ahead[0, :2].tolist() == [2, 3]
 
 
-def test_half_an_expert_is_kept_for_the_next_draft_and_goes_on() -> None:
-    host = host_of([(3, 1), (0, 3), (5, 4)])
+def test_half_an_expert_is_kept_for_the_next_draft_and_goes_on(host: HostExperts) -> None:
     plan_draft_torch(torch.tensor([[5, 2]]), 1, host)
     host.tables.header[NEXT.value] = 7
     assert take_step(host, 5) == (-1, 1)
@@ -272,8 +244,7 @@ def test_half_an_expert_is_kept_for_the_next_draft_and_goes_on() -> None:
 
 
 @pytest.mark.parametrize("what", ["a plain step", "a guess", "a draft of another round", "a miss took its slot"])
-def test_half_an_expert_is_dropped_by(what: str) -> None:
-    host = host_of([(3, 1), (0, 3), (5, 4)])
+def test_half_an_expert_is_dropped_by(what: str, host: HostExperts) -> None:
     plan_draft_torch(torch.tensor([[5, 2]]), 1, host)
     host.tables.header[NEXT.value] = 7
     take_step(host, 5)
@@ -296,8 +267,7 @@ def test_half_an_expert_is_dropped_by(what: str) -> None:
 
 
 @pytest.mark.parametrize("is_needed", [True, False])
-def test_what_came_is_judged_by_the_round_and_counts_for_drafts_alone(is_needed: bool) -> None:
-    host = host_of([(3, 1), (0, 3), (5, 4)])
+def test_what_came_is_judged_by_the_round_and_counts_for_drafts_alone(is_needed: bool, host: HostExperts) -> None:
     header = host.tables.header
     plan_draft_torch(torch.tensor([[5, 2]]), 1, host)
     host.tables.header[NEXT.value] = 10
@@ -312,8 +282,7 @@ def test_what_came_is_judged_by_the_round_and_counts_for_drafts_alone(is_needed:
     assert host.tables.slots[2] == 0
 
 
-def test_what_lost_its_slot_before_it_was_needed_was_not_worth_its_way() -> None:
-    host = host_of([(3, 1), (0, 3), (5, 4)])
+def test_what_lost_its_slot_before_it_was_needed_was_not_worth_its_way(host: HostExperts) -> None:
     plan_draft_torch(torch.tensor([[5, 2]]), 1, host)
     host.tables.header[NEXT.value] = 10
     take_step(host, 5)
@@ -323,8 +292,7 @@ def test_what_lost_its_slot_before_it_was_needed_was_not_worth_its_way() -> None
     assert host.tables.header[[DRAFT_BEGUN.value, DRAFT_NEEDED.value, UNUSED.value]].tolist() == [1, 0, 0]
 
 
-def test_a_victim_that_has_not_been_overwritten_is_there_for_the_next_draft() -> None:
-    host = host_of([(3, 1), (0, 3), (5, 4)])
+def test_a_victim_that_has_not_been_overwritten_is_there_for_the_next_draft(host: HostExperts) -> None:
     plan_draft_torch(torch.tensor([[5, 2, 4]]), 1, host)
     assert host.tables.ahead[2, :2].tolist() == [3, 0]
     host.tables.header[NEXT.value] = 2
@@ -332,8 +300,7 @@ def test_a_victim_that_has_not_been_overwritten_is_there_for_the_next_draft() ->
     assert host.tables.slots[[0, 3]].tolist() == [1, -1], "the slot of 3 has pieces of 2"
 
 
-def test_drafts_that_are_wrong_rest_and_guesses_do_not() -> None:
-    host = host_of([(3, 1), (0, 3), (5, 4)])
+def test_drafts_that_are_wrong_rest_and_guesses_do_not(host: HostExperts) -> None:
     host.tables.header[DRAFT_BEGUN.value : DRAFT_NEEDED.value + 1] = torch.tensor([37, 9])
     plan_draft_torch(torch.tensor([[5, 2]]), 1, host)
     assert host.tables.header[PLANNED.value] == 0
@@ -344,16 +311,14 @@ def test_drafts_that_are_wrong_rest_and_guesses_do_not() -> None:
     assert host.tables.header[PLANNED.value] == 1
 
 
-def test_a_guess_leaves_a_plan_of_drafts_alone() -> None:
-    host = host_of([(3, 1), (0, 3), (5, 4)])
+def test_a_guess_leaves_a_plan_of_drafts_alone(host: HostExperts) -> None:
     plan_draft_torch(torch.tensor([[5, 2]]), 1, host)
     plan_torch(torch.tensor([[4, 1]]), host)
     assert host.tables.ahead[0, :1].tolist() == [2]
     assert host.tables.header[PLANNED.value] == 1
 
 
-def test_tokens_that_stream_find_what_came_whole() -> None:
-    host = host_of([(3, 1), (0, 3), (5, 4)])
+def test_tokens_that_stream_find_what_came_whole(host: HostExperts) -> None:
     plan_draft_torch(torch.tensor([[5, 2, 4]]), 1, host)
     host.tables.header[NEXT.value] = 13
     assert settle_torch(host) == 1
@@ -367,8 +332,7 @@ def test_tokens_that_stream_find_what_came_whole() -> None:
     assert host.tables.header[ROUND.value] == 5, "tokens that stream are no step, and end a round"
 
 
-def test_an_expert_that_its_step_completes_is_counted_in_the_bytes_of_the_step_alone() -> None:
-    host = host_of([(3, 1), (0, 3), (5, 4)])
+def test_an_expert_that_its_step_completes_is_counted_in_the_bytes_of_the_step_alone(host: HostExperts) -> None:
     plan_torch(torch.tensor([[2, 4]]), host)
     host.tables.header[NEXT.value] = 13
     assert take_step(host, 4) == (4, 2)

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cached_layers import LAYERS, CachedLayers, D, E, K
-from torch import Tensor
+from cached_layers import LAYERS, CachedLayers, D, E, K, captured
 from training_cases import MODEL, awake_model
 
 from comet.config import MoEConfig, SpeculationConfig
@@ -28,19 +27,11 @@ DRAFTS = SpeculationConfig(speculate="conservative", draft_experts=(R,), draft_t
 
 class Pass:
     def __init__(self, layers: CachedLayers, num_tokens: int, num_experts: int, replayed: bool) -> None:
-        self.layers, self.graph = layers, torch.cuda.CUDAGraph()
+        self.layers, self.replayed = layers, replayed
         self.tokens = torch.zeros(num_tokens, D, dtype=torch.bfloat16, device="cuda")
         self.weights = torch.zeros(num_tokens, num_experts, device="cuda")
-        self.outputs: list[Tensor] = []
-        self.replayed = replayed
         if replayed:
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                layers.cached(self.tokens, self.weights)
-            torch.cuda.current_stream().wait_stream(side)
-            with torch.cuda.graph(self.graph):
-                self.outputs = layers.cached(self.tokens, self.weights)
+            self.graph, self.outputs = captured(lambda: layers.cached(self.tokens, self.weights))
 
     def __call__(self, made: torch.Generator) -> None:
         self.tokens.copy_(torch.randn(self.tokens.shape, generator=made).bfloat16())

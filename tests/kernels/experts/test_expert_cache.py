@@ -11,14 +11,13 @@ from typing import get_args
 
 import pytest
 import torch
-from cache_cases import TABLES, cache_of, check_slots, resident_weights
-from decode_cases import MATRIX, QUANTISERS, VECTOR, DecodeCase
+from cache_cases import Twins, cache_of, check_slots
+from decode_cases import MATRIX, VECTOR, DecodeCase, stored_parts
 from ranks import run_ranks
 from tiers import slow, slow_but
-from training_cases import MODEL, MOE, Rank, awake_model, make_job
+from training_cases import MODEL, MOE, Rank, awake_model, compare_texts, make_job
 
 from comet.config import ParallelConfig
-from comet.decode.local import run_kernels
 from comet.decode.twin import warp_decode_torch
 from comet.experts import ExpertCache, slots_of_budget
 from comet.experts.cache import bytes_of_expert
@@ -38,26 +37,15 @@ from comet.training.trainer import train
 
 def compare_steps(rank: int, world_size: int, case: DecodeCase, num_slots: int, policy: str) -> None:
     """Random steps by kernels and by twins: equal tables, outputs of resident experts, slots as stored."""
-    print("seed", case.seed)
-    made = torch.Generator().manual_seed(case.seed)
-    held = (1, case.E) if num_slots < case.E else (0, case.E)
-    mine, twin = (cache_of(case, num_slots, policy, held) for _ in range(2))
-    everything = resident_weights(case, held)
+    twins, made = Twins.make(case, num_slots, policy, int(num_slots < case.E)), torch.Generator().manual_seed(case.seed)
+    tables, of_twin = twins.mine.tables, twins.twin.tables
     for _ in range(4 if case.quantised else 8):
-        tokens, weights = (torch.rand(case.T, size, generator=made) for size in (case.D, case.K))
-        ids = torch.randint(-1, case.E, (case.T, case.K), generator=made, dtype=torch.int32)
-        output = run_kernels(tokens, ids, weights, mine.weights, config=case.config)
-        assert torch.equal(output, run_kernels(tokens, ids, weights, everything, config=case.config))
-        torch.testing.assert_close(output, warp_decode_torch(tokens, ids, weights, twin.weights), rtol=1e-4, atol=1e-4)
-        for name in TABLES:
-            assert torch.equal(getattr(mine.tables, name), getattr(twin.tables, name)), name
-        assert torch.equal(mine.tables.totals[:2], twin.tables.totals[:2])
-        torch.testing.assert_close(mine.tables.scores, twin.tables.scores)
-        count = int(mine.tables.header[0])
-        assert torch.equal(mine.tables.copies[:, :count], twin.tables.copies[:, :count])
-        check_slots(mine)
-    assert mine.tables.totals[1] > 0
-    assert not mine.tables.header[2:4].any(), "the next step finds its flags as this one did"
+        twins.step(*twins.draw(made))
+        count = int(tables.header[0])
+        assert torch.equal(tables.copies[:, :count], of_twin.copies[:, :count])
+        check_slots(twins.mine)
+    assert tables.totals[1] > 0
+    assert not tables.header[2:4].any(), "the next step finds its flags as this one did"
 
 
 CASES = [
@@ -146,14 +134,7 @@ def engine_of(
 @pytest.mark.parametrize("expert_slots", [MOE.top_k, MOE.top_k + 1, MOE.num_experts])
 def test_cached_decode_equals_resident_decode_bit_for_bit(expert_slots: int) -> None:
     cached, resident = engine_of(expert_slots), engine_of(None)
-    drawn = torch.Generator().manual_seed(7)
-    token = torch.randint(256, (1,), generator=drawn)
-    found = [engine.prefill(token[:, None], torch.tensor([1]), 30) for engine in (cached, resident)]
-    for _ in range(24):
-        assert torch.equal(*found)
-        token = torch.randint(256, (1,), generator=drawn)
-        found = [engine.decode(token) for engine in (cached, resident)]
-    assert torch.equal(*found)
+    compare_texts(cached, resident, steps=24)
     report = cached.cache_report()
     assert report is not None
     assert report.needed > report.fetched > 0
@@ -172,13 +153,7 @@ def test_memory_that_cannot_be_pinned_is_said_once_and_copied_by_the_host(monkey
     (record,) = caplog.records
     assert "GB of host memory for experts cannot be pinned" in record.message
     assert re.search(r"measured: [0-9.]+ ms for an expert of [0-9.]+ MB", record.message)
-    token = torch.tensor([7])
-    found = [engine.prefill(token[:, None], torch.tensor([1]), 30) for engine in (staged, resident)]
-    drawn = torch.Generator().manual_seed(7)
-    for _ in range(12):
-        assert torch.equal(*found)
-        token = torch.randint(256, (1,), generator=drawn)
-        found = [engine.decode(token) for engine in (staged, resident)]
+    compare_texts(staged, resident, steps=12)
     assert staged.graph_fallback_reason == GRAPH_FALLBACK_REASON
     report = staged.cache_report()
     assert isinstance(report, StagedReport)
@@ -194,13 +169,7 @@ def test_decode_from_experts_quantised_in_host_memory_equals_resident_decode_of_
     for layer in resident.model.moe_layers():
         for weight in layer.expert_weights():
             weight.copy_(quantize_mx(weight, expert_dtype).dequantize())
-    drawn = torch.Generator().manual_seed(7)
-    token = torch.randint(256, (1,), generator=drawn)
-    found = [engine.prefill(token[:, None], torch.tensor([1]), 30) for engine in (cached, resident)]
-    for _ in range(12):
-        assert torch.equal(*found)
-        token = torch.randint(256, (1,), generator=drawn)
-        found = [engine.decode(token) for engine in (cached, resident)]
+    drawn = compare_texts(cached, resident, steps=12)
     report, numbers = cached.cache_report(), 3 * MOE.hidden_size * MOE.ffn_size
     assert report is not None
     assert report.needed > report.fetched > len(cached.caches) * MOE.num_experts, "some were given away"
@@ -237,12 +206,8 @@ def test_a_budget_in_bytes_holds_more_of_smaller_experts(stored: StoredType | No
     """The bytes are those of the experts themselves."""
     print(seed := 21)
     made = torch.Generator().manual_seed(seed)
-    weights = {"w1": torch.randn(2, 256, 256, generator=made), "w2": torch.randn(2, 256, 128, generator=made)}
-    parts: dict[str, torch.Tensor] = {name: weight.bfloat16() for name, weight in weights.items()}
-    if stored is not None:
-        packed = {name: QUANTISERS[stored](weight) for name, weight in weights.items()}
-        parts = {name: each.elements for name, each in packed.items()}
-        parts |= {f"{name}_scales": each.scales for name, each in packed.items()}
+    weights = torch.randn(2, 256, 256, generator=made), torch.randn(2, 256, 128, generator=made)
+    parts = stored_parts(stored or "", *(weight.bfloat16() for weight in weights))
     cache = ExpertCache(**parts, num_slots=1, device=torch.device("cpu"))
     assert cache.expert_bytes == bytes_of_expert(256, 128, torch.bfloat16, stored) == num_bytes
     config = replace(MOE, num_experts=128, hidden_size=256, ffn_size=128)
@@ -308,25 +273,14 @@ def quantised_over_ranks(rank: int, world_size: int) -> None:
     for layer in resident.model.moe_layers():
         for weight in layer.expert_weights():
             weight.copy_(quantize_mx(weight, "mxfp8").dequantize())
-    token = torch.randint(256, (1,), generator=torch.Generator().manual_seed(7))
-    found = [engine.prefill(token[:, None], torch.tensor([1]), 20) for engine in (cached, resident)]
-    for _ in range(4):
-        assert torch.equal(*found)
-        found = [engine.decode(token) for engine in (cached, resident)]
+    compare_texts(cached, resident, steps=4)
     group.close()
 
 
 def decode_over_ranks(rank: int, world_size: int, layout: dict[str, int]) -> None:
     group = make_expert_group(MODEL.moe, ParallelConfig(**layout), max_tokens=64, dtype=torch.float32, device="cpu")
     cached, resident = engine_of(MOE.top_k, group), engine_of(None, group)
-    made = torch.Generator().manual_seed(7)
-    token = torch.randint(256, (1,), generator=made)
-    found = [engine.prefill(token[:, None], torch.tensor([1]), 20) for engine in (cached, resident)]
-    for _ in range(12):
-        assert torch.equal(*found)
-        token = torch.randint(256, (1,), generator=made)
-        found = [engine.decode(token) for engine in (cached, resident)]
-    assert torch.equal(*found)
+    compare_texts(cached, resident, steps=12)
     held, report = MOE.num_experts // layout.get("ep", 1), cached.cache_report()
     assert report is not None
     assert report.fetched >= len(cached.caches) * held

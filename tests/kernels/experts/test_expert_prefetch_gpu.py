@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cached_layers import LAYERS, CachedLayers, D, E, K
+from cached_layers import LAYERS, CachedLayers, D, E, K, captured, draw_step
 
 from comet.experts.cache import report_of
 
@@ -18,18 +18,9 @@ def test_steps_equal_resident_experts_bit_for_bit(num_tokens: int, num_slots: in
     print("seed", num_slots)
     made = torch.Generator().manual_seed(num_slots)
     layers = CachedLayers(num_slots, num_tokens, made, policy)
-    tokens = torch.randn(num_tokens, D, generator=made).bfloat16().cuda()
-    weights = torch.rand(num_tokens, K, generator=made).cuda()
-    graph = torch.cuda.CUDAGraph()
+    tokens, _, weights = draw_step(made, num_tokens)
     if replayed:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                layers.cached(tokens, weights)
-        torch.cuda.current_stream().wait_stream(side)
-        with torch.cuda.graph(graph):
-            outputs = layers.cached(tokens, weights)
+        graph, outputs = captured(lambda: layers.cached(tokens, weights))
     for step in range(200):
         layers.draw(made)
         tokens.copy_(torch.randn(num_tokens, D, generator=made).bfloat16())

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cache_cases import TABLES, cache_of, check_slots, compare_waves_over_ranks, resident_weights
+from cache_cases import Twins, cache_of, check_slots, compare_waves_over_ranks, resident_weights
 from decode_cases import FOLD, MATRIX, VECTOR, DecodeCase
 from ranks import run_ranks
 from tiers import slow_but
@@ -65,28 +65,17 @@ CASES = [
 
 def compare_steps(rank: int, world_size: int, case: DecodeCase, num_slots: int, policy: str) -> None:
     """Random steps by kernels and by twins: as resident experts give them, each missing expert fetched once."""
-    print("seed", case.seed)
-    made = torch.Generator().manual_seed(case.seed)
-    held = (1, case.E)
-    mine, twin = (cache_of(case, num_slots, policy, held) for _ in range(2))
-    everything = resident_weights(case, held)
+    twins, made = Twins.make(case, num_slots, policy), torch.Generator().manual_seed(case.seed)
+    tables = twins.mine.tables
     for _ in range(5):
-        tokens, weights = (torch.rand(case.T, size, generator=made) for size in (case.D, case.K))
-        ids = torch.randint(-1, case.E, (case.T, case.K), generator=made, dtype=torch.int32)
+        tokens, ids, weights = twins.draw(made)
         needed = set(ids.flatten().tolist()) - {-1, 0}
-        missing = {expert for expert in needed if mine.tables.slots[expert] < 0}
-        before = mine.tables.totals[:2].tolist()
-        output = run_kernels(tokens, ids, weights, mine.weights, config=case.config)
-        assert torch.equal(output, run_kernels(tokens, ids, weights, everything, config=case.config))
-        counts = [after - then for after, then in zip(mine.tables.totals[:2].tolist(), before, strict=True)]
-        assert counts == [len(needed), len(missing)], "distinct experts needed, and fetched once each"
-        found = warp_decode_torch(tokens, ids, weights, twin.weights)
-        assert torch.equal(found, warp_decode_torch(tokens, ids, weights, everything))
-        for name in TABLES:
-            assert torch.equal(getattr(mine.tables, name), getattr(twin.tables, name)), name
-        torch.testing.assert_close(mine.tables.scores, twin.tables.scores)
-        check_slots(mine)
-    assert not mine.tables.header[2:4].any(), "the next step finds its flags as this one did"
+        missing = {expert for expert in needed if tables.slots[expert] < 0}
+        before = tables.totals[:2].clone()
+        twins.step(tokens, ids, weights)
+        assert (tables.totals[:2] - before).tolist() == [len(needed), len(missing)], "each fetched once"
+        check_slots(twins.mine)
+    assert not tables.header[2:4].any(), "the next step finds its flags as this one did"
 
 
 @pytest.mark.parametrize("case", slow_but(["matrix", "vector"], CASES))

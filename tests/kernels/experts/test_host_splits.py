@@ -9,50 +9,42 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cache_cases import Twins, resident_weights, stop_after
 from decode_cases import DecodeCase
-from host_cases import CASE, CASES, CPU, IN_WAVES, PROFILE, SLOW_LINK, cache_of, set_deadline, two_caches
+from host_cases import CASE, CASES, IN_WAVES, PROFILE, SLOW_LINK, cache_of, set_deadline, two_caches
 from ranks import run_ranks
 
 from comet.decode.local import run_kernels
-from comet.decode.twin import warp_decode_torch
 from comet.errors import HostComputeError
-from comet.experts import ExpertCache
+from comet.experts.host.cores import HostCores
+from comet.experts.host.profile import HostProfile
 from comet.kernels.experts.mailbox import EXPERTS
 from comet.kernels.experts.prefetch import plan_torch, travel_torch
-from comet.kernels.experts.tables import COUNT, HOSTED, NEXT, PLANNED, POLICIES
+from comet.kernels.experts.tables import COUNT, HOSTED, NEXT, POLICIES
 from comet.kernels.experts.waves import split_waves_torch
 
-TABLES = ("slots", "arriving", "last_used", "owners")
+
+def hosted_twins(
+    case: DecodeCase, num_slots: int, profile: HostProfile, policy: str = "lru", first: int = 0
+) -> tuple[Twins, HostCores]:
+    """Caches that leave some of their misses to the host, and all experts."""
+    print("seed", case.seed)
+    mine, twin, cores = two_caches(case, num_slots, profile, policy, first)
+    return Twins(case, mine, twin, resident_weights(case, (first, case.E))), cores
 
 
 def compare_steps(rank: int, world_size: int, case: DecodeCase, policy: str) -> None:
     """Random steps by kernels and by twins: equal tables, equal splits, and the outputs of resident experts."""
-    print("seed", case.seed)
-    made = torch.Generator().manual_seed(case.seed)
-    slots = min(case.T * case.K, case.E)
-    first = int(slots < case.E)
-    mine, twin, cores = two_caches(case, slots, PROFILE, policy, first)
-    resident = ExpertCache(
-        **mine.host.named_parts, num_slots=case.E, device=CPU, num_experts=case.E, first_expert=first
-    )
-    hosted = 0
+    made, slots = torch.Generator().manual_seed(case.seed), min(case.T * case.K, case.E)
+    twins, cores = hosted_twins(case, slots, PROFILE, policy, int(slots < case.E))
+    tables, of_twin, hosted = twins.mine.tables, twins.twin.tables, 0
     for _ in range(6):
-        tokens, weights = (torch.rand(case.T, size, generator=made) for size in (case.D, case.K))
-        ids = torch.randint(-1, case.E, (case.T, case.K), generator=made, dtype=torch.int32)
-        output = run_kernels(tokens, ids, weights, mine.weights, config=case.config)
-        expected = warp_decode_torch(tokens, ids, weights, resident.weights)
-        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(
-            warp_decode_torch(tokens, ids, weights, twin.weights), expected, rtol=1e-4, atol=1e-4
-        )
-        for name in TABLES:
-            assert torch.equal(getattr(mine.tables, name), getattr(twin.tables, name)), name
-        assert torch.equal(mine.tables.totals[:2], twin.tables.totals[:2])
-        assert torch.equal(mine.tables.header, twin.tables.header)
-        count, num_hosted = (int(mine.tables.header[word.value]) for word in (COUNT, HOSTED))
+        twins.step(*twins.draw(made), hosted=True)
+        assert torch.equal(tables.header, of_twin.header)
+        count, num_hosted = (int(tables.header[word.value]) for word in (COUNT, HOSTED))
         assert num_hosted == cores.mail.share[case.T, count]
-        assert torch.equal(mine.tables.copies[:, :count], twin.tables.copies[:, :count])
-        assert (mine.tables.copies[1, count - num_hosted : count] == -1).all()
+        assert torch.equal(tables.copies[:, :count], of_twin.copies[:, :count])
+        assert (tables.copies[1, count - num_hosted : count] == -1).all()
         hosted += num_hosted
     assert cores.counts[0] == 2 * hosted > 0
     cores.check()
@@ -61,33 +53,23 @@ def compare_steps(rank: int, world_size: int, case: DecodeCase, policy: str) -> 
 
 def compare_waves(rank: int, world_size: int, case: DecodeCase, num_slots: int, policy: str) -> None:
     """Steps in waves: as resident experts give them, as many hosted as the table says of all that the step misses."""
-    print("seed", case.seed)
     made = torch.Generator().manual_seed(case.seed)
-    mine, twin, cores = two_caches(case, num_slots, PROFILE, policy, first=1)
-    resident = ExpertCache(**mine.host.named_parts, num_slots=case.E, device=CPU, num_experts=case.E, first_expert=1)
+    twins, cores = hosted_twins(case, num_slots, PROFILE, policy, first=1)
+    tables, of_twin = twins.mine.tables, twins.twin.tables
     for step in range(5):
-        num_tokens = 1 if step == 3 else case.T  # a step of one wave in between
-        tokens, weights = (torch.rand(num_tokens, size, generator=made) for size in (case.D, case.K))
-        ids = torch.randint(-1, case.E, (num_tokens, case.K), generator=made, dtype=torch.int32)
+        tokens, ids, weights = twins.draw(made, 1 if step == 3 else case.T)  # a step of one wave in between
         needed = set(ids.flatten().tolist()) - {-1, 0}
-        missing = [expert for expert in needed if mine.tables.slots[expert] < 0]
-        before = mine.tables.totals.clone()
-        output = run_kernels(tokens, ids, weights, mine.weights, config=case.config)
-        expected = warp_decode_torch(tokens, ids, weights, resident.weights)
-        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
-        found = warp_decode_torch(tokens, ids, weights, twin.weights)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-        for name in TABLES:
-            assert torch.equal(getattr(mine.tables, name), getattr(twin.tables, name)), name
-        torch.testing.assert_close(mine.tables.scores, twin.tables.scores)
-        assert torch.equal(mine.tables.header, twin.tables.header)
-        hosted = int(cores.mail.share[num_tokens, len(missing)])
-        spent = (mine.tables.totals - before)[[0, 1, 7]].tolist()
+        missing = [expert for expert in needed if tables.slots[expert] < 0]
+        before = tables.totals.clone()
+        twins.step(tokens, ids, weights, hosted=True)
+        assert torch.equal(tables.header, of_twin.header)
+        hosted = int(cores.mail.share[len(tokens), len(missing)])
+        spent = (tables.totals - before)[[0, 1, 7]].tolist()
         assert spent == [len(needed), len(missing) - hosted, hosted], "each missing one fetched or hosted, once"
-        assert sum(bool(mine.tables.slots[expert] >= 0) for expert in missing) <= len(missing) - hosted
-        assert not (mine.tables.arriving == -2).any()
-    assert cores.counts[0] == 2 * mine.tables.totals[7] > 0
-    assert twin.tables.totals[7] == mine.tables.totals[7]
+        assert sum(bool(tables.slots[expert] >= 0) for expert in missing) <= len(missing) - hosted
+        assert not (tables.arriving == -2).any()
+    assert cores.counts[0] == 2 * tables.totals[7] > 0
+    assert of_twin.totals[7] == tables.totals[7]
     cores.check()
     cores.close()
 
@@ -116,33 +98,22 @@ def test_the_example_of_waves_and_the_host() -> None:
 
 def compare_with_prefetch(rank: int, world_size: int, case: DecodeCase) -> None:
     """What came before its step half or whole is fetched as ever; the host computes others."""
-    print("seed", case.seed)
     made, drawn = torch.Generator().manual_seed(case.seed), random.Random(case.seed)
-    mine, twin, cores = two_caches(case, case.T * case.K + 1, SLOW_LINK)
+    twins, cores = hosted_twins(case, case.T * case.K + 1, SLOW_LINK)
+    mine, twin = twins.mine, twins.twin
     for cache in (mine, twin):
         cache.expect_prefetch()
-    resident = ExpertCache(mine.host.w1, mine.host.w2, case.E, CPU)
     taken = asked = 0
     for _ in range(8):
-        tokens, weights = (torch.rand(case.T, size, generator=made) for size in (case.D, case.K))
-        ids = torch.randint(case.E, (case.T, case.K), generator=made, dtype=torch.int32)
+        tokens, _, weights = twins.draw(made)
+        ids = torch.randint(case.E, weights.shape, generator=made, dtype=torch.int32)
         for cache in (mine, twin):
             plan_torch(ids, cache.host)
             travel_torch(cache.weights.parts, cache.host)
         pieces = drawn.randint(0, int(mine.tables.header[NEXT.value]))
-        for cache in (mine, twin):  # all of them are there, but the step does not know of those behind
-            cache.tables.header[NEXT.value] = pieces
-        for copy in range(int(mine.tables.header[PLANNED.value])):
-            _, slot, former = mine.tables.ahead[:, copy].tolist()
-            if former >= 0 and pieces <= copy * mine.host.pieces:
-                for cache in (mine, twin):
-                    cache.weights.w1[slot], cache.weights.w2[slot] = cache.host.w1[former], cache.host.w2[former]
-        output = run_kernels(tokens, ids, weights, mine.weights, config=case.config)
-        expected = warp_decode_torch(tokens, ids, weights, resident.weights)
-        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
-        warp_decode_torch(tokens, ids, weights, twin.weights)
-        for name in TABLES:
-            assert torch.equal(getattr(mine.tables, name), getattr(twin.tables, name)), name
+        for cache in (mine, twin):
+            stop_after(pieces, cache)
+        twins.step(tokens, ids, weights, hosted=True)
         assert mine.tables.header[HOSTED.value] == twin.tables.header[HOSTED.value]
         count, hosted = (int(mine.tables.header[word.value]) for word in (COUNT, HOSTED))
         asked += hosted

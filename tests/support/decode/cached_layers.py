@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
@@ -12,18 +15,55 @@ from comet.experts import CachedExperts, ExpertCache
 from comet.experts.prefetch import expect_drafts, prefetch_between
 
 E, K, D, F, LAYERS = 48, 4, 512, 208, 3
+Result = TypeVar("Result")
+
+
+Drawn = tuple[Tensor, Tensor, Tensor]
+
+
+def draw_step(made: torch.Generator, num_tokens: int, num_experts: int = E, *, masked: bool = True) -> Drawn:
+    """Tokens, ids and weights of a step on the GPU; ``masked``: some ids are -1."""
+    ids = torch.rand(num_tokens, num_experts + masked, generator=made).argsort(1)[:, :K].int() - int(masked)
+    tokens, weights = torch.randn(num_tokens, D, generator=made).bfloat16(), torch.rand(ids.shape, generator=made)
+    return tokens.cuda(), ids.cuda(), weights.cuda()
+
+
+def refill(given: Drawn, new: Drawn) -> None:
+    """Other numbers in the tensors that a graph reads."""
+    for tensor, value in zip(given, new, strict=True):
+        tensor.copy_(value)
+
+
+def captured(step: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """A step as a graph, and where its output is."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        return graph, step()
+
+
+def resident(parts: dict[str, Tensor]) -> DecodeWeights:
+    """All experts in GPU memory, in the order of their ids."""
+    slots = torch.arange(len(parts["w1"]), dtype=torch.int32)
+    return DecodeWeights(**{name: part.cuda() for name, part in (parts | {"slots": slots}).items()})
+
+
+def check_slots(cache: ExpertCache, parts: dict[str, Tensor]) -> None:
+    """Slots that are used hold their experts as they are stored on the host."""
+    slots = cache.tables.slots.tolist()
+    for expert in (expert for expert in range(E) if slots[expert] >= 0):
+        for name, part in parts.items():
+            there = getattr(cache.weights, name)[slots[expert]].cpu()
+            assert torch.equal(there.view(torch.uint8), part[expert].view(torch.uint8)), f"{name} of {expert}"
 
 
 class CachedLayers:
-    """Layers of E experts, ``(LAYERS, T, K)`` ids of which a step takes as many tokens and columns as it is given.
-
-    Args:
-        num_slots: Of each layer.
-        num_tokens: T, the most of a step.
-        made: Of the weights.
-        policy: Of the caches.
-        drafts: How drafts are made, if they are.
-    """
+    """Layers of E experts, ``(LAYERS, T, K)`` ids of which a step takes as many tokens and columns as it is given."""
 
     def __init__(
         self,
@@ -34,14 +74,18 @@ class CachedLayers:
         drafts: SpeculationConfig | None = None,
     ) -> None:
         device = torch.device("cuda")
-        weights = [
-            (torch.randn(E, 2 * F, D, generator=made).bfloat16(), torch.randn(E, D, F, generator=made).bfloat16())
+        self.weights = [
+            {
+                name: torch.randn(E, *size, generator=made).bfloat16()
+                for name, size in (("w1", (2 * F, D)), ("w2", (D, F)))
+            }
             for _ in range(LAYERS)
         ]
-        every = torch.arange(E, dtype=torch.int32, device=device)
-        self.resident = [DecodeWeights(w1=w1.cuda(), w2=w2.cuda(), slots=every) for w1, w2 in weights]
+        self.resident = [resident(weights) for weights in self.weights]
         self.runner = LocalRunner(K, num_tokens)
-        self.caches = [ExpertCache(w1, w2, num_slots, device, policy=policy) for w1, w2 in weights]
+        self.caches = [
+            ExpertCache(**weights, num_slots=num_slots, device=device, policy=policy) for weights in self.weights
+        ]
         self.paths = [CachedExperts(cache, self.runner, K) for cache in self.caches]
         self.ids = torch.zeros(LAYERS, num_tokens, K, dtype=torch.int32, device=device)
         self.guesses = self.ids.clone()
@@ -77,8 +121,5 @@ class CachedLayers:
         return self.ids[layer, : weights.shape[0], : weights.shape[1]].contiguous()
 
     def check_slots(self) -> None:
-        for cache, resident in zip(self.caches, self.resident, strict=True):
-            for slot, expert in enumerate(cache.tables.owners.tolist()):
-                if expert >= 0 and cache.tables.slots[expert] == slot:
-                    assert torch.equal(cache.weights.w1[slot], resident.w1[expert])
-                    assert torch.equal(cache.weights.w2[slot], resident.w2[expert])
+        for cache, weights in zip(self.caches, self.weights, strict=True):
+            check_slots(cache, weights)

@@ -31,6 +31,15 @@ FOLD = replace(VECTOR, fold=True)
 MATRIX = DecodeConfig(form="matrix", gate_up=BlockShape(rows=16, depth=32), down=BlockShape(rows=32, depth=16))
 
 
+def stored_parts(kind: str, w1: Tensor, w2: Tensor) -> dict[str, Tensor]:
+    """Two weights by the names that a cache has for them; of a kind of ``QUANTISERS`` their elements and scales."""
+    if not kind:
+        return {"w1": w1, "w2": w2}
+    packed = {name: QUANTISERS[kind](weight) for name, weight in (("w1", w1), ("w2", w2))}
+    parts = {name: each.elements for name, each in packed.items()}
+    return parts | {f"{name}_scales": each.scales for name, each in packed.items()}
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecodeCase:
     """One step: T tokens, K experts each of E, sizes D and F.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from decode_cases import MATRIX, QUANTISERS, VECTOR, DecodeCase
+from decode_cases import MATRIX, VECTOR, DecodeCase, stored_parts
 from torch import Tensor
 
 from comet.experts import ExpertCache
@@ -62,12 +62,7 @@ def hosted_cache(
     places = {"num_experts": first_expert + held, "first_expert": first_expert}
     sizes = HostSizes(**places, hidden_size=hidden_size, top_k=top_k, max_tokens=max_tokens, dtype=w1.dtype)
     cores = HostCores(2 if device.type == "cuda" else 1, sizes, device, DEADLINE_S)
-    parts = {"w1": w1, "w2": w2}
-    if quantised:
-        packed = {name: QUANTISERS[quantised](weight) for name, weight in parts.items()}
-        parts = {name: each.elements for name, each in packed.items()}
-        parts |= {f"{name}_scales": each.scales for name, each in packed.items()}
-    held_experts = HeldExperts.hold(parts, device, cores.file)
+    held_experts = HeldExperts.hold(stored_parts(quantised, w1, w2), device, cores.file)
     cache = ExpertCache(**held_experts.named_parts, num_slots=num_slots, device=device, policy=policy, **places)
     cores.start([held_experts], profile)
     cache.share_with(cores, 0)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.testing import assert_close
 
 from comet.config import MoEConfig, ParallelConfig
 from comet.jobs.config import DataConfig, JobConfig, TrainConfig
@@ -103,3 +107,20 @@ def awake_model(
     """A model to generate with, its experts in host memory if they are to have slots, and its group."""
     group = make_group(model.moe, **of_group) if group is None else group
     return wake(GPT(model, group, seed=1, expert_device=CPU if in_slots else None), sharpness), group
+
+
+equal_bits = partial(assert_close, rtol=0, atol=0)
+nearly_equal = partial(assert_close, rtol=1e-4, atol=1e-4)
+
+
+def compare_texts(
+    *engines: Any, steps: int, prompt: int = 1, compare: Callable[[Tensor, Tensor], None] = equal_bits
+) -> torch.Generator:
+    """A prompt and so many steps give two engines the same logits; returns what the tokens were drawn from."""
+    drawn = torch.Generator().manual_seed(7)
+    ids = torch.randint(256, (1, prompt), generator=drawn)
+    compare(*(engine.prefill(ids, torch.tensor([prompt]), 30) for engine in engines))
+    for _ in range(steps):
+        token = torch.randint(256, (1,), generator=drawn)
+        compare(*(engine.decode(token) for engine in engines))
+    return drawn
