@@ -25,7 +25,6 @@ import support  # noqa: F401 - puts the helpers on the import path
 import torch
 from activation_cases import ACTIVATIONS, draw_biases
 from activation_layers import expected, run_case
-from bias_cases import check_bias_gradient, check_bias_products
 from decode_cases import FOLD, MATRIX, QUANTISERS, VECTOR, DecodeCase, check_decode
 from decode_ranks import compare_step, gathered_inputs, shard, step_inputs
 from dequantize_cases import SIZES, check_dequantize
@@ -34,7 +33,7 @@ from emulated_layer import DEADLINE_S, EmulatedRanks
 from emulated_ranks import EmulatedCase, Kind
 from fp8_cases import compare, float32_products, layer_of, tensor_core_products
 from fp8_launches import fp8_layer0_in, fp8_layer1_in
-from gemm_cases import make_rows, poison_padding, values
+from gemm_cases import check_bias_gradient, check_bias_products, make_rows, poison_padding, values
 from grad_hidden_launches import check, run_grad_hidden
 from gradient_launches import exact_gradients, run_gradients
 from host_cases import hosted_cache

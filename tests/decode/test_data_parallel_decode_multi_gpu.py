@@ -1,4 +1,4 @@
-"""Two GPUs with tokens of their own: warp decode for few, the path of the group for more, and a graph."""
+"""GPUs with tokens of their own: warp decode for few, the path of the group for more, and a graph."""
 
 from __future__ import annotations
 
@@ -10,6 +10,17 @@ from gpus import ON_GPUS, gpu_of
 from ranks import run_ranks
 
 CASE = DecodeCase(name="own tokens", T=0, K=4, E=8, D=512, F=256, routing="masked", seed=3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_one_rank_against_all_experts(dtype: torch.dtype) -> None:
+    check_own_tokens(0, 1, CASE, 1, dtype, "cuda")
+
+
+@pytest.mark.gpu
+def test_one_rank_in_a_graph() -> None:
+    check_replays(0, 1, CASE, 1, torch.bfloat16, "cuda")
 
 
 def on_gpu(rank: int, world_size: int) -> None:

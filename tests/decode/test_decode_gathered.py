@@ -10,14 +10,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from decode_cases import FOLD, MATRIX, VECTOR, DecodeCase
-from decode_ranks import compare_step, draw_counts, gathered_inputs, padded, run_gathered, shard, step_inputs
+from decode_ranks import (
+    compare_step,
+    draw_counts,
+    gathered_inputs,
+    late_message,
+    open_rank,
+    padded,
+    run_gathered,
+    shard,
+    step_inputs,
+    three_steps,
+)
 from emulated import emulated_group
 from ranks import run_ranks
 
 from comet.comm import make_communicator
 from comet.decode import DecodeScratch, RankDecode
 from comet.decode.gathered import TokenGather, gather_bytes
-from comet.errors import CommTimeoutError
 from comet.kernels.decode import warp_decode
 from comet.layout import ExpertLayout
 
@@ -80,30 +90,15 @@ def test_layers_of_other_sizes_share_an_object() -> None:
 # ---- a rank that stops -----------------------------------------------------------------------------------------------
 
 
-def start(rank: int) -> tuple[RankDecode, object]:
-    """Three steps of one token on each of two ranks; from then on waits are short."""
-    comm = make_communicator("auto", dist.group.WORLD, "cpu", timeout_s=60.0)
-    layout = ExpertLayout(num_experts=4, top_k=2, ep=2, tp=1, rank=rank)
-    weights = shard(ONE_EACH, layout, torch.float32, "cpu")
-    decode = RankDecode(comm, hidden_size=16, max_tokens=1, replicated=False, use_kernels=True)
-    for step in range(3):
-        decode(*step_inputs(ONE_EACH, step, 1, torch.float32), weights, config=FOLD)
-    dist.barrier()
-    comm.timeout_s = 0.2
-    return decode, weights
-
-
-def late_message(decode: RankDecode, weights: object) -> str:
-    with pytest.raises(CommTimeoutError) as caught:
-        decode(*step_inputs(ONE_EACH, 3, 1, torch.float32), weights, config=FOLD)
-    return str(caught.value)
-
-
-def stops_before_a_step(rank: int, world_size: int) -> str:
-    decode, weights = start(rank)
-    message = late_message(decode, weights) if rank == 0 else ""
+def stops_before_a_step(rank: int, world_size: int, replicated: bool = False) -> str:
+    decode, weights = three_steps(rank, ONE_EACH, replicated=replicated)
+    message = late_message(decode, weights, ONE_EACH) if rank == 0 else ""
     dist.barrier()
     return message
+
+
+def stops_before_a_replicated_step(rank: int, world_size: int) -> str:
+    return stops_before_a_step(rank, world_size, replicated=True)
 
 
 def wait_long_for_tokens() -> None:
@@ -115,11 +110,11 @@ def wait_long_for_tokens() -> None:
 
 def stops_within_a_step(rank: int, world_size: int) -> str:
     """Rank 1 sends its token and computes, but sends no sums."""
-    decode, weights = start(rank)
+    decode, weights = three_steps(rank, ONE_EACH, replicated=False)
     wait_long_for_tokens()
     message = ""
     if rank == 0:
-        message = late_message(decode, weights)
+        message = late_message(decode, weights, ONE_EACH)
     else:
         warp_decode._down = lambda *_: None
         decode(*step_inputs(ONE_EACH, 3, 1, torch.float32), weights, config=FOLD)
@@ -129,14 +124,14 @@ def stops_within_a_step(rank: int, world_size: int) -> str:
 
 def met_a_deadline(rank: int, world_size: int) -> str:
     """Rank 1 has given up in an earlier step: whatever it has of a token, it sends no sums of it."""
-    decode, weights = start(rank)
+    decode, weights = three_steps(rank, ONE_EACH, replicated=False)
     wait_long_for_tokens()
     if rank == 1:
         decode.fault[0] = 1
         assert decode.gather is not None
         while (decode.gather.words.local[0, 0, 0, [0, 15, -4, -1]] >> 32).min() < 4:
             time.sleep(0.01)
-    message = late_message(decode, weights)
+    message = late_message(decode, weights, ONE_EACH)
     dist.barrier()
     return message
 
@@ -145,6 +140,7 @@ def met_a_deadline(rank: int, world_size: int) -> str:
     ("body", "what"),
     [
         (stops_before_a_step, "decode gather, block 1, epoch 4, saw 2"),
+        (stops_before_a_replicated_step, "decode all-reduce, block 0, epoch 4, saw 2"),
         (stops_within_a_step, "decode all-reduce, block 0, epoch 4, saw 2"),
         (met_a_deadline, "decode all-reduce, block 0, epoch 4, saw 2"),
     ],
@@ -183,18 +179,13 @@ def test_a_rank_alone_needs_no_gather() -> None:
 
 def bad_tensors(rank: int, world_size: int) -> None:
     """What a rank refuses it refuses before it sends anything: the step that follows is in order."""
-    comm = make_communicator("auto", dist.group.WORLD, "cpu", timeout_s=60.0)
-    weights = shard(ONE_EACH, ExpertLayout(num_experts=4, top_k=2, ep=2, tp=1, rank=rank), torch.float32, "cpu")
+    comm, weights = open_rank(rank, 2, ONE_EACH, 1, torch.float32, "cpu")
     small = DecodeScratch.create(weights, 2, torch.float32, max_tokens=2)
     decode = RankDecode(comm, hidden_size=16, max_tokens=2, replicated=False, use_kernels=True)
     tokens, ids, routing_weights = step_inputs(ONE_EACH, 0, 2, torch.float32)
     cases = (
         (tokens[:, :8], dict(), r"tokens of shape .* must be \(T, D\) = \(T, 16\) with D=16 of w2"),
-        (
-            torch.cat((tokens, tokens)),
-            dict(),
-            r"top_k_ids of shape \(2, 2\) must be \(T, K\) = \(4, K\) with T=4 of tokens",
-        ),
+        (torch.cat((tokens, tokens)), dict(), r"top_k_ids of shape \(2, 2\) must be \(T, K\) = \(4, K\) with T=4"),
         (tokens, dict(scratch=small), r"scratch for \(4, 16\) \(rows, F\) must hold 8 rows of F=16"),
         (tokens, dict(config=VECTOR), "T=4 must be at most 2 for form='vector'"),
     )

@@ -14,20 +14,19 @@ from decode_ranks import (
     compare_step,
     draw_counts,
     gathered_inputs,
+    on_device,
+    open_rank,
     padded,
     run_gathered,
     run_steps,
-    shard,
     step_inputs,
 )
 from gpus import MOST_RANKS, ON_GPUS, gpu_of, need_gpus, num_gpus
 from ranks import run_ranks
 
-from comet.comm import make_communicator
 from comet.decode import DecodeScratch, DecodeWeights, RankDecode
 from comet.errors import CommTimeoutError
 from comet.kernels.decode.step import Batch
-from comet.layout import ExpertLayout
 
 CASE = DecodeCase(name="qwen3-like", T=64, K=8, E=32, D=2048, F=768, routing="masked", seed=1)
 # Even, so that the last one runs on negated tokens; ranks that share a GPU take turns many times in each.
@@ -88,16 +87,10 @@ def last_of_replays(first: Batch) -> Batch:
     return Batch(-first.tokens, (first.ids + REPLAYS - 1) % CASE.E, first.routing_weights)
 
 
-def on_device(batch: Batch, device: str) -> Batch:
-    return Batch(*(tensor.to(device) for tensor in batch))
-
-
 def replayed(rank: int, world_size: int, num_tokens: int) -> None:
     torch.cuda.set_device(gpu_of(rank))
     device = gpu_of(rank)
-    comm = make_communicator("auto", dist.group.WORLD, device)
-    layout = ExpertLayout(num_experts=CASE.E, top_k=CASE.K, ep=world_size, tp=1, rank=rank)
-    weights = shard(CASE, layout, torch.bfloat16, device)
+    comm, weights = open_rank(rank, world_size, CASE, 1, torch.bfloat16, device)
     first = Batch(*step_inputs(CASE, 0, num_tokens, torch.bfloat16))
     total, output = replay(RankDecode(comm, hidden_size=CASE.D), on_device(first, device), weights)
     gathered = [torch.empty_like(total) for _ in range(world_size)]
@@ -141,9 +134,7 @@ def gathered_replayed(rank: int, world_size: int, most: int) -> None:
     """Every rank has another number of tokens, one of them none; in the end all of them, replicated, for comparison."""
     torch.cuda.set_device(gpu_of(rank))
     device = gpu_of(rank)
-    comm = make_communicator("auto", dist.group.WORLD, device)
-    layout = ExpertLayout(num_experts=CASE.E, top_k=CASE.K, ep=world_size, tp=1, rank=rank)
-    weights = shard(CASE, layout, torch.bfloat16, device)
+    comm, weights = open_rank(rank, world_size, CASE, 1, torch.bfloat16, device)
     batches = gathered_inputs(CASE, 0, tuple(most * r // (world_size - 1) for r in range(world_size)), torch.bfloat16)
     decode = RankDecode(comm, hidden_size=CASE.D, max_tokens=most, replicated=False)
     total, output = replay(decode, on_device(batches[rank], device), weights)
@@ -164,9 +155,8 @@ def test_replays_of_gathered_tokens_without_a_barrier(most: int) -> None:
 
 def one_rank_stops(rank: int, world_size: int, replicated: bool) -> str:
     torch.cuda.set_device(gpu_of(rank))
-    comm = make_communicator("auto", dist.group.WORLD, gpu_of(rank), timeout_s=2.0)
-    layout = ExpertLayout(num_experts=CASE.E, top_k=CASE.K, ep=2, tp=1, rank=rank)
-    weights = shard(CASE, layout, torch.bfloat16, gpu_of(rank))
+    comm, weights = open_rank(rank, 2, CASE, 1, torch.bfloat16, gpu_of(rank))
+    comm.timeout_s = 2.0
     decode = RankDecode(comm, hidden_size=CASE.D, replicated=replicated)
     inputs = [tensor.to(gpu_of(rank)) for tensor in step_inputs(CASE, 0, 4, torch.bfloat16)]
     for _ in range(3 if rank else 4):

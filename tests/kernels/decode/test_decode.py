@@ -10,6 +10,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from activation_cases import ACTIVATIONS, NAMES, draw_biases
 from decode_cases import FOLD, MATRIX, VECTOR, DecodeCase, check_decode, make_inputs, random_case
 from ranks import run_ranks
 
@@ -19,7 +20,10 @@ from comet.decode import MAX_DECODE_TOKENS, DecodeScratch, DecodeWeights, RankDe
 from comet.decode.local import run_kernels
 from comet.kernels.decode.blocks import BlockShape, DecodeConfig, is_large, select
 from comet.kernels.decode.routing import NO_ROW, pass_of, rows_in_passes, serves
+from comet.kernels.decode.scales import lane_columns
+from comet.kernels.runtime.activation import Activation
 from comet.layer.shared_expert import SharedExpert
+from comet.layout import Biases
 from comet.reference.layer import reference_experts
 from comet.utils.graphs import hold_if_captured
 
@@ -149,6 +153,41 @@ def test_kernels_under_the_interpreter() -> None:
     run_ranks(interpreted, 1, interpret=True, timeout=500)
 
 
+@triton.jit
+def store_columns(
+    out_ptr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, LANE: tl.constexpr, SCALES: tl.constexpr, LENGTH: tl.constexpr
+):
+    columns = lane_columns(ROWS, BLOCK_K, LANE, SCALES)
+    places = tl.arange(0, LENGTH)
+    if SCALES != 0:
+        copies: tl.constexpr = columns.shape[0]
+        places = tl.arange(0, copies)[:, None] * LENGTH + places[None, :]
+    tl.store(out_ptr + places, columns)
+
+
+def columns_of(rows: int, depth: int, lane: int, scales: int) -> list[list[int]]:
+    """What every copy has; one where nothing is copied."""
+    length = depth if scales == 0 else depth // lane * 8
+    out = torch.full((32, length), -1, dtype=torch.int32)
+    store_columns[(1,)](out, rows, depth, lane, scales, length)
+    return [copy for copy in out.tolist() if copy[0] >= 0]
+
+
+def lanes(rank: int, world_size: int) -> list[list[list[int]]]:
+    calls = (16, 32, 16, 0), (16, 32, 16, 32), (32, 32, 16, 128), (4, 32, 16, 32), (8, 512, 16, 32), (2, 64, 32, 32)
+    return [columns_of(*call) for call in calls]
+
+
+def test_columns_of_a_step_example() -> None:
+    plain, scaled, most, few, long, coded = run_ranks(lanes, 1, interpret=True)[0]
+    halves = [*range(8), *range(16, 24)]
+    assert plain == [list(range(32))]
+    assert scaled == most == [halves] * 16
+    assert few == [halves] * 4, "no more copies than rows"
+    assert coded == [[*range(8), *range(32, 40)]] * 2, "32 weights of half a byte"
+    assert long == [[lane * 16 + place for lane in range(32) for place in range(8)]], "a lane for every 16 bytes"
+
+
 # ---- the twin --------------------------------------------------------------------------------------------------------
 
 
@@ -205,6 +244,70 @@ def test_no_tokens() -> None:
     step = (inputs.tokens, inputs.ids, inputs.routing_weights, inputs.weights)
     for use_kernels in (False, True):
         assert warp_decode(*step, use_kernels=use_kernels).shape == (0, 32)
+
+
+# ---- activations and biases ------------------------------------------------------------------------------------------
+
+ACTIVATED = [
+    DecodeCase(name="fold", T=1, K=3, E=5, D=48, F=48, config=replace(FOLD, ahead=1), held=4, biased=True),
+    DecodeCase(name="one token", T=1, K=3, E=5, D=32, F=16, config=VECTOR, routing="repeated", biased=True),
+    DecodeCase(name="two tokens", T=2, K=2, E=9, D=48, F=48, config=VECTOR, routing="one", held=7, biased=True),
+    DecodeCase(name="matrix", T=17, K=3, E=4, D=48, F=48, config=MATRIX, routing="masked", held=3, biased=True),
+    DecodeCase(name="matrix without biases", T=3, K=2, E=30, D=48, F=32, config=MATRIX),
+]
+SHAPE = BlockShape(rows=16, depth=128)
+DEEP_FOLD, DEEP = (replace(config, gate_up=SHAPE, down=SHAPE) for config in (FOLD, MATRIX))
+QUANTISED_ACTIVATED = [
+    DecodeCase(name=kind, T=num_tokens, K=2, E=4, D=64, F=96, quantised=kind, config=config, biased=True)
+    for kind in ("mxfp8", "fp8", "mxfp4")
+    for num_tokens, config in ((1, DEEP_FOLD), (9, DEEP))
+]
+
+
+def interpreted_activation(rank: int, world_size: int, activation: Activation) -> None:
+    for index, case in enumerate(ACTIVATED):
+        given = replace(case, activation=activation, seed=index)
+        check_decode(given, (torch.float32, torch.float16)[index % 2], "cpu", runs=1)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=NAMES)
+def test_activations_under_the_interpreter(activation: Activation) -> None:
+    run_ranks(interpreted_activation, 1, activation, interpret=True, timeout=300)
+
+
+def interpreted_quantised_activation(rank: int, world_size: int) -> None:
+    for index, case in enumerate(QUANTISED_ACTIVATED):
+        check_decode(replace(case, activation=ACTIVATIONS[3 - index % 4], seed=index), torch.float32, "cpu", runs=1)
+
+
+def test_activations_of_quantised_weights_under_the_interpreter() -> None:
+    run_ranks(interpreted_quantised_activation, 1, interpret=True, timeout=300)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=NAMES)
+def test_twin_with_activations_is_the_reference(activation: Activation) -> None:
+    case = DecodeCase(name="reference", T=7, K=3, E=6, D=32, F=48, activation=activation, biased=True)
+    inputs = make_inputs(case, torch.float32, "cpu").double()
+    order, weights = inputs.weights.slots.long(), inputs.weights
+    assert weights.b1 is not None
+    assert weights.b2 is not None
+    wanted = reference_experts(
+        inputs.tokens, inputs.legal_ids, inputs.routing_weights, weights.w1[order], weights.w2[order],
+        activation=activation, biases=Biases(weights.b1[order], weights.b2[order]),
+    )  # fmt: skip
+    torch.testing.assert_close(inputs.twin(), wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_biases_must_fit() -> None:
+    inputs = make_inputs(DecodeCase(name="fit", T=2, K=1, E=2, D=32, F=16), torch.float32, "cpu")
+    parts = dict(w1=inputs.weights.w1, w2=inputs.weights.w2, slots=inputs.weights.slots)
+    b1, b2 = draw_biases(4, 16, 32, torch.float32)
+    with pytest.raises(ValueError, match=r"b1 of shape \(4, 31\)"):
+        DecodeWeights(**parts, b1=b1[:, 1:].contiguous(), b2=b2)
+    narrow = DecodeWeights(**parts, b1=b1.half(), b2=b2)
+    for step in (warp_decode, warp_decode_torch):
+        with pytest.raises(ValueError, match=r"b1 of dtype torch.float16 must have the tokens' torch.float32"):
+            step(inputs.tokens, inputs.ids, inputs.routing_weights, narrow)
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------

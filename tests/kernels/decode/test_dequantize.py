@@ -31,30 +31,30 @@ def test_the_kernel_has_the_bits_of_torch(kind: str) -> None:
     run_ranks(interpreted, 1, kind, interpret=True)
 
 
-def test_dequantising_names_the_wrong_argument() -> None:
-    stored, coded, block = (stored_slots(kind, 2, 32, 64, seed=0) for kind in ("mxfp8", "mxfp4", "fp8"))
-    slots = torch.zeros(1, dtype=torch.int32)
+MXFP8, MXFP4, FP8 = (stored_slots(kind, 2, 32, 64, seed=0) for kind in ("mxfp8", "mxfp4", "fp8"))
 
-    def run(elements=stored.elements, scales=stored.scales, slots=slots, dtype=torch.float32) -> None:
-        dequantize_slots(elements, scales, slots, dtype)
 
-    with pytest.raises(ValueError, match=r"elements of torch.uint8 with scales of torch.float32 must be MXFP8"):
-        run(coded.elements, block.scales)
-    with pytest.raises(ValueError, match=r"columns=48 of elements must be a multiple of 32"):
-        run(stored.elements[..., :48])
-    with pytest.raises(ValueError, match=r"columns=40 of elements must be a multiple of 16"):
-        run(stored.elements[..., :40], block.scales)
-    with pytest.raises(
-        ValueError, match=r"scales of shape \(2, 32, 1\) must be \(2, 32, 2\) for elements \(2, 32, 64\)"
-    ):
-        run(scales=stored.scales[..., :1])
-    with pytest.raises(
-        ValueError, match=r"scales of shape \(2, 32, 2\) must be \(2, 32, 4\) for elements \(2, 32, 64\)"
-    ):
-        run(torch.cat([coded.elements] * 2, -1))
-    with pytest.raises(ValueError, match=r"elements of shape \(2, 32, 32\) must be contiguous, has strides"):
-        run(stored.elements[..., :32], stored.scales[..., :1].contiguous())
-    with pytest.raises(ValueError, match=r"slots of shape \(1,\) and torch.int64 must be \(n,\) int32"):
-        run(slots=slots.long())
-    with pytest.raises(ValueError, match=r"dtype=torch.float64 must be one of"):
-        run(dtype=torch.float64)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"elements": MXFP4.elements, "scales": FP8.scales},
+            r"elements of torch.uint8 with scales of torch.float32 must be MXFP8",
+        ),
+        ({"elements": MXFP8.elements[..., :48]}, r"columns=48 of elements must be a multiple of 32"),
+        (
+            {"elements": MXFP8.elements[..., :40], "scales": FP8.scales},
+            r"columns=40 of elements must be a multiple of 16",
+        ),
+        ({"scales": MXFP8.scales[..., :1]}, r"scales of shape \(2, 32, 1\) must be \(2, 32, 2\) for .* \(2, 32, 64\)"),
+        ({"elements": torch.cat([MXFP4.elements] * 2, -1)}, r"scales of shape \(2, 32, 2\) must be \(2, 32, 4\) for"),
+        ({"elements": MXFP8.elements[..., :32], "scales": MXFP8.scales[..., :1].contiguous()}, "must be contiguous"),
+        ({"slots": torch.zeros(1).long()}, r"slots of shape \(1,\) and torch.int64 must be \(n,\) int32"),
+        ({"dtype": torch.float64}, r"dtype=torch.float64 must be one of"),
+    ],
+)
+def test_dequantising_names_the_wrong_argument(changes: dict, message: str) -> None:
+    given = {"elements": MXFP8.elements, "scales": MXFP8.scales, "slots": torch.zeros(1, dtype=torch.int32)}
+    given = given | {"dtype": torch.float32} | changes
+    with pytest.raises(ValueError, match=message):
+        dequantize_slots(given["elements"], given["scales"], given["slots"], given["dtype"])

@@ -1,14 +1,18 @@
-"""Grouped GEMMs and SwiGLU's backward under the interpreter, against their twins and float64."""
+"""Grouped GEMMs, gathers and gradients under the interpreter, against their twins and float64; examples, refusals."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from activation_cases import ACTIVATIONS
 from gemm_cases import (
     check_activation_backward,
+    check_bias_gradient,
+    check_bias_products,
     check_gather,
     check_group_gemm,
     check_wgrad,
@@ -17,9 +21,11 @@ from gemm_cases import (
     random_counts,
 )
 from ranks import run_ranks
+from torch import Tensor
 
 from comet.kernels.gemm.activation import activation_backward_torch, check_backward
-from comet.kernels.gemm.gather_rows import gather_rows
+from comet.kernels.gemm.bias import bias_gradient_torch
+from comet.kernels.gemm.gather_rows import OwnRows, gather_rows, gather_rows_torch
 from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm, group_gemm_torch, num_blocks, valid_rows
 from comet.kernels.gemm.wgrad import group_gemm_wgrad, group_gemm_wgrad_torch
 from comet.kernels.runtime.arguments import TileTable
@@ -93,80 +99,24 @@ def backward_cases(rank: int, world_size: int, dtype: torch.dtype) -> None:
             check_activation_backward(rows, ffn, dtype, 10 * seed, "cpu", ACTIVATIONS[seed % len(ACTIVATIONS)])
 
 
-def far_table(first_row: int) -> TileTable:
-    """One tile of 16 rows, in which received rows are in the opposite order."""
-    row_ids = torch.full((first_row + 16,), -1, dtype=torch.int32)
-    row_ids[first_row:] = torch.arange(first_row + 15, first_row - 1, -1, dtype=torch.int32)
-    tiles = torch.tensor([[0, first_row, 16, 0]], dtype=torch.int32)
-    return make_table(tiles, torch.ones(1, dtype=torch.int32), row_ids, 16)
-
-
-def far_copies(rank: int, world_size: int) -> torch.Tensor:
-    """Rows and copies that lie behind 2^31, too."""
-    first_row = 2**31 // 65536 + 16
-    rows, out = (torch.empty(first_row + 16, 65536, dtype=torch.float16) for _ in range(2))
-    rows[first_row:] = torch.arange(16, dtype=torch.float16)[:, None]
-    table = far_table(first_row)
-    gather_rows(rows, out, table.row_ids, table)
-    return out[first_row:, ::4096].clone()
-
-
-def far_rows(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """One tile whose first element lies behind 2^31 in both ``a`` and ``out`` (only the touched pages are backed)."""
-    width = 65536
-    first_row = 2**31 // width + 16
-    a = torch.empty(first_row + 16, width, dtype=torch.float16)
-    out = torch.empty(first_row + 16, width, dtype=torch.float16)
-    a[first_row:] = 0
-    a[first_row:, 0] = torch.arange(16, dtype=torch.float16)
-    a[first_row:, 1] = 1
-    b = torch.zeros(1, width, 16, dtype=torch.float16)
-    b[0, 0, :] = 2
-    b[0, 1, :] = torch.arange(16, dtype=torch.float16)
-    table = far_table(first_row)
-    narrow = torch.empty(first_row + 16, 16, dtype=torch.float16)
-    config = GemmConfig(block_n=256, block_k=2048)
-    group_gemm(a, b, narrow, table, gather=True, layout="kn", config=config)
-    gathered = narrow[first_row:].clone()
-    wide = torch.zeros(1, width, 16, dtype=torch.float16)
-    wide[0, -256:, 0] = 1
-    rows = torch.zeros(first_row + 16, 16, dtype=torch.float16)
-    rows[first_row:, 0] = torch.arange(16, dtype=torch.float16)
-    group_gemm(rows, wide, out, table, gather=False, layout="nk", config=GemmConfig(block_n=4096, block_k=16))
-    return gathered, out[first_row:, -256:].clone()
+def bias_cases(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    for seed, counts in enumerate(([[0, 3, 40]], [[16, 0, 0, 33]], [[1]])):
+        rows = make_rows(counts, 16, "cpu", seed)
+        for width in (16, 272):
+            for weighted in (False, True):
+                check_bias_gradient(rows, width, dtype, 10 * seed, "cpu", weighted=weighted)
+            check_bias_products(rows, width, dtype, 10 * seed, "cpu")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_group_gemm_matches_twin_and_float64(dtype):
-    run_ranks(group_gemm_cases, 1, dtype, interpret=True, timeout=300)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_wgrad_matches_twin_and_float64(dtype):
-    run_ranks(wgrad_cases, 1, dtype, interpret=True, timeout=300)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_gathered_rows_match_twin(dtype):
-    run_ranks(gather_cases, 1, dtype, interpret=True, timeout=300)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_activation_backward_matches_twin_and_float64(dtype):
-    run_ranks(backward_cases, 1, dtype, interpret=True, timeout=300)
+@pytest.mark.parametrize("cases", [group_gemm_cases, wgrad_cases, gather_cases, backward_cases, bias_cases])
+def test_kernels_match_their_twins_and_float64(cases: Callable[..., None], dtype: torch.dtype) -> None:
+    run_ranks(cases, 1, dtype, interpret=True, timeout=300)
 
 
 @pytest.mark.parametrize(("dtype", "seed"), [(torch.float32, 1), (torch.float16, 2)])
 def test_random_layouts(dtype, seed):
     run_ranks(random_gemm_cases, 1, dtype, seed, interpret=True, timeout=300)
-
-
-def test_offsets_past_two_to_the_31():
-    gathered, written = run_ranks(far_rows, 1, interpret=True, timeout=300)[0]
-    ids = torch.arange(16, dtype=torch.float16)
-    assert torch.equal(gathered, 2 * ids.flip(0)[:, None] + ids[None, :])
-    assert torch.equal(written, ids[:, None].expand(16, 256))
-    assert torch.equal(run_ranks(far_copies, 1, interpret=True, timeout=300)[0], ids.flip(0)[:, None].expand(16, 16))
 
 
 def table_of(tiles: list[list[int]], num_tiles: int, row_ids: list[int], block_rows: int) -> TileTable:
@@ -228,6 +178,25 @@ def test_example_of_activation_backward():
     assert (hidden[0, 0].item(), grad_weights.item()) == (0, 0)
 
 
+def test_example_of_gather_rows() -> None:
+    table, rows, own = table_of([[0, 0, 2, 0]], 1, [1, 0, -1], 16), torch.zeros(2, 16), torch.zeros(1, 16)
+    rows[:, 0], own[0, 0] = torch.tensor([5.0, 6.0]), 7
+    for apart, copied in ((None, [6, 5, 0]), (OwnRows(rows=own, first=1), [7, 5, 0])):
+        out = torch.zeros(3, 16)
+        gather_rows_torch(rows, out, table.row_ids, table, apart)
+        assert out[:, 0].tolist() == copied
+
+
+def test_example_of_bias_gradient() -> None:
+    rows, out = torch.tensor([[1.0, 2], [3, 4], [torch.nan, torch.nan]]), torch.empty(1, 2)
+    segments = torch.tensor([0]), torch.tensor([2])
+    bias_gradient_torch(rows, out, segments, None)
+    assert out.tolist() == [[4, 6]]
+    routing = torch.tensor([0, 1, -1]), torch.tensor([0, 0, -1]), torch.tensor([[1.0], [10.0]])
+    bias_gradient_torch(rows, out, segments, routing)
+    assert out.tolist() == [[31, 42]]
+
+
 def test_backward_is_the_gradient_of_the_forward():
     """Autograd through w * (h @ v) in float64 gives the three results."""
     rows = make_rows([[3, 0, 2]], block_rows=8, device="cpu", seed=3)
@@ -247,61 +216,76 @@ def test_backward_is_the_gradient_of_the_forward():
     torch.testing.assert_close(results[1][valid], (weight[:, None] * hidden).detach())
 
 
-def test_group_gemm_names_the_wrong_argument():
-    table = example_table()
-    a, b, out = torch.zeros(8, 32), torch.zeros(2, 48, 32), torch.zeros(8, 48)
-
-    def run(a=a, b=b, out=out, layout="nk"):
-        group_gemm(a, b, out, table, gather=False, layout=layout, config=SMALL)
-
-    with pytest.raises(ValueError, match=r"layout='mn' must be 'nk' or 'kn'"):
-        run(layout="mn")
-    with pytest.raises(ValueError, match=r"a has 32 columns, b of layout 'kn' contracts over 48"):
-        run(layout="kn")
-    with pytest.raises(ValueError, match=r"out has 32 columns, b of layout 'nk' gives 48"):
-        run(out=torch.zeros(8, 32))
-    with pytest.raises(ValueError, match=r"N=40 must be a positive multiple of 16"):
-        run(b=torch.zeros(2, 40, 32), out=torch.zeros(8, 40))
-    with pytest.raises(ValueError, match=r"K=24 must be a positive multiple of 16"):
-        run(a=torch.zeros(8, 24), b=torch.zeros(2, 48, 24))
-    with pytest.raises(ValueError, match=r"a of shape \(8, 32\) must be contiguous, has strides \(1, 8\)"):
-        run(a=torch.zeros(32, 8).T)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layout": "mn"}, "layout='mn' must be 'nk' or 'kn'"),
+        ({"layout": "kn"}, "a has 32 columns, b of layout 'kn' contracts over 48"),
+        ({"out": torch.zeros(8, 32)}, "out has 32 columns, b of layout 'nk' gives 48"),
+        ({"b": torch.zeros(2, 40, 32), "out": torch.zeros(8, 40)}, "N=40 must be a positive multiple of 16"),
+        ({"a": torch.zeros(8, 24), "b": torch.zeros(2, 48, 24)}, "K=24 must be a positive multiple of 16"),
+        ({"a": torch.zeros(32, 8).T}, r"a of shape \(8, 32\) must be contiguous, has strides \(1, 8\)"),
+    ],
+)
+def test_group_gemm_names_the_wrong_argument(changes: dict, message: str) -> None:
+    given = {"a": torch.zeros(8, 32), "b": torch.zeros(2, 48, 32), "out": torch.zeros(8, 48), "layout": "nk"} | changes
+    with pytest.raises(ValueError, match=message):
+        group_gemm(**given, table=example_table(), gather=False, config=SMALL)
 
 
-def test_wgrad_names_the_wrong_argument():
-    counts = torch.zeros(2, dtype=torch.int32)
-    a, b, out = torch.zeros(8, 32), torch.zeros(8, 48), torch.zeros(2, 32, 48)
-
-    def run(a=a, b=b, out=out, counts=counts):
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"a": torch.zeros(7, 32)}, "a has 7 rows, b has 8: they must agree"),
+        ({"out": torch.zeros(2, 32, 32)}, r"out of shape \(2, 32, 32\) must be .* = \(2, 32, 48\)"),
+        ({"a": torch.zeros(8, 24), "out": torch.zeros(2, 24, 48)}, "columns of a=24 must be a positive multiple of 16"),
+        ({"counts": torch.zeros(1, dtype=torch.int32)}, "segment_counts has 1 entries, must be experts=2"),
+    ],
+)
+def test_wgrad_names_the_wrong_argument(changes: dict, message: str) -> None:
+    given = {"a": torch.zeros(8, 32), "b": torch.zeros(8, 48), "out": torch.zeros(2, 32, 48)}
+    a, b, out, counts = (given | {"counts": torch.zeros(2, dtype=torch.int32)} | changes).values()
+    with pytest.raises(ValueError, match=message):
         group_gemm_wgrad(a, b, out, counts, counts, config=SMALL)
 
-    with pytest.raises(ValueError, match=r"a has 7 rows, b has 8: they must agree"):
-        run(a=a[:7])
-    with pytest.raises(ValueError, match=r"out of shape \(2, 32, 32\) must be .* = \(2, 32, 48\)"):
-        run(out=torch.zeros(2, 32, 32))
-    with pytest.raises(ValueError, match=r"columns of a=24 must be a positive multiple of 16"):
-        run(a=torch.zeros(8, 24), out=torch.zeros(2, 24, 48))
-    with pytest.raises(ValueError, match=r"segment_counts has 1 entries, must be experts=2"):
-        run(counts=counts[:1])
+
+@pytest.mark.parametrize(
+    ("ffn", "block_rows", "hidden_rows", "message"),
+    [
+        (16, 8, 7, r"weighted_hidden of shape \(7, 16\), .* must be contiguous of shape \(8, 16\)"),
+        (24, 8, 8, "F=24 must be a positive multiple of 16"),
+        (16, 12, 8, "block_rows=12 must be a multiple of 8"),
+    ],
+)
+def test_activation_backward_names_the_wrong_argument(
+    ffn: int, block_rows: int, hidden_rows: int, message: str
+) -> None:
+    table, slots = replace(example_table(), block_rows=block_rows), torch.zeros(8, dtype=torch.int32)
+    outs = (torch.zeros(8, 2 * ffn), torch.zeros(hidden_rows, ffn), torch.zeros(4, 2))
+    with pytest.raises(ValueError, match=message):
+        check_backward(torch.zeros(8, 2 * ffn), torch.zeros(8, ffn), slots, torch.zeros(4, 2), table, *outs)
 
 
-def test_activation_backward_names_the_wrong_argument():
-    table = example_table()
+ROWS, OUT = torch.zeros(4, 32), torch.zeros(8, 32)
 
-    def run(ffn=16, block_rows=8, hidden_rows=8):
-        shaped = make_table(table.tiles, table.num_tiles, table.row_ids, block_rows)
-        slots = torch.zeros(8, dtype=torch.int32)
-        outs = (torch.zeros(8, 2 * ffn), torch.zeros(hidden_rows, ffn), torch.zeros(4, 2))
-        check_backward(torch.zeros(8, 2 * ffn), torch.zeros(8, ffn), slots, torch.zeros(4, 2), shaped, *outs)
 
-    with pytest.raises(
-        ValueError, match=r"weighted_hidden of shape \(7, 16\), .* must be contiguous of shape \(8, 16\)"
-    ):
-        run(hidden_rows=7)
-    with pytest.raises(ValueError, match=r"F=24 must be a positive multiple of 16"):
-        run(ffn=24)
-    with pytest.raises(ValueError, match=r"block_rows=12 must be a multiple of 8"):
-        run(block_rows=12)
+@pytest.mark.parametrize(
+    ("rows", "out", "own", "message"),
+    [
+        (ROWS, OUT[:7], None, r"out of shape \(7, 32\) and torch.float32 must have a row for each of row_ids=8"),
+        (torch.zeros(4, 16), OUT, None, r"out of shape \(8, 32\) .* and columns=16 and dtype=torch.float32 of rows"),
+        (ROWS.half(), OUT, None, r"dtype=torch.float16 of rows"),
+        (torch.zeros(4, 24), torch.zeros(8, 24), None, r"columns of rows=24 must be a multiple of 16"),
+        (ROWS, OUT, ROWS[:, :16], r"own rows of shape \(4, 16\) .* must have columns=32 and dtype=torch.float32"),
+        (ROWS, OUT, ROWS.half(), r"own rows of shape \(4, 32\) and torch.float16 must have columns=32"),
+        (ROWS, OUT, torch.zeros(32, 4).T, r"own rows of shape \(4, 32\) must be contiguous, has strides \(1, 4\)"),
+        (torch.zeros(32, 4).T, OUT, None, r"rows of shape \(4, 32\) must be contiguous, has strides \(1, 4\)"),
+    ],
+)
+def test_gathering_names_the_wrong_argument(rows: Tensor, out: Tensor, own: Tensor | None, message: str) -> None:
+    table = table_of([[0, 0, 2, 0]], 1, [0] * 8, 16)
+    with pytest.raises(ValueError, match=message):
+        gather_rows(rows, out, table.row_ids, table, None if own is None else OwnRows(rows=own, first=0))
 
 
 def test_rows_without_capacity_launch_nothing():

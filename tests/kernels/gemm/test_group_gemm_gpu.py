@@ -9,6 +9,8 @@ import torch
 from activation_cases import ACTIVATIONS
 from gemm_cases import (
     check_activation_backward,
+    check_bias_gradient,
+    check_bias_products,
     check_gather,
     check_group_gemm,
     check_wgrad,
@@ -67,6 +69,16 @@ def test_activation_backward(dtype):
             check_activation_backward(rows, ffn, dtype, seed, "cuda")
         for activation in ACTIVATIONS[1:]:
             check_activation_backward(rows, 272, dtype, seed, "cuda", activation)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("counts", [[[0, 3, 700, 128]], [[1]], [[5000, 0]]])
+def test_gradients_of_biases(dtype, counts):
+    rows = make_rows(counts, 128, "cuda", len(counts[0]))
+    for width in (16, 720, 2880):
+        for weighted in (False, True):
+            check_bias_gradient(rows, width, dtype, width, "cuda", weighted=weighted)
+        check_bias_products(rows, width, dtype, width, "cuda")
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 from decode_cases import DecodeCase
-from decode_ranks import compare_step, gathered_inputs, shard
+from decode_ranks import compare_step, gathered_inputs, on_device, shard
 from torch import Tensor
 
 from comet.config import MoEConfig, ParallelConfig
 from comet.decode import DataParallelDecode
-from comet.kernels.decode.step import Batch
 from comet.layer.group import ExpertGroup, make_expert_group
 
 LIMIT = 5
@@ -91,7 +90,3 @@ def check_replays(rank: int, world_size: int, case: DecodeCase, tp: int, dtype: 
     compare_step(case, output, inputs, dtype, f"the last replay, rank {rank}")
     runner.check()
     group.close()
-
-
-def on_device(batch: Batch, device: str) -> Batch:
-    return Batch(*(tensor.to(device) for tensor in batch))

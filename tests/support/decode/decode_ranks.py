@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 from functools import cache
 
+import pytest
 import torch
 import torch.distributed as dist
 from decode_cases import DecodeCase, draw_ids
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from comet.comm import Communicator, make_communicator
 from comet.decode import DecodeScratch, DecodeWeights, RankDecode, rank_slots, warp_decode_torch
+from comet.errors import CommTimeoutError
 from comet.kernels.decode.step import Batch
 from comet.layout import ExpertLayout
 from comet.reference.layer import shard_experts
@@ -30,10 +33,7 @@ def full_weights(case: DecodeCase, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def step_inputs(case: DecodeCase, step: int, num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, ids and routing weights of one step, equal on all ranks."""
     generator = torch.Generator().manual_seed(1000 * case.seed + step)
-    of_step = DecodeCase(
-        name=case.name, T=num_tokens, K=case.K, E=case.E, D=case.D, F=case.F, routing=case.routing, seed=case.seed
-    )
-    ids = draw_ids(of_step, generator)
+    ids = draw_ids(replace(case, T=num_tokens), generator)
     tokens = torch.randn(num_tokens, case.D, generator=generator).to(dtype)
     return tokens, ids, torch.rand(num_tokens, case.K, generator=generator) + 0.1
 
@@ -84,6 +84,10 @@ def run_steps(
 def gathered_inputs(case: DecodeCase, step: int, counts: tuple[int, ...], dtype: torch.dtype) -> list[Batch]:
     """What each rank brings to a step in which rank r has ``counts[r]`` tokens."""
     return [Batch(*step_inputs(case, 100 * step + rank, count, dtype)) for rank, count in enumerate(counts)]
+
+
+def on_device(batch: Batch, device: str) -> Batch:
+    return Batch(*(tensor.to(device) for tensor in batch))
 
 
 def padded(batches: list[Batch], max_tokens: int) -> Batch:
@@ -156,6 +160,24 @@ def compare_step(
     exact = DecodeWeights(w1=w1.double(), w2=w2.double(), slots=slots)
     wanted = warp_decode_torch(tokens.double(), ids, routing_weights.double(), exact)
     assert_as_good(who, output, plain, wanted, chain=chain_of(max(case.D, case.F), dtype))
+
+
+def three_steps(rank: int, case: DecodeCase, *, replicated: bool) -> tuple[RankDecode, DecodeWeights]:
+    """Of a token on each of two ranks; from then on waits are short: starting the ranks takes longer."""
+    comm, weights = open_rank(rank, 2, case, 1, torch.float32, "cpu")
+    decode = RankDecode(comm, hidden_size=case.D, max_tokens=1, replicated=replicated, use_kernels=True)
+    for step in range(3):
+        decode(*step_inputs(case, step, 1, torch.float32), weights, config=case.config)
+    dist.barrier()
+    comm.timeout_s = 0.2
+    return decode, weights
+
+
+def late_message(decode: RankDecode, weights: DecodeWeights, case: DecodeCase, step: int = 3) -> str:
+    """What is said of the rank that does not come to a step."""
+    with pytest.raises(CommTimeoutError) as caught:
+        decode(*step_inputs(case, step, 1, torch.float32), weights, config=case.config)
+    return str(caught.value)
 
 
 def assert_ranks_agree(outputs: list[list[Tensor]]) -> None:
