@@ -6,30 +6,23 @@ import copy
 
 import pytest
 import torch
-from data_parallel_cases import COUNTS, LIMIT, check_own_tokens
+from data_parallel_cases import COUNTS, LIMIT, CountedDecode, check_own_tokens
 from decode_cases import DecodeCase
 from ranks import run_ranks
+from training_cases import make_group
 
-from comet import MoE, MoEConfig, ParallelConfig, make_expert_group
+from comet import MoE, MoEConfig
 from comet.decode import DataParallelDecode, RankDecode
-from comet.layer.group import ExpertGroup
 
 CONFIG = MoEConfig(hidden_size=32, ffn_size=64, num_experts=8, top_k=2, shared_ffn_size=48)
 
 
-def make_group(ep: int, tp: int) -> ExpertGroup:
-    return make_expert_group(CONFIG, ParallelConfig(ep=ep, tp=tp), max_tokens=64, dtype=torch.float32, device="cpu")
-
-
 def own_tokens(rank: int, world_size: int, tp: int) -> None:
-    group = make_group(world_size // tp, tp)
+    group = make_group(CONFIG, ep=world_size // tp, tp=tp)
     layer = MoE(CONFIG, group, seed=4)
     runner = DataParallelDecode(CONFIG, group, LIMIT)
-    decoding = copy.copy(layer)
+    decoding, steps = copy.copy(layer), CountedDecode(runner).steps
     decoding.experts = runner
-    steps = []
-    decode = runner.decode_on_ranks
-    runner.decode_on_ranks = lambda *inputs, **settings: steps.append(len(inputs[0])) or decode(*inputs, **settings)
     for number, counts in enumerate(COUNTS):
         generator = torch.Generator().manual_seed(10 * number + rank)
         tokens = torch.randn(counts[rank % 2], CONFIG.hidden_size, generator=generator)
@@ -49,7 +42,6 @@ def own_tokens(rank: int, world_size: int, tp: int) -> None:
     output.sum().backward()
     assert layer.w1.grad is not None, "a gradient takes the layer's path"
     assert not steps
-    runner.decode_on_ranks = decode
     runner.check()
     group.close()
 
@@ -71,7 +63,7 @@ def test_two_ranks_against_all_experts() -> None:
 
 
 def test_sizes() -> None:
-    group = make_group(1, 1)
+    group = make_group(CONFIG, max_tokens=64)
     runner = DataParallelDecode(CONFIG, group)
     assert runner.decode_tokens == 64
     assert isinstance(runner.decode_on_ranks, RankDecode)

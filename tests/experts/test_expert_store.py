@@ -57,8 +57,21 @@ def staged(reader: Recorded, num_slots: int, num_places: int) -> StagedCache:
     return StagedCache(reader, Stage(num_places, reader.specs, CPU), 0, num_slots, CPU)
 
 
-def routing(num_tokens: int, top_k: int, made: torch.Generator) -> Tensor:
-    return torch.rand(num_tokens, NUM_EXPERTS, generator=made).argsort(dim=1)[:, :top_k].to(torch.int32)
+def routing(num_tokens: int, made: torch.Generator) -> Tensor:
+    return torch.rand(num_tokens, NUM_EXPERTS, generator=made).argsort(dim=1)[:, :2].to(torch.int32)
+
+
+def draw(num_tokens: int, made: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    ids, weights = routing(num_tokens, made), torch.rand(num_tokens, 2, generator=made)
+    return torch.randn(num_tokens, WIDTH, generator=made), ids, weights
+
+
+def check_slots(cache: StagedCache, reader: Recorded) -> None:
+    held = [expert for expert in range(NUM_EXPERTS) if cache.weights.slots[expert] >= 0]
+    assert len(held) <= cache.num_slots
+    for expert in held:
+        assert torch.equal(cache.weights.w1[cache.weights.slots[expert]], reader.w1[expert])
+        assert torch.equal(cache.weights.w2[cache.weights.slots[expert]], reader.w2[expert])
 
 
 def test_a_host_store_is_read_expert_by_expert_into_its_place() -> None:
@@ -77,22 +90,17 @@ def test_staged_decode_equals_resident_decode_bit_for_bit(num_slots: int, num_pl
     resident = DecodeWeights(w1=reader.w1, w2=reader.w2, slots=torch.arange(NUM_EXPERTS, dtype=torch.int32))
     made = torch.Generator().manual_seed(num_slots)
     for _ in range(40):
-        tokens, ids, weights = (
-            torch.randn(1, WIDTH, generator=made),
-            routing(1, 2, made),
-            torch.rand(1, 2, generator=made),
-        )
-        found = path(tokens, ids, weights, resident.w1, resident.w2)
-        assert torch.equal(found, Decoder(2, 64)(tokens, ids, weights, resident))
+        given = draw(1, made)
+        assert torch.equal(path(*given, reader.w1, reader.w2), Decoder(2, 64)(*given, resident))
     cache = path.cache
     assert cache.needed == 80
     assert NUM_EXPERTS < cache.fetched < 80, "slots were given away, and kept"
     assert len(reader.asked) == cache.stage.num_reads <= cache.fetched
     assert (len(reader.asked) == NUM_EXPERTS) == (num_places == NUM_EXPERTS), "what the stage holds is read once"
-    tokens, ids, weights = torch.randn(5, WIDTH, generator=made), routing(5, 2, made), torch.rand(5, 2, generator=made)
-    found = path(tokens, ids, weights, resident.w1, resident.w2)
-    torch.testing.assert_close(found, Decoder(2, 64)(tokens, ids, weights, resident), rtol=1e-4, atol=1e-4)
-    assert path(tokens[:0], ids[:0], weights[:0], resident.w1, resident.w2).shape == (0, WIDTH)
+    given = draw(5, made)
+    wanted = Decoder(2, 64)(*given, resident)
+    torch.testing.assert_close(path(*given, reader.w1, reader.w2), wanted, rtol=1e-4, atol=1e-4)
+    assert path(*draw(0, made), reader.w1, reader.w2).shape == (0, WIDTH)
 
 
 @pytest.mark.parametrize(("num_slots", "num_places"), [(2, 2), (3, 5), (8, 8)])
@@ -102,12 +110,11 @@ def test_longer_prompts_stream_each_expert_once_between_staged_steps(num_slots: 
     cache, made = path.cache, torch.Generator().manual_seed(num_slots)
     layout = ExpertLayout(num_experts=NUM_EXPERTS, top_k=2, ep=1, tp=1, rank=0)
     for num_tokens in (1, 9, 2, 30, 1, 5):
-        ids = routing(num_tokens, 2, made)
-        tokens, weights = torch.randn(num_tokens, WIDTH, generator=made), torch.rand(num_tokens, 2, generator=made)
+        given = draw(num_tokens, made)
         there = {expert for expert in range(NUM_EXPERTS) if cache.weights.slots[expert] >= 0}
-        before, needed = cache.fetched, set(ids.flatten().tolist())
-        found = path(tokens, ids, weights, reader.w1, reader.w2)
-        wanted = plain_experts(tokens, ids, weights, reader.w1, reader.w2, layout, None)
+        before, needed = cache.fetched, set(given[1].flatten().tolist())
+        found = path(*given, reader.w1, reader.w2)
+        wanted = plain_experts(*given, reader.w1, reader.w2, layout, None)
         if num_tokens > 4:
             assert torch.equal(found, wanted)
             assert cache.fetched - before == len(needed - there)
@@ -132,14 +139,6 @@ def test_prompts_and_steps_of_a_rank_find_an_expert_in_the_stage_by_one_number()
     assert reader.asked == [4]
 
 
-def check_slots(cache: StagedCache, reader: Recorded) -> None:
-    held = [expert for expert in range(NUM_EXPERTS) if cache.weights.slots[expert] >= 0]
-    assert len(held) <= cache.num_slots
-    for expert in held:
-        assert torch.equal(cache.weights.w1[cache.weights.slots[expert]], reader.w1[expert])
-        assert torch.equal(cache.weights.w2[cache.weights.slots[expert]], reader.w2[expert])
-
-
 def test_the_slot_used_longest_ago_is_given_away() -> None:
     reader = Recorded(3)
     cache = staged(reader, 2, 8)
@@ -160,13 +159,8 @@ def test_an_expert_that_was_read_in_part_is_never_used() -> None:
         cache.bring(torch.tensor([[4]]))  # not taken for read
     reader.broken = -1
     for ids in ([0, 1], [4, 0], [1, 4]):
-        weights = cache.bring(torch.tensor([ids]))
-        for expert in range(NUM_EXPERTS):
-            slot = int(weights.slots[expert])
-            assert slot >= 0 or expert not in ids
-            if slot >= 0:
-                assert torch.equal(weights.w1[slot], reader.w1[expert])
-                assert torch.equal(weights.w2[slot], reader.w2[expert])
+        assert (cache.bring(torch.tensor([ids])).slots[ids] >= 0).all()
+        check_slots(cache, reader)
 
 
 def test_a_read_that_takes_long_is_named_with_its_layer(caplog) -> None:
@@ -288,7 +282,7 @@ def test_uniform_routing_hits_as_often_as_is_expected() -> None:
     for step in range(2000):
         if step == 100:
             cache.needed = cache.fetched = 0
-        cache.bring(routing(1, 2, made))
+        cache.bring(routing(1, made))
     assert 1 - cache.fetched / cache.needed == pytest.approx(4 / NUM_EXPERTS, abs=0.03)
 
 

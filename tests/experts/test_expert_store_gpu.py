@@ -11,12 +11,12 @@ import torch
 
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 
+from cached_layers import D, F, K, draw_step, resident
 from hf_cases import greedy, logits_with_cache, prompt, tiny_model
 from hf_fp8_cases import publish
 
 import comet.experts.store
 from comet.decode.runners import Decoder, LocalRunner
-from comet.decode.weights import DecodeWeights
 from comet.experts import CachedExperts, ExpertCache
 from comet.experts.staged import Stage, StagedCache, StagedExperts
 from comet.experts.store import HeldExperts, host_memory
@@ -25,7 +25,7 @@ from comet.integrations.hf.stored_experts import cache_report
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
-E, K, D, F = 24, 4, 512, 208
+E = 24
 
 
 def test_memory_is_pinned_as_large_as_it_is_and_freed_again() -> None:
@@ -64,27 +64,23 @@ def test_steps_from_either_store_equal_resident_experts_bit_for_bit(num_slots: i
     w1, w2 = (torch.randn(*sizes, generator=made).bfloat16() for sizes in ((E, 2 * F, D), (E, D, F)))
     held = HeldExperts.fill(HeldExperts(w1, w2, False), CUDA)
     assert held.readable
-    resident = DecodeWeights(w1=w1.cuda(), w2=w2.cuda(), slots=torch.arange(E, dtype=torch.int32, device=CUDA))
+    whole = resident({"w1": w1, "w2": w2})
     stage = Stage(num_slots, held.specs, CUDA)
     staged = StagedExperts(StagedCache(held, stage, 0, num_slots, CUDA), LocalRunner(K, 8), K)
     cached = CachedExperts(ExpertCache(held.w1, held.w2, num_slots, CUDA), LocalRunner(K, 8), K)
     assert cached.cache.host.w1.data_ptr() == held.w1.data_ptr(), "no second copy"
     decode = Decoder(K, 8)
     for step in range(60):
-        tokens = torch.randn(1, D, generator=made).bfloat16().cuda()
-        ids = torch.randperm(E, generator=made)[:K].int()[None].cuda()
-        weights = torch.rand(1, K, generator=made).cuda()
-        wanted = decode(tokens, ids, weights, resident)
+        given = draw_step(made, 1, E, masked=False)
+        wanted = decode(*given, whole)
         for path in (staged, cached):
-            assert torch.equal(path(tokens, ids, weights, resident.w1, resident.w2), wanted), f"step {step}, {path}"
+            assert torch.equal(path(*given, whole.w1, whole.w2), wanted), f"step {step}, {path}"
     assert staged.cache.needed == 60 * K
     for num_tokens in (30, 9):  # more than a decode step takes
-        ids = torch.rand(num_tokens, E, generator=made).argsort(dim=1)[:, :K].int().cuda()
-        weights = torch.rand(num_tokens, K, generator=made).cuda()
-        inputs = torch.randn(num_tokens, D, generator=made).bfloat16().cuda(), ids, weights
-        found = [path(*inputs, resident.w1, resident.w2) for path in (staged, cached)]
+        given = draw_step(made, num_tokens, E, masked=False)
+        found = [path(*given, whole.w1, whole.w2) for path in (staged, cached)]
         assert torch.equal(*found)
-        wanted = Decoder(K, num_tokens)(*inputs, resident)
+        wanted = Decoder(K, num_tokens)(*given, whole)
         torch.testing.assert_close(found[0], wanted, rtol=0.05, atol=0.05 * float(wanted.abs().max()))
 
 

@@ -12,9 +12,8 @@ from activation_cases import ACTIVATIONS, NAMES
 from decode_cases import stored_parts
 from ranks import run_ranks
 from torch import Tensor
-from training_cases import MODEL, MOE
+from training_cases import MODEL, MOE, make_group
 
-from comet.config import ParallelConfig
 from comet.decode.runners import LocalRunner
 from comet.decode.twin import warp_decode_torch
 from comet.decode.weights import DecodeWeights
@@ -22,7 +21,6 @@ from comet.experts import CACHED_DECODE_TOKENS, CachedExperts, ExpertCache, stre
 from comet.experts.streaming import Visit, group_visits, plan_visits
 from comet.generation.engine import GPTEngine
 from comet.kernels.runtime.activation import Activation
-from comet.layer.group import make_expert_group
 from comet.layout import ExpertLayout
 from comet.models.gpt import GPT
 from comet.reference.plain import plain_experts
@@ -181,7 +179,7 @@ def test_prompts_over_ranks(layout: dict[str, int]) -> None:
 
 
 def read_prompts(rank: int, world_size: int, layout: dict[str, int]) -> None:
-    group = make_expert_group(MODEL.moe, ParallelConfig(**layout), max_tokens=64, dtype=torch.float32, device="cpu")
+    group = make_group(MODEL.moe, **layout)
     ids = torch.randint(256, (2, 20), generator=torch.Generator().manual_seed(3))
     found = []
     for slots, device in ((MOE.top_k, CPU), (None, None)):

@@ -11,7 +11,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -20,9 +19,8 @@ from decode_cases import DecodeCase
 from host_cases import CASE, CPU, DEADLINE_S, IN_WAVES, PROFILE, SLOW_LINK, cache_of, leave_all_to, set_deadline
 from ranks import run_ranks
 from tiers import slow
-from training_cases import MODEL, MOE, Rank, awake_model, make_job
+from training_cases import MODEL, MOE, Rank, awake_model, compare_texts, make_group, make_job, nearly_equal
 
-from comet.config import ParallelConfig
 from comet.decode.twin import warp_decode_torch
 from comet.errors import HostComputeError
 from comet.experts import ExpertCache
@@ -41,7 +39,7 @@ from comet.kernels.experts.host import PLACE_HOST, worth_least
 from comet.kernels.experts.mailbox import EXPERTS
 from comet.kernels.experts.tables import HOSTED
 from comet.kernels.runtime.activation import Activation
-from comet.layer.group import ExpertGroup, make_expert_group
+from comet.layer.group import ExpertGroup
 from comet.training.trainer import train
 
 
@@ -58,15 +56,8 @@ def compare_engines(group: ExpertGroup | None = None, expert_dtype: str | None =
     """Texts with and without the host's cores: the same numbers, up to rounding, and other experts on the link."""
     mine, plain = (engine_of(cores, group, expert_dtype) for cores in ("2" if group else "1", "off"))
     measured = mine.cores.profile
-    drawn = torch.Generator().manual_seed(7)
-    ids = torch.randint(256, (1, 3), generator=drawn)  # in waves
-    found = [engine.prefill(ids, torch.tensor([3]), 30) for engine in (mine, plain)]
-    for _ in range(6):
-        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
-        token = torch.randint(256, (1,), generator=drawn)
-        found = [engine.decode(token) for engine in (mine, plain)]
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
-    compare_streamed(mine, plain, drawn)
+    compare_texts(mine, plain, prompt=3, steps=6, compare=nearly_equal)  # the prompt in waves
+    compare_streamed(mine, plain)
     mine.check()
     with_host, without = mine.cache_report(), plain.cache_report()
     assert mine.cores is not None
@@ -81,18 +72,15 @@ def compare_engines(group: ExpertGroup | None = None, expert_dtype: str | None =
     mine.cores.close()
 
 
-def compare_streamed(mine: GPTEngine, plain: GPTEngine, drawn: torch.Generator) -> None:
+def compare_streamed(mine: GPTEngine, plain: GPTEngine) -> None:
     """A prompt that streams leaves experts to the host, too, and steps go on behind it."""
     mine.cores.profile = SLOW_LINK
     before = mine.cache_report()
-    ids = torch.randint(256, (1, 20), generator=drawn)
-    found = [engine.prefill(ids, torch.tensor([20]), 30) for engine in (mine, plain)]
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    compare_texts(mine, plain, prompt=20, steps=0, compare=nearly_equal)
     after, without = mine.cache_report(), plain.cache_report()
     assert after.needed == without.needed
     assert after.hosted > before.hosted
-    token = torch.randint(256, (1,), generator=drawn)
-    torch.testing.assert_close(*(engine.decode(token) for engine in (mine, plain)), rtol=1e-4, atol=1e-4)
+    nearly_equal(*(engine.decode(torch.tensor([3])) for engine in (mine, plain)))
 
 
 @pytest.mark.parametrize("expert_dtype", [None, "mxfp8", slow("mxfp4")])
@@ -106,7 +94,7 @@ def test_each_rank_has_cores_of_its_own(layout: dict[str, int]) -> None:
 
 
 def engines_over_ranks(rank: int, world_size: int, layout: dict[str, int]) -> None:
-    group = make_expert_group(MODEL.moe, ParallelConfig(**layout), max_tokens=64, dtype=torch.float32, device="cpu")
+    group = make_group(MODEL.moe, **layout)
     compare_engines(group)
     group.close()
 
@@ -259,12 +247,9 @@ def test_the_example_of_a_prompt() -> None:
     assert replace(PROFILE, full_expert_ns=2000).share_of_prompt([1, 4, 4], 5, 4) == 1, (
         "those of many tokens take longer"
     )
-
-
-def test_a_slow_host_is_left_out() -> None:
-    assert replace(PROFILE, expert_ns=10_000, full_expert_ns=10_000).share_of_prompt([1, 1, 1], 5, 4) == 0
-    table = replace(PROFILE, expert_ns=10_000, full_expert_ns=10_000).share_table(4, 8)
-    assert not table.any()
+    slow_host = replace(PROFILE, expert_ns=10_000, full_expert_ns=10_000)
+    assert slow_host.share_of_prompt([1, 1, 1], 5, 4) == 0
+    assert not slow_host.share_table(4, 8).any()
 
 
 class Mark:
@@ -344,12 +329,8 @@ def test_those_worth_least_go_to_the_host() -> None:
 
 def test_settings_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_cores, "usable_cores", lambda: 16)
-    assert [cores_of(setting, ranks) for setting, ranks in (("off", 1), ("auto", 2), ("8", 2), ("16", 1))] == [
-        0,
-        7,
-        4,
-        16,
-    ]
+    for setting, ranks, cores in (("off", 1, 0), ("auto", 2, 7), ("8", 2, 4), ("16", 1, 16)):
+        assert cores_of(setting, ranks) == cores
     for setting in ("17", "1"):
         with pytest.raises(ValueError, match=f"host_cores='{setting}' must be a number from 2"):
             cores_of(setting, 2)
@@ -362,13 +343,7 @@ def test_settings_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
         GenerateConfig(host_cores="x")
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"expert_budget": None}, "generate.host_cores=1 must come with an expert_budget"),
-    ],
-)
-def test_settings_that_do_not_go_together(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
-    settings = GenerateConfig(source=str(tmp_path), **{"expert_budget": 0.5, "host_cores": "1", **changed})
-    with pytest.raises(ValueError, match=message):
+def test_cores_without_a_budget_are_refused(tmp_path: Path) -> None:
+    settings = GenerateConfig(source=str(tmp_path), host_cores="1")
+    with pytest.raises(ValueError, match=r"generate\.host_cores=1 must come with an expert_budget"):
         plan_experts(replace(make_job(tmp_path, model=MODEL), generate=settings), torch.float32)

@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 import torch
 from cache_cases import decide_as_on_a_gpu
-from training_cases import MODEL, MOE
+from training_cases import MODEL, MOE, make_group
 
-from comet.config import ParallelConfig
 from comet.experts.options import StoreOptions
 from comet.experts.prefetch import prefetch_wanted, prefetches
 from comet.experts.store import HeldExperts
 from comet.generation.engine import GPTEngine
 from comet.jobs.generate import GenerateConfig
-from comet.layer.group import ExpertGroup, make_expert_group
+from comet.layer.group import ExpertGroup
 from comet.models.gpt import GPT
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -26,7 +25,7 @@ FILE: dict[str, Any] = {"expert_store": "file", "host_budget": 0.75}
 
 @pytest.fixture
 def group() -> Iterator[ExpertGroup]:
-    made = make_expert_group(MODEL.moe, ParallelConfig(), max_tokens=256, dtype=torch.float32, device="cpu")
+    made = make_group(MODEL.moe)
     yield made
     made.close()
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import stress
@@ -25,7 +26,7 @@ from torch.nn.functional import silu
 from comet.layer.twin import layer as twin
 from comet.quantization.formats import FP8, FP8_BLOCK, quantize_rows
 
-Spoil = Callable[[Tensor, Tensor, int], None]
+Spoil = Callable[[Tensor, Tensor], object]
 
 
 def sizes_of_a_gpu(path: str, device: str) -> Sizes:
@@ -37,7 +38,7 @@ def run_as_on_a_gpu(rank: int, of: Stress, indices: range, journal: Path, spoil:
 
     def multiply(rows: FP8, weight: FP8, expert: int) -> Tensor:
         scales = rows.scales.clone(), weight.scales.clone()
-        spoil(*scales, expert)
+        spoil(*scales)
         rows = FP8(elements=rows.elements, scales=scales[0], block_rows=1)
         return tensor_cores.multiply(rows, FP8(elements=weight.elements, scales=scales[1]), expert)
 
@@ -47,37 +48,25 @@ def run_as_on_a_gpu(rank: int, of: Stress, indices: range, journal: Path, spoil:
     return run_batch(rank, of.world_size, of, indices, journal)
 
 
-def as_they_are(rank: int, world_size: int, *rest: object) -> Outcome:
-    return run_as_on_a_gpu(rank, *rest, lambda rows, weight, expert: None)  # type: ignore[arg-type]
+def as_they_are(rank: int, world_size: int, *rest: Any) -> Outcome:
+    return run_as_on_a_gpu(rank, *rest, lambda rows, weight: None)
 
 
-def without_the_scale_of_a_group(rank: int, world_size: int, *rest: object) -> Outcome:
-    def spoil(rows: Tensor, weight: Tensor, expert: int) -> None:
-        rows[0, 0] = 1
-
-    return run_as_on_a_gpu(rank, *rest, spoil)  # type: ignore[arg-type]
+def without_the_scale_of_a_group(rank: int, world_size: int, *rest: Any) -> Outcome:
+    return run_as_on_a_gpu(rank, *rest, lambda rows, weight: rows[0, 0].fill_(1))
 
 
-def with_the_scales_of_the_next_row(rank: int, world_size: int, *rest: object) -> Outcome:
-    def spoil(rows: Tensor, weight: Tensor, expert: int) -> None:
-        rows.copy_(rows.roll(1, 0))
-
-    return run_as_on_a_gpu(rank, *rest, spoil)  # type: ignore[arg-type]
+def with_the_scales_of_the_next_row(rank: int, world_size: int, *rest: Any) -> Outcome:
+    return run_as_on_a_gpu(rank, *rest, lambda rows, weight: rows.copy_(rows.roll(1, 0)))
 
 
-def with_the_scales_of_the_next_block(rank: int, world_size: int, *rest: object) -> Outcome:
-    def spoil(rows: Tensor, weight: Tensor, expert: int) -> None:
-        weight.copy_(weight.roll(1, 2))
-
-    return run_as_on_a_gpu(rank, *rest, spoil)  # type: ignore[arg-type]
+def with_the_scales_of_the_next_block(rank: int, world_size: int, *rest: Any) -> Outcome:
+    return run_as_on_a_gpu(rank, *rest, lambda rows, weight: weight.copy_(weight.roll(1, 2)))
 
 
-def five_percent_off(rank: int, world_size: int, *rest: object) -> Outcome:
-    def spoil(rows: Tensor, weight: Tensor, expert: int) -> None:
-        if weight.shape[2] == 1:  # of w2
-            weight *= 1.05
-
-    return run_as_on_a_gpu(rank, *rest, spoil)  # type: ignore[arg-type]
+def five_percent_off(rank: int, world_size: int, *rest: Any) -> Outcome:
+    is_w2 = lambda weight: weight.shape[2] == 1  # noqa: E731
+    return run_as_on_a_gpu(rank, *rest, lambda rows, weight: weight.mul_(1.05 if is_w2(weight) else 1))
 
 
 BATCHES: dict[Callable[..., Outcome], int] = {

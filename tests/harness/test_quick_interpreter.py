@@ -51,20 +51,3 @@ def test_results_and_errors_are_tritons_own() -> None:
     assert all(torch.equal(mine, own) for mine, own in zip(quick[0], slow[0], strict=True))
     assert quick[0][0].any()
     assert quick[1:] == slow[1:]
-
-
-def patched_languages(rank: int, world_size: int) -> int:
-    from triton.runtime import interpreter
-
-    counts: list[int] = []
-    builtins = interpreter._patch_builtin
-    interpreter._patch_builtin = lambda *arguments: (counts.append(1), builtins(*arguments))
-    launches(rank, world_size)
-    return len(counts)
-
-
-def test_the_language_is_patched_once_per_launch() -> None:
-    quick, slow = (
-        run_ranks(patched_languages, 1, interpret=True, backend=backend)[0] for backend in ("gloo", "cpu:gloo")
-    )
-    assert quick <= slow / 3

@@ -115,10 +115,15 @@ def test_time_that_is_up_ends_the_run_with_what_was_found(capsys: pytest.Capture
     assert (summary["cases"], summary["mismatches"]) == (1, 0)
 
 
-def test_the_worked_example_of_the_command() -> None:
+def test_worked_examples_of_the_command() -> None:
     of = Stress(3, 2, "fused", "cpu", family=5)
     assert "--seed 3 --first 10 --cases 3 --family 5 " in stress.command(of, 0, 12)
     assert "--seed 3 --first 11 --cases 2 --family 5 " in stress.command(of, 11, 12)
+    given = Stress(seed=0, world_size=2, path="fused", device="cuda", family=5, layer1="triton")
+    shape = "--cases 3 --family 5 --world-size 2 --path fused --device cuda"
+    assert stress.command(given, 0, 7).endswith(f"{shape} --layer1 triton")
+    assert stress.command(replace(given, layer0="triton"), 0, 7).endswith(f"{shape} --layer0 triton --layer1 triton")
+    assert stress.command(replace(given, layer1="cuda"), 0, 7).endswith(shape)
 
 
 KINDS = [("fused", "cpu"), ("twin", "cpu"), ("fused", "cuda")]
@@ -219,11 +224,3 @@ def test_bad_arguments_are_named(argument: str, capsys: pytest.CaptureFixture[st
         stress.main([argument])
     assert caught.value.code == 2
     assert argument.split("=")[0] in capsys.readouterr().err
-
-
-def test_the_command_says_which_layers_are_in_cuda() -> None:
-    given = Stress(seed=0, world_size=2, path="fused", device="cuda", family=5, layer1="triton")
-    shape = "--cases 3 --family 5 --world-size 2 --path fused --device cuda"
-    assert stress.command(given, 0, 7).endswith(f"{shape} --layer1 triton")
-    assert stress.command(replace(given, layer0="triton"), 0, 7).endswith(f"{shape} --layer0 triton --layer1 triton")
-    assert stress.command(replace(given, layer1="cuda"), 0, 7).endswith(shape)

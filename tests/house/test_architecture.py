@@ -33,10 +33,8 @@ FORBIDDEN = {
     "benchmarks": ("tests",),
     "tests": (),
 }
-BINDINGS, BINDINGS_IN = (
-    "cuda.bindings",
-    "kernels/runtime/nvrtc.py",
-)  # what kernels import beside torch and triton, and where
+# What kernels import beside torch and triton, and where.
+BINDINGS, BINDINGS_IN = "cuda.bindings", "kernels/runtime/nvrtc.py"
 # Folders and files of comet, and the folders of kernels, from the ground up: each imports of the rows below it only.
 ROOMS = (
     ("kernels",),
@@ -269,15 +267,13 @@ def documented(source: Source) -> list[str]:
 
 def comments(source: Source) -> list[str]:
     """A TODO names its issue, and everything is ASCII."""
-    found = []
-    for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
-        is_todo = token.type == tokenize.COMMENT and re.search(r"\b(TODO|FIXME|XXX|HACK)\b(?!\(#\d+\))", token.string)
-        if is_todo:
-            found.append(f"{source.path}:{token.start[0]}: {token.string!r} names no issue, as in TODO(#12)")
-    for number, line in enumerate(source.text.splitlines(), 1):
-        if not line.isascii():
-            found.append(f"{source.path}:{number}: not ASCII")
-    return found
+    unnamed = [
+        f"{source.path}:{token.start[0]}: {token.string!r} names no issue, as in TODO(#12)"
+        for token in tokenize.generate_tokens(io.StringIO(source.text).readline)
+        if token.type == tokenize.COMMENT and re.search(r"\b(TODO|FIXME|XXX|HACK)\b(?!\(#\d+\))", token.string)
+    ]
+    lines = enumerate(source.text.splitlines(), 1)
+    return unnamed + [f"{source.path}:{number}: not ASCII" for number, line in lines if not line.isascii()]
 
 
 def gpu_tests(source: Source) -> list[str]:
@@ -313,10 +309,9 @@ def test_rule(rule: Callable[[Source], list[str]]) -> None:
 
 
 def test_folders_can_be_read_at_a_glance() -> None:
-    folders = Counter(str(Path(source.path).parent) for source in all_sources() if source.folder in LIBRARY)
-    assert {folder: count for folder, count in folders.items() if count > MAX_FOLDER} == {}
-    folders = Counter(str(Path(source.path).parent) for source in all_sources() if source.folder == "tests")
-    assert {folder: count for folder, count in folders.items() if count > MAX_TEST_FOLDER} == {}
+    for roots, most in ((LIBRARY, MAX_FOLDER), (("tests",), MAX_TEST_FOLDER)):
+        folders = Counter(str(Path(source.path).parent) for source in all_sources() if source.folder in roots)
+        assert {folder: count for folder, count in folders.items() if count > most} == {}
 
 
 def folders_below(folder: str, pattern: str) -> set[str]:
@@ -348,30 +343,20 @@ LONG = "def f() -> None:\n" + "    pass\n" * 90
 @pytest.mark.parametrize(
     ("rule", "path", "text", "expected"),
     [
-        (
-            import_direction,
-            "kernels/a.py",
-            "from comet.layer.plan import Plan",
-            "kernels imports comet.layer.plan.Plan",
-        ),
+        (import_direction, "kernels/a.py", "from comet.layer.plan import Plan", "imports comet.layer.plan.Plan"),
         (import_direction, "kernels/a.py", "from comet import moe", "kernels imports comet.moe"),
         (import_direction, "kernels/a.py", "from .. import moe", "kernels imports comet.moe"),
         (import_direction, "kernels/a.py", "def f():\n import numpy", "only torch and triton, not numpy"),
         (import_direction, "kernels/a.py", "from comet.kernels import tiles\nfrom . import tiles\nimport math", None),
         (import_direction, "kernels/a.py", "def f():\n from cuda.bindings import driver", "not cuda.bindings.driver"),
-        (import_direction, "kernels/runtime/nvrtc.py", "def f():\n from cuda import core", "and triton, not cuda.core"),
-        (import_direction, "kernels/runtime/nvrtc.py", "def f():\n from cuda.bindings import driver, nvrtc", None),
+        (import_direction, BINDINGS_IN, "def f():\n from cuda import core", "and triton, not cuda.core"),
+        (import_direction, BINDINGS_IN, "def f():\n from cuda.bindings import driver, nvrtc", None),
         (import_direction, "comet/a.py", "def f():\n from comet import launch", "comet imports comet.launch"),
         (import_direction, "comet/comm/a.py", "from ..launch.run import main", "comet imports comet.launch.run.main"),
         (import_direction, "comet/a.py", "from comet.kernels import tiles\nimport comet.config", None),
         (import_direction, "tests/a.py", "import kernels.tiles", "the import name is comet.kernels"),
         (import_direction, "launch/a.py", "from tests.ranks import run_ranks", "launch imports tests.ranks"),
-        (
-            arrows,
-            "comet/comm/a.py",
-            "def f():\n from comet.layer.plan import Plan",
-            "comm imports comet.layer.plan.Plan",
-        ),
+        (arrows, "comet/comm/a.py", "def f():\n from comet.layer.plan import Plan", "imports comet.layer.plan.Plan"),
         (arrows, "comet/decode/a.py", "from comet import moe", "decode imports comet.moe, which is not below it"),
         (arrows, "comet/moe.py", "from comet.layer import plan\nfrom comet.config import MoEConfig", None),
         (arrows, "comet/layer/a.py", "from .plan import Plan\nfrom ..kernels.gemm.tiles import tile_of", None),
@@ -386,38 +371,13 @@ LONG = "def f() -> None:\n" + "    pass\n" * 90
         (optional_imports, "comet/a.py", "try:\n import hydra.core\nexcept ImportError:\n pass", "hydra.core"),
         (optional_imports, "comet/a.py", "class A:\n from nvshmem import core", "nvshmem.core"),
         (optional_imports, "comet/a.py", "if TYPE_CHECKING:\n import megatron\ndef f():\n import matplotlib", None),
-        (
-            cuda_bindings,
-            "kernels/runtime/nvrtc.py",
-            "from cuda import bindings",
-            "imports cuda.bindings: only functions of",
-        ),
-        (
-            cuda_bindings,
-            "kernels/runtime/nvrtc.py",
-            "try:\n import cuda.bindings.nvrtc\nexcept ImportError:\n pass",
-            "nvrtc:",
-        ),
-        (
-            cuda_bindings,
-            "kernels/runtime/nvrtc.py",
-            "class A:\n from cuda.bindings import driver",
-            "cuda.bindings.driver",
-        ),
-        (
-            cuda_bindings,
-            "kernels/a.py",
-            "def f():\n import cuda.bindings.driver",
-            "only functions of kernels/runtime/nvrtc.py",
-        ),
+        (cuda_bindings, BINDINGS_IN, "from cuda import bindings", "imports cuda.bindings: only functions of"),
+        (cuda_bindings, BINDINGS_IN, "try:\n import cuda.bindings.nvrtc\nexcept ImportError:\n pass", "nvrtc:"),
+        (cuda_bindings, BINDINGS_IN, "class A:\n from cuda.bindings import driver", "cuda.bindings.driver"),
+        (cuda_bindings, "kernels/a.py", "def f():\n import cuda.bindings.driver", f"only functions of {BINDINGS_IN}"),
         (cuda_bindings, "comet/a.py", "def f():\n from cuda.bindings import driver", "imports cuda.bindings.driver"),
         (cuda_bindings, "tests/a.py", "import cuda", "imports cuda: only"),
-        (
-            cuda_bindings,
-            "kernels/runtime/nvrtc.py",
-            "from torch import cuda\ndef f():\n import cuda.bindings.driver",
-            None,
-        ),
+        (cuda_bindings, BINDINGS_IN, "from torch import cuda\ndef f():\n import cuda.bindings.driver", None),
         (excepts, "comet/a.py", "try:\n pass\nexcept:\n raise", "bare except"),
         (excepts, "comet/a.py", "try:\n pass\nexcept (ValueError, Exception):\n pass", "blind except Exception"),
         (excepts, "comet/a.py", "try:\n pass\nexcept Exception:\n raise", None),
@@ -437,12 +397,7 @@ LONG = "def f() -> None:\n" + "    pass\n" * 90
         (documented, "comet/a.py", '"""A."""\ndef _f(): ...\nclass _A: ...', None),
         (documented, "launch/a.py", "x = 1", "module has no docstring"),
         (documented, "kernels/a.py", '"""A."""\n@triton.jit\ndef f():\n """F."""', None),
-        (
-            gpu_tests,
-            "tests/a/test_b.py",
-            "@pytest.mark.multi_gpu(n=2)\ndef test(): ...",
-            "its name must end with _gpu.py",
-        ),
+        (gpu_tests, "tests/a/test_b.py", "@pytest.mark.multi_gpu(n=2)\ndef test(): ...", "must end with _gpu.py"),
         (gpu_tests, "tests/a/test_b_gpu.py", "def test(): ...", "has no test marked gpu"),
         (gpu_tests, "tests/a/test_b_gpu.py", "pytestmark = [pytest.mark.gpu, pytest.mark.slow]", None),
         (comments, "comet/a.py", "x = 1  # " + "TODO later", "names no issue"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -9,8 +10,8 @@ import torch
 from fp8_cases import fp8_shard
 from layer_cases import LayerCase
 from torch import Tensor
+from training_cases import make_group
 
-from comet.layer.group import make_expert_group
 from comet.layer.routed_experts import SymmetricPath
 from comet.layout import Biases
 from comet.modular.fused import FusedPrepareFinalize
@@ -29,32 +30,38 @@ MISFITS = [
 ]
 
 
+ROUTING = torch.zeros(100, 2, dtype=torch.int32), torch.ones(100, 2)
+
+
 def make_layer(path: str) -> MoE:
-    group = make_expert_group(CASE.config, CASE.parallel, max_tokens=128, dtype=torch.float32, device="cpu")
-    return MoE(CASE.config, group, path=path, overlap=CASE.overlap)
+    return MoE(CASE.config, make_group(CASE.config, max_tokens=128), path=path, overlap=CASE.overlap)
 
 
-def routing() -> tuple[Tensor, Tensor]:
-    return torch.zeros(100, 2, dtype=torch.int32), torch.ones(100, 2)
+def by_layer(layer: MoE, tokens: Tensor, ids: Tensor, weights: Tensor) -> None:
+    layer.routed_experts(tokens, ids, weights)
+
+
+def by_experts_in_fp8(layer: MoE, tokens: Tensor, ids: Tensor, weights: Tensor) -> None:
+    assert isinstance(layer.experts, SymmetricPath)
+    with torch.no_grad():
+        layer.experts.fp8(tokens, ids, weights, *fp8_shard(CASE, 0))
+
+
+def by_the_modular_layer(layer: MoE, tokens: Tensor, ids: Tensor, weights: Tensor) -> None:
+    modular = FusedPrepareFinalize(CASE.config, layer.group, overlap=CASE.overlap, use_kernels=False)
+    modular.prepare(RoutedTokens(tokens=tokens, top_k_ids=ids, top_k_weights=weights), quantize=False)
 
 
 @pytest.mark.parametrize("path", ["twin", "fused"])
+@pytest.mark.parametrize("call", [by_layer, by_experts_in_fp8, by_the_modular_layer])
 @pytest.mark.parametrize(("tokens", "message"), MISFITS)
-def test_tokens_that_do_not_fit_pool_and_ids_are_named(path: str, tokens: Tensor, message: str) -> None:
+def test_tokens_that_do_not_fit_pool_and_ids_are_named(
+    path: str, call: Callable[..., None], tokens: Tensor, message: str
+) -> None:
     layer = make_layer(path)
     with pytest.raises(ValueError, match=message):
-        layer.routed_experts(tokens, *routing())
+        call(layer, tokens, *ROUTING)
     assert not layer.group.workspace.epoch, "no rank waits for ids of this call"
-
-
-@pytest.mark.parametrize("path", ["twin", "fused"])
-@pytest.mark.parametrize(("tokens", "message"), MISFITS)
-def test_so_are_those_for_experts_in_fp8(path: str, tokens: Tensor, message: str) -> None:
-    layer = make_layer(path)
-    assert isinstance(layer.experts, SymmetricPath)
-    with pytest.raises(ValueError, match=message), torch.no_grad():
-        layer.experts.fp8(tokens, *routing(), *fp8_shard(CASE, 0))
-    assert not layer.group.workspace.epoch
 
 
 @pytest.mark.parametrize(
@@ -68,22 +75,11 @@ def test_so_are_those_for_experts_in_fp8(path: str, tokens: Tensor, message: str
 )
 def test_so_are_biases_beside_experts_in_fp8(biases: Biases | None, message: str) -> None:
     config = replace(CASE.config, expert_bias=True)
-    group = make_expert_group(config, CASE.parallel, max_tokens=128, dtype=torch.float32, device="cpu")
-    layer = MoE(config, group, path="twin", overlap=CASE.overlap)
+    layer = MoE(config, make_group(config, max_tokens=128), path="twin", overlap=CASE.overlap)
     assert isinstance(layer.experts, SymmetricPath)
     with pytest.raises(ValueError, match=message), torch.no_grad():
-        layer.experts.fp8(torch.zeros(100, 128), *routing(), *fp8_shard(CASE, 0), biases)
-    assert not group.workspace.epoch
-
-
-@pytest.mark.parametrize(("tokens", "message"), MISFITS)
-def test_so_are_those_for_the_modular_layer(tokens: Tensor, message: str) -> None:
-    group = make_layer("twin").group
-    modular = FusedPrepareFinalize(CASE.config, group, overlap=CASE.overlap, use_kernels=False)
-    ids, weights = routing()
-    with pytest.raises(ValueError, match=message):
-        modular.prepare(RoutedTokens(tokens=tokens, top_k_ids=ids, top_k_weights=weights), quantize=False)
-    assert not group.workspace.epoch
+        layer.experts.fp8(torch.zeros(100, 128), *ROUTING, *fp8_shard(CASE, 0), biases)
+    assert not layer.group.workspace.epoch
 
 
 def test_ids_without_an_axis_are_named() -> None:

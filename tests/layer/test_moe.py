@@ -14,11 +14,11 @@ from layer_cases import LayerCase, assert_as_close, oracle, rank_inputs
 from layer_ranks import build_layer, poison, run_case
 from ranks import run_ranks
 from tiers import slow, slow_but
+from training_cases import make_group
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.errors import CommTimeoutError
 from comet.layer.backend import expert_capacity
-from comet.layer.group import make_expert_group
 from comet.layer.routed_experts import SymmetricPath
 from comet.moe import MoE
 
@@ -100,13 +100,9 @@ def test_outputs_are_bitwise_equal_from_run_to_run() -> None:
         assert torch.equal(runs[2][rank][0], runs[3][rank][0])
 
 
-def local_group(moe: MoEConfig, max_tokens: int = 64):
-    return make_expert_group(moe, ParallelConfig(), max_tokens=max_tokens, dtype=torch.float32, device="cpu")
-
-
 def test_whole_layer_with_router_and_shared_expert() -> None:
     config = MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2, shared_ffn_size=16)
-    with_group = local_group(config)
+    with_group = make_group(config)
     outputs = []
     for path in ("twin", "plain", "reference"):
         torch.manual_seed(0)
@@ -125,7 +121,7 @@ def test_whole_layer_with_router_and_shared_expert() -> None:
 
 def test_capacity_of_the_worked_example() -> None:
     config = MoEConfig(hidden_size=16, ffn_size=16, num_experts=8, top_k=2, capacity_factor=1.25)
-    group = local_group(config, max_tokens=100)
+    group = make_group(config, max_tokens=100)
     group = dataclasses.replace(group, parallel=ParallelConfig(ep=2))
     assert expert_capacity(config, group) == 63
 
@@ -204,8 +200,7 @@ def test_too_little_reserved_memory_is_an_error_that_names_the_setting(path: str
 
 def overflow(rank: int, world_size: int, path: str) -> None:
     config = MoEConfig(hidden_size=16, ffn_size=16, num_experts=4, top_k=2, max_imbalance=1.0)
-    parallel = ParallelConfig(ep=world_size)
-    group = make_expert_group(config, parallel, max_tokens=128, dtype=torch.float32, device="cpu", timeout_s=20.0)
+    group = make_group(config, ep=world_size, max_tokens=128, timeout_s=20.0)
     moe = MoE(config, group, path=path, overlap=OverlapConfig())
     ids = torch.tensor([[0, 1]], dtype=torch.int32).repeat(128, 1)  # everything goes to rank 0
     moe.routed_experts(torch.randn(128, 16), ids, torch.ones(128, 2))
@@ -214,7 +209,7 @@ def overflow(rank: int, world_size: int, path: str) -> None:
 
 def test_capacity_drops_the_later_rows_and_counts_them() -> None:
     config = MoEConfig(hidden_size=16, ffn_size=16, num_experts=2, top_k=1, capacity_factor=0.5)
-    group = local_group(config, max_tokens=8)
+    group = make_group(config, max_tokens=8)
     moe = MoE(config, group)
     ids = torch.zeros(8, 1, dtype=torch.int32)
     x = torch.randn(8, 16)
@@ -226,9 +221,7 @@ def test_capacity_drops_the_later_rows_and_counts_them() -> None:
 def drop_on_rank(rank: int, world_size: int, path: str) -> list[torch.Tensor]:
     """Output and gradients of two calls that drop most rows, on a pool full of NaN."""
     config = MoEConfig(hidden_size=32, ffn_size=16, num_experts=4, top_k=2, capacity_factor=0.25)
-    group = make_expert_group(
-        config, ParallelConfig(ep=world_size), max_tokens=64, dtype=torch.float32, device="cpu", timeout_s=60.0
-    )
+    group = make_group(config, ep=world_size, max_tokens=64, timeout_s=60.0)
     poison(group)
     moe, found = MoE(config, group, path=path, overlap=OverlapConfig()), []
     for call, num_tokens in enumerate((64, 40)):
@@ -263,7 +256,7 @@ def test_a_token_whose_rows_were_all_dropped_gets_zero_not_what_was_there() -> N
 def test_bad_inputs_are_named(x: torch.Tensor, message: str) -> None:
     config = MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2)
     with pytest.raises(ValueError, match=message):
-        MoE(config, local_group(config))(x)
+        MoE(config, make_group(config, max_tokens=64))(x)
 
 
 def test_uneven_parallelism_is_named() -> None:
@@ -280,7 +273,7 @@ def test_uneven_parallelism_is_named() -> None:
 def test_only_a_forward_pass_that_records_gradients_keeps_rows(monkeypatch: pytest.MonkeyPatch, trains: bool) -> None:
     """Parameters require gradients under ``no_grad``, too; keeping rows would cost a copy and a slower layer 0."""
     config = MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2)
-    moe = MoE(config, local_group(config), path="twin")
+    moe = MoE(config, make_group(config), path="twin")
     kept: list[bool] = []
     assert isinstance(moe.experts, SymmetricPath)
     backend = moe.experts.backend

@@ -9,11 +9,10 @@ from activation_layers import NAMES, draw, expected, make_config, run_layer
 from ranks import run_ranks
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
+from training_cases import make_group
 
 import comet
-from comet.config import ParallelConfig
 from comet.kernels.runtime.activation import DEFINITIONS, Activation, Definition
-from comet.layer.group import make_expert_group
 from comet.layout import Biases
 from comet.moe import MoE
 
@@ -65,7 +64,7 @@ def test_an_activation_that_is_not_0_at_0_may_be_padded(path: str, monkeypatch: 
 
 def test_a_call_with_biases_must_fit_the_layer() -> None:
     config = make_config(1, 32, expert_bias=False)
-    group = make_expert_group(config, ParallelConfig(), max_tokens=16, dtype=torch.float32, device=torch.device("cpu"))
+    group = make_group(config, max_tokens=16)
     layer = MoE(config, group, path="plain")
     assert layer.b1 is None
     tokens, ids = torch.zeros(2, 32), torch.zeros(2, 2, dtype=torch.int32)
@@ -77,7 +76,7 @@ def test_a_call_with_biases_must_fit_the_layer() -> None:
 def whole_biases(rank: int, world_size: int, ep: int, tp: int) -> list[Tensor]:
     """b1, b2 and their gradients as all ranks hold them together, and the norm of both gradients."""
     config = make_config(3, 32)
-    group = make_expert_group(config, ParallelConfig(ep=ep, tp=tp), max_tokens=64, dtype=torch.float32, device="cpu")
+    group = make_group(config, ep=ep, tp=tp, max_tokens=64)
     layer = MoE(config, group, path="twin")
     biases = draw_biases(config.num_experts, config.ffn_size, config.hidden_size, torch.float32)
     state = {"b1": biases.b1.view(-1, 2, config.ffn_size), "b2": biases.b2}

@@ -12,9 +12,9 @@ from layer_ranks import poison
 from ranks import run_ranks
 from torch import Tensor
 from torch.nn.functional import linear, silu
+from training_cases import make_group
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
-from comet.layer.group import make_expert_group
 from comet.layer.sharding import local
 from comet.layer.weights import pad_width
 from comet.layout import ExpertLayout
@@ -63,7 +63,7 @@ def train_step(layer: MoE, rank: int, forward: Callable[[MoE, Tensor], tuple[Ten
 
 
 def on_ranks(rank: int, world_size: int, config: MoEConfig, parallel: ParallelConfig, path: str) -> Step:
-    group = make_expert_group(config, parallel, max_tokens=MAX_TOKENS, dtype=torch.float32, device="cpu")
+    group = make_group(config, ep=parallel.ep, tp=parallel.tp, max_tokens=MAX_TOKENS)
     poison(group)
     overlap = OverlapConfig(num_panels=2)
     step = train_step(MoE(config, group, path=path, overlap=overlap, seed=SEED), rank, MoE.__call__)
@@ -74,7 +74,7 @@ def on_ranks(rank: int, world_size: int, config: MoEConfig, parallel: ParallelCo
 
 def in_one_process(config: MoEConfig, world_size: int) -> list[Step]:
     """Every rank's step by plain torch, with the expert gradients of all ranks' tokens in every step."""
-    group = make_expert_group(config, ParallelConfig(), max_tokens=MAX_TOKENS, dtype=torch.float32, device="cpu")
+    group = make_group(config, max_tokens=MAX_TOKENS)
     layer = MoE(config, group, seed=SEED)
     steps = [train_step(layer, rank, written_out) for rank in range(world_size)]
     for name in ("w1", "w2"):
@@ -127,8 +127,7 @@ def make_narrow(rank: int, world_size: int, ffn_size: int) -> tuple[list[str], l
     handler.emit = lambda record: told.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
     logging.getLogger("comet").addHandler(handler)
     config = MoEConfig(hidden_size=16, ffn_size=ffn_size, num_experts=2, top_k=1)
-    parallel = ParallelConfig(tp=world_size)
-    group = make_expert_group(config, parallel, max_tokens=4, dtype=torch.float32, device="cpu")
+    group = make_group(config, tp=world_size, max_tokens=4)
     layers = [MoE(config, group) for _ in range(2)]
     for layer in (*layers, *layers):
         layer(torch.randn(3, 16))

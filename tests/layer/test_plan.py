@@ -5,18 +5,30 @@ from __future__ import annotations
 import random
 import re
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from plan_cases import FIELDS, Case, assert_same_plan, check_pool, oracle, random_case, twin_plan, workspace
-from rank_plans import make_plan, plan_from_ids
+from plan_cases import (
+    FIELDS,
+    Case,
+    assert_same_plan,
+    check_pool,
+    oracle,
+    plan_all_ranks,
+    random_case,
+    twin_plan,
+    workspace,
+)
+from rank_plans import plan_backend, plan_from_ids
 from ranks import run_ranks
 
 from comet.comm import LocalCommunicator, make_communicator
 from comet.errors import CapacityError
-from comet.layer.plan import Launch, Plan, routed_row_capacity
-from comet.layout import ExpertLayout, positions_in_groups
+from comet.layer.plan import Launch, Plan, PlanRules, routed_row_capacity
+from comet.layer.twin.plan import _places, waves
+from comet.layout import ExpertLayout, num_waves, positions_in_groups
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4), (3, 1), (4, 2), (8, 1)]
 
@@ -32,23 +44,22 @@ def ids_of(rows: list[list[list[int]]], max_tokens: int = 128) -> torch.Tensor:
 # ---- the numbers of the docstrings
 
 
+def plan_of(rows: list[list[list[int]]], layout: ExpertLayout, num_tokens: int) -> Plan:
+    """The plan of the layout's rank from the ids of the first tokens of each rank."""
+    ids = ids_of(rows)
+    return plan_from_ids(ids, torch.ones(ids.shape), layout, num_tokens=num_tokens, block_rows=16, max_routed_rows=96)
+
+
 def test_example_of_begin_plan() -> None:
-    layout = ExpertLayout(num_experts=2, top_k=2, ep=1, tp=1, rank=0)
-    ids = ids_of([[[1, 0], [1, -1]]])
-    plan = plan_from_ids(
-        ids, torch.ones(ids.shape), layout, num_tokens=2, block_rows=16, expert_capacity=None, max_routed_rows=32
-    )
+    plan = plan_of([[[1, 0], [1, -1]]], ExpertLayout(num_experts=2, top_k=2, ep=1, tp=1, rank=0), 2)
     assert plan.segment_starts.tolist() == [0, 16, 32]
     assert plan.segment_counts.tolist() == [1, 2]
     assert plan.row_slots[:2].tolist() == [[16, 0], [17, -1]]
 
 
 def test_example_of_plan_from_ids() -> None:
-    layout = ExpertLayout(num_experts=2, top_k=1, ep=2, tp=1, rank=1)
-    ids = ids_of([[[1], [0], [1]], [[0], [1]]])
-    plan = plan_from_ids(
-        ids, torch.ones(ids.shape), layout, num_tokens=2, block_rows=16, expert_capacity=None, max_routed_rows=48
-    )
+    layout, rows = ExpertLayout(num_experts=2, top_k=1, ep=2, tp=1, rank=1), [[[1], [0], [1]], [[0], [1]]]
+    plan = plan_of(rows, layout, 2)
     assert plan.segment_starts.tolist() == [0, 16]
     assert plan.segment_counts.tolist() == [3]
     assert plan.tiles[:1].tolist() == [[0, 0, 3, 1]]
@@ -58,11 +69,19 @@ def test_example_of_plan_from_ids() -> None:
     assert plan.send_token_ids[0, :2].tolist() == [0, -1]
     assert plan.send_token_ids[1, :3].tolist() == [-1, 1, -1]
     assert plan.routed_row_ids[:3].tolist() == [129, 0, 1]
-    other = ExpertLayout(num_experts=2, top_k=1, ep=2, tp=1, rank=0)
-    plan = plan_from_ids(
-        ids, torch.ones(ids.shape), other, num_tokens=3, block_rows=16, expert_capacity=None, max_routed_rows=48
-    )
-    assert plan.send_token_ids[1, :3].tolist() == [0, 2, -1]
+    assert plan_of(rows, replace(layout, rank=0), 3).send_token_ids[1, :3].tolist() == [0, 2, -1]
+
+
+def test_examples_of_waves() -> None:
+    assert [num_waves(2), num_waves(32), num_waves(256)] == [4, 32, 32]
+    local = torch.tensor([[0, 5], [1, 7], [7, -1], [-1, -1]])
+    assert waves(local, local >= 0, 8).tolist() == [0, 1, 13, 15]
+    assert _places(torch.tensor([3, 0, 3, 0])).tolist() == [2, 0, 3, 1]
+    # Of four tokens, 1 goes to rank 1's second expert, 3 to its first, 0 and 2 stay.
+    layout = ExpertLayout(num_experts=4, top_k=1, ep=2, tp=1, rank=0)
+    plan = plan_of([[[0], [3], [1], [2]], [[-1]]], layout, 4)
+    assert plan.send_token_ids[1, :4].tolist() == [3, 1, -1, -1]
+    assert plan.send_rows[:4, 1].tolist() == [-1, 1, -1, 0]
 
 
 def test_example_of_routed_row_capacity() -> None:
@@ -141,32 +160,26 @@ def test_worst_routing_fits_the_capacity() -> None:
     layout = ExpertLayout(num_experts=4, top_k=3, ep=2, tp=1, rank=0)
     ids = torch.tensor([0, 1, 2], dtype=torch.int32).expand(2, 128, 3).contiguous()
     ids[1, -1] = -1  # uneven segments need padding
-    limit = routed_row_capacity(layout, 128, 64, None)
-    arguments: dict[str, Any] = {"num_tokens": 128, "block_rows": 64, "expert_capacity": None}
-    plan = plan_from_ids(ids, torch.ones(ids.shape), layout, max_routed_rows=limit, **arguments)
-    assert plan.status.tolist() == [512, 0, 0, 0]
-    plan = plan_from_ids(ids, torch.ones(ids.shape), layout, max_routed_rows=448, **arguments)
-    assert plan.status.tolist() == [512, 0, 1, 0]
-    assert plan.segment_counts.tolist() == [255, 192]
+    fits, smaller = (
+        plan_from_ids(ids, torch.ones(ids.shape), layout, num_tokens=128, block_rows=64, max_routed_rows=limit)
+        for limit in (routed_row_capacity(layout, 128, 64, None), 448)
+    )
+    assert fits.status.tolist() == [512, 0, 0, 0]
+    assert smaller.status.tolist() == [512, 0, 1, 0]
+    assert smaller.segment_counts.tolist() == [255, 192]
 
 
 # ---- validation
 
 
-def arguments(**changes: Any) -> dict[str, Any]:
-    """Valid arguments of ``begin_plan`` on one rank, with changes."""
+def make_plan(**changes: Any) -> Plan:
+    """A plan on one rank, of ids, routing weights, layout and rules with changes."""
     case = random_case(0, 1, 1, num_experts=8, top_k=2, max_tokens=128)
-    given = {
-        "top_k_ids": torch.zeros(4, 2, dtype=torch.int32),
-        "top_k_weights": torch.ones(4, 2),
-        "layout": case.layout(0),
-        "workspace": workspace(case, LocalCommunicator(torch.device("cpu"))),
-        "block_rows": 16,
-        "expert_capacity": None,
-        "max_routed_rows": 256,
-        "use_kernels": False,
-    }
-    return given | changes
+    given = {"block_rows": 16, "expert_capacity": None, "max_routed_rows": 256, "layout": case.layout(0)}
+    given |= {"top_k_ids": torch.zeros(4, 2, dtype=torch.int32), "top_k_weights": torch.ones(4, 2)} | changes
+    ids, weights, layout = (given.pop(name) for name in ("top_k_ids", "top_k_weights", "layout"))
+    pool = workspace(case, LocalCommunicator(torch.device("cpu")))
+    return plan_backend(layout, pool, PlanRules.create(**given), use_kernels=False).plan(ids, weights)
 
 
 @pytest.mark.parametrize(
@@ -205,13 +218,13 @@ def arguments(**changes: Any) -> dict[str, Any]:
 )
 def test_errors_name_field_value_and_rule(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        make_plan(**arguments(**changes))
+        make_plan(**changes)
 
 
 def test_non_contiguous_ids() -> None:
     ids = torch.arange(8, dtype=torch.int32).view(2, 4).T
-    plan = make_plan(**arguments(top_k_ids=ids, top_k_weights=torch.rand(2, 4).T))
-    expected = make_plan(**arguments(top_k_ids=ids.contiguous(), top_k_weights=torch.zeros(4, 2)))
+    plan = make_plan(top_k_ids=ids, top_k_weights=torch.rand(2, 4).T)
+    expected = make_plan(top_k_ids=ids.contiguous(), top_k_weights=torch.zeros(4, 2))
     assert torch.equal(plan.routed_row_ids, expected.routed_row_ids)
 
 
@@ -219,7 +232,7 @@ def test_non_contiguous_ids() -> None:
 
 
 def test_a_backward_pass_has_counters_of_its_own_and_leaves_the_plan_as_it_was() -> None:
-    plan = make_plan(**arguments())
+    plan = make_plan()
     plan.counters.fill_(7)
     back = plan.for_backward(plan.memory)
     assert back.row_slots is plan.row_slots
@@ -230,10 +243,10 @@ def test_a_backward_pass_has_counters_of_its_own_and_leaves_the_plan_as_it_was()
 
 
 def test_a_backward_pass_reads_the_memory_it_is_given() -> None:
-    plan = make_plan(**arguments())
+    plan = make_plan()
     kept = plan.for_backward(plan.memory.clone())
     plan.memory.fill_(-5)
-    wanted = make_plan(**arguments())
+    wanted = make_plan()
     for name in ("routed_row_ids", "row_slots", "row_weights", "segment_starts", "tiles"):
         assert torch.equal(getattr(kept, name), getattr(wanted, name)), name
 
@@ -250,13 +263,12 @@ def plan_epochs(rank: int, world_size: int, cases: list[Case], use_kernels: bool
     for epoch, case in enumerate(cases):
         time.sleep(draw.choice((0.0, 0.0, delay_s)) * draw.random())
         wanted = twin_plan(case, rank)
-        arguments = (case.ids[rank], case.weights[rank], case.layout(rank), pool)
         if wanted.status[2] and not use_kernels:
             with pytest.raises(CapacityError, match=f"rank {rank} needs {int(wanted.status[0])} routed rows"):
-                make_plan(*arguments, use_kernels=use_kernels, **case.arguments)
+                case.plan(rank, pool, use_kernels=False)
             continue
-        plan = make_plan(*arguments, use_kernels=use_kernels, **case.arguments)
-        check_pool(pool, plan, use_kernels)
+        plan = case.plan(rank, pool, use_kernels=use_kernels)
+        check_pool(pool, plan)
         time.sleep(draw.choice((0.0, delay_s)) * draw.random())
         assert_same_plan(plan, wanted, f"epoch {epoch} rank {rank}")
     comm.close()
@@ -292,7 +304,7 @@ def late_rank(rank: int, world_size: int, use_kernels: bool) -> str:
     pool, message = workspace(case, comm), ""
     if rank == 0:
         try:
-            make_plan(case.ids[0], case.weights[0], case.layout(0), pool, use_kernels=use_kernels, **case.arguments)
+            case.plan(0, pool, use_kernels=use_kernels)
             pool.check()
         except RuntimeError as error:
             message = f"{type(error).__name__}: {error}"
@@ -310,8 +322,6 @@ def test_a_late_rank_is_named(use_kernels: bool) -> None:
 
 def interpreted_cases(rank: int, world_size: int, seeds: list[int]) -> int:
     """One process plays all ranks of each case with interpreted kernels; returns how many plans were compared."""
-    from plan_cases import plan_all_ranks
-
     compared = 0
     for seed in seeds:
         case = random_case(seed, *LAYOUTS[seed % 7], max_tokens=(128, 256, 384)[seed % 3])
@@ -349,10 +359,9 @@ def overwritten_guards(rank: int, world_size: int) -> list[int]:
     case = random_case(41, 1, 1, num_experts=6, top_k=2, max_tokens=256)
     ids = torch.randint(0, 6, (256, 2), dtype=torch.int32)
     ids[:4] = torch.tensor([[6, 7], [-9, 2**31 - 1], [-(2**31), 5], [0, 0]])  # a caller's bug must stay inside, too
-    plan = make_plan(
-        ids, torch.ones(256, 2), case.layout(0), workspace(case, LocalCommunicator(torch.device("cpu"))),
-        block_rows=16, expert_capacity=None, max_routed_rows=64, use_kernels=True,
-    )  # fmt: skip
+    case = replace(case, ids=[ids], weights=[torch.ones(256, 2)])
+    case = replace(case, block_rows=16, expert_capacity=None, max_routed_rows=64)
+    plan = case.plan(0, workspace(case, LocalCommunicator(torch.device("cpu"))))
     assert plan.status[2] == 1
     assert plan.segment_starts[-1] == 64
     assert plan.row_slots.max() < 64

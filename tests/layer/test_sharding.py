@@ -25,8 +25,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
+from training_cases import make_group
 
-from comet import MoE, MoEConfig, ParallelConfig, clip_grad_norm_, exclude_experts, make_expert_group
+from comet import MoE, MoEConfig, clip_grad_norm_, exclude_experts
 from comet.layer.sharding import local
 
 CONFIG = MoEConfig(hidden_size=16, ffn_size=48, num_experts=8, top_k=2, shared_ffn_size=16, balance="none")
@@ -34,10 +35,7 @@ TOKENS = 24
 
 
 def make_layer(ep: int = 1, tp: int = 1, seed: int = 0) -> MoE:
-    group = make_expert_group(
-        CONFIG, ParallelConfig(ep=ep, tp=tp), max_tokens=4 * TOKENS, dtype=torch.float32, device="cpu"
-    )
-    return MoE(CONFIG, group, seed=seed)
+    return MoE(CONFIG, make_group(CONFIG, ep=ep, tp=tp, max_tokens=4 * TOKENS), seed=seed)
 
 
 class Model(nn.Module):

@@ -16,6 +16,7 @@ from comet.comm.base import ALIGNMENT
 from comet.config import MoEConfig
 from comet.errors import CapacityError, CommTimeoutError
 from comet.kernels.runtime import primitives
+from comet.layer.plan import PlanRules
 from comet.layer.workspace import PLACES, ROWS_NEEDED, Workspace, WorkspaceShape, workspace_bytes
 from comet.layout import ExpertLayout, round_up
 from comet.router.router import watch_finite
@@ -86,9 +87,7 @@ def test_epoch_and_deadline() -> None:
     assert workspace.max_tokens == 128
     assert workspace.timeout_ns == 1_500_000_000
     layout = ExpertLayout(num_experts=1, top_k=1, ep=1, tp=1, rank=0)
-    backend = plan_backend(
-        layout, workspace, block_rows=16, expert_capacity=None, max_routed_rows=1024, use_kernels=False
-    )
+    backend = plan_backend(layout, workspace, PlanRules.create(16, None, 1024), use_kernels=False)
     backend.barrier()
     backend.barrier()
     assert workspace.epoch.tolist() == [2]

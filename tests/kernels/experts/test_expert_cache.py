@@ -15,9 +15,8 @@ from cache_cases import Twins, cache_of, check_slots
 from decode_cases import MATRIX, VECTOR, DecodeCase, stored_parts
 from ranks import run_ranks
 from tiers import slow, slow_but
-from training_cases import MODEL, MOE, Rank, awake_model, compare_texts, make_job
+from training_cases import MODEL, MOE, Rank, awake_model, compare_texts, make_group, make_job
 
-from comet.config import ParallelConfig
 from comet.decode.twin import warp_decode_torch
 from comet.experts import ExpertCache, slots_of_budget
 from comet.experts.cache import bytes_of_expert
@@ -29,7 +28,7 @@ from comet.jobs.generate import GenerateConfig
 from comet.kernels.decode.blocks import BlockShape, DecodeConfig
 from comet.kernels.experts.cache import bring_torch
 from comet.kernels.experts.tables import CacheTables, HostExperts, cache_constants
-from comet.layer.group import ExpertGroup, make_expert_group
+from comet.layer.group import ExpertGroup
 from comet.layer.sharding import local
 from comet.quantization.formats import MXType, StoredType, quantize_mx
 from comet.training.trainer import train
@@ -268,7 +267,7 @@ def test_ranks_quantise_their_own_experts() -> None:
 
 
 def quantised_over_ranks(rank: int, world_size: int) -> None:
-    group = make_expert_group(MODEL.moe, ParallelConfig(ep=2), max_tokens=64, dtype=torch.float32, device="cpu")
+    group = make_group(MODEL.moe, ep=2)
     cached, resident = engine_of(MOE.top_k, group, "mxfp8"), engine_of(None, group)
     for layer in resident.model.moe_layers():
         for weight in layer.expert_weights():
@@ -278,7 +277,7 @@ def quantised_over_ranks(rank: int, world_size: int) -> None:
 
 
 def decode_over_ranks(rank: int, world_size: int, layout: dict[str, int]) -> None:
-    group = make_expert_group(MODEL.moe, ParallelConfig(**layout), max_tokens=64, dtype=torch.float32, device="cpu")
+    group = make_group(MODEL.moe, **layout)
     cached, resident = engine_of(MOE.top_k, group), engine_of(None, group)
     compare_texts(cached, resident, steps=12)
     held, report = MOE.num_experts // layout.get("ep", 1), cached.cache_report()

@@ -9,7 +9,6 @@ import pytest
 import torch
 from emulated import emulated_group
 from plan_cases import Case, assert_same_plan, random_case, twin_plan, workspace
-from rank_plans import begin_plan
 from ranks import run_ranks
 
 from comet.errors import CommTimeoutError
@@ -47,26 +46,20 @@ def late_ids(rank: int, world_size: int) -> str:
     metadata.cut = fused.cut = dirty
     pools = [workspace(make_case(), comm) for comm in emulated_group(2, "cpu", DEADLINE_S)]
 
-    def begin(case: Case, player: int) -> Any:
-        return begin_plan(
-            case.ids[player], case.weights[player], case.layout(player), pools[player], use_kernels=True,
-            **case.arguments,
-        )  # fmt: skip
-
     for epoch in range(2):  # both halves of the pools hold ids of older plans
         case = new_ids(make_case(), epoch)
-        finishes = [begin(case, player) for player in range(2)]
+        finishes = [case.begin(player, pools[player]) for player in range(2)]
         for player, finish in enumerate(finishes):
             assert_same_plan(finish(), twin_plan(case, player), f"epoch {epoch} rank {player}")
     case, late = new_ids(make_case(), 2), []
 
     def place_late(*arguments: Any) -> None:
         fused.place_plan = place_plan
-        late.append(begin(case, 1))
+        late.append(case.begin(1, pools[1]))
         place_plan(*arguments)
 
     fused.place_plan = place_late
-    check_harmless(case, begin(case, 0)())
+    check_harmless(case, case.begin(0, pools[0])())
     assert int(pools[0].epoch) == 2, "flags of the epoch that failed could still be raised"
     assert_same_plan(late[0](), twin_plan(case, 1), "the late rank")
     with pytest.raises(CommTimeoutError) as complaint:

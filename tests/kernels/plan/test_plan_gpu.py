@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from plan_cases import assert_same_plan, plan_all_ranks, random_case, twin_plan, workspace
-from rank_plans import make_plan
 
 from comet.comm import LocalCommunicator
 from comet.kernels.plan import metadata
@@ -53,11 +52,12 @@ def test_one_launch_waits_for_its_own_senders_at_every_replay(monkeypatch: pytes
     case = replace(case, expert_capacity=None, block_rows=128, max_routed_rows=num_tokens * 8 + num_experts * 128)
     ids, weights = torch.zeros(num_tokens, 8, dtype=torch.int32, device="cuda"), torch.rand(num_tokens, 8).cuda()
     pool = workspace(case, LocalCommunicator(torch.device("cuda")))
-    make_plan(ids, weights, case.layout(0), pool, use_kernels=True, **case.arguments)  # compiles the kernels
+    case = replace(case, ids=[ids], weights=[weights])
+    case.plan(0, pool)  # compiles the kernels
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        plan = make_plan(ids, weights, case.layout(0), pool, use_kernels=True, **case.arguments)
+        plan = case.plan(0, pool)
     for replay in range(REPLAYS):
         generator = torch.Generator().manual_seed(replay)
         new = torch.rand(num_tokens, num_experts, generator=generator).argsort(dim=1)[:, :8].int()

@@ -1,32 +1,39 @@
-"""How a plan is launched: in how many kernels, which parts wait, and over more chunks than a program reads at once."""
+"""How a plan is launched, which parts wait, what its kernels count and store, and where its tensors lie."""
 
 from __future__ import annotations
 
+import math
+import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from emulated import emulated_group
 from plan_cases import Case, assert_same_plan, noted_launches, random_case, twin_plan, workspace
-from rank_plans import begin_plan, make_plan
 from ranks import run_ranks
 
 from comet.comm import LocalCommunicator
 from comet.kernels.aot.plan import aot_cases
 from comet.kernels.plan.metadata import PlanConfig, exchange_constants, place_constants
+from comet.kernels.runtime.buffers import _places, allocate, cut
+
+CPU = torch.device("cpu")
+NO_EXPERT = 31  # of 31 experts each is a wave of its own, and one more has the tokens that are not needed
+IDS = {0: [6, 5], 1: [6, 6], 4: [13, -1], 9: [20, 13]}
 
 
 def launches(rank: int, world_size: int, case: Case, halves: bool) -> tuple[list[str], int]:
     """Names of the launches, and how many came before the plan's second half."""
     names = noted_launches()
-    pool = workspace(case, LocalCommunicator(torch.device("cpu")))
+    pool = workspace(case, LocalCommunicator(CPU))
     first = len(names)
     if halves:
-        finish = begin_plan(case.ids[0], case.weights[0], case.layout(0), pool, use_kernels=True, **case.arguments)
+        finish = case.begin(0, pool)
         first = len(names)
         plan = finish()
     else:
-        plan = make_plan(case.ids[0], case.weights[0], case.layout(0), pool, use_kernels=True, **case.arguments)
+        plan = case.plan(0, pool)
     assert_same_plan(plan, twin_plan(case, 0), f"halves={halves}")
     return names, first
 
@@ -51,12 +58,7 @@ def waits(rank: int, world_size: int, case: Case) -> int:
         wait_flags(*arguments)
 
     pools = [workspace(case, comm) for comm in emulated_group(case.world_size, "cpu")]
-    finishes = [
-        begin_plan(
-            case.ids[player], case.weights[player], case.layout(player), pool, use_kernels=True, **case.arguments
-        )
-        for player, pool in enumerate(pools)
-    ]
+    finishes = [case.begin(player, pool) for player, pool in enumerate(pools)]
     counting.wait_flags = noted
     assert_same_plan(finishes[0](), twin_plan(case, 0), "rank 0")
     return len(waited)
@@ -73,8 +75,7 @@ def many_chunks(rank: int, world_size: int) -> tuple[int, int]:
     case = replace(random_case(5, 1, 1, num_experts=40, top_k=2, max_tokens=36 * 128), expert_capacity=None)
     ids = torch.rand(case.max_tokens - 3, 40).argsort(dim=1)[:, :2].int()
     case = replace(case, ids=[ids], weights=[torch.rand(ids.shape)], max_routed_rows=40 * 128 * 4, block_rows=128)
-    pool = workspace(case, LocalCommunicator(torch.device("cpu")))
-    plan = make_plan(case.ids[0], case.weights[0], case.layout(0), pool, use_kernels=True, **case.arguments)
+    plan = case.plan(0, workspace(case, LocalCommunicator(CPU)))
     assert_same_plan(plan, twin_plan(case, 0), "36 chunks")
     constants = place_constants(config(experts_local=40, ep=1), 2, 36)
     return constants.sum_block, constants.scan_rows
@@ -101,3 +102,58 @@ def test_examples_of_the_launches() -> None:
 def test_kernels_that_ship_have_names_of_their_own() -> None:
     names = [f"{case.kernel} {case.name}" for case in aot_cases()]
     assert len(set(names)) == len(names)
+
+
+def counted(rank: int, world_size: int) -> dict[str, list[Any]]:
+    """What one rank's kernels store for its only chunk, whose tokens outside ``IDS`` have no experts."""
+    from comet.layer import fused
+
+    scratch: list[Any] = []
+    place_plan = fused.place_plan
+
+    def noted(*arguments: Any) -> None:
+        scratch.append(arguments[2])
+        place_plan(*arguments)
+
+    fused.place_plan = noted
+    ids = torch.tensor([IDS.get(token, [-1, -1]) for token in range(128)], dtype=torch.int32)
+    case = random_case(0, 1, 1, num_experts=NO_EXPERT, top_k=2, max_tokens=128)
+    case = replace(case, ids=[ids], weights=[torch.ones(ids.shape)])
+    case = replace(case, block_rows=16, expert_capacity=None, max_routed_rows=1024)
+    case.plan(0, workspace(case, LocalCommunicator(CPU)))
+    names = ("recv_waves", "send_waves", "recv_ranks", "send_ranks", "counts", "positions")
+    return {name: getattr(scratch[0], name)[0, 0].tolist() for name in names}
+
+
+def test_examples_of_the_words() -> None:
+    (stored,) = run_ranks(counted, 1, interpret=True)
+    waves = [min((i for i in IDS.get(token, []) if i >= 0), default=NO_EXPERT) for token in range(128)]
+    for side in ("recv", "send"):  # one rank: both are its own tokens at its own experts
+        assert stored[f"{side}_waves"] == [waves.count(wave) for wave in range(32)]
+        assert stored[f"{side}_ranks"] == [wave * 128 + waves[:token].count(wave) for token, wave in enumerate(waves)]
+    assert stored["positions"][:2] == [[0, 0], [1, 2]]
+    assert stored["counts"][:8] == [0, 0, 0, 0, 0, 1, 3, 0]
+
+
+def test_the_example_of_places() -> None:
+    assert _places(((2, 3), (4,))) == ((((2, 3), (3, 1), 0), ((4,), (1,), 64)), 128)
+
+
+def test_tensors_lie_apart_and_aligned() -> None:
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    for _ in range(50):
+        shapes = {
+            f"tensor {index}": tuple(draw.choice((0, 1, 2, 3, 7, 64, 65)) for _ in range(draw.randint(0, 4)))
+            for index in range(draw.randint(1, 12))
+        }
+        tensors = cut(allocate(shapes, CPU), shapes)
+        assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == shapes
+        for number, tensor in enumerate(tensors.values()):
+            assert tensor.is_contiguous()
+            assert tensor.storage_offset() % 64 == 0
+            tensor.fill_(number)
+        for number, (name, tensor) in enumerate(tensors.items()):
+            assert (tensor == number).all(), f"{name} shares memory with another"
+            assert tensor.numel() == math.prod(shapes[name])

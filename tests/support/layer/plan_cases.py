@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from emulated import emulated_group
-from rank_plans import begin_plan, plan_from_ids
+from rank_plans import plan_backend, plan_from_ids
 from torch import Tensor
 
 from comet.comm import Communicator
 from comet.errors import CapacityError
-from comet.layer.plan import Plan, routed_row_capacity
+from comet.layer.backend import Backend
+from comet.layer.plan import Plan, PlanRules, routed_row_capacity
 from comet.layer.workspace import Workspace, WorkspaceShape
 from comet.layout import ExpertLayout
 
@@ -63,6 +65,21 @@ class Case:
             "max_routed_rows": self.max_routed_rows,
         }
 
+    def backend(self, rank: int, pool: Workspace, *, use_kernels: bool = True) -> Backend:
+        return plan_backend(self.layout(rank), pool, PlanRules.create(**self.arguments), use_kernels=use_kernels)
+
+    def routing(self, rank: int, pool: Workspace) -> tuple[Tensor, Tensor]:
+        device = pool.ids.local.device
+        return self.ids[rank].to(device), self.weights[rank].to(device)
+
+    def plan(self, rank: int, pool: Workspace, *, use_kernels: bool = True) -> Plan:
+        """The plan of this rank (collective)."""
+        return self.backend(rank, pool, use_kernels=use_kernels).plan(*self.routing(rank, pool))
+
+    def begin(self, rank: int, pool: Workspace) -> Callable[[], Plan]:
+        """The same by kernels, in halves: what makes the plan once all ranks have begun theirs."""
+        return self.backend(rank, pool).begin_plan(*self.routing(rank, pool)).finish
+
     def gathered(self) -> tuple[Tensor, Tensor]:
         """Ids and weights of all ranks, (W, M, K), padded with -1 and 0."""
         ids = torch.full((self.world_size, self.max_tokens, self.top_k), -1, dtype=torch.int32)
@@ -99,16 +116,11 @@ def random_case(
     repeated = block_rows * -(-world_size * max_tokens * top_k // block_rows)
     mean = sum(len(own) for own in ids) * top_k // num_experts
     return Case(
-        num_experts=num_experts,
-        ep=ep,
-        tp=tp,
-        max_tokens=max_tokens,
-        block_rows=block_rows,
+        num_experts=num_experts, ep=ep, tp=tp, max_tokens=max_tokens, block_rows=block_rows,
         expert_capacity=draw.choice((None, None, 1, 7, mean + 1)),
         max_routed_rows=draw.choice((enough + repeated, enough + repeated, block_rows, 5 * block_rows)),
-        ids=ids,
-        weights=weights,
-    )
+        ids=ids, weights=weights,
+    )  # fmt: skip
 
 
 def _ids(draw: random.Random, num_tokens: int, num_experts: int, top_k: int) -> Tensor:
@@ -132,17 +144,9 @@ def oracle(case: Case, rank: int) -> dict[str, Any]:
     layout, num_ranks, size = case.layout(rank), case.world_size, case.max_tokens
     ids, weights = (tensor.tolist() for tensor in case.gathered())
     mine = range(layout.first_expert, layout.first_expert + layout.experts_local)
+    holders = [range(first, first + layout.tp) for first in range(0, num_ranks, layout.tp)]
     goes = [
-        [
-            {
-                r
-                for i in slots
-                if i >= 0
-                for r in range(layout.world_size)
-                if r // layout.tp == i // layout.experts_local
-            }
-            for slots in tokens
-        ]
+        [{rank for i in slots if i >= 0 for rank in holders[i // layout.experts_local]} for slots in tokens]
         for tokens in ids
     ]
 
@@ -256,41 +260,28 @@ def twin_plan(case: Case, rank: int) -> Plan:
 def workspace(case: Case, comm: Communicator, *, extra_top_k: int = 0) -> Workspace:
     """A pool for the case, made for layers of up to ``extra_top_k`` more experts per token."""
     shape = WorkspaceShape(
-        world_size=case.world_size,
-        max_tokens=case.max_tokens,
-        hidden_size=16,
-        top_k=case.top_k + extra_top_k,
+        world_size=case.world_size, max_tokens=case.max_tokens, hidden_size=16, top_k=case.top_k + extra_top_k,
         dtype=torch.float32,
-    )
+    )  # fmt: skip
     return Workspace(comm, shape)
 
 
-def plan_all_ranks(case: Case, device: str, *, epochs: int, use_kernels: bool = True) -> list[list[Plan]]:
+def plan_all_ranks(case: Case, device: str, *, epochs: int) -> list[list[Plan]]:
     """Plans of all ranks, emulated by this process: all begin before the first finishes; same routing each epoch."""
     pools = [workspace(case, comm, extra_top_k=case.top_k % 3) for comm in emulated_group(case.world_size, device)]
     plans = []
     for epoch in range(1, epochs + 1):
-        finishes = [
-            begin_plan(
-                case.ids[rank].to(device),
-                case.weights[rank].to(device),
-                case.layout(rank),
-                pool,
-                use_kernels=use_kernels,
-                **case.arguments,
-            )
-            for rank, pool in enumerate(pools)
-        ]
+        finishes = [case.begin(rank, pool) for rank, pool in enumerate(pools)]
         plans.append([finish() for finish in finishes])
         assert [int(pool.epoch) for pool in pools] == [epoch] * case.world_size
         for pool, plan in zip(pools, plans[-1], strict=True):
-            check_pool(pool, plan, use_kernels)
+            check_pool(pool, plan)
     return plans
 
 
-def check_pool(pool: Workspace, plan: Plan, use_kernels: bool) -> None:
-    """No spin was late, and the kernels told the pool if Q was too small."""
-    if use_kernels and plan.status[2]:
+def check_pool(pool: Workspace, plan: Plan) -> None:
+    """No spin was late, and kernels told the pool if Q was too small; where the twin's is, there is no plan."""
+    if plan.status[2]:
         with pytest.raises(CapacityError, match=f"needs {int(plan.status[0])} routed rows"):
             pool.check()
         pool.fault.zero_()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from torch import Tensor
 
 from comet.config import MoEConfig, OverlapConfig
@@ -25,47 +22,14 @@ def backend_class(*, use_kernels: bool) -> type[Backend]:
     return Twin
 
 
-def plan_backend(
-    layout: ExpertLayout,
-    workspace: Workspace,
-    *,
-    block_rows: int,
-    expert_capacity: int | None,
-    max_routed_rows: int,
-    use_kernels: bool,
-) -> Backend:
-    """A backend that is good for plans; its GEMMs are set up for experts of 16 hidden columns.
-
-    Args:
-        layout: The experts over the ranks.
-        workspace: The pool.
-        block_rows: Rows of a tile.
-        expert_capacity: Routed rows each expert keeps; ``None``: all.
-        max_routed_rows: Q.
-        use_kernels: ``Fused`` or ``Twin``.
-    """
-    shape, rules = workspace.shape, PlanRules.create(block_rows, expert_capacity, max_routed_rows)
+def plan_backend(layout: ExpertLayout, workspace: Workspace, rules: PlanRules, *, use_kernels: bool) -> Backend:
+    """A backend that is good for plans; its GEMMs are set up for experts of 16 hidden columns."""
+    shape = workspace.shape
     moe = MoEConfig(
-        hidden_size=shape.hidden_size,
-        ffn_size=16 * layout.tp,
-        num_experts=layout.num_experts,
-        top_k=layout.top_k,
+        hidden_size=shape.hidden_size, ffn_size=16 * layout.tp, num_experts=layout.num_experts, top_k=layout.top_k
     )
     settings = LayerSettings.create(moe, layout, OverlapConfig(), shape.dtype)
     return backend_class(use_kernels=use_kernels)(layout, workspace, rules, settings)
-
-
-def make_plan(
-    top_k_ids: Tensor, top_k_weights: Tensor, layout: ExpertLayout, workspace: Workspace, **options: Any
-) -> Plan:
-    """The plan of this rank (collective); options as for ``plan_backend``."""
-    return plan_backend(layout, workspace, **options).plan(top_k_ids, top_k_weights)
-
-
-def begin_plan(
-    top_k_ids: Tensor, top_k_weights: Tensor, layout: ExpertLayout, workspace: Workspace, **options: Any
-) -> Callable[[], Plan]:
-    return plan_backend(layout, workspace, **options).begin_plan(top_k_ids, top_k_weights).finish
 
 
 def plan_from_ids(
@@ -75,8 +39,8 @@ def plan_from_ids(
     *,
     num_tokens: int,
     block_rows: int,
-    expert_capacity: int | None,
     max_routed_rows: int,
+    expert_capacity: int | None = None,
 ) -> Plan:
     """One rank's plan from the ids of all ranks, in plain torch and without communication: the specification.
 
@@ -85,9 +49,9 @@ def plan_from_ids(
         weights: ``(W, M, K)`` float32.
         layout: Whose plan.
         num_tokens: T of that rank.
-        block_rows: As for ``plan_backend``.
-        expert_capacity: As for ``plan_backend``.
-        max_routed_rows: As for ``plan_backend``.
+        block_rows: Rows of a tile.
+        max_routed_rows: Q.
+        expert_capacity: Routed rows each expert keeps; ``None``: all.
 
     Returns:
         The plan; entries past the used routed rows are -1 and past the used tiles 0 (kernels leave them unspecified).
