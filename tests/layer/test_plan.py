@@ -33,9 +33,9 @@ from comet.layout import ExpertLayout, num_waves, positions_in_groups
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4), (3, 1), (4, 2), (8, 1)]
 
 
-def ids_of(rows: list[list[list[int]]], max_tokens: int = 128) -> torch.Tensor:
-    """Ids (W, M, K) from the ids of the first tokens of each rank."""
-    ids = torch.full((len(rows), max_tokens, len(rows[0][0])), -1, dtype=torch.int32)
+def ids_of(rows: list[list[list[int]]]) -> torch.Tensor:
+    """Ids (W, 128, K) from the ids of the first tokens of each rank."""
+    ids = torch.full((len(rows), 128, len(rows[0][0])), -1, dtype=torch.int32)
     for rank, tokens in enumerate(rows):
         ids[rank, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
     return ids

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 
 
-class Named(Protocol):
-    """A case of a test."""
-
-    @property
-    def name(self) -> str:
-        """In words, unique among the cases."""
-        ...
-
-
-def slow_but(quick: Sequence[str], cases: Sequence[Named]) -> list[Any]:
+def slow_but(quick: Sequence[str], cases: Sequence[Any]) -> list[Any]:
     """The cases as parameters of a test, ids their names; all but those named in ``quick`` are slow."""
     assert set(quick) <= {case.name for case in cases}, f"no such case: {set(quick) - {case.name for case in cases}}"
     return [pytest.param(case, id=case.name, marks=[] if case.name in quick else [pytest.mark.slow]) for case in cases]

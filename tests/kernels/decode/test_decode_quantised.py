@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -185,14 +186,20 @@ GOOD = {
 }
 
 
+BYTES, BLOCK, CODES = (GOOD[kind] for kind in KINDS)
+FLOATS = {"w1": torch.zeros(6, 192, 160), "w2": torch.zeros(6, 160, 96)}
+
+
 def with_value(scales: torch.Tensor, value: float) -> torch.Tensor:
     scales = scales.clone()
     scales[1, 0, 0] = value
     return scales
 
 
-def elements(*shape: int) -> torch.Tensor:
-    return torch.zeros(shape).to(torch.float8_e4m3fn)
+def e4m3(hidden_size: int, ffn_size: int) -> dict[str, torch.Tensor]:
+    """Weights without scales."""
+    shapes = {"w1": (6, 2 * ffn_size, hidden_size), "w2": (6, hidden_size, ffn_size)}
+    return {name: torch.zeros(shape).to(torch.float8_e4m3fn) for name, shape in shapes.items()}
 
 
 def codes(*shape: int) -> torch.Tensor:
@@ -203,76 +210,36 @@ def codes(*shape: int) -> torch.Tensor:
     ("kind", "changes", "message"),
     [
         ("fp8", {"w1_scales": None}, "w1_scales and w2_scales must both be given, or neither"),
+        ("fp8", {"w1_scales": None, "w2_scales": None}, "torch.float8_e4m3fn must come with w1_scales and w2_scales"),
+        ("fp8", FLOATS, "dtype torch.float32 must be torch.float8_e4m3fn with w1_scales"),
         (
             "fp8",
-            {"w1_scales": None, "w2_scales": None},
-            "dtype torch.float8_e4m3fn must come with w1_scales and w2_scales",
+            {"w1_scales": BLOCK.w1_scales[:, :1]},
+            r"w1_scales of shape \(6, 1, 2\) .*F/128, D/128\) = \(6, 2, 2\)",
         ),
-        (
-            "fp8",
-            {"w1": torch.zeros(6, 192, 160), "w2": torch.zeros(6, 160, 96)},
-            "dtype torch.float32 must be torch.float8_e4m3fn with w1_scales",
-        ),
-        ("mxfp8", {"w1_scales": torch.zeros(6, 192, 5).half()}, "w1_scales of dtype torch.float16 must be torch.uint8"),
-        ("mxfp8", {"w2_scales": GOOD["fp8"].w2_scales}, "w2_scales of dtype torch.float32 must be torch.uint8"),
-        ("mxfp8", {"w1_scales": GOOD["mxfp8"].w1_scales[:, :-1]}, r"w1_scales of shape \(6, 191, 5\) .* \(6, 192, 5\)"),
-        (
-            "fp8",
-            {"w1_scales": GOOD["fp8"].w1_scales[:, :1]},
-            r"w1_scales of shape \(6, 1, 2\) must be \(S, 2F/128, D/128\) = \(6, 2, 2\)",
-        ),
-        (
-            "fp8",
-            {"w2_scales": GOOD["fp8"].w2_scales.mT.contiguous()},
-            r"w2_scales of shape .* must be \(S, D/128, F/128\) = \(6, 2, 1\)",
-        ),
-        (
-            "mxfp8",
-            {"w1_scales": GOOD["mxfp8"].w1_scales.mT.contiguous().mT},
-            r"w1_scales of shape \(6, 192, 5\) must be contiguous, has strides",
-        ),
+        ("fp8", {"w2_scales": BLOCK.w2_scales.mT.contiguous()}, r"must be \(S, D/128, F/128\) = \(6, 2, 1\)"),
         ("fp8", {"w2_scales": torch.zeros(6, 2, 1, device="meta")}, "w2_scales is on meta, must be on cpu"),
+        ("fp8", {"w2_scales": with_value(BLOCK.w2_scales, math.nan)}, r"w2_scales\[1, 0, 0\]=nan must be fin"),
+        ("fp8", {"w1_scales": with_value(BLOCK.w1_scales, math.inf)}, r"w1_scales\[1, 0, 0\]=inf must be fin"),
+        ("fp8", {"w1_scales": with_value(BLOCK.w1_scales, -1.0)}, r"w1_scales\[1, 0, 0\]=-1.0 must be finite and"),
+        ("mxfp8", {"w1_scales": torch.zeros(6, 192, 5).half()}, "w1_scales of dtype torch.float16 must be torch.uint8"),
+        ("mxfp8", {"w2_scales": BLOCK.w2_scales}, "w2_scales of dtype torch.float32 must be torch.uint8"),
+        ("mxfp8", {"w1_scales": BYTES.w1_scales[:, :-1]}, r"w1_scales of shape \(6, 191, 5\) .* \(6, 192, 5\)"),
+        ("mxfp8", {"w1_scales": BYTES.w1_scales.mT.contiguous().mT}, r"\(6, 192, 5\) must be contiguous, has strides"),
         (
             "mxfp8",
-            {"w1_scales": with_value(GOOD["mxfp8"].w1_scales, 255)},
-            r"w1_scales\[1, 0, 0\]=255 must be at most 254; 255 is the NaN of e8m0",
+            {"w1_scales": with_value(BYTES.w1_scales, 255)},
+            r"w1_scales\[1, 0, 0\]=255 must be at most 254; 255",
         ),
-        (
-            "fp8",
-            {"w2_scales": with_value(GOOD["fp8"].w2_scales, float("nan"))},
-            r"w2_scales\[1, 0, 0\]=nan must be fin",
-        ),
-        (
-            "fp8",
-            {"w1_scales": with_value(GOOD["fp8"].w1_scales, float("inf"))},
-            r"w1_scales\[1, 0, 0\]=inf must be fin",
-        ),
-        (
-            "fp8",
-            {"w1_scales": with_value(GOOD["fp8"].w1_scales, -1.0)},
-            r"w1_scales\[1, 0, 0\]=-1.0 must be finite and",
-        ),
-        (
-            "mxfp8",
-            {"w1": elements(6, 160, 160), "w2": elements(6, 160, 80)},
-            "F=80, the contraction of w2, must be a multiple of 32 for MXFP8",
-        ),
-        (
-            "mxfp8",
-            {"w1": elements(6, 192, 144), "w2": elements(6, 144, 96)},
-            "D=144, the contraction of w1, must be a multiple of 32 for MXFP8",
-        ),
+        ("mxfp8", e4m3(160, 80), "F=80, the contraction of w2, must be a multiple of 32 for MXFP8"),
+        ("mxfp8", e4m3(144, 96), "D=144, the contraction of w1, must be a multiple of 32 for MXFP8"),
         (
             "mxfp4",
-            {"w2_scales": GOOD["mxfp4"].w2_scales[:, :, :2].contiguous()},
-            r"w2_scales of shape \(6, 160, 2\) must be \(S, D, F/32\) = \(6, 160, 3\) with .*F=96 of w2",
+            {"w2_scales": CODES.w2_scales[:, :, :2].contiguous()},
+            r"\(S, D, F/32\) = \(6, 160, 3\) with .*F=96 of w2",
         ),
-        (
-            "mxfp4",
-            {"w1_scales": GOOD["fp8"].w1_scales},
-            r"w1_scales of dtype torch.float32 must be torch.uint8 for w1 in MXFP4 \(torch.uint8\)",
-        ),
-        ("mxfp4", {"w2": GOOD["mxfp8"].w2}, "w2 of dtype torch.float8_e4m3fn must be torch.uint8"),
+        ("mxfp4", {"w1_scales": BLOCK.w1_scales}, r"must be torch.uint8 for w1 in MXFP4 \(torch.uint8\)"),
+        ("mxfp4", {"w2": BYTES.w2}, "w2 of dtype torch.float8_e4m3fn must be torch.uint8"),
         ("mxfp4", {"w1": codes(6, 192, 96)}, r"w1 of shape \(6, 192, 96\) must be \(S, 2F, D/2\) = \(6, 192, 80\)"),
         ("mxfp4", {"w2": codes(7 * 160 * 48)[8:][: 6 * 160 * 48].view(6, 160, 48)}, "w2 starts 8 bytes past a multi"),
     ],
@@ -296,9 +263,7 @@ def test_bad_scales_are_named(kind: str, changes: dict, message: str) -> None:
 def test_steps_that_do_not_fit_the_scales_are_named(kind: str, depth: int, message: str) -> None:
     config = replace(MATRIX, down=BlockShape(rows=32, depth=depth))
     with pytest.raises(ValueError, match=message):
-        check_decode(
-            DecodeCase(name="depth", T=3, K=2, E=4, D=32, F=32, quantised=kind, config=config), torch.float32, "cpu"
-        )
+        check_decode(replace(MX_CASES[-1], quantised=kind, config=config), torch.float32, "cpu")
 
 
 # ---- shapes of blocks ------------------------------------------------------------------------------------------------

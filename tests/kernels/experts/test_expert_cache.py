@@ -12,7 +12,8 @@ from typing import get_args
 import pytest
 import torch
 from cache_cases import Twins, cache_of, check_slots
-from decode_cases import MATRIX, VECTOR, DecodeCase, stored_parts
+from decode_cases import VECTOR, DecodeCase, stored_parts
+from host_cases import CASES
 from ranks import run_ranks
 from tiers import slow, slow_but
 from training_cases import MODEL, MOE, Rank, awake_model, compare_texts, make_group, make_job
@@ -45,14 +46,6 @@ def compare_steps(rank: int, world_size: int, case: DecodeCase, num_slots: int, 
         check_slots(twins.mine)
     assert tables.totals[1] > 0
     assert not tables.header[2:4].any(), "the next step finds its flags as this one did"
-
-
-CASES = [
-    DecodeCase(name="vector", T=1, K=2, E=9, D=80, F=48, config=VECTOR, seed=1),
-    DecodeCase(name="vector, two tokens", T=2, K=3, E=24, D=64, F=32, config=VECTOR, seed=2),
-    DecodeCase(name="matrix", T=5, K=2, E=40, D=80, F=48, config=MATRIX, seed=3),
-    DecodeCase(name="matrix, by expert", T=8, K=2, E=12, D=32, F=16, config=MATRIX, seed=4),
-]
 
 
 BYTES = DecodeConfig(form="vector", gate_up=BlockShape(rows=16, depth=64), down=BlockShape(rows=16, depth=64))
@@ -213,12 +206,6 @@ def test_a_budget_in_bytes_holds_more_of_smaller_experts(stored: StoredType | No
     assert slots_of_budget(20_000_000, config, 4, torch.bfloat16, stored) == slots
 
 
-def test_the_example_of_a_budget_in_mxfp4() -> None:
-    config = replace(MOE, num_experts=64, hidden_size=128, ffn_size=64)
-    assert bytes_of_expert(128, 64, torch.float32, "mxfp4") == 13_056
-    assert slots_of_budget(1_000_000, config, 4, torch.float32, "mxfp4") == 19
-
-
 def test_a_store_with_a_scale_that_is_no_number_is_refused() -> None:
     case = DecodeCase(name="bad", T=1, K=1, E=2, D=32, F=32, quantised="mxfp8")
     host = cache_of(case, 1, "lru", (0, 2)).host
@@ -226,12 +213,6 @@ def test_a_store_with_a_scale_that_is_no_number_is_refused() -> None:
     host.w2_scales[1, 0, 0] = 255
     with pytest.raises(ValueError, match=r"w2_scales\[1, 0, 0\]=255 must be at most 254"):
         ExpertCache(host.w1, host.w2, 1, torch.device("cpu"), w1_scales=host.w1_scales, w2_scales=host.w2_scales)
-
-
-@pytest.mark.parametrize("budget", [0.01, 1000.0, 0.0, -1.0])
-def test_a_budget_that_is_too_small_says_what_it_needs(budget: float) -> None:
-    with pytest.raises(ValueError, match="expert_budget="):
-        slots_of_budget(budget, MOE, 4, torch.float32)
 
 
 def test_the_task_writes_the_same_text_with_half_of_the_experts(tmp_path: Path) -> None:

@@ -50,21 +50,11 @@ def float32_products(terms: int) -> float:
 
 def tensor_core_products(device: str) -> float:
     """Twice what a GPU's own product of 128 terms is off by, as a part of the sum of their magnitudes."""
-    a, b = measured_rows(device)
+    generator = torch.Generator(device).manual_seed(1)
+    rows = (torch.randn(512, FP8_BLOCK, generator=generator, device=device) for _ in range(2))
+    a, b = (quantize_rows(each).elements for each in rows)
     one = torch.ones((), device=device)
     sums = torch._scaled_mm(a, b.T, scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=True)
-    return twice_largest_error(sums, a, b)
-
-
-def measured_rows(device: str) -> tuple[Tensor, Tensor]:
-    """Two matrices ``(512, 128)`` of e4m3 numbers whose products show how exact a device's are."""
-    generator = torch.Generator(device).manual_seed(1)
-    rows, columns = (torch.randn(512, FP8_BLOCK, generator=generator, device=device) for _ in range(2))
-    return quantize_rows(rows).elements, quantize_rows(columns).elements
-
-
-def twice_largest_error(sums: Tensor, a: Tensor, b: Tensor) -> float:
-    """How far off ``sums`` of ``a @ b.T`` are, doubled, as a part of the sum of their magnitudes."""
     exact, magnitude = a.double() @ b.double().T, a.double().abs() @ b.double().abs().T
     return 2 * float(((sums.double() - exact).abs() / magnitude).max())
 

@@ -39,7 +39,7 @@ def make_table(tiles: Tensor, num_tiles: Tensor, row_ids: Tensor, block_rows: in
     return TileTable(tiles=tiles, num_tiles=num_tiles, row_ids=row_ids, counters=counters, block_rows=block_rows)
 
 
-def make_rows(counts: list[list[int]], block_rows: int, device: str, seed: int, spare_tiles: int = 2) -> Rows:
+def make_rows(counts: list[list[int]], block_rows: int, device: str, seed: int) -> Rows:
     """Lay out ``counts[phase][expert]`` routed rows as the plan does; each (received row, slot) is used at most once.
 
     Padding has row id and slot -1; tiles behind the last one hold numbers that must never be followed.
@@ -62,7 +62,7 @@ def make_rows(counts: list[list[int]], block_rows: int, device: str, seed: int, 
                 row_ids += [row for row, _ in chosen]
                 slots += [slot for _, slot in chosen]
     num_tiles = len(tiles)
-    tiles += [[2**30, 2**30, block_rows, 9]] * spare_tiles
+    tiles += [[2**30, 2**30, block_rows, 9]] * 2
     row_ids += [-1] * block_rows  # capacity beyond the rows used
     slots += [-1] * block_rows
 

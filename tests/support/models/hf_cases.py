@@ -6,7 +6,7 @@ import copy
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import safetensors.torch
 import torch
@@ -210,49 +210,40 @@ def save_model(folder: Path, family: str, **changes: Any) -> Any:
     return model
 
 
-class CountedSlice:
-    """A lazy tensor that notes how many bytes of it were read."""
+class Counted:
+    """A file of safetensors, or a lazy tensor of one, that notes what was read of which tensor, in bytes."""
 
-    def __init__(self, lazy: Any, name: str, reads: list[tuple[str, int]]) -> None:
-        self.lazy, self.name, self.reads = lazy, name, reads
+    def __init__(self, inner: Any, reads: list[tuple[str, int]], name: str = "") -> None:
+        self.inner, self.reads, self.name = inner, reads, name
+
+    def __enter__(self) -> Self:
+        self.inner.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.inner.__exit__(*error)
+
+    def get_slice(self, name: str) -> Counted:
+        return Counted(self.inner.get_slice(name), self.reads, name)
 
     def __getitem__(self, index: Any) -> Tensor:
-        part: Tensor = self.lazy[index]
-        self.reads.append((self.name, part.numel() * part.element_size()))
+        part: Tensor = self.inner[index]
+        self.reads.append((self.name, part.nbytes))
         return part
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.lazy, name)
+        return getattr(self.inner, name)
 
 
 class CountedReads:
-    """Stands in for ``safetensors.safe_open`` while a model loads, and notes every read."""
+    """Notes every read of a model that is loaded meanwhile."""
 
     def __init__(self) -> None:
         self.reads: list[tuple[str, int]] = []
         self.open = safetensors.safe_open
 
-    def __enter__(self) -> CountedReads:
-        outer = self
-
-        class Handle:
-            def __init__(self, *args: Any, **kwargs: Any) -> None:
-                self.handle = outer.open(*args, **kwargs)
-
-            def __enter__(self) -> Any:
-                self.handle.__enter__()
-                return self
-
-            def __exit__(self, *error: Any) -> None:
-                self.handle.__exit__(*error)
-
-            def keys(self) -> Any:
-                return self.handle.keys()
-
-            def get_slice(self, name: str) -> CountedSlice:
-                return CountedSlice(self.handle.get_slice(name), name, outer.reads)
-
-        safetensors.safe_open = Handle
+    def __enter__(self) -> Self:
+        safetensors.safe_open = lambda *given, **named: Counted(self.open(*given, **named), self.reads)
         return self
 
     def __exit__(self, *error: Any) -> None:
