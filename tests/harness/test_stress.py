@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 import time
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import stress
 import torch
-from stress_cases import LAYERS, ROUTINGS, Stress, StressCase
+from stress_cases import ROUTINGS, Stress, StressCase
 from stress_numbers import FullWeights, expected, stress_inputs
 from stress_ranks import Journal, Outcome, run_batch
 from tiers import slow
@@ -156,26 +156,6 @@ def test_cases_are_legal_repeatable_and_varied(world_size: int, path: str, devic
     assert sum(0 in case.num_tokens for case in cases) > 20
     assert any(max(case.num_tokens) == case.max_tokens for case in cases)
     assert any(max(case.num_tokens) > 128 for case in cases)
-
-
-PER_LAYER = (
-    "ep tp num_experts top_k hidden_size ffn_size dtype max_tokens weight_seed",
-    "fp8",
-)
-PER_CASE = "num_tokens routing num_panels comm_blocks capacity_factor inputs backward strided delay_s seed"
-
-
-def test_what_kernels_are_compiled_for_is_drawn_per_layer_and_the_rest_per_case() -> None:
-    of = Stress(2, 2, "fused", "cuda", family=200)
-    for layer in range(LAYERS):
-        cases = [case for case in map(of.case, range(200)) if case.layer == layer]
-        assert len(cases) > 50
-        for name in " ".join(PER_LAYER).split():
-            assert len({getattr(case, name) for case in cases}) == 1, name
-        for name in PER_CASE.split():
-            assert len({getattr(case, name) for case in cases}) > 1, name
-    named = {"name", "layer", "calls", "relabel"} | set(" ".join((*PER_LAYER, PER_CASE)).split())
-    assert {field.name for field in fields(StressCase)} == named, "a field that is drawn nowhere"
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)

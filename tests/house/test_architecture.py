@@ -289,17 +289,9 @@ def gpu_tests(source: Source) -> list[str]:
 
 
 RULES = (
-    import_direction,
-    arrows,
-    environment,
-    optional_imports,
-    cuda_bindings,
-    excepts,
-    sizes,
-    documented,
-    comments,
+    import_direction, arrows, environment, optional_imports, cuda_bindings, excepts, sizes, documented, comments,
     gpu_tests,
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("rule", RULES)

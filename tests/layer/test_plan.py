@@ -124,38 +124,6 @@ def test_case_generator_reaches_every_corner() -> None:
     assert any(case.top_k == case.num_experts > 1 for case in cases), "K = E"
 
 
-@pytest.mark.parametrize("seed", range(100, 112))
-def test_tp_ranks_of_a_shard_agree_on_what_is_dropped(seed: int) -> None:
-    case = random_case(seed, 2, 2)
-    plans = [twin_plan(case, rank) for rank in range(4)]
-    for one, other in ((plans[0], plans[1]), (plans[2], plans[3])):
-        assert torch.equal(one.status[1], other.status[1])
-        if not (one.status[2] or other.status[2]):
-            # The two number rows to themselves differently, so the kept slots are compared token by token.
-            for source, sender in enumerate(plans):
-                kept_one, kept_other = (_kept_by_token(case, sender, plan, source) for plan in (one, other))
-                assert torch.equal(kept_one, kept_other)
-
-
-def _kept_by_token(case: Case, sender: Plan, receiver: Plan, source: int) -> torch.Tensor:
-    """(M, K) bool: which slots of each token of ``source`` the receiver computes."""
-    places = sender.send_rows[:, receiver.layout.rank].long()
-    slots = receiver.row_slots[source * case.max_tokens + places.clamp(min=0)]
-    return (slots >= 0) & (places >= 0)[:, None]
-
-
-@pytest.mark.parametrize("seed", range(200, 212))
-def test_send_and_receive_sides_meet(seed: int) -> None:
-    case = random_case(seed, *LAYOUTS[1 + seed % (len(LAYOUTS) - 1)])
-    plans = [twin_plan(case, rank) for rank in range(case.world_size)]
-    for source, sender in enumerate(plans):
-        for target, receiver in enumerate(plans):
-            assert sender.send_counts[target] == receiver.recv_counts[source]
-            places = sender.send_rows[:, target]
-            tokens = (places >= 0).nonzero()[:, 0]
-            assert torch.equal(sender.send_token_ids[target, places[tokens].long()].long(), tokens)
-
-
 def test_worst_routing_fits_the_capacity() -> None:
     layout = ExpertLayout(num_experts=4, top_k=3, ep=2, tp=1, rank=0)
     ids = torch.tensor([0, 1, 2], dtype=torch.int32).expand(2, 128, 3).contiguous()

@@ -16,7 +16,7 @@ from ranks import run_ranks
 
 from comet.comm.base import LocalCommunicator
 from comet.config import MAX_TOP_K
-from comet.decode import MAX_DECODE_TOKENS, DecodeScratch, DecodeWeights, RankDecode, warp_decode, warp_decode_torch
+from comet.decode import DecodeScratch, DecodeWeights, RankDecode, warp_decode, warp_decode_torch
 from comet.decode.local import run_kernels
 from comet.kernels.decode.blocks import BlockShape, DecodeConfig, is_large, select
 from comet.kernels.decode.routing import NO_ROW, pass_of, rows_in_passes, serves
@@ -239,13 +239,6 @@ def test_a_shared_expert_is_one_more_expert_of_every_token() -> None:
         assert torch.allclose(warp_decode(inputs.tokens, ids, routing_weights, weights), wanted, atol=1e-6)
 
 
-def test_no_tokens() -> None:
-    inputs = make_inputs(DecodeCase(name="none", T=0, K=2, E=4, D=32, F=16), torch.float32, "cpu")
-    step = (inputs.tokens, inputs.ids, inputs.routing_weights, inputs.weights)
-    for use_kernels in (False, True):
-        assert warp_decode(*step, use_kernels=use_kernels).shape == (0, 32)
-
-
 # ---- activations and biases ------------------------------------------------------------------------------------------
 
 ACTIVATED = [
@@ -313,6 +306,7 @@ def test_biases_must_fit() -> None:
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 GOOD = make_inputs(DecodeCase(name="good", T=3, K=2, E=4, D=32, F=16), torch.float32, "cpu")
+MANY, NARROW, SIXES = torch.zeros(3, 33), torch.zeros(6, 32, 8), torch.full((4,), 6, dtype=torch.int32)
 
 
 def call(**changes: object) -> torch.Tensor:
@@ -324,55 +318,35 @@ def changed(**changes: object) -> DecodeWeights:
     return replace(GOOD.weights, **changes)
 
 
+def scratch(dtype: torch.dtype, **options: int) -> DecodeScratch:
+    return DecodeScratch.create(GOOD.weights, 2, dtype, **options)
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (
-            lambda: call(tokens=torch.zeros(65, 32)),
-            f"T=65 tokens must be at most MAX_DECODE_TOKENS={MAX_DECODE_TOKENS}",
-        ),
-        (
-            lambda: call(tokens=torch.zeros(3, 48)),
-            r"tokens of shape \(3, 48\) must be \(T, D\) = \(T, 32\) with D=32 of w2",
-        ),
+        (lambda: call(tokens=torch.zeros(65, 32)), "T=65 tokens must be at most MAX_DECODE_TOKENS=64"),
+        (lambda: call(tokens=torch.zeros(3, 48)), r"tokens of shape \(3, 48\) must be \(T, D\) = \(T, 32\) with D=32"),
         (lambda: call(tokens=torch.zeros(96)), r"tokens of shape \(96,\) must be \(T, D\)"),
         (lambda: call(tokens=GOOD.tokens.half()), "tokens of dtype torch.float16 must have the weights' torch.float32"),
-        (
-            lambda: call(top_k_ids=GOOD.ids[:2]),
-            r"top_k_ids of shape \(2, 2\) must be \(T, K\) = \(3, K\) with T=3 of tokens",
-        ),
+        (lambda: call(top_k_ids=GOOD.ids[:2]), r"top_k_ids of shape \(2, 2\) must be \(T, K\) = \(3, K\) with T=3"),
         (lambda: call(top_k_ids=GOOD.ids.float()), "top_k_ids of dtype torch.float32 must be torch.int32"),
-        (
-            lambda: call(top_k_ids=GOOD.ids + 4),
-            r"top_k_ids contain \d; every id must be -1 \(masked\) or in \[0, num_experts=4\)",
-        ),
-        (
-            lambda: call(top_k_ids=torch.zeros(3, 33, dtype=torch.int32), top_k_weights=torch.zeros(3, 33)),
-            "K=33 must be between 1 and 32",
-        ),
+        (lambda: call(top_k_ids=GOOD.ids + 4), r"contain \d; every id must be -1 \(masked\) or in \[0, \w+=4\)"),
+        (lambda: call(top_k_ids=MANY.int(), top_k_weights=MANY), "K=33 must be between 1 and 32"),
         (lambda: call(top_k_weights=GOOD.routing_weights[:, :1]), r"top_k_weights of shape \(3, 1\) must be \(T, K\)"),
         (lambda: call(top_k_weights=GOOD.routing_weights.half()), "top_k_weights of dtype torch.float16 must be"),
         (lambda: changed(w1=GOOD.weights.w1[:, :-16]), r"w1 of shape .* must be \(S, 2F, D\) = \(6, 32, 32\)"),
         (lambda: changed(w2=GOOD.weights.w2.half()), "w2 of dtype torch.float16 must be torch.float32"),
-        (
-            lambda: changed(w1=torch.zeros(6, 16, 32), w2=torch.zeros(6, 32, 8)),
-            "F=8 of w2 must be a positive multiple of 16",
-        ),
+        (lambda: changed(w1=NARROW.mT.repeat(1, 2, 1), w2=NARROW), "F=8 of w2 must be a positive multiple of 16"),
         (lambda: changed(slots=GOOD.weights.slots.long()), "slots of dtype torch.int64 must be torch.int32"),
         (lambda: changed(w2=GOOD.weights.w2.mT.contiguous().mT), "w2 of shape .* must be contiguous"),
         (lambda: changed(w1_scales=torch.ones(1)), "w1_scales and w2_scales must both be given, or neither"),
+        (lambda: call(weights=changed(slots=SIXES)), r"slots=\[6, 6, 6, 6\] must be -1 \(not held\) or in \[0, S=6\)"),
+        (lambda: scratch(torch.float32, max_tokens=65), "max_tokens=65 must be between"),
+        (lambda: call(scratch=scratch(torch.float32, max_tokens=2), use_kernels=True), "must hold 6 rows of F=16"),
         (
-            lambda: call(weights=changed(slots=torch.full((4,), 6, dtype=torch.int32))),
-            r"slots=\[6, 6, 6, 6\] must be -1 \(not held\) or in \[0, S=6\)",
-        ),
-        (lambda: DecodeScratch.create(GOOD.weights, 2, torch.float32, max_tokens=65), "max_tokens=65 must be between"),
-        (
-            lambda: call(scratch=DecodeScratch.create(GOOD.weights, 2, torch.float32, max_tokens=2), use_kernels=True),
-            "must hold 6 rows of F=16",
-        ),
-        (
-            lambda: call(scratch=DecodeScratch.create(GOOD.weights, 2, torch.float16), use_kernels=True),
-            "scratch of torch.float16 on cpu must be torch.float32 on cpu",
+            lambda: call(scratch=scratch(torch.float16), use_kernels=True),
+            "torch.float16 on cpu must be torch.float32 on",
         ),
     ],
 )
@@ -420,13 +394,14 @@ def test_selected_blocks(dtype: torch.dtype, num_tokens: int, shape: tuple[int, 
                 assert block.depth >= min(lanes, triton.next_power_of_2(contraction)), "16 bytes per lane"
 
 
-@pytest.mark.parametrize("shared_scale", [0, 32, 128])
+@pytest.mark.parametrize(("shared_scale", "four_bits"), [(0, False), (32, False), (32, True), (128, False)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_blocks_are_selected_for_every_step(dtype: torch.dtype, shared_scale: int) -> None:
+def test_blocks_are_selected_for_every_step(dtype: torch.dtype, shared_scale: int, four_bits: bool) -> None:
     for num_tokens in (1, 2, 3, 64):
         for top_k in range(1, MAX_TOP_K + 1):
             for hidden_size, ffn_size in ((32, 32), (160, 256), (2048, 768), (7168, 2048)):
-                select(dtype, num_tokens, top_k, hidden_size, ffn_size, shared_scale=shared_scale)
+                scales = {"shared_scale": shared_scale, "four_bits": four_bits}
+                select(dtype, num_tokens, top_k, hidden_size, ffn_size, **scales)
 
 
 @pytest.mark.parametrize("captures", [True, False])
