@@ -1,4 +1,4 @@
-"""What travels by the routing of drafts, replayed: outputs are those of resident experts, and texts stay."""
+"""Experts that travel by guesses or by the routing of drafts, replayed: outputs of resident ones, and texts stay."""
 
 from __future__ import annotations
 
@@ -43,6 +43,26 @@ class Pass:
         expected = self.layers.expected(self.tokens, self.weights)
         for layer in range(LAYERS):
             assert torch.equal(self.outputs[layer], expected[layer]), f"layer {layer}"
+
+
+@pytest.mark.parametrize("policy", ["lru", "score"])
+@pytest.mark.parametrize(("num_tokens", "num_slots"), [(1, K), (1, 11), (2, 20), (5, 12), (1, E)])
+@pytest.mark.parametrize("replayed", [False, True], ids=["launched", "replayed"])
+def test_steps_equal_resident_experts_bit_for_bit(num_tokens: int, num_slots: int, replayed: bool, policy: str) -> None:
+    """Without drafts: experts travel beside the layer before."""
+    print("seed", num_slots)
+    made = torch.Generator().manual_seed(num_slots)
+    layers = CachedLayers(num_slots, num_tokens, made, policy)
+    step = Pass(layers, num_tokens, K, replayed)
+    for _ in range(200):
+        layers.draw(made)
+        step(made)
+    layers.check_slots()
+    report = report_of(layers.caches)
+    print(report)
+    if num_slots < E:
+        assert report.prefetched > report.prefetched_needed > 0
+        assert report.prefetch_precision is not None
 
 
 @pytest.mark.parametrize("policy", ["lru", "score"])
