@@ -32,7 +32,6 @@ from emulated import emulated_group
 from emulated_layer import DEADLINE_S, EmulatedRanks
 from emulated_ranks import EmulatedCase, Kind
 from fp8_cases import compare, float32_products, layer_of, tensor_core_products
-from fp8_launches import fp8_layer0_in, fp8_layer1_in
 from gemm_cases import check_bias_gradient, check_bias_products, make_rows, poison_padding, values
 from grad_hidden_launches import check, run_grad_hidden
 from gradient_launches import exact_gradients, run_gradients
@@ -90,7 +89,7 @@ def run_fp8(device: torch.device, dtype: torch.dtype, kind: Kind, *, biased: boo
     b1, b2 = (
         emulated.inputs[0].tokens.new_zeros(w.shape[:2]) if biased else None for w in (emulated.w1[0], emulated.w2[0])
     )
-    with fp8_layer0_in(kind) as in_layer0, fp8_layer1_in(kind) as in_layer1:
+    with layer0_in(kind) as in_layer0, layer1_in(kind) as in_layer1:
         hidden = emulated.twice(
             "recv_flags",
             lambda r: backends[r].dispatch_gemm_fp8(emulated.inputs[r].tokens, shards[r][0], plans[r], b1),

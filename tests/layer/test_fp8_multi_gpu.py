@@ -6,8 +6,8 @@ import pytest
 import torch
 from emulated_ranks import Kind
 from fp8_cases import run_fp8_case, tensor_core_products
-from fp8_launches import fp8_layer1_in
 from gpus import ON_GPUS, gpu_of, need_gpus
+from layer1_launches import layer1_in
 from layer_cases import LayerCase
 from ranks import run_ranks
 
@@ -27,7 +27,7 @@ def on_gpu(rank: int, world_size: int, case: LayerCase, layer1: Kind) -> None:
     torch.cuda.set_device(gpu_of(rank))
     device = gpu_of(rank)
     for delays in (False, True) if case.calls > 1 else (False,):
-        with fp8_layer1_in(layer1):
+        with layer1_in(layer1):
             run_fp8_case(rank, world_size, case, "fused", device, tensor_core_products(device), delays)
 
 

@@ -13,22 +13,20 @@ import layer1_launches
 import pytest
 import torch
 from emulated_events import check_layer0_events, check_layer1_events, recorded
-from emulated_ranks import EPOCH, EmulatedCase, Kind, plans_of
+from emulated_ranks import EmulatedCase, Kind, plans_of
 from fp8_cases import float32_products, tensor_core_products
 from fp8_launches import (
     check_outputs,
-    fp8_layer0_in,
-    fp8_layer1_in,
     launch_layer0,
     launch_layer1,
-    layer0_alone,
-    layer1_alone,
     make_buffers,
     rows_of_experts,
     run_fp8_layer0,
     run_fp8_layer1,
     settings_of,
 )
+from layer0_launches import layer0_in
+from layer1_launches import layer1_in
 from layer_cases import EDGE_ROWS
 from torch import Tensor
 
@@ -155,12 +153,12 @@ def test_events(kind: Kind) -> None:
     plans = plans_of(case)
     recorders = [Recorder.allocate(torch.device(case.device), CAPACITY) for _ in plans]
     silent = run_fp8_layer0(case, kind)
-    with fp8_layer0_in(kind):
+    with layer0_in(kind):
         found = recorded(case, make_buffers(case), partial(launch_layer0, case, plans), recorders)
     for plan, mine, other, recorder in zip(plans, found, silent, recorders, strict=True):
         assert all(map(torch.equal, rows_of_experts(plan, mine), rows_of_experts(plan, other)))
         check_layer0_events(plan, recorder, num_cols=case.ffn_size // FP8_BLOCK)
-    with fp8_layer1_in(kind):
+    with layer1_in(kind):
         launch = partial(launch_layer1, case, plans, found)
         outputs = recorded(case, layer1_launches.make_buffers(case), launch, recorders)
     for plan, out, other, recorder in zip(plans, outputs, run_fp8_layer1(case, silent, kind), recorders, strict=True):
@@ -168,14 +166,3 @@ def test_events(kind: Kind) -> None:
         settings = settings_of(case, plan)
         num_cols = -(-case.hidden_size // settings.tile.block_n)
         check_layer1_events(plan, recorder, num_cols=num_cols, num_panels=settings.layer1.num_panels)
-
-
-@pytest.mark.parametrize("kind", ["cuda", "triton"])
-def test_a_rank_that_never_comes_is_named(kind: Kind) -> None:
-    case = replace(TWO, name="deadline", num_tokens=(900, 200), top_k=4, hidden_size=768, ffn_size=128, num_panels=3)
-    with fp8_layer0_in(kind) as in_layer0, fp8_layer1_in(kind) as in_layer1:
-        for alone, wanted in ((layer0_alone, 2), (layer1_alone, 4)):
-            for _ in range(10):  # all spins of all blocks give up at nearly the same time
-                aborted, place, peer, _, expected, seen, *_ = alone(case, deadline_ns=20_000_000)
-                assert (aborted, place, peer, expected, seen) == (1, wanted, 1, EPOCH, EPOCH - 1)
-    assert in_layer0.call_count == in_layer1.call_count == (10 if kind == "cuda" else 0)

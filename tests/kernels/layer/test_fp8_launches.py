@@ -9,16 +9,12 @@ import layer1_launches
 import pytest
 import torch
 from emulated_events import check_layer0_events, check_layer1_events, recorded
-from emulated_ranks import EPOCH, EmulatedCase, plans_of
+from emulated_ranks import EmulatedCase, plans_of
 from fp8_cases import float32_products
 from fp8_launches import (
     check_outputs,
-    fp8_layer0_in,
-    fp8_layer1_in,
     launch_layer0,
     launch_layer1,
-    layer0_alone,
-    layer1_alone,
     make_buffers,
     run_fp8_layer0,
     run_fp8_layer1,
@@ -53,17 +49,6 @@ def play(rank: int, world_size: int) -> None:
 @pytest.mark.slow
 def test_ranks_played_in_one_process() -> None:
     run_ranks(play, 1, interpret=True, timeout=400)
-
-
-def wait_alone(rank: int, world_size: int) -> tuple[list[int], list[int]]:
-    with fp8_layer0_in("triton"), fp8_layer1_in("triton"):
-        return layer0_alone(TWO, deadline_ns=2_000_000), layer1_alone(TWO, deadline_ns=2_000_000)
-
-
-def test_a_rank_that_never_comes_is_named() -> None:
-    for wanted, record in zip((2, 4), run_ranks(wait_alone, 1, interpret=True)[0], strict=True):
-        aborted, place, peer, _, expected, seen, *_ = record
-        assert (aborted, place, peer, expected, seen) == (1, wanted, 1, EPOCH, EPOCH - 1)
 
 
 def record(rank: int, world_size: int) -> None:

@@ -10,7 +10,7 @@ import torch
 from emulated_ranks import EmulatedCase
 from gradient_launches import exact_gradients, run_gradients
 from launch_arguments import make_table, make_wire
-from layer1_launches import exact_layer1, run_layer1, sent_after_a_fault
+from layer1_launches import exact_layer1, run_layer1
 from ranks import run_ranks
 
 from comet.kernels.layer import gemm_combine as module
@@ -116,24 +116,26 @@ def test_it_is_not_asked_where_a_rank_of_the_group_lacks_it(
     assert launched == ["cuda" if cuda_kernels else "triton"]
 
 
+def of_tokens(*num_tokens: int) -> EmulatedCase:
+    ranks = len(num_tokens)
+    return EmulatedCase(
+        "emulated", ranks, 1, num_tokens, 2 * ranks, 2, 64, 32, "masked", torch.float32, num_panels=1, device="cpu"
+    )
+
+
+CASES = [of_tokens(70), of_tokens(40, 5), of_tokens(0, 30), of_tokens(17, 33, 1)]
+
+
 def play(rank: int, world_size: int) -> None:
     """Whoever plays the ranks gets them right: with the Triton twin, which the GPU tests compare with."""
-    for num_tokens in ((70,), (40, 5), (0, 30), (17, 33, 1)):
-        ranks = len(num_tokens)
-        case = EmulatedCase(
-            "emulated", ranks, 1, num_tokens, 2 * ranks, 2, 64, 32, "masked", torch.float32, num_panels=1, device="cpu"
-        )
+    for case in CASES:
         for (exact, size), out in zip(exact_layer1(case), run_layer1(case, "triton"), strict=True):
             assert bool(((out.double() - exact).abs() <= 1e-5 * size + 1e-6).all()), case
 
 
 def play_gradients(rank: int, world_size: int) -> None:
     """So are gradients."""
-    for num_tokens in ((70,), (0, 30), (17, 33, 1)):
-        ranks = len(num_tokens)
-        case = EmulatedCase(
-            "emulated", ranks, 1, num_tokens, 2 * ranks, 2, 64, 32, "masked", torch.float32, num_panels=1, device="cpu"
-        )
+    for case in CASES:
         for (exact, size, weights), (grad, of_weights) in zip(
             exact_gradients(case), run_gradients(case, "triton"), strict=True
         ):
@@ -144,14 +146,3 @@ def play_gradients(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("emulated", [play, play_gradients])
 def test_ranks_played_in_one_process(emulated: Callable[[int, int], None]) -> None:
     run_ranks(emulated, 1, interpret=True)
-
-
-def fail(rank: int, world_size: int) -> list[tuple[int, int]]:
-    """What rank 0 of three sends in Triton after a fault."""
-    return sent_after_a_fault(
-        EmulatedCase("failed", 3, 1, (60, 40, 50), 6, 4, 64, 32, device="cpu", dtype=torch.float32, block_rows=16)
-    )
-
-
-def test_a_rank_that_failed_sends_nothing() -> None:
-    assert run_ranks(fail, 1, interpret=True) == [[(0, 0)] * 2]

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 from emulated_cases import LAYER1, draw_layer1
-from emulated_ranks import EPOCH, EmulatedCase, Kind
+from emulated_ranks import EmulatedCase
 from gradient_launches import run_gradients
-from layer1_launches import exact_layer1, layer1_alone, layer1_in, run_layer1, sent_after_a_fault
+from layer1_launches import exact_layer1, run_layer1
 
 
 def check(case: EmulatedCase) -> None:
@@ -55,23 +55,3 @@ def test_random_cases() -> None:
     draw = random.Random(seed)
     for number in range(12):
         check(draw_layer1(draw, seed + number))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["cuda", "triton"])
-def test_a_rank_that_never_comes_is_named(kind: Kind) -> None:
-    case = EmulatedCase("deadline", 2, 1, (900, 200), 8, 4, 768, 128, num_panels=3)
-    with layer1_in(kind) as spy:
-        for _ in range(10):  # all spins of all blocks give up at nearly the same time
-            aborted, place, peer, _, expected, seen, *_ = layer1_alone(case, deadline_ns=20_000_000)
-            assert (aborted, place, peer, expected, seen) == (1, 4, 1, EPOCH, EPOCH - 1)
-    assert spy.call_count == (10 if kind == "cuda" else 0)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["cuda", "triton"])
-def test_a_rank_that_failed_sends_nothing(kind: Kind) -> None:
-    case = EmulatedCase("failed", 4, 1, (900, 200, 0, 300), 8, 4, 768, 128, num_panels=3)
-    with layer1_in(kind) as spy:
-        assert sent_after_a_fault(case) == [(0, 0)] * 3
-    assert spy.call_count == (1 if kind == "cuda" else 0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from emulated_cases import SMALL_LAYER0, TWO
 from emulated_ranks import EPOCH
-from grad_hidden_launches import Gradients, alone, check, grad_hidden_in, run_grad_hidden, sent_after_a_fault
+from grad_hidden_launches import Gradients, check, run_grad_hidden
 from launch_arguments import make_table
 from ranks import run_ranks
 from torch import Tensor
@@ -61,17 +61,6 @@ def play_beside(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("emulated", [play, play_beside])
 def test_ranks_played_in_one_process(emulated: Callable[[int, int], None]) -> None:
     run_ranks(emulated, 1, interpret=True, timeout=240)
-
-
-def fail(rank: int, world_size: int) -> tuple[list[int], list[tuple[int, int]]]:
-    with grad_hidden_in("triton"):
-        return alone(TWO, deadline_ns=2_000_000), sent_after_a_fault(TWO)
-
-
-def test_a_rank_that_never_comes_is_named_and_nothing_is_sent_after_that() -> None:
-    (aborted, place, peer, _, expected, seen, *_), sent = run_ranks(fail, 1, interpret=True)[0]
-    assert (aborted, place, peer, expected, seen) == (1, 2, 1, EPOCH, EPOCH - 1)
-    assert sent == [(0, 0)]
 
 
 def test_memory_of_a_block() -> None:

@@ -9,16 +9,8 @@ import pytest
 import torch
 from emulated_cases import LAYER0, draw_layer0
 from emulated_events import check_layer0_events, recorded
-from emulated_ranks import EPOCH, EmulatedCase, Kind, plans_of
-from grad_hidden_launches import (
-    alone,
-    check,
-    grad_hidden_in,
-    launch,
-    of_experts,
-    run_grad_hidden,
-    sent_after_a_fault,
-)
+from emulated_ranks import EmulatedCase, plans_of
+from grad_hidden_launches import check, grad_hidden_in, launch, of_experts, run_grad_hidden
 from layer0_launches import make_buffers
 
 from comet.kernels.runtime.recorder import Recorder
@@ -62,20 +54,3 @@ def test_events() -> None:
     check(case, [of_experts(plan, result) for plan, result in zip(plans, found, strict=True)], "recorded")
     for plan, recorder in zip(plans, recorders, strict=True):
         check_layer0_events(plan, recorder)
-
-
-@pytest.mark.parametrize("kind", ["cuda", "triton"])
-def test_a_rank_that_never_comes_is_named(kind: Kind) -> None:
-    case = EmulatedCase("deadline", 2, 1, (900, 200), 8, 4, 768, 128)
-    with grad_hidden_in(kind) as spy:
-        for _ in range(10):  # all spins of all blocks give up at nearly the same time
-            aborted, place, peer, _, expected, seen, *_ = alone(case, deadline_ns=20_000_000)
-            assert (aborted, place, peer, expected, seen) == (1, 2, 1, EPOCH, EPOCH - 1)
-    assert spy.call_count == (10 if kind == "cuda" else 0)
-
-
-@pytest.mark.parametrize("kind", ["cuda", "triton"])
-def test_nothing_is_sent_once_a_wait_has_failed(kind: Kind) -> None:
-    case = EmulatedCase("after a fault", 3, 1, (300, 200, 100), 12, 4, 256, 128)
-    with grad_hidden_in(kind):
-        assert sent_after_a_fault(case) == [(0, 0), (0, 0)]

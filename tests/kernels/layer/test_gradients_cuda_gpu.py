@@ -7,9 +7,8 @@ import random
 import pytest
 import torch
 from emulated_cases import LAYER1, draw_layer1
-from emulated_ranks import EPOCH, EmulatedCase, Kind
-from gradient_launches import exact_gradients, gradients_alone, run_gradients
-from layer1_launches import layer1_in
+from emulated_ranks import EmulatedCase
+from gradient_launches import exact_gradients, run_gradients
 
 pytestmark = pytest.mark.gpu
 
@@ -36,11 +35,3 @@ def test_random_cases() -> None:
     draw = random.Random(seed)
     for number in range(8):
         check(draw_layer1(draw, seed + number))
-
-
-@pytest.mark.parametrize("kind", ["cuda", "triton"])
-def test_a_rank_that_never_comes_is_named(kind: Kind) -> None:
-    case = EmulatedCase("deadline", 2, 1, (900, 200), 8, 4, 768, 128, num_panels=3)
-    with layer1_in(kind):
-        aborted, place, peer, _, expected, seen, *_ = gradients_alone(case, deadline_ns=20_000_000)
-    assert (aborted, place, peer, expected, seen) == (1, 4, 1, EPOCH, EPOCH - 1)

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from emulated_cases import SMALL_LAYER0, TWO
-from emulated_ranks import EPOCH
-from layer0_launches import Exact, Hidden, exact_layer0, layer0_alone, layer0_in, run_layer0
+from layer0_launches import Exact, Hidden, exact_layer0, run_layer0
 from ranks import run_ranks
 
 
@@ -23,16 +22,6 @@ def play(rank: int, world_size: int) -> None:
 
 def test_ranks_played_in_one_process() -> None:
     run_ranks(play, 1, interpret=True, timeout=240)
-
-
-def wait_alone(rank: int, world_size: int) -> list[int]:
-    with layer0_in("triton"):
-        return layer0_alone(TWO, deadline_ns=2_000_000)
-
-
-def test_a_rank_that_never_comes_is_named() -> None:
-    aborted, place, peer, _, expected, seen, *_ = run_ranks(wait_alone, 1, interpret=True)[0]
-    assert (aborted, place, peer, expected, seen) == (1, 2, 1, EPOCH, EPOCH - 1)
 
 
 def test_limits_admit_roundings_and_no_more() -> None:

@@ -53,13 +53,7 @@ class Counted:
 
 @contextmanager
 def launched_in(kind: Kind, module: ModuleType, function: str) -> Iterator[Counted]:
-    """Launches in CUDA C++, where they can run, or in Triton; yields what counts the former.
-
-    Args:
-        kind: Which.
-        module: Of the launcher in CUDA C++.
-        function: The launcher.
-    """
+    """Launches in CUDA C++, where ``module.function`` can run, or in Triton; yields what counts the former."""
     spy = Counted(getattr(module, function))
     refusal = {"can_run": lambda *_, **__: False} if kind == "triton" else {}
     with patch.multiple(module, **{function: spy}, **refusal):
@@ -90,11 +84,15 @@ def plan_of(case: EmulatedCase, rank: int, ids: Tensor, weights: Tensor) -> Plan
         layout,
         num_tokens=case.num_tokens[rank],
         block_rows=case.block_rows,
-        expert_capacity=None,
         max_routed_rows=routed_row_capacity(layout, max_tokens(case), case.block_rows, None),
     )
     tensors = {field.name: getattr(plan, field.name) for field in fields(plan)}
     return replace(plan, **{name: t.to(case.device) for name, t in tensors.items() if isinstance(t, Tensor)})
+
+
+def unwritten(case: EmulatedCase, *shape: int) -> Tensor:
+    """Of the case's type, NaN until a launch writes to it."""
+    return torch.full(shape, torch.nan, dtype=case.dtype, device=case.device)
 
 
 def fresh(plan: Plan) -> Plan:
@@ -119,7 +117,7 @@ class Buffers:
         rows = case.world_size * max_tokens(case), columns or case.hidden_size
         flags = case.world_size, *flags_of_source
         return cls(
-            rows=[torch.full(rows, torch.nan, dtype=case.dtype, device=device) for _ in ranks],
+            rows=[unwritten(case, *rows) for _ in ranks],
             flags=[torch.full(flags, EPOCH - 1, dtype=torch.int32, device=device) for _ in ranks],
         )
 
@@ -176,11 +174,16 @@ def synchronize(case: EmulatedCase) -> None:
 def fault_of(
     case: EmulatedCase, buffers: Buffers, launch: Callable[[int, Wire], object], deadline_ns: int
 ) -> list[int]:
-    """The record of a fault that rank 0 leaves when no other rank ever comes."""
+    """What rank 0 records when no other rank ever comes: that it gave up, where, for whom, the epoch, what it saw."""
     fault = torch.zeros(8, dtype=torch.int64, device=case.device)
     launch(0, buffers.wire(0, fault, deadline_ns))
     synchronize(case)
-    return fault.tolist()
+    return fault[[0, 1, 2, 4, 5]].tolist()
+
+
+def nobody_came(place: int) -> list[int]:
+    """What ``fault_of`` is to find, at ``PLACE_LAYER0`` or ``PLACE_LAYER1``."""
+    return [1, place, 1, EPOCH, EPOCH - 1]
 
 
 def sent_after(case: EmulatedCase, buffers: Buffers, launch: Callable[[int, Wire], object]) -> list[tuple[int, int]]:

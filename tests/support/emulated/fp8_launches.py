@@ -5,33 +5,20 @@ Packed rows travel between the ranks. Whatever no rank writes, and hidden rows o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import layer1_launches
 import torch
-from emulated_ranks import (
-    Buffers,
-    Counted,
-    EmulatedCase,
-    Kind,
-    fault_of,
-    fresh,
-    launched_in,
-    max_tokens,
-    plans_of,
-    play,
-)
+from emulated_ranks import Buffers, EmulatedCase, Kind, fresh, max_tokens, plans_of, play, unwritten
 from fp8_cases import compare, layer_of
-from layer0_launches import check_flags, sent_tokens, tokens_of
+from layer0_launches import check_flags, layer0_in, sent_rows, tokens_of
+from layer1_launches import layer1_in
 from layer_cases import rank_inputs
 from torch import Tensor
 
 from comet.kernels.gemm.fp8 import pack_rows
-from comet.kernels.layer import dispatch_gemm as layer0_cuda
-from comet.kernels.layer import gemm_combine as layer1_cuda
 from comet.kernels.runtime.arguments import Scaled, Wire, power_of_2
 from comet.layer.fused import launch_dispatch_gemm, launch_gemm_combine
 from comet.layer.launch_arguments import combine_config, dispatch_config, returns_of, sends_of, tile_table
@@ -44,20 +31,6 @@ from comet.schedule.settings import LayerSettings
 E4M3_NAN = 0x7F
 # Blocks of a weight differ by these powers of two, so that the scale of another one is far off.
 LEAST_EXPONENT, MOST_EXPONENT = -2, 2
-
-
-@contextmanager
-def fp8_layer0_in(kind: Kind) -> Iterator[Counted]:
-    """Layer 0 in CUDA C++ or in Triton; yields what counts the former."""
-    with launched_in(kind, layer0_cuda, "dispatch_gemm_cuda") as spy:
-        yield spy
-
-
-@contextmanager
-def fp8_layer1_in(kind: Kind) -> Iterator[Counted]:
-    """Layer 1 in CUDA C++ or in Triton; yields what counts the launches of the former."""
-    with launched_in(kind, layer1_cuda, "gemm_combine_cuda") as spy:
-        yield spy
 
 
 def make_buffers(case: EmulatedCase) -> Buffers:
@@ -119,9 +92,7 @@ def launch_layer1(case: EmulatedCase, plans: list[Plan], hidden: list[Scaled], r
     """One launch of one rank: its output ``(T, D)``."""
     plan, (_, w2) = fresh(plans[rank]), expert_weights(case, rank)
     settings = settings_of(case, plan)
-    like = dict(dtype=case.dtype, device=case.device)
-    out = torch.full((plan.num_tokens, case.hidden_size), torch.nan, **like)
-    y = torch.full((plan.routed_row_ids.numel(), case.hidden_size), torch.nan, **like)
+    out, y = (unwritten(case, rows, case.hidden_size) for rows in (plan.num_tokens, plan.routed_row_ids.numel()))
     config = combine_config(settings, settings.layer1.num_panels, out)
     config = replace(config, block_k=FP8_BLOCK, num_stages=settings.tile.num_stages)
     returns, table = returns_of(plan, weighted=True), tile_table(plan, Launch.GEMM_COMBINE)
@@ -132,7 +103,7 @@ def launch_layer1(case: EmulatedCase, plans: list[Plan], hidden: list[Scaled], r
 def run_fp8_layer0(case: EmulatedCase, kind: Kind) -> list[Scaled]:
     """Hidden of every rank, after a look at all the rest: who received what, and what was left alone."""
     plans, buffers = plans_of(case), make_buffers(case)
-    with fp8_layer0_in(kind) as spy:
+    with layer0_in(kind) as spy:
         found = play(case, buffers, partial(launch_layer0, case, plans))
     assert spy.call_count == (2 * case.world_size if kind == "cuda" else 0)
     for rank, plan in enumerate(plans):
@@ -148,7 +119,7 @@ def run_fp8_layer0(case: EmulatedCase, kind: Kind) -> list[Scaled]:
 def run_fp8_layer1(case: EmulatedCase, hidden: list[Scaled], kind: Kind) -> list[Tensor]:
     """Output ``(T, D)`` of every rank; with a pool in float32 in Triton, whatever the kind."""
     launch = partial(launch_layer1, case, plans_of(case), hidden)
-    with fp8_layer1_in(kind) as spy:
+    with layer1_in(kind) as spy:
         outputs = play(case, layer1_launches.make_buffers(case), launch)
     in_cuda = kind == "cuda" and case.dtype.itemsize == 2
     assert spy.call_count == (2 * case.world_size if in_cuda else 0)
@@ -160,7 +131,7 @@ def check_received(case: EmulatedCase, plans: list[Plan], buffers: Buffers, rank
     used = case.hidden_size + case.hidden_size // FP8_BLOCK * torch.float32.itemsize  # bytes of a row
     rows = torch.full_like(buffers.rows[rank], torch.nan).unflatten(0, (case.world_size, -1))
     for source in range(case.world_size):
-        sent = sent_tokens(case, plans, source, rank)
+        sent = sent_rows(case, plans, source, rank)
         rows[source, : len(sent)] = pack(quantize_rows(sent), case.dtype)
     found, wanted = (tensor.view(torch.uint8)[:, :used] for tensor in (buffers.rows[rank], rows.flatten(0, 1)))
     assert torch.equal(found, wanted), f"rows of rank {rank} of {case}"
@@ -173,17 +144,16 @@ def rows_of_experts(plan: Plan, hidden: Scaled) -> tuple[Tensor, Tensor]:
     return hidden.elements.view(torch.uint8)[mine], hidden.scales[:, mine]
 
 
-def layer0_alone(case: EmulatedCase, deadline_ns: int) -> list[int]:
-    """The record of a fault that rank 0 leaves when no other rank ever comes."""
-    return fault_of(case, make_buffers(case), partial(launch_layer0, case, plans_of(case)), deadline_ns)
+def launch_layer0_alone(case: EmulatedCase) -> tuple[Buffers, Callable[[int, Wire], Scaled]]:
+    """For ``fault_of``."""
+    return make_buffers(case), partial(launch_layer0, case, plans_of(case))
 
 
-def layer1_alone(case: EmulatedCase, deadline_ns: int) -> list[int]:
+def launch_layer1_alone(case: EmulatedCase) -> tuple[Buffers, Callable[[int, Wire], Tensor]]:
     """The same of layer 1."""
     plans = plans_of(case)
     hidden = [empty_hidden(case, plan.routed_row_ids.numel()) for plan in plans]
-    launch = partial(launch_layer1, case, plans, hidden)
-    return fault_of(case, layer1_launches.make_buffers(case), launch, deadline_ns)
+    return layer1_launches.make_buffers(case), partial(launch_layer1, case, plans, hidden)
 
 
 def check_outputs(case: EmulatedCase, outputs: list[Tensor], products: float) -> None:

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from emulated_ranks import (
-    Counted,
-    EmulatedCase,
-    Kind,
-    fault_of,
-    fresh,
-    launched_in,
-    max_tokens,
-    plans_of,
-    play,
-    sent_after,
-)
-from layer0_launches import check_flags, make_buffers
+from emulated_ranks import Buffers, EmulatedCase, Kind, fresh, launched_in, plans_of, play, unwritten
+from layer0_launches import check_flags, landed, make_buffers
 from layer_cases import rank_inputs
 from torch import Tensor
 
@@ -39,33 +28,34 @@ class Gradients:
     hidden: Tensor
 
 
-@contextmanager
-def grad_hidden_in(kind: Kind) -> Iterator[Counted]:
-    """Launches in CUDA C++ or in Triton; yields what counts the former."""
-    with launched_in(kind, cuda_module, "fc2_dgrad_cuda") as spy:
-        yield spy
+grad_hidden_in = partial(launched_in, module=cuda_module, function="fc2_dgrad_cuda")
 
 
-def inputs_of(case: EmulatedCase, rank: int) -> tuple[Tensor, Tensor]:
-    """Gradients ``(T, D)`` of a rank's outputs and its weights ``(e, D, F)``."""
+def grads_of(case: EmulatedCase, rank: int) -> Tensor:
+    """``(T, D)``: gradients of a rank's outputs."""
+    return rank_inputs(case, rank).grad_output.to(case.device)
+
+
+def expert_weights(case: EmulatedCase, rank: int) -> Tensor:
+    """``(e, D, F)`` of a rank."""
     generator = torch.Generator(case.device).manual_seed(300 + rank)
     shape = (case.num_experts // case.world_size, case.hidden_size, case.ffn_size)
-    w2 = torch.randn(shape, generator=generator, device=case.device) / case.hidden_size**0.5
-    return rank_inputs(case, rank).grad_output.to(case.device), w2.to(case.dtype)
+    return (torch.randn(shape, generator=generator, device=case.device) / case.hidden_size**0.5).to(case.dtype)
 
 
 def launch(case: EmulatedCase, plans: list[Plan], rank: int, wire: Wire, *, apart: Collection[int] = ()) -> Gradients:
     """One launch of one rank: results of all routed rows, NaN where nothing was written; ranks ``apart`` in Triton."""
-    plan, (grad_y, w2) = fresh(plans[rank]), inputs_of(case, rank)
-    rows = plan.routed_row_ids.numel()
-    grads, out = (
-        torch.full((rows, cols), torch.nan, dtype=case.dtype, device=case.device)
-        for cols in (case.hidden_size, case.ffn_size)
-    )
+    plan, grad_y, w2 = fresh(plans[rank]), grads_of(case, rank), expert_weights(case, rank)
+    grads, out = (unwritten(case, plan.routed_row_ids.numel(), cols) for cols in (case.hidden_size, case.ffn_size))
     table = tile_table(plan, Launch.DISPATCH_DGRAD)
     with grad_hidden_in("triton") if rank in apart else nullcontext():
         launch_fc2_dgrad(grad_y, w2, grads, out, wire, sends_of(plan), table, plan.tiles)
     return Gradients(grads, out)
+
+
+def launch_alone(case: EmulatedCase) -> tuple[Buffers, Callable[[int, Wire], Gradients]]:
+    """For ``fault_of`` and ``sent_after``."""
+    return make_buffers(case), partial(launch, case, plans_of(case))
 
 
 def run_grad_hidden(case: EmulatedCase, kind: Kind, *, apart: Collection[int] = ()) -> list[Gradients]:
@@ -90,38 +80,16 @@ def of_experts(plan: Plan, found: Gradients) -> Gradients:
     return Gradients(found.rows[mine], found.hidden[mine])
 
 
-def landed(case: EmulatedCase, plans: list[Plan], rank: int) -> Tensor:
-    """Received gradients ``(R, D)`` of a rank with its own among them, NaN where there is none."""
-    shape = (case.world_size, max_tokens(case), case.hidden_size)
-    rows = torch.full(shape, torch.nan, dtype=case.dtype, device=case.device)
-    for source, plan in enumerate(plans):
-        sent, _ = inputs_of(case, source)
-        if source != rank:
-            sent = sent[plan.send_token_ids[rank, : int(plan.send_counts[rank])].long()]
-        rows[source, : len(sent)] = sent
-    return rows.flatten(0, 1)
-
-
 def check(case: EmulatedCase, found: list[Gradients], what: str) -> None:
     """Gradients of outputs are copies; those of hidden are rounded once, of sums in float32."""
     rounding = 1.1 * torch.finfo(case.dtype).eps / 2
     summing = case.hidden_size / 8 * torch.finfo(torch.float32).eps / 2  # 16 products are added at once, or lost bits
     plans = plans_of(case)
     for rank, (plan, result) in enumerate(zip(plans, found, strict=True)):
-        rows = landed(case, plans, rank)[plan.routed_row_ids[plan.routed_row_ids >= 0].long()]
+        rows = landed(case, plans, rank, grads_of)[plan.routed_row_ids[plan.routed_row_ids >= 0].long()]
         assert torch.equal(result.rows, rows), f"{what}: gradients of outputs, rank {rank} of {case}"
-        pairs = list(zip(rows.double().split(plan.segment_counts.tolist()), inputs_of(case, rank)[1], strict=True))
+        pairs = list(zip(rows.double().split(plan.segment_counts.tolist()), expert_weights(case, rank), strict=True))
         exact = torch.cat([a @ w.double() for a, w in pairs])
         size = torch.cat([a.abs() @ w.double().abs() for a, w in pairs])
         excess = (result.hidden.double() - exact).abs() - (rounding * exact.abs() + summing * size + 1e-7)
         assert bool((excess <= 0).all()), f"{what}: gradient of hidden, rank {rank} of {case}: {excess.max()} beyond"
-
-
-def alone(case: EmulatedCase, deadline_ns: int) -> list[int]:
-    """The record of a fault that rank 0 leaves when no other rank ever comes."""
-    return fault_of(case, make_buffers(case), partial(launch, case, plans_of(case)), deadline_ns)
-
-
-def sent_after_a_fault(case: EmulatedCase) -> list[tuple[int, int]]:
-    """Values that rank 0 stored for each other rank, and flags that it raised there, if a wait had failed before."""
-    return sent_after(case, make_buffers(case), partial(launch, case, plans_of(case)))

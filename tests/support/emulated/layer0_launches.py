@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from emulated_ranks import (
-    EPOCH,
-    Buffers,
-    Counted,
-    EmulatedCase,
-    Kind,
-    fault_of,
-    fresh,
-    launched_in,
-    max_tokens,
-    plans_of,
-    play,
-)
+from emulated_ranks import EPOCH, Buffers, EmulatedCase, Kind, fresh, launched_in, max_tokens, plans_of, play, unwritten
 from layer_cases import rank_inputs
 from torch import Tensor
 from torch.nn.functional import silu
@@ -45,11 +32,10 @@ class Hidden:
     pre: Tensor | None
 
 
-@contextmanager
-def layer0_in(kind: Kind) -> Iterator[Counted]:
-    """Layer 0 in CUDA C++ or in Triton; yields what counts the launches of the former."""
-    with launched_in(kind, cuda_module, "dispatch_gemm_cuda") as spy:
-        yield spy
+layer0_in = partial(launched_in, module=cuda_module, function="dispatch_gemm_cuda")  # also with weights in block FP8
+
+
+Rows = Callable[[EmulatedCase, int], Tensor]  # what a rank has to send, by its number
 
 
 def make_buffers(case: EmulatedCase) -> Buffers:
@@ -84,24 +70,25 @@ def config_of(case: EmulatedCase, *, save_pre: bool) -> DispatchGemmConfig:
     )
 
 
-def launch(
-    case: EmulatedCase, plans: list[Plan], buffers: Buffers, rank: int, wire: Wire, *, save_pre: bool = False
-) -> Hidden:
+def launch(case: EmulatedCase, plans: list[Plan], rank: int, wire: Wire, *, save_pre: bool = False) -> Hidden:
     """One launch of one rank: results of all routed rows, NaN where nothing was written."""
     plan, x = fresh(plans[rank]), tokens_of(case, rank)
     rows = plan.routed_row_ids.numel()
-    hidden, pre = (
-        torch.full((rows, parts * case.ffn_size), torch.nan, dtype=case.dtype, device=case.device) for parts in (1, 2)
-    )
+    hidden, pre = (unwritten(case, rows, parts * case.ffn_size) for parts in (1, 2))
     table, config = tile_table(plan, Launch.DISPATCH_GEMM), config_of(case, save_pre=save_pre)
     w1 = expert_weights(case, rank)
     launch_dispatch_gemm(x, w1, hidden, pre if save_pre else None, wire, sends_of(plan), table, config)
     return Hidden(hidden, pre if save_pre else None)
 
 
-def sent_tokens(case: EmulatedCase, plans: list[Plan], source: int, target: int) -> Tensor:
+def launch_alone(case: EmulatedCase) -> tuple[Buffers, Callable[[int, Wire], Hidden]]:
+    """For ``fault_of``."""
+    return make_buffers(case), partial(launch, case, plans_of(case))
+
+
+def sent_rows(case: EmulatedCase, plans: list[Plan], source: int, target: int, of: Rows = tokens_of) -> Tensor:
     """The rows that one rank sends to another, ``(n, D)``, in the order in which they lie there."""
-    tokens, plan = tokens_of(case, source), plans[source]
+    tokens, plan = of(case, source), plans[source]
     if source == target:
         return tokens
     return tokens[plan.send_token_ids[target, : int(plan.send_counts[target])].long()]
@@ -111,7 +98,7 @@ def run_layer0(case: EmulatedCase, kind: Kind, *, save_pre: bool) -> list[Hidden
     """The rows of each rank's experts, after a look at all the rest: who received what, and what was left alone."""
     plans, buffers = plans_of(case), make_buffers(case)
     with layer0_in(kind) as spy:
-        found = play(case, buffers, partial(launch, case, plans, buffers, save_pre=save_pre))
+        found = play(case, buffers, partial(launch, case, plans, save_pre=save_pre))
     assert spy.call_count == (2 * case.world_size if kind == "cuda" else 0)
     for rank in range(case.world_size):
         check_received(case, plans, buffers, rank)
@@ -131,17 +118,16 @@ def check_flags(case: EmulatedCase, plans: list[Plan], buffers: Buffers, rank: i
     flags = torch.full_like(buffers.flags[rank], EPOCH - 1)
     for source in range(case.world_size):
         if source != rank:
-            num_chunks = -(-len(sent_tokens(case, plans, source, rank)) // CHUNK_ROWS)
+            num_chunks = -(-int(plans[source].send_counts[rank]) // CHUNK_ROWS)
             flags[source, :num_chunks] = EPOCH
     assert torch.equal(buffers.flags[rank], flags), f"flags of rank {rank} of {case}"
 
 
-def landed(case: EmulatedCase, plans: list[Plan], rank: int) -> Tensor:
-    """Received rows ``(R, D)`` of a rank with its own tokens among them, NaN where there is none."""
-    shape = (case.world_size, max_tokens(case), case.hidden_size)
-    rows = torch.full(shape, torch.nan, dtype=case.dtype, device=case.device)
+def landed(case: EmulatedCase, plans: list[Plan], rank: int, of: Rows = tokens_of) -> Tensor:
+    """Received rows ``(R, D)`` of a rank with its own among them, NaN where there is none."""
+    rows = unwritten(case, case.world_size, max_tokens(case), case.hidden_size)
     for source in range(case.world_size):
-        sent = sent_tokens(case, plans, source, rank)
+        sent = sent_rows(case, plans, source, rank, of)
         rows[source, : len(sent)] = sent
     return rows.flatten(0, 1)
 
@@ -153,12 +139,6 @@ def experts_rows(plan: Plan, found: Hidden) -> Hidden:
     for tensor in tensors:
         assert tensor[used:].isnan().all(), f"rows of no tile were written by rank {plan.layout.rank}"
     return Hidden(*(None if tensor is None else tensor[mine] for tensor in (found.hidden, found.pre)))
-
-
-def layer0_alone(case: EmulatedCase, deadline_ns: int) -> list[int]:
-    """The record of a fault that rank 0 leaves when no other rank ever comes."""
-    buffers = make_buffers(case)
-    return fault_of(case, buffers, partial(launch, case, plans_of(case), buffers), deadline_ns)
 
 
 @dataclass(frozen=True)

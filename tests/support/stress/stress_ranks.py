@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from expert_gradients import wrong_gradient
 from fp8_cases import compare, float32_products, layer_of, tensor_core_products
-from fp8_launches import fp8_layer0_in, fp8_layer1_in
 from gpus import gpu_of
 from grad_hidden_launches import grad_hidden_in
 from gradient_launches import weights_in
@@ -110,10 +109,7 @@ def run_batch(rank: int, world_size: int, stress: Stress, indices: range, journa
     torch.use_deterministic_algorithms(device.type == "cpu")
     notes = Journal(journal, rank, stress.case_limit_s)
     layer0, layer1 = stress.layer0, stress.layer1
-    with (
-        layer0_in(layer0), grad_hidden_in(layer0), fp8_layer0_in(layer0),
-        layer1_in(layer1), fp8_layer1_in(layer1), weights_in(layer1),
-    ):  # fmt: skip
+    with layer0_in(layer0), grad_hidden_in(layer0), layer1_in(layer1), weights_in(layer1):
         outcome = run_families(rank, stress, indices, device, notes)
     notes.close()
     return outcome
