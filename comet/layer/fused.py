@@ -57,11 +57,8 @@ class Fused(Backend):
     # Made once: a call has no time for it.
 
     @cached_property
-    def _dispatch_gemm_configs(self) -> tuple[DispatchGemmConfig, DispatchGemmConfig]:
-        """Of a call without and with a backward pass to come."""
-        rows = self.workspace.recv_rows.local
-        settings = self.settings
-        return dispatch_config(settings, rows, save_pre=False), dispatch_config(settings, rows, save_pre=True)
+    def _dispatch_gemm_config(self) -> DispatchGemmConfig:
+        return dispatch_config(self.settings, self.workspace.recv_rows.local)
 
     @cached_property
     def _gemm_combine_config(self) -> GemmCombineConfig:
@@ -93,7 +90,7 @@ class Fused(Backend):
         hidden = x.new_empty(rows, ffn)
         pre = x.new_empty(rows, 2 * ffn) if save_pre_activation else None
         wire, table = recv_wire(self.workspace), tile_table(plan, Launch.DISPATCH_GEMM)
-        config = self._dispatch_gemm_configs[save_pre_activation]
+        config = self._dispatch_gemm_config
         launch_dispatch_gemm(x, w1, hidden, pre, wire, sends_of(plan), table, config, b1)
         return hidden, pre
 
@@ -127,7 +124,7 @@ class Fused(Backend):
         pack_rows(x, own.view(torch.int32))
         elements = x.new_empty(rows, ffn, dtype=w1.elements.dtype)
         scales = x.new_empty(ffn // FP8_BLOCK, rows, dtype=torch.float32)
-        config = replace(dispatch_config(settings, x, save_pre=False), push_cols=min(512, power_of_2(own.shape[1])))
+        config = replace(dispatch_config(settings, x), push_cols=min(512, power_of_2(own.shape[1])))
         table = tile_table(plan, Launch.DISPATCH_GEMM)
         wire = make_wire(workspace, landing, workspace.recv_flags)
         wire = replace(wire, rows=wire.rows.view(torch.int32))

@@ -47,8 +47,8 @@ def routing_pool(layout: ExpertLayout, workspace: Workspace) -> RoutingPool:
     return RoutingPool(tensors=tensors, rank=layout.rank, timeout_ns=workspace.timeout_ns)
 
 
-def dispatch_config(settings: LayerSettings, x: Tensor, *, save_pre: bool) -> DispatchGemmConfig:
-    """Of layer 0. Flattened, the epilogue's shared memory adds to the ring's: storing gate | up costs a stage."""
+def dispatch_config(settings: LayerSettings, x: Tensor) -> DispatchGemmConfig:
+    """Of layer 0."""
     tile = settings.tile
     return DispatchGemmConfig(
         comm_blocks=settings.comm_blocks,
@@ -56,7 +56,7 @@ def dispatch_config(settings: LayerSettings, x: Tensor, *, save_pre: bool) -> Di
         block_k=tile.block_k,
         push_cols=move_cols(x, 1024),
         flatten=x.dtype != torch.float32,
-        num_stages=min(tile.num_stages, 3) if save_pre else tile.num_stages,
+        num_stages=tile.num_stages,
         activation=settings.activation,
     )
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from comet.comm.collectives import wants_grad
@@ -34,12 +34,16 @@ def make_mesh(
     """
     if process_group is None or same_shard is None or parallel.world_size == 1:
         return None
-    shape = (same_shard.size(), parallel.ep, parallel.tp)
-    if min(shape[1:]) > 1:
-        return init_device_mesh(device_type, shape, mesh_dim_names=("data", "ep", "tp"))
-    ranks = torch.arange(dist.get_world_size()).view(same_shard.size(), -1)
+    ranks = torch.arange(dist.get_world_size()).view(same_shard.size(), parallel.ep, parallel.tp)
+    if min(ranks.shape[1:]) > 1:
+        # Not init_device_mesh: it splits NCCL's communicator of the world, which hangs once earlier parts were closed.
+        axes = ranks.transpose(1, 2).flatten(0, 1), ranks.flatten(0, 1)
+        of_axes = [dist.new_subgroups_by_enumeration(axis.tolist())[0] for axis in axes]
+        names: tuple[str, ...] = ("data", "ep", "tp")
+        return DeviceMesh.from_group([same_shard, *of_axes], device_type, mesh=ranks, mesh_dim_names=names)
     names = ("data", "ep" if parallel.ep > 1 else "tp")
-    return DeviceMesh.from_group([same_shard, process_group], device_type, mesh=ranks, mesh_dim_names=names)
+    groups = [same_shard, process_group]
+    return DeviceMesh.from_group(groups, device_type, mesh=ranks.flatten(1), mesh_dim_names=names)
 
 
 def forget_meshes() -> None:

@@ -38,7 +38,7 @@ class TileShape:
         Example: bfloat16, D=2048, F=768: 128, 256, 64; bfloat16, D=64, F=48: 64, 64, 64.
         """
         wide = dtype != torch.float32
-        block_f, block_n, block_k, num_stages = (128, 256, 64, 4) if wide else (16, 64, 16, 2)
+        block_f, block_n, block_k, num_stages = (128, 256, 64, 3) if wide else (16, 64, 16, 2)
         return cls(
             block_f=min(block_f, _power_of_2(ffn_size)),
             block_n=min(block_n, _power_of_2(hidden_size)),

@@ -53,7 +53,7 @@ def _layer0(events: int, activation: Activation = SWIGLU, biased: bool = False) 
         scaled=Fp8Tensors("*fp32", "*bf16" if biased else None, "*fp32"),
         symm=symm_of("i32", events),
         sizes=Sizes(*["i32"] * 5),
-    )(num_stages=4, spilled_bytes=FEW_SPILLS, expects=EXPECTS)
+    )(num_stages=3, spilled_bytes=FEW_SPILLS, expects=EXPECTS)
 
 
 def _layer1(events: int, biased: bool = False) -> KernelCase:
@@ -73,4 +73,4 @@ def _layer1(events: int, biased: bool = False) -> KernelCase:
         returns=returns_of(backward=False),
         symm=symm_of("bf16", events),
         sizes=CombineSizes(*["i32"] * 4),
-    )(num_stages=4, spilled_bytes=TWIN_SPILLS, expects=EXPECTS)
+    )(num_stages=3, spilled_bytes=TWIN_SPILLS, expects=EXPECTS)

@@ -26,7 +26,7 @@ from ..runtime.case import KernelCase
 
 # Top-k of the five models; layer 1 unrolls over it.
 TOP_KS = (2, 4, 8)
-TYPES = {"bf16": (128, 256, 64, 4), "fp16": (128, 256, 64, 4), "fp32": (16, 64, 16, 2)}
+TYPES = {"bf16": (128, 256, 64, 3), "fp16": (128, 256, 64, 3), "fp32": (16, 64, 16, 2)}
 SENDS = Sends(*["*i32"] * 4)
 TABLE = TileTensors(*["*i32"] * 4)
 BIAS_LOADS = 4  # most loads of a bias of 16 bits, a few of which are no pairs
@@ -72,7 +72,7 @@ def _layer0(
         symm=symm_of(dtype, events),
         sizes=Sizes("i32", "i32", "i32", None, None),
     )(
-        num_stages=min(num_stages, 3) if save_pre else num_stages,
+        num_stages=num_stages,
         expects=_expects(dtype),
         # Beside the 128 registers of its sums a thread has 64 for biases, once a tile, behind the loop.
         spilled_bytes=64 if biased else 0,

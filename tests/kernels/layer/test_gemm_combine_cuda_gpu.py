@@ -19,7 +19,11 @@ def check(case: EmulatedCase) -> None:
     rounding = 3 * torch.finfo(case.dtype).eps / 2
     for rank, ((exact, size), mine, other) in enumerate(zip(exact_layer1(case), found, twin, strict=True)):
         assert torch.equal(mine, other), f"rank {rank} of {case}"
-        excess = ((mine.double() - exact).abs() - (1.1 * rounding * size + 1e-6)).max() if mine.numel() else 0
+        excess = (
+            ((mine.double() - exact).abs() - (1.1 * rounding * size + 4e-9 * case.ffn_size + 1e-6)).max()
+            if mine.numel()
+            else 0
+        )
         assert excess <= 0, f"rank {rank} of {case}: {excess} past the limit"
 
 

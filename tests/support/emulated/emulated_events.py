@@ -79,9 +79,12 @@ def check_layer1_events(plan: Plan, recorder: Recorder, *, num_cols: int, num_pa
     rows[plan.layout.rank] = plan.max_tokens  # of its own all that there may be
     chunks = [(source, chunk) for source, count in enumerate(rows) for chunk in range(-(-count // COMBINE_CHUNK_ROWS))]
     assert items.get(KIND_REDUCE.value, set()) == {(*chunk, panel) for chunk, panel in product(chunks, panels)}
-    first_tokens = range(0, plan.num_tokens, COMBINE_CHUNK_ROWS)
-    sums = {(first, COMBINE_CHUNK_ROWS, panel) for first, panel in product(first_tokens, panels)}
-    assert items.get(KIND_FINAL_SUM.value, set()) == sums
+    summed = {
+        (token, panel)
+        for first, count, panel in items.get(KIND_FINAL_SUM.value, set())
+        for token in range(first, min(first + count, plan.num_tokens))
+    }
+    assert summed == set(product(range(plan.num_tokens), panels))
 
 
 def check_products(plan: Plan, tiles: set[tuple[int, int]], num_cols: int | None) -> None:

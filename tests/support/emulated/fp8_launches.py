@@ -80,7 +80,7 @@ def launch_layer0(case: EmulatedCase, plans: list[Plan], rank: int, wire: Wire) 
     own = wire.rows[rank * wire.max_tokens :][: len(x)]
     pack_rows(x, own)
     hidden = empty_hidden(case, plan.routed_row_ids.numel())
-    config = dispatch_config(settings_of(case, plan), x, save_pre=False)
+    config = dispatch_config(settings_of(case, plan), x)
     config = replace(config, push_cols=min(512, power_of_2(packed_columns(case.hidden_size, case.dtype))))
     w1, _ = expert_weights(case, rank)
     table = tile_table(plan, Launch.DISPATCH_GEMM)
@@ -94,7 +94,7 @@ def launch_layer1(case: EmulatedCase, plans: list[Plan], hidden: list[Scaled], r
     settings = settings_of(case, plan)
     out, y = (unwritten(case, rows, case.hidden_size) for rows in (plan.num_tokens, plan.routed_row_ids.numel()))
     config = combine_config(settings, settings.layer1.num_panels, out)
-    config = replace(config, block_k=FP8_BLOCK, num_stages=settings.tile.num_stages)
+    config = replace(config, block_k=FP8_BLOCK)
     returns, table = returns_of(plan, weighted=True), tile_table(plan, Launch.GEMM_COMBINE)
     launch_gemm_combine(hidden[rank], scaled(w2), y, out, wire, returns, table, config)
     return out

@@ -56,7 +56,7 @@ def expert_weights(case: EmulatedCase, rank: int) -> Tensor:
     return (1.5 * weights / case.hidden_size**0.5).to(case.dtype)
 
 
-def config_of(case: EmulatedCase, *, save_pre: bool) -> DispatchGemmConfig:
+def config_of(case: EmulatedCase) -> DispatchGemmConfig:
     """What the layer would launch, as far as it depends on the shape."""
     tile = TileShape.select(case.dtype, case.hidden_size, case.ffn_size)
     in_32_bits = case.dtype == torch.float32
@@ -66,7 +66,7 @@ def config_of(case: EmulatedCase, *, save_pre: bool) -> DispatchGemmConfig:
         block_k=tile.block_k,
         push_cols=min(256 if in_32_bits else 1024, power_of_2(case.hidden_size)),
         flatten=not in_32_bits,
-        num_stages=min(tile.num_stages, 3) if save_pre else tile.num_stages,
+        num_stages=tile.num_stages,
     )
 
 
@@ -75,7 +75,7 @@ def launch(case: EmulatedCase, plans: list[Plan], rank: int, wire: Wire, *, save
     plan, x = fresh(plans[rank]), tokens_of(case, rank)
     rows = plan.routed_row_ids.numel()
     hidden, pre = (unwritten(case, rows, parts * case.ffn_size) for parts in (1, 2))
-    table, config = tile_table(plan, Launch.DISPATCH_GEMM), config_of(case, save_pre=save_pre)
+    table, config = tile_table(plan, Launch.DISPATCH_GEMM), config_of(case)
     w1 = expert_weights(case, rank)
     launch_dispatch_gemm(x, w1, hidden, pre if save_pre else None, wire, sends_of(plan), table, config)
     return Hidden(hidden, pre if save_pre else None)
