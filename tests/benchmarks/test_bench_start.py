@@ -78,7 +78,7 @@ MISTAKES = {
         (["--tokens", "abc"], "argument --tokens: invalid whole_numbers value: 'abc'"),
     ],
     "decode": [
-        (["--models", "gpt"], "models='gpt' must be one of deepseek_v3, mixtral_8x7b"),
+        (["--models", "gpt"], "models='gpt' must be one of deepseek_v3, "),
         (["--routing", "round"], "routing='round' must be one of"),
         (["--weights", "bf16,int4"], "weights='int4' must be one of bf16, mxfp8, mxfp4, fp8"),
         (["--try", "gate_up.width=3"], "--try gate_up.width=3: the field must be one of form, fold"),
