@@ -84,7 +84,7 @@ def describe_shapes(
 def shape_bytes(shape: Shape, num_ranks: int, dtype: torch.dtype) -> tuple[int, int]:
     """Bytes of symmetric memory, and of a rank's part of one layer's routed experts.
 
-    Example: E=8, D=64, F=128, K=2, EP=2, 100 tokens, float32: 142592 and 3 * 64 * 128 * 4 * 4 = 393216.
+    Example: E=8, D=64, F=128, K=2, EP=2, 100 tokens, float32: 144384 and 3 * 64 * 128 * 4 * 4 = 393216.
 
     Raises:
         ValueError: If the layer or the ranks do not divide over the layout.

@@ -21,7 +21,7 @@ from comet.measure.sweep import Shape
 def test_shape_bytes_example():
     moe = MoEConfig(hidden_size=64, ffn_size=128, num_experts=8, top_k=2)
     shape = Shape(model="a", moe=moe, parallel=ParallelConfig(ep=2), tokens=100)
-    assert shape_bytes(shape, 2, torch.float32) == (142848, 393216)
+    assert shape_bytes(shape, 2, torch.float32) == (144384, 393216)
     with pytest.raises(ValueError, match="world_size=3 must be divisible by ep x tp = 2 x 1 = 2"):
         shape_bytes(shape, 3, torch.float32)
 

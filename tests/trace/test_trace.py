@@ -345,7 +345,7 @@ def test_benchmark_end_to_end(tmp_path: Path) -> None:
 def test_a_graph_captured_inside_record_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its replays would write to the recorder's memory after the end; one of its own is held by the workspace."""
     captures = False
-    for module in ("layer.fused", "trace.timeline", "utils.graphs"):
+    for module in ("layer.launch_arguments", "trace.timeline", "utils.graphs"):
         monkeypatch.setattr(f"comet.{module}.is_capturing", lambda device: captures)
     moe = MoEConfig(num_experts=4, top_k=2, hidden_size=32, ffn_size=32)
     group = make_expert_group(moe, ParallelConfig(ep=1), max_tokens=8, dtype=torch.float32, device="cpu")
