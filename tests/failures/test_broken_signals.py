@@ -115,9 +115,9 @@ def ids_flag_first(rank: int) -> None:
 
     def raise_then_exchange(ids: Any, weights: Any, pool: Any, *others: Any, part: Any) -> None:
         chunks = pool.max_tokens // CHUNK_ROWS
-        for address in pool.flag_pointers.tolist():
+        for address in pool.tensors.flag_pointers.tolist():
             for chunk in range(chunks):
-                ctypes.c_int32.from_address(address + 4 * (rank * chunks + chunk)).value = int(pool.epoch) + 1
+                ctypes.c_int32.from_address(address + 4 * (rank * chunks + chunk)).value = int(pool.tensors.epoch) + 1
         come_late("plan", PATIENCE_S)
         exchange(ids, weights, pool, *others, part=part)
 
