@@ -1,15 +1,16 @@
 """The configurations of the kernels in block FP8 that ship, for the compile-ahead tool."""
 
+import torch
+
 from ..gemm.fp8 import PACKED_GROUPS, SCALE_GROUP, pack_rows_kernel
-from ..gemm.tiles import GROUP_TILES
 from ..layer.triton.combine import CombineSizes
-from ..layer.triton.dispatch_gemm import DispatchGemmConstants, Sizes
-from ..layer.triton.fp8_dispatch_gemm import Fp8Tensors, fp8_dispatch_gemm_kernel
-from ..layer.triton.gemm_combine import gemm_combine_kernel
-from ..layer.triton.gemm_panels import PanelConstants, PanelTensors
+from ..layer.triton.dispatch_gemm import DispatchGemmConfig, Sizes
+from ..layer.triton.fp8_dispatch_gemm import Fp8Tensors, fp8_constants, fp8_dispatch_gemm_kernel
+from ..layer.triton.gemm_combine import GemmCombineConfig, gemm_combine_kernel
+from ..layer.triton.gemm_panels import PanelTensors
 from ..runtime.activation import SWIGLU, Activation
 from ..runtime.case import KernelCase
-from .fused import RECORDED, combine_of, fused_case, push_of, recording_suffix, returns_of, symm_of
+from .fused import RECORDED, fused_case, layer1_constants, recording_suffix, returns_of, symm_of
 
 EXPECTS = frozenset({"wgmma", "wide_loads", "wide_stores"})
 E4M3 = "fp8e4nv"
@@ -42,12 +43,12 @@ def _pack(dtype: str) -> KernelCase:
 
 
 def _layer0(events: int, activation: Activation = SWIGLU, biased: bool = False) -> KernelCase:
-    constants = DispatchGemmConstants(128, GROUP_TILES, activation, push_of(PUSH_WORDS, events))
+    config = DispatchGemmConfig(push_cols=PUSH_WORDS, activation=activation)
     kind = "" if activation == SWIGLU and not biased else f", {activation.name} with biases"
     return fused_case(
         f"inference{recording_suffix(events)}{kind}",
         fp8_dispatch_gemm_kernel,
-        {"GEMM": constants},
+        {"GEMM": fp8_constants(config, 128, events)},
         w1_desc=f"tensordesc<{E4M3}[1, 1, {SCALE_GROUP}, {SCALE_GROUP}]>",
         hidden_desc=f"tensordesc<{E4M3}[128, {SCALE_GROUP}]>",
         scaled=Fp8Tensors("*fp32", "*bf16" if biased else None, "*fp32"),
@@ -58,14 +59,11 @@ def _layer0(events: int, activation: Activation = SWIGLU, biased: bool = False) 
 
 def _layer1(events: int, biased: bool = False) -> KernelCase:
     block_n = 2 * SCALE_GROUP
-    constants = PanelConstants(
-        block_m=128, block_n=block_n, block_k=SCALE_GROUP, group_tiles=GROUP_TILES, b_is_kn=False, flatten=True,
-        precision="tf32", events=events, interpret=False,
-    )  # fmt: skip
+    config = GemmCombineConfig(block_n=block_n, block_k=SCALE_GROUP)
     return fused_case(
         f"block FP8, forward{recording_suffix(events)}{', biases' if biased else ''}",
         gemm_combine_kernel,
-        {"GEMM": constants, "COMBINE": combine_of(block_n, 8, 512, events)},
+        layer1_constants(config, torch.float8_e4m3fn, 8, events),
         a_desc=f"tensordesc<{E4M3}[128, {SCALE_GROUP}]>",
         b_desc=f"tensordesc<{E4M3}[1, {block_n // 2}, {SCALE_GROUP}]>",
         gemm=PanelTensors("*fp32", "*fp32", "*bf16" if biased else None, "*bf16"),

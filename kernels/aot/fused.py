@@ -4,19 +4,21 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from triton.runtime.jit import JITFunction
 
-from ..gemm.tiles import GROUP_TILES
-from ..layer.triton.combine import CombineConstants, CombineSizes, slot_block
-from ..layer.triton.dispatch import NUM_WARPS, PUSH_ROWS, PushConstants, Sends, dispatch_kernel
-from ..layer.triton.dispatch_gemm import DispatchGemmConstants, Sizes, dispatch_gemm_kernel
-from ..layer.triton.gemm_combine import MOVE_ROWS, SUM_TOKENS, gemm_combine_kernel
-from ..layer.triton.gemm_panels import PanelConstants, PanelTensors
+from ..layer.triton.combine import CombineSizes
+from ..layer.triton.dispatch import NUM_WARPS, Sends, dispatch_kernel, push_constants
+from ..layer.triton.dispatch_gemm import DispatchGemmConfig, Sizes, dispatch_gemm_kernel, gemm_constants
+from ..layer.triton.gemm_combine import (
+    GemmCombineConfig,
+    combine_constants,
+    gemm_combine_kernel,
+    panel_constants,
+)
+from ..layer.triton.gemm_panels import PanelTensors
 from ..runtime.activation import SWIGLU, Activation
 from ..runtime.arguments import (
-    CHUNK_FLAGS,
-    CHUNK_ROWS,
-    COMBINE_CHUNK_ROWS,
     GradWire,
     Returns,
     SymmTensors,
@@ -27,6 +29,7 @@ from ..runtime.case import KernelCase
 # Top-k of the five models; layer 1 unrolls over it.
 TOP_KS = (2, 4, 8)
 TYPES = {"bf16": (128, 256, 64, 3), "fp16": (128, 256, 64, 3), "fp32": (16, 64, 16, 2)}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SENDS = Sends(*["*i32"] * 4)
 TABLE = TileTensors(*["*i32"] * 4)
 BIAS_LOADS = 4  # most loads of a bias of 16 bits, a few of which are no pairs
@@ -53,16 +56,16 @@ def _layer0(
     dtype: str, *, save_pre: bool, events: int = 0, activation: Activation = SWIGLU, biased: bool = False
 ) -> KernelCase:
     block_f, _, block_k, num_stages = TYPES[dtype]
-    constants = DispatchGemmConstants(
-        block_m=128, block_f=block_f, block_k=block_k, group_tiles=GROUP_TILES, even_k=True, flatten=dtype != "fp32",
-        precision=_precision(dtype), activation=activation, push=push_of(_most_cols(dtype, 1024), events),
+    config = DispatchGemmConfig(
+        block_f=block_f, block_k=block_k, push_cols=_most_cols(dtype, 1024), flatten=dtype != "fp32",
+        activation=activation,
     )  # fmt: skip
     kind = activation.name + (" with biases" if biased else "")
     return fused_case(
         f"{dtype}, {'training' if save_pre else 'inference'}{recording_suffix(events)}"
         f"{'' if kind == SWIGLU.name else f', {kind}'}",
         dispatch_gemm_kernel,
-        {"GEMM": constants},
+        {"GEMM": gemm_constants(config, 128, block_k, DTYPES[dtype], events)},
         x_ptr=f"*{dtype}",
         recv_offset="i64",
         w1_desc=f"tensordesc<{dtype}[1, 2, {block_f}, {block_k}]>",
@@ -84,7 +87,7 @@ def _dispatch(dtype: str, *, events: int = 0) -> KernelCase:
     return fused_case(
         f"{dtype}{recording_suffix(events)}",
         dispatch_kernel,
-        {"PUSH": push_of(_most_cols(dtype, 1024), events)},
+        {"PUSH": push_constants(_most_cols(dtype, 1024), events)},
         x_ptr=f"*{dtype}",
         counters="*i32",
         symm=symm_of(dtype, events),
@@ -94,16 +97,14 @@ def _dispatch(dtype: str, *, events: int = 0) -> KernelCase:
 def _layer1(dtype: str, top_k: int, *, backward: bool, events: int = 0, biased: bool = False) -> KernelCase:
     _, block_n, block_k, num_stages = TYPES[dtype]
     b_block = (block_k, block_n) if backward else (block_n, block_k)
-    constants = PanelConstants(
-        block_m=128, block_n=block_n, block_k=block_k, group_tiles=GROUP_TILES, b_is_kn=backward,
-        flatten=dtype != "fp32", precision=_precision(dtype), events=events, interpret=False,
+    config = GemmCombineConfig(
+        block_n=block_n, block_k=block_k, move_cols=_most_cols(dtype, 512), flatten=dtype != "fp32"
     )  # fmt: skip
-    combine = combine_of(block_n, top_k, _most_cols(dtype, 512), events)
     return fused_case(
         f"{dtype}, top-{top_k}, {'backward' if backward else 'forward'}{recording_suffix(events)}"
         f"{', biases' if biased else ''}",
         gemm_combine_kernel,
-        {"GEMM": constants, "COMBINE": combine},
+        layer1_constants(config, DTYPES[dtype], top_k, events, backward=backward),
         a_desc=f"tensordesc<{dtype}[128, {block_k}]>",
         b_desc=f"tensordesc<{dtype}[1, {b_block[0]}, {b_block[1]}]>",
         gemm=PanelTensors(None, None, f"*{dtype}" if biased else None, f"*{dtype}"),
@@ -133,17 +134,12 @@ def returns_of(*, backward: bool) -> Returns:
     return Returns("*i32", None if backward else "*fp32", "*i32", "*i32", grads)
 
 
-def push_of(cols: int, events: int) -> PushConstants:
-    """Constants of pushes of so many columns."""
-    return PushConstants(PUSH_ROWS, cols, CHUNK_ROWS, events, interpret=False)
-
-
-def combine_of(block_n: int, top_k: int, cols: int, events: int) -> CombineConstants:
-    """Constants of a combine over four ranks that handles so many columns at once."""
-    return CombineConstants(
-        block_n=block_n, world_size=4, top_k=top_k, top_k_block=slot_block(top_k), tokens=SUM_TOKENS, rows=MOVE_ROWS,
-        cols=cols, chunk=COMBINE_CHUNK_ROWS, flags=CHUNK_FLAGS, events=events, interpret=False,
-    )  # fmt: skip
+def layer1_constants(
+    config: GemmCombineConfig, dtype: torch.dtype, top_k: int, events: int, *, backward: bool = False
+) -> dict[str, Any]:
+    """Constants of layer 1 over four ranks."""
+    combine = combine_constants(config, 4, top_k, events)
+    return {"GEMM": panel_constants(config, 128, dtype, backward, events), "COMBINE": combine}
 
 
 def recording_suffix(events: int) -> str:
@@ -153,10 +149,6 @@ def recording_suffix(events: int) -> str:
 
 def _most_cols(dtype: str, most: int) -> int:
     return most // 4 if dtype == "fp32" else most
-
-
-def _precision(dtype: str) -> str:
-    return "ieee" if dtype == "fp32" else "tf32"
 
 
 def _expects(dtype: str) -> frozenset[str]:

@@ -57,6 +57,11 @@ class Wire:
         """W."""
         return self.row_pointers.numel()
 
+    @property
+    def event_capacity(self) -> int:
+        """Events that a block can record; 0 where none does."""
+        return 0 if self.recorder is None else self.recorder.capacity
+
     def tensors(self, num_blocks: int) -> "SymmTensors":
         """Those of the rows, as a kernel of so many blocks takes them."""
         symm = (self.rows, self.row_pointers, self.flags, self.flag_pointers, self.epoch, self.fault)

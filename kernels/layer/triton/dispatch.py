@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...runtime.arguments import CHUNK_ROWS, Wire, num_sms
 from ...runtime.primitives import MOST_THREADS, PLACE_LAYER0, any_of, signal, wait_flags
-from ...runtime.recorder import KIND_DISPATCH, KIND_RECEIVE, Recorder, now, record
+from ...runtime.recorder import KIND_DISPATCH, KIND_RECEIVE, now, record
 
 PUSH_ROWS = 32  # that a block moves at once
 NUM_WARPS = 8  # of a block, here and in the layer's GEMMs
@@ -47,9 +47,8 @@ class PushConstants(NamedTuple):
     interpret: bool
 
 
-def push_constants(push_cols: int, recorder: Recorder | None) -> PushConstants:
-    """Those of a launch that moves ``push_cols`` columns at once."""
-    events = 0 if recorder is None else recorder.capacity
+def push_constants(push_cols: int, events: int) -> PushConstants:
+    """Those of a launch that moves ``push_cols`` columns at once, whose blocks record up to ``events`` events."""
     return PushConstants(PUSH_ROWS, push_cols, CHUNK_ROWS, events, triton.knobs.runtime.interpret)
 
 
@@ -169,5 +168,5 @@ def dispatch(x: Tensor, wire: Wire, sends: Sends, counters: Tensor, config: Disp
     num_blocks = 1 if interpret else num_sms(x.device)
     dispatch_kernel[(num_blocks,)](
         x, sends, wire.tensors(num_blocks), counters, wire.rank, wire.world_size, wire.timeout_ns, wire.max_tokens,
-        x.shape[1], PUSH=push_constants(config.push_cols, wire.recorder), num_warps=NUM_WARPS,
+        x.shape[1], PUSH=push_constants(config.push_cols, wire.event_capacity), num_warps=NUM_WARPS,
     )  # fmt: skip

@@ -29,7 +29,7 @@ from ...gemm.tiles import GROUP_TILES, decode_tokens
 from ...runtime.activation import SWIGLU, Activation
 from ...runtime.arguments import TileTable, Wire, num_sms
 from ...runtime.primitives import PLACE_LAYER0, zero_after_arrival
-from ...runtime.recorder import KIND_CONVERT, KIND_LAYER0_TILE, Recorder, now, record
+from ...runtime.recorder import KIND_CONVERT, KIND_LAYER0_TILE, now, record
 from .dispatch import COMM_BLOCKS, NUM_WARPS, PushConstants, Sends, push_constants, push_rows
 
 # Rounds of all blocks that are left to tickets, beside the rounds of the communication blocks.
@@ -240,13 +240,13 @@ def dispatch_gemm(
         None if pre is None else _pre_descriptor(pre, table.block_rows, config.block_f),
         sends, wire.tensors(num_blocks), table.tensors, Sizes(wire.max_tokens, hidden_size, ffn),
         wire.rank, wire.world_size, min(config.comm_blocks or COMM_BLOCKS, num_blocks - 1), wire.timeout_ns,
-        GEMM=gemm_constants(config, table.block_rows, hidden_size, x.dtype, wire.recorder),
+        GEMM=gemm_constants(config, table.block_rows, hidden_size, x.dtype, wire.event_capacity),
         num_warps=NUM_WARPS, num_stages=config.num_stages,
     )  # fmt: skip
 
 
 def gemm_constants(
-    config: DispatchGemmConfig, block_rows: int, hidden_size: int, dtype: torch.dtype, recorder: Recorder | None
+    config: DispatchGemmConfig, block_rows: int, hidden_size: int, dtype: torch.dtype, events: int
 ) -> DispatchGemmConstants:
     """What the kernel is compiled for, of tiles of ``block_rows`` rows."""
     return DispatchGemmConstants(
@@ -258,7 +258,7 @@ def gemm_constants(
         flatten=config.flatten,
         precision=dot_precision(dtype),
         activation=config.activation,
-        push=push_constants(config.push_cols, recorder),
+        push=push_constants(config.push_cols, events),
     )
 
 

@@ -19,7 +19,7 @@ from ...gemm.activation import hidden_of
 from ...gemm.fp8 import GROUP, SCALE_GROUP, group_scales, scaled_elements
 from ...gemm.tiles import GROUP_TILES, decode_tokens
 from ...runtime.arguments import Scaled, TileTable, Wire, num_sms
-from ...runtime.recorder import KIND_CONVERT, KIND_LAYER0_TILE, Recorder, now, record
+from ...runtime.recorder import KIND_CONVERT, KIND_LAYER0_TILE, now, record
 from .dispatch import COMM_BLOCKS, NUM_WARPS, Sends, push_constants, push_rows
 from .dispatch_gemm import DispatchGemmConfig, DispatchGemmConstants, Sizes, zero_after_rows
 
@@ -139,11 +139,11 @@ def fp8_dispatch_gemm(
         Fp8Tensors(w1.scales, b1, hidden.scales), sends, wire.tensors(num_blocks), table.tensors,
         Sizes(wire.max_tokens, hidden_size, ffn, hidden.elements.shape[0], wire.rows.shape[1]),
         wire.rank, wire.world_size, min(config.comm_blocks or COMM_BLOCKS, num_blocks - 1), wire.timeout_ns,
-        GEMM=fp8_constants(config, table.block_rows, wire.recorder), num_warps=NUM_WARPS, num_stages=config.num_stages,
+        GEMM=fp8_constants(config, table.block_rows, wire.event_capacity),
+        num_warps=NUM_WARPS, num_stages=config.num_stages,
     )  # fmt: skip
 
 
-def fp8_constants(config: DispatchGemmConfig, block_rows: int, recorder: Recorder | None) -> DispatchGemmConstants:
+def fp8_constants(config: DispatchGemmConfig, block_rows: int, events: int) -> DispatchGemmConstants:
     """What the kernel is compiled for, of tiles of ``block_rows`` rows."""
-    push = push_constants(config.push_cols, recorder)
-    return DispatchGemmConstants(block_rows, GROUP_TILES, config.activation, push)
+    return DispatchGemmConstants(block_rows, GROUP_TILES, config.activation, push_constants(config.push_cols, events))

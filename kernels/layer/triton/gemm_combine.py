@@ -32,7 +32,7 @@ from ...runtime.arguments import (
     num_sms,
     parts,
 )
-from ...runtime.recorder import KIND_CONVERT, Recorder, now, record
+from ...runtime.recorder import KIND_CONVERT, now, record
 from .combine import CombineConstants, CombineSizes, Turn, combine_panels, slot_block
 from .dispatch import COMM_BLOCKS, NUM_WARPS
 from .gemm_panels import PanelConstants, PanelTensors, gemm_panels
@@ -136,14 +136,14 @@ def gemm_combine(
         CombineSizes(wire.max_tokens, a.shape[0], out.shape[1], a.shape[1]),
         wire.rank, min(config.comm_blocks or COMM_BLOCKS, num_blocks - 1), config.num_panels, wire.timeout_ns,
         out.shape[0],
-        GEMM=panel_constants(config, table.block_rows, a.dtype, b_is_kn, wire.recorder),
-        COMBINE=combine_constants(config, wire.world_size, returns.row_slots.shape[1], wire.recorder),
+        GEMM=panel_constants(config, table.block_rows, a.dtype, b_is_kn, wire.event_capacity),
+        COMBINE=combine_constants(config, wire.world_size, returns.row_slots.shape[1], wire.event_capacity),
         num_warps=NUM_WARPS, num_stages=config.num_stages,
     )  # fmt: skip
 
 
 def panel_constants(
-    config: GemmCombineConfig, block_rows: int, dtype: torch.dtype, b_is_kn: bool, recorder: Recorder | None
+    config: GemmCombineConfig, block_rows: int, dtype: torch.dtype, b_is_kn: bool, events: int
 ) -> PanelConstants:
     """What the GEMM is compiled for, of tiles of ``block_rows`` rows."""
     return PanelConstants(
@@ -154,14 +154,12 @@ def panel_constants(
         b_is_kn=b_is_kn,
         flatten=config.flatten,
         precision=dot_precision(dtype),
-        events=0 if recorder is None else recorder.capacity,
+        events=events,
         interpret=triton.knobs.runtime.interpret,
     )
 
 
-def combine_constants(
-    config: GemmCombineConfig, world_size: int, top_k: int, recorder: Recorder | None
-) -> CombineConstants:
+def combine_constants(config: GemmCombineConfig, world_size: int, top_k: int, events: int) -> CombineConstants:
     """What the combine is compiled for."""
     return CombineConstants(
         block_n=config.block_n,
@@ -173,6 +171,6 @@ def combine_constants(
         cols=config.move_cols,
         chunk=COMBINE_CHUNK_ROWS,
         flags=CHUNK_FLAGS,
-        events=0 if recorder is None else recorder.capacity,
+        events=events,
         interpret=triton.knobs.runtime.interpret,
     )
