@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from comet.kernels.runtime.arguments import TileTable, Wire
+from comet.kernels.runtime.arguments import Scaled, TileTable, Wire
 
 
 def make_wire(world_size: int = 2, max_tokens: int = 128) -> Wire:
@@ -22,3 +23,14 @@ def make_table(block_rows: int = 128) -> TileTable:
         tiles=numbers, num_tiles=numbers, row_ids=numbers, counters=numbers, block_rows=block_rows,
         segments=(numbers, numbers),
     )  # fmt: skip
+
+
+def in_16_bits(*shape: int) -> Tensor:
+    """Weights without memory."""
+    return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
+
+
+def in_fp8(experts: int, rows: int, columns: int) -> Scaled:
+    """The same, ``(e, N, K)`` in block FP8."""
+    elements = torch.empty(experts, rows, columns, dtype=torch.float8_e4m3fn, device="meta")
+    return Scaled(elements=elements, scales=torch.empty(experts, rows // 128, columns // 128, device="meta"))

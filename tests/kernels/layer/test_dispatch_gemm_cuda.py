@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from launch_arguments import make_table
+from launch_arguments import in_16_bits, in_fp8, make_table
 
 from comet.kernels.layer import dispatch_gemm as module
 from comet.kernels.layer.dispatch_gemm import Variant
@@ -36,17 +39,16 @@ def test_copies_of_w1_have_eights_of_gate_and_of_up_in_turn(
     assert torch.equal(copy, torch.cat([gate, gate + ffn], dim=1).flatten())
 
 
-def weights(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.empty(*shape, dtype=dtype, device="meta")
-
-
-def test_when_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("make", "is_dgrad"), [(in_16_bits, False), (in_16_bits, True), (in_fp8, False)])
+def test_when_it_is_chosen(monkeypatch: pytest.MonkeyPatch, make: Callable[..., Any], is_dgrad: bool) -> None:
     monkeypatch.setattr(module, "is_available", lambda device: True)
-    w1, table = weights(32, 1536, 2048), make_table()
-    assert module.can_run(w1, table)
-    assert not module.can_run(w1, replace(table, block_rows=64))
-    assert not module.can_run(w1, replace(table, segments=None))
-    assert not module.can_run(weights(32, 1536, 2048, dtype=torch.float32), table)  # float32
-    assert not module.can_run(weights(4096, 1536, 2048), table)  # a table too large
+    can_run, weights, table = partial(module.can_run, is_dgrad=is_dgrad), make(32, 1536, 2048), make_table()
+    assert can_run(weights, table)
+    assert not can_run(weights, replace(table, block_rows=64))
+    assert not can_run(weights, replace(table, segments=None))
+    assert not can_run(make(20_000, 256, 128), table)  # their table is too large
+    assert not can_run(torch.empty(32, 1536, 2048, device="meta"), table)  # float32
+    for shape in ((32, 2048, 764), (32, 2044, 768)):  # rows that do not start at 16 bytes
+        assert not is_dgrad or not can_run(make(*shape), table)
     monkeypatch.setattr(module, "is_available", lambda device: False)
-    assert not module.can_run(w1, table)
+    assert not can_run(weights, table)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from launch_arguments import make_table, make_wire
+from launch_arguments import in_fp8, make_table, make_wire
 
 from comet.kernels.layer import dispatch_gemm as layer0
 from comet.kernels.layer import gemm_combine as layer1
@@ -17,7 +17,7 @@ from comet.kernels.layer.triton.dispatch import Sends
 from comet.kernels.layer.triton.dispatch_gemm import DispatchGemmConfig
 from comet.kernels.layer.triton.gemm_combine import GemmCombineConfig
 from comet.kernels.runtime.arch import HOPPER
-from comet.kernels.runtime.arguments import Returns, Scaled, TileTable
+from comet.kernels.runtime.arguments import Returns, TileTable
 from comet.layer import fused
 
 D, F, MANY = 512, 256, 20_000
@@ -52,17 +52,11 @@ def test_the_layers_of_large_models_fit() -> None:
             assert layer1_bytes(experts, entries) <= HOPPER.shared_bytes
 
 
-def make_weight(experts: int, rows: int, columns: int) -> Scaled:
-    """``(e, N, K)`` in block FP8, without memory."""
-    elements = torch.empty(experts, rows, columns, dtype=torch.float8_e4m3fn, device="meta")
-    return Scaled(elements=elements, scales=torch.empty(experts, rows // 128, columns // 128, device="meta"))
-
-
 def layer0_call(**changes: object) -> dict[str, Any]:
     """Arguments of a launch that runs in CUDA C++ where there is a GPU."""
     numbers = torch.zeros(4, dtype=torch.int32)
     sends = Sends(token_ids=numbers, counts=numbers, recv_counts=numbers, pushed=numbers)
-    return dict(w1=make_weight(8, 2 * F, D), wire=make_wire(), sends=sends, table=make_table()) | changes
+    return dict(w1=in_fp8(8, 2 * F, D), wire=make_wire(), sends=sends, table=make_table()) | changes
 
 
 def make_returns(top_k: int = 2) -> Returns:
@@ -76,23 +70,12 @@ def make_returns(top_k: int = 2) -> Returns:
 def layer1_call(**changes: object) -> dict[str, Any]:
     """The same of layer 1."""
     y = torch.empty(1, D, dtype=torch.bfloat16, device="meta")
-    call = dict(y=y, b=make_weight(8, D, F), wire=make_wire(), returns=make_returns(), table=make_table())
+    call = dict(y=y, b=in_fp8(8, D, F), wire=make_wire(), returns=make_returns(), table=make_table())
     return call | changes
 
 
 def without_segments() -> TileTable:
     return replace(make_table(), segments=None)
-
-
-def test_when_layer_0_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer0, "is_available", lambda device: True)
-    w1, table = make_weight(8, 2 * F, D), make_table()
-    assert layer0.can_run(w1, table)
-    assert not layer0.can_run(w1, replace(table, block_rows=64))
-    assert not layer0.can_run(w1, without_segments())
-    assert not layer0.can_run(make_weight(MANY, 256, 128), table)  # their table is too large
-    monkeypatch.setattr(layer0, "is_available", lambda device: False)
-    assert not layer0.can_run(w1, table)
 
 
 def test_what_layer_1_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,13 +90,13 @@ def test_what_layer_1_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not layer1.can_run(**layer1_call(table=replace(call["table"], block_rows=64)))
     assert not layer1.can_run(**layer1_call(table=without_segments()))
     assert not layer1.can_run(**layer1_call(returns=call["returns"]._replace(row_weights=None)))  # a backward pass
-    assert not layer1.can_run(**layer1_call(b=make_weight(MANY, 128, 128)))  # their table is too large
+    assert not layer1.can_run(**layer1_call(b=in_fp8(MANY, 128, 128)))  # their table is too large
     monkeypatch.setattr(layer1, "is_available", lambda device: False)
     assert not layer1.can_run(**call)
 
 
 def test_neither_is_chosen_without_a_gpu() -> None:
-    assert not layer0.can_run(make_weight(8, 2 * F, D), make_table())
+    assert not layer0.can_run(in_fp8(8, 2 * F, D), make_table())
     assert not layer1.can_run(**layer1_call(y=torch.empty(1, D, dtype=torch.bfloat16)))
 
 
@@ -122,7 +105,7 @@ def test_layer_0_hands_on_what_it_gets(monkeypatch: pytest.MonkeyPatch, comm_blo
     given: list[tuple[object, ...]] = []
     monkeypatch.setattr(layer0, "is_available", lambda device: True)
     monkeypatch.setattr(layer0, "dispatch_gemm_cuda", lambda *call, **more: given.append((*call, more["comm_blocks"])))
-    call, hidden = layer0_call(), make_weight(1, 128, F)
+    call, hidden = layer0_call(), in_fp8(1, 128, F)
     tensors = None, call["w1"], hidden, None, call["wire"], call["sends"], call["table"]
     fused.launch_dispatch_gemm(*tensors, DispatchGemmConfig(comm_blocks=comm_blocks))
     [(*found, blocks)] = given
@@ -135,7 +118,7 @@ def test_layer_1_hands_on_what_it_gets(monkeypatch: pytest.MonkeyPatch, comm_blo
     given: list[tuple[object, ...]] = []
     monkeypatch.setattr(layer1, "is_available", lambda device: True)
     monkeypatch.setattr(layer1, "gemm_combine_cuda", lambda *call, **_: given.append(call))
-    call, hidden = layer1_call(), make_weight(1, 128, F)
+    call, hidden = layer1_call(), in_fp8(1, 128, F)
     tensors = hidden, call["b"], call["y"], call["y"], call["wire"], call["returns"], call["table"]
     config = GemmCombineConfig(num_panels=3, comm_blocks=comm_blocks, reserved_sms=5)
     fused.launch_gemm_combine(*tensors, config)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from emulated_ranks import EmulatedCase
 from gradient_launches import exact_gradients, run_gradients
-from launch_arguments import make_table, make_wire
+from launch_arguments import in_16_bits, make_table, make_wire
 from layer1_launches import exact_layer1, run_layer1
 from ranks import run_ranks
 
@@ -70,12 +70,8 @@ def test_blocks_fit_where_the_layer_takes_them(expected_tokens_per_expert: float
 def make_call(**changes: object) -> dict[str, object]:
     flags = torch.zeros(2, 4, 16, dtype=torch.int32)
     returns = Returns(row_slots=torch.zeros(1, 8), row_weights=torch.zeros(1), send_rows=flags, recv_counts=flags)
-    y, b = (torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in ((1, 2048), (32, 2048, 768)))
+    y, b = in_16_bits(1, 2048), in_16_bits(32, 2048, 768)
     return dict(y=y, b=b, wire=make_wire(2, 8192), returns=returns, table=make_table()) | changes
-
-
-def weights(*shape: int) -> torch.Tensor:
-    return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
 
 
 def test_when_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,14 +79,14 @@ def test_when_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert module.can_run(**make_call())
     wide = torch.empty(1, 768, device="meta")
     assert not module.can_run(**make_call(y=wide))  # float32
-    assert not module.can_run(**make_call(b=weights(4096, 2048, 768)))  # their table needs too much shared memory
+    assert not module.can_run(**make_call(b=in_16_bits(4096, 2048, 768)))  # their table needs too much shared memory
     unweighted = Returns(
         row_slots=torch.zeros(1, 8), row_weights=None, send_rows=torch.zeros(1), recv_counts=torch.zeros(1)
     )  # fmt: skip
     assert not module.can_run(**make_call(returns=unweighted))  # sums alone
     grads = GradWire(row_grads=wide, landing=wide, landing_pointers=wide, out=wide)
     gradients = unweighted._replace(grads=grads)
-    assert module.can_run(**make_call(returns=gradients, b=weights(32, 1536, 2048)))
+    assert module.can_run(**make_call(returns=gradients, b=in_16_bits(32, 1536, 2048)))
     assert not module.can_run(**make_call(returns=gradients._replace(row_weights=wide)))  # of weighted sums
 
 

@@ -1,9 +1,8 @@
-"""Gradients of hidden: the launches in Triton of ranks emulated in one process, and what the one in CUDA C++ takes."""
+"""Gradients of hidden: the launches in Triton of ranks emulated in one process, and the memory of one in CUDA C++."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from emulated_cases import SMALL_LAYER0, TWO
 from emulated_ranks import EPOCH
 from grad_hidden_launches import Gradients, check, run_grad_hidden
-from launch_arguments import make_table
 from ranks import run_ranks
 from torch import Tensor
 
@@ -68,25 +66,3 @@ def test_memory_of_a_block() -> None:
     assert variant.shared_bytes(32) == 1024 + 4 * 53248 + 2 * 4096 + 64 + 512 + 4 * 97 == 223172
     assert variant.shared_bytes(33) - variant.shared_bytes(32) == 3 * 4
     assert variant.shared_bytes(256) <= HOPPER.shared_bytes
-
-
-def can_run(w2: Tensor, table: TileTable) -> bool:
-    return module.can_run(w2, table, is_dgrad=True)
-
-
-def weights(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.empty(*shape, dtype=dtype, device="meta")
-
-
-def test_when_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "is_available", lambda device: True)
-    w2, table = weights(32, 2048, 768), make_table()
-    assert can_run(w2, table)
-    for shape in ((32, 2048, 764), (32, 2044, 768)):  # rows that do not start at 16 bytes
-        assert not can_run(weights(*shape), table)
-    assert not can_run(weights(4096, 2048, 768), table)  # a table too large
-    assert not can_run(weights(32, 2048, 768, dtype=torch.float32), table)  # float32
-    assert not can_run(w2, make_table(block_rows=64))
-    assert not can_run(w2, replace(table, segments=None))
-    monkeypatch.setattr(module, "is_available", lambda device: False)
-    assert not can_run(w2, table)
