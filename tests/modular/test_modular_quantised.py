@@ -54,19 +54,15 @@ def make(group: ExpertGroup, experts: type, weight_type: type[Weight]) -> Modula
     return ModularMoE(SingleRank(CASE.config, group), experts(CASE.config, group), weight_type=weight_type)
 
 
-@pytest.mark.parametrize("weight_type", TYPES)
-def test_the_fused_layer_takes_plain_weights_only(group: ExpertGroup, weight_type: type[Weight]) -> None:
+def test_types_that_experts_do_not_compute_with_are_refused(group: ExpertGroup) -> None:
     parts = FusedPrepareFinalize(CASE.config, group), FusedExperts(CASE.config, group)
-    name = weight_type.__name__
-    with pytest.raises(ValueError) as refused:
-        ModularMoE(*parts, weight_type=weight_type)
-    assert str(refused.value) == (
-        f"FusedPrepareFinalize and FusedExperts with {name} weights do not go together: FusedExperts computes with "
-        f"Tensor weights, not with {name}"
-    )
-
-
-def test_what_is_no_type_of_weights_is_refused(group: ExpertGroup) -> None:
+    for kind in TYPES:
+        name = kind.__name__
+        rule = (
+            f"and FusedExperts with {name} weights do not go together: FusedExperts computes with Tensor weights, not"
+        )
+        with pytest.raises(ValueError, match=f"^FusedPrepareFinalize {rule} with {name}$"):
+            ModularMoE(*parts, weight_type=kind)
     with pytest.raises(ValueError, match=r"computes with FP8 or MXFP8 or Tensor weights, not with int"):
         make(group, GroupedContiguous, int)  # type: ignore[arg-type]
 
@@ -153,13 +149,9 @@ def test_a_token_that_is_no_number_spoils_itself_only(group: ExpertGroup, transp
             call(ModularMoE(kind(CASE.config, group), DequantizingContiguous(CASE.config, group)), tokens=bad)
 
 
-def test_packed_columns_examples() -> None:
-    assert packed_columns(2048, torch.bfloat16) == 1056
-    assert packed_columns(16, torch.bfloat16) == 16
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_packed_rows_fit_and_come_back(dtype: torch.dtype) -> None:
+    assert [packed_columns(size, torch.bfloat16) for size in (16, 2048)] == [16, 1056]
     for hidden_size in (*range(16, 2064, 16), 4096, 7168):
         columns = packed_columns(hidden_size, dtype)
         assert columns <= hidden_size
@@ -205,8 +197,8 @@ def test_a_width_that_is_no_multiple_of_16_is_padded(dtype: torch.dtype) -> None
         torch.testing.assert_close(y, found[0], rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("shape", [(3, 5, 32), (2, 130, 288), (1, 128), (0, 160)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3, 5, 32), (2, 130, 288), (0, 160)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dequantised_into_memory_at_hand(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     values = torch.randn(shape) * torch.logspace(-4, 4, shape[-1])
     for packed in (quantize_mxfp8(values), quantize_fp8(values), quantize_rows(values)):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import random
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -30,6 +32,7 @@ from comet.tuner.profile import (
 
 DEVICE = H200.name
 MOE = MoEConfig(num_experts=8, top_k=2, hidden_size=4096, ffn_size=14336)
+SHAPE = dict(top_k=3, ffn_size=1024, num_experts=16, hidden_size=2048)
 
 
 def problem_of(num_tokens: int, **changes) -> Problem:
@@ -98,21 +101,12 @@ def test_shipped_entries_serve_where_the_users_file_has_none(tmp_path: Path) -> 
     assert len(ProfileStore.load(own, DEVICE).entries) == 2, "shipped entries are not copied"
 
 
-@pytest.mark.parametrize(
-    ("stored", "tokens", "expected"),
-    [
-        ((512, 8192), 8192, (8192, True)),
-        ((512, 8192), 1024, (512, False)),
-        ((512, 8192), 2048, (8192, False)),  # equally near: the larger
-        ((512, 8192), 2047, (8192, False)),
-        ((512, 8192), 64, (512, False)),
-        ((512, 8192), 32, None),
-        ((512, 8192), 65536, (8192, False)),
-        ((512, 8192), 10**6, None),
-        ((512,), 0, None),
-        ((), 512, None),
-    ],
-)
+@pytest.mark.parametrize(("stored", "tokens", "expected"), [
+    ((512, 8192), 8192, (8192, True)), ((512, 8192), 1024, (512, False)),
+    ((512, 8192), 2048, (8192, False)),  # equally near: the larger
+    ((512, 8192), 2047, (8192, False)), ((512, 8192), 64, (512, False)), ((512, 8192), 32, None),
+    ((512, 8192), 65536, (8192, False)), ((512, 8192), 10**6, None), ((512,), 0, None), ((), 512, None),
+])  # fmt: skip
 def test_nearest(tmp_path: Path, stored: tuple[int, ...], tokens: int, expected: tuple[int, bool] | None) -> None:
     store = ProfileStore.load(tmp_path / "p.json", DEVICE)
     for num in stored:
@@ -121,18 +115,10 @@ def test_nearest(tmp_path: Path, stored: tuple[int, ...], tokens: int, expected:
     assert (found and (found[0].key.tokens, found[1])) == expected
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        dict(moe=replace(MOE, top_k=3)),
-        dict(moe=replace(MOE, ffn_size=1024)),
-        dict(moe=replace(MOE, num_experts=16)),
-        dict(moe=replace(MOE, hidden_size=2048)),
-        dict(parallel=ParallelConfig(ep=2, tp=2)),
-        dict(parallel=ParallelConfig(ep=2)),
-        dict(dtype=torch.float16),
-    ],
-)
+@pytest.mark.parametrize("other", [
+    *(dict(moe=replace(MOE, **{name: value})) for name, value in SHAPE.items()), dict(dtype=torch.float16),
+    dict(parallel=ParallelConfig(ep=2, tp=2)), dict(parallel=ParallelConfig(ep=2)),
+])  # fmt: skip
 def test_another_shape_is_never_near(tmp_path: Path, other: dict[str, object]) -> None:
     store = filled(tmp_path / "p.json")
     assert store.lookup(problem_of(2048)) is not None
@@ -143,94 +129,68 @@ def test_token_buckets() -> None:
     assert [token_bucket(num) for num in (0, 1, 2, 3, 2896, 2897, 8192)] == [1, 1, 2, 4, 2048, 4096, 8192]
 
 
-def damaged(path: Path, how: str) -> None:
-    content = json.loads(path.read_text())
-    raw = content["entries"][0]
-    if how == "other version":
-        content["version"] = VERSION - 1
-    elif how == "newer version":
-        content["version"] = VERSION + 1
-    elif how == "other device":
-        content["device"] = "NVIDIA H100"
-    elif how == "entry of another device":
-        raw["key"]["device"] = "NVIDIA H100"
-    elif how == "setting breaks a rule":
-        raw["measured"][0]["setting"]["num_panels"] = 0
-    elif how == "setting of a wrong type":
-        raw["measured"][0]["setting"]["comm_blocks"] = "8"
-    elif how == "boolean":
-        raw["measured"][0]["setting"]["comm_blocks"] = True
-    elif how == "unknown knob":
-        raw["measured"][0]["setting"]["speed"] = 1
-    elif how == "removed knob":
-        raw["measured"][0]["setting"] = {"transport": "push"}
-    elif how == "missing knob":
-        del raw["measured"][0]["setting"]["num_panels"]
-    elif how == "negative time":
-        raw["measured"][0]["ms"] = -1.0
-    elif how == "unknown kernels":
-        raw["kernels"] = "ptx"
-    elif how == "huge time":
-        raw["measured"][0]["ms"] = 10**400
-    elif how == "time as text":
-        raw["measured"][0]["ms"] = "1.0"
-    elif how == "no candidate ran":
-        raw["measured"] = []
-    elif how == "tokens are no bucket":
-        raw["key"]["tokens"] = 0
-    elif how == "entry is a list":
-        content["entries"][0] = []
-    elif how == "entries is a mapping":
-        content["entries"] = {}
-    elif how == "a list":
-        content = [content]
-    text = json.dumps(content)
-    if how == "not a number":
-        text = text.replace("1.25", "NaN", 1)
-    if how == "half-written":
-        text = text[: len(text) // 2]
-    if how == "deep":
-        text = "[" * 100_000
-    data = b"\xff\xfe\x00 binary" if how == "binary" else b"" if how == "empty" else text.encode()
-    path.write_bytes(data)
+def edited(change: Callable[[dict, dict], object]) -> Callable[[str], bytes]:
+    """A change of the content of a file and of its first entry."""
+
+    def damage(text: str) -> bytes:
+        content = json.loads(text)
+        change(content, content["entries"][0])
+        return json.dumps(content).encode()
+
+    return damage
 
 
-WHOLE_FILE = (
-    "other version",
-    "newer version",
-    "other device",
-    "entries is a mapping",
-    "a list",
-    "half-written",
-    "deep",
-)
-WHOLE_FILE += ("binary", "empty")
-ONE_ENTRY = ("entry of another device", "setting breaks a rule", "setting of a wrong type", "boolean", "unknown knob")
-ONE_ENTRY += ("removed knob",)
-ONE_ENTRY += ("missing knob", "negative time", "huge time", "time as text", "no candidate ran", "tokens are no bucket")
-ONE_ENTRY += ("entry is a list", "not a number", "unknown kernels")
+def setting(**changes: object) -> Callable[[str], bytes]:
+    return edited(lambda _, raw: raw["measured"][0]["setting"].update(changes))
 
 
-def test_a_setting_that_no_longer_exists_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "p.json"
-    filled(path)
-    damaged(path, "removed knob")
-    rule = "transport is no longer a setting: leave it out: rows are always pushed, as by transport=push"
-    assert f"(first: {rule})" in read_entries(path, DEVICE)[1]
+def winner(**changes: object) -> Callable[[str], bytes]:
+    return edited(lambda _, raw: raw["measured"][0].update(changes))
 
 
-@pytest.mark.parametrize("how", WHOLE_FILE + ONE_ENTRY)
+WHOLE_FILE: dict[str, Callable[[str], bytes]] = {
+    "other version": edited(lambda content, _: content.update(version=VERSION - 1)),
+    "newer version": edited(lambda content, _: content.update(version=VERSION + 1)),
+    "other device": edited(lambda content, _: content.update(device="NVIDIA H100")),
+    "entries is a mapping": edited(lambda content, _: content.update(entries={})),
+    "a list": lambda text: f"[{text}]".encode(),
+    "half-written": lambda text: text[: len(text) // 2].encode(),
+    "deep": lambda text: b"[" * 100_000,
+    "binary": lambda text: b"\xff\xfe\x00 binary",
+    "empty": lambda text: b"",
+}
+ONE_ENTRY: dict[str, Callable[[str], bytes]] = {
+    "entry of another device": edited(lambda _, raw: raw["key"].update(device="NVIDIA H100")),
+    "setting breaks a rule": setting(num_panels=0),
+    "setting of a wrong type": setting(comm_blocks="8"),
+    "boolean": setting(comm_blocks=True),
+    "unknown knob": setting(speed=1),
+    "removed knob": winner(setting={"transport": "push"}),
+    "missing knob": edited(lambda _, raw: raw["measured"][0]["setting"].pop("num_panels")),
+    "negative time": winner(ms=-1.0),
+    "huge time": winner(ms=10**400),
+    "time as text": winner(ms="1.0"),
+    "not a number": winner(ms=math.nan),
+    "no candidate ran": edited(lambda _, raw: raw.update(measured=[])),
+    "tokens are no bucket": edited(lambda _, raw: raw["key"].update(tokens=0)),
+    "entry is a list": edited(lambda content, _: content["entries"].__setitem__(0, [])),
+    "unknown kernels": edited(lambda _, raw: raw.update(kernels="ptx")),
+}
+
+
+@pytest.mark.parametrize("how", [*WHOLE_FILE, *ONE_ENTRY])
 def test_damage_is_ignored_with_one_warning_and_rebuilt(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     path = tmp_path / "p.json"
     filled(path)
-    damaged(path, how)
+    path.write_bytes((WHOLE_FILE | ONE_ENTRY)[how](path.read_text()))
     store = ProfileStore.load(path, DEVICE)
     store.put(entry_of(512))
-    warnings = warnings_of(caplog)
-    assert len(warnings) == 1, warnings
-    assert str(path) in warnings[0]
+    (warning,) = warnings_of(caplog)
+    assert str(path) in warning
+    rule = "transport is no longer a setting: leave it out: rows are always pushed, as by transport=push"
+    assert how != "removed knob" or f"(first: {rule})" in warning
     wanted = {512} if how in WHOLE_FILE else {512, 8192}
     assert {key.tokens for key in store.entries} == wanted
     caplog.clear()

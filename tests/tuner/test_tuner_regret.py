@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
-from comet.measure.explain import Explained, model_regret, regret_text, regrets
+from comet.measure.explain import Explained, regret_text, regrets
 from comet.tuner.choice import Resolved
 from comet.tuner.model import predict
 from comet.tuner.problem import H200, Problem
@@ -41,11 +41,6 @@ def store_of(tmp_path: Path, *points: Explained) -> ProfileStore:
     for point in points:
         store.put(point.entry)
     return store
-
-
-def test_regret_example() -> None:
-    point = tuned(8192, None, {None: 1.05, DEFAULT: 1.0})
-    assert model_regret(point.predictions, point.entry) == 1.05
 
 
 def test_each_way_to_choose_over_all_points(tmp_path: Path) -> None:

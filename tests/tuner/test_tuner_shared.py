@@ -80,14 +80,6 @@ def test_auto_is_plain_where_that_was_faster(tmp_path: Path) -> None:
     )
 
 
-def test_a_damaged_profile_is_ignored_with_one_warning(tmp_path: Path, caplog) -> None:
-    write_profile(tmp_path, 1, {128: (BEST, 1.0)})
-    (tmp_path / "cpu_x1.json").write_text("{")
-    path = symmetric(MoE(MOE, group_of(1, tmp_path)))
-    assert path.backend.settings.comm_blocks == OverlapConfig().comm_blocks
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-
-
 def choose_on_rank(rank: int, world_size: int, folder: str) -> tuple[int, int, list[float]]:
     """Each rank looks into a folder of its own, as on two nodes, and has other tokens."""
     group = group_of(world_size, Path(folder) / str(rank))

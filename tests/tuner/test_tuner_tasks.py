@@ -3,54 +3,33 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from training_cases import Rank
 
 from comet.config import MoEConfig, OverlapConfig
 from comet.errors import NothingMeasuredError
 from comet.jobs.config import JobConfig
 from comet.launch.cli import main
 from comet.launch.config import compose, make_job
-from comet.launch.tasks.registry import TASKS
 from comet.launch.tasks.tuning import load_models
 from comet.layer.paths import ExpertPath, make_path
 from comet.measure import job
 from comet.tuner.problem import H200, Problem
 from comet.tuner.profile import Measured, ProfileStore
 
-CPU = torch.device("cpu")
 MODELS = {
     "few": MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2),
     "many": MoEConfig(hidden_size=64, ffn_size=32, num_experts=8, top_k=1),
 }
 
 
-@dataclass(frozen=True)
-class Alone:
-    """The context of a job of one rank."""
-
-    rank: int = 0
-    world_size: int = 1
-    device: torch.device = CPU
-
-
 def job_of(folder: Path, *overrides: str) -> JobConfig:
     return make_job(compose(["model=tiny", f"tune.profiles={folder}", "tune.rounds=1", *overrides]), 1)
-
-
-def comet(*words: str) -> tuple[int, list[str], str]:
-    command = [sys.executable, "-P", "-m", "comet.launch", *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    return done.returncode, done.stdout.splitlines(), done.stderr
 
 
 def explain(capfd: pytest.CaptureFixture[str], *words: str) -> list[dict]:
@@ -66,8 +45,8 @@ def test_tune_then_explain(tmp_path: Path, capfd: pytest.CaptureFixture[str], mo
     settings = (f"tune.profiles={tmp_path}", "tune.tokens=[48,8]", "parallel.ep=2")
     assert [point["source"] for point in explain(capfd, *settings)] == ["default", "default"]
 
-    status, lines, errors = comet("tune", "tune.rounds=2", *settings)
-    assert status == 0, errors
+    assert main(["tune", "tune.rounds=2", *settings]) == 0
+    lines = capfd.readouterr().out.splitlines()
     tuned = json.loads(lines[-1])
     assert tuned["regrets"].keys() == {"default", "model", "nearest"}
     assert all(1 <= values["mean"] <= values["worst"] for values in tuned["regrets"].values())
@@ -136,13 +115,13 @@ def test_times_in_triton_do_not_stand_beside_cuda(tmp_path: Path, capfd: pytest.
 )
 def test_tune_measures_where_it_runs(machine: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
-        job.tune_job(job_of(tmp_path, f"tune.machine={machine}"), Alone(), lambda names: MODELS)
+        job.tune_job(job_of(tmp_path, f"tune.machine={machine}"), Rank(), lambda names: MODELS)
 
 
 def test_several_models_in_one_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = job_of(tmp_path, "tune.models=[few,many]", "tune.tokens=[16,4]")
     asked: list[Sequence[str]] = []
-    facts = job.tune_job(config, Alone(), lambda names: asked.append(names) or MODELS)
+    facts = job.tune_job(config, Rank(), lambda names: asked.append(names) or MODELS)
     assert asked == [("few", "many")]
     assert [point["model"] for point in facts["points"]] == ["few", "few", "many", "many"]
     entries = ProfileStore.load(tmp_path / "cpu_x1.json", "cpu").entries
@@ -154,7 +133,7 @@ def test_a_run_says_what_it_compiles_and_times(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("comet.utils.progress.LOG_INTERVAL_S", 0.0)
-    job.tune_job(job_of(tmp_path, "tune.models=[few]", "tune.tokens=[16,4]"), Alone(), lambda _: {"few": MODELS["few"]})
+    job.tune_job(job_of(tmp_path, "tune.models=[few]", "tune.tokens=[16,4]"), Rank(), lambda _: {"few": MODELS["few"]})
     err = capfd.readouterr().err
     for done, tokens in ((0, 16), (1, 4)):
         point = rf"comet: {done} of 2 points measured, [\d:]+ so far, [\d:?]+ left; few, {tokens} tokens"
@@ -172,14 +151,14 @@ def test_a_point_of_which_nothing_runs_is_told_and_a_run_of_such_points_fails(
         return make_path(name, moe, *others)
 
     monkeypatch.setattr("comet.measure.layers.make_path", only_wide)
-    facts = job.tune_job(job_of(tmp_path, "tune.models=[few,many]", "tune.tokens=[16]"), Alone(), lambda _: MODELS)
+    facts = job.tune_job(job_of(tmp_path, "tune.models=[few,many]", "tune.tokens=[16]"), Rank(), lambda _: MODELS)
     failed, ran = facts["points"]
     reason = f"none of {failed['failure'].split()[2]} settings ran, the first: RuntimeError: no resources"
     assert failed == {"model": "few", "tokens": 16, "failure": reason}
     assert ran["source"] == "profile"
     assert f"few, 16 tokens: {reason}" in capfd.readouterr().out
     with pytest.raises(NothingMeasuredError, match=r"^tune: none of 1 points ran, the first: none of \d+ settings ran"):
-        job.tune_job(job_of(tmp_path, "tune.tokens=[16]"), Alone(), lambda _: {"few": MODELS["few"]})
+        job.tune_job(job_of(tmp_path, "tune.tokens=[16]"), Rank(), lambda _: {"few": MODELS["few"]})
 
 
 def test_an_interrupted_run_keeps_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +172,7 @@ def test_an_interrupted_run_keeps_what_it_measured(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(job, "measure_layer", stops_at_the_third)
     with pytest.raises(KeyboardInterrupt):
-        job.tune_job(job_of(tmp_path, "tune.models=[few,many]", "tune.tokens=[16,4]"), Alone(), lambda _: MODELS)
+        job.tune_job(job_of(tmp_path, "tune.models=[few,many]", "tune.tokens=[16,4]"), Rank(), lambda _: MODELS)
     entries = ProfileStore.load(tmp_path / "cpu_x1.json", "cpu").entries
     assert {(key.hidden_size, key.tokens) for key in entries} == {(32, 16), (32, 4)}
 
@@ -212,10 +191,10 @@ def test_each_point_has_a_pool_of_its_size_and_the_stored_setting_is_measured_ag
     monkeypatch.setattr(job, "measure_layer", fake)
     propose = job.propose
     monkeypatch.setattr(job, "propose", lambda *call: [*propose(*call), job.predict(call[0], odd, call[1])])
-    job.tune_job(job_of(tmp_path, "tune.models=[few,many]", "tune.tokens=[300]"), Alone(), lambda _: MODELS)
+    job.tune_job(job_of(tmp_path, "tune.models=[few,many]", "tune.tokens=[300]"), Rank(), lambda _: MODELS)
     assert pools == [(300, 300, 32), (300, 300, 64)]
     monkeypatch.setattr(job, "propose", propose)
-    job.tune_job(job_of(tmp_path, "tune.models=[few,many]", "tune.tokens=[100]"), Alone(), lambda _: MODELS)
+    job.tune_job(job_of(tmp_path, "tune.models=[few,many]", "tune.tokens=[100]"), Rank(), lambda _: MODELS)
     assert all(settings.count(odd) == 1 for settings in tried)
 
 
@@ -223,13 +202,7 @@ def test_models_of_the_groups_and_wrong_names(capfd: pytest.CaptureFixture[str])
     points = explain(capfd, "tune.models=[mixtral_8x7b,tiny]", "tune.tokens=[32]", "parallel.ep=1")
     assert [point["model"] for point in points] == ["mixtral_8x7b", "tiny"]
     assert [point["shape"]["hidden_size"] for point in points] == [4096, load_models(["tiny"])["tiny"].hidden_size]
+    assert main(["explain", "tune.tokens=[0]"]) == 2
+    assert capfd.readouterr() == ("", "comet: error: tune: tokens=(0,) must each be at least 1\n")
     assert main(["explain", "tune.models=[nobody]"]) == 2
     assert "model='nobody' must be one of deepseek_v3" in capfd.readouterr().err
-
-
-def test_mistakes_are_one_line() -> None:
-    status, lines, errors = comet("explain", "tune.tokens=[0]")
-    assert status == 2
-    assert not lines
-    assert errors.strip().splitlines() == ["comet: error: tune: tokens=(0,) must each be at least 1"]
-    assert {"tune", "explain"} <= TASKS.keys()

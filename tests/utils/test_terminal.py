@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 from terminal import Terminal, rendered
@@ -28,33 +31,32 @@ def test_a_line_is_left_only_if_something_stands_on_it(columns: int) -> None:
         assert rendered(text, columns) == [*([standing] if standing else []), "m", ""], length
 
 
-@pytest.mark.parametrize(
-    ("before", "lines"),
-    [
-        ("", ["comet: stopped", ""]),
-        ("a line\n", ["a line", "comet: stopped", ""]),
-        ("\r 50%|#####  | 5/10", [" 50%|#####  | 5/10", "comet: stopped", ""]),
-        ("\r 50%|##^C", [" 50%|##^C", "comet: stopped", ""]),
-    ],
-)
-def test_a_message_begins_on_a_line_of_its_own(before: str, lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    with Terminal(40) as terminal:
-        with os.fdopen(os.dup(terminal.descriptor), "w") as file:
-            monkeypatch.setattr(sys, "stderr", file)
-            file.write(before)
-            file.flush()
-            say("stopped")
-            monkeypatch.undo()
+@contextmanager
+def on_terminal(columns: int) -> Iterator[tuple[Terminal, TextIO]]:
+    """A terminal of this width, which is standard error, and the file that writes to it."""
+    with (
+        Terminal(columns) as terminal,
+        os.fdopen(os.dup(terminal.descriptor), "w") as file,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(sys, "stderr", file)
+        yield terminal, file
+
+
+@pytest.mark.parametrize(("columns", "before", "lines"), [
+    (40, "", ["comet: stopped", ""]),
+    (40, "a line\n", ["a line", "comet: stopped", ""]),
+    (40, "\r 50%|#####  | 5/10", [" 50%|#####  | 5/10", "comet: stopped", ""]),
+    (40, "\r 50%|##^C", [" 50%|##^C", "comet: stopped", ""]),
+    (0, "", ["", "comet: stopped", ""]),  # of unknown width: a line may stay empty
+])  # fmt: skip
+def test_a_message_begins_on_a_line_of_its_own(columns: int, before: str, lines: list[str]) -> None:
+    with on_terminal(columns) as (terminal, file):
+        file.write(before)
+        file.flush()
+        say("stopped")
+        file.close()
         assert terminal.lines() == lines
-
-
-def test_on_a_terminal_of_unknown_width_a_line_may_stay_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Terminal(0) as terminal:
-        with os.fdopen(os.dup(terminal.descriptor), "w") as file:
-            monkeypatch.setattr(sys, "stderr", file)
-            say("stopped")
-            monkeypatch.undo()
-        assert terminal.lines() == ["", "comet: stopped", ""]
 
 
 def test_a_message_in_a_log_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
@@ -100,18 +102,8 @@ def test_what_is_measured_is_a_line_per_point_in_a_log(capfd: pytest.CaptureFixt
     assert capfd.readouterr() == ("", "")
 
 
-def test_what_a_point_is_at_is_told_in_between(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("comet.utils.progress.LOG_INTERVAL_S", 0.0)
-    measured(Measuring(2, "point", enabled=True))
-    assert "left; tiny, 48 tokens, compiling candidate 1 of 2\n" in capfd.readouterr().err
-
-
-def test_on_a_terminal_what_is_measured_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Terminal(100) as terminal:
-        with os.fdopen(os.dup(terminal.descriptor), "w") as file:
-            monkeypatch.setattr(sys, "stderr", file)
-            measured(Measuring(2, "point", enabled=True))
-            monkeypatch.undo()
+def test_on_a_terminal_what_is_measured_is_a_bar() -> None:
+    with on_terminal(100) as (terminal, file):
+        measured(Measuring(2, "point", enabled=True))
+        file.close()
         assert re.match(r"tiny, 8 tokens: 100%\|.*\| 2/2 \[", terminal.lines()[0])
