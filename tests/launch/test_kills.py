@@ -11,13 +11,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 from launch_jobs import (
     APP,
     TIMEOUT_S,
+    TINY,
     all_gone,
     environment,
+    processes_of,
     rank_pids,
     run_two_agents,
     start,
@@ -30,11 +31,7 @@ from tiers import slow
 from comet.launch.cli import PROGRAM
 
 STEPS_PER_ATTEMPT = 6
-TINY = (
-    "model.hidden_size=32", "model.num_layers=2", "model.num_heads=2", "model.num_kv_heads=2", "model.context=32",
-    "model.moe.ffn_size=32", "train.batch_size=2", "train.warmup_steps=0", "train.eval_batches=1",
-    "train.sample_bytes=0", "train.checkpoint_every=3", "train.eval_every=0", "parallel=ep2",
-)  # fmt: skip
+SAVING = ("train.checkpoint_every=3", "train.eval_every=0", "parallel=ep2")
 
 
 def draw_kills(seed: int, number: int) -> list[tuple[int, int, str]]:
@@ -53,7 +50,7 @@ def train_in(folder: Path, kills: list[tuple[int, int, str]], command: list[str]
     folder.mkdir()
     (folder / "text.txt").write_bytes(bytes(range(256)) * 40)
     (folder / "kills.json").write_text(json.dumps(kills))
-    settings = [f"data.path={folder}/text.txt", f"output_dir={folder}/run-${{now:%f}}", *TINY, *words]
+    settings = [f"data.path={folder}/text.txt", f"output_dir={folder}/run-${{now:%f}}", *TINY, *SAVING, *words]
     job = subprocess.run(
         [sys.executable, *command, "train_and_be_killed", *settings],
         env=environment(), capture_output=True, text=True, timeout=3600,
@@ -87,46 +84,22 @@ def test_killed_jobs_end_with_the_losses_of_an_undisturbed_one(launcher: str, nu
     disturbed = train_in(tmp_path / "disturbed", kills, command, steps, *words)
     calm = tmp_path / "calm"
     calm.mkdir()
-    settings = [f"data.path={tmp_path}/disturbed/text.txt", f"output_dir={calm}", *TINY, steps]
+    settings = [f"data.path={tmp_path}/disturbed/text.txt", f"output_dir={calm}", *TINY, *SAVING, steps]
     run_ranks(train_as_rank, 2, settings)
     assert disturbed == losses_in(calm)
     assert len(disturbed) == STEPS_PER_ATTEMPT * (number + 1)
 
 
-@pytest.mark.slow
-def test_sigterm_saves_and_ends_with_143(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_bytes(bytes(range(256)) * 40)
-    words = [*TINY, f"data.path={tmp_path}/text.txt", f"output_dir={tmp_path}/run", "train.steps=1000000"]
-    job = start("train", *words, "launch.max_restarts=3", program=PROGRAM)
-    wait_for_checkpoint(job, tmp_path / "run")
-    job.send_signal(signal.SIGTERM)
-    _, err = job.communicate(timeout=TIMEOUT_S)
-    assert job.returncode == 143
-    last = err.splitlines()[-1]
-    assert last == "comet: stopped by SIGTERM; all ranks were ended"
-    assert "error" not in err
-
-
 DEADLINE_S = 6
-SMALL = (
-    "model.hidden_size=32", "model.num_layers=2", "model.num_heads=2", "model.num_kv_heads=2", "model.context=32",
-    "model.moe.ffn_size=32", "train.batch_size=2", "train.warmup_steps=0", "train.eval_batches=1",
-    "train.steps=1000000", "train.checkpoint_every=5", f"comm.timeout_s={DEADLINE_S}",
-)  # fmt: skip
-
-
-def processes_of(job: subprocess.Popen[str]) -> dict[int, int]:
-    """The process id of each rank of a local job."""
-    children = psutil.Process(job.pid).children(recursive=True)
-    return {int(child.environ()["RANK"]): child.pid for child in children if "RANK" in child.environ()}
 
 
 def start_training(folder: Path, *words: str) -> tuple[subprocess.Popen[str], dict[int, int]]:
     """A job of two ranks that trains."""
     (folder / "text.txt").write_bytes(bytes(range(256)) * 40)
-    settings = [f"data.path={folder}/text.txt", f"output_dir={folder}/run", "parallel=ep2", *SMALL, *words]
+    settings = [f"data.path={folder}/text.txt", f"output_dir={folder}/run", "parallel=ep2", *TINY, *words]
+    settings += ["train.steps=1000000", "train.checkpoint_every=5", f"comm.timeout_s={DEADLINE_S}"]
     job = start("train", *settings, program=PROGRAM)
-    wait_for_checkpoint(job, folder / "run")
+    wait_for_checkpoint(folder / "run", job)
     return job, processes_of(job)
 
 
@@ -169,13 +142,3 @@ def test_a_rank_that_refuses_ends_the_others_of_another_node_at_once(tmp_path: P
     ours = [line for _, _, err in results for line in err if line.startswith("comet:")]
     assert ours == ["comet: error: tokens=7 must please everyone"]
     assert all_gone(rank_pids(tmp_path, 2))
-
-
-@pytest.mark.slow
-def test_two_agents_name_the_rank_that_is_frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "1")  # what torchrun gives a rank that is stopped
-    results = run_two_agents("freeze", f"output_dir={tmp_path}", f"comm.timeout_s={DEADLINE_S}", ranks=2)
-    ours = [line for _, _, err in results for line in err if line.startswith("comet:")]
-    pid = rank_pids(tmp_path, 4)[2]
-    assert len(ours) == 1, ours
-    assert re.match(rf"comet: error: rank 2 \(pid {pid}, .*\) is frozen: no sign of life for \d+ s", ours[0])

@@ -8,13 +8,22 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
-from launch_jobs import TIMEOUT_S, all_gone, environment, rank_pids, run, run_two_agents, start
+from launch_jobs import (
+    TIMEOUT_S,
+    TINY,
+    all_gone,
+    environment,
+    processes_of,
+    rank_pids,
+    run,
+    run_two_agents,
+    start,
+    wait_for_checkpoint,
+)
 from refusals import refusal
 from terminal import Terminal
 from tiers import slow
@@ -26,7 +35,7 @@ from comet.launch.config import compose, make_job
 from comet.launch.distributed import LaunchContext
 from comet.launch.failures import is_peer_error, is_user_error, one_line
 from comet.launch.help import help_page
-from comet.launch.tasks.registry import TASKS, find_task
+from comet.launch.tasks.registry import TASKS
 from comet.training.checkpoint_folder import find_checkpoints
 from comet.training.trainer import train
 
@@ -64,39 +73,18 @@ def test_a_reader_that_leaves_early_is_no_mistake(words):
     assert "BrokenPipe" not in err
 
 
-def test_dry_run_prints_settings_and_memory_and_starts_nothing(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert main(["train", "--dry-run", f"output_dir={tmp_path}/run", "parallel=ep2_tp2"]) == 0
-    out, err = (text.splitlines() for text in capfd.readouterr())
-    assert err == []
-    assert "nproc: 4" in out
-    assert any(line.startswith("#   symmetric memory") for line in out)
-    assert not (tmp_path / "run").exists()
+TASK_NAMES = "must be one of train, generate, tune, sweep, modular, explain, compile"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["bake"], "task='bake' must be one of train, generate, tune, sweep, modular, explain, compile"),
-        (
-            ["trian"],
-            "task='trian' must be one of train, generate, tune, sweep, modular, explain, compile; did you mean train?",
-        ),
-        (["train", "--fast"], "unrecognized arguments: --fast"),
-        (["train", "parallel.ep=3"], "num_experts=8 must be divisible by ep=3"),
-        (["train", "model=foo"], "model='foo' must be one of "),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (["bake"], f"task='bake' {TASK_NAMES}"),
+    (["trian"], f"task='trian' {TASK_NAMES}; did you mean train?"),
+    (["train", "--fast"], "unrecognized arguments: --fast"),
+    (["train", "parallel.ep=3"], "num_experts=8 must be divisible by ep=3"),
+    (["train", "model=foo"], "model='foo' must be one of "),
+])  # fmt: skip
 def test_a_mistake_ends_with_status_2_and_one_line(words, message, capfd):
     assert refusal(capfd, *words).startswith(message)
-
-
-def test_a_mistake_shows_its_traceback_on_request(capfd, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert main(["train", "--traceback", "parallel.ep=3"]) == 2
-    err = capfd.readouterr().err.splitlines()
-    assert err[0].startswith("Traceback")
-    assert err[-1] == "comet: error: num_experts=8 must be divisible by ep=3"
 
 
 def test_ranks_run_by_a_file_end_without_shutdown_and_the_last_line_is_rank_0s(tmp_path):
@@ -107,13 +95,6 @@ def test_ranks_run_by_a_file_end_without_shutdown_and_the_last_line_is_rank_0s(t
     assert (status, err) == (0, [])
     assert json.loads(out[-1]) == {"total": 3, "world_size": 2, "steps": 50, "ep": 2, "nodes": 1, "threads": 1}
     assert all_gone(rank_pids(tmp_path, 2))
-
-
-TINY = (
-    "model.hidden_size=32", "model.num_layers=2", "model.num_heads=2", "model.num_kv_heads=2", "model.context=32",
-    "model.moe.ffn_size=32", "train.batch_size=2", "train.warmup_steps=0",
-    "train.eval_batches=1", "train.sample_bytes=4",
-)  # fmt: skip
 
 
 def test_train_ends_with_its_result_in_one_json_line(tmp_path):
@@ -154,9 +135,8 @@ def test_training_that_is_stopped_leaves_a_checkpoint_and_nothing_else(stop, sta
         words = "train", *settings, "train.steps=1000000", "parallel=ep2"
         job = start(*words, program=PROGRAM, stderr=terminal.descriptor)
         try:
-            saved = wait_for_checkpoint(job, folder)
-            children = psutil.Process(job.pid).children(recursive=True)
-            ranks = {int(child.environ()["RANK"]): child.pid for child in children if "RANK" in child.environ()}
+            saved = wait_for_checkpoint(folder, job)
+            ranks = processes_of(job)
             assert ranks.keys() == {0, 1}
             stop(job, ranks)
             job.communicate(timeout=TIMEOUT_S)
@@ -169,23 +149,13 @@ def test_training_that_is_stopped_leaves_a_checkpoint_and_nothing_else(stop, sta
     assert "/1000000 [" in bar, lines
     assert sum("comet:" in line for line in earlier) == 2, f"more than split and data at the start: {earlier}"
     assert not any("Traceback" in line for line in lines)
-    assert all_gone([child.pid for child in children])
+    assert all_gone(list(ranks.values()))
     newest = find_checkpoints("auto", str(folder))[0][0]
     assert newest.step >= saved
     words = [*settings, "resume=auto", f"train.steps={newest.step + 1}", "parallel=single"]
     words += ["resume_changes=[train.steps]"]
     assert train(make_job(compose(words), 1), Rank())["steps"] == newest.step + 1
     assert f"continuing {newest.path} from step {newest.step}" in capfd.readouterr().err
-
-
-def wait_for_checkpoint(job: subprocess.Popen[str], folder: Path) -> int:
-    """The step of the first complete checkpoint, while training goes on."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while not (complete := sorted(folder.glob("step-??????"))):
-        assert job.poll() is None, job.communicate()[1]
-        assert time.monotonic() < deadline, "no checkpoint appeared"
-        time.sleep(0.05)
-    return int(complete[-1].name.removeprefix("step-"))
 
 
 @pytest.mark.slow
@@ -267,16 +237,6 @@ def test_two_agents_form_one_job_with_rank_0s_configuration(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_agents_name_the_rank_that_was_killed(tmp_path):
-    results = run_two_agents("kill", f"output_dir={tmp_path}")
-    assert all(status != 0 for status, _, _ in results)
-    ours = [line for _, _, err in results for line in err if line.startswith("comet:")]
-    assert len(ours) == 1, ours
-    pid = rank_pids(tmp_path, 2)[1]
-    assert re.match(rf"comet: error: rank 1 \(pid {pid}, .*\) is gone; rank 0 waited in ", ours[0])
-
-
-@pytest.mark.slow
 def test_two_agents_report_a_mistake_once():
     results = run_two_agents("report_context", "train.steps=-1", ranks=2)
     ours = [line for _, _, err in results for line in err if line.startswith("comet:")]
@@ -297,11 +257,6 @@ def test_context_from_environment():
 def test_more_ranks_than_gpus_is_refused():
     with pytest.raises(ValueError, match=r"nproc=4 must be at most the 2 visible GPUs"):
         LaunchContext.from_environment(ENVIRONMENT, 2)
-
-
-def test_find_task_lists_the_tasks():
-    with pytest.raises(ValueError, match=r"task='bake' must be one of train, generate, tune, sweep, modular, "):
-        find_task("bake", TASKS)
 
 
 def test_kinds_of_errors():

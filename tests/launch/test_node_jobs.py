@@ -9,18 +9,16 @@ import re
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from hf_cases import DECODE_TOKENS, check_families, greedy, make_group, prompt, tiny_config, tiny_model
 from hf_fp8_cases import publish
-from launch_jobs import TIMEOUT_S, all_gone, end_of, start_two_agents
+from launch_jobs import TINY, all_gone, end_of, processes_of, start_two_agents, wait_for_checkpoint
 from ranks import run_ranks
 from training_cases import MODEL, MOE, Rank, make_job
 
@@ -132,10 +130,6 @@ def test_hugging_face_models_over_two_nodes(tmp_path: Path) -> None:
     assert torch.equal(first[-1], greedy(alone, prompt(1, 5)))
 
 
-TINY = (
-    "model.hidden_size=32", "model.num_layers=2", "model.num_heads=2", "model.num_kv_heads=2", "model.context=32",
-    "model.moe.ffn_size=32", "train.batch_size=2", "train.warmup_steps=0", "train.eval_batches=1",
-)  # fmt: skip
 NODES = r"a group of 4 ranks spans several: ranks 0 to 1 on \S+ \(node 0\), ranks 2 to 3 on \S+ \(node 1\)"
 
 
@@ -193,13 +187,8 @@ def test_a_rank_of_the_other_node_is_named_with_its_host(
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "1")  # what torchrun gives a rank that is stopped
     agents = start_training(tmp_path, per_node, "train.steps=1000000", "train.checkpoint_every=2", "comm.timeout_s=6")
     try:
-        deadline = time.monotonic() + TIMEOUT_S
-        while not list((tmp_path / "run").glob("step-??????")):
-            assert [agent.poll() for agent in agents] == [None, None], end_of(agents)
-            assert time.monotonic() < deadline, "no checkpoint appeared"
-            time.sleep(0.05)
-        children = [child for agent in agents for child in psutil.Process(agent.pid).children(recursive=True)]
-        ranks = {int(child.environ()["RANK"]): child.pid for child in children if "RANK" in child.environ()}
+        wait_for_checkpoint(tmp_path / "run", *agents)
+        ranks = processes_of(*agents)
         last = 2 * per_node - 1
         os.kill(ranks[last], number)
         ends = end_of(agents)

@@ -78,12 +78,6 @@ def load_logits(rank, world_size, folder, ep, tp, model=MODEL):
     return found, torch.stack(moments).tolist()
 
 
-def test_one_process_goes_on_bit_for_bit(tmp_path):
-    _, losses, resumed_losses, same = save_and_go_on(0, 1, str(tmp_path), 1, 1)
-    assert resumed_losses == losses
-    assert same
-
-
 @pytest.mark.parametrize(
     ("ep", "tp", "model"), [(2, 1, MODEL), (1, 2, MODEL), (1, 1, MODEL), (2, 2, MODEL), (2, 2, GPT_OSS)]
 )
@@ -105,10 +99,9 @@ def test_ranks_go_on_bit_for_bit_and_other_layouts_load_it(tmp_path, ep, tp, mod
     torch.testing.assert_close(halves, torch.tensor(moments), rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize(("ep", "tp"), [(2, 1), (2, 2)])
-def test_one_process_checkpoint_loads_on_more_ranks(tmp_path, ep, tp):
+def test_one_process_checkpoint_loads_on_more_ranks(tmp_path):
     train_step = save_steps(tmp_path, [2])
-    for found, _ in run_ranks(load_logits, ep * tp, str(tmp_path), ep, tp):
+    for found, _ in run_ranks(load_logits, 4, str(tmp_path), 2, 2):
         torch.testing.assert_close(torch.tensor(found), logits(train_step), rtol=1e-5, atol=1e-5)
 
 

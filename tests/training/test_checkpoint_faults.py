@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
-from training_cases import MODEL, Rank, make_job, make_model
+from training_cases import MODEL, Rank, make_job, make_model, train_on_rank
 
 from comet.training import trainer
 from comet.training.checkpoint import load_weights
@@ -36,10 +36,6 @@ def flip_a_byte(path: Path) -> None:
     path.write_bytes(data)
 
 
-def run_job(rank, world_size, job):
-    return train(job, Rank(rank, world_size))
-
-
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "comet.yaml"])
 def test_a_flipped_byte_is_named_and_passed_over(saved, tmp_path, capsys, name):
     out = tmp_path / "out"
@@ -59,14 +55,14 @@ def test_a_flipped_byte_is_named_and_passed_over(saved, tmp_path, capsys, name):
 
 def test_ranks_share_the_reading_and_agree_on_damage(saved, tmp_path):
     out = tmp_path / "out"
-    run_ranks(run_job, 2, make_job(tmp_path, ep=2, checkpoint_every=3))
+    run_ranks(train_on_rank, 2, make_job(tmp_path, ep=2, checkpoint_every=3))
     flip_a_byte(out / "step-000006" / "__1_0.distcp")
-    first, second = run_ranks(run_job, 2, make_job(tmp_path, ep=2, resume="auto"))
+    first, second = run_ranks(train_on_rank, 2, make_job(tmp_path, ep=2, resume="auto"))
     assert first == second
     flip_a_byte(out / "step-000003" / "__0_0.distcp")
     flip_a_byte(out / "step-000006" / "__0_0.distcp")
     with pytest.raises(AssertionError, match=r"step-000006 of step 6 is damaged.*step-000003 of step 3 is damaged"):
-        run_ranks(run_job, 2, make_job(tmp_path, ep=2, resume="auto"))
+        run_ranks(train_on_rank, 2, make_job(tmp_path, ep=2, resume="auto"))
 
 
 def test_nan_is_not_saved_over_a_good_checkpoint(tmp_path, monkeypatch):

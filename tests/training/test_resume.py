@@ -14,20 +14,18 @@ from contextlib import redirect_stderr
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 import yaml
-from launch_jobs import TIMEOUT_S, start
+from launch_jobs import TIMEOUT_S, processes_of, start
 from ranks import run_ranks
 from tiers import slow
-from training_cases import Rank, losses, make_job, make_text
+from training_cases import Rank, losses, make_job, make_text, train_on_rank
 
 from comet.launch.config import compose
 from comet.launch.config import make_job as job_of_command
 from comet.launch.tasks.tuning import sweep_job
 from comet.training import trainer as training
 from comet.training.checkpoint_folder import read_settings
-from comet.training.report import History
 from comet.training.run_folder import LOCK, OWNER
 from comet.training.trainer import train
 
@@ -150,12 +148,6 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def last_step(folder: Path) -> int:
-    history = History(None)
-    history.start(folder, 1000)
-    return history.windows[-1].step
-
-
 def test_another_run_is_not_removed_unless_the_user_says_so(tmp_path):
     out = tmp_path / "out"
     train(make_job(tmp_path, steps=4, checkpoint_every=2), Rank())
@@ -165,13 +157,13 @@ def test_another_run_is_not_removed_unless_the_user_says_so(tmp_path):
     with pytest.raises(ValueError, match=r"overwrite=true removes what resume=.*step-000002 is to continue"):
         train(make_job(tmp_path, resume=str(out / "step-000002"), overwrite=True), Rank())
     assert names(out) == before
-    assert last_step(out) == 4
+    assert len(losses(out)) == 4
     (out / "step-by-step").mkdir()
     (out / "step-by-step" / "notes.txt").write_text("mine")
     (out / "step-000004" / "notes.txt").write_text("mine")
     (out / "step-000077").write_text("mine")
     train(make_job(tmp_path, steps=3, overwrite=True), Rank())
-    assert last_step(out) == 3
+    assert len(losses(out)) == 3
     left = {"step-by-step", "step-000004", "step-000077"}
     assert names(out) == (before - {"step-000002"}) | left | {"step-000003"}
     assert names(out / "step-000004") == {"notes.txt"}
@@ -226,12 +218,12 @@ PROGRAM = ("-P", "-m", "comet.launch")
 SMALL = ["model=tiny", "model.num_layers=1", "model.hidden_size=32", "model.moe.hidden_size=32", "model.context=32"]
 
 
-def stop_in_a_step(rank, world_size, job, told):
-    """Train while rank ``told`` gets SIGTERM in its step 4, counted from 1; also whether the handler is restored."""
+def stop_in_a_step(rank, world_size, job, told, stop):
+    """Train while ranks ``told`` get SIGTERM in step ``stop``, counted from 0; also whether the handler is restored."""
 
     class Told(training.TrainStep):
         def _backward(self, step, told_to_stop):
-            if step == 3 and rank == told:
+            if step == stop and rank in told:
                 os.kill(os.getpid(), signal.SIGTERM)
             return super()._backward(step, told_to_stop)
 
@@ -241,39 +233,24 @@ def stop_in_a_step(rank, world_size, job, told):
     return result, signal.getsignal(signal.SIGTERM) == before
 
 
-def run_job(rank, world_size, job):
-    return train(job, Rank(rank, world_size))
-
-
 @pytest.mark.parametrize(("world_size", "told"), [slow(1, 0), (2, 1)])
 def test_all_ranks_stop_after_the_same_step_and_go_on_bitwise(world_size, told, tmp_path):
     job = make_job(tmp_path, ep=world_size, steps=9, eval_every=2)
-    whole = run_ranks(run_job, world_size, replace(job, output_dir=str(tmp_path / "whole")))
-    ends = run_ranks(stop_in_a_step, world_size, job, told)
+    whole = run_ranks(train_on_rank, world_size, replace(job, output_dir=str(tmp_path / "whole")))
+    ends = run_ranks(stop_in_a_step, world_size, job, [told], 3)
     assert ends == [ends[0]] * world_size
     result, restored = ends[0]
     assert restored
     assert (result["stopped"], result["steps"]) == ("SIGTERM", 5)  # told in step 4, which the others learn in step 5
     assert result["checkpoint"] == str(tmp_path / "out" / "step-000005")
-    resumed = run_ranks(run_job, world_size, replace(job, resume=str(tmp_path / "out")))
+    resumed = run_ranks(train_on_rank, world_size, replace(job, resume=str(tmp_path / "out")))
     assert losses(tmp_path / "out") == losses(tmp_path / "whole")
     assert resumed[0]["heldout_nats_per_byte"] == whole[0]["heldout_nats_per_byte"]
     assert "stopped" not in resumed[0]
 
 
-def stop_in_the_last_step(rank, world_size, job):
-    class Told(training.TrainStep):
-        def _backward(self, step, told_to_stop):
-            if step == self.config.steps - 2:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return super()._backward(step, told_to_stop)
-
-    training.TrainStep = Told
-    return train(job, Rank(rank, world_size))
-
-
 def test_a_run_that_is_over_anyway_ends_as_ever(tmp_path):
-    for result in run_ranks(stop_in_the_last_step, 2, make_job(tmp_path, ep=2)):
+    for result, _ in run_ranks(stop_in_a_step, 2, make_job(tmp_path, ep=2), [0, 1], 4):
         assert (result["steps"], "stopped" in result) == (6, False)
         assert result["heldout_nats_per_byte"] > 0
 
@@ -294,8 +271,7 @@ def test_the_command_saves_when_it_is_told_to_stop(whom, tmp_path):
         while not (out / "metrics.jsonl").exists() or not losses(out):
             assert job.poll() is None, job.communicate()
             time.sleep(0.02)
-        children = psutil.Process(job.pid).children(recursive=True)
-        ranks = {int(child.environ()["RANK"]): child.pid for child in children if "RANK" in child.environ()}
+        ranks = processes_of(job)
         os.kill(ranks[1] if whom == "rank 1" else job.pid, signal.SIGTERM)
         printed, errors = job.communicate(timeout=TIMEOUT_S)
     finally:

@@ -23,6 +23,7 @@ from training_cases import (
     make_job,
     make_model,
     make_text,
+    train_on_rank,
     wake,
 )
 
@@ -119,18 +120,6 @@ def test_heldout_loss_is_the_mean_of_the_windows_whatever_the_batches():
         assert found == pytest.approx(expected, rel=1e-5)
 
 
-def test_sample_is_reproducible_and_crops_to_the_context():
-    model, group = make_model()
-    first, second = (sample_text(model, group, b"x" * 40, num_bytes=10, seed=4) for _ in range(2))
-    assert first == second
-    assert len(first) == 10
-    assert sample_text(model, group, b"x", num_bytes=0, seed=0) == b""
-
-
-def run_job(rank, world_size, job: JobConfig):
-    return train(job, Rank(rank, world_size))
-
-
 def test_job_writes_its_files_and_prints_the_result_last(tmp_path, capsys):
     result = train(make_job(tmp_path, eval_every=3, checkpoint_every=3), Rank())
     captured = capsys.readouterr()
@@ -139,6 +128,7 @@ def test_job_writes_its_files_and_prints_the_result_last(tmp_path, capsys):
     wanted = {"task", "world_size", "ep", "tp", "device", "steps", "heldout_nats_per_byte", "tokens_per_second"}
     assert wanted | {"peak_memory_bytes", "output_dir", "checkpoint"} <= line.keys()
     assert (line["task"], line["device"], line["steps"], line["world_size"]) == ("train", "cpu", 6, 1)
+    assert line["dropped_rows"] == 0
     assert 0 < line["heldout_nats_per_byte"] < 5.5
     assert line["tokens_per_second"] > 0
     assert 10**8 < line["peak_memory_bytes"] < 4 * 2**30
@@ -149,40 +139,6 @@ def test_job_writes_its_files_and_prints_the_result_last(tmp_path, capsys):
     assert "step 3: held-out loss" in captured.err
     assert "busiest expert" in captured.err
     assert "tokens/s" in captured.err
-
-
-def test_resumed_job_ends_where_the_uninterrupted_one_does(tmp_path):
-    whole = train(make_job(tmp_path, steps=8, checkpoint_every=4, output_dir=str(tmp_path / "whole")), Rank())
-    resumed = train(make_job(tmp_path, steps=8, resume=str(tmp_path / "whole" / "step-000004")), Rank())
-    assert resumed["heldout_nats_per_byte"] == whole["heldout_nats_per_byte"]
-    histories = [History(None), History(None)]
-    for history, name in zip(histories, ("whole", "out"), strict=True):
-        history.start(tmp_path / name, 8)
-    assert [window.step for window in histories[1].windows] == [4, 8]
-    assert histories[0].heldout == histories[1].heldout
-    assert [w.losses for w in histories[0].windows] == [w.losses for w in histories[1].windows]
-
-
-def test_resume_on_another_layout_judges_the_same(tmp_path):
-    alone = train(make_job(tmp_path, model=replace(MODEL, dense_layers=1)), Rank())
-    for ep, tp in ((2, 1), (1, 2)):
-        job = make_job(tmp_path, model=replace(MODEL, dense_layers=1), ep=ep, tp=tp, resume="auto")
-        first, second = run_ranks(run_job, 2, job)
-        assert first == second
-        assert first["steps"] == 6
-        assert first["tokens_per_second"] == 0.0
-        assert first["heldout_nats_per_byte"] == pytest.approx(alone["heldout_nats_per_byte"], rel=1e-5)
-
-
-def test_two_rank_job(tmp_path):
-    job = make_job(tmp_path, ep=2, steps=8, checkpoint_every=4)
-    first, second = run_ranks(run_job, 2, job)
-    assert first == second
-    assert (first["world_size"], first["ep"], first["tp"], first["data_parallel"]) == (2, 2, 1, 1)
-    assert first["heldout_nats_per_byte"] < 5.0
-    history = History(None)
-    history.start(tmp_path / "out", 8)
-    assert [window.step for window in history.windows] == [4, 8]
 
 
 def run_job_with_other_text(rank, world_size, folder):
@@ -228,18 +184,6 @@ def test_divergence_names_step_and_setting(tmp_path, monkeypatch):
         diverge(tmp_path, monkeypatch, "held-out text", eval_every=3, overwrite=True)
 
 
-def test_broken_newest_checkpoint_is_reported_and_passed_over(tmp_path, capsys):
-    train(make_job(tmp_path, checkpoint_every=3), Rank())
-    newest = tmp_path / "out" / "step-000006"
-    data = next(path for path in newest.iterdir() if path.suffix == ".distcp")
-    data.write_bytes(data.read_bytes()[:100])
-    assert train(make_job(tmp_path, resume="auto"), Rank())["steps"] == 6
-    error = capsys.readouterr().err
-    assert "skipped: checkpoint" in error
-    assert "is truncated" in error
-    assert "from step 3" in error
-
-
 def test_resume_of_another_model_stops_before_anything_is_written(tmp_path):
     train(make_job(tmp_path), Rank())
     other = replace(MODEL, num_layers=3)
@@ -247,14 +191,6 @@ def test_resume_of_another_model_stops_before_anything_is_written(tmp_path):
     with pytest.raises(ValueError, match="num_layers=2 there but 3 here"):
         train(job, Rank())
     assert not (tmp_path / "new").exists()
-
-
-def test_imbalance_example_of_the_docstring():
-    window = Window(
-        step=1, losses=[1.0], grad_norms=[1.0], learning_rate=1.0, expert_load=[[6, 2], [4, 4]], tokens_per_second=1.0
-    )
-    assert window.imbalance == 1.25
-    assert replace(window, expert_load=[]).imbalance == 1.0
 
 
 def test_history_of_a_killed_job_is_read_up_to_the_unfinished_line(tmp_path):
@@ -297,6 +233,7 @@ def test_terminal_is_safe_from_the_sample():
         ({"weight_decay": -0.1}, r"weight_decay=-0\.1 must be at least 0"),
         ({"eval_batches": 0}, "eval_batches=0 must be at least 1"),
         ({"checkpoint_every": -1}, "checkpoint_every=-1 must be at least 0"),
+        ({"cuda_graph": "sometimes"}, "cuda_graph='sometimes' must be one of auto, on, off"),
         ({"dtype": "float16"}, "dtype='float16' must be one of auto, float32, bfloat16"),
     ],
 )
@@ -347,22 +284,20 @@ def dropped_by_job_and_plans(rank: int, world_size: int, folder, ep: int, tp: in
     return result["dropped_rows"], sum(dropped)
 
 
-def test_a_dropless_job_drops_nothing(tmp_path) -> None:
-    assert train(make_job(tmp_path, steps=3), Rank())["dropped_rows"] == 0
-
-
-def test_share_example_of_the_docstring() -> None:
+def test_shares_of_ranks_add_up() -> None:
     assert run_ranks(example, 2) == [1.0, 1.0]
+
+
+def test_window_examples() -> None:
     window = Window(
         step=1, losses=[1.0], grad_norms=[1.0], learning_rate=1.0, expert_load=[[6, 2], [4, 4]], tokens_per_second=1.0
     )
-    assert window.dropped_share == 0
+    assert (window.imbalance, window.dropped_share) == (1.25, 0)
+    assert replace(window, expert_load=[]).imbalance == 1.0
     assert replace(window, dropped_rows=2).dropped_share == 0.125
 
 
 def example(rank: int, world_size: int) -> float:
-    from training_cases import make_model
-
     _, group = make_model(ep=2)
     assert expert_capacity(MODEL.moe, group) is None
     load = torch.tensor([[[2.0, 1.0]], [[3.0, 1.0]]])[rank]
@@ -378,7 +313,7 @@ NARROW = replace(MODEL, num_layers=1, moe=replace(MOE, ffn_size=48))
 
 def test_a_checkpoint_of_24_columns_per_rank_loads_on_one_rank(tmp_path):
     split = make_job(tmp_path, model=NARROW, tp=2, steps=3)
-    first, second = run_ranks(run_job, 2, split)
+    first, second = run_ranks(train_on_rank, 2, split)
     assert first == second
     whole = train(make_job(tmp_path, model=NARROW, steps=3, resume=first["checkpoint"]), Rank())
     assert whole["steps"] == 3

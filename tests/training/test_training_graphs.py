@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,6 @@ from generate_cases import all_experts, graphs_on_cpu
 from torch import Tensor
 from training_cases import MODEL, MOE, TRAIN, Rank, losses, make_job, make_model
 
-from comet.launch.config import compose
 from comet.training.evaluate import heldout_loss
 from comet.training.optimizer import make_optimizer
 from comet.training.step import TrainStep
@@ -56,30 +54,6 @@ def test_replayed_steps_learn_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found[3] == wanted[3]
 
 
-def refuse(*_: object) -> None:
-    raise RuntimeError("operation not permitted when stream is capturing\nCompile with this or that")
-
-
-def test_what_cannot_be_captured_runs_as_it_stands(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    wanted, _, weights, _ = train_and_judge("off")
-    monkeypatch.setattr("comet.utils.graphs.capture", refuse)
-    monkeypatch.setattr("comet.utils.graphs.device_obstacle", lambda device: "")
-    train_step = make_trainer("auto")
-    with caplog.at_level(logging.INFO):
-        found = torch.tensor([(each.loss, each.grad_norm) for each in map(train_step, range(6))])
-    reason = "the step cannot be captured: operation not permitted when stream is capturing"
-    assert train_step.graph_fallback_reason == reason
-    assert caplog.messages == [f"training steps are launched kernel by kernel, without a CUDA graph: {reason}"]
-    assert torch.equal(found, wanted)
-    assert all(map(torch.equal, train_step.model.state_dict().values(), weights))
-    insisting = make_trainer("on")
-    insisting(0)
-    with pytest.raises(ValueError, match=f"cuda_graph='on' must be 'auto' or 'off' here: {reason}"):
-        insisting(1)
-
-
 def test_a_graph_that_does_not_fit_the_memory_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     def run_out(*_: object) -> None:
         try:
@@ -107,13 +81,6 @@ def test_collectives_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert train_step.graph_fallback_reason == "the collectives of its MoE layers wait for counts on the host"
 
 
-def test_batches_have_one_shape() -> None:
-    passes = make_trainer("off").passes
-    passes(torch.zeros(2, 9, dtype=torch.int64))
-    with pytest.raises(AssertionError, match="a graph has one shape"):
-        passes(torch.zeros(2, 8, dtype=torch.int64))
-
-
 def test_a_job_on_a_cpu_is_not_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = {}
     for mode in ("auto", "off"):
@@ -127,13 +94,6 @@ def test_a_job_on_a_cpu_is_not_replayed(tmp_path: Path, capsys: pytest.CaptureFi
         ValueError, match="cuda_graph='on' must be 'auto' or 'off' here: the model is on the device 'cpu'"
     ):
         train(make_job(tmp_path, cuda_graph="on", steps=4), Rank())
-
-
-def test_the_setting_is_one_of_three() -> None:
-    assert compose(["train.cuda_graph=on"])["train"]["cuda_graph"] == "on"
-    assert compose([])["train"]["cuda_graph"] == "auto"
-    with pytest.raises(ValueError, match="cuda_graph='sometimes' must be one of auto, on, off"):
-        replace(TRAIN, cuda_graph="sometimes")
 
 
 def test_a_replay_joins_streams_and_is_refused_once_the_group_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from comet.models.config import ModelConfig
 from comet.models.gpt import GPT
 from comet.training.ranks import RankContext
 from comet.training.report import History
+from comet.training.trainer import train
 
 CPU = torch.device("cpu")
 MOE = MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2)
@@ -39,6 +40,11 @@ LAYOUTS = [(2, 1), (1, 2), (1, 1)]  # of two ranks
 def Rank(rank: int = 0, world_size: int = 1, *, attempt: int = 0, device: torch.device = CPU) -> RankContext:
     """What the launcher would say about this process."""
     return RankContext(rank=rank, world_size=world_size, device=device, attempt=attempt)
+
+
+def train_on_rank(rank: int, world_size: int, job: JobConfig) -> dict[str, Any]:
+    """The whole job as one of the ranks that ``run_ranks`` starts."""
+    return train(job, Rank(rank, world_size))
 
 
 def losses(folder: Path) -> list[float]:

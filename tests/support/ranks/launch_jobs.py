@@ -21,6 +21,11 @@ from comet.training.trainer import train
 
 APP = str(Path(__file__).parent / "launch_app.py")
 TIMEOUT_S = 180
+TINY = (
+    "model.hidden_size=32", "model.num_layers=2", "model.num_heads=2", "model.num_kv_heads=2", "model.context=32",
+    "model.moe.ffn_size=32", "train.batch_size=2", "train.warmup_steps=0", "train.eval_batches=1",
+    "train.sample_bytes=0",
+)  # fmt: skip
 
 
 def environment() -> dict[str, str]:
@@ -33,11 +38,13 @@ def heed_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def start(*words: str, program: Sequence[str] = (APP,), stderr: int = subprocess.PIPE) -> subprocess.Popen[str]:
+def start(
+    *words: str, program: Sequence[str] = (APP,), stderr: int = subprocess.PIPE, folder: Path | None = None
+) -> subprocess.Popen[str]:
     command = [sys.executable, *program, *words]
     return subprocess.Popen(
-        command, env=environment(), stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True,
-        preexec_fn=heed_ctrl_c,
+        command, env=environment(), cwd=folder, stdout=subprocess.PIPE, stderr=stderr, text=True,
+        start_new_session=True, preexec_fn=heed_ctrl_c,
     )  # fmt: skip
 
 
@@ -72,12 +79,20 @@ def all_gone(pids: Sequence[int]) -> bool:
     return not alive
 
 
-def wait_for_checkpoint(job: subprocess.Popen[str], folder: Path) -> None:
+def wait_for_checkpoint(folder: Path, *jobs: subprocess.Popen[str]) -> int:
+    """The step of the first complete checkpoint, while training goes on."""
     deadline = time.monotonic() + TIMEOUT_S
-    while not list(folder.glob("step-??????")):
-        assert job.poll() is None, job.communicate()
+    while not (complete := sorted(folder.glob("step-??????"))):
+        assert [job.poll() for job in jobs] == [None] * len(jobs), end_of(jobs)
         assert time.monotonic() < deadline, "no checkpoint appeared"
         time.sleep(0.05)
+    return int(complete[-1].name.removeprefix("step-"))
+
+
+def processes_of(*jobs: subprocess.Popen[str]) -> dict[int, int]:
+    """The process id of each rank of a local job, or of all agents of one."""
+    children = [child for job in jobs for child in psutil.Process(job.pid).children(recursive=True)]
+    return {int(child.environ()["RANK"]): child.pid for child in children if "RANK" in child.environ()}
 
 
 def free_port() -> int:
