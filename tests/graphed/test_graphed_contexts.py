@@ -8,15 +8,10 @@ import pytest
 import torch
 from generate_cases import Captures
 from graphed_cases import gradients, pass_through
-from recorded_layers import assert_equal, draw, leaf, make_layer, record_on_cpu
+from recorded_layers import assert_equal, draw, leaf, make_layer
 from torch.utils.checkpoint import checkpoint
 
 from comet import GraphedMoE
-
-
-@pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
-    return record_on_cpu(monkeypatch)
 
 
 def test_calls_under_hooks_of_saved_tensors_are_launched(captures: Captures, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 import torch
 from generate_cases import Captures, all_experts
-from recorded_layers import record_on_cpu
 from torch import Tensor
 
 from comet import GraphedMoE, MoE, MoEConfig, ParallelConfig, make_expert_group
 from comet.config import OverlapConfig
 
 CONFIG = MoEConfig(num_experts=8, top_k=2, hidden_size=32, ffn_size=16, shared_ffn_size=16)
-
 
 # No id is read by the host, so that it can be recorded.
 dense_experts = partial(all_experts, None)
@@ -28,11 +26,6 @@ def layer() -> MoE:
     moe = MoE(CONFIG, group, overlap=OverlapConfig(num_panels=1), seed=5)
     moe.experts = dense_experts  # type: ignore[assignment]
     return moe
-
-
-@pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
-    return record_on_cpu(monkeypatch)
 
 
 def draw(num_tokens: int, seed: int) -> Tensor:

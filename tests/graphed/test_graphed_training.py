@@ -23,11 +23,6 @@ from comet.layer.sharding import expert_parameter
 from comet.router.losses import RouterStats
 
 
-@pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
-    return record_on_cpu(monkeypatch)
-
-
 def make_steps(path: str = "dense", **settings: Any) -> Steps:
     return Steps(GraphedMoE(make_layer(path, **settings)), make_layer(path, **settings), assert_equal)
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import subprocess
-import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from launch_jobs import run
+from training_cases import Rank
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.errors import NothingMeasuredError
 from comet.jobs.config import JobConfig, SweepConfig
+from comet.launch.cli import PROGRAM
 from comet.launch.config import compose, make_job
 from comet.launch.tasks.tuning import load_models, sweep_job
 from comet.layer.group import make_expert_group
@@ -36,17 +36,7 @@ from comet.training.ranks import from_first_rank
 from comet.tuner.profile import Measured
 
 MOE = MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2)
-CPU = torch.device("cpu")
 PNG = b"\x89PNG"
-
-
-@dataclass(frozen=True)
-class Alone:
-    """The context of a job of one rank."""
-
-    rank: int = 0
-    world_size: int = 1
-    device: torch.device = CPU
 
 
 def job_of(*overrides: str, world_size: int = 1) -> JobConfig:
@@ -165,12 +155,12 @@ def test_a_failing_point_is_recorded_and_the_others_are_measured(monkeypatch):
     shape = Shape(model="small", moe=MOE, parallel=ParallelConfig(ep=1), tokens=8)
     group = make_expert_group(MOE, ParallelConfig(ep=1), max_tokens=8, dtype=torch.float32, device="cpu")
     settings = [OverlapConfig(comm_blocks=8), OverlapConfig(comm_blocks=13), OverlapConfig(comm_blocks=16)]
-    first, failed, last = measure_shape(job, shape, settings, group, Alone())
+    first, failed, last = measure_shape(job, shape, settings, group, Rank())
     assert first.ms
     assert last.ms
     assert failed.ms is None
     assert failed.failure == "RuntimeError: no resources for 13 blocks"
-    too_many = measure_shape(job, replace(shape, tokens=1000), settings, group, Alone())
+    too_many = measure_shape(job, replace(shape, tokens=1000), settings, group, Rank())
     assert [item.ms for item in too_many] == [None] * 3, "all fail, none is an error"
     assert "1000" in too_many[0].failure
     group.close()
@@ -179,18 +169,18 @@ def test_a_failing_point_is_recorded_and_the_others_are_measured(monkeypatch):
 def test_a_second_sweep_measures_only_what_is_new(tmp_path, capsys):
     words = ("sweep.tokens=[16]", "sweep.num_panels=[2,4]", "sweep.rounds=1", "sweep.layouts=[[1,1],[2,1]]")
     job = job_of(*words, "sweep.comm_blocks=[8]", f"output_dir={tmp_path}")
-    facts = sweep_job(job, Alone())
+    facts = sweep_job(job, Rank())
     assert (facts["points"], facts["measured_now"], facts["failed"]) == (4, 4, 2)
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == facts
     before = (tmp_path / CSV_NAME).read_text()
     assert "world_size=1 must be divisible by ep x tp = 2 x 1" in before
 
     more = job_of(*words, "sweep.comm_blocks=[8,16]", f"resume={tmp_path}", "output_dir=unused")
-    facts = sweep_job(more, Alone())
+    facts = sweep_job(more, Rank())
     assert (facts["points"], facts["measured_now"], facts["output_dir"]) == (8, 6, str(tmp_path)), "4 new, 2 failed"
     assert (tmp_path / CSV_NAME).read_text().startswith(before), "old rows are kept as they were"
     with pytest.raises(ValueError, match=r"resume='.*/none' must be a folder with sweep\.csv"):
-        run_sweep(job_of(f"resume={tmp_path}/none"), Alone(), load_models)
+        run_sweep(job_of(f"resume={tmp_path}/none"), Rank(), load_models)
 
 
 def test_a_failed_point_is_measured_again_and_keeps_its_reason_until_then(tmp_path, monkeypatch):
@@ -202,7 +192,7 @@ def test_a_failed_point_is_measured_again_and_keeps_its_reason_until_then(tmp_pa
     words = ("sweep.tokens=[16,32]", "sweep.comm_blocks=[8]", "sweep.rounds=1", f"output_dir={tmp_path}")
     monkeypatch.setattr("comet.measure.layers.make_path", fail)
     with pytest.raises(NothingMeasuredError, match=r"^sweep: none of 2 points ran, the first: RuntimeError: no resou"):
-        sweep_job(job_of(*words), Alone())
+        sweep_job(job_of(*words), Rank())
     monkeypatch.undo()
 
     def crash_at_32(job, shape, *others):
@@ -212,28 +202,13 @@ def test_a_failed_point_is_measured_again_and_keeps_its_reason_until_then(tmp_pa
 
     monkeypatch.setattr("comet.measure.job.measure_shape", crash_at_32)
     with pytest.raises(KeyError):
-        sweep_job(job_of(*words), Alone())
+        sweep_job(job_of(*words), Rank())
     first, second = SweepLog.load(tmp_path / CSV_NAME).rows.values()
     assert first.ms
     assert not first.failure
     assert (second.ms, second.failure) == (None, "RuntimeError: no resources")
     monkeypatch.undo()
-    facts = sweep_job(job_of(*words), Alone())
-    assert (facts["points"], facts["measured_now"], facts["failed"]) == (2, 1, 0)
-
-
-def test_shapes_measured_before_a_crash_are_kept(tmp_path, monkeypatch):
-    def crash_at_32(job, shape, *others):
-        if shape.tokens == 32:
-            raise KeyError("a bug")
-        return measure_shape(job, shape, *others)
-
-    words = ("sweep.tokens=[16,32]", "sweep.comm_blocks=[8]", "sweep.rounds=1", f"output_dir={tmp_path}")
-    monkeypatch.setattr("comet.measure.job.measure_shape", crash_at_32)
-    with pytest.raises(KeyError):
-        sweep_job(job_of(*words), Alone())
-    monkeypatch.undo()
-    facts = sweep_job(job_of(*words), Alone())
+    facts = sweep_job(job_of(*words), Rank())
     assert (facts["points"], facts["measured_now"], facts["failed"]) == (2, 1, 0)
 
 
@@ -245,30 +220,23 @@ def test_an_error_of_the_first_rank_reaches_the_user():
         from_first_rank(fail)
 
 
-def comet(*words: str) -> tuple[int, list[str], str]:
-    command = [sys.executable, "-P", "-m", "comet.launch", *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    return done.returncode, done.stdout.splitlines(), done.stderr
-
-
 def test_a_sweep_of_which_every_point_failed_ends_with_1_and_the_reason(tmp_path: Path) -> None:
     words = ("sweep", "nproc=1", "sweep.comm_blocks=[8]", "sweep.layouts=[[2,1]]", "sweep.tokens=[16]")
-    status, lines, errors = comet(*words, f"output_dir={tmp_path}")
+    status, lines, errors = run(*words, f"output_dir={tmp_path}", program=PROGRAM)
     assert status == 1
     assert json.loads(lines[-1])["failed"] == 1
-    assert errors.splitlines()[-1] == (
+    assert errors[-1] == (
         "comet: error: sweep: none of 1 points ran, the first: ValueError: world_size=1 must be divisible by "
         "ep x tp = 2 x 1 = 2"
     )
-    assert "Traceback" not in errors
+    assert not any("Traceback" in line for line in errors)
 
 
 @pytest.mark.slow
 def test_the_command_on_two_ranks(tmp_path: Path) -> None:
     words = ("sweep", "nproc=2", "sweep.comm_blocks=[8,16]", "sweep.num_panels=[2,9]", "sweep.rounds=2")
     words += ("sweep.tokens=[16]", "sweep.layouts=[[2,1],[1,2],[4,1]]", f"output_dir={tmp_path}")
-    status, lines, errors = comet(*words)
+    status, lines, errors = run(*words, program=PROGRAM)
     assert status == 0, errors
     facts = json.loads(lines[-1])
     assert (facts["task"], facts["points"], facts["measured_now"], facts["failed"]) == ("sweep", 12, 12, 8)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 import torch
 from refusals import refusal
+from training_cases import Rank
 
 from comet.config import MoEConfig
 from comet.launch.config import compose, make_job
@@ -18,16 +19,6 @@ from comet.measure.sweep import SweepLog
 from comet.utils.shared_file import require_writable
 
 MOE = MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2)
-CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class Alone:
-    """The context of a job of one rank."""
-
-    rank: int = 0
-    world_size: int = 1
-    device: torch.device = CPU
 
 
 def test_trying_to_write_changes_nothing(tmp_path: Path) -> None:
@@ -59,14 +50,14 @@ def test_a_folder_that_cannot_be_written_is_named_before_anything_is_measured(
     config = make_job(compose(["model=tiny", "tune.tokens=[32]", f"tune.profiles={folder}", f"output_dir={folder}"]), 1)
     message = f"={folder!r} must be a folder that can be written: .*Not a directory"
     with pytest.raises(ValueError, match=f"^tune.profiles{message}"):
-        job.tune_job(config, Alone(), lambda _: {"small": MOE})
+        job.tune_job(config, Rank(), lambda _: {"small": MOE})
     with pytest.raises(ValueError, match=f"^output_dir{message}"):
-        run_sweep(config, Alone(), lambda _: {"small": MOE})
+        run_sweep(config, Rank(), lambda _: {"small": MOE})
     SweepLog(tmp_path / CSV_NAME).put({})
     (tmp_path / f"{CSV_NAME}.lock").unlink(missing_ok=True)
     (tmp_path / f"{CSV_NAME}.lock").mkdir()
     with pytest.raises(ValueError, match=f"^resume='{tmp_path}' must be a folder that can be written"):
-        run_sweep(replace(config, resume=str(tmp_path)), Alone(), lambda _: {"small": MOE})
+        run_sweep(replace(config, resume=str(tmp_path)), Rank(), lambda _: {"small": MOE})
 
 
 @pytest.mark.slow

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from launch_jobs import heed_ctrl_c
+from launch_jobs import TIMEOUT_S, start
+from training_cases import Rank
 
-from comet.launch.cli import main
+from comet.launch.cli import PROGRAM, main
 from comet.launch.config import compose, make_job
 from comet.launch.failures import last_words
 from comet.launch.tasks.tuning import sweep_job
 from comet.measure.job import CSV_NAME, tell_kept
 from comet.measure.sweep import SweepLog
 
-CPU = torch.device("cpu")
-TIMEOUT_S = 180
 TOKENS = tuple(range(16, 1040, 16))  # minutes of work: the sweep is not over when it is told to stop
 # A lock that a thread waits for twice ends no wait at a signal, as a collective or a wait for a device.
 STUCK = """
@@ -36,23 +33,6 @@ with last_words(lambda: "3 kept"):
 """
 
 
-@dataclass(frozen=True)
-class Alone:
-    """The context of a job of one rank."""
-
-    rank: int = 0
-    world_size: int = 1
-    device: torch.device = CPU
-
-
-def start(folder: Path, *command: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.Popen(
-        [sys.executable, "-P", *command], env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, start_new_session=True, preexec_fn=heed_ctrl_c,
-    )  # fmt: skip
-
-
 def times_in(folder: Path) -> int:
     return sum(item.ms is not None for item in SweepLog.load(folder / CSV_NAME).rows.values())
 
@@ -60,7 +40,7 @@ def times_in(folder: Path) -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a mutex of zeros is none")
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_last_words_come_at_once_from_a_process_that_cannot_run_python(signum: signal.Signals, tmp_path: Path) -> None:
-    process = start(tmp_path, "-c", STUCK)
+    process = start(program=("-P", "-c", STUCK), folder=tmp_path)
     assert process.stdout is not None
     assert process.stdout.readline() == "stuck\n"
     process.send_signal(signum)
@@ -80,18 +60,12 @@ def test_without_a_signal_nothing_is_said_and_all_is_as_before(capfd: pytest.Cap
 
 
 def test_progress_and_kept_points_are_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "model=tiny",
-        "sweep.tokens=[16,32]",
-        "sweep.comm_blocks=[8]",
-        "sweep.rounds=1",
-        f"output_dir={tmp_path}",
-    ]
+    words = ["model=tiny", "sweep.tokens=[16,32]", "sweep.comm_blocks=[8]", "sweep.rounds=1", f"output_dir={tmp_path}"]
     job = make_job(compose(words), 1)
     assert tell_kept(job) == f"0 measured points kept in {tmp_path}; the same command with output_dir={tmp_path} " + (
         "measures the others"
     )
-    sweep_job(job, Alone())
+    sweep_job(job, Rank())
     first, *shapes, last = capfd.readouterr().err.splitlines()
     assert first == f"comet: sweep of 2 points, 2 to measure in {tmp_path}"
     told = "tiny EP1 TP1, {} tokens: 1 setting timed in one loop, rows at its end"
@@ -118,8 +92,8 @@ def test_the_default_folder_is_named_after_the_task(
 @pytest.mark.parametrize(("signum", "to_all"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
 def test_a_sweep_that_is_stopped_says_what_it_kept(signum: signal.Signals, to_all: bool, tmp_path: Path) -> None:
     """Ctrl-C reaches all processes of a terminal, ``kill`` only the one that is named."""
-    words = ("-m", "comet.launch", "sweep", "nproc=2", f"sweep.tokens={list(TOKENS)}", "sweep.comm_blocks=[8,16]")
-    process = start(tmp_path, *words, "sweep.rounds=150")
+    words = ("sweep", "nproc=2", f"sweep.tokens={list(TOKENS)}", "sweep.comm_blocks=[8,16]", "sweep.rounds=150")
+    process = start(*words, program=PROGRAM, folder=tmp_path)
     deadline = time.monotonic() + TIMEOUT_S
     while not (folders := list((tmp_path / "outputs").glob("sweep-*"))) or not times_in(folders[0]):
         assert process.poll() is None, process.communicate()

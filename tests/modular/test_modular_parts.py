@@ -13,7 +13,7 @@ from comet.modular.base import slot_rows, weighted_sum
 from comet.modular.composer import cut, scratch_bytes
 from comet.modular.experts import routed_capacity, tiles_of_batches, tiles_of_ids
 from comet.modular.interfaces import Problem, ScratchShapes
-from comet.modular.symmetric import batch_table, local_experts
+from comet.modular.symmetric import batch_table
 
 NAN = float("nan")
 
@@ -91,25 +91,6 @@ def test_tiles_of_batches_example() -> None:
     assert table.tiles[: int(table.num_tiles)].tolist() == [[0, 0, 1, 0], [2, 64, 16, 0], [2, 80, 4, 0]]
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_tiles_of_random_ids_hold_every_slot_once(seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    num_rows, top_k, experts = (int(torch.randint(low, 9, (), generator=generator)) for low in (0, 1, 1))
-    ids = torch.randint(-1, experts, (num_rows, top_k), generator=generator, dtype=torch.int32)
-    print(f"seed={seed} N={num_rows} K={top_k} e={experts}")
-    table, row_slots = tiles_of_ids(ids, experts, routed_capacity(problem(num_rows, top_k, experts), 4), 4)
-    tiles = table.tiles[: int(table.num_tiles)].tolist()
-    found = sorted((expert, int(table.row_ids[first + i])) for expert, first, n, _ in tiles for i in range(n))
-    wanted = sorted((int(ids[n, k]), n) for n in range(num_rows) for k in range(top_k) if ids[n, k] >= 0)
-    assert found == wanted
-    expert_of = {first + i: expert for expert, first, n, _ in tiles for i in range(n)}
-    for n in range(num_rows):
-        for k in range(top_k):
-            routed = int(row_slots[n, k])
-            assert (routed == -1) == (ids[n, k] == -1)
-            assert routed == -1 or (expert_of[routed], int(table.row_ids[routed])) == (int(ids[n, k]), n)
-
-
 def make_plan(ids: torch.Tensor, layout: ExpertLayout, num_tokens: int) -> Plan:
     return plan_from_ids(
         ids,
@@ -130,23 +111,3 @@ def test_batch_table_example() -> None:
     assert row_ids.tolist() == [[0, 0, 0, 0], [0, 1, 0, 0]]
     assert row_slots[:2].tolist() == [[4, 0], [5, -1]]
     assert row_slots[2:].max() == -1
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_batches_of_a_random_plan_hold_what_the_plan_does(seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    layout = ExpertLayout(num_experts=6, top_k=3, ep=2, tp=1, rank=seed % 2)
-    ids = torch.rand(2, 128, 6, generator=generator).argsort(2)[:, :, :3].int()
-    ids[torch.rand(ids.shape, generator=generator) < 0.5] = -1
-    ids[:, :, :][ids == layout.first_expert + 1] = -1  # an expert without rows between two with some
-    plan = make_plan(ids, layout, 128)
-    batch_rows = 256
-    (row_ids, row_slots), experts = batch_table(plan, batch_rows), local_experts(plan)
-    for row, slot in (plan.row_slots >= 0).nonzero().tolist():
-        place, expert = int(row_slots[row, slot]), int(experts[row, slot])
-        start = int(plan.segment_starts[expert])
-        assert 0 <= int(plan.row_slots[row, slot]) - start < int(plan.segment_counts[expert])
-        assert place == expert * batch_rows + int(plan.row_slots[row, slot]) - start
-        assert int(row_ids.flatten()[place]) == row
-    assert ((row_slots >= 0) == (plan.row_slots >= 0)).all()
-    assert ((experts >= 0) == (plan.row_slots >= 0)).all()

@@ -302,6 +302,8 @@ def with_bad(value: float, *where: int, shape: tuple[int, ...] = (2, 3, 64)) -> 
 E4M3 = torch.zeros(4, 64, dtype=torch.float8_e4m3fn)
 E2M1 = torch.zeros(4, 32, dtype=torch.uint8)
 BYTES = torch.full((4, 2), 127, dtype=torch.uint8)
+E8M0 = BYTES.view(torch.float8_e8m0fnu)
+NOT_A_SCALE = torch.tensor([[0, 254]] * 3 + [[1, 255]]).byte()
 ONES = torch.ones(4, 1)
 
 
@@ -325,46 +327,22 @@ ONES = torch.ones(4, 1)
         (lambda: quantize_rows(torch.zeros(4, 8).int()), "tokens.dtype=torch.int32 must be one of"),
         (lambda: quantize_rows(torch.zeros(8)), "tokens.shape=(8,) must be (..., rows, columns), columns at least 1"),
         (lambda: quantize_fp8(torch.zeros(4, 0)), "weight.shape=(4, 0) must be (..., rows, columns), columns at least"),
-        (
-            lambda: MXFP8(elements=E4M3.byte(), scales=BYTES),
-            "elements of dtype torch.uint8 must be torch.float8_e4m3fn",
-        ),
+        (lambda: MXFP8(elements=E4M3.byte(), scales=BYTES), "elements of dtype torch.uint8 must be torch.float8"),
         (lambda: MXFP8(elements=E4M3[:, :40], scales=BYTES), "contraction=40 must be a positive multiple of 32"),
-        (
-            lambda: MXFP8(elements=E4M3, scales=BYTES.view(torch.float8_e8m0fnu)),
-            "scales of dtype torch.float8_e8m0fnu must be torch.uint8 (view e8m0 scales as uint8)",
-        ),
-        (
-            lambda: MXFP8(elements=E4M3, scales=BYTES[:, :1]),
-            "scales of shape (4, 1) must be (..., K/32) = (4, 2) with K=64 of elements",
-        ),
-        (
-            lambda: MXFP8(elements=E4M3, scales=torch.tensor([[0, 254]] * 3 + [[1, 255]]).byte()),
-            "scales[3, 1]=255 must be at most 254; 255 is the NaN of e8m0",
-        ),
+        (lambda: MXFP8(elements=E4M3, scales=E8M0), "float8_e8m0fnu must be torch.uint8 (view e8m0 scales as uint8)"),
+        (lambda: MXFP8(elements=E4M3, scales=BYTES[:, :1]), "scales of shape (4, 1) must be (..., K/32) = (4, 2) with"),
+        (lambda: MXFP8(elements=E4M3, scales=NOT_A_SCALE), "scales[3, 1]=255 must be at most 254; 255 is the NaN of"),
         (lambda: MXFP8(elements=E4M3, scales=BYTES.to("meta")), "scales is on meta, must be on cpu"),
         (lambda: MXFP4(elements=E4M3, scales=BYTES), "elements of dtype torch.float8_e4m3fn must be torch.uint8"),
         (lambda: MXFP4(elements=E2M1[:, :24], scales=BYTES), "contraction=48 must be a positive multiple of 32"),
         (lambda: MXFP4(elements=torch.tensor(1).byte(), scales=BYTES), "elements of shape () must be (..., K/2)"),
-        (
-            lambda: MXFP4(elements=E2M1, scales=BYTES[:, :1]),
-            "scales of shape (4, 1) must be (..., K/32) = (4, 2) with K=64 of elements",
-        ),
-        (
-            lambda: MXFP4(elements=E2M1, scales=torch.tensor([[0, 254]] * 3 + [[1, 255]]).byte()),
-            "scales[3, 1]=255 must be at most 254; 255 is the NaN of e8m0",
-        ),
-        (
-            lambda: FP8(elements=E4M3, scales=ONES),
-            "scales of shape (4, 1) must be (..., N/128, K/128) = (1, 1) with N=4, K=64 of elements",
-        ),
+        (lambda: MXFP4(elements=E2M1, scales=BYTES[:, :1]), "scales of shape (4, 1) must be (..., K/32) = (4, 2) with"),
+        (lambda: MXFP4(elements=E2M1, scales=NOT_A_SCALE), "scales[3, 1]=255 must be at most 254; 255 is the NaN of"),
+        (lambda: FP8(elements=E4M3, scales=ONES), "scales of shape (4, 1) must be (..., N/128, K/128) = (1, 1) with"),
         (lambda: FP8(elements=E4M3, scales=ONES[:1].half()), "scales of dtype torch.float16 must be torch.float32"),
         (lambda: FP8(elements=E4M3.half(), scales=ONES), "elements of dtype torch.float16 must be torch.float8_e4m3fn"),
         (lambda: FP8(elements=E4M3, scales=ONES, block_rows=64), "block_rows=64 must be 1 or 128"),
-        (
-            lambda: FP8(elements=E4M3, scales=ONES * math.inf, block_rows=1),
-            "scales[0, 0]=inf must be finite and not negative",
-        ),
+        (lambda: FP8(elements=E4M3, scales=ONES * math.inf, block_rows=1), "scales[0, 0]=inf must be finite and not"),
         (lambda: FP8(elements=E4M3, scales=-ONES[:1]), "scales[0, 0]=-1.0 must be finite and not negative"),
     ],
 )

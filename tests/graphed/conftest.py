@@ -1,0 +1,12 @@
+"""Recorded operations in the place of CUDA graphs, for the tests on CPUs."""
+
+from __future__ import annotations
+
+import pytest
+from generate_cases import Captures
+from recorded_layers import record_on_cpu
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
+    return record_on_cpu(monkeypatch)
