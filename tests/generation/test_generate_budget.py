@@ -195,57 +195,48 @@ def test_block_fp8_in_files_is_counted_as_it_is_stored(tmp_path, capsys, monkeyp
 
 
 BUDGET = "generate.expert_budget"
-MISTAKES = [
-    (["=nan"], "generate: expert_budget=nan must be finite and above 0, or None"),
-    (["=-0.5"], "generate: expert_budget=-0.5 must be finite and above 0, or None"),
-    (["=0"], "generate: expert_budget=0.0 must be finite and above 0, or None"),
-    (["=inf"], "generate: expert_budget=inf must be finite and above 0, or None"),
-    (["=0.1"], "generate.expert_budget=0.1 holds 0 experts of each of 2 layers, and must hold top_k=4"),
+FROM_FILES = "expert_store=file host_budget=0.75"
+MISTAKES = [  # budget and other settings, and what is said
+    ("nan", "generate: expert_budget=nan must be finite and above 0, or None"),
+    ("-0.5", "generate: expert_budget=-0.5 must be finite and above 0, or None"),
+    ("0", "generate: expert_budget=0.0 must be finite and above 0, or None"),
+    ("inf", "generate: expert_budget=inf must be finite and above 0, or None"),
+    ("0.1", "generate.expert_budget=0.1 holds 0 experts of each of 2 layers, and must hold top_k=4"),
     (
-        ["=0.5", "parallel.ep=2"],
-        "generate.expert_budget=0.5 holds 2 experts of each of 2 layers, and must hold top_k=4",
+        f"0.5 expert_prefetch=true {FROM_FILES}",
+        "expert_prefetch=True must be auto or false with expert_store=file: the",
     ),
+    ("null expert_prefetch=true", "generate.expert_prefetch=True must come with an expert_budget"),
+    ("0.5 expert_prefetch=on", "generate: expert_prefetch='on' must be one of auto, true, false"),
+    ("0.5 expert_dtype=mxfp4 keep_fp8=true", "generate.expert_dtype=mxfp4 must be None"),
+    ("null expert_dtype=mxfp4", "generate.expert_dtype=mxfp4 must come with an expert_budget"),
+    ("0.5 expert_dtype=int4", "generate.expert_dtype='int4' must be one of mxfp8, mxfp4, None"),
+    ("0.5 host_budget=0.5", "generate: host_budget=0.5 must be None with expert_store=host"),
+    ("0.5 expert_store=file", "generate.host_budget=None must be given with expert_store='file'"),
+    ("0.5 expert_store=disk", "generate.expert_store='disk' must be one of host, file"),
     (
-        ["=0.5", "generate.expert_prefetch=true", *(f"generate.{name}={value}" for name, value in FILE.items())],
-        "expert_prefetch=True must be auto or false with expert_store=file: the host brings missing experts",
+        "0.5 expert_store=file host_budget=0.1",
+        "generate.host_budget=0.1 holds 1 experts, and must hold the 4 that a la",
     ),
-    (["=null", "generate.expert_prefetch=true"], "generate.expert_prefetch=True must come with an expert_budget"),
-    (["=0.5", "generate.expert_prefetch=on"], "generate: expert_prefetch='on' must be one of auto, true, false"),
-    (["=0.5", "generate.expert_dtype=mxfp4", "generate.keep_fp8=true"], "generate.expert_dtype=mxfp4 must be None"),
-    (["=null", "generate.expert_dtype=mxfp4"], "generate.expert_dtype=mxfp4 must come with an expert_budget"),
-    (["=0.5", "generate.expert_dtype=int4"], "generate.expert_dtype='int4' must be one of mxfp8, mxfp4, None"),
-    (["=0.5", "generate.host_budget=0.5"], "generate: host_budget=0.5 must be None with expert_store=host"),
-    (["=0.5", "generate.expert_store=file"], "generate.host_budget=None must be given with expert_store='file'"),
-    (["=0.5", "generate.expert_store=disk"], "generate.expert_store='disk' must be one of host, file"),
-    (
-        ["=0.5", "generate.expert_store=file", "generate.host_budget=0.1"],
-        "generate.host_budget=0.1 holds 1 experts, and must hold the 4 that a layer has slots for",
-    ),
-    (["=null", "generate.expert_store=file"], "generate.expert_store=file must come with an expert_budget"),
-    (["=null", "generate.expert_policy=lfu"], "generate.expert_policy=lfu must come with an expert_budget"),
-    (["=0.5", "generate.expert_policy=fifo"], "generate.expert_policy='fifo' must be one of lru, lfu, score"),
-    (
-        ["=0.5", "generate.expert_policy=lfu", *(f"generate.{name}={value}" for name, value in FILE.items())],
-        "generate.expert_policy='lfu' must be 'lru' with expert_store='file'",
-    ),
-    (["=0.5", "generate.link_gb_per_s=0"], "generate: link_gb_per_s=0.0 must be finite and above 0, or None"),
+    ("null expert_store=file", "generate.expert_store=file must come with an expert_budget"),
+    ("null expert_policy=lfu", "generate.expert_policy=lfu must come with an expert_budget"),
+    ("0.5 expert_policy=fifo", "generate.expert_policy='fifo' must be one of lru, lfu, score"),
+    (f"0.5 expert_policy=lfu {FROM_FILES}", "generate.expert_policy='lfu' must be 'lru' with expert_store='file'"),
+    ("0.5 link_gb_per_s=0", "generate: link_gb_per_s=0.0 must be finite and above 0, or None"),
 ]
 
 
 @pytest.mark.parametrize(("words", "message"), MISTAKES)
 def test_a_mistake_is_one_line(words, message, qwen, capsys):
-    first, *others = words
-    said = refusal(capsys, "generate", "--dry-run", f"generate.source={qwen}", BUDGET + first, *others)
+    settings = f"expert_budget={words} source={qwen}".split()
+    said = refusal(capsys, "generate", "--dry-run", *(f"generate.{each}" for each in settings))
     assert said.startswith(message)
 
 
-def test_the_job_refuses_before_a_group_is_made(qwen, tmp_path, monkeypatch):
-    monkeypatch.setattr("comet.generation.job.make_expert_group", lambda *given, **named: pytest.fail("a group"))
-    job = make_job(
-        tmp_path, ep=2, model=job_of(qwen, tmp_path).model, generate=job_of(qwen, tmp_path, expert_budget=0.5).generate
-    )
-    with pytest.raises(ValueError, match=r"generate\.expert_budget=0\.5 holds 2 experts of each of 2 layers, and must"):
-        generate_job(job, Rank())
+def test_a_budget_is_that_of_a_rank(qwen, capsys):
+    words = [f"generate.source={qwen}", f"{BUDGET}=0.5", "parallel.ep=2"]
+    said = refusal(capsys, "generate", "--dry-run", *words)
+    assert said.startswith(f"{BUDGET}=0.5 holds 2 experts of each of 2 layers, and must hold top_k=4")
 
 
 def test_files_are_for_hugging_face(tmp_path):
@@ -263,13 +254,6 @@ def test_a_budget_without_a_group_is_one_rank(qwen):
     assert default_ranks(compose(words), 4) == 4
 
 
-def test_help_shows_the_settings(capsys):
-    assert main(["generate", "--help"]) == 0
-    out = capsys.readouterr().out
-    assert "generate.expert_store=host  (host, file)" in out
-    assert "generate.host_budget=null" in out
-
-
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3"])
 def test_layers_with_experts_are_counted(family):
     from transformers import AutoModelForCausalLM
@@ -285,15 +269,7 @@ WIDE = replace(MODEL, moe=replace(MOE, num_experts=8))
 
 
 def generated_by_a_rank(rank: int, world_size: int, folder: str, budget: float | None):
-    settings = GenerateConfig(
-        source=folder,
-        prompt="1",
-        max_new_tokens=8,
-        temperature=0.0,
-        expert_budget=budget,
-        link_gb_per_s=1,
-        memory_gb_per_s=1,
-    )
+    settings = replace(GREEDY, source=folder, prompts=("1",), expert_budget=budget, link_gb_per_s=1, memory_gb_per_s=1)
     job = make_job(Path(folder), model=WIDE, ep=world_size, generate=settings)
     return generate_job(job, Rank(rank, world_size))
 
@@ -308,30 +284,3 @@ def test_ranks_of_a_checkpoint_have_a_budget_each(tmp_path):
     assert second["expert_cache"] == cache
     assert (alone["expert_cache"]["slots"], cache["slots"], cache["expected_hits"]) == (4, 2, 0.5)
     assert cache["needed"] == alone["expert_cache"]["needed"], "the experts of both ranks together"
-
-
-def of_a_folder(rank: int, world_size: int, folder: str):
-    """TP2 with a host store and prefetch, EP2 with a file store."""
-    settings = dict(expert_budget=0.5, link_gb_per_s=1.0, memory_gb_per_s=1.0)
-    layouts = (
-        (1, 2, settings | {"expert_prefetch": True}),
-        (2, 1, settings | FILE | {"expert_budget": 1.0, "host_budget": 1.0}),
-    )
-    found = []
-    for ep, tp, each in layouts:
-        job = make_job(Path(folder), ep=ep, tp=tp, model=model_of(find_source(folder)))
-        given = replace(GREEDY, source=folder, **each)
-        found.append(generate_job(replace(job, generate=given), Rank(rank, world_size)))
-    return found
-
-
-def test_ranks_of_a_folder_have_a_budget_each(qwen, tmp_path):
-    wanted = generate_job(job_of(qwen, tmp_path), Rank())
-    first, second = run_ranks(of_a_folder, 2, str(qwen))
-    for mine, other, store, slots in zip(first, second, ("host", "file"), (4, 4), strict=True):
-        assert mine["texts"] == other["texts"] == wanted["texts"]
-        cache = mine["expert_cache"]
-        assert other["expert_cache"] == cache
-        assert (cache["store"], cache["slots"]) == (store, slots)
-        assert (cache["prefetched_needed"] > 0) == cache["prefetch"] == (store == "host")
-        assert cache["fetched_bytes"] == cache["fetched"] * EXPERT // (2 if store == "host" else 1)

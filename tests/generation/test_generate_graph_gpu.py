@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from torch import Tensor
 from training_cases import MODEL, MOE, Rank, awake_model, make_group, make_job
 
 from comet.config import MoEConfig, SpeculationConfig
-from comet.experts import DraftRouter, Speculation
+from comet.experts import DraftRouter
 from comet.generation.engine import Engine, GPTEngine
 from comet.generation.generate import Generated, generate, warm_up
 from comet.generation.job import generate_job
@@ -293,11 +292,6 @@ EXPERTS = MoEConfig(hidden_size=128, ffn_size=128, num_experts=16, top_k=4)
 CONFIG = replace(MODEL, context=512, hidden_size=128, num_layers=3, num_heads=4, num_kv_heads=2, moe=EXPERTS)
 PROMPTS = [[7, 1, 9, 4], [3], [*range(40, 60)]]
 NEW_TOKENS = 300
-
-
-@pytest.fixture(autouse=True)
-def rounds_take_equally_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Speculation.__init__, "__defaults__", (itertools.count().__next__,))
 
 
 def engine_of(dtype: torch.dtype, drafts: SpeculationConfig | None, cuda_graph: str = "on") -> GPTEngine:

@@ -20,7 +20,7 @@ from hf_fp8_cases import publish, stock
 from training_cases import Rank, make_job
 
 from comet.config import ParallelConfig
-from comet.generation.generate import encode_prompts, generate, warm_up
+from comet.generation.generate import encode_prompts, generate
 from comet.generation.hf import HFEngine, open_codec, touched_experts
 from comet.generation.job import generate_job
 from comet.generation.source import Source, find_source, model_of
@@ -73,27 +73,6 @@ def stock_texts(model, folder) -> tuple[str, ...]:
 def test_a_padded_batch_writes_what_the_stock_model_writes(family, qwen, tmp_path):
     folder, model = qwen if family == "qwen3_moe" else (tmp_path, save_model(tmp_path, family))
     assert continued(0, 1, str(folder), 1, 1)[0] == stock_texts(model, folder)
-
-
-def test_two_ranks_write_the_same_and_read_their_own_experts(qwen):
-    folder, _ = qwen
-    alone, alone_bytes = continued(0, 1, str(folder), 1, 1)
-    ranks = run_ranks(continued, 2, str(folder), 2, 1)
-    assert [texts for texts, _ in ranks] == [alone, alone]
-    assert all(0 < size < alone_bytes for _, size in ranks)
-
-
-def test_logits_do_not_depend_on_the_batch(qwen):
-    engine, group, _ = engine_of(qwen[0])
-    ids = torch.tensor([[5, 6, 7, 8], [9, 0, 0, 0]])
-    warm_up(engine, [[1, 2, 3], [4]], GREEDY, context=32)
-    first = engine.prefill(ids, torch.tensor([4, 1]), 8)
-    steps = [engine.decode(torch.tensor([token, 50 + token])) for token in range(3)]
-    alone = engine.prefill(torch.tensor([[9]]), torch.tensor([1]), 8)
-    torch.testing.assert_close(first[1], alone[0], rtol=1e-5, atol=1e-5)
-    for token, logits in enumerate(steps):
-        torch.testing.assert_close(logits[1], engine.decode(torch.tensor([50 + token]))[0], rtol=1e-5, atol=1e-5)
-    group.close()
 
 
 def test_the_job_streams_and_reports(qwen, tmp_path, capsys):

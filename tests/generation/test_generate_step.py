@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from generate_cases import NOT_PERMITTED, graphs_on_cpu, greedy_tokens
-from ranks import run_ranks
-from training_cases import GPT_OSS, MODEL, MOE, awake_model, make_model
+from generate_cases import NOT_PERMITTED, graphs_on_cpu
+from training_cases import MODEL, MOE, awake_model
 
 from comet.generation.engine import GPTEngine
 from comet.generation.generate import generate, warm_up
@@ -41,59 +40,6 @@ def cache_of(engine: GPTEngine) -> KeyValueCache:
     cache = engine._cache
     assert cache is not None
     return cache
-
-
-def on_ranks(rank: int, world_size: int, ep: int, tp: int, config: ModelConfig = SHARED) -> tuple:
-    engine = engine_of(config, ep=ep, tp=tp)
-    tokens, cache = step_loop(engine, 9), cache_of(engine)
-    engine.runner.group.close()
-    return tokens, cache.lengths, cache.keys, cache.values
-
-
-@pytest.mark.parametrize("config", [SHARED, GPT_OSS])
-def test_steps_equal_the_plain_loop_token_for_token(config: ModelConfig) -> None:
-    engine = engine_of(config)
-    wanted = greedy_tokens(engine.model, PROMPTS, LENGTHS, 9)
-    for _ in range(2):  # the second time in the memory of the first
-        assert torch.equal(step_loop(engine, 9), wanted)
-        cache = cache_of(engine)
-        assert cache.lengths.tolist() == [4 + 8, 2 + 8], "eight tokens were appended to each sequence"
-    whole = torch.zeros(2, 12, dtype=torch.int64)
-    for row, length in enumerate(LENGTHS.tolist()):
-        sequence = torch.cat([PROMPTS[row, :length], wanted[row, :-1]])
-        whole[row, : len(sequence)] = sequence
-    fresh = KeyValueCache(config, num_sequences=2, length=16, dtype=torch.float32, device=torch.device("cpu"))
-    with torch.no_grad():
-        engine.model.prefill(whole, cache.lengths, fresh)
-    for row, length in enumerate([12, 10]):
-        for held, exact in ((cache.keys, fresh.keys), (cache.values, fresh.values)):
-            torch.testing.assert_close(held[:, row, :, :length], exact[:, row, :, :length], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(("ep", "tp", "config"), [(2, 1, SHARED), (1, 2, SHARED), (1, 2, GPT_OSS)])
-def test_two_ranks_take_the_steps_of_one(ep: int, tp: int, config: ModelConfig) -> None:
-    tokens, lengths, *cached = on_ranks(0, 1, 1, 1, config)
-    for found in run_ranks(on_ranks, 2, ep, tp, config):
-        assert torch.equal(found[0], tokens)
-        assert torch.equal(found[1], lengths)
-        for held, alone in zip(found[2:], cached, strict=True):
-            torch.testing.assert_close(held, alone, rtol=1e-5, atol=1e-5)
-
-
-def test_a_captured_step_makes_the_tokens_of_an_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    captures = graphs_on_cpu(monkeypatch)
-    eager, captured = engine_of(cuda_graph="off"), engine_of(cuda_graph="on")
-    for prompts, lengths in ((PROMPTS, LENGTHS), (PROMPTS.flip(0) + 40, LENGTHS.flip(0))):
-        logits = [engine.prefill(prompts, lengths, 16) for engine in (eager, captured)]
-        for _ in range(9):
-            assert torch.equal(*logits)
-            logits = [engine.decode(logits[0].argmax(-1)) for engine in (eager, captured)]
-        assert torch.equal(cache_of(eager).lengths, cache_of(captured).lengths)
-        assert torch.equal(cache_of(eager).keys, cache_of(captured).keys)
-        assert torch.equal(cache_of(eager).values, cache_of(captured).values)
-        assert eager.weight_bytes_per_step() == captured.weight_bytes_per_step() > 0
-    assert (captures.count, captures.replays) == (1, 8 + 9), "one eager step, then one capture for both prompts"
-    assert (eager.graph_fallback_reason, captured.graph_fallback_reason) == ("cuda_graph='off'", "")
 
 
 def test_what_a_sequence_left_behind_does_not_reach_the_next() -> None:
@@ -203,16 +149,6 @@ def test_a_cpu_and_an_obstacle_are_named(caplog: pytest.LogCaptureFixture) -> No
     assert (quiet.graph_fallback_reason, caplog.messages) == ("cuda_graph='off'", [])
 
 
-def test_more_sequences_than_warp_decode_takes_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    captures = graphs_on_cpu(monkeypatch)
-    engine = GPTEngine(*make_model(), decode_tokens=1)
-    engine.prefill(PROMPTS, LENGTHS, 8)
-    for _ in range(3):
-        engine.decode(torch.tensor([1, 2]))
-    assert captures.count == 0
-    assert engine.graph_fallback_reason == "2 tokens are more than the 1 of warp decode"
-
-
 @pytest.mark.parametrize("groups", [1, 2, 6])
 @pytest.mark.parametrize("length", [1, 5, CHUNK, CHUNK + 1, 3 * CHUNK])
 def test_attention_to_a_cache_equals_the_formula(length: int, groups: int) -> None:
@@ -235,22 +171,6 @@ def test_attention_to_a_cache_equals_the_formula(length: int, groups: int) -> No
 
 def test_places_of_a_cache() -> None:
     assert [allocated_places(length) for length in (1, 200, 256, 257, 300, 512)] == [1, 200, 256, 512, 512, 512]
-
-
-@torch.no_grad()
-def test_a_replayed_step_reads_the_shared_expert_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    captures = graphs_on_cpu(monkeypatch)
-    engines = [engine_of(cuda_graph=mode) for mode in ("off", "on")]
-    for engine in engines:
-        engine.prefill(PROMPTS, LENGTHS, 16)
-    for step in range(9):
-        eager, captured = (engine.decode(torch.tensor([step, 2])) for engine in engines)
-        assert torch.equal(eager, captured), f"step {step}"
-        for engine in engines if step % 2 else []:
-            for layer in engine.model.moe_layers():
-                for weight in layer.shared.parameters():
-                    weight.normal_(std=0.3, generator=torch.Generator().manual_seed(step))
-    assert (captures.count, captures.replays) == (1, 8)
 
 
 def test_a_captured_step_joins_streams_first_and_is_refused_once_the_group_is_closed(

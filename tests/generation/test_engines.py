@@ -1,0 +1,193 @@
+"""What every engine has to do, of comet's GPT and of converted transformers models: steps, graphs of them, drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from generate_cases import NOT_PERMITTED, graphs_on_cpu, greedy_tokens
+from ranks import run_ranks
+from tiers import slow
+
+pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
+
+from hf_cases import FAMILIES, VOCABULARY, make_group, tiny_model
+from torch import Tensor
+from training_cases import GPT_OSS, MODEL, MOE, awake_model
+
+from comet.config import MoEConfig, SpeculationConfig
+from comet.generation.engine import Engine, GPTEngine
+from comet.generation.hf import HFEngine
+from comet.integrations import hf
+
+EXPERTS = MoEConfig(hidden_size=32, ffn_size=32, num_experts=8, top_k=4)
+MODELS = {
+    "shared expert in decode steps": replace(MODEL, dense_layers=1, moe=replace(MOE, shared_ffn_size=32)),
+    "softmax": replace(MODEL, moe=EXPERTS),
+    "sigmoid, groups, bias": replace(
+        MODEL, moe=replace(EXPERTS, score="sigmoid", balance="bias", num_groups=2, top_groups=1, renormalize=False)
+    ),
+    "gpt-oss": GPT_OSS,
+}
+ENGINES = (*MODELS, *FAMILIES)
+SHARED = ("shared expert in decode steps", "deepseek_v3", "qwen2_moe")
+PROMPTS, LENGTHS = torch.tensor([[5, 6, 7, 8, 9], [11, 3, 0, 0, 0]]), torch.tensor([5, 2])
+STEPS = 9
+DRAFTS = SpeculationConfig(draft_experts=(1,), tau=0.0)
+
+
+def plain_model(name: str, ep: int = 1, tp: int = 1, **changes: Any) -> tuple[Callable[[Tensor], Any], Any]:
+    """A model as whole forward passes compute it, and the group that its engine takes; transformers' need none."""
+    if name in MODELS:
+        return awake_model(MODELS[name], ep=ep, tp=tp, max_tokens=64)
+    model = tiny_model(name, **changes)
+    return model, make_group(model, ep, tp) if ep * tp > 1 else None
+
+
+def engine_of(
+    name: str, cuda_graph: Any = "auto", *, decode_tokens: int = 64, drafts: Any = None, **model: Any
+) -> Engine:
+    made, group = plain_model(name, **model)
+    if name in MODELS:
+        settings = dict(cuda_graph=cuda_graph, decode_tokens=decode_tokens, speculation=drafts)
+        return GPTEngine(made, group, **settings)
+    converted = hf.convert(made, group, decode_tokens=decode_tokens)
+    return HFEngine(converted, cuda_graph=cuda_graph, speculation=drafts)
+
+
+def tokens_of(engine: Engine) -> Tensor:
+    """``(B, STEPS)`` greedy tokens."""
+    chosen = [engine.prefill(PROMPTS, LENGTHS, 16).argmax(-1)]
+    while len(chosen) < STEPS:
+        chosen.append(engine.decode(chosen[-1]).argmax(-1))
+    return torch.stack(chosen, dim=1)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_steps_make_the_tokens_of_whole_forward_passes(name: str) -> None:
+    wanted, engine = greedy_tokens(plain_model(name)[0], PROMPTS, LENGTHS, STEPS), engine_of(name)
+    for _ in range(2):  # the second time in the memory of the first
+        assert torch.equal(tokens_of(engine), wanted)
+
+
+def on_ranks(rank: int, world_size: int, name: str, ep: int, tp: int) -> Tensor:
+    engine = engine_of(name, ep=ep, tp=tp)
+    tokens = tokens_of(engine)
+    engine.check()
+    return tokens
+
+
+@pytest.mark.parametrize(("name", "ep", "tp"), [
+    ("shared expert in decode steps", 2, 1), ("shared expert in decode steps", 1, 2), ("gpt-oss", 1, 2),
+    slow("qwen3_moe", 2, 1), ("mixtral", 1, 2),
+])  # fmt: skip
+def test_two_ranks_take_the_steps_of_one(name: str, ep: int, tp: int) -> None:
+    wanted = tokens_of(engine_of(name))
+    for tokens in run_ranks(on_ranks, 2, name, ep, tp):
+        assert torch.equal(tokens, wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"), [*((name, "sdpa") for name in ENGINES), *((family, "eager") for family in FAMILIES)]
+)
+def test_a_captured_step_makes_the_tokens_of_an_eager_one(
+    name: str, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captures = graphs_on_cpu(monkeypatch)
+    # transformers up to 5.20 makes the mask of eager attention from a number of the host.
+    insists = "on" if attention == "sdpa" else "auto"
+    eager, captured = (engine_of(name, mode, attn_implementation=attention) for mode in ("off", insists))
+    for prompts, lengths in ((PROMPTS, LENGTHS), ((PROMPTS.flip(0) + 20) % VOCABULARY, LENGTHS.flip(0))):
+        logits = [engine.prefill(prompts, lengths, 16) for engine in (eager, captured)]
+        for _ in range(STEPS):
+            assert torch.equal(*logits)
+            logits = [engine.decode(logits[0].argmax(-1)) for engine in (eager, captured)]
+        assert eager.weight_bytes_per_step() == captured.weight_bytes_per_step() > 0
+    assert eager.graph_fallback_reason == "cuda_graph='off'"
+    if captured.graph_fallback_reason:
+        assert attention == "eager"
+        assert NOT_PERMITTED in captured.graph_fallback_reason
+    else:  # one eager step, then one capture for both prompts
+        assert (captures.count, captures.replays) == (1, STEPS - 1 + STEPS)
+
+
+def test_more_sequences_than_warp_decode_takes_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures = graphs_on_cpu(monkeypatch)
+    for name in ("softmax", "mixtral"):
+        engine = engine_of(name, decode_tokens=1)
+        tokens_of(engine)
+        assert engine.graph_fallback_reason == "2 tokens are more than the 1 of warp decode"
+    assert captures.count == 0
+
+
+def shared_weights(engine: Any) -> Iterable[Tensor]:
+    if isinstance(engine, GPTEngine):
+        return [weight for layer in engine.model.moe_layers() for weight in layer.shared.parameters()]
+    joined = [module.shared for module in engine.model.modules() if getattr(module, "shared", None) is not None]
+    return [weight for slots in joined for weight in slots.module.parameters()]
+
+
+@pytest.mark.parametrize("name", SHARED)
+@torch.no_grad()
+def test_a_replayed_step_reads_the_shared_expert_as_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    captures = graphs_on_cpu(monkeypatch)
+    engines = [engine_of(name, mode) for mode in ("off", "on")]
+    for engine in engines:
+        engine.prefill(PROMPTS, LENGTHS, 16)
+    for step in range(STEPS):
+        assert torch.equal(*(engine.decode(torch.tensor([step, 2])) for engine in engines)), f"step {step}"
+        for engine in engines if step % 2 else []:
+            for seed, weight in enumerate(shared_weights(engine)):
+                weight.normal_(std=0.3, generator=torch.Generator().manual_seed(STEPS * step + seed))
+    assert (captures.count, captures.replays) == (1, STEPS - 1)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@torch.no_grad()
+def test_one_pass_verifies_what_steps_compute_one_by_one(name: str) -> None:
+    """Drafts before it leave no trace, and sequences keep different numbers of tokens, again and again."""
+    engine, (plain, _) = engine_of(name, drafts=DRAFTS), plain_model(name)
+    engine.prefill(PROMPTS, LENGTHS, 30)
+    rows = [PROMPTS[row, :length].tolist() for row, length in enumerate(LENGTHS.tolist())]
+    tokens = torch.randint(VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(9))
+    for kept in ((1, 4), (4, 1), (2, 2), (4, 1)):
+        before = engine.lengths.clone()
+        assert before.tolist() == [len(row) for row in rows]
+        for token in tokens.T[:3]:
+            engine.draft(token)
+        engine.rewind(before)
+        found = engine.verify(tokens[:, :4])
+        engine.rewind(before + torch.tensor(kept))
+        for row, count in enumerate(kept):
+            whole = plain(torch.tensor([rows[row] + tokens[row, :4].tolist()])).logits[0, -4:]
+            torch.testing.assert_close(found[row], whole, rtol=1e-4, atol=1e-4)
+            rows[row] += tokens[row, :count].tolist()
+        tokens = tokens.roll(3, dims=1)
+    logits = engine.decode(tokens[:, 0])
+    for row, ids in enumerate(rows):
+        whole = plain(torch.tensor([[*ids, int(tokens[row, 0])]])).logits[0, -1]
+        torch.testing.assert_close(logits[row], whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["softmax", "qwen3_moe"])
+def test_drafts_with_cached_experts_only_fetch_nothing(name: str, tmp_path: Path) -> None:
+    """Half of the experts have slots."""
+    if name not in MODELS:
+        tiny_model(name, num_experts_per_tok=2).save_pretrained(tmp_path)
+    found = {}
+    for cached_only in (False, True):
+        drafts = replace(DRAFTS, draft_cached_only=cached_only)
+        if name in MODELS:
+            engine: Engine = GPTEngine(*awake_model(MODELS[name], in_slots=True), expert_slots=4, speculation=drafts)
+        else:
+            engine = HFEngine(hf.load_pretrained(tmp_path, expert_budget=0.5), speculation=drafts)
+        engine.prefill(PROMPTS, LENGTHS, 20)
+        before = engine.cache_report().fetched
+        for token in range(6):
+            engine.draft(torch.tensor([token, 40 + token]))
+        found[cached_only] = engine.cache_report().fetched - before
+    assert found[False] > found[True] == 0
