@@ -59,27 +59,13 @@ def brute_reach(num_experts: int, top_k: int, ep: int, num_groups: int, top_grou
     return hits / draws
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (8, 2, 4, 1, 1),
-        (8, 2, 1, 1, 1),
-        (8, 8, 4, 1, 1),
-        (12, 3, 3, 4, 2),
-        (12, 3, 4, 3, 2),  # shards that straddle groups
-        (12, 2, 6, 2, 1),
-        (12, 4, 2, 3, 2),
-        (6, 1, 6, 1, 1),
-    ],
-)
+@pytest.mark.parametrize("shape", [
+    (8, 2, 4, 1, 1), (8, 2, 1, 1, 1), (8, 8, 4, 1, 1), (12, 3, 3, 4, 2),
+    (12, 3, 4, 3, 2),  # shards that straddle groups
+    (12, 2, 6, 2, 1), (12, 4, 2, 3, 2), (6, 1, 6, 1, 1),
+])  # fmt: skip
 def test_reach_equals_enumeration(shape: tuple[int, int, int, int, int]) -> None:
     assert shard_reach(*shape) == pytest.approx(brute_reach(*shape), abs=1e-12)
-
-
-def test_reach_examples() -> None:
-    assert shard_reach(8, 2, 4) == pytest.approx(13 / 28)
-    assert shard_reach(128, 8, 4) == pytest.approx(0.9, abs=0.01)  # design 8.6: 90 % for K=8
-    assert shard_reach(256, 8, 4, 8, 4) < shard_reach(256, 8, 4)  # fewer groups, fewer shards
 
 
 def test_rows_and_tiles_equal_simulation() -> None:

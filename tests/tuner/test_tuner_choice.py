@@ -140,17 +140,6 @@ def test_explanation_is_aligned_and_fits_json() -> None:
     assert explain_facts(unmeasured)["regret"] is None
 
 
-def test_a_choice_is_marked() -> None:
-    predictions = [predict(problem_of(), OverlapConfig(num_panels=num), H200) for num in (4, 6)]
-    resolved = Resolved(setting=OverlapConfig(num_panels=6), source="nearest")
-    explained = Explained(problem=problem_of(), machine=H200, predictions=predictions, resolved=resolved)
-    lines = explain_text(explained).splitlines()
-    assert [line.split("  ")[0] for line in lines if "<- chosen" in line] == [
-        "6 panels, both layers in CUDA C++ <- chosen"
-    ]
-    assert "chosen: 6 panels, both layers in CUDA C++ (source: nearest)" in lines
-
-
 def explained_of(tokens: int, entry: ProfileEntry) -> Explained:
     """At EP4 on H200, with all that was measured among the predictions."""
     problem = problem_of(num_tokens=tokens)

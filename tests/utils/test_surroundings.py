@@ -43,7 +43,6 @@ from comet.moe import MoE
 from comet.quantization.formats import (
     FP8,
     MXFP8,
-    decode_e8m0,
     quantize_fp8,
     quantize_mxfp4,
     quantize_mxfp8,
@@ -229,14 +228,6 @@ def test_mx_blocks_of_the_smallest_scale_outlive_flushed_subnormals(quantise: Ca
     assert packed.scales.tolist() == [[0], [0]]
     assert torch.equal(found, values)
     assert torch.equal(coarse, values.bfloat16())
-
-
-def test_e8m0_in_float64_example() -> None:
-    codes = torch.arange(256).byte()
-    wide, narrow = decode_e8m0(codes, torch.float64), decode_e8m0(codes)
-    assert wide.dtype == torch.float64
-    torch.testing.assert_close(wide, narrow.double(), rtol=0, atol=0, equal_nan=True)
-    assert wide[[0, 127, 254]].tolist() == [2.0**-127, 1, 2.0**127]
 
 
 @pytest.mark.parametrize("weight_type", [Tensor, FP8, MXFP8])
