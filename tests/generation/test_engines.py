@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -113,6 +114,25 @@ def test_a_captured_step_makes_the_tokens_of_an_eager_one(
         assert NOT_PERMITTED in captured.graph_fallback_reason
     else:  # one eager step, then one capture for both prompts
         assert (captures.count, captures.replays) == (1, STEPS - 1 + STEPS)
+
+
+def test_a_sliding_window_is_not_captured(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    captures, window = graphs_on_cpu(monkeypatch), dict(sliding_window=64)
+    wanted = greedy_tokens(plain_model("mixtral", **window)[0], PROMPTS, LENGTHS, STEPS)
+    with caplog.at_level(logging.INFO):
+        engine = engine_of("mixtral", **window)
+        assert torch.equal(tokens_of(engine), wanted)
+    why = "transformers counts the positions of StaticSlidingWindowLayer on the host"
+    assert (captures.count, engine.graph_fallback_reason) == (0, why)
+    assert [why in message for message in caplog.messages] == [True]
+    with pytest.raises(ValueError, match="cuda_graph='on' must be 'auto' or 'off' here: transformers counts"):
+        tokens_of(engine_of("mixtral", "on", **window))
+
+
+@pytest.mark.parametrize(("sequences", "places", "message"), [(0, 4, "num_sequences=0"), (1, 0, "num_places=0")])
+def test_sizes_of_static_decoders_must_be_positive(sequences: int, places: int, message: str) -> None:
+    with pytest.raises(ValueError, match=f"{message} must be at least 1"):
+        hf.StaticDecoder(tiny_model("mixtral"), sequences, places)
 
 
 def test_more_sequences_than_warp_decode_takes_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
