@@ -55,15 +55,6 @@ def test_the_answer_follows_the_description_not_the_name() -> None:
     assert (part.axis, part.tile_axis) == ("tokens", TileAxis.ROWS)
 
 
-def test_renaming_axes_and_tensors_changes_nothing() -> None:
-    producer = Operator(name="p", reads={}, writes={"buffer": {"a": ALONE, "b": ALONE}})
-    consumer = Operator(
-        name="c", reads={"buffer": {"a": REDUCED, "b": ALONE}}, writes={"out": {"b": ALONE}}, communicates=True
-    )
-    part = analyze(producer, consumer)
-    assert (part.tensor, part.axis, part.tile_axis) == ("buffer", "b", TileAxis.COLUMNS)
-
-
 @pytest.mark.parametrize(
     ("produced", "consumed", "axis"),
     [
