@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from gpus import ON_GPUS, gpu_of
+from gpus import ON_GPUS, gpu_of, no_wait
 from ranks import run_ranks
 from torch import Tensor
 from training_cases import MODEL, MOE, Rank, awake_model, make_group, make_job
@@ -44,16 +42,6 @@ def prompts_of(num_sequences: int, seed: int, vocabulary: int, device: torch.dev
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(vocabulary, (num_sequences, int(lengths.max())), generator=generator)
     return ids.to(device), lengths.to(device)
-
-
-@contextmanager
-def no_wait() -> Iterator[None]:
-    """Whatever makes the host wait for the device in here raises."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def continued(engine: Engine, ids: Tensor, lengths: Tensor, room: int = 64) -> tuple[Tensor, Tensor]:
@@ -397,12 +385,9 @@ def test_a_draft_among_cached_experts_waits_for_nothing() -> None:
     for _ in range(3):
         engine.draft(token)
     fetched = engine.cache_report().fetched
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_wait():
         for _ in range(5):
             engine.draft(token)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert engine.cache_report().fetched == fetched
     assert engine.graph_fallback_reason == ""
     engine.runner.group.close()

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
+from gpus import no_wait
 from router_cases import stats_of
 from router_kernel_cases import (
     MEASURES,
@@ -54,15 +53,6 @@ print("not reached", flush=True)
 """
 
 
-@contextmanager
-def no_host_synchronisation() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def make_case(changes: dict, num_tokens: int) -> tuple[Router, torch.Tensor]:
     """Float64, so that the two devices' rounding never decides between experts."""
     torch.manual_seed(0)
@@ -77,7 +67,7 @@ def test_gpu_routes_like_the_cpu_without_waiting(changes: dict, num_tokens: int)
     expected = router(tokens)
     expected_stats = stats_of(router, expected)
     router, tokens = router.cuda(), tokens.cuda()
-    with no_host_synchronisation():
+    with no_wait():
         routing = router(tokens)
         stats = stats_of(router, routing)
         stats.loss.backward()
@@ -127,7 +117,7 @@ def test_kernels_measure_like_plain_torch_without_waiting(changes: dict, num_tok
     router, tokens = make_case(changes, num_tokens)
     router, tokens = router.float().cuda(), tokens.bfloat16().cuda()
     router.weight.grad = torch.zeros_like(router.weight)
-    with no_host_synchronisation():
+    with no_wait():
         routing = router(tokens)
         largest = torch.zeros((), device="cuda")
         stats = router.measure(routing.logits, routing.scores, routing.top_k_ids, largest_logit=largest)
@@ -199,7 +189,7 @@ def test_a_layer_notes_non_finite_logits_for_the_next_check(value: float, shown:
     layer(tokens)
     group.workspace.check()
     tokens[77, 3] = value
-    with no_host_synchronisation():
+    with no_wait():
         layer(tokens)
     layer(tokens[:10])  # a later call does not make it unseen
     with pytest.raises(ValueError, match=rf"router logits on rank 0, {shown} among them, must be finite: look for NaN"):

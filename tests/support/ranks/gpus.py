@@ -8,6 +8,8 @@ nothing. torch reads the variable as well, before it maps the memory of such ran
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -31,6 +33,16 @@ def need_gpus(count: int) -> None:
 def gpu_of(rank: int) -> str:
     """Its device: of three ranks on two GPUs ``cuda:0``, ``cuda:1``, ``cuda:0``."""
     return f"cuda:{rank % torch.cuda.device_count()}"
+
+
+@contextmanager
+def no_wait() -> Iterator[None]:
+    """Whatever makes the host wait for the device in here raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def take_free_memory() -> list[torch.Tensor]:
