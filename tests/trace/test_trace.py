@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
-import os
-import subprocess
-import sys
 import time
 import weakref
 from collections import Counter
@@ -18,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from bench_cases import report_of
 from late import come_late, passed
 from layer_cases import LayerCase, rank_inputs
 from layer_ranks import build_layer
@@ -38,7 +36,6 @@ from comet.layout import COMBINE_CHUNK_ROWS
 from comet.trace.events import KINDS, WAITS, WORKS, Clock, Event, Span
 from comet.trace.timeline import RankRecord, Timeline, chrome_trace, record, recording_to
 
-ROOT = Path(__file__).parents[2]
 CHUNK = 128
 CASES = (
     LayerCase("ep2", 2, 1, (30, 130), num_experts=4, hidden_size=128),
@@ -326,16 +323,10 @@ def test_a_cpu_records_under_the_interpreter_only() -> None:
 
 
 @pytest.mark.slow
-def test_benchmark_end_to_end(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = [str(ROOT / "benchmarks" / "bench.py"), "timeline", "--device", "cpu", "--model", "tiny", "--ep", "2"]
-    options = ["--tokens", "20", "--split", "comm_blocks=2,num_panels=2", "--out", str(tmp_path / "out")]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *script, *options], capture_output=True, text=True, timeout=240, check=False, env=environment
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+def test_benchmark_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    words = ["--device", "cpu", "--model", "tiny", "--ep", "2", "--tokens", "20", "--out", str(tmp_path / "out")]
+    result, _ = report_of("timeline", *words, "--split", "comm_blocks=2,num_panels=2", torchrun=True)
     assert result["output_unchanged"] is True
     assert (result["ranks"], result["launches"], result["lost_events"]) == (2, 2, 0)
     for file in result["files"]:
