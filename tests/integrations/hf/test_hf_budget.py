@@ -16,10 +16,9 @@ from ranks import run_ranks
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 
 from expert_memory import MB, load_capped
-from hf_cases import CountedReads, greedy, logits_with_cache, make_group, prompt, save_fused, tiny_model
+from hf_cases import CountedReads, edit_state, greedy, logits_with_cache, make_group, prompt, save_fused, tiny_model
 from hf_fp8_cases import publish, stock
 from host_cases import leave_all_to
-from safetensors.torch import load_file, save_file
 
 import comet.experts.store
 from comet.errors import HostComputeError
@@ -119,11 +118,17 @@ def test_the_hosts_cores_compute_some_of_what_is_missing(mixtral):
             hf.load_pretrained(mixtral, **settings, host_cores="1")
 
 
-def test_the_hosts_cores_compute_from_block_fp8(tmp_path):
-    tiny_model("deepseek_v3", hidden_size=160, moe_intermediate_size=256).save_pretrained(tmp_path)
-    publish(tmp_path)
+@pytest.fixture(scope="module")
+def deepseek_fp8(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("deepseek_fp8")
+    tiny_model("deepseek_v3", hidden_size=160, moe_intermediate_size=256).save_pretrained(folder)
+    publish(folder)
+    return folder
+
+
+def test_the_hosts_cores_compute_from_block_fp8(deepseek_fp8):
     kept, loaded = (
-        hf.load_pretrained(tmp_path, expert_budget=0.5, keep_fp8=True, host_cores=cores) for cores in ("off", "1")
+        hf.load_pretrained(deepseek_fp8, expert_budget=0.5, keep_fp8=True, host_cores=cores) for cores in ("off", "1")
     )
     leave_all_to(cores_of(loaded))
     ids = prompt(1, 12)
@@ -132,12 +137,10 @@ def test_the_hosts_cores_compute_from_block_fp8(tmp_path):
     cores_of(loaded).close()
 
 
-def test_block_fp8_is_dequantised_as_it_is_read(tmp_path):
-    tiny_model("deepseek_v3", hidden_size=160, moe_intermediate_size=256).save_pretrained(tmp_path)
-    publish(tmp_path)
+def test_block_fp8_is_dequantised_as_it_is_read(deepseek_fp8):
     for settings in STORES.values():
-        loaded = hf.load_pretrained(tmp_path, expert_budget=0.5, **settings)
-        assert torch.equal(greedy(loaded, prompt(1, 3)), greedy(stock(tmp_path), prompt(1, 3)))
+        loaded = hf.load_pretrained(deepseek_fp8, expert_budget=0.5, **settings)
+        assert torch.equal(greedy(loaded, prompt(1, 3)), greedy(stock(deepseek_fp8), prompt(1, 3)))
 
 
 @pytest.mark.parametrize("expert_dtype", get_args(MXType))
@@ -172,16 +175,14 @@ def test_experts_quantised_as_they_are_read_answer_as_those_of_a_quantised_model
         assert cache_report(hf.load_pretrained(mixtral, **settings)).slots == 3
 
 
-def test_block_fp8_is_kept_as_it_is_stored(tmp_path):
-    tiny_model("deepseek_v3", hidden_size=160, moe_intermediate_size=256).save_pretrained(tmp_path)
-    publish(tmp_path)
-    whole, loaded = (hf.load_pretrained(tmp_path, keep_fp8=True, **each) for each in ({}, {"expert_budget": 0.5}))
+def test_block_fp8_is_kept_as_it_is_stored(deepseek_fp8):
+    whole, loaded = (hf.load_pretrained(deepseek_fp8, keep_fp8=True, **each) for each in ({}, {"expert_budget": 0.5}))
     held = next(module for module in loaded.modules() if isinstance(module, StoredExperts)).path.cache.host
     kept = next(module for module in whole.modules() if isinstance(module, FP8Experts))
     assert torch.equal(held.w1.view(torch.uint8), kept.gate_up_proj.view(torch.uint8))
     assert torch.equal(held.w1_scales, kept.get_parameter("gate_up_proj_scale_inv"))
     assert torch.equal(held.w2_scales, kept.get_parameter("down_proj_scale_inv"))
-    assert torch.equal(greedy(loaded, prompt(1, 3)), greedy(stock(tmp_path), prompt(1, 3)))
+    assert torch.equal(greedy(loaded, prompt(1, 3)), greedy(stock(deepseek_fp8), prompt(1, 3)))
     ids = prompt(1, 12)
     torch.testing.assert_close(logits_with_cache(loaded, ids, 1), logits_with_cache(whole, ids, 1))
     report, numbers = cache_report(loaded), 3 * 160 * 256
@@ -249,10 +250,8 @@ def test_block_fp8_that_the_host_brings_answers_as_all_of_it_does_bit_for_bit(st
 
 
 def test_a_scale_in_a_file_that_is_no_number_is_named_when_it_is_read(fp8, tmp_path):
-    file = copied(fp8, tmp_path) / "model.safetensors"
-    state = load_file(file)
-    state["model.layers.2.mlp.experts.5.up_proj.weight_scale_inv"][1, 0] = torch.nan
-    save_file(state, file, metadata={"format": "pt"})
+    name = "model.layers.2.mlp.experts.5.up_proj.weight_scale_inv"
+    edit_state(copied(fp8, tmp_path), lambda state: state[name].view(-1)[-1].fill_(torch.nan))
     loaded = hf.load_pretrained(tmp_path, keep_fp8=True, expert_budget=0.5, **STORES["file"])
     message = r"experts\.5\.up_proj\.weight_scale_inv holds nan, must be finite and not negative"
     for _ in range(2):
@@ -308,32 +307,16 @@ def test_a_budget_that_cannot_be(budget, mixtral):
 
 
 def test_what_a_budget_does_not_go_with(mixtral):
-    with pytest.raises(NotImplementedError, match="expert_prefetch=True must be auto or false with expert_store=file:"):
-        hf.load_pretrained(mixtral, expert_budget=0.5, **STORES["file"], expert_prefetch=True)
-    with pytest.raises(ValueError, match="expert_prefetch=True must come with an expert_budget"):
-        hf.load_pretrained(mixtral, expert_prefetch=True)
-    with pytest.raises(ValueError, match="expert_dtype=mxfp8 must come with an expert_budget"):
-        hf.load_pretrained(mixtral, expert_dtype="mxfp8")
-    with pytest.raises(ValueError, match="expert_dtype=mxfp8 must be None with keep_fp8=True"):
-        hf.load_pretrained(mixtral, expert_budget=0.5, expert_dtype="mxfp8", keep_fp8=True)
-    with pytest.raises(ValueError, match="expert_dtype='nf4' must be one of mxfp8, mxfp4"):
-        hf.load_pretrained(mixtral, expert_budget=0.5, expert_dtype="nf4")
     nodes = SimpleNamespace(comm=SimpleNamespace(memory_obstacle="a group spans several nodes"))
     refuse(mixtral, "expert_budget needs warp decode on all ranks: a group spans", NotImplementedError, group=nodes)
+    with pytest.raises(ValueError, match="expert_prefetch=True must come with an expert_budget"):
+        hf.load_pretrained(mixtral, expert_prefetch=True)
     refuse(mixtral, "expert_policy='fifo' must be one of lru, lfu, score", expert_policy="fifo")
-    with pytest.raises(ValueError, match="expert_policy=lfu must come with an expert_budget"):
-        hf.load_pretrained(mixtral, expert_policy="lfu")
-    with pytest.raises(ValueError, match="expert_policy='lfu' must be 'lru' with expert_store='file'"):
-        hf.load_pretrained(mixtral, expert_budget=0.5, **STORES["file"], expert_policy="lfu")
     refuse(mixtral, "decode_tokens=0 must be at least 1 with an expert_budget", decode_tokens=0)
-    with pytest.raises(ValueError, match="expert_store=file must come with an expert_budget"):
-        hf.load_pretrained(mixtral, expert_store="file", host_budget=0.5)
     loaded = hf.load_pretrained(mixtral, expert_budget=0.5)
     with pytest.raises(ValueError, match="save_pretrained: experts are in a store"):
         loaded.save_pretrained("nowhere")
-    with pytest.raises(
-        ValueError, match="requires_grad=True of the tokens must be False: a model with an expert_budget"
-    ):
+    with pytest.raises(ValueError, match="requires_grad=True of the tokens must be False: a model with an expert_budg"):
         loaded(prompt(1, 2))
 
 
@@ -354,9 +337,7 @@ def test_a_truncated_file_and_one_of_another_model(mixtral, tmp_path):
     tiny_model("mixtral", intermediate_size=64).save_pretrained(tmp_path / "other")
     file.write_bytes((tmp_path / "other" / "model.safetensors").read_bytes())
     refuse(tmp_path, r"of shape \(64, 32\) must be \(32, 32\)")
-    state = load_file(mixtral / "model.safetensors")
-    state["lm_head.weight"] = torch.zeros(3, 32)
-    save_file(state, file, metadata={"format": "pt"})
+    edit_state(mixtral, lambda state: state.update({"lm_head.weight": torch.zeros(3, 32)}), tmp_path)
     refuse(tmp_path, "mismatched: .*lm_head.weight")
 
 

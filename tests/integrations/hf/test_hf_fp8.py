@@ -15,7 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 
-from hf_cases import DECODE_TOKENS, CountedReads, Expected, same_state, tiny_model
+from hf_cases import DECODE_TOKENS, CountedReads, Expected, edit_state, same_state, tiny_model
 from hf_fp8_cases import (
     PUBLISHED,
     check_kept,
@@ -26,7 +26,7 @@ from hf_fp8_cases import (
     stock,
 )
 from ranks import run_ranks
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from comet.integrations import hf
 from comet.integrations.hf.fp8.blocks import dequantize_slice
@@ -82,8 +82,7 @@ def test_fused_experts_whose_gate_and_up_share_a_block(ragged: Path, tmp_path: P
             state[f"{name}.{fused}_scale_inv"] = torch.stack(scales)
         for part in (name for names in parts for name in names):
             del state[part], state[f"{part}_scale_inv"]
-    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_text((ragged / "config.json").read_text())
+    edit_state(ragged, lambda old: (old.clear(), old.update(state)), tmp_path)
     loaded = hf.load_pretrained(tmp_path)
     experts, name = loaded.model.layers[2].mlp.experts, "model.layers.2.mlp.experts.gate_up_proj"
     assert torch.equal(experts.gate_up_proj[3], dequantized(state[name][3], state[f"{name}_scale_inv"][3]))
@@ -139,9 +138,7 @@ def refuse(folder: Path, message: str, **settings: Any) -> None:
 
 def edited(source: Path, folder: Path, change: Callable[[State], object], **quantization: Any) -> Path:
     """A copy of a checkpoint with other tensors or another ``quantization_config``; a value of ... removes a field."""
-    state = load_file(source / "model.safetensors")
-    change(state)
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    edit_state(source, change, folder)
     config = json.loads((source / "config.json").read_text())
     fields = {name: value for name, value in (PUBLISHED | quantization).items() if value is not ...}
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": fields}))
@@ -166,43 +163,35 @@ def test_other_quantisations(ragged: Path, tmp_path: Path, quantization: dict[st
 OTHER = "model.layers.0.self_attn.o_proj.weight"
 
 
+SCALES, OTHER_SCALES, NORM = f"{EXPERT}_scale_inv", f"{OTHER}_scale_inv", "model.norm.weight"
+
+
+def vector_in_fp8(state: State) -> None:
+    state |= {NORM: state[NORM].to(torch.float8_e4m3fn), f"{NORM}_scale_inv": torch.ones(2)}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: state.pop(f"{EXPERT}_scale_inv"), f"must have its scales: missing {EXPERT}_scale_inv$"),
-        (lambda state: state.pop(f"{OTHER}_scale_inv"), f"must have its scales: missing {OTHER}_scale_inv$"),
+        (lambda state: state.pop(SCALES), f"must have its scales: missing {SCALES}$"),
+        (lambda state: state.pop(OTHER_SCALES), f"must have its scales: missing {OTHER_SCALES}$"),
+        (lambda state: state.pop(EXPERT), f"must have its scales: surplus {SCALES}$"),
         (
-            lambda state: state.update({f"{EXPERT}_scale_inv": torch.ones(2, 2)}),
-            rf"{EXPERT}_scale_inv of shape \(2, 2\) must be \(3, 2\) for a tensor of shape \(288, 160\)$",
+            {SCALES: torch.ones(2, 2)},
+            rf"{SCALES} of shape \(2, 2\) must be \(3, 2\) for a tensor of shape \(288, 160\)$",
         ),
+        ({OTHER_SCALES: torch.ones(160)}, rf"{OTHER_SCALES} of shape \(160,\) must be \(2, 1\) for a tensor of shape"),
+        ({SCALES: torch.ones(3, 2).byte()}, f"{SCALES} of dtype U8 must be one of F32, F16, BF16, F8_E8M0$"),
+        ({EXPERT: torch.zeros(256, 128), SCALES: torch.ones(2, 1)}, f"{EXPERT} of dtype F32 must be F8_E4M3 beside"),
         (
-            lambda state: state.update({f"{OTHER}_scale_inv": torch.ones(160)}),
-            rf"{OTHER}_scale_inv of shape \(160,\) must be \(2, 1\) for a tensor of shape \(160, 32\)$",
+            {OTHER: torch.zeros(160, 32).to(torch.float8_e5m2)},
+            f"{OTHER} of dtype F8_E5M2 must be F8_E4M3 or one of F32",
         ),
-        (
-            lambda state: state.update({f"{EXPERT}_scale_inv": torch.ones(3, 2, dtype=torch.uint8)}),
-            f"{EXPERT}_scale_inv of dtype U8 must be one of F32, F16, BF16, F8_E8M0$",
-        ),
-        (lambda state: state.pop(EXPERT), f"must have its scales: surplus {EXPERT}_scale_inv$"),
-        (
-            lambda state: state.update({EXPERT: torch.zeros(256, 128), f"{EXPERT}_scale_inv": torch.ones(2, 1)}),
-            f"{EXPERT} of dtype F32 must be F8_E4M3 beside {EXPERT}_scale_inv$",
-        ),
-        (
-            lambda state: state.update({OTHER: torch.zeros(160, 32).to(torch.float8_e5m2)}),
-            f"{OTHER} of dtype F8_E5M2 must be F8_E4M3 or one of F32, F16, BF16$",
-        ),
-        (
-            lambda state: (
-                state.update({"model.norm.weight": state["model.norm.weight"].to(torch.float8_e4m3fn)})
-                or state.update({"model.norm.weight_scale_inv": torch.ones(2)})
-            ),
-            r"model.norm.weight of shape \(160,\) must have rows and columns$",
-        ),
+        (vector_in_fp8, rf"{NORM} of shape \(160,\) must have rows and columns$"),
     ],
 )
-def test_broken_scales(ragged: Path, tmp_path: Path, change: Callable[[State], object], message: str) -> None:
-    refuse(edited(ragged, tmp_path, change), message)
+def test_broken_scales(ragged: Path, tmp_path: Path, change: Any, message: str) -> None:
+    refuse(edited(ragged, tmp_path, change if callable(change) else lambda state: state.update(change)), message)
 
 
 @pytest.mark.parametrize("keep_fp8", [False, True])

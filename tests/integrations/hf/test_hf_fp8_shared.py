@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from fp8_cases import compare, float32_products, fp8_shard, layer_of
-from hf_cases import DECODE_TOKENS, Expected, logits_with_cache, make_group, prompt, tiny_config, tiny_model
+from hf_cases import DECODE_TOKENS, Expected, edit_state, logits_with_cache, make_group, prompt, tiny_config, tiny_model
 from hf_fp8_cases import WHOLE, dequantized, publish, published, stock
 from layer_cases import LayerCase, RankInputs, rank_inputs
 from ranks import run_ranks
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tiers import slow
 from torch import Tensor
 
@@ -92,11 +92,10 @@ def test_a_shared_expert_that_is_written_to_is_refused(whole: Path) -> None:
 
 @pytest.mark.parametrize("part", ["up_proj", "down_proj"])
 def test_a_shared_expert_that_is_stored_otherwise_runs_by_itself(whole: Path, tmp_path: Path, part: str) -> None:
-    state = load_file(whole / "model.safetensors")
     name = f"model.layers.2.mlp.shared_experts.{part}.weight"
-    state[name] = dequantized(state[name], state.pop(f"{name}_scale_inv"))
-    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_text((whole / "config.json").read_text())
+    edit_state(
+        whole, lambda state: state.update({name: dequantized(state[name], state.pop(f"{name}_scale_inv"))}), tmp_path
+    )
     model = kept(tmp_path)
     assert {type(experts) for experts in experts_of(model)} == {FP8Experts}
     Expected.of(stock(whole)).check(model, part)

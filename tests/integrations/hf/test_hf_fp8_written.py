@@ -10,10 +10,10 @@ from unittest import mock
 
 import pytest
 import torch
-from hf_cases import DECODE_TOKENS, Expected, make_group, prompt, same_state, tiny_config, tiny_model
+from hf_cases import DECODE_TOKENS, Expected, edit_state, make_group, prompt, same_state, tiny_config, tiny_model
 from hf_fp8_cases import WHOLE, fp8_by_name, publish, published, stack_experts, stock, written_by_transformers
 from ranks import run_ranks
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from comet.integrations import hf
 from comet.integrations.hf.by_name import fp8_weights
@@ -71,17 +71,19 @@ def test_two_ranks_split_fused_scales(tmp_path: Path) -> None:
 def test_scales_that_may_mean_two_things_are_refused(tmp_path: Path, is_fused: bool) -> None:
     tiny_model("qwen3_moe", hidden_size=128, moe_intermediate_size=224, mlp_only_layers=[]).save_pretrained(tmp_path)
     publish(tmp_path)
-    state = load_file(tmp_path / "model.safetensors")
-    for layer in range(3):
-        name = f"model.layers.{layer}.mlp.experts"
-        for part, sources in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
-            if is_fused:
-                state[f"{name}.{part}"] = stack_experts(state, name, sources, "weight")
-            state[f"{name}.{part}_scale_inv"] = stack_experts(state, name, sources, "weight_scale_inv")
-    for name in [name for name in state if ".experts." in name and name.split(".")[5].isdigit()]:
-        if is_fused or name.endswith("_scale_inv"):
-            del state[name]
-    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+
+    def stack(state: dict[str, torch.Tensor]) -> None:
+        for layer in range(3):
+            name = f"model.layers.{layer}.mlp.experts"
+            for part, sources in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+                if is_fused:
+                    state[f"{name}.{part}"] = stack_experts(state, name, sources, "weight")
+                state[f"{name}.{part}_scale_inv"] = stack_experts(state, name, sources, "weight_scale_inv")
+        for name in [name for name in state if ".experts." in name and name.split(".")[5].isdigit()]:
+            if is_fused or name.endswith("_scale_inv"):
+                del state[name]
+
+    edit_state(tmp_path, stack)
     message = r"experts\.gate_up_proj_scale_inv of shape \(8, 4, 1\) may hold .* ffn_size=224 their blocks differ"
     with pytest.raises(ValueError, match=message):
         hf.load_pretrained(tmp_path)
@@ -90,53 +92,54 @@ def test_scales_that_may_mean_two_things_are_refused(tmp_path: Path, is_fused: b
 def test_broken_fused_scales(tmp_path: Path) -> None:
     written_by_transformers(tmp_path, "mixtral", **(SIZES | dict(intermediate_size=256)))
     name = "model.layers.1.block_sparse_moe.experts.gate_up_proj_scale_inv"
-    for shape in ((4, 3, 2), (3, 4, 2), (4, 4, 1)):
-        state = load_file(tmp_path / "model.safetensors") | {name: torch.ones(shape)}
-        save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
-        with pytest.raises(ValueError, match=rf"{name} of shape .* must be \(4, 4, 2\) for 4 experts"):
+    for scales, message in (
+        (torch.ones(4, 3, 2), rf"{name} of shape .* must be \(4, 4, 2\) for 4 experts"),
+        (torch.ones(3, 4, 2), rf"{name} of shape .* must be \(4, 4, 2\) for 4 experts"),
+        (torch.ones(4, 4, 1), rf"{name} of shape .* must be \(4, 4, 2\) for 4 experts"),
+        (torch.full((4, 4, 2), -1.0), f"{name} holds -1.0, must be finite and not negative"),
+    ):
+        edit_state(tmp_path, lambda state, scales=scales: state.update({name: scales}))
+        with pytest.raises(ValueError, match=message):
             hf.load_pretrained(tmp_path)
-    save_file(state | {name: torch.full((4, 4, 2), -1.0)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=f"{name} holds -1.0, must be finite and not negative"):
-        hf.load_pretrained(tmp_path)
-    del state[name]
-    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    edit_state(tmp_path, lambda state: state.pop(name))
     with pytest.raises(ValueError, match=r"missing (\S+_scale_inv(, )?){3} and 5 more$"):
         hf.load_pretrained(tmp_path)
 
 
 def test_narrow_weights_that_nothing_explains(tmp_path: Path) -> None:
     tiny_model("mixtral").save_pretrained(tmp_path)
-    state = load_file(tmp_path / "model.safetensors")
-    for name in state:
-        if ".self_attn." in name:
-            state[name] = state[name].to(torch.float8_e4m3fn)
-    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+
+    def narrow(state: dict[str, torch.Tensor]) -> None:
+        state.update({name: state[name].to(torch.float8_e4m3fn) for name in state if ".self_attn." in name})
+
+    edit_state(tmp_path, narrow)
     message = r"k_proj\.weight of dtype F8_E4M3, .* and 5 more must be one of F32, F16, BF16: config.json has no quant"
     with pytest.raises(ValueError, match=message):
         hf.load_pretrained(tmp_path)
 
 
 def test_a_refusal_of_many_tensors_is_short(tmp_path: Path) -> None:
-    published(tmp_path, dict(WHOLE))
-    whole = load_file(tmp_path / "model.safetensors")
-    changes: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-        "_scale_inv": lambda scales: torch.ones(7, 7),
-        "_proj.weight": lambda weight: weight.to(torch.float8_e5m2),
-        "weight": lambda weight: torch.zeros(3, 3),
-    }
-    for ending, change in changes.items():
-        state = {name: change(tensor) if name.endswith(ending) else tensor for name, tensor in whole.items()}
-        save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    quantised, broken = published(tmp_path, dict(WHOLE)), tmp_path / "broken"
+    broken.mkdir()
+    changes: list[tuple[Path, str, Callable[[str, torch.Tensor], tuple[str, torch.Tensor]]]] = [
+        (quantised, "_scale_inv", lambda name, _: (name, torch.ones(7, 7))),
+        (quantised, "_proj.weight", lambda name, weight: (name, weight.to(torch.float8_e5m2))),
+        (quantised, "weight", lambda name, _: (name, torch.zeros(3, 3))),
+        *(
+            (quantised / "plain", ending, lambda name, weight: (f"{name}.lost", weight))
+            for ending in ("weight", "_proj.weight", "norm.weight")
+        ),
+    ]
+    for folder, ending, change in changes:
+
+        def edit(state: dict[str, torch.Tensor], ending: str = ending, change: Callable = change) -> None:
+            for name in [name for name in state if name.endswith(ending)]:
+                changed, tensor = change(name, state.pop(name))
+                state[changed] = tensor
+
+        edit_state(folder, edit, broken)
         with pytest.raises(ValueError, match=r" and \d+ more") as error:
-            hf.load_pretrained(tmp_path)
-        assert len(str(error.value)) < 1000, str(error.value)
-    (tmp_path / "config.json").write_text((tmp_path / "plain" / "config.json").read_text())
-    plain = load_file(tmp_path / "plain" / "model.safetensors")
-    for ending in ("weight", "_proj.weight", "norm.weight"):
-        state = {f"{name}.lost" if name.endswith(ending) else name: tensor for name, tensor in plain.items()}
-        save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
-        with pytest.raises(ValueError, match=r" and \d+ more") as error:
-            hf.load_pretrained(tmp_path)
+            hf.load_pretrained(broken)
         assert len(str(error.value)) < 1000, str(error.value)
 
 
@@ -264,10 +267,8 @@ def test_what_transformers_dequantises_wrongly_is_refused(
 def test_attention_without_scales_and_folders_of_transformers(tmp_path: Path) -> None:
     tiny_model("qwen3_moe", hidden_size=128, moe_intermediate_size=128).save_pretrained(tmp_path)
     publish(tmp_path)
-    state = load_file(tmp_path / "model.safetensors")
     name = "model.layers.1.self_attn.q_proj.weight"
-    del state[f"{name}_scale_inv"]
-    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    edit_state(tmp_path, lambda state: state.pop(f"{name}_scale_inv"))
     with pytest.raises(ValueError, match=rf"{name} of .* must have scales"):
         from_folder(tmp_path)(prompt(1, 3))
     written_by_transformers(tmp_path / "written", "mixtral", hidden_size=128, intermediate_size=192)

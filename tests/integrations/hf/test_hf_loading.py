@@ -13,8 +13,8 @@ from torch import Tensor
 
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 
-from hf_cases import CountedReads, greedy, make_group, prompt, same_state, save_fused, tiny_model
-from safetensors.torch import load_file, save_file
+from hf_cases import CountedReads, edit_state, greedy, make_group, prompt, same_state, save_fused, tiny_model
+from safetensors.torch import save_file
 
 from comet.integrations import hf
 
@@ -27,13 +27,6 @@ def folder(tmp_path: Path) -> Path:
     """A Mixtral checkpoint as published: one tensor per expert and projection."""
     tiny_model("mixtral").save_pretrained(tmp_path)
     return tmp_path
-
-
-def edit(folder: Path, change: Callable[[State], object]) -> None:
-    """Rewrite the tensors of a checkpoint of one file."""
-    state = load_file(folder / "model.safetensors")
-    change(state)
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
@@ -81,44 +74,34 @@ def test_fp32_buffers_and_the_prediction_layer_of_deepseek(tmp_path: Path) -> No
     model = tiny_model("deepseek_v3", torch.bfloat16)
     model.save_pretrained(tmp_path)
     extra = {f"model.layers.61.mlp.experts.{expert}.up_proj.weight": torch.zeros(2, 2) for expert in range(3)}
-    edit(tmp_path, lambda state: state.update(extra))
+    edit_state(tmp_path, lambda state: state.update(extra))
     loaded = hf.load_pretrained(tmp_path)
     assert loaded.model.layers[1].mlp.gate.e_score_correction_bias.dtype == torch.float32
     assert loaded.model.layers[1].mlp.experts.down_proj.dtype == torch.bfloat16
 
 
+def has(name: str, tensor: Tensor) -> Callable[[State], object]:
+    return lambda state: state.update({name: tensor})
+
+
+def lacks(*names: str) -> Callable[[State], object]:
+    return lambda state: [state.pop(name) for name in names]
+
+
+MATRIX, NEXT = torch.zeros(32, 32), "model.layers.2.block_sparse_moe.experts.0.w1.weight"
+DOWN = [f"{MIXTRAL}{expert}.w2.weight" for expert in range(4)]
 EXPERT_EDITS: list[tuple[Callable[[State], object], str]] = [
-    (lambda state: state.pop(f"{MIXTRAL}2.w3.weight"), "missing in layer 1: expert 2's up$"),
-    (
-        lambda state: [state.pop(f"{MIXTRAL}{expert}.w2.weight") for expert in range(4)],
-        "missing in layer 1: expert 0's down, expert 1's down, expert 2's down and 1 more$",
-    ),
-    (
-        lambda state: state.update({f"{MIXTRAL}4.w1.weight": torch.zeros(32, 32)}),
-        f"surplus {MIXTRAL}4.w1.weight$",
-    ),
-    (
-        lambda state: state.update({"model.layers.2.block_sparse_moe.experts.0.w1.weight": torch.zeros(32, 32)}),
-        "surplus model.layers.2.block_sparse_moe.experts.0.w1.weight$",
-    ),
-    (lambda state: state.update({f"{MIXTRAL}0.w4.weight": torch.zeros(1)}), f"surplus {MIXTRAL}0.w4.weight$"),
-    (lambda state: state.update({f"{MIXTRAL}0.w1.bias": torch.zeros(1)}), f"surplus {MIXTRAL}0.w1.bias$"),
-    (
-        lambda state: state.update({"model.layers.1.mlp.experts.0.w1.weight": torch.zeros(32, 32)}),
-        r"surplus model.layers.1.\w+.experts.0.w1.weight$",  # named twice: under the old and the new name
-    ),
-    (
-        lambda state: state.update({f"{MIXTRAL}gate_up_proj": torch.zeros(4, 64, 32)}),
-        "missing in layer 1: down_proj; surplus .* and 9 more$",
-    ),
-    (
-        lambda state: state.update({f"{MIXTRAL}3.w2.weight": torch.zeros(32, 31)}),
-        rf"{MIXTRAL}3.w2.weight of shape \(32, 31\) must be \(32, 32\)$",
-    ),
-    (
-        lambda state: state.update({f"{MIXTRAL}3.w2.weight": torch.zeros(32, 32).to(torch.float8_e4m3fn)}),
-        f"{MIXTRAL}3.w2.weight of dtype F8_E4M3 must be one of F32, F16, BF16$",
-    ),
+    (lacks(f"{MIXTRAL}2.w3.weight"), "missing in layer 1: expert 2's up$"),
+    (lacks(*DOWN), "missing in layer 1: expert 0's down, expert 1's down, expert 2's down and 1 more$"),
+    (has(f"{MIXTRAL}4.w1.weight", MATRIX), f"surplus {MIXTRAL}4.w1.weight$"),
+    (has(NEXT, MATRIX), f"surplus {NEXT}$"),
+    (has(f"{MIXTRAL}0.w4.weight", torch.zeros(1)), f"surplus {MIXTRAL}0.w4.weight$"),
+    (has(f"{MIXTRAL}0.w1.bias", torch.zeros(1)), f"surplus {MIXTRAL}0.w1.bias$"),
+    # named twice: under the old and the new name
+    (has("model.layers.1.mlp.experts.0.w1.weight", MATRIX), r"surplus model.layers.1.\w+.experts.0.w1.weight$"),
+    (has(f"{MIXTRAL}gate_up_proj", torch.zeros(4, 64, 32)), "missing in layer 1: down_proj; surplus .* and 9 more$"),
+    (has(DOWN[3], torch.zeros(32, 31)), rf"{DOWN[3]} of shape \(32, 31\) must be \(32, 32\)$"),
+    (has(DOWN[3], MATRIX.to(torch.float8_e4m3fn)), f"{DOWN[3]} of dtype F8_E4M3 must be one of F32, F16, BF16$"),
 ]
 
 
@@ -126,7 +109,7 @@ EXPERT_EDITS: list[tuple[Callable[[State], object], str]] = [
 def test_expert_tensors_are_checked_before_any_is_read(
     folder: Path, change: Callable[[State], object], message: str
 ) -> None:
-    edit(folder, change)
+    edit_state(folder, change)
     with CountedReads() as counted:
         refuse(folder, f"expert tensors of the checkpoint must be complete and no more: .*{message}")
     assert counted.reads == []
@@ -135,29 +118,23 @@ def test_expert_tensors_are_checked_before_any_is_read(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: state.pop("model.norm.weight"), "missing: model.norm.weight$"),
-        (lambda state: state.update({"model.other.weight": torch.zeros(1)}), "unexpected: model.other.weight$"),
-        (
-            lambda state: state.update({"model.norm.weight": torch.zeros(3)}),
-            r"mismatched: .*model.norm.weight.*\[3\].*\[32\]",
-        ),
-        (
-            lambda state: state.pop("model.layers.0.block_sparse_moe.gate.weight"),
-            "missing: model.layers.0.mlp.gate.weight$",
-        ),
+        (lacks("model.norm.weight"), "missing: model.norm.weight$"),
+        (has("model.other.weight", torch.zeros(1)), "unexpected: model.other.weight$"),
+        (has("model.norm.weight", torch.zeros(3)), r"mismatched: .*model.norm.weight.*\[3\].*\[32\]"),
+        (lacks("model.layers.0.block_sparse_moe.gate.weight"), "missing: model.layers.0.mlp.gate.weight$"),
     ],
 )
 def test_other_tensors_are_checked(folder: Path, change: Callable[[State], object], message: str) -> None:
-    edit(folder, change)
+    edit_state(folder, change)
     refuse(folder, f"must hold the tensors of its model: {message}")
 
 
 def test_fused_tensors_are_checked(tmp_path: Path) -> None:
     save_fused(tiny_model("qwen2_moe"), tmp_path)
     name = "model.layers.0.mlp.experts.gate_up_proj"
-    edit(tmp_path, lambda state: state.update({name: state[name][:7].contiguous()}))
+    edit_state(tmp_path, lambda state: state.update({name: state[name][:7].contiguous()}))
     refuse(tmp_path, rf"{name} of shape \(7, 64, 32\) must be \(8, 64, 32\)$")
-    edit(tmp_path, lambda state: state.pop(name))
+    edit_state(tmp_path, lambda state: state.pop(name))
     refuse(tmp_path, "missing in layer 0: gate_up_proj$")
 
 

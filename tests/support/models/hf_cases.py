@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -192,6 +193,15 @@ def save_fused(model: Any, folder: Path) -> None:
     model.config.save_pretrained(folder)
     state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     safetensors.torch.save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def edit_state(folder: Path, change: Callable[[dict[str, Tensor]], object], target: Path | None = None) -> None:
+    """Change the tensors of a checkpoint of one file, in place or for a ``target`` folder, which gets its config."""
+    state = safetensors.torch.load_file(folder / "model.safetensors")
+    change(state)
+    if target is not None:
+        (target / "config.json").write_text((folder / "config.json").read_text())
+    safetensors.torch.save_file(state, (target or folder) / "model.safetensors", metadata={"format": "pt"})
 
 
 def save_model(folder: Path, family: str, **changes: Any) -> Any:
