@@ -118,17 +118,9 @@ def test_the_hosts_cores_compute_some_of_what_is_missing(mixtral):
             hf.load_pretrained(mixtral, **settings, host_cores="1")
 
 
-@pytest.fixture(scope="module")
-def deepseek_fp8(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("deepseek_fp8")
-    tiny_model("deepseek_v3", hidden_size=160, moe_intermediate_size=256).save_pretrained(folder)
-    publish(folder)
-    return folder
-
-
-def test_the_hosts_cores_compute_from_block_fp8(deepseek_fp8):
+def test_the_hosts_cores_compute_from_block_fp8(whole):
     kept, loaded = (
-        hf.load_pretrained(deepseek_fp8, expert_budget=0.5, keep_fp8=True, host_cores=cores) for cores in ("off", "1")
+        hf.load_pretrained(whole, expert_budget=0.5, keep_fp8=True, host_cores=cores) for cores in ("off", "1")
     )
     leave_all_to(cores_of(loaded))
     ids = prompt(1, 12)
@@ -137,10 +129,10 @@ def test_the_hosts_cores_compute_from_block_fp8(deepseek_fp8):
     cores_of(loaded).close()
 
 
-def test_block_fp8_is_dequantised_as_it_is_read(deepseek_fp8):
+def test_block_fp8_is_dequantised_as_it_is_read(whole):
     for settings in STORES.values():
-        loaded = hf.load_pretrained(deepseek_fp8, expert_budget=0.5, **settings)
-        assert torch.equal(greedy(loaded, prompt(1, 3)), greedy(stock(deepseek_fp8), prompt(1, 3)))
+        loaded = hf.load_pretrained(whole, expert_budget=0.5, **settings)
+        assert torch.equal(greedy(loaded, prompt(1, 3)), greedy(stock(whole), prompt(1, 3)))
 
 
 @pytest.mark.parametrize("expert_dtype", get_args(MXType))
@@ -175,16 +167,16 @@ def test_experts_quantised_as_they_are_read_answer_as_those_of_a_quantised_model
         assert cache_report(hf.load_pretrained(mixtral, **settings)).slots == 3
 
 
-def test_block_fp8_is_kept_as_it_is_stored(deepseek_fp8):
-    whole, loaded = (hf.load_pretrained(deepseek_fp8, keep_fp8=True, **each) for each in ({}, {"expert_budget": 0.5}))
+def test_block_fp8_is_kept_as_it_is_stored(whole):
+    resident, loaded = (hf.load_pretrained(whole, keep_fp8=True, **each) for each in ({}, {"expert_budget": 0.5}))
     held = next(module for module in loaded.modules() if isinstance(module, StoredExperts)).path.cache.host
-    kept = next(module for module in whole.modules() if isinstance(module, FP8Experts))
+    kept = next(module for module in resident.modules() if isinstance(module, FP8Experts))
     assert torch.equal(held.w1.view(torch.uint8), kept.gate_up_proj.view(torch.uint8))
     assert torch.equal(held.w1_scales, kept.get_parameter("gate_up_proj_scale_inv"))
     assert torch.equal(held.w2_scales, kept.get_parameter("down_proj_scale_inv"))
-    assert torch.equal(greedy(loaded, prompt(1, 3)), greedy(stock(deepseek_fp8), prompt(1, 3)))
+    assert torch.equal(greedy(loaded, prompt(1, 3)), greedy(stock(whole), prompt(1, 3)))
     ids = prompt(1, 12)
-    torch.testing.assert_close(logits_with_cache(loaded, ids, 1), logits_with_cache(whole, ids, 1))
+    torch.testing.assert_close(logits_with_cache(loaded, ids, 1), logits_with_cache(resident, ids, 1))
     report, numbers = cache_report(loaded), 3 * 160 * 256
     assert report.fetched_bytes == report.fetched * (numbers + 4 * (4 * 2 + 2 * 2)) > 0
 

@@ -26,6 +26,7 @@ from comet.layer.group import make_expert_group
 from comet.layer.paths import make_path
 from comet.layout import ExpertLayout
 from comet.quantization.formats import FP8
+from comet.reference.layer import rank_partial
 
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 BLOCK = "model.layers.1.mlp"
@@ -190,15 +191,12 @@ def on_rank(rank: int, world_size: int, case: LayerCase, path: str, tokens: int)
 
 def compare_plain(case: LayerCase, inputs: RankInputs, output: Tensor, world_size: int) -> None:
     """Tokens and hidden are not quantised where weights are dequantised."""
-    wanted = torch.zeros_like(output, dtype=torch.float64)
+    parts = []
     for holder in range(world_size):
         w1, w2 = (weight.dequantize().double() for weight in fp8_shard(case, holder))
-        for local in range(w1.shape[0]):
-            rows, slots = (inputs.top_k_ids == holder // case.tp * w1.shape[0] + local).nonzero(as_tuple=True)
-            gate, up = (inputs.tokens[rows].double() @ w1[local].T).chunk(2, dim=1)
-            y = (torch.nn.functional.silu(gate) * up) @ w2[local].T
-            wanted.index_add_(0, rows, inputs.top_k_weights[rows, slots, None].double() * y)
-    torch.testing.assert_close(output.double(), wanted, rtol=1e-4, atol=1e-4)
+        routed = (inputs.tokens.double(), inputs.top_k_ids, inputs.top_k_weights.double())
+        parts.append(rank_partial(*routed, w1, w2, first_expert=holder // case.tp * len(w1)))
+    torch.testing.assert_close(output.double(), sum(parts), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("path", ["fused", "twin", "plain"])
