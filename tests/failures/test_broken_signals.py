@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from comm_conformance import Site
 from late import come_late, hurry, passed
-from layer_cases import LayerCase, assert_as_close, oracle, rank_inputs
-from layer_ranks import build_layer, poison
+from layer_cases import LayerCase, rank_inputs
+from layer_ranks import build_layer, compare_call, poison
 from ranks import run_ranks
 
 import comet.layer.fused
@@ -36,7 +36,6 @@ from comet.kernels.plan import counting
 from comet.kernels.runtime import primitives
 from comet.layer.backend import Backend
 from comet.layer.routed_experts import SymmetricPath
-from comet.layer.sharding import local
 from comet.layer.workspace import Workspace
 from comet.layout import CHUNK_ROWS
 
@@ -267,11 +266,7 @@ def late_in_backward(rank: int, world_size: int, broken: str, place: str) -> Non
     y.backward(inputs.grad_output)
     moe.group.workspace.check()
     assert len(slept) == rank, "rank 1 was late"
-    exact, same = (oracle(case, rank, dtype) for dtype in (torch.float64, case.dtype))
-    for what, leaf in (("tokens", x), ("top_k", weights), ("w1", moe.w1), ("w2", moe.w2)):
-        assert leaf.grad is not None
-        truth, plain = (getattr(result, f"grad_{what}") for result in (exact, same))
-        assert_as_close(local(leaf.grad), truth, plain, case.dtype, f"rank {rank}: {what}")
+    compare_call(moe, case, rank, 0, (y, x, weights))
     dist.barrier()
 
 

@@ -20,7 +20,7 @@ from decode_cases import FOLD, DecodeCase
 from decode_ranks import compare_step, gathered_inputs, open_rank
 from late import come_late, passed
 from layer_cases import LayerCase, assert_as_close, oracle, rank_inputs
-from layer_ranks import build_layer
+from layer_ranks import build_layer, compare_call
 from ranks import run_ranks
 from tiers import slow
 
@@ -30,7 +30,6 @@ from comet.comm.failures import Board, board_bytes
 from comet.decode import RankDecode
 from comet.errors import CommTimeoutError, StepFailedError
 from comet.layer.routed_experts import SymmetricPath
-from comet.layer.sharding import local
 from comet.modular import FusedExperts, FusedPrepareFinalize, GroupedContiguous, ModularMoE, SymmetricContiguous
 from comet.moe import MoE
 
@@ -45,22 +44,18 @@ ERRORS: tuple[BaseException, ...] = (
 PATIENCE_S = 120.0
 
 
-def call(moe: MoE, rank: int, number: int) -> dict[str, torch.Tensor | None]:
-    """Forward and backward pass: what ``oracle`` has."""
+def call(moe: MoE, rank: int, number: int) -> tuple[torch.Tensor, ...]:
+    """Forward and backward pass: output, tokens and routing weights."""
     inputs = rank_inputs(CASE, rank, number)
     x, weights = inputs.tokens.requires_grad_(), inputs.top_k_weights.requires_grad_()
     moe.zero_grad()
     y = moe.routed_experts(x, inputs.top_k_ids, weights)
     y.backward(inputs.grad_output)
-    grads = {"grad_tokens": x.grad, "grad_top_k": weights.grad, "grad_w1": moe.w1.grad, "grad_w2": moe.w2.grad}
-    return {"output": y.detach(), **grads}
+    return y, x, weights
 
 
 def compare(moe: MoE, rank: int, number: int, where: str) -> None:
-    exact, same = (oracle(CASE, rank, dtype, number) for dtype in (torch.float64, CASE.dtype))
-    for what, found in call(moe, rank, number).items():
-        assert found is not None, what
-        assert_as_close(local(found), getattr(exact, what), getattr(same, what), CASE.dtype, f"{where}: {what}")
+    compare_call(moe, CASE, rank, number, call(moe, rank, number), where)
 
 
 def break_once(owner: Any, name: str, error: BaseException, *, after: bool) -> None:
@@ -104,7 +99,6 @@ def fail_and_retry(rank: int, world_size: int, seeds: range) -> None:
         where = f"seed {seed}: {type(error).__name__} on rank {failing}, {piece}, {after=}"
         if rank == failing:
             break_once(moe.experts.backend, piece, error, after=after)
-        if rank == failing:
             with pytest.raises(type(error)):
                 call(moe, rank, 2 * seed)
         else:
@@ -280,52 +274,37 @@ def test_plain_path_refuses_after_a_failure_in_its_backward_pass(where: str) -> 
         assert re.match(rf"the backward pass failed on rank {failed} \(OutOfMemoryError: out of memory\)", said), said
 
 
-def freeze_on_one_rank(rank: int, world_size: int, path: str) -> list[str]:
-    """What a call says with a layer that is frozen on one rank; one that is frozen nowhere is right after it."""
-    moe, said = build_layer(CASE, rank, path), []
+def refuse_what_is_wrong_on_one_rank(rank: int, world_size: int, path: str) -> tuple[list[str], list[str]]:
+    """What calls say where one rank's layer is frozen, and where one has a bad id; the next is right on all."""
+    moe, frozen, bad = build_layer(CASE, rank, path), [], []
     for number in range(3):
         inputs = rank_inputs(CASE, rank, number)
         moe.requires_grad_(rank != number % world_size)
         with pytest.raises(ValueError, match="requires_grad=") as refusal:
             moe.routed_experts(inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
-        said.append(str(refusal.value))
+        frozen.append(str(refusal.value))
         moe.requires_grad_()
-        compare(moe, rank, number, "after a refusal on all ranks")
-    moe.group.workspace.check()
-    moe.group.close()
-    return said
-
-
-@pytest.mark.parametrize("path", ["twin", "plain"])
-def test_a_layer_frozen_on_one_rank_is_refused_on_all_and_costs_nothing(path: str) -> None:
-    first, second = run_ranks(freeze_on_one_rank, 2, path)
-    assert first == second
-    flags = ["[False, True]", "[True, False]", "[False, True]"]
-    assert [text.split(" of ")[0] for text in first] == [f"requires_grad={each}" for each in flags]
-    assert all(text.endswith("freeze on all of them, or on none") for text in first)
-
-
-def bad_ids_on_one_rank(rank: int, world_size: int) -> list[str]:
-    """What a call says where one rank has a bad id; the next is right on all."""
-    moe, said = build_layer(CASE, rank, "twin"), []
-    for number in range(3):
-        inputs = rank_inputs(CASE, rank, number)
         if rank == number % world_size:
             inputs.top_k_ids[0, 0] = 1000
         with pytest.raises(ValueError, match="top_k_ids") as refusal:
             moe.routed_experts(inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
-        said.append(str(refusal.value).split(";")[0])
+        bad.append(str(refusal.value).split(";")[0])
         compare(moe, rank, number, "after a refusal on all ranks")
     moe.group.workspace.check()
     moe.group.close()
-    return said
+    return frozen, bad
 
 
-def test_bad_ids_of_one_rank_are_refused_on_all_and_cost_nothing() -> None:
-    first, second = run_ranks(bad_ids_on_one_rank, 2)
+@pytest.mark.parametrize("path", ["twin", "plain"])
+def test_what_is_wrong_on_one_rank_is_refused_on_all_and_costs_nothing(path: str) -> None:
+    first, second = run_ranks(refuse_what_is_wrong_on_one_rank, 2, path)
+    assert first[0] == second[0]
+    flags = ["[False, True]", "[True, False]", "[False, True]"]
+    assert [text.split(" of ")[0] for text in first[0]] == [f"requires_grad={each}" for each in flags]
+    assert all(text.endswith("freeze on all of them, or on none") for text in first[0])
     here, there = "contain 1000", "contain 1 bad ids"
-    assert first == [f"top_k_ids of rank {rank} {what}" for rank, what in ((0, here), (1, there), (0, here))]
-    assert second == [f"top_k_ids of rank {rank} {what}" for rank, what in ((0, there), (1, here), (0, there))]
+    assert first[1] == [f"top_k_ids of rank {rank} {what}" for rank, what in ((0, here), (1, there), (0, here))]
+    assert second[1] == [f"top_k_ids of rank {rank} {what}" for rank, what in ((0, there), (1, here), (0, there))]
 
 
 def freeze_on_kernels(rank: int, world_size: int) -> str:

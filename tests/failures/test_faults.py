@@ -106,17 +106,6 @@ def test_the_table_shows_who_was_named(tmp_path: Path) -> None:
     note(tmp_path / STRUCK, "17 100.0")
     finding = judge(order_of(Row("layer 0", "exception", "twin"), tmp_path), [lived(), lived()])
     head, line = table([finding], culprit=1).splitlines()
-    assert head.split() == [
-        "fault",
-        "phase",
-        "path",
-        "named",
-        "by",
-        "the",
-        "survivors",
-        "seconds",
-        "outcome",
-        "verdict",
-    ]
+    assert head.split() == "fault phase path named by the survivors seconds outcome verdict".split()
     assert line.startswith("exception  layer 0  twin  rank 1, injected by the fault matrix  1.0 ")
     assert line.endswith("passed")

@@ -77,24 +77,26 @@ def run_case(
         y.backward(grad_output)
         moe.group.workspace.check()
         outputs.append(y.detach().cpu())
-        _compare(moe, case, rank, call, y.detach(), x, weights)
+        compare_call(moe, case, rank, call, (y, x, weights))
     moe.group.close()
     return outputs
 
 
-def _compare(
-    moe: MoE, case: LayerCase, rank: int, call: int, y: torch.Tensor, x: torch.Tensor, weights: torch.Tensor
+def compare_call(
+    moe: MoE, case: LayerCase, rank: int, call: int, tensors: tuple[torch.Tensor, ...], where: str = ""
 ) -> None:
+    """``tensors`` are output, tokens and routing weights of a call: that and all gradients against the oracle."""
+    y, x, weights = tensors
     exact, same = (oracle(case, rank, dtype, call) for dtype in (torch.float64, case.dtype))
     for leaf in (x, weights, moe.w1, moe.w2):
         assert leaf.grad is not None, f"{case.name}: an input of shape {tuple(leaf.shape)} has no gradient"
     found = {
-        "output": (y, exact.output, same.output),
+        "output": (y.detach(), exact.output, same.output),
         "grad_tokens": (x.grad, exact.grad_tokens, same.grad_tokens),
         "grad_top_k_weights": (weights.grad, exact.grad_top_k, same.grad_top_k),
         "grad_w1": (local(moe.w1.grad), exact.grad_w1, same.grad_w1),
         "grad_w2": (local(moe.w2.grad), exact.grad_w2, same.grad_w2),
     }
     for what, (actual, truth, plain) in found.items():
-        where = f"{case.name}, seed {case.seed}, call {call}, rank {rank}: {what}"
-        assert_as_close(actual, truth, plain, case.dtype, where)
+        at = f"{case.name}, seed {case.seed}, call {call}, rank {rank}, {where}: {what}"
+        assert_as_close(actual, truth, plain, case.dtype, at)
