@@ -26,6 +26,7 @@ def test_shape_bytes_example():
         shape_bytes(shape, 3, torch.float32)
 
 
+NODES = ("parallel=ep4", "parallel.node_size=2")
 SPLIT = "comm_blocks=500 must be below the 132 SMs of "
 
 
@@ -35,13 +36,10 @@ SPLIT = "comm_blocks=500 must be below the 132 SMs of "
         (["train", "overlap.comm_blocks=500"], SPLIT),
         (["train", "overlap.num_phases=5"], "override 'overlap.num_phases=5': overlap.num_phases is no longer"),
         (
-            ["train", "parallel=ep4", "parallel.node_size=2", "moe_path=twin"],
-            "moe_path='twin' must be auto, plain or reference: groups of 4 ranks span nodes of parallel.node_size=2",
+            ["train", *NODES, "moe_path=twin"],
+            "moe_path='twin' must be auto, plain or reference: groups of 4 ranks span",
         ),
-        (
-            ["train", "parallel=ep2", "parallel.node_size=1", "overlap.num_panels=2"],
-            "overlap must be left out: groups of",
-        ),
+        (["train", *NODES, "overlap.num_panels=2"], "overlap must be left out: groups of"),
         (["explain", "tune.machine=h200", "overlap.comm_blocks=500"], SPLIT),
         (["explain", "tune.models=[nope]"], "model='nope' must be one of "),
         (["tune", "tune.models=[nope]"], "model='nope' must be one of "),
@@ -49,10 +47,7 @@ SPLIT = "comm_blocks=500 must be below the 132 SMs of "
         (["modular", "modular.pair=[AllToAll]"], "modular: pair=['AllToAll'] must be two names, "),
         (["modular", "modular.pair=[AllToAl,FusedExperts]"], "modular.pair: 'AllToAl' must be one of SingleRank, "),
         (["sweep", "sweep.models=[nope]"], "model='nope' must be one of "),
-        (
-            ["sweep", "sweep.comm_blocks=[-1]"],
-            "sweep: comm_blocks=(-1,) must each be at least 0",
-        ),
+        (["sweep", "sweep.comm_blocks=[-1]"], "sweep: comm_blocks=(-1,) must each be at least 0"),
     ],
 )
 def test_a_dry_run_refuses_what_the_run_would(words, message, capfd):

@@ -23,6 +23,7 @@ from launch_jobs import (
     run_two_agents,
     start,
     train_as_rank,
+    training,
     wait_for_checkpoint,
 )
 from ranks import run_ranks
@@ -95,10 +96,8 @@ DEADLINE_S = 6
 
 def start_training(folder: Path, *words: str) -> tuple[subprocess.Popen[str], dict[int, int]]:
     """A job of two ranks that trains."""
-    (folder / "text.txt").write_bytes(bytes(range(256)) * 40)
-    settings = [f"data.path={folder}/text.txt", f"output_dir={folder}/run", "parallel=ep2", *TINY, *words]
-    settings += ["train.steps=1000000", "train.checkpoint_every=5", f"comm.timeout_s={DEADLINE_S}"]
-    job = start("train", *settings, program=PROGRAM)
+    settings = ["parallel=ep2", "train.steps=1000000", "train.checkpoint_every=5", f"comm.timeout_s={DEADLINE_S}"]
+    job = start(*training(folder, *settings, *words), program=PROGRAM)
     wait_for_checkpoint(folder / "run", job)
     return job, processes_of(job)
 

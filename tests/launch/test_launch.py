@@ -22,6 +22,7 @@ from launch_jobs import (
     run,
     run_two_agents,
     start,
+    training,
     wait_for_checkpoint,
 )
 from refusals import refusal
@@ -98,9 +99,7 @@ def test_ranks_run_by_a_file_end_without_shutdown_and_the_last_line_is_rank_0s(t
 
 
 def test_train_ends_with_its_result_in_one_json_line(tmp_path):
-    (tmp_path / "text.txt").write_bytes(bytes(range(256)) * 40)
-    settings = [f"data.path={tmp_path}/text.txt", f"output_dir={tmp_path}/run", "train.steps=2", "parallel=ep2"]
-    status, out, err = run("train", *TINY, *settings, program=PROGRAM)
+    status, out, err = run(*training(tmp_path, "train.steps=2", "parallel=ep2"), program=PROGRAM)
     assert status == 0, err
     result = json.loads(out[-1])
     assert (result["task"], result["steps"], result["world_size"], result["ep"]) == ("train", 2, 2, 2)
@@ -128,12 +127,10 @@ def press_ctrl_c(launcher: subprocess.Popen[str], ranks: dict[int, int]) -> None
     ],
 )
 def test_training_that_is_stopped_leaves_a_checkpoint_and_nothing_else(stop, status, message, tmp_path, capfd):
-    (tmp_path / "text.txt").write_bytes(bytes(range(256)) * 40)
     folder = tmp_path / "run"
-    settings = [*TINY, f"data.path={tmp_path}/text.txt", f"output_dir={folder}", "train.checkpoint_every=5"]
+    task, *settings = training(tmp_path, "train.checkpoint_every=5")
     with Terminal(120) as terminal:
-        words = "train", *settings, "train.steps=1000000", "parallel=ep2"
-        job = start(*words, program=PROGRAM, stderr=terminal.descriptor)
+        job = start(task, *settings, "train.steps=1000000", "parallel=ep2", program=PROGRAM, stderr=terminal.descriptor)
         try:
             saved = wait_for_checkpoint(folder, job)
             ranks = processes_of(job)
@@ -182,15 +179,12 @@ def test_a_task_without_ranks_gets_its_words():
     assert run("plain", "a", "--b") == (2, ["['a', '--b']"], [])
 
 
+WAITED = "rank 1 waited 30.0 s for rank 0 (layer 0 dispatch, chunk 17, epoch 41, saw 40)"
 FAILURES = {
     "kill": (1, "rank 1 (pid {pid}) was killed by SIGKILL; the other ranks were ended"),
     "refuse": (2, "seed=0 must please everyone"),
     "refuse_alone": (2, "backend=nvshmem needs a package: pip install comet-moe[nvshmem]"),
-    "time_out": (
-        1,
-        "rank 1 waited 30.0 s for rank 0 (layer 0 dispatch, chunk 17, epoch 41, saw 40); "
-        "rank 0 is alive, in time_out (launch_app.py)",
-    ),
+    "time_out": (1, f"{WAITED}; rank 0 is alive, in time_out (launch_app.py)"),
 }
 
 

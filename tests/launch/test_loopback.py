@@ -32,30 +32,18 @@ def test_a_local_job_listens_on_the_loopback_interface_only_and_ends_with_its_la
         assert all_gone(pids)
 
 
-@pytest.mark.parametrize(
-    ("left", "message"),
-    [
-        (
-            {"RANK": "1"},
-            "RANK in the environment must come with WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, "
-            "MASTER_PORT, as torchrun sets them: start the ranks with torchrun, or unset RANK to start them here",
-        ),
-        (
-            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},
-            "RANK, WORLD_SIZE in the environment must come with LOCAL_RANK, LOCAL_WORLD_SIZE, as torchrun sets them: "
-            "start the ranks with torchrun, or unset RANK WORLD_SIZE to start them here",
-        ),
-    ],
-)
 def test_half_of_torchruns_environment_is_one_line(
-    left: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for name in OF_TORCHRUN:
         monkeypatch.delenv(name, raising=False)
-    for name, value in left.items():
-        monkeypatch.setenv(name, value)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
     assert main(["train"]) == 2
-    assert capfd.readouterr().err.splitlines() == [f"comet: error: {message}"]
+    assert capfd.readouterr().err.splitlines() == [
+        "comet: error: RANK, WORLD_SIZE in the environment must come with LOCAL_RANK, LOCAL_WORLD_SIZE, as torchrun "
+        "sets them: start the ranks with torchrun, or unset RANK WORLD_SIZE to start them here"
+    ]
     assert main(["train", "--dry-run"]) == 0, "which starts nothing"
 
 

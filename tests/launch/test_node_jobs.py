@@ -18,7 +18,7 @@ import pytest
 import torch
 from hf_cases import DECODE_TOKENS, check_families, greedy, make_group, prompt, tiny_config, tiny_model
 from hf_fp8_cases import publish
-from launch_jobs import TINY, all_gone, end_of, processes_of, start_two_agents, wait_for_checkpoint
+from launch_jobs import all_gone, end_of, processes_of, start_two_agents, training, wait_for_checkpoint
 from ranks import run_ranks
 from training_cases import MODEL, MOE, Rank, make_job
 
@@ -135,10 +135,8 @@ NODES = r"a group of 4 ranks spans several: ranks 0 to 1 on \S+ \(node 0\), rank
 
 def start_training(folder: Path, ranks: int, *words: str) -> list[subprocess.Popen[str]]:
     """Of as many ranks each, which share the experts."""
-    (folder / "text.txt").write_bytes(bytes(range(256)) * 40)
-    settings = [f"data.path={folder}/text.txt", f"output_dir={folder}/run", *TINY, *words]
-    settings += [f"parallel.ep={2 * ranks}", f"parallel.node_size={ranks}"]
-    return start_two_agents("train", *settings, ranks=ranks, program=PROGRAM[1:])  # torchrun knows no -P
+    settings = [f"parallel.ep={2 * ranks}", f"parallel.node_size={ranks}", *words]
+    return start_two_agents(*training(folder, *settings), ranks=ranks, program=PROGRAM[1:])  # torchrun knows no -P
 
 
 def said(ends: Sequence[tuple[int, list[str], list[str]]]) -> list[str]:

@@ -16,15 +16,16 @@ from pathlib import Path
 
 import pytest
 import yaml
-from launch_jobs import TIMEOUT_S, processes_of, start
+from launch_jobs import TIMEOUT_S, processes_of, start, training
 from ranks import run_ranks
 from tiers import slow
 from training_cases import Rank, losses, make_job, make_text, train_on_rank
 
+from comet.launch.cli import PROGRAM
 from comet.launch.config import compose
 from comet.launch.config import make_job as job_of_command
 from comet.launch.tasks.tuning import sweep_job
-from comet.training import trainer as training
+from comet.training import trainer
 from comet.training.checkpoint_folder import read_settings
 from comet.training.run_folder import LOCK, OWNER
 from comet.training.trainer import train
@@ -214,20 +215,16 @@ def test_ranks_that_start_anew_go_on_by_themselves(tmp_path, capsys):
     assert f"continuing {tmp_path}/out/step-000003 from step 3" in capsys.readouterr().err
 
 
-PROGRAM = ("-P", "-m", "comet.launch")
-SMALL = ["model=tiny", "model.num_layers=1", "model.hidden_size=32", "model.moe.hidden_size=32", "model.context=32"]
-
-
 def stop_in_a_step(rank, world_size, job, told, stop):
     """Train while ranks ``told`` get SIGTERM in step ``stop``, counted from 0; also whether the handler is restored."""
 
-    class Told(training.TrainStep):
+    class Told(trainer.TrainStep):
         def _backward(self, step, told_to_stop):
             if step == stop and rank in told:
                 os.kill(os.getpid(), signal.SIGTERM)
             return super()._backward(step, told_to_stop)
 
-    training.TrainStep = Told
+    trainer.TrainStep = Told
     before = signal.getsignal(signal.SIGTERM)
     result = train(job, Rank(rank, world_size))
     return result, signal.getsignal(signal.SIGTERM) == before
@@ -263,10 +260,8 @@ def go_on(rank, world_size, words):
 
 @pytest.mark.parametrize("whom", ["the launcher", slow("rank 1")])
 def test_the_command_saves_when_it_is_told_to_stop(whom, tmp_path):
-    (tmp_path / "text.txt").write_bytes(bytes(range(256)) * 40)
-    out = tmp_path / "out"
-    settings = [f"data.path={tmp_path}/text.txt", f"output_dir={out}", "train.steps=100000", "train.eval_every=0"]
-    job = start("train", *SMALL, *settings, "parallel=ep2", program=PROGRAM)
+    out, steps = tmp_path / "run", ["train.steps=100000", "train.eval_every=0"]
+    job = start(*training(tmp_path, *steps, "parallel=ep2"), program=PROGRAM)
     try:
         while not (out / "metrics.jsonl").exists() or not losses(out):
             assert job.poll() is None, job.communicate()

@@ -58,6 +58,12 @@ def run(*words: str, program: Sequence[str] = (APP,)) -> tuple[int, list[str], l
     return process.returncode, out.splitlines(), err.splitlines()
 
 
+def training(folder: Path, *words: str) -> list[str]:
+    """The words of a small job that trains on a text in ``folder``, and writes to ``folder/run``."""
+    (folder / "text.txt").write_bytes(bytes(range(256)) * 40)
+    return ["train", f"data.path={folder}/text.txt", f"output_dir={folder}/run", *TINY, *words]
+
+
 def train_as_rank(rank: int, world_size: int, settings: Sequence[str]) -> None:
     """What ``comet train`` does in a rank, for ``run_ranks``, which starts ranks for a fraction of the price."""
     train(make_job(compose(settings), world_size), Rank(rank, world_size))
