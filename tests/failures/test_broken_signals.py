@@ -63,7 +63,6 @@ def nothing(*args: Any, **kwargs: Any) -> int:
 
 
 def skip(module: ModuleType, function: str, rank: int) -> None:
-    """Make a function of ``module`` do nothing."""
     assert hasattr(module, function), f"{module.__name__} has no {function} to break"
     setattr(module, function, nothing)
 
@@ -155,7 +154,6 @@ BREAKS: dict[str, Callable[[int], None]] = {
 
 
 def load(name: str) -> ModuleType:
-    """The test file of that name, as a module of its own."""
     (file,) = Path(__file__).parents[1].rglob(f"{name}.py")
     spec = importlib.util.spec_from_file_location(COPY + name, file)
     assert spec is not None, name
@@ -166,7 +164,6 @@ def load(name: str) -> ModuleType:
 
 
 def run_broken(broken: str, fn: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
-    """``run_ranks`` for a test that runs over broken ranks."""
     return run_ranks(broken_rank, world_size, broken, fn.__module__, fn.__qualname__, args, **options)
 
 
@@ -178,7 +175,6 @@ def lateness(broken: str) -> float:
 
 
 def broken_rank(rank: int, world_size: int, broken: str, name: str, function: str, args: tuple[Any, ...]) -> Any:
-    """Break something, then do what the test wants of a rank."""
     module = load(name.removeprefix(COPY)) if name.startswith(COPY) else importlib.import_module(name)
     if hasattr(module, "LATE_S"):
         module.LATE_S = dict.fromkeys(module.LATE_S, lateness(broken))

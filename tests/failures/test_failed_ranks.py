@@ -93,7 +93,6 @@ def complaint(moe: MoE) -> str:
 
 
 def compare(case: LayerCase, rank: int, call: int, found: dict[str, torch.Tensor | None]) -> None:
-    """Results against the oracle's."""
     exact, same = (oracle(case, rank, dtype, call) for dtype in (torch.float64, case.dtype))
     for what, tensor in found.items():
         assert tensor is not None, what

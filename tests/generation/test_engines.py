@@ -61,7 +61,6 @@ def engine_of(
 
 
 def tokens_of(engine: Engine) -> Tensor:
-    """``(B, STEPS)`` greedy tokens."""
     chosen = [engine.prefill(PROMPTS, LENGTHS, 16).argmax(-1)]
     while len(chosen) < STEPS:
         chosen.append(engine.decode(chosen[-1]).argmax(-1))

@@ -75,7 +75,6 @@ def assert_same(eager: Engine, captured: Engine, vocabulary: int, num_sequences:
 def gpt_engines(
     dtype: torch.dtype, device: torch.device, ep: int = 1, config: ModelConfig = MODEL_GPU
 ) -> tuple[list[GPTEngine], Any]:
-    """The same model twice, for eager and for captured steps."""
     group = make_group(config.moe, ep=ep, max_tokens=512, dtype=dtype, device=device)
     return [GPTEngine(*awake_model(config, group), cuda_graph=mode) for mode in ("off", "on")], group
 
@@ -142,7 +141,6 @@ def test_transformers(family: str, num_sequences: int, dtype: torch.dtype) -> No
 
 
 def hf_engine(family: str, dtype: torch.dtype, cuda_graph: str, speculation: Any = None, **changes: Any) -> Any:
-    """A converted tiny model."""
     pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
     from hf_cases import tiny_model
 
@@ -335,7 +333,6 @@ def test_in_bfloat16_a_text_leaves_plain_decoding_only_where_two_tokens_are_as_l
 
 
 def made_tokens(engine: GPTEngine) -> list[list[int]]:
-    """Tokens of greedy speculation, as they come."""
     config = GenerateConfig(
         prompts=("a", "b", "c"), max_new_tokens=120, temperature=0.0, speculate="conservative", tau=0.0
     )

@@ -29,7 +29,6 @@ def engine_of(config: ModelConfig = SHARED, ep: int = 1, tp: int = 1, cuda_graph
 
 
 def step_loop(engine: GPTEngine, steps: int) -> torch.Tensor:
-    """The same by the engine's decode steps."""
     chosen = [engine.prefill(PROMPTS, LENGTHS, 16).argmax(-1)]
     while len(chosen) < steps:
         chosen.append(engine.decode(chosen[-1]).argmax(-1))

@@ -79,7 +79,6 @@ def batched_experts(case: LayerCase, group: ExpertGroup) -> list[Experts]:
 
 
 def make_kernel(transport: Any, inner: Experts, case: LayerCase, rank: int, weight_type: type[Weight] = Tensor) -> Any:
-    """vLLM's, of both parts."""
     quant_config = quant_config_of(case, rank, weight_type, fp8_rows=inner.takes_fp8)
     dispatch = adapt_prepare_finalize(transport)
     experts = adapt_experts(inner, moe_config_of(case), quant_config, dispatch.max_num_tokens_per_rank())

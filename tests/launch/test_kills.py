@@ -47,7 +47,6 @@ def draw_kills(seed: int, number: int) -> list[tuple[int, int, str]]:
 
 
 def train_in(folder: Path, kills: list[tuple[int, int, str]], command: list[str], *words: str) -> list[float]:
-    """The losses of a whole run, whose first attempts end with these kills."""
     folder.mkdir()
     (folder / "text.txt").write_bytes(bytes(range(256)) * 40)
     (folder / "kills.json").write_text(json.dumps(kills))
@@ -66,7 +65,6 @@ def train_in(folder: Path, kills: list[tuple[int, int, str]], command: list[str]
 
 
 def losses_in(run: Path) -> list[float]:
-    """The losses of all steps that a run has recorded."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [loss for row in rows for loss in row.get("losses", [])]
 
@@ -95,7 +93,6 @@ DEADLINE_S = 6
 
 
 def start_training(folder: Path, *words: str) -> tuple[subprocess.Popen[str], dict[int, int]]:
-    """A job of two ranks that trains."""
     settings = ["parallel=ep2", "train.steps=1000000", "train.checkpoint_every=5", f"comm.timeout_s={DEADLINE_S}"]
     job = start(*training(folder, *settings, *words), program=PROGRAM)
     wait_for_checkpoint(folder / "run", job)

@@ -50,7 +50,6 @@ def job_of(folder: Path, name: str, parallel: ParallelConfig, **changes: Any) ->
 
 
 def held_out(checkpoint: Path, job: JobConfig) -> float:
-    """The loss of a checkpoint's weights on these ranks."""
     group = make_expert_group(
         TRAINED.moe, job.parallel, max_tokens=128, dtype=torch.float32, device="cpu", timeout_s=60.0
     )
@@ -105,7 +104,6 @@ def test_training_goes_on_over_another_number_of_nodes(tmp_path: Path) -> None:
 
 
 def converted(rank: int, world_size: int, folder: Path) -> list[torch.Tensor]:
-    """Families over two nodes against the stock models, and what a converted model writes."""
     answers = check_families(rank, 2, 1, ("qwen3_moe", "deepseek_v3"), node_size=1)
     model = tiny_model("deepseek_v3")
     group = make_group(model, 2, 1, node_size=1)
@@ -134,7 +132,6 @@ NODES = r"a group of 4 ranks spans several: ranks 0 to 1 on \S+ \(node 0\), rank
 
 
 def start_training(folder: Path, ranks: int, *words: str) -> list[subprocess.Popen[str]]:
-    """Of as many ranks each, which share the experts."""
     settings = [f"parallel.ep={2 * ranks}", f"parallel.node_size={ranks}", *words]
     return start_two_agents(*training(folder, *settings), ranks=ranks, program=PROGRAM[1:])  # torchrun knows no -P
 

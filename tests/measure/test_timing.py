@@ -30,7 +30,6 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 def warm_rounds(gpu: FakeGPU, *, rounds: int = 2, warmup: int = 3, slowest: Any = None) -> int:
-    """Uncounted rounds of two variants."""
     time_interleaved(
         gpu.variants("ab"),
         rounds=rounds,

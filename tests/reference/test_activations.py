@@ -15,7 +15,6 @@ from comet.reference.layer import reference_experts
 
 
 def dense(case: Case, activation: Activation, biases: Biases) -> Tensor:
-    """Every expert on every token, without ranks and rounding."""
     pre = torch.einsum("td,efd->tef", case.tokens, case.w1) + biases.b1
     hidden = on_paper(activation, *pre.chunk(2, dim=-1))
     outputs = torch.einsum("tef,edf->ted", hidden, case.w2) + biases.b2

@@ -23,8 +23,6 @@ LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4)]
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs of all ranks: tokens and routing per rank, the full experts."""
-
     tokens: list[Tensor]
     ids: list[Tensor]
     weights: list[Tensor]

@@ -11,7 +11,6 @@ from comet.router.router import score_logits, select_experts, weigh_experts
 
 
 def imbalance(expert_load: torch.Tensor) -> float:
-    """Largest over mean load."""
     return (expert_load.max() / expert_load.mean()).item()
 
 

@@ -40,7 +40,6 @@ def logits(train_step):
 
 
 def save_steps(folder, steps):
-    """Train and save after each of ``steps``; returns the train_step."""
     train_step, checkpointer = make_trainer(folder)
     for step in range(max(steps)):
         train_step(step)

@@ -253,7 +253,6 @@ def test_a_run_that_is_over_anyway_ends_as_ever(tmp_path):
 
 
 def go_on(rank, world_size, words):
-    """What ``comet train`` does in a rank; its result and what it says of its start."""
     with redirect_stderr(io.StringIO()) as said:
         return train(job_of_command(compose(words), world_size), Rank(rank, world_size)), said.getvalue()
 

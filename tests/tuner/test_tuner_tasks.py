@@ -33,7 +33,6 @@ def job_of(folder: Path, *overrides: str) -> JobConfig:
 
 
 def explain(capfd: pytest.CaptureFixture[str], *words: str) -> list[dict]:
-    """The points of the task ``explain``, which starts no ranks."""
     capfd.readouterr()
     assert main(["explain", *words]) == 0
     points: list[dict] = json.loads(capfd.readouterr().out.splitlines()[-1])["points"]

@@ -50,15 +50,12 @@ def opened(name: str) -> Iterator[Layer]:
 
 
 class Model(nn.Module):
-    """Something to compile before the layer, and after it."""
-
     def __init__(self, layer: Layer) -> None:
         super().__init__()
         self.before, self.after = nn.Linear(CASE.hidden_size, CASE.hidden_size), nn.RMSNorm(CASE.hidden_size)
         self.layer = layer
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(T, D) -> (T, D)``."""
         return self.after(self.layer(self.before(x).relu())).sigmoid()
 
 

@@ -162,7 +162,6 @@ def check(outcome: dict[str, dict[str, str]], refused: Iterable[str]) -> None:
 
 
 def run_plain(rank: int, world_size: int, kernels: bool) -> dict[str, dict[str, str]]:
-    """All changes of plain weights on all paths."""
     w1, w2 = full_weights(CASE)
     found, outcome = layers(CASE, kernels), {}
     for change, changed in {"none": lambda *same: same, **SIZES, **OTHER_LAYERS, **TYPES, **STRIDES}.items():
@@ -196,7 +195,6 @@ def quantised(kind: type, w1: Tensor, w2: Tensor) -> tuple[Any, Any]:
 
 
 def run_quantised(rank: int, world_size: int, kind: type, kernels: bool) -> dict[str, dict[str, str]]:
-    """All changes of sizes and of strides on all paths that take such weights."""
     case = BLOCKS if kind is FP8 else CASE
     w1, w2 = full_weights(case)
     right = quantised(kind, w1.flatten(1, 2), w2)

@@ -19,8 +19,6 @@ CPU = torch.device("cpu")
 
 
 class FakeStream:
-    """Notes who waits for whom."""
-
     def __init__(self, name: str, log: list[str]) -> None:
         self.name = name
         self.log = log

@@ -156,7 +156,6 @@ def quantised(dtype: torch.dtype) -> list[Tensor]:
 
 
 def inputs_to_measure() -> list[Tensor]:
-    """What the tuner times layers with, and that a layer takes it."""
     group = make_expert_group(CASE.config, ParallelConfig(), max_tokens=128, dtype=torch.float32, device="cpu")
     inputs = make_inputs(Problem.create(CASE.config, ParallelConfig(), 9, torch.float32), group, seed=5)
     outputs = [inputs.run(make_path("twin", CASE.config, group), index) for index in range(NUM_INPUTS)]
@@ -268,7 +267,6 @@ def test_a_shared_expert_takes_the_tokens_dtype(param_dtype: torch.dtype) -> Non
 
 
 def run_bfloat16_on_kernels(rank: int, world_size: int) -> dict[str, str]:
-    """The words that calls by interpreted kernels, and making what would call them, are refused with."""
     case = LayerCase("interpreted", 1, 1, (5,), dtype=torch.bfloat16)
     group, inputs = make_group(case), draw_inputs(case, 0)
     w1, w2 = rank_weights(case, 0, Tensor)

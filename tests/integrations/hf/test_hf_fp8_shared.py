@@ -145,7 +145,6 @@ CASES = [
 
 
 def make_experts(case: LayerCase, rank: int, path: str) -> FP8Experts:
-    """Of one rank, whose tokens beyond a decode step take ``path``."""
     most = max(case.num_tokens)
     group = make_expert_group(case.config, case.parallel, max_tokens=most, dtype=case.dtype, device="cpu")
     runner = ReplicatedRunner(case.config, group, FEW_TOKENS)

@@ -64,7 +64,6 @@ def test_decode_replays_from_a_cuda_graph(family: str) -> None:
 
 
 def prefilled(model: Any, ids: Tensor) -> Any:
-    """A static cache that holds the prompt."""
     from transformers import StaticCache
 
     cache = StaticCache(config=model.config, max_cache_len=64)
@@ -86,7 +85,6 @@ BATCH, PREFILL, STEPS = 2, 40, 12  # a prompt for that path, too
 
 
 def routed(num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, ids and routing weights of two of the eight experts, as a router gives them."""
     generator = torch.Generator().manual_seed(num_tokens)
     tokens = torch.randn(num_tokens, WHOLE["hidden_size"], generator=generator).to(dtype)
     ids = torch.rand(num_tokens, 8, generator=generator).argsort(dim=1)[:, :2]

@@ -45,7 +45,6 @@ SIZES = {
 
 
 def experts_classes() -> dict[str, Any]:
-    """Every class of the installed transformers that asks the registry, by name."""
     import transformers
 
     found = {}

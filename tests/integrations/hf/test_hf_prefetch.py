@@ -40,7 +40,6 @@ def load(folder: Path, *, prefetch: bool | str) -> Any:
 
 
 def check_reports(models: list[Any]) -> None:
-    """Of a model without prefetch and one with it."""
     without, report = (cache_report(model) for model in models)
     assert (without.prefetched, without.prefetch_precision) == (0, None)
     assert report.needed == without.needed

@@ -85,7 +85,6 @@ def test_slices_may_be_narrow_where_warp_decode_is_off() -> None:
 
 
 def generations(rank: int, world_size: int, ep: int, tp: int) -> list[torch.Tensor]:
-    """Sampled tokens, and greedy ones with and without an assistant, of one model over the ranks."""
     model = tiny_model("deepseek_v3")
     group = make_group(model, ep, tp)
     hf.convert(model, group, decode_tokens=DECODE_TOKENS)
@@ -131,7 +130,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def answers(rank: int, world_size: int, folder: str, ep: int, tp: int, settings: dict[str, Any]) -> tuple[Any, ...]:
-    """Logits and tokens with a budget and without, what the cache did, and the bytes of experts that were read."""
     group, found = make_group(tiny_config("qwen3_moe", **TWO), ep, tp), []
     with CountedReads() as counted:
         budgeted = hf.load_pretrained(folder, group, expert_budget=0.75, **settings)

@@ -246,7 +246,6 @@ def test_the_snippet_of_the_readme(tmp_path: Path) -> None:
 
 
 def refusals(rank: int, world_size: int) -> dict[str, str]:
-    """What is said of groups and calls that do not fit, by a name for each."""
     from megatron.core.activations import quick_gelu
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
