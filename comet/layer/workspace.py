@@ -105,7 +105,7 @@ def workspace_bytes(shape: WorkspaceShape) -> int:
     """Bytes of symmetric memory one rank needs.
 
     Example: W=2, max_tokens=100 (M=128), D=64, K=2, float32: ids and weights 4096 + 4096, rows 65536 + 65536, weight
-    gradients 2048, combine flags 512, three other flag regions and modes of 256 each: 142848 bytes.
+    gradients 2048, combine flags 2048, three other flag regions and modes of 256 each: 144384 bytes.
     """
     sizes = (math.prod(dims) * dtype.itemsize for dims, dtype in shape.regions().values())
     return sum(round_up(size, ALIGNMENT) for size in sizes)

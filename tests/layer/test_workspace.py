@@ -42,8 +42,8 @@ def test_worked_example_of_workspace_bytes() -> None:
     assert (sizes.pop("ids"), sizes.pop("weights")) == (4096, 4096)
     assert (sizes.pop("recv_rows"), sizes.pop("combine_rows")) == (65536, 65536)
     assert sizes.pop("combine_grads") == 2048
-    assert list(sizes.values()) == [256, 256, 512, 256, 256]
-    assert workspace_bytes(shape) == 142848
+    assert list(sizes.values()) == [256, 256, 2048, 256, 256]
+    assert workspace_bytes(shape) == 144384
 
 
 def test_shape_of_a_layer() -> None:
@@ -126,7 +126,7 @@ def test_ranks_that_ask_for_different_pools_are_named() -> None:
     first, second = emulated_group(2, CPU)
     Workspace(first, make_shape(world_size=2))
     with pytest.raises(
-        ValueError, match=r"^max_tokens=129 .* of rank 1 must equal the 142848 bytes of the other ranks"
+        ValueError, match=r"^max_tokens=129 .* of rank 1 must equal the 144384 bytes of the other ranks"
     ):
         Workspace(second, make_shape(world_size=2, max_tokens=129))
 
