@@ -23,24 +23,24 @@ from comet.kernels.gemm.wgrad import group_gemm_wgrad
 from comet.kernels.gemm.wgrad_cuda import TICKETS, group_gemm_wgrad_cuda, runs_cuda
 from comet.kernels.layer import dispatch_gemm as cuda_layer0
 from comet.kernels.layer import gemm_combine as cuda_layer1
-from comet.kernels.layer.triton.dispatch import DispatchConfig, Sends
+from comet.kernels.layer.triton.dispatch import DispatchConfig, DispatchLists
 from comet.kernels.layer.triton.dispatch import dispatch as launch_dispatch
 from comet.kernels.layer.triton.dispatch_gemm import DispatchGemmConfig, dispatch_gemm
 from comet.kernels.layer.triton.fp8_dispatch_gemm import fp8_dispatch_gemm
 from comet.kernels.layer.triton.gemm_combine import GemmCombineConfig, gemm_combine
 from comet.kernels.plan.metadata import PlanScratch, exchange, place_plan
-from comet.kernels.runtime.arguments import GradWire, Returns, Scaled, TileTable, Wire, aligned, power_of_2
+from comet.kernels.runtime.arguments import CombineLists, GradBuffer, Scaled, SymmBuffer, TileTable, aligned, power_of_2
 from comet.kernels.runtime.buffers import allocate, cut
 from comet.kernels.runtime.primitives import barrier_kernel
 from comet.layer.backend import ActivationGradients, Backend
 from comet.layer.launch_arguments import (
     combine_config,
-    combine_wire,
+    combine_symm,
     dispatch_config,
-    make_wire,
+    make_symm,
     move_cols,
     plan_config,
-    recv_wire,
+    recv_symm,
     returns_of,
     routing_pool,
     sends_of,
@@ -89,9 +89,9 @@ class Fused(Backend):
         rows, ffn = plan.routed_row_ids.numel(), w1.shape[1] // 2
         hidden = x.new_empty(rows, ffn)
         pre = x.new_empty(rows, 2 * ffn) if save_pre_activation else None
-        wire, table = recv_wire(self.workspace), tile_table(plan, Launch.DISPATCH_GEMM)
+        symm, table = recv_symm(self.workspace), tile_table(plan, Launch.DISPATCH_GEMM)
         config = self._dispatch_gemm_config
-        launch_dispatch_gemm(x, w1, hidden, pre, wire, sends_of(plan), table, config, b1)
+        launch_dispatch_gemm(x, w1, hidden, pre, symm, sends_of(plan), table, config, b1)
         return hidden, pre
 
     def gemm_combine(self, hidden: Tensor, w2: Tensor, plan: Plan, b2: Tensor | None = None) -> Tensor:
@@ -111,25 +111,25 @@ class Fused(Backend):
         config: GemmCombineConfig,
         bias: Tensor | None,
     ) -> None:
-        wire, returns = combine_wire(self.workspace), returns_of(plan, weighted=True)
+        symm, returns = combine_symm(self.workspace), returns_of(plan, weighted=True)
         in_cuda, table = self.settings.cuda_kernels, tile_table(plan, Launch.GEMM_COMBINE)
-        launch_gemm_combine(a, b, y, out, wire, returns, table, config, bias, in_cuda=in_cuda)
+        launch_gemm_combine(a, b, y, out, symm, returns, table, config, bias, in_cuda=in_cuda)
 
     def dispatch_gemm_fp8(self, x: Tensor, w1: FP8, plan: Plan, b1: Tensor | None = None) -> FP8:
         """A launch that quantises, and one for the rest."""
         x, workspace, settings = aligned(x), self.workspace, self.settings
         rows, ffn = plan.routed_row_ids.numel(), w1.elements.shape[1] // 2
-        landing = workspace.recv_rows.with_columns(packed_columns(x.shape[1], x.dtype))
-        own = landing.local[plan.own_rows]
+        received = workspace.recv_rows.with_columns(packed_columns(x.shape[1], x.dtype))
+        own = received.local[plan.own_rows]
         pack_rows(x, own.view(torch.int32))
         elements = x.new_empty(rows, ffn, dtype=w1.elements.dtype)
         scales = x.new_empty(ffn // FP8_BLOCK, rows, dtype=torch.float32)
         config = replace(dispatch_config(settings, x), push_cols=min(512, power_of_2(own.shape[1])))
         table = tile_table(plan, Launch.DISPATCH_GEMM)
-        wire = make_wire(workspace, landing, workspace.recv_flags)
-        wire = replace(wire, rows=wire.rows.view(torch.int32))
+        symm = make_symm(workspace, received, workspace.recv_flags)
+        symm = replace(symm, rows=symm.rows.view(torch.int32))
         weights, hidden = Scaled(elements=w1.elements, scales=w1.scales), Scaled(elements=elements, scales=scales)
-        launch_dispatch_gemm(None, weights, hidden, None, wire, sends_of(plan), table, config, b1)
+        launch_dispatch_gemm(None, weights, hidden, None, symm, sends_of(plan), table, config, b1)
         return FP8(elements=elements, scales=scales.T, block_rows=1, trusted=True)
 
     def gemm_combine_fp8(self, hidden: FP8, w2: FP8, plan: Plan, b2: Tensor | None = None) -> Tensor:
@@ -155,8 +155,8 @@ class Fused(Backend):
         """In CUDA C++ one launch for dispatch and GEMM, and a copy behind it; else a launch for each of them."""
         grad_output, num_rows = aligned(grad_output), plan.routed_row_ids.numel()
         grads, out = grad_output.new_empty(num_rows, w2.shape[1]), grad_output.new_empty(num_rows, w2.shape[2])
-        wire, table = recv_wire(self.workspace), tile_table(plan, Launch.DISPATCH_DGRAD)
-        launch_fc2_dgrad(grad_output, w2, grads, out, wire, sends_of(plan), table, plan.tiles)
+        symm, table = recv_symm(self.workspace), tile_table(plan, Launch.DISPATCH_DGRAD)
+        launch_fc2_dgrad(grad_output, w2, grads, out, symm, sends_of(plan), table, plan.tiles)
         return grads, out
 
     def activation_backward(self, pre_activation: Tensor, grad_hidden: Tensor, plan: Plan) -> ActivationGradients:
@@ -190,16 +190,16 @@ class Fused(Backend):
         workspace = self.workspace
         y = grad_pre.new_empty(grad_pre.shape[0], w1.shape[2])
         out = grad_pre.new_empty(plan.num_tokens, w1.shape[2])
-        grads = GradWire(
+        grads = GradBuffer(
             row_grads=grad_row_weights,
-            landing=workspace.combine_grads.local,
-            landing_pointers=workspace.combine_grads.pointers,
+            received=workspace.combine_grads.local,
+            received_pointers=workspace.combine_grads.pointers,
             out=grad_row_weights.new_empty(plan.num_tokens, plan.layout.top_k),
         )
-        wire, returns = combine_wire(workspace), returns_of(plan, weighted=False, grads=grads)
+        symm, returns = combine_symm(workspace), returns_of(plan, weighted=False, grads=grads)
         config, table = self._dgrad_combine_config, tile_table(plan, Launch.DGRAD_COMBINE)
         in_cuda = self.settings.cuda_kernels
-        launch_gemm_combine(grad_pre, w1, y, out, wire, returns, table, config, in_cuda=in_cuda)
+        launch_gemm_combine(grad_pre, w1, y, out, symm, returns, table, config, in_cuda=in_cuda)
         return out, grads.out
 
     def fc1_wgrad(self, grad_pre: Tensor, received: Tensor, plan: Plan) -> Tensor:
@@ -215,10 +215,10 @@ class Fused(Backend):
     def dispatch(self, rows: Tensor, plan: Plan) -> Tensor:
         """One launch."""
         config = DispatchConfig(push_cols=move_cols(rows, 1024))
-        landing = self.workspace.recv_rows.with_columns(rows.shape[1])
-        wire = make_wire(self.workspace, landing, self.workspace.recv_flags)
-        launch_dispatch(rows, wire, sends_of(plan), plan.counters_of(Launch.DISPATCH_DGRAD), config)
-        return landing.local
+        received = self.workspace.recv_rows.with_columns(rows.shape[1])
+        symm = make_symm(self.workspace, received, self.workspace.recv_flags)
+        launch_dispatch(rows, symm, sends_of(plan), plan.counters_of(Launch.DISPATCH_DGRAD), config)
+        return received.local
 
     def combine(self, y: Tensor, plan: Plan, *, weighted: bool) -> Tensor:
         """The launch of layer 1 with no tile to multiply: what remains of it is the combine."""
@@ -226,7 +226,7 @@ class Fused(Backend):
         config = replace(combine_config(self.settings, 1, out), flatten=False)
         table = replace(tile_table(plan, Launch.GEMM_COMBINE), num_tiles=plan.tile_starts.new_zeros(1))
         gemm_combine(
-            y, y[None], y, out, combine_wire(self.workspace), returns_of(plan, weighted=weighted), table, config
+            y, y[None], y, out, combine_symm(self.workspace), returns_of(plan, weighted=weighted), table, config
         )
         return out
 
@@ -263,8 +263,8 @@ def launch_dispatch_gemm(
     w1: Tensor | Scaled,
     hidden: Tensor | Scaled,
     pre: Tensor | None,
-    wire: Wire,
-    sends: Sends,
+    symm: SymmBuffer,
+    sends: DispatchLists,
     table: TileTable,
     config: DispatchGemmConfig,
     b1: Tensor | None = None,
@@ -276,7 +276,7 @@ def launch_dispatch_gemm(
         w1: ``(e, 2F, D)`` gate rows, then up rows; in block FP8 with scales ``(e, 2F / 128, D / 128)``.
         hidden: ``(Q, F)`` result; in block FP8 with scales ``(F / 128, Q)``.
         pre: ``(Q, 2F)`` receives gate | up for the backward pass, or ``None``.
-        wire: Receive rows and flags.
+        symm: Receive rows and flags.
         sends: Send lists.
         table: Tiles by phase.
         config: Tile shape of Triton, and the split.
@@ -284,14 +284,14 @@ def launch_dispatch_gemm(
     """
     if cuda_layer0.can_run(w1, table):
         options: dict[str, Any] = dict(comm_blocks=config.comm_blocks, activation=config.activation, b1=b1)
-        cuda_layer0.dispatch_gemm_cuda(x, w1, hidden, pre, wire, sends, table, **options)
+        cuda_layer0.dispatch_gemm_cuda(x, w1, hidden, pre, symm, sends, table, **options)
     elif isinstance(w1, Scaled):
         assert isinstance(hidden, Scaled)
-        fp8_dispatch_gemm(w1, hidden, wire, sends, table, config, b1)
+        fp8_dispatch_gemm(w1, hidden, symm, sends, table, config, b1)
     else:
         assert x is not None
         assert isinstance(hidden, Tensor)
-        dispatch_gemm(x, w1, hidden, pre, wire, sends, table, config, b1)
+        dispatch_gemm(x, w1, hidden, pre, symm, sends, table, config, b1)
 
 
 def launch_gemm_combine(
@@ -299,8 +299,8 @@ def launch_gemm_combine(
     b: Tensor | Scaled,
     y: Tensor,
     out: Tensor,
-    wire: Wire,
-    returns: Returns,
+    symm: SymmBuffer,
+    returns: CombineLists,
     table: TileTable,
     config: GemmCombineConfig,
     bias: Tensor | None = None,
@@ -314,7 +314,7 @@ def launch_gemm_combine(
         b: ``(e, D, C)``, of fc1_dgrad ``(e, C, D)``; in block FP8 with scales ``(e, D / 128, C / 128)``.
         y: ``(Q, D)`` scratch for the expert outputs.
         out: ``(T, D)`` result.
-        wire: Combine rows and flags.
+        symm: Combine rows and flags.
         returns: Which rows to add up for whom.
         table: Tiles by expert.
         config: Tile shape of Triton, panels and the split.
@@ -322,12 +322,12 @@ def launch_gemm_combine(
         in_cuda: Whether all ranks have it in CUDA C++, whose flags are not those of Triton's.
     """
     is_dgrad = returns.grads is not None
-    if in_cuda and cuda_layer1.can_run(y, b, wire, returns, table):
+    if in_cuda and cuda_layer1.can_run(y, b, symm, returns, table):
         panels, reserved = config.num_panels, config.reserved_sms
         split = cuda_layer1.Split(num_panels=panels, reserved_sms=reserved, comm_blocks=config.comm_blocks)
-        cuda_layer1.gemm_combine_cuda(a, b, y, out, wire, returns, table, split, bias=bias)
+        cuda_layer1.gemm_combine_cuda(a, b, y, out, symm, returns, table, split, bias=bias)
     else:
-        gemm_combine(a, b, y, out, wire, returns, table, config, b_is_kn=is_dgrad, bias=bias)
+        gemm_combine(a, b, y, out, symm, returns, table, config, b_is_kn=is_dgrad, bias=bias)
 
 
 def launch_fc2_dgrad(
@@ -335,8 +335,8 @@ def launch_fc2_dgrad(
     w2: Tensor,
     grads: Tensor,
     out: Tensor,
-    wire: Wire,
-    sends: Sends,
+    symm: SymmBuffer,
+    sends: DispatchLists,
     table: TileTable,
     phase_tiles: Tensor,
 ) -> None:
@@ -347,18 +347,18 @@ def launch_fc2_dgrad(
         w2: ``(e, D, F)``, same dtype.
         grads: ``(Q, D)`` receives the gradient of each routed row.
         out: ``(Q, F)`` receives it times w2, rounded once; rows of no tile are undefined in both results.
-        wire: Receive rows and flags.
+        symm: Receive rows and flags.
         sends: Send lists.
         table: Tiles by expert, and the received row of each routed row.
         phase_tiles: ``(max_tiles, 4)`` the same tiles by phase.
     """
     if cuda_layer0.can_run(w2, table, is_dgrad=True):
-        cuda_layer0.fc2_dgrad_cuda(grad_y, w2, out, wire, sends, replace(table, tiles=phase_tiles))
-        own = OwnRows(rows=grad_y, first=wire.rank * wire.max_tokens)
-        gather_rows(wire.rows, grads, table.row_ids, table, own)
+        cuda_layer0.fc2_dgrad_cuda(grad_y, w2, out, symm, sends, replace(table, tiles=phase_tiles))
+        own = OwnRows(rows=grad_y, first=symm.rank * symm.max_tokens)
+        gather_rows(symm.rows, grads, table.row_ids, table, own)
     else:
-        launch_dispatch(grad_y, wire, sends, table.counters, DispatchConfig(push_cols=move_cols(grad_y, 1024)))
-        gather_rows(wire.rows, grads, table.row_ids, table)
+        launch_dispatch(grad_y, symm, sends, table.counters, DispatchConfig(push_cols=move_cols(grad_y, 1024)))
+        gather_rows(symm.rows, grads, table.row_ids, table)
         group_gemm(grads, w2, out, table, gather=False, layout="kn", config=GemmConfig.select(out.dtype))
 
 

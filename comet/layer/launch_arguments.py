@@ -7,11 +7,11 @@ from torch import Tensor
 
 from comet.comm.base import SymmTensor
 from comet.config import require
-from comet.kernels.layer.triton.dispatch import Sends
+from comet.kernels.layer.triton.dispatch import DispatchLists
 from comet.kernels.layer.triton.dispatch_gemm import DispatchGemmConfig
 from comet.kernels.layer.triton.gemm_combine import GemmCombineConfig
 from comet.kernels.plan.metadata import PlanConfig, PoolTensors, RoutingPool
-from comet.kernels.runtime.arguments import GradWire, Returns, TileTable, Wire, power_of_2
+from comet.kernels.runtime.arguments import CombineLists, GradBuffer, SymmBuffer, TileTable, power_of_2
 from comet.kernels.runtime.recorder import Recorder
 from comet.layer.plan import NUM_COUNTERS, Launch, Plan, PlanRules
 from comet.layer.workspace import Workspace
@@ -82,19 +82,19 @@ def move_cols(rows: Tensor, most: int) -> int:
     return min(most, power_of_2(rows.shape[1]))
 
 
-def recv_wire(workspace: Workspace) -> Wire:
+def recv_symm(workspace: Workspace) -> SymmBuffer:
     """Where tokens arrive."""
-    return make_wire(workspace, workspace.recv_rows, workspace.recv_flags)
+    return make_symm(workspace, workspace.recv_rows, workspace.recv_flags)
 
 
-def combine_wire(workspace: Workspace) -> Wire:
+def combine_symm(workspace: Workspace) -> SymmBuffer:
     """Where partial sums arrive."""
-    return make_wire(workspace, workspace.combine_rows, workspace.combine_flags)
+    return make_symm(workspace, workspace.combine_rows, workspace.combine_flags)
 
 
-def make_wire(workspace: Workspace, rows: SymmTensor, flags: SymmTensor) -> Wire:
+def make_symm(workspace: Workspace, rows: SymmTensor, flags: SymmTensor) -> SymmBuffer:
     """Rows of the pool with their flags."""
-    return Wire(
+    return SymmBuffer(
         rows=rows.local,
         row_pointers=rows.pointers,
         flags=flags.local,
@@ -123,9 +123,9 @@ def recorder_of_launch(workspace: Workspace) -> Recorder | None:
     return recorder
 
 
-def sends_of(plan: Plan) -> Sends:
+def sends_of(plan: Plan) -> DispatchLists:
     """What this rank sends, by comm blocks or warps; the counters of the chunks are for layer 0."""
-    return Sends(
+    return DispatchLists(
         token_ids=plan.send_token_ids,
         counts=plan.send_counts,
         recv_counts=plan.recv_counts,
@@ -133,9 +133,9 @@ def sends_of(plan: Plan) -> Sends:
     )
 
 
-def returns_of(plan: Plan, *, weighted: bool, grads: GradWire | None = None) -> Returns:
+def returns_of(plan: Plan, *, weighted: bool, grads: GradBuffer | None = None) -> CombineLists:
     """How routed rows become token rows."""
-    return Returns(
+    return CombineLists(
         row_slots=plan.row_slots,
         row_weights=plan.row_weights if weighted else None,
         send_rows=plan.send_rows,

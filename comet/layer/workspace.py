@@ -12,7 +12,7 @@ region            shape                   dtype     written by
 ``recv_flags``    (W, C)                  int32     epoch of the dispatch, per chunk of 128 rows
 ``combine_rows``  (W * M, D)              dtype     combine: rank d writes partial sums d*M + i
 ``combine_grads`` (W * M, K)              float32   backward: gradients of the routing weights
-``combine_flags`` (W, 4C, 16)             int32     epoch of the combine, per chunk of 32 rows, panel and part
+``combine_flags`` (W, 4C, 64)             int32     epoch of the combine, per chunk of 32 rows, panel and part
 ``barrier_flags`` (W,)                    int32     epoch of the barrier
 ``grad_modes``    (2, W)                  int32     the twin's plan: rank s writes [parity, s] of all: gradients wanted
 ================  ======================  ========  ==========================================================

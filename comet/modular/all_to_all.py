@@ -122,13 +122,13 @@ class AllToAll:
     def _send(self, message: Tensor, route: Route) -> Callable[[], Tensor]:
         if self.layout.world_size == 1:
             return lambda: message
-        landing = message.new_empty(sum(route.recv_counts), message.shape[1])
+        received = message.new_empty(sum(route.recv_counts), message.shape[1])
         splits = (list(route.recv_counts), list(route.send_counts))
-        work = dist.all_to_all_single(landing, message, *splits, group=self.process_group, async_op=True)
+        work = dist.all_to_all_single(received, message, *splits, group=self.process_group, async_op=True)
 
         def arrive() -> Tensor:
             work.wait()
-            return landing
+            return received
 
         return arrive
 

@@ -8,7 +8,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from ..layer.triton.combine import CombineSizes
-from ..layer.triton.dispatch import NUM_WARPS, Sends, dispatch_kernel, push_constants
+from ..layer.triton.dispatch import NUM_WARPS, DispatchLists, dispatch_kernel, push_constants
 from ..layer.triton.dispatch_gemm import DispatchGemmConfig, Sizes, dispatch_gemm_kernel, gemm_constants
 from ..layer.triton.gemm_combine import (
     GemmCombineConfig,
@@ -19,8 +19,8 @@ from ..layer.triton.gemm_combine import (
 from ..layer.triton.gemm_panels import PanelTensors
 from ..runtime.activation import SWIGLU, Activation
 from ..runtime.arguments import (
-    GradWire,
-    Returns,
+    CombineLists,
+    GradBuffer,
     SymmTensors,
     TileTensors,
 )
@@ -30,7 +30,7 @@ from ..runtime.case import KernelCase
 TOP_KS = (2, 4, 8)
 TYPES = {"bf16": (128, 256, 64, 3), "fp16": (128, 256, 64, 3), "fp32": (16, 64, 16, 2)}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-SENDS = Sends(*["*i32"] * 4)
+SENDS = DispatchLists(*["*i32"] * 4)
 TABLE = TileTensors(*["*i32"] * 4)
 BIAS_LOADS = 4  # most loads of a bias of 16 bits, a few of which are no pairs
 RECORDED = 4096  # events per block, where a configuration records
@@ -128,10 +128,10 @@ def symm_of(element: str, events: int) -> SymmTensors:
     return SymmTensors(f"*{element}", "*i64", "*i32", "*i64", "*i32", "*i64", "*i32" if events else None)
 
 
-def returns_of(*, backward: bool) -> Returns:
+def returns_of(*, backward: bool) -> CombineLists:
     """Types of what the combine is handed."""
-    grads = GradWire("*fp32", "*fp32", "*i64", "*fp32") if backward else None
-    return Returns("*i32", None if backward else "*fp32", "*i32", "*i32", grads)
+    grads = GradBuffer("*fp32", "*fp32", "*i64", "*fp32") if backward else None
+    return CombineLists("*i32", None if backward else "*fp32", "*i32", "*i32", grads)
 
 
 def layer1_constants(

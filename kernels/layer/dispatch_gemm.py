@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..runtime.activation import SWIGLU, Activation
 from ..runtime.arch import HOPPER
-from ..runtime.arguments import CHUNK_ROWS, Scaled, TileTable, Wire, aligned, num_sms, parts
+from ..runtime.arguments import CHUNK_ROWS, Scaled, SymmBuffer, TileTable, aligned, num_sms, parts
 from ..runtime.case import CudaCase
 from ..runtime.cuda_source import (
     INT32,
@@ -48,7 +48,7 @@ from .blocks import (
     config_types,
     stage_bytes,
 )
-from .triton.dispatch import Sends
+from .triton.dispatch import DispatchLists
 
 PRODUCER_WARPS = 3  # one more pushes
 TILE_BYTES = 48  # of ``GatheredTile`` of ``gathered_tiles.cuh``
@@ -219,8 +219,8 @@ def dispatch_gemm_cuda(
     w1: Tensor | Scaled,
     hidden: Tensor | Scaled,
     pre: Tensor | None,
-    wire: Wire,
-    sends: Sends,
+    symm: SymmBuffer,
+    sends: DispatchLists,
     table: TileTable,
     comm_blocks: int = 0,
     activation: Activation = SWIGLU,
@@ -234,7 +234,7 @@ def dispatch_gemm_cuda(
         w1: ``(e, 2F, D)`` gate rows, then up rows, same dtype; in block FP8 with scales ``(e, 2F / 128, D / 128)``.
         hidden: ``(Q, F)`` result, in block FP8 with scales ``(F / 128, Q)``; rows of no expert are undefined.
         pre: ``(Q, 2F)`` receives gate | up for the backward pass, or ``None``.
-        wire: Receive rows and flags.
+        symm: Receive rows and flags.
         sends: Send lists.
         table: Segments, tiles by phase, and where each routed row arrives.
         comm_blocks: Blocks that push rows before they compute; 0: a warp of each block pushes them beside.
@@ -243,13 +243,13 @@ def dispatch_gemm_cuda(
     """
     (weights, weight_scales), (result, scales) = parts(w1), parts(hidden)
     if x is None:
-        x = wire.rows[wire.rank * wire.max_tokens :].view(torch.int16)
+        x = symm.rows[symm.rank * symm.max_tokens :].view(torch.int16)
     variant = Variant(
         weights=weights.dtype,
         output=torch.bfloat16 if weight_scales is not None else weights.dtype,
-        world_size=wire.world_size,
+        world_size=symm.world_size,
         saves_gate_up=pre is not None,
-        records=wire.recorder is not None,
+        records=symm.recorder is not None,
         is_split=comm_blocks > 0,
         activation=activation,
         bias=None if b1 is None else b1.dtype,
@@ -260,26 +260,28 @@ def dispatch_gemm_cuda(
     block_n = MMA.block_n if weight_scales is None else FP8_MMA.block_n
     experts, double_f, depth = weights.shape
     sizes = experts, depth, double_f // 2
-    launch(variant, gate_up_map(weights, block_n), x, results, wire, sends, table, sizes, comm_blocks, b1)
+    launch(variant, gate_up_map(weights, block_n), x, results, symm, sends, table, sizes, comm_blocks, b1)
 
 
-def fc2_dgrad_cuda(grad_y: Tensor, w2: Tensor, out: Tensor, wire: Wire, sends: Sends, table: TileTable) -> None:
+def fc2_dgrad_cuda(
+    grad_y: Tensor, w2: Tensor, out: Tensor, symm: SymmBuffer, sends: DispatchLists, table: TileTable
+) -> None:
     """Send this rank's gradients, receive the others', and multiply those of all routed rows by their expert's w2.
 
     Args:
         grad_y: ``(T, D)`` gradients of this rank's outputs, bfloat16 or float16.
         w2: ``(e, D, F)``, same dtype.
         out: ``(Q, F)`` result; rows of no expert are undefined.
-        wire: Receive rows, which hold the others' gradients afterwards and not this rank's own, and flags.
+        symm: Receive rows, which hold the others' gradients afterwards and not this rank's own, and flags.
         sends: Send lists.
         table: Segments, tiles by phase, and where each routed row arrives.
     """
     variant = Variant(
-        weights=w2.dtype, output=w2.dtype, world_size=wire.world_size, is_dgrad=True, records=wire.recorder is not None
+        weights=w2.dtype, output=w2.dtype, world_size=symm.world_size, is_dgrad=True, records=symm.recorder is not None
     )
     weights_map = tensor_map(w2, (1, MMA.block_k, SWIZZLE_BYTES // w2.itemsize))
     results = HiddenArgs.of(hidden=out, gate_up=None, scales=None, weight_scales=None, num_rows=len(out))
-    launch(variant, weights_map, grad_y, results, wire, sends, table, tuple(w2.shape))
+    launch(variant, weights_map, grad_y, results, symm, sends, table, tuple(w2.shape))
 
 
 def gate_up_map(w1: Tensor, cols: int) -> TensorMap:
@@ -299,8 +301,8 @@ def launch(
     weights_map: TensorMap,
     x: Tensor,
     hidden: DeviceStruct,
-    wire: Wire,
-    sends: Sends,
+    symm: SymmBuffer,
+    sends: DispatchLists,
     table: TileTable,
     sizes: tuple[int, ...],
     comm_blocks: int = 0,
@@ -313,7 +315,7 @@ def launch(
         weights_map: Boxes of the weights.
         x: ``(T, ..)`` what travels of this rank's tokens, in rows of 16-bit words.
         hidden: Where results go.
-        wire: Receive rows and flags.
+        symm: Receive rows and flags.
         sends: Send lists.
         table: Segments, tiles by phase, and where each routed row arrives.
         sizes: e, D, F.
@@ -321,19 +323,19 @@ def launch(
         biases: ``(e, 2F)``, of a variant that has them.
     """
     assert table.segments is not None
-    recorder, (starts, counts), (experts, depth, ffn) = wire.recorder, table.segments, sizes
+    recorder, (starts, counts), (experts, depth, ffn) = symm.recorder, table.segments, sizes
     gemm = GatherGemmArgs.of(
-        weights_map=weights_map, received=wire.rows, counts=counts, starts=starts, plan_tiles=table.tiles,
-        num_plan_tiles=table.num_tiles, row_ids=table.row_ids, flags=wire.flags, experts=experts, depth=depth, ffn=ffn,
+        weights_map=weights_map, received=symm.rows, counts=counts, starts=starts, plan_tiles=table.tiles,
+        num_plan_tiles=table.num_tiles, row_ids=table.row_ids, flags=symm.flags, experts=experts, depth=depth, ffn=ffn,
         biases=None if biases is None else aligned(biases),
     )  # fmt: skip
     dispatch = DispatchArgs.of(
-        x=x, token_ids=sends.token_ids, counts=sends.counts, row_addresses=wire.row_pointers,
-        flag_addresses=wire.flag_pointers, tickets=table.counters, pushed=sends.pushed, epoch=wire.epoch,
-        events=None if recorder is None else recorder.events, rank=wire.rank, max_tokens=wire.max_tokens,
+        x=x, token_ids=sends.token_ids, counts=sends.counts, row_addresses=symm.row_pointers,
+        flag_addresses=symm.flag_pointers, tickets=table.counters, pushed=sends.pushed, epoch=symm.epoch,
+        events=None if recorder is None else recorder.events, rank=symm.rank, max_tokens=symm.max_tokens,
         cols=x.shape[1], event_capacity=0 if recorder is None else recorder.capacity, comm_blocks=comm_blocks,
     )  # fmt: skip
-    fault = Fault.of(record=wire.fault, timeout_ns=wire.timeout_ns)
+    fault = Fault.of(record=symm.fault, timeout_ns=symm.timeout_ns)
     kernel = _kernel(variant, experts, torch.cuda.current_device())
     kernel.launch(num_sms(x.device), [gemm, hidden, fault, dispatch])
 

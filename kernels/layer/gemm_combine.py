@@ -21,10 +21,10 @@ from ..runtime.arguments import (
     CHUNK_FLAGS,
     COMBINE_CHUNK_ROWS,
     PANEL_COUNTERS,
-    Returns,
+    CombineLists,
     Scaled,
+    SymmBuffer,
     TileTable,
-    Wire,
     aligned,
     num_sms,
     parts,
@@ -281,18 +281,18 @@ def fits(entries: int, experts: int, itemsize: int, block_rows: int) -> bool:
     return itemsize <= 2 and block_rows == PLAN_TILE_ROWS and entries <= MOST_ENTRIES and fit
 
 
-def can_run(y: Tensor, b: Tensor | Scaled, wire: Wire, returns: Returns, table: TileTable) -> bool:
+def can_run(y: Tensor, b: Tensor | Scaled, symm: SymmBuffer, returns: CombineLists, table: TileTable) -> bool:
     """Whether the kernel in CUDA C++ takes such a launch; equal on all ranks, whose flags differ otherwise.
 
     Args:
         y: ``(Q, D)`` scratch.
         b: ``(e, D, C)`` weights, or ``(e, C, D)`` of fc1_dgrad.
-        wire: Combine rows and flags.
+        symm: Combine rows and flags.
         returns: Which rows to add up for whom.
         table: Segments, counters and the number of tiles.
     """
     elements, scales = parts(b)
-    entries = max(returns.row_slots.shape[1], wire.world_size)
+    entries = max(returns.row_slots.shape[1], symm.world_size)
     return (
         fits(entries, len(elements), elements.element_size(), table.block_rows)
         and y.element_size() == 2
@@ -308,8 +308,8 @@ def gemm_combine_cuda(
     b: Tensor | Scaled,
     y: Tensor,
     out: Tensor,
-    wire: Wire,
-    returns: Returns,
+    symm: SymmBuffer,
+    returns: CombineLists,
     table: TileTable,
     split: Split,
     config: CudaConfig | None = None,
@@ -322,7 +322,7 @@ def gemm_combine_cuda(
         b: ``(e, D, C)``, same dtype, of fc1_dgrad ``(e, C, D)``; in block FP8 with scales ``(e, D / 128, C / 128)``.
         y: ``(Q, D)`` scratch for the expert outputs, bfloat16 or float16.
         out: ``(T, D)`` result, of y's dtype.
-        wire: Combine rows and flags.
+        symm: Combine rows and flags.
         returns: Which rows to add up for whom, with weights, or with these weights' gradients.
         table: Segments, counters and the number of tiles.
         split: Panels and blocks.
@@ -336,8 +336,8 @@ def gemm_combine_cuda(
         FP8_CONFIG if weight_scales is not None else CudaConfig.select(table.expected_tokens_per_expert)
     )
     variant = Variant(
-        weights=weights.dtype, output=y.dtype, top_k=returns.row_slots.shape[1], world_size=wire.world_size,
-        is_dgrad=is_dgrad, records=wire.recorder is not None, is_split=split.comm_blocks > 0, config=config,
+        weights=weights.dtype, output=y.dtype, top_k=returns.row_slots.shape[1], world_size=symm.world_size,
+        is_dgrad=is_dgrad, records=symm.recorder is not None, is_split=split.comm_blocks > 0, config=config,
         bias=None if bias is None else bias.dtype,
     )  # fmt: skip
     kernel = _kernels(variant, num_experts, torch.cuda.current_device(), selectable)[config]
@@ -353,34 +353,36 @@ def gemm_combine_cuda(
     )  # fmt: skip
     num_blocks = launched_blocks(num_sms(y.device), split.reserved_sms, config.cluster)
     split = replace(split, comm_blocks=min(split.comm_blocks, num_blocks - config.cluster))  # some have to compute
-    kernel.launch(num_blocks, [gemm, combine_args(y, out, wire, returns, table, split)])
+    kernel.launch(num_blocks, [gemm, combine_args(y, out, symm, returns, table, split)])
 
 
-def combine_args(y: Tensor, out: Tensor, wire: Wire, returns: Returns, table: TileTable, split: Split) -> DeviceStruct:
+def combine_args(
+    y: Tensor, out: Tensor, symm: SymmBuffer, returns: CombineLists, table: TileTable, split: Split
+) -> DeviceStruct:
     """What ``combine.cuh`` is told.
 
     Args:
         y: ``(Q, D)`` expert outputs.
         out: ``(T, D)`` result.
-        wire: Combine rows and flags.
+        symm: Combine rows and flags.
         returns: Which rows to add up for whom, with weights, or with these weights' gradients.
         table: Counters and the number of tiles.
         split: Panels and blocks.
     """
-    recorder, grads, (num_tokens, cols) = wire.recorder, returns.grads, out.shape
+    recorder, grads, (num_tokens, cols) = symm.recorder, returns.grads, out.shape
     top_k = returns.row_slots.shape[1]
-    column_parts, row_parts = ticket_parts(wire.max_tokens, wire.world_size, top_k, cols, split.num_panels)
+    column_parts, row_parts = ticket_parts(symm.max_tokens, symm.world_size, top_k, cols, split.num_panels)
     return CombineArgs.of(
-        y=y, received=wire.rows, out=out, row_slots=returns.row_slots,
+        y=y, received=symm.rows, out=out, row_slots=returns.row_slots,
         row_weights=returns.row_weights if grads is None else grads.row_grads, send_rows=returns.send_rows,
-        recv_counts=returns.recv_counts, row_addresses=wire.row_pointers,
-        received_grads=None if grads is None else grads.landing,
-        grad_addresses=None if grads is None else grads.landing_pointers,
-        weight_grads=None if grads is None else grads.out, flags=wire.flags, flag_addresses=wire.flag_pointers,
+        recv_counts=returns.recv_counts, row_addresses=symm.row_pointers,
+        received_grads=None if grads is None else grads.received,
+        grad_addresses=None if grads is None else grads.received_pointers,
+        weight_grads=None if grads is None else grads.out, flags=symm.flags, flag_addresses=symm.flag_pointers,
         tickets=table.counters, panel_counters=table.counters[PANEL_COUNTERS:], num_plan_tiles=table.num_tiles,
-        epoch=wire.epoch, fault=Fault.of(record=wire.fault, timeout_ns=wire.timeout_ns),
-        events=None if recorder is None else recorder.events, rank=wire.rank, num_tokens=num_tokens,
-        max_tokens=wire.max_tokens, cols=cols, panels=split.num_panels,
+        epoch=symm.epoch, fault=Fault.of(record=symm.fault, timeout_ns=symm.timeout_ns),
+        events=None if recorder is None else recorder.events, rank=symm.rank, num_tokens=num_tokens,
+        max_tokens=symm.max_tokens, cols=cols, panels=split.num_panels,
         event_capacity=0 if recorder is None else recorder.capacity, parts=column_parts, row_parts=row_parts,
         comm_blocks=split.comm_blocks,
     )  # fmt: skip

@@ -25,13 +25,13 @@ MAX_WAVES = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wire:
+class SymmBuffer:
     """Symmetric rows with their arrival flags, as one rank sees them.
 
     Args:
         rows: ``(R, D)`` this rank's copy; source s writes rows s*M + i.
         row_pointers: ``(W,)`` int64 address of every rank's ``rows``.
-        flags: ``(W, C)`` int32, of the combine ``(W, 4C, 16)``: this rank's copy; slot [s, c] is written by source s.
+        flags: ``(W, C)`` int32, of the combine ``(W, 4C, 64)``: this rank's copy; slot [s, c] is written by source s.
         flag_pointers: ``(W,)`` int64 address of every rank's ``flags``.
         epoch: ``(1,)`` int32; flags that carry at least this epoch have arrived.
         fault: ``(8,)`` int64 record of a spin that met its deadline.
@@ -69,7 +69,7 @@ class Wire:
 
 
 class SymmTensors(NamedTuple):
-    """The tensors of a ``Wire``, and where to record."""
+    """The tensors of a ``SymmBuffer``, and where to record."""
 
     rows: Tensor
     row_pointers: Tensor
@@ -120,23 +120,23 @@ class TileTensors(NamedTuple):
     counters: Tensor
 
 
-class GradWire(NamedTuple):
+class GradBuffer(NamedTuple):
     """Gradients of the routing weights on their way home: received rows' ``(R, K)`` float32 and where they go.
 
     Args:
         row_grads: ``(R, K)`` gradient of each (received row, slot) computed here, 0 elsewhere.
-        landing: ``(R, K)`` this rank's symmetric copy.
-        landing_pointers: ``(W,)`` int64 address of every rank's copy.
+        received: ``(R, K)`` this rank's symmetric copy.
+        received_pointers: ``(W,)`` int64 address of every rank's copy.
         out: ``(T, K)`` result for this rank's tokens.
     """
 
     row_grads: Tensor
-    landing: Tensor
-    landing_pointers: Tensor
+    received: Tensor
+    received_pointers: Tensor
     out: Tensor
 
 
-class Returns(NamedTuple):
+class CombineLists(NamedTuple):
     """How routed rows become token rows again (``comet.layer.plan``).
 
     Args:
@@ -151,7 +151,7 @@ class Returns(NamedTuple):
     row_weights: Tensor | None
     send_rows: Tensor
     recv_counts: Tensor
-    grads: GradWire | None = None
+    grads: GradBuffer | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

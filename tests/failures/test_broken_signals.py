@@ -240,7 +240,7 @@ def test_the_break_of_the_host_is_noticed(broken: str, check: str) -> None:
 
 
 def late_in_backward(rank: int, world_size: int, broken: str, place: str) -> None:
-    """Rank 1 does one step of a training pass late, over landing zones full of NaN; gradients against the oracle."""
+    """Rank 1 does one step of a training pass late, over receive buffers full of NaN; gradients against the oracle."""
     BREAKS[broken](rank)
     case = LayerCase("ep2", 2, 1, (40, 40))
     moe = build_layer(case, rank, "fused")

@@ -70,7 +70,7 @@ def test_what_went_wrong_before_comes_first_and_a_restart_forgets_it_but_not_a_c
 
 
 def call_late(moe: MoE, case: LayerCase, rank: int, late: int, late_s: float, *, between: bool) -> None:
-    """One call, forward and backward, with one late rank over poisoned landings; perhaps a restart in between."""
+    """One call, forward and backward, with one late rank over poisoned buffers; perhaps a restart in between."""
     poison(moe.group)
     inputs = rank_inputs(case, rank)
     x, weights = inputs.tokens.requires_grad_(), inputs.top_k_weights.requires_grad_()

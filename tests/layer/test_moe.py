@@ -133,15 +133,15 @@ def test_a_late_rank_is_waited_for_in_each_layer(path: str, late_layer: int) -> 
 
 
 def layer_by_layer(rank: int, world_size: int, path: str, late_layer: int) -> None:
-    """Rank 1 starts one of the layers late, over landing zones full of NaN: what is read too early shows."""
+    """Rank 1 starts one of the layers late, over receive buffers full of NaN: what is read too early shows."""
     case = LayerCase("ep2", 2, 1, (40, 40))
     moe = build_layer(case, rank, path)
     workspace = moe.group.workspace
     assert isinstance(moe.experts, SymmetricPath)
     backend = moe.experts.backend
     inputs = rank_inputs(case, rank)
-    for landing in (workspace.recv_rows, workspace.combine_rows):
-        landing.local.fill_(float("nan"))
+    for received in (workspace.recv_rows, workspace.combine_rows):
+        received.local.fill_(float("nan"))
     plan = backend.plan(inputs.top_k_ids, inputs.top_k_weights)
     w1, w2 = moe.expert_weights()
     dist.barrier()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from comet.kernels.runtime.arguments import Scaled, TileTable, Wire
+from comet.kernels.runtime.arguments import Scaled, SymmBuffer, TileTable
 
 
-def make_wire(world_size: int = 2, max_tokens: int = 128) -> Wire:
+def make_symm(world_size: int = 2, max_tokens: int = 128) -> SymmBuffer:
     numbers, pointers = torch.zeros(4, 16, dtype=torch.int32), torch.zeros(world_size, dtype=torch.int64)
-    return Wire(
+    return SymmBuffer(
         rows=numbers, row_pointers=pointers, flags=numbers, flag_pointers=pointers, epoch=numbers, fault=numbers,
         rank=0, max_tokens=max_tokens, timeout_ns=1,
     )  # fmt: skip

@@ -28,7 +28,7 @@ from comet.kernels.layer.triton.gemm_combine import SUM_TOKENS
 from comet.kernels.runtime import recorder
 from comet.kernels.runtime.recorder import recording
 from comet.layer.group import make_expert_group
-from comet.layer.launch_arguments import combine_wire, recv_wire
+from comet.layer.launch_arguments import combine_symm, recv_symm
 from comet.layer.plan import Plan
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.workspace import Workspace
@@ -343,13 +343,13 @@ def test_a_graph_captured_inside_record_is_refused(monkeypatch: pytest.MonkeyPat
     own = recorder.Recorder.allocate(torch.device("cpu"), 8)
     held = weakref.ref(own.events)
     with recording_to(group.workspace, own):
-        assert recv_wire(group.workspace).recorder is own
+        assert recv_symm(group.workspace).recorder is own
         captures = True
         with pytest.raises(ValueError, match="a CUDA graph of a layer must not be captured while it is recorded"):
-            combine_wire(group.workspace)
+            combine_symm(group.workspace)
     with recording_to(group.workspace, own):
-        assert recv_wire(group.workspace).recorder is own
-    assert recv_wire(group.workspace).recorder is None
+        assert recv_symm(group.workspace).recorder is own
+    assert recv_symm(group.workspace).recorder is None
     del own
     gc.collect()
     assert held() is not None

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from launch_arguments import make_table, make_wire
+from launch_arguments import make_symm, make_table
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.kernels.layer import dispatch_gemm as dispatch_gemm_cuda
 from comet.kernels.layer import gemm_combine as gemm_combine_cuda
 from comet.kernels.layer.blocks import MMA
 from comet.kernels.runtime import nvrtc
-from comet.kernels.runtime.arguments import Returns
+from comet.kernels.runtime.arguments import CombineLists
 from comet.layer.workspace import WorkspaceShape
 from comet.tuner.model import MOST_ROWS, ROW_STEP, TALLEST, TILE_COLS, predict, propose
 from comet.tuner.problem import H200, Machine, Problem, candidate_name, cuda_layers, effective
@@ -49,8 +49,8 @@ def launched(problem: Problem) -> tuple[bool, bool]:
     moe, experts, width = problem.moe, problem.experts_local, -(-problem.width // 16) * 16
     shape = WorkspaceShape.create(moe, problem.world_size, max(problem.num_tokens, 1), problem.dtype)
     some = torch.zeros(problem.world_size, dtype=torch.int64)
-    wire, table = make_wire(problem.world_size, shape.padded_tokens), make_table()
-    returns = Returns(row_slots=torch.zeros(1, moe.top_k), row_weights=some, send_rows=some, recv_counts=some)
+    symm, table = make_symm(problem.world_size, shape.padded_tokens), make_table()
+    returns = CombineLists(row_slots=torch.zeros(1, moe.top_k), row_weights=some, send_rows=some, recv_counts=some)
 
     def empty(*dims: int) -> torch.Tensor:
         return torch.empty(*dims, dtype=problem.dtype, device="meta")
@@ -59,7 +59,7 @@ def launched(problem: Problem) -> tuple[bool, bool]:
     y, w2 = empty(1, moe.hidden_size), empty(experts, moe.hidden_size, width)
     return (
         dispatch_gemm_cuda.can_run(w1, table),
-        gemm_combine_cuda.can_run(y, w2, wire, returns, table),
+        gemm_combine_cuda.can_run(y, w2, symm, returns, table),
     )
 
 

@@ -64,13 +64,13 @@ class Twin(Backend):
         workspace = self.workspace
         hidden_size, ffn = x.shape[1], w1.elements.shape[1] // 2
         packed = pack(quantize_rows(x, trusted=True), x.dtype)
-        landing = workspace.recv_rows.with_columns(packed.shape[1])
-        push_rows(packed, plan, workspace, landing)
+        received = workspace.recv_rows.with_columns(packed.shape[1])
+        push_rows(packed, plan, workspace, received)
         num_rows = plan.routed_row_ids.numel()
         hidden = torch.empty(num_rows, ffn, dtype=torch.float8_e4m3fn, device=x.device)
         scales = torch.empty(num_rows, ffn // FP8_BLOCK, dtype=torch.float32, device=x.device)
         for rows, expert in _tile_runs(plan, workspace):
-            arrived = unpack(landing.local[plan.routed_row_ids[rows]], hidden_size)
+            arrived = unpack(received.local[plan.routed_row_ids[rows]], hidden_size)
             pre = multiply(arrived, w1, expert)
             if b1 is not None:
                 pre += b1[expert]
@@ -148,13 +148,13 @@ class Twin(Backend):
 
     def dispatch(self, rows: Tensor, plan: Plan) -> Tensor:
         """Push, then wait for all sources."""
-        landing = self.workspace.recv_rows.with_columns(rows.shape[1])
-        push_rows(rows, plan, self.workspace, landing)
+        received = self.workspace.recv_rows.with_columns(rows.shape[1])
+        push_rows(rows, plan, self.workspace, received)
         for source, count in enumerate(plan.recv_counts.tolist()):
             if source != plan.layout.rank:
                 first = source * (plan.max_tokens // CHUNK_ROWS)
                 _wait_chunks(plan, self.workspace, range(first, first + -(-count // CHUNK_ROWS)))
-        return landing.local
+        return received.local
 
     def combine(self, y: Tensor, plan: Plan, *, weighted: bool) -> Tensor:
         """Send all sums, then wait for those of the others."""
@@ -224,8 +224,8 @@ def push_rows(x: Tensor, plan: Plan, workspace: Workspace, rows: SymmTensor) -> 
         if target == rank:
             rows.local[plan.own_rows] = x  # the kernels of layer 0 read them from ``x``
             continue
-        landing = rows.peers[target][rank * max_tokens :]
-        landing[: counts[target]] = x[plan.send_token_ids[target, : counts[target]]]
+        received = rows.peers[target][rank * max_tokens :]
+        received[: counts[target]] = x[plan.send_token_ids[target, : counts[target]]]
         for chunk in range(-(-counts[target] // CHUNK_ROWS)):
             signal(workspace.recv_flags.peers[target], rank * chunks + chunk, epoch)
 
@@ -284,8 +284,8 @@ def _partial_sums(y: Tensor, plan: Plan, window: slice, weighted: bool) -> Tenso
 def sum_arrived(dtype: torch.dtype, plan: Plan, workspace: Workspace, grads: Tensor | None) -> Tensor:
     """Add the partial sums up in rank order, as they arrive: ``(T, D)``; those of gradients into ``grads (T, K)``."""
     max_tokens, tokens = plan.max_tokens, plan.num_tokens
-    chunks, landing = max_tokens // COMBINE_CHUNK_ROWS, workspace.combine_rows.local
-    total = torch.zeros(tokens, landing.shape[1], dtype=torch.promote_types(dtype, torch.float32))
+    chunks, received = max_tokens // COMBINE_CHUNK_ROWS, workspace.combine_rows.local
+    total = torch.zeros(tokens, received.shape[1], dtype=torch.promote_types(dtype, torch.float32))
     for contributor in range(plan.layout.world_size):
         rows = plan.send_rows[:tokens, contributor]
         hit = (rows >= 0).nonzero().squeeze(1)
@@ -295,7 +295,7 @@ def sum_arrived(dtype: torch.dtype, plan: Plan, workspace: Workspace, grads: Ten
             index = (contributor * chunks + chunk) * CHUNK_FLAGS
             _wait_flag(workspace, workspace.combine_flags.local, index, contributor, "layer 1 combine", chunk)
         slots = contributor * max_tokens + rows[hit]
-        total.index_add_(0, hit, landing[slots].to(total.dtype))
+        total.index_add_(0, hit, received[slots].to(total.dtype))
         if grads is not None:
             grads.index_add_(0, hit, workspace.combine_grads.local[slots, : grads.shape[1]])
     return total.to(dtype)

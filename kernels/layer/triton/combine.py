@@ -192,7 +192,7 @@ def reduce_and_send(
             reduce_rows(y_ptr, returns, rows, first_row, source * M, count, first_col, cols_here, D, COMBINE)
             if returns.grads is not None:
                 if panel == 0:
-                    grads = tl.load(returns.grads.landing_pointers + source).to(tl.pointer_type(tl.float32))
+                    grads = tl.load(returns.grads.received_pointers + source).to(tl.pointer_type(tl.float32))
                     grads += rank * M * COMBINE.top_k
                     send_grads(returns.grads.row_grads, grads, first_row, source * M, count, COMBINE)
             flags = tl.load(symm.flag_pointers + source).to(tl.pointer_type(tl.int32))
@@ -251,7 +251,7 @@ def sum_partials(panel, first_token, out_ptr, returns, symm, turn, M, D, COMBINE
                 grads = tl.zeros((ROWS, K_BLOCK), dtype=tl.float32)
                 for rank in tl.static_range(W):
                     row = tl.load(returns.send_rows + tokens * W + rank, mask=present, other=-1)
-                    source = returns.grads.landing + (rank * M + tl.maximum(row, 0))[:, None] * K + ks[None, :]
+                    source = returns.grads.received + (rank * M + tl.maximum(row, 0))[:, None] * K + ks[None, :]
                     grads += tl.load(source, mask=(row >= 0)[:, None] & (ks < K)[None, :], other=0.0)
                 target = returns.grads.out + tokens[:, None] * K + ks[None, :]
                 tl.store(target, grads, mask=present[:, None] & (ks < K)[None, :])

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...runtime.arguments import CHUNK_ROWS, Wire, num_sms
+from ...runtime.arguments import CHUNK_ROWS, SymmBuffer, num_sms
 from ...runtime.primitives import MOST_THREADS, PLACE_LAYER0, any_of, signal, wait_flags
 from ...runtime.recorder import KIND_DISPATCH, KIND_RECEIVE, now, record
 
@@ -77,7 +77,7 @@ def push_rows(
 ):  # fmt: skip
     """Draw (destination, chunk) tickets until none is left, all destinations in turn: first waves come from all.
 
-    ``sends``, ``symm`` and ``PUSH`` are ``Sends``, ``SymmTensors`` and ``PushConstants``.
+    ``sends``, ``symm`` and ``PUSH`` are ``DispatchLists``, ``SymmTensors`` and ``PushConstants``.
     """
     CHUNK: tl.constexpr = PUSH.chunk
     num_targets = world_size - 1 + INCLUDE_SELF
@@ -138,7 +138,7 @@ def dispatch_kernel(
         ticket = tl.atomic_add(counters + 1, 1)
 
 
-class Sends(NamedTuple):
+class DispatchLists(NamedTuple):
     """What this rank sends, all int32 (``comet.layer.plan``).
 
     Args:
@@ -154,12 +154,12 @@ class Sends(NamedTuple):
     pushed: Tensor
 
 
-def dispatch(x: Tensor, wire: Wire, sends: Sends, counters: Tensor, config: DispatchConfig) -> None:
-    """Dispatch without compute: on return (in stream order) all received rows, own rows included, are in ``wire.rows``.
+def dispatch(x: Tensor, symm: SymmBuffer, sends: DispatchLists, counters: Tensor, config: DispatchConfig) -> None:
+    """Dispatch without compute: on return (in stream order) all received rows, own rows included, are in ``symm.rows``.
 
     Args:
         x: ``(T, D)`` this rank's rows.
-        wire: Receive rows and flags.
+        symm: Receive rows and flags.
         sends: Send lists.
         counters: ``(2,)`` int32 zeros, used up.
         config: How rows are moved.
@@ -167,6 +167,6 @@ def dispatch(x: Tensor, wire: Wire, sends: Sends, counters: Tensor, config: Disp
     interpret = triton.knobs.runtime.interpret
     num_blocks = 1 if interpret else num_sms(x.device)
     dispatch_kernel[(num_blocks,)](
-        x, sends, wire.tensors(num_blocks), counters, wire.rank, wire.world_size, wire.timeout_ns, wire.max_tokens,
-        x.shape[1], PUSH=push_constants(config.push_cols, wire.event_capacity), num_warps=NUM_WARPS,
+        x, sends, symm.tensors(num_blocks), counters, symm.rank, symm.world_size, symm.timeout_ns, symm.max_tokens,
+        x.shape[1], PUSH=push_constants(config.push_cols, symm.event_capacity), num_warps=NUM_WARPS,
     )  # fmt: skip

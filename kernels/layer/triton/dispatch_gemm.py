@@ -27,10 +27,10 @@ from ...gemm.activation import activate
 from ...gemm.group_gemm import dot_precision
 from ...gemm.tiles import GROUP_TILES, decode_tokens
 from ...runtime.activation import SWIGLU, Activation
-from ...runtime.arguments import TileTable, Wire, num_sms
+from ...runtime.arguments import SymmBuffer, TileTable, num_sms
 from ...runtime.primitives import PLACE_LAYER0, zero_after_arrival
 from ...runtime.recorder import KIND_CONVERT, KIND_LAYER0_TILE, now, record
-from .dispatch import COMM_BLOCKS, NUM_WARPS, PushConstants, Sends, push_constants, push_rows
+from .dispatch import COMM_BLOCKS, NUM_WARPS, DispatchLists, PushConstants, push_constants, push_rows
 
 # Rounds of all blocks that are left to tickets, beside the rounds of the communication blocks.
 TICKET_ROUNDS = tl.constexpr(3)
@@ -177,7 +177,7 @@ def dispatch_gemm_kernel(
 ):  # fmt: skip
     """See the module; ``table.counters[0]`` holds push tickets, ``[1]`` tickets of the tail, both start at 0.
 
-    ``sends``, ``symm``, ``table``, ``sizes``, ``GEMM``: ``Sends``, ``SymmTensors``, ``TileTensors``, ``Sizes``,
+    ``sends``, ``symm``, ``table``, ``sizes``, ``GEMM``: ``DispatchLists``, ``SymmTensors``, ``TileTensors``, ``Sizes``,
     ``DispatchGemmConstants``. No ``pre_desc``: gate and up are not kept.
     """
     PUSH: tl.constexpr = GEMM.push
@@ -210,8 +210,8 @@ def dispatch_gemm(
     w1: Tensor,
     hidden: Tensor,
     pre: Tensor | None,
-    wire: Wire,
-    sends: Sends,
+    symm: SymmBuffer,
+    sends: DispatchLists,
     table: TileTable,
     config: DispatchGemmConfig,
     b1: Tensor | None = None,
@@ -223,7 +223,7 @@ def dispatch_gemm(
         w1: ``(e, 2F, D)`` gate rows, then up rows, same dtype.
         hidden: ``(Q, F)`` result; rows in the padding of a tile are undefined, rows of no tile are left alone.
         pre: ``(Q, 2F)`` receives gate | up for the backward pass, or ``None``.
-        wire: Receive rows and flags.
+        symm: Receive rows and flags.
         sends: Send lists.
         table: Tiles in schedule order.
         config: Tile shape and split.
@@ -234,13 +234,13 @@ def dispatch_gemm(
     interpret = triton.knobs.runtime.interpret
     num_blocks = 4 if interpret else num_sms(x.device)
     dispatch_gemm_kernel[(num_blocks,)](
-        x, (wire.rows.data_ptr() - x.data_ptr()) // x.element_size(),
+        x, (symm.rows.data_ptr() - x.data_ptr()) // x.element_size(),
         TensorDescriptor.from_tensor(w1.view(experts, 2, ffn, hidden_size), [1, 2, config.block_f, config.block_k]),
         b1, TensorDescriptor.from_tensor(hidden, [table.block_rows, config.block_f]),
         None if pre is None else _pre_descriptor(pre, table.block_rows, config.block_f),
-        sends, wire.tensors(num_blocks), table.tensors, Sizes(wire.max_tokens, hidden_size, ffn),
-        wire.rank, wire.world_size, min(config.comm_blocks or COMM_BLOCKS, num_blocks - 1), wire.timeout_ns,
-        GEMM=gemm_constants(config, table.block_rows, hidden_size, x.dtype, wire.event_capacity),
+        sends, symm.tensors(num_blocks), table.tensors, Sizes(symm.max_tokens, hidden_size, ffn),
+        symm.rank, symm.world_size, min(config.comm_blocks or COMM_BLOCKS, num_blocks - 1), symm.timeout_ns,
+        GEMM=gemm_constants(config, table.block_rows, hidden_size, x.dtype, symm.event_capacity),
         num_warps=NUM_WARPS, num_stages=config.num_stages,
     )  # fmt: skip
 

@@ -18,9 +18,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ...gemm.activation import hidden_of
 from ...gemm.fp8 import GROUP, SCALE_GROUP, group_scales, scaled_elements
 from ...gemm.tiles import GROUP_TILES, decode_tokens
-from ...runtime.arguments import Scaled, TileTable, Wire, num_sms
+from ...runtime.arguments import Scaled, SymmBuffer, TileTable, num_sms
 from ...runtime.recorder import KIND_CONVERT, KIND_LAYER0_TILE, now, record
-from .dispatch import COMM_BLOCKS, NUM_WARPS, Sends, push_constants, push_rows
+from .dispatch import COMM_BLOCKS, NUM_WARPS, DispatchLists, push_constants, push_rows
 from .dispatch_gemm import DispatchGemmConfig, DispatchGemmConstants, Sizes, zero_after_rows
 
 
@@ -111,8 +111,8 @@ def fp8_dispatch_gemm_kernel(
 def fp8_dispatch_gemm(
     w1: Scaled,
     hidden: Scaled,
-    wire: Wire,
-    sends: Sends,
+    symm: SymmBuffer,
+    sends: DispatchLists,
     table: TileTable,
     config: DispatchGemmConfig,
     b1: Tensor | None = None,
@@ -122,7 +122,7 @@ def fp8_dispatch_gemm(
     Args:
         w1: ``(e, 2F, D)``, gate rows, then up rows, D and F multiples of 128; scales ``(e, 2F / 128, D / 128)``.
         hidden: ``(Q, F)`` with scales ``(F / 128, Q)``, results; rows of no tile are left alone.
-        wire: Packed rows ``(R, ..)`` int32, of which this rank's own are there, and flags.
+        symm: Packed rows ``(R, ..)`` int32, of which this rank's own are there, and flags.
         sends: Send lists.
         table: Tiles in schedule order.
         config: Split of the launch, and pieces of pushes; the tile shape is fixed.
@@ -131,15 +131,15 @@ def fp8_dispatch_gemm(
     experts, double_f, hidden_size = w1.elements.shape
     ffn = double_f // 2
     interpret = triton.knobs.runtime.interpret
-    num_blocks = 4 if interpret else num_sms(wire.rows.device)
+    num_blocks = 4 if interpret else num_sms(symm.rows.device)
     halves = w1.elements.view(experts, 2, ffn, hidden_size)
     fp8_dispatch_gemm_kernel[(num_blocks,)](
         TensorDescriptor.from_tensor(halves, [1, 1, SCALE_GROUP, SCALE_GROUP]),
         TensorDescriptor.from_tensor(hidden.elements, [table.block_rows, SCALE_GROUP]),
-        Fp8Tensors(w1.scales, b1, hidden.scales), sends, wire.tensors(num_blocks), table.tensors,
-        Sizes(wire.max_tokens, hidden_size, ffn, hidden.elements.shape[0], wire.rows.shape[1]),
-        wire.rank, wire.world_size, min(config.comm_blocks or COMM_BLOCKS, num_blocks - 1), wire.timeout_ns,
-        GEMM=fp8_constants(config, table.block_rows, wire.event_capacity),
+        Fp8Tensors(w1.scales, b1, hidden.scales), sends, symm.tensors(num_blocks), table.tensors,
+        Sizes(symm.max_tokens, hidden_size, ffn, hidden.elements.shape[0], symm.rows.shape[1]),
+        symm.rank, symm.world_size, min(config.comm_blocks or COMM_BLOCKS, num_blocks - 1), symm.timeout_ns,
+        GEMM=fp8_constants(config, table.block_rows, symm.event_capacity),
         num_warps=NUM_WARPS, num_stages=config.num_stages,
     )  # fmt: skip
 

@@ -25,10 +25,10 @@ from ...runtime.arguments import (
     CHUNK_FLAGS,
     COMBINE_CHUNK_ROWS,
     PANEL_COUNTERS,
-    Returns,
+    CombineLists,
     Scaled,
+    SymmBuffer,
     TileTable,
-    Wire,
     num_sms,
     parts,
 )
@@ -75,7 +75,7 @@ def gemm_combine_kernel(
 ):  # fmt: skip
     """See the module; counter 0 holds the tickets, panel counters follow at PANEL_COUNTERS.
 
-    ``gemm``, ``returns``, ``symm``, ``table``, ``sizes``: ``PanelTensors``, ``Returns``, ``SymmTensors``,
+    ``gemm``, ``returns``, ``symm``, ``table``, ``sizes``: ``PanelTensors``, ``CombineLists``, ``SymmTensors``,
     ``TileTensors``, ``CombineSizes``.
     """
     epoch = tl.load(symm.epoch)
@@ -101,8 +101,8 @@ def gemm_combine(
     b: Tensor | Scaled,
     y: Tensor,
     out: Tensor,
-    wire: Wire,
-    returns: Returns,
+    symm: SymmBuffer,
+    returns: CombineLists,
     table: TileTable,
     config: GemmCombineConfig,
     *,
@@ -116,7 +116,7 @@ def gemm_combine(
         b: ``(e, D, C)``, or ``(e, C, D)`` with ``b_is_kn``; in block FP8 with scales ``(e, D / 128, C / 128)``.
         y: ``(Q, D)`` scratch for the expert outputs.
         out: ``(T, D)`` result.
-        wire: Combine rows and ``(W, 4C, 16)`` flags.
+        symm: Combine rows and ``(W, 4C, 64)`` flags.
         returns: Which rows to add up for whom.
         table: Tiles.
         config: Tile shape, panels and placement.
@@ -132,12 +132,12 @@ def gemm_combine(
     gemm_combine_kernel[(num_blocks,)](
         TensorDescriptor.from_tensor(a, [table.block_rows, block_k]),
         TensorDescriptor.from_tensor(b, [1, block_k, block_n] if b_is_kn else [1, b_rows, block_k]),
-        PanelTensors(a_scales, b_scales, bias, y), out, returns, wire.tensors(num_blocks), table.tensors,
-        CombineSizes(wire.max_tokens, a.shape[0], out.shape[1], a.shape[1]),
-        wire.rank, min(config.comm_blocks or COMM_BLOCKS, num_blocks - 1), config.num_panels, wire.timeout_ns,
+        PanelTensors(a_scales, b_scales, bias, y), out, returns, symm.tensors(num_blocks), table.tensors,
+        CombineSizes(symm.max_tokens, a.shape[0], out.shape[1], a.shape[1]),
+        symm.rank, min(config.comm_blocks or COMM_BLOCKS, num_blocks - 1), config.num_panels, symm.timeout_ns,
         out.shape[0],
-        GEMM=panel_constants(config, table.block_rows, a.dtype, b_is_kn, wire.event_capacity),
-        COMBINE=combine_constants(config, wire.world_size, returns.row_slots.shape[1], wire.event_capacity),
+        GEMM=panel_constants(config, table.block_rows, a.dtype, b_is_kn, symm.event_capacity),
+        COMBINE=combine_constants(config, symm.world_size, returns.row_slots.shape[1], symm.event_capacity),
         num_warps=NUM_WARPS, num_stages=config.num_stages,
     )  # fmt: skip
 

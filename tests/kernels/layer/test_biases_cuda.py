@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from launch_arguments import make_table, make_wire
+from launch_arguments import make_symm, make_table
 from torch import Tensor
 
 from comet.kernels.layer import dispatch_gemm as layer0
 from comet.kernels.layer import gemm_combine as layer1
-from comet.kernels.layer.triton.dispatch import Sends
+from comet.kernels.layer.triton.dispatch import DispatchLists
 from comet.kernels.layer.triton.dispatch_gemm import DispatchGemmConfig
 from comet.kernels.layer.triton.gemm_combine import GemmCombineConfig
-from comet.kernels.runtime.arguments import Returns
+from comet.kernels.runtime.arguments import CombineLists
 from comet.layer.fused import launch_dispatch_gemm, launch_gemm_combine
 
 NUMBERS = torch.zeros(4, dtype=torch.int32)
@@ -28,10 +28,10 @@ def test_launches_hand_them_on(monkeypatch: pytest.MonkeyPatch, biases: Tensor |
         monkeypatch.setattr(module, "can_run", lambda *_: True)
     monkeypatch.setattr(layer0, "dispatch_gemm_cuda", lambda *_, b1, **__: given.append(b1))
     monkeypatch.setattr(layer1, "gemm_combine_cuda", lambda *_, bias: given.append(bias))
-    sends = Sends(token_ids=NUMBERS, counts=NUMBERS, recv_counts=NUMBERS, pushed=NUMBERS)
-    returns = Returns(row_slots=NUMBERS[None], row_weights=X, send_rows=NUMBERS, recv_counts=NUMBERS)
-    launch_dispatch_gemm(X, X[None], X, None, make_wire(), sends, make_table(), DispatchGemmConfig(), biases)
-    launch_gemm_combine(X, X[None], X, X, make_wire(), returns, make_table(), GemmCombineConfig(), biases)
+    sends = DispatchLists(token_ids=NUMBERS, counts=NUMBERS, recv_counts=NUMBERS, pushed=NUMBERS)
+    returns = CombineLists(row_slots=NUMBERS[None], row_weights=X, send_rows=NUMBERS, recv_counts=NUMBERS)
+    launch_dispatch_gemm(X, X[None], X, None, make_symm(), sends, make_table(), DispatchGemmConfig(), biases)
+    launch_gemm_combine(X, X[None], X, X, make_symm(), returns, make_table(), GemmCombineConfig(), biases)
     assert all(found is biases for found in given)
     assert len(given) == 2
 

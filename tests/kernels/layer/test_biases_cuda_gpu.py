@@ -25,7 +25,7 @@ from torch import Tensor
 
 from comet.kernels.layer.triton.dispatch_gemm import DispatchGemmConfig
 from comet.kernels.runtime.activation import Activation
-from comet.kernels.runtime.arguments import Scaled, Wire, parts
+from comet.kernels.runtime.arguments import Scaled, SymmBuffer, parts
 from comet.layer.fused import launch_dispatch_gemm, launch_gemm_combine
 
 pytestmark = pytest.mark.gpu
@@ -64,8 +64,8 @@ def biased(case: EmulatedCase, activation: Activation) -> Iterator[None]:
         assert isinstance(config, DispatchGemmConfig)
         launch_dispatch_gemm(x, w1, *rest, replace(config, activation=activation), draw(w1, case.dtype))
 
-    def layer1(a: Tensor | Scaled, b: Tensor | Scaled, y: Tensor, out: Tensor, wire: Wire, *rest: object) -> None:
-        launch_gemm_combine(a, b, y, out, wire, *rest, None if wire.rank == 1 else draw(b, case.dtype))
+    def layer1(a: Tensor | Scaled, b: Tensor | Scaled, y: Tensor, out: Tensor, symm: SymmBuffer, *rest: object) -> None:
+        launch_gemm_combine(a, b, y, out, symm, *rest, None if symm.rank == 1 else draw(b, case.dtype))
 
     with (
         patch.multiple(layer0_launches, launch_dispatch_gemm=layer0),

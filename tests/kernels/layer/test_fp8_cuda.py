@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from launch_arguments import in_fp8, make_table, make_wire
+from launch_arguments import in_fp8, make_symm, make_table
 
 from comet.kernels.layer import dispatch_gemm as layer0
 from comet.kernels.layer import gemm_combine as layer1
-from comet.kernels.layer.triton.dispatch import Sends
+from comet.kernels.layer.triton.dispatch import DispatchLists
 from comet.kernels.layer.triton.dispatch_gemm import DispatchGemmConfig
 from comet.kernels.layer.triton.gemm_combine import GemmCombineConfig
 from comet.kernels.runtime.arch import HOPPER
-from comet.kernels.runtime.arguments import Returns, TileTable
+from comet.kernels.runtime.arguments import CombineLists, TileTable
 from comet.layer import fused
 
 D, F, MANY = 512, 256, 20_000
@@ -55,13 +55,13 @@ def test_the_layers_of_large_models_fit() -> None:
 def layer0_call(**changes: object) -> dict[str, Any]:
     """Arguments of a launch that runs in CUDA C++ where there is a GPU."""
     numbers = torch.zeros(4, dtype=torch.int32)
-    sends = Sends(token_ids=numbers, counts=numbers, recv_counts=numbers, pushed=numbers)
-    return dict(w1=in_fp8(8, 2 * F, D), wire=make_wire(), sends=sends, table=make_table()) | changes
+    sends = DispatchLists(token_ids=numbers, counts=numbers, recv_counts=numbers, pushed=numbers)
+    return dict(w1=in_fp8(8, 2 * F, D), symm=make_symm(), sends=sends, table=make_table()) | changes
 
 
-def make_returns(top_k: int = 2) -> Returns:
+def make_returns(top_k: int = 2) -> CombineLists:
     numbers = torch.zeros(4, dtype=torch.int32)
-    return Returns(
+    return CombineLists(
         row_slots=torch.zeros(4, top_k, dtype=torch.int32), row_weights=torch.zeros(4, top_k), send_rows=numbers,
         recv_counts=numbers,
     )  # fmt: skip
@@ -70,7 +70,7 @@ def make_returns(top_k: int = 2) -> Returns:
 def layer1_call(**changes: object) -> dict[str, Any]:
     """The same of layer 1."""
     y = torch.empty(1, D, dtype=torch.bfloat16, device="meta")
-    call = dict(y=y, b=in_fp8(8, D, F), wire=make_wire(), returns=make_returns(), table=make_table())
+    call = dict(y=y, b=in_fp8(8, D, F), symm=make_symm(), returns=make_returns(), table=make_table())
     return call | changes
 
 
@@ -82,10 +82,10 @@ def test_what_layer_1_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer1, "is_available", lambda device: True)
     call = layer1_call()
     assert layer1.can_run(**call)
-    for most in (dict(returns=make_returns(top_k=8)), dict(wire=make_wire(world_size=8)), dict(y=call["y"].half())):
+    for most in (dict(returns=make_returns(top_k=8)), dict(symm=make_symm(world_size=8)), dict(y=call["y"].half())):
         assert layer1.can_run(**layer1_call(**most))
     assert not layer1.can_run(**layer1_call(returns=make_returns(top_k=17)))
-    assert not layer1.can_run(**layer1_call(wire=make_wire(world_size=17)))
+    assert not layer1.can_run(**layer1_call(symm=make_symm(world_size=17)))
     assert not layer1.can_run(**layer1_call(y=call["y"].float()))  # a pool in float32
     assert not layer1.can_run(**layer1_call(table=replace(call["table"], block_rows=64)))
     assert not layer1.can_run(**layer1_call(table=without_segments()))
@@ -106,7 +106,7 @@ def test_layer_0_hands_on_what_it_gets(monkeypatch: pytest.MonkeyPatch, comm_blo
     monkeypatch.setattr(layer0, "is_available", lambda device: True)
     monkeypatch.setattr(layer0, "dispatch_gemm_cuda", lambda *call, **more: given.append((*call, more["comm_blocks"])))
     call, hidden = layer0_call(), in_fp8(1, 128, F)
-    tensors = None, call["w1"], hidden, None, call["wire"], call["sends"], call["table"]
+    tensors = None, call["w1"], hidden, None, call["symm"], call["sends"], call["table"]
     fused.launch_dispatch_gemm(*tensors, DispatchGemmConfig(comm_blocks=comm_blocks))
     [(*found, blocks)] = given
     assert blocks == comm_blocks
@@ -119,7 +119,7 @@ def test_layer_1_hands_on_what_it_gets(monkeypatch: pytest.MonkeyPatch, comm_blo
     monkeypatch.setattr(layer1, "is_available", lambda device: True)
     monkeypatch.setattr(layer1, "gemm_combine_cuda", lambda *call, **_: given.append(call))
     call, hidden = layer1_call(), in_fp8(1, 128, F)
-    tensors = hidden, call["b"], call["y"], call["y"], call["wire"], call["returns"], call["table"]
+    tensors = hidden, call["b"], call["y"], call["y"], call["symm"], call["returns"], call["table"]
     config = GemmCombineConfig(num_panels=3, comm_blocks=comm_blocks, reserved_sms=5)
     fused.launch_gemm_combine(*tensors, config)
     [(*found, split)] = given

@@ -9,7 +9,7 @@ import pytest
 import torch
 from emulated_ranks import EmulatedCase
 from gradient_launches import exact_gradients, run_gradients
-from launch_arguments import in_16_bits, make_table, make_wire
+from launch_arguments import in_16_bits, make_symm, make_table
 from layer1_launches import exact_layer1, run_layer1
 from ranks import run_ranks
 
@@ -17,7 +17,7 @@ from comet.kernels.layer import gemm_combine as module
 from comet.kernels.layer.gemm_combine import DEFAULT, CudaConfig, Variant, combine_bytes, launched_blocks, ticket_parts
 from comet.kernels.layer.triton.gemm_combine import GemmCombineConfig
 from comet.kernels.runtime.arch import HOPPER
-from comet.kernels.runtime.arguments import CHUNK_FLAGS, COMBINE_CHUNK_ROWS, GradWire, Returns
+from comet.kernels.runtime.arguments import CHUNK_FLAGS, COMBINE_CHUNK_ROWS, CombineLists, GradBuffer
 from comet.layer import fused
 from comet.layer.launch_arguments import tile_table
 from comet.layer.plan import Launch, Plan
@@ -69,9 +69,9 @@ def test_blocks_fit_where_the_layer_takes_them(expected_tokens_per_expert: float
 
 def make_call(**changes: object) -> dict[str, object]:
     flags = torch.zeros(2, 4, 16, dtype=torch.int32)
-    returns = Returns(row_slots=torch.zeros(1, 8), row_weights=torch.zeros(1), send_rows=flags, recv_counts=flags)
+    returns = CombineLists(row_slots=torch.zeros(1, 8), row_weights=torch.zeros(1), send_rows=flags, recv_counts=flags)
     y, b = in_16_bits(1, 2048), in_16_bits(32, 2048, 768)
-    return dict(y=y, b=b, wire=make_wire(2, 8192), returns=returns, table=make_table()) | changes
+    return dict(y=y, b=b, symm=make_symm(2, 8192), returns=returns, table=make_table()) | changes
 
 
 def test_when_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,11 +80,11 @@ def test_when_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     wide = torch.empty(1, 768, device="meta")
     assert not module.can_run(**make_call(y=wide))  # float32
     assert not module.can_run(**make_call(b=in_16_bits(4096, 2048, 768)))  # their table needs too much shared memory
-    unweighted = Returns(
+    unweighted = CombineLists(
         row_slots=torch.zeros(1, 8), row_weights=None, send_rows=torch.zeros(1), recv_counts=torch.zeros(1)
     )  # fmt: skip
     assert not module.can_run(**make_call(returns=unweighted))  # sums alone
-    grads = GradWire(row_grads=wide, landing=wide, landing_pointers=wide, out=wide)
+    grads = GradBuffer(row_grads=wide, received=wide, received_pointers=wide, out=wide)
     gradients = unweighted._replace(grads=grads)
     assert module.can_run(**make_call(returns=gradients, b=in_16_bits(32, 1536, 2048)))
     assert not module.can_run(**make_call(returns=gradients._replace(row_weights=wide)))  # of weighted sums
@@ -107,7 +107,7 @@ def test_it_is_not_asked_where_a_rank_of_the_group_lacks_it(
     monkeypatch.setattr(module, "gemm_combine_cuda", lambda *_, **__: launched.append("cuda"))
     monkeypatch.setattr(fused, "gemm_combine", lambda *_, **__: launched.append("triton"))
     call = make_call()
-    tensors = (call[name] for name in ("y", "b", "y", "y", "wire", "returns", "table"))
+    tensors = (call[name] for name in ("y", "b", "y", "y", "symm", "returns", "table"))
     fused.launch_gemm_combine(*tensors, GemmCombineConfig(), in_cuda=cuda_kernels)
     assert launched == ["cuda" if cuda_kernels else "triton"]
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from comet.kernels.gemm.gather_rows import OwnRows, gather_rows
 from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm
 from comet.kernels.layer import dispatch_gemm as module
-from comet.kernels.layer.triton.dispatch import DispatchConfig, Sends, dispatch
+from comet.kernels.layer.triton.dispatch import DispatchConfig, DispatchLists, dispatch
 from comet.kernels.runtime.arch import HOPPER
-from comet.kernels.runtime.arguments import TileTable, Wire
+from comet.kernels.runtime.arguments import SymmBuffer, TileTable
 
 
 def play(rank: int, world_size: int) -> None:
@@ -33,16 +33,16 @@ def play(rank: int, world_size: int) -> None:
         check(TWO, off, "off")
 
 
-def stand_in(grad_y: Tensor, w2: Tensor, out: Tensor, wire: Wire, sends: Sends, table: TileTable) -> None:
+def stand_in(grad_y: Tensor, w2: Tensor, out: Tensor, symm: SymmBuffer, sends: DispatchLists, table: TileTable) -> None:
     """In the place of the launch in CUDA C++, which leaves this rank's own rows where they are."""
     phases = table.tiles[: int(table.num_tiles), 3]
     assert bool((phases.diff() >= 0).all()), "tiles go by phase"
-    dispatch(grad_y, wire, sends, table.counters, DispatchConfig(push_cols=64))
-    wire.rows[wire.rank * wire.max_tokens :][: wire.max_tokens] = torch.nan
-    wire.flags[wire.rank] = EPOCH - 1
+    dispatch(grad_y, symm, sends, table.counters, DispatchConfig(push_cols=64))
+    symm.rows[symm.rank * symm.max_tokens :][: symm.max_tokens] = torch.nan
+    symm.flags[symm.rank] = EPOCH - 1
     grads = grad_y.new_zeros(len(out), w2.shape[1])
-    own = OwnRows(rows=grad_y, first=wire.rank * wire.max_tokens)
-    gather_rows(wire.rows, grads, table.row_ids, table, own)
+    own = OwnRows(rows=grad_y, first=symm.rank * symm.max_tokens)
+    gather_rows(symm.rows, grads, table.row_ids, table, own)
     group_gemm(grads, w2, out, table, gather=False, layout="kn", config=GemmConfig.select(out.dtype))
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from launch_arguments import make_table, make_wire
+from launch_arguments import make_symm, make_table
 
 from comet.kernels.layer import gemm_combine as gemm_combine_cuda
 from comet.kernels.layer.triton import gemm_combine as module
 from comet.kernels.layer.triton.gemm_combine import GemmCombineConfig
-from comet.kernels.runtime.arguments import GradWire, Returns, Scaled, num_sms
+from comet.kernels.runtime.arguments import CombineLists, GradBuffer, Scaled, num_sms
 from comet.kernels.runtime.cuda_source import TensorMap
 from comet.layer.fused import launch_gemm_combine
 
@@ -51,9 +51,9 @@ def run(config: GemmCombineConfig, *, fp8: bool = False, backward: bool = False)
     weights = None if backward else torch.zeros(128, 2)
     a, b = (scaled(128, 128), scaled(2, 128, 128)) if fp8 else (torch.zeros(128, 128), torch.zeros(2, 128, 128))
     y, out = torch.zeros(128, 128, dtype=BF16), torch.zeros(128, 128, dtype=BF16)
-    grads = GradWire(row_grads=out, landing=out, landing_pointers=out, out=out) if backward else None
-    returns = Returns(row_slots=numbers, row_weights=weights, send_rows=numbers, recv_counts=numbers, grads=grads)
-    launch_gemm_combine(a, b, y, out, make_wire(), returns, make_table(), config)
+    grads = GradBuffer(row_grads=out, received=out, received_pointers=out, out=out) if backward else None
+    returns = CombineLists(row_slots=numbers, row_weights=weights, send_rows=numbers, recv_counts=numbers, grads=grads)
+    launch_gemm_combine(a, b, y, out, make_symm(), returns, make_table(), config)
 
 
 @pytest.mark.parametrize(("cluster", "blocks"), [(1, ALL - SPARE), (2, 92)])

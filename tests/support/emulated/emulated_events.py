@@ -10,7 +10,7 @@ import torch
 from emulated_ranks import EPOCH, Buffers, EmulatedCase, Result, play
 from torch import Tensor
 
-from comet.kernels.runtime.arguments import CHUNK_ROWS, COMBINE_CHUNK_ROWS, Wire
+from comet.kernels.runtime.arguments import CHUNK_ROWS, COMBINE_CHUNK_ROWS, SymmBuffer
 from comet.kernels.runtime.recorder import (
     KIND_DISPATCH,
     KIND_FINAL_SUM,
@@ -25,13 +25,13 @@ Items = set[tuple[int, int, int]]
 
 
 def recorded(
-    case: EmulatedCase, buffers: Buffers, launch: Callable[[int, Wire], Result], recorders: list[Recorder]
+    case: EmulatedCase, buffers: Buffers, launch: Callable[[int, SymmBuffer], Result], recorders: list[Recorder]
 ) -> list[Result]:
     """``play``, with the events of the second round in each rank's recorder."""
 
-    def run(rank: int, wire: Wire) -> Result:
+    def run(rank: int, symm: SymmBuffer) -> Result:
         recorders[rank].clear()
-        return launch(rank, replace(wire, recorder=recorders[rank]))
+        return launch(rank, replace(symm, recorder=recorders[rank]))
 
     return play(case, buffers, run)
 

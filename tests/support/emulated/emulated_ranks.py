@@ -19,7 +19,7 @@ from layer_cases import MASKED, LayerCase, rank_inputs
 from rank_plans import plan_from_ids
 from torch import Tensor
 
-from comet.kernels.runtime.arguments import Wire
+from comet.kernels.runtime.arguments import SymmBuffer
 from comet.layer.plan import Plan, routed_row_capacity
 from comet.layout import CHUNK_ROWS, ExpertLayout, round_up
 
@@ -133,13 +133,13 @@ class Buffers:
             flags[flags != EPOCH] = EPOCH - 1
             flags[rank] = EPOCH - 1
 
-    def wire(self, rank: int, fault: Tensor, deadline_ns: int) -> Wire:
+    def symm(self, rank: int, fault: Tensor, deadline_ns: int) -> SymmBuffer:
         """As rank ``rank`` sees them."""
         rows, flags = (
             torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64, device=fault.device)
             for tensors in (self.rows, self.flags)
         )
-        return Wire(
+        return SymmBuffer(
             rows=self.rows[rank],
             row_pointers=rows,
             flags=self.flags[rank],
@@ -152,13 +152,13 @@ class Buffers:
         )
 
 
-def play(case: EmulatedCase, buffers: Buffers, launch: Callable[[int, Wire], Result]) -> list[Result]:
-    """What ``launch`` of a rank over its wire returns for every rank in the second round; no spin may give up in it."""
+def play(case: EmulatedCase, buffers: Buffers, launch: Callable[[int, SymmBuffer], Result]) -> list[Result]:
+    """What ``launch`` of a rank returns for every rank in the second round; no spin may give up in it."""
     results, ranks = [], range(case.world_size)
     faults = [torch.zeros(8, dtype=torch.int64, device=case.device) for _ in ranks]
     for lie_or_not in (buffers.pretend, buffers.stop_pretending):
         lie_or_not()
-        results = [launch(rank, buffers.wire(rank, faults[rank], DEADLINE_NS[case.device])) for rank in ranks]
+        results = [launch(rank, buffers.symm(rank, faults[rank], DEADLINE_NS[case.device])) for rank in ranks]
         synchronize(case)
     for rank, fault in enumerate(faults):
         assert not fault.any(), f"rank {rank}: {fault.tolist()}"
@@ -172,11 +172,11 @@ def synchronize(case: EmulatedCase) -> None:
 
 
 def fault_of(
-    case: EmulatedCase, buffers: Buffers, launch: Callable[[int, Wire], object], deadline_ns: int
+    case: EmulatedCase, buffers: Buffers, launch: Callable[[int, SymmBuffer], object], deadline_ns: int
 ) -> list[int]:
     """What rank 0 records when no other rank ever comes: that it gave up, where, for whom, the epoch, what it saw."""
     fault = torch.zeros(8, dtype=torch.int64, device=case.device)
-    launch(0, buffers.wire(0, fault, deadline_ns))
+    launch(0, buffers.symm(0, fault, deadline_ns))
     synchronize(case)
     return fault[[0, 1, 2, 4, 5]].tolist()
 
@@ -186,11 +186,13 @@ def nobody_came(place: int) -> list[int]:
     return [1, place, 1, EPOCH, EPOCH - 1]
 
 
-def sent_after(case: EmulatedCase, buffers: Buffers, launch: Callable[[int, Wire], object]) -> list[tuple[int, int]]:
+def sent_after(
+    case: EmulatedCase, buffers: Buffers, launch: Callable[[int, SymmBuffer], object]
+) -> list[tuple[int, int]]:
     """Values that rank 0 stored for each other rank, and flags that it raised there, if a wait had failed before."""
     fault = torch.zeros(8, dtype=torch.int64, device=case.device)
     fault[0] = 1
-    launch(0, buffers.wire(0, fault, deadline_ns=1_000_000))
+    launch(0, buffers.symm(0, fault, deadline_ns=1_000_000))
     return [
         (int(rows.isfinite().sum()), int((flags == EPOCH).sum()))
         for rows, flags in zip(buffers.rows[1:], buffers.flags[1:], strict=True)

@@ -19,7 +19,7 @@ from layer_cases import rank_inputs
 from torch import Tensor
 
 from comet.kernels.gemm.fp8 import pack_rows
-from comet.kernels.runtime.arguments import Scaled, Wire, power_of_2
+from comet.kernels.runtime.arguments import Scaled, SymmBuffer, power_of_2
 from comet.layer.fused import launch_dispatch_gemm, launch_gemm_combine
 from comet.layer.launch_arguments import combine_config, dispatch_config, returns_of, sends_of, tile_table
 from comet.layer.plan import Launch, Plan
@@ -73,22 +73,22 @@ def empty_hidden(case: EmulatedCase, num_rows: int) -> Scaled:
     return Scaled(elements=elements.view(torch.float8_e4m3fn), scales=scales)
 
 
-def launch_layer0(case: EmulatedCase, plans: list[Plan], rank: int, wire: Wire) -> Scaled:
+def launch_layer0(case: EmulatedCase, plans: list[Plan], rank: int, symm: SymmBuffer) -> Scaled:
     """One launch of one rank, whose rows are packed first: hidden of all routed rows."""
     plan, x = fresh(plans[rank]), tokens_of(case, rank)
-    wire = replace(wire, rows=wire.rows.view(torch.int32))
-    own = wire.rows[rank * wire.max_tokens :][: len(x)]
+    symm = replace(symm, rows=symm.rows.view(torch.int32))
+    own = symm.rows[rank * symm.max_tokens :][: len(x)]
     pack_rows(x, own)
     hidden = empty_hidden(case, plan.routed_row_ids.numel())
     config = dispatch_config(settings_of(case, plan), x)
     config = replace(config, push_cols=min(512, power_of_2(packed_columns(case.hidden_size, case.dtype))))
     w1, _ = expert_weights(case, rank)
     table = tile_table(plan, Launch.DISPATCH_GEMM)
-    launch_dispatch_gemm(None, scaled(w1), hidden, None, wire, sends_of(plan), table, config)
+    launch_dispatch_gemm(None, scaled(w1), hidden, None, symm, sends_of(plan), table, config)
     return hidden
 
 
-def launch_layer1(case: EmulatedCase, plans: list[Plan], hidden: list[Scaled], rank: int, wire: Wire) -> Tensor:
+def launch_layer1(case: EmulatedCase, plans: list[Plan], hidden: list[Scaled], rank: int, symm: SymmBuffer) -> Tensor:
     """One launch of one rank: its output ``(T, D)``."""
     plan, (_, w2) = fresh(plans[rank]), expert_weights(case, rank)
     settings = settings_of(case, plan)
@@ -96,7 +96,7 @@ def launch_layer1(case: EmulatedCase, plans: list[Plan], hidden: list[Scaled], r
     config = combine_config(settings, settings.layer1.num_panels, out)
     config = replace(config, block_k=FP8_BLOCK)
     returns, table = returns_of(plan, weighted=True), tile_table(plan, Launch.GEMM_COMBINE)
-    launch_gemm_combine(hidden[rank], scaled(w2), y, out, wire, returns, table, config)
+    launch_gemm_combine(hidden[rank], scaled(w2), y, out, symm, returns, table, config)
     return out
 
 
@@ -144,12 +144,12 @@ def rows_of_experts(plan: Plan, hidden: Scaled) -> tuple[Tensor, Tensor]:
     return hidden.elements.view(torch.uint8)[mine], hidden.scales[:, mine]
 
 
-def launch_layer0_alone(case: EmulatedCase) -> tuple[Buffers, Callable[[int, Wire], Scaled]]:
+def launch_layer0_alone(case: EmulatedCase) -> tuple[Buffers, Callable[[int, SymmBuffer], Scaled]]:
     """For ``fault_of``."""
     return make_buffers(case), partial(launch_layer0, case, plans_of(case))
 
 
-def launch_layer1_alone(case: EmulatedCase) -> tuple[Buffers, Callable[[int, Wire], Tensor]]:
+def launch_layer1_alone(case: EmulatedCase) -> tuple[Buffers, Callable[[int, SymmBuffer], Tensor]]:
     """The same of layer 1."""
     plans = plans_of(case)
     hidden = [empty_hidden(case, plan.routed_row_ids.numel()) for plan in plans]

@@ -14,7 +14,7 @@ from layer_cases import rank_inputs
 from torch import Tensor
 
 from comet.kernels.layer import dispatch_gemm as cuda_module
-from comet.kernels.runtime.arguments import Wire
+from comet.kernels.runtime.arguments import SymmBuffer
 from comet.layer.fused import launch_fc2_dgrad
 from comet.layer.launch_arguments import sends_of, tile_table
 from comet.layer.plan import Launch, Plan
@@ -43,17 +43,19 @@ def expert_weights(case: EmulatedCase, rank: int) -> Tensor:
     return (torch.randn(shape, generator=generator, device=case.device) / case.hidden_size**0.5).to(case.dtype)
 
 
-def launch(case: EmulatedCase, plans: list[Plan], rank: int, wire: Wire, *, apart: Collection[int] = ()) -> Gradients:
+def launch(
+    case: EmulatedCase, plans: list[Plan], rank: int, symm: SymmBuffer, *, apart: Collection[int] = ()
+) -> Gradients:
     """One launch of one rank: results of all routed rows, NaN where nothing was written; ranks ``apart`` in Triton."""
     plan, grad_y, w2 = fresh(plans[rank]), grads_of(case, rank), expert_weights(case, rank)
     grads, out = (unwritten(case, plan.routed_row_ids.numel(), cols) for cols in (case.hidden_size, case.ffn_size))
     table = tile_table(plan, Launch.DISPATCH_DGRAD)
     with grad_hidden_in("triton") if rank in apart else nullcontext():
-        launch_fc2_dgrad(grad_y, w2, grads, out, wire, sends_of(plan), table, plan.tiles)
+        launch_fc2_dgrad(grad_y, w2, grads, out, symm, sends_of(plan), table, plan.tiles)
     return Gradients(grads, out)
 
 
-def launch_alone(case: EmulatedCase) -> tuple[Buffers, Callable[[int, Wire], Gradients]]:
+def launch_alone(case: EmulatedCase) -> tuple[Buffers, Callable[[int, SymmBuffer], Gradients]]:
     """For ``fault_of`` and ``sent_after``."""
     return make_buffers(case), partial(launch, case, plans_of(case))
 

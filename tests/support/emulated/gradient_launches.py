@@ -12,7 +12,7 @@ from emulated_ranks import Buffers, EmulatedCase, Kind, fresh, max_tokens, plans
 from layer1_launches import config_of, final_sums, layer1_in, make_buffers, partial_sums
 from torch import Tensor
 
-from comet.kernels.runtime.arguments import GradWire, Wire
+from comet.kernels.runtime.arguments import GradBuffer, SymmBuffer
 from comet.layer import fused
 from comet.layer.fused import launch_gemm_combine
 from comet.layer.launch_arguments import returns_of, tile_table
@@ -41,27 +41,29 @@ def inputs_of(case: EmulatedCase, rank: int, plan: Plan) -> tuple[Tensor, Tensor
     return rows.to(case.dtype), (w1 / case.ffn_size**0.5).to(case.dtype), row_grads
 
 
-def launch(case: EmulatedCase, plans: list[Plan], landings: list[Tensor], rank: int, wire: Wire) -> Gradients:
+def launch(
+    case: EmulatedCase, plans: list[Plan], receive_buffers: list[Tensor], rank: int, symm: SymmBuffer
+) -> Gradients:
     """One launch of one rank: gradients of its tokens ``(T, D)`` and of their routing weights ``(T, K)``."""
     plan = fresh(plans[rank])
     rows, w1, row_grads = inputs_of(case, rank, plan)
     out, y = (unwritten(case, count, case.hidden_size) for count in (plan.num_tokens, rows.shape[0]))
-    grads = GradWire(
+    grads = GradBuffer(
         row_grads=row_grads,
-        landing=landings[rank],
-        landing_pointers=torch.tensor([each.data_ptr() for each in landings], device=case.device),
+        received=receive_buffers[rank],
+        received_pointers=torch.tensor([each.data_ptr() for each in receive_buffers], device=case.device),
         out=torch.full((plan.num_tokens, case.top_k), torch.nan, device=case.device),
     )
     returns, table = returns_of(plan, weighted=False, grads=grads), tile_table(plan, Launch.DGRAD_COMBINE)
-    launch_gemm_combine(rows, w1, y, out, wire, returns, table, config_of(case))
+    launch_gemm_combine(rows, w1, y, out, symm, returns, table, config_of(case))
     return out, grads.out
 
 
-def launch_alone(case: EmulatedCase) -> tuple[Buffers, Callable[[int, Wire], Gradients]]:
+def launch_alone(case: EmulatedCase) -> tuple[Buffers, Callable[[int, SymmBuffer], Gradients]]:
     """For ``play`` and ``fault_of``."""
     shape = case.world_size * max_tokens(case), case.top_k
-    landings = [torch.full(shape, torch.nan, device=case.device) for _ in range(case.world_size)]
-    return make_buffers(case), partial(launch, case, plans_of(case), landings)
+    receive_buffers = [torch.full(shape, torch.nan, device=case.device) for _ in range(case.world_size)]
+    return make_buffers(case), partial(launch, case, plans_of(case), receive_buffers)
 
 
 def run_gradients(case: EmulatedCase, kind: Kind) -> list[Gradients]:

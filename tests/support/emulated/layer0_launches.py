@@ -14,7 +14,7 @@ from torch.nn.functional import silu
 
 from comet.kernels.layer import dispatch_gemm as cuda_module
 from comet.kernels.layer.triton.dispatch_gemm import DispatchGemmConfig
-from comet.kernels.runtime.arguments import Wire, power_of_2
+from comet.kernels.runtime.arguments import SymmBuffer, power_of_2
 from comet.layer.fused import launch_dispatch_gemm
 from comet.layer.launch_arguments import sends_of, tile_table
 from comet.layer.plan import Launch, Plan
@@ -70,18 +70,18 @@ def config_of(case: EmulatedCase) -> DispatchGemmConfig:
     )
 
 
-def launch(case: EmulatedCase, plans: list[Plan], rank: int, wire: Wire, *, save_pre: bool = False) -> Hidden:
+def launch(case: EmulatedCase, plans: list[Plan], rank: int, symm: SymmBuffer, *, save_pre: bool = False) -> Hidden:
     """One launch of one rank: results of all routed rows, NaN where nothing was written."""
     plan, x = fresh(plans[rank]), tokens_of(case, rank)
     rows = plan.routed_row_ids.numel()
     hidden, pre = (unwritten(case, rows, parts * case.ffn_size) for parts in (1, 2))
     table, config = tile_table(plan, Launch.DISPATCH_GEMM), config_of(case)
     w1 = expert_weights(case, rank)
-    launch_dispatch_gemm(x, w1, hidden, pre if save_pre else None, wire, sends_of(plan), table, config)
+    launch_dispatch_gemm(x, w1, hidden, pre if save_pre else None, symm, sends_of(plan), table, config)
     return Hidden(hidden, pre if save_pre else None)
 
 
-def launch_alone(case: EmulatedCase) -> tuple[Buffers, Callable[[int, Wire], Hidden]]:
+def launch_alone(case: EmulatedCase) -> tuple[Buffers, Callable[[int, SymmBuffer], Hidden]]:
     """For ``fault_of``."""
     return make_buffers(case), partial(launch, case, plans_of(case))
 

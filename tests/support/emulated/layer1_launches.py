@@ -11,7 +11,7 @@ from torch import Tensor
 
 from comet.kernels.layer import gemm_combine as cuda_module
 from comet.kernels.layer.triton.gemm_combine import GemmCombineConfig
-from comet.kernels.runtime.arguments import CHUNK_FLAGS, COMBINE_CHUNK_ROWS, Wire, power_of_2
+from comet.kernels.runtime.arguments import CHUNK_FLAGS, COMBINE_CHUNK_ROWS, SymmBuffer, power_of_2
 from comet.layer.fused import launch_gemm_combine
 from comet.layer.launch_arguments import returns_of, tile_table
 from comet.layer.plan import Launch, Plan
@@ -43,17 +43,17 @@ def config_of(case: EmulatedCase) -> GemmCombineConfig:
     )
 
 
-def launch(case: EmulatedCase, plans: list[Plan], rank: int, wire: Wire) -> Tensor:
+def launch(case: EmulatedCase, plans: list[Plan], rank: int, symm: SymmBuffer) -> Tensor:
     """One launch of one rank: its output ``(T, D)``."""
     plan = fresh(plans[rank])
     hidden, w2 = expert_inputs(case, rank, plan.routed_row_ids.numel())
     out, y = (unwritten(case, rows, case.hidden_size) for rows in (plan.num_tokens, hidden.shape[0]))
     returns, table = returns_of(plan, weighted=True), tile_table(plan, Launch.GEMM_COMBINE)
-    launch_gemm_combine(hidden, w2, y, out, wire, returns, table, config_of(case))
+    launch_gemm_combine(hidden, w2, y, out, symm, returns, table, config_of(case))
     return out
 
 
-def launch_alone(case: EmulatedCase) -> tuple[Buffers, Callable[[int, Wire], Tensor]]:
+def launch_alone(case: EmulatedCase) -> tuple[Buffers, Callable[[int, SymmBuffer], Tensor]]:
     """For ``play``, ``fault_of`` and ``sent_after``."""
     return make_buffers(case), partial(launch, case, plans_of(case))
 

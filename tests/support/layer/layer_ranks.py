@@ -40,8 +40,8 @@ def build_layer(case: LayerCase, rank: int, path: str, device: str = "cpu", back
 def poison(group: ExpertGroup) -> None:
     """Fill where rows land with NaN: what is read without having been written, or too early, shows in the result."""
     synchronize(group)
-    for landing in (group.workspace.recv_rows, group.workspace.combine_rows, group.workspace.combine_grads):
-        landing.local.fill_(float("nan"))
+    for received in (group.workspace.recv_rows, group.workspace.combine_rows, group.workspace.combine_grads):
+        received.local.fill_(float("nan"))
     synchronize(group)
 
 

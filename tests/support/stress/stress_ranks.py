@@ -166,7 +166,7 @@ def run_call(
     if case.strided:
         x, ids, weights = (torch.stack([tensor, tensor], dim=-1)[..., 0] for tensor in (x, ids, weights))
     pause(case, moe.group.device, sleeper)
-    poison_landing(moe.group)
+    poison_received(moe.group)
     if in_fp8 is not None:
         return {"output": moe.experts.fp8(x, ids, weights, *in_fp8)}
     if not case.backward:
@@ -178,19 +178,19 @@ def run_call(
         parameter.grad = None
     y = moe.routed_experts(x, ids, weights)
     pause(case, moe.group.device, sleeper)
-    poison_landing(moe.group)
+    poison_received(moe.group)
     y.backward(inputs.grad_output)
     leaves = {"grad_tokens": x, "grad_top_k_weights": weights, "grad_w1": moe.w1, "grad_w2": moe.w2}
     return {"output": y.detach(), **{name: gradient(leaf) for name, leaf in leaves.items()}}
 
 
-def poison_landing(group: ExpertGroup) -> None:
+def poison_received(group: ExpertGroup) -> None:
     """Fill where rows land with NaN, in stream order: what is read unwritten, or too early, shows in the result.
 
     No rank need wait: the others write to this one only after it has sent ids, or come to the barrier of a backward.
     """
-    for landing in (group.workspace.recv_rows, group.workspace.combine_rows, group.workspace.combine_grads):
-        landing.local.fill_(float("nan"))
+    for received in (group.workspace.recv_rows, group.workspace.combine_rows, group.workspace.combine_grads):
+        received.local.fill_(float("nan"))
 
 
 def pause(case: StressCase, device: torch.device, sleeper: Random) -> None:
