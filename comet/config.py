@@ -241,9 +241,8 @@ class OverlapConfig:
 
     Args:
         comm_blocks: 0: communication is colocated with compute, on every SM: a warp or more of each block of a kernel
-            in CUDA C++ (larger layers; of block FP8, layer 0 always), in Triton's layer 1 a block beside each block
-            that computes. N: N blocks of layer 0 push rows and then compute; in layer 1 N blocks only combine, and the
-            others do when they have computed. Over NVLink no N is faster by more than 0.4 %
+            in CUDA C++; in Triton 16 blocks. N: N blocks of layer 0 push rows and then compute; in layer 1 N blocks
+            only combine, and the others do when they have computed. Over NVLink no N is faster by more than 0.4 %
             (``benchmarks/results/layer.md``): it is for slower links.
         num_panels: Layer 1: column panels of the hidden dimension.
     """

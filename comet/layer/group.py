@@ -235,7 +235,7 @@ def agree_on_kernels(device: torch.device, group: ProcessGroup | None) -> bool:
     if group is not None and group.rank() == 0 and not all(lacking):
         for rank, reason in enumerate(lacking):
             if reason:
-                logger.warning("rank %d: %s; so larger layers are slower on all ranks of its group", rank, reason)
+                logger.warning("rank %d: %s; so layers are slower on all ranks of its group", rank, reason)
     return not any(lacking)
 
 

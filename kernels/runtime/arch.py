@@ -58,7 +58,7 @@ AMPERE = Arch(
     assembler="sm_80",
     shared_bytes=166912,
     converts_e4m3=False,
-    lacks="dependent launches, by which the two kernels of layer 1 share a GPU",
+    lacks="a fence that kernels of expert caches use, and e4m3 for block FP8",
 )
 BLACKWELL = Arch(
     name="blackwell",

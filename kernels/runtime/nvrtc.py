@@ -36,7 +36,7 @@ def is_available(device: torch.device) -> bool:
         return False
     missing = what_is_missing()
     if missing:
-        logger.warning("%s: larger layers are slower (pip install 'comet-moe[cuda]', on every node)", missing)
+        logger.warning("%s: layers are slower (pip install 'comet-moe[cuda]', on every node)", missing)
     return not missing
 
 

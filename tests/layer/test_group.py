@@ -92,7 +92,7 @@ def lack_compilers(rank: int, world_size: int, lacking: list[str]) -> tuple[list
 
 
 def test_kernels_in_cuda_are_for_groups_all_of_whose_ranks_have_them() -> None:
-    said = "WARNING rank 1: no CUDA C++ compiler; so larger layers are slower on all ranks of its group"
+    said = "WARNING rank 1: no CUDA C++ compiler; so layers are slower on all ranks of its group"
     assert run_ranks(lack_compilers, 2, ["", "no CUDA C++ compiler"]) == [([False] * 2, [said]), ([False] * 2, [])]
     assert run_ranks(lack_compilers, 2, ["", ""]) == [([True] * 2, [])] * 2
     assert run_ranks(lack_compilers, 2, ["none"] * 2) == [([False] * 2, [])] * 2, "each says so for itself"

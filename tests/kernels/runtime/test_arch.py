@@ -39,7 +39,7 @@ def test_hopper_and_a_cpu_have_no_obstacle(a_gpu: SimpleNamespace) -> None:
 @pytest.mark.parametrize(
     ("name", "capability", "reason"),
     [
-        ("NVIDIA A100-SXM4-80GB", (8, 0), "lacks dependent launches"),
+        ("NVIDIA A100-SXM4-80GB", (8, 0), "lacks a fence that kernels of expert caches use"),
         ("NVIDIA B200", (10, 0), "lacks the 245,808 bytes of shared memory"),
         ("NVIDIA L40S", (8, 9), "is not in the table of GPUs, ampere, hopper, blackwell"),
     ],
