@@ -66,7 +66,6 @@ BLACKWELL = Arch(
     assembler="sm_100a",
     shared_bytes=232448,
     starts_early=True,
-    lacks="the 245,808 bytes of shared memory that a block of layer 0 in 16 bits takes there",
 )
 ARCHS = {arch.name: arch for arch in (AMPERE, HOPPER, BLACKWELL)}
 

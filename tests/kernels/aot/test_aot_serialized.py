@@ -21,7 +21,7 @@ struct Config : Block {
     using Element = Bf16;
     static constexpr int BLOCK_N = 128, BLOCK_K = 64, MAX_TILE_ROWS = 48, MMA_ROWS = 256, ROW_STEP = 16, CLUSTER = 1;
     static constexpr int NUM_STAGES = 4, TILE_SLOTS = 8, SCALE_STEPS = 1;
-    static constexpr bool IS_DGRAD = false, IS_FP8 = false;
+    static constexpr bool IS_DGRAD = false, IS_FP8 = false, HAS_BIAS = false;
 };
 
 // Before mma.cuh, which takes it as it finds it: the products of 32 rows in the place of its own.
@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) some_products(float* out, i
     SharedStorage<Config, int, 0> storage(shared);
     Pipeline<Config> pipeline = storage.pipeline();
     Accumulator<Config> sums;
-    multiply_tile<false>(pipeline, sums, rows, 0, threadIdx.x % 32, num_steps, [] {});
+    multiply_tile<false>(pipeline, sums, 0, rows, 0, threadIdx.x % 32, num_steps, [] {});
     for (int index = 0; index < Config::MAX_TILE_ROWS / 2; ++index) out[index * 128 + threadIdx.x] = sums[index];
 }
 """

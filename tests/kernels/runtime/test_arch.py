@@ -31,7 +31,9 @@ def test_no_gpu_is_in_it_twice_and_triton_compiles_for_all() -> None:
     assert [each.name for each in archs if each.cuda_kernels] == ["hopper"]
 
 
-def test_hopper_and_a_cpu_have_no_obstacle(a_gpu: SimpleNamespace) -> None:
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
+def test_hopper_blackwell_and_a_cpu_have_no_obstacle(capability: tuple[int, int], a_gpu: SimpleNamespace) -> None:
+    a_gpu.capability = capability
     assert kernel_obstacle(GPU) == kernel_obstacle(torch.device("cpu")) == ""
     assert make_communicator("auto", None, GPU).memory_obstacle == ""
 
@@ -40,7 +42,6 @@ def test_hopper_and_a_cpu_have_no_obstacle(a_gpu: SimpleNamespace) -> None:
     ("name", "capability", "reason"),
     [
         ("NVIDIA A100-SXM4-80GB", (8, 0), "lacks a fence that kernels of expert caches use"),
-        ("NVIDIA B200", (10, 0), "lacks the 245,808 bytes of shared memory"),
         ("NVIDIA L40S", (8, 9), "is not in the table of GPUs, ampere, hopper, blackwell"),
     ],
 )
