@@ -35,15 +35,14 @@ def make_mesh(
     if process_group is None or same_shard is None or parallel.world_size == 1:
         return None
     ranks = torch.arange(dist.get_world_size()).view(same_shard.size(), parallel.ep, parallel.tp)
-    if min(ranks.shape[1:]) > 1:
+    names: tuple[str, ...] = ("data", "ep", "tp")
+    if parallel.ep == 1 or parallel.tp == 1:
+        names, groups, ranks = ("data", "ep" if parallel.ep > 1 else "tp"), [process_group], ranks.flatten(1)
+    else:
         # Not init_device_mesh: it splits NCCL's communicator of the world, which hangs once earlier parts were closed.
         axes = ranks.transpose(1, 2).flatten(0, 1), ranks.flatten(0, 1)
-        of_axes = [dist.new_subgroups_by_enumeration(axis.tolist())[0] for axis in axes]
-        names: tuple[str, ...] = ("data", "ep", "tp")
-        return DeviceMesh.from_group([same_shard, *of_axes], device_type, mesh=ranks, mesh_dim_names=names)
-    names = ("data", "ep" if parallel.ep > 1 else "tp")
-    groups = [same_shard, process_group]
-    return DeviceMesh.from_group(groups, device_type, mesh=ranks.flatten(1), mesh_dim_names=names)
+        groups = [dist.new_subgroups_by_enumeration(axis.tolist())[0] for axis in axes]
+    return DeviceMesh.from_group([same_shard, *groups], device_type, mesh=ranks, mesh_dim_names=names)
 
 
 def forget_meshes() -> None:

@@ -405,6 +405,7 @@ def launched_blocks(sms: int, reserved: int, cluster: int) -> int:
     return max((sms - reserved - left_over) // cluster, 1) * cluster
 
 
+@functools.cache
 def ticket_parts(max_tokens: int, world_size: int, top_k: int, cols: int, num_panels: int) -> tuple[int, int]:
     """What a panel's columns and a chunk's rows are cut into, so that each combining warp has two tickets of a reduce.
 

@@ -27,6 +27,7 @@ def test_kernels_and_comet_agree_on_the_shape_of_flags() -> None:
     assert arguments.COMBINE_CHUNK_ROWS == layout.COMBINE_CHUNK_ROWS
     assert arguments.MAX_WAVES == layout.MAX_WAVES
     assert arguments.MAX_PANELS == layout.MAX_PANELS
+    assert arguments.CHUNK_FLAGS == layout.CHUNK_FLAGS
 
 
 def test_worked_example_of_tile_shapes() -> None:
