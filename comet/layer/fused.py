@@ -156,7 +156,8 @@ class Fused(Backend):
         grad_output, num_rows = aligned(grad_output), plan.routed_row_ids.numel()
         grads, out = grad_output.new_empty(num_rows, w2.shape[1]), grad_output.new_empty(num_rows, w2.shape[2])
         symm, table = recv_symm(self.workspace), tile_table(plan, Launch.DISPATCH_DGRAD)
-        launch_fc2_dgrad(grad_output, w2, grads, out, symm, sends_of(plan), table, plan.tiles)
+        sends, comm_blocks = sends_of(plan), self.settings.comm_blocks
+        launch_fc2_dgrad(grad_output, w2, grads, out, symm, sends, table, plan.tiles, comm_blocks)
         return grads, out
 
     def activation_backward(self, pre_activation: Tensor, grad_hidden: Tensor, plan: Plan) -> ActivationGradients:
@@ -339,6 +340,7 @@ def launch_fc2_dgrad(
     sends: DispatchLists,
     table: TileTable,
     phase_tiles: Tensor,
+    comm_blocks: int = 0,
 ) -> None:
     """Send this rank's gradients, receive the others', and multiply those of all routed rows by their expert's w2.
 
@@ -351,9 +353,10 @@ def launch_fc2_dgrad(
         sends: Send lists.
         table: Tiles by expert, and the received row of each routed row.
         phase_tiles: ``(max_tiles, 4)`` the same tiles by phase.
+        comm_blocks: Blocks that push rows before they compute, in CUDA C++; 0: a warp of each block pushes them beside.
     """
     if cuda_layer0.can_run(w2, table, is_dgrad=True):
-        cuda_layer0.fc2_dgrad_cuda(grad_y, w2, out, symm, sends, replace(table, tiles=phase_tiles))
+        cuda_layer0.fc2_dgrad_cuda(grad_y, w2, out, symm, sends, replace(table, tiles=phase_tiles), comm_blocks)
         own = OwnRows(rows=grad_y, first=symm.rank * symm.max_tokens)
         gather_rows(symm.rows, grads, table.row_ids, table, own)
     else:

@@ -264,7 +264,13 @@ def dispatch_gemm_cuda(
 
 
 def fc2_dgrad_cuda(
-    grad_y: Tensor, w2: Tensor, out: Tensor, symm: SymmBuffer, sends: DispatchLists, table: TileTable
+    grad_y: Tensor,
+    w2: Tensor,
+    out: Tensor,
+    symm: SymmBuffer,
+    sends: DispatchLists,
+    table: TileTable,
+    comm_blocks: int = 0,
 ) -> None:
     """Send this rank's gradients, receive the others', and multiply those of all routed rows by their expert's w2.
 
@@ -275,13 +281,19 @@ def fc2_dgrad_cuda(
         symm: Receive rows, which hold the others' gradients afterwards and not this rank's own, and flags.
         sends: Send lists.
         table: Segments, tiles by phase, and where each routed row arrives.
+        comm_blocks: Blocks that push rows before they compute; 0: a warp of each block pushes them beside.
     """
     variant = Variant(
-        weights=w2.dtype, output=w2.dtype, world_size=symm.world_size, is_dgrad=True, records=symm.recorder is not None
+        weights=w2.dtype,
+        output=w2.dtype,
+        world_size=symm.world_size,
+        is_dgrad=True,
+        records=symm.recorder is not None,
+        is_split=comm_blocks > 0,
     )
     weights_map = tensor_map(w2, (1, MMA.block_k, SWIZZLE_BYTES // w2.itemsize))
     results = HiddenArgs.of(hidden=out, gate_up=None, scales=None, weight_scales=None, num_rows=len(out))
-    launch(variant, weights_map, grad_y, results, symm, sends, table, tuple(w2.shape))
+    launch(variant, weights_map, grad_y, results, symm, sends, table, tuple(w2.shape), comm_blocks)
 
 
 def gate_up_map(w1: Tensor, cols: int) -> TensorMap:
@@ -359,6 +371,7 @@ def aot_cases() -> list[CudaCase]:
         Variant(weights=fp8, output=bf16, world_size=4, is_split=True),
         *(Variant(weights=dtype, output=dtype, world_size=4, is_dgrad=True, records=records)
           for dtype, records in product([bf16, fp16], [False, True])),
+        Variant(weights=bf16, output=bf16, world_size=4, is_dgrad=True, is_split=True),
         *(Variant(weights=bf16, output=bf16, world_size=4, saves_gate_up=True, activation=Activation(name))
           for name in ("geglu", "reglu")),
         *(Variant(weights=weights, output=bf16, world_size=4, saves_gate_up=saves, activation=gpt_oss, bias=bf16)
