@@ -15,7 +15,7 @@ from typing import Any
 from comet.config import OverlapConfig
 from comet.tuner.choice import Resolved, broken_rule
 from comet.tuner.model import Prediction
-from comet.tuner.problem import Machine, Problem, candidate_name, cuda_layers, effective
+from comet.tuner.problem import Machine, Problem, candidate_name, cuda_layers, default_setting, effective
 from comet.tuner.profile import Measured, ProfileEntry, ProfileKey, ProfileStore
 from comet.utils.tables import aligned
 
@@ -100,7 +100,7 @@ def regrets(points: Sequence[Explained], store: ProfileStore) -> dict[str, dict[
         the store is left out.
     """
     ways = {
-        "default": [_regret(point, OverlapConfig()) for point in points],
+        "default": [_regret(point, default_setting(point.problem)) for point in points],
         "model": [model_regret(point.predictions, point.entry) for point in points],
         "nearest": [_nearest_regret(point, store) for point in points],
     }

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from comet.config import OverlapConfig, require
 from comet.layout import MAX_PANELS
-from comet.tuner.problem import Machine, Problem, candidate_name, column_blocks
+from comet.tuner.problem import Machine, Problem, candidate_name, column_blocks, default_setting
 from comet.tuner.profile import ProfileKey, ProfileStore
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def resolve(
         passed_over = broken_rule(setting, problem, machine)
         if not passed_over:
             return Resolved(setting=setting, source="profile" if exact else "nearest")
-    return Resolved(setting=OverlapConfig(), source="default", passed_over=passed_over)
+    return Resolved(setting=default_setting(problem), source="default", passed_over=passed_over)
 
 
 def check_setting(setting: OverlapConfig, problem: Problem, machine: Machine) -> None:

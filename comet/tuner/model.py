@@ -19,7 +19,7 @@ import math
 from dataclasses import dataclass, replace
 
 from comet.config import OverlapConfig
-from comet.tuner.problem import Machine, Problem, effective, fitting_panels
+from comet.tuner.problem import Machine, Problem, default_setting, effective, fitting_panels
 
 # Smooth maximum of compute and memory time, fit: DeepSeek-V3 at 2048 tokens takes 12 % more than its tiles.
 ROOFLINE_POWER = 2.5
@@ -131,7 +131,7 @@ def propose(problem: Problem, machine: Machine) -> list[Prediction]:
 
     At most 11 with distinct settings. With the default among them, a tuned layer is never slower than an untuned one.
     """
-    default = effective(OverlapConfig(), problem)
+    default = effective(default_setting(problem), problem)
     colocated = dict.fromkeys([default, *(effective(OverlapConfig(num_panels=panels), problem) for panels in PANELS)])
     tried = sorted((predict(problem, setting, machine) for setting in colocated), key=lambda item: item.ms)
     best = tried[0]

@@ -228,6 +228,15 @@ def cuda_layers(problem: Problem, machine: Machine) -> tuple[bool, bool]:
     )
 
 
+def default_setting(problem: Problem) -> OverlapConfig:
+    """The setting where nothing was measured: that of ``OverlapConfig``, but one panel on one rank.
+
+    There no row travels while others are computed, and one panel less is 1 to 6 % of a layer
+    (``benchmarks/results/tuner.md``).
+    """
+    return OverlapConfig(num_panels=1) if problem.parallel.world_size == 1 else OverlapConfig()
+
+
 def effective(setting: OverlapConfig, problem: Problem) -> OverlapConfig:
     """The setting as the layer takes it, within its limits; settings that come to the same launches have equal results.
 

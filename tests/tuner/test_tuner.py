@@ -13,7 +13,7 @@ import torch
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.tuner.choice import check_setting
 from comet.tuner.model import HOPELESS, PANELS, SPLITS, predict, propose
-from comet.tuner.problem import H200, Machine, Problem, effective, expected_tiles, shard_reach
+from comet.tuner.problem import H200, Machine, Problem, default_setting, effective, expected_tiles, shard_reach
 
 QWEN3 = MoEConfig(num_experts=128, top_k=8, hidden_size=2048, ffn_size=768)
 SHAPES = {
@@ -177,7 +177,7 @@ def test_proposals_are_few_legal_sorted_and_include_plain() -> None:
         assert 2 <= len(settings) <= 11
         assert len(set(settings)) == len(settings)
         assert None in settings
-        default = effective(OverlapConfig(), problem)
+        default = effective(default_setting(problem), problem)
         assert default in settings
         fused = [item for item in proposed if item.setting is not None]
         others = [item for item in fused if item.setting != default]

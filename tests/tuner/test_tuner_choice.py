@@ -46,6 +46,7 @@ def test_resolution_order(tmp_path) -> None:
     assert resolve(problem_of(num_tokens=1500), store, H200) == Resolved(setting=best, source="nearest")
     assert resolve(problem_of(num_tokens=100), store, H200).source == "default"
     assert resolve(problem_of(ep=2), store, H200).source == "default"
+    assert resolve(problem_of(ep=1), store, H200).setting == OverlapConfig(num_panels=1), "one rank hides nothing"
     forced = OverlapConfig(comm_blocks=3)
     assert resolve(problem, store, H200, forced=forced) == Resolved(setting=forced, source="user")
     impossible = resolve(problem, store, replace(H200, num_sms=20))
