@@ -264,10 +264,9 @@ def run_dequantize(device: torch.device, dtype: torch.dtype) -> None:
 
 def run_host_cores(device: torch.device, dtype: torch.dtype) -> None:
     """Some of the missing experts are computed by a process of the host; with three slots three tokens take waves."""
-    w1, w2 = (torch.randn(6, *size).to(dtype) for size in ((64, 32), (32, 32)))
     for num_slots, policy, kind in ((6, "lru", ""), (3, "score", ""), (3, "lru", "mxfp4")):
-        sizes = {"top_k": 2, "max_tokens": 3}
-        cache, cores = hosted_cache(w1, w2, num_slots, device, **sizes, policy=policy, quantised=kind)
+        case = DecodeCase(name="host cores", T=3, K=2, E=6, D=32, F=32, quantised=kind)
+        cache, cores = hosted_cache(case, num_slots, policy=policy, device=device, dtype=dtype)
         slots = torch.arange(6, dtype=torch.int32)
         resident = DecodeWeights(**{name: part.cpu() for name, part in cache.host.named_parts.items()}, slots=slots)
         for num_tokens, needed in product((1, 3), ([0, 5], [2, 3], [4, 5], [1, -1])):

@@ -125,9 +125,13 @@ def host_paths(
         routers: Called where they may: those of all layers, that say which are probable; none: none travel.
     """
     runner = slots.runner
-    sizes = HostSizes.of(hidden_size, slots.layout, runner.decode.max_tokens, slots.dtype, runner.activation)
-    cores = open_cores(host_cores, sizes, slots.device, runner=slots.runner)
-    some_missing = slots.num_slots < slots.layout.experts_local
+    layout = slots.layout
+    sizes = HostSizes(
+        num_experts=layout.num_experts, first_expert=layout.first_expert, hidden_size=hidden_size, top_k=layout.top_k,
+        max_tokens=runner.decode.max_tokens, dtype=slots.dtype, activation=runner.activation,
+    )  # fmt: skip
+    cores = open_cores(host_cores, sizes, slots.device, runner=runner)
+    some_missing = slots.num_slots < layout.experts_local
     guides = routers() if prefetches(expert_prefetch, slots.device, useful=some_missing) else ()
     paths = replace(slots, cores=cores).over_host(hold(None if cores is None else cores.file))
     readable = all(isinstance(path, CachedExperts) for path in paths)

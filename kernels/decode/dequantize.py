@@ -66,20 +66,14 @@ def dequantize_slots(elements: Tensor, scales: Tensor, slots: Tensor, dtype: tor
     Example: the slots 3, 0 and 3 give three matrices, of which the first and the last are the same.
 
     Args:
-        elements: ``(S, rows, columns)`` float8_e4m3fn, columns a multiple of 32, in block FP8 of 16; in MXFP4
-            ``(S, rows, columns / 2)`` uint8, two e2m1 codes each, columns a multiple of 32. Contiguous.
-        scales: MXFP8 and MXFP4 ``(S, rows, columns / 32)`` uint8, e8m0 codes but 255, their NaN; block FP8
-            ``(S, ceil(rows / 128), ceil(columns / 128))`` float32. Contiguous.
+        elements: w1 or w2 of a ``DecodeWeights``, ``(S, rows, columns)``, in MXFP4 ``(S, rows, columns / 2)`` uint8.
+        scales: Those that it has beside them.
         slots: ``(n,)`` int32 in [0, S), on the same device.
         dtype: float32, float16 or bfloat16.
 
     Returns:
         ``(n, rows, columns)`` of ``dtype``.
-
-    Raises:
-        ValueError: If shapes, dtypes or strides do not fit together.
     """
-    check_dequantize(elements, scales, slots, dtype)
     shared_scale, packed = STORED[elements.dtype, scales.dtype]
     rows, columns = elements.shape[1], elements.shape[2] * (2 if packed else 1)
     out = torch.empty(slots.numel(), rows, columns, dtype=dtype, device=elements.device)
@@ -88,32 +82,6 @@ def dequantize_slots(elements: Tensor, scales: Tensor, slots: Tensor, dtype: tor
         GROUPS=ELEMENTS // group_of(shared_scale), SCALES=shared_scale, PACKED=packed,
     )  # fmt: skip
     return out
-
-
-def check_dequantize(elements: Tensor, scales: Tensor, slots: Tensor, dtype: torch.dtype) -> None:
-    """Raise ``ValueError`` unless the arguments of ``dequantize_slots`` fit together."""
-    stored = STORED.get((elements.dtype, scales.dtype))
-    if stored is None:
-        raise ValueError(
-            f"elements of {elements.dtype} with scales of {scales.dtype} must be MXFP8 (float8_e4m3fn, uint8), MXFP4 "
-            "(uint8, uint8) or block FP8 (float8_e4m3fn, float32)"
-        )
-    shared_scale, packed = stored
-    num_slots, rows, columns = elements.shape
-    columns *= 2 if packed else 1
-    if columns % group_of(shared_scale):
-        raise ValueError(f"columns={columns} of elements must be a multiple of {group_of(shared_scale)}")
-    scaled_rows = rows if shared_scale == MX.value else triton.cdiv(rows, shared_scale)
-    wanted = (num_slots, scaled_rows, triton.cdiv(columns, shared_scale))
-    if scales.shape != wanted:
-        raise ValueError(f"scales of shape {tuple(scales.shape)} must be {wanted} for elements {tuple(elements.shape)}")
-    for name, tensor in (("elements", elements), ("scales", scales), ("slots", slots)):
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} of shape {tuple(tensor.shape)} must be contiguous, has strides {tensor.stride()}")
-    if slots.dtype != torch.int32 or slots.dim() != 1:
-        raise ValueError(f"slots of shape {tuple(slots.shape)} and {slots.dtype} must be (n,) int32")
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype} must be one of {DTYPES}")
 
 
 def aot_cases() -> list[KernelCase]:

@@ -1,7 +1,7 @@
 """What the GPU and the host know of an expert cache: tables, where experts come from, constants of its kernels."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
@@ -37,11 +37,9 @@ OF_DRAFTS = tl.constexpr(DRAFT_BEGUN.value - BEGUN.value)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheTables:
-    """What the GPU knows of a layer's cache."""
+    """What the GPU knows of a layer's cache; all that is not given is a view of ``state``."""
 
-    # (4E + 8S + 32,) int32, all of the following one after the other: slots, arriving, last_used, owners, copies,
-    # landed, ahead, header, unused
-    state: Tensor
+    state: Tensor  # (4E + 8S + 32,) int32: the views below one after the other, landed behind copies, unused last
     scores: Tensor  # (E,) float32: what an expert is worth, for the policies lfu and score
     # (8,) int64 of all steps: distinct experts needed, those fetched, nanoseconds in which experts travelled; when the
     # last ones began to; experts that began to travel before their step, how many of these it needed, and words of 8
@@ -49,6 +47,26 @@ class CacheTables:
     totals: Tensor
     num_experts: int  # E
     num_slots: int  # S
+    slots: Tensor = field(init=False)  # (E,) in [-1, S): slot of each expert; -1 without one, or while it travels
+    arriving: Tensor = field(init=False)  # (E,) in [-1, S): the same, from the moment on that w1 is there
+    last_used: Tensor = field(init=False)  # (E,) number of the last step that needed an expert, 0 for none
+    owners: Tensor = field(init=False)  # (S,) in [-1, E): expert of each slot, -1 while it is empty
+    # (2, S) the experts that the last step missed, and their slots; the first header[COUNT] count. Behind those that
+    # were fetched come header[HOSTED] that the host computed, with -1
+    copies: Tensor = field(init=False)
+    ahead: Tensor = field(init=False)  # (3, S) experts that are to travel, their slots, and whose these were, or -1
+    header: Tensor = field(init=False)  # (32,) of the last step, and between its blocks; number of the layer
+    unused: Tensor = field(init=False)  # (E,) 1 for experts that came by a draft's routing and were not needed since
+
+    def __post_init__(self) -> None:
+        experts, slots = self.num_experts, self.num_slots
+        sizes = experts, experts, experts, slots, 2 * slots, 2 * slots, 3 * slots, HEADER_WORDS, experts
+        names = "slots", "arriving", "last_used", "owners", "copies", "landed", "ahead", "header", "unused"
+        views = dict(zip(names, self.state.split(sizes), strict=True))
+        del views["landed"]  # the kernels' alone
+        views |= {name: views[name].view(-1, slots) for name in ("copies", "ahead")}
+        for name, view in views.items():
+            object.__setattr__(self, name, view)
 
     @classmethod
     def create(
@@ -68,26 +86,6 @@ class CacheTables:
         tables.header[FIRST.value : LAST.value + 1] = torch.tensor([first, end], dtype=torch.int32)
         return tables
 
-    @property
-    def slots(self) -> Tensor:
-        """``(E,)`` in ``[-1, S)``: slot of each expert; -1 without one, or while its weights travel."""
-        return self.state[: self.num_experts]
-
-    @property
-    def arriving(self) -> Tensor:
-        """``(E,)`` in ``[-1, S)``: the same, from the moment on that w1 is there."""
-        return self.state[self.num_experts : 2 * self.num_experts]
-
-    @property
-    def last_used(self) -> Tensor:
-        """``(E,)``: number of the last step that needed an expert, 0 for none."""
-        return self.state[2 * self.num_experts : 3 * self.num_experts]
-
-    @property
-    def owners(self) -> Tensor:
-        """``(S,)`` in ``[-1, E)``: expert of each slot, -1 while it is empty."""
-        return self._after_experts(0, 1)
-
     def words_of(self, experts: Collection[int], slots: Collection[int]) -> list[int]:
         """Places in ``state`` of the slots of experts, of the same while they arrive, and of the owners of slots.
 
@@ -95,33 +93,6 @@ class CacheTables:
         """
         arriving = (self.num_experts + expert for expert in experts)
         return [*experts, *arriving, *(3 * self.num_experts + slot for slot in slots)]
-
-    @property
-    def copies(self) -> Tensor:
-        """``(2, S)``: the experts that the last step missed, and their slots; the first ``header[COUNT]`` count.
-
-        Behind those that were fetched come ``header[HOSTED]`` that the host computed, with -1.
-        """
-        return self._after_experts(1, 2).view(2, self.num_slots)
-
-    @property
-    def ahead(self) -> Tensor:
-        """``(3, S)``: experts that are to travel before their step, their slots, and whose these were, or -1."""
-        return self._after_experts(5, 3).view(3, self.num_slots)
-
-    @property
-    def header(self) -> Tensor:
-        """``(32,)``: missing in the last step, number of that step, and between its blocks; number of the layer."""
-        return self._after_experts(8, 0, HEADER_WORDS)
-
-    @property
-    def unused(self) -> Tensor:
-        """``(E,)``: 1 for experts that travelled by the routing of a draft and were not needed since, else 0."""
-        return self.state[-self.num_experts :]
-
-    def _after_experts(self, start: int, count: int, words: int = 0) -> Tensor:
-        first = 3 * self.num_experts + start * self.num_slots
-        return self.state[first : first + count * self.num_slots + words]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

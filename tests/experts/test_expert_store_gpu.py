@@ -11,7 +11,8 @@ import torch
 
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 
-from cached_layers import D, F, K, draw_step, resident
+from cache_cases import resident_weights
+from cached_layers import CUDA, K, case_of, draw_step
 from hf_cases import greedy, logits_with_cache, prompt, tiny_model
 from hf_fp8_cases import publish
 
@@ -24,7 +25,6 @@ from comet.integrations import hf
 from comet.integrations.hf.stored_experts import cache_report
 
 pytestmark = pytest.mark.gpu
-CUDA = torch.device("cuda")
 E = 24
 
 
@@ -61,10 +61,9 @@ def test_memory_may_go_in_the_midst_of_a_capture() -> None:
 @pytest.mark.parametrize("num_slots", [K, 9, E])
 def test_steps_from_either_store_equal_resident_experts_bit_for_bit(num_slots: int) -> None:
     made = torch.Generator().manual_seed(num_slots)
-    w1, w2 = (torch.randn(*sizes, generator=made).bfloat16() for sizes in ((E, 2 * F, D), (E, D, F)))
-    held = HeldExperts.fill(HeldExperts(w1, w2, False), CUDA)
+    whole = resident_weights(case_of(1, E=E), None, CUDA, torch.bfloat16)
+    held = HeldExperts.fill(HeldExperts(whole.w1.cpu(), whole.w2.cpu(), False), CUDA)
     assert held.readable
-    whole = resident({"w1": w1, "w2": w2})
     stage = Stage(num_slots, held.specs, CUDA)
     staged = StagedExperts(StagedCache(held, stage, 0, num_slots, CUDA), LocalRunner(K, 8), K)
     cached = CachedExperts(ExpertCache(held.w1, held.w2, num_slots, CUDA), LocalRunner(K, 8), K)

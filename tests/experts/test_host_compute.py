@@ -16,7 +16,7 @@ import pytest
 import torch
 from activation_cases import ACTIVATIONS, NAMES, on_paper
 from decode_cases import DecodeCase
-from host_cases import CASE, CPU, DEADLINE_S, IN_WAVES, PROFILE, SLOW_LINK, cache_of, leave_all_to, set_deadline
+from host_cases import CASE, CPU, DEADLINE_S, IN_WAVES, PROFILE, SLOW_LINK, hosted_cache, leave_all_to, set_deadline
 from ranks import run_ranks
 from tiers import slow
 from training_cases import MODEL, MOE, Rank, awake_model, compare_texts, make_group, make_job, nearly_equal
@@ -127,7 +127,7 @@ def request_of(cache: ExpertCache, case: DecodeCase = CASE) -> torch.Tensor:
 
 
 def test_a_process_that_dies_is_named_before_the_next_step() -> None:
-    cache, cores = cache_of(CASE, CASE.K, SLOW_LINK)
+    cache, cores = hosted_cache(CASE, CASE.K, SLOW_LINK)
     process = cores.process
     assert torch.isfinite(request_of(cache)).all()
     cores.check()
@@ -172,7 +172,7 @@ def test_a_prompt_asks_once_whether_the_cores_still_work(monkeypatch: pytest.Mon
     ids=["one wave", "waves", "mxfp4"],
 )
 def test_an_answer_that_does_not_come_ends_the_step_by_its_deadline(case: DecodeCase) -> None:
-    cache, cores = cache_of(case, case.K, SLOW_LINK)
+    cache, cores = hosted_cache(case, case.K, SLOW_LINK)
     os.kill(cores.process.pid, signal.SIGSTOP)
     set_deadline(cache, cores, 10**8)
     assert torch.isnan(request_of(cache, case)).all(), "nobody takes this for a result"
@@ -189,13 +189,13 @@ def test_an_answer_that_does_not_come_ends_the_step_by_its_deadline(case: Decode
 
 def test_nothing_is_left_behind() -> None:
     """Neither a process nor memory, whether the cores are closed or forgotten, or their own process dies."""
-    cache, cores = cache_of(CASE, CASE.K, PROFILE)
+    cache, cores = hosted_cache(CASE, CASE.K, PROFILE)
     process = cores.process
     cores.close()
     assert process.returncode == 0
     del cache, cores
     gc.collect()
-    cache, cores = cache_of(CASE, CASE.K, PROFILE)
+    cache, cores = hosted_cache(CASE, CASE.K, PROFILE)
     process = cores.process
     del cache, cores
     gc.collect()
@@ -208,7 +208,7 @@ def test_a_process_ends_with_its_parent() -> None:
     code = (
         f"import sys; sys.path[:] = {[str(Path(__file__).parent), *sys.path]!r}\n"
         "import os, test_host_compute as cases\n"
-        "_, cores = cases.cache_of(cases.CASE, 3, cases.PROFILE)\n"
+        "_, cores = cases.hosted_cache(cases.CASE, 3, cases.PROFILE)\n"
         "print(cores.process.pid, flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )

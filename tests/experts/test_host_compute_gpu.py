@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cached_layers import D, E, K, captured, draw_step, refill
+from cache_cases import resident_weights
+from cached_layers import CUDA, D, E, K, captured, case_of, draw_step, refill
 from gemm_cases import assert_as_good
 from host_cases import PROFILE, SLOW_LINK, hosted_cache
 from torch import Tensor
@@ -23,8 +24,6 @@ from comet.experts.host.cores import HostCores
 from comet.experts.host.profile import HostProfile
 
 pytestmark = pytest.mark.gpu
-F = 224
-CUDA = torch.device("cuda")
 SEED = 5
 
 
@@ -34,27 +33,15 @@ def made() -> torch.Generator:
     return torch.Generator().manual_seed(SEED)
 
 
-def weights_of(made: torch.Generator) -> tuple[Tensor, Tensor]:
-    w1, w2 = torch.randn(E, 2 * F, D, generator=made) / D**0.5, torch.randn(E, D, F, generator=made) / F**0.5
-    return w1.bfloat16(), w2.bfloat16()
-
-
 def opened(
-    made: torch.Generator,
-    num_slots: int,
-    num_tokens: int,
-    profile: HostProfile = PROFILE,
-    policy: str = "lru",
-    quantised: str = "",
+    num_slots: int, num_tokens: int, profile: HostProfile | None = PROFILE, policy: str = "lru", quantised: str = ""
 ) -> tuple[ExpertCache, HostCores, DecodeWeights]:
     """A cache, its cores, and the same experts as float64 on the CPU."""
-    w1, w2 = weights_of(made)
-    options = {"top_k": K, "max_tokens": num_tokens, "profile": profile, "policy": policy, "quantised": quantised}
-    cache, cores = hosted_cache(w1, w2, num_slots, CUDA, **options)
-    slots = torch.arange(E, dtype=torch.int32)
-    stored = DecodeWeights(**cache.host.named_parts, slots=slots)
+    case = case_of(num_tokens, F=224, quantised=quantised, seed=SEED)
+    cache, cores = hosted_cache(case, num_slots, profile, policy, device=CUDA, dtype=torch.bfloat16)
+    stored = resident_weights(case, dtype=torch.bfloat16)
     wide = zip(*(slot_weights(stored, slot, torch.float64) for slot in range(E)), strict=True)
-    exact = DecodeWeights(**dict(zip(("w1", "w2"), map(torch.stack, wide), strict=True)), slots=slots)
+    exact = DecodeWeights(**dict(zip(("w1", "w2"), map(torch.stack, wide), strict=True)), slots=stored.slots)
     return cache, cores, exact
 
 
@@ -74,7 +61,7 @@ def assert_close(output: Tensor, tokens: Tensor, ids: Tensor, weights: Tensor, e
 def test_steps_give_the_numbers_of_resident_experts(
     num_tokens: int, num_slots: int, policy: str, quantised: str, made: torch.Generator
 ) -> None:
-    cache, cores, exact = opened(made, num_slots, num_tokens, policy=policy, quantised=quantised)
+    cache, cores, exact = opened(num_slots, num_tokens, policy=policy, quantised=quantised)
     decode = LocalRunner(K, num_tokens).decode
     for _ in range(60):
         given = draw_step(made, num_tokens)
@@ -91,7 +78,7 @@ def test_steps_give_the_numbers_of_resident_experts(
 
 @pytest.mark.parametrize("num_tokens", [1, 6], ids=["one wave", "four waves"])
 def test_replayed_steps_give_the_numbers_of_resident_experts(num_tokens: int, made: torch.Generator) -> None:
-    cache, cores, exact = opened(made, K + 2, num_tokens, SLOW_LINK)
+    cache, cores, exact = opened(K + 2, num_tokens, SLOW_LINK)
     cached = CachedExperts(cache, LocalRunner(K, num_tokens), K)
     given = draw_step(made, num_tokens)
     graph, out = captured(lambda: cached(*given, cache.weights.w1, cache.weights.w2))
@@ -107,7 +94,7 @@ def test_replayed_steps_give_the_numbers_of_resident_experts(num_tokens: int, ma
 @pytest.mark.parametrize("quantised", ["", "mxfp4"])
 def test_a_prompt_that_streams_and_steps_behind_it(quantised: str, made: torch.Generator) -> None:
     """The host asks itself for experts of few tokens, and the device goes on from the number of its last request."""
-    cache, cores, exact = opened(made, 6, 4, SLOW_LINK, quantised=quantised)
+    cache, cores, exact = opened(6, 4, SLOW_LINK, quantised=quantised)
     cached, slots = CachedExperts(cache, LocalRunner(K, 4), K), cache.weights
     for num_tokens in (4, 60, 1, 20, 4):
         given, before = draw_step(made, num_tokens, masked=False), cores.counts[0]
@@ -120,7 +107,7 @@ def test_a_prompt_that_streams_and_steps_behind_it(quantised: str, made: torch.G
 
 def test_steps_without_waiting_for_the_host_in_between(made: torch.Generator) -> None:
     """The host launches ahead: requests follow each other as fast as the process answers."""
-    cache, cores, exact = opened(made, K, 1, SLOW_LINK)
+    cache, cores, exact = opened(K, 1, SLOW_LINK)
     decode = LocalRunner(K, 1).decode
     steps = []
     for _ in range(300):
@@ -133,8 +120,8 @@ def test_steps_without_waiting_for_the_host_in_between(made: torch.Generator) ->
 
 
 @pytest.fixture
-def stopped(made: torch.Generator) -> Iterator[tuple[ExpertCache, HostCores]]:
-    cache, cores, _ = opened(made, K, 1, SLOW_LINK)
+def stopped() -> Iterator[tuple[ExpertCache, HostCores]]:
+    cache, cores, _ = opened(K, 1, SLOW_LINK)
     assert cores.process is not None
     os.kill(cores.process.pid, signal.SIGSTOP)
     yield cache, cores
@@ -159,10 +146,9 @@ def test_an_answer_that_does_not_come_ends_the_step_by_its_deadline(stopped: tup
 
 
 @pytest.mark.parametrize("quantised", ["", "fp8", "mxfp8", "mxfp4"])
-def test_what_this_machine_costs(quantised: str, made: torch.Generator) -> None:
+def test_what_this_machine_costs(quantised: str) -> None:
     """The measured profile is of numbers above 0, and says for what it takes the cores."""
-    w1, w2 = weights_of(made)
-    _, cores = hosted_cache(w1, w2, K, CUDA, top_k=K, max_tokens=4, profile=None, quantised=quantised)
+    _, cores, _ = opened(K, 4, None, quantised=quantised)
     print(quantised, cores.facts())
     assert cores.profile is not None
     assert cores.profile.link_ns > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -85,7 +86,7 @@ class HostCores:
             fault=torch.zeros(FAULT_WORDS, dtype=torch.int64, device=device) if fault is None else fault,
             timeout_ns=int(timeout_s * 1e9),
         )
-        self.process: subprocess.Popen[str] | None = None  # that computes, once it is started
+        self.process: subprocess.Popen[bytes] | None = None  # that computes, once it is started
         self._log: IO[str] | None = None
 
     def start(self, stores: Sequence[ExpertParts], profile: HostProfile | None = None) -> None:
@@ -105,11 +106,11 @@ class HostCores:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it is open as long as the process is
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-c", PROGRAM],
-            stdin=subprocess.PIPE, stdout=self._log, stderr=self._log, pass_fds=[self.file.descriptor], text=True,
+            stdin=subprocess.PIPE, stdout=self._log, stderr=self._log, pass_fds=[self.file.descriptor],
         )  # fmt: skip
         self._end = weakref.finalize(self, end_process, self.process, self._words, self._log, os.getpid())
         assert self.process.stdin is not None
-        self.process.stdin.write(plan.to_json())
+        self.process.stdin.write(pickle.dumps(plan))
         self.process.stdin.close()
         self.file.close()
         self._wait_until_ready()
@@ -154,7 +155,7 @@ class HostCores:
             self._end()
 
     def _place(self, part: Tensor) -> Place:
-        return Place(self.file.offset_of(part), list(part.shape), str(part.dtype).removeprefix("torch."))
+        return Place(self.file.offset_of(part), part.shape, part.dtype)
 
     def _wait_until_ready(self) -> None:
         assert self.process is not None
@@ -186,7 +187,7 @@ class HostCores:
         return f" ({lines[-1]})" if lines else ""
 
 
-def end_process(process: subprocess.Popen[str], words: Tensor, log: IO[str], owner: int) -> None:
+def end_process(process: subprocess.Popen[bytes], words: Tensor, log: IO[str], owner: int) -> None:
     """Tell the process to end, and see to it; nothing in a process that was forked from its owner."""
     if os.getpid() != owner:
         return
@@ -236,11 +237,7 @@ def usable_cores() -> int:
 
 
 def open_cores(
-    setting: str,
-    sizes: HostSizes,
-    device: torch.device,
-    *,
-    runner: Runner | None = None,
+    setting: str, sizes: HostSizes, device: torch.device, *, runner: Runner | None = None
 ) -> HostCores | None:
     """What a model's setting asks for; ``None`` where it is off, and where ``auto`` knows that it does not pay."""
     ranks, timeout_s, fault = 1, TIMEOUT_S, None

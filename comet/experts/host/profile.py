@@ -15,7 +15,6 @@ from comet.kernels.experts.host import ask_torch, asked_by_host
 from comet.kernels.experts.mailbox import Mailbox
 from comet.kernels.experts.parts import ExpertParts
 from comet.kernels.runtime.activation import SWIGLU, Activation
-from comet.layout import ExpertLayout
 
 REPEATS = 8  # counted, of requests of a kind; as many come before
 PAUSE_S = 300e-6  # between requests, about what a step has between those of two layers
@@ -97,21 +96,6 @@ class HostSizes:
     max_tokens: int
     dtype: torch.dtype  # of tokens, and of weights that are not quantised
     activation: Activation = SWIGLU
-
-    @classmethod
-    def of(
-        cls, hidden_size: int, layout: ExpertLayout, max_tokens: int, dtype: torch.dtype, activation: Activation
-    ) -> HostSizes:
-        """Of a rank's layers."""
-        return cls(
-            num_experts=layout.num_experts,
-            first_expert=layout.first_expert,
-            hidden_size=hidden_size,
-            top_k=layout.top_k,
-            max_tokens=max_tokens,
-            dtype=dtype,
-            activation=activation,
-        )
 
 
 class Link:

@@ -1,20 +1,19 @@
 """The process that computes missing experts on the host's cores: it polls a mailbox, and never touches a GPU.
 
-It reads a ``WorkerPlan`` as JSON from its input, maps the store's file, which it was given open, and serves requests
+It reads a ``WorkerPlan`` from its input, maps the store's file, which it was given open, and serves requests
 (``comet.kernels.experts.host``) until it is told to end or its parent is gone.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import mmap
 import os
+import pickle
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -45,17 +44,16 @@ class Place:
 
     offset: int  # in bytes
     shape: Sequence[int]  # of the tensor
-    dtype: str  # its name in torch
+    dtype: torch.dtype
 
     def view(self, memory: mmap.mmap) -> Tensor:
         """The tensor in a mapping of the whole file."""
         count = torch.Size(self.shape).numel()
-        flat = torch.frombuffer(memory, dtype=getattr(torch, self.dtype), count=count, offset=self.offset)
-        return flat.view(*self.shape)
+        return torch.frombuffer(memory, dtype=self.dtype, count=count, offset=self.offset).view(*self.shape)
 
     def words(self, memory: mmap.mmap) -> memoryview:
         """Integers, of 4 or 8 bytes, which Python reads and writes sooner than torch does."""
-        size = getattr(torch, self.dtype).itemsize
+        size = self.dtype.itemsize
         end = self.offset + size * torch.Size(self.shape).numel()
         return memoryview(memory)[self.offset : end].cast("q" if size == 8 else "i")
 
@@ -72,19 +70,6 @@ class WorkerPlan:
     layers: Sequence[Mapping[str, Place]]  # of each HeldExperts.stored_parts
     mail: Sequence[Place]  # words, tokens, weights, answer and counts of the mailbox
     activation: Activation = SWIGLU  # of the experts
-
-    def to_json(self) -> str:
-        """What ``from_json`` reads."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> WorkerPlan:
-        """The plan again."""
-        fields: dict[str, Any] = json.loads(text)
-        fields["layers"] = [{name: Place(**place) for name, place in layer.items()} for layer in fields["layers"]]
-        fields["mail"] = [Place(**place) for place in fields["mail"]]
-        fields["activation"] = Activation(**fields["activation"])
-        return cls(**fields)
 
 
 class Worker:
@@ -193,7 +178,7 @@ def products(
 
 def main() -> None:
     """Serve by the plan on standard input."""
-    plan = WorkerPlan.from_json(sys.stdin.read())
+    plan: WorkerPlan = pickle.load(sys.stdin.buffer)  # from the process that started this one
     torch.set_num_threads(plan.num_cores)
     gc.disable()  # nothing here makes cycles, and a collection would stop a step of the GPU
     with torch.inference_mode():

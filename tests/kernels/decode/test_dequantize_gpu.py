@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cached_layers import D, E, K, draw_step
-from decode_cases import stored_parts
+from cache_cases import cache_of
+from cached_layers import CUDA, K, case_of, draw_step
 from dequantize_cases import SIZES, check_dequantize, stored_slots
 
 from comet.decode.runners import LocalRunner
 from comet.decode.twin import slot_weights
-from comet.experts import CachedExperts, ExpertCache, streaming
+from comet.experts import CachedExperts, streaming
 from comet.kernels.decode.dequantize import dequantize_slots
 
 pytestmark = pytest.mark.gpu
-F = 224
-CUDA = torch.device("cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -47,10 +45,8 @@ def test_prompts_have_the_bits_that_torch_gives_them(
 ) -> None:
     """Through caches whose experts are dequantised by the kernel and by torch."""
     monkeypatch.setattr(streaming, "FLOATING_BYTES", num_bytes)
-    made = torch.Generator().manual_seed(3)
-    weights = (torch.randn(E, *size, generator=made) / size[1] ** 0.5 for size in ((2 * F, D), (D, F)))
-    parts = stored_parts(kind, *weights)
-    paths = [CachedExperts(ExpertCache(**parts, num_slots=11, device=CUDA), LocalRunner(K, 4), K) for _ in range(2)]
+    made, case = torch.Generator().manual_seed(3), case_of(1, F=224, quantised=kind, seed=3)
+    paths = [CachedExperts(cache_of(case, 11, device=CUDA), LocalRunner(K, 4), K) for _ in range(2)]
     for num_tokens in (60, 5, 200):
         inputs = draw_step(made, num_tokens, masked=False)
         found = paths[0](*inputs, *paths[0].cache.weights.parts[:2])

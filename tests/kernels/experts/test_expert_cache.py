@@ -12,7 +12,7 @@ from typing import get_args
 import pytest
 import torch
 from cache_cases import Twins, cache_of, check_slots
-from decode_cases import VECTOR, DecodeCase, stored_parts
+from decode_cases import FOLD, VECTOR, DecodeCase, stored_parts
 from host_cases import CASES
 from ranks import run_ranks
 from tiers import slow, slow_but
@@ -29,6 +29,7 @@ from comet.jobs.generate import GenerateConfig
 from comet.kernels.decode.blocks import BlockShape, DecodeConfig
 from comet.kernels.experts.cache import bring_torch
 from comet.kernels.experts.tables import CacheTables, HostExperts, cache_constants
+from comet.kernels.runtime.activation import Activation
 from comet.layer.group import ExpertGroup
 from comet.layer.sharding import local
 from comet.quantization.formats import MXType, StoredType, quantize_mx
@@ -51,19 +52,21 @@ def compare_steps(rank: int, world_size: int, case: DecodeCase, num_slots: int, 
 BYTES = DecodeConfig(form="vector", gate_up=BlockShape(rows=16, depth=64), down=BlockShape(rows=16, depth=64))
 TILES = DecodeConfig(form="matrix", gate_up=BlockShape(rows=32, depth=64), down=BlockShape(rows=32, depth=128))
 WIDE = DecodeConfig(form="vector", gate_up=BlockShape(rows=16, depth=512), down=BlockShape(rows=16, depth=512))
+BIASED = dict(biased=True, activation=Activation("clamped_swiglu", limit=0.5))
 # Scales of one expert are 12 bytes of w1 and 8 of w2 in block FP8, and more than a block copies at once in MXFP8.
 QUANTISED = [
     DecodeCase(name="mxfp8", T=1, K=1, E=4, D=288, F=256, config=WIDE, seed=6, quantised="mxfp8"),
     DecodeCase(name="mxfp8, matrix", T=3, K=2, E=20, D=96, F=64, config=TILES, seed=7, quantised="mxfp8"),
     DecodeCase(name="mxfp4", T=1, K=2, E=9, D=96, F=64, config=BYTES, seed=8, quantised="mxfp4"),
-    DecodeCase(name="mxfp4, matrix", T=3, K=2, E=20, D=64, F=96, config=TILES, seed=9, quantised="mxfp4"),
+    DecodeCase(name="mxfp4, matrix", T=3, K=2, E=20, D=64, F=96, config=TILES, seed=9, quantised="mxfp4", **BIASED),
     DecodeCase(name="fp8", T=2, K=1, E=9, D=48, F=144, config=BYTES, seed=10, quantised="fp8"),
     DecodeCase(name="fp8, matrix", T=3, K=2, E=20, D=144, F=48, config=TILES, seed=11, quantised="fp8"),
+    DecodeCase(name="fold with biases", T=1, K=3, E=9, D=64, F=96, config=FOLD, seed=12, **BIASED),
 ]
 
 
 @pytest.mark.parametrize("case", QUANTISED, ids=lambda case: case.name)
-def test_kernels_bring_scales_with_their_experts(case: DecodeCase) -> None:
+def test_kernels_bring_scales_with_their_experts_and_find_biases(case: DecodeCase) -> None:
     run_ranks(compare_steps, 1, case, case.T * case.K, "lru", interpret=True)
 
 
@@ -107,7 +110,7 @@ def test_each_policy_keeps_what_it_says(policy: str, kept: list[set[int]]) -> No
     case = DecodeCase(name="one", T=1, K=1, E=4, D=16, F=16, config=VECTOR, seed=5)
     found = []
     for experts in ((0, 0, 2, 3), (2, 0, 0, 3)):
-        cache = cache_of(case, 2, policy, (0, 4))
+        cache = cache_of(case, 2, policy)
         for expert in experts:
             weights = torch.tensor([[0.9 if expert == 2 else 0.1]])
             warp_decode_torch(torch.rand(1, 16), torch.tensor([[expert]]), weights, cache.weights)
@@ -208,7 +211,7 @@ def test_a_budget_in_bytes_holds_more_of_smaller_experts(stored: StoredType | No
 
 def test_a_store_with_a_scale_that_is_no_number_is_refused() -> None:
     case = DecodeCase(name="bad", T=1, K=1, E=2, D=32, F=32, quantised="mxfp8")
-    host = cache_of(case, 1, "lru", (0, 2)).host
+    host = cache_of(case, 1).host
     assert host.w2_scales is not None
     host.w2_scales[1, 0, 0] = 255
     with pytest.raises(ValueError, match=r"w2_scales\[1, 0, 0\]=255 must be at most 254"):

@@ -3,55 +3,60 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from cached_layers import D, E, F, K, captured, check_slots, draw_step, refill, resident
-from decode_cases import stored_parts
-from torch import Tensor
+from cache_cases import cache_of, check_slots, resident_weights
+from cached_layers import CUDA, E, K, captured, case_of, draw_step, refill
 
 from comet.decode.runners import LocalRunner
-from comet.experts import CachedExperts, ExpertCache
+from comet.experts import CachedExperts
 from comet.kernels.experts.cache import bring_torch
 from comet.kernels.experts.tables import POLICIES, CacheTables, HostExperts
 from comet.kernels.experts.waves import count_waves, split_waves, split_waves_torch
+from comet.kernels.runtime.activation import Activation
 
 pytestmark = pytest.mark.gpu
-CUDA = torch.device("cuda")
-
-
-def parts_of(made: torch.Generator, kind: str = "", ffn_size: int = F) -> dict[str, Tensor]:
-    weights = torch.randn(E, 2 * ffn_size, D, generator=made), torch.randn(E, D, ffn_size, generator=made)
-    return stored_parts(kind, *(weights if kind else (weight.bfloat16() for weight in weights)))
+PLACE = (None, CUDA, torch.bfloat16)
+BIASED = dict(F=192, biased=True, activation=Activation("clamped_swiglu", limit=0.5))
 
 
 # Where F is 208, an expert has 16 and 8 scales of block FP8, which share lines with those of other slots.
-@pytest.mark.parametrize(("kind", "ffn_size"), [("mxfp8", 192), ("mxfp4", 192), ("fp8", 208), ("fp8", 256)])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(quantised="mxfp8", F=192),
+        dict(quantised="mxfp4", F=192),
+        dict(quantised="fp8"),
+        dict(quantised="fp8", F=256),
+        *(BIASED | dict(quantised=kind) for kind in ("", "mxfp8", "mxfp4")),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(("num_tokens", "num_slots"), [(1, K), (1, 11), (2, 9), (5, 20), (11, E)])
-def test_steps_of_quantised_experts_equal_resident_ones(
-    kind: str, ffn_size: int, num_tokens: int, num_slots: int
+def test_steps_of_quantised_experts_and_biases_equal_resident_ones(
+    changes: dict[str, Any], num_tokens: int, num_slots: int
 ) -> None:
     print("seed", num_slots)
-    made = torch.Generator().manual_seed(num_slots)
-    parts = parts_of(made, kind, ffn_size)
-    cache, everything = ExpertCache(**parts, num_slots=num_slots, device=CUDA), resident(parts)
+    made, case = torch.Generator().manual_seed(num_slots), case_of(num_tokens, seed=num_slots, **changes)
+    cache, everything = cache_of(case, num_slots, "lru", *PLACE), resident_weights(case, *PLACE)
     decode = LocalRunner(K, num_tokens).decode
     for step in range(200):
         given = draw_step(made, num_tokens)
         assert torch.equal(decode(*given, cache.weights), decode(*given, everything)), f"step {step}"
-    check_slots(cache, parts)
+    check_slots(cache)
     assert int(cache.tables.totals[1]) >= num_slots
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(("num_tokens", "num_slots"), [(1, K), (1, 11), (1, E), (2, 9), (5, 20), (11, E)])
 def test_steps_equal_twin_and_resident_experts(num_tokens: int, num_slots: int, policy: str) -> None:
-    made = torch.Generator().manual_seed(num_slots)
-    parts = parts_of(made)
-    cache, everything = ExpertCache(**parts, num_slots=num_slots, device=CUDA, policy=policy), resident(parts)
+    made, case = torch.Generator().manual_seed(num_slots), case_of(num_tokens, seed=num_slots)
+    cache, everything = cache_of(case, num_slots, policy, *PLACE), resident_weights(case, *PLACE)
     twin = CacheTables.create(E, num_slots, torch.device("cpu"))
     twin_host = replace(cache.host, tables=twin)
-    twin_slots = [part.new_zeros(num_slots, *part.shape[1:]) for part in parts.values()]
+    twin_slots = [part.new_zeros(num_slots, *part.shape[1:]) for part in cache.host.parts]
     decode = LocalRunner(K, num_tokens).decode
     for step in range(100):
         tokens, ids, weights = draw_step(made, num_tokens)
@@ -64,7 +69,7 @@ def test_steps_equal_twin_and_resident_experts(num_tokens: int, num_slots: int, 
             for name in ("slots", "arriving", "owners"):
                 assert torch.equal(getattr(cache.tables, name).cpu(), getattr(twin, name)), f"{name}, step {step}"
             assert torch.equal(cache.tables.totals[:2].cpu(), twin.totals[:2])
-    check_slots(cache, parts)
+    check_slots(cache)
     assert int(cache.tables.totals[2]) > 0
 
 
@@ -72,16 +77,19 @@ def test_steps_equal_twin_and_resident_experts(num_tokens: int, num_slots: int, 
 @pytest.mark.parametrize(
     ("num_tokens", "num_slots"), [(1, K), (1, 13), (1, E), (2, K), (5, 7), (5, 19), (16, K), (16, 30)]
 )
-def test_replayed_steps_equal_resident_experts_bit_for_bit(num_tokens: int, num_slots: int, policy: str) -> None:
+@pytest.mark.parametrize("changes", [{}, BIASED], ids=["plain", "biased"])
+def test_replayed_steps_equal_resident_experts_bit_for_bit(
+    changes: dict[str, Any], num_tokens: int, num_slots: int, policy: str
+) -> None:
     """Steps of one token, and of more in waves."""
     print("seed", num_slots)
-    made = torch.Generator().manual_seed(num_slots)
-    parts, runner = parts_of(made), LocalRunner(K, num_tokens)
-    cached = CachedExperts(ExpertCache(**parts, num_slots=num_slots, device=CUDA, policy=policy), runner, K)
-    tables, everything = cached.cache.tables, resident(parts)
+    made, case = torch.Generator().manual_seed(num_slots), case_of(num_tokens, seed=num_slots, **changes)
+    runner, everything = LocalRunner(K, num_tokens), resident_weights(case, *PLACE)
+    cached = CachedExperts(cache_of(case, num_slots, policy, *PLACE), runner, K)
+    tables = cached.cache.tables
     assert (count_waves(num_tokens * K, E, num_slots) > 1) == (num_tokens > 1)
     given = draw_step(made, num_tokens)
-    graph, out = captured(lambda: cached(*given, *parts.values()))
+    graph, out = captured(lambda: cached(*given, everything.w1, everything.w2))
     for step in range(100):
         refill(given, draw_step(made, num_tokens, (K, 12, E)[step % 3], masked=False))  # one wave, some, all
         needed = given[1].unique().long()

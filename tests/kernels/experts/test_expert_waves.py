@@ -15,6 +15,7 @@ from comet.decode.local import run_kernels
 from comet.decode.twin import warp_decode_torch
 from comet.kernels.experts.tables import PLANNED, CacheTables, HostExperts
 from comet.kernels.experts.waves import count_waves, split_waves, split_waves_torch
+from comet.kernels.runtime.activation import Activation
 
 CPU = torch.device("cpu")
 
@@ -54,9 +55,10 @@ def test_the_kernel_equals_its_twin() -> None:
     run_ranks(split_both, 1, interpret=True)
 
 
+BIASED = dict(biased=True, activation=Activation("clamped_swiglu", limit=0.5))
 CASES = [
-    DecodeCase(name="vector", T=2, K=3, E=9, D=80, F=48, config=VECTOR, seed=1),
-    DecodeCase(name="matrix", T=5, K=2, E=40, D=80, F=48, config=MATRIX, seed=2),
+    DecodeCase(name="vector", T=2, K=3, E=9, D=80, F=48, config=VECTOR, seed=1, **BIASED),
+    DecodeCase(name="matrix", T=5, K=2, E=40, D=80, F=48, config=MATRIX, seed=2, **BIASED),
     DecodeCase(name="by expert", T=8, K=2, E=12, D=32, F=16, config=MATRIX, seed=3),
     DecodeCase(name="tiles", T=16, K=2, E=20, D=32, F=16, config=replace(MATRIX, tile=8), seed=4),
     DecodeCase(name="mxfp8", T=3, K=2, E=12, D=64, F=32, config=None, seed=5, quantised="mxfp8"),
@@ -94,7 +96,7 @@ def test_twins_in_waves_equal_resident_ones_bit_for_bit(num_slots: int) -> None:
     print("seed", num_slots)
     case = DecodeCase(name="any", T=0, K=3, E=13, D=32, F=16, seed=num_slots)
     made = torch.Generator().manual_seed(num_slots)
-    cache, everything = cache_of(case, num_slots, "lru", (0, case.E)), resident_weights(case, (0, case.E))
+    cache, everything = cache_of(case, num_slots), resident_weights(case)
     for num_tokens in torch.randint(1, 17, (40,), generator=made).tolist():
         ids = torch.rand(num_tokens, case.E + 1, generator=made).argsort(dim=1)[:, : case.K] - 1
         tokens, weights = (torch.rand(num_tokens, size, generator=made) for size in (case.D, case.K))
@@ -113,6 +115,6 @@ def test_waves_over_ranks() -> None:
 
 def test_a_step_of_one_token_is_one_wave() -> None:
     case = DecodeCase(name="fold", T=1, K=2, E=4, D=80, F=48, config=FOLD)
-    cache = cache_of(case, 1, "lru", (0, case.E))
+    cache = cache_of(case, 1)
     with pytest.raises(ValueError, match="num_slots=1 of the cache must be at least K=2, for one token"):
         run_kernels(torch.rand(1, 80), torch.tensor([[0, 1]]), torch.rand(1, 2), cache.weights, config=FOLD)

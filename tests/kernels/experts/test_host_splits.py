@@ -9,28 +9,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cache_cases import Twins, resident_weights, stop_after
+from cache_cases import stop_after
 from decode_cases import DecodeCase
-from host_cases import CASE, CASES, IN_WAVES, PROFILE, SLOW_LINK, cache_of, set_deadline, two_caches
+from host_cases import CASE, CASES, IN_WAVES, PROFILE, SLOW_LINK, hosted_cache, hosted_twins, set_deadline
 from ranks import run_ranks
 
 from comet.decode.local import run_kernels
 from comet.errors import HostComputeError
-from comet.experts.host.cores import HostCores
-from comet.experts.host.profile import HostProfile
 from comet.kernels.experts.mailbox import EXPERTS
 from comet.kernels.experts.prefetch import plan_torch, travel_torch
 from comet.kernels.experts.tables import COUNT, HOSTED, NEXT, POLICIES
 from comet.kernels.experts.waves import split_waves_torch
-
-
-def hosted_twins(
-    case: DecodeCase, num_slots: int, profile: HostProfile, policy: str = "lru", first: int = 0
-) -> tuple[Twins, HostCores]:
-    """Caches that leave some of their misses to the host, and all experts."""
-    print("seed", case.seed)
-    mine, twin, cores = two_caches(case, num_slots, profile, policy, first)
-    return Twins(case, mine, twin, resident_weights(case, (first, case.E))), cores
 
 
 def compare_steps(rank: int, world_size: int, case: DecodeCase, policy: str) -> None:
@@ -88,7 +77,7 @@ def test_steps_in_waves_leave_misses_to_the_host(case: DecodeCase, policy: str) 
 
 def test_the_example_of_waves_and_the_host() -> None:
     case = DecodeCase(name="example", T=2, K=2, E=5, D=16, F=16)
-    cache, cores = cache_of(case, 2, SLOW_LINK)
+    cache, cores = hosted_cache(case, 2, SLOW_LINK)
     cache.tables.slots[4], cache.tables.last_used[3] = 0, 1
     waves = split_waves_torch(torch.tensor([[3, 1], [4, 3]]), cache.host, 2, torch.ones(2, 2))
     assert waves.tolist() == [[[3, -1], [4, 3]], [[-1, -1], [-1, -1]], [[3, -1], [4, 3]]]
@@ -128,7 +117,7 @@ def test_experts_on_their_way_are_fetched_and_others_computed() -> None:
 
 
 def wait_in_vain(rank: int, world_size: int) -> None:
-    cache, cores = cache_of(CASE, CASE.K, SLOW_LINK)
+    cache, cores = hosted_cache(CASE, CASE.K, SLOW_LINK)
     os.kill(cores.process.pid, signal.SIGSTOP)
     set_deadline(cache, cores, 10**8)
     ids, tokens, weights = torch.arange(CASE.K, dtype=torch.int32)[None], torch.ones(1, CASE.D), torch.ones(1, CASE.K)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
 import pytest
 import torch
 import torch.distributed as dist
-from decode_cases import DecodeCase, stored_parts
+from activation_cases import draw_biases
+from decode_cases import DecodeCase, draw_experts, stored_parts
 from torch import Tensor
 
 from comet.comm import make_communicator
@@ -31,41 +32,54 @@ def decide_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("comet.experts.paths.prefetches", lambda setting, _, **named: prefetches(setting, gpu, **named))
 
 
+def stored_experts(case: DecodeCase, held: tuple[int, int], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """The parts of the case's experts from ``held[0]`` to ``held[1]`` by their names, on the CPU."""
+    parts = stored_parts(case.quantised, *draw_experts(case, torch.float32 if case.quantised else dtype))
+    if case.biased:
+        parts |= draw_biases(case.E, case.F, case.D, dtype, case.seed)._asdict()
+    return {name: part[slice(*held)] for name, part in parts.items()}
+
+
 def cache_of(
-    case: DecodeCase, num_slots: int, policy: str, held: tuple[int, int], device: torch.device = CPU
+    case: DecodeCase,
+    num_slots: int,
+    policy: str = "lru",
+    held: tuple[int, int] | None = None,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
 ) -> ExpertCache:
-    made = torch.Generator().manual_seed(case.seed)
-    first, end = held
-    weights = (
-        torch.randn(case.E, *size, generator=made)[first:end] / 8 for size in ((2 * case.F, case.D), (case.D, case.F))
-    )
-    parts = stored_parts(case.quantised, *weights)
-    sizes = dict(num_slots=num_slots, num_experts=case.E, first_expert=first)
-    return ExpertCache(**parts, **sizes, device=device, policy=policy)
+    """An empty cache of experts from ``held[0]`` to ``held[1]``, of all where it is ``None``."""
+    held = held or (0, case.E)
+    place = dict(num_slots=num_slots, num_experts=case.E, first_expert=held[0], activation=case.activation)
+    return ExpertCache(**stored_experts(case, held, dtype), **place, device=device, policy=policy)
+
+
+def resident_weights(
+    case: DecodeCase,
+    held: tuple[int, int] | None = None,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+) -> DecodeWeights:
+    """The same experts, each in a slot of its own."""
+    first, end = held or (0, case.E)
+    slots = torch.arange(case.E, dtype=torch.int32)
+    slots[:first] = slots[end:] = -1
+    parts = stored_experts(case, (0, case.E), dtype) | {"slots": slots}
+    return DecodeWeights(**{name: part.to(device) for name, part in parts.items()}, activation=case.activation)
 
 
 def parts_of(weights: DecodeWeights | HostExperts) -> list[Tensor]:
     """Elements, and the scales of quantised experts, as bytes."""
-    found = (weights.w1, weights.w2, weights.w1_scales, weights.w2_scales)
-    return [part.view(torch.uint8) for part in found if part is not None]
-
-
-def resident_weights(case: DecodeCase, held: tuple[int, int], device: torch.device = CPU) -> DecodeWeights:
-    """The same experts, each in a slot of its own."""
-    resident = cache_of(case, case.E, "lru", held, device)
-    for expert in range(*held):
-        resident.tables.slots[expert] = expert
-        for slots, stored in zip(parts_of(resident.weights), parts_of(resident.host), strict=True):
-            slots[expert] = stored[expert - held[0]]
-    return replace(resident.weights, host=None)
+    return [part.view(torch.uint8) for part in weights.parts]
 
 
 def check_slots(cache: ExpertCache) -> None:
+    """Slots that are used hold their experts as they are stored on the host."""
     for slot, expert in enumerate(cache.tables.owners.tolist()):
         if expert >= 0:
             assert cache.tables.slots[expert] == slot
             for slots, stored in zip(parts_of(cache.weights), parts_of(cache.host), strict=True):
-                assert torch.equal(slots[slot], stored[expert - cache.first_expert])
+                assert torch.equal(slots[slot].cpu(), stored[expert - cache.first_expert])
 
 
 def stop_after(pieces: int, cache: ExpertCache) -> None:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from cache_cases import cache_of, check_slots, resident_weights
+from decode_cases import DecodeCase
 from torch import Tensor
 
 from comet.config import SpeculationConfig
 from comet.decode.runners import LocalRunner
-from comet.decode.weights import DecodeWeights
-from comet.experts import CachedExperts, ExpertCache
+from comet.experts import CachedExperts
 from comet.experts.prefetch import expect_drafts, prefetch_between
 
 E, K, D, F, LAYERS = 48, 4, 512, 208, 3
+CUDA = torch.device("cuda")
 Result = TypeVar("Result")
-
-
 Drawn = tuple[Tensor, Tensor, Tensor]
+
+
+def case_of(num_tokens: int, **changes: Any) -> DecodeCase:
+    """E experts of which each token has K."""
+    return DecodeCase(**dict(name="cached", T=num_tokens, K=K, E=E, D=D, F=F) | changes)
 
 
 def draw_step(made: torch.Generator, num_tokens: int, num_experts: int = E, *, masked: bool = True) -> Drawn:
@@ -47,21 +52,6 @@ def captured(step: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
         return graph, step()
 
 
-def resident(parts: dict[str, Tensor]) -> DecodeWeights:
-    """All experts in GPU memory, in the order of their ids."""
-    slots = torch.arange(len(parts["w1"]), dtype=torch.int32)
-    return DecodeWeights(**{name: part.cuda() for name, part in (parts | {"slots": slots}).items()})
-
-
-def check_slots(cache: ExpertCache, parts: dict[str, Tensor]) -> None:
-    """Slots that are used hold their experts as they are stored on the host."""
-    slots = cache.tables.slots.tolist()
-    for expert in (expert for expert in range(E) if slots[expert] >= 0):
-        for name, part in parts.items():
-            there = getattr(cache.weights, name)[slots[expert]].cpu()
-            assert torch.equal(there.view(torch.uint8), part[expert].view(torch.uint8)), f"{name} of {expert}"
-
-
 class CachedLayers:
     """Layers of E experts, ``(LAYERS, T, K)`` ids of which a step takes as many tokens and columns as it is given."""
 
@@ -73,21 +63,12 @@ class CachedLayers:
         policy: str = "lru",
         drafts: SpeculationConfig | None = None,
     ) -> None:
-        device = torch.device("cuda")
-        self.weights = [
-            {
-                name: torch.randn(E, *size, generator=made).bfloat16()
-                for name, size in (("w1", (2 * F, D)), ("w2", (D, F)))
-            }
-            for _ in range(LAYERS)
-        ]
-        self.resident = [resident(weights) for weights in self.weights]
+        cases, place = [case_of(num_tokens, seed=layer) for layer in range(LAYERS)], (None, CUDA, torch.bfloat16)
+        self.resident = [resident_weights(case, *place) for case in cases]
         self.runner = LocalRunner(K, num_tokens)
-        self.caches = [
-            ExpertCache(**weights, num_slots=num_slots, device=device, policy=policy) for weights in self.weights
-        ]
+        self.caches = [cache_of(case, num_slots, policy, *place) for case in cases]
         self.paths = [CachedExperts(cache, self.runner, K) for cache in self.caches]
-        self.ids = torch.zeros(LAYERS, num_tokens, K, dtype=torch.int32, device=device)
+        self.ids = torch.zeros(LAYERS, num_tokens, K, dtype=torch.int32, device=CUDA)
         self.guesses = self.ids.clone()
         self.square = torch.randn(2048, 2048, generator=made).cuda()
         prefetch_between(self.paths, [lambda x, n=layer: self.guesses[n, : len(x)].clone() for layer in range(LAYERS)])
@@ -121,5 +102,5 @@ class CachedLayers:
         return self.ids[layer, : weights.shape[0], : weights.shape[1]].contiguous()
 
     def check_slots(self) -> None:
-        for cache, weights in zip(self.caches, self.weights, strict=True):
-            check_slots(cache, weights)
+        for cache in self.caches:
+            check_slots(cache)

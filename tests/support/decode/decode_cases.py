@@ -31,6 +31,14 @@ FOLD = replace(VECTOR, fold=True)
 MATRIX = DecodeConfig(form="matrix", gate_up=BlockShape(rows=16, depth=32), down=BlockShape(rows=32, depth=16))
 
 
+def draw_experts(case: DecodeCase, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """w1 ``(E, 2F, D)`` and w2 ``(E, D, F)`` on the CPU."""
+    made = torch.Generator().manual_seed(case.seed)
+    shapes = (case.E, 2 * case.F, case.D), (case.E, case.D, case.F)
+    w1, w2 = ((torch.randn(shape, generator=made) / shape[-1] ** 0.5).to(dtype) for shape in shapes)
+    return w1, w2
+
+
 def stored_parts(kind: str, w1: Tensor, w2: Tensor) -> dict[str, Tensor]:
     """Two weights by the names that a cache has for them; of a kind of ``QUANTISERS`` their elements and scales."""
     if not kind:

@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
-from decode_cases import DecodeCase, draw_ids
+from decode_cases import DecodeCase, draw_experts, draw_ids
 from gemm_cases import assert_as_good, chain_of
 from torch import Tensor
 
@@ -24,10 +24,7 @@ from comet.reference.layer import shard_experts
 
 @cache
 def full_weights(case: DecodeCase, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(case.seed)
-    w1 = torch.randn(case.E, 2 * case.F, case.D, generator=generator) / case.D**0.5
-    w2 = torch.randn(case.E, case.D, case.F, generator=generator) / case.F**0.5
-    return w1.to(dtype), w2.to(dtype)
+    return draw_experts(case, dtype)
 
 
 def step_inputs(case: DecodeCase, step: int, num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from decode_cases import MATRIX, VECTOR, DecodeCase, stored_parts
-from torch import Tensor
+from cache_cases import CPU, Twins, resident_weights, stored_experts
+from decode_cases import FOLD, MATRIX, VECTOR, DecodeCase
 
 from comet.experts import ExpertCache
 from comet.experts.host.cores import HostCores
@@ -19,10 +19,9 @@ PROFILE = HostProfile(
 )
 SLOW_LINK = replace(PROFILE, link_ns=1000, shared_link_ns=1000)
 DEADLINE_S = 60.0  # for answers that come
-CPU = torch.device("cpu")
 CASES = [
     DecodeCase(name="vector", T=1, K=3, E=9, D=80, F=48, config=VECTOR, seed=1),
-    DecodeCase(name="fold", T=1, K=3, E=9, D=80, F=48, config=replace(VECTOR, fold=True), seed=1),
+    DecodeCase(name="fold", T=1, K=3, E=9, D=80, F=48, config=FOLD, seed=1),
     DecodeCase(name="vector, two tokens", T=2, K=3, E=24, D=64, F=32, config=VECTOR, seed=2),
     DecodeCase(name="matrix", T=5, K=2, E=40, D=80, F=48, config=MATRIX, seed=3),
     DecodeCase(name="matrix, by expert", T=8, K=2, E=12, D=32, F=16, config=MATRIX, seed=4),
@@ -42,53 +41,35 @@ def leave_all_to(cores: HostCores) -> None:
 
 
 def hosted_cache(
-    w1: Tensor,
-    w2: Tensor,
+    case: DecodeCase,
     num_slots: int,
-    device: torch.device,
-    *,
-    top_k: int,
-    max_tokens: int,
     profile: HostProfile | None = PROFILE,
     policy: str = "lru",
-    first_expert: int = 0,
-    quantised: str = "",
+    first: int = 0,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[ExpertCache, HostCores]:
-    """An empty cache of experts on the CPU, which are copied to memory that a process of its own maps as well.
-
-    ``quantised``: one of ``QUANTISERS``, which they go through before.
-    """
-    held, _, hidden_size = w1.shape
-    places = {"num_experts": first_expert + held, "first_expert": first_expert}
-    sizes = HostSizes(**places, hidden_size=hidden_size, top_k=top_k, max_tokens=max_tokens, dtype=w1.dtype)
+    """An empty cache of the case's experts from ``first`` on, in memory that a process of its own maps as well."""
+    places = {"num_experts": case.E, "first_expert": first}
+    sizes = HostSizes(**places, hidden_size=case.D, top_k=case.K, max_tokens=case.T, dtype=dtype)
     cores = HostCores(2 if device.type == "cuda" else 1, sizes, device, DEADLINE_S)
-    held_experts = HeldExperts.hold(stored_parts(quantised, w1, w2), device, cores.file)
-    cache = ExpertCache(**held_experts.named_parts, num_slots=num_slots, device=device, policy=policy, **places)
-    cores.start([held_experts], profile)
+    held = HeldExperts.hold(stored_experts(case, (first, case.E), dtype), device, cores.file)
+    cache = ExpertCache(**held.named_parts, num_slots=num_slots, device=device, policy=policy, **places)
+    cores.start([held], profile)
     cache.share_with(cores, 0)
     return cache, cores
 
 
-def cache_of(
+def hosted_twins(
     case: DecodeCase, num_slots: int, profile: HostProfile, policy: str = "lru", first: int = 0
-) -> tuple[ExpertCache, HostCores]:
-    """An empty cache of the case's experts from ``first`` on, and the cores that share them."""
-    made = torch.Generator().manual_seed(case.seed)
-    shapes = (2 * case.F, case.D), (case.D, case.F)
-    w1, w2 = (torch.randn(case.E, *shape, generator=made)[first:] / 8 for shape in shapes)
-    sizes = {"top_k": case.K, "max_tokens": case.T, "first_expert": first}
-    return hosted_cache(w1, w2, num_slots, CPU, **sizes, profile=profile, policy=policy, quantised=case.quantised)
-
-
-def two_caches(
-    case: DecodeCase, num_slots: int, profile: HostProfile, policy: str = "lru", first: int = 0
-) -> tuple[ExpertCache, ExpertCache, HostCores]:
-    """``cache_of``, and a second cache of the same experts, in turn with which it asks the same process."""
-    mine, cores = cache_of(case, num_slots, profile, policy, first)
+) -> tuple[Twins, HostCores]:
+    """Caches that leave some of their misses to the host, which ask the same process in turn, and all experts."""
+    print("seed", case.seed)
+    mine, cores = hosted_cache(case, num_slots, profile, policy, first)
     places = {"num_experts": case.E, "first_expert": first}
     twin = ExpertCache(**mine.host.named_parts, num_slots=num_slots, device=CPU, policy=policy, **places)
     twin.share_with(cores, 0)
-    return mine, twin, cores
+    return Twins(case, mine, twin, resident_weights(case, (first, case.E))), cores
 
 
 def set_deadline(cache: ExpertCache, cores: HostCores, timeout_ns: int) -> None:
