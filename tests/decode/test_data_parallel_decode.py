@@ -27,16 +27,8 @@ def own_tokens(rank: int, world_size: int, tp: int) -> None:
         generator = torch.Generator().manual_seed(10 * number + rank)
         tokens = torch.randn(counts[rank % 2], CONFIG.hidden_size, generator=generator)
         with torch.no_grad():
-            wanted, actual = layer(tokens)[0], decoding(tokens)[0]
-            bound = max(counts) + number % 2  # a bound that all ranks know spares them from asking
-            routing = layer.router(tokens)
-            w1, w2 = layer.expert_weights()
-            inputs = tokens, routing.top_k_ids, routing.top_k_weights, w1.flatten(1, 2), w2
-            routed = runner(*inputs, most_tokens=bound)
-        torch.testing.assert_close(actual, wanted)
-        torch.testing.assert_close(routed, layer.routed_experts(*inputs[:3]).detach())
-        expected = [len(tokens)] * ((max(counts) <= LIMIT) + (bound <= LIMIT))
-        assert steps == expected, f"rank {rank}, tokens {counts}: decode steps {steps}, not {expected}"
+            torch.testing.assert_close(decoding(tokens)[0], layer(tokens)[0])
+        assert steps == [len(tokens)] * (max(counts) <= LIMIT), f"rank {rank}, tokens {counts}: decode steps {steps}"
         steps.clear()
     output = decoding(torch.ones(2, CONFIG.hidden_size))[0]
     output.sum().backward()

@@ -17,7 +17,6 @@ from decode_ranks import (
     on_device,
     open_rank,
     padded,
-    run_gathered,
     run_steps,
     step_inputs,
 )
@@ -34,21 +33,29 @@ REPLAYS = 3000 if num_gpus(own=True) >= MOST_RANKS else 300
 STEPS = (1, 8, 32, 64, 0, 2, 1, 17, 33, 3) * 6
 
 
-def layouts(rank: int, world_size: int, delay_s: float) -> list[torch.Tensor]:
+def layouts(rank: int, world_size: int, delay_s: float, replicated: bool) -> list[torch.Tensor]:
+    """Gathered tokens are checked within: they have the bits of replicated ones."""
     torch.cuda.set_device(gpu_of(rank))
     outputs = []
     for tp in (size for size in (1, 2, 4) if world_size % size == 0):
-        outputs += run_steps(rank, world_size, CASE, tp, STEPS, True, torch.bfloat16, gpu_of(rank), delay_s)
+        counts = [STEPS] if replicated else [draw_counts(world_size, most, 30, tp) for most in (1, 4, 64 // world_size)]
+        for each in counts:
+            outputs += run_steps(rank, world_size, CASE, tp, each, True, torch.bfloat16, gpu_of(rank), delay_s)
     return outputs
 
 
 @pytest.mark.multi_gpu(n=2)
+@pytest.mark.parametrize("replicated", [True, False])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_layouts(world_size: int) -> None:
+def test_layouts(world_size: int, replicated: bool) -> None:
     need_gpus(world_size)
-    late, on_time = (run_ranks(layouts, world_size, delay, backend=ON_GPUS, timeout=400) for delay in (0.005, 0.0))
-    assert_ranks_agree(on_time)
-    assert all(torch.equal(*pair) for pair in zip(late[0], on_time[0], strict=True))
+    late, on_time = (
+        run_ranks(layouts, world_size, delay, replicated, backend=ON_GPUS, timeout=400) for delay in (0.005, 0.0)
+    )
+    if replicated:
+        assert_ranks_agree(on_time)
+    for rank in range(world_size):
+        assert all(torch.equal(*pair) for pair in zip(late[rank], on_time[rank], strict=True)), f"rank {rank}"
 
 
 def waves(rank: int, world_size: int) -> None:
@@ -87,50 +94,7 @@ def last_of_replays(first: Batch) -> Batch:
     return Batch(-first.tokens, (first.ids + REPLAYS - 1) % CASE.E, first.routing_weights)
 
 
-def replayed(rank: int, world_size: int, num_tokens: int) -> None:
-    torch.cuda.set_device(gpu_of(rank))
-    device = gpu_of(rank)
-    comm, weights = open_rank(rank, world_size, CASE, 1, torch.bfloat16, device)
-    first = Batch(*step_inputs(CASE, 0, num_tokens, torch.bfloat16))
-    total, output = replay(RankDecode(comm, hidden_size=CASE.D), on_device(first, device), weights)
-    gathered = [torch.empty_like(total) for _ in range(world_size)]
-    dist.all_gather(gathered, total)
-    assert all(torch.equal(other, total) for other in gathered), f"ranks disagree within {REPLAYS} steps"
-    compare_step(CASE, output, last_of_replays(first), torch.bfloat16, "the last replay")
-    comm.barrier()
-    comm.close()
-
-
-@pytest.mark.multi_gpu(n=2)
-@pytest.mark.parametrize("num_tokens", [1, 8])
-def test_replays_without_a_barrier(num_tokens: int) -> None:
-    world_size = min(4, num_gpus())
-    run_ranks(replayed, world_size, num_tokens, backend=ON_GPUS, timeout=300)
-
-
-def gathered_layouts(rank: int, world_size: int, delay_s: float) -> list[torch.Tensor]:
-    """Checked within: the bits of replicated tokens."""
-    torch.cuda.set_device(gpu_of(rank))
-    outputs = []
-    for tp in (size for size in (1, 2, 4) if world_size % size == 0):
-        for most in (1, 4, 64 // world_size):
-            counts, device = draw_counts(world_size, most, 30, tp), gpu_of(rank)
-            outputs += run_gathered(rank, world_size, CASE, tp, counts, True, torch.bfloat16, device, delay_s)
-    return outputs
-
-
-@pytest.mark.multi_gpu(n=2)
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_layouts_of_gathered_tokens(world_size: int) -> None:
-    need_gpus(world_size)
-    late, on_time = (
-        run_ranks(gathered_layouts, world_size, delay, backend=ON_GPUS, timeout=400) for delay in (0.005, 0.0)
-    )
-    for rank in range(world_size):
-        assert all(torch.equal(*pair) for pair in zip(late[rank], on_time[rank], strict=True)), f"rank {rank}"
-
-
-def gathered_replayed(rank: int, world_size: int, most: int) -> None:
+def replayed(rank: int, world_size: int, most: int) -> None:
     """Every rank has another number of tokens, one of them none; in the end all of them, replicated, for comparison."""
     torch.cuda.set_device(gpu_of(rank))
     device = gpu_of(rank)
@@ -140,17 +104,21 @@ def gathered_replayed(rank: int, world_size: int, most: int) -> None:
     total, output = replay(decode, on_device(batches[rank], device), weights)
     compare_step(CASE, output, last_of_replays(batches[rank]), torch.bfloat16, f"the last replay, rank {rank}")
     replicated = RankDecode(comm, hidden_size=CASE.D, max_tokens=world_size * most)
-    all_totals, _ = replay(replicated, on_device(padded(batches, most), device), weights)
-    mine = all_totals[rank * most :][: total.shape[0]]
+    whole, output = replay(replicated, on_device(padded(batches, most), device), weights)
+    compare_step(CASE, output, last_of_replays(padded(batches, most)), torch.bfloat16, "the last replicated replay")
+    mine = whole[rank * most :][: total.shape[0]]
     assert torch.equal(total, mine), f"rank {rank}: other bits than replicated within {REPLAYS} steps"
+    others = [torch.empty_like(whole) for _ in range(world_size)]
+    dist.all_gather(others, whole)
+    assert all(torch.equal(other, whole) for other in others), f"ranks disagree within {REPLAYS} steps"
     comm.barrier()
     comm.close()
 
 
 @pytest.mark.multi_gpu(n=2)
 @pytest.mark.parametrize("most", [1, 8])
-def test_replays_of_gathered_tokens_without_a_barrier(most: int) -> None:
-    run_ranks(gathered_replayed, min(4, num_gpus()), most, backend=ON_GPUS, timeout=300)
+def test_replays_without_a_barrier(most: int) -> None:
+    run_ranks(replayed, min(4, num_gpus()), most, backend=ON_GPUS, timeout=500)
 
 
 def one_rank_stops(rank: int, world_size: int, replicated: bool) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -48,36 +49,6 @@ def open_rank(
     return comm, shard(case, layout, dtype, device)
 
 
-def run_steps(
-    rank: int,
-    world_size: int,
-    case: DecodeCase,
-    tp: int,
-    num_tokens: tuple[int, ...],
-    use_kernels: bool = True,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    delay_s: float = 0.0,
-) -> list[Tensor]:
-    """Steps one after the other without a barrier, checked against the oracle afterwards; returns the outputs."""
-    comm, weights = open_rank(rank, world_size, case, tp, dtype, device)
-    decode = RankDecode(comm, hidden_size=case.D, max_tokens=max(num_tokens), use_kernels=use_kernels)
-    scratch = DecodeScratch.create(weights, case.K, dtype, max_tokens=max(num_tokens))
-    sleeper, outputs = random.Random(rank + case.seed), []
-    for step, count in enumerate(num_tokens):
-        if delay_s and sleeper.random() < 0.5:
-            time.sleep(sleeper.random() * delay_s)
-        inputs = (tensor.to(device) for tensor in step_inputs(case, step, count, dtype))
-        outputs.append(decode(*inputs, weights, scratch=scratch, config=case.config if use_kernels else None))
-    decode.check()
-    comm.barrier()
-    comm.close()
-    for step, (output, count) in enumerate(zip(outputs, num_tokens, strict=True)):
-        who = f"{case.name}, seed {case.seed}, step {step}, rank {rank} of {world_size}, tp {tp}"
-        compare_step(case, output, step_inputs(case, step, count, dtype), dtype, who)
-    return [output.cpu() for output in outputs]
-
-
 def gathered_inputs(case: DecodeCase, step: int, counts: tuple[int, ...], dtype: torch.dtype) -> list[Batch]:
     """What each rank brings to a step in which rank r has ``counts[r]`` tokens."""
     return [Batch(*step_inputs(case, 100 * step + rank, count, dtype)) for rank, count in enumerate(counts)]
@@ -99,41 +70,47 @@ def padded(batches: list[Batch], max_tokens: int) -> Batch:
     return Batch(tokens.flatten(0, 1), ids.flatten(0, 1), weights.flatten(0, 1))
 
 
-def run_gathered(
+def run_steps(
     rank: int,
     world_size: int,
     case: DecodeCase,
     tp: int,
-    counts: tuple[tuple[int, ...], ...],
+    counts: Sequence[int] | Sequence[tuple[int, ...]],
     use_kernels: bool = True,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     delay_s: float = 0.0,
 ) -> list[Tensor]:
-    """``run_steps`` of tokens that differ between ranks; then all of them replicated, which must give the same bits."""
+    """Steps one after the other without a barrier, checked against the oracle afterwards; returns the outputs.
+
+    ``counts`` are the tokens of each step; or of each rank in each step: these are gathered, which must give the bits
+    of a step in which all of them are replicated.
+    """
     comm, weights = open_rank(rank, world_size, case, tp, dtype, device)
-    most = max(max(of_step) for of_step in counts)
-    arguments = dict(hidden_size=case.D, use_kernels=use_kernels)
-    decode = RankDecode(comm, max_tokens=most, replicated=False, **arguments)
-    scratch = DecodeScratch.create(weights, case.K, dtype, max_tokens=world_size * most)
+    of_ranks = [(count,) if isinstance(count, int) else count for count in counts]
+    replicated, most = isinstance(counts[0], int), max(map(max, of_ranks))
+    batches = [gathered_inputs(case, step, of_step, dtype) for step, of_step in enumerate(of_ranks)]
+    own, all_tokens = 0 if replicated else rank, most * len(of_ranks[0])
+    sizes = dict(hidden_size=case.D, use_kernels=use_kernels)
+    decode = RankDecode(comm, max_tokens=most, replicated=replicated, **sizes)
+    scratch = DecodeScratch.create(weights, case.K, dtype, max_tokens=all_tokens)
     settings = dict(scratch=scratch, config=case.config if use_kernels else None)
     sleeper, outputs = random.Random(rank + case.seed), []
-    for step, of_step in enumerate(counts):
+    for step, batch in enumerate(batches):
         if delay_s and sleeper.random() < 0.5:
             time.sleep(sleeper.random() * delay_s)
-        own = [tensor.to(device) for tensor in gathered_inputs(case, step, of_step, dtype)[rank]]
+        tokens, ids, routing_weights = on_device(batch[own], device)
         if step % 2:  # strides and types a caller may have
-            own = [own[0].t().contiguous().t(), own[1].long(), own[2].t().contiguous().t()]
-        outputs.append(decode(*own, weights, **settings))
+            tokens, ids, routing_weights = tokens.t().contiguous().t(), ids.long(), routing_weights.t().contiguous().t()
+        outputs.append(decode(tokens, ids, routing_weights, weights, **settings))
     decode.check()
-    replicated = RankDecode(comm, max_tokens=world_size * most, **arguments)
-    for step, (output, of_step) in enumerate(zip(outputs, counts, strict=True)):
-        who = f"{case.name}, seed {case.seed}, step {step}, rank {rank} of {world_size}, tp {tp}, tokens {of_step}"
-        batches = gathered_inputs(case, step, of_step, dtype)
-        batch = (tensor.to(device) for tensor in padded(batches, most))
-        wanted = replicated(*batch, weights, **settings)[rank * most :][: of_step[rank]]
-        assert torch.equal(output, wanted), f"{who}: other bits than replicated"
-        compare_step(case, output, batches[rank], dtype, who)
+    whole = None if replicated else RankDecode(comm, max_tokens=all_tokens, **sizes)
+    for step, (output, batch) in enumerate(zip(outputs, batches, strict=True)):
+        who = f"{case.name}, seed {case.seed}, step {step} of {counts}, rank {rank} of {world_size}, tp {tp}"
+        if whole is not None:
+            wanted = whole(*on_device(padded(batch, most), device), weights, **settings)
+            assert torch.equal(output, wanted[rank * most :][: len(output)]), f"{who}: other bits than replicated"
+        compare_step(case, output, batch[own], dtype, who)
     comm.barrier()
     comm.close()
     return [output.cpu() for output in outputs]
