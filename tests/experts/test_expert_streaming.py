@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
-from activation_cases import ACTIVATIONS, NAMES
+from activation_cases import ACTIVATIONS, NAMES, draw_biases
 from decode_cases import stored_parts
 from ranks import run_ranks
 from torch import Tensor
-from training_cases import MODEL, MOE, make_group
+from training_cases import GPT_OSS, MODEL, make_group, wake
 
 from comet.decode.runners import LocalRunner
 from comet.decode.twin import warp_decode_torch
 from comet.decode.weights import DecodeWeights
 from comet.experts import CACHED_DECODE_TOKENS, CachedExperts, ExpertCache, streaming
+from comet.experts.staged import Stage, StagedCache, StagedExperts
+from comet.experts.store import HeldExperts
 from comet.experts.streaming import Visit, group_visits, plan_visits
 from comet.generation.engine import GPTEngine
 from comet.kernels.runtime.activation import Activation
 from comet.layout import ExpertLayout
+from comet.models.config import ModelConfig
 from comet.models.gpt import GPT
 from comet.reference.plain import plain_experts
 
@@ -124,14 +127,21 @@ def test_streamed_experts_equal_the_plain_path_bit_for_bit_between_decode_steps(
     assert (fetched == E) == (num_slots == E), "what has a slot is not copied again"
 
 
+@pytest.mark.parametrize("staged", [False, True], ids=["pinned", "staged"])
 @pytest.mark.parametrize("activation", ACTIVATIONS[1:], ids=NAMES[1:])
-def test_streamed_experts_have_the_layers_activation(activation: Activation) -> None:
+def test_streamed_experts_have_the_layers_activation_and_biases(activation: Activation, staged: bool) -> None:
     w1, w2, made = made_experts(5)
-    cache = ExpertCache(w1, w2, 5, CPU, activation=activation)
-    path = CachedExperts(cache, LocalRunner(K, CACHED_DECODE_TOKENS, activation=activation), K)
-    for num_tokens in (1, 40):
-        inputs = *routed(made, num_tokens, num_used=5), w1, w2
-        torch.testing.assert_close(path(*inputs), plain_experts(*inputs, LAYOUT, None, activation))
+    biases = draw_biases(E, F, D, w1.dtype) if activation.parameters else None
+    named, runner = biases._asdict() if biases else {}, LocalRunner(K, CACHED_DECODE_TOKENS, activation=activation)
+    if staged:
+        held = HeldExperts(w1, w2, False, **named)
+        cache = StagedCache(held, Stage(8, held.specs, CPU), 0, 5, CPU, activation=activation)
+        path: Any = StagedExperts(cache, runner, K)
+    else:
+        path = CachedExperts(ExpertCache(w1, w2, 5, CPU, activation=activation, **named), runner, K)
+    for num_tokens in (1, 40, 2, CACHED_DECODE_TOKENS + 1, 1):
+        inputs = *routed(made, num_tokens), w1, w2
+        torch.testing.assert_close(path(*inputs, biases), plain_experts(*inputs, LAYOUT, None, activation, biases))
 
 
 @pytest.mark.parametrize("kind", ["mxfp8", "mxfp4"])
@@ -173,19 +183,19 @@ def test_a_copy_that_fails_leaves_no_slot_that_is_taken_for_what_it_does_not_hol
     assert torch.equal(path(*inputs, w1, w2), plain_experts(*inputs, w1, w2, LAYOUT, None))
 
 
+@pytest.mark.parametrize("model", [MODEL, GPT_OSS], ids=["plain", "biases"])
 @pytest.mark.parametrize("layout", [{"ep": 2}, {"tp": 2}], ids=["EP2", "TP2"])
-def test_prompts_over_ranks(layout: dict[str, int]) -> None:
-    run_ranks(read_prompts, math.prod(layout.values()), layout)
+def test_prompts_over_ranks(layout: dict[str, int], model: ModelConfig) -> None:
+    run_ranks(read_prompts, 2, layout, model)
 
 
-def read_prompts(rank: int, world_size: int, layout: dict[str, int]) -> None:
-    group = make_group(MODEL.moe, **layout)
+def read_prompts(rank: int, world_size: int, layout: dict[str, int], model: ModelConfig) -> None:
+    """With few of the experts on the device, and with all."""
+    group = make_group(model.moe, **layout)
     ids = torch.randint(256, (2, 20), generator=torch.Generator().manual_seed(3))
     found = []
-    for slots, device in ((MOE.top_k, CPU), (None, None)):
-        model = GPT(MODEL, group, seed=1, expert_device=device)
-        model.head.weight.data.normal_(generator=torch.Generator().manual_seed(1))
-        engine = GPTEngine(model, group, expert_slots=slots)
+    for slots, device in ((model.moe.top_k, CPU), (None, None)):
+        engine = GPTEngine(wake(GPT(model, group, seed=1, expert_device=device)), group, expert_slots=slots)
         found.append([engine.prefill(ids, torch.tensor([20, 9]), 24), engine.decode(torch.tensor([1, 2]))])
     for mine, resident in zip(*found, strict=True):
         torch.testing.assert_close(mine, resident, rtol=1e-4, atol=1e-4)

@@ -22,7 +22,6 @@ from comet.kernels.decode.blocks import BlockShape, DecodeConfig, is_large, sele
 from comet.kernels.decode.routing import NO_ROW, pass_of, rows_in_passes, serves
 from comet.kernels.decode.scales import lane_columns
 from comet.kernels.runtime.activation import Activation
-from comet.layer.shared_expert import SharedExpert
 from comet.layout import Biases
 from comet.reference.layer import reference_experts
 from comet.utils.graphs import hold_if_captured
@@ -77,7 +76,8 @@ def interpreted(rank: int, world_size: int) -> None:
     steps_that_share_a_scratch()
     ids_of_64_bits()
     check_serves_example()
-    check_passes()
+    check_passes_example()
+    check_columns_example()
 
 
 def steps_that_share_a_scratch() -> None:
@@ -118,87 +118,67 @@ def check_serves_example() -> None:
 
 
 @triton.jit
-def passes_kernel(rows_ptr, passes_ptr, count_ptr, T_BLOCK: tl.constexpr, TILE: tl.constexpr):
+def passes_kernel(rows_ptr, passes_ptr, T_BLOCK: tl.constexpr, TILE: tl.constexpr):
     rows = tl.load(rows_ptr + tl.arange(0, T_BLOCK))
-    count = rows_in_passes(rows, TILE)
-    tl.store(count_ptr, count)
-    for first in range(0, count, TILE):
+    for first in range(0, rows_in_passes(rows, TILE), TILE):
         tl.store(passes_ptr + first + tl.arange(0, TILE), pass_of(rows, first, TILE))
 
 
-def check_passes() -> None:
-    """The example, and that the passes are the routed rows in order, whatever tokens they are of."""
-    none, count = NO_ROW.value, torch.zeros(1, dtype=torch.int32)
-
-    def passes(rows: torch.Tensor, tile: int) -> torch.Tensor:
-        found = torch.full((2 * len(rows),), -1, dtype=torch.int32)
-        passes_kernel[(1,)](rows, found, count, T_BLOCK=len(rows), TILE=tile)
-        return found
-
+def check_passes_example() -> None:
+    none = NO_ROW.value
     rows = torch.tensor([none, 3, 4, 8], dtype=torch.int32)
-    assert passes(rows, 2)[:6].tolist() == [3, 4, 8, none, -1, -1]
-    assert passes(rows, 4)[:6].tolist() == [none, 3, 4, 8, -1, -1]
-    for seed in range(20):
-        generator = torch.Generator().manual_seed(seed)
-        rows = torch.arange(32, dtype=torch.int32) * 3
-        rows[torch.rand(32, generator=generator) < torch.rand(1, generator=generator)] = none
-        valid = rows[rows < none].tolist()
-        assert passes(rows, 8)[: len(valid)].tolist() == valid, f"seed {seed}"
-        padding = -len(valid) % 8
-        assert passes(rows, 8)[len(valid) :].tolist() == [none] * padding + [-1] * (64 - len(valid) - padding)
-        assert count.item() == len(valid)
+    for tile, wanted in ((2, [3, 4, 8, none, -1, -1]), (4, [none, 3, 4, 8, -1, -1])):
+        found = torch.full((6,), -1, dtype=torch.int32)
+        passes_kernel[(1,)](rows, found, T_BLOCK=4, TILE=tile)
+        assert found.tolist() == wanted
+
+
+@triton.jit
+def columns_kernel(out_ptr, ROWS: tl.constexpr, DEPTH: tl.constexpr, LANE: tl.constexpr, SCALES: tl.constexpr):
+    columns = lane_columns(ROWS, DEPTH, LANE, SCALES)
+    last: tl.constexpr = columns.shape[-1]
+    if SCALES != 0:
+        tl.store(out_ptr + tl.arange(0, columns.shape[0])[:, None] * last + tl.arange(0, last)[None, :], columns)
+    else:
+        tl.store(out_ptr + tl.arange(0, last), columns)
+
+
+def check_columns_example() -> None:
+    """What every copy has, of which there are no more than rows; one where nothing is copied."""
+    halves = [*range(8), *range(16, 24)]
+    for call, copies, wanted in (
+        ((16, 32, 16, 0), 1, [*range(32)]),
+        ((16, 32, 16, 32), 16, halves),
+        ((32, 32, 16, 128), 16, halves),
+        ((4, 32, 16, 32), 4, halves),
+        ((2, 64, 32, 32), 2, [*range(8), *range(32, 40)]),  # 32 weights of half a byte
+        ((8, 512, 16, 32), 1, [lane * 16 + place for lane in range(32) for place in range(8)]),
+    ):
+        out = torch.full((1024,), -1, dtype=torch.int32)
+        columns_kernel[(1,)](out, *call)
+        assert out[out >= 0].tolist() == wanted * copies, call
 
 
 def test_kernels_under_the_interpreter() -> None:
     run_ranks(interpreted, 1, interpret=True, timeout=500)
 
 
-@triton.jit
-def store_columns(
-    out_ptr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, LANE: tl.constexpr, SCALES: tl.constexpr, LENGTH: tl.constexpr
-):
-    columns = lane_columns(ROWS, BLOCK_K, LANE, SCALES)
-    places = tl.arange(0, LENGTH)
-    if SCALES != 0:
-        copies: tl.constexpr = columns.shape[0]
-        places = tl.arange(0, copies)[:, None] * LENGTH + places[None, :]
-    tl.store(out_ptr + places, columns)
-
-
-def columns_of(rows: int, depth: int, lane: int, scales: int) -> list[list[int]]:
-    """What every copy has; one where nothing is copied."""
-    length = depth if scales == 0 else depth // lane * 8
-    out = torch.full((32, length), -1, dtype=torch.int32)
-    store_columns[(1,)](out, rows, depth, lane, scales, length)
-    return [copy for copy in out.tolist() if copy[0] >= 0]
-
-
-def lanes(rank: int, world_size: int) -> list[list[list[int]]]:
-    calls = (16, 32, 16, 0), (16, 32, 16, 32), (32, 32, 16, 128), (4, 32, 16, 32), (8, 512, 16, 32), (2, 64, 32, 32)
-    return [columns_of(*call) for call in calls]
-
-
-def test_columns_of_a_step_example() -> None:
-    plain, scaled, most, few, long, coded = run_ranks(lanes, 1, interpret=True)[0]
-    halves = [*range(8), *range(16, 24)]
-    assert plain == [list(range(32))]
-    assert scaled == most == [halves] * 16
-    assert few == [halves] * 4, "no more copies than rows"
-    assert coded == [[*range(8), *range(32, 40)]] * 2, "32 weights of half a byte"
-    assert long == [[lane * 16 + place for lane in range(32) for place in range(8)]], "a lane for every 16 bytes"
-
-
 # ---- the twin --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=NAMES)
 @pytest.mark.parametrize("seed", range(6))
-def test_twin_is_the_reference_in_float64(seed: int) -> None:
+def test_twin_is_the_reference_in_float64(seed: int, activation: Activation) -> None:
     case = replace(random_case(seed + 100, most_tokens=9, largest=64), held=None)
+    case = replace(case, activation=activation, biased=seed % 2 == 0)
     inputs = make_inputs(case, torch.float32, "cpu").double()
-    order = inputs.weights.slots.long()
-    arguments = (inputs.tokens, inputs.legal_ids, inputs.routing_weights)
-    wanted = reference_experts(*arguments, inputs.weights.w1[order], inputs.weights.w2[order])
-    assert (warp_decode_torch(*arguments, inputs.weights) - wanted).abs().max() < 1e-12, f"seed {seed}"
+    order, weights = inputs.weights.slots.long(), inputs.weights
+    biases = None if weights.b1 is None else Biases(weights.b1[order], weights.b2[order])
+    wanted = reference_experts(
+        inputs.tokens, inputs.legal_ids, inputs.routing_weights, weights.w1[order], weights.w2[order],
+        activation=activation, biases=biases,
+    )  # fmt: skip
+    torch.testing.assert_close(inputs.twin(), wanted, rtol=1e-12, atol=1e-12, msg=f"seed {seed}")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -221,22 +201,6 @@ def test_twin_example() -> None:
     weights = DecodeWeights(w1=w1, w2=w2, slots=torch.tensor([-1, 0], dtype=torch.int32))
     output = warp_decode(tokens, torch.tensor([[1, 0]], dtype=torch.int32), torch.tensor([[0.5, 9.0]]), weights)
     assert output.tolist() == [[16.0] + [0.0] * 15]
-
-
-def test_a_shared_expert_is_one_more_expert_of_every_token() -> None:
-    inputs = make_inputs(DecodeCase(name="shared", T=5, K=2, E=4, D=32, F=48), torch.float32, "cpu")
-    arguments, experts = (inputs.tokens, inputs.ids, inputs.routing_weights), inputs.weights
-    shared = SharedExpert(32, 48)
-    always = torch.full((5, 1), 4, dtype=torch.int32), torch.ones(5, 1)
-    with torch.no_grad():
-        wanted = warp_decode(*arguments, experts) + shared(inputs.tokens)
-        weights = DecodeWeights(
-            w1=torch.cat([experts.w1, shared.w1[None]]),
-            w2=torch.cat([experts.w2, shared.w2[None]]),
-            slots=torch.cat([experts.slots, torch.tensor([experts.w1.shape[0]], dtype=torch.int32)]),
-        )
-        ids, routing_weights = (torch.cat(pair, dim=1) for pair in zip(arguments[1:], always, strict=True))
-        assert torch.allclose(warp_decode(inputs.tokens, ids, routing_weights, weights), wanted, atol=1e-6)
 
 
 # ---- activations and biases ------------------------------------------------------------------------------------------
@@ -275,20 +239,6 @@ def interpreted_quantised_activation(rank: int, world_size: int) -> None:
 
 def test_activations_of_quantised_weights_under_the_interpreter() -> None:
     run_ranks(interpreted_quantised_activation, 1, interpret=True, timeout=300)
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=NAMES)
-def test_twin_with_activations_is_the_reference(activation: Activation) -> None:
-    case = DecodeCase(name="reference", T=7, K=3, E=6, D=32, F=48, activation=activation, biased=True)
-    inputs = make_inputs(case, torch.float32, "cpu").double()
-    order, weights = inputs.weights.slots.long(), inputs.weights
-    assert weights.b1 is not None
-    assert weights.b2 is not None
-    wanted = reference_experts(
-        inputs.tokens, inputs.legal_ids, inputs.routing_weights, weights.w1[order], weights.w2[order],
-        activation=activation, biases=Biases(weights.b1[order], weights.b2[order]),
-    )  # fmt: skip
-    torch.testing.assert_close(inputs.twin(), wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_biases_must_fit() -> None:

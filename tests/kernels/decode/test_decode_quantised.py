@@ -14,6 +14,7 @@ from decode_cases import (
     check_decode,
     check_every_code,
     check_every_e2m1_code,
+    draw_experts,
     make_inputs,
     random_case,
     stored_parts,
@@ -146,10 +147,7 @@ def test_torch_type_of_two_codes_a_byte_is_taken() -> None:
 
 
 def shard_and_quantise(kind: str, case: DecodeCase, layout: ExpertLayout) -> DecodeWeights:
-    generator = torch.Generator().manual_seed(case.seed)
-    w1 = torch.randn(case.E, 2 * case.F, case.D, generator=generator) / case.D**0.5
-    w2 = torch.randn(case.E, case.D, case.F, generator=generator) / case.F**0.5
-    shards = (weight.contiguous() for weight in shard_experts(w1, w2, layout))
+    shards = (weight.contiguous() for weight in shard_experts(*draw_experts(case), layout))
     return DecodeWeights(**stored_parts(kind, *shards), slots=rank_slots(layout, "cpu"))
 
 

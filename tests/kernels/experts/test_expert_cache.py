@@ -126,6 +126,13 @@ def engine_of(
     return GPTEngine(model, group, expert_slots=expert_slots, expert_dtype=expert_dtype)
 
 
+def quantise_experts(engine: GPTEngine, expert_dtype: MXType | None) -> None:
+    """Give a model the numbers of quantised experts."""
+    for layer in engine.model.moe_layers() if expert_dtype else ():
+        for weight in layer.expert_weights():
+            weight.copy_(quantize_mx(weight, expert_dtype).dequantize())
+
+
 @pytest.mark.parametrize("expert_slots", [MOE.top_k, MOE.top_k + 1, MOE.num_experts])
 def test_cached_decode_equals_resident_decode_bit_for_bit(expert_slots: int) -> None:
     cached, resident = engine_of(expert_slots), engine_of(None)
@@ -161,9 +168,7 @@ def test_memory_that_cannot_be_pinned_is_said_once_and_copied_by_the_host(monkey
 @pytest.mark.parametrize("expert_dtype", get_args(MXType))
 def test_decode_from_experts_quantised_in_host_memory_equals_resident_decode_of_the_same(expert_dtype: MXType) -> None:
     cached, resident = engine_of(MOE.top_k, expert_dtype=expert_dtype), engine_of(None)
-    for layer in resident.model.moe_layers():
-        for weight in layer.expert_weights():
-            weight.copy_(quantize_mx(weight, expert_dtype).dequantize())
+    quantise_experts(resident, expert_dtype)
     drawn = compare_texts(cached, resident, steps=12)
     report, numbers = cached.cache_report(), 3 * MOE.hidden_size * MOE.ffn_size
     assert report is not None
@@ -241,28 +246,21 @@ def test_the_task_writes_the_same_text_with_half_of_the_experts(tmp_path: Path) 
     assert wide / narrow == pytest.approx(4 / (1 + 1 / 32)), "of float32"
 
 
-@pytest.mark.parametrize("layout", [{"ep": 2}, {"tp": 2}, slow({"ep": 2, "tp": 2})], ids=["EP2", "TP2", "EP2 x TP2"])
-def test_decode_from_caches_of_ranks_equals_resident_decode_bit_for_bit(layout: dict[str, int]) -> None:
-    run_ranks(decode_over_ranks, math.prod(layout.values()), layout)
+@pytest.mark.parametrize(
+    ("layout", "expert_dtype"),
+    [({"ep": 2}, None), ({"tp": 2}, None), ({"ep": 2}, "mxfp8"), slow({"ep": 2, "tp": 2}, None)],
+    ids=["EP2", "TP2", "EP2, mxfp8", "EP2 x TP2"],
+)
+def test_decode_from_caches_of_ranks_equals_resident_decode_bit_for_bit(
+    layout: dict[str, int], expert_dtype: MXType | None
+) -> None:
+    run_ranks(decode_over_ranks, math.prod(layout.values()), layout, expert_dtype)
 
 
-def test_ranks_quantise_their_own_experts() -> None:
-    run_ranks(quantised_over_ranks, 2)
-
-
-def quantised_over_ranks(rank: int, world_size: int) -> None:
-    group = make_group(MODEL.moe, ep=2)
-    cached, resident = engine_of(MOE.top_k, group, "mxfp8"), engine_of(None, group)
-    for layer in resident.model.moe_layers():
-        for weight in layer.expert_weights():
-            weight.copy_(quantize_mx(weight, "mxfp8").dequantize())
-    compare_texts(cached, resident, steps=4)
-    group.close()
-
-
-def decode_over_ranks(rank: int, world_size: int, layout: dict[str, int]) -> None:
+def decode_over_ranks(rank: int, world_size: int, layout: dict[str, int], expert_dtype: MXType | None) -> None:
     group = make_group(MODEL.moe, **layout)
-    cached, resident = engine_of(MOE.top_k, group), engine_of(None, group)
+    cached, resident = engine_of(MOE.top_k, group, expert_dtype), engine_of(None, group)
+    quantise_experts(resident, expert_dtype)
     compare_texts(cached, resident, steps=12)
     held, report = MOE.num_experts // layout.get("ep", 1), cached.cache_report()
     assert report is not None
