@@ -55,35 +55,29 @@ def test_auto_is_on_where_a_gpu_reads_the_store() -> None:
 
 
 @pytest.mark.parametrize("setting", ["on", "True", "", None, 1, 0.0, [], ("auto",)])
-def test_another_value_is_named(setting: Any) -> None:
-    for made in (GenerateConfig, StoreOptions):
-        for budget in (None, 0.5):
-            with pytest.raises(ValueError, match=r"^expert_prefetch=.* must be one of auto, true, false") as caught:
-                made(expert_budget=budget, expert_prefetch=setting)
-            assert f"expert_prefetch={setting!r} " in str(caught.value)
+@pytest.mark.parametrize("made", [GenerateConfig, StoreOptions])
+def test_another_value_is_named(setting: Any, made: Any) -> None:
+    for budget in (None, 0.5):
+        with pytest.raises(ValueError, match=r"^expert_prefetch=.* must be one of auto, true, false") as caught:
+            made(expert_budget=budget, expert_prefetch=setting)
+        assert f"expert_prefetch={setting!r} " in str(caught.value)
 
 
-def test_the_three_words_and_bools() -> None:
-    assert GenerateConfig().expert_prefetch == StoreOptions().expert_prefetch == "auto"
-    wanted = {"auto": None, "true": True, "false": False, True: True, False: False}
-    for setting, meaning in wanted.items():
-        assert prefetch_wanted(setting) is meaning
-        options = StoreOptions.of(GenerateConfig(expert_budget=0.5, expert_prefetch=setting))
-        assert options.expert_prefetch == setting
-
-
-@pytest.mark.parametrize("setting", [True, "true"])
-def test_true_is_refused_where_it_cannot_be(setting: Any) -> None:
-    with pytest.raises(ValueError, match=f"^expert_prefetch={setting} must come with an expert_budget"):
-        StoreOptions(expert_prefetch=setting)
-    with pytest.raises(NotImplementedError, match=f"^expert_prefetch={setting} must be auto or false with .*=file"):
-        StoreOptions(expert_budget=0.5, expert_prefetch=setting, **FILE)
-
-
-@pytest.mark.parametrize("setting", ["auto", "false", False])
-def test_the_others_never_are(setting: Any) -> None:
-    assert not StoreOptions(expert_prefetch=setting).in_store
-    assert StoreOptions(expert_budget=0.5, expert_prefetch=setting, **FILE).in_store
+@pytest.mark.parametrize(
+    ("setting", "meaning"), [("auto", None), ("true", True), ("false", False), (True, True), (False, False)]
+)
+def test_the_three_words_and_bools(setting: Any, meaning: bool | None) -> None:
+    """Prefetch that is insisted on is refused where it cannot be, and what is not never is."""
+    assert prefetch_wanted(setting) is meaning
+    assert StoreOptions.of(GenerateConfig(expert_budget=0.5, expert_prefetch=setting)).expert_prefetch == setting
+    if meaning:
+        with pytest.raises(ValueError, match=f"^expert_prefetch={setting} must come with an expert_budget"):
+            StoreOptions(expert_prefetch=setting)
+        with pytest.raises(NotImplementedError, match=f"^expert_prefetch={setting} must be auto or false with .*=file"):
+            StoreOptions(expert_budget=0.5, expert_prefetch=setting, **FILE)
+    else:
+        assert not StoreOptions(expert_prefetch=setting).in_store
+        assert StoreOptions(expert_budget=0.5, expert_prefetch=setting, **FILE).in_store
 
 
 @pytest.mark.parametrize(("setting", "is_on"), [("auto", False), ("false", False), ("true", True), (True, True)])
@@ -93,6 +87,7 @@ def test_on_a_cpu_it_is_on_for_whoever_says_so(setting: Any, is_on: bool, group:
 
 
 def test_the_default_is_auto(group: ExpertGroup, as_on_a_gpu: None) -> None:
+    assert GenerateConfig().expert_prefetch == StoreOptions().expert_prefetch == "auto"
     logits, engine = decode(group)
     assert engine.cache_report().prefetch
     assert engine.cache_report().prefetched_needed > 0

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
-from cache_cases import TABLES, Twins, check_slots, parts_of, stop_after
+from cache_cases import TABLES, Twins, check_slots, host_of, parts_of, stop_after
 from decode_cases import VECTOR, DecodeCase
 from ranks import run_ranks
 from torch import Tensor
@@ -168,19 +167,6 @@ def test_rounds_on_kernels_equal_their_twins_and_resident_experts(num_slots: int
     run_ranks(compare, 1, num_slots, policy, 5, interpret=True)
 
 
-def host_of(owners: Sequence[tuple[int, int]], num_experts: int = 6) -> HostExperts:
-    """Slots of (expert, last used in step); an expert has ten pieces."""
-    tables = CacheTables.create(num_experts, len(owners), torch.device("cpu"))
-    for slot, (expert, step) in enumerate(owners):
-        if expert >= 0:
-            tables.slots[expert] = tables.arriving[expert] = slot
-            tables.last_used[expert] = step
-        tables.owners[slot] = expert
-    tables.header[CLOCK.value] = max(step for _, step in owners)
-    weights = torch.rand(num_experts, 12, 1024), torch.rand(num_experts, 1024, 8)
-    return HostExperts(w1=weights[0], w2=weights[1], tables=tables, prefetched=True, drafted=True)
-
-
 def take_step(host: HostExperts, *needed: int) -> tuple[int, int]:
     """What a step does to the tables before it looks for misses."""
     now = int(host.tables.header[CLOCK.value]) + 1
@@ -193,7 +179,7 @@ def take_step(host: HostExperts, *needed: int) -> tuple[int, int]:
 @pytest.fixture
 def host() -> HostExperts:
     """Slots of the experts 3, 0 and 5, of which 3 was used longest ago and 5 in the last step, the fourth."""
-    return host_of([(3, 1), (0, 3), (5, 4)])
+    return host_of((3, 1), (0, 3), (5, 4))
 
 
 def test_the_example_of_the_docs(host: HostExperts) -> None:
@@ -218,7 +204,7 @@ def test_a_plan_is_empty_where_the_round_has_named_all_that_is_there(host: HostE
 
 
 def test_what_a_round_named_is_planned_again_behind_the_next_list() -> None:
-    host = host_of([(-1, 0), (-1, 0), (5, 4)])
+    host = host_of((-1, 0), (-1, 0), (5, 4))
     plan_draft_torch(torch.tensor([[5, 4, 3]]), 1, host)
     take_step(host, 5)  # before any piece
     assert host.tables.owners.tolist() == [-1, -1, 5]

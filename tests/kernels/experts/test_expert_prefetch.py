@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from cache_cases import Twins, check_slots, stop_after
+from cache_cases import Twins, check_slots, host_of, stop_after
 from decode_cases import MATRIX, VECTOR, DecodeCase
 from ranks import run_ranks
 from tiers import slow_but
@@ -14,7 +14,7 @@ from training_cases import MOE, awake_model, compare_texts, nearly_equal
 
 from comet.generation.engine import GPTEngine
 from comet.kernels.experts.prefetch import MOST_AHEAD, plan, plan_torch, take_over_torch, travel, travel_torch
-from comet.kernels.experts.tables import BEGUN, GATE, NEEDED, NEXT, PLANNED, CacheTables, HostExperts, pieces_of
+from comet.kernels.experts.tables import BEGUN, GATE, NEEDED, NEXT, PLANNED, HostExperts, pieces_of
 
 
 def compare(rank: int, world_size: int, case: DecodeCase, num_slots: int, policy: str) -> None:
@@ -62,17 +62,12 @@ def test_steps_in_waves_take_over_what_travelled() -> None:
     run_ranks(compare, 1, CASES[2], 4, "lru", interpret=True)
 
 
-def tables_of_the_example() -> HostExperts:
-    tables = CacheTables.create(6, 3, torch.device("cpu"))
-    for slot, (expert, step) in enumerate([(3, 1), (0, 3), (5, 2)]):
-        tables.slots[expert] = tables.arriving[expert] = slot
-        tables.owners[slot], tables.last_used[expert] = expert, step
-    # Ten pieces: w1 has 6 of 1024 words of 8 bytes, w2 has 4.
-    return HostExperts(w1=torch.rand(6, 12, 1024), w2=torch.rand(6, 1024, 8), tables=tables, prefetched=True)
+@pytest.fixture
+def host() -> HostExperts:
+    return host_of((3, 1), (0, 3), (5, 2))
 
 
-def test_the_examples_of_the_docs() -> None:
-    host = tables_of_the_example()
+def test_the_examples_of_the_docs(host: HostExperts) -> None:
     tables = host.tables
     plan_torch(torch.tensor([[5, 2, 4]]), host)
     assert tables.owners.tolist() == [-1, -1, 5]
@@ -88,16 +83,14 @@ def test_the_examples_of_the_docs() -> None:
     assert tables.totals[4:7].tolist() == [2, 1, 12 * 1024]
 
 
-def test_what_has_not_begun_gives_its_slot_back() -> None:
-    host = tables_of_the_example()
+def test_what_has_not_begun_gives_its_slot_back(host: HostExperts) -> None:
     plan_torch(torch.tensor([[5, 2, 4]]), host)
     take_over_torch(host, 4)
     assert host.tables.owners.tolist() == [3, 0, 5]
     assert host.tables.slots.tolist() == [1, -1, -1, 0, -1, 2]
 
 
-def test_a_predictor_that_is_wrong_rests() -> None:
-    host = tables_of_the_example()
+def test_a_predictor_that_is_wrong_rests(host: HostExperts) -> None:
     header = host.tables.header
     header[BEGUN.value], header[NEEDED.value] = 40, 9
     for _ in range(4):  # 36 is no more than four times 9

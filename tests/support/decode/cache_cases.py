@@ -20,7 +20,7 @@ from comet.decode.twin import warp_decode_torch
 from comet.decode.weights import DecodeWeights
 from comet.experts import ExpertCache
 from comet.experts.prefetch import prefetches
-from comet.kernels.experts.tables import AHEAD_WORDS, NEXT, PLANNED, HostExperts
+from comet.kernels.experts.tables import AHEAD_WORDS, CLOCK, NEXT, PLANNED, CacheTables, HostExperts
 
 TABLES = ("slots", "arriving", "last_used", "owners")
 CPU = torch.device("cpu")
@@ -80,6 +80,19 @@ def check_slots(cache: ExpertCache) -> None:
             assert cache.tables.slots[expert] == slot
             for slots, stored in zip(parts_of(cache.weights), parts_of(cache.host), strict=True):
                 assert torch.equal(slots[slot].cpu(), stored[expert - cache.first_expert])
+
+
+def host_of(*owners: tuple[int, int], num_experts: int = 6) -> HostExperts:
+    """Slots of (expert, last used in step); an expert has ten pieces: w1 has 6 of 1024 words of 8 bytes, w2 has 4."""
+    tables = CacheTables.create(num_experts, len(owners), torch.device("cpu"))
+    for slot, (expert, step) in enumerate(owners):
+        if expert >= 0:
+            tables.slots[expert] = tables.arriving[expert] = slot
+            tables.last_used[expert] = step
+        tables.owners[slot] = expert
+    tables.header[CLOCK.value] = max(step for _, step in owners)
+    weights = torch.rand(num_experts, 12, 1024), torch.rand(num_experts, 1024, 8)
+    return HostExperts(w1=weights[0], w2=weights[1], tables=tables, prefetched=True, drafted=True)
 
 
 def stop_after(pieces: int, cache: ExpertCache) -> None:
