@@ -168,8 +168,7 @@ class GroupExperts:
 
     Args:
         decode_tokens: Most tokens of one rank that take warp decode; 0: none do.
-        top_k: K in a decode step.
-        replicated: Whether all ranks hold the same tokens.
+        top_k: K in a decode step, with what a shared expert adds.
     """
 
     def __init__(self, moe: MoEConfig, group: ExpertGroup, decode_tokens: int, *, top_k: int, replicated: bool) -> None:
@@ -296,10 +295,6 @@ def run_path_on_slices(
 
     Example: W=2, max_tokens=128: 300 tokens make a round of 256, of which rank 0 brings 0..127 and rank 1 128..255,
     and a round of 44: 22 and 22. 3 tokens are one round: rank 0 brings 0 and 1, rank 1 brings 2.
-
-    Args:
-        tokens: ``(T, D)``, equal on all ranks, as are ids and weights.
-        compute: The group's path with this rank's experts.
     """
     outputs = []
     for start, stop in rounds(tokens.shape[0], group.parallel.world_size * group.workspace.max_tokens):

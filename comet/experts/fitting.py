@@ -22,12 +22,7 @@ TENTHS_TAKEN = 9  # of what was found to fit: attention memory and scratch come 
 def fit_slots(
     makers: Sequence[Callable[[int], Cache]], num_slots: int, least: int, group: ExpertGroup | None = None
 ) -> list[Cache]:
-    """Make the caches of all layers, with fewer slots each where memory runs out (collective over the group).
-
-    Args:
-        makers: Of each layer: makes its cache with so many slots.
-        least: Slots below which a layer cannot serve a token.
-    """
+    """Make the caches of all layers, with fewer slots each where memory runs out, down to ``least`` (collective)."""
     asked, refused = num_slots, ""
     while True:
         made: list[Cache] = []
@@ -48,13 +43,8 @@ def fit_slots(
         )
         num_slots = fewer_slots(num_slots, fitting, len(makers), least)
     if num_slots < asked:
-        logger.warning(
-            "expert_budget: %d slots in each of %d layers in place of %d: the device is out of memory (%s)",
-            num_slots,
-            len(makers),
-            asked,
-            refused,
-        )
+        words = "expert_budget: %d slots in each of %d layers in place of %d: the device is out of memory (%s)"
+        logger.warning(words, num_slots, len(makers), asked, refused)
     return made
 
 

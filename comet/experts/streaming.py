@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from comet.comm.collectives import accumulator_dtype
-from comet.config import resolve_kernels
 from comet.decode.twin import slot_weights
 from comet.decode.weights import DecodeWeights
 from comet.experts.host.prompts import PromptCores
@@ -117,17 +116,10 @@ def send(numbers: Tensor, device: torch.device) -> Tensor:
     return numbers.to(device, non_blocking=True)
 
 
-def floating_slots(
-    weights: DecodeWeights, slots: Tensor, dtype: torch.dtype, *, use_kernels: bool | None = None
-) -> tuple[Tensor, Tensor]:
-    """w1 ``(n, 2F, D)`` and w2 ``(n, D, F)`` of some slots in a floating type; never waits for the device.
-
-    Args:
-        use_kernels: A Triton kernel dequantises (on a GPU, or in the interpreter) instead of plain torch; ``None``:
-            where there is a GPU.
-    """
+def floating_slots(weights: DecodeWeights, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """w1 ``(n, 2F, D)`` and w2 ``(n, D, F)`` of some slots in a floating type; never waits for the device."""
     scales1, scales2 = weights.w1_scales, weights.w2_scales
-    if scales1 is None or scales2 is None or not resolve_kernels(slots.device, use_kernels):
+    if scales1 is None or scales2 is None or not slots.is_cuda:
         return slot_weights(weights, slots, dtype)
     return dequantize_slots(weights.w1, scales1, slots, dtype), dequantize_slots(weights.w2, scales2, slots, dtype)
 

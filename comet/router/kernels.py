@@ -20,23 +20,13 @@ from comet.utils.autocast import without_autocast
 
 
 def logits(tokens: Tensor, weight: Tensor) -> Tensor:
-    """Router logits in float32 of bfloat16 tokens, as accurate as products in float32.
-
-    Args:
-        tokens: ``(T, D)`` bfloat16.
-        weight: ``(E, D)`` float32 or bfloat16.
-    """
+    """Router logits in float32 of ``(T, D)`` bfloat16 and ``(E, D)``, as accurate as products in float32."""
     result: Tensor = _Logits.apply(tokens, weight)
     return result
 
 
 def select(logits: Tensor, selection_bias: Tensor | None, config: MoEConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores, experts and weights in one launch.
-
-    Returns:
-        As ``comet.router.router`` makes them in plain torch: ids ``(T, K)`` int32, weights ``(T, K)`` float32 and
-        scores ``(T, E)`` float32, the last two with gradient.
-    """
+    """Ids ``(T, K)`` int32, weights ``(T, K)`` and scores ``(T, E)`` float32 with gradient, in one launch."""
     rule = SelectRule(
         top_k=config.top_k,
         num_groups=config.num_groups,

@@ -19,22 +19,16 @@ QUANTISED_BYTES = 32  # of a row, least step of the matrix form for quantised we
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockShape:
-    """Block of one of the two kernels.
+    """Block of one of the two kernels."""
 
-    Args:
-        rows: Output columns: of hidden (gate/up reads as many rows of gate and of up) or of the output.
-        depth: Step of the contraction; in the vector form 16 bytes for each lane of all warps, or loads get narrower;
-            in the matrix form one of block FP8 may be several of its blocks of 128.
-        num_warps: Warps per block.
-        num_stages: Depth of the load pipeline (matrix form).
-        max_registers: Most registers of a thread, so that more blocks run at once; 0 leaves it to the compiler, as it
-            is over ranks, whose all-reduce takes more.
-    """
-
-    rows: int
+    rows: int  # output columns: of hidden (gate/up reads as many rows of gate and of up) or of the output
+    # step of the contraction; in the vector form 16 bytes for each lane of all warps, or loads get narrower; in the
+    # matrix form one of block FP8 may be several of its blocks of 128
     depth: int
     num_warps: int = 4
-    num_stages: int = 3
+    num_stages: int = 3  # depth of the load pipeline (matrix form)
+    # most registers of a thread, so that more blocks run at once; 0 leaves it to the compiler, as it is over ranks,
+    # whose all-reduce takes more
     max_registers: int = 0
 
 
@@ -43,25 +37,16 @@ LONG_STEPS = BlockShape(rows=32, depth=256), BlockShape(rows=64, depth=256)  # o
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeConfig:
-    """How a decode step runs; every choice computes the same sums in another order of additions.
+    """How a decode step runs; every choice computes the same sums in another order of additions."""
 
-    Args:
-        form: ``vector``: rows times contraction in registers, for 1 or 2 tokens; ``matrix``: ``tl.dot``.
-        gate_up: Block of the first kernel; in the vector form its rows divide 16.
-        down: Block of the second kernel; in the vector form its rows divide 16.
-        fold: Down adds a token's experts in registers: no partial sums, weights shared by tokens are read again.
-        dependent: Start down while gate/up drains (programmatic dependent launch).
-        ahead: Steps of w2 that down loads before gate/up has ended, at most its contraction (vector form).
-        tile: Most tokens of an expert that are multiplied at once (matrix form): fewer are quicker, but an expert that
-            more tokens chose is read once more for each tile of them.
-    """
-
-    form: Literal["vector", "matrix"]
-    gate_up: BlockShape
-    down: BlockShape
-    fold: bool = False
-    dependent: bool = False
-    ahead: int = 0
+    form: Literal["vector", "matrix"]  # rows times contraction in registers, for 1 or 2 tokens; or tl.dot
+    gate_up: BlockShape  # of the first kernel; in the vector form its rows divide 16
+    down: BlockShape  # of the second one, likewise
+    fold: bool = False  # down adds a token's experts in registers: no partial sums, shared weights are read again
+    dependent: bool = False  # start down while gate/up drains (programmatic dependent launch)
+    ahead: int = 0  # steps of w2 that down loads before gate/up has ended, at most its contraction (vector form)
+    # most tokens of an expert that are multiplied at once (matrix form): fewer are quicker, but an expert that more
+    # tokens chose is read once more for each tile of them
     tile: int = 64
 
     def __post_init__(self) -> None:
@@ -128,12 +113,7 @@ def select(
     ten others was faster.
 
     Args:
-        dtype: Of the tokens.
-        num_tokens: T.
-        top_k: K.
-        hidden_size: D.
-        ffn_size: F.
-        shared_scale: Neighbouring weights that share a scale (see ``Step``); 0: weights in the dtype of the tokens.
+        dtype: Of the tokens, and of weights whose ``shared_scale`` is 0.
         four_bits: Whether the weights are MXFP4, where their scale is that of an MX type.
         dependent: Whether down may start while gate/up drains, where experts are not too large for it to pay.
     """

@@ -144,12 +144,9 @@ def gather_kernel(
 
 
 def gather(step: Step, buffer: ReceiveBuffer, *, dependent: bool) -> None:
-    """Fill ``step``'s tokens, ids and routing weights with those of all ranks.
+    """Fill ``step``'s W * max_tokens tokens, ids (int32) and routing weights with those of all ranks.
 
-    Args:
-        step: Of W * max_tokens tokens, ids int32.
-        buffer: With a ``gather``.
-        dependent: Let the next kernel start while this one drains; it must wait for it.
+    ``dependent`` lets the next kernel start while this one drains; it must wait for it.
     """
     own, batch = buffer.gather, step.tensors
     assert own is not None, "the tokens are replicated"

@@ -39,20 +39,16 @@ class StepTensors(NamedTuple):
 
 
 class ExpertWeights(NamedTuple):
-    """One of the two matrices of the experts in the S slots.
+    """One of the two matrices of the experts in the S slots."""
 
-    Args:
-        elements: w1 ``(S, 2F, D)``, gate rows, then up rows, or w2 ``(S, D, F)``; float8_e4m3fn with scales, otherwise
-            the tokens' dtype. MXFP4: int32 with an eighth of the columns, eight e2m1 codes each, the first in the
-            lowest bits; starting at a multiple of 16 bytes.
-        scales: ``None``, MX ``(S, rows, columns / 32)`` uint8, or block ``(S, ceil(rows / 128), ceil(columns / 128))``
-            float32.
-        biases: ``None``, or ``(S, rows)`` of a floating type; with a cache those of all experts of the rank.
-    """
-
+    # w1 (S, 2F, D), gate rows, then up rows, or w2 (S, D, F); float8_e4m3fn with scales, otherwise the tokens' dtype.
+    # MXFP4: int32 with an eighth of the columns, eight e2m1 codes each, the first in the lowest bits; starting at a
+    # multiple of 16 bytes
     elements: Tensor
-    scales: Tensor | None
-    biases: Tensor | None
+    scales: (
+        Tensor | None
+    )  # MX (S, rows, columns / 32) uint8, or block (S, ceil(rows / 128), ceil(columns / 128)) float32
+    biases: Tensor | None  # (S, rows) of a floating type; with a cache those of all experts of the rank
 
 
 class StepConstants(NamedTuple):

@@ -6,6 +6,8 @@
 which shapes of blocks are used when. Here: the launches.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 from torch import Tensor
@@ -28,14 +30,22 @@ LEAST_TOKENS = 8  # what the matrix form pads the tokens of a step to, the least
 WORD_COLS = 2 * 32  # columns of the all-reduce for each warp: two for each thread, or stores get narrower
 
 
+class _Launch(NamedTuple):
+    """What both kernels of a wave are launched with."""
+
+    config: DecodeConfig
+    groups: int
+    cache: tuple[Tensor, ...] | None
+    buffer: ReceiveBuffer | None  # of the last wave
+
+
 def decode(step: Step, config: DecodeConfig, buffer: ReceiveBuffer | None = None) -> None:
     """Launch both kernels: ``out[t] = sum over k of routing_weights[t, k] * expert(ids[t, k])(tokens[t])``.
 
     Where tokens are gathered a kernel of its own is launched before them; nothing is launched where this raises.
 
     Args:
-        step: Tensors; contiguous, T between 1 and 64.
-        config: Shapes of blocks.
+        step: Contiguous tensors of 1 to 64 tokens.
         buffer: Adds the sums of W > 1 ranks; ``None`` for a rank alone.
 
     Raises:
@@ -62,15 +72,15 @@ def decode(step: Step, config: DecodeConfig, buffer: ReceiveBuffer | None = None
     waves = [step.tensors.ids] if step.waves is None else step.waves.unbind()
     for number, ids in enumerate(waves):
         is_last = number == len(waves) - 1
-        to = buffer if is_last else None
+        launch = _Launch(config, groups, cache, buffer if is_last else None)
         tensors = step.tensors if step.waves is None else step.tensors._replace(ids=ids)
         if of_step is not None:
             of_wave = of_step.of_wave(number, len(waves))
             gate_up, down = gate_up._replace(cache=of_wave), down._replace(cache=of_wave, adds_up=is_last)
-        _gate_up(step, tensors, w1_desc, config.gate_up, to, groups, cache, gate_up)
+        _gate_up(step, tensors, w1_desc, launch, gate_up)
         if is_last and step.host is not None and step.host.fetched is not None:
             step.host.fetched.record()
-        _down(step, tensors, w2_desc, config.down, to, groups, cache, down)
+        _down(step, tensors, w2_desc, launch, down)
 
 
 def step_constants(
@@ -168,56 +178,43 @@ def _starts_early(config: DecodeConfig, device: torch.device) -> bool:
     return config.dependent and not triton.knobs.runtime.interpret and starts_early(device)
 
 
-def _registers(shape: BlockShape, buffer: ReceiveBuffer | None) -> dict[str, int]:
-    """The limit as a launch option, which the interpreter does not know."""
-    limit = most_registers(shape, 1 if buffer is None else buffer.world_size)
-    return {} if limit is None or triton.knobs.runtime.interpret else {"maxnreg": limit}
-
-
 def most_registers(shape: BlockShape, world_size: int) -> int | None:
     """Most registers of a thread, ``None`` for no limit; the all-reduce over ranks would not fit into fewer."""
     return (shape.max_registers or None) if world_size == 1 else None
 
 
+def _options(shape: BlockShape, buffer: ReceiveBuffer | None, starts_early: bool) -> dict[str, Any]:
+    """Of a launch; the interpreter knows no limit of registers."""
+    limit = most_registers(shape, 1 if buffer is None else buffer.world_size)
+    options: dict[str, Any] = dict(num_warps=shape.num_warps, num_stages=shape.num_stages)
+    options |= {} if limit is None or triton.knobs.runtime.interpret else {"maxnreg": limit}
+    return options | ({"launch_pdl": True} if starts_early else {})
+
+
 def _gate_up(
-    step: Step,
-    tensors: StepTensors,
-    w1_desc: TensorDescriptor | None,
-    shape: BlockShape,
-    buffer: ReceiveBuffer | None,
-    groups: int,
-    cache: tuple[Tensor, ...] | None,
-    constants: StepConstants,
+    step: Step, tensors: StepTensors, w1_desc: TensorDescriptor | None, launch: _Launch, constants: StepConstants
 ) -> None:
     hidden_size, ffn_size, num_experts, num_slots = step.sizes
-    options = _registers(shape, buffer) | ({"launch_pdl": True} if constants.gathered and constants.dependent else {})
     fetching_rows = constants.cache.rows if constants.cache else 0
-    gate_up_kernel[(groups, triton.cdiv(ffn_size, shape.rows) + fetching_rows)](
-        tensors, step.w1, w1_desc, buffer and buffer.words.epoch, cache,
+    starts_early = constants.gathered and constants.dependent
+    gate_up_kernel[(launch.groups, triton.cdiv(ffn_size, constants.rows) + fetching_rows)](
+        tensors, step.w1, w1_desc, launch.buffer and launch.buffer.words.epoch, launch.cache,
         step.tensors.ids.shape[0], hidden_size, ffn_size, num_experts, num_slots,
-        STEP=constants, num_warps=shape.num_warps, num_stages=shape.num_stages, **options,
+        STEP=constants, **_options(launch.config.gate_up, launch.buffer, starts_early),
     )  # fmt: skip
 
 
 def _down(
-    step: Step,
-    tensors: StepTensors,
-    w2_desc: TensorDescriptor | None,
-    shape: BlockShape,
-    buffer: ReceiveBuffer | None,
-    groups: int,
-    cache: tuple[Tensor, ...] | None,
-    constants: StepConstants,
+    step: Step, tensors: StepTensors, w2_desc: TensorDescriptor | None, launch: _Launch, constants: StepConstants
 ) -> None:
     hidden_size, ffn_size, num_experts, num_slots = step.sizes
-    num_tokens = step.tensors.ids.shape[0]
-    blocks = (num_tokens if constants.fold else groups) * triton.cdiv(hidden_size, shape.rows)
-    network = (None, cache, 0, 0, 0)
+    num_tokens, buffer = step.tensors.ids.shape[0], launch.buffer
+    blocks = (num_tokens if constants.fold else launch.groups) * triton.cdiv(hidden_size, constants.rows)
+    network = (None, launch.cache, 0, 0, 0)
     if buffer is not None:
-        network = (buffer.words, cache, buffer.rank, buffer.max_tokens, buffer.timeout_ns)
+        network = (buffer.words, launch.cache, buffer.rank, buffer.max_tokens, buffer.timeout_ns)
         blocks += tensors.out.shape[0] * triton.cdiv(hidden_size, constants.word_cols)
-    options = _registers(shape, buffer) | ({"launch_pdl": True} if constants.dependent else {})
     down_kernel[(blocks,)](
         tensors, step.w2, w2_desc, *network, num_tokens, hidden_size, ffn_size, num_experts, num_slots,
-        STEP=constants, num_warps=shape.num_warps, num_stages=shape.num_stages, **options,
+        STEP=constants, **_options(launch.config.down, buffer, constants.dependent),
     )  # fmt: skip

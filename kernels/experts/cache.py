@@ -288,12 +288,8 @@ def bring_torch(
     step 3 keep slot 0 and give slot 1 to expert 2: slots ``[-1, -1, 1, 0]``, owners ``[3, 2]``, copies ``[2], [1]``.
 
     Args:
-        ids: ``(T, K)`` int32 or int64 expert ids; others than those this rank serves need no slot.
-        weights: ``(T, K)`` float32 routing weights.
-        w1: ``(S, ...)`` the slots.
-        w2: ``(S, ...)``, of the same experts.
-        host: Where experts come from; its tables are changed.
-        scales: Of quantised experts, of the slots w1 and w2.
+        ids: ``(T, K)``; experts that another rank serves need no slot.
+        w1: ``(S, ...)`` the slots, as w2 and scales.
         fades: Whether what experts are worth fades, as it does once a step.
     """
     tables = host.tables
@@ -311,14 +307,11 @@ def bring_torch(
     taken, num_ahead = take_over_torch(host, now) if host.prefetched else (-1, 0)
     missing = [expert for expert in needed if tables.slots[expert] < 0]
     missing.sort(key=lambda expert: expert != taken)
-    hosted = (
-        []
-        if host.mail is None
-        else worth_least(
-            [expert for expert in missing if expert != taken], worth, host.mail.share_of(len(ids), len(missing))
-        )
-    )
-    missing = [expert for expert in missing if expert not in hosted]
+    hosted: list[int] = []
+    if host.mail is not None:
+        whole = [expert for expert in missing if expert != taken]
+        hosted = worth_least(whole, worth, host.mail.share_of(len(ids), len(missing)))
+        missing = [expert for expert in missing if expert not in hosted]
     for copy, expert in enumerate(missing):
         place = cheapest_place(host, now) if expert != taken else int((tables.owners == taken).nonzero())
         owner = int(tables.owners[place])

@@ -164,12 +164,7 @@ def plan_draft_torch(ids: Tensor, steps: int, host: HostExperts) -> None:
     Example (E = 6, S = 3; slots hold experts 3, 0 and 5, used in steps 1, 3 and 4): a draft's only token was routed to
     expert 5 in step 4, and ``[[5, 2, 4, 3]]`` would be all its experts. Expert 3 keeps slot 0 now, so 2 is to come to
     slot 1, and for 4 there is no slot: owners ``[3, -1, 5]``, ahead ``[2], [1], [0]``, last used in ``[3, 0, 4, 4, 4,
-    4]``.
-
-    Args:
-        ids: ``(T, K)`` experts of all T tokens of the draft, best first.
-        steps: Waves that its step took.
-        host: Of the layer; its tables are changed.
+    4]``. ``steps`` are the waves that its step took.
     """
     tables, header, now = host.tables, host.tables.header, int(host.tables.header[CLOCK.value])
     if rests_torch(header, OF_DRAFTS.value):

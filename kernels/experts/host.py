@@ -221,19 +221,10 @@ def asked_by_host(mail: Mailbox) -> Mailbox:
 def ask_torch(
     mail: Mailbox, layer: int, experts: Sequence[int], tokens: Tensor, ids: Tensor, weights: Tensor
 ) -> Tensor:
-    """The twin of ``ask_host`` and ``take_answer``; asks from the host itself.
+    """The twin of ``ask_host`` and ``take_answer``; asks from the host itself, once the last request was answered.
 
-    Args:
-        mail: Of the rank; the last request has been answered.
-        layer: Number of the layer.
-        experts: Those to compute.
-        tokens: ``(T, D)``.
-        ids: ``(T, K)`` expert ids.
-        weights: ``(T, K)`` routing weights.
-
-    Returns:
-        ``(T, D)`` float32, memory that the next request overwrites; NaN where the deadline passed, which ``mail.fault``
-        and ``mail.words`` tell then.
+    Returns ``(T, D)`` float32, memory that the next request overwrites; NaN where the deadline passed, which
+    ``mail.fault`` and ``mail.words`` tell then.
     """
     (num_tokens, top_k), words = ids.shape, mail.words
     sequence = int(mail.sequence) % LAST_SEQUENCE.value + 1

@@ -6,19 +6,12 @@ from torch import Tensor
 
 
 class ExpertParts:
-    """w1 and w2 of some experts, an expert a row, and the scales of quantised ones: the base of what holds them.
-
-    Attributes:
-        w1: Gate rows first, then up rows.
-        w2: Of the same experts and dtype.
-        w1_scales: ``None`` where experts are not quantised.
-        w2_scales: Of w2; ``None`` with ``w1_scales``.
-    """
+    """w1 and w2 of some experts, an expert a row, and the scales of quantised ones: the base of what holds them."""
 
     __slots__ = ()
-    w1: Tensor
-    w2: Tensor
-    w1_scales: Tensor | None
+    w1: Tensor  # gate rows first, then up rows
+    w2: Tensor  # of the same experts and dtype
+    w1_scales: Tensor | None  # None where experts are not quantised, as of w2
     w2_scales: Tensor | None
 
     @property

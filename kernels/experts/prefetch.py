@@ -363,10 +363,6 @@ def plan_torch(ids: Tensor, host: HostExperts) -> None:
 
     Example (E = 6, S = 3; slots hold experts 3, 0 and 5, used in steps 1, 3 and 2): ids ``[[5, 2, 4]]`` keep slot 2,
     and expert 2 is to come to slot 0, expert 4 to slot 1: owners ``[-1, -1, 5]``, ahead ``[2, 4], [0, 1], [3, 0]``.
-
-    Args:
-        ids: ``(T, K)`` predicted experts, the likeliest of each token first.
-        host: Of the layer; its tables are changed.
     """
     tables, header = host.tables, host.tables.header
     if rests_torch(header, 0) or header[PLANNED.value] > 0:
@@ -400,12 +396,7 @@ def plan_missing_torch(missing: Sequence[int], kept: Sequence[int], count: int, 
 
 
 def travel_torch(slots: Sequence[Tensor], host: HostExperts) -> None:
-    """The twin of ``travel_kernel`` where the step begins when all are there.
-
-    Args:
-        slots: ``(S, ...)`` of w1 and w2, and of their scales where they have some.
-        host: Of the layer.
-    """
+    """The twin of ``travel_kernel`` where the step begins when all are there."""
     tables = host.tables
     first, planned = int(tables.header[FIRST.value]), int(tables.header[PLANNED.value])
     for expert, place in tables.ahead[:2, :planned].t().tolist():

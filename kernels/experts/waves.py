@@ -139,12 +139,8 @@ def split_waves(
 ) -> Tensor:
     """The ids of each wave of a step; the others are masked there.
 
-    Args:
-        ids: ``(T, K)`` int32 or int64, contiguous; ids of experts that this rank does not serve are in no wave.
-        host: Of the layer's cache; where it asks the host's cores, this asks them for what the step misses.
-        num_waves: ``count_waves``.
-        tokens: ``(T, D)``, contiguous, for the host.
-        weights: ``(T, K)`` float32, contiguous, for the host.
+    Where the layer's cache asks the host's cores, this asks them for what the step misses, with ``tokens (T, D)`` and
+    ``weights (T, K)``. All tensors are contiguous.
 
     Returns:
         ``(num_waves, R)`` int32, of which the first T * K of a row are routed rows; R is a multiple of 4. Where the

@@ -73,23 +73,14 @@ class RoutingPool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanConfig:
-    """Numbers that shape a plan; all but the capacity are compile-time constants.
+    """Numbers that shape a plan; all but the capacity are compile-time constants."""
 
-    Args:
-        top_k: K of this layer, at most K_pool.
-        experts_local: e.
-        ep: EP.
-        tp: TP.
-        block_rows: Rows of a GEMM tile.
-        expert_capacity: Routed rows one expert keeps; 2**31 - 1 keeps all.
-    """
-
-    top_k: int
-    experts_local: int
+    top_k: int  # K of this layer, at most K_pool
+    experts_local: int  # e
     ep: int
     tp: int
-    block_rows: int
-    expert_capacity: int
+    block_rows: int  # of a GEMM tile
+    expert_capacity: int  # routed rows one expert keeps; 2**31 - 1 keeps all
 
     @property
     def world_size(self) -> int:
@@ -186,8 +177,6 @@ def exchange(
     Args:
         top_k_ids: ``(T, K)`` int32, contiguous; -1 masks a slot.
         top_k_weights: ``(T, K)`` float32, contiguous.
-        pool: Where they go.
-        config: Shape of the plan.
         scratch: Here goes all that ``place_plan`` reads of it.
         counters: int32; they are set to zero.
         part: ``all``, or ``send`` now and ``count`` later: where something is to run in between, or where one process
@@ -205,14 +194,7 @@ def exchange(
 
 
 def place_plan(pool: RoutingPool, config: PlanConfig, scratch: PlanScratch, tensors: Mapping[str, Tensor]) -> None:
-    """Launch the rest: write the plan.
-
-    Args:
-        pool: As for ``exchange``.
-        config: As for ``exchange``.
-        scratch: What ``exchange`` left.
-        tensors: The tensor fields of ``comet.layer.plan.Plan`` but ``counters``, by name, uninitialised.
-    """
+    """Write the plan behind ``exchange``: the tensor fields of ``comet.layer.plan.Plan`` but ``counters``, by name."""
     num_chunks = pool.max_tokens // CHUNK_ROWS
     place_kernel[(2 * config.world_size * num_chunks + config.experts_local + 1,)](
         pool.tensors, scratch, PlanTensors(**tensors), pool.rank, config.expert_capacity,

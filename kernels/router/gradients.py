@@ -80,17 +80,12 @@ def measure_gradient_kernel(
 def select_gradient(
     scores: Tensor, ids: Tensor, grad_weights: Tensor | None, grad_scores: Tensor | None, rule: SelectRule
 ) -> Tensor:
-    """Gradient of the logits of ``select``.
+    """Gradient ``(T, E)`` float32 of the logits of ``select``.
 
     Args:
-        scores: ``(T, E)`` float32 that ``select`` returned.
-        ids: ``(T, K)`` int32 that it returned.
+        scores: ``(T, E)`` float32 that ``select`` returned, as ids.
         grad_weights: ``(T, K)`` float32, contiguous, or ``None`` for zeros.
         grad_scores: ``(T, E)`` float32, contiguous, or ``None`` for zeros.
-        rule: As given to ``select``.
-
-    Returns:
-        ``(T, E)`` float32.
     """
     num_tokens, num_experts = scores.shape
     grad_logits = torch.empty_like(scores)
@@ -107,17 +102,12 @@ def select_gradient(
 def measure_gradient(
     logits: Tensor, scores: Tensor, load: Tensor, grad_losses: tuple[Tensor | None, Tensor | None], rule: LossRule
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of the logits and of the scores of ``measure``.
+    """Gradients ``(T, E)`` float32 of the logits and of the scores of ``measure``; ``None`` instead of zeros.
 
     Args:
-        logits: ``(T, E)`` float32 that ``measure`` was given.
-        scores: ``(T, E)`` float32 that it was given.
+        logits: ``(T, E)`` float32 that ``measure`` was given, as scores.
         load: ``(E,)`` float32 that it returned.
         grad_losses: ``()`` float32 of the load-balancing loss and of the z-loss, or ``None`` for zero.
-        rule: As given to ``measure``.
-
-    Returns:
-        ``(T, E)`` float32 of the logits and of the scores; ``None`` instead of zeros.
     """
     (num_tokens, num_experts), (grad_aux, grad_z) = logits.shape, grad_losses
     of_aux, of_z = grad_aux is not None and rule.aux != 0, grad_z is not None and rule.z != 0
@@ -136,11 +126,7 @@ def measure_gradient(
 def _select_constants(num_tokens: int, num_experts: int, rule: SelectRule) -> tuple[dict[str, Any], int]:
     block_e = triton.next_power_of_2(num_experts)
     block_t, num_warps = rows_per_block(num_tokens, block_e)
-    constants = dict(
-        E=num_experts, K=rule.top_k, SIGMOID=rule.sigmoid, RENORMALIZE=rule.renormalize, SCALE=rule.routed_scale,
-        BLOCK_T=block_t, BLOCK_E=block_e,
-    )  # fmt: skip
-    return constants, num_warps
+    return rule.constants(num_experts) | dict(BLOCK_T=block_t, BLOCK_E=block_e), num_warps
 
 
 def aot_cases() -> list[KernelCase]:

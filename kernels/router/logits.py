@@ -52,15 +52,7 @@ def logits_kernel(
 
 
 def router_logits(tokens: Tensor, weight: Tensor) -> Tensor:
-    """Router logits in float32, of bfloat16 tokens.
-
-    Args:
-        tokens: ``(T, D)`` bfloat16, contiguous.
-        weight: ``(E, D)`` float32 or bfloat16, contiguous.
-
-    Returns:
-        ``(T, E)`` float32.
-    """
+    """Logits ``(T, E)`` float32 of tokens ``(T, D)`` bfloat16 and weight ``(E, D)`` float32 or bfloat16, contiguous."""
     assert tokens.dtype == torch.bfloat16, tokens.dtype
     assert weight.dtype in (torch.float32, torch.bfloat16), weight.dtype
     (num_tokens, hidden_size), num_experts = tokens.shape, weight.shape[0]

@@ -24,15 +24,10 @@ WITHOUT_SIGN = tl.constexpr(0x7FFFFFFF)  # bits of a magnitude; as integers they
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossRule:
-    """Factors of the losses; 0 leaves a loss out.
+    """Factors of the losses; 0 leaves a loss out."""
 
-    Args:
-        aux: Of the load-balancing loss.
-        z: Of the router z-loss.
-    """
-
-    aux: float
-    z: float
+    aux: float  # of the load-balancing loss
+    z: float  # of the router z-loss
 
 
 class Statistics(NamedTuple):
@@ -162,7 +157,6 @@ def measure(
         scores: ``(T, E)`` float32, contiguous; not read without an aux loss.
         ids: ``(T, K)`` int32, contiguous; -1 is a masked slot.
         largest: ``()`` float32, grows to the largest magnitude of the logits; stays infinite or NaN.
-        rule: Factors of the losses.
 
     Returns:
         Load-balancing loss ``()``, z-loss ``()`` and routed rows per expert ``(E,)``, all float32.

@@ -28,23 +28,20 @@ MANY_TOKENS = 4096  # from here on, a warp gets several rows: else starting so m
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SelectRule:
-    """How scores become experts and weights; the fields mean what they mean in ``comet.config.MoEConfig``.
-
-    Args:
-        top_k: K.
-        num_groups: Groups of consecutive experts.
-        top_groups: Groups a token may choose experts from.
-        sigmoid: Scores are sigmoids instead of a softmax.
-        renormalize: Divide the K chosen scores by their sum.
-        routed_scale: Factor on the weights.
-    """
+    """How scores become experts and weights; the fields mean what they mean in ``comet.config.MoEConfig``."""
 
     top_k: int
     num_groups: int = 1
     top_groups: int = 1
-    sigmoid: bool = False
+    sigmoid: bool = False  # scores are sigmoids instead of a softmax
     renormalize: bool = True
     routed_scale: float = 1.0
+
+    def constants(self, num_experts: int) -> dict[str, Any]:
+        """What ``select`` and its gradient are both compiled for."""
+        return dict(
+            E=num_experts, K=self.top_k, SIGMOID=self.sigmoid, RENORMALIZE=self.renormalize, SCALE=self.routed_scale
+        )
 
 
 class Selection(NamedTuple):
@@ -162,7 +159,6 @@ def select(logits: Tensor, bias: Tensor | None, rule: SelectRule) -> tuple[Tenso
     Args:
         logits: ``(T, E)`` float32, contiguous.
         bias: ``(E,)`` float32, added to the scores that are compared, or ``None``.
-        rule: What to do.
 
     Returns:
         ids ``(T, K)`` int32, best first; weights ``(T, K)`` float32; scores ``(T, E)`` float32.
@@ -182,12 +178,7 @@ def select(logits: Tensor, bias: Tensor | None, rule: SelectRule) -> tuple[Tenso
 
 
 def rows_per_block(num_tokens: int, width: int) -> tuple[int, int]:
-    """Rows of a block and its warps; no row is on two warps up to 512 columns: reductions over it need no barrier.
-
-    Args:
-        num_tokens: T.
-        width: Columns of a row, a power of two.
-    """
+    """Rows of a block and its warps; no row is on two warps up to 512 columns: reductions over it need no barrier."""
     if width > 512:
         return 1, width // 512
     if width > 128:  # more warps would share rows
@@ -199,9 +190,8 @@ def _select_constants(num_tokens: int, num_experts: int, rule: SelectRule) -> tu
     groups = rule.num_groups if rule.top_groups < rule.num_groups else 1
     block_g, block_s = triton.next_power_of_2(groups), triton.next_power_of_2(num_experts // groups)
     block_t, num_warps = rows_per_block(num_tokens, block_g * block_s)
-    constants = dict(
-        E=num_experts, K=rule.top_k, GROUPS=groups, TOP_GROUPS=min(rule.top_groups, groups), SIGMOID=rule.sigmoid,
-        RENORMALIZE=rule.renormalize, SCALE=rule.routed_scale, BLOCK_T=block_t, BLOCK_G=block_g, BLOCK_S=block_s,
+    constants = rule.constants(num_experts) | dict(
+        GROUPS=groups, TOP_GROUPS=min(rule.top_groups, groups), BLOCK_T=block_t, BLOCK_G=block_g, BLOCK_S=block_s,
         BLOCK_K=triton.next_power_of_2(rule.top_k),
     )  # fmt: skip
     return constants, num_warps

@@ -287,14 +287,8 @@ class SpeculationReport:
 
     def __init__(self, mode: str, longest: int) -> None:
         self.mode = mode
-        self.passes = 0
-        self.plain_rounds = 0
-        self.rounds = 0
-        self._proposed = [0] * longest
-        self._accepted = [0] * longest
-        self._drafts = 0
-        self._sequences = 0
-        self._agreed = 0
+        self.passes = self._plain_rounds = self._rounds = self._drafts = self._sequences = self._agreed = 0
+        self._proposed, self._accepted = [0] * longest, [0] * longest
 
     def add(self, passes: int, counts: Sequence[Sequence[int]], *, agreed: int) -> None:
         """Count a round of so many passes, (proposed, accepted) drafts of each sequence, and how many accepted ones
@@ -302,8 +296,8 @@ class SpeculationReport:
         """
         self.passes += passes
         self._agreed += agreed
-        self.rounds += 1
-        self.plain_rounds += passes == 1
+        self._rounds += 1
+        self._plain_rounds += passes == 1
         self._sequences += len(counts)
         self._drafts += len(counts) * (passes > 1)
         for proposed, accepted in counts:
@@ -312,26 +306,28 @@ class SpeculationReport:
                 self._accepted[place] += place < accepted
 
     def facts(self) -> dict[str, Any]:
-        """What ``comet generate`` reports.
+        """What ``comet generate`` reports; ``None`` is a share of nothing.
 
-        ``acceptance_by_position``: of the proposed first, second, ... drafts; ``None`` where there was none.
-        ``agreement``: of the accepted drafts, those that ``conservative`` accepts; at temperature 0 they are the tokens
-        of a plain step. What is below 1 is the cost of ``adaptive``.
-        ``mean_draft_length``: of the rounds of a sequence that drafted. ``tokens_per_round``: of one sequence.
+        ``acceptance_by_position``: of the proposed first, second, ... drafts. ``agreement``: of the accepted drafts,
+        those that ``conservative`` accepts; at temperature 0 they are the tokens of a plain step. What is below 1 is
+        the cost of ``adaptive``. ``mean_draft_length``: of the rounds of a sequence that drafted.
+        ``tokens_per_round``: of one sequence.
         """
         drafted, accepted = sum(self._proposed), sum(self._accepted)
-        by_position = [
-            part / whole if whole else None for part, whole in zip(self._accepted, self._proposed, strict=True)
-        ]
         return {
             "mode": self.mode,
-            "rounds": self.rounds,
-            "plain_rounds": self.plain_rounds,
+            "rounds": self._rounds,
+            "plain_rounds": self._plain_rounds,
             "drafted": drafted,
             "accepted": accepted,
-            "acceptance": accepted / drafted if drafted else None,
-            "acceptance_by_position": by_position,
-            "agreement": self._agreed / accepted if accepted else None,
-            "mean_draft_length": drafted / self._drafts if self._drafts else None,
-            "tokens_per_round": 1 + accepted / self._sequences if self._sequences else None,
+            "acceptance": share(accepted, drafted),
+            "acceptance_by_position": [share(*pair) for pair in zip(self._accepted, self._proposed, strict=True)],
+            "agreement": share(self._agreed, accepted),
+            "mean_draft_length": share(drafted, self._drafts),
+            "tokens_per_round": share(self._sequences + accepted, self._sequences),
         }
+
+
+def share(part: int, whole: int) -> float | None:
+    """``part / whole``; ``None`` of nothing."""
+    return part / whole if whole else None
