@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from triton import TritonError
 
+from comet.comm.handshake import largest
 from comet.layer.workspace import Workspace
-from comet.measure.layers import first_failure, reason, recover
+from comet.measure import layers
 
 # What a variant may die of without ending the run; anything else is a mistake of the benchmark itself.
 FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, ImportError, AssertionError, LookupError, TritonError)
@@ -35,10 +36,7 @@ class Ranks:
 
     def worst(self, value: float) -> float:
         """Maximum over the ranks."""
-        on_device = torch.tensor([value], dtype=torch.float32, device=self.device)
-        if self.process_group is not None:
-            dist.all_reduce(on_device, op=dist.ReduceOp.MAX, group=self.process_group)
-        return on_device.item()
+        return largest([value], self.device, self.process_group)[0]
 
 
 def device_name(device: torch.device) -> str:
@@ -55,19 +53,5 @@ def differs_over_ranks(output: Tensor, ranks: Ranks) -> bool:
 
 
 def attempt(action: Callable[[], T], ranks: Ranks, pool: Workspace | None = None) -> tuple[T | None, str]:
-    """Run an action that all ranks run; its value and "" if it succeeded on all of them, else ``None`` and why not.
-
-    From a failure the ranks of ``pool`` recover: whatever it left there, what is tried next finds them in step.
-    """
-    value: T | None = None
-    failure = ""
-    try:
-        value = action()
-        if ranks.device.type == "cuda":
-            torch.cuda.synchronize()
-    except FAILURES as error:
-        failure = reason(error)
-    failure = first_failure(failure, ranks.process_group)
-    if failure and pool is not None:
-        recover(pool, ranks.process_group)
-    return (None, failure) if failure else (value, "")
+    """``comet.measure.layers.attempt`` of what a variant may die of."""
+    return layers.attempt(action, ranks.device, ranks.process_group, pool, FAILURES)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from comet.comm import make_communicator
-from comet.measure.timing import Name, Timing, Variant, host_ahead, max_over_ranks, rank_barrier, time_interleaved
+from comet.measure.timing import Name, Timing, Variant, time_interleaved
 
 from lib.ranks import Ranks
 
@@ -18,43 +19,17 @@ LINK_BYTES = 2**28
 
 
 def time_by_protocol(
-    variants: Mapping[Name, Variant],
-    ranks: Ranks,
-    *,
-    rounds: int,
-    rotate: int = 1,
-    opening: Callable[[], None] | None = None,
-    leads: bool = True,
-    warmup: int = 3,
+    variants: Mapping[Name, Variant], ranks: Ranks, *, rounds: int = ROUNDS, **protocol: Any
 ) -> dict[Name, Timing]:
-    """Time variants in turn, ranks starting together; the slowest rank counts.
-
-    Args:
-        variants: By name, equal on all ranks.
-        ranks: Who takes part.
-        rounds: Counted calls of each variant.
-        rotate: Input sets.
-        opening: What comes before each call in the place of the ranks' barrier.
-        leads: Whether the host gets ahead of the GPU before each call.
-        warmup: Rounds that are not counted.
-    """
-    barrier = rank_barrier(ranks.device, ranks.process_group) if opening is None else opening
-    return time_interleaved(
-        variants,
-        rounds=rounds,
-        barrier=host_ahead(barrier, ranks.device) if leads else barrier,
-        rotate=rotate,
-        device=ranks.device,
-        slowest=max_over_ranks(ranks.device, ranks.process_group),
-        warmup=warmup,
-    )
+    """``comet.measure.timing.time_interleaved`` over these ranks."""
+    return time_interleaved(variants, rounds=rounds, device=ranks.device, process_group=ranks.process_group, **protocol)
 
 
 def gemm_roofline_tflops(ranks: Ranks) -> float:
     """Rate of an 8192^3 bf16 product (256^3 float32 on a CPU), all ranks at once, of the slowest rank."""
     size = 8192 if ranks.device.type == "cuda" else 256
     a, b = (torch.randn(size, size, device=ranks.device).to(ranks.dtype) for _ in range(2))
-    timings = time_by_protocol({"roofline": lambda _: a @ b}, ranks, rounds=ROUNDS, leads=False)
+    timings = time_by_protocol({"roofline": lambda _: a @ b}, ranks, leads=False)
     return 2 * size**3 / (timings["roofline"].median_ms * 1e9)
 
 
@@ -68,7 +43,7 @@ def link_roofline_gbs(ranks: Ranks) -> float | None:
     window = comm.alloc(num_bytes)
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target: Tensor = window.peers[(comm.rank + 1) % comm.world_size]
-    timings = time_by_protocol({"roofline": lambda _: target.copy_(source)}, ranks, rounds=ROUNDS, leads=False)
+    timings = time_by_protocol({"roofline": lambda _: target.copy_(source)}, ranks, leads=False)
     comm.barrier()
     comm.close()
     return num_bytes / (timings["roofline"].median_ms * 1e6)
@@ -84,7 +59,7 @@ def read_roofline_tbs(ranks: Ranks) -> float:
         "rows": lambda _: data.view(-1, 4096).sum(dim=1),
         "bf16": lambda _: data.view(torch.bfloat16).view(-1, 8192).amax(dim=1),
     }
-    timings = time_by_protocol(readers, ranks, rounds=10, leads=False)
+    timings = time_by_protocol(readers, ranks, leads=False)
     return num_bytes / (min(timing.median_ms for timing in timings.values()) * 1e9)
 
 
@@ -95,5 +70,5 @@ def link_gbs(device: torch.device) -> float:
     host = torch.empty(LINK_BYTES, dtype=torch.uint8).pin_memory()
     target = torch.empty_like(host, device=device)
     timed = {"copy": lambda _: target.copy_(host, non_blocking=True)}
-    timing = time_interleaved(timed, rounds=5, barrier=lambda: None, rotate=1, device=device)
+    timing = time_interleaved(timed, rounds=5, device=device, leads=False)
     return LINK_BYTES / (timing["copy"].median_ms * 1e6)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from torch import Tensor
 
 from comet.config import MoEConfig, ParallelConfig, require
 from comet.decode import MAX_DECODE_TOKENS
-from comet.measure.timing import Variant, capture, rank_barrier
+from comet.measure.timing import Variant, capture
 
 from baselines.decode import find_library
 from lib.arguments import require_known, suite_parser, whole_numbers, words
@@ -46,7 +46,7 @@ from lib.start import gather_facts, release, start_ranks, tell
 from lib.timing import read_roofline_tbs, time_by_protocol
 from variants.decode import ON_ONE_GPU, OVER_RANKS, Settings, configs, in_place, step_runs
 
-FLUSH_BYTES = 2**28
+FLUSH_BYTES = 2**28  # read before each call, more than L2 holds
 # Root mean square of the error relative to float64; rounding explains a tenth of it, one wrong token in 64 the double.
 TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 1e-4}
 WAITS = "makes the host wait for the device"
@@ -74,8 +74,8 @@ def measure_point(team: Team, sets: Sequence[WeightSet], num_tokens: int, settin
     checked = Checked(failures=dict(team.failures))
     for name, run in step_runs(team, steps, settings).items():
         check_variant(name, run, exact, len(steps), team, checked)
-    opening = flush_and_meet(ranks)
-    timings = time_by_protocol(checked.variants, ranks, rounds=settings.rounds, opening=opening, leads=False)
+    flush = torch.empty(FLUSH_BYTES // 4 if ranks.device.type == "cuda" else 4, device=ranks.device)
+    timings = time_by_protocol(checked.variants, ranks, rounds=settings.rounds, opening=flush.sum, leads=False)
     _, failure = team.attempt(team.check)
     if failure:
         checked.failures["after timing"] = failure
@@ -127,7 +127,7 @@ def timed_form(run: StepRun, num_steps: int, device: torch.device, *, may_wait: 
         return every_step, ""
     if may_wait and host_waits(run):
         return every_step, WAITS
-    return capture(every_step, rotate=1), ""
+    return capture(every_step), ""
 
 
 def host_waits(run: StepRun) -> bool:
@@ -149,18 +149,6 @@ def run_all(run: StepRun, num_steps: int, _: int) -> None:
     """One step on every set of weights: what is timed."""
     for index in range(num_steps):
         run(index)
-
-
-def flush_and_meet(ranks: Ranks) -> Callable[[], None]:
-    """Read more than L2 holds, then wait, on the device, for all ranks."""
-    flush = torch.empty(FLUSH_BYTES // 4 if ranks.device.type == "cuda" else 4, device=ranks.device)
-    meet = rank_barrier(ranks.device, ranks.process_group)
-
-    def barrier() -> None:
-        flush.sum()
-        meet()
-
-    return barrier
 
 
 def compare(output: Tensor, exact: Tensor) -> tuple[float, float]:

@@ -282,7 +282,7 @@ def rows_of(arguments: argparse.Namespace, name: str, device: torch.device, link
         reports.append({key: report_of(caches) for key, (_, caches) in made.items()})
     # Whole traces, and their mean: a text has parts of few misses and of many.
     rounds = -(-arguments.rounds // calls) * calls
-    timings = time_interleaved(variants, rounds=rounds, barrier=lambda: None, rotate=1, device=device)
+    timings = time_interleaved(variants, rounds=rounds, device=device, leads=False)
     microseconds = {name: timing.mean_ms * 1e3 / STEPS_PER_CALL for name, timing in timings.items()}
     rows: list[Row] = [
         {"stored": name, "variant": variant, "us": microseconds[variant]} for variant in ("on_demand", "resident")
@@ -312,11 +312,11 @@ def prompt_rows(
     config, num_layers = layers.config, len(layers.host)
     variants: dict[Any, Callable[[int], Any]] = {budget: layers.prompt(num_tokens, caches[budget]) for budget in caches}
     products = layers.products(num_tokens)
-    variants["products"] = capture(products, rotate=1) if layers.device.type == "cuda" else products
+    variants["products"] = capture(products) if layers.device.type == "cuda" else products
     for read in variants.values():
         read(0)  # so that the slots hold what a prompt leaves there
     before = {budget: report_of(caches[budget]) for budget in caches}
-    timings = time_interleaved(variants, rounds=rounds, barrier=lambda: None, rotate=1, device=layers.device)
+    timings = time_interleaved(variants, rounds=rounds, device=layers.device, leads=False)
     microseconds = {name: timing.median_ms * 1e3 for name, timing in timings.items()}
     name, num_needed = f"prompt of {num_tokens}", num_layers * config.num_experts
     rows: list[Row] = [{"variant": f"{name}, products", "us": microseconds["products"]}]
@@ -353,7 +353,7 @@ def as_variant(step: Callable[[], Any], device: torch.device, *, graph: bool) ->
         for _ in range(STEPS_PER_CALL):
             step()
 
-    return capture(steps, rotate=1) if device.type == "cuda" and graph else steps
+    return capture(steps) if device.type == "cuda" and graph else steps
 
 
 def parse(command_line: Sequence[str]) -> argparse.Namespace:

@@ -37,7 +37,7 @@ from torch import Tensor
 from comet.config import ParallelConfig, require
 from comet.decode import MAX_DECODE_TOKENS
 from comet.layer.group import make_expert_group
-from comet.measure.timing import Timing, Variant, rank_barrier
+from comet.measure.timing import Timing, Variant
 from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT
 from comet.utils.graphs import WARM_CALLS
@@ -112,12 +112,10 @@ def measure_context(
     first = torch.randint(config.vocab_size, (arguments.batch,), generator=generator, device=device)
     num_places = room(context, arguments.steps)
     ready, cosines, failures = prepare(paths, contents, first, num_places, ranks)
-    meet = rank_barrier(device, ranks.process_group)
 
     def rewind() -> None:
         for path in ready.values():
             path.rewind()
-        meet()
 
     variants: dict[str, Variant] = {
         name: partial(take_steps, path, first, arguments.steps) for name, path in ready.items()

@@ -24,7 +24,7 @@ from torch import Tensor
 from comet.config import ParallelConfig, require
 from comet.launch.distributed import started_by_torchrun
 from comet.layer.routed_experts import SymmetricPath
-from comet.measure.timing import Variant
+from comet.measure.timing import Variant, capture
 
 from lib.arguments import require_known, suite_parser, words
 from lib.moe.layer import ROTATE, Inputs, Layer, Settings, make_inputs, open_layer, relative_error
@@ -44,7 +44,7 @@ from lib.report import Row, append_csv, describe, set_aside, write_json
 from lib.shapes import ROUTINGS, model, parse_overlap
 from lib.start import gather_facts, release, start_ranks, tell
 from lib.timing import time_by_protocol
-from variants.layer import LayerVariant, floor_variants, layer_variants, record
+from variants.layer import LayerVariant, floor_variants, layer_variants
 
 # Replayed as a CUDA graph, without what its launches cost the host; with a backward pass ``GraphedExperts``.
 GRAPHS = ("comet_graph", "comet_fp8_graph", "comm_comet")
@@ -110,7 +110,7 @@ def checked_variants(
     for name, variant in layer_variants(layer, inputs, settings, ranks).items():
         failure = check(name, variant)
         if not failure and name in GRAPHS and ranks.device.type == "cuda" and not settings.backward:
-            recorded, failure = attempt(partial(record, variant), ranks, layer.pool)
+            recorded, failure = attempt(partial(capture, variant, rotate=ROTATE), ranks, layer.pool)
             if recorded is not None:
                 variant, failure = recorded, check(name, recorded)
         if failure:

@@ -15,36 +15,18 @@ from torch import Tensor, nn
 from comet.graphed.training import TrainingGraphs
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.sharding import local
-from comet.measure.timing import Variant, capture
+from comet.measure.timing import Variant
 from comet.moe import MoE
 from comet.reference.plain import make_exchange, plain_experts
 
 from baselines.layer import all_gather_experts, exchange_alone, gemm_variants, pipelined_experts, split_evenly
-from lib.moe.layer import ROTATE, Inputs, Layer, Settings
+from lib.moe.layer import Inputs, Layer, Settings
 from lib.moe.report import FP8_VARIANTS, balanced_rows
 from lib.ranks import Ranks
 
 LayerVariant = Callable[[int], tuple[Tensor, ...]]
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]  # tokens (T, D), ids and weights (T, K) to (T, D)
 FORWARD_ONLY = ("pipelined", "all_gather")
-
-
-def record(variant: LayerVariant) -> LayerVariant:
-    """The same, replayed as CUDA graphs, one per input set, with the output of set 0."""
-    kept: list[tuple[Tensor, ...]] = []
-
-    def run(index: int) -> None:
-        output = variant(index)
-        if index == 0:
-            kept[:] = [output]
-
-    replay = capture(run, rotate=ROTATE)
-
-    def replayed(index: int) -> tuple[Tensor, ...]:
-        replay(index)
-        return kept[0]
-
-    return replayed
 
 
 class GraphedExperts:

@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from comet.jobs.config import JobConfig, activation_dtype
 from comet.layer.group import ExpertGroup, make_expert_group
 from comet.layer.workspace import Workspace, WorkspaceShape
 from comet.measure.explain import Explained, explain_facts, explain_text, regret_text, regrets
-from comet.measure.layers import first_failure, measure_layer, reason
+from comet.measure.layers import attempt, measure_layer
 from comet.measure.sweep import Point, Shape, SweepLog, best_points, plot_sweep, sweep_points, sweep_table
 from comet.training.ranks import RankContext, from_first_rank
 from comet.training.run_folder import FolderLock
@@ -39,7 +39,6 @@ from comet.utils.progress import Measuring
 from comet.utils.shared_file import require_writable
 from comet.version import comet_version
 
-T = TypeVar("T")
 LoadModels = Callable[[Sequence[str]], Mapping[str, MoEConfig]]
 
 
@@ -248,9 +247,10 @@ def _measure_all(job: JobConfig, todo: Todo, context: RankContext) -> Iterator[t
     for shape in todo:
         families.setdefault((shape.moe, shape.parallel), []).append(shape)
     progress = Measuring(len(todo), "shape", enabled=context.rank == 0)
+    world = dist.group.WORLD if context.world_size > 1 else None
     for (moe, parallel), shapes in families.items():
         most = max(shape.tokens for shape in shapes)
-        group, failure = _attempt(partial(make_group, job, moe, parallel, most, context), context)
+        group, failure = attempt(partial(make_group, job, moe, parallel, most, context), context.device, world)
         for shape in shapes:
             progress.begin(f"{shape.title}: {counted(len(todo[shape]), 'setting')} timed in one loop, rows at its end")
             settings = [point.setting for point in todo[shape]]
@@ -279,7 +279,7 @@ def measure_shape(
         problem = Problem.create(shape.moe, shape.parallel, shape.tokens, dtype)
         return measure_layer(problem, settings, group, rounds=job.sweep.rounds, tell=tell)
 
-    measured, failure = _attempt(measure, context)
+    measured, failure = attempt(measure, context.device, dist.group.WORLD if context.world_size > 1 else None)
     return measured or _failed(settings, failure)
 
 
@@ -300,20 +300,6 @@ def make_group(
         backend=job.comm.backend,
         timeout_s=job.comm.timeout_s,
     )
-
-
-def _attempt(action: Callable[[], T], context: RankContext) -> tuple[T | None, str]:
-    """The value of an action if it succeeds on all ranks, else the first failure of any.
-
-    This is also the barrier between points, and ends the job if a rank is gone.
-    """
-    value, failure = None, ""
-    try:
-        value = action()
-    except (RuntimeError, ValueError) as error:
-        failure = reason(error)
-    failure = first_failure(failure, dist.group.WORLD if context.world_size > 1 else None)
-    return (None, failure) if failure else (value, "")
 
 
 def _facts(results: Mapping[Point, Measured], folder: Path, num_measured: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from textwrap import shorten
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from comet.errors import StepFailedError
 from comet.layer.group import ExpertGroup
 from comet.layer.paths import ExpertPath, make_path
 from comet.layer.workspace import Workspace
-from comet.measure.timing import Timing, Variant, capture, host_ahead, max_over_ranks, rank_barrier, time_interleaved
+from comet.measure.timing import Timing, Variant, capture, max_over_ranks, rank_barrier, time_interleaved
 from comet.tuner.problem import Problem, counted
 from comet.tuner.profile import Measured
 
@@ -55,6 +55,7 @@ NUM_INPUTS = 2
 MOST_LETTERS = 300  # a compiler may say more
 
 Call = Callable[[], object]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,8 @@ def measure_layer(
     failures: dict[OverlapConfig | None, str] = {}
     for number, setting in enumerate(settings, 1):
         tell(f"compiling candidate {number} of {len(settings)}")
-        calls, failure = _try_setting(problem, setting, group, inputs)
+        make = partial(_calls_of, problem, setting, group, inputs)
+        calls, failure = attempt(make, group.device, group.process_group, group.workspace)
         if calls is None:
             failures[setting] = failure
         else:
@@ -116,6 +118,36 @@ def measure_layer(
         else Measured(setting=setting, ms=timings[setting].median_ms)
         for setting in settings
     )
+
+
+def attempt(
+    action: Callable[[], T],
+    device: torch.device,
+    process_group: ProcessGroup | None,
+    pool: Workspace | None = None,
+    failures: tuple[type[Exception], ...] = (RuntimeError, ValueError),
+) -> tuple[T | None, str]:
+    """The value of an action if it succeeds on all ranks, else ``None`` and the first failure of any (collective).
+
+    This is also a barrier, and ends the job if a rank is gone.
+
+    Args:
+        pool: What a failure may leave something in; the ranks recover from it.
+        failures: What an action may raise; anything else is a mistake of ours.
+    """
+    value, failure = None, ""
+    try:
+        value = action()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except failures as error:
+        if pool is not None and pool.comm.board.is_final:  # the ranks cannot agree on anything any more
+            raise
+        failure = reason(error)
+    failure = first_failure(failure, process_group)
+    if failure and pool is not None:
+        recover(pool, process_group)
+    return (None, failure) if failure else (value, "")
 
 
 def first_failure(failure: str, process_group: ProcessGroup | None) -> str:
@@ -140,16 +172,14 @@ class _Watch:
     def __init__(self, group: ExpertGroup, tell: Callable[[int], None]) -> None:
         self.group = group
         self.tell = tell
-        self.arrive = host_ahead(rank_barrier(group.device, group.process_group), group.device)
         self.settings: list[OverlapConfig | None] = []  # one for each call
         self.failure = ""  # raised by a call, as the twin's waits do
         self.looks_without_fault = torch.zeros(1, dtype=torch.int64, device=group.device)
 
-    def barrier(self) -> None:
-        """The barrier before a call."""
+    def before_call(self) -> None:
+        """Say that a call comes, and look for what the one before left."""
         self.tell(len(self.settings))
         self._look()
-        self.arrive()
 
     def call(self, setting: OverlapConfig | None, calls: Sequence[Call], index: int) -> None:
         """One of a candidate's calls; after a failure only plain, whose collectives every rank has to join.
@@ -199,10 +229,10 @@ def _time_all(
         timings = time_interleaved(
             {setting: partial(watch.call, setting, calls) for setting, calls in left.items()},
             rounds=rounds,
-            barrier=watch.barrier,
-            rotate=NUM_INPUTS,
             device=group.device,
-            slowest=max_over_ranks(group.device, group.process_group),
+            process_group=group.process_group,
+            rotate=NUM_INPUTS,
+            opening=watch.before_call,
         )
         found = watch.culprit()
         if found is None:
@@ -247,29 +277,16 @@ def make_inputs(problem: Problem, group: ExpertGroup, seed: int) -> MeasuredInpu
     return inputs
 
 
-def _try_setting(
+def _calls_of(
     problem: Problem, setting: OverlapConfig | None, group: ExpertGroup, inputs: MeasuredInputs
-) -> tuple[list[Call] | None, str]:
-    """Build a path and run it once; its call for every input set, or ``None`` and the reason if any rank failed."""
-    calls: list[Call] = []
-    failure = ""
-    try:
-        name = "plain" if setting is None else "auto"
-        path = make_path(name, problem.moe, group, setting or OverlapConfig())
-        inputs.run(path, 0)
-        if group.device.type == "cuda":
-            torch.cuda.synchronize(group.device)
-        group.workspace.check()
-        run: Variant = partial(inputs.run, path)
-        if group.device.type == "cuda" and setting is not None:
-            run = capture(run, rotate=NUM_INPUTS)
-        calls = [partial(run, index) for index in range(NUM_INPUTS)]
-    except (RuntimeError, ValueError) as error:
-        if group.comm.board.is_final:
-            raise
-        failure = reason(error)
-    failure = first_failure(failure, group.process_group)
-    if not failure:
-        return calls, ""
-    recover(group.workspace, group.process_group)
-    return None, failure
+) -> list[Call]:
+    """Build a path and run it once; its call for every input set."""
+    path = make_path("plain" if setting is None else "auto", problem.moe, group, setting or OverlapConfig())
+    inputs.run(path, 0)
+    if group.device.type == "cuda":
+        torch.cuda.synchronize(group.device)
+    group.workspace.check()
+    run: Variant = partial(inputs.run, path)
+    if group.device.type == "cuda" and setting is not None:
+        run = capture(run, rotate=NUM_INPUTS)
+    return [partial(run, index) for index in range(NUM_INPUTS)]

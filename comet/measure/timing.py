@@ -7,8 +7,8 @@
    that takes follows from the shortest of the first ones (others may have compiled) on the slowest rank, so that all
    ranks make equally many.
 3. *Barrier.* Before each call a barrier runs on the device, so that no rank's time contains another rank's lateness.
-   Over ranks the GPU first waits a quarter of a millisecond (``host_ahead``), in which the host launches the call: a
-   variant before it that makes the host wait would otherwise cost this one its launch.
+   A GPU first waits a quarter of a millisecond, in which the host launches the call: a variant before it that makes
+   the host wait would otherwise cost this one, and all other ranks, its launch.
 4. *CUDA events* around the call, read at the end of a round: the host runs ahead as it does in training, unless the
    variant itself makes it wait, which then counts. ``capture`` removes launch cost altogether.
 5. *Rotated inputs.* Call number i gets input set i modulo ``rotate``, so that L2 does not flatter.
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import astuple, dataclass
 from functools import partial
 from typing import TypeVar
@@ -32,9 +32,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from comet.config import require
+from comet.utils import graphs
 
 Variant = Callable[[int], object]
 Name = TypeVar("Name", bound=Hashable)
+Result = TypeVar("Result")
 
 WARM_S = 0.5
 LEAD_CYCLES = 500_000  # a quarter of a millisecond: a barrier, a graph and their events take the host less
@@ -59,10 +61,11 @@ def time_interleaved(
     variants: Mapping[Name, Variant],
     *,
     rounds: int,
-    barrier: Callable[[], None],
-    rotate: int,
     device: torch.device,
-    slowest: Callable[[Tensor], Tensor] | None = None,
+    process_group: ProcessGroup | None = None,
+    rotate: int = 1,
+    opening: Callable[[], object] | None = None,
+    leads: bool = True,
     warmup: int = 3,
 ) -> dict[Name, Timing]:
     """Time all variants in one loop by the protocol above (collective: same variants and numbers on all ranks).
@@ -70,10 +73,11 @@ def time_interleaved(
     Args:
         variants: Name to function of the number of the input set, in ``[0, rotate)``.
         rounds: Counted calls of each variant, at least 1; 10 or more for a result.
-        barrier: Orders the device after all ranks arrived (``rank_barrier``).
-        rotate: Number of input sets, at least 1.
         device: Where the variants run.
-        slowest: Maximum over ranks of a tensor of samples (``max_over_ranks``); ``None`` is a rank alone.
+        process_group: The ranks that take part; ``None`` is a rank alone.
+        rotate: Number of input sets, at least 1.
+        opening: What comes before the barrier of each call.
+        leads: Whether a GPU waits before the barrier until its host has launched what follows.
         warmup: Rounds that are not counted, at least 1; on a GPU as many more follow as fill ``WARM_S``.
 
     Raises:
@@ -82,7 +86,15 @@ def time_interleaved(
     require(rounds >= 1, f"rounds={rounds} must be at least 1")
     require(rotate >= 1, f"rotate={rotate} must be at least 1")
     require(warmup >= 1, f"warmup={warmup} must be at least 1")
-    slowest = slowest or max_over_ranks(device, None)
+    meet, slowest = rank_barrier(device, process_group), max_over_ranks(device, process_group)
+
+    def barrier() -> None:
+        if opening is not None:
+            opening()
+        if leads and device.type == "cuda":
+            torch.cuda._sleep(LEAD_CYCLES)
+        meet()
+
     run = partial(run_round, variants, barrier=barrier, rotate=rotate, device=device)
     shortest_s = min(wall_clock(partial(run, number)) for number in range(-warmup, 0))
     if device.type == "cuda":
@@ -134,21 +146,6 @@ def rank_barrier(device: torch.device, process_group: ProcessGroup | None) -> Ca
     return lambda: dist.all_reduce(token, group=process_group)
 
 
-def host_ahead(barrier: Callable[[], object], device: torch.device) -> Callable[[], None]:
-    """The barrier, before which a GPU waits until its host has launched what follows.
-
-    A variant that makes the host wait leaves the GPU idle: without this, launching the next one would count as its
-    time, and as that of all other ranks.
-    """
-
-    def held() -> None:
-        if device.type == "cuda":
-            torch.cuda._sleep(LEAD_CYCLES)
-        barrier()
-
-    return held
-
-
 def max_over_ranks(device: torch.device, process_group: ProcessGroup | None) -> Callable[[Tensor], Tensor]:
     """The elementwise maximum over the group; ``None`` is a rank alone."""
 
@@ -162,31 +159,30 @@ def max_over_ranks(device: torch.device, process_group: ProcessGroup | None) -> 
     return reduce
 
 
-def capture(variant: Variant, *, rotate: int) -> Variant:
-    """Record a variant as CUDA graphs, one per input set; the result replays them and returns nothing.
+def capture(variant: Callable[[int], Result], *, rotate: int = 1) -> Callable[[int], Result]:
+    """Record a variant as CUDA graphs, one per input set, that are replayed by the number of the set.
 
     Args:
-        variant: A function of the input set that never makes the host wait for the device; it is kept with the graphs.
+        variant: A function of the input set that never makes the host wait for the device; it is kept with the graphs,
+            which know only addresses of what it holds.
         rotate: Number of input sets.
+
+    Returns:
+        What replays them, and returns the memory in which set 0 leaves its result.
     """
     side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for index in range(rotate):
-            variant(index)
-    torch.cuda.current_stream().wait_stream(side)
-    graphs: list[torch.cuda.CUDAGraph] = []
     for index in range(rotate):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=graphs[0].pool() if graphs else None):
-            variant(index)
-        graphs.append(graph)
-    return partial(_replay, graphs, variant)
+        graphs.run_beside(partial(variant, index), side)
+    kept: list[torch.cuda.CUDAGraph] = []
+    replay, result = graphs.capture(partial(variant, 0), None, kept)
+    replays = [replay]
+    replays += [graphs.capture(partial(variant, index), None, kept, kept[0].pool())[0] for index in range(1, rotate)]
 
+    def replayed(index: int, _: Callable[[int], Result] = variant) -> Result:
+        replays[index]()
+        return result
 
-def _replay(graphs: Sequence[torch.cuda.CUDAGraph], captured: Variant, index: int) -> None:
-    """Replay the graph of an input set; what was ``captured`` holds memory of which a graph knows the address only."""
-    graphs[index].replay()
+    return replayed
 
 
 def start_call(variant: Variant, index: int, barrier: Callable[[], None], device: torch.device) -> Callable[[], float]:

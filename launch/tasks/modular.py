@@ -22,7 +22,7 @@ from comet.layer.group import ExpertGroup
 from comet.layer.paths import CollectivePath, make_path
 from comet.measure.job import make_group
 from comet.measure.layers import NUM_INPUTS, make_inputs
-from comet.measure.timing import max_over_ranks, rank_barrier, time_interleaved
+from comet.measure.timing import max_over_ranks, time_interleaved
 from comet.modular import EXPERTS, PREPARE_FINALIZE, ModularMoE
 from comet.modular.matrix import pairs, table
 from comet.tuner.problem import Problem
@@ -97,10 +97,10 @@ def _measured(calls: Mapping[str, Call], group: ExpertGroup, rounds: int) -> dic
     times = time_interleaved(
         calls,
         rounds=rounds,
-        barrier=rank_barrier(group.device, group.process_group),
-        rotate=NUM_INPUTS,
         device=group.device,
-        slowest=slowest,
+        process_group=group.process_group,
+        rotate=NUM_INPUTS,
+        leads=False,
     )
     group.workspace.check()
     return {"times": {name: asdict(timing) for name, timing in times.items()}, "apart": float(apart[0] / apart[1])}

@@ -157,7 +157,7 @@ def test_what_waits_is_launched_without_a_graph(monkeypatch: pytest.MonkeyPatch)
     modes, captured, launched = ["warn"], [], []
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    monkeypatch.setattr(suites.decode, "capture", lambda variant, rotate: captured.append(variant) or variant)
+    monkeypatch.setattr(suites.decode, "capture", lambda variant: captured.append(variant) or variant)
 
     def waits(index: int) -> torch.Tensor:
         if modes[-1] == "error":

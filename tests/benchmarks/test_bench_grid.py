@@ -46,12 +46,12 @@ def test_graphs_are_compared_as_they_are_replayed(monkeypatch: pytest.MonkeyPatc
     """``stale``: what a replay leaves in the memory of the output is not this input set's."""
     recorded: list[LayerVariant] = []
 
-    def pretend(variant: LayerVariant) -> LayerVariant:
+    def pretend(variant: LayerVariant, rotate: int) -> LayerVariant:
         recorded.append(lambda index: tuple(2 * part if stale else part for part in variant(index)))
         return recorded[-1]
 
-    monkeypatch.setattr(suites.moe, "record", pretend)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(suites.moe, "capture", pretend)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     settings, failures = settings_of("comet", "comet_graph", "plain", "comm_comet"), dict[str, str]()
     with open_layer(TINY, settings, ALONE) as layer:
         inputs = make_inputs(TINY, 48, "zipf", ALONE)

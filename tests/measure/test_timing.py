@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from functools import partial
-from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -14,13 +13,12 @@ import torch.distributed as dist
 from fake_gpu import FakeGPU
 from ranks import run_ranks
 
+from comet.measure import timing
 from comet.measure.timing import (
     SHORTEST_ROUND_S,
     WARM_S,
     Timing,
     capture,
-    host_ahead,
-    max_over_ranks,
     more_rounds,
     summarize,
     time_interleaved,
@@ -29,69 +27,48 @@ from comet.measure.timing import (
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
-def warm_rounds(gpu: FakeGPU, *, rounds: int = 2, warmup: int = 3, slowest: Any = None) -> int:
-    time_interleaved(
-        gpu.variants("ab"),
-        rounds=rounds,
-        barrier=lambda: None,
-        rotate=2,
-        device=GPU,
-        slowest=slowest,
-        warmup=warmup,
-    )
+def warm_rounds(gpu: FakeGPU) -> int:
+    time_interleaved(gpu.variants("ab"), rounds=2, rotate=2, device=GPU)
     assert len(gpu.calls) % 2 == 0
-    return len(gpu.calls) // 2 - rounds
+    return len(gpu.calls) // 2 - 2
 
 
 def test_quantiles_example() -> None:
-    timing = summarize(torch.tensor([10.0, 1.0, 4.0, 2.0, 3.0]))
-    assert (timing.median_ms, timing.p10_ms, timing.p90_ms, timing.mean_ms) == pytest.approx((3, 1.4, 7.6, 4))
+    found = summarize(torch.tensor([10.0, 1.0, 4.0, 2.0, 3.0]))
+    assert (found.median_ms, found.p10_ms, found.p90_ms, found.mean_ms) == pytest.approx((3, 1.4, 7.6, 4))
     assert Timing(0.16, 0.08, 0.24, 0.4).of_one(8) == Timing(0.02, 0.01, 0.03, 0.05)
 
 
 def test_variants_are_interleaved_rotated_and_warmed_up() -> None:
     calls: list[tuple[str, int] | str] = []
     variants = {name: lambda index, name=name: calls.append((name, index)) for name in "abc"}
-    timings = time_interleaved(
-        variants, rounds=3, warmup=1, barrier=lambda: calls.append("barrier"), rotate=2, device=CPU
-    )
-    assert calls[::2] == ["barrier"] * 12
+    opening = partial(calls.append, "opening")
+    timings = time_interleaved(variants, rounds=3, warmup=1, opening=opening, rotate=2, device=CPU)
+    assert calls[::2] == ["opening"] * 12
     rounds = [calls[start : start + 6 : 2] for start in range(1, 24, 6)]
     assert ["".join(name for name, _ in of_round) for of_round in rounds] == ["cab", "abc", "bca", "cab"]
     assert [{index for _, index in of_round} for of_round in rounds] == [{1}, {0}, {1}, {0}]
     assert list(timings) == ["a", "b", "c"]
 
 
-def test_the_slowest_rank_counts() -> None:
-    timings = time_interleaved(
-        {"a": lambda _: None, "b": lambda _: None},
-        rounds=3,
-        barrier=lambda: None,
-        rotate=1,
-        device=CPU,
-        slowest=lambda samples: torch.maximum(samples, torch.tensor([[7000.0], [0.0]])),
-    )
-    assert timings["a"].median_ms == 7000
-    assert timings["b"].median_ms < 7000
-
-
 @pytest.mark.parametrize("name", ["rounds", "rotate", "warmup"])
 def test_timing_needs_a_round_an_input_and_a_warm_up(name: str) -> None:
     numbers = {"rounds": 1, "rotate": 1, "warmup": 1, name: 0}
     with pytest.raises(ValueError, match=f"{name}=0 must be at least 1"):
-        time_interleaved({}, barrier=lambda: None, device=CPU, **numbers)
+        time_interleaved({}, device=CPU, **numbers)
 
 
-@pytest.mark.parametrize(("device", "done"), [(GPU, ["wait", "barrier"]), (CPU, ["barrier"])])
+@pytest.mark.parametrize(("leads", "done"), [(True, ["opening", "wait"]), (False, ["opening"])])
 def test_a_gpu_waits_for_its_host_before_the_barrier(
-    device: torch.device, done: list[str], monkeypatch: pytest.MonkeyPatch
+    leads: bool, done: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    FakeGPU(1.0).install(monkeypatch)
     found: list[str] = []
+    monkeypatch.setattr(timing, "rank_barrier", lambda *_: partial(found.append, "barrier"))
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: found.append("wait"))
-    held = host_ahead(lambda: found.append("barrier"), device)
-    assert found == []
-    held()
-    assert found == done
+    variants = {"a": lambda _: found.append("call")}
+    time_interleaved(variants, rounds=1, warmup=1, opening=partial(found.append, "opening"), device=GPU, leads=leads)
+    assert found == [*done, "barrier", "call"] * 2
 
 
 # ---- how long it warms up --------------------------------------------------------------------------------------------
@@ -122,7 +99,7 @@ def test_neither_compilation_nor_a_hiccup_shortens_the_warm_up(monkeypatch: pyte
 def test_rounds_of_the_warm_up_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGPU(0.01)
     gpu.install(monkeypatch)
-    timings = time_interleaved(gpu.variants("abc"), rounds=3, barrier=lambda: None, rotate=2, device=GPU)
+    timings = time_interleaved(gpu.variants("abc"), rounds=3, rotate=2, device=GPU)
     assert len(gpu.calls) == 17 * 3 + 9
     assert gpu.calls[-9:] == [(name, index) for index, names in ((0, "abc"), (1, "bca"), (0, "cab")) for name in names]
     places = {"a": [51, 56, 58], "b": [52, 54, 59], "c": [53, 55, 57]}
@@ -131,38 +108,34 @@ def test_rounds_of_the_warm_up_are_not_counted(monkeypatch: pytest.MonkeyPatch) 
 
 def test_nothing_to_time_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeGPU(0.0).install(monkeypatch)
-    assert time_interleaved({}, rounds=2, barrier=lambda: None, rotate=1, device=GPU) == {}
+    assert time_interleaved({}, rounds=2, device=GPU) == {}
 
 
 def test_a_cpu_needs_no_more_rounds() -> None:
     calls: list[int] = []
-    agreed: list[torch.Size] = []
-    time_interleaved(
-        {"a": calls.append},
-        rounds=2,
-        barrier=lambda: None,
-        rotate=1,
-        device=CPU,
-        slowest=lambda samples: agreed.append(samples.shape) or samples,
-    )
+    time_interleaved({"a": calls.append}, rounds=2, device=CPU)
     assert len(calls) == 3 + 2
-    assert agreed == [(1, 2)]
 
 
-def rounds_on_rank(rank: int, world_size: int, seconds: list[float]) -> tuple[int, float]:
-    """Uncounted rounds, and how long they and two counted ones took by this rank's clock."""
+def rounds_on_rank(rank: int, world_size: int, seconds: list[float]) -> tuple[int, float, Timing]:
+    """Uncounted rounds, how long they and two counted ones took by this rank's clock, and what was counted."""
     gpu = FakeGPU(seconds[rank])
+    reduce = partial(timing.max_over_ranks, CPU, dist.group.WORLD)
     with pytest.MonkeyPatch.context() as patch:
         gpu.install(patch)
-        return warm_rounds(gpu, slowest=max_over_ranks(CPU, dist.group.WORLD)), gpu.now
+        patch.setattr(timing, "max_over_ranks", lambda *_: reduce())
+        found = warm_rounds(gpu), gpu.now
+        patch.setattr(timing, "run_round", lambda *_, **__: torch.tensor([7.0 + rank]))
+        return *found, time_interleaved({"a": abs}, rounds=3, device=CPU)["a"]
 
 
 def test_ranks_of_unequal_speed_make_equally_many_rounds() -> None:
     """The slowest rank's half second decides, wherever it is: other numbers would leave a rank waiting."""
-    (fast, fast_s), (slow, slow_s) = run_ranks(rounds_on_rank, 2, [2**-10, 2**-8])
+    (fast, fast_s, _), (slow, slow_s, _) = run_ranks(rounds_on_rank, 2, [2**-10, 2**-8])
     assert fast == slow == 64
     assert slow_s == 4 * fast_s == WARM_S + 2 * 2**-7
-    assert [rounds for rounds, _ in run_ranks(rounds_on_rank, 2, [0.25, 2**-10])] == [3, 3]
+    found = run_ranks(rounds_on_rank, 2, [0.25, 2**-10])
+    assert [(rounds, counted.median_ms) for rounds, _, counted in found] == [(3, 8), (3, 8)]
 
 
 def test_a_captured_variant_keeps_the_memory_that_its_graph_reads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from comet.measure import timing
 
@@ -26,6 +27,7 @@ class FakeGPU:
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(timing, "start_call", self.start_call)
+        patch.setattr(torch.cuda, "_sleep", lambda _: None)
         patch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
     def start_call(
