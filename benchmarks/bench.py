@@ -13,6 +13,7 @@ import ast
 import importlib
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 SUITES = Path(__file__).parent / "suites"
@@ -32,13 +33,20 @@ def suite_files() -> dict[str, Path]:
 
 
 def main(words: Sequence[str]) -> int | None:
-    """One rank of a suite; the exit status."""
+    """One rank of a suite: ``run(parse(words), ranks)``, or its own ``main(words)``; the exit status."""
     from comet.config import require
 
     name, *options = words
     require(name in suite_files(), f"suite={name!r} must be one of {', '.join(suite_files())}")
-    status: int | None = importlib.import_module(f"suites.{suite_files()[name].stem}").main(options)
-    return status
+    suite = importlib.import_module(f"suites.{suite_files()[name].stem}")
+    if hasattr(suite, "main"):
+        status: int | None = suite.main(options)
+        return status
+    from lib.start import start_ranks
+
+    arguments = suite.parse(options)
+    start_ranks(arguments.parallel, arguments.device, partial(suite.run, arguments))
+    return None
 
 
 if __name__ == "__main__":

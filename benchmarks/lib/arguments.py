@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from comet.config import require
+from comet.config import ParallelConfig, require
 from comet.launch.cli import Parser
 
 from lib.shapes import ROUTINGS
@@ -53,13 +53,24 @@ def suite_parser(suite: str, doc: str | None, **defaults: Any) -> Parser:
     return parser
 
 
+def parsed(parser: Parser, command_line: Sequence[str]) -> argparse.Namespace:
+    """The options, with the layout of the ranks as ``parallel``, after what several suites refuse.
+
+    Raises:
+        ValueError: If an option is unknown, names what does not exist, or is a number that is too small.
+    """
+    arguments = parser.parse_args(command_line)
+    given = vars(arguments)
+    arguments.parallel = ParallelConfig(ep=given.get("ep", 1), tp=given.get("tp", 1))
+    arguments.device = given.get("device", "auto")
+    routing = given.get("routing", ())
+    require_known("routing", [routing] if isinstance(routing, str) else routing, ROUTINGS)
+    for name in ("layers", "rounds"):
+        require(given.get(name, 1) >= 1, f"{name}={given.get(name)} must be at least 1")
+    return arguments
+
+
 def require_known(option: str, names: Iterable[str], known: Collection[str]) -> None:
     """Raise ``ValueError`` for the first of the names of an option that is not known."""
     for name in names:
         require(name in known, f"{option}={name!r} must be one of {', '.join(known)}")
-
-
-def require_positive(arguments: argparse.Namespace, *options: str) -> None:
-    """Raise ``ValueError`` for the first of these options that is below 1."""
-    for name in options:
-        require(getattr(arguments, name) >= 1, f"{name}={getattr(arguments, name)} must be at least 1")

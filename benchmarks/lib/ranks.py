@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -37,6 +39,19 @@ class Ranks:
     def worst(self, value: float) -> float:
         """Maximum over the ranks."""
         return largest([value], self.device, self.process_group)[0]
+
+
+def tell(ranks: Ranks, line: str) -> None:
+    """One line of progress, by rank 0."""
+    if ranks.rank == 0:
+        print(line, file=sys.stderr, flush=True)
+
+
+def release(ranks: Ranks) -> None:
+    """Give back the memory of what is gone; graphs are gone before the communicators they recorded."""
+    gc.collect()
+    if ranks.device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def device_name(device: torch.device) -> str:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from comet.utils.shared_file import write_whole
 from comet.utils.tables import aligned
+
+from lib.ranks import Ranks, tell
 
 Row = dict[str, Any]
 Panels = dict[str, dict[str, list[tuple[float, float]]]]  # points of every line of every panel, by their titles
+IN_JSON_ONLY = ("times_us", "quantiles", "accuracy", "seconds")  # of rows
 SUFFIXES = (".csv", ".png", ".json")  # of one run's files
 
 
@@ -56,23 +62,73 @@ def write_json(folder: Path | None, name: str, found: Row) -> str:
     return line
 
 
-def write_csv(path: Path, rows: Sequence[Row], columns: Sequence[str]) -> None:
-    """All rows so far in the place of those that were there."""
-    path.unlink(missing_ok=True)
-    append_csv(path, rows, columns)
-
-
-def append_csv(path: Path, rows: Sequence[Row], columns: Sequence[str]) -> None:
-    """Add rows now, so that an interruption loses nothing; the first ones write the header.
+def write_csv(path: Path, rows: Sequence[Row], columns: Sequence[str] | None = None) -> None:
+    """All rows so far in the place of those that were there.
 
     Example: ``{"model": "tiny", "quantiles": {}}`` with columns ``("model", "tokens")`` is the line ``tiny,``.
+
+    Args:
+        columns: What is written of a row; by default all that rows hold, but what only JSON has.
     """
-    is_new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, columns, restval="", extrasaction="ignore")
-        if is_new:
-            writer.writeheader()
-        writer.writerows(rows)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns or names_of(rows), restval="", extrasaction="ignore")
+    writer.writeheader()
+    for row in rows:
+        writer.writerow(row | {name: describe(value) for name, value in row.items() if isinstance(value, dict)})
+    write_whole(path, text.getvalue())
+
+
+def names_of(rows: Sequence[Row], hidden: Sequence[str] = IN_JSON_ONLY) -> list[str]:
+    """Names of all rows in the order they come."""
+    return [name for name in dict.fromkeys(name for row in rows for name in row) if name not in hidden]
+
+
+def report(
+    name: str,
+    rows: Iterable[Row],
+    ranks: Ranks,
+    out: Path | None,
+    *,
+    keys: Sequence[str],
+    found: Callable[[list[Row]], Row],
+    table: Callable[[list[Row]], str],
+    columns: Sequence[str] | None = None,
+    picture: Callable[[Path, list[Row]], None] | None = None,
+) -> None:
+    """Measure all rows; as each comes, rank 0 writes CSV and JSON of those so far, so that an interruption loses none.
+
+    At the end, also that by an exception, it draws the picture and prints the table and, as the last line, the JSON.
+
+    Args:
+        name: Of the files in ``out``; those of an earlier run are set aside.
+        rows: Measured as they are asked for, on all ranks; each gets its ``seconds``.
+        keys: Of a row, that name its point.
+        found: From rows to the object that becomes JSON.
+        columns: Of the CSV, as ``write_csv`` has them.
+    """
+    files = out if ranks.rank == 0 else None
+    if files is not None:
+        files.mkdir(parents=True, exist_ok=True)
+        for old, new in set_aside(files, name):
+            tell(ranks, f"{old.name} of an earlier run is now {new.name}")
+    so_far: list[Row] = []
+    begun = time.perf_counter()
+    try:
+        for row in rows:
+            so_far.append(row | {"seconds": time.perf_counter() - begun})
+            begun = time.perf_counter()
+            if files is not None:
+                write_csv(files / f"{name}.csv", so_far, columns)
+                write_json(files, name, found(so_far))
+            failures = row.get("failures") or row.get("failure") or ""
+            point = " ".join(str(row[key]) for key in keys if row.get(key) is not None)
+            done = f"{point}: done in {so_far[-1]['seconds']:.1f} s"
+            tell(ranks, "; ".join(filter(None, (done, describe(failures) if isinstance(failures, dict) else failures))))
+    finally:
+        if so_far and ranks.rank == 0:
+            if picture is not None and files is not None:
+                picture(files / f"{name}.png", so_far)
+            print(table(so_far), write_json(None, name, found(so_far)), sep="\n", flush=True)
 
 
 def set_aside(folder: Path, stem: str) -> list[tuple[Path, Path]]:

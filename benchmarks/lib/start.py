@@ -5,7 +5,6 @@ Mistakes are one line and status 2. Facts are what this machine can do at best, 
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
 import time
@@ -93,19 +92,6 @@ def start_ranks(parallel: ParallelConfig, device: str, run: Callable[[Ranks], No
     require(context.world_size == wanted, f"nproc={context.world_size} must equal ep x tp = {wanted}")
     with process_group(context, open_store(context)):
         run(Ranks(context.rank, context.device, dist.group.WORLD if wanted > 1 else None))
-
-
-def tell(ranks: Ranks, line: str) -> None:
-    """One line of progress, by rank 0."""
-    if ranks.rank == 0:
-        print(line, file=sys.stderr, flush=True)
-
-
-def release(ranks: Ranks) -> None:
-    """Give back the memory of what is gone; graphs are gone before the communicators they recorded."""
-    gc.collect()
-    if ranks.device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 @contextmanager

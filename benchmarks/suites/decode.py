@@ -22,7 +22,6 @@ paths, which take no such weights, run on the same numbers in the dtype of the t
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,20 +30,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from comet.config import MoEConfig, ParallelConfig, require
+from comet.config import MoEConfig, require
 from comet.decode import MAX_DECODE_TOKENS
 from comet.measure.timing import Variant, capture
 
 from baselines.decode import find_library
-from lib.arguments import require_known, suite_parser, whole_numbers, words
-from lib.decode.report import OWN, PREFIX, draw, figures, format_table, write_results
+from lib.arguments import parsed, require_known, suite_parser, whole_numbers, words
+from lib.decode.report import OWN, PREFIX, draw, figures, format_table
 from lib.decode.steps import WEIGHTS, StepRun, Team, WeightSet, make_set, make_steps, open_team
-from lib.ranks import Ranks, differs_over_ranks
-from lib.report import Row
-from lib.shapes import ROUTINGS, model
-from lib.start import gather_facts, release, start_ranks, tell
+from lib.ranks import Ranks, differs_over_ranks, release
+from lib.report import Row, report
+from lib.shapes import model
+from lib.start import gather_facts
 from lib.timing import read_roofline_tbs, time_by_protocol
-from variants.decode import ON_ONE_GPU, OVER_RANKS, Settings, configs, in_place, step_runs
+from variants.decode import ON_ONE_GPU, OVER_RANKS, configs, in_place, step_runs
 
 FLUSH_BYTES = 2**28  # read before each call, more than L2 holds
 # Root mean square of the error relative to float64; rounding explains a tenth of it, one wrong token in 64 the double.
@@ -66,21 +65,19 @@ class Checked:
 
 
 @torch.no_grad()
-def measure_point(team: Team, sets: Sequence[WeightSet], num_tokens: int, settings: Settings) -> Row:
+def measure_point(team: Team, sets: Sequence[WeightSet], num_tokens: int, arguments: argparse.Namespace) -> Row:
     """Check and time all variants at one number of tokens (collective)."""
     ranks = team.ranks
-    steps = make_steps(team.config, team.layout, sets, num_tokens, settings.routing)
+    steps = make_steps(team.config, team.layout, sets, num_tokens, arguments.routing)
     exact = team.total(steps[0].exact())
     checked = Checked(failures=dict(team.failures))
-    for name, run in step_runs(team, steps, settings).items():
+    for name, run in step_runs(team, steps, arguments).items():
         check_variant(name, run, exact, len(steps), team, checked)
     flush = torch.empty(FLUSH_BYTES // 4 if ranks.device.type == "cuda" else 4, device=ranks.device)
-    timings = time_by_protocol(checked.variants, ranks, rounds=settings.rounds, opening=flush.sum, leads=False)
-    _, failure = team.attempt(team.check)
-    if failure:
-        checked.failures["after timing"] = failure
+    timings = time_by_protocol(checked.variants, ranks, rounds=arguments.rounds, opening=flush.sum, leads=False)
+    team.check()
     touched = ranks.worst(sum(step.touched_bytes for step in steps) / len(steps))
-    row = figures(timings, checked.accuracy, len(steps), touched, settings.roofline_tbs)
+    row = figures(timings, checked.accuracy, len(steps), touched, arguments.roofline_tbs)
     return row | {"no_graph": checked.no_graph, "failures": checked.failures}
 
 
@@ -173,63 +170,40 @@ def shape_of(name: str) -> MoEConfig:
 
 def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     """Measure all points, model by model; rank 0 reports (collective)."""
-    start = time.monotonic()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    library = find_library() if "transformers" in arguments.variants else None
+    arguments.library = find_library() if "transformers" in arguments.variants else None
+    arguments.roofline_tbs = read_roofline_tbs(ranks)
     facts = gather_facts(ranks) | {
-        "read_roofline_tbs": read_roofline_tbs(ranks),
+        "read_roofline_tbs": arguments.roofline_tbs,
         "sets": SETS * arguments.parallel.world_size,
-        "transformers": None if library is None else library.version,
+        "transformers": None if arguments.library is None else arguments.library.version,
     }
-    settings = Settings(
-        variants=arguments.variants,
-        trials=arguments.trials,
-        routing=arguments.routing,
-        rounds=arguments.rounds,
-        library=library,
-        roofline_tbs=facts["read_roofline_tbs"],
-    )
-    rows: list[Row] = []
-    line = ""
-    try:
-        for row in measure(arguments, settings, ranks):
-            rows.append(row)
-            if ranks.rank == 0:
-                line = write_results(arguments.out, rows, facts)
-            point = f"{row['model']} {row['weights']} {row['tokens']}"
-            tell(ranks, f"{point}: done after {time.monotonic() - start:.0f} s")
-    finally:
-        if rows and ranks.rank == 0:
-            print(format_table(rows), flush=True)
-            draw(arguments.out / "bench_decode.png", rows, settings.roofline_tbs)
-            print(line, flush=True)
+    report(
+        "bench_decode", measure(arguments, ranks), ranks, arguments.out, keys=("model", "weights", "tokens"),
+        found=lambda rows: {"facts": facts, "rows": rows}, table=format_table,
+        picture=partial(draw, arguments.roofline_tbs),
+    )  # fmt: skip
 
 
-def measure(arguments: argparse.Namespace, settings: Settings, ranks: Ranks) -> Iterator[Row]:
+def measure(arguments: argparse.Namespace, ranks: Ranks) -> Iterator[Row]:
     """One row after the other (collective); a point that fails is one, too."""
     parallel = arguments.parallel
     for name in arguments.models:
-        opening = open_team(
-            shape_of(name),
-            parallel,
-            max_tokens=max(arguments.tokens),
-            wants_fused="fused" in settings.variants,
-            ranks=ranks,
-        )
-        with opening as team:
+        wants_fused = "fused" in arguments.variants
+        most = max(arguments.tokens)
+        with open_team(shape_of(name), parallel, max_tokens=most, wants_fused=wants_fused, ranks=ranks) as team:
             for kind in arguments.weights:
                 keys: Row = {"model": name, "weights": kind, "ep": parallel.ep, "tp": parallel.tp}
-                yield from (keys | row for row in measure_weights(team, kind, arguments.tokens, settings))
+                yield from (keys | row for row in measure_weights(team, kind, arguments))
                 release(ranks)
 
 
-def measure_weights(team: Team, kind: str, tokens: Sequence[int], settings: Settings) -> Iterator[Row]:
+def measure_weights(team: Team, kind: str, arguments: argparse.Namespace) -> Iterator[Row]:
     """The rows of one kind of weights, which live only here."""
     ranks = team.ranks
     make = partial(make_set, team.config, team.layout, ranks.device, ranks.dtype, kind=kind)
     sets = [make(seed=seed) for seed in range(SETS * team.layout.world_size)]
-    for num_tokens in tokens:
-        row, failure = team.attempt(partial(measure_point, team, sets, num_tokens, settings))
+    for num_tokens in arguments.tokens:
+        row, failure = team.attempt(partial(measure_point, team, sets, num_tokens, arguments))
         yield {"tokens": num_tokens} | (row or {"failures": {"point": failure}})
         release(ranks)
 
@@ -249,24 +223,17 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
         "--variants", type=words, help=f"{','.join(ON_ONE_GPU)}; over ranks {','.join(OVER_RANKS)}; all by default"
     )
     parser.add_argument("--try", dest="trials", action="append", default=[], help="form=matrix,down.rows=64")
-    arguments = parser.parse_args(command_line)
+    arguments = parsed(parser, command_line)
     arguments.trials = [dict(pair.split("=", 1) for pair in trial.split(",")) for trial in arguments.trials]
-    arguments.parallel = ParallelConfig(ep=arguments.ep, tp=arguments.tp)
+    arguments.library, arguments.roofline_tbs = None, 1.0  # until ``run`` knows more
     known = ON_ONE_GPU if arguments.parallel.world_size == 1 else OVER_RANKS
     arguments.variants = arguments.variants or known
-    check(arguments, known)
-    return arguments
-
-
-def check(arguments: argparse.Namespace, known: Sequence[str]) -> None:
-    """Raise ``ValueError`` naming the argument, its value and its rule."""
     for name in arguments.models:
         arguments.parallel.check(shape_of(name))
     require_known("weights", arguments.weights, WEIGHTS)
     for name in arguments.variants:
         ranks = f"ep={arguments.ep} x tp={arguments.tp}"
         require(name in known, f"variants={name!r} must be one of {', '.join(known)} for {ranks}")
-    require_known("routing", [arguments.routing], ROUTINGS)
     for number in arguments.tokens:
         require(number >= 1, f"tokens={number} must be at least 1")
         require(
@@ -275,9 +242,4 @@ def check(arguments: argparse.Namespace, known: Sequence[str]) -> None:
         )
     for trial in arguments.trials:
         configs(model("tiny"), 2, torch.bfloat16, [trial])
-
-
-def main(command_line: Sequence[str]) -> None:
-    """One rank of the benchmark."""
-    arguments = parse(command_line)
-    start_ranks(arguments.parallel, arguments.device, partial(run, arguments))
+    return arguments

@@ -26,7 +26,7 @@ GPU memory in bfloat16, and nothing else.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -35,7 +35,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from comet.config import MoEConfig, ParallelConfig, require
+from comet.config import MoEConfig, require
 from comet.decode.runners import LocalRunner
 from comet.decode.weights import DecodeWeights
 from comet.experts import CachedExperts, CacheReport, ExpertCache, slots_of_budget
@@ -48,11 +48,11 @@ from comet.measure.timing import capture, time_interleaved
 from comet.quantization.formats import MXType, quantize_mx
 from comet.reference.plain import grouped_matmul
 
-from lib.arguments import BUDGETS, require_known, require_positive, suite_parser, words
-from lib.ranks import Ranks, device_name
-from lib.report import Row, cell, table_of, write_json
+from lib.arguments import BUDGETS, parsed, require_known, suite_parser, words
+from lib.ranks import Ranks, device_name, release
+from lib.report import Row, cell, report, table_of
 from lib.shapes import model
-from lib.start import memory_limit, release, start_ranks, tell
+from lib.start import memory_limit
 from lib.timing import link_gbs
 from lib.traces import Trace, made_trace, resized_guesses, resized_trace
 
@@ -245,19 +245,21 @@ def host_experts(config: MoEConfig, device: torch.device, dtype: torch.dtype, st
 @torch.no_grad()
 def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     """Measure and print."""
-    device = ranks.device
-    link = link_gbs(device)
-    rows: list[Row] = []
+    link = link_gbs(ranks.device)
     facts = {"task": "bench_experts", "model": arguments.model, "layers": arguments.layers, "link_gbs": link,
              "trace": str(arguments.trace or f"made, sticky={arguments.sticky}"),
-             "device": device_name(device)}  # fmt: skip
+             "device": device_name(ranks.device)}  # fmt: skip
+    report(
+        "bench_experts", measure(arguments, ranks, link), ranks, arguments.out, keys=("stored", "variant", "budget"),
+        columns=COLUMNS, found=lambda rows: facts | {"rows": rows}, table=lambda rows: table_of(rows, COLUMNS, cell),
+    )  # fmt: skip
+
+
+def measure(arguments: argparse.Namespace, ranks: Ranks, link: float) -> Iterator[Row]:
+    """The rows of experts stored in one type after the other."""
     for name in arguments.stored:
-        rows += rows_of(arguments, name, device, link)
+        yield from rows_of(arguments, name, ranks.device, link)
         release(ranks)
-        tell(ranks, table_of(rows, COLUMNS, cell))
-        line = write_json(arguments.out, "bench_experts", facts | {"rows": rows})
-    print(table_of(rows, COLUMNS, cell))
-    print(line)
 
 
 def rows_of(arguments: argparse.Namespace, name: str, device: torch.device, link: float) -> list[Row]:
@@ -368,7 +370,7 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
         "--rounds", type=int, default=20, help=f"counted calls of {STEPS_PER_CALL} steps, at least; whole traces"
     )
     parser.add_argument("--prompt", type=int, default=0, help="tokens of prompts that are measured, too; 0: none are")
-    arguments = parser.parse_args(command_line)
+    arguments = parsed(parser, command_line)
     model(arguments.model)
     require(arguments.prompt == 0 or arguments.prompt > 1, f"prompt={arguments.prompt} must be 0 or at least 2")
     require_known("stored", arguments.stored, STORED)
@@ -376,12 +378,6 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
     for name in arguments.variants if arguments.trace is None else ():
         known = not name.startswith(PREFETCH)
         require(known, f"variants={name!r} must come with --trace: made routing says nothing of guesses")
-    require_positive(arguments, "layers", "steps", "rounds")
+    require(arguments.steps >= 1, f"steps={arguments.steps} must be at least 1")
     require(0 <= arguments.sticky < 1, f"sticky={arguments.sticky} must be at least 0 and below 1")
     return arguments
-
-
-def main(command_line: Sequence[str]) -> None:
-    """The whole benchmark, which has one rank."""
-    arguments = parse(command_line)
-    start_ranks(ParallelConfig(), arguments.device, partial(run, arguments))

@@ -26,7 +26,7 @@ logits of the first step with those of ``comet``.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from comet.config import ParallelConfig, require
+from comet.config import require
 from comet.decode import MAX_DECODE_TOKENS
 from comet.layer.group import make_expert_group
 from comet.measure.timing import Timing, Variant
@@ -43,12 +43,12 @@ from comet.models.gpt import GPT
 from comet.utils.graphs import WARM_CALLS
 
 from baselines.library import library_version
-from lib.arguments import require_known, require_positive, suite_parser, whole_numbers
+from lib.arguments import parsed, require_known, suite_parser, whole_numbers
 from lib.gpt import make_gpt, model_config
-from lib.ranks import Ranks, attempt, differs_over_ranks
-from lib.report import Panels, Row, cell, draw_lines, table_of, write_csv, write_json
+from lib.ranks import Ranks, attempt, differs_over_ranks, release
+from lib.report import Panels, Row, cell, draw_lines, report, table_of
 from lib.shapes import MODELS
-from lib.start import gather_facts, release, start_ranks, tell
+from lib.start import gather_facts
 from lib.timing import read_roofline_tbs, time_by_protocol
 from variants.generate import COMET, Paths, StepPath, Stepwise
 
@@ -203,7 +203,6 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
         config.moe, arguments.parallel, max_tokens=MAX_DECODE_TOKENS, dtype=ranks.dtype, device=ranks.device
     )
     gpt = make_gpt(config, group)
-    paths = Paths(gpt)
     facts = gather_facts(ranks) | {
         "read_roofline_tbs": read_roofline_tbs(ranks),
         "transformers": library_version(),
@@ -211,22 +210,21 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
         "steps": arguments.steps,
         "rounds": arguments.rounds,
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    rows: list[Row] = []
-    line = ""
+    report(
+        "bench_generate", measure(Paths(gpt), arguments, facts["read_roofline_tbs"], ranks), ranks, arguments.out,
+        keys=("context", "path"), columns=COLUMNS, picture=draw, found=lambda rows: {"facts": facts, "rows": rows},
+        table=lambda rows: table_of(rows, COLUMNS, partial(cell, near_one=6)),
+    )  # fmt: skip
+    group.close()
+
+
+def measure(paths: Paths, arguments: argparse.Namespace, roofline_tbs: float, ranks: Ranks) -> Iterator[Row]:
+    """The rows of one context after the other (collective)."""
     for context in arguments.contexts:
-        rows += measure_context(paths, context, arguments, facts["read_roofline_tbs"], ranks)
+        rows = measure_context(paths, context, arguments, roofline_tbs, ranks)
         paths.check()
         release(ranks)  # graphs keep their memory
-        if ranks.rank == 0:
-            write_csv(arguments.out / "bench_generate.csv", rows, COLUMNS)
-            line = write_json(arguments.out, "bench_generate", {"facts": facts, "rows": rows})
-        tell(ranks, f"context {context}: done")
-    if ranks.rank == 0:
-        draw(arguments.out / "bench_generate.png", rows)
-        print(table_of(rows, COLUMNS, partial(cell, near_one=6)))
-        print(line, flush=True)
-    group.close()
+        yield from rows
 
 
 def parse(command_line: Sequence[str]) -> argparse.Namespace:
@@ -240,18 +238,12 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--batch", type=int, default=1, help="sequences that are extended at once, on all ranks")
     parser.add_argument("--steps", type=int, default=16, help="decode steps of a timed call")
-    arguments = parser.parse_args(command_line)
+    arguments = parsed(parser, command_line)
     require_known("model", [arguments.model], VOCABULARY)
-    require_positive(arguments, "layers", "batch", "steps", "rounds")
+    for name in ("batch", "steps"):
+        require(getattr(arguments, name) >= 1, f"{name}={getattr(arguments, name)} must be at least 1")
     require(min(arguments.contexts) >= 1, f"contexts={arguments.contexts} must each be at least 1")
     most = MAX_DECODE_TOKENS
     require(arguments.batch <= most, f"batch={arguments.batch} must be at most {most}, which warp decode takes")
-    arguments.parallel = ParallelConfig(ep=arguments.ep, tp=arguments.tp)
     arguments.parallel.check(MODELS[arguments.model])
     return arguments
-
-
-def main(command_line: Sequence[str]) -> None:
-    """One rank of the benchmark."""
-    arguments = parse(command_line)
-    start_ranks(arguments.parallel, arguments.device, partial(run, arguments))

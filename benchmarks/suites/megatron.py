@@ -18,7 +18,7 @@ explains, is not timed and stands under ``failures``. Needs GPUs and Megatron-co
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,19 +28,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from comet.config import MoEConfig, ParallelConfig, require
+from comet.config import MoEConfig, require
 from comet.integrations.megatron import from_sequential, with_comet
 from comet.launch.distributed import started_by_torchrun
 from comet.layer.group import ExpertGroup, make_expert_group
 from comet.layer.workspace import Workspace
 from comet.measure.timing import Variant
 
-from lib.arguments import require_positive, suite_parser
+from lib.arguments import parsed, suite_parser
 from lib.moe.layer import relative_error
-from lib.ranks import Ranks, attempt
-from lib.report import Row, cell, describe, table_of, write_json
+from lib.ranks import Ranks, attempt, release
+from lib.report import Row, cell, describe, report, table_of
 from lib.shapes import model
-from lib.start import gather_facts, release, start_ranks, tell
+from lib.start import gather_facts, start_ranks
 from lib.timing import time_by_protocol
 
 ROTATE = 4
@@ -195,25 +195,24 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     """Measure all points; rank 0 reports."""
     start_megatron(arguments.ep)
     facts = gather_facts(ranks) | {"task": "bench_megatron", "rounds": arguments.rounds, "grouped_gemm": grouped_gemm()}
-    rows: list[Row] = []
+    report(
+        "bench_megatron", measure(arguments, ranks), ranks, arguments.out, keys=("model", "tokens"), columns=COLUMNS,
+        found=lambda rows: facts | {"rows": rows}, table=lambda rows: table_of(rows, COLUMNS, cell),
+    )  # fmt: skip
+
+
+def measure(arguments: argparse.Namespace, ranks: Ranks) -> Iterator[Row]:
+    """One row after the other; collective."""
     for name in arguments.models:
         config = model(name)
         group = make_expert_group(
-            config,
-            arguments.parallel,
-            max_tokens=max(arguments.tokens),
-            dtype=torch.bfloat16,
-            device=ranks.device,
+            config, arguments.parallel, max_tokens=max(arguments.tokens), dtype=torch.bfloat16, device=ranks.device
         )
         for num_tokens in arguments.tokens:
             point = {"model": name, "tokens": num_tokens, "ep": arguments.ep}
-            rows.append(point | measure_point(config, group, num_tokens, arguments.rounds, ranks))
+            yield point | measure_point(config, group, num_tokens, arguments.rounds, ranks)
             release(ranks)
-            tell(ranks, f"{name} {num_tokens}: done")
         group.close()
-    if ranks.rank == 0:
-        line = write_json(arguments.out, "bench_megatron", facts | {"rows": rows})
-        print(table_of(rows, COLUMNS, cell), line, sep="\n", flush=True)
 
 
 def parse(command_line: Sequence[str]) -> argparse.Namespace:
@@ -222,12 +221,10 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
         "megatron", __doc__, models=("qwen3_30b_a3b",), tokens=[4096], ep=1, rounds=10,
         out=Path("outputs/bench_megatron"),
     )  # fmt: skip
-    arguments = parser.parse_args(command_line)
-    arguments.parallel = ParallelConfig(ep=arguments.ep)
+    arguments = parsed(parser, command_line)
     for name in arguments.models:
         arguments.parallel.check(model(name))
     require(min(arguments.tokens) >= 1, f"tokens={arguments.tokens} must each be at least 1")
-    require_positive(arguments, "rounds")
     return arguments
 
 

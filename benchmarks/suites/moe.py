@@ -11,8 +11,7 @@ measured; that of an earlier run becomes ``bench_moe.1.csv``, and so on.
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import product
@@ -21,13 +20,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from comet.config import ParallelConfig, require
-from comet.launch.distributed import started_by_torchrun
 from comet.layer.routed_experts import SymmetricPath
-from comet.measure.timing import Variant, capture
+from comet.measure.timing import capture
 
-from lib.arguments import require_known, suite_parser, words
-from lib.moe.layer import ROTATE, Inputs, Layer, Settings, make_inputs, open_layer, relative_error
+from lib.arguments import parsed, require_known, suite_parser, words
+from lib.moe.layer import ROTATE, Inputs, Layer, make_inputs, open_layer, relative_error
 from lib.moe.report import (
     COLUMNS,
     FP8_VARIANTS,
@@ -39,10 +36,10 @@ from lib.moe.report import (
     layer_flops,
     link_bytes,
 )
-from lib.ranks import Ranks, attempt
-from lib.report import Row, append_csv, describe, set_aside, write_json
+from lib.ranks import Ranks, attempt, release
+from lib.report import Row, describe, report
 from lib.shapes import ROUTINGS, model, parse_overlap
-from lib.start import gather_facts, release, start_ranks, tell
+from lib.start import gather_facts
 from lib.timing import time_by_protocol
 from variants.layer import LayerVariant, floor_variants, layer_variants
 
@@ -58,37 +55,35 @@ def measure_point(
     layer: Layer,
     num_tokens: int,
     routing: str,
-    settings: Settings,
+    arguments: argparse.Namespace,
     ranks: Ranks,
-    rounds: int,
     link_roofline: float | None,
 ) -> Row:
     """Check and time all variants at one number of tokens and one routing; collective."""
     inputs = make_inputs(layer.config, num_tokens, routing, ranks)
     failures = dict(layer.failures)
-    variants, errors = checked_variants(layer, inputs, settings, ranks, failures)
-    floors, failure = attempt(partial(floor_variants, layer, inputs, routing, settings, ranks), ranks, layer.pool)
-    timed: dict[str, Variant] = {**variants, **(floors or {})}
+    variants, errors = checked_variants(layer, inputs, arguments, ranks, failures)
+    floors, failure = attempt(partial(floor_variants, layer, inputs, routing, arguments, ranks), ranks, layer.pool)
     if failure:
         failures["gemm"] = failure
-    start = time.perf_counter()
-    timings = time_by_protocol(timed, ranks, rounds=rounds, rotate=ROTATE)
-    timed_seconds = time.perf_counter() - start
+    timings = time_by_protocol({**variants, **(floors or {})}, ranks, rounds=arguments.rounds, rotate=ROTATE)
+    if layer.pool is not None:  # kernels give up waiting without an error, and their times mean nothing
+        layer.pool.check()
     times_ms = {name: timing.median_ms for name, timing in timings.items()}
-    if settings.backward:
+    if arguments.backward:
         for name in times_ms.keys() & {"gemm_comet", "gemm_torch"}:
             times_ms[name] *= 3  # the gradients of rows and weights are one forward each
     row_bytes = layer.config.hidden_size * ranks.dtype.itemsize
-    traffic = link_bytes(inputs.ids[0], layer.layout, row_bytes, ranks.process_group, backward=settings.backward)
-    flops = layer_flops(layer.config, layer.layout, num_tokens, backward=settings.backward)
+    traffic = link_bytes(inputs.ids[0], layer.layout, row_bytes, ranks.process_group, backward=arguments.backward)
+    flops = layer_flops(layer.config, layer.layout, num_tokens, backward=arguments.backward)
     row: Row = {f"{name}_ms": value for name, value in times_ms.items()}
     row |= {"error": errors.get("comet"), "error_fp8": errors.get("comet_fp8"), "setting": describe_setting(layer)}
     row |= {"failures": describe(failures), "quantiles": {name: asdict(timing) for name, timing in timings.items()}}
-    return row | figures(times_ms, flops, traffic, link_roofline) | {"timed_seconds": timed_seconds}
+    return row | figures(times_ms, flops, traffic, link_roofline)
 
 
 def checked_variants(
-    layer: Layer, inputs: Inputs, settings: Settings, ranks: Ranks, failures: dict[str, str]
+    layer: Layer, inputs: Inputs, arguments: argparse.Namespace, ranks: Ranks, failures: dict[str, str]
 ) -> tuple[dict[str, LayerVariant], dict[str, float]]:
     """The variants that run and agree with the plain path, and their errors; the others go to ``failures``."""
     usable: dict[str, LayerVariant] = {}
@@ -107,9 +102,9 @@ def checked_variants(
         within = errors[name] <= (FP8_TOLERANCE if name in FP8_VARIANTS else TOLERANCE[ranks.dtype])
         return "" if within else f"differs from the plain path by {errors[name]:.3g} root mean squares"
 
-    for name, variant in layer_variants(layer, inputs, settings, ranks).items():
+    for name, variant in layer_variants(layer, inputs, arguments, ranks).items():
         failure = check(name, variant)
-        if not failure and name in GRAPHS and ranks.device.type == "cuda" and not settings.backward:
+        if not failure and name in GRAPHS and ranks.device.type == "cuda" and not arguments.backward:
             recorded, failure = attempt(partial(capture, variant, rotate=ROTATE), ranks, layer.pool)
             if recorded is not None:
                 variant, failure = recorded, check(name, recorded)
@@ -131,65 +126,33 @@ def describe_setting(layer: Layer) -> str:
     return f"{settings.comm_blocks}/{settings.layer1.num_panels}"
 
 
-def run(arguments: argparse.Namespace, settings: Settings, ranks: Ranks) -> None:
+def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     """Measure all points, model by model; rank 0 reports."""
-    table = arguments.out / "bench_moe.csv"
-    if ranks.rank == 0:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        for old, new in set_aside(arguments.out, "bench_moe"):
-            tell(ranks, f"{old.name} of an earlier run is now {new.name}")
-    start = time.perf_counter()
     facts = gather_facts(ranks)
-    link = facts["link_roofline_gbs"]
-    tell(ranks, f"rooflines: done in {time.perf_counter() - start:.1f} s")
-    rows: list[Row] = []
+    report(
+        "bench_moe", measure(arguments, ranks, facts["link_roofline_gbs"]), ranks, arguments.out,
+        keys=("model", "tokens", "routing"), columns=COLUMNS, table=format_table, picture=draw,
+        found=lambda rows: {"facts": facts, "geometric_mean": geometric_means(rows), "rows": rows},
+    )  # fmt: skip
+
+
+def measure(arguments: argparse.Namespace, ranks: Ranks, link_roofline: float | None) -> Iterator[Row]:
+    """One row after the other (collective); from what goes wrong at one the ranks recover, and it touches no other."""
     for name in arguments.models:
-        with open_layer(model(name), settings, ranks) as layer:
+        with open_layer(model(name), arguments, max(arguments.tokens), ranks) as layer:
             # One for all points: at EP2 x TP2 on four GPUs a group made anew for each hung.
             for num_tokens, routing in product(arguments.tokens, arguments.routing):
                 keys = {"model": name, "tokens": num_tokens, "ep": arguments.ep, "tp": arguments.tp, "routing": routing}
-                keys["direction"] = "forward+backward" if settings.backward else "forward"
-                rows.append(keys | measure(layer, num_tokens, routing, settings, ranks, arguments.rounds, link))
-                if ranks.rank == 0:
-                    append_csv(table, [rows[-1]], COLUMNS)
-                tell(ranks, progress(rows[-1]))
+                keys["direction"] = "forward+backward" if arguments.backward else "forward"
+                point = partial(measure_point, layer, num_tokens, routing, arguments, ranks, link_roofline)
+                row, failure = attempt(point, ranks, layer.pool)
+                release(ranks)
+                yield keys | (row or {"failures": f"point: {failure}"})
         del layer
         release(ranks)
-    if ranks.rank == 0:
-        print(format_table(rows))
-        draw(arguments.out / "bench_moe.png", rows)
-        found = {"facts": facts, "geometric_mean": geometric_means(rows), "rows": rows}
-        print(write_json(arguments.out, "bench_moe", found), flush=True)
 
 
-def measure(
-    layer: Layer,
-    num_tokens: int,
-    routing: str,
-    settings: Settings,
-    ranks: Ranks,
-    rounds: int,
-    link_roofline: float | None,
-) -> Row:
-    """The figures of one point; from what goes wrong in it the ranks recover, and it touches no other (collective)."""
-    start = time.perf_counter()
-    point = partial(measure_point, layer, num_tokens, routing, settings, ranks, rounds, link_roofline)
-    measured, failure = attempt(point, ranks, layer.pool)
-    if layer.pool is not None:  # kernels give up waiting without an error, and their times mean nothing
-        failure = attempt(layer.pool.check, ranks, layer.pool)[1] or failure
-    row = {"failures": f"point: {failure}"} if measured is None or failure else measured
-    release(ranks)
-    return row | {"seconds": time.perf_counter() - start}
-
-
-def progress(row: Row) -> str:
-    """What is said of a finished row: ``tiny 64 zipf: done in 3.1 s, 0.9 s of it timed rounds``, and what failed."""
-    timed = f", {row['timed_seconds']:.1f} s of it timed rounds" if "timed_seconds" in row else ""
-    failures = f"; {row['failures']}" if row["failures"] else ""
-    return f"{row['model']} {row['tokens']} {row['routing']}: done in {row['seconds']:.1f} s{timed}{failures}"
-
-
-def parse(command_line: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
+def parse(command_line: Sequence[str]) -> argparse.Namespace:
     """Read the command line; raises ``ValueError`` for an unknown model, routing or variant."""
     known = (*VARIANTS, *FP8_VARIANTS)
     parser = suite_parser(
@@ -200,23 +163,9 @@ def parse(command_line: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
     parser.add_argument("--backward", action="store_true", help="forward + backward")
     parser.add_argument("--overlap", default="", help="settings of Comet, such as comm_blocks=16,num_panels=4")
     parser.add_argument("--variants", type=words, default=VARIANTS, help=f"of {','.join(known)}")
-    arguments = parser.parse_args(command_line)
+    arguments = parsed(parser, command_line)
     for name in arguments.models:
         model(name)
-    require_known("routing", arguments.routing, ROUTINGS)
     require_known("variants", arguments.variants, known)
-    return arguments, Settings(
-        parallel=ParallelConfig(ep=arguments.ep, tp=arguments.tp),
-        max_tokens=max(arguments.tokens),
-        backward=arguments.backward,
-        path=arguments.path,
-        overlap=parse_overlap(arguments.overlap, "overlap") if arguments.overlap else None,
-        variants=arguments.variants,
-    )
-
-
-def main(command_line: Sequence[str]) -> None:
-    """One rank of the benchmark."""
-    arguments, settings = parse(command_line)
-    require(started_by_torchrun(), "start the benchmark with torchrun: it sets rank and world size")
-    start_ranks(settings.parallel, arguments.device, partial(run, arguments, settings))
+    arguments.overlap = parse_overlap(arguments.overlap, "overlap") if arguments.overlap else None
+    return arguments

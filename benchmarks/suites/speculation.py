@@ -21,7 +21,6 @@ import argparse
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -44,10 +43,10 @@ from comet.models.gpt import GPT
 from comet.training.checkpoint import load_weights
 from comet.training.data import read_corpus
 
-from lib.arguments import BUDGETS, require_known, suite_parser, whole_numbers, words
-from lib.ranks import FAILURES, Ranks, device_name
+from lib.arguments import BUDGETS, parsed, require_known, suite_parser, whole_numbers, words
+from lib.ranks import FAILURES, Ranks, device_name, release, tell
 from lib.report import Row, cell, table_of, write_json
-from lib.start import memory_limit, release, start_ranks, tell
+from lib.start import memory_limit
 from lib.timing import link_gbs
 from lib.traces import Trace, record_routing
 from variants.speculation import OnDemand, Variant, score
@@ -301,12 +300,6 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--tau", type=float, default=0.4)
     parser.add_argument("--tolerance", type=float, default=0.3, help="T of adaptive mode")
     parser.add_argument("--workspace-mb", type=int, default=512, help="device memory of a variant beside its slots")
-    arguments = parser.parse_args(command_line)
+    arguments = parsed(parser, command_line)
     require_known("variants", arguments.variants, KINDS)
     return arguments
-
-
-def main(command_line: Sequence[str]) -> None:
-    """The whole benchmark, which has one rank."""
-    arguments = parse(command_line)
-    start_ranks(ParallelConfig(), arguments.device, partial(run, arguments))

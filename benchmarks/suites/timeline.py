@@ -13,24 +13,21 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
 import triton
 
-from comet.config import ParallelConfig, require
+from comet.config import require
 from comet.kernels.runtime.recorder import DEFAULT_CAPACITY
-from comet.launch.distributed import started_by_torchrun
 from comet.moe import MoE
 from comet.trace.timeline import Timeline, record
 
-from lib.arguments import require_known, suite_parser
-from lib.moe.layer import Inputs, Settings, make_inputs, open_layer
+from lib.arguments import parsed, suite_parser
+from lib.moe.layer import Inputs, make_inputs, open_layer
 from lib.ranks import Ranks, device_name
 from lib.report import Row
-from lib.shapes import ROUTINGS, model, parse_overlap
-from lib.start import start_ranks
+from lib.shapes import model, parse_overlap
 
 
 def record_layer(moe: MoE, inputs: Inputs, capacity: int) -> tuple[Timeline, bool]:
@@ -48,12 +45,12 @@ def record_layer(moe: MoE, inputs: Inputs, capacity: int) -> tuple[Timeline, boo
     return timeline, torch.equal(output, expected)
 
 
-def run(arguments: argparse.Namespace, settings: Settings, ranks: Ranks) -> None:
+def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     """Record one layer; rank 0 writes and prints."""
     if ranks.device.type == "cpu":
         require(triton.knobs.runtime.interpret, "device=cpu must be used with TRITON_INTERPRET=1: only kernels record")
     config = model(arguments.model)
-    with open_layer(config, settings, ranks) as layer:
+    with open_layer(config, arguments, arguments.tokens, ranks) as layer:
         if layer.moe is None:
             raise ValueError(f"model={arguments.model} must be a layer Comet can build: {layer.failures}")
         inputs = make_inputs(config, arguments.tokens, arguments.routing, ranks)
@@ -67,7 +64,7 @@ def run(arguments: argparse.Namespace, settings: Settings, ranks: Ranks) -> None
         print(json.dumps({"benchmark": "record_timeline"} | facts))
 
 
-def parse(command_line: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
+def parse(command_line: Sequence[str]) -> argparse.Namespace:
     """Read the command line; raises ``ValueError`` for an unknown model, routing or setting."""
     parser = suite_parser(
         "timeline", __doc__, model="mixtral_8x7b", ep=1, tp=1, routing="uniform", device="auto",
@@ -76,20 +73,8 @@ def parse(command_line: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
     parser.add_argument("--tokens", type=int, default=2048, help="tokens per rank")
     parser.add_argument("--split", default="num_panels=4", help="comm_blocks=16,num_panels=4")
     parser.add_argument("--capacity", type=int, default=DEFAULT_CAPACITY, help="events a block can keep")
-    arguments = parser.parse_args(command_line)
+    parser.set_defaults(path="fused", variants=("comet",))
+    arguments = parsed(parser, command_line)
     model(arguments.model)
-    require_known("routing", [arguments.routing], ROUTINGS)
-    return arguments, Settings(
-        parallel=ParallelConfig(ep=arguments.ep, tp=arguments.tp),
-        max_tokens=arguments.tokens,
-        path="fused",
-        overlap=parse_overlap(arguments.split, "split"),
-        variants=("comet",),
-    )
-
-
-def main(command_line: Sequence[str]) -> None:
-    """One rank of the benchmark."""
-    arguments, settings = parse(command_line)
-    require(started_by_torchrun(), "start the benchmark with torchrun: it sets rank and world size")
-    start_ranks(settings.parallel, arguments.device, partial(run, arguments, settings))
+    arguments.overlap = parse_overlap(arguments.split, "split")
+    return arguments

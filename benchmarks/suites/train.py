@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -33,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from comet.config import ParallelConfig, require
+from comet.config import require
 from comet.jobs.config import TrainConfig
 from comet.layer.group import ExpertGroup, make_expert_group
 from comet.layer.paths import ExpertPath, make_path
@@ -44,12 +43,12 @@ from comet.models.gpt import GPT
 from comet.training.optimizer import make_optimizer
 from comet.training.step import StepMetrics, TrainStep
 
-from lib.arguments import require_known, require_positive, suite_parser, words
+from lib.arguments import parsed, require_known, suite_parser, words
 from lib.gpt import draws_on, model_config
-from lib.ranks import Ranks, attempt
-from lib.report import Row, append_csv, cell, describe, geometric_mean, set_aside, table_of, write_json
+from lib.ranks import Ranks, attempt, release
+from lib.report import Row, cell, describe, geometric_mean, report, table_of
 from lib.shapes import model
-from lib.start import gather_facts, release, start_ranks, tell
+from lib.start import gather_facts
 from lib.timing import time_by_protocol
 
 VARIANTS = ("comet", "comet_graph", "plain", "rest")
@@ -271,45 +270,31 @@ def figures(times_ms: Mapping[str, float], num_tokens: int) -> Row:
     }
 
 
-def measure(name: str, num_tokens: int, arguments: argparse.Namespace, ranks: Ranks) -> Row:
-    """The row of one point, with a group and a model of its own: what goes wrong here touches no other (collective)."""
-    start = time.perf_counter()
-    config = model_config(name, arguments.layers, arguments.context)
-    make_group = partial(
-        make_expert_group, config.moe, arguments.parallel, max_tokens=num_tokens, dtype=ranks.dtype, device=ranks.device
-    )
-    group, failure = attempt(make_group, ranks)
-    found: Row | None = None
-    if group is not None:
-        found, failure = attempt(partial(measure_point, config, group, num_tokens, arguments, ranks), ranks)
-        group.close()
-    keys = {"model": name, "tokens": num_tokens, "layers": arguments.layers, "ep": arguments.ep, "tp": arguments.tp}
-    return keys | (found or {"failures": f"point: {failure}"}) | {"seconds": time.perf_counter() - start}
-
-
-def measure_all(arguments: argparse.Namespace, ranks: Ranks) -> Iterator[Row]:
-    """A row for each model and number of tokens; collective."""
+def measure(arguments: argparse.Namespace, ranks: Ranks) -> Iterator[Row]:
+    """One row after the other (collective), with a group and a model of its own: what goes wrong touches no other."""
     for name, num_tokens in product(arguments.models, arguments.tokens):
-        yield measure(name, num_tokens, arguments, ranks)
+        config = model_config(name, arguments.layers, arguments.context)
+        make_group = partial(
+            make_expert_group, config.moe, arguments.parallel, max_tokens=num_tokens, dtype=ranks.dtype,
+            device=ranks.device,
+        )  # fmt: skip
+        group, failure = attempt(make_group, ranks)
+        found: Row | None = None
+        if group is not None:
+            found, failure = attempt(partial(measure_point, config, group, num_tokens, arguments, ranks), ranks)
+            group.close()
+        keys = {"model": name, "tokens": num_tokens, "layers": arguments.layers, "ep": arguments.ep, "tp": arguments.tp}
         release(ranks)
+        yield keys | (found or {"failures": f"point: {failure}"})
 
 
 def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     """Measure all points; rank 0 reports."""
-    if ranks.rank == 0:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        set_aside(arguments.out, "bench_train")
     facts = gather_facts(ranks) | {"task": "bench_train", "context": arguments.context, "rounds": arguments.rounds}
-    rows: list[Row] = []
-    for row in measure_all(arguments, ranks):
-        rows.append(row)
-        if ranks.rank == 0:
-            append_csv(arguments.out / "bench_train.csv", [row], COLUMNS)
-        done = f"{row['model']} {row['tokens']}: done in {row['seconds']:.1f} s"
-        tell(ranks, "; ".join(filter(None, (done, row["failures"]))))
-    if ranks.rank == 0:
-        line = write_json(arguments.out, "bench_train", facts | summary(rows) | {"rows": rows})
-        print(format_table(rows), line, sep="\n", flush=True)
+    report(
+        "bench_train", measure(arguments, ranks), ranks, arguments.out, keys=("model", "tokens"), columns=COLUMNS,
+        found=lambda rows: facts | summary(rows) | {"rows": rows}, table=format_table,
+    )  # fmt: skip
 
 
 def summary(rows: Sequence[Row]) -> Row:
@@ -332,21 +317,14 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--context", type=int, default=2048, help="tokens of a sequence")
     parser.add_argument("--variants", type=words, default=VARIANTS, help=f"of {','.join(VARIANTS)}")
-    arguments = parser.parse_args(command_line)
-    arguments.parallel = ParallelConfig(ep=arguments.ep, tp=arguments.tp)
+    arguments = parsed(parser, command_line)
     for name in arguments.models:
         arguments.parallel.check(model(name))
     require_known("variants", arguments.variants, VARIANTS)
-    require_positive(arguments, "context", "layers", "rounds")
+    require(arguments.context >= 1, f"context={arguments.context} must be at least 1")
     for number in arguments.tokens:
         require(
             number >= 1 and number % arguments.context == 0,
             f"tokens={number} must be a positive multiple of context={arguments.context}",
         )
     return arguments
-
-
-def main(command_line: Sequence[str]) -> None:
-    """One rank of the benchmark."""
-    arguments = parse(command_line)
-    start_ranks(arguments.parallel, arguments.device, partial(run, arguments))

@@ -17,8 +17,9 @@ Letters: T tokens, K, D, F, E experts (all held), J = T * K routed rows, B rows 
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 
 import torch
@@ -34,7 +35,7 @@ from comet.kernels.decode.blocks import BlockShape, DecodeConfig, select
 from comet.kernels.decode.step import Batch
 from comet.layout import ExpertLayout
 
-from baselines.decode import EXPERT_CONFIGS, Library, torch_experts, triton_experts
+from baselines.decode import EXPERT_CONFIGS, torch_experts, triton_experts
 from lib.decode.report import OWN
 from lib.decode.steps import Step, StepRun, Team
 
@@ -105,47 +106,39 @@ OVER_RANKS = ("comet", "local", "local_nccl", "fused", *OWN)
 DECODES = ("comet", "local", "local_nccl")  # for at most MAX_DECODE_TOKENS
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """What is measured at every point."""
+def step_runs(team: Team, steps: Sequence[Step], arguments: argparse.Namespace) -> dict[str, StepRun]:
+    """All variants that take so many tokens; past ``MAX_DECODE_TOKENS`` there is no warp decode.
 
-    variants: tuple[str, ...]  # of ON_ONE_GPU or OVER_RANKS
-    trials: Sequence[Trial] = ()  # fields of the selected blocks to change; a variant each
-    routing: str = "uniform"  # kind of routing
-    rounds: int = 30  # counted calls of each variant
-    library: Library | None = None  # transformers, where it is installed and asked for
-    roofline_tbs: float = 1.0  # what reading memory can reach
-
-
-def step_runs(team: Team, steps: Sequence[Step], settings: Settings) -> dict[str, StepRun]:
-    """All variants that take so many tokens; past ``MAX_DECODE_TOKENS`` there is no warp decode."""
+    Args:
+        arguments: ``variants``, ``trials`` and ``library``, which is ``None`` where none is wanted.
+    """
     found: dict[str, StepRun] = {}
     if len(steps[0].tokens) <= MAX_DECODE_TOKENS:
-        found |= decode_runs(team, steps, settings)
-    found |= centric_runs(steps, settings.variants)
-    if settings.library is not None:
-        found |= settings.library.runs(steps)
-    if "fused" in settings.variants and team.shared is not None:
+        found |= decode_runs(team, steps, arguments)
+    found |= centric_runs(steps, arguments.variants)
+    if arguments.library is not None:
+        found |= arguments.library.runs(steps)
+    if "fused" in arguments.variants and team.shared is not None:
         found["fused"] = partial(run_fused, team, steps)
     if not team.is_alone:
-        found |= own_runs(team, steps, settings.variants)
+        found |= own_runs(team, steps, arguments.variants)
     return found
 
 
-def decode_runs(team: Team, steps: Sequence[Step], settings: Settings) -> dict[str, StepRun]:
+def decode_runs(team: Team, steps: Sequence[Step], arguments: argparse.Namespace) -> dict[str, StepRun]:
     """Warp decode of this rank and over the ranks, and every trial."""
     tokens, weights, model = steps[0].tokens, steps[0].weights, team.config
     local_model = replace(model, ffn_size=weights.ffn_size)
     chosen = configs(
-        local_model, len(tokens), tokens.dtype, settings.trials, weights.shared_scale, weights.per_number > 1
+        local_model, len(tokens), tokens.dtype, arguments.trials, weights.shared_scale, weights.per_number > 1
     )
     scratch, other_scratch = (
         DecodeScratch.create(weights, model.top_k, tokens.dtype, max_tokens=len(tokens)) for _ in range(2)
     )
 
     def local(index: int, config: DecodeConfig = chosen["comet"]) -> Tensor:
-        arguments = routed(steps[index])
-        return run_kernels(*arguments, scratch=scratch, config=config) if tokens.is_cuda else warp_decode(*arguments)
+        inputs = routed(steps[index])
+        return run_kernels(*inputs, scratch=scratch, config=config) if tokens.is_cuda else warp_decode(*inputs)
 
     def over_ranks(index: int, config: DecodeConfig) -> Tensor:
         assert team.shared is not None
@@ -156,11 +149,11 @@ def decode_runs(team: Team, steps: Sequence[Step], settings: Settings) -> dict[s
     if team.is_alone or team.shared is not None:
         run = local if team.is_alone else over_ranks
         found |= {name: partial(run, config=config) for name, config in chosen.items()}
-    if "local" in settings.variants:
+    if "local" in arguments.variants:
         found["local"] = local
-    if "local_nccl" in settings.variants:
+    if "local_nccl" in arguments.variants:
         found["local_nccl"] = lambda index: team.total(local(index))
-    return {name: run for name, run in found.items() if name not in DECODES or name in settings.variants}
+    return {name: run for name, run in found.items() if name not in DECODES or name in arguments.variants}
 
 
 def centric_runs(steps: Sequence[Step], variants: Sequence[str]) -> dict[str, StepRun]:

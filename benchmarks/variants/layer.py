@@ -6,6 +6,7 @@ or, forward + backward, the output and the gradients of tokens, routing weights,
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from functools import partial
 
@@ -20,7 +21,7 @@ from comet.moe import MoE
 from comet.reference.plain import make_exchange, plain_experts
 
 from baselines.layer import all_gather_experts, exchange_alone, gemm_variants, pipelined_experts, split_evenly
-from lib.moe.layer import Inputs, Layer, Settings
+from lib.moe.layer import Inputs, Layer
 from lib.moe.report import FP8_VARIANTS, balanced_rows
 from lib.ranks import Ranks
 
@@ -61,46 +62,50 @@ class _Routed(nn.Module):
         return (self.moe.routed_experts(tokens, ids, weights),)
 
 
-def layer_variants(layer: Layer, inputs: Inputs, settings: Settings, ranks: Ranks) -> dict[str, LayerVariant]:
+def layer_variants(
+    layer: Layer, inputs: Inputs, arguments: argparse.Namespace, ranks: Ranks
+) -> dict[str, LayerVariant]:
     """Every asked-for way to run the layer that exists here; the plain path first, to compare with."""
     layout, group, moe = layer.layout, ranks.process_group, layer.moe
-    w1, w2 = (weight.detach().requires_grad_(settings.backward) for weight in (layer.w1, layer.w2))
+    w1, w2 = (weight.detach().requires_grad_(arguments.backward) for weight in (layer.w1, layer.w2))
     baselines = {"plain": plain_experts, "pipelined": pipelined_experts, "all_gather": all_gather_experts}
     experts: dict[str, Experts] = {
         name: lambda *routed, run=run: run(*routed, w1, w2, layout, group)
         for name, run in baselines.items()
-        if name in settings.variants and not (settings.backward and name in FORWARD_ONLY)
+        if name in arguments.variants and not (arguments.backward and name in FORWARD_ONLY)
     }
     if moe is not None:
         experts["comet"] = moe.routed_experts
-        if "comet_graph" in settings.variants and ranks.device.type == "cuda":
-            experts["comet_graph"] = GraphedExperts(moe) if settings.backward else moe.routed_experts
-    if layer.fp8 is not None and moe is not None and not settings.backward:
+        if "comet_graph" in arguments.variants and ranks.device.type == "cuda":
+            experts["comet_graph"] = GraphedExperts(moe) if arguments.backward else moe.routed_experts
+    if layer.fp8 is not None and moe is not None and not arguments.backward:
         assert isinstance(moe.experts, SymmetricPath)
         in_fp8, fp8_w1, fp8_w2 = moe.experts.fp8, *layer.fp8
         names = [name for name in FP8_VARIANTS if ranks.device.type == "cuda" or not name.endswith("graph")]
         run_fp8: Experts = lambda tokens, ids, weights: in_fp8(tokens, ids, weights, fp8_w1, fp8_w2)  # noqa: E731
-        experts |= {name: run_fp8 for name in names if name in settings.variants}
+        experts |= {name: run_fp8 for name in names if name in arguments.variants}
     found: dict[str, LayerVariant] = {}
     for name, run in experts.items():
         parameters = moe.expert_parameters() if moe is not None and name.startswith("comet") else (w1, w2)
-        found[name] = partial(_trained, run, parameters, inputs) if settings.backward else partial(_run, run, inputs)
-    path = None if moe is None or settings.backward else moe.experts
-    if "comm_comet" in settings.variants and isinstance(path, SymmetricPath):
+        found[name] = partial(_trained, run, parameters, inputs) if arguments.backward else partial(_run, run, inputs)
+    path = None if moe is None or arguments.backward else moe.experts
+    if "comm_comet" in arguments.variants and isinstance(path, SymmetricPath):
         found["comm_comet"] = exchange_alone(path, inputs.tokens, inputs.ids, inputs.weights, layer.w2)
     return found
 
 
-def floor_variants(layer: Layer, inputs: Inputs, routing: str, settings: Settings, ranks: Ranks) -> dict[str, Variant]:
+def floor_variants(
+    layer: Layer, inputs: Inputs, routing: str, arguments: argparse.Namespace, ranks: Ranks
+) -> dict[str, Variant]:
     """The GEMMs alone: on balanced rows for uniform routing, else on the rows that reach this rank."""
-    if not {"gemm_comet", "gemm_torch"} & set(settings.variants):
+    if not {"gemm_comet", "gemm_torch"} & set(arguments.variants):
         return {}
     if routing == "uniform":
         counts = split_evenly(balanced_rows(len(inputs.ids[0]), layer.layout), layer.layout.experts_local)
     else:
         counts = make_exchange(inputs.ids[0], layer.layout, ranks.process_group).expert_counts
     variants = gemm_variants(layer.w1, layer.w2, counts)
-    return {name: variant for name, variant in variants.items() if name in settings.variants}
+    return {name: variant for name, variant in variants.items() if name in arguments.variants}
 
 
 def _run(experts: Experts, inputs: Inputs, index: int) -> tuple[Tensor, ...]:

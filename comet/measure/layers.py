@@ -104,7 +104,7 @@ def measure_layer(
     for number, setting in enumerate(settings, 1):
         tell(f"compiling candidate {number} of {len(settings)}")
         make = partial(_calls_of, problem, setting, group, inputs)
-        calls, failure = attempt(make, group.device, group.process_group, group.workspace)
+        calls, failure = attempt(make, group.device, group.process_group, group.workspace, final_ends=True)
         if calls is None:
             failures[setting] = failure
         else:
@@ -126,6 +126,8 @@ def attempt(
     process_group: ProcessGroup | None,
     pool: Workspace | None = None,
     failures: tuple[type[Exception], ...] = (RuntimeError, ValueError),
+    *,
+    final_ends: bool = False,
 ) -> tuple[T | None, str]:
     """The value of an action if it succeeds on all ranks, else ``None`` and the first failure of any (collective).
 
@@ -134,6 +136,7 @@ def attempt(
     Args:
         pool: What a failure may leave something in; the ranks recover from it.
         failures: What an action may raise; anything else is a mistake of ours.
+        final_ends: Raise a failure of collectives, by which ranks would agree what failed.
     """
     value, failure = None, ""
     try:
@@ -141,7 +144,7 @@ def attempt(
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     except failures as error:
-        if pool is not None and pool.comm.board.is_final:  # the ranks cannot agree on anything any more
+        if final_ends and pool is not None and pool.comm.board.is_final:
             raise
         failure = reason(error)
     failure = first_failure(failure, process_group)

@@ -25,10 +25,11 @@ from baselines.decode import (
     torch_experts,
     triton_experts,
 )
-from lib.decode.report import draw, format_table, write_results
+from lib.decode.report import draw, format_table
 from lib.decode.steps import Step, Team, make_set, make_steps, open_team
+from lib.report import report
 from suites.decode import Checked, check_variant, compare, host_waits, measure_point, parse, timed_form
-from variants.decode import Settings, configs, step_runs
+from variants.decode import configs, step_runs
 
 SMALL = MoEConfig(num_experts=8, top_k=2, hidden_size=64, ffn_size=64)
 
@@ -93,23 +94,27 @@ def row_of(tokens: int, **times: float) -> dict[str, Any]:
     return keys | {f"{name}_us": time for name, time in times.items()} | {"times_us": times}
 
 
-def test_report_survives_what_failed(tmp_path: Path) -> None:
+def test_report_survives_what_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = row_of(1, comet=10.0, torch=20.0) | {"no_graph": {"torch": "slow"}, "failures": {}}
     bad = row_of(2) | {"failures": {"point": "RuntimeError: out of memory, really"}}
     late = row_of(4, comet=30.0, fused=20.0) | {"failures": {"point": "RuntimeError: out of memory, really"}}
     rows = [good, bad, late]
-    line = write_results(tmp_path, rows, {"device": "cpu"})
-    assert json.loads(line) == json.loads((tmp_path / "bench_decode.json").read_text())
+
+    def found(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"rows": len(rows)}
+
+    report("bench_decode", iter(rows), ALONE, tmp_path, keys=("tokens",), found=found, table=format_table)
+    *lines, line = capsys.readouterr().out.splitlines()
+    assert json.loads(line) == json.loads((tmp_path / "bench_decode.json").read_text()) == {"rows": 3}
     with (tmp_path / "bench_decode.csv").open() as file:
         read = list(csv.DictReader(file))
     assert [row["fused_us"] for row in read] == ["", "", "20.0"]  # a column only the last row has
     assert (read[0]["no_graph"], read[1]["failures"]) == ("torch: slow", "point: RuntimeError: out of memory, really")
-    lines = format_table(rows).splitlines()
     assert len({len(line) for line in lines[:4]}) == 1  # aligned
     assert lines[4] == "without a graph: torch: slow (at tiny, bf16, 1)"
     assert lines[5].endswith("out of memory, really (at tiny, bf16, 2; tiny, bf16, 4)")
     for name, drawn in (("all", rows), ("none", [bad])):
-        draw(tmp_path / f"{name}.png", drawn, 4.0)
+        draw(4.0, tmp_path / f"{name}.png", drawn)
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -201,9 +206,9 @@ def test_what_is_wrong_is_not_timed(wrong: Any, reason: str) -> None:
 def test_more_tokens_than_warp_decode_takes() -> None:
     steps = steps_of(SMALL, 65)
     with open_team(SMALL, ParallelConfig(), max_tokens=65, wants_fused=True, ranks=ALONE) as team:
-        settings = Settings(variants=("comet", "torch", "fused"), trials=({"fold": "0"},), rounds=1)
-        assert list(step_runs(team, steps, settings)) == ["torch", "fused"]
-        row = measure_point(team, [step.set for step in steps], 65, settings)
+        arguments = parse("--variants comet,torch,fused --try fold=0 --rounds 1".split())
+        assert list(step_runs(team, steps, arguments)) == ["torch", "fused"]
+        row = measure_point(team, [step.set for step in steps], 65, arguments)
     assert set(row["times_us"]) == {"torch", "fused"}
     assert row["accuracy"]["fused"][0] < 1e-5
     assert (row["comet_us"], row["best"], row["of_roofline"], row["failures"]) == (None, None, None, {})
@@ -222,6 +227,6 @@ def test_a_group_that_cannot_be_built_is_a_failure(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("lib.decode.steps.make_expert_group", fail)
     with open_team(SMALL, ParallelConfig(), max_tokens=2, wants_fused=True, ranks=ALONE) as team:
-        row = measure_point(team, [steps_of(SMALL, 2)[0].set], 2, Settings(variants=("comet", "fused"), rounds=1))
+        row = measure_point(team, [steps_of(SMALL, 2)[0].set], 2, parse("--variants comet,fused --rounds 1".split()))
     assert row["failures"] == {"group": "ValueError: no memory"}
     assert set(row["times_us"]) == {"comet"}

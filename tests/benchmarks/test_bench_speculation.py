@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import bench
 import pytest
 import torch
 from training_cases import MODEL, MOE, Rank, make_job, make_model
@@ -20,10 +21,13 @@ import suites.experts
 import suites.speculation
 from lib.traces import Trace, made_trace, record_routing, resized_guesses, resized_trace, reuse_distances
 from suites.experts import HOST_CORES
-from suites.speculation import KINDS, main
+from suites.speculation import KINDS
 
-SEED = 7
 SMALL = replace(MODEL, context=96, num_layers=1, moe=replace(MOE, num_experts=8, top_k=3, shared_ffn_size=32))
+
+
+def main(suite: str, words: Sequence[str]) -> None:
+    bench.main([suite, *words])
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +46,7 @@ def test_a_run_on_a_cpu(
     monkeypatch.setattr(suites.speculation, "HELDOUT_SHAPE", (2, 2, 24))
     kinds = list(KINDS)
     words = ["--budgets", "0.5", "--tokens", "8", "--rounds", "1", "--temperature", "0", "--variants", ",".join(kinds)]
-    main([*trained, *words, "--out", str(tmp_path)])
+    main("speculation", [*trained, *words, "--out", str(tmp_path)])
     out = capsys.readouterr().out.splitlines()
     assert (tmp_path / "bench_speculation.json").read_text() == out[-1] + "\n"
     found = json.loads(out[-1])
@@ -78,8 +82,8 @@ def replay_elsewhere(path: Path, kinds: Sequence[str], capsys: pytest.CaptureFix
     words = ["--device", "cpu", "--model", "tiny", "--layers", "2", "--budgets", "0.5,1.0", "--steps", "6"]
     words += ["--variants", ",".join(kinds), "--rounds", "1"]
     with pytest.raises(ValueError, match=r"variants='cache \+ prefetch.* must come with --trace"):
-        suites.experts.main(words)
-    suites.experts.main([*words, "--trace", str(path)])
+        main("experts", words)
+    main("experts", [*words, "--trace", str(path)])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["trace"] == str(path)
     kept = [row for row in found["rows"] if row["variant"] in kinds]
@@ -93,7 +97,7 @@ def replay_elsewhere(path: Path, kinds: Sequence[str], capsys: pytest.CaptureFix
 
 def test_made_routing_and_every_stored_type(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ["--device", "cpu", "--model", "tiny", "--layers", "1", "--budgets", "0.5", "--steps", "4", "--rounds", "1"]
-    suites.experts.main([*words, "--stored", "bf16,mxfp8,mxfp4", "--out", str(tmp_path)])
+    main("experts", [*words, "--stored", "bf16,mxfp8,mxfp4", "--out", str(tmp_path)])
     line = capsys.readouterr().out.splitlines()[-1]
     assert (tmp_path / "bench_experts.json").read_text() == line + "\n"
     rows = json.loads(line)["rows"]
@@ -103,7 +107,7 @@ def test_made_routing_and_every_stored_type(capsys: pytest.CaptureFixture[str], 
 
 def test_prompts_beside_their_bound(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--device", "cpu", "--model", "tiny", "--layers", "2", "--steps", "4", "--rounds", "1", "--prompt", "40"]
-    suites.experts.main([*words, "--budgets", "0.5,1.0"])
+    main("experts", [*words, "--budgets", "0.5,1.0"])
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     products, *prompts = (row for row in rows if row["variant"].startswith("prompt of 40"))
     assert products["us"] > 0
@@ -116,7 +120,7 @@ def test_a_variant_that_fails_has_a_row_and_the_others_go_on(
     monkeypatch.setattr(suites.speculation, "HELDOUT_SHAPE", (1, 2, 24))
     monkeypatch.setattr("comet.generation.engine.QuantisedReader", fails)
     words = ["--budgets", "0.5", "--tokens", "4", "--rounds", "1", "--temperature", "0"]
-    main([*trained, *words, "--variants", "cache mxfp8,cache"])
+    main("speculation", [*trained, *words, "--variants", "cache mxfp8,cache"])
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     assert [row["variant"] for row in rows] == ["cache", "resident", "cache mxfp8"]
     assert rows[0]["nll"] == pytest.approx(rows[1]["nll"]), "the experts were given back"
@@ -131,7 +135,10 @@ def fails(*_: object) -> None:
 def test_what_is_left_out_says_why(trained: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
     arguments = suites.speculation.parse([*trained, "--variants", "cache", "--seconds", "0", "--rounds", "1"])
     assert arguments.seconds == 0
-    main([*trained, "--budgets", "0.5,0.1", "--variants", "cache", "--tokens", "4", "--rounds", "1", "--seconds", "0"])
+    main(
+        "speculation",
+        [*trained, "--budgets", "0.5,0.1", "--variants", "cache", "--tokens", "4", "--rounds", "1", "--seconds", "0"],
+    )
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     assert [row["variant"] for row in rows] == ["resident", "cache", "cache"]
     assert all(row["failure"] == "left out: the time was over" for row in rows[1:])
@@ -149,14 +156,14 @@ def test_who_names_no_prefetch_has_none(trained: Sequence[str], monkeypatch: pyt
 
 def test_names_that_are_none(trained: Sequence[str], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="variants='lru' must be one of on_demand, cache, cache lfu"):
-        main([*trained, "--variants", "cache,lru"])
+        main("speculation", [*trained, "--variants", "cache,lru"])
     with pytest.raises(ValueError, match=r"variants='lru' must be one of cache, cache lfu, cache \+ prefetch"):
-        suites.experts.main(["--variants", "lru"])
+        main("experts", ["--variants", "lru"])
     with pytest.raises(ValueError, match=r"trace='.*none.pt' must be a file that bench.py speculation wrote"):
-        suites.experts.main(["--device", "cpu", "--model", "tiny", "--trace", str(tmp_path / "none.pt")])
+        main("experts", ["--device", "cpu", "--model", "tiny", "--trace", str(tmp_path / "none.pt")])
     torch.save(dict.fromkeys(("ids", "num_experts"), 1), tmp_path / "other.pt")
     with pytest.raises(ValueError, match=r"other.pt' must hold ids, num_experts, guessed, as"):
-        suites.experts.main(["--device", "cpu", "--model", "tiny", "--trace", str(tmp_path / "other.pt")])
+        main("experts", ["--device", "cpu", "--model", "tiny", "--trace", str(tmp_path / "other.pt")])
 
 
 def test_the_example_of_reuse_distances() -> None:

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import bench
 import pytest
@@ -17,8 +16,6 @@ from tiers import slow
 from comet.launch.distributed import LaunchContext
 
 import lib.start
-import suites.decode
-import suites.moe
 import suites.timeline
 
 
@@ -124,29 +121,17 @@ def test_mistakes_on_the_command_line_are_named(suite: str) -> None:
             importlib.import_module(f"suites.{suite}").parse(arguments)
 
 
-@pytest.mark.parametrize(
-    ("benchmark", "rule"),
-    [
-        (suites.moe, "start the benchmark with torchrun: it sets rank and world size"),
-        (suites.timeline, "start the benchmark with torchrun: it sets rank and world size"),
-        (suites.decode, "ep=2 x tp=2: start 4 ranks with torchrun"),
-    ],
-)
-def test_ranks_are_those_of_torchrun(
-    benchmark: ModuleType, rule: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    words = ["--device", "cpu", "--ep", "2", "--tp", "2", "--out", str(tmp_path / "out")]
-    modules = [lib.start, *([benchmark] if hasattr(benchmark, "started_by_torchrun") else [])]
-    for module in modules:
-        monkeypatch.setattr(module, "started_by_torchrun", lambda: False)
-    with pytest.raises(ValueError, match=rule):
-        benchmark.main(words)
+@pytest.mark.parametrize("suite", ["moe", "timeline", "decode"])
+def test_ranks_are_those_of_torchrun(suite: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    words = [suite, "--device", "cpu", "--ep", "2", "--tp", "2", "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(lib.start, "started_by_torchrun", lambda: False)
+    with pytest.raises(ValueError, match="ep=2 x tp=2: start 4 ranks with torchrun"):
+        bench.main(words)
     context = LaunchContext(rank=0, world_size=2, local_rank=0, local_world_size=2, node=0, num_nodes=1, device=CPU)
-    for module in modules:
-        monkeypatch.setattr(module, "started_by_torchrun", lambda: True)
+    monkeypatch.setattr(lib.start, "started_by_torchrun", lambda: True)
     monkeypatch.setattr(lib.start, "current_context", lambda: context)
     with pytest.raises(ValueError, match="nproc=2 must equal ep x tp = 4"):
-        benchmark.main(words)
+        bench.main(words)
     assert not (tmp_path / "out").exists(), "nothing was measured"
 
 
@@ -154,4 +139,4 @@ def test_a_timeline_of_a_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(suites.timeline.triton.knobs.runtime, "interpret", False)
     monkeypatch.setattr(suites.timeline, "open_layer", None)  # comes after the check
     with pytest.raises(ValueError, match="device=cpu must be used with TRITON_INTERPRET=1: only kernels record"):
-        suites.timeline.run(*suites.timeline.parse([]), ALONE)
+        suites.timeline.run(suites.timeline.parse([]), ALONE)

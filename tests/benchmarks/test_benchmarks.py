@@ -35,7 +35,7 @@ from lib.moe.report import (
     rows_to_ranks,
 )
 from lib.ranks import Ranks, attempt
-from lib.report import append_csv, geometric_mean
+from lib.report import geometric_mean, write_csv
 from lib.shapes import MODELS, make_routing, model
 from suites.moe import parse
 
@@ -111,14 +111,13 @@ def test_hot_expert_is_everyones_first() -> None:
 
 def test_command_line_reaches_the_settings() -> None:
     words = "--models tiny,qwen2_moe --tokens 8,32 --routing hot,uniform --ep 2 --tp 2 --overlap num_panels=2"
-    arguments, settings = parse(words.split())
+    arguments = parse(words.split())
     assert arguments.models == ("tiny", "qwen2_moe")
     assert arguments.tokens == [8, 32]
     assert arguments.routing == ("hot", "uniform")
-    assert settings.max_tokens == 32
-    assert settings.parallel.world_size == 4
-    assert settings.overlap.num_panels == 2
-    assert parse([])[1].overlap is None
+    assert arguments.parallel.world_size == 4
+    assert arguments.overlap.num_panels == 2
+    assert parse([]).overlap is None
 
 
 def test_shapes_are_those_of_the_shipped_configurations() -> None:
@@ -149,8 +148,7 @@ def test_figures_example() -> None:
 def test_report_survives_what_failed(tmp_path: Path) -> None:
     good = {"model": "tiny", "tokens": 8, "plain_ms": 2.0, "comet_ms": 1.0, "x_plain": 2.0, "gemm_torch_ms": 0.5}
     bad = {"model": "tiny", "tokens": 9, "failures": "point: RuntimeError: out of memory, really"}
-    for row in (good, bad):
-        append_csv(tmp_path / "rows.csv", [row], COLUMNS)
+    write_csv(tmp_path / "rows.csv", [good, bad], COLUMNS)
     with (tmp_path / "rows.csv").open() as file:
         read = list(csv.DictReader(file))
     assert [row["tokens"] for row in read] == ["8", "9"]

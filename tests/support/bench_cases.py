@@ -35,5 +35,4 @@ def report_of(*words: str, torchrun: bool = False) -> tuple[dict[str, Any], subp
 
 def run_on_rank(rank: int, world_size: int, suite: str, words: list[str], device: torch.device = CPU) -> None:
     module = importlib.import_module(f"suites.{suite}")
-    parsed = module.parse(words)
-    module.run(*(parsed if isinstance(parsed, tuple) else [parsed]), Ranks(rank, device, dist.group.WORLD))
+    module.run(module.parse(words), Ranks(rank, device, dist.group.WORLD))

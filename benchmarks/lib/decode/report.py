@@ -9,14 +9,12 @@ from pathlib import Path
 
 from comet.measure.timing import Timing
 
-from lib.report import Panels, Row, cell, describe, draw_lines, table_of, write_csv, write_json
+from lib.report import IN_JSON_ONLY, Panels, Row, cell, draw_lines, names_of, table_of
 
 PREFIX = "transformers_"
 OWN = ("own", "own_nccl", "own_fused")
-KEYS = ("model", "weights", "ep", "tp", "tokens")
 CENTRIC = "triton"
 OTHERS = ("torch", "fused", "local", "local_nccl", *OWN)
-IN_JSON_ONLY = ("times_us", "quantiles", "accuracy")
 BELOW_TABLE = ("no_graph", "failures")
 
 
@@ -67,24 +65,12 @@ def variant_times(row: Row) -> dict[str, float]:
 
 def format_table(rows: Sequence[Row]) -> str:
     """One aligned line per row; below it what was launched without a graph or not measured."""
-    hidden = (*IN_JSON_ONLY, *BELOW_TABLE)
-    table = table_of(rows, columns(rows, hidden), partial(cell, near_one=7))
+    shown = names_of(rows, (*IN_JSON_ONLY, *BELOW_TABLE))
+    table = table_of(rows, shown, partial(cell, near_one=7))
     return "\n".join([table, *_remarks(rows)])
 
 
-def write_results(folder: Path, rows: Sequence[Row], facts: Row) -> str:
-    """CSV and JSON of all rows so far, so that an interruption loses nothing; returns the JSON, one line."""
-    lines = [row | {name: describe(row[name]) for name in BELOW_TABLE if name in row} for row in rows]
-    write_csv(folder / "bench_decode.csv", lines, columns(rows, IN_JSON_ONLY))
-    return write_json(folder, "bench_decode", {"facts": facts, "rows": list(rows)})
-
-
-def columns(rows: Sequence[Row], hidden: Sequence[str]) -> list[str]:
-    """Names of all rows in the order they come."""
-    return [name for name in dict.fromkeys(name for row in rows for name in row) if name not in hidden]
-
-
-def draw(path: Path, rows: Sequence[Row], roofline_tbs: float) -> None:
+def draw(roofline_tbs: float, path: Path, rows: Sequence[Row]) -> None:
     """Microseconds of a step over tokens, and the time of reading the touched bytes; a panel for each model."""
     panels: Panels = {}
     for row in sorted((row for row in rows if variant_times(row)), key=lambda row: int(row["tokens"])):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from comet.config import MoEConfig, OverlapConfig, ParallelConfig
+from comet.config import MoEConfig
 from comet.layer.group import make_expert_group
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.workspace import Workspace
@@ -19,25 +20,13 @@ from comet.layout import ExpertLayout
 from comet.moe import MoE
 from comet.quantization.formats import FP8, FP8_BLOCK, quantize_fp8
 
-from lib.moe.report import FP8_VARIANTS, VARIANTS
+from lib.moe.report import FP8_VARIANTS
 from lib.ranks import Ranks, attempt
 from lib.shapes import draw_weights, make_routing, make_weights
 
 ROTATE = 4  # input sets: with outputs and weights more than the 50 MB of L2 in every real shape
 SEEDS_PER_RANK = 1000
 WEIGHT_SEED = 1_000_000  # far from those of tokens, which would be rows of the weights
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """What is measured, apart from model, tokens and routing."""
-
-    parallel: ParallelConfig  # EP and TP
-    max_tokens: int  # most tokens of any point
-    backward: bool = False  # forward + backward instead of forward
-    path: str = "auto"  # path of Comet's layer
-    overlap: OverlapConfig | None = None  # how its kernels share the GPU; None takes the defaults
-    variants: tuple[str, ...] = VARIANTS  # names of what to measure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,12 +71,16 @@ class DrawnInPlace(MoE):
 
 
 @contextmanager
-def open_layer(config: MoEConfig, settings: Settings, ranks: Ranks) -> Iterator[Layer]:
-    """Build the layer, release its memory at the end; a layer Comet cannot build still serves the baselines."""
-    layout = ExpertLayout.create(config, settings.parallel, ranks.rank)
+def open_layer(config: MoEConfig, arguments: argparse.Namespace, max_tokens: int, ranks: Ranks) -> Iterator[Layer]:
+    """Build the layer, release its memory at the end; a layer Comet cannot build still serves the baselines.
+
+    Args:
+        arguments: ``parallel``, ``variants``, and ``path`` and ``overlap`` of Comet's layer.
+    """
+    layout = ExpertLayout.create(config, arguments.parallel, ranks.rank)
     moe, failure = None, ""
-    if any(name.startswith("comet") for name in settings.variants):
-        moe, failure = attempt(partial(_build_comet, config, settings, ranks), ranks)
+    if any(name.startswith("comet") for name in arguments.variants):
+        moe, failure = attempt(partial(_build_comet, config, arguments, max_tokens, ranks), ranks)
     if moe is None:
         w1, w2 = make_weights(config, layout, ranks.device, ranks.dtype, WEIGHT_SEED + ranks.rank)
         failures = {"comet": failure} if failure else {}
@@ -95,18 +88,16 @@ def open_layer(config: MoEConfig, settings: Settings, ranks: Ranks) -> Iterator[
         return
     w1, w2 = moe.expert_weights()
     w1 = w1.flatten(1, 2)
-    wanted = set(FP8_VARIANTS) & set(settings.variants) and isinstance(moe.experts, SymmetricPath)
+    wanted = set(FP8_VARIANTS) & set(arguments.variants) and isinstance(moe.experts, SymmetricPath)
     in_blocks = w1.shape[2] % FP8_BLOCK == w2.shape[2] % FP8_BLOCK == 0
     fp8 = (quantize_experts(w1), quantize_experts(w2)) if wanted and in_blocks else None
     yield Layer(config=config, layout=layout, w1=w1, w2=w2, moe=moe, fp8=fp8)
     moe.group.close()
 
 
-def _build_comet(config: MoEConfig, settings: Settings, ranks: Ranks) -> MoE:
-    group = make_expert_group(
-        config, settings.parallel, max_tokens=settings.max_tokens, dtype=ranks.dtype, device=ranks.device
-    )
-    return DrawnInPlace(config, group, path=settings.path, overlap=settings.overlap, param_dtype=ranks.dtype)
+def _build_comet(config: MoEConfig, arguments: argparse.Namespace, max_tokens: int, ranks: Ranks) -> MoE:
+    group = make_expert_group(config, arguments.parallel, max_tokens=max_tokens, dtype=ranks.dtype, device=ranks.device)
+    return DrawnInPlace(config, group, path=arguments.path, overlap=arguments.overlap, param_dtype=ranks.dtype)
 
 
 def quantize_experts(weight: Tensor) -> FP8:
