@@ -18,9 +18,10 @@ from torch.distributed import ProcessGroup, Work
 from comet.comm.collectives import accumulator_dtype
 from comet.config import require
 from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm
+from comet.kernels.runtime.activation import SWIGLU, Activation
 from comet.kernels.runtime.arguments import TileTable
 from comet.layer.routed_experts import SymmetricPath
-from comet.layout import ExpertLayout, round_up
+from comet.layout import Biases, ExpertLayout, added_biases, round_up
 from comet.measure.timing import Variant
 from comet.modular.experts import tiles_of_ids
 from comet.reference.plain import dispatch_rows, expert_rows, grouped_matmul, make_exchange, weighted_sum
@@ -128,6 +129,8 @@ def pipelined_experts(
     w2: Tensor,
     layout: ExpertLayout,
     process_group: ProcessGroup | None,
+    activation: Activation = SWIGLU,
+    biases: Biases | None = None,
 ) -> Tensor:
     """The plain path on two halves of the tokens: one travels while the other is computed.
 
@@ -144,7 +147,7 @@ def pipelined_experts(
         arriving.append(_start_all_to_all(sent, exchange.send_counts, exchange.recv_counts, process_group))
     for (received, arrival, _sent), exchange in zip(arriving, exchanges, strict=True):
         arrival.wait()
-        outputs = expert_rows(received, w1, w2, exchange)
+        outputs = expert_rows(received, w1, w2, exchange, activation, biases)
         returning.append(_start_all_to_all(outputs, exchange.recv_counts, exchange.send_counts, process_group))
     results = []
     for number, (returned, arrival, _outputs) in enumerate(returning):
@@ -162,6 +165,8 @@ def all_gather_experts(
     w2: Tensor,
     layout: ExpertLayout,
     process_group: ProcessGroup | None,
+    activation: Activation = SWIGLU,
+    biases: Biases | None = None,
 ) -> Tensor:
     """All-gather the tokens, compute this rank's experts on all, reduce-scatter; T must be equal on all ranks."""
     num_ranks, first = layout.world_size, layout.first_expert
@@ -171,7 +176,9 @@ def all_gather_experts(
     owned = (ids_all >= first) & (ids_all < first + layout.experts_local)
     alone = ExpertLayout(num_experts=layout.experts_local, top_k=layout.top_k, ep=1, tp=1, rank=0)
     exchange = make_exchange((ids_all - first).masked_fill(~owned, -1), alone, None)
-    outputs = expert_rows(dispatch_rows(tokens_all, exchange, None), w1, w2, exchange)
+    b1, b2 = added_biases(biases, layout)
+    added = None if b1 is None else Biases(b1, torch.zeros_like(w2[:, :, 0]) if b2 is None else b2)
+    outputs = expert_rows(dispatch_rows(tokens_all, exchange, None), w1, w2, exchange, activation, added)
     weights = weights_all.flatten()[exchange.send_entries, None]
     partial = torch.zeros(tokens_all.shape, dtype=accumulator_dtype(tokens.dtype), device=tokens.device)
     partial.index_add_(0, exchange.send_entries // layout.top_k, outputs * weights)

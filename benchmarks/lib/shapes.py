@@ -11,7 +11,7 @@ import yaml
 from torch import Tensor
 
 from comet.config import MoEConfig, OverlapConfig, check_removed, require
-from comet.layout import ExpertLayout
+from comet.layout import Biases, ExpertLayout
 
 ROUTINGS = ("uniform", "zipf", "hot")
 PERMUTATION_SEED = 20_000
@@ -64,9 +64,11 @@ def make_weights(
 
 
 @torch.no_grad()
-def draw_weights(w1: Tensor, w2: Tensor, config: MoEConfig, seed: int) -> None:
-    """Fill both where they are: normal, of variance 1 / D and 1 / F."""
+def draw_weights(w1: Tensor, w2: Tensor, config: MoEConfig, seed: int, biases: Biases | None = None) -> None:
+    """Fill them where they are: normal, of variance 1 / D and 1 / F, biases of variance 1."""
     generator = torch.Generator(w1.device).manual_seed(seed)
+    for bias in biases or ():
+        bias.normal_(generator=generator)
     w1.normal_(0, config.hidden_size**-0.5, generator=generator)
     w2.normal_(0, config.ffn_size**-0.5, generator=generator)
 
@@ -98,10 +100,26 @@ def read_shapes() -> dict[str, dict[str, Any]]:
 
 
 SHAPES = read_shapes()
+OF_EXPERTS = ("activation", "expert_bias")  # where a model says so
 MODELS = {
-    name: MoEConfig(hidden_size=shape["hidden_size"], **{size: shape["moe"][size] for size in SIZES[1:]})
+    name: MoEConfig(
+        hidden_size=shape["hidden_size"],
+        **{field: shape["moe"][field] for field in (*SIZES[1:], *OF_EXPERTS) if field in shape["moe"]},
+    )
     for name, shape in SHAPES.items()
 }
+
+
+def swiglu_model(name: str) -> MoEConfig:
+    """``model``, for suites that run no other experts.
+
+    Raises:
+        ValueError: Also if the layer has biases or another activation.
+    """
+    config = model(name)
+    is_swiglu = config.activation.name == "swiglu" and not config.expert_bias
+    require(is_swiglu, f"models={name!r} must have experts of SwiGLU without biases: this suite runs no others")
+    return config
 
 
 def model(name: str) -> MoEConfig:

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +26,8 @@ import torch
 import triton
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
+
+from comet.config import MoEConfig
 
 from lib.arguments import suite_parser
 from lib.shapes import SIZES, model
@@ -67,14 +70,27 @@ def take_modules() -> dict[str, ModuleType]:
     return {name: sys.modules.pop(name) for name in names}
 
 
-def layer_calls(shape: Any, tokens: int, device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
+def fields_of(shape: MoEConfig) -> dict[str, Any]:
+    """A layer's fields for any tree's ``MoEConfig``: an older one knows sizes alone."""
+    found: dict[str, Any] = {size: getattr(shape, size) for size in SIZES}
+    if shape.activation.name != "swiglu":
+        found["activation"] = asdict(shape.activation)
+    return found | ({"expert_bias": True} if shape.expert_bias else {})
+
+
+def layer_calls(
+    shape: MoEConfig, tokens: int, device: torch.device, dtype: torch.dtype
+) -> dict[str, Callable[[], Any]]:
     """What is timed, by name, on the active tree's layer of so many tokens."""
     from comet import MoE, MoEConfig, ParallelConfig, make_expert_group
 
-    config = MoEConfig(**{size: getattr(shape, size) for size in SIZES})
+    config = MoEConfig(**fields_of(shape))
     group = make_expert_group(config, ParallelConfig(), max_tokens=tokens, dtype=dtype, device=device)
     moe = MoE(config, group, path="fused", param_dtype=dtype)
     torch.manual_seed(0)  # both trees route alike
+    for bias in (getattr(moe, "b1", None), getattr(moe, "b2", None)):
+        if bias is not None:
+            bias.data.normal_()
     x = torch.randn(tokens, config.hidden_size, device=device, dtype=dtype)
     with torch.no_grad():
         routing = moe.router(x)
@@ -95,12 +111,12 @@ def layer_calls(shape: Any, tokens: int, device: torch.device, dtype: torch.dtyp
     return {"layer": layer, "routed experts": forward, "routed experts, with backward": backward}
 
 
-def decode_calls(shape: Any, device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
+def decode_calls(shape: MoEConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
     """A decode step of the active tree on its layer's weights."""
     from comet import MoEConfig, ParallelConfig, make_expert_group
     from comet.decode import DecodeScratch, DecodeWeights, RankDecode
 
-    config = MoEConfig(**{size: getattr(shape, size) for size in SIZES})
+    config = MoEConfig(**fields_of(shape))
     hidden, ffn, experts, top_k = config.hidden_size, config.ffn_size, config.num_experts, config.top_k
     group = make_expert_group(config, ParallelConfig(), max_tokens=DECODE_TOKENS, dtype=dtype, device=device)
     torch.manual_seed(0)

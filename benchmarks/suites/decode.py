@@ -40,7 +40,7 @@ from lib.decode.report import OWN, PREFIX, draw, figures, format_table
 from lib.decode.steps import WEIGHTS, StepRun, Team, WeightSet, make_set, make_steps, open_team
 from lib.ranks import Ranks, differs_over_ranks, release
 from lib.report import Row, report
-from lib.shapes import model
+from lib.shapes import model, swiglu_model
 from lib.start import gather_facts
 from lib.timing import read_roofline_tbs, time_by_protocol
 from variants.decode import ON_ONE_GPU, OVER_RANKS, configs, in_place, step_runs
@@ -164,8 +164,8 @@ MANY_TOKENS = ("torch", "triton", "transformers", "fused", "own_fused")  # varia
 
 
 def shape_of(name: str) -> MoEConfig:
-    """``lib.shapes.model``, or one that ``configs/model`` does not have."""
-    return OTHERS.get(name) or model(name)
+    """``lib.shapes.swiglu_model``, or one that ``configs/model`` does not have."""
+    return OTHERS.get(name) or swiglu_model(name)
 
 
 def run(arguments: argparse.Namespace, ranks: Ranks) -> None:

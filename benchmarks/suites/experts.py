@@ -51,7 +51,7 @@ from comet.reference.plain import grouped_matmul
 from lib.arguments import BUDGETS, parsed, require_known, suite_parser, words
 from lib.ranks import Ranks, device_name, release
 from lib.report import Row, cell, report, table_of
-from lib.shapes import model
+from lib.shapes import swiglu_model
 from lib.start import memory_limit
 from lib.timing import link_gbs
 from lib.traces import Trace, made_trace, resized_guesses, resized_trace
@@ -264,7 +264,7 @@ def measure(arguments: argparse.Namespace, ranks: Ranks, link: float) -> Iterato
 
 def rows_of(arguments: argparse.Namespace, name: str, device: torch.device, link: float) -> list[Row]:
     """Measure experts that are stored in one type, a name of ``STORED``; all variants in turn."""
-    config, stored = model(arguments.model), None if name == STORED[0] else cast(MXType, name)
+    config, stored = swiglu_model(arguments.model), None if name == STORED[0] else cast(MXType, name)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     num_cores = max(usable_cores() - 1, 1) if any(kind.endswith(HOST_CORES) for kind in arguments.variants) else 0
     layers = Layers(config, arguments.layers, trace_of(arguments), device, dtype, stored, num_cores)
@@ -340,7 +340,7 @@ def link_bytes(report: CacheReport) -> int:
 
 def trace_of(arguments: argparse.Namespace) -> tuple[Tensor, Tensor | None]:
     """``(N, L, K)`` ids of the command line's shape, replayed with what was guessed of them, or made."""
-    config, layers, steps = model(arguments.model), arguments.layers, arguments.steps
+    config, layers, steps = swiglu_model(arguments.model), arguments.layers, arguments.steps
     if arguments.trace is None:
         return made_trace(config, layers, steps, arguments.sticky), None
     recorded = Trace.load(arguments.trace)
@@ -371,7 +371,7 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--prompt", type=int, default=0, help="tokens of prompts that are measured, too; 0: none are")
     arguments = parsed(parser, command_line)
-    model(arguments.model)
+    swiglu_model(arguments.model)
     require(arguments.prompt == 0 or arguments.prompt > 1, f"prompt={arguments.prompt} must be 0 or at least 2")
     require_known("stored", arguments.stored, STORED)
     require_known("variants", arguments.variants, KINDS)

@@ -39,7 +39,7 @@ from lib.arguments import parsed, suite_parser
 from lib.moe.layer import relative_error
 from lib.ranks import Ranks, attempt, release
 from lib.report import Row, cell, describe, report, table_of
-from lib.shapes import model
+from lib.shapes import swiglu_model
 from lib.start import gather_facts, start_ranks
 from lib.timing import time_by_protocol
 
@@ -204,7 +204,7 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
 def measure(arguments: argparse.Namespace, ranks: Ranks) -> Iterator[Row]:
     """One row after the other; collective."""
     for name in arguments.models:
-        config = model(name)
+        config = swiglu_model(name)
         group = make_expert_group(
             config, arguments.parallel, max_tokens=max(arguments.tokens), dtype=torch.bfloat16, device=ranks.device
         )
@@ -223,7 +223,7 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
     )  # fmt: skip
     arguments = parsed(parser, command_line)
     for name in arguments.models:
-        arguments.parallel.check(model(name))
+        arguments.parallel.check(swiglu_model(name))
     require(min(arguments.tokens) >= 1, f"tokens={arguments.tokens} must each be at least 1")
     return arguments
 

@@ -128,8 +128,8 @@ class NoExperts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-        ctx.save_for_backward(w1, w2)
+    def forward(ctx: Any, tokens: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(*weights)
         return tokens.clone()
 
     @staticmethod
@@ -146,7 +146,7 @@ def no_experts(
     biases: Biases | None = None,
 ) -> Tensor:
     """An ``ExpertPath``; see ``NoExperts``."""
-    found: Tensor = NoExperts.apply(tokens, w1, w2)
+    found: Tensor = NoExperts.apply(tokens, w1, w2, *(biases or ()))
     return found
 
 

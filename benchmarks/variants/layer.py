@@ -1,7 +1,7 @@
 """Every way to run the layer, as a variant of the timing loop.
 
 A variant is a function of the number of the input set; it returns what has to agree with the plain path: the output,
-or, forward + backward, the output and the gradients of tokens, routing weights, w1 and w2.
+or, forward + backward, the output and the gradients of tokens, routing weights, w1, w2 and biases.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from comet.graphed.training import TrainingGraphs
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.sharding import local
+from comet.layout import Biases
 from comet.measure.timing import Variant
 from comet.moe import MoE
 from comet.reference.plain import make_exchange, plain_experts
@@ -67,10 +68,12 @@ def layer_variants(
 ) -> dict[str, LayerVariant]:
     """Every asked-for way to run the layer that exists here; the plain path first, to compare with."""
     layout, group, moe = layer.layout, ranks.process_group, layer.moe
-    w1, w2 = (weight.detach().requires_grad_(arguments.backward) for weight in (layer.w1, layer.w2))
+    weights = (layer.w1, layer.w2, *(layer.biases or ()))
+    w1, w2, *given = (weight.detach().requires_grad_(arguments.backward) for weight in weights)
+    biases = Biases(*given) if given else None
     baselines = {"plain": plain_experts, "pipelined": pipelined_experts, "all_gather": all_gather_experts}
     experts: dict[str, Experts] = {
-        name: lambda *routed, run=run: run(*routed, w1, w2, layout, group)
+        name: lambda *routed, run=run: run(*routed, w1, w2, layout, group, layer.config.activation, biases)
         for name, run in baselines.items()
         if name in arguments.variants and not (arguments.backward and name in FORWARD_ONLY)
     }
@@ -82,11 +85,11 @@ def layer_variants(
         assert isinstance(moe.experts, SymmetricPath)
         in_fp8, fp8_w1, fp8_w2 = moe.experts.fp8, *layer.fp8
         names = [name for name in FP8_VARIANTS if ranks.device.type == "cuda" or not name.endswith("graph")]
-        run_fp8: Experts = lambda tokens, ids, weights: in_fp8(tokens, ids, weights, fp8_w1, fp8_w2)  # noqa: E731
+        run_fp8: Experts = lambda tokens, ids, weights: in_fp8(tokens, ids, weights, fp8_w1, fp8_w2, biases)  # noqa: E731
         experts |= {name: run_fp8 for name in names if name in arguments.variants}
     found: dict[str, LayerVariant] = {}
     for name, run in experts.items():
-        parameters = moe.expert_parameters() if moe is not None and name.startswith("comet") else (w1, w2)
+        parameters = moe.expert_parameters() if moe is not None and name.startswith("comet") else (w1, w2, *given)
         found[name] = partial(_trained, run, parameters, inputs) if arguments.backward else partial(_run, run, inputs)
     path = None if moe is None or arguments.backward else moe.experts
     if "comm_comet" in arguments.variants and isinstance(path, SymmetricPath):

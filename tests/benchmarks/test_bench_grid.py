@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from bench_cases import ALONE, CPU
 from ranks import run_ranks
+from torch import Tensor
 
 from comet.config import MoEConfig, OverlapConfig
+from comet.reference.plain import plain_experts
 
 import suites.moe
 from lib.moe.layer import Layer, make_inputs, open_layer
@@ -126,12 +130,13 @@ def test_a_split_names_settings_and_obeys_their_rules(text: str, message: str) -
     assert parse_overlap("num_panels=2,comm_blocks=3", "overlap") == OverlapConfig(num_panels=2, comm_blocks=3)
 
 
-def checked(rank: int, world_size: int, config: MoEConfig) -> tuple[list[str], dict[str, float | None], dict[str, str]]:
+def checked(
+    rank: int, world_size: int, config: MoEConfig, words: list[str]
+) -> tuple[list[str], dict[str, float], dict[str, str]]:
     import torch.distributed as dist
 
-    ranks = Ranks(rank, CPU, dist.group.WORLD)
-    arguments = parse(["--ep", str(world_size), "--variants", "comet,plain,comet_fp8,comet_fp8_graph"])
-    failures: dict[str, str] = {}
+    ranks, failures = Ranks(rank, CPU, dist.group.WORLD), dict[str, str]()
+    arguments = parse(["--ep", str(world_size), *words])
     with open_layer(config, arguments, 48, ranks) as layer:
         inputs = make_inputs(config, 40, "uniform", ranks)
         usable, errors = checked_variants(layer, inputs, arguments, ranks, failures)
@@ -141,7 +146,34 @@ def checked(rank: int, world_size: int, config: MoEConfig) -> tuple[list[str], d
 @pytest.mark.parametrize("hidden_size", [256, 64])
 def test_block_fp8_is_compared_with_the_plain_path_where_widths_are_whole_blocks(hidden_size: int) -> None:
     config = MoEConfig(num_experts=4, top_k=2, hidden_size=hidden_size, ffn_size=128)
-    for usable, errors, failures in run_ranks(checked, 2, config):
+    words = ["--variants", "comet,plain,comet_fp8,comet_fp8_graph"]
+    for usable, errors, failures in run_ranks(checked, 2, config, words):
         assert not failures
         assert usable == (["comet", "comet_fp8", "plain"] if hidden_size == 256 else ["comet", "plain"])
         assert hidden_size == 64 or 0.1 < errors["comet_fp8"] < 0.6
+
+
+@pytest.mark.parametrize("words", [[], ["--backward"]])
+def test_biases_and_activation_of_a_model_are_what_is_measured(words: list[str]) -> None:
+    gpt_oss = model("gpt_oss_20b")
+    assert (gpt_oss.activation.name, gpt_oss.expert_bias) == ("clamped_swiglu", True)
+    config = replace(gpt_oss, num_experts=4, top_k=2, hidden_size=256, ffn_size=128)
+    names = {"comet", "plain"} if words else {"comet", "plain", "pipelined", "all_gather", "comet_fp8"}
+    for usable, errors, failures in run_ranks(checked, 2, config, [*words, "--variants", ",".join(names)]):
+        assert not failures
+        assert set(usable) == names
+        assert all(error < (1 if name == "comet_fp8" else 1e-4) for name, error in errors.items())
+        assert errors.keys() == names
+
+
+def without_biases(*routed: Any) -> Tensor:
+    return plain_experts(*routed[:-1], None)
+
+
+def test_a_variant_without_the_biases_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("variants.layer.pipelined_experts", without_biases)
+    config, failures = replace(model("tiny"), expert_bias=True), dict[str, str]()
+    arguments = parse("--variants plain,comet,pipelined".split())
+    with open_layer(config, arguments, 48, ALONE) as layer:
+        usable, _ = checked_variants(layer, make_inputs(config, 40, "uniform", ALONE), arguments, ALONE, failures)
+    assert (set(usable), list(failures)) == ({"plain", "comet"}, ["pipelined"])

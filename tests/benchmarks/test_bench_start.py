@@ -76,6 +76,7 @@ MISTAKES = {
     ],
     "decode": [
         (["--models", "gpt"], "models='gpt' must be one of deepseek_v3, "),
+        (["--models", "gpt_oss_20b"], "models='gpt_oss_20b' must have experts of SwiGLU without biases"),
         (["--routing", "round"], "routing='round' must be one of"),
         (["--weights", "bf16,int4"], "weights='int4' must be one of bf16, mxfp8, mxfp4, fp8"),
         (["--try", "gate_up.width=3"], "--try gate_up.width=3: the field must be one of form, fold"),

@@ -15,8 +15,9 @@ from torch import Tensor
 from comet.config import MoEConfig
 from comet.layer.group import make_expert_group
 from comet.layer.routed_experts import SymmetricPath
+from comet.layer.sharding import local
 from comet.layer.workspace import Workspace
-from comet.layout import ExpertLayout
+from comet.layout import Biases, ExpertLayout
 from comet.moe import MoE
 from comet.quantization.formats import FP8, FP8_BLOCK, quantize_fp8
 
@@ -31,7 +32,7 @@ WEIGHT_SEED = 1_000_000  # far from those of tokens, which would be rows of the 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
-    """The layer under test: ``w1 (e, 2F/TP, D)``, ``w2 (e, D, F/TP)``, and Comet's module over the same memory.
+    """The layer under test: ``w1 (e, 2F/TP, D)``, ``w2 (e, D, F/TP)``, biases, and Comet's module over the same memory.
 
     ``moe`` is ``None`` where it could not be built, for the reason in ``failures``, or was not asked for; ``fp8``, the
     same weights in block FP8, where it was not, or D or F/TP is no multiple of 128, or the path is another than Comet's
@@ -42,6 +43,7 @@ class Layer:
     layout: ExpertLayout
     w1: Tensor
     w2: Tensor
+    biases: Biases | None = None
     moe: MoE | None = None
     fp8: tuple[FP8, FP8] | None = None
     failures: dict[str, str] = field(default_factory=dict)
@@ -67,7 +69,14 @@ class DrawnInPlace(MoE):
 
     def reset_parameters(self, seed: int) -> None:
         """Draw the experts; routing is given, so what the router holds does not matter."""
-        draw_weights(*self.expert_weights(), self.config, WEIGHT_SEED + self.group.rank)
+        draw_weights(*self.expert_weights(), self.config, WEIGHT_SEED + self.group.rank, biases_of(self))
+
+
+def biases_of(moe: MoE) -> Biases | None:
+    """This rank's part of them, sharing memory; without gradients."""
+    if moe.b1 is None or moe.b2 is None:
+        return None
+    return Biases(local(moe.b1).detach().flatten(1), local(moe.b2).detach())
 
 
 @contextmanager
@@ -83,15 +92,17 @@ def open_layer(config: MoEConfig, arguments: argparse.Namespace, max_tokens: int
         moe, failure = attempt(partial(_build_comet, config, arguments, max_tokens, ranks), ranks)
     if moe is None:
         w1, w2 = make_weights(config, layout, ranks.device, ranks.dtype, WEIGHT_SEED + ranks.rank)
+        biases = Biases(w1.new_empty(w1.shape[:2]), w2.new_empty(w2.shape[:2])) if config.expert_bias else None
+        draw_weights(w1, w2, config, WEIGHT_SEED + ranks.rank, biases)
         failures = {"comet": failure} if failure else {}
-        yield Layer(config=config, layout=layout, w1=w1, w2=w2, failures=failures)
+        yield Layer(config=config, layout=layout, w1=w1, w2=w2, biases=biases, failures=failures)
         return
     w1, w2 = moe.expert_weights()
     w1 = w1.flatten(1, 2)
     wanted = set(FP8_VARIANTS) & set(arguments.variants) and isinstance(moe.experts, SymmetricPath)
     in_blocks = w1.shape[2] % FP8_BLOCK == w2.shape[2] % FP8_BLOCK == 0
     fp8 = (quantize_experts(w1), quantize_experts(w2)) if wanted and in_blocks else None
-    yield Layer(config=config, layout=layout, w1=w1, w2=w2, moe=moe, fp8=fp8)
+    yield Layer(config=config, layout=layout, w1=w1, w2=w2, biases=biases_of(moe), moe=moe, fp8=fp8)
     moe.group.close()
 
 
