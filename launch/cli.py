@@ -31,11 +31,9 @@ class Parser(argparse.ArgumentParser):
 def main(
     arguments: Sequence[str] | None = None, tasks: Mapping[str, Task] = TASKS, program: Sequence[str] = PROGRAM
 ) -> int:
-    """Run one command; the exit status.
+    """Run one command, by default that of this process; the exit status.
 
     Args:
-        arguments: Words of the command line; ``None`` takes those of this process.
-        tasks: The tasks to choose from.
         program: Arguments for the Python interpreter that start this same command line as a rank.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)

@@ -75,16 +75,11 @@ def compose(
     Args:
         overrides: Hydra overrides, for example ``["model=tiny", "parallel.ep=2"]``; what follows ``generate.prompt=``
             and ``generate.stop=`` is taken as it is.
-        file: The user's YAML file; ``None`` for none.
-        defaults: Settings of the task that both come before.
+        defaults: Settings of the task, before both.
 
     Returns:
         A plain container with all interpolations resolved; ``generate.source`` has decided ``model``, and what is not
         named is that of the run that ``resume`` names.
-
-    Raises:
-        ValueError: If an override or the file breaks a rule, or ``generate.source`` holds no usable model.
-        UnavailableError: If it holds a Hugging Face model and transformers is missing.
     """
     named = [word.lstrip("+").partition("=")[0] for word in overrides]
     overrides, texts = split_verbatim(overrides)
@@ -143,13 +138,6 @@ def default_ranks(container: Mapping[str, Any], num_gpus: int) -> int:
     two ranks on a machine without, or ep * tp there if ``ep`` is given. With an open ``ep`` the number is lowered until
     the experts divide over the ranks.
 
-    Args:
-        container: From ``compose``.
-        num_gpus: Visible GPUs; 0 means that the ranks run on the CPU.
-
-    Raises:
-        ValueError: If the ranks asked for do not fit the machine.
-
     Example: ``ep`` open, ``tp=1``, 8 experts: 2 ranks without a GPU, 4 on 4 GPUs, 4 on 6 GPUs.
     """
     requested, ep, tp = container["nproc"], container["parallel"]["ep"], container["parallel"]["tp"]
@@ -178,15 +166,7 @@ def _require_gpus(num_gpus: int, needed: int, what: str) -> None:
 
 
 def make_job(container: Mapping[str, Any], world_size: int) -> JobConfig:
-    """Make the validated configuration of a job, with ``ep`` filled in, that runs on ``world_size`` ranks.
-
-    Args:
-        container: From ``compose``; where none of its settings is given, ``overlap`` becomes ``None``.
-        world_size: Ranks in all; more than ep * tp of them train as data-parallel copies.
-
-    Raises:
-        ValueError: If a setting breaks a rule, or the ranks cannot be divided into groups of ep * tp.
-    """
+    """Make the validated configuration of a job, with ``ep`` filled in, that runs on ``world_size`` ranks in all."""
     values = {name: value for name, value in container.items() if name != "nproc"}
     ep, tp = values["parallel"]["ep"], values["parallel"]["tp"]
     require(tp >= 1, f"parallel.tp={tp} must be at least 1")

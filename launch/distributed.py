@@ -51,11 +51,7 @@ class LaunchContext(RankContext):
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str], num_gpus: int) -> LaunchContext:
-        """Read what ``torchrun`` says about this rank; without GPUs (``num_gpus=0``) it is on the CPU.
-
-        Raises:
-            ValueError: If a number is none, or there are GPUs, but fewer than ranks on this node.
-        """
+        """Read what ``torchrun`` says about this rank; without GPUs (``num_gpus=0``) it is on the CPU."""
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             require(environment[name].isdecimal(), f"{name}={environment[name]!r} in the environment must be a number")
         local_rank, local_world_size = int(environment["LOCAL_RANK"]), int(environment["LOCAL_WORLD_SIZE"])
@@ -83,11 +79,7 @@ class Member:
 
 
 def started_by_torchrun() -> bool:
-    """Whether this process is one rank of a job (otherwise it has to start the ranks itself).
-
-    Raises:
-        ValueError: If the environment has some of what torchrun sets, but not all.
-    """
+    """Whether this process is one rank of a job (otherwise it has to start the ranks itself)."""
     missing = [name for name in OF_TORCHRUN if not os.environ.get(name)]
     there = [name for name in OF_TORCHRUN[:4] if os.environ.get(name)]
     require(
@@ -166,9 +158,6 @@ def join(context: LaunchContext, store: dist.Store) -> tuple[LaunchContext, dist
 
     Returns:
         The context with the number of the attempt, the same on all ranks; the round's part of the store; its members.
-
-    Raises:
-        CommTimeoutError: If ranks did not come; names them.
     """
     mine = json.dumps([context.attempt, asdict(Member(os.getpid(), this_host(), uuid.uuid4().hex))])
     number, texts = (_find_round if context.rank else _open_round)(context, store, mine)
@@ -224,7 +213,6 @@ def process_group(context: LaunchContext, store: dist.Store, timeout_s: float = 
     ``leave``: destroying it could wait for peers that are gone.
 
     Args:
-        context: This rank.
         store: From ``join``; from ``open_store`` where nobody starts ranks anew.
         timeout_s: How long a collective may wait for a living peer.
     """

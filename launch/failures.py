@@ -99,15 +99,11 @@ def start_of_line(columns: int) -> str:
 
 
 def report(error: BaseException, signs: Signs | None, with_traceback: bool = False) -> int:
-    """Print what has to be printed about ``error`` on this rank.
+    """Print what has to be printed about what ended the task on this rank; its exit status.
 
     Args:
-        error: What ended the task on this rank.
         signs: How this rank talks with the others; ``None`` if it did not meet them.
         with_traceback: Print the traceback of errors of the user as well.
-
-    Returns:
-        The exit status of this rank.
     """
     if signs is None:
         _print(error, "a rank that met no other", f"error: {one_line(error)}", with_traceback)

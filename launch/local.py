@@ -39,7 +39,6 @@ def run_local_ranks(command: Sequence[str], num_ranks: int, settings: Mapping[st
 
     Args:
         command: Arguments for this Python interpreter.
-        num_ranks: Ranks to start.
         settings: The composed configuration, which every attempt gets; ``launch.max_restarts`` says how often ranks
             start anew after a failure that is no mistake of the user.
 
@@ -91,8 +90,8 @@ def _run_once(
             ranks.append(subprocess.Popen(words, env=own, start_new_session=True))
         return _wait(ranks, heard, store)
     finally:
+        _send(signal.SIGKILL, *ranks)
         for each in ranks:
-            _send(each, signal.SIGKILL)
             each.wait()
 
 
@@ -122,7 +121,7 @@ def _stop(ranks: Ranks, heard: Sequence[int]) -> int:
     """Hand a signal on; what SIGTERM makes the ranks save takes its time, which a second signal or a failure ends."""
     number = heard[0]
     if number == signal.SIGTERM:
-        _signal(ranks, number)
+        _send(number, *ranks)
         while len(heard) == 1 and None in (codes := [rank.poll() for rank in ranks]):
             if any(code not in (None, 0, STATUS_SAVED, -number) for code in codes):
                 break
@@ -137,12 +136,12 @@ def _stop(ranks: Ranks, heard: Sequence[int]) -> int:
 
 def _end(ranks: Ranks, number: int) -> None:
     """Tell the ranks to end, and kill those that do not: nothing depends on a rank leaving in order."""
-    _signal(ranks, number)
+    _send(number, *ranks)
     deadline = time.monotonic() + END_GRACE_S
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
         _kill_stopped(ranks)
         time.sleep(POLL_S)
-    _signal(ranks, signal.SIGKILL)
+    _send(signal.SIGKILL, *ranks)
 
 
 def _kill_stopped(ranks: Ranks) -> None:
@@ -150,16 +149,12 @@ def _kill_stopped(ranks: Ranks) -> None:
     for rank in ranks:
         with suppress(psutil.NoSuchProcess):
             if rank.poll() is None and psutil.Process(rank.pid).status() == psutil.STATUS_STOPPED:
-                _send(rank, signal.SIGKILL)
+                _send(signal.SIGKILL, rank)
 
 
-def _signal(ranks: Ranks, number: int) -> None:
+def _send(number: int, *ranks: subprocess.Popen[bytes]) -> None:
+    """Also to what a rank has started; it leads a process group of its own."""
     for rank in ranks:
-        _send(rank, number)
-
-
-def _send(rank: subprocess.Popen[bytes], number: int) -> None:
-    """Also to what the rank has started; it leads a process group of its own."""
-    if rank.poll() is None:
         with suppress(ProcessLookupError):
-            os.killpg(rank.pid, number)
+            if rank.poll() is None:
+                os.killpg(rank.pid, number)

@@ -52,38 +52,27 @@ def share_config(
 ) -> JobConfig:
     """Compose on rank 0, unless the launcher or an earlier attempt did, and validate on every rank.
 
-    Args:
-        context: This rank.
-        store: The job's rendezvous store, which keeps the settings from one attempt to the next.
-        part: The part of it that this attempt has for itself.
-        task: Whose defaults count.
-        options: ``overrides`` and ``config``, the user's file; read by rank 0 only.
-
-    Raises:
-        ValueError: On rank 0 only, if the configuration is wrong.
+    The job's rendezvous ``store`` keeps the settings from one attempt to the next; this attempt has its own ``part``.
     """
     if context.rank:
         return make_job(json.loads(part.get(SETTINGS_KEY)), context.world_size)
-    if store.check([SETTINGS_KEY]):
-        text = store.get(SETTINGS_KEY).decode()
-        job = make_job(json.loads(text), context.world_size)
-    else:
-        job, text = _compose(context, task, options)
-        store.set(SETTINGS_KEY, text)
+    if not store.check([SETTINGS_KEY]):
+        store.set(SETTINGS_KEY, json.dumps(_compose(context, task, options)))
+    text = store.get(SETTINGS_KEY).decode()
+    job = make_job(json.loads(text), context.world_size)
     part.set(SETTINGS_KEY, text)
     return job
 
 
-def _compose(context: LaunchContext, task: Task, options: Namespace) -> tuple[JobConfig, str]:
+def _compose(context: LaunchContext, task: Task, options: Namespace) -> dict[str, Any]:
     require(
         context.attempt == 0 or names_folder(options.overrides, options.config),
         "output_dir must be given where torchrun starts ranks anew, as this store does not keep the first one's",
     )
     container = compose(options.overrides, file=options.config, defaults=task.settings)
-    job = make_job(container, context.world_size)
-    restarts = job.launch.max_restarts
+    restarts = make_job(container, context.world_size).launch.max_restarts
     require(restarts == 0, f"launch.max_restarts={restarts} must be 0 under torchrun: use its own --max-restarts")
-    return job, json.dumps(container)
+    return container
 
 
 class Outcome:

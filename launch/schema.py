@@ -44,17 +44,7 @@ def setting_names(tree: Any, prefix: str = "", *, sections: bool = True) -> Iter
 
 
 def build(cls: type[Built], values: Mapping[str, Any], path: str = "") -> Built:
-    """Construct a dataclass that validates itself from a plain container.
-
-    Args:
-        cls: The dataclass.
-        values: One entry per field, nested mappings for nested dataclasses.
-        path: Where ``values`` stands in the whole configuration, for messages.
-
-    Raises:
-        ValueError: If a value breaks a rule; the message starts with the path, for example
-            ``model.moe: top_k=9 must be between 1 and min(num_experts=8, 32)``.
-    """
+    """A dataclass that validates itself, from a plain container; ``path`` is where that stands, for messages."""
     hints = typing.get_type_hints(cls)
     if unknown := values.keys() - hints.keys():
         where = f" of {path}" if path else ""

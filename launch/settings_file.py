@@ -32,9 +32,6 @@ def with_saved_settings(job: Mapping[str, Any], named: Iterable[str]) -> dict[st
             folder of the run, unless that is named, or ``resume`` names a checkpoint.
         named: Settings and groups that the user named: these stay, and ``require_same`` of ``checkpoint_folder`` tells
             which of them must not differ.
-
-    Raises:
-        ValueError: If the settings in the folder are damaged.
     """
     if job["resume"] is None:
         return dict(job)
@@ -85,12 +82,7 @@ class Settings:
 
     @classmethod
     def read(cls, path: str | None, schema: DictConfig) -> Settings:
-        """Read a file; ``None`` holds nothing.
-
-        Raises:
-            ValueError: If it is no YAML file of settings; the message names file, setting and rule.
-            OSError: If it cannot be read.
-        """
+        """Read a file; ``None`` holds nothing."""
         if path is None:
             return cls()
         try:

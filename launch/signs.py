@@ -84,9 +84,6 @@ class Signs:
 
         Args:
             store: A connection that no other thread waits on.
-
-        Raises:
-            RuntimeError: If the store is gone.
         """
         number = store.add(ASKED, 1)
         missing, places = set(self.members) - {self.context.rank}, {}

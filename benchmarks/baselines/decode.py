@@ -110,15 +110,7 @@ EXPERT_CONFIGS = (
 
 
 def torch_experts(tokens: Tensor, ids: Tensor, routing_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    """Sort the routed rows by expert, two of torch's grouped GEMMs, weighted sum: ``(T, D)``.
-
-    Args:
-        tokens: ``(T, D)``.
-        ids: ``(T, K)`` int32 in ``[0, E)``.
-        routing_weights: ``(T, K)`` float32.
-        w1: ``(E, 2F, D)``.
-        w2: ``(E, D, F)``.
-    """
+    """Sort the routed rows by expert, two of torch's grouped GEMMs, weighted sum: ``(T, D)``; no id may be masked."""
     order = ids.flatten().argsort(stable=True)
     ends = expert_counts(ids, w1.shape[0]).cumsum(0).to(torch.int32)
     gate, up = torch._grouped_mm(tokens[order // ids.shape[1]], w1.mT, offs=ends).chunk(2, dim=1)

@@ -88,15 +88,7 @@ def _operands(w1: Tensor, w2: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 def exchange_alone(
     path: SymmetricPath, tokens: Sequence[Tensor], ids: Sequence[Tensor], weights: Sequence[Tensor], w2: Tensor
 ) -> Callable[[int], tuple[Tensor, ...]]:
-    """A variant of the whole layer without GEMMs: plan, dispatch and combine of an input set, all blocks at it.
-
-    Args:
-        path: By kernels or twins.
-        tokens: ``(T, D)`` of each input set.
-        ids: ``(T, K)`` int32.
-        weights: ``(T, K)`` float32.
-        w2: ``(e, D, F/TP)``.
-    """
+    """A variant of the whole layer without GEMMs: plan, dispatch and combine of an input set, all blocks at it."""
     hidden = tokens[0].new_zeros(path.backend.rules.max_routed_rows, w2.shape[2])
 
     def run(index: int) -> tuple[Tensor, ...]:
@@ -132,11 +124,7 @@ def pipelined_experts(
     activation: Activation = SWIGLU,
     biases: Biases | None = None,
 ) -> Tensor:
-    """The plain path on two halves of the tokens: one travels while the other is computed.
-
-    Raises:
-        ValueError: If the layout is one rank: nothing travels.
-    """
+    """The plain path on two halves of the tokens: one travels while the other is computed."""
     require(layout.world_size > 1, f"world_size={layout.world_size} must be more than 1 to pipeline communication")
     ids, weights = top_k_ids.tensor_split(NUM_CHUNKS), top_k_weights.tensor_split(NUM_CHUNKS)
     exchanges = [make_exchange(chunk, layout, process_group) for chunk in ids]

@@ -32,7 +32,6 @@ def make_library_model(gpt: GPT, experts: str | None) -> Any:
     """transformers' Qwen3-MoE with the weights of ``gpt``, in evaluation mode; the experts take no further memory.
 
     Args:
-        gpt: From ``make_gpt``.
         experts: An experts implementation of transformers; ``None``: the one it takes by itself; ``comet``: Comet's.
     """
     from transformers import AutoModelForCausalLM

@@ -54,11 +54,7 @@ def suite_parser(suite: str, doc: str | None, **defaults: Any) -> Parser:
 
 
 def parsed(parser: Parser, command_line: Sequence[str]) -> argparse.Namespace:
-    """The options, with the layout of the ranks as ``parallel``, after what several suites refuse.
-
-    Raises:
-        ValueError: If an option is unknown, names what does not exist, or is a number that is too small.
-    """
+    """The options, with the layout of the ranks as ``parallel``, after what several suites refuse."""
     arguments = parser.parse_args(command_line)
     given = vars(arguments)
     arguments.parallel = ParallelConfig(ep=given.get("ep", 1), tp=given.get("tp", 1))

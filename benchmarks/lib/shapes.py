@@ -27,9 +27,6 @@ def make_routing(
     ``uniform``: all experts alike. ``zipf``: sampled without replacement, the n-th most popular expert with weight 1 /
     n; which one that is comes from one permutation, equal for all seeds and ranks. ``hot``: expert 0 is always the
     first of the K, the others are uniform.
-
-    Raises:
-        ValueError: If ``kind`` is not one of the three.
     """
     require(kind in ROUTINGS, f"routing={kind!r} must be one of {', '.join(ROUTINGS)}")
     generator = torch.Generator(device).manual_seed(seed)
@@ -78,11 +75,7 @@ RULE = "must be comm_blocks=N or num_panels=N"
 
 
 def parse_overlap(text: str, option: str) -> OverlapConfig:
-    """Read ``comm_blocks=16,num_panels=2`` of an option: 16 blocks that only communicate at first, and two panels.
-
-    Raises:
-        ValueError: If a pair is none, its name is unknown or its value impossible.
-    """
+    """Read ``comm_blocks=16,num_panels=2`` of an option: 16 blocks that only communicate at first, and two panels."""
     values: dict[str, int] = {}
     for pair in text.split(","):
         name, _, value = pair.partition("=")
@@ -111,11 +104,7 @@ MODELS = {
 
 
 def swiglu_model(name: str) -> MoEConfig:
-    """``model``, for suites that run no other experts.
-
-    Raises:
-        ValueError: Also if the layer has biases or another activation.
-    """
+    """``model``, for suites that run no other experts."""
     config = model(name)
     is_swiglu = config.activation.name == "swiglu" and not config.expert_bias
     require(is_swiglu, f"models={name!r} must have experts of SwiGLU without biases: this suite runs no others")
@@ -123,11 +112,7 @@ def swiglu_model(name: str) -> MoEConfig:
 
 
 def model(name: str) -> MoEConfig:
-    """The layer called ``name``, or one rank's share of its experts: ``mixtral_8x7b/4`` has 2 of the 8.
-
-    Raises:
-        ValueError: If there is no such layer, or its experts do not divide into so many shares that hold top-k.
-    """
+    """The layer called ``name``, or one rank's share of its experts: ``mixtral_8x7b/4`` has 2 of the 8."""
     whole, _, ranks = name.partition("/")
     require(whole in MODELS, f"models={name!r} must be one of {', '.join(MODELS)}")
     if not ranks:

@@ -76,9 +76,6 @@ def start_ranks(parallel: ParallelConfig, device: str, run: Callable[[Ranks], No
     """Run one rank of a benchmark, which for a rank alone needs no torchrun.
 
     ``device="auto"`` takes a GPU where there is one, ``cpu`` none.
-
-    Raises:
-        ValueError: If other than ``ep x tp`` ranks were started.
     """
     wanted = parallel.world_size
     if not started_by_torchrun():

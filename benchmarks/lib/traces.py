@@ -34,11 +34,7 @@ class Trace:
 
     @classmethod
     def load(cls, path: Path) -> Trace:
-        """Read what ``save`` wrote.
-
-        Raises:
-            ValueError: If there is no such file, or it is no trace.
-        """
+        """Read what ``save`` wrote."""
         require(path.is_file(), f"trace={str(path)!r} must be a file that bench.py speculation wrote (routing.pt)")
         found, names = torch.load(path, weights_only=True), [field.name for field in fields(cls)]
         known = isinstance(found, dict) and set(found) >= set(names)

@@ -39,11 +39,7 @@ COLUMNS = ("path", "first_loss", "last_loss", "max_difference", "mean_difference
 
 
 def read_run(folder: Path) -> tuple[list[float], Row]:
-    """Mean loss of every step, in nats per byte, of a finished run of ``comet train``, and its result.
-
-    Raises:
-        ValueError: If the folder holds none.
-    """
+    """Mean loss of every step, in nats per byte, of a finished run of ``comet train``, and its result."""
     require((folder / "result.json").is_file(), f"{folder} must be the folder of a finished run of comet train")
     result = json.loads((folder / "result.json").read_text())
     history = History(None)

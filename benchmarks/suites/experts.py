@@ -75,11 +75,7 @@ class Layers:
     """Experts of some layers in host memory, and what a step has: a token, routing weights, and ids of the trace.
 
     Args:
-        config: Of a layer.
-        num_layers: How many.
         trace: ``(N, num_layers, K)`` expert ids of N steps, and what was guessed of them, if anything.
-        device: Where steps run.
-        dtype: Of tokens and, unless they are quantised, of weights.
         stored: What experts are quantised to; ``None``: not.
         num_cores: Of the host, that compute missing experts of some variants; 0: no variant wants any.
     """

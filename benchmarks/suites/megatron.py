@@ -73,11 +73,7 @@ def grouped_gemm() -> str:
 def torch_grouped_gemm(rows: Tensor, weights: Tensor, batch_sizes: Tensor, trans_b: bool = False) -> Tensor:
     """``grouped_gemm.ops.gmm`` by torch: of rows ``(R, D)`` the next ``batch_sizes`` go with each weight: ``(R, N)``.
 
-    Args:
-        rows: ``(R, D)``.
-        weights: ``(E, D, N)``, or ``(E, N, D)`` with ``trans_b``.
-        batch_sizes: ``(E,)``, on a CPU; an array will do.
-        trans_b: Whether weights are transposed.
+    Weights are ``(E, D, N)``, or ``(E, N, D)`` with ``trans_b``; ``batch_sizes (E,)``, on a CPU, may be an array.
     """
     ends = torch.as_tensor(batch_sizes).cumsum(0).to(rows.device, torch.int32)
     return torch._grouped_mm(rows, weights.transpose(1, 2) if trans_b else weights, offs=ends)

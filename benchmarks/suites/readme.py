@@ -58,9 +58,6 @@ def read_current() -> list[Row]:
 def collect(folders: Iterable[Path], commit: str | None = None) -> list[Row]:
     """Rows of ``current.csv`` from folders with ``bench_moe.json`` or ``bench_decode.json``; ``commit`` where they know
     none.
-
-    Raises:
-        ValueError: If a folder has no results, or the runs are not of one commit.
     """
     rows: list[Row] = []
     for folder in folders:
@@ -109,11 +106,7 @@ def _least(row: Row, names: Iterable[str]) -> float | None:
 
 
 def with_tables(text: str, rows: Sequence[Row]) -> str:
-    """A README's text with the tables of these rows in the place of what stood between its comments.
-
-    Raises:
-        ValueError: If a comment names a table that there is not.
-    """
+    """A README's text with the tables of these rows in the place of what stood between its comments."""
 
     def written(match: re.Match[str]) -> str:
         name = match["name"]

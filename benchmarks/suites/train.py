@@ -107,11 +107,7 @@ class SwitchedModel:
                 each.zero_()
 
     def first_steps(self, variant: str) -> FirstSteps:
-        """Take steps from the start (collective).
-
-        Raises:
-            RuntimeError: If graphs were wanted and a step cannot be captured.
-        """
+        """Take steps from the start (collective)."""
         self.start_anew()
         with noted_gradients(self.optimizer) as norms:
             losses = [self.step(variant, index).loss for index in range(CHECKED_STEPS)]

@@ -53,11 +53,7 @@ class Stepwise:
 
 
 class Paths:
-    """Makes every path over the weights of one model.
-
-    Args:
-        gpt: From ``make_gpt``.
-    """
+    """Makes every path over the weights of one model, from ``make_gpt``."""
 
     def __init__(self, gpt: GPT) -> None:
         self.gpt = gpt
@@ -66,12 +62,8 @@ class Paths:
     def makers(self, contents: Tensor, num_places: int, *, with_graphs: bool) -> dict[str, Callable[[], StepPath]]:
         """What makes each path, by name; one may fail without the others.
 
-        Those of transformers are only where it is installed and this rank holds all experts.
-
-        Args:
-            contents: ``(2, L, B, G, C, w)`` keys and values of the context.
-            num_places: Positions there must be room for.
-            with_graphs: Also replay steps from CUDA graphs.
+        Those of transformers are only where it is installed and this rank holds all experts. The context's keys and
+        values are ``contents (2, L, B, G, C, w)``; ``num_places`` is how many positions there must be room for.
         """
         modes: Mapping[str, GraphMode] = {"_graph": "on", "": "off"} if with_graphs else {"": "off"}
         found: dict[str, Callable[[], StepPath]] = {}

@@ -45,31 +45,19 @@ LoadModels = Callable[[Sequence[str]], Mapping[str, MoEConfig]]
 def tune_job(config: JobConfig, context: RankContext, load_models: LoadModels) -> dict[str, Any]:
     """Tune every point of the job (collective); each winner is stored as soon as it is measured.
 
-    Args:
-        config: Layer, layout, communicator and ``tune`` settings.
-        context: This rank.
-        load_models: From names to layers; called on rank 0.
-
-    Returns:
-        The facts of all points, and ``regrets``; equal on all ranks but for seconds. Rank 0 has printed the tables and,
-        as the last line, these facts.
-
-    Raises:
-        ValueError: If the store cannot be written, or a setting breaks its rule.
-        NothingMeasuredError: If no candidate of any point runs.
-        UnavailableError: If the group spans several nodes.
+    Rank 0, which alone calls ``load_models``, has printed the tables and, as the last line, what is returned: the facts
+    of all points, and ``regrets``; equal on all ranks but for seconds.
     """
     start = time.perf_counter()
     require_this_machine(config)
-    models = from_first_rank(lambda: load_models(config.tune.models))
-    points = job_points(config, models, context.device)
+    points = job_points(config, from_first_rank(lambda: load_models(config.tune.models)), context.device)
     machine, store = from_first_rank(lambda: _open_store(config, context.device))
-    group = make_group(config, next(iter(points.values()))[0].moe, config.parallel, 1, context)  # a point has its pool
+    group = make_group(config, points[0][1].moe, config.parallel, 1, context)  # each point has a pool of its own
     require_memory(group.comm, "tune", "there is nothing to tune between nodes, which run path 'plain'")
     tuned: list[Explained] = []
     facts: list[dict[str, Any]] = []
-    progress = Measuring(sum(map(len, points.values())), "point", enabled=context.rank == 0)
-    for model, problem in ((model, problem) for model, problems in points.items() for problem in problems):
+    progress = Measuring(len(points), "point", enabled=context.rank == 0)
+    for model, problem in points:
         begin = time.perf_counter()
         progress.begin(f"{model}, {problem.num_tokens} tokens")
         try:
@@ -98,21 +86,12 @@ def require_this_machine(config: JobConfig) -> None:
     require(machine == "this", f"tune.machine={machine!r} must be 'this': tune measures where it runs")
 
 
-def job_points(config: JobConfig, models: Mapping[str, MoEConfig], device: torch.device) -> dict[str, list[Problem]]:
-    """The points of a job by model: one per number of tokens, under uniform routing.
-
-    Args:
-        config: Whose model counts where ``models`` is empty.
-        models: The layers of ``config.tune.models``, by name.
-        device: Decides the element type.
-
-    Raises:
-        ValueError: If a model does not divide over the ranks.
-    """
+def job_points(config: JobConfig, models: Mapping[str, MoEConfig], device: torch.device) -> list[tuple[str, Problem]]:
+    """The points of a job with their models' names, under uniform routing; the job's model where there are none."""
     dtype = activation_dtype(config.train.dtype, device)
     tokens = dict.fromkeys(config.tune.tokens or (config.train.batch_size * config.model.context,))
     layers = models or {config.model.name: config.model.moe}
-    return {name: [Problem.create(moe, config.parallel, num, dtype) for num in tokens] for name, moe in layers.items()}
+    return [(name, Problem.create(moe, config.parallel, num, dtype)) for name, moe in layers.items() for num in tokens]
 
 
 def _open_store(config: JobConfig, device: torch.device) -> tuple[Machine, ProfileStore]:
@@ -169,17 +148,7 @@ Todo = dict[Shape, list[Point]]
 def run_sweep(job: JobConfig, context: RankContext, load_models: LoadModels) -> dict[str, Any]:
     """Measure the points of which the CSV file holds no time yet (collective).
 
-    Args:
-        job: Lists of the sweep; ``resume`` names the folder to continue in, ``output_dir`` otherwise.
-        context: This rank.
-        load_models: From names to layers; called on rank 0.
-
-    Returns:
-        The facts, equal on all ranks; rank 0 has printed the table and, as the last line, these facts.
-
-    Raises:
-        ValueError: If a setting breaks its rule, or the CSV file cannot be read or written.
-        NothingMeasuredError: If every point failed, now or before; one that fails beside others is no error.
+    Rank 0, which alone calls ``load_models``, has printed the table and, as the last line, the facts that are returned.
     """
     dtype, device = str(activation_dtype(job.train.dtype, context.device)), Machine.of(context.device).name
     name, value = folder_setting(job)
@@ -247,10 +216,9 @@ def _measure_all(job: JobConfig, todo: Todo, context: RankContext) -> Iterator[t
     for shape in todo:
         families.setdefault((shape.moe, shape.parallel), []).append(shape)
     progress = Measuring(len(todo), "shape", enabled=context.rank == 0)
-    world = dist.group.WORLD if context.world_size > 1 else None
     for (moe, parallel), shapes in families.items():
         most = max(shape.tokens for shape in shapes)
-        group, failure = attempt(partial(make_group, job, moe, parallel, most, context), context.device, world)
+        group, failure = attempt(partial(make_group, job, moe, parallel, most, context), context.device, world(context))
         for shape in shapes:
             progress.begin(f"{shape.title}: {counted(len(todo[shape]), 'setting')} timed in one loop, rows at its end")
             settings = [point.setting for point in todo[shape]]
@@ -279,12 +247,17 @@ def measure_shape(
         problem = Problem.create(shape.moe, shape.parallel, shape.tokens, dtype)
         return measure_layer(problem, settings, group, rounds=job.sweep.rounds, tell=tell)
 
-    measured, failure = attempt(measure, context.device, dist.group.WORLD if context.world_size > 1 else None)
+    measured, failure = attempt(measure, context.device, world(context))
     return measured or _failed(settings, failure)
 
 
 def _failed(settings: Sequence[OverlapConfig], failure: str) -> list[Measured]:
     return [Measured(setting=setting, ms=None, failure=failure) for setting in settings]
+
+
+def world(context: RankContext) -> dist.ProcessGroup | None:
+    """All ranks; ``None`` is a rank alone."""
+    return dist.group.WORLD if context.world_size > 1 else None
 
 
 def make_group(
@@ -304,16 +277,10 @@ def make_group(
 
 def _facts(results: Mapping[Point, Measured], folder: Path, num_measured: int) -> dict[str, Any]:
     best = [
-        {
-            "model": shape.model,
-            "ep": shape.parallel.ep,
-            "tp": shape.parallel.tp,
-            "tokens": shape.tokens,
-            "setting": asdict(point.setting),
-            "ms": results[point].ms,
-        }
+        {"model": shape.model, "ep": shape.parallel.ep, "tp": shape.parallel.tp, "tokens": shape.tokens,
+         "setting": asdict(point.setting), "ms": results[point].ms}
         for shape, point in best_points(results).items()
-    ]
+    ]  # fmt: skip
     return {
         "task": "sweep",
         "points": len(results),

@@ -88,14 +88,10 @@ def measure_layer(
     Args:
         problem: Shape and tokens; must fit the group's workspace.
         settings: Candidates, equal on all ranks; ``None`` is the plain path.
-        group: The ranks.
-        rounds: Counted calls of each candidate, at least 1.
-        seed: Of inputs and weights.
         tell: Called with what is being done, such as ``compiling candidate 3 of 12``.
 
     Returns:
-        Of each candidate, in their order, the median ms, the slowest rank counting in every round, or why it failed on
-        some rank, at first or in the loop; equal on all ranks.
+        Of each candidate the median ms of the slowest rank, or why it failed on some rank; equal on all ranks.
     """
     require(rounds >= 1, f"rounds={rounds} must be at least 1")
     inputs = make_inputs(problem, group, seed)
@@ -165,12 +161,7 @@ def first_failure(failure: str, process_group: ProcessGroup | None) -> str:
 
 
 class _Watch:
-    """The calls of one timing loop, watched for the first that leaves a fault; nobody waits for the device for it.
-
-    Args:
-        group: The ranks, and the pool.
-        tell: Called with the number of the call that comes.
-    """
+    """The calls of one timing loop, watched for the first that leaves a fault; nobody waits for the device for it."""
 
     def __init__(self, group: ExpertGroup, tell: Callable[[int], None]) -> None:
         self.group = group

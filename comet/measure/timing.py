@@ -79,9 +79,6 @@ def time_interleaved(
         opening: What comes before the barrier of each call.
         leads: Whether a GPU waits before the barrier until its host has launched what follows.
         warmup: Rounds that are not counted, at least 1; on a GPU as many more follow as fill ``WARM_S``.
-
-    Raises:
-        ValueError: If ``rounds``, ``rotate`` or ``warmup`` is less than 1.
     """
     require(rounds >= 1, f"rounds={rounds} must be at least 1")
     require(rotate >= 1, f"rotate={rotate} must be at least 1")

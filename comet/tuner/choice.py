@@ -39,15 +39,7 @@ def resolve(
 
     Where nothing was measured the model's choice is no better (``benchmarks/results/tuner.md``).
 
-    Args:
-        problem: The call, with its actual number of tokens.
-        store: Measurements.
-        machine: For what is possible.
-        forced: A setting the user gave; it always wins.
-
-    Raises:
-        ValueError: If ``forced`` is impossible; the message names the rule. A measured setting that is impossible here
-            is passed over, and ``passed_over`` says why.
+    One that the user gave always wins, and is refused where it is impossible; a measured one is passed over then.
     """
     if forced is not None:
         check_setting(forced, problem, machine)
@@ -138,8 +130,7 @@ def shared_resolver(
     """What the layers of a group ask for their setting (collective).
 
     The first rank alone reads the profiles, of the user's ``folder`` and those shipped with Comet, warns of what is
-    wrong with them and tells the others: files may differ from node to node. Where nothing was measured the default
-    setting is used, not the model's, which is no better (``benchmarks/results/tuner.md``).
+    wrong with them and tells the others: files may differ from node to node.
     """
     machine = Machine.of(device)
     is_first = process_group is None or dist.get_rank(process_group) == 0

@@ -21,11 +21,7 @@ from comet.schedule.settings import GPU_TILE_ROWS, TileShape
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """Rates in 1e9 bytes/s (``gbs``) or TFLOP/s, times in ms; the defaults describe the H200.
-
-    Raises:
-        ValueError: If a number is not positive.
-    """
+    """Rates in 1e9 bytes/s (``gbs``) or TFLOP/s, times in ms; the defaults describe the H200."""
 
     name: str = "NVIDIA H200"  # device name as the driver gives it
     num_sms: int = 132  # SMs, and thread blocks of a fused kernel
@@ -85,11 +81,7 @@ TAIL_DEVIATIONS = 6  # beyond them a probability counts as 0 or 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """One layer call, as every rank sees it; ``Problem.create`` fills in uniform routing.
-
-    Raises:
-        ValueError: If a field breaks its rule.
-    """
+    """One layer call, as every rank sees it; ``Problem.create`` fills in uniform routing."""
 
     moe: MoEConfig  # shape of the layer
     parallel: ParallelConfig  # EP and TP

@@ -169,12 +169,7 @@ class ProfileStore:
         return None if entry is None else self.sources.get(entry.key, self.path)
 
     def put(self, entry: ProfileEntry) -> None:
-        """Keep an entry's winner, in memory and in the file; entries other processes wrote meanwhile are kept.
-
-        Raises:
-            ValueError: If the entry belongs to another device.
-            OSError: If the file cannot be read or written; what may be a good file stays where it is.
-        """
+        """Keep an entry's winner, in memory and in the file; entries other processes wrote meanwhile are kept."""
         require(
             entry.key.device == self.device, f"device={entry.key.device!r} must be the store's device {self.device!r}"
         )
@@ -202,11 +197,7 @@ def token_bucket(num_tokens: int) -> int:
 
 
 def read_entries(path: Path, device: str) -> tuple[dict[ProfileKey, ProfileEntry], str]:
-    """The usable entries of a file and what is wrong with the rest, or ""; a missing file is an empty one.
-
-    Raises:
-        OSError: If there is a file, but it cannot be read.
-    """
+    """The usable entries of a file and what is wrong with the rest, or ""; a missing file is an empty one."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

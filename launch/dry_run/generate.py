@@ -81,12 +81,8 @@ def memory_needs(job: JobConfig, dtype: torch.dtype, budget: ExpertBudget | None
 
     A checkpoint's model is read in float32; of a Hugging Face folder each tensor is converted as it is read. Weights
     afterwards count norms, router and embedding as if they had the same dtype, experts kept in FP8 as one byte, and
-    none that are in a store. Ranks hold equally many pieces of shared experts, or one less.
-
-    Args:
-        job: The configuration, with the model of the source.
-        dtype: Of products and of the matrices they read.
-        budget: Of the experts on the device; ``None``: all are.
+    none that are in a store. Ranks hold equally many pieces of shared experts, or one less. Without a budget all
+    experts are on the device.
     """
     model, ranks = job.model, job.parallel.world_size
     prompts = [len(text.encode("utf-8", "surrogateescape")) for text in job.generate.texts] or [1]

@@ -18,11 +18,7 @@ from comet.tuner.problem import Problem
 
 
 def describe_tune(container: Mapping[str, Any], job: JobConfig, num_ranks: int, *, on_gpu: bool) -> str:
-    """The text of a dry run; see ``comet.launch.dry_run.train.describe``.
-
-    Raises:
-        ValueError: Where the task itself would: a model does not exist or does not divide over the ranks.
-    """
+    """The text of a dry run, as ``comet.launch.dry_run.train.describe``; refuses what the task would."""
     require_this_machine(job)
     shapes = [shape for shape, _ in tuned_shapes(job, on_gpu=on_gpu)]
     return describe_shapes(container, job, shapes, num_ranks, on_gpu=on_gpu)
@@ -30,17 +26,16 @@ def describe_tune(container: Mapping[str, Any], job: JobConfig, num_ranks: int, 
 
 def describe_explain(container: Mapping[str, Any], job: JobConfig, num_ranks: int, *, on_gpu: bool) -> str:
     """The text for ``explain``: what measuring each shape would need; ``overlap`` has to be possible as well."""
-    on_gpu = on_gpu or job.tune.machine == "h200"
-    points = tuned_shapes(job, on_gpu=on_gpu)
+    is_h200 = job.tune.machine == "h200"
+    points = tuned_shapes(job, on_gpu=on_gpu or is_h200)
     for _, problem in points:
-        check_overlap(job.overlap, problem, on_gpu=on_gpu, is_h200=job.tune.machine == "h200")
-    return describe_shapes(container, job, [shape for shape, _ in points], num_ranks, on_gpu=on_gpu)
+        check_overlap(job.overlap, problem, on_gpu=on_gpu or is_h200, is_h200=is_h200)
+    return describe_shapes(container, job, [shape for shape, _ in points], num_ranks, on_gpu=on_gpu or is_h200)
 
 
 def describe_sweep(container: Mapping[str, Any], job: JobConfig, num_ranks: int, *, on_gpu: bool) -> str:
     """The text for ``sweep``; a shape that cannot run is no error, as it is none in a sweep."""
-    points = sweep_points(job, load_models(job.sweep.models))
-    shapes = list(dict.fromkeys(point.shape for point in points))
+    shapes = list(dict.fromkeys(point.shape for point in sweep_points(job, load_models(job.sweep.models))))
     return describe_shapes(container, job, shapes, num_ranks, on_gpu=on_gpu)
 
 
@@ -52,12 +47,11 @@ def describe_modular(container: Mapping[str, Any], job: JobConfig, num_ranks: in
 
 
 def tuned_shapes(job: JobConfig, *, on_gpu: bool) -> list[tuple[Shape, Problem]]:
-    """The points of ``tune`` and ``explain``; raises as ``describe_tune`` does."""
+    """The points of ``tune`` and ``explain``."""
     points = job_points(job, load_models(job.tune.models), torch.device("cuda" if on_gpu else "cpu"))
     return [
         (Shape(model=name, moe=problem.moe, parallel=problem.parallel, tokens=problem.num_tokens), problem)
-        for name, problems in points.items()
-        for problem in problems
+        for name, problem in points
     ]
 
 
@@ -85,9 +79,6 @@ def shape_bytes(shape: Shape, num_ranks: int, dtype: torch.dtype) -> tuple[int, 
     """Bytes of symmetric memory, and of a rank's part of one layer's routed experts.
 
     Example: E=8, D=64, F=128, K=2, EP=2, 100 tokens, float32: 144384 and 3 * 64 * 128 * 4 * 4 = 393216.
-
-    Raises:
-        ValueError: If the layer or the ranks do not divide over the layout.
     """
     moe, parallel = shape.moe, shape.parallel
     parallel.check(moe)

@@ -30,13 +30,8 @@ def describe(container: Mapping[str, Any], job: JobConfig, num_ranks: int, *, on
     """The text of a dry run: YAML, then comment lines with a table, so that the whole text is still YAML.
 
     Args:
-        container: The composed configuration, printed as YAML.
-        job: The same, validated.
+        job: The container, validated.
         num_ranks: Ranks that would start.
-        on_gpu: Whether they would run on GPUs; decides the element type when it is left open.
-
-    Raises:
-        ValueError: If ``overlap`` is impossible for the layers.
     """
     tokens = job.train.batch_size * job.model.context
     kind = "GPUs" if on_gpu else "CPU ranks"

@@ -36,9 +36,6 @@ def modular_job(config: JobConfig, context: LaunchContext) -> dict[str, Any]:
     Returns:
         The pairs, and the times and the trace of ``modular.pair``. Rank 0 has printed a table and, as the last line,
         these facts.
-
-    Raises:
-        ValueError: If a name is unknown, the pair does not fit, or a setting breaks its rule.
     """
     dtype = activation_dtype(config.train.dtype, context.device)
     problem = Problem.create(config.model.moe, config.parallel, tokens_of(config), dtype)

@@ -45,11 +45,7 @@ def tune_job(config: JobConfig, context: LaunchContext) -> dict[str, Any]:
 
 
 def explain_job(container: Mapping[str, Any]) -> int:
-    """Print a table per point and, as the last line, the same as JSON.
-
-    Raises:
-        ValueError: If a setting breaks its rule.
-    """
+    """Print a table per point and, as the last line, the same as JSON."""
     config = make_job(container, default_ranks(container, torch.cuda.device_count()))
     on_h200 = config.tune.machine == "h200"
     device = torch.device("cuda" if on_h200 or torch.cuda.is_available() else "cpu")
@@ -58,11 +54,10 @@ def explain_job(container: Mapping[str, Any]) -> int:
         sys.stderr.write("comet: no GPU here; tune.machine=h200 tells the times of an H200 in bfloat16\n")
     store = ProfileStore.open(Path(config.tune.profiles), machine.name, config.parallel.world_size)
     facts = []
-    for model, problems in job.job_points(config, load_models(config.tune.models), device).items():
-        for problem in problems:
-            found = _explained(problem, machine, store, config.overlap)
-            sys.stdout.write(f"{model}\n{explain_text(found)}\n\n")
-            facts.append({"model": model, **explain_facts(found)})
+    for model, problem in job.job_points(config, load_models(config.tune.models), device):
+        found = _explained(problem, machine, store, config.overlap)
+        sys.stdout.write(f"{model}\n{explain_text(found)}\n\n")
+        facts.append({"model": model, **explain_facts(found)})
     sys.stdout.write(json.dumps({"task": "explain", "points": facts}) + "\n")
     return 0
 
