@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from emulated_ranks import Kind
 from fp8_cases import run_fp8_case, tensor_core_products
 from gpus import ON_GPUS, gpu_of, need_gpus
-from layer1_launches import layer1_in
+from kinds import Kind, layer1_in
 from layer_cases import LayerCase
 from ranks import run_ranks
 

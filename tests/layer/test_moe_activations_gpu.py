@@ -7,8 +7,7 @@ import torch
 from activation_cases import ACTIVATIONS, NAMES
 from activation_layers import NAMES as TENSORS
 from activation_layers import expected, run_case
-from layer0_launches import layer0_in
-from layer1_launches import layer1_in
+from kinds import layer0_in, layer1_in
 
 from comet.config import ParallelConfig
 

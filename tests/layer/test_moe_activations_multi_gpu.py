@@ -8,8 +8,7 @@ from activation_cases import NAMES
 from activation_layers import NAMES as TENSORS
 from activation_layers import expected, run_case
 from gpus import ON_GPUS, gpu_of, need_gpus
-from layer0_launches import layer0_in
-from layer1_launches import layer1_in
+from kinds import layer0_in, layer1_in
 from ranks import run_ranks
 from torch import Tensor
 

@@ -8,11 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from emulated_ranks import Kind
 from gpus import ON_GPUS, gpu_of, need_gpus
-from grad_hidden_launches import grad_hidden_in
-from layer0_launches import layer0_in
-from layer1_launches import layer1_in
+from kinds import Kind, grad_hidden_in, layer0_in, layer1_in
 from layer_cases import LayerCase, rank_inputs
 from layer_ranks import build_layer, run_case, synchronize
 from ranks import run_ranks

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields
 
 import pytest
 import torch
-from emulated_ranks import EmulatedCase
-from gradient_launches import exact_gradients, run_gradients
 from launch_arguments import in_16_bits, make_symm, make_table
-from layer1_launches import exact_layer1, run_layer1
-from ranks import run_ranks
 
 from comet.kernels.layer import gemm_combine as module
 from comet.kernels.layer.gemm_combine import DEFAULT, CudaConfig, Variant, combine_bytes, launched_blocks, ticket_parts
@@ -110,35 +105,3 @@ def test_it_is_not_asked_where_a_rank_of_the_group_lacks_it(
     tensors = (call[name] for name in ("y", "b", "y", "y", "symm", "returns", "table"))
     fused.launch_gemm_combine(*tensors, GemmCombineConfig(), in_cuda=cuda_kernels)
     assert launched == ["cuda" if cuda_kernels else "triton"]
-
-
-def of_tokens(*num_tokens: int) -> EmulatedCase:
-    ranks = len(num_tokens)
-    return EmulatedCase(
-        "emulated", ranks, 1, num_tokens, 2 * ranks, 2, 64, 32, "masked", torch.float32, num_panels=1, device="cpu"
-    )
-
-
-CASES = [of_tokens(70), of_tokens(40, 5), of_tokens(0, 30), of_tokens(17, 33, 1)]
-
-
-def play(rank: int, world_size: int) -> None:
-    """Whoever plays the ranks gets them right: with the Triton twin, which the GPU tests compare with."""
-    for case in CASES:
-        for (exact, size), out in zip(exact_layer1(case), run_layer1(case, "triton"), strict=True):
-            assert bool(((out.double() - exact).abs() <= 1e-5 * size + 1e-6).all()), case
-
-
-def play_gradients(rank: int, world_size: int) -> None:
-    """So are gradients."""
-    for case in CASES:
-        for (exact, size, weights), (grad, of_weights) in zip(
-            exact_gradients(case), run_gradients(case, "triton"), strict=True
-        ):
-            assert bool(((grad.double() - exact).abs() <= 1e-5 * size + 1e-6).all()), case
-            assert torch.allclose(of_weights.double(), weights, rtol=1e-5, atol=1e-6), case
-
-
-@pytest.mark.parametrize("emulated", [play, play_gradients])
-def test_ranks_played_in_one_process(emulated: Callable[[int, int], None]) -> None:
-    run_ranks(emulated, 1, interpret=True)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from itertools import product
 
 import torch
-from emulated_ranks import EPOCH, Buffers, EmulatedCase, Result, play
 from torch import Tensor
 
-from comet.kernels.runtime.arguments import CHUNK_ROWS, COMBINE_CHUNK_ROWS, SymmBuffer
+from comet.kernels.runtime.arguments import CHUNK_ROWS, COMBINE_CHUNK_ROWS
 from comet.kernels.runtime.recorder import (
     KIND_DISPATCH,
     KIND_FINAL_SUM,
@@ -24,19 +21,7 @@ from comet.layer.plan import Plan
 Items = set[tuple[int, int, int]]
 
 
-def recorded(
-    case: EmulatedCase, buffers: Buffers, launch: Callable[[int, SymmBuffer], Result], recorders: list[Recorder]
-) -> list[Result]:
-    """``play``, with the events of the second round in each rank's recorder."""
-
-    def run(rank: int, symm: SymmBuffer) -> Result:
-        recorders[rank].clear()
-        return launch(rank, replace(symm, recorder=recorders[rank]))
-
-    return play(case, buffers, run)
-
-
-def recorded_items(recorder: Recorder) -> dict[int, Items]:
+def recorded_items(recorder: Recorder, epoch: int) -> dict[int, Items]:
     """The three numbers of every work item, by its kind, after a look at counts, epochs and times."""
     events = recorder.events
     assert int(events[:, 0, 0].max()) <= recorder.capacity, "more events than there is room for"
@@ -45,19 +30,19 @@ def recorded_items(recorder: Recorder) -> dict[int, Items]:
     begin, ready, end = found[:, 6:].contiguous().view(torch.int64).T
     assert ((begin <= ready) & (ready <= end)).all()
     kinds, epochs, _, *numbers = found[:, :6].T.tolist()
-    assert set(epochs) <= {EPOCH}
+    assert set(epochs) <= {epoch}
     items: dict[int, Items] = {}
     for kind, *item in zip(kinds, *numbers, strict=True):
         items.setdefault(kind, set()).add(tuple(item))
     return items
 
 
-def check_layer0_events(plan: Plan, recorder: Recorder, *, num_cols: int | None = None) -> None:
+def check_layer0_events(plan: Plan, recorder: Recorder, epoch: int, *, num_cols: int | None = None) -> None:
     """Every chunk that was sent, and items of every expert with rows: all column blocks, ``num_cols`` where it counts.
 
     Items name a tile of rows of an expert, or of the plan's tiles, whose numbers go from 0 on either way.
     """
-    items, rank = recorded_items(recorder), plan.layout.rank
+    items, rank = recorded_items(recorder, epoch), plan.layout.rank
     counts = enumerate(plan.send_counts.tolist())
     chunks = {(to, chunk) for to, count in counts if to != rank for chunk in range(-(-count // CHUNK_ROWS))}
     assert {item[:2] for item in items.get(KIND_DISPATCH.value, ())} == chunks
@@ -65,9 +50,9 @@ def check_layer0_events(plan: Plan, recorder: Recorder, *, num_cols: int | None 
     check_products(plan, {item[:2] for item in tiles}, num_cols)
 
 
-def check_layer1_events(plan: Plan, recorder: Recorder, *, num_cols: int, num_panels: int) -> None:
+def check_layer1_events(plan: Plan, recorder: Recorder, epoch: int, *, num_cols: int, num_panels: int) -> None:
     """Every column block of every expert with rows in one panel, and every reduce and sum of each panel."""
-    items, panels = recorded_items(recorder), range(num_panels)
+    items, panels = recorded_items(recorder, epoch), range(num_panels)
     tiles = items.get(KIND_LAYER1_TILE.value, set())
     check_products(plan, {item[:2] for item in tiles}, num_cols)
     panel_of = {(col, panel) for _, col, panel in tiles}

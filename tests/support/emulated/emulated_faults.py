@@ -1,58 +1,72 @@
-"""What launches of emulated ranks do when another rank does not come, or when this one has failed before."""
+"""What a launch of emulated ranks does when another rank does not come, or when its own has failed before."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
-import fp8_launches
-import grad_hidden_launches
-import gradient_launches
-import layer0_launches
-import layer1_launches
-from emulated_ranks import Counted, EmulatedCase, Kind, fault_of, nobody_came, sent_after
-from grad_hidden_launches import grad_hidden_in
-from layer0_launches import layer0_in
-from layer1_launches import layer1_in
+import torch
+from emulated_layer import EmulatedCase, EmulatedRanks
+from kinds import Kind, grad_hidden_in, layer0_in, layer1_in
 
 from comet.kernels.runtime.primitives import PLACE_LAYER0, PLACE_LAYER1
+from comet.quantization.formats import FP8, FP8_BLOCK
 
 
-@dataclass(frozen=True)
-class Waiting:
-    """A launch that waits for other ranks: what says which implementation it is in, and of a case what it takes."""
-
-    launched_in: Callable[[Kind], AbstractContextManager[Counted]]
-    alone: Callable[[EmulatedCase], tuple[Any, ...]]
-    place: int
+def rows_like(ranks: EmulatedRanks, *columns: int) -> tuple[torch.Tensor, ...]:
+    """``(Q, n)`` of rank 0, for each number of columns."""
+    num_rows = ranks.plans[0].routed_row_ids.numel()
+    return tuple(torch.zeros(num_rows, each, dtype=ranks.case.dtype, device=ranks.device) for each in columns)
 
 
-LAYER0, LAYER1 = PLACE_LAYER0.value, PLACE_LAYER1.value
-LAUNCHES = {
-    "layer 0": Waiting(layer0_in, layer0_launches.launch_alone, LAYER0),
-    "gradient of hidden": Waiting(grad_hidden_in, grad_hidden_launches.launch_alone, LAYER0),
-    "layer 0 in FP8": Waiting(layer0_in, fp8_launches.launch_layer0_alone, LAYER0),
-    "layer 1": Waiting(layer1_in, layer1_launches.launch_alone, LAYER1),
-    "gradients of tokens": Waiting(layer1_in, gradient_launches.launch_alone, LAYER1),
-    "layer 1 in FP8": Waiting(layer1_in, fp8_launches.launch_layer1_alone, LAYER1),
+def fp8_hidden(ranks: EmulatedRanks) -> FP8:
+    elements, scales = rows_like(ranks, ranks.case.ffn_size, ranks.case.ffn_size // FP8_BLOCK)
+    return FP8(elements=elements.to(torch.float8_e4m3fn), scales=scales.float(), block_rows=1, trusted=True)
+
+
+def grad_tokens(ranks: EmulatedRanks) -> None:
+    ranks.grad_tokens(0, *rows_like(ranks, 2 * ranks.case.ffn_size), torch.zeros_like(ranks.plans[0].row_weights))
+
+
+# A launch of rank 0, what says which implementation it is in, and by which flags it waits.
+LAUNCHES: dict[str, tuple[Callable[[EmulatedRanks], Any], Any, str]] = {
+    "layer 0": (lambda ranks: ranks.layer0(0), layer0_in, "recv_flags"),
+    "gradient of hidden": (lambda ranks: ranks.grad_hidden(0), grad_hidden_in, "recv_flags"),
+    "layer 0 in FP8": (lambda ranks: ranks.fp8_layer0(0), layer0_in, "recv_flags"),
+    "layer 1": (lambda ranks: ranks.layer1(0, *rows_like(ranks, ranks.case.ffn_size)), layer1_in, "combine_flags"),
+    "gradients of tokens": (grad_tokens, layer1_in, "combine_flags"),
+    "layer 1 in FP8": (lambda ranks: ranks.fp8_layer1(0, fp8_hidden(ranks)), layer1_in, "combine_flags"),
 }
 SENDING = ("gradient of hidden", "layer 1")  # they store other ranks' rows themselves, behind a wait
 
 
-def check_alone(name: str, case: EmulatedCase, kind: Kind, deadline_ns: int, times: int = 1) -> None:
-    """A rank that never comes is named."""
-    launch = LAUNCHES[name]
-    with launch.launched_in(kind) as spy:
+def check_alone(name: str, case: EmulatedCase, device: str, kind: Kind, timeout_s: float, times: int = 1) -> None:
+    """A rank that never comes is named: that rank 0 gave up, where, for whom, the epoch, and what it saw."""
+    launch, launched_in, flags = LAUNCHES[name]
+    ranks = EmulatedRanks(case, torch.device(device), timeout_s=timeout_s)
+    place = PLACE_LAYER0 if flags == "recv_flags" else PLACE_LAYER1
+    epoch, fault = int(ranks.pools[0].epoch), ranks.pools[0].fault
+    with launched_in(kind) as spy:
         for _ in range(times):
-            assert fault_of(case, *launch.alone(case), deadline_ns) == nobody_came(launch.place), f"{name} in {kind}"
+            fault.zero_()
+            ranks.lower(flags, 0)
+            launch(ranks)
+            assert fault[[0, 1, 2, 4, 5]].tolist() == [1, place.value, 1, epoch, epoch - 1], f"{name} in {kind}"
     assert spy.call_count == (times if kind == "cuda" else 0)
 
 
-def check_failed(name: str, case: EmulatedCase, kind: Kind) -> None:
+def check_failed(name: str, case: EmulatedCase, device: str, kind: Kind) -> None:
     """A rank that failed sends nothing."""
-    launch = LAUNCHES[name]
-    with launch.launched_in(kind) as spy:
-        assert sent_after(case, *launch.alone(case)) == [(0, 0)] * (case.world_size - 1), f"{name} in {kind}"
+    launch, launched_in, flags = LAUNCHES[name]
+    ranks = EmulatedRanks(case, torch.device(device), timeout_s=0.001)
+    for rank, pool in enumerate(ranks.pools):
+        ranks.lower(flags, rank)
+        for rows in (pool.recv_rows, pool.combine_rows):
+            rows.local.fill_(torch.nan)
+    ranks.pools[0].fault[0] = 1
+    with launched_in(kind) as spy:
+        launch(ranks)
     assert spy.call_count == (kind == "cuda")
+    for pool in ranks.pools[1:]:
+        assert not (getattr(pool, flags).local == int(pool.epoch)).any(), f"{name} in {kind}"
+        assert not any(rows.local.isfinite().any() for rows in (pool.recv_rows, pool.combine_rows)), f"{name} in {kind}"

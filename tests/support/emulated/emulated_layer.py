@@ -1,33 +1,58 @@
 """A whole layer of several ranks, forward and backward, emulated one after the other in one process.
 
-No kernel may wait for a later rank, so every step in which ranks wait for each other runs twice: first with flags that
-pretend everything has arrived, while the ranks send what they have to send; then again, with everything there. What the
-second run leaves is compared with plain torch.
+No kernel may wait for a later rank, so every step in which ranks wait for each other runs twice. In the first round
+flags pretend that everything has arrived: a rank computes from whatever is there, but what it sends arrives. In the
+second round all of it is there, and only those flags are up that a rank has raised in the first. What that leaves is
+compared with plain torch; what nobody has written is NaN.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from emulated import emulated_group
-from layer_cases import assert_as_close
+from emulated_events import check_layer0_events, check_layer1_events
+from fp8_cases import compare, layer_of
+from kinds import Kind, grad_hidden_in, layer0_in, layer1_in, weights_in
+from layer_cases import assert_as_close, edge_ids
 from layer_cases import shard as shard_layer
 from stress_cases import StressCase
-from stress_numbers import FullWeights, expected, stress_inputs
+from stress_numbers import FullWeights, expected, seeded, stress_inputs
 from torch import Tensor
 
+from comet.config import MoEConfig
+from comet.kernels.runtime.activation import SWIGLU, Activation
 from comet.kernels.runtime.recorder import ALIGN_ROUNDS, Recorder, align
 from comet.layer.fused import Fused
 from comet.layer.plan import Plan, PlanRules, routed_row_capacity
 from comet.layer.workspace import Workspace, WorkspaceShape
-from comet.layout import ExpertLayout
+from comet.layout import CHUNK_ROWS, ExpertLayout
+from comet.quantization.formats import FP8, FP8_BLOCK, quantize_fp8, quantize_rows
+from comet.quantization.packed import pack
 from comet.schedule.settings import LayerSettings, tile_rows
 
 DEADLINE_S = 600.0  # under a sanitizer a kernel takes up to a hundred times as long
-EVENTS = 64
+INTERPRETED_S = 0.01  # blocks run one after the other: what is not there when it is waited for never comes
+EVENTS = 256
 Result = TypeVar("Result")
+Found = dict[str, list[Tensor]]
+
+
+@dataclass(frozen=True)
+class EmulatedCase(StressCase):
+    """A layer on one GPU, with an activation, and with biases of a type where there is one."""
+
+    dtype: torch.dtype = torch.bfloat16
+    activation: Activation = SWIGLU
+    bias: torch.dtype | None = None
+
+    @property
+    def config(self) -> MoEConfig:
+        return replace(super().config, activation=self.activation)
 
 
 class EmulatedRanks:
@@ -36,21 +61,38 @@ class EmulatedRanks:
     Args:
         case: The layer and its tokens; ``inputs`` and delays are not used.
         device: Where they are emulated.
-        record: Record events, too.
+        record: Record events, and look at them.
+        timeout_s: Deadline of a wait; ``None``: long enough for whatever comes.
     """
 
-    def __init__(self, case: StressCase, device: torch.device, *, record: bool = False) -> None:
+    def __init__(
+        self, case: StressCase, device: torch.device, *, record: bool = False, timeout_s: float | None = None
+    ) -> None:
         self.case, self.device, self.ranks = case, device, range(case.world_size)
-        shape = WorkspaceShape.create(case.config, case.world_size, case.max_tokens, case.dtype)
-        self.pools = [Workspace(comm, shape) for comm in emulated_group(case.world_size, device, DEADLINE_S)]
+        shape = WorkspaceShape.create(case.config, case.world_size, max(case.max_tokens, *case.num_tokens), case.dtype)
+        deadline_s = timeout_s or (DEADLINE_S if device.type == "cuda" else INTERPRETED_S)
+        self.pools = [Workspace(comm, shape) for comm in emulated_group(case.world_size, device, deadline_s)]
         for pool in self.pools:
             pool.recorder = Recorder.allocate(device, EVENTS) if record else None
         self.backends = [self.backend(rank) for rank in self.ranks]
         self.inputs = [stress_inputs(case, rank, 0, device) for rank in self.ranks]
+        if case.routing == "edges":
+            ids = [of_rank.to(device) for of_rank in edge_ids(case)]
+            self.inputs = [replace(each, top_k_ids=mine) for each, mine in zip(self.inputs, ids, strict=True)]
         self.weights = FullWeights.draw(case, device)
         shards = [shard_layer(case, rank, self.weights.w1, self.weights.w2) for rank in self.ranks]
         self.w1, self.w2 = [w1.flatten(1, 2) for w1, _ in shards], [w2.contiguous() for _, w2 in shards]
+        self.b1, self.b2 = ([self._bias(weight, rank) for rank, weight in enumerate(of)] for of in (self.w1, self.w2))
+        if len(self.b2) > 1:
+            self.b2[1] = None  # as under tensor parallelism
         self.plans = self.plan()
+
+    def _bias(self, weight: Tensor, rank: int) -> Tensor | None:
+        """``(e, N)`` for a weight ``(e, N, K)``."""
+        dtype = getattr(self.case, "bias", None)
+        if dtype is None:
+            return None
+        return torch.randn(weight.shape[:2], generator=seeded(self.device, rank), device=self.device).to(dtype)
 
     def backend(self, rank: int) -> Fused:
         """The backend of one rank."""
@@ -70,12 +112,29 @@ class EmulatedRanks:
     def twice(self, flags: str, step: Callable[[int], Result]) -> list[Result]:
         """Run a step of all ranks that wait for each other by ``flags``; see the module."""
         for pool in self.pools:
-            getattr(pool, flags).local.fill_(int(pool.epoch))
-        for _ in range(2):
-            for plan in self.plans:
-                plan.counters.zero_()
-            results = [step(rank) for rank in self.ranks]
+            for rows in (pool.recv_rows, pool.combine_rows, pool.combine_grads):
+                rows.local.fill_(torch.nan)
+        for pretend in (True, False):
+            for rank in self.ranks:
+                self.lower(flags, rank, pretend=pretend)
+            with unwritten_is_nan():
+                results = [step(rank) for rank in self.ranks]
+        for pool in self.pools:
+            pool.check()
         return results
+
+    def lower(self, flags: str, rank: int, *, pretend: bool = False) -> None:
+        """Flags that are not of this epoch are down on a rank, or all ``pretend`` to be up; its own are down.
+
+        The plan's counters and what was recorded are forgotten, too.
+        """
+        pool, epoch = self.pools[rank], int(self.pools[rank].epoch)
+        raised = getattr(pool, flags).local
+        raised[(raised != epoch) | pretend] = epoch + 1 if pretend else epoch - 1
+        raised[rank] = epoch - 1
+        self.plans[rank].counters.zero_()
+        if pool.recorder is not None:
+            pool.recorder.clear()
 
     def barrier(self) -> None:
         """Advance the epoch of all ranks."""
@@ -91,56 +150,182 @@ class EmulatedRanks:
         for pool in self.pools:
             align(pool.barrier_flags.pointers, pool.epoch, pool.fault, pool.comm.rank, pool.timeout_ns)
 
-    def forward(self) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Outputs, and gate | up where there is a backward pass."""
-        plans, backends, save = self.plans, self.backends, self.case.backward
-        layer0 = self.twice(
-            "recv_flags",
-            lambda r: backends[r].dispatch_gemm(self.inputs[r].tokens, self.w1[r], plans[r], save_pre_activation=save),
-        )
-        outputs = self.twice("combine_flags", lambda r: backends[r].gemm_combine(layer0[r][0], self.w2[r], plans[r]))
-        return outputs, [pre for _, pre in layer0]
+    # ---- steps of one rank
 
-    def backward(self, rows: list[Tensor], pre: list[Tensor | None]) -> dict[str, list[Tensor]]:
-        """All gradients, from the received rows and gate | up of the forward pass."""
-        plans, backends = self.plans, self.backends
+    def layer0(self, rank: int) -> tuple[Tensor, Tensor | None]:
+        given = (self.inputs[rank].tokens, self.w1[rank], self.plans[rank], self.b1[rank])
+        return self.backends[rank].dispatch_gemm(*given, save_pre_activation=self.case.backward)
+
+    def layer1(self, rank: int, hidden: Tensor) -> Tensor:
+        return self.backends[rank].gemm_combine(hidden, self.w2[rank], self.plans[rank], self.b2[rank])
+
+    def grad_hidden(self, rank: int) -> tuple[Tensor, Tensor]:
+        return self.backends[rank].dispatch_dgrad(self.inputs[rank].grad_output, self.w2[rank], self.plans[rank])
+
+    def grad_tokens(self, rank: int, grad_pre: Tensor, row_weights: Tensor) -> tuple[Tensor, Tensor]:
+        return self.backends[rank].dgrad_combine(grad_pre, self.w1[rank], row_weights, self.plans[rank])
+
+    def fp8_layer0(self, rank: int) -> FP8:
+        w1, plan = self.fp8_weights(rank)[0], self.plans[rank]
+        return self.backends[rank].dispatch_gemm_fp8(self.inputs[rank].tokens, w1, plan, self.b1[rank])
+
+    def fp8_layer1(self, rank: int, hidden: FP8) -> Tensor:
+        w2, plan = self.fp8_weights(rank)[1], self.plans[rank]
+        return self.backends[rank].gemm_combine_fp8(hidden, w2, plan, self.b2[rank])
+
+    def fp8_weights(self, rank: int) -> tuple[FP8, FP8]:
+        """Blocks differ by powers of two, so that the scale of another one is far off."""
+        generator = seeded(self.device, rank)
+
+        def quantised(weight: Tensor) -> FP8:
+            blocks = weight.shape[0], weight.shape[1] // FP8_BLOCK, weight.shape[2] // FP8_BLOCK
+            factors = torch.randint(-2, 3, blocks, generator=generator, device=self.device).float().exp2()
+            spread = factors.repeat_interleave(FP8_BLOCK, dim=1).repeat_interleave(FP8_BLOCK, dim=2)
+            return quantize_fp8(weight.float() * spread)
+
+        return quantised(self.w1[rank]), quantised(self.w2[rank])
+
+    # ---- all of them
+
+    def forward(self) -> Found:
+        """Output, hidden, and gate | up where there is a backward pass; of routed rows those of experts."""
+        layer0 = self.twice("recv_flags", self.layer0)
+        self.check_received(lambda sent: sent)
+        self.check_events(check_layer0_events)
+        keep = zip(self.backends, self.inputs, self.plans, strict=True)
+        received = [backend.keep_received(inputs.tokens, plan) for backend, inputs, plan in keep]
+        outputs = self.twice("combine_flags", lambda rank: self.layer1(rank, layer0[rank][0]))
+        self.check_layer1_events()
+        found = {"output": outputs, "hidden": self.of_experts([hidden for hidden, _ in layer0])}
+        pre = [each for _, each in layer0 if each is not None]
+        return found | {"gate | up": self.of_experts(pre)} | self.backward(received, pre) if pre else found
+
+    def backward(self, received: list[Tensor], pre: list[Tensor]) -> Found:
+        """All gradients, from the tokens that arrived and gate | up; ranks ``apart`` find hidden's in Triton."""
         self.barrier()
-        sent = self.twice(
-            "recv_flags", lambda r: backends[r].dispatch_dgrad(self.inputs[r].grad_output, self.w2[r], plans[r])
-        )
-        through = [backends[r].activation_backward(_there(pre[r]), sent[r][1], plans[r]) for r in self.ranks]
+
+        def grad_hidden(rank: int) -> tuple[Tensor, Tensor]:
+            with grad_hidden_in("triton") if rank in self.apart else nullcontext():
+                return self.grad_hidden(rank)
+
+        sent = self.twice("recv_flags", grad_hidden)
+        through = [
+            backend.activation_backward(of_rank, grads[1], plan)
+            for backend, of_rank, grads, plan in zip(self.backends, pre, sent, self.plans, strict=True)
+        ]
         homes = self.twice(
             "combine_flags",
-            lambda r: backends[r].dgrad_combine(
-                through[r].pre_activation, self.w1[r], through[r].row_weights, plans[r]
-            ),
+            lambda rank: self.grad_tokens(rank, through[rank].pre_activation, through[rank].row_weights),
         )
+        parts = list(zip(self.backends, through, received, sent, self.plans, strict=True))
         return {
+            "grad_rows": self.of_experts([rows for rows, _ in sent]),
+            "grad_hidden": self.of_experts([grads for _, grads in sent]),
             "grad_tokens": [grad for grad, _ in homes],
             "grad_top_k_weights": [grad for _, grad in homes],
-            "grad_w1": [backends[r].fc1_wgrad(through[r].pre_activation, rows[r], plans[r]) for r in self.ranks],
-            "grad_w2": [backends[r].fc2_wgrad(sent[r][0], through[r].weighted_hidden, plans[r]) for r in self.ranks],
+            "grad_w1": [each.fc1_wgrad(grads.pre_activation, rows, plan) for each, grads, rows, _, plan in parts],
+            "grad_w2": [each.fc2_wgrad(rows[0], grads.weighted_hidden, plan) for each, grads, _, rows, plan in parts],
         }
 
-    def run(self) -> None:
-        """The whole layer, checked."""
-        outputs, pre = self.forward()
-        found = {"output": outputs}
-        if self.case.backward:
-            rows = [pool.recv_rows.local.clone() for pool in self.pools]
-            for rank, plan in enumerate(self.plans):  # own tokens do not travel in layer 0
-                rows[rank][rank * plan.max_tokens :][: plan.num_tokens] = self.inputs[rank].tokens
-            found |= self.backward(rows, pre)
-        for pool in self.pools:
-            pool.check()
-        wanted, same = (
-            expected(self.case, self.inputs, self.weights, dtype) for dtype in (torch.float64, self.case.dtype)
+    def forward_fp8(self) -> Found:
+        """The same in block FP8, of which there is no backward pass."""
+        hidden = self.twice("recv_flags", self.fp8_layer0)
+        self.check_received(lambda sent: pack(quantize_rows(sent), sent.dtype), packed=True)
+        self.check_events(check_layer0_events)
+        outputs = self.twice("combine_flags", lambda rank: self.fp8_layer1(rank, hidden[rank]))
+        self.check_layer1_events()
+        elements, scales = (
+            self.of_experts([getattr(each, name) for each in hidden]) for name in ("elements", "scales")
         )
-        for name, parts in found.items():
-            vectors = (torch.cat([part.flatten().double() for part in of]) for of in (parts, wanted[name], same[name]))
-            assert_as_close(*vectors, self.case.dtype, f"{self.case.name}: {name}")
+        return {"output": outputs, "elements": elements, "scales": scales}
+
+    def results(self, layer0: Kind, layer1: Kind | None = None, apart: Collection[int] = ()) -> Found:
+        """All that the steps leave, by launches of these kinds."""
+        layer1, self.apart, case = layer1 or layer0, apart, self.case
+        with (
+            layer0_in(layer0) as of_layer0, grad_hidden_in(layer0) as of_hidden, layer1_in(layer1) as of_layer1,
+            weights_in(layer1),
+        ):  # fmt: skip
+            found = self.forward_fp8() if case.fp8 else self.forward()
+        trains, rounds = case.backward and not case.fp8, 2 * len(self.ranks)
+        in_cuda = rounds, trains * 2 * (len(self.ranks) - len(apart)), (1 + trains) * rounds
+        kinds = layer0, layer0, "triton" if case.dtype == torch.float32 else layer1  # what the pool adds up
+        counts = tuple(spy.call_count for spy in (of_layer0, of_hidden, of_layer1))
+        assert counts == tuple(count * (kind == "cuda") for count, kind in zip(in_cuda, kinds, strict=True)), case
+        return found
+
+    def run(self, layer0: Kind = "triton", products: float = 0.0) -> None:
+        """The whole layer, checked; ``products``: what block FP8's are off by (``fp8_cases``)."""
+        self.check(self.results(layer0), products)
+
+    def check(self, found: Found, products: float = 0.0) -> None:
+        """Outputs and gradients are those of plain torch."""
+        case = self.case
+        if case.fp8:
+            shards = [self.fp8_weights(rank) for rank in self.ranks]
+            for rank, inputs in enumerate(self.inputs):
+                wanted = layer_of(case, inputs, inputs.top_k_ids, shards, products)
+                compare(found["output"][rank], wanted, f"{case.name}, {case.dtype}, rank {rank}")
+            return
+        wanted, same = (expected(case, self.inputs, self.weights, dtype) for dtype in (torch.float64, case.dtype))
+        for name in wanted:
+            vectors = (torch.cat([part.flatten().double() for part in of[name]]) for of in (found, wanted, same))
+            assert_as_close(*vectors, case.dtype, f"{case.name}: {name}")
+
+    def of_experts(self, rows: list[Tensor]) -> list[Tensor]:
+        """Those routed rows that belong to an expert; rows of no tile must not have been written."""
+        found = []
+        for each, plan in zip(rows, self.plans, strict=True):
+            used = int(plan.segment_starts[-1])
+            assert each[used:].float().isnan().all(), f"rows of no tile of {plan.layout}"
+            words = each.view(torch.uint8) if each.itemsize == 1 else each
+            found.append(words[:used][plan.routed_row_ids[:used] >= 0])
+        return found
+
+    def sent_to(self, rank: int) -> list[Tensor]:
+        """What each rank sends to a rank, ``(n, D)``, in the order in which it lies there; of itself nothing."""
+        return [
+            inputs.tokens[plan.send_token_ids[rank, : int(plan.send_counts[rank]) * (source != rank)].long()]
+            for source, (inputs, plan) in enumerate(zip(self.inputs, self.plans, strict=True))
+        ]
+
+    def check_received(self, form: Callable[[Tensor], Tensor], *, packed: bool = False) -> None:
+        """What is sent has arrived in its form, with its flags; neither a row nor a flag more than that.
+
+        Own rows are there where rows are ``packed``.
+        """
+        for rank, pool in enumerate(self.pools):
+            sent = self.sent_to(rank)
+            if packed:
+                sent[rank] = self.inputs[rank].tokens
+            columns = form(self.inputs[rank].tokens[:0]).shape[1]
+            rows = torch.full_like(there := pool.recv_rows.with_columns(columns).local, torch.nan)
+            rows = rows.unflatten(0, (len(sent), -1))
+            flags = torch.full_like(pool.recv_flags.local, int(pool.epoch) - 1)
+            for source, arrived in enumerate(sent):
+                rows[source, : len(arrived)] = form(arrived)
+                flags[source, : -(-len(arrived) // CHUNK_ROWS) * (source != rank)] = int(pool.epoch)
+            used = self.case.hidden_size * 33 // 32 if packed else columns * rows.element_size()  # bytes of a row
+            found, wanted = (each.view(torch.uint8)[:, :used] for each in (there, rows.flatten(0, 1)))
+            assert torch.equal(found, wanted), f"rows of rank {rank} of {self.case}"
+            assert torch.equal(pool.recv_flags.local, flags), f"flags of rank {rank} of {self.case}"
+
+    def check_layer1_events(self) -> None:
+        settings = self.backends[0].settings
+        num_cols = -(-self.case.hidden_size // settings.tile.block_n)
+        self.check_events(check_layer1_events, num_cols=num_cols, num_panels=settings.layer1.num_panels)
+
+    def check_events(self, check: Callable[..., None], **numbers: Any) -> None:
+        """What is recorded is what there was to do."""
+        for pool, plan in zip(self.pools, self.plans, strict=True):
+            if pool.recorder is not None:
+                check(plan, pool.recorder, epoch=int(pool.epoch), **numbers)
 
 
-def _there(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None, "layer 0 kept no gate | up"
-    return tensor
+@contextmanager
+def unwritten_is_nan() -> Iterator[None]:
+    """Memory that nobody fills is NaN."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 import torch
-from emulated_ranks import Kind
+from kinds import Kind
 from layer_cases import LayerCase
 
 from comet.config import MoEConfig

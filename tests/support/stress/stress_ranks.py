@@ -17,10 +17,7 @@ import torch.distributed as dist
 from expert_gradients import wrong_gradient
 from fp8_cases import compare, float32_products, layer_of, tensor_core_products
 from gpus import gpu_of
-from grad_hidden_launches import grad_hidden_in
-from gradient_launches import weights_in
-from layer0_launches import layer0_in
-from layer1_launches import layer1_in
+from kinds import grad_hidden_in, layer0_in, layer1_in, weights_in
 from layer_cases import RankInputs, assert_as_close, shard
 from stress_cases import LAYERS, Stress, StressCase
 from stress_numbers import (

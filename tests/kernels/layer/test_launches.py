@@ -1,0 +1,119 @@
+"""The launches of emulated ranks in Triton, which the GPU tests compare with; who emulates them notices mistakes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+from emulated_cases import SMALL, SMALL_CASES, SMALL_FP8, SMALL_FP8_CASES, edges
+from emulated_events import check_layer0_events, check_layer1_events
+from emulated_faults import LAUNCHES, SENDING, check_alone, check_failed
+from emulated_layer import EmulatedCase, EmulatedRanks
+from fp8_cases import float32_products
+from layer_cases import EDGE_ROWS, edge_ids
+from ranks import run_ranks
+from tiers import slow
+from torch import Tensor
+
+from comet.kernels.gemm.gather_rows import OwnRows, gather_rows
+from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm
+from comet.kernels.layer import dispatch_gemm as module
+from comet.kernels.layer.triton.dispatch import DispatchConfig, DispatchLists, dispatch
+from comet.kernels.runtime.arguments import SymmBuffer, TileTable
+
+CPU = torch.device("cpu")
+
+
+def layers(rank: int, world_size: int, cases: list[EmulatedCase]) -> None:
+    for case in cases:
+        EmulatedRanks(case, CPU).run(products=float32_products(max(case.hidden_size, case.ffn_size)))
+
+
+@pytest.mark.parametrize("cases", [SMALL_CASES, slow(SMALL_FP8_CASES)], ids=["16 and 32 bits", "block FP8"])
+def test_all_steps_are_right(cases: list[EmulatedCase]) -> None:
+    run_ranks(layers, 1, cases, interpret=True, timeout=400)
+
+
+def noticing(rank: int, world_size: int) -> None:
+    """Numbers that are a little off, rows in another order, a row too many, and events that are not those."""
+    ranks = EmulatedRanks(replace(SMALL, hidden_size=144, num_panels=2), CPU, record=True)
+    found = ranks.results("triton")
+    for name, tensors in found.items():
+        if name in ("hidden", "gate | up", "grad_rows", "grad_hidden"):  # which the others are made of
+            continue
+        for off in ([each * (1 + 2**-10) for each in tensors], [each.roll(1, 0) for each in tensors]):
+            with pytest.raises(AssertionError, match=f"two: {name}"):
+                ranks.check(found | {name: off})
+    plan, recorder, epoch = ranks.plans[0], ranks.pools[0].recorder, int(ranks.pools[0].epoch)
+    assert recorder is not None
+    with pytest.raises(AssertionError):
+        check_layer0_events(plan, recorder, epoch)
+    check_layer1_events(plan, recorder, epoch, num_cols=3, num_panels=2)
+    for cols, panels in ((4, 2), (3, 3)):
+        with pytest.raises(AssertionError):
+            check_layer1_events(plan, recorder, epoch, num_cols=cols, num_panels=panels)
+    ranks.pools[0].recv_rows.local[-1] = 1
+    with pytest.raises(AssertionError, match="rows of rank 0"):
+        ranks.check_received(lambda sent: sent)
+
+
+def test_mistakes_are_noticed() -> None:
+    run_ranks(noticing, 1, interpret=True)
+
+
+def stand_in(grad_y: Tensor, w2: Tensor, out: Tensor, symm: SymmBuffer, sends: DispatchLists, table: TileTable) -> None:
+    """In the place of hidden's gradient in CUDA C++, which leaves this rank's own rows where they are."""
+    phases = table.tiles[: int(table.num_tiles), 3]
+    assert bool((phases.diff() >= 0).all()), "tiles go by phase"
+    dispatch(grad_y, symm, sends, table.counters, DispatchConfig(push_cols=64))
+    symm.rows[symm.rank * symm.max_tokens :][: symm.max_tokens] = torch.nan
+    grads = grad_y.new_zeros(len(out), w2.shape[1])
+    own = OwnRows(rows=grad_y, first=symm.rank * symm.max_tokens)
+    gather_rows(symm.rows, grads, table.row_ids, table, own)
+    group_gemm(grads, w2, out, table, gather=False, layout="kn", config=GemmConfig.select(out.dtype))
+
+
+def beside(rank: int, world_size: int) -> None:
+    for case in SMALL_CASES:
+        wanted = EmulatedRanks(case, CPU).results("triton")
+        with (
+            patch.object(module, "can_run", lambda *_, is_dgrad=False: is_dgrad),
+            patch.object(module, "fc2_dgrad_cuda", stand_in),
+        ):
+            ranks = EmulatedRanks(case, CPU)
+            ranks.apart = ()
+            found = ranks.forward()
+        for name, tensors in wanted.items():
+            assert all(map(torch.equal, tensors, found[name])), f"{name} of {case}"
+
+
+def alone(rank: int, world_size: int) -> None:
+    for name in LAUNCHES:
+        check_alone(name, replace(SMALL_FP8, fp8=False, num_panels=1), "cpu", "triton", timeout_s=0.002)
+
+
+def failed(rank: int, world_size: int) -> None:
+    case = replace(SMALL, ep=3, num_tokens=(60, 40, 50), num_experts=6, top_k=4, routing="uniform")
+    for name in SENDING:
+        check_failed(name, case, "cpu", "triton")
+
+
+@pytest.mark.parametrize("check", [beside, alone, failed])
+def test_own_rows_apart_and_ranks_that_do_not_come(check: Callable[[int, int], None]) -> None:
+    run_ranks(check, 1, interpret=True, timeout=240)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("num_tokens", "top_k"), [((300, 150, 0), 2), ((877,), 1), ((0, 0, 130), 7)])
+def test_experts_have_as_many_rows_as_the_case_asks_for(num_tokens: tuple[int, ...], top_k: int, seed: int) -> None:
+    case = replace(edges(4), ep=len(num_tokens), num_tokens=num_tokens, top_k=top_k, seed=seed)
+    ids = edge_ids(case)
+    assert [tuple(of_rank.shape) for of_rank in ids] == [(tokens, top_k) for tokens in num_tokens]
+    of_all = torch.cat(ids).flatten()
+    assert of_all[of_all >= 0].bincount().tolist() == list(EDGE_ROWS)
+    assert int((of_all < 0).sum()) == sum(num_tokens) * top_k - 877
+    with pytest.raises(AssertionError, match="876 slots are too few for 877 rows"):
+        edge_ids(replace(case, ep=1, num_tokens=(876,), top_k=1))
