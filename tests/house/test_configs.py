@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Literal
@@ -67,12 +65,10 @@ def test_every_choice_of_every_group_is_valid():
             assert dataclasses.replace(job, parallel=layout).model == job.model  # it checks itself
 
 
-def test_settings_left_out_of_yaml_come_from_the_dataclasses():
+def test_settings_that_are_left_out_follow_from_others():
+    assert job_of(world_size=4).parallel == ParallelConfig(ep=4, tp=1)
     assert job_of().overlap is None
     assert job_of("overlap.num_panels=2").overlap == OverlapConfig(num_panels=2)
-
-
-def test_a_width_override_reaches_the_experts():
     assert job_of("model.hidden_size=64").model.moe.hidden_size == 64
 
 
@@ -96,15 +92,12 @@ def test_composing_twice_gives_equal_jobs_and_no_state():
         ("train.stepz=3", r"'train\.stepz' is no setting and no group .*did you mean train\.steps\?$"),
         ("parallell=ep2", r"did you mean parallel\?$"),
         ("train.steps=abc", r"train\.steps=abc.*'abc'.*Integer"),
-        ("train.steps=1.5", r"train\.steps=1\.5.*Integer"),
         ("train.lr=abc", r"train\.lr=abc .*could not be converted to Float$"),
         ("train=1", r"train=1"),
         ("model.moe=null", r"model\.moe=null"),
         ("foo", r"^override 'foo' must have the form name=value$"),
         ("+x=1", r"^override '\+x=1': 'x' is no setting and no group of the configuration$"),
-        ("+train.stepz=1", r"did you mean train\.steps\?$"),
         ("~train", r"^override '~train' must have the form train=value: no setting can be added or removed$"),
-        ("~model.moe", r"^override '~model\.moe' must have the form model\.moe=value: no setting"),
         ("model@x=tiny", r"^override 'model@x=tiny' must have the form model=value"),
         ("hydra.run.dir=x", r"'hydra\.run\.dir' is no setting"),
         ("a=[", r"^override 'a=\[' must have the form name=value$"),
@@ -117,7 +110,6 @@ def test_composing_twice_gives_equal_jobs_and_no_state():
         ("sweep.transport=[push]", r"sweep\.transport is no longer a setting: leave it out: rows are always pushed"),
         ("sweep.layouts=[2,1]", r"^sweep\.layouts=\[2,1\] must be a list: write sweep\.layouts=\[\[2,1\]\]$"),
         ("sweep.layouts=2", r"write sweep\.layouts=\[\[2\]\]$"),
-        ("tune.tokens=[a]", r"tune\.tokens=\[a\].*'a'.*Integer"),
     ],
 )
 def test_compose_answers_a_mistake_in_one_line(override, message):
@@ -132,11 +124,9 @@ def test_compose_answers_a_mistake_in_one_line(override, message):
     [
         (["parallel.ep=3"], 3, r"num_experts=8 must be divisible by ep=3"),
         (["parallel=ep2"], 3, r"world_size=3 must be a multiple of parallel\.ep=2 x parallel\.tp=1 = 2"),
-        (["parallel=tp2"], 3, r"world_size=3 must be a multiple of"),
         (["parallel.tp=2"], 3, r"world_size=3 must be a multiple of parallel\.tp=2"),
         (["parallel.tp=0"], 2, r"parallel\.tp=0 must be at least 1"),
         (["parallel.ep=0"], 2, r"ep=0 must be at least 1"),
-        (["parallel.ep=-2"], 2, r"ep=-2 must be at least 1"),
         (["model.moe.top_k=9"], 2, r"^model\.moe: top_k=9 must be between 1 and min\(num_experts=8, 32\)$"),
         (["train.lr=inf"], 2, r"^train: lr=inf must be positive and finite$"),
         (["train.seed=9223372036854775808"], 2, r"^train: seed=9223372036854775808 must be below 2\^63$"),
@@ -162,12 +152,10 @@ def test_make_job_names_field_value_and_rule(overrides, world_size, message):
         ([], 4, 4),
         ([], 6, 4),
         ([], 8, 8),
-        (["parallel=ep2"], 0, 2),
         (["parallel=ep2"], 5, 4),
         (["parallel=ep2_tp2"], 0, 4),
         (["parallel=single"], 0, 1),
         (["parallel=single"], 4, 4),
-        (["parallel=tp2"], 0, 2),
         (["parallel.tp=4"], 0, 4),
         (["nproc=3", "parallel=single"], 0, 3),
         (["nproc=2"], 8, 2),
@@ -186,7 +174,6 @@ def test_default_ranks(overrides, num_gpus, ranks):
         (["nproc=9"], 8, r"nproc=9 must be at most the 8 visible GPUs"),
         (["parallel=ep4"], 2, r"parallel\.ep=4 x parallel\.tp=1 must be at most the 2 visible GPUs"),
         (["parallel.ep=0"], 0, r"parallel\.ep=0 must be at least 1"),
-        (["parallel.tp=-1"], 0, r"parallel\.tp=-1 must be at least 1"),
         (["parallel.tp=4"], 2, r"parallel\.tp=4 must be at most the 2 visible GPUs"),
     ],
 )
@@ -322,18 +309,9 @@ def test_every_package_is_listed_for_installation():
     assert found == listed, "packages in pyproject.toml must name every folder with an __init__.py"
 
 
-def test_parallel_config_of_the_job_is_closed():
-    assert job_of(world_size=4).parallel == ParallelConfig(ep=4, tp=1)
-
-
 def test_every_public_name_loads_and_no_other():
     for name in comet.__all__:
         assert getattr(comet, name).__name__ == name
         assert name in dir(comet)
     with pytest.raises(AttributeError, match="module 'comet' has no attribute 'make_coffee'"):
         _ = comet.make_coffee
-
-
-def test_import_comet_does_not_import_torch():
-    code = "import sys, comet; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == 0
