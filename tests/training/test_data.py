@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from itertools import pairwise
 
@@ -21,12 +20,9 @@ def test_standard_library_is_the_default_text_and_stable():
     assert b"def " in bytes(first.heldout[:20_000].tolist())
 
 
-def test_split_example_of_the_docstring():
-    assert split_heldout({"a": b"0123456789"}, 0.2) == (b"01234567", b"89")
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_split_loses_no_byte_and_keeps_to_the_fraction(seed):
+    assert split_heldout({"a": b"0123456789"}, 0.2) == (b"01234567", b"89"), "the worked example"
     print("seed", seed)
     rng = random.Random(seed)
     texts = {f"f{index}": rng.randbytes(rng.choice([0, 1, 7, 300])) for index in range(rng.randrange(1, 40))}
@@ -50,36 +46,32 @@ def test_folder_reads_binary_files_and_skips_hidden_ones(tmp_path):
     (tmp_path / "sub" / "a.bin").write_bytes(b"\xff\xfe\x00" * 50)
     (tmp_path / "b.txt").write_bytes(b"b" * 50)
     (tmp_path / ".hidden").write_bytes(b"!" * 500)
-    corpus = read_corpus(DataConfig(path=str(tmp_path), heldout_fraction=0.2), 16)
+    corpus = text_of(tmp_path, fraction=0.2)
     assert len(corpus.train) + len(corpus.heldout) == 200
     assert ord("!") not in set(corpus.train.tolist()) | set(corpus.heldout.tolist())
 
 
-def test_missing_path_names_it(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"data\.path must be an existing file or folder.*nowhere") as caught:
-        read_corpus(DataConfig(path=str(tmp_path / "nowhere")), 16)
-    assert caught.value.filename == str(tmp_path / "nowhere")
+def text_of(folder, *, path="", fraction=0.05, context=16):
+    return read_corpus(DataConfig(path=str(folder / path), heldout_fraction=fraction), context)
 
 
-def test_empty_file_and_empty_folder(tmp_path):
-    with pytest.raises(ValueError, match=r"data\.path=.* must hold text, but all its 0 files together hold 0 bytes"):
-        read_corpus(DataConfig(path=str(tmp_path)), 16)
-    (tmp_path / "empty").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"must hold text, but all its 1 files together hold 0 bytes"):
-        read_corpus(DataConfig(path=str(tmp_path / "empty")), 16)
-
-
-def test_short_text_names_part_and_rule(tmp_path):
-    (tmp_path / "text").write_bytes(b"x" * 100)
-    with pytest.raises(ValueError, match=r"of 100 bytes leaves 5 for the held-out part .* more than context=5"):
-        read_corpus(DataConfig(path=str(tmp_path / "text")), 5)
-    assert len(read_corpus(DataConfig(path=str(tmp_path / "text")), 4).heldout) == 5
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="needs Linux's /proc/self/mem, a file nobody can read")
-def test_unreadable_file_names_it():
-    with pytest.raises(ValueError, match=r"data\.path='/proc/self/mem' must be readable, but /proc/self/mem is not"):
-        read_corpus(DataConfig(path="/proc/self/mem"), 16)
+@pytest.mark.parametrize(
+    ("error", "path", "message"),
+    [
+        (FileNotFoundError, "nowhere", r"data\.path must be an existing file or folder.*nowhere"),
+        (ValueError, "", r"data\.path=.* must hold text, but all its 0 files together hold 0 bytes"),
+        (ValueError, "empty", r"must hold text, but all its 1 files together hold 0 bytes"),
+        (ValueError, "text", r"of 100 bytes leaves 5 for the held-out part .* more than context=5"),
+        (ValueError, "/proc/self/mem", r"data\.path='/proc/self/mem' must be readable, but /proc/self/mem is not"),
+    ],
+)
+def test_text_that_cannot_be_used_is_named_with_the_rule(tmp_path, error, path, message):
+    if path:
+        (tmp_path / "empty").write_bytes(b"")
+        (tmp_path / "text").write_bytes(b"x" * 100)
+    with pytest.raises(error, match=message):
+        text_of(tmp_path, path=path, context=5)
+    assert path != "text" or len(text_of(tmp_path, path=path, context=4).heldout) == 5
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, 2.0, float("nan")])

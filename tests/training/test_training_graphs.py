@@ -10,15 +10,13 @@ import pytest
 import torch
 from generate_cases import all_experts, graphs_on_cpu
 from torch import Tensor
-from training_cases import MODEL, MOE, TRAIN, Rank, losses, make_job, make_model
+from training_cases import MODEL, MOE, TEXT, TRAIN, Rank, losses, make_job, make_model
 
 from comet.training.evaluate import heldout_loss
 from comet.training.optimizer import make_optimizer
 from comet.training.step import TrainStep
 from comet.training.trainer import train
 from comet.utils.graphs import GraphMode
-
-TEXT = torch.randint(97, 123, (2000,), generator=torch.Generator().manual_seed(0)).byte()
 
 
 def make_trainer(cuda_graph: GraphMode) -> TrainStep:
