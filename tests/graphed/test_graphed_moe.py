@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from generate_cases import Captures, all_experts
+from generate_cases import Captures
+from recorded_layers import draw, make_layer
 from torch import Tensor
 
-from comet import GraphedMoE, MoE, MoEConfig, ParallelConfig, make_expert_group
-from comet.config import OverlapConfig
-
-CONFIG = MoEConfig(num_experts=8, top_k=2, hidden_size=32, ffn_size=16, shared_ffn_size=16)
-
-# No id is read by the host, so that it can be recorded.
-dense_experts = partial(all_experts, None)
+from comet import GraphedMoE, MoE
 
 
 @pytest.fixture
 def layer() -> MoE:
-    group = make_expert_group(CONFIG, ParallelConfig(), max_tokens=64, dtype=torch.float32, device=torch.device("cpu"))
-    moe = MoE(CONFIG, group, overlap=OverlapConfig(num_panels=1), seed=5)
-    moe.experts = dense_experts  # type: ignore[assignment]
-    return moe
-
-
-def draw(num_tokens: int, seed: int) -> Tensor:
-    return torch.randn(num_tokens, CONFIG.hidden_size, generator=torch.Generator().manual_seed(seed))
+    return make_layer()
 
 
 def assert_same(found: Any, wanted: Any) -> None:
@@ -76,8 +63,10 @@ def test_more_numbers_of_tokens_than_graphs(layer: MoE, captures: Captures, capl
 def test_a_layer_that_asks_the_device_runs_as_it_stands(
     layer: MoE, captures: Captures, caplog: pytest.LogCaptureFixture
 ) -> None:
+    experts = layer.experts
+
     def asks(tokens: Tensor, *rest: Tensor) -> Tensor:
-        return dense_experts(tokens, *rest) * (1 if int(tokens.shape[0] + rest[0].max()) else 0)
+        return experts(tokens, *rest) * (1 if int(tokens.shape[0] + rest[0].max()) else 0)
 
     layer.experts = asks  # type: ignore[assignment]
     graphed = GraphedMoE(layer)
