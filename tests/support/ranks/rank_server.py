@@ -1,33 +1,32 @@
 """Ranks without the price of a new interpreter: a server imports torch, triton and comet once, and forks the ranks.
 
-``fork_rank`` is the side of the tests. Run as a script, this file is the server: one thread, no process group, no
-device. Test files are loaded in the forked process only, so every run finds modules in the state of a fresh import.
-
-The server gets a folder, a rank and one end of a connection per rank. Over it the server receives signals for the rank
-and answers with its exit code; once the other end is closed it kills the rank. The server ends with the process that
-started it, and the ranks end with the server.
+``ranks.RankServer`` runs this file as a script: one thread, no process group, no device. Test files are loaded in the
+forked process only, so every run finds modules in the state of a fresh import.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import ctypes
+import faulthandler
 import gc
 import importlib
+import importlib.util
 import json
+import multiprocessing
 import os
+import pickle
 import select
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
-import threading
+import traceback
+import types
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
-
-from rank_child import become_rank
+from typing import Any, NoReturn
 
 # What ranks import most, with the modules of all kernels: what is imported here no rank need import, nor, under the
 # interpreter, parse. Importing it must start no thread (fork copies only one) and touch no device.
@@ -36,107 +35,10 @@ PRELOADED = (
     "comet.layer.fused comet.router.kernels"
 ).split()
 CUDA_DEVICE = "/dev/nvidia-uvm"  # what a process opens with CUDA; a fork of it has no use of CUDA
+OWN_INTERPRETER = "COMET_TEST_OWN_INTERPRETER"  # leaves Triton's interpreter as it is
+PR_SET_PDEATHSIG = 1
 MESSAGE_BYTES = 4096
 POLL_S = 0.01
-LOG_TAIL = 4000
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """How a server is started; each distinct start has a server of its own.
-
-    Args:
-        environment: Environment variables, as sorted pairs.
-        sys_path: Where the server imports from.
-        parity: 0 or 1, for even and odd ranks: two interpreters have two hash seeds, so that ranks which rely on the
-            order of a set fall out of step, as ranks of a real job would.
-    """
-
-    environment: tuple[tuple[str, str], ...]
-    sys_path: tuple[str, ...]
-    parity: int
-
-
-_servers: dict[Start, RankServer] = {}  # they serve all tests of this process
-_lock = threading.Lock()
-
-
-def fork_rank(start: Start, folder: Path, rank: int) -> ForkedRank:
-    """Fork the process that does the job in ``folder`` as ``rank`` and writes to the file ``log.RANK`` there."""
-    with _lock:
-        server = _servers.get(start)
-        if server is None or server.process.poll() is not None:
-            server = _servers[start] = RankServer(start)
-        return server.fork(folder, rank)
-
-
-class RankServer:
-    def __init__(self, start: Start) -> None:
-        self.log = tempfile.TemporaryFile()  # noqa: SIM115 - read when the server has ended
-        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno()), json.dumps(start.sys_path)],
-                env=dict(start.environment),
-                stdin=subprocess.DEVNULL,
-                stdout=self.log,
-                stderr=self.log,
-                pass_fds=[theirs.fileno()],
-            )
-        atexit.register(self.close)
-
-    def fork(self, folder: Path, rank: int) -> ForkedRank:
-        """Ask for a rank; whether the server still lives shows when the rank is polled."""
-        connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, contextlib.suppress(ConnectionError):
-            socket.send_fds(self.control, [json.dumps([str(folder), rank]).encode()], [theirs.fileno()])
-        return ForkedRank(self, connection)
-
-    def close(self) -> None:
-        self.control.close()
-        self.process.wait()
-
-    def obituary(self) -> str:
-        code = self.process.wait()
-        self.log.seek(0)
-        return f"the rank server ended with exit code {code}\n{self.log.read().decode(errors='replace')[-LOG_TAIL:]}"
-
-
-class ForkedRank:
-    """A process the server forked, with what ``run_ranks`` needs of ``subprocess.Popen``."""
-
-    def __init__(self, server: RankServer, connection: socket.socket) -> None:
-        self.server = server
-        self.connection = connection
-        self.code: int | None = None
-
-    def poll(self) -> int | None:
-        """The exit code (minus the signal), ``None`` while it runs; raises ``RuntimeError`` if the server is gone."""
-        if self.code is None:
-            with contextlib.suppress(BlockingIOError):
-                self._receive(socket.MSG_DONTWAIT)
-                if self.code is None:
-                    raise RuntimeError(self.server.obituary())
-        return self.code
-
-    def send_signal(self, number: int) -> None:
-        """Send a signal; nothing happens if the process has ended."""
-        with contextlib.suppress(ConnectionError):
-            self.connection.send(bytes([number]))
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-    def wait(self) -> None:
-        """Return when the process has ended, also if the server has."""
-        if self.code is None:
-            self._receive(0)
-        self.connection.close()
-
-    def _receive(self, flags: int) -> None:
-        with contextlib.suppress(ConnectionError):
-            if message := self.connection.recv(MESSAGE_BYTES, flags):  # empty: nobody holds the other end any more
-                self.code = int(message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,21 +82,84 @@ def serve(control: socket.socket) -> None:
             if pid == 0:
                 for end in (control, *(child.connection for child in children)):
                     end.close()
-                _become_forked_rank(Path(folder), rank, server)
+                become_rank(Path(folder), rank, server)
             children.append(_Child(pid, socket.socket(fileno=descriptors[0])))
 
 
-def _become_forked_rank(folder: Path, rank: int, server: int) -> NoReturn:
-    """Keeps its end of the connection open, so that ``ForkedRank.wait`` outlasts it even when the server is gone."""
-    with (folder / f"log.{rank}").open("wb") as log:
-        os.dup2(log.fileno(), sys.stdout.fileno())
-        os.dup2(log.fileno(), sys.stderr.fileno())
+def become_rank(folder: Path, rank: int, server: int) -> NoReturn:
+    """Do the job in ``folder`` as ``rank`` and end this process: status 0 if the function returned, otherwise 1.
+
+    It keeps its end of the connection open, so that ``ForkedRank.wait`` outlasts it even when the server is gone.
+    """
+    status = 1
+    try:
+        with (folder / f"log.{rank}").open("wb") as log:
+            os.dup2(log.fileno(), sys.stdout.fileno())
+            os.dup2(log.fileno(), sys.stderr.fileno())
+        faulthandler.register(signal.SIGUSR1)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # an interrupted test run leaves no process behind
+        if os.getppid() == server:
+            _do_job(folder, rank)
+            status = 0
+    finally:
+        sys.stdout.flush()
+        for child in multiprocessing.active_children():
+            child.kill()  # such as a manager, which an interpreter that shuts down would end
+        os._exit(status)  # a background thread of a half-broken process group must not keep a failed rank alive
+
+
+def _do_job(folder: Path, rank: int) -> None:
+    """Leave ``outcome.RANK`` in the folder, a pickled value or traceback."""
+    try:
+        outcome = pickle.dumps(("value", _call(pickle.loads((folder / "job").read_bytes()), rank, folder)))
+    except BaseException:
+        outcome = pickle.dumps(("error", traceback.format_exc()))
+        raise
+    finally:
+        (folder / f"outcome.{rank}").write_bytes(outcome)
+
+
+def _call(job: dict[str, Any], rank: int, folder: Path) -> Any:
     import numpy as np
     import torch
+    import torch.distributed as dist
 
+    os.chdir(job["cwd"])
     np.random.seed()  # no two processes draw the same, as when fresh; Python's own generator sees to that itself
     torch.default_generator.seed()
-    become_rank(folder, rank, server)
+    torch.set_num_threads(1)
+    fn = _import_function(**{name: job[name] for name in ("file", "module", "qualname")})
+    args = pickle.loads(job["pickled_args"])
+    if "cuda" in job["backend"]:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(
+        job["backend"],
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=job["world_size"],
+        timeout=timedelta(seconds=job["timeout"]),
+    )
+    value = fn(rank, job["world_size"], *args)
+    dist.destroy_process_group()
+    return value
+
+
+def _import_function(file: str, module: str, qualname: str) -> Callable[..., Any]:
+    """Load the test file under the module name it had in the parent, so that its classes unpickle on both sides."""
+    spec = importlib.util.spec_from_file_location(module, file)
+    assert spec is not None, f"cannot import {file}"
+    assert spec.loader is not None, f"cannot import {file}"
+    found: Any = importlib.util.module_from_spec(spec)
+    parents = module.split(".")[:-1]
+    for depth in range(len(parents)):
+        # Unpickling a class of tests.cpu.test_x imports "tests" as well, which need not be on the path.
+        name = ".".join(parents[: depth + 1])
+        sys.modules.setdefault(name, types.ModuleType(name))
+    sys.modules[module] = found
+    spec.loader.exec_module(found)
+    for name in qualname.split("."):
+        found = getattr(found, name)
+    return found
 
 
 def _refuse_what_forks_lack(imported: str) -> None:
@@ -210,7 +175,7 @@ def _main(descriptor: int, sys_path: list[str]) -> None:
     for name in PRELOADED:
         importlib.import_module(name)
         _refuse_what_forks_lack(name)
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if os.environ.get("TRITON_INTERPRET") == "1" and OWN_INTERPRETER not in os.environ:
         from quick_interpreter import quicken
 
         quicken()

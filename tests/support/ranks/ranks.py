@@ -1,36 +1,36 @@
 """Run one function in several fresh processes that form a ``torch.distributed`` group, and collect what it returns.
 
 The processes inherit nothing from the test: they load the test file themselves and find modules as after their import.
-They are forks of a server that has imported torch and touched no device (``rank_server``); with any backend but
-``gloo`` and ``ON_GPUS`` they are new interpreters (``rank_child``).
+They are forks of a server (``rank_server``) that has imported torch and touched no device.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import inspect
+import json
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from gpus import ON_GPUS, backend_of
-from rank_child import Job
-from rank_server import ForkedRank, Start, fork_rank
 
-Child = ForkedRank | subprocess.Popen[bytes]
-
-FRESH = Path(__file__).with_name("rank_child.py")
+SERVER = Path(__file__).with_name("rank_server.py")
 GRACE_S = 0.2
 STACK_S = 10.0
 POLL_S = 0.02
 LOG_TAIL = 4000
+MESSAGE_BYTES = 4096
 
 
 def run_ranks(
@@ -53,8 +53,7 @@ def run_ranks(
         *args: Further arguments, picklable.
         interpret: Set ``TRITON_INTERPRET=1`` in the children before anything is imported (unset it otherwise).
         timeout: Seconds after which every rank is killed and those still running are named.
-        backend: Backend of the process group; ``gloo`` and ``ON_GPUS`` (see ``gpus.backend_of``) fork the processes,
-            any other starts new interpreters.
+        backend: Backend of the process group, or ``ON_GPUS`` (see ``gpus.backend_of``).
         may_die: Ranks that may end by a signal (a test kills them on purpose); they count as returning ``None``.
 
     Returns:
@@ -70,24 +69,23 @@ def run_ranks(
     """
     if "<locals>" in fn.__qualname__:
         raise ValueError(f"fn={fn.__qualname__} must be a module-level function, so that a child process can import it")
-    job = Job(
-        file=inspect.getfile(fn),
-        module=fn.__module__,
-        qualname=fn.__qualname__,
-        world_size=world_size,
-        backend=backend_of(world_size) if backend == ON_GPUS else backend,
-        timeout=timeout,
-        sys_path=list(sys.path),
-        cwd=os.getcwd(),
-        pickled_args=pickle.dumps(args),
-    )
+    job = {
+        "file": inspect.getfile(fn),
+        "module": fn.__module__,
+        "qualname": fn.__qualname__,
+        "world_size": world_size,
+        "backend": backend_of(world_size) if backend == ON_GPUS else backend,
+        "timeout": timeout,
+        "cwd": os.getcwd(),
+        "pickled_args": pickle.dumps(args),
+    }
     with tempfile.TemporaryDirectory(prefix="comet-ranks-") as name:
         folder = Path(name)
-        (folder / "job").write_bytes(pickle.dumps(asdict(job)))  # a class of its own in a child whose __main__ it is
-        children: list[Child] = []
+        (folder / "job").write_bytes(pickle.dumps(job))
+        children: list[ForkedRank] = []
         try:
             for rank in range(world_size):
-                children.append(_start(rank, folder, interpret, fork=backend in ("gloo", ON_GPUS)))
+                children.append(_fork(rank, folder, interpret))
             _wait(children, folder, timeout, may_die)
         finally:
             for child in children:
@@ -96,7 +94,16 @@ def run_ranks(
         return [_value(rank, folder, may_die) for rank in range(world_size)]
 
 
-def _start(rank: int, folder: Path, interpret: bool, fork: bool) -> Child:
+_servers: dict[object, RankServer] = {}  # they serve all tests of this process
+_lock = threading.Lock()
+
+
+def _fork(rank: int, folder: Path, interpret: bool) -> ForkedRank:
+    """Fork the process that does the job in ``folder`` as ``rank`` and writes to the file ``log.RANK`` there.
+
+    Each environment and import path has two servers, for even and odd ranks: two interpreters have two hash seeds, so
+    that ranks which rely on the order of a set fall out of step, as ranks of a real job would.
+    """
     env = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     env["TORCH_DIST_INIT_BARRIER"] = "1"  # a rank that is done at once would break off the connections of the others
     # pytest and torch set the last two as they go along, and each new value would ask for a server of its own.
@@ -104,13 +111,90 @@ def _start(rank: int, folder: Path, interpret: bool, fork: bool) -> Child:
         env.pop(name, None)
     if interpret:
         env["TRITON_INTERPRET"] = "1"
-    with (folder / f"log.{rank}").open("wb") as log:
-        if fork:
-            return fork_rank(Start(tuple(sorted(env.items())), tuple(sys.path), rank % 2), folder, rank)
-        return subprocess.Popen([sys.executable, FRESH, str(folder), str(rank)], env=env, stdout=log, stderr=log)
+    start = (tuple(sorted(env.items())), tuple(sys.path), rank % 2)
+    with _lock:
+        server = _servers.get(start)
+        if server is None or server.process.poll() is not None:
+            server = _servers[start] = RankServer(env)
+        return server.fork(folder, rank)
 
 
-def _wait(children: Sequence[Child], folder: Path, timeout: float, may_die: Sequence[int]) -> None:
+class RankServer:
+    """A process that forks ranks, and ends with this one.
+
+    It gets a folder, a rank and one end of a connection per rank. Over it the server receives signals for the rank and
+    answers with its exit code; once the other end is closed it kills the rank. The ranks end with the server.
+    """
+
+    def __init__(self, env: dict[str, str]) -> None:
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115 - read when the server has ended
+        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, SERVER, str(theirs.fileno()), json.dumps(sys.path)],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=self.log,
+                stderr=self.log,
+                pass_fds=[theirs.fileno()],
+            )
+        atexit.register(self.close)
+
+    def fork(self, folder: Path, rank: int) -> ForkedRank:
+        """Ask for a rank; whether the server still lives shows when the rank is polled."""
+        connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, contextlib.suppress(ConnectionError):
+            socket.send_fds(self.control, [json.dumps([str(folder), rank]).encode()], [theirs.fileno()])
+        return ForkedRank(self, connection)
+
+    def close(self) -> None:
+        self.control.close()
+        self.process.wait()
+
+    def obituary(self) -> str:
+        code = self.process.wait()
+        self.log.seek(0)
+        return f"the rank server ended with exit code {code}\n{self.log.read().decode(errors='replace')[-LOG_TAIL:]}"
+
+
+class ForkedRank:
+    """A process the server forked, with the methods of ``subprocess.Popen``."""
+
+    def __init__(self, server: RankServer, connection: socket.socket) -> None:
+        self.server = server
+        self.connection = connection
+        self.code: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code (minus the signal), ``None`` while it runs; raises ``RuntimeError`` if the server is gone."""
+        if self.code is None:
+            with contextlib.suppress(BlockingIOError):
+                self._receive(socket.MSG_DONTWAIT)
+                if self.code is None:
+                    raise RuntimeError(self.server.obituary())
+        return self.code
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal; nothing happens if the process has ended."""
+        with contextlib.suppress(ConnectionError):
+            self.connection.send(bytes([number]))
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self) -> None:
+        """Return when the process has ended, also if the server has."""
+        if self.code is None:
+            self._receive(0)
+        self.connection.close()
+
+    def _receive(self, flags: int) -> None:
+        with contextlib.suppress(ConnectionError):
+            if message := self.connection.recv(MESSAGE_BYTES, flags):  # empty: nobody holds the other end any more
+                self.code = int(message)
+
+
+def _wait(children: Sequence[ForkedRank], folder: Path, timeout: float, may_die: Sequence[int]) -> None:
     deadline = time.monotonic() + timeout
     while True:
         codes = [child.poll() for child in children]
