@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from comet.config import SpeculationConfig, SpeculationMode, require
 from comet.experts.budget import ExpertStoreKind
@@ -110,19 +110,6 @@ class GenerateConfig(SpeculationConfig):
         )
         check_setting(self.host_cores)
         prefetch_wanted(self.expert_prefetch)
-        dtypes = get_args(MXType)
-        require(
-            self.expert_dtype is None or self.expert_dtype in dtypes,
-            f"expert_dtype={self.expert_dtype!r} must be one of {', '.join(dtypes)}, or None",
-        )
-        for name, choices in (
-            ("dtype", get_args(GenerateDtype)),
-            ("cuda_graph", get_args(GraphMode)),
-            ("expert_store", get_args(ExpertStoreKind)),
-            ("expert_policy", get_args(Policy)),
-        ):
-            value = getattr(self, name)
-            require(value in choices, f"{name}={value!r} must be one of {', '.join(choices)}")
         require(
             self.expert_budget is not None or not self.draft_cached_only,
             "draft_cached_only=True must come with expert_budget: without one all experts are in GPU memory",

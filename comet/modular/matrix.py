@@ -27,13 +27,8 @@ class Pair:
 
 def pairs(config: MoEConfig, group: ExpertGroup) -> list[Pair]:
     """All pairs of the registries (collective), for this layer over these ranks."""
-    experts = [make(kind, config, group) for kind in EXPERTS]
-    return [
-        _pair(kind.__name__, transport, other.__name__, inner)
-        for kind in PREPARE_FINALIZE
-        for transport in [make(kind, config, group)]
-        for other, inner in zip(EXPERTS, experts, strict=True)
-    ]
+    made = {kind: make(kind, config, group) for kind in (*EXPERTS, *PREPARE_FINALIZE)}
+    return [_pair(left, made[left], right, made[right]) for left in PREPARE_FINALIZE for right in EXPERTS]
 
 
 def make(kind: Any, config: MoEConfig, group: ExpertGroup) -> Any:
@@ -46,22 +41,16 @@ def make(kind: Any, config: MoEConfig, group: ExpertGroup) -> Any:
 
 def table(found: Sequence[Pair]) -> str:
     """One line for each pair: both names, then the types of weights, or why they do not fit."""
-    rows = [
-        (
-            pair.prepare_finalize,
-            pair.experts,
-            f"no: {pair.reason}" if pair.reason else f"fits: {', '.join(pair.weights)} weights",
-        )
-        for pair in found
-    ]
+    fits = (f"no: {pair.reason}" if pair.reason else f"fits: {', '.join(pair.weights)} weights" for pair in found)
+    rows = [(pair.prepare_finalize, pair.experts, fit) for pair, fit in zip(found, fits, strict=True)]
     return "\n".join(aligned(rows, left=(0, 1, 2)))
 
 
-def _pair(left: str, transport: Any, right: str, experts: Any) -> Pair:
+def _pair(left: type, transport: Any, right: type, experts: Any) -> Pair:
+    names = dict(prepare_finalize=left.__name__, experts=right.__name__)
     for part in (transport, experts):
         if isinstance(part, str):
-            return Pair(prepare_finalize=left, experts=right, weights=(), reason=part)
+            return Pair(**names, weights=(), reason=part)
     reasons = {kind.__name__: incompatibility(transport, experts, kind) for kind in WEIGHT_TYPES}
     weights = tuple(name for name, reason in reasons.items() if reason is None)
-    reason = None if weights else next(iter(reasons.values()))
-    return Pair(prepare_finalize=left, experts=right, weights=weights, reason=reason)
+    return Pair(**names, weights=weights, reason=None if weights else next(iter(reasons.values())))

@@ -286,7 +286,6 @@ def test_temperature_flattens():
         ({"stop": ""}, "stop='' must have a character"),
         ({"source": ""}, "source='' must name a folder"),
         ({"prompts": ("a", "")}, r"prompts=\['a', ''\] must each have a character"),
-        ({"dtype": "float8"}, "dtype='float8' must be one of auto, float32, bfloat16"),
     ],
 )
 def test_settings_rules(changes, message):

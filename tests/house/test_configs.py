@@ -134,6 +134,8 @@ def test_compose_answers_a_mistake_in_one_line(override, message):
         (["train.steps=-1"], 2, r"^train: steps=-1 must be at least 1$"),
         (["moe_path=fsed"], 2, r"^moe_path='fsed' must be one of auto, fused, twin, plain, reference$"),
         (["train.dtype=float8"], 2, r"^train\.dtype='float8' must be one of auto, float32, bfloat16$"),
+        (["train.cuda_graph=maybe"], 2, r"^train\.cuda_graph='maybe' must be one of auto, on, off$"),
+        (["tune.machine=b200"], 2, r"^tune\.machine='b200' must be one of this, h200$"),
         (["comm.backend=tcp"], 2, r"^comm\.backend='tcp' must be one of auto, nvshmem, symm_mem, cpu_shm$"),
         (["output_dir="], 2, r"^output_dir='' must not be empty$"),
         (["overlap.num_panels=0"], 2, r"^overlap: num_panels=0 must be at least 1"),

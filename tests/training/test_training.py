@@ -224,8 +224,6 @@ def test_terminal_is_safe_from_the_sample():
         ({"grad_clip": -1.0}, r"grad_clip=-1\.0 must be positive"),
         ({"weight_decay": -0.1}, r"weight_decay=-0\.1 must be at least 0"),
         ({"checkpoint_every": -1}, "checkpoint_every=-1 must be at least 0"),
-        ({"cuda_graph": "sometimes"}, "cuda_graph='sometimes' must be one of auto, on, off"),
-        ({"dtype": "float16"}, "dtype='float16' must be one of auto, float32, bfloat16"),
     ],
 )
 def test_train_config_rules(changes, message):
@@ -237,7 +235,6 @@ def test_job_config_rules():
     job = {"model": MODEL, "parallel": ParallelConfig(), "train": TRAIN, "output_dir": "out"}
     assert JobConfig(**job).moe_path == "auto"
     for changes, message in (
-        ({"moe_path": "fast"}, "moe_path='fast' must be one of auto, fused, twin, plain, reference"),
         ({"output_dir": ""}, "output_dir='' must not be empty"),
         ({"parallel": ParallelConfig(ep=3)}, "num_experts=4 must be divisible by ep=3"),
         ({"resume": ""}, "resume='' must not be empty"),
@@ -246,8 +243,6 @@ def test_job_config_rules():
             JobConfig(**{**job, **changes})
     with pytest.raises(ValueError, match="timeout_s=0 must be above 0"):
         CommConfig(timeout_s=0)
-    with pytest.raises(ValueError, match="backend='tcp' must be one of auto, nvshmem, symm_mem, cpu_shm"):
-        CommConfig(backend="tcp")
 
 
 TIGHT = replace(MODEL, moe=replace(MODEL.moe, capacity_factor=0.5))
