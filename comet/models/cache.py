@@ -28,10 +28,6 @@ class KeyValueCache:
     """The attention memory of B sequences, filled by ``GPT.prefill`` and extended by ``GPT.extend``.
 
     What lies behind a sequence's length is never seen: setting ``lengths`` back takes tokens away.
-
-    Args:
-        num_sequences: B.
-        length: C, positions per sequence, at most the model's context.
     """
 
     def __init__(
@@ -80,8 +76,7 @@ class KeyValueCache:
         Args:
             newest: ``(B, S)`` int64, from ``next_positions``.
             unseen: From ``unseen_from`` these positions; all layers share it.
-            query: ``(B, H, S, w)``, which is the shape of the result.
-            key: ``(B, G, S, w)``, G divides H; ``value`` alike.
+            key: ``(B, G, S, w)``, G divides H; ``value`` alike, ``query (B, H, S, w)``.
         """
         keys, values = self.keys[layer], self.values[layer]
         place = newest[:, None, :, None].expand_as(key)
@@ -100,16 +95,14 @@ def allocated_places(length: int) -> int:
 
 
 def attend_to_cache(query: Tensor, keys: Tensor, values: Tensor, unseen: Tensor) -> Tensor:
-    """Let some positions of each sequence gather from all that its cache holds.
+    """Let some positions of each sequence gather from all that its cache holds: ``(B, H, S, w)``, like ``query``.
 
     Heads that share keys are the rows of one product, so keys and values are read once, and the sum over positions is
     cut into chunks: a product that is 8 rows high keeps a GPU busy only where many of them run at once. Products of 16
     bits are added up in float32.
 
     Args:
-        query: ``(B, H, S, w)``.
-        keys: ``(B, G, C, w)``, G divides H; C is at most ``CHUNK`` or a multiple of it.
-        values: ``(B, G, C, w)``.
+        keys: ``(B, G, C, w)``, G divides H; C is at most ``CHUNK`` or a multiple of it; ``values`` alike.
         unseen: ``(B, 1, S, C)`` bool, what to leave out: not all of a position.
     """
     batch, num_heads, positions, width = query.shape

@@ -43,12 +43,7 @@ class GPTOutput:
 
 
 class GPT(nn.Module):
-    """The model; every rank of the MoE group must call it equally often.
-
-    Args:
-        group: The ranks that share the experts; its workspace sets the dtype of the products.
-        path: How the MoE layers run (see ``comet.moe.MoE``).
-    """
+    """The model; every rank of the MoE group must call it equally often."""
 
     rotary: Tensor
 
@@ -102,17 +97,7 @@ class GPT(nn.Module):
         nn.init.zeros_(self.head.weight)
 
     def forward(self, ids: Tensor) -> GPTOutput:
-        """Predict every next token.
-
-        Args:
-            ids: ``(B, S)`` int64, S at most ``config.context``.
-
-        Returns:
-            Logits, router loss and expert load.
-
-        Raises:
-            ValueError: If the sequences are longer than the context.
-        """
+        """Predict every next token of ``ids (B, S)`` int64."""
         require(
             ids.shape[1] <= self.config.context,
             f"sequence length {ids.shape[1]} must be at most context={self.config.context}",
@@ -120,15 +105,8 @@ class GPT(nn.Module):
         return self._predict(ids, self.rotary[:, : ids.shape[1]], [attend_causally] * len(self.blocks))
 
     def prefill(self, ids: Tensor, lengths: Tensor, cache: KeyValueCache) -> GPTOutput:
-        """Read the prompts into an empty cache and predict each one's next token.
-
-        Args:
-            ids: ``(B, S)`` int64; what lies behind a shorter prompt's last token is ignored.
-            lengths: ``(B,)`` int64, tokens of each prompt, 1 to S.
-            cache: For B sequences of at least S tokens; overwritten.
-
-        Returns:
-            Logits ``(B, 1, V)`` of the next tokens, router loss and expert load, ignored positions included.
+        """Read prompts ``ids (B, S)`` of ``lengths (B,)`` into a cache, which is overwritten: logits ``(B, 1, V)`` of
+        their next tokens; router loss and load include what is ignored behind a shorter prompt.
         """
         cache.lengths.copy_(lengths)
         attends = [partial(cache.fill, layer) for layer in range(len(self.blocks))]
@@ -139,13 +117,10 @@ class GPT(nn.Module):
         return self.extend(ids[:, None], cache)
 
     def extend(self, ids: Tensor, cache: KeyValueCache, routers: Sequence[Routes] | None = None) -> GPTOutput:
-        """Append tokens to every sequence and predict what follows each; static shapes, and the host never waits.
+        """Append ``ids (B, S)`` and predict what follows each; static shapes, and the host never waits.
 
         Args:
             routers: What routes in place of each MoE layer's own router, such as ``comet.experts.DraftRouter``.
-
-        Returns:
-            Logits ``(B, S, V)``, router loss and expert load of this step.
         """
         newest = cache.next_positions(ids.shape[1])
         unseen = cache.unseen_from(newest)
@@ -284,7 +259,6 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
     Example: width 2, angle 90 degrees (cosine 0, sine 1): ``[1, 2]`` becomes ``[-2, 1]``.
 
     Args:
-        x: ``(..., S, width)``.
         rotary: ``(2, S, width / 2)``, cosines then sines; or more dimensions after the first, broadcast against x.
     """
     cosine, sine = rotary
@@ -293,12 +267,7 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean negative log-likelihood in nats.
-
-    Args:
-        logits: ``(B, S, V)`` float32.
-        targets: ``(B, S)`` int64; -1 is left out of the mean.
-    """
+    """Mean negative log-likelihood in nats, of logits ``(B, S, V)``; targets ``(B, S)`` of -1 are left out."""
     return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
 

@@ -63,13 +63,8 @@ class Checkpointer:
     text: str = ""  # fingerprint of the text that the run learns from
 
     def save(self, step: int) -> Path:
-        """Write a checkpoint of a number of optimizer steps taken (collective).
-
-        Returns:
-            Its folder; it exists, complete, when any rank returns.
-
-        Raises:
-            ValueError: If a file cannot be written; what was written of the checkpoint is gone, others are untouched.
+        """Write a checkpoint of optimizer step ``step`` and return its folder, complete when any rank returns
+        (collective); where a file cannot be written, what was is removed again and ``ValueError`` raised.
         """
         with patience():
             return self._save(step)

@@ -103,11 +103,7 @@ def removed_settings(settings: Mapping[str, Any]) -> list[str]:
 
 
 def require_same(saved: Mapping[str, Any], config: JobConfig, folder: Path, *, same_text: bool) -> None:
-    """Raise ``ValueError`` naming each setting in which a resumed run would differ, unless the user asked for it.
-
-    Args:
-        config: Settings of the run that is to go on; ``resume_changes`` names those that may differ.
-    """
+    """Raise ``ValueError`` naming each setting in which a resumed run would differ but for its ``resume_changes``."""
     before, now = flat(saved), flat(settings_of(config, 1))
     changes = config.resume_changes
     unknown = [name for name in changes if not any(covers([name], setting) for setting in now)]
@@ -263,10 +259,8 @@ def names_checkpoint(path: Path) -> bool:
 
 
 def open_partial(root: Path, step: int) -> Path:
-    """Make the folder to write a checkpoint into, removing what killed jobs left beside it.
-
-    Returns:
-        Where the checkpoint will be when it is complete; another name where somebody else's file has the usual one.
+    """Make the folder to write a checkpoint into, removing what killed jobs left beside it, and return where it will
+    be when it is complete; another name where somebody else's file has the usual one.
     """
     for leftover in root.glob(f"step-*{PARTIAL_SUFFIX}"):
         remove_checkpoint(leftover)
@@ -312,11 +306,7 @@ def complete(path: Path, manifest: Mapping[str, Any], checksums: Mapping[str, st
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read and verify one checkpoint.
-
-    Raises:
-        ValueError: If it is half-written, truncated, or its manifest cannot be read.
-    """
+    """One checkpoint; raises ``ValueError`` if it is half-written, truncated, or its manifest cannot be read."""
     if not path.is_dir():
         raise FileNotFoundError(errno.ENOENT, "a checkpoint must be an existing folder", str(path))
     require(
@@ -370,15 +360,8 @@ def _was_whole(path: Path) -> bool:
 
 
 def find_checkpoints(resume: str | None, output_dir: str) -> tuple[list[Checkpoint], list[str]]:
-    """What there is to continue from, the best first.
-
-    Returns:
-        The checkpoints, none to start anew, and why newer ones were skipped. No checksum has been looked at.
-
-    Raises:
-        FileNotFoundError: If ``resume`` names nothing.
-        ValueError: If the named checkpoint is broken, the named folder holds no complete one, or ``auto`` finds only
-            such as were complete once.
+    """Checkpoints to continue from, the best first (none: start anew), and why newer ones were skipped; checksums are
+    not looked at. ``auto`` does not start anew where all checkpoints that were complete once are broken.
     """
     if resume is None:
         return [], []
@@ -416,9 +399,8 @@ def choose_checkpoint(found: list[Checkpoint], skipped: list[str]) -> tuple[Chec
 
 
 def require_intact(checkpoint: Checkpoint) -> None:
-    """Raise ``ValueError`` if a file of the checkpoint does not hold what was written (collective).
-
-    The message names the file, the step, and the newest other checkpoint of the folder that is intact.
+    """Raise ``ValueError`` if a file does not hold what was written, naming the newest checkpoint that is intact
+    (collective).
     """
     if not (damage := find_damage(checkpoint)):
         return

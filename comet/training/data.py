@@ -39,11 +39,7 @@ class Corpus:
 
 
 def read_corpus(config: DataConfig, context: int) -> Corpus:
-    """Read and split the text.
-
-    Args:
-        context: Each part must hold at least one sequence of this length and its next byte.
-    """
+    """Read and split the text; each part must hold a sequence of ``context`` bytes and its next byte."""
     root = Path(sysconfig.get_path("stdlib")) if config.path is None else Path(config.path)
     files = _stdlib_files(root) if config.path is None else _files(root)
     source = "the Python standard library" if config.path is None else f"data.path={config.path!r}"
@@ -83,14 +79,7 @@ def split_heldout(texts: dict[str, bytes], fraction: float) -> tuple[bytes, byte
 
 
 def sample_batch(text: Tensor, *, batch_size: int, context: int, seed: int, step: int, rank: int) -> Tensor:
-    """Random sequences of the training part; a pure function of its arguments.
-
-    Args:
-        text: ``(N,)`` uint8, N > context.
-
-    Returns:
-        ``(B, S + 1)`` int64: positions 0 .. S-1 are the input, 1 .. S the targets.
-    """
+    """``(B, S + 1)`` int64, random sequences of ``text (N,)`` with their next bytes; a pure function."""
     key = hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little", signed=True))
     starts = torch.randint(len(text) - context, (batch_size,), generator=generator)
@@ -98,12 +87,9 @@ def sample_batch(text: Tensor, *, batch_size: int, context: int, seed: int, step
 
 
 def heldout_windows(text: Tensor, *, num_windows: int, context: int) -> Tensor:
-    """Evenly spread held-out sequences, the same for every job.
+    """Evenly spread sequences of ``text (H,)``, the same for every job.
 
     Example: 11 bytes, context 2, two windows: they start at 0 and 8, the last place that leaves a next byte.
-
-    Args:
-        text: ``(H,)`` uint8, H > context.
     """
     num_windows = min(num_windows, (len(text) - 1) // context)
     starts = torch.arange(num_windows) * ((len(text) - 1 - context) // max(num_windows - 1, 1))

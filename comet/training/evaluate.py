@@ -21,10 +21,6 @@ def heldout_loss(model: GPT, group: ExpertGroup, text: Tensor, *, num_batches: i
 
     Batch b goes to rank ``b % world_size``. A rank without a batch in the last round repeats the first one and does not
     count it, because all ranks of a MoE group must call the model equally often.
-
-    Args:
-        text: ``(H,)`` uint8.
-        num_batches: Batches over all ranks together; fewer if the text is short.
     """
     windows = heldout_windows(text, num_windows=num_batches * batch_size, context=model.config.context)
     batches = windows.split(batch_size)
@@ -44,11 +40,7 @@ def heldout_loss(model: GPT, group: ExpertGroup, text: Tensor, *, num_batches: i
 
 @torch.no_grad()
 def sample_text(model: GPT, group: ExpertGroup, prompt: bytes, *, num_bytes: int, seed: int) -> bytes:
-    """Continue ``prompt``; every rank of a MoE group takes part and runs the same sequence.
-
-    Args:
-        prompt: At least one byte.
-    """
+    """Continue ``prompt``, at least a byte; every rank of a MoE group takes part and runs the same sequence."""
     generator = torch.Generator().manual_seed(seed)
     text = list(prompt)
     for _ in range(num_bytes):

@@ -41,9 +41,6 @@ class ScaledAdamW(AdamW):
         """Let the next step take the mean of so many summed gradients, shortened where it is longer than allowed.
 
         Example: norm 4, at most 1, of 2 ranks: the sums are divided by ``2 * (4 + 1e-6) / 1``; at most 8: by 2.
-
-        Args:
-            norm: ``()`` float32, of the mean.
         """
         self.grad_scale = num_summed * ((norm + 1e-6) / max_norm).clamp(min=1.0)
 

@@ -34,11 +34,8 @@ def gather(value: Any) -> list[Any]:
 
 
 def from_first_rank(make: Callable[[], Made]) -> Made:
-    """What ``make`` returns on rank 0, on all ranks (collective).
-
-    Raises:
-        ValueError: On all ranks, if it raises that or an ``OSError`` that names no file on rank 0.
-        OSError: On all ranks, if it raises one that names a file on rank 0.
+    """What ``make`` returns or raises on rank 0, on all ranks (collective); an ``OSError`` without a file is a
+    ``ValueError``.
     """
     made: list[Any] = [None, None]
     rank, world_size = this_rank()

@@ -29,15 +29,11 @@ RESTART_S = 30.0  # for the end of the rank that held the lock, if the ranks wer
 
 
 class FolderLock:
-    """A job's claim to write into a folder; the system gives it up for a process that is killed.
-
-    Args:
-        setting: The folder as the user wrote it, for the message: ``output_dir='runs/1'``.
-    """
+    """A job's claim to write into a folder; the system gives it up for a process that is killed."""
 
     def __init__(self, folder: Path, setting: str, *, patience_s: float = 0.0) -> None:
         self.folder = folder
-        self.setting = setting
+        self.setting = setting  # the folder as the user wrote it: output_dir='runs/1'
         self.patience_s = patience_s
         self._lock = FileLock(folder / LOCK)
 
@@ -73,11 +69,7 @@ class FolderLock:
 
 
 class RunFolder(FolderLock):
-    """The output folder of a training run on rank 0; other ranks hold it for nothing.
-
-    Args:
-        attempt: How often its ranks were started anew: another attempt goes on in the folder by itself.
-    """
+    """The output folder of a training run on rank 0; another attempt of its ranks goes on there by itself."""
 
     def __init__(self, config: JobConfig, attempt: int) -> None:
         patience = RESTART_S if attempt else 0.0
@@ -87,9 +79,7 @@ class RunFolder(FolderLock):
         self.attempt = attempt
 
     def find_checkpoints(self) -> tuple[list[Checkpoint], list[str]]:
-        """What to continue from, as ``checkpoint_folder.find_checkpoints``, unless a run in the folder would be lost;
-        on rank 0.
-        """
+        """``checkpoint_folder.find_checkpoints``, unless a run in the folder would be lost; for rank 0."""
         resume = self.resume
         if self.folder.is_dir():
             self.acquire()

@@ -47,12 +47,8 @@ class Passes:
         return self._replayed.graph_fallback_reason
 
     def __call__(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """Run both passes on ``(B, S + 1)`` int64 tokens, each of which but the first is predicted from those before it
-        (collective).
-
-        Returns:
-            ``()`` float32, the mean loss in nats, and ``(L, E)`` float32, the experts' load; the next call may
-            overwrite them.
+        """Run both passes on ``(B, S + 1)`` int64 tokens (collective): the mean loss in nats and the experts' load
+        ``(L, E)``, which the next call may overwrite.
         """
         for workspace in self._workspaces:
             workspace.join_stream()

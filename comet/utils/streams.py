@@ -38,11 +38,8 @@ class SideStream:
 
     @classmethod
     def create(cls, device: torch.device, *, urgent: bool = False) -> SideStream:
-        """A stream of its own on a GPU, none elsewhere.
-
-        Args:
-            urgent: Its blocks go before waiting blocks of other streams. Those of equal streams go in the order in
-                which their kernels became ready: a large one holds up the small ones behind it.
+        """A stream of its own on a GPU, none elsewhere; blocks of an ``urgent`` one go before waiting blocks of others,
+        where a large kernel would hold up the small ones behind it.
         """
         return cls(torch.cuda.Stream(device, priority=-1 if urgent else 0) if device.type == "cuda" else None)
 
