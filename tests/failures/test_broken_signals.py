@@ -6,12 +6,10 @@ kernel looks its device functions up among the globals of its module, so a break
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import importlib.util
-import time
 from collections.abc import Callable
-from functools import partial, partialmethod
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,12 +19,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from comm_conformance import Site
-from late import come_late, hurry, passed
+from late import come_late, passed
 from layer_cases import LayerCase, rank_inputs
 from layer_ranks import build_layer, compare_call, poison
 from ranks import run_ranks
 
-import comet.layer.fused
 import comet.layer.twin.layer
 import comet.layer.twin.plan
 from comet.comm import cpu_shm, signals
@@ -34,15 +31,12 @@ from comet.errors import CommTimeoutError
 from comet.kernels.layer.triton import combine, dispatch, dispatch_gemm, gemm_combine, gemm_panels
 from comet.kernels.plan import counting
 from comet.kernels.runtime import primitives
-from comet.layer.backend import Backend
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.workspace import Workspace
-from comet.layout import CHUNK_ROWS
 
 COPY = "broken_"  # before the name of a test file that runs over broken ranks
 LATE_S = 1.0  # many times what the other rank needs to come to where it must wait
 PATIENCE_S = 120.0  # how late a rank is that others do not wait for, as they should; it comes once they are past
-DEADLINE_S = 0.004  # the clock of the interpreter counts 200 polls
 WRONG = r"(not finite|error [\d.e+-]+ > )"
 FAILED = r"(AssertionError|DID NOT RAISE)"
 NO_RESULT = r"^$"  # the bare assertion of a test that compares what the ranks returned
@@ -50,7 +44,6 @@ NO_RESULT = r"^$"  # the bare assertion of a test that compares what the ranks r
 LATE = "test_moe::test_a_late_rank_is_waited_for_in_each_layer"
 STOPPED = "test_moe::test_a_rank_that_stops_is_named"
 PLAN_NAMED = "test_plan::test_a_late_rank_is_named"
-PLAN_RIGHT = "test_plan::test_kernels_between_ranks"
 BARRIER = "test_comm::test_device_barrier_orders_ranks_and_names_a_late_one"
 
 
@@ -65,24 +58,6 @@ def nothing(*args: Any, **kwargs: Any) -> int:
 def skip(module: ModuleType, function: str, rank: int) -> None:
     assert hasattr(module, function), f"{module.__name__} has no {function} to break"
     setattr(module, function, nothing)
-
-
-def skip_with_deadline(module: ModuleType, function: str, layer: str, rank: int) -> None:
-    """The same, and who waits in vain in ``layer`` gives up soon, but waits for a rank that is slow before."""
-    skip(module, function, rank)
-    for backend in (comet.layer.fused.Fused, comet.layer.twin.layer.Twin):
-        for each in ("dispatch_gemm", "gemm_combine"):
-            setattr(backend, each, partialmethod(on_a_busy_machine, rank, each == layer, getattr(backend, each)))
-
-
-def on_a_busy_machine(
-    backend: Backend, rank: int, in_vain: bool, layer: Callable[..., Any], *args: Any, **options: Any
-) -> Any:
-    if rank == 1:
-        time.sleep(LATE_S)
-    if in_vain:
-        hurry(backend.workspace.comm, DEADLINE_S)
-    return layer(backend, *args, **options)
 
 
 def never_late(module: ModuleType, rank: int) -> None:
@@ -107,41 +82,16 @@ def flag_first(module: ModuleType, payload: str, place: str, rank: int) -> None:
     module.signal = raise_then_store
 
 
-def ids_flag_first(rank: int) -> None:
-    """On rank 1, raise the flags of the ids before the kernel that stores both."""
-    exchange, place_plan = comet.layer.fused.exchange, comet.layer.fused.place_plan
-
-    def raise_then_exchange(ids: Any, weights: Any, pool: Any, *others: Any, part: Any) -> None:
-        chunks = pool.max_tokens // CHUNK_ROWS
-        for address in pool.tensors.flag_pointers.tolist():
-            for chunk in range(chunks):
-                ctypes.c_int32.from_address(address + 4 * (rank * chunks + chunk)).value = int(pool.tensors.epoch) + 1
-        come_late("plan", PATIENCE_S)
-        exchange(ids, weights, pool, *others, part=part)
-
-    def place_then_tell(*args: Any) -> None:
-        place_plan(*args)
-        passed("plan")
-
-    if rank == 1:
-        comet.layer.fused.exchange = raise_then_exchange
-    else:
-        comet.layer.fused.place_plan = place_then_tell
-
-
 BREAKS: dict[str, Callable[[int], None]] = {
     "nothing": nothing,
     "plan does not wait": partial(skip, counting, "wait_flags"),
-    "plan's flag first": ids_flag_first,
     "layer 0 does not wait": partial(skip, dispatch_gemm, "zero_after_arrival"),
     "layer 0's flag first": partial(flag_first, dispatch, "push_chunk", "layer 0"),
-    "layer 0 does not signal": partial(skip_with_deadline, dispatch, "signal", "dispatch_gemm"),
     "backward dispatch does not wait": partial(skip, dispatch, "wait_flags"),
     "reduce does not wait": partial(skip, combine, "wait_flag"),
     "final sum does not wait": partial(skip, combine, "wait_flags"),
     "layer 1's flag first": partial(flag_first, combine, "reduce_rows", "layer 1"),
     "gradients' flag first": partial(flag_first, combine, "send_grads", "dgrad_combine"),
-    "layer 1 does not signal": partial(skip_with_deadline, combine, "signal", "gemm_combine"),
     "device barrier does not wait": partial(skip, primitives, "wait_flags"),
     "twin does not wait": partial(skip, comet.layer.twin.layer, "wait"),
     "twin's plan does not wait": partial(skip, comet.layer.twin.plan, "wait"),
@@ -184,7 +134,6 @@ def broken_rank(rank: int, world_size: int, broken: str, name: str, function: st
 
 NOTICED = [
     ("plan does not wait", PLAN_NAMED, (True,), NO_RESULT),
-    ("plan's flag first", PLAN_RIGHT, (2,), "epoch 0 rank 0: .* differs"),
     ("layer 0 does not wait", LATE, ("fused", 0), WRONG),
     ("layer 0 does not wait", STOPPED, ("fused", "layer 0 dispatch"), NO_RESULT),
     ("layer 0's flag first", LATE, ("fused", 0), WRONG),
@@ -209,14 +158,6 @@ def test_the_break_is_noticed(broken: str, test: str, args: tuple[Any, ...], com
     module.run_ranks = partial(run_broken, broken)
     with pytest.raises(AssertionError, match=complaint):
         getattr(module, function)(*args)
-
-
-@pytest.mark.parametrize("place", ["layer 0 dispatch", "layer 1 combine"])
-def test_a_signal_that_never_comes_is_noticed(place: str) -> None:
-    module = load("test_moe")
-    module.run_ranks = partial(run_broken, f"{place[:7]} does not signal")
-    with pytest.raises(AssertionError, match=rf"CommTimeoutError: rank \d waited 0\.0 s for rank \d \({place}"):
-        module.test_kernels_in_the_interpreter(module.CASES[1])
 
 
 # ---- the host's barrier and wait -------------------------------------------------------------------------------------

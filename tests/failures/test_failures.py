@@ -123,34 +123,6 @@ def test_twin_refuses_after_a_failure_and_is_right_after_a_restart(seeds: range)
     run_ranks(fail_and_retry, 2, seeds)
 
 
-def fail_late_on_kernels(rank: int, world_size: int) -> None:
-    """Rank 1 breaks off between the two halves of a step; rank 0 meets its deadline."""
-    moe = build_layer(CASE, rank, "fused")
-    assert isinstance(moe.experts, SymmetricPath)
-    break_beside(rank, moe.experts.backend, "dispatch_gemm", torch.OutOfMemoryError("out of memory"), moe.group.comm)
-    inputs = rank_inputs(CASE, rank)
-    with torch.no_grad():
-        if rank == 1:
-            with pytest.raises(torch.OutOfMemoryError):
-                moe.routed_experts(inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
-        else:
-            moe.routed_experts(inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
-            with pytest.raises(CommTimeoutError, match=r"rank 0 waited .* for rank 1"):
-                moe.group.workspace.check()
-    dist.barrier()
-    with pytest.raises(StepFailedError, match=r"step|pass"):
-        moe.routed_experts(inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
-    moe.group.comm.timeout_s = 60.0
-    moe.group.workspace.restart()
-    compare(moe, rank, 1, "after a restart")
-    moe.group.workspace.check()
-    moe.group.close()
-
-
-def test_kernels_refuse_after_a_failure_and_are_right_after_a_restart() -> None:
-    run_ranks(fail_late_on_kernels, 2, interpret=True, timeout=300)
-
-
 def fail_in_decode(rank: int, world_size: int, use_kernels: bool, replicated: bool) -> None:
     case = DecodeCase(name="fold", T=1, K=2, E=4, D=16, F=16, config=FOLD, routing="masked", seed=3)
     comm, weights = open_rank(rank, world_size, case, 1, torch.float32, "cpu")

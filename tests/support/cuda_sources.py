@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -23,13 +22,3 @@ def included_by(path: Path) -> set[Path]:
     """Headers that a file includes, and all that these include."""
     named = {(path.parent / name).resolve() for name in re.findall(r'#include "(.+)"', path.read_text())}
     return named.union(*map(included_by, named))
-
-
-def worked_example_of(function: Callable[..., int]) -> tuple[int, int]:
-    """The sum in the docstring's example, and what it is said to be.
-
-    Example: of "32 experts: 1024 + 4 * 97 = 1412." both are 1412.
-    """
-    found = re.search(r": ([\d +*()]+) = (\d+)\.$", function.__doc__ or "", re.MULTILINE)
-    assert found is not None, f"{function.__qualname__} has no worked example"
-    return eval(found[1]), int(found[2])

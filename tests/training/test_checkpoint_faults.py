@@ -7,7 +7,6 @@ import os
 import pickle
 import resource
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -99,32 +98,6 @@ def test_a_file_that_cannot_be_written_is_one_line_on_all_ranks(tmp_path):
     assert first == second
     assert len(first.splitlines()) == 1
     assert not list((tmp_path / "out").glob("step-*"))
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
-    if os.getuid() or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("only root may mount a small disk")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-def test_a_full_disk_is_one_line_and_the_last_whole_checkpoint_stays(saved, small_disk, tmp_path):
-    size = sum(file.stat().st_size for file in (saved / "step-000003").iterdir())
-    (small_disk / "full").write_bytes(bytes(2**21 - size - size // 2))
-    out = small_disk / "out"
-    message = (
-        rf"checkpoint {out}/step-000006 cannot be written: No space left on device: it needs [\d,]+ bytes, [\d,]+ are "
-        rf"free; the last whole one is {out}/step-000003"
-    )
-    with pytest.raises(ValueError, match=message):
-        train(make_job(tmp_path, checkpoint_every=3, output_dir=str(out)), Rank())
-    assert [path.name for path in out.glob("step-*")] == ["step-000003"]
-    (small_disk / "full").unlink()
-    assert train(make_job(tmp_path, resume="auto", output_dir=str(out)), Rank())["steps"] == 6
 
 
 class Bomb:

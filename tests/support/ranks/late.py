@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -36,16 +35,3 @@ def hurry(comm: Communicator, timeout_s: float) -> None:
     if dist.is_initialized():
         dist.barrier()
     comm.timeout_s = timeout_s
-
-
-@contextmanager
-def stopped(rank: int, comm: Communicator) -> Iterator[None]:
-    """Rank 1 gives up before it does what all ranks come to do here (collective); the others wait a second for it."""
-    before = comm.timeout_s
-    hurry(comm, 1.0)
-    try:
-        if rank == 1:
-            raise RuntimeError("rank 1 gave up")
-        yield
-    finally:
-        comm.timeout_s = before
