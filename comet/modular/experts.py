@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,18 +78,14 @@ def tiles_of_ids(top_k_ids: Tensor, num_experts: int, capacity: int, block_rows:
     ids, device = top_k_ids.flatten().long(), top_k_ids.device
     bins = ids.where(ids >= 0, num_experts)
     rank_in_bin, counts = positions_in_groups(bins, num_experts + 1)
-    tiles_until = ((counts[:-1] + block_rows - 1) // block_rows).cumsum(0)
     starts = torch.zeros(num_experts + 1, dtype=torch.int64, device=device)
-    starts[1:] = tiles_until * block_rows
+    starts[1:] = ((counts[:-1] + block_rows - 1) // block_rows).cumsum(0) * block_rows
     row_slots = (starts[bins] + rank_in_bin).where(ids >= 0, -1)
     # What is nowhere goes to one row more than there are, which is cut off.
     row_ids = torch.zeros(capacity + 1, dtype=torch.int32, device=device)
     rows = torch.arange(bins.numel(), dtype=torch.int32, device=device) // top_k_ids.shape[1]
     row_ids[row_slots.where(ids >= 0, capacity)] = rows
-    tile = torch.arange(capacity // block_rows, device=device)
-    experts = torch.searchsorted(tiles_until, tile, right=True).clamp(max=num_experts - 1)
-    valid = (starts[experts] + counts[experts] - tile * block_rows).clamp(0, block_rows)
-    table = _table(experts, tile * block_rows, valid, tiles_until[-1:], row_ids[:-1], block_rows)
+    table = _tiles(starts[:-1], counts[:-1], capacity // block_rows, block_rows, row_ids[:-1])
     return table, row_slots.int().view(top_k_ids.shape)
 
 
@@ -99,24 +95,24 @@ def tiles_of_batches(counts: Tensor, batch_rows: int, block_rows: int) -> TileTa
     Example: counts ``[1, 0, 20]``, batches of 32, tiles of 16: three tiles, ``[0, 0, 1, 0]``, ``[2, 64, 16, 0]`` and
     ``[2, 80, 4, 0]``.
     """
-    per_batch = -(-batch_rows // block_rows)
-    tile = torch.arange(counts.numel() * per_batch, device=counts.device)
-    experts, first = tile // per_batch, tile % per_batch * block_rows
-    valid = (counts[experts] - first).clamp(0, block_rows)
-    used = valid > 0
-    order = (~used).argsort(stable=True)
-    rows = experts * batch_rows + first
-    return _table(experts[order], rows[order], valid[order], used.sum()[None], counts.new_empty(0), block_rows)
+    starts = torch.arange(counts.numel(), device=counts.device) * batch_rows
+    most_tiles = counts.numel() * -(-batch_rows // block_rows)
+    return _tiles(starts, counts.long(), most_tiles, block_rows, counts.new_empty(0))
 
 
-def _table(
-    experts: Tensor, rows: Tensor, valid: Tensor, num_tiles: Tensor, row_ids: Tensor, block_rows: int
-) -> TileTable:
+def _tiles(starts: Tensor, counts: Tensor, most_tiles: int, block_rows: int, row_ids: Tensor) -> TileTable:
+    """The tiles of each expert's ``counts (e,)`` rows from ``starts (e,)`` on; no ``row_ids``: rows lie in place."""
     from comet.kernels.runtime.arguments import TileTable  # needs triton
 
+    per_expert = (counts + block_rows - 1) // block_rows
+    tiles_until = per_expert.cumsum(0)
+    tile = torch.arange(most_tiles, device=counts.device)
+    experts = torch.searchsorted(tiles_until, tile, right=True).clamp(max=counts.numel() - 1)
+    first = (tile - (tiles_until - per_expert)[experts]) * block_rows
+    valid = (counts[experts] - first).clamp(0, block_rows)
     return TileTable(
-        tiles=torch.stack([experts, rows, valid, torch.zeros_like(experts)], dim=1).int(),
-        num_tiles=num_tiles.int(),
+        tiles=torch.stack([experts, starts[experts] + first, valid, torch.zeros_like(experts)], dim=1).int(),
+        num_tiles=tiles_until[-1:].int(),
         row_ids=row_ids,
         counters=row_ids.new_empty(0),  # of the fused kernels
         block_rows=block_rows,
@@ -127,7 +123,10 @@ BLOCK_ROWS = 64
 
 
 class _Grouped(KernelExperts, ABC):
-    """What both formats share: everything quantised is made plain before it is multiplied."""
+    """Both GEMMs over tiles of one expert's rows each; everything quantised is made plain before it is multiplied.
+
+    Scratch holds ``gate_up (Q, 2F)`` and ``hidden (Q, F)``, and ``outputs (Q, D)`` unless those are what is returned.
+    """
 
     def scratch_shapes(self, problem: Problem) -> ScratchShapes:
         shapes = self._shapes(problem)
@@ -138,48 +137,57 @@ class _Grouped(KernelExperts, ABC):
         return ScratchShapes(regions=regions, output=shapes.output)
 
     def apply(self, rows: Rows, w1: Weight, w2: Weight, scratch: Scratch, biases: Biases | None = None) -> Tensor:
-        regions, dtype = scratch.regions, scratch.regions["hidden"].dtype
         assert not isinstance(rows, FusedHandle), "the composer pairs the fused layer with itself"
+        assert scratch.output is not None
+        regions, output, dtype = scratch.regions, scratch.output, scratch.regions["hidden"].dtype
         tokens = rows.tokens
         assert isinstance(tokens, FP8) == self.takes_fp8
         if isinstance(tokens, FP8):
             tokens = tokens.dequantize(dtype, out=regions["tokens"].view(tokens.elements.shape))
         weights = (plain(w1, dtype, regions.get("w1")).contiguous(), plain(w2, dtype, regions.get("w2")).contiguous())
-        return self._multiply(rows, tokens, *weights, scratch, biases)
+        outputs = regions["outputs"] if "outputs" in regions else output.flatten(0, 1)
+        table, row_slots = self._lay_out(rows, weights[0].shape[0], outputs.shape[0])
+        added = [] if biases is None else [bias[self._row_experts(rows, table)] for bias in biases]
+        self._multiply(tokens.flatten(0, -2), *weights, table, regions, outputs, *added)
+        if isinstance(self.reduce, NoOpReduce):
+            return output.copy_(weighted_sum(outputs, row_slots, rows.top_k_weights))
+        if "outputs" in regions:
+            torch.index_select(outputs, 0, row_slots.clamp(min=0).flatten(), out=output.view(-1, outputs.shape[1]))
+        return output
 
     @abstractmethod
     def _shapes(self, problem: Problem) -> ScratchShapes: ...
 
     @abstractmethod
-    def _multiply(
-        self, rows: Rows, tokens: Tensor, w1: Tensor, w2: Tensor, scratch: Scratch, biases: Biases | None
-    ) -> Tensor:
-        """Both GEMMs over ``tokens``, those of ``rows`` in the dtype of the weights."""
+    def _lay_out(self, rows: Any, num_experts: int, num_rows: int) -> tuple[TileTable, Tensor]:
+        """Tiles of ``num_rows`` = Q rows, and ``(N, K)`` int32 the one of each slot, -1 for none."""
 
-    def _experts(
+    @abstractmethod
+    def _row_experts(self, rows: Any, table: TileTable) -> Tensor:
+        """``(Q,)`` whose each row is."""
+
+    def _multiply(
         self,
         tokens: Tensor,
         w1: Tensor,
         w2: Tensor,
         table: TileTable,
-        scratch: Scratch,
+        regions: Mapping[str, Tensor],
         outputs: Tensor,
         *added: Tensor,
-        gather: bool,
     ) -> None:
         """``outputs[q] = w2[expert] activation(gate, up)`` for the rows of the tiles; rows of no tile are undefined.
 
-        Tokens are ``(N, D)`` that ``table.row_ids`` gathers, or ``(Q, D)`` in place; scratch holds ``gate_up (Q, 2F)``
-        and ``hidden (Q, F)``; ``added`` are biases of each row, ``(Q, 2F)`` and ``(Q, D)``.
+        Tokens are ``(N, D)`` that ``table.row_ids`` gathers, or ``(Q, D)`` in place; ``added`` are biases of each row,
+        ``(Q, 2F)`` and ``(Q, D)``.
         """
         from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm, group_gemm_torch  # needs triton
 
         if self.use_kernels:  # not every transport asks for the pool's dtype
             check_kernel_dtype(tokens.dtype, tokens.device)
         gemm = group_gemm if self.use_kernels else group_gemm_torch
-        config = GemmConfig.select(tokens.dtype)
-        gate_up, hidden = scratch.regions["gate_up"], scratch.regions["hidden"]
-        gemm(tokens, w1, gate_up, table, gather=gather, layout="nk", config=config)
+        config, gate_up, hidden = GemmConfig.select(tokens.dtype), regions["gate_up"], regions["hidden"]
+        gemm(tokens, w1, gate_up, table, gather=table.row_ids.numel() > 0, layout="nk", config=config)
         if added:
             gate_up += added[0]
         hidden.copy_(self.activation.forward(*gate_up.chunk(2, dim=1)))
@@ -202,22 +210,11 @@ class GroupedContiguous(_Grouped):
         regions = {**_hidden_regions(problem, routed), "outputs": ((routed, problem.hidden_size), problem.dtype)}
         return ScratchShapes(regions=regions, output=(*per_row, problem.hidden_size))
 
-    def _multiply(
-        self, rows: Rows, tokens: Tensor, w1: Tensor, w2: Tensor, scratch: Scratch, biases: Biases | None
-    ) -> Tensor:
-        assert isinstance(rows, ContiguousRows)
-        assert scratch.output is not None
-        outputs = scratch.regions["outputs"]
-        table, row_slots = tiles_of_ids(rows.top_k_ids, w1.shape[0], outputs.shape[0], BLOCK_ROWS)
-        added: Sequence[Tensor] = ()
-        if biases is not None:
-            experts = table.tiles[:, 0].repeat_interleave(BLOCK_ROWS)
-            added = [bias[experts] for bias in biases]
-        self._experts(tokens, w1, w2, table, scratch, outputs, *added, gather=True)
-        if isinstance(self.reduce, NoOpReduce):
-            return scratch.output.copy_(weighted_sum(outputs, row_slots, rows.top_k_weights))
-        torch.index_select(outputs, 0, row_slots.clamp(min=0).flatten(), out=scratch.output.view(-1, outputs.shape[1]))
-        return scratch.output
+    def _lay_out(self, rows: ContiguousRows, num_experts: int, num_rows: int) -> tuple[TileTable, Tensor]:
+        return tiles_of_ids(rows.top_k_ids, num_experts, num_rows, BLOCK_ROWS)
+
+    def _row_experts(self, rows: ContiguousRows, table: TileTable) -> Tensor:
+        return table.tiles[:, 0].repeat_interleave(BLOCK_ROWS)
 
 
 class GroupedBatched(_Grouped):
@@ -235,20 +232,11 @@ class GroupedBatched(_Grouped):
         outputs = ((batched, problem.hidden_size), problem.dtype)
         return ScratchShapes(regions={**regions, "outputs": outputs}, output=(problem.num_rows, problem.hidden_size))
 
-    def _multiply(
-        self, rows: Rows, tokens: Tensor, w1: Tensor, w2: Tensor, scratch: Scratch, biases: Biases | None
-    ) -> Tensor:
-        assert isinstance(rows, BatchedRows)
-        assert scratch.output is not None
-        reduced = isinstance(self.reduce, NoOpReduce)
-        outputs = scratch.regions["outputs"] if reduced else scratch.output.flatten(0, 1)
-        table = tiles_of_batches(rows.counts, rows.batch_rows, BLOCK_ROWS)
-        flat = tokens.flatten(0, 1)
-        added = [bias.repeat_interleave(rows.batch_rows, dim=0) for bias in biases or ()]
-        self._experts(flat, w1, w2, table, scratch, outputs, *added, gather=False)
-        if reduced:
-            scratch.output.copy_(weighted_sum(outputs, rows.row_slots, rows.top_k_weights))
-        return scratch.output
+    def _lay_out(self, rows: BatchedRows, num_experts: int, num_rows: int) -> tuple[TileTable, Tensor]:
+        return tiles_of_batches(rows.counts, rows.batch_rows, BLOCK_ROWS), rows.row_slots
+
+    def _row_experts(self, rows: BatchedRows, table: TileTable) -> Tensor:
+        return torch.arange(rows.counts.numel(), device=rows.counts.device).repeat_interleave(rows.batch_rows)
 
 
 class DequantizingContiguous(GroupedContiguous):
