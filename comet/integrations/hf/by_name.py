@@ -8,27 +8,27 @@ none of it.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from comet.config import DIM_MULTIPLE, require
-from comet.decode import DecodeWeights, joins_step
 from comet.decode.runners import LocalRunner
 from comet.integrations.hf import gpt_oss
 from comet.integrations.hf.families import check_experts, check_kind, require_transformers
 from comet.integrations.hf.fp8.dequantized import check_dequantized
+from comet.integrations.hf.fp8.experts import kept_weights, run_kept
 from comet.integrations.hf.methods import asks_registry
 from comet.integrations.hf.stored import SCALE_DTYPES
 from comet.kernels.runtime.activation import SWIGLU
 from comet.layout import ExpertLayout
-from comet.quantization.formats import FP8, FP8_BLOCK
+from comet.quantization.formats import FP8_BLOCK
 from comet.reference.plain import plain_experts
 
 IMPLEMENTATION = "comet"
 _NAME = "the model's experts"
-_KEPT = "_comet_decode_weights"
 _CHECKED = "_comet_checked"  # what a module was when it was checked, which takes as long as a launch
 # Fields of FP8 experts that bend SwiGLU; versions before a field existed record nothing.
 _BENDS = ("swiglu_alpha", "swiglu_limit", "limit", "gate_softcap", "up_softcap")
@@ -115,36 +115,16 @@ def comet_fp8_experts_forward(
 ) -> Tensor:
     """``comet_experts_forward`` of experts that transformers keeps in block FP8, whose weights get no gradient.
 
-    Warp decode reads them as they are, more tokens the layer dequantised for that one call. Activations stay in the
-    model's type, where transformers' own kernels quantise them.
+    Activations stay in the model's type, where transformers' own kernels quantise them.
     """
-    kept, ids = fp8_weights(experts), _local_ids(experts, top_k_index)
-    run, weights = LocalRunner(ids.shape[1]), top_k_weights.float()
-    if joins_step(hidden_states, run.decode.max_tokens):
-        return run(hidden_states, ids, weights, kept.w1, kept.w2, experts=kept)
-    w1, w2 = (
-        FP8(elements=elements, scales=scales, trusted=True).dequantize(hidden_states.dtype)
-        for elements, scales in ((kept.w1, kept.w1_scales), (kept.w2, kept.w2_scales))
-        if scales is not None
-    )
-    return run(hidden_states, ids, weights, w1, w2)
+    module: Any = experts
+    kept, ids = kept_weights(module, partial(_checked_slots, module)), _local_ids(module, top_k_index)
+    return run_kept(LocalRunner(ids.shape[1]), hidden_states, ids, top_k_weights.float(), kept)
 
 
-def fp8_weights(experts: Any) -> DecodeWeights:
-    """What decode steps read of transformers' FP8 experts; made at the first call, and again where they were moved."""
-    kept: DecodeWeights | None = getattr(experts, _KEPT, None)
-    if kept is None or kept.w1.data_ptr() != experts.gate_up_proj.data_ptr():
-        check_fp8_experts(experts, _NAME)
-        w1, w2 = experts.gate_up_proj.detach(), experts.down_proj.detach()
-        kept = DecodeWeights(
-            w1=w1,
-            w2=w2,
-            slots=torch.arange(w1.shape[0], dtype=torch.int32, device=w1.device),
-            w1_scales=experts.gate_up_proj_scale_inv.detach().float(),
-            w2_scales=experts.down_proj_scale_inv.detach().float(),
-        )
-        setattr(experts, _KEPT, kept)
-    return kept
+def _checked_slots(experts: Any) -> Tensor:
+    check_fp8_experts(experts, _NAME)
+    return torch.arange(len(experts.gate_up_proj), dtype=torch.int32, device=experts.gate_up_proj.device)
 
 
 def check_fp8_experts(experts: Any, name: str) -> None:

@@ -16,7 +16,6 @@ from comet.integrations.hf.by_name import check_named
 from comet.integrations.hf.experts import CometExperts
 from comet.integrations.hf.families import SHARED, moe_config, require_transformers, shared_ffn_size, stock_experts
 from comet.integrations.hf.fp8.experts import FP8Experts, check_width
-from comet.integrations.hf.fp8.shared import FP8JoinedExperts
 from comet.integrations.hf.gates import InDecodeSteps
 from comet.integrations.hf.methods import is_silu, is_stock
 from comet.integrations.hf.stored_experts import StoredExperts, cores_of
@@ -200,9 +199,7 @@ class Place:
         if self.keep_fp8:
             _, hidden_size, ffn_size = module.down_proj.shape
             device, width = module.down_proj.device, ffn_size // self.layout.tp
-            if self.shared_columns:
-                return FP8JoinedExperts(hidden_size, width, self.layout, self.runner, device, self.num_pieces)
-            return FP8Experts(hidden_size, width, self.layout, self.runner, device)
+            return FP8Experts(hidden_size, width, self.layout, self.runner, device, self.num_pieces)
         if self.family == gpt_oss.FAMILY:
             return self._take_gpt_oss(module)
         if self.layout.world_size == 1:

@@ -50,11 +50,15 @@ class CometExperts(nn.Module):
         Args:
             shared: With ``gate_proj``, ``up_proj`` and ``down_proj``.
             gate: ``(T, D)`` -> ``(T, 1)`` before the sigmoid that weighs it; ``None``: it weighs 1.
-            columns: From ``shared_columns``; 0 changes nothing, as does an expert of other than plain linear layers.
+            columns: From ``shared_columns``. An expert of other than plain linear layers stays outside.
         """
-        if columns and all(map(is_plain, projections(shared))):
-            self.shared = SharedSlots(self.layout, columns, shared, shared_matrices)
+        if all(map(is_plain, projections(shared))):
+            self.shared = self.shared_slots(shared, columns)
             self._gates = () if gate is None else (gate,)  # in a tuple: a submodule has one name, the block's
+
+    def shared_slots(self, shared: nn.Module, columns: int) -> SharedSlots:
+        """Where steps read the pieces of a shared expert."""
+        return SharedSlots(self.layout, columns, shared, shared_matrices)
 
     # A compiler could only break its graph here, in the middle of the collectives.
     @torch.compiler.disable

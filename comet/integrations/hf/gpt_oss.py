@@ -8,14 +8,14 @@ transposed: ``gate_up_proj_blocks (E, 2F, D / 32, 16)``, two codes a byte, ``gat
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from comet.config import require
-from comet.integrations.hf.stored import MXFP4, StoredTensor
+from comet.integrations.hf.stored import BIASES, FUSED, MXFP4, Index, StoredTensor
 from comet.kernels.runtime.activation import Activation
 from comet.layout import Biases
 from comet.quantization import formats
@@ -31,7 +31,7 @@ FLAGS = {
     "is_concatenated": False,
 }
 _KEPT = "_comet_laid_out"
-_NAMES = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
+_NAMES = FUSED + BIASES
 
 
 class LaidOut(NamedTuple):
@@ -89,82 +89,68 @@ def read_laid_out(tensors: dict[str, StoredTensor], dtype: torch.dtype) -> dict[
     for name in tensors:
         if ".experts." not in name:
             continue
-        stem, interleaved = name.removesuffix("_blocks"), "gate_up_proj" in name
+        stem, ordered = name.removesuffix("_blocks"), _gate_first if "gate_up_proj" in name else _as_it_is
         if name.endswith("_blocks") and f"{stem}_scales" in tensors:
-            blocks, scales = found.pop(name), found.pop(f"{stem}_scales")
-            found[stem] = _dequantised(blocks, scales, dtype, interleaved=interleaved)
-        elif name.endswith(("gate_up_proj", "down_proj")) and len(found[name].shape) == 3:
-            num_experts, columns, rows = found[name].shape
-            turned = replace(found[name], lazy=Turned(found[name]), shape=(num_experts, rows, columns))
-            found[name] = _gate_first(turned) if interleaved else turned
-        elif name.endswith("gate_up_proj_bias"):
-            found[name] = _gate_first(found[name])
+            found[stem] = _dequantised(ordered(found.pop(name)), ordered(found.pop(f"{stem}_scales")), dtype)
+        elif name.endswith(FUSED) and len(found[name].shape) == 3:
+            found[name] = ordered(_turned(found[name]))
+        elif name.endswith(BIASES):
+            found[name] = ordered(found[name])
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Turned:
-    """Reads slices of ``(E, N, K)`` from a tensor ``(E, K, N)``."""
-
-    tensor: StoredTensor
-
-    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
-        experts, rows, columns = (*index, slice(None))[:3]
-        return self.tensor[experts, columns, rows].transpose(1, 2)
+def _as_it_is(tensor: StoredTensor) -> StoredTensor:
+    return tensor
 
 
-@dataclass(frozen=True, slots=True)
-class GateFirst:
-    """Reads rows of gate, or of up behind them, from a tensor ``(E, 2F, ...)`` whose rows are gate and up in turn.
+def _turned(tensor: StoredTensor) -> StoredTensor:
+    """``(E, N, K)`` of a tensor ``(E, K, N)``."""
+    num_experts, columns, rows = tensor.shape
+
+    def read(index: Index) -> Tensor:
+        experts, rows, columns = index
+        return tensor.read((experts, columns, rows)).transpose(1, 2)
+
+    return replace(tensor, shape=(num_experts, rows, columns), read=read)
+
+
+def _gate_first(tensor: StoredTensor) -> StoredTensor:
+    """Rows of gate, or of up behind them, of a tensor ``(E, 2F, ...)`` whose rows are gate and up in turn.
 
     Example (F = 3): rows 4 and 5, the last two of up, are rows 3 and 5 of the tensor.
     """
 
-    tensor: StoredTensor
-
-    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
+    def read(index: Index) -> Tensor:
         experts, rows, *others = index
-        half, first = divmod(rows.start, self.tensor.shape[1] // 2)
+        half, first = divmod(rows.start, tensor.shape[1] // 2)
         pairs = slice(2 * first, 2 * (first + rows.stop - rows.start))
-        return self.tensor[experts, pairs, *others][:, half::2]
+        return tensor.read((experts, pairs, *others))[:, half::2]
+
+    return replace(tensor, read=read)
 
 
-@dataclass(frozen=True, slots=True)
-class Dequantised:
-    """Reads slices of ``(E, N, K)``, which may begin inside a block, as the numbers they stand for."""
-
-    blocks: StoredTensor  # (E, N, K / 32, 16) uint8
-    scales: StoredTensor  # (E, N, K / 32) uint8
-    dtype: torch.dtype  # of the numbers
-
-    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
-        experts, rows, columns = (*index, slice(None))[:3]
-        span = range(MX_BLOCK * self.scales.shape[2])[columns]
-        touched = slice(span.start // MX_BLOCK, -(-span.stop // MX_BLOCK))
-        elements, scales = (part[experts, rows, touched] for part in (self.blocks, self.scales))
-        try:
-            packed = formats.MXFP4(elements=elements.flatten(2), scales=scales.contiguous())
-        except ValueError as error:
-            raise ValueError(f"{self.scales.name}: {error}") from error
-        first = span.start - MX_BLOCK * touched.start
-        return packed.dequantize(self.dtype)[..., first : first + len(span)]
-
-
-def _gate_first(tensor: StoredTensor) -> StoredTensor:
-    return replace(tensor, lazy=GateFirst(tensor))
-
-
-def _dequantised(blocks: StoredTensor, scales: StoredTensor, dtype: torch.dtype, *, interleaved: bool) -> StoredTensor:
+def _dequantised(blocks: StoredTensor, scales: StoredTensor, dtype: torch.dtype) -> StoredTensor:
+    """``(E, N, K)`` numbers of MXFP4, of which slices may begin inside a block."""
     for tensor, shape in ((blocks, (*scales.shape, MX_BLOCK // 2)), (scales, scales.shape)):
         require(
             tensor.dtype == "U8" and tensor.shape == shape and len(scales.shape) == 3,
             f"{tensor.name} {tensor.dtype} of shape {tensor.shape} must be U8 of {shape}: MXFP4 has blocks "
             "(E, N, K / 32, 16) and scales (E, N, K / 32)",
         )
+
+    def read(index: Index) -> Tensor:
+        experts, rows, columns = index
+        touched = slice(columns.start // MX_BLOCK, -(-columns.stop // MX_BLOCK))
+        elements = blocks.read((experts, rows, touched, slice(0, MX_BLOCK // 2))).flatten(2)
+        try:
+            packed = formats.MXFP4(elements=elements, scales=scales.read((experts, rows, touched)).contiguous())
+        except ValueError as error:
+            raise ValueError(f"{scales.name}: {error}") from error
+        first = columns.start - MX_BLOCK * touched.start
+        return packed.dequantize(dtype)[..., first : first + columns.stop - columns.start]
+
     shape = (*scales.shape[:2], MX_BLOCK * scales.shape[2])
-    if interleaved:
-        blocks, scales = _gate_first(blocks), _gate_first(scales)
-    return replace(blocks, shape=shape, dtype=MXFP4, lazy=Dequantised(blocks, scales, dtype), read_as=dtype)
+    return replace(blocks, shape=shape, dtype=MXFP4, read=read, read_as=dtype)
 
 
 def laid_out(experts: Any) -> LaidOut:

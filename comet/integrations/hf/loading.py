@@ -14,10 +14,10 @@ from comet.config import MOE_DTYPES, ParallelConfig, require
 from comet.experts.budget import ExpertStoreKind
 from comet.experts.options import StoreOptions
 from comet.integrations.hf import gpt_oss
-from comet.integrations.hf.contents import state_of, take_block_fp8, wanted
+from comet.integrations.hf.checkpoint import holds_block_fp8, state_of
 from comet.integrations.hf.convert import Place, keep_from_saving
 from comet.integrations.hf.families import check_family, moe_config, read_config, require_transformers, stock_experts
-from comet.integrations.hf.stored import open_checkpoint, some
+from comet.integrations.hf.stored import StoredTensor, open_checkpoint, some
 from comet.integrations.hf.stored_experts import open_stores, take_files
 from comet.layer.group import ExpertGroup
 from comet.quantization.formats import MXType
@@ -92,13 +92,13 @@ def load_pretrained(
     decode_tokens = store.most_tokens(decode_tokens, group)
     folder = Path(folder)
     config, dtype, device = _settings(folder, group, dtype, device)
-    is_fp8 = take_block_fp8(config, folder, keep_fp8)
+    is_fp8 = _take_block_fp8(config, folder, keep_fp8)
     place = Place.create(config, group, decode_tokens, keep_fp8=keep_fp8, in_store=store.in_store)
     stock_class, modules = _blueprint(config)
     parallel = ParallelConfig() if group is None else group.parallel
     budget = store.budget(moe_config(config), len(modules), dtype, parallel)
     with ExitStack() as files:
-        tensors = wanted(open_checkpoint(folder, files), stock_class)
+        tensors = _wanted(open_checkpoint(folder, files), stock_class)
         state, place = state_of(tensors, modules, place, config, dtype, is_fp8=is_fp8)
         layers = {} if budget is None else take_files(state, modules, dtype, place.layout, keep_fp8=keep_fp8)
         given = dict(config=config, state_dict=state, dtype=dtype, **options)
@@ -122,6 +122,26 @@ def _settings(
         same = value is None or str(value) in (str(of_group), str(of_group).split(":")[0])
         require(same, f"{name}={value} must be the group's {of_group}, or None")
     return config, group.workspace.shape.dtype, group.device
+
+
+def _take_block_fp8(config: Any, folder: Path, keep_fp8: bool) -> bool:
+    """Whether the checkpoint is block FP8, and let its configuration say no more of it: transformers would act."""
+    found = holds_block_fp8(config)
+    require(
+        found or not keep_fp8,
+        f"keep_fp8=True must come with a block FP8 checkpoint: config.json of {folder} has no such quantization_config",
+    )
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return found
+
+
+def _wanted(tensors: dict[str, StoredTensor], model_class: Any) -> dict[str, StoredTensor]:
+    """Without the tensors that published checkpoints hold beyond the model (DeepSeek-V3's prediction layer)."""
+    patterns = model_class._keys_to_ignore_on_load_unexpected or ()
+    return {
+        name: tensor for name, tensor in tensors.items() if not any(re.search(pattern, name) for pattern in patterns)
+    }
 
 
 def _blueprint(config: Any) -> tuple[type[nn.Module], dict[int, str]]:

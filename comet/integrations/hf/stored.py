@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import EllipsisType
 from typing import Any
@@ -24,18 +27,26 @@ SCALES = "_scale_inv"  # behind the name of a tensor in block FP8: what its elem
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SCALE_DTYPES = {**DTYPES, "F8_E8M0": torch.float8_e8m0fnu}
 NAMED = 3  # tensors or problems that an error names; a checkpoint has ten thousands
+ALL = slice(None)
+# What a matrix of one expert is, by its name in published checkpoints.
+PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
+# Tensors of all experts of a layer.
+FUSED = ("gate_up_proj", "down_proj")
+BIASES = ("gate_up_proj_bias", "down_proj_bias")
+
+Index = tuple[slice, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
-    """A tensor in a file, not read."""
+    """A tensor in a file, or what is made of one, not read; indexing it with ``...`` does, as transformers does."""
 
     name: str  # as the file spells it
-    shape: tuple[int, ...]  # its full shape
+    shape: tuple[int, ...]
     dtype: str  # as safetensors spells it, such as BF16; or MXFP4
-    lazy: Any  # reads what it is indexed with, an ellipsis or a tuple of slices; so does this object
+    read: Callable[[Index], Tensor]  # what is at a slice, with start and stop, of each dimension
     scales: StoredTensor | None = None  # of a tensor in block FP8, once they are known to fit
-    read_as: torch.dtype | None = None  # what lazy turns quantised numbers into; None: it gives them as they are stored
+    read_as: torch.dtype | None = None  # what reading turns quantised numbers into; None: it gives them as they are
     first_row: int = 0  # of scales: row of their first block at which their tensor begins
 
     @property
@@ -53,63 +64,93 @@ class StoredTensor:
         """Whether its elements are of eight bits or fewer, which mean nothing without scales."""
         return self.dtype.startswith(("F8_", "F6_", "F4")) or self.dtype in ("I8", "U8")
 
-    def __getitem__(self, index: EllipsisType | tuple[slice, ...]) -> Tensor:
-        values: Tensor = self.lazy[index]
-        return values
+    def __getitem__(self, index: EllipsisType) -> Tensor:
+        return self.read(tuple(slice(0, size) for size in self.shape))
+
+    def of_expert(self, expert: int) -> StoredTensor:
+        """What a tensor of all experts holds of one."""
+        own = slice(expert, expert + 1)
+        return replace(self, shape=self.shape[1:], read=lambda index: self.read((own, *index))[0])
+
+    def part(self, *places: slice) -> StoredTensor:
+        """Slices of the first dimensions: ``part(ALL, slice(5, 9))`` are four columns."""
+        spans = [range(size) for size in self.shape]
+        spans[: len(places)] = [span[place] for span, place in zip(spans, places, strict=False)]
+
+        def read(index: Index) -> Tensor:
+            inner = [span[part] for span, part in zip(spans, index, strict=True)]
+            return self.read(tuple(slice(span.start, span.stop) for span in inner))
+
+        return replace(self, shape=tuple(map(len, spans)), read=read)
+
+    def copied(self) -> StoredTensor:
+        """One whose weights stay on the CPU as copies.
+
+        What is read otherwise is the mapped file, and changes or ends with it; and as it begins at any byte, products
+        with it may round otherwise than with a copy.
+        """
+        return replace(self, read=lambda index: self.read(index).clone())
 
 
 @dataclass(frozen=True, slots=True)
-class UnchangedFile:
-    """A file as it was when it was opened."""
+class LazyShard:
+    """One rank's part of a layer's experts, read when it is indexed, as transformers does with every lazy tensor."""
 
-    path: Path  # of the file
-    seen: tuple[int, int, int]  # its number, size in bytes, and time of the last change in nanoseconds
+    experts: tuple[tuple[StoredTensor, ...], ...]  # what lies one below the other in each: gate and up, or down
 
-    @classmethod
-    def of(cls, path: Path) -> UnchangedFile:
-        """As it is now; raises ``OSError`` if it is gone."""
-        return cls(path, _identity(path))
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``(e, 2F/TP, D)`` or ``(e, D, F/TP)``; of biases without the last dimension."""
+        parts = self.experts[0]
+        return len(self.experts), sum(part.shape[0] for part in parts), *parts[0].shape[1:]
 
-    def check(self) -> None:
-        """Raise ``ValueError`` if the file is gone or another one: what is mapped may no longer be what was checked."""
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it is read as."""
+        sources = [part for parts in self.experts for part in parts]
+        return next((source.read_as for source in sources if source.read_as), None) or sources[0].stored_as
+
+    @property
+    def num_bytes(self) -> int:
+        """What this rank reads of the checkpoint, in bytes."""
+        return int(math.prod(self.shape) * self.experts[0][0].number_bytes)
+
+    def __getitem__(self, index: EllipsisType) -> Tensor:
+        whole = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        for expert, into in enumerate(whole):
+            self.read_expert(expert, into)
+        return whole
+
+    def read_expert(self, expert: int, into: Tensor) -> None:
+        """Read one of the rank's experts, counted from the rank's first, one stored tensor after the other."""
+        parts = self.experts[expert]
+        for part, rows in zip(parts, into.chunk(len(parts)), strict=True):
+            rows.copy_(part[...])
+
+
+def unchanged(path: Path) -> Callable[[], None]:
+    """What raises ``ValueError`` once a file is gone or another one: what is mapped may not be what was checked."""
+
+    def identity() -> tuple[int, int, int]:
+        found = os.stat(path)
+        return found.st_ino, found.st_size, found.st_mtime_ns
+
+    seen = identity()
+
+    def check() -> None:
         try:
-            is_same = _identity(self.path) == self.seen
+            is_same = identity() == seen
         except OSError:
             is_same = False
-        require(is_same, f"{self.path} must stay as it was when it was opened: it changed or is gone; load it anew")
+        require(is_same, f"{path} must stay as it was when it was opened: it changed or is gone; load it anew")
+
+    return check
 
 
-def _identity(path: Path) -> tuple[int, int, int]:
-    found = os.stat(path)
-    return found.st_ino, found.st_size, found.st_mtime_ns
-
-
-@dataclass(frozen=True, slots=True)
-class CheckedSlice:
-    """Slices of a tensor in a file that has not changed."""
-
-    lazy: Any
-    file: UnchangedFile
-
-    def __getitem__(self, index: EllipsisType | tuple[slice, ...]) -> Tensor:
-        self.file.check()  # behind a cut file's new end, reading mapped memory would end the process
-        values: Tensor = self.lazy[index]
-        return values
-
-
-@dataclass(frozen=True, slots=True)
-class CopiedSlice:
-    """Copies of slices, for weights that stay on the CPU.
-
-    What is read otherwise is the mapped file, and changes or ends with it; and as it begins at any byte, products with
-    it may round otherwise than with a copy.
-    """
-
-    lazy: Any
-
-    def __getitem__(self, index: EllipsisType | tuple[slice, ...]) -> Tensor:
-        values: Tensor = self.lazy[index]
-        return values.clone()
+def _read(lazy: Any, check: Callable[[], None], index: Index) -> Tensor:
+    check()  # behind a cut file's new end, reading mapped memory would end the process
+    values: Tensor = lazy[index or ...]  # a number has no dimension to slice
+    return values
 
 
 def open_checkpoint(folder: Path, files: ExitStack) -> dict[str, StoredTensor]:
@@ -128,16 +169,16 @@ def open_checkpoint(folder: Path, files: ExitStack) -> dict[str, StoredTensor]:
     found = {}
     for file in sorted(set(promised.values())):
         require((folder / file).is_file(), f"checkpoint {folder} must hold {file}: it is gone")
-        opened = UnchangedFile.of(folder / file)
-        files.callback(opened.check)  # once more, after the last read
+        check = unchanged(folder / file)
+        files.callback(check)  # once more, after the last read
         try:
             handle = files.enter_context(safe_open(folder / file, framework="pt"))
         except SafetensorError as error:
             raise ValueError(f"checkpoint {folder} is damaged: {file} cannot be read ({error})") from error
         for name in handle.keys():  # noqa: SIM118 - the handle is no dict
             lazy = handle.get_slice(name)
-            shape, dtype = tuple(lazy.get_shape()), lazy.get_dtype()
-            found[name] = StoredTensor(name=name, shape=shape, dtype=dtype, lazy=CheckedSlice(lazy, opened))
+            shape, read = tuple(lazy.get_shape()), partial(_read, lazy, check)
+            found[name] = StoredTensor(name=name, shape=shape, dtype=lazy.get_dtype(), read=read)
     lacking = sorted(name for name in promised if name and name not in found)
     require(not lacking, f"checkpoint {folder} is damaged: {INDEX_FILE} promises {some(lacking)}, the files lack them")
     return found

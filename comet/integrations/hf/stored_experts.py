@@ -21,10 +21,9 @@ from comet.experts.options import StoreOptions
 from comet.experts.paths import CachedPath, Slots, cores_of_paths, host_paths, report_of_paths
 from comet.experts.staged import StagedExperts
 from comet.experts.store import HeldExperts, QuantisedReader, Specs
-from comet.integrations.hf.checkpoint import BIASES, LazyShard
 from comet.integrations.hf.experts import CometExperts
 from comet.integrations.hf.gates import routers_beside
-from comet.integrations.hf.stored import SCALES
+from comet.integrations.hf.stored import BIASES, FUSED, SCALES, LazyShard
 from comet.layer.group import ExpertGroup
 from comet.layout import ExpertLayout
 
@@ -101,20 +100,16 @@ def take_files(
         modules: Name of the experts module of each MoE layer.
         keep_fp8: Whether they are read as they are stored in block FP8, with their scales as float32.
     """
-    names = {"w1": "gate_up_proj", "w2": "down_proj"}
-    dtypes = dict.fromkeys(names, torch.float8_e4m3fn if keep_fp8 else dtype)
-    if keep_fp8:
-        names |= {f"{part}_scales": name + SCALES for part, name in names.items()}
-        dtypes = dict.fromkeys(names, torch.float32) | dtypes
-    biases = dict(zip(("b1", "b2"), BIASES, strict=True))
+    names = {"w1": FUSED[0], "w2": FUSED[1], "w1_scales": FUSED[0] + SCALES, "w2_scales": FUSED[1] + SCALES}
+    names |= dict(zip(("b1", "b2"), BIASES, strict=True))
     found = {}
     for module in modules.values():
-        shards = {part: state.pop(f"{module}.{name}") for part, name in names.items()}
-        of_biases = {part: state.pop(f"{module}.{name}", None) for part, name in biases.items()}
+        taken = {part: state.pop(f"{module}.{name}", None) for part, name in names.items()}
         if layout.tp_rank:
-            del of_biases["b2"]
-        shards |= {part: shard for part, shard in of_biases.items() if shard is not None}
-        found[module] = LayerFiles(shards, dict.fromkeys(shards, dtype) | dtypes)
+            del taken["b2"]
+        shards = {part: shard for part, shard in taken.items() if shard is not None}
+        dtypes = {part: shard.dtype if keep_fp8 else dtype for part, shard in shards.items()}
+        found[module] = LayerFiles(shards, dtypes)
     return found
 
 

@@ -20,8 +20,7 @@ from torch import Tensor
 from comet.decode import held_pieces
 from comet.decode.runners import LocalRunner, ReplicatedRunner, computes_fp8, fp8_path
 from comet.integrations import hf
-from comet.integrations.hf.fp8.experts import FP8Experts
-from comet.integrations.hf.fp8.shared import FP8JoinedExperts, FP8SharedSlots
+from comet.integrations.hf.fp8.experts import FP8Experts, FP8SharedSlots
 from comet.layer.group import make_expert_group
 from comet.layer.paths import make_path
 from comet.layout import ExpertLayout
@@ -75,7 +74,7 @@ def test_joined_tensors_are_there_once(whole: Path) -> None:
             storage = weight.untyped_storage()
             assert storage.data_ptr() == pieces[name].untyped_storage().data_ptr()
             assert storage.nbytes() == weight.nbytes + pieces[name].nbytes
-        assert experts._decoded is None, "what was there before the join is let go"
+        assert "_comet_decode_weights" not in vars(experts), "what was there before the join is let go"
     for name, weight in held.items():
         assert torch.equal(model.get_parameter(name), weight), name
 
@@ -98,7 +97,7 @@ def test_a_shared_expert_that_is_stored_otherwise_runs_by_itself(whole: Path, tm
         whole, lambda state: state.update({name: dequantized(state[name], state.pop(f"{name}_scale_inv"))}), tmp_path
     )
     model = kept(tmp_path)
-    assert {type(experts) for experts in experts_of(model)} == {FP8Experts}
+    assert all(experts.shared is None for experts in experts_of(model))
     Expected.of(stock(whole)).check(model, part)
 
 
@@ -117,7 +116,7 @@ def on_ranks(rank: int, world_size: int, folder: Path, sizes: dict[str, int], ep
     model = kept(folder, group=group)
     pieces = 1 if tp == 2 else 1 - rank
     for experts in experts_of(model):
-        assert isinstance(experts, FP8JoinedExperts)
+        assert isinstance(experts.shared, FP8SharedSlots)
         assert [len(weight) for weight in experts.pieces.parameters()] == [pieces] * 4 * bool(pieces)
     logits = Expected.of(stock(folder)).check(model, f"ep {ep}, tp {tp}, rank {rank}")
     hf.check(model)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from comet.config import MoEConfig, require
-from comet.decode import DecodeWeights, joins_step, rank_slots
-from comet.decode.runners import Runner
-from comet.integrations.hf.experts import CometExperts
-from comet.integrations.hf.stored import SCALES
+from comet.decode import DecodeWeights, SharedSlots, joins_step, rank_slots
+from comet.decode.runners import Runner, fp8_weights
+from comet.decode.shared import with_room
+from comet.integrations.hf.experts import CometExperts, shared_matrices
+from comet.integrations.hf.stored import FUSED, SCALES
 from comet.layout import ExpertLayout
-from comet.quantization.formats import FP8, FP8_BLOCK
+from comet.quantization.formats import FP8_BLOCK
+
+NAMES = (*FUSED, *(f"{name}{SCALES}" for name in FUSED))
+_KEPT = "_comet_decode_weights"
 
 
 class FP8Experts(CometExperts):
@@ -23,59 +30,116 @@ class FP8Experts(CometExperts):
 
     Parameters are allocated, not filled: ``gate_up_proj (e, 2F/TP, D)`` and ``down_proj (e, D, F/TP)`` float8_e4m3fn,
     and ``gate_up_proj_scale_inv (e, 2F/TP/128, ceil(D/128))`` and ``down_proj_scale_inv (e, ceil(D/128), F/TP/128)``
-    float32. They get no gradient, and keep their types: ``.half()`` breaks them. A shared expert runs by itself;
-    ``FP8JoinedExperts`` includes it in decode steps.
+    float32. They get no gradient, and keep their types: ``.half()`` breaks them. ``pieces`` holds this rank's of a
+    shared expert that joins decode steps, under the same names, if there are any.
 
     Args:
-        width: F/TP, a multiple of 128.
+        width: F/TP, a multiple of 128 and the width of a piece.
     """
 
     def __init__(
-        self, hidden_size: int, width: int, layout: ExpertLayout, runner: Runner, device: torch.device
+        self,
+        hidden_size: int,
+        width: int,
+        layout: ExpertLayout,
+        runner: Runner,
+        device: torch.device,
+        num_pieces: int = 0,
     ) -> None:
-        experts, blocks, deep = layout.experts_local, width // FP8_BLOCK, -(-hidden_size // FP8_BLOCK)
+        own, pieces = (_allocated(count, hidden_size, width, device) for count in (layout.experts_local, num_pieces))
+        super().__init__(own["gate_up_proj"], own["down_proj"], layout, runner)
+        self.pieces = nn.Module()
+        for name in NAMES:
+            self.register_parameter(name, own[name])
+            if num_pieces:
+                self.pieces.register_parameter(name, pieces[name])
 
-        def parameter(dtype: torch.dtype, *shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(experts, *shape, dtype=dtype, device=device), requires_grad=False)
-
-        elements = torch.float8_e4m3fn
-        super().__init__(
-            parameter(elements, 2 * width, hidden_size), parameter(elements, hidden_size, width), layout, runner
-        )
-        self.register_parameter(f"gate_up_proj{SCALES}", parameter(torch.float32, 2 * blocks, deep))
-        self.register_parameter(f"down_proj{SCALES}", parameter(torch.float32, deep, blocks))
-        self._decoded: DecodeWeights | None = None
+    def shared_slots(self, shared: nn.Module, columns: int) -> SharedSlots:
+        """Those of pieces in block FP8."""
+        return FP8SharedSlots(self.layout, columns, shared, self)
 
     @torch.compiler.disable
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """``(T, D)`` of ``(T, D)``, ``(T, K)`` and ``(T, K)``."""
-        w1, w2, experts = self.gate_up_proj.detach(), self.down_proj.detach(), None
-        if self.runner.takes_fp8 or joins_step(hidden_states, self.runner.decode.max_tokens):
-            experts = self._decode_weights()
-        else:
-            w1, w2 = (
-                FP8(elements=elements, scales=scales, trusted=True).dequantize(hidden_states.dtype)
-                for elements, scales in zip((w1, w2), self._scales(), strict=True)
-            )
-        ids, weights = top_k_index.to(torch.int32), top_k_weights.float()
-        return self.runner(hidden_states, ids, weights, w1, w2, experts=experts)
+        if self.shared is not None and joins_step(hidden_states, self.runner.decode.max_tokens):
+            return super().forward(hidden_states, top_k_index, top_k_weights)
+        kept = kept_weights(self, lambda: rank_slots(self.layout, self.gate_up_proj.device))
+        return run_kept(self.runner, hidden_states, top_k_index.to(torch.int32), top_k_weights.float(), kept)
 
-    def _decode_weights(self) -> DecodeWeights:
-        """Made at the first step, for which it waits for the device, and again where somebody moved the weights."""
-        decoded = self._decoded
-        if decoded is None or decoded.w1.data_ptr() != self.gate_up_proj.data_ptr():
-            w1_scales, w2_scales = self._scales()
-            self._decoded = decoded = DecodeWeights(
-                w1=self.gate_up_proj.detach(),
-                w2=self.down_proj.detach(),
-                slots=rank_slots(self.layout, self.gate_up_proj.device),
-                w1_scales=w1_scales,
-                w2_scales=w2_scales,
-            )
-        return decoded
 
-    def _scales(self) -> tuple[Tensor, Tensor]:
-        return self.get_parameter(f"gate_up_proj{SCALES}").detach(), self.get_parameter(f"down_proj{SCALES}").detach()
+def _allocated(count: int, hidden_size: int, width: int, device: torch.device) -> dict[str, nn.Parameter]:
+    deep, blocks = -(-hidden_size // FP8_BLOCK), width // FP8_BLOCK
+    shapes = (2 * width, hidden_size), (hidden_size, width), (2 * blocks, deep), (deep, blocks)
+    return {
+        name: nn.Parameter(
+            torch.empty(count, *shape, device=device, dtype=torch.float8_e4m3fn if name in FUSED else torch.float32),
+            requires_grad=False,
+        )
+        for name, shape in zip(NAMES, shapes, strict=True)
+    }
+
+
+def kept_weights(experts: Any, slots: Callable[[], Tensor]) -> DecodeWeights:
+    """What decode steps read of a module's experts in block FP8.
+
+    Made at the first step, for which it waits for the device, and again where somebody moved the weights.
+    """
+    kept: DecodeWeights | None = experts.__dict__.get(_KEPT)
+    if kept is None or kept.w1.data_ptr() != experts.gate_up_proj.data_ptr():
+        w1, w2, w1_scales, w2_scales = (getattr(experts, name).detach() for name in NAMES)
+        kept = DecodeWeights(w1=w1, w2=w2, slots=slots(), w1_scales=w1_scales.float(), w2_scales=w2_scales.float())
+        experts.__dict__[_KEPT] = kept
+    return kept
+
+
+def run_kept(runner: Runner, tokens: Tensor, ids: Tensor, weights: Tensor, kept: DecodeWeights) -> Tensor:
+    """``(T, D)``, from FP8 in decode steps and where the runner takes it; else the layer is dequantised for this."""
+    if runner.takes_fp8 or joins_step(tokens, runner.decode.max_tokens):
+        return runner(tokens, ids, weights, kept.w1, kept.w2, experts=kept)
+    w1, w2 = (weight.dequantize(tokens.dtype) for weight in fp8_weights(kept).values())
+    return runner(tokens, ids, weights, w1, w2)
+
+
+class FP8SharedSlots(SharedSlots):
+    """``SharedSlots`` of pieces that are kept in block FP8, beside experts that are.
+
+    The shared expert's own module is dequantised, computes all that is no decode step, and must not be written to.
+
+    Args:
+        experts: Hold the pieces.
+    """
+
+    def __init__(self, layout: ExpertLayout, columns: int, module: nn.Module, experts: FP8Experts) -> None:
+        super().__init__(layout, columns, module, shared_matrices)
+        self.experts = experts
+
+    def bytes_elsewhere(self, expert_bytes: int) -> int:
+        """Bytes of the shared expert that a step does not read here; its pieces are in FP8, and smaller."""
+        whole = sum(part.nbytes for part in shared_matrices(self.module))
+        return whole - sum(part.nbytes for part in self.experts.pieces.parameters())
+
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
+    def _join(self, w1: Tensor, w2: Tensor) -> DecodeWeights:
+        """Routed experts, then pieces, each parameter in one tensor of which both become views."""
+        self.experts.__dict__.pop(_KEPT, None)  # it holds on to what moves here
+        rooms, pieces = [], dict(self.experts.pieces.named_parameters())
+        for name in NAMES:
+            own = self.experts.get_parameter(name)
+            room = with_room(own, (len(own) + (len(pieces[name]) if pieces else 0), *own.shape[1:]))
+            if pieces:
+                room[len(own) :].copy_(pieces[name])
+                pieces[name].data = room[len(own) :]
+            rooms.append(room)
+        w1, w2, w1_scales, w2_scales = rooms
+        slots = self.table(len(w1) - self.layout.experts_local, w1.device)
+        return DecodeWeights(w1=w1, w2=w2, slots=slots, w1_scales=w1_scales, w2_scales=w2_scales)
+
+    def _fill(self, joined: DecodeWeights) -> None:
+        raise ValueError(
+            "the shared expert was written to, but decode steps read it in block FP8: load the model with "
+            "keep_fp8=False to change it"
+        )
 
 
 def check_width(moe: MoEConfig, layout: ExpertLayout) -> None:
