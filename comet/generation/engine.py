@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from comet.config import SpeculationConfig, require
 from comet.decode import FrozenExperts, SharedSlots, before_replay, matrices_of, shared_columns
-from comet.decode.runners import DECODE_TOKENS, ReplicatedRunner
+from comet.decode.runners import DECODE_TOKENS, ReplicatedRunner, Runner
 from comet.experts import CACHED_DECODE_TOKENS, CacheReport, DraftRouters, ExpertCache
 from comet.experts.host.cores import HostCores
 from comet.experts.paths import CachedPath, Slots, cores_of_paths, host_paths, report_of_paths
@@ -34,6 +34,7 @@ from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT
 from comet.moe import MoE
 from comet.quantization.formats import MXType
+from comet.router.router import Router
 from comet.utils.graphs import TOO_FEW, GraphMode
 
 
@@ -46,7 +47,8 @@ class Engine:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device  # where it computes
-        self.cores: HostCores | None = None  # of the host, that compute some of the missing experts
+        self.runners: Sequence[Runner] = ()  # compute the experts of all layers
+        self.stored: Sequence[CachedPath] = ()  # the layers' experts where they are in a store
         self._drafts: DraftRouters | None = None
         self._passes: Passes | None = None  # that append tokens; there are none before the prompts of some models
         self._steps = 0  # since the prompts
@@ -104,13 +106,21 @@ class Engine:
         """Why any kind of pass was launched kernel by kernel; empty if all were replayed from a CUDA graph."""
         return TOO_FEW if self._passes is None else self._passes.graph_fallback_reason
 
+    @property
+    def cores(self) -> HostCores | None:
+        """Those of the host that compute some of the missing experts."""
+        return cores_of_paths(self.stored)
+
     def cache_report(self) -> CacheReport | None:
         """What expert caches did so far; ``None`` where all experts are on the device. Waits for it."""
-        raise NotImplementedError
+        return report_of_paths(self.stored)
 
     def check(self) -> None:
-        """Raise what went wrong on the device so far; waits for it."""
-        raise NotImplementedError
+        """Raise what went wrong on the device or the host's cores so far; waits for them."""
+        if self.cores is not None:
+            self.cores.check()
+        for runner in self.runners:
+            runner.check()
 
     def weight_bytes_per_step(self) -> float:
         """Bytes of weights this rank read per decode step since ``prefill``, on average; 0 without a step.
@@ -122,8 +132,11 @@ class Engine:
         """
         if not self._steps:
             return 0.0
-        expert, dense = self._weight_bytes()
-        return int(self._touched) / self._steps * expert + dense
+        expert, dense, embedding, shared = self._weights()
+        num_sequences = len(self.lengths)
+        if num_sequences <= self.runners[0].decode.max_tokens:
+            dense -= sum(slots.bytes_elsewhere(expert) for slots in shared if slots is not None)
+        return int(self._touched) / self._steps * expert + dense + num_sequences * embedding[0].nbytes
 
     def _take(self, ids: Tensor, *, drafts: bool = False) -> Tensor:
         """Append ``(B, S)`` tokens by the pass of this shape; ``(B, S, V)`` logits."""
@@ -142,9 +155,14 @@ class Engine:
     def _read(self, ids: Tensor, lengths: Tensor, max_length: int) -> Tensor:
         raise NotImplementedError
 
-    def _weight_bytes(self) -> tuple[float, float]:
-        """Of one expert's part here, and of all else that a step reads."""
+    def _weights(self) -> tuple[int, int, Tensor, Sequence[SharedSlots | None]]:
+        """Bytes of one expert's part here and of all else but the embedding, this, and the layers' shared experts."""
         raise NotImplementedError
+
+    def _draft_by(self, routers: Sequence[Router], drafts: SpeculationConfig, group: ExpertGroup | None) -> None:
+        """Let the layers, that route by ``routers``, draft."""
+        self._drafts = DraftRouters(routers, drafts, [path.cache.weights.slots for path in self.stored], group)
+        self._drafts.brings = expect_drafts(self.stored, drafts)
 
 
 def freeze_experts(runner: ReplicatedRunner, layer: MoE, columns: int) -> FrozenExperts:
@@ -231,7 +249,7 @@ class GPTEngine(Engine):
         apart = expert_slots is not None or moe.expert_bias  # a shared expert has no biases to join theirs with
         columns = 0 if apart else shared_columns(layout, moe.ffn_size, moe.shared_ffn_size)
         self.runner = ReplicatedRunner(moe, group, decode_tokens, shared_columns=columns)
-        self.stored: Sequence[CachedPath] = []
+        self.runners = [self.runner]
         self._experts: list[FrozenExperts] = []
         if expert_slots is None:
             self._experts = [freeze_experts(self.runner, layer, columns) for layer in model.moe_layers()]
@@ -248,12 +266,9 @@ class GPTEngine(Engine):
             )
         for layer, path in zip(model.moe_layers(), self._experts or self.stored, strict=True):
             layer.experts = path
-        self.cores = cores_of_paths(self.stored)
         self._held = slice(layout.first_expert, layout.first_expert + layout.experts_local)
         if speculation is not None:
-            routers = [layer.router for layer in model.moe_layers()]
-            self._drafts = DraftRouters(routers, speculation, [cache.weights.slots for cache in self.caches], group)
-            self._drafts.brings = expect_drafts(self.stored, speculation)
+            self._draft_by([layer.router for layer in model.moe_layers()], speculation, group)
         self._cache: KeyValueCache | None = None
         self._passes = self._make_passes()
 
@@ -308,26 +323,13 @@ class GPTEngine(Engine):
         self._touched += (output.expert_load[:, self._held] > 0).sum()
         return output.logits
 
-    def check(self) -> None:
-        """Raise what went wrong on the device or the host's cores; waits for them."""
-        if self.cores is not None:
-            self.cores.check()
-        self.runner.check()
-
-    def cache_report(self) -> CacheReport | None:
-        """What the expert caches did so far; ``None`` where all experts are on the device. Waits for it."""
-        return report_of_paths(self.stored)
-
-    def _weight_bytes(self) -> tuple[float, float]:
-        num_sequences = len(self._room().lengths)
+    def _weights(self) -> tuple[int, int, Tensor, Sequence[SharedSlots | None]]:
         embedding = self.model.embedding.weight
         dense = sum(weight.nbytes for weight in self.model.dense_parameters()) - embedding.nbytes
         expert = sum(local(weight)[0].nbytes for weight in self.model.expert_matrices()[:2])
         if self.caches:
             expert = self.caches[0].expert_bytes
-        if num_sequences <= self.runner.decode.max_tokens:
-            dense -= sum(layer.shared.bytes_elsewhere(expert) for layer in self._experts if layer.shared is not None)
-        return expert, dense + num_sequences * embedding[0].nbytes
+        return expert, dense, embedding, [layer.shared for layer in self._experts]
 
 
 def freeze(model: GPT) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,13 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from comet.config import SpeculationConfig, require
-from comet.experts import CacheReport, DraftRouters
-from comet.experts.prefetch import expect_drafts
+from comet.decode import SharedSlots
 from comet.generation.engine import Engine
 from comet.generation.text import TokenizerCodec
-from comet.integrations.hf.convert import check
 from comet.integrations.hf.experts import CometExperts
 from comet.integrations.hf.gates import drafting_gate, routed_by, router_of, routing_config
 from comet.integrations.hf.static import StaticDecoder, forgetful
-from comet.integrations.hf.stored_experts import StoredExperts, cache_report, cores_of
+from comet.integrations.hf.stored_experts import stored_paths
 from comet.layer.group import ExpertGroup
 from comet.utils.graphs import WARM_CALLS, GraphMode
 
@@ -69,16 +68,14 @@ class HFEngine(Engine):
         self.cuda_graph: GraphMode = cuda_graph
         named = {name: each for name, each in self.model.named_modules() if isinstance(each, CometExperts)}
         self._experts = list(named.values())
-        self.cores = cores_of(model)
+        self.runners = list(dict.fromkeys(each.runner for each in self._experts))
+        self.stored = stored_paths(model)
         self._longest_draft = 0 if speculation is None else speculation.draft_tokens
         if speculation is not None:
             check_rewinds(model)
             self._gates = [drafting_gate(model, name) for name in named]
-            routers = [router_of(gate, routing_config(model.config)) for gate in self._gates]
-            slots = [each.slots for each in self._experts if isinstance(each, StoredExperts)]
-            self._drafts = DraftRouters(routers, speculation, slots, group)
-            paths = [each.path for each in self._experts if isinstance(each, StoredExperts)]
-            self._drafts.brings = expect_drafts([path for path in paths if path is not None], speculation)
+            config = routing_config(model.config)
+            self._draft_by([router_of(gate, config) for gate in self._gates], speculation, group)
         for module in self._experts:
             module.register_forward_pre_hook(self._note_routing)
         self._routing: list[Tensor] = []
@@ -122,28 +119,13 @@ class HFEngine(Engine):
         assert self._drafts is not None, "an engine drafts by the settings of its speculation"
         return routed_by(self._gates, self._drafts.layers)
 
-    def check(self) -> None:
-        """``comet.integrations.hf.check`` of the model."""
-        check(self.model)
-
-    def cache_report(self) -> CacheReport | None:
-        """What the expert caches did so far; ``None`` where all experts are on the device. Waits for it."""
-        return cache_report(self.model)
-
-    def _weight_bytes(self) -> tuple[float, float]:
-        if not self._experts:
-            return 0.0, 0.0
+    def _weights(self) -> tuple[int, int, Tensor, Sequence[SharedSlots | None]]:
         embedding = self.model.get_input_embeddings().weight
-        head = self.model.get_output_embeddings().weight
         expert_weights = {id(weight) for module in self._experts for weight in module.parameters()}
         dense = sum(weight.nbytes for weight in self.model.parameters() if id(weight) not in expert_weights)
-        if head is not embedding:
+        if self.model.get_output_embeddings().weight is not embedding:
             dense -= embedding.nbytes
-        module = self._experts[0]
-        expert = module.expert_bytes
-        if self._shape[0] <= module.runner.decode.max_tokens:
-            dense -= sum(each.shared.bytes_elsewhere(expert) for each in self._experts if each.shared is not None)
-        return expert, dense + self._shape[0] * embedding[0].nbytes
+        return self._experts[0].expert_bytes, dense, embedding, [each.shared for each in self._experts]
 
     def _note_routing(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         self._routing.append(arguments[1].flatten())

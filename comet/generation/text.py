@@ -8,51 +8,24 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from comet.models.config import NUM_BYTE_VALUES
 
 UNFINISHED = "\ufffd"
 
 
-class TextStream(Protocol):
-    """Turns the tokens of one sequence into text as they come."""
-
-    def push(self, token: int) -> str:
-        """The text that is certain now and was not before."""
-        ...
-
-    def finish(self) -> str:
-        """The rest; no token comes after it."""
-        ...
-
-
-class Codec(Protocol):
-    """The vocabulary of a model."""
-
-    num_tokens: int  # ids below it are tokens; a model may have more logits
-    end_ids: frozenset[int]  # tokens that end a sequence
-
-    def encode(self, text: str) -> list[int]:
-        """The tokens of a prompt."""
-        ...
-
-    def stream(self, prompt: Sequence[int]) -> TextStream:
-        """A stream for what follows ``prompt``."""
-        ...
-
-
 class ByteCodec:
     """Every byte is a token: what ``comet train`` trains."""
 
-    num_tokens = NUM_BYTE_VALUES
-    end_ids: frozenset[int] = frozenset()
+    num_tokens = NUM_BYTE_VALUES  # ids below it are tokens; a model may have more logits
+    end_ids: frozenset[int] = frozenset()  # tokens that end a sequence
 
     def encode(self, text: str) -> list[int]:
         """UTF-8, and the very bytes of a command line that is not."""
         return list(text.encode("utf-8", "surrogateescape"))
 
-    def stream(self, prompt: Sequence[int]) -> TextStream:
+    def stream(self, prompt: Sequence[int]) -> ByteStream:
         """A stream for what follows ``prompt``, which may end within a character."""
         stream = ByteStream()
         for byte in prompt:
@@ -90,7 +63,7 @@ class TokenizerCodec:
         """The tokens of a prompt, with those the tokenizer puts in front."""
         return list(self.tokenizer.encode(text))
 
-    def stream(self, prompt: Sequence[int]) -> TextStream:
+    def stream(self, prompt: Sequence[int]) -> TokenizerStream:
         """A stream for what follows ``prompt``."""
         return TokenizerStream(self.tokenizer, prompt)
 
@@ -128,6 +101,9 @@ class TokenizerStream:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
+Codec = ByteCodec | TokenizerCodec
+
+
 class Continuation:
     """One sequence as it grows, and when it ends.
 
@@ -140,7 +116,12 @@ class Continuation:
     """
 
     def __init__(
-        self, stream: TextStream, *, limit: int, stop: str | None = None, end_ids: frozenset[int] = frozenset()
+        self,
+        stream: ByteStream | TokenizerStream,
+        *,
+        limit: int,
+        stop: str | None = None,
+        end_ids: frozenset[int] = frozenset(),
     ) -> None:
         self.num_tokens = 0
         self.text = ""

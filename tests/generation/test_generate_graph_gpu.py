@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from generate_cases import drafting_rounds
 from gpus import ON_GPUS, gpu_of, no_wait
 from ranks import run_ranks
 from torch import Tensor
@@ -155,24 +156,11 @@ def hf_engine(family: str, dtype: torch.dtype, cuda_graph: str, speculation: Any
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_drafts_and_verification_of_a_transformers_model(family: str) -> None:
     """Three graphs over one static cache, whose sequences take different numbers of tokens back."""
-    from comet.config import SpeculationConfig
-
     drafts = SpeculationConfig(draft_experts=(1,), tau=0.0)
     engines = [hf_engine(family, torch.float32, mode, speculation=drafts) for mode in ("off", "on")]
-    ids, lengths = prompts_of(2, 1, 64, GPU)
-    found = [[engine.prefill(ids, lengths, int(lengths.max()) + 40)] for engine in engines]
-    for token in range(6):
-        tokens = torch.tensor([[token, 3, 4], [9, 8, token]], device=GPU)
-        for engine, made in zip(engines, found, strict=True):
-            before = engine.lengths.clone()
-            made += [engine.draft(tokens[:, 0]), engine.draft(tokens[:, 1])]
-            engine.rewind(before)
-            made.append(engine.verify(tokens))
-            engine.rewind(before + torch.tensor([1 + token % 3, 2], device=GPU))
-            made.append(engine.decode(tokens[:, 2]))
-    assert not engines[1].graph_fallback_reason
-    for eager, captured in zip(*found, strict=True):
+    for eager, captured in zip(*(drafting_rounds(engine, 6) for engine in engines), strict=True):
         torch.testing.assert_close(captured, eager, rtol=1e-4, atol=1e-4)
+    assert not engines[1].graph_fallback_reason
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from comet.config import ParallelConfig, require
-from comet.decode import MAX_DECODE_TOKENS, held_pieces, shared_columns
+from comet.decode import held_pieces, shared_columns
 from comet.decode.runners import DECODE_TOKENS, LocalRunner, ReplicatedRunner, Runner
 from comet.integrations.hf import gpt_oss
 from comet.integrations.hf.by_name import check_named
@@ -21,7 +21,7 @@ from comet.integrations.hf.methods import is_silu, is_stock
 from comet.integrations.hf.stored_experts import StoredExperts, cores_of
 from comet.layer.group import ExpertGroup
 from comet.layout import ExpertLayout
-from comet.reference.layer import shard_biases, shard_experts
+from comet.reference.layer import shard_experts
 
 
 def convert(model: nn.Module, group: ExpertGroup | None = None, *, decode_tokens: int = DECODE_TOKENS) -> nn.Module:
@@ -54,41 +54,8 @@ def convert(model: nn.Module, group: ExpertGroup | None = None, *, decode_tokens
     place = Place.create(model.config, group, decode_tokens)
     for name, experts in stock.items():
         place.install(model, name, experts)
-    keep_from_saving(model, place.layout, laid_out=place.family == gpt_oss.FAMILY)
+    place.keep_from_saving(model)
     return model
-
-
-def keep_from_saving(
-    model: nn.Module,
-    layout: ExpertLayout,
-    *,
-    keep_fp8: bool = False,
-    in_store: bool = False,
-    laid_out: bool = False,
-) -> None:
-    """Let ``model.save_pretrained`` raise ``ValueError`` where a rank holds experts in part, in FP8, or in a store.
-
-    The folder would look like a model's and hold one rank's shard, or scales that nothing in it explains, or, where
-    experts were ``laid_out`` anew, weights in an order that nobody expects.
-    """
-    if layout.world_size > 1:
-        reason = (
-            f"rank {layout.rank} of {layout.world_size} holds a part of the experts only; "
-            "save the model before it is converted"
-        )
-    elif keep_fp8:
-        reason = "experts are kept in block FP8; load the model with keep_fp8=False to save it"
-    elif in_store:
-        reason = "experts are in a store and no parameters; load the model without expert_budget to save it"
-    elif laid_out:
-        reason = "experts are laid out as Comet multiplies them; save the model before it is converted"
-    else:
-        return
-
-    def save_pretrained(*arguments: Any, **options: Any) -> None:
-        raise ValueError(f"save_pretrained: {reason}")
-
-    model.save_pretrained = save_pretrained  # type: ignore[assignment]
 
 
 def check(model: nn.Module) -> None:
@@ -151,10 +118,6 @@ class Place:
         in_store: bool = False,
     ) -> Place:
         """This rank's place among the experts of a model with this configuration; raises ``ValueError`` as above."""
-        require(
-            0 <= decode_tokens <= MAX_DECODE_TOKENS,
-            f"decode_tokens={decode_tokens} must be between 0 and {MAX_DECODE_TOKENS}",
-        )
         moe = moe_config(config)
         layout = ExpertLayout.create(moe, ParallelConfig(), 0) if group is None else group.layout(moe)
         if keep_fp8:
@@ -177,6 +140,11 @@ class Place:
             in_store=in_store,
         )
 
+    @property
+    def laid_out(self) -> bool:
+        """Whether weights are laid out anew."""
+        return self.family == gpt_oss.FAMILY
+
     def install(self, model: nn.Module, name: str, stock: nn.Module) -> None:
         """Put this rank's part of a model's stock experts in their place, beside their block's shared expert."""
         experts = self.take(stock)
@@ -191,6 +159,7 @@ class Place:
             if experts.shared is not None:
                 setattr(block, name, InDecodeSteps(shared, self.runner.decode.max_tokens))
 
+    @torch.no_grad()
     def take(self, stock: nn.Module) -> CometExperts:
         """This rank's part of a stock experts module, copied unless it is all of it; room for it to be kept in FP8."""
         module: Any = stock
@@ -200,29 +169,43 @@ class Place:
             _, hidden_size, ffn_size = module.down_proj.shape
             device, width = module.down_proj.device, ffn_size // self.layout.tp
             return FP8Experts(hidden_size, width, self.layout, self.runner, device, self.num_pieces)
-        if self.family == gpt_oss.FAMILY:
-            return self._take_gpt_oss(module)
-        if self.layout.world_size == 1:
-            return CometExperts(module.gate_up_proj, module.down_proj, self.layout, self.runner)
-        parts = shard_experts(module.gate_up_proj.detach(), module.down_proj.detach(), self.layout)
-        gate_up_proj, down_proj = (
-            nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=False) for part in parts
-        )
-        return CometExperts(gate_up_proj, down_proj, self.layout, self.runner)
-
-    @torch.no_grad()
-    def _take_gpt_oss(self, module: Any) -> CometExperts:
-        """This rank's part, laid out anew; of all experts the parameters learn as those of the module do."""
-        w1, w2, biases = gpt_oss.laid_out(module)
-        mine = shard_biases(biases, self.layout)
-        assert mine is not None
-        held = slice(self.layout.first_expert, self.layout.first_expert + self.layout.experts_local)
-        learns = self.layout.world_size == 1 and module.gate_up_proj.requires_grad
-        parts = (*shard_experts(w1, w2, self.layout), mine.b1, biases.b2[held])
+        layout, w1, w2 = self.layout, module.gate_up_proj, module.down_proj
+        biases: tuple[Tensor, ...] = ()
+        learns = layout.world_size == 1 and w1.requires_grad
+        if self.laid_out:
+            w1, w2, (b1, b2) = gpt_oss.laid_out(module)
+            held = slice(layout.first_expert, layout.first_expert + layout.experts_local)
+            biases = (shard_experts(b1, w2, layout)[0], b2[held])  # b2 is whole on each TP rank
+        elif layout.world_size == 1:
+            return CometExperts(w1, w2, layout, self.runner)
         gate_up_proj, down_proj, *of_biases = (
-            nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=learns) for part in parts
+            nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=learns)
+            for part in (*shard_experts(w1, w2, layout), *biases)
         )
-        return CometExperts(gate_up_proj, down_proj, self.layout, self.runner, of_biases)
+        return CometExperts(gate_up_proj, down_proj, layout, self.runner, of_biases)
+
+    def keep_from_saving(self, model: nn.Module) -> None:
+        """Let ``save_pretrained`` raise ``ValueError`` where its folder would look like a model's, and be none.
+
+        It would hold one rank's shard, or scales that nothing in it explains, or weights in an order nobody expects.
+        """
+        part = f"rank {self.layout.rank} of {self.layout.world_size} holds a part of the experts only"
+        reasons = (
+            (self.layout.world_size > 1, f"{part}; save the model before it is converted"),
+            (self.keep_fp8, "experts are kept in block FP8; load the model with keep_fp8=False to save it"),
+            (
+                self.in_store,
+                "experts are in a store and no parameters; load the model without expert_budget to save it",
+            ),
+            (self.laid_out, "experts are laid out as Comet multiplies them; save the model before it is converted"),
+        )
+        reason = next((reason for holds, reason in reasons if holds), None)
+
+        def save_pretrained(*arguments: Any, **options: Any) -> None:
+            raise ValueError(f"save_pretrained: {reason}")
+
+        if reason is not None:
+            model.save_pretrained = save_pretrained  # type: ignore[assignment]
 
 
 def _check_weights(weight: Tensor, name: str, group: ExpertGroup | None) -> None:

@@ -37,6 +37,7 @@ EXPERT_FLAGS = {
     "is_transposed": False,
     "is_concatenated": True,
 }
+GPT_OSS_FLAGS = EXPERT_FLAGS | {"has_bias": True, "is_transposed": True, "is_concatenated": False}
 
 
 def require_transformers() -> None:
@@ -152,7 +153,7 @@ def check_kind(experts: nn.Module, name: str, like: type[nn.Module] | None = Non
     """
     flags = EXPERT_FLAGS
     if like is None and gpt_oss.is_gpt_oss(experts):
-        flags, like = gpt_oss.FLAGS, gpt_oss.stock_class()
+        flags, like = GPT_OSS_FLAGS, gpt_oss.stock_class()
     for flag, value in flags.items():
         found = getattr(experts, flag, value)
         require(found == value, f"{flag}={found} of {name} ({type(experts).__name__}) must be {value}")

@@ -22,14 +22,6 @@ from comet.quantization import formats
 from comet.quantization.formats import MX_BLOCK
 
 FAMILY = "gpt_oss"
-# What transformers' decorator records on its experts, as ``families.EXPERT_FLAGS`` for all others.
-FLAGS = {
-    "has_gate": True,
-    "has_bias": True,
-    "has_post_expert_norm": False,
-    "is_transposed": True,
-    "is_concatenated": False,
-}
 _KEPT = "_comet_laid_out"
 _NAMES = FUSED + BIASES
 

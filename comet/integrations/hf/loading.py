@@ -13,9 +13,8 @@ from torch import nn
 from comet.config import MOE_DTYPES, ParallelConfig, require
 from comet.experts.budget import ExpertStoreKind
 from comet.experts.options import StoreOptions
-from comet.integrations.hf import gpt_oss
 from comet.integrations.hf.checkpoint import holds_block_fp8, state_of
-from comet.integrations.hf.convert import Place, keep_from_saving
+from comet.integrations.hf.convert import Place
 from comet.integrations.hf.families import check_family, moe_config, read_config, require_transformers, stock_experts
 from comet.integrations.hf.stored import StoredTensor, open_checkpoint, some
 from comet.integrations.hf.stored_experts import open_stores, take_files
@@ -193,8 +192,7 @@ def _make(stock_class: type[nn.Module], place: Place, folder: Path, given: dict[
     model.name_or_path = model.config.name_or_path = str(folder)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    laid_out = place.family == gpt_oss.FAMILY
-    keep_from_saving(model, place.layout, keep_fp8=place.keep_fp8, in_store=place.in_store, laid_out=laid_out)
+    place.keep_from_saving(model)
     if place.layout.world_size > 1 or place.keep_fp8:
         for name, parameter in model.named_parameters():
             if ".experts." in name:

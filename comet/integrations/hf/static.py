@@ -18,10 +18,10 @@ from torch import Tensor
 
 from comet.config import require
 from comet.decode import before_replay
-from comet.experts.staged import GRAPH_FALLBACK_REASON
+from comet.experts.staged import GRAPH_FALLBACK_REASON, StagedExperts
 from comet.graphed.step import Passes, batch_obstacle
 from comet.integrations.hf.experts import CometExperts
-from comet.integrations.hf.stored_experts import StoredExperts
+from comet.integrations.hf.stored_experts import stored_paths
 from comet.utils.graphs import GraphMode
 
 ALIGNMENT = 16  # elements of a mask's row; torch copies masks that are not, in every layer
@@ -63,10 +63,10 @@ class StaticDecoder:
         self._mask = torch.ones(num_sequences, self.num_places, dtype=torch.bool, device=model.device)
         self._after_step, self._drafting = after_step, drafting
         experts = [module for module in model.modules() if isinstance(module, CometExperts)]
-        runners = {id(module.runner): module.runner for module in experts}
+        runners = list(dict.fromkeys(module.runner for module in experts))
         self.passes = Passes(
             self._append,
-            before=partial(before_replay, list(runners.values()), [module.shared for module in experts]),
+            before=partial(before_replay, runners, [module.shared for module in experts]),
             cuda_graph=cuda_graph,
             obstacle=partial(graph_obstacle, model, self.cache),
         )
@@ -156,7 +156,7 @@ def graph_obstacle(model: Any, cache: Any, num_tokens: int) -> str:
     others = forgetful(cache)
     if others:
         return f"transformers counts the positions of {others} on the host"
-    if any(isinstance(module, StoredExperts) and module.host_driven for module in model.modules()):
+    if any(isinstance(path, StagedExperts) for path in stored_paths(model)):
         return GRAPH_FALLBACK_REASON
     limits = [module.runner.decode.max_tokens for module in model.modules() if isinstance(module, CometExperts)]
     return batch_obstacle(num_tokens, min(limits, default=num_tokens))

@@ -19,7 +19,6 @@ from comet.experts.cache import CacheReport
 from comet.experts.host.cores import HostCores
 from comet.experts.options import StoreOptions
 from comet.experts.paths import CachedPath, Slots, cores_of_paths, host_paths, report_of_paths
-from comet.experts.staged import StagedExperts
 from comet.experts.store import HeldExperts, QuantisedReader, Specs
 from comet.integrations.hf.experts import CometExperts
 from comet.integrations.hf.gates import routers_beside
@@ -34,14 +33,14 @@ class StoredExperts(CometExperts):
     A shared expert of the block runs by itself.
     """
 
+    path: CachedPath  # set by ``open_stores``, before the model is used
+
     def __init__(self, layout: ExpertLayout, runner: Runner) -> None:
         super().__init__(None, None, layout, runner)  # type: ignore[arg-type]
-        self.path: CachedPath | None = None
 
     @torch.compiler.disable
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """``(T, D)`` of ``(T, D)``, ``(T, K)`` and ``(T, K)``, from the slots."""
-        assert self.path is not None, "the loader opens a store before the model is used"
         require(
             not wants_grad(hidden_states),
             "requires_grad=True of the tokens must be False: a model with an expert_budget is for inference, run it "
@@ -53,19 +52,7 @@ class StoredExperts(CometExperts):
     @property
     def expert_bytes(self) -> int:
         """Of one expert as it is stored."""
-        assert self.path is not None, "the loader opens a store before the model is used"
         return self.path.cache.expert_bytes
-
-    @property
-    def slots(self) -> Tensor:
-        """``(E,)`` int32: the slot of every expert, -1: none, or another rank's."""
-        assert self.path is not None, "the loader opens a store before the model is used"
-        return self.path.cache.weights.slots
-
-    @property
-    def host_driven(self) -> bool:
-        """Whether the host brings what a step misses, which no CUDA graph can."""
-        return isinstance(self.path, StagedExperts)
 
     def __deepcopy__(self, memo: dict[int, object]) -> StoredExperts:
         """A copied model reads the same store and slots."""
@@ -160,13 +147,14 @@ def open_stores(
 
 def cache_report(model: Any) -> CacheReport | None:
     """What the expert caches of a model did so far; ``None`` where all experts are on the device. Waits for it."""
-    return report_of_paths(_paths(model))
+    return report_of_paths(stored_paths(model))
 
 
 def cores_of(model: Any) -> HostCores | None:
     """The host's cores that compute some of a model's experts, if there are any."""
-    return cores_of_paths(_paths(model))
+    return cores_of_paths(stored_paths(model))
 
 
-def _paths(model: Any) -> list[CachedPath]:
-    return [each.path for each in model.modules() if isinstance(each, StoredExperts) and each.path]
+def stored_paths(model: Any) -> list[CachedPath]:
+    """How its layers compute experts from a store; none where all experts are on the device."""
+    return [each.path for each in model.modules() if isinstance(each, StoredExperts)]

@@ -22,49 +22,10 @@ from comet.config import OverlapConfig, Path, require
 from comet.integrations.megatron.rules import moe_config
 from comet.layer.group import ExpertGroup
 from comet.layer.paths import ExpertPath, make_path
-from comet.layout import Biases, ExpertLayout
+from comet.layout import Biases
 
 LOCAL_EXPERT = re.compile(r"(.*)local_experts\.(\d+)\.(.+)")
 FUSED = {"linear_fc1.weight": "w1", "linear_fc2.weight": "w2", "linear_fc1.bias": "b1", "linear_fc2.bias": "b2"}
-
-
-def sharded_experts(
-    parameters: Mapping[str, Tensor],
-    layout: ExpertLayout,
-    prefix: str,
-    sharded_offsets: tuple[Any, ...],
-    replica: tuple[int, int, int],
-    metadata: Mapping[str, Any],
-) -> dict[str, Any]:
-    """This rank's part of every tensor; see ``CometExperts.sharded_state_dict``."""
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-
-    require(
-        not metadata.get("singleton_local_shards"),
-        "singleton_local_shards=True of the metadata must be False: experts are stored as one tensor per layer",
-    )
-    axis, tp = len(sharded_offsets), layout.tp
-
-    def part(key: str, tensor: Tensor, replica: Any, *columns: tuple[int, int, int]) -> Any:
-        offsets = (*sharded_offsets, (axis, layout.ep_rank, layout.ep), *columns)
-        return ShardedTensor.from_rank_offsets(key, tensor, *offsets, replica_id=replica, prepend_axis_num=axis)
-
-    def split(key: str, tensor: Tensor, replica: Any, flattened_range: slice | None = None) -> list[Any]:
-        require(flattened_range is None, f"flattened_range={flattened_range} must be None: gate and up are split")
-        gate, up = (half.contiguous() for half in tensor.detach().chunk(2, dim=1))
-        shards = ((gate, layout.tp_rank), (up, tp + layout.tp_rank))
-        return [part(key, half, replica, (axis + 1, place, 2 * tp)) for half, place in shards]
-
-    found: dict[str, Any] = {}
-    for stored, name in FUSED.items():
-        if name in parameters:
-            key, tensor = f"{prefix}experts.{stored}", parameters[name]
-            if stored.startswith("linear_fc1"):
-                found[prefix + name] = ShardedTensorFactory(key, tensor, split, partial(torch.cat, dim=1), replica)
-            else:
-                columns = [(axis + 2, layout.tp_rank, tp)] if name == "w2" else []
-                found[prefix + name] = part(key, tensor, replica, *columns)
-    return found
 
 
 def from_sequential(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,19 +138,43 @@ class CometExperts(nn.Module):
         """The weighted sum ``(T, h)`` of each token's experts, by ids ``(T, K)`` int32, -1 masks, and weights ``(T,
         K)`` float32.
         """
-        w1, w2 = (weight.to(tokens.dtype) for weight in (self.w1, self.w2))
-        if self.b1 is None or self.b2 is None:
-            return self.compute(tokens, top_k_ids, top_k_weights, w1, w2)
-        biases = Biases(self.b1.to(tokens.dtype), self.b2.to(tokens.dtype))
-        return self.compute(tokens, top_k_ids, top_k_weights, w1, w2, biases)
+        w1, w2, *biases = (weight.to(tokens.dtype) for weight in self.parameters())
+        return self.compute(tokens, top_k_ids, top_k_weights, w1, w2, Biases(*biases) if biases else None)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """The weights for Megatron's distributed checkpoints, under the names and shapes of ``SequentialMLP``."""
-        replica = (0, 0, self.expert_data_group.rank())
-        parameters = dict(self.named_parameters())
-        return sharded_experts(parameters, self.layout, prefix, tuple(sharded_offsets), replica, metadata or {})
+        from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+        require(
+            not (metadata or {}).get("singleton_local_shards"),
+            "singleton_local_shards=True of the metadata must be False: experts are stored as one tensor per layer",
+        )
+        axis, layout = len(sharded_offsets), self.layout
+        whole = (0, 0, self.expert_data_group.rank())
+
+        def part(key: str, tensor: Tensor, replica: Any, *columns: tuple[int, int, int]) -> Any:
+            offsets = (*sharded_offsets, (axis, layout.ep_rank, layout.ep), *columns)
+            return ShardedTensor.from_rank_offsets(key, tensor, *offsets, replica_id=replica, prepend_axis_num=axis)
+
+        def split(key: str, tensor: Tensor, replica: Any, flattened_range: slice | None = None) -> list[Any]:
+            require(flattened_range is None, f"flattened_range={flattened_range} must be None: gate and up are split")
+            halves = enumerate(tensor.detach().chunk(2, dim=1))
+            places = [(half.contiguous(), number * layout.tp + layout.tp_rank) for number, half in halves]
+            return [part(key, half, replica, (axis + 1, place, 2 * layout.tp)) for half, place in places]
+
+        found: dict[str, Any] = {}
+        for stored, name in FUSED.items():
+            tensor, key = getattr(self, name), f"{prefix}experts.{stored}"
+            if tensor is None:
+                continue
+            if name in ("w1", "b1"):
+                found[prefix + name] = ShardedTensorFactory(key, tensor, split, partial(torch.cat, dim=1), whole)
+            else:
+                columns = [(axis + 2, layout.tp_rank, layout.tp)] if name == "w2" else []
+                found[prefix + name] = part(key, tensor, whole, *columns)
+        return found
 
 
 @contextmanager

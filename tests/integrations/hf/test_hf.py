@@ -22,9 +22,8 @@ from comet import CapacityError, EpochError, ExpertGroup, ParallelConfig, Unavai
 from comet.decode import runners
 from comet.decode.runners import rank_slice, rounds
 from comet.integrations import hf
-from comet.integrations.hf.convert import keep_from_saving
+from comet.integrations.hf.convert import Place
 from comet.integrations.hf.experts import CometExperts
-from comet.layout import ExpertLayout
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -321,10 +320,10 @@ def test_a_group_infers_only() -> None:
 
 def test_a_part_of_the_experts_is_not_saved_as_a_model(tmp_path: Path) -> None:
     model = tiny_model("mixtral")
-    layout = ExpertLayout(num_experts=4, top_k=2, ep=2, tp=1, rank=0)
-    keep_from_saving(model, replace(layout, ep=1))
+    place = Place.create(model.config, None)
+    place.keep_from_saving(model)
     model.save_pretrained(tmp_path / "whole")
-    keep_from_saving(model, replace(layout, rank=1))
+    replace(place, layout=replace(place.layout, ep=2, rank=1)).keep_from_saving(model)
     with pytest.raises(ValueError, match="save_pretrained: rank 1 of 2 holds a part of the experts only; save the"):
         model.save_pretrained(tmp_path / "part")
     assert not (tmp_path / "part").exists()

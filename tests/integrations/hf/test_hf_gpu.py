@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from generate_cases import drafting_rounds
 from gpus import ON_GPUS, gpu_of
 from hf_cases import (
     FAMILIES,
-    PROMPT,
-    VOCABULARY,
     greedy,
     logits_with_cache,
     make_group,
@@ -43,40 +42,6 @@ def test_models_answer_as_stock(family: str) -> None:
     exact = logits_with_cache(tiny_model(family).double().cuda(), ids, 70).cpu()
     actual = logits_with_cache(hf.convert(model), ids, 70)
     assert_as_close(actual, exact, same, torch.float32, family)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_decode_replays_from_a_cuda_graph(family: str) -> None:
-    model = hf.convert(tiny_model(family, torch.bfloat16).cuda())
-    batch, length = PROMPT
-    ids = prompt(batch, length + 8).cuda()
-    eager, captured = (prefilled(model, ids[:, :length]) for _ in range(2))
-    for position in range(length, length + 3):  # warms up: memory is allocated, kernels are compiled
-        assert torch.equal(step(model, ids[:, position], eager), step(model, ids[:, position], captured))
-    token, graph = ids[:, 0].clone(), torch.cuda.CUDAGraph()
-    with torch.no_grad(), torch.cuda.graph(graph):
-        logits = step(model, token, captured)
-    for position in range(length + 3, length + 8):
-        token.copy_(ids[:, position])
-        graph.replay()
-        assert torch.equal(logits, step(model, token, eager)), f"{family}: token {position}"
-
-
-def prefilled(model: Any, ids: Tensor) -> Any:
-    from transformers import StaticCache
-
-    cache = StaticCache(config=model.config, max_cache_len=64)
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-    return cache
-
-
-@torch.no_grad()
-def step(model: Any, token: Tensor, cache: Any) -> Tensor:
-    """Logits ``(batch, 1, V)`` of the next token; the cache counts positions on the device."""
-    logits: Tensor = model(token[:, None], past_key_values=cache).logits
-    return logits
 
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -115,28 +80,17 @@ def test_kept_experts_against_the_dequantised_ones(whole: Path, dtype: torch.dty
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("keep_fp8", [False, True])
-def test_models_answer_as_the_dequantised_one(whole: Path, keep_fp8: bool) -> None:
+@pytest.mark.parametrize("how", ["dequantised", "kept", "by name"])
+def test_models_answer_as_the_dequantised_one(whole: Path, how: str) -> None:
     """A prefill of the path for many tokens, then decode steps, from a CUDA graph and without; routing changes."""
     ids = prompt(BATCH, PREFILL + STEPS).cuda()
-    exact, same = (
-        logits_with_cache(stock(whole, kind).cuda(), ids, PREFILL) for kind in (torch.float64, torch.float32)
-    )
-    model = hf.load_pretrained(whole, device="cuda", keep_fp8=keep_fp8)
-    found = logits_with_cache(model, ids, PREFILL)
-    assert_as_close(found, exact, same, torch.float32, f"keep_fp8 {keep_fp8}")
-    logits = steps(model, ids)
-    assert_as_close(logits, exact[:, PREFILL - 1 :], same[:, PREFILL - 1 :], torch.float32, f"captured, {keep_fp8}")
-
-
-@pytest.mark.gpu
-def test_experts_that_transformers_keeps_in_fp8_by_name(whole: Path) -> None:
-    ids = prompt(BATCH, PREFILL + STEPS).cuda()
-    exact, same = (
-        logits_with_cache(stock(whole, kind).cuda(), ids, PREFILL) for kind in (torch.float64, torch.float32)
-    )
-    logits = steps(fp8_by_name(whole).cuda(), ids)
-    assert_as_close(logits, exact[:, PREFILL - 1 :], same[:, PREFILL - 1 :], torch.float32, "by name")
+    answers = [logits_with_cache(stock(whole, kind).cuda(), ids, PREFILL) for kind in (torch.float64, torch.float32)]
+    if how == "by name":
+        model = fp8_by_name(whole).cuda()
+    else:
+        model = hf.load_pretrained(whole, device="cuda", keep_fp8=how == "kept")
+        assert_as_close(logits_with_cache(model, ids, PREFILL), *answers, torch.float32, how)
+    assert_as_close(steps(model, ids), *(each[:, PREFILL - 1 :] for each in answers), torch.float32, f"captured, {how}")
 
 
 @pytest.mark.gpu
@@ -187,21 +141,8 @@ def test_steps_and_verification_are_those_without_it_bit_for_bit(
     models = [load(family, dtype, tmp_path, prefetch=prefetch) for prefetch in (False, True)]
     drafts = SpeculationConfig(draft_experts=(1,), tau=0.0)
     engines = [HFEngine(model, cuda_graph=mode, speculation=drafts) for model in models]
-    ids, lengths = prompt(2, 5).cuda(), torch.tensor([5, 2], device="cuda")
-    assert torch.equal(*[engine.prefill(ids, lengths, 100) for engine in engines])
-    drawn = torch.Generator().manual_seed(3)
-    for count in range(24):
-        tokens = torch.randint(VOCABULARY, (2, 3), generator=drawn).cuda()
-        made = []
-        for engine in engines:
-            before = engine.lengths.clone()
-            made.append([engine.draft(tokens[:, 0])])
-            engine.rewind(before)
-            made[-1].append(engine.verify(tokens))
-            engine.rewind(before + torch.tensor([1 + count % 3, 2], device="cuda"))
-            made[-1].append(engine.decode(tokens[:, 2]))
-        for kind, first, second in zip(("draft", "verify", "decode"), *made, strict=True):
-            assert torch.equal(first, second), f"round {count}, {kind}"
+    for number, (first, second) in enumerate(zip(*(drafting_rounds(engine, 24) for engine in engines), strict=True)):
+        assert torch.equal(first, second), f"pass {number}"
     for engine in engines:
         engine.check()
         assert bool(engine.graph_fallback_reason) == (mode == "off")

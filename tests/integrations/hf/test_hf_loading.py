@@ -141,8 +141,9 @@ def test_fused_tensors_are_checked(tmp_path: Path) -> None:
 def test_broken_folders(tmp_path: Path, folder: Path) -> None:
     refuse(tmp_path / "nothing", "nothing' must hold a config.json")
     weights = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(weights[:-100])
-    refuse(folder, "is damaged: model.safetensors cannot be read")
+    for part in (weights[:-100], weights[:20]):
+        (folder / "model.safetensors").write_bytes(part)
+        refuse(folder, "is damaged: model.safetensors cannot be read")
     (folder / "model.safetensors").unlink()
     refuse(folder, "must hold model.safetensors or model.safetensors.index.json$")
 

@@ -13,7 +13,8 @@ import torch
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 
 from cache_cases import decide_as_on_a_gpu
-from hf_cases import VOCABULARY, greedy, logits_with_cache, prompt, tiny_model
+from generate_cases import drafting_rounds
+from hf_cases import greedy, logits_with_cache, prompt, tiny_model
 from torch import Tensor
 
 from comet.config import SpeculationConfig
@@ -63,22 +64,8 @@ def test_drafts_and_verification_are_those_without_it_bit_for_bit(folder: Path) 
     engines = [HFEngine(model, speculation=DRAFTS) for model in models]
     drafted = [each.path.cache.host.drafted for each in models[1].modules() if isinstance(each, StoredExperts)]
     assert drafted == [True] * len(engines[1]._gates)
-    ids, lengths = torch.tensor([[5, 6, 7, 8, 9], [11, 3, 0, 0, 0]]), torch.tensor([5, 2])
-    assert torch.equal(*[engine.prefill(ids, lengths, 40) for engine in engines])
-    drawn = torch.Generator().manual_seed(3)
-    for count in range(4):
-        tokens, before = torch.randint(VOCABULARY, (2, 3), generator=drawn), cache_report(models[1]).prefetched_needed
-        made: list[list[Tensor]] = []
-        for engine in engines:
-            lengths = engine.lengths.clone()
-            made.append([engine.draft(tokens[:, 0])])
-            engine.rewind(lengths)
-            made[-1].append(engine.verify(tokens))
-            engine.rewind(lengths + torch.tensor([1 + count % 3, 2]))
-            made[-1].append(engine.decode(tokens[:, 2]))
-        for first, second in zip(*made, strict=True):
-            assert torch.equal(first, second)
-    assert cache_report(models[1]).prefetched_needed > before
+    for first, second in zip(*(drafting_rounds(engine, 4) for engine in engines), strict=True):
+        assert torch.equal(first, second)
     experts = [each for each in models[1].modules() if isinstance(each, StoredExperts)]
     assert all(each.path.cache.tables.header[DRAFTED.value] > 0 for each in experts), "drafts list what they leave out"
     check_reports(models)

@@ -142,3 +142,18 @@ def greedy_tokens(model: Any, prompts: Tensor, lengths: Tensor, steps: int) -> T
             ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
         made.append(ids[length:])
     return torch.tensor(made)
+
+
+def drafting_rounds(engine: Any, count: int) -> list[Tensor]:
+    """Logits of two prompts, and of rounds of drafts, verification and a step, which keep various numbers of tokens."""
+    prompts, lengths = torch.tensor([[5, 6, 7, 8, 9], [11, 3, 0, 0, 0]]), torch.tensor([5, 2])
+    made = [engine.prefill(prompts.to(engine.device), lengths.to(engine.device), 100)]
+    drawn = torch.Generator().manual_seed(3)
+    for number in range(count):
+        tokens, before = torch.randint(64, (2, 3), generator=drawn).to(engine.device), engine.lengths.clone()
+        made += [engine.draft(tokens[:, 0]), engine.draft(tokens[:, 1])]
+        engine.rewind(before)
+        made.append(engine.verify(tokens))
+        engine.rewind(before + torch.tensor([1 + number % 3, 2], device=engine.device))
+        made.append(engine.decode(tokens[:, 2]))
+    return made

@@ -6,8 +6,10 @@ import copy
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
+from unittest import mock
 
 import safetensors.torch
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 
 from comet.config import ParallelConfig
 from comet.integrations import hf
+from comet.integrations.hf import stored
 from comet.layer.group import ExpertGroup, make_expert_group
 from comet.quantization.formats import quantize_mxfp4
 
@@ -220,44 +223,27 @@ def save_model(folder: Path, family: str, **changes: Any) -> Any:
     return model
 
 
-class Counted:
-    """A file of safetensors, or a lazy tensor of one, that notes what was read of which tensor, in bytes."""
-
-    def __init__(self, inner: Any, reads: list[tuple[str, int]], name: str = "") -> None:
-        self.inner, self.reads, self.name = inner, reads, name
-
-    def __enter__(self) -> Self:
-        self.inner.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.inner.__exit__(*error)
-
-    def get_slice(self, name: str) -> Counted:
-        return Counted(self.inner.get_slice(name), self.reads, name)
-
-    def __getitem__(self, index: Any) -> Tensor:
-        part: Tensor = self.inner[index]
-        self.reads.append((self.name, part.nbytes))
-        return part
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-
 class CountedReads:
-    """Notes every read of a model that is loaded meanwhile."""
+    """Notes what is read of which tensor of a folder, in bytes, as long as a model is loaded or used in here."""
 
     def __init__(self) -> None:
         self.reads: list[tuple[str, int]] = []
-        self.open = safetensors.safe_open
 
     def __enter__(self) -> Self:
-        safetensors.safe_open = lambda *given, **named: Counted(self.open(*given, **named), self.reads)
+        self.patch = mock.patch.object(stored, "StoredTensor", partial(self.made, stored.StoredTensor))
+        self.patch.start()
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        safetensors.safe_open = self.open
+    def made(self, kind: Any, *, name: str, read: Callable[[Any], Tensor], **others: Any) -> Any:
+        def noted(index: Any) -> Tensor:
+            part = read(index)
+            self.reads.append((name, part.nbytes))
+            return part
+
+        return kind(name=name, read=noted, **others)
+
+    def __exit__(self, *error: object) -> None:
+        self.patch.stop()
 
     def expert_bytes(self) -> int:
         return sum(num_bytes for name, num_bytes in self.reads if ".experts." in name)
