@@ -245,70 +245,50 @@ def test_the_snippet_of_the_readme(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-def refusals(rank: int, world_size: int) -> dict[str, str]:
+def check_refusals(rank: int, world_size: int) -> None:
     from megatron.core.activations import quick_gelu
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     start(2)
     config = make_config()
-    layers = dict(group=make_group(config), one=make_expert_group(
-        moe_config(config), ParallelConfig(), max_tokens=8, dtype=torch.float32, device="cpu"
-    ), tp=make_expert_group(
-        moe_config(config), ParallelConfig(tp=2), max_tokens=8, dtype=torch.float32, device="cpu"
-    ))  # fmt: skip
-    found: dict[str, str] = {}
+    group = make_group(config)
+    settings: dict[str, Any] = dict(max_tokens=8, dtype=torch.float32, device="cpu")
+    one, tp = (make_expert_group(moe_config(config), ParallelConfig(tp=tp), **settings) for tp in (1, 2))
 
-    def note(name: str, call: Any) -> None:
-        with pytest.raises(ValueError) as caught:
-            call()
-        found[name] = str(caught.value)
-
-    def build(group: str, **fields: Any) -> Any:
+    def build(group: Any = group, **fields: Any) -> Any:
         changed = make_config(**fields)
-        return make_layer(changed, with_comet(stock_spec(changed), layers[group]))
+        return make_layer(changed, with_comet(stock_spec(changed), group))
 
-    note("ep", lambda: build("one"))
-    note("tp", lambda: build("tp"))
-    note("top_k", lambda: build("group", moe_router_topk=3))
-    note("hidden_size", lambda: build("group", hidden_size=48))
-    note("dtype", lambda: build("group", bf16=True))
-    note("activation", lambda: build("group", activation_func=quick_gelu))
-    note("legacy grouped GEMM", lambda: build("group", moe_use_legacy_grouped_gemm=True))
-    layer = build("group")
-    note("tokens", lambda: layer(torch.zeros(50, BATCH, 32)))
-    routing = torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, 2)
-    note("dtype of tokens", lambda: layer.experts(torch.zeros(1, 32).half(), *routing))
-    note("pieces", lambda: layer(torch.zeros(SEQUENCE, BATCH, 32), intermediate_tensors=()))
-    note("dense", lambda: with_comet(get_gpt_layer_local_spec(), layers["group"]))
-    note("singleton", lambda: layer.sharded_state_dict(metadata={"singleton_local_shards": True}))
-    layer.attn_tp_group = dist.group.WORLD
-    note("sequence_parallel", lambda: layer(torch.zeros(SEQUENCE, BATCH, 32)))
-    for group in layers.values():
-        group.close()
-    return found
+    layer, whole = build(), build()
+    whole.attn_tp_group = dist.group.WORLD
+    tokens, routing = torch.zeros(SEQUENCE, BATCH, 32), (torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, 2))
+    for call, message in (
+        (lambda: build(one), "expert_model_parallel_size=2 must be 1, as in Comet's group of ep=1 and tp=1"),
+        (lambda: build(tp), "expert_model_parallel_size=2 must be 1, as in Comet's group of ep=1 and tp=2"),
+        (lambda: build(moe_router_topk=3), "top_k=3 of the layer must be at most the group's 2"),
+        (lambda: build(hidden_size=48), "hidden_size=48 of the layer must be the group's 32"),
+        (lambda: build(bf16=True), "dtype=torch.bfloat16 of the model's tokens must be the group's torch.float32"),
+        (lambda: build(activation_func=quick_gelu), "activation_func_clamp_value=None must be above 0 for activation"),
+        (lambda: build(moe_use_legacy_grouped_gemm=True), "moe_use_legacy_grouped_gemm=True must be off: Comet's ker"),
+        (lambda: layer(torch.zeros(50, BATCH, 32)), "num_tokens=150 must be at most max_tokens=128"),
+        (lambda: layer.experts(torch.zeros(1, 32).half(), *routing), "dtype=torch.float16 of tokens must be the gro"),
+        (lambda: layer(tokens, intermediate_tensors=()), "intermediate_tensors must be None"),
+        (lambda: with_comet(get_gpt_layer_local_spec(), group), "spec must have a layer whose mlp is Megatron's MoEL"),
+        (
+            lambda: layer.sharded_state_dict(metadata={"singleton_local_shards": True}),
+            "singleton_local_shards=True of the metadata must be False",
+        ),
+        (lambda: whole(tokens), "sequence_parallel=False must be True in training with tensor_model_parallel_size=2"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            call()
+    for each in (group, one, tp):
+        each.close()
 
 
 @pytest.mark.slow
 def test_refusals_name_field_value_and_rule() -> None:
-    expected = {
-        "ep": "expert_model_parallel_size=2 must be 1, as in Comet's group of ep=1 and tp=1",
-        "tp": "expert_model_parallel_size=2 must be 1, as in Comet's group of ep=1 and tp=2",
-        "top_k": "top_k=3 of the layer must be at most the group's 2",
-        "hidden_size": "hidden_size=48 of the layer must be the group's 32",
-        "dtype": "dtype=torch.bfloat16 of the model's tokens must be the group's torch.float32",
-        "activation": "activation_func_clamp_value=None must be above 0 for activation_func=quick_gelu",
-        "legacy grouped GEMM": "moe_use_legacy_grouped_gemm=True must be off: Comet's kernels multiply",
-        "tokens": "num_tokens=150 must be at most max_tokens=128",
-        "dtype of tokens": "dtype=torch.float16 of tokens must be the group's torch.float32",
-        "pieces": "intermediate_tensors must be None",
-        "dense": "spec must have a layer whose mlp is Megatron's MoELayer",
-        "singleton": "singleton_local_shards=True of the metadata must be False",
-        "sequence_parallel": "sequence_parallel=False must be True in training with tensor_model_parallel_size=2",
-    }
-    for found in run_ranks(refusals, 2, timeout=300):
-        assert found.keys() == expected.keys()
-        for name, message in expected.items():
-            assert message in found[name]
+    run_ranks(check_refusals, 2, timeout=300)
 
 
 SIZE = Size(hidden=64, vocabulary=96, sequence=32, batch=2)

@@ -41,21 +41,16 @@ class Size:
         )
 
 
-@dataclass(frozen=True)
-class Batch:
-    tokens: Tensor
-    positions: Tensor
-    mask: Tensor
-    labels: Tensor
-
-    @classmethod
-    def draw(cls, size: Size, seed: int, device: str) -> Batch:
-        tokens = torch.randint(
-            size.vocabulary, (size.batch, size.sequence + 1), generator=torch.Generator().manual_seed(seed)
-        ).to(device)
-        positions = torch.arange(size.sequence, device=device).expand(size.batch, -1)
-        mask = torch.ones(1, 1, size.sequence, size.sequence, device=device).triu(1).bool()
-        return cls(tokens[:, :-1].contiguous(), positions, mask, tokens[:, 1:].contiguous())
+def draw_batch(size: Size, seed: int, device: str) -> dict[str, Tensor]:
+    """Arguments of a model's forward pass."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(size.vocabulary, (size.batch, size.sequence + 1), generator=generator).to(device)
+    return dict(
+        input_ids=tokens[:, :-1].contiguous(),
+        position_ids=torch.arange(size.sequence, device=device).expand(size.batch, -1),
+        attention_mask=torch.ones(1, 1, size.sequence, size.sequence, device=device).triu(1).bool(),
+        labels=tokens[:, 1:].contiguous(),
+    )
 
 
 class Trainee:
@@ -77,7 +72,7 @@ class Trainee:
         self.parameters = dict(model.named_parameters())
         self.weights = {name: parameter.detach().float().clone() for name, parameter in self.parameters.items()}
 
-    def step(self, batch: Batch, late: random.Random) -> dict[str, Tensor]:
+    def step(self, batch: dict[str, Tensor], late: random.Random) -> dict[str, Tensor]:
         """One step; returns each token's loss and all gradients, those of experts as Comet has them.
 
         Before the forward and the backward pass a GPU sleeps for some cycles.
@@ -85,9 +80,10 @@ class Trainee:
         from megatron.core.distributed import finalize_model_grads
 
         self.parallel.zero_grad_buffer()
-        sleep(batch.tokens.device, late.randrange(DELAY_CYCLES))
-        found = self.parallel(batch.tokens, batch.positions, batch.mask, labels=batch.labels)
-        sleep(batch.tokens.device, late.randrange(DELAY_CYCLES))
+        device = batch["labels"].device
+        sleep(device, late.randrange(DELAY_CYCLES))
+        found = self.parallel(**batch)
+        sleep(device, late.randrange(DELAY_CYCLES))
         found.mean().backward()
         finalize_model_grads([self.parallel])
         with torch.no_grad():
@@ -171,11 +167,11 @@ def train_beside_megatron(
         config, wide, group = begin(size, layout, device)
         make = partial(make_clear, size=size, device=device)
         stock, ours = twins(make, config, group, rank)
-        models = [Trainee(config, stock), Trainee(config, ours)]
+        models = [Trainee(config, stock), Trainee(config, ours)]  # which rounds their weights
         exact = make(wide, stock_spec(wide))
         exact.load_state_dict(stock.state_dict())
         models = [Trainee(wide, exact), *models]
-        deviations, late, batch = Deviations(), random.Random(100 + rank), Batch.draw(size, rank, device)
+        deviations, late, batch = Deviations(), random.Random(100 + rank), draw_batch(size, rank, device)
         for _ in range(steps):
             deviations.add(*(model.step(batch, late) for model in models))
             group.workspace.check()
