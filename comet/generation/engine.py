@@ -41,8 +41,7 @@ from comet.utils.graphs import TOO_FEW, GraphMode
 class Engine:
     """A model with the attention memory of the sequences it is generating; logits are float32.
 
-    ``draft`` and ``verify``, by which it is a ``comet.experts.drafts.speculation.DraftingModel``, are for one that was
-    made with settings of drafts.
+    One that was made with settings of drafts is a ``comet.experts.drafts.speculation.DraftingModel``.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -207,19 +206,12 @@ class GPTEngine(Engine):
     """A GPT that generates; the model is frozen and can no longer be trained.
 
     Args:
-        model: With its final weights.
         group: The model's ranks; all of them call the engine equally.
         decode_tokens: Most tokens that take warp decode; ``None``: 64, or 16 with ``expert_slots``.
         expert_slots: Experts of each layer on the device, the others in host memory, where all of the model's are
-            (``expert_device`` of ``GPT``); ``None``: all on the device.
-        expert_dtype: With ``expert_slots``: what experts are quantised to in host memory, layer by layer; ``None``:
-            they stay as they are.
-        expert_policy: With ``expert_slots``: whose slot a missing expert takes (``ExpertCache``).
-        expert_prefetch: With ``expert_slots``: whether the experts that a layer will probably need travel beside the
-            layer before it, and for verification those that drafts leave out (``prefetches``).
-        host_cores: With ``expert_slots``: which cores compute some of the missing experts (``cores_of``).
-        speculation: Settings of drafts, for ``draft`` and ``verify`` (a
-            ``comet.experts.drafts.speculation.DraftingModel``); ``None``: neither is called.
+            (``expert_device`` of ``GPT``) and where ``StoreOptions`` says what the arguments after it do; ``None``: all
+            on the device.
+        speculation: Settings of drafts; ``None``: ``draft`` and ``verify`` are not called.
     """
 
     def __init__(

@@ -42,13 +42,7 @@ def expectation(
 ) -> dict[str, float | None]:
     """What uniform routing makes of a budget in decode steps of all prompts at once.
 
-    Args:
-        link_rate: From host memory to the device in bytes/s, if it is known.
-        memory_rate: Of the device's memory in bytes/s, if it is known.
-
-    Returns:
-        ``expected_hits``, and ``expected_tokens_per_second``, ``None`` where a rate is unknown or experts come from
-        files, whose rate nobody states.
+    Tokens per second are ``None`` where a rate (in bytes/s) is unknown, as is that of files.
     """
     expected = None
     if link_rate and memory_rate and budget.store == "host":

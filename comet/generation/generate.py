@@ -142,10 +142,7 @@ def make_advance(engine: Engine, sampler: Sampler, config: GenerateConfig) -> Pl
 
 
 def warm_up(engine: Engine, prompts: Sequence[Sequence[int]], config: GenerateConfig, *, context: int) -> None:
-    """Read the prompts and take some steps, so that what is done only once is not part of a measurement.
-
-    That is what is compiled or allocated, and the capture of the decode step. Arguments as in ``generate``.
-    """
+    """Read the prompts and take some steps: what is compiled, allocated and captured once is not to be measured."""
     ids, lengths = pad(prompts, engine.device)
     limits = token_limits(prompts, config, context)
     engine.prefill(ids, lengths, most_positions(prompts, limits))

@@ -51,8 +51,7 @@ class HFEngine(Engine):
 
     Args:
         model: From ``load_pretrained`` or ``convert``; all its ranks call the engine equally.
-        speculation: Settings of drafts, for ``draft`` and ``verify`` (a
-            ``comet.experts.drafts.speculation.DraftingModel``); ``None``: neither is called.
+        speculation: Settings of drafts; ``None``: ``draft`` and ``verify`` are not called.
     """
 
     def __init__(

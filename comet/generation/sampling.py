@@ -22,7 +22,6 @@ class Sampler:
     """Chooses the next token of every sequence.
 
     Args:
-        config: Read for ``temperature``, ``top_k``, ``top_p``, ``repetition_penalty``, ``seed`` and ``max_new_tokens``.
         num_tokens: Logits of higher ids are no tokens; ``None``: all are.
         seen: ``(B, num_tokens)`` bool, tokens that each sequence has, which ``repetition_penalty`` is for
             (``tokens_seen``); ``None``: nothing is penalised.
@@ -105,8 +104,6 @@ def draw(logits: Tensor, uniform: Tensor, top_k: int | None, top_p: float) -> Te
     Args:
         logits: ``(B, V)``.
         uniform: ``(B,)`` float64 in [0, 1).
-        top_k: At least 1; ``None`` keeps all.
-        top_p: Above 0, at most 1.
     """
     kept, ids = likely(logits, top_k, top_p)
     return ids.gather(1, pick(kept, uniform)[:, None])[:, 0]

@@ -107,12 +107,8 @@ Codec = ByteCodec | TokenizerCodec
 class Continuation:
     """One sequence as it grows, and when it ends.
 
-    ``stopped_by`` says why it did: ``end token``, ``stop`` (the stop text) or ``length``; "" while it grows.
-
-    Args:
-        limit: Most tokens, at least 1.
-        stop: Text that ends it and is left out.
-        end_ids: Tokens that end it and are left out of the text.
+    ``stopped_by`` says why it did: ``end token``, ``stop`` (the stop text) or ``length``, the most tokens; "" while it
+    grows. End token and stop text are left out.
     """
 
     def __init__(

@@ -51,14 +51,10 @@ Tensors = dict[str, StoredTensor]
 def state_of(
     tensors: Tensors, modules: dict[int, str], place: Place, config: Any, dtype: torch.dtype, *, is_fp8: bool
 ) -> tuple[dict[str, Any], Place]:
-    """What the model is to load, lazily, this rank's shards among it.
+    """What the model is to load, lazily, this rank's shards among it; and the place as ``_add_pieces`` has it.
 
     Args:
-        tensors: Of the checkpoint, by name.
         modules: Name of the experts module of each MoE layer.
-
-    Returns:
-        Tensors and a ``LazyShard`` for each parameter of the modules, by name; and the place as ``_add_pieces`` has it.
 
     Raises:
         ValueError: If expert tensors are missing, superfluous, or of a wrong shape or dtype, or others are quantised

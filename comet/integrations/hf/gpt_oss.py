@@ -68,15 +68,7 @@ def check_quantisation(config: Any) -> None:
 
 
 def read_laid_out(tensors: dict[str, StoredTensor], dtype: torch.dtype) -> dict[str, StoredTensor]:
-    """The tensors of a folder with those of experts as other families have them: what is read of them is laid out anew.
-
-    Args:
-        tensors: Of a checkpoint, by name.
-
-    Returns:
-        For the experts of a layer ``gate_up_proj (E, 2F, D)``, gate rows first, ``down_proj (E, D, F)``, and their
-        biases ``(E, 2F)`` and ``(E, D)``.
-    """
+    """The tensors of a folder, of which those of experts are read as other families have them, gate rows first."""
     found = dict(tensors)
     for name in tensors:
         if ".experts." not in name:

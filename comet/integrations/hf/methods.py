@@ -20,11 +20,7 @@ _METHODS = ("forward", "_apply_gate", "linear")
 
 
 def check_methods(experts: nn.Module, name: str, like: type[nn.Module] | None = None) -> None:
-    """Raise ``ValueError`` unless experts called ``name`` compute with known methods and SiLU.
-
-    Args:
-        like: Class whose methods are known; ``None``: that of Mixtral's experts.
-    """
+    """Raise ``ValueError`` unless experts compute with SiLU and the methods of a class, ``None``: Mixtral's experts."""
     kind: Any = type(experts)
     known = like or _mixtral_experts()
     found = [(method, getattr(kind, method, None), getattr(known, method, None)) for method in _METHODS]

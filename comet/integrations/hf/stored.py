@@ -154,14 +154,10 @@ def _read(lazy: Any, check: Callable[[], None], index: Index) -> Tensor:
 
 
 def open_checkpoint(folder: Path, files: ExitStack) -> dict[str, StoredTensor]:
-    """List the tensors of a checkpoint without reading them.
+    """List the tensors of a folder without reading them; ``ValueError`` if it is not complete.
 
     Args:
-        folder: Holds ``model.safetensors``, or ``model.safetensors.index.json`` and the files it names.
         files: Keeps the files open; leaving it raises ``ValueError`` if one of them has changed.
-
-    Raises:
-        ValueError: If a file is missing or damaged, or lacks a tensor that the index promises.
     """
     from safetensors import SafetensorError, safe_open
 

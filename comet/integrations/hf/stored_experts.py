@@ -80,13 +80,7 @@ class LayerFiles:
 def take_files(
     state: dict[str, Any], modules: Mapping[int, str], dtype: torch.dtype, layout: ExpertLayout, *, keep_fp8: bool
 ) -> dict[str, LayerFiles]:
-    """Take the expert tensors out of what transformers is to load; b2 is read by the first TP rank of a shard alone.
-
-    Args:
-        state: That is left without them.
-        modules: Name of the experts module of each MoE layer.
-        keep_fp8: Whether they are read as they are stored in block FP8, with their scales as float32.
-    """
+    """Take the expert tensors out of what transformers is to load; b2 is read by the first TP rank of a shard alone."""
     names = {"w1": FUSED[0], "w2": FUSED[1], "w1_scales": FUSED[0] + SCALES, "w2_scales": FUSED[1] + SCALES}
     names |= dict(zip(("b1", "b2"), BIASES, strict=True))
     found = {}
@@ -113,7 +107,6 @@ def open_stores(
     """Give every ``StoredExperts`` of a model its store and slots; a host store is read here (collective).
 
     Args:
-        model: On ``device``, its other weights loaded.
         layers: Where each layer's experts are read, by the name of its module.
         files: Open ones; the model keeps them where experts stay in files.
     """

@@ -63,9 +63,6 @@ def is_block_fp8(config: Any) -> bool:
 def join_scales(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Give every block FP8 tensor its scales, which are no tensors of their own then; reads nothing.
 
-    Returns:
-        Those that are no scales; block FP8 ones have ``scales``, which are float32 when they are read.
-
     Raises:
         ValueError: If scales are missing, of a wrong shape or dtype, or belong to nothing, or a tensor is of another
             eight-bit type; all are named.
@@ -182,9 +179,6 @@ def _split_scales(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
 
     Example: F = 192, so gate_up_proj of 384 rows has blocks 0, 1 and 2: gate has blocks 0 and 1, up begins at row 64 of
     block 1 and has blocks 1 and 2.
-
-    Returns:
-        The same, but scales that were split are replaced by those of each expert, under the names these have elsewhere.
     """
     found = dict(tensors)
     for fused, experts in _experts_by_fused(tensors).items():
