@@ -8,10 +8,10 @@
 // are pushed by blocks that run, which wait for nobody before all are pushed; a tile waits for rows that other ranks
 // push, and their launches have such blocks, too.
 
-#include "include/epilogue/hidden.cuh"
-#include "include/epilogue/hidden_fp8.cuh"
-#include "include/producer_gather.cuh"
-#include "include/push.cuh"
+#include "include/layer0/hidden.cuh"
+#include "include/layer0/hidden_fp8.cuh"
+#include "include/layer0/producer.cuh"
+#include "include/layer0/push.cuh"
 
 struct GatherGemmArgs {
     TensorMap weights_map;

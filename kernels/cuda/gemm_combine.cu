@@ -9,10 +9,10 @@
 // find a place on the GPU: a block combines from the start only once all others run. So whoever waits for a panel waits
 // for tiles of blocks that run, which wait for nobody; if fewer blocks run, those combine that have computed.
 
-#include "include/combine.cuh"
-#include "include/epilogue/rows.cuh"
-#include "include/epilogue/rows_fp8.cuh"
-#include "include/producer_panels.cuh"
+#include "include/layer1/combine.cuh"
+#include "include/layer1/producer.cuh"
+#include "include/layer1/rows.cuh"
+#include "include/layer1/rows_fp8.cuh"
 
 struct PanelGemmArgs {
     TensorMap rows_map, weights_map;

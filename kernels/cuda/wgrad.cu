@@ -5,7 +5,7 @@
 // warpgroups, which have 64 columns of a each, the first is LEAD steps ahead of the second, so that one stores while
 // the other multiplies. One alone keeps the tensor cores busy.
 
-#include "include/wgrad.cuh"
+#include "include/gemm/wgrad.cuh"
 
 template <class Config>
 __device__ __forceinline__ void wgrad(const WgradArgs& args) {

@@ -51,7 +51,7 @@ from .blocks import (
 from .triton.dispatch import DispatchLists
 
 PRODUCER_WARPS = 3  # one more pushes
-TILE_BYTES = 48  # of ``GatheredTile`` of ``gathered_tiles.cuh``
+TILE_BYTES = 48  # of ``GatheredTile`` of ``layer0/tiles.cuh``
 EXPERT_BYTES = 12  # of an expert in the table of token tiles
 FP8_SCALE_STEPS = 4  # whose scales of a row are loaded together: four bytes at a time cost 6.5 % of the launch
 

@@ -61,7 +61,7 @@ from .blocks import (
 
 PANEL_UNIT = 256  # columns that count as one in panels
 COMBINE_WARPS = NUM_THREADS // 32 - MATH_WARPS - 1  # that combine from the start; one more loads
-TILE_BYTES = 32  # of ``PanelTile`` of ``panel_tiles.cuh``
+TILE_BYTES = 32  # of ``PanelTile`` of ``layer1/tiles.cuh``
 EXPERT_BYTES = 4  # of an expert in the table of token tiles
 ENTRY_BYTES = 8  # of a row to add up
 MOST_ENTRIES = 16  # experts of a token, or ranks

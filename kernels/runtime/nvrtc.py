@@ -1,7 +1,7 @@
 """CUDA C++ kernels: compiled at run time with NVRTC, kept in Triton's cache, launched through cuda-python.
 
-For the few kernels that measure at least 5 % faster than their Triton twin. ``cuda.bindings`` is imported at the first
-use; without it, and on other chips, callers take the twin.
+The layer's kernels on Hopper, and weight gradients. ``cuda.bindings`` is imported at the first use; without it, and on
+other GPUs, callers take the Triton twin.
 """
 
 import ctypes

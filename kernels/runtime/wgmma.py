@@ -1,4 +1,4 @@
-"""Writes ``kernels/cuda/include/wgmma.cuh``: one function for each matrix instruction, which names all its registers.
+"""Writes ``kernels/cuda/include/gemm/wgmma.cuh``: one function for each matrix instruction, naming all its registers.
 
     python -m comet.kernels.runtime.wgmma
 
@@ -8,7 +8,7 @@ A test compares the file with what this writes.
 from pathlib import Path
 from textwrap import wrap
 
-HEADER = Path(__file__).parents[1] / "cuda" / "include" / "wgmma.cuh"
+HEADER = Path(__file__).parents[1] / "cuda" / "include" / "gemm" / "wgmma.cuh"
 WIDTH = 120
 ROWS = range(16, 257, 16)  # N of the instructions of 16 bits
 FP8_COLS = 128  # N of that of e4m3
@@ -21,10 +21,10 @@ BEGIN = """\
 // of each. It goes to N / 2 of a thread's numbers from FIRST on: added where `adds`, else in place of what they were.
 // TRANSPOSE_A, TRANSPOSE_B: the contraction of an operand does not lie along its lines in shared memory.
 
-#ifndef COMET_WGMMA_CUH
-#define COMET_WGMMA_CUH
+#ifndef COMET_GEMM_WGMMA_CUH
+#define COMET_GEMM_WGMMA_CUH
 
-#include "config.cuh"
+#include "../config.cuh"
 
 template <class Element, int N>
 struct Wgmma;

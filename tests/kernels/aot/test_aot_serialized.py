@@ -15,7 +15,7 @@ needs_compiler = pytest.mark.skipif(bool(what_is_missing()), reason=what_is_miss
 
 # Items of 16, 32 or 48 rows: four instructions a step each.
 KERNEL = """
-#include "include/wgmma.cuh"
+#include "include/gemm/wgmma.cuh"
 
 struct Config : Block {
     using Element = Bf16;
@@ -37,7 +37,7 @@ struct Chosen : Wgmma<Element, N> {};
 template <>
 struct Chosen<Bf16, 32> : Mine {};
 #define Wgmma Chosen
-#include "include/mma.cuh"
+#include "include/gemm/mma.cuh"
 #undef Wgmma
 
 extern "C" __global__ void __launch_bounds__(128, 1) some_products(float* out, int rows, int num_steps) {

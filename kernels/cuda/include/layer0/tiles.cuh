@@ -2,10 +2,10 @@
 // anywhere in x (own rows) or in the receive buffer; as fc2_dgrad (IS_DGRAD) of hidden[q] = row[q] @ w[expert of q],
 // where rows are gradients of layer 1's output.
 
-#ifndef COMET_GATHERED_TILES_CUH
-#define COMET_GATHERED_TILES_CUH
+#ifndef COMET_LAYER0_TILES_CUH
+#define COMET_LAYER0_TILES_CUH
 
-#include "scheduler.cuh"
+#include "../gemm/scheduler.cuh"
 
 // An expert's rows in two segments: some that are there from the start, so that nothing waits for the first rows of
 // others, and the rest; both are cut into token tiles. All first segments come first.

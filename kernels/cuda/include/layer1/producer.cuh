@@ -1,11 +1,11 @@
 // One thread loads layer 1's tiles. CLUSTER blocks have neighbouring columns of the same rows: each loads its own
 // weights and a part of the rows, which TMA hands to all of them.
 
-#ifndef COMET_PRODUCER_PANELS_CUH
-#define COMET_PRODUCER_PANELS_CUH
+#ifndef COMET_LAYER1_PRODUCER_CUH
+#define COMET_LAYER1_PRODUCER_CUH
 
-#include "panel_tiles.cuh"
-#include "weights.cuh"
+#include "../gemm/weights.cuh"
+#include "tiles.cuh"
 
 template <class Config, class Storage>
 __device__ __forceinline__ void load_tiles(

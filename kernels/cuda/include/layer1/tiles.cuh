@@ -1,10 +1,10 @@
 // Tiles of layer 1's GEMM, y[q] = w[expert of q] @ a[q] for all routed rows, column panel by column panel; as fc1_dgrad
 // (IS_DGRAD) of y[q] = a[q] @ w[expert of q].
 
-#ifndef COMET_PANEL_TILES_CUH
-#define COMET_PANEL_TILES_CUH
+#ifndef COMET_LAYER1_TILES_CUH
+#define COMET_LAYER1_TILES_CUH
 
-#include "scheduler.cuh"
+#include "../gemm/scheduler.cuh"
 
 // See part_span, panel_of and panel_span of kernels/gemm/tiles.py.
 __device__ __forceinline__ void part_span(int part, int elements, int parts, int& first, int& width) {

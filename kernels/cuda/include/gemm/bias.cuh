@@ -4,8 +4,8 @@
 // multiplied, into two registers of a thread, which has two columns of all rows; in block FP8, where a thread has many
 // columns of two rows, behind it, where registers are free again, a half's at once.
 
-#ifndef COMET_BIAS_CUH
-#define COMET_BIAS_CUH
+#ifndef COMET_GEMM_BIAS_CUH
+#define COMET_GEMM_BIAS_CUH
 
 #include "mma_fp8.cuh"
 

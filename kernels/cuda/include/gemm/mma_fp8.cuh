@@ -6,8 +6,8 @@
 // warpgroup has 64 of a tile's rows and one half of its columns after the other; of a tile of 64 rows, a half of its
 // columns.
 
-#ifndef COMET_MMA_FP8_CUH
-#define COMET_MMA_FP8_CUH
+#ifndef COMET_GEMM_MMA_FP8_CUH
+#define COMET_GEMM_MMA_FP8_CUH
 
 #include "mma.cuh"
 

@@ -3,10 +3,10 @@
 //
 // Of a tile of 64 rows the warpgroups have half of these columns each, and tell each other the largest of each row.
 
-#ifndef COMET_HIDDEN_FP8_CUH
-#define COMET_HIDDEN_FP8_CUH
+#ifndef COMET_LAYER0_HIDDEN_FP8_CUH
+#define COMET_LAYER0_HIDDEN_FP8_CUH
 
-#include "../mma_fp8.cuh"
+#include "../gemm/mma_fp8.cuh"
 #include "hidden.cuh"
 
 constexpr int HALF_HIDDEN = HALF_COLS / 2; // columns of hidden of a half: gate and up are interleaved

@@ -2,10 +2,10 @@
 // memory begins. A stage holds BLOCK_N lines of weights and MAX_TILE_ROWS lines of routed rows, a line being
 // SWIZZLE_BYTES; block FP8 has scales of each row apart from them, of SCALE_STEPS steps together.
 
-#ifndef COMET_PIPELINE_CUH
-#define COMET_PIPELINE_CUH
+#ifndef COMET_GEMM_PIPELINE_CUH
+#define COMET_GEMM_PIPELINE_CUH
 
-#include "config.cuh"
+#include "../config.cuh"
 
 template <class Config>
 struct Stage {

@@ -4,8 +4,8 @@
 // one below the other. The tensor cores transpose both operands. In the terms of pipeline.cuh a stage's first BLOCK_N
 // lines are a's panels, the MAX_TILE_ROWS lines behind them b's.
 
-#ifndef COMET_WGRAD_CUH
-#define COMET_WGRAD_CUH
+#ifndef COMET_GEMM_WGRAD_CUH
+#define COMET_GEMM_WGRAD_CUH
 
 #include "scheduler.cuh"
 #include "wgmma.cuh"

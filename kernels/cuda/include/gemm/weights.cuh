@@ -1,7 +1,7 @@
 // TMA loads of an expert's weights, as their maps show them.
 
-#ifndef COMET_WEIGHTS_CUH
-#define COMET_WEIGHTS_CUH
+#ifndef COMET_GEMM_WEIGHTS_CUH
+#define COMET_GEMM_WEIGHTS_CUH
 
 #include "pipeline.cuh"
 

@@ -1,14 +1,14 @@
 // What becomes of layer 0's products in 16 bits: gate and up, rounded, and hidden = activation(gate, up); of
 // fc2_dgrad's hidden's gradient, rounded.
 
-#ifndef COMET_HIDDEN_CUH
-#define COMET_HIDDEN_CUH
+#ifndef COMET_LAYER0_HIDDEN_CUH
+#define COMET_LAYER0_HIDDEN_CUH
 
 #include "../activation.cuh"
-#include "../bias.cuh"
-#include "../gathered_tiles.cuh"
+#include "../gemm/bias.cuh"
+#include "../gemm/store_rows.cuh"
 #include "../recorder.cuh"
-#include "../store_rows.cuh"
+#include "tiles.cuh"
 
 // Of Q routed rows; what a kernel does not write is null.
 struct HiddenArgs {

@@ -5,8 +5,8 @@
 // of the same columns share their weights in L2. In turn, blocks drift apart, and weights come from memory several
 // times, which costs time because the board's power is the limit (benchmarks/results/forward_kernels.md).
 
-#ifndef COMET_SCHEDULER_CUH
-#define COMET_SCHEDULER_CUH
+#ifndef COMET_GEMM_SCHEDULER_CUH
+#define COMET_GEMM_SCHEDULER_CUH
 
 #include "pipeline.cuh"
 

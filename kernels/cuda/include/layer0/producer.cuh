@@ -2,12 +2,12 @@
 // cycles; weights by TMA, gate rows and up rows interleaved in groups of 8, so that gate and up of a column of hidden
 // meet in one thread.
 
-#ifndef COMET_PRODUCER_GATHER_CUH
-#define COMET_PRODUCER_GATHER_CUH
+#ifndef COMET_LAYER0_PRODUCER_CUH
+#define COMET_LAYER0_PRODUCER_CUH
 
-#include "gathered_tiles.cuh"
-#include "symm.cuh"
-#include "weights.cuh"
+#include "../gemm/weights.cuh"
+#include "../symm.cuh"
+#include "tiles.cuh"
 
 template <class Config>
 struct Gather {

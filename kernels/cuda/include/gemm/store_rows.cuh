@@ -1,7 +1,7 @@
 // A tile's products, rounded, as rows of the result.
 
-#ifndef COMET_STORE_ROWS_CUH
-#define COMET_STORE_ROWS_CUH
+#ifndef COMET_GEMM_STORE_ROWS_CUH
+#define COMET_GEMM_STORE_ROWS_CUH
 
 #include "mma.cuh"
 

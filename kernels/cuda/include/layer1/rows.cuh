@@ -1,13 +1,13 @@
 // What becomes of layer 1's products: rows of y, rounded, and a share of their panel, which those that combine wait
 // for.
 
-#ifndef COMET_ROWS_CUH
-#define COMET_ROWS_CUH
+#ifndef COMET_LAYER1_ROWS_CUH
+#define COMET_LAYER1_ROWS_CUH
 
-#include "../bias.cuh"
-#include "../panel_tiles.cuh"
+#include "../gemm/bias.cuh"
+#include "../gemm/store_rows.cuh"
 #include "../recorder.cuh"
-#include "../store_rows.cuh"
+#include "tiles.cuh"
 
 // A tile's share of a panel, counted once all stores of its warpgroup are complete.
 struct PanelShare {

@@ -5,8 +5,8 @@
 // where tiles of 128 routed rows waste a quarter of 256 +- 16. One token tile may be taller than what an instruction
 // takes, for weights are then loaded once and not twice. Two warpgroups multiply, each BLOCK_N / 2 columns.
 
-#ifndef COMET_MMA_CUH
-#define COMET_MMA_CUH
+#ifndef COMET_GEMM_MMA_CUH
+#define COMET_GEMM_MMA_CUH
 
 #include "pipeline.cuh"
 #include "wgmma.cuh"

@@ -4,10 +4,10 @@
 // of each. It goes to N / 2 of a thread's numbers from FIRST on: added where `adds`, else in place of what they were.
 // TRANSPOSE_A, TRANSPOSE_B: the contraction of an operand does not lie along its lines in shared memory.
 
-#ifndef COMET_WGMMA_CUH
-#define COMET_WGMMA_CUH
+#ifndef COMET_GEMM_WGMMA_CUH
+#define COMET_GEMM_WGMMA_CUH
 
-#include "config.cuh"
+#include "../config.cuh"
 
 template <class Element, int N>
 struct Wgmma;

@@ -1,9 +1,9 @@
 // What becomes of layer 1's products in block FP8: rows of y, rounded.
 
-#ifndef COMET_ROWS_FP8_CUH
-#define COMET_ROWS_FP8_CUH
+#ifndef COMET_LAYER1_ROWS_FP8_CUH
+#define COMET_LAYER1_ROWS_FP8_CUH
 
-#include "../mma_fp8.cuh"
+#include "../gemm/mma_fp8.cuh"
 #include "rows.cuh"
 
 // 16 rows of a half, by way of `staging`, 64 columns of each at a time: so that a line of y is written at once.

@@ -3,11 +3,11 @@
 // waits. A rank that has failed has nothing to send: its plan says so (kernels/plan/placement.py), and between plan and
 // launch none waits.
 
-#ifndef COMET_PUSH_CUH
-#define COMET_PUSH_CUH
+#ifndef COMET_LAYER0_PUSH_CUH
+#define COMET_LAYER0_PUSH_CUH
 
-#include "scheduler.cuh"
-#include "symm.cuh"
+#include "../gemm/scheduler.cuh"
+#include "../symm.cuh"
 
 // What a rank sends; T tokens of `cols` 16-bit words, W ranks, M tokens at most per rank.
 struct DispatchArgs {

@@ -10,11 +10,11 @@
 // waited for and on the panel, so it is enough that no panel opens: a look at the record of faults per warp and panel,
 // on its way beside the look at the panel's counter, and no register beyond it.
 
-#ifndef COMET_COMBINE_CUH
-#define COMET_COMBINE_CUH
+#ifndef COMET_LAYER1_COMBINE_CUH
+#define COMET_LAYER1_COMBINE_CUH
 
-#include "panel_tiles.cuh"
-#include "symm.cuh"
+#include "../symm.cuh"
+#include "tiles.cuh"
 
 constexpr int BATCH = 4; // entries that a warp works on together
 
