@@ -11,12 +11,12 @@ from torch import Tensor
 from comet.config import MoEConfig, ParallelConfig, require
 
 # Rows that share an arrival flag of the dispatch and of the combine, most panels of a launch, flags per chunk of the
-# combine, and most waves that a list of sent rows is ordered by; comet.kernels.runtime.arguments holds the same values.
+# combine, and most buckets of a list of sent rows; comet.kernels.runtime.arguments holds the same values.
 CHUNK_ROWS = 128
 COMBINE_CHUNK_ROWS = 32
 MAX_PANELS = 16
 CHUNK_FLAGS = 64
-MAX_WAVES = 32
+MAX_BUCKETS = 32
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -24,12 +24,12 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def num_waves(experts_local: int) -> int:
-    """Waves of a list of sent rows, a power of two; the last is for tokens that are not sent.
+def num_buckets(experts_local: int) -> int:
+    """Buckets of a list of sent rows, a power of two; the last is for tokens that are not sent.
 
-    Example: 2 local experts make 4 waves (one each, one empty, the last), 32 and more make 32.
+    Example: 2 local experts make 4 buckets (one each, one empty, the last), 32 and more make 32.
     """
-    return min(MAX_WAVES, 1 << experts_local.bit_length())
+    return min(MAX_BUCKETS, 1 << experts_local.bit_length())
 
 
 def positions_in_groups(groups: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:

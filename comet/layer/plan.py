@@ -6,8 +6,8 @@ W; P phases, 1 for a rank alone, else 2; R = W*M received-row slots; Q static ca
 Row numbering, the same on every rank:
 
 * *Received row* ``r = s*M + i``: the i-th row that source rank s sent to this rank. A token that goes to several
-  experts of this rank is sent once (rank-deduplicated). Rows of one source are in the order of waves, then tokens: the
-  *wave* of a token at a rank says which of its experts needs the token first (``comet.layer.twin.plan.waves``), so that
+  experts of this rank is sent once (rank-deduplicated). Rows of one source are in the order of buckets, then tokens:
+  the *bucket* of a token at a rank is that of the first of its experts that needs it (``twin.plan.buckets``), so that
   rows arrive in the order in which layer 0 goes through the experts. Rows of this rank to itself do not travel: there
   ``i`` is simply the token, so received row ``rank*M + t`` *is* token t of this rank.
 * *Routed row* ``q``: one (received row, expert slot) pair computed here. Routed rows are laid out by local expert, then

@@ -3,8 +3,8 @@
 Programs of ``exchange_kernel``, C chunks of W ranks, blocks of experts:
 
     [0, W*C)                        send a chunk to a peer
-    [W*C, 2*W*C)                    waves of a chunk of own tokens at an EP shard, if the peer is its first rank
-    [2*W*C, 3*W*C)                  waves of a (source, chunk) at this rank
+    [W*C, 2*W*C)                    buckets of a chunk of own tokens at an EP shard, if the peer is its first rank
+    [2*W*C, 3*W*C)                  buckets of a (source, chunk) at this rank
     [3*W*C, (3 + blocks)*W*C)       routed rows of a (source, chunk), for one block of experts
 
 It ends on every rank: programs that send wait for nobody, and no program that waits keeps one of its own grid from
@@ -22,12 +22,12 @@ from ..runtime.primitives import PLACE_EXCHANGE, any_of, signal, wait_flags
 
 
 @triton.jit
-def waves_of(first, PLAN: tl.constexpr):
-    """Wave of each token from the first local expert that needs it; e: none does.
+def buckets_of(first, PLAN: tl.constexpr):
+    """Bucket of each token from the first local expert that needs it; e: none does.
 
-    With 8 experts and 4 waves, experts 0..2 are wave 0, 3..5 wave 1, 6 and 7 wave 2; wave 3 is not needed here.
+    With 8 experts and 4 buckets, experts 0..2 are bucket 0, 3..5 bucket 1, 6 and 7 bucket 2; 3 is not needed here.
     """
-    return tl.where(first < PLAN.experts_local, first * (PLAN.waves - 1) // PLAN.experts_local, PLAN.waves - 1)
+    return tl.where(first < PLAN.experts_local, first * (PLAN.buckets - 1) // PLAN.experts_local, PLAN.buckets - 1)
 
 
 @triton.jit
@@ -41,30 +41,30 @@ def load_local(chunk_ids, first_expert, PLAN: tl.constexpr):
 
 @triton.jit
 def rank_tokens(chunk_ids, shard, counts_ptr, ranks_ptr, PLAN: tl.constexpr):
-    """Store each token's wave * CHUNK + place in the chunk's part of the wave, and how many tokens each wave has.
+    """Store each token's bucket * CHUNK + place in the chunk's part of the bucket, and how many tokens each bucket has.
 
-    ``chunk_ids`` points at the first id; the waves are those of an EP shard. They are counted in bytes of words: of 32
-    waves and K=2, words 0..3 hold 8 each, and wave 13 is bits 40..47 of word 1. If it has the tokens 4 and 9, these
-    store 13 * CHUNK and 13 * CHUNK + 1, and the wave stores 2.
+    ``chunk_ids`` points at the first id; the buckets are an EP shard's. They are counted in bytes of words: of 32
+    buckets and K=2, words 0..3 hold 8 each, and bucket 13 is bits 40..47 of word 1. If it has the tokens 4 and 9, these
+    store 13 * CHUNK and 13 * CHUNK + 1, and the bucket stores 2.
     """
     tl.static_assert(PLAN.chunk < 256)
     # As many words as ids, at least: Triton 3.6 scans a tensor wrongly that is narrower than the one it comes from.
     WORDS: tl.constexpr = 4 if PLAN.top_k <= 4 else triton.next_power_of_2(PLAN.top_k)
-    PER_WORD: tl.constexpr = (PLAN.waves + WORDS - 1) // WORDS
+    PER_WORD: tl.constexpr = (PLAN.buckets + WORDS - 1) // WORDS
     local = load_local(chunk_ids, shard * PLAN.experts_local, PLAN)
-    waves = waves_of(tl.min(local, axis=1), PLAN)
+    buckets = buckets_of(tl.min(local, axis=1), PLAN)
     one = tl.full((), 1, tl.int64 if PER_WORD > 4 else tl.int32)
-    shifts = waves % PER_WORD * 8
+    shifts = buckets % PER_WORD * 8
     words = tl.arange(0, WORDS)
-    here = (waves // PER_WORD)[:, None] == words[None, :]
+    here = (buckets // PER_WORD)[:, None] == words[None, :]
     hot = tl.where(here, (one << shifts)[:, None], 0)
     until = tl.sum(tl.where(here, tl.cumsum(hot, axis=0), 0), axis=1)
-    ranks = waves * PLAN.chunk + ((until >> shifts) & 255).to(tl.int32) - 1
+    ranks = buckets * PLAN.chunk + ((until >> shifts) & 255).to(tl.int32) - 1
     tl.store(ranks_ptr + tl.arange(0, PLAN.chunk), ranks)
     bytes_of_word = tl.arange(0, PER_WORD)[None, :]
     numbers = words[:, None] * PER_WORD + bytes_of_word
     counts = (tl.sum(hot, axis=0)[:, None] >> (bytes_of_word * 8)) & 255
-    tl.store(counts_ptr + numbers, counts.to(tl.int32), mask=numbers < PLAN.waves)
+    tl.store(counts_ptr + numbers, counts.to(tl.int32), mask=numbers < PLAN.buckets)
 
 
 @triton.jit
@@ -169,9 +169,9 @@ def exchange_kernel(
                 scratch.positions + source_chunk * (PLAN.top_k * PLAN.chunk), PLAN,
             )  # fmt: skip
         else:
-            shard, waves_ptr, ranks_ptr = rank // PLAN.tp, scratch.recv_waves, scratch.recv_ranks
+            shard, buckets_ptr, ranks_ptr = rank // PLAN.tp, scratch.recv_buckets, scratch.recv_ranks
             if part == 1:
-                shard, waves_ptr, ranks_ptr = peer // PLAN.tp, scratch.send_waves, scratch.send_ranks
+                shard, buckets_ptr, ranks_ptr = peer // PLAN.tp, scratch.send_buckets, scratch.send_ranks
                 source_chunk = shard * num_chunks + chunk
-            waves_ptr, ranks_ptr = waves_ptr + source_chunk * PLAN.waves, ranks_ptr + source_chunk * PLAN.chunk
-            rank_tokens(chunk_ids, shard, waves_ptr, ranks_ptr, PLAN)
+            buckets_ptr, ranks_ptr = buckets_ptr + source_chunk * PLAN.buckets, ranks_ptr + source_chunk * PLAN.chunk
+            rank_tokens(chunk_ids, shard, buckets_ptr, ranks_ptr, PLAN)

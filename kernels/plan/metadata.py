@@ -3,12 +3,12 @@
 1. ``counting.exchange_kernel``. Its first programs, (peer, chunk of 128 tokens), copy this rank's ids and weights into
    the peer's pool and signal. The others, (source, chunk) x block of experts, wait for the chunk, count what comes to
    this rank's experts, and give every routed row its position among the rows of its expert inside the chunk,
-   and of its wave.
+   and of its bucket.
 2. ``placement.place_kernel``, one program per piece of output: position plus what lies before the chunk is the final
    address. Each program adds up the few counts before it by itself, which is quicker than one more launch for a scan.
 
 Routed rows are in (source, token, slot) order. A *list* of M places (rows received from one source, tokens sent to one
-rank) is a permutation by wave (see ``placement``), then token; places of the last wave, tokens that are not needed, are
+rank) is a permutation by bucket (see ``placement``), then token; places of the last bucket, tokens not needed, are
 marked -1. So every place is written once. With 4 tokens, of which 1 is needed by the rank's second expert and 3 by its
 first, tokens 0..3 take the places 2, 1, 3, 0: the list is 3, 1, -1, -1.
 
@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 import triton
 from torch import Tensor
 
-from ..runtime.arguments import CHUNK_ROWS, MAX_WAVES, power_of_2
+from ..runtime.arguments import CHUNK_ROWS, MAX_BUCKETS, power_of_2
 from ..runtime.buffers import allocate, cut
 from .counting import exchange_kernel
 from .placement import place_kernel
@@ -88,9 +88,9 @@ class PlanConfig:
         return self.ep * self.tp
 
     @property
-    def num_waves(self) -> int:
-        """Waves of a list, a power of two: 2 experts make 4 (one for each, an empty one, and the tokens not needed)."""
-        return min(MAX_WAVES, power_of_2(self.experts_local + 1))
+    def num_buckets(self) -> int:
+        """Buckets of a list, a power of two: 2 experts make 4 (one each, an empty one, and the tokens not needed)."""
+        return min(MAX_BUCKETS, power_of_2(self.experts_local + 1))
 
 
 class PlanScratch(NamedTuple):
@@ -99,9 +99,9 @@ class PlanScratch(NamedTuple):
     epoch: Tensor  # (1,) the epoch of this plan
     totals: Tensor  # (W, e) routed rows of each source and expert
     counts: Tensor  # (W, C, e) the same per chunk
-    recv_waves: Tensor  # (W, C, waves) tokens of each chunk in each wave of this rank
-    send_waves: Tensor  # (EP, C, waves) tokens of each own chunk in each wave of each EP shard
-    recv_ranks: Tensor  # (W, C, 128) wave * 128 + place in the chunk's part of the wave, of each token
+    recv_buckets: Tensor  # (W, C, buckets) tokens of each chunk in each bucket of this rank
+    send_buckets: Tensor  # (EP, C, buckets) tokens of each own chunk in each bucket of each EP shard
+    recv_ranks: Tensor  # (W, C, 128) bucket * 128 + place in the chunk's part of the bucket, of each token
     send_ranks: Tensor  # (EP, C, 128) the same of own tokens at each EP shard
     positions: Tensor  # (W, C, 128, K) position of a routed row among those of its expert in its chunk
 
@@ -113,8 +113,8 @@ class PlanScratch(NamedTuple):
             "epoch": (1,),
             "totals": (sources, experts),
             "counts": (sources, chunks, experts),
-            "recv_waves": (sources, chunks, config.num_waves),
-            "send_waves": (config.ep, chunks, config.num_waves),
+            "recv_buckets": (sources, chunks, config.num_buckets),
+            "send_buckets": (config.ep, chunks, config.num_buckets),
             "recv_ranks": (sources, chunks, CHUNK_ROWS),
             "send_ranks": (config.ep, chunks, CHUNK_ROWS),
             "positions": (sources, chunks, CHUNK_ROWS, config.top_k),
@@ -150,7 +150,7 @@ class PlanConstants(NamedTuple):
     world_size: int
     tp: int
     chunk: int  # tokens of a chunk
-    waves: int
+    buckets: int
     interpret: bool
     expert_block: int = 0  # of exchange_kernel: experts that a program counts
     flat: int = 0  # power of two, at least the slots of a chunk
@@ -160,7 +160,7 @@ class PlanConstants(NamedTuple):
     phases: int = 0
     block_rows: int = 0  # of a GEMM tile
     scan_rows: int = 0  # chunks whose counts are added up at once
-    sum_block: int = 0  # chunks whose waves are added up at once
+    sum_block: int = 0  # chunks whose buckets are added up at once
 
 
 def exchange(
@@ -245,7 +245,7 @@ def _constants(config: PlanConfig, pool_top_k: int, **of_kernel: int) -> PlanCon
         world_size=config.world_size,
         tp=config.tp,
         chunk=CHUNK_ROWS,
-        waves=config.num_waves,
+        buckets=config.num_buckets,
         interpret=triton.knobs.runtime.interpret,
         **of_kernel,
     )

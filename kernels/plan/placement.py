@@ -7,9 +7,9 @@ Programs of ``place_kernel``, W*C each for received rows and sent tokens, e for 
     [2*W*C, 2*W*C + e)          tiles and padding of an expert's segment
     2*W*C + e                   segment table, tile starts, status, epoch
 
-A *list* (rows received from one source, tokens sent to one rank) is ordered by wave, then token. The wave of a token
-says which of the receiving rank's experts needs it first, so that rows arrive in the order in which layer 0 goes
-through the experts; tokens that are not needed there form the last wave.
+A *list* (rows received from one source, tokens sent to one rank) is ordered by bucket, then token. A token's bucket is
+that of the first of the receiving rank's experts that needs it, so that rows arrive in the order in which layer 0 goes
+through the experts; tokens that are not needed there form the last bucket.
 
 A rank of which a wait has met its deadline gets a plan without rows, none to compute, to send or to return, and stays
 at its epoch (see ``primitives``).
@@ -33,29 +33,29 @@ def load_counts(counts_ptr, first, end, WIDTH: tl.constexpr, WIDTH_PAD: tl.const
 
 
 @triton.jit
-def start_waves(counts, counts_ptr, chunk, num_chunks, PLAN: tl.constexpr):
-    """(waves,) place in the list of the first token of each wave that a chunk holds; needed tokens of the list.
+def start_buckets(counts, counts_ptr, chunk, num_chunks, PLAN: tl.constexpr):
+    """(buckets,) place in the list of the first token of each bucket that a chunk holds; needed tokens of the list.
 
     ``counts`` are those of the first ``sum_block`` chunks, the others are loaded here.
     """
     BLOCK: tl.constexpr = PLAN.sum_block
-    WAVES: tl.constexpr = PLAN.waves
+    BUCKETS: tl.constexpr = PLAN.buckets
     blocks = tl.arange(0, BLOCK)[:, None]
     before = tl.sum(tl.where(blocks < chunk, counts, 0), axis=0)
     total = tl.sum(counts, axis=0)
     for first in range(BLOCK, num_chunks, BLOCK):
-        counts = load_counts(counts_ptr, first, num_chunks, WAVES, WAVES, BLOCK)
+        counts = load_counts(counts_ptr, first, num_chunks, BUCKETS, BUCKETS, BLOCK)
         before += tl.sum(tl.where(first + blocks < chunk, counts, 0), axis=0)
         total += tl.sum(counts, axis=0)
-    needed = tl.sum(tl.where(tl.arange(0, WAVES) < WAVES - 1, total, 0), axis=0)
+    needed = tl.sum(tl.where(tl.arange(0, BUCKETS) < BUCKETS - 1, total, 0), axis=0)
     return tl.cumsum(total, axis=0) - total + before, needed
 
 
 @triton.jit
 def list_places(ranks, starts, PLAN: tl.constexpr):
     """Place of each token of a chunk in its list, and whether the token is needed."""
-    waves = ranks // PLAN.chunk
-    return tl.gather(starts, waves, 0) + ranks % PLAN.chunk, waves < PLAN.waves - 1
+    buckets = ranks // PLAN.chunk
+    return tl.gather(starts, buckets, 0) + ranks % PLAN.chunk, buckets < PLAN.buckets - 1
 
 
 @triton.jit
@@ -221,8 +221,8 @@ def place_kernel(pool, scratch, plan, rank, capacity, num_routed_rows, M, PLAN: 
     phases = tl.where(sources < PLAN.world_size, (sources != rank).to(tl.int32), -1)
     epoch = tl.load(scratch.epoch)
     if program < num_pairs:
-        waves_ptr = scratch.recv_waves + peer * num_chunks * PLAN.waves
-        waves = load_counts(waves_ptr, 0, num_chunks, PLAN.waves, PLAN.waves, PLAN.sum_block)
+        buckets_ptr = scratch.recv_buckets + peer * num_chunks * PLAN.buckets
+        buckets = load_counts(buckets_ptr, 0, num_chunks, PLAN.buckets, PLAN.buckets, PLAN.sum_block)
         ranks = tl.load(scratch.recv_ranks + pair * PLAN.chunk + tokens)
         counts_ptr = scratch.counts + peer * num_chunks * E
         counts = load_counts(counts_ptr, 0, chunk, E, PLAN.padded_experts, PLAN.scan_rows)
@@ -236,7 +236,7 @@ def place_kernel(pool, scratch, plan, rank, capacity, num_routed_rows, M, PLAN: 
         _, kept = load_kept(scratch.totals, pool.fault, capacity, PLAN)
         block = ((epoch & 1) * PLAN.world_size + peer) * (M * PLAN.pool_top_k)
         local = load_local(pool.ids + block + chunk * (PLAN.chunk * K), rank // PLAN.tp * E, PLAN)
-        starts, needed = start_waves(waves, waves_ptr, chunk, num_chunks, PLAN)
+        starts, needed = start_buckets(buckets, buckets_ptr, chunk, num_chunks, PLAN)
         base, count = place_experts(kept, phases, counts, count, counts_ptr, peer, chunk, num_routed_rows, PLAN)
         weight = tl.load(pool.weights + block + offsets, mask=slots < K, other=0.0)
         places, _ = list_places(ranks, starts, PLAN)
@@ -247,10 +247,10 @@ def place_kernel(pool, scratch, plan, rank, capacity, num_routed_rows, M, PLAN: 
             tl.store(plan.recv_counts + peer, unless_failed(needed, pool.fault))
     elif program < 2 * num_pairs:
         shard = peer // PLAN.tp
-        waves_ptr = scratch.send_waves + shard * num_chunks * PLAN.waves
-        waves = load_counts(waves_ptr, 0, num_chunks, PLAN.waves, PLAN.waves, PLAN.sum_block)
+        buckets_ptr = scratch.send_buckets + shard * num_chunks * PLAN.buckets
+        buckets = load_counts(buckets_ptr, 0, num_chunks, PLAN.buckets, PLAN.buckets, PLAN.sum_block)
         ranks = tl.load(scratch.send_ranks + (shard * num_chunks + chunk) * PLAN.chunk + tokens)
-        starts, needed = start_waves(waves, waves_ptr, chunk, num_chunks, PLAN)
+        starts, needed = start_buckets(buckets, buckets_ptr, chunk, num_chunks, PLAN)
         places, is_needed = list_places(ranks, starts, PLAN)
         place_sends(places, is_needed, plan, peer, chunk, rank, num_chunks, PLAN)
         if chunk == 0:

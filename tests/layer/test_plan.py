@@ -27,8 +27,8 @@ from ranks import run_ranks
 from comet.comm import LocalCommunicator, make_communicator
 from comet.errors import CapacityError
 from comet.layer.plan import Launch, Plan, PlanRules, routed_row_capacity
-from comet.layer.twin.plan import _places, waves
-from comet.layout import ExpertLayout, num_waves, positions_in_groups
+from comet.layer.twin.plan import _places, buckets
+from comet.layout import ExpertLayout, num_buckets, positions_in_groups
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4), (3, 1), (4, 2), (8, 1)]
 
@@ -72,10 +72,10 @@ def test_example_of_plan_from_ids() -> None:
     assert plan_of(rows, replace(layout, rank=0), 3).send_token_ids[1, :3].tolist() == [0, 2, -1]
 
 
-def test_examples_of_waves() -> None:
-    assert [num_waves(2), num_waves(32), num_waves(256)] == [4, 32, 32]
+def test_examples_of_buckets() -> None:
+    assert [num_buckets(2), num_buckets(32), num_buckets(256)] == [4, 32, 32]
     local = torch.tensor([[0, 5], [1, 7], [7, -1], [-1, -1]])
-    assert waves(local, local >= 0, 8).tolist() == [0, 1, 13, 15]
+    assert buckets(local, local >= 0, 8).tolist() == [0, 1, 13, 15]
     assert _places(torch.tensor([3, 0, 3, 0])).tolist() == [2, 0, 3, 1]
     # Of four tokens, 1 goes to rank 1's second expert, 3 to its first, 0 and 2 stay.
     layout = ExpertLayout(num_experts=4, top_k=1, ep=2, tp=1, rank=0)

@@ -14,7 +14,7 @@ from comet.comm.signals import signal, wait
 from comet.kernels.runtime.buffers import allocate, cut
 from comet.layer.plan import PlanRules, num_counters
 from comet.layer.workspace import Workspace
-from comet.layout import CHUNK_ROWS, ExpertLayout, num_waves, positions_in_groups
+from comet.layout import CHUNK_ROWS, ExpertLayout, num_buckets, positions_in_groups
 
 PLACE = "exchange of top-k ids"
 
@@ -78,7 +78,7 @@ def plan_tensors(ids: Tensor, weights: Tensor, layout: ExpertLayout, rules: Plan
     mine = (local >= 0) & (local < layout.experts_local)
     needed = mine.any(dim=2)
     row_ids = torch.arange(needed.numel()).view(needed.shape)
-    place = _places(waves(local, mine, layout.experts_local)) + row_ids[:, :1]
+    place = _places(buckets(local, mine, layout.experts_local)) + row_ids[:, :1]
     # Rows of this rank to itself do not travel: row and token are the same.
     place[layout.rank] = row_ids[layout.rank]
     source, token, slot = mine.nonzero(as_tuple=True)
@@ -108,23 +108,23 @@ def plan_tensors(ids: Tensor, weights: Tensor, layout: ExpertLayout, rules: Plan
     return tensors | {"memory": memory}
 
 
-def waves(local: Tensor, mine: Tensor, experts_local: int) -> Tensor:
-    """Wave of each token at a rank: which of its experts needs the token first, in steps; the last: none does.
+def buckets(local: Tensor, mine: Tensor, experts_local: int) -> Tensor:
+    """Bucket of each token at a rank: which of its experts needs the token first, in steps; the last: none does.
 
-    Example: 8 local experts make 15 waves and the last: tokens whose first expert is 0, 1, 7 or none are in waves
+    Example: 8 local experts make 15 buckets and the last: tokens whose first expert is 0, 1, 7 or none are in buckets
     0, 1, 13 and 15.
 
     Args:
         local: ``(..., K)`` expert ids relative to the rank's first.
         experts_local: e.
     """
-    last = num_waves(experts_local) - 1
+    last = num_buckets(experts_local) - 1
     first = torch.where(mine, local, experts_local).amin(dim=-1).long()
     return torch.where(first < experts_local, first * last // experts_local, last)
 
 
-def _places(waves: Tensor) -> Tensor:
-    return waves.argsort(dim=-1, stable=True).argsort(dim=-1)
+def _places(buckets: Tensor) -> Tensor:
+    return buckets.argsort(dim=-1, stable=True).argsort(dim=-1)
 
 
 def _segments(
@@ -176,10 +176,10 @@ def _scatter(shape: tuple[int, ...], places: tuple[Tensor, ...], values: Tensor,
 def _send_lists(ids: Tensor, layout: ExpertLayout) -> dict[str, Tensor]:
     max_tokens, ranks = ids.shape[0], layout.world_size
     local = ids[:, None] - layout.experts_local * torch.arange(layout.ep)[:, None]
-    wave = waves(local, (local >= 0) & (local < layout.experts_local), layout.experts_local)
-    wave = wave.repeat_interleave(layout.tp, dim=1)
-    going = wave < num_waves(layout.experts_local) - 1
-    places = _places(wave.T).T.contiguous()
+    bucket = buckets(local, (local >= 0) & (local < layout.experts_local), layout.experts_local)
+    bucket = bucket.repeat_interleave(layout.tp, dim=1)
+    going = bucket < num_buckets(layout.experts_local) - 1
+    places = _places(bucket.T).T.contiguous()
     places[:, layout.rank] = torch.arange(max_tokens)
     token, rank = going.nonzero(as_tuple=True)
     send_token_ids = torch.full((ranks, max_tokens), -1, dtype=torch.int32)

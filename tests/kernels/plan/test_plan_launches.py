@@ -19,7 +19,7 @@ from comet.kernels.plan.metadata import PlanConfig, exchange_constants, place_co
 from comet.kernels.runtime.buffers import _places, allocate, cut
 
 CPU = torch.device("cpu")
-NO_EXPERT = 31  # of 31 experts each is a wave of its own, and one more has the tokens that are not needed
+NO_EXPERT = 31  # of 31 experts each is a bucket of its own, and one more has the tokens that are not needed
 IDS = {0: [6, 5], 1: [6, 6], 4: [13, -1], 9: [20, 13]}
 
 
@@ -71,7 +71,7 @@ def test_own_tokens_are_waited_for_once_for_each_shard(ep: int, tp: int, expecte
 
 
 def many_chunks(rank: int, world_size: int) -> tuple[int, int]:
-    """A plan of 36 chunks by kernels equals the twin's; of how many chunks waves and counts are read at once."""
+    """A plan of 36 chunks by kernels equals the twin's; of how many chunks buckets and counts are read at once."""
     case = replace(random_case(5, 1, 1, num_experts=40, top_k=2, max_tokens=36 * 128), expert_capacity=None)
     ids = torch.rand(case.max_tokens - 3, 40).argsort(dim=1)[:, :2].int()
     case = replace(case, ids=[ids], weights=[torch.rand(ids.shape)], max_routed_rows=40 * 128 * 4, block_rows=128)
@@ -121,16 +121,18 @@ def counted(rank: int, world_size: int) -> dict[str, list[Any]]:
     case = replace(case, ids=[ids], weights=[torch.ones(ids.shape)])
     case = replace(case, block_rows=16, expert_capacity=None, max_routed_rows=1024)
     case.plan(0, workspace(case, LocalCommunicator(CPU)))
-    names = ("recv_waves", "send_waves", "recv_ranks", "send_ranks", "counts", "positions")
+    names = ("recv_buckets", "send_buckets", "recv_ranks", "send_ranks", "counts", "positions")
     return {name: getattr(scratch[0], name)[0, 0].tolist() for name in names}
 
 
 def test_examples_of_the_words() -> None:
     (stored,) = run_ranks(counted, 1, interpret=True)
-    waves = [min((i for i in IDS.get(token, []) if i >= 0), default=NO_EXPERT) for token in range(128)]
+    buckets = [min((i for i in IDS.get(token, []) if i >= 0), default=NO_EXPERT) for token in range(128)]
     for side in ("recv", "send"):  # one rank: both are its own tokens at its own experts
-        assert stored[f"{side}_waves"] == [waves.count(wave) for wave in range(32)]
-        assert stored[f"{side}_ranks"] == [wave * 128 + waves[:token].count(wave) for token, wave in enumerate(waves)]
+        assert stored[f"{side}_buckets"] == [buckets.count(bucket) for bucket in range(32)]
+        assert stored[f"{side}_ranks"] == [
+            bucket * 128 + buckets[:token].count(bucket) for token, bucket in enumerate(buckets)
+        ]
     assert stored["positions"][:2] == [[0, 0], [1, 2]]
     assert stored["counts"][:8] == [0, 0, 0, 0, 0, 1, 3, 0]
 

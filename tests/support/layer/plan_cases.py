@@ -151,10 +151,10 @@ def oracle(case: Case, rank: int) -> dict[str, Any]:
     ]
 
     def in_order(source: int, target: int) -> list[int]:
-        """Tokens that ``source`` sends to ``target``: by wave of the first expert that needs them, then by number."""
+        """Tokens that ``source`` sends to ``target``: by bucket of the first expert that needs them, then by number."""
         experts = range(case.layout(target).first_expert, case.layout(target).first_expert + layout.experts_local)
         tokens = [token for token in range(size) if target in goes[source][token]]
-        return sorted(tokens, key=lambda token: _wave(min(i for i in ids[source][token] if i in experts), experts))
+        return sorted(tokens, key=lambda token: _bucket(min(i for i in ids[source][token] if i in experts), experts))
 
     sends = [in_order(rank, target) for target in range(num_ranks)]
     send_rows = [[-1] * num_ranks for _ in range(size)]
@@ -193,10 +193,10 @@ def oracle(case: Case, rank: int) -> dict[str, Any]:
     }
 
 
-def _wave(expert: int, experts: range) -> int:
-    """Experts share 31 waves evenly; fewer experts make as many waves as the next power of two leaves."""
-    waves = 31 if len(experts) >= 32 else next(2**bits - 1 for bits in range(6) if 2**bits > len(experts))
-    return (expert - experts.start) * waves // len(experts)
+def _bucket(expert: int, experts: range) -> int:
+    """Experts share 31 buckets evenly; fewer experts make as many buckets as the next power of two leaves."""
+    buckets = 31 if len(experts) >= 32 else next(2**bits - 1 for bits in range(6) if 2**bits > len(experts))
+    return (expert - experts.start) * buckets // len(experts)
 
 
 def _tables(case: Case, segments: list[list[Routed]]) -> dict[str, Any]:
