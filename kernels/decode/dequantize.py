@@ -91,16 +91,10 @@ def aot_cases() -> list[KernelCase]:
 
 def _aot_case(kind: tuple[torch.dtype, torch.dtype], dtype: torch.dtype) -> KernelCase:
     shared_scale, packed = STORED[kind]
-    stored, element = "MXFP4" if packed else "MXFP8" if shared_scale == MX.value else "FP8", as_triton_dtype(dtype)
-    return KernelCase(
-        name=f"{stored} to {element}",
-        fn=dequantize_kernel,
-        signature={
-            "elements_ptr": "*i32" if packed else "*fp8e4nv",
-            "scales_ptr": "*u8" if shared_scale == MX.value else "*fp32",
-            "slots_ptr": "*i32", "out_ptr": f"*{element}", "rows": "i32", "columns": "i32",
-        },
-        constexprs={"GROUPS": ELEMENTS // group_of(shared_scale), "SCALES": shared_scale, "PACKED": packed},
-        expects=frozenset({"wide_loads", "wide_stores"}),
-        narrow_loads=1 if shared_scale == MX.value else 0,
-    )  # fmt: skip
+    is_mx, element = shared_scale == MX.value, as_triton_dtype(dtype)
+    stored = "MXFP4" if packed else "MXFP8" if is_mx else "FP8"
+    constants = {"GROUPS": ELEMENTS // group_of(shared_scale), "SCALES": shared_scale, "PACKED": packed}
+    kinds = {"elements_ptr": "*i32" if packed else "*fp8e4nv", "scales_ptr": "*u8" if is_mx else "*fp32"}
+    kinds |= {"slots_ptr": "*i32", "out_ptr": f"*{element}"}
+    options = dict(expects=frozenset({"wide_loads", "wide_stores"}), narrow_loads=int(is_mx))
+    return KernelCase.of(f"{stored} to {element}", dequantize_kernel, constants, kinds, **options)

@@ -220,15 +220,10 @@ def count_streamed_torch(host: HostExperts, experts: Tensor) -> None:
 def aot_cases() -> list[KernelCase]:
     """Drafts of one token and of four, of Qwen3's experts in bfloat16."""
     num_experts, top_k, element = 128, 8, 2048 * 768 * 2
-    constants = cache_constants(num_experts, num_experts // 4, [2 * element, element], 1, TRAVEL_WARPS, "lru", 1)
+    cache = cache_constants(num_experts, num_experts // 4, [2 * element, element], 1, TRAVEL_WARPS, "lru", 1)
+    constants = dict(K=top_k, MOST=MOST_AHEAD, CACHE=cache._replace(drafts=True))
+    kinds = {"cache": CACHE_POINTERS, "ids_ptr": "*i32"}
     return [
-        KernelCase(
-            name=f"{num_tokens} tokens",
-            fn=plan_draft_kernel,
-            signature={"cache": CACHE_POINTERS, "ids_ptr": "*i32"} | dict.fromkeys(("T", "E", "S", "steps"), "i32"),
-            constexprs=dict(
-                K=top_k, J_BLOCK=power_of_2(num_tokens * top_k), MOST=MOST_AHEAD, CACHE=constants._replace(drafts=True)
-            ),
-        )
-        for num_tokens in (1, 4)
+        KernelCase.of(f"{count} tokens", plan_draft_kernel, constants | {"J_BLOCK": power_of_2(count * top_k)}, kinds)
+        for count in (1, 4)
     ]

@@ -463,27 +463,14 @@ def aot_cases() -> list[KernelCase]:
     ):
         sizes = num_experts, num_experts // 4
         constants = cache_constants(*sizes, num_bytes, 1, TRAVEL_WARPS, "lru", pieces_of(num_bytes))
-        cache = {"cache": CACHE_POINTERS + (SCALE_POINTERS if len(num_bytes) > 2 else ())}
-        cases += [
-            KernelCase(
-                name=f"{stored}, {name}",
-                fn=travel_kernel,
-                signature=cache | pointer | dict.fromkeys(("E", "S"), "i32"),
-                constexprs=dict(CACHE=constants) | ({} if pointer else {"until_ptr": None}),
-                num_warps=TRAVEL_WARPS,
-                expects=frozenset({"wide_loads", "wide_stores"}),
-            )
-            for name, pointer in (("travel", {}), ("travel of a draft", {"until_ptr": "*i32"}))
-        ]
-        cases += [
-            KernelCase(
-                name=f"{stored}, plan for {num_tokens} tokens{words}",
-                fn=plan_kernel,
-                signature=cache | {"ids_ptr": "*i32"} | dict.fromkeys(("T", "E", "S"), "i32"),
-                constexprs=dict(
-                    K=top_k, J_BLOCK=power_of_2(num_tokens * top_k), MOST=MOST_AHEAD, CACHE=constants._replace(**kind)
-                ),
-            )
-            for num_tokens, words, kind in ((1, "", {}), (16, "", {}), (1, " beside drafts", {"drafts": True}))
-        ]
+        scales = SCALE_POINTERS if len(num_bytes) > 2 else ()
+        kinds = {"cache": CACHE_POINTERS + scales, "ids_ptr": "*i32", "until_ptr": "*i32"}
+        for name, values in (("travel", {"until_ptr": None}), ("travel of a draft", {})):
+            options = dict(num_warps=TRAVEL_WARPS, expects=frozenset({"wide_loads", "wide_stores"}))
+            values = values | {"CACHE": constants}
+            cases.append(KernelCase.of(f"{stored}, {name}", travel_kernel, values, kinds, **options))
+        for num_tokens, words, kind in ((1, "", {}), (16, "", {}), (1, " beside drafts", {"drafts": True})):
+            sizes_of_plan = dict(K=top_k, J_BLOCK=power_of_2(num_tokens * top_k), MOST=MOST_AHEAD)
+            values = sizes_of_plan | {"CACHE": constants._replace(**kind)}
+            cases.append(KernelCase.of(f"{stored}, plan for {num_tokens} tokens{words}", plan_kernel, values, kinds))
     return cases

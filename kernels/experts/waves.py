@@ -215,18 +215,14 @@ def aot_cases() -> list[KernelCase]:
 
 def _case(num_tokens: int, num_waves: int, policy: Policy | None = None) -> KernelCase:
     """The host computes where there is a policy."""
-    constants: dict[str, Any] = dict(D=0, K=0, CACHE=None, request=None, cache=None)
-    kinds: dict[str, Any] = {}
+    constants: dict[str, Any] = dict(WAVES=num_waves, J_BLOCK=power_of_2(8 * num_tokens), EXPERTS=128)
+    constants |= dict(D=0, K=0, CACHE=None, request=None, cache=None)
+    kinds: dict[str, Any] = dict.fromkeys(("ids_ptr", "state_ptr", "waves_ptr"), "*i32")
+    name = f"{num_tokens} tokens, K=8, {num_waves} waves"
     if policy:
         mail = dict(mail=3, mail_tokens=16, timeout_ns=30 * 10**9, asks=True)
-        constants = dict(D=2048, K=8, CACHE=cache_constants(128, 12, (0, 0), 1, NUM_WARPS, policy)._replace(**mail))
-        kinds = {"request": Request("*bf16", "*fp32"), "cache": (*CACHE_POINTERS[:3], *mail_pointers("bf16"))}
-    return KernelCase(
-        name=f"{num_tokens} tokens, K=8, {num_waves} waves" + (f", host cores, cache {policy}" if policy else ""),
-        fn=waves_kernel,
-        signature=dict.fromkeys(("ids_ptr", "state_ptr", "waves_ptr"), "*i32")
-        | dict.fromkeys(("J", "E", "S", "R"), "i32")
-        | kinds,
-        constexprs=dict(WAVES=num_waves, J_BLOCK=power_of_2(8 * num_tokens), EXPERTS=128) | constants,
-        num_warps=NUM_WARPS,
-    )
+        constants |= dict(D=2048, K=8, CACHE=cache_constants(128, 12, (0, 0), 1, NUM_WARPS, policy)._replace(**mail))
+        del constants["request"], constants["cache"]
+        kinds |= {"request": Request("*bf16", "*fp32"), "cache": (*CACHE_POINTERS[:3], *mail_pointers("bf16"))}
+        name += f", host cores, cache {policy}"
+    return KernelCase.of(name, waves_kernel, constants, kinds, num_warps=NUM_WARPS)

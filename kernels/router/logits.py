@@ -6,6 +6,8 @@ matrix instructions and without a float32 copy of the tokens. Weights are the M 
 bounds it: reading the tokens, once for every BLOCK_E experts.
 """
 
+from itertools import product
+
 import torch
 import triton
 import triton.language as tl
@@ -82,22 +84,14 @@ def _logits_constants(num_tokens: int, hidden_size: int, num_experts: int, dtype
 def aot_cases() -> list[KernelCase]:
     """Qwen3's and Mixtral's experts at three numbers of tokens; weights in float32 and bfloat16."""
     cases = []
-    for model, num_experts, hidden_size in (("qwen3", 128, 2048), ("mixtral", 8, 4096), ("tiny", 16, 48)):
-        for dtype in (torch.float32, torch.bfloat16):
-            weight = as_triton_dtype(dtype)
-            kinds = {"tokens_ptr": "*bf16", "weight_ptr": f"*{weight}", "logits_ptr": "*fp32"}
-            for num_tokens in (1, 2048, 8192):
-                constants = _logits_constants(num_tokens, hidden_size, num_experts, dtype) | {"INTERPRET": False}
-                expects = {"wide_loads"} | ({"wgmma"} if constants["BLOCK_E"] == 64 else set())
-                cases.append(
-                    KernelCase(
-                        name=f"{weight} weight, {model}, {num_tokens} tokens",
-                        fn=logits_kernel,
-                        constexprs=constants,
-                        signature={e: kinds.get(e, "i32") for e in logits_kernel.arg_names if e not in constants},
-                        num_warps=4,
-                        num_stages=4,
-                        expects=frozenset(expects),
-                    )
-                )
+    models = ("qwen3", 128, 2048), ("mixtral", 8, 4096), ("tiny", 16, 48)
+    for (model, num_experts, hidden_size), dtype in product(models, (torch.float32, torch.bfloat16)):
+        weight = as_triton_dtype(dtype)
+        kinds = {"tokens_ptr": "*bf16", "weight_ptr": f"*{weight}", "logits_ptr": "*fp32"}
+        for num_tokens in (1, 2048, 8192):
+            constants = _logits_constants(num_tokens, hidden_size, num_experts, dtype) | {"INTERPRET": False}
+            expects = {"wide_loads"} | ({"wgmma"} if constants["BLOCK_E"] == 64 else set())
+            name = f"{weight} weight, {model}, {num_tokens} tokens"
+            options = dict(num_warps=4, num_stages=4, expects=frozenset(expects))
+            cases.append(KernelCase.of(name, logits_kernel, constants, kinds, **options))
     return cases

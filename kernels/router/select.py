@@ -214,14 +214,8 @@ def aot_case(
 ) -> KernelCase:
     """A configuration of one of the kernels behind the logits; rows of 128 experts and more are read in wide loads."""
     kinds = dict(T="i32", rows="i32", blocks="i32", aux="fp32", z="fp32", ids_ptr="*i32") | groups
-    return KernelCase(
-        name=name,
-        fn=kernel,
-        signature={each: kinds.get(each, "*fp32") for each in kernel.arg_names if each not in constants},
-        constexprs=constants,
-        num_warps=num_warps,
-        expects=frozenset({"wide_loads"} if constants["E"] >= 128 else ()),
-    )
+    expects = frozenset({"wide_loads"} if constants["E"] >= 128 else ())
+    return KernelCase.of(name, kernel, constants, kinds, "*fp32", num_warps=num_warps, expects=expects)
 
 
 def aot_cases() -> list[KernelCase]:

@@ -54,6 +54,20 @@ class KernelCase:
         if unknown := self.expects - set(FEATURES):
             raise ValueError(f"{self.kernel} ({self.name}): expects={sorted(unknown)} must be among {FEATURES}")
 
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        fn: JITFunction,
+        constexprs: Mapping[str, Any],
+        kinds: Mapping[str, Any],
+        default: str = "i32",
+        **options: Any,
+    ) -> KernelCase:
+        """A case whose arguments have the types ``kinds`` gives for their names, or ``default``."""
+        signature = {each: kinds.get(each, default) for each in fn.arg_names if each not in constexprs}
+        return cls(name=name, fn=fn, signature=signature, constexprs=constexprs, **options)
+
     @property
     def kernel(self) -> str:
         """Name of the kernel."""
