@@ -23,11 +23,10 @@ from comet.errors import UnavailableError
 from comet.experts.host.cores import HostCores
 from comet.experts.host.prompts import PromptCores
 from comet.experts.store import HeldExperts
-from comet.experts.streaming import StreamedExperts, Visit, send
+from comet.experts.streaming import ExpertsFromSlots, Slots, Visit, send
 from comet.kernels.experts.drafts import count_streamed_torch, settle_torch
 from comet.kernels.experts.tables import CLOCK, LAYER, POLICIES, CacheTables, HostExperts, Policy
 from comet.kernels.runtime.activation import SWIGLU, Activation
-from comet.layout import Biases
 from comet.quantization.formats import FP8_BLOCK, MX_BLOCK, StoredType
 
 if TYPE_CHECKING:
@@ -72,8 +71,8 @@ class CacheReport:
         return self.prefetched_needed / self.prefetched if self.prefetched else None
 
 
-class ExpertCache:
-    """Slots for some experts of a layer on this rank's device; ``comet.experts.streaming.Slots`` of many tokens.
+class ExpertCache(Slots):
+    """Slots for some experts of a layer on this rank's device.
 
     What streams is copied beside the stream that computes.
 
@@ -139,11 +138,6 @@ class ExpertCache:
         self.tables.header[LAYER.value] = layer
         self.host = replace(self.host, mail=cores.mail)
         self.weights = replace(self.weights, host=self.host)
-
-    @property
-    def expert_bytes(self) -> int:
-        """Of one expert."""
-        return self.host.expert_bytes
 
     def expect_prefetch(self, drafts: bool = False) -> None:
         """Let experts travel to the slots before their step, by the routing of ``drafts``, too; before the first."""
@@ -222,12 +216,10 @@ def report_of(caches: Sequence[ExpertCache]) -> CacheReport:
     )
 
 
-class CachedExperts:
-    """Routed experts of a layer, from its cache; an ``ExpertPath``, for inference.
+class CachedExperts(ExpertsFromSlots):
+    """Experts that the device brings itself.
 
-    A step that may need more experts than there are slots runs in waves (``comet.kernels.experts.waves``). Of more
-    tokens than the runner decodes, missing experts stream through the slots (``comet.experts.streaming``), for which
-    the host waits for the device.
+    A step that may need more experts than there are slots runs in waves (``comet.kernels.experts.waves``).
     """
 
     prefetch: Prefetch | None = None  # brings experts of this layer before its step, if anything does
@@ -237,26 +229,16 @@ class CachedExperts:
         cores = None
         if cache.cores is not None:
             cores = PromptCores(cache.cores, cache.layer, cache.tables, cache.first_expert)
-        self.stream = StreamedExperts(cache, cores)
+        super().__init__(cache, runner, top_k, cores)
         self.cache = cache
-        self.runner = runner
-        self.top_k = top_k
-        least = min(top_k, cache.host.w1.shape[0])
-        require(least <= cache.num_slots, f"num_slots={cache.num_slots} must be at least top_k={top_k}")
 
-    def __call__(
-        self,
-        tokens: Tensor,
-        top_k_ids: Tensor,
-        top_k_weights: Tensor,
-        w1: Tensor,
-        w2: Tensor,
-        biases: Biases | None = None,
-    ) -> Tensor:
-        if self.cache.cores is not None and self.cache.layer == 0:  # once a pass is enough
+    def check(self) -> None:
+        """Raise ``HostComputeError`` if the host's cores are gone; once a pass is enough."""
+        if self.cache.cores is not None and self.cache.layer == 0:
             self.cache.cores.raise_if_failed()
-        if tokens.shape[0] > self.runner.decode.max_tokens:
-            return self.runner.add_up(self.stream(tokens, top_k_ids, top_k_weights)).to(tokens.dtype)
+
+    def step(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        """Beside which experts of other layers may travel."""
         if self.prefetch is not None:
             self.prefetch.before_step(tokens, top_k_ids.shape[1])
         with torch.autocast(tokens.device.type, enabled=False):  # decode rounds where it means to

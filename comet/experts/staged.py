@@ -25,9 +25,8 @@ from comet.decode.weights import DecodeWeights
 from comet.errors import CommTimeoutError
 from comet.experts.cache import CacheReport
 from comet.experts.store import ExpertReader, Specs, host_memory
-from comet.experts.streaming import StreamedExperts, Visit
+from comet.experts.streaming import ExpertsFromSlots, Slots, Visit
 from comet.kernels.runtime.activation import SWIGLU, Activation
-from comet.layout import Biases
 
 logger = logging.getLogger(__name__)
 
@@ -116,10 +115,8 @@ class Stage:
             )
 
 
-class StagedCache:
+class StagedCache(Slots):
     """Slots for some experts of a layer on the device, filled by the host; the one used longest ago makes room.
-
-    They are ``comet.experts.streaming.Slots``.
 
     Example (S = 2): steps that need experts 3, then 0, then 3 and 2: expert 2 takes the slot of expert 0.
 
@@ -157,11 +154,6 @@ class StagedCache:
         self._reader, self.stage, self._layer = reader, stage, layer
         self._slots: OrderedDict[int, int] = OrderedDict()
         self._free = list(range(num_slots))
-
-    @property
-    def expert_bytes(self) -> int:
-        """Of one expert."""
-        return self.weights.expert_bytes
 
     def bring(self, top_k_ids: Tensor) -> DecodeWeights:
         """Bring the experts of a step into slots; waits for the device, and so for all copies before.
@@ -246,36 +238,23 @@ def staged_report_of(caches: Sequence[StagedCache]) -> StagedReport:
     )
 
 
-class StagedExperts:
-    """Routed experts of a layer, brought by the host; an ``ExpertPath``, for inference.
+class StagedExperts(ExpertsFromSlots):
+    """Experts that the host brings.
 
-    A step of more tokens than the slots can serve at once is taken in parts, and rounds as its parts do. Of more tokens
-    than the runner decodes, missing experts stream through the slots (``comet.experts.streaming``).
+    A step of more tokens than the slots can serve at once is taken in parts, and rounds as its parts do.
     """
 
     def __init__(self, cache: StagedCache, runner: Runner, top_k: int) -> None:
+        super().__init__(cache, runner, top_k)
         self.cache = cache
-        self.runner = runner
-        self.stream = StreamedExperts(cache)
         self.tokens_at_once = runner.decode.max_tokens
         if cache.num_slots < cache.num_held:
-            require(top_k <= cache.num_slots, f"num_slots={cache.num_slots} must be at least top_k={top_k}")
             self.tokens_at_once = min(self.tokens_at_once, cache.num_slots // top_k)
 
-    def __call__(
-        self,
-        tokens: Tensor,
-        top_k_ids: Tensor,
-        top_k_weights: Tensor,
-        w1: Tensor,
-        w2: Tensor,
-        biases: Biases | None = None,
-    ) -> Tensor:
-        if tokens.shape[0] > self.runner.decode.max_tokens:
-            return self.runner.add_up(self.stream(tokens, top_k_ids, top_k_weights)).to(tokens.dtype)
+    def step(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        """In parts, whose experts are brought before each."""
         outputs = []
-        for start, stop in rounds(tokens.shape[0], self.tokens_at_once):
-            part = slice(start, stop)
+        for part in (slice(*each) for each in rounds(tokens.shape[0], self.tokens_at_once)):
             experts = self.cache.bring(top_k_ids[part])
             with torch.autocast(tokens.device.type, enabled=False):  # decode rounds where it means to
                 outputs.append(self.runner(tokens[part], top_k_ids[part], top_k_weights[part], w1, w2, experts=experts))

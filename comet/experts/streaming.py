@@ -18,10 +18,13 @@ import torch
 from torch import Tensor
 
 from comet.comm.collectives import accumulator_dtype
+from comet.config import require
+from comet.decode.runners import Runner
 from comet.decode.twin import slot_weights
 from comet.decode.weights import DecodeWeights
 from comet.experts.host.prompts import PromptCores
 from comet.kernels.decode.dequantize import dequantize_slots
+from comet.layout import Biases
 from comet.reference.plain import grouped_matmul
 from comet.utils.autocast import without_autocast
 
@@ -89,6 +92,12 @@ class Slots(Protocol):
     weights: DecodeWeights
     first_expert: int
     num_held: int
+    num_slots: int
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of one expert."""
+        return self.weights.expert_bytes
 
     def owners(self) -> list[int]:
         """Expert of each slot, -1 for none; waits for the device."""
@@ -129,26 +138,6 @@ def with_biases(products: Tensor, biases: Tensor | None, owners: Tensor | None) 
     return products if biases is None or owners is None else products + biases[owners]
 
 
-@dataclass(frozen=True, slots=True)
-class _Visits:
-    """What a layer does for its tokens."""
-
-    counts: Sequence[int]  # routed rows of each expert of this rank
-    groups: Sequence[Sequence[Visit]]  # on the device, one after the other
-    hosted: Sequence[int]  # experts that the host's cores compute
-
-    @property
-    def all(self) -> list[Visit]:
-        return [visit for group in self.groups for visit in group]
-
-    def places(self, num_held: int) -> list[int]:
-        """Of rows by their bins: those of groups come one after the other, then those of the host."""
-        places = [NOWHERE] * (num_held + 2)
-        for place, expert in enumerate([*(visit.expert for visit in self.all), *self.hosted]):
-            places[1 + expert] = place
-        return places
-
-
 class StreamedExperts:
     """Routed experts of a layer for many tokens, through the slots of its cache.
 
@@ -162,46 +151,47 @@ class StreamedExperts:
         """``(T, D)``, ``(T, K)``, ``(T, K)`` float32 -> ``(T, D)`` float32: what this rank's experts contribute."""
         num_tokens, top_k = top_k_ids.shape
         with without_autocast(tokens.device):
-            bins = self._bins(top_k_ids)
-            counts = bins.new_zeros(self.slots.num_held + 2).scatter_add_(0, bins, torch.ones_like(bins))
-            visits = self._plan(counts.tolist()[1:-1], tokens.dtype)  # the host waits for the device here
+            # 1 + the number among this rank's experts; 0 or the last one for those of others.
+            bins = (top_k_ids.flatten() + (1 - self.slots.first_expert)).clamp_(0, self.slots.num_held + 1).long()
+            of_bins = bins.new_zeros(self.slots.num_held + 2).scatter_add_(0, bins, torch.ones_like(bins))
+            counts = of_bins.tolist()[1:-1]  # the host waits for the device here
+            owners = self.slots.owners()
+            hosted = [] if self.cores is None else self.cores.choose(counts, owners)
+            visits = plan_visits([0 if expert in hosted else count for expert, count in enumerate(counts)], owners)
+            groups = group_visits(visits, counts, self._most_at_once(tokens.dtype), max(len(owners) // 2, 1))
             # Before a copy may begin, so that whatever fails on the way no slot is taken for what it does not hold.
-            self.slots.give_away({visit.slot for visit in visits.all if visit.is_missing})
-            places = send(torch.tensor(visits.places(self.slots.num_held), dtype=torch.int16), tokens.device)[bins]
-            order = places.argsort(stable=True)[: sum(visits.counts)]
+            self.slots.give_away({visit.slot for visit in visits if visit.is_missing})
+            # Rows of groups come one after the other, then those of the host.
+            places_of_bins = [NOWHERE] * len(of_bins)
+            for place, expert in enumerate([*(visit.expert for group in groups for visit in group), *hosted]):
+                places_of_bins[1 + expert] = place
+            places = send(torch.tensor(places_of_bins, dtype=torch.int16), tokens.device)[bins]
+            order = places.argsort(stable=True)[: sum(counts)]
             rows = tokens.index_select(0, order // top_k)
-            outputs = torch.cat([rows[:0], *self._visit_all(rows, visits)]).to(accumulator_dtype(tokens.dtype))
+            results = self._results(rows, groups, counts, hosted)
+            outputs = torch.cat([rows[:0], *results]).to(accumulator_dtype(tokens.dtype))
             entries = outputs.new_zeros(num_tokens * top_k, tokens.shape[1]).index_copy_(0, order, outputs)
             is_served = (places < NOWHERE).view_as(top_k_ids)
             weights = top_k_weights.to(outputs.dtype).where(is_served, 0.0)  # what a masked slot weighs does no harm
             return (entries.view(num_tokens, top_k, -1) * weights.unsqueeze(-1)).sum(1)
 
-    def _bins(self, top_k_ids: Tensor) -> Tensor:
-        """``(T * K,)`` int64: 1 + the number among this rank's experts; 0 or the last one for those of others."""
-        return (top_k_ids.flatten() + (1 - self.slots.first_expert)).clamp_(0, self.slots.num_held + 1).long()
-
-    def _plan(self, counts: Sequence[int], dtype: torch.dtype) -> _Visits:
-        owners = self.slots.owners()
-        hosted = [] if self.cores is None else self.cores.choose(counts, owners)
-        visits = plan_visits([0 if expert in hosted else count for expert, count in enumerate(counts)], owners)
-        groups = group_visits(visits, counts, self._most_at_once(dtype), max(len(owners) // 2, 1))
-        return _Visits(counts, groups, hosted)
-
-    def _visit_all(self, rows: Tensor, visits: _Visits) -> list[Tensor]:
-        """Every row ``(R, D)`` through its expert, rows and results in the order of the visits."""
-        counts, hosted = visits.counts, visits.hosted
+    def _results(
+        self, rows: Tensor, groups: Sequence[Sequence[Visit]], counts: Sequence[int], hosted: Sequence[int]
+    ) -> list[Tensor]:
+        """Every row ``(R, D)`` through its expert, those of groups and then those that the host computes."""
         for_host = [counts[expert] for expert in hosted]
         for_groups, *rows_on_host = rows.split([len(rows) - sum(for_host), *for_host])
         rows_on_host = [part.cpu() for part in rows_on_host]  # before the device has more to do
-        results = self._compute(for_groups, visits.groups, counts)
-        self.slots.take(visits.all)
+        results = self._compute(for_groups, groups, counts)
+        self.slots.take([visit for group in groups for visit in group])
         if self.cores is not None and hosted:
             results += [each.to(rows) for each in self.cores.compute(hosted, rows_on_host)]
         return results
 
     def _compute(self, rows: Tensor, groups: Sequence[Sequence[Visit]], counts: Sequence[int]) -> list[Tensor]:
         """Outputs of the rows ``(R, D)`` of each group, which follow each other."""
-        weights, whole = self.slots.weights, self._is_floating(rows.dtype)
+        weights = self.slots.weights
+        whole = weights.w1.dtype == rows.dtype  # products take the slots as they are
         sizes = []  # rows of every slot, or of those of the group
         for group in groups:
             of_slots = {visit.slot: counts[visit.expert] for visit in group}
@@ -236,12 +226,42 @@ class StreamedExperts:
         of_rows = owners.repeat_interleave(torch.tensor([counts[visit.expert] for visit in visits]))
         return send(of_rows, device).split([sum(counts[visit.expert] for visit in group) for group in groups])
 
-    def _is_floating(self, dtype: torch.dtype) -> bool:
-        """Whether products of rows of a type take the slots as they are."""
-        return self.slots.weights.w1.dtype == dtype
-
     def _most_at_once(self, dtype: torch.dtype) -> int:
         weights = self.slots.weights
-        if self._is_floating(dtype):
+        if weights.w1.dtype == dtype:
             return len(weights.w1)
         return max(FLOATING_BYTES // (3 * weights.hidden_size * weights.ffn_size * dtype.itemsize), 1)
+
+
+class ExpertsFromSlots:
+    """Routed experts of a layer, from the slots of its cache; an ``ExpertPath``, for inference.
+
+    Of more tokens than the runner decodes, missing experts stream through the slots, for which the host waits.
+    """
+
+    def __init__(self, cache: Slots, runner: Runner, top_k: int, cores: PromptCores | None = None) -> None:
+        self.runner, self.top_k = runner, top_k
+        self.stream = StreamedExperts(cache, cores)
+        least = min(top_k, cache.num_held)
+        require(least <= cache.num_slots, f"num_slots={cache.num_slots} must be at least top_k={top_k}")
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        top_k_ids: Tensor,
+        top_k_weights: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        biases: Biases | None = None,
+    ) -> Tensor:
+        self.check()
+        if tokens.shape[0] > self.runner.decode.max_tokens:
+            return self.runner.add_up(self.stream(tokens, top_k_ids, top_k_weights)).to(tokens.dtype)
+        return self.step(tokens, top_k_ids, top_k_weights, w1, w2)
+
+    def check(self) -> None:
+        """Raise what keeps this layer from being computed."""
+
+    def step(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        """A decode step."""
+        raise NotImplementedError
