@@ -244,9 +244,10 @@ class StagedExperts(ExpertsFromSlots):
     A step of more tokens than the slots can serve at once is taken in parts, and rounds as its parts do.
     """
 
+    cache: StagedCache
+
     def __init__(self, cache: StagedCache, runner: Runner, top_k: int) -> None:
         super().__init__(cache, runner, top_k)
-        self.cache = cache
         self.tokens_at_once = runner.decode.max_tokens
         if cache.num_slots < cache.num_held:
             self.tokens_at_once = min(self.tokens_at_once, cache.num_slots // top_k)

@@ -22,7 +22,6 @@ from comet.config import require
 from comet.decode.runners import Runner
 from comet.decode.twin import slot_weights
 from comet.decode.weights import DecodeWeights
-from comet.experts.host.prompts import PromptCores
 from comet.kernels.decode.dequantize import dequantize_slots
 from comet.layout import Biases
 from comet.reference.plain import grouped_matmul
@@ -119,6 +118,14 @@ class Slots(Protocol):
         """Let the experts that were copied last have their slots, and count."""
         ...
 
+    def choose_hosted(self, counts: Sequence[int], owners: Sequence[int]) -> list[int]:
+        """Which missing experts the host's cores compute, by routed rows of each expert and the expert of each slot."""
+        return []
+
+    def compute_hosted(self, experts: Sequence[int], rows: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs ``(R, D)`` float32 of the rows ``(R, D)`` of each of them, all in host memory."""
+        return []
+
 
 def send(numbers: Tensor, device: torch.device) -> Tensor:
     """Numbers of the host on a device: CUDA stages them at once, so that nobody waits for what the device has to do."""
@@ -138,29 +145,53 @@ def with_biases(products: Tensor, biases: Tensor | None, owners: Tensor | None) 
     return products if biases is None or owners is None else products + biases[owners]
 
 
-class StreamedExperts:
-    """Routed experts of a layer for many tokens, through the slots of its cache.
+class ExpertsFromSlots:
+    """Routed experts of a layer, from the slots of its cache; an ``ExpertPath``, for inference.
 
+    Of more tokens than the runner decodes, missing experts stream through the slots, for which the host waits.
     Quantised ones are dequantised to the tokens' type, those of a group at once.
     """
 
-    def __init__(self, slots: Slots, cores: PromptCores | None = None) -> None:
-        self.slots, self.cores = slots, cores
+    def __init__(self, cache: Slots, runner: Runner, top_k: int) -> None:
+        self.cache, self.runner, self.top_k = cache, runner, top_k
+        least = min(top_k, cache.num_held)
+        require(least <= cache.num_slots, f"num_slots={cache.num_slots} must be at least top_k={top_k}")
 
-    def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor) -> Tensor:
+    def __call__(
+        self,
+        tokens: Tensor,
+        top_k_ids: Tensor,
+        top_k_weights: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        biases: Biases | None = None,
+    ) -> Tensor:
+        self.check()
+        if tokens.shape[0] > self.runner.decode.max_tokens:
+            return self.runner.add_up(self._stream(tokens, top_k_ids, top_k_weights)).to(tokens.dtype)
+        return self.step(tokens, top_k_ids, top_k_weights, w1, w2)
+
+    def check(self) -> None:
+        """Raise what keeps this layer from being computed."""
+
+    def step(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        """A decode step."""
+        raise NotImplementedError
+
+    def _stream(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor) -> Tensor:
         """``(T, D)``, ``(T, K)``, ``(T, K)`` float32 -> ``(T, D)`` float32: what this rank's experts contribute."""
         num_tokens, top_k = top_k_ids.shape
         with without_autocast(tokens.device):
             # 1 + the number among this rank's experts; 0 or the last one for those of others.
-            bins = (top_k_ids.flatten() + (1 - self.slots.first_expert)).clamp_(0, self.slots.num_held + 1).long()
-            of_bins = bins.new_zeros(self.slots.num_held + 2).scatter_add_(0, bins, torch.ones_like(bins))
+            bins = (top_k_ids.flatten() + (1 - self.cache.first_expert)).clamp_(0, self.cache.num_held + 1).long()
+            of_bins = bins.new_zeros(self.cache.num_held + 2).scatter_add_(0, bins, torch.ones_like(bins))
             counts = of_bins.tolist()[1:-1]  # the host waits for the device here
-            owners = self.slots.owners()
-            hosted = [] if self.cores is None else self.cores.choose(counts, owners)
+            owners = self.cache.owners()
+            hosted = self.cache.choose_hosted(counts, owners)
             visits = plan_visits([0 if expert in hosted else count for expert, count in enumerate(counts)], owners)
             groups = group_visits(visits, counts, self._most_at_once(tokens.dtype), max(len(owners) // 2, 1))
             # Before a copy may begin, so that whatever fails on the way no slot is taken for what it does not hold.
-            self.slots.give_away({visit.slot for visit in visits if visit.is_missing})
+            self.cache.give_away({visit.slot for visit in visits if visit.is_missing})
             # Rows of groups come one after the other, then those of the host.
             places_of_bins = [NOWHERE] * len(of_bins)
             for place, expert in enumerate([*(visit.expert for group in groups for visit in group), *hosted]):
@@ -183,14 +214,12 @@ class StreamedExperts:
         for_groups, *rows_on_host = rows.split([len(rows) - sum(for_host), *for_host])
         rows_on_host = [part.cpu() for part in rows_on_host]  # before the device has more to do
         results = self._compute(for_groups, groups, counts)
-        self.slots.take([visit for group in groups for visit in group])
-        if self.cores is not None and hosted:
-            results += [each.to(rows) for each in self.cores.compute(hosted, rows_on_host)]
-        return results
+        self.cache.take([visit for group in groups for visit in group])
+        return results + [each.to(rows) for each in self.cache.compute_hosted(hosted, rows_on_host)]
 
     def _compute(self, rows: Tensor, groups: Sequence[Sequence[Visit]], counts: Sequence[int]) -> list[Tensor]:
         """Outputs of the rows ``(R, D)`` of each group, which follow each other."""
-        weights = self.slots.weights
+        weights = self.cache.weights
         whole = weights.w1.dtype == rows.dtype  # products take the slots as they are
         sizes = []  # rows of every slot, or of those of the group
         for group in groups:
@@ -206,19 +235,19 @@ class StreamedExperts:
         parts = zip(groups, sizes, rows.split(list(map(sum, sizes))), ends, slots, bias_rows, strict=True)
         for group, each, part, part_ends, part_slots, owners in parts:
             if group[0].is_missing:
-                self.slots.copy(group)
+                self.cache.copy(group)
             w1, w2 = (weights.w1, weights.w2) if whole else floating_slots(weights, part_slots, rows.dtype)
             pre = with_biases(grouped_matmul(part, w1, tuple(each), part_ends), weights.b1, owners)
             hidden = weights.activation.forward(*pre.chunk(2, dim=-1))
             outputs.append(with_biases(grouped_matmul(hidden, w2, tuple(each), part_ends), weights.b2, owners))
-            self.slots.release(group)
+            self.cache.release(group)
         return outputs
 
     def _bias_rows(
         self, groups: Sequence[Sequence[Visit]], counts: Sequence[int], device: torch.device
     ) -> Sequence[Tensor | None]:
         """``(R,)`` for each group: the row of its biases that each of its rows takes; ``None`` without biases."""
-        weights = self.slots.weights
+        weights = self.cache.weights
         if weights.b1 is None:
             return [None] * len(groups)
         visits = [visit for group in groups for visit in group]
@@ -227,41 +256,7 @@ class StreamedExperts:
         return send(of_rows, device).split([sum(counts[visit.expert] for visit in group) for group in groups])
 
     def _most_at_once(self, dtype: torch.dtype) -> int:
-        weights = self.slots.weights
+        weights = self.cache.weights
         if weights.w1.dtype == dtype:
             return len(weights.w1)
         return max(FLOATING_BYTES // (3 * weights.hidden_size * weights.ffn_size * dtype.itemsize), 1)
-
-
-class ExpertsFromSlots:
-    """Routed experts of a layer, from the slots of its cache; an ``ExpertPath``, for inference.
-
-    Of more tokens than the runner decodes, missing experts stream through the slots, for which the host waits.
-    """
-
-    def __init__(self, cache: Slots, runner: Runner, top_k: int, cores: PromptCores | None = None) -> None:
-        self.runner, self.top_k = runner, top_k
-        self.stream = StreamedExperts(cache, cores)
-        least = min(top_k, cache.num_held)
-        require(least <= cache.num_slots, f"num_slots={cache.num_slots} must be at least top_k={top_k}")
-
-    def __call__(
-        self,
-        tokens: Tensor,
-        top_k_ids: Tensor,
-        top_k_weights: Tensor,
-        w1: Tensor,
-        w2: Tensor,
-        biases: Biases | None = None,
-    ) -> Tensor:
-        self.check()
-        if tokens.shape[0] > self.runner.decode.max_tokens:
-            return self.runner.add_up(self.stream(tokens, top_k_ids, top_k_weights)).to(tokens.dtype)
-        return self.step(tokens, top_k_ids, top_k_weights, w1, w2)
-
-    def check(self) -> None:
-        """Raise what keeps this layer from being computed."""
-
-    def step(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-        """A decode step."""
-        raise NotImplementedError

@@ -166,15 +166,14 @@ def test_a_copy_that_fails_leaves_no_slot_that_is_taken_for_what_it_does_not_hol
     cache = ExpertCache(w1, w2, 4, CPU)
     path = CachedExperts(cache, LocalRunner(K, CACHED_DECODE_TOKENS), K)
     path(*routed(made, 1), w1, w2)
-    slots = path.stream.slots
-    original, left = slots.copy, iter([True, True, False])
+    original, left = cache.copy, iter([True, True, False])
 
     def copy(visits: Sequence[Visit]) -> None:
         if not next(left):
             raise OSError("the file is gone")
         original(visits)
 
-    monkeypatch.setattr(slots, "copy", copy)
+    monkeypatch.setattr(cache, "copy", copy)
     inputs = routed(made, 30)
     with pytest.raises(OSError, match="the file is gone"):
         path(*inputs, w1, w2)
