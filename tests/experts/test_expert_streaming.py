@@ -10,9 +10,7 @@ import pytest
 import torch
 from activation_cases import ACTIVATIONS, NAMES, draw_biases
 from decode_cases import stored_parts
-from ranks import run_ranks
 from torch import Tensor
-from training_cases import GPT_OSS, MODEL, make_group, wake
 
 from comet.decode.runners import LocalRunner
 from comet.decode.twin import warp_decode_torch
@@ -21,11 +19,8 @@ from comet.experts import CACHED_DECODE_TOKENS, CachedExperts, ExpertCache, stre
 from comet.experts.staged import Stage, StagedCache, StagedExperts
 from comet.experts.store import HeldExperts
 from comet.experts.streaming import Visit, group_visits, plan_visits
-from comet.generation.engine import GPTEngine
 from comet.kernels.runtime.activation import Activation
 from comet.layout import ExpertLayout
-from comet.models.config import ModelConfig
-from comet.models.gpt import GPT
 from comet.reference.plain import plain_experts
 
 E, K, D, F = 12, 3, 32, 16
@@ -180,22 +175,3 @@ def test_a_copy_that_fails_leaves_no_slot_that_is_taken_for_what_it_does_not_hol
     check_tables(cache)
     monkeypatch.undo()
     assert torch.equal(path(*inputs, w1, w2), plain_experts(*inputs, w1, w2, LAYOUT, None))
-
-
-@pytest.mark.parametrize("model", [MODEL, GPT_OSS], ids=["plain", "biases"])
-@pytest.mark.parametrize("layout", [{"ep": 2}, {"tp": 2}], ids=["EP2", "TP2"])
-def test_prompts_over_ranks(layout: dict[str, int], model: ModelConfig) -> None:
-    run_ranks(read_prompts, 2, layout, model)
-
-
-def read_prompts(rank: int, world_size: int, layout: dict[str, int], model: ModelConfig) -> None:
-    """With few of the experts on the device, and with all."""
-    group = make_group(model.moe, **layout)
-    ids = torch.randint(256, (2, 20), generator=torch.Generator().manual_seed(3))
-    found = []
-    for slots, device in ((model.moe.top_k, CPU), (None, None)):
-        engine = GPTEngine(wake(GPT(model, group, seed=1, expert_device=device)), group, expert_slots=slots)
-        found.append([engine.prefill(ids, torch.tensor([20, 9]), 24), engine.decode(torch.tensor([1, 2]))])
-    for mine, resident in zip(*found, strict=True):
-        torch.testing.assert_close(mine, resident, rtol=1e-4, atol=1e-4)
-    group.close()

@@ -149,21 +149,18 @@ def test_a_prompt_whose_answer_does_not_come_ends_by_its_deadline() -> None:
     cores.close()
 
 
-def test_a_prompt_asks_once_whether_the_cores_still_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In waves or streamed, whoever reads it; and it ends where they do not."""
-    engine = engine_of("1")
-    cores, asked = engine.cores, []
+def test_a_prompt_ends_where_the_cores_do_not_work_and_asks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In waves or streamed."""
+    engine, asked = engine_of("1"), []
     monkeypatch.setattr(HostCores, "raise_if_failed", lambda self: asked.append(self))
     for length in (3, 20):
         engine.prefill(torch.zeros(1, length, dtype=torch.int64), torch.tensor([length]), 30)
-        assert asked.pop() is cores
+        assert asked.pop() is engine.cores
         assert not asked
     monkeypatch.undo()
-    cores.process.kill()
-    cores.process.wait()
+    engine.cores.close()
     with pytest.raises(HostComputeError, match="of layer"):
         engine.prefill(torch.zeros(1, 20, dtype=torch.int64), torch.tensor([20]), 30)
-    cores.close()
 
 
 @pytest.mark.parametrize(

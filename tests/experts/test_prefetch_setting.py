@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +12,6 @@ from training_cases import MODEL, MOE, make_group
 
 from comet.experts.options import StoreOptions
 from comet.experts.prefetch import prefetch_wanted, prefetches
-from comet.experts.store import HeldExperts
 from comet.generation.engine import GPTEngine
 from comet.jobs.generate import GenerateConfig
 from comet.layer.group import ExpertGroup
@@ -95,15 +93,3 @@ def test_the_default_is_auto(group: ExpertGroup, as_on_a_gpu: None) -> None:
     assert not engine.cache_report().prefetch
     assert engine.cache_report().prefetched == 0
     assert torch.equal(logits, without)
-
-
-def test_auto_is_off_where_memory_cannot_be_pinned(
-    group: ExpertGroup, as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(HeldExperts, "hold", lambda parts, *_: HeldExperts(**parts, readable=False))
-    with caplog.at_level(logging.WARNING, "comet"):
-        report = decode(group, expert_prefetch="auto")[1].cache_report()
-    assert (report.prefetch, report.prefetched) == (False, 0)
-    assert [record.message.count("no expert is prefetched") for record in caplog.records] == [1]
-    with pytest.raises(NotImplementedError, match="expert_prefetch=True must be auto or false where the host brings"):
-        decode(group, expert_prefetch="true")

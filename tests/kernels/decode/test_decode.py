@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from comet.comm.base import LocalCommunicator
 from comet.config import MAX_TOP_K
 from comet.decode import DecodeScratch, DecodeWeights, RankDecode, warp_decode, warp_decode_torch
 from comet.decode.local import run_kernels
-from comet.kernels.decode.blocks import BlockShape, DecodeConfig, is_large, select
+from comet.kernels.decode.blocks import BlockShape, is_large, select
 from comet.kernels.decode.routing import NO_ROW, pass_of, rows_in_passes, serves
 from comet.kernels.decode.scales import lane_columns
 from comet.kernels.runtime.activation import Activation
@@ -74,7 +75,6 @@ def interpreted(rank: int, world_size: int) -> None:
         check_decode(replace(case, config=config), torch.float32, "cpu", runs=1)
         check_decode(replace(case, T=8 + 4 * case.T, config=TILES), torch.float32, "cpu", runs=1)
     steps_that_share_a_scratch()
-    ids_of_64_bits()
     check_serves_example()
     check_passes_example()
     check_columns_example()
@@ -88,14 +88,6 @@ def steps_that_share_a_scratch() -> None:
         step = (long.tokens[first:last], long.ids[first:last], long.routing_weights[first:last], long.weights)
         shared = warp_decode(*step, scratch=scratch, use_kernels=True)
         assert torch.equal(shared, warp_decode(*step, use_kernels=True)), f"tokens {first}..{last}"
-
-
-def ids_of_64_bits() -> None:
-    case = DecodeCase(name="int64", T=3, K=2, E=4, D=16, F=16, config=MATRIX)
-    inputs = make_inputs(case, torch.float32, "cpu")
-    step = (inputs.tokens, inputs.ids, inputs.routing_weights, inputs.weights)
-    wide = warp_decode(step[0], step[1].long(), *step[2:], use_kernels=True)
-    assert torch.equal(wide, warp_decode(*step, use_kernels=True))
 
 
 @triton.jit
@@ -327,31 +319,24 @@ def test_impossible_blocks_are_named(changes: dict, message: str) -> None:
         replace(MATRIX, **changes)
 
 
+@pytest.mark.parametrize(("shared_scale", "four_bits"), [(0, False), (32, False), (32, True), (128, False)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 16, 32, 33, 64])
-@pytest.mark.parametrize("shape", [(2048, 768), (2816, 704), (4096, 14336), (7168, 2048), (16, 16)])
-def test_selected_blocks(dtype: torch.dtype, num_tokens: int, shape: tuple[int, int]) -> None:
-    for top_k in (1, 2, 8, 32):
-        config = select(dtype, num_tokens, top_k, *shape)
-        assert isinstance(config, DecodeConfig)
+def test_blocks_are_selected_for_every_step(
+    num_tokens: int, dtype: torch.dtype, shared_scale: int, four_bits: bool
+) -> None:
+    shapes = (32, 32), (160, 256), (2048, 768), (2816, 704), (4096, 14336), (7168, 2048)
+    for top_k, shape in product(range(1, MAX_TOP_K + 1), shapes):
+        config = select(dtype, num_tokens, top_k, *shape, shared_scale=shared_scale, four_bits=four_bits)
+        assert config.dependent == (shape != (4096, 14336))
+        if shared_scale:
+            continue
         is_vector = num_tokens == 1 or (num_tokens == 2 and (dtype == torch.float32 or is_large(*shape)))
         assert config.form == ("vector" if is_vector else "matrix")
-        assert config.dependent == (shape != (4096, 14336))
         assert config.tile == 64
         for block, contraction in ((config.gate_up, shape[0]), (config.down, shape[1])):
             lanes = 32 * block.num_warps * 16 // dtype.itemsize
-            if is_vector:
-                assert block.depth >= min(lanes, triton.next_power_of_2(contraction)), "16 bytes per lane"
-
-
-@pytest.mark.parametrize(("shared_scale", "four_bits"), [(0, False), (32, False), (32, True), (128, False)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_blocks_are_selected_for_every_step(dtype: torch.dtype, shared_scale: int, four_bits: bool) -> None:
-    for num_tokens in (1, 2, 3, 64):
-        for top_k in range(1, MAX_TOP_K + 1):
-            for hidden_size, ffn_size in ((32, 32), (160, 256), (2048, 768), (7168, 2048)):
-                scales = {"shared_scale": shared_scale, "four_bits": four_bits}
-                select(dtype, num_tokens, top_k, hidden_size, ffn_size, **scales)
+            assert not is_vector or block.depth >= min(lanes, triton.next_power_of_2(contraction)), "16 bytes per lane"
 
 
 @pytest.mark.parametrize("captures", [True, False])

@@ -11,12 +11,12 @@ from typing import get_args
 
 import pytest
 import torch
-from cache_cases import Twins, cache_of, check_slots
+from cache_cases import Twins, cache_of, check_slots, decide_as_on_a_gpu
 from decode_cases import FOLD, VECTOR, DecodeCase, stored_parts
 from host_cases import CASES
 from ranks import run_ranks
 from tiers import slow, slow_but
-from training_cases import MODEL, MOE, Rank, awake_model, compare_texts, make_group, make_job
+from training_cases import GPT_OSS, MODEL, MOE, Rank, awake_model, compare_texts, make_group, make_job, nearly_equal
 
 from comet.decode.twin import warp_decode_torch
 from comet.experts import ExpertCache, slots_of_budget
@@ -32,6 +32,7 @@ from comet.kernels.experts.tables import CacheTables, HostExperts, cache_constan
 from comet.kernels.runtime.activation import Activation
 from comet.layer.group import ExpertGroup
 from comet.layer.sharding import local
+from comet.models.config import ModelConfig
 from comet.quantization.formats import MXType, StoredType, quantize_mx
 from comet.training.trainer import train
 
@@ -119,10 +120,13 @@ def test_each_policy_keeps_what_it_says(policy: str, kept: list[set[int]]) -> No
 
 
 def engine_of(
-    expert_slots: int | None, group: ExpertGroup | None = None, expert_dtype: MXType | None = None
+    expert_slots: int | None,
+    group: ExpertGroup | None = None,
+    expert_dtype: MXType | None = None,
+    config: ModelConfig = MODEL,
 ) -> GPTEngine:
     """The same model with all experts on the device, or with few slots; its logits depend on all weights."""
-    model, group = awake_model(MODEL, group, in_slots=expert_slots is not None)
+    model, group = awake_model(config, group, in_slots=expert_slots is not None)
     return GPTEngine(model, group, expert_slots=expert_slots, expert_dtype=expert_dtype)
 
 
@@ -157,6 +161,14 @@ def test_memory_that_cannot_be_pinned_is_said_once_and_copied_by_the_host(monkey
     assert re.search(r"measured: [0-9.]+ ms for an expert of [0-9.]+ MB", record.message)
     compare_texts(staged, resident, steps=12)
     assert staged.graph_fallback_reason == GRAPH_FALLBACK_REASON
+    assert record.message.count("no expert is prefetched") == 1
+    decide_as_on_a_gpu(monkeypatch)
+    model, group = awake_model(MODEL, in_slots=True)
+    auto = GPTEngine(model, group, expert_slots=MOE.top_k, expert_prefetch="auto")
+    compare_texts(auto, resident, steps=2)
+    assert not auto.cache_report().prefetch
+    with pytest.raises(NotImplementedError, match="expert_prefetch=True must be auto or false where the host brings"):
+        GPTEngine(awake_model(MODEL, in_slots=True)[0], group, expert_slots=MOE.top_k, expert_prefetch="true")
     report = staged.cache_report()
     assert isinstance(report, StagedReport)
     assert report.staged_bytes == report.fetched_bytes > 0, "the stage is no larger than the slots"
@@ -247,23 +259,36 @@ def test_the_task_writes_the_same_text_with_half_of_the_experts(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("layout", "expert_dtype"),
-    [({"ep": 2}, None), ({"tp": 2}, None), ({"ep": 2}, "mxfp8"), slow({"ep": 2, "tp": 2}, None)],
-    ids=["EP2", "TP2", "EP2, mxfp8", "EP2 x TP2"],
+    ("layout", "expert_dtype", "config"),
+    [
+        ({"ep": 2}, None, MODEL),
+        ({"tp": 2}, None, MODEL),
+        ({"ep": 2}, "mxfp8", MODEL),
+        ({"ep": 2}, None, GPT_OSS),
+        ({"tp": 2}, None, GPT_OSS),
+        slow({"ep": 2, "tp": 2}, None, MODEL),
+    ],
+    ids=["EP2", "TP2", "EP2, mxfp8", "EP2, biases", "TP2, biases", "EP2 x TP2"],
 )
 def test_decode_from_caches_of_ranks_equals_resident_decode_bit_for_bit(
-    layout: dict[str, int], expert_dtype: MXType | None
+    layout: dict[str, int], expert_dtype: MXType | None, config: ModelConfig
 ) -> None:
-    run_ranks(decode_over_ranks, math.prod(layout.values()), layout, expert_dtype)
+    run_ranks(decode_over_ranks, math.prod(layout.values()), layout, expert_dtype, config)
 
 
-def decode_over_ranks(rank: int, world_size: int, layout: dict[str, int], expert_dtype: MXType | None) -> None:
-    group = make_group(MODEL.moe, **layout)
-    cached, resident = engine_of(MOE.top_k, group, expert_dtype), engine_of(None, group)
+def decode_over_ranks(
+    rank: int, world_size: int, layout: dict[str, int], expert_dtype: MXType | None, config: ModelConfig
+) -> None:
+    """Steps, and prompts that stream."""
+    group = make_group(config.moe, **layout)
+    cached, resident = engine_of(config.moe.top_k, group, expert_dtype, config), engine_of(None, group, config=config)
     quantise_experts(resident, expert_dtype)
     compare_texts(cached, resident, steps=12)
-    held, report = MOE.num_experts // layout.get("ep", 1), cached.cache_report()
+    held, report = config.moe.num_experts // layout.get("ep", 1), cached.cache_report()
     assert report is not None
     assert report.fetched >= len(cached.caches) * held
-    assert (report.fetched > len(cached.caches) * held) == (held > MOE.top_k), "experts that were given away came back"
+    assert (report.fetched > len(cached.caches) * held) == (held > config.moe.top_k), "some were given away, came back"
+    ids = torch.randint(256, (2, 20), generator=torch.Generator().manual_seed(3))
+    nearly_equal(*(engine.prefill(ids, torch.tensor([20, 9]), 24) for engine in (cached, resident)))
+    nearly_equal(*(engine.decode(torch.tensor([1, 2])) for engine in (cached, resident)))
     group.close()
