@@ -1,4 +1,4 @@
-"""The ``sweep`` task: expansion of the lists, the CSV file, resuming, failing points, and the whole command."""
+"""The ``sweep`` task: expansion of the lists, files and folders, resuming, failing points, and the whole command."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import csv
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
 from launch_jobs import run
+from refusals import refusal
 from training_cases import Rank
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
@@ -20,6 +22,7 @@ from comet.launch.config import compose, make_job
 from comet.launch.tasks.tuning import load_models, sweep_job
 from comet.layer.group import make_expert_group
 from comet.layer.paths import make_path
+from comet.measure import job
 from comet.measure.job import CSV_NAME, PLOT_NAME, measure_shape, pending, run_sweep
 from comet.measure.sweep import (
     COLUMNS,
@@ -34,6 +37,7 @@ from comet.measure.sweep import (
 )
 from comet.training.ranks import from_first_rank
 from comet.tuner.profile import Measured
+from comet.utils.shared_file import require_writable
 
 MOE = MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2)
 PNG = b"\x89PNG"
@@ -68,18 +72,6 @@ def test_an_empty_list_takes_the_value_of_the_job():
     assert only.setting == OverlapConfig(comm_blocks=7, num_panels=2)
     assert only.shape.tokens == job.train.batch_size * job.model.context
     assert only.shape.parallel == job.parallel
-
-
-def test_layouts_and_models_come_from_the_command_line():
-    job = job_of("sweep.layouts=[[4,1],[2,2]]", "sweep.models=[mixtral_8x7b,tiny]", "sweep.comm_blocks=[8]")
-    points = sweep_points(job, load_models(job.sweep.models))
-    assert [(item.shape.model, item.shape.parallel.ep, item.shape.parallel.tp) for item in points] == [
-        ("mixtral_8x7b", 4, 1), ("mixtral_8x7b", 2, 2), ("tiny", 4, 1), ("tiny", 2, 2),
-    ]  # fmt: skip
-    assert points[0].shape.moe.hidden_size == 4096
-    assert hash(job.sweep) == hash(replace(job.sweep)), "lists of lists arrive as tuples"
-    with pytest.raises(ValueError, match=r"model='foo' must be one of .*tiny"):
-        load_models(["foo"])
 
 
 @pytest.mark.parametrize(
@@ -249,3 +241,53 @@ def test_the_command_on_two_ranks(tmp_path: Path) -> None:
         "ValueError: world_size",
     }
     assert {path.name for path in tmp_path.iterdir()} == {".comet.lock", CSV_NAME, f"{CSV_NAME}.lock", PLOT_NAME}
+
+
+def test_trying_to_write_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "er" / CSV_NAME
+    require_writable(path, "output_dir='x'")
+    assert not path.exists()
+    path.write_text("content")
+    require_writable(path, "output_dir='x'")
+    assert path.read_text() == "content"
+    assert len(list(path.parent.iterdir())) == 2, "the file and its lock"
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(
+        ValueError, match=r"output_dir='x' must be a folder that can be written: .*sweep\.csv is a folder"
+    ):
+        require_writable(path, "output_dir='x'")
+
+
+def never(*arguments: object, **named: object) -> NoReturn:
+    raise AssertionError("measured before the folder was tried")
+
+
+def test_a_folder_that_cannot_be_written_is_named_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    folder = str(tmp_path / "file" / "x")
+    monkeypatch.setattr("comet.measure.job.make_expert_group", never)
+    config = make_job(compose(["model=tiny", "tune.tokens=[32]", f"tune.profiles={folder}", f"output_dir={folder}"]), 1)
+    message = f"={folder!r} must be a folder that can be written: .*Not a directory"
+    with pytest.raises(ValueError, match=f"^tune.profiles{message}"):
+        job.tune_job(config, Rank(), lambda _: {"small": MOE})
+    with pytest.raises(ValueError, match=f"^output_dir{message}"):
+        run_sweep(config, Rank(), lambda _: {"small": MOE})
+    SweepLog(tmp_path / CSV_NAME).put({})
+    (tmp_path / f"{CSV_NAME}.lock").unlink(missing_ok=True)
+    (tmp_path / f"{CSV_NAME}.lock").mkdir()
+    with pytest.raises(ValueError, match=f"^resume='{tmp_path}' must be a folder that can be written"):
+        run_sweep(replace(config, resume=str(tmp_path)), Rank(), lambda _: {"small": MOE})
+
+
+@pytest.mark.slow
+def test_the_command_ends_with_one_line_and_status_2(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (tmp_path / "file").touch()
+    said = refusal(capfd, "tune", f"tune.profiles={tmp_path}/file/x", "tune.tokens=[32]")
+    assert said.startswith(f"tune.profiles='{tmp_path}/file/x' must be a folder that can be written")

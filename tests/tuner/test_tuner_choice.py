@@ -1,4 +1,4 @@
-"""From predictions and measurements to a choice: resolution, tuning, explanation, and the measurement itself."""
+"""From predictions and measurements to a choice: resolution, explanation, and what a choice costs over the best one."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
-from comet.layer.group import make_expert_group
-from comet.measure.explain import Explained, explain_facts, explain_text
-from comet.measure.layers import measure_layer, reason
+from comet.measure.explain import Explained, explain_facts, explain_text, regret_text, regrets
+from comet.measure.layers import reason
 from comet.tuner.choice import Resolved, Resolver, check_setting, resolve
 from comet.tuner.model import predict, propose
-from comet.tuner.problem import H200, Machine, Problem, candidate_name
+from comet.tuner.problem import H200, Problem
 from comet.tuner.profile import Measured, ProfileEntry, ProfileKey, ProfileStore
 
 QWEN3 = MoEConfig(num_experts=128, top_k=8, hidden_size=2048, ffn_size=768)
@@ -189,19 +187,48 @@ def test_what_cannot_run_here_is_no_candidate() -> None:
     assert (candidate["setting"]["comm_blocks"], candidate["measured_ms"]) == (0, 2.0)
 
 
-def measure_on_rank(rank: int, world_size: int) -> list[tuple[str, float | None, str]]:
-    moe = MoEConfig(num_experts=4, top_k=2, hidden_size=32, ffn_size=32)
-    parallel = ParallelConfig(ep=world_size)
-    group = make_expert_group(moe, parallel, max_tokens=40, dtype=torch.float32, device="cpu")
-    problem = Problem.create(moe, parallel, 40, torch.float32)
-    settings = [None, OverlapConfig(num_panels=1), OverlapConfig(comm_blocks=2, num_panels=1)]
-    measured = measure_layer(problem, settings, group, rounds=3)
-    group.close()
-    machine = Machine.of(group.device)
-    return [(candidate_name(item.setting, problem, machine), item.ms, item.failure) for item in measured]
+# ---- regret ----
+
+DEFAULT, SIX = OverlapConfig(), OverlapConfig(num_panels=6)
 
 
-def test_layer_is_measured_on_two_ranks_with_one_result() -> None:
-    first, second = run_ranks(measure_on_rank, 2)
-    assert first == second, "the slowest rank counts everywhere, so all ranks choose alike"
-    assert all(ms is not None and ms > 0 and not failure for _, ms, failure in first), first
+def tuned(num_tokens: int, favourite: OverlapConfig | None, times: dict[OverlapConfig | None, float]) -> Explained:
+    """A point at which the model likes ``favourite`` best."""
+    point = explained_of(num_tokens, entry_of(problem_of(num_tokens=num_tokens), *times.items()))
+    predictions = [replace(item, ms=1.0 if item.setting == favourite else 2.0) for item in point.predictions]
+    return replace(point, predictions=predictions)
+
+
+def store_of(tmp_path: Path, *points: Explained) -> ProfileStore:
+    store = ProfileStore.load(tmp_path / "p.json", H200.name)
+    for point in points:
+        store.put(point.entry)
+    return store
+
+
+def test_each_way_to_choose_over_all_points(tmp_path: Path) -> None:
+    small = tuned(4096, SIX, {DEFAULT: 1.0, SIX: 1.25, None: 4.0})
+    large = tuned(8192, SIX, {DEFAULT: 2.2, SIX: 2.0, None: 8.0})
+    found = regrets([small, large], store_of(tmp_path, small, large))
+    assert found == {
+        "default": {"mean": pytest.approx(1.05), "worst": pytest.approx(1.1), "points": 2},
+        "model": {"mean": pytest.approx(1.125), "worst": 1.25, "points": 2},
+        "nearest": {"mean": pytest.approx(1.175), "worst": 1.25, "points": 2},
+    }
+    assert regret_text(found).splitlines() == [
+        "regret: time of the choice over the best measured",
+        "default  mean 1.050, worst 1.100, 2 points",
+        "model    mean 1.125, worst 1.250, 2 points",
+        "nearest  mean 1.175, worst 1.250, 2 points",
+    ]
+
+
+def test_what_was_not_measured_does_not_count(tmp_path: Path) -> None:
+    eight = OverlapConfig(num_panels=8)
+    point, far = tuned(8192, SIX, {SIX: 1.0, None: 4.0}), tuned(512, SIX, {SIX: 1.0})
+    other = tuned(4096, eight, {eight: 1.0})
+    found = regrets([point], store_of(tmp_path, point, other))
+    assert {name: values["points"] for name, values in found.items()} == {"default": 0, "model": 1, "nearest": 0}
+    assert found["default"]["mean"] is found["default"]["worst"] is None
+    assert "default" not in regret_text(found)
+    assert regrets([far], store_of(tmp_path / "far", far))["nearest"]["points"] == 0, "its own is left out"

@@ -16,7 +16,6 @@ from comet.errors import NothingMeasuredError
 from comet.jobs.config import JobConfig
 from comet.launch.cli import main
 from comet.launch.config import compose, make_job
-from comet.launch.tasks.tuning import load_models
 from comet.layer.paths import ExpertPath, make_path
 from comet.measure import job
 from comet.tuner.problem import H200, Problem
@@ -108,13 +107,9 @@ def test_times_in_triton_do_not_stand_beside_cuda(tmp_path: Path, capfd: pytest.
         assert not any(item["measured_ms"] for item in point["candidates"])
 
 
-@pytest.mark.parametrize(
-    ("machine", "message"),
-    [("h200", "tune.machine='h200' must be 'this': tune measures where it runs"), ("b200", "must be one of ")],
-)
-def test_tune_measures_where_it_runs(machine: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        job.tune_job(job_of(tmp_path, f"tune.machine={machine}"), Rank(), lambda names: MODELS)
+def test_tune_measures_where_it_runs(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="must be 'this': tune measures where it runs"):
+        job.tune_job(job_of(tmp_path, "tune.machine=h200"), Rank(), lambda _: MODELS)
 
 
 def test_several_models_in_one_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -195,13 +190,3 @@ def test_each_point_has_a_pool_of_its_size_and_the_stored_setting_is_measured_ag
     monkeypatch.setattr(job, "propose", propose)
     job.tune_job(job_of(tmp_path, "tune.models=[few,many]", "tune.tokens=[100]"), Rank(), lambda _: MODELS)
     assert all(settings.count(odd) == 1 for settings in tried)
-
-
-def test_models_of_the_groups_and_wrong_names(capfd: pytest.CaptureFixture[str]) -> None:
-    points = explain(capfd, "tune.models=[mixtral_8x7b,tiny]", "tune.tokens=[32]", "parallel.ep=1")
-    assert [point["model"] for point in points] == ["mixtral_8x7b", "tiny"]
-    assert [point["shape"]["hidden_size"] for point in points] == [4096, load_models(["tiny"])["tiny"].hidden_size]
-    assert main(["explain", "tune.tokens=[0]"]) == 2
-    assert capfd.readouterr() == ("", "comet: error: tune: tokens=(0,) must each be at least 1\n")
-    assert main(["explain", "tune.models=[nobody]"]) == 2
-    assert "model='nobody' must be one of deepseek_v3" in capfd.readouterr().err
