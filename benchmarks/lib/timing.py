@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from comet.comm import make_communicator
+from comet.experts import CacheReport
 from comet.measure.timing import Name, Timing, Variant, time_interleaved
 
 from lib.ranks import Ranks
@@ -72,3 +73,8 @@ def link_gbs(device: torch.device) -> float:
     timed = {"copy": lambda _: target.copy_(host, non_blocking=True)}
     timing = time_interleaved(timed, rounds=5, device=device, leads=False)
     return LINK_BYTES / (timing["copy"].median_ms * 1e6)
+
+
+def link_bytes(spent: CacheReport) -> int:
+    """What came over the link; of experts that were half there when their step began, the first half counts twice."""
+    return spent.fetched_bytes + spent.prefetched_bytes

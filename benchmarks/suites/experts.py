@@ -53,7 +53,7 @@ from lib.ranks import Ranks, device_name, release
 from lib.report import Row, cell, report, table_of
 from lib.shapes import swiglu_model
 from lib.start import memory_limit
-from lib.timing import link_gbs
+from lib.timing import link_bytes, link_gbs
 from lib.traces import Trace, made_trace, resized_guesses, resized_trace
 
 COLUMNS = (
@@ -286,15 +286,14 @@ def rows_of(arguments: argparse.Namespace, name: str, device: torch.device, link
         {"stored": name, "variant": variant, "us": microseconds[variant]} for variant in ("on_demand", "resident")
     ]
     for kind, budget in made:
-        us, report = microseconds[kind, budget], reports[1][kind, budget].since(reports[0][kind, budget])
-        bytes_of_step = link_bytes(report) / report.needed * config.top_k * arguments.layers
-        bound = max(microseconds["resident"], bytes_of_step / (link * 1e3))
+        spent = reports[1][kind, budget].since(reports[0][kind, budget])
+        figures = cache_figures(
+            spent, microseconds[kind, budget], microseconds["resident"], config.top_k * arguments.layers, link
+        )
         rows.append(
             {"stored": name, "variant": kind, "budget": budget, "slots": slots[budget],
-             "hits": report.hits, "precision": report.prefetch_precision, "hosted": report.hosted / report.needed,
-             "us": us, "bound_us": bound,
-             "of_bound": bound / us, "link_gbs": bytes_of_step / (us * 1e3),
-             "x_on_demand": microseconds["on_demand"] / us}
+             "precision": spent.prefetch_precision, "hosted": spent.hosted / spent.needed,
+             "x_on_demand": microseconds["on_demand"] / figures["us"]} | figures
         )  # fmt: skip
     if arguments.prompt:
         caches = {budget: made[arguments.variants[0], budget][1] for budget in arguments.budgets}
@@ -307,7 +306,6 @@ def prompt_rows(
     layers: Layers, num_tokens: int, caches: dict[float, list[ExpertCache]], link: float, rounds: int
 ) -> list[Row]:
     """Time prompts through the caches of each budget, and the products of one alone."""
-    config, num_layers = layers.config, len(layers.host)
     variants: dict[Any, Callable[[int], Any]] = {budget: layers.prompt(num_tokens, caches[budget]) for budget in caches}
     products = layers.products(num_tokens)
     variants["products"] = capture(products) if layers.device.type == "cuda" else products
@@ -316,22 +314,20 @@ def prompt_rows(
     before = {budget: report_of(caches[budget]) for budget in caches}
     timings = time_interleaved(variants, rounds=rounds, device=layers.device, leads=False)
     microseconds = {name: timing.median_ms * 1e3 for name, timing in timings.items()}
-    name, num_needed = f"prompt of {num_tokens}", num_layers * config.num_experts
+    name, num_needed = f"prompt of {num_tokens}", len(layers.host) * layers.config.num_experts
     rows: list[Row] = [{"variant": f"{name}, products", "us": microseconds["products"]}]
     for budget, held in caches.items():
-        report, us = report_of(held).since(before[budget]), microseconds[budget]
-        num_bytes = link_bytes(report) / report.needed * num_needed
-        bound = max(microseconds["products"], num_bytes / (link * 1e3))
-        rows.append(
-            {"variant": name, "budget": budget, "slots": held[0].num_slots, "hits": report.hits, "us": us,
-             "bound_us": bound, "of_bound": bound / us, "link_gbs": num_bytes / (us * 1e3)}
-        )  # fmt: skip
+        spent = report_of(held).since(before[budget])
+        figures = cache_figures(spent, microseconds[budget], microseconds["products"], num_needed, link)
+        rows.append({"variant": name, "budget": budget, "slots": held[0].num_slots} | figures)
     return rows
 
 
-def link_bytes(report: CacheReport) -> int:
-    """What came over the link; of experts that were half there when their step began, the first half counts twice."""
-    return report.fetched_bytes + report.prefetched_bytes
+def cache_figures(spent: CacheReport, us: float, alone_us: float, num_needed: int, link: float) -> Row:
+    """Time of what needs so many experts, and its bound: what it takes without a cache, or its bytes over the link."""
+    num_bytes = link_bytes(spent) / spent.needed * num_needed
+    bound = max(alone_us, num_bytes / (link * 1e3))
+    return {"hits": spent.hits, "us": us, "bound_us": bound, "of_bound": bound / us, "link_gbs": num_bytes / (us * 1e3)}
 
 
 def trace_of(arguments: argparse.Namespace) -> tuple[Tensor, Tensor | None]:

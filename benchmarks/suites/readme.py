@@ -34,6 +34,7 @@ NAMES = {
     "qwen3_30b_a3b": "Qwen3-30B-A3B", "deepseek_v3": "DeepSeek-V3",
 }  # fmt: skip
 OURS = ("comet_ms", "comet_graph_ms")
+Table = list[list[str]]  # its head first
 
 
 def main(command_line: Sequence[str]) -> None:
@@ -50,9 +51,15 @@ def main(command_line: Sequence[str]) -> None:
 
 
 def read_current() -> list[Row]:
-    """The rows of ``current.csv``, numbers as numbers."""
+    """The rows of ``current.csv``, numbers as numbers, ``None`` where nothing stands."""
     with CURRENT.open(newline="") as file:
-        return [{name: _number(value) for name, value in row.items()} for row in csv.DictReader(file)]
+        return [{name: _value(name, text) for name, text in row.items()} for row in csv.DictReader(file)]
+
+
+def _value(name: str, text: str) -> str | int | float | None:
+    if name in COLUMNS[COLUMNS.index("comet") :]:
+        return float(text) if text else None
+    return int(text) if name in ("ranks", "tokens") else text
 
 
 def collect(folders: Iterable[Path], commit: str | None = None) -> list[Row]:
@@ -61,15 +68,16 @@ def collect(folders: Iterable[Path], commit: str | None = None) -> list[Row]:
     """
     rows: list[Row] = []
     for folder in folders:
-        found = [folder / f"bench_{suite}.json" for suite in ("moe", "decode")]
-        paths = [path for path in found if path.exists()]
-        require(bool(paths), f"collect={folder} must hold one of {', '.join(path.name for path in found)}")
+        figures = {folder / "bench_moe.json": _figures_of_layer, folder / "bench_decode.json": _figures_of_decode}
+        paths = [path for path in figures if path.exists()]
+        require(bool(paths), f"collect={folder} must hold one of {', '.join(path.name for path in figures)}")
         for path in paths:
             run = json.loads(path.read_text())
             facts = {name: run["facts"][name] for name in ("commit", "date", "device", "ranks")}
             facts |= {"date": facts["date"][:10], "commit": commit or facts["commit"]}
-            figures = _figures_of_decode if path.name == "bench_decode.json" else _figures_of_layer
-            rows += [facts | figures(row) for row in run["rows"]]
+            rows += [
+                facts | {name: row[name] for name in ("model", "tokens")} | figures[path](row) for row in run["rows"]
+            ]
     commits = sorted({row["commit"] for row in rows})
     require(len(commits) == 1, f"commit={', '.join(commits)} of the results must be one")
     return rows
@@ -79,8 +87,6 @@ def _figures_of_layer(row: Row) -> Row:
     """Milliseconds of a layer, *plain* and the fastest baseline."""
     return {
         "table": "forward" if row["direction"] == "forward" else "training",
-        "model": row["model"],
-        "tokens": row["tokens"],
         "comet": _least(row, OURS),
         "plain": row.get("plain_ms"),
         "best_rival": _least(row, [f"{name}_ms" for name in BASELINES]),
@@ -91,14 +97,8 @@ def _figures_of_layer(row: Row) -> Row:
 def _figures_of_decode(row: Row) -> Row:
     """Microseconds of a step; the rival is the fastest that is not ours."""
     rivals = [name for name in row if name.endswith("_us") and name.startswith(("triton", "torch", "transformers"))]
-    return {
-        "table": f"decode {row['weights']}",
-        "model": row["model"],
-        "tokens": row["tokens"],
-        "comet": row["best_us"],
-        "best_rival": _least(row, rivals),
-        "of_roofline": row["of_roofline"],
-    }
+    found = {"comet": row["best_us"], "best_rival": _least(row, rivals), "of_roofline": row["of_roofline"]}
+    return {"table": f"decode {row['weights']}"} | found
 
 
 def _least(row: Row, names: Iterable[str]) -> float | None:
@@ -111,44 +111,50 @@ def with_tables(text: str, rows: Sequence[Row]) -> str:
     def written(match: re.Match[str]) -> str:
         name = match["name"]
         require(name in TABLES, f"current.csv={name!r} in the README must be one of {', '.join(TABLES)}")
-        return f"<!-- current.csv: {name} -->\n{TABLES[name](rows)}\n<!-- end -->"
+        make, of = TABLES[name]
+        mine = [row for row in rows if row["table"] == of]
+        caption = "{ranks} x {device}, commit {commit}, {date}:".format(**mine[0])
+        head, *body = make(mine)
+        lines = [head, ["---"] * len(head), *body]
+        table = "\n".join(f"| {' | '.join(line)} |" if line[0] != "---" else f"|{'|'.join(line)}|" for line in lines)
+        return f"<!-- current.csv: {name} -->\n{caption}\n\n{table}\n<!-- end -->"
 
     return re.sub(r"<!-- current\.csv: (?P<name>[^\n]+?) -->\n.*?<!-- end -->", written, text, flags=re.DOTALL)
 
 
-def layer_table(name: str, rows: Sequence[Row]) -> str:
+def layer_table(rows: Sequence[Row]) -> Table:
     """A line for each model, figures of several numbers of tokens side by side."""
-    mine = [row for row in rows if row["table"] == name]
-    tokens = " / ".join(str(count) for count in _distinct(mine, "tokens"))
+    tokens = " / ".join(str(count) for count in _distinct(rows, "tokens"))
     lines = [[f"model, {tokens} tokens", "Comet, ms", "plain, ms", "x plain", "x best", "of roofline"]]
-    for model in _distinct(mine, "model"):
-        of_model = [row for row in mine if row["model"] == model]
-        ratios = [[_ratio(row[rival], row["comet"]) for row in of_model] for rival in ("plain", "best_rival")]
-        columns = [[row["comet"] for row in of_model], [row["plain"] for row in of_model], *ratios]
-        columns += [[row["of_roofline"] for row in of_model]]
+    for model in _distinct(rows, "model"):
+        of_model = [row for row in rows if row["model"] == model]
+        ratios = [
+            [row[rival] and row["comet"] and row[rival] / row["comet"] for row in of_model]
+            for rival in ("plain", "best_rival")
+        ]
+        times = [[row[name] for row in of_model] for name in ("comet", "plain", "of_roofline")]
+        columns = [*times[:2], *ratios, times[2]]
         lines.append([_title(model), *(" / ".join(map(_cell, column)) for column in columns)])
-    return _caption(mine) + "\n\n" + _markdown(lines)
+    return lines
 
 
-def decode_table(name: str, rows: Sequence[Row]) -> str:
+def decode_table(rows: Sequence[Row]) -> Table:
     """Two lines for each model: Comet with its share of the roofline, and the fastest rival."""
-    mine = [row for row in rows if row["table"] == name]
-    tokens = _distinct(mine, "tokens")
+    tokens = _distinct(rows, "tokens")
     lines = [["microseconds (of roofline), tokens", *map(str, tokens)]]
-    for model in _distinct(mine, "model"):
-        found = {row["tokens"]: row for row in mine if row["model"] == model}
+    for model in _distinct(rows, "model"):
+        found = {row["tokens"]: row for row in rows if row["model"] == model}
         steps = [found.get(count, {}) for count in tokens]
         ours = [f"{_cell(step['comet'])} ({_cell(step['of_roofline'])})" if step else "-" for step in steps]
         lines.append([_title(model), *ours])
         lines.append(["fastest other", *(_cell(step.get("best_rival")) for step in steps)])
-    return _caption(mine) + "\n\n" + _markdown(lines)
+    return lines
 
 
-TABLES: Mapping[str, Callable[[Sequence[Row]], str]] = {
-    "forward": lambda rows: layer_table("forward", rows),
-    "training": lambda rows: layer_table("training", rows),
-    "decode": lambda rows: decode_table("decode bf16", rows),
-}
+# From names in the README to what makes a table of which rows.
+TABLES: Mapping[str, tuple[Callable[[Sequence[Row]], Table], str]] = {
+    "forward": (layer_table, "forward"), "training": (layer_table, "training"), "decode": (decode_table, "decode bf16")
+}  # fmt: skip
 
 
 def _title(model: str) -> str:
@@ -157,17 +163,8 @@ def _title(model: str) -> str:
     return NAMES.get(name, name)
 
 
-def _caption(rows: Sequence[Row]) -> str:
-    first = rows[0]
-    return f"{first['ranks']} x {first['device']}, commit {first['commit']}, {first['date']}:"
-
-
 def _distinct(rows: Iterable[Row], name: str) -> list[Any]:
     return list(dict.fromkeys(row[name] for row in rows))
-
-
-def _ratio(time: float | None, ours: float | None) -> float | None:
-    return None if time is None or ours is None else time / ours
 
 
 def _cell(value: float | None) -> str:
@@ -178,17 +175,3 @@ def _cell(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
-
-
-def _markdown(lines: Sequence[Sequence[str]]) -> str:
-    rule = "|".join(["---"] * len(lines[0]))
-    head, *body = (f"| {' | '.join(line)} |" for line in lines)
-    return "\n".join([head, f"|{rule}|", *body])
-
-
-def _number(text: str) -> str | int | float | None:
-    """Of a cell of a CSV: ``""`` is ``None``, ``8`` a whole number, ``0.5`` a float; other words, commits among them,
-    stay words."""
-    if re.fullmatch(r"\d{1,6}", text):
-        return int(text)
-    return float(text) if re.fullmatch(r"\d+\.\d+(e-?\d+)?", text) else text or None

@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from comet.config import ParallelConfig, require
-from comet.experts import ExpertCache, slots_of_budget
-from comet.experts.cache import bytes_of_expert
+from comet.experts import CacheReport, ExpertCache, slots_of_budget
+from comet.experts.cache import OF_THE_CACHES, bytes_of_expert
 from comet.generation.engine import GPTEngine
 from comet.generation.source import find_source, model_of
 from comet.jobs.config import DataConfig
@@ -47,7 +47,7 @@ from lib.arguments import BUDGETS, parsed, require_known, suite_parser, whole_nu
 from lib.ranks import FAILURES, Ranks, device_name, release, tell
 from lib.report import Row, cell, table_of, write_json
 from lib.start import memory_limit
-from lib.timing import link_gbs
+from lib.timing import link_bytes, link_gbs
 from lib.traces import Trace, record_routing
 from variants.speculation import OnDemand, Variant, score
 
@@ -187,23 +187,18 @@ class Run:
 
     def row(self, variant: Variant) -> Row:
         """What the table says of a variant."""
-        rate = variant.tokens_per_s
+        rate, spent = variant.tokens_per_s, total(variant.spent)
         slowest = next((each for each in self.variants if each.name == ON_DEMAND), None)
+        made = sum(run.new_tokens for run in variant.runs)
+        per_token = link_bytes(spent) / made
         row: Row = {
             "variant": variant.name, "budget": variant.budget, "tokens_per_s": rate,
             "x_on_demand": rate / slowest.tokens_per_s if slowest else None,
             "of_resident": rate / self.resident.tokens_per_s, "device_mb": variant.device_mb,
             "first_token_ms": 1e3 * median(variant.first_tokens_s),
-        }  # fmt: skip
-        made = sum(run.new_tokens for run in variant.runs)
-        spent = {name: sum(each[name] or 0 for each in variant.spent) for name in variant.spent[0]}
-        per_token = (spent["fetched_bytes"] + spent["prefetched_bytes"]) / made
-        row |= {
-            "slots": variant.slots, "hits": 1 - (spent["fetched"] + spent["hosted"]) / spent["needed"],
-            "mb_per_token": per_token / 1e6,
+            "slots": variant.slots, "hits": spent.hits, "mb_per_token": per_token / 1e6,
             "link_share": per_token * rate / (self.link * 1e9),
-            "hosted": spent["hosted"] / spent["needed"],
-            "prefetch_precision": spent["prefetched_needed"] / spent["prefetched"] if spent["prefetched"] else None,
+            "hosted": spent.hosted / spent.needed, "prefetch_precision": spent.prefetch_precision,
         }  # fmt: skip
         facts = [run.speculation for run in variant.runs if run.speculation is not None]
         if facts:
@@ -258,6 +253,12 @@ class Run:
         facts |= {"source": str(self.arguments.source), "workspace_mb": self.arguments.workspace_mb}
         facts |= {"device": device_name(self.device)}
         return write_json(self.arguments.out, "bench_speculation", facts | found)
+
+
+def total(reports: Sequence[CacheReport]) -> CacheReport:
+    """All that caches did in several texts."""
+    names = [field.name for field in fields(CacheReport) if field.name not in OF_THE_CACHES]
+    return replace(reports[0], **{name: sum(getattr(each, name) for each in reports) for name in names})
 
 
 @torch.no_grad()

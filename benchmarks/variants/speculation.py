@@ -12,7 +12,6 @@ from torch import Tensor
 
 from comet.experts import CachedExperts, CacheReport
 from comet.generation.engine import GPTEngine
-from comet.generation.experts import cache_facts
 from comet.generation.generate import Generated, encode_prompts, generate, warm_up
 from comet.generation.text import ByteCodec
 from comet.jobs.generate import GenerateConfig
@@ -45,7 +44,7 @@ class Variant:
     prompts: list[str] = field(default_factory=list)
     runs: list[Generated] = field(default_factory=list)
     first_tokens_s: list[float] = field(default_factory=list)
-    spent: list[dict[str, Any]] = field(default_factory=list)
+    spent: list[CacheReport] = field(default_factory=list)
 
     def take_over(self) -> None:
         """Let the model's layers be those of this variant."""
@@ -65,19 +64,21 @@ class Variant:
         self.take_over()
         self.settings = replace(self.settings, prompt=prompt, seed=seed)
         prompts = encode_prompts(self.settings, ByteCodec(), context)
-        reports: list[CacheReport | None] = []
+        reports: list[CacheReport] = []
 
         def count(*_: object) -> None:
             if not reports:  # the prompt has been read
-                reports.append(self.engine.cache_report())
+                reports.append(self.report())
 
-        made = generate(self.engine, ByteCodec(), prompts, self.settings, context=context, show=count)
-        before, after = reports[0], self.engine.cache_report()
-        assert before is not None, "all variants decode from caches"
-        assert after is not None
+        self.runs.append(generate(self.engine, ByteCodec(), prompts, self.settings, context=context, show=count))
+        self.spent.append(self.report().since(reports[0]))
         self.prompts.append(prompt)
-        self.runs.append(made)
-        self.spent.append(cache_facts(before, after, self.engine.model.moe_layers()[0].group))
+
+    def report(self) -> CacheReport:
+        """What the caches did so far."""
+        report = self.engine.cache_report()
+        assert report is not None, "all variants decode from caches"
+        return report
 
     def read(self, ids: Tensor) -> None:
         """Time the first token behind a prompt ``(1, P)``."""

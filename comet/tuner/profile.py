@@ -13,10 +13,11 @@ import math
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal, get_args
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from comet.config import OverlapConfig, check_removed, require
 from comet.tuner.problem import Problem
@@ -224,39 +225,31 @@ def read_entries(path: Path, device: str) -> tuple[dict[ProfileKey, ProfileEntry
 
 
 def _entry(raw: Any) -> ProfileEntry:
-    values = _values(ProfileEntry, {"kernels": "triton", **raw} if isinstance(raw, dict) else raw)
-    require(isinstance(values["measured"], list), "measured must be a list")
-    key = ProfileKey(**_values(ProfileKey, values["key"]))
-    for item in fields(ProfileKey):
-        value, wanted = getattr(key, item.name), str if item.name in ("device", "dtype") else int
-        require(type(value) is wanted, f"{item.name}={value!r} must be of type {wanted.__name__}")
-    require(key.tokens == token_bucket(key.tokens), f"tokens={key.tokens} must be a power of two")
-    measured = tuple(_measured(item) for item in values["measured"])
-    commit, date = str(values["commit"]), str(values["date"])
-    return ProfileEntry(key=key, measured=measured, commit=commit, date=date, kernels=values["kernels"])
+    entry: ProfileEntry = _read(ProfileEntry, {"kernels": "triton", **raw} if isinstance(raw, dict) else raw)
+    require(entry.key.tokens == token_bucket(entry.key.tokens), f"tokens={entry.key.tokens} must be a power of two")
+    return entry
 
 
-def _measured(raw: Any) -> Measured:
-    values = _values(Measured, raw)
-    setting = None
-    if values["setting"] is not None:
-        check_removed(values["setting"])
-        knobs = _values(OverlapConfig, values["setting"])
-        for name, value in knobs.items():
-            wanted = type(getattr(OverlapConfig(), name))
-            require(type(value) is wanted, f"{name}={value!r} must be of type {wanted.__name__}")
-        setting = OverlapConfig(**knobs)
-    ms = values["ms"]
-    require(ms is None or type(ms) in (int, float), f"ms={ms!r} must be a number or null")
-    return Measured(setting=setting, ms=ms, failure=str(values["failure"]))
-
-
-def _values(cls: type, raw: Any) -> dict[str, Any]:
-    """``raw`` as keyword arguments of the dataclass: exactly its fields."""
-    names = {item.name for item in fields(cls)}
+def _read(cls: Any, raw: Any) -> Any:
+    """A dataclass from JSON, which has exactly its fields, each of its type."""
+    hints = get_type_hints(cls)
     require(isinstance(raw, dict), f"{cls.__name__} must be a mapping, not {type(raw).__name__}")
-    require(raw.keys() == names, f"{cls.__name__} must have the fields {sorted(names)}, not {sorted(raw)}")
-    return dict(raw)
+    check_removed(raw if cls is OverlapConfig else [])
+    require(raw.keys() == hints.keys(), f"{cls.__name__} must have the fields {sorted(hints)}, not {sorted(raw)}")
+    return cls(**{name: _value(name, hints[name], value) for name, value in raw.items()})
+
+
+def _value(name: str, hint: Any, value: Any) -> Any:
+    if get_origin(hint) is tuple:
+        require(isinstance(value, list), f"{name} must be a list")
+        return tuple(_value(name, get_args(hint)[0], item) for item in value)
+    if get_origin(hint) is UnionType:  # with None
+        return None if value is None else _value(name, get_args(hint)[0], value)
+    if is_dataclass(hint):
+        return _read(hint, value)
+    kinds = {float: (int, float), Kernels: (str,)}.get(hint, (hint,))
+    require(type(value) in kinds, f"{name}={value!r} must be of type {kinds[-1].__name__}")
+    return value
 
 
 def _to_text(device: str, entries: Mapping[ProfileKey, ProfileEntry]) -> str:

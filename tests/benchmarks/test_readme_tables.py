@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from suites.readme import COLUMNS, ROOT, collect, layer_table, read_current, with_tables
+from suites.readme import COLUMNS, ROOT, collect, read_current, with_tables
 
 
 def run(folder: Path, suite: str, rows: list[dict[str, Any]], commit: str = "abc1234") -> Path:
@@ -25,7 +25,7 @@ def layer_row(tokens: int, comet: float) -> dict[str, Any]:
 
 def test_times_and_ratios_stand_side_by_side(tmp_path: Path) -> None:
     folder = run(tmp_path / "a", "moe", [layer_row(2048, 1.0), layer_row(8192, 4.0)])
-    table = layer_table("forward", collect([folder]))
+    table = with_tables("<!-- current.csv: forward -->\n<!-- end -->", collect([folder]))
     assert "2 x NVIDIA X, commit abc1234, 2026-11-26:" in table
     assert "| Qwen2-MoE | 1.00 / 4.00 | 3.00 / 3.00 | 3.00 / 0.75 | 2.00 / 0.50 | 0.80 / 0.80 |" in table
 

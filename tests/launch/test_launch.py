@@ -1,4 +1,4 @@
-"""The command line as users run it: help, dry run, mistakes, and every way a job can end."""
+"""The command line as users run it: help, dry run, mistakes, where it listens, and every way a job can end."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from launch_jobs import (
@@ -33,7 +34,7 @@ from training_cases import Rank
 from comet.errors import CapacityError, CommTimeoutError
 from comet.launch.cli import PROGRAM, main
 from comet.launch.config import compose, make_job
-from comet.launch.distributed import LaunchContext
+from comet.launch.distributed import OF_TORCHRUN, LaunchContext
 from comet.launch.failures import is_peer_error, is_user_error, one_line
 from comet.launch.help import help_page
 from comet.launch.tasks.registry import TASKS
@@ -266,3 +267,43 @@ def test_kinds_of_errors():
     assert one_line(MemoryError()) == "MemoryError"
     assert one_line(FileNotFoundError(2, "must be a folder", "nope")) == "must be a folder: 'nope'"
     assert one_line(OSError("no number")) == "no number"
+
+
+def test_a_local_job_listens_on_the_loopback_interface_only_and_ends_with_its_launcher(tmp_path: Path) -> None:
+    job = start("sleep", f"output_dir={tmp_path}")
+    try:
+        pids = rank_pids(tmp_path, 2, job)
+        assert {child.pid for child in psutil.Process(job.pid).children()} == set(pids)
+        sockets = [each for pid in (job.pid, *pids) for each in psutil.Process(pid).net_connections()]
+        listening = [each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN]
+        assert len(listening) >= 3, "the store's and those of the process groups"
+        assert set(listening) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+        for pid in pids:  # a host may call itself 127.0.0.1, and there is no NCCL here
+            chosen = psutil.Process(pid).environ()
+            assert {chosen["GLOO_SOCKET_IFNAME"], chosen["NCCL_SOCKET_IFNAME"]} <= {"lo", "lo0"}
+    finally:
+        job.kill()
+        job.communicate()
+    if sys.platform == "linux":  # the only one that tells a process of its parent's end
+        assert all_gone(pids)
+
+
+def test_half_of_torchruns_environment_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in OF_TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    assert main(["train"]) == 2
+    assert capfd.readouterr().err.splitlines() == [
+        "comet: error: RANK, WORLD_SIZE in the environment must come with LOCAL_RANK, LOCAL_WORLD_SIZE, as torchrun "
+        "sets them: start the ranks with torchrun, or unset RANK WORLD_SIZE to start them here"
+    ]
+    assert main(["train", "--dry-run"]) == 0, "which starts nothing"
+
+
+def test_a_rank_that_is_no_number_is_refused() -> None:
+    environment = dict.fromkeys(OF_TORCHRUN, "1") | {"RANK": "one"}
+    with pytest.raises(ValueError, match="RANK='one' in the environment must be a number"):
+        LaunchContext.from_environment(environment, 0)
