@@ -49,7 +49,7 @@ lint: $(READY) ## ruff and mypy
 	rm -rf $(TREE) && mkdir -p $(TREE)
 	ln -s $(CURDIR)/comet/* $(CURDIR)/kernels $(CURDIR)/launch $(CURDIR)/configs $(TREE)/
 	MYPYPATH=build/tree $(BIN)/python -P -m mypy -p comet
-	MYPYPATH=build/tree:benchmarks $(BIN)/python -P -m mypy -m bench -p baselines -p lib -p suites -p variants
+	MYPYPATH=build/tree:benchmarks $(BIN)/python -P -m mypy -m bench -p baselines -p lib -p suites
 
 compile: $(READY) ## compile every kernel ahead of time (no GPU needed)
 	$(BIN)/comet compile $(ARGS)

@@ -17,8 +17,7 @@ from torch.nn.functional import silu
 from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm, group_gemm_torch
 from comet.modular.experts import tiles_of_ids
 
-from lib.decode.report import PREFIX
-from lib.decode.steps import Step
+from lib.decode import PREFIX, Step
 from lib.ranks import FAILURES
 
 LOOP = "eager"  # the module's own loop over experts, under no name in the registry

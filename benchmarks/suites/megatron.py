@@ -36,7 +36,7 @@ from comet.layer.workspace import Workspace
 from comet.measure.timing import Variant
 
 from lib.arguments import parsed, suite_parser
-from lib.moe.layer import relative_error
+from lib.moe import relative_error
 from lib.ranks import Ranks, attempt, release
 from lib.report import Row, cell, describe, report, table_of
 from lib.shapes import swiglu_model

@@ -21,7 +21,7 @@ from typing import Any
 from comet.config import require
 
 from lib.arguments import suite_parser, words
-from lib.moe.report import BASELINES
+from lib.moe import BASELINES
 from lib.report import Row, write_csv
 
 ROOT = Path(__file__).parents[2]

@@ -24,7 +24,7 @@ from comet.moe import MoE
 from comet.trace.timeline import Timeline, record
 
 from lib.arguments import parsed, suite_parser
-from lib.moe.layer import Inputs, make_inputs, open_layer
+from lib.moe import Inputs, make_inputs, open_layer
 from lib.ranks import Ranks, device_name
 from lib.report import Row
 from lib.shapes import model, parse_overlap

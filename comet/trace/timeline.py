@@ -62,48 +62,35 @@ COLOURS = {
 
 
 def chrome_trace(events: Sequence[Event], spans: Sequence[Span], summary: Mapping[str, Any]) -> dict[str, Any]:
-    """The whole file as an object for ``json.dump``.
-
-    Returns:
-        ``traceEvents`` (names first, then by time; ``ts`` and ``dur`` in microseconds from the first begin),
-        ``displayTimeUnit`` and ``otherData``.
-    """
+    """The file as an object for ``json.dump``: names first, then by time, in microseconds from the first begin."""
     origin = min((event.begin for event in events), default=0)
-    conversions = [event for event in events if event.work == CONVERSION]
-    entries = [_complete(span, origin) for span in spans] + [_instant(event, origin) for event in conversions]
+
+    def entry(event: Event, name: str, kind: str, time_ns: int, **more: Any) -> dict[str, Any]:
+        place = {"pid": event.rank, "tid": event.block, "ts": (time_ns - origin) / 1e3}
+        return {"name": name, "cat": kind, **place, "args": {"sm": event.sm, "epoch": event.epoch}} | more
+
+    entries = [entry(event, ROLES[event.layer], CONVERSION, event.end, ph="i", s="t")
+               for event in events if event.work == CONVERSION]  # fmt: skip
+    for span in spans:
+        length = {"ph": "X", "cname": COLOURS[span.name], "dur": (span.end - span.begin) / 1e3}
+        found = entry(span.event, span.name, "wait" if span.name in WAITS else "work", span.begin, **length)
+        entries.append(found | {"args": {**span.event.arguments, **found["args"]}})
+    names = [name for rank in sorted({event.rank for event in events})
+             for name in _names("process", rank, 0, f"rank {rank}", rank)]  # fmt: skip
+    for rank, block in sorted({(event.rank, event.block) for event in events}):
+        names += _names("thread", rank, block, f"block {block:3d}", block)
     return {
-        "traceEvents": [*_names(events), *sorted(entries, key=lambda entry: entry["ts"])],
+        "traceEvents": [*names, *sorted(entries, key=lambda entry: entry["ts"])],
         "displayTimeUnit": "ns",
         "otherData": dict(summary),
     }
 
 
-def _names(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """Names of ranks and blocks, in the order in which a viewer shall list them."""
-    names = []
-    for rank in sorted({event.rank for event in events}):
-        names.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})
-        names.append({"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}})
-    for rank, block in sorted({(event.rank, event.block) for event in events}):
-        place = {"pid": rank, "tid": block}
-        names.append({"ph": "M", "name": "thread_name", **place, "args": {"name": f"block {block:3d}"}})
-        names.append({"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": block}})
-    return names
-
-
-def _complete(span: Span, origin: int) -> dict[str, Any]:
-    kind = "wait" if span.name in WAITS else "work"
-    entry = _entry(span.event, span.name, kind, span.begin - origin) | {"ph": "X", "cname": COLOURS[span.name]}
-    return entry | {"dur": (span.end - span.begin) / 1e3, "args": {**span.event.arguments, **entry["args"]}}
-
-
-def _instant(event: Event, origin: int) -> dict[str, Any]:
-    return _entry(event, ROLES[event.layer], CONVERSION, event.end - origin) | {"ph": "i", "s": "t"}
-
-
-def _entry(event: Event, name: str, kind: str, time_ns: int) -> dict[str, Any]:
-    place = {"pid": event.rank, "tid": event.block, "ts": time_ns / 1e3}
-    return {"name": name, "cat": kind, **place, "args": {"sm": event.sm, "epoch": event.epoch}}
+def _names(kind: str, rank: int, block: int, name: str, order: int) -> list[dict[str, Any]]:
+    """What a viewer calls a rank or a block, and the order in which it lists them."""
+    place = {"ph": "M", "pid": rank, "tid": block}
+    texts = {f"{kind}_name": {"name": name}, f"{kind}_sort_index": {"sort_index": order}}
+    return [{"name": text, **place, "args": given} for text, given in texts.items()]
 
 
 @dataclass(frozen=True, slots=True)

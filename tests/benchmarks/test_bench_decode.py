@@ -30,12 +30,24 @@ from baselines.decode import (
     torch_experts,
     triton_experts,
 )
-from lib.decode.report import OWN, draw, figures, format_table
-from lib.decode.steps import Step, Team, make_set, make_steps, open_team
+from lib.decode import OWN, Step, Team, draw, figures, format_table, make_set, make_steps, open_team
 from lib.ranks import Ranks
 from lib.report import report
-from suites.decode import Checked, check_variant, compare, host_waits, measure_point, parse, timed_form
-from variants.decode import OVER_RANKS, configs, own_runs, share_of, slots_of, step_runs
+from suites.decode import (
+    OVER_RANKS,
+    Checked,
+    check_variant,
+    compare,
+    configs,
+    host_waits,
+    measure_point,
+    own_runs,
+    parse,
+    share_of,
+    slots_of,
+    step_runs,
+    timed_form,
+)
 
 SMALL = MoEConfig(num_experts=8, top_k=2, hidden_size=64, ffn_size=64)
 
@@ -231,7 +243,7 @@ def test_a_group_that_cannot_be_built_is_a_failure(monkeypatch: pytest.MonkeyPat
     def fail(*_: object, **__: object) -> None:
         raise ValueError("no memory")
 
-    monkeypatch.setattr("lib.decode.steps.make_expert_group", fail)
+    monkeypatch.setattr("lib.decode.make_expert_group", fail)
     with open_team(SMALL, ParallelConfig(), max_tokens=2, wants_fused=True, ranks=ALONE) as team:
         row = measure_point(team, [steps_of(SMALL, 2)[0].set], 2, parse("--variants comet,fused --rounds 1".split()))
     assert row["failures"] == {"group": "ValueError: no memory"}

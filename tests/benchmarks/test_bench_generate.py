@@ -23,8 +23,7 @@ from comet.models.gpt import GPT
 from baselines.library import library_version, make_library_model
 from lib.gpt import make_gpt, model_config
 from lib.ranks import Ranks, differs_over_ranks
-from suites.generate import path_rows, prepare, room, step_bytes
-from variants.generate import Paths
+from suites.generate import Paths, path_rows, prepare, room, step_bytes
 
 SMALL = "--device cpu --model tiny --layers 1 --contexts 8,40 --rounds 1 --steps 2".split()
 needs_library = pytest.mark.skipif(library_version() is None, reason="needs pip install 'comet-moe[hf]'")
@@ -101,7 +100,7 @@ def test_generate_of_the_library_takes_the_same_steps() -> None:
 
 @torch.no_grad()
 def test_without_transformers_comet_runs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("variants.generate.library_version", lambda: None)
+    monkeypatch.setattr("suites.generate.library_version", lambda: None)
     gpt = tiny_gpt(1)
     makers = Paths(gpt).makers(contents_of(gpt, 1, 5), 64, with_graphs=True)
     assert list(makers) == ["comet_graph", "comet"]

@@ -25,10 +25,10 @@ from comet.reference.plain import plain_experts
 
 import suites.moe
 from baselines.layer import all_gather_experts, gemm_variants, pipelined_experts, split_evenly, tile_table
-from lib.decode.steps import open_team
-from lib.moe.layer import Layer, make_inputs, open_layer, relative_error
-from lib.moe.report import (
+from lib.decode import open_team
+from lib.moe import (
     COLUMNS,
+    Layer,
     balanced_rows,
     draw,
     figures,
@@ -36,13 +36,15 @@ from lib.moe.report import (
     geometric_means,
     layer_flops,
     link_bytes,
+    make_inputs,
+    open_layer,
+    relative_error,
     rows_to_ranks,
 )
 from lib.ranks import Ranks, attempt
 from lib.report import geometric_mean, set_aside, write_csv
 from lib.shapes import MODELS, make_routing, model, parse_overlap
-from suites.moe import checked_variants, parse
-from variants.layer import LayerVariant
+from suites.moe import LayerVariant, checked_variants, parse
 
 
 def layout_of(num_experts: int, top_k: int, ep: int, tp: int, rank: int = 0) -> ExpertLayout:
@@ -445,7 +447,7 @@ def without_biases(*routed: Any) -> Tensor:
 
 
 def test_a_variant_without_the_biases_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("variants.layer.pipelined_experts", without_biases)
+    monkeypatch.setattr("suites.moe.pipelined_experts", without_biases)
     config, failures = replace(model("tiny"), expert_bias=True), dict[str, str]()
     arguments = parse("--variants plain,comet,pipelined".split())
     with open_layer(config, arguments, 48, ALONE) as layer:

@@ -60,7 +60,7 @@ def test_every_suite_has_help(suite: str, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_imports_of_benchmarks_point_one_way() -> None:
-    order = ("lib", "baselines", "variants", "suites")
+    order = ("lib", "baselines", "suites")
     for place, package in enumerate(order):
         above = "|".join(order[place + (package != "suites") :])  # what suites share is in lib
         for path in (ROOT / "benchmarks" / package).rglob("*.py"):

@@ -1,1 +1,0 @@
-"""Decode steps with their weights, and what their times say."""

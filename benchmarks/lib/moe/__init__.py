@@ -1,1 +1,0 @@
-"""A MoE layer with its inputs, and what its times say."""
