@@ -23,7 +23,7 @@ from comet.kernels.gemm.wgrad import group_gemm_wgrad
 from comet.kernels.gemm.wgrad_cuda import TICKETS, group_gemm_wgrad_cuda, runs_cuda
 from comet.kernels.layer import dispatch_gemm as cuda_layer0
 from comet.kernels.layer import gemm_combine as cuda_layer1
-from comet.kernels.layer.triton.dispatch import DispatchConfig, DispatchLists
+from comet.kernels.layer.triton.dispatch import DispatchLists
 from comet.kernels.layer.triton.dispatch import dispatch as launch_dispatch
 from comet.kernels.layer.triton.dispatch_gemm import DispatchGemmConfig, dispatch_gemm
 from comet.kernels.layer.triton.fp8_dispatch_gemm import fp8_dispatch_gemm
@@ -37,7 +37,6 @@ from comet.layer.launch_arguments import (
     combine_config,
     combine_symm,
     dispatch_config,
-    make_symm,
     move_cols,
     plan_config,
     recv_symm,
@@ -59,6 +58,11 @@ class Fused(Backend):
     @cached_property
     def _dispatch_gemm_config(self) -> DispatchGemmConfig:
         return dispatch_config(self.settings, self.workspace.recv_rows.local)
+
+    @cached_property
+    def _dispatch_gemm_fp8_config(self) -> DispatchGemmConfig:
+        rows = self.workspace.recv_rows.local
+        return dispatch_config(self.settings, rows, packed_columns(rows.shape[1], rows.dtype))
 
     @cached_property
     def _gemm_combine_config(self) -> GemmCombineConfig:
@@ -117,17 +121,13 @@ class Fused(Backend):
 
     def dispatch_gemm_fp8(self, x: Tensor, w1: FP8, plan: Plan, b1: Tensor | None = None) -> FP8:
         """A launch that quantises, and one for the rest."""
-        x, workspace, settings = aligned(x), self.workspace, self.settings
-        rows, ffn = plan.routed_row_ids.numel(), w1.elements.shape[1] // 2
-        received = workspace.recv_rows.with_columns(packed_columns(x.shape[1], x.dtype))
-        own = received.local[plan.own_rows]
-        pack_rows(x, own.view(torch.int32))
+        x, rows, ffn = aligned(x), plan.routed_row_ids.numel(), w1.elements.shape[1] // 2
+        symm = recv_symm(self.workspace, packed_columns(x.shape[1], x.dtype))
+        symm = replace(symm, rows=symm.rows.view(torch.int32))
+        pack_rows(x, symm.rows[plan.own_rows])
         elements = x.new_empty(rows, ffn, dtype=w1.elements.dtype)
         scales = x.new_empty(ffn // FP8_BLOCK, rows, dtype=torch.float32)
-        config = replace(dispatch_config(settings, x), push_cols=min(512, power_of_2(own.shape[1])))
-        table = tile_table(plan, Launch.DISPATCH_GEMM)
-        symm = make_symm(workspace, received, workspace.recv_flags)
-        symm = replace(symm, rows=symm.rows.view(torch.int32))
+        config, table = self._dispatch_gemm_fp8_config, tile_table(plan, Launch.DISPATCH_GEMM)
         weights, hidden = Scaled(elements=w1.elements, scales=w1.scales), Scaled(elements=elements, scales=scales)
         launch_dispatch_gemm(None, weights, hidden, None, symm, sends_of(plan), table, config, b1)
         return FP8(elements=elements, scales=scales.T, block_rows=1, trusted=True)
@@ -215,11 +215,9 @@ class Fused(Backend):
 
     def dispatch(self, rows: Tensor, plan: Plan) -> Tensor:
         """One launch."""
-        config = DispatchConfig(push_cols=move_cols(rows, 1024))
-        received = self.workspace.recv_rows.with_columns(rows.shape[1])
-        symm = make_symm(self.workspace, received, self.workspace.recv_flags)
-        launch_dispatch(rows, symm, sends_of(plan), plan.counters_of(Launch.DISPATCH_DGRAD), config)
-        return received.local
+        symm, counters = recv_symm(self.workspace, rows.shape[1]), plan.counters_of(Launch.DISPATCH_DGRAD)
+        launch_dispatch(rows, symm, sends_of(plan), counters, move_cols(rows, 1024))
+        return symm.rows
 
     def combine(self, y: Tensor, plan: Plan, *, weighted: bool) -> Tensor:
         """The launch of layer 1 with no tile to multiply: what remains of it is the combine."""
@@ -272,16 +270,7 @@ def launch_dispatch_gemm(
 ) -> None:
     """Layer 0 in CUDA C++ where it can run, else in Triton; ranks may differ in it.
 
-    Args:
-        x: ``(T, D)`` this rank's tokens; ``None`` in block FP8, where they lie packed among the receive rows.
-        w1: ``(e, 2F, D)`` gate rows, then up rows; in block FP8 with scales ``(e, 2F / 128, D / 128)``.
-        hidden: ``(Q, F)`` result; in block FP8 with scales ``(F / 128, Q)``.
-        pre: ``(Q, 2F)`` receives gate | up for the backward pass, or ``None``.
-        symm: Receive rows and flags.
-        sends: Send lists.
-        table: Tiles by phase.
-        config: Tile shape of Triton, and the split.
-        b1: ``(e, 2F)``; ``None``: none.
+    All but ``config``, Triton's tile shape and the split, is as ``dispatch_gemm_cuda`` says.
     """
     if cuda_layer0.can_run(w1, table):
         options: dict[str, Any] = dict(comm_blocks=config.comm_blocks, activation=config.activation, b1=b1)
@@ -310,25 +299,16 @@ def launch_gemm_combine(
 ) -> None:
     """Layer 1, or fc1_dgrad where ``returns`` has gradients, in CUDA C++ where it can run, else in Triton.
 
-    Args:
-        a: ``(Q, C)`` routed rows; in block FP8 with scales ``(C / 128, Q)``.
-        b: ``(e, D, C)``, of fc1_dgrad ``(e, C, D)``; in block FP8 with scales ``(e, D / 128, C / 128)``.
-        y: ``(Q, D)`` scratch for the expert outputs.
-        out: ``(T, D)`` result.
-        symm: Combine rows and flags.
-        returns: Which rows to add up for whom.
-        table: Tiles by expert.
+    Args, but for those that ``gemm_combine_cuda`` explains:
         config: Tile shape of Triton, panels and the split.
-        bias: ``(e, D)``; ``None``: none.
         in_cuda: Whether all ranks have it in CUDA C++, whose flags are not those of Triton's.
     """
-    is_dgrad = returns.grads is not None
     if in_cuda and cuda_layer1.can_run(y, b, symm, returns, table):
         panels, reserved = config.num_panels, config.reserved_sms
         split = cuda_layer1.Split(num_panels=panels, reserved_sms=reserved, comm_blocks=config.comm_blocks)
         cuda_layer1.gemm_combine_cuda(a, b, y, out, symm, returns, table, split, bias=bias)
     else:
-        gemm_combine(a, b, y, out, symm, returns, table, config, b_is_kn=is_dgrad, bias=bias)
+        gemm_combine(a, b, y, out, symm, returns, table, config, bias=bias)
 
 
 def launch_fc2_dgrad(
@@ -342,25 +322,19 @@ def launch_fc2_dgrad(
     phase_tiles: Tensor,
     comm_blocks: int = 0,
 ) -> None:
-    """Send this rank's gradients, receive the others', and multiply those of all routed rows by their expert's w2.
+    """``fc2_dgrad_cuda``, or dispatch and GEMM in Triton, and the routed rows of the gradients.
 
-    Args:
-        grad_y: ``(T, D)`` gradients of this rank's outputs.
-        w2: ``(e, D, F)``, same dtype.
-        grads: ``(Q, D)`` receives the gradient of each routed row.
-        out: ``(Q, F)`` receives it times w2, rounded once; rows of no tile are undefined in both results.
-        symm: Receive rows and flags.
-        sends: Send lists.
+    Args, but for those that ``fc2_dgrad_cuda`` explains:
+        grads: ``(Q, D)`` receives the gradient of each routed row; rows of no tile are undefined, as in ``out``.
         table: Tiles by expert, and the received row of each routed row.
         phase_tiles: ``(max_tiles, 4)`` the same tiles by phase.
-        comm_blocks: Blocks that push rows before they compute, in CUDA C++; 0: a warp of each block pushes them beside.
     """
     if cuda_layer0.can_run(w2, table, is_dgrad=True):
         cuda_layer0.fc2_dgrad_cuda(grad_y, w2, out, symm, sends, replace(table, tiles=phase_tiles), comm_blocks)
         own = OwnRows(rows=grad_y, first=symm.rank * symm.max_tokens)
         gather_rows(symm.rows, grads, table.row_ids, table, own)
     else:
-        launch_dispatch(grad_y, symm, sends, table.counters, DispatchConfig(push_cols=move_cols(grad_y, 1024)))
+        launch_dispatch(grad_y, symm, sends, table.counters, move_cols(grad_y, 1024))
         gather_rows(symm.rows, grads, table.row_ids, table)
         group_gemm(grads, w2, out, table, gather=False, layout="kn", config=GemmConfig.select(out.dtype))
 

@@ -47,15 +47,15 @@ def routing_pool(layout: ExpertLayout, workspace: Workspace) -> RoutingPool:
     return RoutingPool(tensors=tensors, rank=layout.rank, timeout_ns=workspace.timeout_ns)
 
 
-def dispatch_config(settings: LayerSettings, x: Tensor) -> DispatchGemmConfig:
-    """Of layer 0."""
+def dispatch_config(settings: LayerSettings, rows: Tensor, packed: int | None = None) -> DispatchGemmConfig:
+    """Of layer 0, whose received rows are ``rows (R, D)``, or of ``packed`` columns each."""
     tile = settings.tile
     return DispatchGemmConfig(
         comm_blocks=settings.comm_blocks,
         block_f=tile.block_f,
         block_k=tile.block_k,
-        push_cols=move_cols(x, 1024),
-        flatten=x.dtype != torch.float32,
+        push_cols=move_cols(rows, 1024) if packed is None else min(512, power_of_2(packed)),
+        flatten=rows.dtype != torch.float32,
         num_stages=tile.num_stages,
         activation=settings.activation,
     )
@@ -82,18 +82,18 @@ def move_cols(rows: Tensor, most: int) -> int:
     return min(most, power_of_2(rows.shape[1]))
 
 
-def recv_symm(workspace: Workspace) -> SymmBuffer:
-    """Where tokens arrive."""
-    return make_symm(workspace, workspace.recv_rows, workspace.recv_flags)
+def recv_symm(workspace: Workspace, columns: int | None = None) -> SymmBuffer:
+    """Where tokens arrive, or rows of so many columns."""
+    rows = workspace.recv_rows if columns is None else workspace.recv_rows.with_columns(columns)
+    return _symm(workspace, rows, workspace.recv_flags)
 
 
 def combine_symm(workspace: Workspace) -> SymmBuffer:
     """Where partial sums arrive."""
-    return make_symm(workspace, workspace.combine_rows, workspace.combine_flags)
+    return _symm(workspace, workspace.combine_rows, workspace.combine_flags)
 
 
-def make_symm(workspace: Workspace, rows: SymmTensor, flags: SymmTensor) -> SymmBuffer:
-    """Rows of the pool with their flags."""
+def _symm(workspace: Workspace, rows: SymmTensor, flags: SymmTensor) -> SymmBuffer:
     return SymmBuffer(
         rows=rows.local,
         row_pointers=rows.pointers,

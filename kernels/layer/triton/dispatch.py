@@ -10,7 +10,6 @@ its rank have been drawn. This holds on every rank, so each flag that is waited 
 after the other (the interpreter). A rank that died is met by the deadline of the spin.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import triton
@@ -24,17 +23,6 @@ from ...runtime.recorder import KIND_DISPATCH, KIND_RECEIVE, now, record
 PUSH_ROWS = 32  # that a block moves at once
 NUM_WARPS = 8  # of a block, here and in the layer's GEMMs
 COMM_BLOCKS = 16  # where nobody says how many: of a layer whose communication is colocated, in a kernel that cannot be
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DispatchConfig:
-    """How rows are moved.
-
-    Args:
-        push_cols: Columns it moves at once, a power of two.
-    """
-
-    push_cols: int = 1024
 
 
 class PushConstants(NamedTuple):
@@ -154,7 +142,7 @@ class DispatchLists(NamedTuple):
     pushed: Tensor
 
 
-def dispatch(x: Tensor, symm: SymmBuffer, sends: DispatchLists, counters: Tensor, config: DispatchConfig) -> None:
+def dispatch(x: Tensor, symm: SymmBuffer, sends: DispatchLists, counters: Tensor, push_cols: int) -> None:
     """Dispatch without compute: on return (in stream order) all received rows, own rows included, are in ``symm.rows``.
 
     Args:
@@ -162,11 +150,11 @@ def dispatch(x: Tensor, symm: SymmBuffer, sends: DispatchLists, counters: Tensor
         symm: Receive rows and flags.
         sends: Send lists.
         counters: ``(2,)`` int32 zeros, used up.
-        config: How rows are moved.
+        push_cols: Columns that a block moves at once, a power of two.
     """
     interpret = triton.knobs.runtime.interpret
     num_blocks = 1 if interpret else num_sms(x.device)
     dispatch_kernel[(num_blocks,)](
         x, sends, symm.tensors(num_blocks), counters, symm.rank, symm.world_size, symm.timeout_ns, symm.max_tokens,
-        x.shape[1], PUSH=push_constants(config.push_cols, symm.event_capacity), num_warps=NUM_WARPS,
+        x.shape[1], PUSH=push_constants(push_cols, symm.event_capacity), num_warps=NUM_WARPS,
     )  # fmt: skip

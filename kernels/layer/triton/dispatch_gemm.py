@@ -55,7 +55,7 @@ class DispatchGemmConfig:
     block_k: int = 64
     push_cols: int = 1024
     flatten: bool = True
-    num_stages: int = 4
+    num_stages: int = 3
     activation: Activation = SWIGLU
 
 
@@ -216,19 +216,7 @@ def dispatch_gemm(
     config: DispatchGemmConfig,
     b1: Tensor | None = None,
 ) -> None:
-    """Send this rank's rows, receive the others', and compute hidden = activation(x w_gate, x w_up) of routed rows.
-
-    Args:
-        x: ``(T, D)`` this rank's tokens.
-        w1: ``(e, 2F, D)`` gate rows, then up rows, same dtype.
-        hidden: ``(Q, F)`` result; rows in the padding of a tile are undefined, rows of no tile are left alone.
-        pre: ``(Q, 2F)`` receives gate | up for the backward pass, or ``None``.
-        symm: Receive rows and flags.
-        sends: Send lists.
-        table: Tiles in schedule order.
-        config: Tile shape and split.
-        b1: ``(e, 2F)`` biases of gate | up, dtype of ``x``; ``None``: none.
-    """
+    """``dispatch_gemm_cuda`` in Triton, also in float32, of tiles by phase; rows of no tile are left alone."""
     experts, double_f, hidden_size = w1.shape
     ffn = double_f // 2
     interpret = triton.knobs.runtime.interpret

@@ -117,17 +117,7 @@ def fp8_dispatch_gemm(
     config: DispatchGemmConfig,
     b1: Tensor | None = None,
 ) -> None:
-    """Send this rank's packed rows, receive the others', and compute hidden, quantised, for all routed rows.
-
-    Args:
-        w1: ``(e, 2F, D)``, gate rows, then up rows, D and F multiples of 128; scales ``(e, 2F / 128, D / 128)``.
-        hidden: ``(Q, F)`` with scales ``(F / 128, Q)``, results; rows of no tile are left alone.
-        symm: Packed rows ``(R, ..)`` int32, of which this rank's own are there, and flags.
-        sends: Send lists.
-        table: Tiles in schedule order.
-        config: Split of the launch, and pieces of pushes; the tile shape is fixed.
-        b1: ``(e, 2F)`` biases of gate | up in a floating type; ``None``: none.
-    """
+    """``dispatch_gemm_cuda`` of block FP8 in Triton; of ``config`` the tile shape, which is fixed, does not count."""
     experts, double_f, hidden_size = w1.elements.shape
     ffn = double_f // 2
     interpret = triton.knobs.runtime.interpret

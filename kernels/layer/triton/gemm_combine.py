@@ -64,7 +64,7 @@ class GemmCombineConfig:
     block_k: int = 64
     move_cols: int = 512
     flatten: bool = True
-    num_stages: int = 4
+    num_stages: int = 3
     reserved_sms: int = 0
 
 
@@ -105,26 +105,11 @@ def gemm_combine(
     returns: CombineLists,
     table: TileTable,
     config: GemmCombineConfig,
-    *,
-    b_is_kn: bool = False,
     bias: Tensor | None = None,
 ) -> None:
-    """y = a @ b[expert] + bias[expert] for all routed rows, then out[t] = sum of token t's rows over all ranks.
-
-    Args:
-        a: ``(Q, C)`` routed rows; in block FP8 with scales ``(C / 128, Q)``.
-        b: ``(e, D, C)``, or ``(e, C, D)`` with ``b_is_kn``; in block FP8 with scales ``(e, D / 128, C / 128)``.
-        y: ``(Q, D)`` scratch for the expert outputs.
-        out: ``(T, D)`` result.
-        symm: Combine rows and ``(W, 4C, 64)`` flags.
-        returns: Which rows to add up for whom.
-        table: Tiles.
-        config: Tile shape, panels and placement.
-        b_is_kn: The contraction is b's middle axis.
-        bias: ``(e, D)`` of a floating type; ``None``: none.
-    """
+    """``gemm_combine_cuda`` in Triton, also in float32 and with more entries of a sum."""
     (a, a_scales), (b, b_scales) = parts(a), parts(b)
-    block_n, block_k = config.block_n, config.block_k
+    block_n, block_k, b_is_kn = config.block_n, config.block_k, returns.grads is not None
     b_rows = block_n if b_scales is None else block_n // 2
     interpret = triton.knobs.runtime.interpret
     # The interpreter runs block after block: the first must finish the GEMM before any waits for it.

@@ -21,7 +21,7 @@ from torch import Tensor
 from comet.kernels.gemm.gather_rows import OwnRows, gather_rows
 from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm
 from comet.kernels.layer import dispatch_gemm as module
-from comet.kernels.layer.triton.dispatch import DispatchConfig, DispatchLists, dispatch
+from comet.kernels.layer.triton.dispatch import DispatchLists, dispatch
 from comet.kernels.runtime.arguments import SymmBuffer, TileTable
 
 CPU = torch.device("cpu")
@@ -64,11 +64,13 @@ def test_mistakes_are_noticed() -> None:
     run_ranks(noticing, 1, interpret=True)
 
 
-def stand_in(grad_y: Tensor, w2: Tensor, out: Tensor, symm: SymmBuffer, sends: DispatchLists, table: TileTable) -> None:
+def stand_in(
+    grad_y: Tensor, w2: Tensor, out: Tensor, symm: SymmBuffer, sends: DispatchLists, table: TileTable, comm_blocks: int
+) -> None:
     """In the place of hidden's gradient in CUDA C++, which leaves this rank's own rows where they are."""
     phases = table.tiles[: int(table.num_tiles), 3]
     assert bool((phases.diff() >= 0).all()), "tiles go by phase"
-    dispatch(grad_y, symm, sends, table.counters, DispatchConfig(push_cols=64))
+    dispatch(grad_y, symm, sends, table.counters, push_cols=64)
     symm.rows[symm.rank * symm.max_tokens :][: symm.max_tokens] = torch.nan
     grads = grad_y.new_zeros(len(out), w2.shape[1])
     own = OwnRows(rows=grad_y, first=symm.rank * symm.max_tokens)
