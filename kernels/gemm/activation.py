@@ -12,9 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..runtime.activation import GELU_CUBIC, GELU_SCALE, SWIGLU, Activation
-from ..runtime.arguments import TileTable, as_triton_dtype, power_of_2
+from ..runtime.arguments import TileTable, as_triton_dtype, power_of_2, require_multiples_of_16, require_shapes
 from ..runtime.case import KernelCase
-from .group_gemm import num_blocks, valid_rows
+from .group_gemm import num_blocks
 from .tiles import rows_of_piece
 
 ROWS = 8  # rows a block works on at once; divides every tile
@@ -172,7 +172,15 @@ def activation_backward(
         gate 0, up 3, grad_act 4, w 0.5: h = 0, weighted_hidden 0, grad_weight 0,
         grad_pre = [0.5*4 * 3 * 0.5, 0.5*4 * 0] = [3, 0].
     """
-    ffn = check_backward(pre, grad_act, slots, row_weights, table, grad_pre, weighted_hidden, grad_weights)
+    num_rows, ffn = grad_act.shape
+    require_multiples_of_16(F=ffn)
+    require_shapes(
+        pre=(pre, (num_rows, 2 * ffn)), slots=(slots, (num_rows,)), grad_pre=(grad_pre, (num_rows, 2 * ffn)),
+        weighted_hidden=(weighted_hidden, (num_rows, ffn)), grad_act=(grad_act, (num_rows, ffn)),
+        row_weights=(row_weights, tuple(row_weights.shape)), grad_weights=(grad_weights, tuple(row_weights.shape)),
+    )  # fmt: skip
+    if table.block_rows % ROWS:
+        raise ValueError(f"block_rows={table.block_rows} must be a multiple of {ROWS}")
     if pre.shape[0] == 0 or row_weights.shape[0] == 0:
         return
     max_items = table.tiles.shape[0] * (table.block_rows // ROWS)
@@ -181,65 +189,6 @@ def activation_backward(
         BackwardResults(grad_pre, weighted_hidden, grad_weights), ffn, row_weights.shape[1],
         BLOCK_M=table.block_rows, ROWS=ROWS, COLS=min(COLS, power_of_2(ffn)), ACTIVATION=activation, num_warps=4,
     )  # fmt: skip
-
-
-def activation_backward_torch(
-    pre: Tensor,
-    grad_act: Tensor,
-    slots: Tensor,
-    row_weights: Tensor,
-    table: TileTable,
-    grad_pre: Tensor,
-    weighted_hidden: Tensor,
-    grad_weights: Tensor,
-    activation: Activation = SWIGLU,
-) -> None:
-    """Torch twin of ``activation_backward``, in float32 (float64 stays float64)."""
-    check_backward(pre, grad_act, slots, row_weights, table, grad_pre, weighted_hidden, grad_weights)
-    rows, _ = valid_rows(table)
-    row_ids, row_slots = table.row_ids.long()[rows], slots.long()[rows]
-    wide = torch.promote_types(pre.dtype, torch.float32)
-    gate, up = pre[rows].to(wide).chunk(2, dim=1)
-    grad = grad_act[rows].to(wide)
-    weight = row_weights[row_ids, row_slots].to(wide)[:, None]
-    hidden, *grads = activation.backward(gate, up, weight * grad)
-    hidden = hidden.to(pre.dtype).to(wide)
-    grad_pre[rows] = torch.cat(grads, dim=1).to(grad_pre.dtype)
-    weighted_hidden[rows] = (weight * hidden).to(weighted_hidden.dtype)
-    grad_weights[row_ids, row_slots] = (grad * hidden).sum(1).to(grad_weights.dtype)
-
-
-def check_backward(
-    pre: Tensor,
-    grad_act: Tensor,
-    slots: Tensor,
-    row_weights: Tensor,
-    table: TileTable,
-    grad_pre: Tensor,
-    weighted_hidden: Tensor,
-    grad_weights: Tensor,
-) -> int:
-    """F; raises ``ValueError`` unless the arguments of ``activation_backward`` fit together."""
-    num_rows, ffn = grad_act.shape
-    expected = {
-        "pre": (pre, (num_rows, 2 * ffn)),
-        "slots": (slots, (num_rows,)),
-        "grad_pre": (grad_pre, (num_rows, 2 * ffn)),
-        "weighted_hidden": (weighted_hidden, (num_rows, ffn)),
-        "grad_weights": (grad_weights, tuple(row_weights.shape)),
-        "row_weights": (row_weights, tuple(row_weights.shape)),
-        "grad_act": (grad_act, (num_rows, ffn)),
-    }
-    for name, (tensor, shape) in expected.items():
-        if tuple(tensor.shape) != shape or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} of shape {tuple(tensor.shape)}, strides {tensor.stride()} must be contiguous of shape {shape}"
-            )
-    if ffn <= 0 or ffn % 16:
-        raise ValueError(f"F={ffn} must be a positive multiple of 16")
-    if table.block_rows % ROWS:
-        raise ValueError(f"block_rows={table.block_rows} must be a multiple of {ROWS}")
-    return ffn
 
 
 def aot_cases() -> list[KernelCase]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..runtime.arguments import TileTable, as_triton_dtype, power_of_2
 from ..runtime.case import KernelCase
-from .group_gemm import num_blocks, valid_rows
+from .group_gemm import num_blocks
 from .tiles import rows_of_piece
 
 ROWS, COLS = 32, 64  # of a step of a sum over rows
@@ -91,20 +91,6 @@ def bias_gradient(
     )  # fmt: skip
 
 
-def bias_gradient_torch(
-    rows: Tensor, out: Tensor, segments: tuple[Tensor, Tensor], routing: tuple[Tensor, Tensor, Tensor] | None
-) -> None:
-    """Torch twin of ``bias_gradient``, in float32 (float64 stays float64)."""
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    for expert, (start, count) in enumerate(zip(*(each.tolist() for each in segments), strict=False)):
-        segment = slice(start, start + count)
-        part = rows[segment].to(wide)
-        if routing is not None:
-            row_ids, slots, weights = routing
-            part = part * weights[row_ids[segment].long(), slots[segment].long(), None].to(wide)
-        out[expert] = part.sum(0).to(out.dtype)
-
-
 def add_bias_products(rows: Tensor, bias: Tensor, slots: Tensor, table: TileTable, grad_weights: Tensor) -> None:
     """Add to the gradient of each routed row's weight what comes through the bias: its gradient times the bias.
 
@@ -124,13 +110,6 @@ def add_bias_products(rows: Tensor, bias: Tensor, slots: Tensor, table: TileTabl
         rows, bias, table.row_ids, slots, table.tiles, table.num_tiles, grad_weights, width, grad_weights.shape[1],
         BLOCK_M=table.block_rows, ROWS=PIECE, COLS=min(WIDE, power_of_2(width)), num_warps=4,
     )  # fmt: skip
-
-
-def add_bias_products_torch(rows: Tensor, bias: Tensor, slots: Tensor, table: TileTable, grad_weights: Tensor) -> None:
-    """Torch twin of ``add_bias_products``."""
-    valid, experts = valid_rows(table)
-    products = (rows[valid].to(grad_weights.dtype) * bias[experts.long()].to(grad_weights.dtype)).sum(1)
-    grad_weights[table.row_ids.long()[valid], slots.long()[valid]] += products
 
 
 def aot_cases() -> list[KernelCase]:

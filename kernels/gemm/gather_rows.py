@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..runtime.arguments import TileTable, as_triton_dtype, power_of_2
+from ..runtime.arguments import TileTable, as_triton_dtype, power_of_2, require_multiples_of_16, require_shapes
 from ..runtime.case import KernelCase
-from .group_gemm import num_blocks, valid_rows
+from .group_gemm import num_blocks
 from .tiles import rows_of_piece
 
 ROWS = 8  # rows a block copies at once; divides every tile
@@ -72,44 +72,21 @@ def gather_rows(rows: Tensor, out: Tensor, row_ids: Tensor, table: TileTable, ow
     Example: one tile of 2 rows, row_ids ``[1, 0, -1]``: rows ``[[5], [6]]`` (were such a width legal) make
     ``[[6], [5], ..]``, and with own rows ``[[7]]`` from 1 on ``[[7], [5], ..]``.
     """
-    check_gather(rows, out, row_ids, own)
-    cols = min(ROW_BYTES // rows.element_size(), power_of_2(rows.shape[1]))
+    width, own_rows = rows.shape[1], rows[:0] if own is None else own.rows
+    require_multiples_of_16(**{"columns of rows": width})
+    require_shapes(
+        rows=(rows, (len(rows), width)), out=(out, (row_ids.numel(), width)),
+        **{"own rows": (own_rows, (len(own_rows), width))},
+    )  # fmt: skip
+    if not rows.dtype == own_rows.dtype == out.dtype:
+        raise ValueError(f"dtypes of rows={rows.dtype}, own rows={own_rows.dtype} and out={out.dtype} must be one")
+    cols = min(ROW_BYTES // rows.element_size(), power_of_2(width))
     max_items = table.tiles.shape[0] * (table.block_rows // ROWS)
     gather_rows_kernel[(num_blocks(rows.device, max_items, per_processor=BLOCKS_PER_PROCESSOR),)](
-        rows, rows if own is None else own.rows, out, table.tiles, table.num_tiles, row_ids,
-        0 if own is None else own.first, 0 if own is None else own.rows.shape[0], rows.shape[1],
+        rows, own_rows, out, table.tiles, table.num_tiles, row_ids, 0 if own is None else own.first, len(own_rows),
+        width,
         BLOCK_M=table.block_rows, ROWS=ROWS, COLS=cols, HAS_OWN=own is not None,
     )  # fmt: skip
-
-
-def gather_rows_torch(rows: Tensor, out: Tensor, row_ids: Tensor, table: TileTable, own: OwnRows | None = None) -> None:
-    """Torch twin of ``gather_rows``."""
-    check_gather(rows, out, row_ids, own)
-    if own is not None:
-        rows = rows.clone()
-        rows[own.first : own.first + own.rows.shape[0]] = own.rows
-    routed, _ = valid_rows(table)
-    out[routed] = rows[row_ids[routed].long()]
-
-
-def check_gather(rows: Tensor, out: Tensor, row_ids: Tensor, own: OwnRows | None = None) -> None:
-    """Raise ``ValueError`` unless the arguments of ``gather_rows`` fit together."""
-    if out.shape != (row_ids.numel(), rows.shape[1]) or out.dtype != rows.dtype:
-        raise ValueError(
-            f"out of shape {tuple(out.shape)} and {out.dtype} must have a row for each of row_ids="
-            f"{row_ids.numel()}, and columns={rows.shape[1]} and dtype={rows.dtype} of rows"
-        )
-    if rows.shape[1] % 16:
-        raise ValueError(f"columns of rows={rows.shape[1]} must be a multiple of 16")
-    own_rows = rows[:0] if own is None else own.rows
-    if own_rows.shape[1:] != rows.shape[1:] or own_rows.dtype != rows.dtype:
-        raise ValueError(
-            f"own rows of shape {tuple(own_rows.shape)} and {own_rows.dtype} must have columns={rows.shape[1]} and "
-            f"dtype={rows.dtype} of rows"
-        )
-    for name, tensor in (("rows", rows), ("own rows", own_rows), ("out", out)):
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} of shape {tuple(tensor.shape)} must be contiguous, has strides {tensor.stride()}")
 
 
 def aot_cases() -> list[KernelCase]:

@@ -17,9 +17,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..runtime.arguments import TileTable, as_triton_dtype, num_sms, power_of_2
+from ..runtime.arguments import (
+    TileTable,
+    as_triton_dtype,
+    num_sms,
+    power_of_2,
+    require_multiples_of_16,
+    require_shapes,
+)
 from ..runtime.case import KernelCase
-from .tiles import decode_tokens
+from .tiles import GROUP_TILES, decode_tokens
 
 Layout = Literal["nk", "kn"]
 
@@ -34,21 +41,15 @@ class GemmConfig:
         block_m: Rows of an output tile of the weight gradient (``group_gemm`` takes the rows of the tile table).
         block_n: Columns of an output tile.
         block_k: Contraction step.
-        group_tiles: Consecutive tiles that share their weight columns through L2.
-        flatten: Prefetch the next item's operands during the epilogue, for 32 KB more shared memory.
         num_stages: Depth of the load pipeline.
         num_warps: Warps per block.
-        max_blocks: At most so many blocks, or ``None`` for one per SM.
     """
 
     block_m: int = 128
     block_n: int = 256
     block_k: int = 64
-    group_tiles: int = 8
-    flatten: bool = False
     num_stages: int = 4
     num_warps: int = 8
-    max_blocks: int | None = None
 
     @classmethod
     def select(cls, dtype: torch.dtype) -> "GemmConfig":
@@ -66,8 +67,6 @@ class GemmConstants(NamedTuple):
     block_m: int
     block_n: int
     block_k: int
-    group_tiles: int  # consecutive tiles that share their weight columns through L2
-    flatten: bool  # the next item's operands are fetched during the epilogue
     even_k: bool  # block_k divides K
     precision: str  # ``input_precision`` of ``tl.dot``
 
@@ -84,8 +83,8 @@ def group_gemm_kernel(
     num_cols = tl.cdiv(N, BLOCK_N)
     in_tile = tl.arange(0, BLOCK_M)
     in_step = tl.arange(0, BLOCK_K)
-    for item in tl.range(tl.program_id(0), num_tiles * num_cols, tl.num_programs(0), flatten=GEMM.flatten):
-        tile, col = decode_tokens(item, num_tiles, num_cols, GEMM.group_tiles)
+    for item in tl.range(tl.program_id(0), num_tiles * num_cols, tl.num_programs(0)):
+        tile, col = decode_tokens(item, num_tiles, num_cols, GROUP_TILES)
         expert = tl.load(tiles_ptr + tile * 4)
         first_row = tl.load(tiles_ptr + tile * 4 + 1)
         valid = in_tile < tl.load(tiles_ptr + tile * 4 + 2)
@@ -144,10 +143,9 @@ def group_gemm(
     b_block = [1, block_n, block_k] if layout == "nk" else [1, block_k, block_n]
     max_items = table.tiles.shape[0] * -(-num_cols // block_n)
     constants = GemmConstants(
-        gather, layout, table.block_rows, block_n, block_k, config.group_tiles, config.flatten, depth % block_k == 0,
-        dot_precision(a.dtype),
+        gather, layout, table.block_rows, block_n, block_k, depth % block_k == 0, dot_precision(a.dtype),
     )  # fmt: skip
-    group_gemm_kernel[(num_blocks(a.device, max_items, most=config.max_blocks),)](
+    group_gemm_kernel[(num_blocks(a.device, max_items),)](
         a if gather else TensorDescriptor.from_tensor(a, [table.block_rows, block_k]),
         TensorDescriptor.from_tensor(b, b_block),
         out, table.tiles, table.num_tiles, table.row_ids, num_cols, depth,
@@ -194,16 +192,8 @@ def check_shapes(a: Tensor, b: Tensor, out: Tensor, layout: Layout) -> tuple[int
     if layout not in ("nk", "kn"):
         raise ValueError(f"layout={layout!r} must be 'nk' or 'kn'")
     num_cols, depth = b.shape[1:] if layout == "nk" else (b.shape[2], b.shape[1])
-    if a.shape[1] != depth:
-        raise ValueError(f"a has {a.shape[1]} columns, b of layout {layout!r} contracts over {depth}: they must agree")
-    if out.shape[1] != num_cols:
-        raise ValueError(f"out has {out.shape[1]} columns, b of layout {layout!r} gives {num_cols}: they must agree")
-    for name, value in (("K", depth), ("N", num_cols)):
-        if value <= 0 or value % 16:
-            raise ValueError(f"{name}={value} must be a positive multiple of 16")
-    for name, tensor in (("a", a), ("b", b), ("out", out)):
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} of shape {tuple(tensor.shape)} must be contiguous, has strides {tensor.stride()}")
+    require_multiples_of_16(N=num_cols, K=depth)
+    require_shapes(a=(a, (len(a), depth)), b=(b, tuple(b.shape)), out=(out, (len(out), num_cols)))
     return num_cols, depth
 
 
@@ -212,14 +202,9 @@ def dot_precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
-def num_blocks(device: torch.device, max_items: int, *, most: int | None = None, per_processor: int = 1) -> int:
+def num_blocks(device: torch.device, max_items: int, *, per_processor: int = 1) -> int:
     """Persistent blocks: so many per SM, but no more than there can be work items and at least one."""
-    if triton.knobs.runtime.interpret:
-        blocks = INTERPRETED_BLOCKS
-    else:
-        blocks = per_processor * num_sms(device)
-    if most is not None:
-        blocks = min(blocks, most)
+    blocks = INTERPRETED_BLOCKS if triton.knobs.runtime.interpret else per_processor * num_sms(device)
     return max(1, min(blocks, max_items))
 
 
@@ -228,7 +213,6 @@ def aot_cases() -> list[KernelCase]:
     forward, backward = [(gather, "nk") for gather in (True, False)], (False, "kn")
     cases = [_aot_case(torch.bfloat16, *shape, True, GemmConfig()) for shape in (*forward, backward)]
     cases += [_aot_case(torch.bfloat16, True, "nk", False, GemmConfig())]
-    cases += [_aot_case(torch.bfloat16, *shape, True, GemmConfig(flatten=True)) for shape in forward]
     cases += [_aot_case(torch.float16, *shape, True, GemmConfig()) for shape in (forward[0], backward)]
     float32 = GemmConfig.select(torch.float32)
     return [
@@ -246,11 +230,10 @@ def _aot_case(dtype: torch.dtype, gather: bool, layout: Layout, even_k: bool, co
     words = [element, layout, "gathered" if gather else "in place", "even K" if even_k else "ragged K"]
     tensor_cores = {"wgmma"} if dtype != torch.float32 else set()
     constants = GemmConstants(
-        gather, layout, block_m, config.block_n, config.block_k, config.group_tiles, config.flatten, even_k,
-        dot_precision(dtype),
+        gather, layout, block_m, config.block_n, config.block_k, even_k, dot_precision(dtype),
     )  # fmt: skip
     return KernelCase(
-        name=" ".join([*words, "flat"] if config.flatten else words),
+        name=" ".join(words),
         fn=group_gemm_kernel,
         signature={
             "a": rows, "b_desc": f"tensordesc<{element}[1, {b_block[0]}, {b_block[1]}]>", "out_ptr": f"*{element}",

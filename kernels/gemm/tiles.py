@@ -14,7 +14,7 @@ All arguments are non-negative integers.
 import triton
 import triton.language as tl
 
-GROUP_TILES = 8  # of the layer's kernels: consecutive tiles that share their weight columns through L2
+GROUP_TILES = tl.constexpr(8)  # consecutive tiles that share their weight columns through L2
 
 
 @triton.jit

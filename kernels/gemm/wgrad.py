@@ -12,17 +12,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
 
-from ..runtime.arguments import as_triton_dtype, power_of_2
+from ..runtime.arguments import as_triton_dtype, power_of_2, require_multiples_of_16, require_shapes
 from ..runtime.case import KernelCase
 from .group_gemm import GemmConfig, dot_precision, num_blocks
-from .tiles import decode_tokens
+from .tiles import GROUP_TILES, decode_tokens
 
 
 @triton.jit
 def group_gemm_wgrad_kernel(
     a_desc, b_desc, out_ptr, starts_ptr, counts_ptr, M, N, num_experts,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_TILES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Persistent blocks over tiles of all experts; the operands come as segment descriptors."""
     num_rows = tl.cdiv(M, BLOCK_M)
@@ -64,51 +63,24 @@ def group_gemm_wgrad(
         One expert, one segment of 2 rows, a ``[[1, 2], [3, 4], [nan, nan]]``, b ``[[20], [10], [nan]]`` (were such
         widths legal): out is ``[[[1*20 + 3*10], [2*20 + 4*10]]] = [[[50], [80]]]``.
     """
-    check_wgrad(a, b, out, segment_counts)
     num_experts, width_m, width_n = out.shape
+    require_multiples_of_16(**{"columns of a": width_m, "columns of b": width_n})
+    require_shapes(
+        a=(a, (len(a), width_m)), b=(b, (len(a), width_n)), out=(out, (num_experts, width_m, width_n)),
+        segment_counts=(segment_counts, (num_experts,)),
+    )  # fmt: skip
     if a.shape[0] == 0:
         out.zero_()
         return
     block_m = min(config.block_m, power_of_2(width_m))
     block_n = min(config.block_n, power_of_2(width_n))
     max_items = num_experts * -(-width_m // block_m) * -(-width_n // block_n)
-    group_gemm_wgrad_kernel[(num_blocks(a.device, max_items, most=config.max_blocks),)](
+    group_gemm_wgrad_kernel[(num_blocks(a.device, max_items),)](
         create_ragged_descriptor(a, [config.block_k, block_m]), create_ragged_descriptor(b, [config.block_k, block_n]),
         out, segment_starts, segment_counts, width_m, width_n, num_experts,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=config.block_k, GROUP_TILES=config.group_tiles,
-        PRECISION=dot_precision(a.dtype), num_warps=config.num_warps, num_stages=config.num_stages,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=config.block_k, PRECISION=dot_precision(a.dtype),
+        num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
-
-
-def group_gemm_wgrad_torch(
-    a: Tensor, b: Tensor, out: Tensor, segment_starts: Tensor, segment_counts: Tensor, *, config: GemmConfig
-) -> None:
-    """Torch twin of ``group_gemm_wgrad``: one product per expert."""
-    check_wgrad(a, b, out, segment_counts)
-    wide = torch.promote_types(a.dtype, torch.float32)
-    for expert, (start, count) in enumerate(zip(segment_starts.tolist(), segment_counts.tolist(), strict=False)):
-        rows = slice(start, start + count)
-        out[expert] = (a[rows].to(wide).T @ b[rows].to(wide)).to(out.dtype)
-
-
-def check_wgrad(a: Tensor, b: Tensor, out: Tensor, segment_counts: Tensor) -> None:
-    """Raise ``ValueError`` unless the arguments fit together."""
-    num_experts, width_m, width_n = out.shape
-    if a.shape[0] != b.shape[0]:
-        raise ValueError(f"a has {a.shape[0]} rows, b has {b.shape[0]}: they must agree")
-    if (a.shape[1], b.shape[1]) != (width_m, width_n):
-        raise ValueError(
-            f"out of shape {tuple(out.shape)} must be (experts, columns of a, columns of b) = "
-            f"({num_experts}, {a.shape[1]}, {b.shape[1]})"
-        )
-    for name, value in (("columns of a", width_m), ("columns of b", width_n)):
-        if value <= 0 or value % 16:
-            raise ValueError(f"{name}={value} must be a positive multiple of 16")
-    if segment_counts.numel() != num_experts:
-        raise ValueError(f"segment_counts has {segment_counts.numel()} entries, must be experts={num_experts}")
-    for name, tensor in (("a", a), ("b", b), ("out", out)):
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} of shape {tuple(tensor.shape)} must be contiguous, has strides {tensor.stride()}")
 
 
 def aot_cases() -> list[KernelCase]:
@@ -130,7 +102,7 @@ def _aot_case(dtype: torch.dtype, config: GemmConfig) -> KernelCase:
         },
         constexprs={
             "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
-            "GROUP_TILES": config.group_tiles, "PRECISION": dot_precision(dtype),
+            "PRECISION": dot_precision(dtype),
         },
         unaligned=frozenset({"num_experts"}),
         num_warps=config.num_warps,

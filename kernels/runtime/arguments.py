@@ -167,6 +167,22 @@ def parts(matrix: Tensor | Scaled) -> tuple[Tensor, Tensor | None]:
     return (matrix.elements, matrix.scales) if isinstance(matrix, Scaled) else (matrix, None)
 
 
+def require_shapes(**expected: tuple[Tensor, tuple[int, ...]]) -> None:
+    """Raise ``ValueError`` unless tensors, by their names, are contiguous and of these shapes."""
+    for name, (tensor, shape) in expected.items():
+        if tuple(tensor.shape) != shape or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} of shape {tuple(tensor.shape)}, strides {tensor.stride()} must be contiguous of shape {shape}"
+            )
+
+
+def require_multiples_of_16(**widths: int) -> None:
+    """Raise ``ValueError`` unless widths, by their names, are positive multiples of 16."""
+    for name, width in widths.items():
+        if width <= 0 or width % 16:
+            raise ValueError(f"{name}={width} must be a positive multiple of 16")
+
+
 @functools.cache
 def num_sms(device: torch.device) -> int:
     """SMs of a GPU; kept, for torch takes ten microseconds to tell, and each launch asks."""

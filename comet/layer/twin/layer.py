@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from comet.comm.base import SymmTensor
+from comet.comm.collectives import accumulator_dtype
 from comet.comm.signals import signal, wait
 from comet.config import require
 from comet.errors import CapacityError
+from comet.kernels.runtime.activation import Activation
 from comet.layer.backend import ActivationGradients, Backend
 from comet.layer.plan import Plan
 from comet.layer.twin.plan import exchange_ids, plan_tensors, receive_ids
@@ -100,35 +102,13 @@ class Twin(Backend):
 
     def activation_backward(self, pre_activation: Tensor, grad_hidden: Tensor, plan: Plan) -> ActivationGradients:
         """Routed rows of no segment are 0."""
-        used = _used_rows(plan)
-        ids, slots = plan.routed_row_ids[used], plan.routed_slots[used]
-        weights = plan.row_weights[ids, slots][:, None]
-        gate, up = pre_activation[used].float().chunk(2, dim=1)
-        grad_used = grad_hidden[used].float()
-        hidden, *grads = self.settings.activation.backward(gate, up, weights * grad_used)
-        hidden = hidden.to(pre_activation.dtype).float()
-        grad_weights = torch.zeros_like(plan.row_weights)
-        grad_weights[ids, slots] = (grad_used * hidden).sum(dim=1)
-        grad_pre = torch.zeros_like(pre_activation)
-        grad_pre[used] = torch.cat(grads, dim=1).to(grad_pre.dtype)
-        weighted_hidden = torch.zeros_like(grad_hidden)
-        weighted_hidden[used] = (weights * hidden).to(pre_activation.dtype)
-        return ActivationGradients(grad_pre, weighted_hidden, grad_weights)
+        return activation_backward(pre_activation, grad_hidden, plan, self.settings.activation)
 
     def bias_backward(
         self, grad_pre: Tensor, grad_rows: Tensor, b2: Tensor | None, grad_row_weights: Tensor, plan: Plan
     ) -> tuple[Tensor, Tensor]:
         """Expert by expert."""
-        b1_grad = grad_pre.new_zeros(plan.layout.experts_local, grad_pre.shape[1])
-        b2_grad = grad_rows.new_zeros(plan.layout.experts_local, grad_rows.shape[1])
-        for segment, expert in _nonempty(plan):
-            ids, slots = plan.routed_row_ids[segment], plan.routed_slots[segment]
-            rows, weights = grad_rows[segment].float(), plan.row_weights[ids, slots]
-            b1_grad[expert] = grad_pre[segment].float().sum(0).to(b1_grad.dtype)
-            b2_grad[expert] = (weights[:, None] * rows).sum(0).to(b2_grad.dtype)
-            if b2 is not None:
-                grad_row_weights[ids, slots] += rows @ b2[expert].float()
-        return b1_grad, b2_grad
+        return bias_backward(grad_pre, grad_rows, b2, grad_row_weights, plan)
 
     def dgrad_combine(
         self, grad_pre: Tensor, w1: Tensor, grad_row_weights: Tensor, plan: Plan
@@ -188,9 +168,43 @@ def multiply(rows: FP8, weight: FP8, expert: int) -> Tensor:
         return rows.dequantize() @ matrix.dequantize().T
 
 
+def activation_backward(pre: Tensor, grad_hidden: Tensor, plan: Plan, activation: Activation) -> ActivationGradients:
+    """Backward of ``weight * activation(gate, up)``, in float32 (float64 stays float64); 0 in rows of no segment."""
+    wide, used = accumulator_dtype(pre.dtype), _used_rows(plan)
+    ids, slots = plan.routed_row_ids[used], plan.routed_slots[used]
+    weights = plan.row_weights[ids, slots][:, None]
+    gate, up = pre[used].to(wide).chunk(2, dim=1)
+    grad_used = grad_hidden[used].to(wide)
+    hidden, *grads = activation.backward(gate, up, weights * grad_used)
+    hidden = hidden.to(pre.dtype).to(wide)
+    grad_weights = torch.zeros_like(plan.row_weights)
+    grad_weights[ids, slots] = (grad_used * hidden).sum(dim=1)
+    grad_pre = torch.zeros_like(pre)
+    grad_pre[used] = torch.cat(grads, dim=1).to(grad_pre.dtype)
+    weighted_hidden = torch.zeros_like(grad_hidden)
+    weighted_hidden[used] = (weights * hidden).to(pre.dtype)
+    return ActivationGradients(grad_pre, weighted_hidden, grad_weights)
+
+
+def bias_backward(
+    grad_pre: Tensor, grad_rows: Tensor, b2: Tensor | None, grad_row_weights: Tensor, plan: Plan
+) -> tuple[Tensor, Tensor]:
+    """Gradients of both biases, and what comes through b2 to the routing weights', in float32 or float64."""
+    wide, experts = accumulator_dtype(grad_rows.dtype), plan.segment_counts.numel()
+    b1_grad, b2_grad = (each.new_zeros(experts, each.shape[1]) for each in (grad_pre, grad_rows))
+    for segment, expert in _nonempty(plan):
+        ids, slots = plan.routed_row_ids[segment], plan.routed_slots[segment]
+        rows, weights = grad_rows[segment].to(wide), plan.row_weights[ids, slots]
+        b1_grad[expert] = grad_pre[segment].to(wide).sum(0).to(b1_grad.dtype)
+        b2_grad[expert] = (weights[:, None] * rows).sum(0).to(b2_grad.dtype)
+        if b2 is not None:
+            grad_row_weights[ids, slots] += rows @ b2[expert].to(wide)
+    return b1_grad, b2_grad
+
+
 def wgrad(left: Tensor, right: Tensor, plan: Plan) -> Tensor:
     """Gradient ``(e, M', N')`` of a weight: the outer products of routed rows ``(Q, M')`` and ``(Q, N')``, added up."""
-    out = left.new_zeros(plan.layout.experts_local, left.shape[1], right.shape[1])
+    out = left.new_zeros(plan.segment_counts.numel(), left.shape[1], right.shape[1])
     for segment, expert in _nonempty(plan):
         out[expert].addmm_(left[segment].T, right[segment])
     return out

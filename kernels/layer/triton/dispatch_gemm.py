@@ -84,7 +84,6 @@ class DispatchGemmConstants(NamedTuple):
     """What the kernels are compiled for; in block FP8 the shape of a tile is fixed."""
 
     block_m: int
-    group_tiles: int  # consecutive tiles that share their weight columns through L2
     activation: Activation
     push: PushConstants
     block_f: int = 0
@@ -125,7 +124,7 @@ def hidden_tiles(
     in_tile = tl.arange(0, BLOCK_M)
     ks = tl.arange(0, BLOCK_K)
     for item in tl.range(items, end, stride, flatten=FLATTEN):
-        tile, col = decode_tokens(item, num_tiles, num_cols, GEMM.group_tiles)
+        tile, col = decode_tokens(item, num_tiles, num_cols, GROUP_TILES)
         expert = tl.load(table.tiles + tile * 4)
         first_row = tl.multiple_of(tl.load(table.tiles + tile * 4 + 1), BLOCK_M)
         valid = in_tile < tl.load(table.tiles + tile * 4 + 2)
@@ -241,7 +240,6 @@ def gemm_constants(
         block_m=block_rows,
         block_f=config.block_f,
         block_k=config.block_k,
-        group_tiles=GROUP_TILES,
         even_k=hidden_size % config.block_k == 0,
         flatten=config.flatten,
         precision=dot_precision(dtype),

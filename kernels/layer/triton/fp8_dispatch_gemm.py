@@ -45,7 +45,7 @@ def fp8_hidden_tile(
     num_cols = F // GROUP
     num_blocks = D // GROUP
     in_tile = tl.arange(0, BLOCK_M)
-    tile, col = decode_tokens(item, num_tiles, num_cols, GEMM.group_tiles)
+    tile, col = decode_tokens(item, num_tiles, num_cols, GROUP_TILES)
     expert = tl.load(table.tiles + tile * 4)
     first_row = tl.multiple_of(tl.load(table.tiles + tile * 4 + 1), BLOCK_M)
     valid = in_tile < tl.load(table.tiles + tile * 4 + 2)
@@ -136,4 +136,4 @@ def fp8_dispatch_gemm(
 
 def fp8_constants(config: DispatchGemmConfig, block_rows: int, events: int) -> DispatchGemmConstants:
     """What the kernel is compiled for, of tiles of ``block_rows`` rows."""
-    return DispatchGemmConstants(block_rows, GROUP_TILES, config.activation, push_constants(config.push_cols, events))
+    return DispatchGemmConstants(block_rows, config.activation, push_constants(config.push_cols, events))

@@ -20,7 +20,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...gemm.group_gemm import dot_precision
-from ...gemm.tiles import GROUP_TILES
 from ...runtime.arguments import (
     CHUNK_FLAGS,
     COMBINE_CHUNK_ROWS,
@@ -135,7 +134,6 @@ def panel_constants(
         block_m=block_rows,
         block_n=config.block_n,
         block_k=config.block_k,
-        group_tiles=GROUP_TILES,
         b_is_kn=b_is_kn,
         flatten=config.flatten,
         precision=dot_precision(dtype),

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...gemm.fp8 import GROUP
-from ...gemm.tiles import decode_columns
+from ...gemm.tiles import GROUP_TILES, decode_columns
 from ...runtime.primitives import after_block
 from ...runtime.recorder import KIND_LAYER1_TILE, now, record
 
@@ -85,7 +85,6 @@ class PanelConstants(NamedTuple):
     block_m: int
     block_n: int
     block_k: int
-    group_tiles: int  # consecutive tiles that share their weight columns through L2
     b_is_kn: bool  # the contraction is b's middle axis
     flatten: bool  # the next item's operands are fetched during the epilogue
     precision: str  # ``input_precision`` of ``tl.dot``
@@ -112,7 +111,7 @@ def gemm_panels(
     BLOCK_N: tl.constexpr = GEMM.block_n
     D = sizes.D
     for item in tl.range(first_item, num_tiles * num_cols, stride, flatten=GEMM.flatten):
-        tile, col, panel = decode_columns(item, num_tiles, num_cols, num_panels, GEMM.group_tiles)
+        tile, col, panel = decode_columns(item, num_tiles, num_cols, num_panels, GROUP_TILES)
         begin = now(GEMM.events, GEMM.interpret)
         expert = tl.load(tiles_ptr + tile * 4)
         first_row = tl.multiple_of(tl.load(tiles_ptr + tile * 4 + 1), BLOCK_M)

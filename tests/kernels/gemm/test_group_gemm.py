@@ -11,8 +11,7 @@ import torch
 from activation_cases import ACTIVATIONS
 from gemm_cases import (
     check_activation_backward,
-    check_bias_gradient,
-    check_bias_products,
+    check_biases,
     check_gather,
     check_group_gemm,
     check_wgrad,
@@ -23,16 +22,18 @@ from gemm_cases import (
 from ranks import run_ranks
 from torch import Tensor
 
-from comet.kernels.gemm.activation import activation_backward_torch, check_backward
-from comet.kernels.gemm.bias import bias_gradient_torch
-from comet.kernels.gemm.gather_rows import OwnRows, gather_rows, gather_rows_torch
+from comet.kernels.gemm.activation import activation_backward
+from comet.kernels.gemm.bias import add_bias_products, bias_gradient
+from comet.kernels.gemm.gather_rows import OwnRows, gather_rows
 from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm, group_gemm_torch, num_blocks, valid_rows
-from comet.kernels.gemm.wgrad import group_gemm_wgrad, group_gemm_wgrad_torch
+from comet.kernels.gemm.wgrad import group_gemm_wgrad
+from comet.kernels.runtime.activation import SWIGLU
 from comet.kernels.runtime.arguments import TileTable
+from comet.layer.twin import layer as twin
 
 DTYPES = (torch.float32, torch.float16)
 # Small blocks, so that small inputs have several blocks and tails along every axis.
-SMALL = GemmConfig(block_m=32, block_n=32, block_k=32, group_tiles=2)
+SMALL = GemmConfig(block_m=32, block_n=32, block_k=32)
 NO_ROWS = [[0, 0, 0]]
 COUNTS = (
     NO_ROWS,
@@ -64,9 +65,6 @@ def random_gemm_cases(rank: int, world_size: int, dtype: torch.dtype, seed: int)
             block_m=generator.choice((16, 64)),
             block_n=generator.choice((16, 64)),
             block_k=generator.choice((16, 64)),
-            group_tiles=generator.randint(1, 4),
-            flatten=generator.random() < 0.5,
-            max_blocks=generator.randint(1, 4),
         )
         print(f"seed={seed} counts={counts} block_rows={block_rows} shape={shape} {config}")
         layout, gather = generator.choice(("nk", "kn")), generator.random() < 0.5
@@ -103,9 +101,7 @@ def bias_cases(rank: int, world_size: int, dtype: torch.dtype) -> None:
     for seed, counts in enumerate(([[0, 3, 40]], [[16, 0, 0, 33]], [[1]])):
         rows = make_rows(counts, 16, "cpu", seed)
         for width in (16, 272):
-            for weighted in (False, True):
-                check_bias_gradient(rows, width, dtype, 10 * seed, "cpu", weighted=weighted)
-            check_bias_products(rows, width, dtype, 10 * seed, "cpu")
+            check_biases(rows, width, dtype, 10 * seed, "cpu")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -142,59 +138,49 @@ def padded(matrix: list, shape: tuple[int, ...]) -> torch.Tensor:
     return out
 
 
-def test_example_of_group_gemm():
+def examples(rank: int, world_size: int) -> None:
+    """Those of the launches' docstrings."""
+    nan, ones = float("nan"), torch.zeros(1, dtype=torch.int32)
     table = table_of([[0, 0, 3, 0]], 1, [1, 0, 1], 16)
     for gather, a, expected in ((True, [[1], [2]], [20, 10, 20]), (False, [[1], [2], [3]], [10, 20, 30])):
-        out = torch.zeros(3, 16)
-        keywords = {"gather": gather, "layout": "nk", "config": GemmConfig()}
-        group_gemm_torch(padded(a, (len(a), 16)), padded([[[10]]], (1, 16, 16)), out, table, **keywords)
-        assert out[:, 0].tolist() == expected
+        for gemm in (group_gemm, group_gemm_torch):
+            out, rows = torch.zeros(16, 16), padded(a, (len(a) if gather else 16, 16))
+            given = {"gather": gather, "layout": "nk", "config": GemmConfig.select(out.dtype)}
+            gemm(rows, padded([[[10]]], (1, 16, 16)), out, table, **given)
+            assert out[:3, 0].tolist() == expected
 
-
-def test_example_of_wgrad():
-    nan = float("nan")
-    out = torch.full((1, 16, 16), nan)
-    group_gemm_wgrad_torch(
-        padded([[1, 2], [3, 4], [nan, nan]], (3, 16)),
-        padded([[20], [10], [nan]], (3, 16)),
-        out,
-        torch.tensor([0, 16]),
-        torch.tensor([2]),
-        config=GemmConfig(),
-    )
+    out, segments = torch.full((1, 16, 16), nan), (torch.tensor([0, 16]).int(), torch.tensor([2]).int())
+    a, b = padded([[1, 2], [3, 4], [nan, nan]], (3, 16)), padded([[20], [10], [nan]], (3, 16))
+    group_gemm_wgrad(a, b, out, *segments, config=GemmConfig.select(out.dtype))
     assert out[0, :2, 0].tolist() == [50, 80]
     assert not out.isnan().any()
 
-
-def test_example_of_activation_backward():
-    table = table_of([[0, 0, 1, 0]], 1, [0], 8)
-    pre = torch.zeros(1, 32)
+    table, pre = table_of([[0, 0, 1, 0]], 1, [0] * 8, 8), torch.zeros(8, 32)
     pre[0, 16] = 3
-    grad_pre, hidden, grad_weights = torch.zeros(1, 32), torch.zeros(1, 16), torch.zeros(1, 1)
-    slots = torch.zeros(1, dtype=torch.int32)
-    arguments = (slots, torch.tensor([[0.5]]), table, grad_pre, hidden, grad_weights)
-    activation_backward_torch(pre, padded([[4]], (1, 16)), *arguments)
-    assert (grad_pre[0, 0].item(), grad_pre[0, 16].item()) == (3, 0)
-    assert (hidden[0, 0].item(), grad_weights.item()) == (0, 0)
+    grad_pre, hidden, grad_weights = torch.zeros(8, 32), torch.zeros(8, 16), torch.zeros(1, 1)
+    given = (ones.repeat(8), torch.tensor([[0.5]]), table, grad_pre, hidden, grad_weights)
+    activation_backward(pre, padded([[4]], (8, 16)), *given)
+    assert (grad_pre[0, 0], grad_pre[0, 16], hidden[0, 0], grad_weights.item()) == (3, 0, 0, 0)
 
-
-def test_example_of_gather_rows() -> None:
     table, rows, own = table_of([[0, 0, 2, 0]], 1, [1, 0, -1], 16), torch.zeros(2, 16), torch.zeros(1, 16)
     rows[:, 0], own[0, 0] = torch.tensor([5.0, 6.0]), 7
     for apart, copied in ((None, [6, 5, 0]), (OwnRows(rows=own, first=1), [7, 5, 0])):
         out = torch.zeros(3, 16)
-        gather_rows_torch(rows, out, table.row_ids, table, apart)
+        gather_rows(rows, out, table.row_ids, table, apart)
         assert out[:, 0].tolist() == copied
 
+    rows, out = torch.tensor([[1.0, 2], [3, 4], [nan, nan]]), torch.empty(1, 2)
+    routing = torch.tensor([0, 1, -1]).int(), torch.tensor([0, 0, -1]).int(), torch.tensor([[1.0], [10.0]])
+    for given, wanted in ((None, [[4, 6]]), (routing, [[31, 42]])):
+        bias_gradient(rows, out, segments, given)
+        assert out.tolist() == wanted
+    products, table = torch.zeros(1, 1), table_of([[0, 0, 1, 0]], 1, [0] * 8, 8)
+    add_bias_products(torch.tensor([[1.0, 2]]), torch.tensor([[10.0, 100]]), ones, table, products)
+    assert products.item() == 210
 
-def test_example_of_bias_gradient() -> None:
-    rows, out = torch.tensor([[1.0, 2], [3, 4], [torch.nan, torch.nan]]), torch.empty(1, 2)
-    segments = torch.tensor([0]), torch.tensor([2])
-    bias_gradient_torch(rows, out, segments, None)
-    assert out.tolist() == [[4, 6]]
-    routing = torch.tensor([0, 1, -1]), torch.tensor([0, 0, -1]), torch.tensor([[1.0], [10.0]])
-    bias_gradient_torch(rows, out, segments, routing)
-    assert out.tolist() == [[31, 42]]
+
+def test_examples() -> None:
+    run_ranks(examples, 1, interpret=True)
 
 
 def test_backward_is_the_gradient_of_the_forward():
@@ -209,22 +195,21 @@ def test_backward_is_the_gradient_of_the_forward():
     hidden = torch.nn.functional.silu(gate) * up
     weight = weights[rows.table.row_ids[valid].long(), rows.slots[valid].long()]
     (weight * (hidden * grad_act[valid]).sum(1)).sum().backward()
-    results = (torch.zeros_like(pre), torch.zeros_like(grad_act), torch.zeros_like(weights))
-    activation_backward_torch(pre.detach(), grad_act, rows.slots, weights.detach(), rows.table, *results)
-    torch.testing.assert_close(results[0], pre.grad)
-    torch.testing.assert_close(results[2], weights.grad)
-    torch.testing.assert_close(results[1][valid], (weight[:, None] * hidden).detach())
+    found = twin.activation_backward(pre.detach(), grad_act, rows.plan(weights.detach()), SWIGLU)
+    torch.testing.assert_close(found.pre_activation, pre.grad)
+    torch.testing.assert_close(found.row_weights, weights.grad)
+    torch.testing.assert_close(found.weighted_hidden[valid], (weight[:, None] * hidden).detach())
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"layout": "mn"}, "layout='mn' must be 'nk' or 'kn'"),
-        ({"layout": "kn"}, "a has 32 columns, b of layout 'kn' contracts over 48"),
-        ({"out": torch.zeros(8, 32)}, "out has 32 columns, b of layout 'nk' gives 48"),
+        ({"layout": "kn"}, r"a of shape \(8, 32\), .* must be contiguous of shape \(8, 48\)"),
+        ({"out": torch.zeros(8, 32)}, r"out of shape \(8, 32\), .* must be contiguous of shape \(8, 48\)"),
         ({"b": torch.zeros(2, 40, 32), "out": torch.zeros(8, 40)}, "N=40 must be a positive multiple of 16"),
         ({"a": torch.zeros(8, 24), "b": torch.zeros(2, 48, 24)}, "K=24 must be a positive multiple of 16"),
-        ({"a": torch.zeros(32, 8).T}, r"a of shape \(8, 32\) must be contiguous, has strides \(1, 8\)"),
+        ({"a": torch.zeros(32, 8).T}, r"a of shape \(8, 32\), strides \(1, 8\) must be contiguous"),
     ],
 )
 def test_group_gemm_names_the_wrong_argument(changes: dict, message: str) -> None:
@@ -236,10 +221,10 @@ def test_group_gemm_names_the_wrong_argument(changes: dict, message: str) -> Non
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"a": torch.zeros(7, 32)}, "a has 7 rows, b has 8: they must agree"),
-        ({"out": torch.zeros(2, 32, 32)}, r"out of shape \(2, 32, 32\) must be .* = \(2, 32, 48\)"),
+        ({"a": torch.zeros(7, 32)}, r"b of shape \(8, 48\), .* must be contiguous of shape \(7, 48\)"),
+        ({"out": torch.zeros(2, 32, 32)}, r"b of shape \(8, 48\), .* must be contiguous of shape \(8, 32\)"),
         ({"a": torch.zeros(8, 24), "out": torch.zeros(2, 24, 48)}, "columns of a=24 must be a positive multiple of 16"),
-        ({"counts": torch.zeros(1, dtype=torch.int32)}, "segment_counts has 1 entries, must be experts=2"),
+        ({"counts": torch.zeros(1, dtype=torch.int32)}, r"segment_counts of shape \(1,\), .* of shape \(2,\)"),
     ],
 )
 def test_wgrad_names_the_wrong_argument(changes: dict, message: str) -> None:
@@ -263,7 +248,7 @@ def test_activation_backward_names_the_wrong_argument(
     table, slots = replace(example_table(), block_rows=block_rows), torch.zeros(8, dtype=torch.int32)
     outs = (torch.zeros(8, 2 * ffn), torch.zeros(hidden_rows, ffn), torch.zeros(4, 2))
     with pytest.raises(ValueError, match=message):
-        check_backward(torch.zeros(8, 2 * ffn), torch.zeros(8, ffn), slots, torch.zeros(4, 2), table, *outs)
+        activation_backward(torch.zeros(8, 2 * ffn), torch.zeros(8, ffn), slots, torch.zeros(4, 2), table, *outs)
 
 
 ROWS, OUT = torch.zeros(4, 32), torch.zeros(8, 32)
@@ -272,14 +257,14 @@ ROWS, OUT = torch.zeros(4, 32), torch.zeros(8, 32)
 @pytest.mark.parametrize(
     ("rows", "out", "own", "message"),
     [
-        (ROWS, OUT[:7], None, r"out of shape \(7, 32\) and torch.float32 must have a row for each of row_ids=8"),
-        (torch.zeros(4, 16), OUT, None, r"out of shape \(8, 32\) .* and columns=16 and dtype=torch.float32 of rows"),
-        (ROWS.half(), OUT, None, r"dtype=torch.float16 of rows"),
-        (torch.zeros(4, 24), torch.zeros(8, 24), None, r"columns of rows=24 must be a multiple of 16"),
-        (ROWS, OUT, ROWS[:, :16], r"own rows of shape \(4, 16\) .* must have columns=32 and dtype=torch.float32"),
-        (ROWS, OUT, ROWS.half(), r"own rows of shape \(4, 32\) and torch.float16 must have columns=32"),
-        (ROWS, OUT, torch.zeros(32, 4).T, r"own rows of shape \(4, 32\) must be contiguous, has strides \(1, 4\)"),
-        (torch.zeros(32, 4).T, OUT, None, r"rows of shape \(4, 32\) must be contiguous, has strides \(1, 4\)"),
+        (ROWS, OUT[:7], None, r"out of shape \(7, 32\), .* must be contiguous of shape \(8, 32\)"),
+        (torch.zeros(4, 16), OUT, None, r"out of shape \(8, 32\), .* of shape \(8, 16\)"),
+        (ROWS.half(), OUT, None, "dtypes of rows=torch.float16, .* and out=torch.float32 must be one"),
+        (torch.zeros(4, 24), torch.zeros(8, 24), None, "columns of rows=24 must be a positive multiple of 16"),
+        (ROWS, OUT, ROWS[:, :16], r"own rows of shape \(4, 16\), .* of shape \(4, 32\)"),
+        (ROWS, OUT, ROWS.half(), "own rows=torch.float16 and out=torch.float32 must be one"),
+        (ROWS, OUT, torch.zeros(32, 4).T, r"own rows of shape \(4, 32\), strides \(1, 4\) must be contiguous"),
+        (torch.zeros(32, 4).T, OUT, None, r"rows of shape \(4, 32\), strides \(1, 4\) must be contiguous"),
     ],
 )
 def test_gathering_names_the_wrong_argument(rows: Tensor, out: Tensor, own: Tensor | None, message: str) -> None:
@@ -300,7 +285,7 @@ def test_rows_without_capacity_launch_nothing():
 
 def in_interpreter(rank: int, world_size: int) -> list[int]:
     device = torch.device("cpu")
-    return [num_blocks(device, items, most=limit) for limit, items in ((None, 9), (2, 9), (2, 0))]
+    return [num_blocks(device, items) for items in (9, 2, 0)]
 
 
 def test_number_of_persistent_blocks():

@@ -10,8 +10,9 @@ from gemm_cases import Rows, assert_as_good, chain_of, make_rows, poison_padding
 from torch import Tensor
 
 from comet.kernels.gemm.group_gemm import GemmConfig
-from comet.kernels.gemm.wgrad import group_gemm_wgrad, group_gemm_wgrad_torch
+from comet.kernels.gemm.wgrad import group_gemm_wgrad
 from comet.kernels.gemm.wgrad_cuda import CudaConfig, group_gemm_wgrad_cuda
+from comet.layer.twin.layer import wgrad
 
 pytestmark = pytest.mark.gpu
 
@@ -45,17 +46,15 @@ def check(
     rows = make_rows([counts], 128, "cuda", len(counts))
     a_and_b = operands(rows, shape, dtype, 3)
     segments = rows.segment_starts, rows.segment_counts
-    outs = [torch.full((len(counts) + 2, *shape), 77.0, dtype=kind, device="cuda") for kind in [dtype] * 4]
+    outs = [torch.full((len(counts) + 2, *shape), 77.0, dtype=dtype, device="cuda") for _ in range(3)]
     for out in outs[:2]:
         group_gemm_wgrad_cuda(*a_and_b, out[1:-1], *segments, ticket(), config=config, max_blocks=max_blocks)
     group_gemm_wgrad(*a_and_b, outs[2][1:-1], *segments, config=GemmConfig.select(dtype))
-    group_gemm_wgrad_torch(*a_and_b, outs[3][1:-1], *segments, config=GemmConfig.select(dtype))
     where = f"{counts} {shape} {dtype} {config}"
     assert torch.equal(outs[0], outs[1]), f"not the same again: {where}"
     assert torch.equal(outs[0], outs[2]), f"not Triton's: {where}"
-    exact = torch.full((len(counts), *shape), 0.0, dtype=torch.float64, device="cuda")
-    group_gemm_wgrad_torch(*[x.double() for x in a_and_b], exact, *segments, config=GemmConfig())
-    assert_as_good(where, outs[0][1:-1], outs[3][1:-1], exact, chain=chain_of(max(counts), dtype))
+    same, exact = (wgrad(*(each.to(kind) for each in a_and_b), rows.plan()) for kind in (dtype, torch.float64))
+    assert_as_good(where, outs[0][1:-1], same, exact, chain=chain_of(max(counts), dtype))
     assert (outs[0][1:-1][rows.segment_counts == 0] == 0).all()
 
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from comet.kernels.gemm.activation import activation_backward, activation_backward_torch
-from comet.kernels.gemm.bias import add_bias_products, add_bias_products_torch, bias_gradient, bias_gradient_torch
-from comet.kernels.gemm.gather_rows import OwnRows, gather_rows, gather_rows_torch
+from comet.kernels.gemm.activation import activation_backward
+from comet.kernels.gemm.bias import add_bias_products, bias_gradient
+from comet.kernels.gemm.gather_rows import OwnRows, gather_rows
 from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm, group_gemm_torch
-from comet.kernels.gemm.wgrad import group_gemm_wgrad, group_gemm_wgrad_torch
+from comet.kernels.gemm.wgrad import group_gemm_wgrad
 from comet.kernels.runtime.activation import SWIGLU, Activation
 from comet.kernels.runtime.arguments import TileTable
+from comet.layer.twin import layer as twin
 
 NAN = float("nan")
 
@@ -31,6 +34,15 @@ class Rows:
     @property
     def num_rows(self) -> int:
         return self.table.row_ids.numel()
+
+    @property
+    def segments(self) -> tuple[Tensor, Tensor]:
+        return self.segment_starts, self.segment_counts
+
+    def plan(self, row_weights: Tensor | None = None) -> Any:
+        """What the twin reads of a plan."""
+        rows = dict(routed_row_ids=self.table.row_ids, routed_slots=self.slots, row_weights=row_weights)
+        return SimpleNamespace(**rows, segment_starts=self.segment_starts, segment_counts=self.segment_counts)
 
 
 def make_table(tiles: Tensor, num_tiles: Tensor, row_ids: Tensor, block_rows: int) -> TileTable:
@@ -138,26 +150,24 @@ def check_group_gemm(
 
 
 def check_gather(rows: Rows, width: int, dtype: torch.dtype, seed: int, device: str) -> None:
-    """Compare with the twin, also with rows that lie elsewhere; rows that are not valid keep what they held.
+    """Copies, also of rows that lie elsewhere; rows that are not valid keep what they held.
 
     Rows that nobody asks for, and those in the place of which others are read, are NaN.
     """
-    received = values((rows.num_received, width), dtype, device, seed)
+    received, valid = values((rows.num_received, width), dtype, device, seed), valid_mask(rows)
     used = torch.zeros(rows.num_received, dtype=torch.bool, device=device)
-    used[rows.table.row_ids[valid_mask(rows)].long()] = True
+    used[rows.table.row_ids[valid].long()] = True
     received[~used] = NAN
     first, last = rows.num_received // 3, rows.num_received // 2
     own = OwnRows(rows=received[first:last].clone(), first=first)
     apart = received.clone()
     apart[first:last] = NAN
-    outs = [torch.full((rows.num_rows, width), 77.0, dtype=dtype, device=device) for _ in range(4)]
+    wanted = torch.full((rows.num_rows, width), 77.0, dtype=dtype, device=device)
+    outs = [wanted.clone() for _ in range(2)]
+    wanted[valid] = received[rows.table.row_ids[valid].long()]
     gather_rows(received, outs[0], rows.table.row_ids, rows.table)
-    gather_rows_torch(received, outs[1], rows.table.row_ids, rows.table)
-    gather_rows(apart, outs[2], rows.table.row_ids, rows.table, own)
-    gather_rows_torch(apart, outs[3], rows.table.row_ids, rows.table, own)
-    for other in outs[1:]:
-        assert torch.equal(outs[0], other), f"gather_rows {width} {dtype} seed={seed}"
-    assert (outs[0][~valid_mask(rows)] == 77).all(), "a row that is not valid was written"
+    gather_rows(apart, outs[1], rows.table.row_ids, rows.table, own)
+    assert all(torch.equal(out, wanted) for out in outs), f"gather_rows {width} {dtype} seed={seed}"
 
 
 def check_wgrad(
@@ -168,17 +178,17 @@ def check_wgrad(
         poison_padding(values((rows.num_rows, width), dtype, device, seed + place), rows)
         for place, width in enumerate(shape)
     ]
-    experts = len(rows.segment_counts)
-    outs = [torch.full((experts, *shape), NAN, dtype=kind, device=device) for kind in (dtype, dtype, torch.float64)]
-    segments = (rows.segment_starts, rows.segment_counts)
-    group_gemm_wgrad(*operands, outs[0], *segments, config=config)
-    group_gemm_wgrad_torch(*operands, outs[1], *segments, config=config)
-    group_gemm_wgrad_torch(*[o.double() for o in operands], outs[2], *segments, config=config)
+    out = torch.full((len(rows.segment_counts), *shape), NAN, dtype=dtype, device=device)
+    group_gemm_wgrad(*operands, out, *rows.segments, config=config)
+    same, exact = (twin.wgrad(*(each.to(kind) for each in operands), rows.plan()) for kind in (dtype, torch.float64))
     where = f"wgrad {shape} {dtype} seed={seed}"
-    assert_as_good(where, *outs, chain=chain_of(int(rows.segment_counts.max()), dtype))
-    idle = rows.segment_counts == 0
-    assert (outs[0][idle] == 0).all(), "an expert without rows must get zeros"
-    return outs[0]
+    assert_as_good(where, out, same, exact, chain=chain_of(int(rows.segment_counts.max()), dtype))
+    assert (out[rows.segment_counts == 0] == 0).all(), "an expert without rows must get zeros"
+    return out
+
+
+def wide_type(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def check_activation_backward(
@@ -188,57 +198,52 @@ def check_activation_backward(
     pre = poison_padding(4 * values((rows.num_rows, 2 * ffn), dtype, device, seed), rows)
     grad_act = poison_padding(values((rows.num_rows, ffn), dtype, device, seed + 1), rows)
     weights = values((rows.num_received, rows.top_k), torch.float32, device, seed + 2)
-    results = []
-    twin = activation_backward_torch
-    for fn, kind in ((activation_backward, dtype), (twin, dtype), (twin, torch.float64)):
-        grad_pre = torch.full((rows.num_rows, 2 * ffn), 77.0, dtype=kind, device=device)
-        hidden = torch.full((rows.num_rows, ffn), 77.0, dtype=kind, device=device)
-        wide = torch.float64 if kind == torch.float64 else torch.float32
-        grad_weights = torch.full(weights.shape, 77.0, dtype=wide, device=device)
-        inputs = pre.to(kind), grad_act.to(kind), rows.slots, weights, rows.table
-        fn(*inputs, grad_pre, hidden, grad_weights, activation)
-        results.append((grad_pre, hidden, grad_weights))
-    covered = torch.zeros(weights.shape, dtype=torch.bool, device=device)
+    found = [torch.full_like(like, 77.0) for like in (pre, grad_act, weights)]
+    activation_backward(pre, grad_act, rows.slots, weights, rows.table, *found, activation)
+    same, exact = (
+        twin.activation_backward(pre.to(kind), grad_act.to(kind), rows.plan(weights.to(wide_type(kind))), activation)
+        for kind in (dtype, torch.float64)
+    )
+    covered, valid = covered_slots(rows), valid_mask(rows)
+    for name, *tensors in zip(("grad_pre", "hidden", "grad_weights"), found, same, exact, strict=True):
+        touched = covered if name == "grad_weights" else valid
+        assert (tensors[0][~touched] == 77).all(), f"{name}: an entry that belongs to no routed row was written"
+        where = f"activation_backward {name} F={ffn} {activation.name} {dtype} seed={seed}"
+        assert_as_good(where, *(each[touched] for each in tensors))
+
+
+def covered_slots(rows: Rows) -> Tensor:
+    """``(R, K)``: which received row and slot belong to a routed row."""
+    covered = torch.zeros(rows.num_received, rows.top_k, dtype=torch.bool, device=rows.slots.device)
     valid = valid_mask(rows)
     covered[rows.table.row_ids[valid].long(), rows.slots[valid].long()] = True
-    for name, got, same, exact in zip(("grad_pre", "hidden", "grad_weights"), *results, strict=True):
-        untouched = ~covered if name == "grad_weights" else ~valid
-        assert (got[untouched] == 77).all(), f"{name}: an entry that belongs to no routed row was written"
-        assert_as_good(f"activation_backward {name} F={ffn} {activation.name} {dtype} seed={seed}", got, same, exact)
+    return covered
 
 
-def check_bias_gradient(rows: Rows, width: int, dtype: torch.dtype, seed: int, device: str, *, weighted: bool) -> None:
-    """Of weighted and of plain rows; the padding is NaN, and a second run gives the same bits."""
+def check_biases(rows: Rows, width: int, dtype: torch.dtype, seed: int, device: str) -> None:
+    """Gradients of both biases and of the routing weights, which keep what they held where there is no routed row; the
+    padding is NaN, and a second run gives the same bits.
+    """
     given = poison_padding(values((rows.num_rows, width), dtype, device, seed), rows)
-    weights = values((rows.num_received, rows.top_k), torch.float32, device, seed + 1)
-    segments, experts = (rows.segment_starts, rows.segment_counts), len(rows.segment_counts)
-    results = []
-    twin = bias_gradient_torch
-    for fn, kind in ((bias_gradient, dtype), (bias_gradient, dtype), (twin, dtype), (twin, torch.float64)):
-        out = torch.full((experts, width), torch.nan, dtype=kind, device=device)
-        wide = weights.double() if kind == torch.float64 else weights
-        fn(given.to(kind), out, segments, (rows.table.row_ids, rows.slots, wide) if weighted else None)
-        results.append(out)
-    first, second, same, exact = results
-    assert torch.equal(first, second), "other bits in another run"
-    assert (first[rows.segment_counts == 0] == 0).all(), "an expert without rows must get zeros"
-    longest = int(rows.segment_counts.max())
-    where = f"bias gradient N={width} {dtype} weighted={weighted} seed={seed}"
-    assert_as_good(where, first, same, exact, chain=chain_of(longest, dtype))
-
-
-def check_bias_products(rows: Rows, width: int, dtype: torch.dtype, seed: int, device: str) -> None:
-    """Entries of no routed row keep what they held."""
-    given = poison_padding(values((rows.num_rows, width), dtype, device, seed), rows)
-    bias = values((len(rows.segment_counts), width), dtype, device, seed + 1)
-    held = values((rows.num_received, rows.top_k), torch.float32, device, seed + 2)
-    got, twin, exact = held.clone(), held.clone(), held.double()
-    add_bias_products(given, bias, rows.slots, rows.table, got)
-    add_bias_products_torch(given, bias, rows.slots, rows.table, twin)
-    add_bias_products_torch(given.double(), bias.double(), rows.slots, rows.table, exact)
-    valid = valid_mask(rows)
-    covered = torch.zeros(held.shape, dtype=torch.bool, device=device)
-    covered[rows.table.row_ids[valid].long(), rows.slots[valid].long()] = True
-    assert torch.equal(got[~covered], held[~covered]), "an entry that belongs to no routed row was written"
-    where = f"bias products N={width} {dtype} seed={seed}"
-    assert_as_good(where, got, twin, exact, chain=chain_of(width, torch.float32))
+    weights, held = (values((rows.num_received, rows.top_k), torch.float32, device, seed + each) for each in (1, 2))
+    bias = values((len(rows.segment_counts), width), dtype, device, seed + 3)
+    runs = []
+    for _ in range(2):
+        b1_grad, b2_grad, products = torch.full_like(bias, NAN), torch.full_like(bias, NAN), held.clone()
+        bias_gradient(given, b1_grad, rows.segments, None)
+        bias_gradient(given, b2_grad, rows.segments, (rows.table.row_ids, rows.slots, weights))
+        add_bias_products(given, bias, rows.slots, rows.table, products)
+        runs.append((b1_grad, b2_grad, products))
+    assert all(map(torch.equal, *runs)), "other bits in another run"
+    wanted = []
+    for kind in (dtype, torch.float64):
+        added = held.to(wide_type(kind), copy=True)
+        plan, of_kind = rows.plan(weights.to(wide_type(kind))), given.to(kind)
+        wanted.append((*twin.bias_backward(of_kind, of_kind, bias.to(kind), added, plan), added))
+    for found in runs[0][:2]:
+        assert (found[rows.segment_counts == 0] == 0).all(), "an expert without rows must get zeros"
+    assert torch.equal(runs[0][2][~covered_slots(rows)], held[~covered_slots(rows)]), "an entry of no routed row"
+    chains = [chain_of(int(rows.segment_counts.max()), dtype)] * 2 + [chain_of(width, torch.float32)]
+    names = "b1", "b2", "routing weights"
+    for name, chain, *tensors in zip(names, chains, runs[0], *wanted, strict=True):
+        assert_as_good(f"gradient of {name}, N={width} {dtype} seed={seed}", *tensors, chain=chain)
