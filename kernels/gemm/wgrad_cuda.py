@@ -9,7 +9,6 @@ Blocks take the next tile when they are ready, and none waits for another.
 """
 
 import functools
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -39,6 +38,11 @@ B_COLS = 256  # and of b: what one instruction multiplies
 ROW_STEP = 16  # rows that an instruction multiplies
 TICKETS = 2  # where its counter is among a launch's, behind those of communication and of tiles
 BOX_ROWS = 16  # rows of a result that a warp stores at once
+# As measured best on an H200 (benchmarks/results/backward_kernels.md).
+DEPTH = 32  # rows of a stage
+NUM_STAGES = 8
+LEAD = 3  # stages that the first warpgroup is ahead of the second
+STAGED_BOXES = 2  # boxes of 16 rows and 64 columns that a warp stages; one item has four
 
 
 class WgradProblem(DeviceStruct):
@@ -55,34 +59,15 @@ class WgradArgs(DeviceStruct):
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CudaConfig:
-    """Shape of the blocks.
+def shared_bytes() -> int:
+    """Dynamic shared memory of a block: alignment, stages with three barriers each, staging, tiles.
 
-    Args:
-        depth: Rows of a stage, a multiple of 16.
-        num_stages: Depth of the load pipeline.
-        lead: Stages that the first warpgroup is ahead of the second, fewer than there are; 0: whatever comes.
-        staged_boxes: Boxes of 16 rows and 64 columns that a warp stages; one item has four.
+    Example:
+        1024 + 8 * (24576 + 24) + 8 * 2 * 2048 + 16 * (32 + 16) = 231360.
     """
-
-    depth: int = 32
-    num_stages: int = 8
-    lead: int = 3
-    staged_boxes: int = 2
-
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block.
-
-        Returns:
-            Bytes: alignment, stages with three barriers each, staging, tiles.
-
-        Example:
-            The default: 1024 + 8 * (24576 + 24) + 8 * 2 * 2048 + 16 * (32 + 16) = 231360.
-        """
-        stage = self.depth * (A_COLS + B_COLS) // LINE_COLS * SWIZZLE_BYTES
-        staging = MATH_WARPS * self.staged_boxes * BOX_ROWS * SWIZZLE_BYTES
-        return storage_bytes(self.num_stages, stage, staging, TILE_BYTES, TILE_SLOTS) + 8 * self.num_stages
+    stage = DEPTH * (A_COLS + B_COLS) // LINE_COLS * SWIZZLE_BYTES
+    staging = MATH_WARPS * STAGED_BOXES * BOX_ROWS * SWIZZLE_BYTES
+    return storage_bytes(NUM_STAGES, stage, staging, TILE_BYTES, TILE_SLOTS) + 8 * NUM_STAGES
 
 
 def num_tiles(experts: int, a_cols: int, b_cols: int) -> int:
@@ -129,7 +114,6 @@ def group_gemm_wgrad_cuda(
     segment_counts: Tensor,
     ticket: Tensor,
     *,
-    config: CudaConfig | None = None,
     max_blocks: int | None = None,
 ) -> None:
     """Sum of outer products over the routed rows q of each expert; see ``group_gemm_wgrad``.
@@ -141,12 +125,10 @@ def group_gemm_wgrad_cuda(
         segment_starts: ``(e,)`` or ``(e + 1,)`` int32.
         segment_counts: ``(e,)`` int32.
         ticket: int32, the first of which is 0: the counter of tiles.
-        config: Shape of the blocks.
         max_blocks: At most so many blocks, or ``None`` for one per SM.
     """
-    config = config or CudaConfig()
-    kernel = _kernel(config, a.dtype, torch.cuda.current_device())
-    box = config.depth, LINE_COLS
+    kernel = _kernel(a.dtype, torch.cuda.current_device())
+    box = DEPTH, LINE_COLS
     maps = dict(
         a_map=segment_map(a, box), b_map=segment_map(b, box), out_map=tensor_map(out, (1, BOX_ROWS, LINE_COLS))
     )  # fmt: skip
@@ -160,13 +142,13 @@ def group_gemm_wgrad_cuda(
 
 
 @functools.cache
-def _kernel(config: CudaConfig, dtype: torch.dtype, device: int) -> CudaKernel:
+def _kernel(dtype: torch.dtype, device: int) -> CudaKernel:
     """Loaded once per device: a module belongs to its context."""
-    return load_source(source(config, dtype))
+    return load_source(source(dtype))
 
 
-def source(config: CudaConfig, dtype: torch.dtype) -> CudaSource:
-    """What one configuration is compiled from."""
+def source(dtype: torch.dtype) -> CudaSource:
+    """What the kernel of an element type is compiled from."""
     element = element_of(dtype)
     return CudaSource(
         template="wgrad",
@@ -174,18 +156,16 @@ def source(config: CudaConfig, dtype: torch.dtype) -> CudaSource:
         arguments=dict(args=WgradArgs),
         types=dict(Element=element),
         constants=dict(
-            NUM_STAGES=config.num_stages, BLOCK_K=config.depth, LEAD=config.lead, STAGED_BOXES=config.staged_boxes,
-            BLOCK_N=config.depth * A_COLS // LINE_COLS, MAX_TILE_ROWS=config.depth * B_COLS // LINE_COLS,
+            NUM_STAGES=NUM_STAGES, BLOCK_K=DEPTH, LEAD=LEAD, STAGED_BOXES=STAGED_BOXES,
+            BLOCK_N=DEPTH * A_COLS // LINE_COLS, MAX_TILE_ROWS=DEPTH * B_COLS // LINE_COLS,
             MMA_ROWS=B_COLS, ROW_STEP=ROW_STEP, TILE_SLOTS=TILE_SLOTS, SEGMENT_ROWS=SEGMENT_ROWS, MATH_REGISTERS=216,
-            CLUSTER=1, SCALE_STEPS=1, IS_FP8=False, SHARED_BYTES=config.shared_bytes(),
+            CLUSTER=1, SCALE_STEPS=1, IS_FP8=False, SHARED_BYTES=shared_bytes(),
         ),
-        shared_bytes=config.shared_bytes(),
+        shared_bytes=shared_bytes(),
     )  # fmt: skip
 
 
 def aot_cases() -> list[CudaCase]:
     """Both element types."""
-    return [
-        CudaCase.of(source(CudaConfig(), dtype), str(dtype).removeprefix("torch."))
-        for dtype in (torch.bfloat16, torch.float16)
-    ]
+    dtypes = torch.bfloat16, torch.float16
+    return [CudaCase.of(source(dtype), str(dtype).removeprefix("torch.")) for dtype in dtypes]

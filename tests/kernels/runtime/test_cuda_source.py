@@ -34,7 +34,7 @@ needs_compiler = pytest.mark.skipif(bool(what_is_missing()), reason=what_is_miss
 
 def a_source(**constants: int) -> CudaSource:
     """A small kernel, some of its constants replaced."""
-    source = wgrad_cuda.source(wgrad_cuda.CudaConfig(), torch.bfloat16)
+    source = wgrad_cuda.source(torch.bfloat16)
     return replace(source, constants={**source.constants, **constants})
 
 
@@ -126,9 +126,17 @@ def test_a_structure_that_the_host_has_otherwise_does_not_compile(names: str, ru
 
 
 @needs_compiler
-def test_memory_that_the_host_counts_otherwise_does_not_compile() -> None:
-    with pytest.raises(RuntimeError, match=r"wgrad.cu\(\d+\): error.*static assertion"):
-        compile_cubin(a_source(SHARED_BYTES=1).text, "wgrad_bf16")
+@pytest.mark.parametrize(
+    ("constants", "rule"),
+    [
+        (dict(SHARED_BYTES=1), r"wgrad.cu\(\d+\): error.*static assertion"),  # memory that the host counts otherwise
+        (dict(NUM_STAGES=3), "LEAD < Config::NUM_STAGES"),  # blocks that would wait for ever
+        (dict(NUM_STAGES=14, BLOCK_K=16), r"TILE_SLOTS > Config::NUM_STAGES \+ 2"),
+    ],
+)
+def test_blocks_that_break_a_rule_do_not_compile(constants: dict[str, int], rule: str) -> None:
+    with pytest.raises(RuntimeError, match=rule):
+        compile_cubin(a_source(**constants).text, "wgrad_bf16")
 
 
 @needs_compiler
