@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import triton
@@ -270,11 +270,10 @@ def launch_dispatch_gemm(
 ) -> None:
     """Layer 0 in CUDA C++ where it can run, else in Triton; ranks may differ in it.
 
-    All but ``config``, Triton's tile shape and the split, is as ``dispatch_gemm_cuda`` says.
+    ``dispatch_gemm_cuda`` explains the arguments.
     """
     if cuda_layer0.can_run(w1, table):
-        options: dict[str, Any] = dict(comm_blocks=config.comm_blocks, activation=config.activation, b1=b1)
-        cuda_layer0.dispatch_gemm_cuda(x, w1, hidden, pre, symm, sends, table, **options)
+        cuda_layer0.dispatch_gemm_cuda(x, w1, hidden, pre, symm, sends, table, config, b1)
     elif isinstance(w1, Scaled):
         assert isinstance(hidden, Scaled)
         fp8_dispatch_gemm(w1, hidden, symm, sends, table, config, b1)
@@ -300,15 +299,12 @@ def launch_gemm_combine(
     """Layer 1, or fc1_dgrad where ``returns`` has gradients, in CUDA C++ where it can run, else in Triton.
 
     Args, but for those that ``gemm_combine_cuda`` explains:
-        config: Tile shape of Triton, panels and the split.
         in_cuda: Whether all ranks have it in CUDA C++, whose flags are not those of Triton's.
     """
+    launch = gemm_combine
     if in_cuda and cuda_layer1.can_run(y, b, symm, returns, table):
-        panels, reserved = config.num_panels, config.reserved_sms
-        split = cuda_layer1.Split(num_panels=panels, reserved_sms=reserved, comm_blocks=config.comm_blocks)
-        cuda_layer1.gemm_combine_cuda(a, b, y, out, symm, returns, table, split, bias=bias)
-    else:
-        gemm_combine(a, b, y, out, symm, returns, table, config, bias=bias)
+        launch = cuda_layer1.gemm_combine_cuda
+    launch(a, b, y, out, symm, returns, table, config, bias)
 
 
 def launch_fc2_dgrad(

@@ -49,10 +49,16 @@ from .blocks import (
     stage_bytes,
 )
 from .triton.dispatch import DispatchLists
+from .triton.dispatch_gemm import DispatchGemmConfig
 
 PRODUCER_WARPS = 3  # one more pushes
 TILE_BYTES = 48  # of ``GatheredTile`` of ``layer0/tiles.cuh``
 EXPERT_BYTES = 12  # of an expert in the table of token tiles
+# Blocks in 16 bits, as measured best on an H200; those of block FP8 have as many stages, and push as many rows.
+MOST_ROWS = 288  # of a token tile that has all rows of its expert; others have up to ``MMA.mma_rows``
+NUM_STAGES = 4
+STAGED_ROWS = 32  # of a result that are stored at once, a multiple of 32 that divides MOST_ROWS
+PUSH_ROWS = 8  # of a pushing warp's ticket, a divisor of 128
 FP8_SCALE_STEPS = 4  # whose scales of a row are loaded together: four bytes at a time cost 6.5 % of the launch
 
 
@@ -83,26 +89,6 @@ class DispatchArgs(DeviceStruct):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CudaConfig:
-    """Shape of the blocks in 16 bits, as measured best on an H200.
-
-    Args:
-        most_rows: Most rows of a token tile that has all rows of its expert; others have up to ``MMA.mma_rows``.
-        num_stages: Depth of the load pipeline.
-        staged_rows: Rows of a result that are stored at once, a multiple of 32 that divides ``most_rows``.
-        push_rows: Rows of a pushing warp's ticket, a divisor of 128.
-    """
-
-    most_rows: int = 288
-    num_stages: int = 4
-    staged_rows: int = 32
-    push_rows: int = 8
-
-
-DEFAULT = CudaConfig()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
     """What a kernel is compiled for.
 
@@ -116,7 +102,6 @@ class Variant:
         is_split: Whether some blocks only push rows at first, and the others none.
         activation: Of layer 0.
         bias: Elements of the experts' biases, bfloat16, float16 or float32; ``None``: there are none.
-        config: Shape of the blocks; of block FP8 only the stages and ``push_rows`` count.
     """
 
     weights: torch.dtype
@@ -128,16 +113,9 @@ class Variant:
     is_split: bool = False
     activation: Activation = SWIGLU
     bias: torch.dtype | None = None
-    config: CudaConfig = DEFAULT
 
     def shared_bytes(self, num_experts: int) -> int:
-        """Dynamic shared memory of a block.
-
-        Args:
-            num_experts: Experts of this rank.
-
-        Returns:
-            Bytes: alignment, stages, staging, barriers, tiles, the table of token tiles.
+        """Of a block, for so many experts of this rank: alignment, stages, staging, barriers, tiles, their table.
 
         Example:
             32 experts in bfloat16: 1024 + 4 * 53248 + 2 * 2048 + 64 + 512 + 4 * 97 = 219076.
@@ -146,8 +124,8 @@ class Variant:
             stage, staging = stage_bytes(FP8_MMA, FP8_MMA.mma_rows, FP8_SCALE_STEPS), 4 * 2 * FP8_MMA.mma_rows
         else:
             line = SWIZZLE_BYTES if self.is_dgrad else SWIZZLE_BYTES // 2
-            stage, staging = stage_bytes(MMA, self.config.most_rows), 2 * self.config.staged_rows * line
-        storage = storage_bytes(self.config.num_stages, stage, staging, TILE_BYTES, TILE_SLOTS)
+            stage, staging = stage_bytes(MMA, MOST_ROWS), 2 * STAGED_ROWS * line
+        storage = storage_bytes(NUM_STAGES, stage, staging, TILE_BYTES, TILE_SLOTS)
         return storage + EXPERT_BYTES * num_experts + 4
 
     @property
@@ -171,9 +149,8 @@ class Variant:
         )
 
     def _constants(self) -> dict[str, int]:
-        config = self.config
         common: dict[str, Any] = dict(
-            cluster=1, num_stages=config.num_stages, push_rows=config.push_rows, world_size=self.world_size,
+            cluster=1, num_stages=NUM_STAGES, push_rows=PUSH_ROWS, world_size=self.world_size,
             records=self.records, is_split=self.is_split, is_dgrad=self.is_dgrad, has_bias=self.bias is not None,
             producer_warps=PRODUCER_WARPS, chunk=CHUNK_ROWS, place_layer0=PLACE_LAYER0.value,
             kind_layer0_tile=KIND_LAYER0_TILE.value, kind_dispatch=KIND_DISPATCH.value,
@@ -185,8 +162,8 @@ class Variant:
                 FP8_MMA, **common, max_tile_rows=rows, scale_steps=FP8_SCALE_STEPS, push_batch=8, math_registers=208
             )
         return config_constants(
-            MMA, **common, max_tile_rows=config.most_rows, scale_steps=1, push_batch=16,
-            staged_rows=config.staged_rows, saves_gate_up=self.saves_gate_up,
+            MMA, **common, max_tile_rows=MOST_ROWS, scale_steps=1, push_batch=16,
+            staged_rows=STAGED_ROWS, saves_gate_up=self.saves_gate_up,
             math_registers=176 if self.records else 184,  # recording takes registers of the producers
         )  # fmt: skip
 
@@ -202,12 +179,9 @@ def fits(shape: tuple[int, ...], itemsize: int, block_rows: int, *, is_dgrad: bo
 
 
 def can_run(weights: Tensor | Scaled, table: TileTable, *, is_dgrad: bool = False) -> bool:
-    """Whether the kernel in CUDA C++ takes such a launch; ranks may differ in it: flags are those of Triton's.
+    """Whether the kernel in CUDA C++ takes such a launch, of w1, or of fc2_dgrad of w2 ``(e, D, F)``.
 
-    Args:
-        weights: w1 ``(e, 2F, D)`` in 16 bits or block FP8; of fc2_dgrad w2 ``(e, D, F)`` in 16 bits.
-        table: Tiles and segments of the plan.
-        is_dgrad: Whether it is fc2_dgrad.
+    Ranks may differ in it: flags are those of Triton's.
     """
     elements, _ = parts(weights)
     is_fit = fits(tuple(elements.shape), elements.element_size(), table.block_rows, is_dgrad=is_dgrad)
@@ -222,8 +196,7 @@ def dispatch_gemm_cuda(
     symm: SymmBuffer,
     sends: DispatchLists,
     table: TileTable,
-    comm_blocks: int = 0,
-    activation: Activation = SWIGLU,
+    config: DispatchGemmConfig,
     b1: Tensor | None = None,
 ) -> None:
     """Send this rank's rows, receive the others', and compute hidden = activation(x w_gate, x w_up) of routed rows.
@@ -237,8 +210,8 @@ def dispatch_gemm_cuda(
         symm: Receive rows and flags.
         sends: Send lists.
         table: Segments, tiles by phase, and where each routed row arrives.
-        comm_blocks: Blocks that push rows before they compute; 0: a warp of each block pushes them beside.
-        activation: Of the experts.
+        config: The activation, and ``comm_blocks`` that push rows before they compute; 0: a warp of each block pushes
+            them beside. The rest is for Triton.
         b1: ``(e, 2F)`` biases of gate | up, added to their products, of a floating type; ``None``: none.
     """
     (weights, weight_scales), (result, scales) = parts(w1), parts(hidden)
@@ -250,8 +223,8 @@ def dispatch_gemm_cuda(
         world_size=symm.world_size,
         saves_gate_up=pre is not None,
         records=symm.recorder is not None,
-        is_split=comm_blocks > 0,
-        activation=activation,
+        is_split=config.comm_blocks > 0,
+        activation=config.activation,
         bias=None if b1 is None else b1.dtype,
     )
     results = HiddenArgs.of(
@@ -260,7 +233,7 @@ def dispatch_gemm_cuda(
     block_n = MMA.block_n if weight_scales is None else FP8_MMA.block_n
     experts, double_f, depth = weights.shape
     sizes = experts, depth, double_f // 2
-    launch(variant, gate_up_map(weights, block_n), x, results, symm, sends, table, sizes, comm_blocks, b1)
+    launch(variant, gate_up_map(weights, block_n), x, results, symm, sends, table, sizes, config.comm_blocks, b1)
 
 
 def fc2_dgrad_cuda(
@@ -320,20 +293,7 @@ def launch(
     comm_blocks: int = 0,
     biases: Tensor | None = None,
 ) -> None:
-    """Launch layer 0 on all SMs.
-
-    Args:
-        variant: What the kernel is compiled for.
-        weights_map: Boxes of the weights.
-        x: ``(T, ..)`` what travels of this rank's tokens, in rows of 16-bit words.
-        hidden: Where results go.
-        symm: Receive rows and flags.
-        sends: Send lists.
-        table: Segments, tiles by phase, and where each routed row arrives.
-        sizes: e, D, F.
-        comm_blocks: Blocks that push rows before they compute, of a variant that ``is_split``.
-        biases: ``(e, 2F)``, of a variant that has them.
-    """
+    """Launch a variant on all SMs, of ``sizes`` e, D and F; ``x (T, ..)``: what travels, in rows of 16-bit words."""
     assert table.segments is not None
     recorder, (starts, counts), (experts, depth, ffn) = symm.recorder, table.segments, sizes
     gemm = GatherGemmArgs.of(

@@ -58,6 +58,7 @@ from .blocks import (
     config_types,
     stage_bytes,
 )
+from .triton.gemm_combine import GemmCombineConfig
 
 PANEL_UNIT = 256  # columns that count as one in panels
 COMBINE_WARPS = NUM_THREADS // 32 - MATH_WARPS - 1  # that combine from the start; one more loads
@@ -150,21 +151,6 @@ FP8_CONFIG = CudaConfig(cluster=1, most_rows=FP8_MMA.mma_rows, box_rows=64, stag
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Split:
-    """What of a launch is done where.
-
-    Args:
-        num_panels: Column panels.
-        reserved_sms: SMs that the launch leaves to others.
-        comm_blocks: Blocks that only combine, in whole clusters; 0: some warps of each block combine beside the GEMM.
-    """
-
-    num_panels: int
-    reserved_sms: int = 0
-    comm_blocks: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
     """What a kernel is compiled for.
 
@@ -191,13 +177,8 @@ class Variant:
     config: CudaConfig = DEFAULT
 
     def shared_bytes(self, num_experts: int) -> int:
-        """Dynamic shared memory of a block.
-
-        Args:
-            num_experts: Experts of this rank.
-
-        Returns:
-            Bytes: alignment, stages, staging, barriers, tiles, combining warps, the table of token tiles.
+        """Of a block, for so many experts of this rank: alignment, stages, staging, barriers, tiles, combining warps,
+        and the table of token tiles.
 
         Example:
             32 experts, top-8, bfloat16: 1024 + 4 * 49152 + 2 * 4096 + 64 + 384 + 3 * (2048 + 6144) + 4 * 33 = 230980.
@@ -257,11 +238,7 @@ class Variant:
 
 
 def combine_bytes(entries: int, ahead: int) -> int:
-    """Shared memory of the warps that combine from the start.
-
-    Args:
-        entries: Most rows that a sum has.
-        ahead: Rows that each has on their way.
+    """Shared memory of the warps that combine from the start, of sums of so many rows, so many of them on their way.
 
     Example:
         8 entries, 12 rows: 3 * (32 * 8 * 8 + 12 * 512) = 24576.
@@ -282,15 +259,7 @@ def fits(entries: int, experts: int, itemsize: int, block_rows: int) -> bool:
 
 
 def can_run(y: Tensor, b: Tensor | Scaled, symm: SymmBuffer, returns: CombineLists, table: TileTable) -> bool:
-    """Whether the kernel in CUDA C++ takes such a launch; equal on all ranks, whose flags differ otherwise.
-
-    Args:
-        y: ``(Q, D)`` scratch.
-        b: ``(e, D, C)`` weights, or ``(e, C, D)`` of fc1_dgrad.
-        symm: Combine rows and flags.
-        returns: Which rows to add up for whom.
-        table: Segments, counters and the number of tiles.
-    """
+    """Whether the kernel in CUDA C++ takes such a launch; equal on all ranks, whose flags differ otherwise."""
     elements, scales = parts(b)
     entries = max(returns.row_slots.shape[1], symm.world_size)
     return (
@@ -311,8 +280,7 @@ def gemm_combine_cuda(
     symm: SymmBuffer,
     returns: CombineLists,
     table: TileTable,
-    split: Split,
-    config: CudaConfig | None = None,
+    config: GemmCombineConfig,
     bias: Tensor | None = None,
 ) -> None:
     """y = a @ b[expert] + bias[expert] for all routed rows, then out[t] = sum of token t's rows over all ranks.
@@ -325,53 +293,48 @@ def gemm_combine_cuda(
         symm: Combine rows and flags.
         returns: Which rows to add up for whom, with weights, or with these weights' gradients.
         table: Segments, counters and the number of tiles.
-        split: Panels and blocks.
-        config: Shape of the blocks.
+        config: ``num_panels``, ``reserved_sms`` that the launch leaves to others, and ``comm_blocks`` that only
+            combine, in whole clusters; 0: some warps of each block combine beside the GEMM. The rest is for Triton.
         bias: ``(e, D)`` of a floating type; ``None``: none, as of all gradients.
     """
     (rows, row_scales), (weights, weight_scales) = parts(a), parts(b)
     is_dgrad, num_experts = returns.grads is not None, len(weights)
-    selectable = (FP8_CONFIG,) if weight_scales is not None else SELECTABLE
-    config = config or (
-        FP8_CONFIG if weight_scales is not None else CudaConfig.select(table.expected_tokens_per_expert)
-    )
+    blocks = FP8_CONFIG if weight_scales is not None else CudaConfig.select(table.expected_tokens_per_expert)
     variant = Variant(
         weights=weights.dtype, output=y.dtype, top_k=returns.row_slots.shape[1], world_size=symm.world_size,
-        is_dgrad=is_dgrad, records=symm.recorder is not None, is_split=split.comm_blocks > 0, config=config,
+        is_dgrad=is_dgrad, records=symm.recorder is not None, is_split=config.comm_blocks > 0, config=blocks,
         bias=None if bias is None else bias.dtype,
     )  # fmt: skip
-    kernel = _kernels(variant, num_experts, torch.cuda.current_device(), selectable)[config]
+    kernel = _kernels(variant, num_experts, torch.cuda.current_device())[blocks]
     line, mma = SWIZZLE_BYTES // weights.itemsize, MMA if weight_scales is None else FP8_MMA
     box = (1, mma.block_k, line) if is_dgrad else (1, mma.block_n, mma.block_k)
     assert table.segments is not None
     starts, counts = table.segments
     gemm = PanelGemmArgs.of(
-        rows_map=tensor_map(rows, (config.box_rows, mma.block_k)), weights_map=tensor_map(weights, box), counts=counts,
+        rows_map=tensor_map(rows, (blocks.box_rows, mma.block_k)), weights_map=tensor_map(weights, box), counts=counts,
         starts=starts, experts=num_experts, depth=rows.shape[1],
         scales=ScaleArgs.of(rows=row_scales, weights=weight_scales, num_rows=len(y)),
         biases=None if bias is None else aligned(bias),
     )  # fmt: skip
-    num_blocks = launched_blocks(num_sms(y.device), split.reserved_sms, config.cluster)
-    split = replace(split, comm_blocks=min(split.comm_blocks, num_blocks - config.cluster))  # some have to compute
-    kernel.launch(num_blocks, [gemm, combine_args(y, out, symm, returns, table, split)])
+    num_blocks = launched_blocks(num_sms(y.device), config.reserved_sms, blocks.cluster)
+    comm_blocks = min(config.comm_blocks, num_blocks - blocks.cluster)  # some have to compute
+    combine = combine_args(y, out, symm, returns, table, config.num_panels, comm_blocks)
+    kernel.launch(num_blocks, [gemm, combine])
 
 
 def combine_args(
-    y: Tensor, out: Tensor, symm: SymmBuffer, returns: CombineLists, table: TileTable, split: Split
+    y: Tensor,
+    out: Tensor,
+    symm: SymmBuffer,
+    returns: CombineLists,
+    table: TileTable,
+    num_panels: int,
+    comm_blocks: int,
 ) -> DeviceStruct:
-    """What ``combine.cuh`` is told.
-
-    Args:
-        y: ``(Q, D)`` expert outputs.
-        out: ``(T, D)`` result.
-        symm: Combine rows and flags.
-        returns: Which rows to add up for whom, with weights, or with these weights' gradients.
-        table: Counters and the number of tiles.
-        split: Panels and blocks.
-    """
+    """What ``combine.cuh`` is told."""
     recorder, grads, (num_tokens, cols) = symm.recorder, returns.grads, out.shape
     top_k = returns.row_slots.shape[1]
-    column_parts, row_parts = ticket_parts(symm.max_tokens, symm.world_size, top_k, cols, split.num_panels)
+    column_parts, row_parts = ticket_parts(symm.max_tokens, symm.world_size, top_k, cols, num_panels)
     return CombineArgs.of(
         y=y, received=symm.rows, out=out, row_slots=returns.row_slots,
         row_weights=returns.row_weights if grads is None else grads.row_grads, send_rows=returns.send_rows,
@@ -382,9 +345,9 @@ def combine_args(
         tickets=table.counters, panel_counters=table.counters[PANEL_COUNTERS:], num_plan_tiles=table.num_tiles,
         epoch=symm.epoch, fault=Fault.of(record=symm.fault, timeout_ns=symm.timeout_ns),
         events=None if recorder is None else recorder.events, rank=symm.rank, num_tokens=num_tokens,
-        max_tokens=symm.max_tokens, cols=cols, panels=split.num_panels,
+        max_tokens=symm.max_tokens, cols=cols, panels=num_panels,
         event_capacity=0 if recorder is None else recorder.capacity, parts=column_parts, row_parts=row_parts,
-        comm_blocks=split.comm_blocks,
+        comm_blocks=comm_blocks,
     )  # fmt: skip
 
 
@@ -393,11 +356,6 @@ def launched_blocks(sms: int, reserved: int, cluster: int) -> int:
 
     The blocks of a cluster need SMs of the same part of the GPU: where others hold some, each part may have one left
     over.
-
-    Args:
-        sms: SMs of the GPU.
-        reserved: Those that the launch may not use.
-        cluster: Blocks of a cluster, 1 or 2.
 
     Example: 132 SMs in pairs: 132; with 31 reserved ones 132 - 31 - 8 = 93, so 92.
     """
@@ -412,16 +370,8 @@ def ticket_parts(max_tokens: int, world_size: int, top_k: int, cols: int, num_pa
     Of the columns, each warp that combines beside the GEMM; with one panel there is none, and those that multiply
     combine when they are done. Of the rows, both together: the last panel is left to all of them.
 
-    Args:
-        max_tokens: M.
-        world_size: W.
-        top_k: K.
-        cols: D.
-        num_panels: Panels.
-
-    Returns:
-        Parts of the columns, and of the rows: a power of two, for tickets of ``LEAST_ENTRIES`` rows to add up or more;
-        together no more than there are flags.
+    The parts of the rows are a power of two, for tickets of ``LEAST_ENTRIES`` rows to add up or more; both together are
+    no more than there are flags.
 
     Example:
         M=2048, W=4 and K=8 make 256 chunks. In 4 panels 396 warps want 792 tickets: D=2048 has 2 column blocks in each,
@@ -439,15 +389,13 @@ def ticket_parts(max_tokens: int, world_size: int, top_k: int, cols: int, num_pa
 
 
 @functools.cache
-def _kernels(
-    variant: Variant, experts: int, device: int, selectable: tuple[CudaConfig, ...]
-) -> dict[CudaConfig, CudaKernel]:
+def _kernels(variant: Variant, experts: int, device: int) -> dict[CudaConfig, CudaKernel]:
     """Loaded together: which one runs depends on a call's tokens, and who compiles keeps other ranks waiting.
 
     Once per device: a module belongs to its context.
     """
-    configs = {variant.config, *selectable}
-    return {config: _kernel(replace(variant, config=config), experts, device) for config in configs}
+    selectable = (FP8_CONFIG,) if variant.config == FP8_CONFIG else SELECTABLE
+    return {config: _kernel(replace(variant, config=config), experts, device) for config in selectable}
 
 
 @functools.cache

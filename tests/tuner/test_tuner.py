@@ -302,7 +302,7 @@ def test_all_panels_and_some_splits_are_tried(machine: Machine) -> None:
 
 def test_pieces_are_those_of_the_kernels() -> None:
     assert (MMA.mma_rows, MMA.row_step, MMA.block_n) == (MOST_ROWS, ROW_STEP, TILE_COLS)
-    tallest = dispatch_gemm_cuda.CudaConfig().most_rows, gemm_combine_cuda.CudaConfig.select(256).most_rows
+    tallest = dispatch_gemm_cuda.MOST_ROWS, gemm_combine_cuda.CudaConfig.select(256).most_rows
     assert min(tallest) == TALLEST
 
 
