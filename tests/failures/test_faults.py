@@ -13,7 +13,7 @@ from fault_jobs import Jobs
 from fault_ranks import FIRST, SECOND, Attempt, Life, judge, what_hung
 from fault_rows import FAULTS, PATHS, PHASES, Order, Row, all_rows, left_out, ranks_named, unnamed
 from fault_traps import SENT, STRUCK, note
-from faults import parse, run_row, table
+from faults import parse, run_row
 from tiers import slow_but
 
 QUICK = [
@@ -100,12 +100,3 @@ def test_a_rank_that_hangs_is_told_by_its_place() -> None:
     report = f"---- rank 0 (exit code 1) ----\n\n-- output of rank 0 --\n{log}"
     assert what_hung(report) == "rank 0 hung in comet/moe.py, line 138"
     assert what_hung("---- rank 0 (exit code 1) ----\n\n-- output of rank 0 --\nTraceback") == ""
-
-
-def test_the_table_shows_who_was_named(tmp_path: Path) -> None:
-    note(tmp_path / STRUCK, "17 100.0")
-    finding = judge(order_of(Row("layer 0", "exception", "twin"), tmp_path), [lived(), lived()])
-    head, line = table([finding], culprit=1).splitlines()
-    assert head.split() == "fault phase path named by the survivors seconds outcome verdict".split()
-    assert line.startswith("exception  layer 0  twin  rank 1, injected by the fault matrix  1.0 ")
-    assert line.endswith("passed")

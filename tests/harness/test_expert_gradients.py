@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,9 +45,7 @@ def test_the_worked_examples() -> None:
     assert (of_weight.value, of_weight.square.sqrt()) == pytest.approx((16, 1 / 64), rel=1e-3)
     w1, w2 = wide(32, 32, 1, 1).view(2, 2, 1), wide(0.5, -0.5).view(1, 2)
     of_weight, *_ = gradients_of_expert(one, one, wide(0.5), w1, w2, torch.float16)
-    assert (of_weight.value, of_weight.square.sqrt()) == (0, pytest.approx(2**0.5 / 64, rel=1e-3)), (
-        "plain torch: y is 0"
-    )
+    assert (of_weight.value, of_weight.square.sqrt()) == (0, pytest.approx(2**0.5 / 64, rel=1e-3))
 
 
 def test_the_slope_of_silu_is_its_derivative() -> None:
@@ -61,9 +58,7 @@ def inputs_of(case: StressCase) -> tuple[list, FullWeights]:
     return [stress_inputs(case, rank, 0, CPU) for rank in range(case.world_size)], FullWeights.draw(case, CPU)
 
 
-def as_the_layer_rounds(
-    case: StressCase, hidden_type: torch.dtype | None = None, wrong_rows: int = 0
-) -> dict[str, Tensor]:
+def as_the_layer_rounds(case: StressCase, wrong_rows: int = 0) -> dict[str, Tensor]:
     """Gradients of one rank's weights; ``wrong_rows`` of each expert are multiplied with their neighbour's row."""
     inputs, weights = inputs_of(case)
     ids, x, g, routing = (
@@ -78,7 +73,7 @@ def as_the_layer_rounds(
         gate, up = ((x[tokens] @ matrix.T).float() for matrix in w1)
         grad, hidden = (g[tokens] @ w2).float(), (silu(gate) * up).to(dtype).float()
         grad_routing[tokens, slots] = (grad * hidden).sum(dim=1)
-        grad, hidden = weight * grad, (weight * hidden).to(hidden_type or dtype).to(dtype)
+        grad, hidden = weight * grad, (weight * hidden).to(dtype)
         pre = torch.stack([grad * up * slope_of_silu(gate), grad * silu(gate)]).to(dtype)
         order = torch.arange(tokens.numel())
         order[: wrong_rows % (1 + tokens.numel())] -= 1
@@ -89,12 +84,9 @@ def as_the_layer_rounds(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_right_arithmetic_is_within(dtype: torch.dtype) -> None:
-    closest, units, mean_square = 0.0, 0.0, 0.0
+    closest, units = 0.0, 0.0
     for case in backward_cases(Stress(43, 1, "twin", "cpu", 1), dtype, 40):
-        wanted, exact = (
-            rounded_gradients(case, *inputs_of(case), 0),
-            expected(case, *inputs_of(case), torch.float64),
-        )
+        wanted, exact = rounded_gradients(case, *inputs_of(case), 0), expected(case, *inputs_of(case), torch.float64)
         for name, tensor in as_the_layer_rounds(case).items():
             torch.testing.assert_close(wanted[name].value, exact[name][0], rtol=1e-9, atol=1e-12)
             assert wrong_gradient(tensor, wanted[name]) == [], (case, name)
@@ -102,34 +94,20 @@ def test_right_arithmetic_is_within(dtype: torch.dtype) -> None:
             error = (tensor.double() - wanted[name].value).abs()[used]
             if error.numel():
                 closest = max(closest, float((error / wanted[name].most[used]).max()))
-                of_unit = error / wanted[name].square[used].sqrt()
-                units = max(units, float(of_unit.max()))
-                mean_square = max(mean_square, float(of_unit.square().mean()) if error.numel() > 1000 else 0.0)
-    print(f"{dtype}: {closest:.3f} of the most, {units:.2f} units, largest square mean {mean_square:.3f}")
+                units = max(units, float((error / wanted[name].square[used].sqrt()).max()))
+    print(f"{dtype}: {closest:.3f} of the most, {units:.2f} units")
     assert 0 < units < UNITS
-    assert mean_square < 1 / 2
-    if dtype != torch.float32:
-        assert closest > 0.4, "a limit that is far too large"
+    assert dtype == torch.float32 or closest > 0.4, "a limit that is far too large"
 
 
-def one_element_off(tensor: Tensor) -> Tensor:
-    """A copy in which a number of middling size is 2% too large."""
-    flat = tensor.flatten().clone()
-    flat[flat.abs().argsort()[flat.numel() // 2]] *= 1.02
-    return flat.view_as(tensor)
-
-
-MISTAKES: dict[str, Callable[[], dict[str, Tensor]]] = {
-    "a wrong row": lambda: as_the_layer_rounds(ONE, wrong_rows=1),
-    "one element": lambda: {name: one_element_off(tensor) for name, tensor in as_the_layer_rounds(ONE).items()},
-    "a coarse rounding": lambda: {"grad_w2": as_the_layer_rounds(ONE, hidden_type=torch.bfloat16)["grad_w2"]},
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_small_mistake_is_beyond(mistake: str) -> None:
-    wanted, found = rounded_gradients(ONE, *inputs_of(ONE), 0), MISTAKES[mistake]()
-    assert all(wrong_gradient(found[name], wanted[name]) for name in found.keys() - {"grad_top_k_weights"})
+def test_a_small_mistake_is_beyond() -> None:
+    wanted = rounded_gradients(ONE, *inputs_of(ONE), 0)
+    for name, found in as_the_layer_rounds(ONE, wrong_rows=1).items():
+        assert name == "grad_top_k_weights" or wrong_gradient(found, wanted[name]), "a wrong row"
+    for name, found in as_the_layer_rounds(ONE).items():
+        flat = found.flatten().clone()
+        flat[flat.abs().argsort()[flat.numel() // 2]] *= 1.02
+        assert name == "grad_top_k_weights" or wrong_gradient(flat.view_as(found), wanted[name]), "one element"
 
 
 @pytest.mark.parametrize(("dtype", "mistake"), [(torch.float32, 1e-4), (torch.float16, 1e-2)])
@@ -159,13 +137,6 @@ def test_what_no_expert_has_computed_has_gradient_zero(value: float) -> None:
         assert f"worst at element {place} of shape " in wrong
 
 
-def test_so_has_a_slot_that_a_capacity_dropped() -> None:
-    case = StressCase("two", 2, 1, (1, 2), 2, 1, 16, 16, routing="one", capacity_factor=0.5, max_tokens=2)
-    kept, dropped = (rounded_gradients(case, *inputs_of(case), rank)["grad_top_k_weights"] for rank in range(2))
-    assert (kept.most > 0).all()
-    assert not dropped.most.any(), "the expert was full with the token of rank 0"
-
-
 def test_errors_too_small_for_each_element_show_in_their_mean() -> None:
     value = torch.zeros(1, 3, MANY, dtype=torch.float64)
     wanted = Rounded(value, torch.full_like(value, 9), torch.ones_like(value))
@@ -176,9 +147,9 @@ def test_errors_too_small_for_each_element_show_in_their_mean() -> None:
     one_off[0, 1, 2] = 7.1
     (beyond,) = wrong_gradient(one_off, wanted)
     assert beyond.endswith("7.1 instead of 0.0, off by 7.100e+00 > 7.000e+00"), "below the most, yet beyond 7 units"
-    few = Rounded(*(part[..., 1:] for part in (wanted.value, wanted.most, wanted.square)))
-    assert wrong_gradient(value[..., 1:] + 1.1, few) == [], "few columns have no mean"
-    of_w1 = Rounded(*(part.mT[None] for part in (wanted.value, wanted.most, wanted.square)))
+    few = wanted.each(lambda part: part[..., 1:])
+    assert wrong_gradient(few.value + 1.1, few) == [], "few columns have no mean"
+    of_w1 = wanted.each(lambda part: part.mT[None])
     assert wrong_gradient(of_w1.value + 1.1, of_w1) == mean
 
 

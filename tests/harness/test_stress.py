@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,13 +58,6 @@ def dies_in_case_3(rank: int, world_size: int, of: Stress, indices: range, journ
     raise RuntimeError("a rank dies")
 
 
-def hangs(rank: int, world_size: int, of: Stress, indices: range, journal: Path) -> Outcome:
-    """A batch that never ends."""
-    Journal(journal, rank, of.case_limit_s).begin(indices.start)
-    time.sleep(60)
-    return Outcome([], indices.stop)
-
-
 def test_a_wrong_number_is_found_and_the_command_finds_it_again(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--path", "twin", "--cases", "30", "--max-failures", "1"]
     assert stress.main(arguments, one_percent_off) == 1
@@ -100,30 +91,10 @@ def test_a_rank_that_dies_costs_one_case(capsys: pytest.CaptureFixture[str]) -> 
     assert (summary["cases"], summary["mismatches"], summary["failed_cases"]) == (6, 1, [3])
 
 
-def test_a_hang_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--path", "twin", "--cases", "1", "--world-size", "1", "--case-limit", "0.5"]
-    assert stress.main(arguments, hangs) == 1
-    out = capsys.readouterr().out
-    assert re.search(r"Timeout .*\n(.*\n)*.*in hangs", out), "the stack of the rank"
-    assert "FAILED seed 0, StressCase(name='case 0'" in out
-    assert json.loads(out.splitlines()[-1])["failed_cases"] == [0]
-
-
 def test_time_that_is_up_ends_the_run_with_what_was_found(capsys: pytest.CaptureFixture[str]) -> None:
     assert stress.main(["--path", "twin", "--cases", "500", "--world-size", "2", "--seconds", "0"]) == 0
     summary = last_line(capsys)
     assert (summary["cases"], summary["mismatches"]) == (1, 0)
-
-
-def test_worked_examples_of_the_command() -> None:
-    of = Stress(3, 2, "fused", "cpu", family=5)
-    assert "--seed 3 --first 10 --cases 3 --family 5 " in stress.command(of, 0, 12)
-    assert "--seed 3 --first 11 --cases 2 --family 5 " in stress.command(of, 11, 12)
-    given = Stress(seed=0, world_size=2, path="fused", device="cuda", family=5, layer1="triton")
-    shape = "--cases 3 --family 5 --world-size 2 --path fused --device cuda"
-    assert stress.command(given, 0, 7).endswith(f"{shape} --layer1 triton")
-    assert stress.command(replace(given, layer0="triton"), 0, 7).endswith(f"{shape} --layer0 triton --layer1 triton")
-    assert stress.command(replace(given, layer1="cuda"), 0, 7).endswith(shape)
 
 
 KINDS = [("fused", "cpu"), ("twin", "cpu"), ("fused", "cuda")]
@@ -148,10 +119,8 @@ def test_cases_are_legal_repeatable_and_varied(world_size: int, path: str, devic
             assert case.hidden_size % 128 == case.ffn_size // case.tp % 128 == 0
             assert not case.backward
             assert case.capacity_factor is None
-    varied = "ep top_k fp8 routing num_panels capacity_factor inputs backward strided delay_s"
-    for name in (*varied.split(), "delay_s"):
-        values = {getattr(case, name) for case in cases}
-        assert len(values) > 1 or (name, world_size) == ("ep", 1), name
+    for name in "top_k fp8 routing num_panels capacity_factor inputs backward strided delay_s".split():
+        assert len({getattr(case, name) for case in cases}) > 1, name
     assert {case.dtype for case in cases} == set(of.sizes.dtypes)
     assert sum(0 in case.num_tokens for case in cases) > 20
     assert any(max(case.num_tokens) == case.max_tokens for case in cases)
