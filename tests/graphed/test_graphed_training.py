@@ -126,17 +126,6 @@ def test_nothing_that_was_handed_out_is_overwritten(captures: Captures, path: st
         assert_equal(found, wanted, f"call {call}")
 
 
-def test_gradients_have_the_type_of_the_parameters(captures: Captures) -> None:
-    steps = make_steps("later", param_dtype=torch.float64)
-    for layer in (steps.layer, steps.eager):
-        assert layer.shared is not None
-        layer.shared.float()
-    for seed in range(4):
-        steps.step([draw(6, seed)], f"step {seed}")
-    assert captures.replays == 6
-    assert steps.layer.w1.dtype == torch.float64
-
-
 def test_a_call_before_the_backward_pass_of_the_one_before(
     captures: Captures, caplog: pytest.LogCaptureFixture
 ) -> None:

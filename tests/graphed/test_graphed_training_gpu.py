@@ -92,17 +92,6 @@ def test_a_call_before_the_backward_pass_of_the_one_before(replays: list[int]) -
     assert len(replays) == (2 + 1) * 4
 
 
-def test_a_second_backward_pass_is_refused(replays: list[int]) -> None:
-    steps = make_steps("cuda", ALONE, torch.bfloat16)
-    for seed in range(2):
-        output, _ = steps.graphed(make_tokens(steps.layer, seed).requires_grad_())
-        output.float().sum().backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match=r"has one backward pass; where a second one is needed"):
-        output.float().sum().backward()
-    finish(steps)
-    assert len(replays) == 2
-
-
 def test_the_plain_path_says_why_it_is_launched(caplog: pytest.LogCaptureFixture) -> None:
     steps = make_steps("cuda", ALONE, torch.bfloat16, path="plain")
     for seed in range(4):

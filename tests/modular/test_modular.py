@@ -9,7 +9,6 @@ import re
 from dataclasses import replace
 from typing import Any
 
-import modular_cases
 import pytest
 import torch
 import torch.distributed as dist
@@ -317,22 +316,3 @@ def test_wrong_dtypes_are_named(group: ExpertGroup) -> None:
         symmetric(half[0], inputs.top_k_ids, inputs.top_k_weights, half[1], half[2])
     with pytest.raises(ValueError, match=r"dtype=torch.int64 of top_k_ids must be torch.int32"):
         symmetric(inputs.tokens, inputs.top_k_ids.long(), inputs.top_k_weights, w1.flatten(1, 2), w2)
-
-
-def test_delegate_never_reduces_itself() -> None:
-    with pytest.raises(NotImplementedError, match="leaves the reduction to finalize"):
-        DelegateReduce().apply(torch.zeros(1), None)  # type: ignore[arg-type]
-
-
-def test_poisoned_scratch_is_seen(monkeypatch: pytest.MonkeyPatch, group: ExpertGroup) -> None:
-    """The cases notice experts that leave a part of their output unwritten."""
-
-    class Forgetful(GroupedContiguous):
-        def apply(self, rows: Any, w1: Any, w2: Any, scratch: Any) -> torch.Tensor:
-            scratch.output[:-1] = super().apply(rows, w1, w2, scratch)[:-1]
-            scratch.output[-1] = scratch.regions["hidden"].flatten()[-1]
-            return scratch.output
-
-    layer = ModularMoE(SingleRank(SMALL.config, group), Forgetful(SMALL.config, group))
-    with pytest.raises(AssertionError, match="forgetful"):
-        modular_cases.check_layer(layer, replace(SMALL, calls=2), 0, "forgetful")

@@ -9,13 +9,9 @@ from pathlib import Path
 import launch_jobs
 import pytest
 import torch
-from modular_cases import combinations
 
-from comet.config import MoEConfig, ParallelConfig
 from comet.launch.config import compose, make_job
 from comet.launch.tasks.modular import modular_job
-from comet.layer.group import make_expert_group
-from comet.modular.matrix import pairs
 from comet.quantization.formats import WEIGHT_TYPES
 
 PAIR = "SymmetricBatched", "GroupedBatched"
@@ -36,29 +32,11 @@ def test_a_pair_is_timed_and_traced_beside_the_fused_layer(tmp_path: Path) -> No
     names = [event.get("name") for event in json.loads(Path(facts["trace"]).read_text())["traceEvents"]]
     assert {label, "fused layer"} <= set(names)
     fits = [line for line in lines if "  fits: " in line]
-    assert len(fits) == sum(pair["reason"] is None for pair in facts["pairs"]) == 12
+    found = {(pair["prepare_finalize"], pair["experts"]): pair["weights"] for pair in facts["pairs"]}
+    assert len(fits) == sum(map(bool, found.values())) == sum(pair["reason"] is None for pair in facts["pairs"]) == 12
+    assert found["AllToAll", "GroupedContiguous"] == [kind.__name__ for kind in WEIGHT_TYPES]
+    assert found["FusedPrepareFinalize", "FusedExperts"] == ["Tensor"]
     assert sum("SingleRank sends nothing to other ranks" in line for line in lines[:-1]) == 7
-
-
-def test_the_matrix_of_one_rank_has_every_pair_with_the_reason_of_the_composer() -> None:
-    config = MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2)
-    group = make_expert_group(
-        config, ParallelConfig(ep=1, tp=1), max_tokens=4, dtype=torch.float32, device="cpu", timeout_s=60.0
-    )
-    found = {(pair.prepare_finalize, pair.experts): pair for pair in pairs(config, group)}
-    expected = {
-        (item.prepare_finalize.__name__, item.experts.__name__): item.reason(1)
-        for item in combinations()
-        if item.reduction is item.experts.reductions[0] and item.weight_type is torch.Tensor
-    }
-    assert found.keys() == expected.keys()
-    for names, wanted in expected.items():
-        pair = found[names]
-        assert (pair.reason is None) == (wanted is None) == bool(pair.weights), names
-        assert wanted is None or wanted in (pair.reason or ""), names
-    assert found["AllToAll", "GroupedContiguous"].weights == tuple(kind.__name__ for kind in WEIGHT_TYPES)
-    assert found["FusedPrepareFinalize", "FusedExperts"].weights == ("Tensor",)
-    group.close()
 
 
 def test_a_pair_that_does_not_fit_is_refused_with_the_reason(

@@ -208,13 +208,6 @@ def test_two_jobs_in_one_folder_at_once_are_refused_until_the_first_is_killed(tm
         owner.communicate()
 
 
-def test_ranks_that_start_anew_go_on_by_themselves(tmp_path, capsys):
-    train(make_job(tmp_path, steps=3), Rank())
-    job = make_job(tmp_path, steps=3, overwrite=True)
-    assert train(job, Rank(attempt=1))["steps"] == 3
-    assert f"continuing {tmp_path}/out/step-000003 from step 3" in capsys.readouterr().err
-
-
 def stop_in_a_step(rank, world_size, job, told, stop):
     """Train while ranks ``told`` get SIGTERM in step ``stop``, counted from 0; also whether the handler is restored."""
 

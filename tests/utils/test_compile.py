@@ -19,7 +19,7 @@ from comet.graphed.moe import GraphedMoE
 from comet.layer.paths import make_path
 from comet.modular import ModularMoE, ReferenceExperts, SingleRank
 from comet.moe import MoE
-from comet.utils.uncompiled import REASON, uncompiled
+from comet.utils.uncompiled import REASON
 
 CASE = LayerCase("compiled", 1, 1, (9,))
 Layer = Callable[[Tensor], Tensor]
@@ -93,15 +93,3 @@ def test_the_compiler_is_not_imported_before_it_is_used() -> None:
         "assert 'torch._dynamo' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", used], check=True, timeout=120)
-
-
-def test_a_function_keeps_name_words_and_errors() -> None:
-    @uncompiled
-    def halve(number: int, *, by: int = 2) -> float:
-        """Divide."""
-        return number / by
-
-    assert (halve.__name__, halve.__doc__) == ("halve", "Divide.")
-    assert (halve(4), halve(9, by=3)) == (2, 3)
-    with pytest.raises(ZeroDivisionError):
-        halve(4, by=0)

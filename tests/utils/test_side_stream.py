@@ -59,24 +59,24 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> tuple[SideStream, list[str], dict[
 
 def test_work_waits_for_the_caller_and_the_caller_for_the_work(fakes) -> None:
     side, log, names = fakes
-    names["input"], names["first"], names["second"] = torch.ones(1), torch.ones(2), torch.ones(3)
+    stats = RouterStats(*(torch.ones(size) for size in (1, 2, 3)))  # a tuple, so that the allocator is told of each
+    names.update({"input": torch.ones(1), **stats._asdict()})
 
-    def work(value: torch.Tensor) -> tuple[torch.Tensor, str, torch.Tensor]:
+    def work(value: torch.Tensor) -> RouterStats:
         assert value is names["input"]
         log.append("work")
-        return names["first"], "no tensor", names["second"]
+        return stats
 
     join = side.start(work, names["input"])
     log.append("beside")
-    assert join() == (names["first"], "no tensor", names["second"])
+    assert join() is stats
     assert log == [
         "side waits for caller",
         "enter side",
         "work",
         "leave side",
         "input is used by side",
-        "first is used by caller",
-        "second is used by caller",
+        *(f"{name} is used by caller" for name in RouterStats._fields),
         "beside",
         "caller waits for the work of side",
     ]
@@ -88,14 +88,6 @@ def test_without_gradients_the_order_of_the_streams_is_enough(fakes) -> None:
     with torch.no_grad():
         side.start(torch.neg, names["input"])()
     assert log == ["side waits for caller", "enter side", "leave side", "caller waits for the work of side"]
-
-
-def test_statistics_are_a_tuple_so_that_the_allocator_is_told_of_them(fakes) -> None:
-    side, log, names = fakes
-    stats = RouterStats(*(torch.ones(size) for size in (1, 2, 3)))
-    names.update(stats._asdict())
-    assert side.start(lambda: stats)() is stats
-    assert [line for line in log if "used by" in line] == [f"{name} is used by caller" for name in RouterStats._fields]
 
 
 def test_without_a_stream_work_is_done_at_once() -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from layer_cases import LayerCase
 from layer_cases import rank_inputs as draw_inputs
+from layer_ranks import poison
 from modular_cases import make_group, rank_weights
 from ranks import run_ranks
 from torch import Tensor
@@ -30,6 +31,7 @@ from comet.models.config import ModelConfig
 from comet.models.gpt import GPT, rotary_table
 from comet.modular import (
     AllToAll,
+    DequantizingBatched,
     DequantizingContiguous,
     GroupedContiguous,
     ModularMoE,
@@ -305,12 +307,13 @@ def test_bfloat16_is_refused_by_interpreted_kernels() -> None:
         assert "path='twin', use_kernels=False" in words, name
 
 
-def run_nan_on_the_last_rank(rank: int, world_size: int, transport: type, ep: int, bad: float) -> str:
+def run_nan_on_the_last_rank(rank: int, world_size: int, parts: tuple[type, type], ep: int, bad: float) -> str:
     """What a call says on this rank; then a call with good tokens has to work."""
     case = LayerCase("nan", ep, world_size // ep, (6,) * world_size, hidden_size=128)
     group, inputs = make_group(case), draw_inputs(case, rank)
     w1, w2 = rank_weights(case, rank, Tensor)
-    layer = ModularMoE(transport(case.config, group), DequantizingContiguous(case.config, group))
+    poison(group)
+    layer = ModularMoE(*(part(case.config, group) for part in parts))
     routing = (inputs.top_k_ids, inputs.top_k_weights)
     good = layer(inputs.tokens, *routing, w1, w2)
     tokens = inputs.tokens.clone()
@@ -332,11 +335,14 @@ def run_nan_on_the_last_rank(rank: int, world_size: int, transport: type, ep: in
 
 @pytest.mark.parametrize(("world_size", "ep", "bad"), [(2, 2, float("nan")), (4, 2, float("-inf"))])
 def test_all_ranks_raise_for_tokens_that_are_not_finite(world_size: int, ep: int, bad: float) -> None:
-    said = run_ranks(run_nan_on_the_last_rank, world_size, AllToAll, ep, bad)
+    said = run_ranks(run_nan_on_the_last_rank, world_size, (AllToAll, DequantizingContiguous), ep, bad)
     last = world_size - 1
     words = f"tokens of rank {last} contain 2 with NaN or infinity; every token must be finite to be quantised"
     assert said == [words] * last + [f"tokens[1, 3]={bad} must be finite"]
 
 
-def test_symmetric_memory_keeps_what_is_not_finite_in_its_token() -> None:
-    assert run_ranks(run_nan_on_the_last_rank, 2, SymmetricContiguous, 2, float("nan")) == ["", ""]
+@pytest.mark.parametrize(
+    "parts", [(SymmetricContiguous, DequantizingContiguous), (SymmetricBatched, DequantizingBatched)]
+)
+def test_symmetric_memory_keeps_what_is_not_finite_in_its_token(parts: tuple[type, type]) -> None:
+    assert run_ranks(run_nan_on_the_last_rank, 2, parts, 2, float("nan")) == ["", ""]

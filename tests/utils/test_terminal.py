@@ -59,11 +59,6 @@ def test_a_message_begins_on_a_line_of_its_own(columns: int, before: str, lines:
         assert terminal.lines() == lines
 
 
-def test_a_message_in_a_log_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
-    say("stopped")
-    assert capfd.readouterr().err == "comet: stopped\n"
-
-
 def test_in_a_log_every_state_of_the_bar_is_a_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     reporter = Reporter(tmp_path, enabled=True, first_step=0, total_steps=2, earlier=None)
     reporter.note("beside the bar")
