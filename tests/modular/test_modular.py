@@ -245,18 +245,6 @@ def test_no_graph_uses_scratch_that_a_larger_call_moves(monkeypatch: pytest.Monk
         assert torch.equal(*outputs)
 
 
-def test_fp8_is_made_before_rows_travel(group: ExpertGroup) -> None:
-    inputs = rank_inputs(SMALL, 0)
-    routed = RoutedTokens(tokens=inputs.tokens, top_k_ids=inputs.top_k_ids, top_k_weights=inputs.top_k_weights)
-    for kind in (SingleRank, AllToAll):
-        rows = kind(SMALL.config, group).prepare(routed, quantize=True).rows
-        assert isinstance(rows.tokens, FP8)
-        assert rows.tokens.elements.dtype == torch.float8_e4m3fn
-    plain = call(ModularMoE(AllToAll(SMALL.config, group), GroupedContiguous(SMALL.config, group)))
-    rounded = call(ModularMoE(AllToAll(SMALL.config, group), DequantizingContiguous(SMALL.config, group)))
-    assert 1e-4 < float((plain - rounded).abs().max() / plain.abs().max()) < 0.1
-
-
 @pytest.mark.parametrize(
     ("transport", "experts"), [(SymmetricContiguous, GroupedContiguous), (SymmetricBatched, GroupedBatched)]
 )

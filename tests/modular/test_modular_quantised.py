@@ -143,15 +143,6 @@ def test_narrow_rows_of_symmetric_memory() -> None:
             memory.with_columns(columns)
 
 
-@pytest.mark.parametrize("weight_type", TYPES)
-def test_grouped_experts_declare_room_for_what_they_dequantise(group: ExpertGroup, weight_type: type[Weight]) -> None:
-    layer, plain = make(group, DequantizingContiguous, weight_type), make(group, DequantizingContiguous, Tensor)
-    call(layer)
-    call(plain)
-    case_bytes = 4 * CASE.num_experts * 3 * CASE.hidden_size * CASE.ffn_size
-    assert layer._pool.numel() - plain._pool.numel() == case_bytes
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_width_that_is_no_multiple_of_16_is_padded(dtype: torch.dtype) -> None:
     case = replace(CASE, dtype=dtype)

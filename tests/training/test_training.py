@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import run_ranks
 from training_cases import (
     GPT_OSS,
@@ -30,14 +29,14 @@ from training_cases import (
 from comet.config import ParallelConfig
 from comet.jobs.config import CommConfig, JobConfig
 from comet.launch.failures import is_user_error, one_line
-from comet.layer.backend import Backend, expert_capacity
+from comet.layer.backend import Backend
 from comet.models.gpt import next_token_loss
 from comet.training import trainer
 from comet.training.data import sample_batch
 from comet.training.evaluate import heldout_loss, sample_text
 from comet.training.optimizer import learning_rate, make_optimizer
 from comet.training.report import History, Window, printable
-from comet.training.step import TrainStep, count_dropped_rows
+from comet.training.step import TrainStep
 from comet.training.trainer import train
 
 
@@ -270,10 +269,6 @@ def dropped_by_job_and_plans(rank: int, world_size: int, folder, ep: int, tp: in
     return result["dropped_rows"], sum(dropped)
 
 
-def test_shares_of_ranks_add_up() -> None:
-    assert run_ranks(example, 2) == [1.0, 1.0]
-
-
 def test_window_examples() -> None:
     window = Window(
         step=1, losses=[1.0], grad_norms=[1.0], learning_rate=1.0, expert_load=[[6, 2], [4, 4]], tokens_per_second=1.0
@@ -281,17 +276,6 @@ def test_window_examples() -> None:
     assert (window.imbalance, window.dropped_share) == (1.25, 0)
     assert replace(window, expert_load=[]).imbalance == 1.0
     assert replace(window, dropped_rows=2).dropped_share == 0.125
-
-
-def example(rank: int, world_size: int) -> float:
-    _, group = make_model(ep=2)
-    assert expert_capacity(MODEL.moe, group) is None
-    load = torch.tensor([[[2.0, 1.0]], [[3.0, 1.0]]])[rank]
-    share = count_dropped_rows(load, 3, group)
-    total = share.clone()
-    dist.all_reduce(total)
-    assert total == 2
-    return share.item()
 
 
 NARROW = replace(MODEL, num_layers=1, moe=replace(MOE, ffn_size=48))

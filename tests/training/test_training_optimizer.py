@@ -132,10 +132,10 @@ def clipped_norms(rank, world_size, grad_clip):
     return found, taken
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_step_takes_clipped_means(world_size):
-    for norms, taken in run_ranks(clipped_norms, world_size, 1e-3):
+def test_a_step_takes_clipped_means():
+    """Which AdamW shows in no loss: it takes gradients of any size alike."""
+    for norms, taken in run_ranks(clipped_norms, 2, 1e-3):
         assert min(norms) > 1e-2
         assert taken == pytest.approx([1e-3] * 3, rel=1e-3)
-    for norms, taken in run_ranks(clipped_norms, world_size, 1e3):
+    for norms, taken in run_ranks(clipped_norms, 2, 1e3):
         assert taken == pytest.approx(norms, rel=1e-5)

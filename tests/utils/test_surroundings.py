@@ -210,13 +210,6 @@ def test_surroundings_change_no_number(computed: str) -> None:
             assert torch.equal(got, right), f"{computed}, {name}: {index} differs by {(got - right).abs().max()}"
 
 
-def test_autocast_helper_is_free_without_autocast() -> None:
-    cpu = torch.device("cpu")
-    assert isinstance(without_autocast(cpu), nullcontext)
-    with torch.autocast("cpu", torch.bfloat16), without_autocast(cpu):
-        assert not torch.is_autocast_enabled("cpu")
-
-
 @pytest.mark.parametrize("quantise", [quantize_mxfp8, partial(quantize_mxfp8, rule="fit"), quantize_mxfp4])
 def test_mx_blocks_of_the_smallest_scale_outlive_flushed_subnormals(quantise: Callable) -> None:
     """2^-127 is subnormal in float32; 2^-125 is not, and neither are zeros."""
