@@ -114,11 +114,8 @@ def gradients_of_expert(
     ``sqrt(2) * 16/1024``.
 
     Args:
-        x: ``(R, D)`` float64 tokens.
-        g: ``(R, D)`` float64 gradients of the layer's output.
-        weight: ``(R,)`` float64 routing weights.
-        w1: ``(2, F, D)`` float64, gate and up.
-        w2: ``(D, F)`` float64.
+        x: ``(R, D)`` tokens; ``g`` alike, gradients of the layer's output; all in float64.
+        weight: ``(R,)`` routing weights.
         dtype: What the layer computes in.
     """
     gate, up = (Rounded.exact(matrix.T).sum_with(x.T).rounded(dtype) for matrix in w1)
@@ -138,14 +135,8 @@ def gradients_of_expert(
 def expert_gradients(
     x: Tensor, routing: tuple[Tensor, Tensor], g: Tensor, weights: tuple[Tensor, Tensor], dtype: torch.dtype
 ) -> list[Rounded]:
-    """Gradients of routing weights ``(T, K)``, w1 and w2; without rows they are 0, and nothing is off.
-
-    Args:
-        x: ``(T, D)`` tokens of all ranks.
-        routing: Experts ``(T, K)``, -1 for slots without one, and their weights ``(T, K)``.
-        g: ``(T, D)`` gradients of the layer's output.
-        weights: w1 ``(E, 2, F, D)`` and w2 ``(E, D, F)``, float64.
-        dtype: What the layer computes in.
+    """Gradients of routing weights ``(T, K)``, w1 ``(E, 2, F, D)`` and w2 ``(E, D, F)``, from ``(T, D)`` tokens of all
+    ranks and their routing, ids (-1: none) and weights ``(T, K)``; without rows they are 0, and nothing is off.
     """
     ids, of_slots = routing
     found = [Rounded.exact(torch.zeros_like(weight)) for weight in (of_slots.double(), *weights)]

@@ -127,29 +127,16 @@ class StressCase(LayerCase):
 
 @dataclass(frozen=True)
 class Stress:
-    """One run of the tool.
-
-    Args:
-        seed: Of all cases.
-        world_size: W; every EP x TP layout with this product is drawn.
-        path: Path of the layer.
-        device: ``cpu`` or ``cuda``.
-        family: Cases of a family.
-        timeout_s: Deadline of every wait between ranks.
-        case_limit_s: A rank that spends longer on a case ends with its stack.
-        until: After this time (seconds since 1970) no case begins.
-        layer0: ``cuda``, where it can run, or ``triton`` for layer 0 and hidden's gradient.
-        layer1: The same of layer 1 and the gradients of tokens and weights.
-    """
+    """One run of the tool."""
 
     seed: int
-    world_size: int
+    world_size: int  # W; every EP x TP layout with this product is drawn
     path: str
     device: str
-    family: int
-    timeout_s: float = 30.0
-    case_limit_s: float = 1800.0
-    until: float = math.inf
+    family: int  # cases of one
+    timeout_s: float = 30.0  # of every wait between ranks
+    case_limit_s: float = 1800.0  # a rank that spends longer on a case ends with its stack
+    until: float = math.inf  # after this time (seconds since 1970) no case begins
     layer0: Kind = "cuda"
     layer1: Kind = "cuda"
 
