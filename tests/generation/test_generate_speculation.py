@@ -1,31 +1,42 @@
-"""Self-speculative decoding of comet's GPT: the passes, whole texts, and the command."""
+"""Self-speculative decoding of comet's GPT and of Hugging Face folders: the passes, whole texts, and the command."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from generate_cases import graphs_on_cpu
+from generate_cases import drafting_rounds, graphs_on_cpu
+from hf_cases import FAMILIES, save_model, tiny_model
+from ranks import run_ranks
 from refusals import refusal
+from tiers import slow
 from torch import Tensor
 from training_cases import MODEL, MOE, Rank, awake_model, make_job
-from transformers import RepetitionPenaltyLogitsProcessor
 
 from comet.config import MoEConfig, SpeculationConfig
-from comet.experts import DraftRouter
+from comet.experts import DraftRouter, Speculation
 from comet.generation.engine import GPTEngine
 from comet.generation.generate import Generated, encode_prompts, generate, warm_up
+from comet.generation.hf import HFEngine
 from comet.generation.job import generate_job
 from comet.generation.sampling import Sampler, tokens_seen
+from comet.generation.source import find_source, model_of
 from comet.generation.text import ByteCodec, Continuation
+from comet.integrations import hf
+from comet.integrations.hf.gates import drafting_gate, gate_beside, routed_by, router_of, routing_config
 from comet.jobs.generate import GenerateConfig
 from comet.models.config import ModelConfig
 from comet.router.router import Router
 from comet.training.trainer import train
+
+pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
+
 
 EXPERTS = MoEConfig(hidden_size=32, ffn_size=32, num_experts=8, top_k=4)
 MODELS = {
@@ -244,6 +255,8 @@ def test_thousands_of_greedy_tokens_are_those_of_plain_decoding_with_eviction_at
 
 
 def test_repetition_penalty_is_that_of_transformers() -> None:
+    from transformers import RepetitionPenaltyLogitsProcessor
+
     ids, lengths = torch.tensor([[7, 8, 7], [9, 0, 0]]), torch.tensor([3, 1])
     logits = torch.randn(2, 20, generator=torch.Generator().manual_seed(2))
     seen = tokens_seen(ids, lengths, 20)
@@ -306,3 +319,127 @@ def test_mistakes_are_one_line(trained: Path, words: list[str], message: str, ca
     given = ["speculate=conservative", *words]
     words = [f"generate.{word}" for word in [f"source={trained}", "prompt=x", *given]]
     assert message in refusal(capsys, "generate", *words, "parallel=single")
+
+
+GREEDY = GenerateConfig(
+    prompts=("def f(x):", "a", "the quick brown fox"),
+    max_new_tokens=14,
+    draft_tokens=3,
+    temperature=0.0,
+    speculate="conservative",
+    tau=0.0,
+)
+ONE_EXPERT = SpeculationConfig(draft_experts=(1,), tau=0.0)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {family: tmp_path_factory.mktemp(family) for family in ("qwen3_moe", "mixtral")}
+    save_model(found["qwen3_moe"], "qwen3_moe", num_experts_per_tok=2, max_position_embeddings=32)
+    save_model(found["mixtral"], "mixtral")
+    return found
+
+
+def hf_engine(family: str, cuda_graph: Any = "auto") -> HFEngine:
+    return HFEngine(hf.convert(tiny_model(family)), cuda_graph=cuda_graph, speculation=ONE_EXPERT)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_a_draft_routes_as_the_model_does_with_a_smaller_top_k(family: str) -> None:
+    model, drawn = tiny_model(family), torch.Generator().manual_seed(3)
+    name = next(name for name, module in model.named_modules() if hasattr(module, "is_concatenated"))
+    gate = gate_beside(model, name)
+    tokens = torch.randn(1, 7, 32, generator=drawn)
+    router, drafting = router_of(gate, routing_config(model.config)), drafting_gate(model, name)
+    for top_k in (1, 2):
+        gate.top_k = top_k
+        _, weights, ids = gate(tokens)
+        router.config = replace(router.config, top_k=top_k)
+        with routed_by([drafting], [router]):
+            _, found_weights, found = drafting(tokens)
+        order, found_order = ids.argsort(1), found.argsort(1)
+        assert torch.equal(found.gather(1, found_order), ids.gather(1, order))
+        torch.testing.assert_close(found_weights.gather(1, found_order), weights.gather(1, order).float())
+        assert torch.equal(drafting(tokens)[2], ids), "the gate decides again"
+
+
+def test_captured_passes_make_the_logits_of_eager_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures = graphs_on_cpu(monkeypatch)
+    # As on a stream that captures, where masks are not looked at.
+    monkeypatch.setattr("transformers.masking_utils.is_tracing", lambda tensor=None: True)
+    found = []
+    for mode in ("off", "on"):
+        engine = hf_engine("qwen3_moe", mode)
+        found.append(drafting_rounds(engine, 3))
+        assert engine.weight_bytes_per_step() > 0
+    assert captures.count == 3, "drafts, verification and steps"
+    for eager, captured in zip(*found, strict=True):
+        torch.testing.assert_close(captured, eager, rtol=1e-5, atol=1e-5)
+
+
+def jobs_of(
+    rank: int, world_size: int, folder: str, ep: int, tp: int, cases: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    job, found = make_job(Path(folder), ep=ep, tp=tp, model=model_of(find_source(folder))), []
+    Speculation.__init__.__defaults__ = (itertools.count().__next__,)
+    for changes in cases:
+        settings = replace(GREEDY, source=folder, link_gb_per_s=1.0, memory_gb_per_s=1.0, **changes)
+        found.append(generate_job(replace(job, generate=settings), Rank(rank, world_size)))
+    return found
+
+
+PLAIN = {"speculate": "off"}
+CASES = [
+    {},
+    {"expert_budget": 0.75, "expert_prefetch": True},
+    {"expert_budget": 0.75, "draft_cached_only": True},
+]
+MORE = [
+    {"expert_budget": 0.75, "expert_store": "file", "host_budget": 0.75},
+    {"repetition_penalty": 1.3, "expert_budget": 0.75},
+    {"speculate": "adaptive", "tau": 0.2},
+]
+
+
+@pytest.mark.parametrize(("family", "cases"), [("qwen3_moe", [*CASES, *MORE]), ("mixtral", CASES[1:2])])
+def test_greedy_texts_are_those_of_plain_decoding(
+    family: str, cases: list[dict[str, Any]], folders: dict[str, Path]
+) -> None:
+    """The context of 32 tokens ends inside drafts; half of the slots are given away again and again."""
+    folder, penalised = str(folders[family]), {**PLAIN, "repetition_penalty": 1.3}
+    plain, plain_penalised, *found = jobs_of(0, 1, folder, 1, 1, [PLAIN, penalised, *cases])
+    for changes, made in zip(cases, found, strict=True):
+        facts = made["speculation"]
+        assert facts["drafted"] >= facts["accepted"] > 0, changes
+        if changes.get("speculate") == "adaptive":
+            assert 0 < facts["agreement"] <= 1
+            continue
+        assert made["texts"] == (plain_penalised if "repetition_penalty" in changes else plain)["texts"], changes
+        if "expert_budget" in changes:
+            cache = made["expert_cache"]
+            assert cache["needed"] > cache["fetched"] > 2 * cache["slots"], "slots were given away"
+            assert (cache["prefetched_needed"] > 0) == ("expert_prefetch" in changes)
+
+
+@pytest.mark.parametrize(("ep", "tp"), [(2, 1), slow(1, 2), slow(2, 2)])
+def test_ranks_write_the_text_of_one(ep: int, tp: int, folders: dict[str, Path]) -> None:
+    folder = str(folders["qwen3_moe"])
+    (plain,) = jobs_of(0, 1, folder, 1, 1, [PLAIN])
+    ranks = run_ranks(jobs_of, ep * tp, folder, ep, tp, CASES[1:])
+    for changes, *made in zip(CASES[1:], *ranks, strict=True):
+        for each in made:
+            assert each["texts"] == plain["texts"], changes
+            assert each["speculation"] == made[0]["speculation"]
+        assert made[0]["speculation"]["accepted"] > 0
+        assert (made[0]["expert_cache"]["prefetched_needed"] > 0) == ("expert_prefetch" in changes)
+
+
+def test_what_cannot_draft() -> None:
+    sliding = hf.convert(tiny_model("mixtral", sliding_window=64))
+    with pytest.raises(NotImplementedError, match="speculate must be 'off' for models with StaticSlidingWindowLayer"):
+        HFEngine(sliding, speculation=ONE_EXPERT)
+    model = hf.convert(tiny_model("mixtral"))
+    model.model.layers[1].mlp.gate = torch.nn.Identity()
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.gate \(Identity\) must have a weight \(E, D\)"):
+        HFEngine(model, speculation=ONE_EXPERT)

@@ -26,7 +26,7 @@ from comet.integrations.hf.convert import Place
 from comet.integrations.hf.experts import CometExperts
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss"])
 def test_models_answer_as_stock(family: str) -> None:
     model = tiny_model(family)
     expected = Expected.of(model)

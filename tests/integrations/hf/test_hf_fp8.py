@@ -1,7 +1,8 @@
-"""Block FP8 checkpoints against stock models that hold the dequantised weights, and what makes one be refused."""
+"""Block FP8 checkpoints against stock models of the dequantised weights: dequantised, kept, with the shared expert."""
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Callable
@@ -10,26 +11,49 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import slow
-from torch import Tensor
-
-pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
-
-from hf_cases import DECODE_TOKENS, CountedReads, Expected, edit_state, same_state, tiny_model
+from fp8_cases import compare, float32_products, fp8_shard, layer_of
+from hf_cases import (
+    DECODE_TOKENS,
+    CountedReads,
+    Expected,
+    edit_state,
+    logits_with_cache,
+    make_group,
+    prompt,
+    same_state,
+    tiny_config,
+    tiny_model,
+)
 from hf_fp8_cases import (
     PUBLISHED,
+    WHOLE,
     check_kept,
     dequantized,
     load_on_ranks,
     publish,
+    published,
     quantized,
     stock,
 )
+from layer_cases import LayerCase, RankInputs, rank_inputs
 from ranks import run_ranks
 from safetensors.torch import load_file
+from tiers import slow
+from torch import Tensor
 
+from comet.decode import held_pieces
+from comet.decode.runners import LocalRunner, ReplicatedRunner, computes_fp8, fp8_path
 from comet.integrations import hf
 from comet.integrations.hf.fp8.blocks import dequantize_slice
+from comet.integrations.hf.fp8.experts import FP8Experts, FP8SharedSlots
+from comet.layer.group import make_expert_group
+from comet.layer.paths import make_path
+from comet.layout import ExpertLayout
+from comet.quantization.formats import FP8
+from comet.reference.layer import rank_partial
+
+pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
+
 
 State = dict[str, Tensor]
 EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
@@ -108,18 +132,6 @@ def test_the_example_of_dequantize_slice() -> None:
     ones = torch.ones(3, 1).to(torch.float8_e4m3fn)
     part = dequantize_slice(ones, torch.tensor([[2.0], [10.0]]), 127, 0, torch.float32)
     assert part.tolist() == [[2.0], [10.0], [10.0]]
-
-
-def test_kept_experts_compute_the_same_and_take_what_they_take_on_disk(
-    whole: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, logger="comet"):
-        loaded = hf.load_pretrained(whole, decode_tokens=DECODE_TOKENS, keep_fp8=True)
-    assert "experts stay as they are" in caplog.text
-    check_kept(loaded, whole, share=1)
-    Expected.of(stock(whole)).check(loaded, "kept")
-    with pytest.raises(ValueError, match=r"save_pretrained: experts are kept in block FP8; load .* keep_fp8=False"):
-        loaded.save_pretrained(whole / "copy")
 
 
 @pytest.mark.parametrize(("ep", "tp"), [(2, 1), slow(1, 2)])
@@ -212,3 +224,200 @@ def test_what_cannot_be_kept(ragged: Path, whole: Path, tmp_path: Path) -> None:
     edited(whole, tmp_path, leave_one)
     refuse(tmp_path, f"{EXPERT} of dtype F32 must be F8_E4M3 with scales to be kept as it is$", keep_fp8=True)
     assert same_state(hf.load_pretrained(tmp_path), stock(whole)), "some experts in FP8 are fine where none is kept"
+
+
+BLOCK = "model.layers.1.mlp"
+
+
+def kept(folder: Path, **settings: Any) -> Any:
+    return hf.load_pretrained(folder, decode_tokens=DECODE_TOKENS, keep_fp8=True, **settings)
+
+
+def experts_of(model: Any) -> list[FP8Experts]:
+    return [module for module in model.modules() if isinstance(module, FP8Experts)]
+
+
+def dequantized_pieces(experts: Any, name: str) -> Tensor:
+    elements, scales = (experts.pieces.get_parameter(f"{name}{suffix}") for suffix in ("", "_scale_inv"))
+    return torch.stack([dequantized(*pair) for pair in zip(elements, scales, strict=True)])
+
+
+def test_steps_read_the_stored_pieces_and_prefills_the_module(whole: Path, caplog: pytest.LogCaptureFixture) -> None:
+    expected = Expected.of(stock(whole))
+    with caplog.at_level(logging.INFO, logger="comet"):
+        model = kept(whole)
+    assert "experts stay as they are" in caplog.text
+    check_kept(model, whole, share=1)
+    with pytest.raises(ValueError, match=r"save_pretrained: experts are kept in block FP8; load .* keep_fp8=False"):
+        model.save_pretrained(whole / "copy")
+    experts, shared = experts_of(model)[0], model.get_submodule(f"{BLOCK}.shared_experts")
+    state = load_file(whole / "plain" / "model.safetensors")
+    gate, up, down = (state[f"{BLOCK}.shared_experts.{part}_proj.weight"] for part in ("gate", "up", "down"))
+    gate_up = torch.stack([torch.cat(pair) for pair in zip(gate.chunk(2), up.chunk(2), strict=True)])
+    assert torch.equal(dequantized_pieces(experts, "gate_up_proj"), gate_up)
+    assert torch.equal(dequantized_pieces(experts, "down_proj"), torch.stack(down.chunk(2, dim=1)))
+    called: list[int] = []
+    (own,) = shared._own
+    own.register_forward_pre_hook(lambda _, inputs: called.append(inputs[0].shape[:-1].numel()))
+    expected.check(model, "joined")
+    assert called, "a prefill of more tokens than a step has"
+    assert all(count > DECODE_TOKENS for count in called), called
+    gates = logits_with_cache(copy.deepcopy(model), expected.ids, 1)
+    torch.testing.assert_close(gates, logits_with_cache(model, expected.ids, 1), rtol=0, atol=0)
+
+
+def test_joined_tensors_are_there_once(whole: Path) -> None:
+    model = kept(whole)
+    held = {name: weight.clone() for name, weight in model.named_parameters() if ".experts." in name}
+    model(prompt(2, 9))  # more tokens than a step has
+    with torch.no_grad():
+        model(prompt(1, 2))
+    for experts in experts_of(model):
+        own, pieces = (dict(module.named_parameters(recurse=False)) for module in (experts, experts.pieces))
+        for name, weight in own.items():
+            storage = weight.untyped_storage()
+            assert storage.data_ptr() == pieces[name].untyped_storage().data_ptr()
+            assert storage.nbytes() == weight.nbytes + pieces[name].nbytes
+        assert "_comet_decode_weights" not in vars(experts), "what was there before the join is let go"
+    for name, weight in held.items():
+        assert torch.equal(model.get_parameter(name), weight), name
+
+
+def test_a_shared_expert_that_is_written_to_is_refused(whole: Path) -> None:
+    model = kept(whole)
+    with torch.no_grad():
+        model(prompt(1, 2))
+        model.get_parameter(f"{BLOCK}.shared_experts.up_proj.weight").mul_(2)
+        with pytest.raises(
+            ValueError, match=r"the shared expert was written to, .* load the model with keep_fp8=False"
+        ):
+            model(prompt(1, 2))
+
+
+@pytest.mark.parametrize("part", ["up_proj", "down_proj"])
+def test_a_shared_expert_that_is_stored_otherwise_runs_by_itself(whole: Path, tmp_path: Path, part: str) -> None:
+    name = f"model.layers.2.mlp.shared_experts.{part}.weight"
+    edit_state(
+        whole, lambda state: state.update({name: dequantized(state[name], state.pop(f"{name}_scale_inv"))}), tmp_path
+    )
+    model = kept(tmp_path)
+    assert all(experts.shared is None for experts in experts_of(model))
+    Expected.of(stock(whole)).check(model, part)
+
+
+def test_a_gate_weighs_it(tmp_path: Path) -> None:
+    sizes = dict(hidden_size=160, moe_intermediate_size=128, intermediate_size=144, shared_expert_intermediate_size=384)
+    tiny_model("qwen2_moe", **sizes).save_pretrained(tmp_path)
+    publish(tmp_path)
+    model = kept(tmp_path)
+    assert all(isinstance(experts.shared, FP8SharedSlots) for experts in experts_of(model))
+    Expected.of(stock(tmp_path)).check(model, "qwen2_moe")
+
+
+def on_ranks(rank: int, world_size: int, folder: Path, sizes: dict[str, int], ep: int, tp: int) -> Tensor:
+    """One piece on two ranks, of which one has none, or two of a slice."""
+    group = make_group(tiny_config("deepseek_v3", **sizes), ep, tp)
+    model = kept(folder, group=group)
+    pieces = 1 if tp == 2 else 1 - rank
+    for experts in experts_of(model):
+        assert isinstance(experts.shared, FP8SharedSlots)
+        assert [len(weight) for weight in experts.pieces.parameters()] == [pieces] * 4 * bool(pieces)
+    logits = Expected.of(stock(folder)).check(model, f"ep {ep}, tp {tp}, rank {rank}")
+    hf.check(model)
+    group.close()
+    return logits
+
+
+@pytest.mark.parametrize(("ep", "tp"), [slow(2, 1), (1, 2)])
+def test_ranks_hold_pieces_in_turn(tmp_path: Path, ep: int, tp: int) -> None:
+    sizes = WHOLE | dict(n_shared_experts=1)
+    first, second = run_ranks(on_ranks, 2, published(tmp_path, sizes), sizes, ep, tp)
+    assert torch.equal(first, second)
+
+
+def test_the_example_of_held_pieces() -> None:
+    layouts = [ExpertLayout(num_experts=2, top_k=1, ep=2, tp=1, rank=rank) for rank in range(2)]
+    assert [list(held_pieces(layout, 16, 48)) for layout in layouts] == [[0, 2], [1]]
+
+
+FEW_TOKENS = 4
+CASES = [
+    LayerCase("ep2", 2, 1, (30, 30), hidden_size=256, ffn_size=128),
+    LayerCase("tp2", 1, 2, (25, 25), hidden_size=128, ffn_size=256),
+]
+
+
+def make_experts(case: LayerCase, rank: int, path: str) -> FP8Experts:
+    most = max(case.num_tokens)
+    group = make_expert_group(case.config, case.parallel, max_tokens=most, dtype=case.dtype, device="cpu")
+    runner = ReplicatedRunner(case.config, group, FEW_TOKENS)
+    assert not runner.takes_fp8, "on a CPU weights are dequantised"
+    runner.path = make_path(path, case.config, group, case.overlap)
+    runner.takes_fp8 = computes_fp8(runner.path, case.config)
+    layout = group.layout(case.config)
+    experts = FP8Experts(case.hidden_size, case.ffn_size // case.tp, layout, runner, group.device)
+    w1, w2 = fp8_shard(case, rank)
+    with torch.no_grad():
+        for name, weight in (("gate_up_proj", w1), ("down_proj", w2)):
+            experts.get_parameter(name).copy_(weight.elements)
+            experts.get_parameter(f"{name}_scale_inv").copy_(weight.scales)
+    return experts
+
+
+def on_rank(rank: int, world_size: int, case: LayerCase, path: str, tokens: int) -> Tensor:
+    """The same tokens on every rank, checked; ``tokens`` of them may need several rounds."""
+    experts = make_experts(case, rank, path)
+    inputs = rank_inputs(LayerCase(**(vars(case) | dict(num_tokens=(tokens,)))), 0)
+    dequantised = []
+    whole = FP8.dequantize
+
+    def noted(self: FP8, *arguments: torch.dtype, out: Tensor | None = None) -> Tensor:
+        dequantised.append(self.elements.shape)
+        return whole(self, *arguments, out=out)
+
+    FP8.dequantize = noted  # type: ignore[method-assign]
+    with torch.no_grad():
+        output = experts(inputs.tokens, inputs.top_k_ids.long(), inputs.top_k_weights)
+    FP8.dequantize = whole  # type: ignore[method-assign]
+    experts.runner.check()
+    if path == "fused":
+        assert not dequantised, "the layer was dequantised"
+        shards = [fp8_shard(case, holder) for holder in range(world_size)]
+        products = float32_products(max(case.hidden_size, case.ffn_size))
+        compare(output, layer_of(case, inputs, inputs.top_k_ids, shards, products), f"{case.name}, rank {rank}")
+    else:
+        assert len(dequantised) == 2
+        compare_plain(case, inputs, output, world_size)
+    return output
+
+
+def compare_plain(case: LayerCase, inputs: RankInputs, output: Tensor, world_size: int) -> None:
+    """Tokens and hidden are not quantised where weights are dequantised."""
+    parts = []
+    for holder in range(world_size):
+        w1, w2 = (weight.dequantize().double() for weight in fp8_shard(case, holder))
+        routed = (inputs.tokens.double(), inputs.top_k_ids, inputs.top_k_weights.double())
+        parts.append(rank_partial(*routed, w1, w2, first_expert=holder // case.tp * len(w1)))
+    torch.testing.assert_close(output.double(), sum(parts), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("path", ["fused", "twin", "plain"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_more_tokens_than_a_decode_step(case: LayerCase, path: str) -> None:
+    first, second = run_ranks(on_rank, 2, case, path, 75, interpret=path == "fused", timeout=300)
+    assert torch.equal(first, second), "ranks differ"
+
+
+def test_what_computes_in_fp8() -> None:
+    case = LayerCase("one rank", 1, 1, (8,), hidden_size=128, ffn_size=128)
+    narrow = LayerCase("one rank", 1, 1, (8,), hidden_size=144, ffn_size=128)
+    for each, expected in ((case, True), (narrow, False)):
+        group = make_expert_group(each.config, each.parallel, max_tokens=8, dtype=torch.float32, device="cpu")
+        assert computes_fp8(make_path("fused", each.config, group, each.overlap), each.config) == expected
+        assert not computes_fp8(make_path("twin", each.config, group, each.overlap), each.config)
+        plain = make_path("plain", each.config, group)
+        assert not computes_fp8(plain, each.config)
+        with pytest.raises(ValueError, match="path=CollectivePath must be fused for experts in block FP8"):
+            fp8_path(plain)
+        group.close()
+    assert not LocalRunner(2).takes_fp8

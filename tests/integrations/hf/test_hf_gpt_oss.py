@@ -1,8 +1,11 @@
-"""transformers' own gpt-oss, tiny and random: by name, converted, over ranks, and what is refused."""
+"""transformers' own gpt-oss, tiny and random: by name, and folders as transformers writes them and in MXFP4."""
 
 from __future__ import annotations
 
 import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,59 +14,35 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 
-from hf_cases import make_group, prompt, tiny_model
+from hf_cases import Expected, edit_state, make_group, prompt, publish_mxfp4, same_state, tiny_model
+from host_cases import leave_all_to
 from ranks import run_ranks
 
 from comet.integrations import hf
 from comet.integrations.hf.by_name import check_named
+from comet.integrations.hf.stored_experts import cache_report, cores_of
 from comet.kernels.runtime.activation import Activation
 
-
-def tiny(**changes: Any) -> Any:
-    """Experts whose activation clamps, with biases of about the size of the products, that three ranks can share."""
-    return tiny_model("gpt_oss", **{"intermediate_size": 48, **changes})
+Folders = dict[str, tuple[Path, Any]]
+STYLES = ("whole numbers", "MXFP4")
 
 
 @torch.no_grad()
-def logits(model: Any, num_tokens: int) -> Tensor:
-    found: Tensor = model(prompt(1, num_tokens)).logits
-    return found
-
-
-LENGTHS = (1, 5, 80)  # decode steps, and more tokens than they take
-
-
-def check_logits(model: Any, expected: list[Tensor]) -> None:
-    for length, wanted in zip(LENGTHS, expected, strict=True):
-        torch.testing.assert_close(logits(model, length), wanted, rtol=1e-4, atol=1e-4, msg=f"{length} tokens".__add__)
-
-
-def test_by_name_and_converted_answer_as_stock() -> None:
-    model = tiny()
-    expected = [logits(model, length) for length in LENGTHS]
+def test_what_is_kept_of_experts_that_are_called_by_name_follows_them() -> None:
+    model = tiny_model("gpt_oss", intermediate_size=48)
     hf.register()
     model.set_experts_implementation("comet")
     hf.check(model)
-    check_logits(model, expected)
-    experts = model.model.layers[0].mlp.experts
-    with torch.no_grad():
-        for parameter in experts.parameters():
-            parameter.mul_(0.5)  # what is kept of them has to follow
+    model(prompt(1, 3))
+    for parameter in model.model.layers[0].mlp.experts.parameters():
+        parameter.mul_(0.5)
     changed = copy.deepcopy(model)
     changed.set_experts_implementation("eager")
-    expected = [logits(changed, length) for length in LENGTHS]
-    check_logits(model, expected)
-    converted = hf.convert(copy.deepcopy(changed))
-    check_logits(converted, expected)
-    with pytest.raises(ValueError, match="experts are laid out as Comet multiplies them; save the model before"):
-        converted.save_pretrained("anywhere")
-    group = make_group(changed)
-    check_logits(hf.convert(changed, group), expected)
-    group.close()
+    Expected.of(changed).check(model, "written to")
 
 
 def test_gradients_by_name_are_those_of_stock() -> None:
-    model = tiny()
+    model = tiny_model("gpt_oss", intermediate_size=48)
     found = []
     hf.register()
     for implementation in ("eager", "comet"):
@@ -76,36 +55,141 @@ def test_gradients_by_name_are_those_of_stock() -> None:
         torch.testing.assert_close(found[1][name], wanted, rtol=1e-3, atol=1e-5, msg=name.__add__)
 
 
-def converted_on_a_rank(rank: int, world_size: int, ep: int, tp: int) -> list[Tensor]:
-    model = tiny()
-    group = make_group(model, ep=ep, tp=tp)
-    hf.convert(model, group)
-    found = [logits(model, length) for length in LENGTHS]
-    hf.check(model)
-    group.close()
-    return found
-
-
-@pytest.mark.parametrize(("ep", "tp"), [(2, 1), (1, 3)])
-def test_ranks_answer_as_stock(ep: int, tp: int) -> None:
-    model = tiny()
-    for found in run_ranks(converted_on_a_rank, ep * tp, ep, tp):
-        for length, got in zip(LENGTHS, found, strict=True):
-            torch.testing.assert_close(got, logits(model, length), rtol=1e-4, atol=1e-4, msg=f"{length}: ".__add__)
-
-
 def test_the_shape_of_its_layers() -> None:
-    config = hf.moe_config(tiny(swiglu_alpha=2.0).config)
+    config = hf.moe_config(tiny_model("gpt_oss", swiglu_alpha=2.0).config)
     assert config.activation == Activation("clamped_swiglu", alpha=2.0, limit=1.5)
     assert config.expert_bias
-    assert (config.hidden_size, config.ffn_size, config.num_experts, config.top_k) == (32, 48, 4, 2)
+    assert (config.hidden_size, config.ffn_size, config.num_experts, config.top_k) == (32, 64, 4, 2)
 
 
 def test_other_arithmetic_is_refused() -> None:
-    model = tiny()
+    model = tiny_model("gpt_oss")
     hf.register()
     model.set_experts_implementation("comet")
     experts: nn.Module = model.model.layers[1].mlp.experts
     experts._apply_gate = lambda gate_up: gate_up[..., ::2]
     with pytest.raises(ValueError, match=r"_apply_gate of model.layers.1.mlp.experts \(GptOssExperts\) must be as in"):
         check_named(model)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    found = {}
+    for style in STYLES:
+        folder, model = tmp_path_factory.mktemp("gpt_oss"), tiny_model("gpt_oss")
+        if style == "MXFP4":
+            publish_mxfp4(model, folder)
+        else:
+            model.save_pretrained(folder, max_shard_size="30KB")
+        found[style] = folder, model
+    return found
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_rank_alone(style: str, folders: Folders) -> None:
+    folder, model = folders[style]
+    loaded = hf.load_pretrained(folder)
+    assert type(loaded) is type(model)
+    assert all(parameter.requires_grad for parameter in loaded.parameters())
+    Expected.of(model).check(loaded, style)
+    with pytest.raises(ValueError, match="experts are laid out as Comet multiplies them; save the model before"):
+        loaded.save_pretrained(folder)
+
+
+BUDGETS: dict[str, dict[str, Any]] = {
+    "host": {},
+    "file": {"expert_store": "file", "host_budget": 0.9},
+    "mxfp4": {"expert_dtype": "mxfp4"},  # the numbers that the folder has
+    "cores": {"host_cores": "1"},
+}
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_experts_beyond_memory(budget: str, folders: Folders) -> None:
+    folder, model = folders["MXFP4"]
+    loaded = hf.load_pretrained(folder, expert_budget=0.5, **BUDGETS[budget])
+    cores = cores_of(loaded)
+    if cores is not None:
+        leave_all_to(cores)
+    Expected.of(model).check(loaded, budget)
+    report = cache_report(loaded)
+    assert report is not None
+    assert report.needed > report.slots
+    assert report.fetched > 0
+    assert (report.hosted > 0) == (cores is not None)
+    if cores is not None:
+        cores.close()
+
+
+def check_ranks(rank: int, world_size: int, ep: int, tp: int, folders: dict[str, Path]) -> None:
+    """Parts that ranks read, with all experts and beyond memory."""
+    for style, folder in folders.items():
+        model, settings = tiny_model("gpt_oss"), [{}]
+        if style == "MXFP4":
+            publish_mxfp4(model, folder.parent / f"{folder.name} of rank {rank}")
+            if tp < 4:  # whose slices are narrower than a block
+                share = {"expert_budget": 0.5 if ep == 1 else 1.0}
+                settings += [share | BUDGETS[budget] for budget in ("file", "mxfp4")]
+        expected = Expected.of(model)
+        for each in settings:
+            group, what = make_group(model, ep, tp), f"{style}, {each}, ep {ep}, tp {tp}, rank {rank}"
+            loaded = hf.load_pretrained(folder, group, decode_tokens=6, **each)
+            expected.check(loaded, what)
+            hf.check(loaded)
+            if not each:
+                assert same_state(loaded, hf.convert(copy.deepcopy(model), group, decode_tokens=6)), what
+            group.close()
+
+
+@pytest.mark.parametrize(("ep", "tp"), [(2, 1), (1, 2), (1, 4)])
+def test_ranks_read_their_parts(ep: int, tp: int, folders: Folders) -> None:
+    run_ranks(check_ranks, ep * tp, ep, tp, {style: folder for style, (folder, _) in folders.items()})
+
+
+NAME = "model.layers.1.mlp.experts."
+Change = Callable[[dict[str, Tensor]], object]
+
+
+@pytest.mark.parametrize(
+    ("style", "change", "message"),
+    [
+        ("whole numbers", lambda state: state.pop(f"{NAME}down_proj_bias"), "missing in layer 1: down_proj_bias$"),
+        (
+            "whole numbers",
+            lambda state: state.update({f"{NAME}gate_up_proj_bias": torch.zeros(4, 64)}),
+            r"gate_up_proj_bias of shape \(4, 64\) must be \(4, 128\)$",
+        ),
+        (
+            "MXFP4",
+            lambda state: state.pop(f"{NAME}down_proj_scales"),
+            f"surplus {NAME}down_proj_blocks; missing in layer 1: down_proj$",
+        ),
+        (
+            "MXFP4",
+            lambda state: state.update({f"{NAME}down_proj_scales": torch.zeros(4, 32, 3, dtype=torch.uint8)}),
+            r"down_proj_blocks U8 of shape \(4, 32, 2, 16\) must be U8 of \(4, 32, 3, 16\): MXFP4",
+        ),
+        (
+            "MXFP4",
+            lambda state: state[f"{NAME}gate_up_proj_scales"].fill_(255),
+            f"{NAME}gate_up_proj_scales: scales.* 255",
+        ),
+    ],
+)
+def test_broken_folders_are_refused(style: str, change: Change, message: str, folders: Folders, tmp_path: Path) -> None:
+    source = folders["MXFP4"][0]
+    if style != "MXFP4":
+        source = tmp_path / "one"
+        tiny_model("gpt_oss").save_pretrained(source)
+    edit_state(source, change, tmp_path)
+    with pytest.raises(ValueError, match=message):
+        hf.load_pretrained(tmp_path)
+
+
+def test_other_quantisations_are_refused(folders: Folders, tmp_path: Path) -> None:
+    config = json.loads((folders["MXFP4"][0] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
+    with pytest.raises(ValueError, match="quant_method='awq' of quantization_config must be 'mxfp4': gpt-oss is read"):
+        hf.load_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="keep_fp8=True must come with a block FP8 checkpoint"):
+        hf.load_pretrained(folders["MXFP4"][0], keep_fp8=True)
