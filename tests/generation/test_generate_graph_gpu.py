@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -164,17 +165,6 @@ def test_drafts_and_verification_of_a_transformers_model(family: str) -> None:
 
 
 @pytest.mark.gpu
-def test_a_sliding_window_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
-    ids, lengths = prompts_of(2, 1, 64, GPU)
-    found = [
-        continued(hf_engine("mixtral", torch.float32, mode, sliding_window=64), ids, lengths)
-        for mode in ("off", "auto")
-    ]
-    assert torch.equal(found[0][0], found[1][0])
-    assert ["counts the positions of StaticSlidingWindowLayer" in message for message in caplog.messages] == [True]
-
-
-@pytest.mark.gpu
 def test_a_checkpoint_of_the_training_job(tmp_path: Path) -> None:
     """The task itself: texts, draws included, and what the report says."""
     train(make_job(tmp_path, model=MODEL_GPU, steps=30, batch_size=8, checkpoint_every=30), Rank(device=GPU))
@@ -328,18 +318,8 @@ def made_tokens(engine: GPTEngine) -> list[list[int]]:
 
     class Listening(ByteCodec):
         def stream(self, prompt):
-            return Stream(tokens[PROMPTS.index(list(prompt))])
-
-    class Stream:
-        def __init__(self, heard: list[int]) -> None:
-            self.heard = heard
-
-        def push(self, token: int) -> str:
-            self.heard.append(token)
-            return ""
-
-        def finish(self) -> str:
-            return ""
+            heard = tokens[PROMPTS.index(list(prompt))]
+            return SimpleNamespace(push=lambda token: heard.append(token) or "", finish=str)
 
     generate(engine, Listening(), PROMPTS, config, context=512)
     return tokens

@@ -13,9 +13,19 @@ from typing import Any, get_args
 import pytest
 import torch
 from cache_cases import decide_as_on_a_gpu
-from expert_memory import MB, load_capped
 from generate_cases import drafting_rounds
-from hf_cases import CountedReads, edit_state, greedy, logits_with_cache, make_group, prompt, save_fused, tiny_model
+from hf_cases import (
+    MB,
+    CountedReads,
+    edit_state,
+    greedy,
+    load_capped,
+    logits_with_cache,
+    make_group,
+    prompt,
+    save_fused,
+    tiny_model,
+)
 from hf_fp8_cases import publish, stock
 from host_cases import leave_all_to
 from ranks import run_ranks

@@ -23,11 +23,11 @@ from megatron_cases import (
     make_gpt,
     make_group,
     make_layer,
+    save_and_load,
     start,
     stock_spec,
     twins,
 )
-from megatron_checkpoints import save_and_load
 from megatron_training import Size, train_beside_megatron
 from ranks import run_ranks
 from torch import Tensor
