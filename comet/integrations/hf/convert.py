@@ -14,10 +14,17 @@ from comet.decode.runners import DECODE_TOKENS, LocalRunner, ReplicatedRunner, R
 from comet.integrations.hf import gpt_oss
 from comet.integrations.hf.by_name import check_named
 from comet.integrations.hf.experts import CometExperts
-from comet.integrations.hf.families import SHARED, moe_config, require_transformers, shared_ffn_size, stock_experts
+from comet.integrations.hf.families import (
+    SHARED,
+    is_silu,
+    is_stock,
+    moe_config,
+    require_transformers,
+    shared_ffn_size,
+    stock_experts,
+)
 from comet.integrations.hf.fp8.experts import FP8Experts, check_width
 from comet.integrations.hf.gates import InDecodeSteps
-from comet.integrations.hf.methods import is_silu, is_stock
 from comet.integrations.hf.stored_experts import StoredExperts, cores_of
 from comet.layer.group import ExpertGroup
 from comet.layout import ExpertLayout
