@@ -56,14 +56,10 @@ class Engine:
 
     @torch.no_grad()
     def prefill(self, ids: Tensor, lengths: Tensor, max_length: int) -> Tensor:
-        """Forget everything and read the prompts: ``(B, V)`` float32 logits of each sequence's next token.
+        """Forget everything and read prompts ``(B, S)`` int64 of ``(B,)`` tokens: ``(B, V)`` logits of the next ones.
 
-        Prompts as many and with as much room as the last ones take their memory and their graph.
-
-        Args:
-            ids: ``(B, S)`` int64; what lies behind a shorter prompt's last token is ignored.
-            lengths: ``(B,)`` int64, tokens of each prompt.
-            max_length: Positions a sequence may grow to.
+        Sequences may grow to ``max_length`` positions. Prompts as many and with as much room as the last ones take
+        their memory and their graph.
         """
         logits = self._read(ids, lengths, max_length)
         self._steps, self._drafted = 0, False
@@ -124,10 +120,8 @@ class Engine:
     def weight_bytes_per_step(self) -> float:
         """Bytes of weights this rank read per decode step since ``prefill``, on average; 0 without a step.
 
-        ``(touched experts of this rank, summed over layers and steps) / steps * bytes of one expert's part
-        + bytes of all replicated weights but the embedding + bytes of B rows of the embedding``. Of shared experts
-        that decode steps include, only the pieces of this rank count; an embedding that is also the head counts as
-        head.
+        Those of experts that were touched, of all replicated weights but the embedding, and of B rows of that; an
+        embedding that is also the head counts as head. Of shared experts in decode steps only this rank's pieces count.
         """
         if not self._steps:
             return 0.0
@@ -177,10 +171,7 @@ def freeze_experts(runner: ReplicatedRunner, layer: MoE, columns: int) -> Frozen
 
 
 def take_experts(layer: MoE, expert_dtype: MXType | None = None, file: MemoryFile | None = None) -> HeldExperts:
-    """The experts of a layer, that are in host memory, as they are or quantised one by one, or copied to a file of it.
-
-    The layer has none of its own from here on.
-    """
+    """The experts of a layer in host memory, as they are, quantised, or copied to a file of it; the layer has none."""
     w1, w2 = layer.expert_weights()
     matrices, device, biases = w1.flatten(1, 2), layer.group.device, {}
     if layer.b1 is not None and layer.b2 is not None:
@@ -325,10 +316,9 @@ class GPTEngine(Engine):
 
 
 def freeze(model: GPT) -> None:
-    """Keep the matrices in the dtype their products run in, where a forward pass would otherwise cast them every time.
+    """Keep the matrices in the dtype their products run in, to which each forward pass would cast them: no bit changes.
 
-    Router, norms and embedding stay float32, as in training, so the results stay the same bit for bit. The router's
-    losses, a sixth of the operations of a decode step, are no longer computed.
+    The router's losses, a sixth of the operations of a decode step, are no longer computed.
     """
     for layer in model.moe_layers():
         layer.router.config = replace(layer.router.config, aux_loss_coef=0.0, z_loss_coef=0.0)

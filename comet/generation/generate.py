@@ -167,10 +167,7 @@ def most_positions(prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> i
 
 
 def pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Prompts as one tensor.
-
-    Example: prompts ``[7, 8]`` and ``[9]``: ids ``[[7, 8], [9, 0]]``, lengths ``[2, 1]``.
-    """
+    """Ids and lengths: prompts ``[7, 8]`` and ``[9]`` are ``[[7, 8], [9, 0]]`` and ``[2, 1]``."""
     longest = max(map(len, prompts))
     rows = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
     return torch.tensor(rows, device=device), torch.tensor([len(prompt) for prompt in prompts], device=device)

@@ -56,11 +56,7 @@ class Sampler:
         return chosen
 
     def probabilities(self, logits: Tensor, seen: Tensor | None) -> Tensor:
-        """``(..., V)`` float64 after penalties, temperature (0 counts as 1), top-k and top-p.
-
-        Args:
-            seen: ``(..., V)`` bool: what each row's choice follows; ``None`` without penalties.
-        """
+        """``(..., V)`` float64 after penalties for ``seen (..., V)``, temperature (0 counts as 1), top-k and top-p."""
         scaled = self.penalised(logits, seen) / (self.config.temperature or 1.0)
         rows = scaled.flatten(0, -2)
         kept, ids = likely(rows, self.config.top_k, self.config.top_p)
@@ -96,14 +92,10 @@ def uniform_draws(seed: int, sequence: int, count: int) -> Tensor:
 
 
 def draw(logits: Tensor, uniform: Tensor, top_k: int | None, top_p: float) -> Tensor:
-    """Draw by inverting the cumulative distribution of the kept tokens, the most probable one first.
+    """Draw ``(B,)`` tokens of logits ``(B, V)`` by ``uniform (B,)`` float64 in [0, 1), the most probable ones first.
 
     Example: probabilities 0.5, 0.125, 0.375 and top_p 0.8 keep tokens 0 and 2 with 4/7 and 3/7, so the draw 0.5 gives
     token 0 and the draw 0.6 token 2.
-
-    Args:
-        logits: ``(B, V)``.
-        uniform: ``(B,)`` float64 in [0, 1).
     """
     kept, ids = likely(logits, top_k, top_p)
     return ids.gather(1, pick(kept, uniform)[:, None])[:, 0]
@@ -112,11 +104,8 @@ def draw(logits: Tensor, uniform: Tensor, top_k: int | None, top_p: float) -> Te
 def likely(logits: Tensor, top_k: int | None, top_p: float) -> tuple[Tensor, Tensor]:
     """The ``top_k`` most probable tokens and, of their distribution, the fewest with at least ``top_p`` of it.
 
-    Args:
-        logits: ``(B, V)``; equal ones keep the order of their ids.
-
-    Returns:
-        ``(B, top_k)`` float64, the most probable first, 0 for what ``top_p`` leaves out; not renormalised. And the ids.
+    Probabilities ``(B, top_k)`` float64, the most probable first, 0 for what ``top_p`` leaves out, not renormalised;
+    and the ids, of which equally probable ones stay in their order.
     """
     ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
     ordered, ids = ordered[:, :top_k].double(), ids[:, :top_k]

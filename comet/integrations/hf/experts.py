@@ -45,12 +45,11 @@ class CometExperts(nn.Module):
         self._gates: tuple[nn.Module, ...] = ()
 
     def join(self, shared: nn.Module, gate: nn.Module | None, columns: int) -> None:
-        """Let decode steps include the block's shared expert; ``InDecodeSteps`` keeps its own module out of them.
+        """Let decode steps include the block's shared expert, if it is one of plain linear layers.
 
         Args:
-            shared: With ``gate_proj``, ``up_proj`` and ``down_proj``.
             gate: ``(T, D)`` -> ``(T, 1)`` before the sigmoid that weighs it; ``None``: it weighs 1.
-            columns: From ``shared_columns``. An expert of other than plain linear layers stays outside.
+            columns: From ``shared_columns``.
         """
         if all(map(is_plain, projections(shared))):
             self.shared = self.shared_slots(shared, columns)

@@ -153,10 +153,7 @@ def check_experts(experts: nn.Module, name: str) -> None:
 
 
 def check_kind(experts: nn.Module, name: str, like: type[nn.Module] | None = None) -> None:
-    """Raise ``ValueError`` unless experts called ``name`` are SwiGLU, gate before up, without any extra, or gpt-oss's.
-
-    ``like`` is the class whose methods they must have (see ``check_methods``).
-    """
+    """Raise ``ValueError`` unless experts are SwiGLU, gate before up, without extras and as ``like``, or gpt-oss's."""
     flags = EXPERT_FLAGS
     if like is None and gpt_oss.is_gpt_oss(experts):
         flags, like = GPT_OSS_FLAGS, gpt_oss.stock_class()

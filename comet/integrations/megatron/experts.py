@@ -107,10 +107,9 @@ class CometExperts(nn.Module):
             self.reset_parameters(config.init_method, config.output_layer_init_method)
 
     def _mark(self, tensor_parallel: int) -> None:
-        """What Megatron reads off a parameter: who shares its gradient, and that each rank has another part of it.
+        """Say who shares a parameter's gradient (``allreduce``: all data-parallel ranks, not those of ``expt_dp``).
 
-        With ``allreduce`` gradients are added up over all data-parallel ranks, without over those of ``expt_dp``. The
-        former would mix parts of an expert where its TP is not the model's, as Megatron-core 0.16's own experts do.
+        All would mix parts of an expert where its TP is not the model's, as Megatron-core 0.16's own experts do.
         """
         from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
