@@ -6,11 +6,9 @@ joins) -> ``ReplicatedRunner`` (few tokens or many) -> ``RankDecode`` (over the 
 
 from typing import Any
 
-from comet.decode.data_parallel_decode import DataParallelDecode
 from comet.decode.local import warp_decode
 from comet.decode.ranks import RankDecode, rank_slots
-from comet.decode.runners import LocalRunner, ReplicatedRunner
-from comet.decode.scratch import DecodeScratch
+from comet.decode.runners import DataParallelDecode, LocalRunner, ReplicatedRunner
 from comet.decode.shared import (
     FrozenExperts,
     SharedMatrices,
@@ -21,7 +19,7 @@ from comet.decode.shared import (
     shared_columns,
 )
 from comet.decode.twin import warp_decode_torch
-from comet.decode.weights import MAX_DECODE_TOKENS, DecodeWeights
+from comet.decode.weights import MAX_DECODE_TOKENS, DecodeScratch, DecodeWeights
 from comet.layer.shared_expert import joins_step
 from comet.utils.renamed import warn_renamed
 

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from comet.config import check_kernel_dtype, require, resolve_kernels
-from comet.decode.scratch import DecodeScratch
 from comet.decode.twin import warp_decode_torch
-from comet.decode.weights import DecodeWeights, check_inputs
+from comet.decode.weights import DecodeScratch, DecodeWeights, check_inputs
 from comet.kernels.decode.blocks import DecodeConfig, select
 from comet.kernels.decode.step import ExpertWeights, ReceiveBuffer, Step, StepTensors
 from comet.kernels.decode.warp_decode import decode

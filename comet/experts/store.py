@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from comet.config import require
-from comet.kernels.experts.parts import ExpertParts
+from comet.kernels.experts.tables import ExpertParts
 from comet.quantization.formats import MX_BLOCK, MXType, quantize_mx
 
 logger = logging.getLogger(__name__)

@@ -1,8 +1,8 @@
-"""What the GPU and the host know of an expert cache: tables, where experts come from, constants of its kernels."""
+"""What the GPU and the host know of an expert cache: tables, parts of experts, constants of its kernels."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..runtime.arguments import power_of_2
 from .mailbox import Mailbox
-from .parts import ExpertParts
 
 Policy = Literal["lru", "lfu", "score"]
 POLICIES = ("lru", "lfu", "score")
@@ -93,6 +92,38 @@ class CacheTables:
         """
         arriving = (self.num_experts + expert for expert in experts)
         return [*experts, *arriving, *(3 * self.num_experts + slot for slot in slots)]
+
+
+class ExpertParts:
+    """w1 and w2 of some experts, an expert a row, and the scales of quantised ones: the base of what holds them."""
+
+    __slots__ = ()
+    w1: Tensor  # gate rows first, then up rows
+    w2: Tensor  # of the same experts and dtype
+    w1_scales: Tensor | None  # None where experts are not quantised, as of w2
+    w2_scales: Tensor | None
+
+    @property
+    def named_parts(self) -> dict[str, Any]:
+        """w1 and w2, and their scales where they have some, by their names."""
+        given = {"w1": self.w1, "w2": self.w2, "w1_scales": self.w1_scales, "w2_scales": self.w2_scales}
+        return {name: part for name, part in given.items() if part is not None}
+
+    @property
+    def stored_parts(self) -> dict[str, Any]:
+        """``named_parts``, and the biases b1 and b2 where it has some: what a store keeps; biases take no slot."""
+        given = {name: getattr(self, name, None) for name in ("b1", "b2")}
+        return self.named_parts | {name: bias for name, bias in given.items() if bias is not None}
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """The same without names."""
+        return tuple(self.named_parts.values())
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of one expert, its scales counted."""
+        return sum(part[0].nbytes for part in self.parts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

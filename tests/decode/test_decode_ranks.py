@@ -31,8 +31,7 @@ from ranks import run_ranks
 from comet.comm import make_communicator
 from comet.comm.failures import Board
 from comet.decode import DecodeScratch, RankDecode, rank_slots
-from comet.decode.gathered import TokenGather, gather_bytes
-from comet.decode.ranks import receive_bytes
+from comet.decode.ranks import TokenGather, gather_bytes, receive_bytes
 from comet.kernels.decode import warp_decode
 from comet.layout import ExpertLayout
 

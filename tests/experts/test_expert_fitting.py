@@ -19,7 +19,7 @@ from training_cases import Rank, make_job
 
 import comet.experts.paths
 from comet.experts.cache import ExpertCache
-from comet.experts.fitting import fewer_slots
+from comet.experts.paths import fewer_slots
 from comet.experts.staged import StagedCache
 from comet.generation.job import generate_job
 from comet.generation.source import find_source, model_of

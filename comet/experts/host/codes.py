@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 
 from comet.config import require
 from comet.decode.weights import CODES
-from comet.kernels.experts.parts import ExpertParts
+from comet.kernels.experts.tables import ExpertParts
 from comet.quantization.formats import FLOAT32_FRACTION_BITS, FP8_BLOCK
 
 NUMBERS_PER_CORE = 2**20  # that are converted at once: 4 MB, which a core's cache holds or nearly does

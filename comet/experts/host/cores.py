@@ -27,7 +27,7 @@ from comet.experts.host.worker import Place, WorkerPlan
 from comet.experts.store import MemoryFile, host_memory
 from comet.kernels.experts.host import PLACE_HOST
 from comet.kernels.experts.mailbox import EXPERTS, FAILED, NUM_EXPERTS, OF_LAYER, READY, STOP, Mailbox
-from comet.kernels.experts.parts import ExpertParts
+from comet.kernels.experts.tables import ExpertParts
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from comet.kernels.experts.host import ask_torch, asked_by_host
 from comet.kernels.experts.mailbox import Mailbox
-from comet.kernels.experts.parts import ExpertParts
+from comet.kernels.experts.tables import ExpertParts
 from comet.kernels.runtime.activation import SWIGLU, Activation
 
 REPEATS = 8  # counted, of requests of a kind; as many come before
