@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 
 from comet.config import require
-from comet.experts.budget import ExpertBudget
+from comet.experts.budget import ExpertBudget, StoreOptions
 from comet.experts.cache import OF_THE_CACHES, CacheReport
-from comet.experts.options import StoreOptions
 from comet.generation.source import is_hf_folder
 from comet.jobs.config import JobConfig
 from comet.layer.group import ExpertGroup

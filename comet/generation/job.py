@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from comet.comm.handshake import largest, meet
 from comet.config import require
-from comet.experts.budget import ExpertBudget
-from comet.experts.options import StoreOptions
+from comet.experts.budget import ExpertBudget, StoreOptions
 from comet.generation.engine import Engine, GPTEngine
 from comet.generation.experts import cache_facts, expectation, plan_experts
 from comet.generation.generate import Generated, encode_prompts, generate, warm_up

@@ -9,11 +9,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from comet.config import MoEConfig
-from comet.kernels.router.gradients import measure_gradient, select_gradient
 from comet.kernels.router.logits import router_logits
-from comet.kernels.router.measure import LossRule
+from comet.kernels.router.measure import LossRule, measure_gradient
 from comet.kernels.router.measure import measure as measure_losses
-from comet.kernels.router.select import SelectRule
+from comet.kernels.router.select import SelectRule, select_gradient
 from comet.kernels.router.select import select as select_ids
 from comet.router.losses import RouterStats
 from comet.utils.autocast import without_autocast

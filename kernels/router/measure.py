@@ -1,4 +1,4 @@
-"""Router: loads, losses and the largest logit, in one launch for few tokens and two for many.
+"""Router: loads, losses and the largest logit, in one launch for few tokens and two for many; their gradients in one.
 
 ``measure_kernel``: each block adds up its own rows, ``finish_kernel`` the blocks in their order: no float atomics,
 equal inputs give equal bits. Few tokens take one block, which also finishes. What bounds it: reading logits and scores.
@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..runtime.case import KernelCase
-from .select import aot_case, at_least_tiny, exp
+from .select import MANY_TOKENS, TINY, aot_case, aot_rules, at_least_tiny, exp, rows_per_block
 
 MAX_BLOCKS = 64
 ROWS = 64  # up to so many, another block takes longer to start and to add than it saves
@@ -186,6 +186,56 @@ def measure(
     return aux_loss, z_loss, load
 
 
+@triton.jit(do_not_specialize=["T", "aux", "z"])
+def measure_gradient_kernel(
+    logits_ptr, scores_ptr, load_ptr, grad_aux_ptr, grad_z_ptr, grad_logits_ptr, grad_scores_ptr, T, aux, z,
+    E: tl.constexpr, OF_AUX: tl.constexpr, OF_Z: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """A block takes BLOCK_T tokens."""
+    tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    experts = tl.arange(0, BLOCK_E)
+    known = (experts < E)[None, :]
+    there = (tokens < T)[:, None] & known
+    places = tokens[:, None] * E + experts[None, :]
+    if OF_AUX:
+        load = tl.load(load_ptr + experts, mask=experts < E, other=0.0)
+        share = tl.div_rn(load, tl.maximum(tl.sum(load, axis=0), 1.0))[None, :]
+        scores = tl.load(scores_ptr + places, mask=there, other=0.0)
+        total = tl.sum(scores, axis=1)[:, None]
+        divisor = at_least_tiny(total)
+        of_total = tl.where(total < TINY, 0.0, tl.sum(share * tl.div_rn(scores, divisor), axis=1)[:, None])
+        factor = tl.load(grad_aux_ptr) * aux * E / T
+        tl.store(grad_scores_ptr + places, factor * tl.div_rn(share - of_total, divisor), mask=there)
+    if OF_Z:
+        logits = tl.where(known, tl.load(logits_ptr + places, mask=there, other=0.0), float("-inf"))
+        lse = log_sum_exp(logits)[:, None]
+        tl.store(grad_logits_ptr + places, tl.load(grad_z_ptr) * z * 2.0 / T * lse * exp(logits - lse), mask=there)
+
+
+def measure_gradient(
+    logits: Tensor, scores: Tensor, load: Tensor, grad_losses: tuple[Tensor | None, Tensor | None], rule: LossRule
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients ``(T, E)`` float32 of the logits and of the scores of ``measure``; ``None`` instead of zeros.
+
+    Args:
+        logits: ``(T, E)`` float32 that ``measure`` was given, as scores.
+        load: ``(E,)`` float32 that it returned.
+        grad_losses: ``()`` float32 of the load-balancing loss and of the z-loss, or ``None`` for zero.
+    """
+    (num_tokens, num_experts), (grad_aux, grad_z) = logits.shape, grad_losses
+    of_aux, of_z = grad_aux is not None and rule.aux != 0, grad_z is not None and rule.z != 0
+    grad_logits = torch.empty_like(logits) if of_z else None
+    grad_scores = torch.empty_like(scores) if of_aux else None
+    if num_tokens and (of_aux or of_z):
+        block_e = triton.next_power_of_2(num_experts)
+        block_t, num_warps = rows_per_block(num_tokens, block_e)
+        measure_gradient_kernel[(triton.cdiv(num_tokens, block_t),)](
+            logits, scores, load, grad_aux, grad_z, grad_logits, grad_scores, num_tokens, rule.aux, rule.z,
+            E=num_experts, OF_AUX=of_aux, OF_Z=of_z, BLOCK_T=block_t, BLOCK_E=block_e, num_warps=num_warps,
+        )  # fmt: skip
+    return grad_logits, grad_scores
+
+
 def _constants(num_experts: int, rule: LossRule) -> dict[str, Any]:
     width = triton.next_power_of_2(num_experts)
     return dict(E=num_experts, USE_AUX=rule.aux != 0, USE_Z=rule.z != 0, BLOCK_E=width)
@@ -211,4 +261,10 @@ def aot_cases() -> list[KernelCase]:
                 (finish_kernel, constants | dict(BLOCK_B=block, MAX_BLOCKS=MAX_BLOCKS), ""),
             ):
                 cases.append(aot_case(words + suffix, kernel, values, NUM_WARPS, **AOT_KINDS))
+    for name, (num_experts, _) in aot_rules().items():
+        for num_tokens in (1, 2 * MANY_TOKENS):
+            block_e = triton.next_power_of_2(num_experts)
+            block_t, num_warps = rows_per_block(num_tokens, block_e)
+            constants = dict(E=num_experts, BLOCK_T=block_t, BLOCK_E=block_e, OF_AUX=True, OF_Z=True)
+            cases.append(aot_case(f"{name}, {num_tokens} tokens", measure_gradient_kernel, constants, num_warps))
     return cases

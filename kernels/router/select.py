@@ -2,7 +2,7 @@
 
 A row of experts stays in the registers of one warp where it fits. What is compared and its column are one integer, so
 that equal scores go to the lowest id, as a stable sort would have it. What bounds it: with few tokens its K rounds,
-with many also reading the logits and writing the scores.
+with many also reading the logits and writing the scores; its gradient reading rows and writing others, once.
 """
 
 from dataclasses import dataclass
@@ -177,6 +177,63 @@ def select(logits: Tensor, bias: Tensor | None, rule: SelectRule) -> tuple[Tenso
     return ids, weights, scores
 
 
+@triton.jit(do_not_specialize=["T"])
+def select_gradient_kernel(
+    scores_ptr, ids_ptr, grad_weights_ptr, grad_scores_ptr, grad_logits_ptr, T,
+    E: tl.constexpr, K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, SCALE: tl.constexpr,
+    OF_WEIGHTS: tl.constexpr, OF_SCORES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """A block takes BLOCK_T tokens; K experts are marked in a row, so that all sums are over rows, each in one warp."""
+    tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    in_batch = tokens < T
+    experts = tl.arange(0, BLOCK_E)[None, :]
+    there = in_batch[:, None] & (experts < E)
+    places = tokens[:, None] * E + experts
+    scores = tl.load(scores_ptr + places, mask=there, other=0.0)
+    grad = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.float32)
+    if OF_WEIGHTS:
+        is_chosen = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.int1)
+        for k in tl.range(0, K, loop_unroll_factor=min(K, 8)):
+            is_kth = experts == tl.load(ids_ptr + tokens * K + k, mask=in_batch, other=-1)[:, None]
+            grad_weight = tl.load(grad_weights_ptr + tokens * K + k, mask=in_batch, other=0.0)[:, None]
+            grad = tl.where(is_kth, grad_weight * SCALE, grad)
+            is_chosen |= is_kth
+        if RENORMALIZE:
+            total = tl.sum(tl.where(is_chosen, scores, 0.0), axis=1)[:, None]
+            divisor = at_least_tiny(total)
+            of_total = tl.where(total < TINY, 0.0, tl.sum(grad * tl.div_rn(scores, divisor), axis=1)[:, None])
+            grad = tl.where(is_chosen, tl.div_rn(grad - of_total, divisor), 0.0)
+    if OF_SCORES:
+        grad += tl.load(grad_scores_ptr + places, mask=there, other=0.0)
+    if SIGMOID:
+        grad *= scores * (1.0 - scores)
+    else:
+        grad = scores * (grad - tl.sum(grad * scores, axis=1)[:, None])
+    tl.store(grad_logits_ptr + places, grad, mask=there)
+
+
+def select_gradient(
+    scores: Tensor, ids: Tensor, grad_weights: Tensor | None, grad_scores: Tensor | None, rule: SelectRule
+) -> Tensor:
+    """Gradient ``(T, E)`` float32 of the logits of ``select``.
+
+    Args:
+        scores: ``(T, E)`` float32 that ``select`` returned, as ids.
+        grad_weights: ``(T, K)`` float32, contiguous, or ``None`` for zeros.
+        grad_scores: ``(T, E)`` float32, contiguous, or ``None`` for zeros.
+    """
+    num_tokens, num_experts = scores.shape
+    grad_logits = torch.empty_like(scores)
+    if num_tokens == 0:
+        return grad_logits
+    constants, num_warps = _gradient_constants(num_tokens, num_experts, rule)
+    select_gradient_kernel[(triton.cdiv(num_tokens, constants["BLOCK_T"]),)](
+        scores, ids, grad_weights, grad_scores, grad_logits, num_tokens, OF_WEIGHTS=grad_weights is not None,
+        OF_SCORES=grad_scores is not None, num_warps=num_warps, **constants,
+    )  # fmt: skip
+    return grad_logits
+
+
 def rows_per_block(num_tokens: int, width: int) -> tuple[int, int]:
     """Rows of a block and its warps; no row is on two warps up to 512 columns: reductions over it need no barrier."""
     if width > 512:
@@ -195,6 +252,12 @@ def _select_constants(num_tokens: int, num_experts: int, rule: SelectRule) -> tu
         BLOCK_K=triton.next_power_of_2(rule.top_k),
     )  # fmt: skip
     return constants, num_warps
+
+
+def _gradient_constants(num_tokens: int, num_experts: int, rule: SelectRule) -> tuple[dict[str, Any], int]:
+    block_e = triton.next_power_of_2(num_experts)
+    block_t, num_warps = rows_per_block(num_tokens, block_e)
+    return rule.constants(num_experts) | dict(BLOCK_T=block_t, BLOCK_E=block_e), num_warps
 
 
 def aot_rules() -> dict[str, tuple[int, SelectRule]]:
@@ -219,12 +282,15 @@ def aot_case(
 
 
 def aot_cases() -> list[KernelCase]:
-    """All rules at few and at many tokens, sigmoids with a bias."""
+    """All rules at few and at many tokens, sigmoids with a bias, and their gradients."""
     cases = []
     for name, (num_experts, rule) in aot_rules().items():
         for num_tokens in (1, 2 * MANY_TOKENS):
+            words, kinds = f"{name}, {num_tokens} tokens", Selection("*i32", "*fp32", "*fp32")
             constants, num_warps = _select_constants(num_tokens, num_experts, rule)
             constants |= {} if rule.sigmoid else dict(bias_ptr=None)
-            kinds = Selection("*i32", "*fp32", "*fp32")
-            cases.append(aot_case(f"{name}, {num_tokens} tokens", select_kernel, constants, num_warps, selection=kinds))
+            cases.append(aot_case(words, select_kernel, constants, num_warps, selection=kinds))
+            constants, num_warps = _gradient_constants(num_tokens, num_experts, rule)
+            constants |= dict(OF_WEIGHTS=True, OF_SCORES=True)
+            cases.append(aot_case(words, select_gradient_kernel, constants, num_warps))
     return cases

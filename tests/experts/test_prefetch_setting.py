@@ -10,7 +10,7 @@ import torch
 from cache_cases import decide_as_on_a_gpu
 from training_cases import MODEL, MOE, make_group
 
-from comet.experts.options import StoreOptions
+from comet.experts.budget import StoreOptions
 from comet.experts.prefetch import prefetch_wanted, prefetches
 from comet.generation.engine import GPTEngine
 from comet.jobs.generate import GenerateConfig

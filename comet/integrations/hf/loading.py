@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from comet.config import MOE_DTYPES, ParallelConfig, require
-from comet.experts.budget import ExpertStoreKind
-from comet.experts.options import StoreOptions
+from comet.experts.budget import ExpertStoreKind, StoreOptions
 from comet.integrations.hf.checkpoint import holds_block_fp8, state_of
 from comet.integrations.hf.convert import Place
 from comet.integrations.hf.families import check_family, moe_config, read_config, require_transformers, stock_experts
