@@ -52,11 +52,9 @@ def gather_bytes(world_size: int, hidden_size: int, max_tokens: int) -> int:
 
 
 class TokenGather:
-    """Brings every rank's tokens to every rank (see ``comet.kernels.decode.gather``); memory of ``RankDecode``.
+    """Brings up to ``max_tokens`` tokens of every rank to every rank (``comet.kernels.decode.gather``).
 
-    Args:
-        hidden_size: D.
-        max_tokens: Most tokens of one rank; a batch always has W * max_tokens, absent ones included.
+    Memory of ``RankDecode``; a batch always has W * max_tokens, absent ones included.
     """
 
     def __init__(self, comm: Communicator, *, hidden_size: int, max_tokens: int) -> None:

@@ -84,10 +84,7 @@ class Decoder:
     """Warp decode of what this rank holds, with scratch memory that all layers share.
 
     They run one after the other, on one stream. The memory is made at the first step and kept; none on the CPU.
-
-    Args:
-        top_k: K, the largest of all layers, with what a shared expert adds to it (``shared_columns``).
-        max_tokens: Most tokens of a step, the ``decode_tokens`` of its runner.
+    ``top_k`` is the largest K of all layers, with what a shared expert adds to it (``shared_columns``).
     """
 
     def __init__(self, top_k: int, max_tokens: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -30,7 +30,6 @@ from comet.utils.graphs import first_line
 logger = logging.getLogger(__name__)
 
 CachedPath = CachedExperts | StagedExperts
-Cache = TypeVar("Cache")
 TENTHS_TAKEN = 9  # of what was found to fit: attention memory and scratch come behind the slots
 
 
@@ -38,7 +37,7 @@ TENTHS_TAKEN = 9  # of what was found to fit: attention memory and scratch come 
 class Slots:
     """Where the slots of a model's layers are, and what reads them."""
 
-    num_slots: int  # S, asked for in each layer; fewer where memory does not hold them (fit_slots)
+    num_slots: int  # S, asked for in each layer; fewer where memory does not hold them
     layout: ExpertLayout  # this rank's place among the experts
     runner: Runner  # of all layers; its decode computes from the slots
     dtype: torch.dtype  # of tokens
@@ -58,7 +57,10 @@ class Slots:
             ValueError: If the device's memory does not hold a layer's fewest slots.
         """
         if least_of_ranks(all(layer.readable for layer in layers), self.group):
-            caches = self._fitting([partial(self._cache, layer) for layer in layers])
+            place = dict(device=self.device, policy=self.policy, **self._place)
+            caches = self._fitting(
+                layers, lambda number, layer, slots: ExpertCache(**layer.stored_parts, num_slots=slots, **place)
+            )
             cores = started(self.cores, layers)
             if cores is not None:
                 for number, cache in enumerate(caches):
@@ -82,20 +84,37 @@ class Slots:
         deadline_s = self.group.comm.timeout_s if self.group is not None and self.layout.world_size > 1 else None
         stage = Stage(num_places, layers[0].specs, self.device, deadline_s=deadline_s)
         stage.files = None if files is None else files.pop_all()
-        caches = self._fitting([partial(self._staged, layer, stage, number) for number, layer in enumerate(layers)])
+        caches = self._fitting(
+            layers, lambda number, layer, slots: StagedCache(layer, stage, number, slots, self.device, **self._place)
+        )
         return [StagedExperts(cache, self.runner, self.layout.top_k) for cache in caches]
 
-    def _fitting(self, makers: Sequence[Any]) -> list[Any]:
-        least = min(self.layout.top_k, self.layout.experts_local)
-        return fit_slots(makers, self.num_slots, least, self.group)
-
-    def _cache(self, layer: HeldExperts, num_slots: int) -> ExpertCache:
-        return ExpertCache(
-            **layer.stored_parts, num_slots=num_slots, device=self.device, policy=self.policy, **self._place
-        )
-
-    def _staged(self, layer: ExpertReader, stage: Stage, number: int, num_slots: int) -> StagedCache:
-        return StagedCache(layer, stage, number, num_slots, self.device, **self._place)
+    def _fitting(self, layers: Sequence[Any], make: Callable[[int, Any, int], Any]) -> list[Any]:
+        """The caches of all layers by their numbers, with fewer slots each where memory runs out (collective)."""
+        num_slots, refused, least = self.num_slots, "", min(self.layout.top_k, self.layout.experts_local)
+        while True:
+            made: list[Any] = []
+            try:
+                made.extend(make(number, layer, num_slots) for number, layer in enumerate(layers))
+            except torch.OutOfMemoryError as error:
+                refused = first_line(error)  # the error itself would keep what was made
+            fitting = least_of_ranks(len(made), self.group)
+            if fitting == len(layers):
+                break
+            made.clear()
+            torch.cuda.empty_cache()
+            refused = refused or "another rank is out of memory"
+            require(
+                num_slots > least,
+                f"expert_budget must fit the device's memory: {least} slots in each of {len(layers)} layers, the "
+                f"fewest that serve a token, do not ({refused}); free memory there, or share the experts with more "
+                "ranks",
+            )
+            num_slots = fewer_slots(num_slots, fitting, len(layers), least)
+        if num_slots < self.num_slots:
+            words = "expert_budget: %d slots in each of %d layers in place of %d: the device is out of memory (%s)"
+            logger.warning(words, num_slots, len(layers), self.num_slots, refused)
+        return made
 
     @property
     def _place(self) -> dict[str, Any]:
@@ -131,8 +150,7 @@ def host_paths(
         hold: Brings the experts of all layers to host memory, into a file of it where there is one.
         routers: Called where they may: those of all layers, that say which are probable; none: none travel.
     """
-    runner = slots.runner
-    layout = slots.layout
+    runner, layout = slots.runner, slots.layout
     sizes = HostSizes(
         num_experts=layout.num_experts, first_expert=layout.first_expert, hidden_size=hidden_size, top_k=layout.top_k,
         max_tokens=runner.decode.max_tokens, dtype=slots.dtype, activation=runner.activation,
@@ -160,35 +178,6 @@ def cores_of_paths(paths: Sequence[CachedPath]) -> HostCores | None:
     """The host's cores that compute some of the experts of all layers, if there are any."""
     cores = (path.cache.cores for path in paths if isinstance(path, CachedExperts))
     return next(cores, None)
-
-
-def fit_slots(
-    makers: Sequence[Callable[[int], Cache]], num_slots: int, least: int, group: ExpertGroup | None = None
-) -> list[Cache]:
-    """Make the caches of all layers, with fewer slots each where memory runs out, down to ``least`` (collective)."""
-    asked, refused = num_slots, ""
-    while True:
-        made: list[Cache] = []
-        try:
-            made.extend(make(num_slots) for make in makers)
-        except torch.OutOfMemoryError as error:
-            refused = first_line(error)  # the error itself would keep what was made
-        fitting = least_of_ranks(len(made), group)
-        if fitting == len(makers):
-            break
-        made.clear()
-        torch.cuda.empty_cache()
-        refused = refused or "another rank is out of memory"
-        require(
-            num_slots > least,
-            f"expert_budget must fit the device's memory: {least} slots in each of {len(makers)} layers, the fewest "
-            f"that serve a token, do not ({refused}); free memory there, or share the experts with more ranks",
-        )
-        num_slots = fewer_slots(num_slots, fitting, len(makers), least)
-    if num_slots < asked:
-        words = "expert_budget: %d slots in each of %d layers in place of %d: the device is out of memory (%s)"
-        logger.warning(words, num_slots, len(makers), asked, refused)
-    return made
 
 
 def fewer_slots(num_slots: int, fitting: int, num_layers: int, least: int) -> int:

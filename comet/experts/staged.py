@@ -73,12 +73,8 @@ class Stage:
     def get(self, reader: ExpertReader, layer: int, expert: int, first_expert: int = 0) -> dict[str, Tensor]:
         """An expert's parts by their names, good until ``num_places`` others were asked for.
 
-        Args:
-            layer: Number of the reader's layer.
-            expert: Its number among all, the reader's first of which is ``first_expert``.
-
-        Raises:
-            CommTimeoutError: If other ranks have not waited for the read to end.
+        ``expert`` is its number among all, the reader's first of which is ``first_expert``. Raises ``CommTimeoutError``
+        if other ranks have not waited for the read to end.
         """
         key = layer, expert
         if key in self._places:
@@ -156,11 +152,7 @@ class StagedCache(Slots):
         self._free = list(range(num_slots))
 
     def bring(self, top_k_ids: Tensor) -> DecodeWeights:
-        """Bring the experts of a step into slots; waits for the device, and so for all copies before.
-
-        Args:
-            top_k_ids: ``(T, K)`` with at most S distinct experts of this rank; others need no slot.
-        """
+        """Bring the experts of a step, at most S of this rank, into slots; waits for the device and its copies."""
         numbers = {expert - self.first_expert for expert in top_k_ids.flatten().tolist()}
         needed = [expert for expert in sorted(numbers) if 0 <= expert < self.num_held]
         missing = [expert for expert in needed if expert not in self._slots]

@@ -105,11 +105,7 @@ class HeldExperts(ExpertParts):
 
     @classmethod
     def hold(cls, parts: Mapping[str, Tensor], device: torch.device, file: MemoryFile | None = None) -> HeldExperts:
-        """Whole tensors by their names: themselves where ``device`` reads them, else a copy in memory made for it.
-
-        Args:
-            file: That another process maps, too; they are copied there in any case.
-        """
+        """Whole tensors: themselves where ``device`` reads them and there is no ``file``, else copies."""
         held: dict[str, Any] = {name: part.contiguous() for name, part in parts.items()}
         if file is None and (device.type == "cpu" or all(part.is_pinned() for part in held.values())):
             return cls(**held, readable=True)
@@ -118,11 +114,7 @@ class HeldExperts(ExpertParts):
 
     @classmethod
     def fill(cls, reader: ExpertReader, device: torch.device, file: MemoryFile | None = None) -> HeldExperts:
-        """Read all experts of a layer, one after the other, into memory made for them.
-
-        Args:
-            file: That another process maps, too.
-        """
+        """Read all experts of a layer, one after the other, into memory made for them, or into ``file``."""
         made, readable = _memory(reader.specs, device, file)
         for expert in range(len(made["w1"])):
             reader.read(expert, {name: memory[expert] for name, memory in made.items()})
@@ -230,11 +222,7 @@ def _memory(
 
 
 def warn_pageable(num_bytes: int, layer: HeldExperts, device: torch.device) -> None:
-    """Say once per model what it costs that memory of so many bytes could not be pinned, by a copy that is measured.
-
-    Args:
-        layer: One of those that hold them.
-    """
+    """Say once per model what it costs that memory of so many bytes could not be pinned, by a copy that is measured."""
     seconds = seconds_to_copy(*(part[0] for part in layer.parts), device=device)
     logger.warning(
         "%.3f GB of host memory for experts cannot be pinned (ulimit -l, a container's limit, or too little of it): "
