@@ -11,9 +11,9 @@ from typing import get_args
 
 import pytest
 import torch
-from cache_cases import Twins, cache_of, check_slots, decide_as_on_a_gpu
+from cache_cases import cache_of, decide_as_on_a_gpu
 from decode_cases import FOLD, VECTOR, DecodeCase, stored_parts
-from host_cases import CASES
+from host_cases import CASES, compare_steps
 from ranks import run_ranks
 from tiers import slow, slow_but
 from training_cases import GPT_OSS, MODEL, MOE, Rank, awake_model, compare_texts, make_group, make_job, nearly_equal
@@ -36,20 +36,6 @@ from comet.models.config import ModelConfig
 from comet.quantization.formats import MXType, StoredType, quantize_mx
 from comet.training.trainer import train
 
-
-def compare_steps(rank: int, world_size: int, case: DecodeCase, num_slots: int, policy: str) -> None:
-    """Random steps by kernels and by twins: equal tables, outputs of resident experts, slots as stored."""
-    twins, made = Twins.make(case, num_slots, policy, int(num_slots < case.E)), torch.Generator().manual_seed(case.seed)
-    tables, of_twin = twins.mine.tables, twins.twin.tables
-    for _ in range(4 if case.quantised else 8):
-        twins.step(*twins.draw(made))
-        count = int(tables.header[0])
-        assert torch.equal(tables.copies[:, :count], of_twin.copies[:, :count])
-        check_slots(twins.mine)
-    assert tables.totals[1] > 0
-    assert not tables.header[2:4].any(), "the next step finds its flags as this one did"
-
-
 BYTES = DecodeConfig(form="vector", gate_up=BlockShape(rows=16, depth=64), down=BlockShape(rows=16, depth=64))
 TILES = DecodeConfig(form="matrix", gate_up=BlockShape(rows=32, depth=64), down=BlockShape(rows=32, depth=128))
 WIDE = DecodeConfig(form="vector", gate_up=BlockShape(rows=16, depth=512), down=BlockShape(rows=16, depth=512))
@@ -68,7 +54,7 @@ QUANTISED = [
 
 @pytest.mark.parametrize("case", QUANTISED, ids=lambda case: case.name)
 def test_kernels_bring_scales_with_their_experts_and_find_biases(case: DecodeCase) -> None:
-    run_ranks(compare_steps, 1, case, case.T * case.K, "lru", interpret=True)
+    run_ranks(compare_steps, 1, case, case.T * case.K, "lru", 4, interpret=True)
 
 
 def test_words_of_scales() -> None:
@@ -85,7 +71,7 @@ def test_words_of_scales() -> None:
 @pytest.mark.parametrize("case", slow_but(["vector", "matrix"], CASES))
 def test_kernels_equal_their_twins(case: DecodeCase, policy: str) -> None:
     slots = min(case.T * case.K, case.E)
-    run_ranks(compare_steps, 1, case, slots, policy, interpret=True)
+    run_ranks(compare_steps, 1, case, slots, policy, 8, interpret=True)
 
 
 def test_the_example_of_the_docs() -> None:

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cache_cases import Twins, cache_of, check_slots, compare_waves_over_ranks, resident_weights
+from cache_cases import cache_of, compare_waves_over_ranks, resident_weights
 from decode_cases import FOLD, MATRIX, VECTOR, DecodeCase
+from host_cases import compare_steps
 from ranks import run_ranks
 from tiers import slow_but
 
@@ -65,29 +66,14 @@ CASES = [
 ]
 
 
-def compare_steps(rank: int, world_size: int, case: DecodeCase, num_slots: int, policy: str) -> None:
-    """Random steps by kernels and by twins: as resident experts give them, each missing expert fetched once."""
-    twins, made = Twins.make(case, num_slots, policy), torch.Generator().manual_seed(case.seed)
-    tables = twins.mine.tables
-    for _ in range(5):
-        tokens, ids, weights = twins.draw(made)
-        needed = set(ids.flatten().tolist()) - {-1, 0}
-        missing = {expert for expert in needed if tables.slots[expert] < 0}
-        before = tables.totals[:2].clone()
-        twins.step(tokens, ids, weights)
-        assert (tables.totals[:2] - before).tolist() == [len(needed), len(missing)], "each fetched once"
-        check_slots(twins.mine)
-    assert not tables.header[2:4].any(), "the next step finds its flags as this one did"
-
-
 @pytest.mark.parametrize("case", slow_but(["matrix", "vector"], CASES))
 def test_steps_in_waves_equal_resident_ones_bit_for_bit(case: DecodeCase) -> None:
-    run_ranks(compare_steps, 1, case, case.K + 1, "lru", interpret=True)
+    run_ranks(compare_steps, 1, case, case.K + 1, "lru", 5, interpret=True)
 
 
 @pytest.mark.parametrize("policy", ["lfu", "score"])
 def test_what_experts_are_worth_fades_once_a_step(policy: str) -> None:
-    run_ranks(compare_steps, 1, CASES[0], 3, policy, interpret=True)
+    run_ranks(compare_steps, 1, CASES[0], 3, policy, 5, interpret=True)
 
 
 @pytest.mark.parametrize("num_slots", range(3, 14))

@@ -11,7 +11,17 @@ import pytest
 import torch
 from cache_cases import stop_after
 from decode_cases import DecodeCase
-from host_cases import CASE, CASES, IN_WAVES, PROFILE, SLOW_LINK, hosted_cache, hosted_twins, set_deadline
+from host_cases import (
+    CASE,
+    CASES,
+    IN_WAVES,
+    PROFILE,
+    SLOW_LINK,
+    compare_steps,
+    hosted_cache,
+    hosted_twins,
+    set_deadline,
+)
 from ranks import run_ranks
 
 from comet.decode.local import run_kernels
@@ -20,47 +30,6 @@ from comet.kernels.experts.mailbox import EXPERTS
 from comet.kernels.experts.prefetch import plan_torch, travel_torch
 from comet.kernels.experts.tables import COUNT, HOSTED, NEXT, POLICIES
 from comet.kernels.experts.waves import split_waves_torch
-
-
-def compare_steps(rank: int, world_size: int, case: DecodeCase, policy: str) -> None:
-    """Random steps by kernels and by twins: equal tables, equal splits, and the outputs of resident experts."""
-    made, slots = torch.Generator().manual_seed(case.seed), min(case.T * case.K, case.E)
-    twins, cores = hosted_twins(case, slots, PROFILE, policy, int(slots < case.E))
-    tables, of_twin, hosted = twins.mine.tables, twins.twin.tables, 0
-    for _ in range(6):
-        twins.step(*twins.draw(made), hosted=True)
-        assert torch.equal(tables.header, of_twin.header)
-        count, num_hosted = (int(tables.header[word.value]) for word in (COUNT, HOSTED))
-        assert num_hosted == cores.mail.share[case.T, count]
-        assert torch.equal(tables.copies[:, :count], of_twin.copies[:, :count])
-        assert (tables.copies[1, count - num_hosted : count] == -1).all()
-        hosted += num_hosted
-    assert cores.counts[0] == 2 * hosted > 0
-    cores.check()
-    cores.close()
-
-
-def compare_waves(rank: int, world_size: int, case: DecodeCase, num_slots: int, policy: str) -> None:
-    """Steps in waves: as resident experts give them, as many hosted as the table says of all that the step misses."""
-    made = torch.Generator().manual_seed(case.seed)
-    twins, cores = hosted_twins(case, num_slots, PROFILE, policy, first=1)
-    tables, of_twin = twins.mine.tables, twins.twin.tables
-    for step in range(5):
-        tokens, ids, weights = twins.draw(made, 1 if step == 3 else case.T)  # a step of one wave in between
-        needed = set(ids.flatten().tolist()) - {-1, 0}
-        missing = [expert for expert in needed if tables.slots[expert] < 0]
-        before = tables.totals.clone()
-        twins.step(tokens, ids, weights, hosted=True)
-        assert torch.equal(tables.header, of_twin.header)
-        hosted = int(cores.mail.share[len(tokens), len(missing)])
-        spent = (tables.totals - before)[[0, 1, 7]].tolist()
-        assert spent == [len(needed), len(missing) - hosted, hosted], "each missing one fetched or hosted, once"
-        assert sum(bool(tables.slots[expert] >= 0) for expert in missing) <= len(missing) - hosted
-        assert not (tables.arriving == -2).any()
-    assert cores.counts[0] == 2 * tables.totals[7] > 0
-    assert of_twin.totals[7] == tables.totals[7]
-    cores.check()
-    cores.close()
 
 
 @pytest.mark.parametrize(
@@ -72,7 +41,7 @@ def compare_waves(rank: int, world_size: int, case: DecodeCase, num_slots: int, 
     ],
 )
 def test_steps_in_waves_leave_misses_to_the_host(case: DecodeCase, policy: str) -> None:
-    run_ranks(compare_waves, 1, case, case.K + 1, policy, interpret=True)
+    run_ranks(compare_steps, 1, case, case.K + 1, policy, 5, PROFILE, interpret=True)
 
 
 def test_the_example_of_waves_and_the_host() -> None:
@@ -154,4 +123,4 @@ SPLITS += [
 
 @pytest.mark.parametrize(("case", "policy"), SPLITS)
 def test_kernels_split_misses_as_their_twins_do(case: DecodeCase, policy: str) -> None:
-    run_ranks(compare_steps, 1, case, policy, interpret=True)
+    run_ranks(compare_steps, 1, case, min(case.T * case.K, case.E), policy, 6, PROFILE, interpret=True)

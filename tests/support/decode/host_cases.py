@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from cache_cases import CPU, Twins, resident_weights, stored_experts
+from cache_cases import CPU, Twins, check_slots, resident_weights, stored_experts
 from decode_cases import FOLD, MATRIX, VECTOR, DecodeCase
 
 from comet.experts import ExpertCache
 from comet.experts.host.cores import HostCores
 from comet.experts.host.profile import HostProfile, HostSizes
 from comet.experts.store import HeldExperts
+from comet.kernels.experts.tables import COUNT, DONE, READY
 
 # Of 1 to 8 missing experts the host computes 0, 1, 1, 1, 2, 2, 3 and 3; where the link is slow, 0, 1, 2, 3, 4, 5, ...
 PROFILE = HostProfile(
@@ -70,6 +71,48 @@ def hosted_twins(
     twin = ExpertCache(**mine.host.named_parts, num_slots=num_slots, device=CPU, policy=policy, **places)
     twin.share_with(cores, 0)
     return Twins(case, mine, twin, resident_weights(case, (first, case.E))), cores
+
+
+def compare_steps(
+    rank: int,
+    world_size: int,
+    case: DecodeCase,
+    num_slots: int,
+    policy: str,
+    num_steps: int,
+    profile: HostProfile | None = None,
+) -> None:
+    """Random steps by kernels and by twins: equal tables, outputs of resident experts, slots as stored.
+
+    Each missing expert is fetched once, or computed on the host where there is a profile: as many as its table says of
+    all that the step misses, in one wave or in several.
+    """
+    made, first, cores = torch.Generator().manual_seed(case.seed), int(num_slots < case.E), None
+    if profile is None:
+        twins = Twins.make(case, num_slots, policy, first)
+    else:
+        twins, cores = hosted_twins(case, num_slots, profile, policy, first)
+    tables, of_twin = twins.mine.tables, twins.twin.tables
+    for step in range(num_steps):
+        tokens, ids, weights = twins.draw(made, 1 if step == 3 else case.T)  # a step of one wave in between
+        needed = {expert for expert in ids.flatten().tolist() if expert >= first}
+        missing, before = [expert for expert in needed if tables.slots[expert] < 0], tables.totals.clone()
+        twins.step(tokens, ids, weights, hosted=cores is not None)
+        hosted = 0 if cores is None else int(cores.mail.share[len(tokens), len(missing)])
+        assert (tables.totals - before)[[0, 1, 7]].tolist() == [len(needed), len(missing) - hosted, hosted]
+        assert torch.equal(tables.header, of_twin.header)
+        count = int(tables.header[COUNT.value])
+        assert torch.equal(tables.copies[:, :count], of_twin.copies[:, :count])
+        if count == len(missing):  # in one wave
+            assert (tables.copies[1, count - hosted : count] == -1).all()
+        check_slots(twins.mine)
+    assert tables.totals[1] > 0
+    assert not (tables.arriving == -2).any()
+    assert not tables.header[[READY.value, DONE.value]].any(), "the next step finds its flags as this one did"
+    if cores is not None:
+        assert cores.counts[0] == 2 * tables.totals[7] > 0
+        cores.check()
+        cores.close()
 
 
 def set_deadline(cache: ExpertCache, cores: HostCores, timeout_ns: int) -> None:
