@@ -1,7 +1,7 @@
 """Which shapes of blocks the decode kernels take, and which are the default for a step."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import triton
@@ -72,12 +72,11 @@ class DecodeConfig:
                     f"{MOST_REGISTERS}"
                 )
 
-    def fit(self, hidden_size: int, ffn_size: int) -> "DecodeConfig":
-        """The same with no step longer than its contraction."""
+    def fit(self, hidden_size: int, ffn_size: int, **changes: Any) -> "DecodeConfig":
+        """The same with no step longer than its contraction, and other ``changes``."""
         gate_up = replace(self.gate_up, depth=min(self.gate_up.depth, triton.next_power_of_2(hidden_size)))
-        return replace(
-            self, gate_up=gate_up, down=replace(self.down, depth=min(self.down.depth, triton.next_power_of_2(ffn_size)))
-        )
+        down = replace(self.down, depth=min(self.down.depth, triton.next_power_of_2(ffn_size)))
+        return replace(self, gate_up=gate_up, down=down, **changes)
 
 
 def lane_of(dtype: torch.dtype) -> int:
@@ -117,44 +116,35 @@ def select(
         four_bits: Whether the weights are MXFP4, where their scale is that of an MX type.
         dependent: Whether down may start while gate/up drains, where experts are not too large for it to pay.
     """
+    lane = (CODED_LANE.value if four_bits else LOAD_BYTES) if shared_scale else lane_of(dtype)
+    large = is_large(hidden_size, ffn_size)
+    if dtype == torch.float32:
+        config = _float32_blocks(num_tokens, top_k, hidden_size, ffn_size, lane)
+    elif num_tokens <= 2 and shared_scale:
+        config = _few_quantised(num_tokens, lane)
+    elif shared_scale:
+        config = _quantised_blocks(num_tokens, dtype, shared_scale, four_bits, large)
+    elif num_tokens == 1 or (num_tokens == 2 and large):
+        config = _few_blocks(num_tokens, large)
+    else:
+        config = _measured_blocks(num_tokens, top_k, hidden_size, ffn_size)
+    least = least_depth(lane) if shared_scale else 1
     # Where gate/up has very many blocks, those of down would take their room and wait.
     dependent = dependent and hidden_size * ffn_size < LONG_EXPERT
-    lane = (CODED_LANE.value if four_bits else LOAD_BYTES) if shared_scale else lane_of(dtype)
-    if dtype == torch.float32:
-        config = _float32_blocks(num_tokens, top_k, hidden_size, ffn_size, lane, dependent)
-    elif num_tokens <= 2 and shared_scale:
-        config = _few_quantised(num_tokens, lane, dependent)
-    elif shared_scale:
-        config = _quantised_blocks(
-            num_tokens, dtype, shared_scale, four_bits, is_large(hidden_size, ffn_size), dependent
-        )
-    elif num_tokens == 1 or (num_tokens == 2 and is_large(hidden_size, ffn_size)):
-        config = _few_blocks(num_tokens, hidden_size, ffn_size, dependent)
-    else:
-        config = _measured_blocks(num_tokens, top_k, hidden_size, ffn_size, dependent)
-    least = least_depth(lane) if shared_scale else 1
-    return config.fit(max(hidden_size, least), max(ffn_size, least))
+    return config.fit(max(hidden_size, least), max(ffn_size, least), dependent=dependent)
 
 
-def _float32_blocks(
-    num_tokens: int, top_k: int, hidden_size: int, ffn_size: int, lane: int, dependent: bool
-) -> DecodeConfig:
+def _float32_blocks(num_tokens: int, top_k: int, hidden_size: int, ffn_size: int, lane: int) -> DecodeConfig:
     """Weights, ``lane`` of them in 16 bytes, beside float32 tokens."""
     if num_tokens > 2:
         block = BlockShape(rows=16, depth=max(32, least_depth(lane)), num_stages=2)
-        return DecodeConfig(form="matrix", gate_up=block, down=block, dependent=dependent)
+        return DecodeConfig(form="matrix", gate_up=block, down=block)
     loads = 8 if num_tokens == 1 else 4  # weight rows times experts a lane has in flight
     if lane == CODED_LANE.value:
         loads //= 2  # beside 128 bytes of the token more would not fit into registers
-    return DecodeConfig(
-        form="vector",
-        gate_up=_vector_block(lane, hidden_size, rows=loads // 2),
-        down=_vector_block(
-            lane, ffn_size, rows=max(2, 2 * loads // triton.next_power_of_2(top_k)) if num_tokens == 1 else 4
-        ),
-        fold=num_tokens == 1,
-        dependent=dependent,
-    )
+    rows = max(2, 2 * loads // triton.next_power_of_2(top_k)) if num_tokens == 1 else 4
+    gate_up, down = _vector_block(lane, hidden_size, rows=loads // 2), _vector_block(lane, ffn_size, rows=rows)
+    return DecodeConfig(form="vector", gate_up=gate_up, down=down, fold=num_tokens == 1)
 
 
 def is_large(hidden_size: int, ffn_size: int) -> bool:
@@ -162,7 +152,7 @@ def is_large(hidden_size: int, ffn_size: int) -> bool:
     return hidden_size * ffn_size >= LARGE_EXPERT
 
 
-def _few_quantised(num_tokens: int, lane: int, dependent: bool) -> DecodeConfig:
+def _few_quantised(num_tokens: int, lane: int) -> DecodeConfig:
     """One or two tokens: half a warp for a row of w2 in bytes, as much of which is loaded early as fits.
 
     In MXFP4, 32 weights for each of the lanes, a step of w2 is as long, for it fits F, and has twice the rows.
@@ -170,26 +160,22 @@ def _few_quantised(num_tokens: int, lane: int, dependent: bool) -> DecodeConfig:
     gate_up = BlockShape(rows=2, depth=32 * lane, num_warps=1)
     down = BlockShape(rows=lane // 2, depth=256, num_warps=1)
     ahead = 3 if num_tokens == 1 else 1
-    return DecodeConfig(form="vector", gate_up=gate_up, down=down, dependent=dependent, ahead=ahead)
+    return DecodeConfig(form="vector", gate_up=gate_up, down=down, ahead=ahead)
 
 
-def _few_blocks(num_tokens: int, hidden_size: int, ffn_size: int, dependent: bool) -> DecodeConfig:
+def _few_blocks(num_tokens: int, large: bool) -> DecodeConfig:
     """One or two tokens, weights of 16 bits: small blocks of one warp; large experts leave nothing to load early."""
     is_one = num_tokens == 1
-    if not is_large(hidden_size, ffn_size):
+    if not large:
         gate_up, down = BlockShape(rows=2, depth=256, num_warps=1), BlockShape(rows=8, depth=256, num_warps=1)
-        return DecodeConfig(form="vector", gate_up=gate_up, down=down, dependent=dependent, ahead=1)
-    return DecodeConfig(
-        form="vector",
-        gate_up=BlockShape(rows=1, depth=1024, num_warps=4 if is_one else 2),
-        down=BlockShape(rows=1 if is_one else 4, depth=256, num_warps=1),
-        fold=is_one,
-        dependent=dependent,
-    )
+        return DecodeConfig(form="vector", gate_up=gate_up, down=down, ahead=1)
+    gate_up = BlockShape(rows=1, depth=1024, num_warps=4 if is_one else 2)
+    down = BlockShape(rows=1 if is_one else 4, depth=256, num_warps=1)
+    return DecodeConfig(form="vector", gate_up=gate_up, down=down, fold=is_one)
 
 
 def _quantised_blocks(
-    num_tokens: int, dtype: torch.dtype, shared_scale: int, four_bits: bool, large: bool, dependent: bool
+    num_tokens: int, dtype: torch.dtype, shared_scale: int, four_bits: bool, large: bool
 ) -> DecodeConfig:
     """Few tokens of an expert at once, and blocks of which there are many: what bounds these is not memory alone.
 
@@ -217,7 +203,7 @@ def _quantised_blocks(
     elif num_tokens > 32:
         gate_up = gate_up if is_mx else narrow
         tile = 16
-    return DecodeConfig(form="matrix", gate_up=gate_up, down=down, dependent=dependent, tile=tile)
+    return DecodeConfig(form="matrix", gate_up=gate_up, down=down, tile=tile)
 
 
 def _small_fp8_blocks(num_tokens: int) -> tuple[BlockShape, BlockShape]:
@@ -231,7 +217,7 @@ def _small_fp8_blocks(num_tokens: int) -> tuple[BlockShape, BlockShape]:
     return BlockShape(rows=64, depth=256, num_stages=2), down
 
 
-def _measured_blocks(num_tokens: int, top_k: int, hidden_size: int, ffn_size: int, dependent: bool) -> DecodeConfig:
+def _measured_blocks(num_tokens: int, top_k: int, hidden_size: int, ffn_size: int) -> DecodeConfig:
     """Large blocks keep more loads in flight; where that makes too few of them for the GPU, narrower ones."""
     routed_rows = num_tokens * top_k
     if num_tokens > 8:
@@ -249,7 +235,7 @@ def _measured_blocks(num_tokens: int, top_k: int, hidden_size: int, ffn_size: in
         down = BlockShape(rows=128, depth=128, num_warps=8, num_stages=3)
     else:
         down = BlockShape(rows=32, depth=256, num_stages=3)
-    return DecodeConfig(form="matrix", gate_up=gate_up, down=down, dependent=dependent)
+    return DecodeConfig(form="matrix", gate_up=gate_up, down=down)
 
 
 def _vector_block(lane: int, contraction: int, *, rows: int) -> BlockShape:
