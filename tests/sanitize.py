@@ -25,9 +25,8 @@ import support  # noqa: F401 - puts the helpers on the import path
 import torch
 from activation_cases import ACTIVATIONS, draw_biases
 from activation_layers import expected, run_case
-from decode_cases import FOLD, MATRIX, QUANTISERS, VECTOR, DecodeCase, check_decode
+from decode_cases import FOLD, MATRIX, QUANTISERS, SLOT_SIZES, VECTOR, DecodeCase, check_decode, check_dequantize
 from decode_ranks import compare_step, gathered_inputs, shard, step_inputs
-from dequantize_cases import SIZES, check_dequantize
 from emulated import emulated_group
 from emulated_layer import DEADLINE_S, EmulatedCase, EmulatedRanks
 from fp8_cases import float32_products, tensor_core_products
@@ -212,7 +211,7 @@ def run_quantised_cache(device: torch.device, dtype: torch.dtype) -> None:
 
 def run_dequantize(device: torch.device, dtype: torch.dtype) -> None:
     """Slots of every kind, of less than a block, and of several and a part of one."""
-    for kind, sizes in SIZES.items():
+    for kind, sizes in SLOT_SIZES.items():
         for rows, columns in sizes[:2]:
             check_dequantize(kind, rows, columns, dtype, device)
 

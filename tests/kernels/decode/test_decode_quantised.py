@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from decode_cases import (
+    SLOT_SIZES,
     DecodeCase,
     check_decode,
+    check_dequantize,
     check_every_code,
     check_every_e2m1_code,
     draw_experts,
@@ -304,3 +306,14 @@ def test_kernels_refuse_tokens_in_float64() -> None:
     assert warp_decode_torch(*step, GOOD["fp8"]).dtype == torch.float64
     with pytest.raises(ValueError, match=r"tokens of dtype torch.float64 must be one of"):
         warp_decode(*step, GOOD["fp8"], use_kernels=True)
+
+
+def dequantise(rank: int, world_size: int, kind: str) -> None:
+    for dtype in (torch.float32, torch.float16):
+        for rows, columns in SLOT_SIZES[kind]:
+            check_dequantize(kind, rows, columns, dtype, "cpu")
+
+
+@pytest.mark.parametrize("kind", SLOT_SIZES)
+def test_dequantised_slots_have_the_bits_of_torch(kind: str) -> None:
+    run_ranks(dequantise, 1, kind, interpret=True)
