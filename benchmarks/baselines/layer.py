@@ -26,6 +26,8 @@ from comet.measure.timing import Variant
 from comet.modular.experts import tiles_of_ids
 from comet.reference.plain import dispatch_rows, expert_rows, grouped_matmul, make_exchange, weighted_sum
 
+from lib.moe import Inputs
+
 BLOCK_ROWS = 128
 
 
@@ -85,15 +87,14 @@ def _operands(w1: Tensor, w2: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     return rows, hidden
 
 
-def exchange_alone(
-    path: SymmetricPath, tokens: Sequence[Tensor], ids: Sequence[Tensor], weights: Sequence[Tensor], w2: Tensor
-) -> Callable[[int], tuple[Tensor, ...]]:
+def exchange_alone(path: SymmetricPath, inputs: Sequence[Inputs], w2: Tensor) -> Callable[[int], tuple[Tensor, ...]]:
     """A variant of the whole layer without GEMMs: plan, dispatch and combine of an input set, all blocks at it."""
-    hidden = tokens[0].new_zeros(path.backend.rules.max_routed_rows, w2.shape[2])
+    hidden = w2.new_zeros(path.backend.rules.max_routed_rows, w2.shape[2])
 
     def run(index: int) -> tuple[Tensor, ...]:
-        plan = path.backend.plan(ids[index], weights[index])
-        path.backend.dispatch(tokens[index], plan)
+        tokens, ids, weights, _ = inputs[index]
+        plan = path.backend.plan(ids, weights)
+        path.backend.dispatch(tokens, plan)
         if path.use_kernels:  # no tiles, so no GEMM: the expert outputs that travel are whatever is in memory
             without_tiles = replace(
                 plan,

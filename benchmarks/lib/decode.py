@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from comet.config import MoEConfig, ParallelConfig
-from comet.decode import MAX_DECODE_TOKENS, DecodeWeights, RankDecode, rank_slots
+from comet.decode import DecodeWeights, RankDecode, rank_slots
 from comet.decode.twin import slot_weights
 from comet.layer.group import ExpertGroup, make_expert_group
 from comet.layer.paths import ExpertPath, make_path
@@ -115,26 +115,15 @@ TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shared:
-    """Of Comet, for one model: the group, its fused path (on a CPU the twin), and decode where there are more ranks.
-
-    ``decode`` is for tokens that all ranks hold, ``own`` for tokens of their own, by the most that a rank brings.
-    """
-
-    group: ExpertGroup
-    fused: ExpertPath
-    decode: RankDecode | None
-    own: dict[int, RankDecode] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Team:
-    """One model on this rank; ``shared`` is ``None`` where nobody asked for it or for the reason in ``failures``."""
+    """One model on this rank; ``group`` is ``None`` where nobody asked for it or for the reason in ``failures``."""
 
     config: MoEConfig
     layout: ExpertLayout
     ranks: Ranks
-    shared: Shared | None = None
+    group: ExpertGroup | None = None
+    fused: ExpertPath | None = None  # Comet's, on a CPU the twin; there with the group
+    decodes: dict[tuple[int, bool], RankDecode] = field(default_factory=dict)  # by the arguments of ``decode``
     failures: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -148,29 +137,29 @@ class Team:
             dist.all_reduce(part, group=self.ranks.process_group)
         return part
 
-    def own_decode(self, max_tokens: int) -> RankDecode:
-        """Decode of at most so many tokens of each rank's own: a step takes blocks for all of them, present or not.
+    def decode(self, max_tokens: int, *, replicated: bool) -> RankDecode:
+        """Decode over the ranks, of at most so many tokens, which all ranks hold, or each rank its own.
 
-        Made at the first call, which is collective.
+        A step takes blocks for all of them, present or not. Made at the first call, which is collective.
         """
-        assert self.shared is not None
-        if max_tokens not in self.shared.own:
-            self.shared.own[max_tokens] = RankDecode(
-                self.shared.group.comm, hidden_size=self.config.hidden_size, max_tokens=max_tokens, replicated=False
-            )
-        return self.shared.own[max_tokens]
+        assert self.group is not None
+        made = self.decodes.get((max_tokens, replicated))
+        if made is None:
+            size = self.config.hidden_size
+            made = RankDecode(self.group.comm, hidden_size=size, max_tokens=max_tokens, replicated=replicated)
+            self.decodes[max_tokens, replicated] = made
+        return made
 
     def check(self) -> None:
         """Raise what went wrong on the device so far; waits for it."""
-        if self.shared is not None:
-            self.shared.group.workspace.check()
-            for decode in (self.shared.decode, *self.shared.own.values()):
-                if decode is not None:
-                    decode.check()
+        if self.group is not None:
+            self.group.workspace.check()
+            for decode in self.decodes.values():
+                decode.check()
 
     def attempt(self, action: Callable[[], T]) -> tuple[T | None, str]:
         """``lib.ranks.attempt`` with what the ranks share."""
-        return attempt(action, self.ranks, None if self.shared is None else self.shared.group.workspace)
+        return attempt(action, self.ranks, None if self.group is None else self.group.workspace)
 
 
 @contextmanager
@@ -178,30 +167,21 @@ def open_team(
     config: MoEConfig, parallel: ParallelConfig, *, max_tokens: int, wants_fused: bool, ranks: Ranks
 ) -> Iterator[Team]:
     """Build what is needed, release its symmetric memory at the end (collective)."""
-    layout = ExpertLayout.create(config, parallel, ranks.rank)
-    shared, failure = None, ""
-    if wants_fused or layout.world_size > 1:
-        shared, failure = attempt(partial(_build, config, parallel, max_tokens, ranks), ranks)
-    failures = {"group": failure} if failure else {}
-    yield Team(config=config, layout=layout, ranks=ranks, shared=shared, failures=failures)
-    if shared is not None:
-        shared.group.close()
+    team = Team(config=config, layout=ExpertLayout.create(config, parallel, ranks.rank), ranks=ranks)
 
+    def build() -> Team:
+        most, kind = -(-max_tokens // parallel.world_size), "fused" if ranks.device.type == "cuda" else "twin"
+        group = make_expert_group(
+            config, parallel, max_tokens=most, dtype=ranks.dtype, device=ranks.device, timeout_s=TIMEOUT_S
+        )
+        return replace(team, group=group, fused=make_path(kind, config, group))
 
-def _build(config: MoEConfig, parallel: ParallelConfig, max_tokens: int, ranks: Ranks) -> Shared:
-    group = make_expert_group(
-        config,
-        parallel,
-        max_tokens=-(-max_tokens // parallel.world_size),
-        dtype=ranks.dtype,
-        device=ranks.device,
-        timeout_s=TIMEOUT_S,
-    )
-    fused = make_path("fused" if ranks.device.type == "cuda" else "twin", config, group)
-    decode = None
-    if parallel.world_size > 1:
-        decode = RankDecode(group.comm, hidden_size=config.hidden_size, max_tokens=min(max_tokens, MAX_DECODE_TOKENS))
-    return Shared(group=group, fused=fused, decode=decode)
+    if wants_fused or not team.is_alone:
+        built, failure = attempt(build, ranks)
+        team = built or replace(team, failures={"group": failure})
+    yield team
+    if team.group is not None:
+        team.group.close()
 
 
 QUANTISERS: dict[str, Callable[[Tensor], MXFP8 | MXFP4 | FP8]] = {

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -164,14 +165,13 @@ class Layer:
         return None if self.moe is None else self.moe.group.workspace
 
 
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """``ROTATE`` sets of tokens ``(T, D)``, ids and weights ``(T, K)``, and output gradients ``(T, D)``."""
+class Inputs(NamedTuple):
+    """One of ``ROTATE`` input sets."""
 
-    tokens: list[Tensor]
-    ids: list[Tensor]
-    weights: list[Tensor]
-    grads: list[Tensor]
+    tokens: Tensor  # (T, D)
+    ids: Tensor  # (T, K)
+    weights: Tensor  # (T, K)
+    grad: Tensor  # (T, D), of the output
 
 
 class DrawnInPlace(MoE):
@@ -228,22 +228,16 @@ def quantize_experts(weight: Tensor) -> FP8:
     return FP8(elements=elements, scales=scales)
 
 
-def make_inputs(config: MoEConfig, num_tokens: int, routing: str, ranks: Ranks) -> Inputs:
+def make_inputs(config: MoEConfig, num_tokens: int, routing: str, ranks: Ranks) -> list[Inputs]:
     """Draw the input sets of this rank; ``routing`` as ``lib.shapes.make_routing`` has it."""
-    inputs = Inputs([], [], [], [])
-    for index in range(ROTATE):
-        seed = ranks.rank * SEEDS_PER_RANK + index
+    sets = []
+    for seed in range(ranks.rank * SEEDS_PER_RANK, ranks.rank * SEEDS_PER_RANK + ROTATE):
         generator = torch.Generator(ranks.device).manual_seed(seed)
-        for tensors in (inputs.tokens, inputs.grads):
-            drawn = torch.randn(num_tokens, config.hidden_size, generator=generator, device=ranks.device)
-            tensors.append(drawn.to(ranks.dtype))
-        ids, weights = make_routing(
-            routing, num_tokens=num_tokens, num_experts=config.num_experts, top_k=config.top_k, seed=seed,
-            device=ranks.device,
-        )  # fmt: skip
-        inputs.ids.append(ids)
-        inputs.weights.append(weights)
-    return inputs
+        shape = num_tokens, config.hidden_size
+        tokens, grad = (torch.randn(shape, generator=generator, device=ranks.device).to(ranks.dtype) for _ in range(2))
+        sizes: dict[str, Any] = {"num_experts": config.num_experts, "top_k": config.top_k, "device": ranks.device}
+        sets.append(Inputs(tokens, *make_routing(routing, num_tokens=num_tokens, seed=seed, **sizes), grad))
+    return sets
 
 
 def relative_error(actual: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> float:

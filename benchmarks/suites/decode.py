@@ -83,7 +83,7 @@ def own_runs(team: Team, steps: Sequence[Step], variants: Sequence[str]) -> dict
     )
 
     def own(index: int) -> Tensor:
-        return team.own_decode(slots)(*shares[index], steps[index].weights, scratch=scratch)
+        return team.decode(slots, replicated=False)(*shares[index], steps[index].weights, scratch=scratch)
 
     def own_nccl(index: int) -> Tensor:
         """One launch of NCCL gathers tokens, ids and routing weights, the next one scatters the sums."""
@@ -97,13 +97,13 @@ def own_runs(team: Team, steps: Sequence[Step], variants: Sequence[str]) -> dict
         return output[: mine.stop - mine.start]
 
     def own_fused(index: int) -> Tensor:
-        assert team.shared is not None
+        assert team.fused is not None
         weights = steps[index].set.plain
-        return team.shared.fused(*shares[index], weights.w1, weights.w2)
+        return team.fused(*shares[index], weights.w1, weights.w2)
 
     has_room = slots * ranks <= MAX_DECODE_TOKENS
     found: dict[str, StepRun] = {"own_nccl": own_nccl} if has_room else {}
-    if team.shared is not None:
+    if team.group is not None:
         found |= {"own": own, "own_fused": own_fused} if has_room else {"own_fused": own_fused}
     return {name: found[name] for name in OWN if name in found and name in variants}
 
@@ -149,7 +149,7 @@ def step_runs(team: Team, steps: Sequence[Step], arguments: argparse.Namespace) 
     found |= centric_runs(steps, arguments.variants)
     if arguments.library is not None:
         found |= arguments.library.runs(steps)
-    if "fused" in arguments.variants and team.shared is not None:
+    if "fused" in arguments.variants and team.group is not None:
         found["fused"] = partial(run_fused, team, steps)
     if not team.is_alone:
         found |= own_runs(team, steps, arguments.variants)
@@ -159,6 +159,7 @@ def step_runs(team: Team, steps: Sequence[Step], arguments: argparse.Namespace) 
 def decode_runs(team: Team, steps: Sequence[Step], arguments: argparse.Namespace) -> dict[str, StepRun]:
     """Warp decode of this rank and over the ranks, and every trial."""
     tokens, weights, model = steps[0].tokens, steps[0].weights, team.config
+    most = min(max(arguments.tokens), MAX_DECODE_TOKENS)
     local_model = replace(model, ffn_size=weights.ffn_size)
     chosen = configs(
         local_model, len(tokens), tokens.dtype, arguments.trials, weights.shared_scale, weights.per_number > 1
@@ -172,12 +173,10 @@ def decode_runs(team: Team, steps: Sequence[Step], arguments: argparse.Namespace
         return run_kernels(*inputs, scratch=scratch, config=config) if tokens.is_cuda else warp_decode(*inputs)
 
     def over_ranks(index: int, config: DecodeConfig) -> Tensor:
-        assert team.shared is not None
-        assert team.shared.decode is not None
-        return team.shared.decode(*routed(steps[index]), scratch=other_scratch, config=config)
+        return team.decode(most, replicated=True)(*routed(steps[index]), scratch=other_scratch, config=config)
 
     found: dict[str, StepRun] = {}
-    if team.is_alone or team.shared is not None:
+    if team.is_alone or team.group is not None:
         run = local if team.is_alone else over_ranks
         found |= {name: partial(run, config=config) for name, config in chosen.items()}
     if "local" in arguments.variants:
@@ -200,12 +199,13 @@ def centric_runs(steps: Sequence[Step], variants: Sequence[str]) -> dict[str, St
 
 def run_fused(team: Team, steps: Sequence[Step], index: int) -> Tensor:
     """Comet's fused path; a rank alone has no slices to take or to gather."""
-    assert team.shared is not None
-    step, path = steps[index], team.shared.fused
+    step, path, group = steps[index], team.fused, team.group
+    assert path is not None
+    assert group is not None
     if team.is_alone:
         return path(*plain(step))
     compute = partial(path, w1=step.set.plain.w1, w2=step.set.plain.w2)
-    return run_path_on_slices(step.tokens, step.ids, step.routing_weights, compute, team.shared.group)
+    return run_path_on_slices(step.tokens, step.ids, step.routing_weights, compute, group)
 
 
 def routed(step: Step) -> tuple[Tensor, Tensor, Tensor, DecodeWeights]:

@@ -92,7 +92,7 @@ class _Routed(nn.Module):
 
 
 def layer_variants(
-    layer: Layer, inputs: Inputs, arguments: argparse.Namespace, ranks: Ranks
+    layer: Layer, inputs: Sequence[Inputs], arguments: argparse.Namespace, ranks: Ranks
 ) -> dict[str, LayerVariant]:
     """Every asked-for way to run the layer that exists here; the plain path first, to compare with."""
     layout, group, moe = layer.layout, ranks.process_group, layer.moe
@@ -121,34 +121,37 @@ def layer_variants(
         found[name] = partial(_trained, run, parameters, inputs) if arguments.backward else partial(_run, run, inputs)
     path = None if moe is None or arguments.backward else moe.experts
     if "comm_comet" in arguments.variants and isinstance(path, SymmetricPath):
-        found["comm_comet"] = exchange_alone(path, inputs.tokens, inputs.ids, inputs.weights, layer.w2)
+        found["comm_comet"] = exchange_alone(path, inputs, layer.w2)
     return found
 
 
 def floor_variants(
-    layer: Layer, inputs: Inputs, routing: str, arguments: argparse.Namespace, ranks: Ranks
+    layer: Layer, inputs: Sequence[Inputs], routing: str, arguments: argparse.Namespace, ranks: Ranks
 ) -> dict[str, Variant]:
     """The GEMMs alone: on balanced rows for uniform routing, else on the rows that reach this rank."""
     if not {"gemm_comet", "gemm_torch"} & set(arguments.variants):
         return {}
     if routing == "uniform":
-        counts = split_evenly(balanced_rows(len(inputs.ids[0]), layer.layout), layer.layout.experts_local)
+        counts = split_evenly(balanced_rows(len(inputs[0].ids), layer.layout), layer.layout.experts_local)
     else:
-        counts = make_exchange(inputs.ids[0], layer.layout, ranks.process_group).expert_counts
+        counts = make_exchange(inputs[0].ids, layer.layout, ranks.process_group).expert_counts
     variants = gemm_variants(layer.w1, layer.w2, counts)
     return {name: variant for name, variant in variants.items() if name in arguments.variants}
 
 
-def _run(experts: Experts, inputs: Inputs, index: int) -> tuple[Tensor, ...]:
+def _run(experts: Experts, inputs: Sequence[Inputs], index: int) -> tuple[Tensor, ...]:
     with torch.no_grad():
-        return (experts(inputs.tokens[index], inputs.ids[index], inputs.weights[index]),)
+        return (experts(*inputs[index][:3]),)
 
 
-def _trained(experts: Experts, parameters: tuple[Tensor, ...], inputs: Inputs, index: int) -> tuple[Tensor, ...]:
+def _trained(
+    experts: Experts, parameters: tuple[Tensor, ...], inputs: Sequence[Inputs], index: int
+) -> tuple[Tensor, ...]:
     """With the backward pass."""
-    leaves = [inputs.tokens[index].detach().requires_grad_(), inputs.weights[index].detach().requires_grad_()]
-    output = experts(leaves[0], inputs.ids[index], leaves[1])
-    return output, *map(local, torch.autograd.grad(output, (*leaves, *parameters), inputs.grads[index]))
+    tokens, ids, weights, grad = inputs[index]
+    leaves = [tokens.detach().requires_grad_(), weights.detach().requires_grad_()]
+    output = experts(leaves[0], ids, leaves[1])
+    return output, *map(local, torch.autograd.grad(output, (*leaves, *parameters), grad))
 
 
 # Replayed as a CUDA graph, without what its launches cost the host; with a backward pass ``GraphedExperts``.
@@ -180,7 +183,7 @@ def measure_point(
         for name in times_ms.keys() & {"gemm_comet", "gemm_torch"}:
             times_ms[name] *= 3  # the gradients of rows and weights are one forward each
     row_bytes = layer.config.hidden_size * ranks.dtype.itemsize
-    traffic = link_bytes(inputs.ids[0], layer.layout, row_bytes, ranks.process_group, backward=arguments.backward)
+    traffic = link_bytes(inputs[0].ids, layer.layout, row_bytes, ranks.process_group, backward=arguments.backward)
     flops = layer_flops(layer.config, layer.layout, num_tokens, backward=arguments.backward)
     if layer.pool is not None:  # kernels give up waiting without an error, and their times mean nothing
         layer.pool.check()  # may raise on one rank alone: no collective may follow
@@ -191,7 +194,7 @@ def measure_point(
 
 
 def checked_variants(
-    layer: Layer, inputs: Inputs, arguments: argparse.Namespace, ranks: Ranks, failures: dict[str, str]
+    layer: Layer, inputs: Sequence[Inputs], arguments: argparse.Namespace, ranks: Ranks, failures: dict[str, str]
 ) -> tuple[dict[str, LayerVariant], dict[str, float]]:
     """The variants that run and agree with the plain path, and their errors; the others go to ``failures``."""
     usable: dict[str, LayerVariant] = {}

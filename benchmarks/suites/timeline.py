@@ -35,7 +35,7 @@ def record_layer(moe: MoE, inputs: Inputs, capacity: int) -> tuple[Timeline, boo
 
     Kernels are compiled before, in a recorded call without rows in which no fused kernel waits for another rank.
     """
-    tokens, ids, weights = inputs.tokens[0], inputs.ids[0], inputs.weights[0]
+    tokens, ids, weights, _ = inputs
     with torch.no_grad():
         with record(moe.group, capacity=capacity):
             moe.routed_experts(tokens, torch.full_like(ids, -1), weights)
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
         if layer.moe is None:
             raise ValueError(f"model={arguments.model} must be a layer Comet can build: {layer.failures}")
         inputs = make_inputs(config, arguments.tokens, arguments.routing, ranks)
-        timeline, is_equal = record_layer(layer.moe, inputs, arguments.capacity)
+        timeline, is_equal = record_layer(layer.moe, inputs[0], arguments.capacity)
     differs = ranks.worst(float(not is_equal))
     if ranks.rank == 0:
         facts: Row = {name: getattr(arguments, name) for name in ("model", "tokens", "ep", "tp", "routing")}

@@ -367,7 +367,9 @@ def run_shares(rank: int, world_size: int, tp: int, counts: list[int], kind: str
         for count in counts:
             steps, mine = rank_steps(team.layout, count, kind), share_of(count, team.layout)
             exact = [team.total(step.exact()) for step in steps]
-            runs = step_runs(team, steps, parse(["--ep", "2", "--variants", ",".join(("comet", *OWN))]))
+            runs = step_runs(
+                team, steps, parse(["--ep", "2", "--tokens", str(max(counts)), "--variants", ",".join(("comet", *OWN))])
+            )
             checked = Checked()
             for name, run in runs.items():
                 for index in reversed(range(SETS)):
@@ -381,7 +383,8 @@ def run_shares(rank: int, world_size: int, tp: int, counts: list[int], kind: str
             assert checked.failures == {}
             assert all(error < 1e-5 for error, _ in checked.accuracy.values())
             timed.append(" ".join(checked.variants))
-        assert sorted(team.shared.own) == sorted({slots_of(count, team.layout) for count in counts})
+        most = {(max(counts), True)} | {(slots_of(count, team.layout), False) for count in counts}
+        assert set(team.decodes) == most
     return timed
 
 
@@ -427,9 +430,9 @@ def late_rank(rank: int, world_size: int) -> str:
     """What a step's spin leaves behind when it meets its deadline is found by the team."""
     ranks = Ranks(rank, CPU, dist.group.WORLD)
     with open_team(TWELVE, ParallelConfig(ep=2), max_tokens=4, wants_fused=False, ranks=ranks) as team:
-        decode = team.own_decode(2)
-        assert team.own_decode(2) is decode
-        assert team.own_decode(1) is not decode
+        decode = team.decode(2, replicated=False)
+        assert team.decode(2, replicated=False) is decode
+        assert team.decode(1, replicated=False) is not decode
         team.check()
         dist.barrier()
         decode.fault[:3] = torch.tensor([1, 0, 1 - rank])

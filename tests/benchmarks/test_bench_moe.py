@@ -190,17 +190,13 @@ def fail_in_steps(rank: int, world_size: int) -> list[str]:
     """One rank breaks off in a layer, then in a decode step, then in neither; what the attempts say."""
     ranks, config = Ranks(rank, CPU, dist.group.WORLD), MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2)
     with open_team(config, ParallelConfig(ep=2), max_tokens=4, wants_fused=True, ranks=ranks) as team:
-        assert team.shared is not None
-        assert team.shared.decode is not None
-        group, decode = team.shared.group, team.shared.decode
+        group, decode = team.group, team.decode(4, replicated=True)
         tokens, ids, weights = torch.ones(2, 32), torch.tensor([[0, 3], [1, 2]]).int(), torch.ones(2, 2)
         w1, w2 = torch.ones(2, 64, 32), torch.ones(2, 32, 32)
         held = DecodeWeights(w1=w1, w2=w2, slots=rank_slots(group.layout(config), "cpu"))
-        calls = [lambda: team.shared.fused(tokens, ids, weights, w1, w2), lambda: decode(tokens, ids, weights, held)]
+        calls = [lambda: team.fused(tokens, ids, weights, w1, w2), lambda: decode(tokens, ids, weights, held)]
         said = []
-        for owner, piece, call in zip(
-            (team.shared.fused.backend, decode), ("dispatch_gemm", "_twin"), calls, strict=True
-        ):
+        for owner, piece, call in zip((team.fused.backend, decode), ("dispatch_gemm", "_twin"), calls, strict=True):
             before = getattr(owner, piece)
             if rank == 1:
                 setattr(owner, piece, fail)
