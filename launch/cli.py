@@ -114,7 +114,10 @@ def _run_with_ranks(
     num_ranks = default_ranks(container, num_gpus)
     job = make_job(container, num_ranks)
     if options.dry_run:
-        sys.stdout.write(task.load_dry_run()(container, job, num_ranks, on_gpu=num_gpus > 0))
+        from comet.launch.dry_run.train import resolved_yaml
+
+        lines = task.load_dry_run()(job, num_ranks, torch.device("cuda" if num_gpus else "cpu"))
+        sys.stdout.write(resolved_yaml(container, job, num_ranks) + "\n".join(lines) + "\n")
         return 0
     from comet.launch.local import run_local_ranks
 

@@ -6,7 +6,7 @@ Regret is the measured time of a choice over that of the best measured candidate
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
@@ -33,10 +33,17 @@ def model_regret(predictions: Sequence[Prediction], entry: ProfileEntry | None) 
     return regret_of(min(predictions, key=lambda item: item.ms).setting, entry)
 
 
-def regret_of(setting: OverlapConfig | None, entry: ProfileEntry | None) -> float | None:
-    """Measured time of a candidate over that of the best one; ``None`` if it did not run."""
+def regret_of(
+    setting: OverlapConfig | None,
+    entry: ProfileEntry | None,
+    taken: Callable[[OverlapConfig | None], OverlapConfig | None] = lambda setting: setting,
+) -> float | None:
+    """Measured time of a candidate over that of the best one, candidates being equal as ``taken`` says; ``None`` if it
+    did not run.
+    """
     measured = measured_ms(entry)
-    return measured[setting] / min(measured.values()) if setting in measured else None
+    times = [ms for item, ms in measured.items() if taken(item) == taken(setting)]
+    return min(times) / min(measured.values()) if times else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,11 +107,15 @@ def regrets(points: Sequence[Explained], store: ProfileStore) -> dict[str, dict[
         the store is left out.
     """
     ways = {
-        "default": [_regret(point, default_setting(point.problem)) for point in points],
+        "default": [regret_of(default_setting(point.problem), point.entry, point.taken) for point in points],
         "model": [model_regret(point.predictions, point.entry) for point in points],
         "nearest": [_nearest_regret(point, store) for point in points],
     }
-    return {name: _summary([value for value in found if value is not None]) for name, found in ways.items()}
+    known = {name: [value for value in found if value is not None] for name, found in ways.items()}
+    return {
+        name: {"mean": mean(found) if found else None, "worst": max(found, default=None), "points": len(found)}
+        for name, found in known.items()
+    }
 
 
 def regret_text(found: dict[str, dict[str, float | int | None]]) -> str:
@@ -117,26 +128,11 @@ def regret_text(found: dict[str, dict[str, float | int | None]]) -> str:
     return "\n".join(["regret: time of the choice over the best measured", *lines])
 
 
-def _regret(point: Explained, setting: OverlapConfig | None) -> float | None:
-    """Of a setting, or of a candidate that comes to the same launches."""
-    measured = measured_ms(point.entry)
-    times = [ms for item, ms in measured.items() if point.taken(item) == point.taken(setting)]
-    return min(times) / min(measured.values()) if times else None
-
-
 def _nearest_regret(point: Explained, store: ProfileStore) -> float | None:
     own = ProfileKey.create(point.problem, store.device)
     others = {key: entry for key, entry in store.entries.items() if key != own}
     found = ProfileStore(store.path, store.device, others).lookup(point.problem)
-    return _regret(point, found[0].winner.setting) if found else None
-
-
-def _summary(values: Sequence[float]) -> dict[str, float | int | None]:
-    return {
-        "mean": mean(values) if values else None,
-        "worst": max(values, default=None),
-        "points": len(values),
-    }
+    return regret_of(found[0].winner.setting, point.entry, point.taken) if found else None
 
 
 def explain_text(explained: Explained) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -14,29 +12,25 @@ from comet.experts.prefetch import PrefetchSetting, prefetches
 from comet.generation.experts import expectation, plan_experts
 from comet.generation.source import is_hf_folder
 from comet.jobs.config import JobConfig, activation_dtype
-from comet.launch.dry_run.train import FLOAT32_BYTES, MIB, check_model_overlap, rank_parameters, resolved_yaml
+from comet.launch.dry_run.train import FLOAT32_BYTES, check_model_overlap, counted_ranks, rank_parameters, table
 from comet.layer.workspace import WorkspaceShape, rank_pool_bytes
 from comet.layout import ExpertLayout
 from comet.models.cache import allocated_places
 from comet.models.sizes import expert_elements
 
 
-def describe(container: Mapping[str, Any], job: JobConfig, num_ranks: int, *, on_gpu: bool) -> str:
-    """The text of a dry run; see ``comet.launch.dry_run.train.describe``."""
-    kind = "GPUs" if on_gpu else "CPU ranks"
-    device = torch.device("cuda" if on_gpu else "cpu")
+def describe(job: JobConfig, num_ranks: int, device: torch.device) -> list[str]:
+    """Comment lines, as ``comet.launch.dry_run.train.describe`` has them."""
     dtype = activation_dtype(job.generate.dtype, device)
-    check_model_overlap(job, dtype, on_gpu=on_gpu)
+    check_model_overlap(job, dtype, device)
     budget = plan_experts(job, dtype)
-    needs = memory_needs(job, dtype, budget)
-    lines = [
-        f"# {num_ranks} {kind}: {num_ranks // job.parallel.world_size} equal groups of ep={job.parallel.ep} x "
-        f"tp={job.parallel.tp}, {max(len(job.generate.texts), 1)} sequences",
+    return [
+        f"# {counted_ranks(num_ranks, device)}: {num_ranks // job.parallel.world_size} equal groups of "
+        f"ep={job.parallel.ep} x tp={job.parallel.tp}, {max(len(job.generate.texts), 1)} sequences",
         "# memory of one rank, MiB, where every byte of a prompt is a token",
-        *(f"#   {name:<32} {size / MIB:>12,.1f}" for name, size in needs.items()),
+        *table(memory_needs(job, dtype, budget)),
         *([] if budget is None else describe_budget(job, budget, dtype, device)),
     ]
-    return resolved_yaml(container, job, num_ranks) + "\n".join(lines) + "\n"
 
 
 def describe_budget(job: JobConfig, budget: ExpertBudget, dtype: torch.dtype, device: torch.device) -> list[str]:
@@ -60,7 +54,7 @@ def describe_budget(job: JobConfig, budget: ExpertBudget, dtype: torch.dtype, de
     return [
         f"# experts on the device: {budget.slots} of {budget.held} in each of {budget.num_layers} layers, by "
         f"{budget.policy}; MiB",
-        *(f"#   {name:<32} {size / MIB:>12,.1f}" for name, size in sizes.items()),
+        *table(sizes),
         f"# prefetch: {prefetch_told(job.generate.expert_prefetch, budget, device)}",
         f"# expected if routing were uniform: hits {budget.expected_hits:.3f}, {told}",
     ]

@@ -2,66 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 
 from comet.jobs.config import JobConfig, activation_dtype
-from comet.launch.dry_run.train import MIB, check_overlap, resolved_yaml
+from comet.launch.dry_run.train import MIB, counted_ranks
 from comet.launch.tasks.modular import find_parts, tokens_of
 from comet.launch.tasks.tuning import load_models
 from comet.layer.workspace import WorkspaceShape, rank_pool_bytes
 from comet.measure.job import job_points, require_this_machine
 from comet.measure.sweep import Shape, sweep_points
-from comet.tuner.problem import Problem
+from comet.tuner.choice import check_setting
+from comet.tuner.problem import H200, Machine, Problem
 
 
-def describe_tune(container: Mapping[str, Any], job: JobConfig, num_ranks: int, *, on_gpu: bool) -> str:
-    """The text of a dry run, as ``comet.launch.dry_run.train.describe``; refuses what the task would."""
+def describe_tune(job: JobConfig, num_ranks: int, device: torch.device) -> list[str]:
+    """Comment lines, as ``comet.launch.dry_run.train.describe`` has them; refuses what the task would."""
     require_this_machine(job)
-    shapes = [shape for shape, _ in tuned_shapes(job, on_gpu=on_gpu)]
-    return describe_shapes(container, job, shapes, num_ranks, on_gpu=on_gpu)
+    return describe_shapes(job, tuned_shapes(job, device), num_ranks, device)
 
 
-def describe_explain(container: Mapping[str, Any], job: JobConfig, num_ranks: int, *, on_gpu: bool) -> str:
-    """The text for ``explain``: what measuring each shape would need; ``overlap`` has to be possible as well."""
+def describe_explain(job: JobConfig, num_ranks: int, device: torch.device) -> list[str]:
+    """The lines for ``explain``: what measuring each shape would need; ``overlap`` has to be possible as well."""
     is_h200 = job.tune.machine == "h200"
-    points = tuned_shapes(job, on_gpu=on_gpu or is_h200)
-    for _, problem in points:
-        check_overlap(job.overlap, problem, on_gpu=on_gpu or is_h200, is_h200=is_h200)
-    return describe_shapes(container, job, [shape for shape, _ in points], num_ranks, on_gpu=on_gpu or is_h200)
+    device = torch.device("cuda") if is_h200 else device
+    shapes = tuned_shapes(job, device)
+    if job.overlap is not None:
+        for problem in shapes.values():
+            check_setting(job.overlap, problem, H200 if is_h200 else Machine.of(device))
+    return describe_shapes(job, shapes, num_ranks, device)
 
 
-def describe_sweep(container: Mapping[str, Any], job: JobConfig, num_ranks: int, *, on_gpu: bool) -> str:
-    """The text for ``sweep``; a shape that cannot run is no error, as it is none in a sweep."""
-    shapes = list(dict.fromkeys(point.shape for point in sweep_points(job, load_models(job.sweep.models))))
-    return describe_shapes(container, job, shapes, num_ranks, on_gpu=on_gpu)
+def describe_sweep(job: JobConfig, num_ranks: int, device: torch.device) -> list[str]:
+    """The lines for ``sweep``; a shape that cannot run is no error, as it is none in a sweep."""
+    shapes = dict.fromkeys(point.shape for point in sweep_points(job, load_models(job.sweep.models)))
+    return describe_shapes(job, shapes, num_ranks, device)
 
 
-def describe_modular(container: Mapping[str, Any], job: JobConfig, num_ranks: int, *, on_gpu: bool) -> str:
-    """The text for ``modular``, of the one shape whose parts are matched."""
+def describe_modular(job: JobConfig, num_ranks: int, device: torch.device) -> list[str]:
+    """The lines for ``modular``, of the one shape whose parts are matched."""
     find_parts(job)
     shape = Shape(model=job.model.name, moe=job.model.moe, parallel=job.parallel, tokens=tokens_of(job))
-    return describe_shapes(container, job, [shape], num_ranks, on_gpu=on_gpu)
+    return describe_shapes(job, [shape], num_ranks, device)
 
 
-def tuned_shapes(job: JobConfig, *, on_gpu: bool) -> list[tuple[Shape, Problem]]:
+def tuned_shapes(job: JobConfig, device: torch.device) -> dict[Shape, Problem]:
     """The points of ``tune`` and ``explain``."""
-    points = job_points(job, load_models(job.tune.models), torch.device("cuda" if on_gpu else "cpu"))
-    return [
-        (Shape(model=name, moe=problem.moe, parallel=problem.parallel, tokens=problem.num_tokens), problem)
-        for name, problem in points
-    ]
+    return {
+        Shape(model=name, moe=problem.moe, parallel=problem.parallel, tokens=problem.num_tokens): problem
+        for name, problem in job_points(job, load_models(job.tune.models), device)
+    }
 
 
-def describe_shapes(
-    container: Mapping[str, Any], job: JobConfig, shapes: Sequence[Shape], num_ranks: int, *, on_gpu: bool
-) -> str:
-    """YAML, then a line of comment for each shape."""
-    dtype = activation_dtype(job.train.dtype, torch.device("cuda" if on_gpu else "cpu"))
+def describe_shapes(job: JobConfig, shapes: Iterable[Shape], num_ranks: int, device: torch.device) -> list[str]:
+    """A line for each shape."""
+    dtype = activation_dtype(job.train.dtype, device)
     lines = [
-        f"# {num_ranks} {'GPUs' if on_gpu else 'CPU ranks'}",
+        f"# {counted_ranks(num_ranks, device)}",
         "# memory of one rank, MiB, beside its tokens and what is computed from them",
         f"#   {'':<44} {'pool':>12} {'one layer':>12} {'total':>12}",
     ]
@@ -72,7 +70,7 @@ def describe_shapes(
         except ValueError as error:
             text = f"fails: {error}"
         lines.append(f"#   {shape.title:<44} {text}")
-    return resolved_yaml(container, job, num_ranks) + "\n".join(lines) + "\n"
+    return lines
 
 
 def shape_bytes(shape: Shape, num_ranks: int, dtype: torch.dtype) -> tuple[int, int]:

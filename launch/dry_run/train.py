@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 
-from comet.config import OverlapConfig
 from comet.jobs.config import JobConfig, activation_dtype
 from comet.layer.workspace import WorkspaceShape, rank_pool_bytes
 from comet.models.config import ModelConfig
 from comet.models.sizes import dense_elements, expert_elements
 from comet.training.checkpoint_folder import to_yaml
 from comet.tuner.choice import check_setting
-from comet.tuner.problem import H200, Machine, Problem
+from comet.tuner.problem import Machine, Problem
 
 FLOAT32_BYTES = 4
 ADAMW_STATES = 2
@@ -26,27 +25,33 @@ MIB = 2**20
 PATHS_WITHOUT_OVERLAP = ("plain", "reference")
 
 
-def describe(container: Mapping[str, Any], job: JobConfig, num_ranks: int, *, on_gpu: bool) -> str:
-    """The text of a dry run: YAML, then comment lines with a table, so that the whole text is still YAML.
+def describe(job: JobConfig, num_ranks: int, device: torch.device) -> list[str]:
+    """Comment lines with a table, which follow the settings.
 
     Args:
-        job: The container, validated.
         num_ranks: Ranks that would start.
+        device: On which they would run; its type decides the element type where it is left open.
     """
-    tokens = job.train.batch_size * job.model.context
-    kind = "GPUs" if on_gpu else "CPU ranks"
-    group = job.parallel.world_size
-    lines = [
-        f"# {num_ranks} {kind}: {num_ranks // group} data-parallel groups of ep={job.parallel.ep} x "
-        f"tp={job.parallel.tp}, {tokens} tokens per rank and step",
-        "# memory of one rank, MiB",
-    ]
-    dtype = activation_dtype(job.train.dtype, torch.device("cuda" if on_gpu else "cpu"))
-    check_model_overlap(job, dtype, on_gpu=on_gpu)
+    tokens, dtype = job.train.batch_size * job.model.context, activation_dtype(job.train.dtype, device)
+    check_model_overlap(job, dtype, device)
     needs = memory_needs(job, dtype)
-    lines += [f"#   {name:<32} {size / MIB:>12,.1f}" for name, size in needs.items()]
-    lines.append(f"#   {'total':<32} {sum(needs.values()) / MIB:>12,.1f}")
-    return resolved_yaml(container, job, num_ranks) + "\n".join(lines) + "\n"
+    needs["total"] = sum(needs.values())
+    return [
+        f"# {counted_ranks(num_ranks, device)}: {num_ranks // job.parallel.world_size} data-parallel groups of "
+        f"ep={job.parallel.ep} x tp={job.parallel.tp}, {tokens} tokens per rank and step",
+        "# memory of one rank, MiB",
+        *table(needs),
+    ]
+
+
+def counted_ranks(num_ranks: int, device: torch.device) -> str:
+    """``4 GPUs``, ``2 CPU ranks``."""
+    return f"{num_ranks} {'GPUs' if device.type == 'cuda' else 'CPU ranks'}"
+
+
+def table(sizes: Mapping[str, int]) -> list[str]:
+    """Bytes by purpose, as MiB."""
+    return [f"#   {name:<32} {size / MIB:>12,.1f}" for name, size in sizes.items()]
 
 
 def resolved_yaml(container: Mapping[str, Any], job: JobConfig, num_ranks: int) -> str:
@@ -54,16 +59,10 @@ def resolved_yaml(container: Mapping[str, Any], job: JobConfig, num_ranks: int) 
     return to_yaml({**container, "nproc": num_ranks, "parallel": asdict(job.parallel)})
 
 
-def check_model_overlap(job: JobConfig, dtype: torch.dtype, *, on_gpu: bool) -> None:
+def check_model_overlap(job: JobConfig, dtype: torch.dtype, device: torch.device) -> None:
     """Raise ``ValueError`` if the layers of the job's model would refuse ``overlap``, for however many tokens."""
-    if job.moe_path not in PATHS_WITHOUT_OVERLAP:
-        check_overlap(job.overlap, Problem.create(job.model.moe, job.parallel, 1, dtype), on_gpu=on_gpu)
-
-
-def check_overlap(overlap: OverlapConfig | None, problem: Problem, *, on_gpu: bool, is_h200: bool = False) -> None:
-    """Raise ``ValueError`` if a split that the user gave is impossible for a layer on this machine, or on an H200."""
-    if overlap is not None:
-        check_setting(overlap, problem, H200 if is_h200 else Machine.of(torch.device("cuda" if on_gpu else "cpu")))
+    if job.overlap is not None and job.moe_path not in PATHS_WITHOUT_OVERLAP:
+        check_setting(job.overlap, Problem.create(job.model.moe, job.parallel, 1, dtype), Machine.of(device))
 
 
 def memory_needs(job: JobConfig, dtype: torch.dtype) -> dict[str, int]:

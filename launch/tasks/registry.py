@@ -24,7 +24,7 @@ class Task:
     reads: tuple[str, ...] = ()  # settings that its help page shows, and sections of settings, most important first
     # words that follow the task's name, each with what they do
     examples: Mapping[str, str] = field(default_factory=dict)
-    # module and function that make the text of --dry-run; None where the words after the task's name are all its own,
+    # module and function that make the lines of --dry-run; None where the words after the task's name are all its own,
     # instead of the common options and Hydra overrides
     dry_run: str | None = "comet.launch.dry_run.train.describe"
     needs: tuple[str, ...] = ()  # packages it cannot end without; what it imports at once need not be named
@@ -41,11 +41,11 @@ class Task:
         for name in self.needs:
             importlib.import_module(name)
 
-    def load_dry_run(self) -> Callable[..., str]:
+    def load_dry_run(self) -> Callable[..., list[str]]:
         """Import the module of the dry run and return its function."""
         assert self.dry_run is not None
         module, _, name = self.dry_run.rpartition(".")
-        describe: Callable[..., str] = getattr(importlib.import_module(module), name)
+        describe: Callable[..., list[str]] = getattr(importlib.import_module(module), name)
         return describe
 
 

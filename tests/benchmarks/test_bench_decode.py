@@ -99,14 +99,6 @@ def test_steps_count_each_expert_once_with_its_scales(kind: str, per_expert: int
     assert (wanted - step.exact()).abs().max() < 1e-5
 
 
-def test_steps_differ_on_one_gpu() -> None:
-    """Other tokens, other routing, other weights: nothing stays in a cache."""
-    first, second = steps_of(SMALL, 5, sets=2)
-    assert not torch.equal(first.ids, second.ids)
-    assert not torch.equal(first.tokens, second.tokens)
-    assert not torch.equal(first.weights.w1, second.weights.w1)
-
-
 def row_of(tokens: int, **times: float) -> dict[str, Any]:
     keys = {"model": "tiny", "weights": "bf16", "ep": 1, "tp": 1, "tokens": tokens, "mbytes": 1.0}
     return keys | {f"{name}_us": time for name, time in times.items()} | {"times_us": times}
@@ -237,17 +229,6 @@ def test_trials_change_the_fields_they_name() -> None:
     assert tiles == replace(selected, tile=16, down=replace(selected.down, rows=32))
     selected, ahead = configs(SMALL, 1, torch.bfloat16, [{"ahead": "2", "dependent": "0"}]).values()
     assert ahead == replace(selected, ahead=2, dependent=False)
-
-
-def test_a_group_that_cannot_be_built_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise ValueError("no memory")
-
-    monkeypatch.setattr("lib.decode.make_expert_group", fail)
-    with open_team(SMALL, ParallelConfig(), max_tokens=2, wants_fused=True, ranks=ALONE) as team:
-        row = measure_point(team, [steps_of(SMALL, 2)[0].set], 2, parse("--variants comet,fused --rounds 1".split()))
-    assert row["failures"] == {"group": "ValueError: no memory"}
-    assert set(row["times_us"]) == {"comet"}
 
 
 TWELVE = replace(SMALL, num_experts=12)

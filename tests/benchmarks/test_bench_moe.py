@@ -27,13 +27,9 @@ import suites.moe
 from baselines.layer import all_gather_experts, gemm_variants, pipelined_experts, split_evenly, tile_table
 from lib.decode import open_team
 from lib.moe import (
-    COLUMNS,
     Layer,
     balanced_rows,
-    draw,
     figures,
-    format_table,
-    geometric_means,
     layer_flops,
     link_bytes,
     make_inputs,
@@ -42,7 +38,7 @@ from lib.moe import (
     rows_to_ranks,
 )
 from lib.ranks import Ranks, attempt
-from lib.report import geometric_mean, set_aside, write_csv
+from lib.report import geometric_mean, set_aside
 from lib.shapes import MODELS, make_routing, model, parse_overlap
 from suites.moe import LayerVariant, checked_variants, parse
 
@@ -90,6 +86,7 @@ def test_routing_is_legal_and_repeatable(kind: str) -> None:
     assert weights.dtype == torch.float32
     assert int(ids.min()) >= 0
     assert int(ids.max()) < 16
+    assert kind != "hot" or ids[:, 0].eq(0).all()
     assert all(len(set(row)) == 4 for row in ids.tolist())
     torch.testing.assert_close(weights.sum(1), torch.ones(500))
     assert torch.equal(ids, draw(3)[0])
@@ -108,23 +105,6 @@ def test_zipf_first_choices_follow_one_over_n() -> None:
     share = 1 / torch.arange(1, 9)
     expected = 40_000 * share / share.sum()
     torch.testing.assert_close(counts[0].sort(descending=True).values.float(), expected, rtol=0.06, atol=0)
-
-
-def test_hot_expert_is_everyones_first() -> None:
-    ids, _ = make_routing("hot", num_tokens=100, num_experts=8, top_k=2, seed=0, device="cpu")
-    assert ids[:, 0].eq(0).all()
-    assert ids[:, 1].unique().numel() == 7
-
-
-def test_command_line_reaches_the_settings() -> None:
-    words = "--models tiny,qwen2_moe --tokens 8,32 --routing hot,uniform --ep 2 --tp 2 --overlap num_panels=2"
-    arguments = parse(words.split())
-    assert arguments.models == ("tiny", "qwen2_moe")
-    assert arguments.tokens == [8, 32]
-    assert arguments.routing == ("hot", "uniform")
-    assert arguments.parallel.world_size == 4
-    assert arguments.overlap.num_panels == 2
-    assert parse([]).overlap is None
 
 
 def test_shapes_are_those_of_the_shipped_configurations() -> None:
@@ -150,23 +130,6 @@ def test_figures_example() -> None:
         dict(link_ms=0.01, tflops=1.5, link_gbs=0.5, efficiency=0.75, hidden=0.5, x_plain=3.0, x_best=2.5)
     )
     assert set(figures({}, 1, 1, None).values()) == {None}
-
-
-def test_report_survives_what_failed(tmp_path: Path) -> None:
-    good = {"model": "tiny", "tokens": 8, "plain_ms": 2.0, "comet_ms": 1.0, "x_plain": 2.0, "gemm_torch_ms": 0.5}
-    bad = {"model": "tiny", "tokens": 9, "failures": "point: RuntimeError: out of memory, really"}
-    write_csv(tmp_path / "rows.csv", [good, bad], COLUMNS)
-    with (tmp_path / "rows.csv").open() as file:
-        read = list(csv.DictReader(file))
-    assert [row["tokens"] for row in read] == ["8", "9"]
-    assert read[1]["failures"] == bad["failures"]
-    lines = format_table([good, bad]).splitlines()
-    assert len({len(line) for line in lines}) == 1  # aligned
-    assert lines[-1].split()[:2] == ["geometric", "mean"]
-    assert geometric_means([good, bad])["x_plain"] == pytest.approx(2)
-    draw(tmp_path / "picture.png", [good, bad])
-    draw(tmp_path / "empty.png", [bad])
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_relative_error() -> None:

@@ -18,7 +18,7 @@ import comet
 from comet.config import OverlapConfig, ParallelConfig
 from comet.jobs.config import JobConfig
 from comet.launch.config import compose, config_groups, default_ranks, job_schema, make_job
-from comet.launch.dry_run.train import describe, memory_needs, rank_parameters
+from comet.launch.dry_run.train import memory_needs, rank_parameters, resolved_yaml
 from comet.launch.schema import build, schema_of
 from comet.launch.tasks.registry import TASKS
 from comet.layer.group import make_expert_group
@@ -261,7 +261,7 @@ def test_rank_parameters_are_those_of_the_model(overrides):
 def test_a_dry_run_is_yaml_that_composes_to_the_same_job():
     container = compose(["model=qwen3_30b_a3b", "output_dir=x"])
     job = make_job(container, 4)
-    loaded = yaml.safe_load(describe(container, job, 4, on_gpu=True))
+    loaded = yaml.safe_load(resolved_yaml(container, job, 4))
     assert loaded["nproc"] == 4
     assert make_job(loaded, 4) == job
     assert yaml.safe_load(to_yaml(container)) == container
