@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from activation_cases import ACTIVATIONS
 from late import come_late, passed
 from layer_cases import LayerCase, assert_as_close, oracle, rank_inputs
-from layer_ranks import build_layer, poison, run_case
+from layer_ranks import build_layer, poison, run_case, run_cases
 from ranks import run_ranks
 from tiers import slow, slow_but
+from torch import Tensor
 from training_cases import make_group
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.errors import CommTimeoutError
+from comet.kernels.runtime.activation import DEFINITIONS, Activation, Definition
 from comet.layer.backend import expert_capacity
 from comet.layer.routed_experts import SymmetricPath
+from comet.layout import Biases
 from comet.moe import MoE
 
 CASES = [
@@ -79,6 +83,54 @@ def test_other_paths(path: str) -> None:
     run_ranks(run_case, case.world_size, case, path)
 
 
+@pytest.mark.parametrize("path", ["reference", "plain", "twin", "fused"])
+@pytest.mark.parametrize(("ep", "tp"), [(1, 1), (2, 2)])
+def test_activations_and_biases(path: str, ep: int, tp: int) -> None:
+    """Over TP = 2 a rank's 8 columns are padded; the interpreter, which is slow, runs each activation once."""
+    cases = activated(ep, tp)
+    cases = cases[::4] + cases[3::4] if path == "fused" else cases
+    run_ranks(run_cases, ep * tp, cases, path, interpret=path == "fused", timeout=300)
+
+
+def activated(ep: int, tp: int) -> list[LayerCase]:
+    """Every activation, with biases, of whole tiles and of less."""
+    base = LayerCase("", ep, tp, (11, 20, 29, 38)[: ep * tp], routing="masked", expert_bias=True)
+    return [
+        replace(base, name=f"{activation.name}, F={ffn_size}", activation=activation, ffn_size=ffn_size)
+        for activation in ACTIVATIONS
+        for ffn_size in (32, 16)
+    ]
+
+
+def cosine(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    return gate.cos() + up
+
+
+def cosine_backward(gate: Tensor, up: Tensor, grad: Tensor, activation: Activation) -> tuple[Tensor, Tensor, Tensor]:
+    return gate.cos() + up, -grad * gate.sin(), grad
+
+
+def run_cosine(rank: int, world_size: int, path: str) -> None:
+    DEFINITIONS["reglu"] = Definition(cosine, cosine_backward, {})  # of this rank, which ends with the test
+    run_case(rank, world_size, replace(activated(1, 2)[1], activation=Activation("reglu")), path)
+
+
+@pytest.mark.parametrize("path", ["reference", "plain", "twin"])
+def test_an_activation_that_is_not_0_at_0_may_be_padded(path: str) -> None:
+    """cos(gate) + up: each padded column of hidden is 1, meets zeros of w2, and its gradients are dropped."""
+    run_ranks(run_cosine, 2, path)
+
+
+def test_a_call_with_biases_must_fit_the_layer() -> None:
+    case = LayerCase("plain", 1, 1, (2,))
+    layer = MoE(case.config, make_group(case.config, max_tokens=16), path="plain")
+    assert layer.b1 is None
+    tokens, ids = torch.zeros(2, 32), torch.zeros(2, 2, dtype=torch.int32)
+    weights = layer.w1.flatten(1, 2), layer.w2
+    with pytest.raises(ValueError, match="biases=True of the call must be the layer's expert_bias=False"):
+        layer.experts(tokens, ids, torch.ones(2, 2), *weights, Biases(torch.zeros(4, 64), torch.zeros(4, 32)))
+
+
 def test_half_precision_in_the_interpreter() -> None:
     case = LayerCase("ep2 float16", 2, 1, (30, 22), dtype=torch.float16)
     run_ranks(run_case, case.world_size, case, "fused", interpret=True)
@@ -122,7 +174,7 @@ def test_whole_layer_with_router_and_shared_expert() -> None:
 def test_capacity_of_the_worked_example() -> None:
     config = MoEConfig(hidden_size=16, ffn_size=16, num_experts=8, top_k=2, capacity_factor=1.25)
     group = make_group(config, max_tokens=100)
-    group = dataclasses.replace(group, parallel=ParallelConfig(ep=2))
+    group = replace(group, parallel=ParallelConfig(ep=2))
     assert expert_capacity(config, group) == 63
 
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from activation_cases import ACTIVATIONS, NAMES
+from kinds import layer0_in, layer1_in
 from layer_cases import LayerCase
 from layer_ranks import run_case
+
+from comet.kernels.runtime.activation import Activation
 
 CASES = [
     LayerCase("bf16", 1, 1, (700,), 8, 2, 256, 512, dtype=torch.bfloat16, calls=3),
@@ -24,6 +28,19 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_kernels(case: LayerCase) -> None:
     run_case(0, 1, case, "fused", "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=NAMES)
+def test_activations_and_biases(activation: Activation, dtype: torch.dtype) -> None:
+    """In 16 bits both layers and the gradients of tokens are in CUDA C++; in 32 the plain path, too."""
+    case = LayerCase(activation.name, 1, 1, (60,), ffn_size=48, dtype=dtype, activation=activation, expert_bias=True)
+    with layer0_in("cuda") as layer0, layer1_in("cuda") as layer1:
+        run_case(0, 1, case, "fused", "cuda")
+    assert (layer0.call_count, layer1.call_count) == ((0, 0) if dtype == torch.float32 else (1, 2))
+    if dtype == torch.float32:
+        run_case(0, 1, case, "plain", "cuda")
 
 
 @pytest.mark.gpu

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from activation_cases import draw_biases
 from ranks import run_ranks
 from tiers import slow
 from torch import Tensor, nn
@@ -22,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 from training_cases import make_group
@@ -292,6 +294,31 @@ def test_copies_of_layers() -> None:
     assert torch.equal(copy.deepcopy(alone)(x)[0], alone(x)[0])
     with pytest.raises(TypeError, match="ExpertGroup cannot be pickled"):
         pickle.dumps(alone)
+
+
+def whole_biases(rank: int, world_size: int, ep: int, tp: int) -> None:
+    """Biases and their gradients as all ranks hold them together, and the norm of both gradients."""
+    config = replace(CONFIG, expert_bias=True)
+    layer = MoE(config, make_group(config, ep=ep, tp=tp, max_tokens=4 * TOKENS), path="twin")
+    wanted = draw_biases(config.num_experts, config.ffn_size, config.hidden_size, torch.float32)
+    for name, value in {"b1": wanted.b1.view(-1, 2, config.ffn_size), "b2": wanted.b2}.items():
+        mine = getattr(layer, name)
+        layer.load_state_dict({name: distribute_tensor(value, mine.device_mesh, mine.placements)}, strict=False)
+    layer(draw(0))[0].square().sum().backward()
+    biases = [layer.b1, layer.b2]
+    assert torch.equal(whole(layer.b1).flatten(1), wanted.b1)
+    assert torch.equal(whole(layer.b2), wanted.b2)
+    grads = torch.cat([whole(each.grad).flatten() for each in biases])
+    both = [torch.empty_like(grads) for _ in range(world_size)]
+    dist.all_gather(both, grads)
+    assert all(torch.equal(each, grads) for each in both)
+    said = "a bias that TP ranks hold alike counts once: ".__add__
+    torch.testing.assert_close(clip_grad_norm_(biases, 1e9), grads.norm(), msg=said)
+
+
+@pytest.mark.parametrize(("ep", "tp"), [(2, 1), (1, 2), (2, 2)])
+def test_biases_are_sharded_as_the_weights_are(ep: int, tp: int) -> None:
+    run_ranks(whole_biases, ep * tp, ep, tp)
 
 
 def groups_in_turn(rank: int, world_size: int) -> None:

@@ -24,8 +24,6 @@ from stress_cases import StressCase
 from stress_numbers import FullWeights, expected, seeded, stress_inputs
 from torch import Tensor
 
-from comet.config import MoEConfig
-from comet.kernels.runtime.activation import SWIGLU, Activation
 from comet.kernels.runtime.recorder import ALIGN_ROUNDS, Recorder, align
 from comet.layer.fused import Fused
 from comet.layer.plan import Plan, PlanRules, routed_row_capacity
@@ -44,15 +42,10 @@ Found = dict[str, list[Tensor]]
 
 @dataclass(frozen=True)
 class EmulatedCase(StressCase):
-    """A layer on one GPU, with an activation, and with biases of a type where there is one."""
+    """A layer on one GPU, with biases of a type where there is one."""
 
     dtype: torch.dtype = torch.bfloat16
-    activation: Activation = SWIGLU
     bias: torch.dtype | None = None
-
-    @property
-    def config(self) -> MoEConfig:
-        return replace(super().config, activation=self.activation)
 
 
 class EmulatedRanks:

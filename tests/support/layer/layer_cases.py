@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
+from activation_cases import draw_biases
 from torch import Tensor
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
-from comet.layout import ExpertLayout
+from comet.kernels.runtime.activation import SWIGLU, Activation
+from comet.layout import Biases, ExpertLayout
 from comet.reference.layer import reference_experts
 
 MASKED = -1
@@ -25,6 +28,7 @@ class LayerCase:
         num_tokens: One entry per rank.
         strided: What the layer is passed is not contiguous, nor are its weights.
         relabel: Seed of a random relabelling of the experts, by which they move to other ranks; 0: none.
+        expert_bias: Whether they have biases.
     """
 
     name: str
@@ -43,6 +47,8 @@ class LayerCase:
     calls: int = 1
     strided: bool = False
     relabel: int = 0
+    activation: Activation = SWIGLU
+    expert_bias: bool = False
 
     @property
     def world_size(self) -> int:
@@ -51,8 +57,9 @@ class LayerCase:
     @property
     def config(self) -> MoEConfig:
         return MoEConfig(
-            hidden_size=self.hidden_size, ffn_size=self.ffn_size, num_experts=self.num_experts, top_k=self.top_k
-        )
+            hidden_size=self.hidden_size, ffn_size=self.ffn_size, num_experts=self.num_experts, top_k=self.top_k,
+            activation=self.activation, expert_bias=self.expert_bias,
+        )  # fmt: skip
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -133,13 +140,22 @@ def full_weights(case: LayerCase) -> tuple[Tensor, Tensor]:
     return w1.to(case.dtype), w2.to(case.dtype)
 
 
-def shard(case: LayerCase, rank: int, w1: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
-    """The part of full weights that ``rank`` owns: ``(e, 2, F/TP, D)`` and ``(e, D, F/TP)``."""
+def full_biases(case: LayerCase) -> tuple[Tensor, ...]:
+    """b1 ``(E, 2, F)`` and b2 ``(E, D)`` of all experts, if they have them."""
+    if not case.expert_bias:
+        return ()
+    b1, b2 = draw_biases(case.num_experts, case.ffn_size, case.hidden_size, case.dtype, case.seed)
+    return b1.unflatten(1, (2, -1)), b2
+
+
+def shard(case: LayerCase, rank: int, w1: Tensor, w2: Tensor, *biases: Tensor) -> tuple[Tensor, ...]:
+    """The part of full weights that ``rank`` owns: ``(e, 2, F/TP, D)``, ``(e, D, F/TP)``, and of biases."""
     layout = ExpertLayout.create(case.config, case.parallel, rank)
     experts = case.placed_experts[layout.first_expert : layout.first_expert + layout.experts_local]
     width = case.ffn_size // case.tp
     columns = slice(layout.tp_rank * width, (layout.tp_rank + 1) * width)
-    return w1[experts][:, :, columns].contiguous(), w2[experts][:, :, columns].contiguous()
+    weights = w1[experts][:, :, columns].contiguous(), w2[experts][:, :, columns].contiguous()
+    return (*weights, biases[0][experts][:, :, columns], biases[1][experts]) if biases else weights
 
 
 def as_strided(tensor: Tensor) -> Tensor:
@@ -149,31 +165,34 @@ def as_strided(tensor: Tensor) -> Tensor:
     return wide[..., 0]
 
 
-@dataclass(frozen=True)
-class Oracle:
+class Oracle(NamedTuple):
     output: Tensor
     grad_tokens: Tensor
     grad_top_k: Tensor
     grad_w1: Tensor
     grad_w2: Tensor
+    grad_b1: Tensor | None = None
+    grad_b2: Tensor | None = None
 
 
 def oracle(case: LayerCase, rank: int, dtype: torch.dtype, call: int = 0) -> Oracle:
-    """The layer in one process: all ranks' tokens through all experts, in ``dtype``."""
-    w1, w2 = (weight.to(dtype).requires_grad_() for weight in full_weights(case))
+    """The layer in one process: all ranks' tokens through all experts, in ``dtype``; the output and all gradients."""
+    w1, w2, *biases = (each.to(dtype).requires_grad_() for each in (*full_weights(case), *full_biases(case)))
     mine = None
+    options: dict[str, Any] = dict(ep=case.ep, tp=case.tp, activation=case.activation)
     for source in range(case.world_size):
         inputs = rank_inputs(case, source, call)
         x = inputs.tokens.to(dtype).requires_grad_()
         weights = inputs.top_k_weights.to(torch.promote_types(dtype, torch.float32)).requires_grad_()
-        y = reference_experts(x, inputs.top_k_ids, weights, w1.flatten(1, 2), w2, ep=case.ep, tp=case.tp)
+        given = Biases(biases[0].flatten(1), biases[1]) if biases else None
+        y = reference_experts(x, inputs.top_k_ids, weights, w1.flatten(1, 2), w2, **options, biases=given)
         y.backward(inputs.grad_output.to(dtype))
         if source == rank:
             mine = (y.detach(), x.grad, weights.grad)
     assert mine is not None, f"rank={rank} is none of the {case.world_size} ranks of the case"
-    assert w1.grad is not None, "no gradient reached w1"
-    assert w2.grad is not None, "no gradient reached w2"
-    return Oracle(*mine, *shard(case, rank, w1.grad, w2.grad))
+    grads = [leaf.grad for leaf in (w1, w2, *biases) if leaf.grad is not None]
+    assert len(grads) == 2 + len(biases), "a gradient reached no leaf"
+    return Oracle(*mine, *shard(case, rank, *grads))
 
 
 def assert_as_close(actual: Tensor, exact: Tensor, same_dtype: Tensor, dtype: torch.dtype, what: str) -> None:

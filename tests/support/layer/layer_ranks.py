@@ -7,8 +7,9 @@ import time
 
 import torch
 import torch.distributed as dist
-from layer_cases import LayerCase, as_strided, assert_as_close, full_weights, oracle, rank_inputs, shard
+from layer_cases import LayerCase, as_strided, assert_as_close, full_biases, full_weights, oracle, rank_inputs, shard
 
+from comet.kernels.runtime.activation import SWIGLU
 from comet.layer.group import ExpertGroup, make_expert_group
 from comet.layer.sharding import expert_parameter, local
 from comet.moe import MoE
@@ -32,8 +33,9 @@ def build_layer(case: LayerCase, rank: int, path: str, device: str = "cpu", back
     group = open_group(case, device, backend)
     moe = MoE(case.config, group, path=path, overlap=case.overlap, param_dtype=case.dtype)
     with torch.no_grad():
-        for mine, weight in zip(moe.expert_weights(), shard(case, rank, *full_weights(case)), strict=True):
-            mine.copy_(weight)
+        parts = shard(case, rank, *full_weights(case), *full_biases(case))
+        for parameter, part in zip(moe.expert_parameters(), parts, strict=True):
+            local(parameter).copy_(part)
     return moe
 
 
@@ -85,18 +87,26 @@ def run_case(
 def compare_call(
     moe: MoE, case: LayerCase, rank: int, call: int, tensors: tuple[torch.Tensor, ...], where: str = ""
 ) -> None:
-    """``tensors`` are output, tokens and routing weights of a call: that and all gradients against the oracle."""
-    y, x, weights = tensors
+    """``tensors`` are output, tokens and routing weights of a call: that and all gradients against the oracle.
+
+    In 16 bits gate and up are rounded before the activation, which may be past a limit then: of other activations than
+    SwiGLU norms are compared.
+    """
+    y, *leaves = *tensors, *moe.expert_parameters()
     exact, same = (oracle(case, rank, dtype, call) for dtype in (torch.float64, case.dtype))
-    for leaf in (x, weights, moe.w1, moe.w2):
+    for leaf in leaves:
         assert leaf.grad is not None, f"{case.name}: an input of shape {tuple(leaf.shape)} has no gradient"
-    found = {
-        "output": (y.detach(), exact.output, same.output),
-        "grad_tokens": (x.grad, exact.grad_tokens, same.grad_tokens),
-        "grad_top_k_weights": (weights.grad, exact.grad_top_k, same.grad_top_k),
-        "grad_w1": (local(moe.w1.grad), exact.grad_w1, same.grad_w1),
-        "grad_w2": (local(moe.w2.grad), exact.grad_w2, same.grad_w2),
-    }
-    for what, (actual, truth, plain) in found.items():
+    found = y.detach(), *(local(leaf.grad) for leaf in leaves)
+    for what, actual, wanted, plain in zip(exact._fields, found, exact, same, strict=False):
         at = f"{case.name}, seed {case.seed}, call {call}, rank {rank}, {where}: {what}"
-        assert_as_close(actual, truth, plain, case.dtype, at)
+        if case.activation == SWIGLU or case.dtype == torch.float32:
+            assert_as_close(actual, wanted, plain, case.dtype, at)
+        else:
+            error = (actual.cpu().double() - wanted).norm()
+            assert error < 4 * torch.finfo(case.dtype).eps * wanted.norm(), f"{at} is off by {error}"
+
+
+def run_cases(rank: int, world_size: int, cases: list[LayerCase], path: str) -> None:
+    """One start of the ranks serves them all."""
+    for case in cases:
+        run_case(rank, world_size, case, path)
