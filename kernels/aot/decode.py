@@ -246,14 +246,10 @@ def _gather(shape: str) -> KernelCase:
     tokens = Batch(tokens="*i32", ids="*i32", routing_weights="*fp32")
     constants = dict(W=RANKS, K=SHAPES[shape][1], COLS=COLS, DEPENDENT=True, INTERPRET=False)
     kinds = dict(own=tokens, batch=tokens, words=Words(addresses="*i64", epoch="*i32", fault="*i64"), timeout_ns="i64")
-    return KernelCase(
-        name=f"{shape}, {RANKS} ranks",
-        fn=gather_kernel,
-        signature={name: kinds.get(name, "i32") for name in gather_kernel.arg_names if name not in constants},
-        constexprs=constants,
-        num_warps=NUM_WARPS,
+    return KernelCase.of(
+        f"{shape}, {RANKS} ranks", gather_kernel, constants, kinds, num_warps=NUM_WARPS,
         expects=frozenset({"wide_loads", "wide_stores"}),
-    )
+    )  # fmt: skip
 
 
 def _case(
@@ -286,11 +282,11 @@ def _case(
         scale_bytes = steps * rows * lanes_of_row // 32 if constants.vector else int(few_scales)
     kinds = setting.signature() | of_kernel
     absent = {name: None for name in kernel.arg_names if name in kinds and kinds[name] is None}
-    return KernelCase(
-        name=setting.label,
-        fn=kernel,
-        signature={name: kinds.get(name, "i32") for name in kernel.arg_names if name not in ("STEP", *absent)},
-        constexprs={"STEP": constants, **absent},
+    return KernelCase.of(
+        setting.label,
+        kernel,
+        {"STEP": constants, **absent},
+        kinds,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
         max_registers=most_registers(shape, setting.ranks),

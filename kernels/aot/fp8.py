@@ -29,17 +29,11 @@ def aot_cases() -> list[KernelCase]:
 
 
 def _pack(dtype: str) -> KernelCase:
-    constants = dict(D=7168, GROUPS=PACKED_GROUPS, INTERPRET=False)
-    kinds = dict(x_ptr=f"*{dtype}", words_ptr="*i32")
-    return KernelCase(
-        name=dtype,
-        fn=pack_rows_kernel,
-        signature={name: kinds.get(name, "i32") for name in pack_rows_kernel.arg_names if name not in constants},
-        constexprs=constants,
-        unaligned=frozenset({"num_groups"}),
-        num_warps=4,
+    return KernelCase.of(
+        dtype, pack_rows_kernel, dict(D=7168, GROUPS=PACKED_GROUPS, INTERPRET=False),
+        dict(x_ptr=f"*{dtype}", words_ptr="*i32"), unaligned=frozenset({"num_groups"}), num_warps=4,
         expects=frozenset({"wide_loads", "wide_stores"}),
-    )
+    )  # fmt: skip
 
 
 def _layer0(events: int, activation: Activation = SWIGLU, biased: bool = False) -> KernelCase:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from triton.runtime.jit import JITFunction
 
+from ..gemm.group_gemm import gemm_features
 from ..layer.triton.combine import CombineSizes
 from ..layer.triton.dispatch import NUM_WARPS, DispatchLists, dispatch_kernel, push_constants
 from ..layer.triton.dispatch_gemm import DispatchGemmConfig, Sizes, dispatch_gemm_kernel, gemm_constants
@@ -76,7 +77,7 @@ def _layer0(
         sizes=Sizes("i32", "i32", "i32", None, None),
     )(
         num_stages=num_stages,
-        expects=_expects(dtype),
+        expects=gemm_features(DTYPES[dtype]),
         # Beside the 128 registers of its sums a thread has 64 for biases, once a tile, behind the loop.
         spilled_bytes=64 if biased else 0,
         narrow_loads=BIAS_LOADS if biased else 0,
@@ -112,15 +113,14 @@ def _layer1(dtype: str, top_k: int, *, backward: bool, events: int = 0, biased: 
         returns=returns_of(backward=backward),
         symm=symm_of(dtype, events),
         sizes=CombineSizes(*["i32"] * 4),
-    )(num_stages=num_stages, expects=_expects(dtype), narrow_loads=BIAS_LOADS if biased else 0)
+    )(num_stages=num_stages, expects=gemm_features(DTYPES[dtype]), narrow_loads=BIAS_LOADS if biased else 0)
 
 
 def fused_case(name: str, fn: JITFunction, constants: dict[str, Any], **kinds: Any) -> Callable[..., KernelCase]:
     """A case of one of the layer's kernels, but for what is expected of it; ``None``: an argument that is not there."""
     kinds = dict(sends=SENDS, table=TABLE, timeout_ns="i64") | kinds
     constants = constants | {name: None for name, kind in kinds.items() if kind is None}
-    signature = {name: kinds.get(name, "i32") for name in fn.arg_names if name not in constants}
-    return partial(KernelCase, name=name, fn=fn, signature=signature, constexprs=constants, num_warps=NUM_WARPS)
+    return partial(KernelCase.of, name, fn, constants, kinds, num_warps=NUM_WARPS)
 
 
 def symm_of(element: str, events: int) -> SymmTensors:
@@ -149,8 +149,3 @@ def recording_suffix(events: int) -> str:
 
 def _most_cols(dtype: str, most: int) -> int:
     return most // 4 if dtype == "fp32" else most
-
-
-def _expects(dtype: str) -> frozenset[str]:
-    """IEEE float32 has no tensor-core instruction."""
-    return frozenset({"wide_loads", "wide_stores"} | ({"wgmma"} if dtype != "fp32" else set()))

@@ -1,5 +1,9 @@
 """The configurations of the plan's kernels that ship, for the compile-ahead tool."""
 
+from typing import Any
+
+from triton.runtime.jit import JITFunction
+
 from ..plan.counting import exchange_kernel
 from ..plan.metadata import (
     PlanConfig,
@@ -17,14 +21,20 @@ from ..runtime.case import KernelCase
 NUM_COUNTERS = 128
 FEW_CHUNKS = 4  # of a source with 512 tokens
 MANY_CHUNKS = 64
-# Name: experts, top-k, EP, TP.
+
+
+def _layer(num_experts: int, top_k: int, ep: int, tp: int) -> PlanConfig:
+    experts = num_experts // ep
+    return PlanConfig(top_k=top_k, experts_local=experts, ep=ep, tp=tp, block_rows=128, expert_capacity=2**31 - 1)
+
+
 LAYERS = {
-    "Mixtral, EP4": (8, 2, 4, 1),
-    "Qwen3-30B, EP4": (128, 8, 4, 1),
-    "Qwen2-MoE, EP2 x TP2": (60, 4, 2, 2),
-    "DeepSeek-V3, EP8": (256, 8, 8, 1),
-    "256 experts on one rank": (256, 8, 1, 1),
-    "top-32 of 32": (32, 32, 4, 1),
+    "Mixtral, EP4": _layer(8, 2, 4, 1),
+    "Qwen3-30B, EP4": _layer(128, 8, 4, 1),
+    "Qwen2-MoE, EP2 x TP2": _layer(60, 4, 2, 2),
+    "DeepSeek-V3, EP8": _layer(256, 8, 8, 1),
+    "256 experts on one rank": _layer(256, 8, 1, 1),
+    "top-32 of 32": _layer(32, 32, 4, 1),
 }
 SCRATCH = PlanScratch(*["*i32"] * len(PlanScratch._fields))
 PLAN = PlanTensors(*["*i32"] * len(PlanTensors._fields))._replace(row_weights="*fp32")
@@ -38,33 +48,19 @@ KINDS = dict(
 def aot_cases() -> list[KernelCase]:
     """Both kernels for every layer."""
     cases = []
-    for name, (num_experts, top_k, ep, tp) in LAYERS.items():
-        config = PlanConfig(
-            top_k=top_k,
-            experts_local=num_experts // ep,
-            ep=ep,
-            tp=tp,
-            block_rows=128,
-            expert_capacity=2**31 - 1,
-        )
-        launches = [
-            *((exchange_kernel, values) for values in _exchanges(config)),
-            *((place_kernel, place_constants(config, top_k, num_chunks)) for num_chunks in (FEW_CHUNKS, MANY_CHUNKS)),
-        ]
-        cases += [
-            KernelCase(
-                name=f"{name}, {values.expert_block} experts at once"
-                if kernel is exchange_kernel
-                else f"{name}, {values.sum_block} chunks at once",
-                fn=kernel,
-                signature={argument: KINDS.get(argument, "i32") for argument in kernel.arg_names if argument != "PLAN"},
-                constexprs={"PLAN": values},
-                num_warps=num_warps(config),
-                expects=frozenset({"wide_stores"} if kernel is exchange_kernel and top_k >= 4 else ()),
-            )
-            for kernel, values in launches
-        ]
+    for name, config in LAYERS.items():
+        wide = frozenset({"wide_stores"} if config.top_k >= 4 else ())
+        for values in _exchanges(config):
+            words = f"{name}, {values.expert_block} experts at once"
+            cases.append(_case(words, exchange_kernel, values, config, expects=wide))
+        for num_chunks in (FEW_CHUNKS, MANY_CHUNKS):
+            values = place_constants(config, config.top_k, num_chunks)
+            cases.append(_case(f"{name}, {values.sum_block} chunks at once", place_kernel, values, config))
     return cases
+
+
+def _case(name: str, kernel: JITFunction, values: PlanConstants, config: PlanConfig, **options: Any) -> KernelCase:
+    return KernelCase.of(name, kernel, {"PLAN": values}, KINDS, num_warps=num_warps(config), **options)
 
 
 def _exchanges(config: PlanConfig) -> list[PlanConstants]:

@@ -199,17 +199,10 @@ def aot_cases() -> list[KernelCase]:
 
 def _aot_case(dtype: torch.dtype, activation: Activation) -> KernelCase:
     element = as_triton_dtype(dtype)
-    pointers = {
-        "pre_ptr": element, "grad_act_ptr": element, "row_ids_ptr": "i32", "slots_ptr": "i32", "weights_ptr": "fp32",
-        "tiles_ptr": "i32", "num_tiles_ptr": "i32",
-    }  # fmt: skip
-    results = BackwardResults(f"*{element}", f"*{element}", "*fp32")
-    return KernelCase(
-        name=f"{element} backward" + ("" if activation == SWIGLU else f" {activation.name}"),
-        fn=activation_backward_kernel,
-        signature={**{name: f"*{kind}" for name, kind in pointers.items()}, "results": results, "F": "i32", "K": "i32"},
-        constexprs={"BLOCK_M": 128, "ROWS": ROWS, "COLS": COLS, "ACTIVATION": activation},
-        unaligned=frozenset({"K"}),
-        num_warps=4,
-        expects=frozenset({"wide_loads", "wide_stores"}),
-    )
+    kinds = dict(pre_ptr=f"*{element}", grad_act_ptr=f"*{element}", weights_ptr="*fp32", F="i32", K="i32")
+    return KernelCase.of(
+        f"{element} backward" + ("" if activation == SWIGLU else f" {activation.name}"), activation_backward_kernel,
+        dict(BLOCK_M=128, ROWS=ROWS, COLS=COLS, ACTIVATION=activation),
+        kinds | dict(results=BackwardResults(f"*{element}", f"*{element}", "*fp32")), "*i32",
+        unaligned=frozenset({"K"}), num_warps=4, expects=frozenset({"wide_loads", "wide_stores"}),
+    )  # fmt: skip

@@ -121,13 +121,8 @@ def aot_cases() -> list[KernelCase]:
     sums, products = dict(ROWS=ROWS, COLS=COLS), dict(BLOCK_M=128, ROWS=PIECE, COLS=WIDE)
     alone = dict.fromkeys(("row_ids_ptr", "slots_ptr", "weights_ptr"), None)
     return [
-        KernelCase(
-            name=f"{element} {name}",
-            fn=kernel,
-            signature={each: pointers.get(each, "i32") for each in kernel.arg_names if each not in constants},
-            constexprs=constants,
-            unaligned=frozenset({"K"}),
-            num_warps=4,
+        KernelCase.of(
+            f"{element} {name}", kernel, constants, pointers, unaligned=frozenset({"K"}), num_warps=4,
             expects=frozenset({"wide_loads"}),
         )
         for name, kernel, constants in (
@@ -135,4 +130,4 @@ def aot_cases() -> list[KernelCase]:
             ("b2", bias_gradient_kernel, sums),
             ("routing weights", bias_products_kernel, products),
         )
-    ]
+    ]  # fmt: skip

@@ -97,14 +97,10 @@ def aot_cases() -> list[KernelCase]:
 
 def _aot_case(dtype: torch.dtype, has_own: bool) -> KernelCase:
     element = as_triton_dtype(dtype)
-    return KernelCase(
-        name=f"{element}, own rows apart" if has_own else element,
-        fn=gather_rows_kernel,
-        signature={
-            **dict.fromkeys(["rows_ptr", "own_ptr", "out_ptr"], f"*{element}"),
-            **dict.fromkeys(["tiles_ptr", "num_tiles_ptr", "row_ids_ptr"], "*i32"),
-            **dict.fromkeys(["first_own", "num_own", "N"], "i32"),
-        },
-        constexprs={"BLOCK_M": 128, "ROWS": ROWS, "COLS": ROW_BYTES // dtype.itemsize, "HAS_OWN": has_own},
+    kinds = dict.fromkeys(["rows_ptr", "own_ptr", "out_ptr"], f"*{element}")
+    return KernelCase.of(
+        f"{element}, own rows apart" if has_own else element, gather_rows_kernel,
+        dict(BLOCK_M=128, ROWS=ROWS, COLS=ROW_BYTES // dtype.itemsize, HAS_OWN=has_own),
+        kinds | dict.fromkeys(["tiles_ptr", "num_tiles_ptr", "row_ids_ptr"], "*i32"),
         expects=frozenset({"wide_loads", "wide_stores"}),
     )  # fmt: skip

@@ -223,24 +223,19 @@ def aot_cases() -> list[KernelCase]:
 
 
 def _aot_case(dtype: torch.dtype, gather: bool, layout: Layout, even_k: bool, config: GemmConfig) -> KernelCase:
-    element = as_triton_dtype(dtype)
-    block_m = 128
-    rows = f"*{element}" if gather else f"tensordesc<{element}[{block_m}, {config.block_k}]>"
-    b_block = (config.block_n, config.block_k) if layout == "nk" else (config.block_k, config.block_n)
+    element, block_m, block_n, block_k = as_triton_dtype(dtype), 128, config.block_n, config.block_k
+    rows = f"*{element}" if gather else f"tensordesc<{element}[{block_m}, {block_k}]>"
+    b_block = (block_n, block_k) if layout == "nk" else (block_k, block_n)
     words = [element, layout, "gathered" if gather else "in place", "even K" if even_k else "ragged K"]
-    tensor_cores = {"wgmma"} if dtype != torch.float32 else set()
-    constants = GemmConstants(
-        gather, layout, block_m, config.block_n, config.block_k, even_k, dot_precision(dtype),
+    constants = GemmConstants(gather, layout, block_m, block_n, block_k, even_k, dot_precision(dtype))
+    b_desc = f"tensordesc<{element}[1, {b_block[0]}, {b_block[1]}]>"
+    return KernelCase.of(
+        " ".join(words), group_gemm_kernel, {"GEMM": constants},
+        dict(a=rows, b_desc=b_desc, out_ptr=f"*{element}", N="i32", K="i32"), "*i32",
+        num_warps=config.num_warps, num_stages=config.num_stages, expects=gemm_features(dtype),
     )  # fmt: skip
-    return KernelCase(
-        name=" ".join(words),
-        fn=group_gemm_kernel,
-        signature={
-            "a": rows, "b_desc": f"tensordesc<{element}[1, {b_block[0]}, {b_block[1]}]>", "out_ptr": f"*{element}",
-            "tiles_ptr": "*i32", "num_tiles_ptr": "*i32", "row_ids_ptr": "*i32", "N": "i32", "K": "i32",
-        },
-        constexprs={"GEMM": constants},
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        expects=frozenset({"wide_loads", "wide_stores"} | tensor_cores),
-    )  # fmt: skip
+
+
+def gemm_features(dtype: torch.dtype) -> frozenset[str]:
+    """What a GEMM of a type is to have; IEEE float32 has no tensor-core instruction."""
+    return frozenset({"wide_loads", "wide_stores"} | ({"wgmma"} if dtype != torch.float32 else set()))

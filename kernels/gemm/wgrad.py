@@ -14,7 +14,7 @@ from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
 
 from ..runtime.arguments import as_triton_dtype, power_of_2, require_multiples_of_16, require_shapes
 from ..runtime.case import KernelCase
-from .group_gemm import GemmConfig, dot_precision, num_blocks
+from .group_gemm import GemmConfig, dot_precision, gemm_features, num_blocks
 from .tiles import GROUP_TILES, decode_tokens
 
 
@@ -90,22 +90,14 @@ def aot_cases() -> list[KernelCase]:
 
 def _aot_case(dtype: torch.dtype, config: GemmConfig) -> KernelCase:
     element = as_triton_dtype(dtype)
-    a_type = f"tensordesc<{element}[1, 1, {config.block_k}, {config.block_m}]>"
-    b_type = f"tensordesc<{element}[1, 1, {config.block_k}, {config.block_n}]>"
-    tensor_cores = {"wgmma"} if dtype != torch.float32 else set()
-    return KernelCase(
-        name=element,
-        fn=group_gemm_wgrad_kernel,
-        signature={
-            "a_desc": a_type, "b_desc": b_type, "out_ptr": f"*{element}", "starts_ptr": "*i32", "counts_ptr": "*i32",
-            "M": "i32", "N": "i32", "num_experts": "i32",
-        },
-        constexprs={
-            "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
-            "PRECISION": dot_precision(dtype),
-        },
-        unaligned=frozenset({"num_experts"}),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        expects=frozenset({"wide_loads", "wide_stores"} | tensor_cores),
+    blocks = dict(BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k)
+    kinds = dict(
+        a_desc=f"tensordesc<{element}[1, 1, {config.block_k}, {config.block_m}]>",
+        b_desc=f"tensordesc<{element}[1, 1, {config.block_k}, {config.block_n}]>",
+        out_ptr=f"*{element}", starts_ptr="*i32", counts_ptr="*i32",
+    )  # fmt: skip
+    return KernelCase.of(
+        element, group_gemm_wgrad_kernel, blocks | dict(PRECISION=dot_precision(dtype)), kinds,
+        unaligned=frozenset({"num_experts"}), num_warps=config.num_warps, num_stages=config.num_stages,
+        expects=gemm_features(dtype),
     )  # fmt: skip

@@ -271,15 +271,8 @@ def barrier_kernel(
 
 def aot_cases() -> list[KernelCase]:
     """The barrier for one rank and for the widest group of one host."""
+    kinds = dict(flag_addresses="*i64", epoch_ptr="*i32", fault_ptr="*i64", timeout_ns="i64")
     return [
-        KernelCase(
-            name=f"up to {ranks} ranks",
-            fn=barrier_kernel,
-            signature={
-                "flag_addresses": "*i64", "epoch_ptr": "*i32", "fault_ptr": "*i64",
-                "rank": "i32", "world_size": "i32", "timeout_ns": "i64",
-            },
-            constexprs={"W_BLOCK": ranks, "INTERPRET": False},
-        )
+        KernelCase.of(f"up to {ranks} ranks", barrier_kernel, dict(W_BLOCK=ranks, INTERPRET=False), kinds)
         for ranks in (1, 8)
-    ]  # fmt: skip
+    ]

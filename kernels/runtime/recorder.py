@@ -180,16 +180,9 @@ def align(flag_pointers: Tensor, epoch: Tensor, fault: Tensor, rank: int, timeou
 
 def aot_cases() -> list[KernelCase]:
     """The alignment for one rank and for the widest group of one host."""
+    kinds = dict(stamps_ptr="*i64", flag_addresses="*i64", epoch_ptr="*i32", fault_ptr="*i64", timeout_ns="i64")
+    constants = dict(ROUNDS=ALIGN_ROUNDS, INTERPRET=False)
     return [
-        KernelCase(
-            name=f"up to {ranks} ranks",
-            fn=align_kernel,
-            signature={
-                "stamps_ptr": "*i64", "flag_addresses": "*i64", "epoch_ptr": "*i32", "fault_ptr": "*i64",
-                "rank": "i32", "world_size": "i32", "timeout_ns": "i64",
-            },
-            constexprs={"ROUNDS": ALIGN_ROUNDS, "W_BLOCK": ranks, "INTERPRET": False},
-            num_warps=1,
-        )
+        KernelCase.of(f"up to {ranks} ranks", align_kernel, constants | dict(W_BLOCK=ranks), kinds, num_warps=1)
         for ranks in (1, 8)
-    ]  # fmt: skip
+    ]
