@@ -234,7 +234,7 @@ def describe_setting(layer: Layer) -> str:
     if not isinstance(path, SymmetricPath):
         return type(path).__name__
     settings = path.backend.settings
-    return f"{settings.comm_blocks}/{settings.layer1.num_panels}"
+    return f"{settings.comm_blocks}/{settings.num_panels}"
 
 
 def run(arguments: argparse.Namespace, ranks: Ranks) -> None:

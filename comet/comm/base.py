@@ -35,11 +35,7 @@ class SymmTensor:
         return self.peers[self.rank]
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> SymmTensor:
-        """A typed window of a byte pool, at the same place on every rank.
-
-        Args:
-            offset: Bytes from the start of the pool, a multiple of 256.
-        """
+        """A typed window of a byte pool, ``offset`` bytes from its start, a multiple of 256, on every rank."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if self.local.dtype != torch.uint8:
             raise ValueError(f"dtype={self.local.dtype} of the pool must be torch.uint8 to take a typed view")

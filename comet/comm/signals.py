@@ -25,11 +25,8 @@ LONGEST_SLEEP_S = 1e-3
 
 
 def signal(flags: Tensor, index: int, value: int) -> None:
-    """Publish ``value`` in one flag, after every earlier store of this thread.
-
-    Args:
-        flags: int32 or int64 flags in CPU memory, contiguous, any shape.
-        value: What to store, larger than everything stored there before.
+    """Publish ``value``, larger than those before it, in one of contiguous flags in CPU memory, after every earlier
+    store of this thread.
     """
     view = flags.view(-1).numpy()
     fence()
@@ -50,10 +47,7 @@ def wait(
     """Poll one flag until it holds at least ``value``; what the signalling rank stored before is then visible.
 
     Args:
-        flags: As for ``signal``, as are ``index`` and ``value``, the epoch waited for.
-        rank: Who waits, for the message.
-        peer: For whom.
-        place: Where: ``layer 0 dispatch, chunk 17``.
+        place: Where ``rank`` waits for ``peer``, for the message: ``layer 0 dispatch, chunk 17``.
         check: Called at every poll; raises where waiting is in vain, as the group's ``board.check`` does.
 
     Raises:

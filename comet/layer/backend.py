@@ -58,10 +58,6 @@ class Backend(ABC):
     All methods but those of weights and activation are collective.
 
     Args:
-        layout: The experts over the ranks.
-        workspace: The pool.
-        rules: What shapes a plan.
-        settings: How the launches run.
         plan_stream: Where plans are made, so that their small kernels do not wait behind large ones; ``None``: on the
             caller's stream.
 
@@ -84,13 +80,7 @@ class Backend(ABC):
 
     @classmethod
     def create(cls, config: MoEConfig, group: ExpertGroup, overlap: OverlapConfig | None) -> Self:
-        """The backend of one layer.
-
-        Args:
-            config: Shape of the layer.
-            group: The ranks, and the pool.
-            overlap: Split and order of the work, equal on all ranks; ``None`` takes what was measured for the group's
-                maximum of tokens.
+        """The backend of one layer; an ``overlap`` of ``None`` takes what was measured for the group's most tokens.
 
         Raises:
             ValueError: If the setting does not fit the ranks, or the layer the pool.
@@ -145,14 +135,6 @@ class Backend(ABC):
         """Send this rank's ids; the plan is made when it is finished, for whoever has something to run in between.
 
         Who plays several ranks in one process or on one GPU has to begin all their plans before finishing the first.
-
-        Args:
-            top_k_ids: ``(T, K)`` int32 global expert ids, 0 .. E-1; -1 masks a slot.
-            top_k_weights: ``(T, K)`` float32 routing weights.
-
-        Raises:
-            ValueError: If ids or weights do not fit the pool.
-            RuntimeError: If the group has been closed.
         """
         self._check(top_k_ids, top_k_weights)
         return self._exchange(top_k_ids.contiguous(), top_k_weights.detach().contiguous(), in_halves=True)

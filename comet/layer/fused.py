@@ -66,17 +66,11 @@ class Fused(Backend):
 
     @cached_property
     def _gemm_combine_config(self) -> GemmCombineConfig:
-        return combine_config(self.settings, self.settings.layer1.num_panels, self.workspace.combine_rows.local)
+        return combine_config(self.settings, self.workspace.combine_rows.local)
 
     @cached_property
     def _gemm_combine_fp8_config(self) -> GemmCombineConfig:
         return replace(self._gemm_combine_config, block_k=FP8_BLOCK)
-
-    @cached_property
-    def _dgrad_combine_config(self) -> GemmCombineConfig:
-        return combine_config(
-            self.settings, self.settings.layer0_backward.num_panels, self.workspace.combine_rows.local
-        )
 
     def _exchange(self, ids: Tensor, weights: Tensor, *, trains: bool = False, in_halves: bool = False) -> _PendingPlan:
         """``trains`` is not sent: a rank alone in its backward pass meets the barrier's deadline."""
@@ -198,7 +192,7 @@ class Fused(Backend):
             out=grad_row_weights.new_empty(plan.num_tokens, plan.layout.top_k),
         )
         symm, returns = combine_symm(workspace), returns_of(plan, weighted=False, grads=grads)
-        config, table = self._dgrad_combine_config, tile_table(plan, Launch.DGRAD_COMBINE)
+        config, table = self._gemm_combine_config, tile_table(plan, Launch.DGRAD_COMBINE)
         in_cuda = self.settings.cuda_kernels
         launch_gemm_combine(grad_pre, w1, y, out, symm, returns, table, config, in_cuda=in_cuda)
         return out, grads.out
@@ -222,7 +216,7 @@ class Fused(Backend):
     def combine(self, y: Tensor, plan: Plan, *, weighted: bool) -> Tensor:
         """The launch of layer 1 with no tile to multiply: what remains of it is the combine."""
         out = y.new_empty(plan.num_tokens, y.shape[1])
-        config = replace(combine_config(self.settings, 1, out), flatten=False)
+        config = replace(self._gemm_combine_config, num_panels=1, flatten=False)
         table = replace(tile_table(plan, Launch.GEMM_COMBINE), num_tiles=plan.tile_starts.new_zeros(1))
         gemm_combine(
             y, y[None], y, out, combine_symm(self.workspace), returns_of(plan, weighted=weighted), table, config

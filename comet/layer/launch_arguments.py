@@ -61,12 +61,12 @@ def dispatch_config(settings: LayerSettings, rows: Tensor, packed: int | None = 
     )
 
 
-def combine_config(settings: LayerSettings, num_panels: int, out: Tensor) -> GemmCombineConfig:
+def combine_config(settings: LayerSettings, out: Tensor) -> GemmCombineConfig:
     """Of layer 1, or of layer 0's gradients, whose result is ``out (T, D)``."""
     tile = settings.tile
     return GemmCombineConfig(
         comm_blocks=settings.comm_blocks,
-        num_panels=num_panels,
+        num_panels=settings.num_panels,
         block_n=tile.block_n,
         block_k=tile.block_k,
         move_cols=move_cols(out, 512),

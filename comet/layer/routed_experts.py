@@ -145,10 +145,7 @@ def backward(
     Args:
         grad_output: ``(T, D)`` contiguous.
         saved: Of the forward pass, with a plan for the backward pass.
-        w1: ``(e, 2F, D)``.
-        w2: ``(e, D, F)``.
         deferred: Where to leave the weight gradients; ``None``: they are made here.
-        biases: Of the forward pass, whose gradients are made here; ``None``: there were none.
     """
     plan = saved.plan
     backend.barrier()
@@ -234,13 +231,7 @@ class SymmetricPath:
     ) -> Tensor:
         """As a call, for inference, with e4m3 products: tokens and hidden are quantised on the way.
 
-        Args:
-            tokens: ``(T, D)`` of the pool's type.
-            top_k_ids: ``(T, K)`` int32.
-            top_k_weights: ``(T, K)`` float32.
-            w1: ``(e, 2F/TP, D)`` with a scale per 128 x 128; elements and scales are contiguous.
-            w2: ``(e, D, F/TP)`` with a scale per 128 x 128; elements and scales are contiguous.
-            biases: ``(e, 2F/TP)`` and ``(e, D)`` of the pool's type; ``None``: there are none.
+        Weights have a scale per 128 x 128, elements and scales contiguous; biases are of the pool's type.
 
         Raises:
             ValueError: If D or F/TP is not a multiple of 128, a gradient is wanted, tokens or routing do not fit the

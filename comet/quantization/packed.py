@@ -52,15 +52,7 @@ def _parts(packed: Tensor, hidden_size: int) -> tuple[Tensor, Tensor]:
 def match_fp8_weights(
     sizes: Sizes, w1: Tensor, w2: Tensor, w1_scales: Tensor, w2_scales: Tensor, *, device: torch.device
 ) -> None:
-    """Raise ``ValueError`` unless a layer's weights can be taken as they are: by address, a scale of one rank only.
-
-    Args:
-        sizes: e, F/TP and D of the layer; the latter two have to be multiples of 128.
-        w1: ``(e, 2F/TP, D)`` float8_e4m3fn.
-        w2: ``(e, D, F/TP)`` float8_e4m3fn.
-        w1_scales: ``(e, 2F/TP / 128, D / 128)`` float32.
-        w2_scales: ``(e, D / 128, F/TP / 128)`` float32.
-    """
+    """Raise ``ValueError`` unless a layer's weights can be taken as they are: by address, a scale of one rank only."""
     for letter in "DF":
         name, size = sizes.origins[letter], sizes.values[letter]
         require(size % FP8_BLOCK == 0, f"{name}={size} must be a multiple of {FP8_BLOCK} for experts in block FP8")

@@ -124,13 +124,7 @@ def rank_partial(
 ) -> Tensor:
     """What one rank contributes to every token, ``(T, D)``: the weighted sum over the token's slots that it owns.
 
-    Args:
-        tokens: ``(T, D)``.
-        top_k_ids: ``(T, K)`` global expert ids; slots of other ranks' experts and -1 are skipped.
-        w1_local: ``(e, 2F/tp, D)``.
-        w2_local: ``(e, D, F/tp)``.
-        first_expert: Global id of local expert 0.
-        biases: ``(e, 2F/tp)`` and ``(e, D)`` of ``shard_biases``; ``None``: none.
+    Weights and biases are those of ``shard_experts`` and ``shard_biases``, of the experts from ``first_expert`` on.
     """
     num_tokens, top_k = top_k_ids.shape
     accumulator = accumulator_dtype(tokens.dtype)
@@ -158,10 +152,7 @@ def expert_outputs(
     activation: Activation = SWIGLU,
     biases: Biases | None = None,
 ) -> Tensor:
-    """Every routed row's expert output before weighting, ``(T*K, D)`` in (token, slot) order; 0 for other experts.
-
-    Shapes are those of ``rank_partial``.
-    """
+    """Every routed row's expert output before weighting, ``(T*K, D)`` in (token, slot) order; 0 for other experts."""
     top_k = top_k_ids.shape[1]
     slot_ids = top_k_ids.flatten()
     rows, outputs = [], []

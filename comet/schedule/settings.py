@@ -9,8 +9,7 @@ import torch
 from comet.config import DIM_MULTIPLE, MoEConfig, OverlapConfig
 from comet.kernels.runtime.activation import SWIGLU, Activation
 from comet.layout import MAX_PANELS, ExpertLayout, round_up
-from comet.schedule.dependency import pipelines
-from comet.schedule.tiles import TileSchedule
+from comet.schedule.dependency import TileAxis, pipelines
 
 GPU_TILE_ROWS, CPU_TILE_ROWS = 128, 16
 
@@ -49,13 +48,16 @@ class TileShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSettings:
-    """Everything but the tensors that the launches of one layer share."""
+    """Everything but the tensors that the launches of one layer share.
+
+    What the dependency analysis cuts along tile rows, layer 0 and hidden's gradient, goes phase by phase, as the plan's
+    tiles lie; what it cuts along tile columns, layer 1 and the tokens' gradient, goes column panel by column panel, all
+    tiles of all experts in each. ``kernels/gemm/tiles.py`` is the order.
+    """
 
     comm_blocks: int  # thread blocks that only communicate at first; 0: communication is colocated with compute
     tile: TileShape  # GEMM tile shape
-    layer0: TileSchedule  # order of dispatch || GEMM
-    layer1: TileSchedule  # order of GEMM || combine
-    layer0_backward: TileSchedule  # order of GEMM || combine of the gradient of the tokens
+    num_panels: int  # column panels of layer 1 and of the tokens' gradient
     # whether all ranks have the kernels of layer 1 and of the tokens' gradients in CUDA C++; others may differ between
     # them
     cuda_kernels: bool = True
@@ -64,35 +66,20 @@ class LayerSettings:
 
     @classmethod
     def create(cls, moe: MoEConfig, layout: ExpertLayout, overlap: OverlapConfig, dtype: torch.dtype) -> LayerSettings:
-        """Analyse the pipelines and schedule them for one layer shape.
+        """Analyse the pipelines and cut them for one layer shape.
 
         A panel is at least one column block: with fewer column blocks than ``overlap.num_panels`` there are as many
         panels as column blocks.
 
-        Example: bfloat16, D=512, F=768, TP=2, ``num_panels=4``: a rank's 384 hidden columns are 3 column blocks of 128
-        in layer 0; the 512 output columns of layer 1 are 2 column blocks of 256, so 2 panels.
+        Example: bfloat16, D=512, F=768, TP=2, ``num_panels=4``: the 512 output columns of layer 1 are 2 column blocks
+        of 256, so 2 panels.
         """
-        width = round_up(moe.ffn_size // layout.tp, DIM_MULTIPLE)
-        tile = TileShape.select(dtype, moe.hidden_size, width)
-        columns = {"layer0": -(-width // tile.block_f), "layer1": -(-moe.hidden_size // tile.block_n)}
-        columns["layer0_backward"] = columns["layer1"]
+        tile = TileShape.select(dtype, moe.hidden_size, round_up(moe.ffn_size // layout.tp, DIM_MULTIPLE))
+        num_panels = min(overlap.num_panels, -(-moe.hidden_size // tile.block_n), MAX_PANELS)
         found = pipelines()
-        schedules = {
-            name: TileSchedule.build(
-                found[name],
-                num_cols=num_cols,
-                num_panels=min(overlap.num_panels, num_cols, MAX_PANELS),
-            )
-            for name, num_cols in columns.items()
-        }
-        return cls(
-            comm_blocks=overlap.comm_blocks,
-            tile=tile,
-            layer0=schedules["layer0"],
-            layer1=schedules["layer1"],
-            layer0_backward=schedules["layer0_backward"],
-            activation=moe.activation,
-        )
+        if not all(found[name].tile_axis is TileAxis.COLUMNS for name in ("layer1", "layer0_backward")):
+            num_panels = 1
+        return cls(comm_blocks=overlap.comm_blocks, tile=tile, num_panels=num_panels, activation=moe.activation)
 
 
 def _power_of_2(value: int) -> int:

@@ -87,16 +87,8 @@ def clamp_up(up, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def hidden_of(gate, up, b1_ptr, expert, cols, F, ACTIVATION: tl.constexpr):
-    """``activate`` of products and biases.
-
-    Args:
-        gate: Float32 block; up of the same shape.
-        up: Of the columns ``cols``.
-        b1_ptr: ``(e, 2F)``, gate, then up; ``None``: no bias.
-        expert: Whose row of it.
-        cols: Columns, of a shape that goes with that of gate; those from F on are undefined.
-        F: Columns of hidden.
-        ACTIVATION: An ``Activation``.
+    """``activate`` of float32 products of the columns ``cols``, undefined from F on, and of an expert's row of
+    ``b1_ptr (e, 2F)``, gate, then up, unless that is ``None``.
     """
     if b1_ptr is not None:
         biases = b1_ptr + expert.to(tl.int64) * (2 * F) + cols

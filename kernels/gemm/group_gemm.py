@@ -169,13 +169,7 @@ def group_gemm_torch(
 
 
 def valid_rows(table: TileTable) -> tuple[Tensor, Tensor]:
-    """Routed rows that are not padding, and the local expert of each.
-
-    Args:
-        table: Tiles, read on the host.
-
-    Returns:
-        ``(V,)`` int64 routed rows and ``(V,)`` int32 experts, in the order of the tiles.
+    """Routed rows that are not padding, ``(V,)`` int64, and the local expert of each, ``(V,)`` int32, by tiles.
 
     Example:
         tiles ``[[0, 0, 2, 0], [3, 4, 1, 0]]`` give rows ``[0, 1, 4]`` and experts ``[0, 0, 3]``.

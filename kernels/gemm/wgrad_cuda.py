@@ -73,11 +73,6 @@ def shared_bytes() -> int:
 def num_tiles(experts: int, a_cols: int, b_cols: int) -> int:
     """Tiles of a launch.
 
-    Args:
-        experts: Experts of this rank.
-        a_cols: M'.
-        b_cols: N'.
-
     Example:
         Experts of 130 and 256 columns: 2 * 1 each; two experts of 1024 and 2048: 2 * 8 * 8 = 128.
     """
@@ -85,13 +80,7 @@ def num_tiles(experts: int, a_cols: int, b_cols: int) -> int:
 
 
 def runs_cuda(a: Tensor, b: Tensor, out: Tensor) -> bool:
-    """Whether a launch is the one in CUDA C++: wherever it can run.
-
-    Args:
-        a: ``(Q, M')`` routed rows.
-        b: ``(Q, N')`` routed rows.
-        out: ``(e, M', N')`` result.
-    """
+    """Whether a launch is the one in CUDA C++: wherever it can run."""
     return (
         a.element_size() == 2
         and a.dtype == b.dtype == out.dtype
@@ -116,14 +105,9 @@ def group_gemm_wgrad_cuda(
     *,
     max_blocks: int | None = None,
 ) -> None:
-    """Sum of outer products over the routed rows q of each expert; see ``group_gemm_wgrad``.
+    """``group_gemm_wgrad`` of bfloat16 or float16, and of more than no rows.
 
     Args:
-        a: ``(Q, M')`` routed rows, bfloat16 or float16; Q > 0.
-        b: ``(Q, N')`` routed rows, same dtype.
-        out: ``(e, M', N')`` result, same dtype.
-        segment_starts: ``(e,)`` or ``(e + 1,)`` int32.
-        segment_counts: ``(e,)`` int32.
         ticket: int32, the first of which is 0: the counter of tiles.
         max_blocks: At most so many blocks, or ``None`` for one per SM.
     """

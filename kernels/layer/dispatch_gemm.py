@@ -252,8 +252,6 @@ def fc2_dgrad_cuda(
         w2: ``(e, D, F)``, same dtype.
         out: ``(Q, F)`` result; rows of no expert are undefined.
         symm: Receive rows, which hold the others' gradients afterwards and not this rank's own, and flags.
-        sends: Send lists.
-        table: Segments, tiles by phase, and where each routed row arrives.
         comm_blocks: Blocks that push rows before they compute; 0: a warp of each block pushes them beside.
     """
     variant = Variant(
@@ -270,12 +268,7 @@ def fc2_dgrad_cuda(
 
 
 def gate_up_map(w1: Tensor, cols: int) -> TensorMap:
-    """Descriptor of w1 for TMA loads of gate rows and the up rows that go with them, interleaved in groups of 8.
-
-    Args:
-        w1: ``(e, 2F, D)`` gate rows, then up rows.
-        cols: Rows of a load, half of them gate rows.
-    """
+    """Descriptor of w1 for TMA loads of ``cols`` rows: gate rows and the up rows that go with them in groups of 8."""
     experts, double_f, depth = w1.shape
     groups = w1.view(experts, 2, double_f // 16, 8, depth).transpose(1, 2)
     return tensor_map(groups, (1, cols // 16, 2, 8, SWIZZLE_BYTES // w1.itemsize))

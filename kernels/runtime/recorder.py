@@ -158,12 +158,7 @@ def recording(recorder: Recorder | None, num_blocks: int) -> Tensor | None:
 def align(flag_pointers: Tensor, epoch: Tensor, fault: Tensor, rank: int, timeout_ns: int) -> Tensor:
     """Barriers of all ranks that note their times (collective); advances the epoch by ``ALIGN_ROUNDS``.
 
-    Args:
-        flag_pointers: ``(W,)`` int64 address of every rank's ``(W,)`` int32 barrier flags.
-        epoch: ``(1,)`` int32.
-        fault: ``(8,)`` int64 record of a spin that met its deadline.
-        rank: This rank.
-        timeout_ns: Deadline of every spin.
+    Takes what ``barrier_kernel`` does of the pool's barrier.
 
     Returns:
         ``(ALIGN_ROUNDS, 2)`` int64: arrival and departure on this rank's clock, filled in stream order.

@@ -107,7 +107,7 @@ def test_what_a_cpu_lacks() -> None:
 def test_reserved_sms_reach_the_launches_of_layer_1() -> None:
     path = MoE(CONFIG, make_group(reserved_sms=7)).experts
     assert isinstance(path, SymmetricPath)
-    assert combine_config(path.backend.settings, 1, torch.empty(3, 32)).reserved_sms == 7
+    assert combine_config(path.backend.settings, torch.empty(3, 32)).reserved_sms == 7
     assert make_group().reserved_sms == 0
 
 

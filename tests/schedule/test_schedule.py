@@ -4,7 +4,6 @@ import random
 from collections import Counter
 from itertools import product
 
-import pytest
 import torch
 import triton
 import triton.language as tl
@@ -12,8 +11,6 @@ from ranks import run_ranks
 from tile_orders import by_columns, by_rows, panels_of
 
 from comet.kernels.gemm import tiles
-from comet.schedule.dependency import TileAxis, pipelines
-from comet.schedule.tiles import TileSchedule
 
 NUM_GEOMETRIES = 60
 
@@ -40,16 +37,6 @@ def test_worked_examples() -> None:
     assert [len(columns) for columns in panels_of(28, 4)] == [9, 8, 8, 3]
 
 
-@pytest.mark.parametrize("name", list(pipelines()))
-def test_a_schedule_takes_panels_where_its_axis_has_them(name: str) -> None:
-    part = pipelines()[name]
-    schedule = TileSchedule.build(part, num_cols=7, num_panels=4)
-    rows = part.axis == "tokens"
-    assert (schedule.tile_axis is TileAxis.ROWS) == rows
-    assert schedule.num_panels == (1 if rows else 4)
-    assert hash(schedule) == hash(TileSchedule.build(part, num_cols=7, num_panels=4))
-
-
 def test_every_item_comes_once_and_panels_in_order() -> None:
     for num_tiles, num_cols, group, panels in random_geometries(0):
         in_rows = [(*item, 0) for item in by_rows(num_tiles, num_cols, group)]
@@ -68,16 +55,6 @@ def test_the_last_panel_is_half_as_wide_and_the_others_differ_by_at_most_one() -
             if panels > 1:
                 assert widths[0] - widths[-2] <= 1
                 assert widths[-1] == max(num_cols // (2 * panels), 1)
-
-
-def test_errors_name_field_value_and_rule() -> None:
-    with pytest.raises(ValueError, match=r"num_panels=4 must be at most num_cols=3: a panel is whole column blocks"):
-        TileSchedule(axis="hidden", tile_axis=TileAxis.COLUMNS, num_cols=3, num_panels=4)
-    for field in ("num_cols", "num_panels"):
-        with pytest.raises(ValueError, match=f"{field}=0 must be at least 1"):
-            TileSchedule(axis="tokens", tile_axis=TileAxis.ROWS, **{"num_cols": 1, field: 0})
-    with pytest.raises(ValueError, match="num_panels=2 must be 1 in a schedule cut along tile rows"):
-        TileSchedule(axis="tokens", tile_axis=TileAxis.ROWS, num_cols=4, num_panels=2)
 
 
 @triton.jit

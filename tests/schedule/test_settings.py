@@ -25,7 +25,7 @@ def blocks(tile: TileShape) -> tuple[int, int, int]:
 def test_kernels_and_comet_agree_on_the_shape_of_flags() -> None:
     assert arguments.CHUNK_ROWS == layout.CHUNK_ROWS
     assert arguments.COMBINE_CHUNK_ROWS == layout.COMBINE_CHUNK_ROWS
-    assert arguments.MAX_WAVES == layout.MAX_WAVES
+    assert arguments.MAX_BUCKETS == layout.MAX_BUCKETS
     assert arguments.MAX_PANELS == layout.MAX_PANELS
     assert arguments.CHUNK_FLAGS == layout.CHUNK_FLAGS
 
@@ -55,16 +55,12 @@ def test_tiles_are_powers_of_two_less_than_twice_the_matrix(
 
 def test_worked_example_of_layer_settings() -> None:
     settings = create(tp=2)
-    assert (settings.layer0.num_cols, settings.tile.block_f) == (3, 128)
-    assert (settings.layer1.num_cols, settings.layer1.num_panels, settings.tile.block_n) == (2, 2, 256)
-    assert (settings.layer0.axis, settings.layer0.num_panels, settings.layer1.axis) == ("tokens", 1, "hidden")
+    assert (settings.num_panels, settings.tile.block_f, settings.tile.block_n) == (2, 128, 256)
     assert settings.comm_blocks == 5
-    assert (settings.layer0_backward.num_cols, settings.layer0_backward.num_panels) == (2, 2)
 
 
 def test_panels_never_outnumber_their_flags() -> None:
     moe = MoEConfig(hidden_size=16384, ffn_size=64, num_experts=2, top_k=1)
     place = ExpertLayout.create(moe, ParallelConfig(ep=1), 0)
     settings = LayerSettings.create(moe, place, OverlapConfig(num_panels=1000), torch.bfloat16)
-    assert settings.layer1.num_cols == 64
-    assert settings.layer1.num_panels == MAX_PANELS
+    assert settings.num_panels == MAX_PANELS

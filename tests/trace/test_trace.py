@@ -86,14 +86,16 @@ def record_case(rank: int, case: LayerCase) -> Found:
             with record(moe.group, capacity=2) as lossy:
                 again = moe.routed_experts(*routed)
         off = moe.routed_experts(*routed)
-    layer1 = backend.settings.layer1
+    tile = backend.settings.tile
+    num_cols = -(-(case.ffn_size // case.tp) // tile.block_f), -(-case.hidden_size // tile.block_n)
+    panels = panels_of(num_cols[1], backend.settings.num_panels)
     moe.group.close()
     return Found(
         records=timeline.records,
         lossy=lossy and lossy.records,
         plan=plan,
-        num_cols=(backend.settings.layer0.num_cols, layer1.num_cols),
-        panels=[panel for panel, columns in enumerate(panels_of(layer1.num_cols, layer1.num_panels)) for _ in columns],
+        num_cols=num_cols,
+        panels=[panel for panel, columns in enumerate(panels) for _ in columns],
         is_unchanged=torch.equal(y, off) and torch.equal(again, off),
     )
 

@@ -50,7 +50,7 @@ def test_a_layer_takes_what_was_measured(tmp_path: Path, caplog) -> None:
     caplog.set_level(logging.INFO, "comet.tuner")
     write_profile(tmp_path, 1, {128: (BEST, 1.0), 16: (FEW, 1.0)})
     path = symmetric(MoE(MOE, group_of(1, tmp_path)))
-    assert (path.backend.settings.comm_blocks, path.backend.settings.layer1.num_panels) == (24, 2)
+    assert (path.backend.settings.comm_blocks, path.backend.settings.num_panels) == (24, 2)
     assert [record.getMessage().split(": ")[1] for record in caplog.records] == [
         "24 comm blocks, 2 panels, in Triton (profile)",
     ]
@@ -87,7 +87,7 @@ def choose_on_rank(rank: int, world_size: int, folder: str) -> tuple[int, int, l
     path, num_tokens = symmetric(moe), (128, 16)[rank]
     output = run_layer(moe, num_tokens)
     group.close()
-    return path.backend.settings.comm_blocks, path.backend.settings.layer1.num_panels, output.flatten().tolist()
+    return path.backend.settings.comm_blocks, path.backend.settings.num_panels, output.flatten().tolist()
 
 
 def test_two_ranks_choose_alike_from_different_files(tmp_path: Path) -> None:

@@ -306,7 +306,7 @@ class EmulatedRanks:
     def check_layer1_events(self) -> None:
         settings = self.backends[0].settings
         num_cols = -(-self.case.hidden_size // settings.tile.block_n)
-        self.check_events(check_layer1_events, num_cols=num_cols, num_panels=settings.layer1.num_panels)
+        self.check_events(check_layer1_events, num_cols=num_cols, num_panels=settings.num_panels)
 
     def check_events(self, check: Callable[..., None], **numbers: Any) -> None:
         """What is recorded is what there was to do."""
