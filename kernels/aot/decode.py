@@ -30,6 +30,7 @@ SHAPES = {
 }
 RANKS = 4
 BIAS_LOADS = 16  # most loads of a bias of 16 bits in a kernel, each once a block
+QUANTISED = "mxfp8", "fp8", "mxfp4"
 SCALES = {"": 0, "mxfp8": MX.value, "fp8": BLOCK.value, "mxfp4": MX.value}
 
 
@@ -154,73 +155,67 @@ class Setting:
 
 def aot_cases() -> list[KernelCase]:
     """The blocks that steps of 1 to 64 tokens take; alone and over ranks; all types and kinds of weights."""
-    settings = []
-    for shape in ("qwen3", "mixtral"):
-        settings += [Setting(shape=shape, num_tokens=num_tokens) for num_tokens in (1, 2, 8, 16, 32, 64)]
-        settings += [Setting(shape=shape, num_tokens=num_tokens, ranks=RANKS) for num_tokens in (1, 8)]
-    settings += [Setting(shape="qwen3", num_tokens=num_tokens, dtype=torch.float32) for num_tokens in (1, 8)]
-    settings += [Setting(shape="qwen3", num_tokens=1, dependent=False)]
-    settings += [Setting(shape="qwen3", num_tokens=8, dtype=torch.float16)]
-    for quantised in ("mxfp8", "fp8", "mxfp4"):
-        for shape in ("qwen3", "deepseek"):
-            settings += [Setting(shape=shape, num_tokens=count, quantised=quantised) for count in (1, 2, 8, 16, 32, 64)]
-        settings += [Setting(shape="qwen3", num_tokens=count, quantised=quantised, ranks=RANKS) for count in (1, 8, 16)]
-        settings += [
-            Setting(shape="qwen3", num_tokens=count, quantised=quantised, dtype=dtype)
-            for count in (1, 8)
-            for dtype in (torch.float16, torch.float32)
-        ]
-        settings += [Setting(shape="qwen3", num_tokens=64, quantised=quantised, dtype=torch.float16)]
-    settings += [Setting(shape="qwen3", num_tokens=16, quantised="fp8", dtype=torch.float16)]
-    settings += [Setting(shape="deepseek and shared", num_tokens=count) for count in (1, 2, 8)]
-    settings += [Setting(shape="qwen3", num_tokens=count, ranks=RANKS, gathered=True) for count in (4, 16, 64)]
-    settings += [
-        Setting(shape="qwen3", num_tokens=count, ranks=ranks, gathered=True, quantised="mxfp8")
-        for count, ranks in ((2, 2), (8, RANKS))
-    ]
-    settings += [Setting(shape="qwen3", num_tokens=count, cache="lru") for count in (1, 2, 4)]
-    settings += [
-        Setting(shape="mixtral", num_tokens=1, cache="lru"),
-        Setting(shape="deepseek", num_tokens=1, cache="lru"),
-    ]
-    settings += [Setting(shape="qwen3", num_tokens=1, cache=policy) for policy in ("lfu", "score")]
-    settings += [Setting(shape="qwen3", num_tokens=count, cache="lru", hosted=True) for count in (1, 2, 4)]
-    settings += [
-        Setting(shape="qwen3", num_tokens=1, cache="score", hosted=True),
-        Setting(shape="qwen3", num_tokens=4, cache="lru", hosted=True, ranks=RANKS),
-        Setting(shape="deepseek", num_tokens=1, cache="lru", hosted=True),
-        Setting(shape="qwen3", num_tokens=1, dtype=torch.float32, cache="lru", hosted=True),
-        Setting(shape="qwen3", num_tokens=1, cache="lru", hosted=True, quantised="fp8"),
-        Setting(shape="qwen3", num_tokens=4, cache="lru", hosted=True, quantised="mxfp4"),
-    ]
-    settings += [
-        Setting(shape="qwen3", num_tokens=count, cache="lru", prefetched=True, quantised=quantised)
-        for count, quantised in ((1, ""), (8, ""), (1, "mxfp4"))
-    ]
-    settings += [
-        Setting(shape="qwen3", num_tokens=count, cache="lru", prefetched=True, drafted=True) for count in (1, 4)
-    ]
-    settings += [
-        Setting(shape="qwen3", num_tokens=count, quantised=quantised, cache="lru")
-        for quantised in ("mxfp8", "fp8", "mxfp4")
-        for count in (1, 4)
-    ]
-    gpt_oss: dict[str, Any] = dict(shape="gpt_oss", activation=Activation("clamped_swiglu"), biased=True)
-    settings += [
-        Setting(num_tokens=count, quantised=quantised, **gpt_oss) for quantised in ("", "mxfp4") for count in (1, 2, 16)
-    ]
-    settings += [Setting(num_tokens=count, quantised="mxfp4", cache="lru", **gpt_oss) for count in (1, 4)]
-    settings += [Setting(shape="qwen3", num_tokens=8, activation=Activation(name)) for name in ("geglu", "reglu")]
+    settings = [*_weights(), *_ranks(), *_caches(), *_activations()]
     cases = [case for setting in settings for case in (_gate_up(setting), _down(setting))]
     waves = [
-        Setting(shape="qwen3", num_tokens=count, cache="lru", wave=wave, **kind)
-        for count, kind in ((2, {}), (8, {}), (16, {}), (8, {"quantised": "mxfp4"}))
+        setting
+        for count, stored in ((2, ""), (8, ""), (16, ""), (8, "mxfp4"))
         for wave in ("first", "last")
+        for setting in _steps("qwen3", count, cache="lru", wave=wave, quantised=stored)
     ]
-    waves += [Setting(shape="qwen3", num_tokens=8, cache="lru", wave="last", ranks=RANKS)]  # others add up nothing
+    waves += _steps("qwen3", 8, cache="lru", wave="last", ranks=RANKS)  # others add up nothing
     hosted = Setting(shape="qwen3", num_tokens=8, cache="lru", wave="last", hosted=True)  # others ask nobody
     cases += [_gate_up(hosted), _down(hosted)]
     return cases + list(map(_down, waves)) + [_gather(shape) for shape in ("qwen3", "mixtral")]
+
+
+def _steps(shape: str, *num_tokens: int, **options: Any) -> list[Setting]:
+    return [Setting(shape=shape, num_tokens=count, **options) for count in num_tokens]
+
+
+def _weights() -> list[Setting]:
+    """Types of tokens, and kinds of weights."""
+    half, wide = torch.float16, torch.float32
+    found = [*_steps("qwen3", 1, 2, 8, 16, 32, 64), *_steps("mixtral", 1, 2, 8, 16, 32, 64)]
+    found += [*_steps("qwen3", 1, 8, dtype=wide), *_steps("qwen3", 8, dtype=half), *_steps("qwen3", 1, dependent=False)]
+    for stored in QUANTISED:
+        for shape in ("qwen3", "deepseek"):
+            found += _steps(shape, 1, 2, 8, 16, 32, 64, quantised=stored)
+        found += _steps("qwen3", 1, 8, 64, quantised=stored, dtype=half)
+        found += _steps("qwen3", 1, 8, quantised=stored, dtype=wide)
+    return [*found, *_steps("qwen3", 16, quantised="fp8", dtype=half), *_steps("deepseek and shared", 1, 2, 8)]
+
+
+def _ranks() -> list[Setting]:
+    found = [*_steps("qwen3", 1, 8, ranks=RANKS), *_steps("mixtral", 1, 8, ranks=RANKS)]
+    for stored in QUANTISED:
+        found += _steps("qwen3", 1, 8, 16, quantised=stored, ranks=RANKS)
+    found += _steps("qwen3", 4, 16, 64, ranks=RANKS, gathered=True)
+    found += _steps("qwen3", 2, ranks=2, gathered=True, quantised="mxfp8")
+    return found + _steps("qwen3", 8, ranks=RANKS, gathered=True, quantised="mxfp8")
+
+
+def _caches() -> list[Setting]:
+    """Experts beyond GPU memory: policies, weights, the host's cores, prefetch and drafts."""
+    found = [*_steps("qwen3", 1, 2, 4, cache="lru"), *_steps("mixtral", 1, cache="lru")]
+    found += [*_steps("deepseek", 1, cache="lru"), *_steps("qwen3", 1, cache="lfu"), *_steps("qwen3", 1, cache="score")]
+    for stored in QUANTISED:
+        found += _steps("qwen3", 1, 4, quantised=stored, cache="lru")
+    hosted: dict[str, Any] = dict(cache="lru", hosted=True)
+    found += [*_steps("qwen3", 1, 2, 4, **hosted), *_steps("deepseek", 1, **hosted)]
+    found += [*_steps("qwen3", 1, cache="score", hosted=True), *_steps("qwen3", 4, ranks=RANKS, **hosted)]
+    found += [*_steps("qwen3", 1, dtype=torch.float32, **hosted), *_steps("qwen3", 1, quantised="fp8", **hosted)]
+    found += _steps("qwen3", 4, quantised="mxfp4", **hosted)
+    prefetched: dict[str, Any] = dict(cache="lru", prefetched=True)
+    found += [*_steps("qwen3", 1, 8, **prefetched), *_steps("qwen3", 1, quantised="mxfp4", **prefetched)]
+    return found + _steps("qwen3", 1, 4, drafted=True, **prefetched)
+
+
+def _activations() -> list[Setting]:
+    gpt_oss: dict[str, Any] = dict(activation=Activation("clamped_swiglu"), biased=True)
+    found = [*_steps("gpt_oss", 1, 2, 16, **gpt_oss), *_steps("gpt_oss", 1, 2, 16, quantised="mxfp4", **gpt_oss)]
+    found += _steps("gpt_oss", 1, 4, quantised="mxfp4", cache="lru", **gpt_oss)
+    return found + [each for name in ("geglu", "reglu") for each in _steps("qwen3", 8, activation=Activation(name))]
 
 
 def _gate_up(setting: Setting) -> KernelCase:
