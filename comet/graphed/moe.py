@@ -25,6 +25,7 @@ from comet.utils.uncompiled import uncompiled
 logger = logging.getLogger(__name__)
 
 Output = tuple[Tensor, RouterStats]
+Replay = Callable[[Tensor], tuple[Tensor, ...]]  # of the tokens (T, D); TrainingGraphs where there are gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +35,6 @@ class _Call:
     num_tokens: int
     wants_grad: tuple[bool, ...]
     autocast: torch.dtype | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Replay:
-    """A captured call without gradients: ``run`` reads ``tokens (T, D)`` and leaves its result in ``results``."""
-
-    tokens: Tensor
-    run: Callable[[], None]
-    results: tuple[Tensor, ...]
-
-    def __call__(self, tokens: Tensor) -> tuple[Tensor, ...]:
-        self.tokens.copy_(tokens)
-        self.run()
-        return tuple(value.clone() for value in self.results)
 
 
 class _Flat(nn.Module):
@@ -99,7 +86,7 @@ class GraphedMoE:
         self._pool: Any = torch.cuda.graph_pool_handle() if on_gpu else None
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._flat = _Flat(layer)
-        self._replays: dict[_Call, _Replay | TrainingGraphs | None] = {}
+        self._replays: dict[_Call, Replay | None] = {}
         self._trained: set[_Call] = set()  # whose backward pass has run
         self._addresses: tuple[int, ...] = ()
         self._told: set[str] = set()
@@ -151,7 +138,7 @@ class GraphedMoE:
             output.register_hook(lambda _: self._trained.add(call))
         return output, stats
 
-    def _replay_of(self, call: _Call, tokens: Tensor) -> _Replay | TrainingGraphs | None:
+    def _replay_of(self, call: _Call, tokens: Tensor) -> Replay | None:
         """The graphs of such a call, captured at the second one; ``None`` runs the layer as it stands."""
         if self._reason:
             return None
@@ -178,7 +165,7 @@ class GraphedMoE:
             return None
         return replay
 
-    def _capture(self, call: _Call, tokens: Tensor) -> _Replay | TrainingGraphs | None:
+    def _capture(self, call: _Call, tokens: Tensor) -> Replay | None:
         device = tokens.device
         try:
             # Casts that autocast keeps would be of no capture, or of another one.
@@ -188,7 +175,13 @@ class GraphedMoE:
                     return TrainingGraphs(self._flat, self.layer, (tokens,), self._stream, self._graphs)
                 own = torch.empty_like(tokens)
                 run, results = capture(partial(self._flat, own), self._stream, self._graphs, self._pool)
-                return _Replay(own, run, results)
+
+                def replay(tokens: Tensor) -> tuple[Tensor, ...]:
+                    own.copy_(tokens)
+                    run()
+                    return tuple(value.clone() for value in results)
+
+                return replay
         except RuntimeError as error:  # what torch raises for a call that a capture does not permit
             release_random_numbers(device)
             self._stop(f"the layer cannot be captured: {first_line(error)}")

@@ -21,51 +21,7 @@ from comet.layer.paths import CollectivePath
 from comet.models.gpt import GPT, next_token_loss
 from comet.training.data import sample_batch
 from comet.training.optimizer import ScaledAdamW, global_norm, learning_rate, sum_gradients
-from comet.utils.graphs import GraphMode, Replayed
-
-
-class Passes:
-    """Fills the gradients of a model's parameters.
-
-    Routing may change from step to step, and parameters may change in place. Gradients that are replayed stay where the
-    graph leaves them: the next call overwrites them. What both passes need stays the graph's memory between calls.
-    """
-
-    def __init__(self, model: GPT, *, cuda_graph: GraphMode = "auto") -> None:
-        self.model = model
-        self._parameters = list(model.parameters())
-        self._workspaces = {layer.group.workspace for layer in model.moe_layers()}
-        self._batch = torch.empty(0)
-        asks = any(isinstance(layer.experts, CollectivePath) for layer in model.moe_layers())
-        obstacle = "the collectives of its MoE layers wait for counts on the host" if asks else ""
-        device = model.rotary.device
-        self._replayed = Replayed(self._run, device, "training steps", cuda_graph=cuda_graph, obstacle=obstacle)
-
-    @property
-    def graph_fallback_reason(self) -> str:
-        """Why the last step was launched kernel by kernel; empty if it was replayed from a graph."""
-        return self._replayed.graph_fallback_reason
-
-    def __call__(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """Run both passes on ``(B, S + 1)`` int64 tokens (collective): the mean loss in nats and the experts' load
-        ``(L, E)``, which the next call may overwrite.
-        """
-        for workspace in self._workspaces:
-            workspace.join_stream()
-        if self._batch.shape != batch.shape:
-            assert self._batch.numel() == 0, f"batches of {self._batch.shape} and {batch.shape}: a graph has one shape"
-            self._batch = torch.empty_like(batch)
-        self._batch.copy_(batch)
-        loss, expert_load, gradients = self._replayed()
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            parameter.grad = gradient
-        return loss, expert_load
-
-    def _run(self) -> tuple[Tensor, Tensor, Sequence[Tensor | None]]:
-        output = self.model(self._batch[:, :-1])
-        loss = next_token_loss(output.logits, self._batch[:, 1:])
-        gradients = torch.autograd.grad(loss + output.router_loss, self._parameters, allow_unused=True)
-        return loss.detach(), output.expert_load, gradients
+from comet.utils.graphs import Replayed
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +36,11 @@ class StepMetrics:
 
 
 class TrainStep:
-    """Runs optimizer steps; its only state is that of the model and the optimizer."""
+    """Runs optimizer steps; its only state is that of the model and the optimizer.
+
+    Routing may change from step to step, and parameters may change in place. Gradients that are replayed stay where the
+    graph leaves them: the next step overwrites them. What both passes need stays the graph's memory between steps.
+    """
 
     def __init__(
         self, model: GPT, optimizer: ScaledAdamW, group: ExpertGroup, text: Tensor, config: TrainConfig
@@ -91,7 +51,12 @@ class TrainStep:
         self.text = text
         self.config = config
         self.capacity = expert_capacity(model.config.moe, group)
-        self.passes = Passes(model, cuda_graph=config.cuda_graph)
+        self._parameters = list(model.parameters())
+        device = model.rotary.device
+        self._batch = torch.empty(config.batch_size, model.config.context + 1, dtype=torch.int64, device=device)
+        asks = any(isinstance(layer.experts, CollectivePath) for layer in model.moe_layers())
+        obstacle = "the collectives of its MoE layers wait for counts on the host" if asks else ""
+        self._passes = Replayed(self._run, device, "training steps", cuda_graph=config.cuda_graph, obstacle=obstacle)
 
     @property
     def tokens_per_step(self) -> int:
@@ -101,7 +66,7 @@ class TrainStep:
     @property
     def graph_fallback_reason(self) -> str:
         """Why the last step was launched kernel by kernel; empty if it was replayed from a CUDA graph."""
-        return self.passes.graph_fallback_reason
+        return self._passes.graph_fallback_reason
 
     def __call__(self, step: int, *, told_to_stop: bool = False) -> StepMetrics:
         """Take optimizer step ``step``, counted from 0, and let the ranks know who was told to stop (collective)."""
@@ -128,7 +93,12 @@ class TrainStep:
             step=step,
             rank=self.group.world_rank,
         )
-        loss, expert_load = self.passes(send(batch, self.group.device))
+        self.group.workspace.join_stream()
+        # Of memory that is not pinned the host would wait for a GPU.
+        self._batch.copy_(batch.pin_memory() if self._batch.is_cuda else batch, non_blocking=True)
+        loss, expert_load, gradients = self._passes()
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
         dropped_rows = count_dropped_rows(expert_load, self.capacity, self.group)
         told = loss.new_full((1,), float(told_to_stop))
         sums = torch.cat([loss.view(1), dropped_rows.view(1), told, expert_load.flatten()])
@@ -136,10 +106,12 @@ class TrainStep:
             dist.all_reduce(sums)
         return sums[0] / self.group.world_size, sums[1], sums[2], sums[3:].view_as(expert_load)
 
-
-def send(batch: Tensor, device: torch.device) -> Tensor:
-    """A batch on the device; the host does not wait for a GPU, as it would to copy memory that is not pinned."""
-    return batch.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else batch
+    def _run(self) -> tuple[Tensor, Tensor, Sequence[Tensor | None]]:
+        """Both passes: mean loss, the experts' load ``(L, E)``, and gradients, which the next call may overwrite."""
+        output = self.model(self._batch[:, :-1])
+        loss = next_token_loss(output.logits, self._batch[:, 1:])
+        gradients = torch.autograd.grad(loss + output.router_loss, self._parameters, allow_unused=True)
+        return loss.detach(), output.expert_load, gradients
 
 
 def count_dropped_rows(expert_load: Tensor, capacity: int | None, group: ExpertGroup) -> Tensor:

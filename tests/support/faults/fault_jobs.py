@@ -16,7 +16,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from fault_rows import FILE_FAULTS, SIGNALS, Finding, Order, unnamed
 from fault_traps import SENT, STRUCK, await_file, note
 from launch_jobs import environment, train_as_rank
 from ranks import run_ranks
+from training_cases import losses
 
 from comet.launch.cli import PROGRAM
 from comet.training.checkpoint_folder import list_checkpoints
@@ -77,19 +77,17 @@ class Jobs:
         self.folder = folder
         (folder / TEXT).write_bytes(bytes(range(256)) * 40)
         self.trained: dict[str, Trained] = {}
-        self.lock = threading.Lock()
 
     def undisturbed(self, order: Order) -> Trained:
         path = order.row.path
-        with self.lock:
-            if path not in self.trained:
-                folder = self.folder / f"undisturbed-{path}"
-                folder.mkdir()
-                words = [*train_words(order, folder / "out"), "train.checkpoint_every=1"]
-                ended = run(order, folder, words, PROGRAM)
-                assert ended.status == 0, f"undisturbed: {ended.error}"
-                self.trained[path] = Trained(folder / "out", losses_of(folder / "out"))
-            return self.trained[path]
+        if path not in self.trained:
+            folder = self.folder / f"undisturbed-{path}"
+            folder.mkdir()
+            words = [*train_words(order, folder / "out"), "train.checkpoint_every=1"]
+            ended = run(order, folder, words, PROGRAM)
+            assert ended.status == 0, f"undisturbed: {ended.error}"
+            self.trained[path] = Trained(folder / "out", losses_of(folder / "out"))
+        return self.trained[path]
 
     def run(self, order: Order) -> Finding:
         out = order.folder / "out"
@@ -220,15 +218,10 @@ def small_disk(order: Order, out: Path, trained: Trained) -> Iterator[None]:
 
 def losses_of(out: Path) -> dict[int, float]:
     """Training loss by step, and the held-out loss of the end as that of step -1."""
-    losses: dict[int, float] = {}
-    file = out / "metrics.jsonl"
-    for line in file.read_text().splitlines() if file.exists() else []:
-        window = json.loads(line)
-        if "losses" in window:
-            losses |= {window["step"] - behind: loss for behind, loss in enumerate(reversed(window["losses"]))}
+    found = dict(enumerate(losses(out), start=1))
     if (out / "result.json").exists():
-        losses[-1] = json.loads((out / "result.json").read_text())["heldout_nats_per_byte"]
-    return losses
+        found[-1] = json.loads((out / "result.json").read_text())["heldout_nats_per_byte"]
+    return found
 
 
 def judge(order: Order, ended: Ended) -> Finding:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from decode_cases import FOLD, DecodeCase
 from decode_ranks import compare_step, gathered_inputs, open_rank
-from fault_rows import SIGNALS, Finding, Order, Row, unnamed
+from fault_rows import SIGNALS, Finding, Order, unnamed
 from fault_traps import PLACES, SENT, STRUCK, await_file, note, set_trap, strike
 from gpus import ON_GPUS, backend_of, gpu_of
 from layer_cases import LayerCase, assert_as_close, oracle, rank_inputs
@@ -52,11 +52,7 @@ class Attempt:
     seconds: float
 
 
-@dataclass
-class Life:
-    """What a rank has lived through: its calls after the healthy one."""
-
-    attempts: dict[int, Attempt] = field(default_factory=dict)
+Life = dict[int, Attempt]  # the calls of a rank after the healthy one, by number
 
 
 class LayerCalls:
@@ -198,7 +194,8 @@ def renew_process_group(order: Order, rank: int) -> None:
 
 
 def live_through(rank: int, world_size: int, order: Order) -> Life:
-    life, is_culprit = Life(), rank == order.culprit
+    life: Life = {}
+    is_culprit = rank == order.culprit
     calls = USES.get(order.row.phase, LayerCalls)(order, rank)
     calls.wait_at_most(PATIENCE_S)
     wrong = calls.call(HEALTHY)
@@ -209,11 +206,11 @@ def live_through(rank: int, world_size: int, order: Order) -> Life:
         set_trap(PLACES[order.row.phase, order.row.path], lambda: strike(order, calls.device))
     alive = order.survivors if order.row.fault == "SIGKILL" else range(world_size)
     for number in (FIRST, SECOND):
-        life.attempts[number] = attempt(calls, number, order, watched=not (is_culprit and number == FIRST))
+        life[number] = attempt(calls, number, order, watched=not (is_culprit and number == FIRST))
         meet(order, rank, f"call{number}", alive)
     if len(alive) == world_size:
         calls.wait_at_most(PATIENCE_S)
-        life.attempts[LAST] = attempt(calls, LAST, order, watched=True)
+        life[LAST] = attempt(calls, LAST, order, watched=True)
         meet(order, rank, f"call{LAST}", alive)
     return life
 
@@ -310,31 +307,29 @@ def judge(order: Order, lives: list[Life | None]) -> Finding:
         finding.wrong.append("the fault did not happen: the phase was not reached")
         return finding
     survivors = [life for rank in order.survivors if (life := lives[rank]) is not None]
-    ends = [life.attempts[FIRST].at - at for life in survivors]
+    ends = [life[FIRST].at - at for life in survivors]
     finding.seconds = max(ends)
     if finding.seconds > order.limit_s:
         finding.wrong.append(f"a survivor went on for {finding.seconds:.1f} s, allowed are {order.limit_s:.1f} s")
     known = row.fault not in SIGNALS
     for life in survivors:
-        said = life.attempts[FIRST].said or life.attempts[SECOND].said
+        said = life[FIRST].said or life[SECOND].said
         finding.said = finding.said or said
         finding.wrong += unnamed(order, said, reason=known)
     for rank, life in enumerate(lives):
-        for number, each in (life.attempts if life else {}).items():
+        for number, each in (life or {}).items():
             finding.wrong += [f"rank {rank}: {what}" for what in each.wrong]
             if number == SECOND and each.seconds > order.limit_s:
                 finding.wrong.append(f"rank {rank} was refused only after {each.seconds:.1f} s")
             if number == LAST and each.said:
                 finding.wrong.append(f"rank {rank} after starting anew: {each.said}")
-    finding.outcome = outcome_of(row, survivors)
+    finding.outcome = outcome_of(survivors)
     return finding
 
 
-def outcome_of(row: Row, survivors: list[Life]) -> str:
+def outcome_of(survivors: list[Life]) -> str:
     words = []
     for number, name in ((FIRST, "call"), (SECOND, "next"), (LAST, "after restart")):
-        kinds = {
-            life.attempts[number].said.partition(":")[0] or "right" for life in survivors if number in life.attempts
-        }
+        kinds = {life[number].said.partition(":")[0] or "right" for life in survivors if number in life}
         words += [f"{name}: {'/'.join(sorted(kinds))}"] if kinds else []
     return ", ".join(words)

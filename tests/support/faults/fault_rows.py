@@ -41,10 +41,6 @@ class Row:
     job: bool = False
 
     @property
-    def place(self) -> tuple[bool, int, int, int]:
-        return self.job, PHASES.index(self.phase), FAULTS.index(self.fault), PATHS.index(self.path)
-
-    @property
     def name(self) -> str:
         """``SIGKILL, layer 0, twin``."""
         return f"{self.fault}, {self.phase}, {self.path}{' (job)' if self.job else ''}"
@@ -82,17 +78,11 @@ def all_rows(device: str) -> list[Row]:
     """The matrix of a device, ``cpu`` or ``cuda``; of faults in the middle of a step, jobs have a share, too."""
     combinations = [each for each in product(PHASES, FAULTS, PATHS) if not why_left_out(*each, device)]
     rows = [Row(*each, job=is_job(*each[:2])) for each in combinations]
-    rows += [
+    return rows + [
         Row(*each, job=True)
         for each in combinations
         if each[0] == "layer 1" and each[2] in ("plain", "twin") and device == "cpu" and not is_job(*each[:2])
     ]
-    return sorted(rows, key=lambda row: row.place)
-
-
-def left_out(device: str) -> dict[str, int]:
-    reasons = [why_left_out(*each, device) for each in product(PHASES, FAULTS, PATHS)]
-    return {why: reasons.count(why) for why in dict.fromkeys(reasons) if why}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,9 +90,9 @@ class Order:
     """What a row asks of its ranks, which leave notes for each other in ``folder``; survivors end by ``limit_s``."""
 
     row: Row
-    world_size: int
-    culprit: int
     device: str
+    world_size: int = 2
+    culprit: int = 1
     deadline_s: float
     slack_s: float
     folder: Path
@@ -126,11 +116,10 @@ class Finding:
     outcome: str = ""
     wrong: list[str] = field(default_factory=list)
 
-    def named(self, culprit: int) -> str:
+    def named(self) -> str:
         """Who was named, and the reason where it was: ``rank 1, injected by the fault matrix``."""
         reason = re.search(REASONS[self.row.fault], self.said)
-        ranks = sorted(ranks_named(self.said), key=lambda rank: (rank != culprit, rank))
-        found = [f"rank {rank}" for rank in ranks[:1]] + ([reason[0][:40]] if reason else [])
+        found = [f"rank {rank}" for rank in sorted(ranks_named(self.said))] + ([reason[0][:40]] if reason else [])
         return ", ".join(found) or "nobody"
 
 
