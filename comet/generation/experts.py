@@ -14,7 +14,7 @@ from comet.experts.cache import OF_THE_CACHES, CacheReport
 from comet.generation.source import is_hf_folder
 from comet.jobs.config import JobConfig
 from comet.layer.group import ExpertGroup
-from comet.models.sizes import dense_elements
+from comet.models.config import dense_elements
 
 
 def plan_experts(config: JobConfig, dtype: torch.dtype) -> ExpertBudget | None:

@@ -57,24 +57,27 @@ Not built: a backward pass (train with ``MoE``), GEMMs in FP8 (rows and weights 
 they are multiplied, or as they are read), the fused layer in block FP8 (``comet.layer.routed_experts`` has it).
 """
 
-from comet.modular.all_to_all import AllToAll
-from comet.modular.base import BatchedReduce, ContiguousReduce, DelegateReduce, NoOpReduce
+from comet.modular.all_to_all import AllToAll, SingleRank
 from comet.modular.composer import ModularMoE
 from comet.modular.experts import (
     DequantizingBatched,
     DequantizingContiguous,
+    FusedExperts,
     GroupedBatched,
     GroupedContiguous,
     ReferenceExperts,
     WarpDecodeExperts,
 )
-from comet.modular.fused import FusedExperts, FusedPrepareFinalize
 from comet.modular.interfaces import (
     ActivationFormat,
+    BatchedReduce,
     BatchedRows,
+    ContiguousReduce,
     ContiguousRows,
+    DelegateReduce,
     Experts,
     FusedHandle,
+    NoOpReduce,
     PrepareFinalize,
     Problem,
     Received,
@@ -84,8 +87,7 @@ from comet.modular.interfaces import (
     ScratchShapes,
     TopKReduce,
 )
-from comet.modular.single_rank import SingleRank
-from comet.modular.symmetric import SymmetricBatched, SymmetricContiguous
+from comet.modular.symmetric import FusedPrepareFinalize, SymmetricBatched, SymmetricContiguous
 
 # All there are, each made by (config, group), the experts with reduce= as well. The tests run every combination, with
 # every type of weights: comet.quantization.formats.WEIGHT_TYPES.

@@ -1,4 +1,4 @@
-"""Experts: the reference, warp decode, and two grouped GEMMs with an activation between, contiguous or batched rows.
+"""Experts: the reference, warp decode, the fused layer's, and two grouped GEMMs with an activation between.
 
 Pre-activations of the grouped GEMMs stay in float32 (float64 for float64), so that rounding is that of
 ``comet.reference.layer``. They do not wait for a GPU. Running them needs triton, also on a CPU, where the kernel's
@@ -20,38 +20,90 @@ import torch
 from torch import Tensor
 
 from comet.comm.collectives import accumulator_dtype
-from comet.config import check_kernel_dtype
-from comet.layout import Biases, positions_in_groups, round_up
-from comet.modular.base import (
-    BatchedReduce,
-    ContiguousReduce,
-    DelegateReduce,
-    ExpertsBase,
-    KernelExperts,
-    NoOpReduce,
-    Regions,
-    plain,
-    weight_regions,
-    weighted_sum,
-)
+from comet.config import MoEConfig, check_kernel_dtype, resolve_kernels
+from comet.layer.group import ExpertGroup
+from comet.layout import Biases, added_biases, positions_in_groups, round_up
 from comet.modular.interfaces import (
     ActivationFormat,
+    BatchedReduce,
     BatchedRows,
+    ContiguousReduce,
     ContiguousRows,
+    DelegateReduce,
     FusedHandle,
+    NoOpReduce,
     Problem,
     Rows,
     Scratch,
     ScratchShapes,
     TopKReduce,
+    weighted_sum,
 )
-from comet.quantization.formats import FP8, Weight
+from comet.quantization.formats import FP8, WEIGHT_TYPES, Weight
 from comet.reference.layer import expert_outputs, rank_partial, run_expert
 from comet.utils.graphs import hold_if_captured
 
 if TYPE_CHECKING:
     from comet.decode import DecodeWeights
     from comet.kernels.runtime.arguments import TileTable
+
+
+Regions = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+class ExpertsBase:
+    """The part of ``Experts`` that does not depend on how they compute; all parts are made alike.
+
+    Args:
+        reduce: What is left to ``finalize``, one of ``reductions``; ``None``: the first of them.
+    """
+
+    reductions: tuple[type[TopKReduce], ...]
+    takes_fp8 = False
+    weight_types: frozenset[type[Weight]] = frozenset(WEIGHT_TYPES)
+
+    def __init__(self, config: MoEConfig, group: ExpertGroup, *, reduce: TopKReduce | None = None) -> None:
+        self.layout = group.layout(config)
+        self.activation = config.activation
+        self.reduce = reduce or self.reductions[0]()
+
+
+class KernelExperts(ExpertsBase):
+    """Experts whose work Triton kernels can do.
+
+    Args:
+        use_kernels: Triton kernels or plain torch; ``None``: kernels on a GPU.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        group: ExpertGroup,
+        *,
+        reduce: TopKReduce | None = None,
+        use_kernels: bool | None = None,
+    ) -> None:
+        super().__init__(config, group, reduce=reduce)
+        self.device = group.device
+        self.use_kernels = resolve_kernels(group.device, use_kernels)
+        if self.use_kernels:
+            check_kernel_dtype(group.workspace.shape.dtype, group.device)
+
+
+def weight_regions(problem: Problem) -> Regions:
+    """Room for the weights where they have to be dequantised, none for plain ones."""
+    if problem.weight_type is Tensor:
+        return {}
+    num_experts, hidden_size, ffn_size = problem.num_experts, problem.hidden_size, problem.ffn_size
+    return {
+        "w1": ((num_experts, 2 * ffn_size, hidden_size), problem.dtype),
+        "w2": ((num_experts, hidden_size, ffn_size), problem.dtype),
+    }
+
+
+def plain(values: Weight, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """A tensor as it is, anything quantised in ``dtype``, in the memory of ``out`` if there is any."""
+    return values if isinstance(values, Tensor) else values.dequantize(dtype, out=out)
 
 
 def routed_capacity(problem: Problem, block_rows: int) -> int:
@@ -350,3 +402,25 @@ class WarpDecodeExperts(KernelExperts):
         hold_if_captured(w1.elements, held.w1, *([] if held.w1_scales is None else [held.w1_scales]))
         hold_if_captured(w2.elements, held.w2, *([] if held.w2_scales is None else [held.w2_scales]))
         return held
+
+
+class FusedExperts(ExpertsBase):
+    """Layer 0 and layer 1 of the handle's plan. Goes only with ``FusedPrepareFinalize``."""
+
+    formats = frozenset({ActivationFormat.HANDLE})
+    reductions: tuple[type[TopKReduce], ...] = (NoOpReduce,)
+    weight_types: frozenset[type[Weight]] = frozenset({Tensor})
+
+    def scratch_shapes(self, problem: Problem) -> ScratchShapes:
+        """None: how many rows there are is known on the device only, where the plan reserves them."""
+        return ScratchShapes(regions={}, output=None)
+
+    def apply(self, rows: Rows, w1: Weight, w2: Weight, scratch: Scratch, biases: Biases | None = None) -> Tensor:
+        """Run both fused pipelines: ``(T, D)``, finished (collective)."""
+        assert isinstance(rows, FusedHandle)
+        assert isinstance(w1, Tensor)
+        assert isinstance(w2, Tensor)
+        backend, plan = rows.backend, rows.plan
+        b1, b2 = added_biases(biases, backend.layout)
+        hidden, _ = backend.dispatch_gemm(rows.tokens, w1.contiguous(), plan, b1, save_pre_activation=False)
+        return backend.gemm_combine(hidden, w2.contiguous(), plan, b2)

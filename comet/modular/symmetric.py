@@ -4,6 +4,9 @@ Nothing waits for the device: received rows have static shapes, N = W * M row sl
 rounded up), of which the plan says on the device which are in use.
 
 Rows of the pool can carry FP8 rows and their scales side by side (``comet.quantization.packed``).
+
+The fused layer's rows travel while its GEMMs run, so its two halves only go together: ``prepare`` makes the plan and
+hands out a light handle, ``FusedExperts.apply`` runs layer 0 and layer 1, and ``finalize`` has nothing left to do.
 """
 
 from __future__ import annotations
@@ -21,19 +24,21 @@ from comet.config import MoEConfig, OverlapConfig, require, resolve_kernels
 from comet.errors import CapacityError
 from comet.layer.backend import PendingPlan
 from comet.layer.group import ExpertGroup
-from comet.layer.plan import Plan
+from comet.layer.plan import Plan, check_tokens
 from comet.layer.routed_experts import make_backend
 from comet.layer.workspace import ROWS_NEEDED
-from comet.modular.base import DelegateReduce, slot_rows
 from comet.modular.interfaces import (
     ActivationFormat,
     BatchedRows,
     ContiguousRows,
+    DelegateReduce,
+    FusedHandle,
     Received,
     Receiver,
     RoutedTokens,
     Rows,
     TopKReduce,
+    slot_rows,
 )
 from comet.quantization.formats import quantize_rows
 from comet.quantization.packed import pack, unpack
@@ -197,6 +202,31 @@ class SymmetricBatched(_Symmetric):
                 f"rank {self.layout.rank} got {int(most)} rows for one expert, more than the {batch_rows} of all "
                 "ranks' tokens: a token names the same expert twice"
             )
+
+
+class FusedPrepareFinalize(OverBackend):
+    """The plan of the fused layer. Any EP x TP; unequal and zero tokens per rank; masked slots; a capacity factor."""
+
+    activation_format = ActivationFormat.HANDLE
+    carries_fp8 = False
+    default_overlap = None
+
+    def prepare(self, routed: RoutedTokens, *, quantize: bool) -> Received:
+        """Exchange ids and plan; no row travels yet."""
+        assert not quantize, "the composer refuses FP8 in the fused layer"
+        check_tokens(routed.tokens, routed.top_k_ids, self.backend.workspace)
+        plan = self.backend.plan(routed.top_k_ids, routed.top_k_weights)
+        handle = FusedHandle(tokens=routed.tokens.contiguous(), plan=plan, backend=self.backend)
+        return Received(rows=handle, route=None)
+
+    def prepare_no_receive(self, routed: RoutedTokens, *, quantize: bool) -> Receiver:
+        """``prepare`` itself, since rows travel inside ``apply``, which waits for them tile by tile."""
+        received = self.prepare(routed, quantize=quantize)
+        return lambda: received
+
+    def finalize(self, outputs: Tensor, received: Received, reduce: TopKReduce) -> Tensor:
+        """The outputs: layer 1 has combined them."""
+        return outputs
 
 
 def local_experts(plan: Plan) -> Tensor:

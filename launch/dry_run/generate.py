@@ -16,7 +16,7 @@ from comet.launch.dry_run.train import FLOAT32_BYTES, check_model_overlap, count
 from comet.layer.workspace import WorkspaceShape, rank_pool_bytes
 from comet.layout import ExpertLayout
 from comet.models.cache import allocated_places
-from comet.models.sizes import expert_elements
+from comet.models.config import expert_elements
 
 
 def describe(job: JobConfig, num_ranks: int, device: torch.device) -> list[str]:

@@ -13,8 +13,7 @@ import torch
 
 from comet.jobs.config import JobConfig, activation_dtype
 from comet.layer.workspace import WorkspaceShape, rank_pool_bytes
-from comet.models.config import ModelConfig
-from comet.models.sizes import dense_elements, expert_elements
+from comet.models.config import ModelConfig, dense_elements, expert_elements
 from comet.training.checkpoint_folder import to_yaml
 from comet.tuner.choice import check_setting
 from comet.tuner.problem import Machine, Problem

@@ -24,13 +24,13 @@ from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.decode import DataParallelDecode, RankDecode, ReplicatedRunner
 from comet.errors import CommTimeoutError, StepFailedError, UnavailableError
 from comet.graphed.moe import GraphedMoE
+from comet.launch.tasks.modular import pairs
 from comet.layer.group import ExpertGroup, make_expert_group
 from comet.layer.paths import CollectivePath, make_path
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.sharding import local
 from comet.measure.job import tune_job
 from comet.modular import AllToAll, FusedPrepareFinalize, GroupedContiguous, ModularMoE, SymmetricBatched
-from comet.modular.matrix import pairs
 from comet.moe import MoE
 from comet.trace.timeline import record
 

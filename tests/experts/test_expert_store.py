@@ -23,7 +23,7 @@ from comet.experts.staged import Stage, StagedCache, StagedExperts
 from comet.experts.store import HeldExperts, Specs, host_memory
 from comet.experts.streaming import Visit
 from comet.layout import ExpertLayout
-from comet.models.sizes import dense_elements, expert_elements
+from comet.models.config import dense_elements, expert_elements
 from comet.reference.plain import plain_experts
 
 CPU = torch.device("cpu")

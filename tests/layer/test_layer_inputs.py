@@ -14,7 +14,7 @@ from training_cases import make_group
 
 from comet.layer.routed_experts import SymmetricPath
 from comet.layout import Biases
-from comet.modular.fused import FusedPrepareFinalize
+from comet.modular import FusedPrepareFinalize
 from comet.modular.interfaces import RoutedTokens
 from comet.moe import MoE
 

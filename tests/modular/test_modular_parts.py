@@ -9,10 +9,9 @@ from rank_plans import plan_from_ids
 from comet.layer.plan import Plan, routed_row_capacity
 from comet.layout import ExpertLayout
 from comet.modular.all_to_all import destinations, local_ids, pack, unpack
-from comet.modular.base import slot_rows, weighted_sum
 from comet.modular.composer import cut, scratch_bytes
 from comet.modular.experts import routed_capacity, tiles_of_batches, tiles_of_ids
-from comet.modular.interfaces import Problem, ScratchShapes
+from comet.modular.interfaces import Problem, ScratchShapes, slot_rows, weighted_sum
 from comet.modular.symmetric import batch_table
 
 NAN = float("nan")

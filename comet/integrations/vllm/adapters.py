@@ -16,7 +16,7 @@ from comet.errors import StepFailedError, UnavailableError
 from comet.integrations.vllm.weights import ACTIVATIONS, WeightCache, activation_of, scheme, wants_fp8, weight_type_of
 from comet.kernels.runtime.activation import SWIGLU, Activation
 from comet.layout import Biases, ExpertLayout
-from comet.modular.base import BatchedReduce, ContiguousReduce, DelegateReduce, NoOpReduce
+from comet.modular import BatchedReduce, ContiguousReduce, DelegateReduce, NoOpReduce
 from comet.modular.composer import cut, problem_of, scratch_bytes
 from comet.modular.interfaces import (
     ActivationFormat,
