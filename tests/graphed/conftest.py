@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from generate_cases import Captures
-from recorded_layers import record_on_cpu
+from graphed_cases import record_on_cpu
 
 
 @pytest.fixture

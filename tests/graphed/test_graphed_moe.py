@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from generate_cases import Captures
-from recorded_layers import draw, make_layer
+from graphed_cases import draw, make_layer
 from torch import Tensor
 
 from comet import GraphedMoE, MoE

@@ -33,8 +33,7 @@ from comet.models.gpt import GPT
 from comet.training.checkpoint import load_weights
 from comet.training.checkpoint_folder import read_checkpoint
 from comet.training.data import read_corpus
-from comet.training.evaluate import heldout_loss
-from comet.training.trainer import train
+from comet.training.trainer import heldout_loss, train
 
 TRAINED = replace(MODEL, dense_layers=1, moe=replace(MOE, shared_ffn_size=16))
 ONE_NODE, TWO_NODES = ParallelConfig(ep=2), ParallelConfig(ep=2, tp=2, node_size=2)

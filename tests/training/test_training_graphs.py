@@ -12,10 +12,9 @@ from generate_cases import all_experts, graphs_on_cpu
 from torch import Tensor
 from training_cases import MODEL, MOE, TEXT, TRAIN, Rank, losses, make_job, make_model
 
-from comet.training.evaluate import heldout_loss
 from comet.training.optimizer import make_optimizer
 from comet.training.step import TrainStep
-from comet.training.trainer import train
+from comet.training.trainer import heldout_loss, train
 from comet.utils.graphs import GraphMode
 
 

@@ -1,4 +1,4 @@
-"""Training steps with the layer replayed from CUDA graphs, on ranks with different numbers of tokens."""
+"""Layers replayed from CUDA graphs, in training steps and for inference, on ranks with different numbers of tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from gpus import ON_GPUS, gpu_of
 from graphed_cases import make_steps
 from ranks import run_ranks
-from stream_cases import CONFIG, NUM_TOKENS, make_tokens
+from stream_cases import CONFIG, NUM_TOKENS, assert_same, make_tokens, named
 
 # Of each rank in turn: some calls are a rank's first or second of a number, while the other replays its graphs.
 NUMBERS = (
@@ -26,6 +26,11 @@ def on_gpu(rank: int, world_size: int) -> None:
     both = [make_tokens(steps.layer, 1000 + call)[:200] for call in range(6)]
     for call, tokens in enumerate(both):
         steps.step([tokens], f"rank {rank}, alike, step {call}")
+    steps.eager.load_state_dict(steps.layer.state_dict())
+    with torch.no_grad():
+        for call, num_tokens in enumerate(NUMBERS[rank]):
+            x = make_tokens(steps.layer, 10 * call + rank)[:num_tokens]
+            assert_same(named(steps.graphed(x)), named(steps.eager(x)), f"rank {rank}, call {call}")
     assert steps.graphed.graph_fallback_reason == ""
     steps.layer.group.workspace.check()
     steps.layer.group.close()
