@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from comet.graphed.training import TrainingGraphs
+from comet.graphed.moe import TrainingGraphs
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.sharding import local
 from comet.layout import Biases

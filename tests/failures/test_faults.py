@@ -14,8 +14,20 @@ from pathlib import Path
 import pytest
 from fault_jobs import Jobs
 from fault_ranks import FIRST, SECOND, Attempt, Life, judge, run_calls, what_hung
-from fault_rows import FAULTS, PATHS, PHASES, Order, Row, all_rows, ranks_named, unnamed, why_left_out
-from fault_traps import SENT, STRUCK, note
+from fault_rows import (
+    FAULTS,
+    PATHS,
+    PHASES,
+    SENT,
+    STRUCK,
+    Order,
+    Row,
+    all_rows,
+    note,
+    ranks_named,
+    unnamed,
+    why_left_out,
+)
 from tiers import slow_but
 
 QUICK = [

@@ -20,7 +20,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from fault_traps import await_file, note
+from fault_rows import await_file, note
 from launch_jobs import all_gone
 from ranks import run_ranks
 

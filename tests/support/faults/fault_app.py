@@ -12,8 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fault_rows import Order
-from fault_traps import PLACES, TOLD, note, set_trap, strike
+from fault_rows import PLACES, TOLD, Order, note, set_trap, strike
 
 from comet.jobs.config import JobConfig
 from comet.launch.cli import main

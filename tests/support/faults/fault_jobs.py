@@ -24,8 +24,7 @@ from pathlib import Path
 
 import psutil
 from fault_app import ORDER
-from fault_rows import FILE_FAULTS, SIGNALS, Finding, Order, unnamed
-from fault_traps import SENT, STRUCK, await_file, note
+from fault_rows import FILE_FAULTS, SENT, SIGNALS, STRUCK, Finding, Order, await_file, note, unnamed
 from launch_jobs import environment, train_as_rank
 from ranks import run_ranks
 from training_cases import losses

@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 from decode_cases import FOLD, DecodeCase
 from decode_ranks import compare_step, gathered_inputs, open_rank
-from fault_rows import SIGNALS, Finding, Order, unnamed
-from fault_traps import PLACES, SENT, STRUCK, await_file, note, set_trap, strike
+from fault_rows import PLACES, SENT, SIGNALS, STRUCK, Finding, Order, await_file, note, set_trap, strike, unnamed
 from gpus import ON_GPUS, backend_of, gpu_of
 from layer_cases import LayerCase, assert_as_close, oracle, rank_inputs
 from layer_ranks import build_layer

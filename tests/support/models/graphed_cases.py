@@ -165,7 +165,6 @@ def make_layer(path: str = "dense", **settings: Any) -> MoE:
 def record_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Captures:
     found = graphs_on_cpu(monkeypatch)
     monkeypatch.setattr("comet.graphed.moe.capture", found)
-    monkeypatch.setattr("comet.graphed.training.capture", found)
     monkeypatch.setattr("comet.graphed.moe.device_obstacle", lambda device: "")
     return found
 
