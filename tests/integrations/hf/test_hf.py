@@ -237,21 +237,6 @@ def test_docstring_examples() -> None:
     assert [rank_slice(0, 5, rank, 4) for rank in range(4)] == [slice(0, 2), slice(2, 4), slice(4, 5), slice(5, 5)]
 
 
-def test_every_token_is_brought_once() -> None:
-    for seed in range(50):
-        generator = torch.Generator().manual_seed(seed)
-        num_tokens, world_size, at_once = (
-            int(torch.randint(low, high, (), generator=generator)) for low, high in ((0, 400), (1, 9), (1, 130))
-        )
-        brought = [
-            token
-            for start, stop in rounds(num_tokens, at_once * world_size)
-            for rank in range(world_size)
-            for token in range(*rank_slice(start, stop, rank, world_size).indices(num_tokens))
-        ]
-        assert brought == list(range(num_tokens)), f"seed {seed}: {num_tokens} tokens, {world_size} ranks"
-
-
 def group_for(model: Any, **changes: Any) -> ExpertGroup:
     group = make_group(model)
     return replace(group, **changes)

@@ -83,15 +83,6 @@ def tiny_config(family: str, **changes: Any) -> Any:
             head_dim=8,
             sliding_window=16,
             swiglu_limit=1.5,
-            rope_parameters={
-                "rope_type": "yarn",
-                "rope_theta": 10_000.0,
-                "factor": 4.0,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "truncate": False,
-                "original_max_position_embeddings": 32,
-            },
         ),
     }[family]
     return AutoConfig.for_model(family, **(fields | changes))
