@@ -45,7 +45,7 @@ from comet.modular import (
     WarpDecodeExperts,
 )
 from comet.modular.composer import elements
-from comet.quantization.formats import FP8, MXFP8, WEIGHT_TYPES, Weight
+from comet.quantization.formats import FP8, MXFP8, WEIGHT_TYPES
 from comet.reference.layer import reference_experts
 
 CASE = LayerCase("vllm", 1, 1, (13,), seed=8, routing="masked")
@@ -78,21 +78,22 @@ def batched_experts(case: LayerCase, group: ExpertGroup) -> list[Experts]:
     ]
 
 
-def make_kernel(transport: Any, inner: Experts, case: LayerCase, rank: int, weight_type: type[Weight] = Tensor) -> Any:
-    quant_config = quant_config_of(case, rank, weight_type, fp8_rows=inner.takes_fp8)
+def make_kernel(transport, inner, case, rank, weight_type=Tensor, activation="silu", **fields) -> Any:
+    quant_config = quant_config_of(case, rank, weight_type, fp8_rows=inner.takes_fp8, **fields)
     dispatch = adapt_prepare_finalize(transport)
-    experts = adapt_experts(inner, moe_config_of(case), quant_config, dispatch.max_num_tokens_per_rank())
+    experts = adapt_experts(inner, moe_config_of(case, activation), quant_config, dispatch.max_num_tokens_per_rank())
     return modules()[0].FusedMoEKernel(dispatch, experts)
 
 
-def run_kernel(kernel: Any, case: LayerCase, rank: int, weight_type: type[Weight] = Tensor) -> Tensor:
+def run_kernel(kernel, case, rank, weight_type=Tensor, activation="silu", order=slice(None)) -> Tensor:
+    """``order`` is that of the rows of w1."""
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
     inputs = rank_inputs(case, rank)
     w1, w2 = (elements(weight) for weight in rank_weights(case, rank, weight_type))
     return kernel.apply(
-        inputs.tokens.clone(), w1, w2, inputs.top_k_weights, inputs.top_k_ids, MoEActivation.SILU, case.num_experts,
-        expert_map_of(case, rank), False,
+        inputs.tokens.clone(), w1[:, order], w2, inputs.top_k_weights, inputs.top_k_ids, MoEActivation(activation),
+        case.num_experts, expert_map_of(case, rank), False,
     )  # fmt: skip
 
 
@@ -277,7 +278,6 @@ def run_activations(rank: int, world_size: int) -> None:
     """gpt-oss's layers, as vLLM has them: biases, and w1 in either order; and GeGLU."""
     start_vllm()
     from vllm.model_executor.layers.activation import SwigluOAIAndMul
-    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
     rows = 8 * torch.randn(5, 2 * CASE.ffn_size)
     theirs = SwigluOAIAndMul.forward_native(types.SimpleNamespace(alpha=1.702, limit=7.0), rows)  # type: ignore[arg-type]
@@ -304,29 +304,19 @@ def run_activations(rank: int, world_size: int) -> None:
             inputs.tokens, inputs.top_k_ids, inputs.top_k_weights, whole[0].flatten(1, 2), whole[1],
             activation=activation, biases=Biases(b1, b2),
         )  # fmt: skip
-        stored = rank_weights(CASE, 0, weight_type)
-        order = torch.arange(2 * CASE.ffn_size)
+        order, scales = torch.arange(2 * CASE.ffn_size), {}
         if name == "swigluoai":
             order = order.view(2, -1).T.flatten()
-        w1, scales = elements(stored[0])[:, order], {}
-        if isinstance(stored[0], MXFP8):
-            scales["w1_scale"] = stored[0].scales[:, order]
+        if weight_type is MXFP8:
+            scales["w1_scale"] = rank_weights(CASE, 0, weight_type)[0].scales[:, order]
+        given = fields | scales | dict(w1_bias=b1[:, order], w2_bias=b2)
         for transport, kind in kinds:
             if kind is WarpDecodeExperts and weight_type is not Tensor:
                 continue  # which refuses biases of quantised weights by name
-            quant_config = quant_config_of(
-                CASE, 0, weight_type, fp8_rows=False, w1_bias=b1[:, order], w2_bias=b2, **scales, **fields
-            )
-            dispatch = adapt_prepare_finalize(transport(config, group))
-            experts = adapt_experts(
-                kind(config, group), moe_config_of(CASE, name), quant_config, dispatch.max_num_tokens_per_rank()
-            )
-            kernel = modules()[0].FusedMoEKernel(dispatch, experts)
+            parts = transport(config, group), kind(config, group)
+            kernel = make_kernel(*parts, CASE, 0, weight_type, name, **given)
             for _ in range(2):
-                found = kernel.apply(
-                    inputs.tokens.clone(), w1, elements(stored[1]), inputs.top_k_weights, inputs.top_k_ids,
-                    MoEActivation(name), CASE.num_experts, None, False,
-                )  # fmt: skip
+                found = run_kernel(kernel, CASE, 0, weight_type, name, order)
                 what = f"{kind.__name__}, {name}, {weight_type.__name__}: "
                 torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4, msg=what.__add__)
         group.close()
