@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,17 +12,15 @@ import torch.distributed as dist
 from ranks import run_ranks
 from tiers import slow
 from torch import Tensor
-from training_cases import MODEL, Rank, awake_model, make_group, make_job
+from training_cases import MODEL, awake_model, make_group
 
 from comet.config import MoEConfig
 from comet.experts import CachedOnRanks, Speculation
 from comet.generation.engine import GPTEngine
 from comet.generation.generate import Generated, encode_prompts, generate
-from comet.generation.job import generate_job
 from comet.generation.text import ByteCodec
 from comet.jobs.generate import GenerateConfig
 from comet.layer.group import ExpertGroup
-from comet.training.trainer import train
 
 CONFIG = replace(MODEL, context=64, moe=MoEConfig(hidden_size=32, ffn_size=32, num_experts=8, top_k=2))
 SHARED = replace(CONFIG, moe=replace(CONFIG.moe, shared_ffn_size=32))
@@ -146,22 +143,3 @@ def cached_on_ranks(rank: int, world_size: int, prefetch: bool) -> None:
 @pytest.mark.parametrize("prefetch", [False, slow(True)])
 def test_drafts_of_all_ranks_choose_from_the_experts_that_any_rank_has_cached(prefetch: bool) -> None:
     run_ranks(cached_on_ranks, 4, prefetch)
-
-
-def of_a_checkpoint(rank: int, world_size: int, folder: str) -> dict:
-    settings = GenerateConfig(source=folder, prompt="1", max_new_tokens=12, temperature=0.0, tau=0.1,
-                              expert_budget=0.75, speculate="conservative")  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Speculation.__init__, "__defaults__", (clock_of(0),))
-        job = make_job(Path(folder), model=CONFIG, ep=world_size, generate=settings)
-        return generate_job(job, Rank(rank, world_size))
-
-
-def test_the_task_drafts_over_ranks(tmp_path: Path) -> None:
-    train(make_job(tmp_path, model=CONFIG, steps=20, eval_batches=1, sample_bytes=0), Rank())
-    folder = str(tmp_path / "out")
-    alone = of_a_checkpoint(0, 1, folder)
-    first, second = run_ranks(of_a_checkpoint, 2, folder)
-    assert first["text"] == second["text"] == alone["text"]
-    assert first["speculation"] == second["speculation"]
-    assert first["speculation"]["drafted"] >= first["speculation"]["accepted"] > 0
