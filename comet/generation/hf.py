@@ -15,8 +15,7 @@ from comet.config import SpeculationConfig, require
 from comet.decode import SharedSlots
 from comet.generation.engine import Engine
 from comet.generation.text import TokenizerCodec
-from comet.integrations.hf.experts import CometExperts
-from comet.integrations.hf.gates import drafting_gate, routed_by, router_of, routing_config
+from comet.integrations.hf.modules import CometExperts, drafting_gate, routed_by, router_of, routing_config
 from comet.integrations.hf.static import StaticDecoder, forgetful
 from comet.integrations.hf.stored_experts import stored_paths
 from comet.layer.group import ExpertGroup

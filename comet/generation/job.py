@@ -1,4 +1,4 @@
-"""The ``generate`` task: a model from disk continues texts on all ranks, and says how fast."""
+"""The ``generate`` task: a model from disk continues texts on all ranks, and says how fast; what a budget is to do."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ import torch.distributed as dist
 from comet.comm.handshake import largest, meet
 from comet.config import require
 from comet.experts.budget import ExpertBudget, StoreOptions
+from comet.experts.cache import OF_THE_CACHES, CacheReport
 from comet.generation.engine import Engine, GPTEngine
-from comet.generation.experts import cache_facts, expectation, plan_experts
 from comet.generation.generate import Generated, encode_prompts, generate, warm_up
 from comet.generation.report import Printer, context_note
 from comet.generation.roofline import link_bytes_per_second, read_bytes_per_second
-from comet.generation.source import Source, find_source
+from comet.generation.source import Source, find_source, is_hf_folder
 from comet.generation.text import ByteCodec, Codec
 from comet.jobs.config import JobConfig, activation_dtype
 from comet.layer.group import ExpertGroup, make_expert_group
 from comet.models.gpt import GPT
+from comet.models.config import dense_elements
 from comet.training.checkpoint import load_weights
 from comet.training.ranks import RankContext
 
@@ -167,3 +168,50 @@ def _prediction(config: JobConfig, budget: ExpertBudget, group: ExpertGroup, roo
     expected = expectation(config, budget, group.workspace.shape.dtype, link * 1e9, memory * 1e9)
     places = {"store": budget.store, "stored": budget.stored, "policy": budget.policy}
     return places | {"link_gb_per_s": link, "memory_gb_per_s": memory, **expected}
+
+
+def plan_experts(config: JobConfig, dtype: torch.dtype) -> ExpertBudget | None:
+    """Where the experts of ``generate``'s model go; ``None`` without a budget."""
+    settings, model = config.generate, config.model
+    try:
+        options = StoreOptions.of(settings)
+        require(
+            not options.in_store or not config.parallel.declares_nodes,
+            f"expert_budget={settings.expert_budget} must be left out over several nodes: they have no warp decode",
+        )
+        require(
+            settings.expert_store == "host" or is_hf_folder(settings.source),
+            f"expert_store={settings.expert_store} must be host for a checkpoint of comet train: only Hugging Face "
+            "folders are read expert by expert yet",
+        )
+        return options.budget(model.moe, model.num_layers - model.dense_layers, dtype, config.parallel)
+    except ValueError as error:
+        raise ValueError(f"generate.{error}") from error
+
+
+def expectation(
+    config: JobConfig, budget: ExpertBudget, dtype: torch.dtype, link_rate: float | None, memory_rate: float | None
+) -> dict[str, float | None]:
+    """What uniform routing makes of a budget in decode steps of all prompts at once.
+
+    Tokens per second are ``None`` where a rate (in bytes/s) is unknown, as is that of files.
+    """
+    expected = None
+    if link_rate and memory_rate and budget.store == "host":
+        dense, sequences = dense_elements(config.model) * dtype.itemsize, max(len(config.generate.texts), 1)
+        expected = budget.expected_tokens_per_second(sequences, dense, link_rate, memory_rate)
+    return {"expected_hits": budget.expected_hits, "expected_tokens_per_second": expected}
+
+
+def cache_facts(before: CacheReport, after: CacheReport, group: ExpertGroup) -> dict[str, Any]:
+    """What caches did between two reports of this rank, summed over ranks; seconds are their mean (collective)."""
+    report = after.since(before)
+    if group.world_size > 1:
+        spent = {name: value for name, value in asdict(report).items() if name not in OF_THE_CACHES}
+        summed = torch.tensor(list(spent.values()), dtype=torch.float64, device=group.device)
+        dist.all_reduce(summed)
+        spent = {name: type(spent[name])(value) for name, value in zip(spent, summed.tolist(), strict=True)}
+        for name in ("fetching_s", "hosting_s"):
+            spent[name] /= group.world_size
+        report = replace(report, **spent)
+    return asdict(report) | {"hits": report.hits, "prefetch_precision": report.prefetch_precision}

@@ -9,7 +9,7 @@ import torch
 from comet.decode import shared_columns
 from comet.experts.budget import ExpertBudget
 from comet.experts.prefetch import PrefetchSetting, prefetches
-from comet.generation.experts import expectation, plan_experts
+from comet.generation.job import expectation, plan_experts
 from comet.generation.source import is_hf_folder
 from comet.jobs.config import JobConfig, activation_dtype
 from comet.launch.dry_run.train import FLOAT32_BYTES, check_model_overlap, counted_ranks, rank_parameters, table

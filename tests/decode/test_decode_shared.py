@@ -12,7 +12,7 @@ from torch import nn
 
 from comet.config import MAX_TOP_K
 from comet.decode import SharedMatrices, SharedSlots, joins_step, matrices_of, shared_columns, warp_decode_torch
-from comet.integrations.hf.gates import InDecodeSteps
+from comet.integrations.hf.modules import InDecodeSteps
 from comet.layer.shared_expert import SharedExpert
 from comet.layout import ExpertLayout
 
@@ -157,7 +157,7 @@ def test_a_graph_finds_the_nothing_of_its_dtype_whatever_came_after(monkeypatch:
     first = shared(torch.ones(1, 32))
     assert shared(torch.ones(1, 32).bfloat16()).dtype == torch.bfloat16
     assert shared(torch.ones(1, 32)) is first
-    monkeypatch.setattr("comet.integrations.hf.gates.is_capturing", lambda device: True)
+    monkeypatch.setattr("comet.integrations.hf.modules.is_capturing", lambda device: True)
     made = shared(torch.ones(1, 32).half())
     assert shared(torch.ones(1, 32).half()) is not made, "what a capture makes is zero at a replay only"
 

@@ -33,8 +33,7 @@ from comet.experts.host.profile import HostProfile, HostSizes, Link
 from comet.experts.host.worker import sum_experts
 from comet.experts.store import HeldExperts
 from comet.generation.engine import GPTEngine
-from comet.generation.experts import plan_experts
-from comet.generation.job import generate_job
+from comet.generation.job import generate_job, plan_experts
 from comet.jobs.config import CommConfig
 from comet.jobs.generate import GenerateConfig
 from comet.kernels.experts.host import PLACE_HOST, worth_least

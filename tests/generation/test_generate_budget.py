@@ -240,7 +240,7 @@ def test_a_budget_is_that_of_a_rank(qwen, capsys):
 
 
 def test_files_are_for_hugging_face(tmp_path):
-    from comet.generation.experts import plan_experts
+    from comet.generation.job import plan_experts
 
     settings = GenerateConfig(source=str(tmp_path), prompt="x", expert_budget=0.5, **FILE)
     with pytest.raises(ValueError, match=r"generate\.expert_store=file must be host for a checkpoint of comet train"):

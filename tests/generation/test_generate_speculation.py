@@ -29,7 +29,7 @@ from comet.generation.sampling import Sampler, tokens_seen
 from comet.generation.source import find_source, model_of
 from comet.generation.text import ByteCodec, Continuation
 from comet.integrations import hf
-from comet.integrations.hf.gates import drafting_gate, gate_beside, routed_by, router_of, routing_config
+from comet.integrations.hf.modules import drafting_gate, gate_beside, routed_by, router_of, routing_config
 from comet.jobs.generate import GenerateConfig
 from comet.models.config import ModelConfig
 from comet.router.router import Router

@@ -20,8 +20,7 @@ from vllm_package import contract_breaches, expert_map_of, modules, moe_config_o
 
 from comet.errors import StepFailedError, UnavailableError
 from comet.integrations.vllm import adapt_experts, adapt_prepare_finalize
-from comet.integrations.vllm.adapters import BASES, PACKAGE, global_routing, map_ids
-from comet.integrations.vllm.weights import WeightCache, scheme
+from comet.integrations.vllm.adapters import BASES, PACKAGE, WeightCache, global_routing, map_ids, scheme
 from comet.kernels.runtime.activation import Activation
 from comet.layer.group import ExpertGroup
 from comet.layout import Biases, ExpertLayout

@@ -8,9 +8,9 @@ block FP8.
 
 from comet.integrations.hf.by_name import register
 from comet.integrations.hf.convert import check, convert, restart
-from comet.integrations.hf.experts import CometExperts
 from comet.integrations.hf.families import FAMILIES, moe_config
 from comet.integrations.hf.loading import load_pretrained
+from comet.integrations.hf.modules import CometExperts
 from comet.integrations.hf.static import StaticDecoder
 
 __all__ = [

@@ -13,7 +13,6 @@ from comet.decode import held_pieces, shared_columns
 from comet.decode.runners import DECODE_TOKENS, LocalRunner, ReplicatedRunner, Runner
 from comet.integrations.hf import gpt_oss
 from comet.integrations.hf.by_name import check_named
-from comet.integrations.hf.experts import CometExperts
 from comet.integrations.hf.families import (
     SHARED,
     is_silu,
@@ -24,7 +23,7 @@ from comet.integrations.hf.families import (
     stock_experts,
 )
 from comet.integrations.hf.fp8.experts import FP8Experts, check_width
-from comet.integrations.hf.gates import InDecodeSteps
+from comet.integrations.hf.modules import CometExperts, InDecodeSteps
 from comet.integrations.hf.stored_experts import StoredExperts, cores_of
 from comet.layer.group import ExpertGroup
 from comet.layout import ExpertLayout

@@ -20,7 +20,7 @@ from comet.config import require
 from comet.decode import before_replay
 from comet.experts.staged import GRAPH_FALLBACK_REASON, StagedExperts
 from comet.graphed.step import Passes, batch_obstacle
-from comet.integrations.hf.experts import CometExperts
+from comet.integrations.hf.modules import CometExperts
 from comet.integrations.hf.stored_experts import stored_paths
 from comet.utils.graphs import GraphMode
 

@@ -19,8 +19,7 @@ from comet.experts.cache import CacheReport
 from comet.experts.host.cores import HostCores
 from comet.experts.paths import CachedPath, Slots, cores_of_paths, host_paths, report_of_paths
 from comet.experts.store import HeldExperts, QuantisedReader, Specs
-from comet.integrations.hf.experts import CometExperts
-from comet.integrations.hf.gates import routers_beside
+from comet.integrations.hf.modules import CometExperts, routers_beside
 from comet.integrations.hf.stored import BIASES, FUSED, SCALES, LazyShard
 from comet.layer.group import ExpertGroup
 from comet.layout import ExpertLayout

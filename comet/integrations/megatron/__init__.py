@@ -6,8 +6,6 @@ or float32; SwiGLU, GeGLU (of tanh), ReGLU, or gpt-oss's activation, which is ``
 biases (``add_bias_linear``); EP and expert TP, with any data, sequence or pipeline parallelism around it.
 """
 
-from comet.integrations.megatron.experts import CometExperts, from_sequential
-from comet.integrations.megatron.layer import CometMoELayer, with_comet
-from comet.integrations.megatron.rules import moe_config
+from comet.integrations.megatron.layer import CometExperts, CometMoELayer, from_sequential, moe_config, with_comet
 
 __all__ = ["CometExperts", "CometMoELayer", "from_sequential", "moe_config", "with_comet"]

@@ -1,20 +1,52 @@
-"""Megatron's MoE layer with Comet between router and output, in a model's spec."""
+"""Megatron's MoE layer with Comet between router and output, in a model's spec; what Comet takes of a configuration.
+
+In a distributed checkpoint the experts of a layer are two tensors, ``experts.linear_fc1.weight (E, 2F, h)`` and
+``experts.linear_fc2.weight (E, h, F)``, and where they have biases two more, ``bias (E, 2F)`` and ``(E, h)``, as
+``SequentialMLP`` writes them. Its extra states, which are empty, are not written: it reads Comet's checkpoints with
+``strict=StrictHandling.LOG_UNEXPECTED``. Comet reads its as they are.
+"""
 
 from __future__ import annotations
 
-import functools
 import importlib
-from dataclasses import replace
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import relu, silu
 
-from comet.config import OverlapConfig, Path, require
+from comet.config import MoEConfig, OverlapConfig, Path, require
 from comet.errors import UnavailableError
-from comet.integrations.megatron.experts import Choices, CometExperts
-from comet.integrations.megatron.rules import check_config, check_ranks
+from comet.kernels.runtime.activation import Activation, ActivationName
 from comet.layer.group import ExpertGroup
+from comet.layer.paths import ExpertPath, make_path
+from comet.layout import Biases
+
+DISPATCHERS = ("allgather", "alltoall")
+# Fields that have to be off, and why; those that a version of Megatron-core does not have count as off.
+OFF = {
+    "fp8": "experts train in the type of the tokens",
+    "fp4": "experts train in the type of the tokens",
+    "moe_use_legacy_grouped_gemm": "Comet's kernels multiply, and its checkpoints are those of SequentialMLP",
+    "moe_latent_size": "tokens travel in the model's hidden size",
+    "moe_apply_probs_on_input": "routing weights go on outputs",
+    "moe_shared_expert_overlap": "the shared expert runs before the routed ones",
+    "moe_pad_expert_input_to_capacity": "experts are not padded",
+    "moe_router_padding_for_quantization": "experts are not padded",
+    "moe_router_padding_for_fp8": "experts are not padded",
+    "overlap_moe_expert_parallel_comm": "Comet overlaps inside the layer",
+    "overlap_dispatch_backward_with_experts_wgrad": "Comet overlaps inside the layer",
+    "delay_wgrad_compute": "the backward pass makes all gradients at once",
+    "init_model_with_meta_device": "weights are made where they stay",
+}
+LOCAL_EXPERT = re.compile(r"(.*)local_experts\.(\d+)\.(.+)")
+FUSED = {"linear_fc1.weight": "w1", "linear_fc2.weight": "w2", "linear_fc1.bias": "b1", "linear_fc2.bias": "b2"}
 
 
 class CometMoELayer:
@@ -181,8 +213,261 @@ def _layer_with_comet(layer: Any, settings: dict[str, Any]) -> Any:
     stock, mlp = stock_layer_class(), layer.submodules.mlp
     if getattr(mlp, "module", None) is stock:
         new = replace(mlp, module=moe_layer_class(), params={**mlp.params, **settings})
-    elif isinstance(mlp, functools.partial) and mlp.func is stock:  # Megatron-core 0.17 and later
-        new = functools.partial(moe_layer_class(), *mlp.args, **mlp.keywords, **settings)
+    elif isinstance(mlp, partial) and mlp.func is stock:  # Megatron-core 0.17 and later
+        new = partial(moe_layer_class(), *mlp.args, **mlp.keywords, **settings)
     else:
         return None
     return replace(layer, submodules=replace(layer.submodules, mlp=new))
+
+
+def moe_config(config: Any, *, max_imbalance: float | None = None) -> MoEConfig:
+    """The shape of a Megatron model's MoE layers, for ``make_expert_group``; Megatron does the routing.
+
+    Raises:
+        ValueError: If the model has no experts, or sizes that Comet cannot take.
+    """
+    experts = config.num_moe_experts
+    require(bool(experts), f"num_moe_experts={experts} must be at least 1: the model has no MoE layers")
+    return MoEConfig(
+        hidden_size=config.hidden_size,
+        ffn_size=config.moe_ffn_hidden_size or config.ffn_hidden_size,
+        num_experts=experts,
+        top_k=config.moe_router_topk,
+        balance="none",
+        max_imbalance=max_imbalance,
+        activation=activation_of(config),
+        expert_bias=bool(config.add_bias_linear),
+    )
+
+
+def activation_of(config: Any) -> Activation:
+    """How gate and up become hidden in a Megatron model."""
+    gated, function = config.gated_linear_unit, config.activation_func
+    require(gated, f"gated_linear_unit={gated} must be True: experts have a gate")
+    names = gate_functions()
+    require(
+        function in names,
+        f"activation_func={getattr(function, '__name__', function)} must be silu, relu, or fast_gelu (of tanh) or "
+        "quick_gelu of megatron.core.activations",
+    )
+    limit = getattr(config, "activation_func_clamp_value", None)
+    offset = getattr(config, "glu_linear_offset", 0.0) or 0.0
+    if names[function] == "clamped_swiglu":
+        require(bool(limit), f"activation_func_clamp_value={limit} must be above 0 for activation_func=quick_gelu")
+        require(offset == 1, f"glu_linear_offset={offset} must be 1.0 for activation_func=quick_gelu")
+        return Activation("clamped_swiglu", limit=limit)
+    require(not limit, f"activation_func_clamp_value={limit} must be None but for activation_func=quick_gelu")
+    require(not offset, f"glu_linear_offset={offset} must be 0.0 but for activation_func=quick_gelu")
+    return Activation(names[function])
+
+
+def gate_functions() -> dict[Any, ActivationName]:
+    """The activations by what Megatron calls on the gate; its own functions only where it is importable."""
+    found: dict[Any, ActivationName] = {silu: "swiglu", relu: "reglu"}
+    with suppress(ImportError):
+        theirs = importlib.import_module("megatron.core.activations")
+        found |= {theirs.fast_gelu: "geglu", theirs.quick_gelu: "clamped_swiglu"}
+    return found
+
+
+def check_config(config: Any, group: ExpertGroup) -> None:
+    """Raise ``ValueError``, naming field, value and rule, for what Comet's experts would compute otherwise."""
+    for name, reason in OFF.items():
+        value = getattr(config, name, None)
+        require(not value, f"{name}={value} must be off: {reason}")
+    activation_of(config)
+    dispatcher = config.moe_token_dispatcher_type
+    require(
+        dispatcher in DISPATCHERS,
+        f"moe_token_dispatcher_type={dispatcher!r} must be one of {DISPATCHERS}; whichever, Comet dispatches instead",
+    )
+    graphs = config.cuda_graph_impl
+    require(graphs == "none", f"cuda_graph_impl={graphs!r} must be 'none': Megatron's graphs cut the layer in pieces")
+    dtype, wanted = token_dtype(config), group.workspace.shape.dtype
+    require(dtype == wanted, f"dtype={dtype} of the model's tokens must be the group's {wanted}")
+
+
+def token_dtype(config: Any) -> torch.dtype:
+    """The type of hidden states: ``bf16`` and ``fp16`` of the configuration come before ``params_dtype``."""
+    if config.bf16:
+        return torch.bfloat16
+    return torch.float16 if config.fp16 else config.params_dtype
+
+
+def check_ranks(process_groups: Any, group: ExpertGroup) -> None:
+    """Raise ``ValueError`` unless Megatron gives experts to the same ranks, in the same order, as Comet's group.
+
+    Example: EP=2 and TP=2 over the ranks 4..7: rank 6 has the EP ranks [4, 6] and the expert TP ranks [6, 7].
+    """
+    ep, tp = group.parallel.ep, group.parallel.tp
+    first, shard, column = group.world_rank - group.rank, *divmod(group.rank, tp)
+    wanted = {
+        "ep": ("expert_model_parallel_size", [first + tp * other + column for other in range(ep)]),
+        "expt_tp": ("expert_tensor_parallel_size", [first + tp * shard + other for other in range(tp)]),
+    }
+    for name in (*wanted, "expt_dp"):
+        given = getattr(process_groups, name, None)
+        require(given is not None, f"{name} of the process groups must be given: experts live in it")
+    for name, (size, ranks) in wanted.items():
+        found = dist.get_process_group_ranks(getattr(process_groups, name))
+        require(
+            len(found) == len(ranks),
+            f"{size}={len(found)} must be {len(ranks)}, as in Comet's group of ep={ep} and tp={tp}",
+        )
+        require(found == ranks, f"ranks={found} of Megatron's {name} group must be {ranks}, those of Comet's group")
+
+
+def from_sequential(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state dict of a model with Megatron's ``SequentialMLP``, for the same model with Comet, on the same ranks.
+
+    Example: ``mlp.experts.local_experts.0.linear_fc1.weight (2F, h)`` and ``...local_experts.1...`` become
+    ``mlp.experts.w1 (2, 2F, h)``; ``mlp.router.weight`` stays.
+
+    Raises:
+        ValueError: If an expert has parameters that Comet has not, or lacks one.
+    """
+    made: dict[str, Any] = {}
+    experts: dict[str, dict[int, Tensor]] = {}
+    for key, value in state.items():
+        found = LOCAL_EXPERT.fullmatch(key)
+        if found is None:
+            made[key] = value
+        elif not found[3].endswith("._extra_state"):
+            require(found[3] in FUSED, f"{key} must be one of {', '.join(FUSED)}: Comet's experts have no other")
+            experts.setdefault(found[1] + FUSED[found[3]], {})[int(found[2])] = value
+    for key, parts in experts.items():
+        missing = sorted(set(range(max(parts) + 1)) - set(parts))
+        require(not missing, f"{key} lacks the local experts {missing}")
+        made[key] = torch.stack([parts[index] for index in range(len(parts))])
+    return made
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choices:
+    """What ``with_comet`` was told of the routed experts of all layers."""
+
+    group: ExpertGroup  # the ranks that share the experts, and their memory; one for all layers
+    path: Path | str
+    overlap: OverlapConfig | None
+    max_imbalance: float | None
+
+
+class CometExperts(nn.Module):
+    """``w1 (e, 2F/TP, h)``, gate rows first, and ``w2 (e, h, F/TP)``, computed by one of Comet's paths.
+
+    With ``add_bias_linear`` there are ``b1 (e, 2F)`` and ``b2 (e, h)``; Megatron allows them without expert TP.
+
+    Every expert gets a gradient, also without tokens. Weights are drawn per global expert, with a seed from torch's
+    CPU generator, which Megatron seeds alike on all ranks that hold the layer: the model does not depend on EP.
+
+    Args:
+        num_local_experts: As Megatron counts them: e.
+        config: A ``TransformerConfig``.
+        **kwargs: What newer versions give to experts, such as a name.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: Any,
+        submodules: Any = None,
+        pg_collection: Any = None,
+        *,
+        choices: Choices,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        moe, group = moe_config(config, max_imbalance=choices.max_imbalance), choices.group
+        self.layout = group.layout(moe)
+        assert num_local_experts == self.layout.experts_local
+        self.compute: ExpertPath = make_path(choices.path, moe, group, choices.overlap)
+        self.expert_data_group = pg_collection.expt_dp
+        self.ffn_size = moe.ffn_size
+        device = torch.device("cpu") if config.use_cpu_initialization else group.device
+        width, made = moe.ffn_size // self.layout.tp, dict(device=device, dtype=config.params_dtype)
+        self.w1 = nn.Parameter(torch.empty(num_local_experts, 2 * width, moe.hidden_size, **made))
+        self.w2 = nn.Parameter(torch.empty(num_local_experts, moe.hidden_size, width, **made))
+        self.b1 = self.b2 = None
+        if moe.expert_bias:
+            self.b1 = nn.Parameter(torch.zeros(num_local_experts, 2 * width, **made))
+            self.b2 = nn.Parameter(torch.zeros(num_local_experts, moe.hidden_size, **made))
+        self._mark(config.tensor_model_parallel_size)
+        if config.perform_initialization:
+            self.reset_parameters(config.init_method, config.output_layer_init_method)
+
+    def _mark(self, tensor_parallel: int) -> None:
+        """Say who shares a parameter's gradient (``allreduce``: all data-parallel ranks, not those of ``expt_dp``).
+
+        All would mix parts of an expert where its TP is not the model's, as Megatron-core 0.16's own experts do.
+        """
+        from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+
+        alike = self.layout.ep == 1 and self.layout.tp == tensor_parallel
+        for name, parameter in self.named_parameters():
+            parameter.allreduce = alike  # type: ignore[attr-defined]
+            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=2 if name == "w2" else 1, stride=1)
+
+    @torch.no_grad()
+    def reset_parameters(self, init_w1: Callable[[Tensor], Any], init_w2: Callable[[Tensor], Any]) -> None:
+        """Draw the matrices: of each expert ``(2F, h)`` and ``(h, F)`` as a whole, of which this slice is kept."""
+        layout, width = self.layout, self.w2.shape[2]
+        columns = slice(layout.tp_rank * width, (layout.tp_rank + 1) * width)
+        seed = int(torch.randint(2**48, ()))
+        for local in range(layout.experts_local):
+            with seeded(seed + layout.first_expert + local, self.w1.device):
+                w1 = self.w1.new_empty(2, self.ffn_size, self.w1.shape[2])
+                w2 = self.w2.new_empty(self.w2.shape[1], self.ffn_size)
+                init_w1(w1.view(-1, w1.shape[2]))
+                init_w2(w2)
+            self.w1[local].copy_(w1[:, columns].flatten(0, 1))
+            self.w2[local].copy_(w2[:, columns])
+
+    def forward(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The weighted sum ``(T, h)`` of each token's experts, by ids ``(T, K)`` int32, -1 masks, and weights ``(T,
+        K)`` float32.
+        """
+        w1, w2, *biases = (weight.to(tokens.dtype) for weight in self.parameters())
+        return self.compute(tokens, top_k_ids, top_k_weights, w1, w2, Biases(*biases) if biases else None)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The weights for Megatron's distributed checkpoints, under the names and shapes of ``SequentialMLP``."""
+        from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+        require(
+            not (metadata or {}).get("singleton_local_shards"),
+            "singleton_local_shards=True of the metadata must be False: experts are stored as one tensor per layer",
+        )
+        axis, layout = len(sharded_offsets), self.layout
+        whole = (0, 0, self.expert_data_group.rank())
+
+        def part(key: str, tensor: Tensor, replica: Any, *columns: tuple[int, int, int]) -> Any:
+            offsets = (*sharded_offsets, (axis, layout.ep_rank, layout.ep), *columns)
+            return ShardedTensor.from_rank_offsets(key, tensor, *offsets, replica_id=replica, prepend_axis_num=axis)
+
+        def split(key: str, tensor: Tensor, replica: Any, flattened_range: slice | None = None) -> list[Any]:
+            require(flattened_range is None, f"flattened_range={flattened_range} must be None: gate and up are split")
+            halves = enumerate(tensor.detach().chunk(2, dim=1))
+            places = [(half.contiguous(), number * layout.tp + layout.tp_rank) for number, half in halves]
+            return [part(key, half, replica, (axis + 1, place, 2 * layout.tp)) for half, place in places]
+
+        found: dict[str, Any] = {}
+        for stored, name in FUSED.items():
+            tensor, key = getattr(self, name), f"{prefix}experts.{stored}"
+            if tensor is None:
+                continue
+            if name in ("w1", "b1"):
+                found[prefix + name] = ShardedTensorFactory(key, tensor, split, partial(torch.cat, dim=1), whole)
+            else:
+                columns = [(axis + 2, layout.tp_rank, layout.tp)] if name == "w2" else []
+                found[prefix + name] = part(key, tensor, whole, *columns)
+        return found
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Draw from a seed for a while, on the CPU and on ``device``; what is drawn afterwards does not know of it."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield

@@ -23,7 +23,7 @@ from comet.decode import runners
 from comet.decode.runners import rank_slice, rounds
 from comet.integrations import hf
 from comet.integrations.hf.convert import Place
-from comet.integrations.hf.experts import CometExperts
+from comet.integrations.hf.modules import CometExperts
 
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 

@@ -456,7 +456,7 @@ def test_a_layer_is_asked_what_the_gate_behind_it_says(folder: Path, monkeypatch
 
 
 def test_a_gate_without_a_weight_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("comet.integrations.hf.gates.GATE", "up_proj")
+    monkeypatch.setattr("comet.integrations.hf.modules.GATE", "up_proj")
     assert load(folder, prefetch=False) is not None
     with pytest.raises(ValueError, match=r"mlp\.up_proj \(Identity\) must have a weight .* expert_prefetch=false"):
         load(folder, prefetch=True)
@@ -474,7 +474,7 @@ def test_auto_is_off_on_a_cpu_and_on_where_a_gpu_reads(folder: Path, monkeypatch
 def test_auto_names_a_gate_without_a_weight_and_is_off(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("comet.integrations.hf.gates.GATE", "up_proj")
+    monkeypatch.setattr("comet.integrations.hf.modules.GATE", "up_proj")
     decide_as_on_a_gpu(monkeypatch)
     with caplog.at_level(logging.WARNING, "comet"):
         assert not cache_report(load(folder, prefetch="auto")).prefetch

@@ -14,8 +14,7 @@ from torch.nn.functional import gelu, relu
 from comet.config import MoEConfig, ParallelConfig
 from comet.errors import UnavailableError
 from comet.integrations.megatron import from_sequential, moe_config, with_comet
-from comet.integrations.megatron.layer import top_k_of
-from comet.integrations.megatron.rules import OFF, check_config, check_ranks
+from comet.integrations.megatron.layer import OFF, check_config, check_ranks, top_k_of
 from comet.kernels.runtime.activation import Activation
 from comet.layer.group import ExpertGroup, make_expert_group
 

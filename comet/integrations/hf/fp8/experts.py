@@ -12,7 +12,7 @@ from comet.config import MoEConfig, require
 from comet.decode import DecodeWeights, SharedSlots, joins_step, rank_slots
 from comet.decode.runners import Runner, fp8_weights
 from comet.decode.shared import with_room
-from comet.integrations.hf.experts import CometExperts, shared_matrices
+from comet.integrations.hf.modules import CometExperts, shared_matrices
 from comet.integrations.hf.stored import FUSED, SCALES
 from comet.layout import ExpertLayout
 from comet.quantization.formats import FP8_BLOCK
