@@ -78,7 +78,6 @@ def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _hf_model(folder: Path) -> ModelConfig:
     """The closest GPT: what the launcher needs to place experts and count bytes."""
-    from comet.integrations.hf.checkpoint import holds_block_fp8
     from comet.integrations.hf.families import (
         moe_config,
         num_moe_layers,
@@ -86,6 +85,7 @@ def _hf_model(folder: Path) -> ModelConfig:
         require_transformers,
         shared_ffn_size,
     )
+    from comet.integrations.hf.loading import holds_block_fp8
 
     require_transformers()
     config = read_config(folder)

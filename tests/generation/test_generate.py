@@ -16,8 +16,8 @@ from training_cases import MODEL, MOE, awake_model
 from comet.decode import MAX_DECODE_TOKENS
 from comet.generation.engine import GPTEngine, freeze
 from comet.generation.generate import encode_prompts, generate, pad, warm_up
+from comet.generation.job import read_bytes_per_second
 from comet.generation.report import Printer, context_note, table
-from comet.generation.roofline import read_bytes_per_second
 from comet.generation.sampling import Sampler, draw
 from comet.generation.source import nested
 from comet.generation.text import ByteCodec, ByteStream, Continuation, stop_prefix_length, visible
