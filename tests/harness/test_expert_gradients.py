@@ -10,11 +10,21 @@ from typing import Any
 import pytest
 import stress
 import torch
-from expert_gradients import MANY, UNITS, Rounded, gradients_of_expert, slope_of_silu, wrong_gradient
 from fp8_cases import hidden_off, jump_of, layer_of, sums_off
 from layer_cases import LayerCase, rank_inputs
 from stress_cases import Stress, StressCase, backward_cases
-from stress_numbers import FullWeights, expected, rounded_gradients, stress_inputs
+from stress_numbers import (
+    MANY,
+    UNITS,
+    FullWeights,
+    Rounded,
+    expected,
+    gradients_of_expert,
+    rounded_gradients,
+    slope_of_silu,
+    stress_inputs,
+    wrong_gradient,
+)
 from stress_ranks import Outcome, quantised, run_batch, wrong_results
 from torch import Tensor
 from torch.nn.functional import silu

@@ -14,7 +14,6 @@ from typing import Self
 
 import torch
 import torch.distributed as dist
-from expert_gradients import wrong_gradient
 from fp8_cases import compare, float32_products, layer_of, tensor_core_products
 from gpus import gpu_of
 from kinds import grad_hidden_in, layer0_in, layer1_in, weights_in
@@ -26,6 +25,7 @@ from stress_numbers import (
     gradient,
     rounded_gradients,
     stress_inputs,
+    wrong_gradient,
 )
 from torch import Tensor
 
