@@ -16,9 +16,8 @@ from comet.experts.budget import ExpertBudget, StoreOptions
 from comet.experts.cache import OF_THE_CACHES, CacheReport
 from comet.generation.engine import Engine, GPTEngine
 from comet.generation.generate import Generated, encode_prompts, generate, warm_up
-from comet.generation.report import Printer, context_note
 from comet.generation.source import Source, find_source, is_hf_folder
-from comet.generation.text import ByteCodec, Codec
+from comet.generation.text import ByteCodec, Codec, Printer, context_note
 from comet.jobs.config import JobConfig, activation_dtype
 from comet.layer.group import ExpertGroup, make_expert_group
 from comet.measure.timing import Variant, time_interleaved

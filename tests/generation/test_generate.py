@@ -17,10 +17,18 @@ from comet.decode import MAX_DECODE_TOKENS
 from comet.generation.engine import GPTEngine, freeze
 from comet.generation.generate import encode_prompts, generate, pad, warm_up
 from comet.generation.job import read_bytes_per_second
-from comet.generation.report import Printer, context_note, table
 from comet.generation.sampling import Sampler, draw
 from comet.generation.source import nested
-from comet.generation.text import ByteCodec, ByteStream, Continuation, stop_prefix_length, visible
+from comet.generation.text import (
+    ByteCodec,
+    ByteStream,
+    Continuation,
+    Printer,
+    context_note,
+    stop_prefix_length,
+    table,
+    visible,
+)
 from comet.jobs.generate import GenerateConfig
 from comet.models.cache import KeyValueCache
 from comet.models.gpt import rotate

@@ -18,9 +18,8 @@ from comet.config import ParallelConfig
 from comet.generation.engine import GPTEngine
 from comet.generation.generate import encode_prompts, generate
 from comet.generation.job import generate_job
-from comet.generation.report import table
 from comet.generation.source import find_source, model_of
-from comet.generation.text import ByteCodec
+from comet.generation.text import ByteCodec, table
 from comet.jobs.generate import GenerateConfig
 from comet.launch.cli import PROGRAM, main
 from comet.launch.config import compose, split_verbatim
