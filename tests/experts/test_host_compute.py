@@ -25,12 +25,11 @@ from training_cases import MODEL, MOE, Rank, awake_model, compare_texts, make_gr
 from comet.decode.twin import warp_decode_torch
 from comet.errors import HostComputeError
 from comet.experts import ExpertCache
-from comet.experts.host import codes as host_codes
 from comet.experts.host import cores as host_cores
-from comet.experts.host.codes import E2M1_BITS, E4M3_BITS, CodeProducts, refuse_nan
+from comet.experts.host import worker as host_codes
 from comet.experts.host.cores import HostCores, cores_of, open_cores
 from comet.experts.host.profile import HostProfile, HostSizes, Link
-from comet.experts.host.worker import sum_experts
+from comet.experts.host.worker import E2M1_BITS, E4M3_BITS, CodeProducts, refuse_nan, sum_experts
 from comet.experts.store import HeldExperts
 from comet.generation.engine import GPTEngine
 from comet.generation.job import generate_job, plan_experts

@@ -11,8 +11,19 @@ from torch import Tensor
 
 import comet.experts.drafts.speculation as speculation
 from comet.config import SpeculationConfig
-from comet.experts.drafts.length import FIRST_ROUNDS, PROBE_EVERY, DraftLength, best_draft_length, between
-from comet.experts.drafts.speculation import Draft, Speculation, SpeculationReport, at, pick, verdict
+from comet.experts.drafts.speculation import (
+    FIRST_ROUNDS,
+    PROBE_EVERY,
+    Draft,
+    DraftLength,
+    Speculation,
+    SpeculationReport,
+    at,
+    best_draft_length,
+    between,
+    pick,
+    verdict,
+)
 from comet.generation.sampling import Sampler, tokens_seen
 from comet.jobs.generate import GenerateConfig
 

@@ -21,9 +21,8 @@ from torch import Tensor
 from comet.config import require
 from comet.decode.runners import ReplicatedRunner, Runner
 from comet.errors import HostComputeError, UnavailableError
-from comet.experts.host.codes import refuse_nan
 from comet.experts.host.profile import HostProfile, HostSizes, measure
-from comet.experts.host.worker import Place, WorkerPlan
+from comet.experts.host.worker import Place, WorkerPlan, refuse_nan
 from comet.experts.store import MemoryFile, host_memory
 from comet.kernels.experts.host import PLACE_HOST
 from comet.kernels.experts.mailbox import EXPERTS, FAILED, NUM_EXPERTS, OF_LAYER, READY, STOP, Mailbox
