@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Mapping
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -31,11 +32,20 @@ from comet.launch.tasks.registry import Task
 def run_rank(task: Task, options: Namespace) -> NoReturn:
     """Run a task as the rank this process was started as, and end the process with the status of its outcome."""
     end_with_supervisor()
-    context = current_context()
-    with Outcome(None, options.traceback) as outcome:
+    context, status = current_context(), 0
+    signs: Signs | None = None  # how this rank talks with the others, once they have met
+
+    def reported(kind: Any, error: BaseException | None, trace: TracebackType | None) -> bool:
+        nonlocal status
+        if isinstance(error, Exception):
+            status = report(error, signs, options.traceback)
+        return isinstance(error, Exception)
+
+    with ExitStack() as ends:
+        ends.push(reported)
         store = open_store(context)
         context, part, members = join(context, store)
-        signs = outcome.signs = Signs(context, part, members, say_silent)
+        signs = Signs(context, part, members, say_silent)
         signs.start()
         config = share_config(context, store, part, task, options)
         signs.watch(config.comm.timeout_s)
@@ -44,7 +54,7 @@ def run_rank(task: Task, options: Namespace) -> NoReturn:
         signs.finish()
         if isinstance(result, Mapping) and result.get("stopped"):
             leave(STATUS_SAVED)
-    leave(outcome.status)
+    leave(status)
 
 
 def share_config(
@@ -73,24 +83,3 @@ def _compose(context: LaunchContext, task: Task, options: Namespace) -> dict[str
     restarts = make_job(container, context.world_size).launch.max_restarts
     require(restarts == 0, f"launch.max_restarts={restarts} must be 0 under torchrun: use its own --max-restarts")
     return container
-
-
-class Outcome:
-    """Turns whatever ends its body into a report and an exit ``status``, which is 0 while nothing failed.
-
-    ``signs``, how this rank talks with the others, are ``None`` until they have met.
-    """
-
-    def __init__(self, signs: Signs | None, with_traceback: bool) -> None:
-        self.signs = signs
-        self.with_traceback = with_traceback
-        self.status = 0
-
-    def __enter__(self) -> Outcome:
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> bool:
-        if isinstance(error, Exception):
-            self.status = report(error, self.signs, self.with_traceback)
-            return True
-        return False
