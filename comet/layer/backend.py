@@ -26,17 +26,11 @@ from comet.utils.streams import SideStream
 
 
 class ActivationGradients(NamedTuple):
-    """What the backward pass of the activation makes; rows of no tile are undefined, or 0.
+    """What the backward pass of the activation makes; rows of no tile are undefined, or 0."""
 
-    Args:
-        pre_activation: ``(Q, 2F)`` gradient of gate | up.
-        weighted_hidden: ``(Q, F)`` hidden times routing weight, which the gradient of w2 is made of.
-        row_weights: ``(R, K)`` float32 gradients of the routing weights.
-    """
-
-    pre_activation: Tensor
-    weighted_hidden: Tensor
-    row_weights: Tensor
+    pre_activation: Tensor  # ``(Q, 2F)`` gradient of gate | up
+    weighted_hidden: Tensor  # ``(Q, F)`` hidden times routing weight, which the gradient of w2 is made of
+    row_weights: Tensor  # ``(R, K)`` float32 gradients of the routing weights
 
 
 class PendingPlan(Protocol):

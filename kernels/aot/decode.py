@@ -36,39 +36,23 @@ SCALES = {"": 0, "mxfp8": MX.value, "fp8": BLOCK.value, "mxfp4": MX.value}
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One decode step as the kernels see it.
+    """One decode step as the kernels see it."""
 
-    Args:
-        shape: Name in ``SHAPES``.
-        num_tokens: T.
-        dtype: Of the tokens, and of the weights unless they are quantised.
-        quantised: Name in ``SCALES``.
-        ranks: W.
-        gathered: Whether the tokens are those of all ranks, ``num_tokens / ranks`` of each.
-        dependent: Whether down starts while gate/up drains.
-        cache: Whose slot is given away where GPU memory holds a quarter of the experts; ``None``: all are there.
-        prefetched: Whether experts may have travelled to the cache before.
-        drafted: Whether some of these may have done so for the verification of drafts.
-        wave: ``first`` or ``last`` of a step that takes some; empty: one is all.
-        hosted: Whether the host's cores compute some of those that are missing.
-        activation: Of the experts.
-        biased: Whether they have biases.
-    """
-
-    shape: str
-    num_tokens: int
-    dtype: torch.dtype = torch.bfloat16
-    quantised: str = ""
-    ranks: int = 1
-    gathered: bool = False
-    dependent: bool = True
+    shape: str  # name in ``SHAPES``
+    num_tokens: int  # T
+    dtype: torch.dtype = torch.bfloat16  # of the tokens, and of the weights unless they are quantised
+    quantised: str = ""  # name in ``SCALES``
+    ranks: int = 1  # W
+    gathered: bool = False  # whether the tokens are those of all ranks, ``num_tokens / ranks`` of each
+    dependent: bool = True  # whether down starts while gate/up drains
+    # whose slot is given away where GPU memory holds a quarter of the experts; ``None``: all are there
     cache: Policy | None = None
-    prefetched: bool = False
-    drafted: bool = False
-    wave: str = ""
-    hosted: bool = False
-    activation: Activation = SWIGLU
-    biased: bool = False
+    prefetched: bool = False  # whether experts may have travelled to the cache before
+    drafted: bool = False  # whether some of these may have done so for the verification of drafts
+    wave: str = ""  # ``first`` or ``last`` of a step that takes some; empty: one is all
+    hosted: bool = False  # whether the host's cores compute some of those that are missing
+    activation: Activation = SWIGLU  # of the experts
+    biased: bool = False  # whether they have biases
 
     @property
     def label(self) -> str:

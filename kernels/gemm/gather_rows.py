@@ -23,15 +23,10 @@ BLOCKS_PER_PROCESSOR = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnRows:
-    """Received rows that lie elsewhere: this rank's own, where they did not travel.
+    """Received rows that lie elsewhere: this rank's own, where they did not travel."""
 
-    Args:
-        rows: ``(T, N)`` contiguous.
-        first: Received row that the first of them is.
-    """
-
-    rows: Tensor
-    first: int
+    rows: Tensor  # ``(T, N)`` contiguous
+    first: int  # received row that the first of them is
 
 
 @triton.jit(do_not_specialize=["first_own", "num_own"], do_not_specialize_on_alignment=["num_tiles_ptr"])

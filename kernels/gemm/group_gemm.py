@@ -35,21 +35,14 @@ INTERPRETED_BLOCKS = 3  # few, and more than one: the interpreter runs them one 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GemmConfig:
-    """Tile shape and pipeline of a grouped GEMM.
+    """Tile shape and pipeline of a grouped GEMM."""
 
-    Args:
-        block_m: Rows of an output tile of the weight gradient (``group_gemm`` takes the rows of the tile table).
-        block_n: Columns of an output tile.
-        block_k: Contraction step.
-        num_stages: Depth of the load pipeline.
-        num_warps: Warps per block.
-    """
-
+    # rows of an output tile of the weight gradient (``group_gemm`` takes the rows of the tile table)
     block_m: int = 128
-    block_n: int = 256
-    block_k: int = 64
-    num_stages: int = 4
-    num_warps: int = 8
+    block_n: int = 256  # columns of an output tile
+    block_k: int = 64  # contraction step
+    num_stages: int = 4  # depth of the load pipeline
+    num_warps: int = 8  # warps per block
 
     @classmethod
     def select(cls, dtype: torch.dtype) -> "GemmConfig":

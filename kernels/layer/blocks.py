@@ -15,20 +15,13 @@ PASS_COLS = 256  # columns that a communicating warp has at a time: 16 bytes per
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mma:
-    """How blocks multiply elements of a type.
+    """How blocks multiply elements of a type."""
 
-    Args:
-        block_n: Rows of a weight per block.
-        block_k: Elements of the contraction per stage: a line of ``SWIZZLE_BYTES``.
-        mma_rows: Most routed rows that one instruction, or in block FP8 both warpgroups, take: what an expert's rows
-            are cut to.
-        row_step: Rows come in steps of so many.
-    """
-
-    block_n: int
-    block_k: int
+    block_n: int  # rows of a weight per block
+    block_k: int  # elements of the contraction per stage: a line of ``SWIZZLE_BYTES``
+    # most routed rows that one instruction, or in block FP8 both warpgroups, take: what an expert's rows are cut to
     mma_rows: int
-    row_step: int
+    row_step: int  # rows come in steps of so many
 
 
 MMA = Mma(block_n=128, block_k=64, mma_rows=256, row_step=16)  # of 16 bits

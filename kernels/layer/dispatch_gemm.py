@@ -90,28 +90,17 @@ class DispatchArgs(DeviceStruct):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """What a kernel is compiled for.
+    """What a kernel is compiled for."""
 
-    Args:
-        weights: Elements of the operands: bfloat16, float16 or float8_e4m3fn.
-        output: Elements of the results in 16 bits, bfloat16 or float16.
-        world_size: W.
-        is_dgrad: Whether it is fc2_dgrad.
-        saves_gate_up: Whether gate | up are stored for the backward pass.
-        records: Whether warps record what they do.
-        is_split: Whether some blocks only push rows at first, and the others none.
-        activation: Of layer 0.
-        bias: Elements of the experts' biases, bfloat16, float16 or float32; ``None``: there are none.
-    """
-
-    weights: torch.dtype
-    output: torch.dtype
-    world_size: int
-    is_dgrad: bool = False
-    saves_gate_up: bool = False
-    records: bool = False
-    is_split: bool = False
-    activation: Activation = SWIGLU
+    weights: torch.dtype  # elements of the operands: bfloat16, float16 or float8_e4m3fn
+    output: torch.dtype  # elements of the results in 16 bits, bfloat16 or float16
+    world_size: int  # W
+    is_dgrad: bool = False  # whether it is fc2_dgrad
+    saves_gate_up: bool = False  # whether gate | up are stored for the backward pass
+    records: bool = False  # whether warps record what they do
+    is_split: bool = False  # whether some blocks only push rows at first, and the others none
+    activation: Activation = SWIGLU  # of layer 0
+    # elements of the experts' biases, bfloat16, float16 or float32; ``None``: there are none
     bias: torch.dtype | None = None
 
     def shared_bytes(self, num_experts: int) -> int:

@@ -108,25 +108,16 @@ class CombineArgs(DeviceStruct):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CudaConfig:
-    """Shape of the blocks, as measured best on an H200.
+    """Shape of the blocks, as measured best on an H200."""
 
-    Args:
-        cluster: Blocks that share their rows: 1 or 2.
-        most_rows: Most rows of a token tile that has all rows of its expert; others have up to ``mma_rows``.
-        num_stages: Depth of the load pipeline.
-        box_rows: Rows per TMA load, a divisor of ``most_rows``.
-        staged_rows: Rows of a result that are stored at once, a divisor of ``most_rows``.
-        ahead: Rows that a combining warp has on their way beside the GEMM, a multiple of 4, for sums of few entries.
-        ahead_after: The same after it, in the memory of the stages.
-    """
-
-    cluster: int = 2
-    most_rows: int = 256
-    num_stages: int = 4
-    box_rows: int = 32
-    staged_rows: int = 32
+    cluster: int = 2  # blocks that share their rows: 1 or 2
+    most_rows: int = 256  # most rows of a token tile that has all rows of its expert; others have up to ``mma_rows``
+    num_stages: int = 4  # depth of the load pipeline
+    box_rows: int = 32  # rows per TMA load, a divisor of ``most_rows``
+    staged_rows: int = 32  # rows of a result that are stored at once, a divisor of ``most_rows``
+    # rows that a combining warp has on their way beside the GEMM, a multiple of 4, for sums of few entries
     ahead: int = 12
-    ahead_after: int = 32
+    ahead_after: int = 32  # the same after it, in the memory of the stages
 
     @staticmethod
     def select(expected_rows: float) -> "CudaConfig":
@@ -152,29 +143,18 @@ FP8_CONFIG = CudaConfig(cluster=1, most_rows=FP8_MMA.mma_rows, box_rows=64, stag
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """What a kernel is compiled for.
+    """What a kernel is compiled for."""
 
-    Args:
-        weights: Elements of the operands: bfloat16, float16 or float8_e4m3fn.
-        output: Elements of the results, bfloat16 or float16.
-        top_k: K.
-        world_size: W.
-        is_dgrad: Whether it is fc1_dgrad.
-        records: Whether warps record what they do.
-        is_split: Whether some blocks only combine, and in the others no warp does before the tiles are done.
-        bias: Elements of the experts' biases, bfloat16, float16 or float32; ``None``: there are none.
-        config: Shape of the blocks.
-    """
-
-    weights: torch.dtype
-    output: torch.dtype
-    top_k: int
-    world_size: int
-    is_dgrad: bool = False
-    records: bool = False
-    is_split: bool = False
+    weights: torch.dtype  # elements of the operands: bfloat16, float16 or float8_e4m3fn
+    output: torch.dtype  # elements of the results, bfloat16 or float16
+    top_k: int  # K
+    world_size: int  # W
+    is_dgrad: bool = False  # whether it is fc1_dgrad
+    records: bool = False  # whether warps record what they do
+    is_split: bool = False  # whether some blocks only combine, and in the others no warp does before the tiles are done
+    # elements of the experts' biases, bfloat16, float16 or float32; ``None``: there are none
     bias: torch.dtype | None = None
-    config: CudaConfig = DEFAULT
+    config: CudaConfig = DEFAULT  # shape of the blocks
 
     def shared_bytes(self, num_experts: int) -> int:
         """Of a block, for so many experts of this rank: alignment, stages, staging, barriers, tiles, combining warps,

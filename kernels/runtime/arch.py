@@ -14,27 +14,17 @@ from triton.backends.compiler import GPUTarget
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arch:
-    """What GPUs of one compute capability can do.
+    """What GPUs of one compute capability can do."""
 
-    Args:
-        name: Of the family, as command lines have it.
-        capability: Major and minor number.
-        assembler: ``--gpu-name`` of ptxas, and of NVRTC where ``cuda_kernels``.
-        shared_bytes: Most shared memory of a block.
-        cuda_kernels: Whether it runs the kernels in CUDA C++, which are written for ``wgmma`` and TMA.
-        starts_early: Whether a kernel may start before the one before it has ended (``runtime.dependent``).
-        converts_e4m3: Whether it converts e4m3, which experts in block FP8 and MXFP8 are stored in.
-        lacks: What the fused layer's Triton kernels need and it does not have, in words; layers take the plain path
-            there. Empty where they run.
-    """
-
-    name: str
-    capability: tuple[int, int]
-    assembler: str
-    shared_bytes: int
-    cuda_kernels: bool = False
-    starts_early: bool = False
-    converts_e4m3: bool = True
+    name: str  # of the family, as command lines have it
+    capability: tuple[int, int]  # major and minor number
+    assembler: str  # ``--gpu-name`` of ptxas, and of NVRTC where ``cuda_kernels``
+    shared_bytes: int  # most shared memory of a block
+    cuda_kernels: bool = False  # whether it runs the kernels in CUDA C++, which are written for ``wgmma`` and TMA
+    starts_early: bool = False  # whether a kernel may start before the one before it has ended (``runtime.dependent``)
+    converts_e4m3: bool = True  # whether it converts e4m3, which experts in block FP8 and MXFP8 are stored in
+    # what the fused layer's Triton kernels need and it does not have, in words; layers take the plain path there. Empty
+    # where they run.
     lacks: str = ""
 
     @property

@@ -26,31 +26,19 @@ MAX_BUCKETS = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SymmBuffer:
-    """Symmetric rows with their arrival flags, as one rank sees them.
+    """Symmetric rows with their arrival flags, as one rank sees them."""
 
-    Args:
-        rows: ``(R, D)`` this rank's copy; source s writes rows s*M + i.
-        row_pointers: ``(W,)`` int64 address of every rank's ``rows``.
-        flags: ``(W, C)`` int32, of the combine ``(W, 4C, 64)``: this rank's copy; slot [s, c] is written by source s.
-        flag_pointers: ``(W,)`` int64 address of every rank's ``flags``.
-        epoch: ``(1,)`` int32; flags that carry at least this epoch have arrived.
-        fault: ``(8,)`` int64 record of a spin that met its deadline.
-        rank: This rank.
-        max_tokens: M.
-        timeout_ns: Deadline of every spin.
-        recorder: Where the launch writes what its blocks do and when, or ``None``.
-    """
-
-    rows: Tensor
-    row_pointers: Tensor
+    rows: Tensor  # ``(R, D)`` this rank's copy; source s writes rows s*M + i
+    row_pointers: Tensor  # ``(W,)`` int64 address of every rank's ``rows``
+    # ``(W, C)`` int32, of the combine ``(W, 4C, 64)``: this rank's copy; slot [s, c] is written by source s
     flags: Tensor
-    flag_pointers: Tensor
-    epoch: Tensor
-    fault: Tensor
-    rank: int
-    max_tokens: int
-    timeout_ns: int
-    recorder: Recorder | None = None
+    flag_pointers: Tensor  # ``(W,)`` int64 address of every rank's ``flags``
+    epoch: Tensor  # ``(1,)`` int32; flags that carry at least this epoch have arrived
+    fault: Tensor  # ``(8,)`` int64 record of a spin that met its deadline
+    rank: int  # this rank
+    max_tokens: int  # M
+    timeout_ns: int  # deadline of every spin
+    recorder: Recorder | None = None  # where the launch writes what its blocks do and when, or ``None``
 
     @property
     def world_size(self) -> int:
@@ -82,27 +70,20 @@ class SymmTensors(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileTable:
-    """The routed rows in GEMM tiles (see ``comet.layer.plan.Plan`` for the fields).
+    """The routed rows in GEMM tiles (see ``comet.layer.plan.Plan`` for the fields)."""
 
-    Args:
-        tiles: ``(max_tiles, 4)`` int32: local expert, first routed row, valid rows, phase.
-        num_tiles: ``(1,)`` int32.
-        row_ids: ``(Q,)`` int32 received row of each routed row.
-        counters: ``(32,)`` int32 zeros: tickets and panel counters, used up by one launch; one of them is the ticket of
-            the weight gradients that follow.
-        block_rows: Rows of a tile.
-        segments: ``(e + 1,)`` int32 first routed row and ``(e,)`` int32 routed rows of each local expert, for kernels
-            that cut an expert's rows their own way; ``None`` where they are not known.
-        expected_tokens_per_expert: Routed rows of each expert if all have equally many and all ranks as many tokens as
-            this one; to choose a kernel's blocks by, 0 where it is not known.
-    """
-
-    tiles: Tensor
-    num_tiles: Tensor
-    row_ids: Tensor
+    tiles: Tensor  # ``(max_tiles, 4)`` int32: local expert, first routed row, valid rows, phase
+    num_tiles: Tensor  # ``(1,)`` int32
+    row_ids: Tensor  # ``(Q,)`` int32 received row of each routed row
+    # ``(32,)`` int32 zeros: tickets and panel counters, used up by one launch; one of them is the ticket of the weight
+    # gradients that follow
     counters: Tensor
-    block_rows: int
+    block_rows: int  # rows of a tile
+    # ``(e + 1,)`` int32 first routed row and ``(e,)`` int32 routed rows of each local expert, for kernels that cut an
+    # expert's rows their own way; ``None`` where they are not known
     segments: tuple[Tensor, Tensor] | None = None
+    # routed rows of each expert if all have equally many and all ranks as many tokens as this one; to choose a kernel's
+    # blocks by, 0 where it is not known
     expected_tokens_per_expert: float = 0.0
 
     @property
@@ -121,37 +102,22 @@ class TileTensors(NamedTuple):
 
 
 class GradBuffer(NamedTuple):
-    """Gradients of the routing weights on their way home: received rows' ``(R, K)`` float32 and where they go.
+    """Gradients of the routing weights on their way home: received rows' ``(R, K)`` float32 and where they go."""
 
-    Args:
-        row_grads: ``(R, K)`` gradient of each (received row, slot) computed here, 0 elsewhere.
-        received: ``(R, K)`` this rank's symmetric copy.
-        received_pointers: ``(W,)`` int64 address of every rank's copy.
-        out: ``(T, K)`` result for this rank's tokens.
-    """
-
-    row_grads: Tensor
-    received: Tensor
-    received_pointers: Tensor
-    out: Tensor
+    row_grads: Tensor  # ``(R, K)`` gradient of each (received row, slot) computed here, 0 elsewhere
+    received: Tensor  # ``(R, K)`` this rank's symmetric copy
+    received_pointers: Tensor  # ``(W,)`` int64 address of every rank's copy
+    out: Tensor  # ``(T, K)`` result for this rank's tokens
 
 
 class CombineLists(NamedTuple):
-    """How routed rows become token rows again (``comet.layer.plan``).
+    """How routed rows become token rows again (``comet.layer.plan``)."""
 
-    Args:
-        row_slots: ``(R, K)`` int32 routed row of each (received row, slot), or -1.
-        row_weights: ``(R, K)`` float32 routing weights, or ``None`` to add rows up unweighted.
-        send_rows: ``(M, W)`` int32 the row of each token at each rank, or -1.
-        recv_counts: ``(W,)`` int32.
-        grads: Gradients of the routing weights to send along, or ``None``.
-    """
-
-    row_slots: Tensor
-    row_weights: Tensor | None
-    send_rows: Tensor
-    recv_counts: Tensor
-    grads: GradBuffer | None = None
+    row_slots: Tensor  # ``(R, K)`` int32 routed row of each (received row, slot), or -1
+    row_weights: Tensor | None  # ``(R, K)`` float32 routing weights, or ``None`` to add rows up unweighted
+    send_rows: Tensor  # ``(M, W)`` int32 the row of each token at each rank, or -1
+    recv_counts: Tensor  # ``(W,)`` int32
+    grads: GradBuffer | None = None  # gradients of the routing weights to send along, or ``None``
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

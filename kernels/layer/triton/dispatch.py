@@ -127,19 +127,12 @@ def dispatch_kernel(
 
 
 class DispatchLists(NamedTuple):
-    """What this rank sends, all int32 (``comet.layer.plan``).
+    """What this rank sends, all int32 (``comet.layer.plan``)."""
 
-    Args:
-        token_ids: ``(W, M)``.
-        counts: ``(W,)``.
-        recv_counts: ``(W,)``.
-        pushed: ``(W, M / 128)`` zeros, used up where warps share a chunk.
-    """
-
-    token_ids: Tensor
-    counts: Tensor
-    recv_counts: Tensor
-    pushed: Tensor
+    token_ids: Tensor  # ``(W, M)``
+    counts: Tensor  # ``(W,)``
+    recv_counts: Tensor  # ``(W,)``
+    pushed: Tensor  # ``(W, M / 128)`` zeros, used up where warps share a chunk
 
 
 def dispatch(x: Tensor, symm: SymmBuffer, sends: DispatchLists, counters: Tensor, push_cols: int) -> None:

@@ -38,25 +38,15 @@ TICKET_ROUNDS = tl.constexpr(3)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DispatchGemmConfig:
-    """Tile shape and split of the launch.
+    """Tile shape and split of the launch."""
 
-    Args:
-        comm_blocks: Blocks that push rows before they compute; 0: ``COMM_BLOCKS``.
-        block_f: Columns of hidden per tile; the GEMM tile is twice as wide (gate and up).
-        block_k: Contraction step.
-        push_cols: Columns a communication block moves at once, a power of two.
-        flatten: Fetch the next item's operands during the epilogue.
-        num_stages: Depth of the load pipeline.
-        activation: Of the experts.
-    """
-
-    comm_blocks: int = 0
-    block_f: int = 128
-    block_k: int = 64
-    push_cols: int = 1024
-    flatten: bool = True
-    num_stages: int = 3
-    activation: Activation = SWIGLU
+    comm_blocks: int = 0  # blocks that push rows before they compute; 0: ``COMM_BLOCKS``
+    block_f: int = 128  # columns of hidden per tile; the GEMM tile is twice as wide (gate and up)
+    block_k: int = 64  # contraction step
+    push_cols: int = 1024  # columns a communication block moves at once, a power of two
+    flatten: bool = True  # fetch the next item's operands during the epilogue
+    num_stages: int = 3  # depth of the load pipeline
+    activation: Activation = SWIGLU  # of the experts
 
 
 class Sizes(NamedTuple):

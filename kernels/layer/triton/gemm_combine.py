@@ -43,27 +43,17 @@ FIRST_COUNTER = tl.constexpr(PANEL_COUNTERS)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GemmCombineConfig:
-    """Tile shape and split of the launch.
+    """Tile shape and split of the launch."""
 
-    Args:
-        comm_blocks: Blocks that never compute; 0: ``COMM_BLOCKS``.
-        num_panels: Column panels, at most 16 and at most the column blocks of D.
-        block_n: Columns of a GEMM tile.
-        block_k: Contraction step.
-        move_cols: Columns the reduce and the final sum handle at once, a power of two.
-        flatten: Fetch the next item's operands during the epilogue.
-        num_stages: Depth of the load pipeline.
-        reserved_sms: How many are left to kernels of other streams. Where these hold some and wait for other ranks, the
-            launch ends only if all of its blocks that compute find a place.
-    """
-
-    comm_blocks: int = 0
-    num_panels: int = 4
-    block_n: int = 256
-    block_k: int = 64
-    move_cols: int = 512
-    flatten: bool = True
-    num_stages: int = 3
+    comm_blocks: int = 0  # blocks that never compute; 0: ``COMM_BLOCKS``
+    num_panels: int = 4  # column panels, at most 16 and at most the column blocks of D
+    block_n: int = 256  # columns of a GEMM tile
+    block_k: int = 64  # contraction step
+    move_cols: int = 512  # columns the reduce and the final sum handle at once, a power of two
+    flatten: bool = True  # fetch the next item's operands during the epilogue
+    num_stages: int = 3  # depth of the load pipeline
+    # how many are left to kernels of other streams. Where these hold some and wait for other ranks, the launch ends
+    # only if all of its blocks that compute find a place.
     reserved_sms: int = 0
 
 

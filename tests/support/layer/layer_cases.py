@@ -22,19 +22,12 @@ EDGE_ROWS = (0, 1, 63, 64, 65, 127, 128, 129, 300)  # of experts in turn, around
 
 @dataclass(frozen=True)
 class LayerCase:
-    """One layer call on all ranks.
-
-    Args:
-        num_tokens: One entry per rank.
-        strided: What the layer is passed is not contiguous, nor are its weights.
-        relabel: Seed of a random relabelling of the experts, by which they move to other ranks; 0: none.
-        expert_bias: Whether they have biases.
-    """
+    """One layer call on all ranks."""
 
     name: str
     ep: int
     tp: int
-    num_tokens: tuple[int, ...]
+    num_tokens: tuple[int, ...]  # one entry per rank
     num_experts: int = 4
     top_k: int = 2
     hidden_size: int = 32
@@ -45,10 +38,10 @@ class LayerCase:
     comm_blocks: int = 0
     seed: int = 0
     calls: int = 1
-    strided: bool = False
-    relabel: int = 0
+    strided: bool = False  # what the layer is passed is not contiguous, nor are its weights
+    relabel: int = 0  # seed of a random relabelling of the experts, by which they move to other ranks; 0: none
     activation: Activation = SWIGLU
-    expert_bias: bool = False
+    expert_bias: bool = False  # whether they have biases
 
     @property
     def world_size(self) -> int:
