@@ -1,4 +1,4 @@
-"""The whole ``MoE`` layer over ranks, router and shared expert included, against the reference in one process."""
+"""The whole ``MoE`` layer over ranks, its router and shared expert against the reference; which paths there are."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from layer_cases import LayerCase
 from layer_ranks import poison
 from ranks import run_ranks
 from torch import Tensor
@@ -15,7 +16,11 @@ from torch.nn.functional import linear, silu
 from training_cases import make_group
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
+from comet.decode import DecodeWeights, RankDecode
+from comet.decode.ranks import rank_slots
+from comet.layer.paths import make_path
 from comet.layer.sharding import local
+from comet.layer.shared_expert import SharedExpert
 from comet.layer.weights import pad_width
 from comet.layout import ExpertLayout
 from comet.moe import MoE
@@ -144,3 +149,72 @@ def test_padding_is_told_once_by_one_rank_and_parameters_stay_narrow() -> None:
     assert told_by_other == []
     assert shapes == [[2, 2, 24, 16], [2, 16, 24]]
     assert run_ranks(make_narrow, 2, 64)[0][0] == []
+
+
+# ---- the shared expert
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_shared_expert_is_one_expert_of_weight_one(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    shared = SharedExpert(16, 48, dtype=dtype)
+    assert shared.w1.shape == (96, 16)
+    assert shared.w2.shape == (16, 48)
+    tokens = torch.randn(9, 16, dtype=dtype)
+    ids, weights = torch.zeros(9, 1, dtype=torch.int32), torch.ones(9, 1, dtype=dtype)
+    expected = reference_experts(tokens, ids, weights, shared.w1[None], shared.w2[None])
+    torch.testing.assert_close(shared(tokens), expected)
+
+
+def test_shared_expert_gradients_edges_and_errors() -> None:
+    shared = SharedExpert(16, 16, dtype=torch.float64)
+    tokens = torch.randn(3, 16, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(shared, (tokens,))
+    assert shared(torch.empty(0, 16, dtype=torch.float64)).shape == (0, 16)
+    with pytest.raises(ValueError, match=r"tokens of shape \(3, 8\) must be \(T, D\) with D = hidden_size=16"):
+        shared(torch.zeros(3, 8))
+    with pytest.raises(ValueError, match=r"shared_ffn_size=0 must be positive"):
+        SharedExpert(16, 0)
+    with pytest.raises(ValueError, match=r"hidden_size=-1 must be positive"):
+        SharedExpert(-1, 16)
+
+
+# ---- paths
+
+
+def test_unknown_path_and_capacity_where_it_cannot_work() -> None:
+    config = MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2, capacity_factor=1.0)
+    with pytest.raises(ValueError, match="path='fast' must be 'auto' or one of"):
+        MoE(config, make_group(config), path="fast")
+    with pytest.raises(ValueError, match=r"capacity_factor=1\.0 needs path 'fused' or 'twin'; 'plain' is dropless"):
+        MoE(config, make_group(config), path="plain")
+
+
+def run_past_float16(rank: int, world_size: int) -> dict[str, list[float]]:
+    """Two tokens whose experts give 29696, weighted: 4 and -2 on ranks 0 and 1, then 2 and -1."""
+    case = LayerCase("float16", 2, 1, (2, 2), num_experts=2, hidden_size=16, ffn_size=16, dtype=torch.float16)
+    group = make_group(case.config, ep=2, max_tokens=2, dtype=case.dtype)
+    tokens, ids = torch.zeros(2, 16).half(), torch.tensor([[0, 1], [1, 0]], dtype=torch.int32)
+    tokens[:, 0] = 1
+    weights = torch.tensor([[4.0, -2.0], [-1.0, 2.0]])
+    w1, w2 = torch.zeros(1, 32, 16).half(), torch.full((1, 16, 16), 58.0).half()
+    w1[:, :16, 0], w1[:, 16:, 0] = 32, 1  # hidden is 32, an output 16 * 32 * 58
+    outcome = {}
+    for path in ("reference", "plain", "twin", "fused"):
+        y = make_path(path, case.config, group, case.overlap)(tokens, ids, weights, w1, w2)
+        assert torch.equal(y, y[:, :1].expand(2, 16))
+        outcome[path] = y[:, 0].tolist()
+    decode = RankDecode(group.comm, hidden_size=16)
+    held = DecodeWeights(w1=w1, w2=w2, slots=rank_slots(group.layout(case.config), "cpu"))
+    outcome["decode"] = decode(tokens, ids, weights, held)[:, 0].tolist()
+    group.close()
+    return outcome
+
+
+@pytest.mark.slow
+def test_partial_sums_past_float16_are_infinite_or_added_first() -> None:
+    """118784 - 59392 = 59392 is a float16, a partial sum of 118784 is none: where it is rounded the result says so."""
+    for outcome in run_ranks(run_past_float16, 2, interpret=True):
+        rounds_partial_sums = [float("inf"), 29696.0]
+        assert [outcome[path] for path in ("reference", "twin", "fused")] == [rounds_partial_sums] * 3
+        assert outcome["plain"] == outcome["decode"] == [59392.0, 29696.0]

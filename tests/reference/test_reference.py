@@ -1,4 +1,4 @@
-"""The reference layer: worked examples, a dense formula, shards, capacity, and hostile routings."""
+"""The reference layer: worked examples, a dense formula, shards, capacity, hostile routings, gradients, rounding."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import math
 
 import pytest
 import torch
-from reference_cases import Case, dense_formula, make_case
+from reference_cases import GRIDS, Case, dense_formula, make_case
+from torch import Tensor
 
 from comet.layout import ExpertLayout
 from comet.reference.layer import (
     kept_slots,
     rank_partial,
     reference_experts,
+    run_expert,
     shard_experts,
     sum_partials,
 )
@@ -175,3 +177,132 @@ def test_errors_name_field_value_and_rule(changes: dict, message: str) -> None:
     case = make_case(0).to(torch.float32)
     with pytest.raises(ValueError, match=message):
         reference_experts(**with_changes(case, **changes))
+
+
+# ---- backwards
+
+
+def test_nan_weight_of_masked_slot_stays_out_of_values_and_gradients() -> None:
+    case = make_case(3, masked=0.0)
+    case.ids[4, 1] = -1
+    expected = dense_formula(case)
+    case.weights[4, 1] = math.nan
+    inputs = [tensor.requires_grad_() for tensor in (case.tokens, case.weights, case.w1, case.w2)]
+    result = reference_experts(*case.args, ep=2, tp=2)
+    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+    gradients = torch.autograd.grad(result.sum(), inputs)
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert gradients[1][4, 1] == 0
+
+
+def test_gradients_with_a_capacity_by_finite_differences() -> None:
+    case = make_case(8, num_tokens=5, top_k=2, num_experts=4, hidden=3, ffn=6)
+    inputs = [tensor.requires_grad_() for tensor in (case.tokens, case.weights, case.w1, case.w2)]
+
+    def layer(tokens: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        return reference_experts(tokens, case.ids, weights, w1, w2, expert_capacity=2)
+
+    assert torch.autograd.gradcheck(layer, inputs)
+
+
+@pytest.mark.parametrize(("ep", "tp"), GRIDS)
+def test_gradients_equal_those_of_dense_formula(ep: int, tp: int) -> None:
+    case = make_case(9)
+    inputs = [tensor.requires_grad_() for tensor in (case.tokens, case.weights, case.w1, case.w2)]
+    upstream = torch.randn(13, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    expected = torch.autograd.grad(dense_formula(case), inputs, upstream)
+    result = torch.autograd.grad(reference_experts(*case.args, ep=ep, tp=tp), inputs, upstream)
+    for gradient, wanted in zip(result, expected, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-11, atol=1e-12)
+
+
+def test_gradients_keep_the_dtype_of_their_inputs() -> None:
+    case = make_case(10).to(torch.bfloat16)
+    inputs = [tensor.requires_grad_() for tensor in (case.tokens, case.weights, case.w1, case.w2)]
+    gradients = torch.autograd.grad(reference_experts(*case.args, ep=2).sum(), inputs)
+    assert [gradient.dtype for gradient in gradients] == [torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16]
+
+
+# ---- where it rounds and in which order it sums, down to the last bit
+
+
+def integer_experts(up_and_down: list[tuple[float, float]]) -> tuple[Tensor, Tensor]:
+    """Experts with D = F = 1 whose output for token 1 is exactly ``32 * up * down`` (silu(32) is 32 in float32)."""
+    w1 = torch.tensor([[[32.0], [up]] for up, _ in up_and_down])
+    w2 = torch.tensor([[[down]] for _, down in up_and_down])
+    return w1.half(), w2.half()
+
+
+def test_partials_are_rounded_per_rank_and_summed_in_float32() -> None:
+    # Outputs 1 and 1, weights 1025.5 and 1023.5; float16 steps by 1 above 1024, by 0.5 below, by 2 above 2048.
+    w1, w2 = integer_experts([(1.0, 2**-5), (1.0, 2**-5)])
+    args = (torch.ones(1, 1).half(), torch.tensor([[0, 1]]), torch.tensor([[1025.5, 1023.5]]), w1, w2)
+    assert reference_experts(*args).item() == 2048.0  # 2049, half way, goes to even 2048
+    assert reference_experts(*args, ep=2).item() == 2050.0  # 1026 + 1023.5 = 2049.5 goes to 2050
+
+
+def test_outputs_and_partials_of_tensor_parallel_ranks_are_rounded() -> None:
+    # One expert with F = 2 and hidden (32, 32), one column per rank.
+    token, ids = torch.ones(1, 1).half(), torch.tensor([[0]])
+    w1 = torch.tensor([[[32.0], [32.0], [1.0], [1.0]]]).half()
+
+    def run(weight: float, column_0: float, column_1: float, tp: int) -> float:
+        w2 = torch.tensor([[[column_0, column_1]]]).half()
+        return reference_experts(token, ids, torch.tensor([[weight]]), w1, w2, tp=tp).item()
+
+    # The output 1 + 2^-11 is half way to the next float16 and goes to 1; split, the 2^-11 lives until the final sum.
+    assert run(1.5, 2**-5, 2**-16, tp=1) == 1.5
+    assert run(1.5, 2**-5, 2**-16, tp=2) == 1.5 + 2**-10
+    # 1025.5 * 3 = 3076.5 goes to 3076 (steps of 2); split, 1025.5 goes to 1026 and 2051 to 2052.
+    assert run(1025.5, 2**-5, 2**-4, tp=1) == 3076.0
+    assert run(1025.5, 2**-5, 2**-4, tp=2) == 3078.0
+
+
+def test_hidden_is_rounded_but_pre_activations_are_not() -> None:
+    # Float16 steps by 2^-5 at 32 and by 2 at 3072: a rounded gate would lose its 2^-6 and give 3072.
+    token = torch.ones(1, 2).half()
+    w1 = torch.tensor([[32.0, 2**-6], [96.0, 0.0]]).half()
+    w2 = torch.tensor([[1.0], [0.0]]).half()
+    assert run_expert(token, w1, w2)[0, 0].item() == 3074.0  # (32 + 2^-6) * 96 = 3073.5
+    # Hidden is (3073.5, 3072); rounded it is (3074, 3072), and the difference shows in the output.
+    w1 = torch.tensor([[32.0, 2**-6], [32.0, 0.0], [96.0, 0.0], [96.0, 0.0]]).half()
+    w2 = torch.tensor([[1.0, -1.0], [0.0, 0.0]]).half()
+    assert run_expert(token, w1, w2)[0, 0].item() == 2.0
+
+
+def test_slots_are_summed_in_slot_order() -> None:
+    # Outputs 1; in float32 (2^24 + 1) + 1 = 2^24, but (1 + 1) + 2^24 = 2^24 + 2.
+    w1, w2 = (weight.float() for weight in integer_experts([(1.0, 2**-5)] * 3))
+    token, ids = torch.ones(1, 1), torch.tensor([[0, 1, 2]])
+    big_first, big_last = torch.tensor([[2.0**24, 1.0, 1.0]]), torch.tensor([[1.0, 1.0, 2.0**24]])
+    assert reference_experts(token, ids, big_first, w1, w2).item() == 2.0**24
+    assert reference_experts(token, ids, big_last, w1, w2).item() == 2.0**24 + 2
+    ids = torch.tensor([[2, 1, 0]])  # the order is that of the slots, not of the experts
+    assert reference_experts(token, ids, big_first, w1, w2).item() == 2.0**24
+
+
+def test_partials_are_summed_in_rank_order() -> None:
+    parts = [torch.tensor([[value]]) for value in (2.0**24, 1.0, 1.0)]
+    assert sum_partials(parts).item() == 2.0**24
+    assert sum_partials(parts[::-1]).item() == 2.0**24 + 2
+    halves = [torch.tensor([[value]], dtype=torch.float16) for value in (2048.0, 1.0, 1.0)]
+    assert sum_partials(halves).item() == 2050.0  # in float16 each 1 would be lost
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("ep", "tp"), [(1, 1), (2, 1), (2, 2)])
+def test_error_against_float64_is_within_twice_plain_torch(dtype: torch.dtype, ep: int, tp: int) -> None:
+    case = make_case(5, num_tokens=64, hidden=32, ffn=64).to(dtype)
+    exact = dense_formula(case.to(torch.float64))
+    plain = torch.zeros_like(case.tokens)
+    for token, row in enumerate(case.ids.tolist()):
+        for slot, expert in enumerate(row):
+            if expert >= 0:
+                gate, up = (case.w1[expert] @ case.tokens[token]).chunk(2)
+                output = case.w2[expert] @ (torch.nn.functional.silu(gate) * up)
+                plain[token] += case.weights[token, slot].to(dtype) * output
+    result = reference_experts(*case.args, ep=ep, tp=tp)
+    error, bound = (result.double() - exact).abs().max().item(), 2 * (plain.double() - exact).abs().max().item()
+    print(f"max error {error:.3e}, bound {bound:.3e}")
+    assert result.dtype == dtype
+    assert 0 < error <= bound
