@@ -233,13 +233,15 @@ def gather_weights(
     w1: Tensor, w2: Tensor, layout: ExpertLayout, process_group: ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
     """All experts from every rank's shard: ``(e, 2F/TP, D)``, ``(e, D, F/TP)`` to ``(E, 2F, D)``, ``(E, D, F)``."""
-    ep, tp, num_local = layout.ep, layout.tp, layout.experts_local
-    hidden_size, width = w2.shape[1], w2.shape[2]
-    w1_ranks = all_gather_stacked(w1, process_group).view(ep, tp, num_local, 2, width, hidden_size)
-    w2_ranks = all_gather_stacked(w2, process_group).view(ep, tp, num_local, hidden_size, width)
-    w1_all = w1_ranks.permute(0, 2, 3, 1, 4, 5).reshape(layout.num_experts, 2 * tp * width, hidden_size)
-    w2_all = w2_ranks.permute(0, 2, 3, 1, 4).reshape(layout.num_experts, hidden_size, tp * width)
-    return w1_all, w2_all
+    columns = all_gather_stacked(w2, process_group).view(layout.ep, layout.tp, *w2.shape).movedim(1, 3)
+    return _gather_gate_up(w1, layout, process_group), columns.reshape(layout.num_experts, w2.shape[1], -1)
+
+
+def _gather_gate_up(part: Tensor, layout: ExpertLayout, process_group: ProcessGroup | None) -> Tensor:
+    """``(e, 2F/TP, ..)`` of every rank as ``(E, 2F, ..)``."""
+    experts, _, *rest = part.shape
+    ranks = all_gather_stacked(part, process_group).view(layout.ep, layout.tp, experts, 2, -1, *rest)
+    return ranks.movedim(1, 3).reshape(layout.num_experts, -1, *rest)
 
 
 def gather_biases(biases: Biases, layout: ExpertLayout, process_group: ProcessGroup | None) -> Biases:
@@ -247,12 +249,10 @@ def gather_biases(biases: Biases, layout: ExpertLayout, process_group: ProcessGr
 
     The ranks of a shard hold b2 alike: the first one's is taken, and its gradient is that of all of them.
     """
-    ep, tp, num_local = layout.ep, layout.tp, layout.experts_local
-    b1 = all_gather_stacked(biases.b1, process_group).view(ep, tp, num_local, 2, -1)
-    b2 = all_gather_stacked(biases.b2, process_group).view(ep, tp, num_local, -1)
+    b2 = all_gather_stacked(biases.b2, process_group).view(layout.ep, layout.tp, *biases.b2.shape)
     copies = b2 - b2.detach()  # 0, with gradients
     whole = b2[:, 0].detach() + copies.sum(1)
-    return Biases(b1.permute(0, 2, 3, 1, 4).reshape(layout.num_experts, -1), whole.flatten(0, 1))
+    return Biases(_gather_gate_up(biases.b1, layout, process_group), whole.flatten(0, 1))
 
 
 def check_group(layout: ExpertLayout, process_group: ProcessGroup | None) -> None:

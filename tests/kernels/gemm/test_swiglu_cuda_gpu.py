@@ -33,17 +33,17 @@ def all_gates_kernel(gates_ptr, up, results_ptr, BLOCK: tl.constexpr, ACTIVATION
     tl.store(results_ptr + at, activate(gates, tl.zeros_like(gates) + up, ACTIVATION))
 
 
+def kernel_of(name: str) -> nvrtc.CudaKernel:
+    """``all_gates`` of an activation."""
+    cubin = nvrtc.compile_cubin(SOURCE.replace("FUNCTOR", name.title().replace("_", "")), "all_gates")
+    return nvrtc.load_kernel(cubin, "all_gates", num_threads=THREADS, cluster=1, shared_bytes=0)
+
+
 @pytest.mark.gpu
 def test_every_gate_has_the_bits_of_triton():
     wanted, results = (torch.empty(AT_ONCE, device="cuda") for _ in range(2))
     up = torch.tensor([-3.7], device="cuda")
-    kernel = nvrtc.load_kernel(
-        nvrtc.compile_cubin(SOURCE.replace("FUNCTOR", "Swiglu"), "all_gates"),
-        "all_gates",
-        num_threads=THREADS,
-        cluster=1,
-        shared_bytes=0,
-    )
+    kernel = kernel_of("swiglu")
     for first in range(-(2**31), 2**31, AT_ONCE):
         gates = (torch.arange(AT_ONCE, dtype=torch.int32, device="cuda") + first).view(torch.float32)
         all_gates_kernel[(AT_ONCE // 1024,)](gates, up.item(), wanted, BLOCK=1024, ACTIVATION=SWIGLU)
@@ -56,11 +56,7 @@ def test_every_gate_has_the_bits_of_triton():
 @pytest.mark.parametrize("name", ["geglu", "reglu", "clamped_swiglu"])
 @pytest.mark.parametrize("up", [-3.7, 0.5, 9.0, -8.0])
 def test_other_activations_are_those_of_triton(name, up):
-    activation = Activation(name)
-    source = SOURCE.replace("FUNCTOR", name.title().replace("_", ""))
-    kernel = nvrtc.load_kernel(
-        nvrtc.compile_cubin(source, "all_gates"), "all_gates", num_threads=THREADS, cluster=1, shared_bytes=0
-    )
+    activation, kernel = Activation(name), kernel_of(name)
     gates = torch.linspace(-40, 40, 2**20, device="cuda")
     gates[:4] = torch.tensor([torch.nan, torch.inf, -0.0, 7.0], device="cuda")
     wanted, found = torch.empty_like(gates), torch.empty_like(gates)

@@ -9,13 +9,11 @@ independently, is the limit of the root mean square.
 
 from __future__ import annotations
 
-import random
-import time
 from dataclasses import dataclass
 
 import torch
-from layer_cases import LayerCase, RankInputs, as_strided, full_weights, rank_inputs, shard
-from layer_ranks import open_group
+from layer_cases import LayerCase, RankInputs, full_weights, rank_inputs, shard
+from layer_ranks import calls_of, open_group
 from torch import Tensor
 from torch.nn.functional import silu
 
@@ -174,13 +172,8 @@ def run_fp8_case(
 ) -> list[Tensor]:
     group, experts = build_path(case, path, device)
     w1, w2 = (on(device, weight) for weight in fp8_shard(case, rank))
-    sleeper, outputs = random.Random(rank + case.seed), []
-    for call in range(case.calls):
-        inputs = rank_inputs(case, rank, call)
-        given = (inputs.tokens, case.relabelled(inputs.top_k_ids), inputs.top_k_weights)
-        given = tuple(as_strided(tensor.to(device)) if case.strided else tensor.to(device) for tensor in given)
-        if delays:
-            time.sleep(sleeper.random() * 0.05)
+    outputs = []
+    for call, (*given, _) in calls_of(case, rank, device, delays):
         y = experts.fp8(*given, w1, w2)
         group.workspace.check()
         outputs.append(y.cpu())

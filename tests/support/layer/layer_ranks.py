@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -61,27 +62,32 @@ def run_case(
     moe = build_layer(case, rank, path, device)
     if case.strided:
         moe.w1, moe.w2 = (expert_parameter(as_strided(mine), moe.group.mesh) for mine in moe.expert_weights())
-    sleeper, outputs = random.Random(rank + case.seed), []
-    for call in range(case.calls):
-        inputs = rank_inputs(case, rank, call)
-        if delays:
-            time.sleep(sleeper.random() * 0.05)
-        given = (inputs.tokens, case.relabelled(inputs.top_k_ids), inputs.top_k_weights, inputs.grad_output)
-        given = tuple(as_strided(tensor.to(device)) if case.strided else tensor.to(device) for tensor in given)
-        x, ids, weights, grad_output = given
+    outputs = []
+    for call, (x, ids, weights, grad_output) in calls_of(case, rank, device, delays):
         x.requires_grad_()
         weights.requires_grad_()
         for parameter in moe.expert_parameters():
             parameter.grad = None
         y = moe.routed_experts(x, ids, weights)
         if delays:
-            time.sleep(sleeper.random() * 0.05)
+            time.sleep(random.Random(call - rank).random() * 0.05)
         y.backward(grad_output)
         moe.group.workspace.check()
         outputs.append(y.detach().cpu())
         compare_call(moe, case, rank, call, (y, x, weights))
     moe.group.close()
     return outputs
+
+
+def calls_of(case: LayerCase, rank: int, device: str, delays: bool) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
+    """Tokens, ids, routing weights and the output's gradient of each call, which with ``delays`` comes late."""
+    sleeper = random.Random(rank + case.seed)
+    for call in range(case.calls):
+        inputs = rank_inputs(case, rank, call)
+        given = (inputs.tokens, case.relabelled(inputs.top_k_ids), inputs.top_k_weights, inputs.grad_output)
+        if delays:
+            time.sleep(sleeper.random() * 0.05)
+        yield call, tuple(as_strided(each.to(device)) if case.strided else each.to(device) for each in given)
 
 
 def compare_call(
