@@ -1,16 +1,25 @@
-"""Who a process is in a job, and what rank 0 decides for all."""
+"""Who a process is in a job, what rank 0 decides for all, and SIGTERM: all ranks end after the same step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from comet.comm import handshake
-from comet.comm.handshake import this_rank
+from comet.comm.handshake import this_host, this_rank
 
 Made = TypeVar("Made")
 
@@ -52,3 +61,75 @@ def from_first_rank(make: Callable[[], Made]) -> Made:
         raise made[1]
     value: Made = made[0]
     return value
+
+
+LAG = 2  # steps that a GPU has queued when the host asks about an earlier one, so that it does not run dry
+POLL_S = 0.1
+PID_NAMESPACE = Path("/proc/self/ns/pid")
+
+
+class StopRequest:
+    """Context manager: SIGTERM becomes a request that the ranks agree on; before and after, it ends the process.
+
+    Every step sums ``told`` over the ranks along with its loss, and ``agreed`` looks at the sum of a step that is over:
+    the same one on every rank. A supervisor also sends SIGTERM when a rank has died. No step can end then, so a thread,
+    which runs while the main one waits, ends this process if a rank of its host is gone.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.told = False  # whether this process has got the signal
+        self._on_gpu = device.type == "cuda"
+        self._sums: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+
+    def agreed(self, total: Tensor) -> bool:
+        """Whether all ranks stop, ``total`` of which had been told when they began the step; asked after each step."""
+        if not self._on_gpu:
+            return bool(total)
+        event = torch.cuda.Event()
+        self._sums.append((torch.empty((), pin_memory=True).copy_(total, non_blocking=True), event))
+        event.record()
+        if len(self._sums) <= LAG:
+            return False
+        earlier, ready = self._sums.popleft()
+        ready.synchronize()
+        return bool(earlier)
+
+    def __enter__(self) -> StopRequest:
+        """Listen to the signal, unless it is ignored or this is no main thread, which alone may (collective)."""
+        namespace = os.readlink(PID_NAMESPACE) if PID_NAMESPACE.exists() else ""
+        mine = (this_host().boot_id, namespace, os.getpid())
+        peers = [pid for host, space, pid in gather(mine) if (host, space) == mine[:2] and pid != mine[2]]
+        on_main_thread = threading.current_thread() is threading.main_thread()
+        self._listens = on_main_thread and signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN
+        if not self._listens:
+            return self
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._over = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, args=(peers,), daemon=True)
+        self._watcher.start()
+        self._handler_before = signal.signal(signal.SIGTERM, self._note)
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not self._listens:
+            return
+        signal.signal(signal.SIGTERM, self._handler_before)
+        signal.set_wakeup_fd(self._wakeup_before)
+        self._over.set()
+        os.close(self._writer)  # which wakes the thread
+        self._watcher.join()
+        os.close(self._reader)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.told = True
+
+    def _watch(self, peers: Sequence[int]) -> None:
+        while byte := os.read(self._reader, 1):
+            while byte[0] == signal.SIGTERM and not self._over.is_set():
+                if not all(map(psutil.pid_exists, peers)):
+                    # The default; Python's own function is for the main thread, which may be waiting for the dead.
+                    ctypes.CDLL(None).signal(signal.SIGTERM, None)
+                    os.kill(os.getpid(), signal.SIGTERM)
+                self._over.wait(POLL_S)

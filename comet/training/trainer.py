@@ -34,11 +34,10 @@ from comet.training.checkpoint_folder import (
 )
 from comet.training.data import Corpus, heldout_windows, read_corpus
 from comet.training.optimizer import learning_rate, make_optimizer
-from comet.training.ranks import RankContext, from_first_rank, gather
+from comet.training.ranks import RankContext, StopRequest, from_first_rank, gather
 from comet.training.report import Reporter, Window, peak_memory_bytes
 from comet.training.run_folder import RunFolder
 from comet.training.step import StepMetrics, TrainStep, deterministic
-from comet.training.stop import StopRequest
 
 WINDOW_STEPS = 10
 PROMPT_BYTES = 32

@@ -10,7 +10,7 @@ import torch
 from training_cases import MODEL, MOE, Rank, losses, make_job
 
 from comet.training import trainer
-from comet.training.stop import LAG
+from comet.training.ranks import LAG
 from comet.training.trainer import train
 
 pytestmark = pytest.mark.gpu

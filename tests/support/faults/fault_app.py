@@ -33,7 +33,7 @@ def arm(context: LaunchContext) -> None:
         row = order.row
         place = PLACES.get((row.phase, row.path)) or PLACES[row.phase, ""]
         set_trap(place, lambda: strike(order), nth=NTH.get(row.phase, LATER))
-        set_trap("comet.training.stop:StopRequest._note", lambda: note(order.folder / TOLD))
+        set_trap("comet.training.ranks:StopRequest._note", lambda: note(order.folder / TOLD))
 
 
 def broken(name: str) -> Callable[[JobConfig, LaunchContext], Any]:
