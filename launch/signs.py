@@ -189,7 +189,7 @@ def call_off(store: dist.Store) -> None:
 
 
 def describe_places(found: Inquiry, mine: str) -> str:
-    """What ranks do that are elsewhere than in ``mine``: ``rank 1 is alive, in save (comet/training/checkpoint.py:68)``."""
+    """What ranks do that are elsewhere than in ``mine``: ``rank 1 is alive, in save (comet/moe.py:68)``."""
     elsewhere = {rank: place for rank, place in sorted(found.places.items()) if place != mine} or found.places
     named = [f"rank {rank} is alive, in {place}" for rank, place in list(elsewhere.items())[:MOST_NAMED]]
     return ", ".join([*named, *(["..."] if len(elsewhere) > MOST_NAMED else [])])
