@@ -35,14 +35,14 @@ from comet.kernels.runtime.primitives import barrier_kernel
 from comet.layer.backend import ActivationGradients, Backend
 from comet.layer.launch_arguments import (
     combine_config,
+    combine_lists,
     combine_symm,
     dispatch_config,
+    dispatch_lists,
     move_cols,
     plan_config,
     recv_symm,
-    returns_of,
     routing_pool,
-    sends_of,
     tile_table,
 )
 from comet.layer.plan import Launch, Plan, plan_shapes
@@ -89,7 +89,7 @@ class Fused(Backend):
         pre = x.new_empty(rows, 2 * ffn) if save_pre_activation else None
         symm, table = recv_symm(self.workspace), tile_table(plan, Launch.DISPATCH_GEMM)
         config = self._dispatch_gemm_config
-        launch_dispatch_gemm(x, w1, hidden, pre, symm, sends_of(plan), table, config, b1)
+        launch_dispatch_gemm(x, w1, hidden, pre, symm, dispatch_lists(plan), table, config, b1)
         return hidden, pre
 
     def gemm_combine(self, hidden: Tensor, w2: Tensor, plan: Plan, b2: Tensor | None = None) -> Tensor:
@@ -109,7 +109,7 @@ class Fused(Backend):
         config: GemmCombineConfig,
         bias: Tensor | None,
     ) -> None:
-        symm, returns = combine_symm(self.workspace), returns_of(plan, weighted=True)
+        symm, returns = combine_symm(self.workspace), combine_lists(plan, weighted=True)
         in_cuda, table = self.settings.cuda_kernels, tile_table(plan, Launch.GEMM_COMBINE)
         launch_gemm_combine(a, b, y, out, symm, returns, table, config, bias, in_cuda=in_cuda)
 
@@ -123,7 +123,7 @@ class Fused(Backend):
         scales = x.new_empty(ffn // FP8_BLOCK, rows, dtype=torch.float32)
         config, table = self._dispatch_gemm_fp8_config, tile_table(plan, Launch.DISPATCH_GEMM)
         weights, hidden = Scaled(elements=w1.elements, scales=w1.scales), Scaled(elements=elements, scales=scales)
-        launch_dispatch_gemm(None, weights, hidden, None, symm, sends_of(plan), table, config, b1)
+        launch_dispatch_gemm(None, weights, hidden, None, symm, dispatch_lists(plan), table, config, b1)
         return FP8(elements=elements, scales=scales.T, block_rows=1, trusted=True)
 
     def gemm_combine_fp8(self, hidden: FP8, w2: FP8, plan: Plan, b2: Tensor | None = None) -> Tensor:
@@ -150,7 +150,7 @@ class Fused(Backend):
         grad_output, num_rows = aligned(grad_output), plan.routed_row_ids.numel()
         grads, out = grad_output.new_empty(num_rows, w2.shape[1]), grad_output.new_empty(num_rows, w2.shape[2])
         symm, table = recv_symm(self.workspace), tile_table(plan, Launch.DISPATCH_DGRAD)
-        sends, comm_blocks = sends_of(plan), self.settings.comm_blocks
+        sends, comm_blocks = dispatch_lists(plan), self.settings.comm_blocks
         launch_fc2_dgrad(grad_output, w2, grads, out, symm, sends, table, plan.tiles, comm_blocks)
         return grads, out
 
@@ -191,7 +191,7 @@ class Fused(Backend):
             received_pointers=workspace.combine_grads.pointers,
             out=grad_row_weights.new_empty(plan.num_tokens, plan.layout.top_k),
         )
-        symm, returns = combine_symm(workspace), returns_of(plan, weighted=False, grads=grads)
+        symm, returns = combine_symm(workspace), combine_lists(plan, weighted=False, grads=grads)
         config, table = self._gemm_combine_config, tile_table(plan, Launch.DGRAD_COMBINE)
         in_cuda = self.settings.cuda_kernels
         launch_gemm_combine(grad_pre, w1, y, out, symm, returns, table, config, in_cuda=in_cuda)
@@ -210,7 +210,7 @@ class Fused(Backend):
     def dispatch(self, rows: Tensor, plan: Plan) -> Tensor:
         """One launch."""
         symm, counters = recv_symm(self.workspace, rows.shape[1]), plan.counters_of(Launch.DISPATCH_DGRAD)
-        launch_dispatch(rows, symm, sends_of(plan), counters, move_cols(rows, 1024))
+        launch_dispatch(rows, symm, dispatch_lists(plan), counters, move_cols(rows, 1024))
         return symm.rows
 
     def combine(self, y: Tensor, plan: Plan, *, weighted: bool) -> Tensor:
@@ -219,7 +219,7 @@ class Fused(Backend):
         config = replace(self._gemm_combine_config, num_panels=1, flatten=False)
         table = replace(tile_table(plan, Launch.GEMM_COMBINE), num_tiles=plan.tile_starts.new_zeros(1))
         gemm_combine(
-            y, y[None], y, out, combine_symm(self.workspace), returns_of(plan, weighted=weighted), table, config
+            y, y[None], y, out, combine_symm(self.workspace), combine_lists(plan, weighted=weighted), table, config
         )
         return out
 

@@ -123,7 +123,7 @@ def recorder_of_launch(workspace: Workspace) -> Recorder | None:
     return recorder
 
 
-def sends_of(plan: Plan) -> DispatchLists:
+def dispatch_lists(plan: Plan) -> DispatchLists:
     """What this rank sends, by comm blocks or warps; the counters of the chunks are for layer 0."""
     return DispatchLists(
         token_ids=plan.send_token_ids,
@@ -133,7 +133,7 @@ def sends_of(plan: Plan) -> DispatchLists:
     )
 
 
-def returns_of(plan: Plan, *, weighted: bool, grads: GradBuffer | None = None) -> CombineLists:
+def combine_lists(plan: Plan, *, weighted: bool, grads: GradBuffer | None = None) -> CombineLists:
     """How routed rows become token rows."""
     return CombineLists(
         row_slots=plan.row_slots,

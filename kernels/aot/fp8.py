@@ -10,7 +10,7 @@ from ..layer.triton.gemm_combine import GemmCombineConfig, gemm_combine_kernel
 from ..layer.triton.gemm_panels import PanelTensors
 from ..runtime.activation import SWIGLU, Activation
 from ..runtime.case import KernelCase
-from .fused import RECORDED, fused_case, layer1_constants, recording_suffix, returns_of, symm_of
+from .fused import RECORDED, combine_lists, fused_case, layer1_constants, recording_suffix, symm_of
 
 EXPECTS = frozenset({"wgmma", "wide_loads", "wide_stores"})
 E4M3 = "fp8e4nv"
@@ -62,7 +62,7 @@ def _layer1(events: int, biased: bool = False) -> KernelCase:
         b_desc=f"tensordesc<{E4M3}[1, {block_n // 2}, {SCALE_GROUP}]>",
         gemm=PanelTensors("*fp32", "*fp32", "*bf16" if biased else None, "*bf16"),
         out_ptr="*bf16",
-        returns=returns_of(backward=False),
+        returns=combine_lists(backward=False),
         symm=symm_of("bf16", events),
         sizes=CombineSizes(*["i32"] * 4),
     )(num_stages=3, spilled_bytes=TWIN_SPILLS, expects=EXPECTS)

@@ -110,7 +110,7 @@ def _layer1(dtype: str, top_k: int, *, backward: bool, events: int = 0, biased: 
         b_desc=f"tensordesc<{dtype}[1, {b_block[0]}, {b_block[1]}]>",
         gemm=PanelTensors(None, None, f"*{dtype}" if biased else None, f"*{dtype}"),
         out_ptr=f"*{dtype}",
-        returns=returns_of(backward=backward),
+        returns=combine_lists(backward=backward),
         symm=symm_of(dtype, events),
         sizes=CombineSizes(*["i32"] * 4),
     )(num_stages=num_stages, expects=gemm_features(DTYPES[dtype]), narrow_loads=BIAS_LOADS if biased else 0)
@@ -128,7 +128,7 @@ def symm_of(element: str, events: int) -> SymmTensors:
     return SymmTensors(f"*{element}", "*i64", "*i32", "*i64", "*i32", "*i64", "*i32" if events else None)
 
 
-def returns_of(*, backward: bool) -> CombineLists:
+def combine_lists(*, backward: bool) -> CombineLists:
     """Types of what the combine is handed."""
     grads = GradBuffer("*fp32", "*fp32", "*i64", "*fp32") if backward else None
     return CombineLists("*i32", None if backward else "*fp32", "*i32", "*i32", grads)
