@@ -24,13 +24,19 @@ from comet.reference.layer import rank_partial
 
 from lib.ranks import Ranks, T, attempt
 from lib.report import IN_JSON_ONLY, Panels, Row, cell, draw_lines, names_of, table_of
-from lib.shapes import make_routing, make_weights
+from lib.shapes import SEEDS_PER_RANK, make_routing, make_weights
 
 PREFIX = "transformers_"
 OWN = ("own", "own_nccl", "own_fused")
 CENTRIC = "triton"
 OTHERS = ("torch", "fused", "local", "local_nccl", *OWN)
 BELOW_TABLE = ("no_graph", "failures")
+TIMEOUT_S = 30.0
+QUANTISERS: dict[str, Callable[[Tensor], MXFP8 | MXFP4 | FP8]] = {
+    "mxfp8": quantize_mxfp8, "mxfp4": quantize_mxfp4, "fp8": quantize_fp8
+}  # fmt: skip
+WEIGHTS = ("bf16", *QUANTISERS)
+StepRun = Callable[[int], Tensor]  # a way to run a step, by its number
 
 
 def figures(
@@ -111,9 +117,6 @@ def _remarks(rows: Sequence[Row]) -> list[str]:
     return [f"{remark} (at {'; '.join(where)})" for remark, where in points.items()]
 
 
-TIMEOUT_S = 30.0
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Team:
     """One model on this rank; ``group`` is ``None`` where nobody asked for it or for the reason in ``failures``."""
@@ -182,14 +185,6 @@ def open_team(
     yield team
     if team.group is not None:
         team.group.close()
-
-
-QUANTISERS: dict[str, Callable[[Tensor], MXFP8 | MXFP4 | FP8]] = {
-    "mxfp8": quantize_mxfp8, "mxfp4": quantize_mxfp4, "fp8": quantize_fp8
-}  # fmt: skip
-WEIGHTS = ("bf16", *QUANTISERS)
-SEEDS_PER_RANK = 1000
-StepRun = Callable[[int], Tensor]  # a way to run a step, by its number
 
 
 @dataclass(frozen=True)

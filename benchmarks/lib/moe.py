@@ -30,10 +30,21 @@ from comet.quantization.formats import FP8, FP8_BLOCK, quantize_fp8
 
 from lib.ranks import Ranks, attempt
 from lib.report import Panels, Row, cell, draw_lines, geometric_mean, table_of
-from lib.shapes import draw_weights, make_routing, make_weights
+from lib.shapes import SEEDS_PER_RANK, draw_weights, make_routing, make_weights
 
 BACKWARD_FLOPS = 2  # gradients of the rows and of the weights, each as much as the forward GEMMs
 BACKWARD_BYTES = 1  # output gradients are dispatched, input gradients combined
+KEYS = ("model", "tokens", "ep", "tp", "routing", "direction")
+VARIANTS = ("comet", "comet_graph", "plain", "pipelined", "all_gather", "gemm_comet", "gemm_torch", "comm_comet")
+FP8_VARIANTS = ("comet_fp8", "comet_fp8_graph")
+BASELINES = ("plain", "pipelined", "all_gather")
+FIGURES = (
+    "link_ms", "tflops", "link_gbs", "efficiency", "hidden", "x_plain", "x_best", "error", "error_fp8", "setting"
+)  # fmt: skip
+COLUMNS = (*KEYS, *(f"{name}_ms" for name in (*VARIANTS, *FP8_VARIANTS)), *FIGURES, "failures")
+MEANS = ("efficiency", "x_plain", "x_best")
+ROTATE = 4  # input sets: with outputs and weights more than the 50 MB of L2 in every real shape
+WEIGHT_SEED = 1_000_000  # far from those of tokens, which would be rows of the weights
 
 
 def balanced_rows(num_tokens: int, layout: ExpertLayout) -> int:
@@ -81,17 +92,6 @@ def link_bytes(
     return int(sent.max()) * (1 + BACKWARD_BYTES * backward)
 
 
-KEYS = ("model", "tokens", "ep", "tp", "routing", "direction")
-VARIANTS = ("comet", "comet_graph", "plain", "pipelined", "all_gather", "gemm_comet", "gemm_torch", "comm_comet")
-FP8_VARIANTS = ("comet_fp8", "comet_fp8_graph")
-BASELINES = ("plain", "pipelined", "all_gather")
-FIGURES = (
-    "link_ms", "tflops", "link_gbs", "efficiency", "hidden", "x_plain", "x_best", "error", "error_fp8", "setting"
-)  # fmt: skip
-COLUMNS = (*KEYS, *(f"{name}_ms" for name in (*VARIANTS, *FP8_VARIANTS)), *FIGURES, "failures")
-MEANS = ("efficiency", "x_plain", "x_best")
-
-
 def figures(times_ms: Mapping[str, float], flops: int, link_num_bytes: int, link_roofline: float | None) -> Row:
     """What follows from the median times of a point; ``None`` where something was not measured.
 
@@ -134,11 +134,6 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
             if row.get(f"{name}_ms"):
                 lines.setdefault(name, []).append((row["tokens"], row[f"{name}_ms"]))
     draw_lines(path, panels, x="tokens", y="ms")
-
-
-ROTATE = 4  # input sets: with outputs and weights more than the 50 MB of L2 in every real shape
-SEEDS_PER_RANK = 1000
-WEIGHT_SEED = 1_000_000  # far from those of tokens, which would be rows of the weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,6 +15,7 @@ from comet.layout import Biases, ExpertLayout
 
 ROUTINGS = ("uniform", "zipf", "hot")
 PERMUTATION_SEED = 20_000
+SEEDS_PER_RANK = 1000  # no two ranks draw by the same seed
 SIZES = ("hidden_size", "ffn_size", "num_experts", "top_k")
 OF_ATTENTION = ("num_heads", "num_kv_heads", "head_dim")
 

@@ -70,6 +70,18 @@ from lib.shapes import model, swiglu_model
 from lib.start import gather_facts
 from lib.timing import read_roofline_tbs, time_by_protocol
 
+Trial = dict[str, str]
+ON_ONE_GPU = ("comet", "torch", "triton", "transformers", "fused")
+OVER_RANKS = ("comet", "local", "local_nccl", "fused", *OWN)
+DECODES = ("comet", "local", "local_nccl")  # for at most MAX_DECODE_TOKENS
+MANY_TOKENS = ("torch", "triton", "transformers", "fused", "own_fused")  # variants for more than MAX_DECODE_TOKENS
+OTHERS = {"gemma4_like": MoEConfig(num_experts=128, top_k=8, hidden_size=2816, ffn_size=704)}
+SETS = 4  # for each rank, which holds a part of the experts: a call has as many bytes, and more steps that absorb skew
+FLUSH_BYTES = 2**28  # read before each call, more than L2 holds
+# Root mean square of the error relative to float64; rounding explains a tenth of it, one wrong token in 64 the double.
+TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 1e-4}
+WAITS = "makes the host wait for the device"
+
 
 def own_runs(team: Team, steps: Sequence[Step], variants: Sequence[str]) -> dict[str, StepRun]:
     """The variants of ``OWN`` that are asked for; without warp decode where W equal shares have no room in it."""
@@ -129,12 +141,6 @@ def in_place(output: Tensor, exact: Tensor, layout: ExpertLayout) -> Tensor:
     whole = torch.zeros_like(exact)
     whole[share_of(len(exact), layout)] = output.double()
     return whole
-
-
-Trial = dict[str, str]
-ON_ONE_GPU = ("comet", "torch", "triton", "transformers", "fused")
-OVER_RANKS = ("comet", "local", "local_nccl", "fused", *OWN)
-DECODES = ("comet", "local", "local_nccl")  # for at most MAX_DECODE_TOKENS
 
 
 def step_runs(team: Team, steps: Sequence[Step], arguments: argparse.Namespace) -> dict[str, StepRun]:
@@ -254,12 +260,6 @@ def change(config: DecodeConfig, trial: Trial) -> DecodeConfig:
     return config
 
 
-FLUSH_BYTES = 2**28  # read before each call, more than L2 holds
-# Root mean square of the error relative to float64; rounding explains a tenth of it, one wrong token in 64 the double.
-TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 1e-4}
-WAITS = "makes the host wait for the device"
-
-
 @dataclass(frozen=True, slots=True)
 class Checked:
     """Variants that run and are right, as they are timed, with their errors; the others under ``failures``.
@@ -365,11 +365,6 @@ def compare(output: Tensor, exact: Tensor) -> tuple[float, float]:
     error = (output.double() - exact).norm() / exact.norm()
     cosine = torch.cosine_similarity(output.double(), exact, dim=1).min()
     return error.item(), cosine.item()
-
-
-OTHERS = {"gemma4_like": MoEConfig(num_experts=128, top_k=8, hidden_size=2816, ffn_size=704)}
-SETS = 4  # for each rank, which holds a part of the experts: a call has as many bytes, and more steps that absorb skew
-MANY_TOKENS = ("torch", "triton", "transformers", "fused", "own_fused")  # variants for more than MAX_DECODE_TOKENS
 
 
 def shape_of(name: str) -> MoEConfig:

@@ -108,12 +108,12 @@ class TokenGather:
             rows[:num_tokens, -top_k:].copy_(weight_words)
             rows[:num_tokens, :width].copy_(token_words)
         self.comm.barrier()
-        landed = self.words.local[epoch % 2].flatten(0, 1)
-        batch.ids.copy_(_payload(landed[:, -2 * top_k : -top_k], epoch))
+        arrived = self.words.local[epoch % 2].flatten(0, 1)
+        batch.ids.copy_(_payload(arrived[:, -2 * top_k : -top_k], epoch))
         there = (batch.ids != ABSENT.value).all(dim=1)
         batch.ids[~there] = -1
-        batch.tokens.view(torch.int32)[there] = _payload(landed[there, :width], epoch)
-        batch.routing_weights.view(torch.int32)[there] = _payload(landed[there, -top_k:], epoch)
+        batch.tokens.view(torch.int32)[there] = _payload(arrived[there, :width], epoch)
+        batch.routing_weights.view(torch.int32)[there] = _payload(arrived[there, -top_k:], epoch)
         return batch
 
 
@@ -276,9 +276,9 @@ class RankDecode:
             rows = words if self.gather is None else words[rank * self.max_tokens :][: self.max_tokens]
             peer[epoch % 2, self.comm.rank, : rows.shape[0]].copy_(rows)
         self.comm.barrier()
-        landed = self.words.local[epoch % 2, :, :num_tokens]
-        assert bool((landed >> 32 == epoch).all()), "a word of another step is in this step's half"
+        arrived = self.words.local[epoch % 2, :, :num_tokens]
+        assert bool((arrived >> 32 == epoch).all()), "a word of another step is in this step's half"
         total = torch.zeros(own.tokens.shape, dtype=torch.float32, device=own.tokens.device)
-        for source in landed.int().view(torch.float32):
+        for source in arrived.int().view(torch.float32):
             total = total + source
         return total.to(own.tokens.dtype)
