@@ -23,6 +23,10 @@ from comet.comm.handshake import this_host, this_rank
 
 Made = TypeVar("Made")
 
+LAG = 2  # steps that a GPU has queued when the host asks about an earlier one, so that it does not run dry
+POLL_S = 0.1
+PID_NAMESPACE = Path("/proc/self/ns/pid")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankContext:
@@ -61,11 +65,6 @@ def from_first_rank(make: Callable[[], Made]) -> Made:
         raise made[1]
     value: Made = made[0]
     return value
-
-
-LAG = 2  # steps that a GPU has queued when the host asks about an earlier one, so that it does not run dry
-POLL_S = 0.1
-PID_NAMESPACE = Path("/proc/self/ns/pid")
 
 
 class StopRequest:
