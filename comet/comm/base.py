@@ -13,10 +13,12 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from torch.distributed import DistError, ProcessGroup
 
 from comet.comm.failures import Board, Step
+from comet.comm.handshake import abort_nccl, await_device
 from comet.config import require
-from comet.errors import UnavailableError
+from comet.errors import StepFailedError, UnavailableError
 
 ALIGNMENT = 256
 
@@ -116,6 +118,8 @@ class Communicator(ABC):
         timeout_s: Deadline of every wait in seconds, positive and finite.
     """
 
+    _group: ProcessGroup | None = None
+
     def __init__(self, rank: int, world_size: int, device: torch.device, timeout_s: float) -> None:
         require(world_size >= 1, f"world_size={world_size} must be at least 1")
         require(0 <= rank < world_size, f"rank={rank} must be in [0, {world_size})")
@@ -132,6 +136,8 @@ class Communicator(ABC):
         self.all_left = False  # once closed, whether all ranks have closed it, or none waits for them
         # whether the present step has begun to send and not yet got all; set by what sends first
         self.in_flight = False
+        # whether a step has run collectives of torch.distributed since the last wait for the device
+        self.awaits_collectives = False
         self.board = Board.alone()  # where ranks leave notes of steps that failed
         self.stream_order = StreamOrder(device)  # lets steps on different streams wait for each other
         self._epochs: list[Tensor] = []
@@ -158,6 +164,39 @@ class Communicator(ABC):
                 out, as ``collectives``.
         """
         return Step(self, what, is_final=collectives, refuses=collectives if refuses is None else refuses)
+
+    def settle(self, what: str) -> None:
+        """Wait for all streams of the device; for collectives of ``torch.distributed``, until the deadline.
+
+        Kernels of ours have deadlines. A collective of NCCL waits for a rank that failed until NCCL ends the process.
+
+        Args:
+            what: What they were, for the message: ``last step``.
+
+        Raises:
+            StepFailedError: If a step failed on another rank.
+            CommTimeoutError: If a rank did not come; names it.
+        """
+        if self.awaits_collectives and self.world_size > 1 and self.device.type == "cuda":
+            try:
+                await_device(self.timeout_s)
+            except DistError as error:
+                late = self.board.lost(what, error)
+                self.fail(what, late, is_final=True)
+                raise late from error
+        self.awaits_collectives = False
+        settle(self.device)
+
+    def fail(self, what: str, error: BaseException, *, is_final: bool) -> None:
+        """Leave a note on all ranks' boards that a step failed here; ``is_final``: nothing brings them back."""
+        self.board.note(what, error, is_final=is_final)
+        self._break_off()
+
+    def _break_off(self) -> None:
+        """Where nothing brings the ranks back, end what NCCL still has on this GPU: whoever uses it next would wait."""
+        if self.board.is_final and self.awaits_collectives:
+            self.awaits_collectives = False
+            abort_nccl(self._group)
 
     def renew_at_restart(self, epoch: Tensor, fault: Tensor, signals: Sequence[Tensor]) -> None:
         """Name what ``restart`` zeroes: an epoch ``(1,)`` int32, a fault ``(8,)`` int64, and this rank's signals."""
@@ -207,7 +246,11 @@ class Communicator(ABC):
         """Raise ``RuntimeError`` after ``close``, ``StepFailedError`` after a step that failed on any rank."""
         if self.closed:
             raise RuntimeError(f"{type(self).__name__} of rank {self.rank} was used after close()")
-        self.board.check()
+        try:
+            self.board.check()
+        except StepFailedError:
+            self._break_off()
+            raise
 
     def __enter__(self) -> Self:
         return self

@@ -41,6 +41,8 @@ FLAG_BYTES = 64  # one cache line, so that ranks polling different flags do not 
 class CpuShmCommunicator(Communicator):
     """Ranks are processes of one host; every rank maps every rank's memory."""
 
+    _group: ProcessGroup
+
     def __init__(self, group: ProcessGroup, device: torch.device, timeout_s: float) -> None:
         super().__init__(group.rank(), group.size(), device, timeout_s)
         self._group = group

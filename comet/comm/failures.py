@@ -115,6 +115,16 @@ class Board:
         others = [self._text(rank) for rank in range(len(self._rows)) if rank != self.rank]
         return CommTimeoutError("; ".join([late, *(text for text in others if text and text not in late)]))
 
+    def lost(self, what: str, error: BaseException) -> CommTimeoutError | StepFailedError:
+        """The error for a collective of ``torch.distributed`` that waited in vain: a note, or who did not come."""
+        absent = "" if self.word[0] else self.absent(ABSENT_S)
+        try:
+            self.check()
+        except StepFailedError as noted:
+            return noted
+        who = absent or "an unknown rank"
+        return self.explained(f"rank {self.rank} waited in vain for {who} ({what}, {_reason(error)})")
+
     def clear(self) -> None:
         """Take the notes off this rank's own board."""
         self.word[0] = 0
@@ -189,6 +199,7 @@ class Step:
             comm.require_open()
         comm.board.take_back()
         comm.stream_order.join()
+        comm.awaits_collectives |= self._is_final
         # A backward pass whose forward pass is run again has that step inside of its own.
         self._around, comm.in_flight = comm.in_flight, False
 
@@ -204,19 +215,12 @@ class Step:
         elif in_step:
             comm.board.tell(self._what, error)
         elif isinstance(error, CommTimeoutError) or (self._is_final and is_peer_error(error)):
-            late = self._explained(error)
-            comm.board.note(self._what, late, is_final=self._is_final)
+            late = (
+                comm.board.explained(str(error))
+                if isinstance(error, CommTimeoutError)
+                else comm.board.lost(self._what, error)
+            )
+            comm.fail(self._what, late, is_final=self._is_final)
             raise late from error
         else:
-            comm.board.note(self._what, error, is_final=self._is_final)
-
-    def _explained(self, error: BaseException) -> Exception:
-        """A wait in vain: who was waited for, and why it did not come where it has told."""
-        board = self._comm.board
-        if isinstance(error, CommTimeoutError):
-            return board.explained(str(error))
-        absent = "" if board.word[0] else board.absent(ABSENT_S)
-        board.check()
-        return board.explained(
-            f"rank {self._comm.rank} waited in vain for {absent or 'an unknown rank'} ({self._what}, {_reason(error)})"
-        )
+            comm.fail(self._what, error, is_final=self._is_final)

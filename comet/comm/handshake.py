@@ -6,6 +6,7 @@ Its collectives have deadlines: the group's own, and a longer one for work that 
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from comet.config import require
@@ -129,6 +131,41 @@ def set_deadline(group: ProcessGroup | None, timeout_s: float) -> None:
     for backend in _backends(group):
         margin_s = NCCL_MARGIN_S if backend.name() == "nccl" else 0.0
         backend._set_default_timeout(timedelta(seconds=timeout_s + margin_s))
+
+
+def await_device(timeout_s: float) -> None:
+    """Wait for the current stream, at most ``timeout_s`` seconds: NCCL's own deadline ends the process.
+
+    Raises:
+        DistBackendError: If it is not done by then.
+    """
+    done = torch.cuda.Event()
+    done.record()
+    deadline = time.monotonic() + timeout_s
+    while not done.query() and time.monotonic() < deadline:
+        time.sleep(0)  # not longer: a step waits here for its counts
+    if not done.query():
+        raise dist.DistBackendError(f"the device was not done after {timeout_s:.1f} s")
+
+
+def to_host(numbers: Tensor, group: ProcessGroup | None) -> list[Any]:
+    """``numbers.tolist()`` of what a collective has made; waits for the device.
+
+    Raises:
+        DistBackendError: If a collective of NCCL is not done by the group's deadline.
+    """
+    for backend in _backends(group):
+        if backend.name() == "nccl" and numbers.is_cuda:
+            await_device(backend.options._timeout.total_seconds() - NCCL_MARGIN_S)
+    found: list[Any] = numbers.tolist()
+    return found
+
+
+def abort_nccl(group: ProcessGroup | None) -> None:
+    """End what NCCL has on the GPU: it waits for a rank that does not come, and would end the process for it."""
+    for backend in _backends(group):
+        if backend.name() == "nccl":
+            backend.abort()
 
 
 @contextmanager

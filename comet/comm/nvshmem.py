@@ -33,6 +33,8 @@ STATUS_NOT_STARTED = 0
 class NvshmemCommunicator(GpuCommunicator):
     """Ranks are GPUs; memory comes from NVSHMEM's symmetric heap and peers are addressed by load and store."""
 
+    _group: ProcessGroup
+
     def __init__(self, group: ProcessGroup, device: torch.device, timeout_s: float) -> None:
         super().__init__(group.rank(), group.size(), device, timeout_s)
         self._nvshmem = import_nvshmem()

@@ -30,6 +30,8 @@ class SymmMemCommunicator(GpuCommunicator):
     Several may share one where torch is told to allow it, for tests: they take turns.
     """
 
+    _group: ProcessGroup
+
     def __init__(self, group: ProcessGroup, device: torch.device, timeout_s: float) -> None:
         super().__init__(group.rank(), group.size(), device, timeout_s)
         if not torch.cuda.is_available():

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from comet.comm.base import ALIGNMENT, Communicator, SymmTensor, settle
+from comet.comm.base import ALIGNMENT, Communicator, SymmTensor
 from comet.comm.signals import check_epoch, waited
 from comet.config import MOE_DTYPES, MoEConfig, ParallelConfig, require
 from comet.errors import CapacityError, NotFiniteError
@@ -195,7 +195,7 @@ class Workspace:
             CapacityError: If a plan needed more routed rows than were reserved.
             ValueError: If the router of a layer on a GPU met logits that are not finite.
         """
-        settle(self.comm.device)
+        self.comm.settle("last step")
         rows_needed = int(self.fault[ROWS_NEEDED])
         if late := self.timeout():
             error = self.comm.board.explained(late)

@@ -277,8 +277,6 @@ def _calls_of(
     """Build a path and run it once; its call for every input set."""
     path = make_path("plain" if setting is None else "auto", problem.moe, group, setting or OverlapConfig())
     inputs.run(path, 0)
-    if group.device.type == "cuda":
-        torch.cuda.synchronize(group.device)
     group.workspace.check()
     run: Variant = partial(inputs.run, path)
     if group.device.type == "cuda" and setting is not None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from comet.comm.collectives import accumulator_dtype, all_to_all_rows, bad_ids, check_ids
+from comet.comm.handshake import to_host
 from comet.config import MoEConfig, require
 from comet.layer.group import ExpertGroup
 from comet.layout import ExpertLayout
@@ -156,7 +157,7 @@ class AllToAll:
         if layout.world_size > 1:
             received = torch.empty_like(sent)
             dist.all_to_all_single(received, sent, group=self.process_group)
-        sent_host, received_host = torch.stack([sent, received]).tolist()  # the host waits for the device here
+        sent_host, received_host = to_host(torch.stack([sent, received]), self.process_group)
         check_ids([num for _, num, _ in received_host], top_k_ids, layout)
         for rank, (*_, bad_tokens) in enumerate(received_host):
             if bad_tokens and rank == layout.rank:

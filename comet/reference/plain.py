@@ -30,6 +30,7 @@ from comet.comm.collectives import (
     grad_mode,
     wants_grad,
 )
+from comet.comm.handshake import to_host
 from comet.config import check_token_dtype, require
 from comet.kernels.runtime.activation import SWIGLU, Activation
 from comet.layout import Biases, ExpertLayout
@@ -122,7 +123,7 @@ def make_exchange(
     if num_ranks > 1:
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=process_group)
-    sent_host, received_host = torch.stack([sent, received]).tolist()  # the host waits for the device here
+    sent_host, received_host = to_host(torch.stack([sent, received]), process_group)
     check_grad_modes([row.pop() for row in received_host], "tokens", "tokens, w1 or w2")
     check_ids([row.pop() for row in received_host], top_k_ids, layout)
     send_counts = tuple(sum(row[:num_local]) for row in sent_host)
