@@ -6,7 +6,7 @@ import pytest
 import torch
 from activation_cases import ACTIVATIONS, NAMES
 from kinds import layer0_in, layer1_in
-from layer_cases import LayerCase
+from layer_cases import GPT_OSS, LayerCase
 from layer_ranks import run_case
 
 from comet.kernels.runtime.activation import Activation
@@ -32,7 +32,7 @@ def test_kernels(case: LayerCase) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=NAMES)
+@pytest.mark.parametrize("activation", [*ACTIVATIONS[:-1], GPT_OSS], ids=NAMES)
 def test_activations_and_biases(activation: Activation, dtype: torch.dtype) -> None:
     """In 16 bits both layers and the gradients of tokens are in CUDA C++; in 32 the plain path, too."""
     case = LayerCase(activation.name, 1, 1, (60,), ffn_size=48, dtype=dtype, activation=activation, expert_bias=True)

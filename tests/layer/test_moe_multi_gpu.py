@@ -10,12 +10,11 @@ import pytest
 import torch
 from gpus import ON_GPUS, gpu_of, need_gpus
 from kinds import Kind, grad_hidden_in, layer0_in, layer1_in
-from layer_cases import LayerCase, rank_inputs
+from layer_cases import GPT_OSS, LayerCase, rank_inputs
 from layer_ranks import build_layer, run_case, synchronize
 from ranks import run_ranks
 from stream_cases import assert_same, make_pair, make_tokens, train_step
 
-from comet.kernels.runtime.activation import Activation
 from comet.layer.routed_experts import SymmetricPath
 
 BF16 = dict(dtype=torch.bfloat16)
@@ -71,10 +70,8 @@ def test_layers_in_cuda_equal_their_twins(case: LayerCase) -> None:
 @pytest.mark.multi_gpu(n=2)
 @pytest.mark.parametrize(("ep", "tp"), [(2, 1), (1, 2), (2, 2)])
 def test_biases_of_which_a_shards_first_rank_alone_adds_b2(ep: int, tp: int) -> None:
-    """With gpt-oss's activation."""
-    gpt_oss = Activation("clamped_swiglu", limit=1.0)
     tokens = (60, 44, 71, 33)[: ep * tp]
-    case = LayerCase("gpt-oss", ep, tp, tokens, ffn_size=48, activation=gpt_oss, expert_bias=True, **BF16)
+    case = LayerCase("gpt-oss", ep, tp, tokens, ffn_size=48, activation=GPT_OSS, expert_bias=True, **BF16)
     needs(case)
     run_ranks(with_layers, case.world_size, case, "cuda", backend=ON_GPUS)
 

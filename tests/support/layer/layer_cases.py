@@ -17,6 +17,8 @@ from comet.reference.layer import reference_experts
 
 MASKED = -1
 FEW_ELEMENTS = 64
+# With the weights below one gate in thirty is past the limit, and few are a rounding away from it.
+GPT_OSS = Activation("clamped_swiglu", limit=3.0)
 EDGE_ROWS = (0, 1, 63, 64, 65, 127, 128, 129, 300)  # of experts in turn, around the heights of pieces and tiles
 
 
