@@ -36,12 +36,13 @@ def require(condition: bool, message: str | Callable[[], str]) -> None:
         raise ValueError(message if isinstance(message, str) else message())
 
 
-# Settings of a split that are gone, and what to use instead.
+# Settings that are gone, and what to use instead.
 REMOVED_SETTINGS = {
     "transport": "leave it out: rows are always pushed, as by transport=push",
     "num_phases": "leave it out: layer 0 has two phases, own rows and those of others, as by num_phases=2",
     "block_rows": "leave it out: tiles have 128 rows, on a CPU 16",
     "beside": "comm_blocks=0 is beside=true, and comm_blocks=N is beside=false with N comm blocks",
+    "draft_cached_only": "leave it out: drafts choose from all experts, which decodes faster",
 }
 
 
@@ -49,7 +50,7 @@ def check_removed(names: Iterable[str], where: str = "") -> None:
     """Raise ``ValueError`` if one of ``names`` is that of a setting that no longer exists; it says what to use instead.
 
     Args:
-        names: Names of settings of a split, such as ``num_panels``.
+        names: Names of settings without their section, such as ``num_panels``.
         where: What the message starts with, such as a file and a colon.
     """
     for name in names:
@@ -257,7 +258,7 @@ class OverlapConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeculationConfig:
-    """How tokens are drafted with few experts and verified with all K (``comet.experts.drafts.speculation``).
+    """How tokens are drafted with few experts and verified with all K (``comet.experts.speculation``).
 
     Args:
         speculate: ``off``, ``conservative`` or ``adaptive``.
@@ -267,8 +268,6 @@ class SpeculationConfig:
         tau: Drafting stops behind a token of a probability below it; 0 to 1, 0: never.
         adaptive_tolerance: T, 0 to 1: ``adaptive`` accepts a draft of probability q > tau where its true probability p
             is above (1 - T) * q.
-        draft_cached_only: Draft only with experts that are in GPU memory, so that a draft reads nothing from the host;
-            with ``expert_budget``.
     """
 
     speculate: SpeculationMode = "conservative"
@@ -276,7 +275,6 @@ class SpeculationConfig:
     draft_tokens: int = 4
     tau: float = 0.5
     adaptive_tolerance: float = 0.3
-    draft_cached_only: bool = False
 
     def __post_init__(self) -> None:
         modes = get_args(SpeculationMode)

@@ -24,7 +24,7 @@ from comet.config import OverlapConfig, ParallelConfig, check_removed, require
 from comet.generation.source import find_source, model_of
 from comet.jobs.config import JobConfig
 from comet.launch.help import config_groups
-from comet.launch.schema import SPLITS, build, schema_of, setting_names
+from comet.launch.schema import SHORTENED, build, schema_of, setting_names
 from comet.launch.settings_file import Settings, with_saved_settings
 from comet.launch.tasks.registry import did_you_mean
 
@@ -193,7 +193,7 @@ def _parse(text: str, names: Sequence[str]) -> Override:
     name = override.key_or_group
     section, _, last = name.rpartition(".")
     if name not in names:
-        if section in SPLITS:
+        if section in SHORTENED:
             check_removed([last], f"override {text!r}: {section}.")
         hint = did_you_mean(name, names)
         raise ValueError(f"override {text!r}: {name!r} is no setting and no group of the configuration{hint}")

@@ -19,7 +19,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from comet.config import check_removed, require
 from comet.generation.source import nested
 from comet.launch.help import config_groups
-from comet.launch.schema import SPLITS, setting_names
+from comet.launch.schema import SHORTENED, setting_names
 from comet.launch.tasks.registry import did_you_mean
 from comet.training.checkpoint_folder import NOT_KEPT, covers, names_checkpoint, read_settings
 
@@ -105,7 +105,7 @@ class Settings:
             OmegaConf.merge(schema, values, {"generate": blank})
         except ConfigKeyError as error:
             section, _, name = str(error.full_key).rpartition(".")
-            check_removed([name] if section in SPLITS else [], f"--config={path}: {section}.")
+            check_removed([name] if section in SHORTENED else [], f"--config={path}: {section}.")
             hint = did_you_mean(str(error.full_key), setting_names(OmegaConf.to_container(schema)))
             raise ValueError(f"--config={path}: {error.full_key} is no setting{hint}") from error
         except OmegaConfBaseException as error:

@@ -40,7 +40,6 @@ from stress_cases import StressCase
 from comet.decode import DecodeWeights, RankDecode, rank_slots, warp_decode_torch
 from comet.decode.local import run_kernels
 from comet.experts import ExpertCache
-from comet.kernels.experts.drafts import plan_draft
 from comet.kernels.experts.prefetch import plan, travel
 from comet.kernels.gemm.group_gemm import GemmConfig
 from comet.kernels.gemm.wgrad import group_gemm_wgrad
@@ -173,23 +172,6 @@ def run_expert_prefetch(device: torch.device, dtype: torch.dtype) -> None:
         step_from_cache(cache, needed, host, dtype)
 
 
-def run_expert_drafts(device: torch.device, dtype: torch.dtype) -> None:
-    """What two drafts left out travels until the next layer begins, and a step takes over what came."""
-    host = [torch.randn(8, *size).to(dtype) for size in ((32, 32), (32, 16))]
-    cache, following = (ExpertCache(*host, 5, device) for _ in range(2))
-    for each in (cache, following):
-        each.expect_prefetch(drafts=True)
-    for named in ([0, 5, 1], [5, 2, 6]):
-        step_from_cache(cache, named[:1], host, dtype)
-        ids = torch.tensor([named], dtype=torch.int32, device=device)
-        plan_draft(ids, 1, cache.weights.parts, cache.host)
-        travel(cache.weights.parts, cache.host, until=following.tables.header)
-    before = int(cache.tables.totals[1])
-    step_from_cache(cache, [1, 2], host, dtype)
-    assert int(cache.tables.totals[1]) == before
-    assert int(cache.tables.totals[5]) == 2 + 1  # expert 5 was needed by the second draft
-
-
 def run_quantised_cache(device: torch.device, dtype: torch.dtype) -> None:
     """Scales come with their experts; in block FP8 12 bytes of w1 and 8 of w2."""
     for kind, (hidden_size, ffn_size) in {"mxfp8": (64, 32), "mxfp4": (64, 32), "fp8": (48, 144)}.items():
@@ -304,7 +286,6 @@ PARTS: dict[str, tuple[Callable[[torch.device, torch.dtype], None], bool]] = {
     "biases": (run_biases, False),
     "expert_cache": (run_expert_cache, False),
     "expert_prefetch": (run_expert_prefetch, False),
-    "expert_drafts": (run_expert_drafts, False),
     "quantised_cache": (run_quantised_cache, False),
     "dequantize": (run_dequantize, False),
     "host_cores": (run_host_cores, False),

@@ -157,11 +157,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "cache mxfp8": dict(expert_dtype="mxfp8"),
     "cache mxfp4": dict(expert_dtype="mxfp4"),
     "conservative": dict(speculate="conservative"),
-    "conservative cached": dict(speculate="conservative", draft_cached_only=True),
     "conservative + prefetch": dict(speculate="conservative", expert_prefetch=True),
     "adaptive": dict(speculate="adaptive"),
     "adaptive + prefetch": dict(speculate="adaptive", expert_prefetch=True),
-    "adaptive cached": dict(speculate="adaptive", draft_cached_only=True),
 }
 TO_THE_ENGINE = ("expert_dtype", "expert_policy", "expert_prefetch", "host_cores")  # settings, by the same names
 PROMPT_BYTES = 64

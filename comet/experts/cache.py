@@ -23,9 +23,9 @@ from comet.errors import UnavailableError
 from comet.experts.host.cores import HostCores
 from comet.experts.store import HeldExperts
 from comet.experts.streaming import ExpertsFromSlots, Slots, Visit, send
-from comet.kernels.experts.drafts import count_streamed_torch, settle_torch
 from comet.kernels.experts.host import ask_torch, asked_by_host
-from comet.kernels.experts.tables import CLOCK, LAYER, POLICIES, CacheTables, HostExperts, Policy
+from comet.kernels.experts.prefetch import take_over_torch
+from comet.kernels.experts.tables import CLOCK, LAYER, NEVER, POLICIES, CacheTables, HostExperts, Policy
 from comet.kernels.runtime.activation import SWIGLU, Activation
 from comet.quantization.formats import FP8_BLOCK, MX_BLOCK, StoredType
 
@@ -127,7 +127,6 @@ class ExpertCache(Slots):
         self.num_held = w1.shape[0]
         self.copy_stream: torch.cuda.Stream | None = None  # one for all layers; None: copies are made at once
         self._owners: list[int] = []  # of all, as ``owners`` found them
-        self._num_unused = 0  # experts that travelled for drafts and were not needed since
         parts = zip(self.host.parts, self.weights.parts, strict=True)
         self._parts = [(part.unbind(), slots.unbind()) for part, slots in parts]
         self._free: dict[int, torch.cuda.Event] = {}
@@ -139,15 +138,15 @@ class ExpertCache(Slots):
         self.host = replace(self.host, mail=cores.mail)
         self.weights = replace(self.weights, host=self.host)
 
-    def expect_prefetch(self, drafts: bool = False) -> None:
-        """Let experts travel to the slots before their step, by the routing of ``drafts``, too; before the first."""
+    def expect_prefetch(self) -> None:
+        """Let experts travel to the slots before their step; before the first."""
         event = torch.cuda.Event() if self.weights.w1.is_cuda else None
-        self.host = replace(self.host, prefetched=True, drafted=drafts, fetched=event)
+        self.host = replace(self.host, prefetched=True, fetched=event)
         self.weights = replace(self.weights, host=self.host)
 
     def owners(self) -> list[int]:
         """Expert of each slot, -1 for none, with what travelled for a step; waits for the device."""
-        self._num_unused = settle_torch(self.host)
+        take_over_torch(self.host, NEVER.value)
         self._owners = self.tables.owners.tolist()
         return [max(owner - self.first_expert, -1) for owner in self._owners]
 
@@ -189,8 +188,6 @@ class ExpertCache(Slots):
         places, values, needed, counts = self._send([each for many in lists for each in many]).split([*map(len, lists)])
         tables.state.index_copy_(0, places, values.int())
         tables.last_used[needed] = tables.header[CLOCK.value]
-        if self._num_unused:
-            count_streamed_torch(self.host, needed[: len(there)])
         tables.totals[:2] += counts
 
     def choose_hosted(self, counts: Sequence[int], owners: Sequence[int]) -> list[int]:
@@ -271,7 +268,7 @@ class CachedExperts(ExpertsFromSlots):
         with torch.autocast(tokens.device.type, enabled=False):  # decode rounds where it means to
             output = self.runner(tokens, top_k_ids.contiguous(), top_k_weights, w1, w2, experts=self.cache.weights)
         if self.prefetch is not None:
-            self.prefetch.after_step(tokens, top_k_ids.shape[1])
+            self.prefetch.after_step(tokens)
         return output
 
 

@@ -3,10 +3,6 @@
 A layer's router is asked early: with the tokens of the layer before, which differ from its own by one attention and one
 feed-forward layer. What it names and is missing is planned at once, on a stream of its own, and travels from the moment
 on where the layer before has its own experts; that a guess never delays a miss is ``comet.kernels.experts.prefetch``'s.
-
-A draft needs few of the K experts that its tokens are routed to, and the step that verifies it needs all. So beside its
-step the layer's router is asked once more, with the layer's own tokens, for the K of which it took the best; behind it
-what of them is missing travels as well (``comet.kernels.experts.drafts``).
 """
 
 from __future__ import annotations
@@ -17,12 +13,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from comet.config import SpeculationConfig, require
+from comet.config import require
 from comet.experts.cache import CachedExperts, ExpertCache
 from comet.experts.staged import GRAPH_FALLBACK_REASON, StagedExperts
-from comet.kernels.experts.drafts import plan_draft, plan_draft_torch
 from comet.kernels.experts.prefetch import plan, plan_torch, travel, travel_torch
-from comet.kernels.experts.waves import count_waves
 from comet.router.router import Routes
 
 # (T, D) tokens of this layer, or of the one before -> (T, K) int32, the likeliest first
@@ -51,7 +45,7 @@ class Prefetch:
     """Brings the probable experts of one layer to its cache.
 
     Args:
-        predict: What tokens say about this layer: those of the layer before, or its own.
+        predict: What tokens of the layer before say about this one.
         following: The same for the next layer; ``None``: it is the last one.
     """
 
@@ -63,52 +57,36 @@ class Prefetch:
         stream: torch.cuda.Stream | None,
     ) -> None:
         self._cache, self._predict, self._following, self._stream = cache, predict, following, stream
-        self._draft_top_k, self._guesses_for_drafts = 0, True
         self._tokens: Tensor | None = None  # kept for as long as the other stream reads them
-        self._listed: Tensor | None = None  # of a draft's tokens
         self._planned: torch.cuda.Event | None = None  # behind the plan for the step to come
         self._issued: torch.cuda.Event | None = None  # behind all that ends once this step has begun
-
-    def expect_drafts(self, top_k: int, *, cached_only: bool) -> None:
-        """Steps of fewer than ``top_k`` experts of each token are drafts; none of cached ones is guessed for."""
-        self._cache.expect_prefetch(drafts=True)
-        self._draft_top_k, self._guesses_for_drafts = top_k, not cached_only
 
     def before_step(self, tokens: Tensor, num_experts: int) -> None:
         """To be called before the layer computes the experts of its tokens ``(T, D)``, ``num_experts`` of each."""
         if self._planned is not None:
             self._wait_for(self._planned)
-        is_draft = num_experts < self._draft_top_k
-        if self._following is not None and (self._guesses_for_drafts or not is_draft):
+        if self._following is not None:
             self._following.guess(tokens, num_experts)
-        if is_draft:
-            self._listed = self._ask(tokens)
 
-    def after_step(self, tokens: Tensor, num_experts: int) -> None:
+    def after_step(self, tokens: Tensor) -> None:
         """To be called once the layer's experts are being computed, with what ``before_step`` was given."""
         if self._following is not None:
             self._following.travel(self._cache.host.fetched)
-        listed = self._listed
-        if listed is not None:
-            self.list_for_verification(listed, num_experts)
         if self._issued is not None:
             self._wait_for(self._issued)
-        self._tokens = self._listed = self._planned = self._issued = None
-        if self._stream is None:
-            return
-        if self._following is not None:
+        self._tokens = self._planned = self._issued = None
+        if self._stream is not None and self._following is not None:
             self._following.keep(tokens, self._stream.record_event())
-        elif listed is not None:
-            self._wait_for(self._stream.record_event())
 
     def guess(self, tokens: Tensor, num_experts: int) -> None:
         """Plan the likeliest ``num_experts`` of the tokens ``(T, D)`` of the layer before."""
-        ids = self._ask(tokens)[:, :num_experts]
         if self._stream is None:
-            plan_torch(ids, self._cache.host)
+            plan_torch(self._predict(tokens)[:, :num_experts], self._cache.host)
             return
+        self._stream.wait_stream(torch.cuda.current_stream(tokens.device))
         with torch.cuda.stream(self._stream):
-            plan(ids.contiguous(), self._cache.weights.parts, self._cache.host)
+            ids = self._predict(tokens)[:, :num_experts].contiguous()
+            plan(ids, self._cache.weights.parts, self._cache.host)
             self._planned = self._stream.record_event()
 
     def travel(self, fetched: torch.cuda.Event | None) -> None:
@@ -122,31 +100,9 @@ class Prefetch:
             self._stream.wait_event(fetched)
             travel(slots, host)
 
-    def list_for_verification(self, ids: Tensor, num_experts: int) -> None:
-        """Plan what is missing of experts ``(T, K)`` of a draft's tokens; it travels until the next layer's step."""
-        host, slots = self._cache.host, self._cache.weights.parts
-        steps = count_waves(ids.shape[0] * num_experts, host.w1.shape[0], host.tables.num_slots)
-        if self._stream is None:
-            plan_draft_torch(ids, steps, host)
-            travel_torch(slots, host)
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(ids.device))
-        with torch.cuda.stream(self._stream):
-            plan_draft(ids, steps, slots, host)
-            if self._following is not None:
-                travel(slots, host, until=self._following._cache.tables.header)
-
     def keep(self, tokens: Tensor, issued: torch.cuda.Event) -> None:
         """Keep what the layer before gave the other stream until this layer's step has begun."""
         self._tokens, self._issued = tokens, issued
-
-    def _ask(self, tokens: Tensor) -> Tensor:
-        """``(T, K)`` experts, on the other stream."""
-        if self._stream is None:
-            return self._predict(tokens)
-        self._stream.wait_stream(torch.cuda.current_stream(tokens.device))
-        with torch.cuda.stream(self._stream):
-            return self._predict(tokens)
 
     def _wait_for(self, event: torch.cuda.Event) -> None:
         torch.cuda.current_stream(self._cache.weights.w1.device).wait_event(event)
@@ -162,7 +118,7 @@ def prefetch_between(paths: Sequence[CachedExperts | StagedExperts], predict: Se
     """Let every layer bring the experts of the next one.
 
     Args:
-        predict: For each of them; the first one's is asked about drafts alone (``expect_drafts``).
+        predict: For each of them; the first one's is not asked.
     """
     cached = [path for path in paths if isinstance(path, CachedExperts)]
     if len(cached) < len(paths):
@@ -173,15 +129,3 @@ def prefetch_between(paths: Sequence[CachedExperts | StagedExperts], predict: Se
     for path, each in zip(reversed(cached), reversed(predict), strict=True):
         path.cache.expect_prefetch()
         following = path.prefetch = Prefetch(path.cache, each, following, stream)
-
-
-def expect_drafts(paths: Sequence[CachedExperts | StagedExperts], drafts: SpeculationConfig) -> bool:
-    """Let layers that bring experts bring those that their drafts leave out, too; returns whether any does.
-
-    To be called before the first draft.
-    """
-    brought = [path for path in paths if isinstance(path, CachedExperts) and path.prefetch is not None]
-    for path in brought:
-        assert path.prefetch is not None
-        path.prefetch.expect_drafts(path.top_k, cached_only=drafts.draft_cached_only)
-    return bool(brought)

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from comet.config import SpeculationConfig, require
 from comet.decode import FrozenExperts, SharedSlots, before_replay, matrices_of, shared_columns
 from comet.decode.runners import DECODE_TOKENS, ReplicatedRunner, Runner
-from comet.experts import CACHED_DECODE_TOKENS, CacheReport, DraftRouters, ExpertCache
+from comet.experts import CACHED_DECODE_TOKENS, CacheReport, ExpertCache
 from comet.experts.host.cores import HostCores
 from comet.experts.paths import CachedPath, Slots, cores_of_paths, host_paths, report_of_paths
-from comet.experts.prefetch import PrefetchSetting, expect_drafts
+from comet.experts.prefetch import PrefetchSetting
+from comet.experts.speculation import DraftRouter, draft_routers
 from comet.experts.staged import GRAPH_FALLBACK_REASON, StagedCache, StagedExperts
 from comet.experts.store import HeldExperts, MemoryFile, QuantisedReader
 from comet.graphed.step import Passes, batch_obstacle
@@ -34,24 +35,22 @@ from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT
 from comet.moe import MoE
 from comet.quantization.formats import MXType
-from comet.router.router import Router
 from comet.utils.graphs import TOO_FEW, GraphMode
 
 
 class Engine:
     """A model with the attention memory of the sequences it is generating; logits are float32.
 
-    One that was made with settings of drafts is a ``comet.experts.drafts.speculation.DraftingModel``.
+    One that was made with settings of drafts is a ``comet.experts.speculation.DraftingModel``.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device  # where it computes
         self.runners: Sequence[Runner] = ()  # compute the experts of all layers
         self.stored: Sequence[CachedPath] = ()  # the layers' experts where they are in a store
-        self._drafts: DraftRouters | None = None
+        self._drafts: Sequence[DraftRouter] = ()  # of all layers, where it drafts
         self._passes: Passes | None = None  # that append tokens; there are none before the prompts of some models
         self._steps = 0  # since the prompts
-        self._drafted = False  # by the last pass
         self._touched = torch.zeros((), dtype=torch.int64, device=device)  # experts of this rank, over layers and steps
 
     @torch.no_grad()
@@ -62,7 +61,7 @@ class Engine:
         their memory and their graph.
         """
         logits = self._read(ids, lengths, max_length)
-        self._steps, self._drafted = 0, False
+        self._steps = 0
         self._touched.zero_()
         return logits
 
@@ -73,13 +72,7 @@ class Engine:
 
     @torch.no_grad()
     def draft(self, ids: Tensor) -> Tensor:
-        """``decode`` with few experts.
-
-        Drafts with cached experts only fetch nothing. So over ranks only the first one behind another pass asks which
-        experts are cached, in one collective (``CachedOnRanks``), or every one where experts travel for verification.
-        """
-        if self._drafts is not None:
-            self._drafts.refresh(behind_draft=self._drafted)
+        """``decode`` with few experts."""
         return self._take(ids[:, None], drafts=True)[:, 0]
 
     @torch.no_grad()
@@ -136,7 +129,6 @@ class Engine:
         if self.cores is not None:
             self.cores.raise_if_failed()
         self._steps += 1
-        self._drafted = drafts
         self._room()
         assert self._passes is not None
         return self._passes(ids, drafts=drafts)
@@ -151,11 +143,6 @@ class Engine:
     def _weights(self) -> tuple[int, int, Tensor, Sequence[SharedSlots | None]]:
         """Bytes of one expert's part here and of all else but the embedding, this, and the layers' shared experts."""
         raise NotImplementedError
-
-    def _draft_by(self, routers: Sequence[Router], drafts: SpeculationConfig, group: ExpertGroup | None) -> None:
-        """Let the layers, that route by ``routers``, draft."""
-        self._drafts = DraftRouters(routers, drafts, [path.cache.weights.slots for path in self.stored], group)
-        self._drafts.brings = expect_drafts(self.stored, drafts)
 
 
 def freeze_experts(runner: ReplicatedRunner, layer: MoE, columns: int) -> FrozenExperts:
@@ -251,7 +238,7 @@ class GPTEngine(Engine):
             layer.experts = path
         self._held = slice(layout.first_expert, layout.first_expert + layout.experts_local)
         if speculation is not None:
-            self._draft_by([layer.router for layer in model.moe_layers()], speculation, group)
+            self._drafts = draft_routers([layer.router for layer in model.moe_layers()], speculation)
         self._cache: KeyValueCache | None = None
         self._passes = self._make_passes()
 
@@ -270,7 +257,7 @@ class GPTEngine(Engine):
     def _make_room(self, num_sequences: int, max_length: int) -> KeyValueCache:
         most = self.runner.decode.max_tokens
         require(
-            self._drafts is None or bool(self.caches) or num_sequences <= most,
+            not self._drafts or bool(self.caches) or num_sequences <= most,
             f"speculate is for at most {most} prompts at a time, not {num_sequences}",
         )
         self._passes = self._make_passes()  # a graph keeps its memory
@@ -301,8 +288,7 @@ class GPTEngine(Engine):
 
     def _append(self, ids: Tensor, drafts: bool) -> Tensor:
         """One pass, from and to memory that stays where it is."""
-        routers = self._drafts.layers if drafts and self._drafts is not None else None
-        output = self.model.extend(ids, self._room(), routers)
+        output = self.model.extend(ids, self._room(), self._drafts if drafts else None)
         self._touched += (output.expert_load[:, self._held] > 0).sum()
         return output.logits
 

@@ -13,12 +13,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from comet.config import SpeculationConfig, require
 from comet.decode import SharedSlots
+from comet.experts.speculation import draft_routers
 from comet.generation.engine import Engine
 from comet.generation.text import TokenizerCodec
 from comet.integrations.hf.modules import CometExperts, drafting_gate, routed_by, router_of, routing_config
 from comet.integrations.hf.static import StaticDecoder, forgetful
 from comet.integrations.hf.stored_experts import stored_paths
-from comet.layer.group import ExpertGroup
 from comet.utils.graphs import WARM_CALLS, GraphMode
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.*", "*.model")
@@ -59,7 +59,6 @@ class HFEngine(Engine):
         *,
         cuda_graph: GraphMode = "auto",
         speculation: SpeculationConfig | None = None,
-        group: ExpertGroup | None = None,
     ) -> None:
         super().__init__(model.device)
         self.model: Any = model
@@ -73,7 +72,7 @@ class HFEngine(Engine):
             check_rewinds(model)
             self._gates = [drafting_gate(model, name) for name in named]
             config = routing_config(model.config)
-            self._draft_by([router_of(gate, config) for gate in self._gates], speculation, group)
+            self._drafts = draft_routers([router_of(gate, config) for gate in self._gates], speculation)
         for module in self._experts:
             module.register_forward_pre_hook(self._note_routing)
         self._routing: list[Tensor] = []
@@ -114,8 +113,7 @@ class HFEngine(Engine):
         return self._decoder
 
     def _drafting(self) -> AbstractContextManager[None]:
-        assert self._drafts is not None, "an engine drafts by the settings of its speculation"
-        return routed_by(self._gates, self._drafts.layers)
+        return routed_by(self._gates, self._drafts)
 
     def _weights(self) -> tuple[int, int, Tensor, Sequence[SharedSlots | None]]:
         embedding = self.model.get_input_embeddings().weight

@@ -103,7 +103,7 @@ def _open_engine(source: Source, config: JobConfig, group: ExpertGroup, budget: 
         from comet.integrations.hf import load_pretrained
 
         hf_model = load_pretrained(source.path, group, **asdict(StoreOptions.of(settings)))
-        return HFEngine(hf_model, cuda_graph=settings.cuda_graph, speculation=speculation, group=group)
+        return HFEngine(hf_model, cuda_graph=settings.cuda_graph, speculation=speculation)
     slots, device = (None, None) if budget is None else (budget.slots, torch.device("cpu"))
     model = GPT(config.model, group, path=config.moe_path, overlap=config.overlap, expert_device=device)
     load_weights(model, source.checkpoint)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from comet.comm.collectives import of_first_rank
-from comet.experts.drafts.speculation import pick, with_token
+from comet.experts.speculation import pick, with_token
 from comet.jobs.generate import GenerateConfig
 
 

@@ -45,9 +45,8 @@ class GenerateConfig(SpeculationConfig):
         expert_policy: With a budget, whose slot a missing expert takes: of the one used longest ago (``lru``), used
             least lately (``lfu``), or of the least routing weight lately (``score``); ``file`` takes ``lru`` only.
         expert_prefetch: With a budget, whether the experts that a layer will probably need, by what its router says of
-            the tokens of the layer before, travel beside that layer; with ``speculate``, what drafts leave out of their
-            K experts as well, for the pass that verifies. ``auto``, where a GPU reads them from the host store itself;
-            ``true``, there and on a CPU, or not at all; ``false``, never. It changes no step's numbers.
+            the tokens of the layer before, travel beside that layer. ``auto``, where a GPU reads them from the host
+            store itself; ``true``, there and on a CPU, or not at all; ``false``, never. It changes no step's numbers.
         expert_dtype: With a budget, what experts are quantised to as they are read: ``mxfp8`` or
             ``mxfp4``, a half or a quarter of bfloat16; a budget in bytes holds as many more. ``None``: as the model is.
         host_cores: With a budget and the host store, cores of this machine, divided among its ranks, that compute some
@@ -110,10 +109,6 @@ class GenerateConfig(SpeculationConfig):
         )
         check_setting(self.host_cores)
         prefetch_wanted(self.expert_prefetch)
-        require(
-            self.expert_budget is not None or not self.draft_cached_only,
-            "draft_cached_only=True must come with expert_budget: without one all experts are in GPU memory",
-        )
 
     @property
     def texts(self) -> tuple[str, ...]:

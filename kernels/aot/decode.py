@@ -48,7 +48,6 @@ class Setting:
     # whose slot is given away where GPU memory holds a quarter of the experts; ``None``: all are there
     cache: Policy | None = None
     prefetched: bool = False  # whether experts may have travelled to the cache before
-    drafted: bool = False  # whether some of these may have done so for the verification of drafts
     wave: str = ""  # ``first`` or ``last`` of a step that takes some; empty: one is all
     hosted: bool = False  # whether the host's cores compute some of those that are missing
     activation: Activation = SWIGLU  # of the experts
@@ -63,7 +62,6 @@ class Setting:
         words += [] if self.config.dependent else ["not dependent"]
         words += [f"cache {self.cache}"] if self.cache else []
         words += ["prefetched"] if self.prefetched else []
-        words += ["with drafts"] if self.drafted else []
         words += [f"{self.wave} wave"] if self.wave else []
         words += ["host cores"] if self.hosted else []
         words += [self.activation.name] if self.activation != SWIGLU else []
@@ -107,7 +105,6 @@ class Setting:
         groups = min(num_experts, self.num_tokens * top_k)
         sizes, ahead = (num_experts, num_experts // 4), pieces_of(num_bytes) if self.prefetched else 0
         found = cache_constants(*sizes, num_bytes, groups, num_warps, self.cache or "lru", ahead)
-        found = found._replace(drafts=self.drafted)
         mail = dict(mail=len(CACHE_POINTERS) + len(num_bytes[2:]) * 2, mail_tokens=16, timeout_ns=30 * 10**9, asks=True)
         found = found._replace(**mail) if self.hosted else found
         return found.of_wave({"first": 0, "last": 1}[self.wave], 2) if self.wave else found
@@ -180,7 +177,7 @@ def _ranks() -> list[Setting]:
 
 
 def _caches() -> list[Setting]:
-    """Experts beyond GPU memory: policies, weights, the host's cores, prefetch and drafts."""
+    """Experts beyond GPU memory: policies, weights, the host's cores, prefetch."""
     found = [*_steps("qwen3", 1, 2, 4, cache="lru"), *_steps("mixtral", 1, cache="lru")]
     found += [*_steps("deepseek", 1, cache="lru"), *_steps("qwen3", 1, cache="lfu"), *_steps("qwen3", 1, cache="score")]
     for stored in QUANTISED:
@@ -191,8 +188,7 @@ def _caches() -> list[Setting]:
     found += [*_steps("qwen3", 1, dtype=torch.float32, **hosted), *_steps("qwen3", 1, quantised="fp8", **hosted)]
     found += _steps("qwen3", 4, quantised="mxfp4", **hosted)
     prefetched: dict[str, Any] = dict(cache="lru", prefetched=True)
-    found += [*_steps("qwen3", 1, 8, **prefetched), *_steps("qwen3", 1, quantised="mxfp4", **prefetched)]
-    return found + _steps("qwen3", 1, 4, drafted=True, **prefetched)
+    return [*found, *_steps("qwen3", 1, 8, **prefetched), *_steps("qwen3", 1, quantised="mxfp4", **prefetched)]
 
 
 def _activations() -> list[Setting]:

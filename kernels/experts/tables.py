@@ -20,25 +20,20 @@ FETCH_WARPS = 64  # of all blocks together; a warp has 4 KB in flight
 PIECE_WORDS = 512  # of 8 bytes, that a warp copies at once
 AHEAD_WORDS = 1024  # that a block copies at once before their step
 LINE_BYTES = 128  # of L1
-HEADER_WORDS = 32
+HEADER_WORDS = 16
 # The words of ``CacheTables.header`` of a step,
 COUNT, CLOCK, READY, DONE, FIRST, LAST, CHANGED = (tl.constexpr(word) for word in range(7))
 # of what travels before it (see ``experts.prefetch``),
 GATE, PLANNED, NEXT, THERE1, THERE2, BEGUN, NEEDED = (tl.constexpr(word) for word in range(7, 14))
 # and of what the host computes (see ``experts.host``).
 HOSTED, LAYER = tl.constexpr(14), tl.constexpr(15)
-# Of what travels for the verification of drafts (see ``experts.drafts``): the first two are BEGUN and NEEDED of drafts.
-DRAFT_BEGUN, DRAFT_NEEDED, BY_DRAFT, ROUND, DRAFTED, UNUSED, HALF, HALF_EXPERT, HALF_PLACE = (
-    tl.constexpr(word) for word in range(16, 25)
-)
-OF_DRAFTS = tl.constexpr(DRAFT_BEGUN.value - BEGUN.value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheTables:
     """What the GPU knows of a layer's cache; all that is not given is a view of ``state``."""
 
-    state: Tensor  # (4E + 8S + 32,) int32: the views below one after the other, landed behind copies, unused last
+    state: Tensor  # (3E + 8S + 16,) int32: the views below one after the other, landed behind copies
     scores: Tensor  # (E,) float32: what an expert is worth, for the policies lfu and score
     # (8,) int64 of all steps: distinct experts needed, those fetched, nanoseconds in which experts travelled; when the
     # last ones began to; experts that began to travel before their step, how many of these it needed, and words of 8
@@ -54,13 +49,12 @@ class CacheTables:
     # were fetched come header[HOSTED] that the host computed, with -1
     copies: Tensor = field(init=False)
     ahead: Tensor = field(init=False)  # (3, S) experts that are to travel, their slots, and whose these were, or -1
-    header: Tensor = field(init=False)  # (32,) of the last step, and between its blocks; number of the layer
-    unused: Tensor = field(init=False)  # (E,) 1 for experts that came by a draft's routing and were not needed since
+    header: Tensor = field(init=False)  # (16,) of the last step, and between its blocks; number of the layer
 
     def __post_init__(self) -> None:
         experts, slots = self.num_experts, self.num_slots
-        sizes = experts, experts, experts, slots, 2 * slots, 2 * slots, 3 * slots, HEADER_WORDS, experts
-        names = "slots", "arriving", "last_used", "owners", "copies", "landed", "ahead", "header", "unused"
+        sizes = experts, experts, experts, slots, 2 * slots, 2 * slots, 3 * slots, HEADER_WORDS
+        names = "slots", "arriving", "last_used", "owners", "copies", "landed", "ahead", "header"
         views = dict(zip(names, self.state.split(sizes), strict=True))
         del views["landed"]  # the kernels' alone
         views |= {name: views[name].view(-1, slots) for name in ("copies", "ahead")}
@@ -73,7 +67,7 @@ class CacheTables:
     ) -> "CacheTables":
         """Of a cache that holds nothing yet; ``held``: the first expert that this rank serves, and the last + 1."""
         tables = cls(
-            state=torch.zeros(4 * num_experts + 8 * num_slots + HEADER_WORDS, dtype=torch.int32, device=device),
+            state=torch.zeros(3 * num_experts + 8 * num_slots + HEADER_WORDS, dtype=torch.int32, device=device),
             scores=torch.zeros(num_experts, device=device),
             totals=torch.zeros(8, dtype=torch.int64, device=device),
             num_experts=num_experts,
@@ -140,7 +134,6 @@ class HostExperts(ExpertParts):
     w1_scales: Tensor | None = None
     w2_scales: Tensor | None = None  # (e, ...) of w2
     prefetched: bool = False  # whether experts may travel to these slots before their step (experts.prefetch)
-    drafted: bool = False  # with prefetched: whether the routing of drafts is a list of such experts, too
     fetched: torch.cuda.Event | None = None  # recorded where all experts of a step are there, if anybody asks
     mail: Mailbox | None = None  # asks the host's cores for some of them; None: all that are missing come to the device
 
@@ -168,7 +161,7 @@ class HostExperts(ExpertParts):
         sizes = self.tables.num_experts, self.tables.num_slots
         num_bytes = [part[0].nbytes for part in self.parts]
         ahead = self.pieces if self.prefetched else 0
-        found = cache_constants(*sizes, num_bytes, groups, num_warps, self.policy, ahead)._replace(drafts=self.drafted)
+        found = cache_constants(*sizes, num_bytes, groups, num_warps, self.policy, ahead)
         return found if self.mail is None else found._replace(**self.mail.constants(3 + 2 * len(self.parts)))
 
     @property
@@ -203,7 +196,6 @@ class CacheConstants(NamedTuple):
     mail: int = 0  # place of Mailbox.pointers among those of the cache; 0: the host computes nothing
     mail_tokens: int = 0  # most tokens that it takes
     timeout_ns: int = 0  # deadline of its answer
-    drafts: bool = False  # whether some of what travels before its step does so for the verification of drafts
     # whether the kernel asks it; the last of a step in waves takes an answer that another kernel asked for
     asks: bool = False
 

@@ -12,18 +12,17 @@ import torch
 from cache_cases import decide_as_on_a_gpu
 from training_cases import MODEL, MOE, make_group
 
-from comet.config import SpeculationConfig
 from comet.decode.runners import LocalRunner
 from comet.experts import CachedExperts, ExpertCache
 from comet.experts import prefetch as module
 from comet.experts.budget import StoreOptions
-from comet.experts.prefetch import Prefetch, expect_drafts, prefetch_between, prefetch_wanted, prefetches
+from comet.experts.prefetch import Prefetch, prefetch_between, prefetch_wanted, prefetches
 from comet.generation.engine import GPTEngine
 from comet.jobs.generate import GenerateConfig
 from comet.layer.group import ExpertGroup
 from comet.models.gpt import GPT
 
-LAYERS, E, K, R = 4, 6, 3, 2
+LAYERS, E, K = 4, 6, 3
 
 
 @dataclass
@@ -57,7 +56,7 @@ class Stream:
 class Pass:
     """A pass of all layers, each a step and what is launched beside it."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, drafts: SpeculationConfig | None) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.main, self.side = Stream(), Stream()
         self.current = self.main
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
@@ -68,16 +67,13 @@ class Pass:
         self.numbers = {id(cache.tables): number for number, cache in enumerate(caches)}
         paths = [CachedExperts(cache, LocalRunner(K, 4), K) for cache in caches]
         prefetch_between(paths, [lambda tokens: torch.zeros(len(tokens), K, dtype=torch.int32)] * LAYERS)
-        if drafts is not None:
-            expect_drafts(paths, drafts)
         self.caches = caches
         self.prefetches: list[Prefetch] = [path.prefetch for path in paths]
         for cache, each in zip(caches, self.prefetches, strict=True):
             cache.host = replace(cache.host, fetched=Event())
             each._stream = self.side
         monkeypatch.setattr(module, "plan", lambda ids, slots, host: self.note(f"guess of {ids.shape[1]}", host))
-        monkeypatch.setattr(module, "plan_draft", lambda ids, steps, slots, host: self.note("list", host))
-        monkeypatch.setattr(module, "travel", self.travel)
+        monkeypatch.setattr(module, "travel", lambda slots, host: self.note("travel", host))
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
@@ -88,12 +84,6 @@ class Pass:
     def note(self, what: str, host: object) -> None:
         self.current.work(f"{what} {self.numbers[id(host.tables)]}")
 
-    def travel(self, slots: object, host: object, until: torch.Tensor | None = None) -> None:
-        number = self.numbers[id(host.tables)]
-        if until is not None:
-            assert until.data_ptr() == self.caches[number + 1].tables.header.data_ptr()
-        self.note("travel" if until is None else "travel of the list", host)
-
     def run(self, num_experts: int) -> None:
         tokens = torch.zeros(1, 4)
         for number, each in enumerate(self.prefetches):
@@ -101,7 +91,7 @@ class Pass:
             self.main.work(f"fetch {number}")
             self.caches[number].host.fetched.over = frozenset(self.main.over)
             self.main.work(f"step {number}")
-            each.after_step(tokens, num_experts)
+            each.after_step(tokens)
         self.main.work("head")
 
 
@@ -117,29 +107,12 @@ def check_order(done: Pass, guess: str) -> None:
         assert travel not in behind[f"fetch {number}"], "no step waits for a guess"
 
 
-def test_steps_wait_for_plans_and_for_no_guess(monkeypatch: pytest.MonkeyPatch) -> None:
-    done = Pass(monkeypatch, None)
-    done.run(K)
-    check_order(done, f"guess of {K}")
-
-
-def test_a_draft_lists_behind_its_step_and_no_layer_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    done = Pass(monkeypatch, SpeculationConfig(draft_experts=(R,)))
-    done.run(R)
-    check_order(done, f"guess of {R}")
-    behind = done.main.began_behind | done.side.began_behind
-    for number in range(LAYERS):
-        assert f"step {number}" in behind[f"list {number}"]
-    for number in range(LAYERS - 1):
-        assert not behind[f"fetch {number + 1}"] & {f"list {number}", f"travel of the list {number}"}
-    assert f"travel of the list {LAYERS - 1}" not in behind, "nothing ends it before the graph does"
-
-
-def test_drafts_of_cached_experts_are_not_guessed_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    done = Pass(monkeypatch, SpeculationConfig(draft_experts=(R,), draft_cached_only=True))
-    done.run(R)
-    assert not any("guess" in name for name in done.side.over)
-    assert {f"travel {number}" for number in range(1, LAYERS)} <= done.side.over, "what is planned goes on"
+@pytest.mark.parametrize("num_experts", [K, 2])
+def test_steps_wait_for_plans_and_for_no_guess(num_experts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft, which has fewer experts of each token, is guessed for as any step is."""
+    done = Pass(monkeypatch)
+    done.run(num_experts)
+    check_order(done, f"guess of {num_experts}")
 
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import comet.experts.drafts.speculation as speculation
+import comet.experts.speculation as speculation
 from comet.config import SpeculationConfig
-from comet.experts.drafts.speculation import (
+from comet.experts.speculation import (
     FIRST_ROUNDS,
     PROBE_EVERY,
     Draft,

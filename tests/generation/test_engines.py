@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -193,26 +192,6 @@ def test_one_pass_verifies_what_steps_compute_one_by_one(name: str) -> None:
     for row, ids in enumerate(rows):
         whole = plain(torch.tensor([[*ids, int(tokens[row, 0])]])).logits[0, -1]
         torch.testing.assert_close(logits[row], whole, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", ["softmax", "qwen3_moe"])
-def test_drafts_with_cached_experts_only_fetch_nothing(name: str, tmp_path: Path) -> None:
-    """Half of the experts have slots."""
-    if name not in MODELS:
-        tiny_model(name, num_experts_per_tok=2).save_pretrained(tmp_path)
-    found = {}
-    for cached_only in (False, True):
-        drafts = replace(DRAFTS, draft_cached_only=cached_only)
-        if name in MODELS:
-            engine: Engine = GPTEngine(*awake_model(MODELS[name], in_slots=True), expert_slots=4, speculation=drafts)
-        else:
-            engine = HFEngine(hf.load_pretrained(tmp_path, expert_budget=0.5), speculation=drafts)
-        engine.prefill(PROMPTS, LENGTHS, 20)
-        before = engine.cache_report().fetched
-        for token in range(6):
-            engine.draft(torch.tensor([token, 40 + token]))
-        found[cached_only] = engine.cache_report().fetched - before
-    assert found[False] > found[True] == 0
 
 
 def test_what_a_sequence_left_behind_does_not_reach_the_next() -> None:

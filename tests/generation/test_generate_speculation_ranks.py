@@ -15,7 +15,7 @@ from torch import Tensor
 from training_cases import MODEL, awake_model, make_group
 
 from comet.config import MoEConfig
-from comet.experts import CachedOnRanks, Speculation
+from comet.experts import Speculation
 from comet.generation.engine import GPTEngine
 from comet.generation.generate import Generated, encode_prompts, generate
 from comet.generation.text import ByteCodec
@@ -29,7 +29,7 @@ PROMPTS = ("def f(x):", "a")
 GREEDY = GenerateConfig(prompts=PROMPTS, max_new_tokens=24, temperature=0.0, speculate="conservative", tau=0.0)
 MANY = replace(GREEDY, prompts=7 * PROMPTS)  # 14 x 5 tokens a pass are more than warp decode takes
 STREAMED = replace(GREEDY, prompts=2 * PROMPTS)  # 4 x 5 are more than it takes from caches
-CACHED_ONLY = replace(GREEDY, expert_budget=0.5, draft_cached_only=True, expert_prefetch=True)
+PREFETCHED = replace(GREEDY, expert_budget=0.5, expert_prefetch=True)
 LAYOUTS = [(2, 1), slow(1, 2), slow(2, 2)]
 DEADLINE_S = 60.0
 
@@ -77,7 +77,7 @@ def disturbed(engine: GPTEngine, rank: int, broadcasts: list[Tensor]) -> GPTEngi
 
 def on_ranks(rank: int, world_size: int, ep: int, tp: int) -> list[Generated]:
     group, made, broadcasts = group_of(ep, tp), [], []
-    for settings, slots in ((MANY, None), (STREAMED, SLOTS), (CACHED_ONLY, SLOTS)):
+    for settings, slots in ((MANY, None), (STREAMED, SLOTS), (PREFETCHED, SLOTS)):
         plain = replace(settings, speculate="off")
         made.append(made_by(engine_of(group, plain, slots), plain))
         for temperature in (0.0, 1.0):
@@ -105,41 +105,3 @@ def test_ranks_write_what_rank_0_decides(ep: int, tp: int) -> None:
         for mine, wanted in zip(rank, first, strict=True):
             assert mine.texts == wanted.texts
             assert mine.speculation == wanted.speculation
-
-
-def cached_on_ranks(rank: int, world_size: int, prefetch: bool) -> None:
-    group = group_of(2, 2)
-    slots = {0: [1, 0, -1, -1], 1: [0, -1, -1, -1], 2: [-1, -1, -1, 0], 3: [-1, -1, -1, 1]}[rank]
-    common = CachedOnRanks([torch.tensor(slots, dtype=torch.int32)], group)
-    place = common.table.data_ptr()
-    common.refresh()
-    assert common.table.tolist() == [[0, -1, -1, 0]]
-    assert common.table.data_ptr() == place, "graphs read it there"
-
-    engine = engine_of(group, replace(CACHED_ONLY, expert_prefetch=prefetch), SLOTS)
-    engine.prefill(torch.tensor([[7, 8, 9]]), torch.tensor([3]), 20)
-    before = engine.cache_report()
-    for token in (1, 2, 3):
-        engine.draft(torch.tensor([token]))
-    assert engine.cache_report().fetched == before.fetched, "no rank fetches for a draft"
-    needed = torch.tensor(engine.cache_report().needed - before.needed)
-    dist.all_reduce(needed)
-    assert needed == 2 * 3 * CONFIG.num_layers, (
-        "each token has its expert in every layer, on the TP ranks of one EP rank"
-    )
-    engine._drafts.refresh(behind_draft=True)  # of use with prefetch alone
-    slots = torch.stack([cache.weights.slots for cache in engine.caches])
-    table, held = engine._drafts.cached.table, slice(engine._held.start, engine._held.stop)
-    assert torch.equal(table[:, held] >= 0, slots[:, held] >= 0), "TP ranks take the same steps"
-    assert (table[:, [each for each in range(8) if not held.start <= each < held.stop]] >= 0).any()
-    engine.verify(torch.arange(40, 45)[None])
-    engine.draft(torch.tensor([4]))
-    engine._drafts.refresh(behind_draft=True)
-    slots = torch.stack([cache.weights.slots for cache in engine.caches])
-    assert torch.equal(table[:, held] >= 0, slots[:, held] >= 0), "asked again behind a pass that fetched"
-    group.close()
-
-
-@pytest.mark.parametrize("prefetch", [False, slow(True)])
-def test_drafts_of_all_ranks_choose_from_the_experts_that_any_rank_has_cached(prefetch: bool) -> None:
-    run_ranks(cached_on_ranks, 4, prefetch)

@@ -92,7 +92,7 @@ def host_of(*owners: tuple[int, int], num_experts: int = 6) -> HostExperts:
         tables.owners[slot] = expert
     tables.header[CLOCK.value] = max(step for _, step in owners)
     weights = torch.rand(num_experts, 12, 1024), torch.rand(num_experts, 1024, 8)
-    return HostExperts(w1=weights[0], w2=weights[1], tables=tables, prefetched=True, drafted=True)
+    return HostExperts(w1=weights[0], w2=weights[1], tables=tables, prefetched=True)
 
 
 def stop_after(pieces: int, cache: ExpertCache) -> None:

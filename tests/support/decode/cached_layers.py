@@ -10,10 +10,9 @@ from cache_cases import cache_of, check_slots, resident_weights
 from decode_cases import DecodeCase
 from torch import Tensor
 
-from comet.config import SpeculationConfig
 from comet.decode.runners import LocalRunner
 from comet.experts import CachedExperts
-from comet.experts.prefetch import expect_drafts, prefetch_between
+from comet.experts.prefetch import prefetch_between
 
 E, K, D, F, LAYERS = 48, 4, 512, 208, 3
 CUDA = torch.device("cuda")
@@ -61,7 +60,6 @@ class CachedLayers:
         num_tokens: int,
         made: torch.Generator,
         policy: str = "lru",
-        drafts: SpeculationConfig | None = None,
     ) -> None:
         cases, place = [case_of(num_tokens, seed=layer) for layer in range(LAYERS)], (None, CUDA, torch.bfloat16)
         self.resident = [resident_weights(case, *place) for case in cases]
@@ -72,8 +70,6 @@ class CachedLayers:
         self.guesses = self.ids.clone()
         self.square = torch.randn(2048, 2048, generator=made).cuda()
         prefetch_between(self.paths, [lambda x, n=layer: self.guesses[n, : len(x)].clone() for layer in range(LAYERS)])
-        if drafts is not None:
-            expect_drafts(self.paths, drafts)
 
     def draw(self, made: torch.Generator, right: float = 0.67) -> None:
         """New ids for all layers; so large a share of the guesses is right."""

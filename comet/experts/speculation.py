@@ -34,7 +34,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Protocol
 
@@ -43,12 +43,39 @@ from torch import Tensor
 
 from comet.comm.collectives import of_first_rank
 from comet.config import SpeculationConfig
+from comet.router.router import Router, Routing
 
 FIRST_ROUNDS = 2  # of plain steps, and of the longest drafts, before anything is chosen
 TIMES_KEPT = 9  # of each length: the median of them ignores a round that waited for something else
 PROBE_EVERY = 32  # rounds; so a probe of twice the price costs 3 %
 KEPT = 0.98  # share of the counts that a round leaves of those before it
 HOPED_FOR = 4.0  # drafts of each place that count as accepted before the first round: two refusals are no proof
+
+
+class DraftRouter:
+    """Routes a layer's tokens to its r best experts by its own scores; a ``comet.router.router.Routes``.
+
+    Routing weights follow the layer's rule: where it renormalises its K weights to sum to one, the r weights do; where
+    it does not, they are the scores as they are, and their sum is smaller than that of K.
+
+    Args:
+        draft_experts: r, at least 1 and at most K.
+    """
+
+    def __init__(self, router: Router, draft_experts: int) -> None:
+        self.router = router
+        self.config = replace(router.config, top_k=draft_experts)
+        self.measure = router.measure
+
+    def __call__(self, tokens: Tensor) -> Routing:
+        """``(T, D)`` -> a ``Routing`` with ids ``(T, r)``."""
+        return self.router.route(tokens, self.config, self.router.selection_bias)
+
+
+def draft_routers(routers: Sequence[Router], config: SpeculationConfig) -> list[DraftRouter]:
+    """Of all layers of a model, that route by ``routers`` when they do not draft."""
+    numbers = config.experts_per_layer(min((each.config.top_k for each in routers), default=2), len(routers))
+    return [DraftRouter(*each) for each in zip(routers, numbers, strict=True)]
 
 
 class DraftLength:
