@@ -198,7 +198,7 @@ def run_dequantize(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def run_host_cores(device: torch.device, dtype: torch.dtype) -> None:
-    """Some of the missing experts are computed by a process of the host; with three slots three tokens take waves."""
+    """Some of the missing experts are computed by a process of the host, where a step is one wave."""
     for num_slots, policy, kind in ((6, "lru", ""), (3, "score", ""), (3, "lru", "mxfp4")):
         case = DecodeCase(name="host cores", T=3, K=2, E=6, D=32, F=32, quantised=kind)
         cache, cores = hosted_cache(case, num_slots, policy=policy, device=device, dtype=dtype)

@@ -84,7 +84,7 @@ def run_kernels(
     if weights.per_number > 1:
         w1, w2 = w1.view(torch.int32), w2.view(torch.int32)
     ids, routing_weights, tokens = top_k_ids.contiguous(), top_k_weights.contiguous(), aligned(tokens.contiguous())
-    waves, all_ids = _waves(ids, host, tokens, routing_weights)
+    waves, all_ids = (None, None) if host is None else _waves(ids, host)
     step = Step(
         tensors=StepTensors(tokens, ids, routing_weights, weights.slots, *scratch.buffers, out, all_ids),
         w1=ExpertWeights(w1, weights.w1_scales, weights.b1),
@@ -104,15 +104,11 @@ def run_kernels(
     return out
 
 
-def _waves(
-    ids: Tensor, host: HostExperts | None, tokens: Tensor, weights: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
+def _waves(ids: Tensor, host: HostExperts) -> tuple[Tensor, Tensor] | tuple[None, None]:
     """``Step.waves`` and ``StepTensors.all_ids``."""
-    if host is None:
-        return None, None
-    num_waves, num_slots = count_waves(ids.numel(), host.w1.shape[0], host.tables.num_slots), host.tables.num_slots
+    num_slots = host.tables.num_slots
+    num_waves = count_waves(ids.numel(), host.w1.shape[0], num_slots)
     if num_waves == 1:
         return None, None
     require(ids.shape[0] > 1, f"num_slots={num_slots} of the cache must be at least K={ids.shape[1]}, for one token")
-    waves = split_waves(ids, host, num_waves, tokens, weights)
-    return waves[:num_waves], ids if host.mail is None else waves[num_waves]
+    return split_waves(ids, host, num_waves), ids

@@ -12,6 +12,7 @@ from comet.config import require
 from comet.decode.weights import CODES, DecodeWeights, check_inputs
 from comet.kernels.experts.cache import bring_torch
 from comet.kernels.experts.host import add_hosted_torch
+from comet.kernels.experts.tables import HostExperts
 from comet.kernels.experts.waves import count_waves, split_waves_torch
 from comet.quantization.formats import FP8, MXFP4, MXFP8
 from comet.utils.autocast import without_autocast
@@ -51,7 +52,7 @@ def decode_partial_torch(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tenso
         # A NaN weight of a skipped routed row must not reach the sum.
         weight = top_k_weights[:, k, None].to(wide).where(held[:, k, None], 0.0)
         partial = partial + weight * outputs[:, k]
-    if weights.host is not None and weights.host.mail is not None:
+    if weights.host is not None and _count_waves(top_k_ids, weights.host) == 1:
         partial = add_hosted_torch(partial, weights.host, tokens, top_k_ids, top_k_weights)
     return partial
 
@@ -64,16 +65,18 @@ def _slots_in_waves(top_k_ids: Tensor, top_k_weights: Tensor, weights: DecodeWei
     """``(T, K)`` slot of every routed row of each wave; from a cache, whose experts come when it is asked for."""
     host, ids, fades = weights.host, top_k_ids[None], True
     if host is not None:
-        num_waves = count_waves(top_k_ids.numel(), host.w1.shape[0], host.tables.num_slots)
+        num_waves = _count_waves(top_k_ids, host)
         if num_waves > 1:
-            fades = host.mail is None
-            ids = split_waves_torch(top_k_ids, host, num_waves, top_k_weights)[:num_waves]
-            host = replace(host, mail=None)
+            ids, host = split_waves_torch(top_k_ids, host, num_waves), replace(host, mail=None)
     for wave in ids:
         if host is not None:
             bring_torch(wave, top_k_weights, weights.w1, weights.w2, host, weights.parts[2:], fades=fades)
             fades = False
         yield _entry_slots(wave, weights)
+
+
+def _count_waves(top_k_ids: Tensor, host: HostExperts) -> int:
+    return count_waves(top_k_ids.numel(), host.w1.shape[0], host.tables.num_slots)
 
 
 def slot_weights(weights: DecodeWeights, slot: int | Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,6 @@ from comet.errors import UnavailableError
 from comet.experts.host.cores import HostCores
 from comet.experts.store import HeldExperts
 from comet.experts.streaming import ExpertsFromSlots, Slots, Visit, send
-from comet.kernels.experts.host import ask_torch, asked_by_host
 from comet.kernels.experts.prefetch import take_over_torch
 from comet.kernels.experts.tables import CLOCK, LAYER, NEVER, POLICIES, CacheTables, HostExperts, Policy
 from comet.kernels.runtime.activation import SWIGLU, Activation
@@ -189,36 +188,6 @@ class ExpertCache(Slots):
         tables.state.index_copy_(0, places, values.int())
         tables.last_used[needed] = tables.header[CLOCK.value]
         tables.totals[:2] += counts
-
-    def choose_hosted(self, counts: Sequence[int], owners: Sequence[int]) -> list[int]:
-        """Those of the fewest tokens, of at most as many as a decode step has, so that link and cores end together.
-
-        For so many tokens the cores are bound by reading the weights, as for one. An expert of Qwen3 in bfloat16 takes
-        16 cores 286 us (33 GB/s), a link of 55 GB/s 172 us, and its products for 16 tokens 50 to 150 us.
-        """
-        if self.cores is None:
-            return []
-        assert self.cores.profile is not None, "they were started"
-        missing = [expert for expert, count in enumerate(counts) if count and expert not in owners]
-        missing.sort(key=lambda expert: counts[expert])
-        most = self.cores.sizes.max_tokens
-        few = [counts[expert] for expert in missing if counts[expert] <= most]
-        return missing[: self.cores.profile.share_of_prompt(few, len(missing), most)]
-
-    def compute_hosted(self, experts: Sequence[int], rows: Sequence[Tensor]) -> list[Tensor]:
-        """The host asks itself, an expert at a time, while others travel: it waits for the routing anyway."""
-        if self.cores is None or not experts:
-            return []
-        mail, outputs = asked_by_host(self.cores.mail), []
-        for expert, tokens in zip(experts, rows, strict=True):
-            ids = torch.full((len(tokens), 1), self.first_expert + expert)
-            outputs.append(ask_torch(mail, self.layer, ids[0].tolist(), tokens, ids, torch.ones(ids.shape)).clone())
-            self.cores.raise_if_failed()
-        self.cores.mail.sequence.copy_(mail.sequence)
-        used = torch.tensor([self.first_expert + expert for expert in experts], device=self.tables.state.device)
-        self.tables.last_used[used] = self.tables.header[CLOCK.value]
-        self.tables.totals[[0, 7]] += len(experts)
-        return outputs
 
     def _send(self, numbers: Sequence[int]) -> Tensor:
         return send(torch.tensor(numbers, dtype=torch.int64), self.tables.state.device)

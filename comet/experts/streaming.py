@@ -118,14 +118,6 @@ class Slots(Protocol):
         """Let the experts that were copied last have their slots, and count."""
         ...
 
-    def choose_hosted(self, counts: Sequence[int], owners: Sequence[int]) -> list[int]:
-        """Which missing experts the host's cores compute, by routed rows of each expert and the expert of each slot."""
-        return []
-
-    def compute_hosted(self, experts: Sequence[int], rows: Sequence[Tensor]) -> list[Tensor]:
-        """The outputs ``(R, D)`` float32 of the rows ``(R, D)`` of each of them, all in host memory."""
-        return []
-
 
 def send(numbers: Tensor, device: torch.device) -> Tensor:
     """Numbers of the host on a device: CUDA stages them at once, so that nobody waits for what the device has to do."""
@@ -187,35 +179,24 @@ class ExpertsFromSlots:
             of_bins = bins.new_zeros(self.cache.num_held + 2).scatter_add_(0, bins, torch.ones_like(bins))
             counts = of_bins.tolist()[1:-1]  # the host waits for the device here
             owners = self.cache.owners()
-            hosted = self.cache.choose_hosted(counts, owners)
-            visits = plan_visits([0 if expert in hosted else count for expert, count in enumerate(counts)], owners)
+            visits = plan_visits(counts, owners)
             groups = group_visits(visits, counts, self._most_at_once(tokens.dtype), max(len(owners) // 2, 1))
             # Before a copy may begin, so that whatever fails on the way no slot is taken for what it does not hold.
             self.cache.give_away({visit.slot for visit in visits if visit.is_missing})
-            # Rows of groups come one after the other, then those of the host.
+            # Rows of groups come one after the other.
             places_of_bins = [NOWHERE] * len(of_bins)
-            for place, expert in enumerate([*(visit.expert for group in groups for visit in group), *hosted]):
-                places_of_bins[1 + expert] = place
+            for place, visit in enumerate(visit for group in groups for visit in group):
+                places_of_bins[1 + visit.expert] = place
             places = send(torch.tensor(places_of_bins, dtype=torch.int16), tokens.device)[bins]
             order = places.argsort(stable=True)[: sum(counts)]
             rows = tokens.index_select(0, order // top_k)
-            results = self._results(rows, groups, counts, hosted)
+            results = self._compute(rows, groups, counts)
+            self.cache.take([visit for group in groups for visit in group])
             outputs = torch.cat([rows[:0], *results]).to(accumulator_dtype(tokens.dtype))
             entries = outputs.new_zeros(num_tokens * top_k, tokens.shape[1]).index_copy_(0, order, outputs)
             is_served = (places < NOWHERE).view_as(top_k_ids)
             weights = top_k_weights.to(outputs.dtype).where(is_served, 0.0)  # what a masked slot weighs does no harm
             return (entries.view(num_tokens, top_k, -1) * weights.unsqueeze(-1)).sum(1)
-
-    def _results(
-        self, rows: Tensor, groups: Sequence[Sequence[Visit]], counts: Sequence[int], hosted: Sequence[int]
-    ) -> list[Tensor]:
-        """Every row ``(R, D)`` through its expert, those of groups and then those that the host computes."""
-        for_host = [counts[expert] for expert in hosted]
-        for_groups, *rows_on_host = rows.split([len(rows) - sum(for_host), *for_host])
-        rows_on_host = [part.cpu() for part in rows_on_host]  # before the device has more to do
-        results = self._compute(for_groups, groups, counts)
-        self.cache.take([visit for group in groups for visit in group])
-        return results + [each.to(rows) for each in self.cache.compute_hosted(hosted, rows_on_host)]
 
     def _compute(self, rows: Tensor, groups: Sequence[Sequence[Visit]], counts: Sequence[int]) -> list[Tensor]:
         """Outputs of the rows ``(R, D)`` of each group, which follow each other."""

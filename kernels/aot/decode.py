@@ -105,7 +105,7 @@ class Setting:
         groups = min(num_experts, self.num_tokens * top_k)
         sizes, ahead = (num_experts, num_experts // 4), pieces_of(num_bytes) if self.prefetched else 0
         found = cache_constants(*sizes, num_bytes, groups, num_warps, self.cache or "lru", ahead)
-        mail = dict(mail=len(CACHE_POINTERS) + len(num_bytes[2:]) * 2, mail_tokens=16, timeout_ns=30 * 10**9, asks=True)
+        mail = dict(mail=len(CACHE_POINTERS) + len(num_bytes[2:]) * 2, mail_tokens=16, timeout_ns=30 * 10**9)
         found = found._replace(**mail) if self.hosted else found
         return found.of_wave({"first": 0, "last": 1}[self.wave], 2) if self.wave else found
 
@@ -145,8 +145,6 @@ def aot_cases() -> list[KernelCase]:
         for setting in _steps("qwen3", count, cache="lru", wave=wave, quantised=stored)
     ]
     waves += _steps("qwen3", 8, cache="lru", wave="last", ranks=RANKS)  # others add up nothing
-    hosted = Setting(shape="qwen3", num_tokens=8, cache="lru", wave="last", hosted=True)  # others ask nobody
-    cases += [_gate_up(hosted), _down(hosted)]
     return cases + list(map(_down, waves)) + [_gather(shape) for shape in ("qwen3", "mixtral")]
 
 

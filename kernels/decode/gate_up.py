@@ -127,11 +127,11 @@ def gate_up_kernel(step, w1, w1_desc, epoch_ptr, cache, T, D, F, E, S, STEP: tl.
                 fetcher = tl.program_id(1) * width + group
                 if fetcher == 0:
                     plan_misses(step.ids, step.routing_weights, T, T * K, cache, E, S, J_BLOCK, CACHE)
-                    if CACHE.asks:
+                    if CACHE.mail > 0:
                         ask_host(step.tokens, step.ids, step.routing_weights, T, D, cache, E, S, K, J_BLOCK, CACHE)
                 allow_next(STEP.dependent)
                 fetch_misses(fetcher, CACHE.rows * width, cache, E, S, CACHE)
-                if CACHE.mail:
+                if CACHE.mail > 0:
                     if fetcher == 0:
                         take_answer(T, D, cache, E, S, CACHE)
             return

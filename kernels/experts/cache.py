@@ -91,7 +91,7 @@ def give_slots(now, before, T, taken, num_taken, cache, E, S, CACHE: tl.constexp
     num_missing = tl.sum(missing.to(tl.int32), axis=0)
     missing = missing & (experts != taken)
     num_fetched = num_missing
-    if CACHE.asks:
+    if CACHE.mail > 0:
         missing, num_fetched = leave_to_host(missing, num_missing, before, T, cache, E, S, CACHE)
     owners_ptr, copies_ptr = state_ptr + 3 * E, state_ptr + 3 * E + S
     owners = tl.load(owners_ptr + places, mask=places < S, other=-1)
@@ -124,7 +124,7 @@ def plan_misses(ids_ptr, weights_ptr, T, J, cache, E, S, J_BLOCK: tl.constexpr, 
     if CACHE.policy != LRU:
         raise_scores(ids_ptr, weights_ptr, ids, held, scores_ptr, E, CACHE)
     before = now
-    if CACHE.asks:
+    if CACHE.mail > 0:
         experts = tl.arange(0, CACHE.experts)
         before = tl.load(state_ptr + 2 * E + experts, mask=experts < E, other=0)
         tl.debug_barrier()
@@ -147,7 +147,7 @@ def plan_misses(ids_ptr, weights_ptr, T, J, cache, E, S, J_BLOCK: tl.constexpr, 
     tl.store(header_ptr + CLOCK, now)
     tl.store(header_ptr + COUNT, num_missing)
     tl.store(header_ptr + CHANGED, num_missing + num_ahead)
-    if CACHE.asks:
+    if CACHE.mail > 0:
         tl.store(header_ptr + HOSTED, num_missing - num_fetched)
         tl.atomic_add(totals_ptr + 7, (num_missing - num_fetched).to(tl.int64), sem="relaxed")
     tl.debug_barrier()
@@ -236,7 +236,7 @@ def arrived_slot(expert, state_ptr, E, S, CACHE: tl.constexpr):
     if slot < 0:
         header_ptr = header_of(state_ptr, E, S)
         if (expert >= tl.load(header_ptr + FIRST)) & (expert < tl.load(header_ptr + LAST)):
-            if CACHE.asks:
+            if CACHE.mail > 0:
                 while slot == -1:
                     slot = load_acquired(state_ptr + E + expert, CACHE.interpret)
             else:

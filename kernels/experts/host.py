@@ -7,8 +7,7 @@ its part of the other missing experts, and then waits, alone on the GPU, for the
 the sum over these experts, each times its routing weight. ``down_kernel`` adds that to its own sums.
 
 ``arriving`` is -2 for such an expert from the plan to the end of the step, when ``down_kernel`` puts it back to -1. So
-no block of a step ever sees what the step before left. Of a step in waves ``waves_kernel`` asks, and the last wave
-takes the answer (``experts.waves``). The sum rounds where the host rounds: a step is not bit for bit
+no block of a step ever sees what the step before left. The sum rounds where the host rounds: a step is not bit for bit
 one whose experts all came to the GPU.
 
 What bounds it: the host's memory (16 cores read experts of Qwen3 at 33 GB/s beside the link's 55).
@@ -53,26 +52,8 @@ PAUSE_S = 50e-6
 
 
 @triton.jit
-def count_hosted(missing, num_missing, T, cache, E, CACHE: tl.constexpr):
-    """How many of ``missing (CACHE.experts,)``, of ``num_missing`` in all, the host computes; 0 after a deadline."""
-    num_hosted = tl.full((), 0, tl.int32)
-    if CACHE.mail_tokens >= T:
-        num_hosted = tl.load(cache[CACHE.mail + SHARE] + T * (E + 1) + num_missing)
-        num_hosted = tl.minimum(num_hosted, tl.sum(missing.to(tl.int32), axis=0))
-        num_hosted = tl.where(tl.load(cache[CACHE.mail + FAULT], volatile=True) == 0, num_hosted, 0)
-    return num_hosted
-
-
-@triton.jit
-def take_least(missing, worth):
-    """The one of ``missing`` that is worth least, of equals the lower number; returns the others, and it."""
-    expert = tl.argmin(tl.where(missing, worth, NEVER), axis=0)
-    return missing & (tl.arange(0, missing.shape[0]) != expert), expert
-
-
-@triton.jit
 def leave_to_host(missing, num_missing, before, T, cache, E, S, CACHE: tl.constexpr):
-    """Take those that the host computes out of ``missing (CACHE.experts,)``.
+    """Take those that the host computes out of ``missing (CACHE.experts,)``; none after a deadline.
 
     Those worth least, of equals the lower number; ``before`` is when each was used before this step. They stand in
     ``copies`` behind those that are fetched, without a slot.
@@ -83,9 +64,14 @@ def leave_to_host(missing, num_missing, before, T, cache, E, S, CACHE: tl.conste
     copies_ptr = state_ptr + 3 * E + S
     experts = tl.arange(0, CACHE.experts)
     worth = worths(tl.where(experts < E, experts, -1), before, cache[1], CACHE.policy)
-    num_hosted = count_hosted(missing, num_missing, T, cache, E, CACHE)
+    num_hosted = tl.full((), 0, tl.int32)
+    if CACHE.mail_tokens >= T:
+        num_hosted = tl.load(cache[CACHE.mail + SHARE] + T * (E + 1) + num_missing)
+        num_hosted = tl.minimum(num_hosted, tl.sum(missing.to(tl.int32), axis=0))
+        num_hosted = tl.where(tl.load(cache[CACHE.mail + FAULT], volatile=True) == 0, num_hosted, 0)
     for index in range(num_hosted):
-        missing, expert = take_least(missing, worth)
+        expert = tl.argmin(tl.where(missing, worth, NEVER), axis=0)
+        missing = missing & (experts != expert)
         place = num_missing - num_hosted + index
         tl.store(copies_ptr + place, expert)
         tl.store(copies_ptr + S + place, -1)
@@ -177,7 +163,7 @@ def add_hosted(total, tokens, cols, T, D, cache, E, S, CACHE: tl.constexpr):
 def forget_hosted(cache, E, S, CACHE: tl.constexpr):
     """The first block of ``down_kernel``: the next step finds no expert that looks as if the host computed it."""
     if CACHE is not None:
-        if CACHE.asks:
+        if CACHE.mail > 0:
             if tl.program_id(0) == 0:
                 state_ptr = cache[0]
                 header_ptr = header_of(state_ptr, E, S)

@@ -48,7 +48,7 @@ class Mailbox:
 
     def constants(self, first: int) -> dict[str, int]:
         """Fields of ``CacheConstants``; ``first``: place of the pointers."""
-        return dict(mail=first, mail_tokens=self.tokens.shape[0], timeout_ns=self.timeout_ns, asks=True)
+        return dict(mail=first, mail_tokens=self.tokens.shape[0], timeout_ns=self.timeout_ns)
 
 
 def mail_pointers(token_dtype: str) -> tuple[str, ...]:

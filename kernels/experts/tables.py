@@ -164,18 +164,6 @@ class HostExperts(ExpertParts):
         found = cache_constants(*sizes, num_bytes, groups, num_warps, self.policy, ahead)
         return found if self.mail is None else found._replace(**self.mail.constants(3 + 2 * len(self.parts)))
 
-    @property
-    def mail_pointers(self) -> tuple[Tensor, ...]:
-        """The ``cache`` argument of ``waves_kernel``, which has to do with no slots."""
-        assert self.mail is not None, "the host is asked"
-        return (self.tables.state, self.tables.scores, self.tables.totals, *self.mail.pointers)
-
-    def mail_constants(self, num_warps: int) -> "CacheConstants":
-        """The ``CACHE`` argument of ``waves_kernel``, a block of so many warps."""
-        assert self.mail is not None, "the host is asked"
-        found = cache_constants(self.tables.num_experts, self.tables.num_slots, (0, 0), 1, num_warps, self.policy)
-        return found._replace(**self.mail.constants(3))
-
 
 class CacheConstants(NamedTuple):
     """What ``gate_up_kernel`` is compiled for where it serves misses."""
@@ -196,22 +184,14 @@ class CacheConstants(NamedTuple):
     mail: int = 0  # place of Mailbox.pointers among those of the cache; 0: the host computes nothing
     mail_tokens: int = 0  # most tokens that it takes
     timeout_ns: int = 0  # deadline of its answer
-    # whether the kernel asks it; the last of a step in waves takes an answer that another kernel asked for
-    asks: bool = False
 
     def of_wave(self, number: int, num_waves: int) -> "CacheConstants":
-        """The same for one wave of a step, from 0 on.
-
-        The host was asked before the first one, where what experts are worth faded, too, and the last one takes what it
-        answers.
-        """
+        """The same for one wave of a step, from 0 on; of several none asks the host, and only the first one fades."""
         if num_waves == 1:
             return self
         # LRU has nothing that fades: one kernel for all waves.
-        fades = POLICIES[self.policy] == "lru" or (number == 0 and not self.mail)
-        if number == num_waves - 1:
-            return self._replace(fades=fades, asks=False)
-        return self._replace(fades=fades, mail=0, mail_tokens=0, timeout_ns=0, asks=False)
+        fades = POLICIES[self.policy] == "lru" or number == 0
+        return self._replace(fades=fades, mail=0, mail_tokens=0, timeout_ns=0)
 
 
 # Types of ``HostExperts.pointers``, without scales,

@@ -57,7 +57,7 @@ def assert_close(output: Tensor, tokens: Tensor, ids: Tensor, weights: Tensor, e
     ("policy", "quantised"),
     [("lru", ""), ("lfu", ""), ("score", ""), ("lru", "fp8"), ("lru", "mxfp8"), ("lru", "mxfp4")],
 )
-@pytest.mark.parametrize(("num_tokens", "num_slots"), [(1, K), (1, 11), (2, 9), (5, 20), (11, E), (5, 6), (11, 13)])
+@pytest.mark.parametrize(("num_tokens", "num_slots"), [(1, K), (1, 11), (2, 9), (5, 20), (11, E)])
 def test_steps_give_the_numbers_of_resident_experts(
     num_tokens: int, num_slots: int, policy: str, quantised: str, made: torch.Generator
 ) -> None:
@@ -76,14 +76,13 @@ def test_steps_give_the_numbers_of_resident_experts(
     cores.close()
 
 
-@pytest.mark.parametrize("num_tokens", [1, 6], ids=["one wave", "four waves"])
-def test_replayed_steps_give_the_numbers_of_resident_experts(num_tokens: int, made: torch.Generator) -> None:
-    cache, cores, exact = opened(K + 2, num_tokens, SLOW_LINK)
-    cached = CachedExperts(cache, LocalRunner(K, num_tokens), K)
-    given = draw_step(made, num_tokens)
+def test_replayed_steps_give_the_numbers_of_resident_experts(made: torch.Generator) -> None:
+    cache, cores, exact = opened(K + 2, 1, SLOW_LINK)
+    cached = CachedExperts(cache, LocalRunner(K, 1), K)
+    given = draw_step(made, 1)
     graph, out = captured(lambda: cached(*given, cache.weights.w1, cache.weights.w2))
     for _ in range(200):
-        refill(given, draw_step(made, num_tokens, masked=False))
+        refill(given, draw_step(made, 1, masked=False))
         graph.replay()
         assert_close(out, *given, exact)
     cores.check()
@@ -92,14 +91,14 @@ def test_replayed_steps_give_the_numbers_of_resident_experts(num_tokens: int, ma
 
 
 @pytest.mark.parametrize("quantised", ["", "mxfp4"])
-def test_a_prompt_that_streams_and_steps_behind_it(quantised: str, made: torch.Generator) -> None:
-    """The host asks itself for experts of few tokens, and the device goes on from the number of its last request."""
+def test_steps_in_waves_and_prompts_that_stream_between_others(quantised: str, made: torch.Generator) -> None:
+    """These leave the host's cores nothing."""
     cache, cores, exact = opened(6, 4, SLOW_LINK, quantised=quantised)
     cached, slots = CachedExperts(cache, LocalRunner(K, 4), K), cache.weights
     for num_tokens in (4, 60, 1, 20, 4):
         given, before = draw_step(made, num_tokens, masked=False), cores.counts[0]
         assert_close(cached(*given, slots.w1, slots.w2), *given, exact)
-        assert cores.counts[0] > before
+        assert (cores.counts[0] > before) == (num_tokens == 1)
     assert int(cache.tables.totals[7]) == cores.counts[0]
     cores.check()
     cores.close()

@@ -50,39 +50,15 @@ class HostProfile:
         missing = hosted = torch.arange(num_experts + 1)
         fetched = missing[:, None] - hosted
         for num_tokens in range(1, max_tokens + 1):
-            request, expert = self.costs_of(num_tokens, max_tokens)
+            grown = (num_tokens - 1) / max(max_tokens - 1, 1)
+            request = self.request_ns + grown * (self.full_request_ns - self.request_ns)
+            expert = self.expert_ns + grown * (self.full_expert_ns - self.expert_ns)
             ends = torch.maximum(request + hosted * expert, fetched * self.shared_link_ns)
             ends = ends.where(fetched > 0, torch.inf)
             ends[:, 0] = missing * self.link_ns * (1 - LEAST_GAIN)
             soonest = ends == ends.amin(1, keepdim=True)
             table[num_tokens] = hosted.where(soonest, num_experts).amin(1)
         return table
-
-    def costs_of(self, num_tokens: int, max_tokens: int) -> tuple[float, float]:
-        """Of a request of so many tokens, without its experts, and of each of them."""
-        grown = (num_tokens - 1) / max(max_tokens - 1, 1)
-        request = self.request_ns + grown * (self.full_request_ns - self.request_ns)
-        return request, self.expert_ns + grown * (self.full_expert_ns - self.expert_ns)
-
-    def share_of_prompt(self, num_tokens: Sequence[int], num_missing: int, max_tokens: int) -> int:
-        """How many experts of a prompt the host computes, each in a request of its own, so that all is done soonest.
-
-        None unless that is sooner than by the link alone by ``LEAST_GAIN``.
-
-        Example: 200 us for an expert on the link, 290 on the cores and 20 a request: of 5 missing experts, three of
-        which have one token, the host computes two, 620 us, while three travel for 600. Were it 900 on the cores, it
-        would compute none: one in 920 us saves less than a tenth of the 1000 of the link alone.
-
-        Args:
-            num_missing: These and all others, at least one of which comes to the device.
-        """
-        host, best, soonest = 0.0, 0, num_missing * self.link_ns * (1 - LEAST_GAIN)
-        for hosted, tokens in enumerate(num_tokens[: max(num_missing - 1, 0)], start=1):
-            host += sum(self.costs_of(tokens, max_tokens))
-            ends = max(host, (num_missing - hosted) * self.shared_link_ns)
-            if ends < soonest:
-                best, soonest = hosted, ends
-        return best
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

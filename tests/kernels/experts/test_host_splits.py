@@ -14,7 +14,6 @@ from decode_cases import DecodeCase
 from host_cases import (
     CASE,
     CASES,
-    IN_WAVES,
     PROFILE,
     SLOW_LINK,
     compare_steps,
@@ -26,32 +25,12 @@ from ranks import run_ranks
 
 from comet.decode.local import run_kernels
 from comet.errors import HostComputeError
-from comet.kernels.experts.mailbox import EXPERTS
 from comet.kernels.experts.prefetch import plan_torch, travel_torch
 from comet.kernels.experts.tables import COUNT, HOSTED, NEXT, POLICIES
-from comet.kernels.experts.waves import split_waves_torch
 
 
-@pytest.mark.parametrize(
-    ("case", "policy"),
-    [
-        pytest.param(case, policy, id=f"{case.name}-{policy}", marks=[] if number == at == 1 else pytest.mark.slow)
-        for number, case in enumerate(IN_WAVES)
-        for at, policy in enumerate(POLICIES)
-    ],
-)
-def test_steps_in_waves_leave_misses_to_the_host(case: DecodeCase, policy: str) -> None:
-    run_ranks(compare_steps, 1, case, case.K + 1, policy, 5, PROFILE, interpret=True)
-
-
-def test_the_example_of_waves_and_the_host() -> None:
-    case = DecodeCase(name="example", T=2, K=2, E=5, D=16, F=16)
-    cache, cores = hosted_cache(case, 2, SLOW_LINK)
-    cache.tables.slots[4], cache.tables.last_used[3] = 0, 1
-    waves = split_waves_torch(torch.tensor([[3, 1], [4, 3]]), cache.host, 2, torch.ones(2, 2))
-    assert waves.tolist() == [[[3, -1], [4, 3]], [[-1, -1], [-1, -1]], [[3, -1], [4, 3]]]
-    assert cores.mail.words[EXPERTS.value] == 1
-    cores.close()
+def test_steps_in_waves_fetch_all_that_they_miss() -> None:
+    run_ranks(compare_steps, 1, CASES[2], CASES[2].K + 1, "score", 6, SLOW_LINK, interpret=True)
 
 
 def compare_with_prefetch(rank: int, world_size: int, case: DecodeCase) -> None:
