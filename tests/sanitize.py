@@ -137,7 +137,7 @@ def run_biases(device: torch.device, dtype: torch.dtype) -> None:
 def run_expert_cache(device: torch.device, dtype: torch.dtype) -> None:
     """Slots are filled, kept and given away, and what is fetched is what lies in host memory."""
     host = [torch.randn(6, *size).to(dtype) for size in ((32, 32), (32, 16))]
-    for policy, num_tokens, num_slots in (("lru", 1, 2), ("score", 1, 2), ("lfu", 3, 6), ("lru", 2, 3)):
+    for policy, num_tokens, num_slots in (("lru", 1, 2), ("lfu", 1, 2), ("lfu", 3, 6), ("lru", 2, 3)):
         biases = draw_biases(6, 16, 32, dtype)._asdict() if policy == "lru" else {}
         cache = ExpertCache(*host, num_slots, device, policy=policy, **biases)
         for needed in ([0, 5], [5, 2], [1, 4], [1, -1]):
@@ -199,7 +199,7 @@ def run_dequantize(device: torch.device, dtype: torch.dtype) -> None:
 
 def run_host_cores(device: torch.device, dtype: torch.dtype) -> None:
     """Some of the missing experts are computed by a process of the host, where a step is one wave."""
-    for num_slots, policy, kind in ((6, "lru", ""), (3, "score", ""), (3, "lru", "mxfp4")):
+    for num_slots, policy, kind in ((6, "lru", ""), (3, "lfu", ""), (3, "lru", "mxfp4")):
         case = DecodeCase(name="host cores", T=3, K=2, E=6, D=32, F=32, quantised=kind)
         cache, cores = hosted_cache(case, num_slots, policy=policy, device=device, dtype=dtype)
         slots = torch.arange(6, dtype=torch.int32)

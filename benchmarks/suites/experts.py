@@ -63,8 +63,7 @@ COLUMNS = (
 STORED = ("bf16", "mxfp8", "mxfp4")
 PREFETCH = "cache + prefetch"
 HOST_CORES = " + host cores"
-# A way to keep experts is a line: its name, and arguments of its ``ExpertCache``. Routing weights are equal here, by
-# which the policy ``score`` is ``lfu``.
+# A way to keep experts is a line: its name, and arguments of its ``ExpertCache``.
 KINDS: dict[str, dict[str, Any]] = {"cache": {}, "cache lfu": dict(policy="lfu"), PREFETCH: {}}
 KINDS |= {name + HOST_CORES: KINDS[name] for name in ("cache", PREFETCH)}
 TABLES_BYTES = 2**26  # beside the slots of a variant: its tables, and what the allocator rounds up

@@ -150,7 +150,6 @@ KINDS: dict[str, dict[str, Any]] = {
     ON_DEMAND: {},
     "cache": {},
     "cache lfu": dict(expert_policy="lfu"),
-    "cache score": dict(expert_policy="score"),
     "cache + prefetch": dict(expert_prefetch=True),
     "cache + host cores": dict(host_cores="auto"),
     "cache + prefetch + host cores": dict(expert_prefetch=True, host_cores="auto"),

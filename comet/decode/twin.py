@@ -36,7 +36,7 @@ def decode_partial_torch(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tenso
     wide = torch.promote_types(tokens.dtype, torch.float32)
     outputs = tokens.new_zeros(*top_k_ids.shape, tokens.shape[1], dtype=wide)
     held = torch.zeros_like(top_k_ids, dtype=torch.bool)
-    for slots in _slots_in_waves(top_k_ids, top_k_weights, weights):
+    for slots in _slots_in_waves(top_k_ids, weights):
         held |= slots >= 0
         for slot in slots.unique().tolist():
             if slot >= 0:
@@ -61,7 +61,7 @@ def _biased(products: Tensor, biases: Tensor | None, row: int) -> Tensor:
     return products if biases is None else products + biases[row].to(products.dtype)
 
 
-def _slots_in_waves(top_k_ids: Tensor, top_k_weights: Tensor, weights: DecodeWeights) -> Iterator[Tensor]:
+def _slots_in_waves(top_k_ids: Tensor, weights: DecodeWeights) -> Iterator[Tensor]:
     """``(T, K)`` slot of every routed row of each wave; from a cache, whose experts come when it is asked for."""
     host, ids, fades = weights.host, top_k_ids[None], True
     if host is not None:
@@ -70,7 +70,7 @@ def _slots_in_waves(top_k_ids: Tensor, top_k_weights: Tensor, weights: DecodeWei
             ids, host = split_waves_torch(top_k_ids, host, num_waves), replace(host, mail=None)
     for wave in ids:
         if host is not None:
-            bring_torch(wave, top_k_weights, weights.w1, weights.w2, host, weights.parts[2:], fades=fades)
+            bring_torch(wave, weights.w1, weights.w2, host, weights.parts[2:], fades=fades)
             fades = False
         yield _entry_slots(wave, weights)
 

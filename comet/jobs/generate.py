@@ -42,8 +42,8 @@ class GenerateConfig(SpeculationConfig):
         expert_store: With a budget, where all experts are: in ``host`` memory, or in the ``file`` they came in, a
             Hugging Face folder; the host then brings them, and steps are not replayed from a CUDA graph.
         host_budget: With ``expert_store=file``, share of all experts (up to 1), or bytes, that host memory holds.
-        expert_policy: With a budget, whose slot a missing expert takes: of the one used longest ago (``lru``), used
-            least lately (``lfu``), or of the least routing weight lately (``score``); ``file`` takes ``lru`` only.
+        expert_policy: With a budget, whose slot a missing expert takes: of the one used longest ago (``lru``), or used
+            least lately (``lfu``); ``file`` takes ``lru`` only.
         expert_prefetch: With a budget, whether the experts that a layer will probably need, by what its router says of
             the tokens of the layer before, travel beside that layer. ``auto``, where a GPU reads them from the host
             store itself; ``true``, there and on a CPU, or not at all; ``false``, never. It changes no step's numbers.

@@ -177,12 +177,12 @@ def _ranks() -> list[Setting]:
 def _caches() -> list[Setting]:
     """Experts beyond GPU memory: policies, weights, the host's cores, prefetch."""
     found = [*_steps("qwen3", 1, 2, 4, cache="lru"), *_steps("mixtral", 1, cache="lru")]
-    found += [*_steps("deepseek", 1, cache="lru"), *_steps("qwen3", 1, cache="lfu"), *_steps("qwen3", 1, cache="score")]
+    found += [*_steps("deepseek", 1, cache="lru"), *_steps("qwen3", 1, cache="lfu")]
     for stored in QUANTISED:
         found += _steps("qwen3", 1, 4, quantised=stored, cache="lru")
     hosted: dict[str, Any] = dict(cache="lru", hosted=True)
     found += [*_steps("qwen3", 1, 2, 4, **hosted), *_steps("deepseek", 1, **hosted)]
-    found += [*_steps("qwen3", 1, cache="score", hosted=True), *_steps("qwen3", 4, ranks=RANKS, **hosted)]
+    found += [*_steps("qwen3", 1, cache="lfu", hosted=True), *_steps("qwen3", 4, ranks=RANKS, **hosted)]
     found += [*_steps("qwen3", 1, dtype=torch.float32, **hosted), *_steps("qwen3", 1, quantised="fp8", **hosted)]
     found += _steps("qwen3", 4, quantised="mxfp4", **hosted)
     prefetched: dict[str, Any] = dict(cache="lru", prefetched=True)

@@ -126,7 +126,7 @@ def gate_up_kernel(step, w1, w1_desc, epoch_ptr, cache, T, D, F, E, S, STEP: tl.
             if group < width:
                 fetcher = tl.program_id(1) * width + group
                 if fetcher == 0:
-                    plan_misses(step.ids, step.routing_weights, T, T * K, cache, E, S, J_BLOCK, CACHE)
+                    plan_misses(step.ids, T, T * K, cache, E, S, J_BLOCK, CACHE)
                     if CACHE.mail > 0:
                         ask_host(step.tokens, step.ids, step.routing_weights, T, D, cache, E, S, K, J_BLOCK, CACHE)
                 allow_next(STEP.dependent)

@@ -37,7 +37,6 @@ from .tables import (
     GATE,
     HOSTED,
     LAST,
-    LFU,
     LRU,
     NEVER,
     READY,
@@ -64,17 +63,14 @@ def readable_by_tma(value, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def raise_scores(ids_ptr, weights_ptr, ids, held, scores_ptr, E, CACHE: tl.constexpr):
-    """Let what experts are worth fade, and add a use, or its routing weight, to those of the step."""
-    experts, js = tl.arange(0, CACHE.experts), tl.arange(0, ids.shape[0])
+def raise_scores(ids, held, scores_ptr, E, CACHE: tl.constexpr):
+    """Let what experts are worth fade, and add a use to those of the step."""
+    experts = tl.arange(0, CACHE.experts)
     if CACHE.fades:
         scores = tl.load(scores_ptr + experts, mask=experts < E, other=0.0)
         tl.store(scores_ptr + experts, scores * KEPT, mask=experts < E)
         tl.debug_barrier()
-    gain = tl.full(ids.shape, 1.0, tl.float32)
-    if CACHE.policy != LFU:
-        gain = tl.load(weights_ptr + js, mask=held, other=0.0)
-    tl.atomic_add(scores_ptr + ids, gain, mask=held, sem="relaxed")
+    tl.atomic_add(scores_ptr + ids, tl.full(ids.shape, 1.0, tl.float32), mask=held, sem="relaxed")
 
 
 @triton.jit
@@ -113,7 +109,7 @@ def give_slots(now, before, T, taken, num_taken, cache, E, S, CACHE: tl.constexp
 
 
 @triton.jit
-def plan_misses(ids_ptr, weights_ptr, T, J, cache, E, S, J_BLOCK: tl.constexpr, CACHE: tl.constexpr):
+def plan_misses(ids_ptr, T, J, cache, E, S, J_BLOCK: tl.constexpr, CACHE: tl.constexpr):
     """Find the experts of the step that have no slot, give them slots, and let the blocks that fetch begin."""
     state_ptr, scores_ptr, totals_ptr = cache[0], cache[1], cache[2]
     header_ptr = header_of(state_ptr, E, S)
@@ -122,7 +118,7 @@ def plan_misses(ids_ptr, weights_ptr, T, J, cache, E, S, J_BLOCK: tl.constexpr, 
     ids = tl.load(ids_ptr + js, mask=js < J, other=-1).to(tl.int32)
     held = (ids >= tl.load(header_ptr + FIRST)) & (ids < tl.load(header_ptr + LAST))
     if CACHE.policy != LRU:
-        raise_scores(ids_ptr, weights_ptr, ids, held, scores_ptr, E, CACHE)
+        raise_scores(ids, held, scores_ptr, E, CACHE)
     before = now
     if CACHE.mail > 0:
         experts = tl.arange(0, CACHE.experts)
@@ -274,7 +270,6 @@ def wait_for_missing(count, DEPENDENT: tl.constexpr, CACHE: tl.constexpr):
 
 def bring_torch(
     ids: Tensor,
-    weights: Tensor,
     w1: Tensor,
     w2: Tensor,
     host: HostExperts,
@@ -299,9 +294,8 @@ def bring_torch(
     if host.policy != "lru":
         if fades:
             tables.scores.mul_(KEPT.value)
-        held = (ids >= first) & (ids < end)
-        gain = weights if host.policy == "score" else torch.ones_like(weights)
-        tables.scores.index_add_(0, ids[held].long(), gain[held].float())
+        held = ids[(ids >= first) & (ids < end)].long()
+        tables.scores.index_add_(0, held, torch.ones(held.shape))
     worth = tables.last_used.clone() if host.policy == "lru" else tables.scores
     tables.last_used[needed] = now
     taken, num_ahead = take_over_torch(host, now) if host.prefetched else (-1, 0)

@@ -12,9 +12,9 @@ from torch import Tensor
 from ..runtime.arguments import power_of_2
 from .mailbox import Mailbox
 
-Policy = Literal["lru", "lfu", "score"]
-POLICIES = ("lru", "lfu", "score")
-LRU, LFU = tl.constexpr(0), tl.constexpr(1)  # places among them
+Policy = Literal["lru", "lfu"]
+POLICIES = ("lru", "lfu")
+LRU = tl.constexpr(0)  # place among them
 NEVER = tl.constexpr(2**31 - 1)
 FETCH_WARPS = 64  # of all blocks together; a warp has 4 KB in flight
 PIECE_WORDS = 512  # of 8 bytes, that a warp copies at once
@@ -34,7 +34,7 @@ class CacheTables:
     """What the GPU knows of a layer's cache; all that is not given is a view of ``state``."""
 
     state: Tensor  # (3E + 8S + 16,) int32: the views below one after the other, landed behind copies
-    scores: Tensor  # (E,) float32: what an expert is worth, for the policies lfu and score
+    scores: Tensor  # (E,) float32: what an expert is worth, for the policy lfu
     # (8,) int64 of all steps: distinct experts needed, those fetched, nanoseconds in which experts travelled; when the
     # last ones began to; experts that began to travel before their step, how many of these it needed, and words of 8
     # bytes that travelled so; experts that the host computed
@@ -127,8 +127,8 @@ class HostExperts(ExpertParts):
     w1: Tensor  # (e, ...) of the experts this rank serves, in host memory that the GPU reads; 16 bytes divide an expert
     w2: Tensor  # (e, ...), in the same memory
     tables: CacheTables  # of the layer; a step changes them
-    # which expert's slot is given away: of the one used longest ago (lru), used least (lfu, where a use counts 2 % less
-    # with every step), or of the least routing weight, which fades as fast (score)
+    # which expert's slot is given away: of the one used longest ago (lru), or used least (lfu, where a use counts 2 %
+    # less with every step)
     policy: Policy = "lru"
     # (e, ...) of quantised experts, in the same memory; 4 bytes divide those of an expert
     w1_scales: Tensor | None = None

@@ -55,7 +55,7 @@ def assert_close(output: Tensor, tokens: Tensor, ids: Tensor, weights: Tensor, e
 
 @pytest.mark.parametrize(
     ("policy", "quantised"),
-    [("lru", ""), ("lfu", ""), ("score", ""), ("lru", "fp8"), ("lru", "mxfp8"), ("lru", "mxfp4")],
+    [("lru", ""), ("lfu", ""), ("lru", "fp8"), ("lru", "mxfp8"), ("lru", "mxfp4")],
 )
 @pytest.mark.parametrize(("num_tokens", "num_slots"), [(1, K), (1, 11), (2, 9), (5, 20), (11, E)])
 def test_steps_give_the_numbers_of_resident_experts(

@@ -321,7 +321,7 @@ def test_what_a_budget_does_not_go_with(mixtral):
     refuse(mixtral, "expert_budget needs warp decode on all ranks: a group spans", NotImplementedError, group=nodes)
     with pytest.raises(ValueError, match="expert_prefetch=True must come with an expert_budget"):
         hf.load_pretrained(mixtral, expert_prefetch=True)
-    refuse(mixtral, "expert_policy='fifo' must be one of lru, lfu, score", expert_policy="fifo")
+    refuse(mixtral, "expert_policy='fifo' must be one of lru, lfu", expert_policy="fifo")
     refuse(mixtral, "decode_tokens=0 must be at least 1 with an expert_budget", decode_tokens=0)
     loaded = hf.load_pretrained(mixtral, expert_budget=0.5)
     with pytest.raises(ValueError, match="save_pretrained: experts are in a store"):

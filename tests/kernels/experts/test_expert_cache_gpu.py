@@ -63,7 +63,7 @@ def test_steps_equal_twin_and_resident_experts(num_tokens: int, num_slots: int, 
         weights = weights.mul(8).ceil() / 8  # sums that are exact in any order
         output = decode(tokens, ids, weights, cache.weights)
         assert torch.equal(output, decode(tokens, ids, weights, everything)), f"step {step}"
-        bring_torch(ids.cpu(), weights.cpu(), *twin_slots, twin_host)
+        bring_torch(ids.cpu(), *twin_slots, twin_host)
         assert torch.equal(cache.tables.last_used.cpu(), twin.last_used), f"step {step}"
         if policy == "lru":  # scores fade by products that round differently
             for name in ("slots", "arriving", "owners"):

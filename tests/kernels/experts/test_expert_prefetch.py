@@ -52,7 +52,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("policy", ["lru", "score"])
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
 @pytest.mark.parametrize("case", slow_but(["vector"], CASES))
 def test_kernels_equal_their_twins_whenever_the_step_begins(case: DecodeCase, policy: str) -> None:
     run_ranks(compare, 1, case, case.T * case.K + 1, policy, interpret=True)

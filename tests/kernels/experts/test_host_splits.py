@@ -30,7 +30,7 @@ from comet.kernels.experts.tables import COUNT, HOSTED, NEXT, POLICIES
 
 
 def test_steps_in_waves_fetch_all_that_they_miss() -> None:
-    run_ranks(compare_steps, 1, CASES[2], CASES[2].K + 1, "score", 6, SLOW_LINK, interpret=True)
+    run_ranks(compare_steps, 1, CASES[2], CASES[2].K + 1, "lfu", 6, SLOW_LINK, interpret=True)
 
 
 def compare_with_prefetch(rank: int, world_size: int, case: DecodeCase) -> None:
@@ -83,7 +83,7 @@ def test_kernels_end_by_the_deadline() -> None:
     run_ranks(wait_in_vain, 1, interpret=True)
 
 
-QUICK = {("fold", "score"), ("matrix", "lru")}
+QUICK = {("fold", "lfu"), ("matrix", "lru")}
 SPLITS = [
     pytest.param(
         case, policy, id=f"{case.name}-{policy}", marks=[] if (case.name, policy) in QUICK else pytest.mark.slow
