@@ -16,8 +16,7 @@ from bench_cases import ALONE, CPU, ROOT, TINY, report_of, run_on_rank
 from ranks import run_ranks
 from torch import Tensor
 
-from comet.config import MoEConfig, OverlapConfig, ParallelConfig
-from comet.decode import DecodeWeights, rank_slots
+from comet.config import MoEConfig, OverlapConfig
 from comet.layer.routed_experts import SymmetricPath
 from comet.layout import ExpertLayout
 from comet.reference.layer import reference_experts, shard_experts
@@ -25,7 +24,6 @@ from comet.reference.plain import plain_experts
 
 import suites.moe
 from baselines.layer import all_gather_experts, gemm_variants, pipelined_experts, split_evenly, tile_table
-from lib.decode import open_team
 from lib.moe import (
     Layer,
     balanced_rows,
@@ -147,39 +145,6 @@ def attempts(rank: int, world_size: int) -> list[tuple[int | None, str]]:
 def test_a_failure_is_a_value_and_one_on_one_rank_is_one_on_all() -> None:
     found = [(3, ""), (None, "rank 1: IndexError: list index out of range")]
     assert run_ranks(attempts, 2) == [found, found]
-
-
-def fail_in_steps(rank: int, world_size: int) -> list[str]:
-    """One rank breaks off in a layer, then in a decode step, then in neither; what the attempts say."""
-    ranks, config = Ranks(rank, CPU, dist.group.WORLD), MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2)
-    with open_team(config, ParallelConfig(ep=2), max_tokens=4, wants_fused=True, ranks=ranks) as team:
-        group, decode = team.group, team.decode(4, replicated=True)
-        tokens, ids, weights = torch.ones(2, 32), torch.tensor([[0, 3], [1, 2]]).int(), torch.ones(2, 2)
-        w1, w2 = torch.ones(2, 64, 32), torch.ones(2, 32, 32)
-        held = DecodeWeights(w1=w1, w2=w2, slots=rank_slots(group.layout(config), "cpu"))
-        calls = [lambda: team.fused(tokens, ids, weights, w1, w2), lambda: decode(tokens, ids, weights, held)]
-        said = []
-        for owner, piece, call in zip((team.fused.backend, decode), ("dispatch_gemm", "_twin"), calls, strict=True):
-            before = getattr(owner, piece)
-            if rank == 1:
-                setattr(owner, piece, fail)
-            said.append(team.attempt(call)[1])
-            setattr(owner, piece, before)
-            for each in calls:
-                output, failure = team.attempt(each)
-                said.append(failure)
-                assert output is not None, said
-                assert (output == output[0, 0]).all()
-        team.check()
-    return said
-
-
-def fail(*arguments: object, **options: object) -> None:
-    raise torch.OutOfMemoryError("out of memory")
-
-
-def test_after_a_failure_the_ranks_go_on_in_step() -> None:
-    assert run_ranks(fail_in_steps, 2) == [["rank 1: OutOfMemoryError: out of memory", "", ""] * 2] * 2
 
 
 def baseline_errors(rank: int, world_size: int, ep: int, tp: int, num_tokens: int) -> list[float]:
