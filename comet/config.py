@@ -38,6 +38,7 @@ def require(condition: bool, message: str | Callable[[], str]) -> None:
 
 # Settings that are gone, and what to use instead.
 REMOVED_SETTINGS = {
+    "machine": "leave it out: no task predicts times of another machine",
     "transport": "leave it out: rows are always pushed, as by transport=push",
     "num_phases": "leave it out: layer 0 has two phases, own rows and those of others, as by num_phases=2",
     "block_rows": "leave it out: tiles have 128 rows, on a CPU 16",

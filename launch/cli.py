@@ -85,8 +85,6 @@ def _run(words: Sequence[str], tasks: Mapping[str, Task], program: Sequence[str]
     if not options.dry_run:
         task.require_packages()
     composed = partial(compose, options.overrides, file=options.config, defaults=task.settings)
-    if not task.ranks and not options.dry_run:
-        return int(task.load()(composed()) or 0)
     return _run_with_ranks(task, words, options, composed, program)
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar, Union
 from omegaconf import MISSING as UNSET
 
 Built = TypeVar("Built")
-SHORTENED = ("overlap", "sweep", "generate")  # sections that had more settings once
+SHORTENED = ("overlap", "sweep", "tune", "generate")  # sections that had more settings once
 
 
 def schema_of(cls: type, replaced: Mapping[type, type] | None = None) -> type:

@@ -18,27 +18,22 @@ from comet.jobs.generate import GenerateConfig
 from comet.models.config import ModelConfig
 from comet.utils.graphs import GraphMode
 
-TunedMachine = Literal["this", "h200"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TuneConfig:
-    """What is tuned or explained, and where measurements are kept.
+    """What is tuned, and where measurements are kept.
 
     Args:
         models: Names of models; none takes the job's.
         tokens: Tokens per rank of each point, ascending or not; none takes those of a training step.
         rounds: Counted calls of every candidate.
         profiles: Folder of the profile store; one file per machine.
-        machine: Whose times ``explain`` tells: of the machine it runs on (``this``), or of an H200 in bfloat16
-            (``h200``), with what was measured there.
     """
 
     models: tuple[str, ...] = ()
     tokens: tuple[int, ...] = ()
     rounds: int = 20
     profiles: str = "outputs/profiles"
-    machine: TunedMachine = "this"
 
     def __post_init__(self) -> None:
         require(all(num >= 1 for num in self.tokens), f"tokens={self.tokens} must each be at least 1")
@@ -233,7 +228,7 @@ class JobConfig:
             is one; otherwise a checkpoint, or the output folder of another run.
         resume_changes: Settings that may differ from those of the run that is continued, as ``train.lr``.
         overwrite: Whether a run that ``output_dir`` holds may be removed.
-        tune: What the tasks ``tune`` and ``explain`` look at.
+        tune: What the task ``tune`` measures.
         sweep: What the task ``sweep`` measures.
         generate: What the task ``generate`` continues, and how.
         modular: What the task ``modular`` runs.

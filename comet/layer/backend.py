@@ -302,7 +302,7 @@ def expert_capacity(config: MoEConfig, group: ExpertGroup) -> int | None:
 def group_problem(config: MoEConfig, group: ExpertGroup) -> Problem:
     """The layer call all ranks of a group agree on: its configured maximum of tokens."""
     shape = group.workspace.shape
-    return Problem.create(config, group.parallel, shape.max_tokens, shape.dtype)
+    return Problem(config, group.parallel, shape.max_tokens, shape.dtype)
 
 
 def layer_choice(config: MoEConfig, group: ExpertGroup, overlap: OverlapConfig | None) -> Resolved:

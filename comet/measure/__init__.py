@@ -1,1 +1,1 @@
-"""Times of layers on this machine: candidates, sweeps, and what explains them."""
+"""Times of layers on this machine: one timing protocol, tuning, sweeps."""

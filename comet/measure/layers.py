@@ -23,14 +23,31 @@ from torch.distributed import ProcessGroup
 
 from comet.comm.base import settle
 from comet.comm.handshake import gather
-from comet.config import OverlapConfig, require
+from comet.config import MoEConfig, OverlapConfig, ParallelConfig, require
 from comet.errors import StepFailedError
-from comet.layer.group import ExpertGroup
+from comet.jobs.config import JobConfig, activation_dtype
+from comet.layer.group import ExpertGroup, make_expert_group
 from comet.layer.paths import ExpertPath, make_path
 from comet.layer.workspace import Workspace
 from comet.measure.timing import Timing, Variant, capture, max_over_ranks, rank_barrier, time_interleaved
+from comet.training.ranks import RankContext
 from comet.tuner.problem import Problem, counted
 from comet.tuner.profile import Measured
+
+
+def make_group(
+    job: JobConfig, moe: MoEConfig, parallel: ParallelConfig, max_tokens: int, context: RankContext
+) -> ExpertGroup:
+    """The ranks that measure a layer of the job's type, over its communicator (collective)."""
+    return make_expert_group(
+        moe,
+        parallel,
+        max_tokens=max_tokens,
+        dtype=activation_dtype(job.train.dtype, context.device),
+        device=context.device,
+        backend=job.comm.backend,
+        timeout_s=job.comm.timeout_s,
+    )
 
 
 def recover(workspace: Workspace, process_group: ProcessGroup | None) -> None:
@@ -252,7 +269,8 @@ def reason(error: Exception) -> str:
 def make_inputs(problem: Problem, group: ExpertGroup, seed: int) -> MeasuredInputs:
     """Random tokens and weights of this rank, on its device; every expert equally likely; ranks share ``seed``."""
     generator = torch.Generator(group.device).manual_seed(seed * 1_000 + group.rank)
-    moe, width, local = problem.moe, problem.width, problem.experts_local
+    moe, width = problem.moe, problem.width
+    local = moe.num_experts // problem.parallel.ep
     drawn: dict[str, Any] = dict(generator=generator, device=group.device, dtype=torch.float32)
     inputs = MeasuredInputs(
         [], [], [],

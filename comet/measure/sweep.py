@@ -1,6 +1,9 @@
-"""What the ``sweep`` task measures, keeps and draws: points, the CSV file a later run continues from, and a picture.
+"""The ``sweep`` task: measure a grid of points in one job on all ranks, whatever fails; a table, a CSV file, a picture.
 
-A shape is a model's layer in one layout with a number of tokens; a point is a shape with one value of each knob.
+A shape is a model's layer in one layout with a number of tokens; a point is a shape with one value of each knob. Points
+share the job's process group. Rank 0 expands the lists, decides what is still to be measured, tells the others and
+alone writes: the CSV file, from which a later run continues, after every shape, whose points are timed in one loop;
+then the table, the picture and one JSON object; and its progress to standard error.
 """
 
 from __future__ import annotations
@@ -8,22 +11,36 @@ from __future__ import annotations
 import csv
 import io
 import itertools
+import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig, require
-from comet.jobs.config import JobConfig
-from comet.tuner.problem import counted
+from comet.errors import NothingMeasuredError
+from comet.jobs.config import JobConfig, activation_dtype
+from comet.layer.group import ExpertGroup
+from comet.measure.layers import attempt, make_group, measure_layer
+from comet.training.ranks import RankContext, from_first_rank
+from comet.training.run_folder import FolderLock
+from comet.tuner.problem import Machine, Problem, counted
 from comet.tuner.profile import Measured
-from comet.utils.shared_file import write_whole
+from comet.utils.progress import Measuring
+from comet.utils.shared_file import require_writable, write_whole
 from comet.utils.tables import aligned
 
 KEY_COLUMNS = tuple(
     "model hidden_size ffn_size num_experts top_k ep tp tokens dtype device comm_blocks num_panels".split()
 )
 COLUMNS = (*KEY_COLUMNS, "ms", "failure")
+CSV_NAME, PLOT_NAME = "sweep.csv", "sweep.png"
+MAX_COLUMNS, SUBPLOT_INCHES = 3, (5.0, 3.6)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,9 +160,6 @@ def sweep_table(results: Mapping[Point, Measured]) -> str:
     return "\n".join(aligned(lines, left=(0, len(head) - 1)))
 
 
-MAX_COLUMNS, SUBPLOT_INCHES = 3, (5.0, 3.6)
-
-
 def plot_sweep(results: Mapping[Point, Measured], path: Path) -> None:
     """Draw all points that ran as a PNG; a shape without any keeps an empty subplot that says so."""
     from matplotlib.figure import Figure
@@ -182,3 +196,141 @@ def sweep_lines(results: Mapping[Point, Measured]) -> dict[int, list[tuple[int, 
         if item.ms is not None:
             lines.setdefault(point.setting.num_panels, []).append((point.setting.comm_blocks, item.ms))
     return {name: sorted(line) for name, line in lines.items()}
+
+
+Todo = dict[Shape, list[Point]]
+
+
+def run_sweep(
+    job: JobConfig, context: RankContext, load_models: Callable[[Sequence[str]], Mapping[str, MoEConfig]]
+) -> dict[str, Any]:
+    """Measure the points of which the CSV file holds no time yet (collective).
+
+    Rank 0, which alone calls ``load_models``, has printed the table and, as the last line, the facts that are returned.
+    """
+    dtype, device = str(activation_dtype(job.train.dtype, context.device)), Machine.of(context.device).name
+    name, value = folder_setting(job)
+    folder = Path(value)
+    log = SweepLog(folder / CSV_NAME)
+    with FolderLock(folder, f"{name}={value!r}") as lock:
+
+        def prepare() -> tuple[list[Point], Todo]:
+            has_rows = name == "output_dir" or log.path.exists()
+            require(has_rows, f"resume={job.resume!r} must be a folder with {CSV_NAME}")
+            points = sweep_points(job, load_models(job.sweep.models))
+            lock.acquire()
+            require_writable(log.path, lock.setting)
+            log.rows = SweepLog.load(log.path).rows
+            return points, pending(points, log, dtype, device)
+
+        points, todo = from_first_rank(prepare)
+        num_measured = sum(map(len, todo.values()))
+        if context.rank == 0:
+            told = f"sweep of {counted(len(points), 'point')}, {num_measured} to measure in {folder}"
+            sys.stderr.write(f"comet: {told}\n")
+        for shape, measured in _measure_all(job, todo, context):
+            if context.rank == 0:
+                log.put({point.key(dtype, device): item for point, item in zip(todo[shape], measured, strict=True)})
+
+        def finish() -> dict[str, Any]:
+            results = {point: log.rows[point.key(dtype, device)] for point in points}
+            plot_sweep(results, folder / PLOT_NAME)
+            facts = _facts(results, folder, num_measured)
+            sys.stdout.write(sweep_table(results) + "\n\n" + json.dumps(facts) + "\n")
+            return facts
+
+        facts = from_first_rank(finish)
+    if facts["failed"] == facts["points"]:
+        raise NothingMeasuredError(f"sweep: none of {facts['points']} points ran, the first: {facts['first_failure']}")
+    return facts
+
+
+def folder_setting(job: JobConfig) -> tuple[str, str]:
+    """Name and value of the setting that names the folder of a sweep: ``resume`` where it names one."""
+    return ("output_dir", job.output_dir) if job.resume in (None, "auto") else ("resume", str(job.resume))
+
+
+def tell_kept(job: JobConfig) -> str:
+    """Where the rows of a sweep that was stopped are, and how it goes on, in one line."""
+    name, value = folder_setting(job)
+    rows = SweepLog.load(Path(value) / CSV_NAME).rows
+    times = counted(sum(item.ms is not None for item in rows.values()), "measured point")
+    return f"{times} kept in {value}; the same command with {name}={value} measures the others"
+
+
+def pending(points: Sequence[Point], log: SweepLog, dtype: str, device: str) -> Todo:
+    """The points of each shape of which the log holds no time: why one failed then may be gone by now."""
+    todo: Todo = {}
+    for point in points:
+        known = log.rows.get(point.key(dtype, device))
+        if known is None or known.ms is None:
+            todo.setdefault(point.shape, []).append(point)
+    return todo
+
+
+def _measure_all(job: JobConfig, todo: Todo, context: RankContext) -> Iterator[tuple[Shape, Sequence[Measured]]]:
+    """Yield each shape with what was found of its points; shapes of one layer and layout share a group."""
+    families: dict[tuple[MoEConfig, ParallelConfig], list[Shape]] = {}
+    for shape in todo:
+        families.setdefault((shape.moe, shape.parallel), []).append(shape)
+    progress = Measuring(len(todo), "shape", enabled=context.rank == 0)
+    for (moe, parallel), shapes in families.items():
+        most = max(shape.tokens for shape in shapes)
+        group, failure = attempt(
+            partial(make_group, job, moe, parallel, most, context), context.device, _world(context)
+        )
+        for shape in shapes:
+            progress.begin(f"{shape.title}: {counted(len(todo[shape]), 'setting')} timed in one loop, rows at its end")
+            settings = [point.setting for point in todo[shape]]
+            if group is None:  # only some ranks may have one
+                yield shape, _failed(settings, failure)
+            else:
+                yield shape, measure_shape(job, shape, settings, group, context, progress.tell)
+            progress.end()
+        if group is not None:
+            group.close()
+    progress.close()
+
+
+def measure_shape(
+    job: JobConfig,
+    shape: Shape,
+    settings: Sequence[OverlapConfig],
+    group: ExpertGroup,
+    context: RankContext,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Sequence[Measured]:
+    """Measure distinct settings of one shape, interleaved; what fails is part of the result (collective)."""
+
+    def measure() -> Sequence[Measured]:
+        dtype = activation_dtype(job.train.dtype, context.device)
+        problem = Problem(shape.moe, shape.parallel, shape.tokens, dtype)
+        return measure_layer(problem, settings, group, rounds=job.sweep.rounds, tell=tell)
+
+    measured, failure = attempt(measure, context.device, _world(context))
+    return measured or _failed(settings, failure)
+
+
+def _failed(settings: Sequence[OverlapConfig], failure: str) -> list[Measured]:
+    return [Measured(setting=setting, ms=None, failure=failure) for setting in settings]
+
+
+def _world(context: RankContext) -> dist.ProcessGroup | None:
+    return dist.group.WORLD if context.world_size > 1 else None
+
+
+def _facts(results: Mapping[Point, Measured], folder: Path, num_measured: int) -> dict[str, Any]:
+    best = [
+        {"model": shape.model, "ep": shape.parallel.ep, "tp": shape.parallel.tp, "tokens": shape.tokens,
+         "setting": asdict(point.setting), "ms": results[point].ms}
+        for shape, point in best_points(results).items()
+    ]  # fmt: skip
+    return {
+        "task": "sweep",
+        "points": len(results),
+        "measured_now": num_measured,
+        "failed": sum(item.ms is None for item in results.values()),
+        "first_failure": next((item.failure for item in results.values() if item.ms is None), None),
+        "best": best,
+        "output_dir": str(folder),
+    }

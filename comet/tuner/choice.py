@@ -1,4 +1,4 @@
-"""Which setting a layer call uses: the user's, else a measured one, else a default or the model's, on all ranks."""
+"""Which setting a layer call uses: the user's, else a measured one, else the default, on all ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from comet.config import OverlapConfig, require
 from comet.layout import MAX_PANELS
-from comet.tuner.problem import Machine, Problem, candidate_name, column_blocks, default_setting
+from comet.tuner.problem import Machine, Problem, candidate_name, default_setting
 from comet.tuner.profile import ProfileKey, ProfileStore
 
 logger = logging.getLogger(__name__)
@@ -26,9 +26,7 @@ class Resolved:
     """The choice for a problem."""
 
     setting: OverlapConfig | None  # how the fused kernels share the work; None means that the plain path is faster
-    # user (given explicitly), profile (measured for this key), nearest (measured for another number of tokens), default
-    # or model
-    source: Source
+    source: Source  # given by the user; measured for this key (profile) or for another number of tokens; the default
     passed_over: str = ""  # the rule that the best measured setting breaks here, "" where it breaks none
 
 
@@ -36,8 +34,6 @@ def resolve(
     problem: Problem, store: ProfileStore, machine: Machine, *, forced: OverlapConfig | None = None
 ) -> Resolved:
     """Choose a setting: the user's, the one measured at these tokens or nearest to them, else the default.
-
-    Where nothing was measured the model's choice is no better (``benchmarks/results/tuner.md``).
 
     One that the user gave always wins, and is refused where it is impossible; a measured one is passed over then.
     """
@@ -48,9 +44,12 @@ def resolve(
     if found is not None:
         entry, exact = found
         setting = entry.winner.setting
-        passed_over = broken_rule(setting, problem, machine)
-        if not passed_over:
+        try:
+            if setting is not None:
+                check_setting(setting, problem, machine)
             return Resolved(setting=setting, source="profile" if exact else "nearest")
+        except ValueError as error:
+            passed_over = str(error)
     return Resolved(setting=default_setting(problem), source="default", passed_over=passed_over)
 
 
@@ -59,7 +58,7 @@ def check_setting(setting: OverlapConfig, problem: Problem, machine: Machine) ->
 
     The defaults of ``OverlapConfig`` always pass: a layer narrows them to its column blocks.
     """
-    defaults, columns = OverlapConfig(), column_blocks(problem)[1]
+    defaults, columns = OverlapConfig(), problem.column_blocks
     require(
         setting.comm_blocks < machine.num_sms,
         f"comm_blocks={setting.comm_blocks} must be below the {machine.num_sms} SMs of {machine.name}: "
@@ -70,16 +69,6 @@ def check_setting(setting: OverlapConfig, problem: Problem, machine: Machine) ->
         f"num_panels={setting.num_panels} must be at most {MAX_PANELS} and at most the {columns} column blocks of "
         f"hidden_size={problem.moe.hidden_size}: a panel is whole column blocks",
     )
-
-
-def broken_rule(setting: OverlapConfig | None, problem: Problem, machine: Machine) -> str:
-    """What ``check_setting`` says of a setting, "" where it can run, as the plain path can."""
-    try:
-        if setting is not None:
-            check_setting(setting, problem, machine)
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 class Resolver:
@@ -120,7 +109,7 @@ class Resolver:
         logger.info(
             "split of layers with E=%d K=%d D=%d F=%d %s, EP%d TP%d, about %d tokens: %s (%s)",
             key.num_experts, key.top_k, key.hidden_size, key.ffn_size, key.dtype, key.ep, key.tp, key.tokens,
-            candidate_name(choice.setting, bucket, self.machine), choice.source,
+            candidate_name(choice.setting, bucket), choice.source,
         )  # fmt: skip
 
 

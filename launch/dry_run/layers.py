@@ -1,4 +1,4 @@
-"""What ``--dry-run`` of ``tune``, ``explain``, ``sweep`` and ``modular`` prints: settings, and bytes of each shape."""
+"""What ``--dry-run`` of ``tune``, ``sweep`` and ``modular`` prints: settings, and bytes of each shape."""
 
 from __future__ import annotations
 
@@ -11,26 +11,16 @@ from comet.launch.dry_run.train import MIB, counted_ranks
 from comet.launch.tasks.modular import find_parts, tokens_of
 from comet.launch.tasks.tuning import load_models
 from comet.layer.workspace import WorkspaceShape, rank_pool_bytes
-from comet.measure.job import job_points, require_this_machine
 from comet.measure.sweep import Shape, sweep_points
-from comet.tuner.choice import check_setting
-from comet.tuner.problem import H200, Machine, Problem
+from comet.measure.tune import job_points
 
 
 def describe_tune(job: JobConfig, num_ranks: int, device: torch.device) -> list[str]:
-    """Comment lines, as ``comet.launch.dry_run.train.describe`` has them; refuses what the task would."""
-    require_this_machine(job)
-    return describe_shapes(job, tuned_shapes(job, device), num_ranks, device)
-
-
-def describe_explain(job: JobConfig, num_ranks: int, device: torch.device) -> list[str]:
-    """The lines for ``explain``: what measuring each shape would need; ``overlap`` has to be possible as well."""
-    is_h200 = job.tune.machine == "h200"
-    device = torch.device("cuda") if is_h200 else device
-    shapes = tuned_shapes(job, device)
-    if job.overlap is not None:
-        for problem in shapes.values():
-            check_setting(job.overlap, problem, H200 if is_h200 else Machine.of(device))
+    """Comment lines, as ``comet.launch.dry_run.train.describe`` has them."""
+    shapes = [
+        Shape(model=name, moe=problem.moe, parallel=problem.parallel, tokens=problem.num_tokens)
+        for name, problem in job_points(job, load_models(job.tune.models), device)
+    ]
     return describe_shapes(job, shapes, num_ranks, device)
 
 
@@ -45,14 +35,6 @@ def describe_modular(job: JobConfig, num_ranks: int, device: torch.device) -> li
     find_parts(job)
     shape = Shape(model=job.model.name, moe=job.model.moe, parallel=job.parallel, tokens=tokens_of(job))
     return describe_shapes(job, [shape], num_ranks, device)
-
-
-def tuned_shapes(job: JobConfig, device: torch.device) -> dict[Shape, Problem]:
-    """The points of ``tune`` and ``explain``."""
-    return {
-        Shape(model=name, moe=problem.moe, parallel=problem.parallel, tokens=problem.num_tokens): problem
-        for name, problem in job_points(job, load_models(job.tune.models), device)
-    }
 
 
 def describe_shapes(job: JobConfig, shapes: Iterable[Shape], num_ranks: int, device: torch.device) -> list[str]:

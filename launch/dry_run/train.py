@@ -61,7 +61,7 @@ def resolved_yaml(container: Mapping[str, Any], job: JobConfig, num_ranks: int) 
 def check_model_overlap(job: JobConfig, dtype: torch.dtype, device: torch.device) -> None:
     """Raise ``ValueError`` if the layers of the job's model would refuse ``overlap``, for however many tokens."""
     if job.overlap is not None and job.moe_path not in PATHS_WITHOUT_OVERLAP:
-        check_setting(job.overlap, Problem.create(job.model.moe, job.parallel, 1, dtype), Machine.of(device))
+        check_setting(job.overlap, Problem(job.model.moe, job.parallel, 1, dtype), Machine.of(device))
 
 
 def memory_needs(job: JobConfig, dtype: torch.dtype) -> dict[str, int]:

@@ -21,8 +21,7 @@ from comet.launch.distributed import LaunchContext
 from comet.launch.tasks.registry import did_you_mean
 from comet.layer.group import ExpertGroup
 from comet.layer.paths import CollectivePath, make_path
-from comet.measure.job import make_group
-from comet.measure.layers import NUM_INPUTS, make_inputs
+from comet.measure.layers import NUM_INPUTS, make_group, make_inputs
 from comet.measure.timing import max_over_ranks, time_interleaved
 from comet.modular import EXPERTS, PREPARE_FINALIZE, ModularMoE
 from comet.modular.composer import incompatibility
@@ -82,7 +81,7 @@ def modular_job(config: JobConfig, context: LaunchContext) -> dict[str, Any]:
         these facts.
     """
     dtype = activation_dtype(config.train.dtype, context.device)
-    problem = Problem.create(config.model.moe, config.parallel, tokens_of(config), dtype)
+    problem = Problem(config.model.moe, config.parallel, tokens_of(config), dtype)
     kinds = find_parts(config)
     group = make_group(config, problem.moe, config.parallel, problem.num_tokens, context)
     found = pairs(problem.moe, group)

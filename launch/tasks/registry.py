@@ -15,17 +15,15 @@ class Task:
 
     summary: str  # what the help page says
     module: str  # module that holds function
-    # with ranks: called as function(config, context) on every rank, with a comet.jobs.config.JobConfig and a
-    # comet.launch.distributed.LaunchContext. Without: called once with the composed container, or, without a dry run,
-    # with its own words; returns the exit status
+    # called as function(config, context) on every rank, with a comet.jobs.config.JobConfig and a
+    # comet.launch.distributed.LaunchContext; without a dry run once, with its own words, and returns the exit status
     function: str
-    ranks: bool = True  # whether the task runs on several ranks
     settings: Mapping[str, str] = field(default_factory=dict)  # defaults of this task, by name
     reads: tuple[str, ...] = ()  # settings that its help page shows, and sections of settings, most important first
     # words that follow the task's name, each with what they do
     examples: Mapping[str, str] = field(default_factory=dict)
-    # module and function that make the lines of --dry-run; None where the words after the task's name are all its own,
-    # instead of the common options and Hydra overrides
+    # module and function that make the lines of --dry-run; None where no ranks are started and the words after the
+    # task's name are all its own, instead of the common options and Hydra overrides
     dry_run: str | None = "comet.launch.dry_run.train.describe"
     needs: tuple[str, ...] = ()  # packages it cannot end without; what it imports at once need not be named
     # whether rank 0 says which split its layers take; not where many are tried, and a table tells
@@ -122,24 +120,17 @@ TASKS: Mapping[str, Task] = {
         dry_run="comet.launch.dry_run.layers.describe_modular",
         shows_split=False,
     ),
-    "explain": Task(
-        "predicted and measured time of each split",
-        "comet.launch.tasks.tuning",
-        "explain_job",
-        ranks=False,
-        reads=("tune", "overlap", "train.dtype", *LAYER),
-        examples={"model=qwen3_30b_a3b tune.tokens=[2048] parallel.ep=2 tune.machine=h200": ""},
-        dry_run="comet.launch.dry_run.layers.describe_explain",
-    ),
     "compile": Task(
         "compile every kernel ahead of time, no GPU needed",
         "comet.kernels.aot.compile",
         "main",
-        ranks=False,
         examples={"--jobs 4": "with four compilers at a time"},
         dry_run=None,
     ),
 }
+
+# Tasks that are gone, and what to use instead.
+REMOVED_TASKS = {"explain": "comet train says which split it takes and why, comet tune what each takes"}
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -150,6 +141,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def find_task(name: str, tasks: Mapping[str, Task]) -> Task:
     """The task called ``name``; raises ``ValueError`` that lists the tasks when there is none."""
+    if name in REMOVED_TASKS:
+        raise ValueError(f"task={name!r} is no longer a task: {REMOVED_TASKS[name]}")
     if name not in tasks:
         raise ValueError(f"task={name!r} must be one of {', '.join(tasks)}{did_you_mean(name, tasks)}")
     return tasks[name]

@@ -29,7 +29,7 @@ from comet.layer.group import ExpertGroup, make_expert_group
 from comet.layer.paths import CollectivePath, make_path
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.sharding import local
-from comet.measure.job import tune_job
+from comet.measure.tune import tune_job
 from comet.modular import AllToAll, FusedPrepareFinalize, GroupedContiguous, ModularMoE, SymmetricBatched
 from comet.moe import MoE
 from comet.trace.timeline import record

@@ -16,9 +16,9 @@ from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.launch.config import compose, make_job
 from comet.layer.group import ExpertGroup, make_expert_group
 from comet.layer.paths import ExpertPath, make_path
-from comet.measure import job
 from comet.measure import layers as measure
 from comet.measure.layers import measure_layer
+from comet.measure.tune import tune_job
 from comet.tuner.problem import Problem
 from comet.tuner.profile import ProfileStore
 
@@ -78,7 +78,7 @@ def measure_with_harm(
     calls = break_call(number, do_harm if rank == world_size - 1 else no_harm, after=harm != "raise before")
     parallel = ParallelConfig(ep=world_size)
     group = make_expert_group(MOE, parallel, max_tokens=TOKENS, dtype=torch.float32, device="cpu", timeout_s=60.0)
-    problem = Problem.create(MOE, parallel, TOKENS, torch.float32)
+    problem = Problem(MOE, parallel, TOKENS, torch.float32)
     found = [item.failure or item.ms for item in measure_layer(problem, SETTINGS, group, rounds=3)]
     group.comm.timeout_s = 60.0
     state = [int(group.workspace.epoch), *group.workspace.fault.tolist()]
@@ -117,7 +117,7 @@ def test_tune_goes_on_and_keeps_the_rest(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(measure, "make_path", make_path)  # undoes what ``break_call`` sets
     calls = break_call(3, leave_fault, after=True)
     config = make_job(compose(["model=tiny", f"tune.profiles={tmp_path}", "tune.rounds=3", "tune.tokens=[16,4]"]), 1)
-    facts = job.tune_job(config, Rank(), lambda _: {"small": MOE})
+    facts = tune_job(config, Rank(), lambda _: {"small": MOE})
     assert len(calls) > 4
     failed = [[item for item in point["candidates"] if item["measured_ms"] is None] for point in facts["points"]]
     assert [[item["setting"]["comm_blocks"] for item in items] for items in failed] == [[16], []]

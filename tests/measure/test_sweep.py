@@ -27,19 +27,24 @@ from comet.launch.failures import last_words
 from comet.launch.tasks.tuning import load_models, sweep_job
 from comet.layer.group import make_expert_group
 from comet.layer.paths import make_path
-from comet.measure import job
-from comet.measure.job import CSV_NAME, PLOT_NAME, measure_shape, pending, run_sweep, tell_kept
 from comet.measure.sweep import (
     COLUMNS,
+    CSV_NAME,
+    PLOT_NAME,
     Point,
     Shape,
     SweepLog,
     best_points,
+    measure_shape,
+    pending,
     plot_sweep,
+    run_sweep,
     sweep_lines,
     sweep_points,
     sweep_table,
+    tell_kept,
 )
+from comet.measure.tune import tune_job
 from comet.training.ranks import from_first_rank
 from comet.tuner.profile import Measured
 from comet.utils.shared_file import require_writable
@@ -197,7 +202,7 @@ def test_a_failed_point_is_measured_again_and_keeps_its_reason_until_then(tmp_pa
             raise KeyError("a bug")
         return measure_shape(job, shape, *others)
 
-    monkeypatch.setattr("comet.measure.job.measure_shape", crash_at_32)
+    monkeypatch.setattr("comet.measure.sweep.measure_shape", crash_at_32)
     with pytest.raises(KeyError):
         sweep_job(job_of(*words), Rank())
     first, second = SweepLog.load(tmp_path / CSV_NAME).rows.values()
@@ -273,11 +278,11 @@ def test_a_folder_that_cannot_be_written_is_named_before_anything_is_measured(
 ) -> None:
     (tmp_path / "file").touch()
     folder = str(tmp_path / "file" / "x")
-    monkeypatch.setattr("comet.measure.job.make_expert_group", never)
+    monkeypatch.setattr("comet.measure.layers.make_expert_group", never)
     config = make_job(compose(["model=tiny", "tune.tokens=[32]", f"tune.profiles={folder}", f"output_dir={folder}"]), 1)
     message = f"={folder!r} must be a folder that can be written: .*Not a directory"
     with pytest.raises(ValueError, match=f"^tune.profiles{message}"):
-        job.tune_job(config, Rank(), lambda _: {"small": MOE})
+        tune_job(config, Rank(), lambda _: {"small": MOE})
     with pytest.raises(ValueError, match=f"^output_dir{message}"):
         run_sweep(config, Rank(), lambda _: {"small": MOE})
     SweepLog(tmp_path / CSV_NAME).put({})

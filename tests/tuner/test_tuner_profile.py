@@ -21,8 +21,7 @@ from ranks import run_ranks
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.tuner.choice import check_setting, resolve
-from comet.tuner.model import predict, propose
-from comet.tuner.problem import H200, Problem
+from comet.tuner.problem import Machine, Problem
 from comet.tuner.profile import (
     VERSION,
     Measured,
@@ -34,13 +33,14 @@ from comet.tuner.profile import (
     token_bucket,
 )
 
+H200 = Machine()
 DEVICE = H200.name
 MOE = MoEConfig(num_experts=8, top_k=2, hidden_size=4096, ffn_size=14336)
 SHAPE = dict(top_k=3, ffn_size=1024, num_experts=16, hidden_size=2048)
 
 
 def problem_of(num_tokens: int, **changes) -> Problem:
-    return replace(Problem.create(MOE, ParallelConfig(ep=4), num_tokens, torch.bfloat16), **changes)
+    return replace(Problem(MOE, ParallelConfig(ep=4), num_tokens, torch.bfloat16), **changes)
 
 
 def entry_of(num_tokens: int, comm_blocks: int | None = 8, device: str = DEVICE) -> ProfileEntry:
@@ -304,13 +304,12 @@ def test_killed_writer_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
 # ---- shipped ----
 
 SHIPPED = sorted((Path(str(files("comet.configs"))) / "profiles").glob("*.json"))
-MOST_REGRET = 1.2  # of a winner over what the model likes best, in the model's eyes
 
 
 def problem_of_entry(entry: ProfileEntry) -> Problem:
     key = entry.key
     moe = MoEConfig(num_experts=key.num_experts, top_k=key.top_k, hidden_size=key.hidden_size, ffn_size=key.ffn_size)
-    return Problem.create(moe, ParallelConfig(ep=key.ep, tp=key.tp), key.tokens, getattr(torch, key.dtype))
+    return Problem(moe, ParallelConfig(ep=key.ep, tp=key.tp), key.tokens, getattr(torch, key.dtype))
 
 
 def test_times_of_four_h200_are_tritons_and_the_others_those_of_todays_kernels() -> None:
@@ -336,6 +335,3 @@ def test_every_entry_is_read_and_used(path: Path) -> None:
         assert [chosen.setting] == [item.setting for item in entry.measured], "profiles hold winners"
         assert chosen.setting is not None, "the plain path is slower on every shape that was measured"
         check_setting(chosen.setting, problem, H200)
-        measured_on = replace(H200, cuda_kernels=entry.kernels == "auto")
-        winner = predict(problem, entry.winner.setting, measured_on)
-        assert winner.ms <= MOST_REGRET * propose(problem, measured_on)[0].ms, key

@@ -159,7 +159,7 @@ def quantised(dtype: torch.dtype) -> list[Tensor]:
 
 def inputs_to_measure() -> list[Tensor]:
     group = make_expert_group(CASE.config, ParallelConfig(), max_tokens=128, dtype=torch.float32, device="cpu")
-    inputs = make_inputs(Problem.create(CASE.config, ParallelConfig(), 9, torch.float32), group, seed=5)
+    inputs = make_inputs(Problem(CASE.config, ParallelConfig(), 9, torch.float32), group, seed=5)
     outputs = [inputs.run(make_path("twin", CASE.config, group), index) for index in range(NUM_INPUTS)]
     group.close()
     return [*inputs.tokens, *inputs.ids, *inputs.weights, inputs.w1, inputs.w2, *outputs]

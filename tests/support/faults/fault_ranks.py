@@ -132,7 +132,7 @@ class TuneCalls(LayerCalls):
         path = "fused" if self.device != "cpu" else "twin"
         self.moe = build_layer(self.case, self.rank, path, self.device)
         tokens = max(self.case.num_tokens)
-        self.problem = Problem.create(self.case.config, self.case.parallel, tokens, self.case.dtype)
+        self.problem = Problem(self.case.config, self.case.parallel, tokens, self.case.dtype)
         self.settings = [OverlapConfig(num_panels=1), OverlapConfig(num_panels=2), None]
 
     def call(self, number: int) -> list[str]:

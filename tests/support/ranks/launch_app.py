@@ -171,7 +171,7 @@ FUNCTIONS = (
     late, freeze, refuse_while_others_wait,
 )  # fmt: skip
 TASKS = {function.__name__: Task("a test", "launch_app", function.__name__) for function in FUNCTIONS}
-TASKS["plain"] = Task("a test", "launch_app", "plain", ranks=False, dry_run=None)
+TASKS["plain"] = Task("a test", "launch_app", "plain", dry_run=None)
 TASKS["gone"] = Task("a test", "launch_app_gone", "gone")
 
 if __name__ == "__main__":
