@@ -112,11 +112,11 @@ def recorder_of_launch(workspace: Workspace) -> Recorder | None:
     """Where a launch records, if it does.
 
     Raises:
-        ValueError: If a CUDA graph is being captured, and not for the recorder alone.
+        ValueError: If a CUDA graph is being captured meanwhile.
     """
     recorder = workspace.recorder
     require(
-        recorder is None or workspace.recorder_in_graph == is_capturing(recorder.events.device),
+        recorder is None or not is_capturing(recorder.events.device),
         "a CUDA graph of a layer must not be captured while it is recorded, as its replays would go on recording: "
         "inside record, call the layer without graphs",
     )

@@ -149,7 +149,6 @@ class Workspace:
         self.largest_logit = torch.zeros((), dtype=torch.float32, device=comm.device)
         # where the fused kernels note what they do and when (see comet.trace.timeline); None: they do not
         self.recorder: Recorder | None = None
-        self.recorder_in_graph = False  # whether it is for a CUDA graph that is being captured, or else for launches
         flags = [getattr(self, name).local for name in shape.regions() if name.endswith("_flags") and self.num_bytes]
         comm.renew_at_restart(self.epoch, self.fault, flags)
         self.forward_step = comm.step("forward pass")

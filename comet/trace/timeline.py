@@ -48,7 +48,6 @@ from comet.trace.events import (
     find_spans,
 )
 from comet.trace.plot import draw_timeline
-from comet.utils.graphs import hold_if_captured, is_capturing
 
 ROLES = {0: "joins the GEMM", 1: "joins reduce and send"}
 # Reserved colour names of chrome://tracing; Perfetto picks its own colour for each name.
@@ -216,28 +215,16 @@ def record(group: ExpertGroup, *, capacity: int = DEFAULT_CAPACITY) -> Iterator[
     recorder = Recorder.allocate(group.device, capacity)
     timeline = Timeline()
     before = compare(group.workspace)
-    with recording_to(group.workspace, recorder):
+    group.workspace.recorder = recorder
+    try:
         yield timeline
+    finally:
+        group.workspace.recorder = None
     after = compare(group.workspace)
     group.workspace.check()
     stamps = torch.cat([before, after]).cpu()
     mine = _read(recorder, stamps)
     timeline.records.extend([mine] if group.process_group is None else gather(group.process_group, mine))
-
-
-@contextmanager
-def recording_to(workspace: Workspace, recorder: Recorder) -> Iterator[None]:
-    """Let the launches over a workspace write into ``recorder``; for those that manage it themselves.
-
-    Where this begins and ends inside the capture of a CUDA graph, each replay records; the recorder lives as long as
-    the workspace then. Who goes on replaying it has to ``clear`` the recorder now and then.
-    """
-    hold_if_captured(workspace.epoch, recorder.events)
-    workspace.recorder, workspace.recorder_in_graph = recorder, is_capturing(recorder.events.device)
-    try:
-        yield
-    finally:
-        workspace.recorder, workspace.recorder_in_graph = None, False
 
 
 def compare(workspace: Workspace) -> Tensor:
