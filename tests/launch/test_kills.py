@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,18 +16,13 @@ from launch_jobs import (
     TINY,
     all_gone,
     environment,
-    processes_of,
     rank_pids,
     run_two_agents,
     start,
     train_as_rank,
-    training,
-    wait_for_checkpoint,
 )
 from ranks import run_ranks
 from tiers import slow
-
-from comet.launch.cli import PROGRAM
 
 STEPS_PER_ATTEMPT = 6
 SAVING = ("train.checkpoint_every=3", "train.eval_every=0", "parallel=ep2")
@@ -92,13 +85,6 @@ def test_killed_jobs_end_with_the_losses_of_an_undisturbed_one(launcher: str, nu
 DEADLINE_S = 6
 
 
-def start_training(folder: Path, *words: str) -> tuple[subprocess.Popen[str], dict[int, int]]:
-    settings = ["parallel=ep2", "train.steps=1000000", "train.checkpoint_every=5", f"comm.timeout_s={DEADLINE_S}"]
-    job = start(*training(folder, *settings, *words), program=PROGRAM)
-    wait_for_checkpoint(folder / "run", job)
-    return job, processes_of(job)
-
-
 def said_by(job: subprocess.Popen[str]) -> list[str]:
     """What a job says of its end; fails where it does not come."""
     try:
@@ -106,19 +92,6 @@ def said_by(job: subprocess.Popen[str]) -> list[str]:
     finally:
         job.kill()
     return [line for line in err.splitlines() if "error" in line or "Traceback" in line]
-
-
-@pytest.mark.parametrize("path", [slow("plain"), slow("reference"), slow("twin")])
-def test_a_frozen_rank_is_named_on_every_path(path: str, tmp_path: Path) -> None:
-    job, ranks = start_training(tmp_path, f"moe_path={path}")
-    frozen = 1 if path == "plain" else 0
-    os.kill(ranks[frozen], signal.SIGSTOP)
-    (line,) = said_by(job)
-    assert re.fullmatch(
-        rf"comet: error: rank {frozen} \(pid {ranks[frozen]}, .*\) is frozen: no sign of life for \d+ s;.*", line
-    )
-    assert job.returncode == 1
-    assert all_gone(list(ranks.values()))
 
 
 @pytest.mark.slow

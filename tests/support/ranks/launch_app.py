@@ -74,13 +74,6 @@ def crash(config: JobConfig, context: LaunchContext) -> None:
     dist.barrier()
 
 
-def kill(config: JobConfig, context: LaunchContext) -> None:
-    note(config, context)
-    if context.rank == FAILING_RANK:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.barrier()
-
-
 def refuse(config: JobConfig, context: LaunchContext) -> None:
     note(config, context)
     require(False, f"seed={config.train.seed} must please everyone")
@@ -167,7 +160,7 @@ KILLED_AT: dict[str, tuple[Any, str]] = {
 }
 FUNCTIONS = (
     train_and_be_killed,
-    add_ranks, report_context, crash, kill, refuse, refuse_alone, time_out, sleep, deadlock,
+    add_ranks, report_context, crash, refuse, refuse_alone, time_out, sleep, deadlock,
     late, freeze, refuse_while_others_wait,
 )  # fmt: skip
 TASKS = {function.__name__: Task("a test", "launch_app", function.__name__) for function in FUNCTIONS}
