@@ -8,7 +8,6 @@ nothing is read before everything about experts is checked.
 from __future__ import annotations
 
 import logging
-import math
 import re
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -259,16 +258,7 @@ def state_of(
     if place.family == gpt_oss.FAMILY:
         tensors = gpt_oss.read_laid_out(tensors, dtype)
     state = _shard_checkpoint(tensors, modules, moe_config(config), place)
-    place = _add_pieces(state, stored, modules, place, config)
-    mine = sum(shard.num_bytes for shard in state.values() if isinstance(shard, LazyShard))
-    logger.info(
-        "rank %d reads %.3f GB of %.3f GB of experts, and %d other tensors",
-        place.layout.rank,
-        mine / 1e9,
-        mine * place.layout.world_size / 1e9,
-        sum(".experts." not in name for name in tensors),
-    )
-    return state, place
+    return state, _add_pieces(state, stored, modules, place, config)
 
 
 def holds_block_fp8(config: Any) -> bool:
@@ -281,25 +271,15 @@ def holds_block_fp8(config: Any) -> bool:
 
 def _dequantised(stored: Tensors, dtype: torch.dtype, place: Place) -> Tensors:
     """Tensors that are dequantised as they are read, but for experts that are kept in block FP8."""
-    found = {
+    if place.layout.rank == 0 and not place.keep_fp8:
+        times = dtype.itemsize  # a weight is one byte in the checkpoint
+        logger.warning(
+            "block FP8 is dequantised to %s, %d times its size; experts are not with keep_fp8=True", dtype, times
+        )
+    return {
         name: tensor if place.keep_fp8 and ".experts." in name else dequantized(tensor, dtype)
         for name, tensor in stored.items()
     }
-    if place.layout.rank == 0:
-        numbers = sum(
-            math.prod(tensor.shape) / (place.layout.world_size if ".experts." in name else 1)
-            for name, tensor in found.items()
-            if tensor.read_as is not None
-        )
-        logger.log(
-            logging.INFO if place.keep_fp8 else logging.WARNING,  # default log levels show what doubles the memory
-            "block FP8 weights are dequantised to %s, %.3f GB per rank in place of %.3f GB; experts %s",
-            str(dtype).removeprefix("torch."),
-            numbers * dtype.itemsize / 1e9,
-            numbers / 1e9,
-            "stay as they are" if place.keep_fp8 else "as well, unless keep_fp8=True",
-        )
-    return found
 
 
 def _shard_checkpoint(tensors: Tensors, modules: dict[int, str], moe: MoEConfig, place: Place) -> dict[str, Any]:

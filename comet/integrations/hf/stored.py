@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor
 
 from comet.config import require
-from comet.quantization.formats import MX_BLOCK
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -53,11 +51,6 @@ class StoredTensor:
     def stored_as(self) -> torch.dtype:
         """The torch type of ``dtype``, one of those that are supported."""
         return torch.float8_e4m3fn if self.dtype == BLOCK_FP8 else SCALE_DTYPES[self.dtype]
-
-    @property
-    def number_bytes(self) -> float:
-        """Of one of its numbers in the file."""
-        return 0.5 + 1 / MX_BLOCK if self.dtype == MXFP4 else self.stored_as.itemsize
 
     @property
     def is_narrow(self) -> bool:
@@ -109,11 +102,6 @@ class LazyShard:
         """What it is read as."""
         sources = [part for parts in self.experts for part in parts]
         return next((source.read_as for source in sources if source.read_as), None) or sources[0].stored_as
-
-    @property
-    def num_bytes(self) -> int:
-        """What this rank reads of the checkpoint, in bytes."""
-        return int(math.prod(self.shape) * self.experts[0][0].number_bytes)
 
     def __getitem__(self, index: EllipsisType) -> Tensor:
         whole = torch.empty(self.shape, dtype=self.dtype, device="cpu")
