@@ -129,11 +129,6 @@ class SharedSlots:
         self._counted = [part if part._base is None else part._base for part in parts if not part.is_inference()]
         self._versions = [part._version for part in self._counted]
 
-    def bytes_elsewhere(self, expert_bytes: int) -> int:
-        """Bytes of the shared expert that a step does not read on this rank, where a piece has ``expert_bytes``."""
-        whole = sum(part.nbytes for part in self._matrices(self.module))
-        return whole - len(held_pieces(self.layout, expert_bytes, whole)) * expert_bytes
-
     @torch.inference_mode(mode=False)
     @torch.no_grad()
     def _join(self, w1: Tensor, w2: Tensor) -> DecodeWeights:

@@ -50,8 +50,6 @@ class Engine:
         self.stored: Sequence[CachedPath] = ()  # the layers' experts where they are in a store
         self._drafts: Sequence[DraftRouter] = ()  # of all layers, where it drafts
         self._passes: Passes | None = None  # that append tokens; there are none before the prompts of some models
-        self._steps = 0  # since the prompts
-        self._touched = torch.zeros((), dtype=torch.int64, device=device)  # experts of this rank, over layers and steps
 
     @torch.no_grad()
     def prefill(self, ids: Tensor, lengths: Tensor, max_length: int) -> Tensor:
@@ -60,10 +58,7 @@ class Engine:
         Sequences may grow to ``max_length`` positions. Prompts as many and with as much room as the last ones take
         their memory and their graph.
         """
-        logits = self._read(ids, lengths, max_length)
-        self._steps = 0
-        self._touched.zero_()
-        return logits
+        return self._read(ids, lengths, max_length)
 
     @torch.no_grad()
     def decode(self, ids: Tensor) -> Tensor:
@@ -110,25 +105,10 @@ class Engine:
         for runner in self.runners:
             runner.check()
 
-    def weight_bytes_per_step(self) -> float:
-        """Bytes of weights this rank read per decode step since ``prefill``, on average; 0 without a step.
-
-        Those of experts that were touched, of all replicated weights but the embedding, and of B rows of that; an
-        embedding that is also the head counts as head. Of shared experts in decode steps only this rank's pieces count.
-        """
-        if not self._steps:
-            return 0.0
-        expert, dense, embedding, shared = self._weights()
-        num_sequences = len(self.lengths)
-        if num_sequences <= self.runners[0].decode.max_tokens:
-            dense -= sum(slots.bytes_elsewhere(expert) for slots in shared if slots is not None)
-        return int(self._touched) / self._steps * expert + dense + num_sequences * embedding[0].nbytes
-
     def _take(self, ids: Tensor, *, drafts: bool = False) -> Tensor:
         """Append ``(B, S)`` tokens by the pass of this shape; ``(B, S, V)`` logits."""
         if self.cores is not None:
             self.cores.raise_if_failed()
-        self._steps += 1
         self._room()
         assert self._passes is not None
         return self._passes(ids, drafts=drafts)
@@ -138,10 +118,6 @@ class Engine:
         raise NotImplementedError
 
     def _read(self, ids: Tensor, lengths: Tensor, max_length: int) -> Tensor:
-        raise NotImplementedError
-
-    def _weights(self) -> tuple[int, int, Tensor, Sequence[SharedSlots | None]]:
-        """Bytes of one expert's part here and of all else but the embedding, this, and the layers' shared experts."""
         raise NotImplementedError
 
 
@@ -236,7 +212,6 @@ class GPTEngine(Engine):
             )
         for layer, path in zip(model.moe_layers(), self._experts or self.stored, strict=True):
             layer.experts = path
-        self._held = slice(layout.first_expert, layout.first_expert + layout.experts_local)
         if speculation is not None:
             self._drafts = draft_routers([layer.router for layer in model.moe_layers()], speculation)
         self._cache: KeyValueCache | None = None
@@ -288,17 +263,7 @@ class GPTEngine(Engine):
 
     def _append(self, ids: Tensor, drafts: bool) -> Tensor:
         """One pass, from and to memory that stays where it is."""
-        output = self.model.extend(ids, self._room(), self._drafts if drafts else None)
-        self._touched += (output.expert_load[:, self._held] > 0).sum()
-        return output.logits
-
-    def _weights(self) -> tuple[int, int, Tensor, Sequence[SharedSlots | None]]:
-        embedding = self.model.embedding.weight
-        dense = sum(weight.nbytes for weight in self.model.dense_parameters()) - embedding.nbytes
-        expert = sum(local(weight)[0].nbytes for weight in self.model.expert_matrices()[:2])
-        if self.caches:
-            expert = self.caches[0].expert_bytes
-        return expert, dense, embedding, [layer.shared for layer in self._experts]
+        return self.model.extend(ids, self._room(), self._drafts if drafts else None).logits
 
 
 def freeze(model: GPT) -> None:

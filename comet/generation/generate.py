@@ -36,7 +36,6 @@ class Generated:
     # from the start of reading the prompts until every sequence's first token was known, in seconds
     first_token_s: float
     decode_s: float  # from then until the last token was known
-    weight_bytes_per_step: float  # weights this rank read per decode step, on average
     steps: int  # decode steps; every pass that drafts or verifies is one
     graph_fallback_reason: str  # why they were launched kernel by kernel; empty if they were replayed from a CUDA graph
     speculation: dict[str, Any] | None = None  # what was drafted and accepted; None without speculation
@@ -108,7 +107,6 @@ def generate(
         new_tokens=sum(sequence.num_tokens for sequence in sequences),
         first_token_s=first_token_s,
         decode_s=time.perf_counter() - started - first_token_s,
-        weight_bytes_per_step=engine.weight_bytes_per_step(),
         steps=advance.passes,
         graph_fallback_reason=engine.graph_fallback_reason,
         speculation=advance.report.facts() if isinstance(advance, Speculation) else None,

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
+from torch import Tensor
 
 from comet.config import SpeculationConfig, require
-from comet.decode import SharedSlots
 from comet.experts.speculation import draft_routers
 from comet.generation.engine import Engine
 from comet.generation.text import TokenizerCodec
@@ -73,9 +69,6 @@ class HFEngine(Engine):
             self._gates = [drafting_gate(model, name) for name in named]
             config = routing_config(model.config)
             self._drafts = draft_routers([router_of(gate, config) for gate in self._gates], speculation)
-        for module in self._experts:
-            module.register_forward_pre_hook(self._note_routing)
-        self._routing: list[Tensor] = []
         self._decoder: StaticDecoder | None = None
         self._shape = (0, 0)
         self._most_places = 0
@@ -95,18 +88,11 @@ class HFEngine(Engine):
                 num_sequences=shape[0],
                 num_places=shape[1] + WARM_CALLS,
                 cuda_graph=self.cuda_graph,
-                after_step=self._count_touched,
                 drafting=self._drafting,
             )
             self._passes = self._decoder.passes
         self._most_places = max_length
-        logits = self._decoder.read(ids, lengths)
-        self._routing.clear()
-        return logits
-
-    def _take(self, ids: Tensor, *, drafts: bool = False) -> Tensor:
-        self._routing.clear()
-        return super()._take(ids, drafts=drafts)
+        return self._decoder.read(ids, lengths)
 
     def _room(self) -> StaticDecoder:
         assert self._decoder is not None, "prompts are read before tokens are appended"
@@ -114,25 +100,6 @@ class HFEngine(Engine):
 
     def _drafting(self) -> AbstractContextManager[None]:
         return routed_by(self._gates, self._drafts)
-
-    def _weights(self) -> tuple[int, int, Tensor, Sequence[SharedSlots | None]]:
-        embedding = self.model.get_input_embeddings().weight
-        expert_weights = {id(weight) for module in self._experts for weight in module.parameters()}
-        dense = sum(weight.nbytes for weight in self.model.parameters() if id(weight) not in expert_weights)
-        if self.model.get_output_embeddings().weight is not embedding:
-            dense -= embedding.nbytes
-        return self._experts[0].expert_bytes, dense, embedding, [each.shared for each in self._experts]
-
-    def _note_routing(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        self._routing.append(arguments[1].flatten())
-
-    def _count_touched(self) -> None:
-        layout = self._experts[0].layout
-        routing = pad_sequence(
-            self._routing, batch_first=True, padding_value=-1
-        )  # drafts may differ from layer to layer
-        self._touched += touched_experts(routing, layout.first_expert, layout.experts_local)
-        self._routing.clear()
 
 
 def check_rewinds(model: Any) -> None:
@@ -144,15 +111,3 @@ def check_rewinds(model: Any) -> None:
         raise NotImplementedError(
             f"speculate must be 'off' for models with {others} in their cache: tokens cannot be taken back"
         )
-
-
-def touched_experts(routing: Tensor, first_expert: int, num_experts: int) -> Tensor:
-    """How many different experts of a rank were used, added up over calls, without asking the device.
-
-    Example: ids ``[[0, 3, 3], [1, 2, 0]]`` of two calls on the rank that holds experts 2 and 3: 1 + 1 = 2.
-    """
-    local = routing.long() - first_expert
-    used = torch.zeros(len(local), num_experts + 1, dtype=torch.bool, device=local.device)
-    outside = (local < 0) | (local >= num_experts)
-    used.scatter_(1, local.masked_fill(outside, num_experts), True)
-    return used[:, :num_experts].sum()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -35,7 +36,7 @@ FREE_SHARE = 4
 
 
 def generate_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
-    """Load, warm up, measure the memory's read rate, and continue the prompts (collective).
+    """Load, warm up, and continue the prompts (collective).
 
     Raises:
         ValueError: If there is no source or prompt, the source is broken, or a prompt does not fit the context.
@@ -65,13 +66,12 @@ def generate_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
     )
     engine = _open_engine(source, config, group, budget)
     meet(context.device)
-    roofline = read_bytes_per_second(context.device)
     warm_up(engine, prompts, settings, context=config.model.context)
     warm = engine.cache_report()
     printer = Printer(settings.texts, sys.stdout) if context.rank == 0 else None
     generated = generate(engine, codec, prompts, settings, context=config.model.context, show=printer)
     engine.check()
-    result = _result(config, source, group, generated, roofline)
+    result = _result(config, source, group, generated)
     if generated.speculation is not None:
         result["speculation"] = generated.speculation
     if budget is not None and warm is not None:
@@ -79,7 +79,7 @@ def generate_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
         if engine.cores is not None:
             facts["host_cores"] = engine.cores.facts()
         fitted = replace(budget, slots=warm.slots)  # memory may have held fewer
-        result["expert_cache"] = facts | _prediction(config, fitted, group, result["roofline_tb_per_s"] * 1e12)
+        result["expert_cache"] = facts | _prediction(config, fitted, group)
     if printer is not None:
         printer.finish(result)
         sys.stderr.write(context_note(generated.stopped_by, config.model.context))
@@ -120,21 +120,15 @@ def _open_engine(source: Source, config: JobConfig, group: ExpertGroup, budget: 
     )
 
 
-def _result(
-    config: JobConfig, source: Source, group: ExpertGroup, generated: Generated, roofline: float
-) -> dict[str, Any]:
-    """The facts of a run; bytes and times are the largest of all ranks, the roofline is the lowest.
+def _result(config: JobConfig, source: Source, group: ExpertGroup, generated: Generated) -> dict[str, Any]:
+    """The facts of a run; times are the largest of all ranks.
 
     ``cuda_graph`` says whether all ranks replayed their decode steps from one, ``graph_fallback_reason`` why this rank
     did not.
     """
     eager = float(bool(generated.graph_fallback_reason))
-    mine = [generated.weight_bytes_per_step, generated.first_token_s, generated.decode_s, -roofline, eager]
-    of_ranks = largest(mine, group.device, dist.group.WORLD)
-    weight_bytes, first_s, decode_s, negative_roofline, any_eager = of_ranks
-    roofline = -negative_roofline
-    steps = generated.steps
-    achieved = weight_bytes * steps / decode_s if steps else None
+    mine = [generated.first_token_s, generated.decode_s, eager]
+    first_s, decode_s, any_eager = largest(mine, group.device, dist.group.WORLD)
     decoded = generated.new_tokens - len(generated.texts)
     return {
         "task": "generate",
@@ -150,25 +144,22 @@ def _result(
         "time_to_first_token_s": first_s,
         "cuda_graph": not any_eager,
         "graph_fallback_reason": generated.graph_fallback_reason or None,
-        "tokens_per_second": decoded / decode_s if steps else None,
-        "weight_bytes_per_step": weight_bytes,
-        "achieved_tb_per_s": None if achieved is None else achieved / 1e12,
-        "roofline_tb_per_s": roofline / 1e12,
-        "roofline_fraction": None if achieved is None else achieved / roofline,
+        "tokens_per_second": decoded / decode_s if generated.steps else None,
         "stopped_by": generated.stopped_by,
         "text": generated.texts[0],
         "texts": generated.texts,
     }
 
 
-def _prediction(config: JobConfig, budget: ExpertBudget, group: ExpertGroup, roofline: float) -> dict[str, Any]:
-    """What ``--dry-run`` says of a budget, by the rates that were stated, or measured in this run."""
+def _prediction(config: JobConfig, budget: ExpertBudget, group: ExpertGroup) -> dict[str, Any]:
+    """What ``--dry-run`` says of a budget, by the rates that were stated, or measured here, of the slowest rank."""
     settings = config.generate
-    link = (
-        settings.link_gb_per_s
-        or -largest([-link_bytes_per_second(group.device) / 1e9], group.device, dist.group.WORLD)[0]
-    )
-    memory = settings.memory_gb_per_s or roofline / 1e9
+
+    def slowest(measure: Callable[[torch.device], float]) -> float:
+        return -largest([-measure(group.device) / 1e9], group.device, dist.group.WORLD)[0]
+
+    link = settings.link_gb_per_s or slowest(link_bytes_per_second)
+    memory = settings.memory_gb_per_s or slowest(read_bytes_per_second)
     expected = expectation(config, budget, group.workspace.shape.dtype, link * 1e9, memory * 1e9)
     places = {"store": budget.store, "stored": budget.stored, "policy": budget.policy}
     return places | {"link_gb_per_s": link, "memory_gb_per_s": memory, **expected}

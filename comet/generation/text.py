@@ -230,15 +230,7 @@ def table(result: Mapping[str, Any]) -> str:
         ("first token", f"{1e3 * result['time_to_first_token_s']:,.1f} ms"),
     ]
     if result["tokens_per_second"] is not None:
-        rows += [
-            ("decode", f"{result['tokens_per_second']:,.1f} tokens/s, {_launched(result)}"),
-            ("weights read", f"{result['weight_bytes_per_step'] / 1e6:,.2f} MB per step and rank"),
-            (
-                "memory rate",
-                f"{1e3 * result['achieved_tb_per_s']:,.2f} GB/s, {result['roofline_fraction']:.1%} of the "
-                f"{1e3 * result['roofline_tb_per_s']:,.1f} GB/s a plain read reaches here",
-            ),
-        ]
+        rows.append(("decode", f"{result['tokens_per_second']:,.1f} tokens/s, {_launched(result)}"))
     if cache := result.get("expert_cache"):
         speed = cache["expected_tokens_per_second"]
         told = "" if speed is None else f" and up to {speed:,.1f} tokens/s by bytes alone"

@@ -27,15 +27,11 @@ LAYOUTS = [(1, 1), (4, 1), (1, 4), (2, 2), (1, 2)]
 def test_parts_of_all_ranks_add_up(ep: int, tp: int, times: int, gated: bool) -> None:
     step = SharedStep.make(CASE, torch.float64, "cpu", times=times, gated=gated)
     total = torch.zeros_like(step.inputs.tokens)
-    whole = sum(part.nbytes for part in step.shared.parameters())
-    piece, read = 3 * (CASE.F // tp) * CASE.D * 8, 0
     for layout in layouts(CASE, ep, tp):
         slots = step.slots(layout)
         total += warp_decode_torch(*step.rank_inputs(slots))
-        read += whole - slots.bytes_elsewhere(piece)
         assert slots.columns == -(-times * tp // (ep * tp))
     torch.testing.assert_close(total, step.exact(), rtol=1e-10, atol=1e-10)
-    assert read == whole, "all ranks together read the shared expert once"
 
 
 @pytest.mark.parametrize(

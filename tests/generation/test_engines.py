@@ -108,7 +108,6 @@ def test_a_captured_step_makes_the_tokens_of_an_eager_one(
         for _ in range(STEPS):
             assert torch.equal(*logits)
             logits = [engine.decode(logits[0].argmax(-1)) for engine in (eager, captured)]
-        assert eager.weight_bytes_per_step() == captured.weight_bytes_per_step() > 0
     assert eager.graph_fallback_reason == "cuda_graph='off'"
     if captured.graph_fallback_reason:
         assert attention == "eager"

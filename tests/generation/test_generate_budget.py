@@ -87,7 +87,6 @@ def test_the_job_writes_the_same_and_repeats_what_was_expected(store, qwen, tmp_
     assert cache["prefetch"] is False, "on a CPU, unless it is asked for"
     assert (cache["expected_tokens_per_second"] is None) == (store == "file")
     assert (cache["link_gb_per_s"], cache["memory_gb_per_s"]) == (50, 2000)
-    assert found["weight_bytes_per_step"] == whole["weight_bytes_per_step"]
     out = capsys.readouterr().out
     assert re.search(r"expert hits   0\.\d{3}; uniform routing: 0\.500", out)
     assert json.loads(out.splitlines()[-1])["expert_cache"] == cache

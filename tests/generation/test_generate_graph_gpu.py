@@ -67,7 +67,6 @@ def assert_same(eager: Engine, captured: Engine, vocabulary: int, num_sequences:
         tokens, logits = continued(captured, ids, lengths, room)
         assert torch.equal(tokens, wanted), f"seed {seed}: {tokens.tolist()}, not {wanted.tolist()}"
         torch.testing.assert_close(logits, wanted_logits, rtol=1e-5, atol=1e-5)
-        assert captured.weight_bytes_per_step() == eager.weight_bytes_per_step() > 0
     assert eager.graph_fallback_reason == "cuda_graph='off'"
     assert captured.graph_fallback_reason == ""
     for engine in (eager, captured):

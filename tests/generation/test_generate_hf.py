@@ -21,7 +21,7 @@ from training_cases import Rank, make_job
 
 from comet.config import ParallelConfig
 from comet.generation.generate import encode_prompts, generate
-from comet.generation.hf import HFEngine, open_codec, touched_experts
+from comet.generation.hf import HFEngine, open_codec
 from comet.generation.job import generate_job
 from comet.generation.source import Source, find_source, model_of
 from comet.integrations.hf import load_pretrained
@@ -53,7 +53,7 @@ def continued(rank, world_size, folder, ep, tp, keep_fp8=False):
     codec = open_codec(Path(folder))
     made = generate(engine, codec, encode_prompts(GREEDY, codec, context), GREEDY, context=context)
     group.close()
-    return made.texts, made.weight_bytes_per_step
+    return made.texts
 
 
 def stock_texts(model, folder) -> tuple[str, ...]:
@@ -72,7 +72,7 @@ def stock_texts(model, folder) -> tuple[str, ...]:
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_a_padded_batch_writes_what_the_stock_model_writes(family, qwen, tmp_path):
     folder, model = qwen if family == "qwen3_moe" else (tmp_path, save_model(tmp_path, family))
-    assert continued(0, 1, str(folder), 1, 1)[0] == stock_texts(model, folder)
+    assert continued(0, 1, str(folder), 1, 1) == stock_texts(model, folder)
 
 
 def test_the_job_streams_and_reports(qwen, tmp_path, capsys):
@@ -83,8 +83,6 @@ def test_the_job_streams_and_reports(qwen, tmp_path, capsys):
     assert tuple(result["texts"]) == stock_texts(model, folder)
     assert json.loads(out.splitlines()[-1])["source"] == str(folder)
     assert (result["model"], result["prompt_tokens"]) == ("qwen3_moe", sum(map(len, PROMPTS)))
-    expert = 3 * 32 * 32 * 4
-    assert (result["weight_bytes_per_step"] - dense_bytes(model)) / expert == pytest.approx(12, abs=4)
 
 
 @pytest.fixture(scope="module")
@@ -98,13 +96,8 @@ def fp8(tmp_path_factory):
 @pytest.mark.parametrize("keep_fp8", [slow(False), True])
 def test_block_fp8_on_one_and_two_ranks(fp8, keep_fp8):
     wanted = stock_texts(stock(fp8), fp8)
-    alone, alone_bytes = continued(0, 1, str(fp8), 1, 1, keep_fp8)
-    assert alone == wanted
-    for texts, size in run_ranks(continued, 2, str(fp8), 2, 1, keep_fp8):
-        assert texts == wanted
-        assert 0 < size < alone_bytes
-    if keep_fp8:  # at least the six experts that one token touches in each of two layers
-        assert alone_bytes < continued(0, 1, str(fp8), 1, 1)[1] - 2 * 2 * 3 * 160 * 256 * 3
+    assert continued(0, 1, str(fp8), 1, 1, keep_fp8) == wanted
+    assert run_ranks(continued, 2, str(fp8), 2, 1, keep_fp8) == [wanted, wanted]
 
 
 def test_the_job_keeps_fp8_where_there_is_some(fp8, qwen, tmp_path, capsys):
@@ -171,20 +164,6 @@ def test_a_broken_configuration_is_one_line(change, message, qwen, tmp_path, cap
     assert re.search(
         message, refusal(capsys, "generate", "--dry-run", f"generate.source={tmp_path}", "generate.prompt=x")
     )
-
-
-def dense_bytes(model) -> int:
-    """All weights a step of three sequences reads whatever the routing."""
-    weights = dict(model.named_parameters())
-    experts = sum(weight.nbytes for name, weight in weights.items() if ".experts." in name)
-    rows = weights["model.embed_tokens.weight"]
-    return sum(weight.nbytes for weight in weights.values()) - experts - rows.nbytes + 3 * rows[0].nbytes
-
-
-def test_touched_experts_example_of_the_docstring():
-    routing = torch.tensor([[0, 3, 3], [1, 2, 0]])
-    assert touched_experts(routing, 2, 2).item() == 2
-    assert touched_experts(routing, 0, 4).item() == 2 + 3
 
 
 def test_tokens_become_text_when_they_form_characters(qwen):

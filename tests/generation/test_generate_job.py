@@ -73,20 +73,13 @@ def continued(rank, world_size, folder, ep, tp, decode_tokens, config):
     engine = GPTEngine(model, group, decode_tokens=decode_tokens)
     made = generate(engine, codec, encode_prompts(config, codec, 32), config, context=32)
     group.close()
-    return made.texts, made.weight_bytes_per_step
+    return made.texts
 
 
 def test_two_tp_ranks_write_what_one_process_writes(trained):
-    alone, alone_bytes = continued(0, 1, str(trained), 1, 1, 64, GREEDY)
+    alone = continued(0, 1, str(trained), 1, 1, 64, GREEDY)
     assert all(len(text) == 12 for text in alone)
-    ranks = run_ranks(continued, 2, str(trained), 1, 2, 4, GREEDY)
-    assert [texts for texts, _ in ranks] == [alone, alone]
-    sizes = [size for _, size in ranks]
-    shared = 3 * 16 * 32 * 4  # as wide as half a routed expert: one piece, on rank 0
-    assert sizes[0] == sizes[1] + shared, "every TP rank reads its half of every touched expert"
-    expert = 3 * 32 * 32 * 4
-    touched = (alone_bytes - sizes[0]) / (expert / 2)
-    assert 2 <= touched <= 4, "two sequences of two experts each"
+    assert run_ranks(continued, 2, str(trained), 1, 2, 4, GREEDY) == [alone, alone]
 
 
 def test_the_command_on_two_ep_ranks_writes_what_one_process_writes(trained):
@@ -95,19 +88,15 @@ def test_the_command_on_two_ep_ranks_writes_what_one_process_writes(trained):
     status, out, err = launch_jobs.run("generate", *words, program=PROGRAM)
     assert status == 0, err
     result = json.loads(out[-1])
-    alone, alone_bytes = continued(0, 1, str(trained), 1, 1, 64, replace(GREEDY, prompts=PROMPTS[:1]))
-    (text,) = alone
+    (text,) = continued(0, 1, str(trained), 1, 1, 64, replace(GREEDY, prompts=PROMPTS[:1]))
     assert (result["task"], result["text"], result["texts"]) == ("generate", text, [text])
     assert (result["world_size"], result["ep"], result["tp"], result["device"]) == (2, 2, 1, "cpu")
     assert (result["prompt_tokens"], result["new_tokens"]) == (14, 12)
     assert result["source"] == str(trained / "step-000040")
     assert "\n".join(out).startswith(f"17 times 4 is {text}\n----\nprompt ")
-    for name in ("time_to_first_token_s", "tokens_per_second", "weight_bytes_per_step", "achieved_tb_per_s"):
-        assert result[name] > 0
+    assert min(result["time_to_first_token_s"], result["tokens_per_second"]) > 0
     assert (result["cuda_graph"], result["graph_fallback_reason"]) == (False, "the model is on the device 'cpu'")
     assert "tokens/s, without a CUDA graph (the model is on the device 'cpu')" in "\n".join(out)
-    assert result["roofline_fraction"] == pytest.approx(result["achieved_tb_per_s"] / result["roofline_tb_per_s"])
-    assert result["weight_bytes_per_step"] < alone_bytes, "no rank touches both experts of every token"
     assert "output_dir" not in result, "nothing is written"
 
 
@@ -158,9 +147,8 @@ def test_a_source_must_be_given(tmp_path):
 
 
 def test_the_table_says_how_steps_were_launched():
-    result = dict.fromkeys(["prompt_tokens", "new_tokens", "weight_bytes_per_step"], 1)
-    result |= dict.fromkeys(["tokens_per_second", "achieved_tb_per_s", "roofline_fraction", "roofline_tb_per_s"], 0.5)
-    result |= {"time_to_first_token_s": 0.1, "cuda_graph": True, "graph_fallback_reason": None}
+    result = dict(prompt_tokens=1, new_tokens=1, tokens_per_second=0.5, time_to_first_token_s=0.1)
+    result |= {"cuda_graph": True, "graph_fallback_reason": None}
     assert "0.5 tokens/s, each step replayed from a CUDA graph" in table(result)
     assert "tokens/s, without a CUDA graph (on another rank)" in table({**result, "cuda_graph": False})
     assert "(too hot)" in table({**result, "cuda_graph": False, "graph_fallback_reason": "too hot"})

@@ -287,7 +287,6 @@ def test_the_task_reports_what_was_drafted(trained: Path, tmp_path: Path, capsys
     assert facts["mode"] == "conservative"
     assert facts["drafted"] >= facts["accepted"] > 0
     assert len(facts["acceptance_by_position"]) == 4
-    assert speculative["weight_bytes_per_step"] > 0
     assert speculative["expert_cache"]["fetched"] > 0
 
 
@@ -362,7 +361,6 @@ def test_captured_passes_make_the_logits_of_eager_ones(monkeypatch: pytest.Monke
     for mode in ("off", "on"):
         engine = hf_engine("qwen3_moe", mode)
         found.append(drafting_rounds(engine, 3))
-        assert engine.weight_bytes_per_step() > 0
     assert captures.count == 3, "drafts, verification and steps"
     for eager, captured in zip(*found, strict=True):
         torch.testing.assert_close(captured, eager, rtol=1e-5, atol=1e-5)

@@ -223,11 +223,6 @@ class CometExperts(nn.Module):
         biases = None if b1 is None or b2 is None else Biases(b1, b2)
         return self.runner(hidden_states, ids, weights, w1, w2, biases, experts=experts)
 
-    @property
-    def expert_bytes(self) -> int:
-        """Of one expert, or of this rank's slice of it."""
-        return sum(weight.nbytes for weight in self.parameters(recurse=False)) // self.layout.experts_local
-
     def extra_repr(self) -> str:
         """The part of the experts held here."""
         layout = self.layout

@@ -35,7 +35,6 @@ class StaticDecoder:
         model: A causal language model of transformers, converted or not, in evaluation mode; all ranks of a converted
             one call this equally.
         num_places: Places a sequence may take, padding included; rounded up to C.
-        after_step: Called after each step's forward pass, as a part of what is captured.
         drafting: Lets the model route as drafts do, around the forward pass of ``draft``.
     """
 
@@ -46,7 +45,6 @@ class StaticDecoder:
         num_places: int,
         *,
         cuda_graph: GraphMode = "auto",
-        after_step: Callable[[], None] = lambda: None,
         drafting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         from transformers import StaticCache
@@ -61,7 +59,7 @@ class StaticDecoder:
         self.pads = torch.zeros(num_sequences, **counters)
         self._places = torch.arange(self.num_places, **counters)
         self._mask = torch.ones(num_sequences, self.num_places, dtype=torch.bool, device=model.device)
-        self._after_step, self._drafting = after_step, drafting
+        self._drafting = drafting
         experts = [module for module in model.modules() if isinstance(module, CometExperts)]
         runners = list(dict.fromkeys(module.runner for module in experts))
         self.passes = Passes(
@@ -129,7 +127,6 @@ class StaticDecoder:
         with self._drafting() if drafts else nullcontext():
             logits = self._forward(ids, self.place + self._places[:count], self._mask, count)
         self.place.add_(count)
-        self._after_step()
         return logits
 
     def _forward(self, ids: Tensor, places: Tensor, mask: Tensor, keep: int) -> Tensor:

@@ -47,11 +47,6 @@ class StoredExperts(CometExperts):
         slots = self.path.cache.weights
         return self.path(hidden_states, top_k_index.to(torch.int32), top_k_weights.float(), slots.w1, slots.w2)
 
-    @property
-    def expert_bytes(self) -> int:
-        """Of one expert as it is stored."""
-        return self.path.cache.expert_bytes
-
     def __deepcopy__(self, memo: dict[int, object]) -> StoredExperts:
         """A copied model reads the same store and slots."""
         return self

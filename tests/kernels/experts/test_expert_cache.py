@@ -170,7 +170,6 @@ def test_decode_from_experts_quantised_in_host_memory_equals_resident_decode_of_
     assert report.fetched_bytes == report.fetched * expert
     for parameter in cached.model.expert_parameters():
         assert local(parameter).untyped_storage().nbytes() <= 4, "no expert is held twice"
-    assert cached.weight_bytes_per_step() < resident.weight_bytes_per_step()
     ids = torch.randint(256, (1, 25), generator=drawn)  # more than a decode step takes: they stream
     found = [engine.prefill(ids, torch.tensor([25]), 30) for engine in (cached, resident)]
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)

@@ -113,11 +113,6 @@ class FP8SharedSlots(SharedSlots):
         super().__init__(layout, columns, module, shared_matrices)
         self.experts = experts
 
-    def bytes_elsewhere(self, expert_bytes: int) -> int:
-        """Bytes of the shared expert that a step does not read here; its pieces are in FP8, and smaller."""
-        whole = sum(part.nbytes for part in shared_matrices(self.module))
-        return whole - sum(part.nbytes for part in self.experts.pieces.parameters())
-
     @torch.inference_mode(mode=False)
     @torch.no_grad()
     def _join(self, w1: Tensor, w2: Tensor) -> DecodeWeights:
