@@ -6,7 +6,7 @@ import faulthandler
 import functools
 import os
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from random import Random
@@ -23,7 +23,7 @@ from stress_numbers import (
     FullWeights,
     expected,
     gradient,
-    rounded_gradients,
+    gradient_units,
     stress_inputs,
     wrong_gradient,
 )
@@ -222,9 +222,9 @@ def wrong_results(
             wrong += wrong_fp8(case, rank, found["output"], of_ranks[number][rank], weights, where)
             continue
         exact, same = (expected(case, of_ranks[number], weights, dtype) for dtype in (torch.float64, case.dtype))
-        rounded = rounded_gradients(case, of_ranks[number], weights, rank) if case.backward else {}
-        for name, limits in rounded.items():
-            complaints = wrong_gradient(found[name], replace(limits, value=exact[name][rank]))
+        units = gradient_units(case, of_ranks[number], weights, rank) if case.backward else {}
+        for name, unit in units.items():
+            complaints = wrong_gradient(found[name], exact[name][rank], unit)
             wrong += [f"{where}: {name}: {complaint}" for complaint in complaints]
         for name in ("output", "grad_tokens") if case.backward else ("output",):
             # All ranks' elements tell how far plain torch is off; over the few of one rank that would be luck.
