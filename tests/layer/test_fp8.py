@@ -10,7 +10,7 @@ from ranks import run_ranks
 from tiers import slow, slow_but
 
 from comet.quantization.formats import quantize_rows
-from comet.quantization.packed import pack, packed_columns, unpack
+from comet.quantization.packed import pack, packed_columns
 
 WIDE = dict(hidden_size=128, ffn_size=128)
 CASES = [
@@ -93,19 +93,6 @@ def pack_on_rank(rank: int, world_size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_the_kernel_that_packs_gives_the_bits_of_the_quantiser(dtype: torch.dtype) -> None:
     run_ranks(pack_on_rank, 1, dtype, interpret=True)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_rows_hold_what_was_packed(dtype: torch.dtype) -> None:
-    rows = quantize_rows(torch.randn(5, 384))
-    found = unpack(pack(rows, dtype), 384)
-    assert torch.equal(found.elements.view(torch.uint8), rows.elements.view(torch.uint8))
-    assert torch.equal(found.scales, rows.scales)
-
-
-def test_the_example_of_packed_columns() -> None:
-    assert packed_columns(7168, torch.bfloat16) == 3712 == 7424 // 2
-    assert all(packed_columns(128 * n, dtype) <= 128 * n for n in range(1, 99) for dtype in (torch.float32, torch.half))
 
 
 @pytest.mark.parametrize(

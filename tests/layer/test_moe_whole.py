@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 
 import pytest
 import torch
@@ -89,8 +90,7 @@ def in_one_process(config: MoEConfig, world_size: int) -> list[Step]:
     return steps
 
 
-@pytest.mark.parametrize("path", ["fused", "twin"])
-@pytest.mark.parametrize(("ep", "tp"), [(2, 1), (2, 2)])
+@pytest.mark.parametrize(("path", "ep", "tp"), [*product(["fused", "twin"], [2], [1, 2]), ("plain", 2, 1)])
 def test_router_and_shared_expert_over_ranks(path: str, ep: int, tp: int) -> None:
     parallel = ParallelConfig(ep=ep, tp=tp)
     steps = run_ranks(on_ranks, ep * tp, CONFIG, parallel, path, interpret=path == "fused", timeout=300)

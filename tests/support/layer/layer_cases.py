@@ -98,9 +98,9 @@ def rank_inputs(case: LayerCase, rank: int, call: int = 0) -> RankInputs:
     generator = torch.Generator().manual_seed(case.seed * 7919 + call * 101 + rank)
     tokens = case.num_tokens[rank]
     ids = torch.rand(tokens, case.num_experts, generator=generator).argsort(dim=1)[:, : case.top_k].to(torch.int32)
-    if case.routing == "one":
+    if case.routing in ("one", "none"):
         ids = torch.full_like(ids, MASKED)
-        ids[:, 0] = case.num_experts - 1
+        ids[:, :1] = case.num_experts - 1 if case.routing == "one" else MASKED
     elif case.routing == "masked":
         ids[torch.rand(ids.shape, generator=generator) < 0.4] = MASKED
     elif case.routing == "first_half":
