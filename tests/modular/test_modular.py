@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from activation_cases import ACTIVATIONS
 from layer_cases import LayerCase, assert_as_close, full_weights, rank_inputs, shard
 from layer_ranks import poison
 from modular_cases import (
@@ -60,6 +61,7 @@ SMALL = LayerCase("small", 1, 1, (9,))
 
 def test_every_combination_on_one_rank() -> None:
     cases = [*attacks(1, seed=11), replace(SMALL, name="bfloat16", dtype=torch.bfloat16, seed=4)]
+    cases += [replace(SMALL, name="biases", activation=each, ffn_size=48, expert_bias=True) for each in ACTIVATIONS]
     outcome = run_combinations(0, 1, cases, {})
     assert len(outcome) == len(combinations())
     assert all(name in outcome[str(pair)] for pair in combinations() if outcome[str(pair)] for name in names(pair))
@@ -83,7 +85,9 @@ def on_two_ranks(rank: int, world_size: int, cases: list[LayerCase], kernel_case
 
 
 def test_every_combination_on_ep_x_tp() -> None:
-    run_ranks(run_combinations, 4, [LayerCase("ep2 x tp2", 2, 2, (14, 0, 5, 9), ffn_size=64, seed=14)], {})
+    case = LayerCase("ep2 x tp2", 2, 2, (14, 0, 5, 9), ffn_size=64, seed=14)
+    biased = replace(case, name="biases", ffn_size=48, routing="masked", activation=ACTIVATIONS[-1], expert_bias=True)
+    run_ranks(run_combinations, 4, [case, biased], {})
 
 
 def run_kernels(rank: int, case: LayerCase) -> None:

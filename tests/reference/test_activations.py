@@ -5,23 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from activation_cases import ACTIVATIONS, NAMES, draw_biases, on_paper
-from reference_cases import GRIDS, Case, make_case
+from reference_cases import GRIDS, dense_formula, make_case
 from torch import Tensor
 
 from comet.config import MoEConfig
 from comet.kernels.runtime.activation import Activation
 from comet.layout import Biases
 from comet.reference.layer import reference_experts
-
-
-def dense(case: Case, activation: Activation, biases: Biases) -> Tensor:
-    pre = torch.einsum("td,efd->tef", case.tokens, case.w1) + biases.b1
-    hidden = on_paper(activation, *pre.chunk(2, dim=-1))
-    outputs = torch.einsum("tef,edf->ted", hidden, case.w2) + biases.b2
-    mixture = torch.zeros(case.tokens.shape[0], case.w1.shape[0], dtype=case.weights.dtype)
-    held = case.ids >= 0
-    mixture.scatter_add_(1, case.ids.clamp(min=0).long(), case.weights.where(held, 0.0))
-    return torch.einsum("te,ted->td", mixture, outputs)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=NAMES)
@@ -55,7 +45,7 @@ def test_gradients_by_finite_differences(activation: Activation) -> None:
 def test_any_ranks_compute_the_dense_formula(activation: Activation, ep: int, tp: int) -> None:
     case, biases = make_case(4), draw_biases(6, 12, 10, torch.float64)
     result = reference_experts(*case.args, ep=ep, tp=tp, activation=activation, biases=biases)
-    torch.testing.assert_close(result, dense(case, activation, biases), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(result, dense_formula(case, activation, biases), rtol=1e-12, atol=1e-12)
 
 
 def test_nan_stays_a_nan() -> None:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from reference_cases import GRIDS, Case, dense_formula, make_case
+from reference_cases import Case, dense_formula, make_case
 from torch import Tensor
 
 from comet.layout import ExpertLayout
@@ -32,6 +32,7 @@ def test_random_shapes_equal_dense_formula(seed: int) -> None:
     sizes = {"num_tokens": draw(0, 30), "top_k": draw(1, num_experts), "num_experts": num_experts}
     print(f"seed {seed}: ep={ep}, tp={tp}, {sizes}")
     case = make_case(seed, **sizes, hidden=draw(1, 9), ffn=tp * draw(1, 5), masked=0.3)
+    case = case.with_ids(case.ids.remainder(draw(1, num_experts)).where(case.ids >= 0, -1))  # some name one twice
     torch.testing.assert_close(reference_experts(*case.args, ep=ep, tp=tp), dense_formula(case), rtol=1e-12, atol=1e-12)
 
 
@@ -68,12 +69,6 @@ def test_no_tokens(id_dtype: torch.dtype) -> None:
     assert torch.equal(w2.grad, torch.zeros_like(w2))
 
 
-def test_all_tokens_to_one_expert() -> None:
-    case = make_case(1)
-    case = case.with_ids(torch.full_like(case.ids, -1).index_fill(1, torch.tensor([1]), 4))
-    torch.testing.assert_close(reference_experts(*case.args, ep=3, tp=2), dense_formula(case), rtol=1e-12, atol=1e-12)
-
-
 def test_all_slots_masked_gives_zero_and_ignores_bad_rows() -> None:
     case = make_case(2)
     case.tokens.fill_(math.nan)
@@ -90,12 +85,6 @@ def test_one_bad_token_stays_alone() -> None:
     others = torch.arange(13) != 6
     assert torch.equal(dirty[others], clean[others])
     assert not dirty[6].isfinite().all()
-
-
-def test_same_expert_twice_counts_twice() -> None:
-    case = make_case(5, top_k=2)
-    case = case.with_ids(torch.full_like(case.ids, 3))
-    torch.testing.assert_close(reference_experts(*case.args), dense_formula(case), rtol=1e-12, atol=1e-12)
 
 
 def test_tokens_do_not_depend_on_each_other_or_on_memory_layout() -> None:
@@ -203,17 +192,6 @@ def test_gradients_with_a_capacity_by_finite_differences() -> None:
         return reference_experts(tokens, case.ids, weights, w1, w2, expert_capacity=2)
 
     assert torch.autograd.gradcheck(layer, inputs)
-
-
-@pytest.mark.parametrize(("ep", "tp"), GRIDS)
-def test_gradients_equal_those_of_dense_formula(ep: int, tp: int) -> None:
-    case = make_case(9)
-    inputs = [tensor.requires_grad_() for tensor in (case.tokens, case.weights, case.w1, case.w2)]
-    upstream = torch.randn(13, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    expected = torch.autograd.grad(dense_formula(case), inputs, upstream)
-    result = torch.autograd.grad(reference_experts(*case.args, ep=ep, tp=tp), inputs, upstream)
-    for gradient, wanted in zip(result, expected, strict=True):
-        torch.testing.assert_close(gradient, wanted, rtol=1e-11, atol=1e-12)
 
 
 def test_gradients_keep_the_dtype_of_their_inputs() -> None:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from layer_cases import LayerCase, assert_as_close, full_weights, rank_inputs, shard
+from layer_cases import LayerCase, assert_as_close, full_biases, full_weights, rank_inputs, shard
 from layer_ranks import poison
 from torch import Tensor
 
 from comet.layer.group import ExpertGroup, make_expert_group
-from comet.layout import ExpertLayout
+from comet.layout import Biases, ExpertLayout
 from comet.modular import EXPERTS, PREPARE_FINALIZE, REDUCTIONS, ActivationFormat, ModularMoE, RoutedTokens
 from comet.quantization.formats import FP8, MXFP8, WEIGHT_TYPES, Weight, quantize_fp8, quantize_mxfp8, quantize_rows
 from comet.quantization.packed import packed_columns
@@ -21,7 +21,7 @@ from comet.reference.layer import reference_experts
 
 NAN_BYTES = 0xFF  # every float made of these bytes is NaN
 ROUTED = ("tokens", "top_k_ids", "top_k_weights")
-PLAIN_ONLY = {"uniform", "one expert", "idle experts"}  # cases that are about rows, not about weights
+PLAIN_ONLY = {"uniform", "one expert", "idle experts", "biases"}  # cases that are about rows, not about weights
 
 
 @dataclass(frozen=True)
@@ -137,19 +137,24 @@ def expected(
     tokens = quantize_rows(inputs.tokens).dequantize(case.dtype) if quantized else inputs.tokens
     w1, w2 = (weight.to(dtype) for weight in dequantized_weights(case, weight_type))
     weights = inputs.top_k_weights.to(torch.promote_types(dtype, torch.float32))
-    return reference_experts(tokens.to(dtype), inputs.top_k_ids, weights, w1.flatten(1, 2), w2, ep=case.ep, tp=case.tp)
+    added = [bias.to(dtype).flatten(1) for bias in full_biases(case)]
+    return reference_experts(
+        tokens.to(dtype), inputs.top_k_ids, weights, w1.flatten(1, 2), w2, ep=case.ep, tp=case.tp,
+        activation=case.activation, biases=Biases(*added) if added else None,
+    )  # fmt: skip
 
 
 def check_layer(layer: ModularMoE, case: LayerCase, rank: int, what: str, device: str = "cpu") -> None:
     """Run all calls of the case and compare; scratch memory is full of NaN before each."""
     w1, w2 = rank_weights(case, rank, layer.weight_type, device)
+    added = [bias.flatten(1).to(device) for bias in shard(case, rank, *full_weights(case), *full_biases(case))[2:]]
     what_is = dict(quantized=layer.experts.takes_fp8, weight_type=layer.weight_type)
     for call in range(case.calls):
         inputs = rank_inputs(case, rank, call)
         layer._pool.fill_(NAN_BYTES)
         parts = (inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
         tokens, ids, weights = (strided(part.to(device)) for part in parts)
-        y = layer(tokens, ids, weights, w1, w2)
+        y = layer(tokens, ids, weights, w1, w2, *([Biases(*added)] if added else []))
         exact, same = (expected(case, rank, dtype, call, **what_is) for dtype in (torch.float64, case.dtype))
         where = f"{what}, {case.name}, seed {case.seed}, call {call}, rank {rank}"
         assert y.dtype == case.dtype, where

@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from activation_cases import on_paper
 from torch import Tensor
+
+from comet.kernels.runtime.activation import SWIGLU, Activation
+from comet.layout import Biases
 
 GRIDS = [(1, 1), (2, 1), (3, 1), (6, 1), (1, 2), (1, 4), (2, 3), (3, 2)]
 
@@ -53,15 +57,12 @@ def make_case(
     return Case(normal(num_tokens, hidden), ids, weights, w1 / hidden**0.5, w2 / ffn**0.5)
 
 
-def dense_formula(case: Case) -> Tensor:
+def dense_formula(case: Case, activation: Activation = SWIGLU, biases: Biases | None = None) -> Tensor:
     """The layer as one would write it on paper: no ranks, no rounding, every expert on every token."""
-    ffn = case.w2.shape[2]
-    gate = torch.einsum("td,efd->tef", case.tokens, case.w1[:, :ffn])
-    up = torch.einsum("td,efd->tef", case.tokens, case.w1[:, ffn:])
-    outputs = torch.einsum("tef,edf->ted", gate / (1 + torch.exp(-gate)) * up, case.w2)
+    b1, b2 = (0, 0) if biases is None else biases
+    pre = torch.einsum("td,efd->tef", case.tokens, case.w1) + b1
+    outputs = torch.einsum("tef,edf->ted", on_paper(activation, *pre.chunk(2, dim=-1)), case.w2) + b2
     mixture = torch.zeros(case.tokens.shape[0], case.w1.shape[0], dtype=case.weights.dtype)
-    for token, row in enumerate(case.ids.tolist()):
-        for slot, expert in enumerate(row):
-            if expert >= 0:
-                mixture[token, expert] += case.weights[token, slot]
+    held = case.ids >= 0
+    mixture.scatter_add_(1, case.ids.clamp(min=0).long(), case.weights.where(held, 0.0))
     return torch.einsum("te,ted->td", mixture, outputs)
