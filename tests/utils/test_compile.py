@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 import torch
-from layer_cases import LayerCase, rank_inputs
+from every_path import decode_weights, every_path, rank_inputs
+from layer_cases import LayerCase
 from modular_cases import make_group, rank_weights
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
-from comet.decode import DecodeWeights, warp_decode
+from comet.decode import warp_decode
 from comet.graphed.moe import GraphedMoE
-from comet.layer.paths import make_path
-from comet.modular import ModularMoE, ReferenceExperts, SingleRank
 from comet.moe import MoE
 from comet.utils.uncompiled import REASON
 
@@ -25,28 +23,20 @@ CASE = LayerCase("compiled", 1, 1, (9,))
 Layer = Callable[[Tensor], Tensor]
 
 
-@contextmanager
-def opened(name: str) -> Iterator[Layer]:
+def layer_of(name: str) -> Layer:
     """``(T, D) -> (T, D)`` by the layer called so."""
-    group, inputs = make_group(CASE), rank_inputs(CASE, 0)
-    routing = (inputs.top_k_ids, inputs.top_k_weights)
-    w1, w2 = rank_weights(CASE, 0, Tensor)
-    weights = DecodeWeights(w1=w1, w2=w2, slots=torch.arange(4, dtype=torch.int32))
     if name in ("twin", "plain", "reference"):
-        layer = MoE(CASE.config, group, path=name)
-        yield lambda x: layer(x)[0]
-    elif name == "graphed":
-        graphed = GraphedMoE(MoE(CASE.config, group))
-        yield lambda x: graphed(x)[0]
-    elif name == "path":
-        path = make_path("twin", CASE.config, group)
-        yield lambda x: path(x, *routing, w1, w2)
-    elif name == "modular":
-        modular = ModularMoE(SingleRank(CASE.config, group), ReferenceExperts(CASE.config, group))
-        yield lambda x: modular(x, *routing, w1, w2)
-    else:
-        yield lambda x: warp_decode(x, *routing, weights)
-    group.close()
+        layer = MoE(CASE.config, make_group(CASE), path=name)
+        return lambda x: layer(x)[0]
+    if name == "graphed":
+        graphed = GraphedMoE(MoE(CASE.config, make_group(CASE)))
+        return lambda x: graphed(x)[0]
+    weights = rank_weights(CASE, 0, Tensor)
+    if name == "warp_decode":  # whose weights are put together before a model is compiled
+        inputs, held = rank_inputs(CASE, 0), decode_weights(*weights, CASE.num_experts)
+        return lambda x: warp_decode(x, inputs.top_k_ids, inputs.top_k_weights, held)
+    run = every_path(CASE)[name]
+    return lambda x: run(x, *weights)
 
 
 class Model(nn.Module):
@@ -59,10 +49,10 @@ class Model(nn.Module):
         return self.after(self.layer(self.before(x).relu())).sigmoid()
 
 
-@pytest.mark.parametrize("name", ["twin", "plain", "reference", "graphed", "path", "modular", "decode"])
+@pytest.mark.parametrize("name", ["twin", "plain", "reference", "graphed", "symmetric path", "grouped", "warp_decode"])
 def test_a_layer_is_one_break(name: str) -> None:
-    trained = name not in ("modular", "decode")
-    with opened(name) as layer, torch.set_grad_enabled(trained):
+    trained, layer = name not in ("grouped", "warp_decode"), layer_of(name)
+    with torch.set_grad_enabled(trained):
         torch.manual_seed(0)
         model, x = Model(layer), torch.randn(9, CASE.hidden_size)
         torch._dynamo.reset()

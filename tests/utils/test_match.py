@@ -10,36 +10,21 @@ from typing import Any
 
 import pytest
 import torch
+from every_path import Layer, every_path
 from layer_cases import LayerCase, full_weights, rank_inputs
-from modular_cases import make_group, strided
+from modular_cases import strided
 from ranks import run_ranks
 from tiers import slow
 from torch import Tensor
 from torch.nn.functional import silu
 
-from comet.decode import DataParallelDecode, DecodeWeights, LocalRunner, ReplicatedRunner, warp_decode
-from comet.layer.paths import make_path
-from comet.layer.routed_experts import SymmetricPath
-from comet.modular import (
-    FusedExperts,
-    FusedPrepareFinalize,
-    GroupedBatched,
-    GroupedContiguous,
-    ModularMoE,
-    ReferenceExperts,
-    SingleRank,
-    SymmetricBatched,
-    SymmetricContiguous,
-    WarpDecodeExperts,
-)
+from comet.decode import LocalRunner
 from comet.quantization.formats import FP8, MXFP8, quantize_fp8, quantize_mxfp8
-from comet.reference.layer import reference_experts
 from comet.utils.match import MatchOnce, Sizes
 
 CASE = LayerCase("one rank", 1, 1, (3,), hidden_size=128, ffn_size=128)
 BLOCKS = replace(CASE, hidden_size=256)  # several scales in a row and in a column
 Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-Layer = Callable[[Any, Any], Tensor]
 LESS = 64
 # Other weights than the layer's, made of its own. D = F, so that a matrix and its transpose have one shape.
 SIZES: dict[str, Change] = {
@@ -96,56 +81,17 @@ def loop(case: LayerCase, w1: Tensor, w2: Tensor) -> Tensor:
     return out
 
 
-def layers(case: LayerCase, kernels: bool, kind: type = Tensor) -> dict[str, Layer]:
-    """Every path of one rank, by kernels or without, for weights of a kind."""
-    inputs, config, group = rank_inputs(case, 0), case.config, make_group(case)
-    routed = (inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
-    own = dict(use_kernels=kernels)
-    symmetric = SymmetricPath(config, group, case.overlap, **own)
-
-    def modular(transport: Any, experts: Any) -> Layer:
-        return partial(ModularMoE(transport, experts, weight_type=kind), *routed)
-
-    def decode(w1: Any, w2: Any) -> Tensor:
-        parts = dict(w1=w1, w2=w2) if kind is Tensor else dict(w1=w1.elements, w2=w2.elements)
-        scales = {} if kind is Tensor else dict(w1_scales=w1.scales, w2_scales=w2.scales)
-        held = torch.arange(case.num_experts, dtype=torch.int32)
-        slots = held.where(held < parts["w1"].shape[0], -1)  # a rank may hold fewer
-        return warp_decode(*routed, DecodeWeights(**parts, **scales, slots=slots), **own)
-
-    found = {
-        "decode": decode,
-        "grouped": modular(SingleRank(config, group), GroupedContiguous(config, group, **own)),
-        "symmetric": modular(SymmetricContiguous(config, group, **own), GroupedContiguous(config, group, **own)),
-        "batched": modular(SymmetricBatched(config, group, **own), GroupedBatched(config, group, **own)),
-        "modular reference": modular(SingleRank(config, group), ReferenceExperts(config, group)),
-        "own tokens": partial(DataParallelDecode(config, group), *routed),
-        "replicated": partial(ReplicatedRunner(config, group), *routed),
-        "modular decode": modular(SingleRank(config, group), WarpDecodeExperts(config, group, **own)),
-        "symmetric path": partial(symmetric if kind is Tensor else symmetric.fp8, *routed),
-    }
-    if kind is not Tensor or kernels:  # they choose themselves
-        del found["own tokens"], found["replicated"]
-    if kind is Tensor:
-        found["specification"] = partial(reference_experts, *routed)
-        found |= {name: partial(make_path(name, config, group), *routed) for name in ("reference", "plain")}
-        found["fused"] = modular(FusedPrepareFinalize(config, group, **own), FusedExperts(config, group))
-    elif kind is MXFP8:
-        del found["symmetric path"]
-    return found
-
-
-def try_all(found: dict[str, Layer], w1: Any, w2: Any, exact: Callable[[], Tensor], limit: float) -> dict[str, str]:
+def try_all(case: LayerCase, found: dict[str, Layer], w1: Any, w2: Any, exact: Callable[[], Tensor]) -> dict[str, str]:
     """By path: whether it refuses the weights and names one, or is right."""
     outcome = {}
     for name, layer in found.items():
         try:
-            y = layer(w1, w2)
+            y = layer(rank_inputs(case, 0).tokens, w1, w2)
         except ValueError as refusal:
             words = str(refusal)
             outcome[name] = REFUSED if any(word in words for word in NAMES) else words
             continue
-        wanted = exact()
+        wanted, limit = exact(), 0.1 if "in FP8" in name or (name, type(w1)) == ("symmetric path", FP8) else 1e-4
         off = float((y - wanted).abs().max() / wanted.abs().max())
         outcome[name] = "right" if off < limit else f"off by {off:.2g} and says nothing"
     return outcome
@@ -157,16 +103,16 @@ def check(outcome: dict[str, dict[str, str]], refused: Iterable[str]) -> None:
     for change, paths in outcome.items():
         for path, found in paths.items():
             must = {REFUSED} if change in refused else {REFUSED, RIGHT}
-            holds_fewer = change == "fewer experts" and path == "decode"
+            holds_fewer = change == "fewer experts" and path.startswith("decode")
             assert found in (must | {RIGHT} if holds_fewer else must), f"{change}: {path}: {found}"
 
 
 def run_plain(rank: int, world_size: int, kernels: bool) -> dict[str, dict[str, str]]:
     w1, w2 = full_weights(CASE)
-    found, outcome = layers(CASE, kernels), {}
+    found, outcome = every_path(CASE, kernels=kernels), {}
     for change, changed in {"none": lambda *same: same, **SIZES, **OTHER_LAYERS, **TYPES, **STRIDES}.items():
         given = changed(w1.flatten(1, 2), w2)
-        outcome[change] = try_all(found, *given, partial(loop, CASE, *given), 1e-4)
+        outcome[change] = try_all(CASE, found, *given, partial(loop, CASE, *given))
     return outcome
 
 
@@ -205,12 +151,10 @@ def run_quantised(rank: int, world_size: int, kind: type, kernels: bool) -> dict
         given[f"scales: {view}"] = tuple(replace(weight, scales=seen(weight.scales)) for weight in right)
     for view in ("transposed", "every second"):
         given[f"elements: {view}"] = tuple(replace(weight, elements=VIEWS[view](weight.elements)) for weight in right)
-    found, outcome = layers(case, kernels, kind), {}
+    found, outcome = every_path(case, kernels=kernels, kind=kind), {}
     for change, weights in given.items():
         exact = partial(loop, case, *(weight.dequantize() for weight in weights))
-        rounded = {"symmetric path": found.pop("symmetric path")} if kind is FP8 else {}
-        outcome[change] = try_all(found, *weights, exact, 1e-4) | try_all(rounded, *weights, exact, 0.1)
-        found |= rounded
+        outcome[change] = try_all(case, found, *weights, exact)
     return outcome
 
 

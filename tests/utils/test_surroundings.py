@@ -5,23 +5,22 @@ And types that cannot be right are refused by name.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from every_path import decode_weights, every_path, rank_inputs
 from layer_cases import LayerCase
-from layer_cases import rank_inputs as draw_inputs
 from layer_ranks import poison
 from modular_cases import make_group, rank_weights
 from ranks import run_ranks
 from torch import Tensor
 
-from comet.comm import make_communicator
 from comet.config import MoEConfig, ParallelConfig
-from comet.decode import DecodeWeights, RankDecode, rank_slots, warp_decode
+from comet.decode import RankDecode, warp_decode
 from comet.layer.group import make_expert_group
 from comet.layer.paths import make_path
 from comet.layer.routed_experts import SymmetricPath
@@ -35,16 +34,13 @@ from comet.modular import (
     DequantizingContiguous,
     GroupedContiguous,
     ModularMoE,
-    ReferenceExperts,
-    SingleRank,
     SymmetricBatched,
     SymmetricContiguous,
     WarpDecodeExperts,
 )
 from comet.moe import MoE
 from comet.quantization.formats import (
-    FP8,
-    MXFP8,
+    WEIGHT_TYPES,
     quantize_fp8,
     quantize_mxfp4,
     quantize_mxfp8,
@@ -54,12 +50,11 @@ from comet.tuner.problem import Problem
 from comet.utils.autocast import without_autocast
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
-rank_inputs = functools.cache(draw_inputs)  # drawn once, in no surroundings
+CASE = LayerCase("surroundings", 1, 1, (9,), hidden_size=128, ffn_size=128)
 
-CASE = LayerCase("surroundings", 1, 1, (9,))
-WIDE = LayerCase("surroundings", 1, 1, (9,), hidden_size=128, ffn_size=128)
-
-MODEL = ModelConfig(name="small", context=8, hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=2, moe=CASE.config)
+MODEL = ModelConfig(
+    name="small", context=8, hidden_size=128, num_layers=1, num_heads=2, num_kv_heads=2, moe=CASE.config
+)
 
 
 @contextmanager
@@ -109,44 +104,11 @@ def whole_layer(path: str, dtype: torch.dtype) -> list[Tensor]:
     return [y, stats.loss, x.grad, *(parameter.grad for parameter in layer.parameters() if parameter.grad is not None)]
 
 
-def fp8_layer() -> list[Tensor]:
-    group = make_group(WIDE)
-    path = SymmetricPath(WIDE.config, group, WIDE.overlap, use_kernels=False)
-    inputs, (w1, w2) = rank_inputs(WIDE, 0), rank_weights(WIDE, 0, FP8)
-    return [path.fp8(inputs.tokens, inputs.top_k_ids, inputs.top_k_weights, w1, w2)]
-
-
-def decode_step(dtype: torch.dtype, weight_type: type = Tensor) -> list[Tensor]:
-    inputs, (w1, w2) = rank_inputs(CASE, 0), rank_weights(CASE, 0, weight_type)
-    slots = torch.arange(4, dtype=torch.int32)
-    if isinstance(w1, Tensor):
-        weights = DecodeWeights(w1=w1.to(dtype), w2=w2.to(dtype), slots=slots)
-    else:
-        scales = dict(w1_scales=w1.scales, w2_scales=w2.scales)
-        weights = DecodeWeights(w1=w1.elements, w2=w2.elements, slots=slots, **scales)
-    step = (inputs.tokens.to(dtype), inputs.top_k_ids, inputs.top_k_weights, weights)
-    comm = make_communicator("cpu_shm", None, "cpu")
-    ranks = RankDecode(comm, hidden_size=CASE.hidden_size)
-    return [warp_decode(*step), ranks(*step)]
-
-
-def modular_layers(dtype: torch.dtype) -> list[Tensor]:
-    inputs, outputs = rank_inputs(CASE, 0), []
-    case = LayerCase("surroundings", 1, 1, (9,), dtype=dtype)
-    for weight_type in (Tensor, FP8, MXFP8):
-        w1, w2 = rank_weights(case, 0, weight_type)
-        for transport, experts in (
-            (SingleRank, ReferenceExperts),
-            (SymmetricBatched, ReferenceExperts),
-            (SymmetricContiguous, GroupedContiguous),
-            (AllToAll, DequantizingContiguous),
-            (SingleRank, WarpDecodeExperts),
-        ):
-            group = make_group(case)
-            layer = ModularMoE(transport(case.config, group), experts(case.config, group), weight_type=weight_type)
-            outputs.append(layer(inputs.tokens.to(dtype), inputs.top_k_ids, inputs.top_k_weights, w1, w2))
-            group.close()
-    return outputs
+def all_paths(kind: type, dtype: torch.dtype) -> list[Tensor]:
+    case = replace(CASE, dtype=dtype)
+    tokens, weights = rank_inputs(case, 0).tokens, rank_weights(case, 0, kind)
+    torch_refuses = () if dtype == torch.float32 else ("specification", "reference")  # to put their parts together
+    return [layer(tokens, *weights) for name, layer in every_path(case, kind=kind).items() if name not in torch_refuses]
 
 
 def quantised(dtype: torch.dtype) -> list[Tensor]:
@@ -181,15 +143,7 @@ COMPUTED: dict[str, Callable[[], list[Tensor]]] = {
     "twin layer in bfloat16": partial(whole_layer, "twin", torch.bfloat16),
     "plain layer in bfloat16": partial(whole_layer, "plain", torch.bfloat16),
     "reference layer": partial(whole_layer, "reference", torch.float32),
-    "FP8 layer": fp8_layer,
-    "decode": partial(decode_step, torch.float32),
-    "decode in float16": partial(decode_step, torch.float16),
-    "decode in bfloat16": partial(decode_step, torch.bfloat16),
-    "decode of MXFP8": partial(decode_step, torch.bfloat16, MXFP8),
-    "decode of FP8": partial(decode_step, torch.float32, FP8),
-    "modular layers": partial(modular_layers, torch.float32),
-    "modular layers in float16": partial(modular_layers, torch.float16),
-    "modular layers in bfloat16": partial(modular_layers, torch.bfloat16),
+    **{f"{kind.__name__}, {dtype}": partial(all_paths, kind, dtype) for kind in WEIGHT_TYPES for dtype in TYPES},
     "quantised float32": partial(quantised, torch.float32),
     "quantised bfloat16": partial(quantised, torch.bfloat16),
     "inputs of the tuner": inputs_to_measure,
@@ -224,22 +178,16 @@ def test_mx_blocks_of_the_smallest_scale_outlive_flushed_subnormals(quantise: Ca
     assert torch.equal(coarse, values.bfloat16())
 
 
-@pytest.mark.parametrize("weight_type", [Tensor, FP8, MXFP8])
+@pytest.mark.parametrize("kind", WEIGHT_TYPES)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.bool])
-def test_tokens_that_are_integers_are_refused(dtype: torch.dtype, weight_type: type) -> None:
-    inputs, (w1, w2) = rank_inputs(CASE, 0), rank_weights(CASE, 0, weight_type)
-    tokens, routing = inputs.tokens.to(dtype), (inputs.top_k_ids, inputs.top_k_weights)
-    wanted = rf"tokens of dtype {dtype} must be one of \(torch.float32, torch.float16, torch.bfloat16, torch.float64\)"
-    group = make_group(CASE)
-    layer = ModularMoE(SingleRank(CASE.config, group), ReferenceExperts(CASE.config, group), weight_type=weight_type)
-    with pytest.raises(ValueError, match=wanted):
-        layer(tokens, *routing, w1, w2)
-    slots, scales = torch.arange(4, dtype=torch.int32), {}
-    if not isinstance(w1, Tensor):
-        scales = dict(w1_scales=w1.scales, w2_scales=w2.scales)
-        w1, w2 = w1.elements, w2.elements
-    with pytest.raises(ValueError, match=wanted):
-        warp_decode(tokens, *routing, DecodeWeights(w1=w1, w2=w2, slots=slots, **scales))
+def test_tokens_that_are_integers_are_refused(dtype: torch.dtype, kind: type) -> None:
+    tokens, weights = rank_inputs(CASE, 0).tokens.to(dtype), rank_weights(CASE, 0, kind)
+    for name, layer in every_path(CASE, kind=kind).items():
+        with pytest.raises(
+            ValueError, match=rf"(tokens of dtype {dtype}|dtype={dtype} of (the )?tokens) must be "
+        ) as refused:
+            layer(tokens, *weights)
+        assert "float" in str(refused.value), name
 
 
 @pytest.mark.parametrize("param_dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -262,27 +210,19 @@ def test_a_shared_expert_takes_the_tokens_dtype(param_dtype: torch.dtype) -> Non
 
 
 def run_bfloat16_on_kernels(rank: int, world_size: int) -> dict[str, str]:
-    case = LayerCase("interpreted", 1, 1, (5,), dtype=torch.bfloat16)
-    group, inputs = make_group(case), draw_inputs(case, 0)
-    w1, w2 = rank_weights(case, 0, Tensor)
-    parts = (inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
+    """What is said where a path is made, or called if it was made."""
+    case = replace(CASE, dtype=torch.bfloat16)
+    group, tokens, weights = make_group(case), rank_inputs(case, 0).tokens, rank_weights(case, 0, Tensor)
+    steps = tokens, rank_inputs(case, 0).top_k_ids, rank_inputs(case, 0).top_k_weights, decode_weights(*weights, 4)
     config, kernels = case.config, dict(use_kernels=True)
-    weights = DecodeWeights(w1=w1, w2=w2, slots=rank_slots(group.layout(config), "cpu"))
-
-    def modular(transport: Callable, experts: Callable) -> Callable[[], object]:
-        return lambda: ModularMoE(transport(config, group), experts(config, group))(*parts, w1, w2)
-
-    grouped, symmetric = partial(GroupedContiguous, **kernels), partial(SymmetricContiguous, **kernels)
     calls: dict[str, Callable[[], object]] = {
-        "fused": lambda: MoE(config, group, path="fused", param_dtype=torch.bfloat16)(inputs.tokens),
-        "decode": lambda: warp_decode(*parts, weights, use_kernels=True),
-        "decode over ranks": lambda: RankDecode(group.comm, hidden_size=32, use_kernels=True)(*parts, weights),
-        "modular, grouped": modular(SingleRank, grouped),
-        "modular, decode": modular(SingleRank, partial(WarpDecodeExperts, **kernels)),
-        "modular, symmetric": modular(symmetric, partial(GroupedContiguous, use_kernels=False)),
-        "making a path": lambda: SymmetricPath(config, group, None, **kernels),
-        "making grouped experts": lambda: grouped(config, group),
-        "making a transport": lambda: symmetric(config, group),
+        "fused": lambda: MoE(config, group, path="fused", param_dtype=torch.bfloat16),
+        "decode": lambda: warp_decode(*steps, **kernels),
+        "decode over ranks": lambda: RankDecode(group.comm, hidden_size=case.hidden_size, **kernels)(*steps),
+        "symmetric path": lambda: SymmetricPath(config, group, None, **kernels),
+        "grouped experts": lambda: GroupedContiguous(config, group, **kernels),
+        "warp decode experts": lambda: WarpDecodeExperts(config, group, **kernels),
+        "transport": lambda: SymmetricContiguous(config, group, **kernels),
     }
     said = {}
     for name, call in calls.items():
@@ -303,7 +243,7 @@ def test_bfloat16_is_refused_by_interpreted_kernels() -> None:
 def run_nan_on_the_last_rank(rank: int, world_size: int, parts: tuple[type, type], ep: int, bad: float) -> str:
     """What a call says on this rank; then a call with good tokens has to work."""
     case = LayerCase("nan", ep, world_size // ep, (6,) * world_size, hidden_size=128)
-    group, inputs = make_group(case), draw_inputs(case, rank)
+    group, inputs = make_group(case), rank_inputs(case, rank)
     w1, w2 = rank_weights(case, rank, Tensor)
     poison(group)
     layer = ModularMoE(*(part(case.config, group) for part in parts))
