@@ -1,13 +1,15 @@
 """Configuration of the MoE layer: frozen dataclasses that validate themselves, so that no bad value travels further.
 
-Letters (design section 2): T tokens on this rank, K experts per token, D hidden size, F expert feed-forward size,
+Letters: T tokens on this rank, K experts per token, D hidden size, F expert feed-forward size,
 E experts in all, e experts owned by one EP shard, W ranks in the MoE group = EP x TP.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 import torch
@@ -34,6 +36,19 @@ def require(condition: bool, message: str | Callable[[], str]) -> None:
     """
     if not condition:
         raise ValueError(message if isinstance(message, str) else message())
+
+
+NUMBERS = {"int": (Integral, "a whole number"), "float": (Real, "a finite number")}  # by how a field is annotated
+
+
+def check_numbers(config: Any) -> None:
+    """Raise ``ValueError`` unless the numbers of a dataclass are whole where they have to be, and finite."""
+    for item in fields(config):
+        kind, _, optional = str(item.type).partition(" | ")
+        value = getattr(config, item.name)
+        if kind in NUMBERS and not (optional and value is None):
+            number, rule = NUMBERS[kind]
+            require(isinstance(value, number) and math.isfinite(value), f"{item.name}={value!r} must be {rule}")
 
 
 # Settings that are gone, and what to use instead.
@@ -71,16 +86,23 @@ def check_token_dtype(dtype: torch.dtype) -> None:
         raise ValueError(f"tokens of dtype {dtype} must be one of {known}")
 
 
-def check_kernel_dtype(dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ``ValueError`` unless kernels compute right with tokens of this dtype.
+def check_kernels(dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ``ValueError`` unless kernels run on the device, and compute right with tokens of this dtype.
 
     On a CPU they run under Triton's interpreter, which computes with the bits of bfloat16 as if they were integers.
     """
-    if dtype in MOE_DTYPES and device.type != "cpu":
+    require(dtype in MOE_DTYPES, lambda: f"tokens of dtype {dtype} must be one of {MOE_DTYPES} for the kernels")
+    if device.type != "cpu":
         return
-    require(dtype in MOE_DTYPES, f"tokens of dtype {dtype} must be one of {MOE_DTYPES} for the kernels")
+    from triton import knobs  # which is there where kernels are
+
     require(
-        device.type != "cpu" or dtype != torch.bfloat16,
+        knobs.runtime.interpret,
+        f"device={device} must be a GPU for kernels (path='fused', use_kernels=True), or TRITON_INTERPRET=1 be set "
+        "for Triton's interpreter; path='twin' does the same in plain torch",
+    )
+    require(
+        dtype != torch.bfloat16,
         f"tokens of dtype {dtype} must be torch.float32 or torch.float16 for kernels on a CPU, whose interpreter is "
         "wrong in bfloat16; or use no kernels there: path='twin', use_kernels=False",
     )
@@ -136,6 +158,7 @@ class MoEConfig:
     expert_bias: bool = False
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         object.__setattr__(self, "activation", _activation(self.activation))
         for name in ("hidden_size", "ffn_size"):
             value = getattr(self, name)
@@ -184,7 +207,10 @@ def _activation(given: Any) -> Activation:
     """An activation, its name, or its fields as a stored configuration holds them."""
     if isinstance(given, str):
         return Activation(given)  # type: ignore[arg-type]  # which checks the name
-    return Activation(**given) if isinstance(given, Mapping) else given
+    if isinstance(given, Mapping):
+        return Activation(**given)
+    require(isinstance(given, Activation), f"activation={given!r} must be an Activation, its name or its fields")
+    return given
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,6 +230,7 @@ class ParallelConfig:
     node_size: int | None = None
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         require(self.ep >= 1, f"ep={self.ep} must be at least 1")
         require(self.tp >= 1, f"tp={self.tp} must be at least 1")
         if self.node_size is not None:
@@ -239,7 +266,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OverlapConfig:
-    """How a fused kernel shares its thread blocks and orders its work (design sections 8 and 9).
+    """How a fused kernel shares its thread blocks and orders its work.
 
     Args:
         comm_blocks: 0: communication is colocated with compute, on every SM: a warp or more of each block of a kernel
@@ -253,6 +280,7 @@ class OverlapConfig:
     num_panels: int = 4
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         require(self.comm_blocks >= 0, f"comm_blocks={self.comm_blocks} must be at least 0")
         require(self.num_panels >= 1, f"num_panels={self.num_panels} must be at least 1")
 

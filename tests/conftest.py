@@ -54,3 +54,11 @@ def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
         patch.setenv("OMP_NUM_THREADS", "1")
         yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a test ask for kernels on a CPU that it does not launch: this process made them without the interpreter."""
+    from triton import knobs
+
+    monkeypatch.setattr(knobs.runtime, "interpret", True)

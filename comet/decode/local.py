@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from comet.config import check_kernel_dtype, require, resolve_kernels
+from comet.config import check_kernels, require, resolve_kernels
 from comet.decode.twin import warp_decode_torch
 from comet.decode.weights import DecodeScratch, DecodeWeights, check_inputs
 from comet.kernels.decode.blocks import DecodeConfig, select
@@ -68,7 +68,7 @@ def run_kernels(
     The caller has checked the inputs. Gathered tokens, ids and routing weights need no contents yet; ``out`` is then of
     this rank's tokens.
     """
-    check_kernel_dtype(tokens.dtype, tokens.device)
+    check_kernels(tokens.dtype, tokens.device)
     num_tokens, top_k = top_k_ids.shape
     out = tokens.new_empty(tokens.shape) if out is None else out
     if num_tokens == 0:

@@ -135,7 +135,7 @@ def make_expert_group(
         reserved_sms = spare_multiprocessors
         warn_renamed("spare_multiprocessors", "reserved_sms")
     device = torch.device(device)
-    check_current(device)
+    check_device(device)
     check_reserved_sms(reserved_sms, device)
     ranks = _join(moe, parallel, device.type, timeout_s)
     shape = WorkspaceShape.create(moe, parallel.world_size, max_tokens, dtype)
@@ -200,9 +200,11 @@ def _tell_of_padding(ffn_size: int, tp: int) -> None:
         )  # fmt: skip
 
 
-def check_current(device: torch.device) -> None:
-    """Raise ``ValueError`` for a GPU that is not the current one: kernels would start on that, for another's memory."""
-    if device.type == "cuda" and device.index is not None and torch.cuda.is_available():
+def check_device(device: torch.device) -> None:
+    """Raise ``ValueError`` for what is no CPU and no GPU that is there, and the current one, on which kernels start."""
+    require(device.type in ("cpu", "cuda"), f"device={device} must be 'cpu' or 'cuda'")
+    require(device.type == "cpu" or torch.cuda.is_available(), f"device={device} must be 'cpu': torch finds no GPU")
+    if device.index is not None and device.type == "cuda":
         current = torch.cuda.current_device()
         require(
             device.index == current,

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from comet.comm.base import require_memory
 from comet.comm.collectives import wants_grad
-from comet.config import MoEConfig, OverlapConfig, check_kernel_dtype, require
+from comet.config import MoEConfig, OverlapConfig, check_kernels, require
 from comet.layer.backend import Backend
 from comet.layer.group import ExpertGroup
 from comet.layer.plan import Plan, check_tokens
@@ -268,7 +268,7 @@ def make_backend(config: MoEConfig, group: ExpertGroup, overlap: OverlapConfig |
         return Twin.create(config, group, overlap)
     from comet.layer.fused import Fused  # needs Triton
 
-    check_kernel_dtype(group.workspace.shape.dtype, group.device)
+    check_kernels(group.workspace.shape.dtype, group.device)
     return Fused.create(config, group, overlap)
 
 

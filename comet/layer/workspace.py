@@ -36,7 +36,7 @@ import torch
 
 from comet.comm.base import ALIGNMENT, Communicator, SymmTensor
 from comet.comm.signals import check_epoch, waited
-from comet.config import MOE_DTYPES, MoEConfig, ParallelConfig, require
+from comet.config import MOE_DTYPES, MoEConfig, ParallelConfig, check_numbers, require
 from comet.errors import CapacityError, NotFiniteError
 from comet.layout import CHUNK_FLAGS, CHUNK_ROWS, COMBINE_CHUNK_ROWS, round_up
 
@@ -61,6 +61,7 @@ class WorkspaceShape:
     dtype: torch.dtype  # element type of tokens: float32, float16 or bfloat16
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         require(self.max_tokens >= 1, f"max_tokens={self.max_tokens} must be at least 1")
         require(self.dtype in MOE_DTYPES, f"dtype={self.dtype} must be one of {MOE_DTYPES}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from comet.config import MoEConfig, require
+from comet.config import MoEConfig, check_numbers, require
 
 NUM_BYTE_VALUES = 256
 
@@ -43,6 +43,7 @@ class ModelConfig:
     rope_base: float = 10_000.0
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         require(bool(self.name), f"name={self.name!r} must not be empty")
         require(
             self.vocab_size >= NUM_BYTE_VALUES,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from comet.comm.collectives import accumulator_dtype
-from comet.config import MoEConfig, check_kernel_dtype, resolve_kernels
+from comet.config import MoEConfig, check_kernels, resolve_kernels
 from comet.layer.group import ExpertGroup
 from comet.layout import Biases, added_biases, positions_in_groups, round_up
 from comet.modular.interfaces import (
@@ -87,7 +87,7 @@ class KernelExperts(ExpertsBase):
         self.device = group.device
         self.use_kernels = resolve_kernels(group.device, use_kernels)
         if self.use_kernels:
-            check_kernel_dtype(group.workspace.shape.dtype, group.device)
+            check_kernels(group.workspace.shape.dtype, group.device)
 
 
 def weight_regions(problem: Problem) -> Regions:
@@ -236,7 +236,7 @@ class _Grouped(KernelExperts, ABC):
         from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm, group_gemm_torch  # needs triton
 
         if self.use_kernels:  # not every transport asks for the pool's dtype
-            check_kernel_dtype(tokens.dtype, tokens.device)
+            check_kernels(tokens.dtype, tokens.device)
         gemm = group_gemm if self.use_kernels else group_gemm_torch
         config, gate_up, hidden = GemmConfig.select(tokens.dtype), regions["gate_up"], regions["hidden"]
         gemm(tokens, w1, gate_up, table, gather=table.row_ids.numel() > 0, layout="nk", config=config)

@@ -1,4 +1,4 @@
-"""Shared-tensor dependency analysis: along which axis can a producer and a consumer overlap? (design section 3)
+"""Shared-tensor dependency analysis: along which axis can a producer and a consumer overlap?
 
 A *shared tensor* is the buffer between two operators, exactly one of which communicates. An ``Operator`` says for every
 axis of every tensor how it touches it; ``analyze`` reads nothing else, so the axis of each pipeline is derived, never

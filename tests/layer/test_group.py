@@ -40,6 +40,7 @@ def make_group(rank: int = 0, world_size: int = 1, **changes) -> ExpertGroup:
         ({"top_k": 3}, "top_k=3 of the layer must be at most the group's 2"),
     ],
 )
+@pytest.mark.usefixtures("interpreted")
 def test_layers_that_do_not_fit_the_pool_are_refused_when_they_are_made(
     path: str, changes: dict[str, int], message: str
 ) -> None:
@@ -169,6 +170,7 @@ def test_what_was_opened_is_closed_where_making_the_group_fails(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("path", ["twin", "fused"])
+@pytest.mark.usefixtures("interpreted")
 def test_no_layer_runs_after_its_group_was_closed(path: str) -> None:
     group = make_group()
     layer = MoE(CONFIG, group, path=path)
@@ -192,6 +194,20 @@ def test_a_gpu_that_is_not_the_current_one_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     with pytest.raises(ValueError, match=r"^device=cuda:1 must be the current GPU, cuda:0; torch\.cuda\.set_device "):
         make_group(device=named)
+
+
+@pytest.mark.parametrize(
+    ("named", "rule"), [("cuda", "'cpu': torch finds no GPU"), ("meta", "'cpu' or 'cuda'"), ("mps", "'cpu' or 'cuda'")]
+)
+def test_so_is_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch, named: str, rule: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=f"^device={named} must be {rule}$"):
+        make_group(device=named)
+
+
+def test_kernels_on_a_cpu_need_the_interpreter() -> None:
+    with pytest.raises(ValueError, match=r"^device=cpu must be a GPU for kernels .*, or TRITON_INTERPRET=1 be set "):
+        MoE(CONFIG, make_group(), path="fused")
 
 
 @pytest.mark.parametrize("named", ["cuda:1", "cuda", "cpu"])

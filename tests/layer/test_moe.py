@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -296,6 +297,30 @@ def test_uneven_parallelism_is_named() -> None:
         OverlapConfig(comm_blocks=-1)
 
 
+def moe_config(**changes: object) -> MoEConfig:
+    sizes: dict[str, Any] = dict(hidden_size=32, ffn_size=32, num_experts=4, top_k=2)
+    return MoEConfig(**sizes | changes)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: moe_config(hidden_size=64.0), "hidden_size=64.0 must be a whole number"),
+        (lambda: moe_config(hidden_size="64"), "hidden_size='64' must be a whole number"),
+        (lambda: moe_config(top_k=1.5), "top_k=1.5 must be a whole number"),
+        (lambda: moe_config(routed_scale=math.nan), "routed_scale=nan must be a finite number"),
+        (lambda: moe_config(max_imbalance=math.inf), "max_imbalance=inf must be a finite number"),
+        (lambda: moe_config(activation=3), "activation=3 must be an Activation, its name or its fields"),
+        (lambda: ParallelConfig(ep=2.0), "ep=2.0 must be a whole number"),
+        (lambda: OverlapConfig(num_panels=None), "num_panels=None must be a whole number"),
+        (lambda: make_group(moe_config(), max_tokens=1.5), "max_tokens=1.5 must be a whole number"),
+    ],
+)
+def test_numbers_that_are_not_whole_or_finite_are_named(make: Callable, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        make()
+
+
 @pytest.mark.parametrize("trains", [False, True])
 def test_only_a_forward_pass_that_records_gradients_keeps_rows(monkeypatch: pytest.MonkeyPatch, trains: bool) -> None:
     """Parameters require gradients under ``no_grad``, too; keeping rows would cost a copy and a slower layer 0."""
@@ -357,6 +382,7 @@ def by_the_modular_layer(layer: MoE, tokens: Tensor, ids: Tensor, weights: Tenso
 @pytest.mark.parametrize("path", ["twin", "fused"])
 @pytest.mark.parametrize("call", [by_layer, by_experts_in_fp8, by_the_modular_layer])
 @pytest.mark.parametrize(("tokens", "message"), MISFITS)
+@pytest.mark.usefixtures("interpreted")
 def test_tokens_that_do_not_fit_pool_and_ids_are_named(
     path: str, call: Callable[..., None], tokens: Tensor, message: str
 ) -> None:

@@ -376,6 +376,7 @@ def test_more_tokens_than_a_decode_step(case: LayerCase) -> None:
     assert torch.equal(first, second), "ranks differ"
 
 
+@pytest.mark.usefixtures("interpreted")
 def test_what_computes_in_fp8() -> None:
     case = LayerCase("one rank", 1, 1, (8,), hidden_size=128, ffn_size=128)
     narrow = LayerCase("one rank", 1, 1, (8,), hidden_size=144, ffn_size=128)

@@ -292,6 +292,7 @@ def scratch(dtype: torch.dtype, **options: int) -> DecodeScratch:
         ),
     ],
 )
+@pytest.mark.usefixtures("interpreted")
 def test_bad_input_is_named(build, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build()
@@ -340,6 +341,7 @@ def test_blocks_are_selected_for_every_step(
 
 
 @pytest.mark.parametrize("captures", [True, False])
+@pytest.mark.usefixtures("interpreted")
 def test_what_a_graph_uses_lives_as_long_as_the_weights_it_reads(
     monkeypatch: pytest.MonkeyPatch, captures: bool
 ) -> None:
@@ -371,6 +373,7 @@ def test_memory_does_not_hold_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen() is None
 
 
+@pytest.mark.usefixtures("interpreted")
 def test_a_graph_of_a_step_over_ranks_outlives_the_object_that_took_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("comet.utils.graphs.is_capturing", lambda device: True)
     monkeypatch.setattr("comet.decode.local.decode", lambda *step: None)

@@ -127,6 +127,7 @@ def test_twin_runs_on_the_dequantised_numbers(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["", *KINDS])
+@pytest.mark.usefixtures("interpreted")
 def test_no_tokens(kind: str) -> None:
     inputs = make_inputs(DecodeCase(name="none", T=0, K=2, E=4, D=32, F=32, quantised=kind), torch.float32, "cpu")
     step = (inputs.tokens, inputs.ids, inputs.routing_weights, inputs.weights)
@@ -259,6 +260,7 @@ def test_bad_scales_are_named(kind: str, changes: dict, message: str) -> None:
         ("mxfp4", 32, r"down.depth=32 must be at least 64 for form='matrix' and weights with a scale per 32 in four b"),
     ],
 )
+@pytest.mark.usefixtures("interpreted")
 def test_steps_that_do_not_fit_the_scales_are_named(kind: str, depth: int, message: str) -> None:
     config = replace(MATRIX, down=BlockShape(rows=32, depth=depth))
     with pytest.raises(ValueError, match=message):

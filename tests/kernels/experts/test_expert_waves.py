@@ -98,6 +98,7 @@ def test_waves_over_ranks() -> None:
     run_ranks(compare_waves_over_ranks, 2, case, 2, (4, 1), interpret=True)
 
 
+@pytest.mark.usefixtures("interpreted")
 def test_a_step_of_one_token_is_one_wave() -> None:
     case = DecodeCase(name="fold", T=1, K=2, E=4, D=80, F=48, config=FOLD)
     cache = cache_of(case, 1)
