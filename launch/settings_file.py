@@ -87,6 +87,8 @@ class Settings:
             return cls()
         try:
             content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader) or {}
+        except OSError as error:
+            raise ValueError(f"--config={path} must be a file that can be read: {error.strerror}") from error
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ValueError(f"--config={path} must be a YAML file: {error}") from error
         require(isinstance(content, dict), f"--config={path} must hold settings, name: value, not {content!r:.40}")

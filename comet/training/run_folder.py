@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from pathlib import Path
@@ -45,9 +44,9 @@ class FolderLock:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock.acquire(timeout=self.patience_s)
-            owner.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
+            owner.write_text(f"pid {os.getpid()} on {socket.gethostname()}")
         except Timeout as error:
-            text = owner.read_text() if owner.is_file() else "unknown"
+            text = owner.read_text() if owner.is_file() else "which has not said its name yet"
             raise ValueError(
                 f"{self.setting} is in use by another job ({' '.join(text.split())}): wait for its end, or choose "
                 "another folder"

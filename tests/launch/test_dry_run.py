@@ -177,4 +177,5 @@ def test_a_mistake_in_the_file_is_one_line(text: str, message: str, tmp_path, ca
 
 def test_a_missing_file_is_named(tmp_path, capsys) -> None:
     assert main(["tune", "--config", str(tmp_path / "none.yaml")]) == 2
-    assert capsys.readouterr().err == f"comet: error: No such file or directory: '{tmp_path}/none.yaml'\n"
+    rule = "must be a file that can be read: No such file or directory"
+    assert capsys.readouterr().err == f"comet: error: --config={tmp_path}/none.yaml {rule}\n"

@@ -191,7 +191,7 @@ def test_two_jobs_in_one_folder_at_once_are_refused_until_the_first_is_killed(tm
     owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert owner.stdout.readline() == "held\n"
-        message = rf"output_dir='{out}' is in use by another job \(.*\"pid\": {owner.pid}.*\)"
+        message = rf"output_dir='{out}' is in use by another job \(pid {owner.pid} on .+\): wait"
         for resume in (None, "auto"):
             with pytest.raises(ValueError, match=message):
                 train(make_job(tmp_path, resume=resume), Rank())
