@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any
 
@@ -70,6 +70,7 @@ def generate(
         context: Most tokens of a sequence, prompt included.
         show: Called with (index, continuation, text) whenever text of a sequence became certain or it ended.
     """
+    config = replace(config, max_new_tokens=min(config.max_new_tokens, context))  # each has a draw
     limits = token_limits(prompts, config, context)
     sequences = [
         Continuation(codec.stream(prompt), limit=limit, stop=config.stop, end_ids=codec.end_ids)

@@ -205,6 +205,12 @@ def test_one_token_needs_no_decode_step():
     assert (made.steps, made.new_tokens) == (0, 1)
 
 
+def test_as_many_tokens_as_there_is_room_for_may_be_any_number():
+    made = run(["abc"], max_new_tokens=10**15)
+    assert made.stopped_by == ("context",)
+    assert made.texts == run(["abc"], max_new_tokens=40).texts
+
+
 def test_warm_up_leaves_no_trace():
     model, group = awake_model()
     engine, config, codec = GPTEngine(model, group), GenerateConfig(prompt="abc", max_new_tokens=5), ByteCodec()
