@@ -109,8 +109,9 @@ def make_expert_group(
     Collectives of other streams may run beside the group's layers, in the order that ``MoE`` says.
 
     Args:
-        moe: Shape of the layers the group will run: they have its ``hidden_size``, and at most its ``top_k``.
-        parallel: EP and TP, and the ranks of a node; EP x TP must divide the world size.
+        moe: Shape of the layers the group will run, equal on all ranks: they have its ``hidden_size``, and at most its
+            ``top_k``.
+        parallel: EP and TP, and the ranks of a node, equal on all ranks; EP x TP must divide the world size.
         max_tokens: Most tokens a rank passes to a layer; equal on all ranks, as capacities and settings follow from it.
         dtype: Element type of the tokens; equal on all ranks.
         device: This rank's device; a GPU has to be the current one, on which kernels start (``torch.cuda.set_device``).
@@ -127,8 +128,8 @@ def make_expert_group(
         The group, with symmetric memory allocated if its ranks run on one node.
 
     Raises:
-        ValueError: If the experts or the world do not divide over the group, its ranks ask for different pools, the
-            device is not the current GPU, or layer 1 would keep less than half of its SMs.
+        ValueError: If the experts or the world do not divide over the group, its ranks ask for different groups, the
+            device is not there or not the current GPU, or layer 1 would keep less than half of its SMs.
         UnavailableError: If the backend cannot work here.
     """
     if spare_multiprocessors is not None:
@@ -145,7 +146,7 @@ def make_expert_group(
         if device.type == "cpu":  # NCCL might wait for ranks that did not fail
             opened.callback(leave_groups, *ranks.process_groups)
         if group is not None:
-            check_equal(group, {**asdict(shape), "node_size": parallel.node_size})
+            check_equal(group, asdict(shape) | asdict(parallel) | asdict(moe))
         comm = opened.enter_context(
             make_communicator(backend, shared, device, timeout_s=timeout_s, node_size=parallel.node_size)
         )

@@ -27,8 +27,9 @@ SHORT_TYPES = [torch.float16, torch.bfloat16]
 
 
 def make_group(rank: int = 0, world_size: int = 1, **changes) -> ExpertGroup:
+    layers = {"moe": CONFIG, "parallel": ParallelConfig(ep=world_size)}
     fields = {"max_tokens": 40, "dtype": torch.float32, "device": "cpu", "timeout_s": 20.0}
-    return make_expert_group(CONFIG, ParallelConfig(ep=world_size), **(fields | changes))
+    return make_expert_group(**(layers | fields | changes))
 
 
 @pytest.mark.parametrize("path", ["auto", "twin", "fused"])
@@ -72,9 +73,11 @@ def ask_for(rank: int, world_size: int, field: str, values: list) -> str:
         ("max_tokens", [40, 40, 41], "max_tokens=41 of rank 2 must equal the 40 of rank 0"),
         ("dtype", SHORT_TYPES, "dtype=torch.bfloat16 of rank 1 must equal the torch.float16 of rank 0"),
         ("max_tokens", [40, 40], ""),
+        ("moe", [CONFIG, replace(CONFIG, ffn_size=48)], "ffn_size=48 of rank 1 must equal the 32 of rank 0"),
+        ("parallel", [ParallelConfig(ep=2), ParallelConfig(tp=2)], "ep=1 of rank 1 must equal the 2 of rank 0"),
     ],
 )
-def test_ranks_that_ask_for_different_pools_all_say_so(field: str, values: list, message: str) -> None:
+def test_ranks_that_ask_for_different_groups_all_say_so(field: str, values: list, message: str) -> None:
     assert run_ranks(ask_for, len(values), field, values) == [message] * len(values)
 
 
