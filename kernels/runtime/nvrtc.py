@@ -24,6 +24,7 @@ OPTIONS = (f"--gpu-architecture={HOPPER.assembler}", "-std=c++17", "-default-dev
 SEGMENT_ROWS = 2**30  # of the axis that ends with a segment: more than a tensor has
 MANY_ROWS = 2**31 - 2**16  # of an axis that ends nothing
 TENSOR_MAPS = 4096  # to keep: a training step needs a dozen of each layer, and finds none of them if they are too many
+LAUNCHES = 256  # configurations to keep: a dozen of each layer's sizes on each stream
 
 logger = logging.getLogger(__name__)
 
@@ -99,15 +100,25 @@ class CudaKernel:
 
         holders = [_holder(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(holders))(*[address for _, address in holders])
-        config, attribute = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
-        config.gridDimX, config.gridDimY, config.gridDimZ = num_blocks, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = self.num_threads, 1, 1
-        config.sharedMemBytes = self.shared_bytes
-        config.hStream = torch.cuda.current_stream().cuda_stream
-        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = self.cluster, 1, 1
-        config.attrs, config.numAttrs = [attribute], 1
+        shape = (num_blocks, self.num_threads, self.cluster, self.shared_bytes)
+        config = launch_config(*shape, torch.cuda.current_stream().cuda_stream)
         _checked(driver.cuLaunchKernelEx(config, self.function, ctypes.addressof(pointers), 0))
+
+
+@functools.lru_cache(maxsize=LAUNCHES)
+def launch_config(num_blocks: int, num_threads: int, cluster: int, shared_bytes: int, stream: int) -> Any:
+    """The driver's object for a launch on a stream; to make one takes longer than to look it up."""
+    from cuda.bindings import driver
+
+    config, attribute = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
+    config.gridDimX, config.gridDimY, config.gridDimZ = num_blocks, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = num_threads, 1, 1
+    config.sharedMemBytes = shared_bytes
+    config.hStream = stream
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = cluster, 1, 1
+    config.attrs, config.numAttrs = [attribute], 1
+    return config
 
 
 def load_kernel(cubin: bytes, name: str, *, num_threads: int, cluster: int, shared_bytes: int) -> CudaKernel:

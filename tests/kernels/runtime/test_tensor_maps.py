@@ -1,4 +1,4 @@
-"""Descriptors of tensors for bulk copies: made once for each tensor, however many layers a model has; none is stale."""
+"""What a launch needs and is kept: descriptors of tensors, however many layers a model has, none stale; its object."""
 
 from __future__ import annotations
 
@@ -81,3 +81,12 @@ def test_maps_of_segments_know_how_far_apart_rows_are(made: list[tuple[Any, ...]
         for tensor in (rows, rows.view(16, 64), rows[:4]):  # the last is cut by its segments alone, as the first is
             segment_map(tensor, (32, 64))
     assert [strides[:2] for *_, strides, _ in made] == [[256, 256], [128, 128]]
+
+
+def test_the_object_of_a_launch_is_made_once_for_a_shape_and_a_stream() -> None:
+    found = nvrtc.launch_config(132, 384, 2, 200_000, 1234)
+    cluster = found.attrs[0].value.clusterDim
+    assert (found.gridDimX, found.blockDimX, found.sharedMemBytes, int(found.hStream)) == (132, 384, 200_000, 1234)
+    assert (found.numAttrs, cluster.x, cluster.y, cluster.z) == (1, 2, 1, 1)
+    assert nvrtc.launch_config(132, 384, 2, 200_000, 1234) is found
+    assert nvrtc.launch_config(132, 384, 2, 200_000, 5678) is not found
