@@ -12,7 +12,6 @@ LOAD_BYTES = 16
 FEW_BLOCKS = 200  # one and a half for each SM of an H200
 LARGE_EXPERT = 2**23  # elements of w2; Qwen3's has 1.6 million, DeepSeek-V3's 15, Mixtral's 59
 LONG_EXPERT = 2**25
-LEAST_REGISTERS, MOST_REGISTERS = 32, 255  # of a thread
 SIX_BLOCKS_REGISTERS, FOUR_BLOCKS_REGISTERS = 80, 128  # 6 or 4 blocks of 4 warps on an SM with 65536
 QUANTISED_BYTES = 32  # of a row, least step of the matrix form for quantised weights: what TMA swizzles
 
@@ -21,9 +20,12 @@ QUANTISED_BYTES = 32  # of a row, least step of the matrix form for quantised we
 class BlockShape:
     """Block of one of the two kernels."""
 
-    rows: int  # output columns: of hidden (gate/up reads as many rows of gate and of up) or of the output
-    # step of the contraction; in the vector form 16 bytes for each lane of all warps, or loads get narrower; in the
-    # matrix form one of block FP8 may be several of its blocks of 128
+    # output columns: of hidden (gate/up reads as many rows of gate and of up) or of the output; a power of two, in the
+    # vector form at most 16, in the matrix form 16 to 128
+    rows: int
+    # step of the contraction, a power of two from 16 on; in the vector form 16 bytes for each lane of all warps, or
+    # loads get narrower; in the matrix form at least ``least_depth`` of quantised weights, and one of block FP8 may be
+    # several of its blocks of 128
     depth: int
     num_warps: int = 4
     num_stages: int = 3  # depth of the load pipeline (matrix form)
@@ -42,35 +44,13 @@ class DecodeConfig:
     form: Literal["vector", "matrix"]  # rows times contraction in registers, for 1 or 2 tokens; or tl.dot
     gate_up: BlockShape  # of the first kernel; in the vector form its rows divide 16
     down: BlockShape  # of the second one, likewise
-    fold: bool = False  # down adds a token's experts in registers: no partial sums, shared weights are read again
+    # vector form: down adds a token's experts in registers: no partial sums, shared weights are read again
+    fold: bool = False
     dependent: bool = False  # start down while gate/up drains (programmatic dependent launch)
     ahead: int = 0  # steps of w2 that down loads before gate/up has ended, at most its contraction (vector form)
-    # most tokens of an expert that are multiplied at once (matrix form): fewer are quicker, but an expert that more
-    # tokens chose is read once more for each tile of them
+    # most tokens of an expert that are multiplied at once (matrix form), 8, 16, 32 or 64: fewer are quicker, but an
+    # expert that more tokens chose is read once more for each tile of them
     tile: int = 64
-
-    def __post_init__(self) -> None:
-        if self.form not in ("vector", "matrix"):
-            raise ValueError(f"form={self.form!r} must be 'vector' or 'matrix'")
-        if self.fold and self.form != "vector":
-            raise ValueError(f"fold={self.fold} must go with form='vector', not {self.form!r}")
-        if self.ahead and (self.ahead < 0 or self.form != "vector"):
-            raise ValueError(f"ahead={self.ahead} must be 0, or at least 1 with form='vector', not {self.form!r}")
-        if self.tile not in (8, 16, 32, 64):
-            raise ValueError(f"tile={self.tile} must be 8, 16, 32 or 64")
-        for name in ("gate_up", "down"):
-            shape = getattr(self, name)
-            least, most = (1, 16) if self.form == "vector" else (16, 128)
-            for field, value, low, high in (("rows", shape.rows, least, most), ("depth", shape.depth, 16, 4096)):
-                if not low <= value <= high or value & (value - 1):
-                    raise ValueError(
-                        f"{name}.{field}={value} must be a power of two from {low} to {high} for form={self.form!r}"
-                    )
-            if shape.max_registers and not LEAST_REGISTERS <= shape.max_registers <= MOST_REGISTERS:
-                raise ValueError(
-                    f"{name}.max_registers={shape.max_registers} must be 0 or from {LEAST_REGISTERS} to "
-                    f"{MOST_REGISTERS}"
-                )
 
     def fit(self, hidden_size: int, ffn_size: int, **changes: Any) -> "DecodeConfig":
         """The same with no step longer than its contraction, and other ``changes``."""

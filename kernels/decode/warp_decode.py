@@ -19,7 +19,7 @@ from ..gemm.group_gemm import dot_precision
 from ..runtime.activation import Activation
 from ..runtime.arch import starts_early
 from ..runtime.arguments import power_of_2
-from .blocks import BlockShape, DecodeConfig, lane_of, least_depth
+from .blocks import BlockShape, DecodeConfig, lane_of
 from .down import down_kernel
 from .gate_up import gate_up_kernel
 from .gather import gather
@@ -47,15 +47,10 @@ def decode(step: Step, config: DecodeConfig, buffer: ReceiveBuffer | None = None
     Args:
         step: Contiguous tensors of 1 to 64 tokens.
         buffer: Adds the sums of W > 1 ranks; ``None`` for a rank alone.
-
-    Raises:
-        ValueError: If the vector form meets more than two tokens, or the matrix form's depth the wrong scales.
     """
     num_tokens, top_k = step.tensors.ids.shape
     hidden_size, ffn_size, num_experts, _ = step.sizes
-    if config.form == "vector" and num_tokens > 2:
-        raise ValueError(f"T={num_tokens} must be at most 2 for form='vector'")
-    _check_depth(config, step)
+    assert config.form == "matrix" or num_tokens <= 2, num_tokens
     gathered = buffer is not None and buffer.gather is not None
     constants = step_constants(
         config, num_tokens, top_k, num_experts, step.tensors.tokens.dtype, step.w1.elements.dtype,
@@ -158,19 +153,6 @@ def _cache(step: Step, groups: int, num_warps: int) -> tuple[tuple[Tensor, ...],
     assert num_waves >= least, "each expert of a wave has a slot"
     slots = step.w1.elements, step.w2.elements, step.w1.scales, step.w2.scales
     return host.pointers(*slots), host.constants(groups, num_warps)
-
-
-def _check_depth(config: DecodeConfig, step: Step) -> None:
-    """In the matrix form a step holds whole groups of MX, and is as long as TMA swizzles."""
-    if config.form == "vector" or step.shared_scale == 0:
-        return
-    least = least_depth(lane_of(step.w1.elements.dtype))
-    for name, depth in (("gate_up", config.gate_up.depth), ("down", config.down.depth)):
-        if depth < least:
-            raise ValueError(
-                f"{name}.depth={depth} must be at least {least} for form='matrix' and weights with a scale per "
-                f"{step.shared_scale}{' in four bits' if least > 32 else ''}"
-            )
 
 
 def _starts_early(config: DecodeConfig, device: torch.device) -> bool:

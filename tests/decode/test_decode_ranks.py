@@ -229,7 +229,6 @@ def bad_tensors(rank: int, world_size: int) -> None:
         (tokens[:, :8], dict(), r"tokens of shape .* must be \(T, D\) = \(T, 16\) with D=16 of w2"),
         (torch.cat((tokens, tokens)), dict(), r"top_k_ids of shape \(2, 2\) must be \(T, K\) = \(4, K\) with T=4"),
         (tokens, dict(scratch=small), r"scratch for \(4, 16\) \(rows, F\) must hold 8 rows of F=16"),
-        (tokens, dict(config=VECTOR), "T=4 must be at most 2 for form='vector'"),
     )
     if rank == 0:
         for bad, settings, message in cases:
