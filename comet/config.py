@@ -58,6 +58,8 @@ REMOVED_SETTINGS = {
     "num_phases": "leave it out: layer 0 has two phases, own rows and those of others, as by num_phases=2",
     "block_rows": "leave it out: tiles have 128 rows, on a CPU 16",
     "beside": "comm_blocks=0 is beside=true, and comm_blocks=N is beside=false with N comm blocks",
+    "link_gb_per_s": "leave it out: nothing is predicted any more, the report has what was measured",
+    "memory_gb_per_s": "leave it out: nothing is predicted any more, the report has what was measured",
     "draft_cached_only": "leave it out: drafts choose from all experts, which decodes faster",
 }
 

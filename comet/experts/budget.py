@@ -1,4 +1,4 @@
-"""The options that keep experts in a store, checked together, what a budget puts where, and what to expect of it."""
+"""The options that keep experts in a store, checked together, and what a budget puts where."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ class ExpertBudget:
     # host: all experts are in host memory. file: they stay in their files, and host memory holds some
     store: ExpertStoreKind
     num_layers: int  # L, that have experts
-    num_experts: int  # E of each, on all ranks
-    held: int  # of these on one rank, the only one but for host
-    top_k: int  # K
+    held: int  # experts of each on one rank, the only one but for host
     expert_bytes: int  # of one expert, or of a rank's slice of it, as it is stored
     slots: int  # S, experts of each layer on the device
     places: int  # experts of all layers together in host memory
@@ -85,9 +83,7 @@ class ExpertBudget:
         return cls(
             store=store,
             num_layers=num_layers,
-            num_experts=config.num_experts,
             held=held,
-            top_k=config.top_k,
             expert_bytes=expert,
             slots=slots,
             places=places,
@@ -109,34 +105,6 @@ class ExpertBudget:
     def store_bytes(self) -> int:
         """Of all experts of the rank."""
         return self.num_layers * self.held * self.expert_bytes
-
-    def needed(self, num_tokens: int) -> float:
-        """Distinct experts that a decode step of so many tokens is expected to need of the rank, over all layers.
-
-        Routing is taken as uniform and independent. Example: E = 4, K = 2, L = 1: one token needs 2, two tokens
-        ``4 * (1 - (1 - 2/4)**2) = 3``.
-        """
-        return self.num_layers * self.held * (1 - (1 - self.top_k / self.num_experts) ** num_tokens)
-
-    @property
-    def expected_hits(self) -> float:
-        """Share of the needed experts that have a slot, S / e: what uniform routing gives any policy.
-
-        Trained routers repeat themselves, so that more is found.
-        """
-        return self.slots / self.held
-
-    def expected_tokens_per_second(
-        self, num_tokens: int, dense_bytes: float, link_rate: float, memory_rate: float
-    ) -> float:
-        """Of decode steps by bytes alone: what is missing comes over the link while the layer's experts are read.
-
-        Example: 10 experts needed, hits of 0.5, experts of 1e6 bytes, a link of 1e9 bytes/s: 5 ms, and beside them
-        0.5 ms at 20e9 bytes/s of memory; 10e6 dense bytes take another 0.5 ms: 5.5 ms a token, 182 tokens/s.
-        """
-        needed = self.needed(num_tokens) * self.expert_bytes
-        missing = needed * (1 - self.expected_hits)
-        return num_tokens / (max(missing / link_rate, needed / memory_rate) + dense_bytes / memory_rate)
 
 
 def _check_stored(stored: StoredType | None, config: MoEConfig, width: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -21,18 +20,11 @@ from comet.generation.source import Source, find_source, is_hf_folder
 from comet.generation.text import ByteCodec, Codec, Printer, context_note
 from comet.jobs.config import JobConfig, activation_dtype
 from comet.layer.group import ExpertGroup, make_expert_group
-from comet.measure.timing import Variant, time_interleaved
-from comet.models.config import dense_elements
 from comet.models.gpt import GPT
 from comet.training.checkpoint import load_weights
 from comet.training.ranks import RankContext
 
 logger = logging.getLogger(__name__)
-READS = 10
-CPU_BYTES = 2**28
-GPU_BYTES = 2**30
-LINK_BYTES = 2**26
-FREE_SHARE = 4
 
 
 def generate_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
@@ -78,8 +70,7 @@ def generate_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
         facts = cache_facts(warm, engine.cache_report() or warm, group)
         if engine.cores is not None:
             facts["host_cores"] = engine.cores.facts()
-        fitted = replace(budget, slots=warm.slots)  # memory may have held fewer
-        result["expert_cache"] = facts | _prediction(config, fitted, group)
+        result["expert_cache"] = facts | {"store": budget.store, "stored": budget.stored, "policy": budget.policy}
     if printer is not None:
         printer.finish(result)
         sys.stderr.write(context_note(generated.stopped_by, config.model.context))
@@ -151,20 +142,6 @@ def _result(config: JobConfig, source: Source, group: ExpertGroup, generated: Ge
     }
 
 
-def _prediction(config: JobConfig, budget: ExpertBudget, group: ExpertGroup) -> dict[str, Any]:
-    """What ``--dry-run`` says of a budget, by the rates that were stated, or measured here, of the slowest rank."""
-    settings = config.generate
-
-    def slowest(measure: Callable[[torch.device], float]) -> float:
-        return -largest([-measure(group.device) / 1e9], group.device, dist.group.WORLD)[0]
-
-    link = settings.link_gb_per_s or slowest(link_bytes_per_second)
-    memory = settings.memory_gb_per_s or slowest(read_bytes_per_second)
-    expected = expectation(config, budget, group.workspace.shape.dtype, link * 1e9, memory * 1e9)
-    places = {"store": budget.store, "stored": budget.stored, "policy": budget.policy}
-    return places | {"link_gb_per_s": link, "memory_gb_per_s": memory, **expected}
-
-
 def plan_experts(config: JobConfig, dtype: torch.dtype) -> ExpertBudget | None:
     """Where the experts of ``generate``'s model go; ``None`` without a budget."""
     settings, model = config.generate, config.model
@@ -184,20 +161,6 @@ def plan_experts(config: JobConfig, dtype: torch.dtype) -> ExpertBudget | None:
         raise ValueError(f"generate.{error}") from error
 
 
-def expectation(
-    config: JobConfig, budget: ExpertBudget, dtype: torch.dtype, link_rate: float | None, memory_rate: float | None
-) -> dict[str, float | None]:
-    """What uniform routing makes of a budget in decode steps of all prompts at once.
-
-    Tokens per second are ``None`` where a rate (in bytes/s) is unknown, as is that of files.
-    """
-    expected = None
-    if link_rate and memory_rate and budget.store == "host":
-        dense, sequences = dense_elements(config.model) * dtype.itemsize, max(len(config.generate.texts), 1)
-        expected = budget.expected_tokens_per_second(sequences, dense, link_rate, memory_rate)
-    return {"expected_hits": budget.expected_hits, "expected_tokens_per_second": expected}
-
-
 def cache_facts(before: CacheReport, after: CacheReport, group: ExpertGroup) -> dict[str, Any]:
     """What caches did between two reports of this rank, summed over ranks; seconds are their mean (collective)."""
     report = after.since(before)
@@ -210,34 +173,3 @@ def cache_facts(before: CacheReport, after: CacheReport, group: ExpertGroup) -> 
             spent[name] /= group.world_size
         report = replace(report, **spent)
     return asdict(report) | {"hits": report.hits, "prefetch_precision": report.prefetch_precision}
-
-
-def read_bytes_per_second(device: torch.device, num_bytes: int | None = None) -> float:
-    """The median of several reads of one buffer on a warm device: a sum, which streams it and writes next to nothing.
-
-    By the protocol of ``comet.measure.timing``, because a GPU that was idle reads slower than one that decodes.
-
-    Example: reads of 1 MiB in 64, 65, ..., 73 ms: 2**20 bytes in 68.5 ms, 1.53e7.
-
-    Args:
-        num_bytes: Of the buffer, well above every cache; ``None``: 256 MiB on a CPU, 1 GiB on a GPU, but at most a
-            quarter of the memory that is free there.
-    """
-    if num_bytes is None:
-        num_bytes = CPU_BYTES
-        if device.type == "cuda":
-            num_bytes = min(GPU_BYTES, torch.cuda.mem_get_info(device)[0] // FREE_SHARE)
-    buffer = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
-    return _rate(lambda _: buffer.sum(), buffer.nbytes, device)
-
-
-def link_bytes_per_second(device: torch.device) -> float:
-    """Bytes per second of copies from pinned host memory to the device; on a CPU from memory to memory."""
-    source = torch.ones(LINK_BYTES // 4, dtype=torch.float32, pin_memory=device.type == "cuda")
-    target = torch.empty(source.shape, dtype=torch.float32, device=device)
-    return _rate(lambda _: target.copy_(source, non_blocking=True), source.nbytes, device)
-
-
-def _rate(call: Variant, num_bytes: int, device: torch.device) -> float:
-    timings = time_interleaved({"call": call}, rounds=READS, device=device)
-    return num_bytes / (timings["call"].median_ms / 1e3)

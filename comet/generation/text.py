@@ -232,9 +232,7 @@ def table(result: Mapping[str, Any]) -> str:
     if result["tokens_per_second"] is not None:
         rows.append(("decode", f"{result['tokens_per_second']:,.1f} tokens/s, {_launched(result)}"))
     if cache := result.get("expert_cache"):
-        speed = cache["expected_tokens_per_second"]
-        told = "" if speed is None else f" and up to {speed:,.1f} tokens/s by bytes alone"
-        rows.append(("expert hits", f"{cache['hits']:.3f}; uniform routing: {cache['expected_hits']:.3f}{told}"))
+        rows.append(("expert hits", f"{cache['hits']:.3f}"))
     drafts = result.get("speculation")
     if drafts and drafts["drafted"]:
         rows.append(

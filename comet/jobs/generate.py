@@ -53,8 +53,6 @@ class GenerateConfig(SpeculationConfig):
             of the experts that a step misses while the others travel, so that both end together: ``off``; ``auto``, all
             but one a rank where a measurement at load says that it pays; or their number. The text then is not bit for
             bit that without.
-        link_gb_per_s: Rate from host memory to the GPU in 1e9 bytes/s, to predict tokens/s; ``None``: measured.
-        memory_gb_per_s: Rate of the memory that holds the slots in 1e9 bytes/s; ``None``: measured.
         speculate: Self-speculative decoding: draft tokens with fewer experts of each layer and verify them in one pass
             with all. ``off``; ``conservative`` keeps the distribution of the text as it is; ``adaptive`` accepts more
             drafts and changes it. The draft length follows what rounds are measured to take; plain steps where they
@@ -83,8 +81,6 @@ class GenerateConfig(SpeculationConfig):
     expert_prefetch: PrefetchSetting = "auto"
     expert_dtype: MXType | None = None
     host_cores: str = "off"
-    link_gb_per_s: float | None = None
-    memory_gb_per_s: float | None = None
     keep_fp8: bool = False
 
     def __post_init__(self) -> None:
@@ -100,7 +96,7 @@ class GenerateConfig(SpeculationConfig):
         require(positive, f"repetition_penalty={self.repetition_penalty} must be positive and finite (1: none)")
         require(self.seed >= 0, f"seed={self.seed} must be at least 0")
         require(self.stop is None or bool(self.stop), f"stop={self.stop!r} must have a character, or be None")
-        for name in ("expert_budget", "host_budget", "link_gb_per_s", "memory_gb_per_s"):
+        for name in ("expert_budget", "host_budget"):
             value = getattr(self, name)
             require(value is None or 0 < value < float("inf"), f"{name}={value} must be finite and above 0, or None")
         file_only = self.expert_store == "file" or self.host_budget is None

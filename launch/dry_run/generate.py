@@ -9,7 +9,7 @@ import torch
 from comet.decode import shared_columns
 from comet.experts.budget import ExpertBudget
 from comet.experts.prefetch import PrefetchSetting, prefetches
-from comet.generation.job import expectation, plan_experts
+from comet.generation.job import plan_experts
 from comet.generation.source import is_hf_folder
 from comet.jobs.config import JobConfig, activation_dtype
 from comet.launch.dry_run.train import FLOAT32_BYTES, check_model_overlap, counted_ranks, rank_parameters, table
@@ -29,22 +29,12 @@ def describe(job: JobConfig, num_ranks: int, device: torch.device) -> list[str]:
         f"ep={job.parallel.ep} x tp={job.parallel.tp}, {max(len(job.generate.texts), 1)} sequences",
         "# memory of one rank, MiB, where every byte of a prompt is a token",
         *table(memory_needs(job, dtype, budget)),
-        *([] if budget is None else describe_budget(job, budget, dtype, device)),
+        *([] if budget is None else describe_budget(job, budget, device)),
     ]
 
 
-def describe_budget(job: JobConfig, budget: ExpertBudget, dtype: torch.dtype, device: torch.device) -> list[str]:
-    """What a budget puts in host memory and in files, whether it prefetches, and what uniform routing makes of it."""
-    settings, gb = job.generate, 1e9
-    link, memory = settings.link_gb_per_s, settings.memory_gb_per_s
-    expected = expectation(job, budget, dtype, link and link * gb, memory and memory * gb)
-    speed = expected["expected_tokens_per_second"]
-    if speed is not None:
-        told = f"up to {speed:,.1f} tokens/s by bytes alone ({link} GB/s from host memory, {memory} GB/s on the device)"
-    elif budget.store == "file":
-        told = "tokens/s not known: they depend on how fast the files are read"
-    else:
-        told = "tokens/s not known: state generate.link_gb_per_s and generate.memory_gb_per_s (a run measures them)"
+def describe_budget(job: JobConfig, budget: ExpertBudget, device: torch.device) -> list[str]:
+    """What a budget puts in host memory and in files, and whether it prefetches."""
     where = "host memory" if budget.store == "host" else "files"
     stored = f" in {budget.stored}" if budget.stored else ""
     sizes = {f"all experts{stored}, in {where}": budget.store_bytes}
@@ -56,7 +46,6 @@ def describe_budget(job: JobConfig, budget: ExpertBudget, dtype: torch.dtype, de
         f"{budget.policy}; MiB",
         *table(sizes),
         f"# prefetch: {prefetch_told(job.generate.expert_prefetch, budget, device)}",
-        f"# expected if routing were uniform: hits {budget.expected_hits:.3f}, {told}",
     ]
 
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 import io
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_gpu import FakeGPU
 from torch.nn.functional import rms_norm, silu
 from training_cases import MODEL, MOE, awake_model
 
 from comet.decode import MAX_DECODE_TOKENS
 from comet.generation.engine import GPTEngine, freeze
 from comet.generation.generate import encode_prompts, generate, pad, warm_up
-from comet.generation.job import read_bytes_per_second
 from comet.generation.sampling import Sampler, draw
 from comet.generation.source import nested
 from comet.generation.text import (
@@ -359,19 +356,6 @@ def test_texts_cut_at_the_context_are_named():
 def test_table_leaves_out_what_was_not_measured():
     result = {"prompt_tokens": 1, "new_tokens": 1, "time_to_first_token_s": 0.5, "tokens_per_second": None}
     assert table(result).splitlines() == ["prompt        1 tokens", "new           1 tokens", "first token   500.0 ms"]
-
-
-def test_the_roof_is_read_by_a_warm_gpu(monkeypatch):
-    """Reads of 1 / 128 s: half a second of them, then ten that count, each launched while the GPU waits for it."""
-    gpu, waits = FakeGPU(2**-7), []
-    gpu.install(monkeypatch)
-    buffer = SimpleNamespace(nbytes=2**20, sum=lambda: gpu.calls.append(("read", 0)))
-    monkeypatch.setattr(torch, "ones", lambda *_, **__: buffer)
-    monkeypatch.setattr(torch.cuda, "_sleep", waits.append)
-    rate = read_bytes_per_second(torch.device("cuda"), 2**20)
-    assert len(gpu.calls) == len(waits) == 64 + 10
-    assert rate == pytest.approx(2**20 / 68.5e-3)  # the ten take 64, 65, ..., 73 ms
-    assert rate == pytest.approx(1.53e7, rel=1e-3)
 
 
 def test_nested_example_of_the_docstring():

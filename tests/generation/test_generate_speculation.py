@@ -372,7 +372,7 @@ def jobs_of(
     job, found = make_job(Path(folder), ep=ep, tp=tp, model=model_of(find_source(folder))), []
     Speculation.__init__.__defaults__ = (itertools.count().__next__,)
     for changes in cases:
-        settings = replace(GREEDY, source=folder, link_gb_per_s=1.0, memory_gb_per_s=1.0, **changes)
+        settings = replace(GREEDY, source=folder, **changes)
         found.append(generate_job(replace(job, generate=settings), Rank(rank, world_size)))
     return found
 
