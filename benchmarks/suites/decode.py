@@ -2,7 +2,6 @@
 
     python benchmarks/bench.py decode --models qwen3_30b_a3b,mixtral_8x7b --tokens 1,2,4,8,16,32,64,128,256
     python benchmarks/bench.py decode --weights bf16,fp8,mxfp8,mxfp4 --variants comet,triton
-    python benchmarks/bench.py decode --try form=matrix,gate_up.rows=64 --try dependent=1 --tokens 1,4
     torchrun --nproc-per-node 4 benchmarks/bench.py decode --ep 4 --tokens 1,8,32
     torchrun --nproc-per-node 2 benchmarks/bench.py decode --ep 2 --tokens 2,16,64 --variants comet,local,own
     python benchmarks/bench.py decode --device cpu --models tiny --tokens 1,3
@@ -11,10 +10,10 @@ One timed call runs a step on each of several weight sets, so that L2 does not f
 On a GPU the call is a CUDA graph, but for variants that wait for the device (``no_graph`` names them). All variants run
 interleaved (``comet.measure.timing``) after their output was compared with float64.
 
-On one GPU *comet* is warp decode (``--try`` adds a variant: the selected blocks with some fields changed); *torch* and
-*triton* are expert-centric (sort, pad, grouped GEMMs, weighted sum, no host sync), *fused* is Comet's fused path. Over
-ranks *comet* has the all-reduce inside; *local* is a rank's part alone, *local_nccl* that and an all-reduce of
-``torch.distributed``; of *fused* every rank takes its slice of the tokens and gathers the results.
+On one GPU *comet* is warp decode; *torch* and *triton* are expert-centric (sort, pad, grouped GEMMs, weighted sum, no
+host sync), *fused* is Comet's fused path. Over ranks *comet* has the all-reduce inside; *local* is a rank's part alone,
+*local_nccl* that and an all-reduce of ``torch.distributed``; of *fused* every rank takes its slice of the tokens and
+gathers the results.
 
 ``--tokens`` are those of a step. Over ranks all of them hold these; but for *own*, *own_nccl* and *own_fused*
 (data-parallel attention) each rank brings its share, of 16 over 2 ranks 8 each, and gets the output of that: what they
@@ -29,7 +28,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -38,11 +37,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from comet.config import MoEConfig, require
+from comet.config import require
 from comet.decode import MAX_DECODE_TOKENS, DecodeScratch, DecodeWeights, warp_decode
-from comet.decode.local import run_kernels
 from comet.decode.runners import rank_slice, run_path_on_slices
-from comet.kernels.decode.blocks import BlockShape, DecodeConfig, select
 from comet.kernels.decode.step import Batch
 from comet.layout import ExpertLayout
 from comet.measure.timing import Variant, capture
@@ -66,16 +63,13 @@ from lib.decode import (
 )
 from lib.ranks import Ranks, differs_over_ranks, release
 from lib.report import Row, report
-from lib.shapes import model, swiglu_model
+from lib.shapes import swiglu_model
 from lib.start import gather_facts
 from lib.timing import read_roofline_tbs, time_by_protocol
 
-Trial = dict[str, str]
 ON_ONE_GPU = ("comet", "torch", "triton", "transformers", "fused")
 OVER_RANKS = ("comet", "local", "local_nccl", "fused", *OWN)
-DECODES = ("comet", "local", "local_nccl")  # for at most MAX_DECODE_TOKENS
 MANY_TOKENS = ("torch", "triton", "transformers", "fused", "own_fused")  # variants for more than MAX_DECODE_TOKENS
-OTHERS = {"gemma4_like": MoEConfig(num_experts=128, top_k=8, hidden_size=2816, ffn_size=704)}
 SETS = 4  # for each rank, which holds a part of the experts: a call has as many bytes, and more steps that absorb skew
 FLUSH_BYTES = 2**28  # read before each call, more than L2 holds
 # Root mean square of the error relative to float64; rounding explains a tenth of it, one wrong token in 64 the double.
@@ -147,7 +141,7 @@ def step_runs(team: Team, steps: Sequence[Step], arguments: argparse.Namespace) 
     """All variants that take so many tokens; past ``MAX_DECODE_TOKENS`` there is no warp decode.
 
     Args:
-        arguments: ``variants``, ``trials`` and ``library``, which is ``None`` where none is wanted.
+        arguments: ``variants`` and ``library``, which is ``None`` where none is wanted.
     """
     found: dict[str, StepRun] = {}
     if len(steps[0].tokens) <= MAX_DECODE_TOKENS:
@@ -163,33 +157,23 @@ def step_runs(team: Team, steps: Sequence[Step], arguments: argparse.Namespace) 
 
 
 def decode_runs(team: Team, steps: Sequence[Step], arguments: argparse.Namespace) -> dict[str, StepRun]:
-    """Warp decode of this rank and over the ranks, and every trial."""
-    tokens, weights, model = steps[0].tokens, steps[0].weights, team.config
+    """Warp decode of this rank and over the ranks."""
+    tokens, weights = steps[0].tokens, steps[0].weights
     most = min(max(arguments.tokens), MAX_DECODE_TOKENS)
-    local_model = replace(model, ffn_size=weights.ffn_size)
-    chosen = configs(
-        local_model, len(tokens), tokens.dtype, arguments.trials, weights.shared_scale, weights.per_number > 1
-    )
     scratch, other_scratch = (
-        DecodeScratch.create(weights, model.top_k, tokens.dtype, max_tokens=len(tokens)) for _ in range(2)
+        DecodeScratch.create(weights, team.config.top_k, tokens.dtype, max_tokens=len(tokens)) for _ in range(2)
     )
 
-    def local(index: int, config: DecodeConfig = chosen["comet"]) -> Tensor:
-        inputs = routed(steps[index])
-        return run_kernels(*inputs, scratch=scratch, config=config) if tokens.is_cuda else warp_decode(*inputs)
+    def local(index: int) -> Tensor:
+        return warp_decode(*routed(steps[index]), scratch=scratch)
 
-    def over_ranks(index: int, config: DecodeConfig) -> Tensor:
-        return team.decode(most, replicated=True)(*routed(steps[index]), scratch=other_scratch, config=config)
+    def over_ranks(index: int) -> Tensor:
+        return team.decode(most, replicated=True)(*routed(steps[index]), scratch=other_scratch)
 
-    found: dict[str, StepRun] = {}
+    found: dict[str, StepRun] = {"local": local, "local_nccl": lambda index: team.total(local(index))}
     if team.is_alone or team.group is not None:
-        run = local if team.is_alone else over_ranks
-        found |= {name: partial(run, config=config) for name, config in chosen.items()}
-    if "local" in arguments.variants:
-        found["local"] = local
-    if "local_nccl" in arguments.variants:
-        found["local_nccl"] = lambda index: team.total(local(index))
-    return {name: run for name, run in found.items() if name not in DECODES or name in arguments.variants}
+        found = {"comet": local if team.is_alone else over_ranks} | found
+    return {name: run for name, run in found.items() if name in arguments.variants}
 
 
 def centric_runs(steps: Sequence[Step], variants: Sequence[str]) -> dict[str, StepRun]:
@@ -222,42 +206,6 @@ def routed(step: Step) -> tuple[Tensor, Tensor, Tensor, DecodeWeights]:
 def plain(step: Step) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Arguments of paths that take no quantised weights."""
     return step.tokens, step.ids, step.routing_weights, step.set.plain.w1, step.set.plain.w2
-
-
-def configs(
-    model: MoEConfig,
-    num_tokens: int,
-    dtype: torch.dtype,
-    trials: Sequence[Trial],
-    shared_scale: int = 0,
-    four_bits: bool = False,
-) -> dict[str, DecodeConfig]:
-    """The selected blocks as ``comet``, and every trial under its text; a trial may name the form to start at."""
-    choose = partial(select, dtype, shared_scale=shared_scale, four_bits=four_bits)
-    shape = (model.top_k, model.hidden_size, model.ffn_size)
-    found = {"comet": choose(num_tokens, *shape)}
-    for trial in trials:
-        tokens_of_form = {"vector": min(num_tokens, 2), "matrix": max(num_tokens, 3)}
-        base = choose(tokens_of_form.get(trial.get("form", ""), num_tokens), *shape)
-        changed = change(base, trial).fit(model.hidden_size, model.ffn_size)
-        found[",".join(f"{name}={value}" for name, value in trial.items())] = changed
-    return found
-
-
-def change(config: DecodeConfig, trial: Trial) -> DecodeConfig:
-    """``config`` with fields set as ``{"gate_up.rows": "8", "fold": "1"}`` says; ``ValueError`` for one that is not."""
-    known = [field.name for field in fields(DecodeConfig) if field.name not in ("gate_up", "down")]
-    known += [f"{block}.{field.name}" for block in ("gate_up", "down") for field in fields(BlockShape)]
-    for name, value in trial.items():
-        require(name in known, f"--try {name}={value}: the field must be one of {', '.join(known)}")
-        block, _, field = name.rpartition(".")
-        if block:
-            config = replace(config, **{block: replace(getattr(config, block), **{field: int(value)})})
-        elif name == "form":
-            continue
-        else:
-            config = replace(config, **{name: type(getattr(config, name))(int(value))})
-    return config
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,11 +315,6 @@ def compare(output: Tensor, exact: Tensor) -> tuple[float, float]:
     return error.item(), cosine.item()
 
 
-def shape_of(name: str) -> MoEConfig:
-    """``lib.shapes.swiglu_model``, or one that ``configs/model`` does not have."""
-    return OTHERS.get(name) or swiglu_model(name)
-
-
 def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     """Measure all points, model by model; rank 0 reports (collective)."""
     arguments.library = find_library() if "transformers" in arguments.variants else None
@@ -394,7 +337,7 @@ def measure(arguments: argparse.Namespace, ranks: Ranks) -> Iterator[Row]:
     for name in arguments.models:
         wants_fused = "fused" in arguments.variants
         most = max(arguments.tokens)
-        with open_team(shape_of(name), parallel, max_tokens=most, wants_fused=wants_fused, ranks=ranks) as team:
+        with open_team(swiglu_model(name), parallel, max_tokens=most, wants_fused=wants_fused, ranks=ranks) as team:
             for kind in arguments.weights:
                 keys: Row = {"model": name, "weights": kind, "ep": parallel.ep, "tp": parallel.tp}
                 yield from (keys | row for row in measure_weights(team, kind, arguments))
@@ -426,14 +369,12 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--variants", type=words, help=f"{','.join(ON_ONE_GPU)}; over ranks {','.join(OVER_RANKS)}; all by default"
     )
-    parser.add_argument("--try", dest="trials", action="append", default=[], help="form=matrix,down.rows=64")
     arguments = parsed(parser, command_line)
-    arguments.trials = [dict(pair.split("=", 1) for pair in trial.split(",")) for trial in arguments.trials]
     arguments.library, arguments.roofline_tbs = None, 1.0  # until ``run`` knows more
     known = ON_ONE_GPU if arguments.parallel.world_size == 1 else OVER_RANKS
     arguments.variants = arguments.variants or known
     for name in arguments.models:
-        arguments.parallel.check(shape_of(name))
+        arguments.parallel.check(swiglu_model(name))
     require_known("weights", arguments.weights, WEIGHTS)
     for name in arguments.variants:
         ranks = f"ep={arguments.ep} x tp={arguments.tp}"
@@ -444,6 +385,4 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
             number <= MAX_DECODE_TOKENS or any(name in MANY_TOKENS for name in arguments.variants),
             f"tokens={number} must be at most {MAX_DECODE_TOKENS} for variants={','.join(arguments.variants)}",
         )
-    for trial in arguments.trials:
-        configs(model("tiny"), 2, torch.bfloat16, [trial])
     return arguments
