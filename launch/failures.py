@@ -17,15 +17,11 @@ failure leaves the report to whoever had it.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import signal
 import sys
-import threading
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 from comet.comm.failures import is_peer_error
 from comet.errors import CapacityError, CommTimeoutError, NothingMeasuredError, StepFailedError, UnavailableError
@@ -153,41 +149,3 @@ def _print(error: BaseException, who: str, line: str, with_traceback: bool) -> N
     text = "" if short and not with_traceback else "".join(traceback.format_exception(error))
     last = line if short else f"error: {who} failed with {type(error).__name__}"
     say_text(f"{text}comet: {last}\n")
-
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-@contextmanager
-def last_words(text: Callable[[], str]) -> Iterator[None]:
-    """While the body runs, SIGINT and SIGTERM make this process say a line and then end it, as they do by default.
-
-    Python runs handlers between two instructions of the main thread, which may be waiting for a device or another rank.
-    So a thread of its own speaks: the signal wakes it through a pipe. Signals that were ignored stay so.
-    """
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, lambda *_: None) for number in heard}
-    woken_before = signal.set_wakeup_fd(writer)
-    speaker = threading.Thread(target=_speak, args=(reader, text), daemon=True)
-    speaker.start()
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(woken_before)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        os.close(writer)  # which ends the thread
-        speaker.join()
-        os.close(reader)
-
-
-def _speak(reader: int, text: Callable[[], str]) -> None:
-    while byte := os.read(reader, 1):
-        if byte[0] in SIGNALS:
-            try:
-                say(text())
-            finally:
-                ctypes.CDLL(None).signal(byte[0], None)  # the default; Python's own function is for the main thread
-                os.kill(os.getpid(), byte[0])

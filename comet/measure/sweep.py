@@ -227,7 +227,7 @@ def run_sweep(
         num_measured = sum(map(len, todo.values()))
         if context.rank == 0:
             told = f"sweep of {counted(len(points), 'point')}, {num_measured} to measure in {folder}"
-            sys.stderr.write(f"comet: {told}\n")
+            sys.stderr.write(f"comet: {told}; stopped, it goes on by the same command with {name}={value}\n")
         for shape, measured in _measure_all(job, todo, context):
             if context.rank == 0:
                 log.put({point.key(dtype, device): item for point, item in zip(todo[shape], measured, strict=True)})
@@ -248,14 +248,6 @@ def run_sweep(
 def folder_setting(job: JobConfig) -> tuple[str, str]:
     """Name and value of the setting that names the folder of a sweep: ``resume`` where it names one."""
     return ("output_dir", job.output_dir) if job.resume in (None, "auto") else ("resume", str(job.resume))
-
-
-def tell_kept(job: JobConfig) -> str:
-    """Where the rows of a sweep that was stopped are, and how it goes on, in one line."""
-    name, value = folder_setting(job)
-    rows = SweepLog.load(Path(value) / CSV_NAME).rows
-    times = counted(sum(item.ms is not None for item in rows.values()), "measured point")
-    return f"{times} kept in {value}; the same command with {name}={value} measures the others"
 
 
 def pending(points: Sequence[Point], log: SweepLog, dtype: str, device: str) -> Todo:

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 from comet.config import MoEConfig
 from comet.jobs.config import JobConfig
 from comet.launch.config import compose
 from comet.launch.distributed import LaunchContext
-from comet.launch.failures import last_words
 from comet.launch.schema import build
 from comet.measure import sweep, tune
 from comet.models.config import ModelConfig
 
 
 def sweep_job(config: JobConfig, context: LaunchContext) -> dict[str, Any]:
-    """Sweep (collective); told to stop, rank 0 says where its rows are."""
-    with last_words(partial(sweep.tell_kept, config)) if context.rank == 0 else nullcontext():
-        return sweep.run_sweep(config, context, load_models)
+    """Sweep (collective)."""
+    return sweep.run_sweep(config, context, load_models)
 
 
 def load_models(names: Sequence[str]) -> dict[str, MoEConfig]:
