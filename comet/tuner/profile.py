@@ -165,9 +165,9 @@ class ProfileStore:
         near = [item for item in near if item[0] <= MAX_DOUBLINGS]
         return (min(near, key=lambda item: item[:2])[2], False) if near else None
 
-    def source(self, entry: ProfileEntry | None) -> Path | None:
-        """The file an entry of this store was read from or written to; ``None`` of none."""
-        return None if entry is None else self.sources.get(entry.key, self.path)
+    def source(self, entry: ProfileEntry) -> Path:
+        """The file an entry of this store was read from or written to."""
+        return self.sources.get(entry.key, self.path)
 
     def put(self, entry: ProfileEntry) -> None:
         """Keep an entry's winner, in memory and in the file; entries other processes wrote meanwhile are kept."""

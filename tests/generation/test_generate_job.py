@@ -10,16 +10,13 @@ import launch_jobs
 import pytest
 import torch
 import yaml
-from ranks import run_ranks
 from refusals import refusal
 from training_cases import MODEL, MOE, Rank, make_job, make_model
 
-from comet.config import ParallelConfig
 from comet.generation.engine import GPTEngine
-from comet.generation.generate import encode_prompts, generate
 from comet.generation.job import generate_job
-from comet.generation.source import find_source, model_of
-from comet.generation.text import ByteCodec, table
+from comet.generation.source import find_source
+from comet.generation.text import table
 from comet.jobs.generate import GenerateConfig
 from comet.launch.cli import PROGRAM, main
 from comet.launch.config import compose, split_verbatim
@@ -27,10 +24,7 @@ from comet.launch.config import make_job as job_of_command
 from comet.launch.dry_run.generate import memory_needs
 from comet.launch.help import help_page
 from comet.launch.tasks.registry import TASKS
-from comet.layer.group import make_expert_group
 from comet.models.cache import KeyValueCache
-from comet.models.gpt import GPT
-from comet.training.checkpoint import load_weights
 from comet.training.checkpoint_folder import to_yaml
 from comet.training.trainer import train
 
@@ -60,35 +54,14 @@ def copy(trained: Path, target: Path) -> Path:
     return target
 
 
-def continued(rank, world_size, folder, ep, tp, decode_tokens, config):
-    """Texts of the checkpoint on this layout; few decode tokens send the prompts along the layer's own path."""
-    source = find_source(folder)
-    model_config = model_of(source)
-    group = make_expert_group(
-        model_config.moe, ParallelConfig(ep=ep, tp=tp), max_tokens=16, dtype=torch.float32, device="cpu"
-    )
-    model = GPT(model_config, group, seed=5)
-    load_weights(model, source.checkpoint)
-    codec = ByteCodec()
-    engine = GPTEngine(model, group, decode_tokens=decode_tokens)
-    made = generate(engine, codec, encode_prompts(config, codec, 32), config, context=32)
-    group.close()
-    return made.texts
-
-
-def test_two_tp_ranks_write_what_one_process_writes(trained):
-    alone = continued(0, 1, str(trained), 1, 1, 64, GREEDY)
-    assert all(len(text) == 12 for text in alone)
-    assert run_ranks(continued, 2, str(trained), 1, 2, 4, GREEDY) == [alone, alone]
-
-
 def test_the_command_on_two_ep_ranks_writes_what_one_process_writes(trained):
     words = [f"generate.source={trained}", "generate.prompt=17 times 4 is ", "generate.max_new_tokens=12"]
     words += ["generate.temperature=0", "parallel=ep2"]
     status, out, err = launch_jobs.run("generate", *words, program=PROGRAM)
     assert status == 0, err
     result = json.loads(out[-1])
-    (text,) = continued(0, 1, str(trained), 1, 1, 64, replace(GREEDY, prompts=PROMPTS[:1]))
+    settings = replace(GREEDY, source=str(trained), prompts=PROMPTS[:1])
+    (text,) = generate_job(make_job(trained, model=TRAINED, generate=settings), Rank())["texts"]
     assert (result["task"], result["text"], result["texts"]) == ("generate", text, [text])
     assert (result["world_size"], result["ep"], result["tp"], result["device"]) == (2, 2, 1, "cpu")
     assert (result["prompt_tokens"], result["new_tokens"]) == (14, 12)

@@ -15,11 +15,9 @@ from ranks import run_ranks
 
 from comet.measure import timing
 from comet.measure.timing import (
-    SHORTEST_ROUND_S,
     WARM_S,
     Timing,
     capture,
-    more_rounds,
     summarize,
     time_interleaved,
 )
@@ -72,14 +70,6 @@ def test_a_gpu_waits_for_its_host_before_the_barrier(
 
 
 # ---- how long it warms up --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("round_s", "done", "more"), [
-    (0.02, 3, 22), (0.2, 3, 0), (0.2, 2, 1), (0.0201, 3, 22), (0.0199, 3, 23), (WARM_S, 1, 0), (7.0, 1, 0),
-    (SHORTEST_ROUND_S, 3, 9_997), (0.0, 3, 9_997), (0.0, 20_000, 0),
-])  # fmt: skip
-def test_more_rounds_examples(round_s: float, done: int, more: int) -> None:
-    assert more_rounds(round_s, done) == more
 
 
 @pytest.mark.parametrize(("seconds", "warm"), [(2**-10, 256), (0.0036, 70), (0.1, 3), (0.2, 3), (30.0, 3), (0, 10_000)])

@@ -136,17 +136,6 @@ def test_the_hosts_cores_compute_some_of_what_is_missing(mixtral):
             hf.load_pretrained(mixtral, **settings, host_cores="1")
 
 
-def test_the_hosts_cores_compute_from_block_fp8(whole):
-    kept, loaded = (
-        hf.load_pretrained(whole, expert_budget=0.5, keep_fp8=True, host_cores=cores) for cores in ("off", "1")
-    )
-    leave_all_to(cores_of(loaded))
-    ids = prompt(1, 12)
-    torch.testing.assert_close(logits_with_cache(loaded, ids, 1), logits_with_cache(kept, ids, 1), rtol=1e-4, atol=1e-4)
-    assert cache_report(loaded).hosted > 0
-    cores_of(loaded).close()
-
-
 def test_block_fp8_is_dequantised_as_it_is_read(whole):
     for settings in STORES.values():
         loaded = hf.load_pretrained(whole, expert_budget=0.5, **settings)
@@ -413,9 +402,12 @@ def check_reports(models: list[Any]) -> None:
     assert report.fetched < without.fetched, "they did not miss"
 
 
-def test_generate_and_logits_are_those_without_it_bit_for_bit(folder: Path) -> None:
-    """Steps of one token and of two, a short prompt, and one that streams between them."""
-    models = [load(folder, prefetch=prefetch) for prefetch in (False, True)]
+def test_generate_and_logits_are_those_without_it_bit_for_bit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Off on a CPU, on where a GPU reads: steps of one token and of two, a short prompt, and one that streams."""
+    models = [load(folder, prefetch="auto")]
+    decide_as_on_a_gpu(monkeypatch)
+    models.append(load(folder, prefetch="auto"))
+    assert [cache_report(model).prefetch for model in models] == [False, True]
     ids = prompt(1, 20)
     assert torch.equal(*[logits_with_cache(model, ids, 1) for model in models])
     for batch, length in ((2, 9), (2, 3)):
@@ -450,26 +442,13 @@ def test_a_layer_is_asked_what_the_gate_behind_it_says(folder: Path, monkeypatch
             assert torch.equal(chosen.int().sort(dim=1).values, guessed.sort(dim=1).values)
 
 
-def test_a_gate_without_a_weight_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gate_without_a_weight_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("comet.integrations.hf.modules.GATE", "up_proj")
     assert load(folder, prefetch=False) is not None
     with pytest.raises(ValueError, match=r"mlp\.up_proj \(Identity\) must have a weight .* expert_prefetch=false"):
         load(folder, prefetch=True)
-
-
-def test_auto_is_off_on_a_cpu_and_on_where_a_gpu_reads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    models = [load(folder, prefetch="auto")]
-    decide_as_on_a_gpu(monkeypatch)
-    models.append(load(folder, prefetch="auto"))
-    assert [cache_report(model).prefetch for model in models] == [False, True]
-    assert torch.equal(*[greedy(model, prompt(2, 3)) for model in models])
-    check_reports(models)
-
-
-def test_auto_names_a_gate_without_a_weight_and_is_off(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("comet.integrations.hf.modules.GATE", "up_proj")
     decide_as_on_a_gpu(monkeypatch)
     with caplog.at_level(logging.WARNING, "comet"):
         assert not cache_report(load(folder, prefetch="auto")).prefetch
