@@ -28,6 +28,7 @@ def shares(text: str) -> tuple[float, ...]:
     return tuple(map(float, text.split(",")))
 
 
+POSITIVE = ("batch", "context", "contexts", "layers", "rounds", "steps", "tokens")  # each number of these options
 BUDGETS = (0.1, 0.2, 0.3, 0.5, 1.0)
 OPTIONS: dict[str, dict[str, Any]] = {
     "models": dict(type=words, help="comma-separated names of configs/model; mixtral_8x7b/4: a fourth of the experts"),
@@ -61,8 +62,10 @@ def parsed(parser: Parser, command_line: Sequence[str]) -> argparse.Namespace:
     arguments.device = given.get("device", "auto")
     routing = given.get("routing", ())
     require_known("routing", [routing] if isinstance(routing, str) else routing, ROUTINGS)
-    for name in ("layers", "rounds"):
-        require(given.get(name, 1) >= 1, f"{name}={given.get(name)} must be at least 1")
+    for name in POSITIVE:
+        number = given.get(name, 1)
+        least, each = (min(number), " each") if isinstance(number, list) else (number, "")
+        require(least >= 1, f"{name}={number} must{each} be at least 1")
     return arguments
 
 

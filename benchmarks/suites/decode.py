@@ -380,7 +380,6 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
         ranks = f"ep={arguments.ep} x tp={arguments.tp}"
         require(name in known, f"variants={name!r} must be one of {', '.join(known)} for {ranks}")
     for number in arguments.tokens:
-        require(number >= 1, f"tokens={number} must be at least 1")
         require(
             number <= MAX_DECODE_TOKENS or any(name in MANY_TOKENS for name in arguments.variants),
             f"tokens={number} must be at most {MAX_DECODE_TOKENS} for variants={','.join(arguments.variants)}",

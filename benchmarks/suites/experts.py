@@ -369,6 +369,5 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
     for name in arguments.variants if arguments.trace is None else ():
         known = not name.startswith(PREFETCH)
         require(known, f"variants={name!r} must come with --trace: made routing says nothing of guesses")
-    require(arguments.steps >= 1, f"steps={arguments.steps} must be at least 1")
     require(0 <= arguments.sticky < 1, f"sticky={arguments.sticky} must be at least 0 and below 1")
     return arguments

@@ -337,9 +337,6 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=16, help="decode steps of a timed call")
     arguments = parsed(parser, command_line)
     require_known("model", [arguments.model], VOCABULARY)
-    for name in ("batch", "steps"):
-        require(getattr(arguments, name) >= 1, f"{name}={getattr(arguments, name)} must be at least 1")
-    require(min(arguments.contexts) >= 1, f"contexts={arguments.contexts} must each be at least 1")
     most = MAX_DECODE_TOKENS
     require(arguments.batch <= most, f"batch={arguments.batch} must be at most {most}, which warp decode takes")
     arguments.parallel.check(MODELS[arguments.model])

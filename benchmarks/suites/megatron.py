@@ -220,7 +220,6 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
     arguments = parsed(parser, command_line)
     for name in arguments.models:
         arguments.parallel.check(swiglu_model(name))
-    require(min(arguments.tokens) >= 1, f"tokens={arguments.tokens} must each be at least 1")
     return arguments
 
 

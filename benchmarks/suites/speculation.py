@@ -5,10 +5,9 @@
 
 Continues texts that training did not see, one at a time. *on_demand* keeps no expert from one token to the next,
 *cache* does (by the policy or stored as the type behind it), *conservative* and *adaptive* draft with
-``--draft-experts`` of the K experts and verify with all; ``cached`` behind them: drafts take experts that have a slot.
-*resident* has a slot for every expert; ``of_resident`` compares with it. All are timed in turn, for ``--seconds`` or
-``--rounds`` texts, and each was made within its budget: device memory beside the dense weights, which all share, is
-limited to the slots and ``--workspace-mb``.
+``--draft-experts`` of the K experts and verify with all. *resident* has a slot for every expert; ``of_resident``
+compares with it. All are timed in turn, for ``--seconds`` or ``--rounds`` texts, and each was made within its budget:
+device memory beside the dense weights, which all share, is limited to the slots and ``--workspace-mb``.
 
 ``first_token_ms`` is for a prompt of 1,000 tokens; ``nll`` the mean negative log-likelihood of the texts by the whole
 model, in nats a token, of which adaptive mode costs some. The routing of held-out text goes to ``routing.pt``, for

@@ -317,10 +317,7 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
     for name in arguments.models:
         arguments.parallel.check(model(name))
     require_known("variants", arguments.variants, VARIANTS)
-    require(arguments.context >= 1, f"context={arguments.context} must be at least 1")
     for number in arguments.tokens:
-        require(
-            number >= 1 and number % arguments.context == 0,
-            f"tokens={number} must be a positive multiple of context={arguments.context}",
-        )
+        fits = number % arguments.context == 0
+        require(fits, f"tokens={number} must be a multiple of context={arguments.context}")
     return arguments
