@@ -67,7 +67,7 @@ class SingleRank:
 
     def finalize(self, outputs: Tensor, received: Received, reduce: TopKReduce) -> Tensor:
         """Reduce; nothing is sent."""
-        return resolve(reduce, received.rows).apply(outputs, received.rows)
+        return resolve(reduce).apply(outputs, received.rows)
 
 
 def require_dropless(config: MoEConfig, name: str) -> None:
@@ -136,7 +136,7 @@ class AllToAll:
     def finalize(self, outputs: Tensor, received: Received, reduce: TopKReduce) -> Tensor:
         """Reduce, send the partial sums back and add them up in rank order, in float32."""
         route: Route = received.route
-        partial = resolve(reduce, received.rows).apply(outputs, received.rows)
+        partial = resolve(reduce).apply(outputs, received.rows)
         if self.layout.world_size > 1:
             partial = all_to_all_rows(partial, route.recv_counts, route.send_counts, self.process_group)
         total = partial.new_zeros(route.num_tokens, partial.shape[1], dtype=accumulator_dtype(partial.dtype))

@@ -52,6 +52,11 @@ class ContiguousRows:
     top_k_ids: Tensor  # (N, K) int32 **local** experts, 0 .. e-1; -1 where the slot is masked or computed elsewhere
     top_k_weights: Tensor
 
+    @property
+    def row_slots(self) -> Tensor:
+        """``(N, K)`` int32: slot k of row n is the output n * K + k; -1 where nowhere."""
+        return slot_rows(self.top_k_ids)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchedRows:
@@ -196,26 +201,23 @@ class NoOpReduce:
         return outputs
 
 
-class ContiguousReduce:
+class _SumOverSlots:
+    def apply(self, outputs: Tensor, rows: Rows) -> Tensor:
+        """Weighted sum over the slots of each received row."""
+        assert not isinstance(rows, FusedHandle), "the composer pairs the fused layer with itself"
+        return weighted_sum(outputs.flatten(0, 1), rows.row_slots, rows.top_k_weights)
+
+
+class ContiguousReduce(_SumOverSlots):
     """Outputs are ``(N, K, D)``, one per slot of a received row."""
 
     formats = frozenset({ActivationFormat.CONTIGUOUS})
 
-    def apply(self, outputs: Tensor, rows: Rows) -> Tensor:
-        """Weighted sum over the slots."""
-        assert isinstance(rows, ContiguousRows), "the composer pairs ContiguousReduce with contiguous rows"
-        return weighted_sum(outputs.flatten(0, 1), slot_rows(rows.top_k_ids), rows.top_k_weights)
 
-
-class BatchedReduce:
+class BatchedReduce(_SumOverSlots):
     """Outputs are ``(e, B, D)``, one per batched row."""
 
     formats = frozenset({ActivationFormat.BATCHED})
-
-    def apply(self, outputs: Tensor, rows: Rows) -> Tensor:
-        """Weighted sum over the batched rows of each received row."""
-        assert isinstance(rows, BatchedRows), "the composer pairs BatchedReduce with batched rows"
-        return weighted_sum(outputs.flatten(0, 1), rows.row_slots, rows.top_k_weights)
 
 
 class DelegateReduce:
@@ -225,14 +227,12 @@ class DelegateReduce:
 
     def apply(self, outputs: Tensor, rows: Rows) -> Tensor:
         """Never: this reduction is the prepare/finalize's own."""
-        raise NotImplementedError("DelegateReduce leaves the reduction to finalize(); use resolve(reduce, rows) there")
+        raise NotImplementedError("DelegateReduce leaves the reduction to finalize(); use resolve(reduce) there")
 
 
-def resolve(reduce: TopKReduce, rows: Rows) -> TopKReduce:
-    """``reduce``, or for ``DelegateReduce`` the reduction of the rows' format."""
-    if not isinstance(reduce, DelegateReduce):
-        return reduce
-    return ContiguousReduce() if isinstance(rows, ContiguousRows) else BatchedReduce()
+def resolve(reduce: TopKReduce) -> TopKReduce:
+    """``reduce``, or for ``DelegateReduce`` the weighted sum of either format."""
+    return ContiguousReduce() if isinstance(reduce, DelegateReduce) else reduce
 
 
 def slot_rows(top_k_ids: Tensor) -> Tensor:

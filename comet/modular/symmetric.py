@@ -36,9 +36,7 @@ from comet.modular.interfaces import (
     Received,
     Receiver,
     RoutedTokens,
-    Rows,
     TopKReduce,
-    slot_rows,
 )
 from comet.quantization.formats import quantize_rows
 from comet.quantization.packed import pack, unpack
@@ -105,7 +103,8 @@ class _Symmetric(OverBackend, ABC):
         plan = received.route
         is_delegated = isinstance(reduce, DelegateReduce)
         if is_delegated:
-            outputs, row_slots = outputs.flatten(0, 1), self._row_slots(received.rows)
+            assert not isinstance(received.rows, FusedHandle)
+            outputs, row_slots = outputs.flatten(0, 1), received.rows.row_slots
         else:  # one partial sum per received row
             outputs = reduce.apply(outputs, received.rows)
             row_slots = torch.arange(outputs.shape[0], dtype=torch.int32, device=outputs.device)[:, None]
@@ -150,10 +149,6 @@ class _Symmetric(OverBackend, ABC):
     def _rows(self, plan: Plan, tokens: Tensor) -> ContiguousRows | BatchedRows:
         """Received rows ``(R, D)``, or packed ones, in the format of the class."""
 
-    @abstractmethod
-    def _row_slots(self, rows: Rows) -> Tensor:
-        """``(R, K)`` int32 flattened output of each slot, -1 for none."""
-
 
 class SymmetricContiguous(_Symmetric):
     """Received rows as they lie in symmetric memory, each token once per rank. Any EP x TP; unequal and zero tokens
@@ -164,10 +159,6 @@ class SymmetricContiguous(_Symmetric):
 
     def _rows(self, plan: Plan, tokens: Tensor) -> ContiguousRows:
         return ContiguousRows(tokens=tokens, top_k_ids=local_experts(plan), top_k_weights=plan.row_weights)
-
-    def _row_slots(self, rows: Rows) -> Tensor:
-        assert isinstance(rows, ContiguousRows)
-        return slot_rows(rows.top_k_ids)
 
 
 class SymmetricBatched(_Symmetric):
@@ -188,10 +179,6 @@ class SymmetricBatched(_Symmetric):
         batches = tokens.index_select(0, row_ids.flatten()).view(*row_ids.shape, tokens.shape[1])
         weights = plan.row_weights
         return BatchedRows(tokens=batches, counts=plan.segment_counts, row_slots=row_slots, top_k_weights=weights)
-
-    def _row_slots(self, rows: Rows) -> Tensor:
-        assert isinstance(rows, BatchedRows)
-        return rows.row_slots
 
     def _check(self, plan: Plan, batch_rows: int) -> None:
         most = plan.segment_counts.max()
