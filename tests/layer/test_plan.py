@@ -222,14 +222,14 @@ def test_a_backward_pass_reads_the_memory_it_is_given() -> None:
 # ---- real ranks
 
 
-def plan_epochs(rank: int, world_size: int, cases: list[Case], use_kernels: bool, delay_s: float) -> int:
+def plan_epochs(rank: int, world_size: int, cases: list[Case], use_kernels: bool) -> int:
     """Plan every case in turn over one pool, with random delays; every plan equals the twin's. Returns the epoch."""
     comm = make_communicator("cpu_shm", torch.distributed.group.WORLD, "cpu", timeout_s=60.0)
     wide = max(cases, key=lambda case: case.top_k)
     pool = workspace(wide, comm)
     draw = random.Random(rank)
     for epoch, case in enumerate(cases):
-        time.sleep(draw.choice((0.0, 0.0, delay_s)) * draw.random())
+        time.sleep(draw.choice((0.0, 0.0, 0.05)) * draw.random())
         wanted = twin_plan(case, rank)
         if wanted.status[2] and not use_kernels:
             with pytest.raises(CapacityError, match=f"rank {rank} needs {int(wanted.status[0])} routed rows"):
@@ -237,7 +237,7 @@ def plan_epochs(rank: int, world_size: int, cases: list[Case], use_kernels: bool
             continue
         plan = case.plan(rank, pool, use_kernels=use_kernels)
         check_pool(pool, plan)
-        time.sleep(draw.choice((0.0, delay_s)) * draw.random())
+        time.sleep(draw.choice((0.0, 0.05)) * draw.random())
         assert_same_plan(plan, wanted, f"epoch {epoch} rank {rank}")
     comm.close()
     return int(pool.epoch)
@@ -252,17 +252,13 @@ def epochs_of(world_size: int, num_epochs: int, max_tokens: int) -> list[Case]:
     ]
 
 
+@pytest.mark.parametrize("use_kernels", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_twin_between_ranks(world_size: int) -> None:
-    cases = epochs_of(world_size, 12, 256)
-    assert run_ranks(plan_epochs, world_size, cases, False, 0.05) == [12] * world_size
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_kernels_between_ranks(world_size: int) -> None:
-    cases = epochs_of(world_size, 8 // world_size, 256 if world_size < 4 else 128)
-    counts = run_ranks(plan_epochs, world_size, cases, True, 0.05, interpret=True, timeout=300)
-    assert counts == [len(cases)] * world_size
+def test_plans_between_ranks(world_size: int, use_kernels: bool) -> None:
+    num_epochs, max_tokens = (8 // world_size, 512 // world_size) if use_kernels else (12, 256)
+    cases = epochs_of(world_size, num_epochs, min(max_tokens, 256))
+    counts = run_ranks(plan_epochs, world_size, cases, use_kernels, interpret=use_kernels, timeout=300)
+    assert counts == [num_epochs] * world_size
 
 
 def late_rank(rank: int, world_size: int, use_kernels: bool) -> str:

@@ -6,7 +6,6 @@ That they equal the reference is for ``test_modular.py``, which runs every combi
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -141,20 +140,6 @@ def test_narrow_rows_of_symmetric_memory() -> None:
     for columns in (0, 5):
         with pytest.raises(ValueError, match=rf"columns={columns} must be between 1 and the 4 there is memory for"):
             memory.with_columns(columns)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_width_that_is_no_multiple_of_16_is_padded(dtype: torch.dtype) -> None:
-    case = replace(CASE, dtype=dtype)
-    group, inputs = make_group(case), rank_inputs(case, 0)
-    w1, w2 = torch.randn(4, 2, 24, 32).to(dtype) / 4, torch.randn(4, 32, 24).to(dtype) / 4
-    arguments = (inputs.tokens, inputs.top_k_ids, inputs.top_k_weights, w1.flatten(1, 2), w2)
-    found = [
-        ModularMoE(SingleRank(case.config, group), kind(case.config, group))(*arguments)
-        for kind in (ReferenceExperts, GroupedContiguous, WarpDecodeExperts)
-    ]
-    for y in found[1:]:
-        torch.testing.assert_close(y, found[0], rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("shape", [(3, 5, 32), (2, 130, 288), (0, 160)])

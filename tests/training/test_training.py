@@ -277,23 +277,24 @@ def test_a_checkpoint_of_24_columns_per_rank_loads_on_one_rank(tmp_path):
     assert whole["heldout_nats_per_byte"] == pytest.approx(first["heldout_nats_per_byte"], rel=1e-5)
 
 
-def test_learning_rate_example_of_the_docstring():
-    config = TrainConfig(steps=5, batch_size=1, lr=1.0, min_lr_ratio=0.5, warmup_steps=2)
-    assert [learning_rate(step, config) for step in range(5)] == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5])
+@pytest.mark.parametrize(
+    ("settings", "rates"),
+    [
+        ({"steps": 5, "min_lr_ratio": 0.5, "warmup_steps": 2}, {0: 0.5, 1: 1.0, 2: 1.0, 3: 0.75, 4: 0.5}),
+        ({"steps": 20, "warmup_steps": None}, {0: 0.5, 1: 1.0, 2: 1.0}),
+        ({"steps": 1}, {0: 1.0}),
+        ({"steps": 10}, {50: 0.1}),
+    ],
+)
+def test_learning_rates(settings, rates):
+    config = TrainConfig(batch_size=1, lr=1.0, **settings)
+    assert {step: learning_rate(step, config) for step in rates} == pytest.approx(rates)
 
 
 def test_warm_up_that_nobody_asked_for():
     steps = [TrainConfig(steps=count, batch_size=1, warmup_steps=None).num_warmup_steps for count in (1, 5, 200, 800)]
     assert steps == [0, 0, 20, 60]
-    config = TrainConfig(steps=20, batch_size=1, lr=1.0, warmup_steps=None)
-    assert [learning_rate(step, config) for step in range(3)] == [0.5, 1.0, 1.0]
     assert compose(["train.steps=10"])["train"]["warmup_steps"] is None
-
-
-def test_learning_rate_of_one_step_and_beyond_the_end():
-    config = TrainConfig(steps=1, batch_size=1, lr=2.0)
-    assert learning_rate(0, config) == 2.0
-    assert learning_rate(50, replace(config, steps=10)) == pytest.approx(0.2)
 
 
 def test_only_matrices_decay():
