@@ -48,19 +48,19 @@ def exclude_experts(model: nn.Module) -> set[nn.Parameter]:
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> Tensor:
     """As ``torch.nn.utils.clip_grad_norm_``, of tensors and ``DTensor``s of several meshes (collective).
 
     Args:
-        parameters: In the same order on all ranks; those without a gradient are passed over. Tensors that are no
-            ``DTensor`` count as replicas.
+        parameters: One, or several in the same order on all ranks; those without a gradient are passed over. Tensors
+            that are no ``DTensor`` count as replicas.
         max_norm: Longer gradients are scaled to it.
 
     Returns:
         ``()``: the 2-norm of all gradients before, equal on all ranks.
     """
     by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
-    for parameter in parameters:
+    for parameter in [parameters] if isinstance(parameters, Tensor) else parameters:
         if parameter.grad is not None:
             mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
             by_mesh.setdefault(mesh, []).append(parameter)

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 from torch.distributed import ProcessGroup
 
 from comet.comm.base import Communicator
 from comet.comm.handshake import this_rank
 from comet.config import require
 from comet.layout import ExpertLayout
+from comet.utils.derivatives import first_only
 
 
 def all_to_all_rows(
@@ -122,7 +123,7 @@ class _StepBackward(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
+    @first_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.output is None:
             raise RuntimeError("a second backward pass of this graph needs retain_graph=True in the first")

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 from comet.comm.collectives import wants_grad
@@ -21,6 +20,7 @@ from comet.layer.routed_experts import DeferredWgrad, SymmetricPath
 from comet.layer.sharding import global_grad, local
 from comet.moe import MoE
 from comet.router.losses import RouterStats
+from comet.utils.derivatives import first_only
 from comet.utils.graphs import capture, device_obstacle, first_line, release_random_numbers, run_beside
 from comet.utils.renamed import warn_renamed
 from comet.utils.uncompiled import uncompiled
@@ -151,7 +151,7 @@ class _Replayed(torch.autograd.Function):
         return results
 
     @staticmethod
-    @once_differentiable
+    @first_only
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors  # raises if a parameter has changed since the forward pass
         return None, *ctx.graphs.backward(ctx.turn, grads)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from comet.comm.base import require_memory
 from comet.comm.collectives import wants_grad
@@ -28,6 +27,7 @@ from comet.layer.weights import match_biases, match_once, match_weights, pad_wid
 from comet.layout import Biases, added_biases
 from comet.quantization.formats import FP8
 from comet.quantization.packed import match_fp8_weights
+from comet.utils.derivatives import first_only
 from comet.utils.uncompiled import uncompiled
 
 WITHOUT_MEMORY = "use path 'plain' (moe_path=plain, or auto), or groups of ep x tp ranks on one node of Hopper GPUs"
@@ -295,7 +295,7 @@ class _RoutedExperts(Function):
         return output
 
     @staticmethod
-    @once_differentiable
+    @first_only
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         with ctx.backend.workspace.backward_step:
             received, pre_activation, plan_memory, w1, w2, *biases = ctx.saved_tensors

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from comet.comm.collectives import wants_grad
 from comet.config import ParallelConfig
+from comet.utils.derivatives import first_only
 
 PLACEMENTS: dict[str, Placement] = {"ep": Shard(0), "tp": Shard(2)}
 
@@ -118,7 +118,7 @@ class _LocalWeights(torch.autograd.Function):
         return part1.to(dtype).flatten(1, 2), part2.view(part2.shape) if part2.dtype == dtype else part2.to(dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_only
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         pairs = zip(grads, ctx.parameters, strict=True)
         return *(global_grad(grad, parameter) for grad, parameter in pairs), None

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from comet.config import MoEConfig
 from comet.kernels.router.logits import router_logits
@@ -16,6 +15,7 @@ from comet.kernels.router.select import SelectRule, select_gradient
 from comet.kernels.router.select import select as select_ids
 from comet.router.losses import RouterStats
 from comet.utils.autocast import without_autocast
+from comet.utils.derivatives import first_only
 
 
 def logits(tokens: Tensor, weight: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ class _Select(torch.autograd.Function):
         return ids, weights, scores
 
     @staticmethod
-    @once_differentiable
+    @first_only
     def backward(
         ctx: Any, _: None, grad_weights: Tensor | None, grad_scores: Tensor | None
     ) -> tuple[Tensor | None, None, None]:
@@ -99,7 +99,7 @@ class _Measure(torch.autograd.Function):
         return aux_loss, z_loss, load
 
     @staticmethod
-    @once_differentiable
+    @first_only
     def backward(
         ctx: Any, grad_aux: Tensor | None, grad_z: Tensor | None, _: None
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:

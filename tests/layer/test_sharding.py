@@ -334,3 +334,10 @@ def groups_in_turn(rank: int, world_size: int) -> None:
 
 def test_one_group_after_another() -> None:
     run_ranks(groups_in_turn, 2)
+
+
+def test_clipping_takes_one_tensor_as_torch_does() -> None:
+    weight = nn.Parameter(torch.ones(2, 2))
+    weight.grad = torch.full((2, 2), 3.0)
+    assert clip_grad_norm_(weight, 1.0) == 6
+    torch.testing.assert_close(weight.grad, torch.full((2, 2), 0.5))

@@ -279,3 +279,12 @@ def test_all_ranks_raise_for_tokens_that_are_not_finite(world_size: int, ep: int
 )
 def test_symmetric_memory_keeps_what_is_not_finite_in_its_token(parts: tuple[type, type]) -> None:
     assert run_ranks(run_nan_on_the_last_rank, 2, parts, 2, float("nan")) == ["", ""]
+
+
+def test_second_derivatives_are_refused_and_not_left_out() -> None:
+    x = torch.randn(5, 64, requires_grad=True)
+    config = MoEConfig(hidden_size=64, ffn_size=32, num_experts=4, top_k=2)
+    group = make_expert_group(config, ParallelConfig(), max_tokens=5, dtype=torch.float32, device="cpu")
+    output, _ = MoE(config, group)(x)
+    with pytest.raises(RuntimeError, match=r"^create_graph=True must be False"):
+        torch.autograd.grad(output.sum(), x, create_graph=True)

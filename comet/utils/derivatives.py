@@ -1,0 +1,27 @@
+"""Backward passes that have no derivative themselves."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Backward = Callable[..., Any]
+
+
+def first_only(backward: Backward) -> Backward:
+    """The backward pass of a ``torch.autograd.Function``, refused where a second derivative may be wanted.
+
+    torch's ``once_differentiable`` refuses it only where the output's gradient depends on something; else, as behind a
+    sum, gradients count as constants, and a second derivative silently lacks what goes through them.
+    """
+
+    @functools.wraps(backward)
+    def call(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError("create_graph=True must be False: a Comet layer has first derivatives only")
+        return backward(ctx, *grads)
+
+    return call
