@@ -289,7 +289,7 @@ class OverlapConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeculationConfig:
-    """How tokens are drafted with few experts and verified with all K (``comet.experts.speculation``).
+    """How tokens are drafted with few experts and verified with all K (``comet.generation.speculation``).
 
     Args:
         speculate: ``off``, ``conservative`` or ``adaptive``.

@@ -21,7 +21,7 @@ from comet.layer.sharding import expert_parameter, local, local_weights
 from comet.layer.shared_expert import SharedExpert, joins_step
 from comet.layout import Biases
 from comet.router.losses import RouterStats
-from comet.router.router import Router, Routes
+from comet.router.router import Router
 from comet.utils.uncompiled import uncompiled
 
 
@@ -124,7 +124,7 @@ class MoE(nn.Module):
         return local(self.w1).detach(), local(self.w2).detach()
 
     @uncompiled
-    def forward(self, x: Tensor, router: Routes | None = None) -> tuple[Tensor, RouterStats]:
+    def forward(self, x: Tensor, router: Router | None = None) -> tuple[Tensor, RouterStats]:
         """Run the layer.
 
         What goes wrong on a GPU (a rank that does not come, a capacity that is too small, logits that are not finite)

@@ -1,14 +1,11 @@
 """Experts beyond GPU memory: all of them in host memory, some of them in slots on the GPU."""
 
 from comet.experts.cache import CACHED_DECODE_TOKENS, CachedExperts, CacheReport, ExpertCache, slots_of_budget
-from comet.experts.speculation import DraftRouter, Speculation
 
 __all__ = [
     "CACHED_DECODE_TOKENS",
     "CacheReport",
     "CachedExperts",
-    "DraftRouter",
     "ExpertCache",
-    "Speculation",
     "slots_of_budget",
 ]

@@ -24,7 +24,7 @@ from comet.experts.store import ExpertReader, HeldExperts, MemoryFile, warn_page
 from comet.kernels.experts.tables import Policy
 from comet.layer.group import ExpertGroup
 from comet.layout import ExpertLayout
-from comet.router.router import Routes
+from comet.router.router import Router
 from comet.utils.graphs import first_line
 
 logger = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ def host_paths(
     *,
     host_cores: str,
     expert_prefetch: PrefetchSetting,
-    routers: Callable[[], Sequence[Routes]],
+    routers: Callable[[], Sequence[Router]],
 ) -> Sequence[CachedPath]:
     """The paths of layers whose experts go to host memory, and what is to help them there (collective).
 

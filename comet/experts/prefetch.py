@@ -17,7 +17,7 @@ from comet.config import require
 from comet.experts.cache import CachedExperts, ExpertCache
 from comet.experts.staged import GRAPH_FALLBACK_REASON, StagedExperts
 from comet.kernels.experts.prefetch import plan, plan_torch, travel, travel_torch
-from comet.router.router import Routes
+from comet.router.router import Router
 
 # (T, D) tokens of this layer, or of the one before -> (T, K) int32, the likeliest first
 Predict = Callable[[Tensor], Tensor]
@@ -109,7 +109,7 @@ class Prefetch:
 
 
 @torch.no_grad()
-def probable(router: Routes, tokens: Tensor) -> Tensor:
+def probable(router: Router, tokens: Tensor) -> Tensor:
     """``(T, K)`` int32: where the tokens ``(T, D)`` of the layer before would go if they were this router's."""
     return router(tokens).top_k_ids
 

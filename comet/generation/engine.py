@@ -22,9 +22,9 @@ from comet.experts import CACHED_DECODE_TOKENS, CacheReport, ExpertCache
 from comet.experts.host.cores import HostCores
 from comet.experts.paths import CachedPath, Slots, cores_of_paths, host_paths, report_of_paths
 from comet.experts.prefetch import PrefetchSetting
-from comet.experts.speculation import DraftRouter, draft_routers
 from comet.experts.staged import GRAPH_FALLBACK_REASON, StagedCache, StagedExperts
 from comet.experts.store import HeldExperts, MemoryFile, QuantisedReader
+from comet.generation.speculation import draft_routers
 from comet.graphed.step import Passes, batch_obstacle
 from comet.kernels.experts.tables import Policy
 from comet.layer.group import ExpertGroup
@@ -35,20 +35,21 @@ from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT
 from comet.moe import MoE
 from comet.quantization.formats import MXType
+from comet.router.router import Router
 from comet.utils.graphs import TOO_FEW, GraphMode
 
 
 class Engine:
     """A model with the attention memory of the sequences it is generating; logits are float32.
 
-    One that was made with settings of drafts is a ``comet.experts.speculation.DraftingModel``.
+    One that was made with settings of drafts also ``draft``s and ``verify``s.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device  # where it computes
         self.runners: Sequence[Runner] = ()  # compute the experts of all layers
         self.stored: Sequence[CachedPath] = ()  # the layers' experts where they are in a store
-        self._drafts: Sequence[DraftRouter] = ()  # of all layers, where it drafts
+        self._drafts: Sequence[Router] = ()  # of all layers, where it drafts
         self._passes: Passes | None = None  # that append tokens; there are none before the prompts of some models
 
     @torch.no_grad()

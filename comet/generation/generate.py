@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from comet.config import require
-from comet.experts import Speculation
 from comet.generation.engine import Engine
 from comet.generation.sampling import Sampler, tokens_seen, uniform_draws
+from comet.generation.speculation import Speculation
 from comet.generation.text import Codec, Continuation
 from comet.jobs.generate import GenerateConfig
 from comet.utils.graphs import WARM_CALLS

@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from comet.config import SpeculationConfig, require
-from comet.experts.speculation import draft_routers
 from comet.generation.engine import Engine
+from comet.generation.speculation import draft_routers
 from comet.generation.text import TokenizerCodec
-from comet.integrations.hf.modules import CometExperts, drafting_gate, routed_by, router_of, routing_config
+from comet.integrations.hf.modules import CometExperts, drafting_gate, routed_by, router_beside, routing_config
 from comet.integrations.hf.static import StaticDecoder, forgetful
 from comet.integrations.hf.stored_experts import stored_paths
 from comet.utils.graphs import WARM_CALLS, GraphMode
@@ -68,7 +68,7 @@ class HFEngine(Engine):
             check_rewinds(model)
             self._gates = [drafting_gate(model, name) for name in named]
             config = routing_config(model.config)
-            self._drafts = draft_routers([router_of(gate, config) for gate in self._gates], speculation)
+            self._drafts = draft_routers([router_beside(gate, config) for gate in self._gates], speculation)
         self._decoder: StaticDecoder | None = None
         self._shape = (0, 0)
         self._most_places = 0

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from comet.comm.collectives import of_first_rank
-from comet.experts.speculation import pick, with_token
 from comet.jobs.generate import GenerateConfig
 
 
@@ -112,3 +111,19 @@ def likely(logits: Tensor, top_k: int | None, top_p: float) -> tuple[Tensor, Ten
     probabilities = ordered.softmax(dim=-1)
     before = probabilities.cumsum(dim=-1) - probabilities
     return probabilities.where(before < top_p, 0.0), ids
+
+
+def pick(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Draw by inverting the cumulative sum of weights; one of weight 0 is never drawn.
+
+    Example: weights ``[1, 0, 3]`` give 0 for the draw 0.2 and 2 for the draws 0.25 and 0.9.
+    """
+    cumulative = weights.cumsum(dim=-1)
+    passed = (cumulative <= uniform[:, None] * cumulative[:, -1:]).sum(dim=-1)
+    last = weights.shape[1] - 1 - (weights > 0).flip(1).int().argmax(dim=1)
+    return passed.minimum(last)
+
+
+def with_token(seen: Tensor | None, tokens: Tensor) -> Tensor | None:
+    """``seen (B, V)`` with one more token ``(B,)`` of each sequence; ``None`` stays."""
+    return None if seen is None else seen.scatter(1, tokens[:, None], True)

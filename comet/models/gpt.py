@@ -25,7 +25,7 @@ from comet.models.cache import KeyValueCache, attend_causally
 from comet.models.config import ModelConfig
 from comet.moe import MoE
 from comet.router.losses import RouterStats
-from comet.router.router import Routes
+from comet.router.router import Router
 
 EMBEDDING_STD = 0.5
 
@@ -116,11 +116,11 @@ class GPT(nn.Module):
         """Append one token ``(B,)`` to every sequence; see ``extend``."""
         return self.extend(ids[:, None], cache)
 
-    def extend(self, ids: Tensor, cache: KeyValueCache, routers: Sequence[Routes] | None = None) -> GPTOutput:
+    def extend(self, ids: Tensor, cache: KeyValueCache, routers: Sequence[Router] | None = None) -> GPTOutput:
         """Append ``ids (B, S)`` and predict what follows each; static shapes, and the host never waits.
 
         Args:
-            routers: What routes in place of each MoE layer's own router, such as ``comet.experts.DraftRouter``.
+            routers: What routes in place of each MoE layer's own router, as those of ``draft_routers`` do.
         """
         newest = cache.next_positions(ids.shape[1])
         unseen = cache.unseen_from(newest)
@@ -160,7 +160,7 @@ class GPT(nn.Module):
         rotary: Tensor,
         attends: Sequence[Attend],
         last: Tensor | None = None,
-        routers: Sequence[Routes] | None = None,
+        routers: Sequence[Router] | None = None,
     ) -> GPTOutput:
         """Run all blocks; with ``last (B,)`` only that position of each sequence is predicted from."""
         stats: list[RouterStats] = []
@@ -208,7 +208,7 @@ class Block(nn.Module):
         self.ffn = ffn
 
     def forward(
-        self, x: Tensor, rotary: Tensor, attend: Attend, router: Routes | None = None
+        self, x: Tensor, rotary: Tensor, attend: Attend, router: Router | None = None
     ) -> tuple[Tensor, RouterStats | None]:
         """``(B, S, D)`` float32 -> the same, and the router's statistics unless the block is dense."""
         x = x + self.attention(self.attention_norm(x), rotary, attend)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,20 +31,6 @@ class Routing:
     top_k_weights: Tensor  # (T, K) float32, factor of that expert's output, with gradient
     logits: Tensor  # (T, E) float32, with gradient
     scores: Tensor  # (T, E) float32, without selection bias, with gradient
-
-
-class Routes(Protocol):
-    """What routes a layer's tokens and measures it, as a ``Router`` does."""
-
-    def __call__(self, tokens: Tensor) -> Routing:
-        """``(T, D)`` -> the ``Routing`` of these tokens."""
-        ...
-
-    def measure(
-        self, logits: Tensor, scores: Tensor, top_k_ids: Tensor, *, largest_logit: Tensor | None = None
-    ) -> RouterStats:
-        """Losses and loads, as ``Router.measure``."""
-        ...
 
 
 class Router(nn.Module):
@@ -78,16 +63,8 @@ class Router(nn.Module):
             ValueError: If ``tokens`` is not ``(T, D)`` floating, or, on a CPU, if a logit is not finite; on a GPU
                 ``measure`` looks for those.
         """
-        return self.route(tokens, self.config, self.selection_bias)
-
-    def route(self, tokens: Tensor, config: MoEConfig, selection_bias: Tensor | None) -> Routing:
-        """``forward`` by another rule.
-
-        Args:
-            selection_bias: ``(E,)`` float32, added to the scores that are compared; minus infinity leaves an expert
-                out for as long as there are others. ``None``: nothing.
-        """
         self._check_tokens(tokens)
+        config, selection_bias = self.config, self.selection_bias
         with without_autocast(tokens.device):
             logits = compute_logits(tokens, self.weight)
             if logits.device.type == "cpu":
@@ -161,6 +138,13 @@ class Router(nn.Module):
         if bias is not None and self.selection_bias is not None and self.selection_bias.dtype != bias.dtype:
             self.selection_bias = bias.to(self.selection_bias.device)
         return self
+
+
+def router_of(weight: nn.Parameter, selection_bias: Tensor | None, config: MoEConfig) -> Router:
+    """A router of a rule of its own, whose weight and selection bias stay somebody else's."""
+    router = Router(config, device="meta")
+    router.weight, router.selection_bias = weight, selection_bias
+    return router
 
 
 def _selection_scores(logits: Tensor, scores: Tensor, selection_bias: Tensor | None, config: MoEConfig) -> Tensor:

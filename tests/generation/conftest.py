@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from comet.experts import Speculation
+from comet.generation.speculation import Speculation
 
 
 @pytest.fixture(autouse=True)

@@ -17,10 +17,10 @@ from torch import Tensor
 from training_cases import MODEL, MOE, Rank, awake_model, make_group, make_job
 
 from comet.config import MoEConfig, SpeculationConfig
-from comet.experts import DraftRouter
 from comet.generation.engine import Engine, GPTEngine
 from comet.generation.generate import Generated, generate, warm_up
 from comet.generation.job import generate_job
+from comet.generation.speculation import draft_routers
 from comet.generation.text import ByteCodec
 from comet.graphed.step import DecodeStep
 from comet.jobs.generate import GenerateConfig
@@ -332,7 +332,8 @@ def test_the_draft_router_on_kernels_equals_plain_torch(balance: str) -> None:
     router = Router(replace(EXPERTS, balance=balance))
     if router.selection_bias is not None:
         router.selection_bias.copy_(torch.rand(16, generator=drawn) * 0.1)
-    wanted = DraftRouter(router.cpu(), 2)(tokens)
-    found = DraftRouter(router.to(GPU), 2)(tokens.to(GPU))
+    two = SpeculationConfig(draft_experts=(2,))
+    wanted = draft_routers([router.cpu()], two)[0](tokens)
+    found = draft_routers([router.to(GPU)], two)[0](tokens.to(GPU))
     assert torch.equal(found.top_k_ids.cpu(), wanted.top_k_ids)
     torch.testing.assert_close(found.top_k_weights.cpu(), wanted.top_k_weights, rtol=1e-5, atol=1e-6)

@@ -20,16 +20,16 @@ from torch import Tensor
 from training_cases import MODEL, MOE, Rank, awake_model, make_job
 
 from comet.config import MoEConfig, SpeculationConfig
-from comet.experts import DraftRouter, Speculation
 from comet.generation.engine import GPTEngine
 from comet.generation.generate import Generated, encode_prompts, generate, warm_up
 from comet.generation.hf import HFEngine
 from comet.generation.job import generate_job
 from comet.generation.sampling import Sampler, tokens_seen
 from comet.generation.source import find_source, model_of
+from comet.generation.speculation import Speculation, draft_routers
 from comet.generation.text import ByteCodec, Continuation
 from comet.integrations import hf
-from comet.integrations.hf.modules import drafting_gate, gate_beside, routed_by, router_of, routing_config
+from comet.integrations.hf.modules import drafting_gate, gate_beside, routed_by, router_beside, routing_config
 from comet.jobs.generate import GenerateConfig
 from comet.models.config import ModelConfig
 from comet.router.router import Router
@@ -100,7 +100,7 @@ def test_a_draft_router_takes_the_best_experts(balance: str) -> None:
         router.selection_bias.copy_(torch.tensor([0.0, 0.3, 0, 0, 0, 0, 0, 0]))
     tokens = torch.randn(6, 32, generator=torch.Generator().manual_seed(3))
     whole = router(tokens)
-    few = DraftRouter(router, 2)(tokens)
+    few = draft_routers([router], SpeculationConfig(draft_experts=(2,)))[0](tokens)
     assert torch.equal(few.top_k_ids, whole.top_k_ids[:, :2])
     torch.testing.assert_close(few.top_k_weights.sum(1), torch.ones(6), msg="renormalised as the layer's are")
     assert router.measure(few.logits, few.scores, few.top_k_ids).expert_load.sum() == 12
@@ -340,7 +340,7 @@ def test_a_draft_routes_as_the_model_does_with_a_smaller_top_k(family: str) -> N
     name = next(name for name, module in model.named_modules() if hasattr(module, "is_concatenated"))
     gate = gate_beside(model, name)
     tokens = torch.randn(1, 7, 32, generator=drawn)
-    router, drafting = router_of(gate, routing_config(model.config)), drafting_gate(model, name)
+    router, drafting = router_beside(gate, routing_config(model.config)), drafting_gate(model, name)
     for top_k in (1, 2):
         gate.top_k = top_k
         _, weights, ids = gate(tokens)

@@ -15,9 +15,9 @@ from torch import Tensor
 from training_cases import MODEL, awake_model, make_group
 
 from comet.config import MoEConfig
-from comet.experts import Speculation
 from comet.generation.engine import GPTEngine
 from comet.generation.generate import Generated, encode_prompts, generate
+from comet.generation.speculation import Speculation
 from comet.generation.text import ByteCodec
 from comet.jobs.generate import GenerateConfig
 from comet.layer.group import ExpertGroup

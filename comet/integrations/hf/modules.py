@@ -21,7 +21,7 @@ from comet.decode.runners import Runner
 from comet.experts.prefetch import PrefetchSetting, prefetch_wanted
 from comet.integrations.hf.families import moe_config
 from comet.layout import Biases, ExpertLayout
-from comet.router.router import Router, Routes
+from comet.router.router import Router, router_of
 from comet.utils.graphs import is_capturing
 
 logger = logging.getLogger(__name__)
@@ -72,18 +72,18 @@ class InDecodeSteps(StandIn):
 
 
 class DraftingGate(StandIn):
-    """A gate that leaves its decision to ``router`` for as long as it has one."""
+    """A gate that leaves its decision to ``routers[0]`` for as long as it has one."""
 
     def __init__(self, own: nn.Module) -> None:
         super().__init__(own)
-        self.router: Routes | None = None
+        self.routers: tuple[Router, ...] = ()  # a tuple: its weight is the gate's own, and no other parameter
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What a gate of transformers returns: logits ``(T, E)``, weights ``(T, r)`` and ids ``(T, r)`` int64."""
-        if self.router is None:
+        if not self.routers:
             found: tuple[Tensor, Tensor, Tensor] = self._own[0](hidden_states)
             return found
-        routing = self.router(hidden_states.reshape(-1, hidden_states.shape[-1]))
+        routing = self.routers[0](hidden_states.reshape(-1, hidden_states.shape[-1]))
         return routing.logits, routing.top_k_weights, routing.top_k_ids.to(torch.int64)
 
 
@@ -122,19 +122,16 @@ def routing_config(config: Any) -> MoEConfig:
     )
 
 
-def router_of(gate: nn.Module, config: MoEConfig) -> Router:
-    """A router with the weight of a gate, and its selection bias if it has one; both stay the gate's own."""
-    router = Router(config, device="meta")
-    router.weight = gate.weight  # type: ignore[assignment]
-    router.selection_bias = getattr(gate, BIAS, None)
-    return router
+def router_beside(gate: Any, config: MoEConfig) -> Router:
+    """A router with the weight of a gate, and its selection bias if it has one."""
+    return router_of(gate.weight, getattr(gate, BIAS, None), config)
 
 
 def routers_beside(model: Any, experts: Sequence[str], expert_prefetch: PrefetchSetting) -> list[Router]:
     """The routers by which the experts of all layers, given by name, are prefetched."""
     config = routing_config(model.config)
     try:
-        return [router_of(gate_beside(model, name), config) for name in experts]
+        return [router_beside(gate_beside(model, name), config) for name in experts]
     except ValueError as error:
         if prefetch_wanted(expert_prefetch):
             raise
@@ -152,15 +149,15 @@ def drafting_gate(model: nn.Module, experts: str) -> DraftingGate:
 
 
 @contextmanager
-def routed_by(gates: Sequence[DraftingGate], routers: Sequence[Routes]) -> Iterator[None]:
+def routed_by(gates: Sequence[DraftingGate], routers: Sequence[Router]) -> Iterator[None]:
     """Let routers decide in the place of gates, for as long as this lasts."""
     for gate, router in zip(gates, routers, strict=True):
-        gate.router = router
+        gate.routers = (router,)
     try:
         yield
     finally:
         for gate in gates:
-            gate.router = None
+            gate.routers = ()
 
 
 class CometExperts(nn.Module):

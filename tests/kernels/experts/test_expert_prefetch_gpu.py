@@ -12,10 +12,10 @@ from cached_layers import LAYERS, CachedLayers, D, E, K, captured
 from training_cases import MODEL, awake_model
 
 from comet.config import MoEConfig, SpeculationConfig
-from comet.experts import Speculation
 from comet.experts.cache import report_of
 from comet.generation.engine import GPTEngine
 from comet.generation.generate import generate, warm_up
+from comet.generation.speculation import Speculation
 from comet.generation.text import ByteCodec
 from comet.jobs.generate import GenerateConfig
 from comet.kernels.experts.tables import GATE

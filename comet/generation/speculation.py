@@ -36,14 +36,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from comet.comm.collectives import of_first_rank
 from comet.config import SpeculationConfig
-from comet.router.router import Router, Routing
+from comet.generation.sampling import Sampler, pick, with_token
+from comet.router.router import Router, router_of
+
+if TYPE_CHECKING:
+    from comet.generation.engine import Engine
 
 FIRST_ROUNDS = 2  # of plain steps, and of the longest drafts, before anything is chosen
 TIMES_KEPT = 9  # of each length: the median of them ignores a round that waited for something else
@@ -52,30 +56,17 @@ KEPT = 0.98  # share of the counts that a round leaves of those before it
 HOPED_FOR = 4.0  # drafts of each place that count as accepted before the first round: two refusals are no proof
 
 
-class DraftRouter:
-    """Routes a layer's tokens to its r best experts by its own scores; a ``comet.router.router.Routes``.
+def draft_routers(routers: Sequence[Router], config: SpeculationConfig) -> list[Router]:
+    """Route tokens to their r best experts by the scores of a model's layers, whose own ``routers`` take K.
 
     Routing weights follow the layer's rule: where it renormalises its K weights to sum to one, the r weights do; where
     it does not, they are the scores as they are, and their sum is smaller than that of K.
-
-    Args:
-        draft_experts: r, at least 1 and at most K.
     """
-
-    def __init__(self, router: Router, draft_experts: int) -> None:
-        self.router = router
-        self.config = replace(router.config, top_k=draft_experts)
-        self.measure = router.measure
-
-    def __call__(self, tokens: Tensor) -> Routing:
-        """``(T, D)`` -> a ``Routing`` with ids ``(T, r)``."""
-        return self.router.route(tokens, self.config, self.router.selection_bias)
-
-
-def draft_routers(routers: Sequence[Router], config: SpeculationConfig) -> list[DraftRouter]:
-    """Of all layers of a model, that route by ``routers`` when they do not draft."""
     numbers = config.experts_per_layer(min((each.config.top_k for each in routers), default=2), len(routers))
-    return [DraftRouter(*each) for each in zip(routers, numbers, strict=True)]
+    return [
+        router_of(each.weight, each.selection_bias, replace(each.config, top_k=number))
+        for each, number in zip(routers, numbers, strict=True)
+    ]
 
 
 class DraftLength:
@@ -145,45 +136,6 @@ def between(seconds: Sequence[float | None]) -> list[float]:
     return filled
 
 
-class DraftingModel(Protocol):
-    """A model that decodes with all of its experts or with fewer, and can take tokens back."""
-
-    @property
-    def lengths(self) -> Tensor:
-        """``(B,)`` int64: how many tokens of each sequence it has been given."""
-        ...
-
-    def rewind(self, lengths: Tensor) -> None:
-        """Keep the first ``lengths (B,)`` tokens."""
-        ...
-
-    def decode(self, ids: Tensor) -> Tensor:
-        """Append ``(B,)`` int64 tokens with all experts; ``(B, V)`` logits of the next ones."""
-        ...
-
-    def draft(self, ids: Tensor) -> Tensor:
-        """Append ``(B,)`` int64 tokens with few experts; ``(B, V)`` logits of the next ones."""
-        ...
-
-    def verify(self, ids: Tensor) -> Tensor:
-        """Append ``(B, S)`` int64 tokens with all experts; ``(B, S, V)`` logits of what follows each."""
-        ...
-
-
-class Sampling(Protocol):
-    """How tokens are chosen: the same for p, for q and without speculation (``comet.generation.sampling.Sampler``)."""
-
-    seen: Tensor | None  # (B, V) bool, tokens that each sequence has; None where no choice depends on them
-
-    def probabilities(self, logits: Tensor, seen: Tensor | None) -> Tensor:
-        """``(..., V)`` float64, after penalties for what was ``seen (..., V)``, temperature, top-k and top-p."""
-        ...
-
-    def certain(self, probabilities: Tensor) -> Tensor:
-        """What is drawn from: ``probabilities``; at temperature 0 all of it is on the most probable token."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draft:
     """What a round drafted."""
@@ -208,8 +160,8 @@ class Speculation:
 
     def __init__(
         self,
-        model: DraftingModel,
-        sampling: Sampling,
+        model: Engine,
+        sampling: Sampler,
         config: SpeculationConfig,
         draws: Tensor,
         clock: Callable[[], float] = time.perf_counter,
@@ -357,17 +309,6 @@ def agreement(draft: Draft, p: Tensor, accepted: Tensor, draws: Tensor) -> Tenso
     return ((draws[:, : len(places)] < lossless(draft, p)) & (places < accepted[:, None])).sum(dim=1)
 
 
-def pick(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Draw by inverting the cumulative sum of weights; one of weight 0 is never drawn.
-
-    Example: weights ``[1, 0, 3]`` give 0 for the draw 0.2 and 2 for the draws 0.25 and 0.9.
-    """
-    cumulative = weights.cumsum(dim=-1)
-    passed = (cumulative <= uniform[:, None] * cumulative[:, -1:]).sum(dim=-1)
-    last = weights.shape[1] - 1 - (weights > 0).flip(1).int().argmax(dim=1)
-    return passed.minimum(last)
-
-
 def of_tokens(probabilities: Tensor, tokens: Tensor) -> Tensor:
     """``(..., V)`` at tokens ``(...)``: ``(...)``."""
     return probabilities.gather(-1, tokens[..., None])[..., 0]
@@ -376,11 +317,6 @@ def of_tokens(probabilities: Tensor, tokens: Tensor) -> Tensor:
 def at(values: Tensor, places: Tensor) -> Tensor:
     """``(B, S, V)`` at one place ``(B,)`` of each sequence: ``(B, V)``."""
     return values.gather(1, places[:, None, None].expand(-1, 1, values.shape[2]))[:, 0]
-
-
-def with_token(seen: Tensor | None, tokens: Tensor) -> Tensor | None:
-    """``seen (B, V)`` with one more token ``(B,)`` of each sequence; ``None`` stays."""
-    return None if seen is None else seen.scatter(1, tokens[:, None], True)
 
 
 def columns(values: Sequence[Tensor], like: Tensor) -> Tensor:

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import comet.experts.speculation as speculation
+import comet.generation.speculation as speculation
 from comet.config import SpeculationConfig
-from comet.experts.speculation import (
+from comet.generation.sampling import Sampler, pick, tokens_seen
+from comet.generation.speculation import (
     FIRST_ROUNDS,
     PROBE_EVERY,
     Draft,
@@ -21,10 +22,8 @@ from comet.experts.speculation import (
     at,
     best_draft_length,
     between,
-    pick,
     verdict,
 )
-from comet.generation.sampling import Sampler, tokens_seen
 from comet.jobs.generate import GenerateConfig
 
 CPU = torch.device("cpu")
@@ -35,7 +34,7 @@ CONFIG = SpeculationConfig(draft_tokens=3, tau=0.4)
 
 
 class TwoTokenModel:
-    """A ``DraftingModel`` whose logits depend on the newest two tokens; all sequences start with two zeros."""
+    """A model whose logits depend on the newest two tokens; all sequences start with two zeros."""
 
     def __init__(self, num_sequences: int, likeness: float = 0.5) -> None:
         drawn = torch.Generator().manual_seed(SEED)
