@@ -70,9 +70,8 @@ def read_config(folder: str | Path) -> Any:
     require(isinstance(content, dict), f"{path} must hold settings by name, not {content!r:.40}")
     family = content.get("model_type")
     require(str(family) in FAMILIES, f"model_type={family!r} must be one of {', '.join(FAMILIES)}")
-    experts, width = FAMILIES[
-        family
-    ]  # the number of experts may have a name that transformers gives it in all families
+    experts, width = FAMILIES[family]
+    # The number of experts may have a name that transformers gives it in all families.
     found = content | {experts: content.get(experts, content.get("num_local_experts"))}
     missing = ", ".join(name for name in (*SIZES, experts, width) if not isinstance(found.get(name), int))
     require(not missing, f"{path} must hold whole numbers for {missing}, as that of a {family} model does")
