@@ -102,14 +102,6 @@ def late(config: JobConfig, context: LaunchContext) -> None:
     dist.barrier()
 
 
-def freeze(config: JobConfig, context: LaunchContext) -> None:
-    """Of two nodes, the first rank of the second one."""
-    note(config, context)
-    if context.rank == context.world_size // 2:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    dist.barrier()
-
-
 def refuse_while_others_wait(config: JobConfig, context: LaunchContext) -> None:
     """The others wait in what has no deadline."""
     note(config, context)
@@ -161,7 +153,7 @@ KILLED_AT: dict[str, tuple[Any, str]] = {
 FUNCTIONS = (
     train_and_be_killed,
     add_ranks, report_context, crash, refuse, refuse_alone, time_out, sleep, deadlock,
-    late, freeze, refuse_while_others_wait,
+    late, refuse_while_others_wait,
 )  # fmt: skip
 TASKS = {function.__name__: Task("a test", "launch_app", function.__name__) for function in FUNCTIONS}
 TASKS["plain"] = Task("a test", "launch_app", "plain", dry_run=None)
