@@ -40,7 +40,7 @@ from comet.modular.interfaces import (
     weighted_sum,
 )
 from comet.quantization.formats import FP8, WEIGHT_TYPES, Weight
-from comet.reference.layer import expert_outputs, rank_partial, run_expert
+from comet.reference.layer import expert_outputs, rank_partial
 from comet.utils.graphs import hold_if_captured
 
 if TYPE_CHECKING:
@@ -175,18 +175,23 @@ BLOCK_ROWS = 64
 
 
 class _Grouped(KernelExperts, ABC):
-    """Both GEMMs over tiles of one expert's rows each; everything quantised is made plain before it is multiplied.
-
-    Scratch holds ``gate_up (Q, 2F)`` and ``hidden (Q, F)``, and ``outputs (Q, D)`` unless those are what is returned.
-    """
+    """Both GEMMs over tiles of one expert's rows each; everything quantised is made plain before it is multiplied."""
 
     def scratch_shapes(self, problem: Problem) -> ScratchShapes:
-        shapes = self._shapes(problem)
-        regions = {**weight_regions(problem), **shapes.regions}
+        """``gate_up (Q, 2F)`` and ``hidden (Q, F)``, and ``outputs (Q, D)`` unless those are what is returned."""
+        hidden_size, ffn_size, dtype = problem.hidden_size, problem.ffn_size, problem.dtype
+        num_rows, outputs = self._sizes(problem)
+        is_reduced = isinstance(self.reduce, NoOpReduce)
+        regions = {
+            **weight_regions(problem),
+            "gate_up": ((num_rows, 2 * ffn_size), accumulator_dtype(dtype)),
+            "hidden": ((num_rows, ffn_size), dtype),
+        }
+        if is_reduced or not problem.batch_rows:
+            regions["outputs"] = ((num_rows, hidden_size), dtype)
         if self.takes_fp8:
-            batched = problem.num_experts * problem.batch_rows
-            regions["tokens"] = ((batched or problem.num_rows, problem.hidden_size), problem.dtype)
-        return ScratchShapes(regions=regions, output=shapes.output)
+            regions["tokens"] = ((num_rows if problem.batch_rows else problem.num_rows, hidden_size), dtype)
+        return ScratchShapes(regions=regions, output=(*((problem.num_rows,) if is_reduced else outputs), hidden_size))
 
     def apply(self, rows: Rows, w1: Weight, w2: Weight, scratch: Scratch, biases: Biases | None = None) -> Tensor:
         assert not isinstance(rows, FusedHandle), "the composer pairs the fused layer with itself"
@@ -208,7 +213,8 @@ class _Grouped(KernelExperts, ABC):
         return output
 
     @abstractmethod
-    def _shapes(self, problem: Problem) -> ScratchShapes: ...
+    def _sizes(self, problem: Problem) -> tuple[int, tuple[int, int]]:
+        """Q, and how the outputs lie that are left to finalize."""
 
     @abstractmethod
     def _lay_out(self, rows: Any, num_experts: int, num_rows: int) -> tuple[TileTable, Tensor]:
@@ -254,13 +260,8 @@ class GroupedContiguous(_Grouped):
     formats = frozenset({ActivationFormat.CONTIGUOUS})
     reductions: tuple[type[TopKReduce], ...] = (ContiguousReduce, DelegateReduce, NoOpReduce)
 
-    def _shapes(self, problem: Problem) -> ScratchShapes:
-        """Pre-activations, hidden rows and output rows of every routed row, padded per expert to whole tiles."""
-        reduced = isinstance(self.reduce, NoOpReduce)
-        per_row = (problem.num_rows,) if reduced else (problem.num_rows, problem.top_k)
-        routed = routed_capacity(problem, BLOCK_ROWS)
-        regions = {**_hidden_regions(problem, routed), "outputs": ((routed, problem.hidden_size), problem.dtype)}
-        return ScratchShapes(regions=regions, output=(*per_row, problem.hidden_size))
+    def _sizes(self, problem: Problem) -> tuple[int, tuple[int, int]]:
+        return routed_capacity(problem, BLOCK_ROWS), (problem.num_rows, problem.top_k)
 
     def _lay_out(self, rows: ContiguousRows, num_experts: int, num_rows: int) -> tuple[TileTable, Tensor]:
         return tiles_of_ids(rows.top_k_ids, num_experts, num_rows, BLOCK_ROWS)
@@ -275,14 +276,8 @@ class GroupedBatched(_Grouped):
     formats = frozenset({ActivationFormat.BATCHED})
     reductions: tuple[type[TopKReduce], ...] = (BatchedReduce, DelegateReduce, NoOpReduce)
 
-    def _shapes(self, problem: Problem) -> ScratchShapes:
-        """Pre-activations and hidden rows of every batched row; the output rows too, where they are reduced here."""
-        batched = problem.num_experts * problem.batch_rows
-        regions = _hidden_regions(problem, batched)
-        if not isinstance(self.reduce, NoOpReduce):
-            return ScratchShapes(regions=regions, output=(problem.num_experts, problem.batch_rows, problem.hidden_size))
-        outputs = ((batched, problem.hidden_size), problem.dtype)
-        return ScratchShapes(regions={**regions, "outputs": outputs}, output=(problem.num_rows, problem.hidden_size))
+    def _sizes(self, problem: Problem) -> tuple[int, tuple[int, int]]:
+        return problem.num_experts * problem.batch_rows, (problem.num_experts, problem.batch_rows)
 
     def _lay_out(self, rows: BatchedRows, num_experts: int, num_rows: int) -> tuple[TileTable, Tensor]:
         return tiles_of_batches(rows.counts, rows.batch_rows, BLOCK_ROWS), rows.row_slots
@@ -301,13 +296,6 @@ class DequantizingBatched(GroupedBatched):
     """``GroupedBatched`` that wants its rows in FP8, so that they travel in half the bytes, and dequantises them."""
 
     takes_fp8 = True
-
-
-def _hidden_regions(problem: Problem, num_rows: int) -> Regions:
-    return {
-        "gate_up": ((num_rows, 2 * problem.ffn_size), accumulator_dtype(problem.dtype)),
-        "hidden": ((num_rows, problem.ffn_size), problem.dtype),
-    }
 
 
 class ReferenceExperts(ExpertsBase):
@@ -330,21 +318,16 @@ class ReferenceExperts(ExpertsBase):
         assert isinstance(tokens, Tensor)
         weights = (plain(w1, tokens.dtype), plain(w2, tokens.dtype))
         of_layer: dict[str, Any] = dict(first_expert=0, activation=self.activation, biases=biases)
-        if isinstance(rows, BatchedRows):
-            outputs = self._batches(tokens, rows.counts, *weights, *(biases or ()))
-            return weighted_sum(outputs.flatten(0, 1), rows.row_slots, rows.top_k_weights) if reduced else outputs
+        if isinstance(rows, BatchedRows):  # as contiguous rows of one slot each
+            batch = torch.arange(rows.batch_rows, device=tokens.device)
+            experts = torch.arange(rows.counts.numel(), device=tokens.device)[:, None]
+            ids = experts.where(batch < rows.counts[:, None], -1).view(-1, 1)
+            outputs = expert_outputs(tokens.flatten(0, 1), ids, *weights, **of_layer)
+            return weighted_sum(outputs, rows.row_slots, rows.top_k_weights) if reduced else outputs.view_as(tokens)
         if reduced:
             return rank_partial(tokens, rows.top_k_ids, rows.top_k_weights, *weights, **of_layer)
         outputs = expert_outputs(tokens, rows.top_k_ids, *weights, **of_layer)
         return outputs.view(*rows.top_k_ids.shape, tokens.shape[1])
-
-    def _batches(self, tokens: Tensor, counts: Tensor, *weights: Tensor) -> Tensor:
-        """``weights`` are w1 and w2, and b1 and b2 if there are some."""
-        outputs = torch.zeros_like(tokens)
-        for expert, count in enumerate(counts.tolist()):
-            of_expert = (weight[expert] for weight in weights)
-            outputs[expert, :count] = run_expert(tokens[expert, :count], *of_expert, activation=self.activation)
-        return outputs
 
 
 class WarpDecodeExperts(KernelExperts):
