@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from comet.comm.handshake import gather
 from comet.config import ParallelConfig, require
 from comet.decode import held_pieces, shared_columns
 from comet.decode.runners import DECODE_TOKENS, LocalRunner, ReplicatedRunner, Runner
@@ -28,6 +31,7 @@ from comet.integrations.hf.stored_experts import StoredExperts, cores_of
 from comet.layer.group import ExpertGroup
 from comet.layout import ExpertLayout
 from comet.reference.layer import shard_experts
+from comet.utils.uncompiled import uncompiled
 
 
 def convert(model: nn.Module, group: ExpertGroup | None = None, *, decode_tokens: int = DECODE_TOKENS) -> nn.Module:
@@ -60,7 +64,7 @@ def convert(model: nn.Module, group: ExpertGroup | None = None, *, decode_tokens
     place = Place.create(model.config, group, decode_tokens)
     for name, experts in stock.items():
         place.install(model, name, experts)
-    place.keep_from_saving(model)
+    place.prepare(model)
     return model
 
 
@@ -190,6 +194,12 @@ class Place:
         )
         return CometExperts(gate_up_proj, down_proj, layout, self.runner, of_biases)
 
+    def prepare(self, model: nn.Module) -> None:
+        """Refuse what the whole model, converted, does not do."""
+        self.keep_from_saving(model)
+        if isinstance(self.runner, ReplicatedRunner) and self.layout.world_size > 1:
+            model.register_forward_pre_hook(partial(_require_same_prompts, self.runner.group), with_kwargs=True)
+
     def keep_from_saving(self, model: nn.Module) -> None:
         """Let ``save_pretrained`` raise ``ValueError`` where its folder would look like a model's, and be none.
 
@@ -212,6 +222,27 @@ class Place:
 
         if reason is not None:
             model.save_pretrained = save_pretrained  # type: ignore[assignment]
+
+
+@uncompiled
+def _require_same_prompts(group: ExpertGroup, _: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+    """Raise ``ValueError`` on all ranks that are given different prompts (collective), which no expert would notice.
+
+    Decode steps are not looked at, nor what is read into a static cache: that would wait for the device.
+    """
+    from transformers import StaticCache
+
+    ids, cache = given.get("input_ids", args[0] if args else None), given.get("past_key_values")
+    if ids is None or isinstance(cache, StaticCache) or (cache is not None and cache.get_seq_length()):
+        return
+    assert group.process_group is not None
+    prompts = gather(group.process_group, (ids.shape, hashlib.sha256(ids.cpu().numpy().tobytes()).digest()))
+    others = [rank for rank, prompt in enumerate(prompts) if prompt != prompts[0]]
+    require(
+        not others,
+        f"input_ids of ranks {others} must be those of rank 0: all ranks of a group take the same tokens, and each "
+        "computes its part of the experts",
+    )
 
 
 def _check_weights(weight: Tensor, name: str, group: ExpertGroup | None) -> None:

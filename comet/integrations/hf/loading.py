@@ -87,8 +87,8 @@ def load_pretrained(
 
     Args:
         folder: Holds ``config.json`` and the weights as safetensors, experts one by one or fused.
-        group: The ranks that share the experts, all of which load; ``None``: this rank alone. They wait for each other
-            only before they open the checkpoint.
+        group: The ranks that share the experts, all of which load, and later take the same tokens; ``None``: this rank
+            alone. They wait for each other only before they open the checkpoint.
         dtype: Of the model; ``None``: the group's, or without a group the checkpoint's.
         device: Where the model goes; ``None``: the group's, or without a group the CPU.
         decode_tokens: Most tokens of one call that take warp decode, ``None``: 64, or 16 with a budget; more take the
@@ -229,7 +229,7 @@ def _make(stock_class: type[nn.Module], place: Place, folder: Path, given: dict[
     model.name_or_path = model.config.name_or_path = str(folder)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    place.keep_from_saving(model)
+    place.prepare(model)
     if place.layout.world_size > 1 or place.keep_fp8:
         for name, parameter in model.named_parameters():
             if ".experts." in name:

@@ -377,3 +377,22 @@ def test_ranks_agree_where_one_cannot_pin(folders: dict[str, Path]) -> None:
     for tokens, staged in run_ranks(pageable_on_one, 2, str(folders["fused"])):
         assert staged, "the host copies on both, which then take equal steps"
         assert torch.equal(tokens, wanted)
+
+
+def different_prompts(rank: int, world_size: int) -> tuple[str, bool]:
+    """What a model over ranks says of other tokens on the last one, and whether it then takes the same ones."""
+    group = make_group(tiny_config("qwen3_moe"), ep=world_size)
+    model, stock = hf.convert(tiny_model("qwen3_moe"), group), tiny_model("qwen3_moe")
+    ids = torch.arange(6).view(1, 6)
+    with torch.no_grad():
+        with pytest.raises(ValueError) as refused:
+            model.generate(ids + rank, max_new_tokens=2)
+        same = torch.equal(greedy(model, ids), greedy(stock, ids))
+    group.close()
+    return str(refused.value), same
+
+
+def test_ranks_with_different_prompts_all_say_so() -> None:
+    for message, same in run_ranks(different_prompts, 2):
+        assert message.startswith("input_ids of ranks [1] must be those of rank 0: all ranks of a group take the same ")
+        assert same
