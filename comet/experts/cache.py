@@ -53,6 +53,7 @@ class CacheReport:
     hosted: int = 0  # of the needed ones, how many were not there, either, and were computed on the host's cores
     hosting_s: float = 0.0  # seconds of these cores
     prefetch: bool = False  # whether experts may travel before their step
+    staged_bytes: int = 0  # where the host fetches: read from files or pageable memory into that which it copies from
 
     @property
     def hits(self) -> float:

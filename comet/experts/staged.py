@@ -13,7 +13,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,13 +33,6 @@ PATIENCE_S = 5.0
 GRAPH_FALLBACK_REASON = (
     "the host brings missing experts before every layer: they are in files or in memory that cannot be pinned"
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StagedReport(CacheReport):
-    """``CacheReport`` where the host fetches."""
-
-    staged_bytes: int  # that it read from files, or from pageable memory, into the memory it copies from
 
 
 class Stage:
@@ -217,10 +209,10 @@ class StagedCache(Slots):
             slots[slot].copy_(parts[name], non_blocking=non_blocking)
 
 
-def staged_report_of(caches: Sequence[StagedCache]) -> StagedReport:
+def staged_report_of(caches: Sequence[StagedCache]) -> CacheReport:
     """What the caches of all layers, which share a stage, did so far."""
     fetched, expert = sum(cache.fetched for cache in caches), caches[0].expert_bytes
-    return StagedReport(
+    return CacheReport(
         slots=caches[0].num_slots,
         needed=sum(cache.needed for cache in caches),
         fetched=fetched,

@@ -6,12 +6,12 @@ import copy
 
 import pytest
 import torch
-from decode_cases import DecodeCase, make_inputs
+from decode_cases import DecodeCase
 from shared_cases import SharedStep, layouts
 from torch import nn
 
 from comet.config import MAX_TOP_K
-from comet.decode import SharedMatrices, SharedSlots, joins_step, matrices_of, shared_columns, warp_decode_torch
+from comet.decode import SharedMatrices, SharedSlots, joins_step, shared_columns, warp_decode_torch
 from comet.integrations.hf.modules import InDecodeSteps
 from comet.layer.shared_expert import SharedExpert
 from comet.layout import ExpertLayout
@@ -78,25 +78,6 @@ def test_what_stands_in_for_a_module_shows_its_weights_and_nothing_else() -> Non
     assert shared.w2 is standing.w2
     standing.double()
     assert shared.w1.dtype == torch.float64
-
-
-@torch.no_grad()
-def test_a_copied_layer_has_its_own_weights() -> None:
-    layout = ExpertLayout(num_experts=CASE.E, top_k=CASE.K, ep=1, tp=1, rank=0)
-    inputs, shared = make_inputs(CASE, torch.float32, "cpu"), SharedExpert(CASE.D, CASE.F)
-    owner: dict[str, object] = {
-        "slots": SharedSlots(layout, 1, shared, matrices_of),
-        "w1": nn.Parameter(inputs.weights.w1),
-        "w2": nn.Parameter(inputs.weights.w2),
-        "shared": shared,
-    }
-    first = owner["slots"].weights(owner["w1"], owner["w2"])
-    other = copy.deepcopy(owner)
-    other["shared"].w2.zero_()
-    second = other["slots"].weights(other["w1"], other["w2"])
-    assert second.w1.data_ptr() != first.w1.data_ptr()
-    assert torch.equal(second.w2[-1], torch.zeros(CASE.D, CASE.F))
-    assert torch.equal(first.w2[-1], shared.w2)
 
 
 def test_weights_loaded_in_inference_mode() -> None:

@@ -83,7 +83,7 @@ def test_the_job_writes_the_same(store, qwen, tmp_path, capsys):
     assert 0 < cache["hits"] < 1
     assert cache["hits"] == 1 - cache["fetched"] / cache["needed"]
     assert cache["fetched_bytes"] == cache["fetched"] * EXPERT
-    assert ("staged_bytes" in cache) == (store == "file")
+    assert (cache["staged_bytes"] > 0) == (store == "file")
     assert cache["prefetch"] is False, "on a CPU, unless it is asked for"
     out = capsys.readouterr().out
     assert f"expert hits   {cache['hits']:.3f}" in out

@@ -35,7 +35,6 @@ import comet.experts.store
 from comet.config import SpeculationConfig
 from comet.errors import HostComputeError
 from comet.experts.prefetch import probable
-from comet.experts.staged import StagedReport
 from comet.generation.hf import HFEngine
 from comet.integrations import hf
 from comet.integrations.hf.families import num_moe_layers
@@ -93,7 +92,6 @@ def test_answers_are_those_of_the_whole_model_bit_for_bit(family, style, store, 
     assert report.needed > report.fetched > layers * report.slots, "slots were given away"
     assert report.fetched_bytes == report.fetched * EXPERT
     if store == "file":
-        assert isinstance(report, StagedReport)
         assert 0 < report.staged_bytes < report.fetched_bytes, "some were still in host memory"
     assert cache_report(whole) is None
 
@@ -164,7 +162,7 @@ def test_experts_quantised_as_they_are_read_answer_as_those_of_a_quantised_model
             make_pageable(monkeypatch)
         staged = hf.load_pretrained(mixtral, expert_budget=0.5, expert_dtype=expert_dtype, **settings)
         assert torch.equal(logits_with_cache(staged, ids, 1), logits_with_cache(whole, ids, 1))
-        assert isinstance(cache_report(staged), StagedReport)
+        assert cache_report(staged).staged_bytes > 0
     monkeypatch.undo()
     settings = dict(expert_budget=budget, expert_dtype=expert_dtype)
     if expert_dtype == "mxfp8":
@@ -239,7 +237,7 @@ def test_block_fp8_that_the_host_brings_answers_as_all_of_it_does_bit_for_bit(st
     cache = next(module for module in loaded.modules() if isinstance(module, StoredExperts)).path.cache
     assert cache.weights.w1.dtype == torch.float8_e4m3fn
     assert set(cache.weights.named_parts) == {"w1", "w2", "w1_scales", "w2_scales"}
-    assert isinstance(report, StagedReport)
+    assert report.staged_bytes > 0
     assert report.fetched_bytes == report.fetched * FP8_EXPERT
     assert report.needed > report.fetched > 2 * report.slots, "slots were given away"
     if store == "file":
