@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from layer_cases import LayerCase, full_weights, rank_inputs, shard
@@ -18,15 +16,18 @@ from comet.reference.layer import reference_experts
 
 
 def compare_recomputed(rank: int, world_size: int, path: str, use_reentrant: bool) -> None:
-    """The second forward pass sends one token of each rank elsewhere, as rounding in a router may."""
+    """The second forward pass sends one token of each rank elsewhere, as rounding in a router may.
+
+    Where collectives move rows torch refuses that, as they are others: there it is the same pass, ended early.
+    """
     case = LayerCase("ep2", world_size, 1, (40, 33)[:world_size])
     moe = build_layer(case, rank, path)
     all_inputs = [rank_inputs(case, source) for source in range(world_size)]
     other_ids = []
     for inputs in all_inputs:
         ids = inputs.top_k_ids.clone()
-        free = next(e for e in range(case.num_experts) if e not in ids[3])
-        ids[3, 0] = free
+        if path in ("twin", "fused"):
+            ids[3, 0] = next(e for e in range(case.num_experts) if e not in ids[3])
         other_ids.append(ids)
     inputs, passes = all_inputs[rank], []
 
@@ -55,35 +56,11 @@ def compare_recomputed(rank: int, world_size: int, path: str, use_reentrant: boo
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize(("path", "world_size"), [("twin", 1), ("twin", 2), ("fused", 2)])
+@pytest.mark.parametrize(
+    ("path", "world_size"), [("twin", 1), ("twin", 2), ("fused", 2), ("plain", 2), ("reference", 2)]
+)
 def test_gradients_are_those_of_the_pass_that_ran_last(path: str, world_size: int, use_reentrant: bool) -> None:
     run_ranks(compare_recomputed, world_size, path, use_reentrant, interpret=path == "fused", timeout=300)
-
-
-def checkpointed_steps(rank: int, world_size: int, path: str, use_reentrant: bool) -> None:
-    """A pass that is run again, and ended early, is as right as any, and leaves the ranks in step."""
-    case = LayerCase("ep2", world_size, 1, (40, 33))
-    moe = build_layer(case, rank, path)
-    found = []
-    for kept in (False, True, True):
-        inputs = rank_inputs(case, rank)
-        x, weights = inputs.tokens.requires_grad_(), inputs.top_k_weights.requires_grad_()
-        moe.zero_grad()
-        arguments = (x, inputs.top_k_ids, weights)
-        run = partial(checkpoint, use_reentrant=use_reentrant) if kept else lambda layer, *given: layer(*given)
-        y = run(moe.routed_experts, *arguments)
-        y.backward(inputs.grad_output)
-        found.append([y.detach(), x.grad, weights.grad, moe.w1.grad, moe.w2.grad])
-    for again in found[1:]:
-        assert all(map(torch.equal, again, found[0]))
-    moe.group.workspace.check()
-    moe.group.close()
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("path", ["plain", "reference"])
-def test_collectives_are_run_again(path: str, use_reentrant: bool) -> None:
-    run_ranks(checkpointed_steps, 2, path, use_reentrant)
 
 
 def backward_twice(rank: int, world_size: int, path: str) -> None:
