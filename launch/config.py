@@ -199,6 +199,9 @@ def _parse(text: str, names: Sequence[str]) -> Override:
         raise ValueError(f"override {text!r}: {name!r} is no setting and no group of the configuration{hint}")
     is_plain = not (override.is_delete() or override.is_add() or override.package)
     require(is_plain, f"override {text!r} must have the form {name}=value: no setting can be added or removed")
+    inside = next((each for each in names if each.startswith(f"{name}.") and name not in config_groups()), None)
+    is_value = isinstance(override.value(), (str, int, float, list))
+    require(not (inside and is_value), f"override {text!r} must name one of the settings in {name}, such as {inside}")
     return override
 
 

@@ -280,7 +280,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         Exit code: 0 when every configuration meets its expectations, else 1; 2 when no configuration matches.
     """
-    options = build_parser().parse_args(arguments)
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    if options.jobs < 1:
+        parser.error(f"--jobs={options.jobs} must be at least 1")
     arch = ARCHS[options.arch]
     start = time.monotonic()
     tasks = [

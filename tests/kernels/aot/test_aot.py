@@ -135,6 +135,12 @@ def test_nothing_to_compile_is_an_error(capsys):
     assert "no kernel configuration has --filter='no such kernel' in its name" in capsys.readouterr().err
 
 
+def test_no_compiler_is_an_error(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["--jobs", "0"])
+    assert capsys.readouterr().err.endswith("error: --jobs=0 must be at least 1\n")
+
+
 def test_shipped_cases_are_found_and_have_unique_names():
     modules = kernel_modules()
     assert {"comet.kernels.gemm.group_gemm", "comet.kernels.gemm.wgrad", "comet.kernels.gemm.activation"} <= set(
