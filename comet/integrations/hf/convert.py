@@ -31,6 +31,7 @@ from comet.integrations.hf.stored_experts import StoredExperts, cores_of
 from comet.layer.group import ExpertGroup
 from comet.layout import ExpertLayout
 from comet.reference.layer import shard_experts
+from comet.utils.graphs import is_capturing
 from comet.utils.uncompiled import uncompiled
 
 
@@ -228,12 +229,14 @@ class Place:
 def _require_same_prompts(group: ExpertGroup, _: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
     """Raise ``ValueError`` on all ranks that are given different prompts (collective), which no expert would notice.
 
-    Decode steps are not looked at, nor what is read into a static cache: that would wait for the device.
+    Decode steps are not looked at, nor what is read into a static cache or captured: that would wait for the device.
     """
     from transformers import StaticCache
 
     ids, cache = given.get("input_ids", args[0] if args else None), given.get("past_key_values")
-    if ids is None or isinstance(cache, StaticCache) or (cache is not None and cache.get_seq_length()):
+    if ids is None or is_capturing(ids.device) or isinstance(cache, StaticCache):
+        return
+    if cache is not None and cache.get_seq_length():
         return
     assert group.process_group is not None
     prompts = gather(group.process_group, (ids.shape, hashlib.sha256(ids.cpu().numpy().tobytes()).digest()))
