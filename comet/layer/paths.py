@@ -110,3 +110,11 @@ def make_path(
         + (group.comm.memory_obstacle and f", and {group.comm.memory_obstacle}: only groups within a node drop rows"),
     )
     return CollectivePath(plain_experts if name == "plain" else gather_reference_experts, config, group)
+
+
+def path_name(path: ExpertPath) -> str:
+    """The name under which ``make_path`` makes such a path, where ``auto`` was asked for, too."""
+    if isinstance(path, SymmetricPath):
+        return "fused" if path.use_kernels else "twin"
+    assert isinstance(path, CollectivePath)
+    return "plain" if path.compute is plain_experts else "reference"

@@ -107,6 +107,7 @@ def test_job_writes_its_files_and_prints_the_result_last(tmp_path, capsys):
     wanted = {"task", "world_size", "ep", "tp", "device", "steps", "heldout_nats_per_byte", "tokens_per_second"}
     assert wanted | {"peak_memory_bytes", "output_dir", "checkpoint"} <= line.keys()
     assert (line["task"], line["device"], line["steps"], line["world_size"]) == ("train", "cpu", 6, 1)
+    assert line["moe_path"] == "twin", "what auto takes"
     assert line["dropped_rows"] == 0
     assert 0 < line["heldout_nats_per_byte"] < 5.5
     assert line["tokens_per_second"] > 0
