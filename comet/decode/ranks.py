@@ -277,7 +277,8 @@ class RankDecode:
             peer[epoch % 2, self.comm.rank, : rows.shape[0]].copy_(rows)
         self.comm.barrier()
         arrived = self.words.local[epoch % 2, :, :num_tokens]
-        assert bool((arrived >> 32 == epoch).all()), "a word of another step is in this step's half"
+        if not bool((arrived >> 32 == epoch).all()):  # not a ValueError, which others take for refused by all of them
+            raise RuntimeError(f"T={num_tokens} tokens must be as many on all ranks: another one passed fewer")
         total = torch.zeros(own.tokens.shape, dtype=torch.float32, device=own.tokens.device)
         for source in arrived.int().view(torch.float32):
             total = total + source

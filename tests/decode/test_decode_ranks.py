@@ -32,6 +32,7 @@ from comet.comm import make_communicator
 from comet.comm.failures import Board
 from comet.decode import DecodeScratch, RankDecode, rank_slots
 from comet.decode.ranks import TokenGather, gather_bytes, receive_bytes
+from comet.errors import StepFailedError
 from comet.kernels.decode import warp_decode
 from comet.layout import ExpertLayout
 
@@ -250,3 +251,24 @@ def bad_tensors(rank: int, world_size: int) -> None:
 
 def test_bad_tensors_are_named_and_break_nothing() -> None:
     run_ranks(bad_tensors, 2, interpret=True, timeout=300)
+
+
+def uneven_steps(rank: int, world_size: int) -> None:
+    """Replicated tokens that are not: more of them on rank 1, which the other hears of."""
+    comm, weights = open_rank(rank, 2, FOLDED, 1, torch.float32, "cpu")
+    decode = RankDecode(comm, hidden_size=16, use_kernels=False)
+    inputs = step_inputs(FOLDED, 0, 2 + rank, torch.float32)
+    if rank == 1:
+        with pytest.raises(RuntimeError, match=r"^T=3 tokens must be as many on all ranks: another one passed fewer$"):
+            decode(*inputs, weights)
+    else:
+        decode(*inputs, weights)
+    dist.barrier()
+    with pytest.raises(
+        StepFailedError, match=r"the decode step failed on rank 1 \(RuntimeError: T=3 tokens must be as "
+    ):
+        decode(*inputs, weights)
+
+
+def test_ranks_with_different_numbers_of_replicated_tokens_are_told() -> None:
+    run_ranks(uneven_steps, 2)
