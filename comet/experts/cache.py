@@ -22,7 +22,7 @@ from comet.decode.weights import DecodeWeights
 from comet.errors import UnavailableError
 from comet.experts.host.cores import HostCores
 from comet.experts.store import HeldExperts
-from comet.experts.streaming import ExpertsFromSlots, Slots, Visit, send
+from comet.experts.streaming import ExpertsFromSlots, SlotCache, Visit, send
 from comet.kernels.experts.prefetch import take_over_torch
 from comet.kernels.experts.tables import CLOCK, LAYER, NEVER, POLICIES, CacheTables, HostExperts, Policy
 from comet.kernels.runtime.activation import SWIGLU, Activation
@@ -71,7 +71,7 @@ class CacheReport:
         return self.prefetched_needed / self.prefetched if self.prefetched else None
 
 
-class ExpertCache(Slots):
+class ExpertCache(SlotCache):
     """Slots for some experts of a layer on this rank's device.
 
     What streams is copied beside the stream that computes.

@@ -24,7 +24,7 @@ from comet.decode.weights import DecodeWeights
 from comet.errors import CommTimeoutError
 from comet.experts.cache import CacheReport
 from comet.experts.store import ExpertReader, Specs, host_memory
-from comet.experts.streaming import ExpertsFromSlots, Slots, Visit
+from comet.experts.streaming import ExpertsFromSlots, SlotCache, Visit
 from comet.kernels.runtime.activation import SWIGLU, Activation
 
 logger = logging.getLogger(__name__)
@@ -103,8 +103,8 @@ class Stage:
             )
 
 
-class StagedCache(Slots):
-    """Slots for some experts of a layer on the device, filled by the host; the one used longest ago makes room.
+class StagedCache(SlotCache):
+    """SlotCache for some experts of a layer on the device, filled by the host; the one used longest ago makes room.
 
     Example (S = 2): steps that need experts 3, then 0, then 3 and 2: expert 2 takes the slot of expert 0.
 

@@ -82,7 +82,7 @@ def group_visits(visits: Sequence[Visit], counts: Sequence[int], most: int, most
     return [sorted(group, key=lambda visit: visit.slot) for group in groups]
 
 
-class Slots(Protocol):
+class SlotCache(Protocol):
     """The slots of a layer's cache, and where experts come from that have none.
 
     Experts are numbered among the ``num_held`` of this rank, the first of which is ``first_expert`` of all.
@@ -144,7 +144,7 @@ class ExpertsFromSlots:
     Quantised ones are dequantised to the tokens' type, those of a group at once.
     """
 
-    def __init__(self, cache: Slots, runner: Runner, top_k: int) -> None:
+    def __init__(self, cache: SlotCache, runner: Runner, top_k: int) -> None:
         self.cache, self.runner, self.top_k = cache, runner, top_k
         least = min(top_k, cache.num_held)
         require(least <= cache.num_slots, f"num_slots={cache.num_slots} must be at least top_k={top_k}")
