@@ -104,7 +104,7 @@ class Stage:
 
 
 class StagedCache(SlotCache):
-    """SlotCache for some experts of a layer on the device, filled by the host; the one used longest ago makes room.
+    """Slots for some experts of a layer on the device, filled by the host; the one used longest ago makes room.
 
     Example (S = 2): steps that need experts 3, then 0, then 3 and 2: expert 2 takes the slot of expert 0.
 

@@ -37,9 +37,9 @@ def test_tolerances_of_the_docstring() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize(("step", "factor", "expected"), [(19, 0.9, True), (19, 1.1, False), (0, 1.1, False)])
+@pytest.mark.parametrize(("step", "factor", "expected"), [(7, 0.9, True), (7, 1.1, False), (0, 1.1, False)])
 def test_every_early_step_counts(dtype: torch.dtype, sign: int, step: int, factor: float, expected: bool) -> None:
-    assert EARLY_STEPS == 20
+    assert EARLY_STEPS == 8
     losses = FALLING.copy()
     losses[step] *= 1 + sign * factor * early_tolerance(dtype)
     assert judge(losses, FALLING, dtype)["within_tolerance"] is expected
@@ -59,7 +59,9 @@ def test_late_steps_may_scatter_but_not_drift() -> None:
 
 def test_the_last_window_may_be_short() -> None:
     losses = FALLING[: 2 * WINDOW_STEPS + 1]
-    assert not judge([*losses[:-1], losses[-1] * 1.02], losses, torch.bfloat16)["within_tolerance"]
+    assert not judge([*losses[:-1], losses[-1] * (1 + 2 * WINDOW_TOLERANCE)], losses, torch.bfloat16)[
+        "within_tolerance"
+    ]
 
 
 @pytest.mark.parametrize("step", [0, 5, 40, 59])
