@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -262,7 +263,8 @@ def uneven_steps(rank: int, world_size: int) -> None:
         with pytest.raises(RuntimeError, match=r"^T=3 tokens must be as many on all ranks: another one passed fewer$"):
             decode(*inputs, weights)
     else:
-        decode(*inputs, weights)
+        with suppress(StepFailedError):  # of this step already, if the other one is that fast
+            decode(*inputs, weights)
     dist.barrier()
     with pytest.raises(
         StepFailedError, match=r"the decode step failed on rank 1 \(RuntimeError: T=3 tokens must be as "
