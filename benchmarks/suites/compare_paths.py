@@ -10,11 +10,11 @@ folder is judged against the first one. The exit status is 1 if a curve is outsi
 two parts, both relative to the loss of the first path. In each of the first ``EARLY_STEPS`` steps a loss may differ by
 a quarter of the epsilon of the dtype (2.0e-3 for bfloat16), or, if that is more, by 9.0e-5: twice what the plain path
 and the reference, both plain torch, differ by in float32 (4.5e-5 on two H200, 4 layers of hidden size 256). In later
-steps a token that goes to another expert parts two curves, also those of plain torch (by 1.5 % on four H100): over the
-whole run, means of ``WINDOW_STEPS`` steps may differ by 3 %. The first loss says nothing (the head starts at zero:
-ln 256 for every path and seed), the second one is the first to tell. A curve in bfloat16 shows gross errors only, one
-in float32 finer ones (of 4 layers, paths differ by 1e-7, an expert left out of every hundredth token makes 1.4e-4); the
-rest is for layer tests.
+steps a token that goes to another expert parts two curves, also those of plain torch (by .8 % in means of ten steps on
+four H100): over the whole run, means of ``WINDOW_STEPS`` steps may differ by 2 %. The first loss says nothing (the head
+starts at zero: ln 256 for every path and seed), the second one is the first to tell. A curve in bfloat16 shows gross
+errors only, one in float32 finer ones (of 4 layers, paths differ by 1e-7, an expert left out of every hundredth token
+makes 1.4e-4); the rest is for layer tests.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lib.arguments import suite_parser
 from lib.report import Row, draw_lines, table_of, write_json
 
 EARLY_STEPS, EARLY_EPSILONS, EARLY_FLOAT32 = 8, 0.25, 2 * 4.5e-5
-WINDOW_STEPS, WINDOW_TOLERANCE = 10, 0.03
+WINDOW_STEPS, WINDOW_TOLERANCE = 10, 0.02
 COLUMNS = ("path", "first_loss", "last_loss", "max_difference", "mean_difference", "early_difference",
            "window_difference", "tokens_per_second", "within_tolerance")  # fmt: skip
 
