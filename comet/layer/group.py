@@ -69,6 +69,11 @@ class ExpertGroup:
         """This rank's place among the experts of ``moe``; raises ``ValueError`` where they do not divide."""
         return ExpertLayout.create(moe, self.parallel, self.rank)
 
+    def check_same(self, moe: MoEConfig, **choices: Any) -> None:
+        """Raise the same ``ValueError`` on every rank unless all make the same layer, in the same way (collective)."""
+        if self.process_group is not None:
+            check_equal(self.process_group, asdict(moe) | choices)
+
     def __deepcopy__(self, memo: Any) -> Self:
         """The group itself: a copy of a layer runs on the same ranks and memory."""
         return self

@@ -80,15 +80,17 @@ class CollectivePath:
 def make_path(
     name: Path | str, config: MoEConfig, group: ExpertGroup, overlap: OverlapConfig | None = None
 ) -> ExpertPath:
-    """The path called ``name``.
+    """The path called ``name`` (collective over the group, unless it is one rank).
 
     ``auto`` is ``fused`` on a GPU and ``twin`` on a CPU, or ``plain`` where that was measured to be faster or the group
     spans several nodes.
 
     Raises:
-        ValueError: If there is no such path, or it cannot honour the configuration or the setting.
+        ValueError: If there is no such path, it cannot honour the configuration or the setting, or ranks of the group
+            ask for different ones.
         UnavailableError: If it needs symmetric memory and the group has none.
     """
+    group.check_same(config, path=name, overlap=overlap)
     if name == "auto" and group.comm.memory_obstacle:
         require(overlap is None, f"overlap={overlap} must be left out for path 'plain': {group.comm.memory_obstacle}")
         group.resolver.warn(

@@ -62,6 +62,7 @@ class OverBackend:
         use_kernels: bool | None = None,
     ) -> None:
         require_memory(group.comm, type(self).__name__, "use AllToAll")
+        group.check_same(config, overlap=overlap, use_kernels=use_kernels)
         kernels = resolve_kernels(group.device, use_kernels)
         self.backend = make_backend(config, group, overlap or self.default_overlap, use_kernels=kernels)
         self.layout, self.workspace, self.comm = self.backend.layout, group.workspace, group.comm

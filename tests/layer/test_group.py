@@ -14,7 +14,8 @@ from ranks import run_ranks
 
 import comet.layer.group
 from comet.comm import LocalCommunicator
-from comet.config import MoEConfig, ParallelConfig
+from comet.config import MoEConfig, OverlapConfig, ParallelConfig
+from comet.kernels.runtime.activation import Activation
 from comet.layer.group import ExpertGroup, check_reserved_sms, make_expert_group
 from comet.layer.launch_arguments import combine_config
 from comet.layer.routed_experts import SymmetricPath
@@ -79,6 +80,40 @@ def ask_for(rank: int, world_size: int, field: str, values: list) -> str:
 )
 def test_ranks_that_ask_for_different_groups_all_say_so(field: str, values: list, message: str) -> None:
     assert run_ranks(ask_for, len(values), field, values) == [message] * len(values)
+
+
+def make_layers(rank: int, world_size: int, field: str, values: list) -> str:
+    group = make_group(rank, world_size)
+    config, given = CONFIG, {field: values[rank]}
+    if hasattr(CONFIG, field):
+        config, given = replace(CONFIG, **given), {}
+    try:
+        MoE(config, group, **given)
+    except ValueError as error:
+        return str(error)
+    finally:
+        group.close()
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("field", "values", "message"),
+    [
+        (
+            "overlap",
+            [OverlapConfig(num_panels=2), OverlapConfig()],
+            "overlap=OverlapConfig(comm_blocks=0, num_panels=4)",
+        ),
+        ("overlap", [OverlapConfig(), None], "overlap=None of rank 1 must equal the OverlapConfig("),
+        ("path", ["twin", "plain"], "path=plain of rank 1 must equal the twin of rank 0"),
+        ("top_k", [2, 2, 1], "top_k=1 of rank 2 must equal the 2 of rank 0"),
+        ("activation", [CONFIG.activation, Activation("reglu")], "activation={'name': 'reglu'"),
+        ("seed", [1, 1], ""),
+    ],
+)
+def test_ranks_that_make_different_layers_all_say_so(field: str, values: list, message: str) -> None:
+    told = run_ranks(make_layers, len(values), field, values)
+    assert len(set(told)) == 1 and told[0].startswith(message) and bool(told[0]) == bool(message), told
 
 
 def lack_compilers(rank: int, world_size: int, lacking: list[str]) -> tuple[list[bool], list[str]]:

@@ -95,8 +95,9 @@ def compare_call(
 ) -> None:
     """``tensors`` are output, tokens and routing weights of a call: that and all gradients against the oracle.
 
-    In 16 bits gate and up are rounded before biases and activation: but for SwiGLU, norms are compared.
-    A gate that is rounded past a limit has no gradient, or gets one, which in either type costs a share of the norm.
+    In 16 bits gate and up are rounded before biases and activation: but for SwiGLU, norms are compared, with a limit
+    without the twentieth of the rows that is the farthest off: a gate that is rounded past the limit has no gradient,
+    or gets one, which costs a row most of its norm.
     """
     y, *leaves = *tensors, *moe.expert_parameters()
     exact, same = (oracle(case, rank, dtype, call) for dtype in (torch.float64, case.dtype))
@@ -108,9 +109,10 @@ def compare_call(
         if case.activation == SWIGLU or case.dtype == torch.float32:
             assert_as_close(actual, wanted, plain, case.dtype, at)
         else:
-            error = (actual.cpu().double() - wanted).norm() / wanted.norm()
-            finest = case.dtype if case.activation.limit is None else torch.bfloat16
-            assert error < 4 * torch.finfo(finest).eps, f"{at} is off by {error:.1%} of its norm"
+            squares = (actual.cpu().double() - wanted).square().flatten(end_dim=-2).sum(1).sort().values
+            aside = 0 if case.activation.limit is None else len(squares) // 20
+            error = squares[: len(squares) - aside].sum().sqrt() / wanted.norm()
+            assert error < 4 * torch.finfo(case.dtype).eps, f"{at} is off by {error:.1%} of its norm"
 
 
 def run_cases(rank: int, world_size: int, cases: list[LayerCase], path: str) -> None:
