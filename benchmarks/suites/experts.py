@@ -2,6 +2,7 @@
 
     python benchmarks/bench.py experts --model qwen3_30b_a3b --layers 4 --budgets 0.1,0.3,1.0 --out outputs/experts
     python benchmarks/bench.py experts --device cpu --model tiny --layers 2 --budgets 0.5,1.0 --steps 8
+    torchrun --nproc-per-node 4 benchmarks/bench.py experts --ep 4 --model deepseek_v3 --layers 1 --budgets 0.1,0.3
 
 A step runs the routed experts of some layers for one token, on a GPU as one CUDA graph, over a routing trace. Without
 ``--trace`` it is made, and says nothing about models: a token keeps an expert of the one before with probability
@@ -18,6 +19,10 @@ compute some of those that are missing (not quantised ones).
 nothing. *resident* has all experts in GPU memory. *bound* is ``max(resident, missing bytes / link)``, with the hits and
 the link of this run.
 
+With ``--ep`` each rank has its share of the experts, slots and a link of its own, and all compute the same token:
+budgets are shares of a rank's experts, hits those of all ranks, bytes those of the rank that brings most over the link,
+which is that of the slowest rank while all copy.
+
 ``--prompt 1000`` measures prompts of so many tokens, too, one after the other through the caches of the first of the
 variants. Their *bound* is ``max(products, missing bytes / link)``, *products* the two grouped ones with all experts in
 GPU memory in bfloat16, and nothing else.
@@ -27,6 +32,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -35,25 +41,29 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from comet.config import MoEConfig, require
-from comet.decode.runners import LocalRunner
-from comet.decode.weights import DecodeWeights
-from comet.experts import CachedExperts, CacheReport, ExpertCache, slots_of_budget
-from comet.experts.cache import bytes_of_expert, report_of
+from comet.comm.handshake import gather
+from comet.config import MoEConfig, ParallelConfig, require
+from comet.decode import DecodeWeights, rank_slots
+from comet.decode.runners import LocalRunner, ReplicatedRunner, Runner
+from comet.experts import CachedExperts, CacheReport, ExpertCache
+from comet.experts.budget import ExpertBudget
+from comet.experts.cache import report_of
 from comet.experts.host.cores import TIMEOUT_S, HostCores, usable_cores
 from comet.experts.host.profile import HostSizes
 from comet.experts.prefetch import prefetch_between
 from comet.experts.store import HeldExperts
+from comet.layer.group import ExpertGroup, make_expert_group
+from comet.layout import ExpertLayout
 from comet.measure.timing import capture, time_interleaved
 from comet.quantization.formats import MXType, quantize_mx
 from comet.reference.plain import grouped_matmul
 
 from lib.arguments import BUDGETS, parsed, require_known, suite_parser, words
-from lib.ranks import Ranks, device_name, release
+from lib.ranks import Ranks, device_name, release, tell
 from lib.report import Row, cell, report, table_of
 from lib.shapes import swiglu_model
 from lib.start import memory_limit
-from lib.timing import link_bytes, link_gbs
+from lib.timing import link_bytes, link_gbs, time_by_protocol
 from lib.traces import Trace, made_trace, resized_guesses, resized_trace
 
 COLUMNS = (
@@ -84,25 +94,28 @@ class Layers:
         config: MoEConfig,
         num_layers: int,
         trace: tuple[Tensor, Tensor | None],
-        device: torch.device,
-        dtype: torch.dtype,
+        ranks: Ranks,
+        group: ExpertGroup | None,
         stored: MXType | None,
         num_cores: int = 0,
     ) -> None:
-        self.config, self.device, self.cores = config, device, None
+        device, dtype = ranks.device, ranks.dtype
+        self.config, self.ranks, self.device, self.cores = config, ranks, device, None
+        alone = ExpertLayout.create(config, ParallelConfig(), 0)
+        self.layout = alone if group is None else group.layout(config)
         if num_cores:
             sizes = HostSizes(
-                num_experts=config.num_experts, first_expert=0, hidden_size=config.hidden_size, top_k=config.top_k,
-                max_tokens=1, dtype=dtype,
+                num_experts=config.num_experts, first_expert=self.layout.first_expert, top_k=config.top_k,
+                hidden_size=config.hidden_size, max_tokens=1, dtype=dtype,
             )  # fmt: skip
             self.cores = HostCores(num_cores, sizes, device, TIMEOUT_S)
         ids, guessed = trace
         self.trace = ids[:, :, None].int().to(device)
         self.guessed = None if guessed is None else guessed[:, :, None].int().to(device)
-        self.host = [host_experts(config, device, dtype, stored) for _ in range(num_layers)]
+        self.host = [host_experts(config, self.layout, ranks, stored) for _ in range(num_layers)]
         # Memory that processes share has other pages than memory that they do not: each variant has what users get.
         self.shared = [HeldExperts.hold(parts, device, self.cores.file) for parts in self.host] if self.cores else []
-        self.runner = LocalRunner(config.top_k, 1)
+        self.runner: Runner = LocalRunner(config.top_k, 1) if group is None else ReplicatedRunner(config, group, 1)
         self.token = torch.randn(1, config.hidden_size, device=device, dtype=dtype)
         self.weights = torch.full((1, config.top_k), 1 / config.top_k, device=device)
 
@@ -117,7 +130,10 @@ class Layers:
 
     def cached(self, num_slots: int, kind: str) -> tuple[Callable[[], Any], list[ExpertCache]]:
         """A step that reads from caches kept in one of ``KINDS``, and these."""
-        place: dict[str, Any] = dict(num_slots=num_slots, device=self.device, **KINDS[kind])
+        place: dict[str, Any] = dict(
+            num_slots=num_slots, device=self.device, num_experts=self.config.num_experts,
+            first_expert=self.layout.first_expert, **KINDS[kind],
+        )  # fmt: skip
         is_shared = kind.endswith(HOST_CORES)
         stores = [held.named_parts for held in self.shared] if is_shared else self.host
         caches = [ExpertCache(**parts, **place) for parts in stores]
@@ -140,7 +156,7 @@ class Layers:
         assert self.cores is not None, "they were counted"
         if self.cores.process is None:
             self.cores.start([cache.host for cache in caches])
-            print(f"host cores: {self.cores.facts()}", flush=True)
+            tell(self.ranks, f"host cores: {self.cores.facts()}")
         for number, cache in enumerate(caches):
             cache.share_with(self.cores, number)
 
@@ -151,7 +167,7 @@ class Layers:
 
     def resident(self) -> Callable[[], Any]:
         """A step whose experts are all on the device."""
-        slots = torch.arange(self.config.num_experts, dtype=torch.int32, device=self.device)
+        slots = rank_slots(self.layout, self.device)
         held = []
         for parts in self.host:
             there: dict[str, Any] = {name: part.to(self.device) for name, part in parts.items()}
@@ -160,14 +176,20 @@ class Layers:
 
         def step() -> None:
             for experts, ids in zip(held, next_ids(), strict=True):
-                self.runner.decode(self.token, ids, self.weights, experts)
+                self.compute(ids, experts)
 
         return step
 
+    def compute(self, ids: Tensor, experts: DecodeWeights) -> None:
+        """A layer's step, from experts that are where ``experts`` has them."""
+        self.runner(self.token, ids, self.weights, experts.w1, experts.w2, experts=experts)
+
     def on_demand(self) -> Callable[[], Any]:
-        """A step for which the host copies the experts that the trace names."""
+        """A step for which the host copies the rank's experts that the trace names."""
         top_k, host_trace = self.config.top_k, self.trace.cpu().tolist()
-        slots = torch.zeros(self.config.num_experts, dtype=torch.int32, device=self.device)
+        held_by_rank = rank_slots(self.layout, "cpu").tolist()
+        here = rank_slots(self.layout, self.device) >= 0
+        slots = torch.full((self.config.num_experts,), -1, dtype=torch.int32, device=self.device)
         room: dict[str, Any] = {
             name: torch.zeros(top_k, *part.shape[1:], dtype=part.dtype, device=self.device)
             for name, part in self.host[0].items()
@@ -181,10 +203,11 @@ class Layers:
             at = (at + 1) % len(host_trace)
             for index, (parts, ids) in enumerate(zip(self.host, host_trace[at], strict=True)):
                 for (slot, expert), name in product(enumerate(ids[0]), parts):
-                    room[name][slot].copy_(parts[name][expert], non_blocking=True)
+                    if (place := held_by_rank[expert]) >= 0:
+                        room[name][slot].copy_(parts[name][place], non_blocking=True)
                 on_device = self.trace[at, index]
-                slots.scatter_(0, on_device[0].long(), taken)
-                self.runner.decode(self.token, on_device, self.weights, held)
+                slots.scatter_(0, on_device[0].long(), taken).masked_fill_(~here, -1)
+                self.compute(on_device, held)
 
         return step
 
@@ -223,25 +246,26 @@ class Layers:
         return tokens, ids.to(self.device), self.weights.expand(num_tokens, -1).contiguous()
 
 
-def host_experts(config: MoEConfig, device: torch.device, dtype: torch.dtype, stored: MXType | None) -> dict[str, Any]:
-    """Random experts of one layer in pinned memory, quantised on the device: w1 and w2, and their scales."""
+def host_experts(config: MoEConfig, layout: ExpertLayout, ranks: Ranks, stored: MXType | None) -> dict[str, Any]:
+    """The rank's random experts of a layer in pinned memory, quantised on the device: w1 and w2, and their scales."""
     sizes = {"w1": (2 * config.ffn_size, config.hidden_size), "w2": (config.hidden_size, config.ffn_size)}
     parts = {}
     for name, size in sizes.items():
-        weight = (torch.randn(config.num_experts, *size, device=device) / 32).to(dtype)
+        weight = (torch.randn(layout.experts_local, *size, device=ranks.device) / 32).to(ranks.dtype)
         if stored is None:
             parts[name] = weight
         else:
             packed = quantize_mx(weight, stored)
             parts |= {name: packed.elements, f"{name}_scales": packed.scales}
-    return HeldExperts.hold({name: part.cpu() for name, part in parts.items()}, device).named_parts
+    return HeldExperts.hold({name: part.cpu() for name, part in parts.items()}, ranks.device).named_parts
 
 
 @torch.no_grad()
 def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     """Measure and print."""
-    link = link_gbs(ranks.device)
-    facts = {"task": "bench_experts", "model": arguments.model, "layers": arguments.layers, "link_gbs": link,
+    link = -ranks.worst(-link_gbs(ranks.device))
+    facts = {"task": "bench_experts", "model": arguments.model, "layers": arguments.layers, "ep": arguments.ep,
+             "link_gbs": link,
              "trace": str(arguments.trace or f"made, sticky={arguments.sticky}"),
              "device": device_name(ranks.device)}  # fmt: skip
     report(
@@ -251,24 +275,39 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
 
 
 def measure(arguments: argparse.Namespace, ranks: Ranks, link: float) -> Iterator[Row]:
-    """The rows of experts stored in one type after the other."""
+    """The rows of experts stored in one type after the other (collective)."""
+    config = swiglu_model(arguments.model)
     for name in arguments.stored:
-        yield from rows_of(arguments, name, ranks.device, link)
-        release(ranks)
+        with ExitStack() as opened:
+            group: ExpertGroup | None = None
+            if arguments.ep > 1:
+                group = make_expert_group(
+                    config, arguments.parallel, max_tokens=1, dtype=ranks.dtype, device=ranks.device
+                )
+                opened.callback(group.close)
+            yield from rows_of(arguments, name, config, ranks, group, link)
+            release(ranks)  # graphs are gone before the group they recorded
 
 
-def rows_of(arguments: argparse.Namespace, name: str, device: torch.device, link: float) -> list[Row]:
+def rows_of(
+    arguments: argparse.Namespace, name: str, config: MoEConfig, ranks: Ranks, group: ExpertGroup | None, link: float
+) -> list[Row]:
     """Measure experts that are stored in one type, a name of ``STORED``; all variants in turn."""
-    config, stored = swiglu_model(arguments.model), None if name == STORED[0] else cast(MXType, name)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    num_cores = max(usable_cores() - 1, 1) if any(kind.endswith(HOST_CORES) for kind in arguments.variants) else 0
-    layers = Layers(config, arguments.layers, trace_of(arguments), device, dtype, stored, num_cores)
-    slots = {budget: slots_of_budget(budget, config, arguments.layers, dtype, stored) for budget in arguments.budgets}
-    expert, made = bytes_of_expert(config.hidden_size, config.ffn_size, dtype, stored), {}
-    for (budget, count), kind in product(slots.items(), arguments.variants):
-        aside = expert if kind.endswith(HOST_CORES) else 0  # that is copied to measure the link
-        with memory_limit(device, arguments.layers * count * expert + aside + TABLES_BYTES):
-            made[kind, budget] = layers.cached(count, kind)
+    stored, device = None if name == STORED[0] else cast(MXType, name), ranks.device
+    wants_cores = any(kind.endswith(HOST_CORES) for kind in arguments.variants)
+    num_cores = max(usable_cores() // arguments.ep - 1, 1) if wants_cores else 0
+    layers = Layers(config, arguments.layers, trace_of(arguments), ranks, group, stored, num_cores)
+    budgets = {
+        budget: ExpertBudget.create(
+            budget, config, arguments.layers, ranks.dtype, parallel=arguments.parallel, stored=stored
+        )
+        for budget in arguments.budgets
+    }
+    made = {}
+    for (budget, held), kind in product(budgets.items(), arguments.variants):
+        aside = held.expert_bytes if kind.endswith(HOST_CORES) else 0  # that is copied to measure the link
+        with memory_limit(device, held.device_bytes + aside + TABLES_BYTES):
+            made[kind, budget] = layers.cached(held.slots, kind)
     steps: dict[Any, Callable[[], Any]] = {"on_demand": layers.on_demand(), "resident": layers.resident()}
     steps |= {key: step for key, (step, _) in made.items()}
     variants = {name: as_variant(step, device, graph=name != "on_demand") for name, step in steps.items()}
@@ -279,19 +318,19 @@ def rows_of(arguments: argparse.Namespace, name: str, device: torch.device, link
         reports.append({key: report_of(caches) for key, (_, caches) in made.items()})
     # Whole traces, and their mean: a text has parts of few misses and of many.
     rounds = -(-arguments.rounds // calls) * calls
-    timings = time_interleaved(variants, rounds=rounds, device=device, leads=False)
+    timings = time_by_protocol(variants, ranks, rounds=rounds, leads=False)
     microseconds = {name: timing.mean_ms * 1e3 / STEPS_PER_CALL for name, timing in timings.items()}
     rows: list[Row] = [
         {"stored": name, "variant": variant, "us": microseconds[variant]} for variant in ("on_demand", "resident")
     ]
     for kind, budget in made:
-        spent = reports[1][kind, budget].since(reports[0][kind, budget])
-        figures = cache_figures(
-            spent, microseconds[kind, budget], microseconds["resident"], config.top_k * arguments.layers, link
-        )
+        mine = reports[1][kind, budget].since(reports[0][kind, budget])
+        spent = [mine] if ranks.process_group is None else gather(ranks.process_group, mine)
+        num_bytes = max(map(link_bytes, spent)) / (calls * STEPS_PER_CALL)
+        figures = cache_figures(spent, num_bytes, microseconds[kind, budget], microseconds["resident"], link)
         rows.append(
-            {"stored": name, "variant": kind, "budget": budget, "slots": slots[budget],
-             "precision": spent.prefetch_precision, "hosted": spent.hosted / spent.needed,
+            {"stored": name, "variant": kind, "budget": budget, "slots": budgets[budget].slots,
+             "precision": mine.prefetch_precision, "hosted": mine.hosted / max(mine.needed, 1),
              "x_on_demand": microseconds["on_demand"] / figures["us"]} | figures
         )  # fmt: skip
     if arguments.prompt:
@@ -317,16 +356,21 @@ def prompt_rows(
     rows: list[Row] = [{"variant": f"{name}, products", "us": microseconds["products"]}]
     for budget, held in caches.items():
         spent = report_of(held).since(before[budget])
-        figures = cache_figures(spent, microseconds[budget], microseconds["products"], num_needed, link)
+        num_bytes = link_bytes(spent) / spent.needed * num_needed
+        figures = cache_figures([spent], num_bytes, microseconds[budget], microseconds["products"], link)
         rows.append({"variant": name, "budget": budget, "slots": held[0].num_slots} | figures)
     return rows
 
 
-def cache_figures(spent: CacheReport, us: float, alone_us: float, num_needed: int, link: float) -> Row:
-    """Time of what needs so many experts, and its bound: what it takes without a cache, or its bytes over the link."""
-    num_bytes = link_bytes(spent) / spent.needed * num_needed
+def cache_figures(spent: Sequence[CacheReport], num_bytes: float, us: float, alone_us: float, link: float) -> Row:
+    """Time of what needs so many bytes, hits of all ranks, and the bound: without a cache, or the bytes over the link.
+
+    Example: two ranks that needed 6 and 2 experts and fetched 1 and 1: hits .75.
+    """
+    needed, missing = sum(each.needed for each in spent), sum(each.fetched + each.hosted for each in spent)
     bound = max(alone_us, num_bytes / (link * 1e3))
-    return {"hits": spent.hits, "us": us, "bound_us": bound, "of_bound": bound / us, "link_gbs": num_bytes / (us * 1e3)}
+    return {"hits": 1 - missing / needed, "us": us, "bound_us": bound, "of_bound": bound / us,
+            "link_gbs": num_bytes / (us * 1e3)}  # fmt: skip
 
 
 def trace_of(arguments: argparse.Namespace) -> tuple[Tensor, Tensor | None]:
@@ -351,7 +395,9 @@ def as_variant(step: Callable[[], Any], device: torch.device, *, graph: bool) ->
 
 def parse(command_line: Sequence[str]) -> argparse.Namespace:
     """Read the command line; raises ``ValueError`` for an unknown model or a number out of range."""
-    parser = suite_parser("experts", __doc__, model="qwen3_30b_a3b", layers=4, budgets=BUDGETS, device="auto", out=None)
+    parser = suite_parser(
+        "experts", __doc__, model="qwen3_30b_a3b", layers=4, budgets=BUDGETS, ep=1, device="auto", out=None
+    )
     parser.add_argument("--stored", type=words, default=STORED[:1], help=f"of {','.join(STORED)}: a group of rows each")
     parser.add_argument("--variants", type=words, default=("cache",), help=f"of {', '.join(KINDS)}")
     parser.add_argument("--trace", type=Path, help="routing.pt of bench.py speculation, to be replayed")
@@ -362,7 +408,8 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--prompt", type=int, default=0, help="tokens of prompts that are measured, too; 0: none are")
     arguments = parsed(parser, command_line)
-    swiglu_model(arguments.model)
+    arguments.parallel.check(swiglu_model(arguments.model))
+    require(arguments.prompt == 0 or arguments.ep == 1, f"ep={arguments.ep} must be 1 with --prompt")
     require(arguments.prompt == 0 or arguments.prompt > 1, f"prompt={arguments.prompt} must be 0 or at least 2")
     require_known("stored", arguments.stored, STORED)
     require_known("variants", arguments.variants, KINDS)

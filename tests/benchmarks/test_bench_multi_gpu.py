@@ -49,3 +49,12 @@ def test_steps_of_whole_models(tmp_path: Path) -> None:
         found = sorted((row["context"], row["path"], row["failure"]) for row in rows)
         assert found == [(context, path, None) for context in (8, 40) for path in ("comet", "comet_graph")]
         assert all(row[name] == 2 and row["tokens_per_s"] > 0 for row in rows)
+
+
+@pytest.mark.multi_gpu(n=2)
+def test_caches_of_two_ranks(tmp_path: Path) -> None:
+    words = f"--model tiny --layers 2 --budgets 0.5,1.0 --steps 8 --rounds 1 --ep 2 --out {tmp_path}".split()
+    run_ranks(on_gpu, 2, "experts", [words], backend=ON_GPUS, timeout=300)
+    *_, half, whole = json.loads((tmp_path / "bench_experts.json").read_text())["rows"]
+    assert (half["slots"], whole["slots"]) == (2, 4)
+    assert half["hits"] < 1 == whole["hits"]

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import bench
 import pytest
 import torch
+from bench_cases import report_of
 from training_cases import MODEL, MOE, Rank, make_job, make_model
 
 from comet.config import MoEConfig
@@ -103,6 +104,18 @@ def test_made_routing_and_every_stored_type(capsys: pytest.CaptureFixture[str], 
     rows = json.loads(line)["rows"]
     assert [row["stored"] for row in rows if row["variant"] == "cache"] == ["bf16", "mxfp8", "mxfp4"]
     assert json.loads(line)["trace"] == "made, sticky=0.5"
+
+
+@pytest.mark.slow
+def test_ranks_each_cache_their_own_experts() -> None:
+    words = ["--device", "cpu", "--model", "tiny", "--layers", "2", "--budgets", "0.5,1.0", "--steps", "8"]
+    with pytest.raises(ValueError, match=r"ep=2 must be 1 with --prompt"):
+        main("experts", [*words, "--ep", "2", "--prompt", "40"])
+    found, _ = report_of("experts", *words, "--rounds", "1", "--ep", "2", torchrun=True)
+    on_demand, resident, half, whole = found["rows"]
+    assert (on_demand["variant"], resident["variant"], found["ep"]) == ("on_demand", "resident", 2)
+    assert [(row["slots"], row["hits"] < 1) for row in (half, whole)] == [(2, True), (4, False)], "of four experts each"
+    assert whole["bound_us"] == resident["us"], "nothing came over the link"
 
 
 def test_prompts_beside_their_bound(capsys: pytest.CaptureFixture[str]) -> None:
