@@ -57,12 +57,13 @@ class Problem:
 
 
 def default_setting(problem: Problem) -> OverlapConfig:
-    """The setting where nothing was measured: that of ``OverlapConfig``, but one panel on one rank.
+    """The setting where nothing was measured: that of ``OverlapConfig``, but no more panels than ranks.
 
-    There no row travels while others are computed, and one panel less is 1 to 6 % of a layer
-    (``benchmarks/results/tuner.md``).
+    The fewer rows travel, the less there is to hide, and each panel costs: four instead of one are 1 to 6 % of a layer
+    on one rank, four instead of two 1 to 6 % on two (``benchmarks/results/tuner.md``).
     """
-    return OverlapConfig(num_panels=1) if problem.parallel.world_size == 1 else OverlapConfig()
+    default = OverlapConfig()
+    return replace(default, num_panels=min(default.num_panels, problem.parallel.world_size))
 
 
 def effective(setting: OverlapConfig, problem: Problem) -> OverlapConfig:
