@@ -18,9 +18,6 @@ Receiver                ReceiverType
 ContiguousRows          FusedMoEActivationFormat.Standard
 BatchedRows             FusedMoEActivationFormat.BatchedExperts
 FusedHandle             PrepareMonolithicResultType
-Problem                 moe_problem_size
-ScratchShapes           workspace_shapes
-Scratch                 apply(workspace13, workspace2)
 NoOpReduce              TopKWeightAndReduceNoOP
 ContiguousReduce        TopKWeightAndReduceContiguous
 BatchedReduce           TopKWeightAndReduceNaiveBatched
@@ -46,7 +43,6 @@ prepare                 prepare
 prepare_no_receive      prepare_async
 finalize                finalize
 activation_format       activation_format
-scratch_shapes          workspace_shapes
 apply                   apply
 reduce                  finalize_weight_and_reduce_impl
 takes_fp8               expects_unquantized_inputs, negated
@@ -79,12 +75,9 @@ from comet.modular.interfaces import (
     FusedHandle,
     NoOpReduce,
     PrepareFinalize,
-    Problem,
     Received,
     Receiver,
     RoutedTokens,
-    Scratch,
-    ScratchShapes,
     TopKReduce,
 )
 from comet.modular.symmetric import FusedPrepareFinalize, SymmetricBatched, SymmetricContiguous

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -11,28 +10,24 @@ from torch import Tensor
 from comet.comm.collectives import wants_grad
 from comet.config import DIM_MULTIPLE, require
 from comet.layer.weights import pad_width
-from comet.layout import Biases, round_up
+from comet.layout import Biases
 from comet.modular.interfaces import (
     ActivationFormat,
     BatchedRows,
     Experts,
     FusedHandle,
+    NoOpReduce,
     PrepareFinalize,
-    Problem,
     Received,
     RoutedTokens,
     Rows,
-    Scratch,
-    ScratchShapes,
+    TopKReduce,
 )
 from comet.quantization.formats import FP8, FP8_BLOCK, Weight
 from comet.reference.plain import check_inputs
 from comet.utils.autocast import without_autocast
-from comet.utils.graphs import is_capturing
 from comet.utils.match import Sizes
 from comet.utils.uncompiled import uncompiled
-
-ALIGNMENT = 256
 
 
 class ModularMoE:
@@ -60,7 +55,6 @@ class ModularMoE:
         self.experts = experts
         self.shared = shared
         self.weight_type = weight_type
-        self._pool = torch.empty(0, dtype=torch.uint8)
 
     @uncompiled
     def __call__(
@@ -94,9 +88,9 @@ class ModularMoE:
     def _run(self, routed: RoutedTokens, w1: Weight, w2: Weight, biases: Biases | None) -> Tensor:
         tokens = routed.tokens
         received, shared = self._prepare(routed)
-        scratch = self._scratch(self.experts.scratch_shapes(problem_of(received.rows, w2, tokens.dtype)), tokens)
+        output = tokens.new_empty(output_shape(received.rows, self.experts.reduce, tokens.shape[1]))
         with without_autocast(tokens.device):
-            outputs = self.experts.apply(received.rows, w1, w2, scratch, *(() if biases is None else (biases,)))
+            outputs = self.experts.apply(received.rows, w1, w2, output, *(() if biases is None else (biases,)))
             combined = self.prepare_finalize.finalize(outputs, received, self.experts.reduce)
         return combined if shared is None else combined + shared
 
@@ -149,64 +143,20 @@ class ModularMoE:
         is_first = self.prepare_finalize.layout.tp_rank == 0
         return biases if is_first else biases._replace(b2=torch.zeros_like(biases.b2))
 
-    def _scratch(self, shapes: ScratchShapes, like: Tensor) -> Scratch:
-        """Regions from a pool that only grows; the output is new every time, for it may be what the caller gets.
-
-        While a CUDA graph is captured the pool is the graph's own memory: the layer's may grow and move later.
-        """
-        needed, pool, captures = scratch_bytes(shapes), self._pool, is_capturing(like.device)
-        if captures or needed > pool.numel() or pool.device != like.device:
-            pool = torch.empty(needed, dtype=torch.uint8, device=like.device)
-        if not captures:
-            self._pool = pool
-        output = None if shapes.output is None else like.new_empty(shapes.output)
-        return Scratch(regions=cut(pool, shapes), output=output)
-
-
-def scratch_bytes(shapes: ScratchShapes) -> int:
-    """Bytes that the regions take when ``cut`` from one pool.
-
-    Example: regions of ``(3, 5)`` float32 and ``(200,)`` bfloat16 take 256 + 512 = 768 bytes.
-    """
-    sizes = (math.prod(dims) * dtype.itemsize for dims, dtype in shapes.regions.values())
-    return sum(round_up(size, ALIGNMENT) for size in sizes)
-
-
-def cut(pool: Tensor, shapes: ScratchShapes) -> dict[str, Tensor]:
-    """Typed views of a byte pool, one region after the other, each at a multiple of 256 bytes."""
-    regions, offset = {}, 0
-    for name, (dims, dtype) in shapes.regions.items():
-        num_bytes = math.prod(dims) * dtype.itemsize
-        regions[name] = pool[offset : offset + num_bytes].view(dtype).view(dims)
-        offset += round_up(num_bytes, ALIGNMENT)
-    return regions
-
 
 def elements(weight: Weight) -> Tensor:
     """The numbers of a weight, scaled or not: what has its shape."""
     return weight if isinstance(weight, Tensor) else weight.elements
 
 
-def problem_of(rows: Rows, w2: Weight, dtype: torch.dtype) -> Problem:
-    """The sizes of one call: from its rows, from w2 ``(e, D, F)``, and the dtype of tokens and outputs."""
-    batch_rows = 0
+def output_shape(rows: Rows, reduce: TopKReduce, hidden_size: int) -> tuple[int, ...]:
+    """Of what experts compute of these rows: one output a row, or one for each of its slots, as its format has them."""
     if isinstance(rows, FusedHandle):
-        num_rows, top_k = rows.plan.num_tokens, rows.plan.layout.top_k
-    elif isinstance(rows, BatchedRows):
-        (num_rows, top_k), batch_rows = rows.row_slots.shape, rows.batch_rows
-    else:
-        num_rows, top_k = rows.top_k_ids.shape
-    num_experts, hidden_size, ffn_size = elements(w2).shape
-    return Problem(
-        num_rows=num_rows,
-        top_k=top_k,
-        hidden_size=hidden_size,
-        ffn_size=ffn_size,
-        num_experts=num_experts,
-        batch_rows=batch_rows,
-        dtype=dtype,
-        weight_type=Tensor if isinstance(w2, Tensor) else type(w2),
-    )
+        return rows.tokens.shape[0], hidden_size
+    if isinstance(reduce, NoOpReduce):
+        return rows.top_k_weights.shape[0], hidden_size
+    slots = (len(rows.counts), rows.batch_rows) if isinstance(rows, BatchedRows) else rows.top_k_ids.shape
+    return *slots, hidden_size
 
 
 def incompatibility(

@@ -5,7 +5,7 @@ Pre-activations of the grouped GEMMs stay in float32 (float64 for float64), so t
 torch twin runs.
 
 Weights in FP8 or MXFP8 are dequantised to the tokens' dtype in every call, all that the rank holds: that reads e * 3FD
-bytes, writes and reads again twice as many (in 16 bits), and takes as much scratch memory, however few the rows are.
+bytes, writes and reads again twice as many (in 16 bits), and takes as much memory, however few the rows are.
 Many rows hide it behind the GEMMs; few are for ``WarpDecodeExperts``, which converts what it reads.
 """
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,10 +31,7 @@ from comet.modular.interfaces import (
     DelegateReduce,
     FusedHandle,
     NoOpReduce,
-    Problem,
     Rows,
-    Scratch,
-    ScratchShapes,
     TopKReduce,
     weighted_sum,
 )
@@ -46,9 +42,6 @@ from comet.utils.graphs import hold_if_captured
 if TYPE_CHECKING:
     from comet.decode import DecodeWeights
     from comet.kernels.runtime.arguments import TileTable
-
-
-Regions = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class ExpertsBase:
@@ -90,43 +83,32 @@ class KernelExperts(ExpertsBase):
             check_kernels(group.workspace.shape.dtype, group.device)
 
 
-def weight_regions(problem: Problem) -> Regions:
-    """Room for the weights where they have to be dequantised, none for plain ones."""
-    if problem.weight_type is Tensor:
-        return {}
-    num_experts, hidden_size, ffn_size = problem.num_experts, problem.hidden_size, problem.ffn_size
-    return {
-        "w1": ((num_experts, 2 * ffn_size, hidden_size), problem.dtype),
-        "w2": ((num_experts, hidden_size, ffn_size), problem.dtype),
-    }
+def plain(values: Weight, dtype: torch.dtype) -> Tensor:
+    """A tensor as it is, anything quantised in ``dtype``."""
+    return values if isinstance(values, Tensor) else values.dequantize(dtype)
 
 
-def plain(values: Weight, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """A tensor as it is, anything quantised in ``dtype``, in the memory of ``out`` if there is any."""
-    return values if isinstance(values, Tensor) else values.dequantize(dtype, out=out)
-
-
-def routed_capacity(problem: Problem, block_rows: int) -> int:
+def routed_capacity(num_slots: int, num_experts: int, block_rows: int) -> int:
     """Routed rows that always suffice, each expert's padded to whole tiles.
 
-    Example: N=10, K=2, e=3, tiles of 16: 20 rows and 3 * 15 of padding, rounded up to 80.
+    Example: 20 slots of 10 rows, e=3, tiles of 16: 20 rows and 3 * 15 of padding, rounded up to 80.
     """
-    return round_up(problem.num_rows * problem.top_k + problem.num_experts * (block_rows - 1), block_rows)
+    return round_up(num_slots + num_experts * (block_rows - 1), block_rows)
 
 
-def tiles_of_ids(top_k_ids: Tensor, num_experts: int, capacity: int, block_rows: int) -> tuple[TileTable, Tensor]:
+def tiles_of_ids(top_k_ids: Tensor, num_experts: int, block_rows: int) -> tuple[TileTable, Tensor]:
     """Lay the slots out by expert, each expert's from a multiple of ``block_rows`` on.
 
-    Example: ids ``[[1, 0], [1, -1]]``, 2 experts, capacity 48, tiles of 16: row_ids is 0 at routed row 0, and 0, 1 at
-    routed rows 16 and 17; row_slots ``[[16, 0], [17, -1]]``; two tiles, ``[0, 0, 1, 0]`` and ``[1, 16, 2, 0]``.
+    Example: ids ``[[1, 0], [1, -1]]``, 2 experts, tiles of 16: row_ids is 0 at routed row 0, and 0, 1 at routed rows 16
+    and 17; row_slots ``[[16, 0], [17, -1]]``; two tiles, ``[0, 0, 1, 0]`` and ``[1, 16, 2, 0]``.
 
     Args:
         top_k_ids: ``(N, K)`` local experts or -1.
-        capacity: Q, a multiple of ``block_rows`` that suffices (see ``routed_capacity``).
 
     Returns:
         Tiles with ``row_ids (Q,)``, 0 in the padding; and ``(N, K)`` int32 routed row of each slot, -1 for none.
     """
+    capacity = routed_capacity(top_k_ids.numel(), num_experts, block_rows)
     ids, device = top_k_ids.flatten().long(), top_k_ids.device
     bins = ids.where(ids >= 0, num_experts)
     rank_in_bin, counts = positions_in_groups(bins, num_experts + 1)
@@ -177,62 +159,34 @@ BLOCK_ROWS = 64
 class _Grouped(KernelExperts, ABC):
     """Both GEMMs over tiles of one expert's rows each; everything quantised is made plain before it is multiplied."""
 
-    def scratch_shapes(self, problem: Problem) -> ScratchShapes:
-        """``gate_up (Q, 2F)`` and ``hidden (Q, F)``, and ``outputs (Q, D)`` unless those are what is returned."""
-        hidden_size, ffn_size, dtype = problem.hidden_size, problem.ffn_size, problem.dtype
-        num_rows, outputs = self._sizes(problem)
-        is_reduced = isinstance(self.reduce, NoOpReduce)
-        regions = {
-            **weight_regions(problem),
-            "gate_up": ((num_rows, 2 * ffn_size), accumulator_dtype(dtype)),
-            "hidden": ((num_rows, ffn_size), dtype),
-        }
-        if is_reduced or not problem.batch_rows:
-            regions["outputs"] = ((num_rows, hidden_size), dtype)
-        if self.takes_fp8:
-            regions["tokens"] = ((num_rows if problem.batch_rows else problem.num_rows, hidden_size), dtype)
-        return ScratchShapes(regions=regions, output=(*((problem.num_rows,) if is_reduced else outputs), hidden_size))
-
-    def apply(self, rows: Rows, w1: Weight, w2: Weight, scratch: Scratch, biases: Biases | None = None) -> Tensor:
+    def apply(self, rows: Rows, w1: Weight, w2: Weight, output: Tensor, biases: Biases | None = None) -> Tensor:
+        """Lay the rows out in tiles, multiply, and hand the outputs out as ``reduce`` wants them."""
         assert not isinstance(rows, FusedHandle), "the composer pairs the fused layer with itself"
-        assert scratch.output is not None
-        regions, output, dtype = scratch.regions, scratch.output, scratch.regions["hidden"].dtype
-        tokens = rows.tokens
-        assert isinstance(tokens, FP8) == self.takes_fp8
-        if isinstance(tokens, FP8):
-            tokens = tokens.dequantize(dtype, out=regions["tokens"].view(tokens.elements.shape))
-        weights = (plain(w1, dtype, regions.get("w1")).contiguous(), plain(w2, dtype, regions.get("w2")).contiguous())
-        outputs = regions["outputs"] if "outputs" in regions else output.flatten(0, 1)
-        table, row_slots = self._lay_out(rows, weights[0].shape[0], outputs.shape[0])
+        assert isinstance(rows.tokens, FP8) == self.takes_fp8
+        tokens, w1, w2 = (plain(each, output.dtype).contiguous() for each in (rows.tokens, w1, w2))
+        tokens, is_reduced = tokens.flatten(0, -2), isinstance(self.reduce, NoOpReduce)
+        table, row_slots = self._lay_out(rows, w1.shape[0])
+        in_place = isinstance(rows, BatchedRows) and not is_reduced
+        num_rows = table.row_ids.numel() or tokens.shape[0]
+        outputs = output.flatten(0, 1) if in_place else output.new_empty(num_rows, output.shape[-1])
         added = [] if biases is None else [bias[self._row_experts(rows, table)] for bias in biases]
-        self._multiply(tokens.flatten(0, -2), *weights, table, regions, outputs, *added)
-        if isinstance(self.reduce, NoOpReduce):
+        self._multiply(tokens, w1, w2, table, outputs, *added)
+        if is_reduced:
             return output.copy_(weighted_sum(outputs, row_slots, rows.top_k_weights))
-        if "outputs" in regions:
+        if not in_place:
             torch.index_select(outputs, 0, row_slots.clamp(min=0).flatten(), out=output.view(-1, outputs.shape[1]))
         return output
 
     @abstractmethod
-    def _sizes(self, problem: Problem) -> tuple[int, tuple[int, int]]:
-        """Q, and how the outputs lie that are left to finalize."""
-
-    @abstractmethod
-    def _lay_out(self, rows: Any, num_experts: int, num_rows: int) -> tuple[TileTable, Tensor]:
-        """Tiles of ``num_rows`` = Q rows, and ``(N, K)`` int32 the one of each slot, -1 for none."""
+    def _lay_out(self, rows: Any, num_experts: int) -> tuple[TileTable, Tensor]:
+        """Tiles of Q rows, and ``(N, K)`` int32 the one of each slot, -1 for none."""
 
     @abstractmethod
     def _row_experts(self, rows: Any, table: TileTable) -> Tensor:
         """``(Q,)`` whose each row is."""
 
     def _multiply(
-        self,
-        tokens: Tensor,
-        w1: Tensor,
-        w2: Tensor,
-        table: TileTable,
-        regions: Mapping[str, Tensor],
-        outputs: Tensor,
-        *added: Tensor,
+        self, tokens: Tensor, w1: Tensor, w2: Tensor, table: TileTable, outputs: Tensor, *added: Tensor
     ) -> None:
         """``outputs[q] = w2[expert] activation(gate, up)`` for the rows of the tiles; rows of no tile are undefined.
 
@@ -243,12 +197,12 @@ class _Grouped(KernelExperts, ABC):
 
         if self.use_kernels:  # not every transport asks for the pool's dtype
             check_kernels(tokens.dtype, tokens.device)
-        gemm = group_gemm if self.use_kernels else group_gemm_torch
-        config, gate_up, hidden = GemmConfig.select(tokens.dtype), regions["gate_up"], regions["hidden"]
+        gemm, config = group_gemm if self.use_kernels else group_gemm_torch, GemmConfig.select(tokens.dtype)
+        gate_up = tokens.new_empty(outputs.shape[0], w1.shape[1], dtype=accumulator_dtype(tokens.dtype))
         gemm(tokens, w1, gate_up, table, gather=table.row_ids.numel() > 0, layout="nk", config=config)
         if added:
             gate_up += added[0]
-        hidden.copy_(self.activation.forward(*gate_up.chunk(2, dim=1)))
+        hidden = self.activation.forward(*gate_up.chunk(2, dim=1)).to(tokens.dtype)
         gemm(hidden, w2, outputs, table, gather=False, layout="nk", config=config)
         if added:
             outputs += added[1]
@@ -260,11 +214,8 @@ class GroupedContiguous(_Grouped):
     formats = frozenset({ActivationFormat.CONTIGUOUS})
     reductions: tuple[type[TopKReduce], ...] = (ContiguousReduce, DelegateReduce, NoOpReduce)
 
-    def _sizes(self, problem: Problem) -> tuple[int, tuple[int, int]]:
-        return routed_capacity(problem, BLOCK_ROWS), (problem.num_rows, problem.top_k)
-
-    def _lay_out(self, rows: ContiguousRows, num_experts: int, num_rows: int) -> tuple[TileTable, Tensor]:
-        return tiles_of_ids(rows.top_k_ids, num_experts, num_rows, BLOCK_ROWS)
+    def _lay_out(self, rows: ContiguousRows, num_experts: int) -> tuple[TileTable, Tensor]:
+        return tiles_of_ids(rows.top_k_ids, num_experts, BLOCK_ROWS)
 
     def _row_experts(self, rows: ContiguousRows, table: TileTable) -> Tensor:
         return table.tiles[:, 0].repeat_interleave(BLOCK_ROWS)
@@ -276,10 +227,7 @@ class GroupedBatched(_Grouped):
     formats = frozenset({ActivationFormat.BATCHED})
     reductions: tuple[type[TopKReduce], ...] = (BatchedReduce, DelegateReduce, NoOpReduce)
 
-    def _sizes(self, problem: Problem) -> tuple[int, tuple[int, int]]:
-        return problem.num_experts * problem.batch_rows, (problem.num_experts, problem.batch_rows)
-
-    def _lay_out(self, rows: BatchedRows, num_experts: int, num_rows: int) -> tuple[TileTable, Tensor]:
+    def _lay_out(self, rows: BatchedRows, num_experts: int) -> tuple[TileTable, Tensor]:
         return tiles_of_batches(rows.counts, rows.batch_rows, BLOCK_ROWS), rows.row_slots
 
     def _row_experts(self, rows: BatchedRows, table: TileTable) -> Tensor:
@@ -307,11 +255,7 @@ class ReferenceExperts(ExpertsBase):
     formats = frozenset({ActivationFormat.CONTIGUOUS, ActivationFormat.BATCHED})
     reductions: tuple[type[TopKReduce], ...] = (NoOpReduce, ContiguousReduce, BatchedReduce, DelegateReduce)
 
-    def scratch_shapes(self, problem: Problem) -> ScratchShapes:
-        """None: it allocates as it goes."""
-        return ScratchShapes(regions={}, output=None)
-
-    def apply(self, rows: Rows, w1: Weight, w2: Weight, scratch: Scratch, biases: Biases | None = None) -> Tensor:
+    def apply(self, rows: Rows, w1: Weight, w2: Weight, output: Tensor, biases: Biases | None = None) -> Tensor:
         """Expert by expert."""
         assert isinstance(rows, ContiguousRows | BatchedRows)
         tokens, reduced = rows.tokens, isinstance(self.reduce, NoOpReduce)
@@ -347,23 +291,18 @@ class WarpDecodeExperts(KernelExperts):
         """``(e,)``: rows carry local ids, so every expert is in the slot of its own number."""
         return torch.arange(self.layout.experts_local, dtype=torch.int32, device=self.device)
 
-    def scratch_shapes(self, problem: Problem) -> ScratchShapes:
-        """The output only: what lies between the two kernels is theirs."""
-        return ScratchShapes(regions={}, output=(problem.num_rows, problem.hidden_size))
-
-    def apply(self, rows: Rows, w1: Weight, w2: Weight, scratch: Scratch, biases: Biases | None = None) -> Tensor:
+    def apply(self, rows: Rows, w1: Weight, w2: Weight, output: Tensor, biases: Biases | None = None) -> Tensor:
         """Decode step by decode step."""
         from comet.decode import MAX_DECODE_TOKENS, warp_decode  # needs triton
 
         assert isinstance(rows, ContiguousRows)
         assert isinstance(rows.tokens, Tensor)
-        assert scratch.output is not None
         weights = self._decode_weights(w1, w2, biases)
         for first in range(0, rows.tokens.shape[0], MAX_DECODE_TOKENS):
             step = slice(first, first + MAX_DECODE_TOKENS)
             part = (rows.tokens[step], rows.top_k_ids[step], rows.top_k_weights[step])
-            scratch.output[step] = warp_decode(*part, weights, use_kernels=self.use_kernels)
-        return scratch.output
+            output[step] = warp_decode(*part, weights, use_kernels=self.use_kernels)
+        return output
 
     def _decode_weights(self, w1: Weight, w2: Weight, biases: Biases | None) -> DecodeWeights:
         """The weights in their slots; quantised ones are kept, because looking at their scales waits for the device."""
@@ -394,11 +333,7 @@ class FusedExperts(ExpertsBase):
     reductions: tuple[type[TopKReduce], ...] = (NoOpReduce,)
     weight_types: frozenset[type[Weight]] = frozenset({Tensor})
 
-    def scratch_shapes(self, problem: Problem) -> ScratchShapes:
-        """None: how many rows there are is known on the device only, where the plan reserves them."""
-        return ScratchShapes(regions={}, output=None)
-
-    def apply(self, rows: Rows, w1: Weight, w2: Weight, scratch: Scratch, biases: Biases | None = None) -> Tensor:
+    def apply(self, rows: Rows, w1: Weight, w2: Weight, output: Tensor, biases: Biases | None = None) -> Tensor:
         """Run both fused pipelines: ``(T, D)``, finished (collective)."""
         assert isinstance(rows, FusedHandle)
         assert isinstance(w1, Tensor)

@@ -9,7 +9,7 @@ ranks; N received rows of this rank, B rows reserved per expert in the batched f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -99,38 +99,6 @@ class Received:
 Receiver = Callable[[], Received]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Problem:
-    """Sizes of one call of the experts."""
-
-    num_rows: int  # N
-    top_k: int  # K
-    hidden_size: int  # D
-    ffn_size: int  # F, this rank's slice
-    num_experts: int  # e
-    batch_rows: int  # B; 0 in the contiguous format
-    dtype: torch.dtype  # element type of tokens and outputs
-    weight_type: type[Weight]  # what the weights are: Tensor (of dtype), FP8 or MXFP8
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScratchShapes:
-    """The memory experts ask for."""
-
-    # shape and dtype by name; contents are lost between calls
-    regions: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-    # shape of the outputs, in the dtype of the problem; None when the experts bring their own
-    output: tuple[int, ...] | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Scratch:
-    """The memory experts get, uninitialised: ``regions`` and ``output`` as asked for."""
-
-    regions: Mapping[str, Tensor]
-    output: Tensor | None
-
-
 class TopKReduce(Protocol):
     """Turns the experts' outputs into one row per received row: the weighted sum over its slots."""
 
@@ -173,15 +141,12 @@ class Experts(Protocol):
     takes_fp8: bool  # whether it wants its rows in FP8
     weight_types: frozenset[type[Weight]]  # what weights it computes with: Tensor, FP8, MXFP8
 
-    def scratch_shapes(self, problem: Problem) -> ScratchShapes:
-        """The memory ``apply`` needs for a problem of these sizes."""
-        ...
-
-    def apply(self, rows: Rows, w1: Weight, w2: Weight, scratch: Scratch, biases: Biases | None = None) -> Tensor:
+    def apply(self, rows: Rows, w1: Weight, w2: Weight, output: Tensor, biases: Biases | None = None) -> Tensor:
         """Compute the outputs that ``reduce`` expects.
 
         Args:
             w1: ``(e, 2F, D)`` gate rows, then up rows; of one of ``weight_types``.
+            output: Memory for what is returned, in its shape and dtype (``output_shape``), for experts that want it.
             biases: ``(e, 2F)`` and ``(e, D)`` to add on this rank, dtype of the outputs; ``None``: there are none.
 
         Returns:

@@ -62,13 +62,12 @@ class MXFP8:
         _check_contraction(self.elements)
         _check_e8m0(sizes, self.scales, self.elements.device, trusted=trusted)
 
-    def dequantize(self, dtype: torch.dtype = torch.float32, *, out: Tensor | None = None) -> Tensor:
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """``(..., K)``: element times scale; exact in float32, rounded once in another ``dtype``; never waits.
 
-        Scales above 2^119, which the quantiser never makes, may give infinity. ``out`` is memory for the result, of
-        its shape and dtype.
+        Scales above 2^119, which the quantiser never makes, may give infinity.
         """
-        return _times_e8m0(_memory_for(self.elements, dtype, out), self.scales)
+        return _times_e8m0(self.elements.to(dtype, memory_format=torch.contiguous_format), self.scales)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -89,15 +88,13 @@ class MXFP4:
         _check_contraction(self.elements, 2)
         _check_e8m0(sizes, self.scales, self.elements.device, trusted=trusted)
 
-    def dequantize(self, dtype: torch.dtype = torch.float32, *, out: Tensor | None = None) -> Tensor:
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """``(..., K)``: element times scale; exact in float32, rounded once in another ``dtype``; never waits.
 
-        Scales above 2^125, which the quantiser never makes, may give infinity. ``out`` is memory for the result, of
-        its shape and dtype.
+        Scales above 2^125, which the quantiser never makes, may give infinity.
         """
         pairs = _numbers_of_bytes(self.elements.device, dtype)[self.elements.int()]
-        numbers = pairs.view(dtype)
-        return _times_e8m0(numbers if out is None else _memory_for(numbers, dtype, out), self.scales)
+        return _times_e8m0(pairs.view(dtype), self.scales)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -121,12 +118,9 @@ class FP8:
         if not trusted:
             check_scale_values("scales", self.scales)
 
-    def dequantize(self, dtype: torch.dtype = torch.float32, *, out: Tensor | None = None) -> Tensor:
-        """``(..., N, K)``: element times scale in float32, rounded once more in another ``dtype``; never waits.
-
-        ``out`` is memory for the result, of its shape and dtype.
-        """
-        out = _memory_for(self.elements, dtype, out)
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """``(..., N, K)``: element times scale in float32, rounded once more in another ``dtype``; never waits."""
+        out = self.elements.to(dtype, memory_format=torch.contiguous_format)
         columns = out.shape[-1]
         scales = _by_row(self.scales, out.shape[-2], self.block_rows).unsqueeze(-1)
         whole = columns // FP8_BLOCK
@@ -301,16 +295,6 @@ def _numbers_of_bytes(device: torch.device, dtype: torch.dtype) -> Tensor:
     """``(256,)``: the two e2m1 numbers of each byte, low half first, in a type as wide as both."""
     numbers = torch.tensor([(E2M1[byte & 15], E2M1[byte >> 4]) for byte in range(256)], dtype=dtype)
     return numbers.view(PAIRS[dtype.itemsize]).flatten().to(device, non_blocking=True)
-
-
-def _memory_for(elements: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    """``out`` or new memory, filled with the elements as they are, which any dtype of ours can hold."""
-    out = torch.empty_like(elements, dtype=dtype, memory_format=torch.contiguous_format) if out is None else out
-    require(
-        out.shape == elements.shape and out.dtype == dtype,
-        f"out of shape {tuple(out.shape)} and dtype {out.dtype} must be {tuple(elements.shape)} {dtype}",
-    )
-    return out.copy_(elements)
 
 
 def _to_e4m3(values: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ from comet.modular import (
     SymmetricContiguous,
     WarpDecodeExperts,
 )
-from comet.modular.composer import problem_of
+from comet.modular.composer import output_shape
 from comet.moe import MoE
 from comet.quantization.formats import FP8, MXFP8
 from comet.reference.layer import reference_experts
@@ -115,14 +115,14 @@ def run_kernels(rank: int, case: LayerCase) -> None:
 
 
 def test_registries_hold_every_part() -> None:
-    found: dict[str, set[type]] = {"finalize": set(), "scratch_shapes": set()}
+    found: dict[str, set[type]] = {"finalize": set(), "reductions": set()}
     for info in pkgutil.iter_modules(comet.modular.__path__, "comet.modular."):
         for _, kind in inspect.getmembers(importlib.import_module(info.name), inspect.isclass):
             for method, kinds in found.items():
                 if kind.__module__.startswith("comet.modular") and hasattr(kind, method) and kind.__name__[0] != "_":
                     kinds.add(kind)
     assert found["finalize"] == {*comet.modular.PREPARE_FINALIZE, comet.modular.PrepareFinalize}
-    assert found["scratch_shapes"] == {*comet.modular.EXPERTS, comet.modular.Experts}
+    assert found["reductions"] == {*comet.modular.EXPERTS}
     reductions = {kind for name, kind in vars(comet.modular).items() if name.endswith("Reduce")}
     assert reductions == {*comet.modular.REDUCTIONS, comet.modular.TopKReduce}
 
@@ -209,44 +209,12 @@ def one_rank_first(rank: int) -> None:
     receive = parts[0].prepare_no_receive(routed, quantize=False)
     if rank == 0:
         dist.barrier()
-    layer = ModularMoE(*parts)
     received = receive()
-    scratch = layer._scratch(parts[1].scratch_shapes(problem_of(received.rows, w2, w2.dtype)), w2)
-    y = parts[0].finalize(parts[1].apply(received.rows, w1.flatten(1, 2), w2, scratch), received, parts[1].reduce)
+    output = w2.new_empty(output_shape(received.rows, parts[1].reduce, case.hidden_size))
+    y = parts[0].finalize(parts[1].apply(received.rows, w1.flatten(1, 2), w2, output), received, parts[1].reduce)
     exact, same = (expected(case, rank, dtype, 0, quantized=False) for dtype in (torch.float64, case.dtype))
     assert_as_close(y, exact, same, case.dtype, f"rank {rank}")
     group.close()
-
-
-def test_scratch_is_kept_and_outputs_are_not(group: ExpertGroup) -> None:
-    layer = ModularMoE(SingleRank(SMALL.config, group), GroupedContiguous(SMALL.config, group, reduce=NoOpReduce()))
-    first = call(layer)
-    pool, kept = layer._pool.data_ptr(), first.clone()
-    second = call(layer, SMALL.with_seed(1))
-    assert layer._pool.data_ptr() == pool
-    assert torch.equal(first, kept)
-    assert not torch.equal(first, second)
-
-
-def test_no_graph_uses_scratch_that_a_larger_call_moves(monkeypatch: pytest.MonkeyPatch, group: ExpertGroup) -> None:
-    """Graphs of ascending numbers of tokens, each after an eager call: what a capture allocates is the graph's."""
-    layer = ModularMoE(SingleRank(SMALL.config, group), GroupedContiguous(SMALL.config, group, reduce=NoOpReduce()))
-    apply, pools, captures = layer.experts.apply, list[int](), False
-
-    def noted(*given: Any) -> torch.Tensor:
-        pools.append(next(iter(given[-1].regions.values())).untyped_storage().data_ptr())
-        return apply(*given)
-
-    monkeypatch.setattr(layer.experts, "apply", noted)
-    monkeypatch.setattr("comet.modular.composer.is_capturing", lambda device: captures)
-    for num_tokens in (3, 9, 40, 64):
-        case, outputs = replace(SMALL, num_tokens=(num_tokens,)), []
-        for captures in (False, True):
-            own = layer._pool.data_ptr()
-            outputs.append(call(layer, case))
-            assert (pools[-1] == layer._pool.data_ptr()) != captures
-            assert not captures or layer._pool.data_ptr() == own
-        assert torch.equal(*outputs)
 
 
 @pytest.mark.parametrize(

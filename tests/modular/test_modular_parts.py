@@ -9,9 +9,8 @@ from rank_plans import plan_from_ids
 from comet.layer.plan import Plan, routed_row_capacity
 from comet.layout import ExpertLayout
 from comet.modular.all_to_all import destinations, local_ids, pack, unpack
-from comet.modular.composer import cut, scratch_bytes
 from comet.modular.experts import routed_capacity, tiles_of_batches, tiles_of_ids
-from comet.modular.interfaces import Problem, ScratchShapes, slot_rows, weighted_sum
+from comet.modular.interfaces import slot_rows, weighted_sum
 from comet.modular.symmetric import batch_table
 
 NAN = float("nan")
@@ -19,19 +18,6 @@ NAN = float("nan")
 
 def ids_of(rows: list[list[int]]) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int32)
-
-
-def problem(num_rows: int, top_k: int, num_experts: int) -> Problem:
-    return Problem(
-        num_rows=num_rows,
-        top_k=top_k,
-        hidden_size=16,
-        ffn_size=16,
-        num_experts=num_experts,
-        batch_rows=0,
-        dtype=torch.float32,
-        weight_type=torch.Tensor,
-    )
 
 
 def test_weighted_sum_example() -> None:
@@ -44,16 +30,7 @@ def test_slot_rows_example() -> None:
 
 
 def test_routed_capacity_example() -> None:
-    assert routed_capacity(problem(10, 2, 3), 16) == 80
-
-
-def test_scratch_bytes_example() -> None:
-    regions = {"a": ((3, 5), torch.float32), "b": ((200,), torch.bfloat16)}
-    shapes = ScratchShapes(regions=regions, output=None)
-    assert scratch_bytes(shapes) == 768
-    views = cut(torch.zeros(768, dtype=torch.uint8), shapes)
-    assert {name: (tuple(view.shape), view.dtype) for name, view in views.items()} == regions
-    assert views["b"].data_ptr() - views["a"].data_ptr() == 256
+    assert routed_capacity(20, 3, 16) == 80
 
 
 def test_destinations_and_local_ids_examples() -> None:
@@ -79,7 +56,7 @@ def test_packed_rows_come_back(num_rows: int) -> None:
 
 
 def test_tiles_of_ids_example() -> None:
-    table, row_slots = tiles_of_ids(ids_of([[1, 0], [1, -1]]), 2, 48, 16)
+    table, row_slots = tiles_of_ids(ids_of([[1, 0], [1, -1]]), 2, 16)
     assert row_slots.tolist() == [[16, 0], [17, -1]]
     assert table.row_ids[[0, 16, 17]].tolist() == [0, 0, 1]
     assert table.tiles[: int(table.num_tiles)].tolist() == [[0, 0, 1, 0], [1, 16, 2, 0]]

@@ -142,20 +142,6 @@ def test_narrow_rows_of_symmetric_memory() -> None:
             memory.with_columns(columns)
 
 
-@pytest.mark.parametrize("shape", [(3, 5, 32), (2, 130, 288), (0, 160)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_dequantised_into_memory_at_hand(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    values = torch.randn(shape) * torch.logspace(-4, 4, shape[-1])
-    for packed in (quantize_mxfp8(values), quantize_fp8(values), quantize_rows(values)):
-        out = torch.full((*shape[:-1], 2 * shape[-1]), 7.0, dtype=dtype)
-        half = out[..., : shape[-1]]
-        assert packed.dequantize(dtype, out=half) is half
-        assert torch.equal(half, packed.dequantize().to(dtype))
-        assert bool((out[..., shape[-1] :] == 7).all())
-        with pytest.raises(ValueError, match=r"out of shape .* must be .*float"):
-            packed.dequantize(dtype, out=out)
-
-
 def test_trusted_rows_carry_what_is_no_number_as_nan_of_its_block() -> None:
     tokens = torch.randn(4, 160)
     clean = quantize_rows(tokens)

@@ -17,18 +17,15 @@ from comet.errors import StepFailedError, UnavailableError
 from comet.kernels.runtime.activation import SWIGLU, Activation, ActivationName
 from comet.layout import Biases, ExpertLayout
 from comet.modular import BatchedReduce, ContiguousReduce, DelegateReduce, NoOpReduce
-from comet.modular.composer import cut, problem_of, scratch_bytes
 from comet.modular.interfaces import (
     ActivationFormat,
     BatchedRows,
     ContiguousRows,
     Experts,
     PrepareFinalize,
-    Problem,
     Received,
     RoutedTokens,
     Rows,
-    Scratch,
     TopKReduce,
 )
 from comet.modular.symmetric import SymmetricBatched
@@ -322,20 +319,13 @@ class ExpertsAdapter:
         expert_tokens_meta: Any,
         activation: Any,
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Shapes of vLLM's two workspaces and of the output, in the dtype of the activations; M is N or B of the rows.
+        """Shapes of vLLM's two workspaces, which stay empty, and of the output; M is N or B of the rows.
 
-        All scratch is in the second: vLLM lets the output share the memory of the first.
+        Comet takes what lies between from torch's allocator, as a CUDA graph does from its own.
         """
-        dtype: torch.dtype = self.moe_config.in_dtype  # type: ignore[attr-defined]
-        sizes = dict(num_rows=M, top_k=topk, hidden_size=K, ffn_size=N // 2, num_experts=local_num_experts)
-        kind = weight_type_of(self.quant_config)  # type: ignore[attr-defined]
-        batch_rows = M if self._is_batched else 0
-        shapes = self.inner.scratch_shapes(Problem(**sizes, batch_rows=batch_rows, dtype=dtype, weight_type=kind))
-        elements = scratch_bytes(shapes) // dtype.itemsize
-        per_row = -(-elements // max(M, 1))
-        rows = (local_num_experts, M) if self._is_batched else (M, topk)
-        reduced = (M, K) if isinstance(self.inner.reduce, NoOpReduce) else (*rows, K)
-        return (0,), (max(M, 1), per_row), shapes.output or reduced
+        if isinstance(self.inner.reduce, NoOpReduce):
+            return (0,), (0,), (M, K)
+        return (0,), (0,), ((local_num_experts, M, K) if self._is_batched else (M, topk, K))
 
     def apply(self, *args: Any, **kwargs: Any) -> None:
         """Compute the outputs into ``output``; arguments as vLLM's class names them."""
@@ -352,11 +342,8 @@ class ExpertsAdapter:
             call, tokens if scales is None else FP8(elements=tokens, scales=scales, block_rows=1, trusted=True)
         )
         w1, w2, biases = self._weights(call.w1, call.w2)
-        shapes = self.inner.scratch_shapes(problem_of(rows, w2, call.output.dtype))
-        pool = call.workspace2.flatten().view(torch.uint8)
-        scratch = Scratch(regions=cut(pool, shapes), output=None if shapes.output is None else call.output)
         added = () if biases is None else (Biases(*(bias.to(call.output.dtype) for bias in biases)),)
-        outputs = self.inner.apply(rows, w1, w2, scratch, *added)
+        outputs = self.inner.apply(rows, w1, w2, call.output, *added)
         if outputs is not call.output:
             call.output.copy_(outputs)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +22,6 @@ from comet.quantization.formats import FP8, MXFP8, WEIGHT_TYPES, Weight, quantiz
 from comet.quantization.packed import packed_columns
 from comet.reference.layer import reference_experts
 
-NAN_BYTES = 0xFF  # every float made of these bytes is NaN
 ROUTED = ("tokens", "top_k_ids", "top_k_weights")
 PLAIN_ONLY = {"uniform", "one expert", "idle experts", "biases"}  # cases that are about rows, not about weights
 
@@ -125,20 +125,30 @@ def expected(
 
 
 def check_layer(layer: ModularMoE, case: LayerCase, rank: int, what: str, device: str = "cpu") -> None:
-    """Run all calls of the case and compare; scratch memory is full of NaN before each."""
+    """Run all calls of the case and compare; whatever the layer allocates is full of NaN."""
     w1, w2 = rank_weights(case, rank, layer.weight_type, device)
     added = [bias.flatten(1).to(device) for bias in shard(case, rank, *full_weights(case), *full_biases(case))[2:]]
     what_is = dict(quantized=layer.experts.takes_fp8, weight_type=layer.weight_type)
     for call in range(case.calls):
         inputs = rank_inputs(case, rank, call)
-        layer._pool.fill_(NAN_BYTES)
         parts = (inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
         tokens, ids, weights = (strided(part.to(device)) for part in parts)
-        y = layer(tokens, ids, weights, w1, w2, *([Biases(*added)] if added else []))
+        with new_memory_is_nan():
+            y = layer(tokens, ids, weights, w1, w2, *([Biases(*added)] if added else []))
         exact, same = (expected(case, rank, dtype, call, **what_is) for dtype in (torch.float64, case.dtype))
         where = f"{what}, {case.name}, seed {case.seed}, call {call}, rank {rank}"
         assert y.dtype == case.dtype, where
         assert_as_close(y, exact, same, case.dtype, where)
+
+
+@contextmanager
+def new_memory_is_nan() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def check_fp8_rows(case: LayerCase, rank: int, kind: type, device: str = "cpu", **options: Any) -> None:
