@@ -45,7 +45,6 @@ class StoredTensor:
     read: Callable[[Index], Tensor]  # what is at a slice, with start and stop, of each dimension
     scales: StoredTensor | None = None  # of a tensor in block FP8, once they are known to fit
     read_as: torch.dtype | None = None  # what reading turns quantised numbers into; None: it gives them as they are
-    first_row: int = 0  # of scales: row of their first block at which their tensor begins
 
     @property
     def stored_as(self) -> torch.dtype:

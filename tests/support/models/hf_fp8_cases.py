@@ -6,7 +6,6 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from hf_cases import DECODE_TOKENS, CountedReads, Expected, make_group, tiny_config, tiny_model
@@ -81,39 +80,6 @@ def stock(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder / "plain", dtype=dtype, experts_implementation="eager").eval()
-
-
-def written_by_transformers(folder: Path, family: str, scale_fmt: str = "float", **sizes: int) -> Path:
-    """A folder as transformers quantises and saves it, and in ``folder / "plain"`` what its own function makes of it.
-
-    It quantises on GPUs only, but nothing of that needs one; ``folder`` is what ``save_pretrained`` wrote.
-    """
-    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
-    from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
-    from transformers.quantizers import quantizer_finegrained_fp8
-
-    plain = tiny_model(family, **sizes)
-    plain.save_pretrained(folder / "source")
-    with (
-        mock.patch.object(quantizer_finegrained_fp8, "is_accelerate_available", return_value=True),
-        mock.patch.object(torch.cuda, "is_available", return_value=True),
-        mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
-    ):
-        quantised = AutoModelForCausalLM.from_pretrained(
-            folder / "source", quantization_config=FineGrainedFP8Config(scale_fmt=scale_fmt), dtype=torch.float32
-        )
-    quantised.save_pretrained(folder)
-    state = quantised.state_dict()
-    values = {
-        name: _dequantize_fp8_weight(weight, state[f"{name}_scale_inv"], [128, 128], torch.float32)
-        if weight.dtype == torch.float8_e4m3fn
-        else weight
-        for name, weight in state.items()
-        if not name.endswith("_scale_inv")
-    }
-    plain.load_state_dict(values)
-    plain.save_pretrained(folder / "plain")
-    return folder
 
 
 def fp8_by_name(folder: Path, dtype: torch.dtype = torch.float32) -> Any:

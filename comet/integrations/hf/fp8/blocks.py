@@ -1,14 +1,10 @@
 """Block FP8 as DeepSeek-V3 publishes it: e4m3 elements, and beside each tensor a scale per 128 x 128 block of it.
 
-transformers splits the elements of experts when it saves, but not the scales: it holds ``gate_up_proj (E, 2F, D)`` with
-scales ``(E, ceil(2F/128), ceil(D/128))``, so where F is no multiple of 128, gate and up share a block.
-
 Nothing here asks transformers to quantise or dequantise: its own way takes a GPU and splits no experts over ranks.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,7 +17,6 @@ from comet.integrations.hf.stored import (
     BLOCK_FP8,
     DTYPES,
     FUSED,
-    PARTS,
     SCALE_DTYPES,
     SCALES,
     Index,
@@ -42,7 +37,6 @@ _RULE = (
     "only block FP8 is read (quant_method 'fp8', weight_block_size [128, 128], fmt 'e4m3', activation_scheme 'dynamic')"
     " beside float32, float16 and bfloat16; dequantise the checkpoint first"
 )
-_EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(\w+)\.weight$")
 
 
 def is_block_fp8(config: Any) -> bool:
@@ -67,7 +61,6 @@ def join_scales(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
         ValueError: If scales are missing, of a wrong shape or dtype, or belong to nothing, or a tensor is of another
             eight-bit type; all are named.
     """
-    tensors = _split_scales(tensors)
     joined, lacking, problems = {}, [], []
     for name, tensor in tensors.items():
         if name.endswith(SCALES):
@@ -77,7 +70,7 @@ def join_scales(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
             joined[name] = tensor
             if tensor.is_narrow:
                 problems.append(f"{name} of dtype {tensor.dtype} must be {BLOCK_FP8} or one of {', '.join(DTYPES)}")
-            elif scales is not None and not _is_left_wide(tensor):
+            elif scales is not None:
                 problems.append(f"{name} of dtype {tensor.dtype} must be {BLOCK_FP8} beside {scales.name}")
         elif scales is None:
             lacking.append(name + SCALES)
@@ -112,10 +105,8 @@ def dequantized(tensor: StoredTensor, dtype: torch.dtype) -> StoredTensor:
 
     def read(index: Index) -> Tensor:
         *outer, rows, columns = index
-        first, stop = (end + scales.first_row for end in (rows.start, rows.stop))
-        ends = (first, stop), (columns.start, columns.stop)
-        touched = (slice(low // FP8_BLOCK, -(-high // FP8_BLOCK)) for low, high in ends)
-        return dequantize_slice(tensor.read(index), scales.read((*outer, *touched)), first, columns.start, dtype)
+        touched = (slice(part.start // FP8_BLOCK, -(-part.stop // FP8_BLOCK)) for part in (rows, columns))
+        return dequantize_slice(tensor.read(index), scales.read((*outer, *touched)), rows.start, columns.start, dtype)
 
     return replace(tensor, read=read, read_as=dtype)
 
@@ -158,8 +149,13 @@ def _scale_problems(tensor: StoredTensor, scales: StoredTensor) -> list[str]:
     if len(tensor.shape) < 2:
         return [f"{tensor.name} of shape {tensor.shape} must have rows and columns"]
     *outer, rows, columns = tensor.shape
-    if tensor.name.endswith(f".experts.{FUSED[0]}") and _is_ambiguous(rows // 2):
-        return [_ambiguity(scales, rows // 2)]
+    ffn_size = rows // 2
+    # Blocks of gate and of up by themselves may be as many as they have together, but other ones.
+    if tensor.name.endswith(f".experts.{FUSED[0]}") and ffn_size % FP8_BLOCK > FP8_BLOCK // 2:
+        return [
+            f"{scales.name} of shape {scales.shape} may hold scales of gate and of up, or of both as one tensor, whose "
+            f"blocks differ with ffn_size={ffn_size}: each expert's gate_proj and up_proj must have scales of its own"
+        ]
     wanted = (*outer, -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
     problems = []
     if scales.shape != wanted:
@@ -167,69 +163,3 @@ def _scale_problems(tensor: StoredTensor, scales: StoredTensor) -> list[str]:
     if scales.dtype not in SCALE_DTYPES:
         problems.append(f"{scales.name} of dtype {scales.dtype} must be one of {', '.join(SCALE_DTYPES)}")
     return problems
-
-
-def _is_left_wide(tensor: StoredTensor) -> bool:
-    """Whether transformers quantises no such tensor, but writes scales for it that it never reads."""
-    return len(tensor.shape) >= 2 and any(size % FP8_BLOCK for size in tensor.shape[-2:])
-
-
-def _split_scales(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Give every expert its part of scales that lie in one tensor for all of them; reads nothing.
-
-    Example: F = 192, so gate_up_proj of 384 rows has blocks 0, 1 and 2: gate has blocks 0 and 1, up begins at row 64 of
-    block 1 and has blocks 1 and 2.
-    """
-    found = dict(tensors)
-    for fused, experts in _experts_by_fused(tensors).items():
-        scales = tensors.get(fused + SCALES)
-        is_needed = fused not in tensors and not any(tensor.name + SCALES in tensors for _, _, tensor in experts)
-        if scales is None or not is_needed:
-            continue
-        del found[fused + SCALES]
-        if not any(tensor.dtype == BLOCK_FP8 for _, _, tensor in experts):
-            continue  # transformers quantises whole blocks only, and never reads the scales it writes for the rest
-        _check_shape(fused, scales, experts)
-        for expert, half, tensor in experts:
-            rows = tensor.shape[0]
-            blocks = range(half * rows // FP8_BLOCK, -(-(half + 1) * rows // FP8_BLOCK))
-            own = scales.of_expert(expert).part(slice(blocks.start, blocks.stop))
-            found[tensor.name + SCALES] = replace(own, first_row=half * rows % FP8_BLOCK)
-    return found
-
-
-def _is_ambiguous(ffn_size: int) -> bool:
-    """Whether gate and up have as many blocks by themselves as they have together, but other ones.
-
-    Example: F = 224 has blocks of 128, 96, 128 and 96 rows, or of 128, 128, 128 and 64: four scales each.
-    """
-    return ffn_size % FP8_BLOCK > FP8_BLOCK // 2
-
-
-def _ambiguity(scales: StoredTensor, ffn_size: int) -> str:
-    """What is wrong with scales of gate and up in one tensor, in words."""
-    return (
-        f"{scales.name} of shape {scales.shape} may hold scales of gate and of up, or of both as one tensor: with "
-        f"ffn_size={ffn_size} their blocks differ, so each expert's gate_proj and up_proj must have scales of its own"
-    )
-
-
-def _experts_by_fused(tensors: dict[str, StoredTensor]) -> dict[str, list[tuple[int, int, StoredTensor]]]:
-    """Expert, 1 for up, and tensor of all that one fused tensor would hold, by the name of that."""
-    found: dict[str, list[tuple[int, int, StoredTensor]]] = {}
-    for name, tensor in tensors.items():
-        match = _EXPERT.match(name)
-        if match and match[3] in PARTS and len(tensor.shape) == 2:
-            part = PARTS[match[3]]
-            fused = f"{match[1]}.{'down_proj' if part == 'down' else FUSED[0]}"
-            found.setdefault(fused, []).append((int(match[2]), int(part == "up"), tensor))
-    return found
-
-
-def _check_shape(fused: str, scales: StoredTensor, experts: list[tuple[int, int, StoredTensor]]) -> None:
-    rows, columns = experts[0][2].shape
-    is_gate_up = fused.endswith(FUSED[0])
-    require(not (is_gate_up and _is_ambiguous(rows)), _ambiguity(scales, rows))
-    count = 1 + max(expert for expert, _, _ in experts)
-    wanted = count, -(-rows * (1 + is_gate_up) // FP8_BLOCK), -(-columns // FP8_BLOCK)
-    require(scales.shape == wanted, f"{scales.name} of shape {scales.shape} must be {wanted} for {count} experts")

@@ -1,4 +1,4 @@
-"""Block FP8 as transformers writes it, with the scales of all experts in one tensor, and as it computes it by name."""
+"""Block FP8 as transformers computes it by name, scales that are stored otherwise, and what is refused of both."""
 
 from __future__ import annotations
 
@@ -9,64 +9,23 @@ from unittest import mock
 
 import pytest
 import torch
-from hf_cases import DECODE_TOKENS, Expected, edit_state, make_group, prompt, same_state, tiny_config, tiny_model
-from hf_fp8_cases import WHOLE, fp8_by_name, publish, stack_experts, stock, written_by_transformers
-from ranks import run_ranks
-from safetensors.torch import load_file
+from hf_cases import Expected, edit_state, prompt, tiny_model
+from hf_fp8_cases import WHOLE, fp8_by_name, publish, stack_experts, stock
 
 from comet.integrations import hf
 
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
-# In each, some tensors are left as they are, because their sizes are no multiples of 128, beside scales of no meaning.
-SIZES = dict(hidden_size=256, intermediate_size=384, head_dim=64)
 
 
-@pytest.mark.parametrize("scale_fmt", ["float", "ue8m0"])
 @pytest.mark.parametrize(
-    ("family", "ffn_size"), [("qwen3_moe", 192), ("mixtral", 320), ("qwen3_moe", 256), ("mixtral", 16)]
+    ("is_fused", "message"),
+    [
+        (True, r"gate_up_proj_scale_inv of shape \(8, 4, 1\) may hold .* whose blocks differ with ffn_size=224: each"),
+        (False, r"missing (\S+_scale_inv(, )?){3} and 69 more; surplus \S+down_proj_scale_inv, (\S+ ){2}and 3 more$"),
+    ],
 )
-def test_folders_equal_what_transformers_makes_of_them(
-    tmp_path: Path, family: str, ffn_size: int, scale_fmt: str
-) -> None:
-    width = {"intermediate_size" if family == "mixtral" else "moe_intermediate_size": ffn_size}
-    written_by_transformers(tmp_path, family, scale_fmt, **(SIZES | width))
-    stored = load_file(tmp_path / "model.safetensors")
-    kinds = {weight.dtype for name, weight in stored.items() if name.endswith("_scale_inv")}
-    assert kinds == {torch.float32 if scale_fmt == "float" else torch.float8_e8m0fnu}
-    assert any(name.endswith("experts.gate_up_proj_scale_inv") for name in stored)
-    assert not any(name.endswith("experts.gate_up_proj") for name in stored)
-    model = stock(tmp_path)
-    loaded = hf.load_pretrained(tmp_path, dtype=torch.float32, decode_tokens=DECODE_TOKENS)
-    assert same_state(loaded, model)
-    expected = Expected.of(model)
-    expected.check(loaded, f"{family}, F = {ffn_size}")
-    if ffn_size == 256:
-        kept = hf.load_pretrained(tmp_path, dtype=torch.float32, decode_tokens=DECODE_TOKENS, keep_fp8=True)
-        assert kept.model.layers[0].mlp.experts.gate_up_proj.dtype == torch.float8_e4m3fn
-        expected.check(kept, "kept")
-    else:
-        with pytest.raises(ValueError, match=f"ffn_size={ffn_size} / tp=1 = {ffn_size} must be a multiple of 128"):
-            hf.load_pretrained(tmp_path, keep_fp8=True)
-
-
-def load_written(rank: int, world_size: int, folder: Path) -> None:
-    """Every rank reads its part of the fused scales, which for TP = 2 begins inside a block, as up does."""
-    expected = Expected.of(stock(folder))
-    config = tiny_config("mixtral", **(SIZES | dict(intermediate_size=320)))
-    for ep, tp in ((2, 1), (1, 2)):
-        group = make_group(config, ep, tp)
-        loaded = hf.load_pretrained(folder, group, decode_tokens=DECODE_TOKENS)
-        expected.check(loaded, f"tp {tp}, rank {rank}")
-        group.close()
-
-
-def test_two_ranks_split_fused_scales(tmp_path: Path) -> None:
-    written_by_transformers(tmp_path, "mixtral", **(SIZES | dict(intermediate_size=320)))
-    run_ranks(load_written, 2, tmp_path, timeout=300)
-
-
-@pytest.mark.parametrize("is_fused", [True, False])
-def test_scales_that_may_mean_two_things_are_refused(tmp_path: Path, is_fused: bool) -> None:
+def test_scales_of_all_experts_in_one_tensor_are_refused(tmp_path: Path, is_fused: bool, message: str) -> None:
+    """As one tensor with elements so, whose gate and up may share a block, or beside elements of each expert."""
     tiny_model("qwen3_moe", hidden_size=128, moe_intermediate_size=224, mlp_only_layers=[]).save_pretrained(tmp_path)
     publish(tmp_path)
 
@@ -82,25 +41,7 @@ def test_scales_that_may_mean_two_things_are_refused(tmp_path: Path, is_fused: b
                 del state[name]
 
     edit_state(tmp_path, stack)
-    message = r"experts\.gate_up_proj_scale_inv of shape \(8, 4, 1\) may hold .* ffn_size=224 their blocks differ"
     with pytest.raises(ValueError, match=message):
-        hf.load_pretrained(tmp_path)
-
-
-def test_broken_fused_scales(tmp_path: Path) -> None:
-    written_by_transformers(tmp_path, "mixtral", **(SIZES | dict(intermediate_size=256)))
-    name = "model.layers.1.block_sparse_moe.experts.gate_up_proj_scale_inv"
-    for scales, message in (
-        (torch.ones(4, 3, 2), rf"{name} of shape .* must be \(4, 4, 2\) for 4 experts"),
-        (torch.ones(3, 4, 2), rf"{name} of shape .* must be \(4, 4, 2\) for 4 experts"),
-        (torch.ones(4, 4, 1), rf"{name} of shape .* must be \(4, 4, 2\) for 4 experts"),
-        (torch.full((4, 4, 2), -1.0), f"{name} holds -1.0, must be finite and not negative"),
-    ):
-        edit_state(tmp_path, lambda state, scales=scales: state.update({name: scales}))
-        with pytest.raises(ValueError, match=message):
-            hf.load_pretrained(tmp_path)
-    edit_state(tmp_path, lambda state: state.pop(name))
-    with pytest.raises(ValueError, match=r"missing (\S+_scale_inv(, )?){3} and 5 more$"):
         hf.load_pretrained(tmp_path)
 
 
@@ -235,13 +176,10 @@ def test_what_transformers_dequantises_wrongly_is_refused(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="transformers dequantises only where there is no GPU")
-def test_attention_without_scales_and_folders_of_transformers(tmp_path: Path) -> None:
+def test_attention_without_scales(tmp_path: Path) -> None:
     tiny_model("qwen3_moe", hidden_size=128, moe_intermediate_size=128).save_pretrained(tmp_path)
     publish(tmp_path)
     name = "model.layers.1.self_attn.q_proj.weight"
     edit_state(tmp_path, lambda state: state.pop(f"{name}_scale_inv"))
     with pytest.raises(ValueError, match=rf"{name} of .* must have scales"):
         from_folder(tmp_path)(prompt(1, 3))
-    written_by_transformers(tmp_path / "written", "mixtral", hidden_size=128, intermediate_size=192)
-    with pytest.raises(ValueError, match=r"dtype=torch\.float8_e4m3fn of the model's experts must be"):
-        from_folder(tmp_path / "written")(prompt(1, 3))
