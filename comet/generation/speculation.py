@@ -193,32 +193,18 @@ class Speculation:
         """
         started, longest = self._clock(), self.config.draft_tokens
         for_drafts, for_verdict, for_next = next(self._draws).split([longest, longest, 1], dim=1)
-        length = min(self._next_length, most_tokens - 1)
-
+        length, before = min(self._next_length, most_tokens - 1), self.model.lengths.clone()
+        drafting = torch.tensor(active).to(last.device, non_blocking=True)
+        draft = self.draft(last, drafting, length, for_drafts)
         if length:
-            before = self.model.lengths.clone()
-            drafting = torch.tensor(active).to(last.device, non_blocking=True)
-            draft = self.draft(last, drafting, length, for_drafts)
             self.model.rewind(before)
-            decided, ids = self._verified(draft, before, for_verdict, for_next[:, 0]), draft.ids
-        else:
-            decided, ids = self._step(last, for_next[:, 0]), last[:, None]
-        rows = torch.cat([decided, ids[:, 1:]], dim=1).tolist()  # waits for the round
+        decided = self._verified(draft, before, for_verdict, for_next[:, 0])
+        rows = torch.cat([decided, draft.ids[:, 1:]], dim=1).tolist()  # waits for the round
         going = [row[:2] for row, goes_on in zip(rows, active, strict=True) if goes_on]
-        self.report.add(ids.shape[1], going, agreed=sum(row[3] for row in rows))
+        self.report.add(draft.ids.shape[1], going, agreed=sum(row[3] for row in rows))
         self._next_length = rows[0][4]
         self._length.record(length, self._clock() - started, [number for _, number in going])
         return decided[:, 2], [[*drafts[:number], token] for _, number, token, _, _, *drafts in rows]
-
-    def _step(self, last: Tensor, for_next: Tensor) -> Tensor:
-        """What ``_verified`` returns for a plain step, which has nothing to take back."""
-        likely = self.sampling.probabilities(self.model.decode(last), self.sampling.seen)
-        following = pick(self.sampling.certain(likely), for_next)
-        decided = torch.zeros(len(last), 5, dtype=torch.int64, device=last.device)
-        decided[:, 2], decided[:, 4] = following, self._length.choose()
-        decided = of_first_rank(decided)
-        self.sampling.seen = with_token(self.sampling.seen, decided[:, 2])
-        return decided
 
     def _verified(self, draft: Draft, before: Tensor, for_verdict: Tensor, for_next: Tensor) -> Tensor:
         """``(B, 5)`` int64: proposed and accepted drafts, the next token, ``agreement``, the length of the next round.
@@ -235,7 +221,8 @@ class Speculation:
         decided = torch.stack([draft.proposed.sum(1), accepted, pick(weights, for_next), agreed, length], dim=1)
         decided = of_first_rank(decided)
         accepted, following = decided[:, 1], decided[:, 2]
-        self.model.rewind(before + 1 + accepted)
+        if draft.q:
+            self.model.rewind(before + 1 + accepted)
         if draft.seen is not None:
             self.sampling.seen = with_token(at(draft.seen, accepted), following)
         return decided

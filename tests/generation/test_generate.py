@@ -182,11 +182,6 @@ def test_sampling_depends_on_seed_and_number_of_the_sequence_only():
     assert first != second, "equal prompts are continued differently"
 
 
-def test_top_k_of_one_is_greedy():
-    assert run(PROMPTS, top_k=1, temperature=3.0).texts == run(PROMPTS, temperature=0).texts
-    assert run(PROMPTS, top_p=1e-9, temperature=3.0).texts == run(PROMPTS, temperature=0).texts
-
-
 def test_the_stop_text_ends_a_sequence_and_is_left_out():
     text = run(["a"], temperature=0).texts[0]
     place = next(size for size in range(2, len(text)) if text.find(text[size : size + 2]) == size)
@@ -197,12 +192,9 @@ def test_the_stop_text_ends_a_sequence_and_is_left_out():
     assert run(["a"], temperature=0, stop="\0never\0").texts[0] == text
 
 
-def test_one_token_needs_no_decode_step():
+def test_as_many_tokens_as_there_is_room_for_may_be_any_number():
     made = run(["abc"], max_new_tokens=1)
     assert (made.steps, made.new_tokens) == (0, 1)
-
-
-def test_as_many_tokens_as_there_is_room_for_may_be_any_number():
     made = run(["abc"], max_new_tokens=10**15)
     assert made.stopped_by == ("context",)
     assert made.texts == run(["abc"], max_new_tokens=40).texts
@@ -275,6 +267,13 @@ def test_temperature_flattens():
         ({"seed": -1}, "seed=-1 must be at least 0"),
         ({"stop": ""}, "stop='' must have a character"),
         ({"source": ""}, "source='' must name a folder"),
+        ({"speculate": "eager"}, "speculate='eager' must be one of off, conservative, adaptive"),
+        ({"draft_experts": (0,)}, r"draft_experts=\[0\] must each be at least 1"),
+        ({"draft_tokens": 0}, "draft_tokens=0 must be at least 1"),
+        ({"tau": 1.5}, "tau=1.5 must be between 0 and 1"),
+        ({"tau": math.nan}, "tau=nan must be between 0 and 1"),
+        ({"adaptive_tolerance": -0.1}, "adaptive_tolerance=-0.1 must be between 0 and 1"),
+        ({"repetition_penalty": 0.0}, r"repetition_penalty=0\.0 must be positive and finite"),
         ({"prompts": ("a", "")}, r"prompts=\['a', ''\] must each have a character"),
     ],
 )

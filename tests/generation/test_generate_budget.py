@@ -177,11 +177,7 @@ def test_block_fp8_in_files_is_counted_as_it_is_stored(tmp_path, capsys, monkeyp
 BUDGET = "generate.expert_budget"
 FROM_FILES = "expert_store=file host_budget=0.75"
 MISTAKES = [  # budget and other settings, and what is said
-    ("nan", "generate: expert_budget=nan must be finite and above 0, or None"),
-    ("-0.5", "generate: expert_budget=-0.5 must be finite and above 0, or None"),
     ("0", "generate: expert_budget=0.0 must be finite and above 0, or None"),
-    ("inf", "generate: expert_budget=inf must be finite and above 0, or None"),
-    ("0.1", "generate.expert_budget=0.1 holds 0 experts of each of 2 layers, and must hold top_k=4"),
     (
         f"0.5 expert_prefetch=true {FROM_FILES}",
         "expert_prefetch=True must be auto or false with expert_store=file: the",
@@ -192,7 +188,6 @@ MISTAKES = [  # budget and other settings, and what is said
     ("null expert_dtype=mxfp4", "generate.expert_dtype=mxfp4 must come with an expert_budget"),
     ("0.5 expert_dtype=int4", "generate.expert_dtype='int4' must be one of mxfp8, mxfp4, None"),
     ("0.5 host_budget=0.5", "generate: host_budget=0.5 must be None with expert_store=host"),
-    ("0.5 expert_store=file", "generate.host_budget=None must be given with expert_store='file'"),
     ("0.5 expert_store=disk", "generate.expert_store='disk' must be one of host, file"),
     (
         "0.5 expert_store=file host_budget=0.1",

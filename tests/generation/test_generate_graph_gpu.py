@@ -20,13 +20,11 @@ from comet.config import MoEConfig, SpeculationConfig
 from comet.generation.engine import Engine, GPTEngine
 from comet.generation.generate import Generated, generate, warm_up
 from comet.generation.job import generate_job
-from comet.generation.speculation import draft_routers
 from comet.generation.text import ByteCodec
 from comet.graphed.step import DecodeStep
 from comet.jobs.generate import GenerateConfig
 from comet.models.cache import CHUNK, attend_to_cache
 from comet.models.config import ModelConfig
-from comet.router.router import Router
 from comet.training.trainer import train
 
 GPU = torch.device("cuda", 0)
@@ -322,18 +320,3 @@ def made_tokens(engine: GPTEngine) -> list[list[int]]:
 
     generate(engine, Listening(), PROMPTS, config, context=512)
     return tokens
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("balance", ["none", "bias"])
-def test_the_draft_router_on_kernels_equals_plain_torch(balance: str) -> None:
-    drawn = torch.Generator().manual_seed(4)
-    tokens = torch.randn(9, 128, generator=drawn)
-    router = Router(replace(EXPERTS, balance=balance))
-    if router.selection_bias is not None:
-        router.selection_bias.copy_(torch.rand(16, generator=drawn) * 0.1)
-    two = SpeculationConfig(draft_experts=(2,))
-    wanted = draft_routers([router.cpu()], two)[0](tokens)
-    found = draft_routers([router.to(GPU)], two)[0](tokens.to(GPU))
-    assert torch.equal(found.top_k_ids.cpu(), wanted.top_k_ids)
-    torch.testing.assert_close(found.top_k_weights.cpu(), wanted.top_k_weights, rtol=1e-5, atol=1e-6)

@@ -26,13 +26,12 @@ from comet.generation.hf import HFEngine
 from comet.generation.job import generate_job
 from comet.generation.sampling import Sampler, tokens_seen
 from comet.generation.source import find_source, model_of
-from comet.generation.speculation import Speculation, draft_routers
+from comet.generation.speculation import Speculation
 from comet.generation.text import ByteCodec, Continuation
 from comet.integrations import hf
 from comet.integrations.hf.modules import drafting_gate, gate_beside, routed_by, router_beside, routing_config
 from comet.jobs.generate import GenerateConfig
 from comet.models.config import ModelConfig
-from comet.router.router import Router
 from comet.training.trainer import train
 
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
@@ -90,20 +89,6 @@ def test_a_number_of_draft_experts_for_each_layer() -> None:
     needed = [int(cache.tables.totals[0]) - start for cache, start in zip(engine.caches, before, strict=True)]
     assert needed[0] <= 3 * 1
     assert needed[1] <= 3 * 2
-
-
-@pytest.mark.parametrize("balance", ["none", "bias"])
-def test_a_draft_router_takes_the_best_experts(balance: str) -> None:
-    config = replace(EXPERTS, balance=balance)
-    router = Router(config)
-    if balance == "bias":
-        router.selection_bias.copy_(torch.tensor([0.0, 0.3, 0, 0, 0, 0, 0, 0]))
-    tokens = torch.randn(6, 32, generator=torch.Generator().manual_seed(3))
-    whole = router(tokens)
-    few = draft_routers([router], SpeculationConfig(draft_experts=(2,)))[0](tokens)
-    assert torch.equal(few.top_k_ids, whole.top_k_ids[:, :2])
-    torch.testing.assert_close(few.top_k_weights.sum(1), torch.ones(6), msg="renormalised as the layer's are")
-    assert router.measure(few.logits, few.scores, few.top_k_ids).expert_load.sum() == 12
 
 
 def run(
@@ -198,12 +183,9 @@ def test_a_stop_text_inside_a_draft() -> None:
 
 @pytest.mark.parametrize("max_new_tokens", range(1, 8))
 def test_a_text_is_never_too_long(max_new_tokens: int) -> None:
-    assert same_texts(PROMPTS[1:2], max_new_tokens=max_new_tokens).new_tokens == max_new_tokens
-
-
-def test_one_token_drafts_nothing() -> None:
-    made = run(["abc"], max_new_tokens=1)
-    assert (made.steps, made.speculation["rounds"], made.speculation["acceptance"]) == (0, 0, None)
+    made = same_texts(PROMPTS[1:2], max_new_tokens=max_new_tokens)
+    assert made.new_tokens == max_new_tokens
+    assert (made.speculation["rounds"] == 0) == (max_new_tokens == 1), "one token drafts nothing"
 
 
 def test_sampled_texts_follow_the_seed_and_the_mode() -> None:
@@ -232,16 +214,6 @@ def test_captured_passes_make_the_texts_of_eager_ones(monkeypatch: pytest.Monkey
     assert made["off"].texts == made["on"].texts
     assert made["off"].speculation == made["on"].speculation
     assert (made["off"].graph_fallback_reason, made["on"].graph_fallback_reason) == ("cuda_graph='off'", "")
-
-
-@pytest.mark.slow
-def test_thousands_of_greedy_tokens_are_those_of_plain_decoding_with_eviction_at_work() -> None:
-    config = replace(MODELS["softmax"], context=768)
-    prompts = ["".join(chr(32 + (7 * row + 3 * place) % 90) for place in range(row + 1)) for row in range(6)]
-    made = same_texts(prompts, engine=lambda: engine_of(config), context=768, max_new_tokens=700)
-    assert made.new_tokens == 4200
-    assert 0.05 < made.speculation["acceptance"] < 1
-    print(made.speculation)
 
 
 def test_repetition_penalty_is_that_of_transformers() -> None:
@@ -294,14 +266,8 @@ def test_the_task_reports_what_was_drafted(trained: Path, tmp_path: Path, capsys
     ("words", "message"),
     [
         (["draft_experts=[3]"], "draft_experts=[3] must be below top_k=3 of the model"),
-        (["draft_experts=[0]"], "draft_experts=[0] must each be at least 1"),
-        (["draft_experts=[1,1,1]"], "must be one number, or one for each of the 2 MoE layers"),
-        (["tau=2"], "tau=2.0 must be between 0 and 1"),
-        (["adaptive_tolerance=-1"], "adaptive_tolerance=-1.0 must be between 0 and 1"),
-        (["draft_tokens=0"], "draft_tokens=0 must be at least 1"),
         (["draft_cached_only=true"], "generate.draft_cached_only is no longer a setting: leave it out"),
         (["speculate=yes"], "generate.speculate='yes' must be one of off, conservative, adaptive"),
-        (["repetition_penalty=0"], "repetition_penalty=0.0 must be positive and finite"),
     ],
 )
 def test_mistakes_are_one_line(trained: Path, words: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
