@@ -22,22 +22,21 @@ from comet.layout import ExpertLayout
 from comet.modular.interfaces import (
     ActivationFormat,
     ContiguousRows,
+    PrepareFinalize,
     Received,
     Receiver,
     RoutedTokens,
     TopKReduce,
-    resolve,
 )
 from comet.quantization.formats import FP8, quantize_rows
 from comet.utils.match import check_id_range
 
 
-class SingleRank:
+class SingleRank(PrepareFinalize):
     """Hands the tokens on as they are. EP = TP = 1 only; any number of tokens; masked slots."""
 
     activation_format = ActivationFormat.CONTIGUOUS
     carries_fp8 = True
-    uses_collectives = False
 
     def __init__(self, config: MoEConfig, group: ExpertGroup) -> None:
         self.comm = group.comm
@@ -60,14 +59,9 @@ class SingleRank:
         ids, weights = routed.top_k_ids.contiguous(), routed.top_k_weights.contiguous()
         return Received(rows=ContiguousRows(tokens=tokens, top_k_ids=ids, top_k_weights=weights), route=None)
 
-    def prepare_no_receive(self, routed: RoutedTokens, *, quantize: bool) -> Receiver:
-        """Nothing travels: all is done when it returns."""
-        received = self.prepare(routed, quantize=quantize)
-        return lambda: received
-
     def finalize(self, outputs: Tensor, received: Received, reduce: TopKReduce) -> Tensor:
         """Reduce; nothing is sent."""
-        return resolve(reduce).apply(outputs, received.rows)
+        return reduce.apply(outputs, received.rows)
 
 
 def require_dropless(config: MoEConfig, name: str) -> None:
@@ -88,7 +82,7 @@ class Route:
     recv_counts: tuple[int, ...]  # W numbers of rows received from each rank
 
 
-class AllToAll:
+class AllToAll(PrepareFinalize):
     """Sends rows by all-to-all. Any EP x TP; unequal and zero tokens per rank; masked slots; quantises before sending.
 
     Every call waits for the device once, because the ranks have to know each other's numbers of rows.
@@ -136,7 +130,7 @@ class AllToAll:
     def finalize(self, outputs: Tensor, received: Received, reduce: TopKReduce) -> Tensor:
         """Reduce, send the partial sums back and add them up in rank order, in float32."""
         route: Route = received.route
-        partial = resolve(reduce).apply(outputs, received.rows)
+        partial = reduce.apply(outputs, received.rows)
         if self.layout.world_size > 1:
             partial = all_to_all_rows(partial, route.recv_counts, route.send_counts, self.process_group)
         total = partial.new_zeros(route.num_tokens, partial.shape[1], dtype=accumulator_dtype(partial.dtype))

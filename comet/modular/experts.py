@@ -12,7 +12,7 @@ Many rows hide it behind the GEMMs; few are for ``WarpDecodeExperts``, which con
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,13 +29,14 @@ from comet.modular.interfaces import (
     ContiguousReduce,
     ContiguousRows,
     DelegateReduce,
+    Experts,
     FusedHandle,
     NoOpReduce,
     Rows,
     TopKReduce,
     weighted_sum,
 )
-from comet.quantization.formats import FP8, WEIGHT_TYPES, Weight
+from comet.quantization.formats import FP8, Weight
 from comet.reference.layer import expert_outputs, rank_partial
 from comet.utils.graphs import hold_if_captured
 
@@ -44,24 +45,7 @@ if TYPE_CHECKING:
     from comet.kernels.runtime.arguments import TileTable
 
 
-class ExpertsBase:
-    """The part of ``Experts`` that does not depend on how they compute; all parts are made alike.
-
-    Args:
-        reduce: What is left to ``finalize``, one of ``reductions``; ``None``: the first of them.
-    """
-
-    reductions: tuple[type[TopKReduce], ...]
-    takes_fp8 = False
-    weight_types: frozenset[type[Weight]] = frozenset(WEIGHT_TYPES)
-
-    def __init__(self, config: MoEConfig, group: ExpertGroup, *, reduce: TopKReduce | None = None) -> None:
-        self.layout = group.layout(config)
-        self.activation = config.activation
-        self.reduce = reduce or self.reductions[0]()
-
-
-class KernelExperts(ExpertsBase):
+class KernelExperts(Experts):
     """Experts whose work Triton kernels can do.
 
     Args:
@@ -156,7 +140,7 @@ def _tiles(starts: Tensor, counts: Tensor, most_tiles: int, block_rows: int, row
 BLOCK_ROWS = 64
 
 
-class _Grouped(KernelExperts, ABC):
+class _Grouped(KernelExperts):
     """Both GEMMs over tiles of one expert's rows each; everything quantised is made plain before it is multiplied."""
 
     def apply(self, rows: Rows, w1: Weight, w2: Weight, output: Tensor, biases: Biases | None = None) -> Tensor:
@@ -246,7 +230,7 @@ class DequantizingBatched(GroupedBatched):
     takes_fp8 = True
 
 
-class ReferenceExperts(ExpertsBase):
+class ReferenceExperts(Experts):
     """``comet.reference.layer`` over either format, in plain torch; waits for the device. EP, TP and EP x TP.
 
     Quantised weights are dequantised to the tokens' dtype in every call.
@@ -326,7 +310,7 @@ class WarpDecodeExperts(KernelExperts):
         return held
 
 
-class FusedExperts(ExpertsBase):
+class FusedExperts(Experts):
     """Layer 0 and layer 1 of the handle's plan. Goes only with ``FusedPrepareFinalize``."""
 
     formats = frozenset({ActivationFormat.HANDLE})

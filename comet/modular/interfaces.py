@@ -9,20 +9,23 @@ ranks; N received rows of this rank, B rows reserved per expert in the batched f
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from comet.comm.base import Communicator
 from comet.comm.collectives import accumulator_dtype
+from comet.config import MoEConfig
 from comet.layer.backend import Backend
+from comet.layer.group import ExpertGroup
 from comet.layer.plan import Plan
 from comet.layout import Biases, ExpertLayout
-from comet.quantization.formats import FP8, Weight
+from comet.quantization.formats import FP8, WEIGHT_TYPES, Weight
 
 
 class ActivationFormat(Enum):
@@ -99,48 +102,87 @@ class Received:
 Receiver = Callable[[], Received]
 
 
-class TopKReduce(Protocol):
+class TopKReduce:
     """Turns the experts' outputs into one row per received row: the weighted sum over its slots."""
 
     formats: frozenset[ActivationFormat]  # formats of rows it can reduce
 
     def apply(self, outputs: Tensor, rows: Rows) -> Tensor:
         """Outputs in the layout the class names, to ``(N, D)`` in their dtype, zero where a row has no slot here."""
-        ...
+        assert not isinstance(rows, FusedHandle), "the composer pairs the fused layer with itself"
+        return weighted_sum(outputs.flatten(0, 1), rows.row_slots, rows.top_k_weights)
 
 
-class PrepareFinalize(Protocol):
+class NoOpReduce(TopKReduce):
+    """The experts have weighted and summed: outputs are ``(N, D)``."""
+
+    formats = frozenset(ActivationFormat)
+
+    def apply(self, outputs: Tensor, rows: Rows) -> Tensor:
+        """The outputs themselves."""
+        return outputs
+
+
+class ContiguousReduce(TopKReduce):
+    """Outputs are ``(N, K, D)``, one per slot of a received row."""
+
+    formats = frozenset({ActivationFormat.CONTIGUOUS})
+
+
+class BatchedReduce(TopKReduce):
+    """Outputs are ``(e, B, D)``, one per batched row."""
+
+    formats = frozenset({ActivationFormat.BATCHED})
+
+
+class DelegateReduce(TopKReduce):
+    """Outputs are as for ``ContiguousReduce`` or ``BatchedReduce``; ``finalize`` may reduce them in its own way."""
+
+    formats = frozenset({ActivationFormat.CONTIGUOUS, ActivationFormat.BATCHED})
+
+
+class PrepareFinalize(ABC):
     """Brings tokens to the ranks of their experts, and outputs back."""
 
     layout: ExpertLayout  # the experts over the ranks; the same object's rank is this rank
     activation_format: ActivationFormat  # format of the rows it hands out
     carries_fp8: bool  # whether it can quantise the tokens before they travel
-    uses_collectives: bool  # whether rows travel by collectives of torch.distributed
+    uses_collectives = False  # whether rows travel by collectives of torch.distributed
     comm: Communicator  # the communicator of the group
 
+    @abstractmethod
     def prepare(self, routed: RoutedTokens, *, quantize: bool) -> Received:
         """Send the tokens, quantised first if asked for, and wait for those of all ranks (collective)."""
-        ...
 
     def prepare_no_receive(self, routed: RoutedTokens, *, quantize: bool) -> Receiver:
-        """Like ``prepare``, but the waiting is left to the receiver it returns, to be called once."""
-        ...
+        """``prepare``, but the waiting may be left to the receiver it returns, to be called once."""
+        received = self.prepare(routed, quantize=quantize)
+        return lambda: received
 
+    @abstractmethod
     def finalize(self, outputs: Tensor, received: Received, reduce: TopKReduce) -> Tensor:
         """Reduce the outputs, send them home and add up those of all ranks: ``(T, D)`` (collective)."""
-        ...
 
 
-class Experts(Protocol):
-    """Runs received rows through the local experts."""
+class Experts(ABC):
+    """Runs received rows through the local experts.
 
-    layout: ExpertLayout  # the experts over the ranks
+    Args:
+        reduce: What is left to ``finalize``, one of ``reductions``; ``None``: the first of them.
+    """
+
     formats: frozenset[ActivationFormat]  # formats of rows it takes
     reductions: tuple[type[TopKReduce], ...]  # kinds of reduction it can leave to finalize, the default first
     reduce: TopKReduce  # the one it leaves
-    takes_fp8: bool  # whether it wants its rows in FP8
-    weight_types: frozenset[type[Weight]]  # what weights it computes with: Tensor, FP8, MXFP8
+    takes_fp8 = False  # whether it wants its rows in FP8
+    weight_types: frozenset[type[Weight]] = frozenset(WEIGHT_TYPES)  # what weights it computes with
 
+    def __init__(self, config: MoEConfig, group: ExpertGroup, *, reduce: TopKReduce | None = None) -> None:
+        self.layout = group.layout(config)
+        self.activation = config.activation
+        self.reduce = reduce or self.reductions[0]()
+
+    @abstractmethod
     def apply(self, rows: Rows, w1: Weight, w2: Weight, output: Tensor, biases: Biases | None = None) -> Tensor:
         """Compute the outputs that ``reduce`` expects.
 
@@ -153,51 +195,6 @@ class Experts(Protocol):
             Unweighted outputs of every slot, ``(N, K, D)`` or batched ``(e, B, D)``, undefined where nothing was to
             compute; or, when the reduction is a no-op, finished ``(N, D)``.
         """
-        ...
-
-
-class NoOpReduce:
-    """The experts have weighted and summed: outputs are ``(N, D)``."""
-
-    formats = frozenset(ActivationFormat)
-
-    def apply(self, outputs: Tensor, rows: Rows) -> Tensor:
-        """The outputs themselves."""
-        return outputs
-
-
-class _SumOverSlots:
-    def apply(self, outputs: Tensor, rows: Rows) -> Tensor:
-        """Weighted sum over the slots of each received row."""
-        assert not isinstance(rows, FusedHandle), "the composer pairs the fused layer with itself"
-        return weighted_sum(outputs.flatten(0, 1), rows.row_slots, rows.top_k_weights)
-
-
-class ContiguousReduce(_SumOverSlots):
-    """Outputs are ``(N, K, D)``, one per slot of a received row."""
-
-    formats = frozenset({ActivationFormat.CONTIGUOUS})
-
-
-class BatchedReduce(_SumOverSlots):
-    """Outputs are ``(e, B, D)``, one per batched row."""
-
-    formats = frozenset({ActivationFormat.BATCHED})
-
-
-class DelegateReduce:
-    """Outputs are as for ``ContiguousReduce`` or ``BatchedReduce``; ``finalize`` reduces them in its own way."""
-
-    formats = frozenset({ActivationFormat.CONTIGUOUS, ActivationFormat.BATCHED})
-
-    def apply(self, outputs: Tensor, rows: Rows) -> Tensor:
-        """Never: this reduction is the prepare/finalize's own."""
-        raise NotImplementedError("DelegateReduce leaves the reduction to finalize(); use resolve(reduce) there")
-
-
-def resolve(reduce: TopKReduce) -> TopKReduce:
-    """``reduce``, or for ``DelegateReduce`` the weighted sum of either format."""
-    return ContiguousReduce() if isinstance(reduce, DelegateReduce) else reduce
 
 
 def slot_rows(top_k_ids: Tensor) -> Tensor:

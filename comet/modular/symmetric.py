@@ -11,7 +11,7 @@ hands out a light handle, ``FusedExperts.apply`` runs layer 0 and layer 1, and `
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -33,6 +33,7 @@ from comet.modular.interfaces import (
     ContiguousRows,
     DelegateReduce,
     FusedHandle,
+    PrepareFinalize,
     Received,
     Receiver,
     RoutedTokens,
@@ -42,7 +43,7 @@ from comet.quantization.formats import quantize_rows
 from comet.quantization.packed import pack, unpack
 
 
-class OverBackend:
+class OverBackend(PrepareFinalize):
     """A dispatch by the plan and the kernels of a ``Backend``; all such parts are made alike.
 
     Args:
@@ -50,7 +51,6 @@ class OverBackend:
             GEMMs, only ``comm_blocks`` is used.
     """
 
-    uses_collectives = False
     default_overlap: OverlapConfig | None = OverlapConfig()  # None: what was measured
 
     def __init__(
@@ -69,7 +69,7 @@ class OverBackend:
         self.plan_stream = group.plan_stream
 
 
-class _Symmetric(OverBackend, ABC):
+class _Symmetric(OverBackend):
     """What both formats share: plan, dispatch and combine, and a reduction that may be part of the combine."""
 
     carries_fp8 = True
@@ -206,11 +206,6 @@ class FusedPrepareFinalize(OverBackend):
         plan = self.backend.plan(routed.top_k_ids, routed.top_k_weights)
         handle = FusedHandle(tokens=routed.tokens.contiguous(), plan=plan, backend=self.backend)
         return Received(rows=handle, route=None)
-
-    def prepare_no_receive(self, routed: RoutedTokens, *, quantize: bool) -> Receiver:
-        """``prepare`` itself, since rows travel inside ``apply``, which waits for them tile by tile."""
-        received = self.prepare(routed, quantize=quantize)
-        return lambda: received
 
     def finalize(self, outputs: Tensor, received: Received, reduce: TopKReduce) -> Tensor:
         """The outputs: layer 1 has combined them."""

@@ -37,12 +37,14 @@ from comet.modular import (
     DelegateReduce,
     DequantizingBatched,
     DequantizingContiguous,
+    Experts,
     FusedExperts,
     FusedPrepareFinalize,
     GroupedBatched,
     GroupedContiguous,
     ModularMoE,
     NoOpReduce,
+    PrepareFinalize,
     Received,
     ReferenceExperts,
     RoutedTokens,
@@ -115,14 +117,12 @@ def run_kernels(rank: int, case: LayerCase) -> None:
 
 
 def test_registries_hold_every_part() -> None:
-    found: dict[str, set[type]] = {"finalize": set(), "reductions": set()}
-    for info in pkgutil.iter_modules(comet.modular.__path__, "comet.modular."):
-        for _, kind in inspect.getmembers(importlib.import_module(info.name), inspect.isclass):
-            for method, kinds in found.items():
-                if kind.__module__.startswith("comet.modular") and hasattr(kind, method) and kind.__name__[0] != "_":
-                    kinds.add(kind)
-    assert found["finalize"] == {*comet.modular.PREPARE_FINALIZE, comet.modular.PrepareFinalize}
-    assert found["reductions"] == {*comet.modular.EXPERTS}
+    modules = [
+        importlib.import_module(info.name) for info in pkgutil.iter_modules(comet.modular.__path__, "comet.modular.")
+    ]
+    kinds = {kind for module in modules for kind in vars(module).values() if inspect.isclass(kind)}
+    for base, parts in ((PrepareFinalize, comet.modular.PREPARE_FINALIZE), (Experts, comet.modular.EXPERTS)):
+        assert {kind for kind in kinds if issubclass(kind, base) and not inspect.isabstract(kind)} == set(parts)
     reductions = {kind for name, kind in vars(comet.modular).items() if name.endswith("Reduce")}
     assert reductions == {*comet.modular.REDUCTIONS, comet.modular.TopKReduce}
 

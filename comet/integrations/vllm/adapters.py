@@ -14,7 +14,7 @@ from torch import Tensor
 
 from comet.config import require
 from comet.errors import StepFailedError, UnavailableError
-from comet.kernels.runtime.activation import SWIGLU, Activation, ActivationName
+from comet.kernels.runtime.activation import Activation, ActivationName
 from comet.layout import Biases, ExpertLayout
 from comet.modular import BatchedReduce, ContiguousReduce, DelegateReduce, NoOpReduce
 from comet.modular.interfaces import (
@@ -111,8 +111,7 @@ def adapt_experts(inner: Experts, moe_config: Any, quant_config: Any, max_num_to
     )
     kernel = load_vllm()
     ours = getattr(kernel.FusedMoEActivationFormat, FORMATS[formats[0]])
-    supports = dict(weight_types=inner.weight_types, takes_fp8=inner.takes_fp8)
-    supports |= dict(computes=getattr(inner, "activation", SWIGLU))  # parts of others may not say
+    supports = dict(weight_types=inner.weight_types, takes_fp8=inner.takes_fp8, computes=inner.activation)
     shape = staticmethod(lambda: ours)
     base = kernel.FusedMoEExpertsModular
     kind = _subclass(name, ExpertsAdapter, base, vllm=kernel, activation_format=shape, **supports)
