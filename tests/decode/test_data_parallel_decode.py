@@ -1,4 +1,4 @@
-"""MoE layers whose ranks decode tokens of their own: warp decode for few, the layer's path for more, on real ranks."""
+"""Decode steps of ranks with tokens of their own: warp decode for few, the layer's path for more, on real ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from data_parallel_cases import COUNTS, LIMIT, CountedDecode, check_own_tokens
+from data_parallel_cases import CountedDecode, check_own_tokens
 from decode_cases import DecodeCase
 from ranks import run_ranks
 from training_cases import make_group
@@ -14,44 +14,27 @@ from training_cases import make_group
 from comet import MoE, MoEConfig
 from comet.decode import DataParallelDecode, RankDecode
 
+CASE = DecodeCase(name="own tokens", T=0, K=2, E=8, D=32, F=64, routing="masked", seed=3)
 CONFIG = MoEConfig(hidden_size=32, ffn_size=64, num_experts=8, top_k=2, shared_ffn_size=48)
 
 
-def own_tokens(rank: int, world_size: int, tp: int) -> None:
-    group = make_group(CONFIG, ep=world_size // tp, tp=tp)
-    layer = MoE(CONFIG, group, seed=4)
-    runner = DataParallelDecode(CONFIG, group, LIMIT)
+@pytest.mark.parametrize(("world_size", "tp"), [(1, 1), (2, 1), (2, 2), (4, 2)])
+def test_ranks_against_all_experts(world_size: int, tp: int) -> None:
+    run_ranks(check_own_tokens, world_size, CASE, tp, torch.float32)
+
+
+def test_a_layer_decodes_few_tokens_without_a_gradient() -> None:
+    group = make_group(CONFIG, max_tokens=64)
+    layer, runner = MoE(CONFIG, group, seed=4), DataParallelDecode(CONFIG, group, 5)
     decoding, steps = copy.copy(layer), CountedDecode(runner).steps
     decoding.experts = runner
-    for number, counts in enumerate(COUNTS):
-        generator = torch.Generator().manual_seed(10 * number + rank)
-        tokens = torch.randn(counts[rank % 2], CONFIG.hidden_size, generator=generator)
+    for count in (3, 6):
+        tokens = torch.randn(count, CONFIG.hidden_size, generator=torch.Generator().manual_seed(count))
         with torch.no_grad():
             torch.testing.assert_close(decoding(tokens)[0], layer(tokens)[0])
-        assert steps == [len(tokens)] * (max(counts) <= LIMIT), f"rank {rank}, tokens {counts}: decode steps {steps}"
-        steps.clear()
-    output = decoding(torch.ones(2, CONFIG.hidden_size))[0]
-    output.sum().backward()
-    assert layer.w1.grad is not None, "a gradient takes the layer's path"
-    assert not steps
-    runner.check()
-    group.close()
-
-
-@pytest.mark.parametrize(("world_size", "tp"), [(2, 1), (2, 2), (4, 2)])
-def test_ranks_decode_their_own_tokens(world_size: int, tp: int) -> None:
-    run_ranks(own_tokens, world_size, tp)
-
-
-CASE = DecodeCase(name="own tokens", T=0, K=2, E=8, D=32, F=64, routing="masked", seed=3)
-
-
-def test_one_rank_against_all_experts() -> None:
-    check_own_tokens(0, 1, CASE, 1, torch.float32)
-
-
-def test_two_ranks_against_all_experts() -> None:
-    run_ranks(check_own_tokens, 2, CASE, 2, torch.float32)
+    decoding(tokens[:2])[0].sum().backward()
+    assert layer.w1.grad is not None
+    assert steps == [3]
 
 
 def test_sizes() -> None:
