@@ -48,60 +48,22 @@ Accesses = Mapping[str, Mapping[str, AxisUse]]
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
-    """What one operator reads and writes; axes are listed outermost first.
-
-    Raises:
-        ValueError: If it writes nothing, or reads an axis independently that no output of it has.
-    """
+    """What one operator reads and writes; axes are listed outermost first."""
 
     name: str  # appears in reasons and errors
     reads: Accesses  # tensor name -> {axis name: use}
     writes: Accesses  # tensor name -> {axis name: use}; the first tensor is the one its tiles cover
     communicates: bool = False  # whether it moves data between ranks
 
-    def __post_init__(self) -> None:
-        if not self.writes:
-            raise ValueError(f"writes={self.writes} of operator {self.name!r} must name at least one tensor")
-        written = {axis for axes in self.writes.values() for axis in axes}
-        for tensor, axes in self.reads.items():
-            for axis, use in axes.items():
-                if use is AxisUse.INDEPENDENT and axis not in written:
-                    raise ValueError(
-                        f"reads[{tensor!r}][{axis!r}]={use.value} of operator {self.name!r} must be an axis of an "
-                        f"output: one that disappears is reduced or gathered"
-                    )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Decomposition:
     """The answer of ``analyze``."""
 
-    producer: Operator  # writes the shared tensor
-    consumer: Operator  # reads it
     tensor: str  # name of the shared tensor
     axis: str  # the axis to cut it along
+    tile_axis: TileAxis  # whether the parts are runs of the computing operator's tile rows or of its tile columns
     reasons: Mapping[str, str]  # for every axis of the shared tensor, why it can or cannot be cut
-
-    @property
-    def compute(self) -> Operator:
-        """The operator of the two that does not communicate."""
-        return self.consumer if self.producer.communicates else self.producer
-
-    @property
-    def tile_axis(self) -> TileAxis:
-        """Whether the parts are runs of the compute operator's tile rows or of its tile columns.
-
-        Raises:
-            DependencyError: If the axis is not a side of the compute operator's tiles.
-        """
-        result, axes = next(iter(self.compute.writes.items()))
-        sides = dict(zip(axes, TileAxis, strict=True)) if len(axes) == len(TileAxis) else {}
-        if self.axis not in sides:
-            raise DependencyError(
-                f"axis {self.axis!r} of {self.tensor!r} must be one of the two sides of the tiles of "
-                f"{self.compute.name!r}, but its output {result!r} has the axes {tuple(axes)}"
-            )
-        return sides[self.axis]
 
 
 def analyze(producer: Operator, consumer: Operator) -> Decomposition:
@@ -112,13 +74,20 @@ def analyze(producer: Operator, consumer: Operator) -> Decomposition:
 
     Raises:
         DependencyError: If there is no or more than one shared tensor, the two disagree about its axes, not exactly one
-            of them communicates, or no axis works; the message names the axes and the reasons.
+            of them communicates, no axis works, or the one that does is no side of the computing operator's tiles; the
+            message names the axes and the reasons.
     """
     pair = f"{producer.name!r} and {consumer.name!r}"
     if producer.communicates == consumer.communicates:
         which = "both communicate" if producer.communicates else "neither communicates"
         raise DependencyError(f"{pair} have nothing to overlap: {which}, exactly one must")
-    tensor = _shared_tensor(producer, consumer)
+    shared = [tensor for tensor in producer.writes if tensor in consumer.reads]
+    if len(shared) != 1:
+        what = f"several tensors, {shared}: analyze one pipeline at a time"
+        if not shared:
+            what = f"no tensor: {list(producer.writes)} are written, {list(consumer.reads)} are read"
+        raise DependencyError(f"{pair} share {what}")
+    tensor = shared[0]
     produced, consumed = producer.writes[tensor], consumer.reads[tensor]
     if tuple(produced) != tuple(consumed):
         raise DependencyError(f"{pair} disagree about the axes of {tensor!r}: {tuple(produced)} and {tuple(consumed)}")
@@ -129,21 +98,18 @@ def analyze(producer: Operator, consumer: Operator) -> Decomposition:
         raise DependencyError(f"no axis of {tensor!r} lets {pair} overlap: {listed or 'it has no axes'}")
     ungathered = [axis for axis in usable if AxisUse.GATHERED not in (produced[axis], consumed[axis])]
     axis = (ungathered or usable)[0]
-    return Decomposition(producer=producer, consumer=consumer, tensor=tensor, axis=axis, reasons=reasons)
+    compute = consumer if producer.communicates else producer
+    return Decomposition(tensor=tensor, axis=axis, tile_axis=_side_of_tiles(compute, tensor, axis), reasons=reasons)
 
 
-def _shared_tensor(producer: Operator, consumer: Operator) -> str:
-    shared = [tensor for tensor in producer.writes if tensor in consumer.reads]
-    if len(shared) == 1:
-        return shared[0]
-    if shared:
+def _side_of_tiles(compute: Operator, tensor: str, axis: str) -> TileAxis:
+    result, axes = next(iter(compute.writes.items()))
+    if len(axes) != len(TileAxis) or axis not in axes:
         raise DependencyError(
-            f"{producer.name!r} and {consumer.name!r} share several tensors, {shared}: analyze one pipeline at a time"
+            f"axis {axis!r} of {tensor!r} must be one of the two sides of the tiles of {compute.name!r}, but its "
+            f"output {result!r} has the axes {tuple(axes)}"
         )
-    raise DependencyError(
-        f"{producer.name!r} and {consumer.name!r} share no tensor: {list(producer.writes)} are written, "
-        f"{list(consumer.reads)} are read"
-    )
+    return list(TileAxis)[list(axes).index(axis)]
 
 
 def _reason(produced: AxisUse, consumed: AxisUse, producer: Operator, consumer: Operator) -> str:
