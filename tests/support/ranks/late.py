@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -17,16 +16,15 @@ def passed(place: str) -> None:
     distributed_c10d._get_default_store().set(f"passed {place}", "1")
 
 
-def come_late(place: str, most_s: float, seen: Callable[[], bool] = lambda: False) -> None:
+def come_late(place: str, most_s: float) -> None:
     """Return as soon as another rank is past ``place``, which it should not be without this one.
 
     Args:
         place: What that rank gives to ``passed``.
         most_s: Where all ranks wait as they should, none passes; then this one comes after so many seconds.
-        seen: Another sign that the others went on.
     """
     store, end = distributed_c10d._get_default_store(), time.monotonic() + most_s
-    while time.monotonic() < end and not seen() and not store.check([f"passed {place}"]):
+    while time.monotonic() < end and not store.check([f"passed {place}"]):
         time.sleep(POLL_S)
 
 
