@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
-from training_cases import MODEL, Rank, make_job, make_model, train_on_rank
+from training_cases import MODEL, Rank, losses, make_job, make_model, train_on_rank
 
 from comet.training import trainer
 from comet.training.checkpoint import load_weights
@@ -50,6 +50,7 @@ def test_a_flipped_byte_is_named_and_passed_over(saved, tmp_path, capsys, name):
     error = capsys.readouterr().err
     assert f"skipped: checkpoint {checkpoint.path} of step 6 is damaged: the bytes of {name}" in error
     assert "from step 3" in error
+    assert losses(out) == losses(saved)
 
 
 def test_ranks_share_the_reading_and_agree_on_damage(saved, tmp_path):

@@ -11,20 +11,18 @@ import math
 import os
 import pickle
 import re
-import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 from fault_app import ORDER
-from fault_rows import FILE_FAULTS, SENT, SIGNALS, STRUCK, Finding, Order, await_file, note, unnamed
+from fault_rows import SENT, SIGNALS, STRUCK, Finding, Order, await_file, note, unnamed
 from launch_jobs import environment, train_as_rank
 from ranks import run_ranks
 from training_cases import losses
@@ -97,15 +95,9 @@ class Jobs:
             return run_generate(order, trained)
         if order.row.phase == "checkpoint load":
             shutil.copytree(trained.folder, out)
-            damage(order, out)
-        with small_disk(order, out, trained):
-            ended = run(order, order.folder, train_words(order, out), APP)
-            if order.row.fault == "full disk":
-                shutil.copytree(out, order.folder / "rescued")
-        if order.row.fault == "full disk":
-            out = order.folder / "rescued"
-        finding = judge(order, ended)
-        finding.wrong += wrong_training(order, ended, out, trained)
+            shutil.rmtree(max(out.glob("step-*")))  # so that something is left to train
+        finding = judge(order, run(order, order.folder, train_words(order, out), APP))
+        finding.wrong += wrong_training(order, out, trained)
         return finding
 
 
@@ -176,45 +168,6 @@ def wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
         return None
 
 
-def damage(order: Order, out: Path) -> None:
-    """Harm the newest checkpoint; for what befalls a process, take it away, so that something is left to train."""
-    newest = max(out.glob("step-*"))
-    if order.row.fault not in FILE_FAULTS:
-        shutil.rmtree(newest)
-        return
-    file = max(newest.glob("*.distcp"), key=lambda path: path.stat().st_size)
-    data = bytearray(file.read_bytes())
-    if order.row.fault == "flipped byte":
-        data[len(data) // 2] ^= 0xFF
-    file.write_bytes(data if order.row.fault == "flipped byte" else data[:-1000])
-
-
-@contextmanager
-def small_disk(order: Order, out: Path, trained: Trained) -> Iterator[None]:
-    """A disk with room for one checkpoint; where none can be mounted, the size of files is limited instead."""
-    if order.row.fault != "full disk":
-        yield
-        return
-    out.mkdir()
-    one = sum(file.stat().st_size for file in max(trained.folder.glob("step-*")).iterdir())
-    options = f"size={int(1.5 * one) + 65536}"
-    if (
-        os.geteuid() == 0
-        and subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", out], check=False).returncode == 0
-    ):
-        try:
-            yield
-        finally:
-            subprocess.run(["umount", "--lazy", out], check=True)
-        return
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (one // 4, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def losses_of(out: Path) -> dict[int, float]:
     """Training loss by step, and the held-out loss of the end as that of step -1."""
     found = dict(enumerate(losses(out), start=1))
@@ -227,36 +180,28 @@ def judge(order: Order, ended: Ended) -> Finding:
     row = order.row
     finding = Finding(row, said=ended.said, seconds=ended.seconds)
     finding.outcome = "killed by the matrix" if ended.status is None else f"exit status {ended.status}"
-    of_a_rank = row.fault not in ("SIGTERM", "full disk", *FILE_FAULTS)
-    if math.isnan(ended.seconds) and row.fault not in FILE_FAULTS:
+    if math.isnan(ended.seconds):
         finding.wrong.append(f"the fault did not happen: {ended.error[-500:]}")
         return finding
-    if ended.seconds > order.limit_s and row.fault not in FILE_FAULTS:  # with another checkpoint it goes on
+    if ended.seconds > order.limit_s:
         finding.wrong.append(f"the job went on for {ended.seconds:.1f} s, allowed are {order.limit_s:.1f} s")
-    if ended.status == 0 and row.fault not in ("SIGTERM", *FILE_FAULTS):
+    if ended.status == 0 and row.fault != "SIGTERM":
         finding.wrong.append("the job ended as if nothing had happened")
     missing = unnamed(order, ended.said, reason=True)
-    finding.wrong += [each for each in missing if of_a_rank or " is not named" not in each]
-    if row.fault in ("full disk", *FILE_FAULTS) and "Traceback" in ended.error:
-        finding.wrong.append(f"a traceback where one line belongs: {ended.error[-500:]}")
+    finding.wrong += [each for each in missing if row.fault != "SIGTERM" or " is not named" not in each]
     if ended.left:
         finding.wrong.append(f"{ended.left} processes were left behind")
     return finding
 
 
-def wrong_training(order: Order, ended: Ended, out: Path, trained: Trained) -> list[str]:
+def wrong_training(order: Order, out: Path, trained: Trained) -> list[str]:
     """What a disturbed job left that is no beginning of the undisturbed one, or does not become its end."""
     wrong = different(losses_of(out), trained, "disturbed", whole=False)
     whole = [each.path.name for each in list_checkpoints(out)[0]]
     if not whole:
         return [*wrong, "no whole checkpoint was left"]
-    if order.row.fault in FILE_FAULTS and ended.status == 0:
-        return wrong + different(losses_of(out), trained, "after falling back", whole=True)
-    words = train_words(order, out)
-    if order.row.fault in FILE_FAULTS:  # refused by name: the one before is asked for
-        words.append(f"resume={min(out.glob('step-*'))}")
     try:
-        run_ranks(train_as_rank, order.world_size, words[1:])
+        run_ranks(train_as_rank, order.world_size, train_words(order, out)[1:])
     except AssertionError as error:
         return [*wrong, f"resuming failed: {error}"]
     return wrong + different(losses_of(out), trained, f"resumed from {whole[0]}", whole=True)

@@ -21,9 +21,7 @@ from typing import Any
 import torch
 
 SIGNALS = ("SIGKILL", "SIGSTOP", "SIGTERM")
-FILE_FAULTS = ("truncated file", "flipped byte")
-FULL_DISK = "full disk"
-FAULTS = ("exception", "out of memory", *SIGNALS, FULL_DISK, *FILE_FAULTS)
+FAULTS = ("exception", "out of memory", *SIGNALS)
 PATHS = ("reference", "plain", "twin", "fused")
 PASSES = ("plan", "layer 0", "layer 1", "backward")
 CHECKPOINT = ("checkpoint write", "checkpoint load")
@@ -38,9 +36,6 @@ REASONS = {
     "SIGKILL": "killed by SIGKILL",
     "SIGSTOP": "frozen|SIGSTOP",
     "SIGTERM": "SIGTERM",
-    "full disk": r"\d[\d,]* bytes.*free|free.*bytes",
-    "truncated file": r"truncated|has \d+ bytes",
-    "flipped byte": r"checksum|damaged|digest",
 }
 
 
@@ -61,13 +56,10 @@ class Row:
 
 def why_left_out(phase: str, fault: str, path: str, device: str) -> str:
     """Why a combination is no row; empty if it is one. This is the one place that says so."""
-    saves, on_disk, is_told = phase in CHECKPOINT, fault in (FULL_DISK, *FILE_FAULTS), fault == "SIGTERM"
+    saves, is_told = phase in CHECKPOINT, fault == "SIGTERM"
     rules = {
         "the step under way ends, whenever SIGTERM comes: early in its forward pass and in its backward pass": is_told
         and phase in ("plan", "layer 1"),
-        "only checkpoints are kept on disk": on_disk and not saves,
-        "a write reads nothing, a load writes nothing": (phase, fault) == ("checkpoint load", FULL_DISK)
-        or (phase == "checkpoint write" and fault in FILE_FAULTS),
         "warp decode is twin or kernels": phase == "decode" and path in ("reference", "plain"),
         "tune does not try the reference": phase == "tune" and path == "reference",
         "on CPUs tune tries twins": phase == "tune" and path == "fused" and device == "cpu",
@@ -75,7 +67,7 @@ def why_left_out(phase: str, fault: str, path: str, device: str) -> str:
         and path == "fused",
         "what SIGTERM does to a tuning job is not the path's doing": is_told and (phase, path) == ("tune", "plain"),
         "no code of a path runs in a checkpoint; who watches the ranks differs between twin and plain": saves
-        and (path in ("reference", "fused") or (on_disk and path == "plain")),
+        and path in ("reference", "fused"),
         "the twin signals in CPU memory": device != "cpu" and path == "twin",
         "a job, which gives each rank a GPU of its own: it runs on CPU ranks": device != "cpu" and is_job(phase, fault),
     }
