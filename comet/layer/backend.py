@@ -145,52 +145,37 @@ class Backend(ABC):
 
     @abstractmethod
     def dispatch_gemm(
-        self, x: Tensor, w1: Tensor, plan: Plan, b1: Tensor | None = None, *, save_pre_activation: bool
-    ) -> tuple[Tensor, Tensor | None]:
+        self, x: Tensor, w1: Tensor | FP8, plan: Plan, b1: Tensor | None = None, *, save_pre_activation: bool
+    ) -> tuple[Tensor | FP8, Tensor | None]:
         """Layer 0: dispatch || grouped GEMM || activation.
+
+        In block FP8 tokens are quantised before they travel, hidden as soon as it is computed, in float32.
 
         Args:
             x: ``(T, D)`` this rank's tokens.
-            w1: ``(e, 2F, D)`` gate rows, then up rows.
+            w1: ``(e, 2F, D)`` gate rows, then up rows; in block FP8 D and F are multiples of 128.
             plan: Where rows go.
-            b1: ``(e, 2F)`` biases of gate | up; ``None``: none.
-            save_pre_activation: Keep gate | up for the backward pass.
+            b1: ``(e, 2F)`` biases of gate | up, of the pool's type; ``None``: none.
+            save_pre_activation: Keep gate | up for the backward pass, which block FP8 has not.
 
         Returns:
-            hidden ``(Q, F)`` and gate | up ``(Q, 2F)`` (``None`` unless asked for); rows of no tile are undefined.
+            hidden ``(Q, F)``, of the kind of ``w1`` (block FP8 with a scale per row and 128 columns), and gate | up
+            ``(Q, 2F)`` (``None`` unless asked for); rows of no tile are undefined.
         """
 
     @abstractmethod
-    def gemm_combine(self, hidden: Tensor, w2: Tensor, plan: Plan, b2: Tensor | None = None) -> Tensor:
+    def gemm_combine(self, hidden: Tensor | FP8, w2: Tensor | FP8, plan: Plan, b2: Tensor | None = None) -> Tensor:
         """Layer 1: grouped GEMM || weighted top-k reduce || combine.
 
         Args:
             hidden: ``(Q, F)`` from ``dispatch_gemm``.
-            w2: ``(e, D, F)``.
+            w2: ``(e, D, F)``, of the kind of ``hidden``.
             plan: Where rows go; holds the routing weights.
             b2: ``(e, D)`` biases that this rank adds; ``None``: none.
 
         Returns:
-            ``(T, D)`` for this rank's tokens.
+            ``(T, D)`` of the pool's type for this rank's tokens.
         """
-
-    @abstractmethod
-    def dispatch_gemm_fp8(self, x: Tensor, w1: FP8, plan: Plan, b1: Tensor | None = None) -> FP8:
-        """Layer 0 on e4m3: tokens are quantised before they travel, hidden as soon as it is computed, in float32.
-
-        Args:
-            x: ``(T, D)`` this rank's tokens.
-            w1: ``(e, 2F, D)`` gate rows, then up rows; D and F multiples of 128.
-            plan: Where rows go.
-            b1: ``(e, 2F)`` biases of gate | up, of the pool's type; ``None``: none.
-
-        Returns:
-            hidden ``(Q, F)`` with a scale per row and 128 columns; rows of no tile are undefined.
-        """
-
-    @abstractmethod
-    def gemm_combine_fp8(self, hidden: FP8, w2: FP8, plan: Plan, b2: Tensor | None = None) -> Tensor:
-        """Layer 1 on e4m3: hidden ``(Q, F)``, w2 ``(e, D, F)`` and b2 ``(e, D)`` make ``(T, D)`` of the pool's type."""
 
     # ---- backward ----------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import triton
@@ -80,9 +80,11 @@ class Fused(Backend):
         return pending
 
     def dispatch_gemm(
-        self, x: Tensor, w1: Tensor, plan: Plan, b1: Tensor | None = None, *, save_pre_activation: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """One launch."""
+        self, x: Tensor, w1: Tensor | FP8, plan: Plan, b1: Tensor | None = None, *, save_pre_activation: bool
+    ) -> tuple[Tensor | FP8, Tensor | None]:
+        """One launch; in block FP8 one that quantises before it."""
+        if isinstance(w1, FP8):
+            return self._dispatch_gemm_fp8(x, w1, plan, b1), None
         x = aligned(x)
         rows, ffn = plan.routed_row_ids.numel(), w1.shape[1] // 2
         hidden = x.new_empty(rows, ffn)
@@ -92,29 +94,25 @@ class Fused(Backend):
         launch_dispatch_gemm(x, w1, hidden, pre, symm, dispatch_lists(plan), table, config, b1)
         return hidden, pre
 
-    def gemm_combine(self, hidden: Tensor, w2: Tensor, plan: Plan, b2: Tensor | None = None) -> Tensor:
+    def gemm_combine(self, hidden: Tensor | FP8, w2: Tensor | FP8, plan: Plan, b2: Tensor | None = None) -> Tensor:
         """One launch."""
-        y = hidden.new_empty(hidden.shape[0], w2.shape[1])
-        out = hidden.new_empty(plan.num_tokens, w2.shape[1])
-        self._gemm_combine(hidden, w2, y, out, plan, self._gemm_combine_config, b2)
-        return out
-
-    def _gemm_combine(
-        self,
-        a: Tensor | Scaled,
-        b: Tensor | Scaled,
-        y: Tensor,
-        out: Tensor,
-        plan: Plan,
-        config: GemmCombineConfig,
-        bias: Tensor | None,
-    ) -> None:
+        config = self._gemm_combine_config
+        operands: tuple[Any, Any] = hidden, w2
+        if isinstance(hidden, FP8) and isinstance(w2, FP8):
+            config = self._gemm_combine_fp8_config
+            operands = (
+                Scaled(elements=hidden.elements, scales=hidden.scales.T),
+                Scaled(elements=w2.elements, scales=w2.scales),
+            )
+        rows, columns = plan.routed_row_ids.numel(), self.workspace.shape.hidden_size
+        y = plan.row_weights.new_empty(rows, columns, dtype=self.workspace.shape.dtype)
+        out = y.new_empty(plan.num_tokens, columns)
         symm, returns = combine_symm(self.workspace), combine_lists(plan, weighted=True)
         in_cuda, table = self.settings.cuda_kernels, tile_table(plan, Launch.GEMM_COMBINE)
-        launch_gemm_combine(a, b, y, out, symm, returns, table, config, bias, in_cuda=in_cuda)
+        launch_gemm_combine(*operands, y, out, symm, returns, table, config, b2, in_cuda=in_cuda)
+        return out
 
-    def dispatch_gemm_fp8(self, x: Tensor, w1: FP8, plan: Plan, b1: Tensor | None = None) -> FP8:
-        """A launch that quantises, and one for the rest."""
+    def _dispatch_gemm_fp8(self, x: Tensor, w1: FP8, plan: Plan, b1: Tensor | None) -> FP8:
         x, rows, ffn = aligned(x), plan.routed_row_ids.numel(), w1.elements.shape[1] // 2
         symm = recv_symm(self.workspace, packed_columns(x.shape[1], x.dtype))
         symm = replace(symm, rows=symm.rows.view(torch.int32))
@@ -125,16 +123,6 @@ class Fused(Backend):
         weights, hidden = Scaled(elements=w1.elements, scales=w1.scales), Scaled(elements=elements, scales=scales)
         launch_dispatch_gemm(None, weights, hidden, None, symm, dispatch_lists(plan), table, config, b1)
         return FP8(elements=elements, scales=scales.T, block_rows=1, trusted=True)
-
-    def gemm_combine_fp8(self, hidden: FP8, w2: FP8, plan: Plan, b2: Tensor | None = None) -> Tensor:
-        """One launch."""
-        dtype, hidden_size = self.workspace.shape.dtype, w2.elements.shape[1]
-        y = torch.empty(hidden.elements.shape[0], hidden_size, dtype=dtype, device=hidden.elements.device)
-        out = y.new_empty(plan.num_tokens, hidden_size)
-        rows = Scaled(elements=hidden.elements, scales=hidden.scales.T)
-        weights = Scaled(elements=w2.elements, scales=w2.scales)
-        self._gemm_combine(rows, weights, y, out, plan, self._gemm_combine_fp8_config, b2)
-        return out
 
     def barrier(self) -> None:
         """On the device, in stream order."""

@@ -85,8 +85,8 @@ def forward(
     x: Tensor,
     top_k_ids: Tensor,
     top_k_weights: Tensor,
-    w1: Tensor,
-    w2: Tensor,
+    w1: Tensor | FP8,
+    w2: Tensor | FP8,
     backend: Backend,
     biases: Biases | None = None,
     *,
@@ -101,6 +101,7 @@ def forward(
         w1: ``(e, 2F, D)`` gate rows, then up rows, of this rank's experts (its slice of F under TP).
         w2: ``(e, D, F)``.
         biases: ``(e, 2F)`` and ``(e, D)`` of these experts; ``None``: there are none.
+        trains: Whether a backward pass will follow, for which the second result is; block FP8 has none.
     """
     b1, b2 = added_biases(biases, backend.layout)
     plan = backend.plan(top_k_ids, top_k_weights, trains=trains)
@@ -111,24 +112,6 @@ def forward(
         return output, None
     del hidden
     return output, Saved(backend.keep_received(x, plan), pre_activation, plan)
-
-
-def forward_fp8(
-    x: Tensor,
-    top_k_ids: Tensor,
-    top_k_weights: Tensor,
-    w1: FP8,
-    w2: FP8,
-    backend: Backend,
-    biases: Biases | None = None,
-) -> Tensor:
-    """``forward`` in block FP8, without a backward pass: ``(T, D)`` for the same shapes."""
-    b1, b2 = added_biases(biases, backend.layout)
-    plan = backend.plan(top_k_ids, top_k_weights)
-    hidden = backend.dispatch_gemm_fp8(x, w1, plan, b1)
-    output = backend.gemm_combine_fp8(hidden, w2, plan, b2)
-    backend.workspace.comm.in_flight = False
-    return output
 
 
 def backward(
@@ -245,7 +228,7 @@ class SymmetricPath:
             "requires_grad=True of tokens or top_k_weights must be False: experts in block FP8 are for inference",
         )
         with self.workspace.forward_step:
-            return forward_fp8(tokens.contiguous(), top_k_ids, top_k_weights, w1, w2, self.backend, biases)
+            return forward(tokens.contiguous(), top_k_ids, top_k_weights, w1, w2, self.backend, biases, trains=False)[0]
 
     @contextmanager
     def defer_wgrad(self) -> Iterator[DeferredWgrad]:

@@ -40,9 +40,11 @@ class Twin(Backend):
         return _PendingPlan(self, ids)
 
     def dispatch_gemm(
-        self, x: Tensor, w1: Tensor, plan: Plan, b1: Tensor | None = None, *, save_pre_activation: bool
-    ) -> tuple[Tensor, Tensor | None]:
+        self, x: Tensor, w1: Tensor | FP8, plan: Plan, b1: Tensor | None = None, *, save_pre_activation: bool
+    ) -> tuple[Tensor | FP8, Tensor | None]:
         """Phase by phase."""
+        if isinstance(w1, FP8):
+            return self._dispatch_gemm_fp8(x, w1, plan, b1), None
         workspace = self.workspace
         push_rows(x, plan, workspace, workspace.recv_rows)
         pre = x.new_empty(plan.routed_row_ids.numel(), w1.shape[1])
@@ -53,16 +55,19 @@ class Twin(Backend):
         hidden = self.settings.activation.forward(*pre.chunk(2, dim=1))
         return hidden, pre if save_pre_activation else None
 
-    def gemm_combine(self, hidden: Tensor, w2: Tensor, plan: Plan, b2: Tensor | None = None) -> Tensor:
-        """GEMM, then ``combine``."""
+    def gemm_combine(self, hidden: Tensor | FP8, w2: Tensor | FP8, plan: Plan, b2: Tensor | None = None) -> Tensor:
+        """GEMM, of block FP8 in float32, then ``combine``."""
+        if isinstance(hidden, FP8) and isinstance(w2, FP8):
+            return self.combine(self._grouped_mm_fp8(hidden, w2, plan, b2), plan, weighted=True)
+        assert isinstance(hidden, Tensor)
+        assert isinstance(w2, Tensor)
         y = _grouped_mm(hidden, w2.transpose(1, 2), plan)
         if b2 is not None:
             for segment, expert in _nonempty(plan):
                 y[segment] += b2[expert]
         return self.combine(y, plan, weighted=True)
 
-    def dispatch_gemm_fp8(self, x: Tensor, w1: FP8, plan: Plan, b1: Tensor | None = None) -> FP8:
-        """Phase by phase."""
+    def _dispatch_gemm_fp8(self, x: Tensor, w1: FP8, plan: Plan, b1: Tensor | None) -> FP8:
         workspace = self.workspace
         hidden_size, ffn = x.shape[1], w1.elements.shape[1] // 2
         packed = pack(quantize_rows(x, trusted=True), x.dtype)
@@ -80,14 +85,13 @@ class Twin(Backend):
             hidden[rows], scales[rows] = quantised.elements, quantised.scales
         return FP8(elements=hidden, scales=scales, block_rows=1, trusted=True)
 
-    def gemm_combine_fp8(self, hidden: FP8, w2: FP8, plan: Plan, b2: Tensor | None = None) -> Tensor:
-        """GEMM in float32, then ``combine``."""
+    def _grouped_mm_fp8(self, hidden: FP8, w2: FP8, plan: Plan, b2: Tensor | None) -> Tensor:
         y = torch.empty(hidden.elements.shape[0], w2.elements.shape[1], dtype=self.workspace.shape.dtype)
         for segment, expert in _nonempty(plan):
             rows = FP8(elements=hidden.elements[segment], scales=hidden.scales[segment], block_rows=1, trusted=True)
             product = multiply(rows, w2, expert)
             y[segment] = (product if b2 is None else product + b2[expert]).to(y.dtype)
-        return self.combine(y, plan, weighted=True)
+        return y
 
     def barrier(self) -> None:
         """Between processes."""

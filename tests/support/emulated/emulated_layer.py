@@ -145,26 +145,20 @@ class EmulatedRanks:
 
     # ---- steps of one rank
 
-    def layer0(self, rank: int) -> tuple[Tensor, Tensor | None]:
-        given = (self.inputs[rank].tokens, self.w1[rank], self.plans[rank], self.b1[rank])
+    def layer0(self, rank: int) -> tuple[Tensor | FP8, Tensor | None]:
+        w1 = self.fp8_weights(rank)[0] if self.case.fp8 else self.w1[rank]
+        given = (self.inputs[rank].tokens, w1, self.plans[rank], self.b1[rank])
         return self.backends[rank].dispatch_gemm(*given, save_pre_activation=self.case.backward)
 
-    def layer1(self, rank: int, hidden: Tensor) -> Tensor:
-        return self.backends[rank].gemm_combine(hidden, self.w2[rank], self.plans[rank], self.b2[rank])
+    def layer1(self, rank: int, hidden: Tensor | FP8) -> Tensor:
+        w2 = self.fp8_weights(rank)[1] if self.case.fp8 else self.w2[rank]
+        return self.backends[rank].gemm_combine(hidden, w2, self.plans[rank], self.b2[rank])
 
     def grad_hidden(self, rank: int) -> tuple[Tensor, Tensor]:
         return self.backends[rank].dispatch_dgrad(self.inputs[rank].grad_output, self.w2[rank], self.plans[rank])
 
     def grad_tokens(self, rank: int, grad_pre: Tensor, row_weights: Tensor) -> tuple[Tensor, Tensor]:
         return self.backends[rank].dgrad_combine(grad_pre, self.w1[rank], row_weights, self.plans[rank])
-
-    def fp8_layer0(self, rank: int) -> FP8:
-        w1, plan = self.fp8_weights(rank)[0], self.plans[rank]
-        return self.backends[rank].dispatch_gemm_fp8(self.inputs[rank].tokens, w1, plan, self.b1[rank])
-
-    def fp8_layer1(self, rank: int, hidden: FP8) -> Tensor:
-        w2, plan = self.fp8_weights(rank)[1], self.plans[rank]
-        return self.backends[rank].gemm_combine_fp8(hidden, w2, plan, self.b2[rank])
 
     def fp8_weights(self, rank: int) -> tuple[FP8, FP8]:
         """Blocks differ by powers of two, so that the scale of another one is far off."""
@@ -222,10 +216,10 @@ class EmulatedRanks:
 
     def forward_fp8(self) -> Found:
         """The same in block FP8, of which there is no backward pass."""
-        hidden = self.twice("recv_flags", self.fp8_layer0)
+        hidden = [each for each, _ in self.twice("recv_flags", self.layer0)]
         self.check_received(lambda sent: pack(quantize_rows(sent), sent.dtype), packed=True)
         self.check_events(check_layer0_events)
-        outputs = self.twice("combine_flags", lambda rank: self.fp8_layer1(rank, hidden[rank]))
+        outputs = self.twice("combine_flags", lambda rank: self.layer1(rank, hidden[rank]))
         self.check_layer1_events()
         elements, scales = (
             self.of_experts([getattr(each, name) for each in hidden]) for name in ("elements", "scales")
