@@ -21,8 +21,9 @@ from comet.layer.sharding import global_grad, local
 from comet.moe import MoE
 from comet.router.losses import RouterStats
 from comet.utils.derivatives import first_only
-from comet.utils.graphs import capture, device_obstacle, first_line, release_random_numbers, run_beside
+from comet.utils.graphs import capture, device_obstacle, first_line, release_random_numbers
 from comet.utils.renamed import warn_renamed
+from comet.utils.streams import SideStream
 from comet.utils.uncompiled import uncompiled
 
 logger = logging.getLogger(__name__)
@@ -230,9 +231,8 @@ class GraphedMoE:
         self.max_graphs = max_graphs
         device = layer.group.device
         self._reason = device_obstacle(device)
-        on_gpu = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if on_gpu else None
-        self._pool: Any = torch.cuda.graph_pool_handle() if on_gpu else None
+        self._side = SideStream.create(device)
+        self._pool: Any = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._flat = _Flat(layer)
         self._replays: dict[_Call, Replay | None] = {}
@@ -280,8 +280,8 @@ class GraphedMoE:
 
     def _launch(self, call: _Call, x: Tensor) -> Output:
         if not call.wants_grad:
-            eager = partial(self.layer, x)
-            return eager() if self._stream is None else run_beside(eager, self._stream)
+            with self._side.inserted():
+                return self.layer(x)
         output, stats = self.layer(x)
         if not self._reason and output.requires_grad:
             output.register_hook(lambda _: self._trained.add(call))
@@ -321,9 +321,9 @@ class GraphedMoE:
             with torch.autocast(device.type, enabled=call.autocast is not None, cache_enabled=False):
                 if call.wants_grad:
                     self._warm_router(tokens)
-                    return TrainingGraphs(self._flat, self.layer, (tokens,), self._stream, self._graphs)
+                    return TrainingGraphs(self._flat, self.layer, (tokens,), self._side.stream, self._graphs)
                 own = torch.empty_like(tokens)
-                run, results = capture(partial(self._flat, own), self._stream, self._graphs, self._pool)
+                run, results = capture(partial(self._flat, own), self._side.stream, self._graphs, self._pool)
 
                 def replay(tokens: Tensor) -> tuple[Tensor, ...]:
                     own.copy_(tokens)

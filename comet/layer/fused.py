@@ -235,8 +235,14 @@ class _PendingPlan:
             self.exchange("count")
         placed = {name: tensor for name, tensor in self.tensors.items() if name != "counters"}
         place_plan(self.pool, self.config, self.scratch, placed)
-        tensors = self.tensors | {"memory": self.memory}
-        return Plan.create(self.layout, self.routing[0].shape[0], self.pool.max_tokens, self.rules, tensors)
+        return Plan(
+            layout=self.layout,
+            num_tokens=self.routing[0].shape[0],
+            max_tokens=self.pool.max_tokens,
+            block_rows=self.rules.block_rows,
+            memory=self.memory,
+            **self.tensors,
+        )
 
 
 def launch_dispatch_gemm(

@@ -49,7 +49,7 @@ COUNTERS_PER_LAUNCH = 32
 NUM_COUNTERS = len(Launch) * COUNTERS_PER_LAUNCH
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class PlanRules:
     """What shapes a plan beside the layout; equal on all ranks but for ``max_routed_rows``."""
 
@@ -60,19 +60,11 @@ class PlanRules:
 
     @classmethod
     def create(
-        cls,
-        block_rows: int,
-        expert_capacity: int | None,
-        max_routed_rows: int,
-        max_imbalance: float | None = None,
+        cls, block_rows: int, expert_capacity: int | None, max_routed_rows: int, max_imbalance: float | None = None
     ) -> PlanRules:
         """The rules of one layer; a capacity of ``None`` keeps every routed row."""
-        return cls(
-            block_rows=block_rows,
-            expert_capacity=INT32_MAX if expert_capacity is None else expert_capacity,
-            max_routed_rows=max_routed_rows,
-            max_imbalance=max_imbalance,
-        )
+        capacity = INT32_MAX if expert_capacity is None else expert_capacity
+        return cls(block_rows, capacity, max_routed_rows, max_imbalance)
 
     def check(self, layout: ExpertLayout, workspace: Workspace) -> None:
         """Raise ``ValueError`` unless the rules fit layout and pool."""
@@ -205,19 +197,6 @@ class Plan:
     # of sent rows the tickets that were done
     counters: Tensor
     memory: Tensor  # (...) int32: what all of these tensors lie in
-
-    @classmethod
-    def create(
-        cls, layout: ExpertLayout, num_tokens: int, max_tokens: int, rules: PlanRules, tensors: dict[str, Tensor]
-    ) -> Plan:
-        """The plan of these tensors, by field."""
-        return cls(
-            layout=layout,
-            num_tokens=num_tokens,
-            max_tokens=max_tokens,
-            block_rows=rules.block_rows,
-            **tensors,
-        )
 
     @property
     def own_rows(self) -> slice:

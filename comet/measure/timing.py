@@ -33,6 +33,7 @@ from torch.distributed import ProcessGroup
 
 from comet.config import require
 from comet.utils import graphs
+from comet.utils.streams import SideStream
 
 Variant = Callable[[int], object]
 Name = TypeVar("Name", bound=Hashable)
@@ -167,9 +168,9 @@ def capture(variant: Callable[[int], Result], *, rotate: int = 1) -> Callable[[i
     Returns:
         What replays them, and returns the memory in which set 0 leaves its result.
     """
-    side = torch.cuda.Stream()
-    for index in range(rotate):
-        graphs.run_beside(partial(variant, index), side)
+    with SideStream(torch.cuda.Stream()).inserted():
+        for index in range(rotate):
+            variant(index)
     kept: list[torch.cuda.CUDAGraph] = []
     replay, result = graphs.capture(partial(variant, 0), None, kept)
     replays = [replay]

@@ -63,8 +63,7 @@ def reference_experts(
         expert_capacity: Routed rows an expert takes of these T tokens (see ``kept_slots``); ``None`` takes all.
         biases: ``(E, 2F)`` and ``(E, D)``, dtype of ``tokens``; ``None``: there are none.
     """
-    _check(tokens, top_k_ids, top_k_weights, w1, w2)
-    _check_biases(w1, w2, biases)
+    _check(tokens, top_k_ids, top_k_weights, w1, w2, biases)
     num_experts = w1.shape[0]
     require(ep >= 1 and num_experts % ep == 0, f"ep={ep} must divide num_experts={num_experts}")
     require(tp >= 1 and w2.shape[2] % tp == 0, f"tp={tp} must divide ffn_size={w2.shape[2]}")
@@ -214,7 +213,9 @@ def kept_slots(top_k_ids: Tensor, num_experts: int, expert_capacity: int) -> Ten
     return ((bins > 0) & (position < expert_capacity)).view(top_k_ids.shape)
 
 
-def _check(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> None:
+def _check(
+    tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor, biases: Biases | None
+) -> None:
     sizes, dtype, device = Sizes(), tokens.dtype, tokens.device
     sizes.match("tokens", tokens, "T D")
     require(tokens.is_floating_point(), f"tokens of dtype {dtype} must be floating")
@@ -224,10 +225,6 @@ def _check(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor,
     check_id_dtype(top_k_ids)
     sizes.match("top_k_weights", top_k_weights, "T K", dtype=accumulator_dtype(dtype), device=device)
     check_id_range(top_k_ids, w2.shape[0])
-
-
-def _check_biases(w1: Tensor, w2: Tensor, biases: Biases | None) -> None:
     if biases is not None:
-        sizes = Sizes(E=(w1.shape[0], "w1"), F=(w2.shape[2], "w2"), D=(w2.shape[1], "w2"))
-        sizes.match("b1", biases.b1, "E 2F", dtype=w1.dtype, device=w1.device)
-        sizes.match("b2", biases.b2, "E D", dtype=w1.dtype, device=w1.device)
+        sizes.match("b1", biases.b1, "E 2F", dtype=dtype, device=device)
+        sizes.match("b2", biases.b2, "E D", dtype=dtype, device=device)

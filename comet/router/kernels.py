@@ -14,14 +14,13 @@ from comet.kernels.router.measure import measure as measure_losses
 from comet.kernels.router.select import SelectRule, select_gradient
 from comet.kernels.router.select import select as select_ids
 from comet.router.losses import RouterStats
-from comet.utils.autocast import without_autocast
+from comet.utils.autocast import product
 from comet.utils.derivatives import first_only
 
 
 def logits(tokens: Tensor, weight: Tensor) -> Tensor:
     """Router logits in float32 of ``(T, D)`` bfloat16 and ``(E, D)``, as accurate as products in float32."""
-    result: Tensor = _Logits.apply(tokens, weight)
-    return result
+    return product(tokens, weight, lambda rows, weight: router_logits(rows.contiguous(), weight.contiguous()))
 
 
 def select(logits: Tensor, selection_bias: Tensor | None, config: MoEConfig) -> tuple[Tensor, Tensor, Tensor]:
@@ -43,24 +42,6 @@ def measure(logits: Tensor, scores: Tensor, top_k_ids: Tensor, config: MoEConfig
     rule = LossRule(aux=config.aux_loss_coef if config.balance == "aux" else 0.0, z=config.z_loss_coef)
     inputs = (logits.contiguous(), scores.contiguous(), top_k_ids.int().contiguous())
     return RouterStats(*_Measure.apply(*inputs, largest_logit, rule))
-
-
-class _Logits(torch.autograd.Function):
-    """Backward as ``nn.functional.linear`` in float32 has it."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(tokens, weight)
-        return router_logits(tokens.contiguous(), weight.contiguous())
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        tokens, weight = ctx.saved_tensors
-        wants_tokens, wants_weight = ctx.needs_input_grad
-        with without_autocast(grad.device):
-            grad_tokens = (grad @ weight.float()).to(tokens.dtype) if wants_tokens else None
-            grad_weight = (grad.T @ tokens.float()).to(weight.dtype) if wants_weight else None
-        return grad_tokens, grad_weight
 
 
 class _Select(torch.autograd.Function):

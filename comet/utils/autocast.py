@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,25 +16,33 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast(device.type, enabled=False) if enabled else nullcontext()
 
 
-def product(rows: Tensor, weight: Tensor) -> Tensor:
-    """``(R, O)``: rows ``(R, I)`` times a weight ``(O, I)``, of one dtype, in it.
+def matmul(rows: Tensor, weight: Tensor) -> Tensor:
+    """``(R, O)``: rows ``(R, I)`` times a weight ``(O, I)``."""
+    return rows @ weight.T
 
-    So are its gradients: torch's own would be in the type of an autocast that surrounds the call of ``backward``.
+
+def product(rows: Tensor, weight: Tensor, multiply: Callable[[Tensor, Tensor], Tensor] = matmul) -> Tensor:
+    """``(R, O)``: rows ``(R, I)`` times a weight ``(O, I)``, of one dtype in it, by ``multiply``.
+
+    Gradients are products in the dtype of the result: torch's own would be in the type of an autocast that surrounds
+    the call of ``backward``.
     """
-    result: Tensor = _Product.apply(rows, weight)
+    result: Tensor = _Product.apply(rows, weight, multiply)
     return result
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         ctx.save_for_backward(rows, weight)
         with without_autocast(rows.device):
-            return rows @ weight.T
+            return multiply(rows, weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         rows, weight = ctx.saved_tensors
-        wants_rows, wants_weight = ctx.needs_input_grad
+        wants_rows, wants_weight, _ = ctx.needs_input_grad
         with without_autocast(grad.device):
-            return grad @ weight if wants_rows else None, grad.T @ rows if wants_weight else None
+            grad_rows = (grad @ weight.to(grad.dtype)).to(rows.dtype) if wants_rows else None
+            grad_weight = (grad.T @ rows.to(grad.dtype)).to(weight.dtype) if wants_weight else None
+        return grad_rows, grad_weight, None

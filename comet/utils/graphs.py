@@ -10,6 +10,8 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from comet.utils.streams import SideStream
+
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
@@ -52,7 +54,7 @@ class Replayed(Generic[Result]):
         obstacle = obstacle or device_obstacle(device)
         if obstacle and not self._reason:
             self._give_up(obstacle)
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" and not self._reason else None
+        self._side = SideStream(None) if self._reason else SideStream.create(device)
 
     @property
     def graph_fallback_reason(self) -> str:
@@ -68,11 +70,12 @@ class Replayed(Generic[Result]):
             replay()
             return result
         self._warm_calls += 1
-        return self._run() if self._side is None else run_beside(self._run, self._side)
+        with self._side.inserted():
+            return self._run()
 
     def _capture(self) -> None:
         try:
-            self._replay = capture(self._run, self._side, self._graphs)
+            self._replay = capture(self._run, self._side.stream, self._graphs)
         except RuntimeError as error:  # what torch raises for a call that a capture does not permit
             if isinstance(mistake_of(error), torch.OutOfMemoryError):
                 error.add_note(f"a CUDA graph of {self._calls} does not fit the memory; cuda_graph='off' needs less")
@@ -155,13 +158,3 @@ def release_random_numbers(device: torch.device) -> None:
     if device.type == "cuda":
         generator = torch.cuda.default_generators[device.index]
         generator.graphsafe_set_state(generator.clone_state())
-
-
-def run_beside(run: Callable[[], Result], stream: torch.cuda.Stream) -> Result:
-    """Run a function on another stream, behind all that was launched here and before all that follows."""
-    here = torch.cuda.current_stream(stream.device)
-    stream.wait_stream(here)
-    with torch.cuda.stream(stream):
-        result = run()
-    here.wait_stream(stream)
-    return result

@@ -156,7 +156,8 @@ class _PendingPlan:
     def finish(self) -> Plan:
         layout, workspace, rules = self.backend.layout, self.backend.workspace, self.backend.rules
         tensors = plan_tensors(*receive_ids(self.ids, layout, workspace), layout, rules)
-        plan = Plan.create(layout, self.ids.shape[0], workspace.max_tokens, rules, tensors)
+        num_tokens, max_tokens, block_rows = self.ids.shape[0], workspace.max_tokens, rules.block_rows
+        plan = Plan(layout=layout, num_tokens=num_tokens, max_tokens=max_tokens, block_rows=block_rows, **tensors)
         if plan.status[2]:
             raise CapacityError(
                 f"rank {layout.rank} needs {int(plan.status[0])} routed rows, more than the {rules.max_routed_rows} "

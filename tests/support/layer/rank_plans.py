@@ -64,5 +64,5 @@ def plan_from_ids(
         recv_counts [2, 1], send_counts [1, 1], send_token_ids[0] = [0, -1, ...], send_token_ids[1] = [-1, 1, -1, ...].
     """
     rules = PlanRules.create(block_rows, expert_capacity, max_routed_rows)
-    tensors = plan_tensors(ids, weights, layout, rules)
-    return Plan.create(layout, num_tokens, ids.shape[1], rules, tensors)
+    sizes = dict(num_tokens=num_tokens, max_tokens=ids.shape[1], block_rows=block_rows)
+    return Plan(layout=layout, **sizes, **plan_tensors(ids, weights, layout, rules))
