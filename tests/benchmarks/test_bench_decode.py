@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from bench_cases import ALONE, CPU, TINY, report_of, run_on_rank
+from bench_cases import ALONE, CPU, TINY, run_on_rank
 from ranks import run_ranks
+from tiers import slow
 
 from comet.config import MoEConfig, ParallelConfig
 from comet.decode import warp_decode_torch
@@ -22,64 +23,21 @@ from comet.layout import ExpertLayout
 from comet.measure.timing import Timing
 
 import suites.decode
-from baselines.decode import (
-    EXPERT_CONFIGS,
-    find_library,
-    make_experts,
-    torch_experts,
-    triton_experts,
-)
-from lib.decode import OWN, Step, Team, draw, figures, format_table, make_set, make_steps, open_team
+from baselines.decode import find_library
+from lib.decode import OWN, PREFIX, WEIGHTS, Team, draw, figures, format_table, make_set, make_steps, open_team
 from lib.ranks import Ranks
 from lib.report import report
-from suites.decode import (
-    OVER_RANKS,
-    Checked,
-    check_variant,
-    compare,
-    host_waits,
-    measure_point,
-    own_runs,
-    parse,
-    share_of,
-    slots_of,
-    step_runs,
-    timed_form,
-)
+from suites.decode import OVER_RANKS, Checked, check_variant, host_waits, own_runs, parse, share_of, timed_form
 
 SMALL = MoEConfig(num_experts=8, top_k=2, hidden_size=64, ffn_size=64)
+TWELVE = replace(SMALL, num_experts=12)
 
 
 def alone(config: MoEConfig) -> ExpertLayout:
     return ExpertLayout.create(config, ParallelConfig(), 0)
 
 
-def steps_of(
-    config: MoEConfig, num_tokens: int, routing: str = "uniform", kind: str = "bf16", sets: int = 1
-) -> list[Step]:
-    layout = alone(config)
-    weights = [make_set(config, layout, CPU, torch.float32, seed, kind) for seed in range(sets)]
-    return make_steps(config, layout, weights, num_tokens, routing)
-
-
-def one_step(config: MoEConfig, num_tokens: int, routing: str, kind: str = "bf16") -> Step:
-    return steps_of(config, num_tokens, routing, kind)[0]
-
-
 # ---- steps, paths, arithmetic ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("routing", ["uniform", "hot"])
-@pytest.mark.parametrize("num_tokens", [1, 40])
-def test_expert_centric_paths_agree_with_warp_decode(routing: str, num_tokens: int) -> None:
-    config = MoEConfig(num_experts=5, top_k=2, hidden_size=32, ffn_size=48)
-    step = one_step(config, num_tokens, routing)
-    arguments = (step.tokens, step.ids, step.routing_weights)
-    wanted = warp_decode_torch(*arguments, step.weights)
-    weights = (step.set.plain.w1, step.set.plain.w2)
-    for output in (torch_experts(*arguments, *weights), triton_experts(*arguments, *weights, EXPERT_CONFIGS[0])):
-        assert (output - wanted).abs().max() < 1e-5
-    assert (wanted - step.exact()).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize(("kind", "per_expert"), [
@@ -89,7 +47,8 @@ def test_expert_centric_paths_agree_with_warp_decode(routing: str, num_tokens: i
 def test_steps_count_each_expert_once_with_its_scales(kind: str, per_expert: int) -> None:
     """The other paths and float64 get the quantised numbers."""
     config = MoEConfig(num_experts=8, top_k=2, hidden_size=64, ffn_size=32)
-    step = one_step(config, 5, "hot", kind)
+    weights = make_set(config, alone(config), CPU, torch.float32, 0, kind)
+    (step,) = make_steps(config, alone(config), [weights], 5, "hot")
     assert step.touched_bytes == len(step.ids.unique()) * per_expert
     arguments = (step.tokens, step.ids, step.routing_weights)
     wanted = warp_decode_torch(*arguments, step.weights)
@@ -124,26 +83,6 @@ def test_report_survives_what_failed(tmp_path: Path, capsys: pytest.CaptureFixtu
     for name, drawn in (("all", rows), ("none", [bad])):
         draw(4.0, tmp_path / f"{name}.png", drawn)
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-
-
-# ---- transformers ----------------------------------------------------------------------------------------------------
-
-
-def test_transformers_computes_the_same_with_its_own_code() -> None:
-    pytest.importorskip("transformers.integrations.moe")
-    library = find_library()
-    assert library is not None
-    assert library.names[0] == "eager"
-    assert {"batched_mm", "grouped_mm"} <= set(library.names)
-    steps = steps_of(SMALL, 9, sets=2)
-    runs = library.runs(steps)
-    for name in ("eager", "batched_mm", "grouped_mm"):
-        for index, step in enumerate(steps):
-            error, _ = compare(runs[f"transformers_{name}"](index), step.exact())
-            assert error < 1e-5, name
-    experts: Any = make_experts("eager", steps[0])
-    assert type(experts).__module__.startswith("transformers.")
-    assert experts.gate_up_proj.data_ptr() == steps[0].weights.w1.data_ptr()  # no copy
 
 
 def test_without_transformers_one_line_says_so(
@@ -211,54 +150,37 @@ def test_what_is_wrong_is_not_timed(wrong: Any, reason: str) -> None:
     assert checked.failures["wrong"].startswith(reason)
 
 
-def test_more_tokens_than_warp_decode_takes() -> None:
-    steps = steps_of(SMALL, 65)
-    with open_team(SMALL, ParallelConfig(), max_tokens=65, wants_fused=True, ranks=ALONE) as team:
-        arguments = parse("--variants comet,torch,fused --rounds 1".split())
-        assert list(step_runs(team, steps, arguments)) == ["torch", "fused"]
-        row = measure_point(team, [step.set for step in steps], 65, arguments)
-    assert set(row["times_us"]) == {"torch", "fused"}
-    assert row["accuracy"]["fused"][0] < 1e-5
-    assert (row["comet_us"], row["best_us"], row["of_roofline"], row["failures"]) == (None, None, None, {})
-
-
-TWELVE = replace(SMALL, num_experts=12)
-SETS = 2
-
 # ---- whole runs ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_run_on_a_cpu(tmp_path: Path) -> None:
-    """All variants; of transformers every implementation is timed, or fails for a reason."""
-    try:
-        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS as functions
-    except ImportError:
-        functions = None
-    words = ["--weights", "bf16,mxfp8,fp8,mxfp4", "--tokens", "1,3", "--out", str(tmp_path)]
-    run, done = report_of("decode", *TINY, *words)
-    points = [(row["weights"], row["tokens"]) for row in run["rows"]]
-    assert points == [(kind, tokens) for kind in ("bf16", "mxfp8", "fp8", "mxfp4") for tokens in (1, 3)]
-    library = {f"transformers_{name}" for name in ("eager", *functions)} if functions is not None else set()
-    known = {"comet", "torch", "triton0", "triton1", "triton2", "fused"}
-    for row in run["rows"]:
-        assert all(name.startswith("transformers_") for name in row["failures"]), row["failures"]
-        assert known == {name for name in row["times_us"] if not name.startswith("transformers_")}
+def test_run_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All variants; of transformers every implementation is timed, or fails for a reason. Warp decode takes no 65."""
+    library = find_library()
+    words = ["--weights", ",".join(WEIGHTS), "--tokens", "3,65", "--out", str(tmp_path)]
+    suites.decode.run(parse([*TINY, *words]), ALONE)
+    output = capsys.readouterr()
+    rows = json.loads(output.out.splitlines()[-1])["rows"]
+    assert [(row["weights"], row["tokens"]) for row in rows] == [(kind, count) for kind in WEIGHTS for count in (3, 65)]
+    theirs = {f"{PREFIX}{name}" for name in library.names} if library is not None else set()
+    for row in rows:
+        ours = {"torch", "triton0", "triton1", "triton2", "fused"} | ({"comet"} if row["tokens"] == 3 else set())
+        assert set(row["failures"]) <= theirs, row["failures"]
+        assert ours | theirs == {*row["times_us"], *row["failures"]}
         assert all(error < 1e-5 and cosine > 0.999996 for error, cosine in row["accuracy"].values())
-        assert library == {name for name in {*row["times_us"], *row["failures"]} if name.startswith("transformers_")}
-        assert (row["x_transformers"] is None) == (not library)
+        assert (row["x_transformers"] is None) == (not theirs or row["tokens"] == 65)
+        assert (row["best_us"] is None) == (row["of_roofline"] is None) == (row["tokens"] == 65)
     with (tmp_path / "bench_decode.csv").open() as file:
-        assert [line["tokens"] for line in csv.DictReader(file)] == 4 * ["1", "3"]
+        assert [line["tokens"] for line in csv.DictReader(file)] == 4 * ["3", "65"]
     assert (tmp_path / "bench_decode.png").read_bytes().startswith(b"\x89PNG")
-    assert done.stderr.count(": done in ") == 8
+    assert output.err.count(": done in ") == 8
 
 
 # ---- over ranks ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("ep", "tp", "kind"), [(2, 1, "bf16"), (1, 2, "mxfp8")])
+@pytest.mark.parametrize(("ep", "tp", "kind"), [(2, 1, "bf16"), slow(1, 2, "mxfp8")])
 def test_run_over_ranks(tmp_path: Path, ep: int, tp: int, kind: str) -> None:
+    """Of one token a rank has none, of five one has fewer."""
     words = ["--ep", str(ep), "--tp", str(tp), "--tokens", "1,5,70", "--weights", kind, "--out", str(tmp_path)]
     run_ranks(run_on_rank, 2, "decode", [*TINY, *words])
     report = json.loads((tmp_path / "bench_decode.json").read_text())
@@ -277,62 +199,15 @@ def layout_of(rank: int, ep: int, tp: int = 1) -> ExpertLayout:
     return ExpertLayout(num_experts=12, top_k=2, ep=ep, tp=tp, rank=rank)
 
 
-def rank_steps(layout: ExpertLayout, num_tokens: int, kind: str = "bf16") -> list[Step]:
-    sets = [make_set(TWELVE, layout, CPU, torch.float32, seed, kind) for seed in range(SETS)]
-    return make_steps(TWELVE, layout, sets, num_tokens, "uniform")
-
-
-# ---- shares ----------------------------------------------------------------------------------------------------------
-
-
 def test_warp_decode_needs_room_for_equal_shares() -> None:
     """64 tokens of three ranks are 22 slots of each, which are 66; 63 are 21 of each."""
     layout = layout_of(0, 3)
     team = Team(config=TWELVE, layout=layout, ranks=ALONE)
-    assert own_runs(team, rank_steps(layout, 64), OWN) == {}
-    assert list(own_runs(team, rank_steps(layout, 63), OWN)) == ["own_nccl"]  # the others need a group
-    assert own_runs(team, rank_steps(layout, 63), ("own",)) == {}
-
-
-# ---- over ranks ------------------------------------------------------------------------------------------------------
-
-
-def run_shares(rank: int, world_size: int, tp: int, counts: list[int], kind: str) -> list[str]:
-    """Every variant's output of every step against this rank's tokens of the whole one; also the bits of ``comet``."""
-    parallel = ParallelConfig(ep=world_size // tp, tp=tp)
-    ranks = Ranks(rank, CPU, dist.group.WORLD)
-    timed = []
-    with open_team(TWELVE, parallel, max_tokens=max(counts), wants_fused=False, ranks=ranks) as team:
-        for count in counts:
-            steps, mine = rank_steps(team.layout, count, kind), share_of(count, team.layout)
-            assert torch.equal(steps[0].ids, steps[1].ids), "the same rank is the slowest in every step"
-            exact = [team.total(step.exact()) for step in steps]
-            runs = step_runs(
-                team, steps, parse(["--ep", "2", "--tokens", str(max(counts)), "--variants", ",".join(("comet", *OWN))])
-            )
-            checked = Checked()
-            for name, run in runs.items():
-                for index in reversed(range(SETS)):
-                    output = run(index)
-                    wanted = exact[index][mine] if name in OWN else exact[index]
-                    assert output.shape == wanted.shape, f"{name}, rank {rank}, {count} tokens"
-                    assert torch.allclose(output.double(), wanted, atol=1e-5), f"{name}, rank {rank}, {count} tokens"
-                    if name == "own":
-                        assert torch.equal(output, runs["comet"](index)[mine]), f"rank {rank}, {count} tokens"
-                check_variant(name, run, exact[0], SETS, team, checked)
-            assert checked.failures == {}
-            assert all(error < 1e-5 for error, _ in checked.accuracy.values())
-            timed.append(" ".join(checked.variants))
-        most = {(max(counts), True)} | {(slots_of(count, team.layout), False) for count in counts}
-        assert set(team.decodes) == most
-    return timed
-
-
-@pytest.mark.parametrize(("world_size", "tp", "kind"), [(3, 1, "bf16"), (2, 2, "mxfp8")])
-def test_each_rank_gets_the_output_of_its_tokens(world_size: int, tp: int, kind: str) -> None:
-    """Equal shares, unequal ones, ranks without any; steps of one object in both orders."""
-    found = run_ranks(run_shares, world_size, tp, [1, 3, 4, 12], kind)
-    assert found == [["comet own own_nccl own_fused"] * 4] * world_size
+    weights = make_set(TWELVE, layout, CPU, torch.float32, 0, "bf16")
+    most, fits = (make_steps(TWELVE, layout, [weights], count, "uniform") for count in (64, 63))
+    assert own_runs(team, most, OWN) == {}
+    assert list(own_runs(team, fits, OWN)) == ["own_nccl"]  # the others need a group
+    assert own_runs(team, fits, ("own",)) == {}
 
 
 def wrong_outputs(rank: int, world_size: int) -> tuple[list[str], dict[str, str]]:
@@ -402,13 +277,6 @@ def test_figures_example() -> None:
     assert (row["x_triton"], row["x_transformers"]) == pytest.approx((2, 10))
     assert (row["torch_us"], row["x_torch"], row["added_us"], row["fused_us"]) == (None, None, None, None)
     assert (row["comet_error"], row["triton_error"], row["triton_cosine"]) == (0.1, 0.2, 0.8)
-
-
-def test_own_figures_example() -> None:
-    timings = timings_of(comet=0.4, local=0.38, own=0.42, own_nccl=0.6, own_fused=0.3)
-    row = figures(timings, {}, 4, 2e8, 4.0)
-    assert (row["added_us"], row["own_added_us"]) == pytest.approx((5, 10))
-    assert (row["own_us"], row["own_nccl_us"], row["own_fused_us"]) == pytest.approx((105, 150, 75))
-    assert row["best_us"] == row["comet_us"]
-    without = figures({"own": timings["own"]}, {}, 4, 2e8, 4.0)
-    assert (without["own_us"], without["own_added_us"], without["best_us"]) == (pytest.approx(105), None, None)
+    over_ranks = figures(timings_of(comet=0.4, local=0.38, own=0.42, own_nccl=0.6), {}, 4, 2e8, 4.0)
+    assert (over_ranks["added_us"], over_ranks["own_added_us"]) == pytest.approx((5, 10))
+    assert (over_ranks["own_us"], over_ranks["own_nccl_us"]) == pytest.approx((105, 150))
