@@ -19,11 +19,10 @@ from torch import Tensor
 from comet.config import MoEConfig, OverlapConfig
 from comet.layer.routed_experts import SymmetricPath
 from comet.layout import ExpertLayout
-from comet.reference.layer import reference_experts, shard_experts
 from comet.reference.plain import plain_experts
 
 import suites.moe
-from baselines.layer import all_gather_experts, gemm_variants, pipelined_experts, split_evenly, tile_table
+from baselines.layer import gemm_variants, split_evenly, tile_table
 from lib.moe import (
     Layer,
     balanced_rows,
@@ -147,27 +146,6 @@ def test_a_failure_is_a_value_and_one_on_one_rank_is_one_on_all() -> None:
     assert run_ranks(attempts, 2) == [found, found]
 
 
-def baseline_errors(rank: int, world_size: int, ep: int, tp: int, num_tokens: int) -> list[float]:
-    """Deviation of both baselines from the reference."""
-    generator = torch.Generator().manual_seed(5)
-    w1, w2 = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((8, 64, 16), (8, 16, 32)))
-    tokens = torch.randn(num_tokens, 16, dtype=torch.float64, generator=generator.manual_seed(rank))
-    ids, weights = make_routing("zipf", num_tokens=num_tokens, num_experts=8, top_k=3, seed=rank, device="cpu")
-    ids[::3, 1] = -1
-    layout = layout_of(8, 3, ep, tp, rank)
-    shards = shard_experts(w1, w2, layout)
-    wanted = reference_experts(tokens, ids, weights.double(), w1, w2)
-    experts = (plain_experts, pipelined_experts, all_gather_experts)
-    outputs = (run(tokens, ids, weights.double(), *shards, layout, dist.group.WORLD) for run in experts)
-    return [(output - wanted).abs().max().item() if num_tokens else 0.0 for output in outputs]
-
-
-@pytest.mark.parametrize(("ep", "tp", "num_tokens"), [(2, 1, 9), (2, 1, 1), (2, 2, 6)])
-def test_baselines_compute_the_same(ep: int, tp: int, num_tokens: int) -> None:
-    for errors in run_ranks(baseline_errors, ep * tp, ep, tp, num_tokens):
-        assert max(errors) < 1e-10
-
-
 WORDS = [*TINY, "--ep", "2"]
 
 
@@ -267,19 +245,12 @@ def test_graphs_are_compared_as_they_are_replayed(monkeypatch: pytest.MonkeyPatc
 
 
 def test_files_of_an_earlier_run_are_set_aside(tmp_path: Path) -> None:
+    """By the first number that no file of a run has."""
     assert set_aside(tmp_path, "bench_moe") == []
-    for run in (1, 2):
-        for suffix in (".csv", ".json"):
-            (tmp_path / f"bench_moe{suffix}").write_text(f"{run}{suffix}")
-        moved = [(old.name, new.name) for old, new in set_aside(tmp_path, "bench_moe")]
-        assert moved == [(f"bench_moe{suffix}", f"bench_moe.{run}{suffix}") for suffix in (".csv", ".json")]
-    assert (tmp_path / "bench_moe.1.csv").read_text() == "1.csv"
-    assert (tmp_path / "bench_moe.2.json").read_text() == "2.json"
-    (tmp_path / "bench_moe.csv").touch()
-    (tmp_path / "bench_moe.1.csv").unlink()
-    (tmp_path / "bench_moe.1.json").unlink()
-    (tmp_path / "bench_moe.2.csv").unlink()  # 2 is taken by the .json still, 1 is free
-    assert [new.name for _, new in set_aside(tmp_path, "bench_moe")] == ["bench_moe.1.csv"]
+    for name in ("bench_moe.csv", "bench_moe.1.json"):
+        (tmp_path / name).write_text(name)
+    assert [new.name for _, new in set_aside(tmp_path, "bench_moe")] == ["bench_moe.2.csv"]
+    assert (tmp_path / "bench_moe.2.csv").read_text() == "bench_moe.csv"
 
 
 GRID = ["--device", "cpu", "--models", "tiny", "--rounds", "1", "--routing", "hot,uniform", "--tokens", "16,8"]
@@ -333,10 +304,8 @@ def test_a_split_names_settings_and_obeys_their_rules(text: str, message: str) -
 def checked(
     rank: int, world_size: int, config: MoEConfig, words: list[str]
 ) -> tuple[list[str], dict[str, float], dict[str, str]]:
-    import torch.distributed as dist
-
     ranks, failures = Ranks(rank, CPU, dist.group.WORLD), dict[str, str]()
-    arguments = parse(["--ep", str(world_size), *words])
+    arguments = parse(words)
     with open_layer(config, arguments, 48, ranks) as layer:
         inputs = make_inputs(config, 40, "uniform", ranks)
         usable, errors = checked_variants(layer, inputs, arguments, ranks, failures)
@@ -346,24 +315,23 @@ def checked(
 @pytest.mark.parametrize("hidden_size", [256, 64])
 def test_block_fp8_is_compared_with_the_plain_path_where_widths_are_whole_blocks(hidden_size: int) -> None:
     config = MoEConfig(num_experts=4, top_k=2, hidden_size=hidden_size, ffn_size=128)
-    words = ["--variants", "comet,plain,comet_fp8,comet_fp8_graph"]
+    words = ["--ep", "2", "--variants", "comet,plain,comet_fp8,comet_fp8_graph"]
     for usable, errors, failures in run_ranks(checked, 2, config, words):
         assert not failures
         assert usable == (["comet", "comet_fp8", "plain"] if hidden_size == 256 else ["comet", "plain"])
         assert hidden_size == 64 or 0.1 < errors["comet_fp8"] < 0.6
 
 
-@pytest.mark.parametrize("words", [[], ["--backward"]])
-def test_biases_and_activation_of_a_model_are_what_is_measured(words: list[str]) -> None:
+@pytest.mark.parametrize("words", [["--ep", "2"], ["--tp", "2"], ["--ep", "2", "--backward"]], ids=" ".join)
+def test_all_ways_compute_the_layer_of_a_model_with_its_activation_and_biases(words: list[str]) -> None:
     gpt_oss = model("gpt_oss_20b")
     assert (gpt_oss.activation.name, gpt_oss.expert_bias) == ("clamped_swiglu", True)
-    config = replace(gpt_oss, num_experts=4, top_k=2, hidden_size=256, ffn_size=128)
-    names = {"comet", "plain"} if words else {"comet", "plain", "pipelined", "all_gather", "comet_fp8"}
+    config = replace(gpt_oss, num_experts=4, top_k=2, hidden_size=256, ffn_size=256)
+    names = {"comet", "plain"} | (set() if "--backward" in words else {"pipelined", "all_gather", "comet_fp8"})
     for usable, errors, failures in run_ranks(checked, 2, config, [*words, "--variants", ",".join(names)]):
         assert not failures
-        assert set(usable) == names
+        assert set(usable) == errors.keys() == names
         assert all(error < (1 if name == "comet_fp8" else 1e-4) for name, error in errors.items())
-        assert errors.keys() == names
 
 
 def without_biases(*routed: Any) -> Tensor:
