@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from launch_arguments import in_16_bits, in_fp8, make_symm, make_table
 from torch import Tensor
 
 from comet.kernels.layer import dispatch_gemm as layer0
@@ -30,6 +29,8 @@ from comet.kernels.runtime.arguments import (
     CombineLists,
     GradBuffer,
     Scaled,
+    SymmBuffer,
+    TileTable,
     num_sms,
 )
 from comet.kernels.runtime.cuda_source import TensorMap
@@ -38,6 +39,35 @@ from comet.layer.fused import launch_dispatch_gemm, launch_gemm_combine
 from comet.layer.launch_arguments import tile_table
 from comet.layer.plan import Launch, Plan, num_counters
 from comet.layout import ExpertLayout
+
+
+def make_symm(world_size: int = 2, max_tokens: int = 128) -> SymmBuffer:
+    numbers, pointers = torch.zeros(4, 16, dtype=torch.int32), torch.zeros(world_size, dtype=torch.int64)
+    return SymmBuffer(
+        rows=numbers, row_pointers=pointers, flags=numbers, flag_pointers=pointers, epoch=numbers, fault=numbers,
+        rank=0, max_tokens=max_tokens, timeout_ns=1,
+    )  # fmt: skip
+
+
+def make_table(block_rows: int = 128) -> TileTable:
+    """With segments."""
+    numbers = torch.zeros(4, dtype=torch.int32)
+    return TileTable(
+        tiles=numbers, num_tiles=numbers, row_ids=numbers, counters=numbers, block_rows=block_rows,
+        segments=(numbers, numbers),
+    )  # fmt: skip
+
+
+def in_16_bits(*shape: int) -> Tensor:
+    """Weights without memory."""
+    return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
+
+
+def in_fp8(experts: int, rows: int, columns: int) -> Scaled:
+    """The same, ``(e, N, K)`` in block FP8."""
+    elements = torch.empty(experts, rows, columns, dtype=torch.float8_e4m3fn, device="meta")
+    return Scaled(elements=elements, scales=torch.empty(experts, rows // 128, columns // 128, device="meta"))
+
 
 BF16 = dict(weights=torch.bfloat16, output=torch.bfloat16)
 FP8 = dict(weights=torch.float8_e4m3fn, output=torch.bfloat16)

@@ -6,17 +6,17 @@ import ctypes
 import re
 import sys
 import tomllib
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
-from cuda_sources import HEADERS, SOURCES, cuda_modules, included_by
 
+import comet.kernels
 from comet.kernels.gemm import wgrad_cuda
+from comet.kernels.layer import dispatch_gemm, gemm_combine
 from comet.kernels.runtime import nvrtc, wgmma
-from comet.kernels.runtime.case import CudaCase
 from comet.kernels.runtime.cuda_source import (
     INT32,
     POINTER,
@@ -28,6 +28,18 @@ from comet.kernels.runtime.cuda_source import (
     storage_bytes,
 )
 from comet.kernels.runtime.nvrtc import compile_cubin, is_available, what_is_missing
+
+SOURCES = Path(comet.kernels.__path__[0]) / "cuda"
+HEADERS = SOURCES / "include"
+MODULES = (dispatch_gemm, gemm_combine, wgrad_cuda)
+of_all_modules = pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+
+
+def included_by(path: Path) -> set[Path]:
+    """Headers that a file includes, and all that these include."""
+    named = {(path.parent / name).resolve() for name in re.findall(r'#include "(.+)"', path.read_text())}
+    return named.union(*map(included_by, named))
+
 
 needs_compiler = pytest.mark.skipif(bool(what_is_missing()), reason=what_is_missing() or "it is there")
 
@@ -47,7 +59,7 @@ def test_the_header_of_matrix_instructions_is_what_its_generator_writes() -> Non
 
 
 def test_every_file_is_used() -> None:
-    templates = {case.source.split('"')[1] for module in cuda_modules() for case in module.aot_cases()}
+    templates = {case.source.split('"')[1] for module in MODULES for case in module.aot_cases()}
     assert {path.name for path in SOURCES.glob("*.cu")} == templates
     assert set(HEADERS.glob("**/*.cuh")) == set().union(*(included_by(SOURCES / name) for name in templates))
 
@@ -78,17 +90,17 @@ def unused_constants(source: str) -> list[str]:
     return [name for name in re.findall(r"static constexpr \w+ (\w+)", source) if f"Config::{name}" not in code]
 
 
-@pytest.mark.parametrize("cases", [each.aot_cases for each in cuda_modules()], ids=[m.__name__ for m in cuda_modules()])
-def test_a_source_gets_no_constant_that_it_does_not_use(cases: Callable[[], list[CudaCase]]) -> None:
-    for case in cases():
+@of_all_modules
+def test_a_source_gets_no_constant_that_it_does_not_use(module: ModuleType) -> None:
+    for case in module.aot_cases():
         assert not unused_constants(case.source), case.name
         assert unused_constants(f"{case.source}\nstatic constexpr int SPARE = 1; // Config::SPARE") == ["SPARE"]
 
 
-@pytest.mark.parametrize("cases", [each.aot_cases for each in cuda_modules()], ids=[m.__name__ for m in cuda_modules()])
-def test_kernels_that_differ_have_other_names(cases: Callable[[], list[CudaCase]]) -> None:
-    sources = {case.kernel: case.source for case in cases()}
-    assert len(sources) == len({case.source for case in cases()})
+@of_all_modules
+def test_kernels_that_differ_have_other_names(module: ModuleType) -> None:
+    sources = {case.kernel: case.source for case in module.aot_cases()}
+    assert len(sources) == len({case.source for case in module.aot_cases()})
 
 
 def test_a_structure_takes_addresses_of_tensors() -> None:
