@@ -36,61 +36,6 @@ class ExpertBudget:
     stored: StoredType | None = None
     policy: Policy = "lru"  # whose slot a missing expert takes (HostExperts)
 
-    @classmethod
-    def create(
-        cls,
-        budget: float,
-        config: MoEConfig,
-        num_layers: int,
-        dtype: torch.dtype,
-        *,
-        store: ExpertStoreKind = "host",
-        host_budget: float | None = None,
-        parallel: ParallelConfig = ALONE,
-        stored: StoredType | None = None,
-        policy: Policy = "lru",
-    ) -> ExpertBudget:
-        """Turn shares or bytes into experts; over ranks, what each of them has.
-
-        Example: 4 layers of 64 experts of 98,304 bytes, ``budget=0.25``: 16 slots a layer, 6,291,456 bytes on the
-        device. In host memory all 256 experts, or with ``store="file", host_budget=0.5`` any 128.
-
-        Args:
-            budget: Share of all experts, above 0 and up to 1; or bytes for all layers, above 1.
-            host_budget: Share of all experts (up to 1), or bytes (above 1), that host memory holds of a file store.
-        """
-        kinds = get_args(ExpertStoreKind)
-        require(store in kinds, f"expert_store={store!r} must be one of {', '.join(kinds)}")
-        require(policy in POLICIES, f"expert_policy={policy!r} must be one of {', '.join(POLICIES)}")
-        require(
-            policy == "lru" or store == "host",
-            f"expert_policy={policy!r} must be 'lru' with expert_store={store!r}: the host gives away what was used "
-            "longest ago",
-        )
-        require(math.isfinite(budget), f"expert_budget={budget} must be finite: {UNIT}")
-        held, width = config.num_experts // parallel.ep, config.ffn_size // parallel.tp
-        mine = MoEConfig(
-            hidden_size=config.hidden_size, ffn_size=width, num_experts=held, top_k=min(config.top_k, held)
-        )
-        _check_stored(stored, config, width)
-        slots = slots_of_budget(budget, mine, num_layers, dtype, stored)
-        expert = bytes_of_expert(config.hidden_size, width, dtype, stored)
-        places = num_layers * held
-        if store == "file":
-            places = _places(host_budget, places, slots, expert)
-        else:
-            require(host_budget is None, f"host_budget={host_budget} must be None where host memory holds all experts")
-        return cls(
-            store=store,
-            num_layers=num_layers,
-            held=held,
-            expert_bytes=expert,
-            slots=slots,
-            places=places,
-            stored=stored,
-            policy=policy,
-        )
-
     @property
     def device_bytes(self) -> int:
         """Of the slots of all layers."""
@@ -208,19 +153,39 @@ class StoreOptions:
         return decode_tokens or CACHED_DECODE_TOKENS
 
     def budget(
-        self, moe: MoEConfig, num_layers: int, dtype: torch.dtype, parallel: ParallelConfig
+        self, config: MoEConfig, num_layers: int, dtype: torch.dtype, parallel: ParallelConfig = ALONE
     ) -> ExpertBudget | None:
-        """What each rank has where; ``None`` where all experts are on the device."""
-        if self.expert_budget is None:
+        """Turn shares or bytes into experts; over ranks, what each has. ``None``: all experts are on the device.
+
+        Example: 4 layers of 64 experts of 98,304 bytes, ``expert_budget=0.25``: 16 slots a layer, 6,291,456 bytes on
+        the device. In host memory all 256 experts, or with ``expert_store="file", host_budget=0.5`` any 128.
+        """
+        budget, store, stored, policy = self.expert_budget, self.expert_store, self.stored, self.expert_policy
+        if budget is None:
             return None
-        return ExpertBudget.create(
-            self.expert_budget,
-            moe,
-            num_layers,
-            dtype,
-            store=self.expert_store,
-            host_budget=self.host_budget,
-            parallel=parallel,
-            stored=self.stored,
-            policy=self.expert_policy,
+        kinds = get_args(ExpertStoreKind)
+        require(store in kinds, f"expert_store={store!r} must be one of {', '.join(kinds)}")
+        require(policy in POLICIES, f"expert_policy={policy!r} must be one of {', '.join(POLICIES)}")
+        require(
+            policy == "lru" or store == "host",
+            f"expert_policy={policy!r} must be 'lru' with expert_store={store!r}: the host gives away what was used "
+            "longest ago",
         )
+        require(math.isfinite(budget), f"expert_budget={budget} must be finite: {UNIT}")
+        held, width = config.num_experts // parallel.ep, config.ffn_size // parallel.tp
+        mine = MoEConfig(
+            hidden_size=config.hidden_size, ffn_size=width, num_experts=held, top_k=min(config.top_k, held)
+        )
+        _check_stored(stored, config, width)
+        slots = slots_of_budget(budget, mine, num_layers, dtype, stored)
+        expert = bytes_of_expert(config.hidden_size, width, dtype, stored)
+        places = num_layers * held
+        if store == "file":
+            places = _places(self.host_budget, places, slots, expert)
+        else:
+            given = self.host_budget
+            require(given is None, f"host_budget={given} must be None where host memory holds all experts")
+        return ExpertBudget(
+            store=store, num_layers=num_layers, held=held, expert_bytes=expert, slots=slots, places=places,
+            stored=stored, policy=policy,
+        )  # fmt: skip

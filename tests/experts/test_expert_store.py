@@ -18,7 +18,7 @@ from comet.decode import DecodeWeights
 from comet.decode.runners import Decoder, LocalRunner
 from comet.errors import CommTimeoutError
 from comet.experts import store
-from comet.experts.budget import ExpertBudget
+from comet.experts.budget import ALONE, ExpertBudget, StoreOptions
 from comet.experts.staged import Stage, StagedCache, StagedExperts
 from comet.experts.store import HeldExperts, Specs, host_memory
 from comet.experts.streaming import Visit
@@ -215,22 +215,22 @@ def test_memory_is_registered_with_cuda_until_nobody_refers_to_it(status: int, m
 EXAMPLE = MoEConfig(hidden_size=128, ffn_size=64, num_experts=64, top_k=6)
 
 
-def budget_of(budget: float = 0.25, **changes) -> ExpertBudget:
-    return ExpertBudget.create(budget, EXAMPLE, 4, torch.float32, **changes)
+def budget_of(budget: float = 0.25, parallel: ParallelConfig = ALONE, **options) -> ExpertBudget:
+    return StoreOptions(expert_budget=budget, **options).budget(EXAMPLE, 4, torch.float32, parallel)
 
 
 def test_a_budget_in_experts_and_bytes() -> None:
-    held, files = budget_of(), budget_of(store="file", host_budget=0.5)
+    held, files = budget_of(), budget_of(expert_store="file", host_budget=0.5)
     assert (held.slots, held.places, held.device_bytes) == (16, 256, 6_291_456)
     assert held.host_bytes == held.store_bytes == 256 * 98_304
     assert (files.slots, files.places, files.host_bytes) == (16, 128, 128 * 98_304)
-    assert budget_of(store="file", host_budget=20 * 98_304 + 1).places == 20
-    assert budget_of(store="file", host_budget=1e12).places == 256
+    assert budget_of(expert_store="file", host_budget=20 * 98_304 + 1).places == 20
+    assert budget_of(expert_store="file", host_budget=1e12).places == 256
     assert budget_of(0.1).slots == 6
     ranks = budget_of(0.25, parallel=ParallelConfig(ep=2, tp=2))
     assert (ranks.held, ranks.slots, ranks.expert_bytes) == (32, 8, 49_152)
     assert ranks.store_bytes == held.store_bytes // 4
-    small = budget_of(1_000_000, stored="mxfp4")
+    small = budget_of(1_000_000, expert_dtype="mxfp4")
     assert (small.slots, small.expert_bytes, small.stored) == (19, 13_056, "mxfp4"), "of 2 in float32"
     few = budget_of(1.0, parallel=ParallelConfig(ep=16))
     assert (few.held, few.slots) == (4, 4), "fewer than top_k experts all have slots"
@@ -245,17 +245,17 @@ def test_a_budget_in_experts_and_bytes() -> None:
         ({"budget": -3.0}, "expert_budget=-3.0 must be above 0"),
         ({"budget": 0.09}, "expert_budget=0.09 holds 5 experts of each of 4 layers, and must hold top_k=6"),
         ({"budget": 5.0}, "expert_budget=5.0 holds 0 experts .* must hold top_k=6: 2,359,296 bytes"),
-        ({"store": "disk"}, "expert_store='disk' must be one of host, file"),
+        ({"expert_store": "disk"}, "expert_store='disk' must be one of host, file"),
         ({"host_budget": 0.5}, "host_budget=0.5 must be None where host memory holds all experts"),
-        ({"store": "file"}, "host_budget=None must be given with expert_store='file'"),
-        ({"store": "file", "host_budget": float("nan")}, "host_budget=nan must be given .* finite and above 0"),
-        ({"store": "file", "host_budget": -1.0}, "host_budget=-1.0 must be given .* finite and above 0"),
+        ({"expert_store": "file"}, "host_budget=None must be given with expert_store='file'"),
+        ({"expert_store": "file", "host_budget": float("nan")}, "host_budget=nan must be given .* finite and above 0"),
+        ({"expert_store": "file", "host_budget": -1.0}, "host_budget=-1.0 must be given .* finite and above 0"),
         (
-            {"stored": "mxfp4", "parallel": ParallelConfig(tp=4)},
+            {"expert_dtype": "mxfp4", "parallel": ParallelConfig(tp=4)},
             "expert_dtype=mxfp4 takes a ffn_size / tp that is a multiple of 32, not 16",
         ),
         (
-            {"store": "file", "host_budget": 0.05},
+            {"expert_store": "file", "host_budget": 0.05},
             "host_budget=0.05 holds 12 experts, and must hold the 16 .* 1,572,864",
         ),
     ],
