@@ -14,10 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.resources import files
 from textwrap import shorten
 from typing import Any, TypeVar
 
 import torch
+import yaml
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -33,6 +35,38 @@ from comet.measure.timing import Timing, Variant, capture, max_over_ranks, rank_
 from comet.training.ranks import RankContext
 from comet.tuner.problem import Problem, counted
 from comet.tuner.profile import Measured
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """A layer, its layout and its tokens per rank; whether they fit each other shows in its ``problem``."""
+
+    model: str
+    moe: MoEConfig
+    parallel: ParallelConfig
+    tokens: int
+
+    @property
+    def title(self) -> str:
+        """For people: ``tiny EP2 TP1, 512 tokens``."""
+        return f"{self.model} EP{self.parallel.ep} TP{self.parallel.tp}, {self.tokens} tokens"
+
+    def problem(self, dtype: torch.dtype) -> Problem:
+        """What is measured; raises ``ValueError`` where the shape breaks a rule."""
+        return Problem(self.moe, self.parallel, self.tokens, dtype)
+
+
+def layers_of(names: Sequence[str], job: JobConfig) -> dict[str, MoEConfig]:
+    """The MoE layers of these models of ``configs/model``; the job's own where none is named."""
+    if not names:
+        return {job.model.name: job.model.moe}
+    folder, found = files("comet.configs") / "model", {}
+    known = sorted(path.name.removesuffix(".yaml") for path in folder.iterdir() if path.name.endswith(".yaml"))
+    for name in names:
+        require(name in known, f"model={name!r} must be one of {', '.join(known)}")
+        model = yaml.safe_load((folder / f"{name}.yaml").read_text(encoding="utf-8"))
+        found[name] = MoEConfig(**model["moe"] | {"hidden_size": model["hidden_size"]})
+    return found
 
 
 def make_group(

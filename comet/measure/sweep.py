@@ -26,10 +26,10 @@ from comet.config import MoEConfig, OverlapConfig, ParallelConfig, require
 from comet.errors import NothingMeasuredError
 from comet.jobs.config import JobConfig, activation_dtype
 from comet.layer.group import ExpertGroup
-from comet.measure.layers import attempt, make_group, measure_layer
+from comet.measure.layers import Shape, attempt, layers_of, make_group, measure_layer
 from comet.training.ranks import RankContext, from_first_rank
 from comet.training.run_folder import FolderLock
-from comet.tuner.problem import Machine, Problem, counted
+from comet.tuner.problem import Machine, counted
 from comet.tuner.profile import Measured
 from comet.utils.progress import Measuring
 from comet.utils.shared_file import require_writable, write_whole
@@ -41,21 +41,6 @@ KEY_COLUMNS = tuple(
 COLUMNS = (*KEY_COLUMNS, "ms", "failure")
 CSV_NAME, PLOT_NAME = "sweep.csv", "sweep.png"
 MAX_COLUMNS, SUBPLOT_INCHES = 3, (5.0, 3.6)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
-    """A layer, its layout and its tokens per rank; whether they fit each other shows when it is measured."""
-
-    model: str
-    moe: MoEConfig
-    parallel: ParallelConfig
-    tokens: int
-
-    @property
-    def title(self) -> str:
-        """For people: ``tiny EP2 TP1, 512 tokens``."""
-        return f"{self.model} EP{self.parallel.ep} TP{self.parallel.tp}, {self.tokens} tokens"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,13 +61,13 @@ class Point:
         return tuple(map(str, values))
 
 
-def sweep_points(job: JobConfig, models: Mapping[str, MoEConfig]) -> list[Point]:
+def sweep_points(job: JobConfig) -> list[Point]:
     """All combinations of the lists in ``job.sweep``, points of one shape together; the job stands in for empty lists.
 
     Example: 2 models, 1 layout, 2 tokens, 3 comm_blocks and 2 panels are 24 points.
     """
     sweep, overlap = job.sweep, job.overlap or OverlapConfig()
-    layers = models or {job.model.name: job.model.moe}
+    layers = layers_of(sweep.models, job)
     layouts = [replace(job.parallel, ep=ep, tp=tp) for ep, tp in sweep.layouts] or [job.parallel]
     tokens = sweep.tokens or (job.train.batch_size * job.model.context,)
     combinations = [
@@ -201,12 +186,10 @@ def sweep_lines(results: Mapping[Point, Measured]) -> dict[int, list[tuple[int, 
 Todo = dict[Shape, list[Point]]
 
 
-def run_sweep(
-    job: JobConfig, context: RankContext, load_models: Callable[[Sequence[str]], Mapping[str, MoEConfig]]
-) -> dict[str, Any]:
+def sweep_job(job: JobConfig, context: RankContext) -> dict[str, Any]:
     """Measure the points of which the CSV file holds no time yet (collective).
 
-    Rank 0, which alone calls ``load_models``, has printed the table and, as the last line, the facts that are returned.
+    Rank 0 has printed the table and, as the last line, the facts that are returned.
     """
     dtype, device = str(activation_dtype(job.train.dtype, context.device)), Machine.of(context.device).name
     name, value = folder_setting(job)
@@ -217,7 +200,7 @@ def run_sweep(
         def prepare() -> tuple[list[Point], Todo]:
             has_rows = name == "output_dir" or log.path.exists()
             require(has_rows, f"resume={job.resume!r} must be a folder with {CSV_NAME}")
-            points = sweep_points(job, load_models(job.sweep.models))
+            points = sweep_points(job)
             lock.acquire()
             require_writable(log.path, lock.setting)
             log.rows = SweepLog.load(log.path).rows
@@ -296,8 +279,7 @@ def measure_shape(
 
     def measure() -> Sequence[Measured]:
         dtype = activation_dtype(job.train.dtype, context.device)
-        problem = Problem(shape.moe, shape.parallel, shape.tokens, dtype)
-        return measure_layer(problem, settings, group, rounds=job.sweep.rounds, tell=tell)
+        return measure_layer(shape.problem(dtype), settings, group, rounds=job.sweep.rounds, tell=tell)
 
     measured, failure = attempt(measure, context.device, _world(context))
     return measured or _failed(settings, failure)

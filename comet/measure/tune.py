@@ -21,12 +21,12 @@ from typing import Any
 import torch
 
 from comet.comm.base import require_memory
-from comet.config import MoEConfig, OverlapConfig
+from comet.config import OverlapConfig
 from comet.errors import NothingMeasuredError
 from comet.jobs.config import JobConfig, activation_dtype
 from comet.layer.group import ExpertGroup
 from comet.layer.workspace import Workspace, WorkspaceShape
-from comet.measure.layers import make_group, measure_layer
+from comet.measure.layers import Shape, layers_of, make_group, measure_layer
 from comet.training.ranks import RankContext, from_first_rank
 from comet.tuner.choice import resolve
 from comet.tuner.problem import Machine, Problem, candidate_name, candidates, default_setting, effective
@@ -35,8 +35,6 @@ from comet.utils.progress import Measuring
 from comet.utils.shared_file import require_writable
 from comet.utils.tables import aligned
 from comet.version import comet_version
-
-LoadModels = Callable[[Sequence[str]], Mapping[str, MoEConfig]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,22 +118,22 @@ def regret_text(found: Mapping[str, Mapping[str, float | int | None]]) -> str:
     return "\n".join(["regret: time of the choice over the best measured", *lines])
 
 
-def tune_job(config: JobConfig, context: RankContext, load_models: LoadModels) -> dict[str, Any]:
+def tune_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
     """Tune every point of the job (collective); each winner is stored as soon as it is measured.
 
-    Rank 0, which alone calls ``load_models``, has printed the tables and, as the last line, what is returned: the facts
-    of all points, and ``regrets``; equal on all ranks but for seconds.
+    Rank 0 has printed the tables and, as the last line, what is returned: the facts of all points, and ``regrets``;
+    equal on all ranks but for seconds.
     """
     start = time.perf_counter()
-    points = job_points(config, from_first_rank(lambda: load_models(config.tune.models)), context.device)
+    points = job_points(config, context.device)
     machine, store = from_first_rank(lambda: _open_store(config, context.device))
-    group = make_group(config, points[0][1].moe, config.parallel, 1, context)  # each point has a pool of its own
+    group = make_group(config, next(iter(points)).moe, config.parallel, 1, context)  # each point has a pool of its own
     require_memory(group.comm, "tune", "there is nothing to tune between nodes, which run path 'plain'")
     tuned: list[Tuned] = []
     facts: list[dict[str, Any]] = []
     progress = Measuring(len(points), "point", enabled=context.rank == 0)
-    for model, problem in points:
-        begin = time.perf_counter()
+    for shape, problem in points.items():
+        model, begin = shape.model, time.perf_counter()
         progress.begin(f"{model}, {problem.num_tokens} tokens")
         try:
             tuned.append(_tune_point(problem, machine, store, group, config.tune.rounds, progress.tell))
@@ -157,12 +155,16 @@ def tune_job(config: JobConfig, context: RankContext, load_models: LoadModels) -
     return result
 
 
-def job_points(config: JobConfig, models: Mapping[str, MoEConfig], device: torch.device) -> list[tuple[str, Problem]]:
-    """The points of a job with their models' names; the job's model where there are none."""
+def job_points(config: JobConfig, device: torch.device) -> dict[Shape, Problem]:
+    """The points of a job; raises ``ValueError`` where one breaks a rule."""
     dtype = activation_dtype(config.train.dtype, device)
-    tokens = dict.fromkeys(config.tune.tokens or (config.train.batch_size * config.model.context,))
-    layers = models or {config.model.name: config.model.moe}
-    return [(name, Problem(moe, config.parallel, num, dtype)) for name, moe in layers.items() for num in tokens]
+    tokens = config.tune.tokens or (config.train.batch_size * config.model.context,)
+    shapes = [
+        Shape(model=name, moe=moe, parallel=config.parallel, tokens=num)
+        for name, moe in layers_of(config.tune.models, config).items()
+        for num in tokens
+    ]
+    return {shape: shape.problem(dtype) for shape in shapes}
 
 
 def _open_store(config: JobConfig, device: torch.device) -> tuple[Machine, ProfileStore]:

@@ -9,24 +9,20 @@ import torch
 from comet.jobs.config import JobConfig, activation_dtype
 from comet.launch.dry_run.train import MIB, counted_ranks
 from comet.launch.tasks.modular import find_parts, tokens_of
-from comet.launch.tasks.tuning import load_models
 from comet.layer.workspace import WorkspaceShape, rank_pool_bytes
-from comet.measure.sweep import Shape, sweep_points
+from comet.measure.layers import Shape
+from comet.measure.sweep import sweep_points
 from comet.measure.tune import job_points
 
 
 def describe_tune(job: JobConfig, num_ranks: int, device: torch.device) -> list[str]:
     """Comment lines, as ``comet.launch.dry_run.train.describe`` has them."""
-    shapes = [
-        Shape(model=name, moe=problem.moe, parallel=problem.parallel, tokens=problem.num_tokens)
-        for name, problem in job_points(job, load_models(job.tune.models), device)
-    ]
-    return describe_shapes(job, shapes, num_ranks, device)
+    return describe_shapes(job, job_points(job, device), num_ranks, device)
 
 
 def describe_sweep(job: JobConfig, num_ranks: int, device: torch.device) -> list[str]:
     """The lines for ``sweep``; a shape that cannot run is no error, as it is none in a sweep."""
-    shapes = dict.fromkeys(point.shape for point in sweep_points(job, load_models(job.sweep.models)))
+    shapes = dict.fromkeys(point.shape for point in sweep_points(job))
     return describe_shapes(job, shapes, num_ranks, device)
 
 

@@ -92,7 +92,7 @@ TASKS: Mapping[str, Task] = {
     ),
     "tune": Task(
         "measure how fused kernels best share the GPU, keep the winners",
-        "comet.launch.tasks.tuning",
+        "comet.measure.tune",
         "tune_job",
         reads=("tune", "train.dtype", *LAYER),
         examples={"model=qwen3_30b_a3b tune.tokens=[2048,8192]": ""},
@@ -101,7 +101,7 @@ TASKS: Mapping[str, Task] = {
     ),
     "sweep": Task(
         "measure a grid of overlap settings, models and layouts, draw it",
-        "comet.launch.tasks.tuning",
+        "comet.measure.sweep",
         "sweep_job",
         settings={"output_dir": "outputs/sweep-${now:%Y%m%d-%H%M%S}"},
         reads=("sweep", "output_dir", "resume", "overlap", "train.dtype", *LAYER),

@@ -13,9 +13,8 @@ from comet.config import MoEConfig, ParallelConfig
 from comet.launch.cli import main
 from comet.launch.config import compose, make_job
 from comet.launch.dry_run.layers import shape_bytes
-from comet.launch.tasks.tuning import load_models
 from comet.layer.workspace import WorkspaceShape, workspace_bytes
-from comet.measure.sweep import Shape
+from comet.measure.layers import Shape
 
 
 def test_shape_bytes_example():
@@ -94,7 +93,7 @@ def test_a_dry_run_of_layers_counts_each_shape(task, capfd, monkeypatch):
         ("tiny", "64"), ("tiny", "2048"), ("mixtral_8x7b", "64"), ("mixtral_8x7b", "2048"),
     ]  # fmt: skip
     for name, _, _, num, _, *sizes in rows:
-        moe = load_models([name])[name]
+        moe = make_job(compose([f"model={name}"]), 1).model.moe
         pool = workspace_bytes(WorkspaceShape.create(moe, 2, int(num), torch.float32))
         weights = 4 * 3 * moe.hidden_size * moe.ffn_size * moe.num_experts // 2
         assert sizes == [f"{size / 2**20:,.1f}" for size in (pool, weights, pool + weights)]

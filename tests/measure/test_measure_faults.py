@@ -117,7 +117,7 @@ def test_tune_goes_on_and_keeps_the_rest(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(measure, "make_path", make_path)  # undoes what ``break_call`` sets
     calls = break_call(3, leave_fault, after=True)
     config = make_job(compose(["model=tiny", f"tune.profiles={tmp_path}", "tune.rounds=3", "tune.tokens=[16,4]"]), 1)
-    facts = tune_job(config, Rank(), lambda _: {"small": MOE})
+    facts = tune_job(config, Rank())
     assert len(calls) > 4
     failed = [[item for item in point["candidates"] if item["measured_ms"] is None] for point in facts["points"]]
     assert [[item["setting"]["comm_blocks"] for item in items] for items in failed] == [[16], []]

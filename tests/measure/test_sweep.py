@@ -21,7 +21,6 @@ from comet.errors import NothingMeasuredError
 from comet.jobs.config import JobConfig, SweepConfig
 from comet.launch.cli import PROGRAM, main
 from comet.launch.config import compose, make_job
-from comet.launch.tasks.tuning import load_models, sweep_job
 from comet.layer.group import make_expert_group
 from comet.layer.paths import make_path
 from comet.measure.sweep import (
@@ -35,7 +34,7 @@ from comet.measure.sweep import (
     measure_shape,
     pending,
     plot_sweep,
-    run_sweep,
+    sweep_job,
     sweep_lines,
     sweep_points,
     sweep_table,
@@ -63,9 +62,9 @@ def outcome(of: Point, ms: float | None, failure: str = "") -> Measured:
 
 
 def test_points_are_the_product_of_the_lists():
-    job = job_of("sweep.tokens=[16,32]", "sweep.comm_blocks=[8,16,8,32]", "sweep.num_panels=[2,4]")
-    assert len(sweep_points(job, {"a": MOE, "b": replace(MOE, top_k=1)})) == 24
-    points = sweep_points(job, {})
+    words = "sweep.tokens=[16,32]", "sweep.comm_blocks=[8,16,8,32]", "sweep.num_panels=[2,4]"
+    assert len(sweep_points(job_of(*words, "sweep.models=[tiny,gpt_oss_20b]"))) == 24
+    points = sweep_points(job_of(*words))
     assert len(points) == 12, "the job's own model; 8 appears twice in the list but is one point"
     assert [item.shape.tokens for item in points] == [16] * 6 + [32] * 6
     assert [item.setting.comm_blocks for item in points[:4]] == [8, 16, 32, 8]
@@ -74,7 +73,7 @@ def test_points_are_the_product_of_the_lists():
 
 def test_an_empty_list_takes_the_value_of_the_job():
     job = job_of("sweep.comm_blocks=[]", "overlap.comm_blocks=7", "overlap.num_panels=2")
-    (only,) = sweep_points(job, {})
+    (only,) = sweep_points(job)
     assert only.setting == OverlapConfig(comm_blocks=7, num_panels=2)
     assert only.shape.tokens == job.train.batch_size * job.model.context
     assert only.shape.parallel == job.parallel
@@ -178,7 +177,7 @@ def test_a_second_sweep_measures_only_what_is_new(tmp_path, capsys):
     assert (facts["points"], facts["measured_now"], facts["output_dir"]) == (8, 6, str(tmp_path)), "4 new, 2 failed"
     assert (tmp_path / CSV_NAME).read_text().startswith(before), "old rows are kept as they were"
     with pytest.raises(ValueError, match=r"resume='.*/none' must be a folder with sweep\.csv"):
-        run_sweep(job_of(f"resume={tmp_path}/none"), Rank(), load_models)
+        sweep_job(job_of(f"resume={tmp_path}/none"), Rank())
 
 
 def test_a_failed_point_is_measured_again_and_keeps_its_reason_until_then(tmp_path, monkeypatch):
@@ -278,14 +277,14 @@ def test_a_folder_that_cannot_be_written_is_named_before_anything_is_measured(
     config = make_job(compose(["model=tiny", "tune.tokens=[32]", f"tune.profiles={folder}", f"output_dir={folder}"]), 1)
     message = f"={folder!r} must be a folder that can be written: .*Not a directory"
     with pytest.raises(ValueError, match=f"^tune.profiles{message}"):
-        tune_job(config, Rank(), lambda _: {"small": MOE})
+        tune_job(config, Rank())
     with pytest.raises(ValueError, match=f"^output_dir{message}"):
-        run_sweep(config, Rank(), lambda _: {"small": MOE})
+        sweep_job(config, Rank())
     SweepLog(tmp_path / CSV_NAME).put({})
     (tmp_path / f"{CSV_NAME}.lock").unlink(missing_ok=True)
     (tmp_path / f"{CSV_NAME}.lock").mkdir()
     with pytest.raises(ValueError, match=f"^resume='{tmp_path}' must be a folder that can be written"):
-        run_sweep(replace(config, resume=str(tmp_path)), Rank(), lambda _: {"small": MOE})
+        sweep_job(replace(config, resume=str(tmp_path)), Rank())
 
 
 TOKENS = tuple(range(16, 1040, 16))  # minutes of work: the sweep is not over when it is told to stop

@@ -28,6 +28,11 @@ MODELS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "layers_of", lambda names, job: {name: MODELS[name] for name in names})
+
+
 def job_of(folder: Path, *overrides: str) -> JobConfig:
     return make_job(compose(["model=tiny", f"tune.profiles={folder}", "tune.rounds=1", *overrides]), 1)
 
@@ -104,9 +109,7 @@ def test_the_command_on_two_ranks(
 
 def test_several_models_in_one_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = job_of(tmp_path, "tune.models=[few,many]", "tune.tokens=[16,4]")
-    asked: list[Sequence[str]] = []
-    facts = tune.tune_job(config, Rank(), lambda names: asked.append(names) or MODELS)
-    assert asked == [("few", "many")]
+    facts = tune.tune_job(config, Rank())
     assert [point["model"] for point in facts["points"]] == ["few", "few", "many", "many"]
     entries = ProfileStore.load(tmp_path / "cpu_x1.json", "cpu").entries
     assert {(key.hidden_size, key.tokens) for key in entries} == {(32, 16), (32, 4), (64, 16), (64, 4)}
@@ -117,7 +120,7 @@ def test_a_run_says_what_it_compiles_and_times(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("comet.utils.progress.LOG_INTERVAL_S", 0.0)
-    tune.tune_job(job_of(tmp_path, "tune.models=[few]", "tune.tokens=[16,4]"), Rank(), lambda _: {"few": MODELS["few"]})
+    tune.tune_job(job_of(tmp_path, "tune.models=[few]", "tune.tokens=[16,4]"), Rank())
     err = capfd.readouterr().err
     for done, tokens in ((0, 16), (1, 4)):
         point = rf"comet: {done} of 2 points measured, [\d:]+ so far, [\d:?]+ left; few, {tokens} tokens"
@@ -135,14 +138,14 @@ def test_a_point_of_which_nothing_runs_is_told_and_a_run_of_such_points_fails(
         return make_path(name, moe, *others)
 
     monkeypatch.setattr("comet.measure.layers.make_path", only_wide)
-    facts = tune.tune_job(job_of(tmp_path, "tune.models=[few,many]", "tune.tokens=[16]"), Rank(), lambda _: MODELS)
+    facts = tune.tune_job(job_of(tmp_path, "tune.models=[few,many]", "tune.tokens=[16]"), Rank())
     failed, ran = facts["points"]
     reason = f"none of {failed['failure'].split()[2]} settings ran, the first: RuntimeError: no resources"
     assert failed == {"model": "few", "tokens": 16, "failure": reason}
     assert ran["model"] == "many"
     assert f"few, 16 tokens: {reason}" in capfd.readouterr().out
     with pytest.raises(NothingMeasuredError, match=r"^tune: none of 1 points ran, the first: none of \d+ settings ran"):
-        tune.tune_job(job_of(tmp_path, "tune.tokens=[16]"), Rank(), lambda _: {"few": MODELS["few"]})
+        tune.tune_job(job_of(tmp_path, "tune.models=[few]", "tune.tokens=[16]"), Rank())
 
 
 def test_an_interrupted_run_keeps_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +159,7 @@ def test_an_interrupted_run_keeps_what_it_measured(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(tune, "measure_layer", stops_at_the_third)
     with pytest.raises(KeyboardInterrupt):
-        tune.tune_job(job_of(tmp_path, "tune.models=[few,many]", "tune.tokens=[16,4]"), Rank(), lambda _: MODELS)
+        tune.tune_job(job_of(tmp_path, "tune.models=[few,many]", "tune.tokens=[16,4]"), Rank())
     entries = ProfileStore.load(tmp_path / "cpu_x1.json", "cpu").entries
     assert {(key.hidden_size, key.tokens) for key in entries} == {(32, 16), (32, 4)}
 
@@ -175,8 +178,8 @@ def test_each_point_has_a_pool_of_its_size_and_the_stored_setting_is_measured_ag
     monkeypatch.setattr(tune, "measure_layer", fake)
     candidates = tune.candidates
     monkeypatch.setattr(tune, "candidates", lambda *call: [*candidates(*call), odd])
-    tune.tune_job(job_of(tmp_path, "tune.models=[few,many]", "tune.tokens=[300]"), Rank(), lambda _: MODELS)
+    tune.tune_job(job_of(tmp_path, "tune.models=[few,many]", "tune.tokens=[300]"), Rank())
     assert pools == [(300, 300, 32), (300, 300, 64)]
     monkeypatch.setattr(tune, "candidates", candidates)
-    tune.tune_job(job_of(tmp_path, "tune.models=[few,many]", "tune.tokens=[100]"), Rank(), lambda _: MODELS)
+    tune.tune_job(job_of(tmp_path, "tune.models=[few,many]", "tune.tokens=[100]"), Rank())
     assert all(settings.count(odd) == 1 for settings in tried)

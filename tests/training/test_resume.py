@@ -24,7 +24,7 @@ from training_cases import Rank, losses, make_job, make_text, train_on_rank
 from comet.launch.cli import PROGRAM
 from comet.launch.config import compose
 from comet.launch.config import make_job as job_of_command
-from comet.launch.tasks.tuning import sweep_job
+from comet.measure.sweep import sweep_job
 from comet.training import trainer
 from comet.training.checkpoint_folder import read_settings
 from comet.training.run_folder import LOCK, OWNER
