@@ -1,11 +1,12 @@
-"""The quantisers, to the bit, against the formats' definitions in Python integers and numpy bit arithmetic."""
+"""The quantisers, to the bit: elements and scales are those of ml_dtypes, layouts those of published models."""
 
 from __future__ import annotations
 
 import math
-import struct
-from bisect import bisect_left
-from fractions import Fraction
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,55 +24,64 @@ from comet.quantization.formats import (
     quantize_rows,
 )
 
-RULES = ["floor", "fit"]
+ml_dtypes = pytest.importorskip("ml_dtypes", reason="install comet-moe[dev]")
+
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+fit_mxfp8 = partial(quantize_mxfp8, rule="fit")
+QUANTISERS: dict[str, Callable[..., Any]] = {
+    "mxfp8 floor": quantize_mxfp8, "mxfp8 fit": fit_mxfp8, "mxfp4": quantize_mxfp4, "fp8": quantize_fp8,
+    "rows": quantize_rows,
+}  # fmt: skip
+of_all_quantisers = pytest.mark.parametrize("quantise", QUANTISERS.values(), ids=QUANTISERS)
 
 
-def e4m3_value(code: int) -> float:
-    """The number a code stands for, from its bit fields: sign, 4 exponent bits with bias 7, 3 fraction bits."""
-    sign, exponent, fraction = -1 if code >> 7 else 1, code >> 3 & 15, code & 7
-    if (exponent, fraction) == (15, 7):
-        return math.nan
-    return sign * float(fraction * 2.0**-9 if exponent == 0 else (8 + fraction) * 2.0 ** (exponent - 10))
+@dataclass(frozen=True)
+class Elements:
+    """Numbers of eight or four bits, as ml_dtypes has them."""
+
+    kind: Any
+    num_codes: int
+    largest: float
+    exponent: int  # of the largest
+
+    @property
+    def numbers(self) -> np.ndarray:
+        """Of all codes, float32."""
+        return np.arange(self.num_codes, dtype=np.uint8).view(self.kind).astype(np.float32)
+
+    def rounded(self, values: Tensor | np.ndarray) -> np.ndarray:
+        """Codes of numbers; what is past the largest becomes it."""
+        limited = np.clip(np.asarray(values, np.float64), -self.largest, self.largest)
+        return limited.astype(np.float32).astype(self.kind).view(np.uint8)
 
 
-MAGNITUDES = [e4m3_value(code) for code in range(127)]
+E4M3_NUMBERS = Elements(ml_dtypes.float8_e4m3fn, 256, 448.0, 8)
+E2M1_NUMBERS = Elements(ml_dtypes.float4_e2m1fn, 16, 6.0, 2)
 
 
-def e4m3_code(value: Fraction | float, is_negative: bool) -> int:
-    """The nearest code, ties to the even one; past the largest number, the largest."""
-    size, above = abs(value), bisect_left(MAGNITUDES, abs(value))
-    if above == len(MAGNITUDES):
-        above -= 1
-    elif above > 0:
-        doubled, middle = 2 * size, MAGNITUDES[above - 1] + MAGNITUDES[above]  # both exact
-        if doubled < middle or (doubled == middle and above % 2 == 1):
-            above -= 1
-    return above | (128 if is_negative else 0)
+def elements_of(packed: MXFP8 | MXFP4 | FP8) -> Elements:
+    return E2M1_NUMBERS if isinstance(packed, MXFP4) else E4M3_NUMBERS
 
 
-def float_bits(value: float) -> int:
-    return struct.unpack("<I", struct.pack("<f", value))[0]
+def codes(packed: MXFP8 | MXFP4 | FP8) -> Tensor:
+    """``(..., K)`` uint8; of a byte of MXFP4 the low half first."""
+    found = packed.elements.view(torch.uint8)
+    return torch.stack((found & 15, found >> 4), dim=-1).flatten(-2) if isinstance(packed, MXFP4) else found
 
 
-def expected_mx_block(values: list[float], rule: str) -> tuple[list[int], int]:
-    """Element codes and scale code of one block, in exact fractions."""
-    amax = max(Fraction(abs(value)) for value in values)
-    exponent = -127
-    if amax:
-        floor_log2 = math.floor(math.log2(amax))
-        floor_log2 += (amax >= Fraction(2) ** (floor_log2 + 1)) - (amax < Fraction(2) ** floor_log2)
-        exponent = max(-127, floor_log2 - 8)
-        if rule == "fit":
-            while exponent < 119 and amax / Fraction(2) ** exponent > 464:
-                exponent += 1
-    scale = Fraction(2) ** exponent
-    return [e4m3_code(Fraction(value) / scale, math.copysign(1, value) < 0) for value in values], exponent + 127
+def packed_codes(everything: Tensor, scales: Tensor, kind: type) -> MXFP8 | MXFP4:
+    elements = everything[..., ::2] | everything[..., 1::2] << 4 if kind is MXFP4 else everything
+    return kind(elements=elements if kind is MXFP4 else elements.view(torch.float8_e4m3fn), scales=scales)
 
 
-def codes(elements: Tensor) -> Tensor:
-    return elements.view(torch.uint8)
+def scales_in_float64(packed: MXFP8 | MXFP4) -> np.ndarray:
+    return packed.scales.numpy().view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
+
+
+def bits(values: Tensor) -> list[int]:
+    """Of float32, where the sign of zero counts, too."""
+    return values.float().view(torch.int32).tolist()
 
 
 def random_values(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -86,86 +96,111 @@ def random_values(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.
     return torch.where(torch.rand(shape, generator=generator) < 0.1, torch.zeros((), dtype=dtype), values)
 
 
-def test_all_e4m3_codes_decode_and_come_back() -> None:
-    everything = torch.arange(256, dtype=torch.uint8)
-    exact = torch.tensor([e4m3_value(code) for code in range(256)])
-    packed = MXFP8(elements=everything.view(torch.float8_e4m3fn), scales=torch.full((8,), 127, dtype=torch.uint8))
-    is_number = ~exact.isnan()
-    assert torch.equal(packed.dequantize()[is_number].view(torch.int32), exact[is_number].view(torch.int32))
-    assert packed.dequantize().isnan().nonzero().flatten().tolist() == [127, 255]
-    # One number beside 448 in each block, so that the scale is 1.
-    for code in [code for code in range(256) if code % 128 != 127]:
-        block = torch.zeros(32)
-        block[0], block[1] = 448.0, e4m3_value(code)
-        block[1] = -0.0 if code == 128 else block[1]
-        for packed in (quantize_mxfp8(block), quantize_mxfp8(block, rule="fit"), quantize_fp8(block[None])):
-            assert codes(packed.elements).flatten()[1] == code
+def in_blocks(values: np.ndarray, largest: float) -> Tensor:
+    """``(n, 1, 32)``: a block of each of ``values (n, m)``, with the largest number beside them, so the scale is 1."""
+    blocks = torch.zeros(len(values), 1, 32)
+    blocks[:, 0, 0] = largest
+    blocks[:, 0, 1 : 1 + values.shape[1]] = torch.from_numpy(values)
+    return blocks
 
 
-def test_all_e8m0_codes() -> None:
-    decoded = decode_e8m0(torch.arange(256, dtype=torch.uint8))
-    assert decoded.dtype == torch.float32
-    for code in range(255):
-        assert decoded[code].item() == math.ldexp(1.0, code - 127)
-    assert decoded[255].isnan()
-    for code in range(255):  # and every scale reaches the numbers
-        elements = torch.full((32,), 0x38, dtype=torch.uint8).view(torch.float8_e4m3fn)
-        packed = MXFP8(elements=elements, scales=torch.tensor([code], dtype=torch.uint8))
-        assert packed.dequantize().tolist() == [math.ldexp(1.0, code - 127)] * 32
+@pytest.mark.parametrize(("kind", "form"), [(MXFP8, E4M3_NUMBERS), (MXFP4, E2M1_NUMBERS)])
+def test_all_codes_and_scales_decode_as_the_library_says(kind: type, form: Elements) -> None:
+    everything = (torch.arange(256) % form.num_codes).byte()
+    packed = packed_codes(everything, torch.full((8,), 127, dtype=torch.uint8), kind)
+    is_number = torch.from_numpy(~np.isnan(form.numbers)).repeat(256 // form.num_codes)
+    for dtype in DTYPES:
+        wanted = torch.from_numpy(form.numbers).to(dtype).repeat(256 // form.num_codes)
+        found = packed.dequantize(dtype)
+        assert bits(found[is_number]) == bits(wanted[is_number])
+        assert torch.equal(~found.isnan(), is_number)
+    scales = torch.arange(255, dtype=torch.uint8)[:, None]
+    pair = torch.tensor([form.rounded(each) for each in (1.0, -2.0)], dtype=torch.uint8).repeat(16)
+    packed = packed_codes(pair.expand(255, 32), scales, kind)
+    wanted = scales_in_float64(packed) * np.array([1.0, -2.0] * 16)
+    assert np.array_equal(packed.dequantize().double().numpy()[:254], wanted[:254])
+    decoded = decode_e8m0(torch.arange(256, dtype=torch.uint8), torch.float64)
+    wanted = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
+    assert np.array_equal(decoded.numpy(), wanted, equal_nan=True)
+    assert torch.equal(decode_e8m0(torch.arange(255, dtype=torch.uint8)).double(), decoded[:255])
 
 
-def test_every_tie_goes_to_the_even_code_and_its_neighbours_to_the_nearer() -> None:
-    for lower in range(126):
-        middle = (MAGNITUDES[lower] + MAGNITUDES[lower + 1]) / 2
-        even = lower + lower % 2
-        below, above = (float(np.nextafter(np.float32(middle), np.float32(to))) for to in (0, 1000))
-        block = torch.tensor([448.0, middle, -middle, below, above, -below, -above] + [0.0] * 25)
-        wanted = [126, even, 128 + even, lower, lower + 1, 128 + lower, 129 + lower] + [0] * 25
-        assert codes(quantize_mxfp8(block).elements).tolist() == wanted
-        assert codes(quantize_fp8(block[None]).elements)[0].tolist() == wanted
+@of_all_quantisers
+def test_numbers_come_back_and_middles_go_to_the_even_code(quantise: Callable[..., Any]) -> None:
+    """Every number, the middle between two, and what is next to it in float32, of both signs."""
+    form = elements_of(quantise(torch.zeros(1, 32)))
+    numbers = form.numbers[~np.isnan(form.numbers)]
+    found = quantise(in_blocks(numbers[:, None], form.largest))
+    assert codes(found)[:, 0, 1].tolist() == np.arange(form.num_codes, dtype=np.uint8)[~np.isnan(form.numbers)].tolist()
+    positive = numbers[: len(numbers) // 2]
+    middles = (positive[:-1] + positive[1:]) / 2
+    beside = [np.nextafter(middles, np.float32(to)) for to in (0, 1000)]
+    values = np.stack([sign * each for each in (middles, *beside) for sign in (1, -1)], axis=1)
+    found = codes(quantise(in_blocks(values, form.largest)))[:, 0, 1:7]
+    assert np.array_equal(found.numpy(), form.rounded(values))
+    lower = np.arange(len(middles))
+    assert found[:, 0].tolist() == (lower + lower % 2).tolist(), "ties go to the even code"
 
 
-@pytest.mark.parametrize(
-    ("largest", "floor", "fit"),
-    [  # (value of the element, scale)
-        (448.0, (448, 1), (448, 1)),
-        (464.0, (448, 1), (448, 1)),  # the tie between 448 and 480
-        (464.1, (448, 1), (240, 2)),
-        (511.0, (448, 1), (256, 2)),
-        (512.0, (256, 2), (256, 2)),
-        (255.0, (448, 0.5), (256, 1)),
-        (2.0**127, (256, 2.0**119), (256, 2.0**119)),
-        (FLOAT32_MAX, (448, 2.0**119), (448, 2.0**119)),  # one more and it would dequantise to infinity
-        (2.0**-118, (512 / 2, 2.0**-126), (256, 2.0**-126)),
-        (2.0**-120, (128, 2.0**-127), (128, 2.0**-127)),  # no smaller scale
-        (2.0**-136, (2.0**-9, 2.0**-127), (2.0**-9, 2.0**-127)),
-        (2.0**-137, (0, 2.0**-127), (0, 2.0**-127)),  # half of the smallest number goes to the even 0
-        (2.0**-149, (0, 2.0**-127), (0, 2.0**-127)),
-        (0.0, (0, 2.0**-127), (0, 2.0**-127)),
-    ],
-)
-def test_mxfp8_scale_of_an_amax(largest: float, floor: tuple[float, float], fit: tuple[float, float]) -> None:
-    for rule, (element, scale) in (("floor", floor), ("fit", fit)):
-        packed = quantize_mxfp8(torch.tensor([0.0] * 31 + [-largest]), rule=rule)
-        assert packed.elements[31].item() == -element
-        assert math.copysign(1, packed.elements[31].item()) == -1, "the sign of zero is kept"
-        assert decode_e8m0(packed.scales).item() == scale
-        assert packed.dequantize()[31].item() == -element * scale
+OF_MXFP8 = [  # largest number; its element and the scale by the rule floor, and by fit
+    (448.0, (448, 1), (448, 1)),
+    (464.0, (448, 1), (448, 1)),  # the tie between 448 and 480
+    (464.1, (448, 1), (240, 2)),
+    (511.0, (448, 1), (256, 2)),
+    (512.0, (256, 2), (256, 2)),
+    (255.0, (448, 0.5), (256, 1)),
+    (2.0**127, (256, 2.0**119), (256, 2.0**119)),
+    (FLOAT32_MAX, (448, 2.0**119), (448, 2.0**119)),  # one more and it would dequantise to infinity
+    (2.0**-118, (256, 2.0**-126), (256, 2.0**-126)),
+    (2.0**-120, (128, 2.0**-127), (128, 2.0**-127)),  # no smaller scale
+    (2.0**-136, (2.0**-9, 2.0**-127), (2.0**-9, 2.0**-127)),
+    (2.0**-137, (0, 2.0**-127), (0, 2.0**-127)),  # half of the smallest number goes to the even 0
+    (2.0**-149, (0, 2.0**-127), (0, 2.0**-127)),
+    (0.0, (0, 2.0**-127), (0, 2.0**-127)),
+]
+OF_MXFP4 = [
+    (6.0, (6, 1)),
+    (7.99, (6, 1)),  # saturates
+    (8.0, (4, 2)),
+    (5.0, (4, 1)),  # the tie between 4 and 6
+    (3.9, (6, 0.5)),  # 7.8 saturates
+    (65504.0, (6, 2.0**13)),
+    (FLOAT32_MAX, (6, 2.0**125)),
+    (2.0**-125, (4, 2.0**-127)),
+    (2.0**-126, (2, 2.0**-127)),  # no smaller scale
+    (2.0**-129, (0, 2.0**-127)),
+    (2.0**-149, (0, 2.0**-127)),
+    (0.0, (0, 2.0**-127)),
+]
+AMAXES = [("mxfp8 floor", largest, floor) for largest, floor, _ in OF_MXFP8]
+AMAXES += [("mxfp8 fit", largest, fit) for largest, _, fit in OF_MXFP8]
+AMAXES += [("mxfp4", *row) for row in OF_MXFP4]
+
+
+@pytest.mark.parametrize(("name", "largest", "wanted"), AMAXES)
+def test_scale_of_an_amax(name: str, largest: float, wanted: tuple[float, float]) -> None:
+    packed, (number, scale) = QUANTISERS[name](torch.tensor([0.0] * 31 + [-largest])), wanted
+    assert packed.scales.item() == 127 + math.log2(scale)
+    assert packed.dequantize()[31].item() == -number * scale
+    assert codes(packed)[31] == elements_of(packed).rounded(-float(number)), "the sign of zero is kept"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rule", RULES)
-def test_random_tensors_are_quantised_as_exact_fractions_say(rule: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", ["mxfp8 floor", "mxfp8 fit", "mxfp4"])
+def test_random_tensors_are_quantised_as_the_library_rounds(name: str, dtype: torch.dtype) -> None:
     weight = random_values((3, 20, 96), seed=11, dtype=dtype)
-    packed = quantize_mxfp8(weight, rule=rule)
-    assert packed.elements.shape == weight.shape
+    packed = QUANTISERS[name](weight)
+    form, blocks = elements_of(packed), weight.double().numpy().reshape(-1, 32)
+    amax = np.abs(blocks).max(1)
+    exponents = np.maximum(np.where(amax > 0, np.frexp(amax)[1] - 1 - form.exponent, -127), -127)
+    if name == "mxfp8 fit":
+        exponents += (amax / 2.0**exponents > 464) & (exponents < 119)
     assert packed.scales.shape == (3, 20, 3)
-    blocks = weight.float().reshape(-1, 32).tolist()
-    wanted = [expected_mx_block(block, rule) for block in blocks]
-    assert codes(packed.elements).reshape(-1, 32).tolist() == [elements for elements, _ in wanted]
-    assert packed.scales.flatten().tolist() == [scale for _, scale in wanted]
-    exact = [[e4m3_value(code) * 2.0 ** (scale - 127) for code in elements] for elements, scale in wanted]
-    assert packed.dequantize().reshape(-1, 32).tolist() == exact  # Python floats are exact here: so is float32
+    assert (packed.scales.flatten().numpy() == exponents + 127).all()
+    wanted = form.rounded(blocks / 2.0 ** exponents[:, None])
+    assert np.array_equal(codes(packed).numpy(), wanted.reshape(3, 20, 96))
+    exact = wanted.view(form.kind).astype(np.float64) * 2.0 ** exponents[:, None]
+    assert np.array_equal(packed.dequantize().double().numpy(), exact.reshape(3, 20, 96)), "exact in float32"
 
 
 def expected_fp8(values: np.ndarray, block_rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -175,11 +210,9 @@ def expected_fp8(values: np.ndarray, block_rows: int) -> tuple[np.ndarray, np.nd
     scales = np.zeros((-(-rows // block_rows), -(-columns // 128)), np.float32)
     for i, j in np.ndindex(*scales.shape):
         part = np.s_[i * block_rows : (i + 1) * block_rows, j * 128 : (j + 1) * 128]
-        quotient = np.abs(values[part]).max() / np.float32(448)
-        bits = float_bits(float(quotient)) // 16 * 16 if quotient > 2.0**-126 else 1 << 23
-        scales[i, j] = np.array(bits, np.uint32).view(np.float32)
-        scaled = values[part] * (np.float32(1) / scales[i, j])
-        elements[part] = [[e4m3_code(float(x), bool(np.signbit(x))) for x in row] for row in scaled]
+        quotient = np.maximum(np.abs(values[part]).max() / np.float32(448), np.float32(2.0**-126))
+        scales[i, j] = (quotient.view(np.uint32) // 16 * 16).view(np.float32)
+        elements[part] = E4M3_NUMBERS.rounded(values[part] * (np.float32(1) / scales[i, j]))
     return elements, scales
 
 
@@ -190,13 +223,12 @@ def test_fp8_blocks_and_rows_against_loops(shape: tuple[int, int], block_rows: i
     values = random_values(shape, seed=sum(shape), dtype=dtype)
     packed = (quantize_fp8 if block_rows == 128 else quantize_rows)(values)
     elements, scales = expected_fp8(values.float().numpy(), block_rows)
-    assert np.array_equal(codes(packed.elements).numpy(), elements)
+    assert np.array_equal(codes(packed).numpy(), elements)
     assert np.array_equal(packed.scales.numpy().view(np.uint32), scales.view(np.uint32))
-    dequantised = packed.dequantize()
-    for i, j in np.ndindex(*shape):
-        if i % 40 == 0:
-            exact = e4m3_value(int(elements[i, j])) * float(scales[i // block_rows, j // 128])
-            assert dequantised[i, j].item() == exact, "dequantising is exact in float32"
+    spread = scales.repeat(block_rows, 0).repeat(128, 1)[: shape[0], : shape[1]].astype(np.float64)
+    exact = elements.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * spread
+    is_exact = (np.abs(exact) >= 2.0**-126) | (spread >= 2.0**-121)
+    assert np.array_equal(packed.dequantize().double().numpy()[is_exact], exact[is_exact]), "in float32"
 
 
 @pytest.mark.parametrize("largest", [FLOAT32_MAX, 2.0**127, 448.0, 2.0**-117, 2.0**-126, 2.0**-149, 0.0])
@@ -206,43 +238,33 @@ def test_fp8_scale_of_extreme_blocks(largest: float) -> None:
     assert abs(packed.scales.item() / wanted - 1) < 2.0**-19
     error = abs(packed.dequantize()[0, 0].item() - largest)
     assert error <= max(largest * 2.0**-19, 2.0**-136)
-    assert codes(packed.elements)[0, 1] == 128
+    assert codes(packed)[0, 1] == 128
 
 
-def quantisers() -> dict:
-    return {
-        "mxfp8 floor": quantize_mxfp8,
-        "mxfp8 fit": lambda values: quantize_mxfp8(values, rule="fit"),
-        "mxfp4": quantize_mxfp4,
-        "fp8": quantize_fp8,
-        "rows": quantize_rows,
-    }
-
-
-@pytest.mark.parametrize("name", quantisers())
+@of_all_quantisers
 @pytest.mark.parametrize("seed", range(5))
-def test_quantising_a_dequantised_tensor_gives_the_same_bits(name: str, seed: int) -> None:
-    first = quantisers()[name](random_values((2, 140, 160), seed))
-    second = quantisers()[name](first.dequantize())
-    assert torch.equal(codes(first.elements), codes(second.elements))
+def test_quantising_a_dequantised_tensor_gives_the_same_bits(quantise: Callable[..., Any], seed: int) -> None:
+    first = quantise(random_values((2, 140, 160), seed))
+    second = quantise(first.dequantize())
+    assert torch.equal(codes(first), codes(second))
     assert torch.equal(first.scales, second.scales)
 
 
-@pytest.mark.parametrize("name", quantisers())
-def test_strided_and_trainable_inputs_and_leading_dimensions(name: str) -> None:
+@of_all_quantisers
+def test_strided_and_trainable_inputs_and_leading_dimensions(quantise: Callable[..., Any]) -> None:
     values = random_values((64, 3, 2, 160), seed=2)
     strided = values.permute(1, 2, 0, 3)[..., ::5]  # (3, 2, 64, 32), no stride of one
-    packed = quantisers()[name](torch.nn.Parameter(strided))
-    whole = quantisers()[name](strided.contiguous())
+    packed = quantise(torch.nn.Parameter(strided))
+    whole = quantise(strided.contiguous())
     assert not packed.elements.requires_grad
     assert not packed.scales.requires_grad
-    assert torch.equal(codes(packed.elements), codes(whole.elements))
+    assert torch.equal(codes(packed), codes(whole))
     assert torch.equal(packed.scales, whole.scales)
     for i, j in np.ndindex(3, 2):
-        alone = quantisers()[name](strided[i, j])
-        assert torch.equal(codes(packed.elements[i, j]), codes(alone.elements))
+        alone = quantise(strided[i, j])
+        assert torch.equal(codes(packed)[i, j], codes(alone))
         assert torch.equal(packed.scales[i, j], alone.scales)
-    assert quantisers()[name](torch.zeros(2, 0, 64)).dequantize().shape == (2, 0, 64)
+    assert quantise(torch.zeros(2, 0, 64)).dequantize().shape == (2, 0, 64)
 
 
 def test_dequantised_half_types_are_rounded_once() -> None:
@@ -254,7 +276,7 @@ def test_dequantised_half_types_are_rounded_once() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ["floor", "fit"])
 def test_the_largest_numbers_stay_finite_in_their_own_type(rule: str, dtype: torch.dtype) -> None:
     """65504 is nearest to 256 * 2^8 = 65536, which is infinite in float16."""
     values = torch.finfo(dtype).max * torch.linspace(-1, 1, 320, dtype=torch.float64).view(10, 32).to(dtype)
@@ -269,7 +291,9 @@ def test_fit_has_the_smaller_mean_square_error() -> None:
     generator = torch.Generator().manual_seed(0)
     normal = torch.randn(64, 1024, generator=generator)
     for weight in (normal, torch.rand(64, 1024, generator=generator) - 0.5, (2 * normal).exp()):
-        floor, fit = ((quantize_mxfp8(weight, rule=rule).dequantize() - weight).square().mean() for rule in RULES)
+        floor, fit = (
+            (quantize_mxfp8(weight, rule=rule).dequantize() - weight).square().mean() for rule in ("floor", "fit")
+        )
         assert fit < 0.9 * floor
 
 
@@ -287,9 +311,21 @@ def test_worked_examples() -> None:
     assert packed.scales.tolist() == [[2.0**-6], [2.0**-5]]
     assert packed.elements.float().tolist() == [[448.0, -64.0], [448.0, 10.0]]
     assert packed.dequantize().tolist() == [[7.0, -1.0], [14.0, 0.3125]]
-    decoded = decode_e8m0(torch.tensor([0, 1, 127, 254, 255], dtype=torch.uint8))
-    assert decoded[:4].tolist() == [2.0**-127, 2.0**-126, 1.0, 2.0**127]
-    assert decoded[4].isnan()
+    packed = quantize_mxfp4(block)
+    assert packed.scales.tolist() == [127]
+    assert packed.elements.tolist() == [0x2E, 0x01] + [0] * 14
+    assert packed.dequantize().tolist() == [-4.0, 1.0, 0.5] + [0.0] * 29
+    assert quantize_mxfp4(torch.tensor([0.5, -6.0] + [0.0] * 30)).elements[0] == 0xF1
+
+
+def test_layout_of_published_models() -> None:
+    """gpt-oss stores (experts, rows, blocks, 16) bytes; transformers reads the low half of a byte first."""
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    generator = torch.Generator().manual_seed(6)
+    packed = quantize_mxfp4(torch.randn(3, 8, 96, generator=generator))
+    blocks = packed.elements.unflatten(-1, (-1, 16))
+    theirs = mxfp4.convert_moe_packed_tensors(blocks, packed.scales, dtype=torch.float32)
+    assert torch.equal(theirs.transpose(1, 2), packed.dequantize())
 
 
 def with_bad(value: float, *where: int, shape: tuple[int, ...] = (2, 3, 64)) -> Tensor:
