@@ -18,7 +18,7 @@ import torch
 from activation_cases import ACTIVATIONS, NAMES, on_paper
 from decode_cases import E2M1, QUANTISERS, DecodeCase
 from host_cases import CASE, CPU, DEADLINE_S, PROFILE, SLOW_LINK, hosted_cache, leave_all_to, set_deadline
-from ranks import run_ranks
+from ranks import in_ranks
 from tiers import slow
 from training_cases import MODEL, MOE, Rank, awake_model, compare_texts, make_group, make_job, nearly_equal
 
@@ -79,11 +79,8 @@ def test_a_model_answers_from_slots_and_cores(expert_dtype: str | None) -> None:
 
 
 @pytest.mark.parametrize("layout", [slow({"ep": 2}), slow({"tp": 2})], ids=["EP2", "TP2"])
-def test_each_rank_has_cores_of_its_own(layout: dict[str, int]) -> None:
-    run_ranks(engines_over_ranks, 2, layout)
-
-
-def engines_over_ranks(rank: int, world_size: int, layout: dict[str, int]) -> None:
+@in_ranks(2)
+def test_each_rank_has_cores_of_its_own(rank: int, world_size: int, layout: dict[str, int]) -> None:
     group = make_group(MODEL.moe, **layout)
     compare_engines(group)
     group.close()

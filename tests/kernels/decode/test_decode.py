@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from activation_cases import ACTIVATIONS, NAMES, draw_biases
 from decode_cases import FOLD, MATRIX, VECTOR, DecodeCase, check_decode, make_inputs, random_case
-from ranks import run_ranks
+from ranks import in_ranks
 
 from comet.comm.base import LocalCommunicator
 from comet.config import MAX_TOP_K
@@ -64,20 +64,6 @@ CASES = [
     DecodeCase(name="32 experts per token", T=3, K=32, E=32, D=16, F=16, config=MATRIX),
     DecodeCase(name="all masked", T=5, K=2, E=4, D=16, F=16, config=MATRIX, routing="none"),
 ]
-
-
-def interpreted(rank: int, world_size: int) -> None:
-    for index, case in enumerate(CASES):
-        check_decode(case, (torch.float32, torch.float16)[index % 2], "cpu", runs=1 if index % 3 else 2)
-    for seed in range(4):
-        case = random_case(seed, most_tokens=6, largest=48)
-        config = FOLD if case.T == 1 else VECTOR if case.T == 2 else MATRIX
-        check_decode(replace(case, config=config), torch.float32, "cpu", runs=1)
-        check_decode(replace(case, T=8 + 4 * case.T, config=TILES), torch.float32, "cpu", runs=1)
-    steps_that_share_a_scratch()
-    check_serves_example()
-    check_passes_example()
-    check_columns_example()
 
 
 def steps_that_share_a_scratch() -> None:
@@ -151,8 +137,19 @@ def check_columns_example() -> None:
         assert out[out >= 0].tolist() == wanted * copies, call
 
 
-def test_kernels_under_the_interpreter() -> None:
-    run_ranks(interpreted, 1, interpret=True, timeout=500)
+@in_ranks(1, interpret=True, timeout=500)
+def test_kernels_under_the_interpreter(rank: int, world_size: int) -> None:
+    for index, case in enumerate(CASES):
+        check_decode(case, (torch.float32, torch.float16)[index % 2], "cpu", runs=1 if index % 3 else 2)
+    for seed in range(4):
+        case = random_case(seed, most_tokens=6, largest=48)
+        config = FOLD if case.T == 1 else VECTOR if case.T == 2 else MATRIX
+        check_decode(replace(case, config=config), torch.float32, "cpu", runs=1)
+        check_decode(replace(case, T=8 + 4 * case.T, config=TILES), torch.float32, "cpu", runs=1)
+    steps_that_share_a_scratch()
+    check_serves_example()
+    check_passes_example()
+    check_columns_example()
 
 
 # ---- the twin --------------------------------------------------------------------------------------------------------
@@ -213,24 +210,18 @@ QUANTISED_ACTIVATED = [
 ]
 
 
-def interpreted_activation(rank: int, world_size: int, activation: Activation) -> None:
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=NAMES)
+@in_ranks(1, interpret=True, timeout=300)
+def test_activations_under_the_interpreter(rank: int, world_size: int, activation: Activation) -> None:
     for index, case in enumerate(ACTIVATED):
         given = replace(case, activation=activation, seed=index)
         check_decode(given, (torch.float32, torch.float16)[index % 2], "cpu", runs=1)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=NAMES)
-def test_activations_under_the_interpreter(activation: Activation) -> None:
-    run_ranks(interpreted_activation, 1, activation, interpret=True, timeout=300)
-
-
-def interpreted_quantised_activation(rank: int, world_size: int) -> None:
+@in_ranks(1, interpret=True, timeout=300)
+def test_activations_of_quantised_weights_under_the_interpreter(rank: int, world_size: int) -> None:
     for index, case in enumerate(QUANTISED_ACTIVATED):
         check_decode(replace(case, activation=ACTIVATIONS[3 - index % 4], seed=index), torch.float32, "cpu", runs=1)
-
-
-def test_activations_of_quantised_weights_under_the_interpreter() -> None:
-    run_ranks(interpreted_quantised_activation, 1, interpret=True, timeout=300)
 
 
 def test_biases_must_fit() -> None:

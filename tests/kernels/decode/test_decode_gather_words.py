@@ -8,7 +8,7 @@ import re
 import torch
 import triton
 import triton.language as tl
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from triton.compiler import ASTSource
 
 from comet.kernels.aot.decode import aot_cases
@@ -119,7 +119,8 @@ def test_no_rank_overwrites_what_another_still_reads() -> None:
 # ---- words that are late ---------------------------------------------------------------------------------------------
 
 
-def half_a_token(rank: int, world_size: int) -> None:
+@in_ranks(1, interpret=True)
+def test_half_a_token_is_not_taken(rank: int, world_size: int) -> None:
     """Rank 1's token but for one word, an id, a weight or a column: rank 0 takes nothing of it and says who is late."""
     token, weights = torch.arange(16, dtype=torch.int32), torch.ones(2)
     for column in (-4, -3, -2, -1, 0, 15):
@@ -133,10 +134,6 @@ def half_a_token(rank: int, world_size: int) -> None:
         assert fault.tolist()[:6] == [1, PLACE_GATHER.value, 1, 1, 3, 1], f"column {column}: {fault.tolist()}"
         assert ids.tolist() == [[5, 6], [ABSENT.value] * 2], f"column {column}: ids {ids.tolist()}"
         assert torch.equal(tokens, torch.stack((token, token * 0))), f"column {column}: half a token was taken"
-
-
-def test_half_a_token_is_not_taken() -> None:
-    run_ranks(half_a_token, 1, interpret=True)
 
 
 # ---- dependent launches ----------------------------------------------------------------------------------------------

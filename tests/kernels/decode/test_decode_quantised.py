@@ -21,7 +21,7 @@ from decode_cases import (
     random_case,
     stored_parts,
 )
-from ranks import run_ranks
+from ranks import in_ranks
 from tiers import slow
 
 from comet.comm import make_communicator
@@ -96,7 +96,9 @@ CASES = {
 }  # fmt: skip
 
 
-def interpreted(rank: int, world_size: int, kind: str, long: bool) -> None:
+@pytest.mark.parametrize(("kind", "long"), [*((kind, False) for kind in KINDS), *(slow(kind, True) for kind in KINDS)])
+@in_ranks(1, interpret=True, timeout=500)
+def test_kernels_under_the_interpreter(rank: int, world_size: int, kind: str, long: bool) -> None:
     """All but those with the longest steps, or these."""
     cases = [case for case in enumerate(CASES[kind]) if (case[1].config in (LONG, LONGER)) == long]
     for index, case in cases:
@@ -109,11 +111,6 @@ def interpreted(rank: int, world_size: int, kind: str, long: bool) -> None:
         check_decode(random_case(seed, most_tokens=6, largest=96, quantised=kind), torch.float32, "cpu", runs=1)
         case = random_case(seed + 50, most_tokens=3, largest=160, quantised=kind)
         check_decode(replace(case, T=8 * case.T + 1, config=TILES), torch.float16, "cpu", runs=1)
-
-
-@pytest.mark.parametrize(("kind", "long"), [*((kind, False) for kind in KINDS), *(slow(kind, True) for kind in KINDS)])
-def test_kernels_under_the_interpreter(kind: str, long: bool) -> None:
-    run_ranks(interpreted, 1, kind, long, interpret=True, timeout=500)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -154,7 +151,10 @@ def shard_and_quantise(kind: str, case: DecodeCase, layout: ExpertLayout) -> Dec
     return DecodeWeights(**stored_parts(kind, *shards), slots=rank_slots(layout, "cpu"))
 
 
-def ranked(rank: int, world_size: int, kind: str, tp: int) -> None:
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+@in_ranks(2, interpret=True)
+def test_ranks_add_up_quantised_experts(rank: int, world_size: int, kind: str, tp: int) -> None:
     case = DecodeCase(name="ranks", T=3, K=2, E=4, D=32, F=64)
     layouts = [ExpertLayout(num_experts=4, top_k=2, ep=world_size // tp, tp=tp, rank=r) for r in range(world_size)]
     shards = [shard_and_quantise(kind, case, layout) for layout in layouts]
@@ -170,12 +170,6 @@ def ranked(rank: int, world_size: int, kind: str, tp: int) -> None:
         assert torch.allclose(output, wanted, atol=1e-5), f"{kind}, tp {tp}, rank {rank}, {num_tokens} tokens"
     comm.barrier()
     comm.close()
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
-def test_ranks_add_up_quantised_experts(kind: str, tp: int) -> None:
-    run_ranks(ranked, 2, kind, tp, interpret=True)
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------
@@ -292,12 +286,9 @@ def test_kernels_refuse_tokens_in_float64() -> None:
         warp_decode(*step, GOOD["fp8"], use_kernels=True)
 
 
-def dequantise(rank: int, world_size: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", SLOT_SIZES)
+@in_ranks(1, interpret=True)
+def test_dequantised_slots_have_the_bits_of_torch(rank: int, world_size: int, kind: str) -> None:
     for dtype in (torch.float32, torch.float16):
         for rows, columns in SLOT_SIZES[kind]:
             check_dequantize(kind, rows, columns, dtype, "cpu")
-
-
-@pytest.mark.parametrize("kind", SLOT_SIZES)
-def test_dequantised_slots_have_the_bits_of_torch(kind: str) -> None:
-    run_ranks(dequantise, 1, kind, interpret=True)

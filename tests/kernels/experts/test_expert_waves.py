@@ -9,7 +9,7 @@ import torch
 from cache_cases import cache_of, compare_waves_over_ranks, resident_weights
 from decode_cases import FOLD, MATRIX, VECTOR, DecodeCase
 from host_cases import compare_steps
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from tiers import slow_but
 
 from comet.decode.local import run_kernels
@@ -32,7 +32,8 @@ def test_the_examples_of_the_docs() -> None:
     assert found.tolist() == [[[-1, 1], [4, -1]], [[3, -1], [-1, 3]]]
 
 
-def split_both(rank: int, world_size: int) -> None:
+@in_ranks(1, interpret=True)
+def test_the_kernel_equals_its_twin(rank: int, world_size: int) -> None:
     made = torch.Generator().manual_seed(5)
     for num_tokens, top_k, num_experts, num_slots in ((2, 3, 20, 4), (7, 2, 9, 2), (16, 4, 40, 5), (3, 2, 5, 2)):
         tables = CacheTables.create(num_experts, num_slots, CPU, (1, num_experts - 1))
@@ -50,10 +51,6 @@ def split_both(rank: int, world_size: int) -> None:
             served = (ids > 0) & (ids < num_experts - 1)
             assert torch.equal(found.amax(0), ids.where(served, -1).int()), "each routed row in one wave"
             assert torch.equal((found >= 0).sum(0), served.long())
-
-
-def test_the_kernel_equals_its_twin() -> None:
-    run_ranks(split_both, 1, interpret=True)
 
 
 BIASED = dict(biased=True, activation=Activation("clamped_swiglu", limit=0.5))

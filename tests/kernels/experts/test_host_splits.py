@@ -21,7 +21,7 @@ from host_cases import (
     hosted_twins,
     set_deadline,
 )
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 
 from comet.decode.local import run_kernels
 from comet.errors import HostComputeError
@@ -64,7 +64,8 @@ def test_experts_on_their_way_are_fetched_and_others_computed() -> None:
     run_ranks(compare_with_prefetch, 1, CASE, interpret=True)
 
 
-def wait_in_vain(rank: int, world_size: int) -> None:
+@in_ranks(1, interpret=True)
+def test_kernels_end_by_the_deadline(rank: int, world_size: int) -> None:
     cache, cores = hosted_cache(CASE, CASE.K, SLOW_LINK)
     os.kill(cores.process.pid, signal.SIGSTOP)
     set_deadline(cache, cores, 10**8)
@@ -77,10 +78,6 @@ def wait_in_vain(rank: int, world_size: int) -> None:
     assert cache.tables.header[HOSTED.value] == 0, "the host is asked no more"
     os.kill(cores.process.pid, signal.SIGCONT)
     cores.close()
-
-
-def test_kernels_end_by_the_deadline() -> None:
-    run_ranks(wait_in_vain, 1, interpret=True)
 
 
 QUICK = {("fold", "lfu"), ("matrix", "lru")}

@@ -19,7 +19,7 @@ from gemm_cases import (
     make_table,
     random_counts,
 )
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from torch import Tensor
 
 from comet.kernels.gemm.activation import activation_backward
@@ -41,7 +41,9 @@ COUNTS = (
 )
 
 
-def fixed_cases(rank: int, world_size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+@in_ranks(1, interpret=True, timeout=300)
+def test_kernels_match_their_twins_and_float64(rank: int, world_size: int, dtype: torch.dtype) -> None:
     for seed, counts in enumerate(COUNTS):
         rows = make_rows(counts, block_rows=16, device="cpu", seed=seed)
         for width, shape in ((16, (16, 16)), (272, (48, 80)), (2064, (64, 32))):
@@ -54,7 +56,9 @@ def fixed_cases(rank: int, world_size: int, dtype: torch.dtype) -> None:
                 check_biases(rows, min(width, 272), dtype, 10 * seed, "cpu")
 
 
-def random_gemm_cases(rank: int, world_size: int, dtype: torch.dtype, seed: int) -> None:
+@pytest.mark.parametrize(("dtype", "seed"), [(torch.float32, 1), (torch.float16, 2)])
+@in_ranks(1, interpret=True, timeout=300)
+def test_random_layouts(rank: int, world_size: int, dtype: torch.dtype, seed: int) -> None:
     generator = random.Random(seed)
     for _ in range(6):
         num_experts, block_rows = generator.randint(1, 5), generator.choice((16, 32))
@@ -72,16 +76,6 @@ def random_gemm_cases(rank: int, world_size: int, dtype: torch.dtype, seed: int)
         check_gather(rows, shape[0], dtype, generator.randrange(2**20), "cpu")
         check_wgrad(rows, shape, dtype, config, generator.randrange(2**20), "cpu")
         check_activation_backward(rows, shape[0], dtype, generator.randrange(2**20), "cpu")
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_kernels_match_their_twins_and_float64(dtype: torch.dtype) -> None:
-    run_ranks(fixed_cases, 1, dtype, interpret=True, timeout=300)
-
-
-@pytest.mark.parametrize(("dtype", "seed"), [(torch.float32, 1), (torch.float16, 2)])
-def test_random_layouts(dtype, seed):
-    run_ranks(random_gemm_cases, 1, dtype, seed, interpret=True, timeout=300)
 
 
 def table_of(tiles: list[list[int]], num_tiles: int, row_ids: list[int], block_rows: int) -> TileTable:
@@ -107,7 +101,8 @@ def padded(matrix: list, shape: tuple[int, ...]) -> torch.Tensor:
     return out
 
 
-def examples(rank: int, world_size: int) -> None:
+@in_ranks(1, interpret=True)
+def test_examples(rank: int, world_size: int) -> None:
     """Those of the launches' docstrings."""
     nan, ones = float("nan"), torch.zeros(1, dtype=torch.int32)
     table = table_of([[0, 0, 3, 0]], 1, [1, 0, 1], 16)
@@ -146,10 +141,6 @@ def examples(rank: int, world_size: int) -> None:
     products, table = torch.zeros(1, 1), table_of([[0, 0, 1, 0]], 1, [0] * 8, 8)
     add_bias_products(torch.tensor([[1.0, 2]]), torch.tensor([[10.0, 100]]), ones, table, products)
     assert products.item() == 210
-
-
-def test_examples() -> None:
-    run_ranks(examples, 1, interpret=True)
 
 
 @pytest.mark.parametrize(

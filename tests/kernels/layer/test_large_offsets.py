@@ -5,18 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from offset_cases import check_rows_return, identity_expert, numbered_rows
-from ranks import run_ranks
+from ranks import in_ranks
 
 from comet.reference.layer import reference_experts
 
 
-def play(rank: int, world_size: int, num_tokens: int, hidden_size: int) -> None:
-    check_rows_return(num_tokens, hidden_size, torch.float16, "cpu", block_rows=16)
-
-
 @pytest.mark.parametrize(("num_tokens", "hidden_size"), [(379, 64), (128, 48), (1, 16)])
-def test_rows_come_and_go(num_tokens: int, hidden_size: int) -> None:
-    run_ranks(play, 1, num_tokens, hidden_size, interpret=True)
+@in_ranks(1, interpret=True)
+def test_rows_come_and_go(rank: int, world_size: int, num_tokens: int, hidden_size: int) -> None:
+    check_rows_return(num_tokens, hidden_size, torch.float16, "cpu", block_rows=16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -14,7 +14,7 @@ from emulated_faults import LAUNCHES, SENDING, check_alone, check_failed
 from emulated_layer import EmulatedCase, EmulatedRanks
 from fp8_cases import float32_products
 from layer_cases import EDGE_ROWS, edge_ids
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from tiers import slow
 from torch import Tensor
 
@@ -27,17 +27,15 @@ from comet.kernels.runtime.arguments import SymmBuffer, TileTable
 CPU = torch.device("cpu")
 
 
-def layers(rank: int, world_size: int, cases: list[EmulatedCase]) -> None:
+@pytest.mark.parametrize("cases", [SMALL_CASES, slow(SMALL_FP8_CASES)], ids=["16 and 32 bits", "block FP8"])
+@in_ranks(1, interpret=True, timeout=400)
+def test_all_steps_are_right(rank: int, world_size: int, cases: list[EmulatedCase]) -> None:
     for case in cases:
         EmulatedRanks(case, CPU).run(products=float32_products(max(case.hidden_size, case.ffn_size)))
 
 
-@pytest.mark.parametrize("cases", [SMALL_CASES, slow(SMALL_FP8_CASES)], ids=["16 and 32 bits", "block FP8"])
-def test_all_steps_are_right(cases: list[EmulatedCase]) -> None:
-    run_ranks(layers, 1, cases, interpret=True, timeout=400)
-
-
-def noticing(rank: int, world_size: int) -> None:
+@in_ranks(1, interpret=True)
+def test_mistakes_are_noticed(rank: int, world_size: int) -> None:
     """Numbers that are a little off, rows in another order, a row too many, and events that are not those."""
     ranks = EmulatedRanks(replace(SMALL, hidden_size=144, num_panels=2), CPU, record=True)
     found = ranks.results("triton")
@@ -58,10 +56,6 @@ def noticing(rank: int, world_size: int) -> None:
     ranks.pools[0].recv_rows.local[-1] = 1
     with pytest.raises(AssertionError, match="rows of rank 0"):
         ranks.check_received(lambda sent: sent)
-
-
-def test_mistakes_are_noticed() -> None:
-    run_ranks(noticing, 1, interpret=True)
 
 
 def stand_in(

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gpus import ON_GPUS, gpu_of
-from ranks import run_ranks
+from ranks import in_ranks
 
 from comet import MoE, MoEConfig, ParallelConfig, make_expert_group
 
@@ -15,7 +15,15 @@ NUM_TOKENS = 2048
 CALLS = 5
 
 
-def on_gpu(rank: int, world_size: int, spare: int) -> None:
+def reduce_on(side: torch.cuda.Stream, gradients: torch.Tensor) -> None:
+    with torch.cuda.stream(side):
+        dist.all_reduce(gradients)
+
+
+@pytest.mark.multi_gpu(n=2, own=True)  # NCCL
+@pytest.mark.parametrize("spare", [0, 32])
+@in_ranks(2, backend=ON_GPUS, timeout=120)
+def test_a_collective_that_came_first_on_one_rank(rank: int, world_size: int, spare: int) -> None:
     torch.cuda.set_device(gpu_of(rank))
     device, bf16 = gpu_of(rank), torch.bfloat16
     group = make_expert_group(
@@ -43,14 +51,3 @@ def on_gpu(rank: int, world_size: int, spare: int) -> None:
             assert torch.equal(found, wanted), f"call {call}"
             assert (gradients == world_size).all(), f"call {call}"
     group.close()
-
-
-def reduce_on(side: torch.cuda.Stream, gradients: torch.Tensor) -> None:
-    with torch.cuda.stream(side):
-        dist.all_reduce(gradients)
-
-
-@pytest.mark.multi_gpu(n=2, own=True)  # NCCL
-@pytest.mark.parametrize("spare", [0, 32])
-def test_a_collective_that_came_first_on_one_rank(spare: int) -> None:
-    run_ranks(on_gpu, 2, spare, backend=ON_GPUS, timeout=120)

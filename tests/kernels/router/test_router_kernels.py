@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from ranks import run_ranks
+from ranks import in_ranks
 from router_cases import VARIANTS, D, make_router
 from router_kernel_cases import (
     MEASURES,
@@ -24,31 +24,16 @@ import comet.router.router
 from comet.kernels.router.logits import router_logits
 
 
-def logits(rank: int, world_size: int) -> None:
+@in_ranks(1, interpret=True)
+def test_logits_under_the_interpreter(rank: int, world_size: int) -> None:
     for index, (num_tokens, num_experts, hidden_size) in enumerate(SIZES):
         check_logits(num_tokens, num_experts, hidden_size, (torch.float32, torch.bfloat16)[index % 2], "cpu")
     check_logits(40, 8, 64, torch.float32, "cpu")
     assert router_logits(torch.empty(0, 16, dtype=torch.bfloat16), torch.empty(4, 16)).shape == (0, 4)
 
 
-def selection(rank: int, world_size: int) -> None:
-    for num_tokens, num_experts, top_k in ((1, 8, 2), (13, 5, 5), (9, 1, 1), (30, 130, 8), (4, 40, 32)):
-        check_top_k(num_tokens, num_experts, top_k, "cpu")
-    for seed, (num_tokens, changes) in enumerate(SELECTS):
-        check_select(num_tokens, changes, seed, "cpu")
-    check_extremes("cpu")
-    check_masked_experts("cpu")
-    check_select_example()
-
-
-def statistics(rank: int, world_size: int) -> None:
-    for sizes in MEASURES:
-        check_measure(*sizes, "cpu")
-    check_measure_extremes("cpu")
-    check_measure_example()
-
-
-def whole_router(rank: int, world_size: int) -> None:
+@in_ranks(1, interpret=True)
+def test_whole_router_under_the_interpreter(rank: int, world_size: int) -> None:
     """Router and statistics by kernels and by plain torch, from tokens to the gradient of the weight."""
     for changes in VARIANTS:
         found = []
@@ -68,17 +53,20 @@ def whole_router(rank: int, world_size: int) -> None:
         torch.testing.assert_close(*found)
 
 
-def test_logits_under_the_interpreter() -> None:
-    run_ranks(logits, 1, interpret=True)
+@in_ranks(1, interpret=True)
+def test_selection_under_the_interpreter(rank: int, world_size: int) -> None:
+    for num_tokens, num_experts, top_k in ((1, 8, 2), (13, 5, 5), (9, 1, 1), (30, 130, 8), (4, 40, 32)):
+        check_top_k(num_tokens, num_experts, top_k, "cpu")
+    for seed, (num_tokens, changes) in enumerate(SELECTS):
+        check_select(num_tokens, changes, seed, "cpu")
+    check_extremes("cpu")
+    check_masked_experts("cpu")
+    check_select_example()
 
 
-def test_whole_router_under_the_interpreter() -> None:
-    run_ranks(whole_router, 1, interpret=True)
-
-
-def test_selection_under_the_interpreter() -> None:
-    run_ranks(selection, 1, interpret=True)
-
-
-def test_statistics_under_the_interpreter() -> None:
-    run_ranks(statistics, 1, interpret=True)
+@in_ranks(1, interpret=True)
+def test_statistics_under_the_interpreter(rank: int, world_size: int) -> None:
+    for sizes in MEASURES:
+        check_measure(*sizes, "cpu")
+    check_measure_extremes("cpu")
+    check_measure_example()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import inspect
 import json
 import os
@@ -92,6 +93,27 @@ def run_ranks(
                 child.kill()
                 child.wait()
         return [_value(rank, folder, may_die) for rank in range(world_size)]
+
+
+def in_ranks(world_size: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test whose body runs in so many ranks, by ``run_ranks`` with its options.
+
+    Example: ``@in_ranks(2, interpret=True)`` over ``def test_words(rank, world_size, kind)``, of which ``kind`` is a
+    parameter of the test.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        parameters = list(inspect.signature(body).parameters.values())[2:]
+
+        @functools.wraps(body)
+        def test(**given: Any) -> None:
+            run_ranks(body, world_size, *(given[each.name] for each in parameters), **options)
+
+        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        body.__qualname__ += ".__wrapped__"  # by which ranks find it
+        return test
+
+    return decorate
 
 
 _servers: dict[object, RankServer] = {}  # they serve all tests of this process
