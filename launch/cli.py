@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from comet.launch.help import help_page, task_page, version_line
-from comet.launch.tasks.registry import TASKS, Task, find_task
+from comet.launch.tasks.registry import TASKS, Task, find_task, imported
 
 PROGRAM = ("-P", "-m", "comet.launch")  # not what the current folder has under the same names
 
@@ -69,7 +69,7 @@ def main(
 def _run(words: Sequence[str], tasks: Mapping[str, Task], program: Sequence[str]) -> int:
     task = find_task(words[0], tasks)
     if task.dry_run is None:
-        return int(task.load()(list(words[1:])) or 0)
+        return int(imported(task.function)(list(words[1:])) or 0)
     parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--traceback", action="store_true")
@@ -114,7 +114,8 @@ def _run_with_ranks(
     if options.dry_run:
         from comet.launch.dry_run.train import resolved_yaml
 
-        lines = task.load_dry_run()(job, num_ranks, torch.device("cuda" if num_gpus else "cpu"))
+        assert task.dry_run is not None, "a task with options has one"
+        lines = imported(task.dry_run)(job, num_ranks, torch.device("cuda" if num_gpus else "cpu"))
         sys.stdout.write(resolved_yaml(container, job, num_ranks) + "\n".join(lines) + "\n")
         return 0
     from comet.launch.local import run_local_ranks

@@ -26,7 +26,7 @@ from comet.launch.distributed import (
 )
 from comet.launch.failures import STATUS_SAVED, report, say_silent
 from comet.launch.signs import Signs
-from comet.launch.tasks.registry import Task
+from comet.launch.tasks.registry import Task, imported
 
 
 def run_rank(task: Task, options: Namespace) -> NoReturn:
@@ -50,7 +50,7 @@ def run_rank(task: Task, options: Namespace) -> NoReturn:
         config = share_config(context, store, part, task, options)
         signs.watch(config.comm.timeout_s)
         with process_group(context, part, config.comm.timeout_s):
-            result = task.load()(config, context)
+            result = imported(task.function)(config, context)
         signs.finish()
         if isinstance(result, Mapping) and result.get("stopped"):
             leave(STATUS_SAVED)

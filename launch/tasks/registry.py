@@ -14,37 +14,31 @@ class Task:
     """One entry of the command line."""
 
     summary: str  # what the help page says
-    module: str  # module that holds function
     # called as function(config, context) on every rank, with a comet.jobs.config.JobConfig and a
     # comet.launch.distributed.LaunchContext; without a dry run once, with its own words, and returns the exit status
-    function: str
+    function: str  # its module's name and its own
     settings: Mapping[str, str] = field(default_factory=dict)  # defaults of this task, by name
     reads: tuple[str, ...] = ()  # settings that its help page shows, and sections of settings, most important first
     # words that follow the task's name, each with what they do
     examples: Mapping[str, str] = field(default_factory=dict)
-    # module and function that make the lines of --dry-run; None where no ranks are started and the words after the
-    # task's name are all its own, instead of the common options and Hydra overrides
+    # what makes the lines of --dry-run; None where no ranks are started and the words after the task's name are all its
+    # own, instead of the common options and Hydra overrides
     dry_run: str | None = "comet.launch.dry_run.train.describe"
     needs: tuple[str, ...] = ()  # packages it cannot end without; what it imports at once need not be named
     # whether rank 0 says which split its layers take; not where many are tried, and a table tells
     shows_split: bool = True
-
-    def load(self) -> Callable[..., Any]:
-        """Import the task's module and return its function."""
-        function: Callable[..., Any] = getattr(importlib.import_module(self.module), self.function)
-        return function
 
     def require_packages(self) -> None:
         """Raise ``ModuleNotFoundError`` if one is missing, before hours of work need it."""
         for name in self.needs:
             importlib.import_module(name)
 
-    def load_dry_run(self) -> Callable[..., list[str]]:
-        """Import the module of the dry run and return its function."""
-        assert self.dry_run is not None
-        module, _, name = self.dry_run.rpartition(".")
-        describe: Callable[..., list[str]] = getattr(importlib.import_module(module), name)
-        return describe
+
+def imported(name: str) -> Callable[..., Any]:
+    """The function of that name, which begins with its module's; the module is imported now, if it was not."""
+    module, _, function = name.rpartition(".")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return found
 
 
 LAYER = ("parallel", "comm", "nproc", "launch", "model")  # what every layer needs
@@ -52,8 +46,7 @@ LAYER = ("parallel", "comm", "nproc", "launch", "model")  # what every layer nee
 TASKS: Mapping[str, Task] = {
     "train": Task(
         "train a small MoE language model end to end",
-        "comet.training.trainer",
-        "train",
+        "comet.training.trainer.train",
         reads=(
             "train",
             "data",
@@ -81,8 +74,7 @@ TASKS: Mapping[str, Task] = {
     ),
     "generate": Task(
         "continue texts with a trained or a Hugging Face model",
-        "comet.generation.job",
-        "generate_job",
+        "comet.generation.job.generate_job",
         reads=("generate", "moe_path", "tune.profiles", "overlap", "parallel", "comm", "nproc"),
         examples={
             'generate.source=outputs/book generate.prompt="It was a " generate.max_new_tokens=200': "",
@@ -92,8 +84,7 @@ TASKS: Mapping[str, Task] = {
     ),
     "tune": Task(
         "measure how fused kernels best share the GPU, keep the winners",
-        "comet.measure.tune",
-        "tune_job",
+        "comet.measure.tune.tune_job",
         reads=("tune", "train.dtype", *LAYER),
         examples={"model=qwen3_30b_a3b tune.tokens=[2048,8192]": ""},
         dry_run="comet.launch.dry_run.layers.describe_tune",
@@ -101,8 +92,7 @@ TASKS: Mapping[str, Task] = {
     ),
     "sweep": Task(
         "measure a grid of overlap settings, models and layouts, draw it",
-        "comet.measure.sweep",
-        "sweep_job",
+        "comet.measure.sweep.sweep_job",
         settings={"output_dir": "outputs/sweep-${now:%Y%m%d-%H%M%S}"},
         reads=("sweep", "output_dir", "resume", "overlap", "train.dtype", *LAYER),
         examples={"sweep.tokens=[512,2048] sweep.layouts=[[4,1],[2,2]] output_dir=outputs/sweep": ""},
@@ -112,8 +102,7 @@ TASKS: Mapping[str, Task] = {
     ),
     "modular": Task(
         "which dispatches and experts go together; time and trace a pair",
-        "comet.launch.tasks.modular",
-        "modular_job",
+        "comet.launch.tasks.modular.modular_job",
         settings={"output_dir": "outputs/modular-${now:%Y%m%d-%H%M%S}"},
         reads=("modular", "output_dir", "overlap", "train.dtype", *LAYER),
         examples={"modular.pair=[AllToAll,GroupedContiguous] model=qwen3_30b_a3b parallel=ep4": ""},
@@ -122,8 +111,7 @@ TASKS: Mapping[str, Task] = {
     ),
     "compile": Task(
         "compile every kernel ahead of time, no GPU needed",
-        "comet.kernels.aot.compile",
-        "main",
+        "comet.kernels.aot.compile.main",
         examples={"--jobs 4": "with four compilers at a time"},
         dry_run=None,
     ),

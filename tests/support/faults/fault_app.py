@@ -17,7 +17,7 @@ from fault_rows import PLACES, TOLD, Order, note, set_trap, strike
 from comet.jobs.config import JobConfig
 from comet.launch.cli import main
 from comet.launch.distributed import LaunchContext
-from comet.launch.tasks.registry import TASKS
+from comet.launch.tasks.registry import TASKS, imported
 
 ORDER = "COMET_FAULT_ORDER"
 BROKEN = ("train", "generate", "tune")
@@ -39,7 +39,7 @@ def arm(context: LaunchContext) -> None:
 def broken(name: str) -> Callable[[JobConfig, LaunchContext], Any]:
     def run(config: JobConfig, context: LaunchContext) -> Any:
         arm(context)
-        return TASKS[name].load()(config, context)
+        return imported(TASKS[name].function)(config, context)
 
     return run
 
@@ -47,5 +47,5 @@ def broken(name: str) -> Callable[[JobConfig, LaunchContext], Any]:
 train, generate, tune = map(broken, BROKEN)
 
 if __name__ == "__main__":
-    tasks = {name: replace(TASKS[name], module="fault_app", function=name) for name in BROKEN}
+    tasks = {name: replace(TASKS[name], function=f"fault_app.{name}") for name in BROKEN}
     raise SystemExit(main(tasks=tasks, program=(__file__,)))

@@ -155,9 +155,9 @@ FUNCTIONS = (
     add_ranks, report_context, crash, refuse, refuse_alone, time_out, sleep, deadlock,
     late, refuse_while_others_wait,
 )  # fmt: skip
-TASKS = {function.__name__: Task("a test", "launch_app", function.__name__) for function in FUNCTIONS}
-TASKS["plain"] = Task("a test", "launch_app", "plain", dry_run=None)
-TASKS["gone"] = Task("a test", "launch_app_gone", "gone")
+TASKS = {function.__name__: Task("a test", f"launch_app.{function.__name__}") for function in FUNCTIONS}
+TASKS["plain"] = Task("a test", "launch_app.plain", dry_run=None)
+TASKS["gone"] = Task("a test", "launch_app_gone.gone")
 
 if __name__ == "__main__":
     raise SystemExit(main(tasks=TASKS, program=(__file__,)))
