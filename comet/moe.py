@@ -35,6 +35,8 @@ class MoE(nn.Module):
     gradients are complete for all tokens of the MoE group; the gradients of the router and of the shared expert cover
     this rank's tokens only.
 
+    One thread at a time: where the group is one rank, threads take turns; over ranks a second one is refused.
+
     Collectives of other streams, such as NCCL's, may come first on one rank and last on another: a launch ends with
     whatever SMs it finds, for its blocks draw their work or wait for nobody. Not so Triton's layer 1 (smaller layers)
     with ``comm_blocks`` above 0, given or measured, whose blocks all have to be on the GPU: the group needs as many

@@ -6,6 +6,7 @@ Kernels never see a communicator. They see a ``SymmTensor``'s pointer table, ``(
 from __future__ import annotations
 
 import math
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -134,6 +135,7 @@ class Communicator(ABC):
         # why there is no symmetric memory, or no kernel for it, in words; empty where there is
         self.memory_obstacle = ""
         self.all_left = False  # once closed, whether all ranks have closed it, or none waits for them
+        self.turn = threading.RLock()  # of the thread whose step it is; a backward pass may have a forward pass inside
         # whether the present step has begun to send and not yet got all; set by what sends first
         self.in_flight = False
         # whether a step has run collectives of torch.distributed since the last wait for the device

@@ -178,6 +178,8 @@ def _reason(error: BaseException) -> str:
 class Step:
     """One use of a group's memory by all its ranks: refused after a failure, and noted where it fails itself.
 
+    Threads of a rank alone take turns; over ranks a second thread is refused.
+
     Not noted: what fails while nothing is in flight, or while a CUDA graph is captured, which sends nothing either.
 
     Args:
@@ -197,6 +199,11 @@ class Step:
         comm = self._comm
         if comm.closed or comm.board.word[0]:
             comm.require_open()
+        if not comm.turn.acquire(blocking=comm.world_size == 1):
+            raise RuntimeError(
+                f"the {self._what} must wait for a step of another thread of rank {comm.rank}: call layers over ranks "
+                "from one thread, because two may take turns in another order on each rank"
+            )
         comm.board.take_back()
         comm.stream_order.join()
         comm.awaits_collectives |= self._is_final
@@ -204,6 +211,12 @@ class Step:
         self._around, comm.in_flight = comm.in_flight, False
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            self._leave(error)
+        finally:
+            self._comm.turn.release()
+
+    def _leave(self, error: BaseException | None) -> None:
         comm = self._comm
         was_in_flight, comm.in_flight = comm.in_flight, self._around
         if error is None or isinstance(error, _StopRecomputationError) or is_capturing(comm.device):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import re
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -320,6 +321,38 @@ def test_a_rank_alone_restarts_by_itself_and_a_refusal_costs_nothing() -> None:
             moe.routed_experts(inputs.tokens, inputs.top_k_ids + 1000, inputs.top_k_weights)
         output = moe.routed_experts(inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
         assert_as_close(output.detach(), exact.output, same.output, case.dtype, piece)
+
+
+def call_from_a_second_thread(rank: int, world_size: int) -> str:
+    """What a call says that comes while a step of another thread is under way, and is computed where there is none."""
+    case = LayerCase("threads", world_size, 1, (40, 33)[:world_size])
+    moe, inputs, said = build_layer(case, rank, "twin"), rank_inputs(case, rank), [""]
+    given = inputs.tokens, inputs.top_k_ids, inputs.top_k_weights
+    wanted, found = moe.routed_experts(*given), []
+
+    def call() -> None:
+        try:
+            found.append(moe.routed_experts(*given))
+        except RuntimeError as error:
+            said[0] = str(error)
+
+    thread = threading.Thread(target=call)
+    with moe.group.comm.step("forward pass"):
+        thread.start()
+        thread.join(0.3)
+        assert not found, "another thread's step is under way"
+    thread.join()
+    if not found:
+        call()
+    assert torch.equal(found[0], wanted)
+    moe.group.close()
+    return said[0]
+
+
+def test_threads_of_a_rank_alone_take_turns_and_over_ranks_a_second_one_is_refused() -> None:
+    assert run_ranks(call_from_a_second_thread, 1) == [""]
+    for said in run_ranks(call_from_a_second_thread, 2):
+        assert re.match(r"the forward pass must wait for a step of another thread of rank [01]: call layers over", said)
 
 
 def test_worked_example_of_a_board_and_two_that_fail_at_once() -> None:
