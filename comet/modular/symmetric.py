@@ -12,7 +12,6 @@ hands out a light handle, ``FusedExperts.apply`` runs layer 0 and layer 1, and `
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -22,7 +21,6 @@ from torch import Tensor
 from comet.comm.base import require_memory
 from comet.config import MoEConfig, OverlapConfig, require, resolve_kernels
 from comet.errors import CapacityError
-from comet.layer.backend import PendingPlan
 from comet.layer.group import ExpertGroup
 from comet.layer.plan import Plan, check_tokens
 from comet.layer.routed_experts import make_backend
@@ -76,27 +74,21 @@ class _Symmetric(OverBackend):
 
     def prepare(self, routed: RoutedTokens, *, quantize: bool) -> Received:
         """Dispatch; contiguous rows are a view of the pool, valid until the next dispatch."""
-        self._check_tokens(routed)
-        with self.plan_stream.inserted():
-            plan, tokens = self._bring(routed, quantize)
-        return self._received(routed, quantize, plan, tokens)
+        return self.prepare_no_receive(routed, quantize=quantize)()
 
     def prepare_no_receive(self, routed: RoutedTokens, *, quantize: bool) -> Receiver:
-        """Send ids, on a GPU also rows, beside what the caller does next; wait in the receiver.
-
-        On a GPU plan and rows travel on a stream of their own. On a CPU only the ids are on their way when this
-        returns, which by kernels costs the plan a launch.
+        """On a GPU plan and rows travel on a stream of their own beside what the caller does next.
 
         Tokens are quantised unseen, because looking would wait for the device: what is not finite makes NaN of the
         token it is in.
         """
-        self._check_tokens(routed)
-        if self.plan_stream.stream is None:
-            pending = self.backend.begin_plan(routed.top_k_ids, routed.top_k_weights)
-            rows = self._rows_to_send(routed, quantize)
-            arrive: Callable[[], tuple[Plan, Tensor]] = partial(self._dispatch, rows, pending)
-        else:
-            arrive = self.plan_stream.start(partial(self._bring, routed, quantize))
+        shape, tokens = self.workspace.shape, routed.tokens
+        require(
+            tokens.shape[1] == shape.hidden_size,
+            f"hidden_size={tokens.shape[1]} of tokens must be the pool's {shape.hidden_size}",
+        )
+        require(tokens.dtype == shape.dtype, f"dtype={tokens.dtype} of tokens must be the pool's {shape.dtype}")
+        arrive = self.plan_stream.start(partial(self._bring, routed, quantize))
         return lambda: self._received(routed, quantize, *arrive())
 
     def finalize(self, outputs: Tensor, received: Received, reduce: TopKReduce) -> Tensor:
@@ -113,31 +105,11 @@ class _Symmetric(OverBackend):
         return self.backend.combine(outputs.contiguous(), plan, weighted=is_delegated)
 
     def _bring(self, routed: RoutedTokens, quantize: bool) -> tuple[Plan, Tensor]:
-        """The plan and the received rows ``(R, D)``, or packed ones.
-
-        The plan is made in halves, a launch more, only where there are rows to quantise while ids travel.
-        """
-        if quantize:
-            pending = self.backend.begin_plan(routed.top_k_ids, routed.top_k_weights)
-            return self._dispatch(self._rows_to_send(routed, quantize), pending)
-        plan = self.backend.plan(routed.top_k_ids, routed.top_k_weights)
-        return plan, self.backend.dispatch(self._rows_to_send(routed, quantize), plan)
-
-    def _rows_to_send(self, routed: RoutedTokens, quantize: bool) -> Tensor:
-        rows = routed.tokens.contiguous()
-        return pack(quantize_rows(rows, trusted=True), rows.dtype) if quantize else rows
-
-    def _dispatch(self, rows: Tensor, pending: PendingPlan) -> tuple[Plan, Tensor]:
-        plan = pending.finish()
-        return plan, self.backend.dispatch(rows, plan)
-
-    def _check_tokens(self, routed: RoutedTokens) -> None:
-        shape, tokens = self.workspace.shape, routed.tokens
-        require(
-            tokens.shape[1] == shape.hidden_size,
-            f"hidden_size={tokens.shape[1]} of tokens must be the pool's {shape.hidden_size}",
+        """The plan and the received rows ``(R, D)``, or packed ones."""
+        plan, rows = self.backend.plan(routed.top_k_ids, routed.top_k_weights), routed.tokens.contiguous()
+        return plan, self.backend.dispatch(
+            pack(quantize_rows(rows, trusted=True), rows.dtype) if quantize else rows, plan
         )
-        require(tokens.dtype == shape.dtype, f"dtype={tokens.dtype} of tokens must be the pool's {shape.dtype}")
 
     def _received(self, routed: RoutedTokens, is_packed: bool, plan: Plan, tokens: Tensor) -> Received:
         rows = self._rows(plan, tokens)

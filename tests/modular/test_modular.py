@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from activation_cases import ACTIVATIONS
-from layer_cases import LayerCase, assert_as_close, full_weights, rank_inputs, shard
+from layer_cases import LayerCase, as_strided, assert_as_close, full_weights, rank_inputs, shard
 from layer_ranks import poison
 from modular_cases import (
     Combination,
@@ -22,8 +21,8 @@ from modular_cases import (
     check_layer,
     combinations,
     compose,
-    expected,
     make_group,
+    rank_weights,
     run_combinations,
 )
 from ranks import run_ranks
@@ -53,7 +52,6 @@ from comet.modular import (
     SymmetricContiguous,
     WarpDecodeExperts,
 )
-from comet.modular.composer import output_shape
 from comet.moe import MoE
 from comet.quantization.formats import FP8, MXFP8
 from comet.reference.layer import reference_experts
@@ -74,15 +72,14 @@ def names(pair: Combination) -> list[str]:
 
 
 @pytest.mark.slow
-def test_two_ranks_all_combinations_no_waiting_and_kernels() -> None:
-    """One pair of processes for all three, because starting them costs more than running them."""
+def test_two_ranks_all_combinations_and_kernels() -> None:
+    """One pair of processes for both, because starting them costs more than running them."""
     cases = [*attacks(2, seed=12), LayerCase("tp2", 1, 2, (31, 0), ffn_size=64, seed=13, calls=2)]
     run_ranks(on_two_ranks, 2, cases, LayerCase("kernels", 2, 1, (21, 5), seed=15), interpret=True, timeout=300)
 
 
 def on_two_ranks(rank: int, world_size: int, cases: list[LayerCase], kernel_case: LayerCase) -> None:
     run_combinations(rank, world_size, cases, {})
-    one_rank_first(rank)
     run_kernels(rank, kernel_case)
 
 
@@ -112,6 +109,12 @@ def run_kernels(rank: int, case: LayerCase) -> None:
     for pair in pairs:
         layer = compose(pair, case, group, use_kernels=True, overlap=case.overlap)
         check_layer(layer, case, rank, f"kernels, {pair}")
+        layer.shared = torch.zeros_like  # runs while rows travel
+        check_layer(layer, case, rank, f"kernels, {pair}, shared")
+    fused = ModularMoE(FusedPrepareFinalize(case.config, group, use_kernels=True), FusedExperts(case.config, group))
+    inputs, weights = rank_inputs(case, rank), rank_weights(case, rank, torch.Tensor)
+    given = inputs.tokens, inputs.top_k_ids, inputs.top_k_weights
+    assert torch.equal(fused(*given, *map(as_strided, weights)), fused(*given, *weights)), "weights in any stride"
     group.workspace.check()
     group.close()
 
@@ -195,26 +198,6 @@ def test_shared_experts_run_while_rows_travel(group: ExpertGroup) -> None:
     with_shared, without = call(ModularMoE(*parts, shared=shared)), call(ModularMoE(*parts))
     assert events == ["sent", "shared", "received"], "without shared experts there is nothing to run in between"
     torch.testing.assert_close(with_shared, without + 3 * rank_inputs(SMALL, 0).tokens)
-
-
-def one_rank_first(rank: int) -> None:
-    """Over symmetric memory rank 0 gets past ``prepare_no_receive`` before rank 1 enters it."""
-    case = LayerCase("early", 2, 1, (8, 8), seed=5)
-    group = make_group(case)
-    parts = SymmetricContiguous(case.config, group), GroupedContiguous(case.config, group)
-    inputs, (w1, w2) = rank_inputs(case, rank), shard(case, rank, *full_weights(case))
-    routed = RoutedTokens(tokens=inputs.tokens, top_k_ids=inputs.top_k_ids, top_k_weights=inputs.top_k_weights)
-    if rank == 1:
-        dist.barrier()
-    receive = parts[0].prepare_no_receive(routed, quantize=False)
-    if rank == 0:
-        dist.barrier()
-    received = receive()
-    output = w2.new_empty(output_shape(received.rows, parts[1].reduce, case.hidden_size))
-    y = parts[0].finalize(parts[1].apply(received.rows, w1.flatten(1, 2), w2, output), received, parts[1].reduce)
-    exact, same = (expected(case, rank, dtype, 0, quantized=False) for dtype in (torch.float64, case.dtype))
-    assert_as_close(y, exact, same, case.dtype, f"rank {rank}")
-    group.close()
 
 
 @pytest.mark.parametrize(
