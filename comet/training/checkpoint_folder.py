@@ -16,6 +16,7 @@ import errno
 import hashlib
 import itertools
 import json
+import math
 import os
 import pickle
 import re
@@ -226,7 +227,7 @@ class Checkpoint:
     path: Path
     step: int
     model: Mapping[str, Any]  # fields of the model configuration, nested ones with dots
-    saved_at: float  # unix time in seconds
+    saved_at: float  # unix time in seconds; later than that of every checkpoint there was beside it
     layout: Mapping[str, int]  # world size, EP and TP it was saved at
     checksums: Mapping[str, str]  # by file name; none in a checkpoint of format 1
     text: str  # fingerprint of the text it was trained on; empty in a checkpoint of format 1
@@ -287,11 +288,15 @@ def remove_checkpoint(path: Path) -> None:
 def complete(path: Path, manifest: Mapping[str, Any], checksums: Mapping[str, str]) -> None:
     """Add the manifest, rename the folder into place and delete all but the newest two checkpoints."""
     root, partial = path.parent, partial_path(path)
-    outdated = [found.path for found in list_checkpoints(root)[0] if found.path != path][KEPT - 1 :]
+    others = [found for found in list_checkpoints(root)[0] if found.path != path]
+    outdated = [found.path for found in others[KEPT - 1 :]]
+    saved_at = max(
+        [time.time(), *(math.nextafter(found.saved_at, math.inf) for found in others)]
+    )  # clocks go backwards
     checksums = {**checksums, SETTINGS_FILE: checksum(partial / SETTINGS_FILE)}
     files = {name: {"bytes": (partial / name).stat().st_size, "blake2b": checksums[name]} for name in sorted(checksums)}
     with (partial / MANIFEST).open("w") as file:
-        json.dump({"format": FORMATS[-1], "saved_at": time.time(), **manifest, "files": files}, file, indent=1)
+        json.dump({"format": FORMATS[-1], "saved_at": saved_at, **manifest, "files": files}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     _sync_folder(partial)

@@ -107,6 +107,16 @@ def test_newest_two_are_kept_and_found(tmp_path):
     assert find_checkpoints("auto", str(tmp_path / "new")) == ([], [])
 
 
+def test_checkpoints_are_newest_in_the_order_of_saving_though_the_clock_goes_back(tmp_path, monkeypatch):
+    now = iter([4e9, 2e9, 1e9, 1e9])
+    monkeypatch.setattr(checkpoint_folder.time, "time", lambda: next(now))
+    for step in (1, 2, 3, 4):
+        path = checkpoint_folder.open_partial(tmp_path, step)
+        (checkpoint_folder.partial_path(path) / "comet.yaml").touch()
+        checkpoint_folder.complete(path, {"step": step, "layout": {}, "model": {}}, {})
+    assert [found.step for found in list_checkpoints(tmp_path)[0]] == [4, 3]
+
+
 def test_a_new_run_in_an_old_folder_replaces_what_it_reaches(tmp_path):
     save_steps(tmp_path, [2, 3])
     save_steps(tmp_path, [2])
