@@ -111,7 +111,7 @@ class SharedSlots:
                 "a decode step must run once before a CUDA graph of it is captured: it moves the layer's weights",
             )
             self._joined = joined = self._join(w1, w2)
-        elif _state(parts) != self._state:
+        elif state_of(parts) != self._state:
             self._fill(joined)
         else:
             return joined
@@ -125,7 +125,7 @@ class SharedSlots:
             self._note(self._matrices(self.module))
 
     def _note(self, parts: SharedMatrices) -> None:
-        self._state = _state(parts)
+        self._state = state_of(parts)
         self._counted = [part if part._base is None else part._base for part in parts if not part.is_inference()]
         self._versions = [part._version for part in self._counted]
 
@@ -156,8 +156,8 @@ class SharedSlots:
             joined.w2[slot] = down[:, columns]
 
 
-def _state(parts: SharedMatrices) -> list[tuple[int, int]]:
-    """What changes where somebody writes to the matrices, or puts others in their place."""
+def state_of(parts: Iterable[Tensor]) -> list[tuple[int, int]]:
+    """What changes where somebody writes to tensors, but for ``.data``, or puts others in their place."""
     return [(0 if part.is_inference() else part._version, part.data_ptr()) for part in parts]
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from comet.config import require
+from comet.decode.shared import state_of
 from comet.integrations.hf.stored import BIASES, FUSED, MXFP4, Index, StoredTensor
 from comet.kernels.runtime.activation import Activation
 from comet.layout import Biases
@@ -153,7 +154,7 @@ def kept_layout(experts: Any) -> LaidOut:
     if torch.is_grad_enabled() and any(getattr(experts, name).requires_grad for name in _NAMES):
         experts.__dict__.pop(_KEPT, None)
         return laid_out(experts)
-    stand = [(part.data_ptr(), part.dtype, _version(part)) for part in (getattr(experts, name) for name in _NAMES)]
+    stand = state_of(getattr(experts, name) for name in _NAMES)
     kept = experts.__dict__.get(_KEPT)
     if kept is None or kept[0] != stand:
         with torch.no_grad():
@@ -161,7 +162,3 @@ def kept_layout(experts: Any) -> LaidOut:
         experts.__dict__[_KEPT] = kept
     found: LaidOut = kept[1]
     return found
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version

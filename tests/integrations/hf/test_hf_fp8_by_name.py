@@ -63,11 +63,12 @@ def test_experts_in_fp8_compute_what_the_dequantised_ones_do(whole: Path) -> Non
     assert not hasattr(model.model.layers[1].mlp.experts, "runner"), "the stock modules stay"
     logits = expected.check(model, "by name")
     copied = copy.deepcopy(model)
+    assert torch.equal(expected.check(copied, "copied"), logits)
     for layer in copied.model.layers[1:]:
-        layer.mlp.experts.down_proj_scale_inv.data.zero_()
-        layer.mlp.experts.down_proj.data = layer.mlp.experts.down_proj.data.clone()
+        scales = layer.mlp.experts.down_proj_scale_inv
+        layer.mlp.experts.down_proj_scale_inv = torch.nn.Parameter(torch.zeros_like(scales), requires_grad=False)
     without = expected.logits - copied(expected.ids).logits
-    assert without.abs().max() > 0.1, "the experts are a part of the logits, and weights that moved are read"
+    assert without.abs().max() > 0.1, "the experts are a part of the logits, and scales that were replaced are read"
     assert torch.equal(expected.check(model, "after the copy was changed"), logits)
 
 
@@ -76,7 +77,13 @@ def test_scales_that_are_powers_of_two(tmp_path: Path) -> None:
     tiny_model("deepseek_v3", **WHOLE).save_pretrained(tmp_path)
     publish(tmp_path, torch.float8_e8m0fnu)
     expected = Expected.of(stock(tmp_path))
-    expected.check(fp8_by_name(tmp_path), "by name")
+    model = fp8_by_name(tmp_path)
+    expected.check(model, "by name")
+    with torch.no_grad():
+        for layer in model.model.layers[1:]:
+            scales = layer.mlp.experts.down_proj_scale_inv
+            scales.copy_(torch.full_like(scales, 2.0**-100, dtype=torch.float32))
+    assert (expected.logits - model(expected.ids).logits).abs().max() > 0.1, "scales that are written to are read"
     for keep_fp8 in (False, True):
         expected.check(hf.load_pretrained(tmp_path, keep_fp8=keep_fp8), f"keep_fp8 {keep_fp8}")
 

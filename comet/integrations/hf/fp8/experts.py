@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from comet.config import MoEConfig, require
 from comet.decode import DecodeWeights, SharedSlots, joins_step, rank_slots
 from comet.decode.runners import Runner, fp8_weights
-from comet.decode.shared import with_room
+from comet.decode.shared import state_of, with_room
 from comet.integrations.hf.modules import CometExperts, shared_matrices
 from comet.integrations.hf.stored import FUSED, SCALES
 from comet.layout import ExpertLayout
@@ -82,14 +82,16 @@ def _allocated(count: int, hidden_size: int, width: int, device: torch.device) -
 def kept_weights(experts: Any, slots: Callable[[], Tensor]) -> DecodeWeights:
     """What decode steps read of a module's experts in block FP8.
 
-    Made at the first step, for which it waits for the device, and again where somebody moved the weights.
+    Made at the first step, for which it waits for the device, and again where somebody moved or wrote the weights.
     """
-    kept: DecodeWeights | None = experts.__dict__.get(_KEPT)
-    if kept is None or kept.w1.data_ptr() != experts.gate_up_proj.data_ptr():
-        w1, w2, w1_scales, w2_scales = (getattr(experts, name).detach() for name in NAMES)
-        kept = DecodeWeights(w1=w1, w2=w2, slots=slots(), w1_scales=w1_scales.float(), w2_scales=w2_scales.float())
-        experts.__dict__[_KEPT] = kept
-    return kept
+    parts = [getattr(experts, name) for name in NAMES]
+    stand, kept = state_of(parts), experts.__dict__.get(_KEPT)
+    if kept is None or kept[0] != stand:
+        w1, w2, w1_scales, w2_scales = (part.detach() for part in parts)
+        scales = dict(w1_scales=w1_scales.float(), w2_scales=w2_scales.float())
+        kept = experts.__dict__[_KEPT] = stand, DecodeWeights(w1=w1, w2=w2, slots=slots(), **scales)
+    found: DecodeWeights = kept[1]
+    return found
 
 
 def run_kept(runner: Runner, tokens: Tensor, ids: Tensor, weights: Tensor, kept: DecodeWeights) -> Tensor:
