@@ -215,6 +215,7 @@ class GPTEngine(Engine):
             layer.experts = path
         if speculation is not None:
             self._drafts = draft_routers([layer.router for layer in model.moe_layers()], speculation)
+        self._parameters, self._versions = list(model.parameters()), self._store_versions()
         self._cache: KeyValueCache | None = None
         self._passes = self._make_passes()
 
@@ -224,11 +225,28 @@ class GPTEngine(Engine):
         return [path.cache for path in self.stored]
 
     def _read(self, ids: Tensor, lengths: Tensor, max_length: int) -> Tensor:
+        self._require_own_weights()
         cache = self._cache
         if cache is None or (len(cache.lengths), cache.length) != (ids.shape[0], max_length):
             cache = self._make_room(ids.shape[0], max_length)
         cache.clear()
         return self.model.prefill(ids, lengths, cache).logits[:, 0]
+
+    def _require_own_weights(self) -> None:
+        """Raise ``ValueError`` where steps would go on with former weights: of graphs, shared experts, slots."""
+        parameters = zip(self._parameters, self.model.parameters(), strict=True)
+        require(
+            all(own is now for own, now in parameters),
+            "parameters of the model must not be replaced (load_state_dict(assign=True)): write to them in place, or "
+            "make a new engine",
+        )
+        require(
+            self._store_versions() == self._versions,
+            "experts of a model with expert_slots must not be written to, for slots hold copies: make a new engine",
+        )
+
+    def _store_versions(self) -> list[int]:
+        return [local(each)._version for each in self.model.expert_parameters()] if self.stored else []
 
     def _make_room(self, num_sequences: int, max_length: int) -> KeyValueCache:
         most = self.runner.decode.max_tokens

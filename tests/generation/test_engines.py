@@ -166,6 +166,30 @@ def test_a_replayed_step_reads_the_shared_expert_as_it_is(name: str, monkeypatch
     assert (captures.count, captures.replays) == (1, STEPS - 1)
 
 
+@pytest.mark.parametrize("slots", [None, 2])
+def test_an_engine_refuses_weights_that_its_steps_do_not_read(slots: int | None) -> None:
+    """Those of other tensors, of which graphs, slots and a shared expert's pieces know nothing; new ones in slots."""
+    moe = replace(MOE, shared_ffn_size=32, top_k=1)
+    model, group = awake_model(replace(MODEL, moe=moe), in_slots=slots is not None)
+    engine = GPTEngine(model, group, expert_slots=slots)
+    before = tokens_of(engine)
+    others = {name: weight * 2 for name, weight in model.state_dict().items()}
+    if slots is None:
+        model.load_state_dict(others)
+    else:
+        model.blocks[0].ffn.w1.mul_(2)
+        with pytest.raises(ValueError, match="must not be written to, for slots hold copies: make a new engine"):
+            tokens_of(engine)
+        engine = GPTEngine(model, group, expert_slots=slots)
+    assert not torch.equal(tokens_of(engine), before)
+    model.load_state_dict(others, assign=True)
+    with pytest.raises(ValueError, match=r"must not be replaced \(load_state_dict\(assign=True\)\): write .* in place"):
+        tokens_of(engine)
+    fresh = awake_model(replace(MODEL, moe=moe), group)[0]
+    fresh.load_state_dict(others)
+    assert torch.equal(tokens_of(GPTEngine(model, group, expert_slots=slots)), tokens_of(GPTEngine(fresh, group)))
+
+
 @pytest.mark.parametrize("name", ENGINES)
 @torch.no_grad()
 def test_one_pass_verifies_what_steps_compute_one_by_one(name: str) -> None:
