@@ -30,10 +30,14 @@ from lib.report import Row
 from lib.shapes import model, parse_overlap
 
 
+LEAD_CYCLES = 4_000_000  # two milliseconds: a recorded layer and its barrier take the host less
+
+
 def record_layer(moe: MoE, inputs: Inputs, capacity: int) -> tuple[Timeline, bool]:
     """One recorded forward pass, and whether its output is bitwise the unrecorded one (collective).
 
-    Kernels are compiled before, in a recorded call without rows in which no fused kernel waits for another rank.
+    Kernels are compiled before, in a recorded call without rows in which no fused kernel waits for another rank. The
+    ranks begin together, and GPUs once their hosts have launched everything: no wait is one for a late host.
     """
     tokens, ids, weights, _ = inputs
     with torch.no_grad():
@@ -41,6 +45,9 @@ def record_layer(moe: MoE, inputs: Inputs, capacity: int) -> tuple[Timeline, boo
             moe.routed_experts(tokens, torch.full_like(ids, -1), weights)
         expected = moe.routed_experts(tokens, ids, weights)
         with record(moe.group, capacity=capacity) as timeline:
+            if moe.group.device.type == "cuda":
+                torch.cuda._sleep(LEAD_CYCLES)
+            moe.group.comm.barrier()
             output = moe.routed_experts(tokens, ids, weights)
     return timeline, torch.equal(output, expected)
 
