@@ -159,19 +159,6 @@ def test_hosts_are_nodes_where_none_are_declared() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"ep": 2, "node_size": 3}, "node_size=3 must be a multiple or a divisor of ep x tp = 2"),
-        ({"ep": 4, "tp": 2, "node_size": 3}, "node_size=3 must be a multiple or a divisor of ep x tp = 8"),
-        ({"node_size": 0}, "node_size=0 must be at least 1"),
-    ],
-)
-def test_groups_lie_in_one_node_or_all_in_several(sizes: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}"):
-        ParallelConfig(**sizes)
-
-
 def data_parallel_nodes(rank: int, world_size: int) -> bool:
     """Two nodes, each of which has all experts."""
     parallel = ParallelConfig(ep=2, node_size=2)

@@ -306,16 +306,6 @@ def test_bad_inputs_are_named(x: torch.Tensor, message: str) -> None:
         MoE(config, make_group(config, max_tokens=64))(x)
 
 
-def test_uneven_parallelism_is_named() -> None:
-    config = MoEConfig(hidden_size=32, ffn_size=48, num_experts=6, top_k=2)
-    with pytest.raises(ValueError, match="num_experts=6 must be divisible by ep=4"):
-        ParallelConfig(ep=4).check(config)
-    with pytest.raises(ValueError, match="ffn_size=48 must be divisible by tp=5"):
-        ParallelConfig(tp=5).check(config)
-    with pytest.raises(ValueError, match="comm_blocks=-1 must be at least 0"):
-        OverlapConfig(comm_blocks=-1)
-
-
 def moe_config(**changes: object) -> MoEConfig:
     sizes: dict[str, Any] = dict(hidden_size=32, ffn_size=32, num_experts=4, top_k=2)
     return MoEConfig(**sizes | changes)

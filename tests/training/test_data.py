@@ -74,12 +74,6 @@ def test_text_that_cannot_be_used_is_named_with_the_rule(tmp_path, error, path, 
     assert path != "text" or len(text_of(tmp_path, path=path, context=4).heldout) == 5
 
 
-@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, 2.0, float("nan")])
-def test_heldout_fraction_rule(fraction):
-    with pytest.raises(ValueError, match=r"heldout_fraction=.* must be above 0 and below 1"):
-        DataConfig(heldout_fraction=fraction)
-
-
 def test_batches_depend_on_seed_step_and_rank_and_on_nothing_else():
     text = torch.arange(5000).remainder(251).to(torch.uint8)
     size = {"batch_size": 4, "context": 16}
