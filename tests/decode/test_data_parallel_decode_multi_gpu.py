@@ -7,7 +7,7 @@ import torch
 from data_parallel_cases import check_own_tokens, check_replays
 from decode_cases import DecodeCase
 from gpus import ON_GPUS, gpu_of
-from ranks import run_ranks
+from ranks import in_ranks
 
 CASE = DecodeCase(name="own tokens", T=0, K=4, E=8, D=512, F=256, routing="masked", seed=3)
 
@@ -23,13 +23,10 @@ def test_one_rank_in_a_graph() -> None:
     check_replays(0, 1, CASE, 1, torch.bfloat16, "cuda")
 
 
-def on_gpu(rank: int, world_size: int) -> None:
+@pytest.mark.multi_gpu(n=2)
+@in_ranks(2, backend=ON_GPUS, timeout=300)
+def test_two_ranks_against_all_experts_and_in_a_graph(rank: int, world_size: int) -> None:
     torch.cuda.set_device(gpu_of(rank))
     for tp in (1, 2):
         check_own_tokens(rank, world_size, CASE, tp, torch.bfloat16, gpu_of(rank))
         check_replays(rank, world_size, CASE, tp, torch.bfloat16, gpu_of(rank))
-
-
-@pytest.mark.multi_gpu(n=2)
-def test_two_ranks_against_all_experts_and_in_a_graph() -> None:
-    run_ranks(on_gpu, 2, backend=ON_GPUS, timeout=300)

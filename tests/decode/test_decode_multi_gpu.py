@@ -21,7 +21,7 @@ from decode_ranks import (
     step_inputs,
 )
 from gpus import MOST_RANKS, ON_GPUS, gpu_of, need_gpus, num_gpus
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 
 from comet.decode import DecodeScratch, DecodeWeights, RankDecode
 from comet.errors import CommTimeoutError
@@ -94,7 +94,10 @@ def last_of_replays(first: Batch) -> Batch:
     return Batch(-first.tokens, (first.ids + REPLAYS - 1) % CASE.E, first.routing_weights)
 
 
-def replayed(rank: int, world_size: int, most: int) -> None:
+@pytest.mark.multi_gpu(n=2)
+@pytest.mark.parametrize("most", [1, 8])
+@in_ranks(min(4, num_gpus()), backend=ON_GPUS, timeout=500)
+def test_replays_without_a_barrier(rank: int, world_size: int, most: int) -> None:
     """Every rank has another number of tokens, one of them none; in the end all of them, replicated, for comparison."""
     torch.cuda.set_device(gpu_of(rank))
     device = gpu_of(rank)
@@ -113,12 +116,6 @@ def replayed(rank: int, world_size: int, most: int) -> None:
     assert all(torch.equal(other, whole) for other in others), f"ranks disagree within {REPLAYS} steps"
     comm.barrier()
     comm.close()
-
-
-@pytest.mark.multi_gpu(n=2)
-@pytest.mark.parametrize("most", [1, 8])
-def test_replays_without_a_barrier(most: int) -> None:
-    run_ranks(replayed, min(4, num_gpus()), most, backend=ON_GPUS, timeout=500)
 
 
 def one_rank_stops(rank: int, world_size: int, replicated: bool) -> str:

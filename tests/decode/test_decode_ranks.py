@@ -27,7 +27,7 @@ from decode_ranks import (
     three_steps,
 )
 from emulated import emulated_group
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 
 from comet.comm import make_communicator
 from comet.comm.failures import Board
@@ -77,7 +77,8 @@ def test_twins_of_every_layout(table: Steps) -> None:
         assert_ranks_agree(outputs)
 
 
-def layers_of_a_model(rank: int, world_size: int) -> None:
+@in_ranks(2, interpret=True, timeout=300)
+def test_layers_of_other_sizes_share_an_object(rank: int, world_size: int) -> None:
     """One object for layers of another K and type: words of the one lie where the other's are expected."""
     comm = make_communicator("auto", dist.group.WORLD, "cpu", timeout_s=60.0)
     for use_kernels in (True, False):
@@ -92,10 +93,6 @@ def layers_of_a_model(rank: int, world_size: int) -> None:
             config = MATRIX if use_kernels else None
             wanted = replicated(*padded(batches, 2), weights, config=config)[2 * rank :][: counts[rank]]
             assert torch.equal(decode(*batches[rank], weights, config=config), wanted), f"step {step}, rank {rank}"
-
-
-def test_layers_of_other_sizes_share_an_object() -> None:
-    run_ranks(layers_of_a_model, 2, interpret=True, timeout=300)
 
 
 # ---- a rank that stops -----------------------------------------------------------------------------------------------
@@ -221,7 +218,8 @@ def test_a_rank_alone_needs_no_gather() -> None:
         RankDecode(comm, hidden_size=32)(*inputs, weights)
 
 
-def bad_tensors(rank: int, world_size: int) -> None:
+@in_ranks(2, interpret=True, timeout=300)
+def test_bad_tensors_are_named_and_break_nothing(rank: int, world_size: int) -> None:
     """What a rank refuses it refuses before it sends anything: the step that follows is in order."""
     comm, weights = open_rank(rank, 2, FOLDED, 1, torch.float32, "cpu")
     small = DecodeScratch.create(weights, 2, torch.float32, max_tokens=2)
@@ -250,11 +248,8 @@ def bad_tensors(rank: int, world_size: int) -> None:
     compare_step(FOLDED, output, (tokens, ids, routing_weights), torch.float32, "the twin's step after a bad one")
 
 
-def test_bad_tensors_are_named_and_break_nothing() -> None:
-    run_ranks(bad_tensors, 2, interpret=True, timeout=300)
-
-
-def uneven_steps(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_ranks_with_different_numbers_of_replicated_tokens_are_told(rank: int, world_size: int) -> None:
     """Replicated tokens that are not: more of them on rank 1, which the other hears of."""
     comm, weights = open_rank(rank, 2, FOLDED, 1, torch.float32, "cpu")
     decode = RankDecode(comm, hidden_size=16, use_kernels=False)
@@ -270,7 +265,3 @@ def uneven_steps(rank: int, world_size: int) -> None:
         StepFailedError, match=r"the decode step failed on rank 1 \(RuntimeError: T=3 tokens must be as "
     ):
         decode(*inputs, weights)
-
-
-def test_ranks_with_different_numbers_of_replicated_tokens_are_told() -> None:
-    run_ranks(uneven_steps, 2)

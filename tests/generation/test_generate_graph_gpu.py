@@ -12,7 +12,7 @@ import pytest
 import torch
 from generate_cases import drafting_rounds
 from gpus import ON_GPUS, gpu_of, no_wait
-from ranks import run_ranks
+from ranks import in_ranks
 from torch import Tensor
 from training_cases import MODEL, MOE, Rank, awake_model, make_group, make_job
 
@@ -207,17 +207,14 @@ def test_attention_to_a_cache(places: int, dtype: torch.dtype) -> None:
     assert (found.double() - exact).abs().max() < (1e-4 if dtype == torch.float32 else 3e-2)
 
 
-def on_two_ranks(rank: int, world_size: int) -> None:
+@pytest.mark.multi_gpu(n=2)
+@in_ranks(2, backend=ON_GPUS, timeout=400)
+def test_two_ranks(rank: int, world_size: int) -> None:
     """Steps of a model whose experts lie on two GPUs; the sums over ranks are inside the graph."""
     torch.cuda.set_device(gpu_of(rank))
     (eager, captured), group = gpt_engines(torch.bfloat16, torch.device(gpu_of(rank)), ep=world_size)
     assert_same(eager, captured, 256, 2)
     group.close()
-
-
-@pytest.mark.multi_gpu(n=2)
-def test_two_ranks() -> None:
-    run_ranks(on_two_ranks, 2, backend=ON_GPUS, timeout=400)
 
 
 @pytest.mark.gpu

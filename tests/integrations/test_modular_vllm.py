@@ -14,7 +14,7 @@ import torch
 from late import hurry
 from layer_cases import LayerCase, assert_as_close, rank_inputs
 from modular_cases import dequantized_weights, expected, make_group, rank_weights
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from torch import Tensor
 from vllm_package import contract_breaches, expert_map_of, modules, moe_config_of, needs_vllm, quant_config_of
 
@@ -138,25 +138,6 @@ def test_the_kernel_of_vllm_on_two_ranks_with_an_expert_map() -> None:
     assert run_ranks(run_adapted, 2, TWO_RANKS, timeout=400) == [2 * (2 * 7 + 4)] * 2
 
 
-def run_contract(rank: int, world_size: int) -> None:
-    start_vllm()
-    kernel, _ = modules()
-    group, config = make_group(CASE), CASE.config
-    transports = [AllToAll, SingleRank, SymmetricContiguous, SymmetricBatched]
-    kinds: dict[type, Any] = {kind: adapt_prepare_finalize(kind(config, group)) for kind in transports}
-    for max_num_tokens, found in ((None, contiguous_experts(CASE, group)), (13, batched_experts(CASE, group)[1:])):
-        for inner in found:
-            quant_config = quant_config_of(CASE, 0, Tensor, fp8_rows=inner.takes_fp8)
-            part = adapt_experts(inner, moe_config_of(CASE), quant_config, max_num_tokens)
-            kinds.setdefault(type(inner), part)  # with the reduction that is the default
-    for part in kinds.values():
-        assert not contract_breaches(type(part)), f"{type(part).__name__}: {contract_breaches(type(part))}"
-    check_parts(kernel, kinds)
-    check_refusals(group)
-    check_schemes(kinds)
-    group.close()
-
-
 def check_parts(kernel: Any, kinds: dict[type, Any]) -> None:
     from vllm.model_executor.layers.fused_moe import topk_weight_and_reduce as reductions
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
@@ -245,7 +226,9 @@ def check_schemes(kinds: dict[type, Any]) -> None:
             assert supports(None, other) == (other == rows)
 
 
-def run_activations(rank: int, world_size: int) -> None:
+@needs_vllm
+@in_ranks(1, timeout=400)
+def test_activations_and_biases_of_vllm(rank: int, world_size: int) -> None:
     """gpt-oss's layers, as vLLM has them: biases, and w1 in either order; and GeGLU."""
     start_vllm()
     from vllm.model_executor.layers.activation import SwigluOAIAndMul
@@ -294,13 +277,24 @@ def run_activations(rank: int, world_size: int) -> None:
 
 
 @needs_vllm
-def test_activations_and_biases_of_vllm() -> None:
-    run_ranks(run_activations, 1, timeout=400)
-
-
-@needs_vllm
-def test_adapters_keep_to_the_abstract_classes_of_vllm() -> None:
-    run_ranks(run_contract, 1, timeout=400)
+@in_ranks(1, timeout=400)
+def test_adapters_keep_to_the_abstract_classes_of_vllm(rank: int, world_size: int) -> None:
+    start_vllm()
+    kernel, _ = modules()
+    group, config = make_group(CASE), CASE.config
+    transports = [AllToAll, SingleRank, SymmetricContiguous, SymmetricBatched]
+    kinds: dict[type, Any] = {kind: adapt_prepare_finalize(kind(config, group)) for kind in transports}
+    for max_num_tokens, found in ((None, contiguous_experts(CASE, group)), (13, batched_experts(CASE, group)[1:])):
+        for inner in found:
+            quant_config = quant_config_of(CASE, 0, Tensor, fp8_rows=inner.takes_fp8)
+            part = adapt_experts(inner, moe_config_of(CASE), quant_config, max_num_tokens)
+            kinds.setdefault(type(inner), part)  # with the reduction that is the default
+    for part in kinds.values():
+        assert not contract_breaches(type(part)), f"{type(part).__name__}: {contract_breaches(type(part))}"
+    check_parts(kernel, kinds)
+    check_refusals(group)
+    check_schemes(kinds)
+    group.close()
 
 
 def run_failures(rank: int, world_size: int) -> str:

@@ -27,7 +27,7 @@ from hf_cases import (
     tiny_model,
 )
 from hf_fp8_cases import publish
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from safetensors.torch import save_file
 from tiers import slow
 from torch import Tensor
@@ -233,14 +233,11 @@ def test_groups(tmp_path: Path) -> None:
                 assert num_bytes * ep * tp == total, f"{label}, rank {rank} read {num_bytes} of {total} bytes"
 
 
-def narrow_slices(rank: int, world_size: int) -> None:
+@pytest.mark.slow
+@in_ranks(2, timeout=300)
+def test_slices_may_be_narrow_where_warp_decode_is_off(rank: int, world_size: int) -> None:
     """F / TP = 24: warp decode takes multiples of 16 only."""
     check_token_counts(rank, 1, 2, ffn_size=48)
-
-
-@pytest.mark.slow
-def test_slices_may_be_narrow_where_warp_decode_is_off() -> None:
-    run_ranks(narrow_slices, 2, timeout=300)
 
 
 def generations(rank: int, world_size: int, ep: int, tp: int) -> list[torch.Tensor]:

@@ -29,7 +29,7 @@ from megatron_cases import (
     twins,
 )
 from megatron_training import Size, train_beside_megatron
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from torch import Tensor
 from torch.nn.functional import relu
 
@@ -174,7 +174,9 @@ def test_initial_weights_do_not_depend_on_the_layout() -> None:
         assert len({float(expert.sum()) for expert in w1}) == 8, "experts of all layers differ"
 
 
-def specs(rank: int, world_size: int) -> None:
+@pytest.mark.slow
+@in_ranks(1, timeout=300)
+def test_specs(rank: int, world_size: int) -> None:
     """A block with a dense layer, and process groups that are not Megatron's global ones."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -197,11 +199,6 @@ def specs(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match="expt_tp of the process groups must be given"):
         make_layer(config, with_comet(spec, group, process_groups=process_groups))
     group.close()
-
-
-@pytest.mark.slow
-def test_specs() -> None:
-    run_ranks(specs, 1, timeout=300)
 
 
 AFTER_THE_SNIPPET = """
@@ -245,7 +242,9 @@ def test_the_snippet_of_the_readme(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-def check_refusals(rank: int, world_size: int) -> None:
+@pytest.mark.slow
+@in_ranks(2, timeout=300)
+def test_refusals_name_field_value_and_rule(rank: int, world_size: int) -> None:
     from megatron.core.activations import quick_gelu
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
@@ -284,11 +283,6 @@ def check_refusals(rank: int, world_size: int) -> None:
             call()
     for each in (group, one, tp):
         each.close()
-
-
-@pytest.mark.slow
-def test_refusals_name_field_value_and_rule() -> None:
-    run_ranks(check_refusals, 2, timeout=300)
 
 
 SIZE = Size(hidden=64, vocabulary=96, sequence=32, batch=2)
