@@ -29,7 +29,6 @@ from lib.ranks import Ranks, device_name
 from lib.report import Row
 from lib.shapes import model, parse_overlap
 
-
 LEAD_CYCLES = 4_000_000  # two milliseconds: a recorded layer and its barrier take the host less
 
 
