@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Self
 
 from torch import Tensor
 
@@ -31,19 +31,6 @@ class ActivationGradients(NamedTuple):
     pre_activation: Tensor  # ``(Q, 2F)`` gradient of gate | up
     weighted_hidden: Tensor  # ``(Q, F)`` hidden times routing weight, which the gradient of w2 is made of
     row_weights: Tensor  # ``(R, K)`` float32 gradients of the routing weights
-
-
-class PendingPlan(Protocol):
-    """A plan whose ids are on their way to all ranks."""
-
-    def finish(self) -> Plan:
-        """Wait for the other ranks' ids and build the plan; to be called once.
-
-        Raises:
-            CommTimeoutError: On the CPU, if another rank is late (on a GPU ``Workspace.check`` tells).
-            CapacityError: On the CPU, if the plan needs more than Q rows (on a GPU ``Workspace.check`` tells).
-        """
-        ...
 
 
 class Backend(ABC):
@@ -121,25 +108,14 @@ class Backend(ABC):
             One rank, E=2, K=2, block_rows=16, ids [[1, 0], [1, -1]]: expert 0 has token 0, expert 1 tokens 0 and 1, so
             segment_starts is [0, 16, 32], segment_counts [1, 2], row_slots [[16, 0], [17, -1], ...].
         """
-        self._check(top_k_ids, top_k_weights)
-        with self.plan_stream.inserted():
-            return self._exchange(top_k_ids.contiguous(), top_k_weights.detach().contiguous(), trains=trains).finish()
-
-    def begin_plan(self, top_k_ids: Tensor, top_k_weights: Tensor) -> PendingPlan:
-        """Send this rank's ids; the plan is made when it is finished, for whoever has something to run in between.
-
-        Who plays several ranks in one process or on one GPU has to begin all their plans before finishing the first.
-        """
-        self._check(top_k_ids, top_k_weights)
-        return self._exchange(top_k_ids.contiguous(), top_k_weights.detach().contiguous(), in_halves=True)
-
-    def _check(self, top_k_ids: Tensor, top_k_weights: Tensor) -> None:
         check_routing(top_k_ids, top_k_weights, self.layout, self.workspace)
         self.workspace.comm.require_open()
+        with self.plan_stream.inserted():
+            return self._plan(top_k_ids.contiguous(), top_k_weights.detach().contiguous(), trains=trains)
 
     @abstractmethod
-    def _exchange(self, ids: Tensor, weights: Tensor, *, trains: bool = False, in_halves: bool = False) -> PendingPlan:
-        """Send ids and weights ``(T, K)``; unless ``in_halves``, whoever finishes the plan does so at once."""
+    def _plan(self, ids: Tensor, weights: Tensor, *, trains: bool) -> Plan:
+        """``plan`` of ids and weights that fit."""
 
     # ---- forward -----------------------------------------------------------------------------------------------------
 

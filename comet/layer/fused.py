@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import triton
@@ -72,12 +72,25 @@ class Fused(Backend):
     def _gemm_combine_fp8_config(self) -> GemmCombineConfig:
         return replace(self._gemm_combine_config, block_k=FP8_BLOCK)
 
-    def _exchange(self, ids: Tensor, weights: Tensor, *, trains: bool = False, in_halves: bool = False) -> _PendingPlan:
+    def _plan(self, ids: Tensor, weights: Tensor, *, trains: bool) -> Plan:
         """``trains`` is not sent: a rank alone in its backward pass meets the barrier's deadline."""
-        pending = _PendingPlan(self, ids, weights, in_halves=in_halves)
-        self.workspace.comm.in_flight = True
-        pending.exchange("send" if in_halves else "all")
-        return pending
+        layout, workspace, rules = self.layout, self.workspace, self.rules
+        config, pool = plan_config(layout, rules), routing_pool(layout, workspace)
+        scratch, shapes = PlanScratch.allocate(pool, config), plan_shapes(layout, workspace.max_tokens, rules)
+        memory = allocate(shapes, ids.device)
+        tensors = cut(memory, shapes)
+        tensors["row_weights"] = tensors["row_weights"].view(torch.float32)
+        workspace.comm.in_flight = True
+        exchange(ids, weights, pool, config, scratch, tensors["counters"])
+        place_plan(pool, config, scratch, {name: each for name, each in tensors.items() if name != "counters"})
+        return Plan(
+            layout=layout,
+            num_tokens=ids.shape[0],
+            max_tokens=pool.max_tokens,
+            block_rows=rules.block_rows,
+            memory=memory,
+            **tensors,
+        )
 
     def dispatch_gemm(
         self, x: Tensor, w1: Tensor | FP8, plan: Plan, b1: Tensor | None = None, *, save_pre_activation: bool
@@ -210,39 +223,6 @@ class Fused(Backend):
             y, y[None], y, out, combine_symm(self.workspace), combine_lists(plan, weighted=weighted), table, config
         )
         return out
-
-
-class _PendingPlan:
-    """A plan whose tensors kernels are filling; ids and weights ``(T, K)`` are this rank's."""
-
-    def __init__(self, backend: Fused, ids: Tensor, weights: Tensor, *, in_halves: bool) -> None:
-        layout, workspace, rules = backend.layout, backend.workspace, backend.rules
-        self.layout, self.rules, self.routing, self.in_halves = layout, rules, (ids, weights), in_halves
-        self.config, self.pool = plan_config(layout, rules), routing_pool(layout, workspace)
-        self.scratch = PlanScratch.allocate(self.pool, self.config)
-        shapes = plan_shapes(layout, workspace.max_tokens, rules)
-        self.memory = allocate(shapes, ids.device)
-        self.tensors = cut(self.memory, shapes)
-        self.tensors["row_weights"] = self.tensors["row_weights"].view(torch.float32)
-
-    def exchange(self, part: Literal["send", "count", "all"]) -> None:
-        """Send ids and weights to all ranks, count what all ranks sent, or both in one launch."""
-        exchange(*self.routing, self.pool, self.config, self.scratch, self.tensors["counters"], part=part)
-
-    def finish(self) -> Plan:
-        """Launch the rest."""
-        if self.in_halves:
-            self.exchange("count")
-        placed = {name: tensor for name, tensor in self.tensors.items() if name != "counters"}
-        place_plan(self.pool, self.config, self.scratch, placed)
-        return Plan(
-            layout=self.layout,
-            num_tokens=self.routing[0].shape[0],
-            max_tokens=self.pool.max_tokens,
-            block_rows=self.rules.block_rows,
-            memory=self.memory,
-            **self.tensors,
-        )
 
 
 def launch_dispatch_gemm(

@@ -128,18 +128,18 @@ def wait_for_chunk(pool, epoch, source, chunk, rank, num_chunks, timeout_ns, PLA
     wait_flags(flags, always, epoch, pool.fault, timeout_ns, PLACE_EXCHANGE, sources, chunks, PLAN.interpret)
 
 
-@triton.jit(do_not_specialize=["first_program", "rank", "num_tokens", "timeout_ns"])
+@triton.jit(do_not_specialize=["rank", "num_tokens", "timeout_ns"])
 def exchange_kernel(
-    own_ids_ptr, own_weights_ptr, pool, scratch, counters_ptr, first_program, rank, num_tokens, timeout_ns, M,
+    own_ids_ptr, own_weights_ptr, pool, scratch, counters_ptr, rank, num_tokens, timeout_ns, M,
     PLAN: tl.constexpr,
 ):  # fmt: skip
-    """See the module; ``first_program`` is the number of the launch's first program.
+    """See the module.
 
     ``pool``, ``scratch`` and ``PLAN`` are ``PoolTensors``, ``PlanScratch`` and ``PlanConstants``.
     """
     NUM_TOTALS: tl.constexpr = PLAN.world_size * PLAN.experts_local
     num_chunks = M // PLAN.chunk
-    program = tl.program_id(0) + first_program
+    program = tl.program_id(0)
     part = program // (PLAN.world_size * num_chunks)
     pair = program - part * (PLAN.world_size * num_chunks)  # of a peer and a chunk
     # Each rank begins with itself: at different moments all send to different peers.

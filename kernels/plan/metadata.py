@@ -19,7 +19,7 @@ index that nobody wrote, and nothing is written outside its tensor.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import triton
 from torch import Tensor
@@ -36,7 +36,6 @@ SCAN_ELEMENTS = 1024
 SUM_CHUNKS = 32
 
 # Programs of ``exchange_kernel`` that one launch runs.
-Part = Literal["all", "send", "count"]
 
 
 class PoolTensors(NamedTuple):
@@ -170,7 +169,8 @@ def exchange(
     config: PlanConfig,
     scratch: PlanScratch,
     counters: Tensor,
-    part: Part,
+    *,
+    sends_only: bool = False,
 ) -> None:
     """Launch the exchange: send this rank's ids and weights to every pool, wait for every rank's chunks, count them.
 
@@ -179,16 +179,15 @@ def exchange(
         top_k_weights: ``(T, K)`` float32, contiguous.
         scratch: Here goes all that ``place_plan`` reads of it.
         counters: int32; they are set to zero.
-        part: ``all``, or ``send`` now and ``count`` later: where something is to run in between, or where one process
-            or GPU plays several ranks, of which all have to send before one waits.
+        sends_only: Wait for nobody and count nothing: where one process or GPU plays several ranks, all of them do this
+            before one of them waits.
     """
     num_chunks = pool.max_tokens // CHUNK_ROWS
     num_pairs = config.world_size * num_chunks
     constants = exchange_constants(config, pool.max_top_k, num_chunks, counters.numel())
-    first = num_pairs if part == "count" else 0
-    end = num_pairs * (1 if part == "send" else 3 + -(-config.experts_local // constants.expert_block))
-    exchange_kernel[(end - first,)](
-        top_k_ids, top_k_weights, pool.tensors, scratch, counters, first, pool.rank, top_k_ids.shape[0],
+    parts = 1 if sends_only else 3 + -(-config.experts_local // constants.expert_block)
+    exchange_kernel[(num_pairs * parts,)](
+        top_k_ids, top_k_weights, pool.tensors, scratch, counters, pool.rank, top_k_ids.shape[0],
         pool.timeout_ns, pool.max_tokens, PLAN=constants, num_warps=num_warps(config),
     )  # fmt: skip
 

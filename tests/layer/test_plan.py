@@ -50,7 +50,7 @@ def plan_of(rows: list[list[list[int]]], layout: ExpertLayout, num_tokens: int) 
     return plan_from_ids(ids, torch.ones(ids.shape), layout, num_tokens=num_tokens, block_rows=16, max_routed_rows=96)
 
 
-def test_example_of_begin_plan() -> None:
+def test_example_of_plan() -> None:
     plan = plan_of([[[1, 0], [1, -1]]], ExpertLayout(num_experts=2, top_k=2, ep=1, tp=1, rank=0), 2)
     assert plan.segment_starts.tolist() == [0, 16, 32]
     assert plan.segment_counts.tolist() == [1, 2]

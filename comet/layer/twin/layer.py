@@ -7,7 +7,6 @@ sums in slot order, final sums in rank order.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -33,11 +32,19 @@ from comet.utils.autocast import without_autocast
 class Twin(Backend):
     """The layer in plain torch, on CPUs."""
 
-    def _exchange(self, ids: Tensor, weights: Tensor, *, trains: bool = False, in_halves: bool = False) -> _PendingPlan:
-        device = self.workspace.comm.device
+    def _plan(self, ids: Tensor, weights: Tensor, *, trains: bool) -> Plan:
+        layout, workspace, rules, device = self.layout, self.workspace, self.rules, self.workspace.comm.device
         require(device.type == "cpu", f"path='twin' needs a workspace on the CPU, this one is on {device}")
-        exchange_ids(ids, weights, self.workspace, trains=trains)
-        return _PendingPlan(self, ids)
+        exchange_ids(ids, weights, workspace, trains=trains)
+        tensors = plan_tensors(*receive_ids(ids, layout, workspace), layout, rules)
+        num_tokens, max_tokens, block_rows = ids.shape[0], workspace.max_tokens, rules.block_rows
+        plan = Plan(layout=layout, num_tokens=num_tokens, max_tokens=max_tokens, block_rows=block_rows, **tensors)
+        if plan.status[2]:
+            raise CapacityError(
+                f"rank {layout.rank} needs {int(plan.status[0])} routed rows, more than the {rules.max_routed_rows} "
+                f"that max_imbalance={rules.max_imbalance} reserves; raise it or leave it unset"
+            )
+        return plan
 
     def dispatch_gemm(
         self, x: Tensor, w1: Tensor | FP8, plan: Plan, b1: Tensor | None = None, *, save_pre_activation: bool
@@ -144,26 +151,6 @@ class Twin(Backend):
         """Send all sums, then wait for those of the others."""
         send_sums(y, plan, self.workspace, weighted=weighted, row_grads=None)
         return sum_arrived(y.dtype, plan, self.workspace, None)
-
-
-@dataclass(frozen=True, slots=True)
-class _PendingPlan:
-    """Ids ``(T, K)`` of this rank that have been sent to all."""
-
-    backend: Twin
-    ids: Tensor
-
-    def finish(self) -> Plan:
-        layout, workspace, rules = self.backend.layout, self.backend.workspace, self.backend.rules
-        tensors = plan_tensors(*receive_ids(self.ids, layout, workspace), layout, rules)
-        num_tokens, max_tokens, block_rows = self.ids.shape[0], workspace.max_tokens, rules.block_rows
-        plan = Plan(layout=layout, num_tokens=num_tokens, max_tokens=max_tokens, block_rows=block_rows, **tensors)
-        if plan.status[2]:
-            raise CapacityError(
-                f"rank {layout.rank} needs {int(plan.status[0])} routed rows, more than the {rules.max_routed_rows} "
-                f"that max_imbalance={rules.max_imbalance} reserves; raise it or leave it unset"
-            )
-        return plan
 
 
 def multiply(rows: FP8, weight: FP8, expert: int) -> Tensor:

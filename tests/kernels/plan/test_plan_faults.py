@@ -48,20 +48,21 @@ def late_ids(rank: int, world_size: int) -> str:
 
     for epoch in range(2):  # both halves of the pools hold ids of older plans
         case = new_ids(make_case(), epoch)
-        finishes = [case.begin(player, pools[player]) for player in range(2)]
-        for player, finish in enumerate(finishes):
-            assert_same_plan(finish(), twin_plan(case, player), f"epoch {epoch} rank {player}")
-    case, late = new_ids(make_case(), 2), []
+        for player in range(2):
+            case.send(player, pools[player])
+        for player in range(2):
+            assert_same_plan(case.plan(player, pools[player]), twin_plan(case, player), f"epoch {epoch} rank {player}")
+    case = new_ids(make_case(), 2)
 
     def place_late(*arguments: Any) -> None:
         fused.place_plan = place_plan
-        late.append(case.begin(1, pools[1]))
+        case.send(1, pools[1])
         place_plan(*arguments)
 
     fused.place_plan = place_late
-    check_harmless(case, case.begin(0, pools[0])())
+    check_harmless(case, case.plan(0, pools[0]))
     assert int(pools[0].epoch) == 2, "flags of the epoch that failed could still be raised"
-    assert_same_plan(late[0](), twin_plan(case, 1), "the late rank")
+    assert_same_plan(case.plan(1, pools[1]), twin_plan(case, 1), "the late rank")
     with pytest.raises(CommTimeoutError) as complaint:
         pools[0].check()
     return str(complaint.value)

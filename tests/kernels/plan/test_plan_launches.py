@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from emulated import emulated_group
-from plan_cases import Case, assert_same_plan, noted_launches, random_case, twin_plan, workspace
+from plan_cases import Case, assert_same_plan, random_case, twin_plan, workspace
 from ranks import run_ranks
 
 from comet.comm import LocalCommunicator
@@ -21,29 +21,6 @@ from comet.kernels.runtime.buffers import _places, allocate, cut
 CPU = torch.device("cpu")
 NO_EXPERT = 31  # of 31 experts each is a bucket of its own, and one more has the tokens that are not needed
 IDS = {0: [6, 5], 1: [6, 6], 4: [13, -1], 9: [20, 13]}
-
-
-def launches(rank: int, world_size: int, case: Case, halves: bool) -> tuple[list[str], int]:
-    """Names of the launches, and how many came before the plan's second half."""
-    names = noted_launches()
-    pool = workspace(case, LocalCommunicator(CPU))
-    first = len(names)
-    if halves:
-        finish = case.begin(0, pool)
-        first = len(names)
-        plan = finish()
-    else:
-        plan = case.plan(0, pool)
-    assert_same_plan(plan, twin_plan(case, 0), f"halves={halves}")
-    return names, first
-
-
-@pytest.mark.parametrize(
-    ("halves", "expected"), [(False, (["all", "place"], 0)), (True, (["send", "count", "place"], 1))]
-)
-def test_a_plan_is_two_launches_unless_it_is_made_in_halves(halves: bool, expected: tuple[list[str], int]) -> None:
-    case = random_case(4, 1, 1, max_tokens=256)
-    assert run_ranks(launches, 1, case, halves, interpret=True) == [expected]
 
 
 def waits(rank: int, world_size: int, case: Case) -> int:
@@ -58,9 +35,10 @@ def waits(rank: int, world_size: int, case: Case) -> int:
         wait_flags(*arguments)
 
     pools = [workspace(case, comm) for comm in emulated_group(case.world_size, "cpu")]
-    finishes = [case.begin(player, pool) for player, pool in enumerate(pools)]
+    for player, pool in enumerate(pools):
+        case.send(player, pool)
     counting.wait_flags = noted
-    assert_same_plan(finishes[0](), twin_plan(case, 0), "rank 0")
+    assert_same_plan(case.plan(0, pools[0]), twin_plan(case, 0), "rank 0")
     return len(waited)
 
 

@@ -20,6 +20,7 @@ from fp8_cases import compare, layer_of
 from kinds import Kind, grad_hidden_in, layer0_in, layer1_in, weights_in
 from layer_cases import assert_as_close, edge_ids
 from layer_cases import shard as shard_layer
+from plan_cases import send_ids
 from stress_cases import StressCase
 from stress_numbers import FullWeights, expected, seeded, stress_inputs
 from torch import Tensor
@@ -97,10 +98,11 @@ class EmulatedRanks:
         return Fused(layout, pool, rules, LayerSettings.create(case.config, layout, case.overlap, case.dtype))
 
     def plan(self) -> list[Plan]:
-        """The plans of all ranks; all begin before the first finishes."""
+        """The plans of all ranks; all send before the first waits."""
         routings = [(inputs.top_k_ids, inputs.top_k_weights) for inputs in self.inputs]
-        pending = [backend.begin_plan(*routing) for backend, routing in zip(self.backends, routings, strict=True)]
-        return [each.finish() for each in pending]
+        for backend, routing in zip(self.backends, routings, strict=True):
+            send_ids(backend, *routing)
+        return [backend.plan(*routing) for backend, routing in zip(self.backends, routings, strict=True)]
 
     def twice(self, flags: str, step: Callable[[int], Result]) -> list[Result]:
         """Run a step of all ranks that wait for each other by ``flags``; see the module."""

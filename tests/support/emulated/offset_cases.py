@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from emulated import emulated_group
+from plan_cases import send_ids
 from torch import Tensor
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
@@ -107,12 +108,13 @@ def _backends(pools: list[Workspace], num_tokens: list[int], dtype: torch.dtype,
 
 def _plans(backends: list[Fused], num_tokens: list[int], device: str) -> list[Plan]:
     """Rank 1's tokens go to expert 0, which rank 0 holds."""
-    pending = []
+    routings = []
     for rank, backend in enumerate(backends):
         ids = torch.full((num_tokens[rank], 1), -1, dtype=torch.int32, device=device)
         ids[_routed(num_tokens[rank], device)] = 0
-        pending.append(backend.begin_plan(ids, torch.ones(ids.shape, device=device)))
-    return [each.finish() for each in pending]
+        routings.append((ids, torch.ones(ids.shape, device=device)))
+        send_ids(backend, *routings[-1])
+    return [backend.plan(*routing) for backend, routing in zip(backends, routings, strict=True)]
 
 
 def _check_received(pools: list[Workspace], plans: list[Plan], x: Tensor, what: str) -> None:

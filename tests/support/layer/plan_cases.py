@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,9 +75,9 @@ class Case:
         """The plan of this rank (collective)."""
         return self.backend(rank, pool, use_kernels=use_kernels).plan(*self.routing(rank, pool))
 
-    def begin(self, rank: int, pool: Workspace) -> Callable[[], Plan]:
-        """The same by kernels, in halves: what makes the plan once all ranks have begun theirs."""
-        return self.backend(rank, pool).begin_plan(*self.routing(rank, pool)).finish
+    def send(self, rank: int, pool: Workspace) -> None:
+        """What the kernels of this rank send: a process that plays all ranks does so before it plans for one."""
+        send_ids(self.backend(rank, pool), *self.routing(rank, pool))
 
     def gathered(self) -> tuple[Tensor, Tensor]:
         """Ids and weights of all ranks, (W, M, K), padded with -1 and 0."""
@@ -267,12 +266,13 @@ def workspace(case: Case, comm: Communicator, *, extra_top_k: int = 0) -> Worksp
 
 
 def plan_all_ranks(case: Case, device: str, *, epochs: int) -> list[list[Plan]]:
-    """Plans of all ranks, emulated by this process: all begin before the first finishes; same routing each epoch."""
+    """Plans of all ranks, emulated by this process; same routing each epoch."""
     pools = [workspace(case, comm, extra_top_k=case.top_k % 3) for comm in emulated_group(case.world_size, device)]
     plans = []
     for epoch in range(1, epochs + 1):
-        finishes = [case.begin(rank, pool) for rank, pool in enumerate(pools)]
-        plans.append([finish() for finish in finishes])
+        for rank, pool in enumerate(pools):
+            case.send(rank, pool)
+        plans.append([case.plan(rank, pool) for rank, pool in enumerate(pools)])
         assert [int(pool.epoch) for pool in pools] == [epoch] * case.world_size
         for pool, plan in zip(pools, plans[-1], strict=True):
             check_pool(pool, plan)
@@ -288,20 +288,11 @@ def check_pool(pool: Workspace, plan: Plan) -> None:
     pool.check()
 
 
-def noted_launches() -> list[str]:
-    """A list to which, from now on, each launch of a plan adds its name: a part of the exchange, or "place"."""
-    from comet.layer import fused  # needs triton
+def send_ids(backend: Backend, ids: Tensor, weights: Tensor) -> None:
+    """The first programs of a plan's launch by kernels, which wait for nobody."""
+    from comet.kernels.plan.metadata import PlanScratch, exchange  # needs triton
+    from comet.layer.launch_arguments import plan_config, routing_pool
 
-    names: list[str] = []
-    exchange, place_plan = fused.exchange, fused.place_plan
-
-    def noted_exchange(*arguments: object, part: str) -> None:
-        names.append(part)
-        exchange(*arguments, part=part)
-
-    def noted_place(*arguments: object) -> None:
-        names.append("place")
-        place_plan(*arguments)
-
-    fused.exchange, fused.place_plan = noted_exchange, noted_place
-    return names
+    config, pool = plan_config(backend.layout, backend.rules), routing_pool(backend.layout, backend.workspace)
+    scratch = PlanScratch.allocate(pool, config)
+    exchange(ids, weights, pool, config, scratch, ids.new_empty(1), sends_only=True)
