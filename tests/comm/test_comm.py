@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from comm_conformance import Site, run_suite
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 
 from comet.comm import cpu_shm, handshake, make_communicator
 from comet.comm.signals import poll, wait
@@ -26,14 +26,11 @@ def test_conformance_of_cpu_shm(world_size: int) -> None:
     run_ranks(run_suite, world_size, "cpu_shm")
 
 
-def kernel_signals(rank: int, world_size: int) -> None:
+@in_ranks(2, interpret=True)
+def test_cpu_shm_carries_the_signals_of_interpreted_kernels(rank: int, world_size: int) -> None:
     site = Site(rank, world_size, "cpu_shm", kernels=True)
     comm_conformance.check_signal_wait(site)
     comm_conformance.check_many_epochs(site)
-
-
-def test_cpu_shm_carries_the_signals_of_interpreted_kernels() -> None:
-    run_ranks(kernel_signals, 2, interpret=True)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +210,8 @@ def test_a_killed_rank_hangs_nobody_and_leaves_no_file() -> None:
 # ---- the barrier of the GPU backends, under the interpreter ----------------------------------------------------------
 
 
-def device_barrier(rank: int, world_size: int) -> None:
+@in_ranks(3, interpret=True)
+def test_device_barrier_orders_ranks_and_names_a_late_one(rank: int, world_size: int) -> None:
     from comet.comm.device_barrier import DeviceBarrier
 
     with make_communicator("cpu_shm", dist.group.WORLD, "cpu") as comm:
@@ -234,7 +232,3 @@ def device_barrier(rank: int, world_size: int) -> None:
             with pytest.raises(CommTimeoutError, match=said):
                 hasty.arrive()
         dist.barrier()
-
-
-def test_device_barrier_orders_ranks_and_names_a_late_one() -> None:
-    run_ranks(device_barrier, 3, interpret=True)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from training_cases import Rank, make_job
 
 import comet.comm.collective
@@ -178,7 +178,8 @@ def break_off(comm: Communicator) -> None:
         raise KeyboardInterrupt
 
 
-def fail_on_one_rank(rank: int, world_size: int) -> None:
+@in_ranks(4)
+def test_a_failure_is_final_on_all_nodes_and_late_ranks_are_named(rank: int, world_size: int) -> None:
     """A rank that breaks off is told of where the others ask, and refuses at once itself; nothing brings it back."""
     group = open_group(1)
     comm = group.comm
@@ -210,10 +211,6 @@ def fail_on_one_rank(rank: int, world_size: int) -> None:
     group.close()
 
 
-def test_a_failure_is_final_on_all_nodes_and_late_ranks_are_named() -> None:
-    run_ranks(fail_on_one_rank, 4)
-
-
 def close_as_on_gpus(rank: int, world_size: int) -> tuple[bool, bool]:
     """NCCL's groups may go once all ranks have closed; a rank that breaks off does not come."""
     comet.comm.collective.settle = lambda device: None
@@ -241,7 +238,7 @@ def tune(rank: int, world_size: int, folder: str) -> str:
         job, parallel=replace(job.parallel, node_size=1), tune=replace(job.tune, profiles=f"{folder}/profiles")
     )
     with pytest.raises(UnavailableError) as refusal:
-        tune_job(job, Rank(rank, world_size), lambda names: {})
+        tune_job(job, Rank(rank, world_size))
     return str(refusal.value)
 
 

@@ -22,7 +22,7 @@ from decode_ranks import compare_step, gathered_inputs, open_rank
 from late import come_late, passed
 from layer_cases import LayerCase, assert_as_close, oracle, rank_inputs
 from layer_ranks import build_layer, compare_call
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from tiers import slow
 
 import comet.reference.plain
@@ -89,7 +89,9 @@ def break_beside(rank: int, owner: Any, name: str, error: BaseException, comm: C
     setattr(owner, name, fail)
 
 
-def fail_and_retry(rank: int, world_size: int, seeds: range) -> None:
+@pytest.mark.parametrize("seeds", [range(5), slow(range(5, 12))])
+@in_ranks(2)
+def test_twin_refuses_after_a_failure_and_is_right_after_a_restart(rank: int, world_size: int, seeds: range) -> None:
     """Random failures of one rank; retries are refused on all ranks until all restart."""
     moe = build_layer(CASE, rank, "twin")
     assert isinstance(moe.experts, SymmetricPath)
@@ -117,11 +119,6 @@ def fail_and_retry(rank: int, world_size: int, seeds: range) -> None:
         compare(moe, rank, 2 * seed + 1, where)
         moe.group.workspace.check()
     moe.group.close()
-
-
-@pytest.mark.parametrize("seeds", [range(5), slow(range(5, 12))])
-def test_twin_refuses_after_a_failure_and_is_right_after_a_restart(seeds: range) -> None:
-    run_ranks(fail_and_retry, 2, seeds)
 
 
 def fail_in_decode(rank: int, world_size: int, use_kernels: bool, replicated: bool) -> None:
@@ -154,7 +151,8 @@ def test_decode_refuses_after_a_failure_and_is_right_after_a_restart(use_kernels
     run_ranks(fail_in_decode, 2, use_kernels, replicated, interpret=use_kernels, timeout=300)
 
 
-def fail_in_modular(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_modular_parts_refuse_after_a_failure_and_are_right_after_a_restart(rank: int, world_size: int) -> None:
     """The experts raise between dispatch and combine."""
     moe = build_layer(CASE, rank, "twin")
     w1, w2 = moe.expert_weights()
@@ -179,11 +177,8 @@ def fail_in_modular(rank: int, world_size: int) -> None:
     moe.group.close()
 
 
-def test_modular_parts_refuse_after_a_failure_and_are_right_after_a_restart() -> None:
-    run_ranks(fail_in_modular, 2)
-
-
-def fail_in_plain(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_plain_path_refuses_after_a_failure(rank: int, world_size: int) -> None:
     """Both ranks break off between two collectives: the next call is refused, and so is a restart."""
     moe = build_layer(CASE, rank, "plain")
     inputs = rank_inputs(CASE, rank)
@@ -203,10 +198,6 @@ def fail_in_plain(rank: int, world_size: int) -> None:
         with pytest.raises(StepFailedError, match="new process groups"):
             moe.group.workspace.restart()
     dist.barrier()
-
-
-def test_plain_path_refuses_after_a_failure() -> None:
-    run_ranks(fail_in_plain, 2)
 
 
 def fail_in_plain_backward(rank: int, world_size: int, where: str) -> str:

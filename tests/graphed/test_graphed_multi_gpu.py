@@ -6,7 +6,7 @@ import pytest
 import torch
 from gpus import ON_GPUS, gpu_of
 from graphed_cases import make_steps
-from ranks import run_ranks
+from ranks import in_ranks
 from stream_cases import CONFIG, NUM_TOKENS, assert_same, make_tokens, named
 
 # Of each rank in turn: some calls are a rank's first or second of a number, while the other replays its graphs.
@@ -16,7 +16,9 @@ NUMBERS = (
 )
 
 
-def on_gpu(rank: int, world_size: int) -> None:
+@pytest.mark.multi_gpu(n=2)
+@in_ranks(2, backend=ON_GPUS, timeout=240)
+def test_ranks_with_different_numbers_of_tokens(rank: int, world_size: int) -> None:
     torch.cuda.set_device(gpu_of(rank))
     steps = make_steps(gpu_of(rank), CONFIG, torch.bfloat16, ep=world_size)
     for step in range(0, len(NUMBERS[rank]), 2):
@@ -34,8 +36,3 @@ def on_gpu(rank: int, world_size: int) -> None:
     assert steps.graphed.graph_fallback_reason == ""
     steps.layer.group.workspace.check()
     steps.layer.group.close()
-
-
-@pytest.mark.multi_gpu(n=2)
-def test_ranks_with_different_numbers_of_tokens() -> None:
-    run_ranks(on_gpu, 2, backend=ON_GPUS, timeout=240)

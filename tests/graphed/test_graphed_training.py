@@ -20,7 +20,7 @@ from graphed_cases import (
     record_on_cpu,
 )
 from layer_cases import LayerCase, full_weights, rank_inputs, shard
-from ranks import run_ranks
+from ranks import in_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -53,7 +53,9 @@ def test_parts_of_the_loss_may_change_from_step_to_step(captures: Captures, path
     assert captures.replays == 8
 
 
-def step_with_sharded_weights(rank: int, world_size: int, path: str) -> None:
+@pytest.mark.parametrize("path", ["dense", "later"])
+@in_ranks(1)
+def test_steps_with_sharded_weights(rank: int, world_size: int, path: str) -> None:
     """Graphs get the local parts, whose gradients come back as ``DTensor``s."""
     with pytest.MonkeyPatch.context() as patch:
         captures, steps = record_on_cpu(patch), make_steps(path)
@@ -67,11 +69,6 @@ def step_with_sharded_weights(rank: int, world_size: int, path: str) -> None:
             steps.step([draw(6, seed)], f"step {seed}")
         assert captures.replays == 6
         assert set(kinds) == {DTensor}
-
-
-@pytest.mark.parametrize("path", ["dense", "later"])
-def test_steps_with_sharded_weights(path: str) -> None:
-    run_ranks(step_with_sharded_weights, 1, path)
 
 
 def test_the_backward_pass_of_the_statistics_has_run_before_it_is_captured(

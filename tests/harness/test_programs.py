@@ -18,7 +18,7 @@ import sanitize
 import torch
 from emulated_layer import EmulatedRanks
 from golden import differences
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from stress_cases import StressCase
 from triton.runtime import interpreter
 
@@ -104,7 +104,8 @@ def test_every_kernel_is_launched_and_all_numbers_are_right() -> None:
     assert launched == known
 
 
-def two_ranks_without_the_second_pass(rank: int, world_size: int) -> None:
+@in_ranks(1, interpret=True, timeout=300)
+def test_rows_that_never_arrived_are_noticed(rank: int, world_size: int) -> None:
     case = StressCase("once", 2, 1, (5, 3), 4, 2, 16, 16, backward=False, max_tokens=8, comm_blocks=1)
 
     def once(self: EmulatedRanks, flags: str, step: Callable[[int], Any]) -> list[Any]:
@@ -116,7 +117,3 @@ def two_ranks_without_the_second_pass(rank: int, world_size: int) -> None:
     checks = patch.multiple(EmulatedRanks, check_received=lambda *_: None, of_experts=lambda _, rows: rows, twice=once)
     with checks, pytest.raises(AssertionError, match="once: output"):
         EmulatedRanks(case, CPU).run()
-
-
-def test_rows_that_never_arrived_are_noticed() -> None:
-    run_ranks(two_ranks_without_the_second_pass, 1, interpret=True, timeout=300)

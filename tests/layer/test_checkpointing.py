@@ -6,7 +6,7 @@ import pytest
 import torch
 from layer_cases import LayerCase, full_weights, rank_inputs, shard
 from layer_ranks import build_layer
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -63,7 +63,9 @@ def test_gradients_are_those_of_the_pass_that_ran_last(path: str, world_size: in
     run_ranks(compare_recomputed, world_size, path, use_reentrant, interpret=path == "fused", timeout=300)
 
 
-def backward_twice(rank: int, world_size: int, path: str) -> None:
+@pytest.mark.parametrize("path", ["twin", "plain", "reference"])
+@in_ranks(2)
+def test_a_second_backward_pass(rank: int, world_size: int, path: str) -> None:
     """A second backward pass over a graph that was kept gives the same gradients."""
     case = LayerCase("ep2", world_size, 1, (40, 33))
     moe, inputs = build_layer(case, rank, path), rank_inputs(case, rank)
@@ -82,12 +84,8 @@ def backward_twice(rank: int, world_size: int, path: str) -> None:
     moe.group.close()
 
 
-@pytest.mark.parametrize("path", ["twin", "plain", "reference"])
-def test_a_second_backward_pass(path: str) -> None:
-    run_ranks(backward_twice, 2, path)
-
-
-def exchange_recomputed(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_rows_go_back_to_where_the_last_pass_had_them_from(rank: int, world_size: int) -> None:
     """As many rows in all, but to other ranks: rank 0 sends (1, 2), then (2, 1), and rank 1 the other way round."""
     counts = [(1, 2), (2, 1)] if rank == 0 else [(2, 1), (1, 2)]
 
@@ -99,7 +97,3 @@ def exchange_recomputed(rank: int, world_size: int) -> None:
     checkpoint(exchange, rows, use_reentrant=False).backward(torch.arange(3.0).view(3, 1) + 10 * rank + 10)
     assert rows.grad is not None
     assert rows.grad.flatten().tolist() == ([10, 11, 20] if rank == 0 else [12, 21, 22])
-
-
-def test_rows_go_back_to_where_the_last_pass_had_them_from() -> None:
-    run_ranks(exchange_recomputed, 2)

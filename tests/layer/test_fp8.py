@@ -6,7 +6,7 @@ import pytest
 import torch
 from fp8_cases import build_path, fp8_shard, run_fp8_case
 from layer_cases import LayerCase, rank_inputs
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from tiers import slow, slow_but
 
 from comet.quantization.formats import quantize_rows
@@ -77,7 +77,9 @@ def hard_numbers(rows: int, columns: int, seed: int) -> torch.Tensor:
     return values
 
 
-def pack_on_rank(rank: int, world_size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@in_ranks(1, interpret=True)
+def test_the_kernel_that_packs_gives_the_bits_of_the_quantiser(rank: int, world_size: int, dtype: torch.dtype) -> None:
     from comet.kernels.gemm.fp8 import pack_rows
 
     for seed, columns in enumerate((128, 256, 896)):
@@ -88,11 +90,6 @@ def pack_on_rank(rank: int, world_size: int, dtype: torch.dtype) -> None:
         assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)), (
             f"{dtype}, {columns} columns, seed {seed}"
         )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_the_kernel_that_packs_gives_the_bits_of_the_quantiser(dtype: torch.dtype) -> None:
-    run_ranks(pack_on_rank, 1, dtype, interpret=True)
 
 
 @pytest.mark.parametrize(

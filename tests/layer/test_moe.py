@@ -16,7 +16,7 @@ from activation_cases import ACTIVATIONS
 from fp8_cases import fp8_shard
 from layer_cases import LayerCase, rank_inputs
 from layer_ranks import build_layer, compare_call, poison, run_case, run_cases
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from tiers import slow, slow_but
 from torch import Tensor
 from training_cases import make_group
@@ -121,15 +121,12 @@ def cosine_backward(gate: Tensor, up: Tensor, grad: Tensor, activation: Activati
     return gate.cos() + up, -grad * gate.sin(), grad
 
 
-def run_cosine(rank: int, world_size: int, path: str) -> None:
+@pytest.mark.parametrize("path", ["reference", "plain", "twin"])
+@in_ranks(2)
+def test_an_activation_that_is_not_0_at_0_may_be_padded(rank: int, world_size: int, path: str) -> None:
+    """cos(gate) + up: each padded column of hidden is 1, meets zeros of w2, and its gradients are dropped."""
     DEFINITIONS["reglu"] = Definition(cosine, cosine_backward, {})  # of this rank, which ends with the test
     run_case(rank, world_size, replace(activated(1, 2)[1], activation=Activation("reglu")), path)
-
-
-@pytest.mark.parametrize("path", ["reference", "plain", "twin"])
-def test_an_activation_that_is_not_0_at_0_may_be_padded(path: str) -> None:
-    """cos(gate) + up: each padded column of hidden is 1, meets zeros of w2, and its gradients are dropped."""
-    run_ranks(run_cosine, 2, path)
 
 
 def test_a_call_with_biases_must_fit_the_layer() -> None:

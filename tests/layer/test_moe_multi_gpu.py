@@ -12,7 +12,7 @@ from gpus import ON_GPUS, gpu_of, need_gpus
 from kinds import Kind, grad_hidden_in, layer0_in, layer1_in
 from layer_cases import GPT_OSS, LayerCase, rank_inputs
 from layer_ranks import build_layer, run_case, synchronize
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from stream_cases import assert_same, make_pair, make_tokens, train_step
 
 from comet.layer.routed_experts import SymmetricPath
@@ -128,7 +128,9 @@ def test_a_graph_is_replayed_with_other_routing(num_tokens: tuple[int, int]) -> 
     run_ranks(replayed, 2, case, backend=ON_GPUS, timeout=240)
 
 
-def with_streams(rank: int, world_size: int) -> None:
+@pytest.mark.multi_gpu(n=2)
+@in_ranks(2, backend=ON_GPUS, timeout=240)
+def test_shared_expert_beside_the_routed_ones(rank: int, world_size: int) -> None:
     """The whole layer with its shared expert on a stream of its own, against the same layer one after the other."""
     torch.cuda.set_device(gpu_of(rank))
     layers = make_pair(gpu_of(rank), torch.bfloat16, "fused", ep=world_size)
@@ -140,8 +142,3 @@ def with_streams(rank: int, world_size: int) -> None:
             assert_same(step, expected, f"rank {rank}, seed {seed}, late={late}")
     layers.streams.group.workspace.check()
     layers.streams.group.close()
-
-
-@pytest.mark.multi_gpu(n=2)
-def test_shared_expert_beside_the_routed_ones() -> None:
-    run_ranks(with_streams, 2, backend=ON_GPUS, timeout=240)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from activation_cases import draw_biases
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from tiers import slow
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -128,7 +128,8 @@ def test_checkpoints_of_torch_load_on_any_layout(
         run_ranks(load, ep * tp, str(tmp_path), ep, tp)
 
 
-def exchange_full_states(rank: int, world_size: int) -> None:
+@in_ranks(4)
+def test_states_of_whole_layers(rank: int, world_size: int) -> None:
     """The state of the whole layer, as one rank has it, and back onto the shards."""
     alone, layer, other = make_layer(seed=3), make_layer(2, 2, seed=3), make_layer(2, 2, seed=9)
     full = StateDictOptions(full_state_dict=True)
@@ -138,10 +139,6 @@ def exchange_full_states(rank: int, world_size: int) -> None:
     assert_same(weights(other), weights(alone), 0.0)
     with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
         other.load_state_dict(alone.state_dict())
-
-
-def test_states_of_whole_layers() -> None:
-    run_ranks(exchange_full_states, 4)
 
 
 def wrap_ddp(model: Model) -> nn.Module:
@@ -188,7 +185,8 @@ def test_wrapped_models_train_as_one_rank(
     run_ranks(train_wrapped, world_size, ep, tp, wrap)
 
 
-def refuse(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_what_would_mix_experts_is_refused(rank: int, world_size: int) -> None:
     """What would average or overwrite experts, or see those of one rank only, raises on every rank."""
     layer = make_layer(2)
     assert layer.group.mesh is not None
@@ -214,11 +212,8 @@ def refuse(rank: int, world_size: int) -> None:
     assert_same(weights(model), before, 0.0)
 
 
-def test_what_would_mix_experts_is_refused() -> None:
-    run_ranks(refuse, 2)
-
-
-def compare_tools(rank: int, world_size: int) -> None:
+@in_ranks(4)
+def test_torch_clips_and_steps_experts_of_several_ranks(rank: int, world_size: int) -> None:
     """Norm, clipping and every AdamW on expert weights alone, against the same of one rank or of plain tensors."""
     layer, one = make_layer(2, 2), make_layer()
     layer(draw(rank))[0].square().sum().backward()
@@ -241,11 +236,8 @@ def compare_tools(rank: int, world_size: int) -> None:
             assert torch.equal(mine, local(theirs)), options
 
 
-def test_torch_clips_and_steps_experts_of_several_ranks() -> None:
-    run_ranks(compare_tools, 4)
-
-
-def shard_over_data(rank: int, world_size: int) -> None:
+@in_ranks(4)
+def test_fully_shard_over_the_groups(rank: int, world_size: int) -> None:
     """``fully_shard`` over the MoE groups: experts are gathered for a call, their gradients means over the groups."""
     one, layer = make_layer(), make_layer(2)
     assert layer.group.mesh is not None
@@ -263,10 +255,6 @@ def shard_over_data(rank: int, world_size: int) -> None:
     layer.reshard()
     with pytest.raises(ValueError, match=r"w1 of shape \(2, 96, 16\) must be \(e, 2F, D\) = \(4, 96, 16\)"):
         layer.routed_experts(draw(rank), torch.zeros(TOKENS, 2, dtype=torch.int32), torch.ones(TOKENS, 2))
-
-
-def test_fully_shard_over_the_groups() -> None:
-    run_ranks(shard_over_data, 4)
 
 
 def copy_layers(rank: int, world_size: int) -> None:
@@ -321,7 +309,8 @@ def test_biases_are_sharded_as_the_weights_are(ep: int, tp: int) -> None:
     run_ranks(whole_biases, ep * tp, ep, tp)
 
 
-def groups_in_turn(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_one_group_after_another(rank: int, world_size: int) -> None:
     """torch remembers operations by the ranks of their mesh: a second group's must not run on the first one's."""
     norms = []
     for _ in range(2):
@@ -330,10 +319,6 @@ def groups_in_turn(rank: int, world_size: int) -> None:
         norms.append(clip_grad_norm_(layer.parameters(), 1.0))
         layer.group.close()
     assert torch.equal(*norms)
-
-
-def test_one_group_after_another() -> None:
-    run_ranks(groups_in_turn, 2)
 
 
 def test_clipping_takes_one_tensor_as_torch_does() -> None:

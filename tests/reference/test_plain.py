@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from layer_cases import LayerCase, full_weights, rank_inputs, shard
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from torch import Tensor
 
 from comet.comm.collectives import all_gather_stacked, all_to_all_rows
@@ -20,7 +20,8 @@ from comet.reference.plain import gather_reference_experts, grouped_matmul, make
 PATHS = {"plain": plain_experts, "reference": gather_reference_experts}
 
 
-def run_masked(rank: int, world_size: int) -> None:
+@in_ranks(4)
+def test_gathered_reference_is_bitwise_the_reference_and_masked_slots_may_be_nan(rank: int, world_size: int) -> None:
     """Routing weights of masked slots are NaN, which reaches neither outputs nor gradients."""
     case = LayerCase("masked", 2, 2, (9, 4, 0, 7), routing="masked")
     inputs, full = rank_inputs(case, rank), full_weights(case)
@@ -36,10 +37,6 @@ def run_masked(rank: int, world_size: int) -> None:
         y.square().sum().backward()
         assert all(leaf.grad is not None and bool(leaf.grad.isfinite().all()) for leaf in leaves)
         assert not leaves[1].grad[masked].any()
-
-
-def test_gathered_reference_is_bitwise_the_reference_and_masked_slots_may_be_nan() -> None:
-    run_ranks(run_masked, 4)
 
 
 def exchange_example(rank: int, world_size: int) -> dict[str, object]:
