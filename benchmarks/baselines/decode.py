@@ -126,9 +126,8 @@ def triton_experts(
     takes.
     """
     gemm = group_gemm if tokens.is_cuda else group_gemm_torch
-    most_tiles = min(ids.numel(), w1.shape[0]) + ids.numel() // BLOCK_ROWS  # without asking the device
-    num_rows = most_tiles * BLOCK_ROWS
-    table, places = tiles_of_ids(ids, w1.shape[0], num_rows, BLOCK_ROWS)
+    table, places = tiles_of_ids(ids, w1.shape[0], BLOCK_ROWS)
+    num_rows = len(table.row_ids)
     pre = tokens.new_empty(num_rows, w1.shape[1])
     gemm(tokens, w1, pre, table, gather=True, layout="nk", config=config)
     gate, up = pre.chunk(2, dim=1)

@@ -21,7 +21,7 @@ from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm
 from comet.kernels.runtime.activation import SWIGLU, Activation
 from comet.kernels.runtime.arguments import TileTable
 from comet.layer.routed_experts import SymmetricPath
-from comet.layout import Biases, ExpertLayout, added_biases, round_up
+from comet.layout import Biases, ExpertLayout, added_biases
 from comet.measure.timing import Variant
 from comet.modular.experts import tiles_of_ids
 from comet.reference.plain import dispatch_rows, expert_rows, grouped_matmul, make_exchange, weighted_sum
@@ -57,9 +57,9 @@ def _torch_gemms(w1: Tensor, w2: Tensor, expert_counts: tuple[int, ...]) -> Vari
 
 
 def _comet_gemms(w1: Tensor, w2: Tensor, expert_counts: tuple[int, ...]) -> Variant:
-    table, num_rows = tile_table(expert_counts, w1.device)
-    rows, hidden = _operands(w1, w2, num_rows)
-    first, second = rows.new_empty(num_rows, w1.shape[1]), rows.new_empty(num_rows, w2.shape[1])
+    table = tile_table(expert_counts, w1.device)
+    rows, hidden = _operands(w1, w2, len(table.row_ids))
+    first, second = rows.new_empty(len(rows), w1.shape[1]), rows.new_empty(len(rows), w2.shape[1])
     config = GemmConfig.select(w1.dtype)
 
     def run(index: int) -> None:
@@ -69,15 +69,14 @@ def _comet_gemms(w1: Tensor, w2: Tensor, expert_counts: tuple[int, ...]) -> Vari
     return run
 
 
-def tile_table(expert_counts: tuple[int, ...], device: torch.device | str) -> tuple[TileTable, int]:
+def tile_table(expert_counts: tuple[int, ...], device: torch.device | str) -> TileTable:
     """Lay the rows out as the plan does, in one phase, every expert from a multiple of 128 rows.
 
-    Example: counts (130, 0, 5): tiles ``[[0, 0, 128, 0], [0, 128, 2, 0], [2, 256, 5, 0]]``, 384 rows.
+    Example: counts (130, 0, 5): tiles ``[[0, 0, 128, 0], [0, 128, 2, 0], [2, 256, 5, 0]]``.
     """
     experts = torch.arange(len(expert_counts), dtype=torch.int32, device=device)
     ids = experts.repeat_interleave(torch.tensor(expert_counts, device=device))
-    num_rows = sum(round_up(count, BLOCK_ROWS) for count in expert_counts)
-    return tiles_of_ids(ids[:, None], len(expert_counts), num_rows, BLOCK_ROWS)[0], num_rows
+    return tiles_of_ids(ids[:, None], len(expert_counts), BLOCK_ROWS)[0]
 
 
 def _operands(w1: Tensor, w2: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:

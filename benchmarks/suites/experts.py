@@ -46,7 +46,7 @@ from comet.config import MoEConfig, ParallelConfig, require
 from comet.decode import DecodeWeights, rank_slots
 from comet.decode.runners import LocalRunner, ReplicatedRunner, Runner
 from comet.experts import CachedExperts, CacheReport, ExpertCache
-from comet.experts.budget import ExpertBudget
+from comet.experts.budget import StoreOptions
 from comet.experts.cache import report_of
 from comet.experts.host.cores import TIMEOUT_S, HostCores, usable_cores
 from comet.experts.host.profile import HostSizes
@@ -297,14 +297,11 @@ def rows_of(
     wants_cores = any(kind.endswith(HOST_CORES) for kind in arguments.variants)
     num_cores = max(usable_cores() // arguments.ep - 1, 1) if wants_cores else 0
     layers = Layers(config, arguments.layers, trace_of(arguments), ranks, group, stored, num_cores)
-    budgets = {
-        budget: ExpertBudget.create(
-            budget, config, arguments.layers, ranks.dtype, parallel=arguments.parallel, stored=stored
-        )
-        for budget in arguments.budgets
-    }
     made = {}
-    for (budget, held), kind in product(budgets.items(), arguments.variants):
+    for budget, kind in product(arguments.budgets, arguments.variants):
+        options = StoreOptions(budget, expert_dtype=stored)
+        held = options.budget(config, arguments.layers, ranks.dtype, arguments.parallel)
+        assert held is not None
         aside = held.expert_bytes if kind.endswith(HOST_CORES) else 0  # that is copied to measure the link
         with memory_limit(device, held.device_bytes + aside + TABLES_BYTES):
             made[kind, budget] = layers.cached(held.slots, kind)
@@ -323,19 +320,19 @@ def rows_of(
     rows: list[Row] = [
         {"stored": name, "variant": variant, "us": microseconds[variant]} for variant in ("on_demand", "resident")
     ]
-    for kind, budget in made:
+    for (kind, budget), (_, caches) in made.items():
         mine = reports[1][kind, budget].since(reports[0][kind, budget])
         spent = [mine] if ranks.process_group is None else gather(ranks.process_group, mine)
         num_bytes = max(map(link_bytes, spent)) / (calls * STEPS_PER_CALL)
         figures = cache_figures(spent, num_bytes, microseconds[kind, budget], microseconds["resident"], link)
         rows.append(
-            {"stored": name, "variant": kind, "budget": budget, "slots": budgets[budget].slots,
+            {"stored": name, "variant": kind, "budget": budget, "slots": caches[0].num_slots,
              "precision": mine.prefetch_precision, "hosted": mine.hosted / max(mine.needed, 1),
              "x_on_demand": microseconds["on_demand"] / figures["us"]} | figures
         )  # fmt: skip
     if arguments.prompt:
-        caches = {budget: made[arguments.variants[0], budget][1] for budget in arguments.budgets}
-        prompts = prompt_rows(layers, arguments.prompt, caches, link, arguments.rounds)
+        by_budget = {budget: made[arguments.variants[0], budget][1] for budget in arguments.budgets}
+        prompts = prompt_rows(layers, arguments.prompt, by_budget, link, arguments.rounds)
         rows += [{"stored": name} | row for row in prompts]
     return rows
 

@@ -75,9 +75,9 @@ def plain(values: Weight, dtype: torch.dtype) -> Tensor:
 def routed_capacity(num_slots: int, num_experts: int, block_rows: int) -> int:
     """Routed rows that always suffice, each expert's padded to whole tiles.
 
-    Example: 20 slots of 10 rows, e=3, tiles of 16: 20 rows and 3 * 15 of padding, rounded up to 80.
+    Example: 20 slots of 10 rows, e=3, tiles of 16: 20 rows and 3 * 15 of padding, rounded up to 80. 2 slots: 32.
     """
-    return round_up(num_slots + num_experts * (block_rows - 1), block_rows)
+    return round_up(num_slots + min(num_slots, num_experts) * (block_rows - 1), block_rows)
 
 
 def tiles_of_ids(top_k_ids: Tensor, num_experts: int, block_rows: int) -> tuple[TileTable, Tensor]:

@@ -112,9 +112,8 @@ def test_shapes_are_those_of_the_shipped_configurations() -> None:
 
 def test_gemm_examples() -> None:
     assert split_evenly(7, 3) == (3, 2, 2)
-    table, num_rows = tile_table((130, 0, 5), "cpu")
-    assert table.tiles.tolist() == [[0, 0, 128, 0], [0, 128, 2, 0], [2, 256, 5, 0]]
-    assert num_rows == 384
+    table = tile_table((130, 0, 5), "cpu")
+    assert table.tiles[: int(table.num_tiles)].tolist() == [[0, 0, 128, 0], [0, 128, 2, 0], [2, 256, 5, 0]]
     variants = gemm_variants(torch.randn(3, 64, 16), torch.randn(3, 16, 32), (4, 0, 3))
     assert list(variants) == ["gemm_torch"]
     variants["gemm_torch"](0)

@@ -30,7 +30,7 @@ def test_slot_rows_example() -> None:
 
 
 def test_routed_capacity_example() -> None:
-    assert routed_capacity(20, 3, 16) == 80
+    assert (routed_capacity(20, 3, 16), routed_capacity(2, 3, 16)) == (80, 32)
 
 
 def test_destinations_and_local_ids_examples() -> None:
