@@ -30,7 +30,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -57,20 +56,12 @@ COMET, LOOP = "comet", "eager"
 STOCK = ("grouped_mm", "batched_mm", LOOP)  # transformers' own experts; the last is a loop that asks the device
 
 
-class StepPath(Protocol):
-    """One way to take decode steps."""
-
-    def rewind(self) -> None:
-        """Stand at the end of the context again; on the device, without waiting."""
-        ...
-
-    def decode(self, ids: Tensor, num_steps: int) -> Tensor:
-        """Append ``(B,)`` tokens, then the most probable ones; returns the choice of the last of ``num_steps``."""
-        ...
-
-
 class Stepwise:
-    """Steps taken one after the other, ``(B,)`` tokens to ``(B, V)`` logits; the next token is chosen on the device."""
+    """Steps taken one after the other, ``(B,)`` tokens to ``(B, V)`` logits; the next token is chosen on the device.
+
+    ``rewind`` stands at the end of the context again, without waiting. ``decode`` appends ``(B,)`` tokens, then the
+    most probable ones, and returns the choice of the last of ``num_steps``.
+    """
 
     def __init__(self, step: Callable[[Tensor], Tensor], rewind: Callable[[], object]) -> None:
         self.step = step
@@ -83,6 +74,9 @@ class Stepwise:
         for _ in range(num_steps):
             ids = self.step(ids).argmax(-1)
         return ids
+
+
+StepPath = Stepwise | Library  # one way to take decode steps
 
 
 class Paths:

@@ -226,7 +226,7 @@ def test_a_budget_in_experts_and_bytes() -> None:
     assert (files.slots, files.places, files.host_bytes) == (16, 128, 128 * 98_304)
     assert budget_of(expert_store="file", host_budget=20 * 98_304 + 1).places == 20
     assert budget_of(expert_store="file", host_budget=1e12).places == 256
-    assert budget_of(0.1).slots == 6
+    assert [budget_of(each).slots for each in (0.1, 10_000_000, 1.0, 1e12)] == [6, 25, 64, 64]
     ranks = budget_of(0.25, parallel=ParallelConfig(ep=2, tp=2))
     assert (ranks.held, ranks.slots, ranks.expert_bytes) == (32, 8, 49_152)
     assert ranks.store_bytes == held.store_bytes // 4

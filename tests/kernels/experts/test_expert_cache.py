@@ -184,12 +184,6 @@ def test_tokens_that_need_more_experts_than_there_are_slots_run_in_waves() -> No
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize(("budget", "slots"), [(0.25, 16), (10_000_000, 25), (1.0, 64), (1e12, 64)])
-def test_a_budget_in_slots(budget: float, slots: int) -> None:
-    config = replace(MOE, num_experts=64, hidden_size=128, ffn_size=64)
-    assert slots_of_budget(budget, config, 4, torch.float32) == slots
-
-
 @pytest.mark.parametrize(
     ("stored", "num_bytes", "slots"),
     [(None, 196_608, 25), ("mxfp8", 101_376, 49), ("fp8", 98_328, 50), ("mxfp4", 52_224, 95)],
