@@ -37,49 +37,6 @@ from comet.utils.uncompiled import uncompiled
 DECODE_TOKENS = MAX_DECODE_TOKENS
 
 
-class Runner:
-    """Computes the weighted sum of each token's experts from the experts this rank holds.
-
-    Here is what a rank alone does, which has all experts and waits for nobody.
-    """
-
-    activation: Activation  # of the experts
-    decode: Decoder  # the warp decode it uses, for up to decode.max_tokens tokens
-    takes_fp8 = False  # whether more tokens are computed from experts in block FP8 as they are, too
-
-    def __call__(
-        self,
-        tokens: Tensor,
-        top_k_ids: Tensor,
-        top_k_weights: Tensor,
-        w1: Tensor,
-        w2: Tensor,
-        biases: Biases | None = None,
-        *,
-        experts: DecodeWeights | None = None,
-    ) -> Tensor:
-        """``(T, D)``, ``(T, K)`` int32, ``(T, K)`` float32, ``(e, 2F/TP, D)``, ``(e, D, F/TP)`` -> ``(T, D)``.
-
-        ``biases`` of ``(e, 2F/TP)`` and ``(e, D)`` are there where the experts have some.
-        ``experts`` is what a decode step reads in place of w1, w2 and biases, such as those of ``SharedSlots``; only to
-        be given where the call is one (``joins_step``), or where they are in block FP8 and the runner takes that.
-        """
-        raise NotImplementedError
-
-    def add_up(self, partial: Tensor) -> Tensor:
-        """``(T, D)`` float32, what this rank's experts contribute -> the sum over ranks, in their order; collective."""
-        return partial
-
-    def before_replay(self) -> None:
-        """Refuse the replay of a captured step once the group is closed, and order it behind the last step."""
-
-    def check(self) -> None:
-        """Raise what ``Workspace.check`` or ``RankDecode.check`` raises; waits for the device."""
-
-    def restart(self) -> None:
-        """Start the epochs anew (collective), which is due where ``check`` raises ``EpochError``."""
-
-
 class Decoder:
     """Warp decode of what this rank holds, with scratch memory that all layers share.
 
@@ -116,12 +73,14 @@ class Decoder:
         return self._copy_stream
 
 
-class LocalRunner(Runner):
-    """All experts on this rank: warp decode, or grouped GEMMs for many tokens and wherever a gradient is needed.
+class LocalRunner:
+    """All experts on this rank, which waits for nobody: warp decode, or grouped GEMMs for many tokens and gradients.
 
     Args:
         top_k: K, with what a shared expert adds to it (``shared_columns``).
     """
+
+    takes_fp8 = False  # whether more tokens are computed from experts in block FP8 as they are, too
 
     def __init__(self, top_k: int, decode_tokens: int = DECODE_TOKENS, *, activation: Activation = SWIGLU) -> None:
         self.decode = Decoder(top_k, decode_tokens)
@@ -140,6 +99,15 @@ class LocalRunner(Runner):
         *,
         experts: DecodeWeights | None = None,
     ) -> Tensor:
+        """``(T, D)``, ``(T, K)`` int32, ``(T, K)`` float32, ``(e, 2F/TP, D)``, ``(e, D, F/TP)`` -> ``(T, D)``.
+
+        The weighted sum of each token's experts, of those this rank holds.
+
+        Args:
+            biases: ``(e, 2F/TP)`` and ``(e, D)``, where the experts have some.
+            experts: What a decode step reads in place of w1, w2 and biases, such as those of ``SharedSlots``; only to
+                be given where the call is one (``joins_step``), or where they are in block FP8 and ``takes_fp8``.
+        """
         layout = ExpertLayout(num_experts=w1.shape[0], top_k=top_k_ids.shape[1], ep=1, tp=1, rank=0)
         learns = wants_grad(tokens, top_k_weights, w1, w2, *(biases or ()))
         if tokens.shape[0] <= self.decode.max_tokens and not learns:
@@ -155,6 +123,19 @@ class LocalRunner(Runner):
         if self._slots is None or self._slots.device != w1.device or len(self._slots) != len(w1):
             self._slots = torch.arange(w1.shape[0], dtype=torch.int32, device=w1.device)
         return self._slots
+
+    def add_up(self, partial: Tensor) -> Tensor:
+        """``(T, D)`` float32, what this rank's experts contribute -> the sum over ranks, in their order; collective."""
+        return partial
+
+    def before_replay(self) -> None:
+        """Refuse the replay of a captured step once the group is closed, and order it behind the last step."""
+
+    def check(self) -> None:
+        """Raise what ``Workspace.check`` or ``RankDecode.check`` raises; waits for the device."""
+
+    def restart(self) -> None:
+        """Start the epochs anew (collective), which is due where ``check`` raises ``EpochError``."""
 
 
 class GroupExperts:
@@ -201,7 +182,7 @@ class GroupExperts:
         self.group.workspace.restart()
 
 
-class ReplicatedRunner(GroupExperts, Runner):
+class ReplicatedRunner(GroupExperts):
     """Experts over a group whose ranks all hold the same tokens; collective, for inference.
 
     Any number of tokens may come: ``max_tokens`` of the group only bounds how many are computed at once. None takes
@@ -238,6 +219,7 @@ class ReplicatedRunner(GroupExperts, Runner):
         *,
         experts: DecodeWeights | None = None,
     ) -> Tensor:
+        """As a ``LocalRunner`` is called."""
         dtype = self.group.workspace.shape.dtype
         require(tokens.dtype == dtype, f"dtype={tokens.dtype} of the tokens must be the group's {dtype}")
         require(
@@ -256,6 +238,9 @@ class ReplicatedRunner(GroupExperts, Runner):
             experts = self.held(w1, w2, biases)
         scratch = self.decode.scratch(tokens, experts)
         return self.decode_on_ranks(tokens, top_k_ids, top_k_weights, experts, scratch=scratch)
+
+
+Runner = LocalRunner | ReplicatedRunner  # of ranks that all hold the same tokens
 
 
 class DataParallelDecode(GroupExperts):
