@@ -23,7 +23,6 @@ from comet.generation.text import (
     Printer,
     context_note,
     stop_prefix_length,
-    table,
     visible,
 )
 from comet.jobs.generate import GenerateConfig
@@ -350,11 +349,6 @@ def test_texts_cut_at_the_context_are_named():
         == "comet: text 1 of 1 ended at the model's context of 32 tokens, prompt included\n"
     )
     assert context_note(["context", "stop", "context"], 32).startswith("comet: texts 1, 3 of 3 ended at ")
-
-
-def test_table_leaves_out_what_was_not_measured():
-    result = {"prompt_tokens": 1, "new_tokens": 1, "time_to_first_token_s": 0.5, "tokens_per_second": None}
-    assert table(result).splitlines() == ["prompt        1 tokens", "new           1 tokens", "first token   500.0 ms"]
 
 
 def test_nested_example_of_the_docstring():

@@ -125,6 +125,7 @@ def test_the_table_says_how_steps_were_launched():
     assert "0.5 tokens/s, each step replayed from a CUDA graph" in table(result)
     assert "tokens/s, without a CUDA graph (on another rank)" in table({**result, "cuda_graph": False})
     assert "(too hot)" in table({**result, "cuda_graph": False, "graph_fallback_reason": "too hot"})
+    assert "decode" not in table({**result, "tokens_per_second": None}), "what was not measured is left out"
 
 
 def test_the_job_prints_every_sequence_and_warns_about_skipped_checkpoints(trained, tmp_path, capsys, caplog):

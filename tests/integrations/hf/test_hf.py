@@ -60,17 +60,6 @@ def test_versions_that_record_fewer_flags() -> None:
     expected.check(hf.convert(model, decode_tokens=DECODE_TOKENS), "converted")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_cases_notice_their_experts(family: str) -> None:
-    # Were the experts' share of the logits a rounding error, every comparison here would pass without them.
-    model = tiny_model(family)
-    logits = hf_cases.logits_with_cache(model, prompt(2, 4), 2)
-    for name, parameter in model.named_parameters():
-        if ".experts." in name:
-            parameter.data.zero_()
-    assert (hf_cases.logits_with_cache(model, prompt(2, 4), 2) - logits).abs().max() > 0.1
-
-
 def test_from_pretrained_takes_comet_by_name(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -186,17 +186,11 @@ def vector_in_fp8(state: State) -> None:
         (lambda state: state.pop(SCALES), f"must have its scales: missing {SCALES}$"),
         (lambda state: state.pop(OTHER_SCALES), f"must have its scales: missing {OTHER_SCALES}$"),
         (lambda state: state.pop(EXPERT), f"must have its scales: surplus {SCALES}$"),
-        (
-            {SCALES: torch.ones(2, 2)},
-            rf"{SCALES} of shape \(2, 2\) must be \(3, 2\) for a tensor of shape \(288, 160\)$",
-        ),
+        ({SCALES: torch.ones(2, 2)}, rf"{SCALES} of shape \(2, 2\) must be \(3, 2\) for a tensor of shape .*160\)$"),
         ({OTHER_SCALES: torch.ones(160)}, rf"{OTHER_SCALES} of shape \(160,\) must be \(2, 1\) for a tensor of shape"),
         ({SCALES: torch.ones(3, 2).byte()}, f"{SCALES} of dtype U8 must be one of F32, F16, BF16, F8_E8M0$"),
         ({EXPERT: torch.zeros(256, 128), SCALES: torch.ones(2, 1)}, f"{EXPERT} of dtype F32 must be F8_E4M3 beside"),
-        (
-            {OTHER: torch.zeros(160, 32).to(torch.float8_e5m2)},
-            f"{OTHER} of dtype F8_E5M2 must be F8_E4M3 or one of F32",
-        ),
+        ({OTHER: torch.zeros(9).to(torch.float8_e5m2)}, f"{OTHER} of dtype F8_E5M2 must be F8_E4M3 or one of F32"),
         (vector_in_fp8, rf"{NORM} of shape \(160,\) must have rows and columns$"),
     ],
 )

@@ -15,7 +15,6 @@ from hf_cases import (
     logits_with_cache,
     make_group,
     prompt,
-    same_state,
     tiny_config,
     tiny_model,
 )
@@ -108,12 +107,6 @@ def steps(model: Any, ids: Tensor, cuda_graph: str = "on") -> Tensor:
     logits += [decoder.append(ids[:, position]) for position in range(PREFILL, PREFILL + STEPS)]
     assert decoder.step.graph_fallback_reason == ("" if cuda_graph == "on" else "cuda_graph='off'")
     return torch.stack(logits, dim=1)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_folders_are_dequantised_to_the_bit(ragged: Path, dtype: torch.dtype) -> None:
-    assert same_state(hf.load_pretrained(ragged, dtype=dtype, device="cuda"), stock(ragged, dtype).cuda())
 
 
 @pytest.mark.gpu
