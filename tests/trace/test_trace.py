@@ -6,7 +6,7 @@ import dataclasses
 import json
 import time
 from collections import Counter
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bench_cases import report_of
+from emulated_events import check_layer0_events, check_layer1_events
 from late import come_late, passed
 from layer_cases import LayerCase, rank_inputs
 from layer_ranks import build_layer
@@ -23,7 +24,6 @@ from tile_orders import panels_of
 
 from comet.config import MoEConfig, ParallelConfig
 from comet.kernels.layer.triton import dispatch_gemm
-from comet.kernels.layer.triton.gemm_combine import SUM_TOKENS
 from comet.kernels.runtime import recorder
 from comet.kernels.runtime.recorder import recording
 from comet.layer.group import make_expert_group
@@ -31,8 +31,7 @@ from comet.layer.launch_arguments import combine_symm, recv_symm
 from comet.layer.plan import Plan
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.workspace import Workspace
-from comet.layout import COMBINE_CHUNK_ROWS
-from comet.trace.events import KINDS, WAITS, WORKS, Clock, Event, Span, compare_clocks, find_spans
+from comet.trace.events import CONVERSION, KINDS, WAITS, WORKS, Clock, Event, Span, compare_clocks, find_spans
 from comet.trace.timeline import RankRecord, Timeline, chrome_trace, record
 
 CHUNK = 128
@@ -50,7 +49,6 @@ class Found:
     lossy: list[RankRecord] | None
     plan: Plan
     num_cols: tuple[int, int]
-    panels: list[int]
     is_unchanged: bool
 
 
@@ -66,6 +64,9 @@ def record_case(rank: int, case: LayerCase) -> Found:
     backend = moe.experts.backend
     inputs = rank_inputs(case, rank)
     w1, w2 = moe.expert_weights()
+    tile = backend.settings.tile
+    num_cols = -(-(case.ffn_size // case.tp) // tile.block_f), -(-case.hidden_size // tile.block_n)
+    num_panels = len(panels_of(num_cols[1], backend.settings.num_panels))
     with record(moe.group) as timeline:
         plan = backend.plan(inputs.top_k_ids, inputs.top_k_weights)
         dist.barrier()
@@ -75,6 +76,10 @@ def record_case(rank: int, case: LayerCase) -> Found:
             tell_of_waits(case.name)
         hidden, _ = backend.dispatch_gemm(inputs.tokens, w1.flatten(1, 2), plan, save_pre_activation=False)
         y = backend.gemm_combine(hidden, w2, plan)
+        assert workspace.recorder is not None
+        written = workspace.recorder, int(workspace.epoch)
+        check_layer0_events(plan, *written, num_cols=num_cols[0])
+        check_layer1_events(plan, *written, num_cols=num_cols[1], num_panels=num_panels)
         backend.barrier()
         backend.dispatch(inputs.tokens, plan.for_backward(plan.memory))
     routed = (inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
@@ -84,16 +89,12 @@ def record_case(rank: int, case: LayerCase) -> Found:
             with record(moe.group, capacity=2) as lossy:
                 again = moe.routed_experts(*routed)
         off = moe.routed_experts(*routed)
-    tile = backend.settings.tile
-    num_cols = -(-(case.ffn_size // case.tp) // tile.block_f), -(-case.hidden_size // tile.block_n)
-    panels = panels_of(num_cols[1], backend.settings.num_panels)
     moe.group.close()
     return Found(
         records=timeline.records,
         lossy=lossy and lossy.records,
         plan=plan,
         num_cols=num_cols,
-        panels=[panel for panel, columns in enumerate(panels) for _ in columns],
         is_unchanged=torch.equal(y, off) and torch.equal(again, off),
     )
 
@@ -136,6 +137,11 @@ def of_kind(timeline: Timeline, work: str, rank: int, *, alone: bool = False) ->
     return [e for e in timeline.events if (e.work, e.rank) == (work, rank) and (e.epoch > first) == alone]
 
 
+def numbers_of(timeline: Timeline, work: str, rank: int, *, alone: bool = False) -> set[tuple[int, ...]]:
+    """What ``of_kind`` finds names so."""
+    return {event.numbers for event in of_kind(timeline, work, rank, alone=alone)}
+
+
 def chunks(count: int) -> int:
     return -(-count // CHUNK)
 
@@ -148,39 +154,19 @@ def test_every_rank_has_the_same_complete_timeline_and_outputs_do_not_change(fou
     assert timelines[0].summary()["lost_events"] == 0
 
 
-def test_every_tile_is_recorded_once(found: list[Found]) -> None:
+def test_every_item_is_recorded_once(found: list[Found]) -> None:
+    """Which items of a forward pass there are is checked while it is recorded."""
     timeline = Timeline(found[0].records)
+    items = Counter((e.rank, e.epoch, e.work, e.numbers) for e in timeline.events if e.work != CONVERSION)
+    assert set(items.values()) == {1}
     for rank, one in enumerate(found):
-        tiles = range(int(one.plan.tile_starts[-1]))
-        phases = one.plan.tiles[:, 3].tolist()
-        layer0 = Counter(event.numbers for event in of_kind(timeline, "layer 0 GEMM", rank))
-        assert layer0 == Counter((tile, col, phases[tile]) for tile, col in product(tiles, range(one.num_cols[0])))
-        layer1 = Counter(event.numbers for event in of_kind(timeline, "layer 1 GEMM", rank))
-        assert layer1 == Counter((tile, col, one.panels[col]) for tile, col in product(tiles, range(one.num_cols[1])))
-
-
-def test_every_chunk_and_every_token_is_recorded_once(found: list[Found]) -> None:
-    timeline = Timeline(found[0].records)
-    for rank, one in enumerate(found):
-        plan, panels = one.plan, sorted(set(one.panels))
-        sends, receives = plan.send_counts.tolist(), plan.recv_counts.tolist()
-        whole = chunks(plan.max_tokens)
-        sent = [(d, c, 0) for d in range(2) if d != rank for c in range(chunks(sends[d]))]
-        own = [(rank, c, 0) for c in range(whole)]
-        received = [(s, c, 0) for s in range(2) if s != rank for c in range(chunks(receives[s]))]
-        counts = [plan.max_tokens if s == rank else receives[s] for s in range(2)]
-        returned = [(s, c) for s in range(2) for c in range(-(-counts[s] // COMBINE_CHUNK_ROWS))]
-        step = SUM_TOKENS
-        summed = [(token, step) for token in range(0, plan.num_tokens, step)]
-        for work, alone, expected in [
-            ("dispatch", False, sent),
-            ("dispatch", True, sent + own),
-            ("receive", True, received + own),
-            ("reduce and send", False, [(*item, panel) for item in returned for panel in panels]),
-            ("final sum", False, [(*item, panel) for item in summed for panel in panels]),
-        ]:
-            names = Counter(event.numbers for event in of_kind(timeline, work, rank, alone=alone))
-            assert names == Counter(expected), f"rank {rank}: {work}"
+        plan, phases = one.plan, one.plan.tiles[:, 3].tolist()
+        assert all(phases[tile] == phase for tile, _, phase in numbers_of(timeline, "layer 0 GEMM", rank))
+        for work, counts in {"dispatch": plan.send_counts, "receive": plan.recv_counts}.items():
+            rows = counts.tolist()
+            rows[rank] = plan.max_tokens
+            moved = {(peer, chunk, 0) for peer, count in enumerate(rows) for chunk in range(chunks(count))}
+            assert numbers_of(timeline, work, rank, alone=True) == moved
 
 
 def test_a_block_does_one_thing_after_the_other(found: list[Found]) -> None:
@@ -223,7 +209,7 @@ def test_a_wait_ends_after_what_it_waited_for_began(found: list[Found]) -> None:
             for row in plan.send_rows[token : min(token + count, plan.num_tokens)].tolist():
                 for source, index in enumerate(row):
                     assert index < 0 or event.ready + shown[rank] > returned[source, rank, index // CHUNK, panel]
-        done = dict.fromkeys(one.panels, 0)
+        done: Counter[int] = Counter()
         for event in of_kind(timeline, "layer 1 GEMM", rank):
             done[event.numbers[2]] = max(done[event.numbers[2]], event.end)
         assert all(e.ready >= done[e.numbers[2]] for e in of_kind(timeline, "reduce and send", rank))
