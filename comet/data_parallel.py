@@ -43,7 +43,8 @@ def exclude_experts(model: nn.Module) -> set[nn.Parameter]:
         if not any(isinstance(hook, _Mean) for hook in hooks.values()):
             parameter.register_hook(_Mean(group))
     names = [name for name, parameter in model.named_parameters() if parameter in experts]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    own = [f".{name}" for name in names]  # so DistributedDataParallel calls a parameter of the model itself
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*names, *own])
     return set(experts)
 
 

@@ -186,6 +186,20 @@ def test_wrapped_models_train_as_one_rank(
 
 
 @in_ranks(2)
+def test_a_layer_itself_may_be_wrapped(rank: int, world_size: int) -> None:
+    layer = make_layer(2)
+    layer(draw(rank))[0].sum().backward()
+    sums = gradients(layer)
+    for name in ("router.weight", "shared.w1", "shared.w2"):
+        dist.all_reduce(sums[name])
+    layer.zero_grad()
+    exclude_experts(layer)
+    wrapped = DistributedDataParallel(layer)
+    wrapped(draw(rank))[0].sum().backward()
+    assert_same(gradients(layer), {name: grad / world_size for name, grad in sums.items()})
+
+
+@in_ranks(2)
 def test_what_would_mix_experts_is_refused(rank: int, world_size: int) -> None:
     """What would average or overwrite experts, or see those of one rank only, raises on every rank."""
     layer = make_layer(2)
