@@ -184,4 +184,5 @@ class MoE(nn.Module):
 
 def _normal(shape: tuple[int, ...] | torch.Size, fan_in: int, seed: int, stream: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed * 1_000_003 + stream + 500_000)
-    return torch.randn(shape, generator=generator, dtype=torch.float32) / math.sqrt(fan_in)
+    drawn = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+    return drawn / math.sqrt(fan_in)

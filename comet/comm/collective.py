@@ -33,7 +33,7 @@ class StoreBoard(Board):
     """
 
     def __init__(self, group: ProcessGroup) -> None:
-        own = torch.zeros(board_bytes(group.size()), dtype=torch.uint8)
+        own = torch.zeros(board_bytes(group.size()), dtype=torch.uint8, device="cpu")
         super().__init__((own,) * group.size(), group.rank())
         name = gather(group, uuid.uuid4().hex)[0]  # a group may get several boards, one after the other
         self._store = dist.PrefixStore(f"comet/board/{name}", group.get_group_store())

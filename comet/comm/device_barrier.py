@@ -31,7 +31,7 @@ class DeviceBarrier:
         device = flags.local.device
         self._epoch = torch.zeros(1, dtype=torch.int32, device=device)
         self._fault = torch.zeros(8, dtype=torch.int64, device=device)
-        self._record = torch.zeros(8, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._record = torch.zeros(8, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
 
     @property
     def failed(self) -> bool:

@@ -71,7 +71,7 @@ class Board:
     @classmethod
     def alone(cls) -> Board:
         """The board of a rank that nobody else reads."""
-        return cls((torch.zeros(board_bytes(1), dtype=torch.uint8),), 0)
+        return cls((torch.zeros(board_bytes(1), dtype=torch.uint8, device="cpu"),), 0)
 
     def check(self) -> None:
         """Raise ``StepFailedError`` if a rank left a note."""
@@ -154,7 +154,7 @@ class Board:
             length = rows[self.rank][8:16].view(torch.int64)
             length[0] = 0
             fence()
-            rows[self.rank][16 : 16 + len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
+            rows[self.rank][16 : 16 + len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8, device="cpu")
             fence()
             length[0] = len(encoded)
 

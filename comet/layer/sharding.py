@@ -34,7 +34,7 @@ def make_mesh(
     """
     if process_group is None or same_shard is None or parallel.world_size == 1:
         return None
-    ranks = torch.arange(dist.get_world_size()).view(same_shard.size(), parallel.ep, parallel.tp)
+    ranks = torch.arange(dist.get_world_size(), device="cpu").view(same_shard.size(), parallel.ep, parallel.tp)
     names: tuple[str, ...] = ("data", "ep", "tp")
     if parallel.ep == 1 or parallel.tp == 1:
         names, groups, ranks = ("data", "ep" if parallel.ep > 1 else "tp"), [process_group], ranks.flatten(1)

@@ -89,7 +89,8 @@ class GPT(nn.Module):
         for name, parameter in self._drawn_parameters():
             generator = torch.Generator().manual_seed(_seed(seed, name))
             std = EMBEDDING_STD if name == "embedding.weight" else parameter.shape[-1] ** -0.5
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float32) * std)
+            drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
+            parameter.copy_(drawn * std)
         for block in self._blocks():
             block.attention.out.weight.mul_(scale)
             for weight in block.output_weights():
@@ -248,8 +249,8 @@ class Attention(nn.Module):
 
 def rotary_table(config: ModelConfig) -> Tensor:
     """Cosine and sine of ``position * rope_base ** (-2i / width)``: ``(2, context, width / 2)`` float32."""
-    frequencies = config.rope_base ** (-torch.arange(0, config.head_width, 2, dtype=torch.float32) / config.head_width)
-    angles = torch.outer(torch.arange(config.context), frequencies)
+    exponents = torch.arange(0, config.head_width, 2, dtype=torch.float32, device="cpu") / config.head_width
+    angles = torch.outer(torch.arange(config.context, device="cpu"), config.rope_base**-exponents)
     return torch.stack([angles.cos(), angles.sin()])
 
 

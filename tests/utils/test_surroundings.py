@@ -24,6 +24,7 @@ from comet.decode import RankDecode, warp_decode
 from comet.layer.group import make_expert_group
 from comet.layer.paths import make_path
 from comet.layer.routed_experts import SymmetricPath
+from comet.layer.sharding import local
 from comet.layer.shared_expert import SharedExpert
 from comet.measure.layers import NUM_INPUTS, make_inputs
 from comet.models.config import ModelConfig
@@ -117,6 +118,26 @@ def quantised(dtype: torch.dtype) -> list[Tensor]:
     packed = [quantize_mxfp8(values), quantize_mxfp8(values, rule="fit"), quantize_fp8(values), quantize_rows(values)]
     packed.append(quantize_mxfp4(values))
     return [part for each in packed for part in (each.elements.float(), each.scales, each.dequantize(dtype))]
+
+
+def made_under_a_default_device(rank: int, world_size: int) -> None:
+    """As GPUs are made the default by ``torch.set_default_device``: layers and models are on the group's device."""
+    parallel = ParallelConfig(ep=world_size)
+    with torch.device("meta"):
+        group = make_expert_group(MODEL.moe, parallel, max_tokens=16, dtype=torch.float32, device="cpu")
+        layer, model = MoE(MODEL.moe, group), GPT(MODEL, group)
+    same = MoE(MODEL.moe, group), GPT(MODEL, group)
+    for made, wanted in zip((layer, model), same, strict=True):
+        for one, other in zip(made.parameters(), wanted.parameters(), strict=True):
+            assert torch.equal(local(one), local(other))
+    x = numbers((9, 128), rank)
+    assert torch.equal(layer(x)[0], same[0](x)[0])
+    group.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_default_device_changes_nothing(world_size: int) -> None:
+    run_ranks(made_under_a_default_device, world_size)
 
 
 def inputs_to_measure() -> list[Tensor]:
