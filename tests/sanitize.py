@@ -28,7 +28,6 @@ from decode_cases import FOLD, MATRIX, QUANTISERS, SLOT_SIZES, VECTOR, DecodeCas
 from decode_ranks import compare_step, gathered_inputs, shard, step_inputs
 from emulated import emulated_group
 from emulated_layer import DEADLINE_S, EmulatedCase, EmulatedRanks
-from fp8_cases import float32_products, tensor_core_products
 from gemm_cases import check_biases, make_rows, poison_padding, values
 from host_cases import hosted_cache
 from kinds import Kind, layer0_in, layer1_in
@@ -77,8 +76,7 @@ def run_fp8(device: torch.device, dtype: torch.dtype, kind: Kind, *, bias: torch
     if bias is not None:  # which plain torch knows nothing of here
         ranks.results(kind)
         return
-    products = float32_products(case.hidden_size) + (tensor_core_products("cuda") if device.type == "cuda" else 0.0)
-    ranks.run(kind, products)
+    ranks.run(kind)
 
 
 def run_cuda_layers(device: torch.device, dtype: torch.dtype) -> None:

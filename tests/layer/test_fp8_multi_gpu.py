@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fp8_cases import run_fp8_case, tensor_core_products
+from fp8_cases import run_fp8_case
 from gpus import ON_GPUS, gpu_of, need_gpus
 from kinds import Kind, layer1_in
 from layer_cases import LayerCase
@@ -27,7 +27,7 @@ def on_gpu(rank: int, world_size: int, case: LayerCase, layer1: Kind) -> None:
     device = gpu_of(rank)
     for delays in (False, True) if case.calls > 1 else (False,):
         with layer1_in(layer1):
-            run_fp8_case(rank, world_size, case, "fused", device, tensor_core_products(device), delays)
+            run_fp8_case(rank, world_size, case, "fused", device, delays)
 
 
 @pytest.mark.multi_gpu(n=2)

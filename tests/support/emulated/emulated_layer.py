@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from emulated import emulated_group
 from emulated_events import check_layer0_events, check_layer1_events
-from fp8_cases import compare, layer_of
+from fp8_cases import compare
 from kinds import Kind, grad_hidden_in, layer0_in, layer1_in, weights_in
 from layer_cases import assert_as_close, edge_ids
 from layer_cases import shard as shard_layer
@@ -243,18 +243,18 @@ class EmulatedRanks:
         assert counts == tuple(count * (kind == "cuda") for count, kind in zip(in_cuda, kinds, strict=True)), case
         return found
 
-    def run(self, layer0: Kind = "triton", products: float = 0.0) -> None:
-        """The whole layer, checked; ``products``: what block FP8's are off by (``fp8_cases``)."""
-        self.check(self.results(layer0), products)
+    def run(self, layer0: Kind = "triton") -> None:
+        """The whole layer, checked."""
+        self.check(self.results(layer0))
 
-    def check(self, found: Found, products: float = 0.0) -> None:
+    def check(self, found: Found) -> None:
         """Outputs and gradients are those of plain torch."""
         case = self.case
         if case.fp8:
             shards = [self.fp8_weights(rank) for rank in self.ranks]
             for rank, inputs in enumerate(self.inputs):
-                wanted = layer_of(case, inputs, inputs.top_k_ids, shards, products)
-                compare(found["output"][rank], wanted, f"{case.name}, {case.dtype}, rank {rank}")
+                where = f"{case.name}, {case.dtype}, rank {rank}"
+                compare(case, inputs, inputs.top_k_ids, shards, found["output"][rank], where)
             return
         wanted, same = (expected(case, self.inputs, self.weights, dtype) for dtype in (torch.float64, case.dtype))
         for name in wanted:

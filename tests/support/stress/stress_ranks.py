@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import functools
 import os
 import time
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Self
 
 import torch
 import torch.distributed as dist
-from fp8_cases import compare, float32_products, layer_of, tensor_core_products
+from fp8_cases import compare
 from gpus import gpu_of
 from kinds import grad_hidden_in, layer0_in, layer1_in, weights_in
 from layer_cases import RankInputs, assert_as_close, shard
@@ -219,7 +218,12 @@ def wrong_results(
             continue
         first_calls[number] = found
         if case.fp8:
-            wrong += wrong_fp8(case, rank, found["output"], of_ranks[number][rank], weights, where)
+            shards = [quantised(*shard(case, holder, weights.w1, weights.w2)) for holder in range(case.world_size)]
+            inputs = of_ranks[number][rank]
+            try:
+                compare(case, inputs, inputs.top_k_ids, shards, found["output"], f"{where}: output")
+            except AssertionError as error:
+                wrong.append(str(error))
             continue
         exact, same = (expected(case, of_ranks[number], weights, dtype) for dtype in (torch.float64, case.dtype))
         units = gradient_units(case, of_ranks[number], weights, rank) if case.backward else {}
@@ -234,24 +238,6 @@ def wrong_results(
             except AssertionError as error:
                 wrong.append(str(error))
     return wrong
-
-
-def wrong_fp8(
-    case: StressCase, rank: int, output: Tensor, inputs: RankInputs, weights: FullWeights, where: str
-) -> list[str]:
-    """What is wrong with an output in block FP8; ``fp8_cases`` has the limits."""
-    shards = [quantised(*shard(case, holder, weights.w1, weights.w2)) for holder in range(case.world_size)]
-    products = float32_products(max(case.hidden_size, case.ffn_size)) + own_products(output.device)
-    try:
-        compare(output, layer_of(case, inputs, inputs.top_k_ids, shards, products), f"{where}: output")
-    except AssertionError as error:
-        return [str(error)]
-    return []
-
-
-@functools.cache
-def own_products(device: torch.device) -> float:
-    return tensor_core_products(device.type) if device.type == "cuda" else 0.0
 
 
 def joined(parts: list[Tensor]) -> Tensor:
