@@ -87,7 +87,7 @@ def beside(rank: int, world_size: int) -> None:
 
 def alone(rank: int, world_size: int) -> None:
     for name in LAUNCHES:
-        check_alone(name, replace(SMALL_FP8, fp8=False, num_panels=1), "cpu", "triton", timeout_s=0.002)
+        check_alone(name, replace(SMALL_FP8, num_panels=1), "cpu", "triton", timeout_s=0.002)
 
 
 def failed(rank: int, world_size: int) -> None:

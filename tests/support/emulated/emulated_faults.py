@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,10 +33,10 @@ def grad_tokens(ranks: EmulatedRanks) -> None:
 LAUNCHES: dict[str, tuple[Callable[[EmulatedRanks], Any], Any, str]] = {
     "layer 0": (lambda ranks: ranks.layer0(0), layer0_in, "recv_flags"),
     "gradient of hidden": (lambda ranks: ranks.grad_hidden(0), grad_hidden_in, "recv_flags"),
-    "layer 0 in FP8": (lambda ranks: ranks.fp8_layer0(0), layer0_in, "recv_flags"),
+    "layer 0 in FP8": (lambda ranks: ranks.layer0(0), layer0_in, "recv_flags"),
     "layer 1": (lambda ranks: ranks.layer1(0, *rows_like(ranks, ranks.case.ffn_size)), layer1_in, "combine_flags"),
     "gradients of tokens": (grad_tokens, layer1_in, "combine_flags"),
-    "layer 1 in FP8": (lambda ranks: ranks.fp8_layer1(0, fp8_hidden(ranks)), layer1_in, "combine_flags"),
+    "layer 1 in FP8": (lambda ranks: ranks.layer1(0, fp8_hidden(ranks)), layer1_in, "combine_flags"),
 }
 SENDING = ("gradient of hidden", "layer 1")  # they store other ranks' rows themselves, behind a wait
 
@@ -43,7 +44,7 @@ SENDING = ("gradient of hidden", "layer 1")  # they store other ranks' rows them
 def check_alone(name: str, case: EmulatedCase, device: str, kind: Kind, timeout_s: float, times: int = 1) -> None:
     """A rank that never comes is named: that rank 0 gave up, where, for whom, the epoch, and what it saw."""
     launch, launched_in, flags = LAUNCHES[name]
-    ranks = EmulatedRanks(case, torch.device(device), timeout_s=timeout_s)
+    ranks = EmulatedRanks(replace(case, fp8="FP8" in name), torch.device(device), timeout_s=timeout_s)
     place = PLACE_LAYER0 if flags == "recv_flags" else PLACE_LAYER1
     epoch, fault = int(ranks.pools[0].epoch), ranks.pools[0].fault
     with launched_in(kind) as spy:
