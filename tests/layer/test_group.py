@@ -16,8 +16,8 @@ import comet.layer.group
 from comet.comm import LocalCommunicator
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.kernels.runtime.activation import Activation
+from comet.layer.fused import combine_config
 from comet.layer.group import ExpertGroup, check_reserved_sms, make_expert_group
-from comet.layer.launch_arguments import combine_config
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.twin.layer import Twin
 from comet.moe import MoE

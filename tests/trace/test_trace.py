@@ -26,8 +26,8 @@ from comet.config import MoEConfig, ParallelConfig
 from comet.kernels.layer.triton import dispatch_gemm
 from comet.kernels.runtime import recorder
 from comet.kernels.runtime.recorder import recording
+from comet.layer.fused import combine_symm, recv_symm
 from comet.layer.group import make_expert_group
-from comet.layer.launch_arguments import combine_symm, recv_symm
 from comet.layer.plan import Plan
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.workspace import Workspace
@@ -326,7 +326,7 @@ def test_a_graph_captured_inside_record_is_refused(monkeypatch: pytest.MonkeyPat
     group = make_expert_group(moe, ParallelConfig(ep=1), max_tokens=8, dtype=torch.float32, device="cpu")
     group.workspace.recorder = recorder.Recorder.allocate(torch.device("cpu"), 8)
     assert recv_symm(group.workspace).recorder is group.workspace.recorder
-    monkeypatch.setattr("comet.layer.launch_arguments.is_capturing", lambda device: True)
+    monkeypatch.setattr("comet.layer.fused.is_capturing", lambda device: True)
     with pytest.raises(ValueError, match="a CUDA graph of a layer must not be captured while it is recorded"):
         combine_symm(group.workspace)
 

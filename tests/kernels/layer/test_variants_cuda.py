@@ -35,8 +35,7 @@ from comet.kernels.runtime.arguments import (
 )
 from comet.kernels.runtime.cuda_source import TensorMap
 from comet.layer import fused
-from comet.layer.fused import launch_dispatch_gemm, launch_gemm_combine
-from comet.layer.launch_arguments import tile_table
+from comet.layer.fused import launch_dispatch_gemm, launch_gemm_combine, tile_table
 from comet.layer.plan import Launch, Plan, num_counters
 from comet.layout import ExpertLayout
 

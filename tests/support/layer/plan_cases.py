@@ -291,7 +291,7 @@ def check_pool(pool: Workspace, plan: Plan) -> None:
 def send_ids(backend: Backend, ids: Tensor, weights: Tensor) -> None:
     """The first programs of a plan's launch by kernels, which wait for nobody."""
     from comet.kernels.plan.metadata import PlanScratch, exchange  # needs triton
-    from comet.layer.launch_arguments import plan_config, routing_pool
+    from comet.layer.fused import plan_config, routing_pool
 
     config, pool = plan_config(backend.layout, backend.rules), routing_pool(backend.layout, backend.workspace)
     scratch = PlanScratch.allocate(pool, config)
