@@ -15,10 +15,8 @@ import json
 import math
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import support  # noqa: F401 - puts the helpers on the import path
@@ -56,7 +54,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--batch",
         type=int,
-        default=5000,
+        default=1000,
         help="cases per start of the processes, which also start anew after a failure",
     )
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no case after so long, but the first")
@@ -101,7 +99,8 @@ def main(argv: list[str] | None = None, batch: Batch = run_batch) -> int:
     failed: list[int] = []
     with tqdm(total=options.cases, unit="case", mininterval=1.0) as bar:
         while reached < end and len(failed) < options.max_failures:
-            outcome = run_indices(stress, range(reached, min(end, reached + options.batch)), batch, bar)
+            outcome = run_indices(stress, range(reached, min(end, reached + options.batch)), batch)
+            bar.update(outcome.stop - reached)
             reached = outcome.stop
             if outcome.wrong:
                 failed.append(reached - 1)
@@ -121,26 +120,25 @@ def main(argv: list[str] | None = None, batch: Batch = run_batch) -> int:
     return 1 if failed else 0
 
 
-def run_indices(stress: Stress, indices: range, batch: Batch, bar: tqdm) -> Outcome:
+def run_indices(stress: Stress, indices: range, batch: Batch) -> Outcome:
     """Run a batch in fresh processes, up to the first case that fails: also the one at which a rank dies or hangs."""
     on_gpu = stress.device == "cuda"
     with tempfile.TemporaryDirectory(prefix="comet-stress-") as name:
         journal = Path(name) / "case"
-        with progress(journal.with_suffix(".0"), indices, bar):
-            try:
-                outcomes = run_ranks(
-                    batch,
-                    stress.world_size,
-                    stress,
-                    indices,
-                    journal,
-                    interpret=is_interpreted(stress.path, stress.device),
-                    timeout=min(START_S + stress.case_limit_s * len(indices), DAY_S),
-                    backend=ON_GPUS if on_gpu else "gloo",
-                )
-            except AssertionError as error:
-                last = min(case_at_work(journal.with_suffix(f".{rank}"), indices) for rank in range(stress.world_size))
-                return Outcome([str(error)], last + 1)
+        try:
+            outcomes = run_ranks(
+                batch,
+                stress.world_size,
+                stress,
+                indices,
+                journal,
+                interpret=is_interpreted(stress.path, stress.device),
+                timeout=min(START_S + stress.case_limit_s * len(indices), DAY_S),
+                backend=ON_GPUS if on_gpu else "gloo",
+            )
+        except AssertionError as error:
+            last = min(case_at_work(journal.with_suffix(f".{rank}"), indices) for rank in range(stress.world_size))
+            return Outcome([str(error)], last + 1)
     return Outcome([what for outcome in outcomes for what in outcome.wrong], outcomes[0].stop)
 
 
@@ -148,30 +146,6 @@ def case_at_work(journal: Path, indices: range) -> int:
     """The case a rank noted last; the first one if it had not come so far."""
     text = journal.read_text().strip() if journal.exists() else ""
     return int(text) if text else indices.start
-
-
-@contextmanager
-def progress(journal: Path, indices: range, bar: tqdm) -> Iterator[None]:
-    """Move the bar to the case rank 0 is at, from another thread, and to the end of the batch at last."""
-    done, base = threading.Event(), bar.n
-
-    def catch_up(behind: int) -> None:
-        step = base + case_at_work(journal, indices) - indices.start + behind - bar.n
-        if step > 0:
-            bar.update(step)
-
-    def follow() -> None:
-        while not done.wait(0.5):
-            catch_up(0)
-
-    follower = threading.Thread(target=follow, daemon=True)
-    follower.start()
-    try:
-        yield
-    finally:
-        done.set()
-        follower.join()
-        catch_up(1)
 
 
 def command(stress: Stress, first: int, index: int) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from fault_jobs import Jobs
-from fault_ranks import FIRST, SECOND, Attempt, Life, judge, run_calls, what_hung
+from fault_ranks import FIRST, SECOND, Attempt, Life, judge, run_calls
 from fault_rows import (
     FAULTS,
     PATHS,
@@ -111,10 +111,3 @@ def test_who_is_named() -> None:
     order = order_of(Row("layer 1", "SIGSTOP", "plain", job=True), Path())
     assert unnamed(order, "rank 1 (pid 5) is frozen", reason=True) == []
     assert len(unnamed(order, "rank 0 waited 5.0 s for rank 1", reason=True)) == 1
-
-
-def test_a_rank_that_hangs_is_told_by_its_place() -> None:
-    log = 'Timeout (0:00:12)!\n  File "/x/torch/distributed.py", line 3 in f\n  File "/x/comet/moe.py", line 138 in g\n'
-    report = f"---- rank 0 (exit code 1) ----\n\n-- output of rank 0 --\n{log}"
-    assert what_hung(report) == "rank 0 hung in comet/moe.py, line 138"
-    assert what_hung("---- rank 0 (exit code 1) ----\n\n-- output of rank 0 --\nTraceback") == ""

@@ -12,7 +12,6 @@ from torch import Tensor
 from comet.layout import ExpertLayout
 from comet.reference.layer import (
     kept_slots,
-    rank_partial,
     reference_experts,
     run_expert,
     shard_experts,
@@ -96,21 +95,6 @@ def test_tokens_do_not_depend_on_each_other_or_on_memory_layout() -> None:
     order = torch.randperm(13, generator=torch.Generator().manual_seed(0))
     shuffled = reference_experts(case.tokens[order], case.ids[order], case.weights[order], case.w1, case.w2, ep=2)
     torch.testing.assert_close(shuffled, whole[order], rtol=1e-12, atol=1e-12)
-
-
-def test_rank_partials_add_up_to_the_layer() -> None:
-    case = make_case(12).to(torch.float32)
-    partials = []
-    for rank in range(6):
-        layout = ExpertLayout(num_experts=6, top_k=3, ep=3, tp=2, rank=rank)
-        w1_local, w2_local = shard_experts(case.w1, case.w2, layout)
-        partial = rank_partial(
-            case.tokens, case.ids, case.weights, w1_local, w2_local, first_expert=layout.first_expert
-        )
-        owned = ((case.ids >= 2 * (rank // 2)) & (case.ids < 2 * (rank // 2) + 2)).any(dim=1)
-        assert torch.equal(partial[~owned], torch.zeros_like(partial[~owned]))
-        partials.append(partial)
-    assert torch.equal(sum_partials(partials), reference_experts(*case.args, ep=3, tp=2))
 
 
 @pytest.mark.parametrize("seed", range(10))

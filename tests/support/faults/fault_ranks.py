@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import re
 import signal
 import threading
 import time
@@ -274,22 +273,11 @@ def run_calls(order: Order) -> Finding:
             may_die=[order.culprit] if order.row.fault == "SIGKILL" else [],
         )
     except AssertionError as error:
-        return Finding(order.row, outcome="a rank hung or died", wrong=[what_hung(str(error)) or str(error)])
+        return Finding(order.row, outcome="a rank hung or died", wrong=[str(error)])
     finally:
         over.set()
         sender.join()
     return judge(order, lives)
-
-
-def what_hung(report: str) -> str:
-    """Where ranks were that a watch has ended, as in "rank 0 hung in comet/moe.py, line 135"; empty if none was."""
-    places = []
-    for rank, log in re.findall(
-        r"---- rank (\d+) .*?-- output of rank \d+ --\n(.*?)(?=\n---- rank|\Z)", report, re.DOTALL
-    ):
-        frames = re.findall(r'"\S*/(comet/\S+\.py)", line (\d+)', log) if "Timeout (" in log else []
-        places += [f"rank {rank} hung in {frames[0][0]}, line {frames[0][1]}"] if frames else []
-    return "; ".join(places)
 
 
 def fault_time(order: Order) -> float | None:
