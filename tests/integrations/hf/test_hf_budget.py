@@ -23,7 +23,6 @@ from hf_cases import (
     logits_with_cache,
     make_group,
     prompt,
-    save_fused,
     tiny_model,
 )
 from hf_fp8_cases import publish, stock
@@ -62,38 +61,6 @@ def copied(folder: Path, to: Path) -> Path:
         if file.is_file():
             (to / file.name).write_bytes(file.read_bytes())
     return to
-
-
-@pytest.mark.parametrize("store", STORES)
-@pytest.mark.parametrize(
-    ("family", "style"), [("qwen3_moe", "one by one"), ("mixtral", "one by one"), ("mixtral", "fused")]
-)
-def test_answers_are_those_of_the_whole_model_bit_for_bit(family, style, store, tmp_path):
-    model = tiny_model(family)
-    if style == "fused":
-        save_fused(model, tmp_path)
-    else:
-        model.save_pretrained(tmp_path, max_shard_size="30KB")
-    whole, loaded = (
-        hf.load_pretrained(tmp_path, **settings) for settings in ({}, {"expert_budget": 0.5, **STORES[store]})
-    )
-    assert type(loaded) is type(model)
-    names = {name for name, _ in loaded.named_parameters()}
-    assert names == {name for name, _ in whole.named_parameters() if ".experts." not in name}
-    ids = prompt(1, 30)
-    assert torch.equal(logits_with_cache(loaded, ids, 1), logits_with_cache(whole, ids, 1))
-    assert torch.equal(greedy(loaded, prompt(2, 9)), greedy(model, prompt(2, 9)))
-    drawn = []
-    for each in (whole, loaded):
-        torch.manual_seed(5)
-        drawn.append(each.generate(prompt(1, 1), max_new_tokens=20, do_sample=True, top_k=0))
-    assert torch.equal(*drawn)
-    report, layers = cache_report(loaded), num_moe_layers(model.config)
-    assert report.needed > report.fetched > layers * report.slots, "slots were given away"
-    assert report.fetched_bytes == report.fetched * EXPERT
-    if store == "file":
-        assert 0 < report.staged_bytes < report.fetched_bytes, "some were still in host memory"
-    assert cache_report(whole) is None
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3"])

@@ -291,12 +291,19 @@ def answers(rank: int, world_size: int, folder: str, ep: int, tp: int, settings:
         budgeted = hf.load_pretrained(folder, group, expert_budget=0.75, **settings)
         read = counted.expert_bytes()
     whole = hf.load_pretrained(folder, group)
+    assert type(budgeted) is type(whole)
+    held = {name for name, _ in whole.named_parameters() if ".experts." not in name}
+    assert {name for name, _ in budgeted.named_parameters()} == held
+    assert cache_report(whole) is None
     if "expert_dtype" in settings:
         for name, weight in whole.named_parameters():
             if ".experts." in name:
                 weight.data.copy_(quantize_mx(weight.data, settings["expert_dtype"]).dequantize())
     for model in (budgeted, whole):
-        found += [logits_with_cache(model, prompt(1, 20), 1), greedy(model, prompt(2, 9))]
+        logits, tokens = logits_with_cache(model, prompt(1, 20), 1), greedy(model, prompt(2, 9))
+        torch.manual_seed(5)
+        drawn = model.generate(prompt(1, 1), max_new_tokens=20, do_sample=True, top_k=0)
+        found += [logits, torch.cat([tokens.flatten(), drawn.flatten()])]
         hf.check(model)
     group.close()
     return *found, cache_report(budgeted), read
@@ -309,6 +316,7 @@ def all_answers(rank: int, world_size: int, ep: int, tp: int, cases: list[tuple[
 @pytest.mark.parametrize(
     ("ep", "tp", "cases"),
     [
+        (1, 1, {"host": "one by one", "file": "fused"}),
         (2, 1, {"host": "one by one", "file": "fused"}),
         (1, 2, {"host": "fused", "mxfp4": "one by one"}),
         slow(2, 1, {"mxfp4": "fused"}),
