@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from shutil import copytree
 
 import launch_jobs
 import pytest
@@ -47,13 +48,6 @@ def truncate(checkpoint: Path) -> None:
     victim.write_bytes(victim.read_bytes()[:-10])
 
 
-def copy(trained: Path, target: Path) -> Path:
-    for path in trained.glob("step-*/*"):
-        (target / path.parent.name).mkdir(parents=True, exist_ok=True)
-        (target / path.parent.name / path.name).write_bytes(path.read_bytes())
-    return target
-
-
 def test_the_command_on_two_ep_ranks_writes_what_one_process_writes(trained):
     words = [f"generate.source={trained}", "generate.prompt=17 times 4 is ", "generate.max_new_tokens=12"]
     words += ["generate.temperature=0", "parallel=ep2"]
@@ -87,7 +81,7 @@ def test_a_mistake_in_the_settings_ends_before_a_rank_starts(words, message, cap
 
 
 def test_broken_checkpoints_are_told_apart(trained, tmp_path, capsys):
-    run = copy(trained, tmp_path / "run")
+    run = copytree(trained, tmp_path / "run")
     truncate(run / "step-000040")
     source = find_source(str(run))
     assert source.path == run / "step-000020", "the newest complete one is taken"
@@ -105,7 +99,7 @@ def test_broken_checkpoints_are_told_apart(trained, tmp_path, capsys):
 
 
 def test_a_checkpoint_of_an_unknown_kind_of_model(trained, tmp_path):
-    run = copy(trained, tmp_path / "run")
+    run = copytree(trained, tmp_path / "run")
     manifest = json.loads((run / "step-000040" / "comet.json").read_text())
     manifest["model"]["moe.flavour"] = 1
     (run / "step-000040" / "comet.json").write_text(json.dumps(manifest))
@@ -129,7 +123,7 @@ def test_the_table_says_how_steps_were_launched():
 
 
 def test_the_job_prints_every_sequence_and_warns_about_skipped_checkpoints(trained, tmp_path, capsys, caplog):
-    run = copy(trained, tmp_path / "run")
+    run = copytree(trained, tmp_path / "run")
     truncate(run / "step-000040")
     settings = GenerateConfig(source=str(run), prompts=PROMPTS, max_new_tokens=3, seed=4)
     result = generate_job(make_job(tmp_path, model=TRAINED, generate=settings), Rank())
