@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from unittest.mock import MagicMock, call
 
 import pytest
 import torch
@@ -18,76 +19,39 @@ from comet.utils.streams import SideStream
 CPU = torch.device("cpu")
 
 
-class FakeStream:
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name = name
-        self.log = log
-        self.device = CPU
-
-    def wait_stream(self, other: FakeStream) -> None:
-        self.log.append(f"{self.name} waits for {other.name}")
-
-    def wait_event(self, event: str) -> None:
-        self.log.append(f"{self.name} waits for {event}")
-
-    def record_event(self) -> str:
-        return f"the work of {self.name}"
-
-
 @pytest.fixture
-def fakes(monkeypatch: pytest.MonkeyPatch) -> tuple[SideStream, list[str], dict[str, torch.Tensor]]:
-    """A side stream, what happens, and the tensors to report by name when the allocator is told of them."""
-    log: list[str] = []
-    names: dict[str, torch.Tensor] = {}
-    caller, side = FakeStream("caller", log), FakeStream("side", log)
-
-    @contextmanager
-    def enter(stream: FakeStream) -> Iterator[None]:
-        log.append(f"enter {stream.name}")
-        yield
-        log.append(f"leave {stream.name}")
-
-    def record_stream(tensor: torch.Tensor, stream: FakeStream) -> None:
-        (name,) = (name for name, known in names.items() if known is tensor)
-        log.append(f"{name} is used by {stream.name}")
-
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: caller)
-    monkeypatch.setattr(torch.cuda, "stream", enter)
-    monkeypatch.setattr(torch.Tensor, "record_stream", record_stream)
-    return SideStream(side), log, names  # type: ignore[arg-type]
+def streams(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    """What is asked of the streams ``caller`` and ``side``, and of tensors when the allocator is told of them."""
+    asked = MagicMock()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: asked.caller)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(asked.enter(stream)))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: asked.uses(stream, tensor.numel()))
+    return asked
 
 
-def test_work_waits_for_the_caller_and_the_caller_for_the_work(fakes) -> None:
-    side, log, names = fakes
-    stats = RouterStats(*(torch.ones(size) for size in (1, 2, 3)))  # a tuple, so that the allocator is told of each
-    names.update({"input": torch.ones(1), **stats._asdict()})
-
-    def work(value: torch.Tensor) -> RouterStats:
-        assert value is names["input"]
-        log.append("work")
-        return stats
-
-    join = side.start(work, names["input"])
-    log.append("beside")
+def test_work_waits_for_the_caller_and_the_caller_for_the_work(streams: MagicMock) -> None:
+    stats = RouterStats(*(torch.ones(size) for size in (2, 3, 4)))  # a tuple, so that the allocator is told of each
+    streams.work.return_value = stats
+    given = torch.ones(1)
+    join = SideStream(streams.side).start(streams.work, given)
+    streams.beside()
     assert join() is stats
-    assert log == [
-        "side waits for caller",
-        "enter side",
-        "work",
-        "leave side",
-        "input is used by side",
-        *(f"{name} is used by caller" for name in RouterStats._fields),
-        "beside",
-        "caller waits for the work of side",
+    assert streams.mock_calls == [
+        call.side.wait_stream(streams.caller),
+        call.enter(streams.side),
+        call.work(given),
+        call.side.record_event(),
+        call.uses(streams.side, 1),
+        *(call.uses(streams.caller, size) for size in (2, 3, 4)),
+        call.beside(),
+        call.caller.wait_event(streams.side.record_event.return_value),
     ]
 
 
-def test_without_gradients_the_order_of_the_streams_is_enough(fakes) -> None:
-    side, log, names = fakes
-    names["input"] = torch.ones(1)
+def test_without_gradients_the_order_of_the_streams_is_enough(streams: MagicMock) -> None:
     with torch.no_grad():
-        side.start(torch.neg, names["input"])()
-    assert log == ["side waits for caller", "enter side", "leave side", "caller waits for the work of side"]
+        SideStream(streams.side).start(torch.neg, torch.ones(1))()
+    streams.uses.assert_not_called()
 
 
 def test_without_a_stream_work_is_done_at_once() -> None:
