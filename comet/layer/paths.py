@@ -20,6 +20,8 @@ from comet.utils.uncompiled import uncompiled
 class ExpertPath(Protocol):
     """Computes the weighted sum of each token's experts, differentiably."""
 
+    name: Path | str  # by which ``make_path`` makes such a path, where ``auto`` was asked for, too
+
     def __call__(
         self,
         tokens: Tensor,
@@ -40,12 +42,13 @@ class CollectivePath:
     """One of the functions of ``comet.reference.plain`` for a layer: runs wherever ``torch.distributed`` does.
 
     Args:
-        compute: ``plain_experts`` (all-to-all, grouped GEMMs, all-to-all, one after the other: what Comet is measured
-            against) or ``gather_reference_experts`` (every rank gathers all weights: the specification).
+        name: ``plain`` (all-to-all, grouped GEMMs, all-to-all, one after the other: what Comet is measured against) or
+            ``reference`` (every rank gathers all weights: the specification).
     """
 
-    def __init__(self, compute: CollectiveExperts, config: MoEConfig, group: ExpertGroup) -> None:
-        self.compute = compute
+    def __init__(self, name: Path | str, config: MoEConfig, group: ExpertGroup) -> None:
+        self.name = name
+        self.compute: CollectiveExperts = plain_experts if name == "plain" else gather_reference_experts
         self.activation = config.activation
         self.layout = group.layout(config)
         self.comm = group.comm
@@ -111,12 +114,4 @@ def make_path(
         f"capacity_factor={config.capacity_factor} needs path 'fused' or 'twin'; {name!r} is dropless"
         + (group.comm.memory_obstacle and f", and {group.comm.memory_obstacle}: only groups within a node drop rows"),
     )
-    return CollectivePath(plain_experts if name == "plain" else gather_reference_experts, config, group)
-
-
-def path_name(path: ExpertPath) -> str:
-    """The name under which ``make_path`` makes such a path, where ``auto`` was asked for, too."""
-    if isinstance(path, SymmetricPath):
-        return "fused" if path.use_kernels else "twin"
-    assert isinstance(path, CollectivePath)
-    return "plain" if path.compute is plain_experts else "reference"
+    return CollectivePath(name, config, group)

@@ -159,7 +159,8 @@ class SymmetricPath:
     def __init__(
         self, config: MoEConfig, group: ExpertGroup, overlap: OverlapConfig | None, *, use_kernels: bool
     ) -> None:
-        require_memory(group.comm, f"path={'fused' if use_kernels else 'twin'!r}", WITHOUT_MEMORY)
+        self.name = "fused" if use_kernels else "twin"
+        require_memory(group.comm, f"path={self.name!r}", WITHOUT_MEMORY)
         dtype, device = group.workspace.shape.dtype, group.device
         self.backend = make_backend(config, group, overlap, use_kernels=use_kernels)
         self.use_kernels = use_kernels

@@ -20,7 +20,6 @@ from comet.config import require
 from comet.errors import NotFiniteError
 from comet.jobs.config import JobConfig, activation_dtype
 from comet.layer.group import ExpertGroup, make_expert_group
-from comet.layer.paths import path_name
 from comet.models.config import NUM_BYTE_VALUES
 from comet.models.gpt import GPT
 from comet.training.checkpoint import Checkpointer
@@ -189,7 +188,7 @@ class Trainer:
             "data_parallel": group.data_parallel,
             "device": torch.cuda.get_device_name(group.device) if group.device.type == "cuda" else "cpu",
             "dtype": str(self.model.dtype).removeprefix("torch."),
-            "moe_path": next((path_name(layer.experts) for layer in self.model.moe_layers()), config.moe_path),
+            "moe_path": next((layer.experts.name for layer in self.model.moe_layers()), config.moe_path),
             "cuda_graph": not any_eager,
             "steps": self.step,
             "tokens_per_second": tokens / seconds if seconds else 0.0,

@@ -19,7 +19,7 @@ from training_cases import make_group
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.decode import DecodeWeights, RankDecode
 from comet.decode.ranks import rank_slots
-from comet.layer.paths import make_path, path_name
+from comet.layer.paths import make_path
 from comet.layer.sharding import local
 from comet.layer.shared_expert import SharedExpert
 from comet.layer.weights import pad_width
@@ -223,4 +223,4 @@ def test_partial_sums_past_float16_are_infinite_or_added_first() -> None:
 @pytest.mark.usefixtures("interpreted")
 def test_paths_know_the_names_they_are_made_by() -> None:
     names = ("fused", "twin", "plain", "reference")
-    assert tuple(path_name(make_path(name, CONFIG, make_group(CONFIG))) for name in names) == names
+    assert tuple(make_path(name, CONFIG, make_group(CONFIG)).name for name in names) == names
