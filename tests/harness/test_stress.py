@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import stress
 import torch
-from stress_cases import ROUTINGS, Stress, StressCase
-from stress_numbers import FullWeights, expected, stress_inputs
+from stress_cases import Stress
 from stress_ranks import Journal, Outcome, run_batch
 from tiers import slow
 from torch import Tensor
@@ -125,34 +124,3 @@ def test_cases_are_legal_repeatable_and_varied(world_size: int, path: str, devic
     assert sum(0 in case.num_tokens for case in cases) > 20
     assert any(max(case.num_tokens) == case.max_tokens for case in cases)
     assert any(max(case.num_tokens) > 128 for case in cases)
-
-
-@pytest.mark.parametrize("routing", ROUTINGS)
-def test_routings(routing: str) -> None:
-    cases = [case for case in map(Stress(1, 2, "twin", "cpu", FAMILY).case, range(300)) if case.routing == routing]
-    ids = [stress_inputs(case, 0, 0, CPU).top_k_ids for case in cases]
-    assert sum(found.numel() for found in ids) > 0
-    for case, found in zip(cases, ids, strict=True):
-        assert (found.shape, found.dtype) == ((case.num_tokens[0], case.top_k), torch.int32)
-        assert bool(((found >= -1) & (found < case.num_experts)).all())
-        if routing in ("uniform", "zipf"):
-            assert all(len(set(row)) == case.top_k for row in found.tolist()), "an expert twice"
-
-
-def test_zipf_has_experts_that_most_tokens_name() -> None:
-    case = StressCase("zipf", 1, 1, (2000,), 8, 1, routing="zipf", seed=3)
-    counts = stress_inputs(case, 0, 0, CPU).top_k_ids.flatten().bincount(minlength=8).sort(descending=True).values
-    shares = 1 / torch.arange(1, 9) ** 1.5
-    assert torch.allclose(counts / 2000, shares / shares.sum(), atol=0.04), counts
-
-
-def test_the_oracle_drops_what_a_capacity_drops_in_the_order_of_ranks() -> None:
-    case = StressCase(
-        "two", 2, 1, (1, 2), 2, 1, 16, 16, routing="one", backward=False, capacity_factor=0.5, max_tokens=2
-    )
-    assert case.expert_capacity == 1, "ceil(0.5 * 2 ranks * 2 tokens * 1 / 2 experts)"
-    inputs = [stress_inputs(case, rank, 0, CPU) for rank in range(2)]
-    output = expected(case, inputs, FullWeights.draw(case, CPU), torch.float64)["output"]
-    assert [part.shape for part in output] == [(1, 16), (2, 16)]
-    assert output[0].any()
-    assert not output[1].any(), "the expert was full with the token of rank 0"

@@ -13,7 +13,8 @@ import pytest
 import torch
 from late import hurry
 from layer_cases import LayerCase, assert_as_close, rank_inputs
-from modular_cases import dequantized_weights, expected, make_group, rank_weights
+from layer_ranks import open_group
+from modular_cases import dequantized_weights, expected, rank_weights
 from ranks import in_ranks, run_ranks
 from torch import Tensor
 from vllm_package import contract_breaches, expert_map_of, modules, moe_config_of, needs_vllm, quant_config_of
@@ -109,7 +110,7 @@ def run_adapted(rank: int, world_size: int, cases: list[LayerCase]) -> int:
     start_vllm()
     num_pairs = 0
     for case in cases:
-        group, config = make_group(case), case.config
+        group, config = open_group(case), case.config
         rows = [AllToAll, SymmetricContiguous, *([SingleRank] if world_size == 1 else [])]
         pairs = [*itertools.product(rows, contiguous_experts(case, group))]
         pairs += itertools.product([SymmetricBatched], batched_experts(case, group))
@@ -251,7 +252,7 @@ def test_activations_and_biases_of_vllm(rank: int, world_size: int) -> None:
     ]
     for (name, activation, fields), weight_type in itertools.product(layers, (Tensor, MXFP8)):
         config = replace(CASE.config, activation=activation, expert_bias=True)
-        group, inputs = make_group(CASE), rank_inputs(CASE, 0)
+        group, inputs = open_group(CASE), rank_inputs(CASE, 0)
         b1, b2 = torch.randn(CASE.num_experts, 2 * CASE.ffn_size), torch.randn(CASE.num_experts, CASE.hidden_size)
         whole = [weight.float() for weight in dequantized_weights(CASE, weight_type)]
         wanted = reference_experts(
@@ -281,7 +282,7 @@ def test_activations_and_biases_of_vllm(rank: int, world_size: int) -> None:
 def test_adapters_keep_to_the_abstract_classes_of_vllm(rank: int, world_size: int) -> None:
     start_vllm()
     kernel, _ = modules()
-    group, config = make_group(CASE), CASE.config
+    group, config = open_group(CASE), CASE.config
     transports = [AllToAll, SingleRank, SymmetricContiguous, SymmetricBatched]
     kinds: dict[type, Any] = {kind: adapt_prepare_finalize(kind(config, group)) for kind in transports}
     for max_num_tokens, found in ((None, contiguous_experts(CASE, group)), (13, batched_experts(CASE, group)[1:])):
@@ -301,7 +302,7 @@ def run_failures(rank: int, world_size: int) -> str:
     """Rank 1 fails between dispatch and combine; both refuse to go on, until they restart."""
     start_vllm()
     case = TWO_RANKS[0]
-    group = make_group(case)
+    group = open_group(case)
     inner = GroupedContiguous(case.config, group)
     kernel = make_kernel(SymmetricContiguous(case.config, group), inner, case, rank)
     right = run_kernel(kernel, case, rank)
@@ -331,7 +332,7 @@ def test_a_rank_that_fails_between_the_halves_is_noted() -> None:
 
 @pytest.fixture
 def group() -> ExpertGroup:
-    return make_group(CASE)
+    return open_group(CASE)
 
 
 def test_without_vllm_the_error_says_what_to_install(group: ExpertGroup) -> None:

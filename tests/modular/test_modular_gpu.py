@@ -6,7 +6,8 @@ import pytest
 import torch
 from gpus import take_free_memory
 from layer_cases import LayerCase, rank_inputs
-from modular_cases import attacks, check_fp8_rows, combinations, larger, make_group, rank_weights, run_combinations
+from layer_ranks import open_group
+from modular_cases import attacks, check_fp8_rows, combinations, larger, rank_weights, run_combinations
 from torch import Tensor
 
 from comet.modular import (
@@ -55,7 +56,7 @@ def test_fp8_rows_arrive_to_the_bit(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("parts", NEVER_WAIT, ids=lambda parts: " + ".join(part.__name__ for part in parts))
 def test_replays_from_a_cuda_graph_with_other_routing(parts: tuple[type, type, type[Weight]]) -> None:
     case = LayerCase("graph", 1, 1, (48,), 8, 2, 128, 64, dtype=torch.bfloat16, seed=32)
-    group = make_group(case, "cuda")
+    group = open_group(case, "cuda")
     *pair, weight_type = parts
     layer = ModularMoE(*(kind(case.config, group) for kind in pair), weight_type=weight_type)
     w1, w2 = rank_weights(case, 0, weight_type, "cuda")
@@ -85,7 +86,7 @@ def test_graphs_of_ascending_numbers_of_tokens(parts: tuple[type, type]) -> None
     cases = [
         LayerCase("ascending", 1, 1, (count,), 8, 2, 128, 64, dtype=torch.bfloat16, seed=35) for count in (8, 48, 300)
     ]
-    group = make_group(cases[-1], "cuda")
+    group = open_group(cases[-1], "cuda")
     layer = ModularMoE(*(kind(cases[0].config, group) for kind in parts))
     w1, w2 = rank_weights(cases[0], 0, Tensor, "cuda")
     captured = []

@@ -10,7 +10,8 @@ import math
 import pytest
 import torch
 from layer_cases import LayerCase, rank_inputs
-from modular_cases import make_group, rank_weights
+from layer_ranks import open_group
+from modular_cases import rank_weights
 from torch import Tensor
 
 import comet.decode.weights
@@ -36,7 +37,7 @@ TYPES = [FP8, MXFP8]
 
 @pytest.fixture
 def group() -> ExpertGroup:
-    return make_group(CASE)
+    return open_group(CASE)
 
 
 def call(layer: ModularMoE, w1: Weight | None = None, tokens: Tensor | None = None) -> Tensor:

@@ -162,24 +162,6 @@ def test_kill_while_saving_leaves_the_previous_one(tmp_path, moment):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000002"]
 
 
-def kill_one_of_two(rank, world_size, folder):
-    train_step, checkpointer = make_trainer(folder, ep=2)
-    train_step(0)
-    checkpointer.save(1)
-    if rank == 1:
-        dcp.FileSystemWriter.write_data = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
-    train_step(1)
-    with pytest.raises(Exception, match=r"."):
-        checkpointer.save(2)
-
-
-def test_death_of_a_peer_while_saving_leaves_the_previous_one(tmp_path):
-    run_ranks(kill_one_of_two, 2, str(tmp_path), may_die=[1])
-    assert find_checkpoints("auto", str(tmp_path))[0][0].step == 1
-    load_one = make_trainer(tmp_path)[1]
-    assert load_one.load(list_checkpoints(tmp_path)[0][0]) == 1
-
-
 def test_auto_does_not_start_anew_over_checkpoints_that_were_whole(tmp_path):
     save_steps(tmp_path, [1])
     data = next((tmp_path / "step-000001").glob("*.distcp"))

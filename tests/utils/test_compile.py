@@ -10,7 +10,8 @@ import pytest
 import torch
 from every_path import decode_weights, every_path, rank_inputs
 from layer_cases import LayerCase
-from modular_cases import make_group, rank_weights
+from layer_ranks import open_group
+from modular_cases import rank_weights
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
@@ -26,10 +27,10 @@ Layer = Callable[[Tensor], Tensor]
 def layer_of(name: str) -> Layer:
     """``(T, D) -> (T, D)`` by the layer called so."""
     if name in ("twin", "plain", "reference"):
-        layer = MoE(CASE.config, make_group(CASE), path=name)
+        layer = MoE(CASE.config, open_group(CASE), path=name)
         return lambda x: layer(x)[0]
     if name == "graphed":
-        graphed = GraphedMoE(MoE(CASE.config, make_group(CASE)))
+        graphed = GraphedMoE(MoE(CASE.config, open_group(CASE)))
         return lambda x: graphed(x)[0]
     weights = rank_weights(CASE, 0, Tensor)
     if name == "warp_decode":  # whose weights are put together before a model is compiled

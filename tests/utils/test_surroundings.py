@@ -14,8 +14,8 @@ import pytest
 import torch
 from every_path import decode_weights, every_path, rank_inputs
 from layer_cases import LayerCase
-from layer_ranks import poison
-from modular_cases import make_group, rank_weights
+from layer_ranks import open_group
+from modular_cases import rank_weights
 from ranks import run_ranks
 from torch import Tensor
 
@@ -233,7 +233,7 @@ def test_a_shared_expert_takes_the_tokens_dtype(param_dtype: torch.dtype) -> Non
 def run_bfloat16_on_kernels(rank: int, world_size: int) -> dict[str, str]:
     """What is said where a path is made, or called if it was made."""
     case = replace(CASE, dtype=torch.bfloat16)
-    group, tokens, weights = make_group(case), rank_inputs(case, 0).tokens, rank_weights(case, 0, Tensor)
+    group, tokens, weights = open_group(case), rank_inputs(case, 0).tokens, rank_weights(case, 0, Tensor)
     steps = tokens, rank_inputs(case, 0).top_k_ids, rank_inputs(case, 0).top_k_weights, decode_weights(*weights, 4)
     config, kernels = case.config, dict(use_kernels=True)
     calls: dict[str, Callable[[], object]] = {
@@ -264,9 +264,8 @@ def test_bfloat16_is_refused_by_interpreted_kernels() -> None:
 def run_nan_on_the_last_rank(rank: int, world_size: int, parts: tuple[type, type], ep: int, bad: float) -> str:
     """What a call says on this rank; then a call with good tokens has to work."""
     case = LayerCase("nan", ep, world_size // ep, (6,) * world_size, hidden_size=128)
-    group, inputs = make_group(case), rank_inputs(case, rank)
+    group, inputs = open_group(case), rank_inputs(case, rank)
     w1, w2 = rank_weights(case, rank, Tensor)
-    poison(group)
     layer = ModularMoE(*(part(case.config, group) for part in parts))
     routing = (inputs.top_k_ids, inputs.top_k_weights)
     good = layer(inputs.tokens, *routing, w1, w2)

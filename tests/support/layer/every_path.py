@@ -10,7 +10,7 @@ from typing import Any
 import layer_cases
 import torch
 from layer_cases import LayerCase
-from modular_cases import make_group
+from layer_ranks import open_group
 from torch import Tensor
 
 from comet.decode import DataParallelDecode, DecodeWeights, RankDecode, ReplicatedRunner, warp_decode
@@ -40,7 +40,7 @@ rank_inputs = functools.cache(layer_cases.rank_inputs)  # drawn once, whatever t
 
 def every_path(case: LayerCase, *, kernels: bool = False, kind: type = Tensor) -> dict[str, Layer]:
     """Every path of one rank for weights of a kind; by kernels those that do not choose themselves."""
-    inputs, config, group = rank_inputs(case, 0), case.config, make_group(case)
+    inputs, config, group = rank_inputs(case, 0), case.config, open_group(case)
     routing, own = (inputs.top_k_ids, inputs.top_k_weights), dict(use_kernels=kernels)
 
     def path(run: Callable[..., Tensor]) -> Layer:

@@ -16,22 +16,21 @@ from comet.layer.sharding import expert_parameter, local
 from comet.moe import MoE
 
 
-def open_group(case: LayerCase, device: str, backend: str = "auto") -> ExpertGroup:
+def open_group(case: LayerCase, device: str = "cpu") -> ExpertGroup:
     group = make_expert_group(
         case.config,
         case.parallel,
         max_tokens=max(1, *case.num_tokens),
         dtype=case.dtype,
         device=device,
-        backend=backend,
         timeout_s=60.0,
     )
     poison(group)
     return group
 
 
-def build_layer(case: LayerCase, rank: int, path: str, device: str = "cpu", backend: str = "auto") -> MoE:
-    group = open_group(case, device, backend)
+def build_layer(case: LayerCase, rank: int, path: str, device: str = "cpu") -> MoE:
+    group = open_group(case, device)
     moe = MoE(case.config, group, path=path, overlap=case.overlap, param_dtype=case.dtype)
     with torch.no_grad():
         parts = shard(case, rank, *full_weights(case), *full_biases(case))

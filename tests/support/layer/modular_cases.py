@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from layer_cases import LayerCase, assert_as_close, full_biases, full_weights, rank_inputs, shard
-from layer_ranks import poison
+from layer_ranks import open_group
 from torch import Tensor
 
-from comet.layer.group import ExpertGroup, make_expert_group
+from comet.layer.group import ExpertGroup
 from comet.layout import Biases, ExpertLayout
 from comet.modular import EXPERTS, PREPARE_FINALIZE, REDUCTIONS, ActivationFormat, ModularMoE, RoutedTokens
 from comet.quantization.formats import FP8, MXFP8, WEIGHT_TYPES, Weight, quantize_fp8, quantize_mxfp8, quantize_rows
@@ -56,13 +56,6 @@ class Combination:
 
 def combinations() -> list[Combination]:
     return [Combination(*parts) for parts in itertools.product(PREPARE_FINALIZE, EXPERTS, REDUCTIONS, WEIGHT_TYPES)]
-
-
-def make_group(case: LayerCase, device: str = "cpu", timeout_s: float = 60.0) -> ExpertGroup:
-    max_tokens = max(1, *case.num_tokens)
-    return make_expert_group(
-        case.config, case.parallel, max_tokens=max_tokens, dtype=case.dtype, device=device, timeout_s=timeout_s
-    )
 
 
 def compose(combination: Combination, case: LayerCase, group: ExpertGroup, **options: Any) -> ModularMoE:
@@ -156,8 +149,7 @@ def check_fp8_rows(case: LayerCase, rank: int, kind: type, device: str = "cpu", 
 
     ``kind`` is a prepare/finalize over symmetric memory with contiguous rows; rows that are not quantised follow.
     """
-    group = make_group(case, device)
-    poison(group)
+    group = open_group(case, device)
     transport = kind(case.config, group, **options)
     tokens = [wide_tokens(case, source) for source in range(case.world_size)]
     inputs, pool = rank_inputs(case, rank), group.workspace.recv_rows.local
@@ -205,8 +197,7 @@ def run_combinations(
     """Every combination on every case; returns why each was refused, or no words."""
     outcome: dict[str, str] = {}
     for case in cases:
-        group = make_group(case, device)
-        poison(group)
+        group = open_group(case, device)
         for combination in combinations():
             if combination.weight_type is not Tensor and case.name in PLAIN_ONLY:
                 continue
