@@ -21,7 +21,7 @@ from decode_cases import FOLD, DecodeCase
 from decode_ranks import compare_step, gathered_inputs, open_rank
 from late import come_late, passed
 from layer_cases import LayerCase, assert_as_close, oracle, rank_inputs
-from layer_ranks import build_layer, compare_call
+from layer_ranks import build_layer, compare_call, train_call
 from ranks import in_ranks, run_ranks
 from tiers import slow
 
@@ -46,13 +46,7 @@ PATIENCE_S = 120.0
 
 
 def call(moe: MoE, rank: int, number: int) -> tuple[torch.Tensor, ...]:
-    """Forward and backward pass: output, tokens and routing weights."""
-    inputs = rank_inputs(CASE, rank, number)
-    x, weights = inputs.tokens.requires_grad_(), inputs.top_k_weights.requires_grad_()
-    moe.zero_grad()
-    y = moe.routed_experts(x, inputs.top_k_ids, weights)
-    y.backward(inputs.grad_output)
-    return y, x, weights
+    return train_call(moe, CASE, rank, number)
 
 
 def compare(moe: MoE, rank: int, number: int, where: str) -> None:

@@ -23,14 +23,13 @@ from decode_cases import FOLD, DecodeCase
 from decode_ranks import compare_step, gathered_inputs, open_rank
 from fault_rows import PLACES, SENT, SIGNALS, STRUCK, Finding, Order, await_file, note, set_trap, strike, unnamed
 from gpus import ON_GPUS, backend_of, gpu_of
-from layer_cases import LayerCase, assert_as_close, oracle, rank_inputs
-from layer_ranks import build_layer
+from layer_cases import LayerCase
+from layer_ranks import build_layer, compare_call, train_call
 from ranks import run_ranks
 
 from comet.comm.handshake import set_deadline
 from comet.config import OverlapConfig
 from comet.decode import RankDecode
-from comet.layer.sharding import local
 from comet.measure.layers import measure_layer
 from comet.tuner.problem import Problem
 
@@ -70,22 +69,9 @@ class LayerCalls:
             set_deadline(each, seconds)
 
     def call(self, number: int) -> list[str]:
-        moe, inputs = self.moe, rank_inputs(self.case, self.rank, number).to(self.device)
-        x, weights = inputs.tokens.requires_grad_(), inputs.top_k_weights.requires_grad_()
-        moe.zero_grad()
-        y = moe.routed_experts(x, inputs.top_k_ids, weights)
-        y.backward(inputs.grad_output)
-        moe.group.workspace.check()
-        found = {"output": y.detach(), "grad_tokens": x.grad, "grad_top_k": weights.grad}
-        found |= {"grad_w1": local(moe.w1.grad), "grad_w2": local(moe.w2.grad)}
-        exact, same = (oracle(self.case, self.rank, dtype, number) for dtype in (torch.float64, self.case.dtype))
-        checks = (
-            lambda name=name, value=value: assert_as_close(
-                value, getattr(exact, name), getattr(same, name), self.case.dtype, f"call {number}: {name}"
-            )
-            for name, value in found.items()
-        )
-        return complaints(checks)
+        tensors = train_call(self.moe, self.case, self.rank, number)
+        self.moe.group.workspace.check()
+        return complaints(lambda: compare_call(self.moe, self.case, self.rank, number, tensors))
 
     def recover(self) -> None:
         """By a restart; where a collective broke off, by a new group of new process groups."""
@@ -118,7 +104,7 @@ class DecodeCalls:
         inputs = gathered_inputs(self.case, number, self.counts, self.dtype)[self.rank]
         output = self.decode(*(each.to(self.device) for each in inputs), self.weights, config=self.config)
         self.decode.check()
-        return complaints([lambda: compare_step(self.case, output, inputs, self.dtype, f"call {number}")])
+        return complaints(lambda: compare_step(self.case, output, inputs, self.dtype, f"call {number}"))
 
     def recover(self) -> None:
         self.decode.restart()
@@ -169,14 +155,12 @@ def wait_s(order: Order) -> float:
     return order.deadline_s / shorter if is_interpreted(order) else order.deadline_s
 
 
-def complaints(checks: Any) -> list[str]:
-    wrong = []
-    for check in checks:
-        try:
-            check()
-        except AssertionError as error:
-            wrong.append(str(error))
-    return wrong
+def complaints(check: Callable[[], None]) -> list[str]:
+    try:
+        check()
+    except AssertionError as error:
+        return [str(error)]
+    return []
 
 
 def renew_process_group(order: Order, rank: int) -> None:

@@ -78,6 +78,16 @@ def run_case(
     return outputs
 
 
+def train_call(moe: MoE, case: LayerCase, rank: int, call: int) -> tuple[torch.Tensor, ...]:
+    """Forward and backward pass: output, tokens and routing weights, as ``compare_call`` takes them."""
+    inputs = rank_inputs(case, rank, call).to(moe.group.device)
+    x, weights = inputs.tokens.requires_grad_(), inputs.top_k_weights.requires_grad_()
+    moe.zero_grad()
+    y = moe.routed_experts(x, inputs.top_k_ids, weights)
+    y.backward(inputs.grad_output)
+    return y, x, weights
+
+
 def calls_of(case: LayerCase, rank: int, device: str, delays: bool) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
     """Tokens, ids, routing weights and the output's gradient of each call, which with ``delays`` comes late."""
     sleeper = random.Random(rank + case.seed)
