@@ -8,6 +8,7 @@ a group, and for ranks of their own tokens that do not say how many; hence steps
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Self
@@ -40,7 +41,7 @@ DECODE_TOKENS = MAX_DECODE_TOKENS
 class Decoder:
     """Warp decode of what this rank holds, with scratch memory that all layers share.
 
-    They run one after the other, on one stream. The memory is made at the first step and kept; none on the CPU.
+    Each thread has its own, for steps on one stream, made at its first step and kept; none on the CPU.
     ``top_k`` is the largest K of all layers, with what a shared expert adds to it (``shared_columns``).
     """
 
@@ -51,7 +52,7 @@ class Decoder:
         )
         self.top_k = top_k
         self.max_tokens = max_tokens
-        self._scratch: DecodeScratch | None = None
+        self._scratch: dict[int, DecodeScratch] = {}  # by thread
         self._copy_stream: torch.cuda.Stream | None = None
 
     def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, experts: DecodeWeights) -> Tensor:
@@ -60,11 +61,14 @@ class Decoder:
 
     def scratch(self, tokens: Tensor, experts: DecodeWeights) -> DecodeScratch | None:
         """The memory for a step with these tensors; ``None`` lets the step allocate it, as a graph's first one does."""
-        if tokens.is_cuda and (self._scratch is None or self._scratch.hidden.device != tokens.device):
+        thread = threading.get_ident()
+        kept = self._scratch.get(thread)
+        if tokens.is_cuda and (kept is None or kept.hidden.device != tokens.device):
             if is_capturing(tokens.device):
                 return None  # zeros that a capture makes are not there before the graph is replayed
-            self._scratch = DecodeScratch.create(experts, self.top_k, tokens.dtype, max_tokens=self.max_tokens)
-        return self._scratch
+            kept = DecodeScratch.create(experts, self.top_k, tokens.dtype, max_tokens=self.max_tokens)
+            self._scratch[thread] = kept
+        return kept
 
     def copy_stream(self, device: torch.device) -> torch.cuda.Stream | None:
         """On which all layers copy experts beside what they compute; ``None`` on a CPU."""

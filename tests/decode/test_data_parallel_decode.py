@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 from data_parallel_cases import CountedDecode, check_own_tokens
 from decode_cases import DecodeCase
 from ranks import run_ranks
+from torch import Tensor
 from training_cases import make_group
 
 from comet import MoE, MoEConfig
-from comet.decode import DataParallelDecode, RankDecode
+from comet.decode import DataParallelDecode, DecodeWeights, RankDecode
+from comet.decode.runners import Decoder
 
 CASE = DecodeCase(name="own tokens", T=0, K=2, E=8, D=32, F=64, routing="masked", seed=3)
 CONFIG = MoEConfig(hidden_size=32, ffn_size=64, num_experts=8, top_k=2, shared_ffn_size=48)
@@ -51,3 +56,18 @@ def test_sizes() -> None:
     tokens, ids = torch.randn(3, 32), torch.zeros(3, 2, dtype=torch.int32)
     with pytest.raises(ValueError, match="T=3 tokens must be at most most_tokens=2"):
         runner(tokens, ids, torch.ones(3, 2), layer.w1.flatten(1, 2), layer.w2, most_tokens=2)
+
+
+def test_threads_have_scratch_memory_of_their_own() -> None:
+    """Of a model that two threads generate with, launches of one may come between the two of the other's step."""
+    decoder, weights = (
+        Decoder(2, 8),
+        DecodeWeights(w1=torch.zeros(4, 64, 32), w2=torch.zeros(4, 32, 32), slots=torch.arange(4, dtype=torch.int32)),
+    )
+    tokens = cast(Tensor, SimpleNamespace(is_cuda=True, device=torch.device("cpu"), dtype=torch.float32))
+    with ThreadPoolExecutor(1) as other:
+        theirs = [other.submit(decoder.scratch, tokens, weights).result() for _ in range(2)]
+    mine = [decoder.scratch(tokens, weights) for _ in range(2)]
+    assert mine[0] is mine[1]
+    assert theirs[0] is theirs[1]
+    assert theirs[0] is not mine[0]
