@@ -18,6 +18,7 @@ from hf_cases import (
     DECODE_TOKENS,
     CountedReads,
     Expected,
+    assert_ranks_agree,
     edit_state,
     logits_with_cache,
     make_group,
@@ -38,7 +39,7 @@ from hf_fp8_cases import (
     stock,
 )
 from layer_cases import LayerCase, rank_inputs
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from safetensors.torch import load_file
 from tiers import slow
 from torch import Tensor
@@ -134,10 +135,7 @@ def test_the_example_of_dequantize_slice() -> None:
 
 @pytest.mark.parametrize(("ep", "tp"), [(2, 1), slow(1, 2)])
 def test_two_ranks_read_their_own_experts(ragged: Path, whole: Path, ep: int, tp: int) -> None:
-    first, second = run_ranks(load_on_ranks, 2, {"ragged": ragged, "whole": whole}, ep, tp, timeout=300)
-    assert len(first) == 3
-    for what, logits in first.items():
-        assert torch.equal(logits, second[what]), f"{what}: ranks 0 and 1 differ"
+    run_ranks(load_on_ranks, 2, {"ragged": ragged, "whole": whole}, ep, tp, timeout=300)
 
 
 def refuse(folder: Path, message: str, **settings: Any) -> None:
@@ -339,7 +337,9 @@ CASES = [
 ]
 
 
-def on_rank(rank: int, world_size: int, case: LayerCase) -> Tensor:
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@in_ranks(2, interpret=True, timeout=300)
+def test_more_tokens_than_a_decode_step(rank: int, world_size: int, case: LayerCase) -> None:
     """The same 75 tokens on every rank, in several rounds, by the fused path, which does not dequantise the layer."""
     most = max(case.num_tokens)
     group = make_expert_group(case.config, case.parallel, max_tokens=most, dtype=case.dtype, device="cpu")
@@ -360,13 +360,7 @@ def on_rank(rank: int, world_size: int, case: LayerCase) -> Tensor:
             output = experts(inputs.tokens, inputs.top_k_ids.long(), inputs.top_k_weights)
     runner.check()
     compare(case, inputs, inputs.top_k_ids, shards, output, f"{case.name}, rank {rank}")
-    return output
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_more_tokens_than_a_decode_step(case: LayerCase) -> None:
-    first, second = run_ranks(on_rank, 2, case, interpret=True, timeout=300)
-    assert torch.equal(first, second), "ranks differ"
+    assert_ranks_agree(output, case.name)
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -14,13 +14,15 @@ from hf_cases import (
     DECODE_TOKENS,
     FAMILIES,
     CountedReads,
+    assert_ranks_agree,
+    check_families,
+    check_loading,
     check_token_counts,
     edit_state,
     greedy,
     logits_with_cache,
     make_group,
     prompt,
-    run_group,
     same_state,
     save_fused,
     tiny_config,
@@ -194,43 +196,30 @@ def test_refused_configurations(folder: Path) -> None:
     refuse(folder, "model_type='llama' must be one of mixtral, qwen2_moe, qwen3_moe, deepseek_v3, gpt_oss$")
 
 
-def checkpoints(root: Path) -> dict[str, Path]:
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A folder per naming of experts as transformers saves it (one by one, in several files), and a fused one."""
-    folders = {}
-    for family in ("mixtral", "deepseek_v3"):
-        model = tiny_model(family)
-        folders[family] = root / family
-        model.save_pretrained(folders[family], max_shard_size="40KB")
-        assert len(list(folders[family].glob("*.safetensors"))) > 1, "the index is not tested"
-    save_fused(model, root / "fused")
-    return folders | {f"{family} fused": root / "fused"}
-
-
-def expert_bytes(family: str) -> int:
-    model = tiny_model(family)
-    return sum(
-        parameter.numel() * parameter.element_size()
-        for name, parameter in model.named_parameters()
-        if ".experts." in name
-    )
-
-
-LAYOUTS = {(2, 1): FAMILIES, (1, 2): FAMILIES, (2, 2): ("qwen3_moe",)}
+    found = {}
+    for family in ("mixtral", "deepseek_v3", "deepseek_v3 fused"):
+        found[family] = tmp_path_factory.mktemp("saved")
+        if family.endswith("fused"):
+            save_fused(tiny_model("deepseek_v3"), found[family])
+        else:
+            tiny_model(family).save_pretrained(found[family], max_shard_size="40KB")
+            assert len(list(found[family].glob("*.safetensors"))) > 1, "the index is not tested"
+    return found
 
 
 @pytest.mark.slow
-def test_groups(tmp_path: Path) -> None:
-    # Four processes: two groups of two side by side, then one of four. Importing transformers costs more than checks.
-    found = run_ranks(run_group, 4, LAYOUTS, checkpoints(tmp_path), timeout=300)
-    for (ep, tp), families in LAYOUTS.items():
-        for rank in range(4):
-            logits, read = found[rank][ep, tp]
-            for family, mine, first in zip(families, logits, found[0][ep, tp][0], strict=True):
-                assert torch.equal(mine, first), f"{family}, ep {ep}, tp {tp}: ranks 0 and {rank} differ"
-            assert len(read) == 3
-            for label, num_bytes in read.items():
-                total = expert_bytes(label.split(" ")[0])
-                assert num_bytes * ep * tp == total, f"{label}, rank {rank} read {num_bytes} of {total} bytes"
+@in_ranks(4, timeout=300)
+def test_groups(rank: int, world_size: int, saved: dict[str, Path]) -> None:
+    """Two groups of two side by side, then one of four: importing transformers costs more than checks."""
+    torch.use_deterministic_algorithms(True)
+    for ep, tp, families in ((2, 1, FAMILIES), (1, 2, FAMILIES), (2, 2, ("qwen3_moe",))):
+        for family, logits in zip(families, check_families(rank, ep, tp, families), strict=True):
+            assert_ranks_agree(logits, f"{family}, ep {ep}, tp {tp}")
+        check_token_counts(rank, ep, tp)
+        check_loading(rank, ep, tp, saved)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from unittest import mock
 
 import safetensors.torch
 import torch
+import torch.distributed as dist
 from layer_cases import assert_as_close
 from torch import Tensor, nn
 
@@ -156,6 +157,13 @@ class Expected:
         return logits
 
 
+def assert_ranks_agree(logits: Tensor, what: str) -> None:
+    """All ranks of the job pass the same bits."""
+    found = [logits] * dist.get_world_size()
+    dist.all_gather_object(found, logits)
+    assert all(torch.equal(each, logits) for each in found), f"{what}: ranks differ"
+
+
 def make_group(
     model_or_config: Any, ep: int = 1, tp: int = 1, max_tokens: int = 64, node_size: int | None = None, **settings: Any
 ) -> ExpertGroup:
@@ -295,40 +303,25 @@ def routed(num_tokens: int, seed: int, num_experts: int = 8, top_k: int = 2) -> 
     )
 
 
-def check_loading(rank: int, ep: int, tp: int, folders: dict[str, Any]) -> dict[str, int]:
-    """Every folder loaded as shards equals the whole model converted, bit for bit; returns the expert bytes read."""
-    read = {}
+def check_loading(rank: int, ep: int, tp: int, folders: dict[str, Any]) -> None:
+    """Every folder loaded as shards equals the whole model converted, bit for bit; each rank reads its bytes once."""
     for label, folder in folders.items():
-        family = label.split(" ")[0]
-        model = tiny_model(family)
+        model = tiny_model(label.split(" ")[0])
         group = make_group(model, ep, tp)
+        experts = sum(weight.nbytes for name, weight in model.named_parameters() if ".experts." in name)
         with CountedReads() as counted:
             loaded = hf.load_pretrained(folder, group, decode_tokens=DECODE_TOKENS)
-        read[label] = counted.expert_bytes()
+        assert counted.expert_bytes() * ep * tp == experts, f"{label}, rank {rank}"
         hf.convert(model, group, decode_tokens=DECODE_TOKENS)
         assert same_state(loaded, model), f"{label}, ep {ep}, tp {tp}, rank {rank}: other weights"
         ids = prompt(*PROMPT)
         assert torch.equal(logits_with_cache(loaded, ids, 7), logits_with_cache(model, ids, 7)), label
         group.close()
-    return read
 
 
 def same_state(model: nn.Module, other: nn.Module) -> bool:
     state, expected = model.state_dict(), other.state_dict()
     return state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in state)
-
-
-def run_group(
-    rank: int, world_size: int, layouts: dict[tuple[int, int], tuple[str, ...]], folders: dict[str, Any]
-) -> dict[tuple[int, int], tuple[list[Tensor], dict[str, int]]]:
-    """All checks of a process, for each layout ``(ep, tp)`` and its families: their logits, and the bytes read."""
-    torch.use_deterministic_algorithms(True)
-    found = {}
-    for (ep, tp), families in layouts.items():
-        logits = check_families(rank, ep, tp, families)
-        check_token_counts(rank, ep, tp)
-        found[ep, tp] = (logits, check_loading(rank, ep, tp, folders))
-    return found
 
 
 MB = 2**20

@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hf_cases import DECODE_TOKENS, CountedReads, Expected, make_group, tiny_config, tiny_model
+from hf_cases import (
+    DECODE_TOKENS,
+    CountedReads,
+    Expected,
+    assert_ranks_agree,
+    make_group,
+    tiny_config,
+    tiny_model,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -129,11 +137,8 @@ def check_kept(loaded: Any, folder: Path, share: int) -> None:
     assert {weight.dtype for weight in experts.values()} == {torch.float8_e4m3fn, torch.float32}
 
 
-def load_on_ranks(
-    rank: int, world_size: int, folders: dict[str, Path], ep: int, tp: int, device: str = "cpu"
-) -> dict[str, Tensor]:
-    """Logits of each folder, dequantised and if possible kept, on one layout; every rank reads its experts only."""
-    answers = {}
+def load_on_ranks(rank: int, world_size: int, folders: dict[str, Path], ep: int, tp: int, device: str = "cpu") -> None:
+    """Each folder, dequantised and if possible kept, on one layout; every rank reads its experts only."""
     for label, folder in folders.items():
         expected = Expected.of(stock(folder))
         config = tiny_config("deepseek_v3", **(RAGGED if label == "ragged" else WHOLE))
@@ -150,7 +155,8 @@ def load_on_ranks(
             assert held * world_size == 2 * 8 * config.hidden_size * config.moe_intermediate_size, what
             if keep_fp8:
                 check_kept(loaded, folder, share=world_size)
-            answers[what.rpartition(",")[0]] = expected.check(loaded, what)
+            logits = expected.check(loaded, what)
+            if world_size > 1:
+                assert_ranks_agree(logits, what)
             hf.check(loaded)
             group.close()
-    return answers
