@@ -28,7 +28,7 @@ from hf_cases import (
     tiny_config,
     tiny_model,
 )
-from hf_fp8_cases import publish
+from hf_fp8_cases import WHOLE
 from ranks import in_ranks, run_ranks
 from safetensors.torch import save_file
 from tiers import slow
@@ -258,7 +258,6 @@ def test_sampling_and_an_assistant_over_ranks() -> None:
 
 EXPERT = 3 * 32 * 64 * 4
 TWO = dict(num_experts_per_tok=2, moe_intermediate_size=64)
-WIDE = dict(hidden_size=160, moe_intermediate_size=256)
 STORES: dict[str, dict[str, Any]] = {
     "host": {},
     "file": {"expert_store": "file", "host_budget": 0.6},
@@ -274,32 +273,38 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-def answers(rank: int, world_size: int, folder: str, ep: int, tp: int, settings: dict[str, Any]) -> tuple[Any, ...]:
-    group, found = make_group(tiny_config("qwen3_moe", **TWO), ep, tp), []
-    with CountedReads() as counted:
-        budgeted = hf.load_pretrained(folder, group, expert_budget=0.75, **settings)
-        read = counted.expert_bytes()
-    whole = hf.load_pretrained(folder, group)
-    assert type(budgeted) is type(whole)
-    held = {name for name, _ in whole.named_parameters() if ".experts." not in name}
-    assert {name for name, _ in budgeted.named_parameters()} == held
-    assert cache_report(whole) is None
-    if "expert_dtype" in settings:
-        for name, weight in whole.named_parameters():
+def check_budgets(rank: int, world_size: int, ep: int, tp: int, cases: list[tuple[str, Path]]) -> None:
+    """Models with some experts in slots answer as with all of them, bit for bit, drawn tokens too."""
+    for store, folder in cases:
+        group, found = make_group(tiny_config("qwen3_moe", **TWO), ep, tp), []
+        with CountedReads() as counted:
+            budgeted = hf.load_pretrained(folder, group, expert_budget=0.75, **STORES[store])
+            read = counted.expert_bytes()
+        whole = hf.load_pretrained(folder, group)
+        assert type(budgeted) is type(whole)
+        held = {name for name, _ in whole.named_parameters() if ".experts." not in name}
+        assert {name for name, _ in budgeted.named_parameters()} == held
+        for name, weight in whole.named_parameters() if store == "mxfp4" else ():
             if ".experts." in name:
-                weight.data.copy_(quantize_mx(weight.data, settings["expert_dtype"]).dequantize())
-    for model in (budgeted, whole):
-        logits, tokens = logits_with_cache(model, prompt(1, 20), 1), greedy(model, prompt(2, 9))
-        torch.manual_seed(5)
-        drawn = model.generate(prompt(1, 1), max_new_tokens=20, do_sample=True, top_k=0)
-        found += [logits, torch.cat([tokens.flatten(), drawn.flatten()])]
-        hf.check(model)
-    group.close()
-    return *found, cache_report(budgeted), read
-
-
-def all_answers(rank: int, world_size: int, ep: int, tp: int, cases: list[tuple[str, str]]) -> list[tuple[Any, ...]]:
-    return [answers(rank, world_size, folder, ep, tp, STORES[store]) for store, folder in cases]
+                weight.data.copy_(quantize_mx(weight.data, store).dequantize())
+        for model in (budgeted, whole):
+            logits, tokens = logits_with_cache(model, prompt(1, 20), 1), greedy(model, prompt(2, 9))
+            torch.manual_seed(5)
+            drawn = model.generate(prompt(1, 1), max_new_tokens=20, do_sample=True, top_k=0)
+            found.append(torch.cat([logits.flatten(), tokens.flatten(), drawn.flatten()]))
+            hf.check(model)
+        assert torch.equal(*found), store
+        assert_ranks_agree(found[0], store)
+        report, stored = cache_report(budgeted), EXPERT // tp
+        if store == "mxfp4":
+            stored = EXPERT // 4 // 2 // tp + EXPERT // 4 // 32 // tp
+        assert cache_report(whole) is None
+        assert report.slots == 8 // ep * 3 // 4
+        assert report.needed > report.fetched > 2 * report.slots, "slots were given away"
+        assert report.fetched_bytes == report.fetched * stored
+        assert read == (0 if store == "file" else 2 * 8 * EXPERT // (ep * tp)), "its own part, once"
+        assert store != "file" or 0 < report.staged_bytes < report.fetched_bytes
+        group.close()
 
 
 @pytest.mark.parametrize(
@@ -313,78 +318,41 @@ def all_answers(rank: int, world_size: int, ep: int, tp: int, cases: list[tuple[
     ],
 )
 def test_ranks_answer_as_with_all_experts(ep: int, tp: int, cases: dict[str, str], folders: dict[str, Path]) -> None:
-    given = [(store, str(folders[style])) for store, style in cases.items()]
-    ranks = run_ranks(all_answers, ep * tp, ep, tp, given, timeout=300)
-    for rank in ranks:
-        for store, first, (logits, tokens, whole_logits, whole_tokens, report, read) in zip(
-            cases, ranks[0], rank, strict=True
-        ):
-            assert torch.equal(logits, whole_logits)
-            assert torch.equal(tokens, whole_tokens)
-            assert torch.equal(logits, first[0])
-            assert report.slots == 8 // ep * 3 // 4
-            assert report.needed > report.fetched > 2 * report.slots, "slots were given away"
-            stored = EXPERT // tp if store != "mxfp4" else EXPERT // 4 // 2 // tp + EXPERT // 4 // 32 // tp
-            assert report.fetched_bytes == report.fetched * stored
-            if store == "file":
-                assert read == 0
-                assert 0 < report.staged_bytes < report.fetched_bytes
-            else:
-                assert read == 2 * 8 * EXPERT // (ep * tp), "its own part, once"
+    run_ranks(check_budgets, ep * tp, ep, tp, [(store, folders[style]) for store, style in cases.items()], timeout=300)
 
 
-def kept_fp8(rank: int, world_size: int, folder: str, tp: int, store: str) -> list[torch.Tensor]:
-    group = make_group(tiny_config("deepseek_v3", **WIDE), 2 // tp, tp)
+@pytest.mark.parametrize(("tp", "store"), [(1, "file"), slow(2, "host"), slow(2, "file")])
+@in_ranks(2, timeout=300)
+def test_block_fp8_is_kept_over_ranks(rank: int, world_size: int, whole: Path, tp: int, store: str) -> None:
+    group = make_group(tiny_config("deepseek_v3", **WHOLE), 2 // tp, tp)
     budget = {"expert_budget": 0.5 * tp, **STORES[store]}
-    models = [hf.load_pretrained(folder, group, keep_fp8=True, **each) for each in ({}, budget)]
-    found = [greedy(model, prompt(1, 3)) for model in models]
+    models = [hf.load_pretrained(whole, group, keep_fp8=True, **each) for each in ({}, budget)]
+    tokens = [greedy(model, prompt(1, 3)) for model in models]
+    assert torch.equal(*tokens)
+    assert_ranks_agree(tokens[0], store)
     report = cache_report(models[1])
     assert report.fetched > 0
     assert (report.staged_bytes > 0) == (store == "file")
     group.close()
-    return found
 
 
-@pytest.mark.parametrize(("tp", "store"), [(1, "file"), slow(2, "host"), slow(2, "file")])
-def test_block_fp8_is_kept_over_ranks(tp: int, store: str, tmp_path: Path) -> None:
-    tiny_model("deepseek_v3", **WIDE).save_pretrained(tmp_path)
-    publish(tmp_path)
-    ranks = run_ranks(kept_fp8, 2, str(tmp_path), tp, store, timeout=300)
-    assert all(torch.equal(tokens, ranks[0][0]) for found in ranks for tokens in found)
-
-
-def pageable_on_one(rank: int, world_size: int, folder: str) -> tuple[torch.Tensor, bool]:
+@in_ranks(2)
+def test_ranks_agree_where_one_cannot_pin(rank: int, world_size: int, folders: dict[str, Path]) -> None:
     memory = comet.experts.store.host_memory
     if rank == 1:
         comet.experts.store.host_memory = lambda *given: (memory(*given)[0], False)
     group = make_group(tiny_config("qwen3_moe", **TWO), 2, 1)
-    loaded = hf.load_pretrained(folder, group, expert_budget=0.5)
-    tokens = greedy(loaded, prompt(2, 9))
+    loaded = hf.load_pretrained(folders["fused"], group, expert_budget=0.5)
+    assert torch.equal(greedy(loaded, prompt(2, 9)), greedy(tiny_model("qwen3_moe", **TWO), prompt(2, 9)))
+    assert cache_report(loaded).staged_bytes > 0, "the host copies on both, which then take equal steps"
     group.close()
-    return tokens, cache_report(loaded).staged_bytes > 0
 
 
-def test_ranks_agree_where_one_cannot_pin(folders: dict[str, Path]) -> None:
-    wanted = greedy(tiny_model("qwen3_moe", **TWO), prompt(2, 9))
-    for tokens, staged in run_ranks(pageable_on_one, 2, str(folders["fused"])):
-        assert staged, "the host copies on both, which then take equal steps"
-        assert torch.equal(tokens, wanted)
-
-
-def different_prompts(rank: int, world_size: int) -> tuple[str, bool]:
-    """What a model over ranks says of other tokens on the last one, and whether it then takes the same ones."""
+@in_ranks(2)
+def test_ranks_with_different_prompts_all_say_so(rank: int, world_size: int) -> None:
     group = make_group(tiny_config("qwen3_moe"), ep=world_size)
-    model, stock = hf.convert(tiny_model("qwen3_moe"), group), tiny_model("qwen3_moe")
-    ids = torch.arange(6).view(1, 6)
-    with torch.no_grad():
-        with pytest.raises(ValueError) as refused:
-            model.generate(ids + rank, max_new_tokens=2)
-        same = torch.equal(greedy(model, ids), greedy(stock, ids))
+    model, ids = hf.convert(tiny_model("qwen3_moe"), group), torch.arange(6).view(1, 6)
+    with pytest.raises(ValueError, match=r"^input_ids of ranks \[1\] must be those of rank 0: all ranks of a group"):
+        model.generate(ids + rank, max_new_tokens=2)
+    assert torch.equal(greedy(model, ids), greedy(tiny_model("qwen3_moe"), ids)), "they go on"
     group.close()
-    return str(refused.value), same
-
-
-def test_ranks_with_different_prompts_all_say_so() -> None:
-    for message, same in run_ranks(different_prompts, 2):
-        assert message.startswith("input_ids of ranks [1] must be those of rank 0: all ranks of a group take the same ")
-        assert same
