@@ -35,7 +35,9 @@ from torch.nn.functional import relu
 
 from comet.config import ParallelConfig
 from comet.integrations.megatron import CometMoELayer, from_sequential, moe_config, with_comet
+from comet.integrations.megatron.layer import CometExperts
 from comet.layer.group import make_expert_group
+from comet.reference.plain import gather_weights
 
 pytest.importorskip("megatron.core", reason="needs pip install 'comet-moe[megatron]'")
 DEEPSEEK = dict(
@@ -134,44 +136,33 @@ def test_checkpoints_of_biases(tmp_path: Path) -> None:
     run_ranks(save_and_load, 2, tmp_path, "cpu", biased, timeout=300)
 
 
-def initial_weights(rank: int, world_size: int, layouts: list[tuple[int, int]]) -> list[dict[str, Tensor]]:
-    """The new weights of two layers, gathered in each layout, and what Megatron reads off the parameters."""
-    found = []
-    for ep, expert_tp in layouts:
+@pytest.mark.slow
+@in_ranks(2, timeout=300)
+def test_initial_weights_do_not_depend_on_the_layout(rank: int, world_size: int) -> None:
+    """Those of two layers, gathered in each layout; and what Megatron reads off the parameters."""
+    alone: dict[str, Tensor] = {}
+    for ep, expert_tp in ((1, 1), (2, 1), (1, 2)):
         start(ep, expert_tp)
         config = make_config()
         group = make_group(config)
         model = make_gpt(config, with_comet(stock_spec(config), group))
-        whole = {}
         for name, parameter in model.named_parameters():
             is_expert = ".experts.w" in name
             assert getattr(parameter, "allreduce", True) is not (is_expert and ep * expert_tp > 1), name
             assert not is_expert or parameter.tensor_model_parallel, name
-            parts = [torch.empty_like(parameter) for _ in range(world_size)]
-            dist.all_gather(parts, parameter.detach())
-            if is_expert and ep > 1:
-                whole[name] = torch.cat(parts)
-            elif is_expert and expert_tp > 1 and name.endswith("w1"):
-                whole[name] = torch.cat([part.unflatten(1, (2, -1)) for part in parts], dim=2).flatten(1, 2)
-            elif is_expert and expert_tp > 1:
-                whole[name] = torch.cat(parts, dim=2)
-            else:
-                whole[name] = parts[rank]
-        found.append(whole)
+        whole = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        for name, experts in model.named_modules() if ep * expert_tp > 1 else ():
+            if isinstance(experts, CometExperts):
+                names = f"{name}.w1", f"{name}.w2"
+                parts = (whole[each] for each in names)
+                whole |= dict(zip(names, gather_weights(*parts, experts.layout, dist.group.WORLD), strict=True))
+        alone = alone or whole
+        for name, value in alone.items():
+            assert torch.equal(whole[name], value), f"{name} in ep {ep}, tp {expert_tp}"
         group.close()
-    return found
-
-
-@pytest.mark.slow
-def test_initial_weights_do_not_depend_on_the_layout() -> None:
-    layouts = [(1, 1), (2, 1), (1, 2)]
-    for alone, *others in run_ranks(initial_weights, 2, layouts, timeout=300):
-        for other, layout in zip(others, layouts[1:], strict=True):
-            for name, value in alone.items():
-                assert torch.equal(other[name], value), f"{name} in {layout}"
-        w1 = torch.cat([alone[f"decoder.layers.{layer}.mlp.experts.w1"] for layer in range(2)])
-        assert w1.std().item() == pytest.approx(0.3, rel=0.05)
-        assert len({float(expert.sum()) for expert in w1}) == 8, "experts of all layers differ"
+    w1 = torch.cat([alone[f"decoder.layers.{layer}.mlp.experts.w1"] for layer in range(2)])
+    assert w1.std().item() == pytest.approx(0.3, rel=0.05)
+    assert len({float(expert.sum()) for expert in w1}) == 8, "experts of all layers differ"
 
 
 @pytest.mark.slow
