@@ -8,6 +8,7 @@ among words (``Literal``) where a word comes from the user (``comet.launch.schem
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -254,6 +255,11 @@ class JobConfig:
     def __post_init__(self) -> None:
         require(bool(self.output_dir), f"output_dir={self.output_dir!r} must not be empty")
         require(self.resume is None or bool(self.resume), f"resume={self.resume!r} must not be empty")
+        text = self.data.path
+        require(
+            text is None or not Path(self.output_dir).resolve().is_relative_to(Path(text).resolve()),
+            f"output_dir={self.output_dir!r} must not be in data.path={text!r}: a resumed run would read its own files",
+        )
         self.parallel.check(self.model.moe)
         if self.generate.speculate != "off":
             layers = self.model.num_layers - self.model.dense_layers

@@ -156,6 +156,11 @@ def test_compose_answers_a_mistake_in_one_line(override, message):
         (["train.cuda_graph=maybe"], 2, r"^train\.cuda_graph='maybe' must be one of auto, on, off$"),
         (["comm.backend=tcp"], 2, r"^comm\.backend='tcp' must be one of auto, nvshmem, symm_mem, cpu_shm$"),
         (["output_dir="], 2, r"^output_dir='' must not be empty$"),
+        (
+            ["data.path=books", "output_dir=books/runs/1"],
+            2,
+            r"^output_dir='books/runs/1' must not be in data.path='books'",
+        ),
         (["overlap.num_panels=0"], 2, r"^overlap: num_panels=0 must be at least 1"),
     ],
 )
