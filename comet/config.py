@@ -131,7 +131,7 @@ class MoEConfig:
         shared_ffn_size: Width of the shared expert every token goes through; 0 means there is none.
         capacity_factor: Each expert takes at most ``ceil(capacity_factor * tokens_global * K / E)`` routed rows and
             drops the rest (counted); ``None`` never drops.
-        activation: Of the routed and the shared experts; its name alone, or its fields by name, will do.
+        activation: Of the routed and the shared experts: its name, or its fields by name.
         expert_bias: Whether the routed experts add a bias to both projections.
         max_imbalance: Reserve memory for at most this many times the balanced number of routed rows on a rank; a step
             that needs more ends with ``CapacityError``, nothing is dropped. ``None`` reserves for any routing.
@@ -294,9 +294,9 @@ class SpeculationConfig:
     Args:
         speculate: ``off``, ``conservative`` or ``adaptive``.
         draft_experts: r, experts of a token in a draft, at least 1 and below the model's top_k: ``[2]`` for all MoE
-            layers, or one number a layer; none: half of top_k.
+            layers, or one number for each; none: half of top_k.
         draft_tokens: Longest draft, at least 1.
-        tau: Drafting stops behind a token of a probability below it; 0 to 1, 0: never.
+        tau: A draft ends after a token whose probability is below it; 0 to 1, 0: never.
         adaptive_tolerance: T, 0 to 1: ``adaptive`` accepts a draft of probability q > tau where its true probability p
             is above (1 - T) * q.
     """

@@ -18,7 +18,7 @@ from comet.launch.tasks.registry import Task
 
 WIDTH = 110
 OPTIONS = """options:
-  --config FILE   read settings from a YAML file; those given beside it count more
+  --config FILE   read settings from a YAML file; the command line overrides them
   --dry-run       print the resolved settings and the bytes each rank needs; start nothing
   --traceback     print the traceback of mistakes in the settings as well"""
 NODES = """on several nodes, run on each:

@@ -26,7 +26,7 @@ class TuneConfig:
 
     Args:
         models: Names of models; none takes the job's.
-        tokens: Tokens per rank of each point, ascending or not; none takes those of a training step.
+        tokens: Tokens per rank of each point, in any order; none takes those of a training step.
         rounds: Counted calls of every candidate.
         profiles: Folder of the profile store; one file per machine.
     """
@@ -104,7 +104,7 @@ class LaunchSettings:
     """How ``comet`` starts the ranks of this machine; under torchrun its own options say that.
 
     Args:
-        max_restarts: How often all ranks start anew, from the newest checkpoint, after one of them failed.
+        max_restarts: How often all ranks are started again, from the newest checkpoint, after one of them failed.
     """
 
     max_restarts: int = 0
@@ -131,9 +131,9 @@ class TrainConfig:
         checkpoint_every: Steps between checkpoints; 0 saves at the end only.
         dtype: Of activations; ``auto`` is bfloat16 on a GPU and float32 on a CPU. Parameters stay float32.
         sample_bytes: Length of the text generated at the end; 0 generates none.
-        cuda_graph: Whether the forward and backward pass of a step are replayed from one CUDA graph: ``auto`` where
-            that works, ``on`` or not at all, ``off`` never. Faster with few tokens, for the memory of one forward and
-            backward pass, which nothing else can use between steps.
+        cuda_graph: Whether the forward and backward pass of a step are replayed from one CUDA graph: ``auto``: if
+            possible; ``on``: an error if it is not; ``off``: never. A graph is faster with few tokens; it keeps the
+            memory of one forward and backward pass between steps.
     """
 
     steps: int
@@ -225,8 +225,8 @@ class JobConfig:
         overlap: Split and order of the fused kernels' work; ``None`` takes what was measured (``tune.profiles``), else
             the default.
         data: The text.
-        resume: ``None`` starts anew; ``auto`` continues from the newest complete checkpoint of ``output_dir`` if there
-            is one; otherwise a checkpoint, or the output folder of another run.
+        resume: ``None`` starts a new run; ``auto`` continues from the newest complete checkpoint of ``output_dir`` if
+            there is one; otherwise a checkpoint, or the output folder of another run.
         resume_changes: Settings that may differ from those of the run that is continued, as ``train.lr``.
         overwrite: Whether a run that ``output_dir`` holds may be removed.
         tune: What the task ``tune`` measures.

@@ -27,37 +27,37 @@ class GenerateConfig(SpeculationConfig):
         prompts: More texts, continued at the same time.
         max_new_tokens: Most tokens made per sequence; a full context or the stop text ends a sequence earlier.
         temperature: Logits are divided by it before a token is drawn; 0 always takes the most probable token.
-        top_k: Draw among so many of the most probable tokens; ``None``: among all.
-        top_p: Draw among the fewest most probable tokens that have this share of the probability, above 0 up to 1.
-        repetition_penalty: Positive logits of tokens that a sequence has already are divided by it, negative ones
+        top_k: Draw from this number of the most probable tokens; ``None``: from all.
+        top_p: Draw from the smallest set of most probable tokens that has this share of the probability, above 0, at
+            most 1.
+        repetition_penalty: Positive logits of tokens that are already in the sequence are divided by it, negative ones
             multiplied; 1 changes nothing.
-        seed: Of the draws; sequence i's draws depend on (seed, i) only. With speculation a seed repeats a text only as
-            long as draft lengths do, which follow measured times; at temperature 0 the text is always the same.
+        seed: Of the draws; sequence i's draws depend on (seed, i) only. With speculation equal seeds give the same text
+            only if draft lengths, which follow measured times, are the same; at temperature 0 the text is always the
+            same.
         stop: Text that ends a sequence; it is not part of the result.
         dtype: Of weights and activations; ``auto`` is bfloat16 on a GPU and float32 on a CPU.
-        cuda_graph: Whether decode steps are replayed from a CUDA graph: ``auto`` where that works, ``on`` or not at
-            all, ``off`` never. The tokens are the same.
+        cuda_graph: Whether decode steps are replayed from a CUDA graph: ``auto``: if possible; ``on``: an error if it
+            is not; ``off``: never. The tokens are the same.
         expert_budget: Share of all experts (up to 1), or bytes (above 1), that GPU memory holds; the others stay in
-            the store and are read when they are needed. ``None``: all of them.
-        expert_store: With a budget, where all experts are: in ``host`` memory, or in the ``file`` they came in, a
-            Hugging Face folder; the host then brings them, and steps are not replayed from a CUDA graph.
+            the store and are copied when they are needed. ``None``: all of them.
+        expert_store: With a budget, where all experts are: in ``host`` memory, or in the ``file`` of a Hugging Face
+            folder; then the host copies them, and steps are not replayed from a CUDA graph.
         host_budget: With ``expert_store=file``, share of all experts (up to 1), or bytes, that host memory holds.
-        expert_policy: With a budget, whose slot a missing expert takes: of the one used longest ago (``lru``), or used
-            least lately (``lfu``); ``file`` takes ``lru`` only.
-        expert_prefetch: With a budget, whether the experts that a layer will probably need, by what its router says of
-            the tokens of the layer before, travel beside that layer. ``auto``, where a GPU reads them from the host
-            store itself; ``true``, there and on a CPU, or not at all; ``false``, never. It changes no step's numbers.
-        expert_dtype: With a budget, what experts are quantised to as they are read: ``mxfp8`` or
-            ``mxfp4``, a half or a quarter of bfloat16; a budget in bytes holds as many more. ``None``: as the model is.
+        expert_policy: With a budget, which expert loses its slot to a missing one: the least recently used (``lru``) or
+            the least frequently used (``lfu``); ``file`` takes ``lru`` only.
+        expert_prefetch: With a budget, whether experts that a layer will probably need are copied during the layer
+            before; the layer's router predicts them from that layer's tokens. ``auto``: if a GPU reads the host store
+            itself; ``true``: on a CPU as well, elsewhere an error; ``false``: never. It changes no step's numbers.
+        expert_dtype: With a budget, what experts are quantised to as they are read: ``mxfp8`` or ``mxfp4``, about a
+            half or a quarter of bfloat16, so that a budget in bytes holds more. ``None``: as the model is.
         host_cores: With a budget and the host store, cores of this machine, divided among its ranks, that compute some
-            of the experts that a step misses while the others travel, so that both end together: ``off``; ``auto``, all
-            but one a rank where a measurement at load says that it pays; or their number. The text then is not bit for
-            bit that without.
+            of the missing experts while the others are copied: ``off``, their number, or ``auto``: all but one of each
+            rank, if a measurement at load says that it is faster. The text is not bit for bit the one without.
         speculate: Self-speculative decoding: draft tokens with fewer experts of each layer and verify them in one pass
-            with all. ``off``; ``conservative`` keeps the distribution of the text as it is; ``adaptive`` accepts more
-            drafts and changes it. The draft length follows what rounds are measured to take; plain steps where they
-            are faster.
-        keep_fp8: Keep the experts of a Hugging Face folder in block FP8 as they are stored, with a budget as well; else
+            with all. ``conservative`` keeps the distribution of the text; ``adaptive`` accepts more drafts and changes
+            it; ``off``. Draft lengths follow measured times; plain steps are taken if they are faster.
+        keep_fp8: Keep the experts of a Hugging Face folder in block FP8 as they are stored, also with a budget; else
             they are dequantised.
     """
 

@@ -83,7 +83,7 @@ TASKS: Mapping[str, Task] = {
         dry_run="comet.launch.dry_run.generate.describe",
     ),
     "tune": Task(
-        "measure how fused kernels best share the GPU, keep the winners",
+        "measure how fused kernels best share the GPU, store the fastest settings",
         "comet.measure.tune.tune_job",
         reads=("tune", "train.dtype", *LAYER),
         examples={"model=qwen3_30b_a3b tune.tokens=[2048,8192]": ""},
