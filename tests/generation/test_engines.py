@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from generate_cases import NOT_PERMITTED, graphs_on_cpu, greedy_tokens
-from ranks import run_ranks
+from ranks import in_ranks
 from tiers import slow
 
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
@@ -76,21 +76,15 @@ def test_steps_make_the_tokens_of_whole_forward_passes(name: str) -> None:
         assert torch.equal(tokens_of(engine), wanted)
 
 
-def on_ranks(rank: int, world_size: int, name: str, ep: int, tp: int) -> Tensor:
-    engine = engine_of(name, ep=ep, tp=tp)
-    tokens = tokens_of(engine)
-    engine.check()
-    return tokens
-
-
 @pytest.mark.parametrize(("name", "ep", "tp"), [
     ("shared expert in decode steps", 2, 1), ("shared expert in decode steps", 1, 2), ("gpt-oss", 1, 2),
     slow("qwen3_moe", 2, 1), ("mixtral", 1, 2),
 ])  # fmt: skip
-def test_two_ranks_take_the_steps_of_one(name: str, ep: int, tp: int) -> None:
-    wanted = tokens_of(engine_of(name))
-    for tokens in run_ranks(on_ranks, 2, name, ep, tp):
-        assert torch.equal(tokens, wanted)
+@in_ranks(2)
+def test_two_ranks_take_the_steps_of_one(rank: int, world_size: int, name: str, ep: int, tp: int) -> None:
+    engine = engine_of(name, ep=ep, tp=tp)
+    assert torch.equal(tokens_of(engine), tokens_of(engine_of(name)))
+    engine.check()
 
 
 @pytest.mark.parametrize(

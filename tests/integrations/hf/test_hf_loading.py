@@ -229,31 +229,22 @@ def test_slices_may_be_narrow_where_warp_decode_is_off(rank: int, world_size: in
     check_token_counts(rank, 1, 2, ffn_size=48)
 
 
-def generations(rank: int, world_size: int, ep: int, tp: int) -> list[torch.Tensor]:
-    model = tiny_model("deepseek_v3")
-    group = make_group(model, ep, tp)
-    hf.convert(model, group, decode_tokens=DECODE_TOKENS)
-    ids = prompt(1, 5)
-    made = [greedy(model, ids)]
-    settings = dict(attention_mask=torch.ones_like(ids), max_new_tokens=6)
-    with torch.no_grad():
-        assistant = copy.deepcopy(model)
-        made.append(model.generate(ids, assistant_model=assistant, do_sample=False, **settings))
+@in_ranks(2, timeout=300)
+def test_sampling_and_an_assistant_over_ranks(rank: int, world_size: int) -> None:
+    """The assistant proposes several tokens, so steps of one and of more tokens alternate, of two models."""
+    stock, ids, made = tiny_model("deepseek_v3"), prompt(1, 5), []
+    group, settings = make_group(stock, 2), dict(attention_mask=torch.ones_like(ids), max_new_tokens=6)
+    converted = hf.convert(copy.deepcopy(stock), group, decode_tokens=DECODE_TOKENS)
+    for model in (stock, converted):
+        assisted = model.generate(ids, assistant_model=copy.deepcopy(model), do_sample=False, **settings)
         torch.manual_seed(5)
-        made.append(model.generate(ids, do_sample=True, temperature=1.5, top_p=0.95, **settings))
-    hf.check(model)
+        drawn = model.generate(ids, do_sample=True, temperature=1.5, top_p=0.95, **settings)
+        made.append(torch.cat([greedy(model, ids), assisted, drawn]))
+    assert torch.equal(*made)
+    assert torch.equal(made[0][0], made[0][1])
+    assert not torch.equal(made[0][0], made[0][2]), "a draw must be seen"
+    hf.check(converted)
     group.close()
-    return made
-
-
-def test_sampling_and_an_assistant_over_ranks() -> None:
-    # The assistant proposes several tokens, so steps of one and of more tokens alternate, of two models.
-    wanted = generations(0, 1, 1, 1)
-    assert torch.equal(wanted[0], wanted[1])
-    assert not torch.equal(wanted[0], wanted[2]), "a draw must be seen"
-    for made in run_ranks(generations, 2, 2, 1, timeout=300):
-        for mine, alone in zip(made, wanted, strict=True):
-            assert torch.equal(mine, alone)
 
 
 EXPERT = 3 * 32 * 64 * 4
