@@ -10,26 +10,10 @@ from torch import Tensor
 
 from comet.config import MoEConfig, ParallelConfig, require
 
-# Rows that share an arrival flag of the dispatch and of the combine, most panels of a launch, flags per chunk of the
-# combine, and most buckets of a list of sent rows; comet.kernels.runtime.arguments holds the same values.
-CHUNK_ROWS = 128
-COMBINE_CHUNK_ROWS = 32
-MAX_PANELS = 16
-CHUNK_FLAGS = 64
-MAX_BUCKETS = 32
-
 
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple of ``multiple`` that is at least ``value``; ``round_up(129, 128) == 256``."""
     return -(-value // multiple) * multiple
-
-
-def num_buckets(experts_local: int) -> int:
-    """Buckets of a list of sent rows, a power of two; the last is for tokens that are not sent.
-
-    Example: 2 local experts make 4 buckets (one each, one empty, the last), 32 and more make 32.
-    """
-    return min(MAX_BUCKETS, 1 << experts_local.bit_length())
 
 
 def positions_in_groups(groups: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:

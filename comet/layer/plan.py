@@ -27,8 +27,9 @@ import torch
 from torch import Tensor
 
 from comet.config import require
+from comet.kernels.runtime.limits import CHUNK_ROWS
 from comet.layer.workspace import Workspace
-from comet.layout import CHUNK_ROWS, ExpertLayout, round_up
+from comet.layout import ExpertLayout, round_up
 
 INT32_MAX = 2**31 - 1
 

@@ -38,7 +38,8 @@ from comet.comm.base import ALIGNMENT, Communicator, SymmTensor
 from comet.comm.signals import check_epoch, waited
 from comet.config import MOE_DTYPES, MoEConfig, ParallelConfig, check_numbers, require
 from comet.errors import CapacityError, NotFiniteError
-from comet.layout import CHUNK_FLAGS, CHUNK_ROWS, COMBINE_CHUNK_ROWS, round_up
+from comet.kernels.runtime.limits import CHUNK_FLAGS, CHUNK_ROWS, COMBINE_CHUNK_ROWS
+from comet.layout import round_up
 
 if TYPE_CHECKING:
     from comet.kernels.runtime.recorder import Recorder

@@ -8,7 +8,8 @@ import torch
 
 from comet.config import DIM_MULTIPLE, MoEConfig, OverlapConfig
 from comet.kernels.runtime.activation import SWIGLU, Activation
-from comet.layout import MAX_PANELS, ExpertLayout, round_up
+from comet.kernels.runtime.limits import MAX_PANELS
+from comet.layout import ExpertLayout, round_up
 from comet.schedule.dependency import TileAxis, pipelines
 
 GPU_TILE_ROWS, CPU_TILE_ROWS = 128, 16

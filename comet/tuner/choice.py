@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from comet.config import OverlapConfig, require
-from comet.layout import MAX_PANELS
+from comet.kernels.runtime.limits import MAX_PANELS
 from comet.tuner.problem import Machine, Problem, candidate_name, default_setting
 from comet.tuner.profile import ProfileKey, ProfileStore
 

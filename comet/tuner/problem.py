@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from comet.config import MOE_DTYPES, MoEConfig, OverlapConfig, ParallelConfig, require
-from comet.layout import MAX_PANELS
+from comet.kernels.runtime.limits import MAX_PANELS
 from comet.schedule.settings import TileShape
 
 SPLITS = (8, 16, 32)  # comm blocks that are tried

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..runtime.activation import SWIGLU, Activation
 from ..runtime.arch import HOPPER
-from ..runtime.arguments import CHUNK_ROWS, Scaled, SymmBuffer, TileTable, aligned, num_sms, parts
+from ..runtime.arguments import Scaled, SymmBuffer, TileTable, aligned, num_sms, parts
 from ..runtime.case import CudaCase
 from ..runtime.cuda_source import (
     INT32,
@@ -35,6 +35,7 @@ from ..runtime.cuda_source import (
     padded,
     storage_bytes,
 )
+from ..runtime.limits import CHUNK_ROWS
 from ..runtime.nvrtc import CudaKernel, is_available, load_source, tensor_map
 from ..runtime.primitives import PLACE_LAYER0
 from ..runtime.recorder import KIND_DISPATCH, KIND_LAYER0_TILE

@@ -17,18 +17,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.arch import HOPPER
-from ..runtime.arguments import (
-    CHUNK_FLAGS,
-    COMBINE_CHUNK_ROWS,
-    PANEL_COUNTERS,
-    CombineLists,
-    Scaled,
-    SymmBuffer,
-    TileTable,
-    aligned,
-    num_sms,
-    parts,
-)
+from ..runtime.arguments import CombineLists, Scaled, SymmBuffer, TileTable, aligned, num_sms, parts
 from ..runtime.case import CudaCase
 from ..runtime.cuda_source import (
     INT32,
@@ -44,6 +33,7 @@ from ..runtime.cuda_source import (
     padded,
     storage_bytes,
 )
+from ..runtime.limits import CHUNK_FLAGS, COMBINE_CHUNK_ROWS, PANEL_COUNTERS
 from ..runtime.nvrtc import CudaKernel, is_available, load_source, tensor_map
 from ..runtime.primitives import PLACE_LAYER1, PLACE_PANEL
 from ..runtime.recorder import KIND_FINAL_SUM, KIND_LAYER1_TILE, KIND_REDUCE

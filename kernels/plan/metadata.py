@@ -24,8 +24,9 @@ from typing import NamedTuple
 import triton
 from torch import Tensor
 
-from ..runtime.arguments import CHUNK_ROWS, MAX_BUCKETS, power_of_2
+from ..runtime.arguments import power_of_2
 from ..runtime.buffers import allocate, cut
+from ..runtime.limits import CHUNK_ROWS, num_buckets
 from .counting import exchange_kernel
 from .placement import place_kernel
 
@@ -86,11 +87,6 @@ class PlanConfig:
         """W."""
         return self.ep * self.tp
 
-    @property
-    def num_buckets(self) -> int:
-        """Buckets of a list, a power of two: 2 experts make 4 (one each, an empty one, and the tokens not needed)."""
-        return min(MAX_BUCKETS, power_of_2(self.experts_local + 1))
-
 
 class PlanScratch(NamedTuple):
     """What the kernels hand to each other; int32, free for reuse after ``place_plan``."""
@@ -108,12 +104,13 @@ class PlanScratch(NamedTuple):
     def allocate(cls, pool: RoutingPool, config: PlanConfig) -> "PlanScratch":
         """Uninitialised scratch, one allocation."""
         sources, chunks, experts = config.world_size, pool.max_tokens // CHUNK_ROWS, config.experts_local
+        buckets = num_buckets(experts)
         shapes = {
             "epoch": (1,),
             "totals": (sources, experts),
             "counts": (sources, chunks, experts),
-            "recv_buckets": (sources, chunks, config.num_buckets),
-            "send_buckets": (config.ep, chunks, config.num_buckets),
+            "recv_buckets": (sources, chunks, buckets),
+            "send_buckets": (config.ep, chunks, buckets),
             "recv_ranks": (sources, chunks, CHUNK_ROWS),
             "send_ranks": (config.ep, chunks, CHUNK_ROWS),
             "positions": (sources, chunks, CHUNK_ROWS, config.top_k),
@@ -244,7 +241,7 @@ def _constants(config: PlanConfig, pool_top_k: int, **of_kernel: int) -> PlanCon
         world_size=config.world_size,
         tp=config.tp,
         chunk=CHUNK_ROWS,
-        buckets=config.num_buckets,
+        buckets=num_buckets(config.experts_local),
         interpret=triton.knobs.runtime.interpret,
         **of_kernel,
     )

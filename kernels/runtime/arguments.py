@@ -13,16 +13,6 @@ from torch import Tensor
 
 from .recorder import Recorder, recording
 
-# Rows that share an arrival flag of the dispatch and of the combine, most panels of a launch, flags per chunk of the
-# combine, and most buckets that a list of sent rows is ordered by; comet.layout holds the same values. A chunk of the
-# combine is the work of one block at a time, and with 128 rows there are too few at 2048 tokens.
-CHUNK_ROWS = 128
-COMBINE_CHUNK_ROWS = 32
-MAX_PANELS = 16
-CHUNK_FLAGS = 64
-PANEL_COUNTERS = 16  # where the panels' counters begin among a launch's counters
-MAX_BUCKETS = 32
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SymmBuffer:

@@ -26,9 +26,10 @@ from ranks import run_ranks
 
 from comet.comm import LocalCommunicator, make_communicator
 from comet.errors import CapacityError
+from comet.kernels.runtime.limits import num_buckets
 from comet.layer.plan import Launch, Plan, PlanRules, routed_row_capacity
 from comet.layer.twin.plan import _places, buckets
-from comet.layout import ExpertLayout, num_buckets, positions_in_groups
+from comet.layout import ExpertLayout, positions_in_groups
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4), (3, 1), (4, 2), (8, 1)]
 

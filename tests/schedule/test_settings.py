@@ -1,14 +1,13 @@
-"""Tile shapes and schedules of a layer: worked examples, narrow matrices, and numbers the kernels must share."""
+"""Tile shapes and schedules of a layer: worked examples and narrow matrices."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from comet import layout
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
-from comet.kernels.runtime import arguments
-from comet.layout import MAX_PANELS, ExpertLayout
+from comet.kernels.runtime.limits import MAX_PANELS
+from comet.layout import ExpertLayout
 from comet.schedule.settings import LayerSettings, TileShape
 
 
@@ -20,14 +19,6 @@ def create(dtype: torch.dtype = torch.bfloat16, tp: int = 1, **changes) -> Layer
 
 def blocks(tile: TileShape) -> tuple[int, int, int]:
     return tile.block_f, tile.block_n, tile.block_k
-
-
-def test_kernels_and_comet_agree_on_the_shape_of_flags() -> None:
-    assert arguments.CHUNK_ROWS == layout.CHUNK_ROWS
-    assert arguments.COMBINE_CHUNK_ROWS == layout.COMBINE_CHUNK_ROWS
-    assert arguments.MAX_BUCKETS == layout.MAX_BUCKETS
-    assert arguments.MAX_PANELS == layout.MAX_PANELS
-    assert arguments.CHUNK_FLAGS == layout.CHUNK_FLAGS
 
 
 def test_worked_example_of_tile_shapes() -> None:

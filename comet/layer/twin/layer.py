@@ -19,11 +19,11 @@ from comet.comm.signals import signal, wait
 from comet.config import require
 from comet.errors import CapacityError
 from comet.kernels.runtime.activation import Activation
+from comet.kernels.runtime.limits import CHUNK_FLAGS, CHUNK_ROWS, COMBINE_CHUNK_ROWS
 from comet.layer.backend import ActivationGradients, Backend
 from comet.layer.plan import Plan
 from comet.layer.twin.plan import exchange_ids, plan_tensors, receive_ids
 from comet.layer.workspace import Workspace
-from comet.layout import CHUNK_FLAGS, CHUNK_ROWS, COMBINE_CHUNK_ROWS
 from comet.quantization.formats import FP8, FP8_BLOCK, quantize_rows
 from comet.quantization.packed import pack, unpack
 from comet.utils.autocast import without_autocast

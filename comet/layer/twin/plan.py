@@ -12,9 +12,10 @@ from torch import Tensor
 from comet.comm.collectives import bad_ids, check_grad_modes, check_ids, grad_mode
 from comet.comm.signals import signal, wait
 from comet.kernels.runtime.buffers import allocate, cut
+from comet.kernels.runtime.limits import CHUNK_ROWS, num_buckets
 from comet.layer.plan import PlanRules, num_counters
 from comet.layer.workspace import Workspace
-from comet.layout import CHUNK_ROWS, ExpertLayout, num_buckets, positions_in_groups
+from comet.layout import ExpertLayout, positions_in_groups
 
 PLACE = "exchange of top-k ids"
 

@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...runtime.arguments import CHUNK_ROWS, SymmBuffer, num_sms
+from ...runtime.arguments import SymmBuffer, num_sms
+from ...runtime.limits import CHUNK_ROWS
 from ...runtime.primitives import MOST_THREADS, PLACE_LAYER0, any_of, signal, wait_flags
 from ...runtime.recorder import KIND_DISPATCH, KIND_RECEIVE, now, record
 

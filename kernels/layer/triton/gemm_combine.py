@@ -20,17 +20,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...gemm.group_gemm import dot_precision
-from ...runtime.arguments import (
-    CHUNK_FLAGS,
-    COMBINE_CHUNK_ROWS,
-    PANEL_COUNTERS,
-    CombineLists,
-    Scaled,
-    SymmBuffer,
-    TileTable,
-    num_sms,
-    parts,
-)
+from ...runtime.arguments import CombineLists, Scaled, SymmBuffer, TileTable, num_sms, parts
+from ...runtime.limits import CHUNK_FLAGS, COMBINE_CHUNK_ROWS, PANEL_COUNTERS
 from ...runtime.recorder import KIND_CONVERT, now, record
 from .combine import CombineConstants, CombineSizes, Turn, combine_panels, slot_block
 from .dispatch import COMM_BLOCKS, NUM_WARPS

@@ -23,17 +23,9 @@ from comet.kernels.layer.triton.dispatch import DispatchLists
 from comet.kernels.layer.triton.dispatch_gemm import DispatchGemmConfig
 from comet.kernels.layer.triton.gemm_combine import GemmCombineConfig
 from comet.kernels.runtime.arch import HOPPER
-from comet.kernels.runtime.arguments import (
-    CHUNK_FLAGS,
-    COMBINE_CHUNK_ROWS,
-    CombineLists,
-    GradBuffer,
-    Scaled,
-    SymmBuffer,
-    TileTable,
-    num_sms,
-)
+from comet.kernels.runtime.arguments import CombineLists, GradBuffer, Scaled, SymmBuffer, TileTable, num_sms
 from comet.kernels.runtime.cuda_source import TensorMap
+from comet.kernels.runtime.limits import CHUNK_FLAGS, COMBINE_CHUNK_ROWS
 from comet.layer import fused
 from comet.layer.fused import launch_dispatch_gemm, launch_gemm_combine, tile_table
 from comet.layer.plan import Launch, Plan, num_counters

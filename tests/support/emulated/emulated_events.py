@@ -7,7 +7,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from comet.kernels.runtime.arguments import CHUNK_ROWS, COMBINE_CHUNK_ROWS
+from comet.kernels.runtime.limits import CHUNK_ROWS, COMBINE_CHUNK_ROWS
 from comet.kernels.runtime.recorder import (
     KIND_DISPATCH,
     KIND_FINAL_SUM,

@@ -25,11 +25,12 @@ from stress_cases import StressCase
 from stress_numbers import FullWeights, expected, seeded, stress_inputs
 from torch import Tensor
 
+from comet.kernels.runtime.limits import CHUNK_ROWS
 from comet.kernels.runtime.recorder import ALIGN_ROUNDS, Recorder, align
 from comet.layer.fused import Fused
 from comet.layer.plan import Plan, PlanRules, routed_row_capacity
 from comet.layer.workspace import Workspace, WorkspaceShape
-from comet.layout import CHUNK_ROWS, ExpertLayout
+from comet.layout import ExpertLayout
 from comet.quantization.formats import FP8, FP8_BLOCK, quantize_fp8, quantize_rows
 from comet.quantization.packed import pack
 from comet.schedule.settings import LayerSettings, tile_rows

@@ -13,10 +13,11 @@ from plan_cases import send_ids
 from torch import Tensor
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
+from comet.kernels.runtime.limits import CHUNK_ROWS
 from comet.layer.fused import Fused
 from comet.layer.plan import Plan, PlanRules
 from comet.layer.workspace import Workspace, WorkspaceShape
-from comet.layout import CHUNK_ROWS, ExpertLayout, round_up
+from comet.layout import ExpertLayout, round_up
 from comet.schedule.settings import LayerSettings
 
 SOURCE, COMPUTES = 1, 0
