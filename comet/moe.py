@@ -73,7 +73,9 @@ class MoE(nn.Module):
         self.config = config
         self.group = group
         self.layout = group.layout(config)
-        self.experts: ExpertPath = make_path(path, config, group, overlap)
+        made = make_path(path, config, group, overlap)
+        self.experts: ExpertPath = made
+        self.path = made.name  # "auto" has become one of them
         shard: dict[str, Any] = dict(device=group.device, dtype=param_dtype)
         held = shard if expert_device is None else {**shard, "device": expert_device}
         experts, width = self.layout.experts_local, config.ffn_size // self.layout.tp

@@ -20,8 +20,6 @@ from comet.utils.uncompiled import uncompiled
 class ExpertPath(Protocol):
     """Computes the weighted sum of each token's experts, differentiably."""
 
-    name: Path | str  # by which ``make_path`` makes such a path, where ``auto`` was asked for, too
-
     def __call__(
         self,
         tokens: Tensor,
@@ -82,7 +80,7 @@ class CollectivePath:
 
 def make_path(
     name: Path | str, config: MoEConfig, group: ExpertGroup, overlap: OverlapConfig | None = None
-) -> ExpertPath:
+) -> SymmetricPath | CollectivePath:
     """The path called ``name`` (collective over the group, unless it is one rank).
 
     ``auto`` is ``fused`` on a GPU and ``twin`` on a CPU, or ``plain`` where that was measured to be faster or the group

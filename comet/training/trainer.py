@@ -188,7 +188,7 @@ class Trainer:
             "data_parallel": group.data_parallel,
             "device": torch.cuda.get_device_name(group.device) if group.device.type == "cuda" else "cpu",
             "dtype": str(self.model.dtype).removeprefix("torch."),
-            "moe_path": next((layer.experts.name for layer in self.model.moe_layers()), config.moe_path),
+            "moe_path": next((layer.path for layer in self.model.moe_layers()), config.moe_path),
             "cuda_graph": not any_eager,
             "steps": self.step,
             "tokens_per_second": tokens / seconds if seconds else 0.0,
