@@ -10,21 +10,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cache_cases import cache_of
+from decode_cases import DecodeCase, stored_parts
 from torch import Tensor
 from training_cases import MODEL, MOE
 
 from comet.config import MoEConfig, ParallelConfig
-from comet.decode import DecodeWeights
-from comet.decode.runners import Decoder, LocalRunner
 from comet.errors import CommTimeoutError
-from comet.experts import store
+from comet.experts import ExpertCache, store
 from comet.experts.budget import ALONE, ExpertBudget, StoreOptions
-from comet.experts.staged import Stage, StagedCache, StagedExperts
+from comet.experts.cache import bytes_of_expert
+from comet.experts.staged import Stage, StagedCache
 from comet.experts.store import HeldExperts, Specs, host_memory
 from comet.experts.streaming import Visit
-from comet.layout import ExpertLayout
 from comet.models.config import dense_elements, expert_elements
-from comet.reference.plain import plain_experts
+from comet.quantization.formats import StoredType
 
 CPU = torch.device("cpu")
 NUM_EXPERTS, WIDTH, DEPTH = 8, 32, 16
@@ -57,15 +57,6 @@ def staged(reader: Recorded, num_slots: int, num_places: int) -> StagedCache:
     return StagedCache(reader, Stage(num_places, reader.specs, CPU), 0, num_slots, CPU)
 
 
-def routing(num_tokens: int, made: torch.Generator) -> Tensor:
-    return torch.rand(num_tokens, NUM_EXPERTS, generator=made).argsort(dim=1)[:, :2].to(torch.int32)
-
-
-def draw(num_tokens: int, made: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    ids, weights = routing(num_tokens, made), torch.rand(num_tokens, 2, generator=made)
-    return torch.randn(num_tokens, WIDTH, generator=made), ids, weights
-
-
 def check_slots(cache: StagedCache, reader: Recorded) -> None:
     held = [expert for expert in range(NUM_EXPERTS) if cache.weights.slots[expert] >= 0]
     assert len(held) <= cache.num_slots
@@ -81,54 +72,6 @@ def test_a_host_store_is_read_expert_by_expert_into_its_place() -> None:
     assert reader.asked == list(range(NUM_EXPERTS))
     assert torch.equal(held.w1, reader.w1)
     assert torch.equal(held.w2, reader.w2)
-
-
-@pytest.mark.parametrize(("num_slots", "num_places"), [(2, 2), (3, 5), (4, 8)])
-def test_staged_decode_equals_resident_decode_bit_for_bit(num_slots: int, num_places: int) -> None:
-    reader = Recorded(7 * num_slots)
-    path = StagedExperts(staged(reader, num_slots, num_places), LocalRunner(2, 64), top_k=2)
-    resident = DecodeWeights(w1=reader.w1, w2=reader.w2, slots=torch.arange(NUM_EXPERTS, dtype=torch.int32))
-    made = torch.Generator().manual_seed(num_slots)
-    for _ in range(40):
-        given = draw(1, made)
-        assert torch.equal(path(*given, reader.w1, reader.w2), Decoder(2, 64)(*given, resident))
-    cache = path.cache
-    assert cache.needed == 80
-    assert NUM_EXPERTS < cache.fetched < 80, "slots were given away, and kept"
-    assert len(reader.asked) == cache.stage.num_reads <= cache.fetched
-    assert (len(reader.asked) == NUM_EXPERTS) == (num_places == NUM_EXPERTS), "what the stage holds is read once"
-    given = draw(5, made)
-    wanted = Decoder(2, 64)(*given, resident)
-    torch.testing.assert_close(path(*given, reader.w1, reader.w2), wanted, rtol=1e-4, atol=1e-4)
-    assert path(*draw(0, made), reader.w1, reader.w2).shape == (0, WIDTH)
-
-
-@pytest.mark.parametrize(("num_slots", "num_places"), [(2, 2), (3, 5), (8, 8)])
-def test_longer_prompts_stream_each_expert_once_between_staged_steps(num_slots: int, num_places: int) -> None:
-    reader = Recorded(num_slots)
-    path = StagedExperts(staged(reader, num_slots, num_places), LocalRunner(2, 4), top_k=2)
-    cache, made = path.cache, torch.Generator().manual_seed(num_slots)
-    layout = ExpertLayout(num_experts=NUM_EXPERTS, top_k=2, ep=1, tp=1, rank=0)
-    for num_tokens in (1, 9, 2, 30, 1, 5):
-        given = draw(num_tokens, made)
-        there = {expert for expert in range(NUM_EXPERTS) if cache.weights.slots[expert] >= 0}
-        before, needed = cache.fetched, set(given[1].flatten().tolist())
-        found = path(*given, reader.w1, reader.w2)
-        wanted = plain_experts(*given, reader.w1, reader.w2, layout, None)
-        if num_tokens > 4:
-            assert torch.equal(found, wanted)
-            assert cache.fetched - before == len(needed - there)
-        torch.testing.assert_close(found, wanted)
-        check_slots(cache, reader)
-    assert len(reader.asked) <= cache.fetched
-    reader.broken = 5
-    path = StagedExperts(cache := staged(reader, num_slots, num_places), LocalRunner(2, 4), top_k=2)
-    cache.bring(torch.tensor([[0, 1]]))
-    with pytest.raises(ValueError, match="expert 5 is cut off"):
-        path(torch.randn(8, WIDTH), torch.arange(8).repeat(2).view(8, 2), torch.rand(8, 2), reader.w1, reader.w2)
-    reader.broken = -1
-    cache.bring(torch.tensor([[5, 1]]))
-    check_slots(cache, reader)
 
 
 def test_prompts_and_steps_of_a_rank_find_an_expert_in_the_stage_by_one_number() -> None:
@@ -210,6 +153,24 @@ def test_memory_is_registered_with_cuda_until_nobody_refers_to_it(status: int, m
     assert part.sum() == 20
     del part
     assert calls[1:] == ["exchange", (address,), "exchange"] * readable
+
+
+@pytest.mark.parametrize(
+    ("stored", "num_bytes"), [(None, 196_608), ("mxfp8", 101_376), ("fp8", 98_328), ("mxfp4", 52_224)]
+)
+def test_bytes_of_an_expert_are_those_of_its_parts(stored: StoredType | None, num_bytes: int) -> None:
+    weights = torch.randn(2, 256, 256), torch.randn(2, 256, 128)
+    cache = ExpertCache(**stored_parts(stored or "", *(each.bfloat16() for each in weights)), num_slots=1, device=CPU)
+    assert cache.expert_bytes == bytes_of_expert(256, 128, torch.bfloat16, stored) == num_bytes
+
+
+def test_a_store_with_a_scale_that_is_no_number_is_refused() -> None:
+    case = DecodeCase(name="bad", T=1, K=1, E=2, D=32, F=32, quantised="mxfp8")
+    host = cache_of(case, 1).host
+    assert host.w2_scales is not None
+    host.w2_scales[1, 0, 0] = 255
+    with pytest.raises(ValueError, match=r"w2_scales\[1, 0, 0\]=255 must be at most 254"):
+        ExpertCache(host.w1, host.w2, 1, torch.device("cpu"), w1_scales=host.w1_scales, w2_scales=host.w2_scales)
 
 
 EXAMPLE = MoEConfig(hidden_size=128, ffn_size=64, num_experts=64, top_k=6)

@@ -1,10 +1,9 @@
-"""Many tokens from an expert cache: experts stream through its slots, and nothing else holds any."""
+"""Caches that the device fills and that the host does: steps, and many tokens, whose experts stream through slots."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -12,28 +11,53 @@ from activation_cases import ACTIVATIONS, NAMES, draw_biases
 from decode_cases import stored_parts
 from torch import Tensor
 
-from comet.decode.runners import LocalRunner
+from comet.decode import DecodeWeights
+from comet.decode.runners import Decoder, LocalRunner
 from comet.decode.twin import warp_decode_torch
-from comet.decode.weights import DecodeWeights
 from comet.experts import CACHED_DECODE_TOKENS, CachedExperts, ExpertCache, streaming
+from comet.experts.paths import report_of_paths
 from comet.experts.staged import Stage, StagedCache, StagedExperts
 from comet.experts.store import HeldExperts
 from comet.experts.streaming import Visit, group_visits, plan_visits
-from comet.kernels.runtime.activation import Activation
-from comet.layout import ExpertLayout
+from comet.kernels.runtime.activation import SWIGLU, Activation
+from comet.layout import Biases, ExpertLayout
 from comet.reference.plain import plain_experts
 
 E, K, D, F = 12, 3, 32, 16
-
-
 LAYOUT = ExpertLayout(num_experts=E, top_k=K, ep=1, tp=1, rank=0)
 CPU = torch.device("cpu")
+of_both_caches = pytest.mark.parametrize("staged", [False, True], ids=["pinned", "staged"])
 
 
-def made_experts(seed: int) -> tuple[Tensor, Tensor, torch.Generator]:
+class BrokenExperts(HeldExperts):
+    """Host memory of which the expert ``broken`` is read in part, if any is."""
+
+    broken = -1
+
+    def read(self, expert: int, into: Mapping[str, Tensor]) -> None:
+        into["w1"].copy_(self.w1[expert])
+        if expert == self.broken:
+            raise OSError(f"expert {expert} is cut off")
+        super().read(expert, into)
+
+
+def made_experts(seed: int, biases: Biases | None = None) -> tuple[BrokenExperts, torch.Generator]:
     print("seed", seed)
     made = torch.Generator().manual_seed(seed)
-    return torch.randn(E, 2 * F, D, generator=made) / 4, torch.randn(E, D, F, generator=made) / 4, made
+    w1, w2 = torch.randn(E, 2 * F, D, generator=made) / 4, torch.randn(E, D, F, generator=made) / 4
+    return BrokenExperts(w1, w2, True, **biases._asdict() if biases else {}), made
+
+
+def path_of(
+    held: HeldExperts, num_slots: int, *, staged: bool, num_places: int = E, activation: Activation = SWIGLU
+) -> CachedExperts | StagedExperts:
+    runner = LocalRunner(K, CACHED_DECODE_TOKENS, activation=activation)
+    if staged:
+        stage = Stage(num_places, held.specs, CPU)
+        return StagedExperts(StagedCache(held, stage, 0, num_slots, CPU, activation=activation), runner, K)
+    return CachedExperts(
+        ExpertCache(**held.stored_parts, num_slots=num_slots, device=CPU, activation=activation), runner, K
+    )
 
 
 def routed(made: torch.Generator, num_tokens: int, num_used: int = E) -> tuple[Tensor, Tensor, Tensor]:
@@ -43,16 +67,15 @@ def routed(made: torch.Generator, num_tokens: int, num_used: int = E) -> tuple[T
     return tokens, ids, torch.rand(num_tokens, K, generator=made)
 
 
-def check_tables(cache: ExpertCache) -> None:
-    """Tables agree with each other, and every slot holds what they say."""
-    tables = cache.tables
-    for expert, slot in enumerate(tables.slots.tolist()):
-        assert tables.arriving[expert] == slot
-        if slot >= 0:
-            assert tables.owners[slot] == expert
-            assert torch.equal(cache.weights.w1[slot], cache.host.w1[expert])
-            assert torch.equal(cache.weights.w2[slot], cache.host.w2[expert])
-    assert (tables.slots >= 0).sum() == (tables.owners >= 0).sum()
+def check_slots(cache: ExpertCache | StagedCache, held: HeldExperts) -> set[int]:
+    """Tables agree with each other, and every slot holds what they say; returns the experts that are there."""
+    owners = cache.owners()
+    slots = {expert: slot for slot, expert in enumerate(owners) if expert >= 0}
+    assert cache.weights.slots.tolist() == [slots.get(expert, -1) for expert in range(E)]
+    for expert, slot in slots.items():
+        assert torch.equal(cache.weights.w1[slot], held.w1[expert])
+        assert torch.equal(cache.weights.w2[slot], held.w2[expert])
+    return set(slots)
 
 
 def test_the_example_of_the_docs() -> None:
@@ -100,42 +123,57 @@ def test_groups_that_follow_each_other_copy_to_different_slots(seed: int) -> Non
             assert not {visit.slot for visit in group} & {visit.slot for visit in following}
 
 
-@pytest.mark.parametrize("num_slots", [K, 5, E])
+@of_both_caches
+@pytest.mark.parametrize(("num_slots", "num_places"), [(K, K), (5, 8), (E, E)])
 @pytest.mark.parametrize("num_rows", [9, streaming.MOST_ROWS])
 def test_streamed_experts_equal_the_plain_path_bit_for_bit_between_decode_steps(
-    num_rows: int, num_slots: int, monkeypatch: pytest.MonkeyPatch
+    num_rows: int, num_slots: int, num_places: int, staged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What is missing is fetched once; what the stage holds is not read again."""
     monkeypatch.setattr(streaming, "MOST_ROWS", num_rows)
-    w1, w2, made = made_experts(num_slots)
-    cache = ExpertCache(w1, w2, num_slots, CPU)
-    path = CachedExperts(cache, LocalRunner(K, CACHED_DECODE_TOKENS), K)
+    held, made = made_experts(num_slots)
+    path = path_of(held, num_slots, staged=staged, num_places=num_places)
+    there, fetched = set[int](), 0
     for num_tokens in (1, 40, 2, 70, 1, 17):
-        tokens, ids, weights = routed(made, num_tokens, num_used=E if num_tokens > 17 else 5)
-        found, wanted = path(tokens, ids, weights, w1, w2), plain_experts(tokens, ids, weights, w1, w2, LAYOUT, None)
+        given = routed(made, num_tokens, num_used=E if num_tokens > 17 else 5)
+        found, wanted = path(*given, held.w1, held.w2), plain_experts(*given, held.w1, held.w2, LAYOUT, None)
+        report = report_of_paths([path])
         if num_tokens > CACHED_DECODE_TOKENS:
             assert torch.equal(found, wanted)
         else:
             torch.testing.assert_close(found, wanted)
-        check_tables(cache)
-    needed, fetched = cache.tables.totals[:2].tolist()
-    assert needed >= fetched > 0
-    assert (fetched == E) == (num_slots == E), "what has a slot is not copied again"
+        if num_tokens != 2:  # whose parts may need more experts than there are slots
+            assert report.fetched - fetched == len(set(given[1].flatten().tolist()) - {-1} - there)
+        there, fetched = check_slots(path.cache, held), report.fetched
+    assert report.needed >= report.fetched
+    assert (report.fetched == E) == (num_slots == E), "what has a slot is not copied again"
+    assert not staged or E <= path.cache.stage.num_reads <= report.fetched
+    assert path(*(each[:0] for each in given), held.w1, held.w2).shape == (0, D)
 
 
-@pytest.mark.parametrize("staged", [False, True], ids=["pinned", "staged"])
+@of_both_caches
+@pytest.mark.parametrize("num_slots", [K, 5, E])
+def test_steps_equal_resident_ones_bit_for_bit(num_slots: int, staged: bool) -> None:
+    held, made = made_experts(num_slots)
+    path = path_of(held, num_slots, staged=staged)
+    resident = DecodeWeights(w1=held.w1, w2=held.w2, slots=torch.arange(E, dtype=torch.int32))
+    for _ in range(40):
+        given = routed(made, 1)
+        assert torch.equal(path(*given, held.w1, held.w2), Decoder(K, 4)(*given, resident))
+    report = report_of_paths([path])
+    assert report.needed == 40 * (K - 1)
+    assert (report.fetched == E) == (num_slots == E), "slots were given away, and kept"
+    assert not staged or path.cache.stage.num_reads == E, "what the stage holds is read once"
+
+
+@of_both_caches
 @pytest.mark.parametrize("activation", ACTIVATIONS[1:], ids=NAMES[1:])
 def test_streamed_experts_have_the_layers_activation_and_biases(activation: Activation, staged: bool) -> None:
-    w1, w2, made = made_experts(5)
-    biases = draw_biases(E, F, D, w1.dtype) if activation.parameters else None
-    named, runner = biases._asdict() if biases else {}, LocalRunner(K, CACHED_DECODE_TOKENS, activation=activation)
-    if staged:
-        held = HeldExperts(w1, w2, False, **named)
-        cache = StagedCache(held, Stage(8, held.specs, CPU), 0, 5, CPU, activation=activation)
-        path: Any = StagedExperts(cache, runner, K)
-    else:
-        path = CachedExperts(ExpertCache(w1, w2, 5, CPU, activation=activation, **named), runner, K)
+    biases = draw_biases(E, F, D, torch.float32) if activation.parameters else None
+    held, made = made_experts(5, biases)
+    path = path_of(held, 5, staged=staged, num_places=8, activation=activation)
     for num_tokens in (1, 40, 2, CACHED_DECODE_TOKENS + 1, 1):
-        inputs = *routed(made, num_tokens), w1, w2
+        inputs = *routed(made, num_tokens), held.w1, held.w2
         torch.testing.assert_close(path(*inputs, biases), plain_experts(*inputs, LAYOUT, None, activation, biases))
 
 
@@ -143,35 +181,35 @@ def test_streamed_experts_have_the_layers_activation_and_biases(activation: Acti
 @pytest.mark.parametrize("num_bytes", [1, 2 * 3 * D * 2 * F * 4, streaming.FLOATING_BYTES])
 def test_quantised_experts_stream_as_they_decode(num_bytes: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "FLOATING_BYTES", num_bytes)
-    w1, w2, made = made_experts(11)
-    parts = stored_parts(kind, w1, w2.repeat(1, 1, 2))
+    held, made = made_experts(11)
+    parts = stored_parts(kind, held.w1, held.w2.repeat(1, 1, 2))
     parts |= {name: parts[name].repeat(1, 2, 1) for name in ("w1", "w1_scales")}
-    cache = ExpertCache(**parts, num_slots=4, device=CPU)
-    path = CachedExperts(cache, LocalRunner(K, CACHED_DECODE_TOKENS), K)
-    tokens, ids, weights = routed(made, 20)
-    slots = torch.arange(E, dtype=torch.int32)
-    wanted = warp_decode_torch(tokens, ids, weights, DecodeWeights(**parts, slots=slots))
-    torch.testing.assert_close(path(tokens, ids, weights, w1, w2), wanted)
+    path = path_of(HeldExperts(**parts, readable=True), 4, staged=False)
+    given = routed(made, 20)
+    wanted = warp_decode_torch(*given, DecodeWeights(**parts, slots=torch.arange(E, dtype=torch.int32)))
+    torch.testing.assert_close(path(*given, held.w1, held.w2), wanted)
 
 
+@of_both_caches
 def test_a_copy_that_fails_leaves_no_slot_that_is_taken_for_what_it_does_not_hold(
-    monkeypatch: pytest.MonkeyPatch,
+    staged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    w1, w2, made = made_experts(9)
-    cache = ExpertCache(w1, w2, 4, CPU)
-    path = CachedExperts(cache, LocalRunner(K, CACHED_DECODE_TOKENS), K)
-    path(*routed(made, 1), w1, w2)
-    original, left = cache.copy, iter([True, True, False])
+    held, made = made_experts(9)
+    path = path_of(held, 4, staged=staged, num_places=4)
+    path(*routed(made, 1), held.w1, held.w2)
+    original, inputs = path.cache.copy, (*routed(made, 30), held.w1, held.w2)
 
-    def copy(visits: Sequence[Visit]) -> None:
-        if not next(left):
-            raise OSError("the file is gone")
+    def copy(visits: list[Visit]) -> None:
+        if any(visit.expert == BrokenExperts.broken for visit in visits):
+            raise OSError("expert 5 is cut off")
         original(visits)
 
-    monkeypatch.setattr(cache, "copy", copy)
-    inputs = routed(made, 30)
-    with pytest.raises(OSError, match="the file is gone"):
-        path(*inputs, w1, w2)
-    check_tables(cache)
+    monkeypatch.setattr(BrokenExperts, "broken", 5)
+    if not staged:
+        monkeypatch.setattr(path.cache, "copy", copy)
+    with pytest.raises(OSError, match="expert 5 is cut off"):
+        path(*inputs)
+    path(*routed(made, 1, num_used=5), held.w1, held.w2)
+    assert 5 not in check_slots(path.cache, held)
     monkeypatch.undo()
-    assert torch.equal(path(*inputs, w1, w2), plain_experts(*inputs, w1, w2, LAYOUT, None))
+    assert torch.equal(path(*inputs), plain_experts(*inputs, LAYOUT, None))

@@ -35,7 +35,7 @@ from comet.generation.engine import GPTEngine
 from comet.generation.job import generate_job, plan_experts
 from comet.jobs.config import CommConfig
 from comet.jobs.generate import GenerateConfig
-from comet.kernels.experts.host import PLACE_HOST, worth_least
+from comet.kernels.experts.host import PLACE_HOST
 from comet.kernels.experts.mailbox import EXPERTS
 from comet.kernels.experts.tables import HOSTED
 from comet.kernels.runtime.activation import Activation
@@ -274,11 +274,6 @@ def test_a_sum_is_of_the_experts_that_a_token_chose(
     sum_experts(answer, tokens, weights, experts, CodeProducts(1), activation)
     close = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(answer.double(), expected, rtol=close, atol=close, equal_nan=True)
-
-
-def test_those_worth_least_go_to_the_host() -> None:
-    assert worth_least([1, 4, 6], torch.tensor([9.0, 3, 9, 9, 0, 9, 0]), 2) == [4, 6]
-    assert worth_least([1, 4, 6], torch.tensor([9.0, 3, 9, 9, 0, 9, 0]), 1) == [4]
 
 
 def test_settings_in_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,172 @@
+"""Engines that answer from few slots for experts, against the same model with all of them on the device."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from cache_cases import decide_as_on_a_gpu
+from ranks import run_ranks
+from tiers import slow
+from training_cases import GPT_OSS, MODEL, MOE, Rank, awake_model, compare_texts, make_group, make_job, nearly_equal
+
+from comet.experts.staged import GRAPH_FALLBACK_REASON, StagedCache
+from comet.experts.store import HeldExperts, host_memory
+from comet.generation.engine import GPTEngine
+from comet.generation.job import generate_job
+from comet.jobs.generate import GenerateConfig
+from comet.layer.group import ExpertGroup
+from comet.layer.sharding import local
+from comet.models.config import ModelConfig
+from comet.quantization.formats import MXType, quantize_mx
+from comet.training.trainer import train
+
+
+def engine_of(group: ExpertGroup | None = None, config: ModelConfig = MODEL, **settings: Any) -> GPTEngine:
+    """The same model, with slots if the settings say how many; its logits depend on all weights."""
+    model, group = awake_model(config, group, in_slots="expert_slots" in settings, sharpness=1.0)
+    return GPTEngine(model, group, **settings)
+
+
+def resident_engine(
+    expert_dtype: MXType | None = None, group: ExpertGroup | None = None, config: ModelConfig = MODEL
+) -> GPTEngine:
+    """All experts on the device, with the numbers that they have in slots."""
+    engine = engine_of(group, config)
+    for layer in engine.model.moe_layers() if expert_dtype else ():
+        for weight in layer.expert_weights():
+            weight.copy_(quantize_mx(weight, expert_dtype).dequantize())
+    return engine
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *(dict(expert_slots=slots) for slots in (MOE.top_k, MOE.top_k + 1, MOE.num_experts)),
+        *(dict(expert_slots=slots, expert_prefetch=True) for slots in (MOE.top_k, MOE.top_k + 1, MOE.num_experts - 1)),
+        *(dict(expert_slots=MOE.top_k, expert_dtype=kind) for kind in get_args(MXType)),
+    ],
+    ids=str,
+)
+def test_answers_are_those_of_resident_experts(settings: dict[str, Any]) -> None:
+    """Steps bit for bit; then a prompt that streams, and a step behind it."""
+    stored, prefetch = settings.get("expert_dtype"), "expert_prefetch" in settings
+    cached, resident = engine_of(**settings), resident_engine(stored)
+    drawn = compare_texts(cached, resident, steps=24)
+    report, num_experts = cached.cache_report(), len(cached.caches) * MOE.num_experts
+    assert report is not None
+    assert report.needed > report.fetched > 0
+    if not prefetch:
+        assert (report.fetched == num_experts) == (settings["expert_slots"] == MOE.num_experts), "some were given away"
+    numbers = 3 * MOE.hidden_size * MOE.ffn_size
+    expert = {None: 4 * numbers, "mxfp8": numbers + numbers // 32, "mxfp4": numbers // 2 + numbers // 32}[stored]
+    assert report.fetched_bytes == report.fetched * expert
+    assert prefetch == (report.prefetched > 0) == (report.prefetched_needed > 0)
+    assert report.prefetched >= report.prefetched_needed
+    for parameter in cached.model.expert_parameters() if stored else ():
+        assert local(parameter).untyped_storage().nbytes() <= 4, "no expert is held twice"
+    ids = torch.randint(256, (1, 25), generator=drawn)
+    nearly_equal(*(engine.prefill(ids, torch.tensor([25]), 30) for engine in (cached, resident)))
+    nearly_equal(*(engine.decode(ids[0, :1]) for engine in (cached, resident)))
+
+
+def test_tokens_that_need_more_experts_than_there_are_slots_run_in_waves() -> None:
+    cached, resident = engine_of(expert_slots=MOE.top_k), engine_of()
+    ids = torch.randint(256, (3, 5), generator=torch.Generator().manual_seed(8))
+    found = [engine.prefill(ids, torch.tensor([5, 4, 1]), 12) for engine in (cached, resident)]
+    assert torch.equal(*found)
+    found = [engine.verify(ids[:, :4]) for engine in (cached, resident)]
+    assert torch.equal(*found)
+
+
+def test_memory_that_cannot_be_pinned_is_said_once_and_copied_by_the_host(monkeypatch, caplog) -> None:
+    def hold(parts, device, file=None):
+        return HeldExperts(*(part.contiguous() for part in parts.values()), readable=False)
+
+    resident = engine_of()
+    monkeypatch.setattr(HeldExperts, "hold", hold)
+    with caplog.at_level(logging.WARNING, "comet"):
+        staged = engine_of(expert_slots=MOE.top_k)
+    (record,) = caplog.records
+    assert "GB of host memory for experts cannot be pinned" in record.message
+    assert re.search(r"measured: [0-9.]+ ms for an expert of [0-9.]+ MB", record.message)
+    assert record.message.count("no expert is prefetched") == 1
+    compare_texts(staged, resident, steps=12)
+    assert staged.graph_fallback_reason == GRAPH_FALLBACK_REASON
+    decide_as_on_a_gpu(monkeypatch)
+    auto = engine_of(expert_slots=MOE.top_k, expert_prefetch="auto")
+    compare_texts(auto, resident, steps=2)
+    assert not auto.cache_report().prefetch
+    with pytest.raises(NotImplementedError, match="expert_prefetch=True must be auto or false where the host brings"):
+        engine_of(expert_slots=MOE.top_k, expert_prefetch="true")
+    report = staged.cache_report()
+    assert report.staged_bytes == report.fetched_bytes > 0, "the stage is no larger than the slots"
+    memory = host_memory
+    monkeypatch.setattr("comet.experts.store.host_memory", lambda *given: (memory(*given)[0], False))
+    staged = engine_of(expert_slots=MOE.top_k, expert_dtype="mxfp8")
+    assert all(isinstance(cache, StagedCache) for cache in staged.caches), "quantised ones, too"
+
+
+@pytest.mark.parametrize(
+    ("layout", "expert_dtype", "config"),
+    [
+        ({"ep": 2}, None, MODEL),
+        ({"tp": 2}, None, MODEL),
+        ({"ep": 2}, "mxfp8", MODEL),
+        ({"ep": 2}, None, GPT_OSS),
+        ({"tp": 2}, None, GPT_OSS),
+        slow({"ep": 2, "tp": 2}, None, MODEL),
+    ],
+    ids=["EP2", "TP2", "EP2, mxfp8", "EP2, biases", "TP2, biases", "EP2 x TP2"],
+)
+def test_answers_of_ranks_are_those_of_resident_experts(
+    layout: dict[str, int], expert_dtype: MXType | None, config: ModelConfig
+) -> None:
+    run_ranks(answer_over_ranks, math.prod(layout.values()), layout, expert_dtype, config)
+
+
+def answer_over_ranks(
+    rank: int, world_size: int, layout: dict[str, int], expert_dtype: MXType | None, config: ModelConfig
+) -> None:
+    """Steps bit for bit, and prompts that stream."""
+    group = make_group(config.moe, **layout)
+    cached = engine_of(group, config, expert_slots=config.moe.top_k, expert_dtype=expert_dtype)
+    resident = resident_engine(expert_dtype, group, config)
+    compare_texts(cached, resident, steps=12)
+    held, report = config.moe.num_experts // layout.get("ep", 1), cached.cache_report()
+    assert report is not None
+    assert report.fetched >= len(cached.caches) * held
+    assert (report.fetched > len(cached.caches) * held) == (held > config.moe.top_k), "some were given away, came back"
+    ids = torch.randint(256, (2, 20), generator=torch.Generator().manual_seed(3))
+    nearly_equal(*(engine.prefill(ids, torch.tensor([20, 9]), 24) for engine in (cached, resident)))
+    nearly_equal(*(engine.decode(torch.tensor([1, 2])) for engine in (cached, resident)))
+    group.close()
+
+
+def test_the_task_writes_the_same_text_with_half_of_the_experts(tmp_path: Path) -> None:
+    train(make_job(tmp_path, model=MODEL, steps=20, eval_batches=1, sample_bytes=0), Rank())
+    found = []
+    for budget, expert_dtype in ((None, None), (0.5, None), (0.5, "mxfp8")):
+        settings = GenerateConfig(
+            source=str(tmp_path / "out"),
+            prompt="1",
+            max_new_tokens=20,
+            temperature=0.0,
+            expert_budget=budget,
+            expert_dtype=expert_dtype,
+        )
+        found.append(generate_job(replace(make_job(tmp_path, model=MODEL), generate=settings), Rank()))
+    assert found[0]["text"] == found[1]["text"]
+    assert "expert_cache" not in found[0]
+    assert found[1]["expert_cache"]["slots"] == MOE.num_experts // 2
+    assert 0 < found[1]["expert_cache"]["hits"] < 1
+    stored = [each["expert_cache"] for each in found[1:]]
+    assert [each["stored"] for each in stored] == [None, "mxfp8"]
+    wide, narrow = (each["fetched_bytes"] / each["fetched"] for each in stored)
+    assert wide / narrow == pytest.approx(4 / (1 + 1 / 32)), "of float32"

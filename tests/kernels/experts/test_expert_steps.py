@@ -1,0 +1,436 @@
+"""Steps from an expert cache: kernels under Triton's interpreter against their twins and resident experts.
+
+What is missing is fetched, in waves where a step needs more experts than there are slots, or computed by the host's
+cores; some of it has travelled before its step.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import signal
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import pytest
+import torch
+from cache_cases import CPU, cache_of, check_slots, compare_waves_over_ranks, parts_of, resident_weights
+from decode_cases import FOLD, MATRIX, VECTOR, DecodeCase
+from host_cases import CASE, PROFILE, SLOW_LINK, hosted_cache, set_deadline
+from ranks import in_ranks, run_ranks
+from tiers import slow_but
+from torch import Tensor
+
+from comet.decode.local import run_kernels
+from comet.decode.twin import warp_decode_torch
+from comet.decode.weights import DecodeWeights
+from comet.errors import HostComputeError
+from comet.experts import ExpertCache
+from comet.experts.host.cores import HostCores
+from comet.experts.host.profile import HostProfile
+from comet.kernels.decode.blocks import BlockShape, DecodeConfig
+from comet.kernels.experts.cache import bring_torch
+from comet.kernels.experts.host import worth_least
+from comet.kernels.experts.prefetch import MOST_AHEAD, plan, plan_torch, take_over_torch, travel, travel_torch
+from comet.kernels.experts.tables import (
+    AHEAD_WORDS,
+    BEGUN,
+    CLOCK,
+    COUNT,
+    DONE,
+    GATE,
+    HOSTED,
+    NEEDED,
+    NEXT,
+    PLANNED,
+    POLICIES,
+    READY,
+    CacheTables,
+    HostExperts,
+    cache_constants,
+    pieces_of,
+)
+from comet.kernels.experts.waves import count_waves, split_waves, split_waves_torch
+from comet.kernels.runtime.activation import Activation
+
+BYTES = DecodeConfig(form="vector", gate_up=BlockShape(rows=16, depth=64), down=BlockShape(rows=16, depth=64))
+TILES = DecodeConfig(form="matrix", gate_up=BlockShape(rows=32, depth=64), down=BlockShape(rows=32, depth=128))
+WIDE = DecodeConfig(form="vector", gate_up=BlockShape(rows=16, depth=512), down=BlockShape(rows=16, depth=512))
+BIASED = dict(biased=True, activation=Activation("clamped_swiglu", limit=0.5))
+CASES = [
+    DecodeCase(name="vector", T=1, K=3, E=9, D=80, F=48, config=VECTOR, seed=1),
+    DecodeCase(name="fold", T=1, K=3, E=9, D=80, F=48, config=FOLD, seed=1),
+    DecodeCase(name="vector, two tokens", T=2, K=3, E=24, D=64, F=32, config=VECTOR, seed=2),
+    DecodeCase(name="matrix", T=5, K=2, E=40, D=80, F=48, config=MATRIX, seed=3),
+    DecodeCase(name="matrix, by expert", T=8, K=2, E=12, D=32, F=16, config=MATRIX, seed=4),
+]
+# Scales of one expert are 12 bytes of w1 and 8 of w2 in block FP8, and more than a block copies at once in MXFP8.
+QUANTISED = [
+    DecodeCase(name="mxfp8", T=1, K=1, E=4, D=288, F=256, config=WIDE, seed=6, quantised="mxfp8"),
+    DecodeCase(name="mxfp8, matrix", T=3, K=2, E=20, D=96, F=64, config=TILES, seed=7, quantised="mxfp8"),
+    DecodeCase(name="mxfp4", T=1, K=2, E=9, D=96, F=64, config=BYTES, seed=8, quantised="mxfp4"),
+    DecodeCase(name="mxfp4, matrix", T=3, K=2, E=20, D=64, F=96, config=TILES, seed=9, quantised="mxfp4", **BIASED),
+    DecodeCase(name="fp8", T=2, K=1, E=9, D=48, F=144, config=BYTES, seed=10, quantised="fp8"),
+    DecodeCase(name="fp8, matrix", T=3, K=2, E=20, D=144, F=48, config=TILES, seed=11, quantised="fp8"),
+    DecodeCase(name="fold with biases", T=1, K=3, E=9, D=64, F=96, config=FOLD, seed=12, **BIASED),
+]
+IN_WAVES = [
+    DecodeCase(name="vector", T=2, K=3, E=9, D=80, F=48, config=VECTOR, seed=1, **BIASED),
+    DecodeCase(name="matrix", T=5, K=2, E=40, D=80, F=48, config=MATRIX, seed=2, **BIASED),
+    DecodeCase(name="by expert", T=8, K=2, E=12, D=32, F=16, config=MATRIX, seed=3),
+    DecodeCase(name="tiles", T=16, K=2, E=20, D=32, F=16, config=replace(MATRIX, tile=8), seed=4),
+    DecodeCase(name="mxfp8", T=3, K=2, E=12, D=64, F=32, config=None, seed=5, quantised="mxfp8"),
+]
+ON_HOST = [
+    DecodeCase(name=kind, T=3, K=2, E=12, D=160, F=32, config=None, seed=6, quantised=kind)
+    for kind in ("fp8", "mxfp8", "mxfp4")
+]
+GUESSED = [
+    DecodeCase(name="vector", T=1, K=2, E=9, D=80, F=48, config=VECTOR, seed=1),
+    DecodeCase(name="two tokens", T=2, K=3, E=24, D=96, F=80, config=VECTOR, seed=2),
+    DecodeCase(name="matrix", T=5, K=2, E=40, D=80, F=48, config=MATRIX, seed=3),
+]
+
+
+@dataclass(frozen=True)
+class Twins:
+    """A cache that kernels serve, one that their twins do, and all experts; the same is asked of the three.
+
+    Both caches ask the same ``cores`` of the host in turn, if there are any.
+    """
+
+    case: DecodeCase
+    mine: ExpertCache
+    twin: ExpertCache
+    everything: DecodeWeights
+    cores: HostCores | None
+
+    @classmethod
+    def make(cls, case: DecodeCase, num_slots: int, policy: str, first: int, profile: HostProfile | None) -> Self:
+        """Empty caches of the experts from ``first`` on."""
+        print("seed", case.seed)
+        held = (first, case.E)
+        mine, twin, cores = (*(cache_of(case, num_slots, policy, held) for _ in range(2)), None)
+        if profile is not None:
+            mine, cores = hosted_cache(case, num_slots, profile, policy, first)
+            twin.share_with(cores, 0)
+        return cls(case, mine, twin, resident_weights(case, held), cores)
+
+    def draw(self, made: torch.Generator, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens, ids, some of them -1, and weights of a step."""
+        case = self.case
+        tokens, weights = (torch.rand(num_tokens, size, generator=made) for size in (case.D, case.K))
+        return tokens, torch.randint(-1, case.E, (num_tokens, case.K), generator=made, dtype=torch.int32), weights
+
+    def step(self, *given: Tensor) -> None:
+        """The output of all experts, with its bits unless the host computes some; equal tables; slots as stored."""
+        output = run_kernels(*given, self.mine.weights, config=self.case.config)
+        of_twin = warp_decode_torch(*given, self.twin.weights)
+        wanted = run_kernels(*given, self.everything, config=self.case.config)
+        assert self.cores is not None or torch.equal(output, wanted)
+        for found in (output, of_twin):
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+        mine, twin = self.mine.tables, self.twin.tables
+        for name in ("slots", "arriving", "last_used", "owners"):
+            assert torch.equal(getattr(mine, name), getattr(twin, name)), name
+        for word in (COUNT, HOSTED, GATE, PLANNED, BEGUN, NEEDED):
+            assert mine.header[word.value] == twin.header[word.value]
+        torch.testing.assert_close(mine.scores, twin.scores)
+        assert torch.equal(mine.totals[[0, 1, 4, 5, 6]], twin.totals[[0, 1, 4, 5, 6]])
+        check_slots(self.mine)
+
+    def close(self) -> None:
+        """Once the host has computed what the tables say, if it was to."""
+        assert not self.mine.tables.header[[READY.value, DONE.value]].any(), "a step finds its flags as the first did"
+        if self.cores is not None:
+            assert self.cores.counts[0] == 2 * self.mine.tables.totals[7] > 0
+            self.cores.check()
+            self.cores.close()
+
+
+def compare_steps(
+    rank: int, world_size: int, case: DecodeCase, num_slots: int, policy: str, profile: HostProfile | None
+) -> None:
+    """Each missing expert is fetched once, or, of a step of one wave, computed by the host's cores if they are to."""
+    twins = Twins.make(case, num_slots, policy, int(num_slots < case.E), profile)
+    made, first, cores = torch.Generator().manual_seed(case.seed), twins.mine.first_expert, twins.cores
+    tables = twins.mine.tables
+    for step in range(6):
+        tokens, ids, weights = twins.draw(made, 1 if step == 3 else case.T)  # a step of one wave in between
+        needed = {expert for expert in ids.flatten().tolist() if expert >= first}
+        missing, before = [expert for expert in needed if tables.slots[expert] < 0], tables.totals.clone()
+        twins.step(tokens, ids, weights)
+        in_waves = count_waves(ids.numel(), case.E - first, num_slots) > 1
+        hosted = 0 if cores is None or in_waves else int(cores.mail.share[len(tokens), len(missing)])
+        assert (tables.totals - before)[[0, 1, 7]].tolist() == [len(needed), len(missing) - hosted, hosted]
+        count = int(tables.header[COUNT.value])
+        assert torch.equal(tables.header, twins.twin.tables.header)
+        assert torch.equal(tables.copies[:, :count], twins.twin.tables.copies[:, :count])
+        if not in_waves:
+            assert (tables.copies[1, count - hosted : count] == -1).all()
+    assert tables.totals[1] > 0
+    assert not (tables.arriving == -2).any()
+    twins.close()
+
+
+def steps(
+    case: DecodeCase, *, slots: int | None = None, policy: str = "lru", host: HostProfile | None = None, quick: bool
+) -> Any:
+    """A case of ``compare_steps``, with slots for all that a step may need unless the caller says how many."""
+    num_slots = slots or min(case.T * case.K, case.E)
+    words = [case.name, f"{num_slots} slots", policy, *["host"] * (host is not None)]
+    return pytest.param(case, num_slots, policy, host, id=", ".join(words), marks=[] if quick else pytest.mark.slow)
+
+
+STEPS = [
+    *(steps(case, policy=policy, quick=case.name in ("vector", "matrix")) for case in CASES for policy in POLICIES),
+    *(steps(case, quick=True) for case in QUANTISED),
+    *(steps(case, slots=case.K + 1, quick=case.name in ("vector", "matrix")) for case in IN_WAVES),
+    steps(IN_WAVES[0], slots=3, policy="lfu", quick=True),
+    steps(CASES[2], slots=4, policy="lfu", host=SLOW_LINK, quick=True),
+    *(
+        steps(case, policy=policy, host=PROFILE, quick=(case.name, policy) in (("fold", "lfu"), ("matrix", "lru")))
+        for case in CASES
+        for policy in POLICIES
+    ),
+    *(steps(case, host=PROFILE, quick=case.name == "fp8") for case in ON_HOST),
+]
+
+
+@pytest.mark.parametrize(("case", "num_slots", "policy", "profile"), STEPS)
+def test_kernels_equal_their_twins(case: DecodeCase, num_slots: int, policy: str, profile: HostProfile | None) -> None:
+    run_ranks(compare_steps, 1, case, num_slots, policy, profile, interpret=True)
+
+
+@pytest.mark.parametrize(("policy", "kept"), [("lru", [{2, 3}, {0, 3}]), ("lfu", [{0, 3}, {0, 3}])])
+def test_each_policy_keeps_what_it_says(policy: str, kept: list[set[int]]) -> None:
+    """Expert 0 comes twice, expert 2 once; then expert 3 needs one of their two slots."""
+    case = DecodeCase(name="one", T=1, K=1, E=4, D=16, F=16, config=VECTOR, seed=5)
+    found = []
+    for experts in ((0, 0, 2, 3), (2, 0, 0, 3)):
+        cache = cache_of(case, 2, policy)
+        for expert in experts:
+            warp_decode_torch(torch.rand(1, 16), torch.tensor([[expert]]), torch.ones(1, 1), cache.weights)
+        found.append(set(cache.tables.owners.tolist()))
+    assert found == kept
+
+
+def test_the_example_of_the_docs() -> None:
+    tables = CacheTables.create(4, 2, CPU)
+    host = HostExperts(w1=torch.rand(4, 2, 1), w2=torch.rand(4, 1, 1), tables=tables)
+    w1, w2 = torch.zeros(2, 2, 1), torch.zeros(2, 1, 1)
+    for ids in ([[3]], [[0]], [[3, 2]]):
+        bring_torch(torch.tensor(ids), w1, w2, host)
+    assert tables.slots.tolist() == [-1, -1, 1, 0]
+    assert tables.owners.tolist() == [3, 2]
+    assert tables.copies[:, : int(tables.header[0])].tolist() == [[2], [1]]
+    assert tables.totals[:2].tolist() == [4, 3]
+    assert torch.equal(w1[1], host.w1[2])
+
+
+def test_words_of_scales() -> None:
+    """All of the scales of an expert, in words of 8 bytes, or of 4 where an odd number of float32 leaves no choice."""
+    found = cache_constants(4, 2, [288 * 48, 48 * 144, 12, 8], 2, 1, "lru")
+    assert (found.words1, found.words2, found.scales1, found.scales2) == (1728, 864, 3, 1)
+    assert found.lines_shared, "12 bytes"
+    found = cache_constants(128, 32, [2 * 768 * 2048, 768 * 2048, 98304, 49152], 8, 4, "lru")
+    assert (found.scales1, found.scales2, found.lines_shared) == (12288, 6144, False)
+    assert cache_constants(4, 2, [64, 32], 2, 1, "lru")[5:8] == (0, 0, False)
+
+
+# ---- waves -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_examples_of_waves() -> None:
+    assert [count_waves(40, 128, slots) for slots in (12, 40)] == [4, 1]
+    assert count_waves(128, 16, 12) == 2, "a rank has no more experts than it serves"
+    assert count_waves(0, 16, 12) == 1
+    tables = CacheTables.create(5, 2, CPU)
+    tables.slots[4] = 0
+    host = HostExperts(w1=torch.rand(5, 2, 1), w2=torch.rand(5, 1, 1), tables=tables)
+    found = split_waves_torch(torch.tensor([[3, 1], [4, 3]]), host, 2)
+    assert found.tolist() == [[[-1, 1], [4, -1]], [[3, -1], [-1, 3]]]
+
+
+@in_ranks(1, interpret=True)
+def test_waves_equal_their_twin(rank: int, world_size: int) -> None:
+    made = torch.Generator().manual_seed(5)
+    for num_tokens, top_k, num_experts, num_slots in ((2, 3, 20, 4), (7, 2, 9, 2), (16, 4, 40, 5), (3, 2, 5, 2)):
+        tables = CacheTables.create(num_experts, num_slots, CPU, (1, num_experts - 1))
+        held = torch.randperm(num_experts - 2, generator=made)[:num_slots] + 1
+        tables.slots[held] = torch.arange(num_slots, dtype=torch.int32)
+        tables.slots[tables.ahead.fill_(int(held[0]))[0, :1].long()] = -1
+        tables.header[PLANNED.value] = 1
+        num_waves = count_waves(num_tokens * top_k, num_experts - 2, num_slots)
+        host = HostExperts(w1=torch.rand(num_experts - 2, 2, 1), w2=torch.rand(num_experts - 2, 1, 1), tables=tables)
+        for dtype in (torch.int32, torch.int64):
+            ids = torch.randint(-1, num_experts + 2, (num_tokens, top_k), generator=made).to(dtype)
+            found = split_waves(ids, host, num_waves)[:, : ids.numel()].view(num_waves, num_tokens, top_k)
+            assert torch.equal(found, split_waves_torch(ids, host, num_waves).int())
+            assert all(len(set(wave.flatten().tolist()) - {-1}) <= num_slots for wave in found)
+            served = (ids > 0) & (ids < num_experts - 1)
+            assert torch.equal(found.amax(0), ids.where(served, -1).int()), "each routed row in one wave"
+            assert torch.equal((found >= 0).sum(0), served.long())
+
+
+@pytest.mark.parametrize("num_slots", range(3, 14))
+def test_twins_in_waves_equal_resident_ones_bit_for_bit(num_slots: int) -> None:
+    """From K slots to one for every expert, 1 to 16 tokens, experts given away all the time."""
+    print("seed", num_slots)
+    case = DecodeCase(name="any", T=0, K=3, E=13, D=32, F=16, seed=num_slots)
+    made = torch.Generator().manual_seed(num_slots)
+    cache, everything = cache_of(case, num_slots), resident_weights(case)
+    for num_tokens in torch.randint(1, 17, (40,), generator=made).tolist():
+        ids = torch.rand(num_tokens, case.E + 1, generator=made).argsort(dim=1)[:, : case.K] - 1
+        tokens, weights = (torch.rand(num_tokens, size, generator=made) for size in (case.D, case.K))
+        missing = {expert for expert in set(ids.flatten().tolist()) - {-1} if cache.tables.slots[expert] < 0}
+        before = int(cache.tables.totals[1])
+        found = warp_decode_torch(tokens, ids, weights, cache.weights)
+        assert torch.equal(found, warp_decode_torch(tokens, ids, weights, everything))
+        assert int(cache.tables.totals[1]) - before == len(missing)
+    assert (int(cache.tables.totals[1]) > case.E) == (num_slots < case.E), "experts that were given away came back"
+
+
+def test_waves_over_ranks() -> None:
+    case = DecodeCase(name="ranks", T=4, K=2, E=12, D=32, F=16, config=MATRIX, seed=6)
+    run_ranks(compare_waves_over_ranks, 2, case, 2, (4, 1), interpret=True)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_step_of_one_token_is_one_wave() -> None:
+    cache = cache_of(DecodeCase(name="fold", T=1, K=2, E=4, D=80, F=48, config=FOLD), 1)
+    with pytest.raises(ValueError, match="num_slots=1 of the cache must be at least K=2, for one token"):
+        run_kernels(torch.rand(1, 80), torch.tensor([[0, 1]]), torch.rand(1, 2), cache.weights, config=FOLD)
+
+
+# ---- experts that travel before their step ---------------------------------------------------------------------------
+
+
+def stop_after(pieces: int, cache: ExpertCache) -> None:
+    """As if so many pieces had come: other numbers behind them, and slots that were not begun as they were."""
+    tables = cache.tables
+    tables.header[NEXT.value] = pieces
+    for copy in range(int(tables.header[PLANNED.value])):
+        slot, former = tables.ahead[1:, copy].tolist()
+        there = pieces - copy * cache.host.pieces
+        has_begun = there > 0
+        for slots, stored in zip(parts_of(cache.weights), parts_of(cache.host), strict=True):
+            if has_begun:
+                slots[slot].flatten()[max(there, 0) * 8 * AHEAD_WORDS :] = 0x7F
+                there -= math.ceil(slots[slot].numel() / (8 * AHEAD_WORDS))
+            elif former >= 0:
+                slots[slot] = stored[former - cache.first_expert]
+
+
+def compare_guessed(
+    rank: int, world_size: int, case: DecodeCase, num_slots: int, policy: str, profile: HostProfile | None
+) -> None:
+    """Random guesses and stops before each step; the host computes others than those on their way, if it is to."""
+    twins = Twins.make(case, num_slots, policy, 1, profile)
+    made, drawn = torch.Generator().manual_seed(case.seed), random.Random(case.seed)
+    mine, twin, completed = twins.mine, twins.twin, 0
+    for cache in (mine, twin):
+        cache.expect_prefetch()
+    for _ in range(12):
+        tokens, ids, weights = twins.draw(made, case.T)
+        guessed = ids.where(torch.rand(ids.shape, generator=made) < 0.7, (ids + 1) % case.E)
+        plan(guessed, mine.weights.parts, mine.host)
+        plan_torch(guessed, twin.host)
+        travel(mine.weights.parts, mine.host)
+        travel_torch(twin.weights.parts, twin.host)
+        count = int(mine.tables.header[PLANNED.value])
+        assert torch.equal(mine.tables.ahead[:, :count], twin.tables.ahead[:, :count])
+        assert count <= MOST_AHEAD
+        most = count * mine.host.pieces
+        pieces = drawn.choice([0, most, *(drawn.randint(0, most) for _ in range(4))])
+        for cache in (mine, twin):
+            stop_after(pieces, cache)
+        twins.step(tokens, ids, weights)
+        hosted = int(mine.tables.header[HOSTED.value])
+        completed += pieces % mine.host.pieces > 0 and int(mine.tables.header[COUNT.value]) > hosted > 0
+    assert mine.tables.totals[5] > 0
+    assert twins.cores is None or completed > 0
+    twins.close()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("case", slow_but(["vector"], GUESSED))
+def test_guesses_equal_their_twins_whenever_the_step_begins(case: DecodeCase, policy: str) -> None:
+    run_ranks(compare_guessed, 1, case, case.T * case.K + 1, policy, None, interpret=True)
+
+
+@pytest.mark.parametrize(("case", "num_slots", "profile"), [(GUESSED[2], 4, None), (CASE, 4, SLOW_LINK)])
+def test_waves_and_the_host_leave_alone_what_travelled(
+    case: DecodeCase, num_slots: int, profile: HostProfile | None
+) -> None:
+    run_ranks(compare_guessed, 1, case, num_slots, "lru", profile, interpret=True)
+
+
+@pytest.fixture
+def host() -> HostExperts:
+    """Slots of experts 3, 0 and 5; one of six has ten pieces: w1 has 6 of 1024 words of 8 bytes, w2 has 4."""
+    tables = CacheTables.create(6, 3, CPU)
+    for slot, (expert, step) in enumerate(((3, 1), (0, 3), (5, 2))):
+        tables.slots[expert] = tables.arriving[expert] = slot
+        tables.last_used[expert] = step
+        tables.owners[slot] = expert
+    tables.header[CLOCK.value] = 3
+    return HostExperts(w1=torch.rand(6, 12, 1024), w2=torch.rand(6, 1024, 8), tables=tables, prefetched=True)
+
+
+def test_the_examples_of_guesses(host: HostExperts) -> None:
+    tables = host.tables
+    plan_torch(torch.tensor([[5, 2, 4]]), host)
+    assert tables.owners.tolist() == [-1, -1, 5]
+    assert tables.ahead[:, :2].tolist() == [[2, 4], [0, 1], [3, 0]]
+    assert tables.slots.tolist() == [-1, -1, -1, -1, -1, 2]
+    assert host.pieces == 10
+    assert [pieces_of([size]) for size in (65_536, 65_544, 12)] == [8, 9, 1]
+    tables.header[NEXT.value] = 12
+    tables.last_used[[5, 2, 1]] = 4
+    assert take_over_torch(host, 4) == (-1, 2)
+    assert tables.slots.tolist() == [-1, -1, 0, -1, -1, 2]
+    assert tables.owners.tolist() == [2, -1, 5]
+    assert tables.totals[4:7].tolist() == [2, 1, 12 * 1024]
+
+
+def test_what_has_not_begun_gives_its_slot_back(host: HostExperts) -> None:
+    plan_torch(torch.tensor([[5, 2, 4]]), host)
+    take_over_torch(host, 4)
+    assert host.tables.owners.tolist() == [3, 0, 5]
+    assert host.tables.slots.tolist() == [1, -1, -1, 0, -1, 2]
+
+
+def test_a_predictor_that_is_wrong_rests(host: HostExperts) -> None:
+    header = host.tables.header
+    header[BEGUN.value], header[NEEDED.value] = 40, 9
+    for _ in range(4):  # 36 is no more than four times 9
+        plan_torch(torch.tensor([[1]]), host)
+        assert not header[PLANNED.value]
+    plan_torch(torch.tensor([[1]]), host)
+    assert header[PLANNED.value] == 1
+
+
+# ---- the host's cores ------------------------------------------------------------------------------------------------
+
+
+def test_those_worth_least_go_to_the_host() -> None:
+    assert worth_least([1, 4, 6], torch.tensor([9.0, 3, 9, 9, 0, 9, 0]), 2) == [4, 6]
+    assert worth_least([1, 4, 6], torch.tensor([9.0, 3, 9, 9, 0, 9, 0]), 1) == [4]
+
+
+@in_ranks(1, interpret=True)
+def test_kernels_end_by_the_deadline(rank: int, world_size: int) -> None:
+    cache, cores = hosted_cache(CASE, CASE.K, SLOW_LINK)
+    os.kill(cores.process.pid, signal.SIGSTOP)
+    set_deadline(cache, cores, 10**8)
+    ids, tokens, weights = torch.arange(CASE.K, dtype=torch.int32)[None], torch.ones(1, CASE.D), torch.ones(1, CASE.K)
+    assert run_kernels(tokens, ids, weights, cache.weights, config=CASE.config).isnan().all()
+    with pytest.raises(HostComputeError, match=r"within 0\.1 s"):
+        cores.check()
+    cache.tables.slots.fill_(-1)
+    run_kernels(tokens, ids, weights, cache.weights, config=CASE.config)
+    assert cache.tables.header[HOSTED.value] == 0, "the host is asked no more"
+    os.kill(cores.process.pid, signal.SIGCONT)
+    cores.close()
