@@ -16,7 +16,6 @@ from decode_cases import (
     check_decode,
     check_dequantize,
     check_every_code,
-    check_every_e2m1_code,
     check_graph,
     make_inputs,
     random_case,
@@ -80,7 +79,7 @@ QUANTISED_BLOCKS = [
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_every_code(kind: str, dtype: torch.dtype) -> None:
-    (check_every_e2m1_code if kind == "mxfp4" else check_every_code)(dtype, "cuda")
+    check_every_code(kind, dtype, "cuda")
 
 
 @of_all_kinds

@@ -15,7 +15,6 @@ from decode_cases import (
     check_decode,
     check_dequantize,
     check_every_code,
-    check_every_e2m1_code,
     draw_experts,
     make_inputs,
     random_case,
@@ -106,7 +105,7 @@ def test_kernels_under_the_interpreter(rank: int, world_size: int, kind: str, lo
     if long:
         return
     for dtype in (torch.float32, torch.float16):
-        (check_every_e2m1_code if kind == "mxfp4" else check_every_code)(dtype, "cpu")
+        check_every_code(kind, dtype, "cpu")
     for seed in range(2):
         check_decode(random_case(seed, most_tokens=6, largest=96, quantised=kind), torch.float32, "cpu", runs=1)
         case = random_case(seed + 50, most_tokens=3, largest=160, quantised=kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +17,7 @@ from comet.decode.local import run_kernels
 from comet.decode.twin import slot_weights
 from comet.kernels.decode.blocks import BlockShape, DecodeConfig, select
 from comet.kernels.decode.dequantize import dequantize_slots
-from comet.kernels.decode.scales import MX, scale_values, widen
+from comet.kernels.decode.scales import widen
 from comet.kernels.runtime.activation import SWIGLU, Activation
 from comet.quantization.formats import (
     E8M0_NAN,
@@ -25,7 +26,6 @@ from comet.quantization.formats import (
     MX_BLOCK,
     MXFP4,
     MXFP8,
-    decode_e8m0,
     quantize_fp8,
     quantize_mxfp4,
     quantize_mxfp8,
@@ -246,40 +246,29 @@ def random_case(seed: int, *, most_tokens: int, largest: int, quantised: str = "
 
 
 @triton.jit
-def decode_codes_kernel(elements_ptr, codes_ptr, values_ptr, scales_ptr, N: tl.constexpr):
-    index = tl.arange(0, N)
-    tl.store(values_ptr + index, widen(tl.load(elements_ptr + index), values_ptr.dtype.element_ty))
-    tl.store(scales_ptr + index, scale_values(tl.load(codes_ptr + index), MX))
+def widen_kernel(elements_ptr, values_ptr, N: tl.constexpr, NUMBERS: tl.constexpr):
+    numbers = widen(tl.load(elements_ptr + tl.arange(0, N))[:, None], values_ptr.dtype.element_ty)
+    tl.store(values_ptr + tl.arange(0, N)[:, None] * NUMBERS + tl.arange(0, NUMBERS)[None, :], numbers)
 
 
-@triton.jit
-def decode_words_kernel(words_ptr, values_ptr, N: tl.constexpr):
-    words = tl.load(words_ptr + tl.arange(0, N))
-    numbers = widen(words[:, None], values_ptr.dtype.element_ty)
-    tl.store(values_ptr + tl.arange(0, N)[:, None] * 8 + tl.arange(0, 8)[None, :], numbers)
+def check_every_code(kind: str, dtype: torch.dtype, device: str) -> None:
+    """The kernels read all numbers exactly: of e4m3, or of e2m1 at each of the 8 places of a word, among others."""
+    if kind == "mxfp4":
+        codes = (torch.arange(16)[:, None] + 5 * torch.arange(8)) % 16
+        elements = (codes[:, ::2] | codes[:, 1::2] << 4).byte().view(torch.int32)
+        numbers = torch.tensor([*E2M1, *(-number for number in E2M1)])[codes]
+    else:
+        elements = torch.arange(256, dtype=torch.uint8)[:, None].view(torch.float8_e4m3fn)
+        numbers = elements.float()
+    values = torch.empty(numbers.shape, dtype=dtype, device=device)
+    widen_kernel[(1,)](elements.to(device), values, N=len(numbers), NUMBERS=numbers.shape[1])
+    bits, is_number = bits_of(dtype), ~numbers.isnan()
+    assert torch.equal(values.cpu()[is_number].view(bits), numbers.to(dtype)[is_number].view(bits))
 
 
-def check_every_e2m1_code(dtype: torch.dtype, device: str) -> None:
-    """The kernels read every code at each of the 8 places of a word; the other places hold other codes."""
-    codes = (torch.arange(16)[:, None] + 5 * torch.arange(8)) % 16
-    data = (codes[:, ::2] | codes[:, 1::2] << 4).byte().to(device)
-    values = torch.empty(16, 8, dtype=dtype, device=device)
-    decode_words_kernel[(1,)](data.view(torch.int32), values, N=16)
-    numbers = torch.tensor([*E2M1, *(-number for number in E2M1)])[codes].to(dtype)
-    bits = torch.int32 if dtype == torch.float32 else torch.int16  # for the sign of zeros counts, too
-    assert torch.equal(values.cpu().view(bits), numbers.view(bits))
-
-
-def check_every_code(dtype: torch.dtype, device: str) -> None:
-    """The kernels read all numbers of e4m3 and all powers of e8m0 exactly; not the NaN, which scales may not be."""
-    codes = torch.arange(256, dtype=torch.uint8, device=device)
-    elements = codes.view(torch.float8_e4m3fn)
-    values = torch.empty(256, dtype=dtype, device=device)
-    scales = torch.empty(256, device=device)
-    decode_codes_kernel[(1,)](elements, codes, values, scales, N=256)
-    numbers = ~elements.float().isnan()
-    assert torch.equal(values[numbers].float(), elements.float()[numbers])
-    assert torch.equal(scales[:255], decode_e8m0(codes[:255]))
+def bits_of(dtype: torch.dtype) -> torch.dtype:
+    """To compare with, for the sign of zeros counts, too."""
+    return torch.int32 if dtype == torch.float32 else torch.int16
 
 
 NUM_SLOTS = 5
@@ -293,13 +282,14 @@ SLOT_SIZES = {
 
 
 def stored_slots(kind: str, num_slots: int, rows: int, columns: int, seed: int) -> MXFP8 | MXFP4 | FP8:
-    """Elements of all codes, and scales from 2^-127 to 2^127, or, of block FP8, that round with every element."""
+    """Elements of all codes; scales, all from 2^-127 to 2^127, or, of block FP8, that round with every element."""
     made = torch.Generator().manual_seed(seed)
     if kind == "fp8":
         size = num_slots, -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)
         scales = torch.rand(size, generator=made) * 2.0 ** torch.randint(-20, 9, size, generator=made)
         return FP8(elements=_e4m3((num_slots, rows, columns), made), scales=scales)
-    scales = torch.randint(E8M0_NAN, (num_slots, rows, columns // MX_BLOCK), generator=made, dtype=torch.uint8)
+    size = num_slots, rows, columns // MX_BLOCK
+    scales = (torch.randperm(math.prod(size), generator=made) % E8M0_NAN).byte().view(size)
     if kind == "mxfp8":
         return MXFP8(elements=_e4m3((num_slots, rows, columns), made), scales=scales)
     codes = torch.randint(256, (num_slots, rows, columns // 2), generator=made, dtype=torch.uint8)
@@ -319,6 +309,6 @@ def check_dequantize(kind: str, rows: int, columns: int, dtype: torch.dtype, dev
     slots = torch.tensor([0, *LISTED], dtype=torch.int32, device=device)[1:]
     found = dequantize_slots(stored.elements.to(device), stored.scales.to(device), slots, dtype)
     wanted = stored.dequantize(dtype)[list(LISTED)]
-    bits = torch.int32 if dtype == torch.float32 else torch.int16  # for the sign of zeros counts, too
+    bits = bits_of(dtype)
     assert found.shape == wanted.shape
     assert torch.equal(found.cpu().view(bits), wanted.view(bits)), f"{kind}, {rows} x {columns}, {dtype}"
