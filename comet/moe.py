@@ -160,7 +160,7 @@ class MoE(nn.Module):
 
         Args:
             tokens: ``(T, D)``.
-            top_k_ids: ``(T, K)`` int32 global expert ids; -1 masks a slot.
+            top_k_ids: ``(T, K)`` int32 global expert ids, none twice in a row; -1 masks a slot.
             top_k_weights: ``(T, K)`` float32.
 
         Raises:

@@ -96,7 +96,7 @@ def forward(
 
     Args:
         x: ``(T, D)`` this rank's tokens, contiguous.
-        top_k_ids: ``(T, K)`` int32 global expert ids; -1 masks a slot.
+        top_k_ids: ``(T, K)`` int32 global expert ids, none twice in a row; -1 masks a slot.
         top_k_weights: ``(T, K)`` float32.
         w1: ``(e, 2F, D)`` gate rows, then up rows, of this rank's experts (its slice of F under TP).
         w2: ``(e, D, F)``.

@@ -208,7 +208,7 @@ class Workspace:
             self.fault[ROWS_NEEDED] = 0
             raise CapacityError(
                 f"rank {self.comm.rank} needs {rows_needed} routed rows, more than max_imbalance reserves; "
-                "raise max_imbalance or leave it unset"
+                "raise max_imbalance or leave it unset, and let no token name an expert twice"
             )
         largest_logit = self.largest_logit.item()
         if not math.isfinite(largest_logit):
