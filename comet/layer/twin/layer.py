@@ -42,8 +42,8 @@ class Twin(Backend):
         if plan.status[2]:
             raise CapacityError(
                 f"rank {layout.rank} needs {int(plan.status[0])} routed rows, more than the {rules.max_routed_rows} "
-                f"that max_imbalance={rules.max_imbalance} reserves; raise it or leave it unset, and let no token name an "
-                "expert twice"
+                f"that max_imbalance={rules.max_imbalance} reserves; raise it or leave it unset, and let no token "
+                "name an expert twice"
             )
         return plan
 
