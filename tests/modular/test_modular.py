@@ -13,7 +13,7 @@ import pytest
 import torch
 from activation_cases import ACTIVATIONS
 from layer_cases import LayerCase, as_strided, assert_as_close, full_weights, rank_inputs, shard
-from layer_ranks import poison
+from layer_ranks import open_group
 from modular_cases import (
     Combination,
     attacks,
@@ -21,7 +21,6 @@ from modular_cases import (
     check_layer,
     combinations,
     compose,
-    make_group,
     rank_weights,
     run_combinations,
 )
@@ -95,8 +94,7 @@ def run_kernels(rank: int, case: LayerCase) -> None:
         sent = replace(case, dtype=dtype, num_tokens=(9, 4), top_k=4, hidden_size=160)
         for use_kernels in (False, True)[: 1 if dtype == torch.bfloat16 else 2]:  # refused under the interpreter
             check_fp8_rows(sent, rank, SymmetricContiguous, overlap=case.overlap, use_kernels=use_kernels)
-    group = make_group(case)
-    poison(group)
+    group = open_group(case)
     pairs = [
         Combination(SymmetricContiguous, GroupedContiguous, DelegateReduce),
         Combination(SymmetricBatched, GroupedBatched, NoOpReduce),
@@ -146,7 +144,7 @@ def test_table_maps_every_public_name_to_one_of_vllm() -> None:
 
 @pytest.fixture
 def group() -> ExpertGroup:
-    return make_group(SMALL)
+    return open_group(SMALL)
 
 
 def call(layer: Any, case: LayerCase = SMALL, rank: int = 0) -> torch.Tensor:
@@ -206,8 +204,7 @@ def test_shared_experts_run_while_rows_travel(group: ExpertGroup) -> None:
 def test_capacity_drops_as_the_reference_does(transport: type, experts: type) -> None:
     case = replace(SMALL, num_tokens=(40,))
     config = replace(case.config, capacity_factor=0.5)
-    group = make_group(case)
-    poison(group)
+    group = open_group(case)
     inputs, (w1, w2) = rank_inputs(case, 0), full_weights(case)
     routed = (inputs.tokens, inputs.top_k_ids, inputs.top_k_weights, w1.flatten(1, 2), w2)
     exact, same = (
@@ -225,7 +222,7 @@ def test_capacity_drops_as_the_reference_does(transport: type, experts: type) ->
 
 def test_a_batch_that_overflows_is_an_error_not_a_loss() -> None:
     case = replace(SMALL, num_tokens=(100,))
-    group = make_group(case)
+    group = open_group(case)
     layer = ModularMoE(SymmetricBatched(case.config, group), GroupedBatched(case.config, group))
     inputs, (w1, w2) = rank_inputs(case, 0), full_weights(case)
     with pytest.raises(CapacityError, match=r"rank 0 got 200 rows for one expert, more than the 128"):
