@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -143,76 +145,69 @@ def test_examples(rank: int, world_size: int) -> None:
     assert products.item() == 210
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"layout": "mn"}, "layout='mn' must be 'nk' or 'kn'"),
-        ({"layout": "kn"}, r"a of shape \(8, 32\), .* must be contiguous of shape \(8, 48\)"),
-        ({"out": torch.zeros(8, 32)}, r"out of shape \(8, 32\), .* must be contiguous of shape \(8, 48\)"),
-        ({"b": torch.zeros(2, 40, 32), "out": torch.zeros(8, 40)}, "N=40 must be a positive multiple of 16"),
-        ({"a": torch.zeros(8, 24), "b": torch.zeros(2, 48, 24)}, "K=24 must be a positive multiple of 16"),
-        ({"a": torch.zeros(32, 8).T}, r"a of shape \(8, 32\), strides \(1, 8\) must be contiguous"),
-    ],
-)
-def test_group_gemm_names_the_wrong_argument(changes: dict, message: str) -> None:
-    given = {"a": torch.zeros(8, 32), "b": torch.zeros(2, 48, 32), "out": torch.zeros(8, 48), "layout": "nk"} | changes
-    with pytest.raises(ValueError, match=message):
-        group_gemm(**given, table=example_table(), gather=False, config=SMALL)
+def gemm(**changes: Any) -> None:
+    given = dict(a=torch.zeros(8, 32), b=torch.zeros(2, 48, 32), out=torch.zeros(8, 48), layout="nk") | changes
+    group_gemm(**given, table=example_table(), gather=False, config=SMALL)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"a": torch.zeros(7, 32)}, r"b of shape \(8, 48\), .* must be contiguous of shape \(7, 48\)"),
-        ({"out": torch.zeros(2, 32, 32)}, r"b of shape \(8, 48\), .* must be contiguous of shape \(8, 32\)"),
-        ({"a": torch.zeros(8, 24), "out": torch.zeros(2, 24, 48)}, "columns of a=24 must be a positive multiple of 16"),
-        ({"counts": torch.zeros(1, dtype=torch.int32)}, r"segment_counts of shape \(1,\), .* of shape \(2,\)"),
-    ],
-)
-def test_wgrad_names_the_wrong_argument(changes: dict, message: str) -> None:
-    given = {"a": torch.zeros(8, 32), "b": torch.zeros(8, 48), "out": torch.zeros(2, 32, 48)}
-    a, b, out, counts = (given | {"counts": torch.zeros(2, dtype=torch.int32)} | changes).values()
-    with pytest.raises(ValueError, match=message):
-        group_gemm_wgrad(a, b, out, counts, counts, config=SMALL)
+def wgrad(**changes: Tensor) -> None:
+    given = dict(a=torch.zeros(8, 32), b=torch.zeros(8, 48), out=torch.zeros(2, 32, 48), counts=torch.zeros(2).int())
+    a, b, out, counts = (given | changes).values()
+    group_gemm_wgrad(a, b, out, counts, counts, config=SMALL)
 
 
-@pytest.mark.parametrize(
-    ("ffn", "block_rows", "hidden_rows", "message"),
-    [
-        (16, 8, 7, r"weighted_hidden of shape \(7, 16\), .* must be contiguous of shape \(8, 16\)"),
-        (24, 8, 8, "F=24 must be a positive multiple of 16"),
-        (16, 12, 8, "block_rows=12 must be a multiple of 8"),
-    ],
-)
-def test_activation_backward_names_the_wrong_argument(
-    ffn: int, block_rows: int, hidden_rows: int, message: str
-) -> None:
+def backward(ffn: int = 16, block_rows: int = 8, hidden_rows: int = 8) -> None:
     table, slots = replace(example_table(), block_rows=block_rows), torch.zeros(8, dtype=torch.int32)
-    outs = (torch.zeros(8, 2 * ffn), torch.zeros(hidden_rows, ffn), torch.zeros(4, 2))
-    with pytest.raises(ValueError, match=message):
-        activation_backward(torch.zeros(8, 2 * ffn), torch.zeros(8, ffn), slots, torch.zeros(4, 2), table, *outs)
+    outs = torch.zeros(8, 2 * ffn), torch.zeros(hidden_rows, ffn), torch.zeros(4, 2)
+    activation_backward(torch.zeros(8, 2 * ffn), torch.zeros(8, ffn), slots, torch.zeros(4, 2), table, *outs)
+
+
+def gather(rows: Tensor, out: Tensor, own: Tensor | None = None) -> None:
+    table = table_of([[0, 0, 2, 0]], 1, [0] * 8, 16)
+    gather_rows(rows, out, table.row_ids, table, None if own is None else OwnRows(rows=own, first=0))
 
 
 ROWS, OUT = torch.zeros(4, 32), torch.zeros(8, 32)
 
 
 @pytest.mark.parametrize(
-    ("rows", "out", "own", "message"),
+    ("call", "message"),
     [
-        (ROWS, OUT[:7], None, r"out of shape \(7, 32\), .* must be contiguous of shape \(8, 32\)"),
-        (torch.zeros(4, 16), OUT, None, r"out of shape \(8, 32\), .* of shape \(8, 16\)"),
-        (ROWS.half(), OUT, None, "dtypes of rows=torch.float16, .* and out=torch.float32 must be one"),
-        (torch.zeros(4, 24), torch.zeros(8, 24), None, "columns of rows=24 must be a positive multiple of 16"),
-        (ROWS, OUT, ROWS[:, :16], r"own rows of shape \(4, 16\), .* of shape \(4, 32\)"),
-        (ROWS, OUT, ROWS.half(), "own rows=torch.float16 and out=torch.float32 must be one"),
-        (ROWS, OUT, torch.zeros(32, 4).T, r"own rows of shape \(4, 32\), strides \(1, 4\) must be contiguous"),
-        (torch.zeros(32, 4).T, OUT, None, r"rows of shape \(4, 32\), strides \(1, 4\) must be contiguous"),
+        (lambda: gemm(layout="mn"), "layout='mn' must be 'nk' or 'kn'"),
+        (lambda: gemm(layout="kn"), r"a of shape \(8, 32\), .* must be contiguous of shape \(8, 48\)"),
+        (lambda: gemm(out=OUT), r"out of shape \(8, 32\), .* must be contiguous of shape \(8, 48\)"),
+        (lambda: gemm(b=torch.zeros(2, 40, 32), out=torch.zeros(8, 40)), "N=40 must be a positive multiple of 16"),
+        (lambda: gemm(a=torch.zeros(8, 24), b=torch.zeros(2, 48, 24)), "K=24 must be a positive multiple of 16"),
+        (lambda: gemm(a=torch.zeros(32, 8).T), r"a of shape \(8, 32\), strides \(1, 8\) must be contiguous"),
+        (lambda: wgrad(a=OUT[:7]), r"b of shape \(8, 48\), .* must be contiguous of shape \(7, 48\)"),
+        (lambda: wgrad(out=torch.zeros(2, 32, 32)), r"b of shape \(8, 48\), .* must be contiguous of shape \(8, 32\)"),
+        (
+            lambda: wgrad(a=torch.zeros(8, 24), out=torch.zeros(2, 24, 48)),
+            "columns of a=24 must be a positive multiple",
+        ),
+        (lambda: wgrad(counts=torch.zeros(1).int()), r"segment_counts of shape \(1,\), .* of shape \(2,\)"),
+        (lambda: backward(hidden_rows=7), r"weighted_hidden of shape \(7, 16\), .* contiguous of shape \(8, 16\)"),
+        (lambda: backward(ffn=24), "F=24 must be a positive multiple of 16"),
+        (lambda: backward(block_rows=12), "block_rows=12 must be a multiple of 8"),
+        (lambda: gather(ROWS, OUT[:7]), r"out of shape \(7, 32\), .* must be contiguous of shape \(8, 32\)"),
+        (lambda: gather(torch.zeros(4, 16), OUT), r"out of shape \(8, 32\), .* of shape \(8, 16\)"),
+        (lambda: gather(ROWS.half(), OUT), "dtypes of rows=torch.float16, .* and out=torch.float32 must be one"),
+        (
+            lambda: gather(torch.zeros(4, 24), torch.zeros(8, 24)),
+            "columns of rows=24 must be a positive multiple of 16",
+        ),
+        (lambda: gather(ROWS, OUT, ROWS[:, :16]), r"own rows of shape \(4, 16\), .* of shape \(4, 32\)"),
+        (lambda: gather(ROWS, OUT, ROWS.half()), "own rows=torch.float16 and out=torch.float32 must be one"),
+        (
+            lambda: gather(ROWS, OUT, torch.zeros(32, 4).T),
+            r"own rows of shape \(4, 32\), strides \(1, 4\) must be cont",
+        ),
+        (lambda: gather(torch.zeros(32, 4).T, OUT), r"rows of shape \(4, 32\), strides \(1, 4\) must be contiguous"),
     ],
 )
-def test_gathering_names_the_wrong_argument(rows: Tensor, out: Tensor, own: Tensor | None, message: str) -> None:
-    table = table_of([[0, 0, 2, 0]], 1, [0] * 8, 16)
+def test_the_wrong_argument_is_named(call: Callable[[], None], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        gather_rows(rows, out, table.row_ids, table, None if own is None else OwnRows(rows=own, first=0))
+        call()
 
 
 def test_rows_without_capacity_launch_nothing():
