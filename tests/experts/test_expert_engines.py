@@ -16,6 +16,7 @@ from ranks import run_ranks
 from tiers import slow
 from training_cases import GPT_OSS, MODEL, MOE, Rank, awake_model, compare_texts, make_group, make_job, nearly_equal
 
+from comet.experts.budget import StoreOptions
 from comet.experts.staged import GRAPH_FALLBACK_REASON, StagedCache
 from comet.experts.store import HeldExperts, host_memory
 from comet.generation.engine import GPTEngine
@@ -74,6 +75,20 @@ def test_answers_are_those_of_resident_experts(settings: dict[str, Any]) -> None
     ids = torch.randint(256, (1, 25), generator=drawn)
     nearly_equal(*(engine.prefill(ids, torch.tensor([25]), 30) for engine in (cached, resident)))
     nearly_equal(*(engine.decode(ids[0, :1]) for engine in (cached, resident)))
+
+
+def test_prefetch_is_on_for_whoever_says_so_and_by_default_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert GenerateConfig().expert_prefetch == StoreOptions().expert_prefetch == "auto"
+    on_a_cpu = dict(auto=False, false=False, true=True)
+    for setting, is_on in on_a_cpu.items():
+        report = engine_of(expert_slots=MOE.top_k, expert_prefetch=setting).cache_report()
+        assert report is not None
+        assert report.prefetch == is_on
+    decide_as_on_a_gpu(monkeypatch)
+    engine, without = engine_of(expert_slots=MOE.top_k), engine_of(expert_slots=MOE.top_k, expert_prefetch=False)
+    compare_texts(engine, without, steps=13)
+    reports = [each.cache_report() for each in (engine, without)]
+    assert [(each.prefetch, each.prefetched_needed > 0) for each in reports] == [(True, True), (False, False)]
 
 
 def test_tokens_that_need_more_experts_than_there_are_slots_run_in_waves() -> None:
