@@ -176,9 +176,7 @@ def test_without_measurements_the_default_and_a_given_setting_always(tmp_path: P
     write_profile(tmp_path, 1, {128: (BEST, 1.0)})
     given = symmetric(MoE(MOE, group_of(1, tmp_path), overlap=OverlapConfig(comm_blocks=7)))
     assert given.backend.settings.comm_blocks == 7
-    with pytest.raises(
-        ValueError, match="comm_blocks=132 must be below the 132 SMs of cpu: at least one block computes"
-    ):
+    with pytest.raises(ValueError, match="comm_blocks=132 must be below the 132 SMs of cpu"):
         MoE(MOE, group_of(1, tmp_path), overlap=OverlapConfig(comm_blocks=132))
 
 

@@ -174,61 +174,49 @@ def test_counts(pattern, expected):
     assert count(pattern, PTX) == expected
 
 
+GEMM = gemm_cases()[0]
+COUNTED = CudaCase(name="c", kernel="k", source="", shared_bytes=1000, registers=168)
+
+
 @pytest.mark.parametrize(
-    ("registers", "complaints"), [(None, []), (200, []), (168, ["has 200 registers, the source counts on 168"])]
+    ("case", "changes", "complaints"),
+    [
+        (GEMM, {}, []),
+        (GEMM, {"spilled_bytes": 12}, ["spills 12 bytes of registers"]),
+        (GEMM, {"shared_bytes": 232449}, ["needs 232449 bytes of shared memory, a block has 232448"]),
+        (GEMM, {"shared_bytes": 232448}, []),
+        (GEMM, {"wgmma": 0}, ["missing wgmma"]),
+        (GEMM, {"serialized": ("64x32x16", "64x48x16")}, ["waits for a wgmma before the next: 64x32x16, 64x48x16"]),
+        (GEMM, {"wide_loads": 0, "narrow_loads": 5}, ["missing wide_loads: no 16-byte access"]),
+        (GEMM, {"narrow_loads": 5}, ["missing wide_loads: 5 accesses of less than 4 bytes"]),
+        (GEMM, {"narrow_stores": 1}, ["missing wide_stores: 1 accesses of less than 4 bytes"]),
+        (replace(GEMM, narrow_loads=4), {"narrow_loads": 4}, []),
+        (replace(GEMM, narrow_loads=4), {"narrow_loads": 6}, ["missing wide_loads: 2 accesses of less than 4 bytes"]),
+        (COUNTED, {}, ["has 200 registers, the source counts on 168"]),
+        (COUNTED, {"registers": 168}, []),
+    ],
 )
-def test_a_source_can_count_on_registers(registers: int | None, complaints: list[str]) -> None:
-    case = CudaCase(name="c", kernel="k", source="", shared_bytes=1000, registers=registers)
-    assert quality().complaints(case) == complaints
-
-
-def quality(**changes: Any) -> Quality:
+def test_complaints(case: KernelCase | CudaCase, changes: dict[str, Any], complaints: list[str]) -> None:
     numbers = {
         "registers": 200, "spilled_bytes": 0, "shared_bytes": 1000, "wgmma": 4,
         "wide_loads": 8, "wide_stores": 8, "narrow_loads": 0, "narrow_stores": 0,
     }  # fmt: skip
-    return Quality(**{**numbers, **changes})
-
-
-@pytest.mark.parametrize(
-    ("changes", "complaint"),
-    [
-        ({}, []),
-        ({"spilled_bytes": 12}, ["spills 12 bytes of registers"]),
-        ({"shared_bytes": 232449}, ["needs 232449 bytes of shared memory, a block has 232448"]),
-        ({"shared_bytes": 232448}, []),
-        ({"wgmma": 0}, ["missing wgmma"]),
-        ({"serialized": ("64x32x16", "64x48x16")}, ["waits for a wgmma before the next: 64x32x16, 64x48x16"]),
-        ({"wide_loads": 0, "narrow_loads": 5}, ["missing wide_loads: no 16-byte access"]),
-        ({"narrow_loads": 5}, ["missing wide_loads: 5 accesses of less than 4 bytes"]),
-        ({"narrow_stores": 1}, ["missing wide_stores: 1 accesses of less than 4 bytes"]),
-    ],
-)
-def test_complaints(changes, complaint):
-    assert quality(**changes).complaints(gemm_cases()[0]) == complaint
-
-
-def test_loads_that_are_meant_to_be_narrow_do_not_count():
-    case = replace(gemm_cases()[0], narrow_loads=4)
-    assert quality(narrow_loads=4).complaints(case) == []
-    assert quality(narrow_loads=6).complaints(case) == ["missing wide_loads: 2 accesses of less than 4 bytes"]
+    assert Quality(**{**numbers, **changes}).complaints(case) == complaints
 
 
 def test_a_case_names_its_wrong_field():
-    case = gemm_cases()[0]
-    signature = {**case.signature, "typo": "i32"}
+    signature = {**GEMM.signature, "typo": "i32"}
     del signature["N"]
     with pytest.raises(ValueError, match=r"group_gemm_kernel \(x\): missing arguments \['N'\], unknown .* \['typo'\]"):
-        KernelCase(name="x", fn=case.fn, signature=signature, constexprs=case.constexprs)
+        KernelCase(name="x", fn=GEMM.fn, signature=signature, constexprs=GEMM.constexprs)
     with pytest.raises(ValueError, match=r"expects=\['wgma'\] must be among"):
         KernelCase(
-            name="x", fn=case.fn, signature=case.signature, constexprs=case.constexprs, expects=frozenset({"wgma"})
+            name="x", fn=GEMM.fn, signature=GEMM.signature, constexprs=GEMM.constexprs, expects=frozenset({"wgma"})
         )
 
 
 def test_alignment_follows_the_kernel():
-    case = gemm_cases()[0]
-    aligned = {case.fn.arg_names[index] for (index,) in case.attributes()}
+    aligned = {GEMM.fn.arg_names[index] for (index,) in GEMM.attributes()}
     assert aligned == {"a", "out_ptr", "tiles_ptr", "row_ids_ptr", "N", "K"}, "not the descriptor, not num_tiles_ptr"
 
 

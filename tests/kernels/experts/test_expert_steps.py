@@ -86,11 +86,6 @@ ON_HOST = [
     DecodeCase(name=kind, T=3, K=2, E=12, D=160, F=32, config=None, seed=6, quantised=kind)
     for kind in ("fp8", "mxfp8", "mxfp4")
 ]
-GUESSED = [
-    DecodeCase(name="vector", T=1, K=2, E=9, D=80, F=48, config=VECTOR, seed=1),
-    DecodeCase(name="two tokens", T=2, K=3, E=24, D=96, F=80, config=VECTOR, seed=2),
-    DecodeCase(name="matrix", T=5, K=2, E=40, D=80, F=48, config=MATRIX, seed=3),
-]
 
 
 @dataclass(frozen=True)
@@ -355,12 +350,12 @@ def compare_guessed(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("case", slow_but(["vector"], GUESSED))
+@pytest.mark.parametrize("case", slow_but(["vector"], CASES[:4]))
 def test_guesses_equal_their_twins_whenever_the_step_begins(case: DecodeCase, policy: str) -> None:
     run_ranks(compare_guessed, 1, case, case.T * case.K + 1, policy, None, interpret=True)
 
 
-@pytest.mark.parametrize(("case", "num_slots", "profile"), [(GUESSED[2], 4, None), (CASE, 4, SLOW_LINK)])
+@pytest.mark.parametrize(("case", "num_slots", "profile"), [(CASES[3], 4, None), (CASE, 4, SLOW_LINK)])
 def test_waves_and_the_host_leave_alone_what_travelled(
     case: DecodeCase, num_slots: int, profile: HostProfile | None
 ) -> None:
