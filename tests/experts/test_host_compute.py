@@ -301,25 +301,18 @@ def test_cores_without_a_budget_are_refused(tmp_path: Path) -> None:
 CODES = torch.arange(256, dtype=torch.uint8)
 
 
-def test_every_e4m3_code_is_its_number() -> None:
-    elements, scales = CODES.view(1, 256).view(torch.float8_e4m3fn), torch.full((1, 8), 127, dtype=torch.uint8)
-    found = CodeProducts(1).numbers(elements, scales, 1)[0, 0] * E4M3_BITS[2]
+def test_every_code_is_its_number() -> None:
+    """Of e4m3, and of e2m1, two in a byte; 0xF1 with a scale of 2 is 1, from its low half, and -12."""
+    scales, products = torch.full((1, 16), 127, dtype=torch.uint8), CodeProducts(1)
+    found = products.numbers(CODES.view(1, 256).view(torch.float8_e4m3fn), scales[:, :8], 1)[0, 0] * E4M3_BITS[2]
     expected = torch.from_numpy(CODES.numpy().view(ml_dtypes.float8_e4m3fn).astype("float32"))
     is_number = expected.isfinite()
     assert is_number.sum() == 254
     assert torch.equal(found[is_number], expected[is_number])
-
-
-def test_every_byte_of_mxfp4_is_its_two_numbers() -> None:
-    scales = torch.full((1, 16), 127, dtype=torch.uint8)
-    found = CodeProducts(1).numbers(CODES.view(1, 256), scales, 2)[0] * E2M1_BITS[2]
+    found = products.numbers(CODES.view(1, 256), scales, 2)[0] * E2M1_BITS[2]
     numbers = torch.tensor([*E2M1, *(-number for number in E2M1)])
     assert torch.equal(found, torch.stack([numbers[CODES.long() & 15], numbers[CODES.long() >> 4]]))
-
-
-def test_the_example_of_a_byte() -> None:
-    elements, scales = torch.full((1, 16), 0xF1, dtype=torch.uint8), torch.full((1, 1), 128, dtype=torch.uint8)
-    found = CodeProducts(1).numbers(elements, scales, 2) * E2M1_BITS[2]
+    found = products.numbers(torch.full((1, 16), 0xF1, dtype=torch.uint8), scales[:, :1] + 1, 2) * E2M1_BITS[2]
     assert found[0, :, 0].tolist() == [1, -12]
 
 

@@ -14,7 +14,6 @@ from plan_cases import Case, assert_same_plan, random_case, twin_plan, workspace
 from ranks import run_ranks
 
 from comet.comm import LocalCommunicator
-from comet.kernels.aot.plan import aot_cases
 from comet.kernels.plan.metadata import PlanConfig, exchange_constants, place_constants
 from comet.kernels.runtime.buffers import _places, allocate, cut
 
@@ -75,11 +74,6 @@ def test_examples_of_the_launches() -> None:
     assert (wide.flat, wide.expert_block, narrow.expert_block) == (1024, 32, 8)
     placed = [place_constants(config(), 8, chunks) for chunks in (many, few)]
     assert [(one.scan_rows, one.sum_block) for one in placed] == [(16, 32), (4, 4)]
-
-
-def test_kernels_that_ship_have_names_of_their_own() -> None:
-    names = [f"{case.kernel} {case.name}" for case in aot_cases()]
-    assert len(set(names)) == len(names)
 
 
 def counted(rank: int, world_size: int) -> dict[str, list[Any]]:
