@@ -1,10 +1,7 @@
-"""Experts in host memory and in files, brought by the host; budgets."""
+"""Memory of the host that holds all experts, and budgets for those on the device."""
 
 from __future__ import annotations
 
-import logging
-import threading
-from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,127 +9,17 @@ import pytest
 import torch
 from cache_cases import cache_of
 from decode_cases import DecodeCase, stored_parts
-from torch import Tensor
 from training_cases import MODEL, MOE
 
 from comet.config import MoEConfig, ParallelConfig
-from comet.errors import CommTimeoutError
 from comet.experts import ExpertCache, store
 from comet.experts.budget import ALONE, ExpertBudget, StoreOptions
 from comet.experts.cache import bytes_of_expert
-from comet.experts.staged import Stage, StagedCache
-from comet.experts.store import HeldExperts, Specs, host_memory
-from comet.experts.streaming import Visit
+from comet.experts.store import host_memory
 from comet.models.config import dense_elements, expert_elements
 from comet.quantization.formats import StoredType
 
 CPU = torch.device("cpu")
-NUM_EXPERTS, WIDTH, DEPTH = 8, 32, 16
-
-
-class Recorded:
-    """A reader of random experts that notes what was asked for, and fails on the expert ``broken``."""
-
-    def __init__(self, seed: int) -> None:
-        print("seed", seed)
-        made = torch.Generator().manual_seed(seed)
-        self.w1 = torch.randn(NUM_EXPERTS, 2 * DEPTH, WIDTH, generator=made)
-        self.w2 = torch.randn(NUM_EXPERTS, WIDTH, DEPTH, generator=made)
-        self.asked: list[int] = []
-        self.broken = -1
-
-    @property
-    def specs(self) -> Specs:
-        return {"w1": (tuple(self.w1.shape), torch.float32), "w2": (tuple(self.w2.shape), torch.float32)}
-
-    def read(self, expert: int, into: Mapping[str, Tensor]) -> None:
-        self.asked.append(expert)
-        into["w1"].copy_(self.w1[expert])
-        if expert == self.broken:
-            raise ValueError(f"expert {expert} is cut off")
-        into["w2"].copy_(self.w2[expert])
-
-
-def staged(reader: Recorded, num_slots: int, num_places: int) -> StagedCache:
-    return StagedCache(reader, Stage(num_places, reader.specs, CPU), 0, num_slots, CPU)
-
-
-def check_slots(cache: StagedCache, reader: Recorded) -> None:
-    held = [expert for expert in range(NUM_EXPERTS) if cache.weights.slots[expert] >= 0]
-    assert len(held) <= cache.num_slots
-    for expert in held:
-        assert torch.equal(cache.weights.w1[cache.weights.slots[expert]], reader.w1[expert])
-        assert torch.equal(cache.weights.w2[cache.weights.slots[expert]], reader.w2[expert])
-
-
-def test_a_host_store_is_read_expert_by_expert_into_its_place() -> None:
-    reader = Recorded(1)
-    held = HeldExperts.fill(reader, CPU)
-    assert held.readable
-    assert reader.asked == list(range(NUM_EXPERTS))
-    assert torch.equal(held.w1, reader.w1)
-    assert torch.equal(held.w2, reader.w2)
-
-
-def test_prompts_and_steps_of_a_rank_find_an_expert_in_the_stage_by_one_number() -> None:
-    reader = Recorded(9)
-    cache = StagedCache(reader, Stage(8, reader.specs, CPU), 0, 2, CPU, num_experts=20, first_expert=10)
-    cache.copy([Visit(4, 0, True)])
-    cache.bring(torch.tensor([[14]]))
-    assert reader.asked == [4]
-
-
-def test_the_slot_used_longest_ago_is_given_away() -> None:
-    reader = Recorded(3)
-    cache = staged(reader, 2, 8)
-    for ids in ([[3]], [[0]], [[3, 2]]):
-        slots = cache.bring(torch.tensor(ids, dtype=torch.int32)).slots
-    assert (slots[0] < 0, slots[2] == 1 - slots[3]) == (True, True), "as in the docstring"
-    assert (cache.needed, cache.fetched) == (4, 3)
-
-
-def test_an_expert_that_was_read_in_part_is_never_used() -> None:
-    reader = Recorded(5)
-    cache = staged(reader, 2, 2)
-    cache.bring(torch.tensor([[0, 1]]))
-    reader.broken = 4
-    with pytest.raises(ValueError, match="expert 4 is cut off"):
-        cache.bring(torch.tensor([[1, 4]]))
-    with pytest.raises(ValueError, match="expert 4 is cut off"):
-        cache.bring(torch.tensor([[4]]))  # not taken for read
-    reader.broken = -1
-    for ids in ([0, 1], [4, 0], [1, 4]):
-        assert (cache.bring(torch.tensor([ids])).slots[ids] >= 0).all()
-        check_slots(cache, reader)
-
-
-def test_a_read_that_takes_long_is_named_with_its_layer(caplog) -> None:
-    reader, named = Recorded(6), threading.Event()
-    handler = logging.Handler()
-    handler.emit = lambda record: named.set()
-    stage = Stage(2, reader.specs, CPU, patience_s=0.01)
-    cache = StagedCache(reader, stage, 3, 2, CPU, num_experts=20, first_expert=10)
-    read = reader.read
-    reader.read = lambda *given: named.wait(60) and read(*given)  # ends once it is named
-    logging.getLogger().addHandler(handler)  # behind caplog's
-    try:
-        with caplog.at_level(logging.WARNING, "comet"):
-            slots = cache.bring(torch.tensor([[14, 9]]))
-    finally:
-        logging.getLogger().removeHandler(handler)
-    assert caplog.messages[0].startswith("still reading expert 14 of MoE layer 3 after 0.0 s")
-    assert torch.equal(slots.w1[int(slots.slots[14])], reader.w1[4])
-    assert (slots.slots >= 0).sum() == 1, "expert 9 is another rank's"
-
-
-def test_a_read_that_other_ranks_do_not_wait_for_ends_the_step_by_its_name() -> None:
-    reader = Recorded(6)
-    stage = Stage(2, reader.specs, CPU, deadline_s=0.0)
-    cache = StagedCache(reader, stage, 3, 2, CPU)
-    for _ in range(2):
-        with pytest.raises(CommTimeoutError, match=r"^expert 4 of MoE layer 3 took .* other ranks wait for 0\.0 s"):
-            cache.bring(torch.tensor([[4]]))
-    assert reader.asked == [4, 4], "it is not taken for read"
 
 
 @pytest.mark.parametrize("status", [0, 2])

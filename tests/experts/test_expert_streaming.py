@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Mapping
+from functools import cached_property
 from itertools import pairwise
 
 import pytest
@@ -14,6 +17,7 @@ from torch import Tensor
 from comet.decode import DecodeWeights
 from comet.decode.runners import Decoder, LocalRunner
 from comet.decode.twin import warp_decode_torch
+from comet.errors import CommTimeoutError
 from comet.experts import CACHED_DECODE_TOKENS, CachedExperts, ExpertCache, streaming
 from comet.experts.paths import report_of_paths
 from comet.experts.staged import Stage, StagedCache, StagedExperts
@@ -29,23 +33,28 @@ CPU = torch.device("cpu")
 of_both_caches = pytest.mark.parametrize("staged", [False, True], ids=["pinned", "staged"])
 
 
-class BrokenExperts(HeldExperts):
-    """Host memory of which the expert ``broken`` is read in part, if any is."""
+class ReadExperts(HeldExperts):
+    """Host memory that notes what was asked for, and of which the expert ``broken`` is read in part, if any is."""
 
     broken = -1
 
+    @cached_property
+    def asked(self) -> list[int]:
+        return []
+
     def read(self, expert: int, into: Mapping[str, Tensor]) -> None:
+        self.asked.append(expert)
         into["w1"].copy_(self.w1[expert])
         if expert == self.broken:
             raise OSError(f"expert {expert} is cut off")
         super().read(expert, into)
 
 
-def made_experts(seed: int, biases: Biases | None = None) -> tuple[BrokenExperts, torch.Generator]:
+def made_experts(seed: int, biases: Biases | None = None) -> tuple[ReadExperts, torch.Generator]:
     print("seed", seed)
     made = torch.Generator().manual_seed(seed)
     w1, w2 = torch.randn(E, 2 * F, D, generator=made) / 4, torch.randn(E, D, F, generator=made) / 4
-    return BrokenExperts(w1, w2, True, **biases._asdict() if biases else {}), made
+    return ReadExperts(w1, w2, True, **biases._asdict() if biases else {}), made
 
 
 def path_of(
@@ -200,11 +209,11 @@ def test_a_copy_that_fails_leaves_no_slot_that_is_taken_for_what_it_does_not_hol
     original, inputs = path.cache.copy, (*routed(made, 30), held.w1, held.w2)
 
     def copy(visits: list[Visit]) -> None:
-        if any(visit.expert == BrokenExperts.broken for visit in visits):
+        if any(visit.expert == ReadExperts.broken for visit in visits):
             raise OSError("expert 5 is cut off")
         original(visits)
 
-    monkeypatch.setattr(BrokenExperts, "broken", 5)
+    monkeypatch.setattr(ReadExperts, "broken", 5)
     if not staged:
         monkeypatch.setattr(path.cache, "copy", copy)
     with pytest.raises(OSError, match="expert 5 is cut off"):
@@ -213,3 +222,75 @@ def test_a_copy_that_fails_leaves_no_slot_that_is_taken_for_what_it_does_not_hol
     assert 5 not in check_slots(path.cache, held)
     monkeypatch.undo()
     assert torch.equal(path(*inputs), plain_experts(*inputs, LAYOUT, None))
+
+
+# ---- what the host reads ---------------------------------------------------------------------------------------------
+
+
+def test_a_host_store_is_read_expert_by_expert_into_its_place() -> None:
+    reader, _ = made_experts(1)
+    held = HeldExperts.fill(reader, CPU)
+    assert held.readable
+    assert reader.asked == list(range(E))
+    assert torch.equal(held.w1, reader.w1)
+    assert torch.equal(held.w2, reader.w2)
+
+
+def test_prompts_and_steps_of_a_rank_find_an_expert_in_the_stage_by_one_number() -> None:
+    reader, _ = made_experts(9)
+    cache = StagedCache(reader, Stage(8, reader.specs, CPU), 0, 2, CPU, num_experts=24, first_expert=10)
+    cache.copy([Visit(4, 0, True)])
+    cache.bring(torch.tensor([[14]]))
+    assert reader.asked == [4]
+
+
+def test_the_slot_used_longest_ago_is_given_away() -> None:
+    """As in the docstring."""
+    reader, _ = made_experts(3)
+    cache = StagedCache(reader, Stage(8, reader.specs, CPU), 0, 2, CPU)
+    for ids in ([[3]], [[0]], [[3, 2]]):
+        slots = cache.bring(torch.tensor(ids, dtype=torch.int32)).slots
+    assert check_slots(cache, reader) == {2, 3}
+    assert slots[2] == 1 - slots[3]
+    assert (cache.needed, cache.fetched) == (4, 3)
+
+
+def test_an_expert_that_was_read_in_part_is_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, _ = made_experts(5)
+    cache = StagedCache(reader, Stage(2, reader.specs, CPU), 0, 2, CPU)
+    cache.bring(torch.tensor([[0, 1]]))
+    monkeypatch.setattr(ReadExperts, "broken", 4)
+    for ids in ([1, 4], [4]):  # not taken for read
+        with pytest.raises(OSError, match="expert 4 is cut off"):
+            cache.bring(torch.tensor([ids]))
+    monkeypatch.undo()
+    for ids in ([0, 1], [4, 0], [1, 4]):
+        cache.bring(torch.tensor([ids]))
+        assert check_slots(cache, reader) == set(ids)
+
+
+def test_a_read_that_takes_long_is_named_with_its_layer(caplog, monkeypatch: pytest.MonkeyPatch) -> None:
+    (reader, _), named, read = made_experts(6), threading.Event(), ReadExperts.read
+    handler = logging.Handler()
+    handler.emit = lambda record: named.set()
+    stage = Stage(2, reader.specs, CPU, patience_s=0.01)
+    cache = StagedCache(reader, stage, 3, 2, CPU, num_experts=24, first_expert=10)
+    monkeypatch.setattr(ReadExperts, "read", lambda *given: named.wait(60) and read(*given))  # ends once it is named
+    logging.getLogger().addHandler(handler)  # behind caplog's
+    try:
+        with caplog.at_level(logging.WARNING, "comet"):
+            slots = cache.bring(torch.tensor([[14, 9]]))
+    finally:
+        logging.getLogger().removeHandler(handler)
+    assert caplog.messages[0].startswith("still reading expert 14 of MoE layer 3 after 0.0 s")
+    assert torch.equal(slots.w1[int(slots.slots[14])], reader.w1[4])
+    assert (slots.slots >= 0).sum() == 1, "expert 9 is another rank's"
+
+
+def test_a_read_that_other_ranks_do_not_wait_for_ends_the_step_by_its_name() -> None:
+    reader, _ = made_experts(6)
+    cache = StagedCache(reader, Stage(2, reader.specs, CPU, deadline_s=0.0), 3, 2, CPU)
+    for _ in range(2):
+        with pytest.raises(CommTimeoutError, match=r"^expert 4 of MoE layer 3 took .* other ranks wait for 0\.0 s"):
+            cache.bring(torch.tensor([[4]]))
+    assert reader.asked == [4, 4], "it is not taken for read"
