@@ -42,6 +42,7 @@ def record_layer(moe: MoE, inputs: Inputs, capacity: int) -> tuple[Timeline, boo
     with torch.no_grad():
         with record(moe.group, capacity=capacity):
             moe.routed_experts(tokens, torch.full_like(ids, -1), weights)
+            moe.group.comm.barrier()
         expected = moe.routed_experts(tokens, ids, weights)
         with record(moe.group, capacity=capacity) as timeline:
             if moe.group.device.type == "cuda":
