@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib.resources import files
-from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 
 from comet.config import MoEConfig, OverlapConfig, check_removed, require
 from comet.layout import Biases, ExpertLayout
+from comet.measure.layers import read_models
 
 ROUTINGS = ("uniform", "zipf", "hot")
 PERMUTATION_SEED = 20_000
@@ -86,14 +84,7 @@ def parse_overlap(text: str, option: str) -> OverlapConfig:
     return OverlapConfig(**values)
 
 
-def read_shapes() -> dict[str, dict[str, Any]]:
-    """Fields of every ``configs/model/*.yaml``, by its name; references between fields are left as they stand."""
-    folder = files("comet.configs") / "model"
-    return {name.removesuffix(".yaml"): yaml.safe_load((folder / name).read_text(encoding="utf-8"))
-            for name in sorted(path.name for path in folder.iterdir())}  # fmt: skip
-
-
-SHAPES = read_shapes()
+SHAPES = read_models()
 OF_EXPERTS = ("activation", "expert_bias")  # where a model says so
 MODELS = {
     name: MoEConfig(

@@ -60,13 +60,18 @@ def layers_of(names: Sequence[str], job: JobConfig) -> dict[str, MoEConfig]:
     """The MoE layers of these models of ``configs/model``; the job's own where none is named."""
     if not names:
         return {job.model.name: job.model.moe}
-    folder, found = files("comet.configs") / "model", {}
-    known = sorted(path.name.removesuffix(".yaml") for path in folder.iterdir() if path.name.endswith(".yaml"))
+    models, found = read_models(), {}
     for name in names:
-        require(name in known, f"model={name!r} must be one of {', '.join(known)}")
-        model = yaml.safe_load((folder / f"{name}.yaml").read_text(encoding="utf-8"))
-        found[name] = MoEConfig(**model["moe"] | {"hidden_size": model["hidden_size"]})
+        require(name in models, f"model={name!r} must be one of {', '.join(models)}")
+        found[name] = MoEConfig(**models[name]["moe"] | {"hidden_size": models[name]["hidden_size"]})
     return found
+
+
+def read_models() -> dict[str, dict[str, Any]]:
+    """Fields of every ``configs/model/*.yaml``, by its name; references between fields are left as they stand."""
+    folder = files("comet.configs") / "model"
+    names = sorted(path.name for path in folder.iterdir() if path.name.endswith(".yaml"))
+    return {name.removesuffix(".yaml"): yaml.safe_load((folder / name).read_text(encoding="utf-8")) for name in names}
 
 
 def make_group(
