@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from comet.config import SpeculationConfig, require
 from comet.decode import FrozenExperts, SharedSlots, before_replay, matrices_of, shared_columns
 from comet.decode.runners import DECODE_TOKENS, ReplicatedRunner, Runner
+from comet.decode.shared import state_of
 from comet.experts import CACHED_DECODE_TOKENS, CacheReport, ExpertCache
 from comet.experts.host.cores import HostCores
 from comet.experts.paths import CachedPath, Slots, cores_of_paths, host_paths, report_of_paths
@@ -215,7 +216,7 @@ class GPTEngine(Engine):
             layer.experts = path
         if speculation is not None:
             self._drafts = draft_routers([layer.router for layer in model.moe_layers()], speculation)
-        self._parameters, self._versions = list(model.parameters()), self._store_versions()
+        self._parameters, self._stored_state = list(model.parameters()), self._state_of_store()
         self._cache: KeyValueCache | None = None
         self._passes = self._make_passes()
 
@@ -241,12 +242,12 @@ class GPTEngine(Engine):
             "make a new engine",
         )
         require(
-            self._store_versions() == self._versions,
+            self._state_of_store() == self._stored_state,
             "experts of a model with expert_slots must not be written to, for slots hold copies: make a new engine",
         )
 
-    def _store_versions(self) -> list[int]:
-        return [local(each)._version for each in self.model.expert_parameters()] if self.stored else []
+    def _state_of_store(self) -> list[tuple[int, int]]:
+        return state_of(map(local, self.model.expert_parameters())) if self.stored else []
 
     def _make_room(self, num_sequences: int, max_length: int) -> KeyValueCache:
         most = self.runner.decode.max_tokens
