@@ -20,6 +20,7 @@ import triton
 
 from comet.config import require
 from comet.kernels.runtime.recorder import DEFAULT_CAPACITY
+from comet.measure.timing import LEAD_CYCLES
 from comet.moe import MoE
 from comet.trace.timeline import Timeline, record
 
@@ -29,7 +30,7 @@ from lib.ranks import Ranks, device_name
 from lib.report import Row
 from lib.shapes import model, parse_overlap
 
-LEAD_CYCLES = 4_000_000  # two milliseconds: a recorded layer and its barrier take the host less
+LEADS = 8  # two milliseconds: a recorded layer and its barrier take the host less
 
 
 def record_layer(moe: MoE, inputs: Inputs, capacity: int) -> tuple[Timeline, bool]:
@@ -46,7 +47,7 @@ def record_layer(moe: MoE, inputs: Inputs, capacity: int) -> tuple[Timeline, boo
         expected = moe.routed_experts(tokens, ids, weights)
         with record(moe.group, capacity=capacity) as timeline:
             if moe.group.device.type == "cuda":
-                torch.cuda._sleep(LEAD_CYCLES)
+                torch.cuda._sleep(LEADS * LEAD_CYCLES)
             moe.group.comm.barrier()
             output = moe.routed_experts(tokens, ids, weights)
     return timeline, torch.equal(output, expected)
