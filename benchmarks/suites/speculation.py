@@ -73,6 +73,7 @@ class Variant:
     settings: GenerateConfig  # of generate
     engine: GPTEngine  # over the model that all variants share
     paths: list[ExpertPath]  # that the model's layers take while this variant runs
+    weights: list[tuple[Tensor, Tensor]]  # theirs, as the engine left them: in host memory, or empty where quantised
     device_mb: float | None = None  # device memory that it took, dense weights apart
     prompts: list[str] = field(default_factory=list)
     runs: list[Generated] = field(default_factory=list)
@@ -81,8 +82,10 @@ class Variant:
 
     def take_over(self) -> None:
         """Let the model's layers be those of this variant."""
-        for layer, path in zip(self.engine.model.moe_layers(), self.paths, strict=True):
+        layers = self.engine.model.moe_layers()
+        for layer, path, (w1, w2) in zip(layers, self.paths, self.weights, strict=True):
             layer.experts = path
+            local(layer.w1).data, local(layer.w2).data = w1, w2
 
     def warm(self, prompt: str, context: int) -> None:
         """Compile, capture, and fill the caches."""
@@ -193,34 +196,26 @@ class Run:
         layers, moe, stored = len(model.moe_layers()), model.config.moe, settings.expert_dtype
         slots = slots_of_budget(budget, moe, layers, model.dtype, stored)
         expert = bytes_of_expert(moe.hidden_size, moe.ffn_size, model.dtype, stored)
+        if name != RESIDENT:  # the last one may have quantised the model's experts
+            self.resident.take_over()
         with memory_limit(self.device, layers * slots * expert + self.arguments.workspace_mb * 2**20):
             before = self.memory()
-            engine = self.engine(slots, settings)
+            engine = GPTEngine(
+                model, model.moe_layers()[0].group, expert_slots=slots,
+                speculation=None if settings.speculate == "off" else settings,
+                **{setting: getattr(settings, setting) for setting in TO_THE_ENGINE},
+            )  # fmt: skip
             paths: list[ExpertPath] = [*engine.stored]
             if name == ON_DEMAND:
                 caches = [cache for cache in engine.caches if isinstance(cache, ExpertCache)]
                 paths = [OnDemand(cache, engine.runner, moe.top_k) for cache in caches]
-            made = Variant(name, budget, slots, settings, engine, paths)
+            weights = [(local(layer.w1).data, local(layer.w2).data) for layer in model.moe_layers()]
+            made = Variant(name, budget, slots, settings, engine, paths, weights)
             made.warm(self.prompt(0), self.context)
             made.read(self.long_prompt())
             made.device_mb = (self.memory() - before) / 2**20
         made.first_tokens_s = []
         return made
-
-    def engine(self, slots: int, settings: GenerateConfig) -> GPTEngine:
-        """An engine with caches of its own; the model keeps its experts, also where they were quantised."""
-        layers = self.model.moe_layers()
-        whole = [(layer, local(layer.w1).data, local(layer.w2).data) for layer in layers]
-        is_first = self.model.rotary.is_cuda and not whole[0][1].is_pinned()  # which pins them for all
-        try:
-            return GPTEngine(
-                self.model, layers[0].group, expert_slots=slots,
-                speculation=None if settings.speculate == "off" else settings,
-                **{name: getattr(settings, name) for name in TO_THE_ENGINE},
-            )  # fmt: skip
-        finally:
-            for layer, w1, w2 in () if is_first else whole:
-                local(layer.w1).data, local(layer.w2).data = w1, w2
 
     def make_all(self, deadline: float) -> None:
         """All that is asked for, until the time is over; what fails or is left out has a row that says why."""
