@@ -22,6 +22,11 @@ from comet.config import require
 from comet.layout import ExpertLayout
 from comet.utils.derivatives import first_only
 
+ONE_ORDER = (
+    "all ranks of a group must call its layers in one order, forward and backward, with gradients on all of them or on "
+    "none"
+)
+
 
 def all_to_all_rows(
     rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], process_group: ProcessGroup | None
@@ -66,23 +71,39 @@ def wants_grad(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def grad_mode(*wanted: bool) -> int:
-    """As one number for a message to all ranks, whether gradients are wanted: (True, False, True) is 5."""
-    return sum(flag << bit for bit, flag in enumerate(wanted))
+def call_number(layer: int, *wanted: bool) -> int:
+    """As one number for a message to all ranks, which layer is called, and which of up to four gradients are wanted.
 
-
-def check_grad_modes(modes: Sequence[int], *names: str) -> None:
-    """Raise ``ValueError`` unless the ``grad_mode`` of all ranks is one: they would wait for each other in backward.
-
-    Example: modes ``[3, 2]`` of names "tokens" and "w1 or w2": requires_grad of tokens differs, True on rank 0 only.
+    Example: layer 3 and (True, False, True): 3 * 16 + 5 = 53.
     """
+    return layer * 16 + sum(flag << bit for bit, flag in enumerate(wanted))
+
+
+def check_calls(calls: Sequence[int], *names: str) -> None:
+    """Raise ``ValueError`` unless all ranks call the same layer and want the same gradients, for which they would wait.
+
+    Example: calls ``[51, 50]`` of names "tokens" and "w1 or w2": layer 3, requires_grad of tokens differs, True on rank
+    0 only.
+    """
+    for rank, call in enumerate(calls):
+        if call >> 4 != calls[0] >> 4:
+            raise ValueError(other_call(0, calls[0], rank, call))
     for bit, name in enumerate(names):
-        flags = [bool(mode >> bit & 1) for mode in modes]
+        flags = [bool(call >> bit & 1) for call in calls]
         require(
             len(set(flags)) == 1,
             f"requires_grad={flags} of {name} on ranks 0 to {len(flags) - 1} must be equal on all ranks of the group, "
             "which exchange gradients in the backward pass; freeze on all of them, or on none",
         )
+
+
+def other_call(rank: int, call: int, peer: int, other: int) -> str:
+    """Which layers two ranks called at the same time, and the rule."""
+    mine, theirs = (f"layer {each >> 4} {'with' if each & 15 else 'without'} gradients" for each in (call, other))
+    return (
+        f"rank {rank} called {mine} (layers are counted as they are made) while rank {peer} called {theirs}: "
+        + ONE_ORDER
+    )
 
 
 def bad_ids(top_k_ids: Tensor, layout: ExpertLayout) -> Tensor:

@@ -44,11 +44,13 @@ class DeviceBarrier:
         world_size = len(self._flags.peers)
         barrier_kernel[(1,)](
             self._flags.pointers,
+            None,
             self._epoch,
             self._fault,
             self._flags.rank,
             world_size,
             int(self._timeout_s * 1e9),
+            0,
             W_BLOCK=triton.next_power_of_2(world_size),
             INTERPRET=self._interpret,
             num_warps=1,

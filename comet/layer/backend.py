@@ -13,6 +13,7 @@ from typing import NamedTuple, Self
 
 from torch import Tensor
 
+from comet.comm.collectives import call_number
 from comet.config import MoEConfig, OverlapConfig
 from comet.layer.group import ExpertGroup
 from comet.layer.plan import Plan, PlanRules, check_routing, routed_row_capacity
@@ -58,6 +59,7 @@ class Backend(ABC):
         rules.check(layout, workspace)
         self.layout, self.workspace, self.rules, self.settings = layout, workspace, rules, settings
         self.plan_stream = plan_stream or SideStream(None)
+        self.number = workspace.layers_made  # of the layer
 
     @classmethod
     def create(cls, config: MoEConfig, group: ExpertGroup, overlap: OverlapConfig | None) -> Self:
@@ -84,6 +86,10 @@ class Backend(ABC):
             plan_stream=group.plan_stream if config.shared_ffn_size else None,
         )
 
+    def call(self, *, trains: bool) -> int:
+        """What all ranks have to call at the same time."""
+        return call_number(self.number, trains)
+
     # ---- the plan ----------------------------------------------------------------------------------------------------
 
     def plan(self, top_k_ids: Tensor, top_k_weights: Tensor, *, trains: bool = False) -> Plan:
@@ -92,14 +98,15 @@ class Backend(ABC):
         Args:
             top_k_ids: ``(T, K)`` int32 experts, 0 .. E-1; -1 masks a slot. T may differ between ranks, or be 0.
             top_k_weights: ``(T, K)`` float32 routing weights.
-            trains: Whether a backward pass will follow here; equal on all ranks, which the CPU checks.
+            trains: Whether a backward pass will follow here; equal on all ranks.
 
         Returns:
             The plan, whose ``status[2]`` is 1 if Q was too small.
 
         Raises:
-            ValueError: If ids or weights do not fit the pool; on the CPU, on all ranks, if ids of any are out of range
-                or a backward pass will follow on some of them only.
+            ValueError: If ids or weights do not fit the pool; on the CPU, on all ranks, if ids of any are out of range,
+                or they call different layers, or a backward pass will follow on some of them only (on a GPU
+                ``Workspace.check`` tells).
             RuntimeError: If the group has been closed.
             CommTimeoutError: On the CPU, if another rank is late (on a GPU ``Workspace.check`` tells).
             CapacityError: On the CPU, if the plan needs more than Q rows (on a GPU ``Workspace.check`` tells).

@@ -68,7 +68,6 @@ class Fused(Backend):
         return replace(self._gemm_combine_config, block_k=FP8_BLOCK)
 
     def _plan(self, ids: Tensor, weights: Tensor, *, trains: bool) -> Plan:
-        """``trains`` is not sent: a rank alone in its backward pass meets the barrier's deadline."""
         layout, workspace, rules = self.layout, self.workspace, self.rules
         config, pool = plan_config(layout, rules), routing_pool(layout, workspace)
         scratch, shapes = PlanScratch.allocate(pool, config), plan_shapes(layout, workspace.max_tokens, rules)
@@ -76,7 +75,7 @@ class Fused(Backend):
         tensors = cut(memory, shapes)
         tensors["row_weights"] = tensors["row_weights"].view(torch.float32)
         workspace.comm.in_flight = True
-        exchange(ids, weights, pool, config, scratch, tensors["counters"])
+        exchange(ids, weights, pool, config, scratch, tensors["counters"], call=self.call(trains=trains))
         place_plan(pool, config, scratch, {name: each for name, each in tensors.items() if name != "counters"})
         return Plan(
             layout=layout,
@@ -134,10 +133,11 @@ class Fused(Backend):
 
     def barrier(self) -> None:
         """On the device, in stream order."""
-        workspace, flags = self.workspace, self.workspace.barrier_flags
+        workspace, flags, calls = self.workspace, self.workspace.barrier_flags, self.workspace.calls
         workspace.comm.in_flight = True
         barrier_kernel[(1,)](
-            flags.pointers, workspace.epoch, workspace.fault, flags.rank, len(flags.peers), workspace.timeout_ns,
+            flags.pointers, calls.pointers, workspace.epoch, workspace.fault, flags.rank, len(flags.peers),
+            workspace.timeout_ns, self.call(trains=True),
             W_BLOCK=power_of_2(len(flags.peers)), INTERPRET=triton.knobs.runtime.interpret,
         )  # fmt: skip
 
@@ -336,6 +336,8 @@ def routing_pool(layout: ExpertLayout, workspace: Workspace) -> RoutingPool:
         weight_pointers=workspace.weights.pointers,
         flags=workspace.ids_flags.local,
         flag_pointers=workspace.ids_flags.pointers,
+        calls=workspace.calls.local,
+        call_pointers=workspace.calls.pointers,
         epoch=workspace.epoch,
         fault=workspace.fault,
     )

@@ -70,9 +70,15 @@ class ExpertGroup:
         return ExpertLayout.create(moe, self.parallel, self.rank)
 
     def check_same(self, moe: MoEConfig, **choices: Any) -> None:
-        """Raise the same ``ValueError`` on every rank unless all make the same layer, in the same way (collective)."""
+        """Raise the same ``ValueError`` on every rank unless all make the same layer, in the same way (collective).
+
+        Counts the layers, equally on all ranks: one that was made on some of them only is counted on all.
+        """
+        workspace, made = self.workspace, [self.workspace.layers_made]
         if self.process_group is not None:
             check_equal(self.process_group, asdict(moe) | choices)
+            made = gather(self.process_group, workspace.layers_made)
+        workspace.layers_made = max(made) + 1
 
     def __deepcopy__(self, memo: Any) -> Self:
         """The group itself: a copy of a layer runs on the same ranks and memory."""

@@ -50,6 +50,7 @@ class CollectivePath:
         self.activation = config.activation
         self.layout = group.layout(config)
         self.comm = group.comm
+        self.number = group.workspace.layers_made  # of the layer
         self.process_group = group.process_group
         self.match = match_once(match_weights, config, self.layout, biased=config.expert_bias)
 
@@ -75,7 +76,7 @@ class CollectivePath:
         self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor, *biases: Tensor
     ) -> Tensor:
         routed, given = (tokens, top_k_ids, top_k_weights), Biases(*biases) if biases else None
-        return self.compute(*routed, w1, w2, self.layout, self.process_group, self.activation, given)
+        return self.compute(*routed, w1, w2, self.layout, self.process_group, self.activation, given, self.number)
 
 
 def make_path(

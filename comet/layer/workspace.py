@@ -14,7 +14,7 @@ region            shape                   dtype     written by
 ``combine_grads`` (W * M, K)              float32   backward: gradients of the routing weights
 ``combine_flags`` (W, 4C, 64)             int32     epoch of the combine, per chunk of 32 rows, panel and part
 ``barrier_flags`` (W,)                    int32     epoch of the barrier
-``grad_modes``    (2, W)                  int32     the twin's plan: rank s writes [parity, s] of all: gradients wanted
+``calls``         (2, W)                  int32     which layer, and whether gradients are wanted: s writes [parity, s]
 ================  ======================  ========  ==========================================================
 
 Why no rank overwrites what another still reads: a rank writes ids of epoch n+1 only after its stream finished the
@@ -35,9 +35,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from comet.comm.base import ALIGNMENT, Communicator, SymmTensor
+from comet.comm.collectives import ONE_ORDER, other_call
+from comet.comm.failures import RESTART
 from comet.comm.signals import check_epoch, waited
 from comet.config import MOE_DTYPES, MoEConfig, ParallelConfig, check_numbers, require
-from comet.errors import CapacityError, NotFiniteError
+from comet.errors import CapacityError, NotFiniteError, StepFailedError
 from comet.kernels.runtime.limits import CHUNK_FLAGS, CHUNK_ROWS, COMBINE_CHUNK_ROWS
 from comet.layout import round_up
 
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 
 ROWS_NEEDED = 7  # the entry of ``fault`` that says how many rows a plan had no room for
 PLACES = ("barrier", "exchange of top-k ids", "layer 0 dispatch", "layer 1 panel", "layer 1 combine")
+CALL = 5  # the place of no wait, where calls of ranks were compared
 
 # Of places where a rank waits that has opened an epoch: flags of those who opened it by the other kind of pass.
 OTHERWISE = {0: ("ids_flags", "forward"), 1: ("barrier_flags", "backward")}
@@ -99,7 +102,7 @@ class WorkspaceShape:
             "combine_grads": ((ranks * tokens, self.top_k), torch.float32),
             "combine_flags": ((ranks, tokens // COMBINE_CHUNK_ROWS, CHUNK_FLAGS), torch.int32),
             "barrier_flags": ((ranks,), torch.int32),
-            "grad_modes": ((2, ranks), torch.int32),
+            "calls": ((2, ranks), torch.int32),
         }
 
 
@@ -107,7 +110,7 @@ def workspace_bytes(shape: WorkspaceShape) -> int:
     """Bytes of symmetric memory one rank needs.
 
     Example: W=2, max_tokens=100 (M=128), D=64, K=2, float32: ids and weights 4096 + 4096, rows 65536 + 65536, weight
-    gradients 2048, combine flags 2048, three other flag regions and modes of 256 each: 144384 bytes.
+    gradients 2048, combine flags 2048, three other flag regions and calls of 256 each: 144384 bytes.
     """
     sizes = (math.prod(dims) * dtype.itemsize for dims, dtype in shape.regions().values())
     return sum(round_up(size, ALIGNMENT) for size in sizes)
@@ -130,7 +133,7 @@ class Workspace:
     combine_grads: SymmTensor
     combine_flags: SymmTensor
     barrier_flags: SymmTensor
-    grad_modes: SymmTensor
+    calls: SymmTensor
 
     def __init__(self, comm: Communicator, shape: WorkspaceShape) -> None:
         require(
@@ -149,6 +152,7 @@ class Workspace:
         # () float32, NaN or infinite once a router's logits were (see comet.router.router.watch_finite) and check has
         # not told
         self.largest_logit = torch.zeros((), dtype=torch.float32, device=comm.device)
+        self.layers_made = 0  # of the group (``ExpertGroup.check_same``)
         # where the fused kernels note what they do and when (see comet.trace.timeline); None: they do not
         self.recorder: Recorder | None = None
         flags = [getattr(self, name).local for name in shape.regions() if name.endswith("_flags") and self.num_bytes]
@@ -191,7 +195,7 @@ class Workspace:
 
         Raises:
             CommTimeoutError: If a spin of a kernel met its deadline.
-            StepFailedError: If a step failed on any rank.
+            StepFailedError: If a step failed on any rank, or ranks called layers in different orders.
             EpochError: If the epoch has passed 2^30; ``restart`` is due.
             CapacityError: If a plan needed more routed rows than were reserved.
             ValueError: If the router of a layer on a GPU met logits that are not finite.
@@ -199,7 +203,8 @@ class Workspace:
         self.comm.settle("last step")
         rows_needed = int(self.fault[ROWS_NEEDED])
         if late := self.timeout():
-            error = self.comm.board.explained(late)
+            was_called = int(self.fault[1]) == CALL
+            error = StepFailedError(f"{late}; {RESTART}") if was_called else self.comm.board.explained(late)
             self.comm.board.note("last step", error)
             raise error
         self.comm.board.check()
@@ -219,18 +224,18 @@ class Workspace:
             )
 
     def timeout(self) -> str:
-        """Who waited for whom, as the kernels of this rank recorded it; empty if nobody met a deadline."""
+        """Who waited in vain for whom, or called another layer, as kernels of this rank recorded it; empty if none."""
         aborted, place, peer, index, expected, seen, _, _ = self.fault.tolist()
         if not aborted:
             return ""
+        if place == CALL:
+            return other_call(self.comm.rank, expected, peer, seen)
         where = f"{PLACES[place]}, chunk {index}"
         text = waited(self.comm.rank, peer, where, self.comm.timeout_s, expected, seen)
         flags, kind = OTHERWISE.get(place, ("", ""))
         if not flags or not (getattr(self, flags).local[peer : peer + 1] >= expected).any():
             return text
-        return (
-            f"{text}; rank {peer} began a {kind} pass: gradients must be wanted on all ranks of the group, or on none"
-        )
+        return f"{text}; rank {peer} began a {kind} pass: {ONE_ORDER}"
 
     def join_stream(self) -> None:
         """Let the current stream wait for the last one that used the pool: for whoever replays a graph of a layer."""

@@ -25,9 +25,9 @@ from comet.comm.collectives import (
     all_gather_stacked,
     all_to_all_rows,
     bad_ids,
-    check_grad_modes,
+    call_number,
+    check_calls,
     check_ids,
-    grad_mode,
     wants_grad,
 )
 from comet.comm.handshake import to_host
@@ -38,7 +38,7 @@ from comet.reference.layer import reference_experts
 from comet.utils.autocast import product, without_autocast
 from comet.utils.match import Sizes, check_id_dtype
 
-# tokens, top_k_ids, top_k_weights, w1, w2, layout, process_group, activation, biases -> (T, D): as ``plain_experts``.
+# tokens, top_k_ids, top_k_weights, w1, w2, layout, process_group, activation, biases, layer -> (T, D), as plain_experts
 CollectiveExperts = Callable[..., Tensor]
 
 
@@ -68,6 +68,7 @@ def plain_experts(
     process_group: ProcessGroup | None,
     activation: Activation = SWIGLU,
     biases: Biases | None = None,
+    layer: int = 0,
 ) -> Tensor:
     """Send every token to the ranks of its experts and back, one step after the other; collective.
 
@@ -79,6 +80,7 @@ def plain_experts(
         w2: ``(e, D, F/TP)``, dtype of ``tokens``.
         process_group: The W ranks; not used when W is 1.
         biases: ``(e, 2F/TP)`` and ``(e, D)``, dtype of ``tokens``; ``None``: there are none.
+        layer: Its number in the group; ranks that say different ones are refused.
 
     Returns:
         ``(T, D)``: ``round(sum over slots and TP ranks of weight * output)``, summed in float32.
@@ -88,8 +90,8 @@ def plain_experts(
             gradients are wanted on some of them only.
     """
     check_inputs(tokens, top_k_ids, top_k_weights, w1, w2, layout, tokens.dtype)
-    mode = grad_mode(wants_grad(tokens), wants_grad(tokens, w1, w2, *(biases or ())))
-    exchange = make_exchange(top_k_ids, layout, process_group, mode)
+    call = call_number(layer, wants_grad(tokens), wants_grad(tokens, w1, w2, *(biases or ())))
+    exchange = make_exchange(top_k_ids, layout, process_group, call)
     with without_autocast(tokens.device):
         received = dispatch_rows(tokens, exchange, process_group)
         outputs = expert_rows(received, w1, w2, exchange, activation, biases)
@@ -98,7 +100,7 @@ def plain_experts(
 
 
 def make_exchange(
-    top_k_ids: Tensor, layout: ExpertLayout, process_group: ProcessGroup | None, mode: int = 0
+    top_k_ids: Tensor, layout: ExpertLayout, process_group: ProcessGroup | None, call: int = 0
 ) -> RowExchange:
     """Decide which rows travel where; waits once for the device; collective.
 
@@ -107,7 +109,7 @@ def make_exchange(
     rank 1 ``recv_counts = (1, 0)``, ``expert_counts = (0, 1)``.
 
     Args:
-        mode: ``grad_mode`` of tokens, and of rows; 0 where nobody asks for gradients.
+        call: ``call_number`` of the layer, and whether gradients of tokens, and of rows, are wanted.
     """
     check_group(layout, process_group)
     num_ranks, num_local = layout.world_size, layout.experts_local
@@ -115,16 +117,16 @@ def make_exchange(
     bins = _destination_bins(top_k_ids.masked_fill(bad, -1), layout)
     counts = torch.zeros(num_ranks * num_local + 1, dtype=torch.int64, device=bins.device)
     counts.scatter_add_(0, bins, torch.ones_like(bins))
-    # The last bin holds the masked entries. The last columns tell all ranks of bad ids and of gradients that are wanted
+    # The last bin holds the masked entries. The last columns tell all ranks of bad ids and of what is called
     # here, so that all raise and none waits.
-    told = [bad.sum().expand(num_ranks, 1), counts.new_full((num_ranks, 1), mode)]
+    told = [bad.sum().expand(num_ranks, 1), counts.new_full((num_ranks, 1), call)]
     sent = torch.cat([counts[:-1].view(num_ranks, num_local), *told], dim=1)
     received = sent
     if num_ranks > 1:
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=process_group)
     sent_host, received_host = to_host(torch.stack([sent, received]), process_group)
-    check_grad_modes([row.pop() for row in received_host], "tokens", "tokens, w1 or w2")
+    check_calls([row.pop() for row in received_host], "tokens", "tokens, w1 or w2")
     check_ids([row.pop() for row in received_host], top_k_ids, layout)
     send_counts = tuple(sum(row[:num_local]) for row in sent_host)
     recv_counts = tuple(map(sum, received_host))
@@ -212,6 +214,7 @@ def gather_reference_experts(
     process_group: ProcessGroup | None,
     activation: Activation = SWIGLU,
     biases: Biases | None = None,
+    layer: int = 0,
 ) -> Tensor:
     """Gather all experts and run the reference on this rank's tokens; collective, differentiable, memory-hungry.
 
@@ -220,9 +223,9 @@ def gather_reference_experts(
     check_inputs(tokens, top_k_ids, top_k_weights, w1, w2, layout, tokens.dtype)
     check_group(layout, process_group)
     if layout.world_size > 1:
-        wanted = grad_mode(wants_grad(w1), wants_grad(w2), *(wants_grad(bias) for bias in biases or ()))
-        mode = torch.tensor(wanted, device=tokens.device)
-        check_grad_modes(all_gather_stacked(mode, process_group).tolist(), "w1", "w2", "b1", "b2")
+        number = call_number(layer, wants_grad(w1), wants_grad(w2), *(wants_grad(bias) for bias in biases or ()))
+        call = torch.tensor(number, device=tokens.device)
+        check_calls(all_gather_stacked(call, process_group).tolist(), "w1", "w2", "b1", "b2")
         w1, w2 = gather_weights(w1, w2, layout, process_group)
         biases = None if biases is None else gather_biases(biases, layout, process_group)
     return reference_experts(

@@ -38,7 +38,7 @@ LAYERS = {
 }
 SCRATCH = PlanScratch(*["*i32"] * len(PlanScratch._fields))
 PLAN = PlanTensors(*["*i32"] * len(PlanTensors._fields))._replace(row_weights="*fp32")
-POOL = PoolTensors("*i32", "*i64", "*fp32", "*i64", "*i32", "*i64", "*i32", "*i64")
+POOL = PoolTensors("*i32", "*i64", "*fp32", "*i64", "*i32", "*i64", "*i32", "*i64", "*i32", "*i64")
 KINDS = dict(
     own_ids_ptr="*i32", own_weights_ptr="*fp32", counters_ptr="*i32", timeout_ns="i64", pool=POOL, scratch=SCRATCH,
     plan=PLAN,

@@ -18,7 +18,7 @@ keep the other's senders out, and crosswise on another rank, until the deadline.
 import triton
 import triton.language as tl
 
-from ..runtime.primitives import PLACE_EXCHANGE, any_of, signal, wait_flags
+from ..runtime.primitives import PLACE_CALL, PLACE_EXCHANGE, any_of, record_fault, signal, wait_flags
 
 
 @triton.jit
@@ -97,8 +97,8 @@ def count_experts(chunk_ids, first_expert, block, totals_ptr, counts_ptr, positi
 
 
 @triton.jit
-def send_chunk(own_ids_ptr, own_weights_ptr, pool, epoch, peer, chunk, rank, num_tokens, M, PLAN: tl.constexpr):
-    """Copy a chunk of own ids and weights into the pool of ``peer``, and signal; nothing if this rank failed."""
+def send_chunk(own_ids_ptr, own_weights_ptr, pool, epoch, peer, chunk, rank, num_tokens, call, M, PLAN: tl.constexpr):
+    """Copy a chunk of own ids and weights, and the call, to the pool of ``peer``; nothing if this rank failed."""
     flat = tl.arange(0, PLAN.flat)
     inside = flat < PLAN.chunk * PLAN.top_k
     first = chunk * (PLAN.chunk * PLAN.top_k)
@@ -109,12 +109,14 @@ def send_chunk(own_ids_ptr, own_weights_ptr, pool, epoch, peer, chunk, rank, num
     ids_target = tl.multiple_of(tl.load(pool.id_pointers + peer).to(tl.pointer_type(tl.int32)), 16)
     weights_target = tl.multiple_of(tl.load(pool.weight_pointers + peer).to(tl.pointer_type(tl.float32)), 16)
     flags = tl.load(pool.flag_pointers + peer).to(tl.pointer_type(tl.int32))
+    calls = tl.load(pool.call_pointers + peer).to(tl.pointer_type(tl.int32))
     failed = tl.load(pool.fault, volatile=True)
     offset = ((epoch & 1) * PLAN.world_size + rank) * (M * PLAN.pool_top_k) + first
     if any_of(failed != 0, flat) == 0:
         tl.store(ids_target + offset + flat, ids, mask=inside)
         # Nobody reads the weight of a masked slot.
         tl.store(weights_target + offset + flat, weights, mask=inside & (chunk * PLAN.chunk < num_tokens))
+        tl.store(calls + (epoch & 1) * PLAN.world_size + rank, call, mask=chunk == 0)
         signal(flags + rank * (M // PLAN.chunk) + chunk, epoch)
 
 
@@ -128,9 +130,20 @@ def wait_for_chunk(pool, epoch, source, chunk, rank, num_chunks, timeout_ns, PLA
     wait_flags(flags, always, epoch, pool.fault, timeout_ns, PLACE_EXCHANGE, sources, chunks, PLAN.interpret)
 
 
-@triton.jit(do_not_specialize=["rank", "num_tokens", "timeout_ns"])
+@triton.jit
+def compare_call(pool, epoch, source, call, PLAN: tl.constexpr):
+    """Record a fault where ``source`` calls another layer, or in another way: its ids are not those of this call.
+
+    After its first chunk is here. If that met its deadline, the record is there already, and stays.
+    """
+    seen = tl.load(pool.calls + (epoch & 1) * PLAN.world_size + source)
+    if seen != call:
+        record_fault(pool.fault, PLACE_CALL, source, 0, call, seen, PLAN.interpret)
+
+
+@triton.jit(do_not_specialize=["rank", "num_tokens", "timeout_ns", "call"])
 def exchange_kernel(
-    own_ids_ptr, own_weights_ptr, pool, scratch, counters_ptr, rank, num_tokens, timeout_ns, M,
+    own_ids_ptr, own_weights_ptr, pool, scratch, counters_ptr, rank, num_tokens, timeout_ns, call, M,
     PLAN: tl.constexpr,
 ):  # fmt: skip
     """See the module.
@@ -152,13 +165,15 @@ def exchange_kernel(
             tl.store(scratch.totals + totals, totals * 0, mask=totals < NUM_TOTALS)
             counters = tl.arange(0, triton.next_power_of_2(PLAN.num_counters))
             tl.store(counters_ptr + counters, counters * 0, mask=counters < PLAN.num_counters)
-        send_chunk(own_ids_ptr, own_weights_ptr, pool, epoch, peer, chunk, rank, num_tokens, M, PLAN)
+        send_chunk(own_ids_ptr, own_weights_ptr, pool, epoch, peer, chunk, rank, num_tokens, call, M, PLAN)
         if pair == 0:
             tl.store(scratch.epoch, epoch)
     elif (part != 1) | (peer % PLAN.tp == 0):
         # Own tokens at an EP shard, whose first rank is ``peer``, or tokens of ``peer`` here.
         source = tl.where(part == 1, rank, peer)
         wait_for_chunk(pool, epoch, source, chunk, rank, num_chunks, timeout_ns, PLAN)
+        if (part == 2) & (chunk == 0):
+            compare_call(pool, epoch, source, call, PLAN)
         chunk_ids = pool.ids + ((epoch & 1) * PLAN.world_size + source) * (M * PLAN.pool_top_k)
         chunk_ids += chunk * (PLAN.chunk * PLAN.top_k)
         source_chunk = peer * num_chunks + chunk

@@ -48,6 +48,8 @@ class PoolTensors(NamedTuple):
     weight_pointers: Tensor  # (W,) int64
     flags: Tensor  # (W, C) int32: epoch in which chunk c of source s arrived
     flag_pointers: Tensor  # (W,) int64
+    calls: Tensor  # (2, W) int32: what [parity, s] source s calls
+    call_pointers: Tensor  # (W,) int64
     epoch: Tensor  # (1,) int32: the exchange is number epoch + 1; afterwards it is the epoch
     fault: Tensor  # (8,) int64 record of a spin that met its deadline
 
@@ -167,6 +169,7 @@ def exchange(
     scratch: PlanScratch,
     counters: Tensor,
     *,
+    call: int = 0,
     sends_only: bool = False,
 ) -> None:
     """Launch the exchange: send this rank's ids and weights to every pool, wait for every rank's chunks, count them.
@@ -176,6 +179,7 @@ def exchange(
         top_k_weights: ``(T, K)`` float32, contiguous.
         scratch: Here goes all that ``place_plan`` reads of it.
         counters: int32; they are set to zero.
+        call: Which layer is called and how; ranks that say different numbers record a fault.
         sends_only: Wait for nobody and count nothing: where one process or GPU plays several ranks, all of them do this
             before one of them waits.
     """
@@ -185,7 +189,7 @@ def exchange(
     parts = 1 if sends_only else 3 + -(-config.experts_local // constants.expert_block)
     exchange_kernel[(num_pairs * parts,)](
         top_k_ids, top_k_weights, pool.tensors, scratch, counters, pool.rank, top_k_ids.shape[0],
-        pool.timeout_ns, pool.max_tokens, PLAN=constants, num_warps=num_warps(config),
+        pool.timeout_ns, call, pool.max_tokens, PLAN=constants, num_warps=num_warps(config),
     )  # fmt: skip
 
 

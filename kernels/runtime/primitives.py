@@ -26,6 +26,7 @@ PLACE_EXCHANGE = tl.constexpr(1)
 PLACE_LAYER0 = tl.constexpr(2)
 PLACE_PANEL = tl.constexpr(3)
 PLACE_LAYER1 = tl.constexpr(4)
+PLACE_CALL = tl.constexpr(5)  # no spin: a rank called something else; expected and seen are the calls
 
 FAULT_ROWS_NEEDED = tl.constexpr(7)
 
@@ -246,15 +247,18 @@ def wait_flags(flag_ptrs, mask, expected, fault_ptr, timeout_ns, place, peers, i
     return late
 
 
-@triton.jit(do_not_specialize=["rank", "world_size", "timeout_ns"])
+@triton.jit(do_not_specialize=["rank", "world_size", "timeout_ns", "call"])
 def barrier_kernel(
-    flag_addresses, epoch_ptr, fault_ptr, rank, world_size, timeout_ns, W_BLOCK: tl.constexpr, INTERPRET: tl.constexpr
-):
+    flag_addresses, call_addresses, epoch_ptr, fault_ptr, rank, world_size, timeout_ns, call,
+    W_BLOCK: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
     """One program: tell every rank, wait for every rank, advance the epoch.
 
-    A rank that has failed does none of it, and one that waits in vain stays at its epoch.
+    A rank that has failed does none of it, and one that waits in vain stays at its epoch, as does one that meets
+    another ``call``.
 
     ``flag_addresses``: (W,) int64, address of each rank's (W,) int32 barrier flags; rank s writes slot s of every rank.
+    ``call_addresses``: the same of (2, W) int32 calls, written at [parity of the epoch, s]; ``None``: none is compared.
     """
     epoch = tl.load(epoch_ptr) + 1
     ranks = tl.arange(0, W_BLOCK)
@@ -262,16 +266,29 @@ def barrier_kernel(
     works = tl.load(fault_ptr, volatile=True) == 0
     mask = (ranks < world_size) & works
     remote = tl.load(flag_addresses + ranks, mask=mask, other=0).to(tl.pointer_type(tl.int32))
+    half = (epoch & 1) * world_size
+    if call_addresses is not None:
+        remote_calls = tl.load(call_addresses + ranks, mask=mask, other=0).to(tl.pointer_type(tl.int32))
+        tl.store(remote_calls + half + rank, ranks * 0 + call, mask=mask)
     tl.debug_barrier()
     tl.atomic_xchg(remote + rank, tl.full((W_BLOCK,), 0, tl.int32) + epoch, mask=mask, sem="release", scope="sys")
     local = tl.load(flag_addresses + rank).to(tl.pointer_type(tl.int32))
     late = wait_flags(local + ranks, mask, epoch, fault_ptr, timeout_ns, PLACE_BARRIER, ranks, ranks * 0, INTERPRET)
-    tl.store(epoch_ptr, epoch, mask=works & (any_of(late != 0, tl.arange(0, MOST_THREADS)) == 0))
+    is_late = any_of(late != 0, tl.arange(0, MOST_THREADS))
+    if call_addresses is not None:
+        calls = tl.load(call_addresses + rank).to(tl.pointer_type(tl.int32))
+        seen = tl.load(calls + half + ranks, mask=mask & (is_late == 0), other=call)
+        other = tl.max(tl.where(seen != call, ranks, -1), axis=0)
+        if other >= 0:
+            seen_there = tl.sum(tl.where(ranks == other, seen, 0), axis=0)
+            record_fault(fault_ptr, PLACE_CALL, other, 0, call, seen_there, INTERPRET)
+        works = works & (other < 0)
+    tl.store(epoch_ptr, epoch, mask=works & (is_late == 0))
 
 
 def aot_cases() -> list[KernelCase]:
     """The barrier for one rank and for the widest group of one host."""
-    kinds = dict(flag_addresses="*i64", epoch_ptr="*i32", fault_ptr="*i64", timeout_ns="i64")
+    kinds = dict(flag_addresses="*i64", call_addresses="*i64", epoch_ptr="*i32", fault_ptr="*i64", timeout_ns="i64")
     return [
         KernelCase.of(f"up to {ranks} ranks", barrier_kernel, dict(W_BLOCK=ranks, INTERPRET=False), kinds)
         for ranks in (1, 8)

@@ -53,7 +53,7 @@ def test_a_pool_says_when_it_is_due_and_restarts_all_flags_and_nothing_else() ->
         assert (mine == (0 if name.endswith("_flags") else 7)).all(), name
         assert (theirs == 7).all(), "each rank zeroes its own, which it knows nobody reads"
     flags = [name for name, (_, dtype) in SHAPE.regions().items() if dtype == torch.int32]
-    assert flags == ["ids", "ids_flags", "recv_flags", "combine_flags", "barrier_flags", "grad_modes"]
+    assert flags == ["ids", "ids_flags", "recv_flags", "combine_flags", "barrier_flags", "calls"]
 
 
 def test_what_went_wrong_before_comes_first_and_a_restart_forgets_it_but_not_a_capacity() -> None:

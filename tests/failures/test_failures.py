@@ -265,10 +265,9 @@ def test_what_is_wrong_on_one_rank_is_refused_on_all_and_costs_nothing(path: str
     assert second[1] == [f"top_k_ids of rank {rank} {what}" for rank, what in ((0, there), (1, here), (0, there))]
 
 
-def freeze_on_kernels(rank: int, world_size: int) -> str:
-    """Rank 0 begins its backward pass, rank 1, whose layer is frozen, the next forward pass."""
+def skip_a_backward_pass(rank: int, world_size: int) -> str:
+    """Rank 0 begins its backward pass, rank 1 the next forward pass."""
     moe, inputs = build_layer(CASE, rank, "fused"), rank_inputs(CASE, rank)
-    moe.requires_grad_(rank == 0)
     arguments = (inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
     y = moe.routed_experts(*arguments)
     dist.barrier()
@@ -286,10 +285,52 @@ def freeze_on_kernels(rank: int, world_size: int) -> str:
 
 
 def test_kernels_say_what_the_other_rank_did_instead() -> None:
-    first, second = run_ranks(freeze_on_kernels, 2, interpret=True, timeout=300)
-    rule = "gradients must be wanted on all ranks of the group, or on none"
+    first, second = run_ranks(skip_a_backward_pass, 2, interpret=True, timeout=300)
+    rule = "all ranks of a group must call its layers in one order, .*"
     assert re.fullmatch(rf"rank 0 waited .* for rank 1 \(barrier, .*\); rank 1 began a forward pass: {rule}", first)
     assert re.fullmatch(rf"rank 1 waited .* for rank 0 \(exch.*\); rank 0 began a backward pass: {rule}", second)
+
+
+def call_in_other_orders(rank: int, world_size: int, path: str) -> list[str]:
+    """Two layers, and one with gradients on rank 0 only; each time what is said, and that all go on behind it."""
+    first, inputs = build_layer(CASE, rank, path), rank_inputs(CASE, rank)
+    group = first.group
+    layers = [first, MoE(first.config, group, path=path)]
+    arguments = (inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
+    expected = first.routed_experts(*arguments)
+    said = []
+
+    def attempt(call: Callable[[], object], *, trains: bool = True) -> None:
+        said.append("")
+        try:
+            with torch.set_grad_enabled(trains):
+                call()
+            group.workspace.check()
+        except (ValueError, StepFailedError) as error:
+            said[-1] = str(error)
+        if path == "fused":
+            dist.barrier()
+            group.workspace.restart()
+        assert torch.equal(expected, first.routed_experts(*arguments)), "a refusal costs nothing"
+
+    attempt(lambda: layers[rank].routed_experts(*arguments))
+    outputs = [layer.routed_experts(*arguments) for layer in layers]
+    if path in ("twin", "fused"):
+        attempt(lambda: outputs[rank].sum().backward())
+    attempt(lambda: first.routed_experts(*arguments), trains=rank == 0)
+    return said
+
+
+@pytest.mark.parametrize("path", ["twin", "fused", "plain", "reference"])
+def test_ranks_that_call_layers_in_different_orders_are_refused(path: str) -> None:
+    first, second = run_ranks(call_in_other_orders, 2, path, interpret=path == "fused", timeout=300)
+    for said in (first, second):
+        assert re.match(r"rank \d called layer \d with .* while rank \d called layer \d with .* in one order", said[0])
+        assert "layer 1" in said[0]
+        assert "layer 2" in said[0]
+    assert path not in ("twin", "fused") or first[1] == first[0]
+    assert "gradients" in first[-1]
+    assert path == "fused" or first == second
 
 
 def test_a_rank_alone_restarts_by_itself_and_a_refusal_costs_nothing() -> None:

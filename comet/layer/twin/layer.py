@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from comet.comm.base import SymmTensor
-from comet.comm.collectives import accumulator_dtype
+from comet.comm.collectives import accumulator_dtype, check_calls
 from comet.comm.signals import signal, wait
 from comet.config import require
 from comet.errors import CapacityError
@@ -35,7 +35,7 @@ class Twin(Backend):
     def _plan(self, ids: Tensor, weights: Tensor, *, trains: bool) -> Plan:
         layout, workspace, rules, device = self.layout, self.workspace, self.rules, self.workspace.comm.device
         require(device.type == "cpu", f"path='twin' needs a workspace on the CPU, this one is on {device}")
-        exchange_ids(ids, weights, workspace, trains=trains)
+        exchange_ids(ids, weights, workspace, call=self.call(trains=trains))
         tensors = plan_tensors(*receive_ids(ids, layout, workspace), layout, rules)
         num_tokens, max_tokens, block_rows = ids.shape[0], workspace.max_tokens, rules.block_rows
         plan = Plan(layout=layout, num_tokens=num_tokens, max_tokens=max_tokens, block_rows=block_rows, **tensors)
@@ -103,9 +103,16 @@ class Twin(Backend):
 
     def barrier(self) -> None:
         """Between processes."""
-        self.workspace.comm.in_flight = True
-        self.workspace.comm.barrier()
-        self.workspace.epoch += 1
+        workspace, comm = self.workspace, self.workspace.comm
+        half = (int(workspace.epoch) + 1) & 1
+        for calls in workspace.calls.peers:
+            calls[half, comm.rank] = self.call(trains=True)
+        comm.in_flight = True
+        comm.barrier()
+        workspace.epoch += 1
+        comm.in_flight = False  # should all ranks raise
+        check_calls(workspace.calls.local[half].tolist())
+        comm.in_flight = True
 
     def dispatch_dgrad(self, grad_output: Tensor, w2: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
         """``dispatch``, then GEMM."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from comet.comm.collectives import bad_ids, check_grad_modes, check_ids, grad_mode
+from comet.comm.collectives import bad_ids, check_calls, check_ids
 from comet.comm.signals import signal, wait
 from comet.kernels.runtime.buffers import allocate, cut
 from comet.kernels.runtime.limits import CHUNK_ROWS, num_buckets
@@ -20,7 +20,7 @@ from comet.layout import ExpertLayout, positions_in_groups
 PLACE = "exchange of top-k ids"
 
 
-def exchange_ids(ids: Tensor, weights: Tensor, workspace: Workspace, *, trains: bool) -> None:
+def exchange_ids(ids: Tensor, weights: Tensor, workspace: Workspace, *, call: int) -> None:
     """Write this rank's ids ``(T, K)`` and weights ``(T, K)`` into every rank's pool and signal; -1 past T."""
     rank, epoch = workspace.comm.rank, int(workspace.epoch) + 1
     num_tokens, top_k = ids.shape
@@ -30,7 +30,7 @@ def exchange_ids(ids: Tensor, weights: Tensor, workspace: Workspace, *, trains: 
         peer_ids[:num_tokens] = ids
         peer_ids[num_tokens:] = -1
         _half(workspace.weights.peers[peer], epoch, top_k)[rank, :num_tokens] = weights
-        workspace.grad_modes.peers[peer][epoch & 1, rank] = grad_mode(trains)
+        workspace.calls.peers[peer][epoch & 1, rank] = call
         # The whole block is written at once, so the flag of its first chunk speaks for all.
         signal(workspace.ids_flags.peers[peer], rank * _chunks(workspace), epoch)
 
@@ -51,7 +51,7 @@ def receive_ids(ids: Tensor, layout: ExpertLayout, workspace: Workspace) -> tupl
         )
     workspace.epoch.fill_(epoch)
     workspace.comm.in_flight = False  # should all ranks raise
-    check_grad_modes(workspace.grad_modes.local[epoch & 1].tolist(), "tokens, top_k_weights, w1 or w2")
+    check_calls(workspace.calls.local[epoch & 1].tolist(), "tokens, top_k_weights, w1 or w2")
     received = _half(workspace.ids.local, epoch, layout.top_k)
     check_ids(bad_ids(received, layout).flatten(1).sum(1).tolist(), ids, layout)
     workspace.comm.in_flight = True

@@ -134,8 +134,9 @@ class EmulatedRanks:
 
     def barrier(self) -> None:
         """Advance the epoch of all ranks."""
-        for pool in self.pools:
+        for pool, backend in zip(self.pools, self.backends, strict=True):
             pool.barrier_flags.local.fill_(int(pool.epoch) + 1)
+            pool.calls.local.fill_(backend.call(trains=True))
         for backend in self.backends:
             backend.barrier()
 
