@@ -31,6 +31,7 @@ from comet.jobs.config import JobConfig, activation_dtype
 from comet.layer.group import ExpertGroup, make_expert_group
 from comet.layer.paths import ExpertPath, make_path
 from comet.layer.workspace import Workspace
+from comet.layout import Biases
 from comet.measure.timing import Timing, Variant, capture, max_over_ranks, rank_barrier, time_interleaved
 from comet.training.ranks import RankContext
 from comet.tuner.problem import Problem, counted
@@ -116,18 +117,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class MeasuredInputs:
-    """``NUM_INPUTS`` sets of tokens ``(T, D)``, ids and weights ``(T, K)``; one set of expert weights."""
+    """``NUM_INPUTS`` sets of tokens ``(T, D)``, ids and weights ``(T, K)``; one set of expert weights and biases."""
 
     tokens: list[Tensor]
     ids: list[Tensor]
     weights: list[Tensor]
     w1: Tensor
     w2: Tensor
+    biases: Biases | None  # where the layer has some
 
     def run(self, path: ExpertPath, index: int) -> Tensor:
         """One layer call."""
         with torch.no_grad():
-            return path(self.tokens[index], self.ids[index], self.weights[index], self.w1, self.w2)
+            routed = self.tokens[index], self.ids[index], self.weights[index]
+            return path(*routed, self.w1, self.w2, self.biases)
 
 
 def measure_layer(
@@ -311,13 +314,13 @@ def make_inputs(problem: Problem, group: ExpertGroup, seed: int) -> MeasuredInpu
     moe, width = problem.moe, problem.width
     local = moe.num_experts // problem.parallel.ep
     drawn: dict[str, Any] = dict(generator=generator, device=group.device, dtype=torch.float32)
-    inputs = MeasuredInputs(
-        [], [], [],
-        torch.empty(local, 2 * width, moe.hidden_size, device=group.device, dtype=problem.dtype),
-        torch.empty(local, moe.hidden_size, width, device=group.device, dtype=problem.dtype),
-    )  # fmt: skip
-    for weight in (inputs.w1, inputs.w2):
+    held: dict[str, Any] = dict(device=group.device, dtype=problem.dtype)
+    w1 = torch.empty(local, 2 * width, moe.hidden_size, **held)
+    w2 = torch.empty(local, moe.hidden_size, width, **held)
+    for weight in (w1, w2):
         weight.normal_(0, weight.shape[2] ** -0.5, generator=generator)
+    biases = Biases(torch.zeros(w1.shape[:2], **held), torch.zeros(w2.shape[:2], **held)) if moe.expert_bias else None
+    inputs = MeasuredInputs([], [], [], w1, w2, biases)
     for _ in range(NUM_INPUTS):
         tokens = torch.randn(problem.num_tokens, moe.hidden_size, **drawn)
         scores = torch.rand(problem.num_tokens, moe.num_experts, **drawn)

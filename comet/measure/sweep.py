@@ -36,7 +36,7 @@ from comet.utils.shared_file import require_writable, write_whole
 from comet.utils.tables import aligned
 
 KEY_COLUMNS = tuple(
-    "model hidden_size ffn_size num_experts top_k ep tp tokens dtype device comm_blocks num_panels".split()
+    "model hidden_size ffn_size num_experts top_k layer ep tp tokens dtype device comm_blocks num_panels".split()
 )
 COLUMNS = (*KEY_COLUMNS, "ms", "failure")
 CSV_NAME, PLOT_NAME = "sweep.csv", "sweep.png"
@@ -54,11 +54,17 @@ class Point:
         """The values of ``KEY_COLUMNS``: what a row of the CSV file is found by."""
         shape, moe, setting = self.shape, self.shape.moe, self.setting
         values = (
-            shape.model, moe.hidden_size, moe.ffn_size, moe.num_experts, moe.top_k,
-            shape.parallel.ep, shape.parallel.tp, shape.tokens, dtype, device,
-            setting.comm_blocks, setting.num_panels,
+            shape.model, moe.hidden_size, moe.ffn_size, moe.num_experts, moe.top_k, _beside_sizes(moe),
+            shape.parallel.ep, shape.parallel.tp, shape.tokens, dtype, device, setting.comm_blocks, setting.num_panels,
         )  # fmt: skip
         return tuple(map(str, values))
+
+
+def _beside_sizes(moe: MoEConfig) -> str:
+    """What else a layer's time depends on: ``swiglu``, or ``geglu, expert_bias=True, capacity_factor=1.25``."""
+    found = {name: getattr(moe, name) for name in ("expert_bias", "capacity_factor", "max_imbalance")}
+    named = [f"{name}={value}" for name, value in (moe.activation.parameters | found).items() if value]
+    return ", ".join([moe.activation.name, *named])
 
 
 def sweep_points(job: JobConfig) -> list[Point]:

@@ -103,8 +103,9 @@ def test_the_log_keeps_times_and_reasons_and_says_what_is_left(tmp_path):
     again = SweepLog.load(log.path)
     assert again.rows == log.rows
     assert pending([done, failed, new], again, *key) == {new.shape: [failed, new]}, "what failed is tried again"
-    other = replace(done, shape=replace(done.shape, moe=replace(MOE, ffn_size=64)))
-    assert pending([other], again, *key) == {other.shape: [other]}, "the same name, another layer"
+    for change in ({"ffn_size": 64}, {"activation": "geglu"}, {"expert_bias": True}, {"capacity_factor": 0.5}):
+        other = replace(done, shape=replace(done.shape, moe=replace(MOE, **change)))
+        assert pending([other], again, *key) == {other.shape: [other]}, "the same name, another layer"
     assert pending([done], again, key[0], "another device") == {done.shape: [done]}
     assert SweepLog.load(tmp_path / "none.csv").rows == {}
 
@@ -115,9 +116,9 @@ def test_a_file_that_is_no_log_is_refused(tmp_path):
     for text, message in [
         ("", "must start with the columns model,"),
         ("a,b\n", "must start with the columns model,"),
-        (f"{header}\ntiny,1\n", r"sweep\.csv:2 must have 14 columns, not 2"),
-        (f"{header}\n" + "x," * 12 + "1.0,\n", r"sweep\.csv:2: invalid literal"),
-        (f"{header}\n" + "1," * 10 + "8,2,nan,\n", r"sweep\.csv:2: ms=nan must be positive"),
+        (f"{header}\ntiny,1\n", r"sweep\.csv:2 must have 15 columns, not 2"),
+        (f"{header}\n" + "x," * 13 + "1.0,\n", r"sweep\.csv:2: invalid literal"),
+        (f"{header}\n" + "1," * 11 + "8,2,nan,\n", r"sweep\.csv:2: ms=nan must be positive"),
     ]:
         path.write_text(text)
         with pytest.raises(ValueError, match=message):

@@ -23,7 +23,7 @@ from comet.tuner.problem import Problem
 from comet.tuner.profile import Measured, ProfileEntry, ProfileKey, ProfileStore
 
 MODELS = {
-    "few": MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2),
+    "few": MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2, expert_bias=True),
     "many": MoEConfig(hidden_size=64, ffn_size=32, num_experts=8, top_k=1),
 }
 
