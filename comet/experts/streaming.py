@@ -232,8 +232,9 @@ class ExpertsFromSlots:
         if weights.b1 is None:
             return [None] * len(groups)
         visits = [visit for group in groups for visit in group]
-        owners = torch.tensor([visit.slot if weights.host is None else visit.expert for visit in visits])
-        of_rows = owners.repeat_interleave(torch.tensor([counts[visit.expert] for visit in visits]))
+        owners = [visit.slot if weights.host is None else visit.expert for visit in visits]
+        repeats = [counts[visit.expert] for visit in visits]
+        of_rows = torch.tensor(owners, dtype=torch.int64).repeat_interleave(torch.tensor(repeats, dtype=torch.int64))
         return send(of_rows, device).split([sum(counts[visit.expert] for visit in group) for group in groups])
 
     def _most_at_once(self, dtype: torch.dtype) -> int:

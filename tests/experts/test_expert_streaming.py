@@ -184,6 +184,9 @@ def test_streamed_experts_have_the_layers_activation_and_biases(activation: Acti
     for num_tokens in (1, 40, 2, CACHED_DECODE_TOKENS + 1, 1):
         inputs = *routed(made, num_tokens), held.w1, held.w2
         torch.testing.assert_close(path(*inputs, biases), plain_experts(*inputs, LAYOUT, None, activation, biases))
+    tokens, ids, *others = *routed(made, CACHED_DECODE_TOKENS + 1), held.w1, held.w2
+    found = path(tokens, torch.full_like(ids, -1), *others, biases)
+    assert torch.equal(found, torch.zeros_like(tokens)), "as where all tokens go to experts of other ranks"
 
 
 @pytest.mark.parametrize("kind", ["mxfp8", "mxfp4"])
