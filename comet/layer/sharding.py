@@ -9,7 +9,7 @@ part, which costs an attribute, and in training one autograd function.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -70,7 +70,10 @@ def expert_parameter(part: Tensor, mesh: DeviceMesh | None) -> nn.Parameter:
     placements = [Replicate() if name == "tp" and part.dim() < 3 else PLACEMENTS[name] for name in names[1:]]
     if part.device.type != mesh.device_type:  # experts in host memory: a DTensor on the mesh would move there
         mesh = DeviceMesh(part.device.type, mesh.mesh, mesh_dim_names=names, _init_backend=False)
-    return nn.Parameter(DTensor.from_local(part, mesh[names[1:]], placements, run_check=False))
+    held: Any = DTensor.from_local(part, mesh[names[1:]], placements, run_check=False)
+    parameter: Any = nn.Parameter(held)
+    parameter._spec = held._spec  # see ``forget_meshes``: it might have the mesh of another group, which may be closed
+    return cast(nn.Parameter, parameter)
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -335,6 +335,23 @@ def test_one_group_after_another(rank: int, world_size: int) -> None:
     assert torch.equal(*norms)
 
 
+@in_ranks(2)
+def test_a_group_outlives_another_one_of_the_same_ranks(rank: int, world_size: int) -> None:
+    first, (second, optimizer) = make_layer(2), stepped(2, 1, seed=1)
+    wanted = weights(second)
+    second.load_state_dict(first.state_dict())
+    assert_same(weights(second), weights(first), 0.0)
+    first.group.close()
+    assert weights(second).keys() == wanted.keys()
+    optimizer.zero_grad()
+    second(draw(rank))[0].sum().backward()
+    norm = clip_grad_norm_([second.w1], 1e9)
+    torch.testing.assert_close(norm, whole(second.w1.grad).norm())
+    optimizer.step()
+    assert weights(copy.deepcopy(second)).keys() == wanted.keys()
+    second.group.close()
+
+
 def test_clipping_takes_one_tensor_as_torch_does() -> None:
     weight = nn.Parameter(torch.ones(2, 2))
     weight.grad = torch.full((2, 2), 3.0)
