@@ -189,10 +189,11 @@ class GPTEngine(Engine):
         if decode_tokens is None:
             decode_tokens = DECODE_TOKENS if expert_slots is None else CACHED_DECODE_TOKENS
         super().__init__(group.device)
+        moe, drops = model.config.moe, "sequences would drop each other's rows"
+        require(moe.capacity_factor is None, f"capacity_factor={moe.capacity_factor} must be None to generate: {drops}")
         freeze(model)
         self.model = model
         self.cuda_graph: GraphMode = cuda_graph
-        moe = model.config.moe
         layout = group.layout(moe)
         apart = expert_slots is not None or moe.expert_bias  # a shared expert has no biases to join theirs with
         columns = 0 if apart else shared_columns(layout, moe.ffn_size, moe.shared_ffn_size)

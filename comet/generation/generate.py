@@ -82,7 +82,9 @@ def generate(
     sampler = Sampler(config, len(prompts), engine.device, num_tokens=codec.num_tokens, seen=seen)
     advance = make_advance(engine, sampler, config)
     started = time.perf_counter()
-    chosen = sampler.choose(engine.prefill(ids, lengths, most_positions(prompts, limits)), 0)
+    logits = engine.prefill(ids, lengths, most_positions(prompts, limits))
+    require(not bool(logits.isnan().any()), "logits of the prompts must be numbers, but the model's weights make NaN")
+    chosen = sampler.choose(logits, 0)
     tokens, first_token_s = [[token] for token in chosen.tolist()], 0.0
     while True:
         for index, (sequence, made) in enumerate(zip(sequences, tokens, strict=True)):

@@ -34,11 +34,12 @@ def open_codec(folder: Path) -> TokenizerCodec:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"generate.source={str(folder)!r} must hold a tokenizer that can be read: {error}") from error
-    config = read_config(folder)
+    config = of_texts = read_config(folder)
     if (folder / "generation_config.json").is_file():
-        config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    ends = config.eos_token_id
-    return TokenizerCodec(tokenizer, frozenset([] if ends is None else [ends] if isinstance(ends, int) else ends))
+        of_texts = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    ends = of_texts.eos_token_id
+    end_ids = frozenset([] if ends is None else [ends] if isinstance(ends, int) else ends)
+    return TokenizerCodec(tokenizer, end_ids, config.vocab_size)
 
 
 class HFEngine(Engine):
@@ -57,6 +58,7 @@ class HFEngine(Engine):
         speculation: SpeculationConfig | None = None,
     ) -> None:
         super().__init__(model.device)
+        check_positions(model.config)
         self.model: Any = model
         self.cuda_graph: GraphMode = cuda_graph
         named = {name: each for name, each in self.model.named_modules() if isinstance(each, CometExperts)}
@@ -100,6 +102,15 @@ class HFEngine(Engine):
 
     def _drafting(self) -> AbstractContextManager[None]:
         return routed_by(self._gates, self._drafts)
+
+
+def check_positions(config: Any) -> None:
+    """Raise ``ValueError`` where transformers turns all sequences by the longest there is, or was: drafts, a warm-up
+    and other prompts would change a text.
+    """
+    rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
+    others = "it turns all sequences as the longest one needs, so that a text would depend on others"
+    require(rope_type not in ("dynamic", "longrope"), f"rope_type={rope_type!r} of the model must be another: {others}")
 
 
 def check_rewinds(model: Any) -> None:

@@ -59,8 +59,8 @@ def model_of(source: Source) -> ModelConfig:
     if source.checkpoint is None:
         return _hf_model(source.path)
     fields = nested(source.checkpoint.model)
-    try:
-        return ModelConfig(**{**fields, "moe": MoEConfig(**fields["moe"])})
+    try:  # without a capacity, of which one text would take the experts of another
+        return ModelConfig(**{**fields, "moe": MoEConfig(**fields["moe"] | {"capacity_factor": None})})
     except (KeyError, TypeError) as error:
         raise ValueError(f"checkpoint {source.path} holds a model this version does not know: {error}") from error
 

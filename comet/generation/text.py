@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
+from comet.config import require
 from comet.models.config import NUM_BYTE_VALUES
 
 UNFINISHED = "\ufffd"
@@ -55,14 +56,19 @@ class ByteStream:
 class TokenizerCodec:
     """The tokenizer of a Hugging Face folder."""
 
-    def __init__(self, tokenizer: Any, end_ids: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Any, end_ids: frozenset[int], vocab_size: int) -> None:
         self.tokenizer = tokenizer
-        self.num_tokens = len(tokenizer)
+        # Not the number of tokens: their ids may have gaps. Nor are there logits of those that the model does not know.
+        self.num_tokens = min(max(tokenizer.get_vocab().values()) + 1, vocab_size)
         self.end_ids = end_ids
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a prompt, with those the tokenizer puts in front."""
-        return list(self.tokenizer.encode(text))
+        ids: list[int] = list(self.tokenizer.encode(text))
+        others = [token for token in ids if token >= self.num_tokens]
+        known = f"must be tokens below {self.num_tokens}, which are all that the model knows"
+        require(not others, f"generate.prompt={text!r} {known}, but holds {others}")
+        return ids
 
     def stream(self, prompt: Sequence[int]) -> TokenizerStream:
         """A stream for what follows ``prompt``."""

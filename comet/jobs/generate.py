@@ -14,6 +14,7 @@ from comet.quantization.formats import MXType
 from comet.utils.graphs import GraphMode
 
 GenerateDtype = Literal["auto", "float32", "bfloat16"]
+LEAST, MOST = 1e-6, 1e6  # what logits are divided or multiplied by, so that they stay finite and different
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,12 +89,14 @@ class GenerateConfig(SpeculationConfig):
         require(self.source is None or bool(self.source), f"source={self.source!r} must name a folder")
         require(all(self.prompts), f"prompts={list(self.prompts)} must each have a character")
         require(self.max_new_tokens >= 1, f"max_new_tokens={self.max_new_tokens} must be at least 1")
-        finite = 0 <= self.temperature < float("inf")
-        require(finite, f"temperature={self.temperature} must be finite and at least 0 (0: the most probable token)")
+        usable = self.temperature == 0 or LEAST <= self.temperature <= MOST
+        rule = f"must be 0 (the most probable token) or between {LEAST} and {MOST:g}"
+        require(usable, f"temperature={self.temperature} {rule}")
         require(self.top_k is None or self.top_k >= 1, f"top_k={self.top_k} must be at least 1, or None for all tokens")
         require(0 < self.top_p <= 1, f"top_p={self.top_p} must be above 0 and at most 1")
-        positive = 0 < self.repetition_penalty < float("inf")
-        require(positive, f"repetition_penalty={self.repetition_penalty} must be positive and finite (1: none)")
+        usable = LEAST <= self.repetition_penalty <= MOST
+        rule = f"must be between {LEAST} and {MOST:g} (1: none)"
+        require(usable, f"repetition_penalty={self.repetition_penalty} {rule}")
         require(self.seed >= 0, f"seed={self.seed} must be at least 0")
         require(self.stop is None or bool(self.stop), f"stop={self.stop!r} must have a character, or be None")
         for name in ("expert_budget", "host_budget"):

@@ -191,6 +191,16 @@ def test_the_stop_text_ends_a_sequence_and_is_left_out():
     assert run(["a"], temperature=0, stop="\0never\0").texts[0] == text
 
 
+@pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:1]])
+def test_weights_that_make_nan_write_no_text(prompts):
+    model, group = awake_model()
+    with torch.no_grad():
+        model.head.weight[7] = math.nan
+    config = GenerateConfig(prompts=tuple(prompts))
+    with pytest.raises(ValueError, match=r"logits of the prompts must be numbers, but the model's weights make NaN"):
+        generate(GPTEngine(model, group), ByteCodec(), encode_prompts(config, ByteCodec(), 32), config, context=32)
+
+
 def test_as_many_tokens_as_there_is_room_for_may_be_any_number():
     made = run(["abc"], max_new_tokens=1)
     assert (made.steps, made.new_tokens) == (0, 1)
@@ -256,9 +266,10 @@ def test_temperature_flattens():
     ("changes", "message"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
-        ({"temperature": -0.1}, r"temperature=-0\.1 must be finite and at least 0"),
-        ({"temperature": math.nan}, "temperature=nan must be finite"),
-        ({"temperature": math.inf}, "temperature=inf must be finite"),
+        ({"temperature": -0.1}, r"temperature=-0\.1 must be 0 \(the most .*\) or between 1e-06 and 1e\+06"),
+        ({"temperature": 1e-40}, "temperature=1e-40 must be 0"),  # logits would be infinite
+        ({"temperature": math.nan}, "temperature=nan must be 0"),
+        ({"temperature": math.inf}, "temperature=inf must be 0"),
         ({"top_p": 0.0}, r"top_p=0\.0 must be above 0 and at most 1"),
         ({"top_p": 1.1}, r"top_p=1\.1 must be above 0"),
         ({"top_p": math.nan}, "top_p=nan must be above 0"),
@@ -272,7 +283,8 @@ def test_temperature_flattens():
         ({"tau": 1.5}, "tau=1.5 must be between 0 and 1"),
         ({"tau": math.nan}, "tau=nan must be between 0 and 1"),
         ({"adaptive_tolerance": -0.1}, "adaptive_tolerance=-0.1 must be between 0 and 1"),
-        ({"repetition_penalty": 0.0}, r"repetition_penalty=0\.0 must be positive and finite"),
+        ({"repetition_penalty": 0.0}, r"repetition_penalty=0\.0 must be between 1e-06 and 1e\+06"),
+        ({"repetition_penalty": 1e40}, r"repetition_penalty=1e\+40 must be between"),
         ({"prompts": ("a", "")}, r"prompts=\['a', ''\] must each have a character"),
     ],
 )

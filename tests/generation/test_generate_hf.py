@@ -12,14 +12,14 @@ from refusals import refusal
 
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 
-from hf_cases import save_model
+from hf_cases import save_model, tiny_model
 from hf_fp8_cases import publish, stock
 from training_cases import Rank, make_job
 
-from comet.generation.hf import open_codec
+from comet.generation.hf import HFEngine, open_codec
 from comet.generation.job import generate_job
 from comet.generation.source import Source, find_source, model_of
-from comet.integrations.hf import load_pretrained
+from comet.integrations.hf import convert, load_pretrained
 from comet.jobs.generate import GenerateConfig
 from comet.launch.dry_run.generate import memory_needs
 
@@ -140,6 +140,35 @@ def test_tokens_become_text_when_they_form_characters(qwen):
 def test_end_tokens_are_those_of_the_generation_config(qwen, tmp_path):
     save_model(tmp_path, "qwen3_moe", eos_token_id=END)
     assert open_codec(tmp_path).end_ids == {END}
+
+
+@pytest.mark.parametrize(("end", "vocab_size", "num_tokens"), [(300, 304, 301), (256, 100, 100)])
+def test_tokens_are_those_that_tokenizer_and_model_know(end, vocab_size, num_tokens, qwen, tmp_path):
+    for path in qwen[0].glob("*token*"):
+        (tmp_path / path.name).write_text(path.read_text().replace(f'"id": {END}', f'"id": {end}'))
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["<end>"] = end  # behind a gap, or beyond the model's tokens
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    tiny_model("qwen3_moe", vocab_size=vocab_size, eos_token_id=end).save_pretrained(tmp_path)
+    codec = open_codec(tmp_path)
+    assert (codec.num_tokens, codec.end_ids) == (num_tokens, {end})
+    assert len(codec.encode("a")) == 1
+    if end > num_tokens:
+        with pytest.raises(
+            ValueError, match=r"generate\.prompt='a<end>' must be tokens below 100, .* but holds \[256\]"
+        ):
+            codec.encode("a<end>")
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_positions_that_depend_on_the_longest_sequence_are_refused(rope_type):
+    widths = dict.fromkeys(("short_factor", "long_factor"), [1.0] * 4) if rope_type == "longrope" else {}
+    rope = dict(rope_type=rope_type, factor=4.0, rope_theta=1e4, original_max_position_embeddings=16, **widths)
+    model = convert(tiny_model("qwen3_moe", rope_parameters=rope))
+    with pytest.raises(
+        ValueError, match=f"rope_type='{rope_type}' of the model must be another: it turns all sequences"
+    ):
+        HFEngine(model)
 
 
 def test_a_folder_without_a_tokenizer(qwen, tmp_path):

@@ -16,7 +16,7 @@ from training_cases import MODEL, MOE, Rank, make_job, make_model
 
 from comet.generation.engine import GPTEngine
 from comet.generation.job import generate_job
-from comet.generation.source import find_source
+from comet.generation.source import find_source, model_of
 from comet.generation.text import table
 from comet.jobs.generate import GenerateConfig
 from comet.launch.cli import PROGRAM, main
@@ -150,6 +150,15 @@ def test_the_source_decides_the_model(trained):
     assert job.model == TRAINED
     with pytest.raises(ValueError, match=r"decides the model: model=tiny, \+\+model\.name=x must be left out"):
         compose([f"generate.source={trained}", "model=tiny", "++model.name=x"])
+
+
+def test_a_text_does_not_depend_on_others_through_the_capacity_of_experts(trained):
+    source = find_source(str(trained))
+    dropping = replace(source.checkpoint, model={**source.checkpoint.model, "moe.capacity_factor": 1.0})
+    assert model_of(replace(source, checkpoint=dropping)) == TRAINED
+    model, group = make_model(replace(TRAINED, moe=replace(TRAINED.moe, capacity_factor=1.0)))
+    with pytest.raises(ValueError, match=r"capacity_factor=1\.0 must be None to generate: sequences would drop"):
+        GPTEngine(model, group)
 
 
 def test_texts_reach_the_job_as_they_were_typed():

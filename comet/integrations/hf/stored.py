@@ -159,6 +159,8 @@ def open_checkpoint(folder: Path, files: ExitStack) -> dict[str, StoredTensor]:
         except SafetensorError as error:
             raise ValueError(f"checkpoint {folder} is damaged: {file} cannot be read ({error})") from error
         for name in handle.keys():  # noqa: SIM118 - the handle is no dict
+            if name in found and promised.get(name) != file:
+                continue  # of two files the one that the index names counts
             lazy = handle.get_slice(name)
             shape, read = tuple(lazy.get_shape()), partial(_read, lazy, check)
             found[name] = StoredTensor(name=name, shape=shape, dtype=lazy.get_dtype(), read=read)

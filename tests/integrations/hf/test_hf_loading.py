@@ -30,7 +30,7 @@ from hf_cases import (
 )
 from hf_fp8_cases import WHOLE
 from ranks import in_ranks, run_ranks
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiers import slow
 from torch import Tensor
 
@@ -179,6 +179,18 @@ def test_broken_folders(tmp_path: Path, folder: Path) -> None:
     refuse(folder, "model.safetensors.index.json promises model.lost.weight, the files lack them$")
     (folder / "model.safetensors.index.json").write_text("{")
     refuse(folder, "is damaged: model.safetensors.index.json cannot be read")
+
+
+def test_of_two_files_with_a_tensor_the_one_that_the_index_names_counts(folder: Path) -> None:
+    state = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    name = "model.norm.weight"
+    for file, other in (("1.safetensors", state), ("2.safetensors", {name: state[name] + 1})):
+        save_file(other, folder / file, metadata={"format": "pt"})
+    for file, added in (("1.safetensors", 0), ("2.safetensors", 1)):
+        index = dict.fromkeys(state, "1.safetensors") | {name: file, "lm_head.weight": "2.safetensors"}  # it is not
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+        assert torch.equal(hf.load_pretrained(folder).model.norm.weight, state[name] + added)
 
 
 def test_refused_configurations(folder: Path) -> None:
