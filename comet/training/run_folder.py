@@ -82,10 +82,10 @@ class RunFolder(FolderLock):
         resume = self.resume
         if self.folder.is_dir():
             self.acquire()
-            steps = [found.step for found in list_checkpoints(self.folder)[0]]
+            own = [found.path for found in list_checkpoints(self.folder)[0]]
             if self.attempt == 0:
-                self._require_own(steps)
-            elif steps or resume is None:
+                self._require_own(own)
+            elif own or resume is None:
                 resume = "auto"
         return find_checkpoints(resume, str(self.folder))
 
@@ -99,17 +99,21 @@ class RunFolder(FolderLock):
                 remove_checkpoint(path)
         write_whole(self.folder / SETTINGS_FILE, settings)
 
-    def _require_own(self, steps: list[int]) -> None:
-        source = None if self.resume in (None, "auto") else Path(str(self.resume))
+    def _require_own(self, checkpoints: list[Path]) -> None:
+        source = named = None if self.resume in (None, "auto") else Path(str(self.resume))
         if source is not None:
             source = source.parent if names_checkpoint(source) else source
         goes_on = self.resume == "auto" or (source is not None and source.resolve() == self.folder.resolve())
         both = f"overwrite=true removes what resume={self.resume} is to continue: leave one of them out"
         require(not (goes_on and self.overwrite), both)
         history = self.folder / HISTORY_FILE
-        is_run = bool(steps) or (history.is_file() and history.stat().st_size > 0)
-        ways = f"resume={self.folder} continues it" if steps else "no step of it was saved"
+        is_run = bool(checkpoints) or (history.is_file() and history.stat().st_size > 0)
+        ways = f"resume={self.folder} continues it" if checkpoints else "no step of it was saved"
         require(
             goes_on or self.overwrite or not is_run,
             f"{self.setting} holds a run: {ways}, overwrite=true removes it, or choose another output_dir",
         )
+        if goes_on and named is not None and named != source and checkpoints:
+            is_newest = named.resolve() == checkpoints[0].resolve()
+            rule = f"must be the newest checkpoint of {self.setting}, {checkpoints[0]}, which it would replace"
+            require(is_newest, f"resume={self.resume} {rule}: choose another output_dir")

@@ -157,6 +157,11 @@ def test_another_run_is_not_removed_unless_the_user_says_so(tmp_path):
         train(make_job(tmp_path), Rank())
     with pytest.raises(ValueError, match=r"overwrite=true removes what resume=.*step-000002 is to continue"):
         train(make_job(tmp_path, resume=str(out / "step-000002"), overwrite=True), Rank())
+    with pytest.raises(
+        ValueError, match=r"resume=.*step-000002 must be the newest .*step-000004, which it would replace"
+    ):
+        train(make_job(tmp_path, resume=str(out / "step-000002"), steps=4), Rank())
+    train(make_job(tmp_path, resume=str(out / "step-000004"), steps=4), Rank())
     assert names(out) == before
     assert len(losses(out)) == 4
     (out / "step-by-step").mkdir()
