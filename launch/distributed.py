@@ -238,6 +238,9 @@ def leave(status: int) -> NoReturn:
     Background threads of a half-broken process group would keep a failed rank alive, and those of a sound one may still
     be dropping a finished collective: one that needs the interpreter while it shuts down aborts the process.
     """
-    sys.stdout.flush()
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads it has seen enough, as `head` has
+        status = status or 128 + signal.SIGPIPE
     sys.stderr.flush()
     os._exit(status)

@@ -8,6 +8,7 @@ a peer died, froze or is late                  1       one line that names those
 nothing that was to be measured ran            1       one line, by the first rank that noticed
 anything else                                  1       the traceback of the first rank that failed
 SIGTERM, after a checkpoint                    143     as at any other end
+nobody reads standard output, as behind `head` 141     nothing
 =============================================  ======  ==========================================
 
 The first rank to fail claims the report in the rendezvous store, and the others end with its status once it is printed.
@@ -31,6 +32,7 @@ from comet.launch.signs import Inquiry, Signs, describe_places, place_of
 STATUS_FAILED = 1
 STATUS_USER = 2
 STATUS_SAVED = 128 + signal.SIGTERM
+STATUS_UNREAD = 128 + signal.SIGPIPE
 
 
 def is_user_error(error: BaseException) -> bool:
@@ -131,6 +133,8 @@ def say_silent(found: Inquiry) -> None:
 
 
 def _status(error: BaseException) -> int:
+    if isinstance(error, BrokenPipeError):
+        return STATUS_UNREAD
     return STATUS_USER if is_user_error(error) else STATUS_FAILED
 
 
@@ -145,6 +149,8 @@ def _line(error: BaseException, rank: int, where: str, found: Inquiry) -> str:
 
 
 def _print(error: BaseException, who: str, line: str, with_traceback: bool) -> None:
+    if _status(error) == STATUS_UNREAD:
+        return
     short = _status(error) == STATUS_USER or is_peer_error(error) or isinstance(error, NothingMeasuredError)
     text = "" if short and not with_traceback else "".join(traceback.format_exception(error))
     last = line if short else f"error: {who} failed with {type(error).__name__}"

@@ -21,7 +21,7 @@ import psutil
 import torch.distributed as dist
 
 from comet.launch.distributed import POLL_S, SETTINGS_KEY, START_S, rank_environment
-from comet.launch.failures import STATUS_FAILED, STATUS_SAVED, STATUS_USER, say
+from comet.launch.failures import STATUS_FAILED, STATUS_SAVED, STATUS_UNREAD, STATUS_USER, say
 from comet.launch.signs import call_off
 
 SIGNAL_STATUS = 128
@@ -53,7 +53,7 @@ def run_local_ranks(command: Sequence[str], num_ranks: int, settings: Mapping[st
     with _signals() as heard:
         for attempt in range(most + 1):
             status = _run_once([sys.executable, *command], num_ranks, environment, heard, store)
-            if status in (0, STATUS_USER, STATUS_SAVED) or heard:
+            if status in (0, STATUS_USER, STATUS_SAVED, STATUS_UNREAD) or heard:
                 break
             if attempt < most:
                 say(f"all ranks start anew, restart {attempt + 1} of {most}")

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 from launch_jobs import (
+    APP,
     TIMEOUT_S,
     TINY,
     all_gone,
@@ -63,9 +64,10 @@ def test_every_task_with_settings_takes_the_common_options(name, capfd, monkeypa
     assert "num_experts=8 must be divisible by ep=3" in err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("words", [["--help"], ["train", "--dry-run"]])
-def test_a_reader_that_leaves_early_is_no_mistake(words):
-    process = start(*words, program=PROGRAM)
+@pytest.mark.parametrize("words", [["--help"], ["train", "--dry-run"], ["add_ranks"], ["write_lines"]])
+def test_a_reader_that_leaves_early_is_no_mistake(words, tmp_path):
+    of_ranks = [f"output_dir={tmp_path}"] if "_" in words[0] else []
+    process = start(*words, *of_ranks, program=(APP,) if of_ranks else PROGRAM)
     process.stdout.close()  # as `head` does once it has its lines
     err = process.stderr.read()
     assert process.wait(TIMEOUT_S) == 128 + signal.SIGPIPE

@@ -59,6 +59,13 @@ def add_ranks(config: JobConfig, context: LaunchContext) -> None:
         )
 
 
+def write_lines(config: JobConfig, context: LaunchContext) -> None:
+    note(config, context)
+    while context.rank == 0:
+        print("a line", flush=True)
+    dist.barrier()
+
+
 def report_context(config: JobConfig, context: LaunchContext) -> None:
     note(config, context)
     everything: list[object] = [None] * context.world_size
@@ -152,7 +159,7 @@ KILLED_AT: dict[str, tuple[Any, str]] = {
 }
 FUNCTIONS = (
     train_and_be_killed,
-    add_ranks, report_context, crash, refuse, refuse_alone, time_out, sleep, deadlock,
+    add_ranks, write_lines, report_context, crash, refuse, refuse_alone, time_out, sleep, deadlock,
     late, refuse_while_others_wait,
 )  # fmt: skip
 TASKS = {function.__name__: Task("a test", f"launch_app.{function.__name__}") for function in FUNCTIONS}
