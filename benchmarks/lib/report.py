@@ -19,7 +19,7 @@ from lib.ranks import Ranks, tell
 Row = dict[str, Any]
 Panels = dict[str, dict[str, list[tuple[float, float]]]]  # points of every line of every panel, by their titles
 IN_JSON_ONLY = ("times_us", "quantiles", "accuracy", "seconds")  # of rows
-SUFFIXES = (".csv", ".png", ".json")  # of one run's files
+SUFFIXES = (".csv", ".png", ".json", ".pt")  # of one run's files
 
 
 def geometric_mean(values: Iterable[float | None]) -> float | None:

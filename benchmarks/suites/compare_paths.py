@@ -31,7 +31,7 @@ from comet.config import require
 from comet.training.report import History
 
 from lib.arguments import suite_parser
-from lib.report import Row, draw_lines, table_of, write_json
+from lib.report import Row, draw_lines, set_aside, table_of, write_json
 
 EARLY_STEPS, EARLY_EPSILONS, EARLY_FLOAT32 = 8, 0.25, 2 * 4.5e-5
 WINDOW_STEPS, WINDOW_TOLERANCE = 10, 0.02
@@ -106,6 +106,7 @@ def main(command_line: Sequence[str]) -> int:
     }
     agree = all(path["within_tolerance"] for path in paths.values())
     found = {"task": "compare_paths", "early_tolerance": early_tolerance(dtype), "paths": paths}
+    set_aside(arguments.out, "compare_paths")
     line = write_json(arguments.out, "compare_paths", found | {"within_tolerance": agree})
     curves = {name: [(step + 1.0, loss) for step, loss in enumerate(losses)] for name, (losses, _) in runs.items()}
     draw_lines(arguments.out / "compare_paths.png", {"": curves}, x="optimizer step", y="loss, nats per byte")

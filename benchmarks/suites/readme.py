@@ -14,6 +14,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,13 @@ def collect(folders: Iterable[Path], commit: str | None = None) -> list[Row]:
             ]
     commits = sorted({row["commit"] for row in rows})
     require(len(commits) == 1, f"commit={', '.join(commits)} of the results must be one")
+    for table in _distinct(rows, "table"):
+        mine = [row for row in rows if row["table"] == table]
+        machines = {f"{row['ranks']} x {row['device']}" for row in mine}
+        require(len(machines) == 1, f"results of {table} must be of one machine, but are of {', '.join(machines)}")
+        points = Counter(f"{row['model']} with {row['tokens']} tokens" for row in mine)
+        twice = [point for point, count in points.items() if count > 1]
+        require(not twice, f"results of {table} must be one for each point, of one routing and layout, unlike {twice}")
     return rows
 
 
@@ -97,7 +105,7 @@ def _figures_of_layer(row: Row) -> Row:
 def _figures_of_decode(row: Row) -> Row:
     """Microseconds of a step; the rival is the fastest that is not ours."""
     rivals = [name for name in row if name.endswith("_us") and name.startswith(("triton", "torch", "transformers"))]
-    found = {"comet": row["best_us"], "best_rival": _least(row, rivals), "of_roofline": row["of_roofline"]}
+    found = {"comet": row.get("best_us"), "best_rival": _least(row, rivals), "of_roofline": row.get("of_roofline")}
     return {"table": f"decode {row['weights']}"} | found
 
 
@@ -124,10 +132,13 @@ def with_tables(text: str, rows: Sequence[Row]) -> str:
 
 def layer_table(rows: Sequence[Row]) -> Table:
     """A line for each model, figures of several numbers of tokens side by side."""
-    tokens = " / ".join(str(count) for count in _distinct(rows, "tokens"))
-    lines = [[f"model, {tokens} tokens", "Comet, ms", "plain, ms", "x plain", "x best", "of roofline"]]
+    tokens = _distinct(rows, "tokens")
+    lines = [
+        [f"model, {' / '.join(map(str, tokens))} tokens", "Comet, ms", "plain, ms", "x plain", "x best", "of roofline"]
+    ]
     for model in _distinct(rows, "model"):
-        of_model = [row for row in rows if row["model"] == model]
+        found = {row["tokens"]: row for row in rows if row["model"] == model}
+        of_model = [found.get(count, dict.fromkeys(COLUMNS)) for count in tokens]
         ratios = [
             [row[rival] and row["comet"] and row[rival] / row["comet"] for row in of_model]
             for rival in ("plain", "best_rival")

@@ -47,7 +47,7 @@ from comet.training.data import read_corpus
 
 from lib.arguments import BUDGETS, parsed, require_known, suite_parser, whole_numbers, words
 from lib.ranks import FAILURES, Ranks, device_name, release, tell
-from lib.report import Row, cell, table_of, write_json
+from lib.report import Row, cell, set_aside, table_of, write_json
 from lib.start import memory_limit
 from lib.timing import link_bytes, link_gbs
 from lib.traces import Trace, record_routing
@@ -315,7 +315,7 @@ class Run:
     def prompt(self, number: int) -> str:
         """Held-out text number so and so."""
         start = self.starts(max(number + 1, LEAST_PROMPTS), PROMPT_BYTES, seed=0)[number]
-        return bytes(self.heldout[start : start + PROMPT_BYTES].tolist()).decode("latin1")
+        return bytes(self.heldout[start : start + PROMPT_BYTES].tolist()).decode("utf-8", "surrogateescape")
 
     def long_prompt(self) -> Tensor:
         """``(1, P)`` held-out text, P 1,000 where the context has room for it."""
@@ -349,6 +349,8 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     assert source.checkpoint is not None
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
+        for stem in ("bench_speculation", "routing"):
+            set_aside(out, stem)
     config = model_of(source)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     group = make_expert_group(config.moe, ParallelConfig(), max_tokens=PROMPT_BYTES, dtype=dtype, device=device)

@@ -27,7 +27,7 @@ from comet.trace.timeline import Timeline, record
 from lib.arguments import parsed, suite_parser
 from lib.moe import Inputs, make_inputs, open_layer
 from lib.ranks import Ranks, device_name
-from lib.report import Row
+from lib.report import Row, set_aside
 from lib.shapes import model, parse_overlap
 
 LEADS = 8  # two milliseconds: a recorded layer and its barrier take the host less
@@ -68,6 +68,8 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
         facts: Row = {name: getattr(arguments, name) for name in ("model", "tokens", "ep", "tp", "routing")}
         facts["device"] = device_name(ranks.device) + (", interpreted" if ranks.device.type == "cpu" else "")
         facts["files"] = [str(arguments.out / name) for name in ("timeline.json", "timeline.png", "summary.json")]
+        for stem in ("timeline", "summary"):
+            set_aside(arguments.out, stem)
         facts |= timeline.write(arguments.out) | {"output_unchanged": not differs}
         print(json.dumps({"benchmark": "record_timeline"} | facts))
 

@@ -31,10 +31,33 @@ def test_times_and_ratios_stand_side_by_side(tmp_path: Path) -> None:
 
 
 def test_runs_of_two_commits_are_refused(tmp_path: Path) -> None:
-    folders = [run(tmp_path / commit, "moe", [layer_row(8, 1.0)], commit) for commit in ("abc1234", "def5678")]
+    commits = ("abc1234", "def5678")
+    folders = [run(tmp_path / commit, "moe", [layer_row(len(commit) + index, 1.0)], commit)
+               for index, commit in enumerate(commits)]  # fmt: skip
     with pytest.raises(ValueError, match="commit=abc1234, def5678 of the results must be one"):
         collect(folders)
     assert {row["commit"] for row in collect(folders, "abc9999")} == {"abc9999"}
+
+
+def test_points_stand_below_their_tokens_and_come_once(tmp_path: Path) -> None:
+    others = [{**layer_row(tokens, 1.0), "model": "tiny"} for tokens in (8, 16)]
+    rows = [layer_row(16, 2.0), *others, {**layer_row(8, 1.0), "direction": "forward+backward"}]
+    table = with_tables("<!-- current.csv: forward -->\n<!-- end -->", collect([run(tmp_path / "a", "moe", rows)]))
+    assert "| model, 16 / 8 tokens |" in table
+    assert "| Qwen2-MoE | 2.00 / - |" in table
+    assert "| tiny | 1.00 / 1.00 |" in table
+    hot = run(tmp_path / "b", "moe", [layer_row(8, 1.0) | {"routing": routing} for routing in ("uniform", "hot")])
+    with pytest.raises(ValueError, match=r"forward must be one for each point, .* unlike .*qwen2_moe with 8 tokens"):
+        collect([hot])
+    other = run(tmp_path / "c", "moe", [layer_row(8, 1.0)])
+    (other / "bench_moe.json").write_text((other / "bench_moe.json").read_text().replace('"ranks": 2', '"ranks": 4'))
+    with pytest.raises(ValueError, match=r"forward must be of one machine, but are of .*4 x NVIDIA X"):
+        collect([tmp_path / "a", other])
+
+
+def test_a_point_that_failed_has_no_figures(tmp_path: Path) -> None:
+    failed = {"model": "tiny", "weights": "bf16", "tokens": 1, "failures": {"point": "out of memory"}}
+    assert collect([run(tmp_path / "a", "decode", [failed])])[0]["comet"] is None
 
 
 def test_a_folder_without_results_is_refused(tmp_path: Path) -> None:
