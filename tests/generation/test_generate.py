@@ -21,7 +21,6 @@ from comet.generation.text import (
     ByteStream,
     Continuation,
     Printer,
-    context_note,
     stop_prefix_length,
     visible,
 )
@@ -352,15 +351,6 @@ def test_printer_survives_a_terminal_without_the_character():
     printer = Printer(["\u20ac"], io.TextIOWrapper(raw, encoding="ascii"))
     printer(0, Continuation(ByteStream(), limit=2), "\u00e9")
     assert raw.getvalue() == b"\\u20ac\\xe9"
-
-
-def test_texts_cut_at_the_context_are_named():
-    assert context_note(["length", "stop"], 32) == ""
-    assert (
-        context_note(["context"], 32)
-        == "comet: text 1 of 1 ended at the model's context of 32 tokens, prompt included\n"
-    )
-    assert context_note(["context", "stop", "context"], 32).startswith("comet: texts 1, 3 of 3 ended at ")
 
 
 def test_nested_example_of_the_docstring():

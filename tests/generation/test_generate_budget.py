@@ -11,9 +11,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-import yaml
 from ranks import run_ranks
-from refusals import refusal
+from refusals import dry_run, refusal
 
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 
@@ -29,7 +28,6 @@ from comet.integrations.hf.families import num_moe_layers
 from comet.integrations.hf.static import StaticDecoder
 from comet.jobs.generate import GenerateConfig
 from comet.kernels.experts.tables import HostExperts
-from comet.launch.cli import main
 from comet.launch.config import compose, default_ranks
 from comet.launch.dry_run.generate import memory_needs, prefetch_told
 from comet.training.trainer import train
@@ -59,10 +57,8 @@ def test_the_policy_reaches_the_caches(qwen, tmp_path, capsys, monkeypatch):
     found = generate_job(job_of(qwen, tmp_path, expert_budget=0.5, expert_policy=policy, max_new_tokens=2), Rank())
     assert found["expert_cache"]["policy"] == policy
     words = [f"generate.source={qwen}", "generate.prompt=ab", f"{BUDGET}=0.5", f"generate.expert_policy={policy}"]
-    assert (
-        f"# experts on the device: 4 of 8 in each of 2 layers, by {policy}; MiB"
-        in dry_run(capsys, monkeypatch, *words)[1]
-    )
+    told = f"# experts on the device: 4 of 8 in each of 2 layers, by {policy}; MiB"
+    assert told in dry_run(capsys, "generate", *words)[0]
     job = make_job(tmp_path, model=MODEL, steps=3, eval_batches=1, sample_bytes=0)
     train(job, Rank())
     settings = replace(GREEDY, source=str(tmp_path / "out"), expert_budget=0.75, expert_policy=policy, max_new_tokens=2)
@@ -96,20 +92,9 @@ def test_steps_that_the_host_serves_are_no_graph(qwen):
         StaticDecoder(loaded, 1, 16, cuda_graph="on")
 
 
-def dry_run(capsys, monkeypatch, *words) -> tuple[dict[str, float], str]:
-    """Rows of the table in MiB, and the whole text."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    capsys.readouterr()
-    assert main(["generate", "--dry-run", *words]) == 0
-    out = capsys.readouterr().out
-    assert yaml.safe_load(out)["nproc"] == 1
-    rows = (line[1:].rsplit(maxsplit=1) for line in out.splitlines() if line.startswith("#   "))
-    return {name.strip(): float(size.replace(",", "")) for name, size in rows}, out
-
-
-def test_a_dry_run_says_what_fits_where(qwen, tmp_path, capsys, monkeypatch):
+def test_a_dry_run_says_what_fits_where(qwen, tmp_path, capsys):
     words = [f"generate.source={qwen}", "generate.prompt=ab", "generate.expert_budget=0.5"]
-    rows, text = dry_run(capsys, monkeypatch, *words)
+    text, rows = dry_run(capsys, "generate", *words)
     assert "# experts on the device: 4 of 8 in each of 2 layers" in text
     assert rows["slots of experts"] == pytest.approx(2 * 4 * EXPERT / 2**20, abs=0.1)
     assert rows["all experts, in host memory"] == pytest.approx(2 * 8 * EXPERT / 2**20, abs=0.1)
@@ -119,12 +104,12 @@ def test_a_dry_run_says_what_fits_where(qwen, tmp_path, capsys, monkeypatch):
     assert needs["weights"] / 2**20 - rows["weights"] == pytest.approx(2 * 8 * EXPERT / 2**20, abs=0.1)
     assert rows["weights"] == pytest.approx(sum(each.nbytes for each in loaded.parameters()) / 2**20, abs=0.1)
     files = [f"generate.{name}={value}" for name, value in FILE.items()]
-    rows, _ = dry_run(capsys, monkeypatch, *words, *files)
+    _, rows = dry_run(capsys, "generate", *words, *files)
     assert rows["12 of them in host memory as well"] == pytest.approx(12 * EXPERT / 2**20, abs=0.1)
     assert "all experts, in files" in rows
 
 
-def test_a_dry_run_says_whether_experts_are_prefetched(qwen, capsys, monkeypatch):
+def test_a_dry_run_says_whether_experts_are_prefetched(qwen, capsys):
     words = [f"generate.source={qwen}", "generate.prompt=ab", "generate.expert_budget=0.5"]
     files = [f"generate.{name}={value}" for name, value in FILE.items()]
     for given, told in (
@@ -133,18 +118,18 @@ def test_a_dry_run_says_whether_experts_are_prefetched(qwen, capsys, monkeypatch
         (["generate.expert_prefetch=false"], "off (expert_prefetch=false)"),
         (files, "off (expert_prefetch=auto)"),
     ):
-        assert f"\n# prefetch: {told}\n" in dry_run(capsys, monkeypatch, *words, *given)[1]
+        assert f"\n# prefetch: {told}\n" in dry_run(capsys, "generate", *words, *given)[0]
     gpu, store = torch.device("cuda"), SimpleNamespace(store="host", slots=4, held=8)
     assert prefetch_told("auto", store, gpu) == "on, where host memory can be pinned (expert_prefetch=auto)"
     assert prefetch_told(True, store, gpu) == "on, where host memory can be pinned (expert_prefetch=true)"
     assert prefetch_told("auto", SimpleNamespace(store="file", slots=4, held=8), gpu) == "off (expert_prefetch=auto)"
 
 
-def test_a_budget_in_bytes_holds_more_quantised_experts(qwen, tmp_path, capsys, monkeypatch):
+def test_a_budget_in_bytes_holds_more_quantised_experts(qwen, tmp_path, capsys):
     words = [f"generate.source={qwen}", "generate.prompt=ab", f"generate.expert_budget={2 * 4 * EXPERT}"]
     found = {}
     for name, expert in (("null", EXPERT), ("mxfp8", 3168), ("mxfp4", 1632)):
-        rows, text = dry_run(capsys, monkeypatch, *words, f"generate.expert_dtype={name}")
+        text, rows = dry_run(capsys, "generate", *words, f"generate.expert_dtype={name}")
         told = "" if name == "null" else f" in {name}"
         assert rows[f"all experts{told}, in host memory"] == pytest.approx(2 * 8 * expert / 2**20, abs=0.1)
         assert f"expert_dtype: {name}\n" in text
@@ -157,12 +142,12 @@ def test_a_budget_in_bytes_holds_more_quantised_experts(qwen, tmp_path, capsys, 
     assert found == {"null": 4, "mxfp8": 8, "mxfp4": 8}
 
 
-def test_block_fp8_in_files_is_counted_as_it_is_stored(tmp_path, capsys, monkeypatch):
+def test_block_fp8_in_files_is_counted_as_it_is_stored(tmp_path, capsys):
     save_model(tmp_path, "qwen3_moe", hidden_size=160, moe_intermediate_size=128)
     publish(tmp_path)
     files = {"keep_fp8": True, "expert_budget": 0.5, **FILE}
     words = [f"generate.source={tmp_path}", "generate.prompt=ab", *(f"generate.{k}={v}" for k, v in files.items())]
-    rows, _ = dry_run(capsys, monkeypatch, *words)
+    _, rows = dry_run(capsys, "generate", *words)
     expert = 3 * 160 * 128 + 4 * (2 * 2 + 2 * 1)
     for name, count in (("all experts in fp8, in files", 16), ("12 of them in host memory as well", 12)):
         assert rows[name] == pytest.approx(count * expert / 2**20, abs=0.05)

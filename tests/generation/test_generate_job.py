@@ -138,11 +138,13 @@ def test_the_job_prints_every_sequence_and_warns_about_skipped_checkpoints(train
 
 
 def test_a_text_cut_at_the_context_says_so(trained, tmp_path, capsys):
-    settings = GenerateConfig(source=str(trained), prompts=("a", "b" * (TRAINED.context - 3)), max_new_tokens=4)
-    result = generate_job(make_job(tmp_path, model=TRAINED, generate=settings), Rank())
-    assert result["stopped_by"] == ("length", "context")
-    told = f"comet: text 2 of 2 ended at the model's context of {TRAINED.context} tokens, prompt included\n"
-    assert capsys.readouterr().err == told
+    long = "b" * (TRAINED.context - 3)
+    for prompts, which in (("a", long), "text 2 of 2"), ((long, "a", long), "texts 1, 3 of 3"):
+        settings = GenerateConfig(source=str(trained), prompts=prompts, max_new_tokens=4)
+        result = generate_job(make_job(tmp_path, model=TRAINED, generate=settings), Rank())
+        assert result["stopped_by"] == tuple("length" if prompt == "a" else "context" for prompt in prompts)
+        told = f"comet: {which} ended at the model's context of {TRAINED.context} tokens, prompt included\n"
+        assert capsys.readouterr().err == told
 
 
 def test_the_source_decides_the_model(trained):

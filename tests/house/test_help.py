@@ -34,6 +34,8 @@ def test_the_first_page_imports_nothing_heavy() -> None:
     done = subprocess.run([sys.executable, "-P", "-c", QUICK], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == help_page(TASKS)
+    for listed in (*(f"  {name} " for name in TASKS), "model=deepseek_v3|", "--dry-run"):
+        assert listed in done.stdout
     assert len(done.stdout.splitlines()) < 45
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from refusals import refusal
+from refusals import dry_run, refusal
 
 from comet.config import MoEConfig, ParallelConfig
-from comet.launch.cli import main
 from comet.launch.config import compose, make_job
 from comet.launch.dry_run.layers import shape_bytes
 from comet.layer.workspace import WorkspaceShape, workspace_bytes
@@ -52,41 +51,32 @@ def test_a_dry_run_refuses_what_the_run_would(words, message, capfd):
 
 
 @pytest.mark.parametrize("task", ["train", "generate"])
-def test_a_dry_run_counts_no_symmetric_memory_between_nodes(task, capfd, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+def test_a_dry_run_counts_no_symmetric_memory_between_nodes(task, capfd):
     found = {}
     for node_size in (2, 4):
         words = ["parallel=ep4", f"parallel.node_size={node_size}", "model.moe.shared_ffn_size=128"]
-        assert main([task, "--dry-run", *words]) == 0
-        out = capfd.readouterr().out
+        out, found[node_size] = dry_run(capfd, task, *words)
         assert yaml.safe_load(out)["parallel"] == {"ep": 4, "tp": 1, "node_size": node_size}
-        lines = (line[1:].rsplit(maxsplit=1) for line in out.splitlines() if line.startswith("#   "))
-        found[node_size] = {name.strip(): float(size.replace(",", "")) for name, size in lines}
     memory = ("symmetric memory", "shared experts in decode steps")
     assert all(found[2].get(name, 0) == 0 < found[4].get(name, 1) for name in memory)
     same = found[2].keys() - {*memory, "total"}
     assert [found[2][name] for name in same] == [found[4][name] for name in same]
 
 
-def test_a_dry_run_takes_what_the_run_would(capfd, monkeypatch):
+def test_a_dry_run_takes_what_the_run_would(capfd):
     """Another path has no split, a sweep notes a point that fails, and each setting tried is a point's own."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert main(["train", "--dry-run", "moe_path=plain", "overlap.comm_blocks=500"]) == 0
-    assert main(["sweep", "--dry-run", "sweep.comm_blocks=[500]", "sweep.layouts=[[2,1],[3,1]]"]) == 0
-    lines = capfd.readouterr().out.splitlines()
-    assert lines[-1].split()[1:7] == ["tiny", "EP3", "TP1,", "512", "tokens", "fails:"]
-    assert lines[-1].endswith("num_experts=8 must be divisible by ep=3")
-    assert "fails" not in lines[-2]
+    dry_run(capfd, "train", "moe_path=plain", "overlap.comm_blocks=500")
+    out, _ = dry_run(capfd, "sweep", "sweep.comm_blocks=[500]", "sweep.layouts=[[2,1],[3,1]]")
+    *_, good, bad = out.splitlines()
+    assert bad.split()[1:7] == ["tiny", "EP3", "TP1,", "512", "tokens", "fails:"]
+    assert bad.endswith("num_experts=8 must be divisible by ep=3")
+    assert "fails" not in good
 
 
 @pytest.mark.parametrize("task", ["tune", "sweep"])
-def test_a_dry_run_of_layers_counts_each_shape(task, capfd, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    lists = "sweep" if task == "sweep" else "tune"
-    models, tokens = f"{lists}.models=[tiny,mixtral_8x7b]", f"{lists}.tokens=[64,2048]"
-    assert main([task, "--dry-run", models, tokens, "parallel=ep2", "output_dir=x"]) == 0
-    out, err = capfd.readouterr()
-    assert err == ""
+def test_a_dry_run_of_layers_counts_each_shape(task, capfd):
+    models, tokens = f"{task}.models=[tiny,mixtral_8x7b]", f"{task}.tokens=[64,2048]"
+    out, _ = dry_run(capfd, task, models, tokens, "parallel=ep2", "output_dir=x")
     assert yaml.safe_load(out)["nproc"] == 2
     rows = [line.split()[1:] for line in out.splitlines() if " EP2 TP1, " in line]
     assert [(row[0], row[3]) for row in rows] == [
@@ -137,16 +127,12 @@ def test_an_override_of_a_group_replaces_what_the_file_says_of_it(file: str) -> 
     assert job["generate"]["prompts"] == ["q"]
 
 
-def test_a_resolved_configuration_is_the_same_job_again(file: str, tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert main(["train", "--dry-run", "--config", file, "train.steps=70", "overlap.num_panels=2"]) == 0
-    resolved = capsys.readouterr().out
-    again = tmp_path / "again.yaml"
+def test_a_resolved_configuration_is_the_same_job_again(file: str, tmp_path, capsys) -> None:
+    overrides, again = ["train.steps=70", "overlap.num_panels=2"], tmp_path / "again.yaml"
+    resolved, _ = dry_run(capsys, "train", "--config", file, *overrides)
     again.write_text(resolved)
-    assert main(["train", "--dry-run", "--config", str(again)]) == 0
-    assert capsys.readouterr().out == resolved
-    first = make_job(compose(["train.steps=70", "overlap.num_panels=2"], file=file), 4)
-    assert make_job(compose([], file=str(again)), 4) == first
+    assert dry_run(capsys, "train", "--config", str(again))[0] == resolved
+    assert make_job(compose([], file=str(again)), 4) == make_job(compose(overrides, file=file), 4)
     assert yaml.safe_load(resolved)["output_dir"] == "here"
 
 
@@ -168,13 +154,11 @@ def test_a_resolved_configuration_is_the_same_job_again(file: str, tmp_path, cap
 def test_a_mistake_in_the_file_is_one_line(text: str, message: str, tmp_path, capsys) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text)
-    assert main(["train", "--dry-run", f"--config={path}"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"comet: error: --config={path}")
-    assert message in line
+    said = refusal(capsys, "train", "--dry-run", f"--config={path}")
+    assert said.startswith(f"--config={path}")
+    assert message in said
 
 
 def test_a_missing_file_is_named(tmp_path, capsys) -> None:
-    assert main(["tune", "--config", str(tmp_path / "none.yaml")]) == 2
-    rule = "must be a file that can be read: No such file or directory"
-    assert capsys.readouterr().err == f"comet: error: --config={tmp_path}/none.yaml {rule}\n"
+    path, rule = tmp_path / "none.yaml", "must be a file that can be read: No such file or directory"
+    assert refusal(capsys, "tune", "--config", str(path)) == f"--config={path} {rule}\n"

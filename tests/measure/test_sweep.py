@@ -14,12 +14,13 @@ from typing import NoReturn
 import pytest
 import torch
 from launch_jobs import TIMEOUT_S, run, start
+from refusals import dry_run
 from training_cases import Rank
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.errors import NothingMeasuredError
 from comet.jobs.config import JobConfig, SweepConfig
-from comet.launch.cli import PROGRAM, main
+from comet.launch.cli import PROGRAM
 from comet.launch.config import compose, make_job
 from comet.layer.group import make_expert_group
 from comet.layer.paths import make_path
@@ -309,15 +310,11 @@ def test_progress_and_how_it_goes_on_are_told(tmp_path: Path, capfd: pytest.Capt
     assert line == f"comet: sweep of 2 points, 0 to measure in {tmp_path}; {goes_on} resume={tmp_path}"
 
 
-def test_the_default_folder_is_named_after_the_task(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+def test_the_default_folder_is_named_after_the_task(capfd: pytest.CaptureFixture[str]) -> None:
     for words, folder in [
         (["sweep"], "outputs/sweep-2"), (["train"], "outputs/train-2"), (["sweep", "output_dir=mine"], "mine"),
     ]:  # fmt: skip
-        assert main([words[0], "--dry-run", *words[1:]]) == 0
-        assert f"\noutput_dir: {folder}" in capfd.readouterr().out
+        assert f"\noutput_dir: {folder}" in dry_run(capfd, *words)[0]
 
 
 @pytest.mark.slow
