@@ -111,7 +111,8 @@ EXPERT_CONFIGS = (
 def torch_experts(tokens: Tensor, ids: Tensor, routing_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
     """Sort the routed rows by expert, two of torch's grouped GEMMs, weighted sum: ``(T, D)``; no id may be masked."""
     order = ids.flatten().argsort(stable=True)
-    ends = expert_counts(ids, w1.shape[0]).cumsum(0).to(torch.int32)
+    is_for = ids.flatten()[:, None] == torch.arange(w1.shape[0], device=ids.device)  # (J, E)
+    ends = is_for.sum(0).cumsum(0).to(torch.int32)
     gate, up = torch._grouped_mm(tokens[order // ids.shape[1]], w1.mT, offs=ends).chunk(2, dim=1)
     rows = torch._grouped_mm(silu(gate) * up, w2.mT, offs=ends)
     outputs = torch.empty_like(rows)
@@ -140,9 +141,3 @@ def weighted_sum(outputs: Tensor, routing_weights: Tensor) -> Tensor:
     """``(J, D)`` outputs in (token, k) order, weighted in float32 and added per token."""
     by_token = outputs.view(*routing_weights.shape, -1).float()
     return (by_token * routing_weights[..., None]).sum(1).to(outputs.dtype)
-
-
-def expert_counts(ids: Tensor, num_experts: int) -> Tensor:
-    """``(E,)`` routed rows of each expert, on the device; ids ``[[2, 0], [2, 1]]`` of 4 give ``[1, 1, 2, 0]``."""
-    experts = torch.arange(num_experts, device=ids.device)
-    return (ids.flatten()[:, None] == experts).sum(0)

@@ -39,34 +39,23 @@ def split_evenly(num_rows: int, num_experts: int) -> tuple[int, ...]:
 
 def gemm_variants(w1: Tensor, w2: Tensor, expert_counts: tuple[int, ...]) -> dict[str, Variant]:
     """Both GEMMs without SwiGLU, of e experts' routed rows: ``gemm_torch`` and, on a GPU, ``gemm_comet``."""
-    variants = {"gemm_torch": _torch_gemms(w1, w2, expert_counts)}
-    if w1.is_cuda:
-        variants["gemm_comet"] = _comet_gemms(w1, w2, expert_counts)
-    return variants
-
-
-def _torch_gemms(w1: Tensor, w2: Tensor, expert_counts: tuple[int, ...]) -> Variant:
-    ends = torch.tensor(list(accumulate(expert_counts)), dtype=torch.int32, device=w1.device)
-    rows, hidden = _operands(w1, w2, sum(expert_counts))
-
-    def run(index: int) -> None:
-        grouped_matmul(rows, w1, expert_counts, ends)
-        grouped_matmul(hidden, w2, expert_counts, ends)
-
-    return run
-
-
-def _comet_gemms(w1: Tensor, w2: Tensor, expert_counts: tuple[int, ...]) -> Variant:
     table = tile_table(expert_counts, w1.device)
-    rows, hidden = _operands(w1, w2, len(table.row_ids))
-    first, second = rows.new_empty(len(rows), w1.shape[1]), rows.new_empty(len(rows), w2.shape[1])
-    config = GemmConfig.select(w1.dtype)
+    ends = torch.tensor(list(accumulate(expert_counts)), dtype=torch.int32, device=w1.device)
+    num_rows, config = sum(expert_counts), GemmConfig.select(w1.dtype)
+    # The table's rows are more; zeros would draw less power and flatter the clock.
+    operands = [torch.randn(len(table.row_ids), w.shape[2], device=w.device, dtype=w.dtype) for w in (w1, w2)]
+    outputs = [w.new_empty(len(table.row_ids), w.shape[1]) for w in (w1, w2)]
 
-    def run(index: int) -> None:
-        group_gemm(rows, w1, first, table, gather=False, layout="nk", config=config)
-        group_gemm(hidden, w2, second, table, gather=False, layout="nk", config=config)
+    def by_torch(_: int) -> None:
+        for rows, weight in zip(operands, (w1, w2), strict=True):
+            grouped_matmul(rows[:num_rows], weight, expert_counts, ends)
 
-    return run
+    def by_comet(_: int) -> None:
+        for rows, weight, into in zip(operands, (w1, w2), outputs, strict=True):
+            group_gemm(rows, weight, into, table, gather=False, layout="nk", config=config)
+
+    variants: dict[str, Variant] = {"gemm_torch": by_torch}
+    return variants | {"gemm_comet": by_comet} if w1.is_cuda else variants
 
 
 def tile_table(expert_counts: tuple[int, ...], device: torch.device | str) -> TileTable:
@@ -77,13 +66,6 @@ def tile_table(expert_counts: tuple[int, ...], device: torch.device | str) -> Ti
     experts = torch.arange(len(expert_counts), dtype=torch.int32, device=device)
     ids = experts.repeat_interleave(torch.tensor(expert_counts, device=device))
     return tiles_of_ids(ids[:, None], len(expert_counts), BLOCK_ROWS)[0]
-
-
-def _operands(w1: Tensor, w2: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Random rows of D and of F/TP columns; zeros would draw less power and flatter the clock."""
-    shapes = ((num_rows, w1.shape[2]), (num_rows, w2.shape[2]))
-    rows, hidden = (torch.randn(shape, device=w1.device, dtype=w1.dtype) for shape in shapes)
-    return rows, hidden
 
 
 def exchange_alone(path: SymmetricPath, inputs: Sequence[Inputs], w2: Tensor) -> Callable[[int], tuple[Tensor, ...]]:

@@ -80,9 +80,17 @@ WAITS = "makes the host wait for the device"
 def own_runs(team: Team, steps: Sequence[Step], variants: Sequence[str]) -> dict[str, StepRun]:
     """The variants of ``OWN`` that are asked for; without warp decode where W equal shares have no room in it."""
     num_tokens, ranks, group = len(steps[0].tokens), team.layout.world_size, team.ranks.process_group
-    mine, slots = share_of(num_tokens, team.layout), slots_of(num_tokens, team.layout)
+    mine, slots = (
+        share_of(num_tokens, team.layout),
+        -(-num_tokens // ranks),
+    )  # a step has room for as many of every rank
     shares = [Batch(step.tokens[mine], step.ids[mine], step.routing_weights[mine]) for step in steps]
-    filled = [fill(share, slots) for share in shares]
+    # NCCL gathers equally many of every rank: the last tokens go to no expert.
+    missing = (0, 0, 0, slots - len(shares[0].tokens))
+    filled = [
+        Batch(pad(share.tokens, missing), pad(share.ids, missing, value=-1), pad(share.routing_weights, missing))
+        for share in shares
+    ]
     step, rows = steps[0], min(slots * ranks, MAX_DECODE_TOKENS)
     scratch, other_scratch = (
         DecodeScratch.create(step.weights, team.config.top_k, step.tokens.dtype, max_tokens=rows) for _ in range(2)
@@ -119,24 +127,6 @@ def share_of(num_tokens: int, layout: ExpertLayout) -> slice:
     return rank_slice(0, num_tokens, layout.rank, layout.world_size)
 
 
-def slots_of(num_tokens: int, layout: ExpertLayout) -> int:
-    """Most tokens that a rank brings: a step has room for as many of every rank; of 5 over 4 ranks: 2."""
-    return -(-num_tokens // layout.world_size)
-
-
-def fill(share: Batch, slots: int) -> Batch:
-    """``slots`` tokens, the last ones without experts: NCCL gathers equally many of every rank."""
-    rows = (0, 0, 0, slots - len(share.tokens))
-    return Batch(pad(share.tokens, rows), pad(share.ids, rows, value=-1), pad(share.routing_weights, rows))
-
-
-def in_place(output: Tensor, exact: Tensor, layout: ExpertLayout) -> Tensor:
-    """This rank's output among zeros for the tokens of the others, in float64; the sum over ranks is the whole one."""
-    whole = torch.zeros_like(exact)
-    whole[share_of(len(exact), layout)] = output.double()
-    return whole
-
-
 def step_runs(team: Team, steps: Sequence[Step], arguments: argparse.Namespace) -> dict[str, StepRun]:
     """All variants that take so many tokens; past ``MAX_DECODE_TOKENS`` there is no warp decode.
 
@@ -146,7 +136,10 @@ def step_runs(team: Team, steps: Sequence[Step], arguments: argparse.Namespace) 
     found: dict[str, StepRun] = {}
     if len(steps[0].tokens) <= MAX_DECODE_TOKENS:
         found |= decode_runs(team, steps, arguments)
-    found |= centric_runs(steps, arguments.variants)
+    if "torch" in arguments.variants:
+        found["torch"] = lambda index: torch_experts(*plain(steps[index]))
+    for number, config in enumerate(EXPERT_CONFIGS if "triton" in arguments.variants else ()):
+        found[f"triton{number}"] = lambda index, config=config: triton_experts(*plain(steps[index]), config)  # type: ignore[misc]
     if arguments.library is not None:
         found |= arguments.library.runs(steps)
     if "fused" in arguments.variants and team.group is not None:
@@ -174,17 +167,6 @@ def decode_runs(team: Team, steps: Sequence[Step], arguments: argparse.Namespace
     if team.is_alone or team.group is not None:
         found = {"comet": local if team.is_alone else over_ranks} | found
     return {name: run for name, run in found.items() if name in arguments.variants}
-
-
-def centric_runs(steps: Sequence[Step], variants: Sequence[str]) -> dict[str, StepRun]:
-    """The expert-centric paths here; of ``triton`` all tile shapes."""
-    found: dict[str, StepRun] = {}
-    if "torch" in variants:
-        found["torch"] = lambda index: torch_experts(*plain(steps[index]))
-    if "triton" in variants:
-        for number, config in enumerate(EXPERT_CONFIGS):
-            found[f"triton{number}"] = lambda index, config=config: triton_experts(*plain(steps[index]), config)  # type: ignore[misc]
-    return found
 
 
 def run_fused(team: Team, steps: Sequence[Step], index: int) -> Tensor:
@@ -264,7 +246,9 @@ def judge(name: str, output: Tensor, exact: Tensor, team: Team) -> tuple[tuple[f
     """
     ranks = team.ranks
     if name in OWN:
-        output = team.total(in_place(output, exact, team.layout))
+        whole = torch.zeros_like(exact)
+        whole[share_of(len(exact), team.layout)] = output.double()
+        output = team.total(whole)
     error, cosine = compare(team.total(output.double()) if name == "local" else output, exact)
     limit = TOLERANCE[ranks.dtype]
     is_wrong = ranks.worst(float(not error <= limit))  # also when it is no number
@@ -276,7 +260,11 @@ def judge(name: str, output: Tensor, exact: Tensor, team: Team) -> tuple[tuple[f
 
 def timed_form(run: StepRun, num_steps: int, device: torch.device, *, may_wait: bool) -> tuple[Variant, str]:
     """What is timed, a step on every set of weights, as a CUDA graph; where that cannot be, as it is, and why."""
-    every_step = partial(run_all, run, num_steps)
+
+    def every_step(_: int) -> None:
+        for index in range(num_steps):
+            run(index)
+
     if device.type != "cuda":
         return every_step, ""
     if may_wait and host_waits(run):
@@ -297,12 +285,6 @@ def host_waits(run: StepRun) -> bool:
     finally:
         torch.cuda.set_sync_debug_mode(before)
     return False
-
-
-def run_all(run: StepRun, num_steps: int, _: int) -> None:
-    """One step on every set of weights: what is timed."""
-    for index in range(num_steps):
-        run(index)
 
 
 def compare(output: Tensor, exact: Tensor) -> tuple[float, float]:
@@ -333,26 +315,19 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
 
 def measure(arguments: argparse.Namespace, ranks: Ranks) -> Iterator[Row]:
     """One row after the other (collective); a point that fails is one, too."""
-    parallel = arguments.parallel
+    parallel, most, wants_fused = arguments.parallel, max(arguments.tokens), "fused" in arguments.variants
     for name in arguments.models:
-        wants_fused = "fused" in arguments.variants
-        most = max(arguments.tokens)
         with open_team(swiglu_model(name), parallel, max_tokens=most, wants_fused=wants_fused, ranks=ranks) as team:
             for kind in arguments.weights:
-                keys: Row = {"model": name, "weights": kind, "ep": parallel.ep, "tp": parallel.tp}
-                yield from (keys | row for row in measure_weights(team, kind, arguments))
+                make = partial(make_set, team.config, team.layout, ranks.device, ranks.dtype, kind=kind)
+                sets = [make(seed=seed) for seed in range(SETS * parallel.world_size)]
+                for num_tokens in arguments.tokens:
+                    row, failure = team.attempt(partial(measure_point, team, sets, num_tokens, arguments))
+                    keys: Row = {"model": name, "weights": kind, "ep": parallel.ep, "tp": parallel.tp}
+                    yield keys | {"tokens": num_tokens} | (row or {"failures": {"point": failure}})
+                    release(ranks)
+                del sets
                 release(ranks)
-
-
-def measure_weights(team: Team, kind: str, arguments: argparse.Namespace) -> Iterator[Row]:
-    """The rows of one kind of weights, which live only here."""
-    ranks = team.ranks
-    make = partial(make_set, team.config, team.layout, ranks.device, ranks.dtype, kind=kind)
-    sets = [make(seed=seed) for seed in range(SETS * team.layout.world_size)]
-    for num_tokens in arguments.tokens:
-        row, failure = team.attempt(partial(measure_point, team, sets, num_tokens, arguments))
-        yield {"tokens": num_tokens} | (row or {"failures": {"point": failure}})
-        release(ranks)
 
 
 def parse(command_line: Sequence[str]) -> argparse.Namespace:

@@ -64,11 +64,7 @@ class Stepwise:
     """
 
     def __init__(self, step: Callable[[Tensor], Tensor], rewind: Callable[[], object]) -> None:
-        self.step = step
-        self._rewind = rewind
-
-    def rewind(self) -> None:
-        self._rewind()
+        self.step, self.rewind = step, rewind
 
     def decode(self, ids: Tensor, num_steps: int) -> Tensor:
         for _ in range(num_steps):
@@ -113,12 +109,10 @@ class Paths:
 
     def _comet(self, contents: Tensor, num_places: int, cuda_graph: GraphMode) -> StepPath:
         """Comet's GPT."""
-        gpt, batch, positions, device = self.gpt, contents.shape[2], contents.shape[4], contents.device
-        held = KeyValueCache(gpt.config, num_sequences=batch, length=num_places, dtype=gpt.dtype, device=device)
-        held.keys[:, :, :, :positions], held.values[:, :, :, :positions] = contents
-        ids = torch.zeros(batch, dtype=torch.int64, device=device)
+        gpt, held = self.gpt, filled_cache(self.gpt, contents, num_places)
+        ids = torch.zeros(contents.shape[2], dtype=torch.int64, device=contents.device)
         step = DecodeStep(lambda: gpt.decode(ids, held).logits[:, 0], ids, cuda_graph=cuda_graph)
-        return Stepwise(step, partial(held.lengths.fill_, positions))
+        return Stepwise(step, partial(held.lengths.fill_, contents.shape[4]))
 
     def _library(self, experts: str, contents: Tensor, num_places: int, cuda_graph: GraphMode) -> StepPath:
         """A model of transformers with experts of its own, or with Comet's."""
@@ -141,6 +135,15 @@ class Paths:
         static = StaticCache(config=model.config, max_cache_len=num_places)
         fill_library(static, contents)
         return Library(model, static, contents)
+
+
+def filled_cache(gpt: GPT, contents: Tensor, num_places: int) -> KeyValueCache:
+    """Comet's attention memory that holds the context ``(2, L, B, G, C, w)``."""
+    _, _, batch, _, positions, _ = contents.shape
+    held = KeyValueCache(gpt.config, num_sequences=batch, length=num_places, dtype=gpt.dtype, device=contents.device)
+    held.keys[:, :, :, :positions], held.values[:, :, :, :positions] = contents
+    held.lengths.fill_(positions)
+    return held
 
 
 COLUMNS = (
@@ -209,7 +212,8 @@ def measure_context(
             path.rewind()
 
     variants: dict[str, Variant] = {
-        name: partial(take_steps, path, first, arguments.steps) for name, path in ready.items()
+        name: lambda _, path=path: path.decode(first, arguments.steps)  # type: ignore[misc]
+        for name, path in ready.items()
     }
     timings = time_by_protocol(variants, ranks, rounds=arguments.rounds, opening=rewind, leads=False, warmup=1)
     num_bytes = ranks.worst(step_bytes(gpt, contents, first, num_places, arguments.steps))
@@ -222,11 +226,6 @@ def measure_context(
 def room(context: int, steps: int) -> int:
     """Positions of a cache: the context and the steps from it, those of the warm-up too."""
     return -(-(context + max(steps, WARM_CALLS + 2)) // ALIGNMENT) * ALIGNMENT
-
-
-def take_steps(path: StepPath, first: Tensor, steps: int, index: int) -> Tensor:
-    """What is timed."""
-    return path.decode(first, steps)
 
 
 def prepare(
@@ -271,10 +270,7 @@ def step_bytes(gpt: GPT, contents: Tensor, first: Tensor, num_places: int, steps
     layout = gpt.moe_layers()[0].layout
     mine = slice(layout.first_expert, layout.first_expert + layout.experts_local)
     _, _, batch, _, positions, _ = contents.shape
-    held = KeyValueCache(gpt.config, num_sequences=batch, length=num_places, dtype=gpt.dtype, device=contents.device)
-    held.keys[:, :, :, :positions], held.values[:, :, :, :positions] = contents
-    held.lengths.fill_(positions)
-    ids, touched = first, 0
+    ids, touched, held = first, 0, filled_cache(gpt, contents, num_places)
     for _ in range(steps):
         output = gpt.decode(ids, held)
         touched += int((output.expert_load[:, mine] > 0).sum())

@@ -107,7 +107,7 @@ def transformer_config(config: MoEConfig, ep: int) -> Any:
 
 
 def make_layers(moe: MoEConfig, group: ExpertGroup) -> dict[str, nn.Module]:
-    """The layers by name, in bf16; Megatron has to be started."""
+    """The layers by name, in bf16, of the same weights; Megatron has to be started."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.spec_utils import build_module
 
@@ -122,19 +122,14 @@ def make_layers(moe: MoEConfig, group: ExpertGroup) -> dict[str, nn.Module]:
         layer = build_module(made.submodules.mlp, config=config)
         layer.set_layer_number(1)
         layers[name] = layer.to(group.device, torch.bfloat16)
-    copy_weights(layers)
-    return layers
-
-
-@torch.no_grad()
-def copy_weights(layers: dict[str, nn.Module]) -> None:
-    """Give ``comet`` and ``grouped`` the weights of ``sequential``."""
     state = from_sequential(layers["sequential"].state_dict())
     layers["comet"].load_state_dict(state)
-    grouped: Any = layers["grouped"]
-    grouped.router.weight.copy_(state["router.weight"])
-    grouped.experts.weight1.view(-1).copy_(state["experts.w1"].transpose(1, 2).flatten())
-    grouped.experts.weight2.view(-1).copy_(state["experts.w2"].transpose(1, 2).flatten())
+    into: Any = layers["grouped"]
+    with torch.no_grad():
+        into.router.weight.copy_(state["router.weight"])
+        into.experts.weight1.view(-1).copy_(state["experts.w1"].transpose(1, 2).flatten())
+        into.experts.weight2.view(-1).copy_(state["experts.w2"].transpose(1, 2).flatten())
+    return layers
 
 
 def train(layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
