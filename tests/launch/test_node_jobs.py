@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from hf_cases import DECODE_TOKENS, check_families, greedy, make_group, prompt, tiny_config, tiny_model
-from hf_fp8_cases import publish
+from hf_fp8_cases import published
 from launch_jobs import all_gone, end_of, processes_of, start_two_agents, training, wait_for_checkpoint
 from ranks import run_ranks
 from training_cases import MODEL, MOE, Rank, make_job
@@ -120,9 +120,7 @@ def converted(rank: int, world_size: int, folder: Path) -> list[torch.Tensor]:
 
 def test_hugging_face_models_over_two_nodes(tmp_path: Path) -> None:
     alone = tiny_model("deepseek_v3")
-    tiny_model("qwen3_moe", **SIZES).save_pretrained(tmp_path)
-    publish(tmp_path)
-    first, second = run_ranks(converted, 2, tmp_path, timeout=300)
+    first, second = run_ranks(converted, 2, published(tmp_path, "qwen3_moe", **SIZES), timeout=300)
     assert all(torch.equal(mine, other) for mine, other in zip(first, second, strict=True))
     assert torch.equal(first[-1], greedy(alone, prompt(1, 5)))
 

@@ -12,7 +12,7 @@ def ragged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of sizes that are no multiples of a block."""
     from hf_fp8_cases import RAGGED, published
 
-    return published(tmp_path_factory.mktemp("ragged"), RAGGED)
+    return published(tmp_path_factory.mktemp("ragged"), **RAGGED)
 
 
 @pytest.fixture(scope="module")
@@ -20,4 +20,4 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of experts that are whole blocks."""
     from hf_fp8_cases import WHOLE, published
 
-    return published(tmp_path_factory.mktemp("whole"), WHOLE)
+    return published(tmp_path_factory.mktemp("whole"), **WHOLE)

@@ -130,14 +130,6 @@ def test_a_shared_expert_that_is_written_to_or_moved_is_read_anew() -> None:
     assert_as_close(*answers, torch.bfloat16, "in another dtype")
 
 
-def test_a_shared_expert_of_another_width_stays_outside() -> None:
-    model = tiny_model("qwen2_moe", shared_expert_intermediate_size=48)
-    expected = Expected.of(model)
-    hf.convert(model, decode_tokens=DECODE_TOKENS)
-    assert model.model.layers[0].mlp.experts.shared is None
-    expected.check(model, "1.5 times as wide")
-
-
 @torch.no_grad()
 def test_a_shared_expert_with_an_adapter() -> None:
     class Adapter(torch.nn.Linear):
@@ -174,19 +166,20 @@ def test_registered_experts_skip_those_of_other_ranks() -> None:
     torch.testing.assert_close(actual[2:3], alone)
 
 
-def test_gradients_equal_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("shape", [(1, 5), (2, 40)], ids=["as few as a step", "a prompt"])
+def test_gradients_equal_stock(family: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     # The decode kernels have no backward pass; their twin on the CPU would hide that they were taken.
     monkeypatch.setattr(runners, "warp_decode", lambda *_, **__: pytest.fail("warp decode has no gradient"))
     hf.register()
-    stock = tiny_model("mixtral").model.layers[0].mlp.experts
-    found = {}
+    model, ids, found = tiny_model(family), prompt(*shape), []
     for implementation in ("eager", "comet"):
-        stock.config._experts_implementation = implementation
-        tokens, ids, weights = routed(5, seed=1, num_experts=4)
-        leaves = (tokens.requires_grad_(), weights.requires_grad_(), stock.gate_up_proj, stock.down_proj)
-        found[implementation] = torch.autograd.grad(stock(tokens, ids, weights).square().sum(), leaves)
-    for eager, comet in zip(*found.values(), strict=True):
-        torch.testing.assert_close(comet, eager)
+        model.set_experts_implementation(implementation)
+        model.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        found.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name, wanted in found[0].items():
+        torch.testing.assert_close(found[1][name], wanted, rtol=1e-3, atol=1e-5, msg=name.__add__)
 
 
 def test_decode_reads_nothing_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,11 +219,6 @@ def test_docstring_examples() -> None:
     assert [rank_slice(0, 5, rank, 4) for rank in range(4)] == [slice(0, 2), slice(2, 4), slice(4, 5), slice(5, 5)]
 
 
-def group_for(model: Any, **changes: Any) -> ExpertGroup:
-    group = make_group(model)
-    return replace(group, **changes)
-
-
 def refuse(model: Any, message: str, group: ExpertGroup | None = None, **settings: Any) -> None:
     """Conversion fails with the message and leaves the model as it was."""
     before = dict(model.named_modules())
@@ -263,9 +251,9 @@ def test_refused_models() -> None:
 
 def test_refused_groups() -> None:
     model = tiny_model("mixtral")
-    refuse(model, "num_experts=4 must be divisible by ep=3", group_for(model, parallel=ParallelConfig(ep=3)))
-    refuse(model, "ffn_size=32 must be divisible by tp=3", group_for(model, parallel=ParallelConfig(tp=3)))
-    narrow_slices = group_for(model, parallel=ParallelConfig(tp=4))
+    refuse(model, "num_experts=4 must be divisible by ep=3", replace(make_group(model), parallel=ParallelConfig(ep=3)))
+    refuse(model, "ffn_size=32 must be divisible by tp=3", replace(make_group(model), parallel=ParallelConfig(tp=3)))
+    narrow_slices = replace(make_group(model), parallel=ParallelConfig(tp=4))
     refuse(model, "ffn_size=32 must be divisible by tp=4 into multiples of 16 for warp decode", narrow_slices)
     refuse(
         model, "dtype=torch.float32 of .* must be the group's torch.bfloat16", make_group(model, dtype=torch.bfloat16)
@@ -420,20 +408,28 @@ def test_methods_that_a_class_inherits_or_overrides() -> None:
             with pytest.raises(ValueError, match=rf"_apply_gate of .*experts \({kind.__name__}\) must be as in Mixt"):
                 call(model)
     experts.__class__ = MixtralExperts
-    experts._apply_gate = lambda gate_up: gate_up.chunk(2, dim=-1)[1]
-    with pytest.raises(ValueError, match="_apply_gate of the model's experts"):
-        model(prompt(1, 3))
-    del experts._apply_gate
     experts.forward = experts.forward
     expected.check(model, "as hooks of accelerate put it")
     with pytest.raises(ValueError, match=r"forward of model\.layers\.1.* must be its class's: it would be lost"):
         hf.convert(model)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_arithmetic_that_was_put_into_a_module(family: str) -> None:
+    hf.register()
+    model = tiny_model(family)
+    model.set_experts_implementation("comet")
+    model.model.layers[1].mlp.experts._apply_gate = lambda gate_up: gate_up.chunk(2, dim=-1)[1]
+    for call in (hf.check, lambda model: model(prompt(1, 3))):
+        with pytest.raises(ValueError, match=r"_apply_gate of .* must be as in"):
+            call(model)
+
+
 @pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3"])
 def test_a_shared_expert_that_adds_up_otherwise_stays_outside_of_steps(family: str) -> None:
-    for part in ("block", "shared", "activation"):
-        model = tiny_model(family)
+    for part in ("block", "shared", "activation", "width"):
+        changes = {"shared_expert_intermediate_size": 48} if family == "qwen2_moe" and part == "width" else {}
+        model = tiny_model(family, **changes)
         block = model.model.layers[1].mlp
         shared = block.shared_expert if family == "qwen2_moe" else block.shared_experts
         if part == "activation":

@@ -6,29 +6,34 @@ import copy
 import logging
 import os
 import re
+import resource
+import threading
 from pathlib import Path
 from shutil import copytree
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 from cache_cases import decide_as_on_a_gpu
 from generate_cases import drafting_rounds
 from hf_cases import (
-    MB,
     CountedReads,
+    answers,
+    assert_ranks_agree,
     edit_state,
     greedy,
-    load_capped,
     logits_with_cache,
     make_group,
     prompt,
+    save_fused,
+    tiny_config,
     tiny_model,
 )
-from hf_fp8_cases import publish, stock
+from hf_fp8_cases import WHOLE, publish, published, stock
 from host_cases import leave_all_to
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
+from tiers import slow
 from torch import Tensor
 
 import comet.experts.store
@@ -40,14 +45,22 @@ from comet.integrations import hf
 from comet.integrations.hf.families import num_moe_layers
 from comet.integrations.hf.fp8.experts import FP8Experts
 from comet.integrations.hf.stored_experts import LayerFiles, StoredExperts, cache_report, cores_of
-from comet.quantization.formats import MXType, quantize_mx
+from comet.quantization.formats import quantize_mx
 from comet.router.router import Router
 
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 
 
-STORES = {"host": {}, "file": {"expert_store": "file", "host_budget": 0.6}}
+STORES: dict[str, dict[str, Any]] = {
+    "host": {},
+    "file": {"expert_store": "file", "host_budget": 0.6},
+    "mxfp8": {"expert_dtype": "mxfp8"},
+    "mxfp4": {"expert_dtype": "mxfp4"},
+}
+STORES["mxfp4 in files"] = STORES["mxfp4"] | STORES["file"]
+BYTES = {None: 4, "mxfp8": 1 + 1 / 32, "mxfp4": 1 / 2 + 1 / 32}  # of a number, its share of a scale included
 EXPERT = 3 * 32 * 32 * 4
+TWO = dict(num_experts_per_tok=2, moe_intermediate_size=64)  # experts twice as large
 
 
 @pytest.fixture(scope="module")
@@ -95,96 +108,50 @@ def test_the_hosts_cores_compute_some_of_what_is_missing(mixtral):
             hf.load_pretrained(mixtral, **settings, host_cores="1")
 
 
-def test_block_fp8_is_dequantised_as_it_is_read(whole):
-    for settings in STORES.values():
-        loaded = hf.load_pretrained(whole, expert_budget=0.5, **settings)
-        assert torch.equal(greedy(loaded, prompt(1, 3)), greedy(stock(whole), prompt(1, 3)))
-
-
-@pytest.mark.parametrize("expert_dtype", get_args(MXType))
-def test_experts_quantised_as_they_are_read_answer_as_those_of_a_quantised_model(expert_dtype, mixtral, monkeypatch):
-    whole = hf.load_pretrained(mixtral)
-    for name, weight in whole.named_parameters():
-        if ".experts." in name:
-            weight.data.copy_(quantize_mx(weight.data, expert_dtype).dequantize())
-    with CountedReads() as counted:
-        loaded = hf.load_pretrained(mixtral, expert_budget=0.5, expert_dtype=expert_dtype)
-    largest = max(size for name, size in counted.reads if ".experts." in name)
-    assert (counted.expert_bytes(), largest) == (2 * 4 * EXPERT, EXPERT // 3), "one matrix at a time, once"
-    ids = prompt(1, 20)
-    assert torch.equal(logits_with_cache(loaded, ids, 1), logits_with_cache(whole, ids, 1))
-    assert torch.equal(greedy(loaded, prompt(2, 9)), greedy(whole, prompt(2, 9)))
-    report, numbers = cache_report(loaded), EXPERT // 4
-    assert report.fetched > 0
-    assert report.fetched_bytes == report.fetched * (numbers // (1 if expert_dtype == "mxfp8" else 2) + numbers // 32)
-    budget = 2 * 3 * (numbers // 2 + numbers // 32)  # three experts a layer in MXFP4
-    for settings in (STORES["file"], {}):
-        if not settings:
-            make_pageable(monkeypatch)
-        staged = hf.load_pretrained(mixtral, expert_budget=0.5, expert_dtype=expert_dtype, **settings)
-        assert torch.equal(logits_with_cache(staged, ids, 1), logits_with_cache(whole, ids, 1))
-        assert cache_report(staged).staged_bytes > 0
-    monkeypatch.undo()
-    settings = dict(expert_budget=budget, expert_dtype=expert_dtype)
-    if expert_dtype == "mxfp8":
-        with pytest.raises(ValueError, match="holds 1 experts of each of 2 layers"):
-            hf.load_pretrained(mixtral, **settings)
-    else:
-        assert cache_report(hf.load_pretrained(mixtral, **settings)).slots == 3
-
-
-def test_block_fp8_is_kept_as_it_is_stored(whole):
-    resident, loaded = (hf.load_pretrained(whole, keep_fp8=True, **each) for each in ({}, {"expert_budget": 0.5}))
-    held = next(module for module in loaded.modules() if isinstance(module, StoredExperts)).path.cache.host
-    kept = next(module for module in resident.modules() if isinstance(module, FP8Experts))
-    assert torch.equal(held.w1.view(torch.uint8), kept.gate_up_proj.view(torch.uint8))
-    assert torch.equal(held.w1_scales, kept.get_parameter("gate_up_proj_scale_inv"))
-    assert torch.equal(held.w2_scales, kept.get_parameter("down_proj_scale_inv"))
-    assert torch.equal(greedy(loaded, prompt(1, 3)), greedy(stock(whole), prompt(1, 3)))
-    ids = prompt(1, 12)
-    torch.testing.assert_close(logits_with_cache(loaded, ids, 1), logits_with_cache(resident, ids, 1))
-    report, numbers = cache_report(loaded), 3 * 160 * 256
-    assert report.fetched_bytes == report.fetched * (numbers + 4 * (4 * 2 + 2 * 2)) > 0
-
-
-@pytest.fixture(scope="module")
-def fp8(tmp_path_factory):
-    """A folder in block FP8 of a model without shared experts, which would run otherwise than with all experts."""
-    folder = tmp_path_factory.mktemp("fp8")
-    tiny_model("qwen3_moe", hidden_size=160, moe_intermediate_size=256).save_pretrained(folder)
-    publish(folder)
-    return folder
-
-
-FP8_EXPERT = 3 * 160 * 256 + 4 * (4 * 2 + 2 * 2)  # elements of a byte, and their scales
-
-
 def make_pageable(monkeypatch) -> None:
     made = comet.experts.store.host_memory
     monkeypatch.setattr(comet.experts.store, "host_memory", lambda *given: (made(*given)[0], False))
 
 
-@pytest.mark.parametrize("store", ["file", "pageable"])
-def test_block_fp8_that_the_host_brings_answers_as_all_of_it_does_bit_for_bit(store, fp8, monkeypatch):
-    """Steps, a prompt that streams, sequences that are drawn; of a file, nothing is read before it is needed."""
+def test_block_fp8_is_dequantised_as_it_is_read(whole):
+    for store in ("host", "file"):
+        loaded = hf.load_pretrained(whole, expert_budget=0.5, **STORES[store])
+        assert torch.equal(greedy(loaded, prompt(1, 3)), greedy(stock(whole), prompt(1, 3)))
+
+
+@pytest.fixture(scope="module")
+def fp8(tmp_path_factory):
+    """A folder in block FP8 of a model without shared experts, which would run otherwise than with all experts."""
+    return published(tmp_path_factory.mktemp("fp8"), "qwen3_moe", hidden_size=160, moe_intermediate_size=256)
+
+
+FP8_EXPERT = 3 * 160 * 256 + 4 * (4 * 2 + 2 * 2)  # elements of a byte, and their scales
+
+
+@pytest.mark.parametrize("store", ["host", "file", "pageable"])
+def test_block_fp8_answers_as_all_of_it_does_bit_for_bit(store, fp8, monkeypatch):
+    """It is kept as it is stored; of a file, nothing is read before it is needed."""
     whole = hf.load_pretrained(fp8, keep_fp8=True, decode_tokens=6)
     if store == "pageable":
         make_pageable(monkeypatch)
-    settings = STORES.get(store, {})
+    settings = dict(keep_fp8=True, decode_tokens=6, expert_budget=0.5, **STORES.get(store, {}))
     with CountedReads() as counted:
-        loaded = hf.load_pretrained(fp8, keep_fp8=True, decode_tokens=6, expert_budget=0.5, **settings)
+        loaded = hf.load_pretrained(fp8, **settings)
         read = counted.expert_bytes()
-        for prefill in (1, 12):
-            ids = prompt(1, 20)
-            assert torch.equal(logits_with_cache(loaded, ids, prefill), logits_with_cache(whole, ids, prefill))
-    assert torch.equal(greedy(loaded, prompt(2, 9)), greedy(whole, prompt(2, 9)))
+        assert torch.equal(*(answers(each, prefills=(1, 12)) for each in (loaded, whole)))
     report = cache_report(loaded)
     cache = next(module for module in loaded.modules() if isinstance(module, StoredExperts)).path.cache
     assert cache.weights.w1.dtype == torch.float8_e4m3fn
-    assert set(cache.weights.named_parts) == {"w1", "w2", "w1_scales", "w2_scales"}
-    assert report.staged_bytes > 0
+    assert (report.staged_bytes > 0) == (store != "host")
     assert report.fetched_bytes == report.fetched * FP8_EXPERT
     assert report.needed > report.fetched > 2 * report.slots, "slots were given away"
+    if store == "host":
+        kept = next(module for module in whole.modules() if isinstance(module, FP8Experts))
+        assert torch.equal(cache.host.w1.view(torch.uint8), kept.gate_up_proj.view(torch.uint8))
+        for weight, name in (("w1", "gate_up_proj"), ("w2", "down_proj")):
+            assert torch.equal(getattr(cache.host, f"{weight}_scales"), kept.get_parameter(f"{name}_scale_inv"))
+    else:
+        assert set(cache.weights.named_parts) == {"w1", "w2", "w1_scales", "w2_scales"}
     if store == "file":
         assert read == 0
         assert counted.expert_bytes() <= report.staged_bytes < report.fetched_bytes
@@ -199,6 +166,30 @@ def test_a_scale_in_a_file_that_is_no_number_is_named_when_it_is_read(fp8, tmp_p
     for _ in range(2):
         with pytest.raises(ValueError, match=message):
             greedy(loaded, prompt(8, 9))
+
+
+MB = 2**20
+
+
+def data_bytes() -> int:
+    """Private writable memory of this process, which is what ``RLIMIT_DATA`` limits."""
+    found = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData:"))
+    return int(found.split()[1]) * 1024
+
+
+def load_capped(rank: int, world_size: int, small: str, large: str, room: int, settings: dict) -> list[int]:
+    """Load ``small`` to start all threads, then ``large`` with ``room`` more bytes than now; returns its tokens."""
+    torch.set_num_threads(1)
+    threading.stack_size(MB // 4)  # of the threads that watch reads, which counts whole
+    greedy(hf.load_pretrained(small, expert_budget=0.5), prompt(1, 3))
+    before = data_bytes()
+    resource.setrlimit(resource.RLIMIT_DATA, (before + room, resource.RLIM_INFINITY))
+    try:
+        tokens = greedy(hf.load_pretrained(large, **settings), prompt(1, 3))[0].tolist()
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    print(f"{data_bytes() - before:,} bytes more, {room:,} allowed")
+    return tokens
 
 
 @pytest.mark.parametrize(("store", "held"), [("host", 1.25), ("file", 0.5), ("file in fp8", 0.5)])
@@ -228,17 +219,16 @@ def test_memory_that_cannot_be_pinned_is_said_once_and_copied_by_the_host(mixtra
         loaded = hf.load_pretrained(mixtral, expert_budget=0.5)
     assert [record.message.split(" of host")[0] for record in caplog.records] == ["0.000 GB"]
     assert "cannot be pinned" in caplog.text
-    ids = prompt(1, 20)
-    assert torch.equal(logits_with_cache(loaded, ids, 1), logits_with_cache(whole, ids, 1))
+    assert torch.equal(answers(loaded), answers(whole))
     assert cache_report(loaded).staged_bytes > 0
     with pytest.raises(NotImplementedError, match="expert_prefetch=True must be auto or false where the host brings"):
         hf.load_pretrained(mixtral, expert_budget=0.5, expert_prefetch=True)
 
 
 def refuse(folder: Path, message: str, error: type[Exception] = ValueError, **settings) -> None:
-    for store in STORES.values():
+    for store in ("host", "file"):
         with pytest.raises(error, match=message):
-            hf.load_pretrained(folder, **{"expert_budget": 0.5, **store, **settings})
+            hf.load_pretrained(folder, **{"expert_budget": 0.5, **STORES[store], **settings})
 
 
 @pytest.mark.parametrize("budget", [float("nan"), 0.0, -1.0, 0.3, 100.0])
@@ -397,3 +387,81 @@ def test_a_gate_without_a_weight_is_named(
         assert not cache_report(load(folder, prefetch="auto")).prefetch
     (record,) = caplog.records
     assert re.search(r"expert_prefetch=auto prefetches no expert: .*mlp\.up_proj \(Identity\)", record.message)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {style: tmp_path_factory.mktemp("folder") for style in ("one by one", "fused")}
+    tiny_model("qwen3_moe", **TWO).save_pretrained(found["one by one"], max_shard_size="30KB")
+    save_fused(tiny_model("qwen3_moe", **TWO), found["fused"])
+    return found
+
+
+def check_budgets(rank: int, world_size: int, ep: int, tp: int, cases: list[tuple[str, Path]]) -> None:
+    """Models with some experts in slots answer as with all of them; experts are read and quantised one by one."""
+    for store, folder in cases:
+        group, settings = make_group(tiny_config("qwen3_moe", **TWO), ep, tp), STORES[store]
+        dtype, in_files = settings.get("expert_dtype"), "expert_store" in settings
+        with CountedReads() as counted:
+            budgeted = hf.load_pretrained(folder, group, expert_budget=0.75, **settings)
+            reads = [num_bytes for name, num_bytes in counted.reads if ".experts." in name]
+        whole = hf.load_pretrained(folder, group)
+        assert type(budgeted) is type(whole)
+        held = {name for name, _ in whole.named_parameters() if ".experts." not in name}
+        assert {name for name, _ in budgeted.named_parameters()} == held
+        for name, weight in whole.named_parameters() if dtype else ():
+            if ".experts." in name:
+                weight.data.copy_(quantize_mx(weight.data, dtype).dequantize())
+        found = answers(budgeted)
+        assert torch.equal(found, answers(whole)), store
+        assert_ranks_agree(found, store)
+        report = cache_report(budgeted)
+        assert cache_report(whole) is None
+        assert report.slots == 8 // ep * 3 // 4
+        assert report.needed > report.fetched > 2 * report.slots, "slots were given away"
+        assert report.fetched_bytes == report.fetched * (2 * EXPERT // 4 // tp) * BYTES[dtype]
+        assert sum(reads) == (0 if in_files else 2 * 8 * 2 * EXPERT // (ep * tp)), "its own part, once"
+        assert in_files or not dtype or max(reads) == 2 * EXPERT // 3 // tp, "one matrix at a time"
+        assert not in_files or 0 < report.staged_bytes < report.fetched_bytes
+        group.close()
+
+
+@pytest.mark.parametrize(
+    ("ep", "tp", "cases"),
+    [
+        (1, 1, {"host": "one by one", "file": "fused", "mxfp8": "one by one", "mxfp4 in files": "one by one"}),
+        (2, 1, {"host": "one by one", "file": "fused"}),
+        (1, 2, {"host": "fused", "mxfp4": "one by one"}),
+        slow(2, 1, {"mxfp4": "one by one"}),
+        slow(2, 2, {"host": "one by one", "file": "fused"}),
+    ],
+)
+def test_ranks_answer_as_with_all_experts(ep: int, tp: int, cases: dict[str, str], folders: dict[str, Path]) -> None:
+    run_ranks(check_budgets, ep * tp, ep, tp, [(store, folders[style]) for store, style in cases.items()], timeout=300)
+
+
+@pytest.mark.parametrize(("tp", "store"), [(1, "file"), slow(2, "host"), slow(2, "file")])
+@in_ranks(2, timeout=300)
+def test_block_fp8_is_kept_over_ranks(rank: int, world_size: int, whole: Path, tp: int, store: str) -> None:
+    group = make_group(tiny_config("deepseek_v3", **WHOLE), 2 // tp, tp)
+    budget = {"expert_budget": 0.5 * tp, **STORES[store]}
+    models = [hf.load_pretrained(whole, group, keep_fp8=True, **each) for each in ({}, budget)]
+    tokens = [greedy(model, prompt(1, 3)) for model in models]
+    assert torch.equal(*tokens)
+    assert_ranks_agree(tokens[0], store)
+    report = cache_report(models[1])
+    assert report.fetched > 0
+    assert (report.staged_bytes > 0) == (store == "file")
+    group.close()
+
+
+@in_ranks(2)
+def test_ranks_agree_where_one_cannot_pin(rank: int, world_size: int, folders: dict[str, Path]) -> None:
+    memory = comet.experts.store.host_memory
+    if rank == 1:
+        comet.experts.store.host_memory = lambda *given: (memory(*given)[0], False)
+    group = make_group(tiny_config("qwen3_moe", **TWO), 2, 1)
+    loaded = hf.load_pretrained(folders["fused"], group, expert_budget=0.5)
+    assert torch.equal(greedy(loaded, prompt(2, 9)), greedy(tiny_model("qwen3_moe", **TWO), prompt(2, 9)))
+    assert cache_report(loaded).staged_bytes > 0, "the host copies on both, which then take equal steps"
+    group.close()

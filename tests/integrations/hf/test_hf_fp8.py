@@ -25,7 +25,6 @@ from hf_cases import (
     prompt,
     same_state,
     tiny_config,
-    tiny_model,
 )
 from hf_fp8_cases import (
     PUBLISHED,
@@ -33,7 +32,6 @@ from hf_fp8_cases import (
     check_kept,
     dequantized,
     load_on_ranks,
-    publish,
     published,
     quantized,
     stock,
@@ -84,8 +82,7 @@ def test_the_dtype_of_the_model_is_rounded_to_once(ragged: Path) -> None:
 
 
 def test_another_family_with_scales_in_bfloat16(tmp_path: Path) -> None:
-    tiny_model("qwen3_moe", hidden_size=160).save_pretrained(tmp_path)
-    publish(tmp_path, torch.bfloat16)
+    published(tmp_path, "qwen3_moe", scale_dtype=torch.bfloat16, hidden_size=160)
     assert same_state(hf.load_pretrained(tmp_path), stock(tmp_path))
 
 
@@ -297,9 +294,7 @@ def test_a_shared_expert_that_is_stored_otherwise_runs_by_itself(whole: Path, tm
 
 def test_a_gate_weighs_it(tmp_path: Path) -> None:
     sizes = dict(hidden_size=160, moe_intermediate_size=128, intermediate_size=144, shared_expert_intermediate_size=384)
-    tiny_model("qwen2_moe", **sizes).save_pretrained(tmp_path)
-    publish(tmp_path)
-    model = kept(tmp_path)
+    model = kept(published(tmp_path, "qwen2_moe", **sizes))
     assert all(isinstance(experts.shared, FP8SharedSlots) for experts in experts_of(model))
     Expected.of(stock(tmp_path)).check(model, "qwen2_moe")
 
@@ -309,7 +304,7 @@ NARROW = WHOLE | dict(n_shared_experts=1)
 
 @pytest.fixture
 def narrow(tmp_path: Path) -> Path:
-    return published(tmp_path, NARROW)
+    return published(tmp_path, **NARROW)
 
 
 @pytest.mark.parametrize(("ep", "tp"), [slow(2, 1), (1, 2)])

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from hf_cases import Expected, edit_state, prompt, tiny_model
-from hf_fp8_cases import WHOLE, fp8_by_name, publish, stack_experts, stock
+from hf_fp8_cases import WHOLE, fp8_by_name, published, stack_experts, stock
 
 from comet.integrations import hf
 
@@ -26,8 +26,7 @@ pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 )
 def test_scales_of_all_experts_in_one_tensor_are_refused(tmp_path: Path, is_fused: bool, message: str) -> None:
     """As one tensor with elements so, whose gate and up may share a block, or beside elements of each expert."""
-    tiny_model("qwen3_moe", hidden_size=128, moe_intermediate_size=224, mlp_only_layers=[]).save_pretrained(tmp_path)
-    publish(tmp_path)
+    published(tmp_path, "qwen3_moe", hidden_size=128, moe_intermediate_size=224, mlp_only_layers=[])
 
     def stack(state: dict[str, torch.Tensor]) -> None:
         for layer in range(3):
@@ -74,9 +73,7 @@ def test_experts_in_fp8_compute_what_the_dequantised_ones_do(whole: Path) -> Non
 
 def test_scales_that_are_powers_of_two(tmp_path: Path) -> None:
     """As ``scale_fmt="ue8m0"`` stores them: exponents alone."""
-    tiny_model("deepseek_v3", **WHOLE).save_pretrained(tmp_path)
-    publish(tmp_path, torch.float8_e8m0fnu)
-    expected = Expected.of(stock(tmp_path))
+    expected = Expected.of(stock(published(tmp_path, scale_dtype=torch.float8_e8m0fnu, **WHOLE)))
     model = fp8_by_name(tmp_path)
     expected.check(model, "by name")
     with torch.no_grad():
@@ -163,8 +160,7 @@ def test_what_transformers_dequantises_wrongly_is_refused(
     tmp_path: Path, sizes: tuple[int, int, int], wrong: str
 ) -> None:
     names = dict(zip(("hidden_size", "moe_intermediate_size", "head_dim"), sizes, strict=True))
-    tiny_model("qwen3_moe", intermediate_size=128, **names).save_pretrained(tmp_path)
-    publish(tmp_path)
+    published(tmp_path, "qwen3_moe", intermediate_size=128, **names)
     model, expected = from_folder(tmp_path), Expected.of(stock(tmp_path))
     if not wrong:
         hf.check(model)
@@ -181,8 +177,7 @@ def test_what_transformers_dequantises_wrongly_is_refused(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="transformers dequantises only where there is no GPU")
 def test_attention_without_scales(tmp_path: Path) -> None:
-    tiny_model("qwen3_moe", hidden_size=128, moe_intermediate_size=128).save_pretrained(tmp_path)
-    publish(tmp_path)
+    published(tmp_path, "qwen3_moe", hidden_size=128, moe_intermediate_size=128)
     name = "model.layers.1.self_attn.q_proj.weight"
     edit_state(tmp_path, lambda state: state.pop(f"{name}_scale_inv"))
     with pytest.raises(ValueError, match=rf"{name} of .* must have scales"):

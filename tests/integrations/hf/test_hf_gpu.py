@@ -163,5 +163,5 @@ def on_gpu(rank: int, world_size: int, folders: dict[str, Path]) -> None:
 
 @pytest.mark.multi_gpu(n=2)
 def test_two_ranks_read_their_own_experts(tmp_path: Path) -> None:
-    folders = {"ragged": published(tmp_path / "ragged", RAGGED), "whole": published(tmp_path / "whole", WHOLE)}
+    folders = {"ragged": published(tmp_path / "ragged", **RAGGED), "whole": published(tmp_path / "whole", **WHOLE)}
     run_ranks(on_gpu, 2, folders, backend=ON_GPUS, timeout=400)

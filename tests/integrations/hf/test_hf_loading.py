@@ -13,31 +13,27 @@ import torch
 from hf_cases import (
     DECODE_TOKENS,
     FAMILIES,
+    PROMPT,
     CountedReads,
     assert_ranks_agree,
     check_families,
-    check_loading,
-    check_token_counts,
     edit_state,
     greedy,
     logits_with_cache,
     make_group,
     prompt,
+    routed,
     same_state,
     save_fused,
     tiny_config,
     tiny_model,
 )
-from hf_fp8_cases import WHOLE
-from ranks import in_ranks, run_ranks
+from layer_cases import assert_as_close
+from ranks import in_ranks
 from safetensors.torch import load_file, save_file
-from tiers import slow
 from torch import Tensor
 
-import comet.experts.store
 from comet.integrations import hf
-from comet.integrations.hf.stored_experts import cache_report
-from comet.quantization.formats import quantize_mx
 
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 
@@ -222,6 +218,48 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
+def check_token_counts(rank: int, ep: int, tp: int, ffn_size: int = 32) -> None:
+    """The path with counts that W does not divide, fewer than W, none, and more than the pool holds at once."""
+    model = tiny_model("qwen2_moe", moe_intermediate_size=ffn_size)
+    stock = copy.deepcopy(model.model.layers[0].mlp.experts)
+    exact = copy.deepcopy(stock).double()
+    group = make_group(model, ep, tp, max_tokens=100)  # rounded up to 128
+    hf.convert(model, group, decode_tokens=0)
+    experts = model.model.layers[0].mlp.experts
+    path, brought = experts.runner.path, []
+
+    def counted_path(tokens: Tensor, *others: Tensor, **weights: Tensor) -> Tensor:
+        brought.append(tokens.shape[0])
+        return path(tokens, *others, **weights)
+
+    experts.runner.path = counted_path
+    for num_tokens in (0, 1, ep * tp - 1, ep * tp + 1, 2 * ep * tp, 128 * ep * tp + 3):
+        tokens, ids, weights = routed(num_tokens, seed=num_tokens)
+        with torch.no_grad():
+            actual = experts(tokens, ids, weights)
+            same, truth = stock(tokens, ids, weights), exact(tokens.double(), ids, weights.double())
+        assert_as_close(actual, truth, same, torch.float32, f"{num_tokens} tokens, ep {ep}, tp {tp}, rank {rank}")
+        assert sum(brought) <= -(-num_tokens // (ep * tp)) + 1, f"{num_tokens} tokens, rank {rank} computed {brought}"
+        brought.clear()
+    group.close()
+
+
+def check_loading(rank: int, ep: int, tp: int, folders: dict[str, Any]) -> None:
+    """Every folder loaded as shards equals the whole model converted, bit for bit; each rank reads its bytes once."""
+    for label, folder in folders.items():
+        model = tiny_model(label.split(" ")[0])
+        group = make_group(model, ep, tp)
+        experts = sum(weight.nbytes for name, weight in model.named_parameters() if ".experts." in name)
+        with CountedReads() as counted:
+            loaded = hf.load_pretrained(folder, group, decode_tokens=DECODE_TOKENS)
+        assert counted.expert_bytes() * ep * tp == experts, f"{label}, rank {rank}"
+        hf.convert(model, group, decode_tokens=DECODE_TOKENS)
+        assert same_state(loaded, model), f"{label}, ep {ep}, tp {tp}, rank {rank}: other weights"
+        ids = prompt(*PROMPT)
+        assert torch.equal(logits_with_cache(loaded, ids, 7), logits_with_cache(model, ids, 7)), label
+        group.close()
+
+
 @pytest.mark.slow
 @in_ranks(4, timeout=300)
 def test_groups(rank: int, world_size: int, saved: dict[str, Path]) -> None:
@@ -256,98 +294,6 @@ def test_sampling_and_an_assistant_over_ranks(rank: int, world_size: int) -> Non
     assert torch.equal(made[0][0], made[0][1])
     assert not torch.equal(made[0][0], made[0][2]), "a draw must be seen"
     hf.check(converted)
-    group.close()
-
-
-EXPERT = 3 * 32 * 64 * 4
-TWO = dict(num_experts_per_tok=2, moe_intermediate_size=64)
-STORES: dict[str, dict[str, Any]] = {
-    "host": {},
-    "file": {"expert_store": "file", "host_budget": 0.6},
-    "mxfp4": {"expert_dtype": "mxfp4"},
-}
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    found = {style: tmp_path_factory.mktemp("folder") for style in ("one by one", "fused")}
-    tiny_model("qwen3_moe", **TWO).save_pretrained(found["one by one"], max_shard_size="30KB")
-    save_fused(tiny_model("qwen3_moe", **TWO), found["fused"])
-    return found
-
-
-def check_budgets(rank: int, world_size: int, ep: int, tp: int, cases: list[tuple[str, Path]]) -> None:
-    """Models with some experts in slots answer as with all of them, bit for bit, drawn tokens too."""
-    for store, folder in cases:
-        group, found = make_group(tiny_config("qwen3_moe", **TWO), ep, tp), []
-        with CountedReads() as counted:
-            budgeted = hf.load_pretrained(folder, group, expert_budget=0.75, **STORES[store])
-            read = counted.expert_bytes()
-        whole = hf.load_pretrained(folder, group)
-        assert type(budgeted) is type(whole)
-        held = {name for name, _ in whole.named_parameters() if ".experts." not in name}
-        assert {name for name, _ in budgeted.named_parameters()} == held
-        for name, weight in whole.named_parameters() if store == "mxfp4" else ():
-            if ".experts." in name:
-                weight.data.copy_(quantize_mx(weight.data, store).dequantize())
-        for model in (budgeted, whole):
-            logits, tokens = logits_with_cache(model, prompt(1, 20), 1), greedy(model, prompt(2, 9))
-            torch.manual_seed(5)
-            drawn = model.generate(prompt(1, 1), max_new_tokens=20, do_sample=True, top_k=0)
-            found.append(torch.cat([logits.flatten(), tokens.flatten(), drawn.flatten()]))
-            hf.check(model)
-        assert torch.equal(*found), store
-        assert_ranks_agree(found[0], store)
-        report, stored = cache_report(budgeted), EXPERT // tp
-        if store == "mxfp4":
-            stored = EXPERT // 4 // 2 // tp + EXPERT // 4 // 32 // tp
-        assert cache_report(whole) is None
-        assert report.slots == 8 // ep * 3 // 4
-        assert report.needed > report.fetched > 2 * report.slots, "slots were given away"
-        assert report.fetched_bytes == report.fetched * stored
-        assert read == (0 if store == "file" else 2 * 8 * EXPERT // (ep * tp)), "its own part, once"
-        assert store != "file" or 0 < report.staged_bytes < report.fetched_bytes
-        group.close()
-
-
-@pytest.mark.parametrize(
-    ("ep", "tp", "cases"),
-    [
-        (1, 1, {"host": "one by one", "file": "fused"}),
-        (2, 1, {"host": "one by one", "file": "fused"}),
-        (1, 2, {"host": "fused", "mxfp4": "one by one"}),
-        slow(2, 1, {"mxfp4": "fused"}),
-        slow(2, 2, {"host": "one by one", "file": "fused"}),
-    ],
-)
-def test_ranks_answer_as_with_all_experts(ep: int, tp: int, cases: dict[str, str], folders: dict[str, Path]) -> None:
-    run_ranks(check_budgets, ep * tp, ep, tp, [(store, folders[style]) for store, style in cases.items()], timeout=300)
-
-
-@pytest.mark.parametrize(("tp", "store"), [(1, "file"), slow(2, "host"), slow(2, "file")])
-@in_ranks(2, timeout=300)
-def test_block_fp8_is_kept_over_ranks(rank: int, world_size: int, whole: Path, tp: int, store: str) -> None:
-    group = make_group(tiny_config("deepseek_v3", **WHOLE), 2 // tp, tp)
-    budget = {"expert_budget": 0.5 * tp, **STORES[store]}
-    models = [hf.load_pretrained(whole, group, keep_fp8=True, **each) for each in ({}, budget)]
-    tokens = [greedy(model, prompt(1, 3)) for model in models]
-    assert torch.equal(*tokens)
-    assert_ranks_agree(tokens[0], store)
-    report = cache_report(models[1])
-    assert report.fetched > 0
-    assert (report.staged_bytes > 0) == (store == "file")
-    group.close()
-
-
-@in_ranks(2)
-def test_ranks_agree_where_one_cannot_pin(rank: int, world_size: int, folders: dict[str, Path]) -> None:
-    memory = comet.experts.store.host_memory
-    if rank == 1:
-        comet.experts.store.host_memory = lambda *given: (memory(*given)[0], False)
-    group = make_group(tiny_config("qwen3_moe", **TWO), 2, 1)
-    loaded = hf.load_pretrained(folders["fused"], group, expert_budget=0.5)
-    assert torch.equal(greedy(loaded, prompt(2, 9)), greedy(tiny_model("qwen3_moe", **TWO), prompt(2, 9)))
-    assert cache_report(loaded).staged_bytes > 0, "the host copies on both, which then take equal steps"
     group.close()
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-import resource
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -157,6 +155,15 @@ class Expected:
         return logits
 
 
+def answers(model: Any, prefills: Sequence[int] = (1,)) -> Tensor:
+    """Logits of steps behind such prompts, and tokens, drawn ones, too: to be compared bit for bit."""
+    logits = [logits_with_cache(model, prompt(1, 20), prefill).flatten() for prefill in prefills]
+    torch.manual_seed(5)
+    drawn = model.generate(prompt(1, 1), max_new_tokens=20, do_sample=True, top_k=0)
+    hf.check(model)
+    return torch.cat([*logits, greedy(model, prompt(2, 9)).flatten(), drawn.flatten()])
+
+
 def assert_ranks_agree(logits: Tensor, what: str) -> None:
     """All ranks of the job pass the same bits."""
     found = [logits] * dist.get_world_size()
@@ -182,20 +189,18 @@ def publish_mxfp4(model: Any, folder: Path) -> Any:
         blocks, scales = packed.elements.unflatten(-1, (-1, 16)).contiguous(), packed.scales.contiguous()
         state |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         model.get_parameter(name).data.copy_(convert_moe_packed_tensors(blocks, scales, dtype=model.dtype))
-    folder.mkdir(exist_ok=True)
-    model.config.save_pretrained(folder)
+    save_fused(model, folder, state)
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     (folder / "config.json").write_text(json.dumps(config))
-    safetensors.torch.save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     return model
 
 
-def save_fused(model: Any, folder: Path) -> None:
-    """A checkpoint whose experts are one tensor per layer, under the names the model itself uses."""
+def save_fused(model: Any, folder: Path, state: dict[str, Tensor] | None = None) -> None:
+    """A checkpoint whose experts are one tensor per layer, under the names the model itself uses, or of this state."""
     folder.mkdir(exist_ok=True)
     model.config.save_pretrained(folder)
-    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    state = state or {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     safetensors.torch.save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -266,32 +271,6 @@ def check_families(
     return answers
 
 
-def check_token_counts(rank: int, ep: int, tp: int, ffn_size: int = 32) -> None:
-    """The path with counts that W does not divide, fewer than W, none, and more than the pool holds at once."""
-    model = tiny_model("qwen2_moe", moe_intermediate_size=ffn_size)
-    stock = copy.deepcopy(model.model.layers[0].mlp.experts)
-    exact = copy.deepcopy(stock).double()
-    group = make_group(model, ep, tp, max_tokens=100)  # rounded up to 128
-    hf.convert(model, group, decode_tokens=0)
-    experts = model.model.layers[0].mlp.experts
-    path, brought = experts.runner.path, []
-
-    def counted_path(tokens: Tensor, *others: Tensor, **weights: Tensor) -> Tensor:
-        brought.append(tokens.shape[0])
-        return path(tokens, *others, **weights)
-
-    experts.runner.path = counted_path
-    for num_tokens in (0, 1, ep * tp - 1, ep * tp + 1, 2 * ep * tp, 128 * ep * tp + 3):
-        tokens, ids, weights = routed(num_tokens, seed=num_tokens)
-        with torch.no_grad():
-            actual = experts(tokens, ids, weights)
-            same, truth = stock(tokens, ids, weights), exact(tokens.double(), ids, weights.double())
-        assert_as_close(actual, truth, same, torch.float32, f"{num_tokens} tokens, ep {ep}, tp {tp}, rank {rank}")
-        assert sum(brought) <= -(-num_tokens // (ep * tp)) + 1, f"{num_tokens} tokens, rank {rank} computed {brought}"
-        brought.clear()
-    group.close()
-
-
 def routed(num_tokens: int, seed: int, num_experts: int = 8, top_k: int = 2) -> tuple[Tensor, Tensor, Tensor]:
     """Random tokens ``(T, 32)``, ids and weights ``(T, K)`` as a stock router gives them."""
     generator = torch.Generator().manual_seed(seed)
@@ -303,46 +282,6 @@ def routed(num_tokens: int, seed: int, num_experts: int = 8, top_k: int = 2) -> 
     )
 
 
-def check_loading(rank: int, ep: int, tp: int, folders: dict[str, Any]) -> None:
-    """Every folder loaded as shards equals the whole model converted, bit for bit; each rank reads its bytes once."""
-    for label, folder in folders.items():
-        model = tiny_model(label.split(" ")[0])
-        group = make_group(model, ep, tp)
-        experts = sum(weight.nbytes for name, weight in model.named_parameters() if ".experts." in name)
-        with CountedReads() as counted:
-            loaded = hf.load_pretrained(folder, group, decode_tokens=DECODE_TOKENS)
-        assert counted.expert_bytes() * ep * tp == experts, f"{label}, rank {rank}"
-        hf.convert(model, group, decode_tokens=DECODE_TOKENS)
-        assert same_state(loaded, model), f"{label}, ep {ep}, tp {tp}, rank {rank}: other weights"
-        ids = prompt(*PROMPT)
-        assert torch.equal(logits_with_cache(loaded, ids, 7), logits_with_cache(model, ids, 7)), label
-        group.close()
-
-
 def same_state(model: nn.Module, other: nn.Module) -> bool:
     state, expected = model.state_dict(), other.state_dict()
     return state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in state)
-
-
-MB = 2**20
-
-
-def data_bytes() -> int:
-    """Private writable memory of this process, which is what ``RLIMIT_DATA`` limits."""
-    found = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData:"))
-    return int(found.split()[1]) * 1024
-
-
-def load_capped(rank: int, world_size: int, small: str, large: str, room: int, settings: dict) -> list[int]:
-    """Load ``small`` to start all threads, then ``large`` with ``room`` more bytes than now; returns its tokens."""
-    torch.set_num_threads(1)
-    threading.stack_size(MB // 4)  # of the threads that watch reads, which counts whole
-    greedy(hf.load_pretrained(small, expert_budget=0.5), prompt(1, 3))
-    before = data_bytes()
-    resource.setrlimit(resource.RLIMIT_DATA, (before + room, resource.RLIM_INFINITY))
-    try:
-        tokens = greedy(hf.load_pretrained(large, **settings), prompt(1, 3))[0].tolist()
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    print(f"{data_bytes() - before:,} bytes more, {room:,} allowed")
-    return tokens

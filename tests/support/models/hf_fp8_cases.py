@@ -76,10 +76,12 @@ def publish(folder: Path, scale_dtype: torch.dtype = torch.float32) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": PUBLISHED}))
 
 
-def published(folder: Path, sizes: dict[str, int]) -> Path:
+def published(
+    folder: Path, family: str = "deepseek_v3", *, scale_dtype: torch.dtype = torch.float32, **sizes: Any
+) -> Path:
     """The folder of a random model of these sizes, as it would be published."""
-    tiny_model("deepseek_v3", **sizes).save_pretrained(folder)
-    publish(folder)
+    tiny_model(family, **sizes).save_pretrained(folder)
+    publish(folder, scale_dtype)
     return folder
 
 
