@@ -115,7 +115,7 @@ class Layers:
         self.host = [host_experts(config, self.layout, ranks, stored) for _ in range(num_layers)]
         # Memory that processes share has other pages than memory that they do not: each variant has what users get.
         self.shared = [HeldExperts.hold(parts, device, self.cores.file) for parts in self.host] if self.cores else []
-        self.runner: Runner = LocalRunner(config.top_k, 1) if group is None else ReplicatedRunner(config, group, 1)
+        self.runner: Runner = LocalRunner(config.top_k, 2) if group is None else ReplicatedRunner(config, group, 2)
         self.token = torch.randn(1, config.hidden_size, device=device, dtype=dtype)
         self.weights = torch.full((1, config.top_k), 1 / config.top_k, device=device)
 
@@ -407,7 +407,7 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
     arguments = parsed(parser, command_line)
     arguments.parallel.check(swiglu_model(arguments.model))
     require(arguments.prompt == 0 or arguments.ep == 1, f"ep={arguments.ep} must be 1 with --prompt")
-    require(arguments.prompt == 0 or arguments.prompt > 1, f"prompt={arguments.prompt} must be 0 or at least 2")
+    require(arguments.prompt == 0 or arguments.prompt > 2, f"prompt={arguments.prompt} must be 0 or at least 3")
     require_known("stored", arguments.stored, STORED)
     require_known("variants", arguments.variants, KINDS)
     for name in arguments.variants if arguments.trace is None else ():

@@ -177,7 +177,8 @@ class StoreOptions:
             hidden_size=config.hidden_size, ffn_size=width, num_experts=held, top_k=min(config.top_k, held)
         )
         _check_stored(stored, config, width)
-        slots = slots_of_budget(budget, mine, num_layers, dtype, stored)
+        least = mine.top_k if store == "file" else 1  # a GPU that brings them itself has waves for the others
+        slots = slots_of_budget(budget, mine, num_layers, dtype, stored, least=least)
         expert = bytes_of_expert(config.hidden_size, width, dtype, stored)
         places = num_layers * held
         if store == "file":

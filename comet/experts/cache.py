@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from comet.config import MoEConfig, require
 from comet.decode.runners import Runner
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 # Most tokens of a decode step from caches where the caller does not say. A step has waves for the most experts that its
 # tokens may need; streaming visits only those that they do need, but waits for the routing.
 CACHED_DECODE_TOKENS = 16
+NEXT_ROW = (0, 0, 0, 1)  # a row of padding
 OF_THE_CACHES = ("slots", "prefetch")  # what reports repeat, and do not add up
 
 
@@ -216,7 +218,8 @@ def report_of(caches: Sequence[ExpertCache]) -> CacheReport:
 class CachedExperts(ExpertsFromSlots):
     """Experts that the device brings itself.
 
-    A step that may need more experts than there are slots runs in waves (``comet.kernels.experts.waves``).
+    A step that may need more experts than there are slots runs in waves (``comet.kernels.experts.waves``). Kernels that
+    are compiled for one token have none: where its K experts have no room, it is computed beside a token without any.
     """
 
     cache: ExpertCache
@@ -224,6 +227,11 @@ class CachedExperts(ExpertsFromSlots):
 
     def __init__(self, cache: ExpertCache, runner: Runner, top_k: int) -> None:
         super().__init__(cache, runner, top_k)
+        require(
+            cache.num_slots >= self.most_of_a_token or runner.decode.max_tokens > 1,
+            f"decode_tokens={runner.decode.max_tokens} must be at least 2 with num_slots={cache.num_slots}, fewer than "
+            f"top_k={top_k}",
+        )
         cache.copy_stream = runner.decode.copy_stream(cache.weights.w1.device)
 
     def check(self) -> None:
@@ -235,15 +243,24 @@ class CachedExperts(ExpertsFromSlots):
         """Beside which experts of other layers may travel."""
         if self.prefetch is not None:
             self.prefetch.before_step(tokens, top_k_ids.shape[1])
+        step, num_tokens = (tokens, top_k_ids.contiguous(), top_k_weights), tokens.shape[0]
+        if num_tokens == 1 and self.cache.num_slots < self.most_of_a_token:
+            step = pad(tokens, NEXT_ROW), pad(top_k_ids, NEXT_ROW, value=-1), pad(top_k_weights, NEXT_ROW)
         with torch.autocast(tokens.device.type, enabled=False):  # decode rounds where it means to
-            output = self.runner(tokens, top_k_ids.contiguous(), top_k_weights, w1, w2, experts=self.cache.weights)
+            output = self.runner(*step, w1, w2, experts=self.cache.weights)[:num_tokens]
         if self.prefetch is not None:
             self.prefetch.after_step(tokens)
         return output
 
 
 def slots_of_budget(
-    budget: float, config: MoEConfig, num_layers: int, dtype: torch.dtype, stored: StoredType | None = None
+    budget: float,
+    config: MoEConfig,
+    num_layers: int,
+    dtype: torch.dtype,
+    stored: StoredType | None = None,
+    *,
+    least: int = 1,
 ) -> int:
     """Experts of each layer that a budget holds.
 
@@ -252,15 +269,15 @@ def slots_of_budget(
 
     Args:
         budget: Share of all experts, above 0 and up to 1; or bytes for all layers, above 1.
+        least: The fewest that serve a token.
     """
     require(budget > 0, f"expert_budget={budget} must be above 0: a share of all experts, or bytes above 1")
     expert = bytes_of_expert(config.hidden_size, config.ffn_size, dtype, stored)
     slots = int(budget * config.num_experts) if budget <= 1 else int(budget // (max(num_layers, 1) * expert))
-    needed, share = num_layers * config.top_k * expert, config.top_k / config.num_experts
     require(
-        slots >= config.top_k,
-        f"expert_budget={budget} holds {slots} experts of each of {num_layers} layers, and must hold top_k="
-        f"{config.top_k}: {needed:,} bytes, or a share of {share:.3f}",
+        slots >= least,
+        f"expert_budget={budget} holds {slots} experts of each of {num_layers} layers, and must hold {least}: "
+        f"{num_layers * least * expert:,} bytes, or a share of {least / config.num_experts:.3f}",
     )
     return min(slots, config.num_experts)
 

@@ -59,7 +59,9 @@ class Slots:
         if least_of_ranks(all(layer.readable for layer in layers), self.group):
             place = dict(device=self.device, policy=self.policy, **self._place)
             caches = self._fitting(
-                layers, lambda number, layer, slots: ExpertCache(**layer.stored_parts, num_slots=slots, **place)
+                layers,
+                lambda number, layer, slots: ExpertCache(**layer.stored_parts, num_slots=slots, **place),
+                least=1 if self.cores is None else self.most_of_a_token,
             )
             cores = started(self.cores, layers)
             if cores is not None:
@@ -85,13 +87,15 @@ class Slots:
         stage = Stage(num_places, layers[0].specs, self.device, deadline_s=deadline_s)
         stage.files = None if files is None else files.pop_all()
         caches = self._fitting(
-            layers, lambda number, layer, slots: StagedCache(layer, stage, number, slots, self.device, **self._place)
+            layers,
+            lambda number, layer, slots: StagedCache(layer, stage, number, slots, self.device, **self._place),
+            least=self.most_of_a_token,
         )
         return [StagedExperts(cache, self.runner, self.layout.top_k) for cache in caches]
 
-    def _fitting(self, layers: Sequence[Any], make: Callable[[int, Any, int], Any]) -> list[Any]:
+    def _fitting(self, layers: Sequence[Any], make: Callable[[int, Any, int], Any], *, least: int) -> list[Any]:
         """The caches of all layers by their numbers, with fewer slots each where memory runs out (collective)."""
-        num_slots, refused, least = self.num_slots, "", min(self.layout.top_k, self.layout.experts_local)
+        num_slots, refused = self.num_slots, ""
         while True:
             made: list[Any] = []
             try:
@@ -115,6 +119,11 @@ class Slots:
             words = "expert_budget: %d slots in each of %d layers in place of %d: the device is out of memory (%s)"
             logger.warning(words, num_slots, len(layers), self.num_slots, refused)
         return made
+
+    @property
+    def most_of_a_token(self) -> int:
+        """Experts of this rank that one token may need."""
+        return min(self.layout.top_k, self.layout.experts_local)
 
     @property
     def _place(self) -> dict[str, Any]:
@@ -155,6 +164,11 @@ def host_paths(
         num_experts=layout.num_experts, first_expert=layout.first_expert, hidden_size=hidden_size, top_k=layout.top_k,
         max_tokens=runner.decode.max_tokens, dtype=slots.dtype, activation=runner.activation,
     )  # fmt: skip
+    if slots.num_slots < slots.most_of_a_token and host_cores != "off":
+        words = f"host_cores={host_cores} is of no use with {slots.num_slots} slots, fewer than a token may need"
+        require(host_cores == "auto", f"{words}: its steps run in waves, which leave the cores out; set it to off")
+        logger.info(words)
+        host_cores = "off"
     cores = open_cores(host_cores, sizes, slots.device, runner=runner)
     some_missing = slots.num_slots < layout.experts_local
     guides = routers() if prefetches(expert_prefetch, slots.device, useful=some_missing) else ()
@@ -183,9 +197,10 @@ def cores_of_paths(paths: Sequence[CachedPath]) -> HostCores | None:
 def fewer_slots(num_slots: int, fitting: int, num_layers: int, least: int) -> int:
     """What to try next, where of S slots a layer those of ``fitting`` layers were there.
 
-    Example: 16 slots, 3 of 4 layers: 12 a layer would fit, of which nine tenths are taken: 10.
+    Example: 16 slots, 3 of 4 layers: 12 a layer would fit, of which nine tenths are taken: 10. Not one layer: at most
+    4 a layer would, of which 3 are tried.
     """
-    return max(least, min(num_slots - 1, num_slots * fitting * TENTHS_TAKEN // (10 * num_layers)))
+    return max(least, min(num_slots - 1, num_slots * max(fitting, 1) * TENTHS_TAKEN // (10 * num_layers)))
 
 
 def least_of_ranks(value: int, group: ExpertGroup | None) -> int:

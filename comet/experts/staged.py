@@ -232,6 +232,8 @@ class StagedExperts(ExpertsFromSlots):
 
     def __init__(self, cache: StagedCache, runner: Runner, top_k: int) -> None:
         super().__init__(cache, runner, top_k)
+        rule = f"must be at least top_k={top_k} where the host brings the experts: raise expert_budget"
+        require(cache.num_slots >= self.most_of_a_token, f"num_slots={cache.num_slots} {rule}")
         self.tokens_at_once = runner.decode.max_tokens
         if cache.num_slots < cache.num_held:
             self.tokens_at_once = min(self.tokens_at_once, cache.num_slots // top_k)

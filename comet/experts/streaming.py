@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from comet.comm.collectives import accumulator_dtype
-from comet.config import require
 from comet.decode.runners import Runner
 from comet.decode.twin import slot_weights
 from comet.decode.weights import DecodeWeights
@@ -145,9 +144,8 @@ class ExpertsFromSlots:
     """
 
     def __init__(self, cache: SlotCache, runner: Runner, top_k: int) -> None:
-        self.cache, self.runner, self.top_k = cache, runner, top_k
-        least = min(top_k, cache.num_held)
-        require(least <= cache.num_slots, f"num_slots={cache.num_slots} must be at least top_k={top_k}")
+        self.cache, self.runner = cache, runner
+        self.most_of_a_token = min(top_k, cache.num_held)  # experts of this rank that it may need
 
     def __call__(
         self,

@@ -49,8 +49,8 @@ def resident_engine(
 @pytest.mark.parametrize(
     "settings",
     [
-        *(dict(expert_slots=slots) for slots in (MOE.top_k, MOE.top_k + 1, MOE.num_experts)),
-        *(dict(expert_slots=slots, expert_prefetch=True) for slots in (MOE.top_k, MOE.top_k + 1, MOE.num_experts - 1)),
+        *(dict(expert_slots=slots) for slots in (1, MOE.top_k, MOE.top_k + 1, MOE.num_experts)),
+        *(dict(expert_slots=slots, expert_prefetch=True) for slots in (1, MOE.top_k + 1, MOE.num_experts - 1)),
         *(dict(expert_slots=MOE.top_k, expert_dtype=kind) for kind in get_args(MXType)),
     ],
     ids=str,
@@ -87,6 +87,13 @@ def test_prefetch_is_on_for_whoever_says_so_and_by_default_on_a_gpu(monkeypatch:
     compare_texts(engine, without, steps=13)
     reports = [each.cache_report() for each in (engine, without)]
     assert [(each.prefetch, each.prefetched_needed > 0) for each in reports] == [(True, True), (False, False)]
+
+
+def test_what_a_few_slots_do_not_serve_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^host_cores=2 is of no use with 1 slots, fewer than a token may need"):
+        engine_of(expert_slots=1, host_cores="2")
+    with pytest.raises(ValueError, match=r"^decode_tokens=1 must be at least 2 with num_slots=1, fewer than top_k="):
+        engine_of(expert_slots=1, decode_tokens=1)
 
 
 def test_tokens_that_need_more_experts_than_there_are_slots_run_in_waves() -> None:
@@ -127,34 +134,34 @@ def test_memory_that_cannot_be_pinned_is_said_once_and_copied_by_the_host(monkey
 
 
 @pytest.mark.parametrize(
-    ("layout", "expert_dtype", "config"),
+    ("layout", "slots", "expert_dtype", "config"),
     [
-        ({"ep": 2}, None, MODEL),
-        ({"tp": 2}, None, MODEL),
-        ({"ep": 2}, "mxfp8", MODEL),
-        ({"ep": 2}, None, GPT_OSS),
-        ({"tp": 2}, None, GPT_OSS),
-        slow({"ep": 2, "tp": 2}, None, MODEL),
+        ({"ep": 2}, 1, None, MODEL),
+        ({"tp": 2}, MOE.top_k, None, MODEL),
+        ({"ep": 2}, MOE.top_k, "mxfp8", MODEL),
+        ({"ep": 2}, GPT_OSS.moe.top_k, None, GPT_OSS),
+        ({"tp": 2}, 1, None, GPT_OSS),
+        slow({"ep": 2, "tp": 2}, MOE.top_k, None, MODEL),
     ],
     ids=["EP2", "TP2", "EP2, mxfp8", "EP2, biases", "TP2, biases", "EP2 x TP2"],
 )
 def test_answers_of_ranks_are_those_of_resident_experts(
-    layout: dict[str, int], expert_dtype: MXType | None, config: ModelConfig
+    layout: dict[str, int], slots: int, expert_dtype: MXType | None, config: ModelConfig
 ) -> None:
-    run_ranks(answer_over_ranks, math.prod(layout.values()), layout, expert_dtype, config)
+    run_ranks(answer_over_ranks, math.prod(layout.values()), layout, slots, expert_dtype, config)
 
 
 def answer_over_ranks(
-    rank: int, world_size: int, layout: dict[str, int], expert_dtype: MXType | None, config: ModelConfig
+    rank: int, world_size: int, layout: dict[str, int], slots: int, expert_dtype: MXType | None, config: ModelConfig
 ) -> None:
     """Steps bit for bit, and prompts that stream."""
     group = make_group(config.moe, **layout)
-    cached = engine_of(group, config, expert_slots=config.moe.top_k, expert_dtype=expert_dtype)
+    cached = engine_of(group, config, expert_slots=slots, expert_dtype=expert_dtype)
     resident = resident_engine(expert_dtype, group, config)
     compare_texts(cached, resident, steps=12)
     held, report = config.moe.num_experts // layout.get("ep", 1), cached.cache_report()
     assert report.fetched >= len(cached.caches) * held
-    assert (report.fetched > len(cached.caches) * held) == (held > config.moe.top_k), "some were given away, came back"
+    assert (report.fetched > len(cached.caches) * held) == (held > slots), "some were given away, came back"
     ids = torch.randint(256, (2, 20), generator=torch.Generator().manual_seed(3))
     nearly_equal(*(engine.prefill(ids, torch.tensor([20, 9]), 24) for engine in (cached, resident)))
     nearly_equal(*(engine.decode(torch.tensor([1, 2])) for engine in (cached, resident)))

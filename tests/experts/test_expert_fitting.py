@@ -67,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_fewer_slots_example_of_the_docstring() -> None:
     assert fewer_slots(16, 3, 4, 2) == 10
     assert fewer_slots(16, 4, 4, 2) == 14, "another rank had less"
-    assert fewer_slots(16, 0, 4, 2) == 2
+    assert fewer_slots(16, 0, 4, 2) == 3
     assert fewer_slots(3, 3, 4, 2) == 2
 
 
@@ -86,18 +86,17 @@ def test_the_cache_shrinks_and_goes_on(store: str, folder: Path, caplog: pytest.
     assert report.fetched > 2 * report.slots
 
 
-@pytest.mark.parametrize("store", STORES)
-def test_too_little_for_a_token_is_refused(store: str, folder: Path) -> None:
-    limit_memory(3)
-    with pytest.raises(
-        ValueError, match=r"expert_budget must fit the device's memory: 2 slots in each of 2 layers.* \(CUDA out of mem"
-    ):
+@pytest.mark.parametrize(("store", "least"), [("host", 1), ("file", 2)])
+def test_too_little_for_a_token_is_refused(store: str, least: int, folder: Path) -> None:
+    limit_memory(2 * least - 1)
+    told = rf"expert_budget must fit the device's memory: {least} slots in each of 2 layers.* \(CUDA out of mem"
+    with pytest.raises(ValueError, match=told):
         hf.load_pretrained(folder, expert_budget=1.0, **STORES[store])
 
 
 def little_on_one(rank: int, world_size: int, folder: str) -> list[tuple[Any, ...]]:
     group, found = make_group(tiny_config("qwen3_moe", **MODEL), 1, 2), []
-    for room in (10, 3):
+    for room in (10, 1):
         limit_memory(room if rank else 100)
         try:
             loaded = hf.load_pretrained(folder, group, expert_budget=1.0)
@@ -124,4 +123,4 @@ def test_a_job_expects_the_hits_of_the_slots_that_fitted(tmp_path: Path) -> None
     settings = GenerateConfig(source=str(tmp_path), prompts=("ab",), max_new_tokens=2, expert_budget=1.0)
     job = make_job(tmp_path, model=model_of(find_source(str(tmp_path))), generate=settings)
     cache = generate_job(job, Rank())["expert_cache"]
-    assert cache["slots"] == 2
+    assert cache["slots"] == 3

@@ -90,8 +90,11 @@ def test_a_budget_in_experts_and_bytes() -> None:
         ({"budget": float("inf")}, "expert_budget=inf must be finite"),
         ({"budget": 0.0}, "expert_budget=0.0 must be above 0"),
         ({"budget": -3.0}, "expert_budget=-3.0 must be above 0"),
-        ({"budget": 0.09}, "expert_budget=0.09 holds 5 experts of each of 4 layers, and must hold top_k=6"),
-        ({"budget": 5.0}, "expert_budget=5.0 holds 0 experts .* must hold top_k=6: 2,359,296 bytes"),
+        ({"budget": 0.01}, "expert_budget=0.01 holds 0 experts of each of 4 layers, and must hold 1: 393,216 bytes"),
+        (
+            {"budget": 0.09, "expert_store": "file", "host_budget": 1.0},
+            "expert_budget=0.09 holds 5 experts .* must hold 6: 2,359,296 bytes, or a share of 0.094",
+        ),
         ({"expert_store": "disk"}, "expert_store='disk' must be one of host, file"),
         ({"host_budget": 0.5}, "host_budget=0.5 must be None where host memory holds all experts"),
         ({"expert_store": "file"}, "host_budget=None must be given with expert_store='file'"),

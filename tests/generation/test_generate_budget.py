@@ -188,9 +188,9 @@ def test_a_mistake_is_one_line(words, message, qwen, capsys):
 
 
 def test_a_budget_is_that_of_a_rank(qwen, capsys):
-    words = [f"generate.source={qwen}", f"{BUDGET}=0.5", "parallel.ep=2"]
+    words = [f"generate.source={qwen}", f"{BUDGET}=0.2", "parallel.ep=2"]
     said = refusal(capsys, "generate", "--dry-run", *words)
-    assert said.startswith(f"{BUDGET}=0.5 holds 2 experts of each of 2 layers, and must hold top_k=4")
+    assert said.startswith(f"{BUDGET}=0.2 holds 0 experts of each of 2 layers, and must hold 1")
 
 
 def test_files_are_for_hugging_face(tmp_path):

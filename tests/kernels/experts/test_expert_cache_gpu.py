@@ -49,6 +49,20 @@ def test_steps_of_quantised_experts_and_biases_equal_resident_ones(
     assert int(cache.tables.totals[1]) >= num_slots
 
 
+@pytest.mark.parametrize("num_slots", [1, K - 1])
+def test_one_token_that_needs_more_experts_than_there_are_slots(num_slots: int) -> None:
+    made, case = torch.Generator().manual_seed(num_slots), case_of(1, seed=num_slots)
+    cache, everything = cache_of(case, num_slots, "lru", *PLACE), resident_weights(case, *PLACE)
+    runner = LocalRunner(K, 2)
+    path = CachedExperts(cache, runner, K)
+    for step in range(50):
+        tokens, ids, weights = draw_step(made, 1)
+        output = path(tokens, ids, weights, cache.weights.w1, cache.weights.w2)
+        two = tokens.expand(2, -1), torch.cat((ids, torch.full_like(ids, -1))), weights.expand(2, -1)
+        assert torch.equal(output, runner.decode(*two, everything)[:1]), f"step {step}"
+    check_slots(cache)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(("num_tokens", "num_slots"), [(1, K), (1, 11), (1, E), (2, 9), (5, 20), (11, E)])
 def test_steps_equal_twin_and_resident_experts(num_tokens: int, num_slots: int, policy: str) -> None:

@@ -152,7 +152,8 @@ def compare_steps(
     made, first, cores = torch.Generator().manual_seed(case.seed), twins.mine.first_expert, twins.cores
     tables = twins.mine.tables
     for step in range(6):
-        tokens, ids, weights = twins.draw(made, 1 if step == 3 else case.T)  # a step of one wave in between
+        one_wave = step == 3 and num_slots >= case.K  # in between
+        tokens, ids, weights = twins.draw(made, 1 if one_wave else case.T)
         needed = {expert for expert in ids.flatten().tolist() if expert >= first}
         missing, before = [expert for expert in needed if tables.slots[expert] < 0], tables.totals.clone()
         twins.step(tokens, ids, weights)
@@ -183,6 +184,7 @@ STEPS = [
     *(steps(case, quick=True) for case in QUANTISED),
     *(steps(case, slots=case.K + 1, quick=case.name in ("vector", "matrix")) for case in IN_WAVES),
     steps(IN_WAVES[0], slots=3, policy="lfu", quick=True),
+    steps(IN_WAVES[0], slots=1, quick=True),
     steps(CASES[2], slots=4, policy="lfu", host=SLOW_LINK, quick=True),
     *(
         steps(case, policy=policy, host=PROFILE, quick=(case.name, policy) in (("fold", "lfu"), ("matrix", "lru")))
