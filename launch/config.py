@@ -15,7 +15,7 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -84,6 +84,7 @@ def compose(
     named = [word.lstrip("+").partition("=")[0] for word in overrides]
     overrides, texts = split_verbatim(overrides)
     schema = OmegaConf.structured(job_schema())
+    overrides = [as_typed(text) for text in overrides]
     names = [*setting_names(OmegaConf.to_container(schema)), *config_groups()]
     parsed = [_parse(text, names) for text in overrides]
     settings = Settings.read(file, schema).without(named)
@@ -119,6 +120,23 @@ def split_verbatim(overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]
     parts = [word.partition("=") for word in overrides]
     texts = {name.split(".")[1]: text for name, equals, text in parts if equals and name in VERBATIM}
     return ["".join(part) for part in parts if not (part[1] and part[0] in VERBATIM)], texts
+
+
+def as_typed(text: str) -> str:
+    """An override whose value Hydra takes for the text it is, where the setting is a text.
+
+    Example: ``output_dir=2026_11_26`` gives ``output_dir='2026_11_26'``, which Hydra would make 20261126, and
+    ``data.path=~/x`` gives ``data.path='~/x'``, which it would refuse.
+    """
+    name, equals, value = text.partition("=")
+    if not equals or _kind_of(name) not in (str, str | None):
+        return text
+    try:
+        found = OverridesParser.create().parse_override(text).value()
+    except HydraException:
+        found = ...
+    is_taken = found is None or isinstance(found, (str, list, dict))
+    return text if is_taken else f"{name}={QuotedString(value, Quote.single).with_quotes()}"
 
 
 def with_source_model(job: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -202,6 +220,9 @@ def _parse(text: str, names: Sequence[str]) -> Override:
     inside = next((each for each in names if each.startswith(f"{name}.") and name not in config_groups()), None)
     is_value = isinstance(override.value(), (str, int, float, list))
     require(not (inside and is_value), f"override {text!r} must name one of the settings in {name}, such as {inside}")
+    items = override.value() if _kind_of(name) == list[str] else None
+    changed = [item for item in items if str(item) not in text] if isinstance(items, list) else []
+    require(not changed, f"override {text!r} must hold texts, but {changed} are none: put quotes around them")
     return override
 
 
@@ -221,12 +242,17 @@ def _explain(error: Exception, overrides: Sequence[Override]) -> str:
     return " ".join(line.strip() for line in lines if not line.strip().startswith(inside))
 
 
-def _list_depth(name: str) -> int:
-    """How many lists a setting is: 0 of ``train.steps``, 1 of ``tune.tokens``, 2 of ``sweep.layouts``."""
+def _kind_of(name: str) -> Any:
+    """The type of a setting in the schema; ``None`` of what is no setting."""
     kind: Any = job_schema()
     for part in name.split("."):
-        kind = {item.name: item.type for item in fields(kind)}[part] if is_dataclass(kind) else None
-    depth = 0
+        kind = {item.name: item.type for item in fields(kind)}.get(part) if is_dataclass(kind) else None
+    return kind
+
+
+def _list_depth(name: str) -> int:
+    """How many lists a setting is: 0 of ``train.steps``, 1 of ``tune.tokens``, 2 of ``sweep.layouts``."""
+    kind, depth = _kind_of(name), 0
     while get_origin(kind) is list:
         kind, depth = get_args(kind)[0], depth + 1
     return depth

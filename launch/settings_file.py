@@ -57,19 +57,24 @@ def _filled(
 
 
 TEXTS = ("prompt", "prompts", "stop")  # of ``generate``: text of any kind, in which nothing is looked up
-BOOL_TAG = "tag:yaml.org,2002:bool"
+INT_TAG = "tag:yaml.org,2002:int"
+KINDS = {INT_TAG, *(f"tag:yaml.org,2002:{kind}" for kind in ("bool", "float", "timestamp"))}
 
 
 class Loader(yaml.SafeLoader):
-    """YAML whose only truth values are true and false: ``cuda_graph: off`` is a word, as it is in an override."""
+    """YAML whose scalars stay as they are written, but for null: the schema says what is a number or a truth value.
+
+    So ``output_dir: 2026_11_26`` is no number, and ``cuda_graph: off`` a word, as they are in an override. Integers
+    that are written as Python does are some: no schema makes them of what is in a list of lists.
+    """
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - so PyYAML keeps them
-        first: [(tag, pattern) for tag, pattern in resolvers if tag != BOOL_TAG]
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in KINDS]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
 
-Loader.add_implicit_resolver(BOOL_TAG, re.compile("true|false|True|False|TRUE|FALSE"), list("tTfF"))
+Loader.add_implicit_resolver(INT_TAG, re.compile("(0|-?[1-9][0-9]*)$"), list("-0123456789"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

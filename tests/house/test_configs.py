@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 import comet
 from comet.config import OverlapConfig, ParallelConfig
 from comet.jobs.config import JobConfig
-from comet.launch.config import compose, config_groups, default_ranks, job_schema, make_job
+from comet.launch.config import as_typed, compose, config_groups, default_ranks, job_schema, make_job
 from comet.launch.dry_run.train import memory_needs, rank_parameters, resolved_yaml
 from comet.launch.schema import build, schema_of
 from comet.launch.tasks.registry import TASKS
@@ -96,6 +96,8 @@ def test_composing_twice_gives_equal_jobs_and_no_state():
         ("train=1", r"^override 'train=1' must name one of the settings in train, such as train\.\w+$"),
         ("model.moe.activation=geglu", r" in model\.moe\.activation, such as model\.moe\.activation\.name$"),
         ("model.moe=null", r"model\.moe=null"),
+        ("output_dir", r"^override 'output_dir' must have the form name=value$"),
+        ("generate.prompts=[7,1_0,true]", r" must hold texts, but \[10, True\] are none: put quotes around them$"),
         ("foo", r"^override 'foo' must have the form name=value$"),
         ("+x=1", r"^override '\+x=1': 'x' is no setting and no group of the configuration$"),
         ("~train", r"^override '~train' must have the form train=value: no setting can be added or removed$"),
@@ -118,6 +120,25 @@ def test_compose_answers_a_mistake_in_one_line(override, message):
         compose([override])
     assert "\n" not in str(caught.value)
     assert str(ROOT) not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "typed",
+    ["2026_11_26", "1e3", "true", "007", "~/x", "a(b)=c#d", "d\u00e9j\u00e0 vu", "a,b", "it's", "a\\", "range(1,5)"],
+)
+def test_texts_are_what_was_typed(typed):
+    overrides = [f"{name}={typed}" for name in ("output_dir", "data.path", "model.name", "tune.profiles")]
+    found = compose(overrides)
+    assert [found["output_dir"], found["data"]["path"], found["model"]["name"], found["tune"]["profiles"]] == [
+        typed
+    ] * 4
+
+
+def test_texts_that_hydra_reads_stay_so():
+    found = compose(["data.path='a b'", "output_dir=${model.name}", "resume=null", "generate.prompts=[7,'1_0']"])
+    assert [found["data"]["path"], found["output_dir"], found["resume"]] == ["a b", "tiny", None]
+    assert found["generate"]["prompts"] == ["7", "1_0"]
+    assert as_typed("train.steps=1_0") == "train.steps=1_0"
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,11 @@ train: {steps: 20, lr: 1e-3, cuda_graph: off}
 generate: {prompt: "a ${b} [c, ", prompts: ["${x", y], stop: 7}
 sweep.layouts: [[4, 1], [2, 2]]
 output_dir: here
+tune.profiles: 2026_11_26
+data: {path: 1e3}
+overwrite: true
+train.eval_every: 1_000
+resume: ~
 """
 
 
@@ -114,6 +119,8 @@ def test_the_file_counts_more_than_defaults_and_less_than_overrides(file: str) -
     assert (job["parallel"]["ep"], job["parallel"]["tp"]) == (4, 1)
     assert (job["train"]["steps"], job["train"]["lr"], job["train"]["cuda_graph"]) == (70, 1e-3, "off")
     assert (job["output_dir"], job["moe_path"]) == ("here", "twin")
+    assert (job["tune"]["profiles"], job["data"]["path"]) == ("2026_11_26", "1e3")
+    assert (job["overwrite"], job["train"]["eval_every"], job["resume"]) == (True, 1000, None)
     assert job["generate"]["prompt"] == "a ${b} [c, "
     assert (job["generate"]["prompts"], job["generate"]["stop"]) == (["${x", "y"], "z")
     assert job["sweep"]["layouts"] == [[4, 1], [2, 2]]
@@ -143,6 +150,7 @@ def test_a_resolved_configuration_is_the_same_job_again(file: str, tmp_path, cap
         ("train: {stepz: 3}", "train.stepz is no setting; did you mean train.steps?"),
         ("train: {steps: abc}", "train.steps: Value 'abc' of type 'str' could not be converted to Integer"),
         ("train: 3", "train must hold settings, name: value, not 3"),
+        ("overwrite: maybe", "overwrite: Value 'maybe' is not a valid bool"),
         ("model: foo", "model='foo' must be one of deepseek_v3, "),
         ("model: {moe: {top: 3}}", "model.moe.top is no setting; did you mean model.moe.top_k?"),
         ("a: [", " must be a YAML file: "),
