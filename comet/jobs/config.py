@@ -163,7 +163,9 @@ class TrainConfig:
         require(0 < self.lr < float("inf"), f"lr={self.lr} must be positive and finite")
         require(self.seed < 2**63, f"seed={self.seed} must be below 2^63")
         require(0 <= self.min_lr_ratio <= 1, f"min_lr_ratio={self.min_lr_ratio} must be between 0 and 1")
-        require(self.weight_decay >= 0, f"weight_decay={self.weight_decay} must be at least 0")
+        require(
+            0 <= self.weight_decay < float("inf"), f"weight_decay={self.weight_decay} must be at least 0 and finite"
+        )
         require(self.grad_clip > 0, f"grad_clip={self.grad_clip} must be positive")
 
     @property

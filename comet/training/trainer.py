@@ -98,7 +98,7 @@ class Trainer:
         self.checkpoint_path = checkpoint.path if checkpoint else None
         self.first_step = self.step = self.checkpointer.load(checkpoint) if checkpoint else 0
         self.stopped = False
-        self.steps_timed, self.seconds = 0, 0.0
+        self.timed: list[tuple[int, float]] = []  # steps and seconds of every window
         self.reporter = Reporter(
             self.output_dir,
             enabled=group.world_rank == 0,
@@ -176,8 +176,9 @@ class Trainer:
 
     def _facts(self) -> dict[str, Any]:
         config, group = self.config, self.group
-        tokens = self.steps_timed * self.train_step.tokens_per_step
-        peak_memory, seconds, any_eager = self._slowest()
+        warm = self.timed[1:] or self.timed  # the first window compiled and captured
+        tokens = sum(steps for steps, _ in warm) * self.train_step.tokens_per_step
+        peak_memory, seconds, warm_seconds, any_eager = self._slowest(warm)
         return {
             "task": "train",
             "model": config.model.name,
@@ -191,7 +192,7 @@ class Trainer:
             "moe_path": next((layer.path for layer in self.model.moe_layers()), config.moe_path),
             "cuda_graph": not any_eager,
             "steps": self.step,
-            "tokens_per_second": tokens / seconds if seconds else 0.0,
+            "tokens_per_second": tokens / warm_seconds if warm else 0.0,
             "train_seconds": seconds,
             "peak_memory_bytes": peak_memory,
             "dropped_rows": sum(window.dropped_rows for window in self.reporter.history.windows),
@@ -217,8 +218,7 @@ class Trainer:
         for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=first):
             is_finite = math.isfinite(loss) and math.isfinite(norm)
             require(is_finite, self._diverged(step, f"loss={loss}, gradient norm={norm}"))
-        self.steps_timed += len(window)
-        self.seconds += seconds
+        self.timed.append((len(window), seconds))
         record = Window(
             step=self.step,
             losses=losses,
@@ -250,12 +250,15 @@ class Trainer:
             f"train.warmup_steps={settings.num_warmup_steps} higher; the last checkpoint is {self.checkpoint_path}"
         )
 
-    def _slowest(self) -> tuple[int, float, bool]:
-        """Peak memory in bytes, seconds of training, whether steps were not replayed; each of any rank (collective)."""
+    def _slowest(self, warm: list[tuple[int, float]]) -> tuple[int, float, float, bool]:
+        """Peak memory in bytes, seconds of training and of ``warm`` windows, whether steps were not replayed; each of
+        any rank (collective).
+        """
         peak = peak_memory_bytes(self.group.device, self.group.workspace.num_bytes)
-        mine = [peak, self.seconds, float(bool(self.train_step.graph_fallback_reason))]
-        most, seconds, any_eager = largest(mine, self.group.device, dist.group.WORLD)
-        return int(most), seconds, bool(any_eager)
+        took, took_warm = (sum(seconds for _, seconds in windows) for windows in (self.timed, warm))
+        mine = [peak, took, took_warm, float(bool(self.train_step.graph_fallback_reason))]
+        most, seconds, warm_seconds, any_eager = largest(mine, self.group.device, dist.group.WORLD)
+        return int(most), seconds, warm_seconds, bool(any_eager)
 
 
 def _same_on_all_ranks(corpus: Corpus) -> str:

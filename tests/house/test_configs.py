@@ -159,7 +159,8 @@ def test_texts_that_hydra_reads_stay_so():
         (["train.lr=nan"], 2, r"^train: lr=nan must be positive and finite$"),
         (["train.min_lr_ratio=1.5"], 2, r"^train: min_lr_ratio=1\.5 must be between 0 and 1$"),
         (["train.grad_clip=-1.0"], 2, r"^train: grad_clip=-1\.0 must be positive$"),
-        (["train.weight_decay=-0.1"], 2, r"^train: weight_decay=-0\.1 must be at least 0$"),
+        (["train.weight_decay=-0.1"], 2, r"^train: weight_decay=-0\.1 must be at least 0 and finite$"),
+        (["train.weight_decay=inf"], 2, r"^train: weight_decay=inf must be at least 0 and finite$"),
         (["train.checkpoint_every=-1"], 2, r"^train: checkpoint_every=-1 must be at least 0$"),
         *(
             (["data.heldout_fraction=" + value], 2, f"{value} must be above 0 and below 1$")

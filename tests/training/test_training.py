@@ -120,6 +120,16 @@ def test_job_writes_its_files_and_prints_the_result_last(tmp_path, capsys):
     assert "tokens/s" in captured.err
 
 
+def test_the_rate_of_a_run_leaves_out_its_first_window(tmp_path):
+    result = train(make_job(tmp_path, steps=11, checkpoint_every=10, sample_bytes=0), Rank())
+    first, second = (json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[:2])
+    assert (first["step"], second["step"]) == (10, 11)
+    assert result["tokens_per_second"] == second["tokens_per_second"]
+    tokens = make_job(tmp_path).train.batch_size * MODEL.context
+    seconds = tokens * (10 / first["tokens_per_second"] + 1 / second["tokens_per_second"])
+    assert result["train_seconds"] == pytest.approx(seconds)
+
+
 def run_job_with_other_text(rank, world_size, folder):
     job = make_job(folder, ep=2)
     if rank == 1:
