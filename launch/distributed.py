@@ -30,7 +30,8 @@ PR_SET_PDEATHSIG = 1
 START_S = 300.0  # a rank of another node may import from a slow disk
 POLL_S = 0.05
 OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-SETTINGS_KEY, ROUND_KEY, MEMBERS_KEY, SIGN_KEY = "comet/settings", "comet/round", "members", "sign"
+SETTINGS_KEY, WORDS_KEY = "comet/settings", "comet/words"
+ROUND_KEY, MEMBERS_KEY, SIGN_KEY = "comet/round", "members", "sign"
 
 GPU_LIBRARIES = {
     "NVSHMEM_DISABLE_NVLS": "1",

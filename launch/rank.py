@@ -16,6 +16,7 @@ from comet.jobs.config import JobConfig
 from comet.launch.config import compose, make_job, names_folder
 from comet.launch.distributed import (
     SETTINGS_KEY,
+    WORDS_KEY,
     LaunchContext,
     current_context,
     end_with_supervisor,
@@ -63,11 +64,16 @@ def share_config(
     """Compose on rank 0, unless the launcher or an earlier attempt did, and validate on every rank.
 
     The job's rendezvous ``store`` keeps the settings from one attempt to the next; this attempt has its own ``part``.
+    What another node was started with would be left out, so it must be what rank 0 was.
     """
+    words = " ".join([task.function, *(["--config", options.config] if options.config else []), *options.overrides])
     if context.rank:
+        first = part.get(WORDS_KEY).decode()
+        require(words == first, f"rank {context.rank} was started as {words!r}, but must be as rank 0, {first!r}")
         return make_job(json.loads(part.get(SETTINGS_KEY)), context.world_size)
     if not store.check([SETTINGS_KEY]):
         store.set(SETTINGS_KEY, json.dumps(_compose(context, task, options)))
+    part.set(WORDS_KEY, words)
     text = store.get(SETTINGS_KEY).decode()
     job = make_job(json.loads(text), context.world_size)
     part.set(SETTINGS_KEY, text)

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import psutil
@@ -36,6 +37,7 @@ from comet.launch.cli import PROGRAM, main
 from comet.launch.config import compose, make_job
 from comet.launch.distributed import OF_TORCHRUN, LaunchContext
 from comet.launch.failures import is_peer_error, is_user_error, one_line
+from comet.launch.rank import share_config
 from comet.launch.tasks.registry import TASKS
 from comet.training.checkpoint_folder import find_checkpoints
 from comet.training.trainer import train
@@ -206,6 +208,28 @@ def test_two_agents_form_one_job_with_rank_0s_configuration(tmp_path):
     everything = json.loads(lines[-1])
     assert [entry[:3] for entry in everything] == [[0, 0, 0], [1, 1, 0]]
     assert everything[0][3] == everything[1][3], "the time in output_dir is rank 0's on every rank"
+
+
+def test_a_node_that_was_started_with_other_settings_is_refused(tmp_path):
+    store = torch.distributed.HashStore()
+    part = torch.distributed.PrefixStore("attempt", store)
+    place = dict(world_size=2, device=torch.device("cpu"), local_rank=0, local_world_size=1, num_nodes=2)
+    ranks = [LaunchContext(rank=rank, node=rank, **place) for rank in range(2)]
+    words = [f"output_dir={tmp_path}", "train.lr=0.002"]
+
+    def share(rank, overrides, task="train", config=None):
+        return share_config(ranks[rank], store, part, TASKS[task], Namespace(overrides=overrides, config=config))
+
+    assert share(0, words) == share(1, words)
+    for other in (
+        dict(overrides=words[:1]),
+        dict(overrides=words, task="tune"),
+        dict(overrides=words, config="a.yaml"),
+    ):
+        with pytest.raises(
+            ValueError, match=r"rank 1 was started as '.*', but must be as rank 0, '.*train\.lr=0\.002'"
+        ):
+            share(1, **other)
 
 
 @pytest.mark.slow
