@@ -12,6 +12,7 @@ import os
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -135,5 +136,15 @@ def _files(root: Path) -> dict[str, Path]:
         return {root.name: root}
     if not root.is_dir():
         raise FileNotFoundError(errno.ENOENT, "data.path must be an existing file or folder", str(root))
-    found = {path.relative_to(root).as_posix(): path for path in sorted(root.rglob("*")) if path.is_file()}
-    return {name: path for name, path in found.items() if not any(part.startswith(".") for part in name.split("/"))}
+    found: list[Path] = []
+    for folder, subfolders, names in os.walk(root, onerror=_refuse):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        found += [Path(folder, name) for name in [*subfolders, *names] if not name.startswith(".")]
+    links = [str(path) for path in found if path.is_symlink() and not path.is_file()]
+    require(not links, f"data.path={str(root)!r} must hold no links but to files, unlike {', '.join(sorted(links))}")
+    return {path.relative_to(root).as_posix(): path for path in sorted(found) if path.is_file()}
+
+
+def _refuse(error: OSError) -> NoReturn:
+    """A folder that cannot be read, whose text would be left out."""
+    raise ValueError(f"data.path must be readable, but {error.filename} is not: {error.strerror}") from error

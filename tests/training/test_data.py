@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 from itertools import pairwise
 
@@ -72,6 +74,28 @@ def test_text_that_cannot_be_used_is_named_with_the_rule(tmp_path, error, path, 
     with pytest.raises(error, match=message):
         text_of(tmp_path, path=path, context=5)
     assert path != "text" or len(text_of(tmp_path, path=path, context=4).heldout) == 5
+
+
+def test_text_that_would_be_left_out_is_named(tmp_path, monkeypatch):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_bytes(b"abc" * 100)
+    (tmp_path / "text" / "b.txt").symlink_to(tmp_path / "text" / "a.txt")
+    config = DataConfig(path=str(tmp_path / "text"), heldout_fraction=0.5)
+    assert len(read_corpus(config, 8).train) == 300
+    for target in (tmp_path, tmp_path / "gone"):
+        (tmp_path / "text" / "link").symlink_to(target)
+        with pytest.raises(
+            ValueError, match=r"data\.path='.*text' must hold no links but to files, unlike .*text/link$"
+        ):
+            read_corpus(config, 8)
+        (tmp_path / "text" / "link").unlink()
+
+    def scandir(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(ValueError, match=r"data\.path must be readable, but .*text is not: Permission denied"):
+        read_corpus(config, 8)
 
 
 def test_batches_depend_on_seed_step_and_rank_and_on_nothing_else():
