@@ -42,7 +42,7 @@ def main(words: Sequence[str]) -> int | None:
     if hasattr(suite, "main"):
         status: int | None = suite.main(options)
         return status
-    from lib.start import start_ranks
+    from lib.ranks import start_ranks
 
     arguments = suite.parse(options)
     start_ranks(arguments.parallel, arguments.device, partial(suite.run, arguments))
@@ -53,6 +53,6 @@ if __name__ == "__main__":
     if len(sys.argv) == 1 or sys.argv[1] in ("-h", "--help"):
         print(overview())
     else:
-        from lib.start import run_and_leave
+        from lib.ranks import run_and_leave
 
         run_and_leave(main)

@@ -1,12 +1,14 @@
-"""The ranks that measure, and what becomes of a failure on one of them."""
+"""The ranks that measure: how they start, alone or by torchrun, what becomes of a failure on one, and how they end."""
 
 from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeVar
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,16 @@ from torch.distributed import ProcessGroup
 from triton import TritonError
 
 from comet.comm.handshake import largest
+from comet.config import ParallelConfig, require
+from comet.launch.distributed import (
+    current_context,
+    leave,
+    open_store,
+    process_group,
+    speaks_for_job,
+    started_by_torchrun,
+)
+from comet.launch.failures import STATUS_USER, is_user_error, one_line, say
 from comet.layer.workspace import Workspace
 from comet.measure import layers
 
@@ -70,3 +82,64 @@ def differs_over_ranks(output: Tensor, ranks: Ranks) -> bool:
 def attempt(action: Callable[[], T], ranks: Ranks, pool: Workspace | None = None) -> tuple[T | None, str]:
     """``comet.measure.layers.attempt`` of what a variant may die of."""
     return layers.attempt(action, ranks.device, ranks.process_group, pool, FAILURES)
+
+
+SPEAKER_S = 20.0  # rank 0 may still be importing what this rank has
+
+
+def run_and_leave(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
+    """Run one rank of a benchmark with the words of its command line, and end the process with the status it returns.
+
+    A mistake of the user is one line, as of the command ``comet``. Before the ranks have met all of them find it: rank
+    0 says it, while the others wait for torchrun to end them, which it does when the first rank leaves. Afterwards each
+    rank that meets one says so. Anything else shows its traceback.
+    """
+    try:
+        status = main(sys.argv[1:])
+    except Exception as error:
+        if not is_user_error(error):
+            raise
+        if not (speaks_for_job() or dist.is_initialized()):
+            time.sleep(SPEAKER_S)
+        say(f"error: {one_line(error)}")
+        leave(STATUS_USER)
+    leave(status or 0)
+
+
+def start_ranks(parallel: ParallelConfig, device: str, run: Callable[[Ranks], None]) -> None:
+    """Run one rank of a benchmark, which for a rank alone needs no torchrun.
+
+    ``device="auto"`` takes a GPU where there is one, ``cpu`` none.
+    """
+    wanted = parallel.world_size
+    if not started_by_torchrun():
+        require(wanted == 1, f"ep={parallel.ep} x tp={parallel.tp}: start {wanted} ranks with torchrun")
+        on_gpu = device == "auto" and torch.cuda.is_available()
+        run(Ranks(0, torch.device("cuda" if on_gpu else "cpu"), None))
+        return
+    context = current_context()
+    if device == "cpu":
+        context = replace(context, device=torch.device("cpu"))
+    require(context.world_size == wanted, f"nproc={context.world_size} must equal ep x tp = {wanted}")
+    with process_group(context, open_store(context)):
+        run(Ranks(context.rank, context.device, dist.group.WORLD if wanted > 1 else None))
+
+
+@contextmanager
+def memory_limit(device: torch.device, num_bytes: float) -> Iterator[None]:
+    """Let this process take so many more bytes of a GPU's memory, and no more; on a CPU without a limit.
+
+    What it holds but does not use is given back first. An allocation beyond raises ``torch.OutOfMemoryError``.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    index = torch.cuda.current_device() if device.index is None else device.index
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(index).total_memory
+    share = (torch.cuda.memory_reserved(index) + num_bytes) / total
+    torch.cuda.set_per_process_memory_fraction(min(share, 1.0), index)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, index)

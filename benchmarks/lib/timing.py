@@ -1,18 +1,24 @@
-"""All time by one protocol, and by it what this machine can do at best: products, reads of memory, copies."""
+"""All time by one protocol, and by it what this machine can do at best, which is among the facts of every run."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from comet.comm import make_communicator
 from comet.experts import CacheReport
 from comet.measure.timing import Name, Timing, Variant, time_interleaved
 
-from lib.ranks import Ranks
+from lib.ranks import Ranks, device_name
+from lib.report import Row
 
 ROUNDS = 10
 ROOF_BYTES = 2**32
@@ -24,6 +30,22 @@ def time_by_protocol(
 ) -> dict[Name, Timing]:
     """``comet.measure.timing.time_interleaved`` over these ranks."""
     return time_interleaved(variants, rounds=rounds, device=ranks.device, process_group=ranks.process_group, **protocol)
+
+
+def gather_facts(ranks: Ranks) -> Row:
+    """What a result needs to be repeated, and the rooflines of this run; collective."""
+    command, folder = ["git", "describe", "--always", "--dirty"], Path(__file__).parent
+    commit = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit.stdout.strip() or "not a git checkout",
+        "command": " ".join(sys.argv),
+        "device": device_name(ranks.device),
+        "ranks": 1 if ranks.process_group is None else dist.get_world_size(ranks.process_group),
+        "torch": torch.__version__,
+        "gemm_roofline_tflops": gemm_roofline_tflops(ranks),
+        "link_roofline_gbs": link_roofline_gbs(ranks),
+    }
 
 
 def gemm_roofline_tflops(ranks: Ranks) -> float:

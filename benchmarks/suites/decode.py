@@ -64,8 +64,7 @@ from lib.decode import (
 from lib.ranks import Ranks, differs_over_ranks, release
 from lib.report import Row, report
 from lib.shapes import swiglu_model
-from lib.start import gather_facts
-from lib.timing import read_roofline_tbs, time_by_protocol
+from lib.timing import gather_facts, read_roofline_tbs, time_by_protocol
 
 ON_ONE_GPU = ("comet", "torch", "triton", "transformers", "fused")
 OVER_RANKS = ("comet", "local", "local_nccl", "fused", *OWN)

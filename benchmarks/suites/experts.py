@@ -59,10 +59,9 @@ from comet.quantization.formats import MXType, quantize_mx
 from comet.reference.plain import grouped_matmul
 
 from lib.arguments import BUDGETS, parsed, require_known, suite_parser, words
-from lib.ranks import Ranks, device_name, release, tell
+from lib.ranks import Ranks, device_name, memory_limit, release, tell
 from lib.report import Row, cell, report, table_of
 from lib.shapes import swiglu_model
-from lib.start import memory_limit
 from lib.timing import link_bytes, link_gbs, time_by_protocol
 from lib.traces import Trace, made_trace, resized_guesses, resized_trace
 

@@ -49,8 +49,7 @@ from lib.gpt import make_gpt, model_config
 from lib.ranks import Ranks, attempt, differs_over_ranks, release
 from lib.report import Panels, Row, cell, draw_lines, report, table_of
 from lib.shapes import MODELS
-from lib.start import gather_facts
-from lib.timing import read_roofline_tbs, time_by_protocol
+from lib.timing import gather_facts, read_roofline_tbs, time_by_protocol
 
 COMET, LOOP = "comet", "eager"
 STOCK = ("grouped_mm", "batched_mm", LOOP)  # transformers' own experts; the last is a loop that asks the device

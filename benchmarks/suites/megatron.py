@@ -37,11 +37,10 @@ from comet.measure.timing import Variant
 
 from lib.arguments import parsed, suite_parser
 from lib.moe import relative_error
-from lib.ranks import Ranks, attempt, release
+from lib.ranks import Ranks, attempt, release, start_ranks
 from lib.report import Row, cell, describe, report, table_of
 from lib.shapes import swiglu_model
-from lib.start import gather_facts, start_ranks
-from lib.timing import time_by_protocol
+from lib.timing import gather_facts, time_by_protocol
 
 ROTATE = 4
 

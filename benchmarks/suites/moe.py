@@ -51,8 +51,7 @@ from lib.moe import (
 from lib.ranks import Ranks, attempt, release
 from lib.report import Row, describe, report
 from lib.shapes import ROUTINGS, model, parse_overlap
-from lib.start import gather_facts
-from lib.timing import time_by_protocol
+from lib.timing import gather_facts, time_by_protocol
 
 LayerVariant = Callable[[int], tuple[Tensor, ...]]
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]  # tokens (T, D), ids and weights (T, K) to (T, D)

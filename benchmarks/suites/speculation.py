@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import product
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -46,9 +47,8 @@ from comet.training.checkpoint import load_weights
 from comet.training.data import read_corpus
 
 from lib.arguments import BUDGETS, parsed, require_known, suite_parser, whole_numbers, words
-from lib.ranks import FAILURES, Ranks, device_name, release, tell
+from lib.ranks import FAILURES, Ranks, device_name, memory_limit, release, tell
 from lib.report import Row, cell, set_aside, table_of, write_json
-from lib.start import memory_limit
 from lib.timing import link_bytes, link_gbs
 from lib.traces import Trace, record_routing
 
@@ -75,8 +75,7 @@ class Variant:
     paths: list[ExpertPath]  # that the model's layers take while this variant runs
     weights: list[tuple[Tensor, Tensor]]  # theirs, as the engine left them: in host memory, or empty where quantised
     device_mb: float | None = None  # device memory that it took, dense weights apart
-    prompts: list[str] = field(default_factory=list)
-    runs: list[Generated] = field(default_factory=list)
+    runs: list[Generated] = field(default_factory=list)  # of the first prompt, the second, ...
     first_tokens_s: list[float] = field(default_factory=list)
     spent: list[CacheReport] = field(default_factory=list)
 
@@ -93,7 +92,7 @@ class Variant:
         self.settings = replace(self.settings, prompt=prompt)
         warm_up(self.engine, encode_prompts(self.settings, ByteCodec(), context), self.settings, context=context)
         self.run(prompt, context, seed=0)
-        self.prompts, self.runs, self.spent = [], [], []
+        self.runs, self.spent = [], []
 
     def run(self, prompt: str, context: int, seed: int) -> None:
         """Continue a prompt once, and count."""
@@ -108,7 +107,6 @@ class Variant:
 
         self.runs.append(generate(self.engine, ByteCodec(), prompts, self.settings, context=context, show=count))
         self.spent.append(self.report().since(reports[0]))
-        self.prompts.append(prompt)
 
     def report(self) -> CacheReport:
         """What the caches did so far."""
@@ -219,7 +217,10 @@ class Run:
 
     def make_all(self, deadline: float) -> None:
         """All that is asked for, until the time is over; what fails or is left out has a row that says why."""
-        for budget, name in self.wanted():
+        budgets, names = self.arguments.budgets, self.arguments.variants
+        for budget, name in product(budgets, names):
+            if name == ON_DEMAND and budget != min(budgets):
+                continue  # what keeps nothing depends on no budget
             if time.perf_counter() > deadline:
                 self.failures.append({"variant": name, "budget": budget, "failure": "left out: the time was over"})
                 continue
@@ -231,13 +232,6 @@ class Run:
             release(self.ranks)
             tell(self.ranks, f"{name} at {budget}: {told}, {time.perf_counter() - started:.1f} s")
         self.variants.append(self.resident)
-
-    def wanted(self) -> Iterator[tuple[float, str]]:
-        """Budgets and names; what keeps nothing depends on no budget."""
-        for budget in self.arguments.budgets:
-            for name in self.arguments.variants:
-                if name != ON_DEMAND or budget == min(self.arguments.budgets):
-                    yield budget, name
 
     def time_all(self, deadline: float) -> None:
         """Texts in turn, then first tokens; prints what is known after each round."""
@@ -294,9 +288,9 @@ class Run:
         self.resident.take_over()
         rows = [*map(self.row, self.variants)]
         for variant, row in zip(self.variants, rows, strict=True):
-            scores = [score(self.model, prompt, run.texts[0])
-                      for prompt, run in zip(variant.prompts, variant.runs, strict=True)]  # fmt: skip
-            row["nll"] = sum(scores) / len(scores)
+            row["nll"] = mean(
+                score(self.model, self.prompt(number), run.texts[0]) for number, run in enumerate(variant.runs, 1)
+            )
         return [*rows, *self.failures]
 
     def record(self) -> Trace:

@@ -48,8 +48,7 @@ from lib.gpt import draws_on, model_config
 from lib.ranks import Ranks, attempt, release
 from lib.report import Row, cell, describe, geometric_mean, report, table_of
 from lib.shapes import model
-from lib.start import gather_facts
-from lib.timing import time_by_protocol
+from lib.timing import gather_facts, time_by_protocol
 
 VARIANTS = ("comet", "comet_graph", "plain", "rest")
 CHECKED_STEPS = 3  # graphs are captured in the second and replayed from then on

@@ -15,7 +15,7 @@ from tiers import slow
 
 from comet.launch.distributed import LaunchContext
 
-import lib.start
+import lib.ranks
 import suites.timeline
 
 
@@ -124,12 +124,12 @@ def test_mistakes_on_the_command_line_are_named(suite: str) -> None:
 @pytest.mark.parametrize("suite", ["moe", "timeline", "decode"])
 def test_ranks_are_those_of_torchrun(suite: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     words = [suite, "--device", "cpu", "--ep", "2", "--tp", "2", "--out", str(tmp_path / "out")]
-    monkeypatch.setattr(lib.start, "started_by_torchrun", lambda: False)
+    monkeypatch.setattr(lib.ranks, "started_by_torchrun", lambda: False)
     with pytest.raises(ValueError, match="ep=2 x tp=2: start 4 ranks with torchrun"):
         bench.main(words)
     context = LaunchContext(rank=0, world_size=2, local_rank=0, local_world_size=2, node=0, num_nodes=1, device=CPU)
-    monkeypatch.setattr(lib.start, "started_by_torchrun", lambda: True)
-    monkeypatch.setattr(lib.start, "current_context", lambda: context)
+    monkeypatch.setattr(lib.ranks, "started_by_torchrun", lambda: True)
+    monkeypatch.setattr(lib.ranks, "current_context", lambda: context)
     with pytest.raises(ValueError, match="nproc=2 must equal ep x tp = 4"):
         bench.main(words)
     assert not (tmp_path / "out").exists(), "nothing was measured"
