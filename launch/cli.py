@@ -10,9 +10,8 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 from comet.launch.help import help_page, task_page, version_line
 from comet.launch.tasks.registry import TASKS, Task, find_task, imported
@@ -80,41 +79,27 @@ def _run(words: Sequence[str], tasks: Mapping[str, Task], program: Sequence[str]
     if options.help:
         sys.stdout.write(task_page(words[0], task))
         return 0
-    from comet.launch.config import compose
+    import torch
+
+    from comet.launch.config import compose, default_ranks, make_job
+    from comet.launch.distributed import speaks_for_job, started_by_torchrun
 
     if not options.dry_run:
         task.require_packages()
-    composed = partial(compose, options.overrides, file=options.config, defaults=task.settings)
-    return _run_with_ranks(task, words, options, composed, program)
+        if started_by_torchrun():
+            from comet.launch.failures import say_logged
+            from comet.launch.rank import run_rank
 
-
-def _run_with_ranks(
-    task: Task,
-    words: Sequence[str],
-    options: argparse.Namespace,
-    composed: Callable[[], dict[str, Any]],
-    program: Sequence[str],
-) -> int:
-    import torch
-
-    from comet.launch.config import default_ranks, make_job
-    from comet.launch.distributed import speaks_for_job, started_by_torchrun
-
-    if not options.dry_run and started_by_torchrun():
-        from comet.launch.failures import say_logged
-        from comet.launch.rank import run_rank
-
-        if task.shows_split and speaks_for_job():
-            say_logged("comet.tuner.choice")
-        run_rank(task, options)
-    container = composed()
+            if task.shows_split and speaks_for_job():
+                say_logged("comet.tuner.choice")
+            run_rank(task, options)
+    container = compose(options.overrides, file=options.config, defaults=task.settings)
     num_gpus = torch.cuda.device_count()
     num_ranks = default_ranks(container, num_gpus)
     job = make_job(container, num_ranks)
     if options.dry_run:
-        from comet.launch.dry_run.train import resolved_yaml
+        from comet.launch.dry_run import resolved_yaml
 
-        assert task.dry_run is not None, "a task with options has one"
         lines = imported(task.dry_run)(job, num_ranks, torch.device("cuda" if num_gpus else "cpu"))
         sys.stdout.write(resolved_yaml(container, job, num_ranks) + "\n".join(lines) + "\n")
         return 0

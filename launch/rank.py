@@ -72,20 +72,16 @@ def share_config(
         require(words == first, f"rank {context.rank} was started as {words!r}, but must be as rank 0, {first!r}")
         return make_job(json.loads(part.get(SETTINGS_KEY)), context.world_size)
     if not store.check([SETTINGS_KEY]):
-        store.set(SETTINGS_KEY, json.dumps(_compose(context, task, options)))
+        require(
+            context.attempt == 0 or names_folder(options.overrides, options.config),
+            "output_dir must be given where torchrun starts ranks anew, as this store does not keep the first one's",
+        )
+        container = compose(options.overrides, file=options.config, defaults=task.settings)
+        restarts = make_job(container, context.world_size).launch.max_restarts
+        require(restarts == 0, f"launch.max_restarts={restarts} must be 0 under torchrun: use its own --max-restarts")
+        store.set(SETTINGS_KEY, json.dumps(container))
     part.set(WORDS_KEY, words)
     text = store.get(SETTINGS_KEY).decode()
     job = make_job(json.loads(text), context.world_size)
     part.set(SETTINGS_KEY, text)
     return job
-
-
-def _compose(context: LaunchContext, task: Task, options: Namespace) -> dict[str, Any]:
-    require(
-        context.attempt == 0 or names_folder(options.overrides, options.config),
-        "output_dir must be given where torchrun starts ranks anew, as this store does not keep the first one's",
-    )
-    container = compose(options.overrides, file=options.config, defaults=task.settings)
-    restarts = make_job(container, context.world_size).launch.max_restarts
-    require(restarts == 0, f"launch.max_restarts={restarts} must be 0 under torchrun: use its own --max-restarts")
-    return container

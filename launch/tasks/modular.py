@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +45,21 @@ class Pair:
 
 def pairs(config: MoEConfig, group: ExpertGroup) -> list[Pair]:
     """All pairs of the registries (collective), for this layer over these ranks."""
-    made = {kind: make(kind, config, group) for kind in (*EXPERTS, *PREPARE_FINALIZE)}
-    return [_pair(left, made[left], right, made[right]) for left in PREPARE_FINALIZE for right in EXPERTS]
-
-
-def make(kind: Any, config: MoEConfig, group: ExpertGroup) -> Any:
-    """A part, or the reason why it cannot be made here."""
-    try:
-        return kind(config, group)
-    except (ValueError, UnavailableError) as error:
-        return str(error)
+    made: dict[type, Any] = {}  # a part, or the reason why it cannot be made here
+    for kind in (*EXPERTS, *PREPARE_FINALIZE):
+        try:
+            made[kind] = kind(config, group)
+        except (ValueError, UnavailableError) as error:
+            made[kind] = str(error)
+    found = []
+    for left, right in product(PREPARE_FINALIZE, EXPERTS):
+        parts = made[left], made[right]
+        lacking = next((part for part in parts if isinstance(part, str)), None)
+        reasons = {kind.__name__: lacking or incompatibility(*parts, kind) for kind in WEIGHT_TYPES}
+        weights = tuple(name for name, reason in reasons.items() if reason is None)
+        reason = None if weights else next(iter(reasons.values()))
+        found.append(Pair(prepare_finalize=left.__name__, experts=right.__name__, weights=weights, reason=reason))
+    return found
 
 
 def table(found: Sequence[Pair]) -> str:
@@ -61,16 +67,6 @@ def table(found: Sequence[Pair]) -> str:
     fits = (f"no: {pair.reason}" if pair.reason else f"fits: {', '.join(pair.weights)} weights" for pair in found)
     rows = [(pair.prepare_finalize, pair.experts, fit) for pair, fit in zip(found, fits, strict=True)]
     return "\n".join(aligned(rows, left=(0, 1, 2)))
-
-
-def _pair(left: type, transport: Any, right: type, experts: Any) -> Pair:
-    names = dict(prepare_finalize=left.__name__, experts=right.__name__)
-    for part in (transport, experts):
-        if isinstance(part, str):
-            return Pair(**names, weights=(), reason=part)
-    reasons = {kind.__name__: incompatibility(transport, experts, kind) for kind in WEIGHT_TYPES}
-    weights = tuple(name for name, reason in reasons.items() if reason is None)
-    return Pair(**names, weights=weights, reason=None if weights else next(iter(reasons.values())))
 
 
 def modular_job(config: JobConfig, context: LaunchContext) -> dict[str, Any]:
@@ -106,15 +102,13 @@ def tokens_of(config: JobConfig) -> int:
 
 def find_parts(config: JobConfig) -> list[type]:
     """The two classes of ``modular.pair``, none where it is empty; raises ``ValueError`` for a wrong name."""
-    return [_find(name, known) for name, known in zip(config.modular.pair, (PREPARE_FINALIZE, EXPERTS), strict=False)]
-
-
-def _find(name: str, known: tuple[type, ...]) -> type:
-    """The class of that name; raises ``ValueError`` that lists them for a wrong one."""
-    names = {kind.__name__: kind for kind in known}
-    near = did_you_mean(name, names)
-    require(name in names, f"modular.pair: {name!r} must be one of {', '.join(names)}{near}")
-    return names[name]
+    found: list[type] = []
+    for name, known in zip(config.modular.pair, (PREPARE_FINALIZE, EXPERTS), strict=False):
+        names = {kind.__name__: kind for kind in known}
+        near = did_you_mean(name, names)
+        require(name in names, f"modular.pair: {name!r} must be one of {', '.join(names)}{near}")
+        found.append(names[name])
+    return found
 
 
 def _calls(kinds: list[type], problem: Problem, group: ExpertGroup, config: JobConfig) -> dict[str, Call]:

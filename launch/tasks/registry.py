@@ -23,7 +23,7 @@ class Task:
     examples: Mapping[str, str] = field(default_factory=dict)
     # what makes the lines of --dry-run; None where no ranks are started and the words after the task's name are all its
     # own, instead of the common options and Hydra overrides
-    dry_run: str | None = "comet.launch.dry_run.train.describe"
+    dry_run: str | None = "comet.launch.dry_run.describe_train"
     needs: tuple[str, ...] = ()  # packages it cannot end without; what it imports at once need not be named
     # whether rank 0 says which split its layers take; not where many are tried, and a table tells
     shows_split: bool = True
@@ -80,14 +80,14 @@ TASKS: Mapping[str, Task] = {
             'generate.source=outputs/book generate.prompt="It was a " generate.max_new_tokens=200': "",
             'generate.source=models/qwen3 generate.temperature=0 generate.prompt="def " parallel=ep4': "",
         },
-        dry_run="comet.launch.dry_run.generate.describe",
+        dry_run="comet.launch.dry_run.describe_generate",
     ),
     "tune": Task(
         "measure how fused kernels best share the GPU, store the fastest settings",
         "comet.measure.tune.tune_job",
         reads=("tune", "train.dtype", *LAYER),
         examples={"model=qwen3_30b_a3b tune.tokens=[2048,8192]": ""},
-        dry_run="comet.launch.dry_run.layers.describe_tune",
+        dry_run="comet.launch.dry_run.describe_tune",
         shows_split=False,
     ),
     "sweep": Task(
@@ -96,7 +96,7 @@ TASKS: Mapping[str, Task] = {
         settings={"output_dir": "outputs/sweep-${now:%Y%m%d-%H%M%S}"},
         reads=("sweep", "output_dir", "resume", "overlap", "train.dtype", *LAYER),
         examples={"sweep.tokens=[512,2048] sweep.layouts=[[4,1],[2,2]] output_dir=outputs/sweep": ""},
-        dry_run="comet.launch.dry_run.layers.describe_sweep",
+        dry_run="comet.launch.dry_run.describe_sweep",
         needs=("matplotlib",),
         shows_split=False,
     ),
@@ -106,7 +106,7 @@ TASKS: Mapping[str, Task] = {
         settings={"output_dir": "outputs/modular-${now:%Y%m%d-%H%M%S}"},
         reads=("modular", "output_dir", "overlap", "train.dtype", *LAYER),
         examples={"modular.pair=[AllToAll,GroupedContiguous] model=qwen3_30b_a3b parallel=ep4": ""},
-        dry_run="comet.launch.dry_run.layers.describe_modular",
+        dry_run="comet.launch.dry_run.describe_modular",
         shows_split=False,
     ),
     "compile": Task(

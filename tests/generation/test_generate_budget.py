@@ -29,7 +29,7 @@ from comet.integrations.hf.static import StaticDecoder
 from comet.jobs.generate import GenerateConfig
 from comet.kernels.experts.tables import HostExperts
 from comet.launch.config import compose, default_ranks
-from comet.launch.dry_run.generate import memory_needs, prefetch_told
+from comet.launch.dry_run import generation_needs, prefetch_told
 from comet.training.trainer import train
 
 GREEDY = GenerateConfig(prompts=("def f(x):", "a", "the quick brown fox"), max_new_tokens=6, temperature=0.0)
@@ -100,7 +100,7 @@ def test_a_dry_run_says_what_fits_where(qwen, tmp_path, capsys):
     assert rows["all experts, in host memory"] == pytest.approx(2 * 8 * EXPERT / 2**20, abs=0.1)
     assert rows["memory of this host"] == pytest.approx(psutil.virtual_memory().total / 2**20, rel=1e-3)
     loaded = load_pretrained(qwen, expert_budget=0.5)
-    needs = memory_needs(job_of(qwen, tmp_path, expert_budget=0.5), torch.float32, None)
+    needs = generation_needs(job_of(qwen, tmp_path, expert_budget=0.5), torch.float32, None)
     assert needs["weights"] / 2**20 - rows["weights"] == pytest.approx(2 * 8 * EXPERT / 2**20, abs=0.1)
     assert rows["weights"] == pytest.approx(sum(each.nbytes for each in loaded.parameters()) / 2**20, abs=0.1)
     files = [f"generate.{name}={value}" for name, value in FILE.items()]

@@ -21,7 +21,7 @@ from comet.generation.job import generate_job
 from comet.generation.source import Source, find_source, model_of
 from comet.integrations.hf import convert, load_pretrained
 from comet.jobs.generate import GenerateConfig
-from comet.launch.dry_run.generate import memory_needs
+from comet.launch.dry_run import generation_needs
 
 PROMPTS = ("def f(x):", "a", "the quick brown fox")
 GREEDY = GenerateConfig(prompts=PROMPTS, max_new_tokens=6, temperature=0.0)
@@ -71,7 +71,7 @@ def test_the_job_keeps_fp8_where_there_is_some(fp8, qwen, tmp_path, capsys):
     job = make_job(tmp_path, model=model_of(source), generate=settings)
     assert tuple(generate_job(job, Rank())["texts"]) == stock_texts(stock(fp8), fp8)
     kept, whole = (
-        memory_needs(replace(job, generate=each), torch.bfloat16)
+        generation_needs(replace(job, generate=each), torch.bfloat16)
         for each in (settings, replace(settings, keep_fp8=False))
     )
     expert = (job.model.num_layers - 1) * 3 * 160 * 256  # the first layer has none
@@ -88,9 +88,9 @@ def test_a_dry_run_counts_the_weights_as_they_are_held(tmp_path, dtype):
     save_model(tmp_path, "qwen3_moe", mlp_only_layers=[])
     job = make_job(tmp_path, model=model_of(find_source(str(tmp_path))), generate=replace(GREEDY, source=str(tmp_path)))
     held = sum(weight.nbytes for weight in load_pretrained(tmp_path, dtype=dtype).parameters())
-    needs = memory_needs(job, dtype)
+    needs = generation_needs(job, dtype)
     assert needs["weights while loading"] == needs["weights"] == pytest.approx(held, rel=0.01)
-    needs = memory_needs(replace(job, generate=GREEDY), dtype)
+    needs = generation_needs(replace(job, generate=GREEDY), dtype)
     assert needs["weights while loading"] == needs["weights"] * 4 // dtype.itemsize, "a checkpoint of the training job"
 
 

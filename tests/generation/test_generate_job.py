@@ -22,7 +22,7 @@ from comet.jobs.generate import GenerateConfig
 from comet.launch.cli import PROGRAM, main
 from comet.launch.config import compose, split_verbatim
 from comet.launch.config import make_job as job_of_command
-from comet.launch.dry_run.generate import memory_needs
+from comet.launch.dry_run import generation_needs
 from comet.launch.help import help_page
 from comet.launch.tasks.registry import TASKS
 from comet.models.cache import KeyValueCache
@@ -175,7 +175,7 @@ def test_texts_reach_the_job_as_they_were_typed():
 def test_memory_of_a_dry_run_is_that_of_the_run(trained):
     settings = GenerateConfig(source=str(trained), prompts=("abc", "x" * 30), max_new_tokens=20)
     job = job_of_command(compose([f"generate.source={trained}", "parallel=single"]), 1)
-    needs = memory_needs(replace(job, generate=settings), torch.float32)
+    needs = generation_needs(replace(job, generate=settings), torch.float32)
     model, group = make_model(TRAINED)
     cache = KeyValueCache(TRAINED, num_sequences=2, length=32, dtype=torch.float32, device=torch.device("cpu"))
     assert needs["weights"] == sum(weight.nbytes for weight in model.parameters())
@@ -192,7 +192,7 @@ def test_memory_of_shared_experts_in_decode_steps(trained):
     layers = model.moe_layers()
     held = sum(weight.untyped_storage().nbytes() for layer in layers for weight in layer.expert_parameters())
     twice = held - sum(weight.nbytes for layer in layers for weight in layer.expert_parameters())
-    assert memory_needs(replace(job, model=wide), torch.float32)["shared experts in decode steps"] == twice > 0
+    assert generation_needs(replace(job, model=wide), torch.float32)["shared experts in decode steps"] == twice > 0
     group.close()
 
 

@@ -18,7 +18,7 @@ import comet
 from comet.config import OverlapConfig, ParallelConfig
 from comet.jobs.config import JobConfig
 from comet.launch.config import as_typed, compose, config_groups, default_ranks, job_schema, make_job
-from comet.launch.dry_run.train import memory_needs, rank_parameters, resolved_yaml
+from comet.launch.dry_run import rank_parameters, resolved_yaml, training_needs
 from comet.launch.schema import build, schema_of
 from comet.launch.tasks.registry import TASKS
 from comet.layer.group import make_expert_group
@@ -279,7 +279,7 @@ def test_rank_parameters_example():
 
 def test_memory_needs_count_symmetric_memory_exactly():
     job = job_of("train.batch_size=3", "model.context=100")
-    needs = memory_needs(job, torch.float32)
+    needs = training_needs(job, torch.float32)
     assert needs["symmetric memory"] == workspace_bytes(WorkspaceShape.create(job.model.moe, 2, 300, torch.float32))
     assert needs["optimizer states"] == 2 * needs["gradients"] == 2 * needs["parameters"]
 

@@ -11,7 +11,7 @@ from refusals import dry_run, refusal
 
 from comet.config import MoEConfig, ParallelConfig
 from comet.launch.config import compose, make_job
-from comet.launch.dry_run.layers import shape_bytes
+from comet.launch.dry_run import shape_bytes
 from comet.layer.workspace import WorkspaceShape, workspace_bytes
 from comet.measure.layers import Shape
 

@@ -1,1 +1,0 @@
-"""What ``--dry-run`` says of each task, before anything starts."""
