@@ -20,7 +20,7 @@ from comet.config import DIM_MULTIPLE, require
 from comet.decode.runners import LocalRunner
 from comet.integrations.hf import gpt_oss
 from comet.integrations.hf.families import asks_registry, check_experts, check_kind, require_transformers
-from comet.integrations.hf.fp8.experts import kept_weights, run_kept
+from comet.integrations.hf.fp8 import kept_weights, run_kept
 from comet.integrations.hf.stored import (
     BLOCK_FP8,
     INDEX_FILE,
@@ -70,8 +70,9 @@ def check_named(model: nn.Module) -> None:
     """Check every experts module of a model that is to call Comet by its name, before any of them does."""
     require_transformers()
     modules = dict(model.named_modules())
-    found = {name: module for name, module in modules.items() if _calls_comet(module)}
-    deaf = {type(module).__name__ for module in modules.values() if not asks_registry(module)}
+    asking: dict[str, Any] = {name: module for name, module in modules.items() if asks_registry(module)}
+    found = {name: each for name, each in asking.items() if each.config._experts_implementation == IMPLEMENTATION}
+    deaf = {type(module).__name__ for name, module in modules.items() if name not in asking}
     named = ", ".join(sorted(kind for kind in deaf if "Expert" in kind))
     others = f"; {named} do not" if named else ""
     require(
@@ -83,10 +84,6 @@ def check_named(model: nn.Module) -> None:
     for name, module in found.items():
         check = check_fp8_experts if hasattr(module, "gate_up_proj_scale_inv") else check_experts
         check(module, name)
-
-
-def _calls_comet(module: Any) -> bool:
-    return asks_registry(module) and module.config._experts_implementation == IMPLEMENTATION
 
 
 @torch.compiler.disable

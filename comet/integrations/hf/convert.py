@@ -25,7 +25,7 @@ from comet.integrations.hf.families import (
     shared_ffn_size,
     stock_experts,
 )
-from comet.integrations.hf.fp8.experts import FP8Experts, check_width
+from comet.integrations.hf.fp8 import FP8Experts, check_width
 from comet.integrations.hf.modules import CometExperts, InDecodeSteps
 from comet.integrations.hf.stored_experts import StoredExperts, cores_of
 from comet.layer.group import ExpertGroup
@@ -60,8 +60,12 @@ def convert(model: nn.Module, group: ExpertGroup | None = None, *, decode_tokens
     """
     require_transformers()
     stock = stock_experts(model)
-    for name, experts in stock.items():
-        _check_weights(experts.gate_up_proj, name, group)  # type: ignore[arg-type]
+    if group is not None:
+        dtype, device = group.workspace.shape.dtype, group.device
+        for name, experts in stock.items():
+            weight: Any = experts.gate_up_proj
+            require(weight.dtype == dtype, f"dtype={weight.dtype} of {name} must be the group's {dtype}")
+            require(weight.device == device, f"device={weight.device} of {name} must be the group's {device}")
     place = Place.create(model.config, group, decode_tokens)
     for name, experts in stock.items():
         place.install(model, name, experts)
@@ -246,11 +250,3 @@ def _require_same_prompts(group: ExpertGroup, _: nn.Module, args: tuple[Any, ...
         f"input_ids of ranks {others} must be those of rank 0: all ranks of a group take the same tokens, and each "
         "computes its part of the experts",
     )
-
-
-def _check_weights(weight: Tensor, name: str, group: ExpertGroup | None) -> None:
-    if group is None:
-        return
-    dtype, device = group.workspace.shape.dtype, group.device
-    require(weight.dtype == dtype, f"dtype={weight.dtype} of {name} must be the group's {dtype}")
-    require(weight.device == device, f"device={weight.device} of {name} must be the group's {device}")

@@ -251,7 +251,8 @@ def _same_method(found: Any, known: Any) -> bool:
     decorator = known.__code__ if hasattr(known, "__wrapped__") else None
     if decorator is not None and getattr(found, "__code__", None) is not decorator:
         return False
-    return _same_code(_undecorated(found, decorator), _undecorated(known, decorator))
+    found, known = _undecorated(found, decorator), _undecorated(known, decorator)
+    return hasattr(found, "__code__") and _statements(found) == _statements(known) and not found.__code__.co_freevars
 
 
 def _undecorated(function: Any, decorator: Any) -> Any:
@@ -260,12 +261,8 @@ def _undecorated(function: Any, decorator: Any) -> Any:
     return function
 
 
-def _same_code(found: Any, known: Any) -> bool:
-    """Whether two functions are the same statements, whatever their comments and the names of their variables."""
-    return hasattr(found, "__code__") and _statements(found) == _statements(known) and not found.__code__.co_freevars
-
-
 def _statements(function: Any) -> tuple[Any, ...]:
+    """What a function does, whatever its comments and the names of its variables."""
     code = function.__code__
     constants = tuple(constant for constant in code.co_consts if constant != function.__doc__)
     return code.co_code, code.co_names, constants, code.co_argcount, function.__defaults__

@@ -74,18 +74,14 @@ def read_laid_out(tensors: dict[str, StoredTensor], dtype: torch.dtype) -> dict[
     for name in tensors:
         if ".experts." not in name:
             continue
-        stem, ordered = name.removesuffix("_blocks"), _gate_first if "gate_up_proj" in name else _as_it_is
+        stem = name.removesuffix("_blocks")
         if name.endswith("_blocks") and f"{stem}_scales" in tensors:
-            found[stem] = _dequantised(ordered(found.pop(name)), ordered(found.pop(f"{stem}_scales")), dtype)
+            found[stem] = _dequantised(_gate_first(found.pop(name)), _gate_first(found.pop(f"{stem}_scales")), dtype)
         elif name.endswith(FUSED) and len(found[name].shape) == 3:
-            found[name] = ordered(_turned(found[name]))
+            found[name] = _gate_first(_turned(found[name]))
         elif name.endswith(BIASES):
-            found[name] = ordered(found[name])
+            found[name] = _gate_first(found[name])
     return found
-
-
-def _as_it_is(tensor: StoredTensor) -> StoredTensor:
-    return tensor
 
 
 def _turned(tensor: StoredTensor) -> StoredTensor:
@@ -100,10 +96,12 @@ def _turned(tensor: StoredTensor) -> StoredTensor:
 
 
 def _gate_first(tensor: StoredTensor) -> StoredTensor:
-    """Rows of gate, or of up behind them, of a tensor ``(E, 2F, ...)`` whose rows are gate and up in turn.
+    """Rows of gate, or of up behind them, of a tensor ``(E, 2F, ...)`` of both in turn; any other is as it was.
 
     Example (F = 3): rows 4 and 5, the last two of up, are rows 3 and 5 of the tensor.
     """
+    if "gate_up_proj" not in tensor.name:
+        return tensor
 
     def read(index: Index) -> Tensor:
         experts, rows, *others = index

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from comet.config import MOE_DTYPES, MoEConfig, ParallelConfig, require
 from comet.decode import held_pieces
@@ -31,7 +30,6 @@ from comet.integrations.hf.families import (
     shared_ffn_size,
     stock_experts,
 )
-from comet.integrations.hf.fp8.blocks import check_wide, dequantized, is_block_fp8, join_scales
 from comet.integrations.hf.stored import (
     ALL,
     BIASES,
@@ -42,6 +40,10 @@ from comet.integrations.hf.stored import (
     SCALES,
     LazyShard,
     StoredTensor,
+    check_wide,
+    dequantized,
+    is_block_fp8,
+    join_scales,
     open_checkpoint,
     several,
     some,
@@ -52,7 +54,7 @@ from comet.layout import ExpertLayout
 from comet.quantization.formats import FP8_BLOCK, MXType
 
 STORE_NAMES = {"expert_policy", "host_cores", "expert_prefetch"}  # options that are not transformers'
-# transformers leaves out what does not fit, and reports it: ``_check_report`` says so in our words.
+# transformers leaves out what does not fit, and reports it: ``_make`` says so in our words.
 REPORTED = dict(ignore_mismatched_sizes=True, output_loading_info=True)
 logger = logging.getLogger(__name__)
 _EXPERTS = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(.+)$")
@@ -77,7 +79,7 @@ def load_pretrained(
     expert_dtype: MXType | None = None,
     **options: Any,
 ) -> Any:
-    """Build a causal language model from a local folder, with its experts converted and sharded over a group.
+    """Build a causal language model from a local folder, in evaluation mode, its experts sharded over a group.
 
     The model is made by transformers' own ``from_pretrained``; its experts are shards from the start, and of the
     checkpoint's expert tensors only this rank's slices are read. Everything else is on every rank.
@@ -110,9 +112,6 @@ def load_pretrained(
         **options: ``expert_policy``, ``host_cores`` and ``expert_prefetch``, with a budget, as those of ``generate``.
             All others are passed on to ``from_pretrained``, such as ``attn_implementation``.
 
-    Returns:
-        The model, in evaluation mode.
-
     Raises:
         ValueError: If the family, activation, a quantisation or the group does not fit, or tensors are missing,
             superfluous or of a wrong shape; everything about experts is known before anything is read. If a budget is
@@ -128,17 +127,21 @@ def load_pretrained(
     decode_tokens = store.most_tokens(decode_tokens, group)
     folder = Path(folder)
     config, dtype, device = _settings(folder, group, dtype, device)
-    is_fp8 = _take_block_fp8(config, folder, keep_fp8)
+    is_fp8 = holds_block_fp8(config)
+    no_fp8 = f"config.json of {folder} has no such quantization_config"
+    require(is_fp8 or not keep_fp8, f"keep_fp8=True must come with a block FP8 checkpoint: {no_fp8}")
+    vars(config).pop("quantization_config", None)  # transformers would act
     place = Place.create(config, group, decode_tokens, keep_fp8=keep_fp8, in_store=store.in_store)
     stock_class, modules = _blueprint(config)
-    parallel = ParallelConfig() if group is None else group.parallel
-    budget = store.budget(moe_config(config), len(modules), dtype, parallel)
+    budget = store.budget(moe_config(config), len(modules), dtype, group.parallel if group else ParallelConfig())
     with ExitStack() as files:
-        tensors = _wanted(open_checkpoint(folder, files), stock_class)
+        beyond = stock_class._keys_to_ignore_on_load_unexpected or ()  # the model, as DeepSeek-V3's prediction layer
+        found = open_checkpoint(folder, files).items()
+        tensors = {name: each for name, each in found if not any(re.search(pattern, name) for pattern in beyond)}
         state, place = state_of(tensors, modules, place, config, dtype, is_fp8=is_fp8)
         layers = {} if budget is None else take_files(state, modules, dtype, place.layout, keep_fp8=keep_fp8)
-        given = dict(config=config, state_dict=state, dtype=dtype, **options)
-        model = _make(stock_class, place, folder, given).to(device)
+        model = _make(stock_class, place, folder, dict(config=config, state_dict=state, dtype=dtype, **options))
+        model.to(device)
         if budget is not None:
             open_stores(model, layers, budget, store, dtype, device, group, files)
     return model
@@ -160,27 +163,7 @@ def _settings(
     return config, group.workspace.shape.dtype, group.device
 
 
-def _take_block_fp8(config: Any, folder: Path, keep_fp8: bool) -> bool:
-    """Whether the checkpoint is block FP8, and let its configuration say no more of it: transformers would act."""
-    found = holds_block_fp8(config)
-    require(
-        found or not keep_fp8,
-        f"keep_fp8=True must come with a block FP8 checkpoint: config.json of {folder} has no such quantization_config",
-    )
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    return found
-
-
-def _wanted(tensors: dict[str, StoredTensor], model_class: Any) -> dict[str, StoredTensor]:
-    """Without the tensors that published checkpoints hold beyond the model (DeepSeek-V3's prediction layer)."""
-    patterns = model_class._keys_to_ignore_on_load_unexpected or ()
-    return {
-        name: tensor for name, tensor in tensors.items() if not any(re.search(pattern, name) for pattern in patterns)
-    }
-
-
-def _blueprint(config: Any) -> tuple[type[nn.Module], dict[int, str]]:
+def _blueprint(config: Any) -> tuple[Any, dict[int, str]]:
     """The model's class, and by layer the names of its experts modules; allocates nothing."""
     from transformers import AutoModelForCausalLM
 
@@ -194,10 +177,11 @@ def _blueprint(config: Any) -> tuple[type[nn.Module], dict[int, str]]:
     return type(model), modules
 
 
-def _sharded_class(stock_class: Any, place: Place) -> Any:
-    """The model's class, but born with this rank's shards, so that the full experts never exist."""
+def _make(stock_class: Any, place: Place, folder: Path, given: dict[str, Any]) -> Any:
+    """The model, by ``from_pretrained``, and what that does with a folder's name: remember it, and read defaults."""
+    from transformers import GenerationConfig
 
-    class Sharded(stock_class):
+    class Sharded(stock_class):  # born with this rank's shards, so that the full experts never exist
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(config, *args, **kwargs)
             for name, experts in stock_experts(self).items():
@@ -206,25 +190,13 @@ def _sharded_class(stock_class: Any, place: Place) -> Any:
     # transformers looks up by name how a class renames the tensors of its checkpoints.
     for attribute in ("__name__", "__qualname__", "__module__"):
         setattr(Sharded, attribute, getattr(stock_class, attribute))
-    return Sharded
-
-
-def _check_report(report: dict[str, Any], folder: Path) -> None:
-    """Raise ``ValueError`` naming every tensor that transformers could not place."""
+    model, report = Sharded.from_pretrained(None, **REPORTED, **given)
     problems = [
         f"{kind.removesuffix('_keys')}: {some([str(found) for found in report[kind]])}"
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
         if report.get(kind)
     ]
     require(not problems, f"checkpoint {folder} must hold the tensors of its model: {'; '.join(problems)}")
-
-
-def _make(stock_class: type[nn.Module], place: Place, folder: Path, given: dict[str, Any]) -> Any:
-    """The model, by ``from_pretrained``, and what that does with a folder's name: remember it, and read defaults."""
-    from transformers import GenerationConfig
-
-    model, report = _sharded_class(stock_class, place).from_pretrained(None, **REPORTED, **given)
-    _check_report(report, folder)
     model.__class__ = stock_class
     model.name_or_path = model.config.name_or_path = str(folder)
     if (folder / "generation_config.json").is_file():

@@ -107,7 +107,11 @@ class CometMoELayer:
                 parallelism, where ranks would train experts on the same tokens twice.
         """
         require(intermediate_tensors is None, "intermediate_tensors must be None: the layer runs as a whole")
-        self._check_training()
+        ranks, sequence = self.attn_tp_group.size(), self.config.sequence_parallel  # type: ignore[attr-defined]
+        require(
+            sequence or ranks == 1 or not self.training,  # type: ignore[attr-defined]
+            f"sequence_parallel={sequence} must be True in training with tensor_model_parallel_size={ranks}",
+        )
         mask = None if padding_mask is None else padding_mask.transpose(0, 1).bool()
         if self.moe_layer_recompute:  # type: ignore[attr-defined]
             from megatron.core.tensor_parallel import checkpoint
@@ -117,13 +121,6 @@ class CometMoELayer:
 
     def backward_dw(self, routed_experts: bool = True, shared_experts: bool = False) -> None:
         """Nothing is left to do: ``delay_wgrad_compute`` is off."""
-
-    def _check_training(self) -> None:
-        ranks, sequence = self.attn_tp_group.size(), self.config.sequence_parallel  # type: ignore[attr-defined]
-        require(
-            sequence or ranks == 1 or not self.training,  # type: ignore[attr-defined]
-            f"sequence_parallel={sequence} must be True in training with tensor_model_parallel_size={ranks}",
-        )
 
     def _compute(self, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor:
         shared = self.shared_experts_compute(hidden_states)
@@ -244,7 +241,10 @@ def activation_of(config: Any) -> Activation:
     """How gate and up become hidden in a Megatron model."""
     gated, function = config.gated_linear_unit, config.activation_func
     require(gated, f"gated_linear_unit={gated} must be True: experts have a gate")
-    names = gate_functions()
+    names: dict[Any, ActivationName] = {silu: "swiglu", relu: "reglu"}
+    with suppress(ImportError):
+        theirs = importlib.import_module("megatron.core.activations")
+        names |= {theirs.fast_gelu: "geglu", theirs.quick_gelu: "clamped_swiglu"}
     require(
         function in names,
         f"activation_func={getattr(function, '__name__', function)} must be silu, relu, or fast_gelu (of tanh) or "
@@ -259,15 +259,6 @@ def activation_of(config: Any) -> Activation:
     require(not limit, f"activation_func_clamp_value={limit} must be None but for activation_func=quick_gelu")
     require(not offset, f"glu_linear_offset={offset} must be 0.0 but for activation_func=quick_gelu")
     return Activation(names[function])
-
-
-def gate_functions() -> dict[Any, ActivationName]:
-    """The activations by what Megatron calls on the gate; its own functions only where it is importable."""
-    found: dict[Any, ActivationName] = {silu: "swiglu", relu: "reglu"}
-    with suppress(ImportError):
-        theirs = importlib.import_module("megatron.core.activations")
-        found |= {theirs.fast_gelu: "geglu", theirs.quick_gelu: "clamped_swiglu"}
-    return found
 
 
 def check_config(config: Any, group: ExpertGroup) -> None:

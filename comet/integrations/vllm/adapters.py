@@ -190,20 +190,16 @@ class PrepareFinalizeAdapter:
         require(self.inner.carries_fp8 or not quantize, f"{type(self.inner).__name__} cannot send rows in FP8")
         routed = RoutedTokens(tokens=a1, top_k_ids=topk_ids, top_k_weights=topk_weights)
         with self._step("dispatch"):
-            self._require_finalized()
+            if self._received is not None:  # nobody combined: a failure of this rank, to be told
+                self._received = None
+                self.inner.comm.in_flight = True
+                raise StepFailedError("the layer before failed after its dispatch: its combine is missing")
             self._received = self.inner.prepare(routed, quantize=quantize)
         return self._handed_out(self._received.rows)
 
     def _step(self, half: str) -> Any:
         """One half of the layer as a step of the group; see ``ModularMoE``."""
         return self.inner.comm.step(f"{half} of a layer in vLLM", collectives=self.inner.uses_collectives)
-
-    def _require_finalized(self) -> None:
-        """Note, as a failure of this rank, that the layer before broke off between its halves: nobody combined."""
-        if self._received is not None:
-            self._received = None
-            self.inner.comm.in_flight = True
-            raise StepFailedError("the layer before failed after its dispatch: its combine is missing")
 
     def _handed_out(self, rows: Rows) -> Prepared:
         """Rows as vLLM wants them; the ids of batched rows, which lie by expert, are those it has."""

@@ -43,7 +43,7 @@ from comet.experts.prefetch import probable
 from comet.generation.hf import HFEngine
 from comet.integrations import hf
 from comet.integrations.hf.families import num_moe_layers
-from comet.integrations.hf.fp8.experts import FP8Experts
+from comet.integrations.hf.fp8 import FP8Experts
 from comet.integrations.hf.stored_experts import LayerFiles, StoredExperts, cache_report, cores_of
 from comet.quantization.formats import quantize_mx
 from comet.router.router import Router

@@ -45,9 +45,8 @@ from torch import Tensor
 from comet.decode import held_pieces
 from comet.decode.runners import LocalRunner, ReplicatedRunner, computes_fp8, fp8_path
 from comet.integrations import hf
-from comet.integrations.hf.fp8.blocks import dequantize_slice
-from comet.integrations.hf.fp8.experts import FP8Experts, FP8SharedSlots
-from comet.integrations.hf.stored import FUSED
+from comet.integrations.hf.fp8 import FP8Experts, FP8SharedSlots
+from comet.integrations.hf.stored import FUSED, dequantize_slice
 from comet.layer.group import make_expert_group
 from comet.layer.paths import make_path
 from comet.layout import ExpertLayout

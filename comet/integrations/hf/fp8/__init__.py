@@ -1,1 +1,0 @@
-"""Published block-FP8 experts in transformers' models."""
