@@ -148,14 +148,9 @@ def take_experts(layer: MoE, expert_dtype: MXType | None = None, file: MemoryFil
     else:
         reader = QuantisedReader(HeldExperts(matrices, w2, readable=True, **biases), expert_dtype)
         held = HeldExperts.fill(reader, device, file)
-        w1, w2 = map(emptied, (w1, w2))  # numbers that nobody reads, in no memory
+        w1, w2 = (weight.new_zeros(()).expand(weight.shape) for weight in (w1, w2))  # that nobody reads, in no memory
     local(layer.w1).data, local(layer.w2).data = w1, w2
     return held
-
-
-def emptied(weight: Tensor) -> Tensor:
-    """A tensor of the same shape and dtype that takes no memory."""
-    return weight.new_zeros(()).expand(weight.shape)
 
 
 class GPTEngine(Engine):
@@ -227,15 +222,7 @@ class GPTEngine(Engine):
         return [path.cache for path in self.stored]
 
     def _read(self, ids: Tensor, lengths: Tensor, max_length: int) -> Tensor:
-        self._require_own_weights()
-        cache = self._cache
-        if cache is None or (len(cache.lengths), cache.length) != (ids.shape[0], max_length):
-            cache = self._make_room(ids.shape[0], max_length)
-        cache.clear()
-        return self.model.prefill(ids, lengths, cache).logits[:, 0]
-
-    def _require_own_weights(self) -> None:
-        """Raise ``ValueError`` where steps would go on with former weights: of graphs, shared experts, slots."""
+        # Or steps would go on with former weights: of graphs, shared experts, slots.
         parameters = zip(self._parameters, self.model.parameters(), strict=True)
         require(
             all(own is now for own, now in parameters),
@@ -246,25 +233,20 @@ class GPTEngine(Engine):
             self._state_of_store() == self._stored_state,
             "experts of a model with expert_slots must not be written to, for slots hold copies: make a new engine",
         )
+        cache, num_sequences, most = self._cache, ids.shape[0], self.runner.decode.max_tokens
+        if cache is None or (len(cache.lengths), cache.length) != (num_sequences, max_length):
+            require(
+                not self._drafts or bool(self.caches) or num_sequences <= most,
+                f"speculate is for at most {most} prompts at a time, not {num_sequences}",
+            )
+            self._passes = self._make_passes()  # a graph keeps its memory
+            room: dict[str, Any] = dict(num_sequences=num_sequences, length=max_length, device=self.device)
+            cache = self._cache = KeyValueCache(self.model.config, dtype=self.model.dtype, **room)
+        cache.clear()
+        return self.model.prefill(ids, lengths, cache).logits[:, 0]
 
     def _state_of_store(self) -> list[tuple[int, int]]:
         return state_of(map(local, self.model.expert_parameters())) if self.stored else []
-
-    def _make_room(self, num_sequences: int, max_length: int) -> KeyValueCache:
-        most = self.runner.decode.max_tokens
-        require(
-            not self._drafts or bool(self.caches) or num_sequences <= most,
-            f"speculate is for at most {most} prompts at a time, not {num_sequences}",
-        )
-        self._passes = self._make_passes()  # a graph keeps its memory
-        self._cache = KeyValueCache(
-            self.model.config,
-            num_sequences=num_sequences,
-            length=max_length,
-            dtype=self.model.dtype,
-            device=self.device,
-        )
-        return self._cache
 
     def _room(self) -> KeyValueCache:
         assert self._cache is not None, "prompts are read before tokens are appended"

@@ -236,7 +236,9 @@ def table(result: Mapping[str, Any]) -> str:
         ("first token", f"{1e3 * result['time_to_first_token_s']:,.1f} ms"),
     ]
     if result["tokens_per_second"] is not None:
-        rows.append(("decode", f"{result['tokens_per_second']:,.1f} tokens/s, {_launched(result)}"))
+        launched = f"without a CUDA graph ({result['graph_fallback_reason'] or 'on another rank'})"
+        launched = "each step replayed from a CUDA graph" if result["cuda_graph"] else launched
+        rows.append(("decode", f"{result['tokens_per_second']:,.1f} tokens/s, {launched}"))
     if cache := result.get("expert_cache"):
         rows.append(("expert hits", f"{cache['hits']:.3f}"))
     drafts = result.get("speculation")
@@ -249,9 +251,3 @@ def table(result: Mapping[str, Any]) -> str:
             )
         )
     return "\n".join(f"{name:<14}{value}" for name, value in rows)
-
-
-def _launched(result: Mapping[str, Any]) -> str:
-    if result["cuda_graph"]:
-        return "each step replayed from a CUDA graph"
-    return f"without a CUDA graph ({result['graph_fallback_reason'] or 'on another rank'})"

@@ -258,8 +258,12 @@ class _Watch:
         own, first = int(self.looks_without_fault) - 1, -int(latest(-self.looks_without_fault)) - 1
         if first == len(self.settings):
             return None
-        failure = self.failure or _fault(self.group)
-        return self.settings[first], first_failure(failure if own == first else "", self.group.process_group)
+        if not self.failure:
+            try:
+                self.group.workspace.check()
+            except (RuntimeError, ValueError) as error:
+                self.failure = reason(error)
+        return self.settings[first], first_failure(self.failure if own == first else "", self.group.process_group)
 
     def _look(self) -> None:
         """Before each call and after the last: a fault stays."""
@@ -292,15 +296,6 @@ def _time_all(
             return timings, failures
         failures[found[0]] = found[1]
         recover(group.workspace, group.process_group)
-
-
-def _fault(group: ExpertGroup) -> str:
-    """What the pool of this rank complains of, or ""."""
-    try:
-        group.workspace.check()
-    except (RuntimeError, ValueError) as error:
-        return reason(error)
-    return ""
 
 
 def reason(error: Exception) -> str:

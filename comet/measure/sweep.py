@@ -198,7 +198,7 @@ def sweep_job(job: JobConfig, context: RankContext) -> dict[str, Any]:
     Rank 0 has printed the table and, as the last line, the facts that are returned.
     """
     dtype, device = str(activation_dtype(job.train.dtype, context.device)), Machine.of(context.device).name
-    name, value = folder_setting(job)
+    name, value = ("output_dir", job.output_dir) if job.resume in (None, "auto") else ("resume", str(job.resume))
     folder = Path(value)
     log = SweepLog(folder / CSV_NAME)
     with FolderLock(folder, f"{name}={value!r}") as lock:
@@ -232,11 +232,6 @@ def sweep_job(job: JobConfig, context: RankContext) -> dict[str, Any]:
     if facts["failed"] == facts["points"]:
         raise NothingMeasuredError(f"sweep: none of {facts['points']} points ran, the first: {facts['first_failure']}")
     return facts
-
-
-def folder_setting(job: JobConfig) -> tuple[str, str]:
-    """Name and value of the setting that names the folder of a sweep: ``resume`` where it names one."""
-    return ("output_dir", job.output_dir) if job.resume in (None, "auto") else ("resume", str(job.resume))
 
 
 def pending(points: Sequence[Point], log: SweepLog, dtype: str, device: str) -> Todo:

@@ -97,7 +97,7 @@ def time_interleaved(
     shortest_s = min(wall_clock(partial(run, number)) for number in range(-warmup, 0))
     if device.type == "cuda":
         round_s = slowest(torch.tensor([shortest_s], dtype=torch.float64)).item()
-        for number in range(-more_rounds(round_s, warmup), 0):
+        for number in range(warmup - math.ceil(WARM_S / max(round_s, SHORTEST_ROUND_S)), 0):
             run(number)
     samples = slowest(torch.stack([run(number) for number in range(rounds)], dim=1))
     return {name: summarize(samples[index]) for index, name in enumerate(variants)}
@@ -120,11 +120,6 @@ def wall_clock(action: Callable[[], object]) -> float:
     start = time.perf_counter()
     action()
     return time.perf_counter() - start
-
-
-def more_rounds(round_s: float, done: int) -> int:
-    """Rounds of that length that fill ``WARM_S`` after ``done`` of them; of 20 ms after 3: 22, of 0.2 s none."""
-    return max(0, math.ceil(WARM_S / max(round_s, SHORTEST_ROUND_S)) - done)
 
 
 def summarize(samples_ms: Tensor) -> Timing:

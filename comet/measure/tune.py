@@ -11,7 +11,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,7 +24,6 @@ from comet.comm.base import require_memory
 from comet.config import OverlapConfig
 from comet.errors import NothingMeasuredError
 from comet.jobs.config import JobConfig, activation_dtype
-from comet.layer.group import ExpertGroup
 from comet.layer.workspace import Workspace, WorkspaceShape
 from comet.measure.layers import Shape, layers_of, make_group, measure_layer
 from comet.training.ranks import RankContext, from_first_rank
@@ -135,12 +134,25 @@ def tune_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
     for shape, problem in points.items():
         model, begin = shape.model, time.perf_counter()
         progress.begin(f"{model}, {problem.num_tokens} tokens")
-        try:
-            tuned.append(_tune_point(problem, machine, store, group, config.tune.rounds, progress.tell))
-        except NothingMeasuredError as error:
-            facts.append({"model": model, "tokens": problem.num_tokens, "failure": str(error)})
-            progress.end(f"{model}, {problem.num_tokens} tokens: {error}\n")
+        # As in a layer made for this many tokens, which decides between kernels.
+        room = WorkspaceShape.create(problem.moe, config.parallel.world_size, problem.num_tokens, problem.dtype)
+        own = replace(group, workspace=Workspace(group.comm, room))
+        stored = resolve(problem, store, machine).setting  # of other tokens, or of an earlier run
+        settings = dict.fromkeys([*candidates(problem, machine), stored and effective(stored, problem)])
+        measured = measure_layer(problem, list(settings), own, rounds=config.tune.rounds, tell=progress.tell)
+        if all(item.ms is None for item in measured):
+            failure = f"none of {len(measured)} settings ran, the first: {measured[0].failure}"
+            facts.append({"model": model, "tokens": problem.num_tokens, "failure": failure})
+            progress.end(f"{model}, {problem.num_tokens} tokens: {failure}\n")
             continue
+        key, date = ProfileKey.create(problem, machine.name), datetime.now(UTC).date().isoformat()
+        kernels: Kernels = "auto" if own.cuda_kernels else "triton"
+        entry = ProfileEntry(key=key, measured=measured, commit=comet_version(), date=date, kernels=kernels)
+        if group.world_rank == 0:
+            store.put(entry)
+        else:
+            store.entries[key] = entry
+        tuned.append(Tuned(problem, measured))
         seconds = time.perf_counter() - begin
         facts.append({"model": model, "seconds": round(seconds, 2), **tuned[-1].facts()})
         progress.end(f"{model}, {seconds:.1f} s\n{tuned[-1].text()}\n")
@@ -173,30 +185,3 @@ def _open_store(config: JobConfig, device: torch.device) -> tuple[Machine, Profi
     folder, ranks = Path(config.tune.profiles), config.parallel.world_size
     require_writable(profile_path(folder, machine.name, ranks), f"tune.profiles={config.tune.profiles!r}")
     return machine, ProfileStore.open(folder, machine.name, ranks)
-
-
-def _tune_point(
-    problem: Problem,
-    machine: Machine,
-    store: ProfileStore,
-    group: ExpertGroup,
-    rounds: int,
-    tell: Callable[[str], None],
-) -> Tuned:
-    """Measure and store: as in a layer made for this many tokens, which decides between kernels."""
-    shape = WorkspaceShape.create(problem.moe, problem.parallel.world_size, problem.num_tokens, problem.dtype)
-    group = replace(group, workspace=Workspace(group.comm, shape))
-    stored = resolve(problem, store, machine).setting  # of other tokens, or of an earlier run
-    settings = dict.fromkeys([*candidates(problem, machine), stored and effective(stored, problem)])
-    measured = measure_layer(problem, list(settings), group, rounds=rounds, tell=tell)
-    if all(item.ms is None for item in measured):
-        raise NothingMeasuredError(f"none of {len(measured)} settings ran, the first: {measured[0].failure}")
-    date = datetime.now(UTC).date().isoformat()
-    kernels: Kernels = "auto" if group.cuda_kernels else "triton"
-    key = ProfileKey.create(problem, machine.name)
-    entry = ProfileEntry(key=key, measured=measured, commit=comet_version(), date=date, kernels=kernels)
-    if group.world_rank == 0:
-        store.put(entry)
-    else:
-        store.entries[entry.key] = entry
-    return Tuned(problem, measured)

@@ -64,19 +64,12 @@ class ModelConfig:
             f"dense_layers={self.dense_layers} must be between 0 and num_layers={self.num_layers}",
         )
         require(self.rope_base > 1, f"rope_base={self.rope_base} must be above 1")
-        self._check_heads()
-
-    def _check_heads(self) -> None:
-        if self.head_dim is None:
-            require(
-                self.hidden_size % (2 * self.num_heads) == 0,
-                f"num_heads={self.num_heads} must divide hidden_size={self.hidden_size} into even heads "
-                "(or give head_dim)",
-            )
-        else:
-            require(
-                self.head_dim >= 2 and self.head_dim % 2 == 0, f"head_dim={self.head_dim} must be positive and even"
-            )
+        width, heads = self.head_dim, self.num_heads
+        require(width is None or (width >= 2 and width % 2 == 0), f"head_dim={width} must be positive and even")
+        require(
+            width is not None or self.hidden_size % (2 * heads) == 0,
+            f"num_heads={heads} must divide hidden_size={self.hidden_size} into even heads (or give head_dim)",
+        )
 
     @property
     def head_width(self) -> int:

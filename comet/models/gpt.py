@@ -86,15 +86,19 @@ class GPT(nn.Module):
         zero: an untrained model gives every byte the same probability.
         """
         scale = (2 * self.config.num_layers) ** -0.5
-        for name, parameter in self._drawn_parameters():
+        inside_moe = {id(parameter) for layer in self.moe_layers() for parameter in layer.parameters()}
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 1 or id(parameter) in inside_moe:
+                continue
             generator = torch.Generator().manual_seed(_seed(seed, name))
             std = EMBEDDING_STD if name == "embedding.weight" else parameter.shape[-1] ** -0.5
             drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
             parameter.copy_(drawn * std)
         for block in self._blocks():
             block.attention.out.weight.mul_(scale)
-            for weight in block.output_weights():
-                weight.mul_(scale)
+            block.ffn.w2.mul_(scale)
+            if isinstance(block.ffn, MoE) and block.ffn.shared is not None:
+                block.ffn.shared.w2.mul_(scale)
         nn.init.zeros_(self.head.weight)
 
     def forward(self, ids: Tensor) -> GPTOutput:
@@ -186,14 +190,6 @@ class GPT(nn.Module):
     def _blocks(self) -> list[Block]:
         return [block for block in self.blocks if isinstance(block, Block)]
 
-    def _drawn_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        inside_moe = {id(parameter) for layer in self.moe_layers() for parameter in layer.parameters()}
-        return [
-            (name, parameter)
-            for name, parameter in self.named_parameters()
-            if parameter.dim() > 1 and id(parameter) not in inside_moe
-        ]
-
 
 class Block(nn.Module):
     """``x + attention(norm(x))``, then ``x + ffn(norm(x))``."""
@@ -219,11 +215,6 @@ class Block(nn.Module):
         else:
             output, stats = self.ffn(tokens), None
         return x + output.view_as(x), stats
-
-    def output_weights(self) -> list[nn.Parameter]:
-        """The feed-forward matrices that write into the residual stream."""
-        shared = self.ffn.shared if isinstance(self.ffn, MoE) else None
-        return [self.ffn.w2] if shared is None else [self.ffn.w2, shared.w2]
 
 
 class Attention(nn.Module):

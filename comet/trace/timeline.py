@@ -16,7 +16,7 @@ host the error is about the time a signal takes from one to the other, and is re
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -167,8 +167,9 @@ class Timeline:
     def _rank_summary(self, rank: int) -> dict[str, Any]:
         block_ns = sum((one.end - one.begin) * one.blocks for one in self.launches if one.rank == rank)
         times: Counter[str] = Counter()
-        for span in self._spans_of_rank[rank]:
-            times[span.name] += span.end - span.begin
+        for span in self.spans:
+            if span.event.rank == rank:
+                times[span.name] += span.end - span.begin
         waits = sum(times[name] for name in WAITS)
         return {
             "rank": rank,
@@ -179,13 +180,6 @@ class Timeline:
             "idle_share": 1 - sum(times.values()) / block_ns if block_ns else 0.0,
             "lost_events": self.records[rank].lost,
         }
-
-    @cached_property
-    def _spans_of_rank(self) -> dict[int, list[Span]]:
-        found = defaultdict(list)
-        for span in self.spans:
-            found[span.event.rank].append(span)
-        return found
 
 
 @contextmanager

@@ -62,14 +62,11 @@ class Checkpointer:
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the run, kept in every checkpoint
     text: str = ""  # fingerprint of the text that the run learns from
 
+    @patience()
     def save(self, step: int) -> Path:
         """Write a checkpoint of optimizer step ``step`` and return its folder, complete when any rank returns
         (collective); where a file cannot be written, what was is removed again and ``ValueError`` raised.
         """
-        with patience():
-            return self._save(step)
-
-    def _save(self, step: int) -> Path:
         tensors, path = self._tensors(), self.root / folder_name(step)
         try:
             path = from_first_rank(partial(self._open, step))

@@ -11,6 +11,7 @@ import json
 import resource
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,11 @@ class History:
 
     def start(self, earlier: Path | None, last_step: int) -> None:
         """Begin a new file with what ``earlier`` (another run's folder, or this one) recorded up to ``last_step``."""
-        lines = _read_lines(earlier / HISTORY_FILE) if earlier else []
-        kept = [line for line in lines if line["step"] <= last_step]
+        path, kept = None if earlier is None else earlier / HISTORY_FILE, list[dict[str, Any]]()
+        with suppress(json.JSONDecodeError):  # a killed job may have left the last line unfinished
+            for text in path.read_text().splitlines() if path is not None and path.exists() else []:
+                if (line := json.loads(text))["step"] <= last_step:
+                    kept.append(line)
         self.windows = [Window(**line) for line in kept if "losses" in line]
         self.heldout = [(line["step"], line["heldout"]) for line in kept if "heldout" in line]
         if self.folder is not None:
@@ -86,17 +90,6 @@ class History:
             path = self.folder / HISTORY_FILE
             with naming(path), path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
-
-
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a history; a killed job may have left the last one unfinished."""
-    lines = []
-    for text in path.read_text().splitlines() if path.exists() else []:
-        try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
-            break
-    return lines
 
 
 SIZE_INCHES = (8.0, 4.5)

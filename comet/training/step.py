@@ -99,7 +99,12 @@ class TrainStep:
         loss, expert_load, gradients = self._passes()
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
-        dropped_rows = count_dropped_rows(expert_load, self.capacity, self.group)
+        dropped_rows = loss.new_zeros(())
+        if self.capacity is not None:  # of an expert, on all ranks of the group, each of which counts its share
+            load = expert_load.clone()
+            if self.group.process_group is not None:
+                dist.all_reduce(load, group=self.group.process_group)
+            dropped_rows = (load - self.capacity).clamp(min=0).sum() / self.group.parallel.world_size
         told = loss.new_full((1,), float(told_to_stop))
         sums = torch.cat([loss.view(1), dropped_rows.view(1), told, expert_load.flatten()])
         if self.group.world_size > 1:
@@ -112,19 +117,6 @@ class TrainStep:
         loss = next_token_loss(output.logits, self._batch[:, 1:])
         gradients = torch.autograd.grad(loss + output.router_loss, self._parameters, allow_unused=True)
         return loss.detach(), output.expert_load, gradients
-
-
-def count_dropped_rows(expert_load: Tensor, capacity: int | None, group: ExpertGroup) -> Tensor:
-    """Routed rows beyond the capacity of their expert (collective).
-
-    Example: capacity 3, two ranks with loads ``[[2, 1]]`` and ``[[3, 1]]``: expert 0 drops 2 rows, the share is 1.
-    """
-    if capacity is None:
-        return expert_load.new_zeros(())
-    load = expert_load.clone()
-    if group.process_group is not None:
-        dist.all_reduce(load, group=group.process_group)
-    return (load - capacity).clamp(min=0).sum() / group.parallel.world_size
 
 
 @contextmanager

@@ -49,7 +49,9 @@ def train(config: JobConfig, context: RankContext) -> dict[str, Any]:
     After an error the ranks' shared memory is left to the end of the process, because closing it is collective.
     """
     corpus = read_corpus(config.data, config.model.context)
-    text = _same_on_all_ranks(corpus)
+    texts = gather(text := corpus.digest())
+    different = [rank for rank, other in enumerate(texts) if other != texts[0]]  # as on nodes with files of their own
+    require(not different, f"{corpus.source} must be the same on all ranks, but differs between rank 0 and {different}")
     with RunFolder(config, context.attempt) as folder:
         checkpoint, skipped = choose_checkpoint(*from_first_rank(folder.find_checkpoints))
         if checkpoint is not None:
@@ -178,7 +180,10 @@ class Trainer:
         config, group = self.config, self.group
         warm = self.timed[1:] or self.timed  # the first window compiled and captured
         tokens = sum(steps for steps, _ in warm) * self.train_step.tokens_per_step
-        peak_memory, seconds, warm_seconds, any_eager = self._slowest(warm)
+        peak = peak_memory_bytes(group.device, group.workspace.num_bytes)
+        took, took_warm = (sum(seconds for _, seconds in windows) for windows in (self.timed, warm))
+        mine = [peak, took, took_warm, float(bool(self.train_step.graph_fallback_reason))]
+        peak_memory, seconds, warm_seconds, any_eager = largest(mine, group.device, dist.group.WORLD)
         return {
             "task": "train",
             "model": config.model.name,
@@ -194,7 +199,7 @@ class Trainer:
             "steps": self.step,
             "tokens_per_second": tokens / warm_seconds if warm else 0.0,
             "train_seconds": seconds,
-            "peak_memory_bytes": peak_memory,
+            "peak_memory_bytes": int(peak_memory),
             "dropped_rows": sum(window.dropped_rows for window in self.reporter.history.windows),
             "output_dir": str(self.output_dir),
             "checkpoint": str(self.checkpoint_path),
@@ -249,25 +254,6 @@ class Trainer:
             f"training diverged {when} ({what}): train.lr={settings.lr} must be lower or "
             f"train.warmup_steps={settings.num_warmup_steps} higher; the last checkpoint is {self.checkpoint_path}"
         )
-
-    def _slowest(self, warm: list[tuple[int, float]]) -> tuple[int, float, float, bool]:
-        """Peak memory in bytes, seconds of training and of ``warm`` windows, whether steps were not replayed; each of
-        any rank (collective).
-        """
-        peak = peak_memory_bytes(self.group.device, self.group.workspace.num_bytes)
-        took, took_warm = (sum(seconds for _, seconds in windows) for windows in (self.timed, warm))
-        mine = [peak, took, took_warm, float(bool(self.train_step.graph_fallback_reason))]
-        most, seconds, warm_seconds, any_eager = largest(mine, self.group.device, dist.group.WORLD)
-        return int(most), seconds, warm_seconds, bool(any_eager)
-
-
-def _same_on_all_ranks(corpus: Corpus) -> str:
-    """The digest of the text; raises ``ValueError`` unless all ranks read the same bytes, which nodes may not."""
-    digest = corpus.digest()
-    digests = gather(digest)
-    different = [rank for rank, other in enumerate(digests) if other != digests[0]]
-    require(not different, f"{corpus.source} must be the same on all ranks, but differs between rank 0 and {different}")
-    return digest
 
 
 def _require_same(config: JobConfig, checkpoint: Checkpoint | None, text: str, world_size: int) -> list[str]:

@@ -183,7 +183,10 @@ class ProfileStore:
             if trouble:
                 os.replace(self.path, self.path.with_name(self.path.name + ".ignored"))
             found[entry.key] = entry
-            write_whole(self.path, _to_text(self.device, found))
+            # In a stable order, so that a file in version control changes only where measurements do.
+            ordered = sorted(found.values(), key=lambda each: tuple(asdict(each.key).values()))
+            content = {"version": VERSION, "device": self.device, "entries": [asdict(each) for each in ordered]}
+            write_whole(self.path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def profile_path(folder: Path, device: str, world_size: int) -> Path:
@@ -216,18 +219,14 @@ def read_entries(path: Path, device: str) -> tuple[dict[ProfileKey, ProfileEntry
     entries, reasons = {}, []
     for item in raw:
         try:
-            entry = _entry(item)
-            require(entry.key.device == device, f"device={entry.key.device!r} must be {device!r}")
-            entries[entry.key] = entry
+            entry = _read(ProfileEntry, {"kernels": "triton", **item} if isinstance(item, dict) else item)
+            key = entry.key
+            require(key.tokens == token_bucket(key.tokens), f"tokens={key.tokens} must be a power of two")
+            require(key.device == device, f"device={key.device!r} must be {device!r}")
+            entries[key] = entry
         except (ValueError, TypeError) as error:
             reasons.append(str(error))
     return entries, f"has {len(reasons)} bad entries of {len(raw)} (first: {reasons[0]})" if reasons else ""
-
-
-def _entry(raw: Any) -> ProfileEntry:
-    entry: ProfileEntry = _read(ProfileEntry, {"kernels": "triton", **raw} if isinstance(raw, dict) else raw)
-    require(entry.key.tokens == token_bucket(entry.key.tokens), f"tokens={entry.key.tokens} must be a power of two")
-    return entry
 
 
 def _read(cls: Any, raw: Any) -> Any:
@@ -250,10 +249,3 @@ def _value(name: str, hint: Any, value: Any) -> Any:
     kinds = {float: (int, float), Kernels: (str,)}.get(hint, (hint,))
     require(type(value) in kinds, f"{name}={value!r} must be of type {kinds[-1].__name__}")
     return value
-
-
-def _to_text(device: str, entries: Mapping[ProfileKey, ProfileEntry]) -> str:
-    """JSON in a stable order, so that a file in version control changes only where measurements do."""
-    ordered = sorted(entries.values(), key=lambda entry: tuple(asdict(entry.key).values()))
-    content = {"version": VERSION, "device": device, "entries": [asdict(entry) for entry in ordered]}
-    return json.dumps(content, indent=1, allow_nan=False) + "\n"
