@@ -235,7 +235,9 @@ def _explain(error: Exception, overrides: Sequence[Override]) -> str:
         name, value = override.key_or_group, override.value()
         if name in groups and isinstance(value, str) and value not in groups[name]:
             return f"{name}={value!r} must be one of {', '.join(groups[name])}"
-        missing = _list_depth(name) - _depth_of(value)
+        missing, inside = _list_depth(name), value
+        while isinstance(inside, list):
+            missing, inside = missing - 1, inside[0] if inside else None
         if missing > 0 and value is not None:
             typed = str(override.input_line).partition("=")[2]
             return f"{name}={typed} must be a list: write {name}={'[' * missing}{typed}{']' * missing}"
@@ -258,13 +260,6 @@ def _list_depth(name: str) -> int:
     while get_origin(kind) is list:
         kind, depth = get_args(kind)[0], depth + 1
     return depth
-
-
-def _depth_of(value: Any) -> int:
-    """How many lists a value is inside: 0 of 64, 1 of [] and [2, 1], 2 of [[2, 1]]."""
-    if not isinstance(value, list):
-        return 0
-    return 1 + (_depth_of(value[0]) if value else 0)
 
 
 def with_saved_settings(job: Mapping[str, Any], named: Iterable[str]) -> dict[str, Any]:

@@ -11,7 +11,9 @@ import textwrap
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from functools import reduce
 from importlib.resources import files
+from operator import getitem
 from typing import Any
 
 from comet.launch.tasks.registry import Task
@@ -61,7 +63,7 @@ def task_page(name: str, task: Task) -> str:
     for part in task.reads:
         for setting, (choices, meaning) in known.items():
             if setting == part or setting.startswith(f"{part}."):
-                value = _find(defaults, setting)
+                value = reduce(getitem, setting.split("."), defaults)
                 text = f"{setting}: settings" if isinstance(value, dict) else f"{setting}={_typed(value)}"
                 lines.append(f"  {text}" + (f"  ({', '.join(choices)})" if choices else ""))
                 lines += textwrap.wrap(meaning, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
@@ -126,12 +128,6 @@ def _examples(name: str, task: Task) -> list[str]:
     return [
         f"  comet {name} {words}".ljust(50).rstrip() + f"   {does}".rstrip() for words, does in task.examples.items()
     ]
-
-
-def _find(container: Any, name: str) -> Any:
-    for part in name.split("."):
-        container = container[part]
-    return container
 
 
 def _typed(value: Any) -> str:

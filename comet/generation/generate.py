@@ -80,7 +80,12 @@ def generate(
     penalises = config.repetition_penalty != 1
     seen = tokens_seen(ids, lengths, codec.num_tokens) if penalises else None
     sampler = Sampler(config, len(prompts), engine.device, num_tokens=codec.num_tokens, seen=seen)
-    advance = make_advance(engine, sampler, config)
+    advance: PlainSteps | Speculation = PlainSteps(engine, sampler)
+    if config.speculate != "off":
+        numbers, rounds = 2 * config.draft_tokens + 1, config.max_new_tokens
+        draws = [uniform_draws(config.seed, index, rounds * numbers) for index in range(len(prompts))]
+        of_rounds = torch.stack(draws, dim=1).unflatten(0, (rounds, numbers)).transpose(1, 2)
+        advance = Speculation(engine, sampler, config, of_rounds[1:].to(engine.device))  # the first token's is used
     started = time.perf_counter()
     logits = engine.prefill(ids, lengths, most_positions(prompts, limits))
     require(not bool(logits.isnan().any()), "logits of the prompts must be numbers, but the model's weights make NaN")
@@ -129,17 +134,6 @@ class PlainSteps:
         self.passes += 1
         chosen = self.sampler.choose(self.engine.decode(last), self.passes)
         return chosen, [[token] for token in chosen.tolist()]
-
-
-def make_advance(engine: Engine, sampler: Sampler, config: GenerateConfig) -> PlainSteps | Speculation:
-    """What makes the tokens behind the first ones."""
-    if config.speculate == "off":
-        return PlainSteps(engine, sampler)
-    numbers = 2 * config.draft_tokens + 1
-    num_sequences = sampler.draws.shape[1]
-    draws = [uniform_draws(config.seed, each, config.max_new_tokens * numbers) for each in range(num_sequences)]
-    rounds = torch.stack(draws, dim=1).unflatten(0, (config.max_new_tokens, numbers)).transpose(1, 2)
-    return Speculation(engine, sampler, config, rounds[1:].to(engine.device))  # the first token's is used
 
 
 def warm_up(engine: Engine, prompts: Sequence[Sequence[int]], config: GenerateConfig, *, context: int) -> None:

@@ -57,8 +57,12 @@ class HFEngine(Engine):
         cuda_graph: GraphMode = "auto",
         speculation: SpeculationConfig | None = None,
     ) -> None:
+        from transformers import StaticCache
+
         super().__init__(model.device)
-        check_positions(model.config)
+        rope_type = (getattr(model.config, "rope_parameters", None) or {}).get("rope_type")
+        rule = "must be another: it turns all sequences as the longest one needs, so that a text would depend on others"
+        require(rope_type not in ("dynamic", "longrope"), f"rope_type={rope_type!r} of the model {rule}")
         self.model: Any = model
         self.cuda_graph: GraphMode = cuda_graph
         named = {name: each for name, each in self.model.named_modules() if isinstance(each, CometExperts)}
@@ -67,7 +71,11 @@ class HFEngine(Engine):
         self.stored = stored_paths(model)
         self._longest_draft = 0 if speculation is None else speculation.draft_tokens
         if speculation is not None:
-            check_rewinds(model)
+            others = forgetful(StaticCache(config=model.config, max_cache_len=1))
+            if others:
+                raise NotImplementedError(
+                    f"speculate must be 'off' for models with {others} in their cache: tokens cannot be taken back"
+                )
             self._gates = [drafting_gate(model, name) for name in named]
             config = routing_config(model.config)
             self._drafts = draft_routers([router_beside(gate, config) for gate in self._gates], speculation)
@@ -102,23 +110,3 @@ class HFEngine(Engine):
 
     def _drafting(self) -> AbstractContextManager[None]:
         return routed_by(self._gates, self._drafts)
-
-
-def check_positions(config: Any) -> None:
-    """Raise ``ValueError`` where transformers turns all sequences by the longest there is, or was: drafts, a warm-up
-    and other prompts would change a text.
-    """
-    rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
-    others = "it turns all sequences as the longest one needs, so that a text would depend on others"
-    require(rope_type not in ("dynamic", "longrope"), f"rope_type={rope_type!r} of the model must be another: {others}")
-
-
-def check_rewinds(model: Any) -> None:
-    """Raise ``NotImplementedError`` unless the static cache of a transformers model can take tokens back."""
-    from transformers import StaticCache
-
-    others = forgetful(StaticCache(config=model.config, max_cache_len=1))
-    if others:
-        raise NotImplementedError(
-            f"speculate must be 'off' for models with {others} in their cache: tokens cannot be taken back"
-        )

@@ -269,7 +269,8 @@ def _shard_checkpoint(tensors: Tensors, modules: dict[int, str], moe: MoEConfig,
             scales = {part: tensor.scales for part, tensor in found.items() if tensor.scales is not None}
             state |= _shards(module, _slices(scales, moe.ffn_size // FP8_BLOCK, place.layout), SCALES)
         if moe.expert_bias:
-            state |= _bias_shards(module, found[BIASES[0], None], found[BIASES[1], None], place.layout)
+            biases: dict[Part, StoredTensor] = {(name, None): found[f"{name}_bias", None] for name in FUSED}
+            state |= _shards(module, _slices(biases, moe.ffn_size, place.layout), "_bias")
     return state
 
 
@@ -330,12 +331,8 @@ def _dtype_problems(tensor: StoredTensor, keep_fp8: bool) -> list[str]:
 
 def _slices(found: dict[Part, StoredTensor], ffn_size: int, layout: ExpertLayout) -> list[Matrices]:
     """This rank's slice of each of its experts, whose matrices, or scales of them, have ``ffn_size`` columns."""
-    width = ffn_size // layout.tp
-    return [_columns(_expert(found, expert, ffn_size), layout.tp_rank, width) for expert in _held(layout)]
-
-
-def _held(layout: ExpertLayout) -> range:
-    return range(layout.first_expert, layout.first_expert + layout.experts_local)
+    width, held = ffn_size // layout.tp, range(layout.first_expert, layout.first_expert + layout.experts_local)
+    return [_columns(_expert(found, expert, ffn_size), layout.tp_rank, width) for expert in held]
 
 
 def _expert(found: dict[Part, StoredTensor], expert: int, ffn_size: int) -> Matrices:
@@ -347,31 +344,16 @@ def _expert(found: dict[Part, StoredTensor], expert: int, ffn_size: int) -> Matr
 
 
 def _columns(expert: Sequence[StoredTensor], number: int, width: int) -> Matrices:
-    """Slice ``number`` of an expert that is cut in slices of ``width`` columns of its hidden layer."""
+    """Slice ``number`` of an expert, or of its biases, cut in slices of ``width`` columns of its hidden layer."""
     gate, up, down = expert
-    own = slice(number * width, (number + 1) * width)
-    return gate.part(own), up.part(own), down.part(ALL, own)
+    own, is_bias = slice(number * width, (number + 1) * width), len(down.shape) == 1  # b2 is whole on every TP rank
+    return gate.part(own), up.part(own), down if is_bias else down.part(ALL, own)
 
 
 def _shards(module: str, experts: Sequence[Matrices], suffix: str = "") -> dict[str, LazyShard]:
     """Parameters of a module of that name."""
     gate_up, down = tuple((gate, up) for gate, up, _ in experts), tuple((down,) for _, _, down in experts)
     return {f"{module}.gate_up_proj{suffix}": LazyShard(gate_up), f"{module}.down_proj{suffix}": LazyShard(down)}
-
-
-def _bias_shards(module: str, b1: StoredTensor, b2: StoredTensor, layout: ExpertLayout) -> dict[str, LazyShard]:
-    """b2 is whole on every TP rank, the first of which adds it."""
-    ffn_size = b1.shape[1] // 2
-    width = ffn_size // layout.tp
-    firsts = [start + layout.tp_rank * width for start in (0, ffn_size)]
-    halves = LazyShard(
-        tuple(
-            tuple(b1.of_expert(expert).part(slice(first, first + width)) for first in firsts)
-            for expert in _held(layout)
-        )
-    )
-    whole = LazyShard(tuple((b2.of_expert(expert),) for expert in _held(layout)))
-    return {f"{module}.{BIASES[0]}": halves, f"{module}.{BIASES[1]}": whole}
 
 
 def _add_pieces(state: dict[str, Any], stored: Tensors, modules: dict[int, str], place: Place, config: Any) -> Place:
