@@ -9,7 +9,7 @@ from torch import Tensor
 
 from comet.comm.collectives import wants_grad
 from comet.config import DIM_MULTIPLE, require
-from comet.layer.weights import pad_width
+from comet.layer.weights import match_biases, pad_width
 from comet.layout import Biases
 from comet.modular.interfaces import (
     ActivationFormat,
@@ -75,7 +75,7 @@ class ModularMoE:
             w1: ``(e, 2F/TP, D)``, gate rows first, then up rows; of ``weight_type``, plain ones in the dtype of
                 ``tokens``. Where a plain F/TP is no multiple of 16, every call pads a copy.
             w2: ``(e, D, F/TP)``, of the type of ``w1``.
-            biases: ``(e, 2F/TP)`` and ``(e, D)``, dtype of ``tokens``; ``None``: there are none.
+            biases: ``(e, 2F/TP)`` and ``(e, D)``, dtype of ``tokens``, if the layer has ``expert_bias``, and only then.
 
         Raises:
             ValueError: If a type, shape or dtype breaks these rules, or a gradient would be required.
@@ -133,13 +133,12 @@ class ModularMoE:
 
     def _added(self, biases: Biases | None, tokens: Tensor, w2: Tensor) -> Biases | None:
         """Biases that are seen to be right, the second 0 on all but the first TP rank."""
+        experts, hidden_size, width = w2.shape
+        sizes = Sizes(e=(experts, "w2"), D=(hidden_size, "w2"), F=(width, "w2"))
+        match_biases(sizes, *(biases or ()), biased=self.experts.biased, dtype=tokens.dtype, device=tokens.device)
         if biases is None:
             return None
         _require_inference(b1=biases.b1, b2=biases.b2)
-        experts, hidden_size, width = w2.shape
-        sizes = Sizes(e=(experts, "w2"), D=(hidden_size, "w2"), F=(width, "w2"))
-        sizes.match("b1", biases.b1, "e 2F", dtype=tokens.dtype, device=tokens.device)
-        sizes.match("b2", biases.b2, "e D", dtype=tokens.dtype, device=tokens.device)
         is_first = self.prepare_finalize.layout.tp_rank == 0
         return biases if is_first else biases._replace(b2=torch.zeros_like(biases.b2))
 

@@ -180,6 +180,7 @@ class Experts(ABC):
     def __init__(self, config: MoEConfig, group: ExpertGroup, *, reduce: TopKReduce | None = None) -> None:
         self.layout = group.layout(config)
         self.activation = config.activation
+        self.biased = config.expert_bias
         self.reduce = reduce or self.reductions[0]()
 
     @abstractmethod

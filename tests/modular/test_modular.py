@@ -247,12 +247,15 @@ def test_bad_ids_are_named(group: ExpertGroup, kind: type, bad: int) -> None:
         kind(SMALL.config, group).prepare(routed, quantize=False)
 
 
-def test_wrong_dtypes_are_named(group: ExpertGroup) -> None:
+def test_wrong_dtypes_and_biases_are_named(group: ExpertGroup) -> None:
     inputs = rank_inputs(SMALL, 0)
     w1, w2 = full_weights(SMALL)
     symmetric = ModularMoE(SymmetricContiguous(SMALL.config, group), ReferenceExperts(SMALL.config, group))
     half = [tensor.half() for tensor in (inputs.tokens, w1.flatten(1, 2), w2)]
     with pytest.raises(ValueError, match=r"dtype=torch.float16 of tokens must be the pool's torch.float32"):
         symmetric(half[0], inputs.top_k_ids, inputs.top_k_weights, half[1], half[2])
+    biased = replace(SMALL.config, expert_bias=True)
+    with pytest.raises(ValueError, match="biases=False of the call must be the layer's expert_bias=True"):
+        call(ModularMoE(SingleRank(biased, group), ReferenceExperts(biased, group)))
     with pytest.raises(ValueError, match=r"dtype=torch.int64 of top_k_ids must be torch.int32"):
         symmetric(inputs.tokens, inputs.top_k_ids.long(), inputs.top_k_weights, w1.flatten(1, 2), w2)
