@@ -227,9 +227,9 @@ class ReplicatedRunner(GroupExperts):
         dtype = self.group.workspace.shape.dtype
         require(tokens.dtype == dtype, f"dtype={tokens.dtype} of the tokens must be the group's {dtype}")
         require(
-            not wants_grad(tokens),
-            "requires_grad=True of the tokens must be False: a converted model over a group is for inference, "
-            "run it under torch.no_grad()",
+            not wants_grad(tokens, top_k_weights),
+            "requires_grad=True of tokens or top_k_weights must be False: a converted model over a group is for "
+            "inference, run it under torch.no_grad()",
         )
         if experts is None:
             self.match(w1, w2, *(biases or ()))  # slots name places that there have to be

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from comet.comm.collectives import wants_grad
 from comet.config import DIM_MULTIPLE, MAX_TOP_K, check_token_dtype, require
 from comet.kernels.experts.tables import ExpertParts, HostExperts
 from comet.kernels.runtime.activation import SWIGLU, Activation
@@ -156,6 +157,11 @@ class DecodeScratch:
 
 def check_inputs(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, weights: DecodeWeights) -> None:
     """Raise ``ValueError`` naming field, value and rule unless a decode step can take these tensors."""
+    require(
+        not wants_grad(tokens, top_k_weights),
+        "requires_grad=True of tokens or top_k_weights must be False: a decode step has no backward pass, run it "
+        "under torch.no_grad()",
+    )
     sizes, device = Sizes(D=(weights.hidden_size, "w2")), weights.w1.device
     sizes.match("tokens", tokens, "T D", device=device)
     check_token_dtype(tokens.dtype)

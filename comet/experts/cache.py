@@ -107,8 +107,12 @@ class ExpertCache(SlotCache):
         require(num_slots >= 1, f"num_slots={num_slots} must be at least 1")
         require(policy in POLICIES, f"expert_policy={policy!r} must be one of {', '.join(POLICIES)}")
         self.num_slots, self.first_expert = num_slots, first_expert
-        held = (first_expert, first_expert + w1.shape[0])
-        self.tables = CacheTables.create(num_experts or w1.shape[0], num_slots, device, held)
+        held, num_experts = (first_expert, first_expert + w1.shape[0]), num_experts or w1.shape[0]
+        require(
+            first_expert >= 0 and held[1] <= num_experts,
+            f"first_expert={first_expert} and the {w1.shape[0]} of w1 must be among num_experts={num_experts}",
+        )
+        self.tables = CacheTables.create(num_experts, num_slots, device, held)
         stored = HeldExperts.hold(given.named_parts, device)
         if not stored.readable:
             raise UnavailableError(

@@ -17,7 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from comet.comm.collectives import accumulator_dtype
+from comet.comm.collectives import accumulator_dtype, wants_grad
+from comet.config import require
 from comet.decode.runners import Runner
 from comet.decode.twin import slot_weights
 from comet.decode.weights import DecodeWeights
@@ -156,6 +157,11 @@ class ExpertsFromSlots:
         w2: Tensor,
         biases: Biases | None = None,
     ) -> Tensor:
+        require(
+            not wants_grad(tokens, top_k_weights),
+            "requires_grad=True of tokens or top_k_weights must be False: a model with an expert_budget is for "
+            "inference, run it under torch.no_grad()",
+        )
         self.check()
         if tokens.shape[0] > self.runner.decode.max_tokens:
             return self.runner.add_up(self._stream(tokens, top_k_ids, top_k_weights)).to(tokens.dtype)

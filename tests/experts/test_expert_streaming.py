@@ -189,6 +189,16 @@ def test_streamed_experts_have_the_layers_activation_and_biases(activation: Acti
     assert torch.equal(found, torch.zeros_like(tokens)), "as where all tokens go to experts of other ranks"
 
 
+@of_both_caches
+@pytest.mark.parametrize("num_tokens", [1, CACHED_DECODE_TOKENS + 1])
+def test_routing_weights_that_learn_are_refused(num_tokens: int, staged: bool) -> None:
+    """As of a router that is trained alone; a runner takes what learns for experts that it is given all of."""
+    held, made = made_experts(3)
+    tokens, ids, weights = routed(made, num_tokens)
+    with pytest.raises(ValueError, match="requires_grad=True of tokens or top_k_weights must be False: a model with"):
+        path_of(held, 5, staged=staged)(tokens, ids, weights.requires_grad_(), held.w1, held.w2)
+
+
 @pytest.mark.parametrize("kind", ["mxfp8", "mxfp4"])
 @pytest.mark.parametrize("num_bytes", [1, 2 * 3 * D * 2 * F * 4, streaming.FLOATING_BYTES])
 def test_quantised_experts_stream_as_they_decode(num_bytes: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,6 +235,12 @@ def test_a_copy_that_fails_leaves_no_slot_that_is_taken_for_what_it_does_not_hol
     assert 5 not in check_slots(path.cache, held)
     monkeypatch.undo()
     assert torch.equal(path(*inputs), plain_experts(*inputs, LAYOUT, None))
+
+
+def test_a_cache_holds_experts_that_there_are() -> None:
+    held, _ = made_experts(1)
+    with pytest.raises(ValueError, match="first_expert=1 and the 12 of w1 must be among num_experts=12"):
+        ExpertCache(held.w1, held.w2, K, CPU, num_experts=E, first_expert=1)
 
 
 # ---- what the host reads ---------------------------------------------------------------------------------------------

@@ -274,7 +274,7 @@ def test_a_sum_is_of_the_experts_that_a_token_chose(
 
 def test_settings_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_cores, "usable_cores", lambda: 16)
-    for setting, ranks, cores in (("off", 1, 0), ("auto", 2, 7), ("8", 2, 4), ("16", 1, 16)):
+    for setting, ranks, cores in (("off", 1, 0), ("auto", 2, 7), ("8", 2, 4), (8, 2, 4), ("16", 1, 16)):
         assert cores_of(setting, ranks) == cores
     for setting in ("17", "1"):
         with pytest.raises(ValueError, match=f"host_cores='{setting}' must be a number from 2"):

@@ -220,8 +220,9 @@ def cores_of(setting: str, ranks: int) -> int:
 
 def check_setting(setting: str) -> None:
     """Raise ``ValueError`` unless ``host_cores`` is ``auto``, ``off`` or a number, on whatever machine."""
+    word = str(setting)  # a call may give the number itself
     require(
-        setting in ("auto", "off") or (setting.isdecimal() and int(setting) >= 1),
+        word in ("auto", "off") or (word.isdecimal() and int(word) >= 1),
         f"host_cores={setting!r} must be auto, off, or a number of cores",
     )
 

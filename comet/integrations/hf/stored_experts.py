@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comet.comm.collectives import wants_grad
-from comet.config import require
 from comet.decode.runners import Runner
 from comet.experts.budget import ExpertBudget, StoreOptions
 from comet.experts.cache import CacheReport
@@ -39,11 +37,6 @@ class StoredExperts(CometExperts):
     @torch.compiler.disable
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """``(T, D)`` of ``(T, D)``, ``(T, K)`` and ``(T, K)``, from the slots."""
-        require(
-            not wants_grad(hidden_states),
-            "requires_grad=True of the tokens must be False: a model with an expert_budget is for inference, run it "
-            "under torch.no_grad()",
-        )
         slots = self.path.cache.weights
         return self.path(hidden_states, top_k_index.to(torch.int32), top_k_weights.float(), slots.w1, slots.w2)
 

@@ -247,6 +247,7 @@ def scratch(dtype: torch.dtype, **options: int) -> DecodeScratch:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
+        (lambda: call(tokens=torch.zeros(3, 32, requires_grad=True)), "requires_grad=True of tokens or top_k_weights"),
         (lambda: call(tokens=torch.zeros(65, 32)), "T=65 tokens must be at most MAX_DECODE_TOKENS=64"),
         (lambda: call(tokens=torch.zeros(3, 48)), r"tokens of shape \(3, 48\) must be \(T, D\) = \(T, 32\) with D=32"),
         (lambda: call(tokens=torch.zeros(96)), r"tokens of shape \(96,\) must be \(T, D\)"),
