@@ -38,11 +38,16 @@ def require(condition: bool, message: str | Callable[[], str]) -> None:
         raise ValueError(message if isinstance(message, str) else message())
 
 
-NUMBERS = {"int": (Integral, "a whole number"), "float": (Real, "a finite number")}  # by how a field is annotated
+# By how a field is annotated.
+NUMBERS: Mapping[str, tuple[type[Any], str]] = {
+    "int": (Integral, "a whole number"),
+    "float": (Real, "a finite number"),
+    "bool": (bool, "True or False"),
+}
 
 
 def check_numbers(config: Any) -> None:
-    """Raise ``ValueError`` unless the numbers of a dataclass are whole where they have to be, and finite."""
+    """Raise ``ValueError`` unless a dataclass has whole or finite numbers and flags where its fields say so."""
     for item in fields(config):
         kind, _, optional = str(item.type).partition(" | ")
         value = getattr(config, item.name)
@@ -129,8 +134,8 @@ class MoEConfig:
         z_loss_coef: Weight of the router z-loss.
         bias_update_rate: Step of the selection bias per update (used when ``balance`` is ``bias``).
         shared_ffn_size: Width of the shared expert every token goes through; 0 means there is none.
-        capacity_factor: Each expert takes at most ``ceil(capacity_factor * tokens_global * K / E)`` routed rows and
-            drops the rest (counted); ``None`` never drops.
+        capacity_factor: Each expert takes at most ``ceil(capacity_factor * W * max_tokens * K / E)`` routed rows of a
+            call, of however many tokens, and drops the rest (counted in training); ``None`` never drops.
         activation: Of the routed and the shared experts: its name, or its fields by name.
         expert_bias: Whether the routed experts add a bias to both projections.
         max_imbalance: Reserve memory for at most this many times the balanced number of routed rows on a rank; a step

@@ -314,6 +314,7 @@ def moe_config(**changes: object) -> MoEConfig:
         (lambda: moe_config(hidden_size=64.0), "hidden_size=64.0 must be a whole number"),
         (lambda: moe_config(hidden_size="64"), "hidden_size='64' must be a whole number"),
         (lambda: moe_config(top_k=1.5), "top_k=1.5 must be a whole number"),
+        (lambda: moe_config(renormalize="false"), "renormalize='false' must be True or False"),
         (lambda: moe_config(routed_scale=math.nan), "routed_scale=nan must be a finite number"),
         (lambda: moe_config(max_imbalance=math.inf), "max_imbalance=inf must be a finite number"),
         (lambda: moe_config(activation=3), "activation=3 must be an Activation, its name or its fields"),

@@ -110,12 +110,12 @@ def routing_config(config: Any) -> MoEConfig:
     """
     moe = moe_config(config)
     if config.model_type != "deepseek_v3":
-        return replace(moe, renormalize=getattr(config, "norm_topk_prob", True))
+        return replace(moe, renormalize=bool(getattr(config, "norm_topk_prob", True)))
     return replace(
         moe,
         score="sigmoid",
         balance="bias",
-        renormalize=config.norm_topk_prob,
+        renormalize=bool(config.norm_topk_prob),
         num_groups=config.n_group,
         top_groups=config.topk_group,
         routed_scale=config.routed_scaling_factor,
