@@ -24,12 +24,12 @@ from itertools import product
 import support  # noqa: F401 - puts the helpers on the import path
 import torch
 from activation_cases import ACTIVATIONS, draw_biases
+from cache_cases import hosted_cache
 from decode_cases import FOLD, MATRIX, QUANTISERS, SLOT_SIZES, VECTOR, DecodeCase, check_decode, check_dequantize
 from decode_ranks import compare_step, gathered_inputs, shard, step_inputs
 from emulated import emulated_group
 from emulated_layer import DEADLINE_S, EmulatedCase, EmulatedRanks
 from gemm_cases import check_biases, make_rows, poison_padding, values
-from host_cases import hosted_cache
 from kinds import Kind, layer0_in, layer1_in
 from layer_cases import LayerCase
 from layer_ranks import run_case

@@ -16,8 +16,8 @@ import ml_dtypes
 import pytest
 import torch
 from activation_cases import ACTIVATIONS, NAMES, on_paper
+from cache_cases import CASE, CPU, DEADLINE_S, PROFILE, SLOW_LINK, hosted_cache, leave_all_to, set_deadline
 from decode_cases import E2M1, QUANTISERS, DecodeCase
-from host_cases import CASE, CPU, DEADLINE_S, PROFILE, SLOW_LINK, hosted_cache, leave_all_to, set_deadline
 from ranks import in_ranks
 from tiers import slow
 from training_cases import MODEL, MOE, Rank, awake_model, compare_texts, make_group, make_job, nearly_equal

@@ -1,22 +1,72 @@
-"""The reference layer: worked examples, a dense formula, shards, capacity, hostile routings, gradients, rounding."""
+"""The reference layer: worked examples, a dense formula, activations, shards, capacity, gradients, rounding."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from reference_cases import Case, dense_formula, make_case
+from activation_cases import ACTIVATIONS, NAMES, draw_biases, on_paper
 from torch import Tensor
 
-from comet.layout import ExpertLayout
-from comet.reference.layer import (
-    kept_slots,
-    reference_experts,
-    run_expert,
-    shard_experts,
-    sum_partials,
-)
+from comet.config import MoEConfig
+from comet.kernels.runtime.activation import SWIGLU, Activation
+from comet.layout import Biases, ExpertLayout
+from comet.reference.layer import kept_slots, reference_experts, run_expert, shard_experts, sum_partials
+
+GRIDS = [(1, 1), (2, 1), (3, 1), (6, 1), (1, 2), (1, 4), (2, 3), (3, 2)]
+
+
+@dataclass(frozen=True)
+class Case:
+    tokens: Tensor
+    ids: Tensor
+    weights: Tensor
+    w1: Tensor
+    w2: Tensor
+
+    @property
+    def args(self) -> tuple[Tensor, ...]:
+        return tuple(vars(self).values())
+
+    def to(self, dtype: torch.dtype) -> Case:
+        weights = self.weights.to(torch.promote_types(dtype, torch.float32))
+        return Case(self.tokens.to(dtype), self.ids, weights, self.w1.to(dtype), self.w2.to(dtype))
+
+
+def make_case(
+    seed: int,
+    num_tokens: int = 13,
+    top_k: int = 3,
+    num_experts: int = 6,
+    hidden: int = 10,
+    ffn: int = 12,
+    masked: float = 0.2,
+) -> Case:
+    """Random float64 case; every slot is masked with probability ``masked``, ids of a token are distinct."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    order = torch.rand(num_tokens, num_experts, generator=generator).argsort(dim=1)
+    ids = order[:, :top_k].int()
+    ids[torch.rand(num_tokens, top_k, generator=generator) < masked] = -1
+    weights = torch.rand(num_tokens, top_k, generator=generator, dtype=torch.float64)
+    w1, w2 = normal(num_experts, 2 * ffn, hidden), normal(num_experts, hidden, ffn)
+    return Case(normal(num_tokens, hidden), ids, weights, w1 / hidden**0.5, w2 / ffn**0.5)
+
+
+def dense_formula(case: Case, activation: Activation = SWIGLU, biases: Biases | None = None) -> Tensor:
+    """The layer as one would write it on paper: no ranks, no rounding, every expert on every token."""
+    b1, b2 = (0, 0) if biases is None else biases
+    pre = torch.einsum("td,efd->tef", case.tokens, case.w1) + b1
+    outputs = torch.einsum("tef,edf->ted", on_paper(activation, *pre.chunk(2, dim=-1)), case.w2) + b2
+    mixture = torch.zeros(case.tokens.shape[0], case.w1.shape[0], dtype=case.weights.dtype)
+    held = case.ids >= 0
+    mixture.scatter_add_(1, case.ids.clamp(min=0).long(), case.weights.where(held, 0.0))
+    return torch.einsum("te,ted->td", mixture, outputs)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -31,7 +81,7 @@ def test_random_shapes_equal_dense_formula(seed: int) -> None:
     sizes = {"num_tokens": draw(0, 30), "top_k": draw(1, num_experts), "num_experts": num_experts}
     print(f"seed {seed}: ep={ep}, tp={tp}, {sizes}")
     case = make_case(seed, **sizes, hidden=draw(1, 9), ffn=tp * draw(1, 5), masked=0.3)
-    case = case.with_ids(case.ids.remainder(draw(1, num_experts)).where(case.ids >= 0, -1))  # some name one twice
+    case = replace(case, ids=case.ids.remainder(draw(1, num_experts)).where(case.ids >= 0, -1))  # some name one twice
     torch.testing.assert_close(reference_experts(*case.args, ep=ep, tp=tp), dense_formula(case), rtol=1e-12, atol=1e-12)
 
 
@@ -72,7 +122,7 @@ def test_all_slots_masked_gives_zero_and_ignores_bad_rows() -> None:
     case = make_case(2)
     case.tokens.fill_(math.nan)
     case.weights.fill_(math.nan)
-    result = reference_experts(*case.with_ids(torch.full_like(case.ids, -1)).args, ep=2)
+    result = reference_experts(*replace(case, ids=torch.full_like(case.ids, -1)).args, ep=2)
     assert torch.equal(result, torch.zeros_like(result))
 
 
@@ -115,14 +165,9 @@ def test_kept_slots_equal_a_walk_in_token_slot_order(seed: int) -> None:
     assert kept.tolist() == expected
     dropped = sum(max(count - capacity, 0) for count in taken)
     assert ((case.ids >= 0).sum() - kept.sum()).item() == dropped
-    survivors = case.with_ids(case.ids.masked_fill(~torch.tensor(expected), -1))
+    survivors = replace(case, ids=case.ids.masked_fill(~torch.tensor(expected), -1))
     result = reference_experts(*case.args, ep=2, expert_capacity=capacity)
     torch.testing.assert_close(result, dense_formula(survivors), rtol=1e-12, atol=1e-12)
-
-
-def with_changes(case: Case, **changes: object) -> dict:
-    names = ("tokens", "top_k_ids", "top_k_weights", "w1", "w2")
-    return dict(zip(names, case.args, strict=True)) | changes
 
 
 @pytest.mark.parametrize(
@@ -147,9 +192,10 @@ def with_changes(case: Case, **changes: object) -> dict:
     ],
 )
 def test_errors_name_field_value_and_rule(changes: dict, message: str) -> None:
-    case = make_case(0).to(torch.float32)
+    names = ("tokens", "top_k_ids", "top_k_weights", "w1", "w2")
+    given = dict(zip(names, make_case(0).to(torch.float32).args, strict=True))
     with pytest.raises(ValueError, match=message):
-        reference_experts(**with_changes(case, **changes))
+        reference_experts(**given | changes)
 
 
 # ---- backwards
@@ -268,3 +314,74 @@ def test_error_against_float64_is_within_twice_plain_torch(dtype: torch.dtype, e
     print(f"max error {error:.3e}, bound {bound:.3e}")
     assert result.dtype == dtype
     assert 0 < error <= bound
+
+
+# ---- activations and biases ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=NAMES)
+def test_forward_is_the_formula_and_backward_its_gradient(activation: Activation) -> None:
+    generator = torch.Generator().manual_seed(3)
+    gate, up, grad = (3 * torch.randn(200, generator=generator, dtype=torch.float64) for _ in range(3))
+    leaves = gate.clone().requires_grad_(), up.clone().requires_grad_()
+    hidden = on_paper(activation, *leaves)
+    torch.testing.assert_close(activation.forward(gate, up), hidden, rtol=1e-12, atol=1e-12)
+    wanted = torch.autograd.grad(hidden, leaves, grad)
+    found = activation.backward(gate, up, grad)
+    torch.testing.assert_close(found, (hidden, *wanted), rtol=1e-12, atol=1e-12)
+    by_autograd = torch.autograd.grad(activation.forward(*leaves), leaves, grad)
+    torch.testing.assert_close(by_autograd, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=NAMES)
+def test_gradients_by_finite_differences(activation: Activation) -> None:
+    case = make_case(8, num_tokens=5, top_k=2, num_experts=4, hidden=3, ffn=6)
+    leaves = [case.tokens, case.weights, case.w1, case.w2, *draw_biases(4, 6, 3, torch.float64)]
+
+    def layer(tokens: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, b1: Tensor, b2: Tensor) -> Tensor:
+        biases = Biases(b1, b2)
+        return reference_experts(tokens, case.ids, weights, w1, w2, ep=2, tp=3, activation=activation, biases=biases)
+
+    assert torch.autograd.gradcheck(layer, [leaf.requires_grad_() for leaf in leaves])
+
+
+@pytest.mark.parametrize(("ep", "tp"), GRIDS)
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=NAMES)
+def test_any_ranks_compute_the_dense_formula(activation: Activation, ep: int, tp: int) -> None:
+    case, biases = make_case(4), draw_biases(6, 12, 10, torch.float64)
+    result = reference_experts(*case.args, ep=ep, tp=tp, activation=activation, biases=biases)
+    torch.testing.assert_close(result, dense_formula(case, activation, biases), rtol=1e-12, atol=1e-12)
+
+
+def test_nan_stays_a_nan() -> None:
+    gate = torch.tensor([torch.nan, 1.0])
+    for activation in ACTIVATIONS:
+        assert activation.forward(gate, torch.ones(2)).isnan().tolist() == [True, False]
+
+
+def test_a_config_takes_a_name_or_fields() -> None:
+    shape = dict(hidden_size=16, ffn_size=16, num_experts=2, top_k=1)
+    assert MoEConfig(**shape).activation == Activation("swiglu")
+    assert MoEConfig(**shape, activation="geglu").activation == Activation("geglu")
+    gpt_oss = MoEConfig(**shape, activation={"name": "clamped_swiglu", "alpha": 1.702, "limit": 7.0})
+    assert gpt_oss == MoEConfig(**shape, activation=Activation("clamped_swiglu"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(name="gelu"), "activation='gelu' must be one of swiglu, geglu, reglu, clamped_swiglu"),
+        (dict(name="geglu", limit=7.0), "limit=7.0 must be left out for activation='geglu', which has none"),
+        (dict(name="clamped_swiglu", limit=0.0), "limit=0.0 of activation='clamped_swiglu' must be positive"),
+        (dict(name="clamped_swiglu", alpha=float("nan")), "alpha=nan of activation='clamped_swiglu' must be positive"),
+    ],
+)
+def test_bad_activations_are_named(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Activation(**fields)  # type: ignore[arg-type]
+
+
+def test_biases_of_another_shape_are_named() -> None:
+    case, biases = make_case(4), draw_biases(6, 12, 10, torch.float64)
+    with pytest.raises(ValueError, match=r"b1 of shape \(6, 23\)"):
+        reference_experts(*case.args, biases=Biases(biases.b1[:, 1:], biases.b2))

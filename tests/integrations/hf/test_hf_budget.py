@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from cache_cases import decide_as_on_a_gpu
+from cache_cases import decide_as_on_a_gpu, leave_all_to
 from generate_cases import drafting_rounds
 from hf_cases import (
     CountedReads,
@@ -31,7 +31,6 @@ from hf_cases import (
     tiny_model,
 )
 from hf_fp8_cases import WHOLE, publish, published, stock
-from host_cases import leave_all_to
 from ranks import in_ranks, run_ranks
 from tiers import slow
 from torch import Tensor

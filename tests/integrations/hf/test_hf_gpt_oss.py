@@ -14,8 +14,8 @@ from torch import Tensor
 
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 
+from cache_cases import leave_all_to
 from hf_cases import Expected, edit_state, make_group, prompt, publish_mxfp4, same_state, tiny_model
-from host_cases import leave_all_to
 from ranks import run_ranks
 
 from comet.integrations import hf

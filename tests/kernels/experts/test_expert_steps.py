@@ -15,9 +15,20 @@ from typing import Any, Self
 
 import pytest
 import torch
-from cache_cases import CPU, cache_of, check_slots, compare_waves_over_ranks, parts_of, resident_weights
+from cache_cases import (
+    CASE,
+    CPU,
+    PROFILE,
+    SLOW_LINK,
+    cache_of,
+    check_slots,
+    compare_waves_over_ranks,
+    hosted_cache,
+    parts_of,
+    resident_weights,
+    set_deadline,
+)
 from decode_cases import FOLD, MATRIX, VECTOR, DecodeCase
-from host_cases import CASE, PROFILE, SLOW_LINK, hosted_cache, set_deadline
 from ranks import in_ranks, run_ranks
 from tiers import slow_but
 from torch import Tensor

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
+import triton
+import triton.language as tl
 from gpus import gpu_of
 from torch import Tensor
 
@@ -21,6 +23,8 @@ from comet.comm import Backend, Communicator, make_communicator
 from comet.comm.base import SymmTensor
 from comet.comm.signals import signal, wait
 from comet.errors import CommTimeoutError
+from comet.kernels.runtime.primitives import PLACE_EXCHANGE, wait_flag
+from comet.kernels.runtime.primitives import signal as signal_flag
 
 WIDTH = 1024
 NUM_EPOCHS = 200
@@ -59,6 +63,22 @@ class Site:
         return [(self.rank + step) % self.world_size for step in range(self.world_size)]
 
 
+@triton.jit(do_not_specialize=["slot", "flag", "value", "epoch"])
+def put_kernel(row_address, flag_address, slot, flag, value, epoch, WIDTH: tl.constexpr):
+    column = tl.arange(0, WIDTH)
+    row = tl.load(row_address).to(tl.pointer_type(tl.int32)) + slot * WIDTH
+    tl.store(row + column, value + column)
+    signal_flag(tl.load(flag_address).to(tl.pointer_type(tl.int32)) + flag, epoch)
+
+
+@triton.jit(do_not_specialize=["slot", "flag", "epoch", "timeout_ns"])
+def take_kernel(rows, flags, out, fault, slot, flag, epoch, timeout_ns, WIDTH: tl.constexpr, INTERPRET: tl.constexpr):
+    wait_flag(flags + flag, epoch, fault, timeout_ns, PLACE_EXCHANGE, flag, slot, INTERPRET)
+    tl.debug_barrier()
+    column = tl.arange(0, WIDTH)
+    tl.store(out + column, tl.load(rows + slot * WIDTH + column))
+
+
 def row_value(src: int, dst: int, epoch: int) -> int:
     """What the first element of a row holds; the others count up from there."""
     return ((src * 16 + dst) * 10_000 + epoch) * WIDTH
@@ -71,8 +91,6 @@ def expected_row(src: int, dst: int, epoch: int) -> Tensor:
 def send(site: Site, rows: SymmTensor, flags: SymmTensor, dst: int, epoch: int) -> None:
     slot = (epoch % 2) * site.world_size + site.rank
     if site.kernels:
-        from comm_kernels import put_kernel
-
         value = row_value(site.rank, dst, epoch)
         put_kernel[(1,)](rows.pointers[dst:], flags.pointers[dst:], slot, site.rank, value, epoch, WIDTH=WIDTH)
         return
@@ -83,23 +101,10 @@ def send(site: Site, rows: SymmTensor, flags: SymmTensor, dst: int, epoch: int) 
 def receive(site: Site, rows: SymmTensor, flags: SymmTensor, src: int, epoch: int, timeout_s: float) -> Tensor:
     slot = (epoch % 2) * site.world_size + src
     if site.kernels:
-        from comm_kernels import take_kernel
-
         out = torch.zeros(WIDTH, dtype=torch.int32, device=site.device)
         fault = torch.zeros(8, dtype=torch.int64, device=site.device)
-        interpret = site.device.type == "cpu"
-        take_kernel[(1,)](
-            rows.local,
-            flags.local,
-            out,
-            fault,
-            slot,
-            src,
-            epoch,
-            int(timeout_s * 1e9),
-            WIDTH=WIDTH,
-            INTERPRET=interpret,
-        )
+        sizes = dict(WIDTH=WIDTH, INTERPRET=site.device.type == "cpu")
+        take_kernel[(1,)](rows.local, flags.local, out, fault, slot, src, epoch, int(timeout_s * 1e9), **sizes)
         assert not int(fault[0]), f"rank {site.rank}: row of rank {src}, epoch {epoch}: {fault.tolist()}"
         return out.cpu()
     place = f"conformance, epoch {epoch}"
@@ -276,20 +281,9 @@ def check_unequal_sizes(site: Site) -> None:
 
 
 ALONE: tuple[Callable[[Site], None], ...] = (
-    check_allocate,
-    check_peer_access,
-    check_pointer_table,
-    check_barrier,
-    check_close,
-)
-CHECKS = (
-    *ALONE,
-    check_signal_wait,
-    check_many_epochs,
-    check_late_rank,
-    check_too_large,
-    check_unequal_sizes,
-)
+    check_allocate, check_peer_access, check_pointer_table, check_barrier, check_close
+)  # fmt: skip
+CHECKS = (*ALONE, check_signal_wait, check_many_epochs, check_late_rank, check_too_large, check_unequal_sizes)
 
 
 def run_suite(rank: int, world_size: int, backend: Backend, kernels: bool = False) -> None:
