@@ -34,7 +34,6 @@ from kinds import Kind, layer0_in, layer1_in
 from layer_cases import LayerCase
 from layer_ranks import run_case
 from router_kernel_cases import check_logits, check_measure, check_select, check_top_k
-from stress_cases import StressCase
 
 from comet.decode import DecodeWeights, RankDecode, rank_slots, warp_decode_torch
 from comet.decode.local import run_kernels
@@ -50,7 +49,7 @@ from comet.layout import ExpertLayout
 def run_layers(device: torch.device, dtype: torch.dtype) -> None:
     """Both placements of the comm blocks, EP, TP, EP x TP and a rank alone, with events and without."""
     hidden_size = 272 if dtype.itemsize == 2 else 80  # two column blocks, hence two panels
-    two = StressCase(
+    two = LayerCase(
         "split, EP2", 2, 1, (35, 5), 4, 2, hidden_size, 64, dtype=dtype, comm_blocks=2, routing="zipf",
         capacity_factor=0.1, max_tokens=40, seed=1,
     )  # fmt: skip

@@ -18,8 +18,8 @@ import sanitize
 import torch
 from emulated_layer import EmulatedRanks
 from golden import differences
+from layer_cases import LayerCase
 from ranks import in_ranks, run_ranks
-from stress_cases import StressCase
 from triton.runtime import interpreter
 
 import comet.kernels
@@ -106,7 +106,7 @@ def test_every_kernel_is_launched_and_all_numbers_are_right() -> None:
 
 @in_ranks(1, interpret=True, timeout=300)
 def test_rows_that_never_arrived_are_noticed(rank: int, world_size: int) -> None:
-    case = StressCase("once", 2, 1, (5, 3), 4, 2, 16, 16, backward=False, max_tokens=8, comm_blocks=1)
+    case = LayerCase("once", 2, 1, (5, 3), 4, 2, 16, 16, backward=False, max_tokens=8, comm_blocks=1)
 
     def once(self: EmulatedRanks, flags: str, step: Callable[[int], Any]) -> list[Any]:
         for index in self.ranks:

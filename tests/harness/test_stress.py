@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import stress
 import torch
+from stress import Batch
 from stress_cases import Stress
 from stress_ranks import Journal, Outcome, run_batch
 from tiers import slow
@@ -48,6 +49,13 @@ def too_large(rank: int, world_size: int, of: Stress, indices: range, journal: P
     return run_batch(rank, world_size, of, indices, journal)
 
 
+def wrong_gradients(rank: int, world_size: int, of: Stress, indices: range, journal: Path) -> Outcome:
+    """A batch on a twin whose gradients of w2 are 1 % too large."""
+    right = Twin.fc2_wgrad
+    Twin.fc2_wgrad = lambda *given: 1.01 * right(*given)  # type: ignore[method-assign]
+    return run_batch(rank, world_size, of, indices, journal)
+
+
 def dies_in_case_3(rank: int, world_size: int, of: Stress, indices: range, journal: Path) -> Outcome:
     """A batch whose rank ends by an error that is no wrong number."""
     if 3 not in indices:
@@ -57,16 +65,19 @@ def dies_in_case_3(rank: int, world_size: int, of: Stress, indices: range, journ
     raise RuntimeError("a rank dies")
 
 
-def test_a_wrong_number_is_found_and_the_command_finds_it_again(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("batch", "name"), [(too_large, "output"), (wrong_gradients, "grad_w2")])
+def test_a_wrong_number_is_found_and_the_command_finds_it_again(
+    batch: Batch, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["--path", "twin", "--cases", "30", "--max-failures", "1"]
-    assert stress.main(arguments, too_large) == 1
+    assert stress.main(arguments, batch) == 1
     out = capsys.readouterr().out
     failed = json.loads(out.splitlines()[-1])["failed_cases"]
     assert re.search(rf"FAILED seed 0, StressCase\(name='case {failed[0]}'", out)
-    assert re.search(r"rank \d, call \d: (output|grad_\w+)", out)
+    assert re.search(rf"rank \d, call \d: {name}", out)
     again = re.search(r"again: python tests/stress.py (.+)", out)
     assert again is not None, out
-    assert stress.main(again[1].split(), too_large) == 1
+    assert stress.main(again[1].split(), batch) == 1
     assert last_line(capsys)["failed_cases"] == failed
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from layer_cases import LayerCase, full_weights, rank_inputs, shard
-from layer_ranks import build_layer
+from layer_cases import LayerCase, full_weights, oracles_of, rank_inputs
+from layer_ranks import build_layer, results
 from ranks import in_ranks, run_ranks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from comet.comm.collectives import all_to_all_rows
 from comet.layer.sharding import local
-from comet.reference.layer import reference_experts
 
 
 def compare_recomputed(rank: int, world_size: int, path: str, use_reentrant: bool) -> None:
@@ -22,35 +21,23 @@ def compare_recomputed(rank: int, world_size: int, path: str, use_reentrant: boo
     """
     case = LayerCase("ep2", world_size, 1, (40, 33)[:world_size])
     moe = build_layer(case, rank, path)
-    all_inputs = [rank_inputs(case, source) for source in range(world_size)]
-    other_ids = []
-    for inputs in all_inputs:
-        ids = inputs.top_k_ids.clone()
-        if path in ("twin", "fused"):
-            ids[3, 0] = next(e for e in range(case.num_experts) if e not in ids[3])
-        other_ids.append(ids)
-    inputs, passes = all_inputs[rank], []
+    first, other = ([rank_inputs(case, source) for source in range(world_size)] for _ in range(2))
+    for inputs in other if path in ("twin", "fused") else ():
+        inputs.top_k_ids[3, 0] = next(e for e in range(case.num_experts) if e not in inputs.top_k_ids[3])
+    passes = [other[rank].top_k_ids, first[rank].top_k_ids]
 
     def layer(x: Tensor, weights: Tensor) -> Tensor:
-        passes.append(1)
-        return moe.routed_experts(x, inputs.top_k_ids if len(passes) == 1 else other_ids[rank], weights)
+        return moe.routed_experts(x, passes.pop(), weights)
 
-    x, weights = inputs.tokens.clone().requires_grad_(), inputs.top_k_weights.clone().requires_grad_()
-    checkpoint(layer, x, weights, use_reentrant=use_reentrant).backward(inputs.grad_output)
-    assert len(passes) == 2
-    w1, w2 = (weight.clone().requires_grad_() for weight in full_weights(case))
-    expected = []
-    for source, given in enumerate(all_inputs):
-        leaves = given.tokens.clone().requires_grad_(), given.top_k_weights.clone().requires_grad_()
-        y = reference_experts(leaves[0], other_ids[source], leaves[1], w1.flatten(1, 2), w2, ep=case.ep, tp=case.tp)
-        y.backward(given.grad_output)
-        expected.append(leaves)
-    assert w1.grad is not None
-    assert w2.grad is not None
-    found = (x.grad, weights.grad, local(moe.w1.grad), local(moe.w2.grad))
-    wanted = (*(leaf.grad for leaf in expected[rank]), *shard(case, rank, w1.grad, w2.grad))
-    for name, one, other in zip(("tokens", "top_k_weights", "w1", "w2"), found, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+    x, weights = (leaf.requires_grad_() for leaf in (first[rank].tokens, first[rank].top_k_weights))
+    y = checkpoint(layer, x, weights, use_reentrant=use_reentrant)
+    y.backward(first[rank].grad_output)
+    assert not passes
+    found = results(moe, y, x, weights)
+    wanted = oracles_of(case, other, full_weights(case), case.dtype)[rank]
+    for name in ("grad_tokens", "grad_top_k", "grad_w1", "grad_w2"):
+        said = f"{name}: ".__add__
+        torch.testing.assert_close(found[name], getattr(wanted, name), rtol=1e-4, atol=1e-4, msg=said)
     moe.group.workspace.check()
     moe.group.close()
 

@@ -4,41 +4,42 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fp8_cases import build_path, fp8_shard, run_fp8_case
+from fp8_cases import fp8_shard
 from layer_cases import LayerCase, rank_inputs
+from layer_ranks import build_layer, run_case
 from ranks import in_ranks, run_ranks
 from tiers import slow, slow_but
 
 from comet.quantization.formats import quantize_rows
 from comet.quantization.packed import pack, packed_columns
 
-WIDE = dict(hidden_size=128, ffn_size=128)
+WIDE = dict(hidden_size=128, ffn_size=128, fp8=True)
 CASES = [
-    LayerCase("one rank", 1, 1, (37,), hidden_size=384, ffn_size=256),
-    LayerCase("ep2", 2, 1, (40, 40), hidden_size=256, ffn_size=256),
+    LayerCase("one rank", 1, 1, (37,), hidden_size=384, ffn_size=256, fp8=True),
+    LayerCase("ep2", 2, 1, (40, 40), hidden_size=256, ffn_size=256, fp8=True),
     LayerCase("ep2 unequal", 2, 1, (150, 3), **WIDE),
     LayerCase("ep2 no tokens on rank 1", 2, 1, (33, 0), **WIDE),
     LayerCase("ep2 no tokens at all", 2, 1, (0, 0), **WIDE),
     LayerCase("ep2 one expert takes all", 2, 1, (30, 20), routing="one", **WIDE),
-    LayerCase("ep2 masked slots", 2, 1, (30, 45), top_k=4, routing="masked", hidden_size=256, ffn_size=128),
+    LayerCase("ep2 masked slots", 2, 1, (30, 45), top_k=4, routing="masked", hidden_size=256, ffn_size=128, fp8=True),
     LayerCase("ep2 idle experts", 2, 1, (21, 17), num_experts=8, routing="first_half", **WIDE),
     LayerCase("ep2 three calls", 2, 1, (25, 14), calls=3, **WIDE),
     LayerCase("ep2 strided", 2, 1, (37, 150), top_k=3, routing="masked", strided=True, calls=2, **WIDE),
-    LayerCase("tp2", 1, 2, (31, 29), hidden_size=128, ffn_size=512),
-    LayerCase("ep2 float16", 2, 1, (30, 22), dtype=torch.float16, hidden_size=256, ffn_size=128),
-    LayerCase("ep2 x tp2", 2, 2, (14, 22, 0, 9), hidden_size=128, ffn_size=256, relabel=3),
+    LayerCase("tp2", 1, 2, (31, 29), hidden_size=128, ffn_size=512, fp8=True),
+    LayerCase("ep2 float16", 2, 1, (30, 22), dtype=torch.float16, hidden_size=256, ffn_size=128, fp8=True),
+    LayerCase("ep2 x tp2", 2, 2, (14, 22, 0, 9), hidden_size=128, ffn_size=256, relabel=3, fp8=True),
 ]
 QUICK = ("one rank", "ep2", "ep2 no tokens at all", "ep2 masked slots", "ep2 x tp2")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_twin(case: LayerCase) -> None:
-    run_ranks(run_fp8_case, case.world_size, case, "twin")
+    run_ranks(run_case, case.world_size, case, "twin")
 
 
 @pytest.mark.parametrize("case", slow_but(QUICK, CASES))
 def test_kernels_in_the_interpreter(case: LayerCase) -> None:
-    run_ranks(run_fp8_case, case.world_size, case, "fused", interpret=True, timeout=300)
+    run_ranks(run_case, case.world_size, case, "fused", interpret=True, timeout=300)
 
 
 @pytest.mark.parametrize("path", ["twin", slow("fused")])
@@ -48,9 +49,9 @@ def test_delayed_ranks_and_a_layer_in_between_whose_rows_are_not_packed(path: st
 
 def mixed_layers(rank: int, world_size: int, path: str) -> None:
     """Packed and plain rows take turns in the same memory, where they lie differently."""
-    case = LayerCase("ep2", 2, 1, (140, 20), calls=3, seed=3, **WIDE)
-    group, experts = build_path(case, path, "cpu")
-    w1, w2 = fp8_shard(case, rank)
+    case = LayerCase("ep2", 2, 1, (140, 20), calls=3, seed=3, delay_s=0.05, **WIDE)
+    moe, (w1, w2) = build_layer(case, rank, path), fp8_shard(case, rank)
+    experts, group = moe.experts, moe.group
     plain = w1.dequantize(), w2.dequantize()
     inputs = rank_inputs(case, rank)
     given = (inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
@@ -60,7 +61,7 @@ def mixed_layers(rank: int, world_size: int, path: str) -> None:
         assert torch.equal(experts(*given, *plain), first[1])
     group.workspace.check()
     group.close()
-    run_fp8_case(rank, world_size, case, path, delays=True)
+    run_case(rank, world_size, case, path)
 
 
 def hard_numbers(rows: int, columns: int, seed: int) -> torch.Tensor:
@@ -101,17 +102,16 @@ def test_the_kernel_that_packs_gives_the_bits_of_the_quantiser(rank: int, world_
 )
 def test_widths_that_are_no_whole_blocks(hidden_size: int, ffn_size: int, message: str) -> None:
     case = LayerCase("odd", 1, 1, (4,), hidden_size=hidden_size, ffn_size=ffn_size)
+    inputs, experts = rank_inputs(case, 0), build_layer(case, 0, "twin").experts
     with pytest.raises(ValueError, match=message):
-        run_fp8_case(0, 1, case, "twin")
+        experts.fp8(inputs.tokens, inputs.top_k_ids, inputs.top_k_weights, *fp8_shard(case, 0))
 
 
 def test_gradients_are_refused() -> None:
     case = LayerCase("one rank", 1, 1, (4,), **WIDE)
-    group, experts = build_path(case, "twin", "cpu")
-    inputs = rank_inputs(case, 0)
+    inputs, experts = rank_inputs(case, 0), build_layer(case, 0, "twin").experts
     tokens = inputs.tokens.requires_grad_()
     with pytest.raises(ValueError, match="requires_grad=True of tokens or top_k_weights must be False"):
         experts.fp8(tokens, inputs.top_k_ids, inputs.top_k_weights, *fp8_shard(case, 0))
     with torch.no_grad():
         experts.fp8(tokens, inputs.top_k_ids, inputs.top_k_weights, *fp8_shard(case, 0))
-    group.close()

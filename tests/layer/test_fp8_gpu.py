@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fp8_cases import QuantisedSwiglu, build_path, fp8_shard, on, run_fp8_case
+from fp8_cases import QuantisedSwiglu, fp8_shard
 from layer_cases import LayerCase, assert_as_close, rank_inputs
+from layer_ranks import build_layer, run_case
 
 from comet.kernels.gemm.fp8 import pack_rows
 from comet.quantization.formats import quantize_rows
@@ -13,11 +14,11 @@ from comet.quantization.packed import pack, packed_columns
 
 pytestmark = pytest.mark.gpu
 
-BF16 = dict(dtype=torch.bfloat16)
+BF16 = dict(dtype=torch.bfloat16, fp8=True)
 CASES = [
     LayerCase("bf16", 1, 1, (700,), 8, 2, 256, 512, **BF16, calls=3),
-    LayerCase("fp16", 1, 1, (700,), 8, 4, 512, 256, dtype=torch.float16),
-    LayerCase("fp32", 1, 1, (300,), 8, 2, 128, 128),
+    LayerCase("fp16", 1, 1, (700,), 8, 4, 512, 256, dtype=torch.float16, fp8=True),
+    LayerCase("fp32", 1, 1, (300,), 8, 2, 128, 128, fp8=True),
     LayerCase("odd number of blocks", 1, 1, (333,), 6, 3, 384, 640, **BF16, strided=True),
     LayerCase("no tokens", 1, 1, (0,), 4, 2, 128, 128, **BF16),
     LayerCase("one expert", 1, 1, (300,), 4, 2, 128, 128, routing="one", **BF16),
@@ -28,12 +29,12 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_kernels(case: LayerCase) -> None:
-    run_fp8_case(0, 1, case, "fused", "cuda")
+    run_case(0, 1, case, "fused", "cuda")
 
 
 def test_outputs_are_bitwise_equal_from_run_to_run() -> None:
     case = LayerCase("bf16", 1, 1, (900,), 16, 4, 512, 256, **BF16)
-    first, second = (run_fp8_case(0, 1, case, "fused", "cuda")[0] for _ in range(2))
+    first, second = (run_case(0, 1, case, "fused", "cuda")[0] for _ in range(2))
     assert torch.equal(first, second)
 
 
@@ -53,12 +54,10 @@ def test_the_kernel_that_packs_gives_the_bits_of_the_quantiser(dtype: torch.dtyp
 def test_hidden_is_quantised_as_plain_torch_does_it() -> None:
     """Layer 0 alone."""
     case = LayerCase("layer 0", 1, 1, (600,), 8, 2, 512, 384, **BF16)
-    group, experts = build_path(case, "fused", "cuda")
-    w1, _ = (on("cuda", weight) for weight in fp8_shard(case, 0))
-    inputs = rank_inputs(case, 0)
+    moe, (w1, _), inputs = build_layer(case, 0, "fused", "cuda"), fp8_shard(case, 0, "cuda"), rank_inputs(case, 0)
     tokens = inputs.tokens.cuda()
-    plan = experts.backend.plan(inputs.top_k_ids.cuda(), inputs.top_k_weights.cuda())
-    hidden = experts.backend.dispatch_gemm(tokens, w1, plan, save_pre_activation=False)[0].dequantize()
+    plan = moe.experts.backend.plan(inputs.top_k_ids.cuda(), inputs.top_k_weights.cuda())
+    hidden = moe.experts.backend.dispatch_gemm(tokens, w1, plan, save_pre_activation=False)[0].dequantize()
     rows, weights = quantize_rows(tokens).dequantize().double(), w1.dequantize().double()
     counts = plan.segment_counts.tolist()
     for expert, (start, count) in enumerate(zip(plan.segment_starts.tolist(), counts, strict=False)):
@@ -66,25 +65,24 @@ def test_hidden_is_quantised_as_plain_torch_does_it() -> None:
         exact = torch.nn.functional.silu(gate) * up
         plain = QuantisedSwiglu.forward(gate.float(), up.float())
         assert_as_close(hidden[start : start + count], exact, plain, torch.float32, f"expert {expert}")
-    group.close()
+    moe.group.close()
 
 
 def test_a_cuda_graph_replays_with_other_routing() -> None:
     case = LayerCase("graph", 1, 1, (400,), 16, 4, 256, 256, **BF16, calls=4)
-    group, experts = build_path(case, "fused", "cuda")
-    weights = [on("cuda", weight) for weight in fp8_shard(case, 0)]
+    moe, weights = build_layer(case, 0, "fused", "cuda"), fp8_shard(case, 0, "cuda")
     batches = [rank_inputs(case, 0, call) for call in range(case.calls)]
     given = [[each.tokens.cuda(), each.top_k_ids.cuda(), each.top_k_weights.cuda()] for each in batches]
-    expected = [experts.fp8(*batch, *weights) for batch in given]
+    expected = [moe.experts.fp8(*batch, *weights) for batch in given]
     held = [tensor.clone() for tensor in given[0]]
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        output = experts.fp8(*held, *weights)
+        output = moe.experts.fp8(*held, *weights)
     for batch, wanted in zip(given, expected, strict=True):
         for target, source in zip(held, batch, strict=True):
             target.copy_(source)
         graph.replay()
         assert torch.equal(output, wanted)
-    group.workspace.check()
-    group.close()
+    moe.group.workspace.check()
+    moe.group.close()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from fp8_cases import run_fp8_case
 from gpus import ON_GPUS, gpu_of, need_gpus
 from kinds import Kind, layer1_in
 from layer_cases import LayerCase
+from layer_ranks import run_case
 from ranks import run_ranks
 
-BF16 = dict(dtype=torch.bfloat16)
+BF16 = dict(dtype=torch.bfloat16, fp8=True)
 CASES = [
     LayerCase("ep2", 2, 1, (700, 700), 8, 2, 512, 512, **BF16, calls=4),
     LayerCase("ep2 unequal", 2, 1, (900, 5), 8, 4, 256, 128, **BF16),
@@ -24,10 +26,9 @@ CASES = [
 
 def on_gpu(rank: int, world_size: int, case: LayerCase, layer1: Kind) -> None:
     torch.cuda.set_device(gpu_of(rank))
-    device = gpu_of(rank)
-    for delays in (False, True) if case.calls > 1 else (False,):
+    for delay_s in (0.0, 0.05) if case.calls > 1 else (0.0,):
         with layer1_in(layer1):
-            run_fp8_case(rank, world_size, case, "fused", device, delays)
+            run_case(rank, world_size, replace(case, delay_s=delay_s), "fused", gpu_of(rank))
 
 
 @pytest.mark.multi_gpu(n=2)

@@ -141,8 +141,8 @@ def test_a_call_with_biases_must_fit_the_layer() -> None:
 
 @pytest.mark.parametrize("path", ["twin", slow("fused")])
 def test_many_epochs_with_delayed_ranks(path: str) -> None:
-    case = LayerCase("ep2 delayed", 2, 1, (140, 20), calls=4, seed=3)
-    run_ranks(run_case, 2, case, path, "cpu", True, interpret=path == "fused", timeout=300)
+    case = LayerCase("ep2 delayed", 2, 1, (140, 20), calls=4, seed=3, delay_s=0.05)
+    run_ranks(run_case, 2, case, path, interpret=path == "fused", timeout=300)
 
 
 def test_outputs_are_bitwise_equal_from_run_to_run() -> None:

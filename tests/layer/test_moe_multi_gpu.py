@@ -32,9 +32,9 @@ CASES = [
 ]
 
 
-def on_gpu(rank: int, world_size: int, case: LayerCase, path: str, delays: bool = False) -> list[torch.Tensor]:
+def on_gpu(rank: int, world_size: int, case: LayerCase, path: str) -> list[torch.Tensor]:
     torch.cuda.set_device(gpu_of(rank))
-    return run_case(rank, world_size, case, path, gpu_of(rank), delays)
+    return run_case(rank, world_size, case, path, gpu_of(rank))
 
 
 def needs(case: LayerCase) -> None:
@@ -55,7 +55,7 @@ def with_both_layers(rank: int, world_size: int, case: LayerCase) -> None:
 
 def with_layers(rank: int, world_size: int, case: LayerCase, kind: Kind) -> list[torch.Tensor]:
     with layer0_in(kind) as layer0, layer1_in(kind) as layer1, grad_hidden_in(kind) as grad_hidden:
-        outputs = on_gpu(rank, world_size, case, "fused", True)
+        outputs = on_gpu(rank, world_size, replace(case, delay_s=0.05), "fused")
     assert all((spy.call_count > 0) == (kind == "cuda") for spy in (layer0, layer1, grad_hidden))
     return outputs
 
@@ -88,7 +88,8 @@ def test_many_epochs_with_delayed_ranks_are_bitwise_reproducible() -> None:
     case = replace(CASES[0], calls=40)
     needs(case)
     first, second = (
-        run_ranks(on_gpu, 2, case, "fused", delays, backend=ON_GPUS, timeout=400) for delays in (True, False)
+        run_ranks(on_gpu, 2, replace(case, delay_s=delay_s), "fused", backend=ON_GPUS, timeout=400)
+        for delay_s in (0.05, 0.0)
     )
     for rank in range(2):
         assert all(torch.equal(a, b) for a, b in zip(first[rank], second[rank], strict=True))

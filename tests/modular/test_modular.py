@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from activation_cases import ACTIVATIONS
-from layer_cases import LayerCase, as_strided, assert_as_close, full_weights, rank_inputs, shard
+from layer_cases import LayerCase, as_strided, assert_as_close, full_weights, oracle, rank_inputs, shard
 from layer_ranks import open_group
 from modular_cases import (
     Combination,
@@ -53,7 +53,6 @@ from comet.modular import (
 )
 from comet.moe import MoE
 from comet.quantization.formats import FP8, MXFP8
-from comet.reference.layer import reference_experts
 
 SMALL = LayerCase("small", 1, 1, (9,))
 
@@ -202,22 +201,14 @@ def test_shared_experts_run_while_rows_travel(group: ExpertGroup) -> None:
     ("transport", "experts"), [(SymmetricContiguous, GroupedContiguous), (SymmetricBatched, GroupedBatched)]
 )
 def test_capacity_drops_as_the_reference_does(transport: type, experts: type) -> None:
-    case = replace(SMALL, num_tokens=(40,))
-    config = replace(case.config, capacity_factor=0.5)
+    case = replace(SMALL, num_tokens=(40,), max_tokens=40, capacity_factor=0.5)
     group = open_group(case)
-    inputs, (w1, w2) = rank_inputs(case, 0), full_weights(case)
-    routed = (inputs.tokens, inputs.top_k_ids, inputs.top_k_weights, w1.flatten(1, 2), w2)
-    exact, same = (
-        reference_experts(
-            *(part.to(dtype) if part.is_floating_point() else part for part in routed), expert_capacity=10
-        )
-        for dtype in (torch.float64, torch.float32)
-    )
-    y = call(ModularMoE(transport(config, group), experts(config, group)), case)
+    exact, same = (oracle(case, 0, dtype).output for dtype in (torch.float64, torch.float32))
+    y = call(ModularMoE(transport(case.config, group), experts(case.config, group)), case)
     assert_as_close(y, exact, same, torch.float32, "capacity")
     for kind in (SingleRank, AllToAll):
         with pytest.raises(ValueError, match=rf"capacity_factor=0.5 must be None: {kind.__name__} is dropless"):
-            kind(config, group)
+            kind(case.config, group)
 
 
 def test_a_batch_that_overflows_is_an_error_not_a_loss() -> None:

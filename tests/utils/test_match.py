@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 from every_path import Layer, every_path
-from layer_cases import LayerCase, full_weights, rank_inputs
-from modular_cases import strided
+from layer_cases import LayerCase, as_strided, full_weights, rank_inputs
 from ranks import run_ranks
 from tiers import slow
 from torch import Tensor
@@ -55,14 +54,14 @@ TYPES: dict[str, Change] = {
 STRIDES: dict[str, Change] = {
     "transposed": lambda w1, w2: (w1, w2.mT),
     "other strides": lambda w1, w2: (w1.mT.contiguous().mT, w2.mT.contiguous().mT),
-    "every second column": lambda w1, w2: (strided(w1), strided(w2)),
+    "every second column": lambda w1, w2: (as_strided(w1), as_strided(w2)),
 }
 # Of scales: the same numbers elsewhere in memory.
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda scales: scales.mT.contiguous().mT,
     "a slice of columns": lambda scales: torch.cat([scales, scales.flip(0)], dim=2)[..., : scales.shape[2]],
     "a slice of rows": lambda scales: torch.cat([scales, scales.flip(0)], dim=1)[:, : scales.shape[1]],
-    "every second": strided,
+    "every second": as_strided,
 }
 REFUSED, RIGHT = "refused", "right"
 NAMES = ("w1", "w2", "elements", "scales", "slots", "the weights", "num_experts=3")

@@ -8,9 +8,9 @@ compared with plain torch; what nobody has written is NaN.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -18,11 +18,17 @@ from emulated import emulated_group
 from emulated_events import check_layer0_events, check_layer1_events
 from fp8_cases import compare
 from kinds import Kind, grad_hidden_in, layer0_in, layer1_in, weights_in
-from layer_cases import assert_as_close, edge_ids
-from layer_cases import shard as shard_layer
+from layer_cases import (
+    LayerCase,
+    Oracle,
+    assert_as_oracles,
+    full_weights,
+    new_memory_is_nan,
+    oracles_of,
+    rank_inputs,
+    shard,
+)
 from plan_cases import send_ids
-from stress_cases import StressCase
-from stress_numbers import FullWeights, expected, seeded, stress_inputs
 from torch import Tensor
 
 from comet.kernels.runtime.limits import CHUNK_ROWS
@@ -43,7 +49,7 @@ Found = dict[str, list[Tensor]]
 
 
 @dataclass(frozen=True)
-class EmulatedCase(StressCase):
+class EmulatedCase(LayerCase):
     """A layer on one GPU, with biases of a type where there is one."""
 
     dtype: torch.dtype = torch.bfloat16
@@ -54,14 +60,14 @@ class EmulatedRanks:
     """All ranks of a layer, emulated one after the other.
 
     Args:
-        case: The layer and its tokens; ``inputs`` and delays are not used.
+        case: The layer and its tokens.
         device: Where they are emulated.
         record: Record events, and look at them.
         timeout_s: Deadline of a wait; ``None``: long enough for whatever comes.
     """
 
     def __init__(
-        self, case: StressCase, device: torch.device, *, record: bool = False, timeout_s: float | None = None
+        self, case: LayerCase, device: torch.device, *, record: bool = False, timeout_s: float | None = None
     ) -> None:
         self.case, self.device, self.ranks = case, device, range(case.world_size)
         shape = WorkspaceShape.create(case.config, case.world_size, max(case.max_tokens, *case.num_tokens), case.dtype)
@@ -70,12 +76,9 @@ class EmulatedRanks:
         for pool in self.pools:
             pool.recorder = Recorder.allocate(device, EVENTS) if record else None
         self.backends = [self.backend(rank) for rank in self.ranks]
-        self.inputs = [stress_inputs(case, rank, 0, device) for rank in self.ranks]
-        if case.routing == "edges":
-            ids = [of_rank.to(device) for of_rank in edge_ids(case)]
-            self.inputs = [replace(each, top_k_ids=mine) for each, mine in zip(self.inputs, ids, strict=True)]
-        self.weights = FullWeights.draw(case, device)
-        shards = [shard_layer(case, rank, self.weights.w1, self.weights.w2) for rank in self.ranks]
+        self.inputs = [rank_inputs(case, rank, 0, device) for rank in self.ranks]
+        self.weights = [weight.to(device) for weight in full_weights(case)]
+        shards = [shard(case, rank, *self.weights) for rank in self.ranks]
         self.w1, self.w2 = [w1.flatten(1, 2) for w1, _ in shards], [w2.contiguous() for _, w2 in shards]
         self.b1, self.b2 = ([self._bias(weight, rank) for rank, weight in enumerate(of)] for of in (self.w1, self.w2))
         if len(self.b2) > 1:
@@ -87,7 +90,10 @@ class EmulatedRanks:
         dtype = getattr(self.case, "bias", None)
         if dtype is None:
             return None
-        return torch.randn(weight.shape[:2], generator=seeded(self.device, rank), device=self.device).to(dtype)
+        return torch.randn(weight.shape[:2], generator=self._drawn(rank), device=self.device).to(dtype)
+
+    def _drawn(self, seed: int) -> torch.Generator:
+        return torch.Generator(self.device).manual_seed(seed)
 
     def backend(self, rank: int) -> Fused:
         """The backend of one rank."""
@@ -113,7 +119,7 @@ class EmulatedRanks:
         for pretend in (True, False):
             for rank in self.ranks:
                 self.lower(flags, rank, pretend=pretend)
-            with unwritten_is_nan():
+            with new_memory_is_nan():
                 results = [step(rank) for rank in self.ranks]
         for pool in self.pools:
             pool.check()
@@ -166,7 +172,7 @@ class EmulatedRanks:
 
     def fp8_weights(self, rank: int) -> tuple[FP8, FP8]:
         """Blocks differ by powers of two, so that the scale of another one is far off."""
-        generator = seeded(self.device, rank)
+        generator = self._drawn(rank)
 
         def quantised(weight: Tensor) -> FP8:
             blocks = weight.shape[0], weight.shape[1] // FP8_BLOCK, weight.shape[2] // FP8_BLOCK
@@ -213,7 +219,7 @@ class EmulatedRanks:
             "grad_rows": self.of_experts([rows for rows, _ in sent]),
             "grad_hidden": self.of_experts([grads for _, grads in sent]),
             "grad_tokens": [grad for grad, _ in homes],
-            "grad_top_k_weights": [grad for _, grad in homes],
+            "grad_top_k": [grad for _, grad in homes],
             "grad_w1": [each.fc1_wgrad(grads.pre_activation, rows, plan) for each, grads, rows, _, plan in parts],
             "grad_w2": [each.fc2_wgrad(rows[0], grads.weighted_hidden, plan) for each, grads, _, rows, plan in parts],
         }
@@ -256,12 +262,11 @@ class EmulatedRanks:
             shards = [self.fp8_weights(rank) for rank in self.ranks]
             for rank, inputs in enumerate(self.inputs):
                 where = f"{case.name}, {case.dtype}, rank {rank}"
-                compare(case, inputs, inputs.top_k_ids, shards, found["output"][rank], where)
+                compare(case, inputs, shards, found["output"][rank], where)
             return
-        wanted, same = (expected(case, self.inputs, self.weights, dtype) for dtype in (torch.float64, case.dtype))
-        for name in wanted:
-            vectors = (torch.cat([part.flatten().double() for part in of[name]]) for of in (found, wanted, same))
-            assert_as_close(*vectors, case.dtype, f"{case.name}: {name}")
+        exact, same = (oracles_of(case, self.inputs, self.weights, dtype) for dtype in (torch.float64, case.dtype))
+        for name in Oracle._fields[: 5 if case.backward else 1]:
+            assert_as_oracles(name, found[name], exact, same, case.dtype, case.name)
 
     def of_experts(self, rows: list[Tensor]) -> list[Tensor]:
         """Those routed rows that belong to an expert; rows of no tile must not have been written."""
@@ -311,12 +316,3 @@ class EmulatedRanks:
         for pool, plan in zip(self.pools, self.plans, strict=True):
             if pool.recorder is not None:
                 check(plan, pool.recorder, epoch=int(pool.epoch), **numbers)
-
-
-@contextmanager
-def unwritten_is_nan() -> Iterator[None]:
-    """Memory that nobody fills is NaN."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(before[0], warn_only=before[1])

@@ -4,33 +4,54 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from layer_cases import LayerCase, as_strided, assert_as_close, full_biases, full_weights, oracle, rank_inputs, shard
+from fp8_cases import compare, fp8_shard
+from layer_cases import (
+    LayerCase,
+    Oracle,
+    RankInputs,
+    as_strided,
+    full_biases,
+    full_weights,
+    gradient,
+    oracle,
+    oracles,
+    rank_inputs,
+    shard,
+    wrong_numbers,
+)
+from torch import Tensor
 
 from comet.kernels.runtime.activation import SWIGLU
 from comet.layer.group import ExpertGroup, make_expert_group
 from comet.layer.sharding import expert_parameter, local
 from comet.moe import MoE
+from comet.quantization.formats import FP8
+
+Results = dict[str, Tensor]  # of a call, by their names in ``Oracle``
 
 
-def open_group(case: LayerCase, device: str = "cpu") -> ExpertGroup:
+def open_group(case: LayerCase, device: str | torch.device = "cpu", timeout_s: float = 60.0) -> ExpertGroup:
     group = make_expert_group(
         case.config,
         case.parallel,
-        max_tokens=max(1, *case.num_tokens),
+        max_tokens=max(case.max_tokens, *case.num_tokens),
         dtype=case.dtype,
         device=device,
-        timeout_s=60.0,
+        timeout_s=timeout_s,
     )
     poison(group)
     return group
 
 
-def build_layer(case: LayerCase, rank: int, path: str, device: str = "cpu") -> MoE:
-    group = open_group(case, device)
+def build_layer(case: LayerCase, rank: int, path: str, device: str | torch.device = "cpu") -> MoE:
+    return make_layer(case, rank, path, open_group(case, device))
+
+
+def make_layer(case: LayerCase, rank: int, path: str, group: ExpertGroup) -> MoE:
+    """With the part of the case's weights that ``rank`` holds."""
     moe = MoE(case.config, group, path=path, overlap=case.overlap, param_dtype=case.dtype)
     with torch.no_grad():
         parts = shard(case, rank, *full_weights(case), *full_biases(case))
@@ -40,11 +61,19 @@ def build_layer(case: LayerCase, rank: int, path: str, device: str = "cpu") -> M
 
 
 def poison(group: ExpertGroup) -> None:
-    """Fill where rows land with NaN: what is read without having been written, or too early, shows in the result."""
+    """Fill where rows land with NaN, while no rank sends any."""
     synchronize(group)
+    poison_received(group)
+    synchronize(group)
+
+
+def poison_received(group: ExpertGroup) -> None:
+    """Fill where rows land with NaN, in stream order: what is read unwritten, or too early, shows in the result.
+
+    No rank need wait: the others write to this one only after it has sent ids, or come to the barrier of a backward.
+    """
     for received in (group.workspace.recv_rows, group.workspace.combine_rows, group.workspace.combine_grads):
         received.local.fill_(float("nan"))
-    synchronize(group)
 
 
 def synchronize(group: ExpertGroup) -> None:
@@ -54,31 +83,72 @@ def synchronize(group: ExpertGroup) -> None:
         dist.barrier()
 
 
-def run_case(
-    rank: int, world_size: int, case: LayerCase, path: str, device: str = "cpu", delays: bool = False
-) -> list[torch.Tensor]:
+def pause(case: LayerCase, device: torch.device, sleeper: random.Random) -> None:
+    """Hold up the host, and on a GPU the stream, each by a random time, half of the times at all."""
+    if case.delay_s and sleeper.random() < 0.5:
+        time.sleep(sleeper.random() * case.delay_s)
+        if device.type == "cuda":
+            torch.cuda._sleep(int(sleeper.random() * case.delay_s * 1e9))
+
+
+def run_call(
+    moe: MoE, case: LayerCase, inputs: RankInputs, sleeper: random.Random, in_fp8: tuple[FP8, FP8] | None = None
+) -> Results:
+    """Forward, and backward if the case has one, with pauses before each; through weights ``in_fp8`` if given."""
+    given = (inputs.tokens, case.relabelled(inputs.top_k_ids), inputs.top_k_weights, inputs.grad_output)
+    x, ids, weights, grad_output = (as_strided(each) if case.strided else each.clone() for each in given)
+    pause(case, moe.group.device, sleeper)
+    poison_received(moe.group)
+    if in_fp8 is not None:
+        return {"output": moe.experts.fp8(x, ids, weights, *in_fp8)}
+    if not case.backward:
+        with torch.no_grad():
+            return {"output": moe.routed_experts(x, ids, weights)}
+    x.requires_grad_()
+    weights.requires_grad_()
+    moe.zero_grad()
+    y = moe.routed_experts(x, ids, weights)
+    pause(case, moe.group.device, sleeper)
+    poison_received(moe.group)
+    y.backward(grad_output)
+    return results(moe, y, x, weights)
+
+
+def results(moe: MoE, y: Tensor, x: Tensor, weights: Tensor) -> Results:
+    """Of a call behind its backward pass, from its output, tokens and routing weights."""
+    found = y.detach(), *(gradient(leaf) for leaf in (x, weights, *moe.expert_parameters()))
+    return dict(zip(Oracle._fields, found, strict=False))
+
+
+def run_case(rank: int, world_size: int, case: LayerCase, path: str, device: str = "cpu") -> list[Tensor]:
+    """All calls of the case, compared; their outputs."""
     torch.use_deterministic_algorithms(device == "cpu")
     moe = build_layer(case, rank, path, device)
-    if case.strided:
+    if case.strided and not case.fp8:
         moe.w1, moe.w2 = (expert_parameter(as_strided(mine), moe.group.mesh) for mine in moe.expert_weights())
-    outputs = []
-    for call, (x, ids, weights, grad_output) in calls_of(case, rank, device, delays):
-        x.requires_grad_()
-        weights.requires_grad_()
-        for parameter in moe.expert_parameters():
-            parameter.grad = None
-        y = moe.routed_experts(x, ids, weights)
-        if delays:
-            time.sleep(random.Random(call - rank).random() * 0.05)
-        y.backward(grad_output)
+    shards = [fp8_shard(case, holder, device) for holder in range(world_size if case.fp8 else 0)]
+    sleeper, outputs = random.Random(rank + case.seed), []
+    for call in range(case.calls):
+        inputs = rank_inputs(case, rank, call).to(device)
+        found = run_call(moe, case, inputs, sleeper, shards[rank] if case.fp8 else None)
         moe.group.workspace.check()
-        outputs.append(y.detach().cpu())
-        compare_call(moe, case, rank, call, (y, x, weights))
+        outputs.append(found["output"].cpu())
+        if case.fp8:
+            where = f"{case.name}, seed {case.seed}, call {call}, rank {rank}"
+            compare(case, inputs, shards, found["output"], where)
+        else:
+            check_call(case, rank, call, found)
     moe.group.close()
     return outputs
 
 
-def train_call(moe: MoE, case: LayerCase, rank: int, call: int) -> tuple[torch.Tensor, ...]:
+def run_cases(rank: int, world_size: int, cases: list[LayerCase], path: str) -> None:
+    """One start of the ranks serves them all."""
+    for case in cases:
+        run_case(rank, world_size, case, path)
+
+
+def train_call(moe: MoE, case: LayerCase, rank: int, call: int) -> tuple[Tensor, Tensor, Tensor]:
     """Forward and backward pass: output, tokens and routing weights, as ``compare_call`` takes them."""
     inputs = rank_inputs(case, rank, call).to(moe.group.device)
     x, weights = inputs.tokens.requires_grad_(), inputs.top_k_weights.requires_grad_()
@@ -88,43 +158,30 @@ def train_call(moe: MoE, case: LayerCase, rank: int, call: int) -> tuple[torch.T
     return y, x, weights
 
 
-def calls_of(case: LayerCase, rank: int, device: str, delays: bool) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
-    """Tokens, ids, routing weights and the output's gradient of each call, which with ``delays`` comes late."""
-    sleeper = random.Random(rank + case.seed)
-    for call in range(case.calls):
-        inputs = rank_inputs(case, rank, call)
-        given = (inputs.tokens, case.relabelled(inputs.top_k_ids), inputs.top_k_weights, inputs.grad_output)
-        if delays:
-            time.sleep(sleeper.random() * 0.05)
-        yield call, tuple(as_strided(each.to(device)) if case.strided else each.to(device) for each in given)
-
-
 def compare_call(
-    moe: MoE, case: LayerCase, rank: int, call: int, tensors: tuple[torch.Tensor, ...], where: str = ""
+    moe: MoE, case: LayerCase, rank: int, call: int, tensors: tuple[Tensor, Tensor, Tensor], where: str = ""
 ) -> None:
-    """``tensors`` are output, tokens and routing weights of a call: that and all gradients against the oracle.
+    """``tensors`` are output, tokens and routing weights of a call: that and all gradients against the oracle."""
+    check_call(case, rank, call, results(moe, *tensors), where)
+
+
+def check_call(case: LayerCase, rank: int, call: int, found: Results, where: str = "") -> None:
+    """Everything a call left on a rank against the oracle.
 
     In 16 bits gate and up are rounded before biases and activation: but for SwiGLU, norms are compared, with a limit
     without the twentieth of the rows that is the farthest off: a gate that is rounded past the limit has no gradient,
     or gets one, which costs a row most of its norm.
     """
-    y, *leaves = *tensors, *moe.expert_parameters()
-    exact, same = (oracle(case, rank, dtype, call) for dtype in (torch.float64, case.dtype))
-    for leaf in leaves:
-        assert leaf.grad is not None, f"{case.name}: an input of shape {tuple(leaf.shape)} has no gradient"
-    found = y.detach(), *(local(leaf.grad) for leaf in leaves)
-    for what, actual, wanted, plain in zip(exact._fields, found, exact, same, strict=False):
-        at = f"{case.name}, seed {case.seed}, call {call}, rank {rank}, {where}: {what}"
-        if case.activation == SWIGLU or case.dtype == torch.float32:
-            assert_as_close(actual, wanted, plain, case.dtype, at)
-        else:
-            squares = (actual.cpu().double() - wanted).square().flatten(end_dim=-2).sum(1).sort().values
-            aside = 0 if case.activation.limit is None else len(squares) // 20
-            error = squares[: len(squares) - aside].sum().sqrt() / wanted.norm()
-            assert error < 4 * torch.finfo(case.dtype).eps, f"{at} is off by {error:.1%} of its norm"
-
-
-def run_cases(rank: int, world_size: int, cases: list[LayerCase], path: str) -> None:
-    """One start of the ranks serves them all."""
-    for case in cases:
-        run_case(rank, world_size, case, path)
+    at = f"{case.name}, seed {case.seed}, call {call}, rank {rank}, {where}"
+    if case.activation == SWIGLU or case.dtype == torch.float32:
+        exact, same = (oracles(case, dtype, call) for dtype in (torch.float64, case.dtype))
+        wrong = wrong_numbers(case, rank, found, exact, same, at)
+        assert not wrong, "\n".join(wrong)
+        return
+    exact = oracle(case, rank, torch.float64, call)
+    for name, actual in found.items():
+        wanted = getattr(exact, name)
+        squares = (actual.cpu().double() - wanted).square().flatten(end_dim=-2).sum(1).sort().values
+        aside = 0 if case.activation.limit is None else len(squares) // 20
+        error = squares[: len(squares) - aside].sum().sqrt() / wanted.norm()
+        assert error < 4 * torch.finfo(case.dtype).eps, f"{at}: {name} is off by {error:.1%} of its norm"

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from layer_cases import LayerCase, assert_as_close, full_biases, full_weights, rank_inputs, shard
+from fp8_cases import on_device
+from layer_cases import (
+    LayerCase,
+    as_strided,
+    assert_as_close,
+    full_biases,
+    full_weights,
+    new_memory_is_nan,
+    rank_inputs,
+    shard,
+)
 from layer_ranks import open_group
 from torch import Tensor
 
@@ -74,11 +83,7 @@ def rank_weights(case: LayerCase, rank: int, weight_type: type[Weight], device: 
         return w1.flatten(1, 2).to(device), w2.to(device)
     quantize = {FP8: quantize_fp8, MXFP8: quantize_mxfp8}[weight_type]
     first, second = (quantize(weight) for weight in (w1.flatten(1, 2), w2))
-    return moved(first, device), moved(second, device)
-
-
-def moved(weight: FP8 | MXFP8, device: str) -> FP8 | MXFP8:
-    return replace(weight, elements=weight.elements.to(device), scales=weight.scales.to(device))
+    return on_device(first, device), on_device(second, device)
 
 
 @functools.cache
@@ -125,23 +130,13 @@ def check_layer(layer: ModularMoE, case: LayerCase, rank: int, what: str, device
     for call in range(case.calls):
         inputs = rank_inputs(case, rank, call)
         parts = (inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
-        tokens, ids, weights = (strided(part.to(device)) for part in parts)
+        tokens, ids, weights = (as_strided(part.to(device)) for part in parts)
         with new_memory_is_nan():
             y = layer(tokens, ids, weights, w1, w2, *([Biases(*added)] if added else []))
         exact, same = (expected(case, rank, dtype, call, **what_is) for dtype in (torch.float64, case.dtype))
         where = f"{what}, {case.name}, seed {case.seed}, call {call}, rank {rank}"
         assert y.dtype == case.dtype, where
         assert_as_close(y, exact, same, case.dtype, where)
-
-
-@contextmanager
-def new_memory_is_nan() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def check_fp8_rows(case: LayerCase, rank: int, kind: type, device: str = "cpu", **options: Any) -> None:
@@ -182,13 +177,6 @@ def wide_tokens(case: LayerCase, rank: int) -> Tensor:
     tokens = tokens * torch.logspace(-3, 3, tokens.shape[0])[:, None].to(tokens.dtype)
     tokens[1, 3], tokens[2, -1] = float("nan"), float("inf")
     return tokens
-
-
-def strided(matrix: Tensor) -> Tensor:
-    """The same numbers, every second of a buffer whose others are poison."""
-    buffer = torch.full((*matrix.shape, 2), 77, dtype=matrix.dtype, device=matrix.device)
-    buffer[..., 0] = matrix
-    return buffer[..., 0]
 
 
 def run_combinations(

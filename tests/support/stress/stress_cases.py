@@ -22,7 +22,6 @@ import torch
 from kinds import Kind
 from layer_cases import LayerCase
 
-from comet.config import MoEConfig
 from comet.quantization.formats import FP8_BLOCK
 
 LAYERS = 2
@@ -98,31 +97,11 @@ class StressCase(LayerCase):
     """A case, and before it is drawn to the end a layer or a family.
 
     ``inputs`` numbers the inputs of its calls, in order: a number that comes twice must give the same bits twice.
-    ``layer`` is its layer in the family, ``weight_seed`` that of the layer's expert weights, which with ``fp8`` are in
-    block FP8.
+    ``layer`` is its layer in the family, whose expert weights it has.
     """
 
     layer: int = 0
-    weight_seed: int = 0
-    fp8: bool = False
-    capacity_factor: float | None = None
     inputs: tuple[int, ...] = (0,)
-    backward: bool = True
-    delay_s: float = 0.0
-    max_tokens: int = 128
-
-    @property
-    def config(self) -> MoEConfig:
-        return replace(super().config, capacity_factor=self.capacity_factor)
-
-    @property
-    def expert_capacity(self) -> int | None:
-        """Routed rows an expert keeps; ``None``: all."""
-        if self.capacity_factor is None:
-            return None
-        # The product of whole numbers first, as the layer has it: 0.1 * 2 * 12 * 5 is above 12.
-        routed = self.world_size * self.max_tokens * self.top_k
-        return math.ceil(self.capacity_factor * routed / self.num_experts)
 
 
 @dataclass(frozen=True)
@@ -201,12 +180,6 @@ class Stress:
             seed=self.seed * 1_000_003 + index,
         )
         return replace(case, backward=False, capacity_factor=None) if case.fp8 else case
-
-
-def backward_cases(stress: Stress, dtype: torch.dtype, count: int) -> list[StressCase]:
-    """The first cases with a backward pass, in this type and without a capacity."""
-    cases = map(stress.case, range(20 * count))
-    return [replace(case, dtype=dtype, capacity_factor=None) for case in cases if case.backward][:count]
 
 
 def draw_tokens(dice: Random, most: int) -> int:
