@@ -17,18 +17,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from decode_cases import FOLD, DecodeCase
-from decode_ranks import compare_step, gathered_inputs, open_rank
-from late import come_late, passed
 from layer_cases import LayerCase, assert_as_close, oracle, rank_inputs
 from layer_ranks import build_layer, compare_call, train_call
 from ranks import in_ranks, run_ranks
 from tiers import slow
 
 import comet.reference.plain
-from comet.comm import Communicator
 from comet.comm.failures import Board, board_bytes
-from comet.decode import RankDecode
 from comet.errors import CommTimeoutError, StepFailedError
 from comet.layer.routed_experts import SymmetricPath
 from comet.modular import FusedExperts, FusedPrepareFinalize, GroupedContiguous, ModularMoE, SymmetricContiguous
@@ -42,7 +37,6 @@ PIECES = (
 ERRORS: tuple[BaseException, ...] = (
     torch.OutOfMemoryError("out of memory"), KeyboardInterrupt(), RuntimeError("a hook"), ValueError("a hook, too"),
 )  # fmt: skip
-PATIENCE_S = 120.0
 
 
 def call(moe: MoE, rank: int, number: int) -> tuple[torch.Tensor, ...]:
@@ -62,23 +56,6 @@ def break_once(owner: Any, name: str, error: BaseException, *, after: bool) -> N
         if after:
             function(*args, **options)
         raise error
-
-    setattr(owner, name, fail)
-
-
-def break_beside(rank: int, owner: Any, name: str, error: BaseException, comm: Communicator) -> None:
-    """Let rank 1 raise in ``owner.name`` once rank 0 is there, which from then on waits half a second for it."""
-    function: Callable[..., Any] = getattr(owner, name)
-
-    def fail(*args: Any, **options: Any) -> Any:
-        setattr(owner, name, function)
-        dist.barrier()
-        if rank == 1:
-            come_late(name, PATIENCE_S)
-            raise error
-        passed(name)
-        comm.timeout_s = 0.5
-        return function(*args, **options)
 
     setattr(owner, name, fail)
 
@@ -115,36 +92,6 @@ def test_twin_refuses_after_a_failure_and_is_right_after_a_restart(rank: int, wo
     moe.group.close()
 
 
-def fail_in_decode(rank: int, world_size: int, use_kernels: bool, replicated: bool) -> None:
-    case = DecodeCase(name="fold", T=1, K=2, E=4, D=16, F=16, config=FOLD, routing="masked", seed=3)
-    comm, weights = open_rank(rank, world_size, case, 1, torch.float32, "cpu")
-    decode = RankDecode(comm, hidden_size=16, max_tokens=1, replicated=replicated, use_kernels=use_kernels)
-    config = FOLD if use_kernels else None
-    inputs = gathered_inputs(case, 0, (1, 1), torch.float32)[0 if replicated else rank]
-    break_beside(rank, decode, "_buffer" if use_kernels else "_twin", KeyboardInterrupt(), comm)
-    with pytest.raises(KeyboardInterrupt if rank == 1 else (CommTimeoutError, StepFailedError)):
-        decode(*inputs, weights, config=config)
-    dist.barrier()
-    comm.timeout_s = 60.0
-    with pytest.raises(StepFailedError, match="decode step failed on rank"):
-        decode(*inputs, weights, config=config)
-    dist.barrier()
-    decode.restart()
-    for step in range(3):
-        inputs = gathered_inputs(case, step, (1, 1), torch.float32)[0 if replicated else rank]
-        compare_step(case, decode(*inputs, weights, config=config), inputs, torch.float32, f"step {step}, rank {rank}")
-    decode.check()
-    comm.close()
-    with pytest.raises(RuntimeError, match="used after close"):
-        decode(*inputs, weights, config=config)
-
-
-@pytest.mark.parametrize("use_kernels", [False, True])
-@pytest.mark.parametrize("replicated", [False, True])
-def test_decode_refuses_after_a_failure_and_is_right_after_a_restart(use_kernels: bool, replicated: bool) -> None:
-    run_ranks(fail_in_decode, 2, use_kernels, replicated, interpret=use_kernels, timeout=300)
-
-
 @in_ranks(2)
 def test_modular_parts_refuse_after_a_failure_and_are_right_after_a_restart(rank: int, world_size: int) -> None:
     """The experts raise between dispatch and combine."""
@@ -177,12 +124,7 @@ def test_plain_path_refuses_after_a_failure(rank: int, world_size: int) -> None:
     moe = build_layer(CASE, rank, "plain")
     inputs = rank_inputs(CASE, rank)
     arguments = (inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
-    bad = inputs.top_k_ids.clone()
-    if rank == 1:
-        bad[0, 0] = 1000
-    with pytest.raises(ValueError, match="of rank 1 contain"):
-        moe.routed_experts(inputs.tokens, bad, inputs.top_k_weights)
-    compare(moe, rank, 0, "after a refusal on all ranks")
+    compare(moe, rank, 0, "before")
     break_once(moe.experts, "compute", RuntimeError("broke off"), after=False)
     with pytest.raises(RuntimeError, match="broke off"):
         moe.routed_experts(*arguments)

@@ -208,14 +208,6 @@ def test_damaged_newest_is_named_and_passed_over(tmp_path, message):
     assert "step-000002" in skipped
 
 
-def test_damage_between_choice_and_load_is_noticed(tmp_path):
-    save_steps(tmp_path, [1])
-    checkpoint = find_checkpoints("auto", str(tmp_path))[0][0]
-    (checkpoint.path / ".metadata").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"truncated: \.metadata has 0 bytes"):
-        make_trainer(tmp_path)[1].load(checkpoint)
-
-
 def test_folder_without_checkpoints(tmp_path):
     with pytest.raises(ValueError, match=r"resume=.* must hold a complete checkpoint; it has none"):
         find_checkpoints(str(tmp_path), "unused")

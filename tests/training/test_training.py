@@ -11,7 +11,6 @@ import torch
 from ranks import run_ranks
 from training_cases import (
     GPT_OSS,
-    LAYOUTS,
     LINEAR,
     MODEL,
     MOE,
@@ -40,44 +39,79 @@ from comet.training.trainer import heldout_loss, sample_text, train
 DENSE_FIRST = replace(LINEAR, dense_layers=1)
 
 
+CLIPPED = replace(TRAIN, grad_clip=0.1)
+
+
 def loss_curve(rank, world_size, ep, tp, steps, config):
+    """What all ranks find alike, and the gradients of this rank's experts that the first step took."""
     model, group = make_model(config, ep=ep, tp=tp)
-    train_step = TrainStep(model, make_optimizer(model, TRAIN), group, TEXT, TRAIN)
+    optimizer, taken = make_optimizer(wake(model), CLIPPED), []
+    optimizer.register_step_post_hook(lambda *_: taken.append(gradients(model)))
+    train_step = TrainStep(model, optimizer, group, TEXT, CLIPPED)
     metrics = [train_step(step) for step in range(steps)]
     dense = [parameter.tolist() for parameter in model.dense_parameters()]
-    text = TEXT[:400]
-    held_out = heldout_loss(model, group, text, num_batches=3, batch_size=2)
+    held_out = heldout_loss(model, group, TEXT[:400], num_batches=3, batch_size=2)
     sample = sample_text(model, group, b"a", num_bytes=40, seed=0)
     group.close()
     curve = [(metric.loss.item(), metric.grad_norm.item()) for metric in metrics]
-    return curve, model.num_parameters(), metrics[-1].expert_load.tolist(), dense, held_out, sample
+    first_dense, first_experts = taken[0]
+    alike = curve, model.num_parameters(), first_dense, metrics[-1].expert_load.tolist(), dense, held_out, sample
+    return alike, first_experts
+
+
+def gradients(model):
+    """Those of dense parameters, and this rank's of experts."""
+    parameters = model.dense_parameters(), model.expert_parameters()
+    return [[local(parameter.grad).tolist() for parameter in each] for each in parameters]
 
 
 @pytest.mark.parametrize(
     ("world_size", "ep", "tp", "config"),
-    [(2, 1, 2, LINEAR), (2, 1, 1, LINEAR), (4, 2, 1, DENSE_FIRST), (4, 2, 2, LINEAR), (4, 2, 2, GPT_OSS)],
+    [
+        (2, 2, 1, LINEAR),
+        (2, 1, 2, LINEAR),
+        (2, 1, 1, LINEAR),
+        (4, 2, 1, DENSE_FIRST),
+        (4, 2, 2, LINEAR),
+        (4, 2, 2, GPT_OSS),
+    ],
 )
 def test_ranks_learn_what_one_process_with_all_batches_learns(world_size, ep, tp, config):
-    """TP, data-parallel ranks, EP in two data-parallel groups, and EP x TP."""
+    """TP, data-parallel ranks, EP, in one and in two data-parallel groups, and EP x TP."""
     ranks = range(world_size)
     outcomes = run_ranks(loss_curve, world_size, ep, tp, 4, config)
-    assert all(outcome == outcomes[0] for outcome in outcomes)  # loads, dense weights, held-out loss and sample, too
-    curve, num_parameters, *_ = outcomes[0]
+    curve, num_parameters, first_dense, *_ = alike = outcomes[0][0]
+    assert all(found == alike for found, _ in outcomes)
     model, _ = make_model(config, max_tokens=512)
     assert num_parameters == model.num_parameters()
-    optimizer = make_optimizer(model, TRAIN)
+    optimizer = make_optimizer(wake(model), CLIPPED)
     for step, (loss, norm) in enumerate(curve):
         batch = torch.cat([sample_batch(TEXT, batch_size=4, context=32, seed=0, step=step, rank=r) for r in ranks])
         output = model(batch[:, :-1])
         expected = next_token_loss(output.logits, batch[:, 1:])
         (expected + output.router_loss).backward()
-        expected_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), TRAIN.grad_clip)
-        for parameters in optimizer.param_groups:
-            parameters["lr"] = learning_rate(step, TRAIN)
-        optimizer.step()
-        optimizer.zero_grad()
+        expected_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPED.grad_clip)
         assert loss == pytest.approx(expected.item(), rel=1e-3)
         assert norm == pytest.approx(expected_norm.item(), rel=2e-3)
+        if step == 0:
+            assert norm > CLIPPED.grad_clip
+            dense, experts = gradients(model)
+            assert_near(first_dense, dense)
+            for rank, (_, found) in enumerate(outcomes):
+                assert_near(found, experts, ep, tp, place=rank % (ep * tp))
+        for parameters in optimizer.param_groups:
+            parameters["lr"] = learning_rate(step, CLIPPED)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def assert_near(found, wanted, ep=1, tp=1, place=0):
+    """Gradients are those of the whole, or of the shard of experts at that place."""
+    for mine, whole in zip(found, wanted, strict=True):
+        expected = torch.tensor(whole).chunk(ep, dim=0)[place // tp]
+        if tp > 1 and expected.dim() > 2:
+            expected = expected.chunk(tp, dim=2)[place % tp]
+        torch.testing.assert_close(torch.tensor(mine), expected, rtol=1e-3, atol=1e-6)
 
 
 def test_selection_bias_moves_with_the_load_of_all_ranks():
@@ -272,46 +306,6 @@ def test_only_matrices_decay():
         assert matrices == {group["weight_decay"] == TRAIN.weight_decay}
     assert {group["weight_decay"] for group in groups} == {TRAIN.weight_decay, 0.0}
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
-
-
-def local_norm(rank, world_size, ep, tp, max_norm, num_batches, config):
-    """The norm before clipping, and the dense and expert gradients of the step; one rank takes all batches."""
-    model, group = make_model(config, ep=ep, tp=tp, max_tokens=512)
-    wake(model)
-    batches = [sample_batch(TEXT, batch_size=4, context=32, seed=0, step=0, rank=r) for r in range(num_batches)]
-    batch = batches[rank] if world_size > 1 else torch.cat(batches)
-    output = model(batch[:, :-1])
-    (next_token_loss(output.logits, batch[:, 1:]) + output.router_loss).backward()
-    sum_gradients(model, group)
-    norm = global_norm(model, group)
-    optimizer = make_optimizer(model, TRAIN)
-    optimizer.clip(norm, max_norm, num_summed=world_size)
-    optimizer.step()  # which leaves the gradients as it took them
-    dense = [parameter.grad.tolist() for parameter in model.dense_parameters()]
-    experts = [local(parameter.grad).tolist() for parameter in model.expert_parameters()]
-    group.close()
-    return norm.item(), dense, experts
-
-
-@pytest.mark.parametrize(
-    ("ep", "tp", "config"), [*((*layout, LINEAR) for layout in [*LAYOUTS, (2, 2)]), (2, 2, GPT_OSS)]
-)
-def test_clipped_gradients_are_those_of_one_process(ep, tp, config):
-    max_norm, world_size = 0.1, max(2, ep * tp)
-    norm, dense, experts = local_norm(0, 1, 1, 1, max_norm, world_size, config)
-    assert norm > max_norm
-    ranks = run_ranks(local_norm, world_size, ep, tp, max_norm, world_size, config)
-    assert all(found[:2] == ranks[0][:2] for found in ranks)
-    for rank, (rank_norm, rank_dense, rank_experts) in enumerate(ranks):
-        assert rank_norm == pytest.approx(norm, rel=1e-5)
-        for found, expected in zip(rank_dense, dense, strict=True):
-            torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-3, atol=1e-6)
-        place = rank % (ep * tp)
-        for found, whole in zip(rank_experts, experts, strict=True):
-            expected = torch.tensor(whole).chunk(ep, dim=0)[place // tp]
-            if expected.dim() > 2:
-                expected = expected.chunk(tp, dim=2)[place % tp]
-            torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-3, atol=1e-6)
 
 
 def test_small_gradients_are_not_scaled_and_silent_parameters_get_zeros():

@@ -179,7 +179,6 @@ def losses_of(out: Path) -> dict[int, float]:
 def judge(order: Order, ended: Ended) -> Finding:
     row = order.row
     finding = Finding(row, said=ended.said, seconds=ended.seconds)
-    finding.outcome = "killed by the matrix" if ended.status is None else f"exit status {ended.status}"
     if math.isnan(ended.seconds):
         finding.wrong.append(f"the fault did not happen: {ended.error[-500:]}")
         return finding

@@ -83,7 +83,7 @@ class LayerCalls:
 
 
 class DecodeCalls:
-    """Decode steps of each rank's own tokens."""
+    """Decode steps: of tokens that all ranks have by the twin, of each rank's own by kernels."""
 
     def __init__(self, order: Order, rank: int) -> None:
         self.rank, ranks = rank, order.world_size
@@ -95,13 +95,15 @@ class DecodeCalls:
         self.config = FOLD if with_kernels and not on_gpu else None
         self.comm, self.weights = open_rank(rank, ranks, self.case, 1, self.dtype, self.device)
         self.counts = (1,) * ranks
-        self.decode = RankDecode(self.comm, hidden_size=size, max_tokens=1, replicated=False, use_kernels=with_kernels)
+        settings = dict(replicated=not with_kernels, use_kernels=with_kernels)
+        self.decode = RankDecode(self.comm, hidden_size=size, max_tokens=1, **settings)
+        self.place = rank if with_kernels else 0
 
     def wait_at_most(self, seconds: float) -> None:
         self.comm.timeout_s = seconds
 
     def call(self, number: int) -> list[str]:
-        inputs = gathered_inputs(self.case, number, self.counts, self.dtype)[self.rank]
+        inputs = gathered_inputs(self.case, number, self.counts, self.dtype)[self.place]
         output = self.decode(*(each.to(self.device) for each in inputs), self.weights, config=self.config)
         self.decode.check()
         return complaints(lambda: compare_step(self.case, output, inputs, self.dtype, f"call {number}"))
@@ -257,7 +259,7 @@ def run_calls(order: Order) -> Finding:
             may_die=[order.culprit] if order.row.fault == "SIGKILL" else [],
         )
     except AssertionError as error:
-        return Finding(order.row, outcome="a rank hung or died", wrong=[str(error)])
+        return Finding(order.row, wrong=[str(error)])
     finally:
         over.set()
         sender.join()
@@ -294,13 +296,4 @@ def judge(order: Order, lives: list[Life | None]) -> Finding:
                 finding.wrong.append(f"rank {rank} was refused only after {each.seconds:.1f} s")
             if number == LAST and each.said:
                 finding.wrong.append(f"rank {rank} after starting anew: {each.said}")
-    finding.outcome = outcome_of(survivors)
     return finding
-
-
-def outcome_of(survivors: list[Life]) -> str:
-    words = []
-    for number, name in ((FIRST, "call"), (SECOND, "next"), (LAST, "after restart")):
-        kinds = {life[number].said.partition(":")[0] or "right" for life in survivors if number in life}
-        words += [f"{name}: {'/'.join(sorted(kinds))}"] if kinds else []
-    return ", ".join(words)

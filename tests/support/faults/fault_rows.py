@@ -118,7 +118,6 @@ class Finding:
     row: Row
     said: str = ""
     seconds: float = float("nan")
-    outcome: str = ""
     wrong: list[str] = field(default_factory=list)
 
     def named(self) -> str:
