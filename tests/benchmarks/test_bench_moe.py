@@ -35,7 +35,7 @@ from lib.moe import (
     rows_to_ranks,
 )
 from lib.ranks import Ranks, attempt
-from lib.report import geometric_mean, set_aside
+from lib.report import geometric_mean
 from lib.shapes import MODELS, make_routing, model, parse_overlap
 from suites.moe import LayerVariant, checked_variants, parse
 
@@ -241,15 +241,6 @@ def test_graphs_are_compared_as_they_are_replayed(monkeypatch: pytest.MonkeyPatc
         assert not failures
         assert usable["comet_graph"] is recorded[0]
         assert errors["comet_graph"] < 1e-4
-
-
-def test_files_of_an_earlier_run_are_set_aside(tmp_path: Path) -> None:
-    """By the first number that no file of a run has."""
-    assert set_aside(tmp_path, "bench_moe") == []
-    for name in ("bench_moe.csv", "bench_moe.1.json"):
-        (tmp_path / name).write_text(name)
-    assert [new.name for _, new in set_aside(tmp_path, "bench_moe")] == ["bench_moe.2.csv"]
-    assert (tmp_path / "bench_moe.2.csv").read_text() == "bench_moe.csv"
 
 
 GRID = ["--device", "cpu", "--models", "tiny", "--rounds", "1", "--routing", "hot,uniform", "--tokens", "16,8"]

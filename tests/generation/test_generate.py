@@ -112,6 +112,7 @@ def test_decoding_equals_the_whole_forward_pass_at_every_position(name, dtype, d
     ids = random_ids(3, 16)
     exact, whole = exact_logits(model, ids), model(ids).logits
     error = (whole - exact).abs().max()
+    assert error < (1e-4 if dtype == torch.float32 else 0.1 * exact.std())
     found = decoded_logits(GPTEngine(model, group, decode_tokens=decode_tokens), ids, [6, 1, 15])
     assert len(found) == (16 - 5) + 16 + 2
     for (row, position), logits in found.items():

@@ -11,7 +11,7 @@ import launch_jobs
 import pytest
 import torch
 import yaml
-from refusals import refusal
+from refusals import dry_run, refusal
 from training_cases import MODEL, MOE, Rank, make_job, make_model
 
 from comet.generation.engine import GPTEngine
@@ -197,11 +197,11 @@ def test_memory_of_shared_experts_in_decode_steps(trained):
 
 
 def test_dry_run_and_help(trained, capsys):
-    assert main(["generate", "--dry-run", f"generate.source={trained}", "generate.prompt=def f(", "output_dir=x"]) == 0
-    out = capsys.readouterr().out
+    words = [f"generate.source={trained}", "generate.prompt=def f(", "output_dir=x"]
+    out, rows = dry_run(capsys, "generate", *words)
     assert yaml.safe_load(out)["generate"]["prompt"] == "def f("
     assert "shared_ffn_size: 16" in out
-    assert "#   keys and values " in out
+    assert "keys and values" in rows
     assert "optimizer" not in out
     assert not Path("x").exists()
     assert "comet generate generate.source=" in help_page(TASKS)

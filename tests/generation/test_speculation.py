@@ -143,31 +143,6 @@ def test_adaptive_drafts_agree_less_the_more_is_tolerated() -> None:
     assert 1 > found["adaptive", 0.5] > found["adaptive", 1.0] > 0.5
 
 
-def plain_text(sampling: GenerateConfig, num_tokens: int) -> list[int]:
-    model, sampler = TwoTokenModel(1), sampler_of(sampling, 1)
-    text = [0]
-    while len(text) <= num_tokens:
-        text.append(int(sampler.choose(model.decode(torch.tensor(text[-1:])), 0)))
-    return text[1:]
-
-
-@pytest.mark.parametrize("penalty", [1.0, 1.7])
-@pytest.mark.parametrize("likeness", [0.0, 0.5, 3.0])
-def test_at_temperature_zero_the_text_is_that_of_plain_decoding(likeness: float, penalty: float) -> None:
-    sampling = GenerateConfig(temperature=0.0, repetition_penalty=penalty)
-    model = TwoTokenModel(1, likeness)
-    draws = torch.rand(40, 1, 7, generator=torch.Generator().manual_seed(SEED)).double()
-    loop = Speculation(model, sampler_of(sampling, 1), replace(CONFIG, tau=0.0), draws, fixed_clock())
-    text, last = [], torch.tensor([0])
-    while len(text) < 40:
-        last, (made,) = loop(last, [True], 40 - len(text))
-        text.extend(made)
-    assert text == plain_text(sampling, 40), "and never a token too many"
-    assert int(model.lengths) == 1 + 40, "the newest token has not been given to the model"
-    facts = loop.report.facts()
-    assert facts["accepted"] == facts["drafted"] if likeness == 0 else likeness < 1 or facts["acceptance"] < 1
-
-
 def one_draft(token: int, q: list[float]) -> Draft:
     row = torch.tensor([q], dtype=torch.float64)
     return Draft(ids=torch.tensor([[0, token]]), proposed=torch.tensor([[True]]), confidence=row[:, [token]], q=[row],

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from gpus import ON_GPUS, gpu_of
+from ranks import run_ranks
 from training_cases import MODEL, MOE, Rank, losses, make_job
 
 from comet.training import trainer
 from comet.training.ranks import LAG
 from comet.training.trainer import train
 
-pytestmark = pytest.mark.gpu
-
 MODEL_GPU = replace(MODEL, context=64, hidden_size=128, moe=replace(MOE, hidden_size=128, ffn_size=128))
+WIDER = replace(MODEL_GPU, moe=replace(MODEL_GPU.moe, ffn_size=256))
 
 
+@pytest.mark.gpu
 def test_bfloat16_job_learns_and_resumes_bit_for_bit(tmp_path):
     gpu = Rank(device=torch.device("cuda", 0))
     settings = {"model": MODEL_GPU, "steps": 40, "checkpoint_every": 20, "batch_size": 8}
@@ -29,6 +32,7 @@ def test_bfloat16_job_learns_and_resumes_bit_for_bit(tmp_path):
     assert resumed["heldout_nats_per_byte"] == whole["heldout_nats_per_byte"]
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("balance", ["aux", "bias"])
 def test_replayed_steps_learn_the_same_and_resume(tmp_path, balance):
     gpu = Rank(device=torch.device("cuda", 0))
@@ -44,6 +48,7 @@ def test_replayed_steps_learn_the_same_and_resume(tmp_path, balance):
     assert losses(tmp_path / "resumed") == losses(tmp_path / "out")
 
 
+@pytest.mark.gpu
 def test_a_stopped_run_of_replayed_steps_goes_on_bit_for_bit(tmp_path, monkeypatch):
     gpu = Rank(device=torch.device("cuda", 0))
     settings = {"model": MODEL_GPU, "steps": 20, "batch_size": 8, "cuda_graph": "on"}
@@ -63,6 +68,7 @@ def test_a_stopped_run_of_replayed_steps_goes_on_bit_for_bit(tmp_path, monkeypat
     assert losses(tmp_path / "out") == losses(tmp_path / "whole")
 
 
+@pytest.mark.gpu
 def test_float32_on_a_gpu_agrees_with_the_cpu(tmp_path):
     (tmp_path / "cpu").mkdir()
     settings = {"model": MODEL_GPU, "steps": 5, "dtype": "float32"}
@@ -71,3 +77,25 @@ def test_float32_on_a_gpu_agrees_with_the_cpu(tmp_path):
     torch.testing.assert_close(
         torch.tensor(losses(tmp_path / "out")), torch.tensor(losses(tmp_path / "cpu")), rtol=1e-2, atol=1e-2
     )
+
+
+def on_gpu(rank: int, world_size: int, folder: str, ep: int, tp: int) -> None:
+    torch.cuda.set_device(gpu_of(rank))
+    context = Rank(rank, world_size, device=torch.device(gpu_of(rank)))
+    found = {}
+    for mode in ("off", "on"):
+        output = Path(folder) / mode
+        job = make_job(
+            Path(folder), model=WIDER, ep=ep, tp=tp, steps=12, batch_size=8, cuda_graph=mode, output_dir=str(output)
+        )
+        result = train(job, context)
+        assert result["cuda_graph"] is (mode == "on")
+        found[mode] = losses(output), result["heldout_nats_per_byte"]
+    assert len(found["on"][0]) == 12
+    assert found["on"] == found["off"], f"rank {rank}"
+
+
+@pytest.mark.multi_gpu(n=2)
+@pytest.mark.parametrize(("ep", "tp"), [(2, 1), (1, 2), (1, 1)])
+def test_ranks_learn_the_same_by_replayed_steps(tmp_path: Path, ep: int, tp: int) -> None:
+    run_ranks(on_gpu, 2, str(tmp_path), ep, tp, backend=ON_GPUS, timeout=240)
