@@ -28,12 +28,7 @@ from comet.integrations import hf
 from comet.jobs.config import JobConfig
 from comet.jobs.generate import GenerateConfig
 from comet.launch.cli import PROGRAM
-from comet.layer.group import make_expert_group
-from comet.models.gpt import GPT
-from comet.training.checkpoint import load_weights
-from comet.training.checkpoint_folder import read_checkpoint
-from comet.training.data import read_corpus
-from comet.training.trainer import heldout_loss, train
+from comet.training.trainer import train
 
 TRAINED = replace(MODEL, dense_layers=1, moe=replace(MOE, shared_ffn_size=16))
 ONE_NODE, TWO_NODES = ParallelConfig(ep=2), ParallelConfig(ep=2, tp=2, node_size=2)
@@ -48,18 +43,6 @@ def job_of(folder: Path, name: str, parallel: ParallelConfig, **changes: Any) ->
     return replace(job, parallel=parallel)
 
 
-def held_out(checkpoint: Path, job: JobConfig) -> float:
-    group = make_expert_group(
-        TRAINED.moe, job.parallel, max_tokens=128, dtype=torch.float32, device="cpu", timeout_s=60.0
-    )
-    model = GPT(TRAINED, group, seed=7)
-    load_weights(model, read_checkpoint(checkpoint))
-    text = read_corpus(job.data, TRAINED.context).heldout
-    loss = heldout_loss(model, group, text, num_batches=2, batch_size=2)
-    group.close()
-    return loss
-
-
 def first_runs(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     """On two nodes; on one, plain; from the first one's fourth step on two nodes again; and its text."""
     me, saved = Rank(rank, world_size), folder / "two" / "step-000004"
@@ -70,16 +53,17 @@ def first_runs(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     }
     source = replace(GREEDY, source=str(folder / "two"))
     runs["text"] = generate_job(replace(job_of(folder, "text", TWO_NODES), generate=source), me)["texts"]
-    return runs | {"saved": held_out(saved, job_of(folder, "two", TWO_NODES))}
+    return runs
 
 
-def resume_on(
-    rank: int, world_size: int, folder: Path, name: str, parallel: ParallelConfig, checkpoint: Path
-) -> tuple[float, dict[str, Any], float]:
-    """The checkpoint's loss, the run that goes on from it, and the loss of its own last checkpoint but one."""
-    job = job_of(folder, name, parallel, resume=str(checkpoint), checkpoint_every=1)
-    before, result = held_out(checkpoint, job), train(job, Rank(rank, world_size))
-    return before, result, held_out(folder / "small" / "step-000005", job)
+def go_on(
+    rank: int, world_size: int, folder: Path, start: str, end: str, parallel: ParallelConfig, steps: int
+) -> float:
+    """The held-out loss of a run that goes on from another one up to that step."""
+    job = job_of(folder, end, parallel, resume=str(folder / start), steps=steps, resume_changes=("train.steps",))
+    result = train(job, Rank(rank, world_size))
+    assert result["steps"] == steps
+    return result["heldout_nats_per_byte"]
 
 
 @pytest.mark.slow
@@ -90,16 +74,12 @@ def test_training_goes_on_over_another_number_of_nodes(tmp_path: Path) -> None:
         assert [two[name][key] for key in EXACT] == [two["two"][key] for key in EXACT], name
     job = replace(job_of(tmp_path, "text", ParallelConfig()), generate=replace(GREEDY, source=str(tmp_path / "two")))
     assert generate_job(job, Rank())["texts"] == two["text"], "of a rank alone"
-    start, small, end = run_ranks(
-        resume_on, 2, tmp_path, "small", ONE_NODE, tmp_path / "two" / "step-000004", timeout=300
-    )[0]
-    assert start == pytest.approx(two["saved"], rel=1e-5)
-    start, back, _ = run_ranks(
-        resume_on, 4, tmp_path, "back", TWO_NODES, tmp_path / "small" / "step-000005", timeout=300
-    )[0]
-    assert start == pytest.approx(end, rel=1e-5)
-    assert small["steps"] == back["steps"] == 6
-    assert max(run["heldout_nats_per_byte"] for run in (small, back, two["two"])) < math.log(256)
+    start, _ = run_ranks(go_on, 2, tmp_path, "two", "start", ONE_NODE, 6, timeout=300)
+    assert start == pytest.approx(two["two"]["heldout_nats_per_byte"], rel=1e-5)
+    end, _ = run_ranks(go_on, 2, tmp_path, "two", "small", ONE_NODE, 8, timeout=300)
+    assert start != end < math.log(256)
+    back, *_ = run_ranks(go_on, 4, tmp_path, "small", "back", TWO_NODES, 8, timeout=300)
+    assert back == pytest.approx(end, rel=1e-5)
 
 
 def converted(rank: int, world_size: int, folder: Path) -> list[torch.Tensor]:
