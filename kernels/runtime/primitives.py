@@ -15,6 +15,8 @@ deadline and names it. No ids are sent (``counting``), a plan has no rows to sen
 rows needed where they exceed what was reserved.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -289,7 +291,6 @@ def barrier_kernel(
 def aot_cases() -> list[KernelCase]:
     """The barrier for one rank and for the widest group of one host."""
     kinds = dict(flag_addresses="*i64", call_addresses="*i64", epoch_ptr="*i32", fault_ptr="*i64", timeout_ns="i64")
-    return [
-        KernelCase.of(f"up to {ranks} ranks", barrier_kernel, dict(W_BLOCK=ranks, INTERPRET=False), kinds)
-        for ranks in (1, 8)
-    ]
+    cases: dict[str, dict[str, Any]] = {f"up to {ranks} ranks": dict(W_BLOCK=ranks) for ranks in (1, 8)}
+    cases["without calls"] = dict(W_BLOCK=8, call_addresses=None)
+    return [KernelCase.of(name, barrier_kernel, dict(INTERPRET=False, **each), kinds) for name, each in cases.items()]
