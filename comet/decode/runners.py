@@ -9,7 +9,8 @@ a group, and for ranks of their own tokens that do not say how many; hence steps
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Self
 
@@ -132,6 +133,10 @@ class LocalRunner:
         """``(T, D)`` float32, what this rank's experts contribute -> the sum over ranks, in their order; collective."""
         return partial
 
+    def noting(self, what: str, *, collectives: bool = False) -> AbstractContextManager[object]:
+        """Around what may fail on one rank while others wait for it: all of them then know of it. Here nobody waits."""
+        return nullcontext()
+
     def before_replay(self) -> None:
         """Refuse the replay of a captured step once the group is closed, and order it behind the last step."""
 
@@ -206,6 +211,14 @@ class ReplicatedRunner(GroupExperts):
         if self.group.parallel.world_size == 1:
             return partial
         return all_gather_stacked(partial, self.group.process_group).sum(0)
+
+    @contextmanager
+    def noting(self, what: str, *, collectives: bool = False) -> Iterator[None]:
+        """As a step of the group, with ``collectives`` of ``torch.distributed`` or without."""
+        comm = self.group.comm
+        with comm.step(what, collectives=collectives, refuses=False):
+            comm.in_flight = True
+            yield
 
     def before_replay(self) -> None:
         """``Workspace.join_stream``."""

@@ -242,7 +242,8 @@ class StagedExperts(ExpertsFromSlots):
         """In parts, whose experts are brought before each."""
         outputs = []
         for part in (slice(*each) for each in rounds(tokens.shape[0], self.tokens_at_once)):
-            experts = self.cache.bring(top_k_ids[part])
+            with self.runner.noting("reading of experts"):
+                experts = self.cache.bring(top_k_ids[part])
             with torch.autocast(tokens.device.type, enabled=False):  # decode rounds where it means to
                 outputs.append(self.runner(tokens[part], top_k_ids[part], top_k_weights[part], w1, w2, experts=experts))
         return torch.cat(outputs) if outputs else tokens.new_empty(tokens.shape)

@@ -164,7 +164,8 @@ class ExpertsFromSlots:
         )
         self.check()
         if tokens.shape[0] > self.runner.decode.max_tokens:
-            return self.runner.add_up(self._stream(tokens, top_k_ids, top_k_weights)).to(tokens.dtype)
+            with self.runner.noting("streaming of experts", collectives=True):
+                return self.runner.add_up(self._stream(tokens, top_k_ids, top_k_weights)).to(tokens.dtype)
         return self.step(tokens, top_k_ids, top_k_weights, w1, w2)
 
     def check(self) -> None:

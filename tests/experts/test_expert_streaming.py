@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections.abc import Mapping
 from functools import cached_property
@@ -12,12 +13,15 @@ import pytest
 import torch
 from activation_cases import ACTIVATIONS, NAMES, draw_biases
 from decode_cases import stored_parts
+from ranks import run_ranks
 from torch import Tensor
+from training_cases import make_group
 
+from comet.config import MoEConfig
 from comet.decode import DecodeWeights
-from comet.decode.runners import Decoder, LocalRunner
+from comet.decode.runners import Decoder, LocalRunner, ReplicatedRunner
 from comet.decode.twin import warp_decode_torch
-from comet.errors import CommTimeoutError
+from comet.errors import CommTimeoutError, StepFailedError
 from comet.experts import CACHED_DECODE_TOKENS, CachedExperts, ExpertCache, streaming
 from comet.experts.paths import report_of_paths
 from comet.experts.staged import Stage, StagedCache, StagedExperts
@@ -313,3 +317,37 @@ def test_a_read_that_other_ranks_do_not_wait_for_ends_the_step_by_its_name() -> 
         with pytest.raises(CommTimeoutError, match=r"^expert 4 of MoE layer 3 took .* other ranks wait for 0\.0 s"):
             cache.bring(torch.tensor([[4]]))
     assert reader.asked == [4, 4], "it is not taken for read"
+
+
+def go_on_after_a_read_that_failed(rank: int, world_size: int, num_tokens: int) -> list[str]:
+    """What a rank meets that reads an expert in vain and then calls the layer with other tokens, and what the other."""
+    config = MoEConfig(hidden_size=D, ffn_size=F, num_experts=E, top_k=K)
+    half, group = E // world_size, make_group(config, ep=world_size, max_tokens=64)
+    held, made = made_experts(7)
+    own = slice(rank * half, rank * half + half)
+    reader = ReadExperts(held.w1[own], held.w2[own], True)
+    stage, place = Stage(K, reader.specs, CPU), dict(num_experts=E, first_expert=own.start)
+    cache = StagedCache(reader, stage, 0, K, CPU, **place)
+    path, met = StagedExperts(cache, ReplicatedRunner(config, group, 4), K), []
+    for call in range(3):
+        given = routed(made, num_tokens, num_used=9)
+        if call == 1:
+            given[1][:] = torch.arange(9, 12)  # none of which has been read
+        ReadExperts.broken = 9 - own.start
+        try:
+            found = path(*given, held.w1, held.w2)
+            torch.testing.assert_close(found, plain_experts(*given, held.w1, held.w2, LAYOUT, None))
+            met.append("")
+        except (OSError, StepFailedError) as error:
+            met.append(str(error))
+    return met
+
+
+@pytest.mark.parametrize("num_tokens", [1, 17])
+def test_a_rank_that_cannot_read_an_expert_is_named_and_no_rank_goes_on_without_it(num_tokens: int) -> None:
+    (first, *of_other), (_, reason, later) = run_ranks(go_on_after_a_read_that_failed, 2, num_tokens)
+    assert not first
+    assert reason.endswith("is cut off")
+    assert all(
+        re.search(r"of experts failed on rank 1 \(OSError: expert \d+ is cut off", each) for each in (*of_other, later)
+    )
