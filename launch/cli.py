@@ -93,7 +93,7 @@ def _run(words: Sequence[str], tasks: Mapping[str, Task], program: Sequence[str]
             if task.shows_split and speaks_for_job():
                 say_logged("comet.tuner.choice")
             run_rank(task, options)
-    container = compose(options.overrides, file=options.config, defaults=task.settings)
+    container = compose(options.overrides, file=options.config, defaults=task.settings, reads=task.reads)
     num_gpus = torch.cuda.device_count()
     num_ranks = default_ranks(container, num_gpus)
     job = make_job(container, num_ranks)

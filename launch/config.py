@@ -75,7 +75,11 @@ def job_schema() -> type:
 
 
 def compose(
-    overrides: Sequence[str], *, file: str | None = None, defaults: Mapping[str, Any] | None = None
+    overrides: Sequence[str],
+    *,
+    file: str | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    reads: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Compose the configuration of a job: defaults, then the user's file, then the overrides.
 
@@ -83,6 +87,7 @@ def compose(
         overrides: Hydra overrides, for example ``["model=tiny", "parallel.ep=2"]``; what follows ``generate.prompt=``
             and ``generate.stop=`` is taken as it is.
         defaults: Settings of the task, before both.
+        reads: Settings and sections that the task reads: an override of others would do nothing. None: all of them.
 
     Returns:
         A plain container with all interpolations resolved; ``generate.source`` has decided ``model``, and what is not
@@ -94,6 +99,8 @@ def compose(
     overrides = [as_typed(text) for text in overrides]
     names = [*setting_names(OmegaConf.to_container(schema)), *config_groups()]
     parsed = [_parse(text, names) for text in overrides]
+    unread = [name for name in named if reads and not covers(reads, name)]
+    require(not unread, f"{', '.join(unread)} must be left out: the task reads no settings but {', '.join(reads)}")
     settings = Settings.read(file, schema).without(named)
     primary = {"defaults": ["config", "_self_"], **(defaults or {}), **settings.values}
     ConfigStore.instance().store(name="command_schema", node=schema)

@@ -73,10 +73,10 @@ def share_config(
         return make_job(json.loads(part.get(SETTINGS_KEY)), context.world_size)
     if not store.check([SETTINGS_KEY]):
         require(
-            context.attempt == 0 or names_folder(options.overrides, options.config),
+            context.attempt == 0 or not task.writes or names_folder(options.overrides, options.config),
             "output_dir must be given where torchrun starts ranks anew, as this store does not keep the first one's",
         )
-        container = compose(options.overrides, file=options.config, defaults=task.settings)
+        container = compose(options.overrides, file=options.config, defaults=task.settings, reads=task.reads)
         restarts = make_job(container, context.world_size).launch.max_restarts
         require(restarts == 0, f"launch.max_restarts={restarts} must be 0 under torchrun: use its own --max-restarts")
         store.set(SETTINGS_KEY, json.dumps(container))

@@ -18,7 +18,8 @@ class Task:
     # comet.launch.distributed.LaunchContext; without a dry run once, with its own words, and returns the exit status
     function: str  # its module's name and its own
     settings: Mapping[str, str] = field(default_factory=dict)  # defaults of this task, by name
-    reads: tuple[str, ...] = ()  # settings that its help page shows, and sections of settings, most important first
+    # settings that it reads, and sections of settings, most important first, as its help page shows them; none: all
+    reads: tuple[str, ...] = ()
     # words that follow the task's name, each with what they do
     examples: Mapping[str, str] = field(default_factory=dict)
     # what makes the lines of --dry-run; None where no ranks are started and the words after the task's name are all its
@@ -27,6 +28,11 @@ class Task:
     needs: tuple[str, ...] = ()  # packages it cannot end without; what it imports at once need not be named
     # whether rank 0 says which split its layers take; not where many are tried, and a table tells
     shows_split: bool = True
+
+    @property
+    def writes(self) -> bool:
+        """Whether there is an output folder."""
+        return not self.reads or "output_dir" in self.reads
 
     def require_packages(self) -> None:
         """Raise ``ModuleNotFoundError`` if one is missing, before hours of work need it."""
@@ -42,6 +48,7 @@ def imported(name: str) -> Callable[..., Any]:
 
 
 LAYER = ("parallel", "comm", "nproc", "launch", "model")  # what every layer needs
+TOKENS = ("train.dtype", "train.batch_size")  # of a training step, which stand in for those of a measurement
 
 TASKS: Mapping[str, Task] = {
     "train": Task(
@@ -75,7 +82,7 @@ TASKS: Mapping[str, Task] = {
     "generate": Task(
         "continue texts with a trained or a Hugging Face model",
         "comet.generation.job.generate_job",
-        reads=("generate", "moe_path", "tune.profiles", "overlap", "parallel", "comm", "nproc"),
+        reads=("generate", "moe_path", "tune.profiles", "overlap", "parallel", "comm", "nproc", "launch", "model"),
         examples={
             'generate.source=outputs/book generate.prompt="It was a " generate.max_new_tokens=200': "",
             'generate.source=models/qwen3 generate.temperature=0 generate.prompt="def " parallel=ep4': "",
@@ -85,7 +92,7 @@ TASKS: Mapping[str, Task] = {
     "tune": Task(
         "measure how fused kernels best share the GPU, store the fastest settings",
         "comet.measure.tune.tune_job",
-        reads=("tune", "train.dtype", *LAYER),
+        reads=("tune", *TOKENS, *LAYER),
         examples={"model=qwen3_30b_a3b tune.tokens=[2048,8192]": ""},
         dry_run="comet.launch.dry_run.describe_tune",
         shows_split=False,
@@ -94,7 +101,7 @@ TASKS: Mapping[str, Task] = {
         "measure a grid of overlap settings, models and layouts, draw it",
         "comet.measure.sweep.sweep_job",
         settings={"output_dir": "outputs/sweep-${now:%Y%m%d-%H%M%S}"},
-        reads=("sweep", "output_dir", "resume", "overlap", "train.dtype", *LAYER),
+        reads=("sweep", "output_dir", "resume", "overlap", *TOKENS, *LAYER),
         examples={"sweep.tokens=[512,2048] sweep.layouts=[[4,1],[2,2]] output_dir=outputs/sweep": ""},
         dry_run="comet.launch.dry_run.describe_sweep",
         needs=("matplotlib",),
@@ -104,7 +111,7 @@ TASKS: Mapping[str, Task] = {
         "which dispatches and experts go together; time and trace a pair",
         "comet.launch.tasks.modular.modular_job",
         settings={"output_dir": "outputs/modular-${now:%Y%m%d-%H%M%S}"},
-        reads=("modular", "output_dir", "overlap", "train.dtype", *LAYER),
+        reads=("modular", "output_dir", "overlap", *TOKENS, *LAYER),
         examples={"modular.pair=[AllToAll,GroupedContiguous] model=qwen3_30b_a3b parallel=ep4": ""},
         dry_run="comet.launch.dry_run.describe_modular",
         shows_split=False,

@@ -76,7 +76,7 @@ def test_a_dry_run_takes_what_the_run_would(capfd):
 @pytest.mark.parametrize("task", ["tune", "sweep"])
 def test_a_dry_run_of_layers_counts_each_shape(task, capfd):
     models, tokens = f"{task}.models=[tiny,mixtral_8x7b]", f"{task}.tokens=[64,2048]"
-    out, _ = dry_run(capfd, task, models, tokens, "parallel=ep2", "output_dir=x")
+    out, _ = dry_run(capfd, task, models, tokens, "parallel=ep2")
     assert yaml.safe_load(out)["nproc"] == 2
     rows = [line.split()[1:] for line in out.splitlines() if " EP2 TP1, " in line]
     assert [(row[0], row[3]) for row in rows] == [

@@ -75,6 +75,8 @@ TASK_NAMES = "must be one of train, generate, tune, sweep, modular, compile"
     (["train", "--fast"], "unrecognized arguments: --fast"),
     (["train", "parallel.ep=3"], "num_experts=8 must be divisible by ep=3"),
     (["train", "model=foo"], "model='foo' must be one of "),
+    (["generate", "train.dtype=float32", "nproc=1"], "train.dtype must be left out: the task reads no settings but"),
+    (["tune", "output_dir=x", "train.batch_size=2", "train.lr=1"], "output_dir, train.lr must be left out: the task "),
 ])  # fmt: skip
 def test_a_mistake_ends_with_status_2_and_one_line(words, message, capfd):
     assert refusal(capfd, *words).startswith(message)
