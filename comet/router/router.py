@@ -111,6 +111,8 @@ class Router(nn.Module):
         bias, config = self.selection_bias, self.config
         if bias is None:
             raise ValueError(f"balance={config.balance!r} must be 'bias' to update the selection bias")
+        rule = "must be torch.float32, as it was made: in 16 bits a step is lost to rounding"
+        require(bias.dtype == torch.float32, f"selection_bias of dtype {bias.dtype} {rule}")
         require(
             expert_load_global.shape == bias.shape,
             f"expert_load_global of shape {tuple(expert_load_global.shape)} must be (E,) = {tuple(bias.shape)}",

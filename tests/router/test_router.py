@@ -196,6 +196,10 @@ def test_input_errors() -> None:
         router.update_bias(torch.zeros(8))
     with pytest.raises(ValueError, match=r"expert_load_global of shape \(7,\) must be \(E,\) = \(8,\)"):
         make_router(balance="bias").update_bias(torch.zeros(7))
+    router = make_router(balance="bias")
+    router.load_state_dict({name: each.bfloat16() for name, each in router.state_dict().items()}, assign=True)
+    with pytest.raises(ValueError, match=r"selection_bias of dtype torch.bfloat16 must be torch.float32"):
+        router.update_bias(torch.zeros(8))
 
 
 def test_selection_bias_survives_dtype_changes_bit_for_bit() -> None:
