@@ -295,7 +295,7 @@ def bring_torch(
         if fades:
             tables.scores.mul_(KEPT.value)
         held = ids[(ids >= first) & (ids < end)].long()
-        tables.scores.index_add_(0, held, torch.ones(held.shape))
+        tables.scores.index_add_(0, held, torch.ones(held.shape, dtype=torch.float32))
     worth = tables.last_used.clone() if host.policy == "lru" else tables.scores
     tables.last_used[needed] = now
     taken, num_ahead = take_over_torch(host, now) if host.prefetched else (-1, 0)

@@ -68,7 +68,7 @@ class CacheTables:
         """Of a cache that holds nothing yet; ``held``: the first expert that this rank serves, and the last + 1."""
         tables = cls(
             state=torch.zeros(3 * num_experts + 8 * num_slots + HEADER_WORDS, dtype=torch.int32, device=device),
-            scores=torch.zeros(num_experts, device=device),
+            scores=torch.zeros(num_experts, dtype=torch.float32, device=device),
             totals=torch.zeros(8, dtype=torch.int64, device=device),
             num_experts=num_experts,
             num_slots=num_slots,

@@ -20,7 +20,10 @@ from ranks import run_ranks
 from torch import Tensor
 
 from comet.config import MoEConfig, ParallelConfig
-from comet.decode import RankDecode, warp_decode
+from comet.decode import LocalRunner, RankDecode, warp_decode
+from comet.experts import CachedExperts, ExpertCache
+from comet.experts.host.cores import HostCores
+from comet.experts.host.profile import HostProfile, HostSizes
 from comet.layer.group import make_expert_group
 from comet.layer.paths import make_path
 from comet.layer.routed_experts import SymmetricPath
@@ -56,6 +59,9 @@ CASE = LayerCase("surroundings", 1, 1, (9,), hidden_size=128, ffn_size=128)
 MODEL = ModelConfig(
     name="small", context=8, hidden_size=128, num_layers=1, num_heads=2, num_kv_heads=2, moe=CASE.config
 )
+
+
+EMPTY = torch.empty(0), torch.empty(0)  # weights of a layer that are in slots
 
 
 @contextmanager
@@ -159,7 +165,24 @@ def model_step() -> list[Tensor]:
     return [output.logits, *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
 
 
+def experts_from_slots() -> list[Tensor]:
+    """Steps of a cache that counts uses, and what is decided and kept for the host's cores."""
+    cache = ExpertCache(numbers((6, 64, 32), 1), numbers((6, 32, 32), 2), 2, torch.device("cpu"), policy="lfu")
+    path, weights = CachedExperts(cache, LocalRunner(2, 4), 2), torch.tensor([[0.3, 0.7]], dtype=torch.float32)
+    outputs = [
+        path(numbers((1, 32), step), torch.tensor([[step % 3, 3 + step % 2]], dtype=torch.int32), weights, *EMPTY)
+        for step in range(7)
+    ]
+    costs = dict(request_ns=20.0, expert_ns=290.3, full_request_ns=21.0, full_expert_ns=301.7)
+    share = HostProfile(link_ns=200.1, shared_link_ns=203.3, **costs).share_table(2, 8)
+    sizes = dict(num_experts=6, first_expert=0, hidden_size=32, top_k=2, max_tokens=4, dtype=torch.float32)
+    cores = HostCores(1, HostSizes(**sizes), torch.device("cpu"), 60.0)
+    cores.close()
+    return [*outputs, cache.tables.scores, share, cores.mail.sums]
+
+
 COMPUTED: dict[str, Callable[[], list[Tensor]]] = {
+    "experts from slots": experts_from_slots,
     "twin layer": partial(whole_layer, "twin", torch.float32),
     "twin layer in bfloat16": partial(whole_layer, "twin", torch.bfloat16),
     "plain layer in bfloat16": partial(whole_layer, "plain", torch.bfloat16),

@@ -81,7 +81,7 @@ class HostCores:
             tokens=mail_tokens,
             weights=weights,
             answer=answer,
-            sums=torch.zeros(tokens, sizes.hidden_size, device=device),
+            sums=torch.zeros(tokens, sizes.hidden_size, dtype=torch.float32, device=device),
             fault=torch.zeros(FAULT_WORDS, dtype=torch.int64, device=device) if fault is None else fault,
             timeout_ns=int(timeout_s * 1e9),
         )

@@ -47,7 +47,7 @@ class HostProfile:
             max_tokens: Of a step; costs are taken to grow evenly between one token and these.
         """
         table = torch.zeros(max_tokens + 1, num_experts + 1, dtype=torch.int32)
-        missing = hosted = torch.arange(num_experts + 1)
+        missing = hosted = torch.arange(num_experts + 1, dtype=torch.float64)
         fetched = missing[:, None] - hosted
         for num_tokens in range(1, max_tokens + 1):
             grown = (num_tokens - 1) / max(max_tokens - 1, 1)
@@ -158,7 +158,7 @@ def time_request(mail: Mailbox, link: Link, sizes: HostSizes, num_tokens: int, n
         Nanoseconds of a request, and of an expert on the link meanwhile.
     """
     tokens = torch.ones(num_tokens, sizes.hidden_size, dtype=sizes.dtype)
-    weights = torch.ones(num_tokens, num_experts)
+    weights = torch.ones(num_tokens, num_experts, dtype=torch.float32)
     held, times, shared = link.stores[0].w1.shape[0], [0], []
     for repeat in range(2 * REPEATS):
         experts = [sizes.first_expert + (repeat * num_experts + each) % held for each in range(num_experts)]
