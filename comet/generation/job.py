@@ -39,6 +39,11 @@ def generate_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
         source.checkpoint is None or not settings.keep_fp8,
         f"generate.keep_fp8=True must come with a Hugging Face folder, generate.source={settings.source!r} is none",
     )
+    is_auto = config.moe_path == "auto" and config.overlap is None
+    require(
+        source.checkpoint is not None or is_auto,
+        f"moe_path={config.moe_path} must be auto and overlap left out for a Hugging Face folder, which chooses itself",
+    )
     for reason in source.skipped if context.rank == 0 else ():
         logger.warning("skipped: %s", reason)
     codec = _open_codec(source)

@@ -16,6 +16,7 @@ from hf_cases import save_model, tiny_model
 from hf_fp8_cases import publish, stock
 from training_cases import Rank, make_job
 
+from comet.config import OverlapConfig
 from comet.generation.hf import HFEngine, open_codec
 from comet.generation.job import generate_job
 from comet.generation.source import Source, find_source, model_of
@@ -126,6 +127,14 @@ def test_a_broken_configuration_is_one_line(change, message, qwen, tmp_path, cap
     assert re.search(
         message, refusal(capsys, "generate", "--dry-run", f"generate.source={tmp_path}", "generate.prompt=x")
     )
+
+
+@pytest.mark.parametrize("changes", [dict(moe_path="plain"), dict(overlap=OverlapConfig(num_panels=2))])
+def test_choices_that_a_folder_does_not_take_are_refused(changes, qwen, tmp_path):
+    source = str(qwen[0])
+    job = make_job(tmp_path, model=model_of(find_source(source)), generate=replace(GREEDY, source=source))
+    with pytest.raises(ValueError, match=r"moe_path=\w+ must be auto and overlap left out for a Hugging Face folder"):
+        generate_job(replace(job, **changes), Rank())
 
 
 def test_tokens_become_text_when_they_form_characters(qwen):
