@@ -113,6 +113,10 @@ class RunFolder(FolderLock):
             goes_on or self.overwrite or not is_run,
             f"{self.setting} holds a run: {ways}, overwrite=true removes it, or choose another output_dir",
         )
+        found = [name for name in RUN_FILES if (self.folder / name).exists()]
+        foreign = [] if checkpoints or self.overwrite or SETTINGS_FILE in found else found
+        rule = f"must not hold {', '.join(foreign)}, which no run wrote and this one would replace"
+        require(not foreign, f"{self.setting} {rule}: choose another output_dir, or overwrite=true removes them")
         if goes_on and named is not None and named != source and checkpoints:
             is_newest = named.resolve() == checkpoints[0].resolve()
             rule = f"must be the newest checkpoint of {self.setting}, {checkpoints[0]}, which it would replace"

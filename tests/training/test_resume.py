@@ -190,6 +190,22 @@ def test_foreign_things_named_like_checkpoints_are_left_alone(tmp_path):
     assert train(make_job(tmp_path, resume="auto"), Rank())["checkpoint"] == result["checkpoint"]
 
 
+@pytest.mark.parametrize("resume", [None, "auto"])
+def test_files_that_no_run_wrote_are_not_replaced(resume, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in ("sample.txt", "result.json"):
+        (out / name).write_text("mine")
+    with pytest.raises(
+        ValueError, match=r"output_dir='.*out' must not hold result\.json, sample\.txt, which no run wrote"
+    ):
+        train(make_job(tmp_path, resume=resume), Rank())
+    assert [(out / name).read_text() for name in ("sample.txt", "result.json")] == ["mine"] * 2
+    (out / "comet.yaml").write_text("{}")  # as a run that failed before its first step leaves it
+    train(make_job(tmp_path, resume=resume, steps=3), Rank())
+    assert (out / "result.json").read_text() != "mine"
+
+
 def test_two_jobs_in_one_folder_at_once_are_refused_until_the_first_is_killed(tmp_path):
     out = tmp_path / "out"
     command = [sys.executable, "-P", "-c", HOLD, str(out)]
