@@ -19,6 +19,7 @@ from comet.training.checkpoint_folder import (
     names_checkpoint,
     remove_checkpoint,
 )
+from comet.training.ranks import gather
 from comet.training.report import HISTORY_FILE
 from comet.utils.shared_file import write_whole
 
@@ -98,6 +99,15 @@ class RunFolder(FolderLock):
             for path in self.folder.glob("step-*"):
                 remove_checkpoint(path)
         write_whole(self.folder / SETTINGS_FILE, settings)
+
+    def require_shared(self) -> None:
+        """Raise ``ValueError`` unless all ranks find this job's folder, in which each writes its part (collective)."""
+        owner = self.folder / OWNER
+        found = gather(owner.read_text() if owner.is_file() else "")
+        others = [rank for rank, name in enumerate(found) if name != found[0]]
+        rule = "must be one folder of all ranks"
+        ways = "give the whole path of one on a file system that all nodes share"
+        require(not others, f"{self.setting} {rule}, but ranks {others} find another: {ways}")
 
     def _require_own(self, checkpoints: list[Path]) -> None:
         source = named = None if self.resume in (None, "auto") else Path(str(self.resume))

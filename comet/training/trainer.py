@@ -59,6 +59,7 @@ def train(config: JobConfig, context: RankContext) -> dict[str, Any]:
         notes = [f"skipped: {reason}" for reason in skipped]
         notes += from_first_rank(lambda: _require_same(config, checkpoint, text, context.world_size))
         from_first_rank(lambda: folder.begin(to_yaml(settings_of(config, context.world_size))))
+        folder.require_shared()
         group = make_expert_group(
             config.model.moe,
             config.parallel,

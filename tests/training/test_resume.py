@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import redirect_stderr
+from contextlib import chdir, redirect_stderr
 from dataclasses import replace
 from pathlib import Path
 
@@ -188,6 +188,18 @@ def test_foreign_things_named_like_checkpoints_are_left_alone(tmp_path):
     assert names(out) >= {"step-notes", "step-000004", "step-000006", "step-000002.tmp", "step-x.tmp", "step-000004-2"}
     assert names(out / "step-000006") == names(out / "step-000002.tmp") == {"notes.txt"}
     assert train(make_job(tmp_path, resume="auto"), Rank())["checkpoint"] == result["checkpoint"]
+
+
+def train_in_a_folder_of_its_own(rank: int, world_size: int, folder: Path) -> None:
+    job = replace(make_job(folder, ep=2, steps=3), output_dir="out")
+    (folder / str(rank)).mkdir()
+    message = r"output_dir='out' must be one folder of all ranks, but ranks \[1\] find another: give .* nodes share"
+    with chdir(folder / str(rank)), pytest.raises(ValueError, match=message):
+        train(job, Rank(rank, world_size))
+
+
+def test_ranks_whose_folders_differ_are_named_before_the_first_step(tmp_path):
+    run_ranks(train_in_a_folder_of_its_own, 2, tmp_path)
 
 
 @pytest.mark.parametrize("resume", [None, "auto"])
