@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -203,7 +204,8 @@ class Place:
         """Refuse what the whole model, converted, does not do."""
         self.keep_from_saving(model)
         if isinstance(self.runner, ReplicatedRunner) and self.layout.world_size > 1:
-            model.register_forward_pre_hook(partial(_require_same_prompts, self.runner.group), with_kwargs=True)
+            hook = partial(_require_same_prompts, self.runner.group, digest_of(model))
+            model.register_forward_pre_hook(hook, with_kwargs=True)
 
     def keep_from_saving(self, model: nn.Module) -> None:
         """Let ``save_pretrained`` raise ``ValueError`` where its folder would look like a model's, and be none.
@@ -229,9 +231,41 @@ class Place:
             model.save_pretrained = save_pretrained  # type: ignore[assignment]
 
 
+SAMPLES = 4096  # elements of a tensor that a digest looks at
+
+
+def digest_of(model: nn.Module) -> str:
+    """A fingerprint of what all ranks of a group hold alike: a sample of every tensor that is no expert's."""
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        if ".experts." not in name:
+            flat = tensor.detach().flatten()
+            sample = flat[:: max(len(flat) // SAMPLES, 1)].cpu().contiguous()
+            digest.update(f"{name} {tensor.shape} {tensor.dtype}".encode() + sample.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def require_same_model(group: ExpertGroup, digest: str) -> None:
+    """Raise ``ValueError`` on all ranks that hold other models (collective), as of folders on the disk of each node."""
+    if group.process_group is not None:
+        _require_same_digests(gather(group.process_group, digest))
+
+
+def _require_same_digests(digests: Sequence[str]) -> None:
+    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    require(
+        not others,
+        f"model of ranks {others} must be that of rank 0: all but its experts is on every rank of a group, with equal "
+        "weights; are their folders the same?",
+    )
+
+
 @uncompiled
-def _require_same_prompts(group: ExpertGroup, _: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-    """Raise ``ValueError`` on all ranks that are given different prompts (collective), which no expert would notice.
+def _require_same_prompts(
+    group: ExpertGroup, digest: str, _: nn.Module, args: tuple[Any, ...], given: dict[str, Any]
+) -> None:
+    """Raise ``ValueError`` on all ranks that are given different prompts (collective), which no expert would notice, or
+    hold different models.
 
     Decode steps are not looked at, nor what is read into a static cache or captured: that would wait for the device.
     """
@@ -243,7 +277,9 @@ def _require_same_prompts(group: ExpertGroup, _: nn.Module, args: tuple[Any, ...
     if cache is not None and cache.get_seq_length():
         return
     assert group.process_group is not None
-    prompts = gather(group.process_group, (ids.shape, hashlib.sha256(ids.cpu().numpy().tobytes()).digest()))
+    mine = ids.shape, hashlib.sha256(ids.cpu().numpy().tobytes()).digest()
+    prompts, digests = zip(*gather(group.process_group, (mine, digest)), strict=True)
+    _require_same_digests(digests)
     others = [rank for rank, prompt in enumerate(prompts) if prompt != prompts[0]]
     require(
         not others,

@@ -34,6 +34,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from comet.integrations import hf
+from comet.integrations.hf.convert import digest_of, require_same_model
 
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 
@@ -304,4 +305,19 @@ def test_ranks_with_different_prompts_all_say_so(rank: int, world_size: int) -> 
     with pytest.raises(ValueError, match=r"^input_ids of ranks \[1\] must be those of rank 0: all ranks of a group"):
         model.generate(ids + rank, max_new_tokens=2)
     assert torch.equal(greedy(model, ids), greedy(tiny_model("qwen3_moe"), ids)), "they go on"
+    group.close()
+
+
+@in_ranks(2)
+def test_ranks_with_different_models_all_say_so(rank: int, world_size: int) -> None:
+    group = make_group(tiny_config("qwen3_moe"), ep=world_size)
+    stock, ids = tiny_model("qwen3_moe"), torch.arange(6).view(1, 6)
+    stock.model.norm.weight.data[3] += rank  # as of another folder
+    model = hf.convert(stock, group)
+    with pytest.raises(
+        ValueError, match=r"^model of ranks \[1\] must be that of rank 0: .* are their folders the same\?$"
+    ):
+        model.generate(ids, max_new_tokens=2)
+    with pytest.raises(ValueError, match=r"^model of ranks \[1\] must be that of rank 0"):
+        require_same_model(group, digest_of(model))
     group.close()
