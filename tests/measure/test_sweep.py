@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-import torch
 from launch_jobs import TIMEOUT_S, run, start
 from refusals import dry_run
 from training_cases import Rank
@@ -22,8 +21,6 @@ from comet.errors import NothingMeasuredError
 from comet.jobs.config import JobConfig, SweepConfig
 from comet.launch.cli import PROGRAM
 from comet.launch.config import compose, make_job
-from comet.layer.group import make_expert_group
-from comet.layer.paths import make_path
 from comet.measure.sweep import (
     COLUMNS,
     CSV_NAME,
@@ -43,7 +40,6 @@ from comet.measure.sweep import (
 from comet.measure.tune import tune_job
 from comet.training.ranks import from_first_rank
 from comet.tuner.profile import Measured
-from comet.utils.shared_file import require_writable
 
 MOE = MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2)
 PNG = b"\x89PNG"
@@ -143,28 +139,6 @@ def test_table_lines_and_picture(tmp_path):
     assert (tmp_path / PLOT_NAME).read_bytes().startswith(PNG)
 
 
-def test_a_failing_point_is_recorded_and_the_others_are_measured(monkeypatch):
-    def path_but_not_at_13(name, moe, group, overlap):
-        if overlap.comm_blocks == 13:
-            raise RuntimeError("no resources\nfor 13 blocks")
-        return make_path(name, moe, group, overlap)
-
-    monkeypatch.setattr("comet.measure.layers.make_path", path_but_not_at_13)
-    job = job_of("sweep.rounds=1")
-    shape = Shape(model="small", moe=MOE, parallel=ParallelConfig(ep=1), tokens=8)
-    group = make_expert_group(MOE, ParallelConfig(ep=1), max_tokens=8, dtype=torch.float32, device="cpu")
-    settings = [OverlapConfig(comm_blocks=8), OverlapConfig(comm_blocks=13), OverlapConfig(comm_blocks=16)]
-    first, failed, last = measure_shape(job, shape, settings, group, Rank())
-    assert first.ms
-    assert last.ms
-    assert failed.ms is None
-    assert failed.failure == "RuntimeError: no resources for 13 blocks"
-    too_many = measure_shape(job, replace(shape, tokens=1000), settings, group, Rank())
-    assert [item.ms for item in too_many] == [None] * 3, "all fail, none is an error"
-    assert "1000" in too_many[0].failure
-    group.close()
-
-
 def test_a_second_sweep_measures_only_what_is_new(tmp_path, capsys):
     words = ("sweep.tokens=[16]", "sweep.num_panels=[2,4]", "sweep.rounds=1", "sweep.layouts=[[1,1],[2,1]]")
     job = job_of(*words, "sweep.comm_blocks=[8]", f"output_dir={tmp_path}")
@@ -248,22 +222,6 @@ def test_the_command_on_two_ranks(tmp_path: Path) -> None:
         "ValueError: world_size",
     }
     assert {path.name for path in tmp_path.iterdir()} == {".comet.lock", CSV_NAME, f"{CSV_NAME}.lock", PLOT_NAME}
-
-
-def test_trying_to_write_changes_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "er" / CSV_NAME
-    require_writable(path, "output_dir='x'")
-    assert not path.exists()
-    path.write_text("content")
-    require_writable(path, "output_dir='x'")
-    assert path.read_text() == "content"
-    assert len(list(path.parent.iterdir())) == 2, "the file and its lock"
-    path.unlink()
-    path.mkdir()
-    with pytest.raises(
-        ValueError, match=r"output_dir='x' must be a folder that can be written: .*sweep\.csv is a folder"
-    ):
-        require_writable(path, "output_dir='x'")
 
 
 def never(*arguments: object, **named: object) -> NoReturn:
