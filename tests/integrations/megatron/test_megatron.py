@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron_cases import (
     BATCH,
     SEQUENCE,
+    Size,
     gradients,
     make_config,
     make_gpt,
@@ -26,9 +27,9 @@ from megatron_cases import (
     save_and_load,
     start,
     stock_spec,
+    train_beside_megatron,
     twins,
 )
-from megatron_training import Size, train_beside_megatron
 from ranks import in_ranks, run_ranks
 from torch import Tensor
 from torch.nn.functional import relu

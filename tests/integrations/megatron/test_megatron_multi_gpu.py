@@ -14,8 +14,7 @@ from gpus import ON_GPUS, gpu_of
 
 pytest.importorskip("megatron.core", reason="needs pip install 'comet-moe[megatron]'")
 
-from megatron_cases import save_and_load
-from megatron_training import Size, layers_beside_megatron, train_beside_megatron
+from megatron_cases import Size, layers_beside_megatron, save_and_load, train_beside_megatron
 from ranks import run_ranks
 
 SIZE = Size(hidden=1024, vocabulary=8192, sequence=512, batch=2)
