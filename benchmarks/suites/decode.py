@@ -27,9 +27,10 @@ paths, which take no such weights, run on the same numbers in the dtype of the t
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -42,30 +43,19 @@ from comet.decode import MAX_DECODE_TOKENS, DecodeScratch, DecodeWeights, warp_d
 from comet.decode.runners import rank_slice, run_path_on_slices
 from comet.kernels.decode.step import Batch
 from comet.layout import ExpertLayout
-from comet.measure.timing import Variant, capture
+from comet.measure.timing import Timing, Variant, capture
 
 from baselines.decode import EXPERT_CONFIGS, find_library, torch_experts, triton_experts
 from lib.arguments import parsed, require_known, suite_parser, whole_numbers, words
-from lib.decode import (
-    OWN,
-    PREFIX,
-    WEIGHTS,
-    Step,
-    StepRun,
-    Team,
-    WeightSet,
-    draw,
-    figures,
-    format_table,
-    make_set,
-    make_steps,
-    open_team,
-)
+from lib.decode import OWN, PREFIX, WEIGHTS, Step, StepRun, Team, WeightSet, make_set, make_steps, open_team
 from lib.ranks import Ranks, differs_over_ranks, release
-from lib.report import Row, report
+from lib.report import IN_JSON_ONLY, Panels, Row, cell, draw_lines, names_of, report, table_of
 from lib.shapes import swiglu_model
 from lib.timing import gather_facts, read_roofline_tbs, time_by_protocol
 
+CENTRIC = "triton"
+OTHERS = ("torch", "fused", "local", "local_nccl", *OWN)
+BELOW_TABLE = {"no_graph": "without a graph", "failures": "not measured"}
 ON_ONE_GPU = ("comet", "torch", "triton", "transformers", "fused")
 OVER_RANKS = ("comet", "local", "local_nccl", "fused", *OWN)
 MANY_TOKENS = ("torch", "triton", "transformers", "fused", "own_fused")  # variants for more than MAX_DECODE_TOKENS
@@ -187,6 +177,72 @@ def routed(step: Step) -> tuple[Tensor, Tensor, Tensor, DecodeWeights]:
 def plain(step: Step) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Arguments of paths that take no quantised weights."""
     return step.tokens, step.ids, step.routing_weights, step.set.plain.w1, step.set.plain.w2
+
+
+def figures(
+    timings: Mapping[str, Timing],
+    accuracy: Mapping[str, tuple[float, float]],
+    num_steps: int,
+    touched_bytes: float,
+    roofline_tbs: float,
+) -> Row:
+    """One row: microseconds of a step per variant, rate and fraction of the roofline of warp decode, and errors.
+
+    Example: comet 0.4 ms for 4 steps that touch 2e8 bytes each, triton1 0.8 ms, roofline 4 TB/s: 100 us, 2 TB/s, 0.5 of
+    the roofline, 2 x triton. With local 0.38 ms: added 5 us; with own 0.42 ms, too: own added 10 us.
+    """
+    times_us = {name: timing.median_ms * 1e3 / num_steps for name, timing in timings.items()}
+    library = [name for name in times_us if name.startswith(PREFIX)]
+    centric, fastest = (
+        min((name for name in times_us if name.startswith(prefix)), key=times_us.__getitem__, default="")
+        for prefix in (CENTRIC, PREFIX)
+    )
+    shown = {"comet": "comet", "triton": centric} | {name: name for name in (*OTHERS, *library)}
+    row: Row = {f"{name}_us": times_us.get(source) for name, source in shown.items()}
+    local_us, best_us = row["local_us"], row["comet_us"]
+    for added, over_ranks_us in (("added_us", row["comet_us"]), ("own_added_us", row["own_us"])):
+        row[added] = None if over_ranks_us is None or local_us is None else over_ranks_us - local_us
+    tbs = None if best_us is None else touched_bytes / (best_us * 1e6)
+    row |= {"best_us": best_us, "mbytes": touched_bytes / 1e6, "tbs": tbs, "of_roofline": tbs and tbs / roofline_tbs}
+    for name, source in {"triton": centric, "torch": "torch", "fused": "fused", "transformers": fastest}.items():
+        row[f"x_{name}"] = None if best_us is None or source not in times_us else times_us[source] / best_us
+    for name, source in (("comet", "comet"), ("triton", centric), ("torch", "torch")):
+        row[f"{name}_error"], row[f"{name}_cosine"] = accuracy.get(source, (None, None))
+    quantiles = {name: asdict(timing) for name, timing in timings.items()}
+    return row | {"times_us": times_us, "quantiles": quantiles, "accuracy": dict(accuracy)}
+
+
+def variant_times(row: Row) -> dict[str, float]:
+    """Microseconds of the variants of a row that have a column; of ``triton`` the fastest tile shape."""
+    names = ["comet", CENTRIC, *OTHERS, *(name for name in row.get("times_us", {}) if name.startswith(PREFIX))]
+    return {name: row[f"{name}_us"] for name in names if row.get(f"{name}_us") is not None}
+
+
+def format_table(rows: Sequence[Row]) -> str:
+    """One aligned line per row; below it what was launched without a graph or not measured, with the points of each."""
+    shown = names_of(rows, (*IN_JSON_ONLY, *BELOW_TABLE))
+    points: dict[str, list[str]] = {}
+    for row, (kind, told) in product(rows, BELOW_TABLE.items()):
+        for name, reason in row.get(kind, {}).items():
+            points.setdefault(f"{told}: {name}: {reason}", []).append(f"{_title(row)}, {row['tokens']}")
+    remarks = (f"{remark} (at {'; '.join(where)})" for remark, where in points.items())
+    return "\n".join([table_of(rows, shown, partial(cell, near_one=7)), *remarks])
+
+
+def draw(roofline_tbs: float, path: Path, rows: Sequence[Row]) -> None:
+    """Microseconds of a step over tokens, and the time of reading the touched bytes; a panel for each model."""
+    panels: Panels = {}
+    for row in sorted((row for row in rows if variant_times(row)), key=lambda row: int(row["tokens"])):
+        times = variant_times(row) | {"read roofline": row["mbytes"] / roofline_tbs}
+        lines = panels.setdefault(_title(row), {})
+        for name, time in times.items():
+            lines.setdefault(name, []).append((row["tokens"], time))
+    draw_lines(path, panels, x="tokens", y="us per step")
+
+
+def _title(row: Row) -> str:
+    split = "" if row["ep"] * row["tp"] == 1 else f", EP{row['ep']} x TP{row['tp']}"
+    return f"{row['model']}, {row['weights']}{split}"
 
 
 @dataclass(frozen=True, slots=True)

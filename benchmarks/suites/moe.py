@@ -11,51 +11,136 @@ measured; that of an earlier run becomes ``bench_moe.1.csv``, and so on.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import product
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
+from comet.config import MoEConfig
 from comet.graphed.moe import TrainingGraphs
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.sharding import local
-from comet.layout import Biases
+from comet.layout import Biases, ExpertLayout
 from comet.measure.timing import Variant, capture
 from comet.moe import MoE
 from comet.reference.plain import make_exchange, plain_experts
 
 from baselines.layer import all_gather_experts, exchange_alone, gemm_variants, pipelined_experts, split_evenly
 from lib.arguments import parsed, require_known, suite_parser, words
-from lib.moe import (
-    COLUMNS,
-    FP8_VARIANTS,
-    ROTATE,
-    VARIANTS,
-    Inputs,
-    Layer,
-    balanced_rows,
-    draw,
-    figures,
-    format_table,
-    geometric_means,
-    layer_flops,
-    link_bytes,
-    make_inputs,
-    open_layer,
-    relative_error,
-)
+from lib.moe import BASELINES, FP8_VARIANTS, ROTATE, Inputs, Layer, make_inputs, open_layer, relative_error
 from lib.ranks import Ranks, attempt, release
-from lib.report import Row, describe, report
+from lib.report import Panels, Row, cell, describe, draw_lines, geometric_mean, report, table_of
 from lib.shapes import ROUTINGS, model, parse_overlap
 from lib.timing import gather_facts, time_by_protocol
+
+BACKWARD_FLOPS = 2  # gradients of the rows and of the weights, each as much as the forward GEMMs
+BACKWARD_BYTES = 1  # output gradients are dispatched, input gradients combined
+KEYS = ("model", "tokens", "ep", "tp", "routing", "direction")
+VARIANTS = ("comet", "comet_graph", "plain", "pipelined", "all_gather", "gemm_comet", "gemm_torch", "comm_comet")
+FIGURES = (
+    "link_ms", "tflops", "link_gbs", "efficiency", "hidden", "x_plain", "x_best", "error", "error_fp8", "setting"
+)  # fmt: skip
+COLUMNS = (*KEYS, *(f"{name}_ms" for name in (*VARIANTS, *FP8_VARIANTS)), *FIGURES, "failures")
+MEANS = ("efficiency", "x_plain", "x_best")
 
 LayerVariant = Callable[[int], tuple[Tensor, ...]]
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]  # tokens (T, D), ids and weights (T, K) to (T, D)
 FORWARD_ONLY = ("pipelined", "all_gather")
+
+
+def balanced_rows(num_tokens: int, layout: ExpertLayout) -> int:
+    """Routed rows of one rank if all experts are alike; T=6, K=2, EP=2, TP=2 (W=4): 4 * 6 * 2 / 2 = 24."""
+    return layout.world_size * num_tokens * layout.top_k // layout.ep
+
+
+def layer_flops(config: MoEConfig, layout: ExpertLayout, num_tokens: int, *, backward: bool) -> int:
+    """Floating-point operations of one rank's GEMMs; D=4, F=8, 3 rows, TP=1: 384 + 192 = 576, with backward 1728."""
+    rows, width = balanced_rows(num_tokens, layout), config.ffn_size // layout.tp
+    forward = (
+        2 * rows * config.hidden_size * 2 * width  # gate and up
+        + 2 * rows * width * config.hidden_size  # down
+    )
+    return forward * (1 + BACKWARD_FLOPS * backward)
+
+
+def rows_to_ranks(top_k_ids: Tensor, layout: ExpertLayout) -> Tensor:
+    """Tokens that reach each rank, ``(W,)`` int64, each counted once per rank however many of its experts it goes to.
+
+    Example: E=4, EP=2, TP=1, ids ``(T, K)`` ``[[0, 1], [1, 3], [2, -1]]``, -1 masks: tokens 0 and 1 reach rank 0,
+    tokens 1 and 2 rank 1: ``[2, 2]``.
+    """
+    shards = torch.where(top_k_ids < 0, layout.ep, top_k_ids // layout.experts_local).long()
+    reached = torch.zeros(top_k_ids.shape[0], layout.ep + 1, dtype=torch.int64, device=top_k_ids.device)
+    reached.scatter_(1, shards, 1)
+    return reached[:, : layout.ep].sum(0).repeat_interleave(layout.tp)
+
+
+def link_bytes(
+    top_k_ids: Tensor, layout: ExpertLayout, row_bytes: int, process_group: ProcessGroup | None, *, backward: bool
+) -> int:
+    """Bytes the busiest rank must send over its link, rank-deduplicated (as many arrive); collective."""
+    mine = rows_to_ranks(top_k_ids, layout)
+    rows = [torch.empty_like(mine) for _ in range(layout.world_size)]
+    if layout.world_size > 1:
+        dist.all_gather(rows, mine, group=process_group)
+    else:
+        rows = [mine]
+    traffic = torch.stack(rows).fill_diagonal_(0)  # [source, destination]
+    sent = (
+        traffic.sum(1) * row_bytes  # dispatch: this rank's tokens
+        + traffic.sum(0) * row_bytes  # combine: partial sums of the rows it received
+    )
+    return int(sent.max()) * (1 + BACKWARD_BYTES * backward)
+
+
+def figures(times_ms: Mapping[str, float], flops: int, link_num_bytes: int, link_roofline: float | None) -> Row:
+    """What follows from the median times of a point; ``None`` where something was not measured.
+
+    Example: comet 2 ms, plain 6, all_gather 5, gemm_comet 1.5, comm_comet 1, 3e9 operations of a rank, 1e6 bytes that
+    the busiest one sends, roofline of a peer copy 100 GB/s: link 0.01 ms, 1.5 TFLOP/s, 0.5 GB/s, efficiency 0.75, 0.5
+    of the communication hidden, 3 x plain, 2.5 x the best baseline.
+    """
+    layer = min((times_ms[name] for name in ("comet", "comet_graph") if name in times_ms), default=None)
+    gemm = times_ms.get("gemm_comet", times_ms.get("gemm_torch"))
+    link_ms = link_num_bytes / (link_roofline * 1e6) if link_roofline else None
+    best = min((times_ms[name] for name in BASELINES if name in times_ms), default=None)
+    plain, comm = times_ms.get("plain"), times_ms.get("comm_comet")
+    return {
+        "link_ms": link_ms,
+        "tflops": None if layer is None else flops / (layer * 1e9),
+        "link_gbs": None if layer is None else link_num_bytes / (layer * 1e6),
+        "efficiency": None if layer is None or gemm is None else max(gemm, link_ms or 0.0) / layer,
+        "hidden": None if layer is None or gemm is None or comm is None else 1 - (layer - gemm) / comm,
+        "x_plain": None if layer is None or plain is None else plain / layer,
+        "x_best": None if layer is None or best is None else best / layer,
+    }
+
+
+def format_table(rows: Sequence[Row]) -> str:
+    """One aligned line per row, then the geometric means of ``MEANS`` over the rows that have them."""
+    return table_of([*rows, {"model": "geometric mean"} | geometric_means(rows)], COLUMNS, cell)
+
+
+def geometric_means(rows: Sequence[Row]) -> Row:
+    """Of each of ``MEANS``, over the rows that have it."""
+    return {name: geometric_mean(row.get(name) for row in rows) for name in MEANS}
+
+
+def draw(path: Path, rows: Sequence[Row]) -> None:
+    """Milliseconds of every way to run the layer over the number of tokens, a panel for each model and routing."""
+    panels: Panels = {}
+    for row in rows:
+        lines = panels.setdefault(f"{row['model']} {row.get('routing', '')}", {})
+        for name in (*FP8_VARIANTS, *VARIANTS):
+            if row.get(f"{name}_ms"):
+                lines.setdefault(name, []).append((row["tokens"], row[f"{name}_ms"]))
+    draw_lines(path, panels, x="tokens", y="ms")
 
 
 class GraphedExperts:

@@ -24,10 +24,22 @@ from comet.measure.timing import Timing
 
 import suites.decode
 from baselines.decode import find_library
-from lib.decode import OWN, PREFIX, WEIGHTS, Team, draw, figures, format_table, make_set, make_steps, open_team
+from lib.decode import OWN, PREFIX, WEIGHTS, Team, make_set, make_steps, open_team
 from lib.ranks import Ranks
 from lib.report import report
-from suites.decode import OVER_RANKS, Checked, check_variant, host_waits, own_runs, parse, share_of, timed_form
+from suites.decode import (
+    OVER_RANKS,
+    Checked,
+    check_variant,
+    draw,
+    figures,
+    format_table,
+    host_waits,
+    own_runs,
+    parse,
+    share_of,
+    timed_form,
+)
 
 SMALL = MoEConfig(num_experts=8, top_k=2, hidden_size=64, ffn_size=64)
 TWELVE = replace(SMALL, num_experts=12)

@@ -23,21 +23,20 @@ from comet.reference.plain import plain_experts
 
 import suites.moe
 from baselines.layer import gemm_variants, split_evenly, tile_table
-from lib.moe import (
-    Layer,
-    balanced_rows,
-    figures,
-    layer_flops,
-    link_bytes,
-    make_inputs,
-    open_layer,
-    relative_error,
-    rows_to_ranks,
-)
+from lib.moe import Layer, make_inputs, open_layer, relative_error
 from lib.ranks import Ranks, attempt
 from lib.report import geometric_mean
 from lib.shapes import MODELS, make_routing, model, parse_overlap
-from suites.moe import LayerVariant, checked_variants, parse
+from suites.moe import (
+    LayerVariant,
+    balanced_rows,
+    checked_variants,
+    figures,
+    layer_flops,
+    link_bytes,
+    parse,
+    rows_to_ranks,
+)
 
 
 def layout_of(num_experts: int, top_k: int, ep: int, tp: int, rank: int = 0) -> ExpertLayout:
