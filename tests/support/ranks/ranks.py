@@ -1,37 +1,35 @@
 """Run one function in several fresh processes that form a ``torch.distributed`` group, and collect what it returns.
 
 The processes inherit nothing from the test: they load the test file themselves and find modules as after their import.
-They are forks of a server (``rank_server``) that has imported torch and touched no device.
+They are forks of a server that has imported torch and touched no device (``rank_server``).
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import functools
 import inspect
-import json
 import os
 import pickle
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver, get_context
+from multiprocessing.context import ForkServerProcess
+from multiprocessing.forkserver import ForkServer
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from gpus import ON_GPUS, backend_of
+from rank_server import IN_SERVER, become_rank
 
-SERVER = Path(__file__).with_name("rank_server.py")
 GRACE_S = 0.2
 STACK_S = 10.0
 POLL_S = 0.02
 LOG_TAIL = 4000
-MESSAGE_BYTES = 4096
 
 
 def run_ranks(
@@ -62,7 +60,6 @@ def run_ranks(
 
     Raises:
         AssertionError: If a rank raised or died (with its traceback and output; the others are killed), or on timeout.
-        RuntimeError: If the server of the ranks died, with its output.
 
     Example:
         With ``def double(rank, world_size, offset): return 2 * rank + offset``,
@@ -73,25 +70,22 @@ def run_ranks(
     job = {
         "file": inspect.getfile(fn),
         "module": fn.__module__,
-        "qualname": fn.__qualname__,
         "world_size": world_size,
         "backend": backend_of(world_size) if backend == ON_GPUS else backend,
         "timeout": timeout,
-        "cwd": os.getcwd(),
-        "pickled_args": pickle.dumps(args),
+        "pickled_call": pickle.dumps((fn, args)),
     }
     with tempfile.TemporaryDirectory(prefix="comet-ranks-") as name:
         folder = Path(name)
         (folder / "job").write_bytes(pickle.dumps(job))
-        children: list[ForkedRank] = []
+        children: list[ForkServerProcess] = []
         try:
-            for rank in range(world_size):
-                children.append(_fork(rank, folder, interpret))
+            _start(children, folder, world_size, interpret)
             _wait(children, folder, timeout, may_die)
         finally:
             for child in children:
                 child.kill()
-                child.wait()
+                child.join()
         return [_value(rank, folder, may_die) for rank in range(world_size)]
 
 
@@ -116,113 +110,44 @@ def in_ranks(world_size: int, **options: Any) -> Callable[[Callable[..., None]],
     return decorate
 
 
-_servers: dict[object, RankServer] = {}  # they serve all tests of this process
+_servers: dict[object, ForkServer] = {}  # they serve all tests of this process
 _lock = threading.Lock()
 
 
-def _fork(rank: int, folder: Path, interpret: bool) -> ForkedRank:
-    """Fork the process that does the job in ``folder`` as ``rank`` and writes to the file ``log.RANK`` there.
+def _start(children: list[ForkServerProcess], folder: Path, world_size: int, interpret: bool) -> None:
+    """Fork the processes that do the job in ``folder``.
 
     Each environment and import path has two servers, for even and odd ranks: two interpreters have two hash seeds, so
     that ranks which rely on the order of a set fall out of step, as ranks of a real job would.
     """
-    env = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
-    env["TORCH_DIST_INIT_BARRIER"] = "1"  # a rank that is done at once would break off the connections of the others
-    # pytest and torch set the last two as they go along, and each new value would ask for a server of its own.
-    for name in ("TRITON_INTERPRET", "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"):
-        env.pop(name, None)
-    if interpret:
-        env["TRITON_INTERPRET"] = "1"
-    start = (tuple(sorted(env.items())), tuple(sys.path), rank % 2)
     with _lock:
-        server = _servers.get(start)
-        if server is None or server.process.poll() is not None:
-            server = _servers[start] = RankServer(env)
-        return server.fork(folder, rank)
+        env = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", PYTHONPATH=os.pathsep.join(sys.path))
+        env["TORCH_DIST_INIT_BARRIER"] = "1"  # a rank that is done at once would break off the others' connections
+        # pytest and torch set the last two as they go along, and each new value would ask for a server of its own.
+        for name in ("TRITON_INTERPRET", "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"):
+            env.pop(name, None)
+        if interpret:
+            env["TRITON_INTERPRET"] = "1"
+        key = tuple(sorted(env.items()))
+        servers = [_servers.setdefault((key, rank % 2), ForkServer()) for rank in range(world_size)]
+        with patch.dict(os.environ, env | {IN_SERVER: "1"}, clear=True):
+            for server in servers:
+                server.set_forkserver_preload(["rank_server"])
+                server.ensure_running()
+            for rank, server in enumerate(servers):
+                child = get_context("forkserver").Process(target=become_rank, args=(folder, rank))
+                with patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
+                    child.start()
+                children.append(child)
 
 
-class RankServer:
-    """A process that forks ranks, and ends with this one.
-
-    It gets a folder, a rank and one end of a connection per rank. Over it the server receives signals for the rank and
-    answers with its exit code; once the other end is closed it kills the rank. The ranks end with the server.
-    """
-
-    def __init__(self, env: dict[str, str]) -> None:
-        self.log = tempfile.TemporaryFile()  # noqa: SIM115 - read when the server has ended
-        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, SERVER, str(theirs.fileno()), json.dumps(sys.path)],
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=self.log,
-                stderr=self.log,
-                pass_fds=[theirs.fileno()],
-            )
-        atexit.register(self.close)
-
-    def fork(self, folder: Path, rank: int) -> ForkedRank:
-        """Ask for a rank; whether the server still lives shows when the rank is polled."""
-        connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, contextlib.suppress(ConnectionError):
-            socket.send_fds(self.control, [json.dumps([str(folder), rank]).encode()], [theirs.fileno()])
-        return ForkedRank(self, connection)
-
-    def close(self) -> None:
-        self.control.close()
-        self.process.wait()
-
-    def obituary(self) -> str:
-        code = self.process.wait()
-        self.log.seek(0)
-        return f"the rank server ended with exit code {code}\n{self.log.read().decode(errors='replace')[-LOG_TAIL:]}"
-
-
-class ForkedRank:
-    """A process the server forked, with the methods of ``subprocess.Popen``."""
-
-    def __init__(self, server: RankServer, connection: socket.socket) -> None:
-        self.server = server
-        self.connection = connection
-        self.code: int | None = None
-
-    def poll(self) -> int | None:
-        """The exit code (minus the signal), ``None`` while it runs; raises ``RuntimeError`` if the server is gone."""
-        if self.code is None:
-            with contextlib.suppress(BlockingIOError):
-                self._receive(socket.MSG_DONTWAIT)
-                if self.code is None:
-                    raise RuntimeError(self.server.obituary())
-        return self.code
-
-    def send_signal(self, number: int) -> None:
-        """Send a signal; nothing happens if the process has ended."""
-        with contextlib.suppress(ConnectionError):
-            self.connection.send(bytes([number]))
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-    def wait(self) -> None:
-        """Return when the process has ended, also if the server has."""
-        if self.code is None:
-            self._receive(0)
-        self.connection.close()
-
-    def _receive(self, flags: int) -> None:
-        with contextlib.suppress(ConnectionError):
-            if message := self.connection.recv(MESSAGE_BYTES, flags):  # empty: nobody holds the other end any more
-                self.code = int(message)
-
-
-def _wait(children: Sequence[ForkedRank], folder: Path, timeout: float, may_die: Sequence[int]) -> None:
+def _wait(children: Sequence[ForkServerProcess], folder: Path, timeout: float, may_die: Sequence[int]) -> None:
     deadline = time.monotonic() + timeout
     while True:
-        codes = [child.poll() for child in children]
+        codes = [child.exitcode for child in children]
         if any(_is_failure(rank, code, may_die) for rank, code in enumerate(codes)):
             time.sleep(GRACE_S)  # the first to exit may only be the victim of another rank that is about to exit
-            codes = [child.poll() for child in children]
+            codes = [child.exitcode for child in children]
             failed = [rank for rank, code in enumerate(codes) if _is_failure(rank, code, may_die)]
             raise AssertionError("\n".join(_report(rank, codes[rank], folder) for rank in failed))
         if None not in codes:
@@ -230,7 +155,7 @@ def _wait(children: Sequence[ForkedRank], folder: Path, timeout: float, may_die:
         if time.monotonic() > deadline:
             running = [rank for rank, code in enumerate(codes) if code is None]
             for rank in running:
-                children[rank].send_signal(signal.SIGUSR1)  # prints the stack of every thread into the log
+                os.kill(children[rank].pid, signal.SIGUSR1)  # prints the stack of every thread into the log
             _await_stacks([folder / f"log.{rank}" for rank in running])
             reports = "\n".join(_report(rank, None, folder) for rank in running)
             raise AssertionError(f"ranks {running} still running after {timeout} s\n{reports}")
@@ -253,9 +178,10 @@ def _is_failure(rank: int, code: int | None, may_die: Sequence[int]) -> bool:
 def _report(rank: int, code: int | None, folder: Path) -> str:
     outcome = folder / f"outcome.{rank}"
     error = pickle.loads(outcome.read_bytes())[1] if code is not None and outcome.exists() else ""
-    log = (folder / f"log.{rank}").read_text(errors="replace")[-LOG_TAIL:]
+    log = folder / f"log.{rank}"
+    output = log.read_text(errors="replace")[-LOG_TAIL:] if log.exists() else ""
     state = "still running" if code is None else f"exit code {code}"
-    return f"---- rank {rank} ({state}) ----\n{error}\n-- output of rank {rank} --\n{log}"
+    return f"---- rank {rank} ({state}) ----\n{error}\n-- output of rank {rank} --\n{output}"
 
 
 def _value(rank: int, folder: Path, may_die: Sequence[int]) -> Any:
