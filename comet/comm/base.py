@@ -167,6 +167,14 @@ class Communicator(ABC):
         """
         return Step(self, what, is_final=collectives, refuses=collectives if refuses is None else refuses)
 
+    def take_turn(self, what: str) -> None:
+        """Keep other threads out until ``turn`` is released: they wait, or over ranks raise ``RuntimeError``."""
+        if not self.turn.acquire(blocking=self.world_size == 1):
+            raise RuntimeError(
+                f"the {what} must wait for a step of another thread of rank {self.rank}: call layers over ranks from "
+                "one thread, because two may take turns in another order on each rank"
+            )
+
     def settle(self, what: str) -> None:
         """Wait for all streams of the device; for collectives of ``torch.distributed``, until the deadline.
 

@@ -199,11 +199,7 @@ class Step:
         comm = self._comm
         if comm.closed or comm.board.word[0]:
             comm.require_open()
-        if not comm.turn.acquire(blocking=comm.world_size == 1):
-            raise RuntimeError(
-                f"the {self._what} must wait for a step of another thread of rank {comm.rank}: call layers over ranks "
-                "from one thread, because two may take turns in another order on each rank"
-            )
+        comm.take_turn(self._what)
         comm.board.take_back()
         comm.stream_order.join()
         comm.awaits_collectives |= self._is_final

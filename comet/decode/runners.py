@@ -133,6 +133,10 @@ class LocalRunner:
         """``(T, D)`` float32, what this rank's experts contribute -> the sum over ranks, in their order; collective."""
         return partial
 
+    def in_turn(self, own: AbstractContextManager[object]) -> AbstractContextManager[object]:
+        """Around what threads have to do one after the other; ``own`` is a lock of what they use."""
+        return own
+
     def noting(self, what: str, *, collectives: bool = False) -> AbstractContextManager[object]:
         """Around what may fail on one rank while others wait for it: all of them then know of it. Here nobody waits."""
         return nullcontext()
@@ -211,6 +215,16 @@ class ReplicatedRunner(GroupExperts):
         if self.group.parallel.world_size == 1:
             return partial
         return all_gather_stacked(partial, self.group.process_group).sum(0)
+
+    @contextmanager
+    def in_turn(self, own: AbstractContextManager[object]) -> Iterator[None]:
+        """A group's steps have a lock."""
+        comm = self.group.comm
+        comm.take_turn("call of experts in slots")
+        try:
+            yield
+        finally:
+            comm.turn.release()
 
     @contextmanager
     def noting(self, what: str, *, collectives: bool = False) -> Iterator[None]:

@@ -8,7 +8,9 @@ bit for bit, but for those of longer prompts.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, Self
@@ -84,6 +86,8 @@ class ExpertCache(SlotCache):
         w2: ``(e, D, F)``.
         num_experts: E, of all ranks; ``None``: e.
         first_expert: Number of the first of w1 among them.
+        turn: Lock of the thread that may use it and the caches of other layers, whose experts it may bring; ``None``:
+            its own.
         **others: ``w1_scales`` and ``w2_scales`` of quantised experts; b1 ``(e, 2F)``, gate, then up, and b2
             ``(e, D)``, all of which are copied to the device.
     """
@@ -99,6 +103,7 @@ class ExpertCache(SlotCache):
         num_experts: int | None = None,
         first_expert: int = 0,
         activation: Activation = SWIGLU,
+        turn: AbstractContextManager[object] | None = None,
         **others: Tensor,
     ) -> None:
         given = HeldExperts(w1, w2, False, **others)
@@ -128,6 +133,7 @@ class ExpertCache(SlotCache):
         }
         biases: dict[str, Any] = {name: part.to(device) for name, part in others.items() if name in ("b1", "b2")}
         self.weights = DecodeWeights(**slots, slots=self.tables.slots, host=self.host, activation=activation, **biases)
+        self.turn = turn or threading.RLock()
         self.cores: HostCores | None = None
         self.layer = 0
         self.num_held = w1.shape[0]

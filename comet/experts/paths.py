@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -57,7 +58,7 @@ class Slots:
             ValueError: If the device's memory does not hold a layer's fewest slots.
         """
         if least_of_ranks(all(layer.readable for layer in layers), self.group):
-            place = dict(device=self.device, policy=self.policy, **self._place)
+            place = dict(device=self.device, policy=self.policy, turn=threading.RLock(), **self._place)
             caches = self._fitting(
                 layers,
                 lambda number, layer, slots: ExpertCache(**layer.stored_parts, num_slots=slots, **place),

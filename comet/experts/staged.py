@@ -58,6 +58,7 @@ class Stage:
         }
         self._places: OrderedDict[tuple[int, int], int] = OrderedDict()
         self._free = list(range(num_places))
+        self.turn = threading.RLock()  # of the thread that may use it
         self.num_places = num_places
         self.num_reads = 0  # experts that were read into it so far
         self.files: AbstractContextManager[object] | None = None  # what its readers need to stay open, if anything
@@ -140,6 +141,7 @@ class StagedCache(SlotCache):
         table = torch.full((num_experts or num_held,), -1, dtype=torch.int32, device=device)
         self.weights = DecodeWeights(**slots, slots=table, activation=activation)
         self._reader, self.stage, self._layer = reader, stage, layer
+        self.turn = stage.turn
         self._slots: OrderedDict[int, int] = OrderedDict()
         self._free = list(range(num_slots))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
@@ -92,6 +93,7 @@ class SlotCache(Protocol):
     first_expert: int
     num_held: int
     num_slots: int
+    turn: AbstractContextManager[object]  # of the thread that may use the slots, and what else there is one of
 
     @property
     def expert_bytes(self) -> int:
@@ -162,11 +164,12 @@ class ExpertsFromSlots:
             "requires_grad=True of tokens or top_k_weights must be False: a model with an expert_budget is for "
             "inference, run it under torch.no_grad()",
         )
-        self.check()
-        if tokens.shape[0] > self.runner.decode.max_tokens:
+        with self.runner.in_turn(self.cache.turn):
+            self.check()
+            if tokens.shape[0] <= self.runner.decode.max_tokens:
+                return self.step(tokens, top_k_ids, top_k_weights, w1, w2)
             with self.runner.noting("streaming of experts", collectives=True):
                 return self.runner.add_up(self._stream(tokens, top_k_ids, top_k_weights)).to(tokens.dtype)
-        return self.step(tokens, top_k_ids, top_k_weights, w1, w2)
 
     def check(self) -> None:
         """Raise what keeps this layer from being computed."""

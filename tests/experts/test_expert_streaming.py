@@ -247,6 +247,36 @@ def test_a_cache_holds_experts_that_there_are() -> None:
         ExpertCache(held.w1, held.w2, K, CPU, num_experts=E, first_expert=1)
 
 
+@of_both_caches
+def test_threads_take_turns(staged: bool) -> None:
+    """A second one would give away the slots that the first one's step is about to read."""
+    held, made = made_experts(21)
+    path, found, begun, may_go_on = path_of(held, K, staged=staged), {}, threading.Event(), threading.Event()
+    decode = path.runner.decode
+
+    class Waiting(Decoder):
+        def __call__(self, *step: object) -> Tensor:
+            begun.set()
+            may_go_on.wait()
+            return decode(*step)
+
+    path.runner.decode = Waiting(K, decode.max_tokens)
+    given = [routed(made, 1) for _ in range(2)]
+    threads = [
+        threading.Thread(target=lambda n=n: found.update({n: path(*given[n], held.w1, held.w2)})) for n in range(2)
+    ]
+    threads[0].start()
+    begun.wait()
+    path.runner.decode = decode
+    threads[1].start()
+    threads[1].join(0.3)
+    assert not found, "the other thread's step is under way"
+    may_go_on.set()
+    for number, thread in enumerate(threads):
+        thread.join()
+        torch.testing.assert_close(found[number], plain_experts(*given[number], held.w1, held.w2, LAYOUT, None))
+
+
 # ---- what the host reads ---------------------------------------------------------------------------------------------
 
 
