@@ -22,7 +22,7 @@ from comet.jobs.config import JobConfig, activation_dtype
 from comet.layer.group import ExpertGroup, make_expert_group
 from comet.models.gpt import GPT
 from comet.training.checkpoint import load_weights
-from comet.training.ranks import RankContext
+from comet.training.ranks import RankContext, from_first_rank
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def generate_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
         ValueError: If there is no source or prompt, the source is broken, or a prompt does not fit the context.
     """
     settings = config.generate
-    source = find_source(settings.source)
+    source = from_first_rank(lambda: find_source(settings.source))  # a run that goes on may save a newer one
     require(
         source.checkpoint is None or not settings.keep_fp8,
         f"generate.keep_fp8=True must come with a Hugging Face folder, generate.source={settings.source!r} is none",

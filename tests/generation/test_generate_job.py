@@ -11,9 +11,11 @@ import launch_jobs
 import pytest
 import torch
 import yaml
+from ranks import run_ranks
 from refusals import dry_run, refusal
 from training_cases import MODEL, MOE, Rank, make_job, make_model
 
+from comet.generation import job as generation_job
 from comet.generation.engine import GPTEngine
 from comet.generation.job import generate_job
 from comet.generation.source import find_source, model_of
@@ -161,6 +163,21 @@ def test_a_text_does_not_depend_on_others_through_the_capacity_of_experts(traine
     model, group = make_model(replace(TRAINED, moe=replace(TRAINED.moe, capacity_factor=1.0)))
     with pytest.raises(ValueError, match=r"capacity_factor=1\.0 must be None to generate: sequences would drop"):
         GPTEngine(model, group)
+
+
+def generate_while_a_run_saves(rank: int, world_size: int, folder: Path, run: Path) -> str:
+    generation_job.find_source = lambda source: find_source(f"{source}/step-0000{20 if rank else 40}")
+    try:
+        settings = replace(GREEDY, source=str(run), max_new_tokens=2)
+        return str(
+            generate_job(make_job(folder, model=TRAINED, ep=2, generate=settings), Rank(rank, world_size))["source"]
+        )
+    finally:
+        generation_job.find_source = find_source
+
+
+def test_ranks_take_the_checkpoint_that_rank_0_finds(trained, tmp_path):
+    assert set(run_ranks(generate_while_a_run_saves, 2, tmp_path, trained)) == {f"{trained}/step-000040"}
 
 
 def test_texts_reach_the_job_as_they_were_typed():
