@@ -355,7 +355,7 @@ def list_checkpoints(root: Path) -> tuple[list[Checkpoint], list[str]]:
             continue
         try:
             found.append(read_checkpoint(path))
-        except ValueError as error:
+        except (ValueError, FileNotFoundError) as error:  # a run that goes on removes its old ones
             skipped.append(str(error))
     return sorted(found, key=lambda item: (item.saved_at, item.step), reverse=True), skipped
 

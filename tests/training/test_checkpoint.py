@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -170,6 +171,18 @@ def test_damaged_newest_is_named_and_passed_over(tmp_path, message):
     checkpoint, (skipped,) = choose_checkpoint(*find_checkpoints(str(tmp_path), "unused"))
     assert checkpoint.step == 1
     assert "step-000002" in skipped
+
+
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_passed_over(tmp_path, monkeypatch):
+    folder = tmp_path / "step-000001"
+    folder.mkdir()
+    (folder / checkpoint_folder.MANIFEST).write_text("{}")
+
+    def removed(text):
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(folder))
+
+    monkeypatch.setattr(json, "loads", removed)
+    assert list_checkpoints(tmp_path) == ([], [f"[Errno 2] No such file or directory: '{folder}'"])
 
 
 def test_folder_without_checkpoints(tmp_path):
