@@ -34,7 +34,7 @@ from ranks import run_ranks
 from refusals import refusal, run_without_gpu
 from terminal import Terminal
 from tiers import slow
-from training_cases import Rank
+from training_cases import Rank, losses
 
 from comet.errors import CapacityError, CommTimeoutError
 from comet.launch.cli import PROGRAM, main
@@ -346,12 +346,7 @@ def train_in(folder: Path, kills: list[tuple[int, int, str]], command: list[str]
         assert died == [str(rank) for rank, _, _ in kills], job.stderr
         assert job.stderr.count("all ranks start anew, restart ") == len(kills), job.stderr
     (run,) = folder.glob("run-*")
-    return losses_in(run)
-
-
-def losses_in(run: Path) -> list[float]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [loss for row in rows for loss in row.get("losses", [])]
+    return losses(run)
 
 
 @pytest.mark.timeout(3600)  # twenty kills take minutes, more of them on a busy machine
@@ -370,26 +365,21 @@ def test_killed_jobs_end_with_the_losses_of_an_undisturbed_one(launcher: str, nu
     calm.mkdir()
     settings = [f"data.path={tmp_path}/disturbed/text.txt", f"output_dir={calm}", *TINY, *SAVING, steps]
     run_ranks(train_as_rank, 2, settings)
-    assert disturbed == losses_in(calm)
+    assert disturbed == losses(calm)
     assert len(disturbed) == STEPS_PER_ATTEMPT * (number + 1)
 
 
 DEADLINE_S = 6
 
 
-def said_by(job: subprocess.Popen[str]) -> list[str]:
-    """What a job says of its end; fails where it does not come."""
+@pytest.mark.slow
+def test_a_rank_that_is_late_but_alive_is_named_with_what_it_does(tmp_path: Path) -> None:
+    job = start("late", f"output_dir={tmp_path}", f"comm.timeout_s={DEADLINE_S}")
     try:
         _, err = job.communicate(timeout=TIMEOUT_S)
     finally:
         job.kill()
-    return [line for line in err.splitlines() if "error" in line or "Traceback" in line]
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_late_but_alive_is_named_with_what_it_does(tmp_path: Path) -> None:
-    job = start("late", f"output_dir={tmp_path}", f"comm.timeout_s={DEADLINE_S}")
-    (line,) = said_by(job)
+    (line,) = (line for line in err.splitlines() if "error" in line or "Traceback" in line)
     assert re.fullmatch(
         r"comet: error: rank 0 waited too long in .*; rank 1 is alive, in late \(launch_app.py:\d+\)", line
     )

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 from launch_jobs import TIMEOUT_S, processes_of, start, training
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from tiers import slow
 from training_cases import Rank, losses, make_job, make_text, train_on_rank
 
@@ -190,16 +190,13 @@ def test_foreign_things_named_like_checkpoints_are_left_alone(tmp_path):
     assert train(make_job(tmp_path, resume="auto"), Rank())["checkpoint"] == result["checkpoint"]
 
 
-def train_in_a_folder_of_its_own(rank: int, world_size: int, folder: Path) -> None:
-    job = replace(make_job(folder, ep=2, steps=3), output_dir="out")
-    (folder / str(rank)).mkdir()
+@in_ranks(2)
+def test_ranks_whose_folders_differ_are_named_before_the_first_step(rank: int, world_size: int, tmp_path: Path) -> None:
+    job = replace(make_job(tmp_path, ep=2, steps=3), output_dir="out")
+    (tmp_path / str(rank)).mkdir()
     message = r"output_dir='out' must be one folder of all ranks, but ranks \[1\] find another: give .* nodes share"
-    with chdir(folder / str(rank)), pytest.raises(ValueError, match=message):
+    with chdir(tmp_path / str(rank)), pytest.raises(ValueError, match=message):
         train(job, Rank(rank, world_size))
-
-
-def test_ranks_whose_folders_differ_are_named_before_the_first_step(tmp_path):
-    run_ranks(train_in_a_folder_of_its_own, 2, tmp_path)
 
 
 @pytest.mark.parametrize("resume", [None, "auto"])

@@ -45,14 +45,6 @@ TINY = (
 
 
 @dataclass(frozen=True)
-class Trained:
-    """An undisturbed run: its output folder, and training loss by step, the held-out loss as that of step -1."""
-
-    folder: Path
-    losses: dict[int, float]
-
-
-@dataclass(frozen=True)
 class Ended:
     """A job that has ended: its ``status``, ``None`` if it was killed here, and seconds since the fault, or NaN."""
 
@@ -73,9 +65,10 @@ class Jobs:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / TEXT).write_bytes(bytes(range(256)) * 40)
-        self.trained: dict[str, Trained] = {}
+        self.trained: dict[str, Path] = {}
 
-    def undisturbed(self, order: Order) -> Trained:
+    def undisturbed(self, order: Order) -> Path:
+        """The output folder of such a run."""
         path = order.row.path
         if path not in self.trained:
             folder = self.folder / f"undisturbed-{path}"
@@ -83,7 +76,7 @@ class Jobs:
             words = [*train_words(order, folder / "out"), "train.checkpoint_every=1"]
             ended = run(order, folder, words, PROGRAM)
             assert ended.status == 0, f"undisturbed: {ended.error}"
-            self.trained[path] = Trained(folder / "out", losses_of(folder / "out"))
+            self.trained[path] = folder / "out"
         return self.trained[path]
 
     def run(self, order: Order) -> Finding:
@@ -94,7 +87,7 @@ class Jobs:
         if order.row.phase == "decode":
             return run_generate(order, trained)
         if order.row.phase == "checkpoint load":
-            shutil.copytree(trained.folder, out)
+            shutil.copytree(trained, out)
             shutil.rmtree(max(out.glob("step-*")))  # so that something is left to train
         finding = judge(order, run(order, order.folder, train_words(order, out), APP))
         finding.wrong += wrong_training(order, out, trained)
@@ -193,9 +186,10 @@ def judge(order: Order, ended: Ended) -> Finding:
     return finding
 
 
-def wrong_training(order: Order, out: Path, trained: Trained) -> list[str]:
+def wrong_training(order: Order, out: Path, trained: Path) -> list[str]:
     """What a disturbed job left that is no beginning of the undisturbed one, or does not become its end."""
-    wrong = different(losses_of(out), trained, "disturbed", whole=False)
+    wanted = losses_of(trained)
+    wrong = different(losses_of(out), wanted, "disturbed", whole=False)
     whole = [each.path.name for each in list_checkpoints(out)[0]]
     if not whole:
         return [*wrong, "no whole checkpoint was left"]
@@ -203,16 +197,16 @@ def wrong_training(order: Order, out: Path, trained: Trained) -> list[str]:
         run_ranks(train_as_rank, order.world_size, train_words(order, out)[1:])
     except AssertionError as error:
         return [*wrong, f"resuming failed: {error}"]
-    return wrong + different(losses_of(out), trained, f"resumed from {whole[0]}", whole=True)
+    return wrong + different(losses_of(out), wanted, f"resumed from {whole[0]}", whole=True)
 
 
-def different(found: dict[int, float], trained: Trained, what: str, *, whole: bool) -> list[str]:
+def different(found: dict[int, float], wanted: dict[int, float], what: str, *, whole: bool) -> list[str]:
     """Losses that are not the undisturbed run's, bit for bit; of a ``whole`` run those that are missing, too."""
-    steps = trained.losses if whole else found.keys() & trained.losses.keys()
+    steps = wanted if whole else found.keys() & wanted.keys()
     return [
-        f"{what}: loss of step {step} is {found.get(step)}, undisturbed {trained.losses[step]}"
+        f"{what}: loss of step {step} is {found.get(step)}, undisturbed {wanted[step]}"
         for step in sorted(steps)
-        if found.get(step) != trained.losses[step]
+        if found.get(step) != wanted[step]
     ]
 
 
@@ -224,6 +218,6 @@ def run_tune(order: Order, out: Path) -> Finding:
     return finding
 
 
-def run_generate(order: Order, trained: Trained) -> Finding:
-    prompt = [f"generate.source={trained.folder}", "generate.prompt=def ", "generate.max_new_tokens=20"]
+def run_generate(order: Order, trained: Path) -> Finding:
+    prompt = [f"generate.source={trained}", "generate.prompt=def ", "generate.max_new_tokens=20"]
     return judge(order, run(order, order.folder, ["generate", *prompt, *rank_words(order)[:-1]], APP))
