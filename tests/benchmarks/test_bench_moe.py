@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bench_cases import ALONE, CPU, ROOT, TINY, report_of, run_on_rank
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from torch import Tensor
 
 from comet.config import MoEConfig, OverlapConfig
@@ -60,16 +60,13 @@ def test_rows_are_counted_once_per_rank() -> None:
     assert rows_to_ranks(ids[:0], layout_of(4, 2, 2, 1)).tolist() == [0, 0]
 
 
-def bytes_of_rank(rank: int, world_size: int) -> tuple[int, int]:
+@in_ranks(2)
+def test_link_bytes_are_those_of_the_busiest_rank(rank: int, world_size: int) -> None:
     ids = [[[0, 1], [1, 3], [2, -1]], [[0, 2]]][rank]
     layout, group = layout_of(4, 2, 2, 1, rank), dist.group.WORLD
-    both = (link_bytes(torch.tensor(ids).int(), layout, 10, group, backward=backward) for backward in (False, True))
-    return tuple(both)
-
-
-def test_link_bytes_are_those_of_the_busiest_rank() -> None:
+    both = [link_bytes(torch.tensor(ids).int(), layout, 10, group, backward=backward) for backward in (False, True)]
     # rank 0 sends 2 rows to rank 1 and returns 1 partial sum; rank 1 likewise the other way round: 3 rows of 10 bytes
-    assert run_ranks(bytes_of_rank, 2) == [(30, 60), (30, 60)]
+    assert both == [30, 60]
 
 
 @pytest.mark.parametrize("kind", ["uniform", "zipf", "hot"])
@@ -134,14 +131,11 @@ def test_relative_error() -> None:
     assert relative_error((wanted[:0],), (wanted[:0],)) == 0
 
 
-def attempts(rank: int, world_size: int) -> list[tuple[int | None, str]]:
+@in_ranks(2)
+def test_a_failure_is_a_value_and_one_on_one_rank_is_one_on_all(rank: int, world_size: int) -> None:
     ranks = Ranks(rank, CPU, dist.group.WORLD)
-    return [attempt(lambda: 3, ranks), attempt(lambda: [4][rank], ranks)]
-
-
-def test_a_failure_is_a_value_and_one_on_one_rank_is_one_on_all() -> None:
-    found = [(3, ""), (None, "rank 1: IndexError: list index out of range")]
-    assert run_ranks(attempts, 2) == [found, found]
+    assert attempt(lambda: 3, ranks) == (3, "")
+    assert attempt(lambda: [4][rank], ranks) == (None, "rank 1: IndexError: list index out of range")
 
 
 WORDS = [*TINY, "--ep", "2"]

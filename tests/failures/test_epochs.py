@@ -12,7 +12,7 @@ from decode_ranks import compare_step, gathered_inputs, open_rank
 from emulated import emulated_group
 from layer_cases import LayerCase, rank_inputs
 from layer_ranks import build_layer, compare_call, poison
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from tiers import slow
 
 from comet.comm import LocalCommunicator
@@ -147,7 +147,8 @@ def test_decode_before_and_after(use_kernels: bool, replicated: bool) -> None:
     run_ranks(decode_near_the_limit, 2, use_kernels, replicated, interpret=use_kernels, timeout=300)
 
 
-def restart_runners(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_runners_restart_all_they_check(rank: int, world_size: int) -> None:
     """Runners restart the pool and their own words."""
     case = LayerCase("ep2", 2, 1, (8, 8))
     moe = build_layer(case, rank, "twin")
@@ -160,8 +161,4 @@ def restart_runners(rank: int, world_size: int) -> None:
             runner.restart()
             runner.check()
     moe.group.close()
-
-
-def test_runners_restart_all_they_check() -> None:
-    run_ranks(restart_runners, 2)
     LocalRunner(2).restart()

@@ -19,7 +19,7 @@ from emulated_events import check_layer0_events, check_layer1_events
 from late import come_late, passed
 from layer_cases import LayerCase, rank_inputs
 from layer_ranks import build_layer
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from tile_orders import panels_of
 
 from comet.config import MoEConfig, ParallelConfig
@@ -286,18 +286,13 @@ def test_capacity_has_bounds(capacity: int) -> None:
         record(None, capacity=capacity).__enter__()  # type: ignore[arg-type]
 
 
-def record_without_kernels(rank: int, world_size: int) -> str:
+@in_ranks(1)
+def test_a_cpu_records_under_the_interpreter_only(rank: int, world_size: int) -> None:
     moe = MoEConfig(num_experts=4, top_k=2, hidden_size=32, ffn_size=32)
     group = make_expert_group(moe, ParallelConfig(ep=1), max_tokens=8, dtype=torch.float32, device="cpu")
-    with pytest.raises(ValueError) as caught, record(group):
+    rule = "device=cpu must be used with TRITON_INTERPRET=1: only kernels record"
+    with pytest.raises(ValueError, match=rule), record(group):
         pass
-    return str(caught.value)
-
-
-def test_a_cpu_records_under_the_interpreter_only() -> None:
-    assert run_ranks(record_without_kernels, 1, interpret=False) == [
-        "device=cpu must be used with TRITON_INTERPRET=1: only kernels record"
-    ]
 
 
 @pytest.mark.slow
