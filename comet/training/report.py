@@ -65,11 +65,12 @@ class History:
 
     def start(self, earlier: Path | None, last_step: int) -> None:
         """Begin a new file with what ``earlier`` (another run's folder, or this one) recorded up to ``last_step``."""
-        path, kept = None if earlier is None else earlier / HISTORY_FILE, list[dict[str, Any]]()
-        with suppress(json.JSONDecodeError):  # a killed job may have left the last line unfinished
-            for text in path.read_text().splitlines() if path is not None and path.exists() else []:
-                if (line := json.loads(text))["step"] <= last_step:
-                    kept.append(line)
+        kept: list[dict[str, Any]] = []
+        if earlier is not None and (earlier / HISTORY_FILE).exists():
+            with suppress(json.JSONDecodeError):  # a killed job may have left the last line unfinished
+                for line in map(json.loads, (earlier / HISTORY_FILE).read_text().splitlines()):
+                    if line["step"] <= last_step:
+                        kept.append(line)
         self.windows = [Window(**line) for line in kept if "losses" in line]
         self.heldout = [(line["step"], line["heldout"]) for line in kept if "heldout" in line]
         if self.folder is not None:
