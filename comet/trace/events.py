@@ -125,33 +125,6 @@ def compare_clocks(stamps: Sequence[Tensor]) -> list[Clock]:
     return clocks
 
 
-def decode_events(rank: int, rows: Tensor, clock: Clock) -> list[Event]:
-    """Events of one rank on rank 0's clock; ``rows (n, 10)`` int64: block, then the fields of the event."""
-    events = []
-    for block, kind, epoch, sm, *numbers, begin, ready, end in rows.tolist():
-        times = (time - clock.offset_ns for time in (begin, ready, end))
-        first, second, third = numbers
-        events.append(Event(rank, block, sm, epoch, kind, (first, second, third), *times))
-    return events
-
-
-def find_launches(events: Iterable[Event]) -> list[Launch]:
-    """The launches of all ranks, ordered by rank and begin."""
-    groups: dict[tuple[int, int, int], list[Event]] = defaultdict(list)
-    for event in events:
-        groups[event.rank, event.epoch, event.layer].append(event)
-    launches = [
-        Launch(
-            *key,
-            blocks=1 + max(event.block for event in group),
-            begin=min(event.begin for event in group),
-            end=max(event.end for event in group),
-        )
-        for key, group in groups.items()
-    ]
-    return sorted(launches, key=lambda launch: (launch.rank, launch.begin))
-
-
 def find_spans(events: Iterable[Event]) -> list[Span]:
     """What each block did when, ordered by rank, block and begin; conversions have no length and are left out.
 

@@ -16,7 +16,7 @@ host the error is about the time a signal takes from one to the other, and is re
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,19 +34,7 @@ from comet.config import require
 from comet.kernels.runtime.recorder import DEFAULT_CAPACITY, MAX_CAPACITY, Recorder, align
 from comet.layer.group import ExpertGroup
 from comet.layer.workspace import Workspace
-from comet.trace.events import (
-    CONVERSION,
-    WAITS,
-    WORKS,
-    Clock,
-    Event,
-    Launch,
-    Span,
-    compare_clocks,
-    decode_events,
-    find_launches,
-    find_spans,
-)
+from comet.trace.events import CONVERSION, WAITS, WORKS, Clock, Event, Launch, Span, compare_clocks, find_spans
 from comet.trace.plot import draw_timeline
 
 ROLES = {0: "joins the GEMM", 1: "joins reduce and send"}
@@ -115,8 +103,12 @@ class Timeline:
     @cached_property
     def events(self) -> list[Event]:
         """All events on rank 0's clock, by rank, block and order of recording."""
-        pairs = enumerate(zip(self.records, self.clocks, strict=True))
-        return [event for rank, (record, clock) in pairs for event in decode_events(rank, record.rows, clock)]
+        found = []
+        for rank, (record, clock) in enumerate(zip(self.records, self.clocks, strict=True)):
+            for block, kind, epoch, sm, first, second, third, *times in record.rows.tolist():
+                begin, ready, end = (time - clock.offset_ns for time in times)
+                found.append(Event(rank, block, sm, epoch, kind, (first, second, third), begin, ready, end))
+        return found
 
     @cached_property
     def spans(self) -> list[Span]:
@@ -126,7 +118,15 @@ class Timeline:
     @cached_property
     def launches(self) -> list[Launch]:
         """The launches of all ranks, by rank and begin."""
-        return find_launches(self.events)
+        groups: dict[tuple[int, int, int], list[Event]] = defaultdict(list)
+        for event in self.events:
+            groups[event.rank, event.epoch, event.layer].append(event)
+        found = []
+        for key, group in groups.items():
+            blocks = 1 + max(event.block for event in group)
+            begin, end = min(event.begin for event in group), max(event.end for event in group)
+            found.append(Launch(*key, blocks=blocks, begin=begin, end=end))
+        return sorted(found, key=lambda launch: (launch.rank, launch.begin))
 
     def summary(self) -> dict[str, Any]:
         """The recording in numbers, ready for JSON.
