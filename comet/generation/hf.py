@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from comet.config import SpeculationConfig, require
 from comet.generation.engine import Engine
 from comet.generation.speculation import draft_routers
 from comet.generation.text import TokenizerCodec
-from comet.integrations.hf.modules import CometExperts, drafting_gate, routed_by, router_beside, routing_config
+from comet.integrations.hf.modules import CometExperts, drafting_gate, router_beside, routing_config
 from comet.integrations.hf.static import StaticDecoder, forgetful
 from comet.integrations.hf.stored_experts import stored_paths
 from comet.utils.graphs import WARM_CALLS, GraphMode
@@ -108,5 +109,12 @@ class HFEngine(Engine):
         assert self._decoder is not None, "prompts are read before tokens are appended"
         return self._decoder
 
-    def _drafting(self) -> AbstractContextManager[None]:
-        return routed_by(self._gates, self._drafts)
+    @contextmanager
+    def _drafting(self) -> Iterator[None]:
+        for gate, router in zip(self._gates, self._drafts, strict=True):
+            gate.routers = (router,)
+        try:
+            yield
+        finally:
+            for gate in self._gates:
+                gate.routers = ()

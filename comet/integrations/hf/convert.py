@@ -26,11 +26,12 @@ from comet.integrations.hf.families import (
     shared_ffn_size,
     stock_experts,
 )
-from comet.integrations.hf.fp8 import FP8Experts, check_width
+from comet.integrations.hf.fp8 import FP8Experts
 from comet.integrations.hf.modules import CometExperts, InDecodeSteps
 from comet.integrations.hf.stored_experts import StoredExperts, cores_of
 from comet.layer.group import ExpertGroup
 from comet.layout import ExpertLayout
+from comet.quantization.formats import FP8_BLOCK
 from comet.reference.layer import shard_experts
 from comet.utils.graphs import is_capturing
 from comet.utils.uncompiled import uncompiled
@@ -136,8 +137,12 @@ class Place:
         """This rank's place among the experts of a model with this configuration; raises ``ValueError`` as above."""
         moe = moe_config(config)
         layout = ExpertLayout.create(moe, ParallelConfig(), 0) if group is None else group.layout(moe)
-        if keep_fp8:
-            check_width(moe, layout)
+        width = moe.ffn_size // layout.tp
+        require(
+            not keep_fp8 or width % FP8_BLOCK == 0,
+            f"ffn_size={moe.ffn_size} / tp={layout.tp} = {width} must be a multiple of {FP8_BLOCK} for keep_fp8=True: "
+            "a rank holds whole blocks, each with its scale",
+        )
         shared = shared_ffn_size(config)
         columns = 0 if in_store else shared_columns(layout, moe.ffn_size, shared)
         if group is None:
@@ -151,7 +156,7 @@ class Place:
             family=config.model_type,
             shared_names=names,
             shared_columns=columns,
-            num_pieces=len(held_pieces(layout, moe.ffn_size // layout.tp, shared)) if columns else 0,
+            num_pieces=len(held_pieces(layout, width, shared)) if columns else 0,
             keep_fp8=keep_fp8,
             in_store=in_store,
         )

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from comet.config import MoEConfig, require
 from comet.decode import DecodeWeights, SharedSlots, joins_step, rank_slots
 from comet.decode.runners import Runner, fp8_weights
 from comet.decode.shared import state_of, with_room
@@ -137,13 +136,3 @@ class FP8SharedSlots(SharedSlots):
             "the shared expert was written to, but decode steps read it in block FP8: load the model with "
             "keep_fp8=False to change it"
         )
-
-
-def check_width(moe: MoEConfig, layout: ExpertLayout) -> None:
-    """Raise ``ValueError`` unless F/TP is a whole number of blocks: ranks, or gate and up, would share scales."""
-    width = moe.ffn_size // layout.tp
-    require(
-        width % FP8_BLOCK == 0,
-        f"ffn_size={moe.ffn_size} / tp={layout.tp} = {width} must be a multiple of {FP8_BLOCK} for keep_fp8=True: a "
-        "rank holds whole blocks, each with its scale",
-    )

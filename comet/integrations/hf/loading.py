@@ -40,7 +40,6 @@ from comet.integrations.hf.stored import (
     SCALES,
     LazyShard,
     StoredTensor,
-    check_wide,
     dequantized,
     is_block_fp8,
     join_scales,
@@ -226,7 +225,10 @@ def state_of(
         stored = join_scales(tensors)
         tensors = _dequantised(stored, dtype, place)
     else:
-        check_wide({name: tensor for name, tensor in tensors.items() if ".experts." not in name})
+        narrow = [f"{name} of dtype {tensor.dtype}" for name, tensor in tensors.items()
+                  if tensor.is_narrow and ".experts." not in name]  # fmt: skip
+        rule = f"must be one of {', '.join(DTYPES)}: config.json has no quantization_config that explains them"
+        require(not narrow, f"{some(narrow)} {rule}")
     if place.family == gpt_oss.FAMILY:
         tensors = gpt_oss.read_laid_out(tensors, dtype)
     state = _shard_checkpoint(tensors, modules, moe_config(config), place)

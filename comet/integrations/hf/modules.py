@@ -7,8 +7,7 @@ include it; and the routers of a model as Comet's: drafts put them in the place 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -146,18 +145,6 @@ def drafting_gate(model: nn.Module, experts: str) -> DraftingGate:
         gate = DraftingGate(gate)
         model.set_submodule(f"{experts.rpartition('.')[0]}.{GATE}", gate)
     return gate
-
-
-@contextmanager
-def routed_by(gates: Sequence[DraftingGate], routers: Sequence[Router]) -> Iterator[None]:
-    """Let routers decide in the place of gates, for as long as this lasts."""
-    for gate, router in zip(gates, routers, strict=True):
-        gate.routers = (router,)
-    try:
-        yield
-    finally:
-        for gate in gates:
-            gate.routers = ()
 
 
 class CometExperts(nn.Module):

@@ -254,15 +254,6 @@ def join_scales(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     return joined
 
 
-def check_wide(tensors: dict[str, StoredTensor]) -> None:
-    """Raise ``ValueError`` if tensors beside the experts are narrow, in a checkpoint that says nothing of scales."""
-    narrow = [f"{name} of dtype {tensor.dtype}" for name, tensor in tensors.items() if tensor.is_narrow]
-    require(
-        not narrow,
-        f"{some(narrow)} must be one of {', '.join(DTYPES)}: config.json has no quantization_config that explains them",
-    )
-
-
 def dequantized(tensor: StoredTensor, dtype: torch.dtype) -> StoredTensor:
     """The same tensor, but dequantised to ``dtype`` as it is read; itself if it is not block FP8.
 
