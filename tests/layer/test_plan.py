@@ -17,11 +17,12 @@ from plan_cases import (
     check_pool,
     oracle,
     plan_all_ranks,
+    plan_backend,
+    plan_from_ids,
     random_case,
     twin_plan,
     workspace,
 )
-from rank_plans import plan_backend, plan_from_ids
 from ranks import run_ranks
 
 from comet.comm import LocalCommunicator, make_communicator

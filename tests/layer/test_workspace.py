@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 from emulated import emulated_group
-from rank_plans import plan_backend
+from plan_cases import plan_backend
 
 from comet.comm import LocalCommunicator
 from comet.comm.base import ALIGNMENT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rank_plans import plan_from_ids
+from plan_cases import plan_from_ids
 
 from comet.layer.plan import Plan, routed_row_capacity
 from comet.layout import ExpertLayout

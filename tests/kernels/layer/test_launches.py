@@ -13,6 +13,7 @@ from emulated_events import check_layer0_events, check_layer1_events
 from emulated_faults import LAUNCHES, SENDING, check_alone, check_failed
 from emulated_layer import EmulatedCase, EmulatedRanks
 from layer_cases import EDGE_ROWS, edge_ids
+from offset_cases import check_rows_return, identity_expert, numbered_rows
 from ranks import in_ranks, run_ranks
 from tiers import slow
 from torch import Tensor
@@ -22,6 +23,7 @@ from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm
 from comet.kernels.layer import dispatch_gemm as module
 from comet.kernels.layer.triton.dispatch import DispatchLists, dispatch
 from comet.kernels.runtime.arguments import SymmBuffer, TileTable
+from comet.reference.layer import reference_experts
 
 CPU = torch.device("cpu")
 
@@ -112,3 +114,20 @@ def test_experts_have_as_many_rows_as_the_case_asks_for(num_tokens: tuple[int, .
     assert int((of_all < 0).sum()) == sum(num_tokens) * top_k - 877
     with pytest.raises(AssertionError, match="876 slots are too few for 877 rows"):
         edge_ids(replace(case, ep=1, num_tokens=(876,), top_k=1))
+
+
+# ---- the case of ``test_large_offsets_gpu.py``, small: what it does was seen to work, and to notice, here
+
+
+@pytest.mark.parametrize(("num_tokens", "hidden_size"), [(379, 64), (128, 48), (1, 16)])
+@in_ranks(1, interpret=True)
+def test_rows_come_and_go(rank: int, world_size: int, num_tokens: int, hidden_size: int) -> None:
+    check_rows_return(num_tokens, hidden_size, torch.float16, "cpu", block_rows=16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_expert_is_the_identity_and_rows_are_numbered(dtype: torch.dtype) -> None:
+    x = numbered_rows(300, 32, dtype, "cpu")
+    assert x[299, :4].tolist() == [1, 43, 2, 0]
+    ids, weights = torch.zeros(300, 1, dtype=torch.int32), torch.ones(300, 1)
+    assert torch.equal(reference_experts(x, ids, weights, *identity_expert(32, dtype, "cpu")), x)
