@@ -23,9 +23,9 @@ from itertools import product
 
 import support  # noqa: F401 - puts the helpers on the import path
 import torch
-from activation_cases import ACTIVATIONS, draw_biases
-from cache_cases import hosted_cache
-from decode_cases import FOLD, MATRIX, QUANTISERS, SLOT_SIZES, VECTOR, DecodeCase, check_decode, check_dequantize
+from activation_cases import ACTIVATIONS
+from cache_cases import cache_of, check_slots, hosted_cache
+from decode_cases import FOLD, MATRIX, SLOT_SIZES, VECTOR, DecodeCase, check_decode, check_dequantize
 from decode_ranks import compare_step, gathered_inputs, shard, step_inputs
 from emulated import emulated_group
 from emulated_layer import DEADLINE_S, EmulatedCase, EmulatedRanks
@@ -35,7 +35,7 @@ from layer_cases import LayerCase
 from layer_ranks import run_case
 from router_kernel_cases import check_logits, check_measure, check_select, check_top_k
 
-from comet.decode import DecodeWeights, RankDecode, rank_slots, warp_decode_torch
+from comet.decode import DecodeWeights, RankDecode, warp_decode_torch
 from comet.decode.local import run_kernels
 from comet.experts import ExpertCache
 from comet.kernels.experts.prefetch import plan, travel
@@ -131,60 +131,38 @@ def run_biases(device: torch.device, dtype: torch.dtype) -> None:
     check_biases(rows, 80, dtype, 1, device.type)
 
 
-def run_expert_cache(device: torch.device, dtype: torch.dtype) -> None:
-    """Slots are filled, kept and given away, and what is fetched is what lies in host memory."""
-    host = [torch.randn(6, *size).to(dtype) for size in ((32, 32), (32, 16))]
-    for policy, num_tokens, num_slots in (("lru", 1, 2), ("lfu", 1, 2), ("lfu", 3, 6), ("lru", 2, 3)):
-        biases = draw_biases(6, 16, 32, dtype)._asdict() if policy == "lru" else {}
-        cache = ExpertCache(*host, num_slots, device, policy=policy, **biases)
-        for needed in ([0, 5], [5, 2], [1, 4], [1, -1]):
-            ids = torch.tensor([needed] * num_tokens, dtype=torch.int32, device=device)
-            tokens, weights = torch.randn(num_tokens, 32, device=device).to(dtype), torch.rand(ids.shape, device=device)
-            run_kernels(tokens, ids, weights, cache.weights)
-            for expert in (each for each in needed if each >= 0):
-                slot = int(cache.tables.slots[expert])
-                assert torch.equal(cache.weights.w1[slot].cpu(), host[0][expert])
-                assert torch.equal(cache.weights.w2[slot].cpu(), host[1][expert])
+def run_expert_caches(device: torch.device, dtype: torch.dtype) -> None:
+    """Slots are filled, kept and given away, with biases and with scales: in block FP8 12 bytes of w1 and 8 of w2."""
+    case = DecodeCase(name="cache", T=1, K=2, E=6, D=32, F=16)
+    biased = replace(case, biased=True)
+    caches = [(biased, "lru", 1, 2, 4), (case, "lfu", 1, 2, 4), (case, "lfu", 3, 6, 4), (biased, "lru", 2, 3, 4)]
+    for kind, (hidden_size, ffn_size) in {"mxfp8": (64, 32), "mxfp4": (64, 32), "fp8": (48, 144)}.items():
+        quantised = replace(case, quantised=kind, D=hidden_size, F=ffn_size)
+        caches += [(quantised, "lru", 1, 2, 2), (quantised, "lru", 3, 6, 1)]  # fewer steps, which take longer
+    for each, policy, num_tokens, num_slots, num_steps in caches:
+        cache = cache_of(each, num_slots, policy, device=device, dtype=dtype)
+        for needed in ([0, 5], [5, 2], [1, 4], [1, -1])[:num_steps]:
+            step_from_cache(cache, needed, dtype, num_tokens)
 
 
-def step_from_cache(cache: ExpertCache, needed: list[int], host: list[torch.Tensor], dtype: torch.dtype) -> None:
-    """A step of one token that needs these experts, of which the slots then hold what ``host`` has."""
+def step_from_cache(cache: ExpertCache, needed: list[int], dtype: torch.dtype, num_tokens: int = 1) -> None:
+    """A step of tokens that need these experts, which then have slots; all slots hold what the host has."""
     device = cache.weights.w1.device
-    ids, tokens = torch.tensor([needed], dtype=torch.int32, device=device), torch.randn(1, 32, device=device)
-    run_kernels(tokens.to(dtype), ids, torch.rand(ids.shape, device=device), cache.weights)
-    for expert in needed:
-        slot = int(cache.tables.slots[expert])
-        assert torch.equal(cache.weights.w1[slot].cpu(), host[0][expert])
-        assert torch.equal(cache.weights.w2[slot].cpu(), host[1][expert])
+    ids = torch.tensor([needed] * num_tokens, dtype=torch.int32, device=device)
+    tokens = torch.randn(num_tokens, cache.weights.hidden_size, device=device).to(dtype)
+    run_kernels(tokens, ids, torch.rand(ids.shape, device=device), cache.weights)
+    assert all(cache.tables.slots[expert] >= 0 for expert in needed if expert >= 0)
+    check_slots(cache)
 
 
 def run_expert_prefetch(device: torch.device, dtype: torch.dtype) -> None:
     """A plan travels, and a step takes over what came."""
-    host = [torch.randn(6, *size).to(dtype) for size in ((32, 32), (32, 16))]
-    cache = ExpertCache(*host, 3, device)
+    cache = cache_of(DecodeCase(name="guessed", T=1, K=2, E=6, D=32, F=16), 3, device=device, dtype=dtype)
     cache.expect_prefetch()
     for guessed, needed in (([0, 5], [0, 5]), ([1, 2], [5, 2]), ([4, 3], [1, 0])):
         plan(torch.tensor([guessed], dtype=torch.int32, device=device), cache.weights.parts, cache.host)
         travel(cache.weights.parts, cache.host)
-        step_from_cache(cache, needed, host, dtype)
-
-
-def run_quantised_cache(device: torch.device, dtype: torch.dtype) -> None:
-    """Scales come with their experts; in block FP8 12 bytes of w1 and 8 of w2."""
-    for kind, (hidden_size, ffn_size) in {"mxfp8": (64, 32), "mxfp4": (64, 32), "fp8": (48, 144)}.items():
-        sizes = (2 * ffn_size, hidden_size), (hidden_size, ffn_size)
-        packed = [QUANTISERS[kind](torch.randn(6, *size)) for size in sizes]
-        parts = {"w1": packed[0].elements, "w2": packed[1].elements}
-        parts |= {"w1_scales": packed[0].scales, "w2_scales": packed[1].scales}
-        for num_tokens in (1, 3):
-            cache = ExpertCache(**parts, num_slots=2 * num_tokens, device=device)
-            for needed in ([0, 3], [3, 2]) if num_tokens == 1 else ([3, 2],):
-                ids = torch.tensor([needed] * num_tokens, dtype=torch.int32, device=device)
-                tokens = torch.randn(num_tokens, hidden_size, device=device).to(dtype)
-                run_kernels(tokens, ids, torch.rand(ids.shape, device=device), cache.weights)
-                for name, expert in product(parts, needed):
-                    there = getattr(cache.weights, name)[int(cache.tables.slots[expert])].cpu()
-                    assert torch.equal(there.view(torch.uint8), parts[name][expert].view(torch.uint8))
+        step_from_cache(cache, needed, dtype)
 
 
 def run_dequantize(device: torch.device, dtype: torch.dtype) -> None:
@@ -229,7 +207,8 @@ def run_rank_decode(device: torch.device, dtype: torch.dtype, *, replicated: boo
         RankDecode(comm, hidden_size=case.D, max_tokens=case.T, replicated=replicated, use_kernels=True)
         for comm in comms
     ]
-    weights = [decode_shard(case, rank, world_size, dtype, device) for rank in range(world_size)]
+    layouts = [ExpertLayout(num_experts=4, top_k=2, ep=world_size, tp=1, rank=rank) for rank in range(world_size)]
+    weights = [shard(case, layout, dtype, device.type) for layout in layouts]
     for step in range(2):
         own = gathered_inputs(case, step, counts, dtype)
         batches = [step_inputs(case, step, case.T, dtype)] * world_size if replicated else own
@@ -247,16 +226,6 @@ def run_rank_decode(device: torch.device, dtype: torch.dtype, *, replicated: boo
         for rank, (decode, output, batch) in enumerate(zip(decodes, outputs, batches, strict=True)):
             decode.check()
             compare_step(case, output, batch, dtype, f"replicated={replicated}, step {step}, rank {rank}")
-
-
-def decode_shard(
-    case: DecodeCase, rank: int, world_size: int, dtype: torch.dtype, device: torch.device
-) -> DecodeWeights:
-    """What a rank of EP = ``world_size`` holds."""
-    layout = ExpertLayout(num_experts=case.E, top_k=case.K, ep=world_size, tp=1, rank=rank)
-    weights = shard(case, layout, dtype, device.type)
-    assert torch.equal(weights.slots, rank_slots(layout, device))
-    return weights
 
 
 def pretend_words(decode: RankDecode) -> None:
@@ -281,9 +250,8 @@ PARTS: dict[str, tuple[Callable[[torch.device, torch.dtype], None], bool]] = {
     "wgrad_cuda": (run_cuda_wgrad, True),
     "decode": (run_decode, False),
     "biases": (run_biases, False),
-    "expert_cache": (run_expert_cache, False),
+    "expert_cache": (run_expert_caches, False),
     "expert_prefetch": (run_expert_prefetch, False),
-    "quantised_cache": (run_quantised_cache, False),
     "dequantize": (run_dequantize, False),
     "host_cores": (run_host_cores, False),
     "router": (lambda device, dtype: run_router(device), False),

@@ -2,10 +2,9 @@
 
 Layouts, shapes, routing, splits, delays and the number of epochs on a workspace are drawn from the seed: what kernels
 are compiled for once per family of cases, all else per case (``stress_cases.py`` lists both). Outputs and gradients are
-compared with ``comet.reference.layer`` within twice the error of plain torch, gradients of weights within their
-roundings, and bit for bit between calls with the same inputs. A case that fails is printed with the command that runs
-it again (with the cases of its family before it, which share its workspace), the last line is JSON, and the exit status
-is 1 if any failed.
+compared with ``comet.reference.layer`` within twice the error of plain torch, and bit for bit between calls with the
+same inputs. A case that fails is printed with the command that runs it again (with the cases of its family before it,
+which share its workspace), the last line is JSON, and the exit status is 1 if any failed.
 """
 
 from __future__ import annotations
