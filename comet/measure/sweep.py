@@ -101,7 +101,8 @@ class SweepLog:
         if not path.exists():
             return cls(path)
         lines = list(csv.reader(path.read_text(encoding="utf-8").splitlines()))
-        require(bool(lines) and lines[0] == list(COLUMNS), f"{path} must start with the columns {','.join(COLUMNS)}")
+        rule = f"must start with the columns {','.join(COLUMNS)}; take another output_dir, or move an older file away"
+        require(bool(lines) and lines[0] == list(COLUMNS), f"{path} {rule}")
         rows = {}
         for number, line in enumerate(lines[1:], 2):
             require(len(line) == len(COLUMNS), f"{path}:{number} must have {len(COLUMNS)} columns, not {len(line)}")
