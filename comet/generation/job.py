@@ -47,7 +47,7 @@ def generate_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
     for reason in source.skipped if context.rank == 0 else ():
         logger.warning("skipped: %s", reason)
     codec = _open_codec(source)
-    prompts = encode_prompts(settings, codec, config.model.context)
+    prompts = from_first_rank(lambda: encode_prompts(settings, codec, config.model.context))
     dtype = activation_dtype(settings.dtype, context.device)
     budget = plan_experts(config, dtype)
     most_tokens = len(prompts) * max(map(len, prompts))

@@ -165,19 +165,18 @@ def test_a_text_does_not_depend_on_others_through_the_capacity_of_experts(traine
         GPTEngine(model, group)
 
 
-def generate_while_a_run_saves(rank: int, world_size: int, folder: Path, run: Path) -> str:
-    generation_job.find_source = lambda source: find_source(f"{source}/step-0000{20 if rank else 40}")
-    try:
-        settings = replace(GREEDY, source=str(run), max_new_tokens=2)
-        return str(
-            generate_job(make_job(folder, model=TRAINED, ep=2, generate=settings), Rank(rank, world_size))["source"]
-        )
-    finally:
-        generation_job.find_source = find_source
+def generate_where_ranks_differ(rank: int, world_size: int, folder: Path, run: Path) -> tuple[str, int]:
+    """A newer checkpoint was saved when rank 0 looked, and rank 1 has another tokenizer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generation_job, "find_source", lambda _: find_source(f"{run}/step-0000{20 if rank else 40}"))
+        patch.setattr(generation_job, "encode_prompts", lambda *_: [[rank + 1] * (rank + 1)])
+        settings = GenerateConfig(source=str(run), prompt="x", max_new_tokens=2)
+        result = generate_job(make_job(folder, model=TRAINED, ep=2, generate=settings), Rank(rank, world_size))
+    return result["source"], result["prompt_tokens"]
 
 
-def test_ranks_take_the_checkpoint_that_rank_0_finds(trained, tmp_path):
-    assert set(run_ranks(generate_while_a_run_saves, 2, tmp_path, trained)) == {f"{trained}/step-000040"}
+def test_ranks_take_the_checkpoint_and_the_tokens_of_rank_0(trained, tmp_path):
+    assert set(run_ranks(generate_where_ranks_differ, 2, tmp_path, trained)) == {(f"{trained}/step-000040", 1)}
 
 
 def test_texts_reach_the_job_as_they_were_typed():
