@@ -50,9 +50,9 @@ def too_large(rank: int, world_size: int, of: Stress, indices: range, journal: P
 
 
 def wrong_gradients(rank: int, world_size: int, of: Stress, indices: range, journal: Path) -> Outcome:
-    """A batch on a twin whose gradients of w2 are 1 % too large."""
+    """A batch on a twin whose gradients of w2 are .01 % too large, which float32 cases show."""
     right = Twin.fc2_wgrad
-    Twin.fc2_wgrad = lambda *given: 1.01 * right(*given)  # type: ignore[method-assign]
+    Twin.fc2_wgrad = lambda *given: 1.0001 * right(*given)  # type: ignore[method-assign]
     return run_batch(rank, world_size, of, indices, journal)
 
 
@@ -69,11 +69,11 @@ def dies_in_case_3(rank: int, world_size: int, of: Stress, indices: range, journ
 def test_a_wrong_number_is_found_and_the_command_finds_it_again(
     batch: Batch, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--path", "twin", "--cases", "30", "--max-failures", "1"]
+    arguments = ["--path", "twin", "--seed", "5", "--family", "5", "--cases", "30", "--max-failures", "1"]
     assert stress.main(arguments, batch) == 1
     out = capsys.readouterr().out
     failed = json.loads(out.splitlines()[-1])["failed_cases"]
-    assert re.search(rf"FAILED seed 0, StressCase\(name='case {failed[0]}'", out)
+    assert re.search(rf"FAILED seed 5, StressCase\(name='case {failed[0]}'", out)
     assert re.search(rf"rank \d, call \d: {name}", out)
     again = re.search(r"again: python tests/stress.py (.+)", out)
     assert again is not None, out
