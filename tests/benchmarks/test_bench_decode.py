@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bench_cases import ALONE, CPU, TINY, run_on_rank
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from tiers import slow
 
 from comet.config import MoEConfig, ParallelConfig
@@ -145,23 +145,6 @@ def test_what_waits_is_launched_without_a_graph(monkeypatch: pytest.MonkeyPatch)
     assert modes[-1] == "warn"
 
 
-@pytest.mark.parametrize(
-    ("wrong", "reason"),
-    [
-        (lambda exact: exact.float() * 1.001, "error 0.001 relative to float64 is above 0.0001"),
-        (lambda exact: exact.float() * float("nan"), "error nan relative to float64 is above 0.0001"),
-        (lambda exact: exact.item(), "RuntimeError: a Tensor with "),
-    ],
-)
-def test_what_is_wrong_is_not_timed(wrong: Any, reason: str) -> None:
-    team = Team(config=SMALL, layout=alone(SMALL), ranks=ALONE)
-    exact, checked = torch.randn(3, 64, dtype=torch.float64), Checked()
-    check_variant("wrong", lambda index: wrong(exact), exact, 1, team, checked)
-    check_variant("right", lambda index: exact.float(), exact, 1, team, checked)
-    assert list(checked.variants) == ["right"]
-    assert checked.failures["wrong"].startswith(reason)
-
-
 # ---- whole runs ------------------------------------------------------------------------------------------------------
 
 
@@ -222,8 +205,9 @@ def test_warp_decode_needs_room_for_equal_shares() -> None:
     assert own_runs(team, fits, ("own",)) == {}
 
 
-def wrong_outputs(rank: int, world_size: int) -> tuple[list[str], dict[str, str]]:
-    """Wrong on one rank alone; of ``comet`` only the last bit, but ranks that sample from it may part."""
+@in_ranks(2)
+def test_what_is_wrong_on_any_rank_is_not_timed(rank: int, world_size: int) -> None:
+    """Of ``comet`` only the last bit, but ranks that sample from it may part."""
     layout = layout_of(rank, world_size)
     team = Team(config=TWELVE, layout=layout, ranks=Ranks(rank, CPU, dist.group.WORLD))
     exact = torch.randn(4, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -234,22 +218,19 @@ def wrong_outputs(rank: int, world_size: int) -> tuple[list[str], dict[str, str]
     outputs = {
         "comet": one_bit, "local_nccl": exact.float() * (1 + rank), "own_nccl": exact[others].float(),
         "own": one_token, "own_fused": exact[mine].float() * (1 - rank), "local": exact.float() / 2,
+        "fused": exact.float() * float("nan"),
     }  # fmt: skip
-    checked = Checked()
+    checked, right = Checked(), Checked()
     for name, output in outputs.items():
         check_variant(name, lambda index, output=output: output, exact, 1, team, checked)
-    right = Checked()
+    check_variant("torch", lambda index: exact.item() if rank else exact.float(), exact, 1, team, checked)
     check_variant("own", lambda index: exact[mine].float(), exact, 1, team, right)
-    return [*checked.variants, *right.variants], checked.failures
-
-
-def test_what_is_wrong_on_one_rank_is_not_timed() -> None:
-    first, second = run_ranks(wrong_outputs, 2)
-    assert first == second
-    timed, failures = first
-    assert timed == ["local", "own"]
+    assert [*checked.variants, *right.variants] == ["local", "own"]
+    failures = checked.failures
     assert failures.pop("comet") == "ranks have different bits"
-    assert list(failures) == ["local_nccl", "own_nccl", "own", "own_fused"]
+    assert failures.pop("torch").startswith("rank 1: RuntimeError: a Tensor with ")
+    assert failures["fused"].startswith("error nan relative")
+    assert list(failures) == ["local_nccl", "own_nccl", "own", "own_fused", "fused"]
     assert all("relative to float64 is above 0.0001" in reason for reason in failures.values())
 
 
