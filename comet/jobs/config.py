@@ -129,7 +129,8 @@ class TrainConfig:
         eval_batches: Held-out batches of ``batch_size`` sequences per evaluation, shared out among the ranks.
         eval_every: Steps between evaluations; 0 evaluates at the end only.
         checkpoint_every: Steps between checkpoints; 0 saves at the end only.
-        dtype: Of activations; ``auto`` is bfloat16 on a GPU and float32 on a CPU. Parameters stay float32.
+        dtype: Of activations; ``auto`` is bfloat16 on a GPU and float32 on a CPU, and a resumed run keeps it.
+            Parameters stay float32.
         sample_bytes: Length of the text generated at the end; 0 generates none.
         cuda_graph: Whether the forward and backward pass of a step are replayed from one CUDA graph: ``auto``: if
             possible; ``on``: an error if it is not; ``off``: never. A graph is faster with few tokens; it keeps the

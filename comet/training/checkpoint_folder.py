@@ -112,7 +112,10 @@ def require_same(saved: Mapping[str, Any], config: JobConfig, folder: Path, *, s
     different = {
         name: f"{name}={now[name]!r} differs from {before[name]!r}"
         for name in now
-        if name in before and now[name] != before[name] and not covers((*FREE, *changes), name)
+        if name in before
+        and now[name] != before[name]
+        and not covers((*FREE, *changes), name)
+        and (name, before[name]) != ("train.dtype", "auto")  # of an older version, which did not say what it took
     }
     if not (same_text or covers(changes, "data.path")):
         different["data.path"] = f"the text of data.path={config.data.path!r} differs from that"

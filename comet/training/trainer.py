@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,8 @@ def train(config: JobConfig, context: RankContext) -> dict[str, Any]:
 
     After an error the ranks' shared memory is left to the end of the process, because closing it is collective.
     """
+    dtype = activation_dtype(config.train.dtype, context.device)  # which a resumed run keeps on any device
+    config = replace(config, train=replace(config.train, dtype="bfloat16" if dtype == torch.bfloat16 else "float32"))
     corpus = read_corpus(config.data, config.model.context)
     texts = gather(text := corpus.digest())
     different = [rank for rank, other in enumerate(texts) if other != texts[0]]  # as on nodes with files of their own
@@ -64,7 +67,7 @@ def train(config: JobConfig, context: RankContext) -> dict[str, Any]:
             config.model.moe,
             config.parallel,
             max_tokens=config.train.batch_size * config.model.context,
-            dtype=activation_dtype(config.train.dtype, context.device),
+            dtype=dtype,
             device=context.device,
             backend=config.comm.backend,
             timeout_s=config.comm.timeout_s,

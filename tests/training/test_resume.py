@@ -79,6 +79,9 @@ def test_settings_that_differ_are_named_until_the_user_insists(run, tmp_path):
         run_words(*words)
     with pytest.raises(ValueError, match=r"resume: train\.seed=4 differs"):
         run_words(*words, "resume_changes=[train.lr]")
+    assert read_settings(run)["train"]["dtype"] == "float32", "what auto was on a CPU"
+    with pytest.raises(ValueError, match=r"resume: train\.dtype='bfloat16' differs from 'float32' of"):
+        run_words(*words[:2], "train.dtype=bfloat16")
     with pytest.raises(ValueError, match=r"resume_changes=\['train\.lrr'\] must name settings"):
         run_words(*words, "resume_changes=[train.lrr]")
     assert not (tmp_path / "out").exists()
@@ -117,6 +120,7 @@ def test_settings_that_no_longer_exist_are_left_out(run, tmp_path, capsys):
     old = tmp_path / "step-000003"
     shutil.copytree(run / old.name, old)
     settings = read_settings(old)
+    settings["train"]["dtype"] = "auto"
     settings["overlap"] |= {"transport": "push", "comm_blocks": 16, "num_panels": 4, "beside": True}
     (old / "comet.yaml").write_text(yaml.safe_dump(settings))
     manifest = json.loads((old / "comet.json").read_text())

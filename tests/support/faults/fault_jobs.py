@@ -37,11 +37,11 @@ PATIENCE_S = 60.0
 STEPS = 6
 TEXT = "text.txt"
 SAYS = r"comet: (error|stopped|skipped|saved)|[\w.]+(Error|Exception): "
-TINY = (
+SMALL = (
     "model.hidden_size=32", "model.num_layers=2", "model.num_heads=2", "model.num_kv_heads=2", "model.context=32",
-    "model.moe.ffn_size=32", "train.batch_size=2", "train.warmup_steps=0",
-    "train.eval_batches=1", "train.sample_bytes=4", f"train.steps={STEPS}",
+    "model.moe.ffn_size=32", "train.batch_size=2",
 )  # fmt: skip
+TINY = (*SMALL, "train.warmup_steps=0", "train.eval_batches=1", "train.sample_bytes=4", f"train.steps={STEPS}")
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def different(found: dict[int, float], wanted: dict[int, float], what: str, *, w
 
 
 def run_tune(order: Order, out: Path) -> Finding:
-    words = ["tune", *TINY, "tune.tokens=[32,64]", "tune.rounds=3", f"tune.profiles={out}", *rank_words(order)]
+    words = ["tune", *SMALL, "tune.tokens=[32,64]", "tune.rounds=3", f"tune.profiles={out}", *rank_words(order)]
     finding = judge(order, run(order, order.folder, words, APP))
     for file in out.glob("*.json"):
         json.loads(file.read_text())
