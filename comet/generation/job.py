@@ -65,10 +65,10 @@ def generate_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
     meet(context.device)
     if source.checkpoint is None:
         from comet.generation.hf import HFEngine
-        from comet.integrations.hf.convert import digest_of, require_same_model
+        from comet.integrations.hf.convert import require_same_model
 
         assert isinstance(engine, HFEngine), "the engine of a folder"
-        require_same_model(group, digest_of(engine.model))
+        require_same_model(group, engine.model)
     warm_up(engine, prompts, settings, context=config.model.context)
     warm = engine.cache_report()
     printer = Printer(settings.texts, sys.stdout) if context.rank == 0 else None

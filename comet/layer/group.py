@@ -72,13 +72,11 @@ class ExpertGroup:
     def check_same(self, moe: MoEConfig, **choices: Any) -> None:
         """Raise the same ``ValueError`` on every rank unless all make the same layer, in the same way (collective).
 
-        Counts the layers, equally on all ranks: one that was made on some of them only is counted on all.
+        Counts the layers, equally on all ranks, as all of them come here.
         """
-        workspace, made = self.workspace, [self.workspace.layers_made]
         if self.process_group is not None:
             check_equal(self.process_group, asdict(moe) | choices)
-            made = gather(self.process_group, workspace.layers_made)
-        workspace.layers_made = max(made) + 1
+        self.workspace.layers_made += 1
 
     def __deepcopy__(self, memo: Any) -> Self:
         """The group itself: a copy of a layer runs on the same ranks and memory."""

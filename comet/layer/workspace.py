@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 ROWS_NEEDED = 7  # the entry of ``fault`` that says how many rows a plan had no room for
 PLACES = ("barrier", "exchange of top-k ids", "layer 0 dispatch", "layer 1 panel", "layer 1 combine")
-CALL = 5  # the place of no wait, where calls of ranks were compared
+CALL = len(PLACES)  # the place of no wait, where calls of ranks were compared
 
 # Of places where a rank waits that has opened an epoch: flags of those who opened it by the other kind of pass.
 OTHERWISE = {0: ("ids_flags", "forward"), 1: ("barrier_flags", "backward")}

@@ -17,7 +17,7 @@ from comet.config import MoEConfig
 from comet.errors import CapacityError, CommTimeoutError
 from comet.kernels.runtime import primitives
 from comet.layer.plan import PlanRules
-from comet.layer.workspace import PLACES, ROWS_NEEDED, Workspace, WorkspaceShape, workspace_bytes
+from comet.layer.workspace import CALL, PLACES, ROWS_NEEDED, Workspace, WorkspaceShape, workspace_bytes
 from comet.layout import ExpertLayout, round_up
 from comet.router.router import watch_finite
 
@@ -151,9 +151,9 @@ def test_a_fault_record_becomes_a_sentence(place: int, words: str) -> None:
 
 
 def test_places_of_the_record_are_those_of_the_kernels() -> None:
-    names = ("BARRIER", "EXCHANGE", "LAYER0", "PANEL", "LAYER1")
+    names = ("BARRIER", "EXCHANGE", "LAYER0", "PANEL", "LAYER1", "CALL")
     assert primitives.FAULT_ROWS_NEEDED.value == ROWS_NEEDED
-    assert [getattr(primitives, f"PLACE_{name}").value for name in names] == list(range(len(PLACES)))
+    assert [getattr(primitives, f"PLACE_{name}").value for name in names] == [*range(len(PLACES)), CALL]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

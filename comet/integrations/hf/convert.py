@@ -250,10 +250,10 @@ def digest_of(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def require_same_model(group: ExpertGroup, digest: str) -> None:
+def require_same_model(group: ExpertGroup, model: nn.Module) -> None:
     """Raise ``ValueError`` on all ranks that hold other models (collective), as of folders on the disk of each node."""
     if group.process_group is not None:
-        _require_same_digests(gather(group.process_group, digest))
+        _require_same_digests(gather(group.process_group, digest_of(model)))
 
 
 def _require_same_digests(digests: Sequence[str]) -> None:
