@@ -265,7 +265,8 @@ def wrong_numbers(
     """
     wrong = []
     for name, tensor in found.items():
-        parts = [tensor if other == rank else getattr(of_rank, name) for other, of_rank in enumerate(exact)]
+        parts = [getattr(of_rank, name) for of_rank in exact]
+        parts[rank] = tensor.to(parts[rank].device)
         try:
             assert_as_oracles(name, parts, exact, same, case.dtype, where)
         except AssertionError as error:
