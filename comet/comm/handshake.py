@@ -148,15 +148,20 @@ def await_device(timeout_s: float) -> None:
         raise dist.DistBackendError(f"the device was not done after {timeout_s:.1f} s")
 
 
-def to_host(numbers: Tensor, group: ProcessGroup | None) -> list[Any]:
-    """``numbers.tolist()`` of what a collective has made; waits for the device.
+def await_collectives(group: ProcessGroup | None, device: torch.device) -> None:
+    """Wait for what a collective has made before anything waits for it without a deadline.
 
     Raises:
         DistBackendError: If a collective of NCCL is not done by the group's deadline.
     """
     for backend in _backends(group):
-        if backend.name() == "nccl" and numbers.is_cuda:
+        if backend.name() == "nccl" and device.type == "cuda":
             await_device(backend.options._timeout.total_seconds() - NCCL_MARGIN_S)
+
+
+def to_host(numbers: Tensor, group: ProcessGroup | None) -> list[Any]:
+    """``numbers.tolist()`` of what a collective has made, which it awaits."""
+    await_collectives(group, numbers.device)
     found: list[Any] = numbers.tolist()
     return found
 

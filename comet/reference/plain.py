@@ -30,7 +30,7 @@ from comet.comm.collectives import (
     check_ids,
     wants_grad,
 )
-from comet.comm.handshake import to_host
+from comet.comm.handshake import await_collectives, to_host
 from comet.config import check_token_dtype, require
 from comet.kernels.runtime.activation import SWIGLU, Activation
 from comet.layout import Biases, ExpertLayout
@@ -225,9 +225,10 @@ def gather_reference_experts(
     if layout.world_size > 1:
         number = call_number(layer, wants_grad(w1), wants_grad(w2), *(wants_grad(bias) for bias in biases or ()))
         call = torch.tensor(number, device=tokens.device)
-        check_calls(all_gather_stacked(call, process_group).tolist(), "w1", "w2", "b1", "b2")
+        check_calls(to_host(all_gather_stacked(call, process_group), process_group), "w1", "w2", "b1", "b2")
         w1, w2 = gather_weights(w1, w2, layout, process_group)
         biases = None if biases is None else gather_biases(biases, layout, process_group)
+        await_collectives(process_group, tokens.device)
     return reference_experts(
         tokens, top_k_ids, top_k_weights, w1, w2, ep=layout.ep, tp=layout.tp, activation=activation, biases=biases
     )
