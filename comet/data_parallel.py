@@ -20,15 +20,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from comet.layer.group import ExpertGroup
-from comet.layer.sharding import global_grad, local
 from comet.moe import MoE
 
 
 def exclude_experts(model: nn.Module) -> set[nn.Parameter]:
     """Keep ``DistributedDataParallel`` and ``fully_shard`` from the expert weights; call it before either wraps.
 
-    From then on a backward pass leaves gradients of the experts that are means over all ranks, as the wrapper's are.
-    Calling it again changes nothing.
+    From then on a backward pass leaves gradients of the experts that are means over all ranks, as the wrapper's are;
+    so it does in copies of the model. Calling it again changes nothing.
 
     Example: ``fully_shard(model, ignored_params=exclude_experts(model))``; or ``exclude_experts(model)``, then
     ``DistributedDataParallel(model)``, which finds their names in the model.
@@ -37,15 +36,14 @@ def exclude_experts(model: nn.Module) -> set[nn.Parameter]:
         The parameters that are sharded over an MoE group; none where a group is one rank.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, MoE) and layer.group.mesh is not None]
-    experts = {parameter: layer.group for layer in layers for parameter in layer.expert_parameters()}
-    for parameter, group in experts.items():
-        hooks = parameter._backward_hooks or {}
-        if not any(isinstance(hook, _Mean) for hook in hooks.values()):
-            parameter.register_hook(_Mean(group))
+    # In the layer, not a hook of its parameters, which copies, casts and load_state_dict(assign=True) would lose.
+    for layer in layers:
+        layer.grad_reduce = _Mean(layer.group)
+    experts = {parameter for layer in layers for parameter in layer.expert_parameters()}
     names = [name for name, parameter in model.named_parameters() if parameter in experts]
     own = [f".{name}" for name in names]  # so DistributedDataParallel calls a parameter of the model itself
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*names, *own])
-    return set(experts)
+    return experts
 
 
 @torch.no_grad()
@@ -78,8 +76,8 @@ class _Mean:
 
     group: ExpertGroup
 
-    def __call__(self, grad: Tensor) -> Tensor | None:
-        mean = local(grad) / self.group.world_size
+    def __call__(self, part: Tensor) -> Tensor:
+        mean = part / self.group.world_size
         if self.group.data_parallel > 1:
             dist.all_reduce(mean, group=self.group.expert_data_group)
-        return global_grad(mean, grad)
+        return mean

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from comet.config import MoEConfig, OverlapConfig, Path, require
 from comet.layer.group import ExpertGroup
 from comet.layer.paths import ExpertPath, make_path
-from comet.layer.sharding import expert_parameter, local, local_weights
+from comet.layer.sharding import GradReduce, expert_parameter, local, local_weights
 from comet.layer.shared_expert import SharedExpert, joins_step
 from comet.layout import Biases
 from comet.router.losses import RouterStats
@@ -75,6 +75,8 @@ class MoE(nn.Module):
         self.layout = group.layout(config)
         made = make_path(path, config, group, overlap)
         self.experts: ExpertPath = made
+        # what gradients of the expert weights go through over several ranks (``comet.exclude_experts``)
+        self.grad_reduce: GradReduce | None = None
         self.path = made.name  # "auto" has become one of them
         shard: dict[str, Any] = dict(device=group.device, dtype=param_dtype)
         held = shard if expert_device is None else {**shard, "device": expert_device}
@@ -166,10 +168,10 @@ class MoE(nn.Module):
         Raises:
             ValueError: If tokens or routing do not fit the group or each other, or weights are not all there.
         """
-        weights = local_weights(self.w1, self.w2, tokens.dtype)
+        weights = local_weights(self.w1, self.w2, tokens.dtype, self.grad_reduce)
         if self.b1 is None or self.b2 is None:
             return self.experts(tokens, top_k_ids, top_k_weights, *weights)
-        biases = Biases(*local_weights(self.b1, self.b2, tokens.dtype))
+        biases = Biases(*local_weights(self.b1, self.b2, tokens.dtype, self.grad_reduce))
         return self.experts(tokens, top_k_ids, top_k_weights, *weights, biases)
 
     def tokens_of(self, x: Tensor) -> Tensor:

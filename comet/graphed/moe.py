@@ -69,7 +69,7 @@ class TrainingGraphs:
     ) -> None:
         pool = None if stream is None else torch.cuda.graph_pool_handle()
         record = partial(capture, stream=stream, keep=graphs, pool=pool)
-        self._workspace = layer.group.workspace
+        self._layer, self._workspace = layer, layer.group.workspace
         self._parameters = tuple(module.parameters())
         self._inputs = tuple(_like(each).requires_grad_(each.requires_grad) for each in inputs)
         own = {
@@ -131,7 +131,7 @@ class TrainingGraphs:
         for place, make in self._deferred:
             found[place] = make()
         for place, parameter in enumerate(self._parameters, start=len(self._inputs)):
-            found[place] = global_grad(found[place], parameter)
+            found[place] = global_grad(found[place], parameter, self._layer.grad_reduce)
         return found
 
     def mark(self, ctx: Any, results: Sequence[Tensor]) -> None:

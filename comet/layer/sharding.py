@@ -22,6 +22,8 @@ from comet.comm.collectives import wants_grad
 from comet.config import ParallelConfig
 from comet.utils.derivatives import first_only
 
+GradReduce = Callable[[Tensor], Tensor]  # of what this rank holds of a gradient
+
 PLACEMENTS: dict[str, Placement] = {"ep": Shard(0), "tp": Shard(2)}
 
 
@@ -81,13 +83,16 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def local_weights(w1: Tensor, w2: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def local_weights(
+    w1: Tensor, w2: Tensor, dtype: torch.dtype, reduce: GradReduce | None = None
+) -> tuple[Tensor, Tensor]:
     """This rank's part of both weights, or of both biases, as the kernels take it, differentiably.
 
     Args:
         w1: ``(e, 2, F/TP, D)``, or ``b1 (e, 2, F/TP)``; or a ``DTensor`` of this local shape.
         w2: ``(e, D, F/TP)``, or ``b2 (e, D)``; or a ``DTensor`` of this local shape.
         dtype: Of the products.
+        reduce: What gradients of ``DTensor``s go through.
 
     Returns:
         ``(e, 2F/TP, D)`` and ``(e, D, F/TP)``, or ``(e, 2F/TP)`` and ``(e, D)``, not copied where the type is theirs.
@@ -95,16 +100,19 @@ def local_weights(w1: Tensor, w2: Tensor, dtype: torch.dtype) -> tuple[Tensor, T
     if not (isinstance(w1, DTensor) and isinstance(w2, DTensor)):
         return w1.to(dtype).flatten(1, 2), w2.to(dtype)
     if wants_grad(w1, w2):
-        parts: tuple[Tensor, Tensor] = _LocalWeights.apply(w1, w2, dtype)
+        parts: tuple[Tensor, Tensor] = _LocalWeights.apply(w1, w2, dtype, reduce)
         return parts
     return w1._local_tensor.to(dtype).flatten(1, 2), w2._local_tensor.to(dtype)
 
 
-def global_grad(part: Tensor | None, parameter: Tensor) -> Tensor | None:
-    """A gradient of ``local(parameter)``, in any shape and type, as one of ``parameter``."""
-    if part is None or not isinstance(parameter, DTensor):
-        return None if part is None else part.view_as(parameter)
+def global_grad(part: Tensor | None, parameter: Tensor, reduce: GradReduce | None = None) -> Tensor | None:
+    """A gradient of ``local(parameter)``, in any shape and type, as one of ``parameter``, behind ``reduce``."""
+    if part is None or not parameter.requires_grad:
+        return None
+    if not isinstance(parameter, DTensor):
+        return part.view_as(parameter)
     part = part.to(parameter.dtype).reshape(parameter._local_tensor.shape)
+    part = part if reduce is None else reduce(part)
     make: Callable[..., Tensor] = DTensor  # from_local takes tens of microseconds to find the same spec again
     return make(part.contiguous(), parameter._spec, requires_grad=False)
 
@@ -113,9 +121,11 @@ class _LocalWeights(torch.autograd.Function):
     """One function for both weights, with cast and shape: torch's own, one by one, take several times as long."""
 
     @staticmethod
-    def forward(ctx: Any, w1: DTensor, w2: DTensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, w1: DTensor, w2: DTensor, dtype: torch.dtype, reduce: GradReduce | None
+    ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.parameters = w1, w2
+        ctx.parameters, ctx.reduce = (w1, w2), reduce
         part1, part2 = w1._local_tensor, w2._local_tensor
         # Tensors of their own: autograd marks what is returned.
         return part1.to(dtype).flatten(1, 2), part2.view(part2.shape) if part2.dtype == dtype else part2.to(dtype)
@@ -124,4 +134,4 @@ class _LocalWeights(torch.autograd.Function):
     @first_only
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         pairs = zip(grads, ctx.parameters, strict=True)
-        return *(global_grad(grad, parameter) for grad, parameter in pairs), None
+        return *(global_grad(grad, parameter, ctx.reduce) for grad, parameter in pairs), None, None

@@ -200,6 +200,23 @@ def test_a_layer_itself_may_be_wrapped(rank: int, world_size: int) -> None:
 
 
 @in_ranks(2)
+def test_experts_stay_means_whatever_becomes_of_their_parameters(rank: int, world_size: int) -> None:
+    """Frozen while they are excluded, in a copy, replaced, and cast."""
+    one, model, replaced = Model(make_layer()), Model(make_layer(2)), Model(make_layer(2, seed=9))
+    model.layer.requires_grad_(False)
+    for each in (model, replaced):
+        exclude_experts(each)
+    model.layer.requires_grad_(True)
+    replaced.load_state_dict(copy.deepcopy(model).state_dict(), assign=True)
+    for source in range(world_size):
+        (one(draw(source)).square().mean() / world_size).backward()
+    for changed in (model, copy.deepcopy(model), replaced, copy.deepcopy(model).double().float()):
+        wrapped = DistributedDataParallel(changed)
+        wrapped(draw(rank)).square().mean().backward()
+        assert_same(gradients(changed), gradients(one))
+
+
+@in_ranks(2)
 def test_what_would_mix_experts_is_refused(rank: int, world_size: int) -> None:
     """What would average or overwrite experts, or see those of one rank only, raises on every rank."""
     layer = make_layer(2)
