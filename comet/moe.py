@@ -98,7 +98,9 @@ class MoE(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A layer with weights of its own, of the same ranks and by the same path."""
         copied = type(self).__new__(type(self))
-        memo |= {id(self): copied, id(self.experts): self.experts}
+        memo[id(self)] = copied
+        if not hasattr(self.experts, "__deepcopy__"):  # which those have that keep tensors of the layer
+            memo[id(self.experts)] = self.experts
         copied.__setstate__(copy.deepcopy(self.__dict__, memo))
         return copied
 

@@ -7,8 +7,9 @@ hold them in turn, and the all-reduce is the one that a step has anyway.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -201,6 +202,10 @@ class FrozenExperts:
         self, runner: ReplicatedRunner, parameters: Sequence[Tensor] = (), shared: SharedSlots | None = None
     ) -> None:
         self.runner, self.parameters, self.shared = runner, parameters, shared
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Those of a copied layer."""
+        return type(self)(self.runner, *copy.deepcopy((self.parameters, self.shared), memo))
 
     def __call__(
         self,

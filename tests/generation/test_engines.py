@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -164,6 +165,20 @@ def test_a_replayed_step_reads_the_shared_expert_as_it_is(name: str, monkeypatch
             for seed, weight in enumerate(shared_weights(engine)):
                 weight.normal_(std=0.3, generator=torch.Generator().manual_seed(STEPS * step + seed))
     assert (captures.count, captures.replays) == (1, STEPS - 1)
+
+
+@pytest.mark.parametrize("name", SHARED)
+@torch.no_grad()
+def test_a_copied_model_reads_its_own_experts(name: str) -> None:
+    model = engine_of(name).model
+    before, copied = model(PROMPTS).logits, copy.deepcopy(model)
+    for weight in copied.parameters():
+        weight.mul_(0.5)
+    found = copied(PROMPTS).logits
+    assert torch.equal(model(PROMPTS).logits, before)
+    for weight in model.parameters():
+        weight.mul_(0.5)
+    assert torch.equal(model(PROMPTS).logits, found)
 
 
 @pytest.mark.parametrize("slots", [None, 2])
