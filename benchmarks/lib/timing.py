@@ -21,6 +21,7 @@ from lib.ranks import Ranks, device_name
 from lib.report import Row
 
 ROUNDS = 10
+NO_COMMIT = "not a git checkout"
 ROOF_BYTES = 2**32
 LINK_BYTES = 2**28
 
@@ -38,7 +39,7 @@ def gather_facts(ranks: Ranks) -> Row:
     commit = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit.stdout.strip() or "not a git checkout",
+        "commit": commit.stdout.strip() or NO_COMMIT,
         "command": " ".join(sys.argv),
         "device": device_name(ranks.device),
         "ranks": 1 if ranks.process_group is None else dist.get_world_size(ranks.process_group),

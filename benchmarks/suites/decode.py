@@ -380,7 +380,8 @@ def measure(arguments: argparse.Namespace, ranks: Ranks) -> Iterator[Row]:
                 for num_tokens in arguments.tokens:
                     row, failure = team.attempt(partial(measure_point, team, sets, num_tokens, arguments))
                     keys: Row = {"model": name, "weights": kind, "ep": parallel.ep, "tp": parallel.tp}
-                    yield keys | {"tokens": num_tokens} | (row or {"failures": {"point": failure}})
+                    keys |= {"tokens": num_tokens, "routing": arguments.routing}
+                    yield keys | (row or {"failures": {"point": failure}})
                     release(ranks)
                 del sets
                 release(ranks)

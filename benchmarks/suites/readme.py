@@ -24,6 +24,7 @@ from comet.config import require
 from lib.arguments import suite_parser, words
 from lib.moe import BASELINES
 from lib.report import Row, write_csv
+from lib.timing import NO_COMMIT
 
 ROOT = Path(__file__).parents[2]
 CURRENT = ROOT / "benchmarks" / "results" / "current.csv"
@@ -34,6 +35,7 @@ NAMES = {
     "mixtral_8x7b": "Mixtral-8x7B", "phi35_moe": "Phi-3.5-MoE", "qwen2_moe": "Qwen2-MoE",
     "qwen3_30b_a3b": "Qwen3-30B-A3B", "deepseek_v3": "DeepSeek-V3",
 }  # fmt: skip
+OF_POINT = ("model", "tokens", "routing", "ep", "tp")
 OURS = ("comet_ms", "comet_graph_ms")
 Table = list[list[str]]  # its head first
 
@@ -75,19 +77,20 @@ def collect(folders: Iterable[Path], commit: str | None = None) -> list[Row]:
         for path in paths:
             run = json.loads(path.read_text())
             facts = {name: run["facts"][name] for name in ("commit", "date", "device", "ranks")}
-            facts |= {"date": facts["date"][:10], "commit": commit or facts["commit"]}
-            rows += [
-                facts | {name: row[name] for name in ("model", "tokens")} | figures[path](row) for row in run["rows"]
-            ]
+            known = commit if commit and facts["commit"] == NO_COMMIT else facts["commit"]
+            facts |= {"date": facts["date"][:10], "commit": known}
+            rows += [facts | {name: row.get(name) for name in OF_POINT} | figures[path](row) for row in run["rows"]]
     commits = sorted({row["commit"] for row in rows})
     require(len(commits) == 1, f"commit={', '.join(commits)} of the results must be one")
     for table in _distinct(rows, "table"):
         mine = [row for row in rows if row["table"] == table]
+        kinds = {f"{row['routing']} at EP{row['ep']} x TP{row['tp']}" for row in mine}
+        require(len(kinds) == 1, f"results of {table} must be of one routing and layout, but are {', '.join(kinds)}")
         machines = {f"{row['ranks']} x {row['device']}" for row in mine}
         require(len(machines) == 1, f"results of {table} must be of one machine, but are of {', '.join(machines)}")
         points = Counter(f"{row['model']} with {row['tokens']} tokens" for row in mine)
         twice = [point for point, count in points.items() if count > 1]
-        require(not twice, f"results of {table} must be one for each point, of one routing and layout, unlike {twice}")
+        require(not twice, f"results of {table} must be one for each point, unlike {twice}")
     return rows
 
 

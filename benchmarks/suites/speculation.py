@@ -34,7 +34,7 @@ from comet.experts.cache import OF_THE_CACHES, bytes_of_expert
 from comet.generation.engine import GPTEngine
 from comet.generation.generate import Generated, encode_prompts, generate, warm_up
 from comet.generation.source import find_source, model_of
-from comet.generation.text import ByteCodec
+from comet.generation.text import ByteCodec, ByteStream
 from comet.jobs.config import DataConfig
 from comet.jobs.generate import GenerateConfig
 from comet.launch.failures import one_line
@@ -51,6 +51,17 @@ from lib.ranks import FAILURES, Ranks, device_name, memory_limit, release, tell
 from lib.report import Row, cell, set_aside, table_of, write_json
 from lib.timing import link_bytes, link_gbs
 from lib.traces import Trace, record_routing
+
+
+class ExactCodec(ByteCodec):
+    """Texts that encode to the very bytes that were made, also where these are no characters."""
+
+    def stream(self, prompt: Sequence[int]) -> ByteStream:
+        """A stream of what was made alone."""
+        return ByteStream("surrogateescape")
+
+
+CODEC = ExactCodec()
 
 
 class OnDemand(CachedExperts):
@@ -90,7 +101,7 @@ class Variant:
         """Compile, capture, and fill the caches."""
         self.take_over()
         self.settings = replace(self.settings, prompt=prompt)
-        warm_up(self.engine, encode_prompts(self.settings, ByteCodec(), context), self.settings, context=context)
+        warm_up(self.engine, encode_prompts(self.settings, CODEC, context), self.settings, context=context)
         self.run(prompt, context, seed=0)
         self.runs, self.spent = [], []
 
@@ -98,14 +109,14 @@ class Variant:
         """Continue a prompt once, and count."""
         self.take_over()
         self.settings = replace(self.settings, prompt=prompt, seed=seed)
-        prompts = encode_prompts(self.settings, ByteCodec(), context)
+        prompts = encode_prompts(self.settings, CODEC, context)
         reports: list[CacheReport] = []
 
         def count(*_: object) -> None:
             if not reports:  # the prompt has been read
                 reports.append(self.report())
 
-        self.runs.append(generate(self.engine, ByteCodec(), prompts, self.settings, context=context, show=count))
+        self.runs.append(generate(self.engine, CODEC, prompts, self.settings, context=context, show=count))
         self.spent.append(self.report().since(reports[0]))
 
     def report(self) -> CacheReport:
@@ -132,10 +143,9 @@ class Variant:
 
 def score(model: GPT, prompt: str, text: str) -> float:
     """Mean negative log-likelihood of a text's bytes behind a prompt, in nats, with all experts."""
-    codec = ByteCodec()
-    given, made = codec.encode(prompt), codec.encode(text)
+    given, made = CODEC.encode(prompt), CODEC.encode(text)
     ids = torch.tensor([[*given, *made]], device=model.rotary.device)
-    logits = model(ids[:, :-1]).logits[0, len(given) - 1 :, : codec.num_tokens].float()
+    logits = model(ids[:, :-1]).logits[0, len(given) - 1 :, : CODEC.num_tokens].float()
     return float(torch.nn.functional.cross_entropy(logits, ids[0, len(given) :]))
 
 
@@ -262,7 +272,7 @@ class Run:
         """What the table says of a variant."""
         rate, spent = variant.tokens_per_s, total(variant.spent)
         slowest = next((each for each in self.variants if each.name == ON_DEMAND), None)
-        made = sum(run.new_tokens for run in variant.runs)
+        made = sum(run.new_tokens - 1 for run in variant.runs)  # the first comes of the prompt, before ``spent``
         per_token = link_bytes(spent) / made
         row: Row = {
             "variant": variant.name, "budget": variant.budget, "tokens_per_s": rate,
@@ -378,4 +388,5 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--workspace-mb", type=int, default=512, help="device memory of a variant beside its slots")
     arguments = parsed(parser, command_line)
     require_known("variants", arguments.variants, KINDS)
+    require(arguments.tokens >= 2, f"tokens={arguments.tokens} must be at least 2: the first is no step")
     return arguments

@@ -21,7 +21,7 @@ import suites.experts
 import suites.speculation
 from lib.traces import Trace, made_trace, record_routing, resized_guesses, resized_trace, reuse_distances
 from suites.experts import HOST_CORES
-from suites.speculation import KINDS
+from suites.speculation import CODEC, KINDS
 
 SMALL = replace(MODEL, context=96, num_layers=1, moe=replace(MOE, num_experts=8, top_k=3, shared_ffn_size=32))
 
@@ -66,6 +66,11 @@ def test_a_run_on_a_cpu(
         assert row["first_token_ms"] > 0
     kinds = [name for name in suites.experts.KINDS if not name.endswith(HOST_CORES)]
     replay_elsewhere(tmp_path / "routing.pt", kinds, capsys)
+
+
+def test_texts_are_scored_by_the_bytes_that_were_made() -> None:
+    made, stream = [0xA9, 0x41, 0xFF, 0xC3, 0xA9, 0xE2, 0x82], CODEC.stream([0xC3])
+    assert CODEC.encode("".join(map(stream.push, made)) + stream.finish()) == made
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lib.timing import NO_COMMIT
 from suites.readme import COLUMNS, ROOT, collect, read_current, with_tables
 
 
@@ -19,7 +20,7 @@ def run(folder: Path, suite: str, rows: list[dict[str, Any]], commit: str = "abc
 
 
 def layer_row(tokens: int, comet: float) -> dict[str, Any]:
-    times = {"comet_ms": comet, "comet_graph_ms": None, "plain_ms": 3.0, "pipelined_ms": 2.0}
+    times = {"comet_ms": comet, "comet_graph_ms": None, "plain_ms": 3.0, "pipelined_ms": 2.0, "ep": 2, "tp": 1}
     return {"model": "qwen2_moe", "tokens": tokens, "direction": "forward", "efficiency": 0.8} | times
 
 
@@ -36,7 +37,12 @@ def test_runs_of_two_commits_are_refused(tmp_path: Path) -> None:
                for index, commit in enumerate(commits)]  # fmt: skip
     with pytest.raises(ValueError, match="commit=abc1234, def5678 of the results must be one"):
         collect(folders)
-    assert {row["commit"] for row in collect(folders, "abc9999")} == {"abc9999"}
+    with pytest.raises(ValueError, match="commit=abc1234, def5678 of the results must be one"):
+        collect(folders, "abc9999")
+    folders = [folders[0], run(tmp_path / "elsewhere", "moe", [layer_row(1, 1.0)], NO_COMMIT)]
+    with pytest.raises(ValueError, match=f"commit=abc1234, {NO_COMMIT} of the results must be one"):
+        collect(folders)
+    assert {row["commit"] for row in collect(folders, "abc1234")} == {"abc1234"}
 
 
 def test_points_stand_below_their_tokens_and_come_once(tmp_path: Path) -> None:
@@ -46,13 +52,20 @@ def test_points_stand_below_their_tokens_and_come_once(tmp_path: Path) -> None:
     assert "| model, 16 / 8 tokens |" in table
     assert "| Qwen2-MoE | 2.00 / - |" in table
     assert "| tiny | 1.00 / 1.00 |" in table
-    hot = run(tmp_path / "b", "moe", [layer_row(8, 1.0) | {"routing": routing} for routing in ("uniform", "hot")])
-    with pytest.raises(ValueError, match=r"forward must be one for each point, .* unlike .*qwen2_moe with 8 tokens"):
-        collect([hot])
+    twice = run(tmp_path / "b", "moe", [layer_row(8, 1.0)] * 2)
+    with pytest.raises(ValueError, match=r"forward must be one for each point, unlike .*qwen2_moe with 8 tokens"):
+        collect([twice])
     other = run(tmp_path / "c", "moe", [layer_row(8, 1.0)])
     (other / "bench_moe.json").write_text((other / "bench_moe.json").read_text().replace('"ranks": 2', '"ranks": 4'))
     with pytest.raises(ValueError, match=r"forward must be of one machine, but are of .*4 x NVIDIA X"):
         collect([tmp_path / "a", other])
+
+
+@pytest.mark.parametrize("other", [{"routing": "hot"}, {"ep": 1, "tp": 2}])
+def test_a_table_is_of_one_routing_and_layout(other: dict[str, Any], tmp_path: Path) -> None:
+    rows = [layer_row(8, 1.0) | {"routing": "uniform"}, layer_row(16, 1.0) | {"routing": "uniform"} | other]
+    with pytest.raises(ValueError, match=r"forward must be of one routing and layout, but are .*uniform at EP2 x TP1"):
+        collect([run(tmp_path / "a", "moe", rows)])
 
 
 def test_a_point_that_failed_has_no_figures(tmp_path: Path) -> None:
