@@ -23,6 +23,7 @@ from comet.utils.progress import bar_options
 from comet.utils.shared_file import naming, write_whole
 
 HISTORY_FILE = "metrics.jsonl"
+RESULT_FILE = "result.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,6 +157,7 @@ class Reporter:
         self.enabled = enabled
         if enabled:
             output_dir.mkdir(parents=True, exist_ok=True)
+            (output_dir / RESULT_FILE).unlink(missing_ok=True)  # of an earlier end, which this run goes on from
         self.history = History(output_dir if enabled else None)
         self.history.start(earlier, first_step)
         self.bar = tqdm(
@@ -194,28 +196,35 @@ class Reporter:
         self.bar.close()
         if not self.enabled:
             return
-        plot_loss(self.history, self.output_dir / "loss.png")
-        plot_expert_load(self.history, self.output_dir / "expert_load.png")
-        line = json.dumps(result)
-        (self.output_dir / "result.json").write_text(line + "\n")
+        with naming(self.output_dir):
+            plot_loss(self.history, self.output_dir / "loss.png")
+            plot_expert_load(self.history, self.output_dir / "expert_load.png")
+            if sample:
+                (self.output_dir / "sample.txt").write_bytes(prompt + sample)
         if sample:
-            (self.output_dir / "sample.txt").write_bytes(prompt + sample)
             sys.stdout.write(f"---- sample ----\n{printable(prompt)}|{printable(sample)}\n----------------\n")
-        sys.stdout.write(
+        self._result(
+            result,
             f"held-out loss {result['heldout_nats_per_byte']:.4f} nats per byte, "
-            f"{result['tokens_per_second']:,.0f} tokens/s, checkpoint {result['checkpoint']}\n{line}\n"
+            f"{result['tokens_per_second']:,.0f} tokens/s, checkpoint {result['checkpoint']}",
         )
-        sys.stdout.flush()
 
     def stopped(self, result: Mapping[str, Any]) -> None:
         """Say where a job that was told to stop can go on; the last line of standard output is ``result``."""
         self.bar.close()
         if self.enabled:
-            sys.stdout.write(
+            self._result(
+                result,
                 f"stopped by {result['stopped']} after step {result['steps']}, checkpoint {result['checkpoint']}; "
-                f"comet train resume={result['output_dir']} continues\n{json.dumps(result)}\n"
+                f"comet train resume={result['output_dir']} continues",
             )
-            sys.stdout.flush()
+
+    def _result(self, result: Mapping[str, Any], words: str) -> None:
+        """How this run ended, for people and for programs."""
+        line = json.dumps(result)
+        write_whole(self.output_dir / RESULT_FILE, line + "\n")
+        sys.stdout.write(f"{words}\n{line}\n")
+        sys.stdout.flush()
 
 
 def printable(text: bytes) -> str:

@@ -20,11 +20,11 @@ from comet.training.checkpoint_folder import (
     remove_checkpoint,
 )
 from comet.training.ranks import gather
-from comet.training.report import HISTORY_FILE
+from comet.training.report import HISTORY_FILE, RESULT_FILE
 from comet.utils.shared_file import write_whole
 
 LOCK, OWNER = ".comet.lock", ".comet.owner"
-RUN_FILES = (HISTORY_FILE, SETTINGS_FILE, "result.json", "loss.png", "expert_load.png", "sample.txt")
+RUN_FILES = (HISTORY_FILE, SETTINGS_FILE, RESULT_FILE, "loss.png", "expert_load.png", "sample.txt")
 RESTART_S = 30.0  # for the end of the rank that held the lock, if the ranks were started anew
 
 

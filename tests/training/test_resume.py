@@ -267,10 +267,25 @@ def test_all_ranks_stop_after_the_same_step_and_go_on_bitwise(world_size, told, 
     assert restored
     assert (result["stopped"], result["steps"]) == ("SIGTERM", 5)  # told in step 4, which the others learn in step 5
     assert result["checkpoint"] == str(tmp_path / "out" / "step-000005")
+    assert json.loads((tmp_path / "out" / "result.json").read_text()) == result
     resumed = run_ranks(train_on_rank, world_size, replace(job, resume=str(tmp_path / "out")))
     assert losses(tmp_path / "out") == losses(tmp_path / "whole")
     assert resumed[0]["heldout_nats_per_byte"] == whole[0]["heldout_nats_per_byte"]
     assert "stopped" not in resumed[0]
+
+
+def test_the_result_of_an_earlier_end_is_gone_where_a_run_goes_on(tmp_path, monkeypatch):
+    train(job := make_job(tmp_path), Rank())
+    result, more = tmp_path / "out" / "result.json", replace(job.train, steps=9)
+    assert json.loads(result.read_text())["steps"] == 6
+
+    def killed(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer.TrainStep, "_backward", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train(replace(job, train=more, resume="auto", resume_changes=("train.steps",)), Rank())
+    assert not result.exists()
 
 
 def test_a_run_that_is_over_anyway_ends_as_ever(tmp_path):

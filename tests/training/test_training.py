@@ -242,6 +242,13 @@ def test_a_full_disk_is_told_of_with_the_file_that_did_not_fit(tmp_path):
         history.add_heldout(1, 5.0)
     assert is_user_error(caught.value)
     assert one_line(caught.value) == f"No space left on device: '{tmp_path}/metrics.jsonl'"
+    job = make_job(tmp_path)
+    train(job, Rank())
+    (tmp_path / "out" / "loss.png").unlink()
+    (tmp_path / "out" / "loss.png").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left on device") as caught:
+        train(replace(job, resume="auto"), Rank())
+    assert one_line(caught.value) == f"No space left on device: '{tmp_path}/out'"
 
 
 def test_terminal_is_safe_from_the_sample():
