@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from comet.comm.handshake import largest, meet
-from comet.config import require
+from comet.config import SpeculationConfig, require
 from comet.experts.budget import ExpertBudget, StoreOptions
 from comet.experts.cache import OF_THE_CACHES, CacheReport
 from comet.generation.engine import Engine, GPTEngine
@@ -19,6 +19,7 @@ from comet.generation.generate import Generated, encode_prompts, generate, warm_
 from comet.generation.source import Source, find_source, is_hf_folder
 from comet.generation.text import ByteCodec, Codec, Printer, context_note
 from comet.jobs.config import JobConfig, activation_dtype
+from comet.jobs.generate import GenerateConfig
 from comet.layer.group import ExpertGroup, make_expert_group
 from comet.models.gpt import GPT
 from comet.training.checkpoint import load_weights
@@ -157,6 +158,7 @@ def plan_experts(config: JobConfig, dtype: torch.dtype) -> ExpertBudget | None:
     """Where the experts of ``generate``'s model go; ``None`` without a budget."""
     settings, model = config.generate, config.model
     try:
+        _require_drafts(settings)
         options = StoreOptions.of(settings)
         require(
             not options.in_store or not config.parallel.declares_nodes,
@@ -170,6 +172,19 @@ def plan_experts(config: JobConfig, dtype: torch.dtype) -> ExpertBudget | None:
         return options.budget(model.moe, model.num_layers - model.dense_layers, dtype, config.parallel)
     except ValueError as error:
         raise ValueError(f"generate.{error}") from error
+
+
+def _require_drafts(settings: GenerateConfig) -> None:
+    """Raise ``ValueError`` for a setting of drafts where none are made, or none by it."""
+    for each in fields(SpeculationConfig):
+        modes = ("adaptive",) if each.name == "adaptive_tolerance" else ("conservative", "adaptive")
+        idle = each.name != "speculate" and settings.speculate not in modes
+        value = getattr(settings, each.name)
+        require(
+            not idle or value == each.default,
+            f"{each.name}={value} must come with speculate={' or '.join(modes)}: speculate={settings.speculate} does "
+            "not read it",
+        )
 
 
 def cache_facts(before: CacheReport, after: CacheReport, group: ExpertGroup) -> dict[str, Any]:

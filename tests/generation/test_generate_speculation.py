@@ -217,9 +217,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_task_reports_what_was_drafted(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     found = []
-    for mode in ("off", "conservative"):
+    for drafts in ({}, dict(speculate="conservative", draft_experts=(2,), tau=0.1)):
         settings = GenerateConfig(source=str(trained), prompt="1", max_new_tokens=20, temperature=0.0,
-                                  expert_budget=0.5, speculate=mode, draft_experts=(2,), tau=0.1)  # fmt: skip
+                                  expert_budget=0.5, **drafts)  # fmt: skip
         model = replace(MODEL, moe=replace(MOE, num_experts=8, top_k=3))
         found.append(generate_job(replace(make_job(tmp_path, model=model), generate=settings), Rank()))
     plain, speculative = found
@@ -250,6 +250,23 @@ def test_mistakes_are_one_line(trained: Path, words: list[str], message: str, ca
     given = ["speculate=conservative", *words]
     words = [f"generate.{word}" for word in [f"source={trained}", "prompt=x", *given]]
     assert message in refusal(capsys, "generate", *words, "parallel=single")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["speculate=conservative", "adaptive_tolerance=0.1"],
+            "adaptive_tolerance=0.1 must come with speculate=adaptive",
+        ),
+        (["draft_experts=[1]"], "draft_experts=(1,) must come with speculate=conservative or adaptive"),
+    ],
+)
+def test_settings_of_drafts_that_are_not_read_are_refused(
+    trained: Path, words: list[str], said: str, capsys: pytest.CaptureFixture
+) -> None:
+    given = [f"generate.{word}" for word in [f"source={trained}", "prompt=x", *words]]
+    assert f"generate.{said}: speculate=" in refusal(capsys, "generate", "--dry-run", *given)
 
 
 GREEDY = GenerateConfig(
@@ -299,7 +316,7 @@ LAYOUTS = [
 def test_greedy_texts_are_those_of_plain_decoding(family: str, ep: int, tp: int, folders: dict[str, Path]) -> None:
     """The context of 32 tokens ends inside drafts; half of the slots are given away again and again."""
     folder = str(folders[family])
-    (plain,) = jobs_of(0, 1, folder, 1, 1, [{"speculate": "off"}])
+    (plain,) = jobs_of(0, 1, folder, 1, 1, [{"speculate": "off", "draft_tokens": 4, "tau": 0.5}])
     for changes, *made in zip(CASES, *run_ranks(jobs_of, ep * tp, folder, ep, tp, CASES), strict=True):
         facts, cache = made[0]["speculation"], made[0].get("expert_cache")
         for each in made:
