@@ -159,14 +159,16 @@ def make_expert_group(
         comm = opened.enter_context(
             make_communicator(backend, shared, device, timeout_s=timeout_s, node_size=parallel.node_size)
         )
+        in_cuda = agree_on_kernels(comm.device, group)
+        folder = None if profiles is None else Path(profiles)
         made = ExpertGroup(
             parallel=parallel,
             **ranks._asdict(),
             comm=comm,
             workspace=Workspace(comm, shape),
-            cuda_kernels=agree_on_kernels(comm.device, group),
+            cuda_kernels=in_cuda,
             reserved_sms=reserved_sms,
-            resolver=shared_resolver(None if profiles is None else Path(profiles), device, parallel.world_size, group),
+            resolver=shared_resolver(folder, device, parallel.world_size, group, in_cuda=in_cuda),
             side_stream=SideStream.create(comm.device),
             plan_stream=SideStream.create(comm.device, urgent=True),
         )

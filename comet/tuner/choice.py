@@ -114,7 +114,7 @@ class Resolver:
 
 
 def shared_resolver(
-    folder: Path | None, device: torch.device, world_size: int, process_group: ProcessGroup | None
+    folder: Path | None, device: torch.device, world_size: int, process_group: ProcessGroup | None, *, in_cuda: bool
 ) -> Resolver:
     """What the layers of a group ask for their setting (collective).
 
@@ -123,7 +123,7 @@ def shared_resolver(
     """
     machine = Machine.of(device)
     is_first = process_group is None or dist.get_rank(process_group) == 0
-    found = [ProfileStore.open(folder, machine.name, world_size) if is_first else None]
+    found = [ProfileStore.open(folder, machine.name, world_size, in_cuda=in_cuda) if is_first else None]
     if process_group is not None and world_size > 1:
         dist.broadcast_object_list(found, group=process_group, group_src=0)
     assert found[0] is not None, "the first rank has told"

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 VERSION = 3
 # Kernels that were measured: Triton's alone, or ``auto``, those a layer takes, in CUDA C++ where it can.
 Kernels = Literal["auto", "triton"]
+IN_CUDA = ("bfloat16", "float16")  # types of layers that take those in CUDA C++
 # A measurement serves token counts up to 8 times away; beyond that, whether overlap pays at all may change.
 MAX_DOUBLINGS = 3.0
 
@@ -114,10 +115,11 @@ class ProfileStore:
         self.sources = dict(sources or {})
 
     @classmethod
-    def load(cls, path: Path, device: str, shipped: Path | None = None) -> ProfileStore:
+    def load(cls, path: Path, device: str, shipped: Path | None = None, *, in_cuda: bool = False) -> ProfileStore:
         """Read a store; a file that cannot be used whole, as one of another device, is named in one warning.
 
-        ``shipped``, the file of the package, is used for keys that the user's file ``path`` does not have.
+        ``shipped``, the file of the package, is used for keys that the user's file ``path`` does not have. Where layers
+        run in CUDA C++ (``in_cuda``), what Triton's kernels took says nothing, nor that the plain path was faster.
         """
         entries: dict[ProfileKey, ProfileEntry] = {}
         sources: dict[ProfileKey, Path] = {}
@@ -127,6 +129,10 @@ class ProfileStore:
                     found, trouble = read_entries(source, device)
                 except OSError as error:
                     found, trouble = {}, f"cannot be read ({type(error).__name__}: {error})"
+                other = [key for key, entry in found.items() if entry.kernels == "triton" and key.dtype in IN_CUDA]
+                if in_cuda and other:
+                    found = {key: entry for key, entry in found.items() if key not in other}
+                    trouble = trouble or f"has {len(other)} entries of Triton's kernels, where CUDA C++ runs"
                 entries |= found
                 sources |= dict.fromkeys(found, source)
                 if trouble:
@@ -134,7 +140,7 @@ class ProfileStore:
         return cls(path, device, entries, sources)
 
     @classmethod
-    def open(cls, folder: Path | None, device: str, world_size: int) -> ProfileStore:
+    def open(cls, folder: Path | None, device: str, world_size: int, *, in_cuda: bool = False) -> ProfileStore:
         """The store of a machine: its file in ``folder``, and under it the one shipped with Comet, if any.
 
         Without a folder there is nothing but the shipped file, and ``put`` must not be called.
@@ -142,8 +148,8 @@ class ProfileStore:
         shipped = Path(str(files("comet.configs"))) / "profiles"
         name = profile_path(Path(), device, world_size)
         if folder is None:
-            return cls.load(shipped / name, device)
-        return cls.load(folder / name, device, shipped / name)
+            return cls.load(shipped / name, device, in_cuda=in_cuda)
+        return cls.load(folder / name, device, shipped / name, in_cuda=in_cuda)
 
     def lookup(self, problem: Problem) -> tuple[ProfileEntry, bool] | None:
         """The entry for a problem and whether it is exact.

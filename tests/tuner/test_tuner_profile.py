@@ -93,6 +93,20 @@ def test_an_entry_that_does_not_name_its_kernels_was_measured_in_triton(tmp_path
     assert not trouble
 
 
+def test_times_of_tritons_kernels_say_nothing_of_those_in_cuda(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own, shipped = tmp_path / "own.json", tmp_path / "shipped.json"
+    ProfileStore.load(own, DEVICE).put(replace(entry_of(2048, comm_blocks=None), kernels="triton"))
+    filled(shipped)
+    assert resolve(problem_of(2048), ProfileStore.load(own, DEVICE, shipped), H200).setting is None, "plain was faster"
+    assert not warnings_of(caplog)
+    store = ProfileStore.load(own, DEVICE, shipped, in_cuda=True)
+    assert resolve(problem_of(2048), store, H200).setting == entry_of(2048).winner.setting
+    (warning,) = warnings_of(caplog)
+    assert "own.json: has 1 entries of Triton's kernels, where CUDA C++ runs; ignored, to be measured again" in warning
+
+
 def test_shipped_entries_serve_where_the_users_file_has_none(tmp_path: Path) -> None:
     shipped, own = tmp_path / "shipped.json", tmp_path / "own.json"
     filled(shipped)
