@@ -35,7 +35,7 @@ from comet.utils.graphs import is_capturing
 from comet.utils.uncompiled import uncompiled
 
 # Most tokens that take warp decode where the caller does not say: all that it takes. On an H200 no other path was
-# faster for the experts of Qwen3-30B at any number up to it (``benchmarks/bench.py decode`` reports the crossover).
+# faster for the experts of Qwen3-30B at any number up to it (``benchmarks/results/decode.md``).
 DECODE_TOKENS = MAX_DECODE_TOKENS
 
 
