@@ -46,11 +46,11 @@ class TuneConfig:
 class SweepConfig:
     """What is swept: every combination of the lists; an empty list takes the value the job has elsewhere.
 
-    A point that already has a time in the folder is not measured again. One that failed is: its row keeps the reason
-    until then.
-
     All settings of a shape (model, layout and tokens) are timed interleaved, in one loop, so that they can be compared:
     their rows are written together, and a sweep that is stopped keeps those of the shapes before.
+
+    A shape all of whose settings are in the folder is not measured again, but for those that failed: their rows keep
+    the reason until then. With a new setting all of them are.
 
     Args:
         models: Names of models; none takes the job's.

@@ -236,11 +236,14 @@ def sweep_job(job: JobConfig, context: RankContext) -> dict[str, Any]:
 
 
 def pending(points: Sequence[Point], log: SweepLog, dtype: str, device: str) -> Todo:
-    """The points of each shape of which the log holds no time: why one failed then may be gone by now."""
+    """What is to be measured of each shape: all where a setting is new, which another run's times say nothing of; else
+    what has no time: why it failed then may be gone by now.
+    """
     todo: Todo = {}
-    for point in points:
-        known = log.rows.get(point.key(dtype, device))
-        if known is None or known.ms is None:
+    known = {point: log.rows.get(point.key(dtype, device)) for point in points}
+    anew = {point.shape for point, item in known.items() if item is None}
+    for point, item in known.items():
+        if point.shape in anew or (item and item.ms is None):
             todo.setdefault(point.shape, []).append(point)
     return todo
 

@@ -99,7 +99,8 @@ def test_the_log_keeps_times_and_reasons_and_says_what_is_left(tmp_path):
     log.put({done.key(*key): outcome(done, 1.25), failed.key(*key): outcome(failed, None, reason)})
     again = SweepLog.load(log.path)
     assert again.rows == log.rows
-    assert pending([done, failed, new], again, *key) == {new.shape: [failed, new]}, "what failed is tried again"
+    assert pending([done, failed, new], again, *key) == {new.shape: [done, failed, new]}, "in one loop"
+    assert pending([done, failed], again, *key) == {new.shape: [failed]}, "what failed is tried again"
     for change in ({"ffn_size": 64}, {"activation": "geglu"}, {"expert_bias": True}, {"capacity_factor": 0.5}):
         other = replace(done, shape=replace(done.shape, moe=replace(MOE, **change)))
         assert pending([other], again, *key) == {other.shape: [other]}, "the same name, another layer"
@@ -139,7 +140,7 @@ def test_table_lines_and_picture(tmp_path):
     assert (tmp_path / PLOT_NAME).read_bytes().startswith(PNG)
 
 
-def test_a_second_sweep_measures_only_what_is_new(tmp_path, capsys):
+def test_a_second_sweep_measures_shapes_that_have_a_new_setting(tmp_path, capsys):
     words = ("sweep.tokens=[16]", "sweep.num_panels=[2,4]", "sweep.rounds=1", "sweep.layouts=[[1,1],[2,1]]")
     job = job_of(*words, "sweep.comm_blocks=[8]", f"output_dir={tmp_path}")
     facts = sweep_job(job, Rank())
@@ -148,10 +149,13 @@ def test_a_second_sweep_measures_only_what_is_new(tmp_path, capsys):
     before = (tmp_path / CSV_NAME).read_text()
     assert "world_size=1 must be divisible by ep x tp = 2 x 1" in before
 
+    longer = job_of(*words, "sweep.comm_blocks=[8]", "sweep.tokens=[16,32]", f"output_dir={tmp_path}")
+    facts = sweep_job(longer, Rank())
+    assert (facts["points"], facts["measured_now"]) == (8, 6), "4 of a new shape, 2 that failed"
+    assert (tmp_path / CSV_NAME).read_text().startswith(before), "old rows are kept as they were"
     more = job_of(*words, "sweep.comm_blocks=[8,16]", f"resume={tmp_path}", "output_dir=unused")
     facts = sweep_job(more, Rank())
-    assert (facts["points"], facts["measured_now"], facts["output_dir"]) == (8, 6, str(tmp_path)), "4 new, 2 failed"
-    assert (tmp_path / CSV_NAME).read_text().startswith(before), "old rows are kept as they were"
+    assert (facts["points"], facts["measured_now"], facts["output_dir"]) == (8, 8, str(tmp_path)), "in one loop"
     with pytest.raises(ValueError, match=r"resume='.*/none' must be a folder with sweep\.csv"):
         sweep_job(job_of(f"resume={tmp_path}/none"), Rank())
 
