@@ -7,7 +7,6 @@ the backend stands which of the two is launched.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,11 +24,12 @@ from comet.kernels.gemm.wgrad import group_gemm_wgrad
 from comet.kernels.gemm.wgrad_cuda import TICKETS, group_gemm_wgrad_cuda, runs_cuda
 from comet.kernels.layer import dispatch_gemm as cuda_layer0
 from comet.kernels.layer import gemm_combine as cuda_layer1
+from comet.kernels.layer.settings import LaunchSettings
 from comet.kernels.layer.triton.dispatch import DispatchLists
 from comet.kernels.layer.triton.dispatch import dispatch as launch_dispatch
-from comet.kernels.layer.triton.dispatch_gemm import DispatchGemmConfig, dispatch_gemm
+from comet.kernels.layer.triton.dispatch_gemm import dispatch_gemm
 from comet.kernels.layer.triton.fp8_dispatch_gemm import fp8_dispatch_gemm
-from comet.kernels.layer.triton.gemm_combine import GemmCombineConfig, gemm_combine
+from comet.kernels.layer.triton.gemm_combine import gemm_combine
 from comet.kernels.plan.metadata import PlanConfig, PlanScratch, PoolTensors, RoutingPool, exchange, place_plan
 from comet.kernels.runtime.arguments import CombineLists, GradBuffer, Scaled, SymmBuffer, TileTable, aligned, power_of_2
 from comet.kernels.runtime.buffers import allocate, cut
@@ -41,31 +41,11 @@ from comet.layer.workspace import Workspace
 from comet.layout import ExpertLayout
 from comet.quantization.formats import FP8, FP8_BLOCK
 from comet.quantization.packed import packed_columns
-from comet.schedule.settings import LayerSettings
 from comet.utils.graphs import is_capturing
 
 
 class Fused(Backend):
     """The layer by kernels, on GPUs and in Triton's interpreter."""
-
-    # Made once: a call has no time for it.
-
-    @cached_property
-    def _dispatch_gemm_config(self) -> DispatchGemmConfig:
-        return dispatch_config(self.settings, self.workspace.recv_rows.local)
-
-    @cached_property
-    def _dispatch_gemm_fp8_config(self) -> DispatchGemmConfig:
-        rows = self.workspace.recv_rows.local
-        return dispatch_config(self.settings, rows, packed_columns(rows.shape[1], rows.dtype))
-
-    @cached_property
-    def _gemm_combine_config(self) -> GemmCombineConfig:
-        return combine_config(self.settings, self.workspace.combine_rows.local)
-
-    @cached_property
-    def _gemm_combine_fp8_config(self) -> GemmCombineConfig:
-        return replace(self._gemm_combine_config, block_k=FP8_BLOCK)
 
     def _plan(self, ids: Tensor, weights: Tensor, *, trains: bool) -> Plan:
         layout, workspace, rules = self.layout, self.workspace, self.rules
@@ -97,16 +77,13 @@ class Fused(Backend):
         hidden = x.new_empty(rows, ffn)
         pre = x.new_empty(rows, 2 * ffn) if save_pre_activation else None
         symm, table = recv_symm(self.workspace), tile_table(plan, Launch.DISPATCH_GEMM)
-        config = self._dispatch_gemm_config
-        launch_dispatch_gemm(x, w1, hidden, pre, symm, dispatch_lists(plan), table, config, b1)
+        launch_dispatch_gemm(x, w1, hidden, pre, symm, dispatch_lists(plan), table, self.settings, b1)
         return hidden, pre
 
     def gemm_combine(self, hidden: Tensor | FP8, w2: Tensor | FP8, plan: Plan, b2: Tensor | None = None) -> Tensor:
         """One launch."""
-        config = self._gemm_combine_config
         operands: tuple[Any, Any] = hidden, w2
         if isinstance(hidden, FP8) and isinstance(w2, FP8):
-            config = self._gemm_combine_fp8_config
             operands = (
                 Scaled(elements=hidden.elements, scales=hidden.scales.T),
                 Scaled(elements=w2.elements, scales=w2.scales),
@@ -115,8 +92,8 @@ class Fused(Backend):
         y = plan.row_weights.new_empty(rows, columns, dtype=self.workspace.shape.dtype)
         out = y.new_empty(plan.num_tokens, columns)
         symm, returns = combine_symm(self.workspace), combine_lists(plan, weighted=True)
-        in_cuda, table = self.settings.cuda_kernels, tile_table(plan, Launch.GEMM_COMBINE)
-        launch_gemm_combine(*operands, y, out, symm, returns, table, config, b2, in_cuda=in_cuda)
+        settings, table = self.settings, tile_table(plan, Launch.GEMM_COMBINE)
+        launch_gemm_combine(*operands, y, out, symm, returns, table, settings, b2, in_cuda=settings.cuda_kernels)
         return out
 
     def _dispatch_gemm_fp8(self, x: Tensor, w1: FP8, plan: Plan, b1: Tensor | None) -> FP8:
@@ -126,9 +103,9 @@ class Fused(Backend):
         pack_rows(x, symm.rows[plan.own_rows])
         elements = x.new_empty(rows, ffn, dtype=w1.elements.dtype)
         scales = x.new_empty(ffn // FP8_BLOCK, rows, dtype=torch.float32)
-        config, table = self._dispatch_gemm_fp8_config, tile_table(plan, Launch.DISPATCH_GEMM)
+        settings, table = self.settings, tile_table(plan, Launch.DISPATCH_GEMM)
         weights, hidden = Scaled(elements=w1.elements, scales=w1.scales), Scaled(elements=elements, scales=scales)
-        launch_dispatch_gemm(None, weights, hidden, None, symm, dispatch_lists(plan), table, config, b1)
+        launch_dispatch_gemm(None, weights, hidden, None, symm, dispatch_lists(plan), table, settings, b1)
         return FP8(elements=elements, scales=scales.T, block_rows=1, trusted=True)
 
     def barrier(self) -> None:
@@ -188,9 +165,8 @@ class Fused(Backend):
             out=grad_row_weights.new_empty(plan.num_tokens, plan.layout.top_k),
         )
         symm, returns = combine_symm(workspace), combine_lists(plan, weighted=False, grads=grads)
-        config, table = self._gemm_combine_config, tile_table(plan, Launch.DGRAD_COMBINE)
-        in_cuda = self.settings.cuda_kernels
-        launch_gemm_combine(grad_pre, w1, y, out, symm, returns, table, config, in_cuda=in_cuda)
+        settings, table = self.settings, tile_table(plan, Launch.DGRAD_COMBINE)
+        launch_gemm_combine(grad_pre, w1, y, out, symm, returns, table, settings, in_cuda=settings.cuda_kernels)
         return out, grads.out
 
     def fc1_wgrad(self, grad_pre: Tensor, received: Tensor, plan: Plan) -> Tensor:
@@ -206,16 +182,16 @@ class Fused(Backend):
     def dispatch(self, rows: Tensor, plan: Plan) -> Tensor:
         """One launch."""
         symm, counters = recv_symm(self.workspace, rows.shape[1]), plan.counters_of(Launch.DISPATCH_DGRAD)
-        launch_dispatch(rows, symm, dispatch_lists(plan), counters, move_cols(rows, 1024))
+        launch_dispatch(rows, symm, dispatch_lists(plan), counters)
         return symm.rows
 
     def combine(self, y: Tensor, plan: Plan, *, weighted: bool) -> Tensor:
         """The launch of layer 1 with no tile to multiply: what remains of it is the combine."""
         out = y.new_empty(plan.num_tokens, y.shape[1])
-        config = replace(self._gemm_combine_config, num_panels=1, flatten=False)
+        settings = replace(self.settings, num_panels=1)
         table = replace(tile_table(plan, Launch.GEMM_COMBINE), num_tiles=plan.tile_starts.new_zeros(1))
         gemm_combine(
-            y, y[None], y, out, combine_symm(self.workspace), combine_lists(plan, weighted=weighted), table, config
+            y, y[None], y, out, combine_symm(self.workspace), combine_lists(plan, weighted=weighted), table, settings
         )
         return out
 
@@ -228,7 +204,7 @@ def launch_dispatch_gemm(
     symm: SymmBuffer,
     sends: DispatchLists,
     table: TileTable,
-    config: DispatchGemmConfig,
+    settings: LaunchSettings,
     b1: Tensor | None = None,
 ) -> None:
     """Layer 0 in CUDA C++ where it can run, else in Triton; ranks may differ in it.
@@ -236,14 +212,14 @@ def launch_dispatch_gemm(
     ``dispatch_gemm_cuda`` explains the arguments.
     """
     if cuda_layer0.can_run(w1, table):
-        cuda_layer0.dispatch_gemm_cuda(x, w1, hidden, pre, symm, sends, table, config, b1)
+        cuda_layer0.dispatch_gemm_cuda(x, w1, hidden, pre, symm, sends, table, settings, b1)
     elif isinstance(w1, Scaled):
         assert isinstance(hidden, Scaled)
-        fp8_dispatch_gemm(w1, hidden, symm, sends, table, config, b1)
+        fp8_dispatch_gemm(w1, hidden, symm, sends, table, settings, b1)
     else:
         assert x is not None
         assert isinstance(hidden, Tensor)
-        dispatch_gemm(x, w1, hidden, pre, symm, sends, table, config, b1)
+        dispatch_gemm(x, w1, hidden, pre, symm, sends, table, settings, b1)
 
 
 def launch_gemm_combine(
@@ -254,7 +230,7 @@ def launch_gemm_combine(
     symm: SymmBuffer,
     returns: CombineLists,
     table: TileTable,
-    config: GemmCombineConfig,
+    settings: LaunchSettings,
     bias: Tensor | None = None,
     *,
     in_cuda: bool = True,
@@ -267,7 +243,7 @@ def launch_gemm_combine(
     launch = gemm_combine
     if in_cuda and cuda_layer1.can_run(y, b, symm, returns, table):
         launch = cuda_layer1.gemm_combine_cuda
-    launch(a, b, y, out, symm, returns, table, config, bias)
+    launch(a, b, y, out, symm, returns, table, settings, bias)
 
 
 def launch_fc2_dgrad(
@@ -293,7 +269,7 @@ def launch_fc2_dgrad(
         own = OwnRows(rows=grad_y, first=symm.rank * symm.max_tokens)
         gather_rows(symm.rows, grads, table.row_ids, table, own)
     else:
-        launch_dispatch(grad_y, symm, sends, table.counters, move_cols(grad_y, 1024))
+        launch_dispatch(grad_y, symm, sends, table.counters)
         gather_rows(symm.rows, grads, table.row_ids, table)
         group_gemm(grads, w2, out, table, gather=False, layout="kn", config=GemmConfig.select(out.dtype))
 
@@ -342,41 +318,6 @@ def routing_pool(layout: ExpertLayout, workspace: Workspace) -> RoutingPool:
         fault=workspace.fault,
     )
     return RoutingPool(tensors=tensors, rank=layout.rank, timeout_ns=workspace.timeout_ns)
-
-
-def dispatch_config(settings: LayerSettings, rows: Tensor, packed: int | None = None) -> DispatchGemmConfig:
-    """Of layer 0, whose received rows are ``rows (R, D)``, or of ``packed`` columns each."""
-    tile = settings.tile
-    return DispatchGemmConfig(
-        comm_blocks=settings.comm_blocks,
-        block_f=tile.block_f,
-        block_k=tile.block_k,
-        push_cols=move_cols(rows, 1024) if packed is None else min(512, power_of_2(packed)),
-        flatten=rows.dtype != torch.float32,
-        num_stages=tile.num_stages,
-        activation=settings.activation,
-    )
-
-
-def combine_config(settings: LayerSettings, out: Tensor) -> GemmCombineConfig:
-    """Of layer 1, or of layer 0's gradients, whose result is ``out (T, D)``."""
-    tile = settings.tile
-    return GemmCombineConfig(
-        comm_blocks=settings.comm_blocks,
-        num_panels=settings.num_panels,
-        block_n=tile.block_n,
-        block_k=tile.block_k,
-        move_cols=move_cols(out, 512),
-        flatten=out.dtype != torch.float32,
-        num_stages=tile.num_stages,
-        reserved_sms=settings.reserved_sms,
-    )
-
-
-def move_cols(rows: Tensor, most: int) -> int:
-    """Columns a block moves at once: a power of two, fewer in 32 bits."""
-    most = most // 4 if rows.dtype == torch.float32 else most
-    return min(most, power_of_2(rows.shape[1]))
 
 
 def recv_symm(workspace: Workspace, columns: int | None = None) -> SymmBuffer:

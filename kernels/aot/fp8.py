@@ -3,18 +3,18 @@
 import torch
 
 from ..gemm.fp8 import PACKED_GROUPS, SCALE_GROUP, pack_rows_kernel
+from ..layer.settings import TileShape
 from ..layer.triton.combine import CombineSizes
-from ..layer.triton.dispatch_gemm import DispatchGemmConfig, Sizes
+from ..layer.triton.dispatch_gemm import Sizes
 from ..layer.triton.fp8_dispatch_gemm import Fp8Tensors, fp8_constants, fp8_dispatch_gemm_kernel
-from ..layer.triton.gemm_combine import GemmCombineConfig, gemm_combine_kernel
+from ..layer.triton.gemm_combine import gemm_combine_kernel
 from ..layer.triton.gemm_panels import PanelTensors
 from ..runtime.activation import SWIGLU, Activation
 from ..runtime.case import KernelCase
-from .fused import RECORDED, combine_lists, fused_case, layer1_constants, recording_suffix, symm_of
+from .fused import RECORDED, WIDTH, combine_lists, fused_case, layer1_constants, recording_suffix, symm_of
 
 EXPECTS = frozenset({"wgmma", "wide_loads", "wide_stores"})
 E4M3 = "fp8e4nv"
-PUSH_WORDS = 512
 # A tile takes all 255 registers: 128 for sums, 64 for a product. What does not fit are addresses and strides that are
 # the same in every step, read back from the first-level cache.
 FEW_SPILLS = 64
@@ -37,12 +37,11 @@ def _pack(dtype: str) -> KernelCase:
 
 
 def _layer0(events: int, activation: Activation = SWIGLU, biased: bool = False) -> KernelCase:
-    config = DispatchGemmConfig(push_cols=PUSH_WORDS, activation=activation)
     kind = "" if activation == SWIGLU and not biased else f", {activation.name} with biases"
     return fused_case(
         f"inference{recording_suffix(events)}{kind}",
         fp8_dispatch_gemm_kernel,
-        {"GEMM": fp8_constants(config, 128, events)},
+        {"GEMM": fp8_constants(activation, 128, WIDTH, events)},
         w1_desc=f"tensordesc<{E4M3}[1, 1, {SCALE_GROUP}, {SCALE_GROUP}]>",
         hidden_desc=f"tensordesc<{E4M3}[128, {SCALE_GROUP}]>",
         scaled=Fp8Tensors("*fp32", "*bf16" if biased else None, "*fp32"),
@@ -52,14 +51,13 @@ def _layer0(events: int, activation: Activation = SWIGLU, biased: bool = False) 
 
 
 def _layer1(events: int, biased: bool = False) -> KernelCase:
-    block_n = 2 * SCALE_GROUP
-    config = GemmCombineConfig(block_n=block_n, block_k=SCALE_GROUP)
+    tile = TileShape(block_k=SCALE_GROUP)
     return fused_case(
         f"block FP8, forward{recording_suffix(events)}{', biases' if biased else ''}",
         gemm_combine_kernel,
-        layer1_constants(config, torch.float8_e4m3fn, 8, events),
+        layer1_constants(tile, torch.bfloat16, 8, events),
         a_desc=f"tensordesc<{E4M3}[128, {SCALE_GROUP}]>",
-        b_desc=f"tensordesc<{E4M3}[1, {block_n // 2}, {SCALE_GROUP}]>",
+        b_desc=f"tensordesc<{E4M3}[1, {tile.block_n // 2}, {SCALE_GROUP}]>",
         gemm=PanelTensors("*fp32", "*fp32", "*bf16" if biased else None, "*bf16"),
         out_ptr="*bf16",
         returns=combine_lists(backward=False),

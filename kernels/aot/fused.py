@@ -8,15 +8,11 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from ..gemm.group_gemm import gemm_features
+from ..layer.settings import LaunchSettings, TileShape
 from ..layer.triton.combine import CombineSizes
-from ..layer.triton.dispatch import NUM_WARPS, DispatchLists, dispatch_kernel, push_constants
-from ..layer.triton.dispatch_gemm import DispatchGemmConfig, Sizes, dispatch_gemm_kernel, gemm_constants
-from ..layer.triton.gemm_combine import (
-    GemmCombineConfig,
-    combine_constants,
-    gemm_combine_kernel,
-    panel_constants,
-)
+from ..layer.triton.dispatch import NUM_WARPS, DispatchLists, dispatch_kernel, move_cols, push_constants
+from ..layer.triton.dispatch_gemm import Sizes, dispatch_gemm_kernel, gemm_constants
+from ..layer.triton.gemm_combine import MOVE_COLS, combine_constants, gemm_combine_kernel, panel_constants
 from ..layer.triton.gemm_panels import PanelTensors
 from ..runtime.activation import SWIGLU, Activation
 from ..runtime.arguments import (
@@ -29,7 +25,7 @@ from ..runtime.case import KernelCase
 
 # Top-k of the five models; layer 1 unrolls over it.
 TOP_KS = (2, 4, 8)
-TYPES = {"bf16": (128, 256, 64, 3), "fp16": (128, 256, 64, 3), "fp32": (16, 64, 16, 2)}
+WIDTH = 4096  # D and F
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SENDS = DispatchLists(*["*i32"] * 4)
 TABLE = TileTensors(*["*i32"] * 4)
@@ -40,7 +36,7 @@ RECORDED = 4096  # events per block, where a configuration records
 def aot_cases() -> list[KernelCase]:
     """Layer 0 and layer 1 in every type, with and without what training adds; in bf16 also recording."""
     cases = []
-    for dtype in TYPES:
+    for dtype in DTYPES:
         cases += [_layer0(dtype, save_pre=False), _layer0(dtype, save_pre=True), _dispatch(dtype)]
         for backward in (False, True):
             cases += [_layer1(dtype, top_k, backward=backward) for top_k in TOP_KS]
@@ -56,27 +52,24 @@ def aot_cases() -> list[KernelCase]:
 def _layer0(
     dtype: str, *, save_pre: bool, events: int = 0, activation: Activation = SWIGLU, biased: bool = False
 ) -> KernelCase:
-    block_f, _, block_k, num_stages = TYPES[dtype]
-    config = DispatchGemmConfig(
-        block_f=block_f, block_k=block_k, push_cols=_most_cols(dtype, 1024), flatten=dtype != "fp32",
-        activation=activation,
-    )  # fmt: skip
+    tile = TileShape.select(DTYPES[dtype], WIDTH, WIDTH)
+    settings = LaunchSettings(tile=tile, activation=activation)
     kind = activation.name + (" with biases" if biased else "")
     return fused_case(
         f"{dtype}, {'training' if save_pre else 'inference'}{recording_suffix(events)}"
         f"{'' if kind == SWIGLU.name else f', {kind}'}",
         dispatch_gemm_kernel,
-        {"GEMM": gemm_constants(config, 128, block_k, DTYPES[dtype], events)},
+        {"GEMM": gemm_constants(settings, 128, WIDTH, DTYPES[dtype], events)},
         x_ptr=f"*{dtype}",
         recv_offset="i64",
-        w1_desc=f"tensordesc<{dtype}[1, 2, {block_f}, {block_k}]>",
-        hidden_desc=f"tensordesc<{dtype}[128, {block_f}]>",
-        pre_desc=f"tensordesc<{dtype}[128, 1, {block_f}]>" if save_pre else None,
+        w1_desc=f"tensordesc<{dtype}[1, 2, {tile.block_f}, {tile.block_k}]>",
+        hidden_desc=f"tensordesc<{dtype}[128, {tile.block_f}]>",
+        pre_desc=f"tensordesc<{dtype}[128, 1, {tile.block_f}]>" if save_pre else None,
         b1_ptr=f"*{dtype}" if biased else None,
         symm=symm_of(dtype, events),
         sizes=Sizes("i32", "i32", "i32", None, None),
     )(
-        num_stages=num_stages,
+        num_stages=tile.num_stages,
         expects=gemm_features(DTYPES[dtype]),
         # Beside the 128 registers of its sums a thread has 64 for biases, once a tile, behind the loop.
         spilled_bytes=64 if biased else 0,
@@ -88,7 +81,7 @@ def _dispatch(dtype: str, *, events: int = 0) -> KernelCase:
     return fused_case(
         f"{dtype}{recording_suffix(events)}",
         dispatch_kernel,
-        {"PUSH": push_constants(_most_cols(dtype, 1024), events)},
+        {"PUSH": push_constants(DTYPES[dtype], WIDTH, events)},
         x_ptr=f"*{dtype}",
         counters="*i32",
         symm=symm_of(dtype, events),
@@ -96,24 +89,21 @@ def _dispatch(dtype: str, *, events: int = 0) -> KernelCase:
 
 
 def _layer1(dtype: str, top_k: int, *, backward: bool, events: int = 0, biased: bool = False) -> KernelCase:
-    _, block_n, block_k, num_stages = TYPES[dtype]
-    b_block = (block_k, block_n) if backward else (block_n, block_k)
-    config = GemmCombineConfig(
-        block_n=block_n, block_k=block_k, move_cols=_most_cols(dtype, 512), flatten=dtype != "fp32"
-    )  # fmt: skip
+    tile = TileShape.select(DTYPES[dtype], WIDTH, WIDTH)
+    b_block = (tile.block_k, tile.block_n) if backward else (tile.block_n, tile.block_k)
     return fused_case(
         f"{dtype}, top-{top_k}, {'backward' if backward else 'forward'}{recording_suffix(events)}"
         f"{', biases' if biased else ''}",
         gemm_combine_kernel,
-        layer1_constants(config, DTYPES[dtype], top_k, events, backward=backward),
-        a_desc=f"tensordesc<{dtype}[128, {block_k}]>",
+        layer1_constants(tile, DTYPES[dtype], top_k, events, backward=backward),
+        a_desc=f"tensordesc<{dtype}[128, {tile.block_k}]>",
         b_desc=f"tensordesc<{dtype}[1, {b_block[0]}, {b_block[1]}]>",
         gemm=PanelTensors(None, None, f"*{dtype}" if biased else None, f"*{dtype}"),
         out_ptr=f"*{dtype}",
         returns=combine_lists(backward=backward),
         symm=symm_of(dtype, events),
         sizes=CombineSizes(*["i32"] * 4),
-    )(num_stages=num_stages, expects=gemm_features(DTYPES[dtype]), narrow_loads=BIAS_LOADS if biased else 0)
+    )(num_stages=tile.num_stages, expects=gemm_features(DTYPES[dtype]), narrow_loads=BIAS_LOADS if biased else 0)
 
 
 def fused_case(name: str, fn: JITFunction, constants: dict[str, Any], **kinds: Any) -> Callable[..., KernelCase]:
@@ -135,17 +125,13 @@ def combine_lists(*, backward: bool) -> CombineLists:
 
 
 def layer1_constants(
-    config: GemmCombineConfig, dtype: torch.dtype, top_k: int, events: int, *, backward: bool = False
+    tile: TileShape, dtype: torch.dtype, top_k: int, events: int, *, backward: bool = False
 ) -> dict[str, Any]:
     """Constants of layer 1 over four ranks."""
-    combine = combine_constants(config, 4, top_k, events)
-    return {"GEMM": panel_constants(config, 128, dtype, backward, events), "COMBINE": combine}
+    combine = combine_constants(tile.block_n, move_cols(dtype, WIDTH, MOVE_COLS), 4, top_k, events)
+    return {"GEMM": panel_constants(tile, 128, dtype, backward, events), "COMBINE": combine}
 
 
 def recording_suffix(events: int) -> str:
     """What the name of a kernel that records up to ``events`` events per block ends with."""
     return ", recording" if events else ""
-
-
-def _most_cols(dtype: str, most: int) -> int:
-    return most // 4 if dtype == "fp32" else most

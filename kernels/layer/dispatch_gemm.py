@@ -49,8 +49,8 @@ from .blocks import (
     config_types,
     stage_bytes,
 )
+from .settings import LaunchSettings
 from .triton.dispatch import DispatchLists
-from .triton.dispatch_gemm import DispatchGemmConfig
 
 PRODUCER_WARPS = 3  # one more pushes
 TILE_BYTES = 48  # of ``GatheredTile`` of ``layer0/tiles.cuh``
@@ -186,7 +186,7 @@ def dispatch_gemm_cuda(
     symm: SymmBuffer,
     sends: DispatchLists,
     table: TileTable,
-    config: DispatchGemmConfig,
+    settings: LaunchSettings,
     b1: Tensor | None = None,
 ) -> None:
     """Send this rank's rows, receive the others', and compute hidden = activation(x w_gate, x w_up) of routed rows.
@@ -200,8 +200,8 @@ def dispatch_gemm_cuda(
         symm: Receive rows and flags.
         sends: Send lists.
         table: Segments, tiles by phase, and where each routed row arrives.
-        config: The activation, and ``comm_blocks`` that push rows before they compute; 0: a warp of each block pushes
-            them beside. The rest is for Triton.
+        settings: The activation, and ``comm_blocks`` that push rows before they compute; 0: a warp of each block pushes
+            them beside.
         b1: ``(e, 2F)`` biases of gate | up, added to their products, of a floating type; ``None``: none.
     """
     (weights, weight_scales), (result, scales) = parts(w1), parts(hidden)
@@ -213,8 +213,8 @@ def dispatch_gemm_cuda(
         world_size=symm.world_size,
         saves_gate_up=pre is not None,
         records=symm.recorder is not None,
-        is_split=config.comm_blocks > 0,
-        activation=config.activation,
+        is_split=settings.comm_blocks > 0,
+        activation=settings.activation,
         bias=None if b1 is None else b1.dtype,
     )
     results = HiddenArgs.of(
@@ -223,7 +223,7 @@ def dispatch_gemm_cuda(
     block_n = MMA.block_n if weight_scales is None else FP8_MMA.block_n
     experts, double_f, depth = weights.shape
     sizes = experts, depth, double_f // 2
-    launch(variant, gate_up_map(weights, block_n), x, results, symm, sends, table, sizes, config.comm_blocks, b1)
+    launch(variant, gate_up_map(weights, block_n), x, results, symm, sends, table, sizes, settings.comm_blocks, b1)
 
 
 def fc2_dgrad_cuda(

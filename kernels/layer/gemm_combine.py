@@ -48,7 +48,7 @@ from .blocks import (
     config_types,
     stage_bytes,
 )
-from .triton.gemm_combine import GemmCombineConfig
+from .settings import LaunchSettings
 
 PANEL_UNIT = 256  # columns that count as one in panels
 COMBINE_WARPS = NUM_THREADS // 32 - MATH_WARPS - 1  # that combine from the start; one more loads
@@ -250,7 +250,7 @@ def gemm_combine_cuda(
     symm: SymmBuffer,
     returns: CombineLists,
     table: TileTable,
-    config: GemmCombineConfig,
+    settings: LaunchSettings,
     bias: Tensor | None = None,
 ) -> None:
     """y = a @ b[expert] + bias[expert] for all routed rows, then out[t] = sum of token t's rows over all ranks.
@@ -263,8 +263,8 @@ def gemm_combine_cuda(
         symm: Combine rows and flags.
         returns: Which rows to add up for whom, with weights, or with these weights' gradients.
         table: Segments, counters and the number of tiles.
-        config: ``num_panels``, ``reserved_sms`` that the launch leaves to others, and ``comm_blocks`` that only
-            combine, in whole clusters; 0: some warps of each block combine beside the GEMM. The rest is for Triton.
+        settings: ``num_panels``, ``reserved_sms`` that the launch leaves to others, and ``comm_blocks`` that only
+            combine, in whole clusters; 0: some warps of each block combine beside the GEMM.
         bias: ``(e, D)`` of a floating type; ``None``: none, as of all gradients.
     """
     (rows, row_scales), (weights, weight_scales) = parts(a), parts(b)
@@ -272,7 +272,7 @@ def gemm_combine_cuda(
     blocks = FP8_CONFIG if weight_scales is not None else CudaConfig.select(table.expected_tokens_per_expert)
     variant = Variant(
         weights=weights.dtype, output=y.dtype, top_k=returns.row_slots.shape[1], world_size=symm.world_size,
-        is_dgrad=is_dgrad, records=symm.recorder is not None, is_split=config.comm_blocks > 0, config=blocks,
+        is_dgrad=is_dgrad, records=symm.recorder is not None, is_split=settings.comm_blocks > 0, config=blocks,
         bias=None if bias is None else bias.dtype,
     )  # fmt: skip
     kernel = _kernels(variant, num_experts, torch.cuda.current_device())[blocks]
@@ -286,9 +286,9 @@ def gemm_combine_cuda(
         scales=ScaleArgs.of(rows=row_scales, weights=weight_scales, num_rows=len(y)),
         biases=None if bias is None else aligned(bias),
     )  # fmt: skip
-    num_blocks = launched_blocks(num_sms(y.device), config.reserved_sms, blocks.cluster)
-    comm_blocks = min(config.comm_blocks, num_blocks - blocks.cluster)  # some have to compute
-    combine = combine_args(y, out, symm, returns, table, config.num_panels, comm_blocks)
+    num_blocks = launched_blocks(num_sms(y.device), settings.reserved_sms, blocks.cluster)
+    comm_blocks = min(settings.comm_blocks, num_blocks - blocks.cluster)  # some have to compute
+    combine = combine_args(y, out, symm, returns, table, settings.num_panels, comm_blocks)
     kernel.launch(num_blocks, [gemm, combine])
 
 

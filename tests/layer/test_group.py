@@ -16,7 +16,6 @@ import comet.layer.group
 from comet.comm import LocalCommunicator
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.kernels.runtime.activation import Activation
-from comet.layer.fused import combine_config
 from comet.layer.group import ExpertGroup, check_reserved_sms, make_expert_group
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.twin.layer import Twin
@@ -147,7 +146,7 @@ def test_what_a_cpu_lacks() -> None:
 def test_reserved_sms_reach_the_launches_of_layer_1() -> None:
     path = MoE(CONFIG, make_group(reserved_sms=7)).experts
     assert isinstance(path, SymmetricPath)
-    assert combine_config(path.backend.settings, torch.empty(3, 32)).reserved_sms == 7
+    assert path.backend.settings.reserved_sms == 7
     assert make_group().reserved_sms == 0
 
 

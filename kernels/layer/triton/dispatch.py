@@ -12,16 +12,18 @@ after the other (the interpreter). A rank that died is met by the deadline of th
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...runtime.arguments import SymmBuffer, num_sms
+from ...runtime.arguments import SymmBuffer, num_sms, power_of_2
 from ...runtime.limits import CHUNK_ROWS
 from ...runtime.primitives import MOST_THREADS, PLACE_LAYER0, any_of, signal, wait_flags
 from ...runtime.recorder import KIND_DISPATCH, KIND_RECEIVE, now, record
 
 PUSH_ROWS = 32  # that a block moves at once
+PUSH_COLS = 1024  # of these at most
 NUM_WARPS = 8  # of a block, here and in the layer's GEMMs
 COMM_BLOCKS = 16  # where nobody says how many: of a layer whose communication is colocated, in a kernel that cannot be
 
@@ -36,9 +38,15 @@ class PushConstants(NamedTuple):
     interpret: bool
 
 
-def push_constants(push_cols: int, events: int) -> PushConstants:
-    """Those of a launch that moves ``push_cols`` columns at once, whose blocks record up to ``events`` events."""
-    return PushConstants(PUSH_ROWS, push_cols, CHUNK_ROWS, events, triton.knobs.runtime.interpret)
+def move_cols(dtype: torch.dtype, num_cols: int, most: int) -> int:
+    """Of so many columns, those that a block moves at once: a power of two, fewer in float32."""
+    return min(most // 4 if dtype == torch.float32 else most, power_of_2(num_cols))
+
+
+def push_constants(dtype: torch.dtype, num_cols: int, events: int, *, most: int = PUSH_COLS) -> PushConstants:
+    """Those of a launch that moves rows of so many columns, whose blocks record up to ``events`` events."""
+    interpret = triton.knobs.runtime.interpret
+    return PushConstants(PUSH_ROWS, move_cols(dtype, num_cols, most), CHUNK_ROWS, events, interpret)
 
 
 @triton.jit
@@ -136,7 +144,7 @@ class DispatchLists(NamedTuple):
     pushed: Tensor  # ``(W, M / 128)`` zeros, used up where warps share a chunk
 
 
-def dispatch(x: Tensor, symm: SymmBuffer, sends: DispatchLists, counters: Tensor, push_cols: int) -> None:
+def dispatch(x: Tensor, symm: SymmBuffer, sends: DispatchLists, counters: Tensor) -> None:
     """Dispatch without compute: on return (in stream order) all received rows, own rows included, are in ``symm.rows``.
 
     Args:
@@ -144,11 +152,10 @@ def dispatch(x: Tensor, symm: SymmBuffer, sends: DispatchLists, counters: Tensor
         symm: Receive rows and flags.
         sends: Send lists.
         counters: ``(2,)`` int32 zeros, used up.
-        push_cols: Columns that a block moves at once, a power of two.
     """
     interpret = triton.knobs.runtime.interpret
     num_blocks = 1 if interpret else num_sms(x.device)
     dispatch_kernel[(num_blocks,)](
         x, sends, symm.tensors(num_blocks), counters, symm.rank, symm.world_size, symm.timeout_ns, symm.max_tokens,
-        x.shape[1], PUSH=push_constants(push_cols, symm.event_capacity), num_warps=NUM_WARPS,
+        x.shape[1], PUSH=push_constants(x.dtype, x.shape[1], symm.event_capacity), num_warps=NUM_WARPS,
     )  # fmt: skip

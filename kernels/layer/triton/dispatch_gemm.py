@@ -14,7 +14,6 @@ This is the twin of the kernel in CUDA C++ (``dispatch_gemm_cuda``), which Hoppe
 and other GPUs.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -26,27 +25,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ...gemm.activation import activate
 from ...gemm.group_gemm import dot_precision
 from ...gemm.tiles import GROUP_TILES, decode_tokens
-from ...runtime.activation import SWIGLU, Activation
+from ...runtime.activation import Activation
 from ...runtime.arguments import SymmBuffer, TileTable, num_sms
 from ...runtime.primitives import PLACE_LAYER0, zero_after_arrival
 from ...runtime.recorder import KIND_CONVERT, KIND_LAYER0_TILE, now, record
+from ..settings import LaunchSettings
 from .dispatch import COMM_BLOCKS, NUM_WARPS, DispatchLists, PushConstants, push_constants, push_rows
 
 # Rounds of all blocks that are left to tickets, beside the rounds of the communication blocks.
 TICKET_ROUNDS = tl.constexpr(3)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DispatchGemmConfig:
-    """Tile shape and split of the launch."""
-
-    comm_blocks: int = 0  # blocks that push rows before they compute; 0: ``COMM_BLOCKS``
-    block_f: int = 128  # columns of hidden per tile; the GEMM tile is twice as wide (gate and up)
-    block_k: int = 64  # contraction step
-    push_cols: int = 1024  # columns a communication block moves at once, a power of two
-    flatten: bool = True  # fetch the next item's operands during the epilogue
-    num_stages: int = 3  # depth of the load pipeline
-    activation: Activation = SWIGLU  # of the experts
 
 
 class Sizes(NamedTuple):
@@ -79,7 +66,7 @@ class DispatchGemmConstants(NamedTuple):
     block_f: int = 0
     block_k: int = 0
     even_k: bool = True  # block_k divides D
-    flatten: bool = False
+    flatten: bool = False  # the next item's operands are fetched during the epilogue
     precision: str = ""  # ``input_precision`` of ``tl.dot``
 
 
@@ -202,39 +189,39 @@ def dispatch_gemm(
     symm: SymmBuffer,
     sends: DispatchLists,
     table: TileTable,
-    config: DispatchGemmConfig,
+    settings: LaunchSettings,
     b1: Tensor | None = None,
 ) -> None:
     """``dispatch_gemm_cuda`` in Triton, also in float32, of tiles by phase; rows of no tile are left alone."""
     experts, double_f, hidden_size = w1.shape
-    ffn = double_f // 2
+    ffn, tile = double_f // 2, settings.tile
     interpret = triton.knobs.runtime.interpret
     num_blocks = 4 if interpret else num_sms(x.device)
     dispatch_gemm_kernel[(num_blocks,)](
         x, (symm.rows.data_ptr() - x.data_ptr()) // x.element_size(),
-        TensorDescriptor.from_tensor(w1.view(experts, 2, ffn, hidden_size), [1, 2, config.block_f, config.block_k]),
-        b1, TensorDescriptor.from_tensor(hidden, [table.block_rows, config.block_f]),
-        None if pre is None else _pre_descriptor(pre, table.block_rows, config.block_f),
+        TensorDescriptor.from_tensor(w1.view(experts, 2, ffn, hidden_size), [1, 2, tile.block_f, tile.block_k]),
+        b1, TensorDescriptor.from_tensor(hidden, [table.block_rows, tile.block_f]),
+        None if pre is None else _pre_descriptor(pre, table.block_rows, tile.block_f),
         sends, symm.tensors(num_blocks), table.tensors, Sizes(symm.max_tokens, hidden_size, ffn),
-        symm.rank, symm.world_size, min(config.comm_blocks or COMM_BLOCKS, num_blocks - 1), symm.timeout_ns,
-        GEMM=gemm_constants(config, table.block_rows, hidden_size, x.dtype, symm.event_capacity),
-        num_warps=NUM_WARPS, num_stages=config.num_stages,
+        symm.rank, symm.world_size, min(settings.comm_blocks or COMM_BLOCKS, num_blocks - 1), symm.timeout_ns,
+        GEMM=gemm_constants(settings, table.block_rows, hidden_size, x.dtype, symm.event_capacity),
+        num_warps=NUM_WARPS, num_stages=tile.num_stages,
     )  # fmt: skip
 
 
 def gemm_constants(
-    config: DispatchGemmConfig, block_rows: int, hidden_size: int, dtype: torch.dtype, events: int
+    settings: LaunchSettings, block_rows: int, hidden_size: int, dtype: torch.dtype, events: int
 ) -> DispatchGemmConstants:
     """What the kernel is compiled for, of tiles of ``block_rows`` rows."""
     return DispatchGemmConstants(
         block_m=block_rows,
-        block_f=config.block_f,
-        block_k=config.block_k,
-        even_k=hidden_size % config.block_k == 0,
-        flatten=config.flatten,
+        block_f=settings.tile.block_f,
+        block_k=settings.tile.block_k,
+        even_k=hidden_size % settings.tile.block_k == 0,
+        flatten=dtype != torch.float32,
         precision=dot_precision(dtype),
-        activation=config.activation,
-        push=push_constants(config.push_cols, events),
+        activation=settings.activation,
+        push=push_constants(dtype, hidden_size, events),
     )
 
 

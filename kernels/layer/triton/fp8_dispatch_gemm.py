@@ -10,6 +10,7 @@ of two needs fewer registers, of which a tile takes all.
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,10 +19,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ...gemm.activation import hidden_of
 from ...gemm.fp8 import GROUP, SCALE_GROUP, group_scales, scaled_elements
 from ...gemm.tiles import GROUP_TILES, decode_tokens
+from ...runtime.activation import Activation
 from ...runtime.arguments import Scaled, SymmBuffer, TileTable, num_sms
 from ...runtime.recorder import KIND_CONVERT, KIND_LAYER0_TILE, now, record
+from ..settings import LaunchSettings
 from .dispatch import COMM_BLOCKS, NUM_WARPS, DispatchLists, push_constants, push_rows
-from .dispatch_gemm import DispatchGemmConfig, DispatchGemmConstants, Sizes, zero_after_rows
+from .dispatch_gemm import DispatchGemmConstants, Sizes, zero_after_rows
+
+PUSH_WORDS = 512  # of a packed row that a block moves at once, at most
 
 
 class Fp8Tensors(NamedTuple):
@@ -114,10 +119,10 @@ def fp8_dispatch_gemm(
     symm: SymmBuffer,
     sends: DispatchLists,
     table: TileTable,
-    config: DispatchGemmConfig,
+    settings: LaunchSettings,
     b1: Tensor | None = None,
 ) -> None:
-    """``dispatch_gemm_cuda`` of block FP8 in Triton; of ``config`` the tile shape, which is fixed, does not count."""
+    """``dispatch_gemm_cuda`` of block FP8 in Triton; the shape of a tile is fixed."""
     experts, double_f, hidden_size = w1.elements.shape
     ffn = double_f // 2
     interpret = triton.knobs.runtime.interpret
@@ -128,12 +133,13 @@ def fp8_dispatch_gemm(
         TensorDescriptor.from_tensor(hidden.elements, [table.block_rows, SCALE_GROUP]),
         Fp8Tensors(w1.scales, b1, hidden.scales), sends, symm.tensors(num_blocks), table.tensors,
         Sizes(symm.max_tokens, hidden_size, ffn, hidden.elements.shape[0], symm.rows.shape[1]),
-        symm.rank, symm.world_size, min(config.comm_blocks or COMM_BLOCKS, num_blocks - 1), symm.timeout_ns,
-        GEMM=fp8_constants(config, table.block_rows, symm.event_capacity),
-        num_warps=NUM_WARPS, num_stages=config.num_stages,
+        symm.rank, symm.world_size, min(settings.comm_blocks or COMM_BLOCKS, num_blocks - 1), symm.timeout_ns,
+        GEMM=fp8_constants(settings.activation, table.block_rows, symm.rows.shape[1], symm.event_capacity),
+        num_warps=NUM_WARPS, num_stages=settings.tile.num_stages,
     )  # fmt: skip
 
 
-def fp8_constants(config: DispatchGemmConfig, block_rows: int, events: int) -> DispatchGemmConstants:
+def fp8_constants(activation: Activation, block_rows: int, row_words: int, events: int) -> DispatchGemmConstants:
     """What the kernel is compiled for, of tiles of ``block_rows`` rows."""
-    return DispatchGemmConstants(block_rows, config.activation, push_constants(config.push_cols, events))
+    push = push_constants(torch.int32, row_words, events, most=PUSH_WORDS)
+    return DispatchGemmConstants(block_rows, activation, push)

@@ -11,7 +11,7 @@ This is the twin of the kernel in CUDA C++ (``gemm_combine_cuda``), which Hopper
 more than 16 experts of a token, and other GPUs.
 """
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 import triton
@@ -19,33 +19,20 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ...gemm.fp8 import SCALE_GROUP
 from ...gemm.group_gemm import dot_precision
 from ...runtime.arguments import CombineLists, Scaled, SymmBuffer, TileTable, num_sms, parts
 from ...runtime.limits import CHUNK_FLAGS, COMBINE_CHUNK_ROWS, PANEL_COUNTERS
 from ...runtime.recorder import KIND_CONVERT, now, record
+from ..settings import LaunchSettings, TileShape
 from .combine import CombineConstants, CombineSizes, Turn, combine_panels, slot_block
-from .dispatch import COMM_BLOCKS, NUM_WARPS
+from .dispatch import COMM_BLOCKS, NUM_WARPS, move_cols
 from .gemm_panels import PanelConstants, PanelTensors, gemm_panels
 
 MOVE_ROWS = 8  # that the reduce and the final sum handle at once
+MOVE_COLS = 512  # of these at most
 SUM_TOKENS = COMBINE_CHUNK_ROWS  # of one sum ticket
 FIRST_COUNTER = tl.constexpr(PANEL_COUNTERS)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GemmCombineConfig:
-    """Tile shape and split of the launch."""
-
-    comm_blocks: int = 0  # blocks that never compute; 0: ``COMM_BLOCKS``
-    num_panels: int = 4  # column panels, at most 16 and at most the column blocks of D
-    block_n: int = 256  # columns of a GEMM tile
-    block_k: int = 64  # contraction step
-    move_cols: int = 512  # columns the reduce and the final sum handle at once, a power of two
-    flatten: bool = True  # fetch the next item's operands during the epilogue
-    num_stages: int = 3  # depth of the load pipeline
-    # how many are left to kernels of other streams. Where these hold some and wait for other ranks, the launch ends
-    # only if all of its blocks that compute find a place.
-    reserved_sms: int = 0
 
 
 @triton.jit(do_not_specialize=["rank", "comm_blocks", "num_panels", "timeout_ns", "T"])
@@ -84,55 +71,57 @@ def gemm_combine(
     symm: SymmBuffer,
     returns: CombineLists,
     table: TileTable,
-    config: GemmCombineConfig,
+    settings: LaunchSettings,
     bias: Tensor | None = None,
 ) -> None:
     """``gemm_combine_cuda`` in Triton, also in float32 and with more entries of a sum."""
     (a, a_scales), (b, b_scales) = parts(a), parts(b)
-    block_n, block_k, b_is_kn = config.block_n, config.block_k, returns.grads is not None
+    tile = settings.tile if b_scales is None else replace(settings.tile, block_k=SCALE_GROUP)
+    block_n, block_k, b_is_kn = tile.block_n, tile.block_k, returns.grads is not None
     b_rows = block_n if b_scales is None else block_n // 2
     interpret = triton.knobs.runtime.interpret
     # The interpreter runs block after block: the first must finish the GEMM before any waits for it.
-    num_blocks = 2 if interpret else num_sms(a.device) - config.reserved_sms
+    num_blocks = 2 if interpret else num_sms(a.device) - settings.reserved_sms
     gemm_combine_kernel[(num_blocks,)](
         TensorDescriptor.from_tensor(a, [table.block_rows, block_k]),
         TensorDescriptor.from_tensor(b, [1, block_k, block_n] if b_is_kn else [1, b_rows, block_k]),
         PanelTensors(a_scales, b_scales, bias, y), out, returns, symm.tensors(num_blocks), table.tensors,
         CombineSizes(symm.max_tokens, a.shape[0], out.shape[1], a.shape[1]),
-        symm.rank, min(config.comm_blocks or COMM_BLOCKS, num_blocks - 1), config.num_panels, symm.timeout_ns,
+        symm.rank, min(settings.comm_blocks or COMM_BLOCKS, num_blocks - 1), settings.num_panels, symm.timeout_ns,
         out.shape[0],
-        GEMM=panel_constants(config, table.block_rows, a.dtype, b_is_kn, symm.event_capacity),
-        COMBINE=combine_constants(config, symm.world_size, returns.row_slots.shape[1], symm.event_capacity),
-        num_warps=NUM_WARPS, num_stages=config.num_stages,
+        GEMM=panel_constants(tile, table.block_rows, y.dtype, b_is_kn, symm.event_capacity),
+        COMBINE=combine_constants(
+            block_n, move_cols(y.dtype, out.shape[1], MOVE_COLS), symm.world_size, returns.row_slots.shape[1],
+            symm.event_capacity,
+        ),
+        num_warps=NUM_WARPS, num_stages=tile.num_stages,
     )  # fmt: skip
 
 
-def panel_constants(
-    config: GemmCombineConfig, block_rows: int, dtype: torch.dtype, b_is_kn: bool, events: int
-) -> PanelConstants:
-    """What the GEMM is compiled for, of tiles of ``block_rows`` rows."""
+def panel_constants(tile: TileShape, block_rows: int, dtype: torch.dtype, b_is_kn: bool, events: int) -> PanelConstants:
+    """What the GEMM is compiled for, of tiles of ``block_rows`` rows and results of a type."""
     return PanelConstants(
         block_m=block_rows,
-        block_n=config.block_n,
-        block_k=config.block_k,
+        block_n=tile.block_n,
+        block_k=tile.block_k,
         b_is_kn=b_is_kn,
-        flatten=config.flatten,
+        flatten=dtype != torch.float32,
         precision=dot_precision(dtype),
         events=events,
         interpret=triton.knobs.runtime.interpret,
     )
 
 
-def combine_constants(config: GemmCombineConfig, world_size: int, top_k: int, events: int) -> CombineConstants:
+def combine_constants(block_n: int, cols: int, world_size: int, top_k: int, events: int) -> CombineConstants:
     """What the combine is compiled for."""
     return CombineConstants(
-        block_n=config.block_n,
+        block_n=block_n,
         world_size=world_size,
         top_k=top_k,
         top_k_block=slot_block(top_k),
         tokens=SUM_TOKENS,
         rows=MOVE_ROWS,
-        cols=config.move_cols,
+        cols=cols,
         chunk=COMBINE_CHUNK_ROWS,
         flags=CHUNK_FLAGS,
         events=events,

@@ -65,7 +65,7 @@ def stand_in(
     """In the place of hidden's gradient in CUDA C++, which leaves this rank's own rows where they are."""
     phases = table.tiles[: int(table.num_tiles), 3]
     assert bool((phases.diff() >= 0).all()), "tiles go by phase"
-    dispatch(grad_y, symm, sends, table.counters, push_cols=64)
+    dispatch(grad_y, symm, sends, table.counters)
     symm.rows[symm.rank * symm.max_tokens :][: symm.max_tokens] = torch.nan
     grads = grad_y.new_zeros(len(out), w2.shape[1])
     own = OwnRows(rows=grad_y, first=symm.rank * symm.max_tokens)

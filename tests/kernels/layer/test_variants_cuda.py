@@ -18,10 +18,9 @@ from torch import Tensor
 from comet.kernels.layer import dispatch_gemm as layer0
 from comet.kernels.layer import gemm_combine as layer1
 from comet.kernels.layer.gemm_combine import FP8_CONFIG, CudaConfig, combine_bytes, launched_blocks, ticket_parts
+from comet.kernels.layer.settings import LaunchSettings, TileShape
 from comet.kernels.layer.triton import gemm_combine as triton_layer1
 from comet.kernels.layer.triton.dispatch import DispatchLists
-from comet.kernels.layer.triton.dispatch_gemm import DispatchGemmConfig
-from comet.kernels.layer.triton.gemm_combine import GemmCombineConfig
 from comet.kernels.runtime.arch import HOPPER
 from comet.kernels.runtime.arguments import CombineLists, GradBuffer, Scaled, SymmBuffer, TileTable, num_sms
 from comet.kernels.runtime.cuda_source import TensorMap
@@ -234,7 +233,7 @@ def test_layer_1_is_not_asked_where_a_rank_of_the_group_lacks_it(
     monkeypatch.setattr(layer1, "gemm_combine_cuda", lambda *_: launched.append("cuda"))
     monkeypatch.setattr(fused, "gemm_combine", lambda *_: launched.append("triton"))
     y, b, *rest = layer1_call(in_16_bits(8, 512, 256)).values()
-    launch_gemm_combine(y, b, y, y, *rest, GemmCombineConfig(), in_cuda=cuda_kernels)
+    launch_gemm_combine(y, b, y, y, *rest, LaunchSettings(), in_cuda=cuda_kernels)
     assert launched == ["cuda" if cuda_kernels else "triton"]
 
 
@@ -247,8 +246,8 @@ def test_launches_hand_on_what_they_get(monkeypatch: pytest.MonkeyPatch, biases:
     sends = DispatchLists(token_ids=NUMBERS, counts=NUMBERS, recv_counts=NUMBERS, pushed=NUMBERS)
     hidden = in_fp8(1, 128, 256)
     y, b, *rest = layer1_call(in_fp8(8, 512, 256)).values()
-    of_layer0 = None, in_fp8(8, 512, 512), hidden, None, make_symm(), sends, make_table(), DispatchGemmConfig(), biases
-    of_layer1 = hidden, b, y, y, *rest, GemmCombineConfig(num_panels=3), biases
+    of_layer0 = None, in_fp8(8, 512, 512), hidden, None, make_symm(), sends, make_table(), LaunchSettings(), biases
+    of_layer1 = hidden, b, y, y, *rest, LaunchSettings(num_panels=3), biases
     launch_dispatch_gemm(*of_layer0)
     launch_gemm_combine(*of_layer1)
     for found, wanted in zip(given, (of_layer0, of_layer1), strict=True):
@@ -267,11 +266,11 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     num_sms.cache_clear()
 
 
-def run_layer1(config: GemmCombineConfig, *, fp8: bool, backward: bool = False) -> None:
+def run_layer1(settings: LaunchSettings, *, fp8: bool, backward: bool = False) -> None:
     a, b, out = torch.zeros(128, 128), torch.zeros(2, 128, 128), torch.zeros(128, 128, dtype=torch.bfloat16)
     if fp8:
         a, b = (Scaled(elements=each.to(torch.float8_e4m3fn), scales=torch.zeros(1)) for each in (a, b))
-    launch_gemm_combine(a, b, out, out, make_symm(), make_returns(backward=backward), make_table(), config)
+    launch_gemm_combine(a, b, out, out, make_symm(), make_returns(backward=backward), make_table(), settings)
 
 
 @pytest.mark.parametrize(("fp8", "blocks"), [(True, SMS - RESERVED), (False, 92)])
@@ -281,7 +280,7 @@ def test_reserved_sms_in_cuda(monkeypatch: pytest.MonkeyPatch, a_gpu: None, fp8:
     monkeypatch.setattr(layer1, "can_run", lambda *_: True)
     monkeypatch.setattr(layer1, "_kernels", lambda *_: defaultdict(lambda: kernel))
     for reserved in (0, RESERVED):
-        run_layer1(GemmCombineConfig(reserved_sms=reserved), fp8=fp8)
+        run_layer1(LaunchSettings(reserved_sms=reserved), fp8=fp8)
     assert found == [SMS, blocks]
 
 
@@ -296,5 +295,7 @@ def test_reserved_sms_in_triton(monkeypatch: pytest.MonkeyPatch, a_gpu: None, fp
             return lambda *_, **__: None
 
     monkeypatch.setattr(triton_layer1, "gemm_combine_kernel", Kernel())
-    run_layer1(GemmCombineConfig(block_n=128, block_k=128, reserved_sms=RESERVED), fp8=fp8, backward=backward)
+    run_layer1(
+        LaunchSettings(tile=TileShape(block_n=128, block_k=128), reserved_sms=RESERVED), fp8=fp8, backward=backward
+    )
     assert found == [SMS - RESERVED]
