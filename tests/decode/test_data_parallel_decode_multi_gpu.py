@@ -24,7 +24,7 @@ def test_one_rank_in_a_graph() -> None:
 
 
 @pytest.mark.multi_gpu(n=2)
-@in_ranks(2, backend=ON_GPUS, timeout=300)
+@in_ranks(2, backend=ON_GPUS)
 def test_two_ranks_against_all_experts_and_in_a_graph(rank: int, world_size: int) -> None:
     torch.cuda.set_device(gpu_of(rank))
     for tp in (1, 2):

@@ -77,7 +77,7 @@ def test_twins_of_every_layout(table: Steps) -> None:
         assert_ranks_agree(outputs)
 
 
-@in_ranks(2, interpret=True, timeout=300)
+@in_ranks(2, interpret=True)
 def test_layers_of_other_sizes_share_an_object(rank: int, world_size: int) -> None:
     """One object for layers of another K and type: words of the one lie where the other's are expected."""
     comm = make_communicator("auto", dist.group.WORLD, "cpu", timeout_s=60.0)
@@ -175,7 +175,7 @@ def runs_on(rank: int, world_size: int) -> str:
     ],
 )
 def test_a_rank_that_stops_is_named(body: Callable[[int, int], str], what: str) -> None:
-    message = run_ranks(body, 2, interpret=True, timeout=300)[0]
+    message = run_ranks(body, 2, interpret=True)[0]
     assert re.match(rf"rank 0 waited 0.2 s for rank 1 \({what}\)($|; .* failed on rank 1 )", message), message
 
 
@@ -218,7 +218,7 @@ def test_a_rank_alone_needs_no_gather() -> None:
         RankDecode(comm, hidden_size=32)(*inputs, weights)
 
 
-@in_ranks(2, interpret=True, timeout=300)
+@in_ranks(2, interpret=True)
 def test_bad_tensors_are_named_and_break_nothing(rank: int, world_size: int) -> None:
     """What a rank refuses it refuses before it sends anything: the step that follows is in order."""
     comm, weights = open_rank(rank, 2, FOLDED, 1, torch.float32, "cpu")

@@ -12,7 +12,7 @@ from decode_ranks import compare_step, gathered_inputs, open_rank
 from emulated import emulated_group
 from layer_cases import LayerCase, rank_inputs
 from layer_ranks import build_layer, compare_call, poison
-from ranks import in_ranks, run_ranks
+from ranks import in_ranks
 from tiers import slow
 
 from comet.comm import LocalCommunicator
@@ -87,33 +87,31 @@ def call_late(moe: MoE, case: LayerCase, rank: int, late: int, late_s: float, *,
     compare_call(moe, case, rank, 0, (y, x, weights))
 
 
-def run_near_the_limit(rank: int, world_size: int, path: str) -> list[int]:
+@pytest.mark.parametrize("path", ["twin", slow("fused")])
+@in_ranks(2, interpret="path")
+def test_layers_before_and_after(rank: int, world_size: int, path: str) -> None:
     """The epochs after a call that passes the limit, after a restart and after two more calls."""
     case = LayerCase("ep2", 2, 1, (40, 33))
-    moe, epochs = build_layer(case, rank, path), []
+    moe = build_layer(case, rank, path)
     pool = moe.group.workspace
     pool.epoch.fill_(MOST_EPOCHS - 1)
     call_late(moe, case, rank, 0, LATE_S[path], between=False)
-    epochs.append(int(pool.epoch))
+    assert pool.epoch == MOST_EPOCHS + 1
     with pytest.raises(EpochError):
         pool.check()
     pool.restart()
-    epochs.append(int(pool.epoch))
+    assert pool.epoch == 0
     for late in range(2):
         call_late(moe, case, rank, late, LATE_S[path], between=late == 0)
     pool.check()
-    epochs.append(int(pool.epoch))
+    assert pool.epoch == 3
     moe.group.close()
-    return epochs
 
 
-@pytest.mark.parametrize("path", ["twin", slow("fused")])
-def test_layers_before_and_after(path: str) -> None:
-    found = run_ranks(run_near_the_limit, 2, path, interpret=path == "fused", timeout=300)
-    assert found == [[MOST_EPOCHS + 1, 0, 3]] * 2
-
-
-def decode_near_the_limit(rank: int, world_size: int, use_kernels: bool, replicated: bool) -> None:
+@pytest.mark.parametrize("use_kernels", [False, True])
+@pytest.mark.parametrize("replicated", [False, True])
+@in_ranks(2, interpret="use_kernels")
+def test_decode_before_and_after(rank: int, world_size: int, use_kernels: bool, replicated: bool) -> None:
     """Steps on both sides of a restart, one rank late in each in turn."""
     comm, weights = open_rank(rank, world_size, EACH_ONE, 1, torch.float32, "cpu")
     decode = RankDecode(comm, hidden_size=16, max_tokens=1, replicated=replicated, use_kernels=use_kernels)
@@ -139,12 +137,6 @@ def decode_near_the_limit(rank: int, world_size: int, use_kernels: bool, replica
     assert epoch.tolist() == [3]
     comm.barrier()
     comm.close()
-
-
-@pytest.mark.parametrize("use_kernels", [False, True])
-@pytest.mark.parametrize("replicated", [False, True])
-def test_decode_before_and_after(use_kernels: bool, replicated: bool) -> None:
-    run_ranks(decode_near_the_limit, 2, use_kernels, replicated, interpret=use_kernels, timeout=300)
 
 
 @in_ranks(2)

@@ -136,8 +136,10 @@ def test_plain_path_refuses_after_a_failure(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-def fail_in_plain_backward(rank: int, world_size: int, where: str) -> str:
-    """Both ranks break off between two collectives of a backward pass, or one after the last; the next call's words."""
+@pytest.mark.parametrize("where", ["between", "after"])
+@in_ranks(2)
+def test_plain_path_refuses_after_a_failure_in_its_backward_pass(rank: int, world_size: int, where: str) -> None:
+    """Both ranks break off between two collectives of a backward pass, or one after the last."""
     moe = build_layer(CASE, rank, "plain")
     compare(moe, rank, 0, "before")
 
@@ -162,16 +164,10 @@ def fail_in_plain_backward(rank: int, world_size: int, where: str) -> str:
         with pytest.raises(torch.OutOfMemoryError):
             call(moe, rank, 1)
     dist.barrier()
-    with pytest.raises(StepFailedError, match="new process groups") as refusal:
+    failed = "1" if where == "after" else r"\d"  # both did "between", and one was first
+    said = rf"^the backward pass failed on rank {failed} \(OutOfMemoryError: out of memory\).*new process groups"
+    with pytest.raises(StepFailedError, match=said):
         call(moe, rank, 2)
-    return str(refusal.value)
-
-
-@pytest.mark.parametrize("where", ["between", "after"])
-def test_plain_path_refuses_after_a_failure_in_its_backward_pass(where: str) -> None:
-    for said in run_ranks(fail_in_plain_backward, 2, where):
-        failed = "1" if where == "after" else r"\d"  # both did "between", and one was first
-        assert re.match(rf"the backward pass failed on rank {failed} \(OutOfMemoryError: out of memory\)", said), said
 
 
 def refuse_what_is_wrong_on_one_rank(rank: int, world_size: int, path: str) -> tuple[list[str], list[str]]:
@@ -207,7 +203,8 @@ def test_what_is_wrong_on_one_rank_is_refused_on_all_and_costs_nothing(path: str
     assert second[1] == [f"top_k_ids of rank {rank} {what}" for rank, what in ((0, there), (1, here), (0, there))]
 
 
-def skip_a_backward_pass(rank: int, world_size: int) -> str:
+@in_ranks(2, interpret=True)
+def test_kernels_say_what_the_other_rank_did_instead(rank: int, world_size: int) -> None:
     """Rank 0 begins its backward pass, rank 1 the next forward pass."""
     moe, inputs = build_layer(CASE, rank, "fused"), rank_inputs(CASE, rank)
     arguments = (inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
@@ -223,14 +220,11 @@ def skip_a_backward_pass(rank: int, world_size: int) -> str:
     with pytest.raises((CommTimeoutError, StepFailedError)):
         moe.group.workspace.check()
     dist.barrier()
-    return said
-
-
-def test_kernels_say_what_the_other_rank_did_instead() -> None:
-    first, second = run_ranks(skip_a_backward_pass, 2, interpret=True, timeout=300)
-    rule = "all ranks of a group must call its layers in one order, .*"
-    assert re.fullmatch(rf"rank 0 waited .* for rank 1 \(barrier, .*\); rank 1 began a forward pass: {rule}", first)
-    assert re.fullmatch(rf"rank 1 waited .* for rank 0 \(exch.*\); rank 0 began a backward pass: {rule}", second)
+    place, other = (("barrier", "1 began a forward pass"), ("exchange", "0 began a backward pass"))[rank]
+    words = (
+        rf"rank {rank} waited .* for rank {1 - rank} \({place}.*\); rank {other}: all ranks of a group must call its "
+    )
+    assert re.fullmatch(f"{words}layers in one order, .*", said), said
 
 
 def call_in_other_orders(rank: int, world_size: int, path: str) -> list[str]:
@@ -265,7 +259,7 @@ def call_in_other_orders(rank: int, world_size: int, path: str) -> list[str]:
 
 @pytest.mark.parametrize("path", ["twin", "fused", "plain", "reference"])
 def test_ranks_that_call_layers_in_different_orders_are_refused(path: str) -> None:
-    first, second = run_ranks(call_in_other_orders, 2, path, interpret=path == "fused", timeout=300)
+    first, second = run_ranks(call_in_other_orders, 2, path, interpret=path == "fused")
     for said in (first, second):
         assert re.match(r"rank \d called layer \d with .* while rank \d called layer \d with .* in one order", said[0])
         assert "layer 1" in said[0]

@@ -104,7 +104,7 @@ def test_every_kernel_is_launched_and_all_numbers_are_right() -> None:
     assert launched == known
 
 
-@in_ranks(1, interpret=True, timeout=300)
+@in_ranks(1, interpret=True)
 def test_rows_that_never_arrived_are_noticed(rank: int, world_size: int) -> None:
     case = LayerCase("once", 2, 1, (5, 3), 4, 2, 16, 16, backward=False, max_tokens=8, comm_blocks=1)
 

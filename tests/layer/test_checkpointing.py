@@ -6,7 +6,7 @@ import pytest
 import torch
 from layer_cases import LayerCase, full_weights, oracles_of, rank_inputs
 from layer_ranks import build_layer, results
-from ranks import in_ranks, run_ranks
+from ranks import in_ranks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -14,7 +14,14 @@ from comet.comm.collectives import all_to_all_rows
 from comet.layer.sharding import local
 
 
-def compare_recomputed(rank: int, world_size: int, path: str, use_reentrant: bool) -> None:
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize(
+    ("path", "world_size"), [("twin", 1), ("twin", 2), ("fused", 2), ("plain", 2), ("reference", 2)]
+)
+@in_ranks("world_size", interpret="path")
+def test_gradients_are_those_of_the_pass_that_ran_last(
+    rank: int, world_size: int, path: str, use_reentrant: bool
+) -> None:
     """The second forward pass sends one token of each rank elsewhere, as rounding in a router may.
 
     Where collectives move rows torch refuses that, as they are others: there it is the same pass, ended early.
@@ -40,14 +47,6 @@ def compare_recomputed(rank: int, world_size: int, path: str, use_reentrant: boo
         torch.testing.assert_close(found[name], getattr(wanted, name), rtol=1e-4, atol=1e-4, msg=said)
     moe.group.workspace.check()
     moe.group.close()
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize(
-    ("path", "world_size"), [("twin", 1), ("twin", 2), ("fused", 2), ("plain", 2), ("reference", 2)]
-)
-def test_gradients_are_those_of_the_pass_that_ran_last(path: str, world_size: int, use_reentrant: bool) -> None:
-    run_ranks(compare_recomputed, world_size, path, use_reentrant, interpret=path == "fused", timeout=300)
 
 
 @pytest.mark.parametrize("path", ["twin", "plain", "reference"])

@@ -39,15 +39,12 @@ def test_twin(case: LayerCase) -> None:
 
 @pytest.mark.parametrize("case", slow_but(QUICK, CASES))
 def test_kernels_in_the_interpreter(case: LayerCase) -> None:
-    run_ranks(run_case, case.world_size, case, "fused", interpret=True, timeout=300)
+    run_ranks(run_case, case.world_size, case, "fused", interpret=True)
 
 
 @pytest.mark.parametrize("path", ["twin", slow("fused")])
-def test_delayed_ranks_and_a_layer_in_between_whose_rows_are_not_packed(path: str) -> None:
-    run_ranks(mixed_layers, 2, path, interpret=path == "fused", timeout=300)
-
-
-def mixed_layers(rank: int, world_size: int, path: str) -> None:
+@in_ranks(2, interpret="path")
+def test_delayed_ranks_and_a_layer_in_between_whose_rows_are_not_packed(rank: int, world_size: int, path: str) -> None:
     """Packed and plain rows take turns in the same memory, where they lie differently."""
     case = LayerCase("ep2", 2, 1, (140, 20), calls=3, seed=3, delay_s=0.05, **WIDE)
     moe, (w1, w2) = build_layer(case, rank, path), fp8_shard(case, rank)

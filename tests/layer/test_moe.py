@@ -81,7 +81,7 @@ def test_twin(case: LayerCase) -> None:
 
 @pytest.mark.parametrize("case", slow_but(QUICK, CASES + WIDE_CASES))
 def test_kernels_in_the_interpreter(case: LayerCase) -> None:
-    run_ranks(run_case, case.world_size, case, "fused", interpret=True, timeout=300)
+    run_ranks(run_case, case.world_size, case, "fused", interpret=True)
 
 
 @pytest.mark.parametrize("path", ["plain", "reference"])
@@ -101,7 +101,7 @@ def test_activations_and_biases(path: str, ep: int, tp: int) -> None:
     """Over TP = 2 a rank's 8 columns are padded; the interpreter, which is slow, runs each activation once."""
     cases = activated(ep, tp)
     cases = cases[::4] + cases[3::4] if path == "fused" else cases
-    run_ranks(run_cases, ep * tp, cases, path, interpret=path == "fused", timeout=300)
+    run_ranks(run_cases, ep * tp, cases, path, interpret=path == "fused")
 
 
 def activated(ep: int, tp: int) -> list[LayerCase]:
@@ -143,7 +143,7 @@ def test_a_call_with_biases_must_fit_the_layer() -> None:
 @pytest.mark.parametrize("path", ["twin", slow("fused")])
 def test_many_epochs_with_delayed_ranks(path: str) -> None:
     case = LayerCase("ep2 delayed", 2, 1, (140, 20), calls=4, seed=3, delay_s=0.05)
-    run_ranks(run_case, 2, case, path, interpret=path == "fused", timeout=300)
+    run_ranks(run_case, 2, case, path, interpret=path == "fused")
 
 
 def test_outputs_are_bitwise_equal_from_run_to_run() -> None:
@@ -165,11 +165,8 @@ def test_capacity_of_the_worked_example() -> None:
 
 @pytest.mark.parametrize("path", ["twin", "fused"])
 @pytest.mark.parametrize("step", ["dispatch_gemm", "gemm_combine", "keep_received", "dispatch_dgrad", "dgrad_combine"])
-def test_a_late_rank_is_waited_for_in_each_step(path: str, step: str) -> None:
-    run_ranks(train_late, 2, path, step, interpret=path == "fused")
-
-
-def train_late(rank: int, world_size: int, path: str, step: str) -> None:
+@in_ranks(2, interpret="path")
+def test_a_late_rank_is_waited_for_in_each_step(rank: int, world_size: int, path: str, step: str) -> None:
     """Rank 1 does one step late, over receive buffers full of NaN: what is read too early shows in the results."""
     case = LayerCase("ep2", 2, 1, (40, 40))
     moe = build_layer(case, rank, path)
@@ -187,8 +184,10 @@ def train_late(rank: int, world_size: int, path: str, step: str) -> None:
     dist.barrier()
 
 
-def layer1_without_gemm(rank: int, world_size: int, comm_blocks: int) -> tuple[str, int]:
-    """Compute blocks that do nothing: the complaint, and the newest flag of a partial sum."""
+@pytest.mark.parametrize("comm_blocks", [0, 2])
+@in_ranks(1, interpret=True)
+def test_a_reduce_waits_for_the_gemm_of_its_rank(rank: int, world_size: int, comm_blocks: int) -> None:
+    """Compute blocks that do nothing."""
     from comet.kernels.layer.triton import gemm_combine, gemm_panels
 
     for module in (gemm_panels, gemm_combine):
@@ -198,24 +197,14 @@ def layer1_without_gemm(rank: int, world_size: int, comm_blocks: int) -> tuple[s
     moe.group.comm.timeout_s = 0.02
     with torch.no_grad():
         moe.routed_experts(inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
-    return moe.group.workspace.timeout(), int(moe.group.workspace.combine_flags.local.max())
-
-
-@pytest.mark.parametrize("comm_blocks", [0, 2])
-def test_a_reduce_waits_for_the_gemm_of_its_rank(comm_blocks: int) -> None:
-    ((complaint, newest),) = run_ranks(layer1_without_gemm, 1, comm_blocks, interpret=True)
-    assert complaint.startswith("rank 0 waited 0.0 s for rank 0 (layer 1 panel")
-    assert newest == 0, "a panel that never came was summed up and sent"
+    assert moe.group.workspace.timeout().startswith("rank 0 waited 0.0 s for rank 0 (layer 1 panel")
+    assert not moe.group.workspace.combine_flags.local.any(), "a panel that never came was summed up and sent"
 
 
 @pytest.mark.parametrize("path", ["twin", "fused"])
 @pytest.mark.parametrize("place", ["layer 0 dispatch", "layer 1 combine"])
-def test_a_rank_that_stops_is_named(path: str, place: str) -> None:
-    messages = run_ranks(wait_for_stopped_rank, 2, path, place, interpret=path == "fused")
-    assert re.fullmatch(rf"rank 0 waited 0\.0 s for rank 1 \({place}, chunk 0, epoch 1, saw 0\)", messages[0])
-
-
-def wait_for_stopped_rank(rank: int, world_size: int, path: str, place: str) -> str:
+@in_ranks(2, interpret="path")
+def test_a_rank_that_stops_is_named(rank: int, world_size: int, path: str, place: str) -> None:
     """Rank 1 takes part in the plan, and in layer 0 if rank 0 is to wait in layer 1, then does no more."""
     case = LayerCase("ep2", 2, 1, (40, 40))
     moe = build_layer(case, rank, path)
@@ -226,20 +215,21 @@ def wait_for_stopped_rank(rank: int, world_size: int, path: str, place: str) -> 
     plan = backend.plan(inputs.top_k_ids, inputs.top_k_weights)
     w1, w2 = moe.expert_weights()
     dist.barrier()
-    if rank == 1 and place == "layer 0 dispatch":
-        return ""
-    if place == "layer 0 dispatch":
-        group.comm.timeout_s = 0.02
-    try:
-        hidden, _ = backend.dispatch_gemm(inputs.tokens, w1.flatten(1, 2), plan, save_pre_activation=False)
-        dist.barrier() if place == "layer 1 combine" else None
-        group.comm.timeout_s = 0.02  # only here: rank 1 may have been slow before
-        if rank == 0:
-            backend.gemm_combine(hidden, w2, plan)
+    given = inputs.tokens, w1.flatten(1, 2), plan
+    if place == "layer 1 combine":
+        hidden, _ = backend.dispatch_gemm(*given, save_pre_activation=False)
+        dist.barrier()
+    group.comm.timeout_s = 0.02  # only here: rank 1 may have been slow before
+
+    def go_on() -> None:
+        rows = hidden if place == "layer 1 combine" else backend.dispatch_gemm(*given, save_pre_activation=False)[0]
+        backend.gemm_combine(rows, w2, plan)
         group.workspace.check()
-    except CommTimeoutError as error:
-        return str(error)
-    return ""
+
+    if rank == 0:
+        said = rf"^rank 0 waited 0\.0 s for rank 1 \({place}, chunk 0, epoch 1, saw 0\)$"
+        with pytest.raises(CommTimeoutError, match=said):
+            go_on()
 
 
 @pytest.mark.parametrize("path", ["twin", "fused"])
@@ -277,7 +267,7 @@ def drop_on_rank(rank: int, world_size: int, path: str) -> list[torch.Tensor]:
 
 
 def test_a_token_whose_rows_were_all_dropped_gets_zero_not_what_was_there() -> None:
-    fused = run_ranks(drop_on_rank, 2, "fused", interpret=True, timeout=300)
+    fused = run_ranks(drop_on_rank, 2, "fused", interpret=True)
     for found, wanted in zip(fused, run_ranks(drop_on_rank, 2, "twin"), strict=True):
         for actual, expected in zip(found, wanted, strict=True):
             assert (expected == 0).all(dim=1).any(), "some token lost all its rows"

@@ -93,7 +93,7 @@ def in_one_process(config: MoEConfig, world_size: int) -> list[Step]:
 @pytest.mark.parametrize(("path", "ep", "tp"), [*product(["fused", "twin"], [2], [1, 2]), ("plain", 2, 1)])
 def test_router_and_shared_expert_over_ranks(path: str, ep: int, tp: int) -> None:
     parallel = ParallelConfig(ep=ep, tp=tp)
-    steps = run_ranks(on_ranks, ep * tp, CONFIG, parallel, path, interpret=path == "fused", timeout=300)
+    steps = run_ranks(on_ranks, ep * tp, CONFIG, parallel, path, interpret=path == "fused")
     for rank, (found, wanted) in enumerate(zip(steps, in_one_process(CONFIG, ep * tp), strict=True)):
         actual, expected = {"output": found.output, **found.gradients}, {"output": wanted.output, **wanted.gradients}
         assert found.loss == pytest.approx(wanted.loss, rel=1e-4, abs=1e-4)

@@ -248,7 +248,7 @@ def epochs_of(world_size: int, num_epochs: int, max_tokens: int) -> list[Case]:
 def test_plans_between_ranks(world_size: int, use_kernels: bool) -> None:
     num_epochs, max_tokens = (8 // world_size, 512 // world_size) if use_kernels else (12, 256)
     cases = epochs_of(world_size, num_epochs, min(max_tokens, 256))
-    counts = run_ranks(plan_epochs, world_size, cases, use_kernels, interpret=use_kernels, timeout=300)
+    counts = run_ranks(plan_epochs, world_size, cases, use_kernels, interpret=use_kernels)
     assert counts == [num_epochs] * world_size
 
 
@@ -290,7 +290,7 @@ def interpreted_cases(rank: int, world_size: int, seeds: list[int]) -> int:
 @pytest.mark.parametrize("seeds", [[20, 21, 22], [23, 24], [25, 26, 27]])
 def test_kernels_equal_twin(seeds: list[int]) -> None:
     print(f"seeds {seeds}")
-    assert run_ranks(interpreted_cases, 1, seeds, interpret=True, timeout=300)[0] >= len(seeds)
+    assert run_ranks(interpreted_cases, 1, seeds, interpret=True)[0] >= len(seeds)
 
 
 def overwritten_guards(rank: int, world_size: int) -> list[int]:

@@ -151,7 +151,12 @@ def wrap_fsdp(model: Model) -> nn.Module:
     return fully_shard(model, ignored_params=exclude_experts(model))
 
 
-def train_wrapped(rank: int, world_size: int, ep: int, tp: int, wrap: Callable[[Model], nn.Module]) -> None:
+@pytest.mark.parametrize("wrap", [wrap_ddp, wrap_fsdp])
+@pytest.mark.parametrize(("world_size", "ep", "tp"), [(2, 2, 1), slow(4, 1, 2), slow(4, 2, 2)])
+@in_ranks("world_size")
+def test_wrapped_models_train_as_one_rank(
+    rank: int, world_size: int, ep: int, tp: int, wrap: Callable[[Model], nn.Module]
+) -> None:
     """Steps of wrapped model and of one rank with all tokens: gradients, norm, clipping, weights."""
     one, model = Model(make_layer()), wrap(Model(make_layer(ep, tp)))
     exclude_experts(model)  # changes nothing
@@ -175,14 +180,6 @@ def train_wrapped(rank: int, world_size: int, ep: int, tp: int, wrap: Callable[[
             optimizer.step()
             optimizer.zero_grad()
         assert_same(weights(model), weights(one), 1e-4)
-
-
-@pytest.mark.parametrize("wrap", [wrap_ddp, wrap_fsdp])
-@pytest.mark.parametrize(("world_size", "ep", "tp"), [(2, 2, 1), slow(4, 1, 2), slow(4, 2, 2)])
-def test_wrapped_models_train_as_one_rank(
-    world_size: int, ep: int, tp: int, wrap: Callable[[Model], nn.Module]
-) -> None:
-    run_ranks(train_wrapped, world_size, ep, tp, wrap)
 
 
 @in_ranks(2)
@@ -315,7 +312,9 @@ def test_copies_of_layers() -> None:
         pickle.dumps(alone)
 
 
-def whole_biases(rank: int, world_size: int, ep: int, tp: int) -> None:
+@pytest.mark.parametrize(("ep", "tp"), [(2, 1), (1, 2), (2, 2)])
+@in_ranks("ep tp")
+def test_biases_are_sharded_as_the_weights_are(rank: int, world_size: int, ep: int, tp: int) -> None:
     """Biases and their gradients as all ranks hold them together, and the norm of both gradients."""
     config = replace(CONFIG, expert_bias=True)
     layer = MoE(config, make_group(config, ep=ep, tp=tp, max_tokens=4 * TOKENS), path="twin")
@@ -333,11 +332,6 @@ def whole_biases(rank: int, world_size: int, ep: int, tp: int) -> None:
     assert all(torch.equal(each, grads) for each in both)
     said = "a bias that TP ranks hold alike counts once: ".__add__
     torch.testing.assert_close(clip_grad_norm_(biases, 1e9), grads.norm(), msg=said)
-
-
-@pytest.mark.parametrize(("ep", "tp"), [(2, 1), (1, 2), (2, 2)])
-def test_biases_are_sharded_as_the_weights_are(ep: int, tp: int) -> None:
-    run_ranks(whole_biases, ep * tp, ep, tp)
 
 
 @in_ranks(2)

@@ -16,7 +16,7 @@ from every_path import decode_weights, every_path, rank_inputs
 from layer_cases import LayerCase
 from layer_ranks import open_group
 from modular_cases import rank_weights
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from torch import Tensor
 
 from comet.config import MoEConfig, ParallelConfig
@@ -126,7 +126,9 @@ def quantised(dtype: torch.dtype) -> list[Tensor]:
     return [part for each in packed for part in (each.elements.float(), each.scales, each.dequantize(dtype))]
 
 
-def made_under_a_default_device(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@in_ranks("world_size")
+def test_a_default_device_changes_nothing(rank: int, world_size: int) -> None:
     """As GPUs are made the default by ``torch.set_default_device``: layers and models are on the group's device."""
     parallel = ParallelConfig(ep=world_size)
     with torch.device("meta"):
@@ -139,11 +141,6 @@ def made_under_a_default_device(rank: int, world_size: int) -> None:
     x = numbers((9, 128), rank)
     assert torch.equal(layer(x)[0], same[0](x)[0])
     group.close()
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_default_device_changes_nothing(world_size: int) -> None:
-    run_ranks(made_under_a_default_device, world_size)
 
 
 def inputs_to_measure() -> list[Tensor]:

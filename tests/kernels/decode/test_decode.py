@@ -200,14 +200,14 @@ QUANTISED_ACTIVATED = [
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=NAMES)
-@in_ranks(1, interpret=True, timeout=300)
+@in_ranks(1, interpret=True)
 def test_activations_under_the_interpreter(rank: int, world_size: int, activation: Activation) -> None:
     for index, case in enumerate(ACTIVATED):
         given = replace(case, activation=activation, seed=index)
         check_decode(given, (torch.float32, torch.float16)[index % 2], "cpu", runs=1)
 
 
-@in_ranks(1, interpret=True, timeout=300)
+@in_ranks(1, interpret=True)
 def test_activations_of_quantised_weights_under_the_interpreter(rank: int, world_size: int) -> None:
     for index, case in enumerate(QUANTISED_ACTIVATED):
         check_decode(replace(case, activation=ACTIVATIONS[3 - index % 4], seed=index), torch.float32, "cpu", runs=1)

@@ -155,7 +155,34 @@ class Twins:
             self.cores.close()
 
 
-def compare_steps(
+def steps(
+    case: DecodeCase, *, slots: int | None = None, policy: str = "lru", host: HostProfile | None = None, quick: bool
+) -> Any:
+    """A case of the test, with slots for all that a step may need unless the caller says how many."""
+    num_slots = slots or min(case.T * case.K, case.E)
+    words = [case.name, f"{num_slots} slots", policy, *["host"] * (host is not None)]
+    return pytest.param(case, num_slots, policy, host, id=", ".join(words), marks=[] if quick else pytest.mark.slow)
+
+
+STEPS = [
+    *(steps(case, policy=policy, quick=case.name in ("vector", "matrix")) for case in CASES for policy in POLICIES),
+    *(steps(case, quick=True) for case in QUANTISED),
+    *(steps(case, slots=case.K + 1, quick=case.name in ("vector", "matrix")) for case in IN_WAVES),
+    steps(IN_WAVES[0], slots=3, policy="lfu", quick=True),
+    steps(IN_WAVES[0], slots=1, quick=True),
+    steps(CASES[2], slots=4, policy="lfu", host=SLOW_LINK, quick=True),
+    *(
+        steps(case, policy=policy, host=PROFILE, quick=(case.name, policy) in (("fold", "lfu"), ("matrix", "lru")))
+        for case in CASES
+        for policy in POLICIES
+    ),
+    *(steps(case, host=PROFILE, quick=case.name == "fp8") for case in ON_HOST),
+]
+
+
+@pytest.mark.parametrize(("case", "num_slots", "policy", "profile"), STEPS)
+@in_ranks(1, interpret=True)
+def test_kernels_equal_their_twins(
     rank: int, world_size: int, case: DecodeCase, num_slots: int, policy: str, profile: HostProfile | None
 ) -> None:
     """Each missing expert is fetched once, or, of a step of one wave, computed by the host's cores if they are to."""
@@ -179,36 +206,6 @@ def compare_steps(
     assert tables.totals[1] > 0
     assert not (tables.arriving == -2).any()
     twins.close()
-
-
-def steps(
-    case: DecodeCase, *, slots: int | None = None, policy: str = "lru", host: HostProfile | None = None, quick: bool
-) -> Any:
-    """A case of ``compare_steps``, with slots for all that a step may need unless the caller says how many."""
-    num_slots = slots or min(case.T * case.K, case.E)
-    words = [case.name, f"{num_slots} slots", policy, *["host"] * (host is not None)]
-    return pytest.param(case, num_slots, policy, host, id=", ".join(words), marks=[] if quick else pytest.mark.slow)
-
-
-STEPS = [
-    *(steps(case, policy=policy, quick=case.name in ("vector", "matrix")) for case in CASES for policy in POLICIES),
-    *(steps(case, quick=True) for case in QUANTISED),
-    *(steps(case, slots=case.K + 1, quick=case.name in ("vector", "matrix")) for case in IN_WAVES),
-    steps(IN_WAVES[0], slots=3, policy="lfu", quick=True),
-    steps(IN_WAVES[0], slots=1, quick=True),
-    steps(CASES[2], slots=4, policy="lfu", host=SLOW_LINK, quick=True),
-    *(
-        steps(case, policy=policy, host=PROFILE, quick=(case.name, policy) in (("fold", "lfu"), ("matrix", "lru")))
-        for case in CASES
-        for policy in POLICIES
-    ),
-    *(steps(case, host=PROFILE, quick=case.name == "fp8") for case in ON_HOST),
-]
-
-
-@pytest.mark.parametrize(("case", "num_slots", "policy", "profile"), STEPS)
-def test_kernels_equal_their_twins(case: DecodeCase, num_slots: int, policy: str, profile: HostProfile | None) -> None:
-    run_ranks(compare_steps, 1, case, num_slots, policy, profile, interpret=True)
 
 
 @pytest.mark.parametrize(("policy", "kept"), [("lru", [{2, 3}, {0, 3}]), ("lfu", [{0, 3}, {0, 3}])])

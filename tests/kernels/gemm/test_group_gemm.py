@@ -44,7 +44,7 @@ COUNTS = (
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@in_ranks(1, interpret=True, timeout=300)
+@in_ranks(1, interpret=True)
 def test_kernels_match_their_twins_and_float64(rank: int, world_size: int, dtype: torch.dtype) -> None:
     for seed, counts in enumerate(COUNTS):
         rows = make_rows(counts, block_rows=16, device="cpu", seed=seed)
@@ -59,7 +59,7 @@ def test_kernels_match_their_twins_and_float64(rank: int, world_size: int, dtype
 
 
 @pytest.mark.parametrize(("dtype", "seed"), [(torch.float32, 1), (torch.float16, 2)])
-@in_ranks(1, interpret=True, timeout=300)
+@in_ranks(1, interpret=True)
 def test_random_layouts(rank: int, world_size: int, dtype: torch.dtype, seed: int) -> None:
     generator = random.Random(seed)
     for _ in range(6):

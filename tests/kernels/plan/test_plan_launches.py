@@ -61,7 +61,7 @@ def many_chunks(rank: int, world_size: int) -> tuple[int, int]:
 
 
 def test_more_chunks_than_a_program_reads_at_once() -> None:
-    assert run_ranks(many_chunks, 1, interpret=True, timeout=300) == [(32, 16)]
+    assert run_ranks(many_chunks, 1, interpret=True) == [(32, 16)]
 
 
 def config(**changes: int) -> PlanConfig:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import os
 import pickle
 import signal
@@ -89,21 +90,34 @@ def run_ranks(
         return [_value(rank, folder, may_die) for rank in range(world_size)]
 
 
-def in_ranks(world_size: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A test whose body runs in so many ranks, by ``run_ranks`` with its options.
+def in_ranks(
+    world_size: int | str, *, interpret: bool | str = False, **options: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test whose body runs in ranks, by ``run_ranks`` with its options.
 
-    Example: ``@in_ranks(2, interpret=True)`` over ``def test_words(rank, world_size, kind)``, of which ``kind`` is a
+    Args:
+        world_size: How many, or the test's parameters whose product it is ("ep tp"); of a case its ``world_size``.
+        interpret: Whether kernels are interpreted, or the parameter that says so: by ``True``, or as a path "fused".
+        **options: Others of ``run_ranks``.
+
+    Example: ``@in_ranks(2, interpret="path")`` over ``def test_words(rank, world_size, path)``, of which ``path`` is a
     parameter of the test.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
-        parameters = list(inspect.signature(body).parameters.values())[2:]
+        _, of_world, *parameters = inspect.signature(body).parameters.values()
+        names = world_size.split() if isinstance(world_size, str) else []
 
         @functools.wraps(body)
         def test(**given: Any) -> None:
-            run_ranks(body, world_size, *(given[each.name] for each in parameters), **options)
+            counts = [getattr(given[name], "world_size", given[name]) for name in names] or [world_size]
+            is_interpreted = given[interpret] in (True, "fused") if isinstance(interpret, str) else interpret
+            run_ranks(
+                body, math.prod(counts), *(given[each.name] for each in parameters), interpret=is_interpreted, **options
+            )
 
-        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        shown = [of_world, *parameters] if "world_size" in names else parameters
+        test.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
         body.__qualname__ += ".__wrapped__"  # by which ranks find it
         return test
 
