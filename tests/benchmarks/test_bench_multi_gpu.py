@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from bench_cases import run_on_rank
-from gpus import ON_GPUS, backend_of, gpu_of
+from gpus import ON_GPUS, backend_of
 from ranks import run_ranks
 
 DECODES = {"comet", "local", "own"}
@@ -18,9 +18,8 @@ LAYOUTS = ("ep", "tp")
 
 
 def on_gpu(rank: int, world_size: int, suite: str, commands: list[list[str]]) -> None:
-    torch.cuda.set_device(gpu_of(rank))
     for words in commands:
-        run_on_rank(rank, world_size, suite, words, torch.device(gpu_of(rank)))
+        run_on_rank(rank, world_size, suite, words, torch.device("cuda", torch.cuda.current_device()))
 
 
 def rows_of(suite: str, words: list[str], folder: Path) -> dict[str, list[dict[str, Any]]]:

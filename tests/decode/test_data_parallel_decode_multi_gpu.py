@@ -6,7 +6,7 @@ import pytest
 import torch
 from data_parallel_cases import check_own_tokens, check_replays
 from decode_cases import DecodeCase
-from gpus import ON_GPUS, gpu_of
+from gpus import ON_GPUS
 from ranks import in_ranks
 
 CASE = DecodeCase(name="own tokens", T=0, K=4, E=8, D=512, F=256, routing="masked", seed=3)
@@ -26,7 +26,6 @@ def test_one_rank_in_a_graph() -> None:
 @pytest.mark.multi_gpu(n=2)
 @in_ranks(2, backend=ON_GPUS)
 def test_two_ranks_against_all_experts_and_in_a_graph(rank: int, world_size: int) -> None:
-    torch.cuda.set_device(gpu_of(rank))
     for tp in (1, 2):
-        check_own_tokens(rank, world_size, CASE, tp, torch.bfloat16, gpu_of(rank))
-        check_replays(rank, world_size, CASE, tp, torch.bfloat16, gpu_of(rank))
+        check_own_tokens(rank, world_size, CASE, tp, torch.bfloat16, "cuda")
+        check_replays(rank, world_size, CASE, tp, torch.bfloat16, "cuda")

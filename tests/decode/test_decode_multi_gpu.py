@@ -20,7 +20,7 @@ from decode_ranks import (
     run_steps,
     step_inputs,
 )
-from gpus import MOST_RANKS, ON_GPUS, gpu_of, need_gpus, num_gpus
+from gpus import MOST_RANKS, ON_GPUS, num_gpus
 from ranks import in_ranks, run_ranks
 
 from comet.decode import DecodeScratch, DecodeWeights, RankDecode
@@ -35,12 +35,11 @@ STEPS = (1, 8, 32, 64, 0, 2, 1, 17, 33, 3) * 6
 
 def layouts(rank: int, world_size: int, delay_s: float, replicated: bool) -> list[torch.Tensor]:
     """Gathered tokens are checked within: they have the bits of replicated ones."""
-    torch.cuda.set_device(gpu_of(rank))
     outputs = []
     for tp in (size for size in (1, 2, 4) if world_size % size == 0):
         counts = [STEPS] if replicated else [draw_counts(world_size, most, 30, tp) for most in (1, 4, 64 // world_size)]
         for each in counts:
-            outputs += run_steps(rank, world_size, CASE, tp, each, True, torch.bfloat16, gpu_of(rank), delay_s)
+            outputs += run_steps(rank, world_size, CASE, tp, each, True, torch.bfloat16, "cuda", delay_s)
     return outputs
 
 
@@ -48,7 +47,6 @@ def layouts(rank: int, world_size: int, delay_s: float, replicated: bool) -> lis
 @pytest.mark.parametrize("replicated", [True, False])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_layouts(world_size: int, replicated: bool) -> None:
-    need_gpus(world_size)
     late, on_time = (
         run_ranks(layouts, world_size, delay, replicated, backend=ON_GPUS, timeout=400) for delay in (0.005, 0.0)
     )
@@ -58,16 +56,11 @@ def test_layouts(world_size: int, replicated: bool) -> None:
         assert all(torch.equal(*pair) for pair in zip(late[rank], on_time[rank], strict=True)), f"rank {rank}"
 
 
-def waves(rank: int, world_size: int) -> None:
-    torch.cuda.set_device(gpu_of(rank))
-    case = DecodeCase(name="waves", T=16, K=4, E=48, D=512, F=208, seed=6)
-    compare_waves_over_ranks(rank, world_size, case, 5, (16, 1, 5, 2, 16) * 20, torch.device(gpu_of(rank)))
-
-
 @pytest.mark.multi_gpu(n=2)
 def test_steps_from_caches_in_waves() -> None:
-    need_gpus(2)
-    run_ranks(waves, 2, backend=ON_GPUS)
+    case = DecodeCase(name="waves", T=16, K=4, E=48, D=512, F=208, seed=6)
+    counts = (16, 1, 5, 2, 16) * 20
+    run_ranks(compare_waves_over_ranks, 2, case, 5, counts, torch.device("cuda"), backend=ON_GPUS)
 
 
 def replay(decode: RankDecode, inputs: Batch, weights: DecodeWeights) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,15 +92,13 @@ def last_of_replays(first: Batch) -> Batch:
 @in_ranks(min(4, num_gpus()), backend=ON_GPUS, timeout=500)
 def test_replays_without_a_barrier(rank: int, world_size: int, most: int) -> None:
     """Every rank has another number of tokens, one of them none; in the end all of them, replicated, for comparison."""
-    torch.cuda.set_device(gpu_of(rank))
-    device = gpu_of(rank)
-    comm, weights = open_rank(rank, world_size, CASE, 1, torch.bfloat16, device)
+    comm, weights = open_rank(rank, world_size, CASE, 1, torch.bfloat16, "cuda")
     batches = gathered_inputs(CASE, 0, tuple(most * r // (world_size - 1) for r in range(world_size)), torch.bfloat16)
     decode = RankDecode(comm, hidden_size=CASE.D, max_tokens=most, replicated=False)
-    total, output = replay(decode, on_device(batches[rank], device), weights)
+    total, output = replay(decode, on_device(batches[rank], "cuda"), weights)
     compare_step(CASE, output, last_of_replays(batches[rank]), torch.bfloat16, f"the last replay, rank {rank}")
     replicated = RankDecode(comm, hidden_size=CASE.D, max_tokens=world_size * most)
-    whole, output = replay(replicated, on_device(padded(batches, most), device), weights)
+    whole, output = replay(replicated, on_device(padded(batches, most), "cuda"), weights)
     compare_step(CASE, output, last_of_replays(padded(batches, most)), torch.bfloat16, "the last replicated replay")
     mine = whole[rank * most :][: total.shape[0]]
     assert torch.equal(total, mine), f"rank {rank}: other bits than replicated within {REPLAYS} steps"
@@ -119,11 +110,10 @@ def test_replays_without_a_barrier(rank: int, world_size: int, most: int) -> Non
 
 
 def one_rank_stops(rank: int, world_size: int, replicated: bool) -> str:
-    torch.cuda.set_device(gpu_of(rank))
-    comm, weights = open_rank(rank, 2, CASE, 1, torch.bfloat16, gpu_of(rank))
+    comm, weights = open_rank(rank, 2, CASE, 1, torch.bfloat16, "cuda")
     comm.timeout_s = 2.0
     decode = RankDecode(comm, hidden_size=CASE.D, replicated=replicated)
-    inputs = [tensor.to(gpu_of(rank)) for tensor in step_inputs(CASE, 0, 4, torch.bfloat16)]
+    inputs = [tensor.cuda() for tensor in step_inputs(CASE, 0, 4, torch.bfloat16)]
     for _ in range(3 if rank else 4):
         decode(*inputs, weights)
     message = ""

@@ -6,6 +6,7 @@ import pytest
 import torch
 from decode_cases import DecodeCase
 from gemm_cases import assert_as_good
+from gpus import captured
 from shared_cases import SharedStep, check_kernels, layouts
 from torch import Tensor
 
@@ -44,11 +45,7 @@ def test_graph_with_changing_routing_and_a_shared_expert_that_is_written_to(num_
         ids, routing_weights = slots.routing(inputs.ids, inputs.routing_weights, step.gate)
         return warp_decode(tokens, ids, routing_weights, experts, scratch=scratch)
 
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = run()
+    graph, output = captured(run)
     generator = torch.Generator("cuda").manual_seed(0)
     for replay in range(40):
         ids = torch.rand(num_tokens, case.E, device="cuda", generator=generator).argsort(dim=1)[:, : case.K]

@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 from cache_cases import PROFILE, SLOW_LINK, hosted_cache, resident_weights
-from cached_layers import CUDA, D, E, K, captured, case_of, draw_step, refill
+from cached_layers import CUDA, D, E, K, case_of, draw_step, refill
 from gemm_cases import assert_as_good
+from gpus import captured
 from torch import Tensor
 
 from comet.decode import DecodeWeights, warp_decode_torch

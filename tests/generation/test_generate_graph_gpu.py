@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from generate_cases import drafting_rounds
-from gpus import ON_GPUS, gpu_of, no_wait
+from gpus import ON_GPUS, no_wait
 from ranks import in_ranks
 from torch import Tensor
 from training_cases import MODEL, MOE, Rank, awake_model, make_group, make_job
@@ -211,8 +211,9 @@ def test_attention_to_a_cache(places: int, dtype: torch.dtype) -> None:
 @in_ranks(2, backend=ON_GPUS, timeout=400)
 def test_two_ranks(rank: int, world_size: int) -> None:
     """Steps of a model whose experts lie on two GPUs; the sums over ranks are inside the graph."""
-    torch.cuda.set_device(gpu_of(rank))
-    (eager, captured), group = gpt_engines(torch.bfloat16, torch.device(gpu_of(rank)), ep=world_size)
+    (eager, captured), group = gpt_engines(
+        torch.bfloat16, torch.device("cuda", torch.cuda.current_device()), ep=world_size
+    )
     assert_same(eager, captured, 256, 2)
     group.close()
 

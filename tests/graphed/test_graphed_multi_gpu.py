@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpus import ON_GPUS, gpu_of
+from gpus import ON_GPUS
 from graphed_cases import make_steps
 from ranks import in_ranks
 from stream_cases import CONFIG, NUM_TOKENS, assert_same, make_tokens, named
@@ -19,8 +19,7 @@ NUMBERS = (
 @pytest.mark.multi_gpu(n=2)
 @in_ranks(2, backend=ON_GPUS, timeout=240)
 def test_ranks_with_different_numbers_of_tokens(rank: int, world_size: int) -> None:
-    torch.cuda.set_device(gpu_of(rank))
-    steps = make_steps(gpu_of(rank), CONFIG, torch.bfloat16, ep=world_size)
+    steps = make_steps("cuda", CONFIG, torch.bfloat16, ep=world_size)
     for step in range(0, len(NUMBERS[rank]), 2):
         parts = range(step, step + 2)
         batches = [make_tokens(steps.layer, 10 * call + rank)[: NUMBERS[rank][call]] for call in parts]

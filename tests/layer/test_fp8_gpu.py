@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fp8_cases import QuantisedSwiglu, fp8_shard
+from gpus import captured
 from layer_cases import LayerCase, assert_as_close, rank_inputs
 from layer_ranks import build_layer, run_case
 
@@ -75,10 +76,7 @@ def test_a_cuda_graph_replays_with_other_routing() -> None:
     given = [[each.tokens.cuda(), each.top_k_ids.cuda(), each.top_k_weights.cuda()] for each in batches]
     expected = [moe.experts.fp8(*batch, *weights) for batch in given]
     held = [tensor.clone() for tensor in given[0]]
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = moe.experts.fp8(*held, *weights)
+    graph, output = captured(lambda: moe.experts.fp8(*held, *weights))
     for batch, wanted in zip(given, expected, strict=True):
         for target, source in zip(held, batch, strict=True):
             target.copy_(source)

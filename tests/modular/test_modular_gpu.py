@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from gpus import take_free_memory
+from gpus import captured, take_free_memory
 from layer_cases import LayerCase, rank_inputs
 from layer_ranks import open_group
 from modular_cases import attacks, check_fp8_rows, combinations, larger, rank_weights, run_combinations
@@ -65,14 +67,11 @@ def test_replays_from_a_cuda_graph_with_other_routing(parts: tuple[type, type, t
         inputs = rank_inputs(case, 0, call)
         return [part.cuda() for part in (inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)]
 
-    captured, graph = arguments(0), torch.cuda.CUDAGraph()
-    layer(*captured, w1, w2)  # compiles the kernels, and takes the scratch memory
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        output = layer(*captured, w1, w2)
+    given = arguments(0)
+    graph, output = captured(partial(layer, *given, w1, w2))
     for call in range(1, 4):
         changed = arguments(call)
-        for target, source in zip(captured, changed, strict=True):
+        for target, source in zip(given, changed, strict=True):
             target.copy_(source)
         graph.replay()
         found = output.clone()
@@ -89,18 +88,13 @@ def test_graphs_of_ascending_numbers_of_tokens(parts: tuple[type, type]) -> None
     group = open_group(cases[-1], "cuda")
     layer = ModularMoE(*(kind(cases[0].config, group) for kind in parts))
     w1, w2 = rank_weights(cases[0], 0, Tensor, "cuda")
-    captured = []
+    graphs = []
     for case in cases:
         inputs = rank_inputs(case, 0)
         given = [part.cuda() for part in (inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)]
-        layer(*given, w1, w2)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            output = layer(*given, w1, w2)
-        captured.append((given, graph, output))
+        graphs.append((given, *captured(partial(layer, *given, w1, w2))))
     taken = take_free_memory()
-    for given, graph, output in captured * 2:
+    for given, graph, output in graphs * 2:
         graph.replay()
         assert torch.equal(output, layer(*given, w1, w2)), f"{len(output)} tokens"
         assert all(bool((memory == 1).all()) for memory in taken), (

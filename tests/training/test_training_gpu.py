@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from gpus import ON_GPUS, gpu_of
-from ranks import run_ranks
+from ranks import in_ranks
 from training_cases import MODEL, MOE, Rank, losses, make_job
 
 from comet.training import trainer
@@ -79,23 +79,19 @@ def test_float32_on_a_gpu_agrees_with_the_cpu(tmp_path):
     )
 
 
-def on_gpu(rank: int, world_size: int, folder: str, ep: int, tp: int) -> None:
-    torch.cuda.set_device(gpu_of(rank))
+@pytest.mark.multi_gpu(n=2)
+@pytest.mark.parametrize(("ep", "tp"), [(2, 1), (1, 2), (1, 1)])
+@in_ranks(2, backend=ON_GPUS, timeout=240)
+def test_ranks_learn_the_same_by_replayed_steps(rank: int, world_size: int, tmp_path: Path, ep: int, tp: int) -> None:
     context = Rank(rank, world_size, device=torch.device(gpu_of(rank)))
     found = {}
     for mode in ("off", "on"):
-        output = Path(folder) / mode
+        output = tmp_path / mode
         job = make_job(
-            Path(folder), model=WIDER, ep=ep, tp=tp, steps=12, batch_size=8, cuda_graph=mode, output_dir=str(output)
+            tmp_path, model=WIDER, ep=ep, tp=tp, steps=12, batch_size=8, cuda_graph=mode, output_dir=str(output)
         )
         result = train(job, context)
         assert result["cuda_graph"] is (mode == "on")
         found[mode] = losses(output), result["heldout_nats_per_byte"]
     assert len(found["on"][0]) == 12
     assert found["on"] == found["off"], f"rank {rank}"
-
-
-@pytest.mark.multi_gpu(n=2)
-@pytest.mark.parametrize(("ep", "tp"), [(2, 1), (1, 2), (1, 1)])
-def test_ranks_learn_the_same_by_replayed_steps(tmp_path: Path, ep: int, tp: int) -> None:
-    run_ranks(on_gpu, 2, str(tmp_path), ep, tp, backend=ON_GPUS, timeout=240)

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from gpus import captured
 from stream_cases import assert_same, make_pair, make_tokens, named, train_step
 
 pytestmark = pytest.mark.gpu
@@ -52,12 +53,8 @@ def test_the_plan_goes_before_the_shared_expert() -> None:
 def test_layer_replays_from_a_cuda_graph_with_other_routing(dtype: torch.dtype) -> None:
     layers = make_pair("cuda", dtype, "fused")
     x, loads = make_tokens(layers.streams, 0), []
-    graph = torch.cuda.CUDAGraph()
     with torch.no_grad():
-        layers.streams(x)  # compiles the kernels
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            y, stats = layers.streams(x)
+        graph, (y, stats) = captured(lambda: layers.streams(x))
         for seed in range(1, 5):
             x.copy_(make_tokens(layers.streams, seed))
             graph.replay()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from generate_cases import drafting_rounds
-from gpus import ON_GPUS, gpu_of
+from gpus import ON_GPUS
 from hf_cases import (
     FAMILIES,
     greedy,
@@ -155,13 +155,8 @@ def test_generate_writes_what_it_writes_without_it(family: str, tmp_path: Path) 
     assert cache_report(models[1]).prefetched_needed > 0
 
 
-def on_gpu(rank: int, world_size: int, folders: dict[str, Path]) -> None:
-    torch.cuda.set_device(gpu_of(rank))
-    for ep, tp in ((2, 1), (1, 2)):
-        load_on_ranks(rank, world_size, folders, ep, tp, gpu_of(rank))
-
-
 @pytest.mark.multi_gpu(n=2)
-def test_two_ranks_read_their_own_experts(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ep", "tp"), [(2, 1), (1, 2)])
+def test_two_ranks_read_their_own_experts(tmp_path: Path, ep: int, tp: int) -> None:
     folders = {"ragged": published(tmp_path / "ragged", **RAGGED), "whole": published(tmp_path / "whole", **WHOLE)}
-    run_ranks(on_gpu, 2, folders, backend=ON_GPUS, timeout=400)
+    run_ranks(load_on_ranks, 2, folders, ep, tp, "cuda", backend=ON_GPUS, timeout=400)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from decode_cases import (
     random_case,
     stored_slots,
 )
-from gpus import take_free_memory
+from gpus import captured, take_free_memory
 
 from comet.decode import DecodeScratch, warp_decode
 from comet.decode.runners import LocalRunner
@@ -189,11 +190,7 @@ def test_a_graph_runs_on_when_its_caller_has_let_go_of_the_scratch() -> None:
     inputs = make_inputs(DecodeCase(name="let go", T=8, **QWEN3), torch.bfloat16, "cuda")
     step = (inputs.tokens.contiguous(), inputs.ids, inputs.routing_weights, inputs.weights)
     scratch = DecodeScratch.create(inputs.weights, 8, torch.bfloat16, max_tokens=8)
-    warp_decode(*step, scratch=scratch)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = warp_decode(*step, scratch=scratch)
+    graph, output = captured(partial(warp_decode, *step, scratch=scratch))
     del scratch
     gc.collect()
     taken = take_free_memory()

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from cache_cases import cache_of, check_slots, resident_weights
-from cached_layers import CUDA, E, K, captured, case_of, draw_step, refill
+from cached_layers import CUDA, E, K, case_of, draw_step, refill
+from gpus import captured
 
 from comet.decode.runners import LocalRunner
 from comet.experts import CachedExperts

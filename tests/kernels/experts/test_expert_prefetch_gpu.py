@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cached_layers import LAYERS, CachedLayers, D, E, K, captured
+from cached_layers import LAYERS, CachedLayers, D, E, K
+from gpus import captured
 from training_cases import MODEL, awake_model
 
 from comet.config import MoEConfig, SpeculationConfig

@@ -17,6 +17,7 @@ from gemm_cases import (
     make_table,
     random_counts,
 )
+from gpus import captured
 
 from comet.kernels.gemm.gather_rows import gather_rows
 from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm
@@ -133,15 +134,7 @@ def test_plan_is_read_on_the_device():
     row_ids = torch.zeros(2048, dtype=torch.int32, device="cuda")
     table = make_table(tiles, torch.zeros(1, dtype=torch.int32, device="cuda"), row_ids, 128)
     out = torch.zeros(2048, 64, device="cuda", dtype=torch.bfloat16)
-
-    def run() -> None:
-        group_gemm(a, b, out, table, gather=True, layout="nk", config=GemmConfig())
-
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
+    graph, _ = captured(lambda: group_gemm(a, b, out, table, gather=True, layout="nk", config=GemmConfig()))
     for rows in (first, second):
         count = int(rows.table.num_tiles)
         tiles[:count] = rows.table.tiles[:count]

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from gemm_cases import Rows, assert_as_good, chain_of, make_rows, poison_padding, values
+from gpus import captured
 from torch import Tensor
 
 from comet.kernels.gemm.group_gemm import GemmConfig
@@ -93,10 +94,7 @@ def test_a_graph_draws_anew_each_time() -> None:
     segments = rows.segment_starts, rows.segment_counts
     out, wanted = (torch.zeros(3, 512, 1024, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     group_gemm_wgrad(*a_and_b, wanted, *segments, config=GemmConfig())
-    group_gemm_wgrad_cuda(*a_and_b, out, *segments, ticket(), max_blocks=5)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        group_gemm_wgrad_cuda(*a_and_b, out, *segments, ticket(), max_blocks=5)
+    graph, _ = captured(lambda: group_gemm_wgrad_cuda(*a_and_b, out, *segments, ticket(), max_blocks=5))
     for _ in range(3):
         out.fill_(77)
         graph.replay()

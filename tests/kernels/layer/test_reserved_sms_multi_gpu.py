@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from gpus import ON_GPUS, gpu_of
+from gpus import ON_GPUS
 from ranks import in_ranks
 
 from comet import MoE, MoEConfig, ParallelConfig, make_expert_group
@@ -24,8 +24,7 @@ def reduce_on(side: torch.cuda.Stream, gradients: torch.Tensor) -> None:
 @pytest.mark.parametrize("spare", [0, 32])
 @in_ranks(2, backend=ON_GPUS, timeout=120)
 def test_a_collective_that_came_first_on_one_rank(rank: int, world_size: int, spare: int) -> None:
-    torch.cuda.set_device(gpu_of(rank))
-    device, bf16 = gpu_of(rank), torch.bfloat16
+    device, bf16 = "cuda", torch.bfloat16
     group = make_expert_group(
         CONFIG, ParallelConfig(ep=world_size), max_tokens=NUM_TOKENS, dtype=bf16, device=device, timeout_s=20.0,
         reserved_sms=spare,

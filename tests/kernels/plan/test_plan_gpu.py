@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpus import captured
 from plan_cases import assert_same_plan, plan_all_ranks, random_case, twin_plan, workspace
 
 from comet.comm import LocalCommunicator
@@ -53,11 +54,7 @@ def test_one_launch_waits_for_its_own_senders_at_every_replay(monkeypatch: pytes
     ids, weights = torch.zeros(num_tokens, 8, dtype=torch.int32, device="cuda"), torch.rand(num_tokens, 8).cuda()
     pool = workspace(case, LocalCommunicator(torch.device("cuda")))
     case = replace(case, ids=[ids], weights=[weights])
-    case.plan(0, pool)  # compiles the kernels
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        plan = case.plan(0, pool)
+    graph, plan = captured(lambda: case.plan(0, pool))
     for replay in range(REPLAYS):
         generator = torch.Generator().manual_seed(replay)
         new = torch.rand(num_tokens, num_experts, generator=generator).argsort(dim=1)[:, :8].int()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from cache_cases import cache_of, check_slots, resident_weights
@@ -16,7 +15,6 @@ from comet.experts.prefetch import prefetch_between
 
 E, K, D, F, LAYERS = 48, 4, 512, 208, 3
 CUDA = torch.device("cuda")
-Result = TypeVar("Result")
 Drawn = tuple[Tensor, Tensor, Tensor]
 
 
@@ -36,19 +34,6 @@ def refill(given: Drawn, new: Drawn) -> None:
     """Other numbers in the tensors that a graph reads."""
     for tensor, value in zip(given, new, strict=True):
         tensor.copy_(value)
-
-
-def captured(step: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
-    """A step as a graph, and where its output is."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        return graph, step()
 
 
 class CachedLayers:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from decode_cases import DecodeCase
 from decode_ranks import compare_step, gathered_inputs, on_device, shard
+from gpus import captured
 from torch import Tensor
 
 from comet.config import MoEConfig, ParallelConfig
@@ -76,11 +77,7 @@ def check_replays(rank: int, world_size: int, case: DecodeCase, tp: int, dtype: 
     def run() -> Tensor:
         return runner(*given, weights.w1, weights.w2, most_tokens=LIMIT)
 
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        output = run()
+    graph, output = captured(run)
     for replay in range(REPLAYS):
         inputs = gathered_inputs(case, replay + 1, counts, dtype)[rank]
         for tensor, new in zip(given, inputs, strict=True):

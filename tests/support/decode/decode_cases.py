@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from activation_cases import draw_biases
 from gemm_cases import assert_as_good, chain_of
+from gpus import captured
 from torch import Tensor
 
 from comet.decode import DecodeScratch, DecodeWeights, warp_decode_torch
@@ -214,11 +215,7 @@ def check_graph(case: DecodeCase, *, replays: int, dependent: bool = True) -> No
     sizes = (case.T, case.K, case.D, case.F)
     types = dict(shared_scale=inputs.weights.shared_scale, four_bits=inputs.weights.per_number > 1)
     config = select(torch.bfloat16, *sizes, **types, dependent=dependent)
-    run_kernels(*arguments, scratch=scratch, config=config)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = run_kernels(*arguments, scratch=scratch, config=config)
+    graph, output = captured(lambda: run_kernels(*arguments, scratch=scratch, config=config))
     generator = torch.Generator("cuda").manual_seed(0)
     used = inputs.weights.slots.clone()
     for replay in range(replays):

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from decode_cases import FOLD, DecodeCase
 from decode_ranks import compare_step, gathered_inputs, open_rank
 from fault_rows import PLACES, SENT, SIGNALS, STRUCK, Finding, Order, await_file, note, set_trap, strike, unnamed
-from gpus import ON_GPUS, backend_of, gpu_of
+from gpus import ON_GPUS, backend_of
 from layer_cases import LayerCase
 from layer_ranks import build_layer, compare_call, train_call
 from ranks import run_ranks
@@ -54,8 +54,7 @@ Life = dict[int, Attempt]  # the calls of a rank after the healthy one, by numbe
 
 class LayerCalls:
     def __init__(self, order: Order, rank: int) -> None:
-        self.order, self.rank = order, rank
-        self.device = gpu_of(rank) if order.device == "cuda" else "cpu"
+        self.order, self.rank, self.device = order, rank, order.device
         self.case = layer_case(order)
         self._build()
 
@@ -86,9 +85,8 @@ class DecodeCalls:
     """Decode steps: of tokens that all ranks have by the twin, of each rank's own by kernels."""
 
     def __init__(self, order: Order, rank: int) -> None:
-        self.rank, ranks = rank, order.world_size
+        self.rank, self.device, ranks = rank, order.device, order.world_size
         on_gpu, with_kernels = order.device == "cuda", order.row.path == "fused"
-        self.device = gpu_of(rank) if on_gpu else "cpu"
         self.dtype = torch.bfloat16 if on_gpu else torch.float32
         size = 512 if on_gpu else 16
         self.case = DecodeCase(name="faults", T=1, K=2, E=2 * ranks, D=size, F=size, routing="masked", seed=3)

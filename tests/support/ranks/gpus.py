@@ -8,15 +8,17 @@ nothing. torch reads the variable as well, before it maps the memory of such ran
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import pytest
 import torch
 
 SHARING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 MOST_RANKS = 4
-ON_GPUS = "gpus"  # a backend of ``run_ranks``
+ON_GPUS = "gpus"  # a backend of ``run_ranks``, whose ranks have one each: ``cuda``
+Result = TypeVar("Result")
 
 
 def num_gpus(*, own: bool = False) -> int:
@@ -33,6 +35,15 @@ def need_gpus(count: int) -> None:
 def gpu_of(rank: int) -> str:
     """Its device: of three ranks on two GPUs ``cuda:0``, ``cuda:1``, ``cuda:0``."""
     return f"cuda:{rank % torch.cuda.device_count()}"
+
+
+def captured(step: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """A step as a graph, and where its output is; it runs before, to compile kernels and to take memory it keeps."""
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL has threads of its own
+        return graph, step()
 
 
 @contextmanager

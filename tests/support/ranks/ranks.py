@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from gpus import ON_GPUS, backend_of
+from gpus import ON_GPUS, backend_of, need_gpus
 from rank_server import IN_SERVER, become_rank
 
 GRACE_S = 0.2
@@ -53,7 +53,8 @@ def run_ranks(
         *args: Further arguments, picklable.
         interpret: Set ``TRITON_INTERPRET=1`` in the children before anything is imported (unset it otherwise).
         timeout: Seconds after which every rank is killed and those still running are named.
-        backend: Backend of the process group, or ``ON_GPUS`` (see ``gpus.backend_of``).
+        backend: Backend of the process group, or ``ON_GPUS`` (see ``gpus.backend_of``); then each rank's current device
+            is a GPU, and a test is skipped where there are too few.
         may_die: Ranks that may end by a signal (a test kills them on purpose); they count as returning ``None``.
 
     Returns:
@@ -68,6 +69,8 @@ def run_ranks(
     """
     if "<locals>" in fn.__qualname__:
         raise ValueError(f"fn={fn.__qualname__} must be a module-level function, so that a child process can import it")
+    if backend == ON_GPUS:
+        need_gpus(world_size)
     job = {
         "file": inspect.getfile(fn),
         "module": fn.__module__,

@@ -14,7 +14,6 @@ from typing import Self
 import torch
 import torch.distributed as dist
 from fp8_cases import compare, fp8_shard
-from gpus import gpu_of
 from kinds import grad_hidden_in, layer0_in, layer1_in, weights_in
 from layer_cases import RankInputs, full_weights, oracles_of, rank_inputs, wrong_numbers
 from layer_ranks import Results, make_layer, open_group, run_call
@@ -72,7 +71,7 @@ def run_batch(rank: int, world_size: int, stress: Stress, indices: range, journa
 
     Wrong numbers are returned; whatever else goes wrong ends the rank.
     """
-    device = torch.device(gpu_of(rank) if stress.device == "cuda" else stress.device)
+    device = torch.device(stress.device)
     torch.use_deterministic_algorithms(device.type == "cpu")
     notes = Journal(journal, rank, stress.case_limit_s)
     layer0, layer1 = stress.layer0, stress.layer1
