@@ -104,7 +104,7 @@ def test_modular_parts_refuse_after_a_failure_and_are_right_after_a_restart(rank
         if rank == 0:
             break_once(layer.experts, "apply", torch.OutOfMemoryError("out of memory"), after=False)
         inputs = rank_inputs(CASE, rank)
-        arguments = (inputs.tokens, inputs.top_k_ids, inputs.top_k_weights, w1, w2)
+        arguments = (*inputs.routed, w1, w2)
         with pytest.raises(torch.OutOfMemoryError if rank == 0 else StepFailedError):
             layer(*arguments)
         dist.barrier()
@@ -121,16 +121,14 @@ def test_modular_parts_refuse_after_a_failure_and_are_right_after_a_restart(rank
 @in_ranks(2)
 def test_plain_path_refuses_after_a_failure(rank: int, world_size: int) -> None:
     """Both ranks break off between two collectives: the next call is refused, and so is a restart."""
-    moe = build_layer(CASE, rank, "plain")
-    inputs = rank_inputs(CASE, rank)
-    arguments = (inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
+    moe, inputs = build_layer(CASE, rank, "plain"), rank_inputs(CASE, rank)
     compare(moe, rank, 0, "before")
     break_once(moe.experts, "compute", RuntimeError("broke off"), after=False)
     with pytest.raises(RuntimeError, match="broke off"):
-        moe.routed_experts(*arguments)
+        moe.routed_experts(*inputs.routed)
     for _ in range(2):
         with pytest.raises(StepFailedError, match=r"\(RuntimeError: broke off\), .* new process groups"):
-            moe.routed_experts(*arguments)
+            moe.routed_experts(*inputs.routed)
         with pytest.raises(StepFailedError, match="new process groups"):
             moe.group.workspace.restart()
     dist.barrier()
@@ -177,13 +175,13 @@ def refuse_what_is_wrong_on_one_rank(rank: int, world_size: int, path: str) -> t
         inputs = rank_inputs(CASE, rank, number)
         moe.requires_grad_(rank != number % world_size)
         with pytest.raises(ValueError, match="requires_grad=") as refusal:
-            moe.routed_experts(inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
+            moe.routed_experts(*inputs.routed)
         frozen.append(str(refusal.value))
         moe.requires_grad_()
         if rank == number % world_size:
             inputs.top_k_ids[0, 0] = 1000
         with pytest.raises(ValueError, match="top_k_ids") as refusal:
-            moe.routed_experts(inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
+            moe.routed_experts(*inputs.routed)
         bad.append(str(refusal.value).split(";")[0])
         compare(moe, rank, number, "after a refusal on all ranks")
     moe.group.workspace.check()
@@ -207,14 +205,13 @@ def test_what_is_wrong_on_one_rank_is_refused_on_all_and_costs_nothing(path: str
 def test_kernels_say_what_the_other_rank_did_instead(rank: int, world_size: int) -> None:
     """Rank 0 begins its backward pass, rank 1 the next forward pass."""
     moe, inputs = build_layer(CASE, rank, "fused"), rank_inputs(CASE, rank)
-    arguments = (inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
-    y = moe.routed_experts(*arguments)
+    y = moe.routed_experts(*inputs.routed)
     dist.barrier()
     moe.group.comm.timeout_s = 0.1
     if rank == 0:
         y.sum().backward()
     else:
-        moe.routed_experts(*arguments)
+        moe.routed_experts(*inputs.routed)
     dist.barrier()
     said = moe.group.workspace.timeout()
     with pytest.raises((CommTimeoutError, StepFailedError)):
@@ -232,8 +229,7 @@ def call_in_other_orders(rank: int, world_size: int, path: str) -> list[str]:
     first, inputs = build_layer(CASE, rank, path), rank_inputs(CASE, rank)
     group = first.group
     layers = [first, MoE(first.config, group, path=path)]
-    arguments = (inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
-    expected = first.routed_experts(*arguments)
+    expected = first.routed_experts(*inputs.routed)
     said = []
 
     def attempt(call: Callable[[], object], *, trains: bool = True) -> None:
@@ -247,13 +243,13 @@ def call_in_other_orders(rank: int, world_size: int, path: str) -> list[str]:
         if path == "fused":
             dist.barrier()
             group.workspace.restart()
-        assert torch.equal(expected, first.routed_experts(*arguments)), "a refusal costs nothing"
+        assert torch.equal(expected, first.routed_experts(*inputs.routed)), "a refusal costs nothing"
 
-    attempt(lambda: layers[rank].routed_experts(*arguments))
-    outputs = [layer.routed_experts(*arguments) for layer in layers]
+    attempt(lambda: layers[rank].routed_experts(*inputs.routed))
+    outputs = [layer.routed_experts(*inputs.routed) for layer in layers]
     if path in ("twin", "fused"):
         attempt(lambda: outputs[rank].sum().backward())
-    attempt(lambda: first.routed_experts(*arguments), trains=rank == 0)
+    attempt(lambda: first.routed_experts(*inputs.routed), trains=rank == 0)
     return said
 
 
@@ -278,10 +274,10 @@ def test_a_rank_alone_restarts_by_itself_and_a_refusal_costs_nothing() -> None:
     for piece in ("plan", "dispatch_gemm", "gemm_combine"):
         break_once(path.backend, piece, KeyboardInterrupt(), after=True)
         with pytest.raises(KeyboardInterrupt):
-            moe.routed_experts(inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
+            moe.routed_experts(*inputs.routed)
         with pytest.raises(ValueError, match="top_k_ids of rank 0 contain"):
             moe.routed_experts(inputs.tokens, inputs.top_k_ids + 1000, inputs.top_k_weights)
-        output = moe.routed_experts(inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
+        output = moe.routed_experts(*inputs.routed)
         assert_as_close(output.detach(), exact.output, same.output, case.dtype, piece)
 
 
@@ -289,12 +285,11 @@ def call_from_a_second_thread(rank: int, world_size: int) -> str:
     """What a call says that comes while a step of another thread is under way, and is computed where there is none."""
     case = LayerCase("threads", world_size, 1, (40, 33)[:world_size])
     moe, inputs, said = build_layer(case, rank, "twin"), rank_inputs(case, rank), [""]
-    given = inputs.tokens, inputs.top_k_ids, inputs.top_k_weights
-    wanted, found = moe.routed_experts(*given), []
+    wanted, found = moe.routed_experts(*inputs.routed), []
 
     def call() -> None:
         try:
-            found.append(moe.routed_experts(*given))
+            found.append(moe.routed_experts(*inputs.routed))
         except RuntimeError as error:
             said[0] = str(error)
 

@@ -49,9 +49,7 @@ def test_delayed_ranks_and_a_layer_in_between_whose_rows_are_not_packed(rank: in
     case = LayerCase("ep2", 2, 1, (140, 20), calls=3, seed=3, delay_s=0.05, **WIDE)
     moe, (w1, w2) = build_layer(case, rank, path), fp8_shard(case, rank)
     experts, group = moe.experts, moe.group
-    plain = w1.dequantize(), w2.dequantize()
-    inputs = rank_inputs(case, rank)
-    given = (inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
+    plain, given = (w1.dequantize(), w2.dequantize()), rank_inputs(case, rank).routed
     first = experts.fp8(*given, w1, w2), experts(*given, *plain)
     for _ in range(2):
         assert torch.equal(experts.fp8(*given, w1, w2), first[0])
@@ -101,7 +99,7 @@ def test_widths_that_are_no_whole_blocks(hidden_size: int, ffn_size: int, messag
     case = LayerCase("odd", 1, 1, (4,), hidden_size=hidden_size, ffn_size=ffn_size)
     inputs, experts = rank_inputs(case, 0), build_layer(case, 0, "twin").experts
     with pytest.raises(ValueError, match=message):
-        experts.fp8(inputs.tokens, inputs.top_k_ids, inputs.top_k_weights, *fp8_shard(case, 0))
+        experts.fp8(*inputs.routed, *fp8_shard(case, 0))
 
 
 def test_gradients_are_refused() -> None:

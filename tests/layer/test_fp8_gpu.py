@@ -72,8 +72,7 @@ def test_hidden_is_quantised_as_plain_torch_does_it() -> None:
 def test_a_cuda_graph_replays_with_other_routing() -> None:
     case = LayerCase("graph", 1, 1, (400,), 16, 4, 256, 256, **BF16, calls=4)
     moe, weights = build_layer(case, 0, "fused", "cuda"), fp8_shard(case, 0, "cuda")
-    batches = [rank_inputs(case, 0, call) for call in range(case.calls)]
-    given = [[each.tokens.cuda(), each.top_k_ids.cuda(), each.top_k_weights.cuda()] for each in batches]
+    given = [rank_inputs(case, 0, call).to("cuda").routed for call in range(case.calls)]
     expected = [moe.experts.fp8(*batch, *weights) for batch in given]
     held = [tensor.clone() for tensor in given[0]]
     graph, output = captured(lambda: moe.experts.fp8(*held, *weights))

@@ -196,7 +196,7 @@ def test_a_reduce_waits_for_the_gemm_of_its_rank(rank: int, world_size: int, com
     moe, inputs = build_layer(case, rank, "fused"), rank_inputs(case, rank)
     moe.group.comm.timeout_s = 0.02
     with torch.no_grad():
-        moe.routed_experts(inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
+        moe.routed_experts(*inputs.routed)
     assert moe.group.workspace.timeout().startswith("rank 0 waited 0.0 s for rank 0 (layer 1 panel")
     assert not moe.group.workspace.combine_flags.local.any(), "a panel that never came was summed up and sent"
 

@@ -96,13 +96,11 @@ def test_a_graph_is_replayed_with_other_routing(rank: int, world_size: int, num_
     moe, sleeper = build_layer(case, rank, "fused", "cuda"), random.Random(rank)
     without = SymmetricPath(case.config, moe.group, case.overlap, use_kernels=True)
     w1, w2 = moe.expert_weights()
-    first = rank_inputs(case, rank)
-    given = [tensor.cuda() for tensor in (first.tokens, first.top_k_ids, first.top_k_weights)]
+    given = rank_inputs(case, rank).to("cuda").routed
     with torch.no_grad():
         graph, y = captured(lambda: moe.experts(*given, w1.flatten(1, 2), w2))
         for call in range(1, 9):
-            inputs = rank_inputs(case, rank, call)
-            for tensor, new in zip(given, (inputs.tokens, inputs.top_k_ids, inputs.top_k_weights), strict=True):
+            for tensor, new in zip(given, rank_inputs(case, rank, call).routed, strict=True):
                 tensor.copy_(new)
             time.sleep(sleeper.random() * 0.02)
             graph.replay()

@@ -69,8 +69,7 @@ NAMES = ("w1", "w2", "elements", "scales", "slots", "the weights", "num_experts=
 
 def loop(case: LayerCase, w1: Tensor, w2: Tensor) -> Tensor:
     """The layer in float64, token by token."""
-    inputs = rank_inputs(case, 0)
-    tokens, ids, weights = inputs.tokens, inputs.top_k_ids, inputs.top_k_weights
+    tokens, ids, weights = rank_inputs(case, 0).routed
     out = tokens.new_zeros(tokens.shape, dtype=torch.float64)
     for token, x in enumerate(tokens.double()):
         for slot, expert in enumerate(ids[token].tolist()):
@@ -210,5 +209,5 @@ def test_a_runner_of_layers_with_other_numbers_of_experts() -> None:
     for case in (CASE, wider, CASE):
         inputs, (w1, w2) = rank_inputs(case, 0), full_weights(case)
         weights = (w1.flatten(1, 2), w2)
-        y = runner(inputs.tokens, inputs.top_k_ids, inputs.top_k_weights, *weights)
+        y = runner(*inputs.routed, *weights)
         assert torch.allclose(y.double(), loop(case, *weights), atol=1e-3)

@@ -106,6 +106,11 @@ class RankInputs:
     top_k_weights: Tensor
     grad_output: Tensor
 
+    @property
+    def routed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What an experts' path is called with, but for its weights."""
+        return self.tokens, self.top_k_ids, self.top_k_weights
+
     def to(self, device: str | torch.device) -> RankInputs:
         return RankInputs(**{name: tensor.to(device) for name, tensor in vars(self).items()})
 
