@@ -171,7 +171,7 @@ WAITED = "rank 1 waited 30.0 s for rank 0 (layer 0 dispatch, chunk 17, epoch 41,
 FAILURES = {
     "refuse": (2, "seed=0 must please everyone"),
     "refuse_alone": (2, "backend=nvshmem needs a package: pip install comet-moe[nvshmem]"),
-    "time_out": (1, f"{WAITED}; rank 0 is alive, in time_out (launch_app.py)"),
+    "time_out": (1, f"{WAITED}; rank 0 is alive, in wait_forever (launch_app.py)"),
 }
 
 
@@ -381,7 +381,7 @@ def test_a_rank_that_is_late_but_alive_is_named_with_what_it_does(tmp_path: Path
         job.kill()
     (line,) = (line for line in err.splitlines() if "error" in line or "Traceback" in line)
     assert re.fullmatch(
-        r"comet: error: rank 0 waited too long in .*; rank 1 is alive, in late \(launch_app.py:\d+\)", line
+        r"comet: error: rank 0 waited too long in .*; rank 1 is alive, in wait_forever \(launch_app.py:\d+\)", line
     )
     assert job.returncode == 1
 

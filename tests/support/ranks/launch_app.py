@@ -11,13 +11,14 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from comet.config import require
 from comet.errors import CommTimeoutError, UnavailableError
 from comet.jobs.config import JobConfig
 from comet.launch.cli import main
@@ -74,59 +75,49 @@ def report_context(config: JobConfig, context: LaunchContext) -> None:
         print(json.dumps(everything))
 
 
-def crash(config: JobConfig, context: LaunchContext) -> None:
-    note(config, context)
-    if context.rank == FAILING_RANK:
-        raise KeyError("a bug of ours")
-    dist.barrier()
+def raising(error: Exception) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail
 
 
-def refuse(config: JobConfig, context: LaunchContext) -> None:
-    note(config, context)
-    require(False, f"seed={config.train.seed} must please everyone")
-
-
-def refuse_alone(config: JobConfig, context: LaunchContext) -> None:
-    note(config, context)
-    if context.rank == FAILING_RANK:
-        raise UnavailableError("backend=nvshmem needs a package: pip install comet-moe[nvshmem]")
-    dist.barrier()
-
-
-def time_out(config: JobConfig, context: LaunchContext) -> None:
-    note(config, context)
-    if context.rank == FAILING_RANK:
-        raise CommTimeoutError("rank 1 waited 30.0 s for rank 0 (layer 0 dispatch, chunk 17, epoch 41, saw 40)")
+def wait_forever() -> None:
+    """Where Python sees signals, and no deadline ends it."""
     while True:
         time.sleep(0.1)
 
 
-def late(config: JobConfig, context: LaunchContext) -> None:
-    """Rank 1 does not come to a collective."""
+def deadlock() -> None:
+    """Wait for the other rank inside C++, where Python sees no signal."""
+    dist.recv(torch.zeros(1), src=1 - dist.get_rank())
+
+
+refuse = raising(ValueError("seed=0 must please everyone"))
+# Tasks by what rank 1 does, and the other one.
+ENDS: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+    "crash": (raising(KeyError("a bug of ours")), dist.barrier),
+    "refuse": (refuse, refuse),
+    "refuse_alone": (
+        raising(UnavailableError("backend=nvshmem needs a package: pip install comet-moe[nvshmem]")), dist.barrier
+    ),
+    "time_out": (
+        raising(CommTimeoutError("rank 1 waited 30.0 s for rank 0 (layer 0 dispatch, chunk 17, epoch 41, saw 40)")),
+        wait_forever,
+    ),
+    "late": (wait_forever, dist.barrier),
+    "refuse_while_others_wait": (raising(ValueError("tokens=7 must please everyone")), wait_forever),
+    "sleep": (wait_forever, wait_forever),
+    "deadlock": (deadlock, deadlock),
+}  # fmt: skip
+
+
+def end(name: str, config: JobConfig, context: LaunchContext) -> None:
     note(config, context)
-    while context.rank == FAILING_RANK:
-        time.sleep(0.1)
-    dist.barrier()
+    ENDS[name][context.rank != FAILING_RANK]()
 
 
-def refuse_while_others_wait(config: JobConfig, context: LaunchContext) -> None:
-    """The others wait in what has no deadline."""
-    note(config, context)
-    require(context.rank != FAILING_RANK, "tokens=7 must please everyone")
-    while True:
-        time.sleep(0.1)
-
-
-def sleep(config: JobConfig, context: LaunchContext) -> None:
-    note(config, context)
-    while True:
-        time.sleep(0.1)
-
-
-def deadlock(config: JobConfig, context: LaunchContext) -> None:
-    """Every rank waits for the next one inside C++, where Python sees no signal."""
-    note(config, context)
-    dist.recv(torch.zeros(1), src=(context.rank + 1) % context.world_size)
+globals().update({name: partial(end, name) for name in ENDS})  # the launcher imports a task by its name
 
 
 def train_and_be_killed(config: JobConfig, context: LaunchContext) -> None:
@@ -157,12 +148,8 @@ KILLED_AT: dict[str, tuple[Any, str]] = {
     "fsync": (os, "fsync"),
     "rename": (Path, "rename"),
 }
-FUNCTIONS = (
-    train_and_be_killed,
-    add_ranks, write_lines, report_context, crash, refuse, refuse_alone, time_out, sleep, deadlock,
-    late, refuse_while_others_wait,
-)  # fmt: skip
-TASKS = {function.__name__: Task("a test", f"launch_app.{function.__name__}") for function in FUNCTIONS}
+FUNCTIONS = (train_and_be_killed, add_ranks, write_lines, report_context)
+TASKS = {name: Task("a test", f"launch_app.{name}") for name in (*ENDS, *(each.__name__ for each in FUNCTIONS))}
 TASKS["plain"] = Task("a test", "launch_app.plain", dry_run=None)
 TASKS["gone"] = Task("a test", "launch_app_gone.gone")
 
