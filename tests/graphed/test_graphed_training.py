@@ -11,7 +11,6 @@ from generate_cases import Captures, all_experts
 from graphed_cases import (
     LaterExperts,
     Steps,
-    assert_equal,
     draw,
     gradients,
     leaf,
@@ -21,6 +20,7 @@ from graphed_cases import (
 )
 from layer_cases import LayerCase, full_weights, rank_inputs, shard
 from ranks import in_ranks
+from stream_cases import assert_same
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -34,7 +34,7 @@ from comet.router.losses import RouterStats
 
 
 def make_steps(path: str = "dense", **settings: Any) -> Steps:
-    return Steps(GraphedMoE(make_layer(path, **settings)), make_layer(path, **settings), assert_equal)
+    return Steps(GraphedMoE(make_layer(path, **settings)), make_layer(path, **settings), assert_same)
 
 
 @pytest.mark.parametrize("path", ["dense", "later"])
@@ -130,7 +130,7 @@ def test_nothing_that_was_handed_out_is_overwritten(captures: Captures, path: st
         found |= dict(zip(names, torch.autograd.grad(output, [x, *layer.parameters()]), strict=True))
         kept.append((found, {name: value.clone() for name, value in found.items()}))
     for call, (found, wanted) in enumerate(kept):
-        assert_equal(found, wanted, f"call {call}")
+        assert_same(found, wanted, f"call {call}")
 
 
 def test_a_call_before_the_backward_pass_of_the_one_before(
@@ -145,7 +145,7 @@ def test_a_call_before_the_backward_pass_of_the_one_before(
                 first, _ = run(leaf(6, seed))
                 second, stats = run(first)  # the same layer twice
                 (second.square().sum() + first.sum() + stats.loss).backward()
-            assert_equal(gradients(layer), gradients(eager), f"step {seed}")
+            assert_same(gradients(layer), gradients(eager), f"step {seed}")
     assert captures.replays == 2 * 4
     assert [record.message for record in caplog.records] == [
         "a call with 6 tokens is launched kernel by kernel: the backward pass of the one before is still to come"
@@ -178,7 +178,7 @@ def test_other_numbers_of_tokens_and_calls_without_gradients_may_come_in_between
             one.square().sum().backward()
             two.square().sum().backward()
             found.append({"one": one, "two": two, "three": three} | gradients(each))
-        assert_equal(found[0], found[1], f"step {seed}")
+        assert_same(found[0], found[1], f"step {seed}")
     assert captures.count == 2 + 2 + 1
 
 
@@ -217,7 +217,7 @@ def test_gradients_that_nobody_wants_are_not_made(captures: Captures) -> None:
                     parameter.requires_grad_(name not in frozen)
                 run(draw(6, seed))[0].square().sum().backward()
             assert gradients(layer).keys() == {name for name, _ in layer.named_parameters()} - set(frozen)
-            assert_equal(gradients(layer), gradients(eager), f"{frozen}, call {seed}")
+            assert_same(gradients(layer), gradients(eager), f"{frozen}, call {seed}")
     assert captures.count == 6
     assert isinstance(layer.experts, LaterExperts)
     assert layer.experts.made == ["w2"] * 4 + ["w1", "w2"] * 2
@@ -355,7 +355,7 @@ def test_checkpointed_layers(captures: Captures) -> None:
             each.zero_grad()
             again = checkpoint(lambda x, run=run: run(x)[0], leaf(6, call), use_reentrant=use_reentrant)
             again.square().sum().backward()
-        assert_equal(gradients(layer), gradients(eager), f"{use_reentrant}, call {call}")
+        assert_same(gradients(layer), gradients(eager), f"{use_reentrant}, call {call}")
     assert (captures.count, captures.replays) == (3, 4 + 2 * 4)
 
 
@@ -370,7 +370,7 @@ def test_autocast_has_graphs_of_its_own(captures: Captures) -> None:
         output.float().square().sum().backward()
         wanted.append({"output": output.detach()} | gradients(layer))
     for seed in range(2, 6):
-        assert_equal(wanted[seed], wanted[seed % 2], f"call {seed}")
+        assert_same(wanted[seed], wanted[seed % 2], f"call {seed}")
     assert not torch.equal(wanted[0]["shared.w1"], wanted[1]["shared.w1"])
     assert captures.count == 4
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
 from layer_cases import LayerCase
 from layer_ranks import poison
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
+from stream_cases import train_step
 from torch import Tensor
 from torch.nn.functional import linear, silu
 from training_cases import make_group
@@ -20,7 +20,6 @@ from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.decode import DecodeWeights, RankDecode
 from comet.decode.ranks import rank_slots
 from comet.layer.paths import make_path
-from comet.layer.sharding import local
 from comet.layer.shared_expert import SharedExpert
 from comet.layer.weights import pad_width
 from comet.layout import ExpertLayout
@@ -35,13 +34,6 @@ NUM_TOKENS = (21, 0, 34, 9)
 MAX_TOKENS = 40
 
 
-@dataclass(frozen=True)
-class Step:
-    output: Tensor
-    loss: float
-    gradients: dict[str, Tensor]
-
-
 def written_out(layer: MoE, x: Tensor) -> tuple[Tensor, RouterStats]:
     """The layer in plain torch: every expert on every rank, nothing fused."""
     routing = layer.router(x)
@@ -53,56 +45,32 @@ def written_out(layer: MoE, x: Tensor) -> tuple[Tensor, RouterStats]:
     return y, layer.router.measure(routing.logits, routing.scores, routing.top_k_ids)
 
 
-def train_step(layer: MoE, rank: int, forward: Callable[[MoE, Tensor], tuple[Tensor, RouterStats]]) -> Step:
-    generator = torch.Generator().manual_seed(SEED + rank)
-    x, grad = (torch.randn(NUM_TOKENS[rank], CONFIG.hidden_size, generator=generator) for _ in range(2))
-    x.requires_grad_()
-    layer.zero_grad()
-    y, stats = forward(layer, x)
-    loss = (y * grad).sum() + stats.loss
-    loss.backward()
-    leaves = {"x": x, **dict(layer.named_parameters())}
-    missing = [name for name, leaf in leaves.items() if leaf.grad is None]
-    assert not missing, f"no gradient reached {missing}"
-    gradients = {name: local(leaf.grad).clone() for name, leaf in leaves.items() if leaf.grad is not None}
-    return Step(y.detach(), loss.item(), gradients)
+def tokens_of(rank: int) -> Tensor:
+    return torch.randn(NUM_TOKENS[rank], CONFIG.hidden_size, generator=torch.Generator().manual_seed(SEED + rank))
 
 
-def on_ranks(rank: int, world_size: int, config: MoEConfig, parallel: ParallelConfig, path: str) -> Step:
-    group = make_group(config, ep=parallel.ep, tp=parallel.tp, max_tokens=MAX_TOKENS)
-    poison(group)
-    overlap = OverlapConfig(num_panels=2)
-    step = train_step(MoE(config, group, path=path, overlap=overlap, seed=SEED), rank, MoE.__call__)
-    group.workspace.check()
-    group.close()
-    return step
-
-
-def in_one_process(config: MoEConfig, world_size: int) -> list[Step]:
+def in_one_process(world_size: int) -> list[dict[str, Tensor]]:
     """Every rank's step by plain torch, with the expert gradients of all ranks' tokens in every step."""
-    group = make_group(config, max_tokens=MAX_TOKENS)
-    layer = MoE(config, group, seed=SEED)
-    steps = [train_step(layer, rank, written_out) for rank in range(world_size)]
-    for name in ("w1", "w2"):
-        total = torch.stack([step.gradients[name] for step in steps]).sum(0)
-        for step in steps:
-            step.gradients[name] = total
-    return steps
+    layer = MoE(CONFIG, make_group(CONFIG, max_tokens=MAX_TOKENS), seed=SEED)
+    steps = [train_step(layer, tokens_of(rank), partial(written_out, layer)) for rank in range(world_size)]
+    total = {name: torch.stack([step[name] for step in steps]).sum(0) for name in ("w1", "w2")}
+    return [step | total for step in steps]
 
 
 @pytest.mark.parametrize(("path", "ep", "tp"), [*product(["fused", "twin"], [2], [1, 2]), ("plain", 2, 1)])
-def test_router_and_shared_expert_over_ranks(path: str, ep: int, tp: int) -> None:
-    parallel = ParallelConfig(ep=ep, tp=tp)
-    steps = run_ranks(on_ranks, ep * tp, CONFIG, parallel, path, interpret=path == "fused")
-    for rank, (found, wanted) in enumerate(zip(steps, in_one_process(CONFIG, ep * tp), strict=True)):
-        actual, expected = {"output": found.output, **found.gradients}, {"output": wanted.output, **wanted.gradients}
-        assert found.loss == pytest.approx(wanted.loss, rel=1e-4, abs=1e-4)
-        assert actual.keys() == expected.keys() >= {"x", "router.weight", "shared.w1", "shared.w2", "w1", "w2"}
-        layout = ExpertLayout.create(CONFIG, parallel, rank)
-        for name, tensor in expected.items():
-            part = tensor.chunk(ep)[layout.ep_rank].chunk(tp, dim=2)[layout.tp_rank] if name in ("w1", "w2") else tensor
-            said = f"{path}, seed {SEED}, rank {rank}: output or gradient of {name}: "
-            torch.testing.assert_close(actual[name], part, rtol=1e-4, atol=1e-5, msg=said.__add__)
+@in_ranks("ep tp", interpret="path")
+def test_router_and_shared_expert_over_ranks(rank: int, world_size: int, path: str, ep: int, tp: int) -> None:
+    group = make_group(CONFIG, ep=ep, tp=tp, max_tokens=MAX_TOKENS)
+    poison(group)
+    layer, layout = MoE(CONFIG, group, path=path, overlap=OverlapConfig(num_panels=2), seed=SEED), group.layout(CONFIG)
+    found, wanted = train_step(layer, tokens_of(rank)), in_one_process(world_size)[rank]
+    assert found.keys() == wanted.keys() >= {"x", "router.weight", "shared.w1", "shared.w2", "w1", "w2"}
+    for name, tensor in wanted.items():
+        part = tensor.chunk(ep)[layout.ep_rank].chunk(tp, dim=2)[layout.tp_rank] if name in ("w1", "w2") else tensor
+        said = f"{path}, seed {SEED}, rank {rank}: {name} or its gradient: "
+        torch.testing.assert_close(found[name], part, rtol=1e-4, atol=1e-5, msg=said.__add__)
+    group.workspace.check()
+    group.close()
 
 
 def test_padding_adds_zero_columns_to_gate_up_and_down() -> None:

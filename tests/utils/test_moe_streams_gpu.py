@@ -18,7 +18,7 @@ def test_outputs_and_gradients_are_those_of_the_sequential_form(path: str, dtype
     layers = make_pair("cuda", dtype, path)
     for seed in range(3):
         tokens = make_tokens(layers.streams, seed)
-        expected = train_step(layers.in_line, tokens, late=False)
+        expected = train_step(layers.in_line, tokens)
         found = [train_step(layers.streams, tokens, late=late) for late in (False, True, False)]
         torch.cuda.synchronize()
         for call, step in enumerate(found):

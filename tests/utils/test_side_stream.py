@@ -80,9 +80,9 @@ def test_layer_equals_the_sequential_form_bit_for_bit(path: str, monkeypatch: py
     layers = make_pair("cpu", torch.float32, path)
     tokens = make_tokens(layers.streams, 0)
     found = train_step(layers.streams, tokens, late=True)
-    assert_same(found, train_step(layers.in_line, tokens, late=False), "without streams")
+    assert_same(found, train_step(layers.in_line, tokens), "without streams")
     monkeypatch.setattr(MoE, "forward", sequential)
-    assert_same(found, train_step(layers.streams, tokens, late=False), "sequential")
+    assert_same(found, train_step(layers.streams, tokens), "sequential")
 
 
 class Late(SideStream):
@@ -95,9 +95,9 @@ class Late(SideStream):
 def test_nothing_in_the_layer_waits_for_what_runs_beside_it() -> None:
     layers = make_pair("cpu", torch.float32)
     tokens = make_tokens(layers.streams, 1)
-    expected = train_step(layers.in_line, tokens, late=False)
+    expected = train_step(layers.in_line, tokens)
     layers.streams.group = replace(layers.streams.group, side_stream=Late(None))
-    found = train_step(layers.streams, tokens, late=False)
+    found = train_step(layers.streams, tokens)
     for name in ("output", "loss", "load"):
         assert torch.equal(found[name], expected[name]), name
     torch.testing.assert_close(found, expected)  # gradients are added up in another order

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +19,7 @@ CONFIG = MoEConfig(
     hidden_size=256, ffn_size=256, num_experts=16, top_k=4, shared_ffn_size=512, aux_loss_coef=0.5, z_loss_coef=0.5
 )
 NUM_TOKENS = 500
+Run = Callable[[Tensor], tuple[Tensor, RouterStats]]
 NAP = 20_000_000  # cycles; some 10 ms, much longer than a layer
 
 
@@ -47,12 +49,15 @@ def make_tokens(layer: MoE, seed: int) -> Tensor:
     return tokens.to(layer.group.device, layer.group.workspace.shape.dtype)
 
 
-def train_step(layer: MoE, tokens: Tensor, *, late: bool) -> dict[str, Tensor]:
-    """Output, statistics and all gradients; ``late``: what runs beside is late, and memory that is free is poisoned."""
+def train_step(layer: MoE, tokens: Tensor, run: Run | None = None, *, late: bool = False) -> dict[str, Tensor]:
+    """Output, statistics and all gradients, of the layer or of what runs in its place.
+
+    ``late``: what runs beside is late, and memory that is free is poisoned.
+    """
     layer.zero_grad()
     x = tokens.clone().requires_grad_()
     hooks = [] if not late else delay(layer, x)
-    y, stats = layer(x * 0.5)  # the layer's input is nobody's but the layer's
+    y, stats = (run or layer)(x * 0.5)  # the layer's input is nobody's but the layer's
     loss = stats.loss
     torch.autograd.backward([y, loss], [tokens.flip(0), torch.ones_like(loss)])
     for hook in hooks:

@@ -175,9 +175,3 @@ def draw(num_tokens: int, seed: int) -> Tensor:
 
 def leaf(num_tokens: int, seed: int) -> Tensor:
     return draw(num_tokens, seed).requires_grad_()
-
-
-def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor], what: str) -> None:
-    assert found.keys() == wanted.keys(), what
-    for name, actual in found.items():
-        assert torch.equal(actual, wanted[name]), f"{what}: {name}"
