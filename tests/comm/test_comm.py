@@ -1,4 +1,4 @@
-"""Communicators on the CPU: the conformance suite, signals, windows of a pool, emulated ranks, files of killed jobs."""
+"""Communicators on the CPU: the conformance suite, signals, windows of a pool, files of killed jobs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from comm_conformance import ALONE, Site, run_suite
-from emulated import emulated_group
 from ranks import in_ranks, run_ranks
 
 from comet.comm import Communicator, cpu_shm, handshake, make_communicator
@@ -272,35 +271,6 @@ def test_wait_names_both_ranks_the_place_and_the_epochs() -> None:
     place = "layer 0 dispatch, chunk 17"
     with pytest.raises(CommTimeoutError, match=f"^{re.escape(message)}$"):
         wait(flags, 1, 41, timeout_s=0.1, rank=2, peer=0, place=place)
-
-
-# ---- one process that plays all ranks --------------------------------------------------------------------------------
-
-
-def test_emulated_ranks_share_memory() -> None:
-    group = emulated_group(3, "cpu")
-    first = [comm.alloc(600) for comm in group]
-    second = [comm.alloc(16) for comm in reversed(group)][::-1]
-    for pools in (first, second):
-        for rank, pool in enumerate(pools):
-            assert pool.rank == rank
-            assert pool.pointers.tolist() == pools[0].pointers.tolist()
-            pool.peers[(rank + 1) % 3][0] = rank + 1
-        assert [int(pool.local[0]) for pool in pools] == [3, 1, 2]
-    for comm in group:
-        comm.barrier()
-        comm.close()
-        with pytest.raises(RuntimeError, match=r"EmulatedCommunicator of rank \d was used after close"):
-            comm.barrier()
-
-
-def test_emulated_ranks_must_ask_for_equal_sizes() -> None:
-    group = emulated_group(2, "cpu")
-    group[0].alloc(256)
-    with pytest.raises(ValueError, match=r"num_bytes=512 of rank 1 must equal the 256 bytes of the other ranks"):
-        group[1].alloc(512)
-    with pytest.raises(ValueError, match="world_size=0 must be at least 1"):
-        emulated_group(0, "cpu")
 
 
 # ---- windows of a pool -----------------------------------------------------------------------------------------------

@@ -41,7 +41,6 @@ class EmulatedCommunicator(LocalCommunicator):
 
 def emulated_group(world_size: int, device: torch.device | str, timeout_s: float = 30.0) -> list[EmulatedCommunicator]:
     """The communicators of ranks 0 to W - 1. Call ``alloc`` on each of them, in any order of ranks."""
-    require(world_size >= 1, f"world_size={world_size} must be at least 1")
     shared: list[tuple[Tensor, ...]] = []
     return [
         EmulatedCommunicator(rank, world_size, torch.device(device), timeout_s, shared) for rank in range(world_size)
