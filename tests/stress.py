@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import support  # noqa: F401 - puts the helpers on the import path
@@ -58,19 +59,26 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no case after so long, but the first")
     parser.add_argument("--max-failures", type=int, default=10, help="stop after so many failed cases")
-    parser.add_argument("--timeout", type=float, help=f"deadline of a wait between ranks ({TIMEOUT_HELP})")
-    parser.add_argument("--case-limit", type=float, default=1800.0, help="seconds after which a case counts as hung")
+    parser.add_argument(
+        "--timeout", type=float, dest="timeout_s", help=f"deadline of a wait between ranks ({TIMEOUT_HELP})"
+    )
+    parser.add_argument(
+        "--case-limit",
+        type=float,
+        dest="case_limit_s",
+        default=1800.0,
+        help="seconds after which a case counts as hung",
+    )
     options = parser.parse_args(argv)
-    if options.timeout is None:
-        options.timeout = 5.0 if is_interpreted(options.path, options.device) else 30.0
+    if options.timeout_s is None:
+        options.timeout_s = 5.0 if is_interpreted(options.path, options.device) else 30.0
     if options.family is None:
         options.family = sizes_of(options.path, options.device).family
-    for name in ("cases", "world_size", "family", "batch", "max_failures"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')}={getattr(options, name)} must be at least 1")
-    for name in ("first", "seconds", "timeout", "case_limit"):
-        if getattr(options, name) < 0:
-            parser.error(f"--{name.replace('_', '-')}={getattr(options, name)} must not be negative")
+    least = dict.fromkeys(("cases", "world_size", "family", "batch", "max_failures"), 1)
+    for name, bound in {**least, "first": 0, "seconds": 0, "timeout_s": 0, "case_limit_s": 0}.items():
+        if getattr(options, name) < bound:
+            option = name.removesuffix("_s").replace("_", "-")
+            parser.error(f"--{option}={getattr(options, name)} must be at least {bound}")
     return options
 
 
@@ -82,18 +90,8 @@ def is_interpreted(path: str, device: str) -> bool:
 def main(argv: list[str] | None = None, batch: Batch = run_batch) -> int:
     """Run the cases the command line asks for; ``batch`` is what each rank does with a range of them."""
     options = parse(argv)
-    stress = Stress(
-        seed=options.seed,
-        world_size=options.world_size,
-        path=options.path,
-        device=options.device,
-        family=options.family,
-        timeout_s=options.timeout,
-        case_limit_s=options.case_limit,
-        until=time.time() + options.seconds,
-        layer0=options.layer0,
-        layer1=options.layer1,
-    )
+    given = {field.name: getattr(options, field.name) for field in fields(Stress) if hasattr(options, field.name)}
+    stress = Stress(**given, until=time.time() + options.seconds)
     reached, end, start = options.first, options.first + options.cases, time.monotonic()
     failed: list[int] = []
     with tqdm(total=options.cases, unit="case", mininterval=1.0) as bar:

@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 from fault_app import ORDER
 from fault_rows import SENT, SIGNALS, STRUCK, Finding, Order, await_file, note, unnamed
-from launch_jobs import environment, train_as_rank
+from launch_jobs import SMALL, environment, train_as_rank
 from ranks import run_ranks
 from training_cases import losses
 
@@ -37,10 +37,6 @@ PATIENCE_S = 60.0
 STEPS = 6
 TEXT = "text.txt"
 SAYS = r"comet: (error|stopped|skipped|saved)|[\w.]+(Error|Exception): "
-SMALL = (
-    "model.hidden_size=32", "model.num_layers=2", "model.num_heads=2", "model.num_kv_heads=2", "model.context=32",
-    "model.moe.ffn_size=32", "train.batch_size=2",
-)  # fmt: skip
 TINY = (*SMALL, "train.warmup_steps=0", "train.eval_batches=1", "train.sample_bytes=4", f"train.steps={STEPS}")
 
 
