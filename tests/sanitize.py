@@ -29,7 +29,7 @@ from decode_cases import FOLD, MATRIX, SLOT_SIZES, VECTOR, DecodeCase, check_dec
 from decode_ranks import compare_step, gathered_inputs, shard, step_inputs
 from emulated import emulated_group
 from emulated_layer import DEADLINE_S, EmulatedCase, EmulatedRanks
-from gemm_cases import check_biases, make_rows, poison_padding, values
+from gemm_cases import check_biases, check_wgrad_cuda, make_rows
 from kinds import Kind, layer0_in, layer1_in
 from layer_cases import LayerCase
 from layer_ranks import run_case
@@ -39,9 +39,6 @@ from comet.decode import DecodeWeights, RankDecode, warp_decode_torch
 from comet.decode.local import run_kernels
 from comet.experts import ExpertCache
 from comet.kernels.experts.prefetch import plan, travel
-from comet.kernels.gemm.group_gemm import GemmConfig
-from comet.kernels.gemm.wgrad import group_gemm_wgrad
-from comet.kernels.gemm.wgrad_cuda import group_gemm_wgrad_cuda
 from comet.kernels.runtime.activation import Activation
 from comet.layout import ExpertLayout
 
@@ -90,14 +87,7 @@ def run_cuda_layers(device: torch.device, dtype: torch.dtype) -> None:
 
 def run_cuda_wgrad(device: torch.device, dtype: torch.dtype) -> None:
     """Gradients of weights by fewer blocks than tiles; padding is NaN."""
-    counts = [0, 1, 70, 33, 0, 16]
-    rows = make_rows([counts], 128, device.type, 1)
-    a, b = (poison_padding(values((rows.num_rows, width), dtype, device.type, width), rows) for width in (144, 272))
-    segments, shape = (rows.segment_starts, rows.segment_counts), (len(counts), 144, 272)
-    out, twin = torch.full(shape, 77.0, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)
-    group_gemm_wgrad_cuda(a, b, out, *segments, torch.zeros(1, dtype=torch.int32, device=device), max_blocks=5)
-    group_gemm_wgrad(a, b, twin, *segments, config=GemmConfig.select(dtype))
-    assert torch.equal(out, twin)
+    check_wgrad_cuda([0, 1, 70, 33, 0, 16], (144, 272), dtype, max_blocks=5)
 
 
 def run_decode(device: torch.device, dtype: torch.dtype) -> None:

@@ -6,14 +6,13 @@ import random
 
 import pytest
 import torch
-from gemm_cases import Rows, assert_as_good, chain_of, make_rows, poison_padding, values
+from gemm_cases import check_wgrad_cuda, make_rows, wgrad_operands
 from gpus import captured
 from torch import Tensor
 
 from comet.kernels.gemm.group_gemm import GemmConfig
 from comet.kernels.gemm.wgrad import group_gemm_wgrad
 from comet.kernels.gemm.wgrad_cuda import group_gemm_wgrad_cuda
-from comet.layer.twin.layer import wgrad
 
 pytestmark = pytest.mark.gpu
 
@@ -25,39 +24,15 @@ def ticket() -> Tensor:
     return torch.zeros(1, dtype=torch.int32, device="cuda")
 
 
-def operands(rows: Rows, shape: tuple[int, int], dtype: torch.dtype, seed: int) -> list[Tensor]:
-    return [
-        poison_padding(values((rows.num_rows, width), dtype, "cuda", seed + place), rows)
-        for place, width in enumerate(shape)
-    ]
-
-
-def check(counts: list[int], shape: tuple[int, int], dtype: torch.dtype, max_blocks: int | None = None) -> None:
-    """Equal to Triton's twice, near the twin in torch, and nothing written before or behind."""
-    rows = make_rows([counts], 128, "cuda", len(counts))
-    a_and_b = operands(rows, shape, dtype, 3)
-    segments = rows.segment_starts, rows.segment_counts
-    outs = [torch.full((len(counts) + 2, *shape), 77.0, dtype=dtype, device="cuda") for _ in range(3)]
-    for out in outs[:2]:
-        group_gemm_wgrad_cuda(*a_and_b, out[1:-1], *segments, ticket(), max_blocks=max_blocks)
-    group_gemm_wgrad(*a_and_b, outs[2][1:-1], *segments, config=GemmConfig.select(dtype))
-    where = f"{counts} {shape} {dtype}"
-    assert torch.equal(outs[0], outs[1]), f"not the same again: {where}"
-    assert torch.equal(outs[0], outs[2]), f"not Triton's: {where}"
-    same, exact = (wgrad(*(each.to(kind) for each in a_and_b), rows.plan()) for kind in (dtype, torch.float64))
-    assert_as_good(where, outs[0][1:-1], same, exact, chain=chain_of(max(counts), dtype))
-    assert (outs[0][1:-1][rows.segment_counts == 0] == 0).all()
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(16, 16), (128, 256), (80, 48), (336, 272), (1536, 2048)])
 def test_equals_its_twin(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    check(COUNTS, shape, dtype)
+    check_wgrad_cuda(COUNTS, shape, dtype)
 
 
 def test_fewer_blocks_than_tiles() -> None:
-    check(COUNTS[::-1], (784, 336), torch.bfloat16, max_blocks=3)
-    check([0, 0, 0], (272, 512), torch.bfloat16, max_blocks=1)
+    check_wgrad_cuda(COUNTS[::-1], (784, 336), torch.bfloat16, max_blocks=3)
+    check_wgrad_cuda([0, 0, 0], (272, 512), torch.bfloat16, max_blocks=1)
 
 
 def test_random_segments() -> None:
@@ -68,7 +43,7 @@ def test_random_segments() -> None:
         most = draw.choice([16, 100, 700])
         counts = [draw.choice([0, 1, draw.randint(0, most)]) for _ in range(draw.randint(1, 40))]
         shape = (16 * draw.randint(1, 60), 16 * draw.randint(1, 60))
-        check(counts, shape, draw.choice(DTYPES), draw.choice([None, 1, 7]))
+        check_wgrad_cuda(counts, shape, draw.choice(DTYPES), draw.choice([None, 1, 7]))
 
 
 def test_offsets_past_two_to_the_31() -> None:
@@ -90,7 +65,7 @@ def test_offsets_past_two_to_the_31() -> None:
 
 def test_a_graph_draws_anew_each_time() -> None:
     rows = make_rows([[100, 0, 65]], 128, "cuda", 0)
-    a_and_b = operands(rows, (512, 1024), torch.bfloat16, 5)
+    a_and_b = wgrad_operands(rows, (512, 1024), torch.bfloat16, 5, "cuda")
     segments = rows.segment_starts, rows.segment_counts
     out, wanted = (torch.zeros(3, 512, 1024, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     group_gemm_wgrad(*a_and_b, wanted, *segments, config=GemmConfig())

@@ -15,6 +15,7 @@ from comet.kernels.gemm.bias import add_bias_products, bias_gradient
 from comet.kernels.gemm.gather_rows import OwnRows, gather_rows
 from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm, group_gemm_torch
 from comet.kernels.gemm.wgrad import group_gemm_wgrad
+from comet.kernels.gemm.wgrad_cuda import group_gemm_wgrad_cuda
 from comet.kernels.runtime.activation import SWIGLU, Activation
 from comet.kernels.runtime.arguments import TileTable
 from comet.layer.twin import layer as twin
@@ -170,14 +171,19 @@ def check_gather(rows: Rows, width: int, dtype: torch.dtype, seed: int, device: 
     assert all(torch.equal(out, wanted) for out in outs), f"gather_rows {width} {dtype} seed={seed}"
 
 
-def check_wgrad(
-    rows: Rows, shape: tuple[int, int], dtype: torch.dtype, config: GemmConfig, seed: int, device: str
-) -> Tensor:
-    """Compare with the twin and with float64, NaN in all padding; every segment is an expert's. The kernel's result."""
-    operands = [
+def wgrad_operands(rows: Rows, shape: tuple[int, int], dtype: torch.dtype, seed: int, device: str) -> list[Tensor]:
+    """Two of so many columns, NaN in all padding."""
+    return [
         poison_padding(values((rows.num_rows, width), dtype, device, seed + place), rows)
         for place, width in enumerate(shape)
     ]
+
+
+def check_wgrad(
+    rows: Rows, shape: tuple[int, int], dtype: torch.dtype, config: GemmConfig, seed: int, device: str
+) -> Tensor:
+    """Compare with the twin and with float64; every segment is an expert's. The kernel's result."""
+    operands = wgrad_operands(rows, shape, dtype, seed, device)
     out = torch.full((len(rows.segment_counts), *shape), NAN, dtype=dtype, device=device)
     group_gemm_wgrad(*operands, out, *rows.segments, config=config)
     same, exact = (twin.wgrad(*(each.to(kind) for each in operands), rows.plan()) for kind in (dtype, torch.float64))
@@ -185,6 +191,21 @@ def check_wgrad(
     assert_as_good(where, out, same, exact, chain=chain_of(int(rows.segment_counts.max()), dtype))
     assert (out[rows.segment_counts == 0] == 0).all(), "an expert without rows must get zeros"
     return out
+
+
+def check_wgrad_cuda(
+    counts: list[int], shape: tuple[int, int], dtype: torch.dtype, max_blocks: int | None = None
+) -> None:
+    """In CUDA C++: equal to Triton's twice, which is near the twin, and nothing written before or behind."""
+    rows = make_rows([counts], 128, "cuda", len(counts))
+    operands = wgrad_operands(rows, shape, dtype, 3, "cuda")
+    wanted = check_wgrad(rows, shape, dtype, GemmConfig.select(dtype), 3, "cuda")
+    for _ in range(2):
+        out = torch.full((len(counts) + 2, *shape), 77.0, dtype=dtype, device="cuda")
+        ticket = torch.zeros(1, dtype=torch.int32, device="cuda")
+        group_gemm_wgrad_cuda(*operands, out[1:-1], *rows.segments, ticket, max_blocks=max_blocks)
+        assert torch.equal(out[1:-1], wanted), f"not Triton's: {counts} {shape} {dtype}"
+        assert (out[[0, -1]] == 77).all()
 
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:
