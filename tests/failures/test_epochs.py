@@ -11,7 +11,7 @@ from decode_cases import FOLD, DecodeCase
 from decode_ranks import compare_step, gathered_inputs, open_rank
 from emulated import emulated_group
 from layer_cases import LayerCase, rank_inputs
-from layer_ranks import build_layer, compare_call, poison
+from layer_ranks import build_layer, check_call, poison, results
 from ranks import in_ranks
 from tiers import slow
 
@@ -84,7 +84,7 @@ def call_late(moe: MoE, case: LayerCase, rank: int, late: int, late_s: float, *,
     if rank == late:
         time.sleep(late_s)
     y.backward(inputs.grad_output)
-    compare_call(moe, case, rank, 0, (y, x, weights))
+    check_call(case, rank, 0, results(moe, y, x, weights))
 
 
 @pytest.mark.parametrize("path", ["twin", slow("fused")])

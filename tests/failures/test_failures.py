@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from layer_cases import LayerCase, assert_as_close, oracle, rank_inputs
-from layer_ranks import build_layer, compare_call, train_call
+from layer_ranks import Results, build_layer, check_call, train_call
 from ranks import in_ranks, run_ranks
 from tiers import slow
 
@@ -39,12 +39,12 @@ ERRORS: tuple[BaseException, ...] = (
 )  # fmt: skip
 
 
-def call(moe: MoE, rank: int, number: int) -> tuple[torch.Tensor, ...]:
+def call(moe: MoE, rank: int, number: int) -> Results:
     return train_call(moe, CASE, rank, number)
 
 
 def compare(moe: MoE, rank: int, number: int, where: str) -> None:
-    compare_call(moe, CASE, rank, number, call(moe, rank, number), where)
+    check_call(CASE, rank, number, call(moe, rank, number), where)
 
 
 def break_once(owner: Any, name: str, error: BaseException, *, after: bool) -> None:

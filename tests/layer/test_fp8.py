@@ -7,39 +7,13 @@ import torch
 from fp8_cases import fp8_shard
 from layer_cases import LayerCase, rank_inputs
 from layer_ranks import build_layer, run_case
-from ranks import in_ranks, run_ranks
-from tiers import slow, slow_but
+from ranks import in_ranks
+from tiers import slow
 
 from comet.quantization.formats import quantize_rows
 from comet.quantization.packed import pack, packed_columns
 
 WIDE = dict(hidden_size=128, ffn_size=128, fp8=True)
-CASES = [
-    LayerCase("one rank", 1, 1, (37,), hidden_size=384, ffn_size=256, fp8=True),
-    LayerCase("ep2", 2, 1, (40, 40), hidden_size=256, ffn_size=256, fp8=True),
-    LayerCase("ep2 unequal", 2, 1, (150, 3), **WIDE),
-    LayerCase("ep2 no tokens on rank 1", 2, 1, (33, 0), **WIDE),
-    LayerCase("ep2 no tokens at all", 2, 1, (0, 0), **WIDE),
-    LayerCase("ep2 one expert takes all", 2, 1, (30, 20), routing="one", **WIDE),
-    LayerCase("ep2 masked slots", 2, 1, (30, 45), top_k=4, routing="masked", hidden_size=256, ffn_size=128, fp8=True),
-    LayerCase("ep2 idle experts", 2, 1, (21, 17), num_experts=8, routing="first_half", **WIDE),
-    LayerCase("ep2 three calls", 2, 1, (25, 14), calls=3, **WIDE),
-    LayerCase("ep2 strided", 2, 1, (37, 150), top_k=3, routing="masked", strided=True, calls=2, **WIDE),
-    LayerCase("tp2", 1, 2, (31, 29), hidden_size=128, ffn_size=512, fp8=True),
-    LayerCase("ep2 float16", 2, 1, (30, 22), dtype=torch.float16, hidden_size=256, ffn_size=128, fp8=True),
-    LayerCase("ep2 x tp2", 2, 2, (14, 22, 0, 9), hidden_size=128, ffn_size=256, relabel=3, fp8=True),
-]
-QUICK = ("one rank", "ep2", "ep2 no tokens at all", "ep2 masked slots", "ep2 x tp2")
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_twin(case: LayerCase) -> None:
-    run_ranks(run_case, case.world_size, case, "twin")
-
-
-@pytest.mark.parametrize("case", slow_but(QUICK, CASES))
-def test_kernels_in_the_interpreter(case: LayerCase) -> None:
-    run_ranks(run_case, case.world_size, case, "fused", interpret=True)
 
 
 @pytest.mark.parametrize("path", ["twin", slow("fused")])

@@ -7,7 +7,6 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from random import Random
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from activation_cases import ACTIVATIONS
 from fp8_cases import fp8_shard
 from layer_cases import LayerCase, rank_inputs
-from layer_ranks import build_layer, check_call, poison, run_call, run_case, run_cases
+from layer_ranks import build_layer, check_call, poison, run_case, run_cases, train_call
 from ranks import in_ranks, run_ranks
 from tiers import slow, slow_but
 from torch import Tensor
@@ -56,6 +55,22 @@ CASES = [
     LayerCase("ep2 float16", 2, 1, (30, 22), dtype=torch.float16),
     LayerCase("ep2 panels in 4 parts", 2, 1, (50, 3), hidden_size=1040, num_panels=4, num_experts=8, top_k=4),
 ]
+WIDE = dict(hidden_size=128, ffn_size=128, fp8=True)
+FP8_CASES = [
+    LayerCase("fp8", 1, 1, (37,), hidden_size=384, ffn_size=256, fp8=True),
+    LayerCase("fp8 ep2", 2, 1, (40, 40), hidden_size=256, ffn_size=256, fp8=True),
+    LayerCase("fp8 ep2 unequal", 2, 1, (150, 3), **WIDE),
+    LayerCase("fp8 ep2 no tokens on rank 1", 2, 1, (33, 0), **WIDE),
+    LayerCase("fp8 ep2 no tokens at all", 2, 1, (0, 0), **WIDE),
+    LayerCase("fp8 ep2 one expert takes all", 2, 1, (30, 20), routing="one", **WIDE),
+    LayerCase("fp8 ep2 masked", 2, 1, (30, 45), top_k=4, routing="masked", hidden_size=256, ffn_size=128, fp8=True),
+    LayerCase("fp8 ep2 idle experts", 2, 1, (21, 17), num_experts=8, routing="first_half", **WIDE),
+    LayerCase("fp8 ep2 three calls", 2, 1, (25, 14), calls=3, **WIDE),
+    LayerCase("fp8 ep2 strided", 2, 1, (37, 150), top_k=3, routing="masked", strided=True, calls=2, **WIDE),
+    LayerCase("fp8 tp2", 1, 2, (31, 29), hidden_size=128, ffn_size=512, fp8=True),
+    LayerCase("fp8 ep2 float16", 2, 1, (30, 22), dtype=torch.float16, hidden_size=256, ffn_size=128, fp8=True),
+    LayerCase("fp8 ep2 x tp2", 2, 2, (14, 22, 0, 9), hidden_size=128, ffn_size=256, relabel=3, fp8=True),
+]
 WIDE_CASES = [
     LayerCase("ep4", 4, 1, (20, 9, 0, 31), num_experts=8),
     LayerCase("tp4", 1, 4, (10, 12, 9, 8), ffn_size=64),
@@ -65,21 +80,18 @@ WIDE_CASES = [
 ]
 QUICK = (
     "one rank", "ep2 unequal", "ep2 no tokens at all", "ep2 masked slots", "ep2 odd widths", "ep2 split", "tp2",
-    "ep2 experts anywhere", "ep2 x tp2 of 8 columns", "ep2 float16",
+    "ep2 experts anywhere", "ep2 x tp2 of 8 columns", "ep2 float16", "fp8", "fp8 ep2", "fp8 ep2 no tokens at all",
+    "fp8 ep2 masked", "fp8 ep2 x tp2",
 )  # fmt: skip
 LATE_S = {"twin": 0.5, "fused": 1.0}  # many times what the other rank needs to come to where it must wait
 
 
-def case_id(case: LayerCase) -> str:
-    return case.name
-
-
-@pytest.mark.parametrize("case", CASES + WIDE_CASES, ids=case_id)
+@pytest.mark.parametrize("case", CASES + WIDE_CASES + FP8_CASES, ids=lambda case: case.name)
 def test_twin(case: LayerCase) -> None:
     run_ranks(run_case, case.world_size, case, "twin")
 
 
-@pytest.mark.parametrize("case", slow_but(QUICK, CASES + WIDE_CASES))
+@pytest.mark.parametrize("case", slow_but(QUICK, CASES + WIDE_CASES + FP8_CASES))
 def test_kernels_in_the_interpreter(case: LayerCase) -> None:
     run_ranks(run_case, case.world_size, case, "fused", interpret=True)
 
@@ -178,7 +190,7 @@ def test_a_late_rank_is_waited_for_in_each_step(rank: int, world_size: int, path
         return in_time(*args, **options)
 
     setattr(moe.experts.backend, step, late)
-    found = run_call(moe, case, rank_inputs(case, rank), Random(rank))
+    found = train_call(moe, case, rank, 0)
     moe.group.workspace.check()
     check_call(case, rank, 0, found)
     dist.barrier()

@@ -11,6 +11,7 @@ from layer_ranks import run_case
 
 from comet.kernels.runtime.activation import Activation
 
+FP8 = dict(dtype=torch.bfloat16, fp8=True)
 CASES = [
     LayerCase("bf16", 1, 1, (700,), 8, 2, 256, 512, dtype=torch.bfloat16, calls=3),
     LayerCase("fp16", 1, 1, (700,), 8, 4, 256, 512, dtype=torch.float16),
@@ -21,6 +22,14 @@ CASES = [
     LayerCase("masked", 1, 1, (500,), 64, 8, 256, 128, routing="masked", dtype=torch.bfloat16),
     LayerCase("all", 1, 1, (200,), 32, 32, 128, 128, dtype=torch.bfloat16, num_panels=1),
     LayerCase("panels in parts", 1, 1, (200,), 8, 4, 1040, 128, dtype=torch.bfloat16),
+    LayerCase("fp8", 1, 1, (700,), 8, 2, 256, 512, **FP8, calls=3),
+    LayerCase("fp8 fp16", 1, 1, (700,), 8, 4, 512, 256, dtype=torch.float16, fp8=True),
+    LayerCase("fp8 fp32", 1, 1, (300,), 8, 2, 128, 128, fp8=True),
+    LayerCase("fp8 odd number of blocks", 1, 1, (333,), 6, 3, 384, 640, **FP8, strided=True),
+    LayerCase("fp8 no tokens", 1, 1, (0,), 4, 2, 128, 128, **FP8),
+    LayerCase("fp8 one expert", 1, 1, (300,), 4, 2, 128, 128, routing="one", **FP8),
+    LayerCase("fp8 masked", 1, 1, (500,), 64, 8, 256, 128, routing="masked", **FP8),
+    LayerCase("fp8 two panels", 1, 1, (200,), 8, 2, 512, 256, **FP8, num_panels=2),
 ]
 
 
@@ -44,7 +53,8 @@ def test_activations_and_biases(activation: Activation, dtype: torch.dtype) -> N
 
 
 @pytest.mark.gpu
-def test_outputs_are_bitwise_equal_from_run_to_run() -> None:
-    case = LayerCase("bf16", 1, 1, (900,), 16, 4, 512, 256, dtype=torch.bfloat16)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_outputs_are_bitwise_equal_from_run_to_run(fp8: bool) -> None:
+    case = LayerCase("bf16", 1, 1, (900,), 16, 4, 512, 256, dtype=torch.bfloat16, fp8=fp8)
     first, second = (run_case(0, 1, case, "fused", "cuda")[0] for _ in range(2))
     assert torch.equal(first, second)

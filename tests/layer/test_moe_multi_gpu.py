@@ -117,7 +117,7 @@ def test_shared_expert_beside_the_routed_ones(rank: int, world_size: int) -> Non
     layers = make_pair("cuda", torch.bfloat16, "fused", ep=world_size)
     for seed in range(3):
         tokens = make_tokens(layers.streams, 10 * seed + rank)
-        expected = train_step(layers.in_line, tokens, late=False)
+        expected = train_step(layers.in_line, tokens)
         for late in (True, False):
             step = train_step(layers.streams, tokens, late=late)
             assert_same(step, expected, f"rank {rank}, seed {seed}, late={late}")

@@ -24,7 +24,7 @@ from decode_ranks import compare_step, gathered_inputs, open_rank
 from fault_rows import PLACES, SENT, SIGNALS, STRUCK, Finding, Order, await_file, note, set_trap, strike, unnamed
 from gpus import ON_GPUS, backend_of
 from layer_cases import LayerCase
-from layer_ranks import build_layer, compare_call, train_call
+from layer_ranks import build_layer, check_call, train_call
 from ranks import run_ranks
 
 from comet.comm.handshake import set_deadline
@@ -68,9 +68,9 @@ class LayerCalls:
             set_deadline(each, seconds)
 
     def call(self, number: int) -> list[str]:
-        tensors = train_call(self.moe, self.case, self.rank, number)
+        found = train_call(self.moe, self.case, self.rank, number)
         self.moe.group.workspace.check()
-        return complaints(lambda: compare_call(self.moe, self.case, self.rank, number, tensors))
+        return complaints(lambda: check_call(self.case, self.rank, number, found))
 
     def recover(self) -> None:
         """By a restart; where a collective broke off, by a new group of new process groups."""

@@ -148,21 +148,9 @@ def run_cases(rank: int, world_size: int, cases: list[LayerCase], path: str) -> 
         run_case(rank, world_size, case, path)
 
 
-def train_call(moe: MoE, case: LayerCase, rank: int, call: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Forward and backward pass: output, tokens and routing weights, as ``compare_call`` takes them."""
-    inputs = rank_inputs(case, rank, call).to(moe.group.device)
-    x, weights = inputs.tokens.requires_grad_(), inputs.top_k_weights.requires_grad_()
-    moe.zero_grad()
-    y = moe.routed_experts(x, inputs.top_k_ids, weights)
-    y.backward(inputs.grad_output)
-    return y, x, weights
-
-
-def compare_call(
-    moe: MoE, case: LayerCase, rank: int, call: int, tensors: tuple[Tensor, Tensor, Tensor], where: str = ""
-) -> None:
-    """``tensors`` are output, tokens and routing weights of a call: that and all gradients against the oracle."""
-    check_call(case, rank, call, results(moe, *tensors), where)
+def train_call(moe: MoE, case: LayerCase, rank: int, call: int) -> Results:
+    """Forward and backward pass with the inputs of that call."""
+    return run_call(moe, case, rank_inputs(case, rank, call).to(moe.group.device), random.Random(rank))
 
 
 def check_call(case: LayerCase, rank: int, call: int, found: Results, where: str = "") -> None:

@@ -283,26 +283,10 @@ def plan_from_ids(
     max_routed_rows: int,
     expert_capacity: int | None = None,
 ) -> Plan:
-    """One rank's plan from the ids of all ranks, in plain torch and without communication: the specification.
+    """One rank's plan from ids and weights ``(W, M, K)`` of all ranks, in plain torch: the specification.
 
-    Args:
-        ids: ``(W, M, K)`` int32 ids of all ranks, -1 in masked slots and past the tokens of a rank.
-        weights: ``(W, M, K)`` float32.
-        layout: Whose plan.
-        num_tokens: T of that rank.
-        block_rows: Rows of a tile.
-        max_routed_rows: Q.
-        expert_capacity: Routed rows each expert keeps; ``None``: all.
-
-    Returns:
-        The plan; entries past the used routed rows are -1 and past the used tiles 0 (kernels leave them unspecified).
-
-    Example:
-        EP=2, K=1, E=2, M=128, block_rows=16, rank 1, ids [[1], [0], [1], -1 ...] of rank 0 and [[0], [1], -1 ...] of
-        rank 1: rank 0 sends tokens 0 and 2, so received rows 0 and 1; own token 1 is received row 128 + 1 = 129.
-        Expert 1 has the routed rows 0 (row 129, phase 0), 1 and 2 (rows 0 and 1, phase 1) in one tile of phase 1:
-        segment_starts [0, 16], segment_counts [3], tiles [[0, 0, 3, 1]], tile_starts [0, 0, 1],
-        recv_counts [2, 1], send_counts [1, 1], send_token_ids[0] = [0, -1, ...], send_token_ids[1] = [-1, 1, -1, ...].
+    Ids are -1 in masked slots and past the tokens of a rank. Entries past the used routed rows are -1 and past the used
+    tiles 0 (kernels leave them unspecified).
     """
     rules = PlanRules.create(block_rows, expert_capacity, max_routed_rows)
     sizes = dict(num_tokens=num_tokens, max_tokens=ids.shape[1], block_rows=block_rows)
