@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bench_cases import report_of
-from emulated_events import check_layer0_events, check_layer1_events
+from emulated_layer import check_layer0_events, check_layer1_events
 from late import come_late, passed
 from layer_cases import LayerCase, rank_inputs
 from layer_ranks import build_layer

@@ -9,9 +9,8 @@ from unittest.mock import patch
 import pytest
 import torch
 from emulated_cases import SMALL, SMALL_CASES, SMALL_FP8, SMALL_FP8_CASES, edges
-from emulated_events import check_layer0_events, check_layer1_events
 from emulated_faults import LAUNCHES, SENDING, check_alone, check_failed
-from emulated_layer import EmulatedCase, EmulatedRanks
+from emulated_layer import EmulatedCase, EmulatedRanks, check_layer0_events, check_layer1_events
 from layer_cases import EDGE_ROWS, edge_ids
 from offset_cases import check_rows_return, identity_expert, numbered_rows
 from ranks import in_ranks, run_ranks
