@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,8 +87,8 @@ def test_two_nodes_compute_what_one_computes_bit_for_bit(path: str) -> None:
         assert [name for name in found if not torch.equal(found[name], expected[name])] == [], f"rank {rank}"
 
 
-def auto_and_refusals(rank: int, world_size: int) -> list[str]:
-    """Checks what is refused; returns what auto logged."""
+@in_ranks(4)
+def test_auto_takes_plain_with_one_warning_and_what_needs_memory_is_refused_by_name(rank: int, world_size: int) -> None:
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda entry: told.append(f"{entry.levelname} {entry.getMessage()}")  # type: ignore[method-assign]
@@ -131,17 +132,14 @@ def auto_and_refusals(rank: int, world_size: int) -> list[str]:
     group.close()
     with pytest.raises(RuntimeError, match=r"used after close\(\)"):
         group.workspace.join_stream()
-    return told
+    assert len(told) == (rank == 0)
+    assert all(re.match(f"WARNING {NODES}. So its layers take path 'plain', also to decode", each) for each in told), (
+        told
+    )
 
 
-def test_auto_takes_plain_with_one_warning_and_what_needs_memory_is_refused_by_name() -> None:
-    first, *others = run_ranks(auto_and_refusals, 4)
-    assert others == [[], [], []]
-    (warning,) = first
-    assert re.match(f"WARNING {NODES}. So its layers take path 'plain', also to decode", warning), warning
-
-
-def tell_hosts_apart(rank: int, world_size: int) -> str:
+@in_ranks(4)
+def test_hosts_are_nodes_where_none_are_declared(rank: int, world_size: int) -> None:
     """Ranks of several hosts, as their kernels' boot ids tell."""
     comet.comm.handshake.this_host = lambda: Host(f"host-{rank // 3}", f"boot-{rank // 3}")
     group = dist.group.WORLD
@@ -149,27 +147,17 @@ def tell_hosts_apart(rank: int, world_size: int) -> str:
     with pytest.raises(UnavailableError, match="use backend='auto' and path 'plain'"):
         make_communicator("cpu_shm", group, "cpu")
     with make_communicator("auto", group, "cpu") as comm:
-        return comm.memory_obstacle
+        said = "a group of 4 ranks spans several: ranks 0 to 2 on host-0, rank 3 on host-1"
+        assert comm.memory_obstacle == said
 
 
-def test_hosts_are_nodes_where_none_are_declared() -> None:
-    assert (
-        run_ranks(tell_hosts_apart, 4)
-        == ["a group of 4 ranks spans several: ranks 0 to 2 on host-0, rank 3 on host-1"] * 4
-    )
-
-
-def data_parallel_nodes(rank: int, world_size: int) -> bool:
+@in_ranks(4)
+def test_groups_within_a_node_keep_their_memory(rank: int, world_size: int) -> None:
     """Two nodes, each of which has all experts."""
     parallel = ParallelConfig(ep=2, node_size=2)
     group = make_expert_group(CONFIG, parallel, max_tokens=20, dtype=torch.float32, device="cpu")
-    fused = isinstance(make_path("auto", CONFIG, group), SymmetricPath)
+    assert isinstance(make_path("auto", CONFIG, group), SymmetricPath)
     group.close()
-    return fused
-
-
-def test_groups_within_a_node_keep_their_memory() -> None:
-    assert run_ranks(data_parallel_nodes, 4) == [True] * 4
 
 
 def break_off(comm: Communicator) -> None:
@@ -211,10 +199,10 @@ def test_a_failure_is_final_on_all_nodes_and_late_ranks_are_named(rank: int, wor
     group.close()
 
 
-def close_as_on_gpus(rank: int, world_size: int) -> tuple[bool, bool]:
+@in_ranks(4)
+def test_closing_waits_for_all_where_groups_are_of_nccl(rank: int, world_size: int) -> None:
     """NCCL's groups may go once all ranks have closed; a rank that breaks off does not come."""
     comet.comm.collective.settle = lambda device: None
-    left = []
     for late in (False, True):
         group = open_group(1, timeout_s=30.0)
         comm = group.comm
@@ -223,26 +211,14 @@ def close_as_on_gpus(rank: int, world_size: int) -> tuple[bool, bool]:
             comm.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
         else:
             comm.close()
-        left.append(comm.all_left)
+        assert comm.all_left == (not late)
         dist.barrier()
-    return left[0], left[1]
 
 
-def test_closing_waits_for_all_where_groups_are_of_nccl() -> None:
-    assert run_ranks(close_as_on_gpus, 4) == [(True, False)] * 4
-
-
-def tune(rank: int, world_size: int, folder: str) -> str:
-    job = make_job(folder, ep=2)
-    job = replace(
-        job, parallel=replace(job.parallel, node_size=1), tune=replace(job.tune, profiles=f"{folder}/profiles")
-    )
-    with pytest.raises(UnavailableError) as refusal:
+@in_ranks(2)
+def test_tune_needs_a_node(rank: int, world_size: int, tmp_path: Path) -> None:
+    job = make_job(tmp_path, ep=2)
+    tune = replace(job.tune, profiles=str(tmp_path / "profiles"))
+    job = replace(job, parallel=replace(job.parallel, node_size=1), tune=tune)
+    with pytest.raises(UnavailableError, match=r"^tune needs symmetric memory, but a group of 2 ranks"):
         tune_job(job, Rank(rank, world_size))
-    return str(refusal.value)
-
-
-def test_tune_needs_a_node(tmp_path) -> None:
-    assert all(
-        text.startswith("tune needs symmetric memory, but a group of 2 ranks") for text in run_ranks(tune, 2, tmp_path)
-    )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -109,26 +107,19 @@ def test_replays_without_a_barrier(rank: int, world_size: int, most: int) -> Non
     comm.close()
 
 
-def one_rank_stops(rank: int, world_size: int, replicated: bool) -> str:
+@pytest.mark.multi_gpu(n=2)
+@pytest.mark.parametrize(("replicated", "what"), [(True, "all-reduce"), (False, "gather")])
+@in_ranks(2, backend=ON_GPUS, timeout=120)
+def test_a_rank_that_stops_is_named(rank: int, world_size: int, replicated: bool, what: str) -> None:
     comm, weights = open_rank(rank, 2, CASE, 1, torch.bfloat16, "cuda")
     comm.timeout_s = 2.0
     decode = RankDecode(comm, hidden_size=CASE.D, replicated=replicated)
     inputs = [tensor.cuda() for tensor in step_inputs(CASE, 0, 4, torch.bfloat16)]
     for _ in range(3 if rank else 4):
         decode(*inputs, weights)
-    message = ""
     if rank == 0:
-        with pytest.raises(CommTimeoutError) as caught:
+        said = rf"^rank 0 waited 2.0 s for rank 1 \(decode {what}, block \d+, epoch 4, saw 2\)$"
+        with pytest.raises(CommTimeoutError, match=said):
             decode.check()
-        message = str(caught.value)
     torch.cuda.synchronize()
     dist.barrier()
-    return message
-
-
-@pytest.mark.multi_gpu(n=2)
-@pytest.mark.parametrize(("replicated", "what"), [(True, "all-reduce"), (False, "gather")])
-def test_a_rank_that_stops_is_named(replicated: bool, what: str) -> None:
-    message = run_ranks(one_rank_stops, 2, replicated, backend=ON_GPUS, timeout=120)[0]
-    pattern = rf"rank 0 waited 2.0 s for rank 1 \(decode {what}, block \d+, epoch 4, saw 2\)"
-    assert re.fullmatch(pattern, message), message

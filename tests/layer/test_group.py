@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 
 import comet.layer.group
 from comet.comm import LocalCommunicator
@@ -159,8 +159,10 @@ def test_layer_1_keeps_half_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         check_reserved_sms(67, torch.device("cuda"))
 
 
-def open_and_close(rank: int, world_size: int, ep: int) -> list[tuple[int, int]]:
-    """Descriptors and threads after each of a few groups, the last of which fails in its pool."""
+@pytest.mark.parametrize("ep", [2, 1])
+@in_ranks(2)
+def test_closed_groups_leave_no_descriptors_and_threads(rank: int, world_size: int, ep: int) -> None:
+    """After each of a few groups, the last of which fails in its pool."""
     held = []
     for cycle in range(5):
         group = make_group(rank, ep)
@@ -173,26 +175,17 @@ def open_and_close(rank: int, world_size: int, ep: int) -> list[tuple[int, int]]
         del group
         dist.barrier()
         held.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
-    return held
+    # The first starts what stays; what a busy machine closes late only makes fewer.
+    assert all(last <= second for last, second in zip(held[-1], held[1], strict=True)), held
 
 
-@pytest.mark.parametrize(("world_size", "ep"), [(2, 2), (2, 1)])
-def test_closed_groups_leave_no_descriptors_and_threads(world_size: int, ep: int) -> None:
-    for held in run_ranks(open_and_close, world_size, ep):
-        # The first starts what stays; what a busy machine closes late only makes fewer.
-        assert all(last <= second for last, second in zip(held[-1], held[1], strict=True)), held
-
-
-def close_without_the_others(rank: int, world_size: int) -> bool:
+@in_ranks(2)
+def test_process_groups_are_kept_where_a_rank_did_not_come(rank: int, world_size: int) -> None:
     group = make_group(rank, world_size)
     group.comm._close = lambda in_step: False
     group.close()
     assert group.process_group is not None
-    return dist.get_world_size(group.process_group) == world_size
-
-
-def test_process_groups_are_kept_where_a_rank_did_not_come() -> None:
-    assert run_ranks(close_without_the_others, 2) == [True, True]
+    assert dist.get_world_size(group.process_group) == world_size
 
 
 def test_what_was_opened_is_closed_where_making_the_group_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,8 +158,13 @@ def test_unknown_path_and_capacity_where_it_cannot_work() -> None:
         MoE(config, make_group(config), path="plain")
 
 
-def run_past_float16(rank: int, world_size: int) -> dict[str, list[float]]:
-    """Two tokens whose experts give 29696, weighted: 4 and -2 on ranks 0 and 1, then 2 and -1."""
+@pytest.mark.slow
+@in_ranks(2, interpret=True)
+def test_partial_sums_past_float16_are_infinite_or_added_first(rank: int, world_size: int) -> None:
+    """Two tokens whose experts give 29696, weighted: 4 and -2 on ranks 0 and 1, then 2 and -1.
+
+    118784 - 59392 = 59392 is a float16, a partial sum of 118784 is none: where it is rounded the result says so.
+    """
     case = LayerCase("float16", 2, 1, (2, 2), num_experts=2, hidden_size=16, ffn_size=16, dtype=torch.float16)
     group = make_group(case.config, ep=2, max_tokens=2, dtype=case.dtype)
     tokens, ids = torch.zeros(2, 16).half(), torch.tensor([[0, 1], [1, 0]], dtype=torch.int32)
@@ -176,16 +181,9 @@ def run_past_float16(rank: int, world_size: int) -> dict[str, list[float]]:
     held = DecodeWeights(w1=w1, w2=w2, slots=rank_slots(group.layout(case.config), "cpu"))
     outcome["decode"] = decode(tokens, ids, weights, held)[:, 0].tolist()
     group.close()
-    return outcome
-
-
-@pytest.mark.slow
-def test_partial_sums_past_float16_are_infinite_or_added_first() -> None:
-    """118784 - 59392 = 59392 is a float16, a partial sum of 118784 is none: where it is rounded the result says so."""
-    for outcome in run_ranks(run_past_float16, 2, interpret=True):
-        rounds_partial_sums = [float("inf"), 29696.0]
-        assert [outcome[path] for path in ("reference", "twin", "fused")] == [rounds_partial_sums] * 3
-        assert outcome["plain"] == outcome["decode"] == [59392.0, 29696.0]
+    rounds_partial_sums = [float("inf"), 29696.0]
+    assert [outcome[path] for path in ("reference", "twin", "fused")] == [rounds_partial_sums] * 3
+    assert outcome["plain"] == outcome["decode"] == [59392.0, 29696.0]
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -23,10 +23,10 @@ from plan_cases import (
     twin_plan,
     workspace,
 )
-from ranks import run_ranks
+from ranks import in_ranks
 
 from comet.comm import LocalCommunicator, make_communicator
-from comet.errors import CapacityError
+from comet.errors import CapacityError, CommTimeoutError
 from comet.kernels.runtime.limits import num_buckets
 from comet.layer.plan import Launch, Plan, PlanRules, routed_row_capacity
 from comet.layer.twin.plan import _places, buckets
@@ -213,8 +213,22 @@ def test_a_backward_pass_reads_the_memory_it_is_given() -> None:
 # ---- real ranks
 
 
-def plan_epochs(rank: int, world_size: int, cases: list[Case], use_kernels: bool) -> int:
-    """Plan every case in turn over one pool, with random delays; every plan equals the twin's. Returns the epoch."""
+def epochs_of(world_size: int, num_epochs: int, max_tokens: int) -> list[Case]:
+    """Cases of the same pool size for one group of ranks, every layout of that size in turn."""
+    layouts = [layout for layout in LAYOUTS if layout[0] * layout[1] == world_size]
+    return [
+        random_case(seed, *layouts[seed % len(layouts)], max_tokens=max_tokens, num_experts=24, top_k=1 + seed % 4)
+        for seed in range(num_epochs)
+    ]
+
+
+@pytest.mark.parametrize("use_kernels", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@in_ranks("world_size", interpret="use_kernels")
+def test_plans_between_ranks(rank: int, world_size: int, use_kernels: bool) -> None:
+    """Every case in turn over one pool, with random delays; every plan equals the twin's."""
+    num_epochs, max_tokens = (8 // world_size, 512 // world_size) if use_kernels else (12, 256)
+    cases = epochs_of(world_size, num_epochs, min(max_tokens, 256))
     comm = make_communicator("cpu_shm", torch.distributed.group.WORLD, "cpu", timeout_s=60.0)
     wide = max(cases, key=lambda case: case.top_k)
     pool = workspace(wide, comm)
@@ -231,70 +245,42 @@ def plan_epochs(rank: int, world_size: int, cases: list[Case], use_kernels: bool
         time.sleep(draw.choice((0.0, 0.05)) * draw.random())
         assert_same_plan(plan, wanted, f"epoch {epoch} rank {rank}")
     comm.close()
-    return int(pool.epoch)
-
-
-def epochs_of(world_size: int, num_epochs: int, max_tokens: int) -> list[Case]:
-    """Cases of the same pool size for one group of ranks, every layout of that size in turn."""
-    layouts = [layout for layout in LAYOUTS if layout[0] * layout[1] == world_size]
-    return [
-        random_case(seed, *layouts[seed % len(layouts)], max_tokens=max_tokens, num_experts=24, top_k=1 + seed % 4)
-        for seed in range(num_epochs)
-    ]
+    assert pool.epoch == num_epochs
 
 
 @pytest.mark.parametrize("use_kernels", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_plans_between_ranks(world_size: int, use_kernels: bool) -> None:
-    num_epochs, max_tokens = (8 // world_size, 512 // world_size) if use_kernels else (12, 256)
-    cases = epochs_of(world_size, num_epochs, min(max_tokens, 256))
-    counts = run_ranks(plan_epochs, world_size, cases, use_kernels, interpret=use_kernels)
-    assert counts == [num_epochs] * world_size
-
-
-def late_rank(rank: int, world_size: int, use_kernels: bool) -> str:
-    """Rank 1 never sends its ids; returns rank 0's complaint."""
+@in_ranks(2, interpret="use_kernels")
+def test_a_late_rank_is_named(rank: int, world_size: int, use_kernels: bool) -> None:
+    """Rank 1 never sends its ids."""
     comm = make_communicator("cpu_shm", torch.distributed.group.WORLD, "cpu", timeout_s=0.2)
     case = random_case(3, 2, 1, max_tokens=128)
-    pool, message = workspace(case, comm), ""
+    pool = workspace(case, comm)
+
+    def plan() -> None:
+        case.plan(0, pool, use_kernels=use_kernels)
+        pool.check()
+
     if rank == 0:
-        try:
-            case.plan(0, pool, use_kernels=use_kernels)
-            pool.check()
-        except RuntimeError as error:
-            message = f"{type(error).__name__}: {error}"
+        said = r"^rank 0 waited 0\.2 s for rank 1 \(exchange of top-k ids, chunk 0, epoch 1, saw 0\)$"
+        with pytest.raises(CommTimeoutError, match=said):
+            plan()
     torch.distributed.barrier()
-    return message
 
 
-@pytest.mark.parametrize("use_kernels", [False, True])
-def test_a_late_rank_is_named(use_kernels: bool) -> None:
-    message = run_ranks(late_rank, 2, use_kernels, interpret=use_kernels)[0]
-    assert message == (
-        "CommTimeoutError: rank 0 waited 0.2 s for rank 1 (exchange of top-k ids, chunk 0, epoch 1, saw 0)"
-    )
-
-
-def interpreted_cases(rank: int, world_size: int, seeds: list[int]) -> int:
-    """One process plays all ranks of each case with interpreted kernels; returns how many plans were compared."""
-    compared = 0
+@pytest.mark.parametrize("seeds", [[20, 21, 22], [23, 24], [25, 26, 27]])
+@in_ranks(1, interpret=True)
+def test_kernels_equal_twin(rank: int, world_size: int, seeds: list[int]) -> None:
+    """One process plays all ranks of each case."""
     for seed in seeds:
         case = random_case(seed, *LAYOUTS[seed % 7], max_tokens=(128, 256, 384)[seed % 3])
         for plans in plan_all_ranks(case, "cpu", epochs=1):
             for player, plan in enumerate(plans):
                 assert_same_plan(plan, twin_plan(case, player), f"seed {seed} rank {player}")
-                compared += 1
-    return compared
 
 
-@pytest.mark.parametrize("seeds", [[20, 21, 22], [23, 24], [25, 26, 27]])
-def test_kernels_equal_twin(seeds: list[int]) -> None:
-    print(f"seeds {seeds}")
-    assert run_ranks(interpreted_cases, 1, seeds, interpret=True)[0] >= len(seeds)
-
-
-def overwritten_guards(rank: int, world_size: int) -> list[int]:
-    """Too small a Q: count what the kernels change past the ends of the routed-row tensors."""
+@in_ranks(1, interpret=True)
+def test_nothing_is_written_past_the_end(rank: int, world_size: int) -> None:
+    """Of routed-row tensors, with too small a Q."""
     from comet.layer import fused
 
     guards: list[torch.Tensor] = []
@@ -320,8 +306,5 @@ def overwritten_guards(rank: int, world_size: int) -> list[int]:
     assert plan.status[2] == 1
     assert plan.segment_starts[-1] == 64
     assert plan.row_slots.max() < 64
-    return [int((guard != 77).sum()) for guard in guards]
-
-
-def test_nothing_is_written_past_the_end() -> None:
-    assert run_ranks(overwritten_guards, 1, interpret=True)[0] == [0, 0, 0, 0]
+    assert len(guards) == 4
+    assert all((guard == 77).all() for guard in guards)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from every_path import Layer, every_path
 from layer_cases import LayerCase, as_strided, full_weights, rank_inputs
-from ranks import run_ranks
+from ranks import in_ranks
 from tiers import slow
 from torch import Tensor
 from torch.nn.functional import silu
@@ -105,18 +105,14 @@ def check(outcome: dict[str, dict[str, str]], refused: Iterable[str]) -> None:
             assert found in (must | {RIGHT} if holds_fewer else must), f"{change}: {path}: {found}"
 
 
-def run_plain(rank: int, world_size: int, kernels: bool) -> dict[str, dict[str, str]]:
+@pytest.mark.parametrize("kernels", [False, slow(True)])
+@in_ranks(1, interpret="kernels")
+def test_plain_weights_are_refused_or_right(rank: int, world_size: int, kernels: bool) -> None:
     w1, w2 = full_weights(CASE)
     found, outcome = every_path(CASE, kernels=kernels), {}
     for change, changed in {"none": lambda *same: same, **SIZES, **OTHER_LAYERS, **TYPES, **STRIDES}.items():
         given = changed(w1.flatten(1, 2), w2)
         outcome[change] = try_all(CASE, found, *given, partial(loop, CASE, *given))
-    return outcome
-
-
-@pytest.mark.parametrize("kernels", [False, slow(True)])
-def test_plain_weights_are_refused_or_right(kernels: bool) -> None:
-    (outcome,) = run_ranks(run_plain, 1, kernels, interpret=kernels)
     check(outcome, refused=SIZES | TYPES)
     for change, path in itertools.product(OTHER_LAYERS, ("symmetric path", "reference", "plain")):
         assert outcome[change][path] == REFUSED, change
@@ -138,7 +134,9 @@ def quantised(kind: type, w1: Tensor, w2: Tensor) -> tuple[Any, Any]:
     return tuple(weights)
 
 
-def run_quantised(rank: int, world_size: int, kind: type, kernels: bool) -> dict[str, dict[str, str]]:
+@pytest.mark.parametrize(("kind", "kernels"), [(FP8, False), (MXFP8, False), slow(FP8, True), slow(MXFP8, True)])
+@in_ranks(1, interpret="kernels")
+def test_quantised_weights_are_refused_or_right(rank: int, world_size: int, kind: type, kernels: bool) -> None:
     case = BLOCKS if kind is FP8 else CASE
     w1, w2 = full_weights(case)
     right = quantised(kind, w1.flatten(1, 2), w2)
@@ -153,12 +151,6 @@ def run_quantised(rank: int, world_size: int, kind: type, kernels: bool) -> dict
     for change, weights in given.items():
         exact = partial(loop, case, *(weight.dequantize() for weight in weights))
         outcome[change] = try_all(case, found, *weights, exact)
-    return outcome
-
-
-@pytest.mark.parametrize(("kind", "kernels"), [(FP8, False), (MXFP8, False), slow(FP8, True), slow(MXFP8, True)])
-def test_quantised_weights_are_refused_or_right(kind: type, kernels: bool) -> None:
-    (outcome,) = run_ranks(run_quantised, 1, kind, kernels, interpret=kernels)
     check(outcome, refused=SIZES)
     for change, paths in outcome.items():
         if change != "none" and kind is FP8:

@@ -8,7 +8,7 @@ import re
 import torch
 import triton
 import triton.language as tl
-from ranks import in_ranks, run_ranks
+from ranks import in_ranks
 from triton.compiler import ASTSource
 
 from comet.kernels.aot.decode import aot_cases
@@ -95,8 +95,11 @@ class EmulatedRank:
         return all(other.done >= self.done for other in ranks) if waits else True
 
 
-def any_legal_order(rank: int, world_size: int, seed: int) -> int:
-    count, steps, sleeper = 3, 12, random.Random(seed)
+@in_ranks(1, interpret=True)
+def test_no_rank_overwrites_what_another_still_reads(rank: int, world_size: int) -> None:
+    """Any legal order of the kernels of three ranks."""
+    seed, count, steps = 11, 3, 12
+    sleeper = random.Random(seed)
     present = torch.rand(steps, count, generator=torch.Generator().manual_seed(seed)) < 0.6
     tokens = [torch.zeros(2, count, 1, 20, dtype=torch.int64) for _ in range(count)]
     sums = [torch.zeros(2, count, 1, 16, dtype=torch.int64) for _ in range(count)]
@@ -108,11 +111,6 @@ def any_legal_order(rank: int, world_size: int, seed: int) -> int:
         while player.step() < steps and player.may_run(ranks) and sleeper.random() < 0.9:
             player.run(ranks, f"seed {seed}")
             lead = max(lead, player.done - min(other.done for other in ranks))
-    return lead
-
-
-def test_no_rank_overwrites_what_another_still_reads() -> None:
-    (lead,) = run_ranks(any_legal_order, 1, 11, interpret=True)
     assert lead >= 4, f"no rank was a step ahead of another, only {lead} kernels"
 
 
@@ -139,19 +137,16 @@ def test_half_a_token_is_not_taken(rank: int, world_size: int) -> None:
 # ---- dependent launches ----------------------------------------------------------------------------------------------
 
 
-def early_starts(rank: int, world_size: int) -> dict[str, list[str]]:
+@in_ranks(1)
+def test_no_kernel_reads_what_is_not_gathered_yet(rank: int, world_size: int) -> None:
     """The kernels of a gathered step, compiled: when each waits for the one before and lets the next one start."""
-    starts = {}
+    starts: dict[str, list[str]] = {}
     for case in aot_cases():
         if case.kernel == "gather_kernel" or ", 4 tokens, matrix, 4 ranks, gathered" in case.name:
             source = ASTSource(case.fn, case.types(), case.constants(), case.attributes())
             code = triton.compile(source, target=HOPPER.target, options={"num_warps": case.num_warps}).asm["ptx"]
-            starts[case.kernel] = re.findall(r"griddepcontrol\.(\w+)|\b(ld|st)\.(?:volatile\.)?global", code)
-    return {kernel: [wait or access for wait, access in found] for kernel, found in starts.items()}
-
-
-def test_no_kernel_reads_what_is_not_gathered_yet() -> None:
-    (starts,) = run_ranks(early_starts, 1)
+            found = re.findall(r"griddepcontrol\.(\w+)|\b(ld|st)\.(?:volatile\.)?global", code)
+            starts[case.kernel] = [wait or access for wait, access in found]
     assert starts["gather_kernel"][0] == "launch_dependents"
     assert starts["gate_up_kernel"][:2] == ["wait", "launch_dependents"], "down reads ids before it waits"
     assert "launch_dependents" not in starts["down_kernel"]

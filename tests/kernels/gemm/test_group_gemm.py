@@ -21,7 +21,7 @@ from gemm_cases import (
     make_table,
     random_counts,
 )
-from ranks import in_ranks, run_ranks
+from ranks import in_ranks
 from torch import Tensor
 
 from comet.kernels.gemm.activation import activation_backward
@@ -220,10 +220,6 @@ def test_rows_without_capacity_launch_nothing():
     assert (out == 0).all()
 
 
-def in_interpreter(rank: int, world_size: int) -> list[int]:
-    device = torch.device("cpu")
-    return [num_blocks(device, items) for items in (9, 2, 0)]
-
-
-def test_number_of_persistent_blocks():
-    assert run_ranks(in_interpreter, 1, interpret=True)[0] == [3, 2, 1]
+@in_ranks(1, interpret=True)
+def test_number_of_persistent_blocks(rank: int, world_size: int) -> None:
+    assert [num_blocks(torch.device("cpu"), items) for items in (9, 2, 0)] == [3, 2, 1]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from emulated import emulated_group
 from plan_cases import Case, assert_same_plan, random_case, twin_plan, workspace
-from ranks import run_ranks
+from ranks import in_ranks
 
 from comet.comm import LocalCommunicator
 from comet.errors import CommTimeoutError
@@ -24,10 +24,15 @@ NO_EXPERT = 31  # of 31 experts each is a bucket of its own, and one more has th
 IDS = {0: [6, 5], 1: [6, 6], 4: [13, -1], 9: [20, 13]}
 
 
-def waits(rank: int, world_size: int, case: Case) -> int:
-    """How many programs wait for a chunk while rank 0 makes its plan; all ids are there."""
+@pytest.mark.parametrize(("ep", "tp", "expected"), [(4, 1, 12), (2, 2, 10), (1, 4, 9)])
+@in_ranks(1, interpret=True)
+def test_own_tokens_are_waited_for_once_for_each_shard(
+    rank: int, world_size: int, ep: int, tp: int, expected: int
+) -> None:
+    """So many programs wait for a chunk while rank 0 makes its plan; all ids are there."""
     from comet.kernels.plan import counting
 
+    case = random_case(6, ep, tp, num_experts=8, top_k=2, max_tokens=128)
     waited: list[object] = []
     wait_flags = counting.wait_flags
 
@@ -40,28 +45,19 @@ def waits(rank: int, world_size: int, case: Case) -> int:
         case.send(player, pool)
     counting.wait_flags = noted
     assert_same_plan(case.plan(0, pools[0]), twin_plan(case, 0), "rank 0")
-    return len(waited)
+    assert len(waited) == expected
 
 
-@pytest.mark.parametrize(("ep", "tp", "expected"), [(4, 1, 12), (2, 2, 10), (1, 4, 9)])
-def test_own_tokens_are_waited_for_once_for_each_shard(ep: int, tp: int, expected: int) -> None:
-    case = random_case(6, ep, tp, num_experts=8, top_k=2, max_tokens=128)
-    assert run_ranks(waits, 1, case, interpret=True) == [expected]
-
-
-def many_chunks(rank: int, world_size: int) -> tuple[int, int]:
-    """A plan of 36 chunks by kernels equals the twin's; of how many chunks buckets and counts are read at once."""
+@in_ranks(1, interpret=True)
+def test_more_chunks_than_a_program_reads_at_once(rank: int, world_size: int) -> None:
+    """A plan of 36 chunks by kernels equals the twin's; of so many chunks buckets and counts are read at once."""
     case = replace(random_case(5, 1, 1, num_experts=40, top_k=2, max_tokens=36 * 128), expert_capacity=None)
     ids = torch.rand(case.max_tokens - 3, 40).argsort(dim=1)[:, :2].int()
     case = replace(case, ids=[ids], weights=[torch.rand(ids.shape)], max_routed_rows=40 * 128 * 4, block_rows=128)
     plan = case.plan(0, workspace(case, LocalCommunicator(CPU)))
     assert_same_plan(plan, twin_plan(case, 0), "36 chunks")
     constants = place_constants(config(experts_local=40, ep=1), 2, 36)
-    return constants.sum_block, constants.scan_rows
-
-
-def test_more_chunks_than_a_program_reads_at_once() -> None:
-    assert run_ranks(many_chunks, 1, interpret=True) == [(32, 16)]
+    assert (constants.sum_block, constants.scan_rows) == (32, 16)
 
 
 def config(**changes: int) -> PlanConfig:
@@ -78,7 +74,8 @@ def test_examples_of_the_launches() -> None:
     assert [(one.scan_rows, one.sum_block) for one in placed] == [(16, 32), (4, 4)]
 
 
-def counted(rank: int, world_size: int) -> dict[str, list[Any]]:
+@in_ranks(1, interpret=True)
+def test_examples_of_the_words(rank: int, world_size: int) -> None:
     """What one rank's kernels store for its only chunk, whose tokens outside ``IDS`` have no experts."""
     from comet.layer import fused
 
@@ -96,11 +93,7 @@ def counted(rank: int, world_size: int) -> dict[str, list[Any]]:
     case = replace(case, block_rows=16, expert_capacity=None, max_routed_rows=1024)
     case.plan(0, workspace(case, LocalCommunicator(CPU)))
     names = ("recv_buckets", "send_buckets", "recv_ranks", "send_ranks", "counts", "positions")
-    return {name: getattr(scratch[0], name)[0, 0].tolist() for name in names}
-
-
-def test_examples_of_the_words() -> None:
-    (stored,) = run_ranks(counted, 1, interpret=True)
+    stored = {name: getattr(scratch[0], name)[0, 0].tolist() for name in names}
     buckets = [min((i for i in IDS.get(token, []) if i >= 0), default=NO_EXPERT) for token in range(128)]
     for side in ("recv", "send"):  # one rank: both are its own tokens at its own experts
         assert stored[f"{side}_buckets"] == [buckets.count(bucket) for bucket in range(32)]
@@ -154,8 +147,9 @@ def new_ids(case: Case, seed: int) -> Case:
     return replace(case, ids=ids, weights=[torch.rand(128, 2, generator=generator) for _ in range(2)])
 
 
-def late_ids(rank: int, world_size: int) -> str:
-    """The ids of rank 1 reach rank 0 after it counted and before it places; returns rank 0's complaint."""
+@in_ranks(1, interpret=True)
+def test_a_plan_without_all_ids_has_no_rows(rank: int, world_size: int) -> None:
+    """The ids of rank 1 reach rank 0 after it counted and before it places."""
     from comet.kernels.plan import metadata
     from comet.layer import fused
 
@@ -187,9 +181,9 @@ def late_ids(rank: int, world_size: int) -> str:
     check_harmless(case, case.plan(0, pools[0]))
     assert int(pools[0].epoch) == 2, "flags of the epoch that failed could still be raised"
     assert_same_plan(case.plan(1, pools[1]), twin_plan(case, 1), "the late rank")
-    with pytest.raises(CommTimeoutError) as complaint:
+    said = r"^rank 0 waited 0\.0 s for rank 1 \(exchange of top-k ids, chunk 0, epoch 3, saw 2\)$"
+    with pytest.raises(CommTimeoutError, match=said):
         pools[0].check()
-    return str(complaint.value)
 
 
 def check_harmless(case: Case, plan: Plan) -> None:
@@ -206,9 +200,3 @@ def check_harmless(case: Case, plan: Plan) -> None:
     assert ((plan.send_token_ids >= -1) & (plan.send_token_ids < case.max_tokens)).all()
     assert ((plan.send_rows >= -1) & (plan.send_rows < case.max_tokens)).all()
     assert plan.send_counts.tolist() == plan.recv_counts.tolist() == [0, 0]
-
-
-def test_a_plan_without_all_ids_has_no_rows() -> None:
-    assert run_ranks(late_ids, 1, interpret=True) == [
-        "rank 0 waited 0.0 s for rank 1 (exchange of top-k ids, chunk 0, epoch 3, saw 2)"
-    ]
