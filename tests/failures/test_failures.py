@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from layer_cases import LayerCase, assert_as_close, oracle, rank_inputs
+from layer_cases import LayerCase, rank_inputs
 from layer_ranks import Results, build_layer, check_call, train_call
 from ranks import in_ranks, run_ranks
 from tiers import slow
@@ -112,8 +112,7 @@ def test_modular_parts_refuse_after_a_failure_and_are_right_after_a_restart(rank
             layer(*arguments)
         dist.barrier()
         moe.group.workspace.restart()
-        exact, same = (oracle(CASE, rank, dtype) for dtype in (torch.float64, CASE.dtype))
-        assert_as_close(layer(*arguments), exact.output, same.output, CASE.dtype, prepare_finalize.__name__)
+        check_call(CASE, rank, 0, {"output": layer(*arguments)}, prepare_finalize.__name__)
         dist.barrier()
     moe.group.close()
 
@@ -270,15 +269,13 @@ def test_a_rank_alone_restarts_by_itself_and_a_refusal_costs_nothing() -> None:
     moe = build_layer(case, 0, "twin")
     path, inputs = moe.experts, rank_inputs(case, 0)
     assert isinstance(path, SymmetricPath)
-    exact, same = (oracle(case, 0, dtype) for dtype in (torch.float64, case.dtype))
     for piece in ("plan", "dispatch_gemm", "gemm_combine"):
         break_once(path.backend, piece, KeyboardInterrupt(), after=True)
         with pytest.raises(KeyboardInterrupt):
             moe.routed_experts(*inputs.routed)
         with pytest.raises(ValueError, match="top_k_ids of rank 0 contain"):
             moe.routed_experts(inputs.tokens, inputs.top_k_ids + 1000, inputs.top_k_weights)
-        output = moe.routed_experts(*inputs.routed)
-        assert_as_close(output.detach(), exact.output, same.output, case.dtype, piece)
+        check_call(case, 0, 0, {"output": moe.routed_experts(*inputs.routed).detach()}, piece)
 
 
 def call_from_a_second_thread(rank: int, world_size: int) -> str:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fp8_cases import fp8_shard
+from fp8_cases import check_pack, fp8_shard
 from layer_cases import LayerCase, rank_inputs
 from layer_ranks import build_layer, run_case
 from ranks import in_ranks
 from tiers import slow
-
-from comet.quantization.formats import quantize_rows
-from comet.quantization.packed import pack, packed_columns
 
 WIDE = dict(hidden_size=128, ffn_size=128, fp8=True)
 
@@ -50,16 +47,8 @@ def hard_numbers(rows: int, columns: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @in_ranks(1, interpret=True)
 def test_the_kernel_that_packs_gives_the_bits_of_the_quantiser(rank: int, world_size: int, dtype: torch.dtype) -> None:
-    from comet.kernels.gemm.fp8 import pack_rows
-
     for seed, columns in enumerate((128, 256, 896)):
-        values = hard_numbers(67, columns, seed).to(dtype).nan_to_num()
-        found = torch.zeros(67, packed_columns(columns, dtype), dtype=dtype)
-        pack_rows(values, found.view(torch.int32))
-        wanted = pack(quantize_rows(values), dtype)
-        assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)), (
-            f"{dtype}, {columns} columns, seed {seed}"
-        )
+        check_pack(hard_numbers(67, columns, seed).to(dtype).nan_to_num())
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fp8_cases import QuantisedSwiglu, fp8_shard
+from fp8_cases import QuantisedSwiglu, check_pack, fp8_shard
 from gpus import captured
 from layer_cases import LayerCase, assert_as_close, rank_inputs
 from layer_ranks import build_layer
 
-from comet.kernels.gemm.fp8 import pack_rows
 from comet.quantization.formats import quantize_rows
-from comet.quantization.packed import pack, packed_columns
 
 pytestmark = pytest.mark.gpu
 
@@ -24,11 +22,7 @@ def test_the_kernel_that_packs_gives_the_bits_of_the_quantiser(dtype: torch.dtyp
         generator = torch.Generator("cuda").manual_seed(seed)
         exponents = torch.randint(-20, 20, (rows, columns // 128, 1), generator=generator, device="cuda")
         values = torch.randn(rows, columns // 128, 128, generator=generator, device="cuda") * 2.0**exponents
-        values = values.flatten(1).to(dtype).nan_to_num()
-        found = torch.zeros(rows, packed_columns(columns, dtype), dtype=dtype, device="cuda")
-        pack_rows(values, found.view(torch.int32))
-        wanted = pack(quantize_rows(values), dtype).view(torch.uint8)
-        assert torch.equal(found.view(torch.uint8), wanted), f"{dtype}, {rows} x {columns}, seed {seed}"
+        check_pack(values.flatten(1).to(dtype).nan_to_num())
 
 
 def test_hidden_is_quantised_as_plain_torch_does_it() -> None:

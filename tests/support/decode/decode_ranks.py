@@ -11,12 +11,12 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
-from decode_cases import DecodeCase, draw_experts, draw_ids
+from decode_cases import DecodeCase, Inputs, draw_experts, draw_ids
 from gemm_cases import assert_as_good, chain_of
 from torch import Tensor
 
 from comet.comm import Communicator, make_communicator
-from comet.decode import DecodeScratch, DecodeWeights, RankDecode, rank_slots, warp_decode_torch
+from comet.decode import DecodeScratch, DecodeWeights, RankDecode, rank_slots
 from comet.errors import CommTimeoutError
 from comet.kernels.decode.step import Batch
 from comet.layout import ExpertLayout
@@ -126,14 +126,11 @@ def compare_step(
     case: DecodeCase, output: Tensor, inputs: tuple[Tensor, Tensor, Tensor] | Batch, dtype: torch.dtype, who: str
 ) -> None:
     """A step against one process that holds all experts, in the same type and in float64."""
-    device = output.device
-    tokens, ids, routing_weights = (tensor.to(device) for tensor in inputs)
-    w1, w2 = (weight.to(device) for weight in full_weights(case, dtype))
-    slots = torch.arange(case.E, dtype=torch.int32, device=device)
-    plain = warp_decode_torch(tokens, ids, routing_weights, DecodeWeights(w1=w1, w2=w2, slots=slots))
-    exact = DecodeWeights(w1=w1.double(), w2=w2.double(), slots=slots)
-    wanted = warp_decode_torch(tokens.double(), ids, routing_weights.double(), exact)
-    assert_as_good(who, output, plain, wanted, chain=chain_of(max(case.D, case.F), dtype))
+    tokens, ids, routing_weights = (tensor.to(output.device) for tensor in inputs)
+    w1, w2 = (weight.to(output.device) for weight in full_weights(case, dtype))
+    slots = torch.arange(case.E, dtype=torch.int32, device=output.device)
+    given = Inputs(tokens, ids, ids, routing_weights, DecodeWeights(w1=w1, w2=w2, slots=slots))
+    assert_as_good(who, output, given.twin(), given.double().twin(), chain=chain_of(max(case.D, case.F), dtype))
 
 
 def three_steps(rank: int, case: DecodeCase, *, replicated: bool) -> tuple[RankDecode, DecodeWeights]:

@@ -67,12 +67,9 @@ class SharedStep:
     @torch.no_grad()
     def exact(self) -> Tensor:
         """``(T, D)`` float64: the routed experts, and the shared one beside them."""
-        slots = torch.arange(self.case.E, dtype=torch.int32, device=self.w1.device)
-        experts = DecodeWeights(w1=self.w1.double(), w2=self.w2.double(), slots=slots)
-        tokens = self.inputs.tokens.double()
-        routed = warp_decode_torch(tokens, self.inputs.ids, self.routing_weights.double(), experts)
-        beside: Tensor = copy.deepcopy(self.shared).double()(tokens)
-        return routed + (beside if self.gate is None else self.gate.double() * beside)
+        inputs = self.inputs.double()
+        beside: Tensor = copy.deepcopy(self.shared).double()(inputs.tokens)
+        return inputs.twin() + (beside if self.gate is None else self.gate.double() * beside)
 
 
 def layouts(case: DecodeCase, ep: int, tp: int) -> list[ExpertLayout]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from comet.kernels.runtime.activation import SWIGLU
 from comet.quantization.formats import FP8, MXFP8, quantize_fp8, quantize_rows
+from comet.quantization.packed import pack, packed_columns
 from comet.reference.layer import rank_partial, sum_partials
 
 Quantised = TypeVar("Quantised", FP8, MXFP8)
@@ -38,6 +39,17 @@ def fp8_shard(case: LayerCase, rank: int, device: str | torch.device = "cpu") ->
 
 def on_device(weight: Quantised, device: str | torch.device) -> Quantised:
     return replace(weight, elements=weight.elements.to(device), scales=weight.scales.to(device))
+
+
+def check_pack(values: Tensor) -> None:
+    """The kernel that packs rows gives the bits of the quantiser."""
+    from comet.kernels.gemm.fp8 import pack_rows  # needs triton
+
+    rows, columns = values.shape
+    found = values.new_zeros(rows, packed_columns(columns, values.dtype))
+    pack_rows(values, found.view(torch.int32))
+    wanted = pack(quantize_rows(values), values.dtype).view(torch.uint8)
+    assert torch.equal(found.view(torch.uint8), wanted), f"{values.dtype}, {rows} x {columns}"
 
 
 def layer_of(
