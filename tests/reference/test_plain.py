@@ -39,25 +39,16 @@ def test_gathered_reference_is_bitwise_the_reference_and_masked_slots_may_be_nan
         assert not leaves[1].grad[masked].any()
 
 
-def exchange_example(rank: int, world_size: int) -> dict[str, object]:
+@in_ranks(2)
+def test_exchange_example(rank: int, world_size: int) -> None:
     layout = ExpertLayout(num_experts=4, top_k=2, ep=2, tp=1, rank=rank)
     ids = [torch.tensor([[3, 0], [1, -1]]), torch.empty(0, 2, dtype=torch.int64)][rank].int()
     exchange = make_exchange(ids, layout, dist.group.WORLD)
-    fields = ("send_entries", "send_counts", "recv_counts", "recv_order", "expert_counts", "expert_ends")
-    values = {name: getattr(exchange, name) for name in fields}
-    return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in values.items()}
-
-
-def test_exchange_example() -> None:
-    first, second = run_ranks(exchange_example, 2)
-    assert first["send_entries"] == [1, 2, 0]
-    assert first["send_counts"] == (2, 1)
-    assert first["recv_counts"] == (2, 0)
-    assert first["expert_counts"] == (1, 1)
-    assert first["expert_ends"] == [1, 2]
-    assert second["recv_counts"] == (1, 0)
-    assert second["expert_counts"] == (0, 1)
-    assert second["send_entries"] == []
+    assert exchange.send_entries.tolist() == ([1, 2, 0], [])[rank]
+    assert exchange.send_counts == ((2, 1), (0, 0))[rank]
+    assert exchange.recv_counts == ((2, 0), (1, 0))[rank]
+    assert exchange.expert_counts == ((1, 1), (0, 1))[rank]
+    assert exchange.expert_ends.tolist() == ([1, 2], [0, 1])[rank]
 
 
 def test_grouped_matmul_example() -> None:
@@ -65,7 +56,8 @@ def test_grouped_matmul_example() -> None:
     assert grouped_matmul(rows, weights, (1, 2), torch.tensor([1, 3]).int()).tolist() == [[10.0], [200.0], [300.0]]
 
 
-def collectives_example(rank: int, world_size: int) -> tuple[list, ...]:
+@in_ranks(2)
+def test_collectives_examples(rank: int, world_size: int) -> None:
     rows = torch.tensor([[[1.0], [2.0], [3.0]], [[4.0]]][rank], requires_grad=True)
     sends, receives = [((1, 2), (1, 1)), ((1, 0), (2, 0))][rank]
     received = all_to_all_rows(rows, sends, receives, None)
@@ -73,29 +65,18 @@ def collectives_example(rank: int, world_size: int) -> tuple[list, ...]:
     tensor = torch.tensor([rank + 1.0], requires_grad=True)
     stacked = all_gather_stacked(tensor, None)
     stacked.backward(torch.tensor([[[3.0], [4.0]], [[5.0], [6.0]]][rank]))
-    return received.tolist(), rows.grad.tolist(), stacked.tolist(), tensor.grad.tolist()
+    assert received.tolist() == ([[1.0], [4.0]], [[2.0], [3.0]])[rank]
+    assert rows.grad.tolist() == ([[10.0], [10.0], [20.0]], [[20.0]])[rank]
+    assert stacked.tolist() == [[1.0], [2.0]]
+    assert tensor.grad.tolist() == ([8.0], [10.0])[rank]
 
 
-def test_collectives_examples() -> None:
-    first, second = run_ranks(collectives_example, 2)
-    assert first == ([[1.0], [4.0]], [[10.0], [10.0], [20.0]], [[1.0], [2.0]], [8.0])
-    assert second == ([[2.0], [3.0]], [[20.0]], [[1.0], [2.0]], [10.0])
-
-
-def message_of_bad_ids(rank: int, world_size: int) -> str:
+@in_ranks(2)
+def test_bad_ids_are_reported_on_every_rank(rank: int, world_size: int) -> None:
     layout = ExpertLayout(num_experts=4, top_k=1, ep=2, tp=1, rank=rank)
-    try:
+    rule = r"every id must be -1 \(masked\) or in \[0, num_experts=4\)"
+    with pytest.raises(ValueError, match=f"^top_k_ids of rank 1 contain {('1 bad ids', '9')[rank]}; {rule}$"):
         make_exchange(torch.tensor([[0], [9 if rank == 1 else 1]]), layout, None)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_bad_ids_are_reported_on_every_rank() -> None:
-    first, second = run_ranks(message_of_bad_ids, 2)
-    rule = r"every id must be -1 (masked) or in [0, num_experts=4)"
-    assert first == f"top_k_ids of rank 1 contain 1 bad ids; {rule}"
-    assert second == f"top_k_ids of rank 1 contain 9; {rule}"
 
 
 def message_of_frozen(rank: int, world_size: int, path: str, wanted: list[tuple[str, ...]]) -> str:
@@ -171,18 +152,11 @@ def test_errors_name_field_value_and_rule(path: str, change: dict[str, Tensor], 
         PATHS[path](*(inputs | change).values(), layout, None)
 
 
-def wrong_group(rank: int, world_size: int) -> list[str]:
-    messages = []
-    for ep, claimed in ((4, rank), (2, 1 - rank)):
-        layout = ExpertLayout(num_experts=4, top_k=1, ep=ep, tp=1, rank=claimed)
-        try:
-            make_exchange(torch.tensor([[0]]), layout, None)
-        except ValueError as error:
-            messages.append(str(error))
-    return messages
-
-
-def test_group_must_be_the_layouts() -> None:
-    first, _ = run_ranks(wrong_group, 2)
-    assert first[0] == "process_group of 2 ranks must have ep x tp = 4 of the layout"
-    assert first[1] == "rank=1 of the layout must be this process's rank 0 in process_group"
+@in_ranks(2)
+def test_group_must_be_the_layouts(rank: int, world_size: int) -> None:
+    for ep, claimed, message in (
+        (4, rank, "process_group of 2 ranks must have ep x tp = 4 of the layout"),
+        (2, 1 - rank, f"rank={1 - rank} of the layout must be this process's rank {rank} in process_group"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            make_exchange(torch.tensor([[0]]), ExpertLayout(num_experts=4, top_k=1, ep=ep, tp=1, rank=claimed), None)

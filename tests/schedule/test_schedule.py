@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
-from itertools import product
 
 import pytest
 import torch
@@ -92,26 +90,6 @@ def test_worked_examples() -> None:
         (0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0), (2, 0, 0), (2, 1, 0), (0, 2, 1), (1, 2, 1), (2, 2, 1)
     ]  # fmt: skip
     assert [len(columns) for columns in panels_of(28, 4)] == [9, 8, 8, 3]
-
-
-def test_every_item_comes_once_and_panels_in_order() -> None:
-    for num_tiles, num_cols, group, panels in random_geometries(0):
-        in_rows = [(*item, 0) for item in by_rows(num_tiles, num_cols, group)]
-        for order in (in_rows, by_columns(num_tiles, num_cols, group, panels)):
-            assert Counter(item[:2] for item in order) == Counter(product(range(num_tiles), range(num_cols)))
-            keys = [(panel, tile // group, column) for tile, column, panel in order]
-            assert keys == sorted(keys), "panels ascend, and a group of tiles finishes before the next begins"
-
-
-def test_the_last_panel_is_half_as_wide_and_the_others_differ_by_at_most_one() -> None:
-    for num_cols in range(1, 40):
-        for panels in range(1, num_cols + 1):
-            widths = [len(columns) for columns in panels_of(num_cols, panels)]
-            assert sum(widths) == num_cols
-            assert widths == sorted(widths, reverse=True)
-            if panels > 1:
-                assert widths[0] - widths[-2] <= 1
-                assert widths[-1] == max(num_cols // (2 * panels), 1)
 
 
 @triton.jit
