@@ -54,14 +54,6 @@ def test_steps_with_changing_weights_routing_and_numbers_of_tokens(
     assert len(replays) == 2 * (3 + 2 + 2)
 
 
-def test_gradients_accumulate_over_micro_batches(replays: list[int]) -> None:
-    steps = make_steps("cuda", CONFIG, torch.bfloat16)
-    for seed in range(4):
-        steps.step([make_tokens(steps.layer, 10 * seed + part) for part in range(2)], f"step {seed}")
-    finish(steps)
-    assert len(replays) == 2 * 7
-
-
 def test_nothing_that_was_handed_out_is_overwritten(replays: list[int]) -> None:
     steps = make_steps("cuda", CONFIG, torch.bfloat16)
     kept = []
@@ -125,12 +117,3 @@ def test_every_call_is_the_layer_whatever_the_numbers_of_tokens(dtype: torch.dty
     for call, (found, wanted) in enumerate(kept):
         assert_same(named(found), named(wanted), f"call {call}")
     layers.streams.group.workspace.check()
-
-
-def test_the_plain_path_is_the_layer_too() -> None:
-    layers = make_pair("cuda", torch.bfloat16, "plain")
-    graphed = GraphedMoE(layers.streams)
-    with torch.no_grad():
-        for seed in range(4):
-            x = make_tokens(layers.streams, seed)
-            assert_same(named(graphed(x)), named(layers.in_line(x)), f"call {seed}")

@@ -1,4 +1,4 @@
-"""Training steps with the layer replayed from graphs; on a CPU recorded operations stand in for CUDA graphs."""
+"""The layer replayed from graphs, in training steps and for inference; recorded operations stand in for CUDA graphs."""
 
 from __future__ import annotations
 
@@ -26,11 +26,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from comet import GraphedMoE, make_expert_group
+from comet import GraphedMoE, MoE, make_expert_group
 from comet.config import OverlapConfig
+from comet.graphed.moe import Output
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.sharding import expert_parameter
 from comet.router.losses import RouterStats
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
+    return record_on_cpu(monkeypatch)
 
 
 def make_steps(path: str = "dense", **settings: Any) -> Steps:
@@ -108,14 +114,6 @@ def test_statistics_alone_are_differentiated_only_as_the_layer_stands(captures: 
         pass_through(steps.graphed, draw(9, 4), losses="stats")
     steps.layer.zero_grad()
     steps.step([draw(9, 5)], "step 5")
-
-
-@pytest.mark.parametrize("path", ["dense", "later"])
-def test_gradients_accumulate_over_micro_batches(captures: Captures, path: str) -> None:
-    steps = make_steps(path)
-    for seed in range(4):
-        steps.step([draw(6, 10 * seed + part) for part in range(3)], f"step {seed}")
-    assert captures.replays == 2 * (4 * 3 - 1)
 
 
 @pytest.mark.parametrize("path", ["dense", "later"])
@@ -269,6 +267,8 @@ def test_nothing_is_replayed_after_the_group_was_closed(captures: Captures) -> N
     layer.group.close()
     with pytest.raises(RuntimeError, match=r"was used after close\(\)"):
         output.sum().backward()
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"was used after close\(\)"):
+        graphed(draw(6, 2))
 
 
 def test_a_layer_that_asks_the_device_in_its_backward_pass(
@@ -389,3 +389,92 @@ def test_casts_that_autocast_keeps_are_in_the_graph(captures: Captures) -> None:
             found, wanted = graphed(draw(6, 2)), layer(draw(6, 2))
     assert torch.equal(found[0], wanted[0])
     assert captures.replays == 2
+
+
+# ---- without gradients ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def layer() -> MoE:
+    return make_layer()
+
+
+def assert_same(found: Output, wanted: Output) -> None:
+    assert all(map(torch.equal, (found[0], *found[1]), (wanted[0], *wanted[1])))
+
+
+def test_every_call_is_the_layer_whatever_the_numbers_of_tokens(layer: MoE, captures: Captures) -> None:
+    graphed = GraphedMoE(layer)
+    kept = []
+    with torch.no_grad():
+        for seed, num_tokens in enumerate((5, 7, 5, 5, 7, 7, 0, 5, 0, 0, 64, 5)):
+            x = draw(num_tokens, seed)
+            found, wanted = graphed(x), layer(x)
+            assert_same(found, wanted)
+            kept.append((found, wanted))
+    assert (captures.count, graphed.graph_fallback_reason) == (3, "")  # 64 came once
+    assert captures.replays == 4 + 2 + 2 - 1 + 1
+    for found, wanted in kept:  # no later call has overwritten them
+        assert_same(found, wanted)
+
+
+def test_leading_dimensions_are_kept_and_parameters_may_change_in_place(layer: MoE, captures: Captures) -> None:
+    graphed = GraphedMoE(layer)
+    x = draw(12, 1).view(3, 4, -1)
+    with torch.no_grad():
+        for _ in range(3):
+            assert graphed(x)[0].shape == x.shape
+            for parameter in layer.parameters():
+                parameter.mul_(1.5)
+            assert_same(graphed(x), layer(x))
+
+
+def test_more_numbers_of_tokens_than_graphs(layer: MoE, captures: Captures, caplog: pytest.LogCaptureFixture) -> None:
+    graphed = GraphedMoE(layer, max_graphs=2)
+    with torch.no_grad(), caplog.at_level(logging.WARNING):
+        for seed, num_tokens in enumerate((1, 2, 3, 1, 2, 3, 4, 3, 1)):
+            x = draw(num_tokens, seed)
+            assert_same(graphed(x), layer(x))
+    assert captures.count == 2
+    assert [record.message for record in caplog.records] == ["no graph for 3 tokens: max_graphs=2 others came first"]
+
+
+def test_a_layer_that_asks_the_device_runs_as_it_stands(
+    layer: MoE, captures: Captures, caplog: pytest.LogCaptureFixture
+) -> None:
+    experts = layer.experts
+
+    def asks(tokens: Tensor, *rest: Tensor) -> Tensor:
+        return experts(tokens, *rest) * (1 if int(tokens.shape[0] + rest[0].max()) else 0)
+
+    layer.experts = asks  # type: ignore[assignment]
+    graphed = GraphedMoE(layer)
+    with torch.no_grad(), caplog.at_level(logging.WARNING):
+        for seed in range(4):
+            x = draw(6, seed)
+            assert_same(graphed(x), layer(x))
+    assert "cannot be captured" in graphed.graph_fallback_reason
+    assert "not permitted" in graphed.graph_fallback_reason
+    assert len(caplog.records) == 1
+
+
+def test_without_a_gpu_it_is_the_layer(layer: MoE) -> None:
+    graphed = GraphedMoE(layer)
+    with torch.no_grad():
+        for seed in range(3):
+            x = draw(4, seed)
+            assert_same(graphed(x), layer(x))
+    assert "cpu" in graphed.graph_fallback_reason
+
+
+def test_other_tokens_are_refused(layer: MoE, captures: Captures) -> None:
+    graphed = GraphedMoE(layer)
+    with torch.no_grad():
+        for _ in range(2):
+            graphed(draw(3, 0))
+        with pytest.raises(ValueError, match=r"hidden_size=16 of the input must be the layer's 32"):
+            graphed(draw(3, 0).view(6, 16))
+        with pytest.raises(ValueError, match=r"dtype=torch.float64 of the input"):
+            graphed(draw(3, 0).double())
+    with pytest.raises(ValueError, match=r"max_graphs=0 must be at least 1"):
+        GraphedMoE(layer, max_graphs=0)
