@@ -23,7 +23,7 @@ from decode_cases import FOLD, DecodeCase
 from decode_ranks import compare_step, gathered_inputs, open_rank
 from fault_rows import PLACES, SENT, SIGNALS, STRUCK, Finding, Order, await_file, note, set_trap, strike, unnamed
 from gpus import ON_GPUS, backend_of
-from layer_cases import LayerCase
+from layer_cases import LayerCase, complaints
 from layer_ranks import build_layer, check_call, train_call
 from ranks import run_ranks
 
@@ -70,7 +70,7 @@ class LayerCalls:
     def call(self, number: int) -> list[str]:
         found = train_call(self.moe, self.case, self.rank, number)
         self.moe.group.workspace.check()
-        return complaints(lambda: check_call(self.case, self.rank, number, found))
+        return complaints(check_call, self.case, self.rank, number, found)
 
     def recover(self) -> None:
         """By a restart; where a collective broke off, by a new group of new process groups."""
@@ -104,7 +104,7 @@ class DecodeCalls:
         inputs = gathered_inputs(self.case, number, self.counts, self.dtype)[self.place]
         output = self.decode(*(each.to(self.device) for each in inputs), self.weights, config=self.config)
         self.decode.check()
-        return complaints(lambda: compare_step(self.case, output, inputs, self.dtype, f"call {number}"))
+        return complaints(compare_step, self.case, output, inputs, self.dtype, f"call {number}")
 
     def recover(self) -> None:
         self.decode.restart()
@@ -153,14 +153,6 @@ def wait_s(order: Order) -> float:
     """
     shorter = 10 if order.row.fault in ("exception", "out of memory") else 100
     return order.deadline_s / shorter if is_interpreted(order) else order.deadline_s
-
-
-def complaints(check: Callable[[], None]) -> list[str]:
-    try:
-        check()
-    except AssertionError as error:
-        return [str(error)]
-    return []
 
 
 def renew_process_group(order: Order, rank: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -261,6 +261,15 @@ def gradient(leaf: Tensor) -> Tensor:
     return local(leaf.grad)
 
 
+def complaints(check: Callable[..., None], *given: Any) -> list[str]:
+    """What a check says, if anything."""
+    try:
+        check(*given)
+    except AssertionError as error:
+        return [str(error)]
+    return []
+
+
 def wrong_numbers(
     case: LayerCase, rank: int, found: dict[str, Tensor], exact: list[Oracle], same: list[Oracle], where: str
 ) -> list[str]:
@@ -272,10 +281,7 @@ def wrong_numbers(
     for name, tensor in found.items():
         parts = [getattr(of_rank, name) for of_rank in exact]
         parts[rank] = tensor.to(parts[rank].device)
-        try:
-            assert_as_oracles(name, parts, exact, same, case.dtype, where)
-        except AssertionError as error:
-            wrong.append(str(error))
+        wrong += complaints(assert_as_oracles, name, parts, exact, same, case.dtype, where)
     return wrong
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from fp8_cases import compare, fp8_shard
 from kinds import grad_hidden_in, layer0_in, layer1_in, weights_in
-from layer_cases import RankInputs, full_weights, oracles_of, rank_inputs, wrong_numbers
+from layer_cases import RankInputs, complaints, full_weights, oracles_of, rank_inputs, wrong_numbers
 from layer_ranks import Results, make_layer, open_group, run_call
 from stress_cases import LAYERS, Stress, StressCase
 from torch import Tensor
@@ -132,8 +132,4 @@ def wrong_results(
     if not case.fp8:
         oracles = (oracles_of(case, inputs, layer.weights, dtype) for dtype in (torch.float64, case.dtype))
         return wrong_numbers(case, rank, found, *oracles, where)
-    try:
-        compare(case, inputs[rank], layer.in_fp8, found["output"], f"{where}: output")
-    except AssertionError as error:
-        return [str(error)]
-    return []
+    return complaints(compare, case, inputs[rank], layer.in_fp8, found["output"], f"{where}: output")
