@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import re
 import signal as unix_signal
@@ -17,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from comm_conformance import ALONE, Site, run_suite
-from ranks import in_ranks, run_ranks
+from ranks import in_ranks, logged, run_ranks
 
 from comet.comm import Communicator, cpu_shm, handshake, make_communicator
 from comet.comm.base import LocalCommunicator, SymmTensor
@@ -94,10 +93,7 @@ def memory_outlives_close_as_long_as_a_tensor_does(rank: int) -> None:
 
 def small_shared_memory_falls_back_to_files_and_says_so_once(rank: int) -> None:
     free = {cpu_shm.SHARED_MEMORY: 64 << 10}
-    free_bytes, messages = cpu_shm.free_bytes, []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("comet").addHandler(handler)
+    free_bytes, messages = cpu_shm.free_bytes, logged("comet")
     with pytest.MonkeyPatch.context() as patch, make_communicator("cpu_shm", dist.group.WORLD, "cpu") as comm:
         patch.setattr(cpu_shm, "free_bytes", lambda folder: free.get(folder, free_bytes(folder)))
         comm.alloc(4096)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import in_ranks, run_ranks
+from ranks import in_ranks, logged, run_ranks
 from training_cases import Rank, make_job
 
 import comet.comm.collective
@@ -89,10 +88,7 @@ def test_two_nodes_compute_what_one_computes_bit_for_bit(path: str) -> None:
 
 @in_ranks(4)
 def test_auto_takes_plain_with_one_warning_and_what_needs_memory_is_refused_by_name(rank: int, world_size: int) -> None:
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda entry: told.append(f"{entry.levelname} {entry.getMessage()}")  # type: ignore[method-assign]
-    logging.getLogger("comet.tuner.choice").addHandler(handler)
+    told = logged("comet.tuner.choice")
     group = open_group(2)
     assert isinstance(group.comm, CollectiveCommunicator)
     for _ in range(3):

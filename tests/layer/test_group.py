@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import in_ranks, run_ranks
+from ranks import in_ranks, logged, run_ranks
 
 import comet.layer.group
 from comet.comm import LocalCommunicator
@@ -118,10 +117,7 @@ def test_ranks_that_make_different_layers_all_say_so(field: str, values: list, m
 
 def lack_compilers(rank: int, world_size: int, lacking: list[str]) -> tuple[list[bool], list[str]]:
     """What the group, its layers and their launches know of the kernels in CUDA C++, and what is logged."""
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
-    logging.getLogger("comet.layer.group").addHandler(handler)
+    told = logged("comet.layer.group")
     comet.layer.group.why_no_cuda = lambda device: lacking[rank]
     group = make_group(rank, world_size)
     path = MoE(CONFIG, group).experts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from itertools import product
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from layer_cases import LayerCase
 from layer_ranks import poison
-from ranks import in_ranks, run_ranks
+from ranks import in_ranks, logged, run_ranks
 from stream_cases import train_step
 from torch import Tensor
 from torch.nn.functional import linear, silu
@@ -95,10 +94,7 @@ def test_tiles_are_those_of_the_padded_width() -> None:
 
 def make_narrow(rank: int, world_size: int, ffn_size: int) -> tuple[list[str], list[list[int]]]:
     """What is logged while two layers are made and called, and the shapes of the parameters."""
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
-    logging.getLogger("comet").addHandler(handler)
+    told = logged("comet")
     config = MoEConfig(hidden_size=16, ffn_size=ffn_size, num_experts=2, top_k=1)
     group = make_group(config, tp=world_size, max_tokens=4)
     layers = [MoE(config, group) for _ in range(2)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import math
 import os
 import pickle
@@ -125,6 +126,15 @@ def in_ranks(
         return test
 
     return decorate
+
+
+def logged(name: str) -> list[str]:
+    """What this process logs there from now on: ``["WARNING its text"]``."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
+    logging.getLogger(name).addHandler(handler)
+    return told
 
 
 _servers: dict[object, ForkServer] = {}  # they serve all tests of this process
