@@ -12,7 +12,7 @@ from gpus import ON_GPUS
 
 pytest.importorskip("megatron.core", reason="needs pip install 'comet-moe[megatron]'")
 
-from megatron_cases import Size, layers_beside_megatron, save_and_load, train_beside_megatron
+from megatron_cases import Size, save_and_load, train_beside_megatron
 from ranks import run_ranks
 
 SIZE = Size(hidden=1024, vocabulary=8192, sequence=512, batch=2)
@@ -24,12 +24,6 @@ def test_training() -> None:
     """NCCL (gloo where ranks share a GPU) reduces gradients beside the layer's kernels, later on one rank."""
     layouts = [(2, 1, 1), (1, 2, 1)]
     run_ranks(train_beside_megatron, 2, SIZE, layouts, STEPS, "cuda", backend=ON_GPUS)
-
-
-@pytest.mark.multi_gpu(n=2, own=True)
-def test_layers_with_parts_of_the_sequence() -> None:
-    layouts = [(2, 1, 2), (1, 2, 2)]
-    run_ranks(layers_beside_megatron, 2, SIZE, layouts, "cuda", backend=ON_GPUS, timeout=100)
 
 
 @pytest.mark.multi_gpu(n=2, own=True)

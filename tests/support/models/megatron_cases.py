@@ -378,10 +378,14 @@ def clear_router(num_experts: int, hidden: int) -> Tensor:
     return 0.5 * torch.eye(num_experts, hidden)
 
 
-def begin_sized(size: Size, layout: Layout, device: str, **fields: Any) -> tuple[Any, Any, ExpertGroup]:
-    """Configurations in bf16 and float32 for a layout, which is started, and Comet's group."""
+def begin_sized(size: Size, layout: Layout, device: str) -> tuple[Any, Any, ExpertGroup]:
+    """Configurations in bf16 and float32 for a layout, which is started, and Comet's group.
+
+    Layers compute forward once more for the backward pass.
+    """
     start(*layout, device)
-    fields |= dict(size.fields(), use_cpu_initialization=device == "cpu")
+    recompute = dict(recompute_granularity="selective", recompute_modules=["moe"])
+    fields = dict(size.fields(), use_cpu_initialization=device == "cpu", **recompute)
     config = make_config(**fields, bf16=True, params_dtype=torch.bfloat16)
     spare = 0 if device == "cpu" else 32
     group = make_group(
@@ -409,33 +413,3 @@ def train_beside_megatron(
             group.workspace.check()
         deviations.check()
         group.close()
-
-
-def layers_beside_megatron(rank: int, world_size: int, size: Size, layouts: list[Layout], device: str) -> None:
-    """In each layout a layer's output and gradients, forward once more for the backward pass.
-
-    Under TP ranks have parts of the sequence, which a whole model needs Transformer Engine or Apex for.
-    """
-    recompute = dict(recompute_granularity="selective", recompute_modules=["moe"])
-    for layout in layouts:
-        config, wide, group = begin_sized(size, layout, device, **recompute)
-        layers = [layer.bfloat16() for layer in twins(make_layer, config, group, rank)]
-        for layer in layers:
-            layer.router.weight.data.copy_(clear_router(*layer.router.weight.shape))
-        exact = make_layer(wide, stock_spec(wide))
-        exact.load_state_dict(layers[0].state_dict())
-        count = size.sequence // layout[2] * size.batch
-        x = clear_tokens(count, size.hidden, config.num_moe_experts, seed=rank).to(device, torch.bfloat16)
-        x = x.view(-1, size.batch, size.hidden)
-        deviations = Deviations()
-        deviations.add(layer_values(exact, x.float()), *(layer_values(layer, x) for layer in layers))
-        deviations.check()
-        group.workspace.check()
-        group.close()
-
-
-def layer_values(layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    inputs = x.clone().requires_grad_()
-    output = layer(inputs)[0]
-    output.float().square().mean().backward()
-    return {**from_sequential(gradients(layer)), "output": output.detach(), "input": inputs.grad}
