@@ -399,7 +399,7 @@ def layer() -> MoE:
     return make_layer()
 
 
-def assert_same(found: Output, wanted: Output) -> None:
+def assert_same_outputs(found: Output, wanted: Output) -> None:
     assert all(map(torch.equal, (found[0], *found[1]), (wanted[0], *wanted[1])))
 
 
@@ -410,12 +410,12 @@ def test_every_call_is_the_layer_whatever_the_numbers_of_tokens(layer: MoE, capt
         for seed, num_tokens in enumerate((5, 7, 5, 5, 7, 7, 0, 5, 0, 0, 64, 5)):
             x = draw(num_tokens, seed)
             found, wanted = graphed(x), layer(x)
-            assert_same(found, wanted)
+            assert_same_outputs(found, wanted)
             kept.append((found, wanted))
     assert (captures.count, graphed.graph_fallback_reason) == (3, "")  # 64 came once
     assert captures.replays == 4 + 2 + 2 - 1 + 1
     for found, wanted in kept:  # no later call has overwritten them
-        assert_same(found, wanted)
+        assert_same_outputs(found, wanted)
 
 
 def test_leading_dimensions_are_kept_and_parameters_may_change_in_place(layer: MoE, captures: Captures) -> None:
@@ -426,7 +426,7 @@ def test_leading_dimensions_are_kept_and_parameters_may_change_in_place(layer: M
             assert graphed(x)[0].shape == x.shape
             for parameter in layer.parameters():
                 parameter.mul_(1.5)
-            assert_same(graphed(x), layer(x))
+            assert_same_outputs(graphed(x), layer(x))
 
 
 def test_more_numbers_of_tokens_than_graphs(layer: MoE, captures: Captures, caplog: pytest.LogCaptureFixture) -> None:
@@ -434,7 +434,7 @@ def test_more_numbers_of_tokens_than_graphs(layer: MoE, captures: Captures, capl
     with torch.no_grad(), caplog.at_level(logging.WARNING):
         for seed, num_tokens in enumerate((1, 2, 3, 1, 2, 3, 4, 3, 1)):
             x = draw(num_tokens, seed)
-            assert_same(graphed(x), layer(x))
+            assert_same_outputs(graphed(x), layer(x))
     assert captures.count == 2
     assert [record.message for record in caplog.records] == ["no graph for 3 tokens: max_graphs=2 others came first"]
 
@@ -452,7 +452,7 @@ def test_a_layer_that_asks_the_device_runs_as_it_stands(
     with torch.no_grad(), caplog.at_level(logging.WARNING):
         for seed in range(4):
             x = draw(6, seed)
-            assert_same(graphed(x), layer(x))
+            assert_same_outputs(graphed(x), layer(x))
     assert "cannot be captured" in graphed.graph_fallback_reason
     assert "not permitted" in graphed.graph_fallback_reason
     assert len(caplog.records) == 1
@@ -463,7 +463,7 @@ def test_without_a_gpu_it_is_the_layer(layer: MoE) -> None:
     with torch.no_grad():
         for seed in range(3):
             x = draw(4, seed)
-            assert_same(graphed(x), layer(x))
+            assert_same_outputs(graphed(x), layer(x))
     assert "cpu" in graphed.graph_fallback_reason
 
 
