@@ -220,8 +220,7 @@ class GraphedMoE:
     of tokens than ``max_graphs``, calls run the layer as it stands; the reason is logged once.
 
     Args:
-        layer: The layer. Its parameters may change in place but not be replaced: calls with gradients then run the
-            layer as it stands, others must not come.
+        layer: The layer. Its parameters may change in place; once they are replaced, calls run the layer as it stands.
         max_graphs: Numbers of tokens that are captured, at least 1; with and without gradients they count apart.
     """
 
@@ -235,6 +234,7 @@ class GraphedMoE:
         self._pool: Any = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._flat = _Flat(layer)
+        self._owned = [each._parameters for each in layer.modules()]  # layer.parameters() takes as long as a launch
         self._replays: dict[_Call, Replay | None] = {}
         self._trained: set[_Call] = set()  # whose backward pass has run
         self._addresses: tuple[int, ...] = ()
@@ -266,10 +266,10 @@ class GraphedMoE:
     def _call_of(self, tokens: Tensor) -> _Call:
         device = tokens.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        inputs = (tokens, *self.layer.parameters()) if torch.is_grad_enabled() else ()
+        parameters = [each for owned in self._owned for each in owned.values() if each is not None]
+        inputs = (tokens, *parameters)
         flags = tuple(each.requires_grad for each in inputs) if wants_grad(*inputs) else ()
-        if flags:
-            self._check_addresses(tuple(local(each).data_ptr() for each in inputs[1:]))
+        self._check_addresses(tuple(local(each).data_ptr() for each in parameters))
         return _Call(tokens.shape[0], flags, autocast)
 
     def _check_addresses(self, addresses: tuple[int, ...]) -> None:

@@ -248,6 +248,19 @@ def test_replaced_parameters_end_the_replays(captures: Captures, caplog: pytest.
     assert len(caplog.records) == 1
 
 
+def test_replaced_parameters_end_replays_without_gradients(captures: Captures) -> None:
+    """They would read the memory of those that were there."""
+    layer = make_layer()
+    graphed = GraphedMoE(layer)
+    with torch.no_grad():
+        for seed in range(3):
+            graphed(draw(6, seed))
+        layer.load_state_dict({name: each * 2 for name, each in layer.state_dict().items()}, assign=True)
+        assert torch.equal(graphed(draw(6, 3))[0], layer(draw(6, 3))[0])
+    assert captures.replays == 2
+    assert "replaced" in graphed.graph_fallback_reason
+
+
 def test_graphs_with_and_without_gradients_count_apart(captures: Captures) -> None:
     graphed = GraphedMoE(make_layer(), max_graphs=1)
     for seed in range(2):
