@@ -150,6 +150,7 @@ class RankDecode:
         UnavailableError: If the group spans several nodes.
     """
 
+    @torch.inference_mode(mode=False)
     def __init__(
         self,
         comm: Communicator,

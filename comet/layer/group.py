@@ -100,6 +100,7 @@ class ExpertGroup:
             leave_groups(*self.process_groups)
 
 
+@torch.inference_mode(mode=False)  # its memory outlives the mode, outside of which torch would not write to it
 def make_expert_group(
     moe: MoEConfig,
     parallel: ParallelConfig,

@@ -20,7 +20,7 @@ from ranks import in_ranks, run_ranks
 from torch import Tensor
 
 from comet.config import MoEConfig, ParallelConfig
-from comet.decode import LocalRunner, RankDecode, warp_decode
+from comet.decode import DecodeWeights, LocalRunner, RankDecode, rank_slots, warp_decode
 from comet.experts import CachedExperts, ExpertCache
 from comet.experts.host.cores import HostCores
 from comet.experts.host.profile import HostProfile, HostSizes
@@ -141,6 +141,20 @@ def test_a_default_device_changes_nothing(rank: int, world_size: int) -> None:
     x = numbers((9, 128), rank)
     assert torch.equal(layer(x)[0], same[0](x)[0])
     group.close()
+
+
+def test_what_inference_mode_made_serves_outside_of_it() -> None:
+    with torch.inference_mode():
+        group = make_expert_group(CASE.config, ParallelConfig(), max_tokens=9, dtype=torch.float32, device="cpu")
+        decode = RankDecode(group.comm, hidden_size=CASE.hidden_size)
+    layer, tokens = MoE(CASE.config, group, path="twin"), numbers((9, CASE.hidden_size), 1)
+    output, _ = layer(tokens)
+    output.sum().backward()
+    w1, w2 = layer.expert_weights()
+    experts = DecodeWeights(w1=w1.flatten(1, 2), w2=w2, slots=rank_slots(layer.layout, "cpu"))
+    with torch.no_grad():
+        routing = layer.router(tokens)
+        torch.testing.assert_close(decode(tokens, routing.top_k_ids, routing.top_k_weights, experts), output)
 
 
 def inputs_to_measure() -> list[Tensor]:
