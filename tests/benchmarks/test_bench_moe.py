@@ -7,19 +7,16 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from bench_cases import ALONE, CPU, ROOT, TINY, report_of, run_on_rank
 from ranks import in_ranks, run_ranks
-from torch import Tensor
 
 from comet.config import MoEConfig, OverlapConfig
 from comet.layer.routed_experts import SymmetricPath
 from comet.layout import ExpertLayout
-from comet.reference.plain import plain_experts
 
 import suites.moe
 from baselines.layer import gemm_variants, split_evenly, tile_table
@@ -315,16 +312,3 @@ def test_all_ways_compute_the_layer_of_a_model_with_its_activation_and_biases(wo
         assert not failures
         assert set(usable) == errors.keys() == names
         assert all(error < (1 if name == "comet_fp8" else 1e-4) for name, error in errors.items())
-
-
-def without_biases(*routed: Any) -> Tensor:
-    return plain_experts(*routed[:-1], None)
-
-
-def test_a_variant_without_the_biases_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("suites.moe.pipelined_experts", without_biases)
-    config, failures = replace(model("tiny"), expert_bias=True), dict[str, str]()
-    arguments = parse("--variants plain,comet,pipelined".split())
-    with open_layer(config, arguments, 48, ALONE) as layer:
-        usable, _ = checked_variants(layer, make_inputs(config, 40, "uniform", ALONE), arguments, ALONE, failures)
-    assert (set(usable), list(failures)) == ({"plain", "comet"}, ["pipelined"])
