@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import re
-from dataclasses import replace
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -14,19 +12,17 @@ import torch
 from cache_cases import decide_as_on_a_gpu
 from ranks import run_ranks
 from tiers import slow
-from training_cases import GPT_OSS, MODEL, MOE, Rank, awake_model, compare_texts, make_group, make_job, nearly_equal
+from training_cases import GPT_OSS, MODEL, MOE, awake_model, compare_texts, make_group, nearly_equal
 
 from comet.experts.budget import StoreOptions
 from comet.experts.staged import GRAPH_FALLBACK_REASON, StagedCache
 from comet.experts.store import HeldExperts, host_memory
 from comet.generation.engine import GPTEngine
-from comet.generation.job import generate_job
 from comet.jobs.generate import GenerateConfig
 from comet.layer.group import ExpertGroup
 from comet.layer.sharding import local
 from comet.models.config import ModelConfig
 from comet.quantization.formats import MXType, quantize_mx
-from comet.training.trainer import train
 
 
 def engine_of(group: ExpertGroup | None = None, config: ModelConfig = MODEL, **settings: Any) -> GPTEngine:
@@ -166,26 +162,3 @@ def answer_over_ranks(
     nearly_equal(*(engine.prefill(ids, torch.tensor([20, 9]), 24) for engine in (cached, resident)))
     nearly_equal(*(engine.decode(torch.tensor([1, 2])) for engine in (cached, resident)))
     group.close()
-
-
-def test_the_task_writes_the_same_text_with_half_of_the_experts(tmp_path: Path) -> None:
-    train(make_job(tmp_path, model=MODEL, steps=20, eval_batches=1, sample_bytes=0), Rank())
-    found = []
-    for budget, expert_dtype in ((None, None), (0.5, None), (0.5, "mxfp8")):
-        settings = GenerateConfig(
-            source=str(tmp_path / "out"),
-            prompt="1",
-            max_new_tokens=20,
-            temperature=0.0,
-            expert_budget=budget,
-            expert_dtype=expert_dtype,
-        )
-        found.append(generate_job(replace(make_job(tmp_path, model=MODEL), generate=settings), Rank()))
-    assert found[0]["text"] == found[1]["text"]
-    assert "expert_cache" not in found[0]
-    assert found[1]["expert_cache"]["slots"] == MOE.num_experts // 2
-    assert 0 < found[1]["expert_cache"]["hits"] < 1
-    stored = [each["expert_cache"] for each in found[1:]]
-    assert [each["stored"] for each in stored] == [None, "mxfp8"]
-    wide, narrow = (each["fetched_bytes"] / each["fetched"] for each in stored)
-    assert wide / narrow == pytest.approx(4 / (1 + 1 / 32)), "of float32"

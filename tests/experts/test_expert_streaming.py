@@ -160,23 +160,8 @@ def test_streamed_experts_equal_the_plain_path_bit_for_bit_between_decode_steps(
         there, fetched = check_slots(path.cache, held), report.fetched
     assert report.needed >= report.fetched
     assert (report.fetched == E) == (num_slots == E), "what has a slot is not copied again"
-    assert not staged or E <= path.cache.stage.num_reads <= report.fetched
+    assert not staged or E <= path.cache.stage.num_reads <= (E if num_places == E else report.fetched)
     assert path(*(each[:0] for each in given), held.w1, held.w2).shape == (0, D)
-
-
-@of_both_caches
-@pytest.mark.parametrize("num_slots", [K, 5, E])
-def test_steps_equal_resident_ones_bit_for_bit(num_slots: int, staged: bool) -> None:
-    held, made = made_experts(num_slots)
-    path = path_of(held, num_slots, staged=staged)
-    resident = DecodeWeights(w1=held.w1, w2=held.w2, slots=torch.arange(E, dtype=torch.int32))
-    for _ in range(40):
-        given = routed(made, 1)
-        assert torch.equal(path(*given, held.w1, held.w2), Decoder(K, 4)(*given, resident))
-    report = report_of_paths([path])
-    assert report.needed == 40 * (K - 1)
-    assert (report.fetched == E) == (num_slots == E), "slots were given away, and kept"
-    assert not staged or path.cache.stage.num_reads == E, "what the stage holds is read once"
 
 
 @of_both_caches
@@ -280,15 +265,6 @@ def test_threads_take_turns(staged: bool) -> None:
 # ---- what the host reads ---------------------------------------------------------------------------------------------
 
 
-def test_a_host_store_is_read_expert_by_expert_into_its_place() -> None:
-    reader, _ = made_experts(1)
-    held = HeldExperts.fill(reader, CPU)
-    assert held.readable
-    assert reader.asked == list(range(E))
-    assert torch.equal(held.w1, reader.w1)
-    assert torch.equal(held.w2, reader.w2)
-
-
 def test_prompts_and_steps_of_a_rank_find_an_expert_in_the_stage_by_one_number() -> None:
     reader, _ = made_experts(9)
     cache = StagedCache(reader, Stage(8, reader.specs, CPU), 0, 2, CPU, num_experts=24, first_expert=10)
@@ -306,20 +282,6 @@ def test_the_slot_used_longest_ago_is_given_away() -> None:
     assert check_slots(cache, reader) == {2, 3}
     assert slots[2] == 1 - slots[3]
     assert (cache.needed, cache.fetched) == (4, 3)
-
-
-def test_an_expert_that_was_read_in_part_is_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    reader, _ = made_experts(5)
-    cache = StagedCache(reader, Stage(2, reader.specs, CPU), 0, 2, CPU)
-    cache.bring(torch.tensor([[0, 1]]))
-    monkeypatch.setattr(ReadExperts, "broken", 4)
-    for ids in ([1, 4], [4]):  # not taken for read
-        with pytest.raises(OSError, match="expert 4 is cut off"):
-            cache.bring(torch.tensor([ids]))
-    monkeypatch.undo()
-    for ids in ([0, 1], [4, 0], [1, 4]):
-        cache.bring(torch.tensor([ids]))
-        assert check_slots(cache, reader) == set(ids)
 
 
 def test_a_read_that_takes_long_is_named_with_its_layer(caplog, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,18 +132,6 @@ def test_freezing_changes_no_bit_and_halves_the_matrices(dtype):
         assert {name.split(".")[-2] for name in kept} == {"embedding", "router"}
 
 
-@torch.no_grad()
-def test_decode_steps_include_the_shared_expert():
-    model, group = awake_model(MODELS["shared expert in decode steps"])
-    engine, ran = GPTEngine(model, group, decode_tokens=4), []
-    for layer in model.moe_layers():
-        layer.shared.register_forward_hook(lambda module, inputs, output: ran.append(inputs[0].shape[0]))
-    engine.prefill(random_ids(1, 6), torch.tensor([6]), 9)
-    assert ran == [6] * model.config.num_layers, "the prompt is more than a decode step"
-    engine.decode(torch.tensor([1]))
-    assert len(ran) == model.config.num_layers, "a shared expert ran by itself in a decode step"
-
-
 @pytest.mark.parametrize(("sequences", "length", "message"), [
     (1, 0, "length=0 must be between"), (1, 33, "length=33 must be between 1 and"), (0, 4, "num_sequences=0 must be"),
 ])  # fmt: skip

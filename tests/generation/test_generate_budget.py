@@ -222,8 +222,8 @@ def test_layers_with_experts_are_counted(family):
 WIDE = replace(MODEL, moe=replace(MOE, num_experts=8))
 
 
-def generated_by_a_rank(rank: int, world_size: int, folder: str, budget: float | None):
-    settings = replace(GREEDY, source=folder, prompts=("1",), expert_budget=budget)
+def generated_by_a_rank(rank: int, world_size: int, folder: str, budget: float | None, expert_dtype=None):
+    settings = replace(GREEDY, source=folder, prompts=("1",), expert_budget=budget, expert_dtype=expert_dtype)
     job = make_job(Path(folder), model=WIDE, ep=world_size, generate=settings)
     return generate_job(job, Rank(rank, world_size))
 
@@ -238,3 +238,6 @@ def test_ranks_of_a_checkpoint_have_a_budget_each(tmp_path):
     assert second["expert_cache"] == cache
     assert (alone["expert_cache"]["slots"], cache["slots"]) == (4, 2)
     assert cache["needed"] == alone["expert_cache"]["needed"], "the experts of both ranks together"
+    narrow = generated_by_a_rank(0, 1, folder, 0.5, "mxfp8")["expert_cache"]
+    assert (cache["stored"], narrow["stored"]) == (None, "mxfp8")
+    assert narrow["fetched_bytes"] == narrow["fetched"] * EXPERT * (1 + 1 / 32) / 4
