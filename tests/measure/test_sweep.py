@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import signal
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from launch_jobs import TIMEOUT_S, run, start
+from launch_jobs import run
 from refusals import dry_run
 from training_cases import Rank
 
@@ -251,13 +248,6 @@ def test_a_folder_that_cannot_be_written_is_named_before_anything_is_measured(
         sweep_job(replace(config, resume=str(tmp_path)), Rank())
 
 
-TOKENS = tuple(range(16, 1040, 16))  # minutes of work: the sweep is not over when it is told to stop
-
-
-def times_in(folder: Path) -> int:
-    return sum(item.ms is not None for item in SweepLog.load(folder / CSV_NAME).rows.values())
-
-
 def test_progress_and_how_it_goes_on_are_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = ["model=tiny", "sweep.tokens=[16,32]", "sweep.comm_blocks=[8]", "sweep.rounds=1", f"output_dir={tmp_path}"]
     sweep_job(make_job(compose(words), 1), Rank())
@@ -277,24 +267,3 @@ def test_the_default_folder_is_named_after_the_task(capfd: pytest.CaptureFixture
         (["sweep"], "outputs/sweep-2"), (["train"], "outputs/train-2"), (["sweep", "output_dir=mine"], "mine"),
     ]:  # fmt: skip
         assert f"\noutput_dir: {folder}" in dry_run(capfd, *words)[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("signum", "to_all"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
-def test_a_sweep_that_is_stopped_keeps_whole_shapes(signum: signal.Signals, to_all: bool, tmp_path: Path) -> None:
-    """Ctrl-C reaches all processes of a terminal, ``kill`` only the one that is named."""
-    words = ("sweep", "nproc=2", f"sweep.tokens={list(TOKENS)}", "sweep.comm_blocks=[8,16]", "sweep.rounds=150")
-    process = start(*words, program=PROGRAM, folder=tmp_path)
-    deadline = time.monotonic() + TIMEOUT_S
-    while not (folders := list((tmp_path / "outputs").glob("sweep-*"))) or not times_in(folders[0]):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "no row was written"
-        time.sleep(0.05)
-    (os.killpg if to_all else os.kill)(process.pid, signum)
-    out, err = process.communicate(timeout=TIMEOUT_S)
-    assert (process.returncode, out) == (128 + signum, "")
-    begun, *_, stopped = (line for line in err.splitlines() if "shape" not in line)
-    assert begun.endswith(f"with output_dir=outputs/{folders[0].name}")
-    assert stopped == f"comet: stopped by {signum.name}; all ranks were ended"
-    assert 2 <= times_in(folders[0]) < 2 * len(TOKENS)
-    assert times_in(folders[0]) % 2 == 0, "whole shapes"

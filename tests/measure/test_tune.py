@@ -116,15 +116,6 @@ def test_the_command_on_two_ranks(
     assert {entry.kernels for entry in entries.values()} == {"triton"}  # there is no CUDA C++ on a CPU
 
 
-def test_several_models_in_one_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    config = job_of(tmp_path, "tune.models=[few,many]", "tune.tokens=[16,4]")
-    facts = tune.tune_job(config, Rank())
-    assert [point["model"] for point in facts["points"]] == ["few", "few", "many", "many"]
-    entries = ProfileStore.load(tmp_path / "cpu_x1.json", "cpu").entries
-    assert {(key.hidden_size, key.tokens) for key in entries} == {(32, 16), (32, 4), (64, 16), (64, 4)}
-    assert json.loads(capfd.readouterr().out.splitlines()[-1]) == facts
-
-
 def test_a_run_says_what_it_compiles_and_times(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
