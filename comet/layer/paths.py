@@ -104,6 +104,8 @@ def make_path(
         name = "fused" if group.device.type == "cuda" else "twin"
         if config.capacity_factor is None and layer_choice(config, group, overlap).setting is None:
             name = "plain"
+    elif overlap is not None and name in ("plain", "reference", "twin"):
+        group.resolver.warn(f"overlap={overlap} changes nothing on path={name!r}: it is for path 'fused'")
     known = get_args(Path)
     require(name in known, f"path={name!r} must be 'auto' or one of {known}")
     if name in ("fused", "twin"):

@@ -115,6 +115,16 @@ def test_ranks_that_make_different_layers_all_say_so(field: str, values: list, m
     assert told[0].startswith(message) if message else not told[0]
 
 
+@pytest.mark.parametrize("path", ["auto", "plain", "reference", "twin"])
+def test_a_split_that_does_nothing_is_told(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    group = make_group(0, 1)
+    for _ in range(2):
+        MoE(CONFIG, group, path=path, overlap=OverlapConfig())
+    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    words = f"overlap={OverlapConfig()} changes nothing on path={path!r}: it is for path 'fused'"
+    assert told == ([] if path == "auto" else [words])
+
+
 def lack_compilers(rank: int, world_size: int, lacking: list[str]) -> tuple[list[bool], list[str]]:
     """What the group, its layers and their launches know of the kernels in CUDA C++, and what is logged."""
     told = logged("comet.layer.group")
