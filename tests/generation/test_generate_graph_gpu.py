@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,14 +22,13 @@ from comet.generation.job import generate_job
 from comet.generation.text import ByteCodec
 from comet.graphed.step import DecodeStep
 from comet.jobs.generate import GenerateConfig
-from comet.models.cache import CHUNK, attend_to_cache
 from comet.models.config import ModelConfig
 from comet.training.trainer import train
 
 GPU = torch.device("cuda", 0)
 MODEL_GPU = replace(
     MODEL, context=1024, hidden_size=128, dense_layers=1, num_heads=4, num_kv_heads=2,
-    moe=replace(MOE, hidden_size=128, ffn_size=128, num_experts=8, shared_ffn_size=64),
+    moe=replace(MOE, hidden_size=128, ffn_size=128, num_experts=8, shared_ffn_size=128),
 )  # fmt: skip
 BATCHES = {1: (5,), 2: (4, 2), 5: (6, 1, 3, 6, 2)}
 STEPS = 12
@@ -83,33 +81,12 @@ def gpt_engines(
 @pytest.mark.parametrize("num_sequences", BATCHES)
 def test_comet_gpt(num_sequences: int, dtype: torch.dtype) -> None:
     (eager, captured), group = gpt_engines(dtype, GPU)
+    assert all(layer.experts.shared is not None for layer in captured.model.moe_layers()), "part of the steps"
     assert_same(eager, captured, 256, num_sequences)
     lengths = captured._cache.lengths.tolist()
     assert lengths == [length + STEPS - 1 for length in BATCHES[num_sequences]]
     torch.testing.assert_close(captured._cache.keys, eager._cache.keys, rtol=1e-5, atol=1e-5)
     group.close()
-
-
-@pytest.mark.gpu
-@torch.no_grad()
-def test_replayed_steps_read_a_shared_expert_as_it_is_now() -> None:
-    """It joins the decode steps, which read copies of its weights."""
-    config = replace(MODEL_GPU, moe=replace(MODEL_GPU.moe, shared_ffn_size=256))
-    engines, group = gpt_engines(torch.bfloat16, GPU, config=config)
-    for engine in engines:
-        assert all(layer.experts.shared is not None for layer in engine.model.moe_layers())
-        engine.prefill(*prompts_of(2, 1, 256, GPU), 64)
-    for step in range(STEPS):
-        eager, captured = (engine.decode(torch.tensor([step, 2], device=GPU)) for engine in engines)
-        torch.testing.assert_close(captured, eager, rtol=1e-5, atol=1e-5, msg=f"step {step}")
-        for engine in engines if step % 3 == 2 else []:
-            for layer in engine.model.moe_layers():
-                for weight in layer.shared.parameters():
-                    weight.normal_(std=0.5, generator=torch.Generator(GPU).manual_seed(step))
-    assert engines[1].graph_fallback_reason == ""
-    group.close()
-    with pytest.raises(RuntimeError, match=r"was used after close\(\)"):
-        engines[1].decode(torch.tensor([1, 2], device=GPU))
 
 
 @pytest.mark.gpu
@@ -190,23 +167,6 @@ def test_replays_allocate_nothing_that_stays() -> None:
     group.close()
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("places", [5, CHUNK, 16 * CHUNK])
-def test_attention_to_a_cache(places: int, dtype: torch.dtype) -> None:
-    generator = torch.Generator(GPU).manual_seed(places)
-    query = torch.randn(2, 8, 1, 64, generator=generator, device=GPU).to(dtype)
-    keys, values = torch.randn(2, 2, 2, places, 64, generator=generator, device=GPU).to(dtype)
-    unseen = (torch.arange(places, device=GPU) >= torch.tensor([[places], [3]], device=GPU))[:, None, None]
-    wide = [part.repeat_interleave(4, 1).double() for part in (keys, values)]
-    scores = (query.double() @ wide[0].mT / 8).masked_fill(unseen, -torch.inf)
-    exact = scores.softmax(-1) @ wide[1]
-    with torch.autocast("cuda", torch.bfloat16):
-        found = attend_to_cache(query, keys, values, unseen)
-    assert found.dtype == dtype
-    assert (found.double() - exact).abs().max() < (1e-4 if dtype == torch.float32 else 3e-2)
-
-
 @pytest.mark.multi_gpu(n=2)
 @in_ranks(2, backend=ON_GPUS, timeout=400)
 def test_two_ranks(rank: int, world_size: int) -> None:
@@ -278,43 +238,3 @@ def test_captured_passes_make_the_texts_of_eager_ones_and_of_plain_decoding() ->
     assert made[0].texts == made[1].texts == plain.texts
     assert (made[0].graph_fallback_reason, made[1].graph_fallback_reason) == ("", "cuda_graph='off'")
     assert made[0].speculation["drafted"] > made[0].speculation["accepted"] > 0
-
-
-@pytest.mark.gpu
-@torch.no_grad()
-def test_in_bfloat16_a_text_leaves_plain_decoding_only_where_two_tokens_are_as_likely() -> None:
-    """Products of one row and of five round differently; what differs first must have been nearly equal."""
-    plain, drafting = (
-        engine_of(torch.bfloat16, each) for each in (None, SpeculationConfig(draft_experts=(2,), tau=0.0))
-    )
-    tokens = torch.tensor(made_tokens(drafting))
-    prompts = torch.zeros(3, 20, dtype=torch.int64)
-    for row, prompt in enumerate(PROMPTS):
-        prompts[row, : len(prompt)] = torch.tensor(prompt)
-    logits = plain.prefill(prompts.to(GPU), torch.tensor([len(prompt) for prompt in PROMPTS], device=GPU), 400)
-    gaps = []
-    for column in tokens.T.to(GPU):  # plain steps over the very tokens of speculation
-        best = logits.max(dim=1).values
-        gaps.append(best - logits.gather(1, column[:, None])[:, 0])
-        scale = logits.abs().max()
-        logits = plain.decode(column)
-    gap = torch.stack(gaps)
-    print(
-        f"{int((gap > 0).sum())} of {gap.numel()} tokens are not the most probable one, by at most {float(gap.max())}"
-    )
-    assert float(gap.max()) <= float(scale) * 2**-5, "a few times the rounding of bfloat16, 2^-8 of the largest logit"
-
-
-def made_tokens(engine: GPTEngine) -> list[list[int]]:
-    config = GenerateConfig(
-        prompts=("a", "b", "c"), max_new_tokens=120, temperature=0.0, speculate="conservative", tau=0.0
-    )
-    tokens: list[list[int]] = [[], [], []]
-
-    class Listening(ByteCodec):
-        def stream(self, prompt):
-            heard = tokens[PROMPTS.index(list(prompt))]
-            return SimpleNamespace(push=lambda token: heard.append(token) or "", finish=str)
-
-    generate(engine, Listening(), PROMPTS, config, context=512)
-    return tokens

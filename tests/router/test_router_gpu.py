@@ -115,8 +115,8 @@ def test_scores_that_are_not_finite_or_underflow() -> None:
 def test_kernels_measure_like_plain_torch_without_waiting(changes: dict, num_tokens: int) -> None:
     """The router as a layer calls it, in float32, against the functions that specify it."""
     router, tokens = make_case(changes, num_tokens)
-    router, tokens = router.float().cuda(), tokens.bfloat16().cuda()
-    router.weight.grad = torch.zeros_like(router.weight)
+    router, tokens = router.float().cuda(), tokens.bfloat16().cuda().requires_grad_()
+    tokens.grad, router.weight.grad = torch.zeros_like(tokens), torch.zeros_like(router.weight)
     with no_wait():
         routing = router(tokens)
         largest = torch.zeros((), device="cuda")
@@ -129,54 +129,9 @@ def test_kernels_measure_like_plain_torch_without_waiting(changes: dict, num_tok
     (grad,) = torch.autograd.grad(wanted.loss + weights.square().sum(), logits)
     torch.testing.assert_close(routing.top_k_weights, weights)
     torch.testing.assert_close(tuple(stats), tuple(wanted))
+    torch.testing.assert_close(tokens.grad, (grad @ router.weight).bfloat16())
     torch.testing.assert_close(router.weight.grad, grad.T @ tokens.float(), rtol=1e-4, atol=1e-4)
     assert largest == (logits.abs().max() if num_tokens else 0)
-
-
-@pytest.mark.parametrize("changes", VARIANTS, ids=str)
-def test_kernels_route_and_learn_like_plain_torch(changes: dict) -> None:
-    """Some tokens may be routed otherwise, where two experts are as good in float32; hence gradients, by the ids."""
-    router, tokens = make_case(changes, 500)
-    router, tokens = router.float().cuda(), tokens.bfloat16().cuda().requires_grad_()
-    routing = router(tokens)
-    logits = torch.nn.functional.linear(tokens.float(), router.weight)
-    torch.testing.assert_close(routing.logits, logits, rtol=1e-5, atol=1e-5)
-    grad = torch.randn_like(logits)
-    leaves = (tokens, router.weight)
-    for actual, wanted in zip(
-        torch.autograd.grad(routing.logits, leaves, grad), torch.autograd.grad(logits, leaves, grad), strict=True
-    ):
-        torch.testing.assert_close(actual, wanted)
-    assert all(row.unique().numel() == 4 for row in routing.top_k_ids)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ties_are_broken_like_on_the_cpu(dtype: torch.dtype) -> None:
-    router, tokens = make_case({}, 500)
-    with torch.no_grad():
-        router.weight.copy_(torch.randint(-1, 2, router.weight.shape))
-    router, tokens = router.to(dtype), tokens.sign().to(dtype)  # small integers: exact logits, full of ties
-    expected = router(tokens).top_k_ids
-    assert torch.equal(router.cuda()(tokens.cuda()).top_k_ids.cpu(), expected)
-
-
-@pytest.mark.parametrize("changes", VARIANTS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_forward_replays_in_a_cuda_graph(changes: dict, dtype: torch.dtype) -> None:
-    router, tokens = make_case(changes, 64)
-    router, tokens = router.to("cuda", dtype), tokens.to("cuda", dtype)
-    stats_of(router, router(tokens))
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad(), torch.cuda.graph(graph):
-        routing = router(tokens)
-        stats = stats_of(router, routing)
-    tokens.copy_(tokens.flip(0))
-    graph.replay()
-    expected = router(tokens)
-    assert torch.equal(routing.top_k_ids, expected.top_k_ids)
-    assert torch.equal(routing.top_k_weights, expected.top_k_weights)
-    assert torch.equal(stats.expert_load, stats_of(router, expected).expert_load)
 
 
 @pytest.mark.parametrize(("value", "shown"), [(math.nan, "nan"), (math.inf, "(inf|nan)"), (-math.inf, "(inf|nan)")])

@@ -11,7 +11,6 @@ from generate_cases import drafting_rounds
 from gpus import ON_GPUS
 from hf_cases import (
     FAMILIES,
-    greedy,
     logits_with_cache,
     make_group,
     prompt,
@@ -143,16 +142,6 @@ def test_steps_and_verification_are_those_without_it_bit_for_bit(
     print(report)
     assert report.prefetched >= report.prefetched_needed > 0
     assert cache_report(models[0]).prefetched == 0
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("family", FAMILIES)
-def test_generate_writes_what_it_writes_without_it(family: str, tmp_path: Path) -> None:
-    models = [load(family, torch.bfloat16, tmp_path, prefetch=prefetch) for prefetch in (False, "auto")]
-    assert [cache_report(model).prefetch for model in models] == [False, True]
-    for batch, length in ((1, 1), (2, 9), (1, 3)):
-        assert torch.equal(*[greedy(model, prompt(batch, length).cuda()) for model in models])
-    assert cache_report(models[1]).prefetched_needed > 0
 
 
 @pytest.mark.multi_gpu(n=2)
