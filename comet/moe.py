@@ -47,8 +47,8 @@ class MoE(nn.Module):
         path: ``fused`` (kernels over symmetric memory), ``twin`` (the same plan in plain torch, for CPUs), ``plain``
             (all-to-all and grouped GEMM), ``reference`` (gathered weights, plain torch), or ``auto``: fused on a GPU,
             twin on a CPU, plain where that was measured to be faster or the group spans several nodes.
-        overlap: Split and order of the fused kernels' work, of which other paths have none and warn; ``None`` takes what
-            was measured, else the default.
+        overlap: Split and order of the fused kernels' work, of which other paths have none and warn; ``None`` takes
+            what was measured, else the default.
         seed: Weights depend on (seed, global expert) only, so every EP x TP layout starts from the same model; give
             each layer of a model another seed.
         param_dtype: Element type of the parameters; they are cast to the tokens' type in the forward pass.
