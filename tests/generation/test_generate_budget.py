@@ -173,6 +173,8 @@ MISTAKES = [  # budget and other settings, and what is said
     ("0.5 expert_store=disk", "generate.expert_store='disk' must be one of host, file"),
     ("0.5 expert_store=file host_budget=0.1", "generate.host_budget=0.1 holds 1 experts, and must hold the 4 that "),
     ("null expert_store=file", "generate.expert_store=file must come with an expert_budget"),
+    ("null host_cores=1", "generate.host_cores=1 must come with an expert_budget"),
+    (f"0.5 host_cores=1 {FROM_FILES}", "generate.host_cores=1 must be off with expert_store=file"),
     ("null expert_policy=lfu", "generate.expert_policy=lfu must come with an expert_budget"),
     ("0.5 expert_policy=fifo", "generate.expert_policy='fifo' must be one of lru, lfu"),
     (f"0.5 expert_policy=lfu {FROM_FILES}", "generate.expert_policy='lfu' must be 'lru' with expert_store='file'"),

@@ -170,16 +170,6 @@ def test_a_layer_takes_what_was_measured(tmp_path: Path, caplog) -> None:
     ]
 
 
-def test_without_measurements_the_default_and_a_given_setting_always(tmp_path: Path) -> None:
-    path = symmetric(MoE(MOE, group_of(1, tmp_path / "none")))
-    assert path.backend.settings.comm_blocks == OverlapConfig().comm_blocks
-    write_profile(tmp_path, 1, {128: (BEST, 1.0)})
-    given = symmetric(MoE(MOE, group_of(1, tmp_path), overlap=OverlapConfig(comm_blocks=7)))
-    assert given.backend.settings.comm_blocks == 7
-    with pytest.raises(ValueError, match="comm_blocks=132 must be below the 132 SMs of cpu"):
-        MoE(MOE, group_of(1, tmp_path), overlap=OverlapConfig(comm_blocks=132))
-
-
 def test_auto_is_plain_where_that_was_faster(tmp_path: Path) -> None:
     write_profile(tmp_path, 1, {128: (None, 1.0)})
     group = group_of(1, tmp_path)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from cache_cases import decide_as_on_a_gpu, leave_all_to
+from cache_cases import decide_as_on_a_gpu
 from generate_cases import drafting_rounds
 from hf_cases import (
     CountedReads,
@@ -23,7 +23,6 @@ from hf_cases import (
     assert_ranks_agree,
     edit_state,
     greedy,
-    logits_with_cache,
     make_group,
     prompt,
     save_fused,
@@ -37,13 +36,12 @@ from torch import Tensor
 
 import comet.experts.store
 from comet.config import SpeculationConfig
-from comet.errors import HostComputeError
 from comet.experts.prefetch import probable
 from comet.generation.hf import HFEngine
 from comet.integrations import hf
 from comet.integrations.hf.families import num_moe_layers
 from comet.integrations.hf.fp8 import FP8Experts
-from comet.integrations.hf.stored_experts import LayerFiles, StoredExperts, cache_report, cores_of
+from comet.integrations.hf.stored_experts import LayerFiles, StoredExperts, cache_report
 from comet.quantization.formats import quantize_mx
 from comet.router.router import Router
 
@@ -78,33 +76,6 @@ def test_shared_experts_run_by_themselves(family, tmp_path):
     modules = [module for module in loaded.modules() if isinstance(module, StoredExperts)]
     assert len(modules) == num_moe_layers(model.config)
     assert all(module.shared is None for module in modules)
-
-
-def test_the_hosts_cores_compute_some_of_what_is_missing(mixtral):
-    whole, loaded = (
-        hf.load_pretrained(mixtral, **settings) for settings in ({}, {"expert_budget": 0.5, "host_cores": "1"})
-    )
-    cores = cores_of(loaded)
-    assert cores_of(whole) is None
-    leave_all_to(cores)
-    ids = prompt(1, 12)
-    torch.testing.assert_close(
-        logits_with_cache(loaded, ids, 1), logits_with_cache(whole, ids, 1), rtol=1e-4, atol=1e-4
-    )
-    hf.check(loaded)
-    report = cache_report(loaded)
-    assert report.needed == report.hosted > 0 == report.fetched
-    cores.process.kill()
-    cores.process.wait()
-    with pytest.raises(HostComputeError, match="the process ended with status -9"):
-        hf.check(loaded)
-    with pytest.raises(HostComputeError, match="the process ended with status -9"):
-        logits_with_cache(loaded, ids, 1)
-    for settings in ({"expert_budget": None}, {"expert_budget": 0.5, **STORES["file"]}):
-        with pytest.raises(
-            ValueError, match=r"host_cores=1 must (come with an expert_budget|be off with expert_store)"
-        ):
-            hf.load_pretrained(mixtral, **settings, host_cores="1")
 
 
 def make_pageable(monkeypatch) -> None:

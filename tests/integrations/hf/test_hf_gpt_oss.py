@@ -18,6 +18,7 @@ from cache_cases import leave_all_to
 from hf_cases import Expected, edit_state, make_group, prompt, publish_mxfp4, same_state, tiny_model
 from ranks import run_ranks
 
+from comet.errors import HostComputeError
 from comet.integrations import hf
 from comet.integrations.hf.stored_experts import cache_report, cores_of
 from comet.kernels.runtime.activation import Activation
@@ -85,7 +86,11 @@ def test_experts_beyond_memory(budget: str, folders: Folders) -> None:
     assert report.fetched > 0
     assert (report.hosted > 0) == (cores is not None)
     if cores is not None:
-        cores.close()
+        cores.process.kill()
+        cores.process.wait()
+        for call in (hf.check, lambda model: model(token)):
+            with torch.no_grad(), pytest.raises(HostComputeError, match="the process ended with status -9"):
+                call(loaded)
     with pytest.raises(ValueError, match="experts are in a store and no parameters; load the model without expert_bu"):
         loaded.save_pretrained(folder)
     with pytest.raises(ValueError, match="experts are laid out as Comet multiplies them; save the model before"):
