@@ -378,29 +378,22 @@ def clear_router(num_experts: int, hidden: int) -> Tensor:
     return 0.5 * torch.eye(num_experts, hidden)
 
 
-def begin_sized(size: Size, layout: Layout, device: str) -> tuple[Any, Any, ExpertGroup]:
-    """Configurations in bf16 and float32 for a layout, which is started, and Comet's group.
-
-    Layers compute forward once more for the backward pass.
-    """
-    start(*layout, device)
-    recompute = dict(recompute_granularity="selective", recompute_modules=["moe"])
-    fields = dict(size.fields(), use_cpu_initialization=device == "cpu", **recompute)
-    config = make_config(**fields, bf16=True, params_dtype=torch.bfloat16)
-    spare = 0 if device == "cpu" else 32
-    group = make_group(
-        config, max_tokens=size.sequence * size.batch, dtype=torch.bfloat16, device=device, timeout_s=20.0,
-        reserved_sms=spare,
-    )  # fmt: skip
-    return config, make_config(**fields), group
-
-
 def train_beside_megatron(
     rank: int, world_size: int, size: Size, layouts: list[Layout], steps: int, device: str
 ) -> None:
-    """In each layout steps of three models with the same weights, each rank late by another time in each."""
+    """In each layout steps of three models with the same weights, each rank late by another time in each.
+
+    Layers compute forward once more for the backward pass.
+    """
+    recompute = dict(recompute_granularity="selective", recompute_modules=["moe"])
     for layout in layouts:
-        config, wide, group = begin_sized(size, layout, device)
+        start(*layout, device)
+        fields = dict(size.fields(), use_cpu_initialization=device == "cpu", **recompute)
+        config, wide = make_config(**fields, bf16=True, params_dtype=torch.bfloat16), make_config(**fields)
+        group = make_group(
+            config, max_tokens=size.sequence * size.batch, dtype=torch.bfloat16, device=device, timeout_s=20.0,
+            reserved_sms=0 if device == "cpu" else 32,
+        )  # fmt: skip
         make = partial(make_clear, size=size, device=device)
         stock, ours = twins(make, config, group, rank)
         models = [Trainee(config, stock), Trainee(config, ours)]  # which rounds their weights

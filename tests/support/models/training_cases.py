@@ -34,7 +34,6 @@ TEXT = torch.arange(3000).square().remainder(97).to(torch.uint8)
 # Without the load-balancing loss, which is not a mean over tokens, the global objective does not depend on the split.
 LINEAR = replace(MODEL, moe=replace(MOE, balance="none", shared_ffn_size=16))
 GPT_OSS = replace(LINEAR, moe=replace(LINEAR.moe, activation=Activation("clamped_swiglu", limit=0.5), expert_bias=True))
-LAYOUTS = [(2, 1), (1, 2), (1, 1)]  # of two ranks
 
 
 def Rank(rank: int = 0, world_size: int = 1, *, attempt: int = 0, device: torch.device = CPU) -> RankContext:
