@@ -160,9 +160,8 @@ def wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
 def losses_of(out: Path) -> dict[int, float]:
     """Training loss by step, and the held-out loss of the end as that of step -1."""
     found = dict(enumerate(losses(out), start=1))
-    if (out / "result.json").exists():
-        found[-1] = json.loads((out / "result.json").read_text())["heldout_nats_per_byte"]
-    return found
+    end = json.loads((out / "result.json").read_text()) if (out / "result.json").exists() else {}
+    return found | ({-1: end["heldout_nats_per_byte"]} if "heldout_nats_per_byte" in end else {})
 
 
 def judge(order: Order, ended: Ended) -> Finding:
