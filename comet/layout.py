@@ -29,6 +29,18 @@ def positions_in_groups(groups: Tensor, num_groups: int) -> tuple[Tensor, Tensor
     return positions, sizes
 
 
+class RoutedTokens(NamedTuple):
+    """The tokens that a rank passes to a layer, and where they go."""
+
+    tokens: Tensor  # (T, D)
+    top_k_ids: Tensor  # (T, K) int32 global experts, none twice in a row; -1 masks a slot
+    top_k_weights: Tensor  # (T, K) float32
+
+    def part(self, rows: slice) -> RoutedTokens:
+        """Some of them."""
+        return RoutedTokens(*(each[rows] for each in self))
+
+
 class Biases(NamedTuple):
     """What is added to the products of both projections of some experts."""
 

@@ -19,7 +19,7 @@ from comet.layer.group import ExpertGroup
 from comet.layer.paths import ExpertPath, make_path
 from comet.layer.sharding import GradReduce, expert_parameter, local, local_weights
 from comet.layer.shared_expert import SharedExpert, joins_step
-from comet.layout import Biases
+from comet.layout import Biases, RoutedTokens
 from comet.router.losses import RouterStats
 from comet.router.router import Router
 from comet.utils.uncompiled import uncompiled
@@ -171,11 +171,11 @@ class MoE(nn.Module):
         Raises:
             ValueError: If tokens or routing do not fit the group or each other, or weights are not all there.
         """
+        routed = RoutedTokens(tokens, top_k_ids, top_k_weights)
         weights = local_weights(self.w1, self.w2, tokens.dtype, self.grad_reduce)
         if self.b1 is None or self.b2 is None:
-            return self.experts(tokens, top_k_ids, top_k_weights, *weights)
-        biases = Biases(*local_weights(self.b1, self.b2, tokens.dtype, self.grad_reduce))
-        return self.experts(tokens, top_k_ids, top_k_weights, *weights, biases)
+            return self.experts(routed, *weights)
+        return self.experts(routed, *weights, Biases(*local_weights(self.b1, self.b2, tokens.dtype, self.grad_reduce)))
 
     def tokens_of(self, x: Tensor) -> Tensor:
         """``(..., D)`` as ``(T, D)``; ValueError if size, device or type are not the layer's."""

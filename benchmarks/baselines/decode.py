@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm, group_gemm_torch
+from comet.layout import RoutedTokens
 from comet.modular.experts import tiles_of_ids
 
 from lib.decode import PREFIX, Step
@@ -108,8 +109,9 @@ EXPERT_CONFIGS = (
 )
 
 
-def torch_experts(tokens: Tensor, ids: Tensor, routing_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+def torch_experts(routed: RoutedTokens, w1: Tensor, w2: Tensor) -> Tensor:
     """Sort the routed rows by expert, two of torch's grouped GEMMs, weighted sum: ``(T, D)``; no id may be masked."""
+    tokens, ids, routing_weights = routed
     order = ids.flatten().argsort(stable=True)
     is_for = ids.flatten()[:, None] == torch.arange(w1.shape[0], device=ids.device)  # (J, E)
     ends = is_for.sum(0).cumsum(0).to(torch.int32)
@@ -120,12 +122,9 @@ def torch_experts(tokens: Tensor, ids: Tensor, routing_weights: Tensor, w1: Tens
     return weighted_sum(outputs, routing_weights)
 
 
-def triton_experts(
-    tokens: Tensor, ids: Tensor, routing_weights: Tensor, w1: Tensor, w2: Tensor, config: GemmConfig
-) -> Tensor:
-    """Sort and pad the routed rows into tiles, Comet's grouped GEMM twice, weighted sum; of what ``torch_experts``
-    takes.
-    """
+def triton_experts(routed: RoutedTokens, w1: Tensor, w2: Tensor, config: GemmConfig) -> Tensor:
+    """Sort and pad the routed rows into tiles, Comet's grouped GEMM twice, weighted sum."""
+    tokens, ids, routing_weights = routed
     gemm = group_gemm if tokens.is_cuda else group_gemm_torch
     table, places = tiles_of_ids(ids, w1.shape[0], BLOCK_ROWS)
     num_rows = len(table.row_ids)

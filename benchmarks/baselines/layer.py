@@ -21,7 +21,7 @@ from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm
 from comet.kernels.runtime.activation import SWIGLU, Activation
 from comet.kernels.runtime.arguments import TileTable
 from comet.layer.routed_experts import SymmetricPath
-from comet.layout import Biases, ExpertLayout, added_biases
+from comet.layout import Biases, ExpertLayout, RoutedTokens, added_biases
 from comet.measure.timing import Variant
 from comet.modular.experts import tiles_of_ids
 from comet.reference.plain import dispatch_rows, expert_rows, grouped_matmul, make_exchange, weighted_sum
@@ -96,9 +96,7 @@ NUM_CHUNKS = 2
 
 @torch.no_grad()
 def pipelined_experts(
-    tokens: Tensor,
-    top_k_ids: Tensor,
-    top_k_weights: Tensor,
+    routed: RoutedTokens,
     w1: Tensor,
     w2: Tensor,
     layout: ExpertLayout,
@@ -108,11 +106,11 @@ def pipelined_experts(
 ) -> Tensor:
     """The plain path on two halves of the tokens: one travels while the other is computed."""
     require(layout.world_size > 1, f"world_size={layout.world_size} must be more than 1 to pipeline communication")
-    ids, weights = top_k_ids.tensor_split(NUM_CHUNKS), top_k_weights.tensor_split(NUM_CHUNKS)
+    tokens, ids, weights = (each.tensor_split(NUM_CHUNKS) for each in routed)
     exchanges = [make_exchange(chunk, layout, process_group) for chunk in ids]
     fan_out = layout.top_k * layout.tp
     arriving, returning = [], []
-    for chunk, exchange in zip(tokens.tensor_split(NUM_CHUNKS), exchanges, strict=True):
+    for chunk, exchange in zip(tokens, exchanges, strict=True):
         sent = chunk.index_select(0, exchange.send_entries // fan_out)
         arriving.append(_start_all_to_all(sent, exchange.send_counts, exchange.recv_counts, process_group))
     for (received, arrival, _sent), exchange in zip(arriving, exchanges, strict=True):
@@ -128,9 +126,7 @@ def pipelined_experts(
 
 @torch.no_grad()
 def all_gather_experts(
-    tokens: Tensor,
-    top_k_ids: Tensor,
-    top_k_weights: Tensor,
+    routed: RoutedTokens,
     w1: Tensor,
     w2: Tensor,
     layout: ExpertLayout,
@@ -139,10 +135,8 @@ def all_gather_experts(
     biases: Biases | None = None,
 ) -> Tensor:
     """All-gather the tokens, compute this rank's experts on all, reduce-scatter; T must be equal on all ranks."""
-    num_ranks, first = layout.world_size, layout.first_expert
-    tokens_all, ids_all, weights_all = (
-        _all_gather(tensor, num_ranks, process_group) for tensor in (tokens, top_k_ids, top_k_weights)
-    )
+    num_ranks, first, tokens = layout.world_size, layout.first_expert, routed.tokens
+    tokens_all, ids_all, weights_all = (_all_gather(tensor, num_ranks, process_group) for tensor in routed)
     owned = (ids_all >= first) & (ids_all < first + layout.experts_local)
     alone = ExpertLayout(num_experts=layout.experts_local, top_k=layout.top_k, ep=1, tp=1, rank=0)
     exchange = make_exchange((ids_all - first).masked_fill(~owned, -1), alone, None)

@@ -43,7 +43,7 @@ from comet.config import require
 from comet.decode import MAX_DECODE_TOKENS, DecodeScratch, DecodeWeights, warp_decode
 from comet.decode.runners import rank_slice, run_path_on_slices
 from comet.kernels.decode.step import Batch
-from comet.layout import ExpertLayout
+from comet.layout import ExpertLayout, RoutedTokens
 from comet.measure.timing import Timing, Variant, capture
 
 from baselines.decode import EXPERT_CONFIGS, find_library, torch_experts, triton_experts
@@ -103,7 +103,7 @@ def own_runs(team: Team, steps: Sequence[Step], variants: Sequence[str]) -> dict
     def own_fused(index: int) -> Tensor:
         assert team.fused is not None
         weights = steps[index].set.plain
-        return team.fused(*shares[index], weights.w1, weights.w2)
+        return team.fused(RoutedTokens(*shares[index]), weights.w1, weights.w2)
 
     has_room = slots * ranks <= MAX_DECODE_TOKENS
     found: dict[str, StepRun] = {"own_nccl": own_nccl} if has_room else {}
@@ -167,7 +167,7 @@ def run_fused(team: Team, steps: Sequence[Step], index: int) -> Tensor:
     if team.is_alone:
         return path(*plain(step))
     compute = partial(path, w1=step.set.plain.w1, w2=step.set.plain.w2)
-    return run_path_on_slices(step.tokens, step.ids, step.routing_weights, compute, group)
+    return run_path_on_slices(plain(step)[0], compute, group)
 
 
 def routed(step: Step) -> tuple[Tensor, Tensor, Tensor, DecodeWeights]:
@@ -175,9 +175,9 @@ def routed(step: Step) -> tuple[Tensor, Tensor, Tensor, DecodeWeights]:
     return step.tokens, step.ids, step.routing_weights, step.weights
 
 
-def plain(step: Step) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Arguments of paths that take no quantised weights."""
-    return step.tokens, step.ids, step.routing_weights, step.set.plain.w1, step.set.plain.w2
+def plain(step: Step) -> tuple[RoutedTokens, Tensor, Tensor]:
+    """Arguments of paths, which take no quantised weights."""
+    return RoutedTokens(step.tokens, step.ids, step.routing_weights), step.set.plain.w1, step.set.plain.w2
 
 
 def figures(

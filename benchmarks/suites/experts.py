@@ -53,7 +53,7 @@ from comet.experts.host.profile import HostSizes
 from comet.experts.prefetch import prefetch_between
 from comet.experts.store import HeldExperts
 from comet.layer.group import ExpertGroup, make_expert_group
-from comet.layout import ExpertLayout
+from comet.layout import ExpertLayout, RoutedTokens
 from comet.measure.timing import capture, time_interleaved
 from comet.quantization.formats import MXType, quantize_mx
 from comet.reference.plain import grouped_matmul
@@ -146,7 +146,7 @@ class Layers:
 
         def step() -> None:
             for parts, layer, ids in zip(stores, layers, next_ids(), strict=True):
-                layer(self.token, ids, self.weights, parts["w1"], parts["w2"])
+                layer(RoutedTokens(self.token, ids, self.weights), parts["w1"], parts["w2"])
 
         return step, caches
 
@@ -181,7 +181,8 @@ class Layers:
 
     def compute(self, ids: Tensor, experts: DecodeWeights) -> None:
         """A layer's step, from experts that are where ``experts`` has them."""
-        self.runner(self.token, ids, self.weights, experts.w1, experts.w2, experts=experts)
+        routed = RoutedTokens(self.token, ids, self.weights)
+        self.runner(routed, experts.w1, experts.w2, experts=experts)
 
     def on_demand(self) -> Callable[[], Any]:
         """A step for which the host copies the rank's experts that the trace names."""
@@ -213,11 +214,11 @@ class Layers:
     def prompt(self, num_tokens: int, caches: Sequence[ExpertCache]) -> Callable[[int], Any]:
         """A prompt through caches, for which the host waits for the routing of each layer."""
         layers = [CachedExperts(cache, self.runner, self.config.top_k) for cache in caches]
-        tokens, ids, weights = self.prompt_tokens(num_tokens)
+        routed = RoutedTokens(*self.prompt_tokens(num_tokens))
 
         def read(_: int) -> None:
             for layer, parts in zip(layers, self.host, strict=True):
-                layer(tokens, ids, weights, parts["w1"], parts["w2"])
+                layer(routed, parts["w1"], parts["w2"])
 
         return read
 

@@ -26,7 +26,7 @@ from comet.config import MoEConfig
 from comet.graphed.moe import TrainingGraphs
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.sharding import local
-from comet.layout import Biases, ExpertLayout
+from comet.layout import Biases, ExpertLayout, RoutedTokens
 from comet.measure.timing import Variant, capture
 from comet.moe import MoE
 from comet.reference.plain import make_exchange, plain_experts
@@ -185,7 +185,9 @@ def layer_variants(
     biases = Biases(*given) if given else None
     baselines = {"plain": plain_experts, "pipelined": pipelined_experts, "all_gather": all_gather_experts}
     experts: dict[str, Experts] = {
-        name: lambda *routed, run=run: run(*routed, w1, w2, layout, group, layer.config.activation, biases)
+        name: lambda *routed, run=run: run(
+            RoutedTokens(*routed), w1, w2, layout, group, layer.config.activation, biases
+        )
         for name, run in baselines.items()
         if name in arguments.variants and not (arguments.backward and name in FORWARD_ONLY)
     }
@@ -197,7 +199,7 @@ def layer_variants(
         assert isinstance(moe.experts, SymmetricPath)
         in_fp8, fp8_w1, fp8_w2 = moe.experts.fp8, *layer.fp8
         names = [name for name in FP8_VARIANTS if ranks.device.type == "cuda" or not name.endswith("graph")]
-        run_fp8: Experts = lambda tokens, ids, weights: in_fp8(tokens, ids, weights, fp8_w1, fp8_w2, biases)  # noqa: E731
+        run_fp8: Experts = lambda *routed: in_fp8(RoutedTokens(*routed), fp8_w1, fp8_w2, biases)  # noqa: E731
         experts |= {name: run_fp8 for name in names if name in arguments.variants}
     found: dict[str, LayerVariant] = {}
     for name, run in experts.items():

@@ -37,7 +37,7 @@ from comet.jobs.config import TrainConfig
 from comet.layer.group import ExpertGroup, make_expert_group
 from comet.layer.paths import ExpertPath, make_path
 from comet.layer.sharding import local
-from comet.layout import Biases
+from comet.layout import Biases, RoutedTokens
 from comet.models.config import NUM_BYTE_VALUES, ModelConfig
 from comet.models.gpt import GPT
 from comet.training.optimizer import make_optimizer
@@ -132,16 +132,9 @@ class NoExperts(torch.autograd.Function):
         return grads[0], *(torch.full_like(each, 1e-4) for each in ctx.saved_tensors)
 
 
-def no_experts(
-    tokens: Tensor,
-    top_k_ids: Tensor,
-    top_k_weights: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    biases: Biases | None = None,
-) -> Tensor:
+def no_experts(routed: RoutedTokens, w1: Tensor, w2: Tensor, biases: Biases | None = None) -> Tensor:
     """An ``ExpertPath``; see ``NoExperts``."""
-    found: Tensor = NoExperts.apply(tokens, w1, w2, *(biases or ()))
+    found: Tensor = NoExperts.apply(routed.tokens, w1, w2, *(biases or ()))
     return found
 
 

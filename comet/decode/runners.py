@@ -28,7 +28,7 @@ from comet.layer.group import ExpertGroup
 from comet.layer.paths import ExpertPath, make_path
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.weights import match_once, match_weights
-from comet.layout import Biases, ExpertLayout, added_biases
+from comet.layout import Biases, ExpertLayout, RoutedTokens, added_biases
 from comet.quantization.formats import FP8, FP8_BLOCK
 from comet.reference.plain import plain_experts
 from comet.utils.graphs import is_capturing
@@ -95,16 +95,14 @@ class LocalRunner:
     @uncompiled
     def __call__(
         self,
-        tokens: Tensor,
-        top_k_ids: Tensor,
-        top_k_weights: Tensor,
+        routed: RoutedTokens,
         w1: Tensor,
         w2: Tensor,
         biases: Biases | None = None,
         *,
         experts: DecodeWeights | None = None,
     ) -> Tensor:
-        """``(T, D)``, ``(T, K)`` int32, ``(T, K)`` float32, ``(e, 2F/TP, D)``, ``(e, D, F/TP)`` -> ``(T, D)``.
+        """Tokens and ``(e, 2F/TP, D)``, ``(e, D, F/TP)`` -> ``(T, D)``.
 
         The weighted sum of each token's experts, of those this rank holds.
 
@@ -113,16 +111,16 @@ class LocalRunner:
             experts: What a decode step reads in place of w1, w2 and biases, such as those of ``SharedSlots``; only to
                 be given where the call is one (``joins_step``), or where they are in block FP8 and ``takes_fp8``.
         """
-        layout = ExpertLayout(num_experts=w1.shape[0], top_k=top_k_ids.shape[1], ep=1, tp=1, rank=0)
-        learns = wants_grad(tokens, top_k_weights, w1, w2, *(biases or ()))
-        if tokens.shape[0] <= self.decode.max_tokens and not learns:
+        layout = ExpertLayout(num_experts=w1.shape[0], top_k=routed.top_k_ids.shape[1], ep=1, tp=1, rank=0)
+        learns = wants_grad(*routed, w1, w2, *(biases or ()))
+        if len(routed.tokens) <= self.decode.max_tokens and not learns:
             if experts is None:
                 b1, b2 = added_biases(biases, layout)
                 experts = DecodeWeights(
                     w1=w1, w2=w2, slots=self._slots_like(w1), activation=self.activation, b1=b1, b2=b2
                 )
-            return self.decode(tokens, top_k_ids, top_k_weights, experts)
-        return plain_experts(tokens, top_k_ids, top_k_weights, w1, w2, layout, None, self.activation, biases)
+            return self.decode(*routed, experts)
+        return plain_experts(routed, w1, w2, layout, None, self.activation, biases)
 
     def _slots_like(self, w1: Tensor) -> Tensor:
         if self._slots is None or self._slots.device != w1.device or len(self._slots) != len(w1):
@@ -241,9 +239,7 @@ class ReplicatedRunner(GroupExperts):
     @uncompiled
     def __call__(
         self,
-        tokens: Tensor,
-        top_k_ids: Tensor,
-        top_k_weights: Tensor,
+        routed: RoutedTokens,
         w1: Tensor,
         w2: Tensor,
         biases: Biases | None = None,
@@ -251,10 +247,10 @@ class ReplicatedRunner(GroupExperts):
         experts: DecodeWeights | None = None,
     ) -> Tensor:
         """As a ``LocalRunner`` is called."""
-        dtype = self.group.workspace.shape.dtype
+        tokens, dtype = routed.tokens, self.group.workspace.shape.dtype
         require(tokens.dtype == dtype, f"dtype={tokens.dtype} of the tokens must be the group's {dtype}")
         require(
-            not wants_grad(tokens, top_k_weights),
+            not wants_grad(*routed),
             "requires_grad=True of tokens or top_k_weights must be False: a converted model over a group is for "
             "inference, run it under torch.no_grad()",
         )
@@ -264,11 +260,10 @@ class ReplicatedRunner(GroupExperts):
             compute: Callable[..., Tensor] = partial(self.path, w1=w1, w2=w2, biases=biases)
             if experts is not None and experts.w1_scales is not None:
                 compute = partial(fp8_path(self.path), **fp8_weights(experts))
-            return run_path_on_slices(tokens, top_k_ids, top_k_weights, compute, self.group)
+            return run_path_on_slices(routed, compute, self.group)
         if experts is None:
             experts = self.held(w1, w2, biases)
-        scratch = self.decode.scratch(tokens, experts)
-        return self.decode_on_ranks(tokens, top_k_ids, top_k_weights, experts, scratch=scratch)
+        return self.decode_on_ranks(*routed, experts, scratch=self.decode.scratch(tokens, experts))
 
 
 Runner = LocalRunner | ReplicatedRunner  # of ranks that all hold the same tokens
@@ -304,35 +299,29 @@ class DataParallelDecode(GroupExperts):
     @uncompiled
     def __call__(
         self,
-        tokens: Tensor,
-        top_k_ids: Tensor,
-        top_k_weights: Tensor,
+        routed: RoutedTokens,
         w1: Tensor,
         w2: Tensor,
         biases: Biases | None = None,
         *,
         most_tokens: int | None = None,
     ) -> Tensor:
-        """Compute this rank's tokens; all ranks take part, also without any.
-
-        ``(T, D)``, ``(T, K)`` int32, ``(T, K)`` float32, ``(e, 2F/TP, D)``, ``(e, D, F/TP)`` -> ``(T, D)``, with biases
-        ``(e, 2F/TP)`` and ``(e, D)`` where there are some.
+        """Compute this rank's tokens, as any ``ExpertPath``; all ranks take part, also without any.
 
         Args:
             most_tokens: The largest T of all ranks, or a bound of it, equal on all of them. ``None``: the ranks ask
                 each other, which waits for the device and cannot be captured in a CUDA graph.
         """
-        if most_tokens is None:
-            most_tokens = int(largest([tokens.shape[0]], tokens.device, self.group.process_group)[0])
-        most = most_tokens
+        tokens, most = routed.tokens, most_tokens
+        if most is None:
+            most = int(largest([tokens.shape[0]], tokens.device, self.group.process_group)[0])
         require(tokens.shape[0] <= most, f"T={tokens.shape[0]} tokens must be at most most_tokens={most}")
-        learns = wants_grad(tokens, top_k_weights, w1, w2, *(biases or ()))
+        learns = wants_grad(*routed, w1, w2, *(biases or ()))
         if most > self.decode_tokens or self.decode_on_ranks is None or learns:
-            return self.path(tokens, top_k_ids, top_k_weights, w1, w2, biases)
+            return self.path(routed, w1, w2, biases)
         self.match(w1, w2, *(biases or ()))  # slots name places that there have to be
         experts = self.held(w1, w2, biases)
-        scratch = self.decode.scratch(tokens, experts)
-        return self.decode_on_ranks(tokens, top_k_ids, top_k_weights, experts, scratch=scratch)
+        return self.decode_on_ranks(*routed, experts, scratch=self.decode.scratch(tokens, experts))
 
 
 def check_group(moe: MoEConfig, group: ExpertGroup, decode_tokens: int) -> None:
@@ -353,13 +342,7 @@ def check_group(moe: MoEConfig, group: ExpertGroup, decode_tokens: int) -> None:
     )
 
 
-def run_path_on_slices(
-    tokens: Tensor,
-    top_k_ids: Tensor,
-    top_k_weights: Tensor,
-    compute: Callable[[Tensor, Tensor, Tensor], Tensor],
-    group: ExpertGroup,
-) -> Tensor:
+def run_path_on_slices(routed: RoutedTokens, compute: Callable[[RoutedTokens], Tensor], group: ExpertGroup) -> Tensor:
     """Each rank brings its slice of the tokens to the group's path, and all ranks gather the results; collective.
 
     So no token is computed twice. More tokens than the pool holds go through it in several rounds.
@@ -368,9 +351,9 @@ def run_path_on_slices(
     and a round of 44: 22 and 22. 3 tokens are one round: rank 0 brings 0 and 1, rank 1 brings 2.
     """
     outputs = []
-    for start, stop in rounds(tokens.shape[0], group.parallel.world_size * group.workspace.max_tokens):
+    for start, stop in rounds(len(routed.tokens), group.parallel.world_size * group.workspace.max_tokens):
         mine = rank_slice(start, stop, group.rank, group.parallel.world_size)
-        output = compute(tokens[mine], top_k_ids[mine], top_k_weights[mine])
+        output = compute(routed.part(mine))
         # All ranks gather equally many rows; the last ones may bring fewer, and pad.
         rows = -(-(stop - start) // group.parallel.world_size)
         padded = output.new_zeros(rows, output.shape[1])
@@ -378,7 +361,7 @@ def run_path_on_slices(
         if group.parallel.world_size > 1:
             padded = all_gather_stacked(padded, group.process_group).flatten(0, 1)
         outputs.append(padded[: stop - start])
-    return torch.cat(outputs) if outputs else tokens.new_empty(tokens.shape)
+    return torch.cat(outputs) if outputs else torch.empty_like(routed.tokens)
 
 
 def computes_fp8(path: ExpertPath, moe: MoEConfig) -> bool:

@@ -21,7 +21,7 @@ from comet.decode.weights import MAX_DECODE_TOKENS, DecodeWeights
 from comet.kernels.runtime.activation import SWIGLU, Activation
 from comet.layer.sharding import local
 from comet.layer.shared_expert import SharedExpert, joins_step
-from comet.layout import Biases, ExpertLayout
+from comet.layout import Biases, ExpertLayout, RoutedTokens
 from comet.utils.graphs import is_capturing
 
 
@@ -207,19 +207,11 @@ class FrozenExperts:
         """Those of a copied layer."""
         return type(self)(self.runner, *copy.deepcopy((self.parameters, self.shared), memo))
 
-    def __call__(
-        self,
-        tokens: Tensor,
-        top_k_ids: Tensor,
-        top_k_weights: Tensor,
-        w1: Tensor,
-        w2: Tensor,
-        biases: Biases | None = None,
-    ) -> Tensor:
-        experts = None
+    def __call__(self, routed: RoutedTokens, w1: Tensor, w2: Tensor, biases: Biases | None = None) -> Tensor:
+        experts, tokens = None, routed.tokens
         if self.shared is not None and joins_step(tokens, self.runner.decode.max_tokens):
             own1, own2 = map(local, self.parameters)  # moved in place, as parameters are
             experts = self.shared.weights(own1, own2)
-            top_k_ids, top_k_weights = self.shared.routing(top_k_ids, top_k_weights)
+            routed = RoutedTokens(tokens, *self.shared.routing(*routed[1:]))
         with torch.autocast(tokens.device.type, enabled=False):  # decode rounds where it means to
-            return self.runner(tokens, top_k_ids, top_k_weights, w1, w2, biases, experts=experts)
+            return self.runner(routed, w1, w2, biases, experts=experts)

@@ -29,6 +29,7 @@ from comet.experts.streaming import ExpertsFromSlots, SlotCache, Visit, send
 from comet.kernels.experts.prefetch import take_over_torch
 from comet.kernels.experts.tables import CLOCK, LAYER, NEVER, POLICIES, CacheTables, HostExperts, Policy
 from comet.kernels.runtime.activation import SWIGLU, Activation
+from comet.layout import RoutedTokens
 from comet.quantization.formats import FP8_BLOCK, MX_BLOCK, StoredType
 
 if TYPE_CHECKING:
@@ -249,15 +250,17 @@ class CachedExperts(ExpertsFromSlots):
         if self.cache.cores is not None and self.cache.layer == 0:
             self.cache.cores.raise_if_failed()
 
-    def step(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    def step(self, routed: RoutedTokens, w1: Tensor, w2: Tensor) -> Tensor:
         """Beside which experts of other layers may travel."""
+        tokens, top_k_ids, top_k_weights = routed
         if self.prefetch is not None:
             self.prefetch.before_step(tokens, top_k_ids.shape[1])
-        step, num_tokens = (tokens, top_k_ids.contiguous(), top_k_weights), tokens.shape[0]
+        step, num_tokens = routed._replace(top_k_ids=top_k_ids.contiguous()), tokens.shape[0]
         if num_tokens == 1 and self.cache.num_slots < self.most_of_a_token:
-            step = pad(tokens, NEXT_ROW), pad(top_k_ids, NEXT_ROW, value=-1), pad(top_k_weights, NEXT_ROW)
+            ids = pad(top_k_ids, NEXT_ROW, value=-1)
+            step = RoutedTokens(pad(tokens, NEXT_ROW), ids, pad(top_k_weights, NEXT_ROW))
         with torch.autocast(tokens.device.type, enabled=False):  # decode rounds where it means to
-            output = self.runner(*step, w1, w2, experts=self.cache.weights)[:num_tokens]
+            output = self.runner(step, w1, w2, experts=self.cache.weights)[:num_tokens]
         if self.prefetch is not None:
             self.prefetch.after_step(tokens)
         return output

@@ -26,6 +26,7 @@ from comet.experts.cache import CacheReport
 from comet.experts.store import ExpertReader, Specs, host_memory
 from comet.experts.streaming import ExpertsFromSlots, SlotCache, Visit
 from comet.kernels.runtime.activation import SWIGLU, Activation
+from comet.layout import RoutedTokens
 
 logger = logging.getLogger(__name__)
 
@@ -240,12 +241,12 @@ class StagedExperts(ExpertsFromSlots):
         if cache.num_slots < cache.num_held:
             self.tokens_at_once = min(self.tokens_at_once, cache.num_slots // top_k)
 
-    def step(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    def step(self, routed: RoutedTokens, w1: Tensor, w2: Tensor) -> Tensor:
         """In parts, whose experts are brought before each."""
         outputs = []
-        for part in (slice(*each) for each in rounds(tokens.shape[0], self.tokens_at_once)):
+        for part in (routed.part(slice(*each)) for each in rounds(len(routed.tokens), self.tokens_at_once)):
             with self.runner.noting("reading of experts"):
-                experts = self.cache.bring(top_k_ids[part])
-            with torch.autocast(tokens.device.type, enabled=False):  # decode rounds where it means to
-                outputs.append(self.runner(tokens[part], top_k_ids[part], top_k_weights[part], w1, w2, experts=experts))
-        return torch.cat(outputs) if outputs else tokens.new_empty(tokens.shape)
+                experts = self.cache.bring(part.top_k_ids)
+            with torch.autocast(part.tokens.device.type, enabled=False):  # decode rounds where it means to
+                outputs.append(self.runner(part, w1, w2, experts=experts))
+        return torch.cat(outputs) if outputs else torch.empty_like(routed.tokens)

@@ -24,7 +24,7 @@ from comet.decode.runners import Runner
 from comet.decode.twin import slot_weights
 from comet.decode.weights import DecodeWeights
 from comet.kernels.decode.dequantize import dequantize_slots
-from comet.layout import Biases
+from comet.layout import Biases, RoutedTokens
 from comet.reference.plain import grouped_matmul
 from comet.utils.autocast import without_autocast
 
@@ -150,36 +150,29 @@ class ExpertsFromSlots:
         self.cache, self.runner = cache, runner
         self.most_of_a_token = min(top_k, cache.num_held)  # experts of this rank that it may need
 
-    def __call__(
-        self,
-        tokens: Tensor,
-        top_k_ids: Tensor,
-        top_k_weights: Tensor,
-        w1: Tensor,
-        w2: Tensor,
-        biases: Biases | None = None,
-    ) -> Tensor:
+    def __call__(self, routed: RoutedTokens, w1: Tensor, w2: Tensor, biases: Biases | None = None) -> Tensor:
         require(
-            not wants_grad(tokens, top_k_weights),
+            not wants_grad(*routed),
             "requires_grad=True of tokens or top_k_weights must be False: a model with an expert_budget is for "
             "inference, run it under torch.no_grad()",
         )
         with self.runner.in_turn(self.cache.turn):
             self.check()
-            if tokens.shape[0] <= self.runner.decode.max_tokens:
-                return self.step(tokens, top_k_ids, top_k_weights, w1, w2)
+            if len(routed.tokens) <= self.runner.decode.max_tokens:
+                return self.step(routed, w1, w2)
             with self.runner.noting("streaming of experts", collectives=True):
-                return self.runner.add_up(self._stream(tokens, top_k_ids, top_k_weights)).to(tokens.dtype)
+                return self.runner.add_up(self._stream(routed)).to(routed.tokens.dtype)
 
     def check(self) -> None:
         """Raise what keeps this layer from being computed."""
 
-    def step(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    def step(self, routed: RoutedTokens, w1: Tensor, w2: Tensor) -> Tensor:
         """A decode step."""
         raise NotImplementedError
 
-    def _stream(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor) -> Tensor:
-        """``(T, D)``, ``(T, K)``, ``(T, K)`` float32 -> ``(T, D)`` float32: what this rank's experts contribute."""
+    def _stream(self, routed: RoutedTokens) -> Tensor:
+        """``(T, D)`` float32: what this rank's experts contribute."""
+        tokens, top_k_ids, top_k_weights = routed
         num_tokens, top_k = top_k_ids.shape
         with without_autocast(tokens.device):
             # 1 + the number among this rank's experts; 0 or the last one for those of others.

@@ -1,4 +1,4 @@
-"""The ways to run routed experts, chosen by name; each is a callable over (tokens, ids, weights, w1, w2)."""
+"""The ways to run routed experts, chosen by name; each is a callable over (routed tokens, w1, w2, biases)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from comet.layer.backend import layer_choice
 from comet.layer.group import ExpertGroup
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.weights import match_once, match_weights, pad_width
-from comet.layout import Biases
+from comet.layout import Biases, RoutedTokens
 from comet.reference.plain import CollectiveExperts, gather_reference_experts, plain_experts
 from comet.utils.uncompiled import uncompiled
 
@@ -20,16 +20,8 @@ from comet.utils.uncompiled import uncompiled
 class ExpertPath(Protocol):
     """Computes the weighted sum of each token's experts, differentiably."""
 
-    def __call__(
-        self,
-        tokens: Tensor,
-        top_k_ids: Tensor,
-        top_k_weights: Tensor,
-        w1: Tensor,
-        w2: Tensor,
-        biases: Biases | None = None,
-    ) -> Tensor:
-        """``(T, D)``, ``(T, K)`` int32, ``(T, K)`` float32, ``(e, 2F/TP, D)``, ``(e, D, F/TP)`` -> ``(T, D)``.
+    def __call__(self, routed: RoutedTokens, w1: Tensor, w2: Tensor, biases: Biases | None = None) -> Tensor:
+        """Tokens and ``(e, 2F/TP, D)``, ``(e, D, F/TP)`` -> ``(T, D)``.
 
         ``biases`` of ``(e, 2F/TP)`` and ``(e, D)`` are there where the layer has ``expert_bias``, and only there.
         """
@@ -55,18 +47,10 @@ class CollectivePath:
         self.match = match_once(match_weights, config, self.layout, biased=config.expert_bias)
 
     @uncompiled
-    def __call__(
-        self,
-        tokens: Tensor,
-        top_k_ids: Tensor,
-        top_k_weights: Tensor,
-        w1: Tensor,
-        w2: Tensor,
-        biases: Biases | None = None,
-    ) -> Tensor:
+    def __call__(self, routed: RoutedTokens, w1: Tensor, w2: Tensor, biases: Biases | None = None) -> Tensor:
         self.match(w1, w2, *(biases or ()))
         w1, w2, biases = pad_width(w1, w2, biases)
-        inputs = (tokens, top_k_ids, top_k_weights, w1, w2, *(biases or ()))
+        inputs = (*routed, w1, w2, *(biases or ()))
         if self.layout.world_size > 1:
             return in_steps(self.comm, self._run, *inputs)
         with self.comm.step("forward pass"):
@@ -75,8 +59,8 @@ class CollectivePath:
     def _run(
         self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor, *biases: Tensor
     ) -> Tensor:
-        routed, given = (tokens, top_k_ids, top_k_weights), Biases(*biases) if biases else None
-        return self.compute(*routed, w1, w2, self.layout, self.process_group, self.activation, given, self.number)
+        routed, given = RoutedTokens(tokens, top_k_ids, top_k_weights), Biases(*biases) if biases else None
+        return self.compute(routed, w1, w2, self.layout, self.process_group, self.activation, given, self.number)
 
 
 def make_path(

@@ -24,7 +24,7 @@ from comet.layer.group import ExpertGroup
 from comet.layer.plan import Plan, check_tokens
 from comet.layer.twin.layer import Twin
 from comet.layer.weights import match_biases, match_once, match_weights, pad_width
-from comet.layout import Biases, added_biases
+from comet.layout import Biases, RoutedTokens, added_biases
 from comet.quantization.formats import FP8
 from comet.quantization.packed import match_fp8_weights
 from comet.utils.derivatives import first_only
@@ -82,36 +82,26 @@ class DeferredWgrad:
 
 
 def forward(
-    x: Tensor,
-    top_k_ids: Tensor,
-    top_k_weights: Tensor,
-    w1: Tensor | FP8,
-    w2: Tensor | FP8,
-    backend: Backend,
-    biases: Biases | None = None,
-    *,
-    trains: bool,
+    routed: RoutedTokens, w1: Tensor | FP8, w2: Tensor | FP8, backend: Backend, biases: Biases | None, *, trains: bool
 ) -> tuple[Tensor, Saved | None]:
     """The weighted sum of each token's experts.
 
     Args:
-        x: ``(T, D)`` this rank's tokens, contiguous.
-        top_k_ids: ``(T, K)`` int32 global expert ids, none twice in a row; -1 masks a slot.
-        top_k_weights: ``(T, K)`` float32.
+        routed: Tokens that are contiguous.
         w1: ``(e, 2F, D)`` gate rows, then up rows, of this rank's experts (its slice of F under TP).
         w2: ``(e, D, F)``.
         biases: ``(e, 2F)`` and ``(e, D)`` of these experts; ``None``: there are none.
         trains: Whether a backward pass will follow, for which the second result is; block FP8 has none.
     """
     b1, b2 = added_biases(biases, backend.layout)
-    plan = backend.plan(top_k_ids, top_k_weights, trains=trains)
-    hidden, pre_activation = backend.dispatch_gemm(x, w1, plan, b1, save_pre_activation=trains)
+    plan = backend.plan(routed.top_k_ids, routed.top_k_weights, trains=trains)
+    hidden, pre_activation = backend.dispatch_gemm(routed.tokens, w1, plan, b1, save_pre_activation=trains)
     output = backend.gemm_combine(hidden, w2, plan, b2)
     backend.workspace.comm.in_flight = False
     if pre_activation is None:
         return output, None
     del hidden
-    return output, Saved(backend.keep_received(x, plan), pre_activation, plan)
+    return output, Saved(backend.keep_received(routed.tokens, plan), pre_activation, plan)
 
 
 def backward(
@@ -174,45 +164,29 @@ class SymmetricPath:
         self.deferred: DeferredWgrad | None = None
 
     @uncompiled
-    def __call__(
-        self,
-        tokens: Tensor,
-        top_k_ids: Tensor,
-        top_k_weights: Tensor,
-        w1: Tensor,
-        w2: Tensor,
-        biases: Biases | None = None,
-    ) -> Tensor:
+    def __call__(self, routed: RoutedTokens, w1: Tensor, w2: Tensor, biases: Biases | None = None) -> Tensor:
         """The weighted sum of each token's experts, as every ``comet.layer.paths.ExpertPath`` makes it.
 
         Raises:
             ValueError: If tokens or routing do not fit the pool or each other, or weights the layer; on a CPU, on all
                 ranks, if gradients are wanted on some of them only.
         """
-        check_tokens(tokens, top_k_ids, self.workspace)
+        check_tokens(routed.tokens, routed.top_k_ids, self.workspace)
         self.match(w1, w2, *(biases or ()))
         w1, w2 = w1.contiguous(), w2.contiguous()  # kernels find their rows by address
         biases = biases and Biases(*(bias.contiguous() for bias in biases))
         padded_w1, padded_w2, biases = pad_width(w1, w2, biases)
-        inputs = tokens, top_k_ids, top_k_weights, padded_w1, padded_w2
         with self.workspace.forward_step:
             # Asked out here: inside of an autograd function inputs seem to need gradients under no_grad, too.
-            if wants_grad(tokens, w1, w2, top_k_weights, *(biases or ())):
+            if wants_grad(*routed, w1, w2, *(biases or ())):
                 deferred = self.deferred if padded_w1 is w1 else None
-                output: Tensor = _RoutedExperts.apply(*inputs, self.backend, deferred, *(biases or ()))
+                weights = padded_w1, padded_w2, self.backend, deferred, *(biases or ())
+                output: Tensor = _RoutedExperts.apply(*routed, *weights)
                 return output
-            return forward(tokens.contiguous(), *inputs[1:], self.backend, biases, trains=False)[0]
+            return forward(in_order(routed), padded_w1, padded_w2, self.backend, biases, trains=False)[0]
 
     @uncompiled
-    def fp8(
-        self,
-        tokens: Tensor,
-        top_k_ids: Tensor,
-        top_k_weights: Tensor,
-        w1: FP8,
-        w2: FP8,
-        biases: Biases | None = None,
-    ) -> Tensor:
+    def fp8(self, routed: RoutedTokens, w1: FP8, w2: FP8, biases: Biases | None = None) -> Tensor:
         """As a call, for inference, with e4m3 products: tokens and hidden are quantised on the way.
 
         Weights have a scale per 128 x 128, elements and scales contiguous; biases are of the pool's type.
@@ -221,15 +195,15 @@ class SymmetricPath:
             ValueError: If D or F/TP is not a multiple of 128, a gradient is wanted, tokens or routing do not fit the
                 pool or each other, or weights the layer.
         """
-        check_tokens(tokens, top_k_ids, self.workspace)
+        check_tokens(routed.tokens, routed.top_k_ids, self.workspace)
         self.match_fp8(w1.elements, w2.elements, w1.scales, w2.scales)
         self.match_fp8_biases(*(biases or ()))
         require(
-            not wants_grad(tokens, top_k_weights),
+            not wants_grad(*routed),
             "requires_grad=True of tokens or top_k_weights must be False: experts in block FP8 are for inference",
         )
         with self.workspace.forward_step:
-            return forward(tokens.contiguous(), top_k_ids, top_k_weights, w1, w2, self.backend, biases, trains=False)[0]
+            return forward(in_order(routed), w1, w2, self.backend, biases, trains=False)[0]
 
     @contextmanager
     def defer_wgrad(self) -> Iterator[DeferredWgrad]:
@@ -244,6 +218,11 @@ class SymmetricPath:
             yield self.deferred
         finally:
             self.deferred = None
+
+
+def in_order(routed: RoutedTokens) -> RoutedTokens:
+    """With tokens that are contiguous."""
+    return routed._replace(tokens=routed.tokens.contiguous())
 
 
 def make_backend(config: MoEConfig, group: ExpertGroup, overlap: OverlapConfig | None, *, use_kernels: bool) -> Backend:
@@ -270,7 +249,8 @@ class _RoutedExperts(Function):
         *biases: Tensor,
     ) -> Tensor:
         given = Biases(*biases) if biases else None
-        output, saved = forward(x.contiguous(), top_k_ids, top_k_weights, w1, w2, backend, given, trains=True)
+        routed = RoutedTokens(x.contiguous(), top_k_ids, top_k_weights)
+        output, saved = forward(routed, w1, w2, backend, given, trains=True)
         assert saved is not None
         ctx.plan, ctx.backend, ctx.deferred = saved.plan, backend, deferred
         # The plan is saved like any other tensor: a checkpoint that runs the forward pass again, with what may be

@@ -31,7 +31,7 @@ from comet.jobs.config import JobConfig, activation_dtype
 from comet.layer.group import ExpertGroup, make_expert_group
 from comet.layer.paths import ExpertPath, make_path
 from comet.layer.workspace import Workspace
-from comet.layout import Biases
+from comet.layout import Biases, RoutedTokens
 from comet.measure.timing import Timing, Variant, capture, max_over_ranks, rank_barrier, time_interleaved
 from comet.training.ranks import RankContext
 from comet.tuner.problem import Problem, counted
@@ -129,8 +129,8 @@ class MeasuredInputs:
     def run(self, path: ExpertPath, index: int) -> Tensor:
         """One layer call."""
         with torch.no_grad():
-            routed = self.tokens[index], self.ids[index], self.weights[index]
-            return path(*routed, self.w1, self.w2, self.biases)
+            routed = RoutedTokens(self.tokens[index], self.ids[index], self.weights[index])
+            return path(routed, self.w1, self.w2, self.biases)
 
 
 def measure_layer(

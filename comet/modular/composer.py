@@ -57,30 +57,19 @@ class ModularMoE:
         self.weight_type = weight_type
 
     @uncompiled
-    def __call__(
-        self,
-        tokens: Tensor,
-        top_k_ids: Tensor,
-        top_k_weights: Tensor,
-        w1: Weight,
-        w2: Weight,
-        biases: Biases | None = None,
-    ) -> Tensor:
+    def __call__(self, routed: RoutedTokens, w1: Weight, w2: Weight, biases: Biases | None = None) -> Tensor:
         """Compute the weighted sum of each token's experts (collective).
 
         Args:
-            tokens: ``(T, D)``; T may be 0 and differ between ranks.
-            top_k_ids: ``(T, K)`` int32 in ``[-1, E)``; -1 masks a slot.
-            top_k_weights: ``(T, K)`` float32.
+            routed: T may be 0 and differ between ranks.
             w1: ``(e, 2F/TP, D)``, gate rows first, then up rows; of ``weight_type``, plain ones in the dtype of
-                ``tokens``. Where a plain F/TP is no multiple of 16, every call pads a copy.
+                the tokens. Where a plain F/TP is no multiple of 16, every call pads a copy.
             w2: ``(e, D, F/TP)``, of the type of ``w1``.
-            biases: ``(e, 2F/TP)`` and ``(e, D)``, dtype of ``tokens``, if the layer has ``expert_bias``, and only then.
+            biases: ``(e, 2F/TP)`` and ``(e, D)``, dtype of the tokens, if the layer has ``expert_bias``, and only then.
 
         Raises:
             ValueError: If a type, shape or dtype breaks these rules, or a gradient would be required.
         """
-        routed = RoutedTokens(tokens=tokens, top_k_ids=top_k_ids, top_k_weights=top_k_weights)
         w1, w2, biases = self._check(routed, w1, w2, biases)
         with self.prepare_finalize.comm.step("modular layer", collectives=self.prepare_finalize.uses_collectives):
             return self._run(routed, w1, w2, biases)
@@ -116,14 +105,13 @@ class ModularMoE:
                     weight.block_rows == FP8_BLOCK,
                     f"block_rows={weight.block_rows} of {name} must be {FP8_BLOCK}, as of any weight",
                 )
-        tokens, top_k_ids, top_k_weights = routed.tokens, routed.top_k_ids, routed.top_k_weights
-        inputs, layout = (tokens, top_k_ids, top_k_weights), self.prepare_finalize.layout
+        (tokens, top_k_ids, top_k_weights), layout = routed, self.prepare_finalize.layout
         require(top_k_ids.dtype == torch.int32, f"dtype={top_k_ids.dtype} of top_k_ids must be torch.int32")
         _require_inference(tokens=tokens, top_k_weights=top_k_weights, w1=elements(w1), w2=elements(w2))
         if isinstance(w1, Tensor) and isinstance(w2, Tensor):
-            check_inputs(*inputs, w1, w2, layout, tokens.dtype)
+            check_inputs(routed, w1, w2, layout, tokens.dtype)
             return pad_width(w1, w2, self._added(biases, tokens, w2))
-        check_inputs(*inputs, elements(w1), elements(w2), layout, None)
+        check_inputs(routed, elements(w1), elements(w2), layout, None)
         width = elements(w2).shape[2]
         require(
             width % DIM_MULTIPLE == 0,

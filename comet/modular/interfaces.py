@@ -24,7 +24,7 @@ from comet.config import MoEConfig
 from comet.layer.backend import Backend
 from comet.layer.group import ExpertGroup
 from comet.layer.plan import Plan
-from comet.layout import Biases, ExpertLayout
+from comet.layout import Biases, ExpertLayout, RoutedTokens
 from comet.quantization.formats import FP8, WEIGHT_TYPES, Weight
 
 
@@ -34,15 +34,6 @@ class ActivationFormat(Enum):
     CONTIGUOUS = "contiguous"
     BATCHED = "batched"
     HANDLE = "handle"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RoutedTokens:
-    """What a rank passes to ``prepare``."""
-
-    tokens: Tensor  # (T, D)
-    top_k_ids: Tensor  # (T, K) int32 global experts; -1 masks a slot
-    top_k_weights: Tensor  # (T, K) float32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

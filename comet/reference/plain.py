@@ -33,12 +33,12 @@ from comet.comm.collectives import (
 from comet.comm.handshake import await_collectives, to_host
 from comet.config import check_token_dtype, require
 from comet.kernels.runtime.activation import SWIGLU, Activation
-from comet.layout import Biases, ExpertLayout
+from comet.layout import Biases, ExpertLayout, RoutedTokens
 from comet.reference.layer import reference_experts
 from comet.utils.autocast import product, without_autocast
 from comet.utils.match import Sizes, check_id_dtype
 
-# tokens, top_k_ids, top_k_weights, w1, w2, layout, process_group, activation, biases, layer -> (T, D), as plain_experts
+# routed tokens, w1, w2, layout, process_group, activation, biases, layer -> (T, D), as plain_experts
 CollectiveExperts = Callable[..., Tensor]
 
 
@@ -59,9 +59,7 @@ class RowExchange:
 
 
 def plain_experts(
-    tokens: Tensor,
-    top_k_ids: Tensor,
-    top_k_weights: Tensor,
+    routed: RoutedTokens,
     w1: Tensor,
     w2: Tensor,
     layout: ExpertLayout,
@@ -73,9 +71,7 @@ def plain_experts(
     """Send every token to the ranks of its experts and back, one step after the other; collective.
 
     Args:
-        tokens: ``(T, D)``; T may be 0 and differ between ranks.
-        top_k_ids: ``(T, K)`` int32 or int64 in ``[-1, E)``; -1 masks a slot.
-        top_k_weights: ``(T, K)`` float32 (float64 with float64 tokens).
+        routed: T may be 0 and differ between ranks; ids may be int64, weights are float64 with float64 tokens.
         w1: ``(e, 2F/TP, D)``, gate rows first, then up rows; dtype of ``tokens``.
         w2: ``(e, D, F/TP)``, dtype of ``tokens``.
         process_group: The W ranks; not used when W is 1.
@@ -89,7 +85,8 @@ def plain_experts(
         ValueError: If a shape, dtype or id breaks the rules above, or the group is not the layout's; on all ranks, if
             gradients are wanted on some of them only.
     """
-    check_inputs(tokens, top_k_ids, top_k_weights, w1, w2, layout, tokens.dtype)
+    tokens, top_k_ids, top_k_weights = routed
+    check_inputs(routed, w1, w2, layout, tokens.dtype)
     call = call_number(layer, wants_grad(tokens), wants_grad(tokens, w1, w2, *(biases or ())))
     exchange = make_exchange(top_k_ids, layout, process_group, call)
     with without_autocast(tokens.device):
@@ -205,9 +202,7 @@ def grouped_matmul(rows: Tensor, weights: Tensor, expert_counts: tuple[int, ...]
 
 
 def gather_reference_experts(
-    tokens: Tensor,
-    top_k_ids: Tensor,
-    top_k_weights: Tensor,
+    routed: RoutedTokens,
     w1: Tensor,
     w2: Tensor,
     layout: ExpertLayout,
@@ -220,18 +215,16 @@ def gather_reference_experts(
 
     Args, and what is raised: as for ``plain_experts``; the gradients of w1 and w2 sum over the tokens of all ranks.
     """
-    check_inputs(tokens, top_k_ids, top_k_weights, w1, w2, layout, tokens.dtype)
+    check_inputs(routed, w1, w2, layout, routed.tokens.dtype)
     check_group(layout, process_group)
     if layout.world_size > 1:
         number = call_number(layer, wants_grad(w1), wants_grad(w2), *(wants_grad(bias) for bias in biases or ()))
-        call = torch.tensor(number, device=tokens.device)
+        call = torch.tensor(number, device=routed.tokens.device)
         check_calls(to_host(all_gather_stacked(call, process_group), process_group), "w1", "w2", "b1", "b2")
         w1, w2 = gather_weights(w1, w2, layout, process_group)
         biases = None if biases is None else gather_biases(biases, layout, process_group)
-        await_collectives(process_group, tokens.device)
-    return reference_experts(
-        tokens, top_k_ids, top_k_weights, w1, w2, ep=layout.ep, tp=layout.tp, activation=activation, biases=biases
-    )
+        await_collectives(process_group, routed.tokens.device)
+    return reference_experts(*routed, w1, w2, ep=layout.ep, tp=layout.tp, activation=activation, biases=biases)
 
 
 def gather_weights(
@@ -274,16 +267,9 @@ def check_group(layout: ExpertLayout, process_group: ProcessGroup | None) -> Non
     )
 
 
-def check_inputs(
-    tokens: Tensor,
-    top_k_ids: Tensor,
-    top_k_weights: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    layout: ExpertLayout,
-    dtype: torch.dtype | None,
-) -> None:
+def check_inputs(routed: RoutedTokens, w1: Tensor, w2: Tensor, layout: ExpertLayout, dtype: torch.dtype | None) -> None:
     """Raise ``ValueError`` unless these are as for ``plain_experts``, with weights of this dtype, or of any."""
+    tokens, top_k_ids, top_k_weights = routed
     device = tokens.device
     sizes = Sizes(K=(layout.top_k, "top_k"), e=(layout.experts_local, "num_experts / ep"))
     sizes.match("tokens", tokens, "T D")

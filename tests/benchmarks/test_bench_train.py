@@ -18,6 +18,7 @@ from torch import Tensor
 from comet.config import ParallelConfig
 from comet.layer.group import make_expert_group
 from comet.layer.routed_experts import SymmetricPath
+from comet.layout import RoutedTokens
 from comet.reference.plain import plain_experts
 
 import suites.train
@@ -96,16 +97,16 @@ def test_steps_are_replayed_from_a_graph(monkeypatch: pytest.MonkeyPatch) -> Non
     assert captures.replays == 2
 
 
-def weights_exchanged(tokens: Tensor, ids: Tensor, factors: Tensor, w1: Tensor, w2: Tensor, *of: Any) -> Tensor:
-    return plain_experts(tokens, ids, factors, w1, w2.roll(1, 0), *of)
+def weights_exchanged(routed: RoutedTokens, w1: Tensor, w2: Tensor, *of: Any) -> Tensor:
+    return plain_experts(routed, w1, w2.roll(1, 0), *of)
 
 
-def no_gradient_of_tokens(tokens: Tensor, *rest: Any) -> Tensor:
-    return plain_experts(tokens.detach(), *rest)
+def no_gradient_of_tokens(routed: RoutedTokens, *rest: Any) -> Tensor:
+    return plain_experts(routed._replace(tokens=routed.tokens.detach()), *rest)
 
 
-def no_gradient_of_w1(tokens: Tensor, ids: Tensor, factors: Tensor, w1: Tensor, *rest: Any) -> Tensor:
-    return plain_experts(tokens, ids, factors, w1.detach() + 0 * w1, *rest)
+def no_gradient_of_w1(routed: RoutedTokens, w1: Tensor, *rest: Any) -> Tensor:
+    return plain_experts(routed, w1.detach() + 0 * w1, *rest)
 
 
 @pytest.mark.parametrize("wrong", [weights_exchanged, no_gradient_of_tokens, no_gradient_of_w1])
@@ -124,16 +125,16 @@ def run_with_failures(rank: int, world_size: int, words: list[str]) -> None:
     """The plain path fails with 64 tokens; rank 1 meets a deadline in the timed rounds with 32 of them."""
     call, calls = SymmetricPath.__call__, []
 
-    def plain(tokens: Tensor, *rest: Any) -> Tensor:
-        if len(tokens) == 64:
+    def plain(routed: RoutedTokens, *rest: Any) -> Tensor:
+        if len(routed.tokens) == 64:
             raise RuntimeError("out of memory")
-        return plain_experts(tokens, *rest)
+        return plain_experts(routed, *rest)
 
-    def meets_deadline(path: SymmetricPath, tokens: Tensor, *rest: Any) -> Tensor:
-        calls.append(len(tokens))
+    def meets_deadline(path: SymmetricPath, routed: RoutedTokens, *rest: Any) -> Tensor:
+        calls.append(len(routed.tokens))
         if rank == 1 and calls.count(32) == 2 * suites.train.CHECKED_STEPS + 1:
             path.workspace.fault[:6] = torch.tensor([1, 2, 0, 17, 41, 40])
-        return call(path, tokens, *rest)
+        return call(path, routed, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("comet.layer.paths.plain_experts", plain)

@@ -29,6 +29,7 @@ from comet.layer.group import ExpertGroup, make_expert_group
 from comet.layer.paths import CollectivePath, make_path
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.sharding import local
+from comet.layout import RoutedTokens
 from comet.measure.tune import tune_job
 from comet.modular import AllToAll, FusedPrepareFinalize, GroupedContiguous, ModularMoE, SymmetricBatched
 from comet.moe import MoE
@@ -59,16 +60,12 @@ def run_parts(rank: int, world_size: int, node_size: int | None, path: str) -> d
         found[f"gradient of {name}"] = local(parameter.grad)
     with torch.no_grad():
         routing = layer.router(x)
-        routed = (
-            x,
-            routing.top_k_ids,
-            routing.top_k_weights,
-            *(each.flatten(1, -2) for each in layer.expert_weights()),
-        )
-        found["modular"] = ModularMoE(AllToAll(CONFIG, group), GroupedContiguous(CONFIG, group))(*routed)
+        routed = RoutedTokens(x, routing.top_k_ids, routing.top_k_weights)
+        given = routed, *(each.flatten(1, -2) for each in layer.expert_weights())
+        found["modular"] = ModularMoE(AllToAll(CONFIG, group), GroupedContiguous(CONFIG, group))(*given)
         own = DataParallelDecode(CONFIG, group, 0 if node_size is None else None)
         assert own.decode_on_ranks is None
-        found["own tokens"] = own(*routed) if node_size else make_path("plain", CONFIG, group)(*routed)
+        found["own tokens"] = own(*given) if node_size else make_path("plain", CONFIG, group)(*given)
         own.check()
     group.workspace.check()
     group.workspace.restart()

@@ -18,6 +18,7 @@ from training_cases import make_group
 from comet import MoE, MoEConfig
 from comet.decode import DataParallelDecode, DecodeWeights, RankDecode
 from comet.decode.runners import Decoder
+from comet.layout import RoutedTokens
 
 CASE = DecodeCase(name="own tokens", T=0, K=2, E=8, D=32, F=64, routing="masked", seed=3)
 CONFIG = MoEConfig(hidden_size=32, ffn_size=64, num_experts=8, top_k=2, shared_ffn_size=48)
@@ -55,7 +56,7 @@ def test_sizes() -> None:
     layer = MoE(CONFIG, group)
     tokens, ids = torch.randn(3, 32), torch.zeros(3, 2, dtype=torch.int32)
     with pytest.raises(ValueError, match="T=3 tokens must be at most most_tokens=2"):
-        runner(tokens, ids, torch.ones(3, 2), layer.w1.flatten(1, 2), layer.w2, most_tokens=2)
+        runner(RoutedTokens(tokens, ids, torch.ones(3, 2)), layer.w1.flatten(1, 2), layer.w2, most_tokens=2)
 
 
 def test_threads_have_scratch_memory_of_their_own() -> None:

@@ -73,11 +73,11 @@ def test_steps_from_either_store_equal_resident_experts_bit_for_bit(num_slots: i
         given = draw_step(made, 1, E, masked=False)
         wanted = decode(*given, whole)
         for path in (staged, cached):
-            assert torch.equal(path(*given, whole.w1, whole.w2), wanted), f"step {step}, {path}"
+            assert torch.equal(path(given, whole.w1, whole.w2), wanted), f"step {step}, {path}"
     assert staged.cache.needed == 60 * K
     for num_tokens in (30, 9):  # more than a decode step takes
         given = draw_step(made, num_tokens, E, masked=False)
-        found = [path(*given, whole.w1, whole.w2) for path in (staged, cached)]
+        found = [path(given, whole.w1, whole.w2) for path in (staged, cached)]
         assert torch.equal(*found)
         wanted = Decoder(K, num_tokens)(*given, whole)
         torch.testing.assert_close(found[0], wanted, rtol=0.05, atol=0.05 * float(wanted.abs().max()))

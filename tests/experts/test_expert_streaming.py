@@ -28,7 +28,7 @@ from comet.experts.staged import Stage, StagedCache, StagedExperts
 from comet.experts.store import HeldExperts
 from comet.experts.streaming import Visit, group_visits, plan_visits
 from comet.kernels.runtime.activation import SWIGLU, Activation
-from comet.layout import Biases, ExpertLayout
+from comet.layout import Biases, ExpertLayout, RoutedTokens
 from comet.reference.plain import plain_experts
 
 E, K, D, F = 12, 3, 32, 16
@@ -73,11 +73,11 @@ def path_of(
     )
 
 
-def routed(made: torch.Generator, num_tokens: int, num_used: int = E) -> tuple[Tensor, Tensor, Tensor]:
+def routed(made: torch.Generator, num_tokens: int, num_used: int = E) -> RoutedTokens:
     tokens = torch.randn(num_tokens, D, generator=made)
     ids = torch.stack([torch.randperm(num_used, generator=made)[:K] for _ in range(num_tokens)]).int()
     ids[0, 0] = -1
-    return tokens, ids, torch.rand(num_tokens, K, generator=made)
+    return RoutedTokens(tokens, ids, torch.rand(num_tokens, K, generator=made))
 
 
 def check_slots(cache: ExpertCache | StagedCache, held: HeldExperts) -> set[int]:
@@ -149,7 +149,7 @@ def test_streamed_experts_equal_the_plain_path_bit_for_bit_between_decode_steps(
     there, fetched = set[int](), 0
     for num_tokens in (1, 40, 2, 70, 1, 17):
         given = routed(made, num_tokens, num_used=E if num_tokens > 17 else 5)
-        found, wanted = path(*given, held.w1, held.w2), plain_experts(*given, held.w1, held.w2, LAYOUT, None)
+        found, wanted = path(given, held.w1, held.w2), plain_experts(given, held.w1, held.w2, LAYOUT, None)
         report = report_of_paths([path])
         if num_tokens > CACHED_DECODE_TOKENS:
             assert torch.equal(found, wanted)
@@ -161,7 +161,7 @@ def test_streamed_experts_equal_the_plain_path_bit_for_bit_between_decode_steps(
     assert report.needed >= report.fetched
     assert (report.fetched == E) == (num_slots == E), "what has a slot is not copied again"
     assert not staged or E <= path.cache.stage.num_reads <= (E if num_places == E else report.fetched)
-    assert path(*(each[:0] for each in given), held.w1, held.w2).shape == (0, D)
+    assert path(given.part(slice(0)), held.w1, held.w2).shape == (0, D)
 
 
 @of_both_caches
@@ -171,11 +171,11 @@ def test_streamed_experts_have_the_layers_activation_and_biases(activation: Acti
     held, made = made_experts(5, biases)
     path = path_of(held, 5, staged=staged, num_places=8, activation=activation)
     for num_tokens in (1, 40, 2, CACHED_DECODE_TOKENS + 1, 1):
-        inputs = *routed(made, num_tokens), held.w1, held.w2
+        inputs = routed(made, num_tokens), held.w1, held.w2
         torch.testing.assert_close(path(*inputs, biases), plain_experts(*inputs, LAYOUT, None, activation, biases))
-    tokens, ids, *others = *routed(made, CACHED_DECODE_TOKENS + 1), held.w1, held.w2
-    found = path(tokens, torch.full_like(ids, -1), *others, biases)
-    assert torch.equal(found, torch.zeros_like(tokens)), "as where all tokens go to experts of other ranks"
+    given = routed(made, CACHED_DECODE_TOKENS + 1)
+    found = path(given._replace(top_k_ids=torch.full_like(given.top_k_ids, -1)), held.w1, held.w2, biases)
+    assert torch.equal(found, torch.zeros_like(given.tokens)), "as where all tokens go to experts of other ranks"
 
 
 @of_both_caches
@@ -183,9 +183,10 @@ def test_streamed_experts_have_the_layers_activation_and_biases(activation: Acti
 def test_routing_weights_that_learn_are_refused(num_tokens: int, staged: bool) -> None:
     """As of a router that is trained alone; a runner takes what learns for experts that it is given all of."""
     held, made = made_experts(3)
-    tokens, ids, weights = routed(made, num_tokens)
+    given = routed(made, num_tokens)
+    given.top_k_weights.requires_grad_()
     with pytest.raises(ValueError, match="requires_grad=True of tokens or top_k_weights must be False: a model with"):
-        path_of(held, 5, staged=staged)(tokens, ids, weights.requires_grad_(), held.w1, held.w2)
+        path_of(held, 5, staged=staged)(given, held.w1, held.w2)
 
 
 @pytest.mark.parametrize("kind", ["mxfp8", "mxfp4"])
@@ -198,7 +199,7 @@ def test_quantised_experts_stream_as_they_decode(num_bytes: int, kind: str, monk
     path = path_of(HeldExperts(**parts, readable=True), 4, staged=False)
     given = routed(made, 20)
     wanted = warp_decode_torch(*given, DecodeWeights(**parts, slots=torch.arange(E, dtype=torch.int32)))
-    torch.testing.assert_close(path(*given, held.w1, held.w2), wanted)
+    torch.testing.assert_close(path(given, held.w1, held.w2), wanted)
 
 
 @of_both_caches
@@ -207,8 +208,8 @@ def test_a_copy_that_fails_leaves_no_slot_that_is_taken_for_what_it_does_not_hol
 ) -> None:
     held, made = made_experts(9)
     path = path_of(held, 4, staged=staged, num_places=4)
-    path(*routed(made, 1), held.w1, held.w2)
-    original, inputs = path.cache.copy, (*routed(made, 30), held.w1, held.w2)
+    path(routed(made, 1), held.w1, held.w2)
+    original, inputs = path.cache.copy, (routed(made, 30), held.w1, held.w2)
 
     def copy(visits: list[Visit]) -> None:
         if any(visit.expert == ReadExperts.broken for visit in visits):
@@ -220,7 +221,7 @@ def test_a_copy_that_fails_leaves_no_slot_that_is_taken_for_what_it_does_not_hol
         monkeypatch.setattr(path.cache, "copy", copy)
     with pytest.raises(OSError, match="expert 5 is cut off"):
         path(*inputs)
-    path(*routed(made, 1, num_used=5), held.w1, held.w2)
+    path(routed(made, 1, num_used=5), held.w1, held.w2)
     assert 5 not in check_slots(path.cache, held)
     monkeypatch.undo()
     assert torch.equal(path(*inputs), plain_experts(*inputs, LAYOUT, None))
@@ -248,7 +249,7 @@ def test_threads_take_turns(staged: bool) -> None:
     path.runner.decode = Waiting(K, decode.max_tokens)
     given = [routed(made, 1) for _ in range(2)]
     threads = [
-        threading.Thread(target=lambda n=n: found.update({n: path(*given[n], held.w1, held.w2)})) for n in range(2)
+        threading.Thread(target=lambda n=n: found.update({n: path(given[n], held.w1, held.w2)})) for n in range(2)
     ]
     threads[0].start()
     begun.wait()
@@ -259,7 +260,7 @@ def test_threads_take_turns(staged: bool) -> None:
     may_go_on.set()
     for number, thread in enumerate(threads):
         thread.join()
-        torch.testing.assert_close(found[number], plain_experts(*given[number], held.w1, held.w2, LAYOUT, None))
+        torch.testing.assert_close(found[number], plain_experts(given[number], held.w1, held.w2, LAYOUT, None))
 
 
 # ---- what the host reads ---------------------------------------------------------------------------------------------
@@ -327,8 +328,8 @@ def go_on_after_a_read_that_failed(rank: int, world_size: int, num_tokens: int) 
             given[1][:] = torch.arange(9, 12)  # none of which has been read
         ReadExperts.broken = 9 - own.start
         try:
-            found = path(*given, held.w1, held.w2)
-            torch.testing.assert_close(found, plain_experts(*given, held.w1, held.w2, LAYOUT, None))
+            found = path(given, held.w1, held.w2)
+            torch.testing.assert_close(found, plain_experts(given, held.w1, held.w2, LAYOUT, None))
             met.append("")
         except (OSError, StepFailedError) as error:
             met.append(str(error))

@@ -80,7 +80,7 @@ def test_replayed_steps_give_the_numbers_of_resident_experts(made: torch.Generat
     cache, cores, exact = opened(K + 2, 1, SLOW_LINK)
     cached = CachedExperts(cache, LocalRunner(K, 1), K)
     given = draw_step(made, 1)
-    graph, out = captured(lambda: cached(*given, cache.weights.w1, cache.weights.w2))
+    graph, out = captured(lambda: cached(given, cache.weights.w1, cache.weights.w2))
     for _ in range(200):
         refill(given, draw_step(made, 1, masked=False))
         graph.replay()
@@ -97,7 +97,7 @@ def test_steps_in_waves_and_prompts_that_stream_between_others(quantised: str, m
     cached, slots = CachedExperts(cache, LocalRunner(K, 4), K), cache.weights
     for num_tokens in (4, 60, 1, 20, 4):
         given, before = draw_step(made, num_tokens, masked=False), cores.counts[0]
-        assert_close(cached(*given, slots.w1, slots.w2), *given, exact)
+        assert_close(cached(given, slots.w1, slots.w2), *given, exact)
         assert (cores.counts[0] > before) == (num_tokens == 1)
     assert int(cache.tables.totals[7]) == cores.counts[0]
     cores.check()

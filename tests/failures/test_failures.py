@@ -104,7 +104,7 @@ def test_modular_parts_refuse_after_a_failure_and_are_right_after_a_restart(rank
         if rank == 0:
             break_once(layer.experts, "apply", torch.OutOfMemoryError("out of memory"), after=False)
         inputs = rank_inputs(CASE, rank)
-        arguments = (*inputs.routed, w1, w2)
+        arguments = (inputs.routed, w1, w2)
         with pytest.raises(torch.OutOfMemoryError if rank == 0 else StepFailedError):
             layer(*arguments)
         dist.barrier()

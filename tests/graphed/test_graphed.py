@@ -31,6 +31,7 @@ from comet.config import OverlapConfig
 from comet.graphed.moe import Output
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.sharding import expert_parameter
+from comet.layout import RoutedTokens
 from comet.router.losses import RouterStats
 
 
@@ -290,7 +291,7 @@ def test_a_layer_that_asks_the_device_in_its_backward_pass(
     def asks(grad: Tensor) -> Tensor:
         return grad * (2 if float(grad.sum()) > 1e9 else 1)
 
-    def experts(*inputs: Tensor) -> Tensor:
+    def experts(*inputs: Any) -> Tensor:
         output = all_experts(None, *inputs)
         output.register_hook(asks)
         return output
@@ -319,7 +320,7 @@ def test_gradients_of_weights_made_later_are_those_of_the_backward_pass(
     inputs, (w1, w2) = rank_inputs(case, 0), (each.requires_grad_() for each in shard(case, 0, *full_weights(case)))
 
     def grads() -> tuple[Tensor | None, ...]:
-        output = path(inputs.tokens, inputs.top_k_ids, inputs.top_k_weights, w1.flatten(1, 2), w2)
+        output = path(inputs.routed, w1.flatten(1, 2), w2)
         return torch.autograd.grad(output.square().sum(), (w1, w2), allow_unused=True)
 
     wanted = grads()
@@ -375,7 +376,7 @@ def test_checkpointed_layers(captures: Captures) -> None:
 def test_autocast_has_graphs_of_its_own(captures: Captures) -> None:
     layer = make_layer()
     graphed, wanted = GraphedMoE(layer), []
-    layer.experts = lambda tokens, *rest: tokens * rest[1].sum(1, keepdim=True)  # type: ignore[assignment]
+    layer.experts = lambda routed, *_: routed.tokens * routed.top_k_weights.sum(1, keepdim=True)  # type: ignore[assignment]
     for seed in range(6):
         layer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=seed % 2 == 1):
@@ -390,7 +391,7 @@ def test_autocast_has_graphs_of_its_own(captures: Captures) -> None:
 
 def test_casts_that_autocast_keeps_are_in_the_graph(captures: Captures) -> None:
     layer = make_layer()
-    layer.experts = lambda tokens, *rest: tokens * rest[1].sum(1, keepdim=True)  # type: ignore[assignment]
+    layer.experts = lambda routed, *_: routed.tokens * routed.top_k_weights.sum(1, keepdim=True)  # type: ignore[assignment]
     graphed = GraphedMoE(layer)
     with torch.no_grad():
         with torch.autocast("cpu", torch.bfloat16):
@@ -457,8 +458,8 @@ def test_a_layer_that_asks_the_device_runs_as_it_stands(
 ) -> None:
     experts = layer.experts
 
-    def asks(tokens: Tensor, *rest: Tensor) -> Tensor:
-        return experts(tokens, *rest) * (1 if int(tokens.shape[0] + rest[0].max()) else 0)
+    def asks(routed: RoutedTokens, *weights: Tensor) -> Tensor:
+        return experts(routed, *weights) * (1 if int(len(routed.tokens) + routed.top_k_ids.max()) else 0)
 
     layer.experts = asks  # type: ignore[assignment]
     graphed = GraphedMoE(layer)

@@ -21,10 +21,10 @@ def test_delayed_ranks_and_a_layer_in_between_whose_rows_are_not_packed(rank: in
     moe, (w1, w2) = build_layer(case, rank, path), fp8_shard(case, rank)
     experts, group = moe.experts, moe.group
     plain, given = (w1.dequantize(), w2.dequantize()), rank_inputs(case, rank).routed
-    first = experts.fp8(*given, w1, w2), experts(*given, *plain)
+    first = experts.fp8(given, w1, w2), experts(given, *plain)
     for _ in range(2):
-        assert torch.equal(experts.fp8(*given, w1, w2), first[0])
-        assert torch.equal(experts(*given, *plain), first[1])
+        assert torch.equal(experts.fp8(given, w1, w2), first[0])
+        assert torch.equal(experts(given, *plain), first[1])
     group.workspace.check()
     group.close()
     run_case(rank, world_size, case, path)
@@ -62,14 +62,14 @@ def test_widths_that_are_no_whole_blocks(hidden_size: int, ffn_size: int, messag
     case = LayerCase("odd", 1, 1, (4,), hidden_size=hidden_size, ffn_size=ffn_size)
     inputs, experts = rank_inputs(case, 0), build_layer(case, 0, "twin").experts
     with pytest.raises(ValueError, match=message):
-        experts.fp8(*inputs.routed, *fp8_shard(case, 0))
+        experts.fp8(inputs.routed, *fp8_shard(case, 0))
 
 
 def test_gradients_are_refused() -> None:
     case = LayerCase("one rank", 1, 1, (4,), **WIDE)
     inputs, experts = rank_inputs(case, 0), build_layer(case, 0, "twin").experts
-    tokens = inputs.tokens.requires_grad_()
+    inputs.tokens.requires_grad_()
     with pytest.raises(ValueError, match="requires_grad=True of tokens or top_k_weights must be False"):
-        experts.fp8(tokens, inputs.top_k_ids, inputs.top_k_weights, *fp8_shard(case, 0))
+        experts.fp8(inputs.routed, *fp8_shard(case, 0))
     with torch.no_grad():
-        experts.fp8(tokens, inputs.top_k_ids, inputs.top_k_weights, *fp8_shard(case, 0))
+        experts.fp8(inputs.routed, *fp8_shard(case, 0))

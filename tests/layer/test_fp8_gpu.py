@@ -9,6 +9,7 @@ from gpus import captured
 from layer_cases import LayerCase, assert_as_close, rank_inputs
 from layer_ranks import build_layer
 
+from comet.layout import RoutedTokens
 from comet.quantization.formats import quantize_rows
 
 pytestmark = pytest.mark.gpu
@@ -46,9 +47,9 @@ def test_a_cuda_graph_replays_with_other_routing() -> None:
     case = LayerCase("graph", 1, 1, (400,), 16, 4, 256, 256, **BF16, calls=4)
     moe, weights = build_layer(case, 0, "fused", "cuda"), fp8_shard(case, 0, "cuda")
     given = [rank_inputs(case, 0, call).to("cuda").routed for call in range(case.calls)]
-    expected = [moe.experts.fp8(*batch, *weights) for batch in given]
-    held = [tensor.clone() for tensor in given[0]]
-    graph, output = captured(lambda: moe.experts.fp8(*held, *weights))
+    expected = [moe.experts.fp8(batch, *weights) for batch in given]
+    held = RoutedTokens(*(tensor.clone() for tensor in given[0]))
+    graph, output = captured(lambda: moe.experts.fp8(held, *weights))
     for batch, wanted in zip(given, expected, strict=True):
         for target, source in zip(held, batch, strict=True):
             target.copy_(source)

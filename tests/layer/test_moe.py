@@ -26,9 +26,8 @@ from comet.errors import CommTimeoutError
 from comet.kernels.runtime.activation import DEFINITIONS, Activation, Definition
 from comet.layer.backend import expert_capacity
 from comet.layer.routed_experts import SymmetricPath
-from comet.layout import Biases
+from comet.layout import Biases, RoutedTokens
 from comet.modular import FusedPrepareFinalize
-from comet.modular.interfaces import RoutedTokens
 from comet.moe import MoE
 
 CASES = [
@@ -146,10 +145,10 @@ def test_a_call_with_biases_must_fit_the_layer() -> None:
     case = LayerCase("plain", 1, 1, (2,))
     layer = MoE(case.config, make_group(case.config, max_tokens=16), path="plain")
     assert layer.b1 is None
-    tokens, ids = torch.zeros(2, 32), torch.zeros(2, 2, dtype=torch.int32)
-    weights = layer.w1.flatten(1, 2), layer.w2
+    routed = RoutedTokens(torch.zeros(2, 32), torch.zeros(2, 2, dtype=torch.int32), torch.ones(2, 2))
+    weights, biases = (layer.w1.flatten(1, 2), layer.w2), Biases(torch.zeros(4, 64), torch.zeros(4, 32))
     with pytest.raises(ValueError, match="biases=True of the call must be the layer's expert_bias=False"):
-        layer.experts(tokens, ids, torch.ones(2, 2), *weights, Biases(torch.zeros(4, 64), torch.zeros(4, 32)))
+        layer.experts(routed, *weights, biases)
 
 
 @pytest.mark.parametrize("path", ["twin", slow("fused")])
@@ -376,12 +375,12 @@ def by_layer(layer: MoE, tokens: Tensor, ids: Tensor, weights: Tensor) -> None:
 def by_experts_in_fp8(layer: MoE, tokens: Tensor, ids: Tensor, weights: Tensor) -> None:
     assert isinstance(layer.experts, SymmetricPath)
     with torch.no_grad():
-        layer.experts.fp8(tokens, ids, weights, *fp8_shard(CASE, 0))
+        layer.experts.fp8(RoutedTokens(tokens, ids, weights), *fp8_shard(CASE, 0))
 
 
 def by_the_modular_layer(layer: MoE, tokens: Tensor, ids: Tensor, weights: Tensor) -> None:
     modular = FusedPrepareFinalize(CASE.config, layer.group, overlap=CASE.overlap, use_kernels=False)
-    modular.prepare(RoutedTokens(tokens=tokens, top_k_ids=ids, top_k_weights=weights), quantize=False)
+    modular.prepare(RoutedTokens(tokens, ids, weights), quantize=False)
 
 
 @pytest.mark.parametrize("path", ["twin", "fused"])
@@ -411,7 +410,7 @@ def test_so_are_biases_beside_experts_in_fp8(biases: Biases | None, message: str
     layer = MoE(config, make_group(config, max_tokens=128), path="twin", overlap=CASE.overlap)
     assert isinstance(layer.experts, SymmetricPath)
     with pytest.raises(ValueError, match=message), torch.no_grad():
-        layer.experts.fp8(torch.zeros(100, 128), *ROUTING, *fp8_shard(CASE, 0), biases)
+        layer.experts.fp8(RoutedTokens(torch.zeros(100, 128), *ROUTING), *fp8_shard(CASE, 0), biases)
     assert not layer.group.workspace.epoch
 
 

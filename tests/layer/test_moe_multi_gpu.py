@@ -98,14 +98,14 @@ def test_a_graph_is_replayed_with_other_routing(rank: int, world_size: int, num_
     w1, w2 = moe.expert_weights()
     given = rank_inputs(case, rank).to("cuda").routed
     with torch.no_grad():
-        graph, y = captured(lambda: moe.experts(*given, w1.flatten(1, 2), w2))
+        graph, y = captured(lambda: moe.experts(given, w1.flatten(1, 2), w2))
         for call in range(1, 9):
             for tensor, new in zip(given, rank_inputs(case, rank, call).routed, strict=True):
                 tensor.copy_(new)
             time.sleep(sleeper.random() * 0.02)
             graph.replay()
             found = y.clone()
-            assert torch.equal(found, without(*given, w1.flatten(1, 2), w2)), f"rank {rank}, call {call}"
+            assert torch.equal(found, without(given, w1.flatten(1, 2), w2)), f"rank {rank}, call {call}"
     moe.group.workspace.check()
     moe.group.close()
 

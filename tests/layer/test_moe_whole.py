@@ -21,7 +21,7 @@ from comet.decode.ranks import rank_slots
 from comet.layer.paths import make_path
 from comet.layer.shared_expert import SharedExpert
 from comet.layer.weights import pad_width
-from comet.layout import ExpertLayout
+from comet.layout import ExpertLayout, RoutedTokens
 from comet.moe import MoE
 from comet.reference.layer import reference_experts
 from comet.router.losses import RouterStats
@@ -170,7 +170,7 @@ def test_partial_sums_past_float16_are_infinite_or_added_first(rank: int, world_
     w1[:, :16, 0], w1[:, 16:, 0] = 32, 1  # hidden is 32, an output 16 * 32 * 58
     outcome = {}
     for path in ("reference", "plain", "twin", "fused"):
-        y = make_path(path, case.config, group, case.overlap)(tokens, ids, weights, w1, w2)
+        y = make_path(path, case.config, group, case.overlap)(RoutedTokens(tokens, ids, weights), w1, w2)
         assert torch.equal(y, y[:, :1].expand(2, 16))
         outcome[path] = y[:, 0].tolist()
     decode = RankDecode(group.comm, hidden_size=16)

@@ -218,7 +218,7 @@ def break_call(number: int, harm: Callable[[ExpertGroup], None], *, after: bool)
     def broken(name: str, moe: MoEConfig, group: ExpertGroup, overlap: OverlapConfig | None) -> ExpertPath:
         path = make_path(name, moe, group, overlap)
 
-        def run(*arguments: Tensor) -> Tensor:
+        def run(*arguments: object) -> Tensor:
             calls.append(len(calls))
             if calls[-1] == number and not after:
                 harm_in_a_hurry(group)

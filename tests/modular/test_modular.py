@@ -110,8 +110,8 @@ def run_kernels(rank: int, case: LayerCase) -> None:
         check_layer(layer, case, rank, f"kernels, {pair}, shared")
     fused = ModularMoE(FusedPrepareFinalize(case.config, group, use_kernels=True), FusedExperts(case.config, group))
     inputs, weights = rank_inputs(case, rank), rank_weights(case, rank, torch.Tensor)
-    given = inputs.tokens, inputs.top_k_ids, inputs.top_k_weights
-    assert torch.equal(fused(*given, *map(as_strided, weights)), fused(*given, *weights)), "weights in any stride"
+    given = inputs.routed
+    assert torch.equal(fused(given, *map(as_strided, weights)), fused(given, *weights)), "weights in any stride"
     group.workspace.check()
     group.close()
 
@@ -148,7 +148,7 @@ def group() -> ExpertGroup:
 
 def call(layer: Any, case: LayerCase = SMALL, rank: int = 0) -> torch.Tensor:
     inputs, (w1, w2) = rank_inputs(case, rank), shard(case, rank, *full_weights(case))
-    return layer(inputs.tokens, inputs.top_k_ids, inputs.top_k_weights, w1.flatten(1, 2), w2)
+    return layer(inputs.routed, w1.flatten(1, 2), w2)
 
 
 def test_is_a_path_of_the_layer(group: ExpertGroup) -> None:
@@ -166,7 +166,7 @@ def test_is_a_path_of_the_layer(group: ExpertGroup) -> None:
 def test_gradients_are_refused_and_no_grad_is_not(group: ExpertGroup) -> None:
     layer = ModularMoE(SingleRank(SMALL.config, group), ReferenceExperts(SMALL.config, group))
     inputs, (w1, w2) = rank_inputs(SMALL, 0), shard(SMALL, 0, *full_weights(SMALL))
-    arguments = [inputs.tokens, inputs.top_k_ids, inputs.top_k_weights, w1.flatten(1, 2), w2.requires_grad_()]
+    arguments = [inputs.routed, w1.flatten(1, 2), w2.requires_grad_()]
     with pytest.raises(ValueError, match=r"w2.requires_grad=True must be False: ModularMoE has no backward pass"):
         layer(*arguments)
     with torch.no_grad():
@@ -215,9 +215,10 @@ def test_a_batch_that_overflows_is_an_error_not_a_loss() -> None:
     case = replace(SMALL, num_tokens=(100,))
     group = open_group(case)
     layer = ModularMoE(SymmetricBatched(case.config, group), GroupedBatched(case.config, group))
-    inputs, (w1, w2) = rank_inputs(case, 0), full_weights(case)
+    routed, (w1, w2) = rank_inputs(case, 0).routed, full_weights(case)
+    routed.top_k_ids.zero_()
     with pytest.raises(CapacityError, match=r"rank 0 got 200 rows for one expert, more than the 128"):
-        layer(inputs.tokens, torch.zeros_like(inputs.top_k_ids), inputs.top_k_weights, w1.flatten(1, 2), w2)
+        layer(routed, w1.flatten(1, 2), w2)
     assert group.workspace.fault.tolist() == [0, 0, 0, 0, 0, 0, 0, 200], "as a GPU reports it"
 
 
@@ -230,10 +231,8 @@ def test_layouts_must_agree(group: ExpertGroup) -> None:
 @pytest.mark.parametrize("kind", [SingleRank, AllToAll])
 @pytest.mark.parametrize("bad", [4, -2])
 def test_bad_ids_are_named(group: ExpertGroup, kind: type, bad: int) -> None:
-    inputs = rank_inputs(SMALL, 0)
-    ids = inputs.top_k_ids.clone()
-    ids[3, 1] = bad
-    routed = RoutedTokens(tokens=inputs.tokens, top_k_ids=ids, top_k_weights=inputs.top_k_weights)
+    routed = rank_inputs(SMALL, 0).routed
+    routed.top_k_ids[3, 1] = bad
     with pytest.raises(ValueError, match=rf"contain (1 bad ids|{bad}); every id must be -1 .masked. or in "):
         kind(SMALL.config, group).prepare(routed, quantize=False)
 
@@ -244,9 +243,9 @@ def test_wrong_dtypes_and_biases_are_named(group: ExpertGroup) -> None:
     symmetric = ModularMoE(SymmetricContiguous(SMALL.config, group), ReferenceExperts(SMALL.config, group))
     half = [tensor.half() for tensor in (inputs.tokens, w1.flatten(1, 2), w2)]
     with pytest.raises(ValueError, match=r"dtype=torch.float16 of tokens must be the pool's torch.float32"):
-        symmetric(half[0], inputs.top_k_ids, inputs.top_k_weights, half[1], half[2])
+        symmetric(inputs.routed._replace(tokens=half[0]), half[1], half[2])
     biased = replace(SMALL.config, expert_bias=True)
     with pytest.raises(ValueError, match="biases=False of the call must be the layer's expert_bias=True"):
         call(ModularMoE(SingleRank(biased, group), ReferenceExperts(biased, group)))
     with pytest.raises(ValueError, match=r"dtype=torch.int64 of top_k_ids must be torch.int32"):
-        symmetric(inputs.tokens, inputs.top_k_ids.long(), inputs.top_k_weights, w1.flatten(1, 2), w2)
+        symmetric(inputs.routed._replace(top_k_ids=inputs.top_k_ids.long()), w1.flatten(1, 2), w2)

@@ -12,6 +12,7 @@ from layer_ranks import open_group
 from modular_cases import attacks, check_fp8_rows, combinations, larger, rank_weights, run_combinations
 from torch import Tensor
 
+from comet.layout import RoutedTokens
 from comet.modular import (
     DequantizingBatched,
     DequantizingContiguous,
@@ -63,19 +64,18 @@ def test_replays_from_a_cuda_graph_with_other_routing(parts: tuple[type, type, t
     layer = ModularMoE(*(kind(case.config, group) for kind in pair), weight_type=weight_type)
     w1, w2 = rank_weights(case, 0, weight_type, "cuda")
 
-    def arguments(call: int) -> list[torch.Tensor]:
-        inputs = rank_inputs(case, 0, call)
-        return [part.cuda() for part in (inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)]
+    def arguments(call: int) -> RoutedTokens:
+        return rank_inputs(case, 0, call).to("cuda").routed
 
     given = arguments(0)
-    graph, output = captured(partial(layer, *given, w1, w2))
+    graph, output = captured(partial(layer, given, w1, w2))
     for call in range(1, 4):
         changed = arguments(call)
         for target, source in zip(given, changed, strict=True):
             target.copy_(source)
         graph.replay()
         found = output.clone()
-        assert torch.equal(found, layer(*changed, w1, w2)), f"call {call}"
+        assert torch.equal(found, layer(changed, w1, w2)), f"call {call}"
     group.workspace.check()
 
 
@@ -90,13 +90,12 @@ def test_graphs_of_ascending_numbers_of_tokens(parts: tuple[type, type]) -> None
     w1, w2 = rank_weights(cases[0], 0, Tensor, "cuda")
     graphs = []
     for case in cases:
-        inputs = rank_inputs(case, 0)
-        given = [part.cuda() for part in (inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)]
-        graphs.append((given, *captured(partial(layer, *given, w1, w2))))
+        given = rank_inputs(case, 0).to("cuda").routed
+        graphs.append((given, *captured(partial(layer, given, w1, w2))))
     taken = take_free_memory()
     for given, graph, output in graphs * 2:
         graph.replay()
-        assert torch.equal(output, layer(*given, w1, w2)), f"{len(output)} tokens"
+        assert torch.equal(output, layer(given, w1, w2)), f"{len(output)} tokens"
         assert all(bool((memory == 1).all()) for memory in taken), (
             f"{len(output)} tokens: others' memory was written to"
         )

@@ -42,8 +42,8 @@ def group() -> ExpertGroup:
 
 def call(layer: ModularMoE, w1: Weight | None = None, tokens: Tensor | None = None) -> Tensor:
     inputs, weights = rank_inputs(CASE, 0), rank_weights(CASE, 0, layer.weight_type)
-    tokens = inputs.tokens if tokens is None else tokens
-    return layer(tokens, inputs.top_k_ids, inputs.top_k_weights, weights[0] if w1 is None else w1, weights[1])
+    routed = inputs.routed if tokens is None else inputs.routed._replace(tokens=tokens)
+    return layer(routed, weights[0] if w1 is None else w1, weights[1])
 
 
 def make(group: ExpertGroup, experts: type, weight_type: type[Weight]) -> ModularMoE:
@@ -84,7 +84,7 @@ def test_weights_of_another_type_are_named(group: ExpertGroup, made_for: type, g
         call(layer, w1)
     inputs, right = rank_inputs(CASE, 0), rank_weights(CASE, 0, made_for)[0]
     with pytest.raises(ValueError, match=rf"w2 is {given.__name__}, must be the {made_for.__name__}"):
-        layer(inputs.tokens, inputs.top_k_ids, inputs.top_k_weights, right, w2)
+        layer(inputs.routed, right, w2)
 
 
 @pytest.mark.parametrize("experts", [ReferenceExperts, GroupedContiguous, WarpDecodeExperts])
@@ -97,7 +97,7 @@ def test_bad_quantised_weights_are_named(group: ExpertGroup, experts: type) -> N
     narrow = [quantize_fp8(torch.zeros(shape)) for shape in ((4, 48, 32), (4, 32, 24))]
     inputs = rank_inputs(CASE, 0)
     with pytest.raises(ValueError, match="F/TP=24 of FP8 weights must be a multiple of 16"):
-        layer(inputs.tokens, inputs.top_k_ids, inputs.top_k_weights, *narrow)
+        layer(inputs.routed, *narrow)
 
 
 @pytest.mark.parametrize("weight_type", TYPES)

@@ -13,7 +13,7 @@ from ranks import in_ranks, run_ranks
 from torch import Tensor
 
 from comet.comm.collectives import all_gather_stacked, all_to_all_rows
-from comet.layout import ExpertLayout
+from comet.layout import ExpertLayout, RoutedTokens
 from comet.reference.layer import reference_experts
 from comet.reference.plain import gather_reference_experts, grouped_matmul, make_exchange, plain_experts
 
@@ -32,7 +32,7 @@ def test_gathered_reference_is_bitwise_the_reference_and_masked_slots_may_be_nan
     for path, run in PATHS.items():
         leaves = [each.clone().requires_grad_() for each in (routed[0], routed[2], w1.flatten(1, 2), w2)]
         layout = ExpertLayout.create(case.config, case.parallel, rank)
-        y = run(leaves[0], routed[1], *leaves[1:], layout, dist.group.WORLD)
+        y = run(RoutedTokens(leaves[0], routed[1], leaves[1]), *leaves[2:], layout, dist.group.WORLD)
         torch.testing.assert_close(y, wanted, rtol=0 if path == "reference" else 1e-5, atol=1e-5 * (path == "plain"))
         y.square().sum().backward()
         assert all(leaf.grad is not None and bool(leaf.grad.isfinite().all()) for leaf in leaves)
@@ -85,10 +85,10 @@ def message_of_frozen(rank: int, world_size: int, path: str, wanted: list[tuple[
     inputs, (w1, w2) = rank_inputs(case, rank), shard(case, rank, *full_weights(case))
     leaves = {"tokens": inputs.tokens, "weights": inputs.top_k_weights, "w1": w1.flatten(1, 2), "w2": w2}
     leaves = {name: leaf.clone().requires_grad_(name in wanted[rank]) for name, leaf in leaves.items()}
-    tokens, *rest = leaves.values()
+    tokens, factors, *weights = leaves.values()
     try:
         layout = ExpertLayout.create(case.config, case.parallel, rank)
-        output = PATHS[path](tokens, inputs.top_k_ids, *rest, layout, dist.group.WORLD)
+        output = PATHS[path](RoutedTokens(tokens, inputs.top_k_ids, factors), *weights, layout, dist.group.WORLD)
     except ValueError as error:
         return str(error)
     output.sum().backward()
@@ -148,8 +148,9 @@ def test_errors_name_field_value_and_rule(path: str, change: dict[str, Tensor], 
         "w1": torch.zeros(4, 64, 16),
         "w2": torch.zeros(4, 16, 32),
     }
+    tokens, ids, factors, *weights = (inputs | change).values()
     with pytest.raises(ValueError, match=message):
-        PATHS[path](*(inputs | change).values(), layout, None)
+        PATHS[path](RoutedTokens(tokens, ids, factors), *weights, layout, None)
 
 
 @in_ranks(2)

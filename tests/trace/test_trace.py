@@ -81,7 +81,7 @@ def record_case(rank: int, case: LayerCase) -> Found:
         check_layer1_events(plan, *written, num_cols=num_cols[1], num_panels=num_panels)
         backend.barrier()
         backend.dispatch(inputs.tokens, plan.for_backward(plan.memory))
-    routed = (inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
+    routed = inputs.routed
     lossy, again = None, y
     with torch.no_grad():
         if case.tp > 1:

@@ -201,5 +201,5 @@ def test_a_runner_of_layers_with_other_numbers_of_experts() -> None:
     for case in (CASE, wider, CASE):
         inputs, (w1, w2) = rank_inputs(case, 0), full_weights(case)
         weights = (w1.flatten(1, 2), w2)
-        y = runner(*inputs.routed, *weights)
+        y = runner(inputs.routed, *weights)
         assert torch.allclose(y.double(), loop(case, *weights), atol=1e-3)

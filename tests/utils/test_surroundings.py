@@ -29,6 +29,7 @@ from comet.layer.paths import make_path
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.sharding import local
 from comet.layer.shared_expert import SharedExpert
+from comet.layout import RoutedTokens
 from comet.measure.layers import NUM_INPUTS, make_inputs
 from comet.models.config import ModelConfig
 from comet.models.gpt import GPT, rotary_table
@@ -180,10 +181,8 @@ def experts_from_slots() -> list[Tensor]:
     """Steps of a cache that counts uses, and what is decided and kept for the host's cores."""
     cache = ExpertCache(numbers((6, 64, 32), 1), numbers((6, 32, 32), 2), 2, torch.device("cpu"), policy="lfu")
     path, weights = CachedExperts(cache, LocalRunner(2, 4), 2), torch.tensor([[0.3, 0.7]], dtype=torch.float32)
-    outputs = [
-        path(numbers((1, 32), step), torch.tensor([[step % 3, 3 + step % 2]], dtype=torch.int32), weights, *EMPTY)
-        for step in range(7)
-    ]
+    ids = [torch.tensor([[step % 3, 3 + step % 2]], dtype=torch.int32) for step in range(7)]
+    outputs = [path(RoutedTokens(numbers((1, 32), step), each, weights), *EMPTY) for step, each in enumerate(ids)]
     costs = dict(request_ns=20.0, expert_ns=290.3, full_request_ns=21.0, full_expert_ns=301.7)
     share = HostProfile(link_ns=200.1, shared_link_ns=203.3, **costs).share_table(2, 8)
     sizes = dict(num_experts=6, first_expert=0, hidden_size=32, top_k=2, max_tokens=4, dtype=torch.float32)
@@ -293,20 +292,20 @@ def run_nan_on_the_last_rank(rank: int, world_size: int, parts: tuple[type, type
     w1, w2 = rank_weights(case, rank, Tensor)
     layer = ModularMoE(*(part(case.config, group) for part in parts))
     routing = (inputs.top_k_ids, inputs.top_k_weights)
-    good = layer(inputs.tokens, *routing, w1, w2)
+    good = layer(RoutedTokens(inputs.tokens, *routing), w1, w2)
     tokens = inputs.tokens.clone()
     if rank == world_size - 1:
         tokens[1, 3], tokens[4, 100] = bad, bad
     said = ""
     try:
-        y = layer(tokens, *routing, w1, w2)
+        y = layer(RoutedTokens(tokens, *routing), w1, w2)
         spoiled = (~y.isfinite()).any(dim=1).nonzero().flatten().tolist()
         assert spoiled == ([1, 4] if rank == world_size - 1 else []), spoiled
         kept = [row for row in range(6) if row not in spoiled]
         assert torch.equal(y[kept], good[kept])
     except ValueError as refusal:
         said = str(refusal)
-    assert torch.equal(layer(inputs.tokens, *routing, w1, w2), good)
+    assert torch.equal(layer(RoutedTokens(inputs.tokens, *routing), w1, w2), good)
     group.close()
     return said
 

@@ -32,7 +32,7 @@ from comet.integrations.hf.stored import (
     some,
 )
 from comet.kernels.runtime.activation import SWIGLU
-from comet.layout import ExpertLayout
+from comet.layout import ExpertLayout, RoutedTokens
 from comet.quantization.formats import FP8_BLOCK
 from comet.reference.plain import plain_experts
 
@@ -110,11 +110,12 @@ def comet_experts_forward(
     w1, w2, activation, biases = module.gate_up_proj, module.down_proj, SWIGLU, None
     if gpt_oss.is_gpt_oss(module):
         activation, (w1, w2, biases) = gpt_oss.activation_of(module), gpt_oss.kept_layout(module)
-    ids, weights, top_k = _local_ids(module, top_k_index), top_k_weights.float(), top_k_index.shape[1]
+    routed = RoutedTokens(hidden_states, _local_ids(module, top_k_index), top_k_weights.float())
+    top_k = top_k_index.shape[1]
     if any(size % DIM_MULTIPLE for size in w2.shape[1:]):  # such as F = 48 over two ranks; warp decode takes no others
         layout = ExpertLayout(num_experts=w2.shape[0], top_k=top_k, ep=1, tp=1, rank=0)
-        return plain_experts(hidden_states, ids, weights, w1, w2, layout, None, activation, biases)
-    return LocalRunner(top_k, activation=activation)(hidden_states, ids, weights, w1, w2, biases)
+        return plain_experts(routed, w1, w2, layout, None, activation, biases)
+    return LocalRunner(top_k, activation=activation)(routed, w1, w2, biases)
 
 
 @torch.compiler.disable
@@ -126,8 +127,9 @@ def comet_fp8_experts_forward(
     Activations stay in the model's type, where transformers' own kernels quantise them.
     """
     module: Any = experts
-    kept, ids = kept_weights(module, partial(_checked_slots, module)), _local_ids(module, top_k_index)
-    return run_kept(LocalRunner(ids.shape[1]), hidden_states, ids, top_k_weights.float(), kept)
+    kept = kept_weights(module, partial(_checked_slots, module))
+    routed = RoutedTokens(hidden_states, _local_ids(module, top_k_index), top_k_weights.float())
+    return run_kept(LocalRunner(top_k_index.shape[1]), routed, kept)
 
 
 def _checked_slots(experts: Any) -> Tensor:

@@ -13,7 +13,7 @@ from comet.decode.runners import Runner, fp8_weights
 from comet.decode.shared import state_of, with_room
 from comet.integrations.hf.modules import CometExperts, shared_matrices
 from comet.integrations.hf.stored import FUSED, SCALES
-from comet.layout import ExpertLayout
+from comet.layout import ExpertLayout, RoutedTokens
 from comet.quantization.formats import FP8_BLOCK
 
 NAMES = (*FUSED, *(f"{name}{SCALES}" for name in FUSED))
@@ -63,7 +63,8 @@ class FP8Experts(CometExperts):
         if self.shared is not None and joins_step(hidden_states, self.runner.decode.max_tokens):
             return super().forward(hidden_states, top_k_index, top_k_weights)
         kept = kept_weights(self, lambda: rank_slots(self.layout, self.gate_up_proj.device))
-        return run_kept(self.runner, hidden_states, top_k_index.to(torch.int32), top_k_weights.float(), kept)
+        routed = RoutedTokens(hidden_states, top_k_index.to(torch.int32), top_k_weights.float())
+        return run_kept(self.runner, routed, kept)
 
 
 def _allocated(count: int, hidden_size: int, width: int, device: torch.device) -> dict[str, nn.Parameter]:
@@ -93,12 +94,12 @@ def kept_weights(experts: Any, slots: Callable[[], Tensor]) -> DecodeWeights:
     return found
 
 
-def run_kept(runner: Runner, tokens: Tensor, ids: Tensor, weights: Tensor, kept: DecodeWeights) -> Tensor:
+def run_kept(runner: Runner, routed: RoutedTokens, kept: DecodeWeights) -> Tensor:
     """``(T, D)``, from FP8 in decode steps and where the runner takes it; else the layer is dequantised for this."""
-    if runner.takes_fp8 or joins_step(tokens, runner.decode.max_tokens):
-        return runner(tokens, ids, weights, kept.w1, kept.w2, experts=kept)
-    w1, w2 = (weight.dequantize(tokens.dtype) for weight in fp8_weights(kept).values())
-    return runner(tokens, ids, weights, w1, w2)
+    if runner.takes_fp8 or joins_step(routed.tokens, runner.decode.max_tokens):
+        return runner(routed, kept.w1, kept.w2, experts=kept)
+    w1, w2 = (weight.dequantize(routed.tokens.dtype) for weight in fp8_weights(kept).values())
+    return runner(routed, w1, w2)
 
 
 class FP8SharedSlots(SharedSlots):

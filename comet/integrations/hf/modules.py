@@ -19,7 +19,7 @@ from comet.decode import SharedMatrices, SharedSlots, joins_step
 from comet.decode.runners import Runner
 from comet.experts.prefetch import PrefetchSetting, prefetch_wanted
 from comet.integrations.hf.families import moe_config
-from comet.layout import Biases, ExpertLayout
+from comet.layout import Biases, ExpertLayout, RoutedTokens
 from comet.router.router import Router, router_of
 from comet.utils.graphs import is_capturing
 
@@ -205,7 +205,7 @@ class CometExperts(nn.Module):
             ids, weights = self.shared.routing(ids, weights, gate)
         w1, w2, b1, b2 = self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias
         biases = None if b1 is None or b2 is None else Biases(b1, b2)
-        return self.runner(hidden_states, ids, weights, w1, w2, biases, experts=experts)
+        return self.runner(RoutedTokens(hidden_states, ids, weights), w1, w2, biases, experts=experts)
 
     def extra_repr(self) -> str:
         """The part of the experts held here."""

@@ -20,7 +20,7 @@ from comet.experts.store import HeldExperts, QuantisedReader, Specs
 from comet.integrations.hf.modules import CometExperts, routers_beside
 from comet.integrations.hf.stored import BIASES, FUSED, SCALES, LazyShard
 from comet.layer.group import ExpertGroup
-from comet.layout import ExpertLayout
+from comet.layout import ExpertLayout, RoutedTokens
 
 
 class StoredExperts(CometExperts):
@@ -37,8 +37,8 @@ class StoredExperts(CometExperts):
     @torch.compiler.disable
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """``(T, D)`` of ``(T, D)``, ``(T, K)`` and ``(T, K)``, from the slots."""
-        slots = self.path.cache.weights
-        return self.path(hidden_states, top_k_index.to(torch.int32), top_k_weights.float(), slots.w1, slots.w2)
+        slots, routed = self.path.cache.weights, RoutedTokens(hidden_states, top_k_index.int(), top_k_weights.float())
+        return self.path(routed, slots.w1, slots.w2)
 
     def __deepcopy__(self, memo: dict[int, object]) -> StoredExperts:
         """A copied model reads the same store and slots."""

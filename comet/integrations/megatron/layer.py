@@ -26,7 +26,7 @@ from comet.errors import UnavailableError
 from comet.kernels.runtime.activation import Activation, ActivationName
 from comet.layer.group import ExpertGroup
 from comet.layer.paths import ExpertPath, make_path
-from comet.layout import Biases
+from comet.layout import Biases, RoutedTokens
 
 DISPATCHERS = ("allgather", "alltoall")
 # Fields that have to be off, and why; those that a version of Megatron-core does not have count as off.
@@ -418,7 +418,8 @@ class CometExperts(nn.Module):
         K)`` float32.
         """
         w1, w2, *biases = (weight.to(tokens.dtype) for weight in self.parameters())
-        return self.compute(tokens, top_k_ids, top_k_weights, w1, w2, Biases(*biases) if biases else None)
+        routed = RoutedTokens(tokens, top_k_ids, top_k_weights)
+        return self.compute(routed, w1, w2, Biases(*biases) if biases else None)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from comet.integrations import hf
 from comet.integrations.hf.convert import require_same_model
+from comet.layout import RoutedTokens
 
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 
@@ -229,9 +230,9 @@ def check_token_counts(rank: int, ep: int, tp: int, ffn_size: int = 32) -> None:
     experts = model.model.layers[0].mlp.experts
     path, brought = experts.runner.path, []
 
-    def counted_path(tokens: Tensor, *others: Tensor, **weights: Tensor) -> Tensor:
-        brought.append(tokens.shape[0])
-        return path(tokens, *others, **weights)
+    def counted_path(routed: RoutedTokens, **weights: Tensor) -> Tensor:
+        brought.append(len(routed.tokens))
+        return path(routed, **weights)
 
     experts.runner.path = counted_path
     for num_tokens in (0, 1, ep * tp - 1, ep * tp + 1, 2 * ep * tp, 128 * ep * tp + 3):

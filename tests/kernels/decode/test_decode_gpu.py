@@ -234,8 +234,8 @@ def test_prompts_have_the_bits_that_torch_gives_them(
     paths = [CachedExperts(cache_of(case, 11, device=CUDA), LocalRunner(K, 4), K) for _ in range(2)]
     for num_tokens in (60, 5, 200):
         inputs = draw_step(made, num_tokens, masked=False)
-        found = paths[0](*inputs, *paths[0].cache.weights.parts[:2])
+        found = paths[0](inputs, *paths[0].cache.weights.parts[:2])
         with monkeypatch.context() as patch:
             patch.setattr(streaming, "floating_slots", slot_weights)
-            wanted = paths[1](*inputs, *paths[1].cache.weights.parts[:2])
+            wanted = paths[1](inputs, *paths[1].cache.weights.parts[:2])
         assert torch.equal(found, wanted), f"{num_tokens} tokens"

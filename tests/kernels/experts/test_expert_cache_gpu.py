@@ -57,8 +57,8 @@ def test_one_token_that_needs_more_experts_than_there_are_slots(num_slots: int) 
     runner = LocalRunner(K, 2)
     path = CachedExperts(cache, runner, K)
     for step in range(50):
-        tokens, ids, weights = draw_step(made, 1)
-        output = path(tokens, ids, weights, cache.weights.w1, cache.weights.w2)
+        tokens, ids, weights = given = draw_step(made, 1)
+        output = path(given, cache.weights.w1, cache.weights.w2)
         two = tokens.expand(2, -1), torch.cat((ids, torch.full_like(ids, -1))), weights.expand(2, -1)
         assert torch.equal(output, runner.decode(*two, everything)[:1]), f"step {step}"
     check_slots(cache)
@@ -104,7 +104,7 @@ def test_replayed_steps_equal_resident_experts_bit_for_bit(
     tables = cached.cache.tables
     assert (count_waves(num_tokens * K, E, num_slots) > 1) == (num_tokens > 1)
     given = draw_step(made, num_tokens)
-    graph, out = captured(lambda: cached(*given, everything.w1, everything.w2))
+    graph, out = captured(lambda: cached(given, everything.w1, everything.w2))
     for step in range(100):
         refill(given, draw_step(made, num_tokens, (K, 12, E)[step % 3], masked=False))  # one wave, some, all
         needed = given[1].unique().long()

@@ -16,6 +16,7 @@ from comet import MoE, MoEConfig, OverlapConfig, ParallelConfig, make_expert_gro
 from comet.errors import CommTimeoutError
 from comet.kernels.layer import gemm_combine
 from comet.kernels.runtime.nvrtc import compile_cubin, load_kernel
+from comet.layout import RoutedTokens
 from comet.quantization.formats import quantize_fp8
 
 MOST_NS = 20_000_000_000
@@ -95,7 +96,8 @@ def ends_within(seconds: float) -> bool:
 def in_fp8(layer: MoE, x: torch.Tensor) -> Callable[[], torch.Tensor]:
     routing = layer.router(x)
     w1, w2 = quantize_fp8(layer.w1.flatten(1, 2)), quantize_fp8(layer.w2)
-    return lambda: layer.experts.fp8(x, routing.top_k_ids, routing.top_k_weights, w1, w2)
+    routed = RoutedTokens(x, routing.top_k_ids, routing.top_k_weights)
+    return lambda: layer.experts.fp8(routed, w1, w2)
 
 
 @pytest.mark.parametrize("name", LAUNCHES)

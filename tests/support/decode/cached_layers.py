@@ -12,10 +12,10 @@ from torch import Tensor
 from comet.decode.runners import LocalRunner
 from comet.experts import CachedExperts
 from comet.experts.prefetch import prefetch_between
+from comet.layout import RoutedTokens
 
 E, K, D, F, LAYERS = 48, 4, 512, 208, 3
 CUDA = torch.device("cuda")
-Drawn = tuple[Tensor, Tensor, Tensor]
 
 
 def case_of(num_tokens: int, **changes: Any) -> DecodeCase:
@@ -23,14 +23,14 @@ def case_of(num_tokens: int, **changes: Any) -> DecodeCase:
     return DecodeCase(**dict(name="cached", T=num_tokens, K=K, E=E, D=D, F=F) | changes)
 
 
-def draw_step(made: torch.Generator, num_tokens: int, num_experts: int = E, *, masked: bool = True) -> Drawn:
+def draw_step(made: torch.Generator, num_tokens: int, num_experts: int = E, *, masked: bool = True) -> RoutedTokens:
     """Tokens, ids and weights of a step on the GPU; ``masked``: some ids are -1."""
     ids = torch.rand(num_tokens, num_experts + masked, generator=made).argsort(1)[:, :K].int() - int(masked)
     tokens, weights = torch.randn(num_tokens, D, generator=made).bfloat16(), torch.rand(ids.shape, generator=made)
-    return tokens.cuda(), ids.cuda(), weights.cuda()
+    return RoutedTokens(tokens.cuda(), ids.cuda(), weights.cuda())
 
 
-def refill(given: Drawn, new: Drawn) -> None:
+def refill(given: RoutedTokens, new: RoutedTokens) -> None:
     """Other numbers in the tensors that a graph reads."""
     for tensor, value in zip(given, new, strict=True):
         tensor.copy_(value)
@@ -70,7 +70,8 @@ class CachedLayers:
         for layer, path in enumerate(self.paths):
             if layer:
                 torch.mm(self.square, self.square)  # what a layer does before its experts
-            outputs.append(path(tokens, self._of(layer, weights), weights, *self.caches[layer].weights.parts))
+            routed = RoutedTokens(tokens, self._of(layer, weights), weights)
+            outputs.append(path(routed, *self.caches[layer].weights.parts))
         return outputs
 
     def expected(self, tokens: Tensor, weights: Tensor) -> list[Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from comet.config import MoEConfig, ParallelConfig
 from comet.decode import DataParallelDecode
 from comet.layer.group import ExpertGroup, make_expert_group
+from comet.layout import RoutedTokens
 
 LIMIT = 5
 # Tokens of even and of odd ranks: none, few, as many as decode takes, and more on one rank alone.
@@ -56,13 +57,13 @@ def check_own_tokens(
         bound = max(of_ranks) + number % 2  # a bound that all ranks know spares them from asking
         for most_tokens in (None, bound):
             steps.clear()
-            output = runner(*inputs, weights.w1, weights.w2, most_tokens=most_tokens)
+            output = runner(RoutedTokens(*inputs), weights.w1, weights.w2, most_tokens=most_tokens)
             decodes = (max(of_ranks) if most_tokens is None else most_tokens) <= LIMIT
             assert steps == [len(inputs.tokens)] * decodes, f"{who}: decode steps {steps}"
             if decodes:
                 compare_step(case, output, inputs, dtype, who)
             else:
-                assert torch.equal(output, runner.path(*inputs, weights.w1, weights.w2)), who
+                assert torch.equal(output, runner.path(RoutedTokens(*inputs), weights.w1, weights.w2)), who
     runner.check()
     group.close()
 
@@ -75,7 +76,7 @@ def check_replays(rank: int, world_size: int, case: DecodeCase, tp: int, dtype: 
     given = on_device(gathered_inputs(case, 0, counts, dtype)[rank], device)
 
     def run() -> Tensor:
-        return runner(*given, weights.w1, weights.w2, most_tokens=LIMIT)
+        return runner(RoutedTokens(*given), weights.w1, weights.w2, most_tokens=LIMIT)
 
     graph, output = captured(run)
     for replay in range(REPLAYS):

@@ -16,6 +16,7 @@ from torch import Tensor
 from comet.decode import DataParallelDecode, DecodeWeights, RankDecode, ReplicatedRunner, warp_decode
 from comet.layer.paths import make_path
 from comet.layer.routed_experts import SymmetricPath
+from comet.layout import RoutedTokens
 from comet.modular import (
     DequantizingBatched,
     DequantizingContiguous,
@@ -44,7 +45,7 @@ def every_path(case: LayerCase, *, kernels: bool = False, kind: type = Tensor) -
     routing, own = (inputs.top_k_ids, inputs.top_k_weights), dict(use_kernels=kernels)
 
     def path(run: Callable[..., Tensor]) -> Layer:
-        return lambda tokens, w1, w2: run(tokens, *routing, w1, w2)
+        return lambda tokens, w1, w2: run(RoutedTokens(tokens, *routing), w1, w2)
 
     def modular(transport: Any, experts: Any) -> Layer:
         return path(ModularMoE(transport, experts, weight_type=kind))
@@ -68,7 +69,7 @@ def every_path(case: LayerCase, *, kernels: bool = False, kind: type = Tensor) -
     if kind is not MXFP8:
         found["symmetric path"] = path(symmetric if kind is Tensor else symmetric.fp8)
     if kind is Tensor:
-        found["specification"] = path(reference_experts)
+        found["specification"] = path(lambda routed, *weights: reference_experts(*routed, *weights))
         found |= {name: path(make_path(name, config, group)) for name in ("reference", "plain")}
         found["fused"] = modular(FusedPrepareFinalize(config, group, **own), FusedExperts(config, group))
         if not kernels:

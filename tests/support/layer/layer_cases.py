@@ -15,7 +15,7 @@ from torch import Tensor
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.kernels.runtime.activation import SWIGLU, Activation
 from comet.layer.sharding import local
-from comet.layout import Biases, ExpertLayout
+from comet.layout import Biases, ExpertLayout, RoutedTokens
 from comet.reference.layer import reference_experts
 
 MASKED, MASKED_SHARE, ZIPF_EXPONENT = -1, 0.4, 1.5
@@ -107,9 +107,9 @@ class RankInputs:
     grad_output: Tensor
 
     @property
-    def routed(self) -> tuple[Tensor, Tensor, Tensor]:
+    def routed(self) -> RoutedTokens:
         """What an experts' path is called with, but for its weights."""
-        return self.tokens, self.top_k_ids, self.top_k_weights
+        return RoutedTokens(self.tokens, self.top_k_ids, self.top_k_weights)
 
     def to(self, device: str | torch.device) -> RankInputs:
         return RankInputs(**{name: tensor.to(device) for name, tensor in vars(self).items()})

@@ -27,6 +27,7 @@ from torch import Tensor
 from comet.kernels.runtime.activation import SWIGLU
 from comet.layer.group import ExpertGroup, make_expert_group
 from comet.layer.sharding import expert_parameter, local
+from comet.layout import RoutedTokens
 from comet.moe import MoE
 from comet.quantization.formats import FP8
 
@@ -100,7 +101,7 @@ def run_call(
     pause(case, moe.group.device, sleeper)
     poison_received(moe.group)
     if in_fp8 is not None:
-        return {"output": moe.experts.fp8(x, ids, weights, *in_fp8)}
+        return {"output": moe.experts.fp8(RoutedTokens(x, ids, weights), *in_fp8)}
     if not case.backward:
         with torch.no_grad():
             return {"output": moe.routed_experts(x, ids, weights)}

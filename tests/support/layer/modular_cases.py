@@ -128,9 +128,9 @@ def check_layer(layer: ModularMoE, case: LayerCase, rank: int, what: str, device
     added = [bias.flatten(1).to(device) for bias in shard(case, rank, *full_weights(case), *full_biases(case))[2:]]
     what_is = dict(quantized=layer.experts.takes_fp8, weight_type=layer.weight_type)
     for call in range(case.calls):
-        tokens, ids, weights = (as_strided(part.to(device)) for part in rank_inputs(case, rank, call).routed)
+        routed = RoutedTokens(*(as_strided(part.to(device)) for part in rank_inputs(case, rank, call).routed))
         with new_memory_is_nan():
-            y = layer(tokens, ids, weights, w1, w2, *([Biases(*added)] if added else []))
+            y = layer(routed, w1, w2, *([Biases(*added)] if added else []))
         exact, same = (expected(case, rank, dtype, call, **what_is) for dtype in (torch.float64, case.dtype))
         where = f"{what}, {case.name}, seed {case.seed}, call {call}, rank {rank}"
         assert y.dtype == case.dtype, where

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from comet.decode import DecodeWeights
+from comet.layout import RoutedTokens
 
 ATEN = torch.ops.aten
 WAITS_FOR_THE_DEVICE = {
@@ -114,9 +115,7 @@ def graphs_on_cpu(monkeypatch: Any) -> Captures:
 
 def all_experts(
     runner: object,
-    tokens: Tensor,
-    top_k_ids: Tensor,
-    top_k_weights: Tensor,
+    routed: RoutedTokens,
     w1: Tensor,
     w2: Tensor,
     biases: object = None,
@@ -124,6 +123,7 @@ def all_experts(
     experts: DecodeWeights | None = None,
 ) -> Tensor:
     """A ``Runner`` on one rank: every expert for every token, so that no id is read; slots are in the order of ids."""
+    tokens, top_k_ids, top_k_weights = routed
     w1, w2 = (w1, w2) if experts is None else (experts.w1, experts.w2)
     gate, up = torch.einsum("td,efd->tef", tokens, w1).chunk(2, dim=2)
     outputs = torch.einsum("tef,edf->ted", torch.nn.functional.silu(gate) * up, w2)

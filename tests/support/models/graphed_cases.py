@@ -18,6 +18,7 @@ from comet import MoE, MoEConfig, OverlapConfig, ParallelConfig, make_expert_gro
 from comet.graphed.moe import GraphedMoE, Output
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.sharding import local
+from comet.layout import RoutedTokens
 
 Compare = Callable[[dict[str, Tensor], dict[str, Tensor], str], None]
 
@@ -123,8 +124,8 @@ class LaterExperts(SymmetricPath):
         super().__init__(*args, **kwargs)
         self.made: list[str] = []
 
-    def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-        output: Tensor = _LaterExperts.apply(tokens, top_k_ids, top_k_weights, w1, w2, self)
+    def __call__(self, routed: RoutedTokens, w1: Tensor, w2: Tensor) -> Tensor:
+        output: Tensor = _LaterExperts.apply(*routed, w1, w2, self)
         return output
 
 
@@ -133,7 +134,7 @@ class _LaterExperts(torch.autograd.Function):
     def forward(ctx: Any, tokens: Tensor, ids: Tensor, factors: Tensor, w1: Tensor, w2: Tensor, path: Any) -> Tensor:
         ctx.save_for_backward(tokens, ids, factors, w1, w2)
         ctx.deferred, ctx.made = path.deferred, path.made
-        return all_experts(None, tokens, ids, factors, w1, w2)
+        return all_experts(None, RoutedTokens(tokens, ids, factors), w1, w2)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -142,7 +143,7 @@ class _LaterExperts(torch.autograd.Function):
         def make(*places: int) -> list[Tensor]:
             inputs = [each.detach().requires_grad_() for each in (tokens, factors, w1, w2)]
             with torch.enable_grad():
-                output = all_experts(None, inputs[0], ids, *inputs[1:])
+                output = all_experts(None, RoutedTokens(inputs[0], ids, inputs[1]), *inputs[2:])
             return list(torch.autograd.grad(output, [inputs[place] for place in places], grad))
 
         of_tokens, of_factors = make(0, 1)
