@@ -17,24 +17,6 @@ if TYPE_CHECKING:
     from comet.layer.group import ExpertGroup, make_expert_group
     from comet.moe import MoE
 
-__all__ = [
-    "CapacityError",
-    "CommTimeoutError",
-    "Communicator",
-    "EpochError",
-    "ExpertGroup",
-    "GraphedMoE",
-    "MoE",
-    "MoEConfig",
-    "OverlapConfig",
-    "ParallelConfig",
-    "UnavailableError",
-    "clip_grad_norm_",
-    "exclude_experts",
-    "make_communicator",
-    "make_expert_group",
-]
-
 _MODULES = {
     "CapacityError": "comet.errors",
     "CommTimeoutError": "comet.errors",
@@ -52,6 +34,7 @@ _MODULES = {
     "make_communicator": "comet.comm",
     "make_expert_group": "comet.layer.group",
 }
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> object:

@@ -12,14 +12,6 @@ from comet.comm.handshake import gather, separate_nodes
 from comet.config import require
 from comet.errors import UnavailableError
 
-__all__ = [
-    "Backend",
-    "Communicator",
-    "LocalCommunicator",
-    "SymmTensor",
-    "make_communicator",
-]
-
 Backend = Literal["auto", "nvshmem", "symm_mem", "cpu_shm"]
 
 

@@ -23,27 +23,6 @@ from comet.decode.weights import MAX_DECODE_TOKENS, DecodeScratch, DecodeWeights
 from comet.layer.shared_expert import joins_step
 from comet.utils.renamed import warn_renamed
 
-__all__ = [
-    "MAX_DECODE_TOKENS",
-    "DecodeScratch",
-    "DecodeWeights",
-    "FrozenExperts",
-    "LocalRunner",
-    "DataParallelDecode",
-    "RankDecode",
-    "ReplicatedRunner",
-    "SharedMatrices",
-    "SharedSlots",
-    "before_replay",
-    "held_pieces",
-    "joins_step",
-    "matrices_of",
-    "rank_slots",
-    "shared_columns",
-    "warp_decode",
-    "warp_decode_torch",
-]
-
 
 def __getattr__(name: str) -> Any:
     if name == "OwnTokensRunner":

@@ -1,11 +1,3 @@
 """Experts beyond GPU memory: all of them in host memory, some of them in slots on the GPU."""
 
 from comet.experts.cache import CACHED_DECODE_TOKENS, CachedExperts, CacheReport, ExpertCache, slots_of_budget
-
-__all__ = [
-    "CACHED_DECODE_TOKENS",
-    "CacheReport",
-    "CachedExperts",
-    "ExpertCache",
-    "slots_of_budget",
-]

@@ -12,15 +12,3 @@ from comet.integrations.hf.families import FAMILIES, moe_config
 from comet.integrations.hf.loading import load_pretrained
 from comet.integrations.hf.modules import CometExperts
 from comet.integrations.hf.static import StaticDecoder
-
-__all__ = [
-    "FAMILIES",
-    "CometExperts",
-    "StaticDecoder",
-    "check",
-    "convert",
-    "load_pretrained",
-    "moe_config",
-    "register",
-    "restart",
-]

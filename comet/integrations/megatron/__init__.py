@@ -7,5 +7,3 @@ biases (``add_bias_linear``); EP and expert TP, with any data, sequence or pipel
 """
 
 from comet.integrations.megatron.layer import CometExperts, CometMoELayer, from_sequential, moe_config, with_comet
-
-__all__ = ["CometExperts", "CometMoELayer", "from_sequential", "moe_config", "with_comet"]

@@ -13,5 +13,3 @@ hands nothing from ``prepare`` to ``finalize``, so the adapter does).
 """
 
 from comet.integrations.vllm.adapters import adapt_experts, adapt_prepare_finalize
-
-__all__ = ["adapt_experts", "adapt_prepare_finalize"]
