@@ -10,7 +10,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -115,20 +115,17 @@ class Communicator(ABC):
     """A group of ranks that can mostly allocate symmetric memory; as a context manager it closes itself.
 
     Args:
+        group: The ranks; ``None``: this process alone.
         device: Where symmetric memory lives.
         timeout_s: Deadline of every wait in seconds, positive and finite.
     """
 
-    _group: ProcessGroup | None = None
-
-    def __init__(self, rank: int, world_size: int, device: torch.device, timeout_s: float) -> None:
-        require(world_size >= 1, f"world_size={world_size} must be at least 1")
-        require(0 <= rank < world_size, f"rank={rank} must be in [0, {world_size})")
+    def __init__(self, group: ProcessGroup | None, device: torch.device, timeout_s: float) -> None:
         require(
             timeout_s > 0 and math.isfinite(timeout_s), f"timeout_s={timeout_s} must be a positive number of seconds"
         )
-        self.rank = rank
-        self.world_size = world_size
+        self._group: Any = group
+        self.rank, self.world_size = (0, 1) if group is None else (group.rank(), group.size())
         self.device = device
         self.timeout_s = timeout_s
         self.closed = False
@@ -296,7 +293,7 @@ class LocalCommunicator(Communicator):
     """
 
     def __init__(self, device: torch.device, timeout_s: float = 30.0, obstacle: str = "") -> None:
-        super().__init__(0, 1, device, timeout_s)
+        super().__init__(None, device, timeout_s)
         self.memory_obstacle = obstacle
 
     def _alloc(self, num_bytes: int) -> SymmTensor:

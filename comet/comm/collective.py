@@ -87,12 +87,9 @@ class CollectiveCommunicator(Communicator):
         obstacle: Why, in words.
     """
 
-    _group: ProcessGroup
-
     def __init__(self, group: ProcessGroup, device: torch.device, timeout_s: float, obstacle: str) -> None:
-        super().__init__(group.rank(), group.size(), device, timeout_s)
+        super().__init__(group, device, timeout_s)
         self.memory_obstacle = obstacle
-        self._group = group
         self.board = StoreBoard(group)
 
     def _alloc(self, num_bytes: int) -> SymmTensor:

@@ -41,11 +41,8 @@ FLAG_BYTES = 64  # one cache line, so that ranks polling different flags do not 
 class CpuShmCommunicator(Communicator):
     """Ranks are processes of one host; every rank maps every rank's memory."""
 
-    _group: ProcessGroup
-
     def __init__(self, group: ProcessGroup, device: torch.device, timeout_s: float) -> None:
-        super().__init__(group.rank(), group.size(), device, timeout_s)
-        self._group = group
+        super().__init__(group, device, timeout_s)
         self._epoch = 0
         self.board = shared_board(group)
         self._arrived = self.alloc(FLAG_BYTES).view(0, (1,), torch.int32)

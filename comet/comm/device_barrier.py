@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 import triton
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from comet.comm.base import Communicator, SymmTensor, pointer_table, settle
 from comet.comm.handshake import gather
@@ -98,9 +97,9 @@ class GpuCommunicator(Communicator):
     def _renew(self) -> None:
         self._device_barrier.renew()
 
-    def _zeroed(self, peers: tuple[Tensor, ...], group: ProcessGroup) -> SymmTensor:
+    def _zeroed(self, peers: tuple[Tensor, ...]) -> SymmTensor:
         """New memory, zeroed before any rank stores into another's (collective)."""
         peers[self.rank].zero_()
         torch.cuda.synchronize(self.device)
-        gather(group, None)
+        gather(self._group, None)
         return SymmTensor(peers, pointer_table(peers), self.rank)

@@ -33,14 +33,11 @@ STATUS_NOT_STARTED = 0
 class NvshmemCommunicator(GpuCommunicator):
     """Ranks are GPUs; memory comes from NVSHMEM's symmetric heap and peers are addressed by load and store."""
 
-    _group: ProcessGroup
-
     def __init__(self, group: ProcessGroup, device: torch.device, timeout_s: float) -> None:
-        super().__init__(group.rank(), group.size(), device, timeout_s)
+        super().__init__(group, device, timeout_s)
         self._nvshmem = import_nvshmem()
         if not torch.cuda.is_available():
             raise UnavailableError(f"backend='nvshmem' needs a CUDA GPU; {INSTEAD}")
-        self._group = group
         self._pools: list[Tensor] = []
         with torch.cuda.device(device):
             shared = who_shares(group, device)
@@ -91,7 +88,7 @@ class NvshmemCommunicator(GpuCommunicator):
                     "NVSHMEM_SYMMETRIC_SIZE before the job starts, or lower max_tokens"
                 ) from failure
             self._pools.append(local)
-            return self._zeroed(tuple(self._peer(local, rank) for rank in range(self.world_size)), self._group)
+            return self._zeroed(tuple(self._peer(local, rank) for rank in range(self.world_size)))
 
     def _peer(self, local: Tensor, rank: int) -> Tensor:
         if rank == self.rank:

@@ -30,13 +30,10 @@ class SymmMemCommunicator(GpuCommunicator):
     Several may share one where torch is told to allow it, for tests: they take turns.
     """
 
-    _group: ProcessGroup
-
     def __init__(self, group: ProcessGroup, device: torch.device, timeout_s: float) -> None:
-        super().__init__(group.rank(), group.size(), device, timeout_s)
+        super().__init__(group, device, timeout_s)
         if not torch.cuda.is_available():
             raise UnavailableError(f"backend='symm_mem' needs a CUDA GPU; {INSTEAD}")
-        self._group = group
         self._pools: list[SymmTensor] = []
         with torch.cuda.device(device):
             self.board = shared_board(group)
@@ -51,7 +48,7 @@ class SymmMemCommunicator(GpuCommunicator):
             local, error = self._reserve(num_bytes)
             errors = [text for text in gather(self._group, error) if text]
             require(not errors, "; ".join(errors))
-            pool = self._zeroed(self._exchange(local), self._group)
+            pool = self._zeroed(self._exchange(local))
         self._pools.append(pool)
         return pool
 
