@@ -8,11 +8,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from emulated_cases import SMALL, SMALL_CASES, SMALL_FP8, SMALL_FP8_CASES, edges
+from emulated_cases import SMALL, SMALL_CASES, SMALL_FP8, SMALL_FP8_CASES
 from emulated_faults import LAUNCHES, SENDING, check_alone, check_failed
 from emulated_layer import EmulatedCase, EmulatedRanks, check_layer0_events, check_layer1_events
-from layer_cases import EDGE_ROWS, edge_ids
-from offset_cases import check_rows_return, identity_expert, numbered_rows
+from offset_cases import check_rows_return
 from ranks import in_ranks, run_ranks
 from tiers import slow
 from torch import Tensor
@@ -22,7 +21,6 @@ from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm
 from comet.kernels.layer import dispatch_gemm as module
 from comet.kernels.layer.triton.dispatch import DispatchLists, dispatch
 from comet.kernels.runtime.arguments import SymmBuffer, TileTable
-from comet.reference.layer import reference_experts
 
 CPU = torch.device("cpu")
 
@@ -102,19 +100,6 @@ def test_own_rows_apart_and_ranks_that_do_not_come(check: Callable[[int, int], N
     run_ranks(check, 1, interpret=True, timeout=240)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("num_tokens", "top_k"), [((300, 150, 0), 2), ((877,), 1), ((0, 0, 130), 7)])
-def test_experts_have_as_many_rows_as_the_case_asks_for(num_tokens: tuple[int, ...], top_k: int, seed: int) -> None:
-    case = replace(edges(4), ep=len(num_tokens), num_tokens=num_tokens, top_k=top_k, seed=seed)
-    ids = edge_ids(case)
-    assert [tuple(of_rank.shape) for of_rank in ids] == [(tokens, top_k) for tokens in num_tokens]
-    of_all = torch.cat(ids).flatten()
-    assert of_all[of_all >= 0].bincount().tolist() == list(EDGE_ROWS)
-    assert int((of_all < 0).sum()) == sum(num_tokens) * top_k - 877
-    with pytest.raises(AssertionError, match="876 slots are too few for 877 rows"):
-        edge_ids(replace(case, ep=1, num_tokens=(876,), top_k=1))
-
-
 # ---- the case of ``test_large_offsets_gpu.py``, small: what it does was seen to work, and to notice, here
 
 
@@ -122,11 +107,3 @@ def test_experts_have_as_many_rows_as_the_case_asks_for(num_tokens: tuple[int, .
 @in_ranks(1, interpret=True)
 def test_rows_come_and_go(rank: int, world_size: int, num_tokens: int, hidden_size: int) -> None:
     check_rows_return(num_tokens, hidden_size, torch.float16, "cpu", block_rows=16)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_the_expert_is_the_identity_and_rows_are_numbered(dtype: torch.dtype) -> None:
-    x = numbered_rows(300, 32, dtype, "cpu")
-    assert x[299, :4].tolist() == [1, 43, 2, 0]
-    ids, weights = torch.zeros(300, 1, dtype=torch.int32), torch.ones(300, 1)
-    assert torch.equal(reference_experts(x, ids, weights, *identity_expert(32, dtype, "cpu")), x)

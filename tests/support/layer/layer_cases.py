@@ -158,6 +158,7 @@ def edge_ids(case: LayerCase, call: int = 0) -> list[Tensor]:
     ids[: sum(rows)] = torch.arange(case.num_experts, dtype=torch.int32).repeat_interleave(torch.tensor(rows))
     generator = torch.Generator().manual_seed(case.seed * 7919 + call * 101)
     shuffled = ids[torch.randperm(slots, generator=generator)]
+    assert shuffled[shuffled >= 0].bincount(minlength=len(rows)).tolist() == rows
     return list(shuffled.view(-1, case.top_k).split(case.num_tokens))
 
 
