@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import in_ranks
 
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 
@@ -94,27 +94,18 @@ def test_too_little_for_a_token_is_refused(store: str, least: int, folder: Path)
         hf.load_pretrained(folder, expert_budget=1.0, **STORES[store])
 
 
-def little_on_one(rank: int, world_size: int, folder: str) -> list[tuple[Any, ...]]:
-    group, found = make_group(tiny_config("qwen3_moe", **MODEL), 1, 2), []
-    for room in (10, 1):
-        limit_memory(room if rank else 100)
-        try:
-            loaded = hf.load_pretrained(folder, group, expert_budget=1.0)
-        except ValueError as error:
-            found.append((str(error), None))
-        else:
-            found.append((cache_report(loaded).slots, greedy(loaded, prompt(2, 9))))
-            del loaded
+@in_ranks(2)
+def test_all_ranks_take_the_slots_of_the_one_with_least_memory(rank: int, world_size: int, folder: Path) -> None:
+    group = make_group(tiny_config("qwen3_moe", **MODEL), 1, 2)
+    limit_memory(10 if rank else 100)
+    loaded = hf.load_pretrained(folder, group, expert_budget=1.0)
+    assert cache_report(loaded).slots == 3
+    assert torch.equal(greedy(loaded, prompt(2, 9)), greedy(tiny_model("qwen3_moe", **MODEL), prompt(2, 9)))
+    del loaded
+    limit_memory(1 if rank else 100)
+    with pytest.raises(ValueError, match="CUDA out of memory" if rank else "another rank is out of memory"):
+        hf.load_pretrained(folder, group, expert_budget=1.0)
     group.close()
-    return found
-
-
-def test_all_ranks_take_the_slots_of_the_one_with_least_memory(folder: Path) -> None:
-    wanted = greedy(tiny_model("qwen3_moe", **MODEL), prompt(2, 9))
-    for rank, ((slots, tokens), (refusal, _)) in enumerate(run_ranks(little_on_one, 2, str(folder))):
-        assert slots == 3
-        assert torch.equal(tokens, wanted)
-        assert ("CUDA out of memory" if rank else "another rank is out of memory") in refusal
 
 
 def test_a_job_expects_the_hits_of_the_slots_that_fitted(tmp_path: Path) -> None:

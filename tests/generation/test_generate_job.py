@@ -11,7 +11,7 @@ import launch_jobs
 import pytest
 import torch
 import yaml
-from ranks import run_ranks
+from ranks import in_ranks
 from refusals import dry_run, refusal
 from training_cases import MODEL, MOE, Rank, make_job, make_model
 
@@ -165,18 +165,14 @@ def test_a_text_does_not_depend_on_others_through_the_capacity_of_experts(traine
         GPTEngine(model, group)
 
 
-def generate_where_ranks_differ(rank: int, world_size: int, folder: Path, run: Path) -> tuple[str, int]:
+@in_ranks(2)
+def test_ranks_take_the_checkpoint_and_the_tokens_of_rank_0(rank, world_size, trained, tmp_path):
     """A newer checkpoint was saved when rank 0 looked, and rank 1 has another tokenizer."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generation_job, "find_source", lambda _: find_source(f"{run}/step-0000{20 if rank else 40}"))
-        patch.setattr(generation_job, "encode_prompts", lambda *_: [[rank + 1] * (rank + 1)])
-        settings = GenerateConfig(source=str(run), prompt="x", max_new_tokens=2)
-        result = generate_job(make_job(folder, model=TRAINED, ep=2, generate=settings), Rank(rank, world_size))
-    return result["source"], result["prompt_tokens"]
-
-
-def test_ranks_take_the_checkpoint_and_the_tokens_of_rank_0(trained, tmp_path):
-    assert set(run_ranks(generate_where_ranks_differ, 2, tmp_path, trained)) == {(f"{trained}/step-000040", 1)}
+    generation_job.find_source = lambda _: find_source(f"{trained}/step-0000{20 if rank else 40}")
+    generation_job.encode_prompts = lambda *_: [[rank + 1] * (rank + 1)]
+    settings = GenerateConfig(source=str(trained), prompt="x", max_new_tokens=2)
+    result = generate_job(make_job(tmp_path, model=TRAINED, ep=2, generate=settings), Rank(rank, world_size))
+    assert (result["source"], result["prompt_tokens"]) == (f"{trained}/step-000040", 1)
 
 
 def test_texts_reach_the_job_as_they_were_typed():

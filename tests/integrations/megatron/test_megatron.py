@@ -31,6 +31,7 @@ from megatron_cases import (
     twins,
 )
 from ranks import in_ranks, run_ranks
+from tiers import slow
 from torch import Tensor
 from torch.nn.functional import relu
 
@@ -115,15 +116,14 @@ def check_layer(rank: int, world_size: int, ep: int, expert_tp: int, tp: int, no
     group.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("ep", "expert_tp", "tp"), [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)])
-def test_layer(ep: int, expert_tp: int, tp: int) -> None:
+OF_ONE_NODE = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)]
+LAYOUTS = [(2, 1, 1, 1), *(slow(*layout, None) for layout in OF_ONE_NODE)]
+
+
+@pytest.mark.parametrize(("ep", "expert_tp", "tp", "node_size"), LAYOUTS)
+def test_layer(ep: int, expert_tp: int, tp: int, node_size: int | None) -> None:
     """Under ``tp`` the rest of the model is tensor-parallel, too, and ranks have parts of the sequence."""
-    run_ranks(check_layer, ep * expert_tp, ep, expert_tp, tp, timeout=300)
-
-
-def test_layer_over_two_nodes() -> None:
-    run_ranks(check_layer, 2, 2, 1, 1, 1, timeout=300)
+    run_ranks(check_layer, ep * expert_tp, ep, expert_tp, tp, node_size, timeout=300)
 
 
 @pytest.mark.slow
