@@ -82,6 +82,8 @@ class StreamOrder:
     """
 
     def __init__(self, device: torch.device) -> None:
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         self._device = device
         self._last: torch.cuda.Stream | None = None
         self._handle = -1  # of the last stream
@@ -98,6 +100,21 @@ class StreamOrder:
         if last is not None and (_captures(last) or not _captures(current)):
             current.wait_stream(last)
         self._last, self._handle = current, current.cuda_stream
+
+
+class Turn:
+    """One thread at a time on the host, and on the device behind all that the last one was given."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._lock = threading.RLock()
+        self._order = StreamOrder(device)
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._order.join()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 def _captures(stream: torch.cuda.Stream) -> bool:
@@ -165,12 +182,16 @@ class Communicator(ABC):
         return Step(self, what, is_final=collectives, refuses=collectives if refuses is None else refuses)
 
     def take_turn(self, what: str) -> None:
-        """Keep other threads out until ``turn`` is released: they wait, or over ranks raise ``RuntimeError``."""
+        """Keep other threads out until ``turn`` is released: they wait, or over ranks raise ``RuntimeError``.
+
+        The current stream waits for all that the last one to come here has been given.
+        """
         if not self.turn.acquire(blocking=self.world_size == 1):
             raise RuntimeError(
                 f"the {what} must wait for a step of another thread of rank {self.rank}: call layers over ranks from "
                 "one thread, because two may take turns in another order on each rank"
             )
+        self.stream_order.join()
 
     def settle(self, what: str) -> None:
         """Wait for all streams of the device; for collectives of ``torch.distributed``, until the deadline.

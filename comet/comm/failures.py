@@ -201,7 +201,6 @@ class Step:
             comm.require_open()
         comm.take_turn(self._what)
         comm.board.take_back()
-        comm.stream_order.join()
         comm.awaits_collectives |= self._is_final
         # A backward pass whose forward pass is run again has that step inside of its own.
         self._around, comm.in_flight = comm.in_flight, False

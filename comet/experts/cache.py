@@ -8,7 +8,6 @@ bit for bit, but for those of longer prompts.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from comet.comm.base import Turn
 from comet.config import MoEConfig, require
 from comet.decode.runners import Runner
 from comet.decode.weights import DecodeWeights
@@ -134,7 +134,7 @@ class ExpertCache(SlotCache):
         }
         biases: dict[str, Any] = {name: part.to(device) for name, part in others.items() if name in ("b1", "b2")}
         self.weights = DecodeWeights(**slots, slots=self.tables.slots, host=self.host, activation=activation, **biases)
-        self.turn = turn or threading.RLock()
+        self.turn = turn or Turn(device)
         self.cores: HostCores | None = None
         self.layer = 0
         self.num_held = w1.shape[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from comet.comm.base import Turn
 from comet.comm.handshake import largest
 from comet.config import require
 from comet.decode.runners import Runner
@@ -58,7 +58,7 @@ class Slots:
             ValueError: If the device's memory does not hold a layer's fewest slots.
         """
         if least_of_ranks(all(layer.readable for layer in layers), self.group):
-            place = dict(device=self.device, policy=self.policy, turn=threading.RLock(), **self._place)
+            place = dict(device=self.device, policy=self.policy, turn=Turn(self.device), **self._place)
             caches = self._fitting(
                 layers,
                 lambda number, layer, slots: ExpertCache(**layer.stored_parts, num_slots=slots, **place),

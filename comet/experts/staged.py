@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from comet.comm.base import Turn
 from comet.config import require
 from comet.decode.runners import Runner, rounds
 from comet.decode.weights import DecodeWeights
@@ -59,7 +60,7 @@ class Stage:
         }
         self._places: OrderedDict[tuple[int, int], int] = OrderedDict()
         self._free = list(range(num_places))
-        self.turn = threading.RLock()  # of the thread that may use it
+        self.turn = Turn(device)  # of the thread that may use it
         self.num_places = num_places
         self.num_reads = 0  # experts that were read into it so far
         self.files: AbstractContextManager[object] | None = None  # what its readers need to stay open, if anything

@@ -17,6 +17,7 @@ from ranks import in_ranks
 from torch import Tensor
 from training_cases import make_group
 
+from comet.comm.base import StreamOrder
 from comet.config import MoEConfig
 from comet.decode import DecodeWeights
 from comet.decode.runners import Decoder, LocalRunner, ReplicatedRunner
@@ -261,6 +262,17 @@ def test_threads_take_turns(staged: bool) -> None:
     for number, thread in enumerate(threads):
         thread.join()
         torch.testing.assert_close(found[number], plain_experts(given[number], held.w1, held.w2, LAYOUT, None))
+
+
+@of_both_caches
+def test_a_call_waits_for_what_the_one_before_was_given(staged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its stream, as another thread's may be another one."""
+    held, made = made_experts(22)
+    path, joined = path_of(held, K, staged=staged), []
+    monkeypatch.setattr(StreamOrder, "join", lambda _: joined.append(num_tokens))
+    for num_tokens in (1, 30):
+        path(*routed(made, num_tokens), held.w1, held.w2)
+    assert joined == [1, 30]
 
 
 # ---- what the host reads ---------------------------------------------------------------------------------------------
