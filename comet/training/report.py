@@ -83,9 +83,10 @@ class History:
         self._append(asdict(window))
 
     def add_heldout(self, step: int, loss: float) -> None:
-        """Record an evaluation."""
-        self.heldout.append((step, loss))
-        self._append({"step": step, "heldout": loss})
+        """Record an evaluation, unless a run that is over was resumed, which finds what it found."""
+        if self.heldout[-1:] != [(step, loss)]:
+            self.heldout.append((step, loss))
+            self._append({"step": step, "heldout": loss})
 
     def _append(self, line: dict[str, object]) -> None:
         if self.folder is not None:

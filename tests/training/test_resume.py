@@ -276,6 +276,9 @@ def test_all_ranks_stop_after_the_same_step_and_go_on_bitwise(world_size, told, 
 
 def test_the_result_of_an_earlier_end_is_gone_where_a_run_goes_on(tmp_path, monkeypatch):
     train(job := make_job(tmp_path), Rank())
+    history = (tmp_path / "out" / "metrics.jsonl").read_text()
+    train(replace(job, resume="auto"), Rank())
+    assert (tmp_path / "out" / "metrics.jsonl").read_text() == history, "nothing was trained"
     result, more = tmp_path / "out" / "result.json", replace(job.train, steps=9)
     assert json.loads(result.read_text())["steps"] == 6
 
