@@ -58,7 +58,7 @@ def write_json(folder: Path | None, name: str, found: Row) -> str:
     line = json.dumps(found)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{name}.json").write_text(line + "\n")
+        write_whole(folder / f"{name}.json", line + "\n")
     return line
 
 
@@ -97,7 +97,7 @@ def report(
 ) -> None:
     """Measure all rows; as each comes, rank 0 writes CSV and JSON of those so far, so that an interruption loses none.
 
-    At the end, also that by an exception, it draws the picture and prints the table and, as the last line, the JSON.
+    At the end, also that by an exception, it prints the table and, as the last line, the JSON, and draws the picture.
 
     Args:
         name: Of the files in ``out``; those of an earlier run are set aside.
@@ -126,9 +126,9 @@ def report(
             tell(ranks, "; ".join(filter(None, (done, describe(failures) if isinstance(failures, dict) else failures))))
     finally:
         if so_far and ranks.rank == 0:
+            print(table(so_far), write_json(None, name, found(so_far)), sep="\n", flush=True)
             if picture is not None and files is not None:
                 picture(files / f"{name}.png", so_far)
-            print(table(so_far), write_json(None, name, found(so_far)), sep="\n", flush=True)
 
 
 def set_aside(folder: Path, stem: str) -> list[tuple[Path, Path]]:
