@@ -20,7 +20,15 @@ def run(folder: Path, suite: str, rows: list[dict[str, Any]], commit: str = "abc
 
 
 def layer_row(tokens: int, comet: float) -> dict[str, Any]:
-    times = {"comet_ms": comet, "comet_graph_ms": None, "plain_ms": 3.0, "pipelined_ms": 2.0, "ep": 2, "tp": 1}
+    times = {
+        "comet_ms": comet,
+        "comet_graph_ms": None,
+        "plain_ms": 3.0,
+        "pipelined_ms": 2.0,
+        "all_gather_ms": 2.5,
+        "ep": 2,
+        "tp": 1,
+    }
     return {"model": "qwen2_moe", "tokens": tokens, "direction": "forward", "efficiency": 0.8} | times
 
 
@@ -66,6 +74,11 @@ def test_a_table_is_of_one_routing_and_layout(other: dict[str, Any], tmp_path: P
     rows = [layer_row(8, 1.0) | {"routing": "uniform"}, layer_row(16, 1.0) | {"routing": "uniform"} | other]
     with pytest.raises(ValueError, match=r"forward must be of one routing and layout, but are .*uniform at EP2 x TP1"):
         collect([run(tmp_path / "a", "moe", rows)])
+
+
+def test_the_best_baseline_is_of_all_there_are(tmp_path: Path) -> None:
+    rows = [layer_row(8, 1.0) | {"all_gather_ms": None}, layer_row(8, 1.0) | {"direction": "forward+backward"}]
+    assert [row["best_rival"] for row in collect([run(tmp_path / "a", "moe", rows)])] == [None, 3.0]
 
 
 def test_a_point_that_failed_has_no_figures(tmp_path: Path) -> None:
