@@ -10,6 +10,7 @@ What a run writes, or ``--dry-run`` prints, is such a file.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, make_dataclass
@@ -116,6 +117,9 @@ def compose(
     assert isinstance(container, dict), "the root of the configuration is a mapping"
     job = {str(key): value for key, value in container.items()}
     job["generate"] |= settings.texts | texts
+    for section, name in [(job, "output_dir"), (job, "resume"), (job["data"], "path"), (job["generate"], "source"),
+                          (job["tune"], "profiles")]:  # fmt: skip
+        section[name] = section[name] and os.path.expanduser(section[name])  # shells leave data.path=~/x as it is
     job = with_saved_settings(job, [*named, *settings.names()])
     if (source := job["generate"]["source"]) is not None:
         chosen = [word for word in overrides if word.lstrip("+").partition("=")[0].split(".")[0] == "model"]

@@ -124,7 +124,7 @@ def test_compose_answers_a_mistake_in_one_line(override, message):
 
 @pytest.mark.parametrize(
     "typed",
-    ["2026_11_26", "1e3", "true", "007", "~/x", "a(b)=c#d", "d\u00e9j\u00e0 vu", "a,b", "it's", "a\\", "range(1,5)"],
+    ["2026_11_26", "1e3", "true", "007", "./~/x", "a(b)=c#d", "d\u00e9j\u00e0 vu", "a,b", "it's", "a\\", "range(1,5)"],
 )
 def test_texts_are_what_was_typed(typed):
     overrides = [f"{name}={typed}" for name in ("output_dir", "data.path", "model.name", "tune.profiles")]
@@ -132,6 +132,15 @@ def test_texts_are_what_was_typed(typed):
     assert [found["output_dir"], found["data"]["path"], found["model"]["name"], found["tune"]["profiles"]] == [
         typed
     ] * 4
+
+
+def test_folders_may_be_below_home(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", "/home/me")
+    (tmp_path / "my.yaml").write_text("tune: {profiles: ~/p}\n")
+    given = ["output_dir=~/runs/1", "data.path=~/text", "resume=auto", "model.name=~/x"]
+    found = compose(given, file=str(tmp_path / "my.yaml"))
+    assert (found["output_dir"], found["data"]["path"]) == ("/home/me/runs/1", "/home/me/text")
+    assert (found["tune"]["profiles"], found["resume"], found["model"]["name"]) == ("/home/me/p", "auto", "~/x")
 
 
 def test_texts_that_hydra_reads_stay_so():
