@@ -54,11 +54,11 @@ from lib.traces import Trace, record_routing
 
 
 class ExactCodec(ByteCodec):
-    """Texts that encode to the very bytes that were made, also where these are no characters."""
+    """Texts that encode to the very bytes that were made, each of which is shown at once."""
 
     def stream(self, prompt: Sequence[int]) -> ByteStream:
         """A stream of what was made alone."""
-        return ByteStream("surrogateescape")
+        return ByteStream("ascii", "surrogateescape")
 
 
 CODEC = ExactCodec()

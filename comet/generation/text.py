@@ -41,8 +41,8 @@ class ByteStream:
     Example: ``push(0xC3)`` returns ``""``, then ``push(0xA9)`` an e with an acute accent.
     """
 
-    def __init__(self, errors: str = "replace") -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors)
+    def __init__(self, encoding: str = "utf-8", errors: str = "replace") -> None:
+        self._decoder = codecs.getincrementaldecoder(encoding)(errors)
 
     def push(self, token: int) -> str:
         """The character that is whole now, if any."""
