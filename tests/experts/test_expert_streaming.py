@@ -271,7 +271,7 @@ def test_a_call_waits_for_what_the_one_before_was_given(staged: bool, monkeypatc
     path, joined = path_of(held, K, staged=staged), []
     monkeypatch.setattr(StreamOrder, "join", lambda _: joined.append(num_tokens))
     for num_tokens in (1, 30):
-        path(*routed(made, num_tokens), held.w1, held.w2)
+        path(routed(made, num_tokens), held.w1, held.w2)
     assert joined == [1, 30]
 
 
