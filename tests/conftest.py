@@ -1,7 +1,5 @@
 """Shared by every test: GPU markers, threads of tests on CPUs, and the helpers of ``support`` on the import path."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 

@@ -3,8 +3,6 @@ beside them those of a commit. Headers that a program wrote (they begin with ``/
 nor are tables, results and settings, which are no code.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections import Counter

@@ -8,8 +8,6 @@ own. Of a tensor two numbers are kept, its norm and its product with a fixed vec
 machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

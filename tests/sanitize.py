@@ -11,8 +11,6 @@ The process plays all ranks (``emulated_group``), one after the other, every ste
 (``emulated_layer``). On a CPU it runs under the interpreter (``TRITON_INTERPRET=1``).
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

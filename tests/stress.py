@@ -7,8 +7,6 @@ same inputs. A case that fails is printed with the command that runs it again (w
 which share its workspace), the last line is JSON, and the exit status is 1 if any failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -1,7 +1,5 @@
 """The decode benchmark: its steps, arithmetic and rivals, what it refuses to time, ranks, and whole runs on CPUs."""
 
-from __future__ import annotations
-
 import csv
 import json
 import sys

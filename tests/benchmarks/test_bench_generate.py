@@ -1,7 +1,5 @@
 """The generation benchmark: one model in two libraries, every path's tokens, the arithmetic, and a run on a CPU."""
 
-from __future__ import annotations
-
 import csv
 import json
 from dataclasses import replace

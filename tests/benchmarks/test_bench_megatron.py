@@ -1,7 +1,5 @@
 """The benchmark inside Megatron-core: its stand-in for grouped_gemm, its command line, and a run on CPU ranks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The layer benchmark: arithmetic, routing and baselines, what is compared and kept, block FP8, and runs on CPUs."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

@@ -1,7 +1,5 @@
 """Benchmarks over two GPUs: every way to decode is right and in a graph; whole steps run with and without one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The benchmark of speculation: a run on a CPU over a trained model, and what it says of drafts and of routing."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

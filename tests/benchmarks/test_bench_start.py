@@ -1,7 +1,5 @@
 """How every benchmark starts: its ranks, its words on the command line, and what a mistake on it becomes."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import subprocess

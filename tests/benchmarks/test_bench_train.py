@@ -1,7 +1,5 @@
 """The training benchmark: its model and variants, what tells wrong steps from right ones, and runs on CPU ranks."""
 
-from __future__ import annotations
-
 import json
 import math
 from functools import partial

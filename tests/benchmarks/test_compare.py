@@ -1,7 +1,5 @@
 """Loss curves of several paths, and two trees in one process: the rules they are judged by, files, whole runs."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

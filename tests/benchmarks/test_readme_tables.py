@@ -1,7 +1,5 @@
 """The README's tables are those of ``results/current.csv``, and that is of one commit."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Communicators on the CPU: the conformance suite, signals, windows of a pool, files of killed jobs."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

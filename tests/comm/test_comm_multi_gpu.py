@@ -1,7 +1,5 @@
 """The conformance suite between GPUs of one host, for every GPU backend."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

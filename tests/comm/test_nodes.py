@@ -1,7 +1,5 @@
 """Expert groups over several nodes: what runs is bit for bit as on one, what cannot is refused by name."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Decode steps of ranks with tokens of their own: warp decode for few, the layer's path for more, on real ranks."""
 
-from __future__ import annotations
-
 import copy
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """GPUs with tokens of their own: warp decode for few, the path of the group for more, and a graph."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from data_parallel_cases import check_own_tokens, check_replays

@@ -1,7 +1,5 @@
 """Decode over NVLink: EP, TP and EP x TP against one process that holds all experts, in graphs and with late ranks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

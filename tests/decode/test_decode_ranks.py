@@ -1,7 +1,5 @@
 """Decode over ranks: real processes, the kernels under the interpreter, tokens of all ranks and of each its own."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """A shared expert within decode steps: cut over every layout of ranks, all ranks' parts add up to the whole."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

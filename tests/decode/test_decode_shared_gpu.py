@@ -1,7 +1,5 @@
 """A shared expert in the decode steps of a GPU: every layout's parts against the whole, and in a CUDA graph."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from decode_cases import DecodeCase

@@ -1,7 +1,5 @@
 """Engines that answer from few slots for experts, against the same model with all of them on the device."""
 
-from __future__ import annotations
-
 import logging
 import math
 import re

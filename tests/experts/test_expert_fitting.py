@@ -1,7 +1,5 @@
 """A device that has less memory than a budget asks for: fewer slots in all layers, alike on all ranks, or a refusal."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import weakref

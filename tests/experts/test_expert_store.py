@@ -1,7 +1,5 @@
 """Memory of the host that holds all experts, and budgets for those on the device."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Experts in host memory and in files on a GPU: pinned exactly, read by kernels or brought by the host."""
 
-from __future__ import annotations
-
 import gc
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Caches that the device fills and that the host does: steps, and many tokens, whose experts stream through slots."""
 
-from __future__ import annotations
-
 import logging
 import re
 import threading

@@ -1,7 +1,5 @@
 """Missing experts computed on the host's cores, asked for by a GPU: launched, replayed, and when nobody answers."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Epochs near the end of their range, and starting them anew: ranks that are late are waited for before and after."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 

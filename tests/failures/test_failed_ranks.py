@@ -4,8 +4,6 @@ Rank 1 does one step of the first of two calls only when rank 0 has waited for i
 both calls. So what rank 1 waits for later is there or never comes, and no result depends on who is quick.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

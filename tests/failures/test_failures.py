@@ -4,8 +4,6 @@ The failing rank raises right after or right before one of the pieces of a step;
 restart was wrong in nine of thirty such trials.
 """
 
-from __future__ import annotations
-
 import random
 import re
 import threading

@@ -3,8 +3,6 @@
 Deadlines are short and the slack is long: what is named and what is computed is tested here, not this machine's speed.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import tempfile

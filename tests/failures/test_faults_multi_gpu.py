@@ -1,7 +1,5 @@
 """The fault matrix on ranks with GPUs, which they may share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

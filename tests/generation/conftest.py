@@ -1,7 +1,5 @@
 """Rounds of speculation take equally long in these tests: the longest drafts are best, whatever the machine does."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

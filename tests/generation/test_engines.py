@@ -1,7 +1,5 @@
 """What every engine has to do, of comet's GPT and of converted transformers models: steps, graphs of them, drafts."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Callable, Iterable

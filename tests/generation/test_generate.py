@@ -1,7 +1,5 @@
 """Generation with a model: decoding with a cache equals the whole forward pass, and batches equal single sequences."""
 
-from __future__ import annotations
-
 import io
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """``comet generate`` with a budget for experts: what it writes, says beforehand, and refuses."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Decode steps, drafts and verification of whole models from CUDA graphs: the tokens of eager steps, no waiting."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from pathlib import Path

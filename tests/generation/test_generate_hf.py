@@ -1,7 +1,5 @@
 """The ``generate`` task on Hugging Face folders: stock models' text, streamed through their tokenizers."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

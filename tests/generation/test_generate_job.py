@@ -1,7 +1,5 @@
 """The ``generate`` task on checkpoints of the training job: every layout, every mistake, and the command itself."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Self-speculative decoding of comet's GPT and of Hugging Face folders: the passes, whole texts, and the command."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Drafting and verifying keep the distribution of plain sampling, by chi-square against exact probabilities."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

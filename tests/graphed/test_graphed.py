@@ -1,7 +1,5 @@
 """The layer replayed from graphs, in training steps and for inference; recorded operations stand in for CUDA graphs."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Layers replayed from CUDA graphs, for inference and in training steps, against the layer as it stands."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

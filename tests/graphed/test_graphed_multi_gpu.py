@@ -1,7 +1,5 @@
 """Layers replayed from CUDA graphs, in training steps and for inference, on ranks with different numbers of tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from gpus import ON_GPUS

@@ -1,7 +1,5 @@
 """The programs of ``tests/``: golden numbers, ``make count``, and the script for compute-sanitizer."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import pkgutil

@@ -1,7 +1,5 @@
 """The multi-process harness itself: values come back, failures and hangs are told apart, nothing is left running."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import random

@@ -1,7 +1,5 @@
 """The stress tool: what it runs is clean, and what is broken it finds, names and can run again."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Random cases of the whole layer over NVLink; ``python tests/stress.py --device cuda`` runs more of them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Configuration: groups, schema, defaults, and mistakes that must be answered in one line that names field and rule."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The pages of help: every setting with default and meaning, from one source; and packages that are not installed."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

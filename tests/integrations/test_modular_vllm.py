@@ -1,7 +1,5 @@
 """The adapters inside vLLM's own kernel, in processes of their own, as importing vLLM changes much."""
 
-from __future__ import annotations
-
 import abc
 import inspect
 import itertools

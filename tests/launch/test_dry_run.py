@@ -1,7 +1,5 @@
 """``--dry-run`` and ``--config``: what is printed before anything starts, and a user's YAML file, there and back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The command line as users run it: help, dry run, mistakes, where it listens, and every way a job can end."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Jobs over two nodes, and two torchrun agents: a whole job, and ranks that are killed or freeze."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Activation checkpointing: a forward pass that runs again may meet another routing, and the gradients are its own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from layer_cases import LayerCase, full_weights, oracles_of, rank_inputs

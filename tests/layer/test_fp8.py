@@ -1,7 +1,5 @@
 """The layer in block FP8 with real ranks: twin and kernels against float64 on the quantised operands."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from fp8_cases import check_pack, fp8_shard

@@ -1,7 +1,5 @@
 """The layer in block FP8 on one GPU through the compiled kernels, against float64 on the quantised operands."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from fp8_cases import QuantisedSwiglu, check_pack, fp8_shard

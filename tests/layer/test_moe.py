@@ -1,7 +1,5 @@
 """The layer of routed experts with real ranks, forward and backward, every path against the one-process oracle."""
 
-from __future__ import annotations
-
 import math
 import re
 import time

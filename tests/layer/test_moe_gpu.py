@@ -1,7 +1,5 @@
 """The whole routed-experts layer on one GPU through the compiled kernels, against the single-process oracle."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from activation_cases import ACTIVATIONS, NAMES

@@ -1,7 +1,5 @@
 """The whole routed-experts layer over NVLink, forward and backward, against the single-process oracle."""
 
-from __future__ import annotations
-
 import random
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The whole ``MoE`` layer over ranks, its router and shared expert against the reference; which paths there are."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import product
 

@@ -1,7 +1,5 @@
 """The plan: the torch twin against plain loops, the kernels against the twin, the exchange between real ranks."""
 
-from __future__ import annotations
-
 import random
 import re
 import time

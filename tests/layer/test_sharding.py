@@ -1,7 +1,5 @@
 """torch's own tools on layers of several ranks: each is right, compared with a layer of one rank, or refuses."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

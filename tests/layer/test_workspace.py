@@ -1,7 +1,5 @@
 """The pool of symmetric memory: its size to the byte, its regions, and errors a user can cause or must understand."""
 
-from __future__ import annotations
-
 import math
 import random
 from itertools import pairwise

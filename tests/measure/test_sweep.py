@@ -1,7 +1,5 @@
 """The ``sweep`` task: points, files and folders, resuming, failing points, the whole command, and one told to stop."""
 
-from __future__ import annotations
-
 import csv
 import json
 from dataclasses import replace

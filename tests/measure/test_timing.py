@@ -1,7 +1,5 @@
 """The timing loop: its order, its samples, and how long it warms up, on a GPU whose clock is a number."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable, Sequence

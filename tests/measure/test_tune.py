@@ -3,8 +3,6 @@
 A candidate that meets a deadline while it is measured fails alone: the ranks recover and measure the others.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence

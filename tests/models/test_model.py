@@ -1,7 +1,5 @@
 """The GPT: its parts against plain formulas, and rules of its settings."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Modular layers: every combination on real ranks against the reference, and what is refused."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import pkgutil

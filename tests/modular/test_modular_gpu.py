@@ -1,7 +1,5 @@
 """Modular layers on one GPU: every combination against the reference, and those that never wait in a CUDA graph."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Modular layers over NVLink: every combination against the reference."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from gpus import ON_GPUS

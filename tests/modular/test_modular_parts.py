@@ -1,7 +1,5 @@
 """The worked examples of ``comet.modular``, verbatim, and its index arithmetic on random routings."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from plan_cases import plan_from_ids

@@ -3,8 +3,6 @@
 That they equal the reference is for ``test_modular.py``, which runs every combination.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The task ``modular``: its matrix, and a pair that runs beside the fused layer, on two CPU ranks as users start it."""
 
-from __future__ import annotations
-
 import json
 import types
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The quantisers, to the bit: elements and scales are those of ml_dtypes, layouts those of published models."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 That they are right is for ``layer/test_moe.py``, which runs all paths.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

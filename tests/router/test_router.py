@@ -1,7 +1,5 @@
 """Which experts the router chooses, how it weighs them, losses and balance: examples, rules by hand, hostile inputs."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """Router on a GPU: the CPU's routing, no wait for the GPU, capture in a graph, and the deferred check of the logits."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

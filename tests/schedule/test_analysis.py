@@ -1,7 +1,5 @@
 """The analysis derives the axis of every pipeline from descriptions, and refuses with the axis and the reason."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

@@ -1,7 +1,5 @@
 """How a layer is cut: tile shapes, and the order of work, every item once, as the device functions compute it."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -3,8 +3,6 @@
 ``tests/conftest.py`` and the programs in ``tests/`` import it before any helper.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Runs of the benchmarks on CPUs: as users start them, and as one of the ranks that tests start."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import subprocess

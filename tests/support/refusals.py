@@ -1,7 +1,5 @@
 """What the command line says of a mistake, and in a dry run, on a machine without a GPU."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """A terminal to run programs on, and what a person would then see on it."""
 
-from __future__ import annotations
-
 import os
 import pty
 import termios

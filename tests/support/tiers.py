@@ -1,7 +1,5 @@
 """Which cases of a test `make test` runs, and which it leaves to `make test-slow`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

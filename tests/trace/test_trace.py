@@ -1,7 +1,5 @@
 """Timelines: what the kernels record with real ranks, how it becomes spans of one clock, and what is written."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import time

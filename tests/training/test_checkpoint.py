@@ -3,8 +3,6 @@
 So are those that were changed, would be full of NaN, do not fit on the disk, or come from somebody else.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

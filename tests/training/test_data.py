@@ -1,7 +1,5 @@
 """Text in, batches out: the split, its determinism, and every way the text can be unusable."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random

@@ -1,7 +1,5 @@
 """Resuming, the folder of a run, SIGTERM: what would change or remove a run is named, and what was saved goes on."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -3,8 +3,6 @@
 On a CPU recorded operations stand in for CUDA graphs.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Training on a GPU: bfloat16 products, float32 weights, and a resume that repeats every bit."""
 
-from __future__ import annotations
-
 import signal
 from dataclasses import replace
 from pathlib import Path

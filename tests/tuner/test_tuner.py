@@ -1,7 +1,5 @@
 """Which settings are tried, which one a layer call takes, and what all layers of a group take."""
 
-from __future__ import annotations
-
 import logging
 import random
 import re

@@ -2,8 +2,6 @@
 and those that ship can be used.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

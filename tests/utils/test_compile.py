@@ -1,7 +1,5 @@
 """Layers in a model that ``torch.compile`` takes: one graph break each, with its reason, and the same numbers."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Weights and scales that are not the layer's: every path refuses them by name, or is right."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import replace

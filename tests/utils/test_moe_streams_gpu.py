@@ -1,7 +1,5 @@
 """Shared expert and statistics on a stream of their own: the numbers of the sequential form, and in a CUDA graph."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """Public names of the release before: they work, and warn."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Side streams: in what order streams wait for each other; a layer's numbers are those of the sequential form."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace

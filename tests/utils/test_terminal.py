@@ -1,7 +1,5 @@
 """What stands on a terminal and in a log: messages on lines of their own, wherever a progress bar left the cursor."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """Folders in block FP8 that several files of tests read and none writes to."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

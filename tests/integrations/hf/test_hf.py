@@ -1,7 +1,5 @@
 """Hugging Face models in one process: every class of experts by name, conversion in place, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import re

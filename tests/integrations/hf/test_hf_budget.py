@@ -1,7 +1,5 @@
 """``load_pretrained`` with a budget: the same answers, experts read one by one, and ahead of their step."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import os

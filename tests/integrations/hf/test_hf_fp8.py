@@ -1,7 +1,5 @@
 """Block FP8 checkpoints against stock models of the dequantised weights: dequantised, kept, with the shared expert."""
 
-from __future__ import annotations
-
 import copy
 import json
 import logging

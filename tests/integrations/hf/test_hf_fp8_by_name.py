@@ -1,7 +1,5 @@
 """Block FP8 as transformers computes it by name, scales that are stored otherwise, and what is refused of both."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """transformers' own gpt-oss, tiny and random: by name, and folders as transformers writes them and in MXFP4."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Hugging Face models on GPUs: answers as the stock model, block FP8 folders, prefetch, steps from CUDA graphs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Loading folders, in one process and over ranks: what is understood, and that nothing broken is ever handed out."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable

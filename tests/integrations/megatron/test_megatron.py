@@ -3,8 +3,6 @@
 Skipped without it; ``test_megatron_parts`` checks what does not need it. Passed with Megatron-core 0.16.1 and 0.19.2.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

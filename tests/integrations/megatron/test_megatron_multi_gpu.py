@@ -3,8 +3,6 @@
 Whole models have no TP: without Transformer Engine and Apex, Megatron-core has no norm for parts of a sequence.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

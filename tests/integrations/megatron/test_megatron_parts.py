@@ -1,7 +1,5 @@
 """What the integration with Megatron-core decides without it: routing, configurations, names of weights."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The compile-ahead tool: good code passes, spills and missing features fail by name, counts are what they say."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

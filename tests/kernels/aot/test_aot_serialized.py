@@ -1,7 +1,5 @@
 """Tensor-core instructions that are waited for one by one are found, also where it is one height of many."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

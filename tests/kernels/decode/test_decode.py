@@ -1,7 +1,5 @@
 """Warp decode: the twin against the reference, the kernels under the interpreter against the twin, and bad input."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from dataclasses import replace

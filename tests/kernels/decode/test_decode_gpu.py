@@ -1,7 +1,5 @@
 """Warp decode on a GPU, of all types of weights: selected and other blocks against the twin, and CUDA graphs."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Warp decode of MXFP8, MXFP4 and block FP8 weights: kernels (interpreted) against the twin, ranks, and bad scales."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial

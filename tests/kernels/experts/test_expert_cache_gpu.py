@@ -1,7 +1,5 @@
 """The expert cache on a GPU: steps of kernels against twins and against resident experts, launched and replayed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

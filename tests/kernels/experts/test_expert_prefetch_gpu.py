@@ -1,7 +1,5 @@
 """Experts that travel before their step, replayed: outputs of resident ones, and texts stay."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import replace

@@ -4,8 +4,6 @@ What is missing is fetched, in waves where a step needs more experts than there 
 cores; some of it has travelled before its step.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import random

@@ -1,7 +1,5 @@
 """Grouped GEMMs, gathers and gradients under the interpreter, against their twins and float64; examples, refusals."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Grouped GEMMs and SwiGLU's backward on a GPU: bf16 against torch and float64, shipped tile shapes, large offsets."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Weight gradients in CUDA C++, as far as it goes without a GPU: what host and source must agree on, when it runs."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Weight gradients in CUDA C++: bit for bit what the Triton kernel computes, with NaN behind every segment."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

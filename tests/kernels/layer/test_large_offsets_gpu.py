@@ -1,7 +1,5 @@
 """Received rows, combine rows, hidden and outputs of more than 2^31 elements each: no address wraps around."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from offset_cases import check_rows_return, pool_shape

@@ -1,7 +1,5 @@
 """The launches of emulated ranks in Triton, which the GPU tests compare with; who emulates them notices mistakes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """All launches in CUDA C++: bit for bit what their Triton twins compute, for ranks of a group emulated on one GPU."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from itertools import product

@@ -1,7 +1,5 @@
 """Layer 1 ends while a kernel of another stream holds SMs: those that it spares, or any if it draws."""
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Callable, Iterator

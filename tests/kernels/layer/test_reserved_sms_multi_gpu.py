@@ -1,7 +1,5 @@
 """A collective of NCCL on another stream, in another order on either rank: both end, for the layer draws its work."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

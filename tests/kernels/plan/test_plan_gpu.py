@@ -1,7 +1,5 @@
 """The plan's kernels compiled for a GPU, which plays all ranks, against the torch twin."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How a plan is launched, which parts wait, what its kernels count and store; what a deadline that was met leaves."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The router's kernels under the interpreter: logits from bfloat16 products, experts and weights, losses, gradients."""
 
-from __future__ import annotations
-
 import torch
 from ranks import in_ranks
 from router_cases import VARIANTS, D, make_router

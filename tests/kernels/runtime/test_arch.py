@@ -1,7 +1,5 @@
 """The table of GPUs: which ones run kernels, and what others are told."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

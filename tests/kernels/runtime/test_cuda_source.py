@@ -1,7 +1,5 @@
 """Sources of kernels in CUDA C++: what host and device must agree on, and what the compiler says where they do not."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 import sys

@@ -1,7 +1,5 @@
 """What a launch needs and is kept: descriptors of tensors, however many layers a model has, none stale; its object."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

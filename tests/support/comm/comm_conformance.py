@@ -4,8 +4,6 @@
 Rows encode who sent them to whom and when, so that a wrong row tells where it came from.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable

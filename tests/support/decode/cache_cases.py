@@ -1,7 +1,5 @@
 """Expert caches of the decode cases' models, and such as leave some of their missing experts to the host's cores."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Layers of experts from caches and from GPU memory, over routing and guesses that a test sets."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """What each rank checks of decode steps whose ranks bring tokens of their own, eagerly and from a CUDA graph."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

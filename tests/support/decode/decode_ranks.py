@@ -1,7 +1,5 @@
 """What each rank does in a test of decode over ranks."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Sequence

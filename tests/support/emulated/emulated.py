@@ -1,7 +1,5 @@
 """One process that plays all ranks of a group over plain local memory."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

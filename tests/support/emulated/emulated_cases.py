@@ -1,7 +1,5 @@
 """Cases of layers that are emulated on one device: of 16 bits, of block FP8, and small ones for the interpreter."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What a launch of emulated ranks does when another rank does not come, or when its own has failed before."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -6,8 +6,6 @@ second round all of it is there, and only those flags are up that a rank has rai
 compared with plain torch; what nobody has written is NaN.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass

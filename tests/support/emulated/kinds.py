@@ -1,7 +1,5 @@
 """Which of the two implementations a launch takes: in CUDA C++, where it can run, or in Triton."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial

@@ -5,8 +5,6 @@ their token, so a row that came from or went to a wrong address shows. Nothing w
 turns: rank 1 sends first and rank 0 computes first.
 """
 
-from __future__ import annotations
-
 import torch
 from emulated import emulated_group
 from plan_cases import send_ids

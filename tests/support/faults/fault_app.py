@@ -3,8 +3,6 @@
 ``COMET_FAULT_ORDER`` names the pickled ``Order``. Tasks and everything else are the launcher's own.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Each path trains once undisturbed. A disturbed job has the same losses up to its
 bits, from the newest checkpoint that is whole.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -4,8 +4,6 @@ Each rank makes four calls and compares what they return with the reference. The
 refused or right; before the last all that are still alive start anew, as their path says.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal

@@ -5,8 +5,6 @@ from the parent: the rank says where it is and waits until it was hit, so that t
 through the launcher, in its own time: the rank waits until it has heard of it, or is ended by it.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import os

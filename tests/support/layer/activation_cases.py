@@ -1,7 +1,5 @@
 """Activations and biases for tests of every path."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Every way to run the experts of one rank, by name."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from functools import partial

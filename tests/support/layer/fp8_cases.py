@@ -5,8 +5,6 @@ either is right. So results are compared as in other types: at most twice as far
 quantises hidden as well.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """Inputs and checks for the grouped GEMM kernels and SwiGLU's backward, shared by the interpreter and the GPU tests."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from types import SimpleNamespace

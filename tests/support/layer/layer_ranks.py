@@ -1,7 +1,5 @@
 """What each rank does in a whole-layer test."""
 
-from __future__ import annotations
-
 import random
 import time
 

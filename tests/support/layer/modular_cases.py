@@ -1,7 +1,5 @@
 """Every combination of prepare/finalize, experts and reduction, run on real ranks against the reference."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from contextlib import nullcontext

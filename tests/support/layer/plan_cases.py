@@ -1,7 +1,5 @@
 """Random routings with all the awkward cases, and a plan written as plain loops: the oracle of the torch twin."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from typing import Any

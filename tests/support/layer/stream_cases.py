@@ -1,7 +1,5 @@
 """A layer with a shared expert, and the same without side streams; late streams, and memory that is reused early."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """The order of work items as plain loops, which ``comet.kernels.gemm.tiles`` is compared with."""
 
-from __future__ import annotations
-
 
 def by_rows(num_tiles: int, num_cols: int, group_tiles: int) -> list[tuple[int, int]]:
     """(tile, column block) of every item: groups of tiles go through all columns, tiles of a group fastest."""

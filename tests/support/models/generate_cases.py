@@ -4,8 +4,6 @@ Whatever a step keeps in Python (a counted position, a new tensor under an old n
 stands still between replays, as it would in a graph.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Layers replayed from graphs beside the layer as it stands, on GPUs and, with operations recorded, on a CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Block FP8 checkpoints made, and dequantised again, block by block without Comet's quantiser."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -3,8 +3,6 @@
 Those that train are in bf16, beside one of Megatron's in float32.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 from dataclasses import dataclass

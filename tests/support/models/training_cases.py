@@ -1,7 +1,5 @@
 """Small training jobs for the tests of model, loop and checkpoints."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import replace

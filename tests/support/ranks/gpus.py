@@ -5,8 +5,6 @@ there are. Processes, kernels and mapped memory are the same; NVLink and NCCL ha
 nothing. torch reads the variable as well, before it maps the memory of such ranks.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

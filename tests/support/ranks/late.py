@@ -1,7 +1,5 @@
 """Ranks that come late: when the others are where they must not be yet, or after as long as a test can spare."""
 
-from __future__ import annotations
-
 import time
 
 import torch.distributed as dist

@@ -3,8 +3,6 @@
 Run as ``python tests/support/ranks/launch_app.py TASK [settings]``; the folder for notes is ``output_dir``.
 """
 
-from __future__ import annotations
-
 import atexit
 import itertools
 import json

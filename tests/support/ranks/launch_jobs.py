@@ -1,7 +1,5 @@
 """Jobs of the launcher as processes of their own."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -3,8 +3,6 @@
 It reaches into parts that are private to the version of Triton named here; any other version runs as it is, slowly.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from typing import Any

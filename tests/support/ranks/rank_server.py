@@ -4,8 +4,6 @@ The server is one of ``multiprocessing.forkserver``. It imports this file as wel
 process only, so every run finds modules in the state of a fresh import.
 """
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import gc

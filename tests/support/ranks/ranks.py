@@ -4,8 +4,6 @@ The processes inherit nothing from the test: they load the test file themselves 
 They are forks of a server that has imported torch and touched no device (``rank_server``).
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import logging

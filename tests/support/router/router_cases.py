@@ -1,7 +1,5 @@
 """Small routers for tests: by seed, or with logits that the test chooses."""
 
-from __future__ import annotations
-
 import torch
 
 from comet.config import MoEConfig

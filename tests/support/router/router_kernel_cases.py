@@ -1,7 +1,5 @@
 """Checks of the router's kernels, shared by the interpreter and the GPU tests."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

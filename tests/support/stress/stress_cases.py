@@ -12,8 +12,6 @@ blocks and capacity, and at most once more for a number of panels, which in laye
   which inputs, backward or not, strided inputs, delays of each rank.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from random import Random

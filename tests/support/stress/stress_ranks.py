@@ -1,7 +1,5 @@
 """What each rank does in a batch of the stress tool: family after family, case after case, all in one process."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import time
