@@ -1,14 +1,13 @@
 """Engines that answer from few slots for experts, against the same model with all of them on the device."""
 
 import logging
-import math
 import re
 from typing import Any, get_args
 
 import pytest
 import torch
 from cache_cases import decide_as_on_a_gpu
-from ranks import run_ranks
+from ranks import in_ranks
 from tiers import slow
 from training_cases import GPT_OSS, MODEL, MOE, awake_model, compare_texts, make_group, nearly_equal
 
@@ -124,32 +123,27 @@ def test_memory_that_cannot_be_pinned_is_said_once_and_copied_by_the_host(monkey
 
 
 @pytest.mark.parametrize(
-    ("layout", "slots", "expert_dtype", "config"),
+    ("ep", "tp", "slots", "expert_dtype", "config"),
     [
-        ({"ep": 2}, 1, None, MODEL),
-        ({"tp": 2}, MOE.top_k, None, MODEL),
-        ({"ep": 2}, MOE.top_k, "mxfp8", MODEL),
-        ({"ep": 2}, GPT_OSS.moe.top_k, None, GPT_OSS),
-        ({"tp": 2}, 1, None, GPT_OSS),
-        slow({"ep": 2, "tp": 2}, MOE.top_k, None, MODEL),
+        (2, 1, 1, None, MODEL),
+        (1, 2, MOE.top_k, None, MODEL),
+        (2, 1, MOE.top_k, "mxfp8", MODEL),
+        (2, 1, GPT_OSS.moe.top_k, None, GPT_OSS),
+        (1, 2, 1, None, GPT_OSS),
+        slow(2, 2, MOE.top_k, None, MODEL),
     ],
     ids=["EP2", "TP2", "EP2, mxfp8", "EP2, biases", "TP2, biases", "EP2 x TP2"],
 )
+@in_ranks("ep tp")
 def test_answers_of_ranks_are_those_of_resident_experts(
-    layout: dict[str, int], slots: int, expert_dtype: MXType | None, config: ModelConfig
-) -> None:
-    run_ranks(answer_over_ranks, math.prod(layout.values()), layout, slots, expert_dtype, config)
-
-
-def answer_over_ranks(
-    rank: int, world_size: int, layout: dict[str, int], slots: int, expert_dtype: MXType | None, config: ModelConfig
+    rank: int, world_size: int, ep: int, tp: int, slots: int, expert_dtype: MXType | None, config: ModelConfig
 ) -> None:
     """Steps bit for bit, and prompts that stream."""
-    group = make_group(config.moe, **layout)
+    group = make_group(config.moe, ep=ep, tp=tp)
     cached = engine_of(group, config, expert_slots=slots, expert_dtype=expert_dtype)
     resident = resident_engine(expert_dtype, group, config)
     compare_texts(cached, resident, steps=12)
-    held, report = config.moe.num_experts // layout.get("ep", 1), cached.cache_report()
+    held, report = config.moe.num_experts // ep, cached.cache_report()
     assert report.fetched >= len(cached.caches) * held
     assert (report.fetched > len(cached.caches) * held) == (held > slots), "some were given away, came back"
     ids = torch.randint(256, (2, 20), generator=torch.Generator().manual_seed(3))

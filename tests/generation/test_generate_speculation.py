@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from generate_cases import graphs_on_cpu
 from hf_cases import save_model, tiny_model
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from refusals import refusal
 from tiers import slow
 from torch import Tensor
@@ -371,7 +371,10 @@ def disturbed(engine: GPTEngine, rank: int, broadcasts: list[Tensor]) -> GPTEngi
     return engine
 
 
-def check_ranks(rank: int, world_size: int, ep: int, tp: int) -> None:
+@pytest.mark.parametrize(("ep", "tp"), [(2, 1), slow(1, 2), slow(2, 2)])
+@in_ranks("ep tp")
+def test_ranks_write_what_rank_0_decides(rank: int, world_size: int, ep: int, tp: int) -> None:
+    """Whatever the others compute and measure."""
     moe, drafts = replace(EXPERTS, top_k=2), SpeculationConfig(tau=0.0)
     group = make_group(moe, ep=ep, tp=tp, max_tokens=64, timeout_s=60.0)
     for prompts, slots, settings in OVER_RANKS:
@@ -394,9 +397,3 @@ def check_ranks(rank: int, world_size: int, ep: int, tp: int) -> None:
             dist.all_gather_object(found, found[rank])
             assert all(each == found[0] for each in found)
     group.close()
-
-
-@pytest.mark.parametrize(("ep", "tp"), [(2, 1), slow(1, 2), slow(2, 2)])
-def test_ranks_write_what_rank_0_decides(ep: int, tp: int) -> None:
-    """Whatever the others compute and measure."""
-    run_ranks(check_ranks, ep * tp, ep, tp)

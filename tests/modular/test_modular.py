@@ -22,7 +22,7 @@ from modular_cases import (
     rank_weights,
     run_combinations,
 )
-from ranks import run_ranks
+from ranks import in_ranks
 
 import comet.modular
 from comet.config import MoEConfig
@@ -68,21 +68,19 @@ def names(pair: Combination) -> list[str]:
 
 
 @pytest.mark.slow
-def test_two_ranks_all_combinations_and_kernels() -> None:
+@in_ranks(2, interpret=True, timeout=300)
+def test_two_ranks_all_combinations_and_kernels(rank: int, world_size: int) -> None:
     """One pair of processes for both, because starting them costs more than running them."""
     cases = [*attacks(2, seed=12), LayerCase("tp2", 1, 2, (31, 0), ffn_size=64, seed=13, calls=2)]
-    run_ranks(on_two_ranks, 2, cases, LayerCase("kernels", 2, 1, (21, 5), seed=15), interpret=True, timeout=300)
-
-
-def on_two_ranks(rank: int, world_size: int, cases: list[LayerCase], kernel_case: LayerCase) -> None:
     run_combinations(rank, world_size, cases, {})
-    run_kernels(rank, kernel_case)
+    run_kernels(rank, LayerCase("kernels", 2, 1, (21, 5), seed=15))
 
 
-def test_every_combination_on_ep_x_tp() -> None:
+@in_ranks(4)
+def test_every_combination_on_ep_x_tp(rank: int, world_size: int) -> None:
     case = LayerCase("ep2 x tp2", 2, 2, (14, 0, 5, 9), ffn_size=64, seed=14)
     biased = replace(case, name="biases", ffn_size=48, routing="masked", activation=ACTIVATIONS[-1], expert_bias=True)
-    run_ranks(run_combinations, 4, [case, biased], {})
+    run_combinations(rank, world_size, [case, biased], {})
 
 
 def run_kernels(rank: int, case: LayerCase) -> None:

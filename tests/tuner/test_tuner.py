@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import in_ranks, logged, run_ranks
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.layer.group import ExpertGroup, make_expert_group
@@ -201,17 +201,14 @@ def test_two_ranks_choose_alike_from_different_files(tmp_path: Path) -> None:
         torch.testing.assert_close(torch.tensor(output).view_as(expected), expected, rtol=1e-5, atol=1e-5)
 
 
-def warn_on_rank(rank: int, world_size: int, folder: str) -> list[str]:
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append
-    logging.getLogger("comet.tuner").addHandler(handler)
-    group_of(world_size, Path(folder)).close()
-    return [record.getMessage() for record in records]
-
-
-def test_the_first_rank_alone_warns_of_a_damaged_profile(tmp_path: Path) -> None:
+@pytest.fixture
+def damaged(tmp_path: Path) -> Path:
     (tmp_path / "cpu_x2.json").write_text("{")
-    first, second = run_ranks(warn_on_rank, 2, str(tmp_path))
-    assert ["cpu_x2.json: cannot be parsed" in text for text in first] == [True]
-    assert second == []
+    return tmp_path
+
+
+@in_ranks(2)
+def test_the_first_rank_alone_warns_of_a_damaged_profile(rank: int, world_size: int, damaged: Path) -> None:
+    told = logged("comet.tuner")
+    group_of(world_size, damaged).close()
+    assert ["cpu_x2.json: cannot be parsed" in text for text in told] == [True] * (rank == 0)

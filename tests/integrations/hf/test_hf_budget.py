@@ -342,9 +342,23 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-def check_budgets(rank: int, world_size: int, ep: int, tp: int, cases: list[tuple[str, Path]]) -> None:
+@pytest.mark.parametrize(
+    ("ep", "tp", "cases"),
+    [
+        (1, 1, {"host": "one by one", "file": "fused", "mxfp8": "one by one", "mxfp4 in files": "one by one"}),
+        (2, 1, {"host": "one by one", "file": "fused"}),
+        (1, 2, {"host": "fused", "mxfp4": "one by one"}),
+        slow(2, 1, {"mxfp4": "one by one"}),
+        slow(2, 2, {"host": "one by one", "file": "fused"}),
+    ],
+)
+@in_ranks("ep tp", timeout=300)
+def test_ranks_answer_as_with_all_experts(
+    rank: int, world_size: int, ep: int, tp: int, cases: dict[str, str], folders: dict[str, Path]
+) -> None:
     """Models with some experts in slots answer as with all of them; experts are read and quantised one by one."""
-    for store, folder in cases:
+    for store, style in cases.items():
+        folder = folders[style]
         group, settings = make_group(tiny_config("qwen3_moe", **TWO), ep, tp), STORES[store]
         dtype, in_files = settings.get("expert_dtype"), "expert_store" in settings
         with CountedReads() as counted:
@@ -369,20 +383,6 @@ def check_budgets(rank: int, world_size: int, ep: int, tp: int, cases: list[tupl
         assert in_files or not dtype or max(reads) == 2 * EXPERT // 3 // tp, "one matrix at a time"
         assert not in_files or 0 < report.staged_bytes < report.fetched_bytes
         group.close()
-
-
-@pytest.mark.parametrize(
-    ("ep", "tp", "cases"),
-    [
-        (1, 1, {"host": "one by one", "file": "fused", "mxfp8": "one by one", "mxfp4 in files": "one by one"}),
-        (2, 1, {"host": "one by one", "file": "fused"}),
-        (1, 2, {"host": "fused", "mxfp4": "one by one"}),
-        slow(2, 1, {"mxfp4": "one by one"}),
-        slow(2, 2, {"host": "one by one", "file": "fused"}),
-    ],
-)
-def test_ranks_answer_as_with_all_experts(ep: int, tp: int, cases: dict[str, str], folders: dict[str, Path]) -> None:
-    run_ranks(check_budgets, ep * tp, ep, tp, [(store, folders[style]) for store, style in cases.items()], timeout=300)
 
 
 @pytest.mark.parametrize(("tp", "store"), [(1, "file"), slow(2, "host"), slow(2, "file")])

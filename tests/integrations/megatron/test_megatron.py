@@ -81,8 +81,17 @@ def assert_near(actual: Tensor, expected: Tensor, what: str) -> None:
     assert error <= 5e-6 * largest, f"{what}: error {error} of values up to {largest}"
 
 
-def check_layer(rank: int, world_size: int, ep: int, expert_tp: int, tp: int, node_size: int | None = None) -> None:
-    """Each case of one layout: output, gradient of the input, and of all parameters."""
+OF_ONE_NODE = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)]
+LAYOUTS = [(2, 1, 1, 1), *(slow(*layout, None) for layout in OF_ONE_NODE)]
+
+
+@pytest.mark.parametrize(("ep", "expert_tp", "tp", "node_size"), LAYOUTS)
+@in_ranks("ep expert_tp", timeout=300)
+def test_layer(rank: int, world_size: int, ep: int, expert_tp: int, tp: int, node_size: int | None) -> None:
+    """Each case of one layout: output, gradient of the input, and of all parameters.
+
+    Under ``tp`` the rest of the model is tensor-parallel, too, and ranks have parts of the sequence.
+    """
     start(ep, expert_tp, tp)
     group = make_group(make_config(moe_router_topk=4), node_size)
     for name, (fields, settings) in cases(ep, expert_tp).items():
@@ -112,16 +121,6 @@ def check_layer(rank: int, world_size: int, ep: int, expert_tp: int, tp: int, no
         if name == "an expert without tokens" and rank == world_size - 1:
             assert not our_grads["experts.w1"][-1].any()
     group.close()
-
-
-OF_ONE_NODE = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)]
-LAYOUTS = [(2, 1, 1, 1), *(slow(*layout, None) for layout in OF_ONE_NODE)]
-
-
-@pytest.mark.parametrize(("ep", "expert_tp", "tp", "node_size"), LAYOUTS)
-def test_layer(ep: int, expert_tp: int, tp: int, node_size: int | None) -> None:
-    """Under ``tp`` the rest of the model is tensor-parallel, too, and ranks have parts of the sequence."""
-    run_ranks(check_layer, ep * expert_tp, ep, expert_tp, tp, node_size, timeout=300)
 
 
 @pytest.mark.slow
