@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from comet.comm import make_communicator
 from comet.experts import CacheReport
+from comet.experts.cache import OF_THE_CACHES
 from comet.measure.timing import Name, Timing, Variant, time_interleaved
 
 from lib.ranks import Ranks, device_name
@@ -33,8 +35,8 @@ def time_by_protocol(
     return time_interleaved(variants, rounds=rounds, device=ranks.device, process_group=ranks.process_group, **protocol)
 
 
-def gather_facts(ranks: Ranks) -> Row:
-    """What a result needs to be repeated, and the rooflines of this run; collective."""
+def run_facts(ranks: Ranks) -> Row:
+    """What a result needs to be repeated."""
     command, folder = ["git", "describe", "--always", "--dirty"], Path(__file__).parent
     commit = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     return {
@@ -44,9 +46,13 @@ def gather_facts(ranks: Ranks) -> Row:
         "device": device_name(ranks.device),
         "ranks": 1 if ranks.process_group is None else dist.get_world_size(ranks.process_group),
         "torch": torch.__version__,
-        "gemm_roofline_tflops": gemm_roofline_tflops(ranks),
-        "link_roofline_gbs": link_roofline_gbs(ranks),
     }
+
+
+def gather_facts(ranks: Ranks) -> Row:
+    """That, and the rooflines of this run; collective."""
+    rooflines = {"gemm_roofline_tflops": gemm_roofline_tflops(ranks), "link_roofline_gbs": link_roofline_gbs(ranks)}
+    return run_facts(ranks) | rooflines
 
 
 def gemm_roofline_tflops(ranks: Ranks) -> float:
@@ -101,3 +107,9 @@ def link_gbs(device: torch.device) -> float:
 def link_bytes(spent: CacheReport) -> int:
     """What came over the link; of experts that were half there when their step began, the first half counts twice."""
     return spent.fetched_bytes + spent.prefetched_bytes
+
+
+def total(reports: Sequence[CacheReport]) -> CacheReport:
+    """All that caches did in several texts, or on several ranks."""
+    names = [field.name for field in fields(CacheReport) if field.name not in OF_THE_CACHES]
+    return replace(reports[0], **{name: sum(getattr(each, name) for each in reports) for name in names})

@@ -59,10 +59,10 @@ from comet.quantization.formats import MXType, quantize_mx
 from comet.reference.plain import grouped_matmul
 
 from lib.arguments import BUDGETS, parsed, require_known, suite_parser, words
-from lib.ranks import Ranks, device_name, memory_limit, release, tell
+from lib.ranks import Ranks, memory_limit, release, tell
 from lib.report import Row, cell, report, table_of
 from lib.shapes import swiglu_model
-from lib.timing import link_bytes, link_gbs, time_by_protocol
+from lib.timing import link_bytes, link_gbs, run_facts, time_by_protocol, total
 from lib.traces import Trace, made_trace, resized_guesses, resized_trace
 
 COLUMNS = (
@@ -266,8 +266,7 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     link = -ranks.worst(-link_gbs(ranks.device))
     facts = {"task": "bench_experts", "model": arguments.model, "layers": arguments.layers, "ep": arguments.ep,
              "link_gbs": link,
-             "trace": str(arguments.trace or f"made, sticky={arguments.sticky}"),
-             "device": device_name(ranks.device)}  # fmt: skip
+             "trace": str(arguments.trace or f"made, sticky={arguments.sticky}")} | run_facts(ranks)  # fmt: skip
     report(
         "bench_experts", measure(arguments, ranks, link), ranks, arguments.out, keys=("stored", "variant", "budget"),
         columns=COLUMNS, found=lambda rows: facts | {"rows": rows}, table=lambda rows: table_of(rows, COLUMNS, cell),
@@ -327,7 +326,6 @@ def rows_of(
         figures = cache_figures(spent, num_bytes, microseconds[kind, budget], microseconds["resident"], link)
         rows.append(
             {"stored": name, "variant": kind, "budget": budget, "slots": caches[0].num_slots,
-             "precision": mine.prefetch_precision, "hosted": mine.hosted / max(mine.needed, 1),
              "x_on_demand": microseconds["on_demand"] / figures["us"]} | figures
         )  # fmt: skip
     if arguments.prompt:
@@ -360,14 +358,14 @@ def prompt_rows(
 
 
 def cache_figures(spent: Sequence[CacheReport], num_bytes: float, us: float, alone_us: float, link: float) -> Row:
-    """Time of what needs so many bytes, hits of all ranks, and the bound: without a cache, or the bytes over the link.
+    """Time of what needs so many bytes, shares of all ranks; the bound: without a cache, or the bytes over the link.
 
     Example: two ranks that needed 6 and 2 experts and fetched 1 and 1: hits .75.
     """
-    needed, missing = sum(each.needed for each in spent), sum(each.fetched + each.hosted for each in spent)
+    whole = total(spent)
     bound = max(alone_us, num_bytes / (link * 1e3))
-    return {"hits": 1 - missing / needed, "us": us, "bound_us": bound, "of_bound": bound / us,
-            "link_gbs": num_bytes / (us * 1e3)}  # fmt: skip
+    return {"hits": whole.hits, "precision": whole.prefetch_precision, "hosted": whole.hosted / whole.needed, "us": us,
+            "bound_us": bound, "of_bound": bound / us, "link_gbs": num_bytes / (us * 1e3)}  # fmt: skip
 
 
 def trace_of(arguments: argparse.Namespace) -> tuple[Tensor, Tensor | None]:

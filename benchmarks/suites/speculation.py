@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from statistics import mean, median
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from comet.config import ParallelConfig, require
 from comet.experts import CachedExperts, CacheReport, ExpertCache, slots_of_budget
-from comet.experts.cache import OF_THE_CACHES, bytes_of_expert
+from comet.experts.cache import bytes_of_expert
 from comet.generation.engine import GPTEngine
 from comet.generation.generate import Generated, encode_prompts, generate, warm_up
 from comet.generation.source import find_source, model_of
@@ -47,9 +47,9 @@ from comet.training.checkpoint import load_weights
 from comet.training.data import read_corpus
 
 from lib.arguments import BUDGETS, parsed, require_known, suite_parser, whole_numbers, words
-from lib.ranks import FAILURES, Ranks, device_name, memory_limit, release, tell
+from lib.ranks import FAILURES, Ranks, memory_limit, release, tell
 from lib.report import Row, cell, set_aside, table_of, write_json
-from lib.timing import link_bytes, link_gbs
+from lib.timing import link_bytes, link_gbs, run_facts, total
 from lib.traces import Trace, record_routing
 
 
@@ -187,7 +187,7 @@ class Run:
     def __init__(self, arguments: argparse.Namespace, model: GPT, ranks: Ranks, heldout: Tensor) -> None:
         self.arguments, self.model, self.ranks, self.heldout = arguments, model, ranks, heldout
         self.device, self.context = ranks.device, model.config.context
-        self.link = link_gbs(self.device)
+        self.link, self.facts = link_gbs(self.device), run_facts(ranks)
         self.variants: list[Variant] = []
         self.failures: list[Row] = []
         self.plain = GenerateConfig(  # the cache alone: prefetch is a variant of its own
@@ -334,14 +334,7 @@ class Run:
         """One line of JSON, also in ``--out``."""
         facts: Row = {"task": "bench_speculation", "model": self.model.config.name, "link_gbs": self.link}
         facts |= {"source": str(self.arguments.source), "workspace_mb": self.arguments.workspace_mb}
-        facts |= {"device": device_name(self.device)}
-        return write_json(self.arguments.out, "bench_speculation", facts | found)
-
-
-def total(reports: Sequence[CacheReport]) -> CacheReport:
-    """All that caches did in several texts."""
-    names = [field.name for field in fields(CacheReport) if field.name not in OF_THE_CACHES]
-    return replace(reports[0], **{name: sum(getattr(each, name) for each in reports) for name in names})
+        return write_json(self.arguments.out, "bench_speculation", facts | self.facts | found)
 
 
 @torch.no_grad()

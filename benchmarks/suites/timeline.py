@@ -29,6 +29,7 @@ from lib.moe import Inputs, make_inputs, open_layer
 from lib.ranks import Ranks, device_name
 from lib.report import Row, set_aside
 from lib.shapes import model, parse_overlap
+from lib.timing import run_facts
 
 LEADS = 8  # two milliseconds: a recorded layer and its barrier take the host less
 
@@ -65,7 +66,8 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
         timeline, is_equal = record_layer(layer.moe, inputs[0], arguments.capacity)
     differs = ranks.worst(float(not is_equal))
     if ranks.rank == 0:
-        facts: Row = {name: getattr(arguments, name) for name in ("model", "tokens", "ep", "tp", "routing")}
+        shape = {name: getattr(arguments, name) for name in ("model", "tokens", "ep", "tp", "routing")}
+        facts: Row = run_facts(ranks) | shape
         facts["device"] = device_name(ranks.device) + (", interpreted" if ranks.device.type == "cpu" else "")
         facts["files"] = [str(arguments.out / name) for name in ("timeline.json", "timeline.png", "summary.json")]
         for stem in ("timeline", "summary"):

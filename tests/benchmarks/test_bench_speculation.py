@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,10 +13,12 @@ from bench_cases import report_of
 from training_cases import MODEL, MOE, Rank, make_job, make_model
 
 from comet.config import MoEConfig
+from comet.experts import CacheReport
 from comet.training.trainer import train
 
 import suites.experts
 import suites.speculation
+from lib.ranks import Ranks
 from lib.traces import Trace, made_trace, record_routing, resized_guesses, resized_trace, reuse_distances
 from suites.experts import HOST_CORES
 from suites.speculation import CODEC, KINDS
@@ -108,6 +110,15 @@ def test_made_routing_and_every_stored_type(capsys: pytest.CaptureFixture[str], 
     rows = json.loads(line)["rows"]
     assert [row["stored"] for row in rows if row["variant"] == "cache"] == ["bf16", "mxfp8", "mxfp4"]
     assert json.loads(line)["trace"] == "made, sticky=0.5"
+    assert {"commit", "date", "command", "device", "ranks", "torch"} <= json.loads(line).keys()
+
+
+def test_shares_are_of_all_ranks() -> None:
+    nothing = CacheReport(**dict.fromkeys((each.name for each in fields(CacheReport)), 0))
+    missing = replace(nothing, fetched=1, hosted=1, prefetched_needed=1)
+    reports = [replace(missing, needed=needed, prefetched=needed) for needed in (6, 2)]
+    found = suites.experts.cache_figures(reports, 1e3, 2.0, 1.0, 1.0)
+    assert (found["hits"], found["hosted"], found["precision"]) == (0.5, 0.25, 0.25)
 
 
 @pytest.mark.slow
@@ -165,7 +176,7 @@ def test_who_names_no_prefetch_has_none(trained: Sequence[str], monkeypatch: pyt
     """The default would prefetch on a GPU."""
     monkeypatch.setattr(suites.speculation.Run, "make", lambda run, *_: None)
     monkeypatch.setattr(suites.speculation, "link_gbs", lambda _: 1.0)
-    model, ranks = SimpleNamespace(config=SMALL), SimpleNamespace(device=torch.device("cpu"))
+    model, ranks = SimpleNamespace(config=SMALL), Ranks(0, torch.device("cpu"), None)
     run = suites.speculation.Run(suites.speculation.parse(trained), model, ranks, torch.zeros(1))  # type: ignore[arg-type]
     found = {name: replace(run.plain, **changes).expert_prefetch for name, changes in KINDS.items()}
     assert found == {name: "prefetch" in name for name in KINDS}
