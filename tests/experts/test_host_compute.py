@@ -233,16 +233,6 @@ def test_a_link_is_timed_by_the_copies_of_a_request() -> None:
     assert link.cost(5, 5) == 1e6, "all were there before it began"
 
 
-def test_the_example_of_a_sum() -> None:
-    answer = torch.full((1, 1), torch.nan)
-    expert = {"w1": torch.tensor([[32.0], [2.0]]), "w2": torch.tensor([[0.5]])}
-    sum_experts(answer, torch.ones(1, 1), torch.tensor([[0.5]]), [expert], CodeProducts(1))
-    assert answer.tolist() == [[16.0]]
-    expert |= {"b1": torch.tensor([0.0, 2.0]), "b2": torch.tensor([3.0])}  # hidden is 128, the output 67
-    sum_experts(answer, torch.ones(1, 1), torch.tensor([[0.5]]), [expert], CodeProducts(1))
-    assert answer.tolist() == [[33.5]]
-
-
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=NAMES)
 @pytest.mark.parametrize("num_tokens", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

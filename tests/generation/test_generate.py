@@ -11,9 +11,8 @@ from training_cases import MODEL, MOE, awake_model
 
 from comet.decode import MAX_DECODE_TOKENS
 from comet.generation.engine import GPTEngine, freeze
-from comet.generation.generate import encode_prompts, generate, pad, warm_up
+from comet.generation.generate import encode_prompts, generate, warm_up
 from comet.generation.sampling import Sampler, draw
-from comet.generation.source import nested
 from comet.generation.text import (
     ByteCodec,
     ByteStream,
@@ -204,16 +203,6 @@ def test_warm_up_leaves_no_trace():
     assert generate(engine, codec, [[1, 2]], config, context=32).texts == cold.texts
 
 
-def test_padding_example_of_the_docstring():
-    ids, lengths = pad([[7, 8], [9]], CPU)
-    assert (ids.tolist(), lengths.tolist()) == ([[7, 8], [9, 0]], [2, 1])
-
-
-def test_draw_example_of_the_docstring():
-    logits = torch.tensor([[0.5, 0.125, 0.375]]).log().expand(2, 3)
-    assert draw(logits, torch.tensor([0.5, 0.6], dtype=torch.float64), None, 0.8).tolist() == [0, 2]
-
-
 @pytest.mark.parametrize(
     ("top_k", "top_p", "expected"),
     [
@@ -338,7 +327,3 @@ def test_printer_survives_a_terminal_without_the_character():
     printer = Printer(["\u20ac"], io.TextIOWrapper(raw, encoding="ascii"))
     printer(0, Continuation(ByteStream(), limit=2), "\u00e9")
     assert raw.getvalue() == b"\\u20ac\\xe9"
-
-
-def test_nested_example_of_the_docstring():
-    assert nested({"a": 1, "moe.b": 2}) == {"a": 1, "moe": {"b": 2}}

@@ -14,11 +14,6 @@ def random_ids(rows: int = 2, length: int = 32) -> torch.Tensor:
     return torch.randint(250, (rows, length), generator=torch.Generator().manual_seed(3))
 
 
-def test_rotation_example_of_the_docstring():
-    turned = rotate(torch.tensor([[1.0, 2.0]]), torch.tensor([[[0.0]], [[1.0]]]))
-    assert turned.tolist() == [[-2.0, 1.0]]
-
-
 def test_rotary_scores_depend_on_distance_only():
     table = rotary_table(MODEL).double()
     query, key = torch.randn(2, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The worked examples of ``comet.modular``, verbatim, and its index arithmetic on random routings."""
+"""Worked examples of ``comet.modular``, verbatim, and rows that are packed."""
 
 import pytest
 import torch
@@ -6,9 +6,8 @@ from plan_cases import plan_from_ids
 
 from comet.layer.plan import Plan, routed_row_capacity
 from comet.layout import ExpertLayout
-from comet.modular.all_to_all import destinations, local_ids, pack, unpack
+from comet.modular.all_to_all import pack, unpack
 from comet.modular.experts import routed_capacity, tiles_of_batches, tiles_of_ids
-from comet.modular.interfaces import slot_rows, weighted_sum
 from comet.modular.symmetric import batch_table
 
 NAN = float("nan")
@@ -18,29 +17,8 @@ def ids_of(rows: list[list[int]]) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int32)
 
 
-def test_weighted_sum_example() -> None:
-    outputs, weights = torch.tensor([[1.0], [10.0], [NAN]]), torch.tensor([[0.5, 2.0], [NAN, 3.0]])
-    assert weighted_sum(outputs, ids_of([[1, 0], [-1, 0]]), weights).tolist() == [[7.0], [3.0]]
-
-
-def test_slot_rows_example() -> None:
-    assert slot_rows(ids_of([[0, 2], [-1, 1]])).tolist() == [[0, 1], [-1, 3]]
-
-
 def test_routed_capacity_example() -> None:
     assert (routed_capacity(20, 3, 16), routed_capacity(2, 3, 16)) == (80, 32)
-
-
-def test_destinations_and_local_ids_examples() -> None:
-    layout = ExpertLayout(num_experts=4, top_k=2, ep=2, tp=1, rank=1)
-    going = destinations(ids_of([[0, 1], [2, 0], [-1, -1]]), layout)
-    assert going.tolist() == [[True, True, False], [False, True, False]]
-    assert local_ids(ids_of([[3, 0], [-1, 2]]), layout).tolist() == [[1, -1], [-1, 0]]
-
-
-def test_a_token_goes_to_all_tp_ranks_of_a_shard() -> None:
-    layout = ExpertLayout(num_experts=4, top_k=1, ep=2, tp=2, rank=0)
-    assert destinations(ids_of([[3]]), layout).flatten().tolist() == [False, False, True, True]
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 5])

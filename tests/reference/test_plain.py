@@ -3,17 +3,20 @@
 That they are right is for ``layer/test_moe.py``, which runs all paths.
 """
 
+import re
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
 from layer_cases import LayerCase, full_weights, rank_inputs, shard
-from ranks import in_ranks, run_ranks
+from ranks import in_ranks
 from torch import Tensor
 
 from comet.comm.collectives import all_gather_stacked, all_to_all_rows
 from comet.layout import ExpertLayout, RoutedTokens
 from comet.reference.layer import reference_experts
-from comet.reference.plain import gather_reference_experts, grouped_matmul, make_exchange, plain_experts
+from comet.reference.plain import gather_reference_experts, make_exchange, plain_experts
 
 PATHS = {"plain": plain_experts, "reference": gather_reference_experts}
 
@@ -35,23 +38,6 @@ def test_gathered_reference_is_bitwise_the_reference_and_masked_slots_may_be_nan
         y.square().sum().backward()
         assert all(leaf.grad is not None and bool(leaf.grad.isfinite().all()) for leaf in leaves)
         assert not leaves[1].grad[masked].any()
-
-
-@in_ranks(2)
-def test_exchange_example(rank: int, world_size: int) -> None:
-    layout = ExpertLayout(num_experts=4, top_k=2, ep=2, tp=1, rank=rank)
-    ids = [torch.tensor([[3, 0], [1, -1]]), torch.empty(0, 2, dtype=torch.int64)][rank].int()
-    exchange = make_exchange(ids, layout, dist.group.WORLD)
-    assert exchange.send_entries.tolist() == ([1, 2, 0], [])[rank]
-    assert exchange.send_counts == ((2, 1), (0, 0))[rank]
-    assert exchange.recv_counts == ((2, 0), (1, 0))[rank]
-    assert exchange.expert_counts == ((1, 1), (0, 1))[rank]
-    assert exchange.expert_ends.tolist() == ([1, 2], [0, 1])[rank]
-
-
-def test_grouped_matmul_example() -> None:
-    rows, weights = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[[10.0]], [[100.0]]])
-    assert grouped_matmul(rows, weights, (1, 2), torch.tensor([1, 3]).int()).tolist() == [[10.0], [200.0], [300.0]]
 
 
 @in_ranks(2)
@@ -77,23 +63,6 @@ def test_bad_ids_are_reported_on_every_rank(rank: int, world_size: int) -> None:
         make_exchange(torch.tensor([[0], [9 if rank == 1 else 1]]), layout, None)
 
 
-def message_of_frozen(rank: int, world_size: int, path: str, wanted: list[tuple[str, ...]]) -> str:
-    """What a forward pass says whose leaves ``wanted[rank]`` want gradients; without words, the backward pass ends."""
-    case = LayerCase("frozen", world_size, 1, (5, 8))
-    inputs, (w1, w2) = rank_inputs(case, rank), shard(case, rank, *full_weights(case))
-    leaves = {"tokens": inputs.tokens, "weights": inputs.top_k_weights, "w1": w1.flatten(1, 2), "w2": w2}
-    leaves = {name: leaf.clone().requires_grad_(name in wanted[rank]) for name, leaf in leaves.items()}
-    tokens, factors, *weights = leaves.values()
-    try:
-        layout = ExpertLayout.create(case.config, case.parallel, rank)
-        output = PATHS[path](RoutedTokens(tokens, inputs.top_k_ids, factors), *weights, layout, dist.group.WORLD)
-    except ValueError as error:
-        return str(error)
-    output.sum().backward()
-    assert all((leaf.grad is not None) == (name in wanted[rank]) for name, leaf in leaves.items())
-    return ""
-
-
 ALL = ("tokens", "weights", "w1", "w2")
 ROWS = "requires_grad=[True, False] of tokens, w1 or w2 on ranks 0 to 1 must be equal on all ranks"
 TOKENS = "requires_grad=[True, False] of tokens on ranks 0 to 1 must be equal on all ranks"
@@ -111,13 +80,22 @@ TOKENS = "requires_grad=[True, False] of tokens on ranks 0 to 1 must be equal on
         ("reference", [ALL, ("w1", "w2")], ""),
     ],
 )
+@in_ranks(2)
 def test_all_ranks_raise_where_one_would_wait_in_the_backward_pass(
-    path: str, wanted: list[tuple[str, ...]], message: str
+    rank: int, world_size: int, path: str, wanted: list[tuple[str, ...]], message: str
 ) -> None:
-    said = run_ranks(message_of_frozen, 2, path, wanted)
-    assert said[0] == said[1]
-    assert said[0].startswith(message)
-    assert bool(said[0]) == bool(message)
+    """Leaves ``wanted[rank]`` want gradients; without a message, the backward pass ends."""
+    case = LayerCase("frozen", world_size, 1, (5, 8))
+    inputs, (w1, w2) = rank_inputs(case, rank), shard(case, rank, *full_weights(case))
+    leaves = {"tokens": inputs.tokens, "weights": inputs.top_k_weights, "w1": w1.flatten(1, 2), "w2": w2}
+    leaves = {name: leaf.clone().requires_grad_(name in wanted[rank]) for name, leaf in leaves.items()}
+    tokens, factors, *weights = leaves.values()
+    layout = ExpertLayout.create(case.config, case.parallel, rank)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}") if message else nullcontext():
+        output = PATHS[path](RoutedTokens(tokens, inputs.top_k_ids, factors), *weights, layout, dist.group.WORLD)
+    if not message:
+        output.sum().backward()
+        assert all((leaf.grad is not None) == (name in wanted[rank]) for name, leaf in leaves.items())
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from comet.config import MoEConfig
 from comet.kernels.runtime.activation import SWIGLU, Activation
-from comet.layout import Biases, ExpertLayout
-from comet.reference.layer import kept_slots, reference_experts, run_expert, shard_experts, sum_partials
+from comet.layout import Biases
+from comet.reference.layer import kept_slots, reference_experts, run_expert, sum_partials
 
 GRIDS = [(1, 1), (2, 1), (3, 1), (6, 1), (1, 2), (1, 4), (2, 3), (3, 2)]
 
@@ -83,28 +83,6 @@ def test_random_shapes_equal_dense_formula(seed: int) -> None:
     case = make_case(seed, **sizes, hidden=draw(1, 9), ffn=tp * draw(1, 5), masked=0.3)
     case = replace(case, ids=case.ids.remainder(draw(1, num_experts)).where(case.ids >= 0, -1))  # some name one twice
     torch.testing.assert_close(reference_experts(*case.args, ep=ep, tp=tp), dense_formula(case), rtol=1e-12, atol=1e-12)
-
-
-def test_worked_example_of_reference_experts() -> None:
-    w1 = torch.tensor([[[32.0], [1.0]], [[32.0], [2.0]]])
-    w2 = torch.tensor([[[1.0]], [[0.5]]])
-    weights = torch.tensor([[0.5, 0.25]])
-    assert reference_experts(torch.ones(1, 1), torch.tensor([[0, 1]]), weights, w1, w2).tolist() == [[24.0]]
-    assert reference_experts(torch.ones(1, 1), torch.tensor([[1, -1]]), weights, w1, w2).tolist() == [[16.0]]
-
-
-def test_worked_example_of_kept_slots() -> None:
-    kept = kept_slots(torch.tensor([[0, 1], [0, -1], [1, 0]]), 2, 2)
-    assert kept.tolist() == [[True, True], [True, False], [True, False]]
-
-
-def test_worked_example_of_shard_experts() -> None:
-    w1 = torch.arange(4 * 12).view(4, 12, 1)
-    w2 = torch.arange(4 * 6).view(4, 1, 6)
-    layout = ExpertLayout(num_experts=4, top_k=1, ep=2, tp=3, rank=4)
-    w1_local, w2_local = shard_experts(w1, w2, layout)
-    assert torch.equal(w1_local, w1[2:4][:, [2, 3, 8, 9]])
-    assert torch.equal(w2_local, w2[2:4][:, :, [2, 3]])
 
 
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])

@@ -9,7 +9,7 @@ from router_cases import VARIANTS, D, identity_router, make_config, make_router,
 
 from comet.config import MoEConfig
 from comet.router.losses import count_routed_rows, load_balancing_loss, normalize, router_z_loss
-from comet.router.router import Router, check_finite, compute_logits, select_experts, weigh_experts
+from comet.router.router import Router, check_finite, compute_logits, select_experts
 
 
 def route_by_hand(
@@ -51,22 +51,6 @@ def test_routing_equals_rule_in_python_numbers(changes: dict, seed: int) -> None
     assert routing.top_k_ids.dtype == torch.int32
     assert routing.top_k_ids.tolist() == ids
     torch.testing.assert_close(routing.top_k_weights, torch.tensor(weights, dtype=torch.float64), rtol=1e-12, atol=0)
-
-
-def test_worked_example_of_select_experts() -> None:
-    scores = torch.tensor([[0.9, 0.0, 0.5, 0.6]])
-    config = make_config(num_experts=4)
-    assert select_experts(scores, config).tolist() == [[0, 3]]
-    grouped = dataclasses.replace(config, num_groups=2, top_groups=1)
-    assert select_experts(scores, grouped).tolist() == [[3, 2]]
-
-
-def test_worked_example_of_weigh_experts() -> None:
-    scores, ids = torch.tensor([[0.5, 0.25, 0.25]]), torch.tensor([[0, 2]])
-    config = make_config(num_experts=3, routed_scale=3.0)
-    torch.testing.assert_close(weigh_experts(scores, ids, config), torch.tensor([[2.0, 1.0]]))
-    config = dataclasses.replace(config, renormalize=False)
-    assert weigh_experts(scores, ids, config).tolist() == [[1.5, 0.75]]
 
 
 def test_ties_go_to_the_lowest_expert() -> None:

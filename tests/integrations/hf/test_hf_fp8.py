@@ -40,14 +40,12 @@ from safetensors.torch import load_file
 from tiers import slow
 from torch import Tensor
 
-from comet.decode import held_pieces
 from comet.decode.runners import LocalRunner, ReplicatedRunner, computes_fp8, fp8_path
 from comet.integrations import hf
 from comet.integrations.hf.fp8 import FP8Experts, FP8SharedSlots
 from comet.integrations.hf.stored import FUSED, dequantize_slice
 from comet.layer.group import make_expert_group
 from comet.layer.paths import make_path
-from comet.layout import ExpertLayout
 from comet.quantization.formats import FP8
 
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
@@ -119,12 +117,6 @@ def test_slices_that_begin_anywhere(seed: int) -> None:
     touched = scales[row // 128 : -(-rows.stop // 128), column // 128 : -(-columns.stop // 128)]
     part = dequantize_slice(elements[rows, columns], touched, row, column, torch.float32)
     assert torch.equal(part, dequantized(elements, scales)[rows, columns]), f"seed {seed}: {shape}, {rows}, {columns}"
-
-
-def test_the_example_of_dequantize_slice() -> None:
-    ones = torch.ones(3, 1).to(torch.float8_e4m3fn)
-    part = dequantize_slice(ones, torch.tensor([[2.0], [10.0]]), 127, 0, torch.float32)
-    assert part.tolist() == [[2.0], [10.0], [10.0]]
 
 
 @pytest.mark.parametrize(("ep", "tp"), [(2, 1), slow(1, 2)])
@@ -306,11 +298,6 @@ def test_ranks_hold_pieces_in_turn(rank: int, world_size: int, narrow: Path, ep:
     assert_ranks_agree(Expected.of(stock(narrow)).check(model, f"rank {rank}"), f"ep {ep}, tp {tp}")
     hf.check(model)
     group.close()
-
-
-def test_the_example_of_held_pieces() -> None:
-    layouts = [ExpertLayout(num_experts=2, top_k=1, ep=2, tp=1, rank=rank) for rank in range(2)]
-    assert [list(held_pieces(layout, 16, 48)) for layout in layouts] == [[0, 2], [1]]
 
 
 FEW_TOKENS = 4
