@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Self
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from comet.config import MoEConfig, OverlapConfig, Path, require
 from comet.layer.group import ExpertGroup
 from comet.layer.paths import ExpertPath, make_path
-from comet.layer.sharding import GradReduce, expert_parameter, local, local_weights
+from comet.layer.sharding import GradReduce, check_own_part, expert_parameter, local, local_weights
 from comet.layer.shared_expert import SharedExpert, joins_step
 from comet.layout import Biases, RoutedTokens
 from comet.router.losses import RouterStats
@@ -104,6 +105,11 @@ class MoE(nn.Module):
             memo[id(self.experts)] = self.experts
         copied.__setstate__(copy.deepcopy(self.__dict__, memo))
         return copied
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        for name, own in self.named_parameters(prefix.removesuffix("."), recurse=False):
+            check_own_part(name, state_dict.get(name), own)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     @torch.no_grad()
     def reset_parameters(self, seed: int) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from comet.comm.collectives import wants_grad
-from comet.config import ParallelConfig
+from comet.config import ParallelConfig, require
 from comet.utils.derivatives import first_only
 
 GradReduce = Callable[[Tensor], Tensor]  # of what this rank holds of a gradient
@@ -76,6 +76,17 @@ def expert_parameter(part: Tensor, mesh: DeviceMesh | None) -> nn.Parameter:
     parameter: Any = nn.Parameter(held)
     parameter._spec = held._spec  # see ``forget_meshes``: it might have the mesh of another group, which may be closed
     return cast(nn.Parameter, parameter)
+
+
+def check_own_part(name: str, given: object, own: Tensor) -> None:
+    """Raise ``ValueError`` for a part of ``own`` that another rank saved, which torch would load as this rank's."""
+    if isinstance(given, DTensor) and isinstance(own, DTensor):
+        theirs, mine = (tuple(each.device_mesh.get_coordinate() or ()) for each in (given, own))
+        require(
+            theirs == mine,
+            f"{name} of the state holds the part at {theirs} of {own.device_mesh.mesh_dim_names}, must be this rank's, "
+            f"at {mine}: save on every rank, with torch.distributed.checkpoint or to a file of its own",
+        )
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """torch's own tools on layers of several ranks: each is right, compared with a layer of one rank, or refuses."""
 
 import copy
+import io
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
@@ -137,6 +138,22 @@ def test_states_of_whole_layers(rank: int, world_size: int) -> None:
     assert_same(weights(other), weights(alone), 0.0)
     with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
         other.load_state_dict(alone.state_dict())
+
+
+@in_ranks(2)
+def test_a_part_that_another_rank_saved_is_refused(rank: int, world_size: int) -> None:
+    """As where rank 0 alone writes a file, which all ranks read."""
+    saved, layer, model = io.BytesIO(), make_layer(2), Model(make_layer(2, seed=9))
+    torch.save(Model(layer).state_dict(), saved)
+    files: list[bytes] = [b""] * world_size
+    dist.all_gather_object(files, saved.getvalue())
+    states = [torch.load(io.BytesIO(each), weights_only=True) for each in files]
+    words = rf"layer\.w1 .* at \({1 - rank},\) of \('ep',\), must be this rank's, at \({rank},\): save on every rank"
+    for assign in (False, True):
+        with pytest.raises(ValueError, match=words):
+            model.load_state_dict(states[1 - rank], assign=assign)
+    model.load_state_dict(states[rank])
+    assert_same(weights(model.layer), weights(layer), 0.0)
 
 
 def wrap_ddp(model: Model) -> nn.Module:
