@@ -36,10 +36,6 @@ def generate_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
     """
     settings = config.generate
     source = from_first_rank(lambda: find_source(settings.source))  # a run that goes on may save a newer one
-    require(
-        source.checkpoint is None or not settings.keep_fp8,
-        f"generate.keep_fp8=True must come with a Hugging Face folder, generate.source={settings.source!r} is none",
-    )
     is_auto = config.moe_path == "auto" and config.overlap is None
     require(
         source.checkpoint is not None or is_auto,
@@ -159,6 +155,10 @@ def plan_experts(config: JobConfig, dtype: torch.dtype) -> ExpertBudget | None:
     settings, model = config.generate, config.model
     try:
         _require_drafts(settings)
+        require(
+            not settings.keep_fp8 or is_hf_folder(settings.source),
+            f"keep_fp8=True must come with a Hugging Face folder, generate.source={settings.source!r} is none",
+        )
         options = StoreOptions.of(settings)
         require(
             not options.in_store or not config.parallel.declares_nodes,
