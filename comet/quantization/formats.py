@@ -93,7 +93,8 @@ class MXFP4:
 
         Scales above 2^125, which the quantiser never makes, may give infinity.
         """
-        pairs = _numbers_of_bytes(self.elements.device, dtype)[self.elements.int()]
+        codes = self.elements.to(torch.int32, memory_format=torch.contiguous_format)
+        pairs = _numbers_of_bytes(self.elements.device, dtype)[codes]
         return _times_e8m0(pairs.view(dtype), self.scales)
 
 

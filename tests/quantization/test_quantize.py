@@ -249,6 +249,8 @@ def test_strided_and_trainable_inputs_and_leading_dimensions(quantise: Callable[
     assert not packed.scales.requires_grad
     assert torch.equal(codes(packed), codes(whole))
     assert torch.equal(packed.scales, whole.scales)
+    turned = strided.mT.contiguous().mT  # whose columns are contiguous
+    assert torch.equal(quantise(turned).dequantize(), whole.dequantize())
     for i, j in np.ndindex(3, 2):
         alone = quantise(strided[i, j])
         assert torch.equal(codes(packed)[i, j], codes(alone))
