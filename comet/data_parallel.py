@@ -3,7 +3,8 @@
 What torch does by itself: checkpoints, optimizers and norms of the experts are right; a list that mixes them with
 tensors, as in a ``foreach`` optimizer or in ``torch.nn.utils.clip_grad_norm_``, is refused (for optimizers, give the
 experts a parameter group of their own), and so are they by ``DistributedDataParallel`` and by ``fully_shard`` over any
-mesh but ``group.mesh["data"]``, over which it shards a layer further.
+mesh but ``group.mesh["data"]``, over which it shards a layer further. What torch reads of a ``DTensor`` as a
+number, by ``.item()`` or ``bool``, is of this rank's part: ask for ``full_tensor()`` first. Adafactor does not.
 """
 
 from __future__ import annotations
