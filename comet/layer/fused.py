@@ -28,7 +28,6 @@ from comet.kernels.layer.settings import LaunchSettings
 from comet.kernels.layer.triton.dispatch import DispatchLists
 from comet.kernels.layer.triton.dispatch import dispatch as launch_dispatch
 from comet.kernels.layer.triton.dispatch_gemm import dispatch_gemm
-from comet.kernels.layer.triton.fp8_dispatch_gemm import fp8_dispatch_gemm
 from comet.kernels.layer.triton.gemm_combine import gemm_combine
 from comet.kernels.plan.metadata import PlanConfig, PlanScratch, PoolTensors, RoutingPool, exchange, place_plan
 from comet.kernels.runtime.arguments import CombineLists, GradBuffer, Scaled, SymmBuffer, TileTable, aligned, power_of_2
@@ -211,15 +210,8 @@ def launch_dispatch_gemm(
 
     ``dispatch_gemm_cuda`` explains the arguments.
     """
-    if cuda_layer0.can_run(w1, table):
-        cuda_layer0.dispatch_gemm_cuda(x, w1, hidden, pre, symm, sends, table, settings, b1)
-    elif isinstance(w1, Scaled):
-        assert isinstance(hidden, Scaled)
-        fp8_dispatch_gemm(w1, hidden, symm, sends, table, settings, b1)
-    else:
-        assert x is not None
-        assert isinstance(hidden, Tensor)
-        dispatch_gemm(x, w1, hidden, pre, symm, sends, table, settings, b1)
+    launch = cuda_layer0.dispatch_gemm_cuda if cuda_layer0.can_run(w1, table) else dispatch_gemm
+    launch(x, w1, hidden, pre, symm, sends, table, settings, b1)
 
 
 def launch_gemm_combine(

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..runtime.case import KernelCase
+
 SCALE_GROUP = 128  # columns that share a scale, and rows of a weight's block
 PACKED_GROUPS = 32  # groups of 128 columns of one block
 
@@ -83,3 +85,13 @@ def pack_rows(x: Tensor, words: Tensor) -> None:
             x, words, num_groups, words.shape[1], D=hidden_size, GROUPS=PACKED_GROUPS,
             INTERPRET=triton.knobs.runtime.interpret, num_warps=4,
         )  # fmt: skip
+
+
+def aot_cases() -> list[KernelCase]:
+    """Rows of every type."""
+    constants = dict(D=7168, GROUPS=PACKED_GROUPS, INTERPRET=False)
+    options = dict(unaligned=frozenset({"num_groups"}), num_warps=4, expects=frozenset({"wide_loads", "wide_stores"}))
+    return [
+        KernelCase.of(dtype, pack_rows_kernel, constants, dict(x_ptr=f"*{dtype}", words_ptr="*i32"), **options)
+        for dtype in ("bf16", "fp16", "fp32")
+    ]

@@ -14,7 +14,7 @@ from ..runtime.activation import SWIGLU, Activation
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileShape:
-    """GEMM tile of the layer's kernels in Triton for one element type; in block FP8 only ``block_n`` can be chosen."""
+    """GEMM tile of the layer's kernels in Triton for one element type."""
 
     block_f: int = 128  # hidden columns of a layer-0 tile (its GEMM tile is gate and up, twice as wide)
     block_n: int = 256  # output columns of a layer-1 tile

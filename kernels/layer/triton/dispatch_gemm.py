@@ -6,6 +6,13 @@ of the schedule: tiles of local rows first, read from ``x`` itself, then tiles o
 chunks it reads have arrived. They walk most of them by stride, with the next item's operands fetched ahead, and draw
 tickets for the rest, so that whoever is free takes it.
 
+In block FP8, rows are packed and hidden is quantised in the epilogue. Each of D / 128 steps multiplies the tile's rows
+with 128 columns of gate and 128 of up, apart: tensor cores keep some 14 bits of a sum of e4m3 products, so no sum of
+theirs is longer than a step, and only one product has to be held beside the accumulators. One is scaled while the next
+is computed. A tile's 128 columns of hidden share a scale per row. Blocks draw tickets for all work items: a tile takes
+long enough to hide what a ticket costs, and one loop in the place of two needs fewer registers, of which a tile takes
+all.
+
 A communication block waits for nobody until all pushes of its rank have been drawn, and a compute block waits only for
 the pushes of other ranks. So the launch always ends, also when its blocks run one after the other (the interpreter):
 the communication blocks come first.
@@ -22,11 +29,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...gemm.activation import activate
+from ...gemm.activation import activate, hidden_of
+from ...gemm.fp8 import GROUP, SCALE_GROUP, group_scales, scaled_elements
 from ...gemm.group_gemm import dot_precision
 from ...gemm.tiles import GROUP_TILES, decode_tokens
 from ...runtime.activation import Activation
-from ...runtime.arguments import SymmBuffer, TileTable, num_sms
+from ...runtime.arguments import Scaled, SymmBuffer, TileTable, num_sms, parts
 from ...runtime.primitives import PLACE_LAYER0, zero_after_arrival
 from ...runtime.recorder import KIND_CONVERT, KIND_LAYER0_TILE, now, record
 from ..settings import LaunchSettings
@@ -34,6 +42,7 @@ from .dispatch import COMM_BLOCKS, NUM_WARPS, DispatchLists, PushConstants, push
 
 # Rounds of all blocks that are left to tickets, beside the rounds of the communication blocks.
 TICKET_ROUNDS = tl.constexpr(3)
+PUSH_WORDS = 512  # of a packed row that a block moves at once, at most
 
 
 class Sizes(NamedTuple):
@@ -42,12 +51,20 @@ class Sizes(NamedTuple):
     M: int
     D: int
     F: int
-    Q: int = 0
-    row_words: int = 0
+    Q: int | None = None
+    row_words: int | None = None
+
+
+class Additions(NamedTuple):
+    """What goes with weights and results, if anything does."""
+
+    biases: Tensor | None  # (e, 2F)
+    w1_scales: Tensor | None  # (e, 2F / 128, D / 128) float32 of block FP8
+    hidden_scales: Tensor | None  # (F / 128, Q) float32
 
 
 class Operands(NamedTuple):
-    """What is multiplied, and where results go."""
+    """What is multiplied in 16 or 32 bits, and where results go."""
 
     x: Tensor  # (T, D)
     recv_offset: int  # elements from x to the received rows
@@ -58,12 +75,12 @@ class Operands(NamedTuple):
 
 
 class DispatchGemmConstants(NamedTuple):
-    """What the kernels are compiled for; in block FP8 the shape of a tile is fixed."""
+    """What the kernel is compiled for; in block FP8 the shape of a tile is fixed."""
 
     block_m: int
     activation: Activation
     push: PushConstants
-    block_f: int = 0
+    block_f: int
     block_k: int = 0
     even_k: bool = True  # block_k divides D
     flatten: bool = False  # the next item's operands are fetched during the epilogue
@@ -71,14 +88,29 @@ class DispatchGemmConstants(NamedTuple):
 
 
 @triton.jit
-def zero_after_rows(row_ids, symm, epoch, timeout_ns, rank, M, CHUNK: tl.constexpr, INTERPRET: tl.constexpr):
-    """0 once the chunks that hold the received rows ``row_ids`` have arrived; own rows are always there."""
-    # A flag's index is source * C + chunk, and a received row is source * M + i: one division gives it.
-    source = row_ids // M
-    return zero_after_arrival(
-        symm.flags + row_ids // CHUNK, source != rank, epoch, symm.fault, timeout_ns, PLACE_LAYER0, source,
-        (row_ids % M) // CHUNK, INTERPRET,
-    )  # fmt: skip
+def rows_of_tile(tile, symm, table, epoch, timeout_ns, rank, M, GEMM: tl.constexpr):
+    """Received rows of a tile, with 0 once the chunks that hold them have arrived; own rows are always there.
+
+    Rows past the end of a tile read its first row: cheaper than masking every load, and no one reads the result.
+    """
+    BLOCK_M: tl.constexpr = GEMM.block_m
+    in_tile = tl.arange(0, BLOCK_M)
+    first_row = tl.multiple_of(tl.load(table.tiles + tile * 4 + 1), BLOCK_M)
+    valid = in_tile < tl.load(table.tiles + tile * 4 + 2)
+    row_ids = tl.load(table.row_ids + first_row + tl.where(valid, in_tile, 0))
+    phase = tl.load(table.tiles + tile * 4 + 3)
+    begin = now(GEMM.push.events, GEMM.push.interpret)
+    ready = begin
+    zero = 0
+    if phase > 0:
+        # A flag's index is source * C + chunk, and a received row is source * M + i: one division gives it.
+        source = row_ids // M
+        zero = zero_after_arrival(
+            symm.flags + row_ids // GEMM.push.chunk, source != rank, epoch, symm.fault, timeout_ns, PLACE_LAYER0,
+            source, (row_ids % M) // GEMM.push.chunk, GEMM.push.interpret,
+        )  # fmt: skip
+        ready = now(GEMM.push.events, GEMM.push.interpret)
+    return first_row, row_ids, zero, phase, begin, ready
 
 
 @triton.jit
@@ -98,22 +130,13 @@ def hidden_tiles(
     ACTIVATION: tl.constexpr = GEMM.activation
     x_ptr, D, F = operands.x, sizes.D, sizes.F
     num_cols = tl.cdiv(F, BLOCK_F)
-    in_tile = tl.arange(0, BLOCK_M)
     ks = tl.arange(0, BLOCK_K)
     for item in tl.range(items, end, stride, flatten=FLATTEN):
         tile, col = decode_tokens(item, num_tiles, num_cols, GROUP_TILES)
         expert = tl.load(table.tiles + tile * 4)
-        first_row = tl.multiple_of(tl.load(table.tiles + tile * 4 + 1), BLOCK_M)
-        valid = in_tile < tl.load(table.tiles + tile * 4 + 2)
-        # Rows past the end of a tile read its first row: cheaper than masking every load, and no one reads the result.
-        row_ids = tl.load(table.row_ids + first_row + tl.where(valid, in_tile, 0))
-        zero = 0
-        phase = tl.load(table.tiles + tile * 4 + 3)
-        begin = now(EVENTS, INTERPRET)
-        ready = begin
-        if phase > 0:
-            zero = zero_after_rows(row_ids, symm, epoch, timeout_ns, rank, sizes.M, GEMM.push.chunk, INTERPRET)
-            ready = now(EVENTS, INTERPRET)
+        first_row, row_ids, zero, phase, begin, ready = rows_of_tile(
+            tile, symm, table, epoch, timeout_ns, rank, sizes.M, GEMM
+        )  # fmt: skip
         # Own rows never travel: they are read from x, received rows at their distance from x in the address space.
         is_own = row_ids // sizes.M == rank
         own = (row_ids - rank * sizes.M).to(tl.int64) * D
@@ -146,45 +169,102 @@ def hidden_tiles(
         record(symm.events, KIND_LAYER0_TILE, epoch, tile, col, phase, begin, ready, EVENTS, INTERPRET)
 
 
+@triton.jit
+def fp8_hidden_tile(
+    item, w1_desc, hidden_desc, additions, symm, table, num_tiles, timeout_ns, rank, sizes, GEMM: tl.constexpr
+):  # fmt: skip
+    """Compute one work item in block FP8: wait, multiply, activate, quantise, store."""
+    BLOCK_M: tl.constexpr = GEMM.block_m
+    ACTIVATION: tl.constexpr = GEMM.activation
+    D, F = sizes.D, sizes.F
+    num_cols = F // GROUP
+    num_blocks = D // GROUP
+    tile, col = decode_tokens(item, num_tiles, num_cols, GROUP_TILES)
+    expert = tl.load(table.tiles + tile * 4)
+    epoch = tl.load(symm.epoch)  # of every tile anew: a register that is live through the GEMM's loop is one too many
+    first_row, row_ids, zero, phase, begin, ready = rows_of_tile(
+        tile, symm, table, epoch, timeout_ns, rank, sizes.M, GEMM
+    )  # fmt: skip
+    words = row_ids.to(tl.int64) * sizes.row_words + zero
+    elements_ptr = symm.rows.to(tl.pointer_type(tl.float8e4nv))
+    a_ptrs = elements_ptr + tl.multiple_of(words * 4, 16)[:, None] + tl.arange(0, GROUP)[None, :]
+    a_scales = symm.rows.to(tl.pointer_type(tl.float32)) + D // 4 + words
+    gate_scales = additions.w1_scales + (expert * 2 * num_cols + col) * num_blocks
+    up_scales = gate_scales + num_cols * num_blocks
+    gate = tl.zeros((BLOCK_M, GROUP), dtype=tl.float32)
+    up = tl.zeros((BLOCK_M, GROUP), dtype=tl.float32)
+    # Scales are fetched a step ahead, so that a product is scaled while the next one is computed.
+    row_scales, gate_scale, up_scale = tl.load(a_scales), tl.load(gate_scales), tl.load(up_scales)
+    for block in range(0, num_blocks):
+        k = block * GROUP
+        a = tl.load(a_ptrs + k)
+        gate_b = w1_desc.load([expert, 0, col * GROUP, k]).reshape(GROUP, GROUP)
+        up_b = w1_desc.load([expert, 1, col * GROUP, k]).reshape(GROUP, GROUP)
+        to_gate, to_up = row_scales * gate_scale, row_scales * up_scale
+        following = tl.minimum(block + 1, num_blocks - 1)
+        row_scales = tl.load(a_scales + following)
+        gate_scale, up_scale = tl.load(gate_scales + following), tl.load(up_scales + following)
+        gate += tl.dot(a, gate_b.T) * to_gate[:, None]
+        up += tl.dot(a, up_b.T) * to_up[:, None]
+    cols = (col * GROUP + tl.arange(0, GROUP))[None, :]
+    hidden = hidden_of(gate, up, additions.biases, expert, cols, F, ACTIVATION)
+    scales = group_scales(hidden)
+    tl.store(additions.hidden_scales + col.to(tl.int64) * sizes.Q + first_row + tl.arange(0, BLOCK_M), scales)
+    hidden_desc.store([first_row, col * GROUP], scaled_elements(hidden, scales, GEMM.push.interpret))
+    record(
+        symm.events, KIND_LAYER0_TILE, epoch, tile, col, phase, begin, ready, GEMM.push.events, GEMM.push.interpret
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["rank", "world_size", "comm_blocks", "timeout_ns", "recv_offset"])
 def dispatch_gemm_kernel(
-    x_ptr, recv_offset, w1_desc, b1_ptr, hidden_desc, pre_desc, sends, symm, table, sizes, rank, world_size,
+    x_ptr, recv_offset, w1_desc, additions, hidden_desc, pre_desc, sends, symm, table, sizes, rank, world_size,
     comm_blocks, timeout_ns, GEMM: tl.constexpr,
 ):  # fmt: skip
-    """See the module; ``table.counters[0]`` holds push tickets, ``[1]`` tickets of the tail, both start at 0.
+    """See the module; ``table.counters[0]`` holds push tickets, ``[1]`` tickets of work items, both start at 0.
 
-    ``sends``, ``symm``, ``table``, ``sizes``, ``GEMM``: ``DispatchLists``, ``SymmTensors``, ``TileTensors``, ``Sizes``,
-    ``DispatchGemmConstants``. No ``pre_desc``: gate and up are not kept.
+    ``additions``, ``sends``, ``symm``, ``table``, ``sizes``, ``GEMM``: ``Additions``, ``DispatchLists``,
+    ``SymmTensors``, ``TileTensors``, ``Sizes``, ``DispatchGemmConstants``. No ``pre_desc``: gate and up are not kept.
+    In block FP8 ``x_ptr`` are this rank's own packed rows, which lie among the received ones.
     """
     PUSH: tl.constexpr = GEMM.push
+    IN_FP8: tl.constexpr = additions.w1_scales is not None
     epoch = tl.load(symm.epoch)
     num_tiles = tl.load(table.num_tiles)
     num_items = num_tiles * tl.cdiv(sizes.F, GEMM.block_f)
     num_blocks = tl.num_programs(0)
-    operands = Operands(x_ptr, recv_offset, w1_desc, b1_ptr, hidden_desc, pre_desc)
-    # Compute blocks walk whole rounds by stride; the tail goes to whoever is free, converted comm blocks first.
-    walked = tl.maximum(num_items - TICKET_ROUNDS * num_blocks, 0) // num_blocks * (num_blocks - comm_blocks)
+    walked = 0
+    if not IN_FP8:
+        operands = Operands(x_ptr, recv_offset, w1_desc, additions.biases, hidden_desc, pre_desc)
+        # Compute blocks walk whole rounds by stride; the tail goes to whoever is free, converted comm blocks first.
+        walked = tl.maximum(num_items - TICKET_ROUNDS * num_blocks, 0) // num_blocks * (num_blocks - comm_blocks)
     if tl.program_id(0) < comm_blocks:
-        push_rows(x_ptr, sends, symm, table.counters, epoch, rank, world_size, sizes.M, sizes.D, False, PUSH)
+        WIDTH = sizes.row_words if IN_FP8 else sizes.D
+        push_rows(x_ptr, sends, symm, table.counters, epoch, rank, world_size, sizes.M, WIDTH, False, PUSH)
         converted = now(PUSH.events, PUSH.interpret)
         record(symm.events, KIND_CONVERT, epoch, 0, 0, 0, converted, converted, PUSH.events, PUSH.interpret)
-    else:
+    elif not IN_FP8:
         first, stride = tl.program_id(0) - comm_blocks, num_blocks - comm_blocks
         hidden_tiles(
             first, stride, walked, operands, symm, table, num_tiles, epoch, timeout_ns, rank, sizes, GEMM.flatten, GEMM
         )  # fmt: skip
     item = walked + tl.atomic_add(table.counters + 1, 1)
     while item < num_items:
-        hidden_tiles(
-            item, 1, item + 1, operands, symm, table, num_tiles, epoch, timeout_ns, rank, sizes, False, GEMM
-        )  # fmt: skip
+        if IN_FP8:
+            fp8_hidden_tile(
+                item, w1_desc, hidden_desc, additions, symm, table, num_tiles, timeout_ns, rank, sizes, GEMM
+            )  # fmt: skip
+        else:
+            hidden_tiles(
+                item, 1, item + 1, operands, symm, table, num_tiles, epoch, timeout_ns, rank, sizes, False, GEMM
+            )  # fmt: skip
         item = walked + tl.atomic_add(table.counters + 1, 1)
 
 
 def dispatch_gemm(
-    x: Tensor,
-    w1: Tensor,
-    hidden: Tensor,
+    x: Tensor | None,
+    w1: Tensor | Scaled,
+    hidden: Tensor | Scaled,
     pre: Tensor | None,
     symm: SymmBuffer,
     sends: DispatchLists,
@@ -193,26 +273,33 @@ def dispatch_gemm(
     b1: Tensor | None = None,
 ) -> None:
     """``dispatch_gemm_cuda`` in Triton, also in float32, of tiles by phase; rows of no tile are left alone."""
-    experts, double_f, hidden_size = w1.shape
-    ffn, tile = double_f // 2, settings.tile
-    interpret = triton.knobs.runtime.interpret
-    num_blocks = 4 if interpret else num_sms(x.device)
+    (weights, w1_scales), (result, hidden_scales) = parts(w1), parts(hidden)
+    experts, double_f, depth = weights.shape
+    sizes, events, tile = Sizes(symm.max_tokens, depth, double_f // 2), symm.event_capacity, settings.tile
+    if x is None:
+        x = symm.rows[symm.rank * symm.max_tokens :]
+        sizes = sizes._replace(Q=len(result), row_words=x.shape[1])
+        constants, w1_block = fp8_constants(settings, table.block_rows, x.shape[1], events), [1, 1, *[SCALE_GROUP] * 2]
+    else:
+        constants = gemm_constants(settings, table.block_rows, depth, x.dtype, events)
+        w1_block = [1, 2, tile.block_f, tile.block_k]
+    num_blocks = 4 if triton.knobs.runtime.interpret else num_sms(x.device)
     dispatch_gemm_kernel[(num_blocks,)](
         x, (symm.rows.data_ptr() - x.data_ptr()) // x.element_size(),
-        TensorDescriptor.from_tensor(w1.view(experts, 2, ffn, hidden_size), [1, 2, tile.block_f, tile.block_k]),
-        b1, TensorDescriptor.from_tensor(hidden, [table.block_rows, tile.block_f]),
+        TensorDescriptor.from_tensor(weights.view(experts, 2, double_f // 2, depth), w1_block),
+        Additions(b1, w1_scales, hidden_scales),
+        TensorDescriptor.from_tensor(result, [table.block_rows, constants.block_f]),
         None if pre is None else _pre_descriptor(pre, table.block_rows, tile.block_f),
-        sends, symm.tensors(num_blocks), table.tensors, Sizes(symm.max_tokens, hidden_size, ffn),
-        symm.rank, symm.world_size, min(settings.comm_blocks or COMM_BLOCKS, num_blocks - 1), symm.timeout_ns,
-        GEMM=gemm_constants(settings, table.block_rows, hidden_size, x.dtype, symm.event_capacity),
-        num_warps=NUM_WARPS, num_stages=tile.num_stages,
+        sends, symm.tensors(num_blocks), table.tensors, sizes, symm.rank, symm.world_size,
+        min(settings.comm_blocks or COMM_BLOCKS, num_blocks - 1), symm.timeout_ns,
+        GEMM=constants, num_warps=NUM_WARPS, num_stages=tile.num_stages,
     )  # fmt: skip
 
 
 def gemm_constants(
     settings: LaunchSettings, block_rows: int, hidden_size: int, dtype: torch.dtype, events: int
 ) -> DispatchGemmConstants:
-    """What the kernel is compiled for, of tiles of ``block_rows`` rows."""
+    """What the kernel is compiled for in 16 or 32 bits, of tiles of ``block_rows`` rows."""
     return DispatchGemmConstants(
         block_m=block_rows,
         block_f=settings.tile.block_f,
@@ -223,6 +310,12 @@ def gemm_constants(
         activation=settings.activation,
         push=push_constants(dtype, hidden_size, events),
     )
+
+
+def fp8_constants(settings: LaunchSettings, block_rows: int, row_words: int, events: int) -> DispatchGemmConstants:
+    """The same for packed rows of so many words."""
+    push = push_constants(torch.int32, row_words, events, most=PUSH_WORDS)
+    return DispatchGemmConstants(block_rows, settings.activation, push, SCALE_GROUP)
 
 
 def _pre_descriptor(pre: Tensor, block_rows: int, block_f: int) -> TensorDescriptor:

@@ -32,32 +32,23 @@ def multiply_tile(a_desc, b_desc, expert, first_row, first_col, CONTRACTION, GEM
 
 @triton.jit
 def multiply_fp8_tile(
-    a_desc, b_desc, a_scales, b_scales, expert, first_row, first_col, Q, D, CONTRACTION, BLOCK_M: tl.constexpr,
-    HALF_N: tl.constexpr,
+    a_desc, b_desc, gemm, expert, first_row, first_col, Q, D, CONTRACTION, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """The left and the right half of a tile of the product in block FP8, ``(BLOCK_M, HALF_N)`` float32 each."""
+    """The same in block FP8, of columns that share their scales."""
     num_blocks = CONTRACTION // GROUP
-    left_block = expert * (D // GROUP) + first_col // GROUP
-    right_block = expert * (D // GROUP) + tl.minimum((first_col + HALF_N) // GROUP, D // GROUP - 1)
-    rows = tl.arange(0, BLOCK_M)
-    left = tl.zeros((BLOCK_M, HALF_N), dtype=tl.float32)
-    right = tl.zeros((BLOCK_M, HALF_N), dtype=tl.float32)
-    row_scales = tl.load(a_scales + first_row + rows)
-    left_scale = tl.load(b_scales + left_block * num_blocks)
-    right_scale = tl.load(b_scales + right_block * num_blocks)
+    a_scales = gemm.a_scales + first_row + tl.arange(0, BLOCK_M)
+    b_scales = gemm.b_scales + (expert * (D // GROUP) + first_col // GROUP) * num_blocks
+    accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    row_scales, scale = tl.load(a_scales), tl.load(b_scales)
     for block in range(0, num_blocks):
         a = a_desc.load([first_row, block * GROUP])
-        left_b = b_desc.load([expert, first_col, block * GROUP]).reshape(HALF_N, GROUP)
-        right_b = b_desc.load([expert, first_col + HALF_N, block * GROUP]).reshape(HALF_N, GROUP)
-        left_scales = row_scales * left_scale
-        right_scales = row_scales * right_scale
+        b = b_desc.load([expert, first_col, block * GROUP]).reshape(BLOCK_N, GROUP)
+        scales = row_scales * scale
+        # Fetched a step ahead, so that a product is scaled while the next one is computed.
         following = tl.minimum(block + 1, num_blocks - 1)
-        row_scales = tl.load(a_scales + (following * Q + first_row) + rows)
-        left_scale = tl.load(b_scales + (left_block * num_blocks + following))
-        right_scale = tl.load(b_scales + (right_block * num_blocks + following))
-        left += tl.dot(a, left_b.T) * left_scales[:, None]
-        right += tl.dot(a, right_b.T) * right_scales[:, None]
-    return left, right
+        row_scales, scale = tl.load(a_scales + following * Q), tl.load(b_scales + following)
+        accumulator += tl.dot(a, b.T) * scales[:, None]
+    return accumulator
 
 
 @triton.jit
@@ -118,17 +109,12 @@ def gemm_panels(
         num_rows = tl.load(tiles_ptr + tile * 4 + 2)
         if gemm.a_scales is None:
             product = multiply_tile(a_desc, b_desc, expert, first_row, col * BLOCK_N, sizes.contraction, GEMM)
-            product = with_bias(product, gemm.bias, expert, col * BLOCK_N, D)
-            store_tile(gemm.y, product, first_row, col * BLOCK_N, num_rows, D)
         else:
-            left, right = multiply_fp8_tile(
-                a_desc, b_desc, gemm.a_scales, gemm.b_scales, expert, first_row, col * BLOCK_N, sizes.Q, D,
-                sizes.contraction, BLOCK_M, BLOCK_N // 2,
+            product = multiply_fp8_tile(
+                a_desc, b_desc, gemm, expert, first_row, col * BLOCK_N, sizes.Q, D, sizes.contraction, BLOCK_M, BLOCK_N
             )  # fmt: skip
-            left = with_bias(left, gemm.bias, expert, col * BLOCK_N, D)
-            right = with_bias(right, gemm.bias, expert, col * BLOCK_N + BLOCK_N // 2, D)
-            store_tile(gemm.y, left, first_row, col * BLOCK_N, num_rows, D)
-            store_tile(gemm.y, right, first_row, col * BLOCK_N + BLOCK_N // 2, num_rows, D)
+        product = with_bias(product, gemm.bias, expert, col * BLOCK_N, D)
+        store_tile(gemm.y, product, first_row, col * BLOCK_N, num_rows, D)
         tl.atomic_add(panel_counters + panel, after_block(1, GEMM.interpret), sem="release", scope="gpu")
         if GEMM.events:  # read late: a register that is live through the GEMM's loop is one too many
             epoch = tl.load(symm.epoch)

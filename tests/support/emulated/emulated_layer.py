@@ -29,6 +29,7 @@ from layer_cases import (
 from plan_cases import send_ids
 from torch import Tensor
 
+from comet.kernels.layer.triton.gemm_combine import fp8_tile
 from comet.kernels.runtime.limits import CHUNK_ROWS, COMBINE_CHUNK_ROWS
 from comet.kernels.runtime.recorder import (
     ALIGN_ROUNDS,
@@ -247,6 +248,7 @@ class EmulatedRanks:
     def results(self, layer0: Kind, layer1: Kind | None = None, apart: Collection[int] = ()) -> Found:
         """All that the steps leave, by launches of these kinds."""
         layer1, self.apart, case = layer1 or layer0, apart, self.case
+        self.layer1_kind = layer1
         with (
             layer0_in(layer0) as of_layer0, grad_hidden_in(layer0) as of_hidden, layer1_in(layer1) as of_layer1,
             weights_in(layer1),
@@ -316,7 +318,8 @@ class EmulatedRanks:
 
     def check_layer1_events(self) -> None:
         settings = self.backends[0].settings
-        num_cols = -(-self.case.hidden_size // settings.tile.block_n)
+        tile = fp8_tile(settings.tile) if self.case.fp8 and self.layer1_kind == "triton" else settings.tile
+        num_cols = -(-self.case.hidden_size // tile.block_n)
         self.check_events(check_layer1_events, num_cols=num_cols, num_panels=settings.num_panels)
 
     def check_events(self, check: Callable[..., None], **numbers: Any) -> None:
