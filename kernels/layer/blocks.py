@@ -1,6 +1,6 @@
 """Blocks of the kernels in CUDA C++ of both layers: how they multiply elements of each type, and what both are told."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -34,32 +34,53 @@ class Fault(DeviceStruct):
     _fields_ = (*fields(POINTER, "record"), *fields(INT64, "timeout_ns"))
 
 
-def stage_bytes(mma: Mma, tile_rows: int, scale_steps: int = 0) -> int:
-    """Bytes of a stage of operands, in block FP8 with each row's scales of ``scale_steps`` steps.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerVariant:
+    """What a kernel of either layer is compiled for."""
 
-    Example:
-        256 rows in 16 bits: (128 + 256) * 128 = 49152.
-    """
-    return (mma.block_n + tile_rows) * SWIZZLE_BYTES + 4 * tile_rows * scale_steps
+    weights: torch.dtype  # elements of the operands: bfloat16, float16 or float8_e4m3fn
+    output: torch.dtype  # elements of the results in 16 bits, bfloat16 or float16
+    world_size: int  # W
+    is_dgrad: bool = False  # whether it is the layer's input gradient: fc2_dgrad, fc1_dgrad
+    records: bool = False  # whether warps record what they do
+    is_split: bool = False  # whether some blocks only communicate at first, and the others do not before they are done
+    # elements of the experts' biases, bfloat16, float16 or float32; ``None``: there are none
+    bias: torch.dtype | None = None
 
+    @property
+    def is_fp8(self) -> bool:
+        """Block FP8."""
+        return self.weights.itemsize == 1
 
-def config_types(weights: torch.dtype, output: torch.dtype, bias: torch.dtype | None = None) -> dict[str, str]:
-    """Types of operands, of results and of biases, if there are any, by their names in ``Config``."""
-    return dict(Element=element_of(weights), Output=element_of(output), Bias=element_of(bias or output))
+    @property
+    def mma(self) -> Mma:
+        """How blocks multiply."""
+        return FP8_MMA if self.is_fp8 else MMA
 
+    @property
+    def types(self) -> dict[str, str]:
+        """Types of operands, of results and of biases, if there are any, by their names in ``Config``."""
+        elements = self.weights, self.output, self.bias or self.output
+        return dict(zip(("Element", "Output", "Bias"), map(element_of, elements), strict=True))
 
-def config_constants(mma: Mma, **others: Any) -> dict[str, int]:
-    """Numbers of ``Config`` that both layers have, and ``others`` by their names there in small letters."""
-    numbers = dict(
-        block_n=mma.block_n,
-        block_k=mma.block_k,
-        mma_rows=mma.mma_rows,
-        row_step=mma.row_step,
-        is_fp8=mma is FP8_MMA,
-        plan_tile_rows=PLAN_TILE_ROWS,
-        tile_slots=TILE_SLOTS,
-        pass_cols=PASS_COLS,
-        event_words=EVENT_WORDS.value,
-        **others,
-    )
-    return {name.upper(): value for name, value in numbers.items()}
+    def entry_of(self, name: str, suffix: str = "") -> str:
+        """Name of a kernel, with what it does beside."""
+        name += "_biases" * (self.bias is not None) + suffix
+        return name + "_split" * self.is_split + "_recording" * self.records
+
+    def stage_bytes(self, tile_rows: int, scale_steps: int = 0) -> int:
+        """Bytes of a stage of operands, in block FP8 with each row's scales of ``scale_steps`` steps.
+
+        Example:
+            256 rows in 16 bits: (128 + 256) * 128 = 49152.
+        """
+        return (self.mma.block_n + tile_rows) * SWIZZLE_BYTES + 4 * tile_rows * scale_steps
+
+    def constants(self, **others: Any) -> dict[str, int]:
+        """Numbers of ``Config``: those that both layers have, and ``others`` by their names there in small letters."""
+        numbers = dict(
+            **asdict(self.mma), is_fp8=self.is_fp8, plan_tile_rows=PLAN_TILE_ROWS, tile_slots=TILE_SLOTS,
+            pass_cols=PASS_COLS, event_words=EVENT_WORDS.value, world_size=self.world_size, records=self.records,
+            is_split=self.is_split, is_dgrad=self.is_dgrad, has_bias=self.bias is not None, **others,
+        )  # fmt: skip
+        return {name.upper(): value for name, value in numbers.items()}

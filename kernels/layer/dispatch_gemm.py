@@ -14,7 +14,6 @@ Why it ends: pushing warps wait for nobody, so every flag is raised, in whatever
 import functools
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,16 +38,7 @@ from ..runtime.limits import CHUNK_ROWS
 from ..runtime.nvrtc import CudaKernel, is_available, load_source, tensor_map
 from ..runtime.primitives import PLACE_LAYER0
 from ..runtime.recorder import KIND_DISPATCH, KIND_LAYER0_TILE
-from .blocks import (
-    FP8_MMA,
-    MMA,
-    PLAN_TILE_ROWS,
-    TILE_SLOTS,
-    Fault,
-    config_constants,
-    config_types,
-    stage_bytes,
-)
+from .blocks import FP8_MMA, MMA, PLAN_TILE_ROWS, TILE_SLOTS, Fault, LayerVariant
 from .settings import LaunchSettings
 from .triton.dispatch import DispatchLists
 
@@ -90,19 +80,11 @@ class DispatchArgs(DeviceStruct):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Variant:
-    """What a kernel is compiled for."""
+class Variant(LayerVariant):
+    """What a kernel of layer 0 is compiled for."""
 
-    weights: torch.dtype  # elements of the operands: bfloat16, float16 or float8_e4m3fn
-    output: torch.dtype  # elements of the results in 16 bits, bfloat16 or float16
-    world_size: int  # W
-    is_dgrad: bool = False  # whether it is fc2_dgrad
     saves_gate_up: bool = False  # whether gate | up are stored for the backward pass
-    records: bool = False  # whether warps record what they do
-    is_split: bool = False  # whether some blocks only push rows at first, and the others none
-    activation: Activation = SWIGLU  # of layer 0
-    # elements of the experts' biases, bfloat16, float16 or float32; ``None``: there are none
-    bias: torch.dtype | None = None
+    activation: Activation = SWIGLU
 
     def shared_bytes(self, num_experts: int) -> int:
         """Of a block, for so many experts of this rank: alignment, stages, staging, barriers, tiles, their table.
@@ -110,21 +92,20 @@ class Variant:
         Example:
             32 experts in bfloat16: 1024 + 4 * 53248 + 2 * 2048 + 64 + 512 + 4 * 97 = 219076.
         """
-        if self.weights.itemsize == 1:
-            stage, staging = stage_bytes(FP8_MMA, FP8_MMA.mma_rows, FP8_SCALE_STEPS), 4 * 2 * FP8_MMA.mma_rows
+        if self.is_fp8:
+            stage, staging = self.stage_bytes(FP8_MMA.mma_rows, FP8_SCALE_STEPS), 4 * 2 * FP8_MMA.mma_rows
         else:
             line = SWIZZLE_BYTES if self.is_dgrad else SWIZZLE_BYTES // 2
-            stage, staging = stage_bytes(MMA, MOST_ROWS), 2 * STAGED_ROWS * line
+            stage, staging = self.stage_bytes(MOST_ROWS), 2 * STAGED_ROWS * line
         storage = storage_bytes(NUM_STAGES, stage, staging, TILE_BYTES, TILE_SLOTS)
         return storage + EXPERT_BYTES * num_experts + 4
 
     @property
     def entry(self) -> str:
         """Name of the kernel: ``dispatch_gemm_bf16_swiglu``, ``dispatch_gemm_fp8_swiglu``, ``fc2_dgrad_bf16``."""
-        elements = "fp8" if self.weights.itemsize == 1 else config_types(self.weights, self.output)["Element"].lower()
+        elements = "fp8" if self.is_fp8 else self.types["Element"].lower()
         name = f"fc2_dgrad_{elements}" if self.is_dgrad else f"dispatch_gemm_{elements}_{self.activation.name}"
-        name += "_biases" * (self.bias is not None)
-        return name + "_saving" * self.saves_gate_up + "_split" * self.is_split + "_recording" * self.records
+        return self.entry_of(name, "_saving" * self.saves_gate_up)
 
     def source(self, num_experts: int) -> CudaSource:
         """What it is compiled from, for a launch with so many experts of this rank."""
@@ -133,28 +114,27 @@ class Variant:
             template="dispatch_gemm",
             entry=self.entry,
             arguments=dict(gemm=GatherGemmArgs, hidden=HiddenArgs, fault=Fault, dispatch=DispatchArgs),
-            types=config_types(self.weights, self.output, self.bias) | dict(Activation=functor),
+            types=self.types | dict(Activation=functor),
             constants=self._constants(),
             shared_bytes=self.shared_bytes(num_experts),
         )
 
     def _constants(self) -> dict[str, int]:
-        common: dict[str, Any] = dict(
-            cluster=1, num_stages=NUM_STAGES, push_rows=PUSH_ROWS, world_size=self.world_size,
-            records=self.records, is_split=self.is_split, is_dgrad=self.is_dgrad, has_bias=self.bias is not None,
-            producer_warps=PRODUCER_WARPS, chunk=CHUNK_ROWS, place_layer0=PLACE_LAYER0.value,
-            kind_layer0_tile=KIND_LAYER0_TILE.value, kind_dispatch=KIND_DISPATCH.value,
-            shared_bytes=self.shared_bytes(0), shared_bytes_per_expert=EXPERT_BYTES, **self.activation.parameters,
-        )  # fmt: skip
-        if self.weights.itemsize == 1:
-            rows = FP8_MMA.mma_rows
-            return config_constants(
-                FP8_MMA, **common, max_tile_rows=rows, scale_steps=FP8_SCALE_STEPS, push_batch=8, math_registers=208
-            )
-        return config_constants(
-            MMA, **common, max_tile_rows=MOST_ROWS, scale_steps=1, push_batch=16,
-            staged_rows=STAGED_ROWS, saves_gate_up=self.saves_gate_up,
-            math_registers=176 if self.records else 184,  # recording takes registers of the producers
+        if self.is_fp8:
+            of_type = dict(
+                max_tile_rows=FP8_MMA.mma_rows, scale_steps=FP8_SCALE_STEPS, push_batch=8, math_registers=208
+            )  # fmt: skip
+        else:
+            of_type = dict(
+                max_tile_rows=MOST_ROWS, scale_steps=1, push_batch=16, staged_rows=STAGED_ROWS,
+                saves_gate_up=self.saves_gate_up,
+                math_registers=176 if self.records else 184,  # recording takes registers of the producers
+            )  # fmt: skip
+        return self.constants(
+            cluster=1, num_stages=NUM_STAGES, push_rows=PUSH_ROWS, producer_warps=PRODUCER_WARPS, chunk=CHUNK_ROWS,
+            place_layer0=PLACE_LAYER0.value, kind_layer0_tile=KIND_LAYER0_TILE.value,
+            kind_dispatch=KIND_DISPATCH.value, shared_bytes=self.shared_bytes(0), shared_bytes_per_expert=EXPERT_BYTES,
+            **of_type, **self.activation.parameters,
         )  # fmt: skip
 
 
@@ -220,10 +200,20 @@ def dispatch_gemm_cuda(
     results = HiddenArgs.of(
         hidden=result, gate_up=pre, scales=scales, weight_scales=weight_scales, num_rows=len(result)
     )  # fmt: skip
-    block_n = MMA.block_n if weight_scales is None else FP8_MMA.block_n
     experts, double_f, depth = weights.shape
     sizes = experts, depth, double_f // 2
-    launch(variant, gate_up_map(weights, block_n), x, results, symm, sends, table, sizes, settings.comm_blocks, b1)
+    launch(
+        variant,
+        gate_up_map(weights, variant.mma.block_n),
+        x,
+        results,
+        symm,
+        sends,
+        table,
+        sizes,
+        settings.comm_blocks,
+        b1,
+    )
 
 
 def fc2_dgrad_cuda(
@@ -288,7 +278,7 @@ def launch(
         x=x, token_ids=sends.token_ids, counts=sends.counts, row_addresses=symm.row_pointers,
         flag_addresses=symm.flag_pointers, tickets=table.counters, pushed=sends.pushed, epoch=symm.epoch,
         events=None if recorder is None else recorder.events, rank=symm.rank, max_tokens=symm.max_tokens,
-        cols=x.shape[1], event_capacity=0 if recorder is None else recorder.capacity, comm_blocks=comm_blocks,
+        cols=x.shape[1], event_capacity=symm.event_capacity, comm_blocks=comm_blocks,
     )  # fmt: skip
     fault = Fault.of(record=symm.fault, timeout_ns=symm.timeout_ns)
     kernel = _kernel(variant, experts, torch.cuda.current_device())

@@ -11,7 +11,6 @@ find a place on the GPU, also beside a kernel of another stream that holds some 
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,17 +36,7 @@ from ..runtime.limits import CHUNK_FLAGS, COMBINE_CHUNK_ROWS, PANEL_COUNTERS
 from ..runtime.nvrtc import CudaKernel, is_available, load_source, tensor_map
 from ..runtime.primitives import PLACE_LAYER1, PLACE_PANEL
 from ..runtime.recorder import KIND_FINAL_SUM, KIND_LAYER1_TILE, KIND_REDUCE
-from .blocks import (
-    FP8_MMA,
-    MMA,
-    PASS_COLS,
-    PLAN_TILE_ROWS,
-    TILE_SLOTS,
-    Fault,
-    config_constants,
-    config_types,
-    stage_bytes,
-)
+from .blocks import FP8_MMA, PASS_COLS, PLAN_TILE_ROWS, TILE_SLOTS, Fault, LayerVariant
 from .settings import LaunchSettings
 
 PANEL_UNIT = 256  # columns that count as one in panels
@@ -132,18 +121,10 @@ FP8_CONFIG = CudaConfig(cluster=1, most_rows=FP8_MMA.mma_rows, box_rows=64, stag
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Variant:
-    """What a kernel is compiled for."""
+class Variant(LayerVariant):
+    """What a kernel of layer 1 is compiled for."""
 
-    weights: torch.dtype  # elements of the operands: bfloat16, float16 or float8_e4m3fn
-    output: torch.dtype  # elements of the results, bfloat16 or float16
     top_k: int  # K
-    world_size: int  # W
-    is_dgrad: bool = False  # whether it is fc1_dgrad
-    records: bool = False  # whether warps record what they do
-    is_split: bool = False  # whether some blocks only combine, and in the others no warp does before the tiles are done
-    # elements of the experts' biases, bfloat16, float16 or float32; ``None``: there are none
-    bias: torch.dtype | None = None
     config: CudaConfig = DEFAULT  # shape of the blocks
 
     def shared_bytes(self, num_experts: int) -> int:
@@ -153,8 +134,8 @@ class Variant:
         Example:
             32 experts, top-8, bfloat16: 1024 + 4 * 49152 + 2 * 4096 + 64 + 384 + 3 * (2048 + 6144) + 4 * 33 = 230980.
         """
-        config, is_fp8 = self.config, self.weights.itemsize == 1
-        stage = stage_bytes(FP8_MMA if is_fp8 else MMA, config.most_rows, int(is_fp8))
+        config = self.config
+        stage = self.stage_bytes(config.most_rows, int(self.is_fp8))
         staging = 2 * config.staged_rows * SWIZZLE_BYTES
         storage = storage_bytes(config.num_stages, stage, staging, TILE_BYTES, TILE_SLOTS)
         return storage + combine_bytes(self._entries, self._ahead) + EXPERT_BYTES * (num_experts + 1)
@@ -171,11 +152,9 @@ class Variant:
     @property
     def entry(self) -> str:
         """Name of the kernel: ``gemm_combine_fp8_bf16_top8_rows128``, ``fc1_dgrad_bf16_top8_rows272``."""
-        output = config_types(self.weights, self.output)["Output"].lower()
-        elements = output if self.weights.itemsize == 2 else f"fp8_{output}"
+        elements = "fp8_" * self.is_fp8 + self.types["Output"].lower()
         name = f"{'fc1_dgrad' if self.is_dgrad else 'gemm_combine'}_{elements}_top{self.top_k}"
-        name += f"_rows{self.config.most_rows}" + "_biases" * (self.bias is not None)
-        return name + "_split" * self.is_split + "_recording" * self.records
+        return self.entry_of(f"{name}_rows{self.config.most_rows}")
 
     def source(self, num_experts: int) -> CudaSource:
         """What it is compiled from, for a launch with so many experts of this rank."""
@@ -183,7 +162,7 @@ class Variant:
             template="gemm_combine",
             entry=self.entry,
             arguments=dict(gemm=PanelGemmArgs, combine=CombineArgs),
-            types=config_types(self.weights, self.output, self.bias),
+            types=self.types,
             constants=self._constants(),
             shared_bytes=self.shared_bytes(num_experts),
             cluster=self.config.cluster,
@@ -191,20 +170,16 @@ class Variant:
 
     def _constants(self) -> dict[str, int]:
         config = self.config
-        common: dict[str, Any] = dict(
+        of_type = dict(math_registers=216) if self.is_fp8 else dict(math_registers=176, staged_rows=config.staged_rows)
+        return self.constants(
             cluster=config.cluster, num_stages=config.num_stages, max_tile_rows=config.most_rows,
             box_rows=config.box_rows, ahead_colocated=self._ahead, ahead_after=config.ahead_after, scale_steps=1,
-            top_k=self.top_k, world_size=self.world_size, records=self.records, is_split=self.is_split,
-            is_dgrad=self.is_dgrad, has_bias=self.bias is not None, panel_unit=PANEL_UNIT,
-            combine_warps=COMBINE_WARPS, chunk=COMBINE_CHUNK_ROWS, chunk_flags=CHUNK_FLAGS,
-            place_panel=PLACE_PANEL.value, place_layer1=PLACE_LAYER1.value,
+            top_k=self.top_k, panel_unit=PANEL_UNIT, combine_warps=COMBINE_WARPS, chunk=COMBINE_CHUNK_ROWS,
+            chunk_flags=CHUNK_FLAGS, place_panel=PLACE_PANEL.value, place_layer1=PLACE_LAYER1.value,
             kind_layer1_tile=KIND_LAYER1_TILE.value, kind_reduce=KIND_REDUCE.value,
             kind_final_sum=KIND_FINAL_SUM.value, shared_bytes=self.shared_bytes(0),
-            shared_bytes_per_expert=EXPERT_BYTES,
+            shared_bytes_per_expert=EXPERT_BYTES, **of_type,
         )  # fmt: skip
-        if self.weights.itemsize == 1:
-            return config_constants(FP8_MMA, **common, math_registers=216)
-        return config_constants(MMA, **common, math_registers=176, staged_rows=config.staged_rows)
 
 
 def combine_bytes(entries: int, ahead: int) -> int:
@@ -276,7 +251,7 @@ def gemm_combine_cuda(
         bias=None if bias is None else bias.dtype,
     )  # fmt: skip
     kernel = _kernels(variant, num_experts, torch.cuda.current_device())[blocks]
-    line, mma = SWIZZLE_BYTES // weights.itemsize, MMA if weight_scales is None else FP8_MMA
+    line, mma = SWIZZLE_BYTES // weights.itemsize, variant.mma
     box = (1, mma.block_k, line) if is_dgrad else (1, mma.block_n, mma.block_k)
     assert table.segments is not None
     starts, counts = table.segments
@@ -316,7 +291,7 @@ def combine_args(
         epoch=symm.epoch, fault=Fault.of(record=symm.fault, timeout_ns=symm.timeout_ns),
         events=None if recorder is None else recorder.events, rank=symm.rank, num_tokens=num_tokens,
         max_tokens=symm.max_tokens, cols=cols, panels=num_panels,
-        event_capacity=0 if recorder is None else recorder.capacity, parts=column_parts, row_parts=row_parts,
+        event_capacity=symm.event_capacity, parts=column_parts, row_parts=row_parts,
         comm_blocks=comm_blocks,
     )  # fmt: skip
 
