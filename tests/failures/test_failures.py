@@ -143,7 +143,7 @@ def test_plain_path_refuses_after_a_failure_in_its_backward_pass(rank: int, worl
 
     def hooked(function: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
         if where == "after":
-            arguments[0].register_hook(fail)
+            arguments[0].tokens.register_hook(fail)
             return function(*arguments)
         output = function(*arguments)
         output.register_hook(fail)
