@@ -4,8 +4,6 @@ The first page is there at once: it imports neither torch nor Hydra. A task's pa
 declare the settings: their types, their docstrings, and the defaults of the task.
 """
 
-from __future__ import annotations
-
 import inspect
 import textwrap
 import typing

@@ -1,7 +1,5 @@
 """GPTs of the shapes, with random weights made on the device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

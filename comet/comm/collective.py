@@ -4,8 +4,6 @@ Their layers exchange rows by collectives of ``torch.distributed`` (``comet.refe
 their own.
 """
 
-from __future__ import annotations
-
 import logging
 import uuid
 from contextlib import suppress

@@ -3,8 +3,6 @@
 NVLink multicast is never used.
 """
 
-from __future__ import annotations
-
 import logging
 
 import torch

@@ -3,8 +3,6 @@
 The ranks hold the same tokens, or (data-parallel attention) each its own, which are gathered first.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Functions as CUDA graphs: captured, run on a stream of their own before, replayed wherever that works."""
 
-from __future__ import annotations
-
 import logging
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Public names that the next release drops: they work, and warn."""
 
-from __future__ import annotations
-
 import warnings
 
 

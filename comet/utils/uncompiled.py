@@ -3,8 +3,6 @@
 ``torch.compiler.disable`` imports ``torch._dynamo``, which takes as long as torch itself.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable
