@@ -88,13 +88,14 @@ class DispatchGemmConstants(NamedTuple):
 
 
 @triton.jit
-def rows_of_tile(tile, symm, table, epoch, timeout_ns, rank, M, GEMM: tl.constexpr):
+def rows_of_tile(tile, in_tile, symm, table, epoch, timeout_ns, rank, M, GEMM: tl.constexpr):
     """Received rows of a tile, with 0 once the chunks that hold them have arrived; own rows are always there.
+
+    ``in_tile`` counts a tile's rows: made in here, in a caller's loop, it makes a recording kernel spill 296 bytes.
 
     Rows past the end of a tile read its first row: cheaper than masking every load, and no one reads the result.
     """
     BLOCK_M: tl.constexpr = GEMM.block_m
-    in_tile = tl.arange(0, BLOCK_M)
     first_row = tl.multiple_of(tl.load(table.tiles + tile * 4 + 1), BLOCK_M)
     valid = in_tile < tl.load(table.tiles + tile * 4 + 2)
     row_ids = tl.load(table.row_ids + first_row + tl.where(valid, in_tile, 0))
@@ -130,12 +131,13 @@ def hidden_tiles(
     ACTIVATION: tl.constexpr = GEMM.activation
     x_ptr, D, F = operands.x, sizes.D, sizes.F
     num_cols = tl.cdiv(F, BLOCK_F)
+    in_tile = tl.arange(0, BLOCK_M)
     ks = tl.arange(0, BLOCK_K)
     for item in tl.range(items, end, stride, flatten=FLATTEN):
         tile, col = decode_tokens(item, num_tiles, num_cols, GROUP_TILES)
         expert = tl.load(table.tiles + tile * 4)
         first_row, row_ids, zero, phase, begin, ready = rows_of_tile(
-            tile, symm, table, epoch, timeout_ns, rank, sizes.M, GEMM
+            tile, in_tile, symm, table, epoch, timeout_ns, rank, sizes.M, GEMM
         )  # fmt: skip
         # Own rows never travel: they are read from x, received rows at their distance from x in the address space.
         is_own = row_ids // sizes.M == rank
@@ -183,7 +185,7 @@ def fp8_hidden_tile(
     expert = tl.load(table.tiles + tile * 4)
     epoch = tl.load(symm.epoch)  # of every tile anew: a register that is live through the GEMM's loop is one too many
     first_row, row_ids, zero, phase, begin, ready = rows_of_tile(
-        tile, symm, table, epoch, timeout_ns, rank, sizes.M, GEMM
+        tile, tl.arange(0, BLOCK_M), symm, table, epoch, timeout_ns, rank, sizes.M, GEMM
     )  # fmt: skip
     words = row_ids.to(tl.int64) * sizes.row_words + zero
     elements_ptr = symm.rows.to(tl.pointer_type(tl.float8e4nv))
