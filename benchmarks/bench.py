@@ -7,6 +7,8 @@ Rank 0 prints a table and, as the last line, the run as JSON, and writes JSON, C
 columns: ``results/protocol.md``. ``bench.py SUITE --help`` says what a suite measures, and its options. Suites:
 """
 
+from __future__ import annotations
+
 import ast
 import importlib
 import sys

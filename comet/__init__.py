@@ -3,6 +3,8 @@
 The public names are loaded on first use, so that ``import comet`` alone is fast.
 """
 
+from __future__ import annotations
+
 import importlib
 from typing import TYPE_CHECKING
 

@@ -4,6 +4,8 @@ Letters: T tokens on this rank, K experts per token, D hidden size, F expert fee
 E experts in all, e experts owned by one EP shard, W ranks in the MoE group = EP x TP.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields

@@ -7,6 +7,8 @@ mesh but ``group.mesh["data"]``, over which it shards a layer further. What torc
 number, by ``.item()`` or ``bool``, is of this rank's part: ask for ``full_tensor()`` first. Adafactor does not.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from dataclasses import dataclass
 

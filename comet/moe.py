@@ -4,6 +4,8 @@ The shared expert and the router's statistics run beside plan, layer 0 and layer
 itself cannot: it decides what the plan is made of.
 """
 
+from __future__ import annotations
+
 import copy
 import math
 from collections.abc import Mapping

@@ -1,5 +1,7 @@
 """Which Comet this is."""
 
+from __future__ import annotations
+
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path

@@ -3,6 +3,8 @@
 Started plainly, a task that needs ranks starts them itself; started by torchrun, the process is one rank.
 """
 
+from __future__ import annotations
+
 import argparse
 import os
 import signal

@@ -3,6 +3,8 @@
 It touches no GPU either, unless ``overlap`` is given: then it asks how many SMs there are.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict

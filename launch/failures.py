@@ -16,6 +16,8 @@ A rank that met a deadline or lost a peer first asks the others what they do (se
 failure leaves the report to whoever had it.
 """
 
+from __future__ import annotations
+
 import logging
 import os
 import signal

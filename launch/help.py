@@ -4,6 +4,8 @@ The first page is there at once: it imports neither torch nor Hydra. A task's pa
 declare the settings: their types, their docstrings, and the defaults of the task.
 """
 
+from __future__ import annotations
+
 import inspect
 import textwrap
 import typing

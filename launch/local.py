@@ -3,6 +3,8 @@
 Whatever they say to each other goes over the loopback interface: the rendezvous store is here, bound to 127.0.0.1.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import signal

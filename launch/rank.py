@@ -1,5 +1,7 @@
 """One rank of a job: meet the others, get the configuration, run the task, say what went wrong."""
 
+from __future__ import annotations
+
 import json
 from argparse import Namespace
 from collections.abc import Mapping

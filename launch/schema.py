@@ -4,6 +4,8 @@ The dataclasses of the core are the only place where a setting is declared. Omeg
 tuples, so the schema holds ``str`` and lists there; ``build`` checks the choices and turns lists back into tuples.
 """
 
+from __future__ import annotations
+
 import types
 import typing
 from collections.abc import Iterator, Mapping

@@ -8,6 +8,8 @@ counts only while this rank runs itself, so a pause of the whole job is no silen
 Whoever wants to know more asks: every rank answers with what its main thread does. Who does not is silent.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import sys

@@ -3,6 +3,8 @@
 Letters: T tokens, K, D, F, E experts (all held), J = T * K routed rows, B rows of a tile.
 """
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -4,6 +4,8 @@ The other ways are what a careful user would try first over ``torch.distributed`
 are those of ``comet.reference.plain.plain_experts``.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate

@@ -5,6 +5,8 @@ They differ in details: Comet keeps residual stream, router and norms in float32
 Letters: L layers, B sequences, G key and value heads, C positions of the context, w width, V vocabulary.
 """
 
+from __future__ import annotations
+
 import importlib.util
 from typing import Any
 

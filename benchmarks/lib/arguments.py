@@ -1,5 +1,7 @@
 """A suite's command line: options that several suites have, and the words in them."""
 
+from __future__ import annotations
+
 import argparse
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path

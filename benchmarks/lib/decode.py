@@ -1,5 +1,7 @@
 """What the decode benchmark runs: ranks, sets of weights, steps with their routing."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace

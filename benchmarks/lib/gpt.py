@@ -1,5 +1,7 @@
 """GPTs of the shapes, with random weights made on the device."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,5 +1,7 @@
 """The layer that suites measure, with inputs of its ranks; letters: T tokens per rank, K, D, F, E, TP."""
 
+from __future__ import annotations
+
 import argparse
 import math
 from collections.abc import Iterator

@@ -1,5 +1,7 @@
 """The ranks that measure: how they start, alone or by torchrun, what becomes of a failure on one, and how they end."""
 
+from __future__ import annotations
+
 import gc
 import sys
 import time

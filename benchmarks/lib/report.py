@@ -1,5 +1,7 @@
 """What all suites write: an aligned table, CSV, one line of JSON; what an earlier run left is kept."""
 
+from __future__ import annotations
+
 import csv
 import io
 import json

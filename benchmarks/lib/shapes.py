@@ -1,5 +1,7 @@
 """What is measured: the MoE layers of ``configs/model``, of which four sizes matter, their routing, their splits."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 import torch

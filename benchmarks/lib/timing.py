@@ -1,5 +1,7 @@
 """All time by one protocol, and by it what this machine can do at best, which is among the facts of every run."""
 
+from __future__ import annotations
+
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence

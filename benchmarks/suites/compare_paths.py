@@ -17,6 +17,8 @@ errors only, one in float32 finer ones (of 4 layers, paths differ by 1e-7, an ex
 makes 1.4e-4); the rest is for layer tests.
 """
 
+from __future__ import annotations
+
 import json
 import math
 from collections.abc import Sequence

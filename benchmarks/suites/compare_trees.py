@@ -6,6 +6,8 @@ other's; ``same_bits`` says whether the first results were equal. Without a GPU 
 what the host does for a call but for the launches.
 """
 
+from __future__ import annotations
+
 import itertools
 import json
 import statistics

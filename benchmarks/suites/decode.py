@@ -24,6 +24,8 @@ Quantised ``--weights``: bytes are those of elements and scales, errors relative
 paths, which take no such weights, run on the same numbers in the dtype of the tokens (block FP8 rounded to it).
 """
 
+from __future__ import annotations
+
 import argparse
 import math
 from collections.abc import Iterator, Mapping, Sequence

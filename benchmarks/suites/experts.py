@@ -28,6 +28,8 @@ variants. Their *bound* is ``max(products, missing bytes / link)``, *products* t
 GPU memory in bfloat16, and nothing else.
 """
 
+from __future__ import annotations
+
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack

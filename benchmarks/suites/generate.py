@@ -23,6 +23,8 @@ and of the keys and values of the context; the roofline is a read measured in th
 logits of the first step with those of ``comet``.
 """
 
+from __future__ import annotations
+
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict

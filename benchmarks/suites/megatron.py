@@ -15,6 +15,8 @@ explains, is not timed and stands under ``failures``. Needs GPUs and Megatron-co
 ``GroupedMLP``).
 """
 
+from __future__ import annotations
+
 import argparse
 from collections.abc import Iterator, Sequence
 from functools import partial

@@ -8,6 +8,8 @@ A variant or point that fails is recorded as such and the run goes on. ``bench_m
 measured; that of an earlier run becomes ``bench_moe.1.csv``, and so on.
 """
 
+from __future__ import annotations
+
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict

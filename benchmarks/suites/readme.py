@@ -9,6 +9,8 @@ all of one commit; either one then writes the tables of the README, between its 
 machine without git.
 """
 
+from __future__ import annotations
+
 import csv
 import json
 import re

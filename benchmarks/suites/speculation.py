@@ -14,6 +14,8 @@ model, in nats a token, of which adaptive mode costs some. The routing of held-o
 ``bench.py experts --trace``. Results so far stand in ``--out`` after every round.
 """
 
+from __future__ import annotations
+
 import argparse
 import time
 from collections.abc import Sequence

@@ -8,6 +8,8 @@ Rank 0 writes ``timeline.json`` (for ui.perfetto.dev), ``timeline.png`` and ``su
 line of JSON. Under the interpreter blocks run one after the other and durations mean nothing.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 from collections.abc import Sequence

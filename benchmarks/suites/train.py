@@ -17,6 +17,8 @@ A variant that fails, or whose first losses or gradients differ from those of ``
 is not timed and stands under ``failures``; so does a point that fails, and the run goes on.
 """
 
+from __future__ import annotations
+
 import argparse
 import math
 from collections.abc import Iterator, Mapping, Sequence

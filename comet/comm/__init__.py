@@ -1,5 +1,7 @@
 """Symmetric memory, where there is any: ``make_communicator`` alone knows the names of the backends."""
 
+from __future__ import annotations
+
 from typing import Literal, get_args
 
 import torch

@@ -4,6 +4,8 @@ Their layers exchange rows by collectives of ``torch.distributed`` (``comet.refe
 their own.
 """
 
+from __future__ import annotations
+
 import logging
 import uuid
 from contextlib import suppress

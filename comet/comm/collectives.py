@@ -5,6 +5,8 @@ that requires a gradient on one rank requires it on all (``check_grad_modes``). 
 group.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any
 

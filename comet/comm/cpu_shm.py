@@ -7,6 +7,8 @@ and the next allocation removes it. Pages are reserved at once: a full disk is a
 in the middle of a step.
 """
 
+from __future__ import annotations
+
 import fcntl
 import logging
 import mmap

@@ -1,5 +1,7 @@
 """A stream-ordered barrier between GPUs over any symmetric memory: one small kernel, no host in between."""
 
+from __future__ import annotations
+
 import torch
 import triton
 from torch import Tensor

@@ -3,6 +3,8 @@
 Its collectives have deadlines: the group's own, and a longer one for work that takes ranks unequally long.
 """
 
+from __future__ import annotations
+
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence

@@ -5,6 +5,8 @@ It stays up until the process ends, because it cannot be started a second time r
 Start jobs with ``NVSHMEM_DISABLE_NVLS=1``: Comet never uses NVLink multicast, and not every machine may switch it on.
 """
 
+from __future__ import annotations
+
 import importlib
 import logging
 from types import ModuleType

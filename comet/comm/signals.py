@@ -9,6 +9,8 @@ layers together a wait would be over at once, whoever is late. Half of that is t
 at it there may be a billion calls. ``Communicator.restart`` starts it anew.
 """
 
+from __future__ import annotations
+
 import threading
 import time
 from collections.abc import Callable

@@ -3,6 +3,8 @@
 NVLink multicast is never used.
 """
 
+from __future__ import annotations
+
 import logging
 
 import torch

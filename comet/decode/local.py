@@ -1,5 +1,7 @@
 """One rank's decode step: routed tokens in, their weighted expert outputs out."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

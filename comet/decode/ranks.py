@@ -3,6 +3,8 @@
 The ranks hold the same tokens, or (data-parallel attention) each its own, which are gathered first.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

@@ -6,6 +6,8 @@ the last bit might end in different tokens. Nothing here waits for the device, b
 a group, and for ranks of their own tokens that do not say how many; hence steps can be captured in a CUDA graph.
 """
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

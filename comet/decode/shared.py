@@ -5,6 +5,8 @@ which the two launches of warp decode then read beside the routed ones. Over ran
 hold them in turn, and the all-reduce is the one that a step has anyway.
 """
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Self

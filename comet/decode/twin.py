@@ -1,5 +1,7 @@
 """Warp decode in plain torch, rounding where the kernels round: specification, CPU path and oracle."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import replace
 

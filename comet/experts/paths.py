@@ -1,5 +1,7 @@
 """How layers compute experts from a store: a GPU reads the missing ones itself, or the host brings them."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack

@@ -5,6 +5,8 @@ for the answer in every layer, so a step cannot be a CUDA graph. Whatever fails 
 written counts as an expert.
 """
 
+from __future__ import annotations
+
 import logging
 import threading
 import time

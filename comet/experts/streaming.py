@@ -6,6 +6,8 @@ holds experts, so a prompt of any length stays within the budget. The host waits
 nothing else unless it brings experts itself.
 """
 
+from __future__ import annotations
+
 from collections import deque
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager

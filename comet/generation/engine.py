@@ -5,6 +5,8 @@ computes what its experts contribute and the contributions are added up. More ta
 its share of the tokens.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial

@@ -3,6 +3,8 @@
 Letters: B sequences, S positions of the longest prompt.
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -1,5 +1,7 @@
 """Hugging Face models as engines, and their tokenizers as vocabularies; transformers is imported on use."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

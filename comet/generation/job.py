@@ -1,5 +1,7 @@
 """The ``generate`` task: a model from disk continues texts on all ranks, and says how fast; what a budget is to do."""
 
+from __future__ import annotations
+
 import logging
 import sys
 from dataclasses import asdict, fields, replace

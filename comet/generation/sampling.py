@@ -6,6 +6,8 @@ the batch change what a sequence draws, and a step asks the host nothing.
 Letters: B sequences, V vocabulary.
 """
 
+from __future__ import annotations
+
 import zlib
 
 import torch

@@ -3,6 +3,8 @@
 ``model_of`` tells the shape without reading a weight, so the command line knows it before any rank starts.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,5 +1,7 @@
 """An MoE layer that the host launches as CUDA graphs instead of kernel by kernel, for inference and for training."""
 
+from __future__ import annotations
+
 import logging
 import weakref
 from collections.abc import Callable, Sequence

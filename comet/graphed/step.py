@@ -7,6 +7,8 @@ positions and cache on the device, changes them in place and never asks the host
 Letters: B sequences, S tokens of each, V vocabulary.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -5,6 +5,8 @@ needs the world size, the corpus or the device is checked where those are known 
 among words (``Literal``) where a word comes from the user (``comet.launch.schema``).
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal

@@ -1,5 +1,7 @@
 """Settings of the ``generate`` task."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Literal
 

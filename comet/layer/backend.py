@@ -4,6 +4,8 @@
 makes one of them once; ``comet.layer.routed_experts`` says in which order its methods run.
 """
 
+from __future__ import annotations
+
 import math
 from abc import ABC, abstractmethod
 from dataclasses import replace

@@ -4,6 +4,8 @@ In CUDA C++ on Hopper, and by its twins in Triton, compiled or interpreted, wher
 the backend stands which of the two is launched.
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Any
 

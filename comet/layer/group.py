@@ -1,5 +1,7 @@
 """The ranks that share the experts of a model, with the memory they talk through."""
 
+from __future__ import annotations
+
 import logging
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass

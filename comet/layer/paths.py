@@ -1,5 +1,7 @@
 """The ways to run routed experts, chosen by name; each is a callable over (routed tokens, w1, w2, biases)."""
 
+from __future__ import annotations
+
 from typing import Protocol, get_args
 
 from torch import Tensor

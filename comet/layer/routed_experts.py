@@ -6,6 +6,8 @@ outputs are never kept, because the gradient of a routing weight is the product 
 it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

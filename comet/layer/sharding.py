@@ -6,6 +6,8 @@ As these, ``state_dict()`` saves and loads on any EP x TP, and a norm is that of
 part, which costs an attribute, and in training one autograd function.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, cast
 

@@ -1,5 +1,7 @@
 """The shared expert: a dense gated MLP that every token goes through beside its routed experts."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor, nn
 

@@ -1,5 +1,7 @@
 """What every path asks of expert weights, which come with each call: their shapes, and a width that kernels take."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -9,6 +9,8 @@ A candidate that fails is out, whatever it leaves in the pool: all ranks recover
 and the others are measured as if it had never been there.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

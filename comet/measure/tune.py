@@ -5,6 +5,8 @@ point's table, and at the end the regrets and one JSON object. Regret is the mea
 best measured candidate.
 """
 
+from __future__ import annotations
+
 import json
 import math
 import sys

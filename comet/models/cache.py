@@ -6,6 +6,8 @@ sequence's own positions and masks what lies behind them, so it can be captured 
 Letters: B sequences, S positions read together, C positions the cache holds, H heads, G key and value heads, w width.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention

@@ -1,5 +1,7 @@
 """Shape of a model, a frozen dataclass that validates itself, and how many weights one has."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 from comet.config import MoEConfig, check_numbers, require

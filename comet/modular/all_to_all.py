@@ -5,6 +5,8 @@ A token goes once to every rank that computes at least one of its slots, with it
 message per pair of ranks. Partial sums come back the same way and are added up in rank order.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 

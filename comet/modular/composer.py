@@ -1,5 +1,7 @@
 """One MoE layer from a prepare/finalize, experts and a type of weights that fit each other."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import torch

@@ -7,6 +7,8 @@ Letters: T tokens of this rank, K experts per token, D, e experts of this rank, 
 ranks; N received rows of this rank, B rows reserved per expert in the batched format.
 """
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -9,6 +9,8 @@ The fused layer's rows travel while its GEMMs run, so its two halves only go tog
 hands out a light handle, ``FusedExperts.apply`` runs layer 0 and layer 1, and ``finalize`` has nothing left to do.
 """
 
+from __future__ import annotations
+
 from abc import abstractmethod
 from dataclasses import replace
 from functools import partial

@@ -16,6 +16,8 @@ These functions are plain torch, run where their input lives and wait for the de
 only where they are told to trust their input they do not look at it, and do not wait.
 """
 
+from __future__ import annotations
+
 from dataclasses import InitVar, dataclass
 from typing import Literal, get_args
 

@@ -4,6 +4,8 @@ A packed row takes about half the memory of a row in bfloat16, so a dispatch of 
 pool's rows are seen as narrower ones of the same type. D is a multiple of 16, so none is longer than a row of the pool.
 """
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

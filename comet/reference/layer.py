@@ -18,6 +18,8 @@ Everything is differentiable by autograd. float64 tensors run in float64 through
 Not covered: communication (all experts are here), and speed beyond tiny models.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 
 import torch

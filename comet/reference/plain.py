@@ -9,6 +9,8 @@ Both are differentiable in tokens, weights, w1, w2 and biases. Letters as in the
 F, E experts, e of this shard, W = EP x TP ranks; N = rows sent, R = rows received. Not covered: a capacity factor.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,5 +1,7 @@
 """The router on Triton kernels, with gradients; imported only where there is a GPU."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

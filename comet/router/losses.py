@@ -1,5 +1,7 @@
 """The losses that keep experts evenly loaded, and the loads: what a router measures over its own tokens."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import torch

@@ -8,6 +8,8 @@ stated. Axes: ``tokens`` are rows (tokens or routed rows), ``hidden`` is D wide,
     analyze(grouped_gemm_layer1, topk_reduce_combine).axis  == "hidden"
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum

@@ -1,5 +1,7 @@
 """How the pieces of one layer are launched: the split and, from the dependency analysis, the order of each pipeline."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Self
 

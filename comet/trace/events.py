@@ -5,6 +5,8 @@ A block's *event* is one work item: it waited from ``begin`` to ``ready`` and wo
 overlap.
 """
 
+from __future__ import annotations
+
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """The timeline as a picture: for each rank what its blocks do over time, one lane per block, and their shares of it."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path

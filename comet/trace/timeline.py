@@ -13,6 +13,8 @@ counts. Clocks of the ranks are compared before and after (``comet.trace.events.
 host the error is about the time a signal takes from one to the other, and is reported.
 """
 
+from __future__ import annotations
+
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence

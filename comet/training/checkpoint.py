@@ -5,6 +5,8 @@ world size loads them. At the same world size a resumed job goes on bit for bit:
 its state, since batches and learning rates are functions of the step.
 """
 
+from __future__ import annotations
+
 import math
 import shutil
 import warnings

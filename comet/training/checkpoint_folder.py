@@ -10,6 +10,8 @@ Files of ``torch.distributed.checkpoint`` are read without running code of their
 The settings of a run are kept beside its checkpoints: what a resumed run takes from there, and what must not differ.
 """
 
+from __future__ import annotations
+
 import errno
 import hashlib
 import itertools

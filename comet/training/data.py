@@ -4,6 +4,8 @@ No state is kept between steps, so a resumed job reads what the first one would 
 read the same batches whatever their EP and TP.
 """
 
+from __future__ import annotations
+
 import errno
 import hashlib
 import os

@@ -6,6 +6,8 @@ dense gradients are summed over the world, expert gradients over the ranks that 
 divided by the world size, by the optimizer as it reads them.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -5,6 +5,8 @@ Only rank 0 shows and writes anything; on the other ranks every method does noth
 The history is what a run measured, one JSON object per line of ``metrics.jsonl``, which a resumed run goes on with.
 """
 
+from __future__ import annotations
+
 import json
 import resource
 import sys

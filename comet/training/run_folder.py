@@ -1,5 +1,7 @@
 """The folder of a run: one job at a time writes there, and only the user gives up what another run left."""
 
+from __future__ import annotations
+
 import os
 import socket
 from pathlib import Path

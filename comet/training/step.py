@@ -3,6 +3,8 @@
 The forward and the backward pass run kernel by kernel, or both are replayed from one CUDA graph.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

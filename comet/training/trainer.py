@@ -1,5 +1,7 @@
 """The training job: text and checkpoint in, model trained over all ranks and judged, report out."""
 
+from __future__ import annotations
+
 import math
 import signal
 import time

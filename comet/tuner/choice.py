@@ -1,5 +1,7 @@
 """Which setting a layer call uses: the user's, else a measured one, else the default, on all ranks."""
 
+from __future__ import annotations
+
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path

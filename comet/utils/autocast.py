@@ -1,5 +1,7 @@
 """Products that round as they are documented to, whatever ``torch.autocast`` surrounds them."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -1,5 +1,7 @@
 """Backward passes that have no derivative themselves."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import Any

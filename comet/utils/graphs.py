@@ -1,5 +1,7 @@
 """Functions as CUDA graphs: captured, run on a stream of their own before, replayed wherever that works."""
 
+from __future__ import annotations
+
 import logging
 import weakref
 from collections.abc import Callable

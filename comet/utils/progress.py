@@ -1,5 +1,7 @@
 """Progress on standard error: a bar on a terminal, lines in a log."""
 
+from __future__ import annotations
+
 import sys
 import time
 from typing import Any

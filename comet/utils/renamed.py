@@ -1,5 +1,7 @@
 """Public names that the next release drops: they work, and warn."""
 
+from __future__ import annotations
+
 import warnings
 
 

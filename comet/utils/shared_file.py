@@ -1,5 +1,7 @@
 """Files that several processes write: one at a time, each whole, and tried before what they are to hold is measured."""
 
+from __future__ import annotations
+
 import os
 import tempfile
 from collections.abc import Iterator

@@ -3,6 +3,8 @@
 ``torch.compiler.disable`` imports ``torch._dynamo``, which takes as long as torch itself.
 """
 
+from __future__ import annotations
+
 import functools
 import sys
 from collections.abc import Callable

@@ -8,6 +8,8 @@ compile, spills registers, needs more shared memory than a block has, waits for 
 it issues the next, or misses a feature its ``KernelCase`` expects. Of GPUs other than Hopper only shared memory counts.
 """
 
+from __future__ import annotations
+
 import argparse
 import importlib
 import json

@@ -5,6 +5,8 @@ integers in them Triton makes constants where they are 1, so those that change f
 are arguments of their own.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -3,6 +3,8 @@
 A GPU that is not in it runs no kernel of ours. ``comet compile --arch NAME`` compiles what an entry says it runs.
 """
 
+from __future__ import annotations
+
 import functools
 from dataclasses import dataclass
 

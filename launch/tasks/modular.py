@@ -1,5 +1,7 @@
 """The ``modular`` task: which parts go together; one pair timed beside the fused layer, with a torch trace."""
 
+from __future__ import annotations
+
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence

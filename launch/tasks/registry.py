@@ -1,5 +1,7 @@
 """The tasks of the command line, one table; a task's module is imported only when the task runs."""
 
+from __future__ import annotations
+
 import difflib
 import importlib
 from collections.abc import Callable, Iterable, Mapping

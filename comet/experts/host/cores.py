@@ -1,5 +1,7 @@
 """Missing experts computed on the host's cores: the process that does it, and what went wrong with it."""
 
+from __future__ import annotations
+
 import logging
 import os
 import pickle

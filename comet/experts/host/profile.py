@@ -1,5 +1,7 @@
 """What missing experts cost on this machine, over the link and on the host's cores, and how they are split."""
 
+from __future__ import annotations
+
 import time
 from bisect import bisect_left
 from collections.abc import Sequence

@@ -9,6 +9,8 @@ power of two, subnormal ones included, so a shift, a mask and torch's conversion
 it. The products are those of the codes' exact numbers in float32, as a decode step's are.
 """
 
+from __future__ import annotations
+
 import gc
 import mmap
 import os

@@ -5,6 +5,8 @@ the weights; what it gets wrong there is refused. On a GPU it keeps experts in F
 their own, and computes all other layers by kernels that it downloads. ``load_pretrained`` needs none of it.
 """
 
+from __future__ import annotations
+
 import json
 from contextlib import ExitStack
 from functools import cache, partial

@@ -5,6 +5,8 @@ itself: DeepSeek-V4 clamps before the gate, and no flag says so. So what a class
 the methods of Mixtral's experts. The gate is one function for all classes; each has its own copy of the eager loop.
 """
 
+from __future__ import annotations
+
 import importlib
 import json
 from functools import cache

@@ -1,5 +1,7 @@
 """Experts that stay in block FP8: half the memory of bfloat16, and half of what a decode step reads."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

@@ -5,6 +5,8 @@ multiplies by ``(E, 2F, D)``, gate rows first, and ``(E, D, F)``. Published fold
 transposed: ``gate_up_proj_blocks (E, 2F, D / 32, 16)``, two codes a byte, ``gate_up_proj_scales (E, 2F, D / 32)``.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple

@@ -5,6 +5,8 @@ others one tensor per layer for all experts (``experts.gate_up_proj``, ``experts
 nothing is read before everything about experts is checked.
 """
 
+from __future__ import annotations
+
 import logging
 import re
 from collections.abc import Sequence

@@ -4,6 +4,8 @@ The experts of one MoE block, under the interface transformers gives its own; th
 include it; and the routers of a model as Comet's: drafts put them in the place of its own, prefetch asks them early.
 """
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Sequence
 from dataclasses import replace

@@ -6,6 +6,8 @@ on the host (sliding windows) would stand still in a graph: such models are not 
 Letters: B sequences, S positions of the longest prompt, C places of the cache, V vocabulary.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial

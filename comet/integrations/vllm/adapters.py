@@ -1,5 +1,7 @@
 """vLLM's abstract classes in terms of Comet's interfaces, and what its configurations say of a layer's weights."""
 
+from __future__ import annotations
+
 import importlib
 import operator
 from collections.abc import Callable

@@ -4,6 +4,8 @@ The order of work is that of the kernels: local rows first, then each phase as i
 sums in slot order, final sums in rank order.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any

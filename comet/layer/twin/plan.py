@@ -4,6 +4,8 @@ Letters and row numbering as in ``comet.layer.plan``. ``exchange_ids`` and ``rec
 ``plan_tensors`` is a pure function of them.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 
