@@ -34,10 +34,10 @@ class NvshmemCommunicator(GpuCommunicator):
     """Ranks are GPUs; memory comes from NVSHMEM's symmetric heap and peers are addressed by load and store."""
 
     def __init__(self, group: ProcessGroup, device: torch.device, timeout_s: float) -> None:
-        super().__init__(group, device, timeout_s)
         self._nvshmem = import_nvshmem()
         if not torch.cuda.is_available():
             raise UnavailableError(f"backend='nvshmem' needs a CUDA GPU; {INSTEAD}")
+        super().__init__(group, device, timeout_s)
         self._pools: list[Tensor] = []
         with torch.cuda.device(device):
             shared = who_shares(group, device)

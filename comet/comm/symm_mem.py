@@ -31,9 +31,9 @@ class SymmMemCommunicator(GpuCommunicator):
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device, timeout_s: float) -> None:
-        super().__init__(group, device, timeout_s)
         if not torch.cuda.is_available():
             raise UnavailableError(f"backend='symm_mem' needs a CUDA GPU; {INSTEAD}")
+        super().__init__(group, device, timeout_s)
         self._pools: list[SymmTensor] = []
         with torch.cuda.device(device):
             self.board = shared_board(group)
