@@ -49,7 +49,8 @@ NUMBERS: Mapping[str, tuple[type[Any], str]] = {
 def check_numbers(config: Any) -> None:
     """Raise ``ValueError`` unless a dataclass has whole or finite numbers and flags where its fields say so."""
     for item in fields(config):
-        kind, _, optional = str(item.type).partition(" | ")
+        assert isinstance(item.type, str), "fields are read as written: from __future__ import annotations is missing"
+        kind, _, optional = item.type.partition(" | ")
         value = getattr(config, item.name)
         if kind in NUMBERS and not (optional and value is None):
             number, rule = NUMBERS[kind]

@@ -202,18 +202,8 @@ def dispatch_gemm_cuda(
     )  # fmt: skip
     experts, double_f, depth = weights.shape
     sizes = experts, depth, double_f // 2
-    launch(
-        variant,
-        gate_up_map(weights, variant.mma.block_n),
-        x,
-        results,
-        symm,
-        sends,
-        table,
-        sizes,
-        settings.comm_blocks,
-        b1,
-    )
+    weights_map = gate_up_map(weights, variant.mma.block_n)
+    launch(variant, weights_map, x, results, symm, sends, table, sizes, settings.comm_blocks, b1)
 
 
 def fc2_dgrad_cuda(
