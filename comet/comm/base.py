@@ -207,7 +207,7 @@ class Communicator(ABC):
         """
         if self.awaits_collectives and self.world_size > 1 and self.device.type == "cuda":
             try:
-                await_device(self.timeout_s)
+                await_device(self.timeout_s, lambda: bool(self.board.word[0]))
             except DistError as error:
                 late = self.board.lost(what, error)
                 self.fail(what, late, is_final=True)

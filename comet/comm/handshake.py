@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -133,8 +133,11 @@ def set_deadline(group: ProcessGroup | None, timeout_s: float) -> None:
         backend._set_default_timeout(timedelta(seconds=timeout_s + margin_s))
 
 
-def await_device(timeout_s: float) -> None:
+def await_device(timeout_s: float, is_lost: Callable[[], bool] = lambda: False) -> None:
     """Wait for the current stream, at most ``timeout_s`` seconds: NCCL's own deadline ends the process.
+
+    Args:
+        is_lost: Tells when there is no more to wait for.
 
     Raises:
         DistBackendError: If it is not done by then.
@@ -142,10 +145,11 @@ def await_device(timeout_s: float) -> None:
     done = torch.cuda.Event()
     done.record()
     deadline = time.monotonic() + timeout_s
-    while not done.query() and time.monotonic() < deadline:
+    while not done.query() and time.monotonic() < deadline and not is_lost():
         time.sleep(0)  # not longer: a step waits here for its counts
     if not done.query():
-        raise dist.DistBackendError(f"the device was not done after {timeout_s:.1f} s")
+        waited_s = time.monotonic() - deadline + timeout_s
+        raise dist.DistBackendError(f"the device was not done after {waited_s:.1f} s")
 
 
 def await_collectives(group: ProcessGroup | None, device: torch.device) -> None:
