@@ -1,7 +1,7 @@
 """The MoE layer: router -> plan -> layer 0 -> layer 1, over the ranks of an ``ExpertGroup``.
 
-The shared expert and the router's statistics run beside plan, layer 0 and layer 1 (``comet.utils.streams``). The router
-itself cannot: it decides what the plan is made of.
+In a CUDA graph the shared expert and the router's statistics run beside plan, layer 0 and layer 1
+(``comet.utils.streams``). The router itself cannot: it decides what the plan is made of.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from comet.layer.shared_expert import SharedExpert, joins_step
 from comet.layout import Biases, RoutedTokens
 from comet.router.losses import RouterStats
 from comet.router.router import Router
+from comet.utils.graphs import is_capturing
+from comet.utils.streams import SideStream
 from comet.utils.uncompiled import uncompiled
 
 
@@ -154,7 +156,8 @@ class MoE(nn.Module):
         Returns:
             ``(..., D)`` of the same type, and the router's statistics; add ``stats.loss`` to the training loss.
         """
-        tokens, side = self.tokens_of(x), self.group.side_stream
+        tokens = self.tokens_of(x)
+        side = self.group.side_stream if is_capturing(tokens.device) else SideStream(None)
         router = self.router if router is None else router
         routing = router(tokens)
         # The plan waits for neither; first the one that can fill the GPU while the plan cannot.

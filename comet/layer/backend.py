@@ -23,7 +23,6 @@ from comet.quantization.formats import FP8
 from comet.schedule.settings import LayerSettings, tile_rows
 from comet.tuner.choice import Resolved
 from comet.tuner.problem import Problem
-from comet.utils.streams import SideStream
 
 
 class ActivationGradients(NamedTuple):
@@ -40,25 +39,13 @@ class Backend(ABC):
     All methods but those of weights and activation are collective.
 
     Args:
-        plan_stream: Where plans are made, so that their small kernels do not wait behind large ones; ``None``: on the
-            caller's stream.
-
     Raises:
         ValueError: If the rules do not fit layout and pool.
     """
 
-    def __init__(
-        self,
-        layout: ExpertLayout,
-        workspace: Workspace,
-        rules: PlanRules,
-        settings: LayerSettings,
-        *,
-        plan_stream: SideStream | None = None,
-    ) -> None:
+    def __init__(self, layout: ExpertLayout, workspace: Workspace, rules: PlanRules, settings: LayerSettings) -> None:
         rules.check(layout, workspace)
         self.layout, self.workspace, self.rules, self.settings = layout, workspace, rules, settings
-        self.plan_stream = plan_stream or SideStream(None)
         self.number = workspace.layers_made  # of the layer
 
     @classmethod
@@ -83,7 +70,6 @@ class Backend(ABC):
             workspace,
             PlanRules.create(block_rows, expert_capacity(config, group), rows, config.max_imbalance),
             settings,
-            plan_stream=group.plan_stream if config.shared_ffn_size else None,
         )
 
     def call(self, *, trains: bool) -> int:
@@ -117,8 +103,7 @@ class Backend(ABC):
         """
         check_routing(top_k_ids, top_k_weights, self.layout, self.workspace)
         self.workspace.comm.require_open()
-        with self.plan_stream.inserted():
-            return self._plan(top_k_ids.contiguous(), top_k_weights.detach().contiguous(), trains=trains)
+        return self._plan(top_k_ids.contiguous(), top_k_weights.detach().contiguous(), trains=trains)
 
     @abstractmethod
     def _plan(self, ids: Tensor, weights: Tensor, *, trains: bool) -> Plan:

@@ -47,8 +47,6 @@ class ExpertGroup:
     reserved_sms: int  # how many layer 1 leaves to other kernels
     resolver: Resolver  # what a layer without a setting of its own asks for one
     side_stream: SideStream  # for what a layer computes beside its routed experts
-    # for the plan, whose small kernels all ranks wait for, where something large runs beside it
-    plan_stream: SideStream
 
     @property
     def rank(self) -> int:
@@ -171,7 +169,6 @@ def make_expert_group(
             reserved_sms=reserved_sms,
             resolver=shared_resolver(folder, device, parallel.world_size, group, in_cuda=in_cuda),
             side_stream=SideStream.create(comm.device),
-            plan_stream=SideStream.create(comm.device, urgent=True),
         )
         opened.pop_all()
     return made

@@ -64,7 +64,7 @@ class OverBackend(PrepareFinalize):
         kernels = resolve_kernels(group.device, use_kernels)
         self.backend = make_backend(config, group, overlap or self.default_overlap, use_kernels=kernels)
         self.layout, self.workspace, self.comm = self.backend.layout, group.workspace, group.comm
-        self.plan_stream = group.plan_stream
+        self.side_stream = group.side_stream
 
 
 class _Symmetric(OverBackend):
@@ -88,7 +88,7 @@ class _Symmetric(OverBackend):
             f"hidden_size={tokens.shape[1]} of tokens must be the pool's {shape.hidden_size}",
         )
         require(tokens.dtype == shape.dtype, f"dtype={tokens.dtype} of tokens must be the pool's {shape.dtype}")
-        arrive = self.plan_stream.start(partial(self._bring, routed, quantize))
+        arrive = self.side_stream.start(partial(self._bring, routed, quantize))
         return lambda: self._received(routed, quantize, *arrive())
 
     def finalize(self, outputs: Tensor, received: Received, reduce: TopKReduce) -> Tensor:

@@ -3,7 +3,8 @@
 Where a layer leaves SMs idle: while ids travel and the plan is made (small kernels that wait for each
 other, tens of microseconds), behind the last blocks of the persistent kernels, and, backward, while gradients travel.
 Work on a stream of its own is there to fill these holes; elsewhere it costs what it would cost in line, as the fused
-kernels take every SM. How much a layer gains has not been measured yet.
+kernels take every SM. To switch streams costs the host time: a layer does so only while a CUDA graph is captured, whose
+replays are up to 7 % faster for it, where launched layers were up to 9 % slower (``benchmarks/results/layer.md``).
 """
 
 from __future__ import annotations
@@ -37,11 +38,9 @@ class SideStream:
         self.stream = stream
 
     @classmethod
-    def create(cls, device: torch.device, *, urgent: bool = False) -> SideStream:
-        """A stream of its own on a GPU, none elsewhere; blocks of an ``urgent`` one go before waiting blocks of others,
-        where a large kernel would hold up the small ones behind it.
-        """
-        return cls(torch.cuda.Stream(device, priority=-1 if urgent else 0) if device.type == "cuda" else None)
+    def create(cls, device: torch.device) -> SideStream:
+        """A stream of its own on a GPU, none elsewhere."""
+        return cls(torch.cuda.Stream(device) if device.type == "cuda" else None)
 
     def start(self, work: Callable[..., Result], *inputs: Tensor) -> Callable[[], Result]:
         """Launch ``work(*inputs)`` behind all that the caller has launched; what it returns joins and gives the result.

@@ -1,6 +1,5 @@
-"""A layer with a shared expert, and the same without side streams; late streams, and memory that is reused early."""
+"""A layer with a shared expert, and the same without a side stream."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,8 +16,6 @@ CONFIG = MoEConfig(
     hidden_size=256, ffn_size=256, num_experts=16, top_k=4, shared_ffn_size=512, aux_loss_coef=0.5, z_loss_coef=0.5
 )
 NUM_TOKENS = 500
-Run = Callable[[Tensor], tuple[Tensor, RouterStats]]
-NAP = 20_000_000  # cycles; some 10 ms, much longer than a layer
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,7 @@ class Pair:
 
 def make_pair(device: torch.device | str, dtype: torch.dtype, path: str = "auto", ep: int = 1) -> Pair:
     group = make_expert_group(CONFIG, ParallelConfig(ep=ep), max_tokens=NUM_TOKENS, dtype=dtype, device=device)
-    in_line = replace(group, side_stream=SideStream(None), plan_stream=SideStream(None))
+    in_line = replace(group, side_stream=SideStream(None))
     layers = (
         MoE(CONFIG, one, path=path, overlap=OverlapConfig(num_panels=1), seed=3, param_dtype=dtype)
         for one in (group, in_line)
@@ -47,44 +44,19 @@ def make_tokens(layer: MoE, seed: int) -> Tensor:
     return tokens.to(layer.group.device, layer.group.workspace.shape.dtype)
 
 
-def train_step(layer: MoE, tokens: Tensor, run: Run | None = None, *, late: bool = False) -> dict[str, Tensor]:
-    """Output, statistics and all gradients, of the layer or of what runs in its place.
-
-    ``late``: what runs beside is late, and memory that is free is poisoned.
-    """
+def train_step(layer: MoE, tokens: Tensor) -> dict[str, Tensor]:
+    """Output, statistics and all gradients."""
     layer.zero_grad()
     x = tokens.clone().requires_grad_()
-    hooks = [] if not late else delay(layer, x)
-    y, stats = (run or layer)(x * 0.5)  # the layer's input is nobody's but the layer's
+    y, stats = layer(x * 0.5)
     loss = stats.loss
     torch.autograd.backward([y, loss], [tokens.flip(0), torch.ones_like(loss)])
-    for hook in hooks:
-        hook.remove()
     assert x.grad is not None
     found = {"output": y.detach(), "loss": loss.detach(), "load": stats.expert_load, "x": x.grad}
     for name, parameter in layer.named_parameters():
         assert parameter.grad is not None, f"{name} has no gradient"
         found[name] = local(parameter.grad).clone()
     return found
-
-
-def delay(layer: MoE, like: Tensor) -> list[torch.utils.hooks.RemovableHandle]:
-    """Hold up the shared expert's stream in both passes; meanwhile, in the backward pass, write over free memory."""
-    assert layer.shared is not None
-    poisoned: list[Tensor] = []
-
-    def nap(*_: object) -> None:
-        if layer.group.device.type == "cuda":
-            torch.cuda._sleep(NAP)
-
-    def poison(_: Tensor) -> None:  # on the layer's stream, which does not wait for the shared expert here
-        poisoned.extend(torch.full_like(like, float("nan")) for _ in range(16))
-
-    return [
-        layer.shared.register_forward_pre_hook(nap),
-        layer.shared.register_full_backward_pre_hook(nap),
-        layer.router.weight.register_hook(poison),
-    ]
 
 
 def named(result: tuple[Tensor, RouterStats]) -> dict[str, Tensor]:
