@@ -24,7 +24,6 @@ from comet.kernels.gemm.wgrad import group_gemm_wgrad
 from comet.kernels.gemm.wgrad_cuda import TICKETS, group_gemm_wgrad_cuda, runs_cuda
 from comet.kernels.layer import dispatch_gemm as cuda_layer0
 from comet.kernels.layer import gemm_combine as cuda_layer1
-from comet.kernels.layer.settings import LaunchSettings
 from comet.kernels.layer.triton.dispatch import DispatchLists
 from comet.kernels.layer.triton.dispatch import dispatch as launch_dispatch
 from comet.kernels.layer.triton.dispatch_gemm import dispatch_gemm
@@ -75,8 +74,7 @@ class Fused(Backend):
         rows, ffn = plan.routed_row_ids.numel(), w1.shape[1] // 2
         hidden = x.new_empty(rows, ffn)
         pre = x.new_empty(rows, 2 * ffn) if save_pre_activation else None
-        symm, table = recv_symm(self.workspace), tile_table(plan, Launch.DISPATCH_GEMM)
-        launch_dispatch_gemm(x, w1, hidden, pre, symm, dispatch_lists(plan), table, self.settings, b1)
+        self._layer0(x, w1, hidden, pre, recv_symm(self.workspace), plan, b1)
         return hidden, pre
 
     def gemm_combine(self, hidden: Tensor | FP8, w2: Tensor | FP8, plan: Plan, b2: Tensor | None = None) -> Tensor:
@@ -87,13 +85,7 @@ class Fused(Backend):
                 Scaled(elements=hidden.elements, scales=hidden.scales.T),
                 Scaled(elements=w2.elements, scales=w2.scales),
             )
-        rows, columns = plan.routed_row_ids.numel(), self.workspace.shape.hidden_size
-        y = plan.row_weights.new_empty(rows, columns, dtype=self.workspace.shape.dtype)
-        out = y.new_empty(plan.num_tokens, columns)
-        symm, returns = combine_symm(self.workspace), combine_lists(plan, weighted=True)
-        settings, table = self.settings, tile_table(plan, Launch.GEMM_COMBINE)
-        launch_gemm_combine(*operands, y, out, symm, returns, table, settings, b2, in_cuda=settings.cuda_kernels)
-        return out
+        return self._layer1(*operands, plan, combine_lists(plan, weighted=True), Launch.GEMM_COMBINE, b2)
 
     def _dispatch_gemm_fp8(self, x: Tensor, w1: FP8, plan: Plan, b1: Tensor | None) -> FP8:
         x, rows, ffn = aligned(x), plan.routed_row_ids.numel(), w1.elements.shape[1] // 2
@@ -102,10 +94,46 @@ class Fused(Backend):
         pack_rows(x, symm.rows[plan.own_rows])
         elements = x.new_empty(rows, ffn, dtype=w1.elements.dtype)
         scales = x.new_empty(ffn // FP8_BLOCK, rows, dtype=torch.float32)
-        settings, table = self.settings, tile_table(plan, Launch.DISPATCH_GEMM)
         weights, hidden = Scaled(elements=w1.elements, scales=w1.scales), Scaled(elements=elements, scales=scales)
-        launch_dispatch_gemm(None, weights, hidden, None, symm, dispatch_lists(plan), table, settings, b1)
+        self._layer0(None, weights, hidden, None, symm, plan, b1)
         return FP8(elements=elements, scales=scales.T, block_rows=1, trusted=True)
+
+    def _layer0(
+        self,
+        x: Tensor | None,
+        w1: Tensor | Scaled,
+        hidden: Tensor | Scaled,
+        pre: Tensor | None,
+        symm: SymmBuffer,
+        plan: Plan,
+        b1: Tensor | None,
+    ) -> None:
+        """In CUDA C++ where it can run, else in Triton; ranks may differ in it."""
+        table = tile_table(plan, Launch.DISPATCH_GEMM)
+        launch = cuda_layer0.dispatch_gemm_cuda if cuda_layer0.can_run(w1, table) else dispatch_gemm
+        launch(x, w1, hidden, pre, symm, dispatch_lists(plan), table, self.settings, b1)
+
+    def _layer1(
+        self,
+        a: Tensor | Scaled,
+        b: Tensor | Scaled,
+        plan: Plan,
+        returns: CombineLists,
+        kind: Launch,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """Layer 1, or fc1_dgrad where ``returns`` has gradients: ``(T, D)``.
+
+        In CUDA C++ where it can run on all ranks, as its flags are not those of Triton's, else in Triton.
+        """
+        symm, table = combine_symm(self.workspace), tile_table(plan, kind)
+        columns, dtype = self.workspace.shape.hidden_size, self.workspace.shape.dtype
+        y = plan.row_weights.new_empty(plan.routed_row_ids.numel(), columns, dtype=dtype)
+        out = y.new_empty(plan.num_tokens, columns)
+        in_cuda = self.settings.cuda_kernels and cuda_layer1.can_run(y, b, symm, returns, table)
+        launch = cuda_layer1.gemm_combine_cuda if in_cuda else gemm_combine
+        launch(a, b, y, out, symm, returns, table, self.settings, bias)
+        return out
 
     def barrier(self) -> None:
         """On the device, in stream order."""
@@ -121,9 +149,17 @@ class Fused(Backend):
         """In CUDA C++ one launch for dispatch and GEMM, and a copy behind it; else a launch for each of them."""
         grad_output, num_rows = aligned(grad_output), plan.routed_row_ids.numel()
         grads, out = grad_output.new_empty(num_rows, w2.shape[1]), grad_output.new_empty(num_rows, w2.shape[2])
-        symm, table = recv_symm(self.workspace), tile_table(plan, Launch.DISPATCH_DGRAD)
-        sends, comm_blocks = dispatch_lists(plan), self.settings.comm_blocks
-        launch_fc2_dgrad(grad_output, w2, grads, out, symm, sends, table, plan.tiles, comm_blocks)
+        symm, sends = recv_symm(self.workspace), dispatch_lists(plan)
+        table = tile_table(plan, Launch.DISPATCH_DGRAD)
+        if cuda_layer0.can_run(w2, table, is_dgrad=True):
+            by_phase = replace(table, tiles=plan.tiles)
+            cuda_layer0.fc2_dgrad_cuda(grad_output, w2, out, symm, sends, by_phase, self.settings.comm_blocks)
+            own = OwnRows(rows=grad_output, first=symm.rank * symm.max_tokens)
+            gather_rows(symm.rows, grads, table.row_ids, table, own)
+        else:
+            launch_dispatch(grad_output, symm, sends, table.counters)
+            gather_rows(symm.rows, grads, table.row_ids, table)
+            group_gemm(grads, w2, out, table, gather=False, layout="kn", config=GemmConfig.select(out.dtype))
         return grads, out
 
     def activation_backward(self, pre_activation: Tensor, grad_hidden: Tensor, plan: Plan) -> ActivationGradients:
@@ -154,19 +190,15 @@ class Fused(Backend):
         self, grad_pre: Tensor, w1: Tensor, grad_row_weights: Tensor, plan: Plan
     ) -> tuple[Tensor, Tensor]:
         """Launched as layer 1 is."""
-        workspace = self.workspace
-        y = grad_pre.new_empty(grad_pre.shape[0], w1.shape[2])
-        out = grad_pre.new_empty(plan.num_tokens, w1.shape[2])
+        received = self.workspace.combine_grads
         grads = GradBuffer(
             row_grads=grad_row_weights,
-            received=workspace.combine_grads.local,
-            received_pointers=workspace.combine_grads.pointers,
+            received=received.local,
+            received_pointers=received.pointers,
             out=grad_row_weights.new_empty(plan.num_tokens, plan.layout.top_k),
         )
-        symm, returns = combine_symm(workspace), combine_lists(plan, weighted=False, grads=grads)
-        settings, table = self.settings, tile_table(plan, Launch.DGRAD_COMBINE)
-        launch_gemm_combine(grad_pre, w1, y, out, symm, returns, table, settings, in_cuda=settings.cuda_kernels)
-        return out, grads.out
+        returns = combine_lists(plan, weighted=False, grads=grads)
+        return self._layer1(grad_pre, w1, plan, returns, Launch.DGRAD_COMBINE), grads.out
 
     def fc1_wgrad(self, grad_pre: Tensor, received: Tensor, plan: Plan) -> Tensor:
         """A gather, then a GEMM contracted over rows."""
@@ -193,77 +225,6 @@ class Fused(Backend):
             y, y[None], y, out, combine_symm(self.workspace), combine_lists(plan, weighted=weighted), table, settings
         )
         return out
-
-
-def launch_dispatch_gemm(
-    x: Tensor | None,
-    w1: Tensor | Scaled,
-    hidden: Tensor | Scaled,
-    pre: Tensor | None,
-    symm: SymmBuffer,
-    sends: DispatchLists,
-    table: TileTable,
-    settings: LaunchSettings,
-    b1: Tensor | None = None,
-) -> None:
-    """Layer 0 in CUDA C++ where it can run, else in Triton; ranks may differ in it.
-
-    ``dispatch_gemm_cuda`` explains the arguments.
-    """
-    launch = cuda_layer0.dispatch_gemm_cuda if cuda_layer0.can_run(w1, table) else dispatch_gemm
-    launch(x, w1, hidden, pre, symm, sends, table, settings, b1)
-
-
-def launch_gemm_combine(
-    a: Tensor | Scaled,
-    b: Tensor | Scaled,
-    y: Tensor,
-    out: Tensor,
-    symm: SymmBuffer,
-    returns: CombineLists,
-    table: TileTable,
-    settings: LaunchSettings,
-    bias: Tensor | None = None,
-    *,
-    in_cuda: bool = True,
-) -> None:
-    """Layer 1, or fc1_dgrad where ``returns`` has gradients, in CUDA C++ where it can run, else in Triton.
-
-    Args, but for those that ``gemm_combine_cuda`` explains:
-        in_cuda: Whether all ranks have it in CUDA C++, whose flags are not those of Triton's.
-    """
-    launch = gemm_combine
-    if in_cuda and cuda_layer1.can_run(y, b, symm, returns, table):
-        launch = cuda_layer1.gemm_combine_cuda
-    launch(a, b, y, out, symm, returns, table, settings, bias)
-
-
-def launch_fc2_dgrad(
-    grad_y: Tensor,
-    w2: Tensor,
-    grads: Tensor,
-    out: Tensor,
-    symm: SymmBuffer,
-    sends: DispatchLists,
-    table: TileTable,
-    phase_tiles: Tensor,
-    comm_blocks: int = 0,
-) -> None:
-    """``fc2_dgrad_cuda``, or dispatch and GEMM in Triton, and the routed rows of the gradients.
-
-    Args, but for those that ``fc2_dgrad_cuda`` explains:
-        grads: ``(Q, D)`` receives the gradient of each routed row; rows of no tile are undefined, as in ``out``.
-        table: Tiles by expert, and the received row of each routed row.
-        phase_tiles: ``(max_tiles, 4)`` the same tiles by phase.
-    """
-    if cuda_layer0.can_run(w2, table, is_dgrad=True):
-        cuda_layer0.fc2_dgrad_cuda(grad_y, w2, out, symm, sends, replace(table, tiles=phase_tiles), comm_blocks)
-        own = OwnRows(rows=grad_y, first=symm.rank * symm.max_tokens)
-        gather_rows(symm.rows, grads, table.row_ids, table, own)
-    else:
-        launch_dispatch(grad_y, symm, sends, table.counters)
-        gather_rows(symm.rows, grads, table.row_ids, table)
-        group_gemm(grads, w2, out, table, gather=False, layout="kn", config=GemmConfig.select(out.dtype))
 
 
 def wgrad(left: Tensor, right: Tensor, plan: Plan, launch: Launch) -> Tensor:

@@ -13,20 +13,23 @@ import pytest
 import torch
 from torch import Tensor
 
+from comet.comm import LocalCommunicator
 from comet.kernels.layer import dispatch_gemm as layer0
 from comet.kernels.layer import gemm_combine as layer1
 from comet.kernels.layer.gemm_combine import FP8_CONFIG, CudaConfig, combine_bytes, launched_blocks, ticket_parts
-from comet.kernels.layer.settings import LaunchSettings, TileShape
+from comet.kernels.layer.settings import TileShape
 from comet.kernels.layer.triton import gemm_combine as triton_layer1
-from comet.kernels.layer.triton.dispatch import DispatchLists
 from comet.kernels.runtime.arch import HOPPER
 from comet.kernels.runtime.arguments import CombineLists, GradBuffer, Scaled, SymmBuffer, TileTable, num_sms
 from comet.kernels.runtime.cuda_source import TensorMap
 from comet.kernels.runtime.limits import CHUNK_FLAGS, COMBINE_CHUNK_ROWS
 from comet.layer import fused
-from comet.layer.fused import launch_dispatch_gemm, launch_gemm_combine, tile_table
-from comet.layer.plan import Launch, Plan, num_counters
+from comet.layer.fused import tile_table
+from comet.layer.plan import Launch, Plan, PlanRules, num_counters
+from comet.layer.twin.layer import Twin
+from comet.layer.workspace import Workspace, WorkspaceShape
 from comet.layout import ExpertLayout
+from comet.schedule.settings import LayerSettings
 
 
 def make_symm(world_size: int = 2, max_tokens: int = 128) -> SymmBuffer:
@@ -221,6 +224,19 @@ def test_neither_is_taken_without_a_gpu() -> None:
     assert not layer1.can_run(**layer1_call(in_fp8(8, 512, 256), y=torch.empty(1, 512, dtype=torch.bfloat16)))
 
 
+def make_layer1(settings: LayerSettings) -> Callable[..., Tensor]:
+    """Layer 1 of a layer of one rank, of operands and bias, in a forward or a backward pass."""
+    layout = ExpertLayout(num_experts=2, top_k=2, ep=1, tp=1, rank=0)
+    shape = WorkspaceShape(world_size=1, max_tokens=128, hidden_size=128, top_k=2, dtype=torch.bfloat16)
+    parts = layout, Workspace(LocalCommunicator(torch.device("cpu")), shape), PlanRules.create(128, None, 512), settings
+    plan, backend = Twin(*parts).plan(torch.tensor([[0, 1]]).int(), torch.ones(1, 2)), fused.Fused(*parts)
+
+    def run(a: Any, b: Any, *, backward: bool = False) -> Tensor:
+        return backend._layer1(a, b, plan, make_returns(backward=backward), Launch.GEMM_COMBINE)
+
+    return run
+
+
 @pytest.mark.parametrize("cuda_kernels", [False, True])
 def test_layer_1_is_not_asked_where_a_rank_of_the_group_lacks_it(
     monkeypatch: pytest.MonkeyPatch, cuda_kernels: bool
@@ -230,26 +246,8 @@ def test_layer_1_is_not_asked_where_a_rank_of_the_group_lacks_it(
     monkeypatch.setattr(layer1, "is_available", lambda device: True)
     monkeypatch.setattr(layer1, "gemm_combine_cuda", lambda *_: launched.append("cuda"))
     monkeypatch.setattr(fused, "gemm_combine", lambda *_: launched.append("triton"))
-    y, b, *rest = layer1_call(in_16_bits(8, 512, 256)).values()
-    launch_gemm_combine(y, b, y, y, *rest, LaunchSettings(), in_cuda=cuda_kernels)
+    make_layer1(LayerSettings(cuda_kernels=cuda_kernels))(torch.zeros(512, 128), in_16_bits(2, 128, 128))
     assert launched == ["cuda" if cuda_kernels else "triton"]
-
-
-@pytest.mark.parametrize("biases", [None, torch.zeros(8, 512)])
-def test_launches_hand_on_what_they_get(monkeypatch: pytest.MonkeyPatch, biases: Tensor | None) -> None:
-    given: list[tuple[object, ...]] = []
-    for module, name in ((layer0, "dispatch_gemm_cuda"), (layer1, "gemm_combine_cuda")):
-        monkeypatch.setattr(module, "is_available", lambda device: True)
-        monkeypatch.setattr(module, name, lambda *call: given.append(call))
-    sends = DispatchLists(token_ids=NUMBERS, counts=NUMBERS, recv_counts=NUMBERS, pushed=NUMBERS)
-    hidden = in_fp8(1, 128, 256)
-    y, b, *rest = layer1_call(in_fp8(8, 512, 256)).values()
-    of_layer0 = None, in_fp8(8, 512, 512), hidden, None, make_symm(), sends, make_table(), LaunchSettings(), biases
-    of_layer1 = hidden, b, y, y, *rest, LaunchSettings(num_panels=3), biases
-    launch_dispatch_gemm(*of_layer0)
-    launch_gemm_combine(*of_layer1)
-    for found, wanted in zip(given, (of_layer0, of_layer1), strict=True):
-        assert all(mine is other for mine, other in zip(found, wanted, strict=True))
 
 
 # ---- SMs that layer 1 leaves alone
@@ -264,11 +262,11 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     num_sms.cache_clear()
 
 
-def run_layer1(settings: LaunchSettings, *, fp8: bool, backward: bool = False) -> None:
-    a, b, out = torch.zeros(128, 128), torch.zeros(2, 128, 128), torch.zeros(128, 128, dtype=torch.bfloat16)
+def run_layer1(settings: LayerSettings, *, fp8: bool, backward: bool = False) -> None:
+    a, b = torch.zeros(512, 128), torch.zeros(2, 128, 128)
     if fp8:
         a, b = (Scaled(elements=each.to(torch.float8_e4m3fn), scales=torch.zeros(1)) for each in (a, b))
-    launch_gemm_combine(a, b, out, out, make_symm(), make_returns(backward=backward), make_table(), settings)
+    make_layer1(settings)(a, b, backward=backward)
 
 
 @pytest.mark.parametrize(("fp8", "blocks"), [(True, SMS - RESERVED), (False, 92)])
@@ -278,7 +276,7 @@ def test_reserved_sms_in_cuda(monkeypatch: pytest.MonkeyPatch, a_gpu: None, fp8:
     monkeypatch.setattr(layer1, "can_run", lambda *_: True)
     monkeypatch.setattr(layer1, "_kernels", lambda *_: defaultdict(lambda: kernel))
     for reserved in (0, RESERVED):
-        run_layer1(LaunchSettings(reserved_sms=reserved), fp8=fp8)
+        run_layer1(LayerSettings(reserved_sms=reserved), fp8=fp8)
     assert found == [SMS, blocks]
 
 
@@ -294,6 +292,6 @@ def test_reserved_sms_in_triton(monkeypatch: pytest.MonkeyPatch, a_gpu: None, fp
 
     monkeypatch.setattr(triton_layer1, "gemm_combine_kernel", Kernel())
     run_layer1(
-        LaunchSettings(tile=TileShape(block_n=128, block_k=128), reserved_sms=RESERVED), fp8=fp8, backward=backward
+        LayerSettings(tile=TileShape(block_n=128, block_k=128), reserved_sms=RESERVED), fp8=fp8, backward=backward
     )
     assert found == [SMS - RESERVED]
