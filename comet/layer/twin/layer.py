@@ -8,25 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from comet.comm.base import SymmTensor
 from comet.comm.collectives import accumulator_dtype, check_calls
-from comet.comm.signals import signal, wait
+from comet.comm.signals import signal
 from comet.config import require
 from comet.errors import CapacityError
-from comet.kernels.runtime.activation import Activation
 from comet.kernels.runtime.limits import CHUNK_FLAGS, CHUNK_ROWS, COMBINE_CHUNK_ROWS
 from comet.layer.backend import ActivationGradients, Backend
 from comet.layer.plan import Plan
-from comet.layer.twin.plan import exchange_ids, plan_tensors, receive_ids
+from comet.layer.twin.plan import exchange_ids, plan_tensors, receive_ids, wait_flag
 from comet.layer.workspace import Workspace
-from comet.quantization.formats import FP8, FP8_BLOCK, quantize_rows
+from comet.quantization.formats import FP8, quantize_rows
 from comet.quantization.packed import pack, unpack
-from comet.utils.autocast import without_autocast
 
 
 class Twin(Backend):
@@ -50,56 +47,33 @@ class Twin(Backend):
     def dispatch_gemm(
         self, x: Tensor, w1: Tensor | FP8, plan: Plan, b1: Tensor | None = None, *, save_pre_activation: bool
     ) -> tuple[Tensor | FP8, Tensor | None]:
-        """Phase by phase."""
+        """Phase by phase; products of block FP8 are those of what it stands for, in float32."""
+        workspace, received, in_fp8 = self.workspace, self.workspace.recv_rows, isinstance(w1, FP8)
+        sent, hidden_size = x, x.shape[1]
         if isinstance(w1, FP8):
-            return self._dispatch_gemm_fp8(x, w1, plan, b1), None
-        workspace = self.workspace
-        push_rows(x, plan, workspace, workspace.recv_rows)
-        pre = x.new_empty(plan.routed_row_ids.numel(), w1.shape[1])
+            sent, w1 = pack(quantize_rows(x, trusted=True), x.dtype), w1.dequantize()
+            received = received.with_columns(sent.shape[1])
+        push_rows(sent, plan, workspace, received)
+        pre = w1.new_empty(plan.routed_row_ids.numel(), w1.shape[1])
         for rows, expert in _tile_runs(plan, workspace):
-            torch.mm(workspace.recv_rows.local[plan.routed_row_ids[rows]], w1[expert].T, out=pre[rows])
+            arrived = received.local[plan.routed_row_ids[rows]]
+            arrived = unpack(arrived, hidden_size).dequantize() if in_fp8 else arrived
+            torch.mm(arrived, w1[expert].T, out=pre[rows])
             if b1 is not None:
                 pre[rows] += b1[expert]
         hidden = self.settings.activation.forward(*pre.chunk(2, dim=1))
+        if in_fp8:
+            return quantize_rows(hidden, trusted=True), None
         return hidden, pre if save_pre_activation else None
 
     def gemm_combine(self, hidden: Tensor | FP8, w2: Tensor | FP8, plan: Plan, b2: Tensor | None = None) -> Tensor:
         """GEMM, of block FP8 in float32, then ``combine``."""
-        if isinstance(hidden, FP8) and isinstance(w2, FP8):
-            return self.combine(self._grouped_mm_fp8(hidden, w2, plan, b2), plan, weighted=True)
-        assert isinstance(hidden, Tensor)
-        assert isinstance(w2, Tensor)
-        y = _grouped_mm(hidden, w2.transpose(1, 2), plan)
+        rows, weights = (each.dequantize() if isinstance(each, FP8) else each for each in (hidden, w2))
+        y = _grouped_mm(rows, weights.transpose(1, 2), plan)
         if b2 is not None:
             for segment, expert in _nonempty(plan):
                 y[segment] += b2[expert]
-        return self.combine(y, plan, weighted=True)
-
-    def _dispatch_gemm_fp8(self, x: Tensor, w1: FP8, plan: Plan, b1: Tensor | None) -> FP8:
-        workspace = self.workspace
-        hidden_size, ffn = x.shape[1], w1.elements.shape[1] // 2
-        packed = pack(quantize_rows(x, trusted=True), x.dtype)
-        received = workspace.recv_rows.with_columns(packed.shape[1])
-        push_rows(packed, plan, workspace, received)
-        num_rows = plan.routed_row_ids.numel()
-        hidden = torch.empty(num_rows, ffn, dtype=torch.float8_e4m3fn, device=x.device)
-        scales = torch.empty(num_rows, ffn // FP8_BLOCK, dtype=torch.float32, device=x.device)
-        for rows, expert in _tile_runs(plan, workspace):
-            arrived = unpack(received.local[plan.routed_row_ids[rows]], hidden_size)
-            pre = multiply(arrived, w1, expert)
-            if b1 is not None:
-                pre += b1[expert]
-            quantised = quantize_rows(self.settings.activation.forward(*pre.chunk(2, dim=1)), trusted=True)
-            hidden[rows], scales[rows] = quantised.elements, quantised.scales
-        return FP8(elements=hidden, scales=scales, block_rows=1, trusted=True)
-
-    def _grouped_mm_fp8(self, hidden: FP8, w2: FP8, plan: Plan, b2: Tensor | None) -> Tensor:
-        y = torch.empty(hidden.elements.shape[0], w2.elements.shape[1], dtype=self.workspace.shape.dtype)
-        for segment, expert in _nonempty(plan):
-            rows = FP8(elements=hidden.elements[segment], scales=hidden.scales[segment], block_rows=1, trusted=True)
-            product = multiply(rows, w2, expert)
-            y[segment] = (product if b2 is None else product + b2[expert]).to(y.dtype)
-        return y
+        return self.combine(y.to(self.workspace.shape.dtype), plan, weighted=True)
 
     def barrier(self) -> None:
         """Between processes."""
@@ -120,14 +94,36 @@ class Twin(Backend):
         return grads, _grouped_mm(grads, w2, plan)
 
     def activation_backward(self, pre_activation: Tensor, grad_hidden: Tensor, plan: Plan) -> ActivationGradients:
-        """Routed rows of no segment are 0."""
-        return activation_backward(pre_activation, grad_hidden, plan, self.settings.activation)
+        """In float32 (float64 stays float64); routed rows of no segment are 0."""
+        wide, used = accumulator_dtype(pre_activation.dtype), _used_rows(plan)
+        ids, slots = plan.routed_row_ids[used], plan.routed_slots[used]
+        weights = plan.row_weights[ids, slots][:, None]
+        gate, up = pre_activation[used].to(wide).chunk(2, dim=1)
+        grad_used = grad_hidden[used].to(wide)
+        hidden, *grads = self.settings.activation.backward(gate, up, weights * grad_used)
+        hidden = hidden.to(pre_activation.dtype).to(wide)
+        grad_weights = torch.zeros_like(plan.row_weights)
+        grad_weights[ids, slots] = (grad_used * hidden).sum(dim=1)
+        grad_pre = torch.zeros_like(pre_activation)
+        grad_pre[used] = torch.cat(grads, dim=1).to(grad_pre.dtype)
+        weighted_hidden = torch.zeros_like(grad_hidden)
+        weighted_hidden[used] = (weights * hidden).to(weighted_hidden.dtype)
+        return ActivationGradients(grad_pre, weighted_hidden, grad_weights)
 
     def bias_backward(
         self, grad_pre: Tensor, grad_rows: Tensor, b2: Tensor | None, grad_row_weights: Tensor, plan: Plan
     ) -> tuple[Tensor, Tensor]:
-        """Expert by expert."""
-        return bias_backward(grad_pre, grad_rows, b2, grad_row_weights, plan)
+        """Expert by expert, in float32 (float64 stays float64)."""
+        wide, experts = accumulator_dtype(grad_rows.dtype), plan.segment_counts.numel()
+        b1_grad, b2_grad = (each.new_zeros(experts, each.shape[1]) for each in (grad_pre, grad_rows))
+        for segment, expert in _nonempty(plan):
+            ids, slots = plan.routed_row_ids[segment], plan.routed_slots[segment]
+            rows, weights = grad_rows[segment].to(wide), plan.row_weights[ids, slots]
+            b1_grad[expert] = grad_pre[segment].to(wide).sum(0).to(b1_grad.dtype)
+            b2_grad[expert] = (weights[:, None] * rows).sum(0).to(b2_grad.dtype)
+            if b2 is not None:
+                grad_row_weights[ids, slots] += rows @ b2[expert].to(wide)
+        return b1_grad, b2_grad
 
     def dgrad_combine(
         self, grad_pre: Tensor, w1: Tensor, grad_row_weights: Tensor, plan: Plan
@@ -138,12 +134,15 @@ class Twin(Backend):
         return sum_arrived(grad_pre.dtype, plan, self.workspace, grads), grads
 
     def fc1_wgrad(self, grad_pre: Tensor, received: Tensor, plan: Plan) -> Tensor:
-        """Expert by expert."""
-        return wgrad(grad_pre, _rows_of(received, plan.routed_row_ids), plan)
+        """A product as that of w2."""
+        return self.fc2_wgrad(grad_pre, _rows_of(received, plan.routed_row_ids), plan)
 
     def fc2_wgrad(self, grad_rows: Tensor, weighted_hidden: Tensor, plan: Plan) -> Tensor:
         """Expert by expert."""
-        return wgrad(grad_rows, weighted_hidden, plan)
+        out = grad_rows.new_zeros(plan.segment_counts.numel(), grad_rows.shape[1], weighted_hidden.shape[1])
+        for segment, expert in _nonempty(plan):
+            out[expert].addmm_(grad_rows[segment].T, weighted_hidden[segment])
+        return out
 
     def dispatch(self, rows: Tensor, plan: Plan) -> Tensor:
         """Push, then wait for all sources."""
@@ -159,55 +158,6 @@ class Twin(Backend):
         """Send all sums, then wait for those of the others."""
         send_sums(y, plan, self.workspace, weighted=weighted, row_grads=None)
         return sum_arrived(y.dtype, plan, self.workspace, None)
-
-
-def multiply(rows: FP8, weight: FP8, expert: int) -> Tensor:
-    """``(n, N)`` float32: rows ``(n, K)`` times one expert's matrix of ``(e, N, K)``."""
-    matrix = FP8(elements=weight.elements[expert], scales=weight.scales[expert], trusted=True)
-    with without_autocast(rows.elements.device):
-        return rows.dequantize() @ matrix.dequantize().T
-
-
-def activation_backward(pre: Tensor, grad_hidden: Tensor, plan: Plan, activation: Activation) -> ActivationGradients:
-    """Backward of ``weight * activation(gate, up)``, in float32 (float64 stays float64); 0 in rows of no segment."""
-    wide, used = accumulator_dtype(pre.dtype), _used_rows(plan)
-    ids, slots = plan.routed_row_ids[used], plan.routed_slots[used]
-    weights = plan.row_weights[ids, slots][:, None]
-    gate, up = pre[used].to(wide).chunk(2, dim=1)
-    grad_used = grad_hidden[used].to(wide)
-    hidden, *grads = activation.backward(gate, up, weights * grad_used)
-    hidden = hidden.to(pre.dtype).to(wide)
-    grad_weights = torch.zeros_like(plan.row_weights)
-    grad_weights[ids, slots] = (grad_used * hidden).sum(dim=1)
-    grad_pre = torch.zeros_like(pre)
-    grad_pre[used] = torch.cat(grads, dim=1).to(grad_pre.dtype)
-    weighted_hidden = torch.zeros_like(grad_hidden)
-    weighted_hidden[used] = (weights * hidden).to(pre.dtype)
-    return ActivationGradients(grad_pre, weighted_hidden, grad_weights)
-
-
-def bias_backward(
-    grad_pre: Tensor, grad_rows: Tensor, b2: Tensor | None, grad_row_weights: Tensor, plan: Plan
-) -> tuple[Tensor, Tensor]:
-    """Gradients of both biases, and what comes through b2 to the routing weights', in float32 or float64."""
-    wide, experts = accumulator_dtype(grad_rows.dtype), plan.segment_counts.numel()
-    b1_grad, b2_grad = (each.new_zeros(experts, each.shape[1]) for each in (grad_pre, grad_rows))
-    for segment, expert in _nonempty(plan):
-        ids, slots = plan.routed_row_ids[segment], plan.routed_slots[segment]
-        rows, weights = grad_rows[segment].to(wide), plan.row_weights[ids, slots]
-        b1_grad[expert] = grad_pre[segment].to(wide).sum(0).to(b1_grad.dtype)
-        b2_grad[expert] = (weights[:, None] * rows).sum(0).to(b2_grad.dtype)
-        if b2 is not None:
-            grad_row_weights[ids, slots] += rows @ b2[expert].to(wide)
-    return b1_grad, b2_grad
-
-
-def wgrad(left: Tensor, right: Tensor, plan: Plan) -> Tensor:
-    """Gradient ``(e, M', N')`` of a weight: the outer products of routed rows ``(Q, M')`` and ``(Q, N')``, added up."""
-    out = left.new_zeros(plan.segment_counts.numel(), left.shape[1], right.shape[1])
-    for segment, expert in _nonempty(plan):
-        out[expert].addmm_(left[segment].T, right[segment])
-    return out
 
 
 def send_sums(y: Tensor, plan: Plan, workspace: Workspace, *, weighted: bool, row_grads: Tensor | None) -> None:
@@ -307,7 +257,8 @@ def sum_arrived(dtype: torch.dtype, plan: Plan, workspace: Workspace, grads: Ten
             continue
         for chunk in range(int(rows.max()) // COMBINE_CHUNK_ROWS + 1):
             index = (contributor * chunks + chunk) * CHUNK_FLAGS
-            _wait_flag(workspace, workspace.combine_flags.local, index, contributor, "layer 1 combine", chunk)
+            place = f"layer 1 combine, chunk {chunk}"
+            wait_flag(workspace, workspace.combine_flags.local, index, int(workspace.epoch), contributor, place)
         slots = contributor * max_tokens + rows[hit]
         total.index_add_(0, hit, received[slots].to(total.dtype))
         if grads is not None:
@@ -319,13 +270,8 @@ def _wait_chunks(plan: Plan, workspace: Workspace, chunks: Iterable[int]) -> Non
     """Wait for chunks of rows, numbered over all sources."""
     for index in chunks:
         source, chunk = divmod(index, plan.max_tokens // CHUNK_ROWS)
-        _wait_flag(workspace, workspace.recv_flags.local, index, source, "layer 0 dispatch", chunk)
-
-
-def _wait_flag(workspace: Workspace, flags: Tensor, index: int, peer: int, place: str, chunk: int) -> None:
-    comm, place = workspace.comm, f"{place}, chunk {chunk}"
-    whom: dict[str, Any] = dict(rank=comm.rank, peer=peer, place=place, timeout_s=comm.timeout_s)
-    wait(flags, index, int(workspace.epoch), **whom, check=comm.board.check)
+        place = f"layer 0 dispatch, chunk {chunk}"
+        wait_flag(workspace, workspace.recv_flags.local, index, int(workspace.epoch), source, place)
 
 
 def _ring(rank: int, world_size: int) -> list[int]:

@@ -39,16 +39,7 @@ def receive_ids(ids: Tensor, layout: ExpertLayout, workspace: Workspace) -> tupl
     """Wait for the ids of all ranks and advance the epoch; ids and weights ``(W, M, K)`` as they lie in the pool."""
     epoch = int(workspace.epoch) + 1
     for source in range(workspace.comm.world_size):
-        wait(
-            workspace.ids_flags.local,
-            source * _chunks(workspace),
-            epoch,
-            rank=workspace.comm.rank,
-            peer=source,
-            place=f"{PLACE}, chunk 0",
-            timeout_s=workspace.comm.timeout_s,
-            check=workspace.comm.board.check,
-        )
+        wait_flag(workspace, workspace.ids_flags.local, source * _chunks(workspace), epoch, source, f"{PLACE}, chunk 0")
     workspace.epoch.fill_(epoch)
     workspace.comm.in_flight = False  # should all ranks raise
     check_calls(workspace.calls.local[epoch & 1].tolist(), "tokens, top_k_weights, w1 or w2")
@@ -56,6 +47,12 @@ def receive_ids(ids: Tensor, layout: ExpertLayout, workspace: Workspace) -> tupl
     check_ids(bad_ids(received, layout).flatten(1).sum(1).tolist(), ids, layout)
     workspace.comm.in_flight = True
     return received, _half(workspace.weights.local, epoch, layout.top_k)
+
+
+def wait_flag(workspace: Workspace, flags: Tensor, index: int, epoch: int, peer: int, place: str) -> None:
+    """Wait until ``peer`` has raised one of this rank's flags to ``epoch``."""
+    comm = workspace.comm
+    wait(flags, index, epoch, rank=comm.rank, peer=peer, place=place, timeout_s=comm.timeout_s, check=comm.board.check)
 
 
 def _half(region: Tensor, epoch: int, top_k: int) -> Tensor:

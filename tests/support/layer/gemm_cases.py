@@ -16,7 +16,8 @@ from comet.kernels.gemm.wgrad import group_gemm_wgrad
 from comet.kernels.gemm.wgrad_cuda import group_gemm_wgrad_cuda
 from comet.kernels.runtime.activation import SWIGLU, Activation
 from comet.kernels.runtime.arguments import TileTable
-from comet.layer.twin import layer as twin
+from comet.layer.twin.layer import Twin
+from comet.schedule.settings import LayerSettings
 
 NAN = float("nan")
 
@@ -96,6 +97,13 @@ def random_counts(generator: random.Random, num_phases: int, num_experts: int, m
 def values(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(shape, generator=generator) / 2).to(dtype).to(device)
+
+
+def twin(activation: Activation = SWIGLU) -> Twin:
+    """What multiplies and activates in plain torch, without a pool."""
+    made = object.__new__(Twin)
+    made.settings = LayerSettings(activation=activation)
+    return made
 
 
 def valid_mask(rows: Rows) -> Tensor:
@@ -184,7 +192,9 @@ def check_wgrad(
     operands = wgrad_operands(rows, shape, dtype, seed, device)
     out = torch.full((len(rows.segment_counts), *shape), NAN, dtype=dtype, device=device)
     group_gemm_wgrad(*operands, out, *rows.segments, config=config)
-    same, exact = (twin.wgrad(*(each.to(kind) for each in operands), rows.plan()) for kind in (dtype, torch.float64))
+    same, exact = (
+        twin().fc2_wgrad(*(each.to(kind) for each in operands), rows.plan()) for kind in (dtype, torch.float64)
+    )
     where = f"wgrad {shape} {dtype} seed={seed}"
     assert_as_good(where, out, same, exact, chain=chain_of(int(rows.segment_counts.max()), dtype))
     assert (out[rows.segment_counts == 0] == 0).all(), "an expert without rows must get zeros"
@@ -220,7 +230,7 @@ def check_activation_backward(
     found = [torch.full_like(like, 77.0) for like in (pre, grad_act, weights)]
     activation_backward(pre, grad_act, rows.slots, weights, rows.table, *found, activation)
     same, exact = (
-        twin.activation_backward(pre.to(kind), grad_act.to(kind), rows.plan(weights.to(wide_type(kind))), activation)
+        twin(activation).activation_backward(pre.to(kind), grad_act.to(kind), rows.plan(weights.to(wide_type(kind))))
         for kind in (dtype, torch.float64)
     )
     covered, valid = covered_slots(rows), valid_mask(rows)
@@ -258,7 +268,7 @@ def check_biases(rows: Rows, width: int, dtype: torch.dtype, seed: int, device: 
     for kind in (dtype, torch.float64):
         added = held.to(wide_type(kind), copy=True)
         plan, of_kind = rows.plan(weights.to(wide_type(kind))), given.to(kind)
-        wanted.append((*twin.bias_backward(of_kind, of_kind, bias.to(kind), added, plan), added))
+        wanted.append((*twin().bias_backward(of_kind, of_kind, bias.to(kind), added, plan), added))
     for found in runs[0][:2]:
         assert (found[rows.segment_counts == 0] == 0).all(), "an expert without rows must get zeros"
     assert torch.equal(runs[0][2][~covered_slots(rows)], held[~covered_slots(rows)]), "an entry of no routed row"
