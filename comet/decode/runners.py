@@ -158,7 +158,13 @@ class GroupExperts:
     """
 
     def __init__(self, moe: MoEConfig, group: ExpertGroup, decode_tokens: int, *, top_k: int, replicated: bool) -> None:
-        check_group(moe, group, decode_tokens)
+        group.workspace.shape.check(moe)
+        tp = group.parallel.tp  # narrower slices of experts than warp decode takes are right where it is off
+        require(
+            not decode_tokens or moe.ffn_size % (tp * DIM_MULTIPLE) == 0,
+            f"ffn_size={moe.ffn_size} must be divisible by tp={tp} into multiples of {DIM_MULTIPLE} for warp decode, "
+            f"or decode_tokens={decode_tokens} be 0",
+        )
         self.group = group
         self.decode = Decoder(top_k, decode_tokens * (1 if replicated else group.parallel.world_size))
         self.activation = moe.activation
@@ -175,8 +181,14 @@ class GroupExperts:
 
     def held(self, w1: Tensor, w2: Tensor, biases: Biases | None) -> DecodeWeights:
         """What this rank holds, as a decode step reads it."""
+        self.match(w1, w2, *(biases or ()))  # slots name places that there have to be
         b1, b2 = added_biases(biases, self.layout)
         return DecodeWeights(w1=w1, w2=w2, slots=self.slots, activation=self.activation, b1=b1, b2=b2)
+
+    def decode_step(self, routed: RoutedTokens, experts: DecodeWeights) -> Tensor:
+        """``(T, D)``: the sum over all ranks, in their order; collective."""
+        assert self.decode_on_ranks is not None, "decode_tokens=0"
+        return self.decode_on_ranks(*routed, experts, scratch=self.decode.scratch(routed.tokens, experts))
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """A copied model, such as an assistant that shares the weights, runs on the same ranks and memory."""
@@ -254,16 +266,14 @@ class ReplicatedRunner(GroupExperts):
             "requires_grad=True of tokens or top_k_weights must be False: a converted model over a group is for "
             "inference, run it under torch.no_grad()",
         )
-        if experts is None:
-            self.match(w1, w2, *(biases or ()))  # slots name places that there have to be
         if tokens.shape[0] > self.decode.max_tokens or self.decode_on_ranks is None:
             compute: Callable[..., Tensor] = partial(self.path, w1=w1, w2=w2, biases=biases)
             if experts is not None and experts.w1_scales is not None:
-                compute = partial(fp8_path(self.path), **fp8_weights(experts))
+                assert isinstance(self.path, SymmetricPath), "takes_fp8"
+                in_fp8 = fp8_weights(experts)
+                compute = partial(self.path.fp8, w1=in_fp8["w1"], w2=in_fp8["w2"])
             return run_path_on_slices(routed, compute, self.group)
-        if experts is None:
-            experts = self.held(w1, w2, biases)
-        return self.decode_on_ranks(*routed, experts, scratch=self.decode.scratch(tokens, experts))
+        return self.decode_step(routed, self.held(w1, w2, biases) if experts is None else experts)
 
 
 Runner = LocalRunner | ReplicatedRunner  # of ranks that all hold the same tokens
@@ -319,27 +329,7 @@ class DataParallelDecode(GroupExperts):
         learns = wants_grad(*routed, w1, w2, *(biases or ()))
         if most > self.decode_tokens or self.decode_on_ranks is None or learns:
             return self.path(routed, w1, w2, biases)
-        self.match(w1, w2, *(biases or ()))  # slots name places that there have to be
-        experts = self.held(w1, w2, biases)
-        return self.decode_on_ranks(*routed, experts, scratch=self.decode.scratch(tokens, experts))
-
-
-def check_group(moe: MoEConfig, group: ExpertGroup, decode_tokens: int) -> None:
-    """Raise ``ValueError`` naming field, value and rule unless a group's ranks can run layers of this shape.
-
-    Narrower slices of experts than warp decode takes are right where it is off, with ``decode_tokens=0``.
-    """
-    pool = group.workspace.shape
-    require(
-        pool.hidden_size == moe.hidden_size,
-        f"hidden_size={pool.hidden_size} of the group must be the model's {moe.hidden_size}",
-    )
-    require(pool.top_k >= moe.top_k, f"top_k={pool.top_k} of the group must be at least the model's {moe.top_k}")
-    require(
-        not decode_tokens or moe.ffn_size % (group.parallel.tp * DIM_MULTIPLE) == 0,
-        f"ffn_size={moe.ffn_size} must be divisible by tp={group.parallel.tp} into multiples of {DIM_MULTIPLE} for "
-        f"warp decode, or decode_tokens={decode_tokens} be 0",
-    )
+        return self.decode_step(routed, self.held(w1, w2, biases))
 
 
 def run_path_on_slices(routed: RoutedTokens, compute: Callable[[RoutedTokens], Tensor], group: ExpertGroup) -> Tensor:
@@ -377,13 +367,6 @@ def fp8_weights(experts: DecodeWeights) -> dict[str, FP8]:
         for name, (elements, scales) in pairs.items()
         if scales is not None
     }
-
-
-def fp8_path(path: ExpertPath) -> Callable[..., Tensor]:
-    """What computes experts in block FP8 as they are."""
-    if isinstance(path, SymmetricPath):
-        return path.fp8
-    raise ValueError(f"path={type(path).__name__} must be fused for experts in block FP8")
 
 
 def rounds(num_tokens: int, at_once: int) -> list[tuple[int, int]]:

@@ -243,8 +243,8 @@ def test_refused_groups() -> None:
         model, "dtype=torch.float32 of .* must be the group's torch.bfloat16", make_group(model, dtype=torch.bfloat16)
     )
     narrow, wide = tiny_config("mixtral", num_experts_per_tok=1), tiny_config("mixtral", hidden_size=64)
-    refuse(model, "top_k=1 of the group must be at least the model's 2", make_group(narrow))
-    refuse(model, "hidden_size=64 of the group must be the model's 32", make_group(wide))
+    refuse(model, "top_k=2 of the layer must be at most the group's 1", make_group(narrow))
+    refuse(model, "hidden_size=32 of the layer must be the group's 64", make_group(wide))
 
 
 def test_a_group_infers_only() -> None:

@@ -40,7 +40,7 @@ from safetensors.torch import load_file
 from tiers import slow
 from torch import Tensor
 
-from comet.decode.runners import LocalRunner, ReplicatedRunner, computes_fp8, fp8_path
+from comet.decode.runners import LocalRunner, ReplicatedRunner, computes_fp8
 from comet.integrations import hf
 from comet.integrations.hf.fp8 import FP8Experts, FP8SharedSlots
 from comet.integrations.hf.stored import FUSED, dequantize_slice
@@ -341,9 +341,6 @@ def test_what_computes_in_fp8() -> None:
         group = make_expert_group(each.config, each.parallel, max_tokens=8, dtype=torch.float32, device="cpu")
         assert computes_fp8(make_path("fused", each.config, group, each.overlap), each.config) == expected
         assert not computes_fp8(make_path("twin", each.config, group, each.overlap), each.config)
-        plain = make_path("plain", each.config, group)
-        assert not computes_fp8(plain, each.config)
-        with pytest.raises(ValueError, match="path=CollectivePath must be fused for experts in block FP8"):
-            fp8_path(plain)
+        assert not computes_fp8(make_path("plain", each.config, group), each.config)
         group.close()
     assert not LocalRunner(2).takes_fp8
