@@ -252,16 +252,11 @@ def expert_capacity(config: MoEConfig, group: ExpertGroup) -> int | None:
     return math.ceil(config.capacity_factor * routed / config.num_experts)
 
 
-def group_problem(config: MoEConfig, group: ExpertGroup) -> Problem:
-    """The layer call all ranks of a group agree on: its configured maximum of tokens."""
-    shape = group.workspace.shape
-    return Problem(config, group.parallel, shape.max_tokens, shape.dtype)
-
-
 def layer_choice(config: MoEConfig, group: ExpertGroup, overlap: OverlapConfig | None) -> Resolved:
-    """The setting of a layer, equal on all ranks: the user's, else measured, else the default.
+    """The setting of a layer, equal on all ranks: the user's, else measured for its most tokens, else the default.
 
     Raises:
         ValueError: If the user's setting is impossible here; the message names the rule.
     """
-    return group.resolver(group_problem(config, group), forced=overlap)
+    shape = group.workspace.shape
+    return group.resolver(Problem(config, group.parallel, shape.max_tokens, shape.dtype), forced=overlap)

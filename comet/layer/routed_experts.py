@@ -23,10 +23,9 @@ from comet.layer.backend import Backend
 from comet.layer.group import ExpertGroup
 from comet.layer.plan import Plan, check_tokens
 from comet.layer.twin.layer import Twin
-from comet.layer.weights import match_biases, match_once, match_weights, pad_width
+from comet.layer.weights import match_fp8_weights, match_once, match_weights, pad_width
 from comet.layout import Biases, RoutedTokens, added_biases
 from comet.quantization.formats import FP8
-from comet.quantization.packed import match_fp8_weights
 from comet.utils.derivatives import first_only
 from comet.utils.uncompiled import uncompiled
 
@@ -151,16 +150,12 @@ class SymmetricPath:
     ) -> None:
         self.name = "fused" if use_kernels else "twin"
         require_memory(group.comm, f"path={self.name!r}", WITHOUT_MEMORY)
-        dtype, device = group.workspace.shape.dtype, group.device
         self.backend = make_backend(config, group, overlap, use_kernels=use_kernels)
         self.use_kernels = use_kernels
         self.layout, self.workspace = self.backend.layout, self.backend.workspace
-        self.match = match_once(
-            match_weights, config, self.layout, biased=config.expert_bias, dtype=dtype, device=device
-        )
-        self.match_fp8 = match_once(match_fp8_weights, config, self.layout, device=device)
-        rules = dict(biased=config.expert_bias, dtype=dtype, device=device, contiguous=True)
-        self.match_fp8_biases = match_once(match_biases, config, self.layout, **rules)
+        rules = dict(biased=config.expert_bias, dtype=group.workspace.shape.dtype, device=group.device)
+        self.match = match_once(match_weights, config, self.layout, **rules)
+        self.match_fp8 = match_once(match_fp8_weights, config, self.layout, **rules)
         self.deferred: DeferredWgrad | None = None
 
     @uncompiled
@@ -196,8 +191,7 @@ class SymmetricPath:
                 pool or each other, or weights the layer.
         """
         check_tokens(routed.tokens, routed.top_k_ids, self.workspace)
-        self.match_fp8(w1.elements, w2.elements, w1.scales, w2.scales)
-        self.match_fp8_biases(*(biases or ()))
+        self.match_fp8(w1.elements, w2.elements, w1.scales, w2.scales, *(biases or ()))
         require(
             not wants_grad(*routed),
             "requires_grad=True of tokens or top_k_weights must be False: experts in block FP8 are for inference",

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from comet.config import DIM_MULTIPLE, MoEConfig, require
 from comet.layout import Biases, ExpertLayout
+from comet.quantization.formats import FP8_BLOCK
 from comet.utils.match import MatchOnce, Sizes
 
 
@@ -38,6 +40,34 @@ def match_weights(
     sizes.match("w1", w1, "e 2F D", **rules)
     sizes.match("w2", w2, "e D F", **rules)
     match_biases(sizes, *biases, biased=biased, **rules)
+
+
+def match_fp8_weights(
+    sizes: Sizes,
+    w1: Tensor,
+    w2: Tensor,
+    w1_scales: Tensor,
+    w2_scales: Tensor,
+    *biases: Tensor,
+    biased: bool,
+    dtype: torch.dtype,
+    **rules: Any,
+) -> None:
+    """As ``match_weights``, of weights that can be taken as they are: by address, a scale of one rank only.
+
+    ``dtype`` is that of the biases.
+    """
+    for letter in "DF":
+        name, size = sizes.origins[letter], sizes.values[letter]
+        require(size % FP8_BLOCK == 0, f"{name}={size} must be a multiple of {FP8_BLOCK} for experts in block FP8")
+    rules["contiguous"] = True
+    for name, elements, scales, spec, spec_of_scales in (
+        ("w1", w1, w1_scales, "e 2F D", f"e 2F/{FP8_BLOCK} D/{FP8_BLOCK}"),
+        ("w2", w2, w2_scales, "e D F", f"e D/{FP8_BLOCK} F/{FP8_BLOCK}"),
+    ):
+        sizes.match(f"{name}.elements", elements, spec, dtype=torch.float8_e4m3fn, **rules)
+        sizes.match(f"{name}.scales", scales, spec_of_scales, dtype=torch.float32, **rules)
+    match_biases(sizes, *biases, biased=biased, dtype=dtype, **rules)
 
 
 def match_biases(sizes: Sizes, *biases: Tensor, biased: bool, **rules: Any) -> None:

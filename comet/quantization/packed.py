@@ -7,15 +7,12 @@ pool's rows are seen as narrower ones of the same type. D is a multiple of 16, s
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from comet.config import require
 from comet.layout import round_up
 from comet.quantization.formats import FP8, FP8_BLOCK
-from comet.utils.match import Sizes
 
 SCALE_BYTES = torch.float32.itemsize
 ROW_ALIGNMENT = 64  # bytes; what copies 16 bytes at a time needs a multiple of 16 words
@@ -47,19 +44,3 @@ def _parts(packed: Tensor, hidden_size: int) -> tuple[Tensor, Tensor]:
     first = hidden_size // SCALE_BYTES
     elements = packed.view(torch.float8_e4m3fn)[..., :hidden_size]
     return elements, packed.view(torch.float32)[..., first : first + math.ceil(hidden_size / FP8_BLOCK)]
-
-
-def match_fp8_weights(
-    sizes: Sizes, w1: Tensor, w2: Tensor, w1_scales: Tensor, w2_scales: Tensor, *, device: torch.device
-) -> None:
-    """Raise ``ValueError`` unless a layer's weights can be taken as they are: by address, a scale of one rank only."""
-    for letter in "DF":
-        name, size = sizes.origins[letter], sizes.values[letter]
-        require(size % FP8_BLOCK == 0, f"{name}={size} must be a multiple of {FP8_BLOCK} for experts in block FP8")
-    rules: dict[str, Any] = dict(device=device, contiguous=True)
-    for name, elements, scales, spec, spec_of_scales in (
-        ("w1", w1, w1_scales, "e 2F D", f"e 2F/{FP8_BLOCK} D/{FP8_BLOCK}"),
-        ("w2", w2, w2_scales, "e D F", f"e D/{FP8_BLOCK} F/{FP8_BLOCK}"),
-    ):
-        sizes.match(f"{name}.elements", elements, spec, dtype=torch.float8_e4m3fn, **rules)
-        sizes.match(f"{name}.scales", scales, spec_of_scales, dtype=torch.float32, **rules)
