@@ -321,7 +321,7 @@ def rows_of(
     ]
     for (kind, budget), (_, caches) in made.items():
         mine = reports[1][kind, budget].since(reports[0][kind, budget])
-        spent = [mine] if ranks.process_group is None else gather(ranks.process_group, mine)
+        spent = gather(ranks.process_group, mine)
         num_bytes = max(map(link_bytes, spent)) / (calls * STEPS_PER_CALL)
         figures = cache_figures(spent, num_bytes, microseconds[kind, budget], microseconds["resident"], link)
         rows.append(

@@ -43,8 +43,10 @@ def this_rank() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
 
-def gather(group: ProcessGroup, value: Any) -> list[Any]:
-    """Every rank's ``value``, in rank order (collective; also a host-side barrier)."""
+def gather(group: ProcessGroup | None, value: Any) -> list[Any]:
+    """Every rank's ``value``, in rank order (collective; also a host-side barrier); ``None`` is a rank alone."""
+    if group is None:
+        return [value]
     values: list[Any] = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values

@@ -243,7 +243,7 @@ def leave_groups(*groups: ProcessGroup) -> None:
 
 def agree_on_kernels(device: torch.device, group: ProcessGroup | None) -> bool:
     """Whether all ranks have the kernels in CUDA C++; says what which rank lacks if only some have (collective)."""
-    lacking = [why_no_cuda(device)] if group is None else gather(group, why_no_cuda(device))
+    lacking = gather(group, why_no_cuda(device))
     if group is not None and group.rank() == 0 and not all(lacking):
         for rank, reason in enumerate(lacking):
             if reason:

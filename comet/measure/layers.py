@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from comet.comm.base import settle
-from comet.comm.handshake import gather
+from comet.comm.handshake import gather, largest
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig, require
 from comet.errors import StepFailedError
 from comet.jobs.config import JobConfig, activation_dtype
@@ -32,7 +32,7 @@ from comet.layer.group import ExpertGroup, make_expert_group
 from comet.layer.paths import ExpertPath, make_path
 from comet.layer.workspace import Workspace
 from comet.layout import Biases, RoutedTokens
-from comet.measure.timing import Timing, Variant, capture, max_over_ranks, rank_barrier, time_interleaved
+from comet.measure.timing import Timing, Variant, capture, rank_barrier, time_interleaved
 from comet.training.ranks import RankContext
 from comet.tuner.problem import Problem, counted
 from comet.tuner.profile import Measured
@@ -210,12 +210,11 @@ def attempt(
 
 def first_failure(failure: str, process_group: ProcessGroup | None) -> str:
     """The first failure of any rank, "" if there is none (collective; ``None`` is a rank alone)."""
-    if process_group is None:
-        return failure
-    found = {rank: reason for rank, reason in enumerate(gather(process_group, failure)) if reason}
+    reasons = gather(process_group, failure)
+    found = {rank: reason for rank, reason in enumerate(reasons) if reason}
     told = {rank for rank, reason in found.items() if reason.startswith(StepFailedError.__name__)}  # of by another
     first = min(found.keys() - told or found, default=-1)
-    reason, is_alone = found.get(first, ""), len(found.keys() - told) < process_group.size()
+    reason, is_alone = found.get(first, ""), len(found.keys() - told) < len(reasons)
     return f"rank {first}: {reason}" if reason and is_alone and f"rank {first}" not in reason else reason
 
 
@@ -254,8 +253,8 @@ class _Watch:
         Of calls a, b, a the second left a fault: two of four looks found none, so it was call 1, that of b.
         """
         self._look()
-        latest = max_over_ranks(self.group.device, self.group.process_group)
-        own, first = int(self.looks_without_fault) - 1, -int(latest(-self.looks_without_fault)) - 1
+        own = int(self.looks_without_fault) - 1
+        first = -int(largest([-own], self.group.device, self.group.process_group)[0])
         if first == len(self.settings):
             return None
         if not self.failure:

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from comet.comm.handshake import largest
 from comet.config import require
 from comet.utils import graphs
 from comet.utils.streams import SideStream
@@ -84,7 +85,7 @@ def time_interleaved(
     require(rounds >= 1, f"rounds={rounds} must be at least 1")
     require(rotate >= 1, f"rotate={rotate} must be at least 1")
     require(warmup >= 1, f"warmup={warmup} must be at least 1")
-    meet, slowest = rank_barrier(device, process_group), max_over_ranks(device, process_group)
+    meet = rank_barrier(device, process_group)
 
     def barrier() -> None:
         if opening is not None:
@@ -96,11 +97,12 @@ def time_interleaved(
     run = partial(run_round, variants, barrier=barrier, rotate=rotate, device=device)
     shortest_s = min(wall_clock(partial(run, number)) for number in range(-warmup, 0))
     if device.type == "cuda":
-        round_s = slowest(torch.tensor([shortest_s], dtype=torch.float64)).item()
+        (round_s,) = largest([shortest_s], device, process_group)
         for number in range(warmup - math.ceil(WARM_S / max(round_s, SHORTEST_ROUND_S)), 0):
             run(number)
-    samples = slowest(torch.stack([run(number) for number in range(rounds)], dim=1))
-    return {name: summarize(samples[index]) for index, name in enumerate(variants)}
+    samples = torch.stack([run(number) for number in range(rounds)], dim=1)
+    slowest = torch.tensor(largest(samples.flatten().tolist(), device, process_group), dtype=torch.float64)
+    return {name: summarize(of_one) for name, of_one in zip(variants, slowest.view_as(samples), strict=True)}
 
 
 def run_round(
@@ -137,19 +139,6 @@ def rank_barrier(device: torch.device, process_group: ProcessGroup | None) -> Ca
         return lambda: None
     token = torch.zeros(1, dtype=torch.int32, device=device)
     return lambda: dist.all_reduce(token, group=process_group)
-
-
-def max_over_ranks(device: torch.device, process_group: ProcessGroup | None) -> Callable[[Tensor], Tensor]:
-    """The elementwise maximum over the group; ``None`` is a rank alone."""
-
-    def reduce(samples: Tensor) -> Tensor:
-        if process_group is None:
-            return samples
-        on_device = samples.to(device)
-        dist.all_reduce(on_device, op=dist.ReduceOp.MAX, group=process_group)
-        return on_device.to(samples.device)
-
-    return reduce
 
 
 def capture(variant: Callable[[int], Result], *, rotate: int = 1) -> Callable[[int], Result]:

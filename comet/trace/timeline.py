@@ -217,8 +217,7 @@ def record(group: ExpertGroup, *, capacity: int = DEFAULT_CAPACITY) -> Iterator[
     after = compare(group.workspace)
     group.workspace.check()
     stamps = torch.cat([before, after]).cpu()
-    mine = _read(recorder, stamps)
-    timeline.records.extend([mine] if group.process_group is None else gather(group.process_group, mine))
+    timeline.records.extend(gather(group.process_group, _read(recorder, stamps)))
 
 
 def compare(workspace: Workspace) -> Tensor:

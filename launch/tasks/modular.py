@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from comet.comm.handshake import largest
 from comet.config import MoEConfig, require
 from comet.errors import UnavailableError
 from comet.jobs.config import JobConfig, activation_dtype
@@ -23,7 +24,7 @@ from comet.launch.tasks.registry import did_you_mean
 from comet.layer.group import ExpertGroup
 from comet.layer.paths import CollectivePath, make_path
 from comet.measure.layers import NUM_INPUTS, make_group, make_inputs
-from comet.measure.timing import max_over_ranks, time_interleaved
+from comet.measure.timing import time_interleaved
 from comet.modular import EXPERTS, PREPARE_FINALIZE, ModularMoE
 from comet.modular.composer import incompatibility
 from comet.quantization.formats import WEIGHT_TYPES
@@ -126,8 +127,8 @@ def _calls(kinds: list[type], problem: Problem, group: ExpertGroup, config: JobC
 def _measured(calls: Mapping[str, Call], group: ExpertGroup, rounds: int) -> dict[str, Any]:
     """Times of calls launched one by one, and how far apart their outputs are, as a share of the largest number."""
     pair, fused = (call(0).double() for call in calls.values())
-    slowest = max_over_ranks(group.device, group.process_group)
-    apart = slowest(torch.stack([(pair - fused).abs().max(), fused.abs().max()]))
+    mine = [(pair - fused).abs().max().item(), fused.abs().max().item()]
+    apart, most = largest(mine, group.device, group.process_group)
     times = time_interleaved(
         calls,
         rounds=rounds,
@@ -137,7 +138,7 @@ def _measured(calls: Mapping[str, Call], group: ExpertGroup, rounds: int) -> dic
         leads=False,
     )
     group.workspace.check()
-    return {"times": {name: asdict(timing) for name, timing in times.items()}, "apart": float(apart[0] / apart[1])}
+    return {"times": {name: asdict(timing) for name, timing in times.items()}, "apart": apart / most}
 
 
 def _trace(calls: Mapping[str, Call], folder: Path, device: torch.device | None) -> str | None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
+from comet.comm.handshake import largest
 from comet.measure import timing
 from comet.measure.timing import (
     WARM_S,
@@ -146,10 +147,9 @@ def test_a_cpu_needs_no_more_rounds() -> None:
 def rounds_on_rank(rank: int, world_size: int, seconds: list[float]) -> tuple[int, float, Timing]:
     """Uncounted rounds, how long they and two counted ones took by this rank's clock, and what was counted."""
     gpu = FakeGPU(seconds[rank])
-    reduce = partial(timing.max_over_ranks, CPU, dist.group.WORLD)
     with pytest.MonkeyPatch.context() as patch:
         gpu.install(patch)
-        patch.setattr(timing, "max_over_ranks", lambda *_: reduce())
+        patch.setattr(timing, "largest", lambda values, *_: largest(values, CPU, dist.group.WORLD))
         found = warm_rounds(gpu), gpu.now
         patch.setattr(timing, "run_round", lambda *_, **__: torch.tensor([7.0 + rank]))
         return *found, time_interleaved({"a": abs}, rounds=3, device=CPU)["a"]
