@@ -11,9 +11,8 @@ from ..plan.metadata import (
     PlanScratch,
     PlanTensors,
     PoolTensors,
-    exchange_constants,
     num_warps,
-    place_constants,
+    plan_constants,
 )
 from ..plan.placement import place_kernel
 from ..runtime.case import KernelCase
@@ -46,26 +45,18 @@ KINDS = dict(
 
 
 def aot_cases() -> list[KernelCase]:
-    """Both kernels for every layer."""
+    """Both kernels for every layer; for few and for many chunks, where they differ."""
     cases = []
     for name, config in LAYERS.items():
         wide = frozenset({"wide_stores"} if config.top_k >= 4 else ())
-        for values in _exchanges(config):
+        few, many = (plan_constants(config, config.top_k, chunks, NUM_COUNTERS) for chunks in (FEW_CHUNKS, MANY_CHUNKS))
+        for values in {values.expert_block: values for values in (few, many)}.values():
             words = f"{name}, {values.expert_block} experts at once"
             cases.append(_case(words, exchange_kernel, values, config, expects=wide))
-        for num_chunks in (FEW_CHUNKS, MANY_CHUNKS):
-            values = place_constants(config, config.top_k, num_chunks)
+        for values in (few, many):
             cases.append(_case(f"{name}, {values.sum_block} chunks at once", place_kernel, values, config))
     return cases
 
 
 def _case(name: str, kernel: JITFunction, values: PlanConstants, config: PlanConfig, **options: Any) -> KernelCase:
     return KernelCase.of(name, kernel, {"PLAN": values}, KINDS, num_warps=num_warps(config), **options)
-
-
-def _exchanges(config: PlanConfig) -> list[PlanConstants]:
-    """Constants for few and for many chunks, where they differ."""
-    few, many = (
-        exchange_constants(config, config.top_k, num_chunks, NUM_COUNTERS) for num_chunks in (FEW_CHUNKS, MANY_CHUNKS)
-    )
-    return [few] if few == many else [few, many]

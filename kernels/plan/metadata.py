@@ -36,8 +36,6 @@ FEW_PROGRAMS = 64  # so few programs leave most SMs idle: narrower blocks of exp
 SCAN_ELEMENTS = 1024
 SUM_CHUNKS = 32
 
-# Programs of ``exchange_kernel`` that one launch runs.
-
 
 class PoolTensors(NamedTuple):
     """Where ids and weights of all ranks arrive, as one rank sees it; half [parity, s] is written by source s."""
@@ -150,15 +148,15 @@ class PlanConstants(NamedTuple):
     chunk: int  # tokens of a chunk
     buckets: int
     interpret: bool
-    expert_block: int = 0  # of exchange_kernel: experts that a program counts
-    flat: int = 0  # power of two, at least the slots of a chunk
-    num_counters: int = 0  # that are set to zero
-    padded_experts: int = 0  # of place_kernel: power of two, at least e
-    sources: int = 0  # power of two, at least W
-    phases: int = 0
-    block_rows: int = 0  # of a GEMM tile
-    scan_rows: int = 0  # chunks whose counts are added up at once
-    sum_block: int = 0  # chunks whose buckets are added up at once
+    expert_block: int  # of exchange_kernel: experts that a program counts
+    flat: int  # power of two, at least the slots of a chunk
+    num_counters: int  # that are set to zero
+    padded_experts: int  # of place_kernel: power of two, at least e
+    sources: int  # power of two, at least W
+    phases: int
+    block_rows: int  # of a GEMM tile
+    scan_rows: int  # chunks whose counts are added up at once
+    sum_block: int  # chunks whose buckets are added up at once
 
 
 def exchange(
@@ -185,7 +183,7 @@ def exchange(
     """
     num_chunks = pool.max_tokens // CHUNK_ROWS
     num_pairs = config.world_size * num_chunks
-    constants = exchange_constants(config, pool.max_top_k, num_chunks, counters.numel())
+    constants = plan_constants(config, pool.max_top_k, num_chunks, counters.numel())
     parts = 1 if sends_only else 3 + -(-config.experts_local // constants.expert_block)
     exchange_kernel[(num_pairs * parts,)](
         top_k_ids, top_k_weights, pool.tensors, scratch, counters, pool.rank, top_k_ids.shape[0],
@@ -199,45 +197,19 @@ def place_plan(pool: RoutingPool, config: PlanConfig, scratch: PlanScratch, tens
     place_kernel[(2 * config.world_size * num_chunks + config.experts_local + 1,)](
         pool.tensors, scratch, PlanTensors(**tensors), pool.rank, config.expert_capacity,
         tensors["routed_row_ids"].numel(), pool.max_tokens,
-        PLAN=place_constants(config, pool.max_top_k, num_chunks), num_warps=num_warps(config),
+        PLAN=plan_constants(config, pool.max_top_k, num_chunks), num_warps=num_warps(config),
     )  # fmt: skip
 
 
-def exchange_constants(config: PlanConfig, pool_top_k: int, num_chunks: int, num_counters: int) -> PlanConstants:
-    """Constants of ``exchange_kernel`` for ``num_chunks`` chunks per source; every block of experts is a program.
+def plan_constants(config: PlanConfig, pool_top_k: int, num_chunks: int, num_counters: int = 0) -> PlanConstants:
+    """Constants of both kernels for ``num_chunks`` chunks per source; every block of experts is a program.
 
-    Example: K=8, e=32, W=4: ``flat`` 1024, experts in blocks of 32 for M=8192 (256 chunks), of 8 for M=512 (16 chunks).
-    """
-    num_programs = config.world_size * num_chunks * -(-config.experts_local // EXPERT_BLOCK)
-    widest = NARROW_EXPERT_BLOCK if num_programs <= FEW_PROGRAMS else EXPERT_BLOCK
-    return _constants(
-        config,
-        pool_top_k,
-        expert_block=min(power_of_2(config.experts_local), widest),
-        flat=power_of_2(CHUNK_ROWS * config.top_k),
-        num_counters=num_counters,
-    )
-
-
-def place_constants(config: PlanConfig, pool_top_k: int, num_chunks: int) -> PlanConstants:
-    """Constants of ``place_kernel`` for ``num_chunks`` chunks per source.
-
-    Example: e=64: ``scan_rows`` 16 and ``sum_block`` 32 for M=8192 (64 chunks of a source), both 4 for M=512.
+    Example: K=8, e=32, W=4: ``flat`` 1024, experts in blocks of 32 for M=8192 (64 chunks), of 8 for M=512 (4 chunks).
+    e=64: ``scan_rows`` 16 and ``sum_block`` 32 for M=8192, both 4 for M=512.
     """
     padded_experts = power_of_2(config.experts_local)
-    return _constants(
-        config,
-        pool_top_k,
-        padded_experts=padded_experts,
-        sources=power_of_2(config.world_size),
-        phases=min(config.world_size, 2),
-        block_rows=config.block_rows,
-        scan_rows=min(max(SCAN_ELEMENTS // padded_experts, 1), power_of_2(num_chunks)),
-        sum_block=min(SUM_CHUNKS, power_of_2(num_chunks)),
-    )
-
-
-def _constants(config: PlanConfig, pool_top_k: int, **of_kernel: int) -> PlanConstants:
+    num_programs = config.world_size * num_chunks * -(-config.experts_local // EXPERT_BLOCK)
+    widest = NARROW_EXPERT_BLOCK if num_programs <= FEW_PROGRAMS else EXPERT_BLOCK
     return PlanConstants(
         top_k=config.top_k,
         pool_top_k=pool_top_k,
@@ -247,7 +219,15 @@ def _constants(config: PlanConfig, pool_top_k: int, **of_kernel: int) -> PlanCon
         chunk=CHUNK_ROWS,
         buckets=num_buckets(config.experts_local),
         interpret=triton.knobs.runtime.interpret,
-        **of_kernel,
+        expert_block=min(padded_experts, widest),
+        flat=power_of_2(CHUNK_ROWS * config.top_k),
+        num_counters=num_counters,
+        padded_experts=padded_experts,
+        sources=power_of_2(config.world_size),
+        phases=min(config.world_size, 2),
+        block_rows=config.block_rows,
+        scan_rows=min(max(SCAN_ELEMENTS // padded_experts, 1), power_of_2(num_chunks)),
+        sum_block=min(SUM_CHUNKS, power_of_2(num_chunks)),
     )
 
 

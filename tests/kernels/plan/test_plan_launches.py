@@ -13,7 +13,7 @@ from ranks import in_ranks
 
 from comet.comm import LocalCommunicator
 from comet.errors import CommTimeoutError
-from comet.kernels.plan.metadata import PlanConfig, exchange_constants, place_constants
+from comet.kernels.plan.metadata import PlanConfig, plan_constants
 from comet.kernels.runtime.buffers import _places, allocate, cut
 from comet.layer.plan import Plan
 
@@ -54,7 +54,7 @@ def test_more_chunks_than_a_program_reads_at_once(rank: int, world_size: int) ->
     case = replace(case, ids=[ids], weights=[torch.rand(ids.shape)], max_routed_rows=40 * 128 * 4, block_rows=128)
     plan = case.plan(0, workspace(case, LocalCommunicator(CPU)))
     assert_same_plan(plan, twin_plan(case, 0), "36 chunks")
-    constants = place_constants(config(experts_local=40, ep=1), 2, 36)
+    constants = plan_constants(config(experts_local=40, ep=1), 2, 36)
     assert (constants.sum_block, constants.scan_rows) == (32, 16)
 
 
@@ -66,9 +66,9 @@ def config(**changes: int) -> PlanConfig:
 def test_examples_of_the_launches() -> None:
     few, many = 4, 64  # chunks of a source with 512 and 8192 tokens
     four = config(experts_local=32, ep=4)
-    wide, narrow = (exchange_constants(four, 8, chunks, 128) for chunks in (many, few))
+    wide, narrow = (plan_constants(four, 8, chunks) for chunks in (many, few))
     assert (wide.flat, wide.expert_block, narrow.expert_block) == (1024, 32, 8)
-    placed = [place_constants(config(), 8, chunks) for chunks in (many, few)]
+    placed = [plan_constants(config(), 8, chunks) for chunks in (many, few)]
     assert [(one.scan_rows, one.sum_block) for one in placed] == [(16, 32), (4, 4)]
 
 
