@@ -151,15 +151,33 @@ def check_experts(experts: nn.Module, name: str) -> None:
     require(dtype in MOE_DTYPES, f"dtype={dtype} of {name} must be one of {MOE_DTYPES}")
 
 
+_METHODS = ("forward", "_apply_gate", "linear")
+
+
 def check_kind(experts: nn.Module, name: str, like: type[nn.Module] | None = None) -> None:
-    """Raise ``ValueError`` unless experts are SwiGLU, gate before up, without extras and as ``like``, or gpt-oss's."""
-    flags = EXPERT_FLAGS
-    if like is None and gpt_oss.is_gpt_oss(experts):
+    """Raise ``ValueError`` unless experts are SwiGLU, gate before up, without extras and as ``like``, or gpt-oss's.
+
+    Args:
+        like: A class that has the methods of the experts' own; ``None``: Mixtral's experts, or gpt-oss's.
+    """
+    flags, is_gpt_oss, kind = EXPERT_FLAGS, like is None and gpt_oss.is_gpt_oss(experts), type(experts)
+    if is_gpt_oss:
         flags, like = GPT_OSS_FLAGS, gpt_oss.stock_class()
     for flag, value in flags.items():
         found = getattr(experts, flag, value)
-        require(found == value, f"{flag}={found} of {name} ({type(experts).__name__}) must be {value}")
-    check_methods(experts, name, like)
+        require(found == value, f"{flag}={found} of {name} ({kind.__name__}) must be {value}")
+    known: Any = like or _mixtral_experts()
+    methods = [(method, getattr(kind, method, None), getattr(known, method, None)) for method in _METHODS]
+    # A forward pass of the object's own is around the class's: it is called all the same.
+    others = [method for method, own, wanted in methods if not _same_method(own, wanted)]
+    others += [method for method in _METHODS[1:] if method in experts.__dict__]
+    require(
+        not others,
+        f"{', '.join(others)} of {name} ({kind.__name__}) must be as in {known.__name__}: Comet computes the weighted "
+        "sum of down_proj(silu(gate) * up), or gpt-oss's experts, and nothing else",
+    )
+    activation: Any = getattr(experts, "act_fn", None)  # gpt-oss's gate is the activation
+    require(is_gpt_oss or is_silu(activation), f"act_fn={activation} of {name} ({kind.__name__}) must be SiLU")
 
 
 def stock_experts(model: nn.Module) -> dict[str, nn.Module]:
@@ -185,28 +203,6 @@ def stock_experts(model: nn.Module) -> dict[str, nn.Module]:
             f"experts of {name} must be whole; they are already split by transformers' own expert parallelism",
         )
     return found
-
-
-_METHODS = ("forward", "_apply_gate", "linear")
-
-
-def check_methods(experts: nn.Module, name: str, like: type[nn.Module] | None = None) -> None:
-    """Raise ``ValueError`` unless experts compute with SiLU and the methods of a class, ``None``: Mixtral's experts."""
-    kind: Any = type(experts)
-    known = like or _mixtral_experts()
-    found = [(method, getattr(kind, method, None), getattr(known, method, None)) for method in _METHODS]
-    # A forward pass of the object's own is around the class's: it is called all the same.
-    others = [method for method, own, wanted in found if not _same_method(own, wanted)]
-    others += [method for method in _METHODS[1:] if method in experts.__dict__]
-    require(
-        not others,
-        f"{', '.join(others)} of {name} ({kind.__name__}) must be as in {known.__name__}: Comet computes the weighted "
-        "sum of down_proj(silu(gate) * up), or gpt-oss's experts, and nothing else",
-    )
-    if known is gpt_oss.stock_class():  # whose gate is the activation
-        return
-    activation: Any = getattr(experts, "act_fn", None)
-    require(is_silu(activation), f"act_fn={activation} of {name} ({kind.__name__}) must be SiLU")
 
 
 def is_silu(activation: Any) -> bool:

@@ -23,7 +23,6 @@ from comet.experts.budget import ExpertStoreKind, StoreOptions
 from comet.integrations.hf import gpt_oss
 from comet.integrations.hf.convert import Place
 from comet.integrations.hf.families import (
-    check_family,
     moe_config,
     read_config,
     require_transformers,
@@ -149,9 +148,8 @@ def load_pretrained(
 def _settings(
     folder: Path, group: ExpertGroup | None, dtype: torch.dtype | None, device: torch.device | str | None
 ) -> tuple[Any, torch.dtype, torch.device]:
-    """The checked configuration of a folder, and the dtype and device its model gets."""
+    """The configuration of a folder, and the dtype and device its model gets."""
     config = read_config(folder)
-    check_family(config)
     if group is None:
         dtype, device = dtype or config.dtype or torch.float32, torch.device(device or "cpu")
         require(dtype in MOE_DTYPES, f"dtype={dtype} must be one of {MOE_DTYPES}")

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -52,7 +52,7 @@ FUSED = {"linear_fc1.weight": "w1", "linear_fc2.weight": "w2", "linear_fc1.bias"
 class CometMoELayer:
     """Router, load-balancing losses and shared experts of Megatron's ``MoELayer``; routed experts of Comet.
 
-    ``moe_layer_class`` mixes it into ``MoELayer``, which cannot be imported everywhere. Tokens dropped by an expert
+    ``with_comet`` mixes it into ``MoELayer``, which cannot be imported everywhere. Tokens dropped by an expert
     capacity skip the expert, and padding counts in no loss but goes through the experts, both as in Megatron.
 
     Args:
@@ -149,12 +149,6 @@ def top_k_of(probs: Tensor, routing_map: Tensor, top_k: int) -> tuple[Tensor, Te
     return ids.masked_fill(dropped, -1).int(), weights.float()
 
 
-def moe_layer_class() -> type:
-    """``CometMoELayer`` as a subclass of Megatron's ``MoELayer``."""
-    stock = stock_layer_class()
-    return type(CometMoELayer.__name__, (CometMoELayer, stock), {"__doc__": CometMoELayer.__doc__})
-
-
 def stock_layer_class() -> type:
     """Megatron's ``MoELayer``; raises ``UnavailableError`` where Megatron-core is not importable."""
     try:
@@ -194,8 +188,9 @@ def with_comet(
     """
     choices = Choices(group=group, path=path, overlap=overlap, max_imbalance=max_imbalance)
     settings = dict(choices=choices, process_groups=process_groups)
-    layers = getattr(spec, "layer_specs", None)
-    made = [_layer_with_comet(layer, settings) for layer in ([spec] if layers is None else layers)]
+    layers, stock = getattr(spec, "layer_specs", None), stock_layer_class()
+    ours = type(CometMoELayer.__name__, (CometMoELayer, stock), {"__doc__": CometMoELayer.__doc__})
+    made = [_layer_with_comet(layer, stock, ours, settings) for layer in ([spec] if layers is None else layers)]
     require(
         any(layer is not None for layer in made),
         "spec must have a layer whose mlp is Megatron's MoELayer: num_experts of the spec is not set",
@@ -205,13 +200,13 @@ def with_comet(
     return replace(spec, layer_specs=[new or old for new, old in zip(made, layers, strict=True)])
 
 
-def _layer_with_comet(layer: Any, settings: dict[str, Any]) -> Any:
+def _layer_with_comet(layer: Any, stock: type, ours: type, settings: dict[str, Any]) -> Any:
     """A transformer layer's spec with Comet; ``None`` if it has no MoE layer."""
-    stock, mlp = stock_layer_class(), layer.submodules.mlp
+    mlp = layer.submodules.mlp
     if getattr(mlp, "module", None) is stock:
-        new = replace(mlp, module=moe_layer_class(), params={**mlp.params, **settings})
+        new = replace(mlp, module=ours, params={**mlp.params, **settings})
     elif isinstance(mlp, partial) and mlp.func is stock:  # Megatron-core 0.17 and later
-        new = partial(moe_layer_class(), *mlp.args, **mlp.keywords, **settings)
+        new = partial(ours, *mlp.args, **mlp.keywords, **settings)
     else:
         return None
     return replace(layer, submodules=replace(layer.submodules, mlp=new))
@@ -274,15 +269,10 @@ def check_config(config: Any, group: ExpertGroup) -> None:
     )
     graphs = config.cuda_graph_impl
     require(graphs == "none", f"cuda_graph_impl={graphs!r} must be 'none': Megatron's graphs cut the layer in pieces")
-    dtype, wanted = token_dtype(config), group.workspace.shape.dtype
+    # What Megatron turns hidden states into comes before ``params_dtype``.
+    dtype = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else config.params_dtype
+    wanted = group.workspace.shape.dtype
     require(dtype == wanted, f"dtype={dtype} of the model's tokens must be the group's {wanted}")
-
-
-def token_dtype(config: Any) -> torch.dtype:
-    """The type of hidden states: ``bf16`` and ``fp16`` of the configuration come before ``params_dtype``."""
-    if config.bf16:
-        return torch.bfloat16
-    return torch.float16 if config.fp16 else config.params_dtype
 
 
 def check_ranks(process_groups: Any, group: ExpertGroup) -> None:
@@ -404,8 +394,10 @@ class CometExperts(nn.Module):
         layout, width = self.layout, self.w2.shape[2]
         columns = slice(layout.tp_rank * width, (layout.tp_rank + 1) * width)
         seed = int(torch.randint(2**48, ()))
+        devices = [self.w1.device] if self.w1.is_cuda else []
         for local in range(layout.experts_local):
-            with seeded(seed + layout.first_expert + local, self.w1.device):
+            with torch.random.fork_rng(devices=devices):  # what is drawn afterwards does not know of it
+                torch.manual_seed(seed + layout.first_expert + local)
                 w1 = self.w1.new_empty(2, self.ffn_size, self.w1.shape[2])
                 w2 = self.w2.new_empty(self.w2.shape[1], self.ffn_size)
                 init_w1(w1.view(-1, w1.shape[2]))
@@ -455,11 +447,3 @@ class CometExperts(nn.Module):
                 columns = [(axis + 2, layout.tp_rank, layout.tp)] if name == "w2" else []
                 found[prefix + name] = part(key, tensor, whole, *columns)
         return found
-
-
-@contextmanager
-def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Draw from a seed for a while, on the CPU and on ``device``; what is drawn afterwards does not know of it."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield
