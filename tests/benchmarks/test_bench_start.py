@@ -9,7 +9,6 @@ from pathlib import Path
 import bench
 import pytest
 from bench_cases import ALONE, CPU, ROOT, run_bench
-from tiers import slow
 
 from comet.launch.distributed import LaunchContext
 
@@ -17,18 +16,10 @@ import lib.ranks
 import suites.timeline
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("moe", "--ep", "3"), "nproc=2 must equal ep x tp = 3"),
-        slow(("timeline", "--modelz", "x"), "unrecognized arguments: --modelz x"),
-        slow(("decode", "--tokens", "a"), "argument --tokens: invalid whole_numbers value: 'a'"),
-        slow(("generate", "--contexts", "0"), "contexts=[0] must each be at least 1"),
-    ],
-)
-def test_a_mistake_is_one_line_of_rank_0(words: tuple[str, ...], message: str) -> None:
-    done = run_bench(*words, "--device", "cpu", torchrun=True)
-    assert [line for line in done.stderr.splitlines() if "comet: " in line] == [f"comet: error: {message}"]
+def test_a_mistake_is_one_line_of_rank_0() -> None:
+    done = run_bench("moe", "--ep", "3", "--device", "cpu", torchrun=True)
+    said = [line for line in done.stderr.splitlines() if "comet: " in line]
+    assert said == ["comet: error: nproc=2 must equal ep x tp = 3"]
     assert "ValueError" not in done.stderr
     assert re.findall(r"rank +: 0 .*\n +exitcode +: (-?\d+) ", done.stderr) == ["2"]
 

@@ -17,7 +17,7 @@ from training_cases import Rank, make_job
 from comet.config import OverlapConfig
 from comet.generation.hf import HFEngine, open_codec
 from comet.generation.job import generate_job
-from comet.generation.source import Source, find_source, model_of
+from comet.generation.source import find_source, model_of
 from comet.integrations.hf import convert, load_pretrained
 from comet.jobs.generate import GenerateConfig
 from comet.launch.dry_run import generation_needs
@@ -93,20 +93,6 @@ def test_a_dry_run_counts_the_weights_as_they_are_held(tmp_path, dtype):
     assert needs["weights while loading"] == needs["weights"] * 4 // dtype.itemsize, "a checkpoint of the training job"
 
 
-def test_a_checkpoint_of_the_training_job_keeps_no_fp8(tmp_path, monkeypatch):
-    monkeypatch.setattr("comet.generation.job.find_source", lambda source: Source(tmp_path, object()))
-    job = make_job(tmp_path, generate=replace(GREEDY, source="run", keep_fp8=True))
-    with pytest.raises(ValueError, match=r"generate\.keep_fp8=True must come with a .* generate\.source='run' is none"):
-        generate_job(job, Rank())
-
-
-def test_other_quantisations_are_refused_before_a_rank_starts(fp8, tmp_path):
-    config = json.loads((fp8 / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
-    with pytest.raises(ValueError, match="quant_method='gptq' of quantization_config must be 'fp8': only block FP8"):
-        model_of(find_source(str(tmp_path)))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -118,6 +104,10 @@ def test_other_quantisations_are_refused_before_a_rank_starts(fp8, tmp_path):
         (lambda text: json.dumps(json.loads(text) | {"model_type": [1]}), r"model_type=\[1\] must be one of mixtral"),
         (lambda text: json.dumps(json.loads(text) | {"rope_parameters": 3}), "a value that transformers does not take"),
         (lambda text: json.dumps(json.loads(text) | {"dtype": "float99"}), r"a value that transformers does not take"),
+        (
+            lambda text: text[:-2] + ', "quantization_config": {"quant_method": "gptq"}}',
+            "'gptq' of .* must be 'fp8': only",
+        ),
     ],
 )
 def test_a_broken_configuration_is_one_line(change, message, qwen, tmp_path, capsys):

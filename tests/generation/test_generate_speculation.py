@@ -239,32 +239,18 @@ def test_the_task_reports_what_was_drafted(trained: Path, tmp_path: Path, capsys
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["draft_experts=[3]"], "draft_experts=[3] must be below top_k=3 of the model"),
-        (["draft_cached_only=true"], "generate.draft_cached_only is no longer a setting: leave it out"),
-        (["speculate=yes"], "generate.speculate='yes' must be one of off, conservative, adaptive"),
-    ],
-)
-def test_mistakes_are_one_line(trained: Path, words: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
-    given = ["speculate=conservative", *words]
-    words = [f"generate.{word}" for word in [f"source={trained}", "prompt=x", *given]]
-    assert message in refusal(capsys, "generate", *words, "parallel=single")
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
+        ("speculate=conservative draft_experts=[3]", "draft_experts=[3] must be below top_k=3 of the model"),
+        ("draft_cached_only=true", "generate.draft_cached_only is no longer a setting: leave it out"),
+        ("draft_experts=[1]", "draft_experts=(1,) must come with speculate=conservative or adaptive: speculate="),
         (
-            ["speculate=conservative", "adaptive_tolerance=0.1"],
-            "adaptive_tolerance=0.1 must come with speculate=adaptive",
+            "speculate=conservative adaptive_tolerance=0.1",
+            "adaptive_tolerance=0.1 must come with speculate=adaptive: speculate=conservative",
         ),
-        (["draft_experts=[1]"], "draft_experts=(1,) must come with speculate=conservative or adaptive"),
     ],
 )
-def test_settings_of_drafts_that_are_not_read_are_refused(
-    trained: Path, words: list[str], said: str, capsys: pytest.CaptureFixture
-) -> None:
-    given = [f"generate.{word}" for word in [f"source={trained}", "prompt=x", *words]]
-    assert f"generate.{said}: speculate=" in refusal(capsys, "generate", "--dry-run", *given)
+def test_mistakes_are_one_line(trained: Path, words: str, message: str, capsys: pytest.CaptureFixture) -> None:
+    given = [f"generate.{word}" for word in [f"source={trained}", "prompt=x", *words.split()]]
+    assert message in refusal(capsys, "generate", "--dry-run", *given)
 
 
 GREEDY = GenerateConfig(
@@ -306,7 +292,6 @@ LAYOUTS = [
     ("mixtral", 1, 1),
     ("qwen3_moe", 2, 1),
     slow("qwen3_moe", 1, 2),
-    slow("qwen3_moe", 2, 2),
 ]
 
 
@@ -371,7 +356,7 @@ def disturbed(engine: GPTEngine, rank: int, broadcasts: list[Tensor]) -> GPTEngi
     return engine
 
 
-@pytest.mark.parametrize(("ep", "tp"), [(2, 1), slow(1, 2), slow(2, 2)])
+@pytest.mark.parametrize(("ep", "tp"), [(2, 1), slow(1, 2)])
 @in_ranks("ep tp")
 def test_ranks_write_what_rank_0_decides(rank: int, world_size: int, ep: int, tp: int) -> None:
     """Whatever the others compute and measure."""

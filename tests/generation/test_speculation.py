@@ -57,11 +57,6 @@ class TwoTokenModel:
         return self.few[before, ids]
 
 
-def fixed_clock():
-    """A clock by which every round takes as long: the longest drafts are the best ones."""
-    return itertools.count().__next__
-
-
 def sampler_of(config: GenerateConfig, num_sequences: int) -> Sampler:
     zeros = torch.zeros(num_sequences, 2, dtype=torch.int64)
     seen = tokens_seen(zeros, torch.full((num_sequences,), 2), VOCABULARY)
@@ -88,7 +83,7 @@ def speculated(config: SpeculationConfig, sampling: GenerateConfig) -> Tensor:
     """``(V ** TOKENS,)``: how many of the sequences became each text."""
     draws = torch.rand(2 * TOKENS, SEQUENCES, 2 * config.draft_tokens + 1, dtype=torch.float64,
                        generator=torch.Generator().manual_seed(SEED))  # fmt: skip
-    loop = Speculation(TwoTokenModel(SEQUENCES), sampler_of(sampling, SEQUENCES), config, draws, fixed_clock())
+    loop = Speculation(TwoTokenModel(SEQUENCES), sampler_of(sampling, SEQUENCES), config, draws)
     texts: list[list[int]] = [[] for _ in range(SEQUENCES)]
     last = torch.zeros(SEQUENCES, dtype=torch.int64)
     while min(map(len, texts)) < TOKENS:
@@ -134,7 +129,7 @@ def test_adaptive_drafts_agree_less_the_more_is_tolerated() -> None:
         config = replace(CONFIG, speculate=mode, adaptive_tolerance=tolerance, tau=0.0)
         draws = torch.rand(8, 2000, 7, generator=torch.Generator().manual_seed(SEED)).double()
         sampling = sampler_of(GenerateConfig(temperature=1.0), 2000)
-        loop = Speculation(TwoTokenModel(2000), sampling, config, draws, fixed_clock())
+        loop = Speculation(TwoTokenModel(2000), sampling, config, draws)
         loop(torch.zeros(2000, dtype=torch.int64), [True] * 2000, 20)
         found[mode, tolerance] = loop.report.facts()["agreement"]
     assert found["conservative", 1.0] == found["adaptive", 0.0] == 1.0
@@ -182,7 +177,7 @@ def test_drawing_by_weights() -> None:
 
 def test_a_sequence_that_has_ended_proposes_nothing_and_is_not_counted() -> None:
     draws = torch.rand(8, 2, 7, generator=torch.Generator().manual_seed(1)).double()
-    loop = Speculation(TwoTokenModel(2, 0.0), sampler_of(SAMPLING, 2), replace(CONFIG, tau=0.0), draws, fixed_clock())
+    loop = Speculation(TwoTokenModel(2, 0.0), sampler_of(SAMPLING, 2), replace(CONFIG, tau=0.0), draws)
     _, made = loop(torch.tensor([0, 0]), [True, False], 20)
     assert [len(tokens) for tokens in made] == [4, 1]
     assert loop.report.facts()["drafted"] == 3

@@ -30,14 +30,12 @@ SPLIT = "comm_blocks=500 must be below the 132 SMs of "
     ("words", "message"),
     [
         (["train", "overlap.comm_blocks=500"], SPLIT),
-        (["train", "overlap.num_phases=5"], "override 'overlap.num_phases=5': overlap.num_phases is no longer"),
         (
             ["train", *NODES, "moe_path=twin"],
             "moe_path='twin' must be auto, plain or reference: groups of 4 ranks span",
         ),
         (["train", *NODES, "overlap.num_panels=2"], "overlap must be left out: groups of"),
         (["tune", "tune.models=[nope]"], "model='nope' must be one of "),
-        (["tune", "tune.machine=h200"], "override 'tune.machine=h200': tune.machine is no longer a setting: leave it"),
         (["modular", "modular.pair=[AllToAll]"], "modular: pair=['AllToAll'] must be two names, "),
         (["modular", "modular.pair=[AllToAl,FusedExperts]"], "modular.pair: 'AllToAl' must be one of SingleRank, "),
         (["sweep", "sweep.models=[nope]"], "model='nope' must be one of "),

@@ -81,8 +81,7 @@ def assert_near(actual: Tensor, expected: Tensor, what: str) -> None:
     assert error <= 5e-6 * largest, f"{what}: error {error} of values up to {largest}"
 
 
-OF_ONE_NODE = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)]
-LAYOUTS = [(2, 1, 1, 1), *(slow(*layout, None) for layout in OF_ONE_NODE)]
+LAYOUTS = [(2, 1, 1, 1), slow(1, 2, 1, None), slow(2, 1, 2, None), slow(2, 2, 2, None)]
 
 
 @pytest.mark.parametrize(("ep", "expert_tp", "tp", "node_size"), LAYOUTS)
