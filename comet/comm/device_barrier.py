@@ -82,11 +82,6 @@ class GpuCommunicator(Communicator):
 
     _device_barrier: DeviceBarrier
 
-    def check(self) -> None:
-        """Wait for the device and raise ``CommTimeoutError`` if a barrier met its deadline."""
-        self.require_open()
-        self._device_barrier.check()
-
     def _make_barrier(self) -> DeviceBarrier:
         return DeviceBarrier(self.alloc(4 * self.world_size).view(0, (self.world_size,), torch.int32), self.timeout_s)
 

@@ -18,7 +18,6 @@ from comet.modular.interfaces import (
     FusedHandle,
     NoOpReduce,
     PrepareFinalize,
-    Received,
     RoutedTokens,
     Rows,
     TopKReduce,
@@ -76,20 +75,14 @@ class ModularMoE:
 
     def _run(self, routed: RoutedTokens, w1: Weight, w2: Weight, biases: Biases | None) -> Tensor:
         tokens = routed.tokens
-        received, shared = self._prepare(routed)
+        receive = self.prepare_finalize.prepare_no_receive(routed, quantize=self.experts.takes_fp8)
+        shared = None if self.shared is None else self.shared(tokens)
+        received = receive()
         output = tokens.new_empty(output_shape(received.rows, self.experts.reduce, tokens.shape[1]))
         with without_autocast(tokens.device):
             outputs = self.experts.apply(received.rows, w1, w2, output, *(() if biases is None else (biases,)))
             combined = self.prepare_finalize.finalize(outputs, received, self.experts.reduce)
         return combined if shared is None else combined + shared
-
-    def _prepare(self, routed: RoutedTokens) -> tuple[Received, Tensor | None]:
-        quantize = self.experts.takes_fp8
-        if self.shared is None:
-            return self.prepare_finalize.prepare(routed, quantize=quantize), None
-        receive = self.prepare_finalize.prepare_no_receive(routed, quantize=quantize)
-        shared = self.shared(routed.tokens)
-        return receive(), shared
 
     def _check(
         self, routed: RoutedTokens, w1: Weight, w2: Weight, biases: Biases | None

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from comet.comm.base import require_memory
-from comet.config import MoEConfig, OverlapConfig, require, resolve_kernels
+from comet.config import MoEConfig, OverlapConfig, resolve_kernels
 from comet.errors import CapacityError
 from comet.layer.group import ExpertGroup
 from comet.layer.plan import Plan, check_tokens
@@ -82,12 +82,7 @@ class _Symmetric(OverBackend):
         Tokens are quantised unseen, because looking would wait for the device: what is not finite makes NaN of the
         token it is in.
         """
-        shape, tokens = self.workspace.shape, routed.tokens
-        require(
-            tokens.shape[1] == shape.hidden_size,
-            f"hidden_size={tokens.shape[1]} of tokens must be the pool's {shape.hidden_size}",
-        )
-        require(tokens.dtype == shape.dtype, f"dtype={tokens.dtype} of tokens must be the pool's {shape.dtype}")
+        check_tokens(routed.tokens, routed.top_k_ids, self.workspace)
         arrive = self.side_stream.start(partial(self._bring, routed, quantize))
         return lambda: self._received(routed, quantize, *arrive())
 
@@ -174,7 +169,7 @@ class FusedPrepareFinalize(OverBackend):
     def prepare(self, routed: RoutedTokens, *, quantize: bool) -> Received:
         """Exchange ids and plan; no row travels yet."""
         assert not quantize, "the composer refuses FP8 in the fused layer"
-        check_tokens(routed.tokens, routed.top_k_ids, self.backend.workspace)
+        check_tokens(routed.tokens, routed.top_k_ids, self.workspace)
         plan = self.backend.plan(routed.top_k_ids, routed.top_k_weights)
         handle = FusedHandle(tokens=routed.tokens.contiguous(), plan=plan, backend=self.backend)
         return Received(rows=handle, route=None)

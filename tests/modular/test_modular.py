@@ -189,7 +189,7 @@ def test_shared_experts_run_while_rows_travel(group: ExpertGroup) -> None:
 
     parts = (Recording(SMALL.config, group), ReferenceExperts(SMALL.config, group))
     with_shared, without = call(ModularMoE(*parts, shared=shared)), call(ModularMoE(*parts))
-    assert events == ["sent", "shared", "received"], "without shared experts there is nothing to run in between"
+    assert events == ["sent", "shared", "received", "sent", "received"]
     torch.testing.assert_close(with_shared, without + 3 * rank_inputs(SMALL, 0).tokens)
 
 
@@ -238,7 +238,7 @@ def test_wrong_dtypes_and_biases_are_named(group: ExpertGroup) -> None:
     w1, w2 = full_weights(SMALL)
     symmetric = ModularMoE(SymmetricContiguous(SMALL.config, group), ReferenceExperts(SMALL.config, group))
     half = [tensor.half() for tensor in (inputs.tokens, w1.flatten(1, 2), w2)]
-    with pytest.raises(ValueError, match=r"dtype=torch.float16 of tokens must be the pool's torch.float32"):
+    with pytest.raises(ValueError, match=r"dtype=torch.float16 of tokens must be the group's torch.float32"):
         symmetric(inputs.routed._replace(tokens=half[0]), half[1], half[2])
     biased = replace(SMALL.config, expert_bias=True)
     with pytest.raises(ValueError, match="biases=False of the call must be the layer's expert_bias=True"):
