@@ -15,7 +15,7 @@ from comet.kernels.experts.host import add_hosted_torch
 from comet.kernels.experts.tables import HostExperts
 from comet.kernels.experts.waves import count_waves, split_waves_torch
 from comet.quantization.formats import FP8, MXFP4, MXFP8
-from comet.utils.autocast import without_autocast
+from comet.reference.layer import run_expert, sum_slots
 from comet.utils.match import check_id_range
 
 
@@ -43,22 +43,12 @@ def decode_partial_torch(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tenso
                 rows, ranks = (slots == slot).nonzero(as_tuple=True)
                 w1, w2 = slot_weights(weights, slot, wide)
                 row = slot if weights.host is None else weights.host.place_in_rank(slot)
-                with without_autocast(tokens.device):
-                    pre = _biased(tokens[rows].to(wide) @ w1.T, weights.b1, row)
-                    hidden = weights.activation.forward(*pre.chunk(2, dim=-1)).to(tokens.dtype)
-                    outputs[rows, ranks] = _biased(hidden.to(wide) @ w2.T, weights.b2, row)
-    partial = outputs.new_zeros(tokens.shape)
-    for k in range(top_k_ids.shape[1]):
-        # A NaN weight of a skipped routed row must not reach the sum.
-        weight = top_k_weights[:, k, None].to(wide).where(held[:, k, None], 0.0)
-        partial = partial + weight * outputs[:, k]
+                biases = (None if each is None else each[row] for each in (weights.b1, weights.b2))
+                outputs[rows, ranks] = run_expert(tokens[rows], w1, w2, *biases, activation=weights.activation)
+    partial = sum_slots(outputs, top_k_weights, held)
     if weights.host is not None and _count_waves(top_k_ids, weights.host) == 1:
         partial = add_hosted_torch(partial, weights.host, tokens, top_k_ids, top_k_weights)
     return partial
-
-
-def _biased(products: Tensor, biases: Tensor | None, row: int) -> Tensor:
-    return products if biases is None else products + biases[row].to(products.dtype)
 
 
 def _slots_in_waves(top_k_ids: Tensor, weights: DecodeWeights) -> Iterator[Tensor]:

@@ -126,19 +126,23 @@ def rank_partial(
     Weights and biases are those of ``shard_experts`` and ``shard_biases``, of the experts from ``first_expert`` on.
     """
     num_tokens, top_k = top_k_ids.shape
-    accumulator = accumulator_dtype(tokens.dtype)
     owned = (top_k_ids >= first_expert) & (top_k_ids < first_expert + w1_local.shape[0])
     with without_autocast(tokens.device):
         outputs = expert_outputs(
             tokens, top_k_ids, w1_local, w2_local, first_expert=first_expert, activation=activation, biases=biases
         )
-        outputs = outputs.to(accumulator).view(num_tokens, top_k, tokens.shape[1])
-        partial = torch.zeros(tokens.shape, dtype=accumulator, device=tokens.device)
-        for slot in range(top_k):
-            # Masking both factors keeps a NaN weight of a skipped slot out of the sum and out of the gradients.
-            weight = top_k_weights[:, slot, None].to(accumulator).where(owned[:, slot, None], 0.0)
-            partial = partial + weight * outputs[:, slot]
-    return partial.to(tokens.dtype)
+        outputs = outputs.to(accumulator_dtype(tokens.dtype)).view(num_tokens, top_k, tokens.shape[1])
+        return sum_slots(outputs, top_k_weights, owned).to(tokens.dtype)
+
+
+def sum_slots(outputs: Tensor, weights: Tensor, owned: Tensor) -> Tensor:
+    """``(T, D)``: outputs ``(T, K, D)`` times weights ``(T, K)``, added in slot order, of slots that are ``owned``."""
+    total = outputs.new_zeros(outputs.shape[0], outputs.shape[2])
+    for slot in range(outputs.shape[1]):
+        # Masking both factors keeps a NaN weight of a skipped slot out of the sum and out of the gradients.
+        weight = weights[:, slot, None].to(outputs.dtype).where(owned[:, slot, None], 0.0)
+        total = total + weight * outputs[:, slot]
+    return total
 
 
 def expert_outputs(
@@ -162,7 +166,7 @@ def expert_outputs(
         expert_rows = (slot_ids == first_expert + local_expert).nonzero().flatten()
         rows.append(expert_rows)
         of_rows = tokens.index_select(0, expert_rows // top_k)
-        outputs.append(run_expert(of_rows, *of_expert, activation=activation))
+        outputs.append(run_expert(of_rows, *of_expert, activation=activation).to(tokens.dtype))
     buffer = tokens.new_zeros(slot_ids.shape[0], tokens.shape[1])
     return buffer.index_copy(0, torch.cat(rows), torch.cat(outputs))
 
@@ -176,13 +180,14 @@ def run_expert(
     *,
     activation: Activation = SWIGLU,
 ) -> Tensor:
-    """One expert ``(2F, D)``, ``(D, F)`` on rows ``(R, D)``, rounding where the kernels round: hidden and output, never
-    the pre-activations; with biases ``(2F,)`` and ``(D,)`` if there are some.
+    """One expert ``(2F, D)``, ``(D, F)`` on rows ``(R, D)``: its output before it is rounded, of a hidden that was.
+
+    With biases ``(2F,)`` and ``(D,)`` if there are some.
     """
     accumulator = accumulator_dtype(tokens.dtype)
     gate, up = _affine(tokens.to(accumulator), w1, b1).chunk(2, dim=-1)
     hidden = activation.forward(gate, up).to(tokens.dtype)
-    return _affine(hidden.to(accumulator), w2, b2).to(tokens.dtype)
+    return _affine(hidden.to(accumulator), w2, b2)
 
 
 def _affine(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
