@@ -34,10 +34,9 @@ from comet.modular.interfaces import (
     NoOpReduce,
     Rows,
     TopKReduce,
-    weighted_sum,
 )
 from comet.quantization.formats import FP8, Weight
-from comet.reference.layer import expert_outputs, rank_partial
+from comet.reference.layer import expert_outputs, rank_partial, weighted_sum
 from comet.utils.graphs import hold_if_captured
 
 if TYPE_CHECKING:

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from comet.comm.base import Communicator
-from comet.comm.collectives import accumulator_dtype
 from comet.config import MoEConfig
 from comet.layer.backend import Backend
 from comet.layer.group import ExpertGroup
 from comet.layer.plan import Plan
 from comet.layout import Biases, ExpertLayout, RoutedTokens
 from comet.quantization.formats import FP8, WEIGHT_TYPES, Weight
+from comet.reference.layer import weighted_sum
 
 
 class ActivationFormat(Enum):
@@ -193,22 +193,3 @@ def slot_rows(top_k_ids: Tensor) -> Tensor:
     """Number every slot ``n * K + k``, -1 where its id is: ids ``[[0, 2], [-1, 1]]`` give ``[[0, 1], [-1, 3]]``."""
     numbers = torch.arange(top_k_ids.numel(), dtype=torch.int32, device=top_k_ids.device).view(top_k_ids.shape)
     return numbers.masked_fill(top_k_ids < 0, -1)
-
-
-def weighted_sum(outputs: Tensor, row_slots: Tensor, weights: Tensor) -> Tensor:
-    """Add up weighted outputs in slot order, in float32, rounded once.
-
-    Example: outputs ``[[1], [10], [nan]]``, row_slots ``[[1, 0], [-1, 0]]``, weights ``[[0.5, 2], [nan, 3]]`` give
-    ``[[7], [3]]``.
-
-    Args:
-        row_slots: ``(N, K)`` int32 rows of ``outputs``; -1 contributes nothing.
-        weights: ``(N, K)`` float32 (float64 for float64 outputs).
-    """
-    wide = accumulator_dtype(outputs.dtype)
-    total = torch.zeros(row_slots.shape[0], outputs.shape[1], dtype=wide, device=outputs.device)
-    for slots, slot_weights in zip(row_slots.unbind(1), weights.unbind(1), strict=True):
-        part = outputs.index_select(0, slots.clamp(min=0)).to(wide) * slot_weights[:, None].to(wide)
-        # Not a product with 0: what is nowhere may be NaN.
-        total += part.where(slots[:, None] >= 0, 0.0)
-    return total.to(outputs.dtype)

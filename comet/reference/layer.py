@@ -145,6 +145,26 @@ def sum_slots(outputs: Tensor, weights: Tensor, owned: Tensor) -> Tensor:
     return total
 
 
+def weighted_sum(outputs: Tensor, row_slots: Tensor, weights: Tensor | None) -> Tensor:
+    """Add up weighted outputs in slot order, in float32, rounded once.
+
+    Example: outputs ``[[1], [10], [nan]]``, row_slots ``[[1, 0], [-1, 0]]``, weights ``[[0.5, 2], [nan, 3]]`` give
+    ``[[7], [3]]``.
+
+    Args:
+        row_slots: ``(N, K)`` int32 rows of ``outputs``; -1 contributes nothing.
+        weights: ``(N, K)`` float32 (float64 for float64 outputs); ``None``: all are 1.
+    """
+    wide = accumulator_dtype(outputs.dtype)
+    weights = torch.ones(row_slots.shape, dtype=wide, device=outputs.device) if weights is None else weights
+    total = torch.zeros(row_slots.shape[0], outputs.shape[1], dtype=wide, device=outputs.device)
+    for slots, slot_weights in zip(row_slots.unbind(1), weights.unbind(1), strict=True):
+        part = outputs.index_select(0, slots.clamp(min=0)).to(wide) * slot_weights[:, None].to(wide)
+        # Not a product with 0: what is nowhere may be NaN.
+        total += part.where(slots[:, None] >= 0, 0.0)
+    return total.to(outputs.dtype)
+
+
 def expert_outputs(
     tokens: Tensor,
     top_k_ids: Tensor,

@@ -24,6 +24,7 @@ from comet.layer.twin.plan import exchange_ids, plan_tensors, receive_ids, wait_
 from comet.layer.workspace import Workspace
 from comet.quantization.formats import FP8, quantize_rows
 from comet.quantization.packed import pack, unpack
+from comet.reference.layer import weighted_sum
 
 
 class Twin(Backend):
@@ -170,7 +171,8 @@ def send_sums(y: Tensor, plan: Plan, workspace: Workspace, *, weighted: bool, ro
     for source in _ring(rank, world_size):
         window = slice(source * max_tokens, source * max_tokens + counts[source])
         home = slice(rank * max_tokens, rank * max_tokens + counts[source])
-        workspace.combine_rows.peers[source][home] = _partial_sums(y, plan, window, weighted)
+        weights = plan.row_weights[window] if weighted else None
+        workspace.combine_rows.peers[source][home] = weighted_sum(y, plan.row_slots[window], weights)
         if row_grads is not None:
             workspace.combine_grads.peers[source][home, : row_grads.shape[1]] = row_grads[window]
         flags = workspace.combine_flags.peers[source]
@@ -232,17 +234,6 @@ def _grouped_mm(rows: Tensor, weights: Tensor, plan: Plan) -> Tensor:
     for segment, expert in _nonempty(plan):
         torch.mm(rows[segment], weights[expert], out=out[segment])
     return out
-
-
-def _partial_sums(y: Tensor, plan: Plan, window: slice, weighted: bool) -> Tensor:
-    """Sum of each received row's routed rows, in slot order, in float32."""
-    slots, weights = plan.row_slots[window], plan.row_weights[window]
-    total = torch.zeros(slots.shape[0], y.shape[1], dtype=torch.promote_types(y.dtype, torch.float32))
-    for k in range(slots.shape[1]):
-        hit = (slots[:, k] >= 0).nonzero().squeeze(1)
-        part = y[slots[hit, k]].to(total.dtype)
-        total.index_add_(0, hit, part * weights[hit, k, None] if weighted else part)
-    return total.to(y.dtype)
 
 
 def sum_arrived(dtype: torch.dtype, plan: Plan, workspace: Workspace, grads: Tensor | None) -> Tensor:
