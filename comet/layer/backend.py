@@ -68,7 +68,7 @@ class Backend(ABC):
         return cls(
             layout,
             workspace,
-            PlanRules.create(block_rows, expert_capacity(config, group), rows, config.max_imbalance),
+            PlanRules.create(block_rows, expert_capacity(config, group), rows),
             settings,
         )
 

@@ -57,15 +57,11 @@ class PlanRules:
     block_rows: int  # rows of a GEMM tile
     expert_capacity: int  # routed rows each expert keeps
     max_routed_rows: int  # Q
-    max_imbalance: float | None = None  # what Q was made for, for the message where it is too small
 
     @classmethod
-    def create(
-        cls, block_rows: int, expert_capacity: int | None, max_routed_rows: int, max_imbalance: float | None = None
-    ) -> PlanRules:
+    def create(cls, block_rows: int, expert_capacity: int | None, max_routed_rows: int) -> PlanRules:
         """The rules of one layer; a capacity of ``None`` keeps every routed row."""
-        capacity = INT32_MAX if expert_capacity is None else expert_capacity
-        return cls(block_rows, capacity, max_routed_rows, max_imbalance)
+        return cls(block_rows, INT32_MAX if expert_capacity is None else expert_capacity, max_routed_rows)
 
     def check(self, layout: ExpertLayout, workspace: Workspace) -> None:
         """Raise ``ValueError`` unless the rules fit layout and pool."""
@@ -238,7 +234,6 @@ def routed_row_capacity(layout: ExpertLayout, max_tokens: int, block_rows: int, 
     Example: E=8, K=2, EP=4, M=128, block_rows=16: worst case 4*128*2 = 1024 rows, 2 segments of 15 more at most: 1054,
     rounded up to 1056. With max_imbalance 1.5: 1.5*1024/4 = 384 + 30, rounded up to 416.
     """
-    require(max_imbalance is None or max_imbalance >= 1, f"max_imbalance={max_imbalance} must be at least 1, or None")
     routed = layout.world_size * max_tokens
     rows = routed * min(layout.top_k, layout.experts_local)
     if max_imbalance is not None:

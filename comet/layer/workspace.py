@@ -211,10 +211,7 @@ class Workspace:
         check_epoch(self.epoch, self.comm.rank)
         if rows_needed:
             self.fault[ROWS_NEEDED] = 0
-            raise CapacityError(
-                f"rank {self.comm.rank} needs {rows_needed} routed rows, more than max_imbalance reserves; "
-                "raise max_imbalance or leave it unset, and let no token name an expert twice"
-            )
+            raise self.no_room(rows_needed)
         largest_logit = self.largest_logit.item()
         if not math.isfinite(largest_logit):
             self.largest_logit.zero_()
@@ -222,6 +219,13 @@ class Workspace:
                 f"router logits on rank {self.comm.rank}, {largest_logit} among them, must be finite: look for NaN or "
                 "Inf in tokens or router weight"
             )
+
+    def no_room(self, rows_needed: int) -> CapacityError:
+        """The error for a plan that needs more routed rows than were reserved."""
+        return CapacityError(
+            f"rank {self.comm.rank} needs {rows_needed} routed rows, more than max_imbalance reserves; "
+            "raise max_imbalance or leave it unset, and let no token name an expert twice"
+        )
 
     def timeout(self) -> str:
         """Who waited in vain for whom, or called another layer, as kernels of this rank recorded it; empty if none."""

@@ -88,8 +88,6 @@ def test_example_of_routed_row_capacity() -> None:
     layout = ExpertLayout(num_experts=8, top_k=2, ep=4, tp=1, rank=0)
     assert routed_row_capacity(layout, 128, 16, None) == 1056
     assert routed_row_capacity(layout, 128, 16, 1.5) == 416
-    with pytest.raises(ValueError, match=r"max_imbalance=0.5 must be at least 1, or None"):
-        routed_row_capacity(layout, 128, 16, 0.5)
 
 
 def test_example_of_positions() -> None:

@@ -16,7 +16,6 @@ from comet.comm.base import SymmTensor
 from comet.comm.collectives import accumulator_dtype, check_calls
 from comet.comm.signals import signal
 from comet.config import require
-from comet.errors import CapacityError
 from comet.kernels.runtime.limits import CHUNK_FLAGS, CHUNK_ROWS, COMBINE_CHUNK_ROWS
 from comet.layer.backend import ActivationGradients, Backend
 from comet.layer.plan import Plan
@@ -38,11 +37,7 @@ class Twin(Backend):
         num_tokens, max_tokens, block_rows = ids.shape[0], workspace.max_tokens, rules.block_rows
         plan = Plan(layout=layout, num_tokens=num_tokens, max_tokens=max_tokens, block_rows=block_rows, **tensors)
         if plan.status[2]:
-            raise CapacityError(
-                f"rank {layout.rank} needs {int(plan.status[0])} routed rows, more than the {rules.max_routed_rows} "
-                f"that max_imbalance={rules.max_imbalance} reserves; raise it or leave it unset, and let no token "
-                "name an expert twice"
-            )
+            raise workspace.no_room(int(plan.status[0]))
         return plan
 
     def dispatch_gemm(
