@@ -144,22 +144,20 @@ class StagedCache(SlotCache):
         self.weights = DecodeWeights(**slots, slots=table, activation=activation)
         self._reader, self.stage, self._layer = reader, stage, layer
         self.turn = stage.turn
-        self._slots: OrderedDict[int, int] = OrderedDict()
-        self._free = list(range(num_slots))
+        self._slots: OrderedDict[int, int] = OrderedDict()  # of experts, the one used longest ago first
 
     def bring(self, top_k_ids: Tensor) -> DecodeWeights:
         """Bring the experts of a step, at most S of this rank, into slots; waits for the device and its copies."""
         numbers = {expert - self.first_expert for expert in top_k_ids.flatten().tolist()}
         needed = [expert for expert in sorted(numbers) if 0 <= expert < self.num_held]
+        there = [Visit(expert, self._slots[expert], False) for expert in needed if expert in self._slots]
+        free = [slot for slot, owner in enumerate(self.owners()) if owner < 0]
+        free += [slot for expert, slot in self._slots.items() if expert not in needed]
         missing = [expert for expert in needed if expert not in self._slots]
-        for expert in needed:
-            if expert in self._slots:
-                self._slots.move_to_end(expert)
-        started = time.perf_counter()
-        for expert in missing:
-            self._fetch(expert)
-        self.fetching_s += time.perf_counter() - started
-        self._count(len(needed), len(missing))
+        fetched = [Visit(*each, True) for each in zip(missing, free[: len(missing)], strict=True)]
+        self.give_away({visit.slot for visit in fetched})
+        self.copy(fetched, non_blocking=True)
+        self.take([*there, *fetched])
         return self.weights
 
     def owners(self) -> list[int]:
@@ -170,47 +168,33 @@ class StagedCache(SlotCache):
     def give_away(self, slots: Collection[int]) -> None:
         """Let no expert have these slots any more, because copies follow that may fail."""
         self._slots = OrderedDict((expert, slot) for expert, slot in self._slots.items() if slot not in slots)
-        self._free = [slot for slot, owner in enumerate(self.owners()) if owner < 0]
 
-    def copy(self, visits: Sequence[Visit]) -> None:
-        """Copy experts into their slots; waits for the device, because the stage may give the place away next."""
+    def copy(self, visits: Sequence[Visit], *, non_blocking: bool = False) -> None:
+        """Copy experts into their slots; waits for the device where the stage may give the place away next."""
         started = time.perf_counter()
         for visit in visits:
-            self._copy(visit.expert, visit.slot, non_blocking=False)
+            expert = self.first_expert + visit.expert
+            parts = self.stage.get(self._reader, self._layer, expert, self.first_expert)
+            for name, slots in self.weights.stored_parts.items():
+                slots[visit.slot].copy_(parts[name], non_blocking=non_blocking)
         self.fetching_s += time.perf_counter() - started
 
     def release(self, visits: Sequence[Visit]) -> None:
         """Nothing: a copy comes behind all that the device was given before it."""
 
     def take(self, visits: Sequence[Visit]) -> None:
-        """Let the experts that were copied last have their slots, and count."""
+        """Let the experts that were copied last have their slots, count, and tell the device what has a slot."""
         copied = {visit.slot: visit.expert for visit in visits if visit.is_missing}
         self._slots.update((expert, slot) for slot, expert in copied.items())
         for visit in visits:
             if visit.expert in self._slots:
                 self._slots.move_to_end(visit.expert)
-        self._free = [slot for slot, owner in enumerate(self.owners()) if owner < 0]
-        self._count(len(visits), sum(visit.is_missing for visit in visits))
-
-    def _count(self, needed: int, fetched: int) -> None:
-        """And tell the device what has a slot."""
-        self.needed += needed
-        self.fetched += fetched
+        self.needed += len(visits)
+        self.fetched += sum(visit.is_missing for visit in visits)
         table = torch.full(self.weights.slots.shape, -1, dtype=torch.int32)
         held = table[self.first_expert : self.first_expert + self.num_held]
         held[list(self._slots)] = torch.tensor(list(self._slots.values()), dtype=torch.int32)
         self.weights.slots.copy_(table)
-
-    def _fetch(self, expert: int) -> None:
-        if not self._free:
-            self._free.append(self._slots.popitem(last=False)[1])
-        self._copy(expert, self._free[-1], non_blocking=True)
-        self._slots[expert] = self._free.pop()
-
-    def _copy(self, expert: int, slot: int, *, non_blocking: bool) -> None:
-        parts = self.stage.get(self._reader, self._layer, self.first_expert + expert, self.first_expert)
-        for name, slots in self.weights.stored_parts.items():
-            slots[slot].copy_(parts[name], non_blocking=non_blocking)
 
 
 def staged_report_of(caches: Sequence[StagedCache]) -> CacheReport:
