@@ -67,6 +67,21 @@ __device__ __forceinline__ int fetch_tile(u32 slots, u32 number) {
     return tile;
 }
 
+// What a warp that multiplies does: `compute` is one tile, whose first stage is full.
+template <class Config, class Storage, typename Compute>
+__device__ __forceinline__ void compute_tiles(const Storage& storage, int num_tiles, Compute compute) {
+    Pipeline<Config> pipeline = storage.pipeline();
+    int slot = 0;
+    if (fetch_tile<Config>(storage.slots, 0) >= num_tiles) return;
+    while (true) {
+        pipeline.wait_full();
+        const auto& tile = storage.tiles[slot];
+        slot = (slot + 1) % Config::TILE_SLOTS;
+        compute(pipeline, tile);
+        if (tile.is_last) break;
+    }
+}
+
 // Of a thread that loads. One thread of a cluster leads: it takes numbers of the counter, and publishes them in slots
 // in the shared memory of all its blocks. It publishes the tile after the next one, in a slot that all have read: a
 // tile has a stage or more, and slots are at least three more than stages. All numbers are taken, so whatever blocks of

@@ -256,20 +256,14 @@ template <class Config>
 __device__ __forceinline__ void multiply_tiles(
     const WgradProblem& problem, const TensorMap& out_map, const WgradStorage<Config>& storage, u32 leads, int warp,
     int lane) {
-    if (fetch_tile<Config>(storage.slots, 0) >= problem.num_tiles<WgradShape<Config>>()) return;
+    using Shape = WgradShape<Config>;
     const int group = warp / 4;
-    const u32 staging = storage.staging + warp * WgradShape<Config>::STAGING_BYTES;
-    Pipeline<Config> pipeline = storage.pipeline();
-    int slot = 0;
-    for (bool is_last = false; !is_last;) {
-        pipeline.wait_full();
-        const WgradTile tile = storage.tiles[slot];
-        slot = (slot + 1) % Config::TILE_SLOTS;
-        is_last = tile.is_last;
+    const u32 staging = storage.staging + warp * Shape::STAGING_BYTES;
+    compute_tiles<Config>(storage, problem.num_tiles<Shape>(), [&](Pipeline<Config>& pipeline, WgradTile tile) {
         WgradSums<Config> sums;
         multiply_tile(pipeline, sums, tile, Lead<Config>{leads}, group, lane);
         store_tile<Config>(sums, tile, out_map, staging, group, warp % 4, lane);
-    }
+    });
     if (lane == 0) tma_store_wait<0>(); // the block's memory is in use until then
 }
 

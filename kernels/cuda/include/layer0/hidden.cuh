@@ -100,6 +100,16 @@ __device__ __forceinline__ void store_activated(
     store([&](int eight) { return rounded.hidden(eight); }, static_cast<u16*>(args.hidden), ffn);
 }
 
+template <class Config>
+__device__ __forceinline__ void record_tile(
+    const Recorder<Config>& recorder, const GatheredTile& tile, int warp, int lane) {
+    if (warp == 0 && lane == 0) {
+        recorder.record(
+            Config::KIND_LAYER0_TILE, tile.first_row / Config::PLAN_TILE_ROWS,
+            tile.col / GatherProblem<Config>::TILE_COLS, tile.phase, tile.begin, tile.ready);
+    }
+}
+
 // What the warps that multiply do, tile by tile.
 template <class Config, class Storage>
 __device__ __forceinline__ void multiply_hidden(
@@ -107,13 +117,7 @@ __device__ __forceinline__ void multiply_hidden(
     const Recorder<Config>& recorder, int warp, int lane) {
     constexpr bool FENCES = true; // rows are what the producer's threads wrote
     const int group = warp / 4;
-    Pipeline<Config> pipeline = storage.pipeline();
-    int slot = 0;
-    if (fetch_tile<Config>(storage.slots, 0) >= problem.num_tiles()) return;
-    while (true) {
-        pipeline.wait_full();
-        const GatheredTile& tile = storage.tiles[slot];
-        slot = (slot + 1) % Config::TILE_SLOTS;
+    compute_tiles<Config>(storage, problem.num_tiles(), [&](Pipeline<Config>& pipeline, const GatheredTile& tile) {
         const u32 staging = storage.staging + group * HiddenStaging<Config>::BYTES;
         Accumulator<Config> sums;
         ColumnBiases<Config> biases;
@@ -130,13 +134,8 @@ __device__ __forceinline__ void multiply_hidden(
         } else {
             store_activated<Config>(sums, tile, args, problem.ffn, staging, group, warp % 4, lane);
         }
-        if (warp == 0 && lane == 0) {
-            recorder.record(
-                Config::KIND_LAYER0_TILE, tile.first_row / Config::PLAN_TILE_ROWS, tile.col / problem.TILE_COLS,
-                tile.phase, tile.begin, tile.ready);
-        }
-        if (tile.is_last) break;
-    }
+        record_tile(recorder, tile, warp, lane);
+    });
 }
 
 #endif

@@ -154,21 +154,10 @@ __device__ __forceinline__ void multiply_hidden_fp8(
     const GatherProblem<Config>& problem, const Storage& storage, const HiddenArgs& args,
     const Recorder<Config>& recorder, int warp, int lane) {
     Maxima<Config> maxima{reinterpret_cast<float*>(storage.begin + (storage.staging - storage.stages))};
-    Pipeline<Config> pipeline = storage.pipeline();
-    int slot = 0;
-    if (fetch_tile<Config>(storage.slots, 0) >= problem.num_tiles()) return;
-    while (true) {
-        pipeline.wait_full();
-        const GatheredTile& tile = storage.tiles[slot];
-        slot = (slot + 1) % Config::TILE_SLOTS;
+    compute_tiles<Config>(storage, problem.num_tiles(), [&](Pipeline<Config>& pipeline, const GatheredTile& tile) {
         compute_hidden_fp8(pipeline, tile, args, problem, maxima, warp / 4, warp % 4, lane);
-        if (warp == 0 && lane == 0) {
-            recorder.record(
-                Config::KIND_LAYER0_TILE, tile.first_row / Config::PLAN_TILE_ROWS, tile.col / problem.TILE_COLS,
-                tile.phase, tile.begin, tile.ready);
-        }
-        if (tile.is_last) break;
-    }
+        record_tile(recorder, tile, warp, lane);
+    });
 }
 
 #endif

@@ -41,32 +41,25 @@ __device__ __forceinline__ void compute_rows(
     multiply_tile<FENCES>(
         pipeline, sums, biases, tile.rows, group, lane, num_steps, [&] { if (leads) share.publish(); });
     store_tile<Config>(sums, tile, y, problem.cols, staging, group, warp, lane);
-    share.panel = tile.panel;
-    share.plan_tiles = tile.plan_tiles;
 }
 
 // What the warps that multiply do: `compute` is one tile.
 template <class Config, class Storage, typename Compute>
-__device__ __forceinline__ void compute_tiles(
+__device__ __forceinline__ void compute_rows_of_tiles(
     const PanelProblem<Config>& problem, const Storage& storage, int* panel_counters,
     const Recorder<Config>& recorder, int warp, int lane, Compute compute) {
-    Pipeline<Config> pipeline = storage.pipeline();
     PanelShare share{panel_counters, 0, 0};
-    int slot = 0;
-    if (fetch_tile<Config>(storage.slots, 0) >= problem.num_tiles()) return;
-    while (true) {
-        pipeline.wait_full();
+    compute_tiles<Config>(storage, problem.num_tiles(), [&](Pipeline<Config>& pipeline, const PanelTile& tile) {
         const u64 begin = recorder.now();
-        const PanelTile& tile = storage.tiles[slot];
-        slot = (slot + 1) % Config::TILE_SLOTS;
         compute(pipeline, tile, share);
+        share.panel = tile.panel;
+        share.plan_tiles = tile.plan_tiles;
         if (warp == 0 && lane == 0) {
             recorder.record(
                 Config::KIND_LAYER1_TILE, tile.first_row / Config::PLAN_TILE_ROWS, tile.col / Config::PANEL_UNIT,
                 tile.panel, begin, begin);
         }
-        if (tile.is_last) break;
-    }
+    });
     if (warp % 4 == 0 && lane == 0) share.publish();
 }
 
@@ -79,7 +72,7 @@ __device__ __forceinline__ void multiply_rows(
     const auto compute = [&](Pipeline<Config>& pipeline, const PanelTile& tile, PanelShare& share) {
         compute_rows(pipeline, tile, share, y, problem, staging, group, warp % 4, lane, num_steps);
     };
-    compute_tiles(problem, storage, panel_counters, recorder, warp, lane, compute);
+    compute_rows_of_tiles(problem, storage, panel_counters, recorder, warp, lane, compute);
 }
 
 #endif

@@ -75,8 +75,6 @@ __device__ __forceinline__ void compute_rows_fp8(
     __syncwarp();
     if (lane == 0) pipeline.free_last();
     warpgroup_sync(group);
-    share.panel = tile.panel;
-    share.plan_tiles = tile.plan_tiles;
 }
 
 template <class Config, class Storage>
@@ -87,7 +85,7 @@ __device__ __forceinline__ void multiply_rows_fp8(
     const auto compute = [&](Pipeline<Config>& pipeline, const PanelTile& tile, PanelShare& share) {
         compute_rows_fp8(pipeline, tile, share, y, problem, group, warp % 4, lane);
     };
-    compute_tiles(problem, storage, panel_counters, recorder, warp, lane, compute);
+    compute_rows_of_tiles(problem, storage, panel_counters, recorder, warp, lane, compute);
 }
 
 #endif
