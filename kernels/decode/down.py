@@ -24,11 +24,8 @@ from .scales import (
     lane_columns,
     lane_scales,
     load_lanes,
-    part_of,
-    scaled_dot,
+    matrix_products,
     scaled_products,
-    step_and_next_scales,
-    step_scales,
     stored_length,
 )
 from .words import push_words, sum_words
@@ -151,31 +148,17 @@ def down_vector(step, w2, slot, b2_row, rows, first_col, D, F, STEP: tl.constexp
 @triton.jit
 def down_matrix(step, w2, w2_desc, slot, b2_row, rows, first_col, D, F, STEP: tl.constexpr):
     """Partial sums of one expert for the tokens of one pass."""
-    ROWS: tl.constexpr = STEP.rows
-    TILE: tl.constexpr = STEP.tile
-    PART: tl.constexpr = part_of(STEP.depth, STEP.shared_scale)
-    NUMBER: tl.constexpr = in_number(STEP.lane)
-    cols = first_col + tl.arange(0, ROWS)
-    ks = tl.arange(0, PART)
+    cols = first_col + tl.arange(0, STEP.rows)
     valid = rows < NO_ROW
     legal_rows = tl.where(valid, rows, 0)
-    hidden_ptrs = step.hidden + legal_rows[:, None] * F + ks[None, :]
-    accumulator = tl.zeros((ROWS, TILE), dtype=tl.float32)
-    weight_rows = tl.minimum(cols, D - 1)
-    ahead = step_scales(w2.scales, slot, weight_rows, 0, D, F, STEP)
-    for f in range(0, F, STEP.depth):
-        hs, ws = (), ()
-        for part in tl.static_range(STEP.depth // PART):
-            at = f + part * PART
-            hs += (tl.load(hidden_ptrs + at, mask=valid[:, None] & (STEP.even | (at + ks < F)[None, :]), other=0.0),)
-            ws += (w2_desc.load([slot, first_col, at // NUMBER]).reshape(ROWS, PART // NUMBER),)
-        scales, ahead = step_and_next_scales(ahead, w2.scales, slot, weight_rows, f, D, F, STEP)
-        for part in tl.static_range(STEP.depth // PART):
-            accumulator = scaled_dot(ws[part], hs[part], accumulator, scales[part], STEP)
+    row_ptrs = step.hidden + legal_rows[:, None] * F
+    sums = matrix_products(
+        row_ptrs, valid, w2_desc, (slot, first_col), w2.scales, slot, tl.minimum(cols, D - 1), D, F, STEP
+    )  # fmt: skip
     if w2.biases is not None:
-        accumulator += bias_of(w2.biases, b2_row, cols, D)[:, None]
+        sums += bias_of(w2.biases, b2_row, cols, D)[:, None]
     targets = step.partials + legal_rows[None, :] * D + cols[:, None]
-    tl.store(targets, accumulator, mask=valid[None, :] & (cols < D)[:, None])
+    tl.store(targets, sums, mask=valid[None, :] & (cols < D)[:, None])
 
 
 @triton.jit

@@ -20,11 +20,8 @@ from .scales import (
     lane_columns,
     lane_scales,
     load_lanes,
-    part_of,
-    scaled_dot,
+    matrix_products,
     scaled_products,
-    step_and_next_scales,
-    step_scales,
     stored_length,
 )
 
@@ -74,28 +71,15 @@ def gate_up_matrix(step, w1, w1_desc, slot, b1_row, rows, first_col, D, F, STEP:
     """The tokens of one pass; where ``rows`` has none, they are zeros that are not read from memory."""
     ACTIVATION: tl.constexpr = STEP.activation
     ROWS: tl.constexpr = STEP.rows
-    TILE: tl.constexpr = STEP.tile
-    PART: tl.constexpr = part_of(STEP.depth, STEP.shared_scale)
-    NUMBER: tl.constexpr = in_number(STEP.lane)
     cols = first_col + tl.arange(0, ROWS)
-    ks = tl.arange(0, PART)
     valid = rows < NO_ROW
-    x_ptrs = step.tokens + token_of(rows, STEP.top_k)[:, None] * D + ks[None, :]
     in_tile = tl.arange(0, 2 * ROWS)
     weight_rows = tl.minimum(first_col + in_tile % ROWS, F - 1) + in_tile // ROWS * F
-    accumulator = tl.zeros((2 * ROWS, TILE), dtype=tl.float32)
-    ahead = step_scales(w1.scales, slot, weight_rows, 0, 2 * F, D, STEP)
-    for k in range(0, D, STEP.depth):
-        xs, ws = (), ()
-        for part in tl.static_range(STEP.depth // PART):
-            at = k + part * PART
-            # The tail of D needs the mask; tokens without this expert are masked so that nothing is read for them.
-            xs += (tl.load(x_ptrs + at, mask=valid[:, None] & (STEP.even | (at + ks < D)[None, :]), other=0.0),)
-            ws += (w1_desc.load([slot, 0, first_col, at // NUMBER]).reshape(2 * ROWS, PART // NUMBER),)
-        scales, ahead = step_and_next_scales(ahead, w1.scales, slot, weight_rows, k, 2 * F, D, STEP)
-        for part in tl.static_range(STEP.depth // PART):
-            accumulator = scaled_dot(ws[part], xs[part], accumulator, scales[part], STEP)
-    gate, up = accumulator.reshape(2, ROWS, TILE).permute(1, 2, 0).split()
+    row_ptrs = step.tokens + token_of(rows, STEP.top_k)[:, None] * D
+    products = matrix_products(
+        row_ptrs, valid, w1_desc, (slot, 0, first_col), w1.scales, slot, weight_rows, 2 * F, D, STEP
+    )  # fmt: skip
+    gate, up = products.reshape(2, ROWS, STEP.tile).permute(1, 2, 0).split()
     hidden = hidden_of(gate, up, w1.biases, b1_row, cols[:, None], F, ACTIVATION).to(step.hidden.dtype.element_ty)
     targets = step.hidden + tl.where(valid, rows, 0)[None, :] * F + cols[:, None]
     tl.store(targets, hidden, mask=valid[None, :] & (cols < F)[:, None])

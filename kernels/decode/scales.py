@@ -292,6 +292,34 @@ def scaled_dot(weights, x, sums, scales, STEP: tl.constexpr):
 
 
 @triton.jit
+def matrix_products(
+    row_ptrs, valid, desc, corner, scales_ptr, slot, weight_rows, num_rows, num_cols, STEP: tl.constexpr
+):  # fmt: skip
+    """Matrix form: ``(R, T)`` float32, R rows of a slot's weights times T rows of ``num_cols`` numbers at ``row_ptrs``.
+
+    ``desc`` shows the weights, ``corner`` says where there, but for the column; ``weight_rows`` are their ``num_rows``.
+    """
+    PART: tl.constexpr = part_of(STEP.depth, STEP.shared_scale)
+    NUMBER: tl.constexpr = in_number(STEP.lane)
+    ROWS: tl.constexpr = weight_rows.shape[0]
+    ks = tl.arange(0, PART)
+    ptrs = row_ptrs + ks[None, :]
+    sums = tl.zeros((ROWS, row_ptrs.shape[0]), dtype=tl.float32)
+    ahead = step_scales(scales_ptr, slot, weight_rows, 0, num_rows, num_cols, STEP)
+    for k in range(0, num_cols, STEP.depth):
+        xs, ws = (), ()
+        for part in tl.static_range(STEP.depth // PART):
+            at = k + part * PART
+            # The tail needs the mask; rows that are not valid are masked so that nothing is read for them.
+            xs += (tl.load(ptrs + at, mask=valid[:, None] & (STEP.even | (at + ks < num_cols)[None, :]), other=0.0),)
+            ws += (desc.load(corner + (at // NUMBER,)).reshape(ROWS, PART // NUMBER),)  # noqa: RUF005 - as Triton has it
+        scales, ahead = step_and_next_scales(ahead, scales_ptr, slot, weight_rows, k, num_rows, num_cols, STEP)
+        for part in tl.static_range(STEP.depth // PART):
+            sums = scaled_dot(ws[part], xs[part], sums, scales[part], STEP)
+    return sums
+
+
+@triton.jit
 def widen(weights, dtype: tl.constexpr):
     """e4m3 weights, or words of e2m1 codes, in a type that holds them all."""
     if weights.dtype == tl.int32 and dtype == tl.bfloat16:
