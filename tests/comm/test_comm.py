@@ -18,7 +18,7 @@ from ranks import in_ranks, logged, run_ranks
 
 from comet.comm import Communicator, cpu_shm, handshake, make_communicator
 from comet.comm.base import LocalCommunicator, SymmTensor
-from comet.comm.signals import poll, signal, wait, waited
+from comet.comm.signals import poll, wait, waited
 from comet.errors import CommTimeoutError, UnavailableError
 
 
@@ -248,14 +248,6 @@ def test_a_rank_alone_gets_local_memory(backend) -> None:
 
 
 # ---- signals ---------------------------------------------------------------------------------------------------------
-
-
-def test_signal_worked_example() -> None:
-    flags = torch.zeros(2, 3, dtype=torch.int32)
-    signal(flags, 4, 7)
-    assert flags.tolist() == [[0, 0, 0], [0, 7, 0]]
-    wait(flags, 4, 7, timeout_s=1, rank=1, peer=0, place="here")
-    wait(flags, 4, 6, timeout_s=1, rank=1, peer=0, place="here")
 
 
 def test_wait_names_both_ranks_the_place_and_the_epochs() -> None:

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 from ranks import run_ranks
-from tile_orders import by_columns, by_rows, panels_of
+from tile_orders import by_columns, by_rows
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.kernels.gemm import tiles
@@ -80,14 +80,6 @@ def random_geometries(seed: int) -> list[Geometry]:
         num_tiles = source.choice([0, 1, source.randint(2, 30)])
         cases.append((num_tiles, num_cols, source.randint(1, 9), source.randint(1, num_cols)))
     return cases
-
-
-def test_worked_examples() -> None:
-    assert by_rows(3, 2, 2) == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1)]
-    assert by_columns(3, 3, 2, 2) == [
-        (0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0), (2, 0, 0), (2, 1, 0), (0, 2, 1), (1, 2, 1), (2, 2, 1)
-    ]  # fmt: skip
-    assert [len(columns) for columns in panels_of(28, 4)] == [9, 8, 8, 3]
 
 
 @triton.jit

@@ -19,7 +19,6 @@ from comet.decode import DecodeScratch, DecodeWeights, RankDecode, warp_decode, 
 from comet.decode.local import run_kernels
 from comet.kernels.decode.blocks import BlockShape, is_large, least_depth, select
 from comet.kernels.decode.routing import NO_ROW, pass_of, rows_in_passes, serves
-from comet.kernels.decode.scales import lane_columns
 from comet.kernels.runtime.activation import Activation
 from comet.layout import Biases
 from comet.reference.layer import reference_experts
@@ -99,32 +98,6 @@ def check_passes_example() -> None:
         assert found.tolist() == wanted
 
 
-@triton.jit
-def columns_kernel(out_ptr, ROWS: tl.constexpr, DEPTH: tl.constexpr, LANE: tl.constexpr, SCALES: tl.constexpr):
-    columns = lane_columns(ROWS, DEPTH, LANE, SCALES)
-    last: tl.constexpr = columns.shape[-1]
-    if SCALES != 0:
-        tl.store(out_ptr + tl.arange(0, columns.shape[0])[:, None] * last + tl.arange(0, last)[None, :], columns)
-    else:
-        tl.store(out_ptr + tl.arange(0, last), columns)
-
-
-def check_columns_example() -> None:
-    """What every copy has, of which there are no more than rows; one where nothing is copied."""
-    halves = [*range(8), *range(16, 24)]
-    for call, copies, wanted in (
-        ((16, 32, 16, 0), 1, [*range(32)]),
-        ((16, 32, 16, 32), 16, halves),
-        ((32, 32, 16, 128), 16, halves),
-        ((4, 32, 16, 32), 4, halves),
-        ((2, 64, 32, 32), 2, [*range(8), *range(32, 40)]),  # 32 weights of half a byte
-        ((8, 512, 16, 32), 1, [lane * 16 + place for lane in range(32) for place in range(8)]),
-    ):
-        out = torch.full((1024,), -1, dtype=torch.int32)
-        columns_kernel[(1,)](out, *call)
-        assert out[out >= 0].tolist() == wanted * copies, call
-
-
 @in_ranks(1, interpret=True, timeout=500)
 def test_kernels_under_the_interpreter(rank: int, world_size: int) -> None:
     for index, case in enumerate(CASES):
@@ -136,7 +109,6 @@ def test_kernels_under_the_interpreter(rank: int, world_size: int) -> None:
         check_decode(replace(case, T=8 + 4 * case.T, config=TILES), torch.float32, "cpu", runs=1)
     check_serves_example()
     check_passes_example()
-    check_columns_example()
 
 
 # ---- the twin --------------------------------------------------------------------------------------------------------

@@ -23,9 +23,8 @@ from ranks import in_ranks
 from torch import Tensor
 
 from comet.kernels.gemm.activation import activation_backward
-from comet.kernels.gemm.bias import add_bias_products, bias_gradient
 from comet.kernels.gemm.gather_rows import OwnRows, gather_rows
-from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm, group_gemm_torch, num_blocks, valid_rows
+from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm, num_blocks
 from comet.kernels.gemm.wgrad import group_gemm_wgrad
 from comet.kernels.runtime.arguments import TileTable
 
@@ -85,62 +84,6 @@ def table_of(tiles: list[list[int]], num_tiles: int, row_ids: list[int], block_r
 
 def example_table() -> TileTable:
     return table_of([[0, 0, 2, 0], [3, 4, 1, 0], [9, 9, 9, 9]], 2, [0] * 8, 4)
-
-
-def test_example_of_valid_rows():
-    rows, experts = valid_rows(example_table())
-    assert rows.tolist() == [0, 1, 4]
-    assert experts.tolist() == [0, 0, 3]
-
-
-def padded(matrix: list, shape: tuple[int, ...]) -> torch.Tensor:
-    """The documented example in the upper left corner of a matrix of legal widths."""
-    small = torch.tensor(matrix, dtype=torch.float32)
-    out = torch.zeros(shape)
-    out[tuple(slice(0, n) for n in small.shape)] = small
-    return out
-
-
-@in_ranks(1, interpret=True)
-def test_examples(rank: int, world_size: int) -> None:
-    """Those of the launches' docstrings."""
-    nan, ones = float("nan"), torch.zeros(1, dtype=torch.int32)
-    table = table_of([[0, 0, 3, 0]], 1, [1, 0, 1], 16)
-    for gather, a, expected in ((True, [[1], [2]], [20, 10, 20]), (False, [[1], [2], [3]], [10, 20, 30])):
-        for gemm in (group_gemm, group_gemm_torch):
-            out, rows = torch.zeros(16, 16), padded(a, (len(a) if gather else 16, 16))
-            given = {"gather": gather, "layout": "nk", "config": GemmConfig.select(out.dtype)}
-            gemm(rows, padded([[[10]]], (1, 16, 16)), out, table, **given)
-            assert out[:3, 0].tolist() == expected
-
-    out, segments = torch.full((1, 16, 16), nan), (torch.tensor([0, 16]).int(), torch.tensor([2]).int())
-    a, b = padded([[1, 2], [3, 4], [nan, nan]], (3, 16)), padded([[20], [10], [nan]], (3, 16))
-    group_gemm_wgrad(a, b, out, *segments, config=GemmConfig.select(out.dtype))
-    assert out[0, :2, 0].tolist() == [50, 80]
-    assert not out.isnan().any()
-
-    table, pre = table_of([[0, 0, 1, 0]], 1, [0] * 8, 8), torch.zeros(8, 32)
-    pre[0, 16] = 3
-    grad_pre, hidden, grad_weights = torch.zeros(8, 32), torch.zeros(8, 16), torch.zeros(1, 1)
-    given = (ones.repeat(8), torch.tensor([[0.5]]), table, grad_pre, hidden, grad_weights)
-    activation_backward(pre, padded([[4]], (8, 16)), *given)
-    assert (grad_pre[0, 0], grad_pre[0, 16], hidden[0, 0], grad_weights.item()) == (3, 0, 0, 0)
-
-    table, rows, own = table_of([[0, 0, 2, 0]], 1, [1, 0, -1], 16), torch.zeros(2, 16), torch.zeros(1, 16)
-    rows[:, 0], own[0, 0] = torch.tensor([5.0, 6.0]), 7
-    for apart, copied in ((None, [6, 5, 0]), (OwnRows(rows=own, first=1), [7, 5, 0])):
-        out = torch.zeros(3, 16)
-        gather_rows(rows, out, table.row_ids, table, apart)
-        assert out[:, 0].tolist() == copied
-
-    rows, out = torch.tensor([[1.0, 2], [3, 4], [nan, nan]]), torch.empty(1, 2)
-    routing = torch.tensor([0, 1, -1]).int(), torch.tensor([0, 0, -1]).int(), torch.tensor([[1.0], [10.0]])
-    for given, wanted in ((None, [[4, 6]]), (routing, [[31, 42]])):
-        bias_gradient(rows, out, segments, given)
-        assert out.tolist() == wanted
-    products, table = torch.zeros(1, 1), table_of([[0, 0, 1, 0]], 1, [0] * 8, 8)
-    add_bias_products(torch.tensor([[1.0, 2]]), torch.tensor([[10.0, 100]]), ones, table, products)
-    assert products.item() == 210
 
 
 def gemm(**changes: Any) -> None:

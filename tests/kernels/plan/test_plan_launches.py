@@ -14,12 +14,10 @@ from ranks import in_ranks
 from comet.comm import LocalCommunicator
 from comet.errors import CommTimeoutError
 from comet.kernels.plan.metadata import PlanConfig, plan_constants
-from comet.kernels.runtime.buffers import _places, allocate, cut
+from comet.kernels.runtime.buffers import allocate, cut
 from comet.layer.plan import Plan
 
 CPU = torch.device("cpu")
-NO_EXPERT = 31  # of 31 experts each is a bucket of its own, and one more has the tokens that are not needed
-IDS = {0: [6, 5], 1: [6, 6], 4: [13, -1], 9: [20, 13]}
 
 
 @pytest.mark.parametrize(("ep", "tp", "expected"), [(4, 1, 12), (2, 2, 10), (1, 4, 9)])
@@ -70,40 +68,6 @@ def test_examples_of_the_launches() -> None:
     assert (wide.flat, wide.expert_block, narrow.expert_block) == (1024, 32, 8)
     placed = [plan_constants(config(), 8, chunks) for chunks in (many, few)]
     assert [(one.scan_rows, one.sum_block) for one in placed] == [(16, 32), (4, 4)]
-
-
-@in_ranks(1, interpret=True)
-def test_examples_of_the_words(rank: int, world_size: int) -> None:
-    """What one rank's kernels store for its only chunk, whose tokens outside ``IDS`` have no experts."""
-    from comet.layer import fused
-
-    scratch: list[Any] = []
-    place_plan = fused.place_plan
-
-    def noted(*arguments: Any) -> None:
-        scratch.append(arguments[2])
-        place_plan(*arguments)
-
-    fused.place_plan = noted
-    ids = torch.tensor([IDS.get(token, [-1, -1]) for token in range(128)], dtype=torch.int32)
-    case = random_case(0, 1, 1, num_experts=NO_EXPERT, top_k=2, max_tokens=128)
-    case = replace(case, ids=[ids], weights=[torch.ones(ids.shape)])
-    case = replace(case, block_rows=16, expert_capacity=None, max_routed_rows=1024)
-    case.plan(0, workspace(case, LocalCommunicator(CPU)))
-    names = ("recv_buckets", "send_buckets", "recv_ranks", "send_ranks", "counts", "positions")
-    stored = {name: getattr(scratch[0], name)[0, 0].tolist() for name in names}
-    buckets = [min((i for i in IDS.get(token, []) if i >= 0), default=NO_EXPERT) for token in range(128)]
-    for side in ("recv", "send"):  # one rank: both are its own tokens at its own experts
-        assert stored[f"{side}_buckets"] == [buckets.count(bucket) for bucket in range(32)]
-        assert stored[f"{side}_ranks"] == [
-            bucket * 128 + buckets[:token].count(bucket) for token, bucket in enumerate(buckets)
-        ]
-    assert stored["positions"][:2] == [[0, 0], [1, 2]]
-    assert stored["counts"][:8] == [0, 0, 0, 0, 0, 1, 3, 0]
-
-
-def test_the_example_of_places() -> None:
-    assert _places(((2, 3), (4,))) == ((((2, 3), (3, 1), 0), ((4,), (1,), 64)), 128)
 
 
 def test_tensors_lie_apart_and_aligned() -> None:

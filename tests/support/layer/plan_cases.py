@@ -102,7 +102,7 @@ def random_case(
     """A case drawn from ``seed``; what is not given is drawn too, with extremes more often than chance has them."""
     draw = random.Random(seed)
     world_size = ep * tp
-    num_experts = num_experts or ep * draw.choice((1, 2, 3, 8, 20))
+    num_experts = num_experts or ep * draw.choice((1, 2, 3, 8, 33))
     top_k = top_k or draw.choice((1, min(2, num_experts), min(6, num_experts), min(num_experts, 32)))
     max_tokens = max_tokens or draw.choice(MAX_TOKENS)
     counts = [draw.choice((0, 1, 127, 128, draw.randint(0, max_tokens), max_tokens)) for _ in range(world_size)]

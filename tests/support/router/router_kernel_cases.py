@@ -12,8 +12,6 @@ from torch.testing import assert_close
 
 from comet.config import MoEConfig
 from comet.kernels.router.logits import router_logits
-from comet.kernels.router.measure import LossRule
-from comet.kernels.router.measure import measure as measure_losses
 from comet.kernels.router.select import SelectRule
 from comet.kernels.router.select import select as select_ids
 from comet.router.kernels import measure, select
@@ -146,14 +144,6 @@ def check_select(num_tokens: int, changes: dict, seed: int, device: str) -> None
         assert torch.equal(first, second), where
 
 
-def check_select_example() -> None:
-    logits = torch.tensor([[0.0, math.log(2), 0.0]])
-    ids, weights, scores = select_ids(logits, None, SelectRule(top_k=2))
-    assert ids.tolist() == [[1, 0]]
-    torch.testing.assert_close(weights, torch.tensor([[2 / 3, 1 / 3]]))
-    torch.testing.assert_close(scores, torch.tensor([[0.25, 0.5, 0.25]]))
-
-
 def check_extremes(device: str) -> None:
     """NaN, infinities, saturated scores, and sums that underflow: values and gradients of plain torch in float32."""
     rows = [
@@ -255,11 +245,3 @@ def check_measure_extremes(device: str) -> None:
             assert_close(largest.cpu(), torch.tensor(seen), rtol=0, atol=0, equal_nan=True)
     measure(logits, scores, ids, config, largest)
     assert largest.isnan()
-
-
-def check_measure_example() -> None:
-    logits, scores, largest = torch.tensor([[0.0, 0.0]]), torch.tensor([[0.75, 0.25]]), torch.zeros(())
-    rule = LossRule(aux=1.0, z=1.0)
-    aux, z, load = measure_losses(logits, scores, torch.zeros(1, 1, dtype=torch.int32), largest, rule)
-    assert_close((aux, z), (torch.tensor(1.5), torch.tensor(math.log(2) ** 2)))
-    assert load.tolist() == [1.0, 0.0]
