@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from random import Random
 
 import torch
-from kinds import Kind
 from layer_cases import LayerCase
 
 from comet.quantization.formats import FP8_BLOCK
@@ -112,10 +111,7 @@ class Stress:
     device: str
     family: int  # cases of one
     timeout_s: float = 30.0  # of every wait between ranks
-    case_limit_s: float = 1800.0  # a rank that spends longer on a case ends with its stack
     until: float = math.inf  # after this time (seconds since 1970) no case begins
-    layer0: Kind = "cuda"
-    layer1: Kind = "cuda"
 
     @property
     def sizes(self) -> Sizes:
@@ -178,6 +174,17 @@ class Stress:
             seed=self.seed * 1_000_003 + index,
         )
         return replace(case, backward=False, capacity_factor=None) if case.fp8 else case
+
+    def command(self, first: int, index: int) -> str:
+        """What runs case ``index`` again, after the cases of its family from ``first`` on that came before it.
+
+        Example: case 12 of seed 3, families of 5: ``--seed 3 --first 10 --cases 3 --family 5``.
+        """
+        first = max(first, self.family_of(index) * self.family)
+        return (
+            f"python tests/stress.py --seed {self.seed} --first {first} --cases {index + 1 - first} "
+            f"--family {self.family} --world-size {self.world_size} --path {self.path} --device {self.device}"
+        )
 
 
 def draw_tokens(dice: Random, most: int) -> int:

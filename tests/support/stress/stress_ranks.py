@@ -1,18 +1,15 @@
 """What each rank does in a batch of the stress tool: family after family, case after case, all in one process."""
 
 import faulthandler
-import os
 import time
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from random import Random
 from typing import Self
 
 import torch
 import torch.distributed as dist
 from fp8_cases import compare, fp8_shard
-from kinds import grad_hidden_in, layer0_in, layer1_in, weights_in
 from layer_cases import RankInputs, complaints, full_weights, oracles_of, rank_inputs, wrong_numbers
 from layer_ranks import Results, make_layer, open_group, run_call
 from stress_cases import LAYERS, Stress, StressCase
@@ -23,6 +20,8 @@ from comet.layer.paths import make_path
 from comet.moe import MoE
 from comet.quantization.formats import FP8
 
+CASE_S = 1800.0  # a rank that spends longer on a case ends with its stacks in the log
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -30,22 +29,6 @@ class Outcome:
 
     wrong: list[str]
     stop: int
-
-
-class Journal:
-    """Tells the parent which case a rank is at; a case that takes too long ends it, with its stacks in the log."""
-
-    def __init__(self, path: Path, rank: int, case_limit_s: float) -> None:
-        self.file = os.open(path.with_suffix(f".{rank}"), os.O_WRONLY | os.O_CREAT)
-        self.case_limit_s = case_limit_s
-
-    def begin(self, index: int) -> None:
-        os.pwrite(self.file, f"{index:<20}".encode(), 0)
-        faulthandler.dump_traceback_later(self.case_limit_s, exit=True)
-
-    def close(self) -> None:
-        faulthandler.cancel_dump_traceback_later()
-        os.close(self.file)
 
 
 @dataclass(frozen=True)
@@ -64,30 +47,21 @@ class Layer:
         return cls(make_layer(case, rank, path, group), (w1, w2), in_fp8)
 
 
-def run_batch(rank: int, world_size: int, stress: Stress, indices: range, journal: Path) -> Outcome:
-    """Run the cases ``indices`` up to the first that fails, or until time is up; ``journal`` tells the one at work.
+def run_batch(rank: int, world_size: int, stress: Stress, indices: range) -> Outcome:
+    """Run the cases ``indices`` up to the first that fails, or until time is up, each with its command in the log.
 
     Wrong numbers are returned; whatever else goes wrong ends the rank.
     """
     device = torch.device(stress.device)
     torch.use_deterministic_algorithms(device.type == "cpu")
-    notes = Journal(journal, rank, stress.case_limit_s)
-    layer0, layer1 = stress.layer0, stress.layer1
-    with layer0_in(layer0), grad_hidden_in(layer0), layer1_in(layer1), weights_in(layer1):
-        outcome = run_families(rank, stress, indices, device, notes)
-    notes.close()
-    return outcome
-
-
-def run_families(rank: int, stress: Stress, indices: range, device: torch.device, notes: Journal) -> Outcome:
     outcome = Outcome([], indices.stop)
     for number, members in groupby(indices, key=stress.family_of):
         cases = list(members)
-        notes.begin(cases[0])
         group = open_group(stress.family_case(number), device, stress.timeout_s)
         layers = [Layer.make(stress.layer_case(number, each), rank, stress.path, group) for each in range(LAYERS)]
         for index in cases:
-            notes.begin(index)
+            print(stress.command(indices.start, index), flush=True)
+            faulthandler.dump_traceback_later(CASE_S, exit=True)
             case = stress.case(index)
             wrong = check_case(case, rank, layers[case.layer], stress.path)
             if any_rank(bool(wrong) or time.time() > stress.until):
@@ -96,6 +70,7 @@ def run_families(rank: int, stress: Stress, indices: range, device: torch.device
         group.close()  # memory and process groups: a batch joins many families
         if outcome.stop < indices.stop:
             break
+    faulthandler.cancel_dump_traceback_later()
     return outcome
 
 
