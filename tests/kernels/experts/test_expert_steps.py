@@ -39,13 +39,11 @@ from comet.experts import ExpertCache
 from comet.experts.host.cores import HostCores
 from comet.experts.host.profile import HostProfile
 from comet.kernels.decode.blocks import BlockShape, DecodeConfig
-from comet.kernels.experts.cache import bring_torch
 from comet.kernels.experts.host import worth_least
-from comet.kernels.experts.prefetch import MOST_AHEAD, plan, plan_torch, take_over_torch, travel, travel_torch
+from comet.kernels.experts.prefetch import MOST_AHEAD, plan, plan_torch, travel, travel_torch
 from comet.kernels.experts.tables import (
     AHEAD_WORDS,
     BEGUN,
-    CLOCK,
     COUNT,
     DONE,
     GATE,
@@ -58,7 +56,6 @@ from comet.kernels.experts.tables import (
     CacheTables,
     HostExperts,
     cache_constants,
-    pieces_of,
 )
 from comet.kernels.experts.waves import count_waves, split_waves, split_waves_torch
 from comet.kernels.runtime.activation import Activation
@@ -219,19 +216,6 @@ def test_each_policy_keeps_what_it_says(policy: str, kept: list[set[int]]) -> No
     assert found == kept
 
 
-def test_the_example_of_the_docs() -> None:
-    tables = CacheTables.create(4, 2, CPU)
-    host = HostExperts(w1=torch.rand(4, 2, 1), w2=torch.rand(4, 1, 1), tables=tables)
-    w1, w2 = torch.zeros(2, 2, 1), torch.zeros(2, 1, 1)
-    for ids in ([[3]], [[0]], [[3, 2]]):
-        bring_torch(torch.tensor(ids), w1, w2, host)
-    assert tables.slots.tolist() == [-1, -1, 1, 0]
-    assert tables.owners.tolist() == [3, 2]
-    assert tables.copies[:, : int(tables.header[0])].tolist() == [[2], [1]]
-    assert tables.totals[:2].tolist() == [4, 3]
-    assert torch.equal(w1[1], host.w1[2])
-
-
 def test_words_of_scales() -> None:
     """All of the scales of an expert, in words of 8 bytes, or of 4 where an odd number of float32 leaves no choice."""
     found = cache_constants(4, 2, [288 * 48, 48 * 144, 12, 8], 2, 1, "lru")
@@ -249,11 +233,6 @@ def test_the_examples_of_waves() -> None:
     assert [count_waves(40, 128, slots) for slots in (12, 40)] == [4, 1]
     assert count_waves(128, 16, 12) == 2, "a rank has no more experts than it serves"
     assert count_waves(0, 16, 12) == 1
-    tables = CacheTables.create(5, 2, CPU)
-    tables.slots[4] = 0
-    host = HostExperts(w1=torch.rand(5, 2, 1), w2=torch.rand(5, 1, 1), tables=tables)
-    found = split_waves_torch(torch.tensor([[3, 1], [4, 3]]), host, 2)
-    assert found.tolist() == [[[-1, 1], [4, -1]], [[3, -1], [-1, 3]]]
 
 
 @in_ranks(1, interpret=True)
@@ -370,48 +349,15 @@ def test_waves_and_the_host_leave_alone_what_travelled(
     run_ranks(compare_guessed, 1, case, num_slots, "lru", profile, interpret=True)
 
 
-@pytest.fixture
-def host() -> HostExperts:
-    """Slots of experts 3, 0 and 5; one of six has ten pieces: w1 has 6 of 1024 words of 8 bytes, w2 has 4."""
-    tables = CacheTables.create(6, 3, CPU)
-    for slot, (expert, step) in enumerate(((3, 1), (0, 3), (5, 2))):
-        tables.slots[expert] = tables.arriving[expert] = slot
-        tables.last_used[expert] = step
-        tables.owners[slot] = expert
-    tables.header[CLOCK.value] = 3
-    return HostExperts(w1=torch.rand(6, 12, 1024), w2=torch.rand(6, 1024, 8), tables=tables, prefetched=True)
-
-
-def test_the_examples_of_guesses(host: HostExperts) -> None:
-    tables = host.tables
-    plan_torch(torch.tensor([[5, 2, 4]]), host)
-    assert tables.owners.tolist() == [-1, -1, 5]
-    assert tables.ahead[:, :2].tolist() == [[2, 4], [0, 1], [3, 0]]
-    assert tables.slots.tolist() == [-1, -1, -1, -1, -1, 2]
-    assert host.pieces == 10
-    assert [pieces_of([size]) for size in (65_536, 65_544, 12)] == [8, 9, 1]
-    tables.header[NEXT.value] = 12
-    tables.last_used[[5, 2, 1]] = 4
-    assert take_over_torch(host, 4) == (-1, 2)
-    assert tables.slots.tolist() == [-1, -1, 0, -1, -1, 2]
-    assert tables.owners.tolist() == [2, -1, 5]
-    assert tables.totals[4:7].tolist() == [2, 1, 12 * 1024]
-
-
-def test_what_has_not_begun_gives_its_slot_back(host: HostExperts) -> None:
-    plan_torch(torch.tensor([[5, 2, 4]]), host)
-    take_over_torch(host, 4)
-    assert host.tables.owners.tolist() == [3, 0, 5]
-    assert host.tables.slots.tolist() == [1, -1, -1, 0, -1, 2]
-
-
-def test_a_predictor_that_is_wrong_rests(host: HostExperts) -> None:
-    header = host.tables.header
+def test_a_predictor_that_is_wrong_rests() -> None:
+    cache = cache_of(DecodeCase(name="guessed", T=1, K=1, E=6, D=32, F=16), 3)
+    cache.expect_prefetch()
+    header = cache.tables.header
     header[BEGUN.value], header[NEEDED.value] = 40, 9
     for _ in range(4):  # 36 is no more than four times 9
-        plan_torch(torch.tensor([[1]]), host)
+        plan_torch(torch.tensor([[1]]), cache.host)
         assert not header[PLANNED.value]
-    plan_torch(torch.tensor([[1]]), host)
+    plan_torch(torch.tensor([[1]]), cache.host)
     assert header[PLANNED.value] == 1
 
 

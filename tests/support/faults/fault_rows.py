@@ -66,6 +66,9 @@ def why_left_out(phase: str, fault: str, path: str, device: str) -> str:
         "what SIGTERM does to a tuning job is not the path's doing": is_told and (phase, path) == ("tune", "plain"),
         "no code of a path runs in a checkpoint; who watches the ranks differs between twin and plain": saves
         and path in ("reference", "fused"),
+        "an allocation that fails on a CPU is an exception like another": fault == "out of memory"
+        and phase in ("layer 0", "backward", "decode", *CHECKPOINT)
+        and device == "cpu",
         "the twin signals in CPU memory": device != "cpu" and path == "twin",
         "a job, which gives each rank a GPU of its own: it runs on CPU ranks": device != "cpu" and is_job(phase, fault),
     }
