@@ -8,6 +8,7 @@ the methods of Mixtral's experts. The gate is one function for all classes; each
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 from functools import cache
 from pathlib import Path
@@ -247,14 +248,11 @@ def _same_method(found: Any, known: Any) -> bool:
     decorator = known.__code__ if hasattr(known, "__wrapped__") else None
     if decorator is not None and getattr(found, "__code__", None) is not decorator:
         return False
-    found, known = _undecorated(found, decorator), _undecorated(known, decorator)
+    found, known = (
+        inspect.unwrap(each, stop=lambda inner: getattr(inner, "__code__", None) is not decorator)
+        for each in (found, known)
+    )
     return hasattr(found, "__code__") and _statements(found) == _statements(known) and not found.__code__.co_freevars
-
-
-def _undecorated(function: Any, decorator: Any) -> Any:
-    while getattr(function, "__code__", None) is decorator:
-        function = function.__wrapped__
-    return function
 
 
 def _statements(function: Any) -> tuple[Any, ...]:

@@ -149,16 +149,6 @@ def top_k_of(probs: Tensor, routing_map: Tensor, top_k: int) -> tuple[Tensor, Te
     return ids.masked_fill(dropped, -1).int(), weights.float()
 
 
-def stock_layer_class() -> type:
-    """Megatron's ``MoELayer``; raises ``UnavailableError`` where Megatron-core is not importable."""
-    try:
-        return importlib.import_module("megatron.core.transformer.moe.moe_layer").MoELayer
-    except ImportError as error:
-        raise UnavailableError(
-            "comet.integrations.megatron needs Megatron-core 0.16.1 or later: pip install 'comet-moe[megatron]'"
-        ) from error
-
-
 def with_comet(
     spec: Any,
     group: ExpertGroup,
@@ -186,9 +176,15 @@ def with_comet(
         ValueError: If no layer of the spec is a plain ``MoELayer``.
         UnavailableError: If Megatron-core is not importable.
     """
+    try:
+        stock = importlib.import_module("megatron.core.transformer.moe.moe_layer").MoELayer
+    except ImportError as error:
+        raise UnavailableError(
+            "comet.integrations.megatron needs Megatron-core 0.16.1 or later: pip install 'comet-moe[megatron]'"
+        ) from error
     choices = Choices(group=group, path=path, overlap=overlap, max_imbalance=max_imbalance)
     settings = dict(choices=choices, process_groups=process_groups)
-    layers, stock = getattr(spec, "layer_specs", None), stock_layer_class()
+    layers = getattr(spec, "layer_specs", None)
     ours = type(CometMoELayer.__name__, (CometMoELayer, stock), {"__doc__": CometMoELayer.__doc__})
     made = [_layer_with_comet(layer, stock, ours, settings) for layer in ([spec] if layers is None else layers)]
     require(
