@@ -10,7 +10,6 @@ import pytest
 import torch
 from generate_cases import NOT_PERMITTED, graphs_on_cpu, greedy_tokens
 from ranks import in_ranks
-from tiers import slow
 
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 
@@ -70,7 +69,7 @@ def tokens_of(engine: Engine) -> Tensor:
 
 @pytest.mark.parametrize(("name", "ep", "tp"), [
     ("shared expert in decode steps", 2, 1), ("shared expert in decode steps", 1, 2), ("gpt-oss", 1, 2),
-    slow("qwen3_moe", 2, 1), ("mixtral", 1, 2),
+    ("mixtral", 1, 2),
 ])  # fmt: skip
 @in_ranks(2)
 def test_two_ranks_take_the_steps_of_one(rank: int, world_size: int, name: str, ep: int, tp: int) -> None:
@@ -80,7 +79,7 @@ def test_two_ranks_take_the_steps_of_one(rank: int, world_size: int, name: str, 
 
 
 @pytest.mark.parametrize(
-    ("name", "attention"), [*((name, "sdpa") for name in ENGINES), *((family, "eager") for family in FAMILIES)]
+    ("name", "attention"), [*((name, "sdpa") for name in ENGINES), ("mixtral", "eager"), ("deepseek_v3", "eager")]
 )
 def test_a_captured_step_makes_the_tokens_of_an_eager_one(
     name: str, attention: str, monkeypatch: pytest.MonkeyPatch
@@ -197,7 +196,11 @@ def test_an_engine_refuses_weights_that_its_steps_do_not_read(slots: int | None)
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), [*((name, "off") for name in ENGINES), *((name, "on") for name in ENGINES if name != "gpt-oss")]
+    ("name", "mode"),
+    [
+        *((name, "off") for name in ENGINES),
+        *((name, "on") for name in (*SHARED[:2], "sigmoid, groups, bias", "mixtral")),
+    ],
 )
 @torch.no_grad()
 def test_one_pass_verifies_what_steps_compute_one_by_one(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:

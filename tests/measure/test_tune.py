@@ -250,10 +250,11 @@ def measure_with_harm(
     return found, len(calls), state, bool(torch.allclose(*outputs, atol=1e-5))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+HARMS = [("fault", 0), ("fault", 1), ("fault", 4), ("raise before", 0), ("raise before", 4), ("raise after", 2)]
+
+
 @pytest.mark.parametrize(
-    ("harm", "number"),
-    [("fault", 0), ("fault", 1), ("fault", 4), ("raise before", 0), ("raise before", 4), ("raise after", 2)],
+    ("world_size", "harm", "number"), [(1, "fault", 1), (1, "raise before", 4), *((2, *harm) for harm in HARMS)]
 )
 def test_only_the_candidate_that_failed_is_out(world_size: int, harm: str, number: int) -> None:
     ranks = run_ranks(measure_with_harm, world_size, number, harm)

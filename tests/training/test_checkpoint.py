@@ -39,6 +39,7 @@ from comet.training.step import TrainStep
 from comet.training.trainer import train
 
 BIASED = replace(MODEL, moe=replace(MOE, balance="bias", bias_update_rate=0.5))  # a buffer of the router, saved, too
+BIASED_OSS = replace(GPT_OSS, moe=replace(GPT_OSS.moe, balance="bias", bias_update_rate=0.5))
 NARROW = replace(MODEL, moe=replace(MOE, ffn_size=48))  # whose 24 columns per TP rank are padded
 
 
@@ -57,9 +58,7 @@ def save_steps(folder, steps):
     return train_step
 
 
-@pytest.mark.parametrize(
-    ("ep", "tp", "model"), [(2, 1, MODEL), (1, 2, NARROW), (1, 1, BIASED), (2, 2, BIASED), (2, 2, GPT_OSS)]
-)
+@pytest.mark.parametrize(("ep", "tp", "model"), [(2, 1, MODEL), (1, 2, NARROW), (1, 1, BIASED), (2, 2, BIASED_OSS)])
 def test_ranks_go_on_bit_for_bit_and_on_other_layouts_nearly_so(tmp_path, ep, tp, model):
     job = make_job(tmp_path, model=model, ep=ep, tp=tp, steps=6, checkpoint_every=3, output_dir=str(tmp_path / "whole"))
     whole, halfway = run_ranks(train_on_rank, max(2, ep * tp), job)[0], str(tmp_path / "whole" / "step-000003")

@@ -73,17 +73,10 @@ def gradients(model):
 
 @pytest.mark.parametrize(
     ("world_size", "ep", "tp", "config"),
-    [
-        (2, 2, 1, LINEAR),
-        (2, 1, 2, LINEAR),
-        (2, 1, 1, LINEAR),
-        (4, 2, 1, DENSE_FIRST),
-        (4, 2, 2, LINEAR),
-        (4, 2, 2, GPT_OSS),
-    ],
+    [(2, 1, 2, LINEAR), (2, 1, 1, LINEAR), (4, 2, 1, DENSE_FIRST), (4, 2, 2, GPT_OSS)],
 )
 def test_ranks_learn_what_one_process_with_all_batches_learns(world_size, ep, tp, config):
-    """TP, data-parallel ranks, EP, in one and in two data-parallel groups, and EP x TP."""
+    """TP, data-parallel ranks, EP in two data-parallel groups, and EP x TP."""
     ranks = range(world_size)
     outcomes = run_ranks(loss_curve, world_size, ep, tp, 4, config)
     curve, num_parameters, first_dense, *_ = alike = outcomes[0][0]
