@@ -84,8 +84,7 @@ class TrainingGraphs:
             self._run_backward, self._grads = record(partial(_gradients, roots, self._root_grads, leaves))
         self._results = tuple(each.detach() for each in results)
         places = {id(each): place for place, each in enumerate(self._parameters, start=len(inputs))}
-        makers = () if deferred.last is None else (deferred.last.w1, deferred.last.w2)
-        pairs = zip(layer.expert_parameters(), makers, strict=False)
+        pairs = zip(layer.expert_parameters(), deferred, strict=False)
         self._deferred = [(places[id(each)], make) for each, make in pairs if each.requires_grad]
         self._turn: weakref.ref[_Turn] | None = None
 
@@ -165,7 +164,7 @@ def _like(tensor: Tensor) -> Tensor:
 def _deferred(layer: MoE) -> AbstractContextManager[DeferredWgrad]:
     """Where a backward pass captured inside leaves its weight gradients; other paths leave nothing."""
     experts = layer.experts
-    return experts.defer_wgrad() if isinstance(experts, SymmetricPath) else nullcontext(DeferredWgrad())
+    return experts.defer_wgrad() if isinstance(experts, SymmetricPath) else nullcontext([])
 
 
 def _gradients(

@@ -8,10 +8,11 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 from torch.autograd import Function
@@ -41,43 +42,9 @@ class Saved:
     plan: Plan
 
 
-class Gradients(NamedTuple):
-    """Of the inputs of ``forward``, in their shapes; those of w1 and w2 are ``None`` where they were deferred."""
-
-    x: Tensor
-    top_k_weights: Tensor
-    w1: Tensor | None
-    w2: Tensor | None
-    b1: Tensor | None = None
-    b2: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Wgrad:
-    """What the weight gradients of one backward pass are made of; no rank waits for another to make them."""
-
-    backend: Backend
-    plan: Plan
-    received: Tensor  # (R, D) tokens that arrived
-    grad_pre: Tensor  # (Q, 2F) gradient of gate | up
-    grad_rows: Tensor  # (Q, D) gradient of the output, by routed row
-    weighted_hidden: Tensor  # (Q, F) hidden times routing weight
-
-    def w1(self) -> Tensor:
-        """``(e, 2F, D)`` in new memory."""
-        return self.backend.fc1_wgrad(self.grad_pre, self.received, self.plan)
-
-    def w2(self) -> Tensor:
-        """``(e, D, F)`` in new memory."""
-        return self.backend.fc2_wgrad(self.grad_rows, self.weighted_hidden, self.plan)
-
-
-@dataclass(slots=True)
-class DeferredWgrad:
-    """Where backward passes leave the weight gradients to their caller."""
-
-    # those of the last backward pass, to be made before the layer runs again; None before there was one
-    last: Wgrad | None = None
+# Where a backward pass leaves the weight gradients to its caller: what makes those of w1 and of w2, in new memory, to
+# be called before the layer runs again. No rank waits for another to make them.
+DeferredWgrad = list[Callable[[], Tensor]]
 
 
 def forward(
@@ -111,13 +78,16 @@ def backward(
     backend: Backend,
     deferred: DeferredWgrad | None,
     biases: Biases | None = None,
-) -> Gradients:
+) -> tuple[Tensor | None, ...]:
     """Layer 1's dispatch and GEMM for hidden, layer 0's GEMM and combine for the tokens, and both weights.
 
     Args:
         grad_output: ``(T, D)`` contiguous.
         saved: Of the forward pass, with a plan for the backward pass.
         deferred: Where to leave the weight gradients; ``None``: they are made here.
+
+    Returns:
+        Gradients of tokens, routing weights, w1, w2 and biases, in their shapes; ``None`` of weights that are deferred.
     """
     plan = saved.plan
     backend.barrier()
@@ -129,13 +99,16 @@ def backward(
         _, b2 = added_biases(biases, backend.layout)
         grad_biases = backend.bias_backward(grad_pre, grad_rows, b2, grad_row_weights, plan)
     if deferred is not None:
-        deferred.last = Wgrad(backend, plan, saved.received, grad_pre, grad_rows, weighted_hidden)
-        return Gradients(*backend.dgrad_combine(grad_pre, w1, grad_row_weights, plan), None, None, *grad_biases)
+        deferred[:] = (
+            partial(backend.fc1_wgrad, grad_pre, saved.received, plan),
+            partial(backend.fc2_wgrad, grad_rows, weighted_hidden, plan),
+        )
+        return *backend.dgrad_combine(grad_pre, w1, grad_row_weights, plan), None, None, *grad_biases
     grad_w2 = backend.fc2_wgrad(grad_rows, weighted_hidden, plan)
     del grad_rows, weighted_hidden  # before as much is needed again
     grad_x, grad_top_k_weights = backend.dgrad_combine(grad_pre, w1, grad_row_weights, plan)
     grad_w1 = backend.fc1_wgrad(grad_pre, saved.received, plan)
-    return Gradients(grad_x, grad_top_k_weights, grad_w1, grad_w2, *grad_biases)
+    return grad_x, grad_top_k_weights, grad_w1, grad_w2, *grad_biases
 
 
 class SymmetricPath:
@@ -207,7 +180,7 @@ class SymmetricPath:
             Where they are left: ``(e, 2F/TP, D)`` and ``(e, D, F/TP)``. Nothing is, and the gradients go their usual
             way, where F/TP is no multiple of 16.
         """
-        self.deferred = DeferredWgrad()
+        self.deferred = []
         try:
             yield self.deferred
         finally:
@@ -260,5 +233,5 @@ class _RoutedExperts(Function):
             saved = Saved(received, pre_activation, ctx.plan.for_backward(plan_memory))
             given = Biases(*biases) if biases else None
             found = backward(grad_output.contiguous(), saved, w1, w2, ctx.backend, ctx.deferred, given)
-        of_biases = (found.b1, found.b2) if biases else ()
-        return found.x, None, found.top_k_weights, found.w1, found.w2, None, None, *of_biases
+        grad_x, grad_top_k_weights, grad_w1, grad_w2, *of_biases = found
+        return grad_x, None, grad_top_k_weights, grad_w1, grad_w2, None, None, *of_biases
