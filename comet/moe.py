@@ -1,7 +1,7 @@
 """The MoE layer: router -> plan -> layer 0 -> layer 1, over the ranks of an ``ExpertGroup``.
 
-In a CUDA graph the shared expert and the router's statistics run beside plan, layer 0 and layer 1
-(``comet.utils.streams``). The router itself cannot: it decides what the plan is made of.
+The shared expert and the router's statistics run beside plan, layer 0 and layer 1 (``comet.utils.streams``) in a CUDA
+graph, and launched with many tokens. The router itself cannot: it decides what the plan is made of.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from comet.router.router import Router
 from comet.utils.graphs import is_capturing
 from comet.utils.streams import SideStream
 from comet.utils.uncompiled import uncompiled
+
+BESIDE_TOKENS = 4096  # of a layer that is launched: with fewer the host bounds it, whom another stream costs time
 
 
 class MoE(nn.Module):
@@ -157,17 +159,26 @@ class MoE(nn.Module):
             ``(..., D)`` of the same type, and the router's statistics; add ``stats.loss`` to the training loss.
         """
         tokens = self.tokens_of(x)
-        side = self.group.side_stream if is_capturing(tokens.device) else SideStream(None)
+        pays = len(tokens) >= BESIDE_TOKENS or is_capturing(tokens.device)
+        side = self.group.side_stream if pays else SideStream(None)
         router = self.router if router is None else router
         routing = router(tokens)
-        # The plan waits for neither; first the one that can fill the GPU while the plan cannot.
-        beside = None if self.shared is None or joins_step(tokens, self.shared.decode_tokens) else self.shared
-        shared = None if beside is None else side.start(beside, tokens)
-        measure = partial(router.measure, largest_logit=self.group.workspace.largest_logit)
-        stats = side.start(measure, routing.logits, routing.scores, routing.top_k_ids)
+        beside = side.start(partial(self._beside, router), tokens, routing.logits, routing.scores, routing.top_k_ids)
         routed = self.routed_experts(tokens, routing.top_k_ids, routing.top_k_weights)
-        output = routed if shared is None else routed + shared()
-        return output.view_as(x), stats()
+        shared, *stats = beside()
+        output = routed if shared is None else routed + shared
+        return output.view_as(x), RouterStats(*stats)
+
+    def _beside(
+        self, router: Router, tokens: Tensor, logits: Tensor, scores: Tensor, top_k_ids: Tensor
+    ) -> tuple[Tensor | None, *tuple[Any, ...]]:
+        """What the plan does not wait for: the shared expert, which can fill the GPU while the plan cannot, and the
+        fields of the statistics.
+        """
+        joins = self.shared is None or joins_step(tokens, self.shared.decode_tokens)
+        shared = None if self.shared is None or joins else self.shared(tokens)
+        stats = router.measure(logits, scores, top_k_ids, largest_logit=self.group.workspace.largest_logit)
+        return shared, *stats
 
     def routed_experts(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor) -> Tensor:
         """The layer without its router: plan -> layer 0 -> layer 1 for a given routing.

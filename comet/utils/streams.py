@@ -3,8 +3,8 @@
 Where a layer leaves SMs idle: while ids travel and the plan is made (small kernels that wait for each
 other, tens of microseconds), behind the last blocks of the persistent kernels, and, backward, while gradients travel.
 Work on a stream of its own is there to fill these holes; elsewhere it costs what it would cost in line, as the fused
-kernels take every SM. To switch streams costs the host time: a layer does so only while a CUDA graph is captured, whose
-replays are up to 7 % faster for it, where launched layers were up to 9 % slower (``benchmarks/results/layer.md``).
+kernels take every SM. Replayed layers are up to 7 % faster for it. To switch streams costs the host time, up to 9 % of
+small launched layers (``benchmarks/results/layer.md``).
 """
 
 from __future__ import annotations

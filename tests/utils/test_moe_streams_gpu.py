@@ -1,13 +1,49 @@
-"""Layers on several streams, and with a shared expert and statistics beside them in a CUDA graph."""
+"""Shared expert and statistics on a stream of their own: the numbers of the sequential form, and in a CUDA graph."""
 
 from itertools import pairwise
 
 import pytest
 import torch
 from gpus import captured
-from stream_cases import assert_same, make_pair, make_tokens, named
+from stream_cases import assert_same, make_pair, make_tokens, named, train_step
+
+from comet import moe
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("path", ["fused", "plain"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_outputs_and_gradients_are_those_of_the_sequential_form(
+    path: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moe, "BESIDE_TOKENS", 0)
+    layers = make_pair("cuda", dtype, path)
+    for seed in range(3):
+        tokens = make_tokens(layers.streams, seed)
+        expected = train_step(layers.in_line, tokens)
+        found = [train_step(layers.streams, tokens, late=late) for late in (False, True, False)]
+        torch.cuda.synchronize()
+        for call, step in enumerate(found):
+            assert_same(step, expected, f"{path}, {dtype}, seed {seed}, call {call}")
+    layers.streams.group.workspace.check()
+
+
+def test_calls_without_gradients_do_not_reuse_memory_that_is_still_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe, "BESIDE_TOKENS", 0)
+    layers = make_pair("cuda", torch.bfloat16)
+    inputs = [make_tokens(layers.streams, seed) for seed in range(6)]
+    found = []
+    with torch.no_grad():
+        expected = [layers.in_line(x)[0] for x in inputs]
+        for index, x in enumerate(inputs):  # the host runs ahead of both streams
+            side = layers.streams.group.side_stream.stream
+            assert side is not None
+            with torch.cuda.stream(side if index % 2 else torch.cuda.current_stream()):
+                torch.cuda._sleep(10_000_000)
+            found.append(layers.streams(x * 1)[0])
+    for index, (actual, wanted) in enumerate(zip(found, expected, strict=True)):
+        assert_same({"output": actual}, {"output": wanted}, f"call {index}")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from stream_cases import CONFIG, assert_same, make_pair, make_tokens, train_step
 
-import comet.moe
+from comet import moe
 from comet.moe import MoE
 from comet.router.losses import RouterStats
 from comet.utils.streams import SideStream
@@ -75,11 +75,12 @@ def sequential(layer: MoE, x: torch.Tensor) -> tuple[torch.Tensor, RouterStats]:
 
 @pytest.mark.parametrize("path", ["twin", "plain"])
 def test_layer_equals_the_sequential_form_bit_for_bit(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = make_pair("cpu", torch.float32, path).streams
-    tokens = make_tokens(layer, 0)
-    found = train_step(layer, tokens)
+    layers = make_pair("cpu", torch.float32, path)
+    tokens = make_tokens(layers.streams, 0)
+    found = train_step(layers.streams, tokens, late=True)
+    assert_same(found, train_step(layers.in_line, tokens), "without streams")
     monkeypatch.setattr(MoE, "forward", sequential)
-    assert_same(found, train_step(layer, tokens), "sequential")
+    assert_same(found, train_step(layers.streams, tokens), "sequential")
 
 
 class Late(SideStream):
@@ -94,7 +95,7 @@ def test_nothing_in_the_layer_waits_for_what_runs_beside_it(monkeypatch: pytest.
     tokens = make_tokens(layers.streams, 1)
     expected = train_step(layers.in_line, tokens)
     layers.streams.group = replace(layers.streams.group, side_stream=Late(None))
-    monkeypatch.setattr(comet.moe, "is_capturing", lambda device: True)
+    monkeypatch.setattr(moe, "BESIDE_TOKENS", 0)
     found = train_step(layers.streams, tokens)
     for name in ("output", "loss", "load"):
         assert torch.equal(found[name], expected[name]), name

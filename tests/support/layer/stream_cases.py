@@ -1,5 +1,6 @@
-"""A layer with a shared expert, and the same without a side stream."""
+"""A layer with a shared expert, and the same without side streams; late streams, and memory that is reused early."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +17,8 @@ CONFIG = MoEConfig(
     hidden_size=256, ffn_size=256, num_experts=16, top_k=4, shared_ffn_size=512, aux_loss_coef=0.5, z_loss_coef=0.5
 )
 NUM_TOKENS = 500
+Run = Callable[[Tensor], tuple[Tensor, RouterStats]]
+NAP = 20_000_000  # cycles; some 10 ms, much longer than a layer
 
 
 @dataclass(frozen=True)
@@ -44,19 +47,44 @@ def make_tokens(layer: MoE, seed: int) -> Tensor:
     return tokens.to(layer.group.device, layer.group.workspace.shape.dtype)
 
 
-def train_step(layer: MoE, tokens: Tensor) -> dict[str, Tensor]:
-    """Output, statistics and all gradients."""
+def train_step(layer: MoE, tokens: Tensor, run: Run | None = None, *, late: bool = False) -> dict[str, Tensor]:
+    """Output, statistics and all gradients, of the layer or of what runs in its place.
+
+    ``late``: what runs beside is late, and memory that is free is poisoned.
+    """
     layer.zero_grad()
     x = tokens.clone().requires_grad_()
-    y, stats = layer(x * 0.5)
+    hooks = [] if not late else delay(layer, x)
+    y, stats = (run or layer)(x * 0.5)  # the layer's input is nobody's but the layer's
     loss = stats.loss
     torch.autograd.backward([y, loss], [tokens.flip(0), torch.ones_like(loss)])
+    for hook in hooks:
+        hook.remove()
     assert x.grad is not None
     found = {"output": y.detach(), "loss": loss.detach(), "load": stats.expert_load, "x": x.grad}
     for name, parameter in layer.named_parameters():
         assert parameter.grad is not None, f"{name} has no gradient"
         found[name] = local(parameter.grad).clone()
     return found
+
+
+def delay(layer: MoE, like: Tensor) -> list[torch.utils.hooks.RemovableHandle]:
+    """Hold up the shared expert's stream in both passes; meanwhile, in the backward pass, write over free memory."""
+    assert layer.shared is not None
+    poisoned: list[Tensor] = []
+
+    def nap(*_: object) -> None:
+        if layer.group.device.type == "cuda":
+            torch.cuda._sleep(NAP)
+
+    def poison(_: Tensor) -> None:  # on the layer's stream, which does not wait for the shared expert here
+        poisoned.extend(torch.full_like(like, float("nan")) for _ in range(16))
+
+    return [
+        layer.shared.register_forward_pre_hook(nap),
+        layer.shared.register_full_backward_pre_hook(nap),
+        layer.router.weight.register_hook(poison),
+    ]
 
 
 def named(result: tuple[Tensor, RouterStats]) -> dict[str, Tensor]:
