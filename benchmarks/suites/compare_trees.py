@@ -84,13 +84,17 @@ def layer_calls(
     """What is timed, by name, on the active tree's layer of so many tokens."""
     from comet import MoE, MoEConfig, ParallelConfig, make_expert_group
 
+    class Drawn(MoE):
+        def reset_parameters(self, seed: int) -> None:
+            """On the device: on the host, billions of numbers take longer than a run."""
+            for name, parameter in self.named_parameters():
+                torch.manual_seed(sum(name.encode()))  # both trees alike
+                parameter.data.normal_(std=1.0 if name in ("b1", "b2") else parameter.shape[-1] ** -0.5)
+
     config = MoEConfig(**fields_of(shape))
     group = make_expert_group(config, ParallelConfig(), max_tokens=tokens, dtype=dtype, device=device)
-    moe = MoE(config, group, path="fused", param_dtype=dtype)
-    torch.manual_seed(0)  # both trees route alike
-    for bias in (getattr(moe, "b1", None), getattr(moe, "b2", None)):
-        if bias is not None:
-            bias.data.normal_()
+    moe = Drawn(config, group, path="fused", param_dtype=dtype)
+    torch.manual_seed(0)
     x = torch.randn(tokens, config.hidden_size, device=device, dtype=dtype)
     with torch.no_grad():
         routing = moe.router(x)
