@@ -10,7 +10,7 @@ number, by ``.item()`` or ``bool``, is of this rank's part: ask for ``full_tenso
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,7 @@ def exclude_experts(model: nn.Module) -> set[nn.Parameter]:
     layers = [layer for layer in model.modules() if isinstance(layer, MoE) and layer.group.mesh is not None]
     # In the layer, not a hook of its parameters, which copies, casts and load_state_dict(assign=True) would lose.
     for layer in layers:
-        layer.grad_reduce = _Mean(layer.group)
+        layer.grad_reduce = partial(_mean, layer.group)
     experts = {parameter for layer in layers for parameter in layer.expert_parameters()}
     names = [name for name, parameter in model.named_parameters() if parameter in experts]
     own = [f".{name}" for name in names]  # so DistributedDataParallel calls a parameter of the model itself
@@ -71,14 +71,9 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> T
     return norm
 
 
-@dataclass(frozen=True)
-class _Mean:
-    """Makes a gradient summed over an MoE group's tokens a mean over the ranks of the world (collective)."""
-
-    group: ExpertGroup
-
-    def __call__(self, part: Tensor) -> Tensor:
-        mean = part / self.group.world_size
-        if self.group.data_parallel > 1:
-            dist.all_reduce(mean, group=self.group.expert_data_group)
-        return mean
+def _mean(group: ExpertGroup, part: Tensor) -> Tensor:
+    """A gradient summed over an MoE group's tokens as a mean over the ranks of the world (collective)."""
+    mean = part / group.world_size
+    if group.data_parallel > 1:
+        dist.all_reduce(mean, group=group.expert_data_group)
+    return mean

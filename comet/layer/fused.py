@@ -32,7 +32,6 @@ from comet.kernels.plan.metadata import PlanConfig, PlanScratch, PoolTensors, Ro
 from comet.kernels.runtime.arguments import CombineLists, GradBuffer, Scaled, SymmBuffer, TileTable, aligned, power_of_2
 from comet.kernels.runtime.buffers import allocate, cut
 from comet.kernels.runtime.primitives import barrier_kernel
-from comet.kernels.runtime.recorder import Recorder
 from comet.layer.backend import ActivationGradients, Backend
 from comet.layer.plan import NUM_COUNTERS, Launch, Plan, PlanRules, plan_shapes
 from comet.layer.workspace import Workspace
@@ -285,6 +284,12 @@ def combine_symm(workspace: Workspace) -> SymmBuffer:
 
 
 def _symm(workspace: Workspace, rows: SymmTensor, flags: SymmTensor) -> SymmBuffer:
+    recorder = workspace.recorder
+    require(
+        recorder is None or not is_capturing(recorder.events.device),
+        "a CUDA graph of a layer must not be captured while it is recorded, as its replays would go on recording: "
+        "inside record, call the layer without graphs",
+    )
     return SymmBuffer(
         rows=rows.local,
         row_pointers=rows.pointers,
@@ -295,23 +300,8 @@ def _symm(workspace: Workspace, rows: SymmTensor, flags: SymmTensor) -> SymmBuff
         rank=rows.rank,
         max_tokens=workspace.max_tokens,
         timeout_ns=workspace.timeout_ns,
-        recorder=recorder_of_launch(workspace),
+        recorder=recorder,
     )
-
-
-def recorder_of_launch(workspace: Workspace) -> Recorder | None:
-    """Where a launch records, if it does.
-
-    Raises:
-        ValueError: If a CUDA graph is being captured meanwhile.
-    """
-    recorder = workspace.recorder
-    require(
-        recorder is None or not is_capturing(recorder.events.device),
-        "a CUDA graph of a layer must not be captured while it is recorded, as its replays would go on recording: "
-        "inside record, call the layer without graphs",
-    )
-    return recorder
 
 
 def dispatch_lists(plan: Plan) -> DispatchLists:

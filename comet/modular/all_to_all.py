@@ -145,7 +145,8 @@ class AllToAll(PrepareFinalize):
         bad = bad_ids(top_k_ids, layout)
         going = destinations(top_k_ids.masked_fill(bad, -1), layout)
         # The other columns tell all ranks of bad ids and tokens, so that all raise and none waits.
-        faults = torch.stack([bad.sum(), num_not_finite(tokens, bad)])
+        not_finite = ~tokens.scales.isfinite() if isinstance(tokens, FP8) else torch.zeros_like(bad)
+        faults = torch.stack([bad.sum(), not_finite.any(dim=1).sum()])
         sent = torch.cat([going.sum(1, keepdim=True), faults.expand(layout.world_size, -1)], dim=1)
         received = sent
         if layout.world_size > 1:
@@ -180,13 +181,6 @@ class AllToAll(PrepareFinalize):
             return received
 
         return arrive
-
-
-def num_not_finite(tokens: Tensor | FP8, like: Tensor) -> Tensor:
-    """``()`` int64: tokens whose scales say that they were not finite; 0 of tokens without scales."""
-    if isinstance(tokens, FP8):
-        return (~tokens.scales.isfinite()).any(dim=1).sum()
-    return like.new_zeros((), dtype=torch.int64)
 
 
 def destinations(top_k_ids: Tensor, layout: ExpertLayout) -> Tensor:

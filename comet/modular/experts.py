@@ -71,14 +71,6 @@ def plain(values: Weight, dtype: torch.dtype) -> Tensor:
     return values if isinstance(values, Tensor) else values.dequantize(dtype)
 
 
-def routed_capacity(num_slots: int, num_experts: int, block_rows: int) -> int:
-    """Routed rows that always suffice, each expert's padded to whole tiles.
-
-    Example: 20 slots of 10 rows, e=3, tiles of 16: 20 rows and 3 * 15 of padding, rounded up to 80. 2 slots: 32.
-    """
-    return round_up(num_slots + min(num_slots, num_experts) * (block_rows - 1), block_rows)
-
-
 def tiles_of_ids(top_k_ids: Tensor, num_experts: int, block_rows: int) -> tuple[TileTable, Tensor]:
     """Lay the slots out by expert, each expert's from a multiple of ``block_rows`` on.
 
@@ -91,8 +83,9 @@ def tiles_of_ids(top_k_ids: Tensor, num_experts: int, block_rows: int) -> tuple[
     Returns:
         Tiles with ``row_ids (Q,)``, 0 in the padding; and ``(N, K)`` int32 routed row of each slot, -1 for none.
     """
-    capacity = routed_capacity(top_k_ids.numel(), num_experts, block_rows)
     ids, device = top_k_ids.flatten().long(), top_k_ids.device
+    # Always enough, with each expert's rows padded to whole tiles.
+    capacity = round_up(len(ids) + min(len(ids), num_experts) * (block_rows - 1), block_rows)
     bins = ids.where(ids >= 0, num_experts)
     rank_in_bin, counts = positions_in_groups(bins, num_experts + 1)
     starts = torch.zeros(num_experts + 1, dtype=torch.int64, device=device)

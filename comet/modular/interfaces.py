@@ -48,8 +48,13 @@ class ContiguousRows:
 
     @property
     def row_slots(self) -> Tensor:
-        """``(N, K)`` int32: slot k of row n is the output n * K + k; -1 where nowhere."""
-        return slot_rows(self.top_k_ids)
+        """``(N, K)`` int32: slot k of row n is the output n * K + k; -1 where nowhere.
+
+        Example: ids ``[[0, 2], [-1, 1]]`` give ``[[0, 1], [-1, 3]]``.
+        """
+        ids = self.top_k_ids
+        numbers = torch.arange(ids.numel(), dtype=torch.int32, device=ids.device).view(ids.shape)
+        return numbers.masked_fill(ids < 0, -1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,9 +192,3 @@ class Experts(ABC):
             Unweighted outputs of every slot, ``(N, K, D)`` or batched ``(e, B, D)``, undefined where nothing was to
             compute; or, when the reduction is a no-op, finished ``(N, D)``.
         """
-
-
-def slot_rows(top_k_ids: Tensor) -> Tensor:
-    """Number every slot ``n * K + k``, -1 where its id is: ids ``[[0, 2], [-1, 1]]`` give ``[[0, 1], [-1, 3]]``."""
-    numbers = torch.arange(top_k_ids.numel(), dtype=torch.int32, device=top_k_ids.device).view(top_k_ids.shape)
-    return numbers.masked_fill(top_k_ids < 0, -1)

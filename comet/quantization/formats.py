@@ -275,15 +275,9 @@ def _quantize_blocks(name: str, values: Tensor, block_rows: int, *, trusted: boo
     # By a tensor, because a GPU divides by a number in that it multiplies with its rounded inverse.
     scales = (amax / torch.full_like(amax, E4M3_MAX)).clamp(min=SMALLEST_FP8_SCALE)
     scales = (scales.view(torch.int32) & ~0xF).view(torch.float32)
-    elements = _to_e4m3(values.float() * _spread(scales.reciprocal(), values, block_rows))
+    by_column = scales.reciprocal().unsqueeze(-1).expand(*scales.shape, FP8_BLOCK).flatten(-2)[..., :columns]
+    elements = _to_e4m3(values.float() * _by_row(by_column, rows, block_rows))
     return FP8(elements=elements, scales=scales, block_rows=block_rows, trusted=True)
-
-
-def _spread(scales: Tensor, like: Tensor, block_rows: int) -> Tensor:
-    """The scale of every element of ``like (..., N, K)``."""
-    rows, columns = like.shape[-2:]
-    by_column = scales.unsqueeze(-1).expand(*scales.shape, FP8_BLOCK).flatten(-2)[..., :columns]
-    return _by_row(by_column, rows, block_rows)
 
 
 def _by_row(scales: Tensor, rows: int, block_rows: int) -> Tensor:
