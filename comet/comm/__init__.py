@@ -39,7 +39,9 @@ def make_communicator(
         UnavailableError: If the backend cannot work here; the message says what to use instead.
     """
     require(backend in get_args(Backend), f"backend={backend!r} must be one of {', '.join(get_args(Backend))}")
-    device = _with_index(torch.device(device))
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
     kind = "cpu" if backend == "cpu_shm" else "cuda"
     require(backend == "auto" or device.type == kind, f"device={device} must be {kind!r} for backend={backend!r}")
     require(
@@ -50,7 +52,8 @@ def make_communicator(
     if group is None or size == 1:
         return LocalCommunicator(device, timeout_s, kernel_obstacle(device))
     nodes = separate_nodes(group, node_size)
-    lacking = _obstacle_of_ranks(group, device)
+    found = gather(group, kernel_obstacle(device)) if device.type == "cuda" else []
+    lacking = next((f"rank {rank}: {each}" for rank, each in enumerate(found) if each), "")
     obstacle = f"a group of {size} ranks spans several: {nodes}" if nodes else lacking
     if obstacle and backend == "auto":
         from comet.comm.collective import CollectiveCommunicator
@@ -83,16 +86,3 @@ def kernel_obstacle(device: torch.device) -> str:
     from comet.kernels.runtime.arch import obstacle  # needs Triton, as GPUs do
 
     return obstacle(device)
-
-
-def _obstacle_of_ranks(group: ProcessGroup, device: torch.device) -> str:
-    if device.type != "cuda":
-        return ""
-    found = gather(group, kernel_obstacle(device))
-    return next((f"rank {rank}: {each}" for rank, each in enumerate(found) if each), "")
-
-
-def _with_index(device: torch.device) -> torch.device:
-    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return device

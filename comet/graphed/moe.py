@@ -268,14 +268,11 @@ class GraphedMoE:
         parameters = [each for owned in self._owned for each in owned.values() if each is not None]
         inputs = (tokens, *parameters)
         flags = tuple(each.requires_grad for each in inputs) if wants_grad(*inputs) else ()
-        self._check_addresses(tuple(local(each).data_ptr() for each in parameters))
-        return _Call(tokens.shape[0], flags, autocast)
-
-    def _check_addresses(self, addresses: tuple[int, ...]) -> None:
-        """Stop replaying once a graph would read what was a parameter."""
-        if self._addresses not in ((), addresses) and not self._reason:
+        addresses = tuple(local(each).data_ptr() for each in parameters)
+        if self._addresses not in ((), addresses) and not self._reason:  # a graph would read what was a parameter
             self._stop("parameters of the layer have been replaced")
         self._addresses = addresses
+        return _Call(tokens.shape[0], flags, autocast)
 
     def _launch(self, call: _Call, x: Tensor) -> Output:
         if not call.wants_grad:

@@ -144,7 +144,10 @@ class Workspace:
         self.shape = shape
         self.num_bytes = 0 if comm.memory_obstacle else workspace_bytes(shape)
         if self.num_bytes:
-            self._cut(self._alloc())
+            pool, offset = self._alloc(), 0
+            for name, (dims, dtype) in shape.regions().items():
+                setattr(self, name, pool.view(offset, dims, dtype))
+                offset += round_up(math.prod(dims) * dtype.itemsize, ALIGNMENT)
         # (1,) int32 on the device; grows by one with every plan and every barrier, equally on all ranks
         self.epoch = torch.zeros(1, dtype=torch.int32, device=comm.device)
         # (8,) int64 record of a spin that met its deadline (see comet.kernels.runtime.primitives)
@@ -169,12 +172,6 @@ class Workspace:
                 f"max_tokens={shape.max_tokens} with hidden_size={shape.hidden_size}, top_k={shape.top_k} and "
                 f"world_size={shape.world_size} needs {self.num_bytes} bytes of symmetric memory per rank: {error}"
             ) from error
-
-    def _cut(self, pool: SymmTensor) -> None:
-        offset = 0
-        for name, (dims, dtype) in self.shape.regions().items():
-            setattr(self, name, pool.view(offset, dims, dtype))
-            offset += round_up(math.prod(dims) * dtype.itemsize, ALIGNMENT)
 
     @property
     def max_tokens(self) -> int:

@@ -63,8 +63,12 @@ class Router(nn.Module):
             ValueError: If ``tokens`` is not ``(T, D)`` floating, or, on a CPU, if a logit is not finite; on a GPU
                 ``measure`` looks for those.
         """
-        self._check_tokens(tokens)
         config, selection_bias = self.config, self.selection_bias
+        require(
+            tokens.dim() == 2 and tokens.shape[1] == config.hidden_size,
+            lambda: f"tokens of shape {tuple(tokens.shape)} must be (T, D) with D = hidden_size={config.hidden_size}",
+        )
+        require(tokens.is_floating_point(), lambda: f"tokens of dtype {tokens.dtype} must be floating")
         with without_autocast(tokens.device):
             logits = compute_logits(tokens, self.weight)
             if logits.device.type == "cpu":
@@ -124,14 +128,6 @@ class Router(nn.Module):
         """The routing rule, for ``print(module)``."""
         config = self.config
         return f"experts={config.num_experts}, top_k={config.top_k}, score={config.score}, balance={config.balance}"
-
-    def _check_tokens(self, tokens: Tensor) -> None:
-        hidden_size = self.config.hidden_size
-        require(
-            tokens.dim() == 2 and tokens.shape[1] == hidden_size,
-            lambda: f"tokens of shape {tuple(tokens.shape)} must be (T, D) with D = hidden_size={hidden_size}",
-        )
-        require(tokens.is_floating_point(), lambda: f"tokens of dtype {tokens.dtype} must be floating")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
         # A bias of 0.5 in bf16 cannot move by 0.001, so module.to(bfloat16) and .half() must not reach the bias.

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
@@ -16,12 +17,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast(device.type, enabled=False) if enabled else nullcontext()
 
 
-def matmul(rows: Tensor, weight: Tensor) -> Tensor:
-    """``(R, O)``: rows ``(R, I)`` times a weight ``(O, I)``."""
-    return rows @ weight.T
-
-
-def product(rows: Tensor, weight: Tensor, multiply: Callable[[Tensor, Tensor], Tensor] = matmul) -> Tensor:
+def product(rows: Tensor, weight: Tensor, multiply: Callable[[Tensor, Tensor], Tensor] = linear) -> Tensor:
     """``(R, O)``: rows ``(R, I)`` times a weight ``(O, I)``, of one dtype in it, by ``multiply``.
 
     Gradients are products in the dtype of the result: torch's own would be in the type of an autocast that surrounds
