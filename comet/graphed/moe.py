@@ -75,7 +75,9 @@ class TrainingGraphs:
         own = {
             name: local(each).detach().requires_grad_(each.requires_grad) for name, each in module.named_parameters()
         }
-        with _deferred(layer) as deferred:
+        experts = layer.experts
+        leaving: AbstractContextManager[DeferredWgrad] = nullcontext([])  # other paths leave nothing
+        with experts.defer_wgrad() if isinstance(experts, SymmetricPath) else leaving as deferred:
             self._run_forward, results = record(partial(functional_call, module, own, self._inputs))
             self._has_grad = tuple(each.requires_grad for each in results)
             roots = [each for each in results if each.requires_grad]
@@ -133,13 +135,6 @@ class TrainingGraphs:
             found[place] = global_grad(found[place], parameter, self._layer.grad_reduce)
         return found
 
-    def mark(self, ctx: Any, results: Sequence[Tensor]) -> None:
-        """Tell autograd which results have no gradient, and to let the parameters stay as they are until backward."""
-        ctx.mark_non_differentiable(
-            *(each for each, has_grad in zip(results, self._has_grad, strict=True) if not has_grad)
-        )
-        ctx.save_for_backward(*self._parameters)
-
 
 class _Replayed(torch.autograd.Function):
     @staticmethod
@@ -147,7 +142,9 @@ class _Replayed(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.graphs = graphs
         ctx.turn, results = graphs.forward(tensors)
-        graphs.mark(ctx, results)
+        constants = (each for each, has_grad in zip(results, graphs._has_grad, strict=True) if not has_grad)
+        ctx.mark_non_differentiable(*constants)
+        ctx.save_for_backward(*graphs._parameters)  # which have to stay as they are until then
         return results
 
     @staticmethod
@@ -159,12 +156,6 @@ class _Replayed(torch.autograd.Function):
 
 def _like(tensor: Tensor) -> Tensor:
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-
-
-def _deferred(layer: MoE) -> AbstractContextManager[DeferredWgrad]:
-    """Where a backward pass captured inside leaves its weight gradients; other paths leave nothing."""
-    experts = layer.experts
-    return experts.defer_wgrad() if isinstance(experts, SymmetricPath) else nullcontext([])
 
 
 def _gradients(

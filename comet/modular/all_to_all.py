@@ -18,7 +18,6 @@ from comet.comm.collectives import accumulator_dtype, all_to_all_rows, bad_ids, 
 from comet.comm.handshake import to_host
 from comet.config import MoEConfig, require
 from comet.layer.group import ExpertGroup
-from comet.layout import ExpertLayout
 from comet.modular.interfaces import (
     ActivationFormat,
     ContiguousRows,
@@ -116,11 +115,12 @@ class AllToAll(PrepareFinalize):
 
         def receive() -> Received:
             *columns, weights, ids = unpack(arrive(), parts)
+            local = ids - self.layout.first_expert
             rows = ContiguousRows(
                 tokens=FP8(elements=columns[0], scales=columns[1], block_rows=1, trusted=True)
                 if quantize
                 else columns[0],
-                top_k_ids=local_ids(ids, self.layout),
+                top_k_ids=local.masked_fill((local < 0) | (local >= self.layout.experts_local), -1),
                 top_k_weights=weights,
             )
             return Received(rows=rows, route=route)
@@ -143,7 +143,9 @@ class AllToAll(PrepareFinalize):
     def _route(self, routed: RoutedTokens, tokens: Tensor | FP8) -> Route:
         layout, top_k_ids = self.layout, routed.top_k_ids
         bad = bad_ids(top_k_ids, layout)
-        going = destinations(top_k_ids.masked_fill(bad, -1), layout)
+        shards = torch.div(top_k_ids.masked_fill(bad, -1), layout.experts_local, rounding_mode="floor")
+        wanted = torch.arange(layout.ep, device=top_k_ids.device).repeat_interleave(layout.tp)
+        going = (shards == wanted[:, None, None]).any(dim=2)  # (W, T): which ranks compute a slot of which token
         # The other columns tell all ranks of bad ids and tokens, so that all raise and none waits.
         not_finite = ~tokens.scales.isfinite() if isinstance(tokens, FP8) else torch.zeros_like(bad)
         faults = torch.stack([bad.sum(), not_finite.any(dim=1).sum()])
@@ -181,25 +183,6 @@ class AllToAll(PrepareFinalize):
             return received
 
         return arrive
-
-
-def destinations(top_k_ids: Tensor, layout: ExpertLayout) -> Tensor:
-    """``(W, T)`` bool: which ranks compute a slot of which token, of ids ``(T, K)``.
-
-    Example: E = 4, EP = 2, TP = 1, ids ``[[0, 1], [2, 0], [-1, -1]]``: ``[[True, True, False], [False, True, False]]``.
-    """
-    shards = torch.div(top_k_ids, layout.experts_local, rounding_mode="floor")
-    wanted = torch.arange(layout.ep, device=top_k_ids.device).repeat_interleave(layout.tp)
-    return (shards == wanted[:, None, None]).any(dim=2)
-
-
-def local_ids(top_k_ids: Tensor, layout: ExpertLayout) -> Tensor:
-    """Global experts as local ones, -1 where another rank computes them.
-
-    Example: E = 4, EP = 2, on rank 1: ids ``[[3, 0], [-1, 2]]`` become ``[[1, -1], [-1, 0]]``.
-    """
-    local = top_k_ids - layout.first_expert
-    return local.masked_fill((local < 0) | (local >= layout.experts_local), -1)
 
 
 def pack(parts: list[Tensor]) -> Tensor:
