@@ -16,6 +16,7 @@ from torch.nn.functional import silu
 
 from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm, group_gemm_torch
 from comet.layout import RoutedTokens
+from comet.measure.layers import reason
 from comet.modular.experts import tiles_of_ids
 
 from lib.decode import PREFIX, Step
@@ -52,8 +53,7 @@ class Library:
             except (RuntimeError, ValueError):
                 raise  # this shape, or the memory of this moment
             except Exception as error:  # a package or a downloaded kernel is missing: anything may be raised
-                lines = str(error).strip().splitlines() or [""]
-                self.unavailable[name] = f"{type(error).__name__}: {lines[0]}"
+                self.unavailable[name] = reason(error)
                 raise RuntimeError(self.unavailable[name]) from error
             return output
 
@@ -67,8 +67,7 @@ def find_library() -> Library | None:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
         from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
     except FAILURES as error:
-        reason = (str(error).strip().splitlines() or [""])[0]
-        print(f"no columns of transformers: {type(error).__name__}: {reason}", file=sys.stderr, flush=True)
+        print(f"no columns of transformers: {reason(error)}", file=sys.stderr, flush=True)
         return None
     assert issubclass(Qwen3MoeExperts, nn.Module)
     names = [name for name in ALL_EXPERTS_FUNCTIONS if name not in (LOOP, OURS)]

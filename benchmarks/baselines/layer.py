@@ -1,7 +1,7 @@
 """What Comet's layer is compared with: other ways to run it, its two GEMMs alone, its communication alone.
 
-The other ways are what a careful user would try first over ``torch.distributed``, forward only; arguments and result
-are those of ``comet.reference.plain.plain_experts``.
+The other ways are what a careful user would try first over ``torch.distributed``, forward only: from tokens ``(T, D)``,
+ids and weights ``(T, K)`` to ``(T, D)``.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from torch.distributed import ProcessGroup, Work
 from comet.comm.collectives import accumulator_dtype
 from comet.config import require
 from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm
-from comet.kernels.runtime.activation import SWIGLU, Activation
 from comet.kernels.runtime.arguments import TileTable
 from comet.layer.routed_experts import SymmetricPath
-from comet.layout import Biases, ExpertLayout, RoutedTokens, added_biases
+from comet.layout import Biases, ExpertLayout, added_biases
 from comet.measure.timing import Variant
 from comet.modular.experts import tiles_of_ids
 from comet.reference.plain import dispatch_rows, expert_rows, grouped_matmul, make_exchange, weighted_sum
 
-from lib.moe import Inputs
+from lib.moe import Inputs, Layer
 
 BLOCK_ROWS = 128
 
@@ -95,16 +94,9 @@ NUM_CHUNKS = 2
 
 
 @torch.no_grad()
-def pipelined_experts(
-    routed: RoutedTokens,
-    w1: Tensor,
-    w2: Tensor,
-    layout: ExpertLayout,
-    process_group: ProcessGroup | None,
-    activation: Activation = SWIGLU,
-    biases: Biases | None = None,
-) -> Tensor:
+def pipelined_experts(layer: Layer, process_group: ProcessGroup | None, *routed: Tensor) -> Tensor:
     """The plain path on two halves of the tokens: one travels while the other is computed."""
+    layout = layer.layout
     require(layout.world_size > 1, f"world_size={layout.world_size} must be more than 1 to pipeline communication")
     tokens, ids, weights = (each.tensor_split(NUM_CHUNKS) for each in routed)
     exchanges = [make_exchange(chunk, layout, process_group) for chunk in ids]
@@ -115,7 +107,7 @@ def pipelined_experts(
         arriving.append(_start_all_to_all(sent, exchange.send_counts, exchange.recv_counts, process_group))
     for (received, arrival, _sent), exchange in zip(arriving, exchanges, strict=True):
         arrival.wait()
-        outputs = expert_rows(received, w1, w2, exchange, activation, biases)
+        outputs = expert_rows(received, layer.w1, layer.w2, exchange, layer.config.activation, layer.biases)
         returning.append(_start_all_to_all(outputs, exchange.recv_counts, exchange.send_counts, process_group))
     results = []
     for number, (returned, arrival, _outputs) in enumerate(returning):
@@ -125,24 +117,18 @@ def pipelined_experts(
 
 
 @torch.no_grad()
-def all_gather_experts(
-    routed: RoutedTokens,
-    w1: Tensor,
-    w2: Tensor,
-    layout: ExpertLayout,
-    process_group: ProcessGroup | None,
-    activation: Activation = SWIGLU,
-    biases: Biases | None = None,
-) -> Tensor:
+def all_gather_experts(layer: Layer, process_group: ProcessGroup | None, *routed: Tensor) -> Tensor:
     """All-gather the tokens, compute this rank's experts on all, reduce-scatter; T must be equal on all ranks."""
-    num_ranks, first, tokens = layout.world_size, layout.first_expert, routed.tokens
+    layout, w2, tokens = layer.layout, layer.w2, routed[0]
+    num_ranks, first = layout.world_size, layout.first_expert
     tokens_all, ids_all, weights_all = (_all_gather(tensor, num_ranks, process_group) for tensor in routed)
     owned = (ids_all >= first) & (ids_all < first + layout.experts_local)
     alone = ExpertLayout(num_experts=layout.experts_local, top_k=layout.top_k, ep=1, tp=1, rank=0)
     exchange = make_exchange((ids_all - first).masked_fill(~owned, -1), alone, None)
-    b1, b2 = added_biases(biases, layout)
+    b1, b2 = added_biases(layer.biases, layout)
     added = None if b1 is None else Biases(b1, torch.zeros_like(w2[:, :, 0]) if b2 is None else b2)
-    outputs = expert_rows(dispatch_rows(tokens_all, exchange, None), w1, w2, exchange, activation, added)
+    rows = dispatch_rows(tokens_all, exchange, None)
+    outputs = expert_rows(rows, layer.w1, w2, exchange, layer.config.activation, added)
     weights = weights_all.flatten()[exchange.send_entries, None]
     partial = torch.zeros(tokens_all.shape, dtype=accumulator_dtype(tokens.dtype), device=tokens.device)
     partial.index_add_(0, exchange.send_entries // layout.top_k, outputs * weights)

@@ -21,7 +21,7 @@ from comet.quantization.formats import FP8, MXFP4, MXFP8, quantize_fp8, quantize
 from comet.reference.layer import rank_partial
 
 from lib.ranks import Ranks, T, attempt
-from lib.shapes import SEEDS_PER_RANK, make_routing, make_weights
+from lib.shapes import SEEDS_PER_RANK, make_routing, make_weights, quantize_experts
 
 PREFIX = "transformers_"
 OWN = ("own", "own_nccl", "own_fused")
@@ -163,17 +163,15 @@ def make_set(
     plain = DecodeWeights(w1=w1, w2=w2, slots=rank_slots(layout, device))
     if kind not in QUANTISERS:
         return WeightSet(plain, plain)
-    fields: dict[str, Tensor] = {}
-    for name, weight in (("w1", plain.w1), ("w2", plain.w2)):
-        packed = []
-        for expert in weight:  # one by one, because the quantiser works in float32
-            packed.append(QUANTISERS[kind](expert))
-            expert.copy_(packed[-1].dequantize(dtype))
-        fields[name] = torch.stack([each.elements.view(torch.uint8) for each in packed])
-        fields[name] = fields[name].view(packed[0].elements.dtype)
-        fields[f"{name}_scales"] = torch.stack([each.scales for each in packed])
-    w1, w2, w1_scales, w2_scales = (fields[name] for name in ("w1", "w2", "w1_scales", "w2_scales"))
-    return WeightSet(DecodeWeights(w1=w1, w2=w2, slots=plain.slots, w1_scales=w1_scales, w2_scales=w2_scales), plain)
+
+    def quantise(expert: Tensor) -> MXFP8 | MXFP4 | FP8:
+        packed = QUANTISERS[kind](expert)
+        expert.copy_(packed.dequantize(dtype))
+        return packed
+
+    of_w1, of_w2 = quantize_experts(w1, quantise), quantize_experts(w2, quantise)
+    stored = replace(plain, w1=of_w1.elements, w2=of_w2.elements, w1_scales=of_w1.scales, w2_scales=of_w2.scales)
+    return WeightSet(stored, plain)
 
 
 def make_steps(

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from comet.config import MoEConfig
-from comet.layer.group import make_expert_group
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.sharding import local
 from comet.layer.workspace import Workspace
@@ -23,7 +22,7 @@ from comet.moe import MoE
 from comet.quantization.formats import FP8, FP8_BLOCK, quantize_fp8
 
 from lib.ranks import Ranks, attempt
-from lib.shapes import SEEDS_PER_RANK, draw_weights, make_routing, make_weights
+from lib.shapes import SEEDS_PER_RANK, draw_weights, make_routing, make_weights, quantize_experts
 
 FP8_VARIANTS = ("comet_fp8", "comet_fp8_graph")
 BASELINES = ("plain", "pipelined", "all_gather")
@@ -101,21 +100,14 @@ def open_layer(config: MoEConfig, arguments: argparse.Namespace, max_tokens: int
     w1 = w1.flatten(1, 2)
     wanted = set(FP8_VARIANTS) & set(arguments.variants) and isinstance(moe.experts, SymmetricPath)
     in_blocks = w1.shape[2] % FP8_BLOCK == w2.shape[2] % FP8_BLOCK == 0
-    fp8 = (quantize_experts(w1), quantize_experts(w2)) if wanted and in_blocks else None
+    fp8 = (quantize_experts(w1, quantize_fp8), quantize_experts(w2, quantize_fp8)) if wanted and in_blocks else None
     yield Layer(config=config, layout=layout, w1=w1, w2=w2, biases=biases_of(moe), moe=moe, fp8=fp8)
     moe.group.close()
 
 
 def _build_comet(config: MoEConfig, arguments: argparse.Namespace, max_tokens: int, ranks: Ranks) -> MoE:
-    group = make_expert_group(config, arguments.parallel, max_tokens=max_tokens, dtype=ranks.dtype, device=ranks.device)
+    group = ranks.make_group(config, arguments.parallel, max_tokens)
     return DrawnInPlace(config, group, path=arguments.path, overlap=arguments.overlap, param_dtype=ranks.dtype)
-
-
-def quantize_experts(weight: Tensor) -> FP8:
-    """``(e, N, K)``, one expert after the other: a float32 copy of all of them may not fit."""
-    quantised = [quantize_fp8(expert) for expert in weight]
-    elements, scales = (torch.stack([getattr(one, name) for one in quantised]) for name in ("elements", "scales"))
-    return FP8(elements=elements, scales=scales)
 
 
 def make_inputs(config: MoEConfig, num_tokens: int, routing: str, ranks: Ranks) -> list[Inputs]:

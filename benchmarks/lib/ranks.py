@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from triton import TritonError
 
 from comet.comm.handshake import largest
-from comet.config import ParallelConfig, require
+from comet.config import MoEConfig, ParallelConfig, require
 from comet.launch.distributed import (
     current_context,
     leave,
@@ -27,6 +27,7 @@ from comet.launch.distributed import (
     started_by_torchrun,
 )
 from comet.launch.failures import STATUS_USER, is_user_error, one_line, say
+from comet.layer.group import ExpertGroup, make_expert_group
 from comet.layer.workspace import Workspace
 from comet.measure import layers
 
@@ -52,6 +53,10 @@ class Ranks:
         """Maximum over the ranks."""
         return largest([value], self.device, self.process_group)[0]
 
+    def make_group(self, config: MoEConfig, parallel: ParallelConfig, max_tokens: int) -> ExpertGroup:
+        """The ranks of layers that take so many tokens of each rank (collective)."""
+        return make_expert_group(config, parallel, max_tokens=max_tokens, dtype=self.dtype, device=self.device)
+
 
 def tell(ranks: Ranks, line: str) -> None:
     """One line of progress, by rank 0."""
@@ -64,11 +69,6 @@ def release(ranks: Ranks) -> None:
     gc.collect()
     if ranks.device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def device_name(device: torch.device) -> str:
-    """``NVIDIA H200``, say, or ``cpu``."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def differs_over_ranks(output: Tensor, ranks: Ranks) -> bool:

@@ -90,9 +90,10 @@ def report(
     out: Path | None,
     *,
     keys: Sequence[str],
-    found: Callable[[list[Row]], Row],
-    table: Callable[[list[Row]], str],
+    facts: Row,
+    summary: Callable[[list[Row]], Row] = lambda _: {},
     columns: Sequence[str] | None = None,
+    table: Callable[[list[Row]], str] | None = None,
     picture: Callable[[Path, list[Row]], None] | None = None,
 ) -> None:
     """Measure all rows; as each comes, rank 0 writes CSV and JSON of those so far, so that an interruption loses none.
@@ -103,9 +104,13 @@ def report(
         name: Of the files in ``out``; those of an earlier run are set aside.
         rows: Measured as they are asked for, on all ranks; each gets its ``seconds``.
         keys: Of a row, that name its point.
-        found: From rows to the object that becomes JSON.
-        columns: Of the CSV, as ``write_csv`` has them.
+        facts: Of the run; with the ``summary`` of the rows, and the rows, the object that becomes JSON.
+        columns: Of the CSV, as ``write_csv`` has them, and of the table where no ``table`` is given.
     """
+
+    def found() -> Row:
+        return facts | summary(so_far) | {"rows": so_far}
+
     files = out if ranks.rank == 0 else None
     if files is not None:
         files.mkdir(parents=True, exist_ok=True)
@@ -119,14 +124,15 @@ def report(
             begun = time.perf_counter()
             if files is not None:
                 write_csv(files / f"{name}.csv", so_far, columns)
-                write_json(files, name, found(so_far))
+                write_json(files, name, found())
             failures = row.get("failures") or row.get("failure") or ""
             point = " ".join(str(row[key]) for key in keys if row.get(key) is not None)
             done = f"{point}: done in {so_far[-1]['seconds']:.1f} s"
             tell(ranks, "; ".join(filter(None, (done, describe(failures) if isinstance(failures, dict) else failures))))
     finally:
         if so_far and ranks.rank == 0:
-            print(table(so_far), write_json(None, name, found(so_far)), sep="\n", flush=True)
+            text = table(so_far) if table else table_of(so_far, columns or names_of(so_far), cell)
+            print(text, write_json(None, name, found()), sep="\n", flush=True)
             if picture is not None and files is not None:
                 picture(files / f"{name}.png", so_far)
 

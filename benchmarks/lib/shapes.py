@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -10,12 +12,14 @@ from torch import Tensor
 from comet.config import MoEConfig, OverlapConfig, check_removed, require
 from comet.layout import Biases, ExpertLayout
 from comet.measure.layers import read_models
+from comet.quantization.formats import FP8, MXFP4, MXFP8
 
 ROUTINGS = ("uniform", "zipf", "hot")
 PERMUTATION_SEED = 20_000
 SEEDS_PER_RANK = 1000  # no two ranks draw by the same seed
 SIZES = ("hidden_size", "ffn_size", "num_experts", "top_k")
 OF_ATTENTION = ("num_heads", "num_kv_heads", "head_dim")
+Packed = TypeVar("Packed", bound=MXFP8 | MXFP4 | FP8)
 
 
 def make_routing(
@@ -67,6 +71,13 @@ def draw_weights(w1: Tensor, w2: Tensor, config: MoEConfig, seed: int, biases: B
         bias.normal_(generator=generator)
     w1.normal_(0, config.hidden_size**-0.5, generator=generator)
     w2.normal_(0, config.ffn_size**-0.5, generator=generator)
+
+
+def quantize_experts(weight: Tensor, quantise: Callable[[Tensor], Packed]) -> Packed:
+    """``(e, N, K)``, one expert after the other: a float32 copy of all of them may not fit."""
+    packed = [quantise(expert) for expert in weight]
+    elements, scales = (torch.stack([getattr(one, name) for one in packed]) for name in ("elements", "scales"))
+    return type(packed[0])(elements=elements, scales=scales)
 
 
 NUMBERS = ("comm_blocks", "num_panels")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,10 @@ from torch import Tensor
 
 from comet.comm import make_communicator
 from comet.experts import CacheReport
-from comet.experts.cache import OF_THE_CACHES
 from comet.measure.timing import Name, Timing, Variant, time_interleaved
+from comet.tuner.problem import Machine
 
-from lib.ranks import Ranks, device_name
+from lib.ranks import Ranks
 from lib.report import Row
 
 ROUNDS = 10
@@ -43,7 +42,7 @@ def run_facts(ranks: Ranks) -> Row:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit.stdout.strip() or NO_COMMIT,
         "command": " ".join(sys.argv),
-        "device": device_name(ranks.device),
+        "device": Machine.of(ranks.device).name,
         "ranks": 1 if ranks.process_group is None else dist.get_world_size(ranks.process_group),
         "torch": torch.__version__,
     }
@@ -107,9 +106,3 @@ def link_gbs(device: torch.device) -> float:
 def link_bytes(spent: CacheReport) -> int:
     """What came over the link; of experts that were half there when their step began, the first half counts twice."""
     return spent.fetched_bytes + spent.prefetched_bytes
-
-
-def total(reports: Sequence[CacheReport]) -> CacheReport:
-    """All that caches did in several texts, or on several ranks."""
-    names = [field.name for field in fields(CacheReport) if field.name not in OF_THE_CACHES]
-    return replace(reports[0], **{name: sum(getattr(each, name) for each in reports) for name in names})

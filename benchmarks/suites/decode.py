@@ -70,10 +70,8 @@ WAITS = "makes the host wait for the device"
 def own_runs(team: Team, steps: Sequence[Step], variants: Sequence[str]) -> dict[str, StepRun]:
     """The variants of ``OWN`` that are asked for; without warp decode where W equal shares have no room in it."""
     num_tokens, ranks, group = len(steps[0].tokens), team.layout.world_size, team.ranks.process_group
-    mine, slots = (
-        share_of(num_tokens, team.layout),
-        -(-num_tokens // ranks),
-    )  # a step has room for as many of every rank
+    mine = share_of(num_tokens, team.layout)
+    slots = -(-num_tokens // ranks)  # a step has room for as many of every rank
     shares = [Batch(step.tokens[mine], step.ids[mine], step.routing_weights[mine]) for step in steps]
     # NCCL gathers equally many of every rank: the last tokens go to no expert.
     missing = (0, 0, 0, slots - len(shares[0].tokens))
@@ -364,8 +362,7 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     }
     report(
         "bench_decode", measure(arguments, ranks), ranks, arguments.out, keys=("model", "weights", "tokens"),
-        found=lambda rows: {"facts": facts, "rows": rows}, table=format_table,
-        picture=partial(draw, arguments.roofline_tbs),
+        facts={"facts": facts}, table=format_table, picture=partial(draw, arguments.roofline_tbs),
     )  # fmt: skip
 
 

@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -47,12 +46,12 @@ from comet.decode import DecodeWeights, rank_slots
 from comet.decode.runners import LocalRunner, ReplicatedRunner, Runner
 from comet.experts import CachedExperts, CacheReport, ExpertCache
 from comet.experts.budget import StoreOptions
-from comet.experts.cache import report_of
+from comet.experts.cache import report_of, total
 from comet.experts.host.cores import TIMEOUT_S, HostCores, usable_cores
 from comet.experts.host.profile import HostSizes
 from comet.experts.prefetch import prefetch_between
 from comet.experts.store import HeldExperts
-from comet.layer.group import ExpertGroup, make_expert_group
+from comet.layer.group import ExpertGroup
 from comet.layout import ExpertLayout, RoutedTokens
 from comet.measure.timing import capture, time_interleaved
 from comet.quantization.formats import MXType, quantize_mx
@@ -60,9 +59,9 @@ from comet.reference.plain import grouped_matmul
 
 from lib.arguments import BUDGETS, parsed, require_known, suite_parser, words
 from lib.ranks import Ranks, memory_limit, release, tell
-from lib.report import Row, cell, report, table_of
+from lib.report import Row, report
 from lib.shapes import swiglu_model
-from lib.timing import link_bytes, link_gbs, run_facts, time_by_protocol, total
+from lib.timing import link_bytes, link_gbs, run_facts, time_by_protocol
 from lib.traces import Trace, made_trace, resized_guesses, resized_trace
 
 COLUMNS = (
@@ -267,25 +266,19 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     facts = {"task": "bench_experts", "model": arguments.model, "layers": arguments.layers, "ep": arguments.ep,
              "link_gbs": link,
              "trace": str(arguments.trace or f"made, sticky={arguments.sticky}")} | run_facts(ranks)  # fmt: skip
-    report(
-        "bench_experts", measure(arguments, ranks, link), ranks, arguments.out, keys=("stored", "variant", "budget"),
-        columns=COLUMNS, found=lambda rows: facts | {"rows": rows}, table=lambda rows: table_of(rows, COLUMNS, cell),
-    )  # fmt: skip
+    rows, keys = measure(arguments, ranks, link), ("stored", "variant", "budget")
+    report("bench_experts", rows, ranks, arguments.out, keys=keys, facts=facts, columns=COLUMNS)
 
 
 def measure(arguments: argparse.Namespace, ranks: Ranks, link: float) -> Iterator[Row]:
     """The rows of experts stored in one type after the other (collective)."""
     config = swiglu_model(arguments.model)
     for name in arguments.stored:
-        with ExitStack() as opened:
-            group: ExpertGroup | None = None
-            if arguments.ep > 1:
-                group = make_expert_group(
-                    config, arguments.parallel, max_tokens=1, dtype=ranks.dtype, device=ranks.device
-                )
-                opened.callback(group.close)
-            yield from rows_of(arguments, name, config, ranks, group, link)
-            release(ranks)  # graphs are gone before the group they recorded
+        group = ranks.make_group(config, arguments.parallel, 1) if arguments.ep > 1 else None
+        yield from rows_of(arguments, name, config, ranks, group, link)
+        release(ranks)  # graphs are gone before the group they recorded
+        if group is not None:
+            group.close()
 
 
 def rows_of(

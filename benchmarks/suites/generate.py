@@ -37,7 +37,6 @@ from torch import Tensor
 from comet.config import require
 from comet.decode import MAX_DECODE_TOKENS, FrozenExperts
 from comet.graphed.step import DecodeStep
-from comet.layer.group import make_expert_group
 from comet.measure.timing import Timing, Variant
 from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT
@@ -285,9 +284,7 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     """Measure all contexts; rank 0 reports (collective)."""
     context = room(max(arguments.contexts), arguments.steps)
     config = model_config(arguments.model, arguments.layers, context, VOCABULARY[arguments.model])
-    group = make_expert_group(
-        config.moe, arguments.parallel, max_tokens=MAX_DECODE_TOKENS, dtype=ranks.dtype, device=ranks.device
-    )
+    group = ranks.make_group(config.moe, arguments.parallel, MAX_DECODE_TOKENS)
     gpt = make_gpt(config, group)
     facts = gather_facts(ranks) | {
         "read_roofline_tbs": read_roofline_tbs(ranks),
@@ -298,7 +295,7 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     }
     report(
         "bench_generate", measure(Paths(gpt), arguments, facts["read_roofline_tbs"], ranks), ranks, arguments.out,
-        keys=("context", "path"), columns=COLUMNS, picture=draw, found=lambda rows: {"facts": facts, "rows": rows},
+        keys=("context", "path"), facts={"facts": facts}, columns=COLUMNS, picture=draw,
         table=lambda rows: table_of(rows, COLUMNS, partial(cell, near_one=6)),
     )  # fmt: skip
     group.close()

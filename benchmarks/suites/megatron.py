@@ -38,7 +38,7 @@ from comet.measure.timing import Variant
 from lib.arguments import parsed, suite_parser
 from lib.moe import relative_error
 from lib.ranks import Ranks, attempt, release, start_ranks
-from lib.report import Row, cell, describe, report, table_of
+from lib.report import Row, describe, report
 from lib.shapes import swiglu_model
 from lib.timing import gather_facts, time_by_protocol
 
@@ -185,10 +185,8 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     """Measure all points; rank 0 reports."""
     start_megatron(arguments.ep)
     facts = gather_facts(ranks) | {"task": "bench_megatron", "rounds": arguments.rounds, "grouped_gemm": grouped_gemm()}
-    report(
-        "bench_megatron", measure(arguments, ranks), ranks, arguments.out, keys=("model", "tokens"), columns=COLUMNS,
-        found=lambda rows: facts | {"rows": rows}, table=lambda rows: table_of(rows, COLUMNS, cell),
-    )  # fmt: skip
+    rows, keys = measure(arguments, ranks), ("model", "tokens")
+    report("bench_megatron", rows, ranks, arguments.out, keys=keys, facts=facts, columns=COLUMNS)
 
 
 def measure(arguments: argparse.Namespace, ranks: Ranks) -> Iterator[Row]:

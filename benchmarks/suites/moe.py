@@ -18,10 +18,10 @@ from itertools import product
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from comet.comm.handshake import gather
 from comet.config import MoEConfig
 from comet.graphed.moe import TrainingGraphs
 from comet.layer.routed_experts import SymmetricPath
@@ -51,7 +51,7 @@ MEANS = ("efficiency", "x_plain", "x_best")
 
 LayerVariant = Callable[[int], tuple[Tensor, ...]]
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]  # tokens (T, D), ids and weights (T, K) to (T, D)
-FORWARD_ONLY = ("pipelined", "all_gather")
+FORWARD_ONLY = {"pipelined": pipelined_experts, "all_gather": all_gather_experts}
 
 
 def balanced_rows(num_tokens: int, layout: ExpertLayout) -> int:
@@ -85,13 +85,8 @@ def link_bytes(
     top_k_ids: Tensor, layout: ExpertLayout, row_bytes: int, process_group: ProcessGroup | None, *, backward: bool
 ) -> int:
     """Bytes the busiest rank must send over its link, rank-deduplicated (as many arrive); collective."""
-    mine = rows_to_ranks(top_k_ids, layout)
-    rows = [torch.empty_like(mine) for _ in range(layout.world_size)]
-    if layout.world_size > 1:
-        dist.all_gather(rows, mine, group=process_group)
-    else:
-        rows = [mine]
-    traffic = torch.stack(rows).fill_diagonal_(0)  # [source, destination]
+    rows = gather(process_group, rows_to_ranks(top_k_ids, layout).tolist())
+    traffic = torch.tensor(rows).fill_diagonal_(0)  # [source, destination]
     sent = (
         traffic.sum(1) * row_bytes  # dispatch: this rank's tokens
         + traffic.sum(0) * row_bytes  # combine: partial sums of the rows it received
@@ -183,14 +178,14 @@ def layer_variants(
     weights = (layer.w1, layer.w2, *(layer.biases or ()))
     w1, w2, *given = (weight.detach().requires_grad_(arguments.backward) for weight in weights)
     biases = Biases(*given) if given else None
-    baselines = {"plain": plain_experts, "pipelined": pipelined_experts, "all_gather": all_gather_experts}
-    experts: dict[str, Experts] = {
-        name: lambda *routed, run=run: run(
+    baselines: dict[str, Experts] = {
+        "plain": lambda *routed: plain_experts(
             RoutedTokens(*routed), w1, w2, layout, group, layer.config.activation, biases
         )
-        for name, run in baselines.items()
-        if name in arguments.variants and not (arguments.backward and name in FORWARD_ONLY)
     }
+    if not arguments.backward:
+        baselines |= {name: partial(run, layer, group) for name, run in FORWARD_ONLY.items()}
+    experts = {name: run for name, run in baselines.items() if name in arguments.variants}
     if moe is not None:
         experts["comet"] = moe.routed_experts
         if "comet_graph" in arguments.variants and ranks.device.type == "cuda":
@@ -328,8 +323,8 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     facts = gather_facts(ranks)
     report(
         "bench_moe", measure(arguments, ranks, facts["link_roofline_gbs"]), ranks, arguments.out,
-        keys=("model", "tokens", "routing"), columns=COLUMNS, table=format_table, picture=draw,
-        found=lambda rows: {"facts": facts, "geometric_mean": geometric_means(rows), "rows": rows},
+        keys=("model", "tokens", "routing"), facts={"facts": facts}, columns=COLUMNS, table=format_table, picture=draw,
+        summary=lambda rows: {"geometric_mean": geometric_means(rows)},
     )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from comet.config import ParallelConfig, require
 from comet.experts import CachedExperts, CacheReport, ExpertCache, slots_of_budget
-from comet.experts.cache import bytes_of_expert
+from comet.experts.cache import bytes_of_expert, total
 from comet.generation.engine import GPTEngine
 from comet.generation.generate import Generated, encode_prompts, generate, warm_up
 from comet.generation.source import find_source, model_of
@@ -38,7 +38,6 @@ from comet.generation.text import ByteCodec, ByteStream
 from comet.jobs.config import DataConfig
 from comet.jobs.generate import GenerateConfig
 from comet.launch.failures import one_line
-from comet.layer.group import make_expert_group
 from comet.layer.paths import ExpertPath
 from comet.layer.sharding import local
 from comet.models.cache import KeyValueCache
@@ -49,7 +48,7 @@ from comet.training.data import read_corpus
 from lib.arguments import BUDGETS, parsed, require_known, suite_parser, whole_numbers, words
 from lib.ranks import FAILURES, Ranks, memory_limit, release, tell
 from lib.report import Row, cell, set_aside, table_of, write_json
-from lib.timing import link_bytes, link_gbs, run_facts, total
+from lib.timing import link_bytes, link_gbs, run_facts
 from lib.traces import Trace, record_routing
 
 
@@ -341,7 +340,7 @@ class Run:
 def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     """Measure and print."""
     started = time.perf_counter()
-    source, device, out = find_source(str(arguments.source)), ranks.device, arguments.out
+    source, out = find_source(str(arguments.source)), arguments.out
     require(source.checkpoint is not None, f"source={str(arguments.source)!r} must hold checkpoints of comet train")
     assert source.checkpoint is not None
     if out is not None:
@@ -349,8 +348,7 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
         for stem in ("bench_speculation", "routing"):
             set_aside(out, stem)
     config = model_of(source)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    group = make_expert_group(config.moe, ParallelConfig(), max_tokens=PROMPT_BYTES, dtype=dtype, device=device)
+    group = ranks.make_group(config.moe, ParallelConfig(), PROMPT_BYTES)
     model = GPT(config, group, expert_device=torch.device("cpu"))
     load_weights(model, source.checkpoint)
     heldout = read_corpus(DataConfig(path=arguments.data), config.context).heldout

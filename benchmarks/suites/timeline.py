@@ -26,7 +26,7 @@ from comet.trace.timeline import Timeline, record
 
 from lib.arguments import parsed, suite_parser
 from lib.moe import Inputs, make_inputs, open_layer
-from lib.ranks import Ranks, device_name
+from lib.ranks import Ranks
 from lib.report import Row, set_aside
 from lib.shapes import model, parse_overlap
 from lib.timing import run_facts
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     if ranks.rank == 0:
         shape = {name: getattr(arguments, name) for name in ("model", "tokens", "ep", "tp", "routing")}
         facts: Row = run_facts(ranks) | shape
-        facts["device"] = device_name(ranks.device) + (", interpreted" if ranks.device.type == "cpu" else "")
+        facts["device"] += ", interpreted" if ranks.device.type == "cpu" else ""
         facts["files"] = [str(arguments.out / name) for name in ("timeline.json", "timeline.png", "summary.json")]
         for stem in ("timeline", "summary"):
             set_aside(arguments.out, stem)

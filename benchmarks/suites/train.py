@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from comet.config import require
 from comet.jobs.config import TrainConfig
-from comet.layer.group import ExpertGroup, make_expert_group
+from comet.layer.group import ExpertGroup
 from comet.layer.paths import ExpertPath, make_path
 from comet.layer.sharding import local
 from comet.layout import Biases, RoutedTokens
@@ -262,11 +262,7 @@ def measure(arguments: argparse.Namespace, ranks: Ranks) -> Iterator[Row]:
     """One row after the other (collective), with a group and a model of its own: what goes wrong touches no other."""
     for name, num_tokens in product(arguments.models, arguments.tokens):
         config = model_config(name, arguments.layers, arguments.context)
-        make_group = partial(
-            make_expert_group, config.moe, arguments.parallel, max_tokens=num_tokens, dtype=ranks.dtype,
-            device=ranks.device,
-        )  # fmt: skip
-        group, failure = attempt(make_group, ranks)
+        group, failure = attempt(partial(ranks.make_group, config.moe, arguments.parallel, num_tokens), ranks)
         found: Row | None = None
         if group is not None:
             found, failure = attempt(partial(measure_point, config, group, num_tokens, arguments, ranks), ranks)
@@ -280,8 +276,8 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     """Measure all points; rank 0 reports."""
     facts = gather_facts(ranks) | {"task": "bench_train", "context": arguments.context, "rounds": arguments.rounds}
     report(
-        "bench_train", measure(arguments, ranks), ranks, arguments.out, keys=("model", "tokens"), columns=COLUMNS,
-        found=lambda rows: facts | summary(rows) | {"rows": rows}, table=format_table,
+        "bench_train", measure(arguments, ranks), ranks, arguments.out, keys=("model", "tokens"), facts=facts,
+        summary=summary, columns=COLUMNS, table=format_table,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, Self
 
@@ -74,6 +74,12 @@ class CacheReport:
     def prefetch_precision(self) -> float | None:
         """Share of the experts that travelled before their step which it needed; ``None``: none travelled."""
         return self.prefetched_needed / self.prefetched if self.prefetched else None
+
+
+def total(reports: Sequence[CacheReport]) -> CacheReport:
+    """All that caches did in several texts, or on several ranks."""
+    names = [field.name for field in fields(CacheReport) if field.name not in OF_THE_CACHES]
+    return replace(reports[0], **{name: sum(getattr(each, name) for each in reports) for name in names})
 
 
 class ExpertCache(SlotCache):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from comet.comm.handshake import largest, meet
 from comet.config import SpeculationConfig, require
 from comet.experts.budget import ExpertBudget, StoreOptions
-from comet.experts.cache import OF_THE_CACHES, CacheReport
+from comet.experts.cache import CacheReport, total
 from comet.generation.engine import Engine, GPTEngine
 from comet.generation.generate import Generated, encode_prompts, generate, warm_up
 from comet.generation.source import Source, find_source, is_hf_folder
@@ -23,7 +23,8 @@ from comet.jobs.generate import GenerateConfig
 from comet.layer.group import ExpertGroup, make_expert_group
 from comet.models.gpt import GPT
 from comet.training.checkpoint import load_weights
-from comet.training.ranks import RankContext, from_first_rank
+from comet.training.ranks import RankContext, from_first_rank, gather
+from comet.tuner.problem import Machine
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ def generate_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
     if generated.speculation is not None:
         result["speculation"] = generated.speculation
     if budget is not None and warm is not None:
-        facts = cache_facts(warm, engine.cache_report() or warm, group)
+        facts = cache_facts(warm, engine.cache_report() or warm)
         if engine.cores is not None:
             facts["host_cores"] = engine.cores.facts()
         result["expert_cache"] = facts | {"store": budget.store, "stored": budget.stored, "policy": budget.policy}
@@ -136,7 +137,7 @@ def _result(config: JobConfig, source: Source, group: ExpertGroup, generated: Ge
         "world_size": group.world_size,
         "ep": group.parallel.ep,
         "tp": group.parallel.tp,
-        "device": torch.cuda.get_device_name(group.device) if group.device.type == "cuda" else "cpu",
+        "device": Machine.of(group.device).name,
         "dtype": str(group.workspace.shape.dtype).removeprefix("torch."),
         "prompt_tokens": generated.prompt_tokens,
         "new_tokens": generated.new_tokens,
@@ -187,15 +188,9 @@ def _require_drafts(settings: GenerateConfig) -> None:
         )
 
 
-def cache_facts(before: CacheReport, after: CacheReport, group: ExpertGroup) -> dict[str, Any]:
+def cache_facts(before: CacheReport, after: CacheReport) -> dict[str, Any]:
     """What caches did between two reports of this rank, summed over ranks; seconds are their mean (collective)."""
-    report = after.since(before)
-    if group.world_size > 1:
-        spent = {name: value for name, value in asdict(report).items() if name not in OF_THE_CACHES}
-        summed = torch.tensor(list(spent.values()), dtype=torch.float64, device=group.device)
-        dist.all_reduce(summed)
-        spent = {name: type(spent[name])(value) for name, value in zip(spent, summed.tolist(), strict=True)}
-        for name in ("fetching_s", "hosting_s"):
-            spent[name] /= group.world_size
-        report = replace(report, **spent)
-    return asdict(report) | {"hits": report.hits, "prefetch_precision": report.prefetch_precision}
+    reports = gather(after.since(before))
+    report = total(reports)
+    seconds = {name: getattr(report, name) / len(reports) for name in ("fetching_s", "hosting_s")}
+    return asdict(report) | seconds | {"hits": report.hits, "prefetch_precision": report.prefetch_precision}

@@ -76,13 +76,12 @@ def test_report_survives_what_failed(tmp_path: Path, capsys: pytest.CaptureFixtu
     bad = row_of(2) | {"failures": {"point": "RuntimeError: out of memory, really"}}
     late = row_of(4, comet=30.0, fused=20.0) | {"failures": {"point": "RuntimeError: out of memory, really"}}
     rows = [good, bad, late]
-
-    def found(rows: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"rows": len(rows)}
-
-    report("bench_decode", iter(rows), ALONE, tmp_path, keys=("tokens",), found=found, table=format_table)
+    facts: dict[str, Any] = {"device": "cpu"}
+    report("bench_decode", iter(rows), ALONE, tmp_path, keys=("tokens",), facts=facts, table=format_table)
     *lines, line = capsys.readouterr().out.splitlines()
-    assert json.loads(line) == json.loads((tmp_path / "bench_decode.json").read_text()) == {"rows": 3}
+    kept = json.loads(line)
+    assert kept == json.loads((tmp_path / "bench_decode.json").read_text())
+    assert (kept["device"], len(kept["rows"])) == ("cpu", 3)
     with (tmp_path / "bench_decode.csv").open() as file:
         read = list(csv.DictReader(file))
     assert [row["fused_us"] for row in read] == ["", "", "20.0"]  # a column only the last row has
