@@ -12,7 +12,7 @@ from typing import Any
 
 from comet.config import MoEConfig, require
 from comet.models.config import NUM_BYTE_VALUES, ModelConfig
-from comet.training.checkpoint_folder import MANIFEST, Checkpoint, list_checkpoints, read_checkpoint
+from comet.training.checkpoint_folder import Checkpoint, named_checkpoints
 
 HF_CONFIG = "config.json"
 
@@ -34,24 +34,14 @@ def find_source(source: str | None) -> Source:
     require(root.is_dir(), f"generate.source={source!r} must be an existing folder: {kinds}")
     if is_hf_folder(source):
         return Source(root, None)
-    if root.name.startswith("step-") or (root / MANIFEST).exists():
-        return Source(root, _named(root))
-    found, skipped = list_checkpoints(root)
+    found, skipped = named_checkpoints("generate.source", str(source))
     require(bool(found), f"generate.source={source!r} must be {kinds}; {'; '.join(skipped) or 'it holds neither'}")
-    newer = tuple(skipped)
-    return Source(found[0].path, found[0], newer)
+    return Source(found[0].path, found[0], tuple(skipped))
 
 
 def is_hf_folder(source: str | None) -> bool:
     """Whether ``generate.source`` is a Hugging Face model's folder."""
     return source is not None and (Path(source) / HF_CONFIG).is_file()
-
-
-def _named(root: Path) -> Checkpoint:
-    try:
-        return read_checkpoint(root)
-    except ValueError as error:
-        raise ValueError(f"generate.source={str(root)!r}: {error}") from error
 
 
 def model_of(source: Source) -> ModelConfig:

@@ -382,16 +382,22 @@ def find_checkpoints(resume: str | None, output_dir: str) -> tuple[list[Checkpoi
         return found, skipped
     if not root.is_dir():
         raise FileNotFoundError(errno.ENOENT, "resume must be 'auto', a checkpoint or a folder of checkpoints", resume)
-    if names_checkpoint(root):
-        try:
-            return [read_checkpoint(root)], []
-        except ValueError as error:
-            others = [str(other.path) for other in list_checkpoints(root.parent)[0]]
-            hint = f"; complete is {others[0]}" if others else ""
-            raise ValueError(f"resume={resume!r}: {error}{hint}") from error
-    found, skipped = list_checkpoints(root)
+    found, skipped = named_checkpoints("resume", resume)
     require(bool(found), f"resume={resume!r} must hold a complete checkpoint; {'; '.join(skipped) or 'it has none'}")
     return found, skipped
+
+
+def named_checkpoints(setting: str, value: str) -> tuple[list[Checkpoint], list[str]]:
+    """The checkpoint that a setting names, or those of the folder that it names, as ``list_checkpoints``."""
+    root = Path(value)
+    if not names_checkpoint(root):
+        return list_checkpoints(root)
+    try:
+        return [read_checkpoint(root)], []
+    except ValueError as error:
+        others = [str(other.path) for other in list_checkpoints(root.parent)[0]]
+        hint = f"; complete is {others[0]}" if others else ""
+        raise ValueError(f"{setting}={value!r}: {error}{hint}") from error
 
 
 def choose_checkpoint(found: list[Checkpoint], skipped: list[str]) -> tuple[Checkpoint | None, list[str]]:
