@@ -22,7 +22,7 @@ from comet.launch.tasks.modular import find_parts, tokens_of
 from comet.layer.workspace import WorkspaceShape, rank_pool_bytes
 from comet.layout import ExpertLayout
 from comet.measure.layers import Shape
-from comet.measure.sweep import sweep_points
+from comet.measure.sweep import sweep_grid
 from comet.measure.tune import job_points
 from comet.models.cache import allocated_places
 from comet.models.config import ModelConfig, dense_elements, expert_elements
@@ -48,7 +48,7 @@ def describe_train(job: JobConfig, num_ranks: int, device: torch.device) -> list
         num_ranks: Ranks that would start.
         device: On which they would run; its type decides the element type where it is left open.
     """
-    tokens, dtype = job.train.batch_size * job.model.context, activation_dtype(job.train.dtype, device)
+    tokens, dtype = job.step_tokens, activation_dtype(job.train.dtype, device)
     check_model_overlap(job, dtype, device)
     needs = training_needs(job, dtype)
     needs["total"] = sum(needs.values())
@@ -95,8 +95,7 @@ def describe_tune(job: JobConfig, num_ranks: int, device: torch.device) -> list[
 
 def describe_sweep(job: JobConfig, num_ranks: int, device: torch.device) -> list[str]:
     """The lines for ``sweep``; a shape that cannot run is no error, as it is none in a sweep."""
-    shapes = dict.fromkeys(point.shape for point in sweep_points(job))
-    return describe_shapes(job, shapes, num_ranks, device)
+    return describe_shapes(job, sweep_grid(job)[0], num_ranks, device)
 
 
 def describe_modular(job: JobConfig, num_ranks: int, device: torch.device) -> list[str]:
@@ -156,7 +155,7 @@ def training_needs(job: JobConfig, dtype: torch.dtype) -> dict[str, int]:
     What is kept for the backward pass, of balanced routing: per token and layer about 8 D for attention and norms; per
     routed row its input and two pre-activations; and the logits with their gradient.
     """
-    model, tokens = job.model, job.train.batch_size * job.model.context
+    model, tokens = job.model, job.step_tokens
     parameters = rank_parameters(model, job.parallel.ep, job.parallel.tp) * FLOAT32_BYTES
     shape = WorkspaceShape.create(model.moe, job.parallel.world_size, tokens, dtype)
     of_rows = model.moe.top_k * (model.hidden_size + 2 * model.moe.ffn_size // job.parallel.tp)

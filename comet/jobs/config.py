@@ -21,29 +21,41 @@ from comet.utils.graphs import GraphMode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TuneConfig:
-    """What is tuned, and where measurements are kept.
+class MeasureConfig:
+    """Which layers are measured, and how often.
 
     Args:
         models: Names of models; none takes the job's.
-        tokens: Tokens per rank of each point, in any order; none takes those of a training step.
-        rounds: Counted calls of every candidate.
-        profiles: Folder of the profile store; one file per machine.
+        tokens: Tokens per rank, in any order; none takes those of a training step.
+        rounds: Counted calls of every setting.
     """
 
     models: tuple[str, ...] = ()
     tokens: tuple[int, ...] = ()
     rounds: int = 20
-    profiles: str = "outputs/profiles"
 
     def __post_init__(self) -> None:
         require(all(num >= 1 for num in self.tokens), f"tokens={self.tokens} must each be at least 1")
         require(self.rounds >= 1, f"rounds={self.rounds} must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TuneConfig(MeasureConfig):
+    """What is tuned, and where measurements are kept.
+
+    Args:
+        profiles: Folder of the profile store; one file per machine.
+    """
+
+    profiles: str = "outputs/profiles"
+
+    def __post_init__(self) -> None:
+        MeasureConfig.__post_init__(self)  # super() finds no class in one with slots
         require(bool(self.profiles), f"profiles={self.profiles!r} must name a folder")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SweepConfig:
+class SweepConfig(MeasureConfig):
     """What is swept: every combination of the lists; an empty list takes the value the job has elsewhere.
 
     All settings of a shape (model, layout and tokens) are timed interleaved, in one loop, so that they can be compared:
@@ -53,28 +65,22 @@ class SweepConfig:
     the reason until then. With a new setting all of them are.
 
     Args:
-        models: Names of models; none takes the job's.
         layouts: Pairs (EP, TP); none takes the job's.
-        tokens: Tokens per rank; none takes those of a training step.
         comm_blocks: Thread blocks that only communicate at first; 0: communication is colocated with compute.
         num_panels: Column panels of layer 1; none takes the job's.
-        rounds: Counted calls of every setting.
     """
 
-    models: tuple[str, ...] = ()
     layouts: tuple[tuple[int, ...], ...] = ()
-    tokens: tuple[int, ...] = ()
     comm_blocks: tuple[int, ...] = (0, 4, 8, 16, 32, 64)
     num_panels: tuple[int, ...] = ()
-    rounds: int = 20
 
     def __post_init__(self) -> None:
-        for name, least in (("tokens", 1), ("comm_blocks", 0), ("num_panels", 1)):
+        MeasureConfig.__post_init__(self)
+        for name, least in (("comm_blocks", 0), ("num_panels", 1)):
             values = getattr(self, name)
             require(all(value >= least for value in values), f"{name}={values} must each be at least {least}")
         pairs = all(len(layout) == 2 and min(layout) >= 1 for layout in self.layouts)
         require(pairs, f"layouts={self.layouts} must each be a pair [ep, tp] of numbers that are at least 1")
-        require(self.rounds >= 1, f"rounds={self.rounds} must be at least 1")
 
 
 MoEPath = Literal["auto", "fused", "twin", "plain", "reference"]
@@ -254,6 +260,11 @@ class JobConfig:
     sweep: SweepConfig = field(default_factory=SweepConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     modular: ModularConfig = field(default_factory=ModularConfig)
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of each rank in a training step."""
+        return self.train.batch_size * self.model.context
 
     def __post_init__(self) -> None:
         require(bool(self.output_dir), f"output_dir={self.output_dir!r} must not be empty")

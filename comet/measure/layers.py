@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
+from itertools import product
 from textwrap import shorten
 from typing import Any, TypeVar
 
@@ -27,7 +28,7 @@ from comet.comm.base import settle
 from comet.comm.handshake import gather, largest
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig, require
 from comet.errors import StepFailedError
-from comet.jobs.config import JobConfig, activation_dtype
+from comet.jobs.config import JobConfig, MeasureConfig, activation_dtype
 from comet.layer.group import ExpertGroup, make_expert_group
 from comet.layer.paths import ExpertPath, make_path
 from comet.layer.workspace import Workspace
@@ -55,6 +56,15 @@ class Shape:
     def problem(self, dtype: torch.dtype) -> Problem:
         """What is measured; raises ``ValueError`` where the shape breaks a rule."""
         return Problem(self.moe, self.parallel, self.tokens, dtype)
+
+
+def shapes_of(measured: MeasureConfig, job: JobConfig, layouts: Sequence[ParallelConfig]) -> list[Shape]:
+    """Every model in every layout with every number of tokens; the job stands in for empty lists."""
+    layers, tokens = layers_of(measured.models, job), measured.tokens or (job.step_tokens,)
+    return [
+        Shape(model=name, moe=moe, parallel=parallel, tokens=num)
+        for (name, moe), parallel, num in product(layers.items(), layouts, tokens)
+    ]
 
 
 def layers_of(names: Sequence[str], job: JobConfig) -> dict[str, MoEConfig]:

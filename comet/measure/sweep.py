@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import csv
 import io
-import itertools
 import json
 import math
 import sys
@@ -26,7 +25,7 @@ from comet.config import MoEConfig, OverlapConfig, ParallelConfig, require
 from comet.errors import NothingMeasuredError
 from comet.jobs.config import JobConfig, activation_dtype
 from comet.layer.group import ExpertGroup
-from comet.measure.layers import Shape, attempt, layers_of, make_group, measure_layer
+from comet.measure.layers import Shape, attempt, make_group, measure_layer, shapes_of
 from comet.training.ranks import RankContext, from_first_rank
 from comet.training.run_folder import FolderLock
 from comet.tuner.problem import Machine, counted
@@ -43,21 +42,19 @@ CSV_NAME, PLOT_NAME = "sweep.csv", "sweep.png"
 MAX_COLUMNS, SUBPLOT_INCHES = 3, (5.0, 3.6)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Point:
-    """One measurement of a sweep."""
+Key = tuple[str, ...]
+Todo = dict[Shape, list[OverlapConfig]]
+Results = Mapping[Shape, Sequence[Measured]]  # of each shape, all settings
 
-    shape: Shape
-    setting: OverlapConfig
 
-    def key(self, dtype: str, device: str) -> tuple[str, ...]:
-        """The values of ``KEY_COLUMNS``: what a row of the CSV file is found by."""
-        shape, moe, setting = self.shape, self.shape.moe, self.setting
-        values = (
-            shape.model, moe.hidden_size, moe.ffn_size, moe.num_experts, moe.top_k, _beside_sizes(moe),
-            shape.parallel.ep, shape.parallel.tp, shape.tokens, dtype, device, setting.comm_blocks, setting.num_panels,
-        )  # fmt: skip
-        return tuple(map(str, values))
+def row_key(shape: Shape, setting: OverlapConfig, dtype: str, device: str) -> Key:
+    """The values of ``KEY_COLUMNS``: what a row of the CSV file is found by."""
+    moe = shape.moe
+    values = (
+        shape.model, moe.hidden_size, moe.ffn_size, moe.num_experts, moe.top_k, _beside_sizes(moe),
+        shape.parallel.ep, shape.parallel.tp, shape.tokens, dtype, device, setting.comm_blocks, setting.num_panels,
+    )  # fmt: skip
+    return tuple(map(str, values))
 
 
 def _beside_sizes(moe: MoEConfig) -> str:
@@ -67,33 +64,27 @@ def _beside_sizes(moe: MoEConfig) -> str:
     return ", ".join([moe.activation.name, *named])
 
 
-def sweep_points(job: JobConfig) -> list[Point]:
-    """All combinations of the lists in ``job.sweep``, points of one shape together; the job stands in for empty lists.
+def sweep_grid(job: JobConfig) -> tuple[list[Shape], list[OverlapConfig]]:
+    """Shapes, and the settings that each is measured with, of ``job.sweep``; the job stands in for empty lists.
 
-    Example: 2 models, 1 layout, 2 tokens, 3 comm_blocks and 2 panels are 24 points.
+    Example: 2 models, 1 layout, 2 tokens, 3 comm_blocks and 2 panels are 4 shapes and 6 settings.
     """
     sweep, overlap = job.sweep, job.overlap or OverlapConfig()
-    layers = layers_of(sweep.models, job)
     layouts = [replace(job.parallel, ep=ep, tp=tp) for ep, tp in sweep.layouts] or [job.parallel]
-    tokens = sweep.tokens or (job.train.batch_size * job.model.context,)
-    combinations = [
+    settings = [
         OverlapConfig(comm_blocks=blocks, num_panels=panels)
         for panels in sweep.num_panels or (overlap.num_panels,)
         for blocks in sweep.comm_blocks or (overlap.comm_blocks,)
     ]
-    points = [
-        Point(shape=Shape(model=name, moe=moe, parallel=parallel, tokens=num), setting=setting)
-        for (name, moe), parallel, num, setting in itertools.product(layers.items(), layouts, tokens, combinations)
-    ]
-    return list(dict.fromkeys(points))
+    return list(dict.fromkeys(shapes_of(sweep, job, layouts))), list(dict.fromkeys(settings))
 
 
 @dataclass(slots=True)
 class SweepLog:
-    """The CSV file of a sweep, of which a killed run leaves complete rows; ``rows`` by ``Point.key``."""
+    """The CSV file of a sweep, of which a killed run leaves complete rows; ``rows`` by ``row_key``."""
 
     path: Path
-    rows: dict[tuple[str, ...], Measured] = field(default_factory=dict)
+    rows: dict[Key, Measured] = field(default_factory=dict)
 
     @classmethod
     def load(cls, path: Path) -> SweepLog:
@@ -112,7 +103,7 @@ class SweepLog:
                 raise ValueError(f"{path}:{number}: {error}") from error
         return cls(path, rows)
 
-    def put(self, found: Mapping[tuple[str, ...], Measured]) -> None:
+    def put(self, found: Mapping[Key, Measured]) -> None:
         """Add rows, in memory and in the file, whose folder must exist."""
         self.rows |= found
         text = io.StringIO()
@@ -129,43 +120,40 @@ def _measured(line: Sequence[str]) -> Measured:
     return Measured(setting=setting, ms=float(ms) if ms else None, failure=failure)
 
 
-def best_points(results: Mapping[Point, Measured]) -> dict[Shape, Point]:
-    """The fastest point of every shape of which at least one ran, shapes in the order of ``results``."""
-    best: dict[Shape, Point] = {}
-    times = {point: item.ms for point, item in results.items() if item.ms is not None}
-    for point in sorted(times, key=times.__getitem__):
-        best.setdefault(point.shape, point)
-    return {point.shape: best[point.shape] for point in results if point.shape in best}
+def fastest(measured: Sequence[Measured]) -> Measured | None:
+    """The first of those that took least; ``None`` where none ran."""
+    best = min(measured, key=lambda item: item.time)
+    return None if best.ms is None else best
 
 
-def sweep_table(results: Mapping[Point, Measured]) -> str:
+def sweep_table(results: Results) -> str:
     """One aligned line per point; the fastest of each shape carries a star, a failed one its reason."""
-    best = set(best_points(results).values())
     head = ("model", "EP", "TP", "tokens", "comm_blocks", "panels", "ms", "")
     lines: list[tuple[str, ...]] = [head]
-    for point, item in results.items():
-        shape, setting = point.shape, point.setting
-        numbers = (shape.parallel.ep, shape.parallel.tp, shape.tokens, setting.comm_blocks, setting.num_panels)
-        time = "failed" if item.ms is None else f"{item.ms:.4f}"
-        note = "*" if point in best else item.failure
-        lines.append((shape.model, *map(str, numbers), time, note))
+    for shape, measured in results.items():
+        best = fastest(measured)
+        for item in measured:
+            assert item.setting is not None, "a sweep has no plain path"
+            split = (item.setting.comm_blocks, item.setting.num_panels)
+            numbers = (shape.parallel.ep, shape.parallel.tp, shape.tokens, *split)
+            time = "failed" if item.ms is None else f"{item.ms:.4f}"
+            lines.append((shape.model, *map(str, numbers), time, "*" if item is best else item.failure))
     return "\n".join(aligned(lines, left=(0, len(head) - 1)))
 
 
-def plot_sweep(results: Mapping[Point, Measured], path: Path) -> None:
+def plot_sweep(results: Results, path: Path) -> None:
     """Draw all points that ran as a PNG; a shape without any keeps an empty subplot that says so."""
     from matplotlib.figure import Figure
 
-    shapes = list(dict.fromkeys(point.shape for point in results))
-    columns = min(len(shapes), MAX_COLUMNS)
-    rows = math.ceil(len(shapes) / columns)
+    columns = min(len(results), MAX_COLUMNS)
+    rows = math.ceil(len(results) / columns)
     size = (SUBPLOT_INCHES[0] * columns, SUBPLOT_INCHES[1] * rows)
     figure = Figure(figsize=size, dpi=110, layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False).ravel()
-    for axes in grid[len(shapes) :]:
+    for axes in grid[len(results) :]:
         axes.set_axis_off()
-    for shape, axes in zip(shapes, grid, strict=False):
-        lines = sweep_lines({point: item for point, item in results.items() if point.shape == shape})
+    for (shape, measured), axes in zip(results.items(), grid, strict=False):
+        lines = sweep_lines(measured)
         for panels, line in lines.items():
             axes.plot(*zip(*line, strict=True), "o-", markersize=4, label=counted(panels, "panel"))
         axes.set(xlabel="communication blocks", ylabel="ms", title=shape.title)
@@ -181,16 +169,13 @@ def plot_sweep(results: Mapping[Point, Measured], path: Path) -> None:
     figure.savefig(path)
 
 
-def sweep_lines(results: Mapping[Point, Measured]) -> dict[int, list[tuple[int, float]]]:
-    """Lines of one shape: panels -> (comm_blocks, ms) of the points that ran, ascending."""
+def sweep_lines(measured: Sequence[Measured]) -> dict[int, list[tuple[int, float]]]:
+    """Lines of one shape: panels -> (comm_blocks, ms) of the settings that ran, ascending."""
     lines: dict[int, list[tuple[int, float]]] = {}
-    for point, item in results.items():
-        if item.ms is not None:
-            lines.setdefault(point.setting.num_panels, []).append((point.setting.comm_blocks, item.ms))
+    for item in measured:
+        if item.ms is not None and item.setting is not None:
+            lines.setdefault(item.setting.num_panels, []).append((item.setting.comm_blocks, item.ms))
     return {name: sorted(line) for name, line in lines.items()}
-
-
-Todo = dict[Shape, list[Point]]
 
 
 def sweep_job(job: JobConfig, context: RankContext) -> dict[str, Any]:
@@ -204,26 +189,29 @@ def sweep_job(job: JobConfig, context: RankContext) -> dict[str, Any]:
     log = SweepLog(folder / CSV_NAME)
     with FolderLock(folder, f"{name}={value!r}") as lock:
 
-        def prepare() -> tuple[list[Point], Todo]:
+        def prepare() -> tuple[list[Shape], list[OverlapConfig], Todo]:
             has_rows = name == "output_dir" or log.path.exists()
             require(has_rows, f"resume={job.resume!r} must be a folder with {CSV_NAME}")
-            points = sweep_points(job)
+            shapes, settings = sweep_grid(job)
             lock.acquire()
             require_writable(log.path, lock.setting)
             log.rows = SweepLog.load(log.path).rows
-            return points, pending(points, log, dtype, device)
+            return shapes, settings, pending(shapes, settings, log, dtype, device)
 
-        points, todo = from_first_rank(prepare)
+        shapes, settings, todo = from_first_rank(prepare)
         num_measured = sum(map(len, todo.values()))
         if context.rank == 0:
-            told = f"sweep of {counted(len(points), 'point')}, {num_measured} to measure in {folder}"
+            told = f"sweep of {counted(len(shapes) * len(settings), 'point')}, {num_measured} to measure in {folder}"
             sys.stderr.write(f"comet: {told}; stopped, it goes on by the same command with {name}={value}\n")
         for shape, measured in _measure_all(job, todo, context):
             if context.rank == 0:
-                log.put({point.key(dtype, device): item for point, item in zip(todo[shape], measured, strict=True)})
+                log.put({row_key(shape, setting, dtype, device): item
+                         for setting, item in zip(todo[shape], measured, strict=True)})  # fmt: skip
 
         def finish() -> dict[str, Any]:
-            results = {point: log.rows[point.key(dtype, device)] for point in points}
+            results = {
+                shape: [log.rows[row_key(shape, setting, dtype, device)] for setting in settings] for shape in shapes
+            }
             plot_sweep(results, folder / PLOT_NAME)
             facts = _facts(results, folder, num_measured)
             sys.stdout.write(sweep_table(results) + "\n\n" + json.dumps(facts) + "\n")
@@ -235,17 +223,16 @@ def sweep_job(job: JobConfig, context: RankContext) -> dict[str, Any]:
     return facts
 
 
-def pending(points: Sequence[Point], log: SweepLog, dtype: str, device: str) -> Todo:
+def pending(shapes: Sequence[Shape], settings: Sequence[OverlapConfig], log: SweepLog, dtype: str, device: str) -> Todo:
     """What is to be measured of each shape: all where a setting is new, which another run's times say nothing of; else
     what has no time: why it failed then may be gone by now.
     """
     todo: Todo = {}
-    known = {point: log.rows.get(point.key(dtype, device)) for point in points}
-    anew = {point.shape for point, item in known.items() if item is None}
-    for point, item in known.items():
-        if point.shape in anew or (item and item.ms is None):
-            todo.setdefault(point.shape, []).append(point)
-    return todo
+    for shape in shapes:
+        known = {setting: log.rows.get(row_key(shape, setting, dtype, device)) for setting in settings}
+        failed = [setting for setting, item in known.items() if item is not None and item.ms is None]
+        todo[shape] = list(settings) if None in known.values() else failed
+    return {shape: left for shape, left in todo.items() if left}
 
 
 def _measure_all(job: JobConfig, todo: Todo, context: RankContext) -> Iterator[tuple[Shape, Sequence[Measured]]]:
@@ -257,11 +244,11 @@ def _measure_all(job: JobConfig, todo: Todo, context: RankContext) -> Iterator[t
     for (moe, parallel), shapes in families.items():
         most = max(shape.tokens for shape in shapes)
         group, failure = attempt(
-            partial(make_group, job, moe, parallel, most, context), context.device, _world(context)
+            partial(make_group, job, moe, parallel, most, context), context.device, dist.group.WORLD
         )
         for shape in shapes:
-            progress.begin(f"{shape.title}: {counted(len(todo[shape]), 'setting')} timed in one loop, rows at its end")
-            settings = [point.setting for point in todo[shape]]
+            settings = todo[shape]
+            progress.begin(f"{shape.title}: {counted(len(settings), 'setting')} timed in one loop, rows at its end")
             if group is None:  # only some ranks may have one
                 yield shape, _failed(settings, failure)
             else:
@@ -286,7 +273,7 @@ def measure_shape(
         dtype = activation_dtype(job.train.dtype, context.device)
         return measure_layer(shape.problem(dtype), settings, group, rounds=job.sweep.rounds, tell=tell)
 
-    measured, failure = attempt(measure, context.device, _world(context))
+    measured, failure = attempt(measure, context.device, dist.group.WORLD)
     return measured or _failed(settings, failure)
 
 
@@ -294,22 +281,20 @@ def _failed(settings: Sequence[OverlapConfig], failure: str) -> list[Measured]:
     return [Measured(setting=setting, ms=None, failure=failure) for setting in settings]
 
 
-def _world(context: RankContext) -> dist.ProcessGroup | None:
-    return dist.group.WORLD if context.world_size > 1 else None
-
-
-def _facts(results: Mapping[Point, Measured], folder: Path, num_measured: int) -> dict[str, Any]:
+def _facts(results: Results, folder: Path, num_measured: int) -> dict[str, Any]:
+    points = [item for measured in results.values() for item in measured]
+    failures = [item.failure for item in points if item.ms is None]
     best = [
         {"model": shape.model, "ep": shape.parallel.ep, "tp": shape.parallel.tp, "tokens": shape.tokens,
-         "setting": asdict(point.setting), "ms": results[point].ms}
-        for shape, point in best_points(results).items()
+         **{name: value for name, value in asdict(item).items() if name != "failure"}}
+        for shape, measured in results.items() if (item := fastest(measured)) is not None
     ]  # fmt: skip
     return {
         "task": "sweep",
-        "points": len(results),
+        "points": len(points),
         "measured_now": num_measured,
-        "failed": sum(item.ms is None for item in results.values()),
-        "first_failure": next((item.failure for item in results.values() if item.ms is None), None),
+        "failed": len(failures),
+        "first_failure": failures[0] if failures else None,
         "best": best,
         "output_dir": str(folder),
     }

@@ -8,7 +8,6 @@ best measured candidate.
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,7 @@ from comet.config import OverlapConfig
 from comet.errors import NothingMeasuredError
 from comet.jobs.config import JobConfig, activation_dtype
 from comet.layer.workspace import Workspace, WorkspaceShape
-from comet.measure.layers import Shape, layers_of, make_group, measure_layer
+from comet.measure.layers import Shape, make_group, measure_layer, shapes_of
 from comet.training.ranks import RankContext, from_first_rank
 from comet.tuner.choice import resolve
 from comet.tuner.problem import Machine, Problem, candidate_name, candidates, default_setting, effective
@@ -45,7 +44,7 @@ class Tuned:
 
     def by_time(self) -> list[Measured]:
         """The fastest first, what failed last."""
-        return sorted(self.measured, key=lambda item: math.inf if item.ms is None else item.ms)
+        return sorted(self.measured, key=lambda item: item.time)
 
     def regret(self, setting: OverlapConfig | None) -> float | None:
         """Measured time of a setting over that of the best one; ``None`` if it did not run."""
@@ -170,13 +169,7 @@ def tune_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
 def job_points(config: JobConfig, device: torch.device) -> dict[Shape, Problem]:
     """The points of a job; raises ``ValueError`` where one breaks a rule."""
     dtype = activation_dtype(config.train.dtype, device)
-    tokens = config.tune.tokens or (config.train.batch_size * config.model.context,)
-    shapes = [
-        Shape(model=name, moe=moe, parallel=config.parallel, tokens=num)
-        for name, moe in layers_of(config.tune.models, config).items()
-        for num in tokens
-    ]
-    return {shape: shape.problem(dtype) for shape in shapes}
+    return {shape: shape.problem(dtype) for shape in shapes_of(config.tune, config, [config.parallel])}
 
 
 def _open_store(config: JobConfig, device: torch.device) -> tuple[Machine, ProfileStore]:

@@ -39,6 +39,7 @@ from comet.training.ranks import RankContext, StopRequest, from_first_rank, gath
 from comet.training.report import Reporter, Window, peak_memory_bytes
 from comet.training.run_folder import RunFolder
 from comet.training.step import StepMetrics, TrainStep, deterministic
+from comet.tuner.problem import Machine
 
 WINDOW_STEPS = 10
 PROMPT_BYTES = 32
@@ -66,7 +67,7 @@ def train(config: JobConfig, context: RankContext) -> dict[str, Any]:
         group = make_expert_group(
             config.model.moe,
             config.parallel,
-            max_tokens=config.train.batch_size * config.model.context,
+            max_tokens=config.step_tokens,
             dtype=dtype,
             device=context.device,
             backend=config.comm.backend,
@@ -196,7 +197,7 @@ class Trainer:
             "ep": group.parallel.ep,
             "tp": group.parallel.tp,
             "data_parallel": group.data_parallel,
-            "device": torch.cuda.get_device_name(group.device) if group.device.type == "cuda" else "cpu",
+            "device": Machine.of(group.device).name,
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "moe_path": next((layer.path for layer in self.model.moe_layers()), config.moe_path),
             "cuda_graph": not any_eager,

@@ -76,6 +76,11 @@ class Measured:
         valid = self.ms is None or 0 < self.ms <= sys.float_info.max
         require(valid, f"ms={self.ms} must be positive and finite, or None for a candidate that failed")
 
+    @property
+    def time(self) -> float:
+        """``ms``; infinite where it did not run."""
+        return math.inf if self.ms is None else self.ms
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileEntry:
@@ -96,7 +101,7 @@ class ProfileEntry:
     @property
     def winner(self) -> Measured:
         """The fastest candidate; the first of equals."""
-        return min(self.measured, key=lambda item: math.inf if item.ms is None else item.ms)
+        return min(self.measured, key=lambda item: item.time)
 
 
 class ProfileStore:

@@ -98,7 +98,7 @@ def modular_job(config: JobConfig, context: LaunchContext) -> dict[str, Any]:
 
 def tokens_of(config: JobConfig) -> int:
     """Tokens of each rank."""
-    return config.modular.tokens or config.train.batch_size * config.model.context
+    return config.modular.tokens or config.step_tokens
 
 
 def find_parts(config: JobConfig) -> list[type]:

@@ -20,16 +20,16 @@ from comet.measure.sweep import (
     COLUMNS,
     CSV_NAME,
     PLOT_NAME,
-    Point,
     Shape,
     SweepLog,
-    best_points,
+    fastest,
     measure_shape,
     pending,
     plot_sweep,
+    row_key,
+    sweep_grid,
     sweep_job,
     sweep_lines,
-    sweep_points,
     sweep_table,
 )
 from comet.measure.tune import tune_job
@@ -44,31 +44,28 @@ def job_of(*overrides: str, world_size: int = 1) -> JobConfig:
     return make_job(compose(["model=tiny", *overrides]), world_size)
 
 
-def point(blocks: int = 8, panels: int = 4, tokens: int = 16) -> Point:
-    shape = Shape(model="small", moe=MOE, parallel=ParallelConfig(ep=1), tokens=tokens)
-    return Point(shape=shape, setting=OverlapConfig(comm_blocks=blocks, num_panels=panels))
+SHAPE = Shape(model="small", moe=MOE, parallel=ParallelConfig(ep=1), tokens=16)
 
 
-def outcome(of: Point, ms: float | None, failure: str = "") -> Measured:
-    return Measured(setting=of.setting, ms=ms, failure=failure)
+def setting(blocks: int = 8, panels: int = 4) -> OverlapConfig:
+    return OverlapConfig(comm_blocks=blocks, num_panels=panels)
 
 
 def test_points_are_the_product_of_the_lists():
     words = "sweep.tokens=[16,32]", "sweep.comm_blocks=[8,16,8,32]", "sweep.num_panels=[2,4]"
-    assert len(sweep_points(job_of(*words, "sweep.models=[tiny,gpt_oss_20b]"))) == 24
-    points = sweep_points(job_of(*words))
-    assert len(points) == 12, "the job's own model; 8 appears twice in the list but is one point"
-    assert [item.shape.tokens for item in points] == [16] * 6 + [32] * 6
-    assert [item.setting.comm_blocks for item in points[:4]] == [8, 16, 32, 8]
-    assert {item.shape.model for item in points} == {"tiny"}
+    assert len(sweep_grid(job_of(*words, "sweep.models=[tiny,gpt_oss_20b]"))[0]) == 4
+    shapes, settings = sweep_grid(job_of(*words))
+    assert [(shape.model, shape.tokens) for shape in shapes] == [("tiny", 16), ("tiny", 32)], "the job's own model"
+    blocks = [each.comm_blocks for each in settings]
+    assert blocks == [8, 16, 32, 8, 16, 32], "8 appears twice in the list but is one point"
 
 
 def test_an_empty_list_takes_the_value_of_the_job():
     job = job_of("sweep.comm_blocks=[]", "overlap.comm_blocks=7", "overlap.num_panels=2")
-    (only,) = sweep_points(job)
-    assert only.setting == OverlapConfig(comm_blocks=7, num_panels=2)
-    assert only.shape.tokens == job.train.batch_size * job.model.context
-    assert only.shape.parallel == job.parallel
+    (shape,), settings = sweep_grid(job)
+    assert settings == [setting(7, 2)]
+    assert shape.tokens == job.train.batch_size * job.model.context
+    assert shape.parallel == job.parallel
 
 
 @pytest.mark.parametrize(
@@ -87,19 +84,21 @@ def test_wrong_lists_are_named(changes, message):
 
 
 def test_the_log_keeps_times_and_reasons_and_says_what_is_left(tmp_path):
-    done, failed, new = point(8), point(16), point(32)
+    done, failed, new = setting(8), setting(16), setting(32)
     log = SweepLog(tmp_path / CSV_NAME)
     key = ("torch.float32", "a device, with a comma")
     reason = 'ValueError: "quoted", and commas'
-    log.put({done.key(*key): outcome(done, 1.25), failed.key(*key): outcome(failed, None, reason)})
+    found = Measured(setting=done, ms=1.25), Measured(setting=failed, ms=None, failure=reason)
+    log.put({row_key(SHAPE, item.setting, *key): item for item in found})
     again = SweepLog.load(log.path)
     assert again.rows == log.rows
-    assert pending([done, failed, new], again, *key) == {new.shape: [done, failed, new]}, "in one loop"
-    assert pending([done, failed], again, *key) == {new.shape: [failed]}, "what failed is tried again"
+    assert pending([SHAPE], [done, failed, new], again, *key) == {SHAPE: [done, failed, new]}, "in one loop"
+    assert pending([SHAPE], [done, failed], again, *key) == {SHAPE: [failed]}, "what failed is tried again"
+    assert pending([SHAPE], [done], again, *key) == {}
     for change in ({"ffn_size": 64}, {"activation": "geglu"}, {"expert_bias": True}, {"capacity_factor": 0.5}):
-        other = replace(done, shape=replace(done.shape, moe=replace(MOE, **change)))
-        assert pending([other], again, *key) == {other.shape: [other]}, "the same name, another layer"
-    assert pending([done], again, key[0], "another device") == {done.shape: [done]}
+        other = replace(SHAPE, moe=replace(MOE, **change))
+        assert pending([other], [done], again, *key) == {other: [done]}, "the same name, another layer"
+    assert pending([SHAPE], [done], again, key[0], "another device") == {SHAPE: [done]}
     assert SweepLog.load(tmp_path / "none.csv").rows == {}
 
 
@@ -119,18 +118,17 @@ def test_a_file_that_is_no_log_is_refused(tmp_path):
 
 
 def test_table_lines_and_picture(tmp_path):
-    slow, fast, broken, alone = point(16), point(8), point(8, 2), point(8, tokens=99)
-    results = {
-        slow: outcome(slow, 2.0), fast: outcome(fast, 1.0), broken: outcome(broken, None, "RuntimeError: no"),
-        alone: outcome(alone, None, "ValueError: never"),
-    }  # fmt: skip
-    assert best_points(results) == {fast.shape: fast}
+    slow, fast = Measured(setting=setting(16), ms=2.0), Measured(setting=setting(8), ms=1.0)
+    broken = Measured(setting=setting(8, 2), ms=None, failure="RuntimeError: no")
+    alone = [Measured(setting=setting(8), ms=None, failure="ValueError: never")]
+    results = {SHAPE: [slow, fast, broken], replace(SHAPE, tokens=99): alone}
+    assert (fastest(results[SHAPE]), fastest(alone)) == (fast, None)
     lines = sweep_table(results).splitlines()
     assert [line.split()[-1] for line in lines] == ["ms", "2.0000", "*", "no", "never"]
     assert (
         len({line.index(word) + len(word) for line, word in zip(lines, ["ms", "2.0000", "1.0000"], strict=False)}) == 1
     )
-    assert sweep_lines(results) == {4: [(8, 1.0), (16, 2.0)]}
+    assert sweep_lines(results[SHAPE]) == {4: [(8, 1.0), (16, 2.0)]}
     plot_sweep(results, tmp_path / PLOT_NAME)
     assert (tmp_path / PLOT_NAME).read_bytes().startswith(PNG)
 

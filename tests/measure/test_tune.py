@@ -37,7 +37,7 @@ MODELS = {
 
 @pytest.fixture(autouse=True)
 def models(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune, "layers_of", lambda names, job: {name: MODELS[name] for name in names})
+    monkeypatch.setattr(measure, "layers_of", lambda names, job: {name: MODELS[name] for name in names})
 
 
 def job_of(folder: Path, *overrides: str) -> JobConfig:
