@@ -81,7 +81,7 @@ def _places(host_budget: float | None, num_experts: int, slots: int, expert_byte
     return min(num_experts, places)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, so that settings of more than these can inherit them
 class StoreOptions:
     """Which experts are where, checked together; ``GenerateConfig`` says what each option means.
 

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from comet.config import SpeculationConfig, SpeculationMode, require
-from comet.experts.budget import ExpertStoreKind
+from comet.experts.budget import StoreOptions
 from comet.experts.host.cores import check_setting
-from comet.experts.prefetch import PrefetchSetting, prefetch_wanted
-from comet.kernels.experts.tables import Policy
-from comet.quantization.formats import MXType
+from comet.experts.prefetch import prefetch_wanted
 from comet.utils.graphs import GraphMode
 
 GenerateDtype = Literal["auto", "float32", "bfloat16"]
@@ -18,8 +16,10 @@ LEAST, MOST = 1e-6, 1e6  # what logits are divided or multiplied by, so that the
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GenerateConfig(SpeculationConfig):
+class GenerateConfig(SpeculationConfig, StoreOptions):
     """What is continued, how, and for how long; ``SpeculationConfig`` says how tokens are drafted.
+
+    Options of a store are checked together where a model is loaded (``StoreOptions.of``).
 
     Args:
         source: A checkpoint of a training job, its output folder (the newest complete checkpoint is taken), or a folder
@@ -74,15 +74,7 @@ class GenerateConfig(SpeculationConfig):
     stop: str | None = None
     dtype: GenerateDtype = "auto"
     cuda_graph: GraphMode = "auto"
-    expert_budget: float | None = None
     speculate: SpeculationMode = "off"
-    expert_store: ExpertStoreKind = "host"
-    host_budget: float | None = None
-    expert_policy: Policy = "lru"
-    expert_prefetch: PrefetchSetting = "auto"
-    expert_dtype: MXType | None = None
-    host_cores: str = "off"
-    keep_fp8: bool = False
 
     def __post_init__(self) -> None:
         SpeculationConfig.__post_init__(self)  # super() finds no class in one with slots
