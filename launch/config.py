@@ -206,7 +206,6 @@ def make_job(container: Mapping[str, Any], world_size: int) -> JobConfig:
         ep = world_size // tp
     overlap = {name: value for name, value in values["overlap"].items() if value is not None}
     job = build(JobConfig, {**values, "parallel": {**values["parallel"], "ep": ep}, "overlap": overlap or None})
-    job.parallel.check(job.model.moe)
     group = job.parallel.world_size
     require(
         world_size % group == 0,

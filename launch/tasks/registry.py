@@ -48,24 +48,14 @@ def imported(name: str) -> Callable[..., Any]:
 
 
 LAYER = ("parallel", "comm", "nproc", "launch", "model")  # what every layer needs
+PATH = ("moe_path", "tune.profiles", "overlap")  # how those of a whole model run
 TOKENS = ("train.dtype", "train.batch_size")  # of a training step, which stand in for those of a measurement
 
 TASKS: Mapping[str, Task] = {
     "train": Task(
         "train a small MoE language model end to end",
         "comet.training.trainer.train",
-        reads=(
-            "train",
-            "data",
-            "output_dir",
-            "overwrite",
-            "resume",
-            "resume_changes",
-            "moe_path",
-            "tune.profiles",
-            "overlap",
-            *LAYER,
-        ),
+        reads=("train", "data", "output_dir", "overwrite", "resume", "resume_changes", *PATH, *LAYER),
         examples={
             "": "the small default model, on all GPUs or on two CPU ranks",
             "model=tiny parallel.ep=2 train.steps=200": "",
@@ -82,7 +72,7 @@ TASKS: Mapping[str, Task] = {
     "generate": Task(
         "continue texts with a trained or a Hugging Face model",
         "comet.generation.job.generate_job",
-        reads=("generate", "moe_path", "tune.profiles", "overlap", "parallel", "comm", "nproc", "launch", "model"),
+        reads=("generate", *PATH, *LAYER),
         examples={
             'generate.source=outputs/book generate.prompt="It was a " generate.max_new_tokens=200': "",
             'generate.source=models/qwen3 generate.temperature=0 generate.prompt="def " parallel=ep4': "",
