@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 import torch.distributed as dist
@@ -50,38 +51,19 @@ FIELDS: dict[str, Any] = dict(
 )
 
 
-class NoRandomStates:
-    """In place of Megatron's tracker of CUDA random states."""
-
-    def fork(self, *args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def is_initialized(self) -> bool:
-        return True
-
-
-class NoStream:
-    """In place of ``torch.cuda.Stream`` and what it records: every method does nothing."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: self
-
-
 def use_cpu() -> None:
     """Let this process run Megatron-core without a GPU."""
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import token_dispatcher
 
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
-    torch.cuda.Stream = torch.cuda.current_stream = NoStream  # type: ignore[misc,assignment]
+    torch.cuda.Stream = torch.cuda.current_stream = MagicMock  # type: ignore[misc,assignment]
     torch.cuda.synchronize = lambda device=None: None
     torch.cuda.stream = contextlib.nullcontext  # type: ignore[misc,assignment]
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, **kwargs: (  # on CPUs it forgets about numpy
         tensor.numpy() if torch.is_tensor(tensor) and tensor.dim() else tensor
     )
-    random._CUDA_RNG_STATE_TRACKER = NoRandomStates()
+    random._CUDA_RNG_STATE_TRACKER = MagicMock()  # whose ``fork`` is a context in which nothing happens
     random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
     random._get_all_rng_states, random._set_all_rng_states = tuple, lambda *states: None
 
