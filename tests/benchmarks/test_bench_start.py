@@ -68,7 +68,6 @@ MISTAKES = {
         (["--models", "gpt_oss_20b"], "models='gpt_oss_20b' must have experts of SwiGLU without biases"),
         (["--routing", "round"], "routing='round' must be one of"),
         (["--weights", "bf16,int4"], "weights='int4' must be one of bf16, mxfp8, mxfp4, fp8"),
-        (["--models", "gemma4_like"], "models='gemma4_like' must be one of deepseek_v3, "),
         (["--try", "fold=0"], "unrecognized arguments: --try fold=0"),
         (["--tokens", "1,0"], "tokens=[1, 0] must each be at least 1"),
         (["--tokens", "1,65", "--variants", "comet"], "tokens=65 must be at most 64 for variants=comet"),

@@ -76,11 +76,6 @@ def test_shared_experts_run_by_themselves(family, tmp_path):
     assert all(module.shared is None for module in modules)
 
 
-def make_pageable(monkeypatch) -> None:
-    made = comet.experts.store.host_memory
-    monkeypatch.setattr(comet.experts.store, "host_memory", lambda *given: (made(*given)[0], False))
-
-
 def test_block_fp8_is_dequantised_as_it_is_read(whole):
     for store in ("host", "file"):
         loaded = hf.load_pretrained(whole, expert_budget=0.5, **STORES[store])
@@ -101,7 +96,8 @@ def test_block_fp8_answers_as_all_of_it_does_bit_for_bit(store, fp8, monkeypatch
     """It is kept as it is stored; of a file, nothing is read before it is needed."""
     whole = hf.load_pretrained(fp8, keep_fp8=True, decode_tokens=6)
     if store == "pageable":
-        make_pageable(monkeypatch)
+        memory = comet.experts.store.host_memory
+        monkeypatch.setattr(comet.experts.store, "host_memory", lambda *given: (memory(*given)[0], False))
     settings = dict(keep_fp8=True, decode_tokens=6, expert_budget=0.5, **STORES.get(store, {}))
     with CountedReads() as counted:
         loaded = hf.load_pretrained(fp8, **settings)
