@@ -328,7 +328,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         (1, 1, {"host": "one by one", "file": "fused", "mxfp8": "one by one", "mxfp4 in files": "one by one"}),
         (2, 1, {"host": "one by one", "file": "fused"}),
         (1, 2, {"host": "fused", "mxfp4": "one by one"}),
-        slow(2, 2, {"host": "one by one", "file": "fused", "mxfp4": "one by one"}),
+        slow(2, 2, {"file": "fused", "mxfp4": "one by one"}),
     ],
 )
 @in_ranks("ep tp", timeout=300)
