@@ -26,7 +26,9 @@ from comet.measure.sweep import sweep_grid
 from comet.measure.tune import job_points
 from comet.models.cache import allocated_places
 from comet.models.config import ModelConfig, dense_elements, expert_elements
-from comet.training.checkpoint_folder import to_yaml
+from comet.training.checkpoint_folder import find_checkpoints, list_checkpoints, to_yaml
+from comet.training.data import read_corpus
+from comet.training.run_folder import RunFolder
 from comet.tuner.choice import check_setting
 from comet.tuner.problem import Machine, Problem
 
@@ -50,9 +52,17 @@ def describe_train(job: JobConfig, num_ranks: int, device: torch.device) -> list
     """
     tokens, dtype = job.step_tokens, activation_dtype(job.train.dtype, device)
     check_model_overlap(job, dtype, device)
+    corpus = read_corpus(job.data, job.model.context)
+    folder = RunFolder(job, attempt=0)
+    folder.require_own([found.path for found in list_checkpoints(folder.folder)[0]])
+    checkpoints, _ = find_checkpoints(job.resume, job.output_dir)
+    for checkpoint in checkpoints[:1]:
+        checkpoint.check_model(job.model)
     needs = training_needs(job, dtype)
     needs["total"] = sum(needs.values())
     return [
+        f"# {corpus.source}: {len(corpus.train):,} bytes to learn from, {len(corpus.heldout):,} held out",
+        *(f"# goes on from {checkpoint.path}, if its files are whole" for checkpoint in checkpoints[:1]),
         f"# {counted_ranks(num_ranks, device)}: {num_ranks // job.parallel.world_size} data-parallel groups of "
         f"ep={job.parallel.ep} x tp={job.parallel.tp}, {tokens} tokens per rank and step",
         "# memory of one rank, MiB",

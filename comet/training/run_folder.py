@@ -85,7 +85,7 @@ class RunFolder(FolderLock):
             self.acquire()
             own = [found.path for found in list_checkpoints(self.folder)[0]]
             if self.attempt == 0:
-                self._require_own(own)
+                self.require_own(own)
             elif own or resume is None:
                 resume = "auto"
         return find_checkpoints(resume, str(self.folder))
@@ -109,7 +109,8 @@ class RunFolder(FolderLock):
         ways = "give the whole path of one on a file system that all nodes share"
         require(not others, f"{self.setting} {rule}, but ranks {others} find another: {ways}")
 
-    def _require_own(self, checkpoints: list[Path]) -> None:
+    def require_own(self, checkpoints: list[Path]) -> None:
+        """Raise ``ValueError`` if the job would lose what the folder holds, of which these are whole, newest first."""
         source = named = None if self.resume in (None, "auto") else Path(str(self.resume))
         if source is not None:
             source = source.parent if names_checkpoint(source) else source

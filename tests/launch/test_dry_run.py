@@ -35,6 +35,8 @@ SPLIT = "comm_blocks=500 must be below the 132 SMs of "
             "moe_path='twin' must be auto, plain or reference: groups of 4 ranks span",
         ),
         (["train", *NODES, "overlap.num_panels=2"], "overlap must be left out: groups of"),
+        (["train", "data.path=nope"], "data.path must be an existing file or folder: 'nope'"),
+        (["train", "resume=nope"], "resume must be 'auto', a checkpoint or a folder of checkpoints: 'nope'"),
         (["tune", "tune.models=[nope]"], "model='nope' must be one of "),
         (["modular", "modular.pair=[AllToAll]"], "modular: pair=['AllToAll'] must be two names, "),
         (["modular", "modular.pair=[AllToAl,FusedExperts]"], "modular.pair: 'AllToAl' must be one of SingleRank, "),
@@ -130,8 +132,10 @@ def test_an_override_of_a_group_replaces_what_the_file_says_of_it(file: str) -> 
     assert job["generate"]["prompts"] == ["q"]
 
 
-def test_a_resolved_configuration_is_the_same_job_again(file: str, tmp_path, capsys) -> None:
+def test_a_resolved_configuration_is_the_same_job_again(file: str, tmp_path, capsys, monkeypatch) -> None:
     overrides, again = ["train.steps=70", "overlap.num_panels=2"], tmp_path / "again.yaml"
+    monkeypatch.chdir(tmp_path)
+    Path("1e3").write_text("to learn from " * 100_000)
     resolved, _ = dry_run(capsys, "train", "--config", file, *overrides)
     again.write_text(resolved)
     assert dry_run(capsys, "train", "--config", str(again))[0] == resolved

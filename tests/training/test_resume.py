@@ -16,6 +16,7 @@ import pytest
 import yaml
 from launch_jobs import TIMEOUT_S, processes_of, start, training
 from ranks import in_ranks, run_ranks
+from refusals import dry_run, refusal
 from tiers import slow
 from training_cases import Rank, losses, make_job, make_text, train_on_rank
 
@@ -43,6 +44,14 @@ def run(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     run_words(*RUN, f"data.path={make_text(folder)}", f"output_dir={folder}/out", "train.checkpoint_every=3")
     return folder / "out"
+
+
+def test_a_dry_run_looks_at_the_folder(run, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    text, _ = dry_run(capfd, "train", f"resume={run}/step-000003", "output_dir=more")
+    assert f"\n# goes on from {run}/step-000003, if its files are whole\n" in text
+    assert f"output_dir='{run}' holds a run: " in refusal(capfd, "train", "--dry-run", f"output_dir={run}")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_goes_on_as_it_would_have_gone_on(run, tmp_path, monkeypatch):
