@@ -175,8 +175,8 @@ class MoE(nn.Module):
         """What the plan does not wait for: the shared expert, which can fill the GPU while the plan cannot, and the
         fields of the statistics.
         """
-        joins = self.shared is None or joins_step(tokens, self.shared.decode_tokens)
-        shared = None if self.shared is None or joins else self.shared(tokens)
+        expert = None if self.shared is None or joins_step(tokens, self.shared.decode_tokens) else self.shared
+        shared = None if expert is None else expert(tokens)
         stats = router.measure(logits, scores, top_k_ids, largest_logit=self.group.workspace.largest_logit)
         return shared, *stats
 

@@ -244,7 +244,8 @@ def main(command_line: Sequence[str]) -> None:
             for tree in trees:
                 with tree.active():
                     steps.append(training_step(device, dtype))
-            rows.append(compare("training step", steps, trees, device, options.rounds))
         except ModuleNotFoundError as error:  # of an older tree
             print(f"training step  not compared: {error}", flush=True)
+        else:
+            rows.append(compare("training step", steps, trees, device, options.rounds))
     print(json.dumps({"task": "compare_trees", "device": str(device), "rows": rows}))
