@@ -34,7 +34,8 @@ from comet.jobs.config import JobConfig
 from comet.launch.help import config_groups
 from comet.launch.schema import SHORTENED, build, schema_of, setting_names
 from comet.launch.tasks.registry import did_you_mean
-from comet.training.checkpoint_folder import NOT_KEPT, covers, names_checkpoint, read_settings
+from comet.training.checkpoint_folder import names_checkpoint
+from comet.training.saved_settings import NOT_KEPT, covers, read_settings
 
 CPU_RANKS = 2
 # Text of any kind, taken as it is typed: Hydra would strip its spaces and read commas, brackets and quotes.
@@ -278,8 +279,8 @@ def with_saved_settings(job: Mapping[str, Any], named: Iterable[str]) -> dict[st
     Args:
         job: The root of the configuration, composed of defaults and of what the user named. ``output_dir`` becomes the
             folder of the run, unless that is named, or ``resume`` names a checkpoint.
-        named: Settings and groups that the user named: these stay, and ``require_same`` of ``checkpoint_folder`` tells
-            which of them must not differ.
+        named: Settings and groups that the user named: these stay, and ``require_same`` tells which of them
+            must not differ.
     """
     if job["resume"] is None:
         return dict(job)

@@ -14,7 +14,8 @@ import torch
 
 from comet.decode import shared_columns
 from comet.experts.budget import ExpertBudget
-from comet.experts.prefetch import PrefetchSetting, prefetches
+from comet.experts.options import PrefetchSetting
+from comet.experts.prefetch import prefetches
 from comet.generation.job import plan_experts
 from comet.generation.source import is_hf_folder
 from comet.jobs.config import JobConfig, activation_dtype
@@ -26,9 +27,10 @@ from comet.measure.sweep import sweep_grid
 from comet.measure.tune import job_points
 from comet.models.cache import allocated_places
 from comet.models.config import ModelConfig, dense_elements, expert_elements
-from comet.training.checkpoint_folder import find_checkpoints, list_checkpoints, to_yaml
+from comet.training.checkpoint_folder import find_checkpoints, list_checkpoints
 from comet.training.data import read_corpus
 from comet.training.run_folder import RunFolder
+from comet.training.saved_settings import to_yaml
 from comet.tuner.choice import check_setting
 from comet.tuner.problem import Machine, Problem
 

@@ -35,7 +35,7 @@ from router_kernel_cases import check_logits, check_measure, check_select, check
 
 from comet.decode import DecodeWeights, RankDecode, warp_decode_torch
 from comet.decode.local import run_kernels
-from comet.experts import ExpertCache
+from comet.experts.cache import ExpertCache
 from comet.kernels.experts.prefetch import plan, travel
 from comet.kernels.runtime.activation import Activation
 from comet.layout import ExpertLayout

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from comet.comm import make_communicator
-from comet.experts import CacheReport
+from comet.experts.cache import CacheReport
 from comet.measure.timing import Name, Timing, Variant, time_interleaved
 from comet.tuner.problem import Machine
 

@@ -44,11 +44,11 @@ from comet.comm.handshake import gather
 from comet.config import MoEConfig, ParallelConfig, require
 from comet.decode import DecodeWeights, rank_slots
 from comet.decode.runners import LocalRunner, ReplicatedRunner, Runner
-from comet.experts import CachedExperts, CacheReport, ExpertCache
-from comet.experts.budget import StoreOptions
-from comet.experts.cache import report_of, total
+from comet.experts.budget import plan_budget
+from comet.experts.cache import CachedExperts, CacheReport, ExpertCache, report_of, total
 from comet.experts.host.cores import TIMEOUT_S, HostCores, usable_cores
 from comet.experts.host.profile import HostSizes
+from comet.experts.options import StoreOptions
 from comet.experts.prefetch import prefetch_between
 from comet.experts.store import HeldExperts
 from comet.layer.group import ExpertGroup
@@ -292,7 +292,7 @@ def rows_of(
     made = {}
     for budget, kind in product(arguments.budgets, arguments.variants):
         options = StoreOptions(budget, expert_dtype=stored)
-        held = options.budget(config, arguments.layers, ranks.dtype, arguments.parallel)
+        held = plan_budget(options, config, arguments.layers, ranks.dtype, arguments.parallel)
         assert held is not None
         aside = held.expert_bytes if kind.endswith(HOST_CORES) else 0  # that is copied to measure the link
         with memory_limit(device, held.device_bytes + aside + TABLES_BYTES):

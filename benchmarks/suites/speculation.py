@@ -29,8 +29,7 @@ import torch
 from torch import Tensor
 
 from comet.config import ParallelConfig, require
-from comet.experts import CachedExperts, CacheReport, ExpertCache, slots_of_budget
-from comet.experts.cache import bytes_of_expert, total
+from comet.experts.cache import CachedExperts, CacheReport, ExpertCache, bytes_of_expert, slots_of_budget, total
 from comet.generation.engine import GPTEngine
 from comet.generation.generate import Generated, encode_prompts, generate, warm_up
 from comet.generation.source import find_source, model_of

@@ -1,23 +1,21 @@
-"""The options that keep experts in a store, checked together, and what a budget puts where."""
+"""What a budget of GPU memory puts where."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import get_args
 
 import torch
 
 from comet.config import MoEConfig, ParallelConfig, require
 from comet.decode.runners import DECODE_TOKENS
 from comet.experts.cache import CACHED_DECODE_TOKENS, bytes_of_expert, slots_of_budget
-from comet.experts.prefetch import PrefetchSetting, prefetch_wanted
-from comet.experts.staged import GRAPH_FALLBACK_REASON
-from comet.kernels.experts.tables import POLICIES, Policy
+from comet.experts.options import ExpertStoreKind, StoreOptions
+from comet.kernels.experts.policy import POLICIES, Policy
 from comet.layer.group import ExpertGroup
 from comet.quantization.formats import MX_BLOCK, MXType, StoredType
 
-ExpertStoreKind = Literal["host", "file"]
 ALONE = ParallelConfig()
 UNIT = "a share of all experts, or bytes above 1"
 
@@ -81,112 +79,52 @@ def _places(host_budget: float | None, num_experts: int, slots: int, expert_byte
     return min(num_experts, places)
 
 
-@dataclass(frozen=True)  # without slots, so that settings of more than these can inherit them
-class StoreOptions:
-    """Which experts are where, checked together; ``GenerateConfig`` says what each option means.
+def most_tokens(options: StoreOptions, decode_tokens: int | None, group: ExpertGroup | None) -> int:
+    """Most tokens of a decode step."""
+    if not options.in_store:
+        return DECODE_TOKENS if decode_tokens is None else decode_tokens
+    if group is not None and group.comm.memory_obstacle:
+        raise NotImplementedError(f"expert_budget needs warp decode on all ranks: {group.comm.memory_obstacle}")
+    require(
+        decode_tokens is None or decode_tokens >= 1,
+        f"decode_tokens={decode_tokens} must be at least 1 with an expert_budget",
+    )
+    return decode_tokens or CACHED_DECODE_TOKENS
 
-    Raises:
-        ValueError: If one needs another, or excludes it; or ``expert_prefetch`` is not what it can be.
-        NotImplementedError: If experts in files are to be prefetched.
+
+def plan_budget(
+    options: StoreOptions, config: MoEConfig, num_layers: int, dtype: torch.dtype, parallel: ParallelConfig = ALONE
+) -> ExpertBudget | None:
+    """Turn shares or bytes into experts; over ranks, what each has. ``None``: all experts are on the device.
+
+    Example: 4 layers of 64 experts of 98,304 bytes, ``expert_budget=0.25``: 16 slots a layer, 6,291,456 bytes on
+    the device. In host memory all 256 experts, or with ``expert_store="file", host_budget=0.5`` any 128.
     """
-
-    expert_budget: float | None = None
-    expert_store: ExpertStoreKind = "host"
-    host_budget: float | None = None
-    expert_dtype: MXType | None = None
-    keep_fp8: bool = False
-    expert_policy: Policy = "lru"
-    host_cores: str = "off"
-    expert_prefetch: PrefetchSetting = "auto"
-
-    def __post_init__(self) -> None:
-        insists = prefetch_wanted(self.expert_prefetch)
-        without_store = {"keep_fp8"} if insists else {"keep_fp8", "expert_prefetch"}
-        for each in fields(self):
-            value = getattr(self, each.name)
-            require(
-                self.in_store or value == each.default or each.name in without_store,
-                f"{each.name}={value} must come with an expert_budget: without one all experts are in GPU memory",
-            )
-        require(
-            not self.keep_fp8 or self.expert_dtype is None,
-            f"expert_dtype={self.expert_dtype} must be None with keep_fp8=True",
-        )
-        if self.expert_store == "host":
-            return
-        require(
-            self.host_cores == "off",
-            f"host_cores={self.host_cores} must be off with expert_store={self.expert_store}: experts in files are not "
-            "computed on the host",
-        )
-        if insists:
-            raise NotImplementedError(
-                f"expert_prefetch={self.expert_prefetch} must be auto or false with expert_store={self.expert_store}: "
-                f"{GRAPH_FALLBACK_REASON}"
-            )
-
-    @classmethod
-    def of(cls, settings: Any) -> StoreOptions:
-        """Those among the attributes of ``settings``."""
-        return cls(**{each.name: getattr(settings, each.name) for each in fields(cls)})
-
-    @property
-    def in_store(self) -> bool:
-        """Whether experts are in a store at all."""
-        return self.expert_budget is not None
-
-    @property
-    def stored(self) -> StoredType | None:
-        """What experts in a store are quantised to."""
-        return "fp8" if self.keep_fp8 else self.expert_dtype
-
-    def most_tokens(self, decode_tokens: int | None, group: ExpertGroup | None) -> int:
-        """Most tokens of a decode step."""
-        if not self.in_store:
-            return DECODE_TOKENS if decode_tokens is None else decode_tokens
-        if group is not None and group.comm.memory_obstacle:
-            raise NotImplementedError(f"expert_budget needs warp decode on all ranks: {group.comm.memory_obstacle}")
-        require(
-            decode_tokens is None or decode_tokens >= 1,
-            f"decode_tokens={decode_tokens} must be at least 1 with an expert_budget",
-        )
-        return decode_tokens or CACHED_DECODE_TOKENS
-
-    def budget(
-        self, config: MoEConfig, num_layers: int, dtype: torch.dtype, parallel: ParallelConfig = ALONE
-    ) -> ExpertBudget | None:
-        """Turn shares or bytes into experts; over ranks, what each has. ``None``: all experts are on the device.
-
-        Example: 4 layers of 64 experts of 98,304 bytes, ``expert_budget=0.25``: 16 slots a layer, 6,291,456 bytes on
-        the device. In host memory all 256 experts, or with ``expert_store="file", host_budget=0.5`` any 128.
-        """
-        budget, store, stored, policy = self.expert_budget, self.expert_store, self.stored, self.expert_policy
-        if budget is None:
-            return None
-        kinds = get_args(ExpertStoreKind)
-        require(store in kinds, f"expert_store={store!r} must be one of {', '.join(kinds)}")
-        require(policy in POLICIES, f"expert_policy={policy!r} must be one of {', '.join(POLICIES)}")
-        require(
-            policy == "lru" or store == "host",
-            f"expert_policy={policy!r} must be 'lru' with expert_store={store!r}: the host gives away what was used "
-            "longest ago",
-        )
-        require(math.isfinite(budget), f"expert_budget={budget} must be finite: {UNIT}")
-        held, width = config.num_experts // parallel.ep, config.ffn_size // parallel.tp
-        mine = MoEConfig(
-            hidden_size=config.hidden_size, ffn_size=width, num_experts=held, top_k=min(config.top_k, held)
-        )
-        _check_stored(stored, config, width)
-        least = mine.top_k if store == "file" else 1  # a GPU that brings them itself has waves for the others
-        slots = slots_of_budget(budget, mine, num_layers, dtype, stored, least=least)
-        expert = bytes_of_expert(config.hidden_size, width, dtype, stored)
-        places = num_layers * held
-        if store == "file":
-            places = _places(self.host_budget, places, slots, expert)
-        else:
-            given = self.host_budget
-            require(given is None, f"host_budget={given} must be None where host memory holds all experts")
-        return ExpertBudget(
-            store=store, num_layers=num_layers, held=held, expert_bytes=expert, slots=slots, places=places,
-            stored=stored, policy=policy,
-        )  # fmt: skip
+    budget, store, stored, policy = options.expert_budget, options.expert_store, options.stored, options.expert_policy
+    if budget is None:
+        return None
+    kinds = get_args(ExpertStoreKind)
+    require(store in kinds, f"expert_store={store!r} must be one of {', '.join(kinds)}")
+    require(policy in POLICIES, f"expert_policy={policy!r} must be one of {', '.join(POLICIES)}")
+    require(
+        policy == "lru" or store == "host",
+        f"expert_policy={policy!r} must be 'lru' with expert_store={store!r}: the host gives away what was used "
+        "longest ago",
+    )
+    require(math.isfinite(budget), f"expert_budget={budget} must be finite: {UNIT}")
+    held, width = config.num_experts // parallel.ep, config.ffn_size // parallel.tp
+    mine = MoEConfig(hidden_size=config.hidden_size, ffn_size=width, num_experts=held, top_k=min(config.top_k, held))
+    _check_stored(stored, config, width)
+    least = mine.top_k if store == "file" else 1  # a GPU that brings them itself has waves for the others
+    slots = slots_of_budget(budget, mine, num_layers, dtype, stored, least=least)
+    expert = bytes_of_expert(config.hidden_size, width, dtype, stored)
+    places = num_layers * held
+    if store == "file":
+        places = _places(options.host_budget, places, slots, expert)
+    else:
+        given = options.host_budget
+        require(given is None, f"host_budget={given} must be None where host memory holds all experts")
+    return ExpertBudget(
+        store=store, num_layers=num_layers, held=held, expert_bytes=expert, slots=slots, places=places,
+        stored=stored, policy=policy,
+    )  # fmt: skip

@@ -26,8 +26,9 @@ from comet.errors import UnavailableError
 from comet.experts.host.cores import HostCores
 from comet.experts.store import HeldExperts
 from comet.experts.streaming import ExpertsFromSlots, SlotCache, Visit, send
+from comet.kernels.experts.policy import POLICIES, Policy
 from comet.kernels.experts.prefetch import take_over_torch
-from comet.kernels.experts.tables import CLOCK, LAYER, NEVER, POLICIES, CacheTables, HostExperts, Policy
+from comet.kernels.experts.tables import CLOCK, LAYER, NEVER, CacheTables, HostExperts
 from comet.kernels.runtime.activation import SWIGLU, Activation
 from comet.layout import RoutedTokens
 from comet.quantization.formats import FP8_BLOCK, MX_BLOCK, StoredType

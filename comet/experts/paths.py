@@ -22,7 +22,7 @@ from comet.experts.host.profile import HostSizes
 from comet.experts.prefetch import PrefetchSetting, prefetch_between, prefetches, probable
 from comet.experts.staged import Stage, StagedCache, StagedExperts, staged_report_of
 from comet.experts.store import ExpertReader, HeldExperts, MemoryFile, warn_pageable
-from comet.kernels.experts.tables import Policy
+from comet.kernels.experts.policy import Policy
 from comet.layer.group import ExpertGroup
 from comet.layout import ExpertLayout
 from comet.router.router import Router

@@ -8,28 +8,18 @@ on where the layer before has its own experts; that a guess never delays a miss 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from comet.config import require
 from comet.experts.cache import CachedExperts, ExpertCache
-from comet.experts.staged import GRAPH_FALLBACK_REASON, StagedExperts
+from comet.experts.options import GRAPH_FALLBACK_REASON, PrefetchSetting, prefetch_wanted
+from comet.experts.staged import StagedExperts
 from comet.kernels.experts.prefetch import plan, plan_torch, travel, travel_torch
 from comet.router.router import Router
 
 # (T, D) tokens of this layer, or of the one before -> (T, K) int32, the likeliest first
 Predict = Callable[[Tensor], Tensor]
-PrefetchSetting = bool | Literal["auto", "true", "false"]
-
-
-def prefetch_wanted(setting: PrefetchSetting) -> bool | None:
-    """Whether ``expert_prefetch`` insists on prefetch or excludes it; ``None``: it is ``auto``."""
-    words = {"auto": None, "true": True, "false": False}
-    word = str(setting).lower() if isinstance(setting, bool) else setting
-    require(isinstance(word, str) and word in words, f"expert_prefetch={setting!r} must be one of {', '.join(words)}")
-    return words[word]
 
 
 def prefetches(setting: PrefetchSetting, device: torch.device, *, useful: bool = True) -> bool:

@@ -32,9 +32,6 @@ from comet.layout import RoutedTokens
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 5.0
-GRAPH_FALLBACK_REASON = (
-    "the host brings missing experts before every layer: they are in files or in memory that cannot be pinned"
-)
 
 
 class Stage:

@@ -19,15 +19,16 @@ from comet.config import SpeculationConfig, require
 from comet.decode import FrozenExperts, SharedSlots, before_replay, matrices_of, shared_columns
 from comet.decode.runners import DECODE_TOKENS, ReplicatedRunner, Runner
 from comet.decode.shared import state_of
-from comet.experts import CACHED_DECODE_TOKENS, CacheReport, ExpertCache
+from comet.experts.cache import CACHED_DECODE_TOKENS, CacheReport, ExpertCache
 from comet.experts.host.cores import HostCores
+from comet.experts.options import GRAPH_FALLBACK_REASON
 from comet.experts.paths import CachedPath, Slots, cores_of_paths, host_paths, report_of_paths
 from comet.experts.prefetch import PrefetchSetting
-from comet.experts.staged import GRAPH_FALLBACK_REASON, StagedCache, StagedExperts
+from comet.experts.staged import StagedCache, StagedExperts
 from comet.experts.store import HeldExperts, MemoryFile, QuantisedReader
 from comet.generation.speculation import draft_routers
 from comet.graphed.step import Passes, batch_obstacle
-from comet.kernels.experts.tables import Policy
+from comet.kernels.experts.policy import Policy
 from comet.layer.group import ExpertGroup
 from comet.layer.sharding import local
 from comet.layer.shared_expert import SharedExpert

@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from comet.comm.handshake import largest, meet
 from comet.config import SpeculationConfig, require
-from comet.experts.budget import ExpertBudget, StoreOptions
+from comet.experts.budget import ExpertBudget, plan_budget
 from comet.experts.cache import CacheReport, total
+from comet.experts.options import StoreOptions
 from comet.generation.engine import Engine, GPTEngine
 from comet.generation.generate import Generated, encode_prompts, generate, warm_up
 from comet.generation.source import Source, find_source, is_hf_folder
@@ -170,7 +171,7 @@ def plan_experts(config: JobConfig, dtype: torch.dtype) -> ExpertBudget | None:
             f"expert_store={settings.expert_store} must be host for a checkpoint of comet train: only Hugging Face "
             "folders are read expert by expert yet",
         )
-        return options.budget(model.moe, model.num_layers - model.dense_layers, dtype, config.parallel)
+        return plan_budget(options, model.moe, model.num_layers - model.dense_layers, dtype, config.parallel)
     except ValueError as error:
         raise ValueError(f"generate.{error}") from error
 

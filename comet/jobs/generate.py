@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from comet.config import SpeculationConfig, SpeculationMode, require
-from comet.experts.budget import StoreOptions
-from comet.experts.host.cores import check_setting
-from comet.experts.prefetch import prefetch_wanted
+from comet.experts.options import StoreOptions, check_host_cores, prefetch_wanted
 from comet.utils.graphs import GraphMode
 
 GenerateDtype = Literal["auto", "float32", "bfloat16"]
@@ -98,7 +96,7 @@ class GenerateConfig(SpeculationConfig, StoreOptions):
         require(
             file_only, f"host_budget={self.host_budget} must be None with expert_store=host, which holds all experts"
         )
-        check_setting(self.host_cores)
+        check_host_cores(self.host_cores)
         prefetch_wanted(self.expert_prefetch)
 
     @property

@@ -29,13 +29,10 @@ from comet.comm.handshake import patience
 from comet.layer.group import ExpertGroup
 from comet.layer.sharding import local
 from comet.models.gpt import GPT
+from comet.training.checkpoint_files import Reader, Writer
 from comet.training.checkpoint_folder import (
-    SETTINGS_FILE,
     Checkpoint,
-    Reader,
-    Writer,
     complete,
-    flat,
     folder_name,
     list_checkpoints,
     open_partial,
@@ -43,9 +40,9 @@ from comet.training.checkpoint_folder import (
     read_checkpoint,
     remove_checkpoint,
     require_intact,
-    to_yaml,
 )
 from comet.training.ranks import from_first_rank, gather
+from comet.training.saved_settings import SETTINGS_FILE, flat, to_yaml
 from comet.utils.shared_file import naming
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -4,10 +4,6 @@
 checksum of every file and renames the folder to ``step-000200``. A kill at any moment therefore leaves either the old
 state of affairs or the new one, and a file that was cut off or changed later is noticed before anything is read from
 it. Files and folders that are not a checkpoint's own are left alone, whatever their names.
-
-Files of ``torch.distributed.checkpoint`` are read without running code of theirs, written with errors that say why.
-
-The settings of a run are kept beside its checkpoints: what a resumed run takes from there, and what must not differ.
 """
 
 from __future__ import annotations
@@ -18,199 +14,20 @@ import itertools
 import json
 import math
 import os
-import pickle
 import re
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed.checkpoint as dcp
-import yaml
-from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
-
 from comet.comm.handshake import patience, this_rank
-from comet.config import REMOVED_SETTINGS, OverlapConfig, require
-from comet.jobs.config import JobConfig
+from comet.config import require
 from comet.kernels.runtime.activation import SWIGLU
 from comet.models.config import ModelConfig
 from comet.training.ranks import from_first_rank, gather
-
-SETTINGS_FILE = "comet.yaml"
-# How a run is started, not what it is.
-NOT_KEPT = ("output_dir", "resume", "overwrite", "resume_changes")
-# These change no result, or, as data.path, something else tells whether they do.
-FREE = (
-    *NOT_KEPT, "nproc", "parallel", "comm", "tune", "sweep", "generate", "modular", "launch", "model.name", "data.path",
-    "train.checkpoint_every", "train.eval_every", "train.sample_bytes", "train.cuda_graph",
-)  # fmt: skip
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by their names: ``{"moe": {"top_k": 2}}`` gives ``{"moe.top_k": 2}``."""
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        found.update(flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value})
-    return found
-
-
-def covers(names: Iterable[str], setting: str) -> bool:
-    """Whether a setting is one of ``names`` or stands in a section of that name."""
-    return any(setting == name or setting.startswith(f"{name}.") for name in names)
-
-
-def settings_of(config: JobConfig, world_size: int) -> dict[str, Any]:
-    """What starts the same run again, as plain values; a relative ``data.path`` is made absolute."""
-    tree: dict[str, Any] = json.loads(json.dumps({**asdict(config), "nproc": world_size}))
-    tree["overlap"] = tree["overlap"] or dict.fromkeys(item.name for item in fields(OverlapConfig))
-    if config.data.path is not None:
-        tree["data"]["path"] = str(Path(config.data.path).absolute())
-    return {name: value for name, value in tree.items() if name not in NOT_KEPT[1:]}
-
-
-def to_yaml(settings: Mapping[str, Any]) -> str:
-    """Settings as YAML text; not by OmegaConf, which would read a prompt's ``${``."""
-    return yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True)
-
-
-def read_settings(folder: Path) -> dict[str, Any] | None:
-    """The settings of the run or checkpoint in ``folder``; ``None`` if it holds none, as those of older versions."""
-    path = folder / SETTINGS_FILE
-    if not path.is_file():
-        return None
-    try:
-        tree = yaml.safe_load(path.read_bytes())
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} must hold the settings of a run: {error}") from error
-    require(isinstance(tree, dict), f"{path} must hold the settings of a run")
-    overlap = tree.get("overlap") or {}
-    if overlap.get("beside"):  # of an older version, in which comm blocks of their own needed beside=false
-        overlap["comm_blocks"] = 0
-    return dict(tree)
-
-
-def removed_settings(settings: Mapping[str, Any]) -> list[str]:
-    """Settings of a split that an older version had and this run was given, as ``overlap.transport=copy``."""
-    splits = flat({name: settings.get(name) or {} for name in ("overlap", "sweep")})
-    given = ((name, value) for name, value in splits.items() if value not in (None, []))
-    return [f"{name}={value}" for name, value in given if name.partition(".")[2] in REMOVED_SETTINGS]
-
-
-def require_same(saved: Mapping[str, Any], config: JobConfig, folder: Path, *, same_text: bool) -> None:
-    """Raise ``ValueError`` naming each setting in which a resumed run would differ but for its ``resume_changes``."""
-    before, now = flat(saved), flat(settings_of(config, 1))
-    changes = config.resume_changes
-    unknown = [name for name in changes if not any(covers([name], setting) for setting in now)]
-    require(not unknown, f"resume_changes={unknown} must name settings, as train.lr, or sections")
-    different = {
-        name: f"{name}={now[name]!r} differs from {before[name]!r}"
-        for name in now
-        if name in before
-        and now[name] != before[name]
-        and not covers((*FREE, *changes), name)
-        and (name, before[name]) != ("train.dtype", "auto")  # of an older version, which did not say what it took
-    }
-    if not (same_text or covers(changes, "data.path")):
-        different["data.path"] = f"the text of data.path={config.data.path!r} differs from that"
-    require(
-        not different,
-        f"resume: {', '.join(different.values())} of the run that made {folder}; leave out what differs, or go on with "
-        f"the new values: resume_changes=[{','.join(different)}]",
-    )
-
-
-METADATA = ".metadata"
-# All that the metadata of tensors is made of. Not functions and other classes, which a pickle would call; and not bytes
-# (BytesStorageMetadata), which torch's planner would unpickle.
-ADMITTED: Mapping[tuple[str, str], Any] = {
-    **{(kind.__module__, kind.__name__): kind for kind in (
-        metadata.Metadata, metadata.MetadataIndex, metadata.StorageMeta, metadata.TensorProperties,
-        metadata.TensorStorageMetadata, metadata.ChunkStorageMetadata, metadata._MEM_FORMAT_ENCODING,
-        filesystem._StorageInfo, torch.Size,
-    )},
-    **{("torch", str(dtype).removeprefix("torch.")): dtype for dtype in vars(torch).values()
-       if isinstance(dtype, torch.dtype)},
-    ("torch.serialization", "_get_layout"): lambda name: torch.strided,  # the only layout that is saved
-    **{(module, "PosixPath"): PurePosixPath for module in ("pathlib", "pathlib._local")},
-}  # fmt: skip
-
-
-class PlainUnpickler(pickle.Unpickler):
-    """Makes tensors' metadata of a pickle, and nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """One of the classes of metadata; raises ``UnpicklingError`` for any other name."""
-        if (module, name) not in ADMITTED:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-        return ADMITTED[module, name]
-
-
-def read_metadata(path: Path) -> Metadata:
-    """Metadata of a checkpoint folder."""
-    file = path / METADATA
-    try:
-        with file.open("rb") as stream:
-            found = PlainUnpickler(stream).load()
-        require(isinstance(found, Metadata), f"it holds a {type(found).__name__}")
-        for name, kind in found.state_dict_metadata.items():
-            require(isinstance(kind, metadata.TensorStorageMetadata), f"{name} is a {type(kind).__name__}")
-        for place in found.storage_data.values():
-            require(Path(place.relative_path).name == place.relative_path, f"it points to {place.relative_path!r}")
-            require(not place.transform_descriptors, f"{place.relative_path} is encoded")
-    except (pickle.UnpicklingError, AttributeError, EOFError, ImportError, LookupError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"checkpoint {path} is refused: {METADATA} must describe tensors and plain data only, but {error}"
-        ) from error
-    found.storage_meta = metadata.StorageMeta()
-    return found
-
-
-class Reader(dcp.FileSystemReader):
-    """Reads tensors only: its metadata is unpickled by ``PlainUnpickler``, tensors with ``weights_only``."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Metadata of the folder; raises ``ValueError`` where something else is in it."""
-        return read_metadata(Path(self.path))
-
-
-class Writer(dcp.FileSystemWriter):
-    """Writes tensors; what the system says about a file it could not write is raised as it is."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, sync_files=True)
-        self.folder = path
-        self.checksums: dict[str, str] = {}  # of the files this rank has written, by name
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's share; raises ``OSError`` where torch would only say that a position is unexpected."""
-        try:
-            results = super().write_data(plan, planner)
-        except RuntimeError as error:
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from error
-            raise
-        names = {result.storage_data.relative_path for result in results.value()}
-        self.checksums.update({name: checksum(self.folder / name) for name in names})
-        return results
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the metadata, on one rank."""
-        super().finish(metadata, results)
-        self.checksums[METADATA] = checksum(self.folder / METADATA)
-
-
-def checksum(path: Path) -> str:
-    """A fingerprint of a file of any size."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, partial(hashlib.blake2b, digest_size=16)).hexdigest()
-
+from comet.training.saved_settings import SETTINGS_FILE, flat
 
 MANIFEST = "comet.json"
 FORMATS = (1, 2)  # 1 had sizes only
@@ -221,6 +38,12 @@ OWN_FILES = re.compile(rf"__\d+_\d+\.distcp|\.metadata(\.tmp)?|{re.escape(MANIFE
 # What the models were whose checkpoints are from before these fields.
 FIELDS_SINCE: Mapping[str, Any] = {"moe.expert_bias": False, **flat(asdict(SWIGLU), "moe.activation.")}
 FREE_FIELDS = frozenset({"name", "moe.aux_loss_coef", "moe.z_loss_coef", "moe.bias_update_rate", "moe.capacity_factor"})
+
+
+def checksum(path: Path) -> str:
+    """A fingerprint of a file of any size."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, partial(hashlib.blake2b, digest_size=16)).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

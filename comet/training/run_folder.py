@@ -12,7 +12,6 @@ from filelock import FileLock, Timeout
 from comet.config import require
 from comet.jobs.config import JobConfig
 from comet.training.checkpoint_folder import (
-    SETTINGS_FILE,
     Checkpoint,
     find_checkpoints,
     list_checkpoints,
@@ -21,6 +20,7 @@ from comet.training.checkpoint_folder import (
 )
 from comet.training.ranks import gather
 from comet.training.report import HISTORY_FILE, RESULT_FILE
+from comet.training.saved_settings import SETTINGS_FILE
 from comet.utils.shared_file import write_whole
 
 LOCK, OWNER = ".comet.lock", ".comet.owner"

@@ -24,20 +24,13 @@ from comet.layer.group import ExpertGroup, make_expert_group
 from comet.models.config import NUM_BYTE_VALUES
 from comet.models.gpt import GPT
 from comet.training.checkpoint import Checkpointer
-from comet.training.checkpoint_folder import (
-    Checkpoint,
-    choose_checkpoint,
-    read_settings,
-    removed_settings,
-    require_same,
-    settings_of,
-    to_yaml,
-)
+from comet.training.checkpoint_folder import Checkpoint, choose_checkpoint
 from comet.training.data import Corpus, heldout_windows, read_corpus
 from comet.training.optimizer import learning_rate, make_optimizer
 from comet.training.ranks import RankContext, StopRequest, from_first_rank, gather
 from comet.training.report import Reporter, Window, peak_memory_bytes
 from comet.training.run_folder import RunFolder
+from comet.training.saved_settings import read_settings, removed_settings, require_same, settings_of, to_yaml
 from comet.training.step import StepMetrics, TrainStep, deterministic
 from comet.tuner.problem import Machine
 

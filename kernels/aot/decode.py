@@ -14,7 +14,8 @@ from ..decode.scales import BLOCK, MX, in_number, part_of
 from ..decode.step import Batch, ExpertWeights, StepConstants, StepTensors, Words
 from ..decode.warp_decode import most_registers, of_down, of_gate_up, step_constants
 from ..experts.mailbox import mail_pointers
-from ..experts.tables import CACHE_POINTERS, SCALE_POINTERS, CacheConstants, Policy, cache_constants, pieces_of
+from ..experts.policy import Policy
+from ..experts.tables import CACHE_POINTERS, SCALE_POINTERS, CacheConstants, cache_constants, pieces_of
 from ..runtime.activation import SWIGLU, Activation
 from ..runtime.arguments import as_triton_dtype
 from ..runtime.case import KernelCase

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -11,9 +11,8 @@ from torch import Tensor
 
 from ..runtime.arguments import power_of_2
 from .mailbox import Mailbox
+from .policy import POLICIES, Policy
 
-Policy = Literal["lru", "lfu"]
-POLICIES = ("lru", "lfu")
 LRU = tl.constexpr(0)  # place among them
 NEVER = tl.constexpr(2**31 - 1)
 FETCH_WARPS = 64  # of all blocks together; a warp has 4 KB in flight

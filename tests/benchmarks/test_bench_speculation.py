@@ -13,7 +13,7 @@ from bench_cases import report_of
 from training_cases import MODEL, MOE, Rank, make_job, make_model
 
 from comet.config import MoEConfig
-from comet.experts import CacheReport
+from comet.experts.cache import CacheReport
 from comet.training.trainer import train
 
 import suites.experts

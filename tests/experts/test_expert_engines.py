@@ -11,8 +11,8 @@ from ranks import in_ranks
 from tiers import slow
 from training_cases import GPT_OSS, MODEL, MOE, awake_model, compare_texts, make_group, nearly_equal
 
-from comet.experts.budget import StoreOptions
-from comet.experts.staged import GRAPH_FALLBACK_REASON, StagedCache
+from comet.experts.options import GRAPH_FALLBACK_REASON, StoreOptions
+from comet.experts.staged import StagedCache
 from comet.experts.store import HeldExperts, host_memory
 from comet.generation.engine import GPTEngine
 from comet.jobs.generate import GenerateConfig

@@ -10,9 +10,10 @@ from decode_cases import DecodeCase, stored_parts
 from training_cases import MODEL, MOE
 
 from comet.config import MoEConfig, ParallelConfig
-from comet.experts import ExpertCache, store
-from comet.experts.budget import ALONE, ExpertBudget, StoreOptions
-from comet.experts.cache import bytes_of_expert
+from comet.experts import store
+from comet.experts.budget import ALONE, ExpertBudget, plan_budget
+from comet.experts.cache import ExpertCache, bytes_of_expert
+from comet.experts.options import StoreOptions
 from comet.experts.store import host_memory
 from comet.models.config import dense_elements, expert_elements
 from comet.quantization.formats import StoredType
@@ -61,7 +62,7 @@ EXAMPLE = MoEConfig(hidden_size=128, ffn_size=64, num_experts=64, top_k=6)
 
 
 def budget_of(budget: float = 0.25, parallel: ParallelConfig = ALONE, **options) -> ExpertBudget:
-    return StoreOptions(expert_budget=budget, **options).budget(EXAMPLE, 4, torch.float32, parallel)
+    return plan_budget(StoreOptions(expert_budget=budget, **options), EXAMPLE, 4, torch.float32, parallel)
 
 
 def test_a_budget_in_experts_and_bytes() -> None:

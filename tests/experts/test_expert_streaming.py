@@ -21,7 +21,8 @@ from comet.decode import DecodeWeights
 from comet.decode.runners import Decoder, LocalRunner, ReplicatedRunner
 from comet.decode.twin import warp_decode_torch
 from comet.errors import CommTimeoutError, StepFailedError
-from comet.experts import CACHED_DECODE_TOKENS, CachedExperts, ExpertCache, streaming
+from comet.experts import streaming
+from comet.experts.cache import CACHED_DECODE_TOKENS, CachedExperts, ExpertCache
 from comet.experts.paths import report_of_paths
 from comet.experts.staged import Stage, StagedCache, StagedExperts
 from comet.experts.store import HeldExperts

@@ -24,7 +24,7 @@ from training_cases import MODEL, MOE, Rank, awake_model, compare_texts, make_gr
 
 from comet.decode.twin import warp_decode_torch
 from comet.errors import HostComputeError
-from comet.experts import ExpertCache
+from comet.experts.cache import ExpertCache
 from comet.experts.host import cores as host_cores
 from comet.experts.host import worker as host_codes
 from comet.experts.host.cores import HostCores, cores_of, open_cores

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from comet.decode.runners import LocalRunner
-from comet.experts import CachedExperts, ExpertCache
 from comet.experts import prefetch as module
-from comet.experts.budget import StoreOptions
-from comet.experts.prefetch import Prefetch, prefetch_between, prefetch_wanted, prefetches
+from comet.experts.cache import CachedExperts, ExpertCache
+from comet.experts.options import StoreOptions, prefetch_wanted
+from comet.experts.prefetch import Prefetch, prefetch_between, prefetches
 from comet.jobs.generate import GenerateConfig
 
 LAYERS, E, K = 4, 6, 3

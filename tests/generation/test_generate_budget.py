@@ -18,7 +18,7 @@ from hf_cases import save_model, tiny_config
 from hf_fp8_cases import publish
 from training_cases import MODEL, MOE, Rank, make_job
 
-from comet.experts.staged import GRAPH_FALLBACK_REASON
+from comet.experts.options import GRAPH_FALLBACK_REASON
 from comet.generation.job import generate_job
 from comet.generation.source import find_source, model_of
 from comet.integrations.hf import load_pretrained

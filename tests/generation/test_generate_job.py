@@ -24,7 +24,7 @@ from comet.launch.config import compose, split_verbatim
 from comet.launch.config import make_job as job_of_command
 from comet.launch.dry_run import generation_needs
 from comet.models.cache import KeyValueCache
-from comet.training.checkpoint_folder import to_yaml
+from comet.training.saved_settings import to_yaml
 from comet.training.trainer import train
 
 TRAINED = replace(MODEL, dense_layers=1, moe=replace(MOE, shared_ffn_size=16))

@@ -22,7 +22,7 @@ from comet.launch.tasks.registry import TASKS
 from comet.layer.group import make_expert_group
 from comet.layer.workspace import WorkspaceShape, workspace_bytes
 from comet.models.gpt import GPT
-from comet.training.checkpoint_folder import to_yaml
+from comet.training.saved_settings import to_yaml
 
 ROOT = Path(__file__).parents[2]
 SHAPES = {  # E, K, D, F

@@ -25,14 +25,13 @@ from comet.generation.source import Source, model_of
 from comet.launch.failures import is_user_error
 from comet.training import checkpoint_folder, trainer
 from comet.training.checkpoint import Checkpointer, load_weights
+from comet.training.checkpoint_files import Reader, read_metadata
 from comet.training.checkpoint_folder import (
-    Reader,
     checksum,
     choose_checkpoint,
     find_checkpoints,
     list_checkpoints,
     read_checkpoint,
-    read_metadata,
 )
 from comet.training.optimizer import make_optimizer
 from comet.training.step import TrainStep

@@ -25,8 +25,8 @@ from comet.launch.config import compose
 from comet.launch.config import make_job as job_of_command
 from comet.measure.sweep import sweep_job
 from comet.training import trainer
-from comet.training.checkpoint_folder import read_settings
 from comet.training.run_folder import LOCK, OWNER
+from comet.training.saved_settings import read_settings
 from comet.training.trainer import train
 
 TINY = ["model=tiny", "model.hidden_size=32", "model.moe.hidden_size=32", "model.moe.ffn_size=32", "model.context=32"]

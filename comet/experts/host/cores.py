@@ -23,6 +23,7 @@ from comet.decode.runners import ReplicatedRunner, Runner
 from comet.errors import HostComputeError, UnavailableError
 from comet.experts.host.profile import HostProfile, HostSizes, measure
 from comet.experts.host.worker import Place, WorkerPlan, refuse_nan
+from comet.experts.options import check_host_cores
 from comet.experts.store import MemoryFile, host_memory
 from comet.kernels.experts.host import PLACE_HOST
 from comet.kernels.experts.mailbox import EXPERTS, FAILED, NUM_EXPERTS, OF_LAYER, READY, STOP, Mailbox
@@ -204,7 +205,7 @@ def cores_of(setting: str, ranks: int) -> int:
 
     Example: of 16 cores 2 ranks get 7 each with ``auto``, which leaves them one each, and 4 each with ``8``.
     """
-    check_setting(setting)
+    check_host_cores(setting)
     if setting == "off":
         return 0
     usable = usable_cores()
@@ -216,15 +217,6 @@ def cores_of(setting: str, ranks: int) -> int:
         "process may use, auto or off",
     )
     return int(setting) // ranks
-
-
-def check_setting(setting: str) -> None:
-    """Raise ``ValueError`` unless ``host_cores`` is ``auto``, ``off`` or a number, on whatever machine."""
-    word = str(setting)  # a call may give the number itself
-    require(
-        word in ("auto", "off") or (word.isdecimal() and int(word) >= 1),
-        f"host_cores={setting!r} must be auto, off, or a number of cores",
-    )
 
 
 def usable_cores() -> int:

@@ -19,7 +19,8 @@ import torch
 
 from comet.config import MOE_DTYPES, MoEConfig, ParallelConfig, require
 from comet.decode import held_pieces
-from comet.experts.budget import ExpertStoreKind, StoreOptions
+from comet.experts.budget import most_tokens, plan_budget
+from comet.experts.options import ExpertStoreKind, StoreOptions
 from comet.integrations.hf import gpt_oss
 from comet.integrations.hf.convert import Place
 from comet.integrations.hf.families import (
@@ -122,7 +123,7 @@ def load_pretrained(
     require_transformers()
     others = {name: options.pop(name) for name in STORE_NAMES & options.keys()}
     store = StoreOptions(expert_budget, expert_store, host_budget, expert_dtype, keep_fp8, **others)
-    decode_tokens = store.most_tokens(decode_tokens, group)
+    decode_tokens = most_tokens(store, decode_tokens, group)
     folder = Path(folder)
     config, dtype, device = _settings(folder, group, dtype, device)
     is_fp8 = holds_block_fp8(config)
@@ -131,7 +132,7 @@ def load_pretrained(
     vars(config).pop("quantization_config", None)  # transformers would act
     place = Place.create(config, group, decode_tokens, keep_fp8=keep_fp8, in_store=store.in_store)
     stock_class, modules = _blueprint(config)
-    budget = store.budget(moe_config(config), len(modules), dtype, group.parallel if group else ParallelConfig())
+    budget = plan_budget(store, moe_config(config), len(modules), dtype, group.parallel if group else ParallelConfig())
     with ExitStack() as files:
         beyond = stock_class._keys_to_ignore_on_load_unexpected or ()  # the model, as DeepSeek-V3's prediction layer
         found = open_checkpoint(folder, files).items()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from comet.config import MoEConfig, require
 from comet.decode import SharedMatrices, SharedSlots, joins_step
 from comet.decode.runners import Runner
-from comet.experts.prefetch import PrefetchSetting, prefetch_wanted
+from comet.experts.options import PrefetchSetting, prefetch_wanted
 from comet.integrations.hf.families import moe_config
 from comet.layout import Biases, ExpertLayout, RoutedTokens
 from comet.router.router import Router, router_of

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from comet.config import require
 from comet.decode import before_replay
-from comet.experts.staged import GRAPH_FALLBACK_REASON, StagedExperts
+from comet.experts.options import GRAPH_FALLBACK_REASON
+from comet.experts.staged import StagedExperts
 from comet.graphed.step import Passes, batch_obstacle
 from comet.integrations.hf.modules import CometExperts
 from comet.integrations.hf.stored_experts import stored_paths

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from comet.decode.runners import Runner
-from comet.experts.budget import ExpertBudget, StoreOptions
+from comet.experts.budget import ExpertBudget
 from comet.experts.cache import CacheReport
 from comet.experts.host.cores import HostCores
+from comet.experts.options import StoreOptions
 from comet.experts.paths import CachedPath, Slots, cores_of_paths, host_paths, report_of_paths
 from comet.experts.store import HeldExperts, QuantisedReader, Specs
 from comet.integrations.hf.modules import CometExperts, routers_beside

@@ -10,7 +10,7 @@ from cached_layers import CUDA, E, K, case_of, draw_step, refill
 from gpus import captured
 
 from comet.decode.runners import LocalRunner
-from comet.experts import CachedExperts
+from comet.experts.cache import CachedExperts
 from comet.kernels.experts.cache import bring_torch
 from comet.kernels.experts.tables import POLICIES, CacheTables, HostExperts
 from comet.kernels.experts.waves import count_waves, split_waves, split_waves_torch

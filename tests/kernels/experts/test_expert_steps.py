@@ -35,7 +35,7 @@ from comet.decode.local import run_kernels
 from comet.decode.twin import warp_decode_torch
 from comet.decode.weights import DecodeWeights
 from comet.errors import HostComputeError
-from comet.experts import ExpertCache
+from comet.experts.cache import ExpertCache
 from comet.experts.host.cores import HostCores
 from comet.experts.host.profile import HostProfile
 from comet.kernels.decode.blocks import BlockShape, DecodeConfig

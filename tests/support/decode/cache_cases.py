@@ -12,7 +12,7 @@ from torch import Tensor
 from comet.comm import make_communicator
 from comet.decode import RankDecode
 from comet.decode.weights import DecodeWeights
-from comet.experts import ExpertCache
+from comet.experts.cache import ExpertCache
 from comet.experts.host.cores import HostCores
 from comet.experts.host.profile import HostProfile, HostSizes
 from comet.experts.prefetch import prefetches

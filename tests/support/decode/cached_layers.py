@@ -8,7 +8,7 @@ from decode_cases import DecodeCase
 from torch import Tensor
 
 from comet.decode.runners import LocalRunner
-from comet.experts import CachedExperts
+from comet.experts.cache import CachedExperts
 from comet.experts.prefetch import prefetch_between
 from comet.layout import RoutedTokens
 
