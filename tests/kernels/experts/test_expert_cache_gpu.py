@@ -15,6 +15,7 @@ from comet.kernels.experts.cache import bring_torch
 from comet.kernels.experts.tables import POLICIES, CacheTables, HostExperts
 from comet.kernels.experts.waves import count_waves, split_waves, split_waves_torch
 from comet.kernels.runtime.activation import Activation
+from comet.layout import RoutedTokens
 
 pytestmark = pytest.mark.gpu
 PLACE = (None, CUDA, torch.bfloat16)
@@ -60,6 +61,23 @@ def test_one_token_that_needs_more_experts_than_there_are_slots(num_slots: int) 
         two = tokens.expand(2, -1), torch.cat((ids, torch.full_like(ids, -1))), weights.expand(2, -1)
         assert torch.equal(output, runner.decode(*two, everything)[:1]), f"step {step}"
     check_slots(cache)
+
+
+@pytest.mark.parametrize("num_slots", [4, 6])
+def test_hundreds_of_steps_in_waves_that_nobody_waits_for(num_slots: int) -> None:
+    """Of Qwen3's shape, where launches failed as ``down_kernel`` began before ``gate_up_kernel`` had ended."""
+    made, case = torch.Generator().manual_seed(0), case_of(1, K=8, E=128, D=2048, F=768)
+    cache, everything = cache_of(case, num_slots, "lru", *PLACE), resident_weights(case, *PLACE)
+    runner = LocalRunner(8, 2)
+    path = CachedExperts(cache, runner, 8)
+    ids = torch.rand(300, 128, generator=made).argsort(1)[:, None, :8].int().cuda()
+    tokens, weights = torch.randn(1, 2048, generator=made).bfloat16().cuda(), torch.full((1, 8), 0.125, device=CUDA)
+    for _ in range(4):
+        outputs = [path(RoutedTokens(tokens, each, weights), cache.weights.w1, cache.weights.w2) for each in ids]
+        torch.cuda.synchronize()
+        for step, (output, each) in enumerate(zip(outputs, ids, strict=True)):
+            two = tokens.expand(2, -1), torch.cat((each, torch.full_like(each, -1))), weights.expand(2, -1)
+            assert torch.equal(output, runner.decode(*two, everything)[:1]), f"step {step}"
 
 
 @pytest.mark.parametrize("policy", POLICIES)
