@@ -28,7 +28,7 @@ from cache_cases import (
 )
 from decode_cases import FOLD, MATRIX, VECTOR, DecodeCase
 from ranks import in_ranks, run_ranks
-from tiers import slow_but
+from tiers import slow
 from torch import Tensor
 
 from comet.decode.local import run_kernels
@@ -51,7 +51,6 @@ from comet.kernels.experts.tables import (
     NEEDED,
     NEXT,
     PLANNED,
-    POLICIES,
     READY,
     CacheTables,
     HostExperts,
@@ -65,10 +64,10 @@ TILES = DecodeConfig(form="matrix", gate_up=BlockShape(rows=32, depth=64), down=
 WIDE = DecodeConfig(form="vector", gate_up=BlockShape(rows=16, depth=512), down=BlockShape(rows=16, depth=512))
 BIASED = dict(biased=True, activation=Activation("clamped_swiglu", limit=0.5))
 CASES = [
-    DecodeCase(name="vector", T=1, K=3, E=9, D=80, F=48, config=VECTOR, seed=1),
-    DecodeCase(name="fold", T=1, K=3, E=9, D=80, F=48, config=FOLD, seed=1),
-    DecodeCase(name="vector, two tokens", T=2, K=3, E=24, D=64, F=32, config=VECTOR, seed=2),
-    DecodeCase(name="matrix", T=5, K=2, E=40, D=80, F=48, config=MATRIX, seed=3),
+    DecodeCase(name="vector", T=1, K=3, E=9, D=48, F=48, config=VECTOR, seed=1),
+    DecodeCase(name="fold", T=1, K=3, E=9, D=48, F=48, config=FOLD, seed=1),
+    DecodeCase(name="vector, two tokens", T=2, K=3, E=24, D=48, F=32, config=VECTOR, seed=2),
+    DecodeCase(name="matrix", T=5, K=2, E=40, D=48, F=32, config=MATRIX, seed=3),
     DecodeCase(name="matrix, by expert", T=8, K=2, E=12, D=32, F=16, config=MATRIX, seed=4),
 ]
 # Scales of one expert are 12 bytes of w1 and 8 of w2 in block FP8, and more than a block copies at once in MXFP8.
@@ -82,14 +81,14 @@ QUANTISED = [
     DecodeCase(name="fold with biases", T=1, K=3, E=9, D=64, F=96, config=FOLD, seed=12, **BIASED),
 ]
 IN_WAVES = [
-    DecodeCase(name="vector", T=2, K=3, E=9, D=80, F=48, config=VECTOR, seed=1, **BIASED),
-    DecodeCase(name="matrix", T=5, K=2, E=40, D=80, F=48, config=MATRIX, seed=2, **BIASED),
+    DecodeCase(name="vector", T=2, K=3, E=9, D=48, F=48, config=VECTOR, seed=1, **BIASED),
+    DecodeCase(name="matrix", T=5, K=2, E=40, D=48, F=32, config=MATRIX, seed=2, **BIASED),
     DecodeCase(name="by expert", T=8, K=2, E=12, D=32, F=16, config=MATRIX, seed=3),
     DecodeCase(name="tiles", T=16, K=2, E=20, D=32, F=16, config=replace(MATRIX, tile=8), seed=4),
     DecodeCase(name="mxfp8", T=3, K=2, E=12, D=64, F=32, config=None, seed=5, quantised="mxfp8"),
 ]
 ON_HOST = [
-    DecodeCase(name=kind, T=3, K=2, E=12, D=160, F=32, config=None, seed=6, quantised=kind)
+    DecodeCase(name=kind, T=3, K=2, E=12, D=160, F=32, config=TILES, seed=6, quantised=kind)
     for kind in ("fp8", "mxfp8", "mxfp4")
 ]
 
@@ -160,17 +159,15 @@ def steps(
 
 
 STEPS = [
-    *(steps(case, policy=policy, quick=case.name in ("vector", "matrix")) for case in CASES for policy in POLICIES),
+    *(steps(case, quick=case.name in ("vector", "matrix")) for case in CASES),
+    steps(CASES[0], policy="lfu", quick=True),
     *(steps(case, quick=True) for case in QUANTISED),
-    *(steps(case, slots=case.K + 1, quick=case.name in ("vector", "matrix")) for case in IN_WAVES),
-    steps(IN_WAVES[0], slots=3, policy="lfu", quick=True),
+    *(steps(case, slots=case.K + 1, quick=case.name == "matrix") for case in IN_WAVES[1:]),
+    steps(IN_WAVES[0], slots=4, policy="lfu", quick=True),
     steps(IN_WAVES[0], slots=1, quick=True),
     steps(CASES[2], slots=4, policy="lfu", host=SLOW_LINK, quick=True),
-    *(
-        steps(case, policy=policy, host=PROFILE, quick=(case.name, policy) in (("fold", "lfu"), ("matrix", "lru")))
-        for case in CASES
-        for policy in POLICIES
-    ),
+    *(steps(case, host=PROFILE, quick=False) for case in CASES),
+    steps(CASES[1], policy="lfu", host=PROFILE, quick=True),
     *(steps(case, host=PROFILE, quick=case.name == "fp8") for case in ON_HOST),
 ]
 
@@ -184,8 +181,8 @@ def test_kernels_equal_their_twins(
     twins = Twins.make(case, num_slots, policy, int(num_slots < case.E), profile)
     made, first, cores = torch.Generator().manual_seed(case.seed), twins.mine.first_expert, twins.cores
     tables = twins.mine.tables
-    for step in range(6):
-        one_wave = step == 3 and num_slots >= case.K  # in between
+    for step in range(4):
+        one_wave = step % 2 and num_slots >= case.K  # in between
         tokens, ids, weights = twins.draw(made, 1 if one_wave else case.T)
         needed = {expert for expert in ids.flatten().tolist() if expert >= first}
         missing, before = [expert for expert in needed if tables.slots[expert] < 0], tables.totals.clone()
@@ -336,13 +333,14 @@ def compare_guessed(
     twins.close()
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("case", slow_but(["vector"], CASES[:4]))
+@pytest.mark.parametrize(("case", "policy"), [(CASES[0], "lfu"), *(slow(case, "lru") for case in CASES[:4])])
 def test_guesses_equal_their_twins_whenever_the_step_begins(case: DecodeCase, policy: str) -> None:
     run_ranks(compare_guessed, 1, case, case.T * case.K + 1, policy, None, interpret=True)
 
 
-@pytest.mark.parametrize(("case", "num_slots", "profile"), [(CASES[3], 4, None), (CASE, 4, SLOW_LINK)])
+@pytest.mark.parametrize(
+    ("case", "num_slots", "profile"), [(replace(CASES[3], T=3), 4, None), (CASES[0], 4, SLOW_LINK)]
+)
 def test_waves_and_the_host_leave_alone_what_travelled(
     case: DecodeCase, num_slots: int, profile: HostProfile | None
 ) -> None:
@@ -373,10 +371,10 @@ def test_those_worth_least_go_to_the_host() -> None:
 def test_kernels_end_by_the_deadline(rank: int, world_size: int) -> None:
     cache, cores = hosted_cache(CASE, CASE.K, SLOW_LINK)
     os.kill(cores.process.pid, signal.SIGSTOP)
-    set_deadline(cache, cores, 10**8)
+    set_deadline(cache, cores, 10**7)
     ids, tokens, weights = torch.arange(CASE.K, dtype=torch.int32)[None], torch.ones(1, CASE.D), torch.ones(1, CASE.K)
     assert run_kernels(tokens, ids, weights, cache.weights, config=CASE.config).isnan().all()
-    with pytest.raises(HostComputeError, match=r"within 0\.1 s"):
+    with pytest.raises(HostComputeError, match=r"within 0\.0 s"):
         cores.check()
     cache.tables.slots.fill_(-1)
     run_kernels(tokens, ids, weights, cache.weights, config=CASE.config)
