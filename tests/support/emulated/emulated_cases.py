@@ -63,20 +63,16 @@ FP8_CASES = [
 # Under the interpreter.
 SMALL = EmulatedCase("two", 2, 1, (150, 5), 4, 2, 64, 32, "masked", torch.float32)
 SMALL_CASES = [
-    replace(SMALL, name="one rank", ep=1, num_tokens=(70,), num_panels=1),
     SMALL,
     replace(SMALL, name="none on rank 0", num_tokens=(0, 30), dtype=torch.float16),
-    replace(SMALL, name="nobody has tokens", num_tokens=(0, 0)),
     replace(SMALL, name="one expert", num_tokens=(20, 40), routing="one", comm_blocks=1),
     replace(SMALL, name="three ranks", ep=3, num_tokens=(17, 33, 1), num_experts=6, hidden_size=80),
 ]
 SMALL_FP8 = replace(SMALL, hidden_size=256, ffn_size=128, fp8=True)
 SMALL_FP8_CASES = [
-    replace(SMALL_FP8, name="one rank", ep=1, num_tokens=(70,), num_panels=1),
     SMALL_FP8,
     replace(SMALL_FP8, name="float16", hidden_size=384, dtype=torch.float16),
     replace(SMALL_FP8, name="none on rank 0", num_tokens=(0, 30), ffn_size=384),
-    replace(SMALL_FP8, name="nobody has tokens", num_tokens=(0, 0)),
     replace(SMALL_FP8, name="one expert", num_tokens=(20, 40), routing="one"),
     replace(SMALL_FP8, name="three ranks", ep=3, num_tokens=(17, 33, 1), num_experts=6, hidden_size=640),
 ]
