@@ -43,9 +43,9 @@ EP_TP = DecodeCase(name="ep2 x tp2", T=3, K=2, E=4, D=16, F=32, config=MATRIX, r
 TWIN = DecodeCase(name="twin", T=9, K=3, E=8, D=32, F=64, routing="masked", seed=5)
 # Case, TP, and the tokens of steps behind each other, of all ranks or of each; expert and tensor parallel, every form.
 Steps = Sequence[tuple[DecodeCase, int, Sequence[Any]]]
-TWO: Steps = [(FOLDED, 1, (1,) * 52), (VECTORS, 2, (2, 1)), (MATRICES, 1, (3, 0, 2))]
+TWO: Steps = [(FOLDED, 1, (1,) * 12), (VECTORS, 2, (2, 1)), (MATRICES, 1, (3, 0, 2))]
 TWO_GATHER: Steps = [
-    (FOLDED, 1, draw_counts(2, 1, 32, 3)),
+    (FOLDED, 1, draw_counts(2, 1, 12, 3)),
     (VECTORS, 2, ((1, 1), (0, 1), (0, 0))),
     (MATRICES, 1, ((3, 1), (0, 2), (0, 0), (1, 3))),
     (WIDE, 1, ((1, 0), (1, 1))),
