@@ -5,9 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +14,9 @@ import pytest
 import torch
 from activation_cases import ACTIVATIONS, NAMES, on_paper
 from cache_cases import CASE, CPU, DEADLINE_S, PROFILE, SLOW_LINK, hosted_cache, leave_all_to, set_deadline
-from decode_cases import E2M1, QUANTISERS, DecodeCase
-from ranks import in_ranks
+from decode_cases import E2M1, QUANTISERS
+from launch_jobs import all_gone
+from ranks import in_ranks, run_ranks
 from tiers import slow
 from training_cases import MODEL, MOE, Rank, awake_model, compare_texts, make_group, make_job, nearly_equal
 
@@ -69,7 +67,7 @@ def compare_engines(group: ExpertGroup | None = None, expert_dtype: str | None =
     mine.cores.close()
 
 
-@pytest.mark.parametrize("expert_dtype", [None, "mxfp8", slow("mxfp4")])
+@pytest.mark.parametrize("expert_dtype", ["mxfp8", slow(None), slow("mxfp4")])
 def test_a_model_answers_from_slots_and_cores(expert_dtype: str | None) -> None:
     compare_engines(expert_dtype=expert_dtype)
 
@@ -103,10 +101,10 @@ def test_the_task_reports_what_the_cores_cost(tmp_path: Path, monkeypatch: pytes
     assert 0 <= found["hosted"] <= found["needed"] - found["fetched"]
 
 
-def request_of(cache: ExpertCache, case: DecodeCase = CASE) -> torch.Tensor:
+def request_of(cache: ExpertCache) -> torch.Tensor:
     """A step that misses all of its experts, each token others."""
-    ids = torch.arange(case.T * case.K, dtype=torch.int32).view(case.T, case.K)
-    return warp_decode_torch(torch.ones(case.T, case.D), ids, torch.ones(case.T, case.K), cache.weights)
+    ids = torch.arange(CASE.T * CASE.K, dtype=torch.int32).view(CASE.T, CASE.K)
+    return warp_decode_torch(torch.ones(CASE.T, CASE.D), ids, torch.ones(CASE.T, CASE.K), cache.weights)
 
 
 def test_a_process_that_dies_is_named_before_the_next_step() -> None:
@@ -135,31 +133,26 @@ def test_a_prompt_ends_where_the_cores_do_not_work_and_asks_once(monkeypatch: py
         engine.prefill(torch.zeros(1, 20, dtype=torch.int64), torch.tensor([20]), 30)
 
 
-@pytest.mark.parametrize("case", [CASE, replace(CASE, D=64, F=32, quantised="mxfp4")], ids=["float32", "mxfp4"])
-def test_an_answer_that_does_not_come_ends_the_step_by_its_deadline(case: DecodeCase) -> None:
-    cache, cores = hosted_cache(case, case.K, SLOW_LINK)
-    os.kill(cores.process.pid, signal.SIGSTOP)
+def test_an_answer_that_does_not_come_ends_the_step_by_its_deadline() -> None:
+    cache, cores = hosted_cache(CASE, CASE.K, SLOW_LINK)
+    process = cores.process
+    os.kill(process.pid, signal.SIGSTOP)
     set_deadline(cache, cores, 10**8)
-    assert torch.isnan(request_of(cache, case)).all(), "nobody takes this for a result"
+    assert torch.isnan(request_of(cache)).all(), "nobody takes this for a result"
     count = int(cache.tables.header[HOSTED.value])
     assert cores.mail.fault[1:4].tolist() == [PLACE_HOST.value, 0, count]
     experts = cores.mail.words[EXPERTS.value : EXPERTS.value + count].tolist()
-    assert len(set(experts)) == case.T * case.K - 1, "one comes to the device"
+    assert len(set(experts)) == CASE.T * CASE.K - 1, "one comes to the device"
     with pytest.raises(HostComputeError, match=rf"asked for were \{experts} of layer 0: the process is still at it"):
         cores.check()
-    request_of(cache, case)  # asks nobody any more
-    os.kill(cores.process.pid, signal.SIGCONT)
+    request_of(cache)  # asks nobody any more
+    os.kill(process.pid, signal.SIGCONT)
     cores.close()
+    assert process.returncode == 0
 
 
 def test_nothing_is_left_behind() -> None:
-    """Neither a process nor memory, whether the cores are closed or forgotten, or their own process dies."""
-    cache, cores = hosted_cache(CASE, CASE.K, PROFILE)
-    process = cores.process
-    cores.close()
-    assert process.returncode == 0
-    del cache, cores
-    gc.collect()
+    """Neither a process nor memory where the cores are forgotten."""
     cache, cores = hosted_cache(CASE, CASE.K, PROFILE)
     process = cores.process
     del cache, cores
@@ -169,20 +162,15 @@ def test_nothing_is_left_behind() -> None:
     assert not any("comet-experts" in os.readlink(link) for link in links if os.path.islink(link))
 
 
-def test_a_process_ends_with_its_parent() -> None:
-    code = (
-        f"import sys; sys.path[:] = {[str(Path(__file__).parent), *sys.path]!r}\n"
-        "import os, test_host_compute as cases\n"
-        "_, cores = cases.hosted_cache(cases.CASE, 3, cases.PROFILE)\n"
-        "print(cores.process.pid, flush=True)\n"
-        "os.kill(os.getpid(), 9)\n"
-    )
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert child.returncode == -signal.SIGKILL, child.stderr
-    pid, deadline = int(child.stdout), time.monotonic() + DEADLINE_S
-    while Path(f"/proc/{pid}/stat").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text():
-        assert time.monotonic() < deadline, f"process {pid} outlives its parent"
-        time.sleep(0.02)
+def killed_behind_a_start(rank: int, world_size: int, folder: Path) -> None:
+    _, cores = hosted_cache(CASE, 3, PROFILE)
+    (folder / "pid").write_text(str(cores.process.pid))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_ends_with_its_parent(tmp_path: Path) -> None:
+    run_ranks(killed_behind_a_start, 1, tmp_path, may_die=[0])
+    assert all_gone([int((tmp_path / "pid").read_text())])
 
 
 def test_a_process_that_does_not_start_says_why() -> None:

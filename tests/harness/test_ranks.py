@@ -121,8 +121,6 @@ def test_ranks_see_the_environment_path_and_folder_of_the_test(monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "set by torch, at some time")
     assert run_ranks(surroundings, 1)[0] == (None, str(tmp_path), *before[2:]), "the same server"
-    monkeypatch.syspath_prepend(tmp_path / "first")
-    assert run_ranks(surroundings, 1, interpret=True)[0][:3] == ("1", str(tmp_path), str(tmp_path / "first"))
 
 
 def test_the_failing_rank_is_shown() -> None:
@@ -261,10 +259,15 @@ def launches(rank: int, world_size: int) -> tuple[list[torch.Tensor], str, bool]
 
 
 @pytest.mark.skipif(not triton.__version__.startswith(VERSION), reason=f"{triton.__version__} is left as it is")
-def test_the_quick_interpreter_computes_what_tritons_own_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_quick_interpreter_computes_what_tritons_own_computes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Triton's own needs another server, as another path does."""
     quick = run_ranks(launches, 1, interpret=True)[0]
     monkeypatch.setenv(OWN_INTERPRETER, "1")
+    monkeypatch.syspath_prepend(tmp_path / "first")
     slow = run_ranks(launches, 1, interpret=True)[0]
     assert all(torch.equal(mine, own) for mine, own in zip(quick[0], slow[0], strict=True))
     assert quick[0][0].any()
     assert quick[1:] == slow[1:]
+    assert run_ranks(surroundings, 1, interpret=True)[0][:3] == ("1", os.getcwd(), str(tmp_path / "first"))
