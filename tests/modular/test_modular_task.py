@@ -1,25 +1,37 @@
-"""The task ``modular``: its matrix, and a pair that runs beside the fused layer, on two CPU ranks as users start it."""
+"""The task ``modular``: its matrix, and a pair that runs beside the fused layer, on two CPU ranks."""
 
+import io
 import json
 import types
+from contextlib import redirect_stdout
 from pathlib import Path
 
-import launch_jobs
 import pytest
 import torch
+from ranks import run_ranks
+from training_cases import Rank
 
 from comet.launch.config import compose, make_job
 from comet.launch.tasks.modular import modular_job
+from comet.launch.tasks.registry import TASKS
 from comet.quantization.formats import WEIGHT_TYPES
 
 PAIR = "SymmetricBatched", "GroupedBatched"
 
 
+def printed(rank: int, world_size: int, settings: list[str]) -> list[str]:
+    """The lines that the task prints on a rank."""
+    out = io.StringIO()
+    with redirect_stdout(out):
+        modular_job(make_job(compose(settings, defaults=TASKS["modular"].settings), world_size), Rank(rank, world_size))
+    return out.getvalue().splitlines()
+
+
 def test_a_pair_is_timed_and_traced_beside_the_fused_layer(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "run"
-    settings = (f"modular.pair=[{','.join(PAIR)}]", "modular.tokens=24", "modular.rounds=2", f"output_dir={folder}")
-    status, lines, errors = launch_jobs.run("modular", *settings, program=("-P", "-m", "comet.launch"))
-    assert status == 0, errors
+    settings = [f"modular.pair=[{','.join(PAIR)}]", "modular.tokens=24", "modular.rounds=2", f"output_dir={folder}"]
+    lines, others = run_ranks(printed, 2, settings)
+    assert not others
     facts = json.loads(lines[-1])
     label = " + ".join(PAIR)
     assert facts["times"].keys() == {label, "fused layer"}
