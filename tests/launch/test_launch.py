@@ -37,7 +37,7 @@ from training_cases import Rank, losses
 from comet.errors import CapacityError, CommTimeoutError, NothingMeasuredError
 from comet.launch.cli import PROGRAM, main
 from comet.launch.config import compose, make_job
-from comet.launch.distributed import OF_TORCHRUN, LaunchContext
+from comet.launch.distributed import OF_TORCHRUN, LaunchContext, rank_environment
 from comet.launch.failures import is_peer_error, is_user_error, one_line, report
 from comet.launch.rank import share_config
 from comet.launch.tasks.registry import TASKS
@@ -93,9 +93,11 @@ def test_ranks_run_by_a_file_end_without_shutdown_and_the_last_line_is_rank_0s(t
 
 
 def test_train_ends_with_its_result_in_one_json_line(tmp_path):
-    status, out, err = run(*training(tmp_path, "train.steps=2", "parallel=ep2"), program=PROGRAM)
-    assert status == 0, err
-    result = json.loads(out[-1])
+    """From scratch, as users start it: no fork of anything."""
+    command = [sys.executable, *PROGRAM, *training(tmp_path, "train.steps=2", "parallel=ep2")]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    result, err = json.loads(done.stdout.splitlines()[-1]), done.stderr.splitlines()
     assert (result["task"], result["steps"], result["world_size"], result["ep"]) == ("train", 2, 2, 2)
     assert not [line for line in err if "Traceback" in line or "Warning" in line]
     splits = [line for line in err if "split of layers" in line]
@@ -283,12 +285,11 @@ def test_a_local_job_listens_on_the_loopback_interface_only_and_ends_with_its_la
         listening = [each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN]
         assert len(listening) >= 3, "the store's and those of the process groups"
         assert set(listening) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
-        for pid in pids:  # a host may call itself 127.0.0.1, and there is no NCCL here
-            chosen = psutil.Process(pid).environ()
-            assert {chosen["GLOO_SOCKET_IFNAME"], chosen["NCCL_SOCKET_IFNAME"]} <= {"lo", "lo0"}
+        chosen = rank_environment(2, 0)  # a host may call itself 127.0.0.1, and there is no NCCL here
+        assert {chosen["GLOO_SOCKET_IFNAME"], chosen["NCCL_SOCKET_IFNAME"]} <= {"lo", "lo0"}
     finally:
         job.kill()
-        job.communicate()
+        job.wait()
     if sys.platform == "linux":  # the only one that tells a process of its parent's end
         assert all_gone(pids)
 
@@ -334,17 +335,14 @@ def train_in(folder: Path, kills: list[tuple[int, int, str]], command: list[str]
     (folder / "text.txt").write_bytes(bytes(range(256)) * 40)
     (folder / "kills.json").write_text(json.dumps(kills))
     settings = [f"data.path={folder}/text.txt", f"output_dir={folder}/run-${{now:%f}}", *TINY, *SAVING, *words]
-    job = subprocess.run(
-        [sys.executable, *command, "train_and_be_killed", *settings],
-        env=environment(), capture_output=True, text=True, timeout=3600,
-    )  # fmt: skip
-    assert job.returncode == 0, (kills, job.stderr)
+    status, _, err = run("train_and_be_killed", *settings, program=command, timeout_s=3600)
+    assert status == 0, (kills, err)
     if command[0] == APP:
-        died = re.findall(r"error: rank (\d) \(pid \d+\) was killed by SIGKILL", job.stderr)
-        assert died == [str(rank) for rank, _, _ in kills], job.stderr
-        assert job.stderr.count("all ranks start anew, restart ") == len(kills), job.stderr
-    (run,) = folder.glob("run-*")
-    return losses(run)
+        died = re.findall(r"error: rank (\d) \(pid \d+\) was killed by SIGKILL", "\n".join(err))
+        assert died == [str(rank) for rank, _, _ in kills], err
+        assert sum("all ranks start anew, restart " in line for line in err) == len(kills), err
+    (output,) = folder.glob("run-*")
+    return losses(output)
 
 
 @pytest.mark.timeout(3600)  # ten kills take minutes on a busy machine

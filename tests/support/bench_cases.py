@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from forked import Program
 
 from lib.ranks import Ranks
 
@@ -21,7 +23,12 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 def run_bench(*words: str, torchrun: bool = False) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *(TORCHRUN if torchrun else []), str(ROOT / "benchmarks" / "bench.py"), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    with Program(command, env=os.environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            out, err = process.communicate(timeout=240)
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def report_of(*words: str, torchrun: bool = False) -> tuple[dict[str, Any], subprocess.CompletedProcess[str]]:

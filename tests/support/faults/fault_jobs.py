@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 from fault_app import ORDER
 from fault_rows import SENT, SIGNALS, STRUCK, Finding, Order, await_file, note, unnamed
+from forked import Program
 from launch_jobs import SMALL, environment, train_as_rank
 from ranks import run_ranks
 from training_cases import losses
@@ -111,7 +112,7 @@ def run(order: Order, folder: Path, words: Sequence[str], program: Sequence[str]
     env = environment() | {ORDER: str(folder / "order")}
     with (folder / "stdout").open("w") as stdout, (folder / "stderr").open("w") as stderr:
         command = [sys.executable, *program, *words]
-        process = subprocess.Popen(command, env=env, stdout=stdout, stderr=stderr, start_new_session=True)
+        process = Program(command, env=env, stdout=stdout, stderr=stderr)
         try:
             began = time.monotonic()
             struck = (

@@ -1,7 +1,6 @@
 """Jobs of the launcher as processes of their own."""
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from forked import Program
 from training_cases import Rank
 
 from comet.launch.config import compose, make_job
@@ -31,26 +31,18 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def heed_ctrl_c() -> None:
-    """In a process that is about to become a job: tests that run in the background ignore SIGINT, and it would, too."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def start(
     *words: str, program: Sequence[str] = (APP,), stderr: int = subprocess.PIPE, folder: Path | None = None
-) -> subprocess.Popen[str]:
+) -> Program:
     command = [sys.executable, *program, *words]
-    return subprocess.Popen(
-        command, env=environment(), cwd=folder, stdout=subprocess.PIPE, stderr=stderr, text=True,
-        start_new_session=True, preexec_fn=heed_ctrl_c,
-    )  # fmt: skip
+    return Program(command, env=environment(), cwd=folder, stdout=subprocess.PIPE, stderr=stderr, text=True)
 
 
-def run(*words: str, program: Sequence[str] = (APP,)) -> tuple[int, list[str], list[str]]:
+def run(*words: str, program: Sequence[str] = (APP,), timeout_s: float = TIMEOUT_S) -> tuple[int, list[str], list[str]]:
     """Exit status, lines of standard output, lines of standard error."""
     process = start(*words, program=program)
     try:
-        out, err = process.communicate(timeout=TIMEOUT_S)
+        out, err = process.communicate(timeout=timeout_s)
     finally:
         process.kill()
     return process.returncode, out.splitlines(), err.splitlines()
@@ -94,9 +86,10 @@ def wait_for_checkpoint(folder: Path, *jobs: subprocess.Popen[str]) -> int:
 
 
 def processes_of(*jobs: subprocess.Popen[str]) -> dict[int, int]:
-    """The process id of each rank of a local job, or of all agents of one."""
-    children = [child for job in jobs for child in psutil.Process(job.pid).children(recursive=True)]
-    return {int(child.environ()["RANK"]): child.pid for child in children if "RANK" in child.environ()}
+    """The process id of each rank of a local job, or of all agents of one: their children as they were started."""
+    begun = psutil.Process.create_time
+    children = [child for job in jobs for child in sorted(psutil.Process(job.pid).children(), key=begun)]
+    return {rank: child.pid for rank, child in enumerate(children)}
 
 
 def free_port() -> int:

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 # interpreter, parse. Importing it must start no thread (fork copies only one) and touch no device.
 PRELOADED = (
     "pytest torch torch._dynamo triton comet.training.trainer comet.modular comet.decode comet.trace.timeline "
-    "comet.layer.fused comet.router.kernels"
+    "comet.layer.fused comet.router.kernels comet.launch.config comet.launch.rank comet.launch.local"
 ).split()
 CUDA_DEVICE = "/dev/nvidia-uvm"  # what a process opens with CUDA; a fork of it has no use of CUDA
 IN_SERVER = "COMET_TEST_RANK_SERVER"  # tells this file that a server imports it

@@ -140,10 +140,18 @@ _lock = threading.Lock()
 
 
 def _start(children: list[ForkServerProcess], folder: Path, world_size: int, interpret: bool) -> None:
-    """Fork the processes that do the job in ``folder``.
+    """Fork the processes that do the job in ``folder``."""
+    for rank in range(world_size):
+        children.append(fork_of_server(become_rank, folder, rank, number=rank % 2, interpret=interpret))
 
-    Each environment and import path has two servers, for even and odd ranks: two interpreters have two hash seeds, so
-    that ranks which rely on the order of a set fall out of step, as ranks of a real job would.
+
+def fork_of_server(
+    target: Callable[..., Any], *args: Any, number: int = 0, interpret: bool = False
+) -> ForkServerProcess:
+    """A process that calls ``target(*args)``, forked from a server of this environment and import path.
+
+    Each has two servers, for even and odd ranks: two interpreters have two hash seeds, so that ranks which rely on the
+    order of a set fall out of step, as ranks of a real job would.
     """
     with _lock:
         env = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", PYTHONPATH=os.pathsep.join(sys.path))
@@ -153,17 +161,14 @@ def _start(children: list[ForkServerProcess], folder: Path, world_size: int, int
             env.pop(name, None)
         if interpret:
             env["TRITON_INTERPRET"] = "1"
-        key = tuple(sorted(env.items()))
-        servers = [_servers.setdefault((key, rank % 2), ForkServer()) for rank in range(world_size)]
+        server = _servers.setdefault((tuple(sorted(env.items())), number), ForkServer())
         with patch.dict(os.environ, env | {IN_SERVER: "1"}, clear=True):
-            for server in servers:
-                server.set_forkserver_preload(["rank_server"])
-                server.ensure_running()
-            for rank, server in enumerate(servers):
-                child = get_context("forkserver").Process(target=become_rank, args=(folder, rank))
-                with patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
-                    child.start()
-                children.append(child)
+            server.set_forkserver_preload(["rank_server"])
+            server.ensure_running()
+            child = get_context("forkserver").Process(target=target, args=args)
+            with patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
+                child.start()
+        return child
 
 
 def _wait(children: Sequence[ForkServerProcess], folder: Path, timeout: float, may_die: Sequence[int]) -> None:
