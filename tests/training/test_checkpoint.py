@@ -57,19 +57,23 @@ def save_steps(folder, steps):
     return train_step
 
 
+def train_each(rank, world_size, *jobs):
+    return [train(job, Rank(rank, world_size))["heldout_nats_per_byte"] for job in jobs]
+
+
 @pytest.mark.parametrize(("ep", "tp", "model"), [(2, 1, MODEL), (1, 2, NARROW), (1, 1, BIASED), (2, 2, BIASED_OSS)])
 def test_ranks_go_on_bit_for_bit_and_on_other_layouts_nearly_so(tmp_path, ep, tp, model):
-    job = make_job(tmp_path, model=model, ep=ep, tp=tp, steps=6, checkpoint_every=3, output_dir=str(tmp_path / "whole"))
-    whole, halfway = run_ranks(train_on_rank, max(2, ep * tp), job)[0], str(tmp_path / "whole" / "step-000003")
-    wanted = [*losses(tmp_path / "whole"), whole["heldout_nats_per_byte"]]
-    other = ParallelConfig(tp=2) if (ep, tp) == (2, 1) else ParallelConfig(ep=2)
-    for name, parallel in (("again", job.parallel), ("other", other)):
-        then = replace(job, parallel=parallel, output_dir=str(tmp_path / name), resume=halfway)
-        resumed = run_ranks(train_on_rank, max(2, ep * tp), then)[0]
-        found = [*losses(tmp_path / name), resumed["heldout_nats_per_byte"]]
-        assert found == (wanted if name == "again" else pytest.approx(wanted, rel=1e-5))
-    alone = replace(job, parallel=ParallelConfig(), output_dir=str(tmp_path / "alone"), resume=str(tmp_path / "whole"))
-    assert train(alone, Rank())["heldout_nats_per_byte"] == pytest.approx(whole["heldout_nats_per_byte"], rel=1e-5)
+    names, settings = ("whole", "again", "other"), dict(model=model, ep=ep, tp=tp, steps=6, checkpoint_every=3)
+    whole, again, other = (make_job(tmp_path, **settings, output_dir=str(tmp_path / name)) for name in names)
+    halfway = str(tmp_path / "whole" / "step-000003")
+    layout = ParallelConfig(tp=2) if (ep, tp) == (2, 1) else ParallelConfig(ep=2)
+    jobs = (whole, replace(again, resume=halfway), replace(other, resume=halfway, parallel=layout))
+    ends = run_ranks(train_each, max(2, ep * tp), *jobs)[0]
+    wanted, same, nearly = ([*losses(tmp_path / name), end] for name, end in zip(names, ends, strict=True))
+    assert same == wanted
+    assert nearly == pytest.approx(wanted, rel=1e-5)
+    alone = replace(whole, parallel=ParallelConfig(), output_dir=str(tmp_path / "alone"), resume=whole.output_dir)
+    assert train(alone, Rank())["heldout_nats_per_byte"] == pytest.approx(ends[0], rel=1e-5)
 
 
 def test_newest_two_are_kept_and_found(tmp_path):

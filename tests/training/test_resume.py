@@ -5,20 +5,19 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from contextlib import chdir, redirect_stderr
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 import yaml
 from launch_jobs import TIMEOUT_S, processes_of, start, training
 from ranks import in_ranks, run_ranks
 from refusals import dry_run, refusal
 from tiers import slow
-from training_cases import Rank, losses, make_job, make_text, train_on_rank
+from training_cases import Rank, losses, make_job, make_text
 
 from comet.launch.cli import PROGRAM
 from comet.launch.config import compose
@@ -146,13 +145,14 @@ def test_broken_settings_are_a_mistake_of_one_line(run, tmp_path):
 
 
 HOLD = """
+import signal
 import sys
 from pathlib import Path
 from comet.training.run_folder import FolderLock
 lock = FolderLock(Path(sys.argv[1]), "mine")
 lock.acquire()
 print("held", flush=True)
-sys.stdin.read()
+signal.pause()
 """
 
 
@@ -227,9 +227,9 @@ def test_files_that_no_run_wrote_are_not_replaced(resume, tmp_path):
 
 
 def test_two_jobs_in_one_folder_at_once_are_refused_until_the_first_is_killed(tmp_path):
-    out = tmp_path / "out"
-    command = [sys.executable, "-P", "-c", HOLD, str(out)]
-    owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    out, script = tmp_path / "out", tmp_path / "hold.py"
+    script.write_text(HOLD)
+    owner = start(str(out), program=[str(script)])
     try:
         assert owner.stdout.readline() == "held\n"
         message = rf"output_dir='{out}' is in use by another job \(pid {owner.pid} on .+\): wait"
@@ -250,7 +250,7 @@ def test_two_jobs_in_one_folder_at_once_are_refused_until_the_first_is_killed(tm
 
 
 def stop_in_a_step(rank, world_size, job, told, stop):
-    """Train while ranks ``told`` get SIGTERM in step ``stop``, counted from 0; also whether the handler is restored."""
+    """Train while ranks ``told`` get SIGTERM in step ``stop``, counted from 0; the handler is restored."""
 
     class Told(trainer.TrainStep):
         def _backward(self, step, told_to_stop):
@@ -258,27 +258,37 @@ def stop_in_a_step(rank, world_size, job, told, stop):
                 os.kill(os.getpid(), signal.SIGTERM)
             return super()._backward(step, told_to_stop)
 
-    trainer.TrainStep = Told
     before = signal.getsignal(signal.SIGTERM)
-    result = train(job, Rank(rank, world_size))
-    return result, signal.getsignal(signal.SIGTERM) == before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "TrainStep", Told)
+        result = train(job, Rank(rank, world_size))
+    assert signal.getsignal(signal.SIGTERM) == before
+    return result
+
+
+def stop_and_go_on(rank, world_size, job, told, whole):
+    """The results of a run that is stopped in step 3, of the same one afterwards, and of ``whole``."""
+    stopped = stop_in_a_step(rank, world_size, job, told, 3)
+    dist.barrier()
+    saved = json.loads((Path(job.output_dir) / "result.json").read_text())
+    dist.barrier()  # all have read what the next run removes
+    resumed = train(replace(job, resume=job.output_dir), Rank(rank, world_size))
+    return stopped, saved, resumed, train(whole, Rank(rank, world_size))
 
 
 @pytest.mark.parametrize(("world_size", "told"), [slow(1, 0), (2, 1)])
 def test_all_ranks_stop_after_the_same_step_and_go_on_bitwise(world_size, told, tmp_path):
     job = make_job(tmp_path, ep=world_size, steps=9, eval_every=2)
-    whole = run_ranks(train_on_rank, world_size, replace(job, output_dir=str(tmp_path / "whole")))
-    ends = run_ranks(stop_in_a_step, world_size, job, [told], 3)
+    whole = replace(job, output_dir=str(tmp_path / "whole"))
+    ends = run_ranks(stop_and_go_on, world_size, job, [told], whole)
     assert ends == [ends[0]] * world_size
-    result, restored = ends[0]
-    assert restored
-    assert (result["stopped"], result["steps"]) == ("SIGTERM", 5)  # told in step 4, which the others learn in step 5
-    assert result["checkpoint"] == str(tmp_path / "out" / "step-000005")
-    assert json.loads((tmp_path / "out" / "result.json").read_text()) == result
-    resumed = run_ranks(train_on_rank, world_size, replace(job, resume=str(tmp_path / "out")))
+    stopped, saved, resumed, undisturbed = ends[0]
+    assert (stopped["stopped"], stopped["steps"]) == ("SIGTERM", 5)  # told in step 4, which the others learn in step 5
+    assert stopped["checkpoint"] == str(tmp_path / "out" / "step-000005")
+    assert saved == stopped
     assert losses(tmp_path / "out") == losses(tmp_path / "whole")
-    assert resumed[0]["heldout_nats_per_byte"] == whole[0]["heldout_nats_per_byte"]
-    assert "stopped" not in resumed[0]
+    assert resumed["heldout_nats_per_byte"] == undisturbed["heldout_nats_per_byte"]
+    assert "stopped" not in resumed
 
 
 def test_the_result_of_an_earlier_end_is_gone_where_a_run_goes_on(tmp_path, monkeypatch):
@@ -299,7 +309,7 @@ def test_the_result_of_an_earlier_end_is_gone_where_a_run_goes_on(tmp_path, monk
 
 
 def test_a_run_that_is_over_anyway_ends_as_ever(tmp_path):
-    for result, _ in run_ranks(stop_in_a_step, 2, make_job(tmp_path, ep=2), [0, 1], 4):
+    for result in run_ranks(stop_in_a_step, 2, make_job(tmp_path, ep=2), [0, 1], 4):
         assert (result["steps"], "stopped" in result) == (6, False)
         assert result["heldout_nats_per_byte"] > 0
 
