@@ -15,7 +15,7 @@ from late import hurry
 from layer_cases import LayerCase, assert_as_close, rank_inputs
 from layer_ranks import open_group
 from modular_cases import dequantized_weights, expected, rank_weights
-from ranks import in_ranks, run_ranks
+from ranks import in_ranks
 from torch import Tensor
 
 from comet.errors import StepFailedError, UnavailableError
@@ -177,11 +177,10 @@ def start_vllm() -> None:
     init_workspace_manager(torch.device("cpu"))
 
 
-def run_adapted(rank: int, world_size: int, cases: list[LayerCase]) -> None:
-    start_vllm()
+def check_kernels(rank: int, cases: list[LayerCase]) -> None:
     for case in cases:
         group, config = open_group(case), case.config
-        rows = [AllToAll, SymmetricContiguous, *([SingleRank] if world_size == 1 else [])]
+        rows = [AllToAll, SymmetricContiguous, *([SingleRank] if case.world_size == 1 else [])]
         pairs = [*itertools.product(rows, contiguous_experts(case, group))]
         pairs += itertools.product([SymmetricBatched], batched_experts(case, group))
         for (transport, inner), weight_type in itertools.product(pairs, WEIGHT_TYPES):
@@ -196,15 +195,12 @@ def run_adapted(rank: int, world_size: int, cases: list[LayerCase]) -> None:
         group.close()
 
 
-@needs_vllm
-def test_the_kernel_of_vllm_equals_the_reference() -> None:
-    run_ranks(run_adapted, 1, [CASE], timeout=400)
-
-
 @pytest.mark.slow
 @needs_vllm
-def test_the_kernel_of_vllm_on_two_ranks_with_an_expert_map() -> None:
-    run_ranks(run_adapted, 2, TWO_RANKS, timeout=400)
+@in_ranks(2, timeout=400)
+def test_the_kernel_of_vllm_on_two_ranks_with_an_expert_map(rank: int, world_size: int) -> None:
+    start_vllm()
+    check_kernels(rank, TWO_RANKS)
 
 
 def check_parts(kernel: Any, kinds: dict[type, Any]) -> None:
@@ -295,11 +291,8 @@ def check_schemes(kinds: dict[type, Any]) -> None:
             assert supports(None, other) == (other == rows)
 
 
-@needs_vllm
-@in_ranks(1, timeout=400)
-def test_activations_and_biases_of_vllm(rank: int, world_size: int) -> None:
+def check_activations_and_biases() -> None:
     """gpt-oss's layers, as vLLM has them: biases, and w1 in either order; and GeGLU."""
-    start_vllm()
     from vllm.model_executor.layers.activation import SwigluOAIAndMul
 
     rows = 8 * torch.randn(5, 2 * CASE.ffn_size)
@@ -345,10 +338,8 @@ def test_activations_and_biases_of_vllm(rank: int, world_size: int) -> None:
         group.close()
 
 
-@needs_vllm
-@in_ranks(1, timeout=400)
-def test_adapters_keep_to_the_abstract_classes_of_vllm(rank: int, world_size: int) -> None:
-    start_vllm()
+def check_contracts() -> None:
+    """Adapters keep to the abstract classes of vLLM."""
     kernel, _ = modules()
     group, config = open_group(CASE), CASE.config
     transports = [AllToAll, SingleRank, SymmetricContiguous, SymmetricBatched]
@@ -364,6 +355,16 @@ def test_adapters_keep_to_the_abstract_classes_of_vllm(rank: int, world_size: in
     check_refusals(group)
     check_schemes(kinds)
     group.close()
+
+
+@needs_vllm
+@in_ranks(1, timeout=400)
+def test_the_kernel_of_vllm_equals_the_reference(rank: int, world_size: int) -> None:
+    """In one process, as importing vLLM takes most of the time."""
+    start_vllm()
+    check_contracts()
+    check_activations_and_biases()
+    check_kernels(rank, [CASE])
 
 
 @pytest.mark.slow
