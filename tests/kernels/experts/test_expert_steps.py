@@ -181,7 +181,7 @@ def test_kernels_equal_their_twins(
     twins = Twins.make(case, num_slots, policy, int(num_slots < case.E), profile)
     made, first, cores = torch.Generator().manual_seed(case.seed), twins.mine.first_expert, twins.cores
     tables = twins.mine.tables
-    for step in range(4):
+    for step in range(4 if policy == "lru" else 8):  # what is used least differs from the oldest later on
         one_wave = step % 2 and num_slots >= case.K  # in between
         tokens, ids, weights = twins.draw(made, 1 if one_wave else case.T)
         needed = {expert for expert in ids.flatten().tolist() if expert >= first}
