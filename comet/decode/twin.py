@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from comet.config import require
-from comet.decode.weights import CODES, DecodeWeights, check_inputs
+from comet.decode.weights import DecodeWeights, check_inputs
 from comet.kernels.experts.cache import bring_torch
 from comet.kernels.experts.host import add_hosted_torch
 from comet.kernels.experts.tables import HostExperts
 from comet.kernels.experts.waves import count_waves, split_waves_torch
-from comet.quantization.formats import FP8, MXFP4, MXFP8
+from comet.quantization.formats import CODES, FP8, MXFP4, MXFP8
 from comet.reference.layer import run_expert, sum_slots
 from comet.utils.match import check_id_range
 

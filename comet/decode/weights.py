@@ -11,11 +11,10 @@ from comet.comm.collectives import wants_grad
 from comet.config import DIM_MULTIPLE, MAX_TOP_K, check_token_dtype, require
 from comet.kernels.experts.tables import ExpertParts, HostExperts
 from comet.kernels.runtime.activation import SWIGLU, Activation
-from comet.quantization.formats import FP8_BLOCK, MX_BLOCK, check_scale_values
+from comet.quantization.formats import CODES, FP8_BLOCK, MX_BLOCK, check_scale_values
 from comet.utils.match import Sizes, check_id_dtype
 
 MAX_DECODE_TOKENS = 64
-CODES = torch.uint8  # dtype of weights in MXFP4: two e2m1 codes each
 START_BYTES = 16  # kernels read codes in pieces of so many bytes
 
 

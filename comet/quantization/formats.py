@@ -31,6 +31,7 @@ ScaleRule = Literal["floor", "fit"]
 MXType = Literal["mxfp8", "mxfp4"]
 StoredType = Literal["mxfp8", "mxfp4", "fp8"]
 
+CODES = torch.uint8  # dtype of weights in MXFP4: two e2m1 codes each
 MX_BLOCK = 32
 FP8_BLOCK = 128
 E4M3_MAX = 448.0

@@ -26,7 +26,6 @@ from torch.nn.functional import linear
 
 from comet.comm.signals import fence
 from comet.config import require
-from comet.decode.weights import CODES
 from comet.kernels.experts.mailbox import (
     ANSWERED,
     EXPERTS,
@@ -40,7 +39,7 @@ from comet.kernels.experts.mailbox import (
 )
 from comet.kernels.experts.tables import ExpertParts
 from comet.kernels.runtime.activation import SWIGLU, Activation
-from comet.quantization.formats import FLOAT32_FRACTION_BITS, FP8_BLOCK
+from comet.quantization.formats import CODES, FLOAT32_FRACTION_BITS, FP8_BLOCK
 
 PATIENCE_NS = 20_000_000  # of polling without a pause, behind the last request
 PAUSE_S = 100e-6
