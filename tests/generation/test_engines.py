@@ -14,6 +14,7 @@ from ranks import in_ranks
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 
 from hf_cases import FAMILIES, VOCABULARY, make_group, tiny_model
+from tiers import slow
 from torch import Tensor
 from training_cases import GPT_OSS, MODEL, MOE, awake_model
 
@@ -68,8 +69,8 @@ def tokens_of(engine: Engine) -> Tensor:
 
 
 @pytest.mark.parametrize(("name", "ep", "tp"), [
-    ("shared expert in decode steps", 2, 1), ("shared expert in decode steps", 1, 2), ("gpt-oss", 1, 2),
-    ("mixtral", 1, 2),
+    ("shared expert in decode steps", 2, 1), slow("shared expert in decode steps", 1, 2), ("gpt-oss", 1, 2),
+    slow("mixtral", 1, 2),
 ])  # fmt: skip
 @in_ranks(2)
 def test_two_ranks_take_the_steps_of_one(rank: int, world_size: int, name: str, ep: int, tp: int) -> None:

@@ -357,6 +357,7 @@ def check_contracts() -> None:
     group.close()
 
 
+@pytest.mark.slow
 @needs_vllm
 @in_ranks(1, timeout=400)
 def test_the_kernel_of_vllm_equals_the_reference(rank: int, world_size: int) -> None:

@@ -96,6 +96,7 @@ def converted(rank: int, world_size: int, folder: Path) -> list[torch.Tensor]:
     return answers
 
 
+@pytest.mark.slow
 def test_hugging_face_models_over_two_nodes(tmp_path: Path) -> None:
     alone = tiny_model("deepseek_v3")
     first, second = run_ranks(converted, 2, published(tmp_path, "qwen3_moe", **SIZES), timeout=300)

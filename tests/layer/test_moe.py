@@ -85,7 +85,7 @@ def test_kernels_in_the_interpreter(world_size: int, is_quick: bool) -> None:
 
 
 @pytest.mark.parametrize("path", ["reference", "plain", "twin"])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, slow(4)])
 def test_torch_with_all_activations(path: str, world_size: int) -> None:
     """Paths without kernels; over TP = 2 a rank's 8 columns are padded."""
     base = LayerCase(

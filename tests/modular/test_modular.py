@@ -55,6 +55,7 @@ from comet.quantization.formats import FP8, MXFP8
 SMALL = LayerCase("small", 1, 1, (9,))
 
 
+@pytest.mark.slow
 def test_every_combination_on_one_rank() -> None:
     cases = [*attacks(1, seed=11), replace(SMALL, name="bfloat16", dtype=torch.bfloat16, seed=4)]
     cases += [replace(SMALL, name="biases", activation=each, ffn_size=48, expert_bias=True) for each in ACTIVATIONS]

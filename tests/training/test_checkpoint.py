@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
+from tiers import slow
 from training_cases import GPT_OSS, MODEL, MOE, TEXT, TRAIN, Rank, losses, make_job, make_model, train_on_rank
 
 from comet.config import ParallelConfig
@@ -61,7 +62,9 @@ def train_each(rank, world_size, *jobs):
     return [train(job, Rank(rank, world_size))["heldout_nats_per_byte"] for job in jobs]
 
 
-@pytest.mark.parametrize(("ep", "tp", "model"), [(2, 1, MODEL), (1, 2, NARROW), (1, 1, BIASED), (2, 2, BIASED_OSS)])
+@pytest.mark.parametrize(
+    ("ep", "tp", "model"), [slow(2, 1, MODEL), slow(1, 2, NARROW), (1, 1, BIASED), (2, 2, BIASED_OSS)]
+)
 def test_ranks_go_on_bit_for_bit_and_on_other_layouts_nearly_so(tmp_path, ep, tp, model):
     names, settings = ("whole", "again", "other"), dict(model=model, ep=ep, tp=tp, steps=6, checkpoint_every=3)
     whole, again, other = (make_job(tmp_path, **settings, output_dir=str(tmp_path / name)) for name in names)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from generate_cases import all_experts, graphs_on_cpu
 from ranks import in_ranks, run_ranks
+from tiers import slow
 from torch import Tensor
 from training_cases import (
     GPT_OSS,
@@ -73,7 +74,7 @@ def gradients(model):
 
 @pytest.mark.parametrize(
     ("world_size", "ep", "tp", "config"),
-    [(2, 1, 2, LINEAR), (2, 1, 1, LINEAR), (4, 2, 1, DENSE_FIRST), (4, 2, 2, GPT_OSS)],
+    [(2, 1, 2, LINEAR), (2, 1, 1, LINEAR), (4, 2, 1, DENSE_FIRST), slow(4, 2, 2, GPT_OSS)],
 )
 def test_ranks_learn_what_one_process_with_all_batches_learns(world_size, ep, tp, config):
     """TP, data-parallel ranks, EP in two data-parallel groups, and EP x TP."""

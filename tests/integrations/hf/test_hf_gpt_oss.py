@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import slow
 from torch import Tensor
 
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
@@ -117,7 +118,7 @@ def check_ranks(rank: int, world_size: int, ep: int, tp: int, folders: dict[str,
             group.close()
 
 
-@pytest.mark.parametrize(("ep", "tp"), [(1, 1), (2, 1), (1, 2), (1, 4)])
+@pytest.mark.parametrize(("ep", "tp"), [(1, 1), (2, 1), slow(1, 2), slow(1, 4)])
 def test_ranks_read_their_parts(ep: int, tp: int, folders: Folders) -> None:
     run_ranks(check_ranks, ep * tp, ep, tp, {style: folder for style, (folder, _) in folders.items()})
 
