@@ -79,6 +79,7 @@ def train_on_rank(rank: int, world_size: int, folder: Path, paths: dict[str, tup
         train(job, Rank(rank, world_size))
 
 
+@pytest.mark.slow
 def test_runs_of_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Three paths agree, and what has another seed does not."""
     paths = {path: (path, 0) for path in ("twin", "plain", "reference")}

@@ -290,7 +290,7 @@ CASES: list[dict[str, Any]] = [
 LAYOUTS = [
     ("qwen3_moe", 1, 1),
     ("mixtral", 1, 1),
-    ("qwen3_moe", 2, 1),
+    slow("qwen3_moe", 2, 1),
     slow("qwen3_moe", 1, 2),
 ]
 

@@ -63,7 +63,7 @@ def train_each(rank, world_size, *jobs):
 
 
 @pytest.mark.parametrize(
-    ("ep", "tp", "model"), [slow(2, 1, MODEL), slow(1, 2, NARROW), (1, 1, BIASED), (2, 2, BIASED_OSS)]
+    ("ep", "tp", "model"), [slow(2, 1, MODEL), slow(1, 2, NARROW), slow(1, 1, BIASED), (2, 2, BIASED_OSS)]
 )
 def test_ranks_go_on_bit_for_bit_and_on_other_layouts_nearly_so(tmp_path, ep, tp, model):
     names, settings = ("whole", "again", "other"), dict(model=model, ep=ep, tp=tp, steps=6, checkpoint_every=3)
