@@ -12,7 +12,8 @@ from gpus import captured
 from comet.decode.runners import LocalRunner
 from comet.experts.cache import CachedExperts
 from comet.kernels.experts.cache import bring_torch
-from comet.kernels.experts.tables import POLICIES, CacheTables, HostExperts
+from comet.kernels.experts.policy import POLICIES
+from comet.kernels.experts.tables import CacheTables, HostExperts
 from comet.kernels.experts.waves import count_waves, split_waves, split_waves_torch
 from comet.kernels.runtime.activation import Activation
 from comet.layout import RoutedTokens
