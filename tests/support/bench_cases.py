@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from forked import Program
+from forked import completed
 
 from lib.ranks import Ranks
 
@@ -23,12 +23,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 def run_bench(*words: str, torchrun: bool = False) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *(TORCHRUN if torchrun else []), str(ROOT / "benchmarks" / "bench.py"), *words]
-    with Program(command, env=os.environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            out, err = process.communicate(timeout=240)
-        finally:
-            process.kill()
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
+    return completed(command, os.environ, timeout_s=240)
 
 
 def report_of(*words: str, torchrun: bool = False) -> tuple[dict[str, Any], subprocess.CompletedProcess[str]]:

@@ -71,6 +71,16 @@ class Program(Forked):
         return self.returncode
 
 
+def completed(command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """``subprocess.run`` of such a program, with what it prints; it is ended where it takes longer."""
+    process = Program(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
 def _in_server(
     arguments: Sequence[str], folder: str | Path, env: Mapping[str, str], outputs: Sequence[Connection]
 ) -> NoReturn:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from forked import Program
+from forked import Program, completed
 from training_cases import Rank
 
 from comet.launch.config import compose, make_job
@@ -40,12 +40,8 @@ def start(
 
 def run(*words: str, program: Sequence[str] = (APP,), timeout_s: float = TIMEOUT_S) -> tuple[int, list[str], list[str]]:
     """Exit status, lines of standard output, lines of standard error."""
-    process = start(*words, program=program)
-    try:
-        out, err = process.communicate(timeout=timeout_s)
-    finally:
-        process.kill()
-    return process.returncode, out.splitlines(), err.splitlines()
+    ended = completed([sys.executable, *program, *words], environment(), timeout_s)
+    return ended.returncode, ended.stdout.splitlines(), ended.stderr.splitlines()
 
 
 def training(folder: Path, *words: str) -> list[str]:
