@@ -45,7 +45,7 @@ class Setting:
     quantised: str = ""  # name in ``SCALES``
     ranks: int = 1  # W
     gathered: bool = False  # whether the tokens are those of all ranks, ``num_tokens / ranks`` of each
-    dependent: bool = True  # whether down starts while gate/up drains; in waves it does not
+    dependent: bool = True  # whether down starts while gate/up drains
     # whose slot is given away where GPU memory holds a quarter of the experts; ``None``: all are there
     cache: Policy | None = None
     prefetched: bool = False  # whether experts may have travelled to the cache before
@@ -82,8 +82,7 @@ class Setting:
         _, top_k, hidden_size, ffn_size = SHAPES[self.shape]
         return select(
             self.dtype, self.num_tokens, top_k, hidden_size, ffn_size,
-            shared_scale=SCALES[self.quantised], four_bits=self.quantised == "mxfp4",
-            dependent=self.dependent and not self.wave,
+            shared_scale=SCALES[self.quantised], four_bits=self.quantised == "mxfp4", dependent=self.dependent,
         )  # fmt: skip
 
     def constants(self) -> StepConstants:

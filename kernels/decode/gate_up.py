@@ -113,8 +113,7 @@ def gate_up_kernel(step, w1, w1_desc, epoch_ptr, cache, T, D, F, E, S, STEP: tl.
                     plan_misses(step.ids, T, T * K, cache, E, S, J_BLOCK, CACHE)
                     if CACHE.mail > 0:
                         ask_host(step.tokens, step.ids, step.routing_weights, T, D, cache, E, S, K, J_BLOCK, CACHE)
-                allow_next(STEP.dependent)
-                fetch_misses(fetcher, CACHE.rows * width, cache, E, S, CACHE)
+                fetch_misses(fetcher, CACHE.rows * width, cache, E, S, STEP.dependent, CACHE)
                 if CACHE.mail > 0:
                     if fetcher == 0:
                         take_answer(T, D, cache, E, S, CACHE)

@@ -54,7 +54,7 @@ def decode(step: Step, config: DecodeConfig, buffer: ReceiveBuffer | None = None
     gathered = buffer is not None and buffer.gather is not None
     constants = step_constants(
         config, num_tokens, top_k, num_experts, step.tensors.tokens.dtype, step.w1.elements.dtype,
-        shared_scale=step.shared_scale, gathered=gathered, dependent=_starts_early(config, step),
+        shared_scale=step.shared_scale, gathered=gathered, dependent=_starts_early(config, step.tensors.tokens.device),
     )  # fmt: skip
     gate_up = of_gate_up(constants, config.gate_up, hidden_size, step.activation)
     down = of_down(constants, config, ffn_size, 1 if buffer is None else buffer.world_size)
@@ -155,14 +155,9 @@ def _cache(step: Step, groups: int, num_warps: int) -> tuple[tuple[Tensor, ...],
     return host.pointers(*slots), host.constants(groups, num_warps)
 
 
-def _starts_early(config: DecodeConfig, step: Step) -> bool:
-    """The interpreter, and GPUs before Hopper, run one kernel after the other and know no dependent launch.
-
-    Nor do steps in waves use it: with it a CUDA launch failed after some hundred of them that nobody had waited for
-    (``benchmarks/results/experts.md``).
-    """
-    in_turn = triton.knobs.runtime.interpret or step.waves is not None
-    return config.dependent and not in_turn and starts_early(step.tensors.tokens.device)
+def _starts_early(config: DecodeConfig, device: torch.device) -> bool:
+    """The interpreter, and GPUs before Hopper, run one kernel after the other and know no dependent launch."""
+    return config.dependent and not triton.knobs.runtime.interpret and starts_early(device)
 
 
 def most_registers(shape: BlockShape, world_size: int) -> int | None:

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..runtime.dependent import wait_for_previous
+from ..runtime.dependent import allow_next, wait_for_previous
 from ..runtime.primitives import clock_ns
 from .host import leave_to_host, tell_mail, worth_least
 from .prefetch import STOP, take_over, take_over_torch
@@ -195,13 +195,18 @@ def fetch_half(fetcher, fetchers, copy, cache, E, S, HALF: tl.constexpr, CACHE: 
 
 
 @triton.jit
-def fetch_misses(fetcher, fetchers, cache, E, S, CACHE: tl.constexpr):
-    """Bring what is missing, once the planner has said so; the last block to end makes ready for the next step."""
+def fetch_misses(fetcher, fetchers, cache, E, S, DEPENDENT: tl.constexpr, CACHE: tl.constexpr):
+    """Bring what is missing, once the planner has said so; the last block to end makes ready for the next step.
+
+    The next kernel may start once the planner has said so, not before: it reads ``CHANGED`` first of all. Where that
+    was still of the step before for some warps of a block, these went another way than the others, or read old slots.
+    """
     state_ptr, totals_ptr = cache[0], cache[2]
     header_ptr = header_of(state_ptr, E, S)
     ready = load_acquired(header_ptr + READY, CACHE.interpret)
     while ready == 0:
         ready = load_acquired(header_ptr + READY, CACHE.interpret)
+    allow_next(DEPENDENT)
     count = ready - 1
     for copy in range(count):
         fetch_half(fetcher, fetchers, copy, cache, E, S, 0, CACHE)

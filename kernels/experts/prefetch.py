@@ -58,6 +58,7 @@ def rests(header_ptr):
     """Whether the predictor goes without a plan; counts that."""
     begun, needed = tl.load(header_ptr + BEGUN), tl.load(header_ptr + NEEDED)
     is_wrong = (begun >= ENOUGH) & (4 * needed < begun)
+    tl.debug_barrier()  # all warps have read it
     if is_wrong:
         tl.store(header_ptr + BEGUN, begun - 1)
     return is_wrong
@@ -158,7 +159,8 @@ def travel_kernel(cache, E, S, CACHE: tl.constexpr):
             copy = piece // CACHE.ahead
             expert, place = tl.load(ahead_ptr + copy), tl.load(ahead_ptr + S + copy)
             copy_piece(piece % CACHE.ahead, expert - first_held, place, cache, CACHE)
-            is_open = load_acquired(header_ptr + GATE, CACHE.interpret) < STOP
+            # Not a load: each warp would have its own answer, and those that find the gate open copy a piece alone.
+            is_open = tl.atomic_add(header_ptr + GATE, 0, sem="relaxed", scope="gpu") < STOP
     tl.debug_barrier()
     tl.atomic_add(header_ptr + GATE, -1, sem="acq_rel", scope="gpu")
 
@@ -214,6 +216,7 @@ def take_over(now, state_ptr, totals_ptr, E, S, CACHE: tl.constexpr):
         tl.atomic_add(totals_ptr + 5, needed.to(tl.int64), sem="relaxed")
         tl.atomic_add(totals_ptr + 6, came.to(tl.int64) * PIECE, sem="relaxed")
         count_use(header_ptr, begun, needed)
+        tl.debug_barrier()  # all warps have read it
         tl.store(header_ptr + PLANNED, 0)
     tl.store(header_ptr + THERE1, there1)
     tl.store(header_ptr + THERE2, there2)

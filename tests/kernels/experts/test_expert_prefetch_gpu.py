@@ -6,17 +6,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cached_layers import LAYERS, CachedLayers, D, E, K
+from cache_cases import cache_of, resident_weights
+from cached_layers import CUDA, LAYERS, CachedLayers, D, E, K, case_of
 from gpus import captured
 from training_cases import MODEL, awake_model
 
 from comet.config import MoEConfig, SpeculationConfig
+from comet.decode.runners import LocalRunner
 from comet.experts.cache import report_of
 from comet.generation.engine import GPTEngine
 from comet.generation.generate import generate, warm_up
 from comet.generation.speculation import Speculation
 from comet.generation.text import ByteCodec
 from comet.jobs.generate import GenerateConfig
+from comet.kernels.experts.prefetch import plan, travel
 from comet.kernels.experts.tables import GATE
 
 pytestmark = pytest.mark.gpu
@@ -63,6 +66,35 @@ def test_steps_equal_resident_experts_bit_for_bit(num_tokens: int, num_slots: in
     if num_slots < E:
         assert report.prefetched > report.prefetched_needed > 0
         assert report.prefetch_precision is not None
+
+
+def test_what_travels_until_its_step_begins_arrives_whole() -> None:
+    """Experts of Qwen3, of a thousand pieces each; the step begins while they travel."""
+    print("seed 0")
+    made, drawn, num_experts, num_slots = torch.Generator().manual_seed(0), random.Random(0), 24, 12
+    case, place = case_of(1, K=4, E=num_experts, D=2048, F=768), (None, CUDA, torch.bfloat16)
+    cache, everything = cache_of(case, num_slots, "lru", *place), resident_weights(case, *place)
+    cache.expect_prefetch()
+    runner, side = LocalRunner(4, 1), torch.cuda.Stream()
+    tokens, weights = torch.randn(1, 2048, generator=made).bfloat16().cuda(), torch.full((1, 4), 0.25, device=CUDA)
+    for step in range(400):
+        ids, guesses = (torch.rand(1, num_experts, generator=made).argsort(1)[:, :4].int().cuda() for _ in range(2))
+        guesses[:, :3] = ids[:, :3]
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            plan(guesses, cache.weights.parts, cache.host)
+            planned = side.record_event()
+            travel(cache.weights.parts, cache.host)
+        torch.cuda.current_stream().wait_event(planned)
+        torch.cuda._sleep(drawn.randrange(1_000_000))
+        runner.decode(tokens, ids, weights, cache.weights)
+        torch.cuda.synchronize()
+        owners = cache.tables.owners.long()
+        held = owners >= 0
+        for slots, stored in zip(cache.weights.parts, everything.parts, strict=True):
+            assert torch.equal(slots[held], stored[owners[held]]), f"step {step}"
+    begun, needed = cache.tables.totals[4:6].tolist()
+    assert begun > needed > 0
 
 
 EXPERTS = MoEConfig(hidden_size=128, ffn_size=128, num_experts=16, top_k=4)
