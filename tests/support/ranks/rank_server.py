@@ -21,6 +21,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+import late_warps
+
 # What ranks import most, with the modules of all kernels: what is imported here no rank need import, nor, under the
 # interpreter, parse. Importing it must start no thread (fork copies only one) and touch no device.
 PRELOADED = (
@@ -42,6 +44,7 @@ def prepare() -> None:
         from quick_interpreter import quicken
 
         quicken()
+    late_warps.install_if_asked()
     gc.freeze()  # a collection in a fork leaves these objects alone, and their pages shared
 
 
