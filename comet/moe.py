@@ -163,6 +163,7 @@ class MoE(nn.Module):
         side = self.group.side_stream if pays else SideStream(None)
         router = self.router if router is None else router
         routing = router(tokens)
+        self.group.workspace.join_stream()  # what runs beside may take memory that a call on another stream still reads
         beside = side.start(partial(self._beside, router), tokens, routing.logits, routing.scores, routing.top_k_ids)
         routed = self.routed_experts(tokens, routing.top_k_ids, routing.top_k_weights)
         shared, *stats = beside()

@@ -78,7 +78,8 @@ class StreamOrder:
     nothing between them. The layers share memory and an epoch, so their work has to keep the order of the calls.
 
     Inside the capture of a CUDA graph a stream waits for streams of that capture only: torch waits for the device
-    before a capture begins, and whoever replays the graph joins first.
+    before a capture begins, and whoever replays the graph joins first. A capture uses nothing, so the last stream is
+    who it was before.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -86,7 +87,8 @@ class StreamOrder:
             device = torch.device("cuda", torch.cuda.current_device())
         self._device = device
         self._last: torch.cuda.Stream | None = None
-        self._handle = -1  # of the last stream
+        self._last_captured: torch.cuda.Stream | None = None
+        self._handle = -1  # of the last stream; -1 behind a capture
         self._is_gpu = device.type == "cuda"
 
     def join(self) -> None:
@@ -97,7 +99,13 @@ class StreamOrder:
 
     def _change(self) -> None:
         current, last = torch.cuda.current_stream(self._device), self._last
-        if last is not None and (_captures(last) or not _captures(current)):
+        if _captures(current):
+            for other in (last, self._last_captured):
+                if other is not None and _captures(other):
+                    current.wait_stream(other)
+            self._last_captured, self._handle = current, -1
+            return
+        if last is not None:
             current.wait_stream(last)
         self._last, self._handle = current, current.cuda_stream
 

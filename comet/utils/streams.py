@@ -27,7 +27,8 @@ class SideStream:
 
     Why no memory is reused too early: the allocator gives memory back to the stream it was taken on, once the host has
     let go of it. The caller keeps the inputs until it has joined. What the work made is reused only by later work,
-    which waits first for all that the caller has launched, and so for its last use. A backward pass waits only for the
+    which waits first for all that the caller has launched, and so for its last use; callers on several streams wait
+    for each other first (``Workspace.join_stream``). A backward pass waits only for the
     gradients it needs; so where gradients are recorded, the allocator is told of both streams.
 
     Args:

@@ -8,6 +8,7 @@ from gpus import captured
 from stream_cases import assert_same, make_pair, make_tokens, named, train_step
 
 from comet import moe
+from comet.graphed.moe import GraphedMoE
 
 pytestmark = pytest.mark.gpu
 
@@ -62,8 +63,14 @@ def test_layer_replays_from_a_cuda_graph_with_other_routing(dtype: torch.dtype) 
     layers.streams.group.workspace.check()
 
 
-def test_two_layers_of_one_group_on_two_streams_keep_the_order_of_their_calls() -> None:
+@pytest.mark.parametrize("kind", ["in line", "streams", "graphed"])
+def test_two_layers_of_one_group_on_two_streams_keep_the_order_of_their_calls(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shared expert beside or not; a graph is captured between the calls."""
+    monkeypatch.setattr(moe, "BESIDE_TOKENS", 0)
     layers = make_pair("cuda", torch.bfloat16)
+    layer = {"in line": layers.in_line, "streams": layers.streams, "graphed": GraphedMoE(layers.in_line)}[kind]
     inputs = [make_tokens(layers.in_line, seed) for seed in range(8)]
     with torch.no_grad():
         expected = [layers.in_line(x)[0].clone() for x in inputs]
@@ -73,7 +80,7 @@ def test_two_layers_of_one_group_on_two_streams_keep_the_order_of_their_calls() 
             with torch.cuda.stream(streams[index % 2]):
                 if index % 3 == 0:
                     torch.cuda._sleep(20_000_000)  # the other stream would be done long before
-                found.append(layers.in_line(x)[0])
+                found.append(layer(x)[0])
         layers.in_line.group.workspace.check()
     for index, (actual, wanted) in enumerate(zip(found, expected, strict=True)):
         assert_same({"output": actual}, {"output": wanted}, f"call {index}")

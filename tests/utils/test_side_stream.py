@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from unittest.mock import MagicMock, call
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from stream_cases import CONFIG, assert_same, make_pair, make_tokens, train_step
 
 from comet import moe
+from comet.comm.base import StreamOrder
 from comet.moe import MoE
 from comet.router.losses import RouterStats
 from comet.utils.streams import SideStream
@@ -100,3 +102,14 @@ def test_nothing_in_the_layer_waits_for_what_runs_beside_it(monkeypatch: pytest.
     for name in ("output", "loss", "load"):
         assert torch.equal(found[name], expected[name]), name
     torch.testing.assert_close(found, expected)  # gradients are added up in another order
+
+
+def test_the_layer_joins_streams_before_anything_runs_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of what runs beside may be of a call on another stream, which still reads it."""
+    layers = make_pair("cpu", torch.float32)
+    order: list[str] = []
+    monkeypatch.setattr(moe, "BESIDE_TOKENS", 0)
+    monkeypatch.setattr(StreamOrder, "join", lambda _: order.append("join"))
+    monkeypatch.setattr(SideStream, "start", lambda _, work, *inputs: order.append("start") or partial(work, *inputs))
+    layers.streams(make_tokens(layers.streams, 0))
+    assert order[:2] == ["join", "start"]
