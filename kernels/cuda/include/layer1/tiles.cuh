@@ -76,8 +76,8 @@ __device__ __forceinline__ PanelTile tile_at(const PanelProblem<Config>& problem
     const int count = __ldg(problem.counts + expert), plan_tiles = ceil_div(count, Config::PLAN_TILE_ROWS);
     const int height = tile_rows<Config>(count, num);
     tile.first_row = __ldg(problem.starts + expert) + place.row_tile * height;
-    // Heights are rounded up, so the last tile may be lower than the others; it has at least one step.
-    tile.rows = max(min(height, ceil_div(count - place.row_tile * height, ROW_STEP) * ROW_STEP), ROW_STEP);
+    // Heights are rounded up, so the last tile may be lower than the others.
+    tile.rows = min(height, ceil_div(count - place.row_tile * height, ROW_STEP) * ROW_STEP);
     tile.plan_tiles = (place.row_tile + 1) * plan_tiles / num - place.row_tile * plan_tiles / num;
     return tile;
 }
@@ -103,8 +103,11 @@ __device__ __forceinline__ void list_row_tiles(const PanelProblem<Config>& probl
     };
     const int row_tiles = list([](int count) { return num_row_tiles<Config>(count); });
     if (Config::MMA_ROWS == 2 * Config::PLAN_TILE_ROWS && 2 * row_tiles * per_row_tile <= int(gridDim.x)) {
+        // As many as it takes at the height of so many: that is rounded up, so of many tiles the last ones may be left
+        // without rows, and would lie behind the expert's.
         list([](int count) {
-            return max((count + Config::PLAN_TILE_ROWS / 2) / Config::PLAN_TILE_ROWS, int(count > 0));
+            const int num = max((count + Config::PLAN_TILE_ROWS / 2) / Config::PLAN_TILE_ROWS, 1);
+            return count > 0 ? ceil_div(count, tile_rows<Config>(count, num)) : 0;
         });
     }
 }
