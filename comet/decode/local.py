@@ -12,7 +12,7 @@ from comet.kernels.decode.blocks import DecodeConfig, select
 from comet.kernels.decode.step import ExpertWeights, ReceiveBuffer, Step, StepTensors
 from comet.kernels.decode.warp_decode import decode
 from comet.kernels.experts.tables import HostExperts
-from comet.kernels.experts.waves import count_waves, split_waves
+from comet.kernels.experts.waves import count_waves
 from comet.kernels.runtime.arguments import aligned
 from comet.utils.graphs import hold_if_captured
 from comet.utils.uncompiled import uncompiled
@@ -77,22 +77,21 @@ def run_kernels(
         scratch = DecodeScratch.create(weights, top_k, tokens.dtype, max_tokens=num_tokens)
     scratch.check(tokens, top_k, weights)
     host = weights.host
-    held = () if host is None else (*host.parts, host.tables.scores, *(host.mail.pointers if host.mail else ()))
+    held = () if host is None else host.memory
     held += tuple(bias for bias in (weights.b1, weights.b2) if bias is not None)
     hold_if_captured(weights.w1, *held, weights.slots, *scratch.buffers)
     w1, w2 = weights.w1, weights.w2
     if weights.per_number > 1:
         w1, w2 = w1.view(torch.int32), w2.view(torch.int32)
     ids, routing_weights, tokens = top_k_ids.contiguous(), top_k_weights.contiguous(), aligned(tokens.contiguous())
-    waves, all_ids = (None, None) if host is None else _waves(ids, host)
     step = Step(
-        tensors=StepTensors(tokens, ids, routing_weights, weights.slots, *scratch.buffers, out, all_ids),
+        tensors=StepTensors(tokens, ids, routing_weights, weights.slots, *scratch.buffers, out),
         w1=ExpertWeights(w1, weights.w1_scales, weights.b1),
         w2=ExpertWeights(w2, weights.w2_scales, weights.b2),
         shared_scale=weights.shared_scale,
         activation=weights.activation,
         host=host,
-        waves=waves,
+        num_waves=1 if host is None else _num_waves(top_k_ids, host),
     )
     if config is None:
         sizes = (weights.hidden_size, weights.ffn_size)
@@ -104,11 +103,12 @@ def run_kernels(
     return out
 
 
-def _waves(ids: Tensor, host: HostExperts) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """``Step.waves`` and ``StepTensors.all_ids``."""
+def _num_waves(ids: Tensor, host: HostExperts) -> int:
+    num_tokens, top_k = ids.shape
     num_slots = host.tables.num_slots
-    num_waves = count_waves(ids.numel(), host.w1.shape[0], num_slots)
-    if num_waves == 1:
-        return None, None
-    require(ids.shape[0] > 1, f"num_slots={num_slots} of the cache must be at least K={ids.shape[1]}, for one token")
-    return split_waves(ids, host, num_waves), ids
+    found = count_waves(ids.numel(), host.w1.shape[0], num_slots)
+    require(
+        found == 1 or num_tokens > 1,
+        f"num_slots={num_slots} of the cache must be at least K={top_k}, for one token",
+    )
+    return found

@@ -146,6 +146,7 @@ class ExpertCache(SlotCache):
         self.layer = 0
         self.num_held = w1.shape[0]
         self.copy_stream: torch.cuda.Stream | None = None  # one for all layers; None: copies are made at once
+        self.travel_stream: torch.cuda.Stream | None = None  # on which experts travel before their step, if any do
         self._owners: list[int] = []  # of all, as ``owners`` found them
         parts = zip(self.host.parts, self.weights.parts, strict=True)
         self._parts = [(part.unbind(), slots.unbind()) for part, slots in parts]
@@ -166,6 +167,8 @@ class ExpertCache(SlotCache):
 
     def owners(self) -> list[int]:
         """Expert of each slot, -1 for none, with what travelled for a step; waits for the device."""
+        if self.travel_stream is not None:  # no kernel here closes the gate, and what is claimed counts as there
+            torch.cuda.current_stream(self.weights.w1.device).wait_stream(self.travel_stream)
         take_over_torch(self.host, NEVER.value)
         self._owners = self.tables.owners.tolist()
         return [max(owner - self.first_expert, -1) for owner in self._owners]

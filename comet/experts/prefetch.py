@@ -47,6 +47,7 @@ class Prefetch:
         stream: torch.cuda.Stream | None,
     ) -> None:
         self._cache, self._predict, self._following, self._stream = cache, predict, following, stream
+        cache.travel_stream = stream
         self._tokens: Tensor | None = None  # kept for as long as the other stream reads them
         self._planned: torch.cuda.Event | None = None  # behind the plan for the step to come
         self._issued: torch.cuda.Event | None = None  # behind all that ends once this step has begun

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..experts.tables import CacheConstants
-from ..experts.waves import count_waves
+from ..experts.waves import count_waves, split_waves, wave_memory
 from ..gemm.group_gemm import dot_precision
 from ..runtime.activation import Activation
 from ..runtime.arch import starts_early
@@ -62,13 +62,17 @@ def decode(step: Step, config: DecodeConfig, buffer: ReceiveBuffer | None = None
     cache, of_step = _cache(step, groups, config.gate_up.num_warps)
     # Whatever can raise comes before the first launch: a gather alone would leave the other ranks with half a step.
     w1_desc, w2_desc = _descriptors(step, config)
+    tensors, waves, memory = step.tensors, [step.tensors.ids], None
+    if step.host is not None and step.num_waves > 1:
+        memory = wave_memory(tensors.ids, step.host, step.num_waves)
     if gathered:
         gather(step, buffer, dependent=constants.dependent)
-    waves = [step.tensors.ids] if step.waves is None else step.waves.unbind()
+    if memory is not None:  # of ids that may have been gathered just now
+        tensors = tensors._replace(all_ids=tensors.ids)
+        waves = list(split_waves(tensors.ids, step.host, step.num_waves, memory))
     for number, ids in enumerate(waves):
         is_last = number == len(waves) - 1
-        launch = _Launch(config, groups, cache, buffer if is_last else None)
-        tensors = step.tensors if step.waves is None else step.tensors._replace(ids=ids)
+        launch, tensors = _Launch(config, groups, cache, buffer if is_last else None), tensors._replace(ids=ids)
         if of_step is not None:
             of_wave = of_step.of_wave(number, len(waves))
             gate_up, down = gate_up._replace(cache=of_wave), down._replace(cache=of_wave, adds_up=is_last)
@@ -148,9 +152,8 @@ def _cache(step: Step, groups: int, num_warps: int) -> tuple[tuple[Tensor, ...],
     host = step.host
     if host is None:
         return None, None
-    num_waves = 1 if step.waves is None else len(step.waves)
     least = count_waves(step.tensors.ids.numel(), host.w1.shape[0], host.tables.num_slots)
-    assert num_waves >= least, "each expert of a wave has a slot"
+    assert step.num_waves >= least, "each expert of a wave has a slot"
     slots = step.w1.elements, step.w2.elements, step.w1.scales, step.w2.scales
     return host.pointers(*slots), host.constants(groups, num_warps)
 

@@ -136,6 +136,12 @@ class HostExperts(ExpertParts):
     fetched: torch.cuda.Event | None = None  # recorded where all experts of a step are there, if anybody asks
     mail: Mailbox | None = None  # asks the host's cores for some of them; None: all that are missing come to the device
 
+    @property
+    def memory(self) -> tuple[Tensor, ...]:
+        """What kernels of a step use, beside the slots and ``tables.slots``."""
+        mail = () if self.mail is None else self.mail.pointers
+        return (*self.parts, self.tables.scores, self.tables.totals, *mail)
+
     def place_in_rank(self, slot: int) -> int:
         """Number of a slot's expert among those of the rank; waits for the device."""
         return int(self.tables.owners[slot] - self.tables.header[FIRST.value])

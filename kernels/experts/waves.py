@@ -65,21 +65,29 @@ def waves_kernel(
         tl.store(waves_ptr + number * R + js, tl.where(wave == number, ids, -1), mask=js < J)
 
 
-def split_waves(ids: Tensor, host: HostExperts, num_waves: int) -> Tensor:
+def wave_memory(ids: Tensor, host: HostExperts, num_waves: int) -> Tensor:
+    """What ``split_waves`` needs."""
+    stride = triton.cdiv(ids.numel(), ALIGNMENT) * ALIGNMENT
+    return torch.empty(num_waves * stride + host.tables.num_experts, dtype=torch.int32, device=ids.device)
+
+
+def split_waves(ids: Tensor, host: HostExperts, num_waves: int, memory: Tensor | None = None) -> Tensor:
     """The ids of each wave of a step, contiguous ``ids (T, K)``; the others are masked there.
+
+    Args:
+        memory: ``wave_memory``, for whoever must not fail here.
 
     Returns:
         ``(num_waves, R)`` int32, of which the first T * K of a row are routed rows; R is a multiple of 4.
     """
     tables, num_rows = host.tables, ids.numel()
-    stride = triton.cdiv(num_rows, ALIGNMENT) * ALIGNMENT
-    size = num_waves * stride
-    waves = torch.empty(size + tables.num_experts, dtype=torch.int32, device=ids.device)
+    waves = wave_memory(ids, host, num_waves) if memory is None else memory
+    found = waves[: -tables.num_experts].view(num_waves, -1)
     waves_kernel[(1,)](
-        ids, tables.state, waves, num_rows, tables.num_experts, tables.num_slots, stride, WAVES=num_waves,
+        ids, tables.state, waves, num_rows, tables.num_experts, tables.num_slots, found.shape[1], WAVES=num_waves,
         J_BLOCK=power_of_2(num_rows), EXPERTS=power_of_2(tables.num_experts), num_warps=NUM_WARPS,
     )  # fmt: skip
-    return waves[:size].view(-1, stride)
+    return found
 
 
 def split_waves_torch(ids: Tensor, host: HostExperts, num_waves: int) -> Tensor:

@@ -53,10 +53,11 @@ def test_layouts(world_size: int, replicated: bool) -> None:
 
 
 @pytest.mark.multi_gpu(n=2)
-def test_steps_from_caches_in_waves() -> None:
+@pytest.mark.parametrize("replicated", [True, False], ids=["replicated", "own tokens"])
+def test_steps_from_caches_in_waves(replicated: bool) -> None:
     case = DecodeCase(name="waves", T=16, K=4, E=48, D=512, F=208, seed=6)
     counts = (16, 1, 5, 2, 16) * 20
-    run_ranks(compare_waves_over_ranks, 2, case, 5, counts, torch.device("cuda"), backend=ON_GPUS)
+    run_ranks(compare_waves_over_ranks, 2, case, 5, counts, replicated, torch.device("cuda"), backend=ON_GPUS)
 
 
 def replay(decode: RankDecode, inputs: Batch, weights: DecodeWeights) -> tuple[torch.Tensor, torch.Tensor]:

@@ -66,7 +66,7 @@ class Pass:
         self.prefetches: list[Prefetch] = [path.prefetch for path in paths]
         for cache, each in zip(caches, self.prefetches, strict=True):
             cache.host = replace(cache.host, fetched=Event())
-            each._stream = self.side
+            each._stream = cache.travel_stream = self.side
         monkeypatch.setattr(module, "plan", lambda ids, slots, host: self.note(f"guess of {ids.shape[1]}", host))
         monkeypatch.setattr(module, "travel", lambda slots, host: self.note("travel", host))
 
@@ -108,6 +108,17 @@ def test_steps_wait_for_plans_and_for_no_guess(num_experts: int, monkeypatch: py
     done = Pass(monkeypatch)
     done.run(num_experts)
     check_order(done, f"guess of {num_experts}")
+
+
+def test_whoever_streams_tokens_waits_for_what_travels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two layers of a step another thread may have its turn."""
+    done = Pass(monkeypatch)
+    first, tokens = done.prefetches[0], torch.zeros(1, 4)
+    first.before_step(tokens, K)
+    first.after_step(tokens)
+    assert "travel 1" not in done.main.over
+    done.caches[1].owners()
+    assert {f"guess of {K} 1", "travel 1"} <= done.main.over
 
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cache_cases import cache_of, resident_weights
+from cache_cases import cache_of, check_slots, resident_weights
 from cached_layers import CUDA, LAYERS, CachedLayers, D, E, K, case_of
 from gpus import captured
 from training_cases import MODEL, awake_model
@@ -95,6 +95,20 @@ def test_what_travels_until_its_step_begins_arrives_whole() -> None:
             assert torch.equal(slots[held], stored[owners[held]]), f"step {step}"
     begun, needed = cache.tables.totals[4:6].tolist()
     assert begun > needed > 0
+
+
+def test_whoever_streams_tokens_waits_for_what_travels() -> None:
+    """Another thread may read a prompt while experts of Qwen3's size are on their way to a step."""
+    case, place = case_of(1, K=4, E=8, D=2048, F=768), (None, CUDA, torch.bfloat16)
+    cache = cache_of(case, 6, "lru", *place)
+    cache.expect_prefetch()
+    cache.travel_stream = torch.cuda.Stream()
+    with torch.cuda.stream(cache.travel_stream):
+        torch.cuda._sleep(20_000_000)
+        plan(torch.tensor([[5, 2, 7, 1]], dtype=torch.int32, device=CUDA), cache.weights.parts, cache.host)
+        travel(cache.weights.parts, cache.host)
+    assert sorted(cache.owners()) == [-1, -1, 1, 2, 5, 7]
+    check_slots(cache)
 
 
 EXPERTS = MoEConfig(hidden_size=128, ffn_size=128, num_experts=16, top_k=4)

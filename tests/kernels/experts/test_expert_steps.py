@@ -271,9 +271,11 @@ def test_twins_in_waves_equal_resident_ones_bit_for_bit(num_slots: int) -> None:
     assert (int(cache.tables.totals[1]) > case.E) == (num_slots < case.E), "experts that were given away came back"
 
 
-def test_waves_over_ranks() -> None:
-    case = DecodeCase(name="ranks", T=4, K=2, E=12, D=32, F=16, config=MATRIX, seed=6)
-    run_ranks(compare_waves_over_ranks, 2, case, 2, (4, 1), interpret=True)
+@pytest.mark.parametrize("replicated", [True, False], ids=["replicated", "own tokens"])
+def test_waves_over_ranks(replicated: bool) -> None:
+    case = DecodeCase(name="ranks", T=4 if replicated else 2, K=2, E=12, D=32, F=16, config=MATRIX, seed=6)
+    counts = (4, 1) if replicated else (2, 1)
+    run_ranks(compare_waves_over_ranks, 2, case, 2, counts, replicated, interpret=True)
 
 
 @pytest.mark.usefixtures("interpreted")

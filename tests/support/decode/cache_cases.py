@@ -79,15 +79,24 @@ def check_slots(cache: ExpertCache) -> None:
 
 
 def compare_waves_over_ranks(
-    rank: int, world_size: int, case: DecodeCase, num_slots: int, counts: tuple[int, ...], device: torch.device = CPU
+    rank: int,
+    world_size: int,
+    case: DecodeCase,
+    num_slots: int,
+    counts: tuple[int, ...],
+    replicated: bool,
+    device: torch.device = CPU,
 ) -> None:
-    """Ranks take as many waves, whatever each of them misses, and give what they give with all experts."""
-    made = torch.Generator().manual_seed(case.seed)
+    """Ranks take as many waves, whatever each of them misses, and give what they give with all experts.
+
+    Their tokens are the same or, not ``replicated``, each rank's own.
+    """
+    made = torch.Generator().manual_seed(case.seed + (0 if replicated else 100 * rank))
     num_held = case.E // world_size
     held = (num_held * rank, num_held * (rank + 1))
     cache, everything = cache_of(case, num_slots, "lru", held, device), resident_weights(case, held, device)
     comm = make_communicator("auto", dist.group.WORLD, str(device))
-    decode = RankDecode(comm, hidden_size=case.D, max_tokens=case.T, use_kernels=True)
+    decode = RankDecode(comm, hidden_size=case.D, max_tokens=case.T, use_kernels=True, replicated=replicated)
     for num_tokens in counts:
         tokens, weights = (torch.rand(num_tokens, size, generator=made).to(device) for size in (case.D, case.K))
         ids = torch.randint(-1, case.E, (num_tokens, case.K), generator=made, dtype=torch.int32)
