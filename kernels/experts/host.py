@@ -45,7 +45,7 @@ from .mailbox import (
 )
 from .tables import COUNT, HOSTED, LAYER, NEVER, HostExperts, header_of, worths
 
-PLACE_HOST = tl.constexpr(6)
+PLACE_HOST = tl.constexpr(7)  # 6 is that of ``decode.gather``, which may share the record
 ON_HOST = tl.constexpr(-2)  # ``arriving`` of an expert that the host computes
 PATIENCE_NS = 2_000_000  # of polling without a pause
 PAUSE_S = 50e-6
