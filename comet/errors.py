@@ -30,4 +30,4 @@ class UnavailableError(RuntimeError):
 
 
 class NotFiniteError(ValueError):
-    """The router met NaN or infinity: training has diverged, or a layer was given such tokens."""
+    """The router met NaN or infinity, or logits of new tokens are NaN: training diverged, or weights are damaged."""

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from comet.config import require
+from comet.errors import NotFiniteError
 from comet.generation.engine import Engine
-from comet.generation.sampling import Sampler, tokens_seen, uniform_draws
+from comet.generation.sampling import NO_TOKEN, Sampler, tokens_seen, uniform_draws
 from comet.generation.speculation import Speculation
 from comet.generation.text import Codec, Continuation
 from comet.jobs.generate import GenerateConfig
@@ -69,6 +70,9 @@ def generate(
         engine: The model; with ``config.speculate`` one that was made to draft.
         context: Most tokens of a sequence, prompt included.
         show: Called with (index, continuation, text) whenever text of a sequence became certain or it ended.
+
+    Raises:
+        NotFiniteError: If the model makes NaN for a sequence that goes on, on all ranks.
     """
     config = replace(config, max_new_tokens=min(config.max_new_tokens, context))  # each has a draw
     limits = token_limits(prompts, config, context)
@@ -104,6 +108,12 @@ def generate(
             break
         room = [limit - sequence.num_tokens for sequence, limit in zip(sequences, limits, strict=True)]
         chosen, tokens = advance(chosen, active, max(compress(room, active)))
+        for index in compress(range(len(tokens)), active):
+            if NO_TOKEN in tokens[index]:
+                raise NotFiniteError(
+                    f"logits of prompt {index} must be numbers, but the model makes NaN "
+                    f"behind {sequences[index].num_tokens} new tokens"
+                )
     stopped_by = [
         "context" if sequence.stopped_by == "length" and limit < config.max_new_tokens else sequence.stopped_by
         for sequence, limit in zip(sequences, limits, strict=True)

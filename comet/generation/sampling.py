@@ -16,6 +16,8 @@ from torch import Tensor
 from comet.comm.collectives import of_first_rank
 from comet.jobs.generate import GenerateConfig
 
+NO_TOKEN = -1  # in the place of one: the model made NaN
+
 
 class Sampler:
     """Chooses the next token of every sequence.
@@ -49,8 +51,8 @@ class Sampler:
         return draw(logits / self.config.temperature, self.draws[step], self.config.top_k, self.config.top_p)
 
     def choose(self, logits: Tensor, step: int) -> Tensor:
-        """The same on every rank, and noted as what the sequences go on with."""
-        chosen = of_first_rank(self(logits, step))
+        """The same on every rank, and noted as what the sequences go on with; ``NO_TOKEN`` for logits with NaN."""
+        chosen = of_first_rank(token_or_none(self(logits, step), logits.isnan().any(dim=-1)))
         self.seen = with_token(self.seen, chosen)
         return chosen
 
@@ -126,4 +128,9 @@ def pick(weights: Tensor, uniform: Tensor) -> Tensor:
 
 def with_token(seen: Tensor | None, tokens: Tensor) -> Tensor | None:
     """``seen (B, V)`` with one more token ``(B,)`` of each sequence; ``None`` stays."""
-    return None if seen is None else seen.scatter(1, tokens[:, None], True)
+    return None if seen is None else seen.scatter(1, tokens.clamp(min=0)[:, None], True)
+
+
+def token_or_none(tokens: Tensor, is_nan: Tensor) -> Tensor:
+    """``tokens (B,)``, and ``NO_TOKEN`` where what they were chosen by ``is_nan (B,)``."""
+    return torch.where(is_nan, NO_TOKEN, tokens)

@@ -43,7 +43,7 @@ from torch import Tensor
 
 from comet.comm.collectives import of_first_rank
 from comet.config import SpeculationConfig
-from comet.generation.sampling import Sampler, pick, with_token
+from comet.generation.sampling import Sampler, pick, token_or_none, with_token
 from comet.router.router import Router, router_of
 
 if TYPE_CHECKING:
@@ -207,18 +207,23 @@ class Speculation:
         return decided[:, 2], [[*drafts[:number], token] for _, number, token, _, _, *drafts in rows]
 
     def _verified(self, draft: Draft, before: Tensor, for_verdict: Tensor, for_next: Tensor) -> Tensor:
-        """``(B, 5)`` int64: proposed and accepted drafts, the next token, ``agreement``, the length of the next round.
+        """``(B, 5)`` int64: proposed and accepted drafts, the next token or ``NO_TOKEN``, ``agreement``, the length of
+        the next round.
 
         That length follows the rounds before this one, whose time nobody knows yet: so no rank waits for its host here.
         """
-        likely = self.sampling.probabilities(self.model.verify(draft.ids), draft.seen)
+        logits = self.model.verify(draft.ids)
+        likely = self.sampling.probabilities(logits, draft.seen)
         p = self.sampling.certain(likely)
         accepted, weights = verdict(self.config, draft, likely, p, for_verdict)
         agreed = accepted
         if self.config.speculate == "adaptive":
             agreed = agreement(draft, p, accepted, for_verdict)
         length = torch.full_like(accepted, self._length.choose())
-        decided = torch.stack([draft.proposed.sum(1), accepted, pick(weights, for_next), agreed, length], dim=1)
+        places = torch.arange(logits.shape[1], device=logits.device)
+        is_nan = (logits.isnan().any(-1) & (places <= accepted[:, None])).any(1)
+        following = token_or_none(pick(weights, for_next), is_nan)
+        decided = torch.stack([draft.proposed.sum(1), accepted, following, agreed, length], dim=1)
         decided = of_first_rank(decided)
         accepted, following = decided[:, 1], decided[:, 2]
         if draft.q:

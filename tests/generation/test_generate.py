@@ -10,6 +10,7 @@ from torch.nn.functional import rms_norm, silu
 from training_cases import MODEL, MOE, awake_model
 
 from comet.decode import MAX_DECODE_TOKENS
+from comet.errors import NotFiniteError
 from comet.generation.engine import GPTEngine, freeze
 from comet.generation.generate import encode_prompts, generate, warm_up
 from comet.generation.sampling import Sampler, draw
@@ -184,6 +185,40 @@ def test_weights_that_make_nan_write_no_text(prompts):
     config = GenerateConfig(prompts=tuple(prompts))
     with pytest.raises(ValueError, match=r"logits of the prompts must be numbers, but the model's weights make NaN"):
         generate(GPTEngine(model, group), ByteCodec(), encode_prompts(config, ByteCodec(), 32), config, context=32)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(temperature=0),
+        dict(temperature=0.8, repetition_penalty=1.3),
+        dict(temperature=0, speculate="conservative", draft_tokens=2, draft_experts=(1,)),
+    ],
+    ids=str,
+)
+def test_a_sequence_whose_logits_become_nan_is_named(changes):
+    class Damaged(GPTEngine):
+        passes = 0
+
+        def _damaged(self, logits):
+            self.passes += 1
+            if self.passes >= 3:
+                logits[1, ..., 7] = math.nan
+            return logits
+
+        def decode(self, ids):
+            return self._damaged(super().decode(ids))
+
+        def verify(self, ids):
+            return self._damaged(super().verify(ids))
+
+    model, group = awake_model()
+    config = GenerateConfig(prompts=tuple(PROMPTS[:2]), max_new_tokens=12, **changes)
+    engine = Damaged(model, group, speculation=config if config.speculate != "off" else None)
+    with pytest.raises(
+        NotFiniteError, match=r"logits of prompt 1 must be numbers, but the model makes NaN behind \d+ new"
+    ):
+        generate(engine, ByteCodec(), encode_prompts(config, ByteCodec(), 32), config, context=32)
 
 
 def test_as_many_tokens_as_there_is_room_for_may_be_any_number():

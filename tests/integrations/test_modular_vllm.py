@@ -20,7 +20,15 @@ from torch import Tensor
 
 from comet.errors import StepFailedError, UnavailableError
 from comet.integrations.vllm import adapt_experts, adapt_prepare_finalize
-from comet.integrations.vllm.adapters import BASES, PACKAGE, WeightCache, global_routing, map_ids, scheme
+from comet.integrations.vllm.adapters import (
+    BASES,
+    PACKAGE,
+    PrepareFinalizeAdapter,
+    WeightCache,
+    global_routing,
+    map_ids,
+    scheme,
+)
 from comet.kernels.runtime.activation import Activation
 from comet.layer.group import ExpertGroup
 from comet.layout import Biases, ExpertLayout
@@ -445,6 +453,19 @@ def test_weights_are_made_anew_when_anything_is_replaced() -> None:
     with pytest.raises(ValueError, match=r"scales of shape \(4,\) must be \(..., N/128, K/128\) = \(4, 1, 1\)"):
         WeightCache(per_tensor)(w1.elements, w2.elements)
     assert scheme(types.SimpleNamespace(dtype=torch.float8_e4m3fn, scale=None)) == (0, 0)
+
+
+def test_experts_of_a_rank_have_to_be_a_range() -> None:
+    """As ``--expert-placement-strategy round_robin`` does not have it; what was looked at is not again."""
+    layout = ExpertLayout(num_experts=4, top_k=2, ep=2, tp=1, rank=1)
+    adapter = PrepareFinalizeAdapter(types.SimpleNamespace(layout=layout), None, None)
+    expert_map = torch.tensor([-1, -1, 0, 1], dtype=torch.int32)
+    adapter._require_contiguous(None)
+    adapter._require_contiguous(expert_map)
+    with pytest.raises(
+        ValueError, match=r"expert_map=\[-1, 0, -1, 1\] must be \[-1, -1, 0, 1\]: --expert-placement-strat"
+    ):
+        adapter._require_contiguous(torch.tensor([-1, 0, -1, 1], dtype=torch.int32))
 
 
 def test_global_routing_and_map_ids_examples() -> None:

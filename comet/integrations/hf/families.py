@@ -30,6 +30,8 @@ FAMILIES = {
     "deepseek_v3": ("n_routed_experts", "moe_intermediate_size"),
     gpt_oss.FAMILY: ("num_local_experts", "intermediate_size"),
 }
+# Fields of a configuration that transformers does not read, with the only value it routes by.
+ROUTED_BY = {"deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}}
 # What transformers would make up where a configuration is cut off.
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_experts_per_tok", "vocab_size")
 # model_type -> names, in a MoE block, of its shared expert and of the gate that weighs it, if there is one.
@@ -89,6 +91,9 @@ def check_family(config: Any) -> None:
     family, activation = config.model_type, getattr(config, "hidden_act", None)
     require(family in FAMILIES, f"model_type={family!r} must be one of {', '.join(FAMILIES)}")
     require(activation in ACTIVATIONS, f"hidden_act={activation!r} of the {family} model must be one of {ACTIVATIONS}")
+    for name, only in ROUTED_BY.get(family, {}).items():  # transformers takes other values, and routes as ever
+        value = getattr(config, name, None)
+        require(value in (None, only), f"{name}={value!r} of the {family} model must be {only!r}")
 
 
 def moe_config(config: Any) -> MoEConfig:

@@ -121,8 +121,7 @@ def load_pretrained(
         UnavailableError: If transformers is missing.
     """
     require_transformers()
-    others = {name: options.pop(name) for name in STORE_NAMES & options.keys()}
-    store = StoreOptions(expert_budget, expert_store, host_budget, expert_dtype, keep_fp8, **others)
+    store = StoreOptions(expert_budget, expert_store, host_budget, expert_dtype, keep_fp8, **_taken_from(options))
     decode_tokens = most_tokens(store, decode_tokens, group)
     folder = Path(folder)
     config, dtype, device = _settings(folder, group, dtype, device)
@@ -144,6 +143,13 @@ def load_pretrained(
         if budget is not None:
             open_stores(model, layers, budget, store, dtype, device, group, files)
     return model
+
+
+def _taken_from(options: dict[str, Any]) -> dict[str, Any]:
+    """Those of the store, which the others are without then."""
+    former = options.get("torch_dtype")
+    require("torch_dtype" not in options, f"torch_dtype={former} must be given as dtype={former}")
+    return {name: options.pop(name) for name in STORE_NAMES & options.keys()}
 
 
 def _settings(

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from types import EllipsisType
 from typing import Any
@@ -105,7 +105,8 @@ class LazyShard:
     def dtype(self) -> torch.dtype:
         """What it is read as."""
         sources = [part for parts in self.experts for part in parts]
-        return next((source.read_as for source in sources if source.read_as), None) or sources[0].stored_as
+        read_as = next((source.read_as for source in sources if source.read_as), None)
+        return read_as or reduce(torch.promote_types, (source.stored_as for source in sources))
 
     def __getitem__(self, index: EllipsisType) -> Tensor:
         whole = torch.empty(self.shape, dtype=self.dtype, device="cpu")

@@ -40,6 +40,8 @@ OFF = {
     "moe_pad_expert_input_to_capacity": "experts are not padded",
     "moe_router_padding_for_quantization": "experts are not padded",
     "moe_router_padding_for_fp8": "experts are not padded",
+    "moe_expert_rank_capacity_factor": "a rank drops no tokens",
+    "moe_mlp_glu_interleave_size": "all gate rows of an expert come before its up rows",
     "overlap_moe_expert_parallel_comm": "Comet overlaps inside the layer",
     "overlap_dispatch_backward_with_experts_wgrad": "Comet overlaps inside the layer",
     "delay_wgrad_compute": "the backward pass makes all gradients at once",

@@ -149,6 +149,7 @@ class PrepareFinalizeAdapter:
         self.moe_config = moe_config
         self.quant_config = quant_config
         self._received: Received | None = None
+        self._map: Tensor | None = None  # the last one that was looked at
 
     @property
     def activation_format(self) -> Any:
@@ -186,6 +187,7 @@ class PrepareFinalizeAdapter:
         _require_weights_on_output(apply_router_weight_on_input)
         layout = self.inner.layout
         require(num_experts == layout.num_experts, f"num_experts={num_experts} must be {layout.num_experts}")
+        self._require_contiguous(expert_map)
         quantize = wants_fp8(quant_config, defer_input_quant)
         require(self.inner.carries_fp8 or not quantize, f"{type(self.inner).__name__} cannot send rows in FP8")
         routed = RoutedTokens(tokens=a1, top_k_ids=topk_ids, top_k_weights=topk_weights)
@@ -196,6 +198,19 @@ class PrepareFinalizeAdapter:
                 raise StepFailedError("the layer before failed after its dispatch: its combine is missing")
             self._received = self.inner.prepare(routed, quantize=quantize)
         return self._handed_out(self._received.rows)
+
+    def _require_contiguous(self, expert_map: Tensor | None) -> None:
+        """Rows go to the rank that has their expert where each has a range of them; looks once, and waits for it."""
+        if expert_map is None or expert_map is self._map:
+            return
+        layout = self.inner.layout
+        local = torch.arange(layout.num_experts) - layout.first_expert
+        local[(local < 0) | (local >= layout.experts_local)] = -1
+        require(
+            torch.equal(expert_map.cpu().long(), local),
+            f"expert_map={expert_map.tolist()} must be {local.tolist()}: --expert-placement-strategy linear",
+        )
+        self._map = expert_map
 
     def _step(self, half: str) -> Any:
         """One half of the layer as a step of the group; see ``ModularMoE``."""

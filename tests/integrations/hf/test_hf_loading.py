@@ -85,6 +85,20 @@ def test_settings_of_the_folder_and_the_caller(tmp_path: Path) -> None:
     assert torch.equal(wide.model.layers[0].mlp.experts.down_proj, model.model.layers[0].mlp.experts.down_proj.float())
 
 
+def test_one_tensor_in_16_bits_narrows_no_other(tmp_path: Path) -> None:
+    """Of a folder that somebody put together."""
+    model = tiny_model("qwen3_moe")
+    experts = model.model.layers[0].mlp.experts
+    with torch.no_grad():
+        experts.gate_up_proj[0].copy_(experts.gate_up_proj[0].half())
+        experts.gate_up_proj[1, 0, 0] = 100_001  # more than float16 holds
+    model.save_pretrained(tmp_path)
+    name = "model.layers.0.mlp.experts.0.gate_proj.weight"
+    edit_state(tmp_path, lambda state: state.update({name: state[name].half()}))
+    loaded = hf.load_pretrained(tmp_path, dtype=torch.float32)
+    assert torch.equal(loaded.model.layers[0].mlp.experts.gate_up_proj, experts.gate_up_proj)
+
+
 def test_fp32_buffers_and_the_prediction_layer_of_deepseek(tmp_path: Path) -> None:
     model = tiny_model("deepseek_v3", torch.bfloat16)
     model.save_pretrained(tmp_path)
@@ -193,6 +207,7 @@ def test_refused_configurations(folder: Path) -> None:
     refuse(folder, "dtype=torch.float64 must be one of", dtype=torch.float64)
     tiny_config("mixtral", hidden_act="gelu").save_pretrained(folder)
     refuse(folder, "hidden_act='gelu' of the mixtral model must be one of")
+    refuse(folder, "torch_dtype=torch.bfloat16 must be given as dtype=torch.bfloat16", torch_dtype=torch.bfloat16)
 
 
 @pytest.fixture(scope="module")
