@@ -1,8 +1,8 @@
 """Weights and optimizer moments to and from disk, through ``torch.distributed.checkpoint``.
 
 Expert tensors are saved as shards of one global tensor (see ``comet.layer.sharding``), so a job with another EP, TP or
-world size loads them. At the same world size a resumed job goes on bit for bit: weights, moments and the step are all
-its state, since batches and learning rates are functions of the step.
+world size loads them. At the same world size and layout a resumed job goes on bit for bit: weights, moments and the
+step are all its state, since batches and learning rates are functions of the step.
 """
 
 from __future__ import annotations

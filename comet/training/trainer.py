@@ -55,7 +55,7 @@ def train(config: JobConfig, context: RankContext) -> dict[str, Any]:
             checkpoint.check_model(config.model)
         notes = [f"skipped: {reason}" for reason in skipped]
         notes += from_first_rank(lambda: _require_same(config, checkpoint, text, context.world_size))
-        from_first_rank(lambda: folder.begin(to_yaml(settings_of(config, context.world_size))))
+        from_first_rank(folder.acquire)
         folder.require_shared()
         group = make_expert_group(
             config.model.moe,
@@ -69,6 +69,8 @@ def train(config: JobConfig, context: RankContext) -> dict[str, Any]:
         )
         with deterministic(context.device):
             trainer = Trainer(config, group, corpus, checkpoint)
+            # What the folder held is removed and replaced only now, where nothing is left that a setting could stop.
+            from_first_rank(lambda: folder.begin(to_yaml(settings_of(config, context.world_size))))
             trainer.report_start(notes)
             trainer.run()
             result = trainer.finish()
@@ -77,7 +79,9 @@ def train(config: JobConfig, context: RankContext) -> dict[str, Any]:
 
 
 class Trainer:
-    """A training job whose ranks, text and checkpoint are in place."""
+    """A training job whose ranks, text and checkpoint are in place; ``report_start`` begins to write its files."""
+
+    reporter: Reporter
 
     def __init__(self, config: JobConfig, group: ExpertGroup, corpus: Corpus, checkpoint: Checkpoint | None) -> None:
         self.config = config
@@ -99,6 +103,10 @@ class Trainer:
         self.first_step = self.step = self.checkpointer.load(checkpoint) if checkpoint else 0
         self.stopped = False
         self.timed: list[tuple[int, float]] = []  # steps and seconds of every window
+
+    def report_start(self, notes: list[str]) -> None:
+        """Say what is about to run, and what is to be known of the checkpoint it goes on from."""
+        config, group = self.config, self.group
         self.reporter = Reporter(
             self.output_dir,
             enabled=group.world_rank == 0,
@@ -106,10 +114,6 @@ class Trainer:
             total_steps=config.train.steps,
             earlier=self.checkpoint_path.parent if self.checkpoint_path else None,
         )
-
-    def report_start(self, notes: list[str]) -> None:
-        """Say what is about to run, and what is to be known of the checkpoint it goes on from."""
-        config, group = self.config, self.group
         for note in notes:
             self.reporter.note(note)
         if self.first_step:
@@ -156,6 +160,7 @@ class Trainer:
                 num_batches=settings.eval_batches,
                 batch_size=settings.batch_size,
             )
+            self.group.workspace.check()
         require(math.isfinite(loss), self._diverged(self.step, f"held-out loss={loss}"))
         self.reporter.heldout(self.step, loss)
         return loss
@@ -170,6 +175,7 @@ class Trainer:
         prompt = bytes(self.corpus.heldout[:PROMPT_BYTES].tolist())
         settings = self.config.train
         sample = sample_text(self.model, self.group, prompt, num_bytes=settings.sample_bytes, seed=settings.seed)
+        self.group.workspace.check()
         result = {**self._facts(), "heldout_nats_per_byte": loss}
         self.reporter.finish(result, prompt, sample)
         return result

@@ -70,6 +70,18 @@ def test_what_is_not_named_comes_from_the_folder(run, tmp_path):
     assert (other["nproc"], other["parallel"]["ep"], other["output_dir"]) == (4, None, str(tmp_path))
 
 
+@pytest.mark.parametrize("words", [["overwrite=true"], ["resume=FOLDER"]])
+def test_a_job_that_cannot_begin_leaves_the_run_as_it_was(words, run, tmp_path):
+    folder = shutil.copytree(run, tmp_path / "out")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != LOCK}
+    given = [word.replace("FOLDER", str(folder)) for word in words]
+    again = [*RUN, f"data.path={make_text(tmp_path)}", f"output_dir={folder}"] if words == ["overwrite=true"] else []
+    with pytest.raises(ValueError, match="cuda_graph='on' must be 'auto' or 'off' here"):
+        run_words(*again, *given, "train.cuda_graph=on")
+    after = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != LOCK}
+    assert after == before
+
+
 def test_the_settings_of_a_run_start_it_again(run, tmp_path):
     saved = read_settings(run)
     assert saved["output_dir"] == str(run)
