@@ -202,6 +202,7 @@ def test_warp_decode_needs_room_for_equal_shares() -> None:
     assert own_runs(team, fits, ("own",)) == {}
 
 
+@pytest.mark.slow
 @in_ranks(2)
 def test_what_is_wrong_on_any_rank_is_not_timed(rank: int, world_size: int) -> None:
     """Of ``comet`` only the last bit, but ranks that sample from it may part."""

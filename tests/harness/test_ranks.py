@@ -258,6 +258,7 @@ def launches(rank: int, world_size: int) -> tuple[list[torch.Tensor], str, bool]
     return found, str(caught.value), all(vars(tl)[name] is value for name, value in before.items())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not triton.__version__.startswith(VERSION), reason=f"{triton.__version__} is left as it is")
 def test_the_quick_interpreter_computes_what_tritons_own_computes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -27,7 +27,7 @@ def last_line(capsys: pytest.CaptureFixture[str]) -> dict:
     return json.loads(out.splitlines()[-1])
 
 
-@pytest.mark.parametrize(("path", "cases"), [("twin", 12), ("fused", 3), slow("fused", 6)])
+@pytest.mark.parametrize(("path", "cases"), [("twin", 6), ("fused", 3), slow("twin", 12), slow("fused", 6)])
 def test_random_cases_agree_with_the_reference(path: str, cases: int, capsys: pytest.CaptureFixture[str]) -> None:
     # Interpreted: EP and TP, both placements of comm blocks, a rank without tokens, several chunks, a repeated call.
     status = stress.main(["--path", path, "--seed", "42", "--family", "3", "--cases", str(cases)])

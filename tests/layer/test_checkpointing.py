@@ -7,6 +7,7 @@ import torch
 from layer_cases import LayerCase, full_weights, oracles_of, rank_inputs
 from layer_ranks import build_layer, results
 from ranks import in_ranks, run_ranks
+from tiers import slow
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -15,7 +16,9 @@ from comet.layer.sharding import local
 from comet.moe import MoE
 
 
-@pytest.mark.parametrize(("world_size", "paths"), [(1, ["twin"]), (2, ["twin", "plain", "reference"]), (2, ["fused"])])
+@pytest.mark.parametrize(
+    ("world_size", "paths"), [(1, ["twin"]), slow(2, ["twin", "plain", "reference"]), (2, ["fused"])]
+)
 def test_gradients_are_those_of_the_pass_that_ran_last(world_size: int, paths: list[str]) -> None:
     run_ranks(run_again, world_size, paths, interpret=paths == ["fused"])
 

@@ -77,6 +77,7 @@ def test_two_ranks_all_combinations_and_kernels(rank: int, world_size: int) -> N
     run_kernels(rank, LayerCase("kernels", 2, 1, (21, 5), seed=15))
 
 
+@pytest.mark.slow
 @in_ranks(4)
 def test_every_combination_on_ep_x_tp(rank: int, world_size: int) -> None:
     case = LayerCase("ep2 x tp2", 2, 2, (14, 0, 5, 9), ffn_size=64, seed=14)

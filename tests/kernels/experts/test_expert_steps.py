@@ -341,7 +341,7 @@ def test_guesses_equal_their_twins_whenever_the_step_begins(case: DecodeCase, po
 
 
 @pytest.mark.parametrize(
-    ("case", "num_slots", "profile"), [slow(replace(CASES[3], T=3), 4, None), (CASES[0], 4, SLOW_LINK)]
+    ("case", "num_slots", "profile"), [slow(replace(CASES[3], T=3), 4, None), slow(CASES[0], 4, SLOW_LINK)]
 )
 def test_waves_and_the_host_leave_alone_what_travelled(
     case: DecodeCase, num_slots: int, profile: HostProfile | None

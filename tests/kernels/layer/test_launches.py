@@ -94,7 +94,7 @@ def failed(rank: int, world_size: int) -> None:
         check_failed(name, case, "cpu", "triton")
 
 
-@pytest.mark.parametrize("check", [beside, alone, failed])
+@pytest.mark.parametrize("check", [slow(beside), alone, failed])
 def test_own_rows_apart_and_ranks_that_do_not_come(check: Callable[[int, int], None]) -> None:
     run_ranks(check, 1, interpret=True, timeout=240)
 
