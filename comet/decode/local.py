@@ -12,7 +12,7 @@ from comet.kernels.decode.blocks import DecodeConfig, select
 from comet.kernels.decode.step import ExpertWeights, ReceiveBuffer, Step, StepTensors
 from comet.kernels.decode.warp_decode import decode
 from comet.kernels.experts.tables import HostExperts
-from comet.kernels.experts.waves import count_waves
+from comet.kernels.experts.waves import waves_of
 from comet.kernels.runtime.arguments import aligned
 from comet.utils.graphs import hold_if_captured
 from comet.utils.uncompiled import uncompiled
@@ -77,6 +77,8 @@ def run_kernels(
         scratch = DecodeScratch.create(weights, top_k, tokens.dtype, max_tokens=num_tokens)
     scratch.check(tokens, top_k, weights)
     host = weights.host
+    if host is not None:
+        _require_room(top_k_ids, host)
     held = () if host is None else host.memory
     held += tuple(bias for bias in (weights.b1, weights.b2) if bias is not None)
     hold_if_captured(weights.w1, *held, weights.slots, *scratch.buffers)
@@ -91,7 +93,6 @@ def run_kernels(
         shared_scale=weights.shared_scale,
         activation=weights.activation,
         host=host,
-        num_waves=1 if host is None else _num_waves(top_k_ids, host),
     )
     if config is None:
         sizes = (weights.hidden_size, weights.ffn_size)
@@ -103,12 +104,10 @@ def run_kernels(
     return out
 
 
-def _num_waves(ids: Tensor, host: HostExperts) -> int:
-    num_tokens, top_k = ids.shape
-    num_slots = host.tables.num_slots
-    found = count_waves(ids.numel(), host.w1.shape[0], num_slots)
+def _require_room(ids: Tensor, host: HostExperts) -> None:
+    """Kernels of one token know no waves."""
+    (num_tokens, top_k), num_slots = ids.shape, host.tables.num_slots
     require(
-        found == 1 or num_tokens > 1,
+        num_tokens > 1 or waves_of(ids, host) == 1,
         f"num_slots={num_slots} of the cache must be at least K={top_k}, for one token",
     )
-    return found

@@ -12,8 +12,7 @@ from comet.config import require
 from comet.decode.weights import DecodeWeights, check_inputs
 from comet.kernels.experts.cache import bring_torch
 from comet.kernels.experts.host import add_hosted_torch
-from comet.kernels.experts.tables import HostExperts
-from comet.kernels.experts.waves import count_waves, split_waves_torch
+from comet.kernels.experts.waves import split_waves_torch, waves_of
 from comet.quantization.formats import CODES, FP8, MXFP4, MXFP8
 from comet.reference.layer import run_expert, sum_slots
 from comet.utils.match import check_id_range
@@ -46,7 +45,7 @@ def decode_partial_torch(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tenso
                 biases = (None if each is None else each[row] for each in (weights.b1, weights.b2))
                 outputs[rows, ranks] = run_expert(tokens[rows], w1, w2, *biases, activation=weights.activation)
     partial = sum_slots(outputs, top_k_weights, held)
-    if weights.host is not None and _count_waves(top_k_ids, weights.host) == 1:
+    if weights.host is not None and waves_of(top_k_ids, weights.host) == 1:
         partial = add_hosted_torch(partial, weights.host, tokens, top_k_ids, top_k_weights)
     return partial
 
@@ -55,7 +54,7 @@ def _slots_in_waves(top_k_ids: Tensor, weights: DecodeWeights) -> Iterator[Tenso
     """``(T, K)`` slot of every routed row of each wave; from a cache, whose experts come when it is asked for."""
     host, ids, fades = weights.host, top_k_ids[None], True
     if host is not None:
-        num_waves = _count_waves(top_k_ids, host)
+        num_waves = waves_of(top_k_ids, host)
         if num_waves > 1:
             ids, host = split_waves_torch(top_k_ids, host, num_waves), replace(host, mail=None)
     for wave in ids:
@@ -63,10 +62,6 @@ def _slots_in_waves(top_k_ids: Tensor, weights: DecodeWeights) -> Iterator[Tenso
             bring_torch(wave, weights.w1, weights.w2, host, weights.parts[2:], fades=fades)
             fades = False
         yield _entry_slots(wave, weights)
-
-
-def _count_waves(top_k_ids: Tensor, host: HostExperts) -> int:
-    return count_waves(top_k_ids.numel(), host.w1.shape[0], host.tables.num_slots)
 
 
 def slot_weights(weights: DecodeWeights, slot: int | Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -96,7 +96,6 @@ class Step:
     shared_scale: int = 0  # as in StepConstants
     activation: Activation = SWIGLU
     host: HostExperts | None = None  # where experts come from that have no slot; None: they contribute nothing
-    num_waves: int = 1  # of ``experts.waves``; more than one where the step may need more experts than have slots
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..experts.tables import CacheConstants
-from ..experts.waves import count_waves, split_waves, wave_memory
+from ..experts.waves import split_waves, wave_memory, waves_of
 from ..gemm.group_gemm import dot_precision
 from ..runtime.activation import Activation
 from ..runtime.arch import starts_early
@@ -63,13 +63,15 @@ def decode(step: Step, config: DecodeConfig, buffer: ReceiveBuffer | None = None
     # Whatever can raise comes before the first launch: a gather alone would leave the other ranks with half a step.
     w1_desc, w2_desc = _descriptors(step, config)
     tensors, waves, memory = step.tensors, [step.tensors.ids], None
-    if step.host is not None and step.num_waves > 1:
-        memory = wave_memory(tensors.ids, step.host, step.num_waves)
+    num_waves = 1
+    if step.host is not None:  # each expert of a wave has a slot
+        num_waves = waves_of(tensors.ids, step.host)
+        memory = wave_memory(tensors.ids, step.host, num_waves) if num_waves > 1 else None
     if gathered:
         gather(step, buffer, dependent=constants.dependent)
     if memory is not None:  # of ids that may have been gathered just now
         tensors = tensors._replace(all_ids=tensors.ids)
-        waves = list(split_waves(tensors.ids, step.host, step.num_waves, memory))
+        waves = list(split_waves(tensors.ids, step.host, num_waves, memory))
     for number, ids in enumerate(waves):
         is_last = number == len(waves) - 1
         launch, tensors = _Launch(config, groups, cache, buffer if is_last else None), tensors._replace(ids=ids)
@@ -152,8 +154,6 @@ def _cache(step: Step, groups: int, num_warps: int) -> tuple[tuple[Tensor, ...],
     host = step.host
     if host is None:
         return None, None
-    least = count_waves(step.tensors.ids.numel(), host.w1.shape[0], host.tables.num_slots)
-    assert step.num_waves >= least, "each expert of a wave has a slot"
     slots = step.w1.elements, step.w2.elements, step.w1.scales, step.w2.scales
     return host.pointers(*slots), host.constants(groups, num_warps)
 

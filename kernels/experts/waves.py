@@ -32,6 +32,11 @@ def count_waves(num_rows: int, num_held: int, num_slots: int) -> int:
     return max(1, triton.cdiv(min(num_rows, num_held), num_slots))
 
 
+def waves_of(ids: Tensor, host: HostExperts) -> int:
+    """``count_waves`` of a step with ids ``(T, K)``."""
+    return count_waves(ids.numel(), host.w1.shape[0], host.tables.num_slots)
+
+
 @triton.jit
 def is_served(experts, state_ptr, E, S):
     """Whether this rank serves each of ``experts``, any shape, cached or not."""
