@@ -324,10 +324,14 @@ def check_pool(pool: Workspace, plan: Plan) -> None:
 
 
 def send_ids(backend: Backend, ids: Tensor, weights: Tensor) -> None:
-    """The first programs of a plan's launch by kernels, which wait for nobody."""
+    """The first programs of a plan's launch by kernels, which wait for nobody.
+
+    This rank's own flags go down again: its plan raises them, once it has zeroed the totals that the flags guard.
+    """
     from comet.kernels.plan.metadata import PlanScratch, exchange  # needs triton
     from comet.layer.fused import plan_config, routing_pool
 
     config, pool = plan_config(backend.layout, backend.rules), routing_pool(backend.layout, backend.workspace)
     scratch = PlanScratch.allocate(pool, config)
     exchange(ids, weights, pool, config, scratch, ids.new_empty(1), sends_only=True)
+    pool.tensors.flags[pool.rank].zero_()
