@@ -10,6 +10,7 @@ What a run writes, or ``--dry-run`` prints, is such a file.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -70,6 +71,7 @@ class CommandSettings:
     nproc: int | None = None
 
 
+@functools.cache
 def job_schema() -> type:
     """The schema of the whole command: ``JobConfig`` with open ``ep`` and ``overlap``, and ``nproc``."""
     job = schema_of(JobConfig, {ParallelConfig: OpenParallel, OverlapConfig: OpenOverlap})

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from comet.comm.collectives import accumulator_dtype
-from comet.config import MoEConfig, check_kernels, resolve_kernels
+from comet.config import MoEConfig, check_kernels, require, resolve_kernels
 from comet.layer.group import ExpertGroup
 from comet.layout import Biases, added_biases, positions_in_groups, round_up
 from comet.modular.interfaces import (
@@ -315,6 +315,8 @@ class FusedExperts(Experts):
         assert isinstance(w1, Tensor)
         assert isinstance(w2, Tensor)
         backend, plan = rows.backend, rows.plan
-        b1, b2 = added_biases(biases, backend.layout)
+        mine, theirs = self.activation, backend.settings.activation
+        require(mine == theirs, f"activation={mine} of FusedExperts must be that of FusedPrepareFinalize, {theirs}")
+        b1, b2 = (None if bias is None else bias.contiguous() for bias in added_biases(biases, backend.layout))
         hidden, _ = backend.dispatch_gemm(rows.tokens, w1.contiguous(), plan, b1, save_pre_activation=False)
         return backend.gemm_combine(hidden, w2.contiguous(), plan, b2)

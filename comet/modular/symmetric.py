@@ -145,8 +145,10 @@ class SymmetricBatched(_Symmetric):
         self._check(plan, batch_rows)
         row_ids, row_slots = batch_table(plan, batch_rows)
         batches = tokens.index_select(0, row_ids.flatten()).view(*row_ids.shape, tokens.shape[1])
-        weights = plan.row_weights
-        return BatchedRows(tokens=batches, counts=plan.segment_counts, row_slots=row_slots, top_k_weights=weights)
+        counts = plan.segment_counts.clamp(
+            max=batch_rows
+        )  # what does not fit is an error, but only once the host looks
+        return BatchedRows(tokens=batches, counts=counts, row_slots=row_slots, top_k_weights=plan.row_weights)
 
     def _check(self, plan: Plan, batch_rows: int) -> None:
         most = plan.segment_counts.max()
@@ -187,7 +189,7 @@ def local_experts(plan: Plan) -> Tensor:
 
 def batch_table(plan: Plan, batch_rows: int) -> tuple[Tensor, Tensor]:
     """Lay the plan's segments out in batches: row_ids ``(e, B)`` int64, received row of each batched row, 0 past the
-    counts; and row_slots ``(N, K)`` int32 as in ``BatchedRows``.
+    counts; and row_slots ``(N, K)`` int32 as in ``BatchedRows``, -1 of rows that their batch has no room for.
 
     Example: the plan of ``Backend.plan``'s example, batches of 4: routed rows 0, 16 and 17 are the batched rows 0, 4
     and 5, so row_ids is ``[[0, 0, 0, 0], [0, 1, 0, 0]]`` and row_slots ``[[4, 0], [5, -1], ...]``.
@@ -198,5 +200,6 @@ def batch_table(plan: Plan, batch_rows: int) -> tuple[Tensor, Tensor]:
     routed = (starts[:, None] + in_batch).clamp(max=plan.routed_row_ids.numel() - 1)
     row_ids = plan.routed_row_ids[routed].long().where(valid, 0)
     experts = local_experts(plan)
-    places = plan.row_slots - starts[experts.clamp(min=0).long()] + experts * batch_rows
-    return row_ids, places.int().masked_fill(experts < 0, -1)
+    places = plan.row_slots - starts[experts.clamp(min=0).long()]
+    fits = (experts >= 0) & (places < batch_rows)
+    return row_ids, (places + experts * batch_rows).int().masked_fill(~fits, -1)

@@ -27,9 +27,12 @@ from ranks import in_ranks
 import comet.modular
 from comet.config import MoEConfig
 from comet.errors import CapacityError
+from comet.kernels.runtime.activation import Activation
 from comet.layer.group import ExpertGroup
+from comet.layout import Biases
 from comet.modular import (
     AllToAll,
+    BatchedRows,
     DelegateReduce,
     DequantizingBatched,
     DequantizingContiguous,
@@ -110,6 +113,11 @@ def run_kernels(rank: int, case: LayerCase) -> None:
     inputs, weights = rank_inputs(case, rank), rank_weights(case, rank, torch.Tensor)
     given = inputs.routed
     assert torch.equal(fused(given, *map(as_strided, weights)), fused(given, *weights)), "weights in any stride"
+    biased = replace(case.config, expert_bias=True)
+    fused = ModularMoE(FusedPrepareFinalize(biased, group, use_kernels=True), FusedExperts(biased, group))
+    biases = Biases(*(torch.randn(weight.shape[:2], dtype=weight.dtype) for weight in weights))
+    strided = Biases(*map(as_strided, biases))
+    assert torch.equal(fused(given, *weights, strided), fused(given, *weights, biases)), "biases in any stride"
     group.workspace.check()
     group.close()
 
@@ -218,6 +226,29 @@ def test_a_batch_that_overflows_is_an_error_not_a_loss() -> None:
     with pytest.raises(CapacityError, match=r"rank 0 got 200 rows for one expert, more than the 128"):
         layer(routed, w1.flatten(1, 2), w2)
     assert group.workspace.fault.tolist() == [0, 0, 0, 0, 0, 0, 0, 200], "as a GPU reports it"
+
+
+def test_rows_past_a_batch_are_left_out_until_the_host_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where nobody waits for the check: no tile and no slot lies behind the batches."""
+    monkeypatch.setattr(SymmetricBatched, "_check", lambda *_: None)
+    case = replace(SMALL, num_tokens=(100,))
+    group = open_group(case)
+    routed = rank_inputs(case, 0).routed
+    routed.top_k_ids.fill_(case.config.num_experts - 1)
+    rows = SymmetricBatched(case.config, group).prepare(routed, quantize=False).rows
+    assert isinstance(rows, BatchedRows)
+    experts, batch_rows, _ = rows.tokens.shape
+    assert rows.counts.tolist() == [0] * (experts - 1) + [batch_rows]
+    kept = rows.row_slots[rows.row_slots >= 0]
+    assert kept.sort().values.tolist() == list(range((experts - 1) * batch_rows, experts * batch_rows))
+    group.close()
+
+
+def test_halves_of_the_fused_layer_have_one_activation(group: ExpertGroup) -> None:
+    config = replace(SMALL.config, activation=Activation("geglu"))
+    layer = ModularMoE(FusedPrepareFinalize(SMALL.config, group), FusedExperts(config, group))
+    with pytest.raises(ValueError, match=r"^activation=.*geglu.* of FusedExperts must be that .*, .*swiglu"):
+        layer(rank_inputs(SMALL, 0).routed, *rank_weights(SMALL, 0, torch.Tensor))
 
 
 def test_layouts_must_agree(group: ExpertGroup) -> None:
