@@ -31,7 +31,7 @@ START_S = 300.0  # a rank of another node may import from a slow disk
 POLL_S = 0.05
 OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SETTINGS_KEY, WORDS_KEY = "comet/settings", "comet/words"
-ROUND_KEY, MEMBERS_KEY, SIGN_KEY = "comet/round", "members", "sign"
+JOB_KEY, ROUND_KEY, MEMBERS_KEY, SIGN_KEY = "comet/job", "comet/round", "members", "sign"
 
 GPU_LIBRARIES = {
     "NVSHMEM_DISABLE_NVLS": "1",
@@ -158,7 +158,8 @@ def join(context: LaunchContext, store: dist.Store) -> tuple[LaunchContext, dist
     0 opens a round, which has a part of the store of its own, and whoever finds itself among its members is in it.
 
     Returns:
-        The context with the number of the attempt, the same on all ranks; the round's part of the store; its members.
+        The context with the job's name and the number of the attempt, the same on all ranks; the round's part of the
+        store; its members.
     """
     mine = json.dumps([context.attempt, asdict(Member(os.getpid(), this_host(), uuid.uuid4().hex))])
     number, texts = (_find_round if context.rank else _open_round)(context, store, mine)
@@ -167,10 +168,13 @@ def join(context: LaunchContext, store: dist.Store) -> tuple[LaunchContext, dist
     members = {
         rank: Member(fields["pid"], Host(**fields["host"]), fields["name"]) for rank, (_, fields) in enumerate(entries)
     }
-    return replace(context, attempt=attempt), round_part(store, number), members
+    job = store.get(JOB_KEY).decode() if store.check([JOB_KEY]) else ""
+    return replace(context, attempt=attempt, job=job), round_part(store, number), members
 
 
 def _open_round(context: LaunchContext, store: dist.Store, mine: str) -> tuple[int, list[str]]:
+    if context.attempt == 0 and not store.check([JOB_KEY]):  # a later attempt has a new store if the old one died
+        store.set(JOB_KEY, uuid.uuid4().hex)
     number = store.add(ROUND_KEY, 1)
     part = round_part(store, number)
     part.set(f"{SIGN_KEY}/0", mine)

@@ -36,6 +36,7 @@ class RankContext:
     world_size: int
     device: torch.device
     attempt: int = 0  # how often the ranks have been started anew; 0 the first time
+    job: str = ""  # what all attempts of the job have in common, and no other job; empty if the launcher forgot it
 
 
 def gather(value: Any) -> list[Any]:

@@ -23,7 +23,7 @@ from comet.training.report import HISTORY_FILE, RESULT_FILE
 from comet.training.saved_settings import SETTINGS_FILE
 from comet.utils.shared_file import write_whole
 
-LOCK, OWNER = ".comet.lock", ".comet.owner"
+LOCK, OWNER, JOB = ".comet.lock", ".comet.owner", ".comet.job"
 RUN_FILES = (HISTORY_FILE, SETTINGS_FILE, RESULT_FILE, "loss.png", "expert_load.png", "sample.txt")
 RESTART_S = 30.0  # for the end of the rank that held the lock, if the ranks were started anew
 
@@ -69,14 +69,27 @@ class FolderLock:
 
 
 class RunFolder(FolderLock):
-    """The output folder of a training run on rank 0; another attempt of its ranks goes on there by itself."""
+    """The output folder of a training run on rank 0; another attempt of its ranks goes on there by itself.
 
-    def __init__(self, config: JobConfig, attempt: int) -> None:
+    Args:
+        attempt: 0 the first time. The first one may have ended before the folder was the job's: then the next one is
+            asked what the first was, and an older run there is no more its own.
+        job: ``RankContext.job``. Of a later attempt without one the folder is taken for the job's, so that what it has
+            saved is not lost.
+    """
+
+    def __init__(self, config: JobConfig, attempt: int, job: str = "") -> None:
         patience = RESTART_S if attempt else 0.0
         super().__init__(Path(config.output_dir), f"output_dir={config.output_dir!r}", patience_s=patience)
         self.resume = config.resume
-        self.overwrite = config.overwrite and not attempt
+        self.overwrite = config.overwrite
         self.attempt = attempt
+        self.job = job
+
+    def has_begun(self) -> bool:
+        """Whether an earlier attempt of the job made the folder its own."""
+        mark = self.folder / JOB
+        return self.attempt > 0 and (not self.job or (mark.is_file() and mark.read_text() == self.job))
 
     def find_checkpoints(self) -> tuple[list[Checkpoint], list[str]]:
         """``checkpoint_folder.find_checkpoints``, unless a run in the folder would be lost; for rank 0."""
@@ -84,7 +97,7 @@ class RunFolder(FolderLock):
         if self.folder.is_dir():
             self.acquire()
             own = [found.path for found in list_checkpoints(self.folder)[0]]
-            if self.attempt == 0:
+            if not self.has_begun():
                 self.require_own(own)
             elif own or resume is None:
                 resume = "auto"
@@ -93,11 +106,12 @@ class RunFolder(FolderLock):
     def begin(self, settings: str) -> None:
         """Make the folder this run's, with its settings, YAML text, in it; for rank 0."""
         self.acquire()
-        if self.overwrite:
+        if self.overwrite and not self.has_begun():
             for name in RUN_FILES:
                 (self.folder / name).unlink(missing_ok=True)
             for path in self.folder.glob("step-*"):
                 remove_checkpoint(path)
+        write_whole(self.folder / JOB, self.job)  # nothing of an older run is left
         write_whole(self.folder / SETTINGS_FILE, settings)
 
     def require_shared(self) -> None:

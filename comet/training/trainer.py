@@ -49,7 +49,7 @@ def train(config: JobConfig, context: RankContext) -> dict[str, Any]:
     texts = gather(text := corpus.digest())
     different = [rank for rank, other in enumerate(texts) if other != texts[0]]  # as on nodes with files of their own
     require(not different, f"{corpus.source} must be the same on all ranks, but differs between rank 0 and {different}")
-    with RunFolder(config, context.attempt) as folder:
+    with RunFolder(config, context.attempt, context.job) as folder:
         checkpoint, skipped = choose_checkpoint(*from_first_rank(folder.find_checkpoints))
         if checkpoint is not None:
             checkpoint.check_model(config.model)

@@ -198,6 +198,23 @@ def test_another_run_is_not_removed_unless_the_user_says_so(tmp_path):
     assert names(out / "step-000004") == {"notes.txt"}
 
 
+def test_an_attempt_is_the_first_if_those_before_it_never_began(tmp_path):
+    """They may have run out of memory while the old run was still in the folder: it is not the new job's result."""
+    out = tmp_path / "out"
+    train(make_job(tmp_path, steps=5, checkpoint_every=2), Rank(job="old"))
+    with pytest.raises(ValueError, match=rf"output_dir='{out}' holds a run: resume={out} continues it, overwrite=true"):
+        train(make_job(tmp_path, steps=4), Rank(attempt=1, job="new"))
+    assert len(losses(out)) == 5
+    train(make_job(tmp_path, steps=4, overwrite=True), Rank(attempt=1, job="new"))
+    assert len(losses(out)) == 4
+    for job in ("new", ""):  # "": who cannot know removes nothing
+        train(make_job(tmp_path, steps=4, overwrite=True), Rank(attempt=2, job=job))
+        assert names(out) >= {"step-000004"}
+        assert len(losses(out)) == 4
+    train(make_job(tmp_path, steps=3, overwrite=True), Rank(attempt=3, job="newer"))
+    assert len(losses(out)) == 3
+
+
 def test_foreign_things_named_like_checkpoints_are_left_alone(tmp_path):
     out = tmp_path / "out"
     out.mkdir()

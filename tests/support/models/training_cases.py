@@ -34,9 +34,11 @@ LINEAR = replace(MODEL, moe=replace(MOE, balance="none", shared_ffn_size=16))
 GPT_OSS = replace(LINEAR, moe=replace(LINEAR.moe, activation=Activation("clamped_swiglu", limit=0.5), expert_bias=True))
 
 
-def Rank(rank: int = 0, world_size: int = 1, *, attempt: int = 0, device: torch.device = CPU) -> RankContext:
+def Rank(
+    rank: int = 0, world_size: int = 1, *, attempt: int = 0, job: str = "", device: torch.device = CPU
+) -> RankContext:
     """What the launcher would say about this process."""
-    return RankContext(rank=rank, world_size=world_size, device=device, attempt=attempt)
+    return RankContext(rank=rank, world_size=world_size, device=device, attempt=attempt, job=job)
 
 
 def train_on_rank(rank: int, world_size: int, job: JobConfig) -> dict[str, Any]:
