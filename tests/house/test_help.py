@@ -94,7 +94,7 @@ def run_without(package: str, folder: Path, *words: str) -> tuple[int, str, str]
     [
         ("triton", ["compile"]),
         slow("triton", ["train", "nproc=1", "moe_path=fused", "data.path=text"]),
-        ("matplotlib", ["train", "nproc=1"]),
+        slow("matplotlib", ["train", "nproc=1"]),
         slow("matplotlib", ["sweep", "nproc=1"]),
     ],
 )

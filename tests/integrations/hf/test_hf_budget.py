@@ -91,7 +91,7 @@ def fp8(tmp_path_factory):
 FP8_EXPERT = 3 * 160 * 256 + 4 * (4 * 2 + 2 * 2)  # elements of a byte, and their scales
 
 
-@pytest.mark.parametrize("store", ["host", "file", "pageable"])
+@pytest.mark.parametrize("store", ["host", "file", slow("pageable")])
 def test_block_fp8_answers_as_all_of_it_does_bit_for_bit(store, fp8, monkeypatch):
     """It is kept as it is stored; of a file, nothing is read before it is needed."""
     whole = hf.load_pretrained(fp8, keep_fp8=True, decode_tokens=6)
@@ -156,7 +156,7 @@ def load_capped(rank: int, world_size: int, small: str, large: str, room: int, s
     return tokens
 
 
-@pytest.mark.parametrize(("store", "held"), [("host", 1.25), ("file", 0.5), ("file in fp8", 0.5)])
+@pytest.mark.parametrize(("store", "held"), [("host", 1.25), slow("file", 0.5), ("file in fp8", 0.5)])
 def test_a_folder_larger_than_both_budgets_is_never_held_twice(store, held, mixtral, tmp_path):
     """The memory of the process is limited to what the budgets allow, and to the mapping of the folder's files."""
     is_fp8 = store.endswith("fp8")
