@@ -66,17 +66,25 @@ def make_communicator(
         )
     if lacking:
         raise UnavailableError(f"backend={backend!r} cannot be used: {lacking}; use backend='auto' and path 'plain'")
+    backend = resolve_backend(backend, device)
     if backend == "nvshmem":
         from comet.comm.nvshmem import NvshmemCommunicator
 
         return NvshmemCommunicator(group, device, timeout_s)
-    if device.type == "cuda":
+    if backend == "symm_mem":
         from comet.comm.symm_mem import SymmMemCommunicator
 
         return SymmMemCommunicator(group, device, timeout_s)
     from comet.comm.cpu_shm import CpuShmCommunicator
 
     return CpuShmCommunicator(group, device, timeout_s)
+
+
+def resolve_backend(backend: Backend, device: torch.device) -> Backend:
+    """The backend that ``auto`` is for ranks that reach each other's memory; any other as it is."""
+    if backend == "auto":
+        return "symm_mem" if device.type == "cuda" else "cpu_shm"
+    return backend
 
 
 def kernel_obstacle(device: torch.device) -> str:

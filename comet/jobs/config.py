@@ -61,8 +61,9 @@ class SweepConfig(MeasureConfig):
     All settings of a shape (model, layout and tokens) are timed interleaved, in one loop, so that they can be compared:
     their rows are written together, and a sweep that is stopped keeps those of the shapes before.
 
-    A shape all of whose settings are in the folder is not measured again, but for those that failed: their rows keep
-    the reason until then. With a new setting all of them are.
+    A shape all of whose settings are in the folder, measured by as many ranks over the same backend with the same
+    version of Comet, is not measured again, but for those that failed: their rows keep the reason until then. With a
+    new setting all of them are.
 
     Args:
         layouts: Pairs (EP, TP); none takes the job's.

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from comet.comm import resolve_backend
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig, require
 from comet.errors import NothingMeasuredError
 from comet.jobs.config import JobConfig, activation_dtype
@@ -33,10 +34,11 @@ from comet.tuner.profile import Measured
 from comet.utils.progress import Measuring
 from comet.utils.shared_file import require_writable, write_whole
 from comet.utils.tables import aligned
+from comet.version import comet_version
 
-KEY_COLUMNS = tuple(
-    "model hidden_size ffn_size num_experts top_k layer ep tp tokens dtype device comm_blocks num_panels".split()
-)
+SHAPE_COLUMNS = tuple("model hidden_size ffn_size num_experts top_k layer ep tp tokens".split())
+JOB_COLUMNS = tuple("dtype device world_size backend version".split())
+KEY_COLUMNS = (*SHAPE_COLUMNS, *JOB_COLUMNS, "comm_blocks", "num_panels")
 COLUMNS = (*KEY_COLUMNS, "ms", "failure")
 CSV_NAME, PLOT_NAME = "sweep.csv", "sweep.png"
 MAX_COLUMNS, SUBPLOT_INCHES = 3, (5.0, 3.6)
@@ -47,12 +49,21 @@ Todo = dict[Shape, list[OverlapConfig]]
 Results = Mapping[Shape, Sequence[Measured]]  # of each shape, all settings
 
 
-def row_key(shape: Shape, setting: OverlapConfig, dtype: str, device: str) -> Key:
+def job_key(job: JobConfig, context: RankContext) -> Key:
+    """The values of ``JOB_COLUMNS``, which all points of a job share."""
+    values = (
+        activation_dtype(job.train.dtype, context.device), Machine.of(context.device).name, context.world_size,
+        resolve_backend(job.comm.backend, context.device), comet_version(),
+    )  # fmt: skip
+    return tuple(map(str, values))
+
+
+def row_key(shape: Shape, setting: OverlapConfig, of_job: Key) -> Key:
     """The values of ``KEY_COLUMNS``: what a row of the CSV file is found by."""
     moe = shape.moe
     values = (
         shape.model, moe.hidden_size, moe.ffn_size, moe.num_experts, moe.top_k, _beside_sizes(moe),
-        shape.parallel.ep, shape.parallel.tp, shape.tokens, dtype, device, setting.comm_blocks, setting.num_panels,
+        shape.parallel.ep, shape.parallel.tp, shape.tokens, *of_job, setting.comm_blocks, setting.num_panels,
     )  # fmt: skip
     return tuple(map(str, values))
 
@@ -183,7 +194,7 @@ def sweep_job(job: JobConfig, context: RankContext) -> dict[str, Any]:
 
     Rank 0 has printed the table and, as the last line, the facts that are returned.
     """
-    dtype, device = str(activation_dtype(job.train.dtype, context.device)), Machine.of(context.device).name
+    of_job = job_key(job, context)
     name, value = ("output_dir", job.output_dir) if job.resume in (None, "auto") else ("resume", str(job.resume))
     folder = Path(value)
     log = SweepLog(folder / CSV_NAME)
@@ -196,7 +207,7 @@ def sweep_job(job: JobConfig, context: RankContext) -> dict[str, Any]:
             lock.acquire()
             require_writable(log.path, lock.setting)
             log.rows = SweepLog.load(log.path).rows
-            return shapes, settings, pending(shapes, settings, log, dtype, device)
+            return shapes, settings, pending(shapes, settings, log, of_job)
 
         shapes, settings, todo = from_first_rank(prepare)
         num_measured = sum(map(len, todo.values()))
@@ -205,13 +216,11 @@ def sweep_job(job: JobConfig, context: RankContext) -> dict[str, Any]:
             sys.stderr.write(f"comet: {told}; stopped, it goes on by the same command with {name}={value}\n")
         for shape, measured in _measure_all(job, todo, context):
             if context.rank == 0:
-                log.put({row_key(shape, setting, dtype, device): item
+                log.put({row_key(shape, setting, of_job): item
                          for setting, item in zip(todo[shape], measured, strict=True)})  # fmt: skip
 
         def finish() -> dict[str, Any]:
-            results = {
-                shape: [log.rows[row_key(shape, setting, dtype, device)] for setting in settings] for shape in shapes
-            }
+            results = {shape: [log.rows[row_key(shape, setting, of_job)] for setting in settings] for shape in shapes}
             plot_sweep(results, folder / PLOT_NAME)
             facts = _facts(results, folder, num_measured)
             sys.stdout.write(sweep_table(results) + "\n\n" + json.dumps(facts) + "\n")
@@ -223,13 +232,13 @@ def sweep_job(job: JobConfig, context: RankContext) -> dict[str, Any]:
     return facts
 
 
-def pending(shapes: Sequence[Shape], settings: Sequence[OverlapConfig], log: SweepLog, dtype: str, device: str) -> Todo:
+def pending(shapes: Sequence[Shape], settings: Sequence[OverlapConfig], log: SweepLog, of_job: Key) -> Todo:
     """What is to be measured of each shape: all where a setting is new, which another run's times say nothing of; else
     what has no time: why it failed then may be gone by now.
     """
     todo: Todo = {}
     for shape in shapes:
-        known = {setting: log.rows.get(row_key(shape, setting, dtype, device)) for setting in settings}
+        known = {setting: log.rows.get(row_key(shape, setting, of_job)) for setting in settings}
         failed = [setting for setting, item in known.items() if item is not None and item.ms is None]
         todo[shape] = list(settings) if None in known.values() else failed
     return {shape: left for shape, left in todo.items() if left}

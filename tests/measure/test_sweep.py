@@ -13,16 +13,18 @@ from training_cases import Rank
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.errors import NothingMeasuredError
-from comet.jobs.config import JobConfig, SweepConfig
+from comet.jobs.config import CommConfig, JobConfig, SweepConfig
 from comet.launch.cli import PROGRAM
 from comet.launch.config import compose, make_job
 from comet.measure.sweep import (
     COLUMNS,
     CSV_NAME,
+    JOB_COLUMNS,
     PLOT_NAME,
     Shape,
     SweepLog,
     fastest,
+    job_key,
     measure_shape,
     pending,
     plot_sweep,
@@ -35,6 +37,7 @@ from comet.measure.sweep import (
 from comet.measure.tune import tune_job
 from comet.training.ranks import from_first_rank
 from comet.tuner.profile import Measured
+from comet.version import comet_version
 
 MOE = MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2)
 PNG = b"\x89PNG"
@@ -86,19 +89,20 @@ def test_wrong_lists_are_named(changes, message):
 def test_the_log_keeps_times_and_reasons_and_says_what_is_left(tmp_path):
     done, failed, new = setting(8), setting(16), setting(32)
     log = SweepLog(tmp_path / CSV_NAME)
-    key = ("torch.float32", "a device, with a comma")
+    key = ("torch.float32", "a device, with a comma", "2", "cpu_shm", "1.0")
     reason = 'ValueError: "quoted", and commas'
     found = Measured(setting=done, ms=1.25), Measured(setting=failed, ms=None, failure=reason)
-    log.put({row_key(SHAPE, item.setting, *key): item for item in found})
+    log.put({row_key(SHAPE, item.setting, key): item for item in found})
     again = SweepLog.load(log.path)
     assert again.rows == log.rows
-    assert pending([SHAPE], [done, failed, new], again, *key) == {SHAPE: [done, failed, new]}, "in one loop"
-    assert pending([SHAPE], [done, failed], again, *key) == {SHAPE: [failed]}, "what failed is tried again"
-    assert pending([SHAPE], [done], again, *key) == {}
+    assert pending([SHAPE], [done, failed, new], again, key) == {SHAPE: [done, failed, new]}, "in one loop"
+    assert pending([SHAPE], [done, failed], again, key) == {SHAPE: [failed]}, "what failed is tried again"
+    assert pending([SHAPE], [done], again, key) == {}
     for change in ({"ffn_size": 64}, {"activation": "geglu"}, {"expert_bias": True}, {"capacity_factor": 0.5}):
         other = replace(SHAPE, moe=replace(MOE, **change))
-        assert pending([other], [done], again, *key) == {other: [done]}, "the same name, another layer"
-    assert pending([SHAPE], [done], again, key[0], "another device") == {SHAPE: [done]}
+        assert pending([other], [done], again, key) == {other: [done]}, "the same name, another layer"
+    for place in range(len(JOB_COLUMNS)):
+        assert pending([SHAPE], [done], again, (*key[:place], "another", *key[place + 1 :])) == {SHAPE: [done]}
     assert SweepLog.load(tmp_path / "none.csv").rows == {}
 
 
@@ -107,10 +111,10 @@ def test_a_file_that_is_no_log_is_refused(tmp_path):
     header = ",".join(COLUMNS)
     for text, message in [
         ("", "must start with the columns model,"),
-        ("a,b\n", "must start with the columns model,"),
-        (f"{header}\ntiny,1\n", r"sweep\.csv:2 must have 15 columns, not 2"),
-        (f"{header}\n" + "x," * 13 + "1.0,\n", r"sweep\.csv:2: invalid literal"),
-        (f"{header}\n" + "1," * 11 + "8,2,nan,\n", r"sweep\.csv:2: ms=nan must be positive"),
+        (header.replace("world_size,backend,version,", ""), "take another output_dir, or move an older file away$"),
+        (f"{header}\ntiny,1\n", r"sweep\.csv:2 must have 18 columns, not 2"),
+        (f"{header}\n" + "x," * 16 + "1.0,\n", r"sweep\.csv:2: invalid literal"),
+        (f"{header}\n" + "1," * 14 + "8,2,nan,\n", r"sweep\.csv:2: ms=nan must be positive"),
     ]:
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
@@ -153,8 +157,31 @@ def test_a_second_sweep_measures_shapes_that_have_a_new_setting(tmp_path, capsys
         sweep_job(job_of(f"resume={tmp_path}/none"), Rank())
 
 
+def test_times_of_another_job_in_the_folder_are_kept_and_not_taken(tmp_path, monkeypatch):
+    """Ranks that differ in number or communicator, and another version of Comet."""
+    words = (
+        "sweep.tokens=[16]",
+        "sweep.comm_blocks=[8]",
+        "sweep.rounds=1",
+        "parallel=single",
+        f"output_dir={tmp_path}",
+    )
+    job = job_of(*words)
+    assert sweep_job(job, Rank())["measured_now"] == 1
+    same = sweep_job(job_of(*words, "comm.backend=cpu_shm"), Rank())
+    assert same["measured_now"] == 0, "which auto is on a CPU"
+    old = (tmp_path / CSV_NAME).read_text()
+    monkeypatch.setattr("comet.measure.sweep.comet_version", lambda: "another")
+    assert sweep_job(job, Rank())["measured_now"] == 1
+    both = (tmp_path / CSV_NAME).read_text()
+    assert both.startswith(old)
+    assert [row["version"] for row in csv.DictReader(both.splitlines())] == [comet_version(), "another"]
+    assert dict(zip(JOB_COLUMNS, job_key(job, Rank(world_size=4)), strict=True))["world_size"] == "4"
+    assert job_key(replace(job, comm=CommConfig(backend="nvshmem")), Rank())[-2] == "nvshmem"
+
+
 def test_a_failed_point_is_measured_again_and_keeps_its_reason_until_then(tmp_path, monkeypatch, capsys):
-    """As with more ranks in the second run: what made it fail is gone."""
+    """What made it fail is gone in the second run."""
 
     def fail(*arguments):
         raise RuntimeError("no resources")
