@@ -6,9 +6,8 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -168,8 +167,7 @@ def _gradients(
     return [None if leaf is None else next(found) for leaf in leaves]
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
+class _Call(NamedTuple):
     """What calls have in common that replay the same graphs: numbers of tokens, gradients wanted, autocast's type."""
 
     num_tokens: int
@@ -210,7 +208,8 @@ class GraphedMoE:
     of tokens than ``max_graphs``, calls run the layer as it stands; the reason is logged once.
 
     Args:
-        layer: The layer. Its parameters may change in place; once they are replaced, calls run the layer as it stands.
+        layer: The layer. Its parameters and buffers may change in place; once one of them or a module is replaced,
+            calls run the layer as it stands.
         max_graphs: Numbers of tokens that are captured, at least 1; with and without gradients they count apart.
     """
 
@@ -224,10 +223,13 @@ class GraphedMoE:
         self._pool: Any = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._flat = _Flat(layer)
-        self._owned = [each._parameters for each in layer.modules()]  # layer.parameters() takes as long as a launch
+        modules = list(layer.modules())  # to walk them in each call takes as long as a launch
+        self._owned = [owned for each in modules for owned in (each._parameters, each._buffers) if owned]
+        self._children = [each._modules for each in modules if each._modules]
+        self._known_children = [dict(each) for each in self._children]
         self._replays: dict[_Call, Replay | None] = {}
         self._trained: set[_Call] = set()  # whose backward pass has run
-        self._addresses: tuple[int, ...] = ()
+        self._places: list[int] = []  # identities and addresses of the last call's tensors
         self._told: set[str] = set()
 
     @property
@@ -256,13 +258,14 @@ class GraphedMoE:
     def _call_of(self, tokens: Tensor) -> _Call:
         device = tokens.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        parameters = [each for owned in self._owned for each in owned.values() if each is not None]
-        inputs = (tokens, *parameters)
-        flags = tuple(each.requires_grad for each in inputs) if wants_grad(*inputs) else ()
-        addresses = tuple(local(each).data_ptr() for each in parameters)
-        if self._addresses not in ((), addresses) and not self._reason:  # a graph would read what was a parameter
-            self._stop("parameters of the layer have been replaced")
-        self._addresses = addresses
+        tensors = [each for owned in self._owned for each in owned.values() if each is not None]
+        inputs = (tokens, *tensors)
+        flags = tuple([each.requires_grad for each in inputs]) if wants_grad(*inputs) else ()
+        if not self._reason:
+            places = [*map(id, tensors), *[local(each).data_ptr() for each in tensors]]
+            if self._places not in ([], places) or self._children != self._known_children:
+                self._stop("parameters, buffers or modules of the layer have been replaced")  # a graph would read those
+            self._places = places
         return _Call(tokens.shape[0], flags, autocast)
 
     def _launch(self, call: _Call, x: Tensor) -> Output:

@@ -19,7 +19,7 @@ from graphed_cases import (
 from layer_cases import LayerCase, full_weights, rank_inputs, shard
 from ranks import in_ranks
 from stream_cases import assert_same
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -231,33 +231,6 @@ def test_hooks_of_parameters_run(captures: Captures) -> None:
         pass_through(graphed, draw(6, seed))
         assert seen == [True] * 2 * (seed + 1)
     assert captures.replays == 4
-
-
-def test_replaced_parameters_end_the_replays(captures: Captures, caplog: pytest.LogCaptureFixture) -> None:
-    steps = make_steps()
-    for seed in range(2):
-        steps.step([draw(6, seed)], f"step {seed}")
-    for layer in (steps.layer, steps.eager):
-        layer.w1 = nn.Parameter(layer.w1.detach() * 2)
-    with caplog.at_level(logging.WARNING):
-        for seed in range(3):
-            steps.step([draw(6, seed)], f"later step {seed}")
-    assert captures.replays == 2
-    assert "replaced" in steps.graphed.graph_fallback_reason
-    assert len(caplog.records) == 1
-
-
-def test_replaced_parameters_end_replays_without_gradients(captures: Captures) -> None:
-    """They would read the memory of those that were there."""
-    layer = make_layer()
-    graphed = GraphedMoE(layer)
-    with torch.no_grad():
-        for seed in range(3):
-            graphed(draw(6, seed))
-        layer.load_state_dict({name: each * 2 for name, each in layer.state_dict().items()}, assign=True)
-        assert torch.equal(graphed(draw(6, 3))[0], layer(draw(6, 3))[0])
-    assert captures.replays == 2
-    assert "replaced" in graphed.graph_fallback_reason
 
 
 def test_graphs_with_and_without_gradients_count_apart(captures: Captures) -> None:

@@ -1,14 +1,15 @@
 """Layers replayed from CUDA graphs, for inference and in training steps, against the layer as it stands."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from graphed_cases import Steps, assert_bits, gradients, make_steps, pass_through
+from graphed_cases import REPLACEMENTS, Steps, assert_bits, gradients, make_steps, pass_through
 from stream_cases import CONFIG, NUM_TOKENS, assert_same, make_pair, make_tokens, named
 
-from comet import GraphedMoE
+from comet import GraphedMoE, MoE
 
 pytestmark = pytest.mark.gpu
 
@@ -82,6 +83,39 @@ def test_a_call_before_the_backward_pass_of_the_one_before(replays: list[int]) -
         assert_bits(found[0], found[1], f"step {seed}")
     finish(steps)
     assert len(replays) == (2 + 1) * 4
+
+
+@pytest.mark.parametrize("change", REPLACEMENTS)
+@pytest.mark.parametrize("trains", [False, True])
+def test_replacing_ends_the_replays(replays: list[int], change: Callable[[MoE], None], trains: bool) -> None:
+    steps = make_steps("cuda", replace(CONFIG, balance="bias"), torch.bfloat16)
+    layer, graphed = steps.layer, steps.graphed
+    tokens = make_tokens(layer, 0)
+    with torch.set_grad_enabled(trains):
+        for _ in range(3):
+            output, _ = graphed(tokens)
+            if trains:
+                output.float().sum().backward()
+        torch.cuda.synchronize()
+        assert len(replays) == (4 if trains else 2)
+        before = graphed(tokens)
+        counted = len(replays)
+        change(layer)
+        found, wanted = ({name: each.detach() for name, each in named(run(tokens)).items()} for run in (graphed, layer))
+    assert_same(found, wanted, change.__name__)
+    assert not torch.equal(found["output"], before[0])
+    assert len(replays) == counted
+    assert "replaced" in graphed.graph_fallback_reason
+    layer.group.workspace.check()
+
+
+def test_a_selection_bias_that_moves_in_place_is_replayed(replays: list[int]) -> None:
+    steps = make_steps("cuda", replace(CONFIG, balance="bias", bias_update_rate=0.5), torch.bfloat16)
+    for seed in range(4):
+        steps.step([make_tokens(steps.layer, seed)], f"step {seed}")
+        steps.layer.router.update_bias(torch.arange(CONFIG.num_experts, device="cuda"))
+    finish(steps)
+    assert len(replays) == 2 * 3
 
 
 def test_the_plain_path_says_why_it_is_launched(caplog: pytest.LogCaptureFixture) -> None:

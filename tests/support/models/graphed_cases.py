@@ -9,13 +9,14 @@ import pytest
 import torch
 from generate_cases import Captures, all_experts, graphs_on_cpu
 from stream_cases import NUM_TOKENS, assert_same
-from torch import Tensor
+from torch import Tensor, nn
 
 from comet import MoE, MoEConfig, OverlapConfig, ParallelConfig, make_expert_group
 from comet.graphed.moe import GraphedMoE, Output
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.sharding import local
 from comet.layout import RoutedTokens
+from comet.router.router import Router
 
 Compare = Callable[[dict[str, Tensor], dict[str, Tensor], str], None]
 
@@ -152,12 +153,44 @@ class _LaterExperts(torch.autograd.Function):
         return of_tokens, None, of_factors, None, None, None
 
 
-def make_layer(path: str = "dense", **settings: Any) -> MoE:
-    group = make_expert_group(CONFIG, ParallelConfig(), max_tokens=64, dtype=torch.float32, device=torch.device("cpu"))
-    moe = MoE(CONFIG, group, overlap=OverlapConfig(num_panels=1), seed=5, **settings)
-    later = LaterExperts(CONFIG, group, OverlapConfig(num_panels=1), use_kernels=False)
+def make_layer(path: str = "dense", config: MoEConfig = CONFIG, **settings: Any) -> MoE:
+    group = make_expert_group(config, ParallelConfig(), max_tokens=64, dtype=torch.float32, device=torch.device("cpu"))
+    moe = MoE(config, group, overlap=OverlapConfig(num_panels=1), seed=5, **settings)
+    later = LaterExperts(config, group, OverlapConfig(num_panels=1), use_kernels=False)
     moe.experts = later if path == "later" else partial(all_experts, None)  # type: ignore[assignment]
     return moe
+
+
+def replace_bias(layer: MoE) -> None:
+    """The first expert is chosen for every token, by a buffer in new memory."""
+    bias = torch.zeros(layer.config.num_experts, device=layer.group.device)
+    bias[0] = 9
+    layer.router.selection_bias = bias
+
+
+def replace_router(layer: MoE) -> None:
+    layer.router = Router(layer.config, device=layer.group.device)
+
+
+def replace_weight(layer: MoE) -> None:
+    layer.w1 = nn.Parameter(layer.w1.detach() * 2)
+
+
+def replace_data(layer: MoE) -> None:
+    layer.w1.data = layer.w1.data * 2
+
+
+def remove_shared(layer: MoE) -> None:
+    layer.shared = None
+
+
+def replace_all(layer: MoE) -> None:
+    layer.load_state_dict({name: each * 2 for name, each in layer.state_dict().items()}, assign=True)
+
+
+REPLACEMENTS: list[Callable[[MoE], None]] = [
+    replace_bias, replace_router, replace_weight, replace_data, remove_shared, replace_all,
+]  # fmt: skip
 
 
 def record_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Captures:
