@@ -176,7 +176,8 @@ class MoE(nn.Module):
         """What the plan does not wait for: the shared expert, which can fill the GPU while the plan cannot, and the
         fields of the statistics.
         """
-        expert = None if self.shared is None or joins_step(tokens, self.shared.decode_tokens) else self.shared
+        most = getattr(self.experts, "shared_tokens", 0)  # of a step in which the path computes the shared expert, too
+        expert = None if self.shared is None or joins_step(tokens, most) else self.shared
         shared = None if expert is None else expert(tokens)
         stats = router.measure(logits, scores, top_k_ids, largest_logit=self.group.workspace.largest_logit)
         return shared, *stats

@@ -207,9 +207,14 @@ class FrozenExperts:
         """Those of a copied layer."""
         return type(self)(self.runner, *copy.deepcopy((self.parameters, self.shared), memo))
 
+    @property
+    def shared_tokens(self) -> int:
+        """Most tokens of a step that includes the layer's shared expert, which ``MoE`` leaves out then; 0: none."""
+        return 0 if self.shared is None else self.runner.decode.max_tokens
+
     def __call__(self, routed: RoutedTokens, w1: Tensor, w2: Tensor, biases: Biases | None = None) -> Tensor:
         experts, tokens = None, routed.tokens
-        if self.shared is not None and joins_step(tokens, self.runner.decode.max_tokens):
+        if self.shared is not None and joins_step(tokens, self.shared_tokens):
             own1, own2 = map(local, self.parameters)  # moved in place, as parameters are
             experts = self.shared.weights(own1, own2)
             routed = RoutedTokens(tokens, *self.shared.routing(*routed[1:]))

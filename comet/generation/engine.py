@@ -128,7 +128,6 @@ def freeze_experts(runner: ReplicatedRunner, layer: MoE, columns: int) -> Frozen
     """A layer's routed experts in decode steps, which include its shared expert where that adds ``columns`` to K."""
     if not columns or layer.shared is None:
         return FrozenExperts(runner)
-    layer.shared.decode_tokens = runner.decode.max_tokens
     return FrozenExperts(
         runner,
         layer.expert_parameters(),

@@ -22,8 +22,6 @@ class SharedExpert(nn.Module):
         dtype: Dtype of ``w1 (2 * F_shared, D)``, gate rows first, then up rows, and ``w2 (D, F_shared)``.
     """
 
-    decode_tokens = 0  # most tokens of the decode steps that compute it among their experts; 0: none does
-
     def __init__(
         self,
         hidden_size: int,

@@ -19,11 +19,13 @@ from torch import Tensor
 from training_cases import GPT_OSS, MODEL, MOE, awake_model
 
 from comet.config import MoEConfig, SpeculationConfig
+from comet.decode import DataParallelDecode
 from comet.generation.engine import Engine, GPTEngine
 from comet.generation.hf import HFEngine
 from comet.graphed.step import DecodeStep
 from comet.integrations import hf
 from comet.models.cache import CHUNK, allocated_places, attend_to_cache
+from comet.modular import GroupedContiguous, ModularMoE, SingleRank
 from comet.utils.graphs import TOO_FEW, first_line
 
 EXPERTS = MoEConfig(hidden_size=32, ffn_size=32, num_experts=8, top_k=4)
@@ -170,6 +172,23 @@ def test_a_copied_model_reads_its_own_experts(name: str) -> None:
     for weight in model.parameters():
         weight.mul_(0.5)
     assert torch.equal(model(PROMPTS).logits, found)
+
+
+@pytest.mark.parametrize("other", ["expert_slots", "modular", "own tokens"])
+@torch.no_grad()
+def test_other_experts_behind_an_engine_leave_no_shared_expert_out(other: str) -> None:
+    model, group = plain_model(SHARED[0])
+    wanted, moe = model(PROMPTS).logits, model.config.moe
+    GPTEngine(model, group)
+    torch.testing.assert_close(model(PROMPTS).logits, wanted)
+    if other == "expert_slots":
+        GPTEngine(model, group, expert_slots=3)
+    for layer in model.moe_layers():
+        if other == "modular":
+            layer.experts = ModularMoE(SingleRank(moe, group), GroupedContiguous(moe, group))
+        elif other == "own tokens":
+            layer.experts = DataParallelDecode(moe, group)
+    torch.testing.assert_close(model(PROMPTS).logits, wanted)
 
 
 @pytest.mark.parametrize("slots", [None, 2])
