@@ -165,6 +165,11 @@ class GroupExperts:
             f"ffn_size={moe.ffn_size} must be divisible by tp={tp} into multiples of {DIM_MULTIPLE} for warp decode, "
             f"or decode_tokens={decode_tokens} be 0",
         )
+        require(
+            not decode_tokens or moe.capacity_factor is None,
+            f"capacity_factor={moe.capacity_factor} must be None for warp decode, which drops no rows, "
+            f"or decode_tokens={decode_tokens} be 0",
+        )
         self.group = group
         self.decode = Decoder(top_k, decode_tokens * (1 if replicated else group.parallel.world_size))
         self.activation = moe.activation

@@ -2,6 +2,7 @@
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
@@ -15,7 +16,7 @@ from training_cases import make_group
 
 from comet import MoE, MoEConfig
 from comet.decode import DataParallelDecode, DecodeWeights, RankDecode
-from comet.decode.runners import Decoder
+from comet.decode.runners import Decoder, ReplicatedRunner
 from comet.layout import RoutedTokens
 
 CASE = DecodeCase(name="own tokens", T=0, K=2, E=8, D=32, F=64, routing="masked", seed=3)
@@ -55,6 +56,19 @@ def test_sizes() -> None:
     tokens, ids = torch.randn(3, 32), torch.zeros(3, 2, dtype=torch.int32)
     with pytest.raises(ValueError, match="T=3 tokens must be at most most_tokens=2"):
         runner(RoutedTokens(tokens, ids, torch.ones(3, 2)), layer.w1.flatten(1, 2), layer.w2, most_tokens=2)
+
+
+def test_experts_that_drop_rows_do_not_decode() -> None:
+    config = replace(CONFIG, capacity_factor=0.5)
+    group = make_group(config, max_tokens=16)
+    for kind in (DataParallelDecode, ReplicatedRunner):
+        with pytest.raises(ValueError, match=r"capacity_factor=0\.5 must be None .* or decode_tokens=12 be 0"):
+            kind(config, group, 12)
+    layer, tokens = MoE(config, group, seed=4), torch.randn(12, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        wanted = layer(tokens)[0]
+        layer.experts = DataParallelDecode(config, group, 0)
+        torch.testing.assert_close(layer(tokens)[0], wanted)
 
 
 def test_threads_have_scratch_memory_of_their_own() -> None:
