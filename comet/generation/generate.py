@@ -114,6 +114,7 @@ def generate(
                     f"logits of prompt {index} must be numbers, but the model makes NaN "
                     f"behind {sequences[index].num_tokens} new tokens"
                 )
+        chosen = chosen.clamp(min=0)  # NO_TOKEN of a sequence that has ended has no embedding
     stopped_by = [
         "context" if sequence.stopped_by == "length" and limit < config.max_new_tokens else sequence.stopped_by
         for sequence, limit in zip(sequences, limits, strict=True)

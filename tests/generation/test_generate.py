@@ -196,14 +196,14 @@ def test_weights_that_make_nan_write_no_text(prompts):
     ],
     ids=str,
 )
-def test_a_sequence_whose_logits_become_nan_is_named(changes):
+def test_a_sequence_whose_logits_become_nan_is_named_if_it_goes_on(changes):
     class Damaged(GPTEngine):
-        passes = 0
+        passes, sequence = 0, 1
 
         def _damaged(self, logits):
             self.passes += 1
             if self.passes >= 3:
-                logits[1, ..., 7] = math.nan
+                logits[self.sequence, ..., 7] = math.nan
             return logits
 
         def decode(self, ids):
@@ -213,12 +213,16 @@ def test_a_sequence_whose_logits_become_nan_is_named(changes):
             return self._damaged(super().verify(ids))
 
     model, group = awake_model()
-    config = GenerateConfig(prompts=tuple(PROMPTS[:2]), max_new_tokens=12, **changes)
+    config = GenerateConfig(prompts=tuple(PROMPTS), max_new_tokens=12, **changes)
     engine = Damaged(model, group, speculation=config if config.speculate != "off" else None)
+    tokens = encode_prompts(config, ByteCodec(), 32)
     with pytest.raises(
         NotFiniteError, match=r"logits of prompt 1 must be numbers, but the model makes NaN behind \d+ new"
     ):
-        generate(engine, ByteCodec(), encode_prompts(config, ByteCodec(), 32), config, context=32)
+        generate(engine, ByteCodec(), tokens, config, context=32)
+    engine.passes, engine.sequence = 0, 2  # which has all its three tokens by then
+    wanted = run(PROMPTS, **{**changes, "speculate": "off"}).texts
+    assert generate(engine, ByteCodec(), tokens, config, context=32).texts == wanted
 
 
 def test_as_many_tokens_as_there_is_room_for_may_be_any_number():
