@@ -48,10 +48,7 @@ def encode_prompts(config: GenerateConfig, codec: Codec, context: int) -> list[l
     prompts = [codec.encode(text) for text in config.texts]
     for text, prompt in zip(config.texts, prompts, strict=True):
         require(bool(prompt), f"generate.prompt={text!r} must encode to at least one token")
-        require(
-            len(prompt) < context,
-            f"generate.prompt of {len(prompt)} tokens must be shorter than the model's context of {context}",
-        )
+    token_limits(prompts, config, context)
     return prompts
 
 
@@ -163,7 +160,16 @@ def warm_up(engine: Engine, prompts: Sequence[Sequence[int]], config: GenerateCo
 
 
 def token_limits(prompts: Sequence[Sequence[int]], config: GenerateConfig, context: int) -> list[int]:
-    """Most new tokens of each sequence; prompts of 3 and 9 tokens, 4 new ones and a context of 10: 4 and 1."""
+    """Most new tokens of each sequence; prompts of 3 and 9 tokens, 4 new ones and a context of 10: 4 and 1.
+
+    Raises:
+        ValueError: If a prompt leaves no room for a token.
+    """
+    for prompt in prompts:
+        require(
+            len(prompt) < context,
+            f"generate.prompt of {len(prompt)} tokens must be shorter than the model's context of {context}",
+        )
     return [min(config.max_new_tokens, context - len(prompt)) for prompt in prompts]
 
 

@@ -314,6 +314,9 @@ def test_prompts_must_exist_and_fit():
         encode_prompts(GenerateConfig(), codec, 32)
     with pytest.raises(ValueError, match=r"generate\.prompt of 32 tokens must be shorter than the .* context of 32"):
         encode_prompts(GenerateConfig(prompt="x" * 32), codec, 32)
+    model, group = awake_model()
+    with pytest.raises(ValueError, match=r"generate\.prompt of 32 tokens must be shorter than the .* context of 32"):
+        generate(GPTEngine(model, group), codec, [[1], [120] * 32], GenerateConfig(max_new_tokens=4), context=32)
 
 
 def test_bytes_are_held_back_until_they_form_a_character():
