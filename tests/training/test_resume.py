@@ -17,13 +17,14 @@ from launch_jobs import TIMEOUT_S, processes_of, start, training
 from ranks import in_ranks, run_ranks
 from refusals import dry_run, refusal
 from tiers import slow
-from training_cases import Rank, losses, make_job, make_text
+from training_cases import MODEL, Rank, losses, make_job, make_text
 
 from comet.launch.cli import PROGRAM
 from comet.launch.config import compose
 from comet.launch.config import make_job as job_of_command
 from comet.measure.sweep import sweep_job
 from comet.training import trainer
+from comet.training.checkpoint_folder import find_checkpoints
 from comet.training.run_folder import LOCK, OWNER
 from comet.training.saved_settings import read_settings
 from comet.training.trainer import train
@@ -196,6 +197,20 @@ def test_another_run_is_not_removed_unless_the_user_says_so(tmp_path):
     left = {"step-by-step", "step-000004", "step-000077"}
     assert names(out) == (before - {"step-000002"}) | left | {"step-000003"}
     assert names(out / "step-000004") == {"notes.txt"}
+
+
+def test_another_layout_drops_others(tmp_path):
+    """Who is dropped where the plan is full depends on who shares an expert's rows."""
+    model = replace(MODEL, moe=replace(MODEL.moe, capacity_factor=0.5))
+    train(make_job(tmp_path, model=model, steps=3), Rank())
+    job, (checkpoint, *_) = (
+        make_job(tmp_path, model=model, steps=3, dtype="float32"),
+        find_checkpoints("auto", str(tmp_path / "out"))[0],
+    )
+    assert not trainer._require_same(job, checkpoint, checkpoint.text, 1)
+    split = replace(checkpoint, layout={"world_size": 1, "ep": 2, "tp": 1})
+    (note,) = trainer._require_same(job, split, checkpoint.text, 1)
+    assert note == f"{split.path} was written with ep=2 tp=1: in another layout model.moe.capacity_factor drops others"
 
 
 def test_an_attempt_is_the_first_if_those_before_it_never_began(tmp_path):
