@@ -36,11 +36,16 @@ from comet.launch.help import config_groups
 from comet.launch.schema import SHORTENED, build, schema_of, setting_names
 from comet.launch.tasks.registry import did_you_mean
 from comet.training.checkpoint_folder import names_checkpoint
-from comet.training.saved_settings import NOT_KEPT, covers, read_settings
+from comet.training.saved_settings import NOT_KEPT, covers, flat, read_settings
 
 CPU_RANKS = 2
 # Text of any kind, taken as it is typed: Hydra would strip its spaces and read commas, brackets and quotes.
 VERBATIM = ("generate.prompt", "generate.stop")
+# Lists of a task, each with the setting or section that it stands in for unless it is empty.
+STANDS_IN = {
+    "sweep.models": "model", "sweep.tokens": "train.batch_size", "sweep.comm_blocks": "overlap.comm_blocks",
+    "sweep.num_panels": "overlap.num_panels", "tune.models": "model", "tune.tokens": "train.batch_size",
+}  # fmt: skip
 
 
 @dataclass
@@ -94,8 +99,8 @@ def compose(
         reads: Settings and sections that the task reads: an override of others would do nothing. None: all of them.
 
     Returns:
-        A plain container with all interpolations resolved; ``generate.source`` has decided ``model``, and what is not
-        named is that of the run that ``resume`` names.
+        A plain container with all interpolations resolved; ``generate.source``, or a list of the task's models, has
+        decided ``model``, and what is not named is that of the run that ``resume`` names.
     """
     named = [word.lstrip("+").partition("=")[0] for word in overrides]
     overrides, texts = split_verbatim(overrides)
@@ -124,11 +129,34 @@ def compose(
                           (job["tune"], "profiles")]:  # fmt: skip
         section[name] = section[name] and os.path.expanduser(section[name])  # shells leave data.path=~/x as it is
     job = with_saved_settings(job, [*named, *settings.names()])
+    for setting in (each for each in STANDS_IN if covers(reads, each)):
+        _stand_in(job, setting, parsed)
     if (source := job["generate"]["source"]) is not None:
-        chosen = [word for word in overrides if word.lstrip("+").partition("=")[0].split(".")[0] == "model"]
+        chosen = _typed("model", parsed)
         require(not chosen, f"generate.source={source!r} decides the model: {', '.join(chosen)} must be left out")
         job["model"] = asdict(model_of(find_source(source)))
     return job
+
+
+def _stand_in(job: dict[str, Any], setting: str, overrides: Sequence[Override]) -> None:
+    """Refuse what was typed in vain beside a list of ``STANDS_IN``; the first of its models becomes the job's.
+
+    The ranks must fit one that is measured; the context stays, because the tokens of a step come from it.
+    """
+    section, _, last = setting.partition(".")
+    name, values = STANDS_IN[setting], job[section][last]
+    if not values:
+        return
+    idle, given = ", ".join(_typed(name, overrides)), f"{setting}=[{','.join(map(str, values))}]"
+    require(not idle, f"{given} stands in for {name}: {idle} must be left out, or {setting}=[] be given")
+    if name == "model" and values[0] in config_groups()[name]:  # others are refused where the list is read
+        job[name] = compose([f"model={values[0]}"])[name] | {"context": job[name]["context"]}
+
+
+def _typed(name: str, overrides: Iterable[Override]) -> list[str]:
+    """The overrides of a setting, or of what is in a section of that name."""
+    found = {str(each.input_line): flat({each.key_or_group: each.value()}) for each in overrides}
+    return [text for text, settings in found.items() if any(covers([name], setting) for setting in settings)]
 
 
 def names_folder(overrides: Sequence[str], file: str | None) -> bool:

@@ -25,7 +25,7 @@ class MeasureConfig:
     """Which layers are measured, and how often.
 
     Args:
-        models: Names of models; none takes the job's.
+        models: Names of models, beside which ``model`` is left out; none takes the job's.
         tokens: Tokens per rank, in any order; none takes those of a training step.
         rounds: Counted calls of every setting.
     """
@@ -67,7 +67,8 @@ class SweepConfig(MeasureConfig):
 
     Args:
         layouts: Pairs (EP, TP); none takes the job's.
-        comm_blocks: Thread blocks that only communicate at first; 0: communication is colocated with compute.
+        comm_blocks: Thread blocks that only communicate at first; 0: communication is colocated with compute; none
+            takes ``overlap.comm_blocks``, which is left out beside others.
         num_panels: Column panels of layer 1; none takes the job's.
     """
 

@@ -40,12 +40,48 @@ SPLIT = "comm_blocks=500 must be below the 132 SMs of "
         (["tune", "tune.models=[nope]"], "model='nope' must be one of "),
         (["modular", "modular.pair=[AllToAll]"], "modular: pair=['AllToAll'] must be two names, "),
         (["modular", "modular.pair=[AllToAl,FusedExperts]"], "modular.pair: 'AllToAl' must be one of SingleRank, "),
+        (["sweep", "sweep.models=['~x']"], "model='~x' must be one of "),
         (["sweep", "sweep.models=[nope]"], "model='nope' must be one of "),
         (["sweep", "sweep.comm_blocks=[-1]"], "sweep: comm_blocks=(-1,) must each be at least 0"),
     ],
 )
 def test_a_dry_run_refuses_what_the_run_would(words, message, capfd):
     assert refusal(capfd, *words, "--dry-run").startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("given", "stands_in_for", "idle"),
+    [
+        ("sweep.models=[tiny]", "model", "model.moe.top_k=4"),
+        ("sweep.models=[tiny]", "model", "model=mixtral_8x7b"),
+        ("sweep.tokens=[16,8]", "train.batch_size", "train.batch_size=2"),
+        ("sweep.comm_blocks=[0,4,8,16,32,64]", "overlap.comm_blocks", "overlap.comm_blocks=7"),
+        ("sweep.num_panels=[2]", "overlap.num_panels", "++overlap={num_panels:4}"),
+        ("tune.models=[tiny]", "model", "model.moe={top_k:4}"),
+        ("tune.tokens=[16]", "train.batch_size", "train.batch_size=2"),
+    ],
+)
+def test_what_a_list_stands_in_for_is_refused_if_it_was_typed(given, stands_in_for, idle, tmp_path, capfd):
+    setting, path = given.partition("=")[0], tmp_path / "my.yaml"
+    task = setting.partition(".")[0]
+    told = f"{given} stands in for {stands_in_for}: {idle} must be left out, or {setting}=[] be given\n"
+    assert refusal(capfd, task, "--dry-run", given, idle) == told
+    path.write_text(given.replace("=", ": "))
+    assert refusal(capfd, task, "--dry-run", "--config", str(path), idle) == told
+    dry_run(capfd, "train", "--config", str(path), idle)
+    path.write_text(dry_run(capfd, task, f"{setting}=[]", idle)[0])
+    dry_run(capfd, task, "--config", str(path), given)
+
+
+@pytest.mark.parametrize("task", ["tune", "sweep"])
+def test_ranks_must_fit_the_first_model_that_is_measured_and_not_the_default(task, capfd):
+    models = f"{task}.models=[deepseek_v3,tiny]"
+    out, _ = dry_run(capfd, task, models, "parallel.ep=8", "parallel.tp=2")
+    assert yaml.safe_load(out)["nproc"] == 16
+    assert "deepseek_v3 EP8 TP2, 512 tokens " in out, "of a step of the job"
+    assert refusal(capfd, task, "--dry-run", models, "parallel.ep=3").startswith("num_experts=256 must be divisible by")
+    if task == "sweep":
+        dry_run(capfd, task, models, "parallel.ep=16")
 
 
 @pytest.mark.parametrize("task", ["train", "generate"])
