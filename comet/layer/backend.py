@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import replace
+from fractions import Fraction
 from typing import NamedTuple, Self
 
 from torch import Tensor
@@ -244,12 +245,15 @@ class Backend(ABC):
 def expert_capacity(config: MoEConfig, group: ExpertGroup) -> int | None:
     """Routed rows one expert keeps, from the configured maximum of tokens; ``None`` when dropless.
 
+    The factor is the decimal number that the user wrote: as a float 1.1 is a little more.
+
     Example: capacity_factor 1.25, W=2, max_tokens=100, K=2, E=8: ceil(1.25 * 2 * 100 * 2 / 8) = 63.
+    capacity_factor 1.1, W=1, max_tokens=500, K=6, E=60: 1.1 * 500 * 6 / 60 = 55 (in floats 55.00000000000001, so 56).
     """
     if config.capacity_factor is None:
         return None
     routed = group.parallel.world_size * group.workspace.shape.max_tokens * config.top_k
-    return math.ceil(config.capacity_factor * routed / config.num_experts)
+    return math.ceil(Fraction(str(float(config.capacity_factor))) * routed / config.num_experts)
 
 
 def layer_choice(config: MoEConfig, group: ExpertGroup, overlap: OverlapConfig | None) -> Resolved:

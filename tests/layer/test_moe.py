@@ -139,11 +139,16 @@ def test_a_call_with_biases_must_fit_the_layer() -> None:
         layer.experts(routed, *weights, biases)
 
 
-def test_capacity_of_the_worked_example() -> None:
-    config = MoEConfig(hidden_size=16, ffn_size=16, num_experts=8, top_k=2, capacity_factor=1.25)
-    group = make_group(config, max_tokens=100)
-    group = replace(group, parallel=ParallelConfig(ep=2))
-    assert expert_capacity(config, group) == 63
+@pytest.mark.parametrize(
+    ("factor", "ep", "max_tokens", "top_k", "num_experts", "capacity"),
+    [(1.25, 2, 100, 2, 8, 63), (1.1, 1, 500, 6, 60, 55), (1, 1, 100, 2, 8, 25), (1e-5, 1, 100, 2, 8, 1)],
+)
+def test_capacity_of_the_worked_examples(
+    factor: float, ep: int, max_tokens: int, top_k: int, num_experts: int, capacity: int
+) -> None:
+    config = MoEConfig(hidden_size=16, ffn_size=16, num_experts=num_experts, top_k=top_k, capacity_factor=factor)
+    group = replace(make_group(config, max_tokens=max_tokens), parallel=ParallelConfig(ep=ep))
+    assert expert_capacity(config, group) == capacity
 
 
 def late(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 import torch
@@ -81,9 +82,8 @@ class LayerCase:
         """Routed rows an expert keeps; ``None``: all."""
         if self.capacity_factor is None:
             return None
-        # The product of whole numbers first, as the layer has it: 0.1 * 2 * 12 * 5 is above 12.
         routed = self.world_size * self.max_tokens * self.top_k
-        return math.ceil(self.capacity_factor * routed / self.num_experts)
+        return math.ceil(Decimal(str(self.capacity_factor)) * routed / self.num_experts)
 
     @property
     def placed_experts(self) -> Tensor:
