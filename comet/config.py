@@ -129,11 +129,11 @@ class MoEConfig:
         renormalize: Divide the K chosen scores by their sum.
         num_groups: Groups of consecutive experts for group-limited top-k (DeepSeek-V3); 1 switches it off.
         top_groups: Groups a token may choose experts from, at most ``num_groups``.
-        routed_scale: Factor on the final routing weights.
+        routed_scale: Factor on the final routing weights, positive.
         balance: ``aux`` adds the load-balancing loss, ``bias`` moves a per-expert selection bias instead, or ``none``.
-        aux_loss_coef: Weight of the load-balancing loss (used when ``balance`` is ``aux``).
-        z_loss_coef: Weight of the router z-loss.
-        bias_update_rate: Step of the selection bias per update (used when ``balance`` is ``bias``).
+        aux_loss_coef: Weight of the load-balancing loss, at least 0 (used when ``balance`` is ``aux``).
+        z_loss_coef: Weight of the router z-loss, at least 0.
+        bias_update_rate: Step of the selection bias per update, at least 0 (used when ``balance`` is ``bias``).
         shared_ffn_size: Width of the shared expert every token goes through; 0 means there is none.
         capacity_factor: Each expert takes at most ``ceil(capacity_factor * W * max_tokens * K / E)`` routed rows of a
             call, of however many tokens, and drops the rest (counted in training); ``None`` never drops.
@@ -182,6 +182,9 @@ class MoEConfig:
         require(self.score in ("softmax", "sigmoid"), f"score={self.score!r} must be 'softmax' or 'sigmoid'")
         require(self.balance in ("aux", "bias", "none"), f"balance={self.balance!r} must be 'aux', 'bias' or 'none'")
         self._check_groups()
+        require(self.routed_scale > 0, f"routed_scale={self.routed_scale} must be positive")
+        for name in ("aux_loss_coef", "z_loss_coef", "bias_update_rate"):
+            require(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must be at least 0")
         require(
             self.shared_ffn_size >= 0 and self.shared_ffn_size % DIM_MULTIPLE == 0,
             f"shared_ffn_size={self.shared_ffn_size} must be 0 or a positive multiple of {DIM_MULTIPLE}",

@@ -292,6 +292,12 @@ def moe_config(**changes: object) -> MoEConfig:
         (lambda: moe_config(top_k=1.5), "top_k=1.5 must be a whole number"),
         (lambda: moe_config(renormalize="false"), "renormalize='false' must be True or False"),
         (lambda: moe_config(routed_scale=math.nan), "routed_scale=nan must be a finite number"),
+        (lambda: moe_config(routed_scale=0.0), "routed_scale=0.0 must be positive"),
+        (lambda: moe_config(routed_scale=-2.5), "routed_scale=-2.5 must be positive"),
+        (lambda: moe_config(aux_loss_coef=-0.01), "aux_loss_coef=-0.01 must be at least 0"),
+        (lambda: moe_config(aux_loss_coef=math.inf), "aux_loss_coef=inf must be a finite number"),
+        (lambda: moe_config(balance="none", z_loss_coef=-1), "z_loss_coef=-1 must be at least 0"),
+        (lambda: moe_config(balance="bias", bias_update_rate=-1e-3), "bias_update_rate=-0.001 must be at least 0"),
         (lambda: moe_config(max_imbalance=math.inf), "max_imbalance=inf must be a finite number"),
         (lambda: moe_config(max_imbalance=0.5), "max_imbalance=0.5 must be at least 1, or None for any routing"),
         (lambda: moe_config(activation=3), "activation=3 must be an Activation, its name or its fields"),
@@ -303,6 +309,12 @@ def moe_config(**changes: object) -> MoEConfig:
 def test_numbers_that_a_setting_cannot_have_are_named(make: Callable, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         make()
+
+
+def test_losses_and_the_bias_may_be_off() -> None:
+    off = dict.fromkeys(("aux_loss_coef", "z_loss_coef", "bias_update_rate"), 0)
+    for balance in ("aux", "bias", "none"):
+        moe_config(balance=balance, **off)
 
 
 @pytest.mark.parametrize("trains", [False, True])
