@@ -30,7 +30,7 @@ from comet.generation.speculation import draft_routers
 from comet.graphed.step import Passes, batch_obstacle
 from comet.kernels.experts.policy import Policy
 from comet.layer.group import ExpertGroup
-from comet.layer.sharding import local
+from comet.layer.sharding import absent, local
 from comet.layer.shared_expert import SharedExpert
 from comet.layout import Biases, added_biases
 from comet.models.cache import KeyValueCache
@@ -148,7 +148,7 @@ def take_experts(layer: MoE, expert_dtype: MXType | None = None, file: MemoryFil
     else:
         reader = QuantisedReader(HeldExperts(matrices, w2, readable=True, **biases), expert_dtype)
         held = HeldExperts.fill(reader, device, file)
-        w1, w2 = (weight.new_zeros(()).expand(weight.shape) for weight in (w1, w2))  # that nobody reads, in no memory
+        w1, w2 = absent(w1), absent(w2)
     local(layer.w1).data, local(layer.w2).data = w1, w2
     return held
 
@@ -272,7 +272,8 @@ class GPTEngine(Engine):
 def freeze(model: GPT) -> None:
     """Keep the matrices in the dtype their products run in, to which each forward pass would cast them: no bit changes.
 
-    The router's losses, a sixth of the operations of a decode step, are no longer computed.
+    The router's losses, a sixth of the operations of a decode step, are no longer computed. A model whose experts
+    another engine holds quantised is refused (``MoE._apply``).
     """
     for layer in model.moe_layers():
         layer.router.config = replace(layer.router.config, aux_loss_coef=0.0, z_loss_coef=0.0)

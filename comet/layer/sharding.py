@@ -94,6 +94,16 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def absent(weight: Tensor) -> Tensor:
+    """Zeros, in no memory, in the place of a weight that is held elsewhere and in another form."""
+    return weight.new_zeros(()).expand(weight.shape)
+
+
+def is_absent(weight: Tensor) -> bool:
+    """Whether ``absent`` made what this rank holds of a parameter."""
+    return not any(local(weight).stride())
+
+
 def local_weights(
     w1: Tensor, w2: Tensor, dtype: torch.dtype, reduce: GradReduce | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -189,6 +190,26 @@ def test_other_experts_behind_an_engine_leave_no_shared_expert_out(other: str) -
         elif other == "own tokens":
             layer.experts = DataParallelDecode(moe, group)
     torch.testing.assert_close(model(PROMPTS).logits, wanted)
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+@in_ranks(2)
+def test_a_model_whose_experts_an_engine_quantised_has_none_to_give(rank: int, world_size: int, ep: int) -> None:
+    model, group = awake_model(in_slots=True, ep=ep)
+    state = copy.deepcopy(model.state_dict())
+    engine = GPTEngine(model, group, expert_slots=2, expert_dtype="mxfp8")
+    before = tokens_of(engine)
+    for use in (
+        model.state_dict, model.blocks[0].ffn.double, partial(copy.deepcopy, model), partial(GPTEngine, model, group),
+        partial(GPTEngine, model, group, expert_slots=2, expert_dtype="mxfp8"),
+    ):  # fmt: skip
+        with pytest.raises(
+            ValueError, match=r"expert_dtype of an engine has taken w1 and w2 .*: build the model again"
+        ):
+            use()
+    assert torch.equal(tokens_of(engine), before)
+    model.load_state_dict(state, assign=True)
+    assert torch.equal(tokens_of(GPTEngine(model, group, expert_slots=2, expert_dtype="mxfp8")), before)
 
 
 @pytest.mark.parametrize("slots", [None, 2])
