@@ -212,7 +212,7 @@ class GPTEngine(Engine):
             layer.experts = path
         if speculation is not None:
             self._drafts = draft_routers([layer.router for layer in model.moe_layers()], speculation)
-        self._parameters, self._stored_state = list(model.parameters()), self._state_of_store()
+        self._tensors, self._stored_state = self._tensors_of_model(), self._state_of_store()
         self._cache: KeyValueCache | None = None
         self._passes = self._make_passes()
 
@@ -223,11 +223,10 @@ class GPTEngine(Engine):
 
     def _read(self, ids: Tensor, lengths: Tensor, max_length: int) -> Tensor:
         # Or steps would go on with former weights: of graphs, shared experts, slots.
-        parameters = zip(self._parameters, self.model.parameters(), strict=True)
         require(
-            all(own is now for own, now in parameters),
-            "parameters of the model must not be replaced (load_state_dict(assign=True)): write to them in place, or "
-            "make a new engine",
+            list(map(id, self._tensors)) == list(map(id, self._tensors_of_model())),
+            "parameters and buffers of the model must not be replaced (load_state_dict(assign=True)): write to them in "
+            "place, or make a new engine",
         )
         require(
             self._state_of_store() == self._stored_state,
@@ -244,6 +243,9 @@ class GPTEngine(Engine):
             cache = self._cache = KeyValueCache(self.model.config, dtype=self.model.dtype, **room)
         cache.clear()
         return self.model.prefill(ids, lengths, cache).logits[:, 0]
+
+    def _tensors_of_model(self) -> list[Tensor]:
+        return [*self.model.parameters(), *self.model.buffers()]
 
     def _state_of_store(self) -> list[tuple[int, int]]:
         return state_of(map(local, self.model.expert_parameters())) if self.stored else []

@@ -236,6 +236,20 @@ def test_an_engine_refuses_weights_that_its_steps_do_not_read(slots: int | None)
     assert torch.equal(tokens_of(GPTEngine(model, group, expert_slots=slots)), tokens_of(GPTEngine(fresh, group)))
 
 
+def test_an_engine_refuses_a_selection_bias_that_its_steps_do_not_read() -> None:
+    model, group = awake_model(replace(MODEL, moe=replace(MOE, balance="bias", shared_ffn_size=32)))
+    engine, ffn = GPTEngine(model, group), model.blocks[0].ffn
+    ffn.router.selection_bias.fill_(0.5)
+    tokens_of(engine)
+    bias, shared = ffn.router.selection_bias, ffn.shared
+    for module, name, other in ((ffn.router, "selection_bias", bias.clone()), (ffn, "shared", None)):
+        setattr(module, name, other)
+        with pytest.raises(ValueError, match=r"parameters and buffers of the model must not be replaced"):
+            tokens_of(engine)
+        ffn.router.selection_bias, ffn.shared = bias, shared
+        tokens_of(engine)
+
+
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
