@@ -6,6 +6,7 @@ import pytest
 import torch
 import yaml
 from refusals import dry_run, refusal
+from tiers import slow
 
 from comet.config import MoEConfig, ParallelConfig
 from comet.launch.config import compose, make_job
@@ -53,11 +54,11 @@ def test_a_dry_run_refuses_what_the_run_would(words, message, capfd):
     ("given", "stands_in_for", "idle"),
     [
         ("sweep.models=[tiny]", "model", "model.moe.top_k=4"),
-        ("sweep.models=[tiny]", "model", "model=mixtral_8x7b"),
-        ("sweep.tokens=[16,8]", "train.batch_size", "train.batch_size=2"),
-        ("sweep.comm_blocks=[0,4,8,16,32,64]", "overlap.comm_blocks", "overlap.comm_blocks=7"),
+        slow("sweep.models=[tiny]", "model", "model=mixtral_8x7b"),
+        slow("sweep.tokens=[16,8]", "train.batch_size", "train.batch_size=2"),
+        slow("sweep.comm_blocks=[0,4,8,16,32,64]", "overlap.comm_blocks", "overlap.comm_blocks=7"),
         ("sweep.num_panels=[2]", "overlap.num_panels", "++overlap={num_panels:4}"),
-        ("tune.models=[tiny]", "model", "model.moe={top_k:4}"),
+        slow("tune.models=[tiny]", "model", "model.moe={top_k:4}"),
         ("tune.tokens=[16]", "train.batch_size", "train.batch_size=2"),
     ],
 )
