@@ -296,7 +296,7 @@ class DataParallelDecode(GroupExperts):
 
     Raises:
         ValueError: If the experts do not divide over the group, its pool is for another shape, or warp decode cannot
-            take so many tokens.
+            take so many tokens or would have to drop rows (``capacity_factor``).
         UnavailableError: If warp decode is asked for and the group spans several nodes.
     """
 
