@@ -15,6 +15,7 @@ from torch.func import functional_call
 
 from comet.comm.collectives import wants_grad
 from comet.config import require
+from comet.layer.paths import ExpertPath
 from comet.layer.routed_experts import DeferredWgrad, SymmetricPath
 from comet.layer.sharding import global_grad, local
 from comet.moe import MoE
@@ -230,6 +231,7 @@ class GraphedMoE:
         self._replays: dict[_Call, Replay | None] = {}
         self._trained: set[_Call] = set()  # whose backward pass has run
         self._places: list[int] = []  # identities and addresses of the last call's tensors
+        self._experts: ExpertPath | None = None  # of the last call
         self._told: set[str] = set()
 
     @property
@@ -263,9 +265,10 @@ class GraphedMoE:
         flags = tuple([each.requires_grad for each in inputs]) if wants_grad(*inputs) else ()
         if not self._reason:
             places = [*map(id, tensors), *[local(each).data_ptr() for each in tensors]]
-            if self._places not in ([], places) or self._children != self._known_children:
+            kept = self._children == self._known_children and self._experts in (None, self.layer.experts)
+            if self._places not in ([], places) or not kept:
                 self._stop("parameters, buffers or modules of the layer have been replaced")  # a graph would read those
-            self._places = places
+            self._places, self._experts = places, self.layer.experts
         return _Call(tokens.shape[0], flags, autocast)
 
     def _launch(self, call: _Call, x: Tensor) -> Output:

@@ -44,6 +44,17 @@ def test_replacing_ends_the_replays(
     assert len(caplog.records) == 1
 
 
+def test_another_path_ends_the_replays(captures: Captures) -> None:
+    layer = make_layer(config=BIASED)
+    graphed, x, former = GraphedMoE(layer), draw(6, 3), layer.experts
+    with torch.no_grad():
+        for _ in range(3):
+            graphed(x)
+        layer.experts = lambda *inputs: 2 * former(*inputs)
+        assert torch.equal(graphed(x)[0], layer(x)[0])
+    assert "replaced" in graphed.graph_fallback_reason
+
+
 @pytest.mark.parametrize("change", REPLACEMENTS)
 def test_replacing_ends_replays_without_gradients(captures: Captures, change: Callable[[MoE], None]) -> None:
     """They would read the memory of what was there."""
