@@ -36,7 +36,10 @@ PATIENCE_S = 60.0
 STEPS = 6
 TEXT = "text.txt"
 SAYS = r"comet: (error|stopped|skipped|saved)|[\w.]+(Error|Exception): "
-TINY = (*SMALL, "train.warmup_steps=0", "train.eval_batches=1", "train.sample_bytes=4", f"train.steps={STEPS}")
+TINY = (
+    *SMALL, "train.batch_size=2", "train.warmup_steps=0", "train.eval_batches=1", "train.sample_bytes=4",
+    f"train.steps={STEPS}",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ APP = str(Path(__file__).parent / "launch_app.py")
 TIMEOUT_S = 180
 SMALL = (
     "model.hidden_size=32", "model.num_layers=2", "model.num_heads=2", "model.num_kv_heads=2", "model.context=32",
-    "model.moe.ffn_size=32", "train.batch_size=2",
+    "model.moe.ffn_size=32",
 )  # fmt: skip
-TINY = (*SMALL, "train.warmup_steps=0", "train.eval_batches=1", "train.sample_bytes=0")
+TINY = (*SMALL, "train.batch_size=2", "train.warmup_steps=0", "train.eval_batches=1", "train.sample_bytes=0")
 
 
 def environment() -> dict[str, str]:
