@@ -272,12 +272,10 @@ def _require_same(config: JobConfig, checkpoint: Checkpoint | None, text: str, w
     require_same(saved or {}, config, checkpoint.path, same_text=checkpoint.text in ("", text))
     if (ranks := checkpoint.layout["world_size"]) != world_size:
         notes.append(f"{checkpoint.path} was written by {ranks} ranks: batches of {world_size} ranks are others")
-    before = {name: size for name, size in checkpoint.layout.items() if name in ("ep", "tp")}
-    if config.model.moe.capacity_factor is not None and before != {"ep": config.parallel.ep, "tp": config.parallel.tp}:
-        of = " ".join(f"{name}={size}" for name, size in before.items())
-        notes.append(
-            f"{checkpoint.path} was written with {of}: in another layout model.moe.capacity_factor drops others"
-        )
+    ep, tp = checkpoint.layout["ep"], checkpoint.layout["tp"]
+    if config.model.moe.capacity_factor is not None and (ep, tp) != (config.parallel.ep, config.parallel.tp):
+        ways = "in another layout model.moe.capacity_factor drops others"
+        notes.append(f"{checkpoint.path} was written with ep={ep} tp={tp}: {ways}")
     return notes
 
 

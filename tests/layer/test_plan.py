@@ -164,7 +164,7 @@ def epochs_of(world_size: int, num_epochs: int, max_tokens: int) -> list[Case]:
 @in_ranks("world_size", interpret="use_kernels")
 def test_plans_between_ranks(rank: int, world_size: int, use_kernels: bool) -> None:
     """Every case in turn over one pool, with random delays; every plan equals the twin's."""
-    num_epochs, max_tokens = (min(8 // world_size, 4), 512 // world_size) if use_kernels else (12, 256)
+    num_epochs, max_tokens = (8 // world_size, 512 // world_size) if use_kernels else (12, 256)
     cases = epochs_of(world_size, num_epochs, min(max_tokens, 256))
     comm = make_communicator("cpu_shm", torch.distributed.group.WORLD, "cpu", timeout_s=60.0)
     wide = max(cases, key=lambda case: case.top_k)

@@ -189,7 +189,7 @@ def check_many_epochs(site: Site) -> None:
     n + 1 only after it had read its rows of n.
     """
     delays = random.Random(SEED + site.rank)
-    num_epochs = NUM_EPOCHS if site.device.type == "cuda" or not site.kernels else NUM_EPOCHS // 40
+    num_epochs = NUM_EPOCHS if site.device.type == "cuda" or not site.kernels else NUM_EPOCHS // 10
     with site.open() as comm:
         rows, flags = rows_and_flags(site, comm)
         for epoch in range(1, num_epochs + 1):
