@@ -127,11 +127,18 @@ def local_weights(
 
 
 def global_grad(part: Tensor | None, parameter: Tensor, reduce: GradReduce | None = None) -> Tensor | None:
-    """A gradient of ``local(parameter)``, in any shape and type, as one of ``parameter``, behind ``reduce``."""
+    """A gradient of ``local(parameter)``, in any shape and type, as one of ``parameter``, behind ``reduce``.
+
+    What TP ranks hold alike (b2) they have summed in other orders: they take the mean, and it stays alike (collective).
+    """
     if part is None or not parameter.requires_grad:
         return None
     if not isinstance(parameter, DTensor):
         return part.view_as(parameter)
+    mesh, tp = parameter.device_mesh, parameter.placements[-1]
+    if tp.is_replicate():
+        part = part / mesh.size(-1)
+        dist.all_reduce(part, group=mesh.get_group(-1))
     part = part.to(parameter.dtype).reshape(parameter._local_tensor.shape)
     part = part if reduce is None else reduce(part)
     make: Callable[..., Tensor] = DTensor  # from_local takes tens of microseconds to find the same spec again

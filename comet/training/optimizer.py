@@ -91,19 +91,13 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 def sum_gradients(model: GPT, group: ExpertGroup) -> None:
     """Sum the gradients of a backward pass over the ranks, in place (collective).
 
-    Divided by the world size they are those of the global objective, see ``ScaledAdamW``. What TP ranks hold alike they
-    have summed in other orders: they take the mean, and it stays alike.
+    Divided by the world size they are those of the global objective, see ``ScaledAdamW``.
     """
     dense, experts = _gradients(model.dense_parameters()), _gradients(model.expert_parameters())
     if group.world_size > 1:
         _all_reduce(dense, None)
         if group.data_parallel > 1:
             _all_reduce(experts, group.expert_data_group)
-        alike = _gradients(_alike_over_tp(model))
-        if alike and group.parallel.tp > 1:
-            assert group.mesh is not None, "a group of several ranks has one"
-            _all_reduce(alike, group.mesh.get_group("tp"))
-            torch._foreach_div_(alike, group.parallel.tp)
 
 
 @torch.no_grad()
@@ -115,7 +109,7 @@ def global_norm(model: GPT, group: ExpertGroup) -> Tensor:
     """
     dense, experts = _gradients(model.dense_parameters()), model.expert_parameters()
     device, tp = group.device, group.parallel.tp
-    alike = _alike_over_tp(model)
+    alike = [bias for bias in model.expert_biases() if bias.dim() == 2]  # b2, which the TP ranks of a shard hold alike
     names = {id(each) for each in alike}
     expert_square = _square_sum(_gradients(each for each in experts if id(each) not in names), device)
     if alike:
@@ -124,11 +118,6 @@ def global_norm(model: GPT, group: ExpertGroup) -> Tensor:
         dist.all_reduce(expert_square)
         expert_square = expert_square / group.data_parallel
     return (_square_sum(dense, device) + expert_square).sqrt() / group.world_size
-
-
-def _alike_over_tp(model: GPT) -> list[nn.Parameter]:
-    """b2 of every MoE layer, if there are any: the TP ranks of a shard hold it alike."""
-    return [bias for bias in model.expert_biases() if bias.dim() == 2]
 
 
 def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:

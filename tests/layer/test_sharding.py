@@ -328,21 +328,24 @@ def test_copies_of_layers() -> None:
 @pytest.mark.parametrize(("ep", "tp"), [(2, 1), (1, 2), (2, 2)])
 @in_ranks("ep tp")
 def test_biases_are_sharded_as_the_weights_are(rank: int, world_size: int, ep: int, tp: int) -> None:
-    """Biases and their gradients as all ranks hold them together, and the norm of both gradients."""
+    """Biases and their gradients as all ranks hold them together, and the norm of both gradients.
+
+    TP ranks sum b2's gradient in other orders, of different tokens each: it is alike all the same, so that b2 stays so.
+    """
     config = replace(CONFIG, expert_bias=True)
     layer = MoE(config, make_group(config, ep=ep, tp=tp, max_tokens=4 * TOKENS), path="twin")
     wanted = draw_biases(config.num_experts, config.ffn_size, config.hidden_size, torch.float32)
     for name, value in {"b1": wanted.b1.view(-1, 2, config.ffn_size), "b2": wanted.b2}.items():
         mine = getattr(layer, name)
         layer.load_state_dict({name: distribute_tensor(value, mine.device_mesh, mine.placements)}, strict=False)
-    layer(draw(0))[0].square().sum().backward()
+    layer(draw(rank))[0].square().sum().backward()
     biases = [layer.b1, layer.b2]
     assert torch.equal(whole(layer.b1).flatten(1), wanted.b1)
     assert torch.equal(whole(layer.b2), wanted.b2)
     grads = torch.cat([whole(each.grad).flatten() for each in biases])
-    both = [torch.empty_like(grads) for _ in range(world_size)]
-    dist.all_gather(both, grads)
-    assert all(torch.equal(each, grads) for each in both)
+    found = [torch.empty_like(grads) for _ in range(world_size)]
+    dist.all_gather(found, grads)
+    assert all(torch.equal(each, grads) for each in found)
     said = "a bias that TP ranks hold alike counts once: ".__add__
     torch.testing.assert_close(clip_grad_norm_(biases, 1e9), grads.norm(), msg=said)
 
