@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from comet.config import MoEConfig, OverlapConfig, Path, require
 from comet.layer.group import ExpertGroup
 from comet.layer.paths import ExpertPath, make_path
-from comet.layer.sharding import GradReduce, check_own_part, expert_parameter, is_absent, local, local_weights
+from comet.layer.sharding import GradReduce, check_own_part, expert_parameter, local, local_weights, require_held
 from comet.layer.shared_expert import SharedExpert, joins_step
 from comet.layout import Biases, RoutedTokens
 from comet.router.losses import RouterStats
@@ -103,7 +103,7 @@ class MoE(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A layer with weights of its own, of the same ranks and by the same path."""
-        self._require_experts()
+        require_held(self.w1, self.w2)
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         if not hasattr(self.experts, "__deepcopy__"):  # which those have that keep tensors of the layer
@@ -112,19 +112,12 @@ class MoE(nn.Module):
         return copied
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self._require_experts()
+        require_held(self.w1, self.w2)
         return super()._apply(fn, recurse)
 
     def _save_to_state_dict(self, *args: Any) -> None:
-        self._require_experts()
+        require_held(self.w1, self.w2)
         super()._save_to_state_dict(*args)
-
-    def _require_experts(self) -> None:
-        require(
-            not any(map(is_absent, (self.w1, self.w2))),
-            "expert_dtype of an engine has taken w1 and w2 out of this model, to hold them quantised: build the model "
-            "again, or load it again, to save, copy or cast it or to make another engine of it",
-        )
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         for name, own in self.named_parameters(prefix.removesuffix("."), recurse=False):

@@ -9,7 +9,7 @@ Letters: B sequences, S tokens of each, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -38,15 +38,20 @@ class DecodeStep:
         before: Callable[[], None] = lambda: None,
         cuda_graph: GraphMode = "auto",
         obstacle: str = "",
+        reads: Callable[[], Iterable[Tensor]] = tuple,
     ) -> None:
         self._ids = ids
         self._before = before
-        self._run = Replayed(run, ids.device, "decode steps", cuda_graph=cuda_graph, obstacle=obstacle)
+        self._run = Replayed(run, ids.device, "decode steps", cuda_graph=cuda_graph, obstacle=obstacle, reads=reads)
 
     @property
     def graph_fallback_reason(self) -> str:
         """Why the last step was launched kernel by kernel; empty if it was replayed from a graph."""
         return self._run.graph_fallback_reason
+
+    def renew(self) -> None:
+        """Capture the step anew if somebody replaced or moved what its graph reads."""
+        self._run.renew()
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Take a step with int64 tokens shaped like the buffer; returns logits that no later step overwrites."""
@@ -61,6 +66,7 @@ class Passes:
 
     Args:
         append: Appends ``ids (B, S)``, drafting or not, and returns ``(B, S, V)``; from and to memory that stays.
+        reads: Parameters and buffers of the model, which may be replaced before ``renew``.
     """
 
     def __init__(
@@ -70,10 +76,11 @@ class Passes:
         before: Callable[[], None],
         cuda_graph: GraphMode,
         obstacle: Callable[[int], str],
+        reads: Callable[[], Iterable[Tensor]] = tuple,
     ) -> None:
         self.steps: dict[tuple[int, bool], DecodeStep] = {}
         self._append, self._obstacle = append, obstacle
-        self._settings: dict[str, Any] = dict(before=before, cuda_graph=cuda_graph)
+        self._settings: dict[str, Any] = dict(before=before, cuda_graph=cuda_graph, reads=reads)
 
     def __call__(self, ids: Tensor, *, drafts: bool = False) -> Tensor:
         """Append ``(B, S)`` int64 tokens by the pass of this shape; ``(B, S, V)`` logits that stay."""
@@ -88,6 +95,11 @@ class Passes:
                 partial(self._append, mine, drafts), mine, obstacle=obstacle, **self._settings
             )
         return self.steps[kind]
+
+    def renew(self) -> None:
+        """Capture each kind of pass anew if somebody replaced or moved what its graph reads."""
+        for step in self.steps.values():
+            step.renew()
 
     @property
     def graph_fallback_reason(self) -> str:

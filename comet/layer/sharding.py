@@ -99,9 +99,13 @@ def absent(weight: Tensor) -> Tensor:
     return weight.new_zeros(()).expand(weight.shape)
 
 
-def is_absent(weight: Tensor) -> bool:
-    """Whether ``absent`` made what this rank holds of a parameter."""
-    return not any(local(weight).stride())
+def require_held(*weights: Tensor) -> None:
+    """Raise ``ValueError`` if ``absent`` made what this rank holds of a weight."""
+    require(
+        all(any(local(weight).stride()) for weight in weights),
+        "expert_dtype of an engine has taken w1 and w2 out of this model, to hold them quantised: build the model "
+        "again, or load it again, to save, copy or cast it, to make another engine or to compute with other experts",
+    )
 
 
 def local_weights(

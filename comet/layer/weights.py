@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from comet.config import DIM_MULTIPLE, MoEConfig, require
+from comet.layer.sharding import require_held
 from comet.layout import Biases, ExpertLayout
 from comet.quantization.formats import FP8_BLOCK
 from comet.utils.match import MatchOnce, Sizes
@@ -39,6 +40,7 @@ def match_weights(
     """
     sizes.match("w1", w1, "e 2F D", **rules)
     sizes.match("w2", w2, "e D F", **rules)
+    require_held(w1, w2)
     match_biases(sizes, *biases, biased=biased, **rules)
 
 

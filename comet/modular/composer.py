@@ -9,6 +9,7 @@ from torch import Tensor
 
 from comet.comm.collectives import wants_grad
 from comet.config import DIM_MULTIPLE, require
+from comet.layer.sharding import require_held
 from comet.layer.weights import match_biases, pad_width
 from comet.layout import Biases
 from comet.modular.interfaces import (
@@ -103,6 +104,7 @@ class ModularMoE:
         _require_inference(tokens=tokens, top_k_weights=top_k_weights, w1=elements(w1), w2=elements(w2))
         if isinstance(w1, Tensor) and isinstance(w2, Tensor):
             check_inputs(routed, w1, w2, layout, tokens.dtype)
+            require_held(w1, w2)
             return pad_width(w1, w2, self._added(biases, tokens, w2))
         check_inputs(routed, elements(w1), elements(w2), layout, None)
         width = elements(w2).shape[2]

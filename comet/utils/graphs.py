@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
@@ -32,6 +32,7 @@ class Replayed(Generic[Result]):
         run: Reads what it is given from buffers. All that it changes, it changes in place and on the device, and it
             never asks the host.
         calls: What a call is, in the plural, for messages.
+        reads: Tensors that the function reads beside its buffers, for ``renew``.
     """
 
     def __init__(
@@ -42,8 +43,11 @@ class Replayed(Generic[Result]):
         *,
         cuda_graph: GraphMode = "auto",
         obstacle: str = "",
+        reads: Callable[[], Iterable[Tensor]] = tuple,
     ) -> None:
         self._run = run
+        self._reads = reads
+        self._addresses: list[int] = []  # of what the graph reads
         self._device = device
         self._calls = calls
         self._insists = cuda_graph == "on"
@@ -73,9 +77,19 @@ class Replayed(Generic[Result]):
         with self._side.inserted():
             return self._run()
 
+    def renew(self) -> None:
+        """Let the next calls capture the function anew if somebody replaced or moved a tensor that the graph reads."""
+        if self._replay is not None and self._addresses != self._read_addresses():
+            self._replay, self._warm_calls = None, 0
+            self._graphs.clear()
+
+    def _read_addresses(self) -> list[int]:
+        return [each.data_ptr() for each in self._reads()]
+
     def _capture(self) -> None:
         try:
             self._replay = capture(self._run, self._side.stream, self._graphs)
+            self._addresses = self._read_addresses()
         except RuntimeError as error:  # what torch raises for a call that a capture does not permit
             if isinstance(mistake_of(error), torch.OutOfMemoryError):
                 error.add_note(f"a CUDA graph of {self._calls} does not fit the memory; cuda_graph='off' needs less")

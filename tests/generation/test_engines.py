@@ -208,6 +208,11 @@ def test_a_model_whose_experts_an_engine_quantised_has_none_to_give(rank: int, w
         ):
             use()
     assert torch.equal(tokens_of(engine), before)
+    moe = model.config.moe
+    for layer in model.moe_layers():
+        layer.experts = DataParallelDecode(moe, group)
+    with torch.no_grad(), pytest.raises(ValueError, match=r"taken w1 and w2 .* or to compute with other experts"):
+        model(PROMPTS)
     model.load_state_dict(state, assign=True)
     assert torch.equal(tokens_of(GPTEngine(model, group, expert_slots=2, expert_dtype="mxfp8")), before)
 

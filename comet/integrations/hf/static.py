@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from comet.experts.staged import StagedExperts
 from comet.graphed.step import Passes, batch_obstacle
 from comet.integrations.hf.modules import CometExperts
 from comet.integrations.hf.stored_experts import stored_paths
+from comet.layer.sharding import local
 from comet.utils.graphs import GraphMode
 
 ALIGNMENT = 16  # elements of a mask's row; torch copies masks that are not, in every layer
@@ -68,6 +70,7 @@ class StaticDecoder:
             before=partial(before_replay, runners, [module.shared for module in experts]),
             cuda_graph=cuda_graph,
             obstacle=partial(graph_obstacle, model, self.cache),
+            reads=lambda: map(local, chain(model.parameters(), model.buffers())),
         )
         self.step = self.passes.of(torch.zeros(num_sequences, 1, **counters))
 
@@ -75,6 +78,7 @@ class StaticDecoder:
     def read(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """Forget everything and read the prompts."""
         longest = ids.shape[1]
+        self.passes.renew()
         self.cache.reset()
         self.skip_to(longest, longest - lengths)
         places = self._places[:longest]

@@ -96,9 +96,28 @@ def test_a_graph_in_bfloat16_takes_the_steps_of_eager_ones(whole: Path) -> None:
     torch.testing.assert_close(steps(model, ids), steps(model, ids, "off"), rtol=1e-5, atol=1e-5)
 
 
-def steps(model: Any, ids: Tensor, cuda_graph: str = "on") -> Tensor:
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_a_decoder_follows_parameters_that_were_replaced(family: str) -> None:
+    """By others, or moved, since its graph was captured; the step that joins a shared expert moves the experts, too."""
+    ids = prompt(BATCH, PREFILL + STEPS).cuda()
+    model, others = (hf.convert(tiny_model(family).cuda()) for _ in range(2))
+    for parameter in others.parameters():
+        parameter.mul_(1.25)
+    decoder = hf.StaticDecoder(model, BATCH, PREFILL + STEPS, cuda_graph="on")
+    before = steps(model, ids, decoder=decoder)
+    assert torch.equal(steps(model, ids, decoder=decoder), before)
+    model.load_state_dict(others.state_dict(), assign=True)
+    assert torch.equal(steps(model, ids, decoder=decoder), steps(others, ids))
+    model.cpu().cuda()
+    assert torch.equal(steps(model, ids, decoder=decoder), steps(others, ids))
+    assert not torch.equal(steps(others, ids), before)
+
+
+def steps(model: Any, ids: Tensor, cuda_graph: Any = "on", decoder: Any = None) -> Tensor:
     """Logits ``(B, STEPS + 1, V)`` behind the prompt and behind each step of a ``StaticDecoder``."""
-    decoder = hf.StaticDecoder(model, BATCH, PREFILL + STEPS, cuda_graph=cuda_graph)  # type: ignore[arg-type]
+    decoder = decoder or hf.StaticDecoder(model, BATCH, PREFILL + STEPS, cuda_graph=cuda_graph)
     lengths = torch.full((BATCH,), PREFILL, device=ids.device)
     logits = [decoder.read(ids[:, :PREFILL], lengths)]
     logits += [decoder.append(ids[:, position]) for position in range(PREFILL, PREFILL + STEPS)]
