@@ -216,8 +216,9 @@ class Plan:
         return replace(kept, counters=torch.zeros_like(kept.counters))
 
     def _read(self, memory: Tensor) -> Plan:
+        moved = memory.storage_offset() - self.memory.storage_offset()  # in elements of 4 bytes, as of every tensor
         tensors: dict[str, Any] = {
-            field.name: memory.view(here.dtype).as_strided(here.shape, here.stride(), here.storage_offset())
+            field.name: memory.view(here.dtype).as_strided(here.shape, here.stride(), here.storage_offset() + moved)
             for field in fields(self)
             if isinstance(here := getattr(self, field.name), Tensor) and field.name != "memory"
         }

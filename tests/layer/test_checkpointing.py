@@ -1,5 +1,6 @@
-"""Activation checkpointing: a forward pass that runs again may meet another routing, and the gradients are its own."""
+"""What autograd keeps: offloaded, or made again by a forward pass whose other routing the gradients follow."""
 
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -50,6 +51,31 @@ def run_again(rank: int, world_size: int, paths: list[str]) -> None:
             torch.testing.assert_close(found[name], getattr(wanted, name), rtol=1e-4, atol=1e-4, msg=said)
         moe.group.workspace.check()
         moe.group.close()
+
+
+@pytest.mark.parametrize("path", ["twin", "plain"])
+def test_tensors_kept_in_a_larger_memory(path: str) -> None:
+    """As offloading does: what autograd saved of two calls comes back as slices of one tensor of each type."""
+    case, pool = LayerCase("one", 1, 1, (40,)), dict[torch.dtype, Tensor]()
+    moe, inputs = build_layer(case, 0, path), rank_inputs(case, 0)
+
+    def pack(tensor: Tensor) -> tuple[torch.dtype, int, torch.Size]:
+        kept = pool.get(tensor.dtype, tensor.new_zeros(3))
+        pool[tensor.dtype] = torch.cat([kept, tensor.detach().flatten()])
+        return tensor.dtype, len(kept), tensor.shape
+
+    def unpack(place: tuple[torch.dtype, int, torch.Size]) -> Tensor:
+        dtype, start, shape = place
+        return pool[dtype][start:][: shape.numel()].view(shape)
+
+    found, rolled = [], inputs.top_k_ids.roll(1, 0)
+    for hooks in (nullcontext(), torch.autograd.graph.saved_tensors_hooks(pack, unpack)):
+        x = inputs.tokens.detach().requires_grad_()
+        with hooks:
+            outputs = [moe.routed_experts(x, ids, inputs.top_k_weights) for ids in (inputs.top_k_ids, rolled)]
+        found.append(torch.autograd.grad(outputs, (x, moe.w1, moe.w2), [inputs.grad_output] * 2))
+    for wanted, actual in zip(*found, strict=True):
+        assert torch.equal(actual, wanted)
 
 
 @in_ranks(2)
