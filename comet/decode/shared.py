@@ -19,7 +19,7 @@ from comet.decode.ranks import rank_slots
 from comet.decode.runners import ReplicatedRunner, Runner
 from comet.decode.weights import MAX_DECODE_TOKENS, DecodeWeights
 from comet.kernels.runtime.activation import SWIGLU, Activation
-from comet.layer.sharding import local
+from comet.layer.sharding import local, version_of
 from comet.layer.shared_expert import SharedExpert, joins_step
 from comet.layout import Biases, ExpertLayout, RoutedTokens
 from comet.utils.graphs import is_capturing
@@ -158,8 +158,11 @@ class SharedSlots:
 
 
 def state_of(parts: Iterable[Tensor]) -> list[tuple[int, int]]:
-    """What changes where somebody writes to tensors, but for ``.data``, or puts others in their place."""
-    return [(0 if part.is_inference() else part._version, part.data_ptr()) for part in parts]
+    """What changes where somebody writes to tensors, but for ``.data``, or puts others in their place.
+
+    torch counts what is written to a ``DTensor`` there, not in what this rank holds of it.
+    """
+    return [(version_of(part), local(part).data_ptr()) for part in parts]
 
 
 def before_replay(runners: Iterable[Runner], shared: Iterable[SharedSlots | None]) -> None:

@@ -248,7 +248,7 @@ class GPTEngine(Engine):
         return [*self.model.parameters(), *self.model.buffers()]
 
     def _state_of_store(self) -> list[tuple[int, int]]:
-        return state_of(map(local, self.model.expert_parameters())) if self.stored else []
+        return state_of(self.model.expert_parameters()) if self.stored else []
 
     def _room(self) -> KeyValueCache:
         assert self._cache is not None, "prompts are read before tokens are appended"

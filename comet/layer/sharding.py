@@ -94,6 +94,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def version_of(tensor: Tensor) -> int:
+    """How often torch has seen it written to; never, where it was made in inference mode, when nobody counts."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def absent(weight: Tensor) -> Tensor:
     """Zeros, in no memory, in the place of a weight that is held elsewhere and in another form."""
     return weight.new_zeros(()).expand(weight.shape)
@@ -159,11 +164,19 @@ class _LocalWeights(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.parameters, ctx.reduce = (w1, w2), reduce
         part1, part2 = w1._local_tensor, w2._local_tensor
+        ctx.versions = [version_of(each) if part1.dtype == dtype else None for each in ctx.parameters]
         # Tensors of their own: autograd marks what is returned.
         return part1.to(dtype).flatten(1, 2), part2.view(part2.shape) if part2.dtype == dtype else part2.to(dtype)
 
     @staticmethod
     @first_only
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        for version, each in zip(ctx.versions, ctx.parameters, strict=True):
+            # Of the part, which the path saved as it was, torch counts nothing that is written to the DTensor.
+            if version not in (None, version_of(each)):
+                raise RuntimeError(
+                    f"expert weights of shape {tuple(each.shape)} were modified by an inplace operation between "
+                    "forward and backward pass: write to them behind all backward passes"
+                )
         pairs = zip(grads, ctx.parameters, strict=True)
         return *(global_grad(grad, parameter, ctx.reduce) for grad, parameter in pairs), None, None

@@ -350,6 +350,29 @@ def test_biases_are_sharded_as_the_weights_are(rank: int, world_size: int, ep: i
     torch.testing.assert_close(clip_grad_norm_(biases, 1e9), grads.norm(), msg=said)
 
 
+@pytest.mark.parametrize("path", ["twin", "plain"])
+@in_ranks(2)
+def test_weights_written_between_forward_and_backward_pass(rank: int, world_size: int, path: str) -> None:
+    """Refused where the gradients would be of both; of weights that were cast for the products, they are right."""
+    group = make_group(CONFIG, ep=2, max_tokens=4 * TOKENS)
+    for dtype in (torch.float32, torch.float64):
+        layer, found = MoE(CONFIG, group, path=path, param_dtype=dtype), []
+        layer.shared = None
+        for factor in (1, 2):
+            output = layer(draw(rank))[0]
+            with torch.no_grad():
+                layer.w2.mul_(factor)
+            if dtype == torch.float32:
+                with pytest.raises(
+                    RuntimeError, match=r"expert weights of shape .* were modified by an inplace operation"
+                ):
+                    output.sum().backward()
+            else:
+                found += torch.autograd.grad(output.sum(), (layer.w1, layer.w2))
+        for first, second in zip(found[:2], found[2:], strict=True):
+            assert torch.equal(local(first), local(second))
+
+
 @in_ranks(2)
 def test_one_group_after_another(rank: int, world_size: int) -> None:
     """torch remembers operations by the ranks of their mesh: a second group's must not run on the first one's."""
