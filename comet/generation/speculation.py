@@ -172,6 +172,7 @@ class Speculation:
         self.report = SpeculationReport(config.speculate, config.draft_tokens)
         self._length = DraftLength(config.draft_tokens)
         self._next_length = self._length.choose()  # before anything was measured: the same on all ranks
+        self._ended = [False] * draws.shape[1]
         self._draws = iter(draws)
         self._clock = clock
 
@@ -192,9 +193,10 @@ class Speculation:
             The newest tokens ``(B,)`` after the round, and all new tokens of each sequence, 1 to G + 1.
         """
         started, longest = self._clock(), self.config.draft_tokens
+        drafting = torch.tensor(active).to(last.device, non_blocking=True)
+        self._leave(drafting, [not goes_on for goes_on in active])
         for_drafts, for_verdict, for_next = next(self._draws).split([longest, longest, 1], dim=1)
         length, before = min(self._next_length, most_tokens - 1), self.model.lengths.clone()
-        drafting = torch.tensor(active).to(last.device, non_blocking=True)
         draft = self.draft(last, drafting, length, for_drafts)
         if length:
             self.model.rewind(before)
@@ -205,6 +207,16 @@ class Speculation:
         self._next_length = rows[0][4]
         self._length.record(length, self._clock() - started, [number for _, number in going])
         return decided[:, 2], [[*drafts[:number], token] for _, number, token, _, _, *drafts in rows]
+
+    def _leave(self, active: Tensor, ended: list[bool]) -> None:
+        """Keep sequences that ended no longer than those that go on: a cache has places for these to reach their end.
+
+        Example: of lengths ``[9, 4, 6]`` the first ended: ``[4, 4, 6]``.
+        """
+        if ended != self._ended:
+            self._ended, lengths = ended, self.model.lengths
+            shortest = lengths.where(active, lengths.max()).min()
+            self.model.rewind(lengths.where(active, lengths.minimum(shortest)))
 
     def _verified(self, draft: Draft, before: Tensor, for_verdict: Tensor, for_next: Tensor) -> Tensor:
         """``(B, 5)`` int64: proposed and accepted drafts, the next token or ``NO_TOKEN``, ``agreement``, the length of

@@ -23,8 +23,11 @@ from comet.config import MoEConfig, SpeculationConfig
 from comet.decode import DataParallelDecode
 from comet.generation.engine import Engine, GPTEngine
 from comet.generation.hf import HFEngine
+from comet.generation.sampling import Sampler
+from comet.generation.speculation import Draft, Speculation
 from comet.graphed.step import DecodeStep
 from comet.integrations import hf
+from comet.jobs.generate import GenerateConfig
 from comet.models.cache import CHUNK, allocated_places, attend_to_cache
 from comet.modular import GroupedContiguous, ModularMoE, SingleRank
 from comet.utils.graphs import TOO_FEW, first_line
@@ -105,6 +108,43 @@ def test_a_captured_step_makes_the_tokens_of_an_eager_one(
         assert NOT_PERMITTED in captured.graph_fallback_reason
     else:  # one eager step, then one capture for both prompts
         assert (captures.count, captures.replays) == (1, STEPS - 1 + STEPS)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_a_captured_step_follows_parameters_that_were_replaced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the next prompt on; the first step of deepseek_v3 moves its experts, which is no replacement."""
+    captures, engine, other = graphs_on_cpu(monkeypatch), engine_of(name, "on"), engine_of(name, "off")
+    before = tokens_of(engine), tokens_of(engine)
+    assert torch.equal(*before)
+    assert captures.count == 1
+    for parameter in other.model.parameters():
+        parameter.data.mul_(1.5)
+    engine.model.load_state_dict(other.model.state_dict(), assign=True)
+    wanted = tokens_of(other)
+    assert not torch.equal(wanted, before[0])
+    assert torch.equal(tokens_of(engine), wanted)
+    assert torch.equal(tokens_of(engine), wanted)
+    assert captures.count == 2
+
+
+def test_a_sequence_that_ended_takes_no_room_of_those_that_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two prompts the first drafts well and ends; the other goes on in plain steps to its own end."""
+    engine, most = engine_of("qwen3_moe", drafts=DRAFTS), 40
+
+    def of_first(config: object, draft: Draft, likely: Tensor, p: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
+        accepted = draft.proposed.sum(1) * torch.tensor([1, 0])
+        return accepted, p[torch.arange(2), accepted]
+
+    monkeypatch.setattr("comet.generation.speculation.verdict", of_first)
+    config = GenerateConfig(max_new_tokens=most, temperature=0.0, speculate="conservative", draft_tokens=4, tau=0.0)
+    loop = Speculation(engine, Sampler(config, 2, torch.device("cpu")), config, torch.rand(most, 2, 9).double())
+    last, made = engine.prefill(PROMPTS[:, :2], torch.tensor([2, 2]), 2 + most).argmax(-1), [1, 1]
+    while min(made) < most:
+        loop._next_length = 4 * (made[0] < most)
+        last, tokens = loop(last, [number < most for number in made], most - min(made))
+        made = [number + len(each) for number, each in zip(made, tokens, strict=True)]
+    assert loop.report.facts()["plain_rounds"] > most // 2
+    assert engine._room().lengths.tolist() == [made[1] + 1] * 2
 
 
 def test_a_sliding_window_is_not_captured(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -215,6 +255,17 @@ def test_a_model_whose_experts_an_engine_quantised_has_none_to_give(rank: int, w
         model(PROMPTS)
     model.load_state_dict(state, assign=True)
     assert torch.equal(tokens_of(GPTEngine(model, group, expert_slots=2, expert_dtype="mxfp8")), before)
+
+
+@in_ranks(2)
+def test_slots_over_ranks_hold_copies_of_weights_as_on_one(rank: int, world_size: int) -> None:
+    model, group = awake_model(in_slots=True, ep=2)
+    engine = GPTEngine(model, group, expert_slots=2)
+    tokens_of(engine)
+    with torch.no_grad():
+        model.blocks[0].ffn.w2.mul_(2)
+    with pytest.raises(ValueError, match="must not be written to, for slots hold copies: make a new engine"):
+        tokens_of(engine)
 
 
 @pytest.mark.parametrize("slots", [None, 2])
