@@ -98,36 +98,38 @@ def _run_once(
 def _wait(ranks: Ranks, heard: Sequence[int], store: dist.Store) -> int:
     while not heard:
         codes = [rank.poll() for rank in ranks]
-        failed = {rank: code for rank, code in enumerate(codes) if code not in (None, 0, STATUS_SAVED)}
-        if failed:
-            call_off(store)
-            return _end_after(failed, ranks)
+        if failed := _failed(codes):
+            return _end_after(failed, ranks, store)
         if None not in codes:
             return STATUS_SAVED if STATUS_SAVED in codes else 0
         time.sleep(POLL_S)
-    return _stop(ranks, heard)
+    return _stop(ranks, heard, store)
 
 
-def _end_after(failed: Mapping[int, int | None], ranks: Ranks) -> int:
+def _failed(codes: Sequence[int | None], *stopped: int) -> dict[int, int]:
+    return {rank: code for rank, code in enumerate(codes) if code not in (None, 0, STATUS_SAVED, *stopped)}
+
+
+def _end_after(exits: Mapping[int, int], ranks: Ranks, store: dist.Store) -> int:
+    call_off(store)
     _end(ranks, signal.SIGTERM)
-    exits = {rank: code for rank, code in failed.items() if code is not None}
     killed = {rank: signal.Signals(-code).name for rank, code in exits.items() if code < 0}
     for rank, name in killed.items():
         say(f"error: rank {rank} (pid {ranks[rank].pid}) was killed by {name}; the other ranks were ended")
     return STATUS_FAILED if killed else max(exits.values())
 
 
-def _stop(ranks: Ranks, heard: Sequence[int]) -> int:
+def _stop(ranks: Ranks, heard: Sequence[int], store: dist.Store) -> int:
     """Hand a signal on; what SIGTERM makes the ranks save takes its time, which a second signal or a failure ends."""
     number = heard[0]
     if number == signal.SIGTERM:
         _send(number, *ranks)
-        while len(heard) == 1 and None in (codes := [rank.poll() for rank in ranks]):
-            if any(code not in (None, 0, STATUS_SAVED, -number) for code in codes):
-                break
+        while None in (codes := [rank.poll() for rank in ranks]) and len(heard) == 1 and not _failed(codes, -number):
             _kill_stopped(ranks)
             time.sleep(POLL_S)
-        if all(rank.poll() == 0 for rank in ranks):
+        if failed := _failed(codes, -number):
+            return _end_after(failed, ranks, store)
+        if set(codes) == {0}:
             return 0
     _end(ranks, number)
     say(f"stopped by {signal.Signals(number).name}; all ranks were ended")

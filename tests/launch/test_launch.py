@@ -39,6 +39,7 @@ from comet.launch.cli import PROGRAM, main
 from comet.launch.config import compose, make_job
 from comet.launch.distributed import OF_TORCHRUN, LaunchContext, rank_environment
 from comet.launch.failures import is_peer_error, is_user_error, one_line, report
+from comet.launch.local import run_local_ranks
 from comet.launch.rank import share_config
 from comet.launch.tasks.registry import TASKS
 from comet.training.checkpoint_folder import find_checkpoints
@@ -202,6 +203,28 @@ def test_a_signal_ends_every_rank(task, signum, status, tmp_path):
     assert (process.returncode, out) == (status, "")
     assert err.splitlines() == [f"comet: stopped by {signum.name}; all ranks were ended"]
     assert all_gone(pids)
+
+
+SAVING_RANK = """
+import os, signal, sys
+ends = dict(full=lambda *_: sys.exit(2), killed=lambda *_: os.kill(os.getpid(), signal.SIGKILL),
+            saved=lambda *_: sys.exit(143), over=lambda *_: sys.exit(0))
+if os.environ["RANK"] == "0":
+    signal.signal(signal.SIGTERM, ends[sys.argv[1]])
+    os.kill(os.getppid(), signal.SIGTERM)
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize(
+    ("save", "num_ranks", "status"),
+    [("full", 1, 2), ("full", 2, 2), ("killed", 2, 1), ("saved", 1, 143), ("saved", 2, 143), ("over", 1, 0)],
+)
+def test_a_save_that_fails_after_sigterm_does_not_end_as_one_that_was_written(save, num_ranks, status, capfd):
+    """Rank 0 saves; another one ends by the signal, as before its first step."""
+    assert run_local_ranks(["-c", SAVING_RANK, save], num_ranks, {"launch": {"max_restarts": 1}}) == status
+    assert ("stopped by SIGTERM" in capfd.readouterr().err) == (status == 143)
 
 
 @pytest.mark.slow
