@@ -128,7 +128,11 @@ def compose(
     for section, name in [(job, "output_dir"), (job, "resume"), (job["data"], "path"), (job["generate"], "source"),
                           (job["tune"], "profiles")]:  # fmt: skip
         section[name] = section[name] and os.path.expanduser(section[name])  # shells leave data.path=~/x as it is
-    job = with_saved_settings(job, [*named, *settings.names()])
+    given = [*named, *settings.names()]
+    is_lost = job["resume"] == "auto" and "output_dir" not in given and covers(reads or ["resume"], "resume")
+    rule = "must come with the output_dir of the run, as output_dir=outputs/run: the default is a new folder every time"
+    require(not is_lost, f"resume='auto' {rule}")
+    job = with_saved_settings(job, given)
     for setting in (each for each in STANDS_IN if covers(reads, each)):
         _stand_in(job, setting, parsed)
     if (source := job["generate"]["source"]) is not None:

@@ -236,7 +236,7 @@ class JobConfig:
         overlap: Split and order of the fused kernels' work; ``None`` takes what was measured (``tune.profiles``), else
             the default.
         data: The text.
-        resume: ``None`` starts a new run; ``auto`` continues from the newest complete checkpoint of ``output_dir`` if
+        resume: ``None`` starts a new run; ``auto`` continues from the newest complete checkpoint of a named ``output_dir`` if
             there is one; otherwise a checkpoint, or the output folder of another run.
         resume_changes: Settings that may differ from those of the run that is continued, as ``train.lr``.
         overwrite: Whether a run that ``output_dir`` holds may be removed.

@@ -38,6 +38,14 @@ SPLIT = "comm_blocks=500 must be below the 132 SMs of "
         (["train", *NODES, "overlap.num_panels=2"], "overlap must be left out: groups of"),
         (["train", "data.path=nope"], "data.path must be an existing file or folder: 'nope'"),
         (["train", "resume=nope"], "resume must be 'auto', a checkpoint or a folder of checkpoints: 'nope'"),
+        (
+            ["train", "resume=auto"],
+            "resume='auto' must come with the output_dir of the run, as output_dir=outputs/run: ",
+        ),
+        (
+            ["sweep", "resume=auto"],
+            "resume='auto' must come with the output_dir of the run, as output_dir=outputs/run: ",
+        ),
         (["tune", "tune.models=[nope]"], "model='nope' must be one of "),
         (["modular", "modular.pair=[AllToAll]"], "modular: pair=['AllToAll'] must be two names, "),
         (["modular", "modular.pair=[AllToAl,FusedExperts]"], "modular.pair: 'AllToAl' must be one of SingleRank, "),
@@ -202,6 +210,14 @@ def test_a_mistake_in_the_file_is_one_line(text: str, message: str, tmp_path, ca
     said = refusal(capsys, "train", "--dry-run", f"--config={path}")
     assert said.startswith(f"--config={path}")
     assert message in said
+
+
+def test_only_tasks_that_resume_ask_for_the_folder_of_a_run(tmp_path, capsys) -> None:
+    (tmp_path / "a.yaml").write_text("resume: auto\n")
+    words = ["--dry-run", "--config", f"{tmp_path}/a.yaml", "model=tiny"]
+    assert refusal(capsys, "train", *words).startswith("resume='auto' must come with the output_dir of the run")
+    dry_run(capsys, "train", *words, f"output_dir={tmp_path}/out")
+    dry_run(capsys, "tune", *words)
 
 
 def test_a_missing_file_is_named(tmp_path, capsys) -> None:
