@@ -12,7 +12,7 @@ and the others are measured as if it had never been there.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
 from itertools import product
@@ -31,7 +31,7 @@ from comet.errors import StepFailedError
 from comet.jobs.config import JobConfig, MeasureConfig, activation_dtype
 from comet.layer.group import ExpertGroup, make_expert_group
 from comet.layer.paths import ExpertPath, make_path
-from comet.layer.workspace import Workspace
+from comet.layer.workspace import Workspace, WorkspaceShape
 from comet.layout import Biases, RoutedTokens
 from comet.measure.timing import Timing, Variant, capture, rank_barrier, time_interleaved
 from comet.training.ranks import RankContext
@@ -98,6 +98,12 @@ def make_group(
         backend=job.comm.backend,
         timeout_s=job.comm.timeout_s,
     )
+
+
+def with_pool(group: ExpertGroup, problem: Problem) -> ExpertGroup:
+    """The group with a pool as a layer for this many tokens has: it decides capacities and kernels (collective)."""
+    room = WorkspaceShape.create(problem.moe, problem.parallel.world_size, problem.num_tokens, problem.dtype)
+    return replace(group, workspace=Workspace(group.comm, room))
 
 
 def recover(workspace: Workspace, process_group: ProcessGroup | None) -> None:

@@ -26,7 +26,7 @@ from comet.config import MoEConfig, OverlapConfig, ParallelConfig, require
 from comet.errors import NothingMeasuredError
 from comet.jobs.config import JobConfig, activation_dtype
 from comet.layer.group import ExpertGroup
-from comet.measure.layers import Shape, attempt, make_group, measure_layer, shapes_of
+from comet.measure.layers import Shape, attempt, make_group, measure_layer, shapes_of, with_pool
 from comet.training.ranks import RankContext, from_first_rank
 from comet.training.run_folder import FolderLock
 from comet.tuner.problem import Machine, counted
@@ -251,10 +251,8 @@ def _measure_all(job: JobConfig, todo: Todo, context: RankContext) -> Iterator[t
         families.setdefault((shape.moe, shape.parallel), []).append(shape)
     progress = Measuring(len(todo), "shape", enabled=context.rank == 0)
     for (moe, parallel), shapes in families.items():
-        most = max(shape.tokens for shape in shapes)
-        group, failure = attempt(
-            partial(make_group, job, moe, parallel, most, context), context.device, dist.group.WORLD
-        )
+        make = partial(make_group, job, moe, parallel, 1, context)  # each shape has a pool of its own
+        group, failure = attempt(make, context.device, dist.group.WORLD)
         for shape in shapes:
             settings = todo[shape]
             progress.begin(f"{shape.title}: {counted(len(settings), 'setting')} timed in one loop, rows at its end")
@@ -279,8 +277,8 @@ def measure_shape(
     """Measure distinct settings of one shape, interleaved; what fails is part of the result (collective)."""
 
     def measure() -> Sequence[Measured]:
-        dtype = activation_dtype(job.train.dtype, context.device)
-        return measure_layer(shape.problem(dtype), settings, group, rounds=job.sweep.rounds, tell=tell)
+        problem = shape.problem(activation_dtype(job.train.dtype, context.device))
+        return measure_layer(problem, settings, with_pool(group, problem), rounds=job.sweep.rounds, tell=tell)
 
     measured, failure = attempt(measure, context.device, dist.group.WORLD)
     return measured or _failed(settings, failure)

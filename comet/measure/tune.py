@@ -11,7 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import mean
@@ -23,8 +23,7 @@ from comet.comm.base import require_memory
 from comet.config import OverlapConfig
 from comet.errors import NothingMeasuredError
 from comet.jobs.config import JobConfig, activation_dtype
-from comet.layer.workspace import Workspace, WorkspaceShape
-from comet.measure.layers import Shape, make_group, measure_layer, shapes_of
+from comet.measure.layers import Shape, make_group, measure_layer, shapes_of, with_pool
 from comet.training.ranks import RankContext, from_first_rank
 from comet.tuner.choice import resolve
 from comet.tuner.problem import Machine, Problem, candidate_name, candidates, default_setting, effective
@@ -133,11 +132,9 @@ def tune_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
     for shape, problem in points.items():
         model, begin = shape.model, time.perf_counter()
         progress.begin(f"{model}, {problem.num_tokens} tokens")
-        # As in a layer made for this many tokens, which decides between kernels.
-        room = WorkspaceShape.create(problem.moe, config.parallel.world_size, problem.num_tokens, problem.dtype)
-        own = replace(group, workspace=Workspace(group.comm, room))
         stored = resolve(problem, store, machine).setting  # of other tokens, or of an earlier run
         settings = dict.fromkeys([*candidates(problem, machine), stored and effective(stored, problem)])
+        own = with_pool(group, problem)
         measured = measure_layer(problem, list(settings), own, rounds=config.tune.rounds, tell=progress.tell)
         if all(item.ms is None for item in measured):
             failure = f"none of {len(measured)} settings ran, the first: {measured[0].failure}"

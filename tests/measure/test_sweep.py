@@ -16,6 +16,7 @@ from comet.errors import NothingMeasuredError
 from comet.jobs.config import CommConfig, JobConfig, SweepConfig
 from comet.launch.cli import PROGRAM
 from comet.launch.config import compose, make_job
+from comet.layer.backend import expert_capacity
 from comet.measure.sweep import (
     COLUMNS,
     CSV_NAME,
@@ -178,6 +179,20 @@ def test_times_of_another_job_in_the_folder_are_kept_and_not_taken(tmp_path, mon
     assert [row["version"] for row in csv.DictReader(both.splitlines())] == [comet_version(), "another"]
     assert dict(zip(JOB_COLUMNS, job_key(job, Rank(world_size=4)), strict=True))["world_size"] == "4"
     assert job_key(replace(job, comm=CommConfig(backend="nvshmem")), Rank())[-2] == "nvshmem"
+
+
+def test_expert_capacities_follow_from_a_shapes_own_tokens(tmp_path, monkeypatch):
+    """The row of 128 tokens is the same whatever else is swept: 32 of 256 rows for each of 8 experts."""
+    capacities = []
+
+    def fake(problem, settings, group, **named):
+        capacities.append(expert_capacity(problem.moe, group))
+        return [Measured(setting=setting, ms=1.0) for setting in settings]
+
+    monkeypatch.setattr("comet.measure.sweep.measure_layer", fake)
+    words = "model.moe.capacity_factor=1.0", "sweep.tokens=[128,2048]", f"output_dir={tmp_path}"
+    sweep_job(job_of(*words), Rank())
+    assert capacities == [32, 512]
 
 
 def test_a_failed_point_is_measured_again_and_keeps_its_reason_until_then(tmp_path, monkeypatch, capsys):
