@@ -62,8 +62,8 @@ class SweepConfig(MeasureConfig):
     their rows are written together, and a sweep that is stopped keeps those of the shapes before.
 
     A shape all of whose settings are in the folder, measured by as many ranks over the same backend with the same
-    version of Comet, is not measured again, but for those that failed: their rows keep the reason until then. With a
-    new setting all of them are.
+    version of Comet, kernels (Triton's or CUDA C++) and ``rounds``, is not measured again, but for those that failed:
+    their rows keep the reason until then. With a new setting all of them are.
 
     Args:
         layouts: Pairs (EP, TP); none takes the job's.

@@ -25,19 +25,19 @@ from comet.comm import resolve_backend
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig, require
 from comet.errors import NothingMeasuredError
 from comet.jobs.config import JobConfig, activation_dtype
-from comet.layer.group import ExpertGroup
+from comet.layer.group import ExpertGroup, agree_on_kernels
 from comet.measure.layers import Shape, attempt, make_group, measure_layer, shapes_of, with_pool
 from comet.training.ranks import RankContext, from_first_rank
 from comet.training.run_folder import FolderLock
 from comet.tuner.problem import Machine, counted
-from comet.tuner.profile import Measured
+from comet.tuner.profile import Kernels, Measured
 from comet.utils.progress import Measuring
 from comet.utils.shared_file import require_writable, write_whole
 from comet.utils.tables import aligned
 from comet.version import comet_version
 
 SHAPE_COLUMNS = tuple("model hidden_size ffn_size num_experts top_k layer ep tp tokens".split())
-JOB_COLUMNS = tuple("dtype device world_size backend version".split())
+JOB_COLUMNS = tuple("dtype device world_size backend version kernels rounds".split())
 KEY_COLUMNS = (*SHAPE_COLUMNS, *JOB_COLUMNS, "comm_blocks", "num_panels")
 COLUMNS = (*KEY_COLUMNS, "ms", "failure")
 CSV_NAME, PLOT_NAME = "sweep.csv", "sweep.png"
@@ -50,10 +50,11 @@ Results = Mapping[Shape, Sequence[Measured]]  # of each shape, all settings
 
 
 def job_key(job: JobConfig, context: RankContext) -> Key:
-    """The values of ``JOB_COLUMNS``, which all points of a job share."""
+    """The values of ``JOB_COLUMNS``, which all points of a job share (collective)."""
+    kernels: Kernels = "auto" if agree_on_kernels(context.device, dist.group.WORLD) else "triton"
     values = (
         activation_dtype(job.train.dtype, context.device), Machine.of(context.device).name, context.world_size,
-        resolve_backend(job.comm.backend, context.device), comet_version(),
+        resolve_backend(job.comm.backend, context.device), comet_version(), kernels, job.sweep.rounds,
     )  # fmt: skip
     return tuple(map(str, values))
 
@@ -99,17 +100,22 @@ class SweepLog:
 
     @classmethod
     def load(cls, path: Path) -> SweepLog:
-        """Read the file if there is one; raises ``ValueError`` if it is no CSV file of a sweep."""
+        """Read the file if there is one; raises ``ValueError`` if it is no CSV file of a sweep.
+
+        An older file may lack ``JOB_COLUMNS``: their values are empty, so that its rows are of another job.
+        """
         if not path.exists():
             return cls(path)
         lines = list(csv.reader(path.read_text(encoding="utf-8").splitlines()))
-        rule = f"must start with the columns {','.join(COLUMNS)}; take another output_dir, or move an older file away"
-        require(bool(lines) and lines[0] == list(COLUMNS), f"{path} {rule}")
+        head = lines[0] if lines else []
+        rule = f"must start with the columns {','.join(COLUMNS)}; take another output_dir, or move this file away"
+        require(head == [name for name in COLUMNS if name in head or name not in JOB_COLUMNS], f"{path} {rule}")
         rows = {}
         for number, line in enumerate(lines[1:], 2):
-            require(len(line) == len(COLUMNS), f"{path}:{number} must have {len(COLUMNS)} columns, not {len(line)}")
+            require(len(line) == len(head), f"{path}:{number} must have {len(head)} columns, not {len(line)}")
+            named = dict(zip(head, line, strict=True))
             try:
-                rows[tuple(line[: len(KEY_COLUMNS)])] = _measured(line)
+                rows[tuple(named.get(name, "") for name in KEY_COLUMNS)] = _measured(line)
             except ValueError as error:
                 raise ValueError(f"{path}:{number}: {error}") from error
         return cls(path, rows)

@@ -90,7 +90,7 @@ def test_wrong_lists_are_named(changes, message):
 def test_the_log_keeps_times_and_reasons_and_says_what_is_left(tmp_path):
     done, failed, new = setting(8), setting(16), setting(32)
     log = SweepLog(tmp_path / CSV_NAME)
-    key = ("torch.float32", "a device, with a comma", "2", "cpu_shm", "1.0")
+    key = ("torch.float32", "a device, with a comma", "2", "cpu_shm", "1.0", "triton", "20")
     reason = 'ValueError: "quoted", and commas'
     found = Measured(setting=done, ms=1.25), Measured(setting=failed, ms=None, failure=reason)
     log.put({row_key(SHAPE, item.setting, key): item for item in found})
@@ -112,10 +112,10 @@ def test_a_file_that_is_no_log_is_refused(tmp_path):
     header = ",".join(COLUMNS)
     for text, message in [
         ("", "must start with the columns model,"),
-        (header.replace("world_size,backend,version,", ""), "take another output_dir, or move an older file away$"),
-        (f"{header}\ntiny,1\n", r"sweep\.csv:2 must have 18 columns, not 2"),
-        (f"{header}\n" + "x," * 16 + "1.0,\n", r"sweep\.csv:2: invalid literal"),
-        (f"{header}\n" + "1," * 14 + "8,2,nan,\n", r"sweep\.csv:2: ms=nan must be positive"),
+        (header.replace("tokens,", ""), "take another output_dir, or move this file away$"),
+        (f"{header}\ntiny,1\n", r"sweep\.csv:2 must have 20 columns, not 2"),
+        (f"{header}\n" + "x," * 18 + "1.0,\n", r"sweep\.csv:2: invalid literal"),
+        (f"{header}\n" + "1," * 16 + "8,2,nan,\n", r"sweep\.csv:2: ms=nan must be positive"),
     ]:
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
@@ -158,8 +158,12 @@ def test_a_second_sweep_measures_shapes_that_have_a_new_setting(tmp_path, capsys
         sweep_job(job_of(f"resume={tmp_path}/none"), Rank())
 
 
+def rows_of(folder: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader((folder / CSV_NAME).read_text().splitlines()))
+
+
 def test_times_of_another_job_in_the_folder_are_kept_and_not_taken(tmp_path, monkeypatch):
-    """Ranks that differ in number or communicator, and another version of Comet."""
+    """Ranks that differ in number or communicator, another version of Comet, other kernels or rounds, an older file."""
     words = (
         "sweep.tokens=[16]",
         "sweep.comm_blocks=[8]",
@@ -174,11 +178,20 @@ def test_times_of_another_job_in_the_folder_are_kept_and_not_taken(tmp_path, mon
     old = (tmp_path / CSV_NAME).read_text()
     monkeypatch.setattr("comet.measure.sweep.comet_version", lambda: "another")
     assert sweep_job(job, Rank())["measured_now"] == 1
-    both = (tmp_path / CSV_NAME).read_text()
-    assert both.startswith(old)
-    assert [row["version"] for row in csv.DictReader(both.splitlines())] == [comet_version(), "another"]
+    assert (tmp_path / CSV_NAME).read_text().startswith(old)
+    assert [row["version"] for row in rows_of(tmp_path)] == [comet_version(), "another"]
+    assert sweep_job(job_of(*words, "sweep.rounds=2"), Rank())["measured_now"] == 1
+    monkeypatch.setattr("comet.layer.group.why_no_cuda", lambda device: "")
+    assert sweep_job(job, Rank())["measured_now"] == 1
+    of_jobs = [tuple(row[name] for name in JOB_COLUMNS[-3:]) for row in rows_of(tmp_path)]
+    assert of_jobs[1:] == [("another", "triton", "1"), ("another", "triton", "2"), ("another", "auto", "1")]
+    names = [name for name in COLUMNS if name not in JOB_COLUMNS[-2:]]
+    older = [",".join(row[name] for name in names) for row in rows_of(tmp_path)[-1:]]
+    (tmp_path / CSV_NAME).write_text("\n".join([",".join(names), *older, ""]))
+    assert sweep_job(job, Rank())["measured_now"] == 1
+    assert [row["kernels"] for row in rows_of(tmp_path)] == ["", "auto"]
     assert dict(zip(JOB_COLUMNS, job_key(job, Rank(world_size=4)), strict=True))["world_size"] == "4"
-    assert job_key(replace(job, comm=CommConfig(backend="nvshmem")), Rank())[-2] == "nvshmem"
+    assert job_key(replace(job, comm=CommConfig(backend="nvshmem")), Rank())[-4] == "nvshmem"
 
 
 def test_expert_capacities_follow_from_a_shapes_own_tokens(tmp_path, monkeypatch):
@@ -243,7 +256,7 @@ def test_the_command_on_two_ranks(tmp_path: Path) -> None:
     assert (facts["task"], facts["points"], facts["measured_now"], facts["failed"]) == ("sweep", 12, 12, 8)
     assert [(best["ep"], best["tp"]) for best in facts["best"]] == [(2, 1), (1, 2)]
     assert sum(line.endswith("*") for line in lines) == 2
-    rows = list(csv.DictReader((tmp_path / CSV_NAME).read_text().splitlines()))
+    rows = rows_of(tmp_path)
     assert len(rows) == 12
     assert {row["failure"].split("=")[0] for row in rows if not row["ms"]} == {
         "ValueError: num_panels",
