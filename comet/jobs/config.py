@@ -17,6 +17,7 @@ from comet.comm import Backend
 from comet.config import OverlapConfig, ParallelConfig, require
 from comet.jobs.generate import GenerateConfig
 from comet.models.config import ModelConfig
+from comet.tuner.profile import token_bucket
 from comet.utils.graphs import GraphMode
 
 
@@ -52,6 +53,12 @@ class TuneConfig(MeasureConfig):
     def __post_init__(self) -> None:
         MeasureConfig.__post_init__(self)  # super() finds no class in one with slots
         require(bool(self.profiles), f"profiles={self.profiles!r} must name a folder")
+        buckets: dict[int, int] = {}
+        for num in self.tokens:
+            bucket = token_bucket(num)
+            other = buckets.setdefault(bucket, num)
+            rule = f"must not hold both {other} and {num}: a profile keeps one entry, of bucket {bucket}, for them"
+            require(other == num, f"tokens={self.tokens} {rule}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
