@@ -176,14 +176,14 @@ def open_checkpoint(folder: Path, files: ExitStack) -> dict[str, StoredTensor]:
 
 
 def _promised_tensors(folder: Path) -> dict[str, str]:
-    """File of every tensor the index lists; of the nameless tensor when there is only one file."""
-    if (folder / INDEX_FILE).is_file():
-        try:
-            return dict(json.loads((folder / INDEX_FILE).read_bytes())["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"checkpoint {folder} is damaged: {INDEX_FILE} cannot be read ({error})") from error
-    require((folder / SINGLE_FILE).is_file(), f"checkpoint {folder} must hold {SINGLE_FILE} or {INDEX_FILE}")
-    return {"": SINGLE_FILE}
+    """File of every tensor the index lists; of the nameless tensor where all are in one file."""
+    if (folder / SINGLE_FILE).is_file():
+        return {"": SINGLE_FILE}  # as transformers does: an index beside it is a former model's
+    require((folder / INDEX_FILE).is_file(), f"checkpoint {folder} must hold {SINGLE_FILE} or {INDEX_FILE}")
+    try:
+        return dict(json.loads((folder / INDEX_FILE).read_bytes())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"checkpoint {folder} is damaged: {INDEX_FILE} cannot be read ({error})") from error
 
 
 def some(names: list[str]) -> str:

@@ -187,6 +187,8 @@ def test_broken_folders(tmp_path: Path, folder: Path) -> None:
 
 
 def test_of_two_files_with_a_tensor_the_one_that_the_index_names_counts(folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
     state = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     name = "model.norm.weight"
@@ -196,6 +198,13 @@ def test_of_two_files_with_a_tensor_the_one_that_the_index_names_counts(folder: 
         index = dict.fromkeys(state, "1.safetensors") | {name: file, "lm_head.weight": "2.safetensors"}  # it is not
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
         assert torch.equal(hf.load_pretrained(folder).model.norm.weight, state[name] + added)
+    stock = tiny_model("mixtral")
+    with torch.no_grad():
+        stock.model.norm.weight.add_(5)
+    stock.save_pretrained(folder)  # into a single file, which transformers reads first; the former index stays
+    assert (folder / "model.safetensors.index.json").is_file()
+    for load in (AutoModelForCausalLM.from_pretrained, hf.load_pretrained):
+        assert torch.equal(load(folder).model.norm.weight, stock.model.norm.weight)
 
 
 def test_refused_configurations(folder: Path) -> None:
