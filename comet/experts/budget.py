@@ -50,16 +50,11 @@ class ExpertBudget:
         return self.num_layers * self.held * self.expert_bytes
 
 
-def _check_stored(stored: StoredType | None, config: MoEConfig, width: int) -> None:
-    """Raise ``ValueError`` unless a store holds experts so, and their sizes are whole blocks."""
-    if stored is None:
-        return
-    kinds = get_args(StoredType)
-    require(stored in kinds, f"expert_dtype={stored!r} must be one of {', '.join(get_args(MXType))}")
-    named = "keep_fp8=True" if stored == "fp8" else f"expert_dtype={stored}"
-    sizes = {} if stored == "fp8" else {"hidden_size": config.hidden_size, "ffn_size / tp": width}
-    for name, size in sizes.items():
-        require(size % MX_BLOCK == 0, f"{named} takes a {name} that is a multiple of {MX_BLOCK}, not {size}")
+def _check_blocks(expert_dtype: MXType | None, config: MoEConfig, width: int) -> None:
+    """Raise ``ValueError`` unless the sizes of experts that are quantised so are whole blocks."""
+    for name, size in {"hidden_size": config.hidden_size, "ffn_size / tp": width}.items():
+        rule = f"takes a {name} that is a multiple of {MX_BLOCK}, not {size}"
+        require(expert_dtype is None or size % MX_BLOCK == 0, f"expert_dtype={expert_dtype} {rule}")
 
 
 def _places(host_budget: float | None, num_experts: int, slots: int, expert_bytes: int) -> int:
@@ -114,7 +109,7 @@ def plan_budget(
     require(math.isfinite(budget), f"expert_budget={budget} must be finite: {UNIT}")
     held, width = config.num_experts // parallel.ep, config.ffn_size // parallel.tp
     mine = MoEConfig(hidden_size=config.hidden_size, ffn_size=width, num_experts=held, top_k=min(config.top_k, held))
-    _check_stored(stored, config, width)
+    _check_blocks(options.expert_dtype, config, width)
     least = mine.top_k if store == "file" else 1  # a GPU that brings them itself has waves for the others
     slots = slots_of_budget(budget, mine, num_layers, dtype, stored, least=least)
     expert = bytes_of_expert(config.hidden_size, width, dtype, stored)

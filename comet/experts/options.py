@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from comet.config import require
 from comet.kernels.experts.policy import Policy
-from comet.quantization.formats import MXType, StoredType
+from comet.quantization.formats import MXType, StoredType, check_mx_type
 
 ExpertStoreKind = Literal["host", "file"]
 PrefetchSetting = bool | Literal["auto", "true", "false"]
@@ -47,6 +47,8 @@ class StoreOptions:
             not self.keep_fp8 or self.expert_dtype is None,
             f"expert_dtype={self.expert_dtype} must be None with keep_fp8=True",
         )
+        if self.expert_dtype is not None:
+            check_mx_type("expert_dtype", self.expert_dtype)
         if self.expert_store == "host":
             return
         require(

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from comet.config import require
 from comet.kernels.experts.tables import ExpertParts
-from comet.quantization.formats import MX_BLOCK, MXType, quantize_mx
+from comet.quantization.formats import MX_BLOCK, MXType, check_mx_type, quantize_mx
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +62,7 @@ class QuantisedReader:
     to: MXType  # what they become
 
     def __post_init__(self) -> None:
+        check_mx_type("expert_dtype", self.to)
         for shape in self._wide.values():
             require(
                 shape[-1] % MX_BLOCK == 0, f"contraction={shape[-1]} must be a multiple of {MX_BLOCK} for {self.to}"

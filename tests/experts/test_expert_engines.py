@@ -78,11 +78,13 @@ def test_prefetch_is_on_by_default_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     assert [(each.prefetch, each.prefetched_needed > 0) for each in reports] == [(True, True), (False, False)]
 
 
-def test_what_a_few_slots_do_not_serve_is_refused() -> None:
+def test_what_slots_do_not_serve_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^host_cores=2 is of no use with 1 slots, fewer than a token may need"):
         engine_of(expert_slots=1, host_cores="2")
     with pytest.raises(ValueError, match=r"^decode_tokens=1 must be at least 2 with num_slots=1, fewer than top_k="):
         engine_of(expert_slots=1, decode_tokens=1)
+    with pytest.raises(ValueError, match=r"^expert_dtype='mxfp6' must be one of mxfp8, mxfp4$"):
+        engine_of(expert_slots=2, expert_dtype="mxfp6")
 
 
 def test_tokens_that_need_more_experts_than_there_are_slots_run_in_waves() -> None:

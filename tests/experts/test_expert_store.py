@@ -99,6 +99,7 @@ def test_a_budget_in_experts_and_bytes() -> None:
         ({"expert_store": "file"}, "host_budget=None must be given with expert_store='file'"),
         ({"expert_store": "file", "host_budget": float("nan")}, "host_budget=nan must be given .* finite and above 0"),
         ({"expert_store": "file", "host_budget": -1.0}, "host_budget=-1.0 must be given .* finite and above 0"),
+        ({"expert_dtype": "fp8"}, "expert_dtype='fp8' must be one of mxfp8, mxfp4"),
         (
             {"expert_dtype": "mxfp4", "parallel": ParallelConfig(tp=4)},
             "expert_dtype=mxfp4 takes a ffn_size / tp that is a multiple of 32, not 16",
