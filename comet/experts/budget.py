@@ -10,7 +10,13 @@ import torch
 
 from comet.config import MoEConfig, ParallelConfig, require
 from comet.decode.runners import DECODE_TOKENS
-from comet.experts.cache import CACHED_DECODE_TOKENS, bytes_of_expert, slots_of_budget
+from comet.experts.cache import (
+    CACHED_DECODE_TOKENS,
+    bytes_of_expert,
+    experts_of_share,
+    share_of_experts,
+    slots_of_budget,
+)
 from comet.experts.options import ExpertStoreKind, StoreOptions
 from comet.kernels.experts.policy import POLICIES, Policy
 from comet.layer.group import ExpertGroup
@@ -65,11 +71,11 @@ def _places(host_budget: float | None, num_experts: int, slots: int, expert_byte
         "memory holds",
     )
     assert host_budget is not None
-    places = int(host_budget * num_experts) if host_budget <= 1 else int(host_budget // expert_bytes)
+    places = experts_of_share(host_budget, num_experts) if host_budget <= 1 else int(host_budget // expert_bytes)
     require(
         places >= slots,
         f"host_budget={host_budget} holds {places} experts, and must hold the {slots} that a layer has slots for: "
-        f"{slots * expert_bytes:,} bytes, or a share of {slots / num_experts:.3g}",
+        f"{slots * expert_bytes:,} bytes, or a share of {share_of_experts(slots, num_experts)}",
     )
     return min(num_experts, places)
 

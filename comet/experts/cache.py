@@ -8,6 +8,7 @@ bit for bit, but for those of longer prompts.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields, replace
@@ -296,13 +297,28 @@ def slots_of_budget(
     """
     require(budget > 0, f"expert_budget={budget} must be above 0: a share of all experts, or bytes above 1")
     expert = bytes_of_expert(config.hidden_size, config.ffn_size, dtype, stored)
-    slots = int(budget * config.num_experts) if budget <= 1 else int(budget // (max(num_layers, 1) * expert))
+    slots = (
+        experts_of_share(budget, config.num_experts) if budget <= 1 else int(budget // (max(num_layers, 1) * expert))
+    )
     require(
         slots >= least,
         f"expert_budget={budget} holds {slots} experts of each of {num_layers} layers, and must hold {least}: "
-        f"{num_layers * least * expert:,} bytes, or a share of {least / config.num_experts:.3f}",
+        f"{num_layers * least * expert:,} bytes, or a share of {share_of_experts(least, config.num_experts)}",
     )
     return min(slots, config.num_experts)
+
+
+def experts_of_share(share: float, num_experts: int) -> int:
+    """The most of so many experts that are no more than a share of them, which is a decimal number or a quotient.
+
+    Example: 0.58 of 50 are 29, and 3 / 7 of 7 are 3; in floats 0.58 * 50 is a little less.
+    """
+    return bisect_right(range(1, num_experts + 1), share, key=lambda number: number / num_experts)
+
+
+def share_of_experts(number: int, num_experts: int) -> float:
+    """A share that holds ``number`` of so many experts, short enough to read: rounded up, 1 / 3 is 0.33334."""
+    return -(-number * 10**5 // num_experts) / 10**5
 
 
 def bytes_of_expert(hidden_size: int, ffn_size: int, dtype: torch.dtype, stored: StoredType | None = None) -> int:

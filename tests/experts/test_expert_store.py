@@ -1,5 +1,6 @@
 """Memory of the host that holds all experts, and budgets for those on the device."""
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -92,7 +93,7 @@ def test_a_budget_in_experts_and_bytes() -> None:
         ({"budget": 0.01}, "expert_budget=0.01 holds 0 experts of each of 4 layers, and must hold 1: 393,216 bytes"),
         (
             {"budget": 0.09, "expert_store": "file", "host_budget": 1.0},
-            "expert_budget=0.09 holds 5 experts .* must hold 6: 2,359,296 bytes, or a share of 0.094",
+            "expert_budget=0.09 holds 5 experts .* must hold 6: 2,359,296 bytes, or a share of 0.09375",
         ),
         ({"expert_store": "disk"}, "expert_store='disk' must be one of host, file"),
         ({"host_budget": 0.5}, "host_budget=0.5 must be None where host memory holds all experts"),
@@ -113,6 +114,31 @@ def test_a_budget_in_experts_and_bytes() -> None:
 def test_a_budget_that_cannot_be_says_why(settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         budget_of(**settings)
+
+
+@pytest.mark.parametrize("num_experts", [7, 50, 60, 64, 96, 100, 128, 160, 512])
+def test_shares_are_the_numbers_that_were_written_and_that_errors_advise(num_experts: int) -> None:
+    def planned(top_k: int = 1, **options) -> ExpertBudget:
+        moe = replace(EXAMPLE, num_experts=num_experts, top_k=top_k)
+        return plan_budget(StoreOptions(expert_store="file", **options), moe, 3, torch.float32)
+
+    def advised(**settings) -> float:
+        with pytest.raises(ValueError, match="must hold") as caught:
+            planned(**settings)
+        return float(re.search(r"or a share of (\S+)$", str(caught.value))[1])
+
+    for written in range(1, 101):  # 0.58 of 50 experts, 0.29 of 100: products in floats are a little less
+        least, most = written * num_experts // 100, written * 3 * num_experts // 100
+        if least:
+            found = planned(expert_budget=written / 100, host_budget=written / 100)
+            assert (found.slots, found.places) == (least, most)
+    for least in range(1, num_experts + 1):
+        assert planned(expert_budget=least / num_experts, host_budget=1.0).slots == least
+    for least in range(1, min(num_experts, 32) + 1):
+        share = advised(top_k=least, expert_budget=1e-9, host_budget=1.0)
+        assert planned(least, expert_budget=share, host_budget=1.0).slots == least
+        share = advised(top_k=least, expert_budget=share, host_budget=1e-9)
+        assert planned(least, expert_budget=least / num_experts, host_budget=share).places == least
 
 
 def test_the_sizes_of_a_model() -> None:
