@@ -137,7 +137,7 @@ class MoE(nn.Module):
             w2 = _normal((config.hidden_size, config.ffn_size), config.ffn_size, seed, 2 * expert + 1)
             mine1[index].copy_(w1[:, columns])
             mine2[index].copy_(w2[:, columns])
-        for bias in (self.b1, self.b2):
+        for bias in (self.b1, self.b2, self.router.selection_bias):
             if bias is not None:
                 bias.zero_()
         replicated = [self.router.weight, *(self.shared.parameters() if self.shared else ())]

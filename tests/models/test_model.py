@@ -1,13 +1,15 @@
 """The GPT: its parts against plain formulas, and rules of its settings."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from training_cases import MODEL, MOE, make_model, wake
+from training_cases import MODEL, MOE, make_group, make_model, wake
 
 from comet.models.gpt import next_token_loss, rotary_table, rotate
+from comet.moe import MoE
 
 
 def random_ids(rows: int = 2, length: int = 32) -> torch.Tensor:
@@ -43,6 +45,21 @@ def test_seed_decides_the_weights():
     drawn = [name for name, weight in first.items() if weight.dim() > 1 and name != "head.weight"]
     assert not any(torch.equal(first[name], other[name]) for name in drawn)
     assert not torch.equal(first["blocks.0.ffn.w1"], first["blocks.1.ffn.w1"])
+
+
+def new_layer(seed: int) -> MoE:
+    config = replace(MOE, balance="bias", expert_bias=True, shared_ffn_size=16)
+    return MoE(config, make_group(config), seed=seed)
+
+
+@pytest.mark.parametrize("make", [new_layer])
+@torch.no_grad()
+def test_reset_parameters_makes_new_ones(make: Callable[[int], MoE]) -> None:
+    model, wanted = make(0), make(1).state_dict()
+    for each in model.state_dict().values():
+        each.fill_(3)
+    model.reset_parameters(1)
+    assert [name for name, each in model.state_dict().items() if not torch.equal(each, wanted[name])] == []
 
 
 def test_every_parameter_gets_a_gradient():
