@@ -94,13 +94,8 @@ class SwitchedModel:
         The head is drawn too, which a GPT starts at zero: its first loss would depend on nothing else.
         """
         with draws_on(self.group.device):
-            for layer in self.layers:
-                layer.reset_parameters(0)
             self.gpt.reset_parameters(0)
             self.gpt.head.weight.copy_(torch.randn(self.gpt.head.weight.shape) * self.gpt.config.hidden_size**-0.5)
-        for parameter in self.gpt.parameters():
-            if parameter.dim() == 1:
-                parameter.fill_(1.0)  # gains of norms
         for moments in self.optimizer.state.values():
             for each in moments.values():
                 each.zero_()

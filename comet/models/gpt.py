@@ -76,19 +76,30 @@ class GPT(nn.Module):
         self.norm = nn.RMSNorm(config.hidden_size, **made)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, **made)
         self.register_buffer("rotary", rotary_table(config).to(group.device), persistent=False)
-        self.reset_parameters(seed)
+        self._draw_outside_moe(seed)
 
     @torch.no_grad()
     def reset_parameters(self, seed: int) -> None:
-        """Draw the replicated weights; ``MoE`` drew those of the MoE layers.
+        """Draw all weights as a new model of this seed has them, in place.
 
         Matrices that write into the residual stream are scaled by ``1 / sqrt(2 * num_layers)``. The head starts at
         zero: an untrained model gives every byte the same probability.
         """
+        for index, block in enumerate(self._blocks()):
+            if isinstance(block.ffn, MoE):
+                block.ffn.reset_parameters(_seed(seed, f"blocks.{index}"))
+        self._draw_outside_moe(seed)
+
+    @torch.no_grad()
+    def _draw_outside_moe(self, seed: int) -> None:
+        """Draw all weights outside the MoE layers, whose own were drawn just before; then scale those of both."""
         scale = (2 * self.config.num_layers) ** -0.5
         inside_moe = {id(parameter) for layer in self.moe_layers() for parameter in layer.parameters()}
         for name, parameter in self.named_parameters():
-            if parameter.dim() == 1 or id(parameter) in inside_moe:
+            if id(parameter) in inside_moe:
+                continue
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)  # gains of norms
                 continue
             generator = torch.Generator().manual_seed(_seed(seed, name))
             std = EMBEDDING_STD if name == "embedding.weight" else parameter.shape[-1] ** -0.5

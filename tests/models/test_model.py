@@ -8,7 +8,7 @@ import pytest
 import torch
 from training_cases import MODEL, MOE, make_group, make_model, wake
 
-from comet.models.gpt import next_token_loss, rotary_table, rotate
+from comet.models.gpt import GPT, next_token_loss, rotary_table, rotate
 from comet.moe import MoE
 
 
@@ -47,14 +47,20 @@ def test_seed_decides_the_weights():
     assert not torch.equal(first["blocks.0.ffn.w1"], first["blocks.1.ffn.w1"])
 
 
+BIASED = replace(MOE, balance="bias", expert_bias=True, shared_ffn_size=16)
+
+
 def new_layer(seed: int) -> MoE:
-    config = replace(MOE, balance="bias", expert_bias=True, shared_ffn_size=16)
-    return MoE(config, make_group(config), seed=seed)
+    return MoE(BIASED, make_group(BIASED), seed=seed)
 
 
-@pytest.mark.parametrize("make", [new_layer])
+def new_model(seed: int) -> GPT:
+    return make_model(replace(MODEL, dense_layers=1, moe=BIASED), seed=seed)[0]
+
+
+@pytest.mark.parametrize("make", [new_layer, new_model])
 @torch.no_grad()
-def test_reset_parameters_makes_new_ones(make: Callable[[int], MoE]) -> None:
+def test_reset_parameters_makes_new_ones(make: Callable[[int], MoE | GPT]) -> None:
     model, wanted = make(0), make(1).state_dict()
     for each in model.state_dict().values():
         each.fill_(3)
