@@ -43,7 +43,8 @@ def exclude_experts(model: nn.Module) -> set[nn.Parameter]:
     experts = {parameter for layer in layers for parameter in layer.expert_parameters()}
     names = [name for name, parameter in model.named_parameters() if parameter in experts]
     own = [f".{name}" for name in names]  # so DistributedDataParallel calls a parameter of the model itself
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*names, *own])
+    ignored = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *names, *own}  # the caller's own stay
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     return experts
 
 

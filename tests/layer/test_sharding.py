@@ -197,16 +197,20 @@ def test_wrapped_models_train_as_one_rank(
 
 @in_ranks(2)
 def test_a_layer_itself_may_be_wrapped(rank: int, world_size: int) -> None:
+    """And what its user keeps the wrapper from stays this rank's."""
     layer = make_layer(2)
     layer(draw(rank))[0].sum().backward()
     sums = gradients(layer)
-    for name in ("router.weight", "shared.w1", "shared.w2"):
+    own = {"shared.w2": sums["shared.w2"]}
+    for name in ("router.weight", "shared.w1"):
         dist.all_reduce(sums[name])
     layer.zero_grad()
-    exclude_experts(layer)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(layer, list(own))
+    for _ in range(2):
+        exclude_experts(layer)
     wrapped = DistributedDataParallel(layer)
     wrapped(draw(rank))[0].sum().backward()
-    assert_same(gradients(layer), {name: grad / world_size for name, grad in sums.items()})
+    assert_same(gradients(layer), {name: grad / world_size for name, grad in sums.items()} | own)
 
 
 @in_ranks(2)
