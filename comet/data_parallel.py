@@ -5,6 +5,8 @@ tensors, as in a ``foreach`` optimizer or in ``torch.nn.utils.clip_grad_norm_``,
 experts a parameter group of their own), and so are they by ``DistributedDataParallel`` and by ``fully_shard`` over any
 mesh but ``group.mesh["data"]``, over which it shards a layer further. What torch reads of a ``DTensor`` as a
 number, by ``.item()`` or ``bool``, is of this rank's part: ask for ``full_tensor()`` first. Adafactor does not.
+``torch.amp.GradScaler`` takes the placements of the first gradient of its list for all of them, so a sharded parameter
+(``w1``) has to come before ``b2``, which TP ranks replicate: else one of them may step where another does not.
 """
 
 from __future__ import annotations
