@@ -97,9 +97,11 @@ def numbers(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float3
 
 def whole_layer(path: str, dtype: torch.dtype) -> list[Tensor]:
     """A new layer: its output, its losses and all gradients. Without a shared expert, which obeys autocast."""
-    config = MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2, balance="bias")
+    config = MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2, balance="bias", expert_bias=True)
     group = make_expert_group(config, ParallelConfig(), max_tokens=9, dtype=dtype, device="cpu", timeout_s=60.0)
     layer = MoE(config, group, path=path, seed=3)
+    for seed, bias in enumerate((layer.b1, layer.b2)):
+        bias.data = numbers(tuple(bias.shape), seed)
     x = numbers((9, 32), 1, dtype).requires_grad_()
     y, stats = layer(x)
     torch_refuses = path == "plain" and torch.get_autocast_dtype("cpu") == torch.float16  # to stack bfloat16 there

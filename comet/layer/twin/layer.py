@@ -24,6 +24,7 @@ from comet.layer.workspace import Workspace
 from comet.quantization.formats import FP8, quantize_rows
 from comet.quantization.packed import pack, unpack
 from comet.reference.layer import weighted_sum
+from comet.utils.autocast import without_autocast
 
 
 class Twin(Backend):
@@ -118,7 +119,8 @@ class Twin(Backend):
             b1_grad[expert] = grad_pre[segment].to(wide).sum(0).to(b1_grad.dtype)
             b2_grad[expert] = (weights[:, None] * rows).sum(0).to(b2_grad.dtype)
             if b2 is not None:
-                grad_row_weights[ids, slots] += rows @ b2[expert].to(wide)
+                with without_autocast(rows.device):
+                    grad_row_weights[ids, slots] += rows @ b2[expert].to(wide)
         return b1_grad, b2_grad
 
     def dgrad_combine(
