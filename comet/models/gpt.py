@@ -124,6 +124,10 @@ class GPT(nn.Module):
         """Read prompts ``ids (B, S)`` of ``lengths (B,)`` into a cache, which is overwritten: logits ``(B, 1, V)`` of
         their next tokens; router loss and load include what is ignored behind a shorter prompt.
         """
+        require(
+            ids.shape[1] <= cache.length,
+            f"prompt length {ids.shape[1]} must be at most length={cache.length} of the cache",
+        )
         cache.lengths.copy_(lengths)
         attends = [partial(cache.fill, layer) for layer in range(len(self.blocks))]
         return self._predict(ids, self.rotary[:, : ids.shape[1]], attends, lengths - 1)

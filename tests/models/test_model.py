@@ -8,6 +8,7 @@ import pytest
 import torch
 from training_cases import MODEL, MOE, make_group, make_model, wake
 
+from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT, next_token_loss, rotary_table, rotate
 from comet.moe import MoE
 
@@ -79,8 +80,13 @@ def test_every_parameter_gets_a_gradient():
 
 
 def test_too_long_sequence():
-    with pytest.raises(ValueError, match="sequence length 33 must be at most context=32"):
-        make_model()[0](random_ids(1, 33))
+    config = replace(MODEL, context=400)
+    model, group = make_model(config, max_tokens=512)
+    with pytest.raises(ValueError, match="sequence length 401 must be at most context=400"):
+        model(random_ids(1, 401))
+    cache = KeyValueCache(config, num_sequences=1, length=300, dtype=torch.float32, device=group.device)
+    with pytest.raises(ValueError, match="prompt length 301 must be at most length=300 of the cache"):
+        model.prefill(random_ids(1, 301), torch.tensor([301]), cache)
 
 
 @pytest.mark.parametrize(
