@@ -140,8 +140,11 @@ class GPT(nn.Module):
         """Append ``ids (B, S)`` and predict what follows each; static shapes, and the host never waits.
 
         Args:
-            routers: What routes in place of each MoE layer's own router, as those of ``draft_routers`` do.
+            routers: What routes in place of each MoE layer's own router, as those of ``draft_routers`` do; one a layer.
         """
+        if routers is not None:
+            layers = len(self.moe_layers())
+            require(len(routers) == layers, f"routers={len(routers)} must be one for each of {layers} MoE layers")
         newest = cache.next_positions(ids.shape[1])
         unseen = cache.unseen_from(newest)
         attends = [partial(cache.extend, layer, newest, unseen) for layer in range(len(self.blocks))]

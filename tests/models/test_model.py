@@ -79,7 +79,7 @@ def test_every_parameter_gets_a_gradient():
     assert silent == []
 
 
-def test_too_long_sequence():
+def test_what_does_not_fit_is_refused():
     config = replace(MODEL, context=400)
     model, group = make_model(config, max_tokens=512)
     with pytest.raises(ValueError, match="sequence length 401 must be at most context=400"):
@@ -87,6 +87,9 @@ def test_too_long_sequence():
     cache = KeyValueCache(config, num_sequences=1, length=300, dtype=torch.float32, device=group.device)
     with pytest.raises(ValueError, match="prompt length 301 must be at most length=300 of the cache"):
         model.prefill(random_ids(1, 301), torch.tensor([301]), cache)
+    for count in (0, 1, 3):
+        with pytest.raises(ValueError, match=f"routers={count} must be one for each of 2 MoE layers"):
+            model.extend(random_ids(1, 1), cache, [model.moe_layers()[0].router] * count)
 
 
 @pytest.mark.parametrize(
