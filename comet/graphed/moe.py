@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 Output = tuple[Tensor, RouterStats]
 Replay = Callable[[Tensor], tuple[Tensor, ...]]  # of the tokens (T, D); TrainingGraphs where there are gradients
 
+HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+HOOKED = "its modules have hooks, which a graph would leave out"
+
 
 class _Turn:
     """One forward pass: alive for as long as a backward pass may follow it."""
@@ -198,15 +201,16 @@ class GraphedMoE:
 
     Where gradients are recorded, a call replays the forward pass from one graph, and autograd the backward pass from a
     second one, captured together once a backward pass has run as it stands. One class for both, as they differ in
-    nothing a caller sees. Hooks, ``.grad`` and the gradients of ``stats.loss`` are autograd's as ever. A pair of graphs
-    keeps one set of what the forward pass saves, so micro-batches go forward, backward, forward, backward; a call that
-    comes while the backward pass of an earlier one may still follow (the layer twice in a step, two micro-batches at
-    once) is launched kernel by kernel, right but slower, which is logged once. A second backward pass of one call
-    raises ``RuntimeError``. Each number of tokens keeps, for training, the memory of one forward and backward pass, and
-    of the experts' weights in the type of the tokens, if theirs is another.
+    nothing a caller sees. Hooks of tensors, ``.grad`` and the gradients of ``stats.loss`` are autograd's as ever. A
+    pair of graphs keeps one set of what the forward pass saves, so micro-batches go forward, backward, forward,
+    backward; a call that comes while the backward pass of an earlier one may still follow (the layer twice in a step,
+    two micro-batches at once) is launched kernel by kernel, right but slower, which is logged once. A second backward
+    pass of one call raises ``RuntimeError``. Each number of tokens keeps, for training, the memory of one forward and
+    backward pass, and of the experts' weights in the type of the tokens, if theirs is another.
 
-    On a CPU, where the layer cannot be captured (the plain path asks the GPU for counts) and for more different numbers
-    of tokens than ``max_graphs``, calls run the layer as it stands; the reason is logged once.
+    On a CPU, where the layer cannot be captured (the plain path asks the GPU for counts), while a module of the layer
+    has forward or backward hooks, and for more different numbers of tokens than ``max_graphs``, calls run the layer as
+    it stands; the reason is logged once.
 
     Args:
         layer: The layer. Its parameters and buffers may change in place; once one of them or a module is replaced,
@@ -228,6 +232,8 @@ class GraphedMoE:
         self._owned = [owned for each in modules for owned in (each._parameters, each._buffers) if owned]
         self._children = [each._modules for each in modules if each._modules]
         self._known_children = [dict(each) for each in self._children]
+        owners = [*((each, "_") for each in modules), (nn.modules.module, "_global_")]
+        self._hooks = [getattr(owner, prefix + kind) for owner, prefix in owners for kind in HOOKS]
         self._replays: dict[_Call, Replay | None] = {}
         self._trained: set[_Call] = set()  # whose backward pass has run
         self._places: list[int] = []  # identities and addresses of the last call's tensors
@@ -237,7 +243,7 @@ class GraphedMoE:
     @property
     def graph_fallback_reason(self) -> str:
         """Why calls run the layer as it stands; empty while graphs are replayed."""
-        return self._reason
+        return self._reason or (HOOKED if any(self._hooks) else "")
 
     @property
     def why_eager(self) -> str:
@@ -283,6 +289,9 @@ class GraphedMoE:
     def _replay_of(self, call: _Call, tokens: Tensor) -> Replay | None:
         """The graphs of such a call, captured at the second one; ``None`` runs the layer as it stands."""
         if self._reason:
+            return None
+        if any(self._hooks):
+            self._tell(f"the layer is launched kernel by kernel: {HOOKED}", "module hooks")
             return None
         if call.wants_grad and _has_hooks():
             self._tell("calls under hooks of saved tensors, as of checkpoints, are launched kernel by kernel", "hooks")

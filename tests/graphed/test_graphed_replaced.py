@@ -1,4 +1,4 @@
-"""What a graph of a layer reads is replaced: the replays end. What changes in place: they go on."""
+"""What a graph of a layer reads is replaced: the replays end. What changes in place: they go on. Hooks: they pause."""
 
 import logging
 from collections.abc import Callable
@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from generate_cases import Captures
-from graphed_cases import CONFIG, REPLACEMENTS, Steps, draw, make_layer, record_on_cpu
+from graphed_cases import CONFIG, REPLACEMENTS, Steps, draw, make_layer, pass_through, record_on_cpu
 from stream_cases import assert_same
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from comet import GraphedMoE, MoE
 from comet.router.router import Router
@@ -102,3 +103,33 @@ def test_a_module_replaced_before_the_first_call_is_not_captured(captures: Captu
             layer.router.weight = nn.Parameter(-layer.router.weight)
             assert torch.equal(graphed(draw(6, seed))[0], layer(draw(6, seed))[0])
     assert captures.count == 0
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda layer, hook: layer.register_forward_hook(hook),
+        lambda layer, hook: layer.router.register_forward_pre_hook(hook),
+        lambda layer, hook: layer.shared.register_full_backward_hook(hook),
+        lambda layer, hook: layer.shared.register_full_backward_pre_hook(hook),
+        lambda layer, hook: nn.modules.module.register_module_forward_hook(hook),
+    ],
+)
+def test_hooks_of_modules_run(
+    captures: Captures, caplog: pytest.LogCaptureFixture, register: Callable[[MoE, Callable], RemovableHandle]
+) -> None:
+    """Added between replays; once removed, these go on."""
+    layer, counts = make_layer(), []
+    graphed, ran = GraphedMoE(layer), []
+    for seed in range(2):
+        pass_through(graphed, draw(6, seed))
+    with register(layer, lambda *_: ran.append(1)), caplog.at_level(logging.WARNING):
+        for run in (layer, graphed, graphed):
+            ran.clear()
+            pass_through(run, draw(6, 2))
+            counts.append(len(ran))
+        assert counts == [max(counts[0], 1)] * 3
+        assert "hooks" in graphed.graph_fallback_reason
+        assert len(caplog.records) == 1
+    pass_through(graphed, draw(6, 3))
+    assert (captures.replays, graphed.graph_fallback_reason) == (4, "")
