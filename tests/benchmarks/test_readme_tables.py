@@ -77,6 +77,11 @@ def test_a_table_is_of_one_routing_and_layout(other: dict[str, Any], tmp_path: P
 def test_the_best_baseline_is_of_all_there_are(tmp_path: Path) -> None:
     rows = [layer_row(8, 1.0) | {"all_gather_ms": None}, layer_row(8, 1.0) | {"direction": "forward+backward"}]
     assert [row["best_rival"] for row in collect([run(tmp_path / "a", "moe", rows)])] == [None, 3.0]
+    step = {"model": "tiny", "weights": "bf16", "triton_us": 3.0, "torch_us": 2.0, "fused_us": 1.0}
+    with_library = step | {"transformers_eager_us": 9.0, "transformers_grouped_mm_us": None}
+    rows = [with_library, step, with_library | {"torch_us": None}]
+    rows = [row | {"tokens": tokens} for tokens, row in enumerate(rows, 1)]
+    assert [row["best_rival"] for row in collect([run(tmp_path / "b", "decode", rows)])] == [2.0, None, None]
 
 
 def test_a_point_that_failed_has_no_figures(tmp_path: Path) -> None:
