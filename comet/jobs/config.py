@@ -195,8 +195,8 @@ class DataConfig:
     """The text.
 
     Args:
-        path: A file, or a folder all of whose files are read but those whose names begin with a dot; ``None`` reads the
-            source of the Python standard library of the running interpreter.
+        path: A file, or a folder all of whose files are read, of links and copies the first, but those whose names
+            begin with a dot; ``None`` reads the source of the Python standard library of the running interpreter.
         heldout_fraction: Share of the bytes kept out of training, above 0 and below 1.
     """
 

@@ -45,6 +45,8 @@ def read_corpus(config: DataConfig, context: int) -> Corpus:
     files = _stdlib_files(root) if config.path is None else _files(root)
     source = "the Python standard library" if config.path is None else f"data.path={config.path!r}"
     texts = {name: _read(path, source) for name, path in files.items()}
+    if config.path is not None:  # the default text keeps its few small copies, and runs that began with it go on
+        texts = _without_copies(texts)
     total = sum(map(len, texts.values()))
     require(total > 0, f"{source} must hold text, but all its {len(files)} files together hold 0 bytes")
     train, heldout = split_heldout(texts, config.heldout_fraction)
@@ -54,7 +56,17 @@ def read_corpus(config: DataConfig, context: int) -> Corpus:
             f"{source} of {total} bytes leaves {len(text)} for the {part} part (heldout_fraction="
             f"{config.heldout_fraction}), which must be more than context={context}",
         )
-    return Corpus(train=_tensor(train), heldout=_tensor(heldout), source=f"{source} ({len(files)} files)")
+    copies = len(files) - len(texts)
+    told = f"{len(texts)} files" + (f"; copies left out: {copies}" if copies else "")
+    return Corpus(train=_tensor(train), heldout=_tensor(heldout), source=f"{source} ({told})")
+
+
+def _without_copies(texts: dict[str, bytes]) -> dict[str, bytes]:
+    """The first file of each content: by a link or a copy, text that is held out would be learnt from, too."""
+    names: dict[bytes, str] = {}
+    for name, text in texts.items():
+        names.setdefault(text, name)
+    return {name: text for text, name in names.items()}
 
 
 def split_heldout(texts: dict[str, bytes], fraction: float) -> tuple[bytes, bytes]:

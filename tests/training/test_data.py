@@ -51,6 +51,24 @@ def test_folder_reads_binary_files_and_skips_hidden_ones(tmp_path):
     assert ord("!") not in set(corpus.train.tolist()) | set(corpus.heldout.tolist())
 
 
+def test_links_and_copies_of_a_file_count_once(tmp_path):
+    """As in a cache of Hugging Face, whose snapshots link to blobs: held-out text is no training text."""
+    rng = random.Random(0)
+    for folder in ("blobs", "snapshots/abc"):
+        (tmp_path / folder).mkdir(parents=True)
+    for index in range(6):
+        (tmp_path / "blobs" / f"{index}").write_bytes(rng.randbytes(100))
+    alone = text_of(tmp_path, fraction=0.2)
+    assert alone.source.endswith("(6 files)")
+    for index in range(6):
+        (tmp_path / "snapshots" / "abc" / f"t{index}.md").symlink_to(f"../../blobs/{index}")
+    (tmp_path / "snapshots" / "hard").hardlink_to(tmp_path / "blobs" / "1")
+    (tmp_path / "snapshots" / "copy").write_bytes((tmp_path / "blobs" / "2").read_bytes())
+    corpus = text_of(tmp_path, fraction=0.2)
+    assert (bytes(corpus.train), bytes(corpus.heldout)) == (bytes(alone.train), bytes(alone.heldout))
+    assert corpus.source.endswith("(6 files; copies left out: 8)")
+
+
 def text_of(folder, *, path="", fraction=0.05, context=16):
     return read_corpus(DataConfig(path=str(folder / path), heldout_fraction=fraction), context)
 
@@ -79,7 +97,7 @@ def test_text_that_would_be_left_out_is_named(tmp_path, monkeypatch):
     (tmp_path / "text" / "a.txt").write_bytes(b"abc" * 100)
     (tmp_path / "text" / "b.txt").symlink_to(tmp_path / "text" / "a.txt")
     config = DataConfig(path=str(tmp_path / "text"), heldout_fraction=0.5)
-    assert len(read_corpus(config, 8).train) == 300
+    assert len(read_corpus(config, 8).train) == 150, "of a file and a link to it one"
     for target in (tmp_path, tmp_path / "gone"):
         (tmp_path / "text" / "link").symlink_to(target)
         with pytest.raises(
