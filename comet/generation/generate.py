@@ -6,7 +6,8 @@ Letters: B sequences, S positions of the longest prompt.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any
@@ -69,7 +70,8 @@ def generate(
         show: Called with (index, continuation, text) whenever text of a sequence became certain or it ended.
 
     Raises:
-        NotFiniteError: If the model makes NaN for a sequence that goes on, on all ranks.
+        NotFiniteError: If the model makes NaN for a sequence that goes on, on all ranks, and ``Engine.check`` finds no
+            other cause, which is raised otherwise.
     """
     config = replace(config, max_new_tokens=min(config.max_new_tokens, context))  # each has a draw
     limits = token_limits(prompts, config, context)
@@ -88,8 +90,10 @@ def generate(
         of_rounds = torch.stack(draws, dim=1).unflatten(0, (rounds, numbers)).transpose(1, 2)
         advance = Speculation(engine, sampler, config, of_rounds[1:].to(engine.device))  # the first token's is used
     started = time.perf_counter()
-    logits = engine.prefill(ids, lengths, most_positions(prompts, limits))
-    require(not bool(logits.isnan().any()), "logits of the prompts must be numbers, but the model's weights make NaN")
+    with true_cause(engine):
+        logits = engine.prefill(ids, lengths, most_positions(prompts, limits))
+        if logits.isnan().any():
+            raise NotFiniteError("logits of the prompts must be numbers, but the model's weights make NaN")
     chosen = sampler.choose(logits, 0)
     tokens, first_token_s = [[token] for token in chosen.tolist()], 0.0
     while True:
@@ -104,13 +108,14 @@ def generate(
         if not any(active):
             break
         room = [limit - sequence.num_tokens for sequence, limit in zip(sequences, limits, strict=True)]
-        chosen, tokens = advance(chosen, active, max(compress(room, active)))
-        for index in compress(range(len(tokens)), active):
-            if NO_TOKEN in tokens[index]:
-                raise NotFiniteError(
-                    f"logits of prompt {index} must be numbers, but the model makes NaN "
-                    f"behind {sequences[index].num_tokens} new tokens"
-                )
+        with true_cause(engine):
+            chosen, tokens = advance(chosen, active, max(compress(room, active)))
+            for index in compress(range(len(tokens)), active):
+                if NO_TOKEN in tokens[index]:
+                    raise NotFiniteError(
+                        f"logits of prompt {index} must be numbers, but the model makes NaN "
+                        f"behind {sequences[index].num_tokens} new tokens"
+                    )
         chosen = chosen.clamp(min=0)  # NO_TOKEN of a sequence that has ended has no embedding
     stopped_by = [
         "context" if sequence.stopped_by == "length" and limit < config.max_new_tokens else sequence.stopped_by
@@ -127,6 +132,16 @@ def generate(
         graph_fallback_reason=engine.graph_fallback_reason,
         speculation=advance.report.facts() if isinstance(advance, Speculation) else None,
     )
+
+
+@contextmanager
+def true_cause(engine: Engine) -> Iterator[None]:
+    """Where NaN is found, raise what the engine knows of it: that the host's cores did not answer, not the weights."""
+    try:
+        yield
+    except NotFiniteError:
+        engine.check()
+        raise
 
 
 class PlainSteps:
