@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from comet.integrations.hf.families import (
 )
 from comet.integrations.hf.fp8 import FP8Experts
 from comet.integrations.hf.modules import CometExperts, InDecodeSteps
-from comet.integrations.hf.stored_experts import StoredExperts, cores_of
+from comet.integrations.hf.stored_experts import NOT_SAVED, StoredExperts, cores_of
 from comet.layer.group import ExpertGroup
 from comet.layout import ExpertLayout
 from comet.quantization.formats import FP8_BLOCK
@@ -221,10 +222,7 @@ class Place:
         reasons = (
             (self.layout.world_size > 1, f"{part}; save the model before it is converted"),
             (self.keep_fp8, "experts are kept in block FP8; load the model with keep_fp8=False to save it"),
-            (
-                self.in_store,
-                "experts are in a store and no parameters; load the model without expert_budget to save it",
-            ),
+            (self.in_store, NOT_SAVED),
             (self.laid_out, "experts are laid out as Comet multiplies them; save the model before it is converted"),
         )
         reason = next((reason for holds, reason in reasons if holds), None)
@@ -242,7 +240,7 @@ SAMPLES = 4096  # elements of a tensor that a digest looks at
 def digest_of(model: nn.Module) -> str:
     """A fingerprint of what all ranks of a group hold alike: a sample of every tensor that is no expert's."""
     digest = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if ".experts." not in name:
             flat = tensor.detach().flatten()
             sample = flat[:: max(len(flat) // SAMPLES, 1)].cpu().contiguous()

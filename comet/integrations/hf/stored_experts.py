@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from comet.config import require
 from comet.decode.runners import Runner
 from comet.experts.budget import ExpertBudget
 from comet.experts.cache import CacheReport
@@ -22,6 +23,8 @@ from comet.integrations.hf.modules import CometExperts, routers_beside
 from comet.integrations.hf.stored import BIASES, FUSED, SCALES, LazyShard
 from comet.layer.group import ExpertGroup
 from comet.layout import ExpertLayout, RoutedTokens
+
+NOT_SAVED = "experts are in a store and no parameters; load the model without expert_budget to save it"
 
 
 class StoredExperts(CometExperts):
@@ -40,6 +43,10 @@ class StoredExperts(CometExperts):
         """``(T, D)`` of ``(T, D)``, ``(T, K)`` and ``(T, K)``, from the slots."""
         slots, routed = self.path.cache.weights, RoutedTokens(hidden_states, top_k_index.int(), top_k_weights.float())
         return self.path(routed, slots.w1, slots.w2)
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        """Refused, for nothing in the state would say what it lacks; transformers asks for it while it loads."""
+        require(not hasattr(self, "path"), f"state_dict: {NOT_SAVED}")
 
     def __deepcopy__(self, memo: dict[int, object]) -> StoredExperts:
         """A copied model reads the same store and slots."""

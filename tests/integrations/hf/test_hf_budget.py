@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import threading
+from functools import partial
 from pathlib import Path
 from shutil import copytree
 from types import SimpleNamespace
@@ -37,6 +38,7 @@ from comet.config import SpeculationConfig
 from comet.experts.prefetch import probable
 from comet.generation.hf import HFEngine
 from comet.integrations import hf
+from comet.integrations.hf.convert import require_same_model
 from comet.integrations.hf.families import num_moe_layers
 from comet.integrations.hf.fp8 import FP8Experts
 from comet.integrations.hf.stored_experts import LayerFiles, StoredExperts, cache_report
@@ -194,6 +196,10 @@ def test_what_a_budget_does_not_go_with(mixtral):
     refuse(mixtral, "expert_budget needs warp decode on all ranks: a group spans", NotImplementedError, group=nodes)
     refuse(mixtral, "expert_policy='fifo' must be one of lru, lfu", expert_policy="fifo")
     refuse(mixtral, "decode_tokens=0 must be at least 1 with an expert_budget", decode_tokens=0)
+    loaded = hf.load_pretrained(mixtral, expert_budget=0.5)
+    for save in (loaded.state_dict, loaded.model.layers[0].state_dict, partial(loaded.save_pretrained, mixtral)):
+        with pytest.raises(ValueError, match=r"^(state_dict|save_pretrained): experts are in a store and no param"):
+            save()
 
 
 def test_a_copied_model_reads_the_same_store(mixtral):
@@ -386,6 +392,7 @@ def test_ranks_agree_where_one_cannot_pin(rank: int, world_size: int, folders: d
         comet.experts.store.host_memory = lambda *given: (memory(*given)[0], False)
     group = make_group(tiny_config("qwen3_moe", **TWO), 2, 1)
     loaded = hf.load_pretrained(folders["fused"], group, expert_budget=0.5)
+    require_same_model(group, loaded)
     assert torch.equal(greedy(loaded, prompt(2, 9)), greedy(tiny_model("qwen3_moe", **TWO), prompt(2, 9)))
     assert cache_report(loaded).staged_bytes > 0, "the host copies on both, which then take equal steps"
     group.close()
