@@ -317,10 +317,15 @@ class GraphedMoE:
         return replay
 
     def _capture(self, call: _Call, tokens: Tensor) -> Replay | None:
-        device = tokens.device
+        device, grad = tokens.device, torch.is_grad_enabled()
         try:
-            # Casts that autocast keeps would be of no capture, or of another one.
-            with torch.autocast(device.type, enabled=call.autocast is not None, cache_enabled=False):
+            # Casts that autocast keeps would be of no capture, or of another one; and what inference mode makes is no
+            # memory for calls outside of it.
+            with (
+                torch.inference_mode(False),  # which turns gradients on
+                torch.set_grad_enabled(grad),
+                torch.autocast(device.type, enabled=call.autocast is not None, cache_enabled=False),
+            ):
                 if call.wants_grad:
                     self._warm_router(tokens)
                     return TrainingGraphs(self._flat, self.layer, (tokens,), self._side.stream, self._graphs)

@@ -403,6 +403,18 @@ def test_every_call_is_the_layer_whatever_the_numbers_of_tokens(layer: MoE, capt
         assert_same_outputs(found, wanted)
 
 
+def test_a_layer_captured_in_inference_mode_serves_outside_of_it(layer: MoE, captures: Captures) -> None:
+    former, records = layer.experts, []
+    layer.experts = lambda *inputs: records.append(torch.is_grad_enabled()) or former(*inputs)  # type: ignore[assignment]
+    graphed = GraphedMoE(layer)
+    for seed, mode in enumerate([torch.inference_mode] * 3 + [torch.no_grad, torch.inference_mode]):
+        with mode():
+            found, wanted = graphed(draw(6, seed)), layer(draw(6, seed))
+        assert_same_outputs(found, wanted)
+        assert found[0].is_inference() == wanted[0].is_inference()
+    assert (captures.count, captures.replays, any(records)) == (1, 4, False)
+
+
 def test_leading_dimensions_are_kept_and_parameters_may_change_in_place(layer: MoE, captures: Captures) -> None:
     graphed = GraphedMoE(layer)
     x = draw(12, 1).view(3, 4, -1)
