@@ -37,7 +37,9 @@ OWN_FOLDERS = re.compile(r"step-\d{6,}(-\d+)?(-replaced)?(\.tmp)?")
 OWN_FILES = re.compile(rf"__\d+_\d+\.distcp|\.metadata(\.tmp)?|{re.escape(MANIFEST)}|{re.escape(SETTINGS_FILE)}")
 # What the models were whose checkpoints are from before these fields.
 FIELDS_SINCE: Mapping[str, Any] = {"moe.expert_bias": False, **flat(asdict(SWIGLU), "moe.activation.")}
-FREE_FIELDS = frozenset({"name", "moe.aux_loss_coef", "moe.z_loss_coef", "moe.bias_update_rate", "moe.capacity_factor"})
+FREE_FIELDS = frozenset(
+    f"moe.{name}" for name in ("aux_loss_coef", "z_loss_coef", "bias_update_rate", "capacity_factor", "max_imbalance")
+) | {"name"}
 
 
 def checksum(path: Path) -> str:

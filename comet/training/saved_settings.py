@@ -18,8 +18,9 @@ SETTINGS_FILE = "comet.yaml"
 NOT_KEPT = ("output_dir", "resume", "overwrite", "resume_changes")
 # These change no result, or, as data.path, something else tells whether they do.
 FREE = (
-    *NOT_KEPT, "nproc", "parallel", "comm", "tune", "sweep", "generate", "modular", "launch", "model.name", "data.path",
-    "train.checkpoint_every", "train.eval_every", "train.sample_bytes", "train.cuda_graph",
+    *NOT_KEPT, "nproc", "parallel", "comm", "tune", "sweep", "generate", "modular", "launch", "model.name",
+    "model.moe.max_imbalance", "data.path", "train.checkpoint_every", "train.eval_every", "train.sample_bytes",
+    "train.cuda_graph",
 )  # fmt: skip
 
 

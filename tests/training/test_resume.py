@@ -56,7 +56,8 @@ def test_a_dry_run_looks_at_the_folder(run, tmp_path, monkeypatch, capfd):
 
 def test_a_run_goes_on_as_it_would_have_gone_on(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run_words(f"resume={run}/step-000003", "output_dir=more", "train.checkpoint_every=5")
+    free = ["train.checkpoint_every=5", "model.moe.max_imbalance=1.5"]
+    run_words(f"resume={run}/step-000003", "output_dir=more", *free)
     assert losses(tmp_path / "more") == losses(run)
     assert read_settings(tmp_path / "more")["train"] == {**read_settings(run)["train"], "checkpoint_every": 5}
 
