@@ -43,7 +43,7 @@ from comet.training.checkpoint_folder import (
 )
 from comet.training.ranks import from_first_rank, gather
 from comet.training.saved_settings import SETTINGS_FILE, flat, to_yaml
-from comet.utils.shared_file import naming
+from comet.utils.shared_file import naming, write_whole
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -107,8 +107,7 @@ class Checkpointer:
 
     def _open(self, step: int) -> Path:
         path = open_partial(self.root, step)
-        with naming(path):
-            (partial_path(path) / SETTINGS_FILE).write_text(to_yaml(self.settings), encoding="utf-8")
+        write_whole(partial_path(path) / SETTINGS_FILE, to_yaml(self.settings))
         return path
 
     def _complete(self, path: Path, step: int, checksums: Mapping[str, str]) -> None:

@@ -34,7 +34,9 @@ FORMATS = (1, 2)  # 1 had sizes only
 KEPT = 2
 PARTIAL_SUFFIX = ".tmp"
 OWN_FOLDERS = re.compile(r"step-\d{6,}(-\d+)?(-replaced)?(\.tmp)?")
-OWN_FILES = re.compile(rf"__\d+_\d+\.distcp|\.metadata(\.tmp)?|{re.escape(MANIFEST)}|{re.escape(SETTINGS_FILE)}")
+OWN_FILES = re.compile(
+    rf"__\d+_\d+\.distcp|\.metadata(\.tmp)?|{re.escape(MANIFEST)}|{re.escape(SETTINGS_FILE)}(\.tmp)?"
+)
 # What the models were whose checkpoints are from before these fields.
 FIELDS_SINCE: Mapping[str, Any] = {"moe.expert_bias": False, **flat(asdict(SWIGLU), "moe.activation.")}
 FREE_FIELDS = frozenset(

@@ -89,6 +89,23 @@ def test_newest_two_are_kept_and_found(tmp_path):
     assert find_checkpoints("auto", str(tmp_path / "new")) == ([], [])
 
 
+def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(tmp_path, monkeypatch):
+    """Or a power loss may leave a manifest with sizes of files that are empty."""
+    fsync, on_disk = os.fsync, set()
+
+    def noted(file):
+        fsync(file)
+        on_disk.add(os.stat(file).st_ino)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    (killed := tmp_path / "step-000001.tmp").mkdir()
+    (killed / "comet.yaml.tmp").touch()  # of a job that was killed while it wrote it
+    path = make_trainer(tmp_path)[1].save(1)
+    assert path == tmp_path / "step-000001"
+    assert {"comet.yaml", "comet.json", ".metadata", "__0_0.distcp"} == {file.name for file in path.iterdir()}
+    assert {each.stat().st_ino for each in (tmp_path, path, *path.iterdir())} <= on_disk
+
+
 def test_checkpoints_are_newest_in_the_order_of_saving_though_the_clock_goes_back(tmp_path, monkeypatch):
     now = iter([4e9, 2e9, 1e9, 1e9])
     monkeypatch.setattr(checkpoint_folder.time, "time", lambda: next(now))
