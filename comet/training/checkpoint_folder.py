@@ -12,11 +12,13 @@ import errno
 import hashlib
 import itertools
 import json
+import logging
 import math
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +30,8 @@ from comet.kernels.runtime.activation import SWIGLU
 from comet.models.config import ModelConfig
 from comet.training.ranks import from_first_rank, gather
 from comet.training.saved_settings import SETTINGS_FILE, flat
+
+logger = logging.getLogger(__name__)
 
 MANIFEST = "comet.json"
 FORMATS = (1, 2)  # 1 had sizes only
@@ -94,7 +98,8 @@ def open_partial(root: Path, step: int) -> Path:
     be when it is complete; another name where somebody else's file has the usual one.
     """
     for leftover in root.glob(f"step-*{PARTIAL_SUFFIX}"):
-        remove_checkpoint(leftover)
+        with _left_to_the_next_save(leftover):
+            remove_checkpoint(leftover)
     names = itertools.chain([folder_name(step)], (f"{folder_name(step)}-{count}" for count in itertools.count(2)))
     for path in map(root.joinpath, names):
         is_ours = not path.exists() or (path / MANIFEST).is_file()
@@ -137,7 +142,17 @@ def complete(path: Path, manifest: Mapping[str, Any], checksums: Mapping[str, st
     partial.rename(path)
     _sync_folder(root)
     for old in outdated:  # under a name that the next checkpoint clears away, should this be killed
-        remove_checkpoint(old if old == replaced else old.rename(partial_path(old)))
+        with _left_to_the_next_save(old):
+            remove_checkpoint(old if old == replaced else old.rename(partial_path(old)))
+
+
+@contextmanager
+def _left_to_the_next_save(path: Path) -> Iterator[None]:
+    """Log an error of the system: no run ends because what it does not need could not be removed."""
+    try:
+        yield
+    except OSError as error:
+        logger.warning("%s could not be removed, which the next checkpoint tries again: %s", path, error)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:

@@ -106,13 +106,34 @@ def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(tmp_path, 
     assert {each.stat().st_ino for each in (tmp_path, path, *path.iterdir())} <= on_disk
 
 
+def complete_empty(folder, *steps):
+    for step in steps:
+        path = checkpoint_folder.open_partial(folder, step)
+        (checkpoint_folder.partial_path(path) / "comet.yaml").touch()
+        checkpoint_folder.complete(path, {"step": step, "layout": {}, "model": {}}, {})
+
+
+def test_a_checkpoint_is_written_though_an_outdated_one_cannot_be_removed(tmp_path, monkeypatch, caplog):
+    def busy(path):
+        raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+
+    complete_empty(tmp_path, 1, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_folder, "remove_checkpoint", busy)
+        complete_empty(tmp_path, 3, 4)  # the last one finds what is left of step 1, and leaves step 2
+    (*_, said) = caplog.messages
+    assert said.startswith(
+        f"{tmp_path}/step-000002 could not be removed, which the next checkpoint tries again: [Errno"
+    )
+    assert sorted(path.name for path in tmp_path.glob("*.tmp")) == ["step-000001.tmp", "step-000002.tmp"]
+    complete_empty(tmp_path, 5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000004", "step-000005"]
+
+
 def test_checkpoints_are_newest_in_the_order_of_saving_though_the_clock_goes_back(tmp_path, monkeypatch):
     now = iter([4e9, 2e9, 1e9, 1e9])
     monkeypatch.setattr(checkpoint_folder.time, "time", lambda: next(now))
-    for step in (1, 2, 3, 4):
-        path = checkpoint_folder.open_partial(tmp_path, step)
-        (checkpoint_folder.partial_path(path) / "comet.yaml").touch()
-        checkpoint_folder.complete(path, {"step": step, "layout": {}, "model": {}}, {})
+    complete_empty(tmp_path, 1, 2, 3, 4)
     assert [found.step for found in list_checkpoints(tmp_path)[0]] == [4, 3]
 
 
