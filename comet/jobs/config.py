@@ -246,7 +246,7 @@ class JobConfig:
         resume: ``None`` starts a new run; ``auto`` continues from the newest complete checkpoint of a named ``output_dir`` if
             there is one; otherwise a checkpoint, or the output folder of another run.
         resume_changes: Settings that may differ from those of the run that is continued, as ``train.lr``.
-        overwrite: Whether a run that ``output_dir`` holds may be removed.
+        overwrite: Whether a run that ``output_dir`` holds may be removed, and the trace of ``modular`` be replaced.
         tune: What the task ``tune`` measures.
         sweep: What the task ``sweep`` measures.
         generate: What the task ``generate`` continues, and how.

@@ -32,6 +32,7 @@ from comet.tuner.problem import Problem
 from comet.utils.tables import aligned
 
 Call = Callable[[int], Tensor]
+TRACE = "trace.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,13 +103,20 @@ def tokens_of(config: JobConfig) -> int:
 
 
 def find_parts(config: JobConfig) -> list[type]:
-    """The two classes of ``modular.pair``, none where it is empty; raises ``ValueError`` for a wrong name."""
+    """The two classes of ``modular.pair``, none where it is empty.
+
+    Raises:
+        ValueError: For a wrong name, or where the trace would replace another one.
+    """
     found: list[type] = []
     for name, known in zip(config.modular.pair, (PREPARE_FINALIZE, EXPERTS), strict=False):
         names = {kind.__name__: kind for kind in known}
         near = did_you_mean(name, names)
         require(name in names, f"modular.pair: {name!r} must be one of {', '.join(names)}{near}")
         found.append(names[name])
+    is_free = config.overwrite or not found or not (Path(config.output_dir) / TRACE).exists()
+    ways = "overwrite=true replaces it, or choose another output_dir"
+    require(is_free, f"output_dir={config.output_dir!r} holds the {TRACE} of an earlier run: {ways}")
     return found
 
 
@@ -155,7 +163,7 @@ def _trace(calls: Mapping[str, Call], folder: Path, device: torch.device | None)
         if on_gpu:
             torch.cuda.synchronize(device)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "trace.json"
+    path = folder / TRACE
     profiler.export_chrome_trace(str(path))
     return str(path)
 

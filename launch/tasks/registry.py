@@ -101,7 +101,7 @@ TASKS: Mapping[str, Task] = {
         "which dispatches and experts go together; time and trace a pair",
         "comet.launch.tasks.modular.modular_job",
         settings={"output_dir": "outputs/modular-${now:%Y%m%d-%H%M%S}"},
-        reads=("modular", "output_dir", "overlap", *TOKENS, *LAYER),
+        reads=("modular", "output_dir", "overwrite", "overlap", *TOKENS, *LAYER),
         examples={"modular.pair=[AllToAll,GroupedContiguous] model=qwen3_30b_a3b parallel=ep4": ""},
         dry_run="comet.launch.dry_run.describe_modular",
         shows_split=False,

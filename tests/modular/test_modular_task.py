@@ -12,7 +12,7 @@ from ranks import run_ranks
 from training_cases import Rank
 
 from comet.launch.config import compose, make_job
-from comet.launch.tasks.modular import modular_job
+from comet.launch.tasks.modular import find_parts, modular_job
 from comet.launch.tasks.registry import TASKS
 from comet.quantization.formats import WEIGHT_TYPES
 
@@ -47,6 +47,10 @@ def test_a_pair_is_timed_and_traced_beside_the_fused_layer(tmp_path: Path) -> No
     assert found["AllToAll", "GroupedContiguous"] == [kind.__name__ for kind in WEIGHT_TYPES]
     assert found["FusedPrepareFinalize", "FusedExperts"] == ["Tensor"]
     assert sum("SingleRank sends nothing to other ranks" in line for line in lines[:-1]) == 7
+    with pytest.raises(ValueError, match=r"output_dir='.*run' holds the trace\.json of an earlier run: overwrite=true"):
+        find_parts(make_job(compose(settings), 2))
+    for free in (["overwrite=true"], ["modular.pair=[]"]):
+        find_parts(make_job(compose([*settings, *free]), 2))
 
 
 def test_a_pair_that_does_not_fit_is_refused_with_the_reason(
