@@ -12,7 +12,15 @@ if TYPE_CHECKING:
     from comet.comm import Communicator, make_communicator
     from comet.config import MoEConfig, OverlapConfig, ParallelConfig
     from comet.data_parallel import clip_grad_norm_, exclude_experts
-    from comet.errors import CapacityError, CommTimeoutError, EpochError, UnavailableError
+    from comet.errors import (
+        CapacityError,
+        CommTimeoutError,
+        EpochError,
+        HostComputeError,
+        NotFiniteError,
+        StepFailedError,
+        UnavailableError,
+    )
     from comet.graphed.moe import GraphedMoE
     from comet.layer.group import ExpertGroup, make_expert_group
     from comet.moe import MoE
@@ -24,10 +32,13 @@ _MODULES = {
     "EpochError": "comet.errors",
     "ExpertGroup": "comet.layer.group",
     "GraphedMoE": "comet.graphed.moe",
+    "HostComputeError": "comet.errors",
     "MoE": "comet.moe",
     "MoEConfig": "comet.config",
+    "NotFiniteError": "comet.errors",
     "OverlapConfig": "comet.config",
     "ParallelConfig": "comet.config",
+    "StepFailedError": "comet.errors",
     "UnavailableError": "comet.errors",
     "clip_grad_norm_": "comet.data_parallel",
     "exclude_experts": "comet.data_parallel",

@@ -52,11 +52,12 @@ class MoE(nn.Module):
         path: ``fused`` (kernels over symmetric memory), ``twin`` (the same plan in plain torch, for CPUs), ``plain``
             (all-to-all and grouped GEMM), ``reference`` (gathered weights, plain torch), or ``auto``: fused on a GPU,
             twin on a CPU, plain where that was measured to be faster or the group spans several nodes.
-        overlap: Split and order of the fused kernels' work, of which other paths have none and warn; ``None`` takes
-            what was measured, else the default.
+        overlap: Split and order of the fused kernels' work, of which other paths have none; where one of those is named
+            it warns. ``None`` takes what was measured, else the default.
         seed: Weights depend on (seed, global expert) only, so every EP x TP layout starts from the same model; give
             each layer of a model another seed.
-        param_dtype: Element type of the parameters; they are cast to the tokens' type in the forward pass.
+        param_dtype: Element type of the experts and the shared expert, which are cast to the tokens' type in the
+            forward pass; the router's is float32.
         expert_device: Where w1 and w2 are, for whoever brings them to the group's device (``comet.experts``); ``None``:
             there.
 

@@ -143,7 +143,7 @@ class TrainConfig:
         seed: Of the weights and of the batches.
         eval_batches: Held-out batches of ``batch_size`` sequences per evaluation, shared out among the ranks.
         eval_every: Steps between evaluations; 0 evaluates at the end only.
-        checkpoint_every: Steps between checkpoints; 0 saves at the end only.
+        checkpoint_every: Steps between checkpoints, of which the newest two are kept; 0 saves at the end only.
         dtype: Of activations; ``auto`` is bfloat16 on a GPU and float32 on a CPU, and a resumed run keeps it.
             Parameters stay float32.
         sample_bytes: Length of the text generated at the end; 0 generates none.
@@ -233,18 +233,19 @@ class JobConfig:
     """Everything a training job needs.
 
     Args:
-        model: What to train.
+        model: What is trained, or measured.
         parallel: EP and TP of a MoE group; EP x TP divides the world size, the groups are data-parallel.
         train: How long and how fast.
-        output_dir: Folder of checkpoints, pictures and the metrics; made if missing.
+        output_dir: Folder of what the task writes: checkpoints, metrics, tables, pictures; made if missing.
         comm: Communicator.
         launch: How the ranks are started.
         moe_path: How the MoE layers run (see ``comet.moe.MoE``).
         overlap: Split and order of the fused kernels' work; ``None`` takes what was measured (``tune.profiles``), else
             the default.
         data: The text.
-        resume: ``None`` starts a new run; ``auto`` continues from the newest complete checkpoint of a named ``output_dir`` if
-            there is one; otherwise a checkpoint, or the output folder of another run.
+        resume: ``None`` starts a new run; ``auto`` continues from the newest complete checkpoint of ``output_dir``,
+            which must be named then, if there is one; otherwise a checkpoint, or the output folder of another run.
+            ``sweep`` continues the table of such a folder.
         resume_changes: Settings that may differ from those of the run that is continued, as ``train.lr``.
         overwrite: Whether a run that ``output_dir`` holds may be removed, and the trace of ``modular`` be replaced.
         tune: What the task ``tune`` measures.

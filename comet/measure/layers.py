@@ -169,6 +169,8 @@ def measure_layer(
         Of each candidate the median ms of the slowest rank, or why it failed on some rank; equal on all ranks.
     """
     require(rounds >= 1, f"rounds={rounds} must be at least 1")
+    if group.device.type != "cuda":
+        group.resolver.warn("splits change nothing without a GPU: their times differ by noise")
     inputs = make_inputs(problem, group, seed)
     candidates: dict[OverlapConfig | None, list[Call]] = {}
     failures: dict[OverlapConfig | None, str] = {}
