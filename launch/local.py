@@ -107,7 +107,8 @@ def _wait(ranks: Ranks, heard: Sequence[int], store: dist.Store) -> int:
 
 
 def _failed(codes: Sequence[int | None], *stopped: int) -> dict[int, int]:
-    return {rank: code for rank, code in enumerate(codes) if code not in (None, 0, STATUS_SAVED, *stopped)}
+    known = {rank: code for rank, code in enumerate(codes) if code is not None}
+    return {rank: code for rank, code in known.items() if code not in (0, STATUS_SAVED, *stopped)}
 
 
 def _end_after(exits: Mapping[int, int], ranks: Ranks, store: dist.Store) -> int:
