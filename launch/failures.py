@@ -7,7 +7,7 @@ configuration, input, something unavailable    2       one line, by the first ra
 a peer died, froze or is late                  1       one line that names those ranks
 nothing that was to be measured ran            1       one line, by the first rank that noticed
 anything else                                  1       the traceback of the first rank that failed
-SIGTERM, after a checkpoint                    143     as at any other end
+SIGTERM, after a checkpoint                    143     as at any other end; if saving failed, as that failure
 nobody reads standard output, as behind `head` 141     nothing
 =============================================  ======  ==========================================
 

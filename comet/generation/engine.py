@@ -181,6 +181,8 @@ class GPTEngine(Engine):
     ) -> None:
         if expert_slots is not None and group.comm.memory_obstacle:
             raise NotImplementedError(f"expert_budget needs warp decode on all ranks: {group.comm.memory_obstacle}")
+        needs = "needs expert_slots: without, no expert is quantised"
+        require(expert_dtype is None or expert_slots is not None, f"expert_dtype={expert_dtype!r} {needs}")
         if decode_tokens is None:
             decode_tokens = DECODE_TOKENS if expert_slots is None else CACHED_DECODE_TOKENS
         super().__init__(group.device)

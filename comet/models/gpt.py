@@ -124,10 +124,9 @@ class GPT(nn.Module):
         """Read prompts ``ids (B, S)`` of ``lengths (B,)`` into a cache, which is overwritten: logits ``(B, 1, V)`` of
         their next tokens; router loss and load include what is ignored behind a shorter prompt.
         """
-        require(
-            ids.shape[1] <= cache.length,
-            f"prompt length {ids.shape[1]} must be at most length={cache.length} of the cache",
-        )
+        sequences, places = len(cache.lengths), cache.length
+        fits = ids.shape[0] == sequences and ids.shape[1] <= places
+        require(fits, f"prompts of shape {tuple(ids.shape)} must be ({sequences}, at most {places}), as the cache is")
         cache.lengths.copy_(lengths)
         attends = [partial(cache.fill, layer) for layer in range(len(self.blocks))]
         return self._predict(ids, self.rotary[:, : ids.shape[1]], attends, lengths - 1)

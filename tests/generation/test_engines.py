@@ -236,6 +236,8 @@ def test_other_experts_behind_an_engine_leave_no_shared_expert_out(other: str) -
 @in_ranks(2)
 def test_a_model_whose_experts_an_engine_quantised_has_none_to_give(rank: int, world_size: int, ep: int) -> None:
     model, group = awake_model(in_slots=True, ep=ep)
+    with pytest.raises(ValueError, match="expert_dtype='mxfp8' needs expert_slots: without, no expert is quantised"):
+        GPTEngine(model, group, expert_dtype="mxfp8")
     state = copy.deepcopy(model.state_dict())
     engine = GPTEngine(model, group, expert_slots=2, expert_dtype="mxfp8")
     before = tokens_of(engine)

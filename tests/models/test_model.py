@@ -1,6 +1,7 @@
 """The GPT: its parts against plain formulas, and rules of its settings."""
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -85,8 +86,10 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="sequence length 401 must be at most context=400"):
         model(random_ids(1, 401))
     cache = KeyValueCache(config, num_sequences=1, length=300, dtype=torch.float32, device=group.device)
-    with pytest.raises(ValueError, match="prompt length 301 must be at most length=300 of the cache"):
-        model.prefill(random_ids(1, 301), torch.tensor([301]), cache)
+    for shape in ((1, 301), (2, 8)):
+        message = f"prompts of shape {shape} must be (1, at most 300), as the cache is"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            model.prefill(random_ids(*shape), torch.full(shape[:1], shape[1]), cache)
     for count in (0, 1, 3):
         with pytest.raises(ValueError, match=f"routers={count} must be one for each of 2 MoE layers"):
             model.extend(random_ids(1, 1), cache, [model.moe_layers()[0].router] * count)
