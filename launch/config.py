@@ -46,6 +46,8 @@ STANDS_IN = {
     "sweep.models": "model", "sweep.tokens": "train.batch_size", "sweep.comm_blocks": "overlap.comm_blocks",
     "sweep.num_panels": "overlap.num_panels", "tune.models": "model", "tune.tokens": "train.batch_size",
 }  # fmt: skip
+# What would change a task that does not read it: the model, the number of ranks, all that is not named.
+IDLE = ("generate", "resume")
 
 
 @dataclass
@@ -96,7 +98,8 @@ def compose(
         overrides: Hydra overrides, for example ``["model=tiny", "parallel.ep=2"]``; what follows ``generate.prompt=``
             and ``generate.stop=`` is taken as it is.
         defaults: Settings of the task, before both.
-        reads: Settings and sections that the task reads: an override of others would do nothing. None: all of them.
+        reads: Settings and sections that the task reads. None: all of them. Others are refused as overrides, for they
+            would do nothing; of those in a file, ``IDLE`` are as if left out.
 
     Returns:
         A plain container with all interpolations resolved; ``generate.source``, or a list of the task's models, has
@@ -106,7 +109,8 @@ def compose(
     overrides, texts = split_verbatim(overrides)
     schema = OmegaConf.structured(job_schema())
     overrides = [as_typed(text) for text in overrides]
-    names = [*setting_names(OmegaConf.to_container(schema)), *config_groups()]
+    blank: Any = OmegaConf.to_container(schema)
+    names = [*setting_names(blank), *config_groups()]
     parsed = [_parse(text, names) for text in overrides]
     unread = [name for name in named if reads and not covers(reads, name)]
     require(not unread, f"{', '.join(unread)} must be left out: the task reads no settings but {', '.join(reads)}")
@@ -125,14 +129,16 @@ def compose(
     assert isinstance(container, dict), "the root of the configuration is a mapping"
     job = {str(key): value for key, value in container.items()}
     job["generate"] |= settings.texts | texts
+    idle = {name: blank[name] for name in IDLE if reads and not covers(reads, name)}
+    job |= idle
     for section, name in [(job, "output_dir"), (job, "resume"), (job["data"], "path"), (job["generate"], "source"),
                           (job["tune"], "profiles")]:  # fmt: skip
         section[name] = section[name] and os.path.expanduser(section[name])  # shells leave data.path=~/x as it is
     given = [*named, *settings.names()]
-    is_lost = job["resume"] == "auto" and "output_dir" not in given and covers(reads or ["resume"], "resume")
+    is_lost = job["resume"] == "auto" and "output_dir" not in given
     rule = "must come with the output_dir of the run, as output_dir=outputs/run: the default is a new folder every time"
     require(not is_lost, f"resume='auto' {rule}")
-    job = with_saved_settings(job, given)
+    job = with_saved_settings(job, [*given, *idle])
     for setting in (each for each in STANDS_IN if covers(reads, each)):
         _stand_in(job, setting, parsed)
     if (source := job["generate"]["source"]) is not None:

@@ -9,8 +9,9 @@ from refusals import dry_run, refusal
 from tiers import slow
 
 from comet.config import MoEConfig, ParallelConfig
-from comet.launch.config import compose, make_job
+from comet.launch.config import compose, default_ranks, make_job
 from comet.launch.dry_run import shape_bytes
+from comet.launch.tasks.registry import TASKS
 from comet.layer.workspace import WorkspaceShape, workspace_bytes
 from comet.measure.layers import Shape
 
@@ -181,15 +182,39 @@ def test_an_override_of_a_group_replaces_what_the_file_says_of_it(file: str) -> 
     assert job["generate"]["prompts"] == ["q"]
 
 
-def test_a_resolved_configuration_is_the_same_job_again(file: str, tmp_path, capsys, monkeypatch) -> None:
-    overrides, again = ["train.steps=70", "overlap.num_panels=2"], tmp_path / "again.yaml"
+@pytest.mark.parametrize("task", ["train", "generate"])
+def test_a_resolved_configuration_is_the_same_job_again(task: str, file: str, tmp_path, capsys, monkeypatch) -> None:
+    overrides, again = ["overlap.num_panels=2"], tmp_path / "again.yaml"
+    overrides += {"train": ["train.steps=70"], "generate": ["generate.seed=70"]}[task]
     monkeypatch.chdir(tmp_path)
     Path("1e3").write_text("to learn from " * 100_000)
-    resolved, _ = dry_run(capsys, "train", "--config", file, *overrides)
+    resolved, _ = dry_run(capsys, task, "--config", file, *overrides)
     again.write_text(resolved)
-    assert dry_run(capsys, "train", "--config", str(again))[0] == resolved
-    assert make_job(compose([], file=str(again)), 4) == make_job(compose(overrides, file=file), 4)
+    assert dry_run(capsys, task, "--config", str(again))[0] == resolved
+    reads = TASKS[task].reads
+    wanted = make_job(compose(overrides, file=file, reads=reads), 4)
+    assert make_job(compose([], file=str(again)), 4) == make_job(compose([], file=str(again), reads=reads), 4) == wanted
+    assert (wanted.generate.prompt == "a ${b} [c, ") == (task == "generate")
     assert yaml.safe_load(resolved)["output_dir"] == "here"
+
+
+@pytest.mark.parametrize(
+    "text", ["{source: none}", "{expert_budget: 0.5}", "{speculate: conservative, draft_experts: [3]}"]
+)
+@pytest.mark.parametrize("task", ["train", slow("tune"), slow("sweep"), slow("modular")])
+def test_what_a_file_says_of_generate_changes_no_other_task(task: str, text: str, tmp_path) -> None:
+    (tmp_path / "all.yaml").write_text(f"model: mixtral_8x7b\ngenerate: {text}")
+    found = compose([], file=f"{tmp_path}/all.yaml", reads=TASKS[task].reads)
+    assert (found["model"]["name"], default_ranks(found, 4)) == ("mixtral_8x7b", 4)
+    make_job(found, 4)
+
+
+def test_only_tasks_that_resume_take_the_settings_of_the_run_and_none_those_of_another_task(tmp_path) -> None:
+    (tmp_path / "comet.yaml").write_text("{model: {num_layers: 9}, generate: {source: none}}")
+    (tmp_path / "all.yaml").write_text(f"resume: {tmp_path}")
+    found = {task: compose([], file=f"{tmp_path}/all.yaml", reads=TASKS[task].reads) for task in ("train", "tune")}
+    assert found["train"]["model"]["num_layers"] == 9 != found["tune"]["model"]["num_layers"]
+    assert found["train"]["output_dir"] == str(tmp_path) != found["tune"]["output_dir"]
 
 
 @pytest.mark.parametrize(
