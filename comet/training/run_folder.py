@@ -12,6 +12,7 @@ from filelock import FileLock, Timeout
 from comet.config import require
 from comet.jobs.config import JobConfig
 from comet.training.checkpoint_folder import (
+    MANIFEST,
     Checkpoint,
     find_checkpoints,
     list_checkpoints,
@@ -131,17 +132,18 @@ class RunFolder(FolderLock):
         goes_on = self.resume == "auto" or (source is not None and source.resolve() == self.folder.resolve())
         both = f"overwrite=true removes what resume={self.resume} is to continue: leave one of them out"
         require(not (goes_on and self.overwrite), both)
+        marks = [self.folder / SETTINGS_FILE, self.folder / JOB, *self.folder.glob(f"step-*/{MANIFEST}")]
+        is_ours = any(mark.is_file() for mark in marks)  # others, too, name files metrics.jsonl and loss.png
         history = self.folder / HISTORY_FILE
-        is_run = bool(checkpoints) or (history.is_file() and history.stat().st_size > 0)
+        is_run = bool(checkpoints) or (is_ours and history.is_file() and history.stat().st_size > 0)
         ways = f"resume={self.folder} continues it" if checkpoints else "no step of it was saved"
         require(
             goes_on or self.overwrite or not is_run,
             f"{self.setting} holds a run: {ways}, overwrite=true removes it, or choose another output_dir",
         )
-        found = [name for name in RUN_FILES if (self.folder / name).exists()]
-        foreign = [] if checkpoints or self.overwrite or SETTINGS_FILE in found else found
+        foreign = [name for name in RUN_FILES if not is_ours and (self.folder / name).exists()]
         rule = f"must not hold {', '.join(foreign)}, which no run wrote and this one would replace"
-        require(not foreign, f"{self.setting} {rule}: choose another output_dir, or overwrite=true removes them")
+        require(not foreign, f"{self.setting} {rule}: choose another output_dir, or move them away")
         if goes_on and named is not None and named != source and checkpoints:
             is_newest = named.resolve() == checkpoints[0].resolve()
             rule = f"must be the newest checkpoint of {self.setting}, {checkpoints[0]}, which it would replace"

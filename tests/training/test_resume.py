@@ -25,7 +25,7 @@ from comet.launch.config import make_job as job_of_command
 from comet.measure.sweep import sweep_job
 from comet.training import trainer
 from comet.training.checkpoint_folder import find_checkpoints
-from comet.training.run_folder import LOCK, OWNER
+from comet.training.run_folder import LOCK, OWNER, RunFolder
 from comet.training.saved_settings import read_settings
 from comet.training.trainer import train
 
@@ -255,20 +255,33 @@ def test_ranks_whose_folders_differ_are_named_before_the_first_step(rank: int, w
         train(job, Rank(rank, world_size))
 
 
-@pytest.mark.parametrize("resume", [None, "auto"])
-def test_files_that_no_run_wrote_are_not_replaced(resume, tmp_path):
+@pytest.mark.parametrize("settings", [{}, {"resume": "auto"}, {"overwrite": True}])
+def test_files_that_no_run_wrote_are_not_replaced(settings, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
-    for name in ("sample.txt", "result.json"):
-        (out / name).write_text("mine")
-    with pytest.raises(
-        ValueError, match=r"output_dir='.*out' must not hold result\.json, sample\.txt, which no run wrote"
-    ):
-        train(make_job(tmp_path, resume=resume), Rank())
-    assert [(out / name).read_text() for name in ("sample.txt", "result.json")] == ["mine"] * 2
+    mine = [out / name for name in ("metrics.jsonl", "result.json", "sample.txt")]
+    for path in mine:
+        path.write_text("mine")
+    rule = r"must not hold metrics\.jsonl, result\.json, sample\.txt, which no run wrote and this one would replace"
+    with pytest.raises(ValueError, match=rf"output_dir='.*out' {rule}: choose another output_dir, or move them away$"):
+        train(make_job(tmp_path, **settings), Rank())
+    assert [path.read_text() for path in mine] == ["mine"] * 3
+    mine[0].unlink()
     (out / "comet.yaml").write_text("{}")  # as a run that failed before its first step leaves it
-    train(make_job(tmp_path, resume=resume, steps=3), Rank())
+    train(make_job(tmp_path, **settings, steps=3), Rank())
     assert (out / "result.json").read_text() != "mine"
+
+
+@pytest.mark.parametrize("mark", ["comet.yaml", ".comet.job", "step-000004/comet.json"])
+def test_what_a_run_left_is_removed_whichever_of_its_marks_is_left(mark, tmp_path):
+    out, job = tmp_path / "out", make_job(tmp_path, overwrite=True)
+    (out / mark).parent.mkdir(parents=True)
+    for name in ("metrics.jsonl", "sample.txt", mark):
+        (out / name).write_text("{}")
+    with RunFolder(job, attempt=0, job="new") as folder:
+        assert folder.find_checkpoints() == ([], [])
+        folder.begin("{}")
+    assert names(out) == {LOCK, ".comet.job", "comet.yaml"}
 
 
 def test_two_jobs_in_one_folder_at_once_are_refused_until_the_first_is_killed(tmp_path):
