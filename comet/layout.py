@@ -110,3 +110,11 @@ def added_biases(biases: Biases | None, layout: ExpertLayout) -> tuple[Tensor | 
     if biases is None:
         return None, None
     return biases.b1, biases.b2 if layout.tp_rank == 0 else None
+
+
+def gate_first(rows: Tensor, dim: int) -> Tensor:
+    """Gate, then up, of 2F along ``dim``, which is negative, that are gate and up in turn; a copy.
+
+    Example: ``[g0, u0, g1, u1]`` becomes ``[g0, g1, u0, u1]``.
+    """
+    return rows.unflatten(dim, (-1, 2)).transpose(dim - 1, dim).flatten(dim - 1, dim)

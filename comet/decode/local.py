@@ -92,6 +92,7 @@ def run_kernels(
         w2=ExpertWeights(w2, weights.w2_scales, weights.b2),
         shared_scale=weights.shared_scale,
         activation=weights.activation,
+        interleaved=weights.interleaved,
         host=host,
     )
     if config is None:

@@ -13,6 +13,7 @@ from comet.decode.weights import DecodeWeights, check_inputs
 from comet.kernels.experts.cache import bring_torch
 from comet.kernels.experts.host import add_hosted_torch
 from comet.kernels.experts.waves import split_waves_torch, waves_of
+from comet.layout import gate_first
 from comet.quantization.formats import CODES, FP8, MXFP4, MXFP8
 from comet.reference.layer import run_expert, sum_slots
 from comet.utils.match import check_id_range
@@ -67,11 +68,11 @@ def _slots_in_waves(top_k_ids: Tensor, weights: DecodeWeights) -> Iterator[Tenso
 def slot_weights(weights: DecodeWeights, slot: int | Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """w1 ``(2F, D)`` and w2 ``(D, F)`` of a slot, or of each of ``slot (n,)``, in a floating type.
 
-    Quantised ones are dequantised as by ``comet.quantization.formats``.
+    Gate rows of w1 come first; quantised ones are dequantised as by ``comet.quantization.formats``.
     """
     pairs = ((weights.w1[slot], weights.w1_scales), (weights.w2[slot], weights.w2_scales))
     w1, w2 = (_floating(elements, None if scales is None else scales[slot], dtype) for elements, scales in pairs)
-    return w1, w2
+    return gate_first(w1, -2) if weights.interleaved else w1, w2
 
 
 def _floating(elements: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -53,6 +53,8 @@ class DecodeWeights(ExpertParts):
     # (S, D) or (e, D), dtype of the tokens: added to the products with w2; None: nothing is, as on all but the first TP
     # rank of a shard
     b2: Tensor | None = None
+    # rows of w1 and w1_scales are gate and up in turn (gpt-oss), and not gate rows first; those of b1 are in no case
+    interleaved: bool = False
 
     def __post_init__(self) -> None:
         for name in ("w1", "w2"):
@@ -79,6 +81,10 @@ class DecodeWeights(ExpertParts):
         if not sizes.values["S"]:
             raise ValueError(f"w1 of shape {tuple(self.w1.shape)} must have at least one slot")
         check_scales(sizes, self.w1, self.w2, self.w1_scales, self.w2_scales)
+        require(
+            not self.interleaved or (self.shared_scale != FP8_BLOCK and self.host is None),
+            "interleaved=True must be False for block FP8, whose scales gate and up would share, and with a host",
+        )
 
     @property
     def hidden_size(self) -> int:

@@ -21,7 +21,7 @@ from torch import Tensor
 from comet.comm.collectives import accumulator_dtype
 from comet.config import MoEConfig, check_kernels, require, resolve_kernels
 from comet.layer.group import ExpertGroup
-from comet.layout import Biases, added_biases, positions_in_groups, round_up
+from comet.layout import Biases, added_biases, gate_first, positions_in_groups, round_up
 from comet.modular.interfaces import (
     ActivationFormat,
     BatchedReduce,
@@ -135,6 +135,8 @@ BLOCK_ROWS = 64
 class _Grouped(KernelExperts):
     """Both GEMMs over tiles of one expert's rows each; everything quantised is made plain before it is multiplied."""
 
+    takes_interleaved = True
+
     def apply(self, rows: Rows, w1: Weight, w2: Weight, output: Tensor, biases: Biases | None = None) -> Tensor:
         """Lay the rows out in tiles, multiply, and hand the outputs out as ``reduce`` wants them."""
         assert not isinstance(rows, FusedHandle), "the composer pairs the fused layer with itself"
@@ -178,7 +180,8 @@ class _Grouped(KernelExperts):
         gemm(tokens, w1, gate_up, table, gather=table.row_ids.numel() > 0, layout="nk", config=config)
         if added:
             gate_up += added[0]
-        hidden = self.activation.forward(*gate_up.chunk(2, dim=1)).to(tokens.dtype)
+        halves = (gate_up[:, ::2], gate_up[:, 1::2]) if self.interleaved else gate_up.chunk(2, dim=1)
+        hidden = self.activation.forward(*halves).to(tokens.dtype)
         gemm(hidden, w2, outputs, table, gather=False, layout="nk", config=config)
         if added:
             outputs += added[1]
@@ -230,6 +233,7 @@ class ReferenceExperts(Experts):
 
     formats = frozenset({ActivationFormat.CONTIGUOUS, ActivationFormat.BATCHED})
     reductions: tuple[type[TopKReduce], ...] = (NoOpReduce, ContiguousReduce, BatchedReduce, DelegateReduce)
+    takes_interleaved = True
 
     def apply(self, rows: Rows, w1: Weight, w2: Weight, output: Tensor, biases: Biases | None = None) -> Tensor:
         """Expert by expert."""
@@ -237,6 +241,9 @@ class ReferenceExperts(Experts):
         tokens, reduced = rows.tokens, isinstance(self.reduce, NoOpReduce)
         assert isinstance(tokens, Tensor)
         weights = (plain(w1, tokens.dtype), plain(w2, tokens.dtype))
+        if self.interleaved:
+            weights = (gate_first(weights[0], -2), weights[1])
+            biases = None if biases is None else Biases(gate_first(biases.b1, -1), biases.b2)
         of_layer: dict[str, Any] = dict(first_expert=0, activation=self.activation, biases=biases)
         if isinstance(rows, BatchedRows):  # as contiguous rows of one slot each
             batch = torch.arange(rows.batch_rows, device=tokens.device)
@@ -259,6 +266,7 @@ class WarpDecodeExperts(KernelExperts):
 
     formats = frozenset({ActivationFormat.CONTIGUOUS})
     reductions: tuple[type[TopKReduce], ...] = (NoOpReduce,)
+    takes_interleaved = True
 
     _quantized: tuple[Weight, Weight, DecodeWeights] | None = None
 
@@ -284,12 +292,13 @@ class WarpDecodeExperts(KernelExperts):
         """The weights in their slots; quantised ones are kept, because looking at their scales waits for the device."""
         from comet.decode import DecodeWeights
 
-        of_layer: dict[str, Any] = dict(slots=self.slots, activation=self.activation)
+        of_layer: dict[str, Any] = dict(slots=self.slots, activation=self.activation, interleaved=self.interleaved)
         if isinstance(w1, Tensor) or isinstance(w2, Tensor):
             assert isinstance(w1, Tensor)
             assert isinstance(w2, Tensor)
             if biases is not None:
-                of_layer |= dict(b1=biases.b1.contiguous(), b2=biases.b2.contiguous())
+                b1 = gate_first(biases.b1, -1) if self.interleaved else biases.b1.contiguous()
+                of_layer |= dict(b1=b1, b2=biases.b2.contiguous())
             return DecodeWeights(w1=w1.contiguous(), w2=w2.contiguous(), **of_layer)
         if biases is not None:
             raise NotImplementedError(f"expert_bias=True must be False for {type(w1).__name__} weights of warp decode")

@@ -172,6 +172,8 @@ class Experts(ABC):
     reduce: TopKReduce  # the one it leaves
     takes_fp8 = False  # whether it wants its rows in FP8
     weight_types: frozenset[type[Weight]] = frozenset(WEIGHT_TYPES)  # what weights it computes with
+    takes_interleaved = False  # whether it computes what ``interleaved`` says
+    interleaved = False  # whether rows of w1, its scales and b1 are gate and up in turn, as gpt-oss has them
 
     def __init__(self, config: MoEConfig, group: ExpertGroup, *, reduce: TopKReduce | None = None) -> None:
         self.layout = group.layout(config)
@@ -184,7 +186,7 @@ class Experts(ABC):
         """Compute the outputs that ``reduce`` expects.
 
         Args:
-            w1: ``(e, 2F, D)`` gate rows, then up rows; of one of ``weight_types``.
+            w1: ``(e, 2F, D)`` gate rows, then up rows, or ``interleaved``; of one of ``weight_types``.
             output: Memory for what is returned, in its shape and dtype (``output_shape``), for experts that want it.
             biases: ``(e, 2F)`` and ``(e, D)`` to add on this rank, dtype of the outputs; ``None``: there are none.
 

@@ -43,7 +43,7 @@ def weight_tile(w2, slot, first_col, f, D, F, STEP: tl.constexpr):
     # Masked, not skipped: a branch would keep the loads of several experts from being in flight together.
     mask = (slot >= 0) & (STEP.even | (ks < length)[None, :])
     weights = tl.load(ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
-    return weights, lane_scales(w2.scales, legal_slot, first_col, f, D, F, STEP)
+    return weights, lane_scales(w2.scales, legal_slot, first_col, f, D, F, 1, STEP)
 
 
 @triton.jit

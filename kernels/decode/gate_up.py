@@ -34,22 +34,24 @@ def gate_up_vector(step, w1, slot, b1_row, rows, first_col, D, F, STEP: tl.const
     K: tl.constexpr = STEP.top_k
     ACTIVATION: tl.constexpr = STEP.activation
     NUMBER: tl.constexpr = in_number(STEP.lane)
-    cols = first_col + tl.arange(0, ROWS)
+    EVERY: tl.constexpr = 2 if STEP.interleaved else 1  # rows of w1 from one column of hidden to the next
+    up_row = 1 if STEP.interleaved else F
+    cols, first_row = first_col + tl.arange(0, ROWS), first_col * EVERY
     ks, length = tl.arange(0, DEPTH // NUMBER), stored_length(D, STEP.lane)
     row, other_row = row_of(rows, 0), row_of(rows, STEP.token_block - 1)
     xs = lane_columns(ROWS, DEPTH, STEP.lane, STEP.shared_scale)
     x_ptrs = step.tokens + token_of(row, K) * D + xs
     other_x_ptrs = step.tokens + token_of(other_row, K) * D + xs
-    gate_ptrs = w1.elements + slot.to(tl.int64) * (2 * F) * length + cols[:, None] * length + ks[None, :]
-    up_ptrs = gate_ptrs + F * length
+    gate_ptrs = w1.elements + slot.to(tl.int64) * (2 * F) * length + cols[:, None] * EVERY * length + ks[None, :]
+    up_ptrs = gate_ptrs + up_row * length
     gate = tl.zeros((ROWS, DEPTH // STEP.lane), dtype=tl.float32)
     up, other_gate, other_up = gate, gate, gate
     for k in range(0, D, DEPTH):
         at = k // NUMBER
         gate_rows = load_columns(gate_ptrs + at, (at + ks < length)[None, :], STEP.even, "evict_first")
         up_rows = load_columns(up_ptrs + at, (at + ks < length)[None, :], STEP.even, "evict_first")
-        gate_scales = lane_scales(w1.scales, slot, first_col, k, 2 * F, D, STEP)
-        up_scales = lane_scales(w1.scales, slot, F + first_col, k, 2 * F, D, STEP)
+        gate_scales = lane_scales(w1.scales, slot, first_row, k, 2 * F, D, EVERY, STEP)
+        up_scales = lane_scales(w1.scales, slot, up_row + first_row, k, 2 * F, D, EVERY, STEP)
         x = load_lanes(x_ptrs + k, k + xs < D, STEP)
         gate += scaled_products(gate_rows, x, gate_scales, STEP)
         up += scaled_products(up_rows, x, up_scales, STEP)
@@ -74,7 +76,11 @@ def gate_up_matrix(step, w1, w1_desc, slot, b1_row, rows, first_col, D, F, STEP:
     cols = first_col + tl.arange(0, ROWS)
     valid = rows < NO_ROW
     in_tile = tl.arange(0, 2 * ROWS)
-    weight_rows = tl.minimum(first_col + in_tile % ROWS, F - 1) + in_tile // ROWS * F
+    weight_rows = tl.minimum(first_col + in_tile % ROWS, F - 1)
+    if STEP.interleaved:
+        weight_rows = 2 * weight_rows + in_tile // ROWS
+    else:
+        weight_rows += in_tile // ROWS * F
     row_ptrs = step.tokens + token_of(rows, STEP.top_k)[:, None] * D
     products = matrix_products(
         row_ptrs, valid, w1_desc, (slot, 0, first_col), w1.scales, slot, weight_rows, 2 * F, D, STEP

@@ -138,15 +138,15 @@ def scale_values(stored, SCALES: tl.constexpr):
 
 
 @triton.jit
-def lane_scales(scales_ptr, slot, first_row, k, num_rows, num_cols, STEP: tl.constexpr):
+def lane_scales(scales_ptr, slot, first_row, k, num_rows, num_cols, EVERY: tl.constexpr, STEP: tl.constexpr):
     """Vector form: ``(rows or 1, depth / lane)`` float32 scales of the lanes' weights; 0 if there are none.
 
-    ``STEP.rows`` divides 16 and ``first_row``, so one block of 128 rows holds them all.
+    Of every EVERYth row; ``STEP.rows`` divides 16 and ``first_row``, so one block of 128 rows holds them all.
     """
     if STEP.shared_scale == 0:
         return 0
     else:
-        rows = first_row + tl.arange(0, STEP.rows if STEP.shared_scale == MX else 1)[None, :]
+        rows = first_row + EVERY * tl.arange(0, STEP.rows if STEP.shared_scale == MX else 1)[None, :]
         groups = tl.arange(0, STEP.depth // STEP.lane)[:, None] * STEP.lane // STEP.shared_scale
         # Neighbouring lanes share a scale, which hides from the compiler that groups are neighbours in memory; it then
         # lays the first axis along the lanes. Written the other way round, scales would change lanes.

@@ -41,9 +41,9 @@ class StepTensors(NamedTuple):
 class ExpertWeights(NamedTuple):
     """One of the two matrices of the experts in the S slots."""
 
-    # w1 (S, 2F, D), gate rows, then up rows, or w2 (S, D, F); float8_e4m3fn with scales, otherwise the tokens' dtype.
-    # MXFP4: int32 with an eighth of the columns, eight e2m1 codes each, the first in the lowest bits; starting at a
-    # multiple of 16 bytes
+    # w1 (S, 2F, D), gate rows, then up rows, or in turn, or w2 (S, D, F); float8_e4m3fn with scales, otherwise the
+    # tokens' dtype. MXFP4: int32 with an eighth of the columns, eight e2m1 codes each, the first in the lowest bits;
+    # starting at a multiple of 16 bytes
     elements: Tensor
     scales: (
         Tensor | None
@@ -70,6 +70,7 @@ class StepConstants(NamedTuple):
     rows: int = 0  # columns of hidden, or of the output, that a block computes
     depth: int = 0  # columns of the contraction that it multiplies at once
     even: bool = True  # depth divides the contraction
+    interleaved: bool = False  # rows of w1, and of its scales, are gate and up in turn
     activation: Activation | None = None  # of gate/up; all below is of down
     fold: bool = False  # a block adds up all experts of a token
     ahead: int = 0  # vector form: steps of the contraction that are loaded before hidden is there
@@ -95,6 +96,7 @@ class Step:
     w2: ExpertWeights  # of the same slots and dtype
     shared_scale: int = 0  # as in StepConstants
     activation: Activation = SWIGLU
+    interleaved: bool = False  # as in StepConstants
     host: HostExperts | None = None  # where experts come from that have no slot; None: they contribute nothing
 
     @property

@@ -56,7 +56,7 @@ def decode(step: Step, config: DecodeConfig, buffer: ReceiveBuffer | None = None
         config, num_tokens, top_k, num_experts, step.tensors.tokens.dtype, step.w1.elements.dtype,
         shared_scale=step.shared_scale, gathered=gathered, dependent=_starts_early(config, step.tensors.tokens.device),
     )  # fmt: skip
-    gate_up = of_gate_up(constants, config.gate_up, hidden_size, step.activation)
+    gate_up = of_gate_up(constants, config.gate_up, hidden_size, step.activation)._replace(interleaved=step.interleaved)
     down = of_down(constants, config, ffn_size, 1 if buffer is None else buffer.world_size)
     groups = min(num_experts, num_tokens * top_k)
     cache, of_step = _cache(step, groups, config.gate_up.num_warps)
@@ -142,7 +142,10 @@ def _descriptors(step: Step, config: DecodeConfig) -> tuple[TensorDescriptor | N
     w1, w2 = step.w1.elements, step.w2.elements
     number = in_number(lane_of(w1.dtype))
     depths = [part_of(shape.depth, step.shared_scale) // number for shape in (config.gate_up, config.down)]
-    gate_and_up = w1.view(w1.shape[0], 2, step.tensors.hidden.shape[1], -1)
+    num_slots, ffn_size = w1.shape[0], step.tensors.hidden.shape[1]
+    gate_and_up = w1.view(num_slots, 2, ffn_size, -1)
+    if step.interleaved:
+        gate_and_up = w1.view(num_slots, ffn_size, 2, -1).transpose(1, 2)
     return (
         TensorDescriptor.from_tensor(gate_and_up, [1, 2, config.gate_up.rows, depths[0]]),
         TensorDescriptor.from_tensor(w2, [1, config.down.rows, depths[1]]),

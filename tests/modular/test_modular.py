@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from activation_cases import ACTIVATIONS
-from layer_cases import LayerCase, as_strided, assert_as_close, full_weights, oracle, rank_inputs, shard
+from layer_cases import LayerCase, as_strided, assert_as_close, full_biases, full_weights, oracle, rank_inputs, shard
 from layer_ranks import open_group
 from modular_cases import (
     Combination,
@@ -23,6 +23,7 @@ from modular_cases import (
     run_combinations,
 )
 from ranks import in_ranks
+from torch import Tensor
 
 import comet.modular
 from comet.config import MoEConfig
@@ -31,6 +32,8 @@ from comet.kernels.runtime.activation import Activation
 from comet.layer.group import ExpertGroup
 from comet.layout import Biases
 from comet.modular import (
+    EXPERTS,
+    ActivationFormat,
     AllToAll,
     BatchedRows,
     DelegateReduce,
@@ -53,7 +56,7 @@ from comet.modular import (
     WarpDecodeExperts,
 )
 from comet.moe import MoE
-from comet.quantization.formats import FP8, MXFP8
+from comet.quantization.formats import FP8, MXFP8, Weight
 
 SMALL = LayerCase("small", 1, 1, (9,))
 
@@ -145,6 +148,29 @@ def test_table_maps_every_public_name_to_one_of_vllm() -> None:
     public = {name for name in known if not name.startswith("_")}
     ours = {"layout", "formats", "reductions", "carries_fp8", "comm", "uses_collectives"}
     assert public - methods.keys() == ours, "ours alone"
+
+
+@pytest.mark.parametrize("weight_type", [Tensor, MXFP8])
+def test_gate_and_up_rows_in_turn_give_the_same_bits(weight_type: type[Weight]) -> None:
+    """In ``w1``, its scales and ``b1``; warp decode takes biases of plain weights alone."""
+    case = replace(SMALL, ffn_size=64, activation=ACTIVATIONS[-1], expert_bias=weight_type is Tensor)
+    group, routed, (w1, w2) = open_group(case), rank_inputs(case, 0).routed, rank_weights(case, 0, weight_type)
+    order = torch.arange(2 * case.ffn_size).view(2, -1).T.flatten()
+    if isinstance(w1, MXFP8):
+        turned: Weight = MXFP8(elements=w1.elements[:, order], scales=w1.scales[:, order])
+    else:
+        assert isinstance(w1, Tensor)
+        turned = w1[:, order]
+    biases = [bias.flatten(1) for bias in full_biases(case)]
+    first = [Biases(*biases)] if biases else []
+    in_turn = [Biases(biases[0][:, order], biases[1])] if biases else []
+    for kind in (each for each in EXPERTS if each is not FusedExperts):
+        transport = SymmetricContiguous if ActivationFormat.CONTIGUOUS in kind.formats else SymmetricBatched
+        layer = ModularMoE(transport(case.config, group), kind(case.config, group), weight_type=weight_type)
+        wanted = layer(routed, w1, w2, *first)
+        layer.experts.interleaved = layer.experts.takes_interleaved
+        assert torch.equal(layer(routed, turned, w2, *in_turn), wanted), kind.__name__
+    group.close()
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import operator
 from collections.abc import Callable
+from copy import copy
 from inspect import Parameter, Signature
 from types import SimpleNamespace
 from typing import Any
@@ -278,7 +279,11 @@ class ExpertsAdapter:
         )
         b1, b2 = (getattr(quant_config, bias, None) is None for bias in ("w1_bias", "w2_bias"))
         require(b1 == b2, "w1_bias and w2_bias of the quant_config must both be given, or neither")
-        self._weights = WeightCache(quant_config, interleaved=interleaved)
+        if interleaved:
+            require(inner.takes_interleaved, f"{name} cannot read w1 of activation=swigluoai, gate and up rows in turn")
+            self.inner = copy(inner)  # the caller's may also be that of other layers
+            self.inner.interleaved = True
+        self._weights = WeightCache(quant_config)
 
     @staticmethod
     def _supports_current_device() -> bool:
@@ -402,39 +407,29 @@ def _require_weights_on_output(apply_router_weight_on_input: bool) -> None:
 class WeightCache:
     """vLLM's weights with the scales and biases of its quant_config.
 
-    Made once, because looking at scales waits for the device, and laying out w1 anew copies it; and again when vLLM
-    puts another tensor in place of one of them, as it does when it reloads them, or writes to one that is copied.
+    Made once, because looking at scales waits for the device, and again when vLLM puts another tensor in place of one
+    of them. Nothing is copied: what vLLM writes into them, as it does to reload or to move experts, counts at once.
     """
 
-    def __init__(self, quant_config: Any, *, interleaved: bool = False) -> None:
-        self.quant_config, self.interleaved = quant_config, interleaved
+    def __init__(self, quant_config: Any) -> None:
+        self.quant_config = quant_config
         self._sources: tuple[Tensor | None, ...] = ()
-        self._versions: list[int] = []
         self._made: Weights | None = None
 
     def __call__(self, w1: Tensor, w2: Tensor) -> Weights:
-        """w1, gate rows first, and w2, as they are or in the type that their scales say; and their biases."""
+        """w1 and w2, as they are or in the type that their scales say; and their biases."""
         of_config = [getattr(self.quant_config, name, None) for name in SOURCES]
         sources = (w1, w2, *of_config)
-        copied = [each for each in sources[::2] if self.interleaved and each is not None]
-        versions = [0 if each.is_inference() else each._version for each in copied]
-        if self._made is None or versions != self._versions or any(map(operator.is_not, sources, self._sources)):
-            self._made, self._sources, self._versions = self._make(w1, w2, *of_config), sources, versions
+        if self._made is None or any(map(operator.is_not, sources, self._sources)):
+            self._made, self._sources = self._make(w1, w2, *of_config), sources
         return self._made
 
     def _make(self, w1: Tensor, w2: Tensor, *of_config: Tensor | None) -> Weights:
         w1_scale, w2_scale, b1, b2 = of_config
-        if self.interleaved:
-            w1, (w1_scale, b1) = gate_first(w1), (each if each is None else gate_first(each) for each in (w1_scale, b1))
         biases = None if b1 is None or b2 is None else Biases(b1, b2)
         if weight_type_of(self.quant_config) is Tensor:
             return w1, w2, biases
         return quantized(w1, w1_scale), quantized(w2, w2_scale), biases
-
-
-def gate_first(rows: Tensor) -> Tensor:
-    """``(e, 2F, ...)``: gate rows, then up rows, of those that are gate and up in turn."""
-    return torch.cat([rows[:, ::2], rows[:, 1::2]], dim=1)
 
 
 def activation_of(moe_config: Any, quant_config: Any) -> tuple[Activation, bool]:

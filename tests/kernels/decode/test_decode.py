@@ -3,6 +3,7 @@
 import gc
 import weakref
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
@@ -181,6 +182,23 @@ def test_activations_under_the_interpreter(rank: int, world_size: int, activatio
 def test_activations_of_quantised_weights_under_the_interpreter(rank: int, world_size: int) -> None:
     for index, case in enumerate(QUANTISED_ACTIVATED):
         check_decode(replace(case, activation=ACTIVATIONS[3 - index % 4], seed=index), torch.float32, "cpu", runs=1)
+
+
+@in_ranks(1, interpret=True)
+def test_gate_and_up_rows_in_turn_give_the_same_bits(rank: int, world_size: int) -> None:
+    for index, case in enumerate([*ACTIVATED, *QUANTISED_ACTIVATED]):
+        given = make_inputs(replace(case, activation=ACTIVATIONS[-1], seed=index), torch.float32, "cpu")
+        first, step = given.weights, (given.tokens, given.legal_ids, given.routing_weights)
+        order = torch.arange(2 * case.F).view(2, -1).T.flatten()
+        scales = None if first.w1_scales is None else first.w1_scales.view(torch.uint8)
+        if case.quantised == "fp8":
+            with pytest.raises(ValueError, match="interleaved=True must be False for block FP8"):
+                replace(first, interleaved=True)
+            continue
+        turned = dict(w1=first.w1.view(torch.uint8)[:, order].view(first.w1.dtype), interleaved=True)
+        in_turn = replace(first, **turned, w1_scales=None if scales is None else scales[:, order].contiguous())
+        for run in (partial(run_kernels, config=case.config), warp_decode_torch):
+            assert torch.equal(run(*step, in_turn), run(*step, first)), case
 
 
 def test_biases_must_fit() -> None:
