@@ -1,6 +1,6 @@
 """The configurations of the decode kernels that ship, for the compile-ahead tool."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ SHAPES = {
     "deepseek and shared": (257, 9, 7168, 2048),  # with its shared expert as one that every token names
     "gpt_oss": (128, 4, 2880, 2880),
 }
+GPT_OSS: dict[str, Any] = dict(activation=Activation("clamped_swiglu"), biased=True)
 RANKS = 4
 BIAS_LOADS = 16  # most loads of a bias of 16 bits in a kernel, each once a block
 QUANTISED = "mxfp8", "fp8", "mxfp4"
@@ -53,6 +54,7 @@ class Setting:
     hosted: bool = False  # whether the host's cores compute some of those that are missing
     activation: Activation = SWIGLU  # of the experts
     biased: bool = False  # whether they have biases
+    interleaved: bool = False  # whether gate and up rows of w1 are in turn
 
     @property
     def label(self) -> str:
@@ -67,6 +69,7 @@ class Setting:
         words += ["host cores"] if self.hosted else []
         words += [self.activation.name] if self.activation != SWIGLU else []
         words += ["biases"] if self.biased else []
+        words += ["in turn"] if self.interleaved else []
         return ", ".join(filter(None, words))
 
     @property
@@ -146,6 +149,8 @@ def aot_cases() -> list[KernelCase]:
         for setting in _steps("qwen3", count, cache="lru", wave=wave, quantised=stored)
     ]
     waves += _steps("qwen3", 8, cache="lru", wave="last", ranks=RANKS)  # others add up nothing
+    in_turn = [setting for stored in ("", "mxfp4") for setting in _steps("gpt_oss", 1, 16, quantised=stored, **GPT_OSS)]
+    cases += [_gate_up(replace(setting, interleaved=True)) for setting in in_turn]
     return cases + list(map(_down, waves)) + [_gather(shape) for shape in ("qwen3", "mixtral")]
 
 
@@ -191,15 +196,15 @@ def _caches() -> list[Setting]:
 
 
 def _activations() -> list[Setting]:
-    gpt_oss: dict[str, Any] = dict(activation=Activation("clamped_swiglu"), biased=True)
-    found = [*_steps("gpt_oss", 1, 2, 16, **gpt_oss), *_steps("gpt_oss", 1, 2, 16, quantised="mxfp4", **gpt_oss)]
-    found += _steps("gpt_oss", 1, 4, quantised="mxfp4", cache="lru", **gpt_oss)
+    found = [*_steps("gpt_oss", 1, 2, 16, **GPT_OSS), *_steps("gpt_oss", 1, 2, 16, quantised="mxfp4", **GPT_OSS)]
+    found += _steps("gpt_oss", 1, 4, quantised="mxfp4", cache="lru", **GPT_OSS)
     return found + [each for name in ("geglu", "reglu") for each in _steps("qwen3", 8, activation=Activation(name))]
 
 
 def _gate_up(setting: Setting) -> KernelCase:
     shape, hidden_size = setting.config.gate_up, SHAPES[setting.shape][2]
     constants = of_gate_up(setting.constants(), shape, hidden_size, setting.activation)
+    constants = constants._replace(interleaved=setting.interleaved)
     of_kernel = dict(w1_desc=setting.descriptor([1, 2, shape.rows], shape.depth))
     of_kernel |= dict(epoch_ptr="*i32" if setting.ranks > 1 else None)
     return _case(setting, gate_up_kernel, shape, of_kernel, constants, rows=2 * shape.rows)

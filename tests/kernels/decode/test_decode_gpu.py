@@ -16,6 +16,7 @@ from decode_cases import (
     check_dequantize,
     check_every_code,
     check_graph,
+    check_rows_in_turn,
     make_inputs,
     random_case,
     stored_slots,
@@ -140,7 +141,10 @@ def test_activations(num_tokens: int, activation: Activation) -> None:
 @of_all_kinds
 @pytest.mark.parametrize("num_tokens", [1, 2, 16])
 def test_gpt_oss(num_tokens: int, kind: str) -> None:
-    check_decode(DecodeCase(name="gpt_oss", T=num_tokens, held=6, quantised=kind, **GPT_OSS), torch.bfloat16, "cuda")
+    case = DecodeCase(name="gpt_oss", T=num_tokens, held=6, quantised=kind, **GPT_OSS)
+    check_decode(case, torch.bfloat16, "cuda")
+    if kind != "fp8":
+        check_rows_in_turn(case, torch.bfloat16, "cuda")
 
 
 @of_all_kinds

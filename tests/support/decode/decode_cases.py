@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import triton
@@ -205,6 +206,18 @@ def check_decode(case: DecodeCase, dtype: torch.dtype, device: str, *, runs: int
     idle = (inputs.routing_weights.isnan()).all(dim=1)
     assert (outputs[0][idle] == 0).all(), f"{where}: a token without experts must give zeros"
     return outputs[0]
+
+
+def check_rows_in_turn(case: DecodeCase, dtype: torch.dtype, device: str) -> None:
+    """Gate and up rows in turn give the bits of gate rows first, by the twin and by the kernels."""
+    given = make_inputs(case, dtype, device)
+    first, step = given.weights, (given.tokens, given.legal_ids, given.routing_weights)
+    order = torch.arange(2 * case.F, device=device).view(2, -1).T.flatten()
+    scales = None if first.w1_scales is None else first.w1_scales.view(torch.uint8)[:, order].contiguous()
+    in_turn = first.w1.view(torch.uint8)[:, order].view(first.w1.dtype)
+    turned = replace(first, w1=in_turn, w1_scales=scales, interleaved=True)
+    for run in (partial(run_kernels, config=case.config), warp_decode_torch):
+        assert torch.equal(run(*step, turned), run(*step, first)), case
 
 
 def check_graph(case: DecodeCase, *, replays: int, dependent: bool = True) -> None:
