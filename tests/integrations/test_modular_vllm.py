@@ -6,6 +6,7 @@ import itertools
 import sys
 import types
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from comet.integrations.vllm import adapt_experts, adapt_prepare_finalize
 from comet.integrations.vllm.adapters import (
     BASES,
     PACKAGE,
+    ExpertsAdapter,
     PrepareFinalizeAdapter,
     WeightCache,
     global_routing,
@@ -472,12 +474,16 @@ def test_experts_of_a_rank_have_to_be_a_range() -> None:
     layout = ExpertLayout(num_experts=4, top_k=2, ep=2, tp=1, rank=1)
     adapter = PrepareFinalizeAdapter(types.SimpleNamespace(layout=layout), None, None)
     expert_map = torch.tensor([-1, -1, 0, 1], dtype=torch.int32)
-    adapter._require_contiguous(None)
     adapter._require_contiguous(expert_map)
     with pytest.raises(
         ValueError, match=r"expert_map=\[-1, 0, -1, 1\] must be \[-1, -1, 0, 1\]: --expert-placement-strat"
     ):
         adapter._require_contiguous(torch.tensor([-1, 0, -1, 1], dtype=torch.int32))
+    experts: Any = types.SimpleNamespace(inner=adapter.inner, _is_batched=False)
+    call = types.SimpleNamespace(topk_ids=torch.zeros(1, 2), topk_weights=torch.ones(1, 2), expert_map=None)
+    for ask in (partial(adapter._require_contiguous, None), partial(ExpertsAdapter._rows, experts, call, expert_map)):
+        with pytest.raises(ValueError, match="expert_map=None must be given with ep=2"):
+            ask()
 
 
 def test_global_routing_and_map_ids_examples() -> None:

@@ -202,9 +202,10 @@ class PrepareFinalizeAdapter:
 
     def _require_contiguous(self, expert_map: Tensor | None) -> None:
         """Rows go to the rank that has their expert where each has a range of them; looks once, and waits for it."""
+        layout = self.inner.layout
+        require_map(expert_map, layout)
         if expert_map is None or expert_map is self._map:
             return
-        layout = self.inner.layout
         local = torch.arange(layout.num_experts) - layout.first_expert
         local[(local < 0) | (local >= layout.experts_local)] = -1
         require(
@@ -371,6 +372,7 @@ class ExpertsAdapter:
     def _rows(self, call: Any, tokens: Tensor | FP8) -> ContiguousRows | BatchedRows:
         weights = call.topk_weights.float()
         if not self._is_batched:
+            require_map(call.expert_map, self.inner.layout)
             ids = map_ids(call.topk_ids, call.expert_map)
             return ContiguousRows(tokens=tokens, top_k_ids=ids, top_k_weights=weights)
         # Whose rows they are is left out: whoever reduces has it, and that is not the experts.
@@ -391,6 +393,11 @@ def global_routing(rows: ContiguousRows, layout: ExpertLayout) -> tuple[Tensor, 
     return (rows.top_k_ids + layout.first_expert).masked_fill(elsewhere, other), rows.top_k_weights.masked_fill(
         elsewhere, 0.0
     )
+
+
+def require_map(expert_map: Tensor | None, layout: ExpertLayout) -> None:
+    """Raise ``ValueError`` where ids, which are global, cannot be told from local ones; vLLM has a map where EP > 1."""
+    require(expert_map is not None or layout.ep == 1, f"expert_map=None must be given with ep={layout.ep}")
 
 
 def map_ids(topk_ids: Tensor, expert_map: Tensor | None) -> Tensor:
