@@ -19,7 +19,7 @@ from comet.config import MoEConfig, OverlapConfig, Path, require
 from comet.layer.group import ExpertGroup
 from comet.layer.paths import ExpertPath, make_path
 from comet.layer.sharding import GradReduce, check_own_part, expert_parameter, local, local_weights, require_held
-from comet.layer.shared_expert import SharedExpert, joins_step
+from comet.layer.shared_expert import SharedExpert
 from comet.layout import Biases, RoutedTokens
 from comet.router.losses import RouterStats
 from comet.router.router import Router
@@ -186,9 +186,8 @@ class MoE(nn.Module):
         """What the plan does not wait for: the shared expert, which can fill the GPU while the plan cannot, and the
         fields of the statistics.
         """
-        most = getattr(self.experts, "shared_tokens", 0)  # of a step in which the path computes the shared expert, too
-        expert = None if self.shared is None or joins_step(tokens, most) else self.shared
-        shared = None if expert is None else expert(tokens)
+        includes = getattr(self.experts, "includes_shared", None)  # of a path that does so in decode steps
+        shared = None if self.shared is None or (includes and includes(tokens)) else self.shared(tokens)
         stats = router.measure(logits, scores, top_k_ids, largest_logit=self.group.workspace.largest_logit)
         return shared, *stats
 

@@ -20,9 +20,10 @@ from comet.decode.runners import ReplicatedRunner, Runner
 from comet.decode.weights import MAX_DECODE_TOKENS, DecodeWeights
 from comet.kernels.runtime.activation import SWIGLU, Activation
 from comet.layer.sharding import local, version_of
-from comet.layer.shared_expert import SharedExpert, joins_step
+from comet.layer.shared_expert import SharedExpert, are_unaltered, joins_step
 from comet.layout import Biases, ExpertLayout, RoutedTokens
 from comet.utils.graphs import is_capturing
+from comet.utils.uncompiled import uncompiled
 
 
 class SharedMatrices(NamedTuple):
@@ -61,6 +62,8 @@ class SharedSlots:
     expert was written to: in place, as under ``torch.no_grad``, or by giving it other tensors. torch counts no writes
     through ``.data``.
 
+    Steps read matrices and run no module: one with hooks and the like (``are_unaltered``) runs itself instead.
+
     Args:
         activation: Of the shared and the routed experts, which have no biases.
     """
@@ -79,11 +82,27 @@ class SharedSlots:
         self._ones = torch.empty(0, dtype=torch.float32)
         self.activation = activation
         self.module = module
+        self.joined = False  # what ``joins`` answered last
+        self._children = dict(module._modules)
+        self._watched = (module, *module.children())
         self._matrices = matrices
         self._joined: DecodeWeights | None = None
         self._state: list[tuple[int, int]] = []
         self._counted: list[Tensor] = []
         self._versions: list[int] = []
+
+    def watch(self, stand_in: nn.Module) -> None:
+        """Let ``joins`` look at what stands in the place of the module, too."""
+        self._watched += (stand_in,)
+
+    @uncompiled  # which would not look at hooks again
+    def joins(self) -> bool:
+        """Whether a step includes the shared expert; asked once a pass, before its module would run.
+
+        Whoever comes later in the pass reads ``joined``: a hook may have removed itself.
+        """
+        self.joined = self.module._modules == self._children and are_unaltered(self._watched)
+        return self.joined
 
     def table(self, held: int, device: torch.device) -> Tensor:
         """Slots ``(E + columns,)`` int32 where ``held`` pieces stand behind this rank's experts; before ``routing``."""
@@ -210,14 +229,13 @@ class FrozenExperts:
         """Those of a copied layer."""
         return type(self)(self.runner, *copy.deepcopy((self.parameters, self.shared), memo))
 
-    @property
-    def shared_tokens(self) -> int:
-        """Most tokens of a step that includes the layer's shared expert, which ``MoE`` leaves out then; 0: none."""
-        return 0 if self.shared is None else self.runner.decode.max_tokens
+    def includes_shared(self, tokens: Tensor) -> bool:
+        """Whether the next call, with tokens ``(T, D)``, includes the layer's shared expert: ``MoE`` leaves it out."""
+        return self.shared is not None and joins_step(tokens, self.runner.decode.max_tokens) and self.shared.joins()
 
     def __call__(self, routed: RoutedTokens, w1: Tensor, w2: Tensor, biases: Biases | None = None) -> Tensor:
         experts, tokens = None, routed.tokens
-        if self.shared is not None and joins_step(tokens, self.shared_tokens):
+        if self.shared is not None and joins_step(tokens, self.runner.decode.max_tokens) and self.shared.joined:
             own1, own2 = map(local, self.parameters)  # moved in place, as parameters are
             experts = self.shared.weights(own1, own2)
             routed = RoutedTokens(tokens, *self.shared.routing(*routed[1:]))

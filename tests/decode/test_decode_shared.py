@@ -9,13 +9,18 @@ from shared_cases import SharedStep, layouts
 from torch import nn
 
 from comet.config import MAX_TOP_K
-from comet.decode import SharedMatrices, SharedSlots, joins_step, shared_columns, warp_decode_torch
+from comet.decode import SharedMatrices, SharedSlots, joins_step, matrices_of, shared_columns, warp_decode_torch
 from comet.integrations.hf.modules import InDecodeSteps
 from comet.layer.shared_expert import SharedExpert
 from comet.layout import ExpertLayout
 
 CASE = DecodeCase(name="shared", T=5, K=2, E=4, D=32, F=64, routing="masked", seed=7)
 LAYOUTS = [(1, 1), (4, 1), (1, 4), (2, 2), (1, 2)]
+
+
+def in_decode_steps(shared: SharedExpert, decode_tokens: int) -> InDecodeSteps:
+    layout = ExpertLayout(num_experts=1, top_k=1, ep=1, tp=1, rank=0)
+    return InDecodeSteps(shared, decode_tokens, SharedSlots(layout, 1, shared, matrices_of))
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -50,7 +55,7 @@ def test_columns(ep: int, tp: int, top_k: int, sizes: tuple[int, int], columns: 
 
 def test_a_gradient_or_many_tokens_leave_the_shared_expert_to_itself() -> None:
     shared = SharedExpert(32, 64)
-    standing = InDecodeSteps(shared, 3)
+    standing = in_decode_steps(shared, 3)
     few, many = torch.randn(3, 32), torch.randn(4, 32)
     assert torch.equal(standing(few), shared(few))
     with torch.no_grad():
@@ -63,7 +68,7 @@ def test_a_gradient_or_many_tokens_leave_the_shared_expert_to_itself() -> None:
 
 def test_what_stands_in_for_a_module_shows_its_weights_and_nothing_else() -> None:
     shared = SharedExpert(32, 64)
-    standing, tokens = InDecodeSteps(shared, 3), torch.randn(4, 32)
+    standing, tokens = in_decode_steps(shared, 3), torch.randn(4, 32)
     assert list(standing.state_dict()) == list(shared.state_dict())
     assert standing.activation is shared.activation, "an attribute of its own module"
     with pytest.raises(AttributeError, match="has no attribute 'w3'"):
@@ -128,7 +133,7 @@ def test_other_tensors_in_the_place_of_the_shared_expert_s_are_seen() -> None:
 
 @torch.no_grad()
 def test_a_graph_finds_the_nothing_of_its_dtype_whatever_came_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    shared = InDecodeSteps(SharedExpert(32, 64), 4)
+    shared = in_decode_steps(SharedExpert(32, 64), 4)
     first = shared(torch.ones(1, 32))
     assert shared(torch.ones(1, 32).bfloat16()).dtype == torch.bfloat16
     assert shared(torch.ones(1, 32)) is first

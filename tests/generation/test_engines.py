@@ -201,6 +201,40 @@ def test_a_replayed_step_reads_the_shared_expert_as_it_is(name: str, monkeypatch
     assert (captures.count, captures.replays) == (1, STEPS - 1)
 
 
+def hook_shared(engine: Any, *, once: bool = False) -> None:
+    """Let shared experts return zeros, for one step only or for all."""
+    is_gpt = isinstance(engine, GPTEngine)
+    for layer in engine.model.moe_layers() if is_gpt else engine.model.modules():
+        if getattr(layer, "shared", None) is not None:
+            module, handles = layer.shared if is_gpt else layer.shared.module, []
+
+            def zero(_: Any, __: Any, output: Tensor, handles: list[Any] = handles) -> Tensor:
+                for handle in handles if once else []:
+                    handle.remove()
+                return torch.zeros_like(output)
+
+            handles.append(module.register_forward_hook(zero))
+
+
+def zero_shared(engine: Any) -> None:
+    for weight in shared_weights(engine):
+        weight.zero_()
+
+
+@pytest.mark.parametrize("name", SHARED)
+@torch.no_grad()
+def test_hooks_of_shared_experts_run_in_decode_steps(name: str) -> None:
+    """Also of one that removes itself, before the routed experts are computed or after."""
+    found = []
+    for alter in (zero_shared, hook_shared, partial(hook_shared, once=True)):
+        engine = engine_of(name)
+        engine.prefill(PROMPTS, LENGTHS, 16)
+        alter(engine)
+        found.append(engine.decode(torch.tensor([3, 5])))
+    torch.testing.assert_close(found[0], found[1])
+    torch.testing.assert_close(found[0], found[2])
+
+
 @pytest.mark.parametrize("name", SHARED)
 @torch.no_grad()
 def test_a_copied_model_reads_its_own_experts(name: str) -> None:

@@ -20,6 +20,7 @@ from comet.integrations.hf import gpt_oss
 from comet.integrations.hf.by_name import check_named
 from comet.integrations.hf.families import (
     SHARED,
+    SHARED_FIRST,
     is_silu,
     is_stock,
     moe_config,
@@ -177,9 +178,10 @@ class Place:
             shared = getattr(block, name)
             # Another block, or another shared expert, may add up otherwise: then it stays outside of decode steps.
             if is_stock(block, self.family) and is_stock(shared, self.family) and is_silu(shared.act_fn):
-                experts.join(shared, None if gate is None else getattr(block, gate), self.shared_columns)
+                weighs, comes_first = None if gate is None else getattr(block, gate), self.family in SHARED_FIRST
+                experts.join(shared, weighs, self.shared_columns, comes_first=comes_first)
             if experts.shared is not None:
-                setattr(block, name, InDecodeSteps(shared, self.runner.decode.max_tokens))
+                setattr(block, name, InDecodeSteps(shared, self.runner.decode.max_tokens, experts.shared))
 
     @torch.no_grad()
     def take(self, stock: nn.Module) -> CometExperts:

@@ -36,6 +36,7 @@ ROUTED_BY = {"deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_experts_per_tok", "vocab_size")
 # model_type -> names, in a MoE block, of its shared expert and of the gate that weighs it, if there is one.
 SHARED = {"qwen2_moe": ("shared_expert", "shared_expert_gate"), "deepseek_v3": ("shared_experts", None)}
+SHARED_FIRST = ("qwen2_moe",)  # whose blocks call it before their experts
 ACTIVATIONS = ("silu", "swish")
 # What transformers' decorator records on every experts module, and the only values Comet computes. Versions before a
 # flag existed record nothing, and have no experts with another value.

@@ -57,13 +57,9 @@ class FP8Experts(CometExperts):
         """Those of pieces in block FP8."""
         return FP8SharedSlots(self.layout, columns, shared, self)
 
-    @torch.compiler.disable
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """``(T, D)`` of ``(T, D)``, ``(T, K)`` and ``(T, K)``."""
-        if self.shared is not None and joins_step(hidden_states, self.runner.decode.max_tokens):
-            return super().forward(hidden_states, top_k_index, top_k_weights)
+    def run(self, routed: RoutedTokens) -> Tensor:
+        """``(T, D)`` without a shared expert."""
         kept = kept_weights(self, lambda: rank_slots(self.layout, self.gate_up_proj.device))
-        routed = RoutedTokens(hidden_states, top_k_index.to(torch.int32), top_k_weights.float())
         return run_kept(self.runner, routed, kept)
 
 

@@ -49,17 +49,19 @@ class InDecodeSteps(StandIn):
 
     Args:
         decode_tokens: Most tokens of a step.
+        slots: Where steps read it.
     """
 
-    def __init__(self, own: nn.Module, decode_tokens: int) -> None:
+    def __init__(self, own: nn.Module, decode_tokens: int, slots: SharedSlots) -> None:
         super().__init__(own)
-        self._decode_tokens = decode_tokens
+        self._decode_tokens, self._slots = decode_tokens, slots
+        slots.watch(self)
         self._nothing: dict[tuple[torch.dtype, torch.device], Tensor] = {}  # none is replaced: graphs read them
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """What ``own`` makes of them, or ``()`` zero in steps of at most ``decode_tokens`` tokens."""
-        if not joins_step(tokens, self._decode_tokens):
-            output: Tensor = self._own[0](tokens)
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """What ``own`` makes of them, or ``()`` zero in steps of at most ``decode_tokens`` tokens that include it."""
+        if not (joins_step(tokens, self._decode_tokens) and self._slots.joins()):
+            output: Tensor = super().__call__(tokens)
             return output
         kind = tokens.dtype, tokens.device
         nothing = self._nothing.get(kind)
@@ -68,6 +70,11 @@ class InDecodeSteps(StandIn):
             if not is_capturing(tokens.device):  # a capture makes no zeros yet
                 self._nothing[kind] = nothing
         return nothing
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """What ``own`` makes of them."""
+        output: Tensor = self._own[0](tokens)
+        return output
 
 
 class DraftingGate(StandIn):
@@ -176,15 +183,18 @@ class CometExperts(nn.Module):
         self.runner = runner
         self.shared: SharedSlots | None = None
         self._gates: tuple[nn.Module, ...] = ()
+        self._comes_after = False
 
-    def join(self, shared: nn.Module, gate: nn.Module | None, columns: int) -> None:
+    def join(self, shared: nn.Module, gate: nn.Module | None, columns: int, *, comes_first: bool) -> None:
         """Let decode steps include the block's shared expert, if it is one of plain linear layers.
 
         Args:
             gate: ``(T, D)`` -> ``(T, 1)`` before the sigmoid that weighs it; ``None``: it weighs 1.
             columns: From ``shared_columns``.
+            comes_first: Whether the block calls the shared expert before its experts.
         """
         if all(map(is_plain, projections(shared))):
+            self._comes_after = comes_first
             self.shared = self.shared_slots(shared, columns)
             self._gates = () if gate is None else (gate,)  # in a tuple: a submodule has one name, the block's
 
@@ -198,14 +208,21 @@ class CometExperts(nn.Module):
         """The weighted sum ``(T, D)`` of each token's experts, of ``(T, D)``, ``(T, K)`` global ids and weights of any
         type.
         """
-        ids, weights, experts = top_k_index.to(torch.int32), top_k_weights.float(), None
-        if self.shared is not None and joins_step(hidden_states, self.runner.decode.max_tokens):
-            experts = self.shared.weights(self.gate_up_proj, self.down_proj)
-            gate = next((module(hidden_states).sigmoid() for module in self._gates), None)
-            ids, weights = self.shared.routing(ids, weights, gate)
+        routed, shared = RoutedTokens(hidden_states, top_k_index.to(torch.int32), top_k_weights.float()), self.shared
+        if shared is None or not joins_step(hidden_states, self.runner.decode.max_tokens):
+            return self.run(routed)
+        if not (shared.joined if self._comes_after else shared.joins()):
+            return self.run(routed)
+        w1, w2 = self.gate_up_proj, self.down_proj
+        experts = shared.weights(w1, w2)
+        gate = next((module(hidden_states).sigmoid() for module in self._gates), None)
+        routed = RoutedTokens(hidden_states, *shared.routing(*routed[1:], gate))
+        return self.runner(routed, w1, w2, experts=experts)
+
+    def run(self, routed: RoutedTokens) -> Tensor:
+        """``(T, D)`` without a shared expert."""
         w1, w2, b1, b2 = self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias
-        biases = None if b1 is None or b2 is None else Biases(b1, b2)
-        return self.runner(RoutedTokens(hidden_states, ids, weights), w1, w2, biases, experts=experts)
+        return self.runner(routed, w1, w2, None if b1 is None or b2 is None else Biases(b1, b2))
 
     def extra_repr(self) -> str:
         """The part of the experts held here."""

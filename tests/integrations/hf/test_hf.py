@@ -80,19 +80,23 @@ def test_experts_in_every_dtype(dtype: torch.dtype, num_tokens: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3"])
 @torch.no_grad()
-def test_decode_steps_include_the_shared_expert(family: str, dtype: torch.dtype) -> None:
+def test_decode_steps_include_the_shared_expert(
+    family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny_model(family, dtype)
     stock = model.model.layers[1].mlp
     exact = copy.deepcopy(stock).double()
     block = hf.convert(copy.deepcopy(model), decode_tokens=DECODE_TOKENS).model.layers[1].mlp
     shared = block.experts.shared.module
-    ran: list[str] = []
-    shared.gate_proj.register_forward_hook(lambda *_: ran.append("its own"))
+    ran, forward = [], type(shared).forward
+    monkeypatch.setattr(type(shared), "forward", lambda own, tokens: ran.append(own) or forward(own, tokens))
     for num_tokens in (1, DECODE_TOKENS, DECODE_TOKENS + 1):
         tokens = routed(num_tokens, seed=num_tokens)[0].to(dtype)[None]
         truth, same = exact(tokens.double()), stock(tokens)
         assert_as_close(block(tokens), truth, same, dtype, f"{family}, {num_tokens} tokens in {dtype}")
-        assert len(ran) == (num_tokens > DECODE_TOKENS), "decode steps compute it once, with the routed experts"
+        assert ran.count(shared) == (num_tokens > DECODE_TOKENS), (
+            "decode steps compute it once, with the routed experts"
+        )
 
 
 @torch.no_grad()
@@ -126,12 +130,15 @@ def test_a_shared_expert_with_an_adapter() -> None:
         return block
 
     tokens = routed(1, seed=1)[0][None]
-    block = adapt(hf.convert(tiny_model("deepseek_v3")).model.layers[1].mlp)
-    with pytest.raises(ValueError, match=r"Adapter of the shared expert must be a torch\.nn\.Linear without bias"):
-        block(tokens)
-    model = tiny_model("deepseek_v3")
+    model, converted = tiny_model("deepseek_v3"), hf.convert(tiny_model("deepseek_v3"))
     wanted = adapt(model.model.layers[1].mlp)(tokens)
     torch.testing.assert_close(hf.convert(model).model.layers[1].mlp(tokens), wanted)
+    block = converted.model.layers[1].mlp
+    torch.testing.assert_close(adapt(block)(tokens), wanted)
+    block.shared_experts.up_proj = block.experts.shared._children["up_proj"]
+    block.shared_experts.up_proj.bias = nn.Parameter(torch.ones(64))
+    with pytest.raises(ValueError, match=r"Linear of the shared expert must be a torch\.nn\.Linear without bias"):
+        block(tokens)
 
 
 def test_registered_experts_skip_those_of_other_ranks() -> None:

@@ -1,0 +1,63 @@
+"""Models whose modules do not do what their classes say: hooks, objects' own ``forward`` and parametrizations."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hf_cases import routed, tiny_model
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from comet.integrations import hf
+
+pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
+
+
+def once(module: nn.Module) -> None:
+    def pass_zeros(*_: Any) -> Tensor:
+        handle.remove()
+        return torch.zeros(1, 32)
+
+    handle = module.register_forward_hook(pass_zeros)
+
+
+def negate(module: nn.Module) -> None:
+    module.forward = lambda *given: -type(module).forward(module, *given)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("where", "alter"),
+    [
+        ("", lambda each: each.register_forward_hook(lambda *given: 3 * given[-1])),
+        ("", lambda each: each.register_forward_pre_hook(lambda _, given: (2 * given[0],))),
+        ("", once),
+        ("", negate),
+        (".act_fn", lambda each: each.register_forward_hook(lambda *given: 3 * given[-1])),
+        (".up_proj", negate),
+        (".down_proj", torch.nn.utils.weight_norm),
+        (".down_proj", lambda each: parametrize.register_parametrization(each, "weight", Doubled())),
+    ],
+)
+@torch.no_grad()
+def test_what_alters_a_shared_expert_holds_in_decode_steps(
+    family: str, where: str, alter: Callable[[nn.Module], Any]
+) -> None:
+    """Hooks and the like of the module in its place, of its own and of those in it; also where one removes itself."""
+    name = {"qwen2_moe": "shared_expert", "deepseek_v3": "shared_experts"}[family] + where
+    _, after, before = models = [tiny_model(family) for _ in range(3)]
+    tokens, name = routed(1, seed=1)[0][None], f"model.layers.1.mlp.{name}"
+    hf.convert(after).model.layers[1].mlp(tokens)
+    for model in models:
+        alter(model.get_submodule(name))
+    hf.convert(before)
+    for _ in range(2):
+        wanted, *others = (model.model.layers[1].mlp(tokens) for model in models)
+        for other in others:
+            torch.testing.assert_close(other, wanted)
