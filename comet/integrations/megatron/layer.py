@@ -33,6 +33,9 @@ DISPATCHERS = ("allgather", "alltoall")
 OFF = {
     "fp8": "experts train in the type of the tokens",
     "fp4": "experts train in the type of the tokens",
+    "quant_recipe": "experts train in the type of the tokens",
+    "use_kitchen": "experts train in the type of the tokens",
+    "batch_invariant_mode": "kernels and their blocks follow the number of tokens",
     "moe_use_legacy_grouped_gemm": "Comet's kernels multiply, and its checkpoints are those of SequentialMLP",
     "moe_latent_size": "tokens travel in the model's hidden size",
     "moe_apply_probs_on_input": "routing weights go on outputs",
