@@ -38,6 +38,7 @@ SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_experts
 SHARED = {"qwen2_moe": ("shared_expert", "shared_expert_gate"), "deepseek_v3": ("shared_experts", None)}
 SHARED_FIRST = ("qwen2_moe",)  # whose blocks call it before their experts
 ACTIVATIONS = ("silu", "swish")
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # What transformers' decorator records on every experts module, and the only values Comet computes. Versions before a
 # flag existed record nothing, and have no experts with another value.
 EXPERT_FLAGS = {
@@ -205,6 +206,12 @@ def stock_experts(model: nn.Module) -> dict[str, nn.Module]:
         check_experts(module, name)
         kind = type(module).__name__
         require("forward" not in vars(module), f"forward of {name} ({kind}) must be its class's: it would be lost")
+        hooked = next((hooks for hooks in HOOKS if getattr(module, hooks)), "")
+        require(not hooked, f"{hooked} of {name} ({kind}) must be empty: they would be lost, register them afterwards")
+        changed = ", ".join(getattr(module, "parametrizations", ()))
+        require(
+            not changed, f"{changed} of {name} ({kind}) must not be parametrized: only the present values would stay"
+        )
         require(
             not getattr(module, "_is_expert_parallel", False),
             f"experts of {name} must be whole; they are already split by transformers' own expert parallelism",

@@ -61,3 +61,26 @@ def test_what_alters_a_shared_expert_holds_in_decode_steps(
         wanted, *others = (model.model.layers[1].mlp(tokens) for model in models)
         for other in others:
             torch.testing.assert_close(other, wanted)
+
+
+@pytest.mark.parametrize(
+    ("alter", "reason"),
+    [
+        (lambda each: each.register_forward_hook(print), "_forward_hooks of NAME must be empty: they would be lost"),
+        (lambda each: each.register_forward_pre_hook(print), "_forward_pre_hooks of NAME must be empty"),
+        (lambda each: each.register_full_backward_hook(print), "_backward_hooks of NAME must be empty"),
+        (
+            lambda each: parametrize.register_parametrization(each, "down_proj", Doubled()),
+            "down_proj of NAME must not be parametrized",
+        ),
+    ],
+)
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_what_a_conversion_would_lose_is_refused(family: str, alter: Callable[[nn.Module], Any], reason: str) -> None:
+    model = tiny_model(family)
+    alter(model.model.layers[1].mlp.experts)
+    with pytest.raises(ValueError, match=reason.replace("NAME", r"model\.layers\.1\.mlp\.experts \(\w+\)")):
+        hf.convert(model)
+    hf.register()
+    model.set_experts_implementation("comet")
+    hf.check(model)
