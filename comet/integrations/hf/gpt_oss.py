@@ -152,11 +152,11 @@ def kept_layout(experts: Any) -> LaidOut:
     if torch.is_grad_enabled() and any(getattr(experts, name).requires_grad for name in _NAMES):
         experts.__dict__.pop(_KEPT, None)
         return laid_out(experts)
-    stand = state_of(getattr(experts, name) for name in _NAMES)
-    kept = experts.__dict__.get(_KEPT)
+    parts = [getattr(experts, name) for name in _NAMES]
+    stand, kept = state_of(parts), experts.__dict__.get(_KEPT)
     if kept is None or kept[0] != stand:
         with torch.no_grad():
-            kept = stand, laid_out(experts)
-        experts.__dict__[_KEPT] = kept
+            # With the parts: those of a parametrization are temporary, and others would come to their addresses.
+            kept = experts.__dict__[_KEPT] = stand, laid_out(experts), parts
     found: LaidOut = kept[1]
     return found

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from comet.integrations import hf
+from comet.integrations.hf import gpt_oss
 
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 
@@ -84,3 +85,23 @@ def test_what_a_conversion_would_lose_is_refused(family: str, alter: Callable[[n
     hf.register()
     model.set_experts_implementation("comet")
     hf.check(model)
+
+
+class Scaled(nn.Module):
+    scale = 1.0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return self.scale * weight
+
+
+@torch.no_grad()
+def test_what_is_kept_of_parametrized_experts_follows_them() -> None:
+    """Their weights are temporary, and the next ones may come to the same addresses."""
+    experts, scaled = tiny_model("gpt_oss").model.layers[1].mlp.experts, Scaled()
+    for name in ("gate_up_proj", "down_proj"):
+        parametrize.register_parametrization(experts, name, scaled)
+    for step in range(200):
+        scaled.scale = 1.0 + step
+        kept, wanted = gpt_oss.kept_layout(experts), gpt_oss.laid_out(experts)
+        assert torch.equal(kept.w1, wanted.w1), f"step {step}"
+        assert torch.equal(kept.w2, wanted.w2), f"step {step}"
