@@ -38,7 +38,7 @@ from comet.models.gpt import GPT
 from comet.moe import MoE
 from comet.quantization.formats import MXType
 from comet.router.router import Router
-from comet.utils.graphs import TOO_FEW, GraphMode
+from comet.utils.graphs import TOO_FEW, GraphMode, hooks_of
 
 
 class Engine:
@@ -59,7 +59,8 @@ class Engine:
         """Forget everything and read prompts ``(B, S)`` int64 of ``(B,)`` tokens: ``(B, V)`` logits of the next ones.
 
         Sequences may grow to ``max_length`` positions. Prompts as many and with as much room as the last ones take
-        their memory and their graph.
+        their memory and their graph, unless somebody added or removed hooks. Of a hook a graph replays what it computes
+        on the device, not its Python.
         """
         return self._read(ids, lengths, max_length)
 
@@ -243,6 +244,8 @@ class GPTEngine(Engine):
             self._passes = self._make_passes()  # a graph keeps its memory
             room: dict[str, Any] = dict(num_sequences=num_sequences, length=max_length, device=self.device)
             cache = self._cache = KeyValueCache(self.model.config, dtype=self.model.dtype, **room)
+        assert self._passes is not None
+        self._passes.renew()
         cache.clear()
         return self.model.prefill(ids, lengths, cache).logits[:, 0]
 
@@ -262,6 +265,7 @@ class GPTEngine(Engine):
             before=partial(before_replay, [self.runner], [each.shared for each in self._experts]),
             cuda_graph=self.cuda_graph,
             obstacle=self._obstacle,
+            reads=partial(hooks_of, self.model),
         )
 
     def _obstacle(self, num_tokens: int) -> str:

@@ -38,7 +38,7 @@ class DecodeStep:
         before: Callable[[], None] = lambda: None,
         cuda_graph: GraphMode = "auto",
         obstacle: str = "",
-        reads: Callable[[], Iterable[Tensor]] = tuple,
+        reads: Callable[[], Iterable[Any]] = tuple,
     ) -> None:
         self._ids = ids
         self._before = before
@@ -66,7 +66,7 @@ class Passes:
 
     Args:
         append: Appends ``ids (B, S)``, drafting or not, and returns ``(B, S, V)``; from and to memory that stays.
-        reads: Parameters and buffers of the model, which may be replaced before ``renew``.
+        reads: Parameters, buffers and hooks of the model, which may be replaced before ``renew``; see ``Replayed``.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Passes:
         before: Callable[[], None],
         cuda_graph: GraphMode,
         obstacle: Callable[[int], str],
-        reads: Callable[[], Iterable[Tensor]] = tuple,
+        reads: Callable[[], Iterable[Any]] = tuple,
     ) -> None:
         self.steps: dict[tuple[int, bool], DecodeStep] = {}
         self._append, self._obstacle = append, obstacle

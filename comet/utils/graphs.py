@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from comet.utils.streams import SideStream
 
@@ -32,7 +32,7 @@ class Replayed(Generic[Result]):
         run: Reads what it is given from buffers. All that it changes, it changes in place and on the device, and it
             never asks the host.
         calls: What a call is, in the plural, for messages.
-        reads: Tensors that the function reads beside its buffers, for ``renew``.
+        reads: Tensors that the function reads beside its buffers, and what else it follows, for ``renew``.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class Replayed(Generic[Result]):
         *,
         cuda_graph: GraphMode = "auto",
         obstacle: str = "",
-        reads: Callable[[], Iterable[Tensor]] = tuple,
+        reads: Callable[[], Iterable[Any]] = tuple,
     ) -> None:
         self._run = run
         self._reads = reads
-        self._addresses: list[int] = []  # of what the graph reads
+        self._addresses: list[Any] = []  # of what the graph reads
         self._device = device
         self._calls = calls
         self._insists = cuda_graph == "on"
@@ -78,13 +78,13 @@ class Replayed(Generic[Result]):
             return self._run()
 
     def renew(self) -> None:
-        """Let the next calls capture the function anew if somebody replaced or moved a tensor that the graph reads."""
+        """Let the next calls capture the function anew if somebody replaced or moved what the graph reads."""
         if self._replay is not None and self._addresses != self._read_addresses():
             self._replay, self._warm_calls = None, 0
             self._graphs.clear()
 
-    def _read_addresses(self) -> list[int]:
-        return [each.data_ptr() for each in self._reads()]
+    def _read_addresses(self) -> list[Any]:
+        return [each.data_ptr() if isinstance(each, Tensor) else each for each in self._reads()]
 
     def _capture(self) -> None:
         try:
@@ -103,6 +103,17 @@ class Replayed(Generic[Result]):
         self._reason = reason
         level = logging.WARNING if self._device.type == "cuda" else logging.INFO
         logger.log(level, "%s are launched kernel by kernel, without a CUDA graph: %s", self._calls, reason)
+
+
+def hooks_of(model: nn.Module) -> list[Any]:
+    """Forward hooks of a model's modules, by numbers that torch gives once, and objects' own ``forward``: what a graph
+    holds as it was when it was captured.
+    """
+    found: list[Any] = []
+    for module in model.modules():
+        found += *module._forward_pre_hooks, *module._forward_hooks
+        found += [module.forward] if "forward" in module.__dict__ else []
+    return found
 
 
 def device_obstacle(device: torch.device) -> str:

@@ -405,14 +405,17 @@ def test_what_a_sequence_left_behind_does_not_reach_the_next() -> None:
     assert engine._cache is cache
 
 
-def test_other_room_is_another_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    captures, engine = graphs_on_cpu(monkeypatch), engine_of(SHARED[0])
+@pytest.mark.parametrize("name", SHARED)
+def test_other_room_or_hooks_are_another_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    captures, engine = graphs_on_cpu(monkeypatch), engine_of(name)
     assert engine.graph_fallback_reason == TOO_FEW
-    for max_length in (16, 17, 17, 16):
+    for max_length, hooked in (16, 0), (17, 0), (17, 0), (16, 0), (16, 1), (16, 1):
+        if hooked and captures.count == 3:
+            list(engine.model.modules())[-1].register_forward_hook(lambda *_: None)
         engine.prefill(PROMPTS, LENGTHS, max_length)
         for token in range(3):
             engine.decode(torch.tensor([token, token]))
-    assert captures.count == 3
+    assert captures.count == 4
 
 
 def test_a_captured_step_joins_streams_first_and_is_refused_once_the_group_is_closed(
