@@ -105,6 +105,11 @@ class ModularMoE:
         if isinstance(w1, Tensor) and isinstance(w2, Tensor):
             check_inputs(routed, w1, w2, layout, tokens.dtype)
             require_held(w1, w2)
+            width = w2.shape[2]
+            require(
+                width % DIM_MULTIPLE == 0 or not self.experts.interleaved,
+                f"F/TP={width} of interleaved w1 must be a multiple of {DIM_MULTIPLE}",
+            )
             return pad_width(w1, w2, self._added(biases, tokens, w2))
         check_inputs(routed, elements(w1), elements(w2), layout, None)
         width = elements(w2).shape[2]

@@ -171,6 +171,9 @@ def test_gate_and_up_rows_in_turn_give_the_same_bits(weight_type: type[Weight]) 
         wanted = layer(routed, w1, w2, *first)
         layer.experts.interleaved = layer.experts.takes_interleaved
         assert torch.equal(layer(routed, turned, w2, *in_turn), wanted), kind.__name__
+        if weight_type is Tensor and layer.experts.interleaved:
+            with pytest.raises(ValueError, match="F/TP=56 of interleaved w1 must be a multiple of 16"):
+                layer(routed, turned[:, :112], w2[..., :56], *in_turn)
     group.close()
 
 
