@@ -23,7 +23,16 @@ import support  # noqa: F401 - puts the helpers on the import path
 import torch
 from activation_cases import ACTIVATIONS
 from cache_cases import cache_of, check_slots, hosted_cache
-from decode_cases import FOLD, MATRIX, SLOT_SIZES, VECTOR, DecodeCase, check_decode, check_dequantize
+from decode_cases import (
+    FOLD,
+    MATRIX,
+    SLOT_SIZES,
+    VECTOR,
+    DecodeCase,
+    check_decode,
+    check_dequantize,
+    check_rows_in_turn,
+)
 from decode_ranks import compare_step, gathered_inputs, shard, step_inputs
 from emulated import emulated_group
 from emulated_layer import DEADLINE_S, EmulatedCase, EmulatedRanks
@@ -95,11 +104,15 @@ def run_decode(device: torch.device, dtype: torch.dtype) -> None:
     check_decode(replace(tiny, name="vector", T=2, config=VECTOR), dtype, device.type, runs=1)
     matrix = replace(tiny, name="matrix", T=3, config=MATRIX, routing="masked")
     check_decode(matrix, dtype, device.type, runs=1)
+    for case in (tiny, matrix):
+        check_rows_in_turn(case, dtype, device.type)
     wide = replace(tiny, D=160, F=64, config=None)
     for quantised in ("mxfp8", "fp8", "mxfp4"):
         for num_tokens in (1, 3):
             case = replace(wide, name=f"{quantised}, {num_tokens} tokens", T=num_tokens, quantised=quantised)
             check_decode(case, dtype, device.type, runs=1)
+            if quantised != "fp8":
+                check_rows_in_turn(case, dtype, device.type)
 
 
 def run_biases(device: torch.device, dtype: torch.dtype) -> None:
