@@ -20,9 +20,10 @@ from comet.decode.runners import ReplicatedRunner, Runner
 from comet.decode.weights import MAX_DECODE_TOKENS, DecodeWeights
 from comet.kernels.runtime.activation import SWIGLU, Activation
 from comet.layer.sharding import local, version_of
-from comet.layer.shared_expert import SharedExpert, are_unaltered, joins_step
+from comet.layer.shared_expert import SharedExpert, joins_step
 from comet.layout import Biases, ExpertLayout, RoutedTokens
 from comet.utils.graphs import is_capturing
+from comet.utils.hooks import are_unaltered
 from comet.utils.uncompiled import uncompiled
 
 

@@ -13,7 +13,7 @@ from comet.decode.runners import DECODE_TOKENS
 from comet.experts.cache import (
     CACHED_DECODE_TOKENS,
     bytes_of_expert,
-    experts_of_share,
+    experts_within,
     share_of_experts,
     slots_of_budget,
 )
@@ -71,7 +71,7 @@ def _places(host_budget: float | None, num_experts: int, slots: int, expert_byte
         "memory holds",
     )
     assert host_budget is not None
-    places = experts_of_share(host_budget, num_experts) if host_budget <= 1 else int(host_budget // expert_bytes)
+    places = experts_within(host_budget, num_experts, expert_bytes)
     require(
         places >= slots,
         f"host_budget={host_budget} holds {places} experts, and must hold the {slots} that a layer has slots for: "

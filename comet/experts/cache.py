@@ -297,9 +297,7 @@ def slots_of_budget(
     """
     require(budget > 0, f"expert_budget={budget} must be above 0: a share of all experts, or bytes above 1")
     expert = bytes_of_expert(config.hidden_size, config.ffn_size, dtype, stored)
-    slots = (
-        experts_of_share(budget, config.num_experts) if budget <= 1 else int(budget // (max(num_layers, 1) * expert))
-    )
+    slots = experts_within(budget, config.num_experts, max(num_layers, 1) * expert)
     require(
         slots >= least,
         f"expert_budget={budget} holds {slots} experts of each of {num_layers} layers, and must hold {least}: "
@@ -308,12 +306,14 @@ def slots_of_budget(
     return min(slots, config.num_experts)
 
 
-def experts_of_share(share: float, num_experts: int) -> int:
-    """The most of so many experts that are no more than a share of them, which is a decimal number or a quotient.
+def experts_within(budget: float, num_experts: int, expert_bytes: int) -> int:
+    """How many experts fit a budget: up to 1 a share of ``num_experts``, a decimal number or a quotient, else bytes.
 
     Example: 0.58 of 50 are 29, and 3 / 7 of 7 are 3; in floats 0.58 * 50 is a little less.
     """
-    return bisect_right(range(1, num_experts + 1), share, key=lambda number: number / num_experts)
+    if budget > 1:
+        return int(budget // expert_bytes)
+    return bisect_right(range(1, num_experts + 1), budget, key=lambda number: number / num_experts)
 
 
 def share_of_experts(number: int, num_experts: int) -> float:

@@ -38,7 +38,8 @@ from comet.models.gpt import GPT
 from comet.moe import MoE
 from comet.quantization.formats import MXType
 from comet.router.router import Router
-from comet.utils.graphs import TOO_FEW, GraphMode, hooks_of
+from comet.utils.graphs import TOO_FEW, GraphMode
+from comet.utils.hooks import additions_of
 
 
 class Engine:
@@ -265,7 +266,7 @@ class GPTEngine(Engine):
             before=partial(before_replay, [self.runner], [each.shared for each in self._experts]),
             cuda_graph=self.cuda_graph,
             obstacle=self._obstacle,
-            reads=partial(hooks_of, self.model),
+            reads=partial(additions_of, self.model),
         )
 
     def _obstacle(self, num_tokens: int) -> str:

@@ -22,6 +22,7 @@ from comet.moe import MoE
 from comet.router.losses import RouterStats
 from comet.utils.derivatives import first_only
 from comet.utils.graphs import capture, device_obstacle, first_line, release_random_numbers
+from comet.utils.hooks import hook_tables
 from comet.utils.renamed import warn_renamed
 from comet.utils.streams import SideStream
 from comet.utils.uncompiled import uncompiled
@@ -31,7 +32,6 @@ logger = logging.getLogger(__name__)
 Output = tuple[Tensor, RouterStats]
 Replay = Callable[[Tensor], tuple[Tensor, ...]]  # of the tokens (T, D); TrainingGraphs where there are gradients
 
-HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
 HOOKED = "its modules have hooks, which a graph would leave out"
 
 
@@ -232,8 +232,7 @@ class GraphedMoE:
         self._owned = [owned for each in modules for owned in (each._parameters, each._buffers) if owned]
         self._children = [each._modules for each in modules if each._modules]
         self._known_children = [dict(each) for each in self._children]
-        owners = [*((each, "_") for each in modules), (nn.modules.module, "_global_")]
-        self._hooks = [getattr(owner, prefix + kind) for owner, prefix in owners for kind in HOOKS]
+        self._hooks = hook_tables(modules)
         self._replays: dict[_Call, Replay | None] = {}
         self._trained: set[_Call] = set()  # whose backward pass has run
         self._places: list[int] = []  # identities and addresses of the last call's tensors

@@ -164,7 +164,7 @@ class _LocalWeights(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.parameters, ctx.reduce = (w1, w2), reduce
         part1, part2 = w1._local_tensor, w2._local_tensor
-        ctx.versions = [version_of(each) if part1.dtype == dtype else None for each in ctx.parameters]
+        ctx.versions = [version_of(each) if each.dtype == dtype else None for each in ctx.parameters]
         # Tensors of their own: autograd marks what is returned.
         return part1.to(dtype).flatten(1, 2), part2.view(part2.shape) if part2.dtype == dtype else part2.to(dtype)
 

@@ -102,22 +102,18 @@ class ModularMoE:
         (tokens, top_k_ids, top_k_weights), layout = routed, self.prepare_finalize.layout
         require(top_k_ids.dtype == torch.int32, f"dtype={top_k_ids.dtype} of top_k_ids must be torch.int32")
         _require_inference(tokens=tokens, top_k_weights=top_k_weights, w1=elements(w1), w2=elements(w2))
-        if isinstance(w1, Tensor) and isinstance(w2, Tensor):
-            check_inputs(routed, w1, w2, layout, tokens.dtype)
-            require_held(w1, w2)
-            width = w2.shape[2]
-            require(
-                width % DIM_MULTIPLE == 0 or not self.experts.interleaved,
-                f"F/TP={width} of interleaved w1 must be a multiple of {DIM_MULTIPLE}",
-            )
-            return pad_width(w1, w2, self._added(biases, tokens, w2))
-        check_inputs(routed, elements(w1), elements(w2), layout, None)
-        width = elements(w2).shape[2]
+        is_plain, in_turn = isinstance(w1, Tensor), self.experts.interleaved
+        check_inputs(routed, elements(w1), elements(w2), layout, tokens.dtype if is_plain else None)
+        width, kind = elements(w2).shape[2], "interleaved w1" if in_turn else f"{self.weight_type.__name__} weights"
         require(
-            width % DIM_MULTIPLE == 0,
-            f"F/TP={width} of {self.weight_type.__name__} weights must be a multiple of {DIM_MULTIPLE}",
+            width % DIM_MULTIPLE == 0 or (is_plain and not in_turn),
+            f"F/TP={width} of {kind} must be a multiple of {DIM_MULTIPLE}",
         )
-        return w1, w2, self._added(biases, tokens, elements(w2))
+        added = self._added(biases, tokens, elements(w2))
+        if isinstance(w1, Tensor) and isinstance(w2, Tensor):
+            require_held(w1, w2)
+            return pad_width(w1, w2, added)
+        return w1, w2, added
 
     def _added(self, biases: Biases | None, tokens: Tensor, w2: Tensor) -> Biases | None:
         """Biases that are seen to be right, the second 0 on all but the first TP rank."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from comet.utils.streams import SideStream
 
@@ -103,17 +103,6 @@ class Replayed(Generic[Result]):
         self._reason = reason
         level = logging.WARNING if self._device.type == "cuda" else logging.INFO
         logger.log(level, "%s are launched kernel by kernel, without a CUDA graph: %s", self._calls, reason)
-
-
-def hooks_of(model: nn.Module) -> list[Any]:
-    """Forward hooks of a model's modules, by numbers that torch gives once, and objects' own ``forward``: what a graph
-    holds as it was when it was captured.
-    """
-    found: list[Any] = []
-    for module in model.modules():
-        found += *module._forward_pre_hooks, *module._forward_hooks
-        found += [module.forward] if "forward" in module.__dict__ else []
-    return found
 
 
 def device_obstacle(device: torch.device) -> str:

@@ -17,6 +17,7 @@ pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 from hf_cases import FAMILIES, VOCABULARY, make_group, tiny_model
 from tiers import slow
 from torch import Tensor
+from torch.nn.modules import module as of_all
 from training_cases import GPT_OSS, MODEL, MOE, awake_model
 
 from comet.config import MoEConfig, SpeculationConfig
@@ -409,13 +410,15 @@ def test_what_a_sequence_left_behind_does_not_reach_the_next() -> None:
 def test_other_room_or_hooks_are_another_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     captures, engine = graphs_on_cpu(monkeypatch), engine_of(name)
     assert engine.graph_fallback_reason == TOO_FEW
-    for max_length, hooked in (16, 0), (17, 0), (17, 0), (16, 0), (16, 1), (16, 1):
+    for max_length, hooked in (16, 0), (17, 0), (17, 0), (16, 0), (16, 1), (16, 1), (16, 2):
         if hooked and captures.count == 3:
             list(engine.model.modules())[-1].register_forward_hook(lambda *_: None)
+        if hooked == 2:
+            monkeypatch.setitem(of_all._global_forward_hooks, -1, lambda *_: None)
         engine.prefill(PROMPTS, LENGTHS, max_length)
         for token in range(3):
             engine.decode(torch.tensor([token, token]))
-    assert captures.count == 4
+    assert captures.count == 5
 
 
 def test_a_captured_step_joins_streams_first_and_is_refused_once_the_group_is_closed(

@@ -21,6 +21,7 @@ from torch.nn import functional
 from comet.config import MOE_DTYPES, MoEConfig, require
 from comet.errors import UnavailableError
 from comet.integrations.hf import gpt_oss
+from comet.utils.hooks import HOOKS
 
 # model_type -> the configuration fields that hold E and F.
 FAMILIES = {
@@ -38,7 +39,6 @@ SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_experts
 SHARED = {"qwen2_moe": ("shared_expert", "shared_expert_gate"), "deepseek_v3": ("shared_experts", None)}
 SHARED_FIRST = ("qwen2_moe",)  # whose blocks call it before their experts
 ACTIVATIONS = ("silu", "swish")
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # What transformers' decorator records on every experts module, and the only values Comet computes. Versions before a
 # flag existed record nothing, and have no experts with another value.
 EXPERT_FLAGS = {

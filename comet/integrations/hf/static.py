@@ -25,7 +25,8 @@ from comet.graphed.step import Passes, batch_obstacle
 from comet.integrations.hf.modules import CometExperts
 from comet.integrations.hf.stored_experts import stored_paths
 from comet.layer.sharding import local
-from comet.utils.graphs import GraphMode, hooks_of
+from comet.utils.graphs import GraphMode
+from comet.utils.hooks import additions_of
 
 ALIGNMENT = 16  # elements of a mask's row; torch copies masks that are not, in every layer
 DEVICE_COUNTED = "StaticLayer"
@@ -70,7 +71,7 @@ class StaticDecoder:
             before=partial(before_replay, runners, [module.shared for module in experts]),
             cuda_graph=cuda_graph,
             obstacle=partial(graph_obstacle, model, self.cache),
-            reads=lambda: chain(map(local, chain(model.parameters(), model.buffers())), hooks_of(model)),
+            reads=lambda: chain(map(local, chain(model.parameters(), model.buffers())), additions_of(model)),
         )
         self.step = self.passes.of(torch.zeros(num_sequences, 1, **counters))
 
