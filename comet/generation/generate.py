@@ -24,12 +24,13 @@ from comet.generation.text import Codec, Continuation
 from comet.jobs.generate import GenerateConfig
 from comet.utils.graphs import WARM_CALLS
 
+NOT_FINITE = "NaN or infinity"
 Show = Callable[[int, Continuation, str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generated:
-    """What was made, and how fast."""
+    """The texts that were made, and how fast."""
 
     texts: tuple[str, ...]  # continuation of each prompt
     stopped_by: tuple[str, ...]  # why each ended: end token, stop, length (max_new_tokens) or context
@@ -70,8 +71,8 @@ def generate(
         show: Called with (index, continuation, text) whenever text of a sequence became certain or it ended.
 
     Raises:
-        NotFiniteError: If the model makes NaN for a sequence that goes on, on all ranks, and ``Engine.check`` finds no
-            other cause, which is raised otherwise.
+        NotFiniteError: If the logits of a sequence that goes on, or of its drafts, leave no finite largest one. All
+            ranks raise it. Where ``Engine.check`` finds another cause, that is raised instead.
     """
     config = replace(config, max_new_tokens=min(config.max_new_tokens, context))  # each has a draw
     limits = token_limits(prompts, config, context)
@@ -91,15 +92,14 @@ def generate(
         advance = Speculation(engine, sampler, config, of_rounds[1:].to(engine.device))  # the first token's is used
     started = time.perf_counter()
     with true_cause(engine):
-        logits = engine.prefill(ids, lengths, most_positions(prompts, limits))
-        if logits.isnan().any():
-            raise NotFiniteError("logits of the prompts must be numbers, but the model's weights make NaN")
-    chosen = sampler.choose(logits, 0)
-    tokens, first_token_s = [[token] for token in chosen.tolist()], 0.0
+        chosen = sampler.choose(engine.prefill(ids, lengths, most_positions(prompts, limits)), 0)
+        tokens, first_token_s = [[token] for token in chosen.tolist()], 0.0
+        if [NO_TOKEN] in tokens:
+            raise NotFiniteError(f"logits of the prompts must be numbers, but the model's weights make {NOT_FINITE}")
     while True:
         for index, (sequence, made) in enumerate(zip(sequences, tokens, strict=True)):
             for token in made:
-                if not sequence.done:  # what is behind its end was drafted in vain
+                if not sequence.done:  # tokens behind its end were drafted in vain
                     text = sequence.push(token)
                     if show is not None and (text or sequence.done):
                         show(index, sequence, text)
@@ -113,7 +113,7 @@ def generate(
             for index in compress(range(len(tokens)), active):
                 if NO_TOKEN in tokens[index]:
                     raise NotFiniteError(
-                        f"logits of prompt {index} must be numbers, but the model makes NaN "
+                        f"logits of prompt {index} must be numbers, but the model makes {NOT_FINITE} "
                         f"behind {sequences[index].num_tokens} new tokens"
                     )
         chosen = chosen.clamp(min=0)  # NO_TOKEN of a sequence that has ended has no embedding
@@ -136,7 +136,7 @@ def generate(
 
 @contextmanager
 def true_cause(engine: Engine) -> Iterator[None]:
-    """Where NaN is found, raise what the engine knows of it: that the host's cores did not answer, not the weights."""
+    """Raise the cause that the engine knows in place of ``NotFiniteError``: that the host's cores did not answer."""
     try:
         yield
     except NotFiniteError:

@@ -16,7 +16,7 @@ from torch import Tensor
 from comet.comm.collectives import of_first_rank
 from comet.jobs.generate import GenerateConfig
 
-NO_TOKEN = -1  # in the place of one: the model made NaN
+NO_TOKEN = -1  # stands in the place of a token where the model made NaN or infinity
 
 
 class Sampler:
@@ -45,27 +45,38 @@ class Sampler:
 
     def __call__(self, logits: Tensor, step: int) -> Tensor:
         """Choose token number ``step`` of each sequence: ``(B, V)`` float32 -> ``(B,)`` int64."""
-        logits = self.penalised(logits, self.seen)
-        if self.config.temperature == 0:
-            return logits.argmax(dim=-1)
-        return draw(logits / self.config.temperature, self.draws[step], self.config.top_k, self.config.top_p)
+        return self._of_scaled(self.scaled(logits, self.seen), step)
 
     def choose(self, logits: Tensor, step: int) -> Tensor:
-        """The same on every rank, and noted as what the sequences go on with; ``NO_TOKEN`` for logits with NaN."""
-        chosen = of_first_rank(token_or_none(self(logits, step), logits.isnan().any(dim=-1)))
+        """Choose as above, the same on every rank, and note it; ``NO_TOKEN`` where logits are not ``finite``."""
+        scaled = self.scaled(logits, self.seen)
+        chosen = of_first_rank(token_or_none(self._of_scaled(scaled, step), finite(logits, scaled)))
         self.seen = with_token(self.seen, chosen)
         return chosen
 
-    def probabilities(self, logits: Tensor, seen: Tensor | None) -> Tensor:
-        """``(..., V)`` float64 after penalties for ``seen (..., V)``, temperature (0 counts as 1), top-k and top-p."""
-        scaled = self.penalised(logits, seen) / (self.config.temperature or 1.0)
+    def _of_scaled(self, scaled: Tensor, step: int) -> Tensor:
+        if self.config.temperature == 0:
+            return scaled.argmax(dim=-1)
+        return draw(scaled, self.draws[step], self.config.top_k, self.config.top_p)
+
+    def probabilities(self, logits: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Probabilities ``(..., V)`` float64 after penalties for ``seen (..., V)``, temperature, top-k and top-p; and
+        whether each row is of ``finite`` logits: others have no probabilities.
+        """
+        scaled = self.scaled(logits, seen)
         rows = scaled.flatten(0, -2)
         kept, ids = likely(rows, self.config.top_k, self.config.top_p)
         kept = kept / kept.sum(dim=-1, keepdim=True)
-        return torch.zeros_like(rows, dtype=kept.dtype).scatter(1, ids, kept).view(scaled.shape)
+        found = torch.zeros_like(rows, dtype=kept.dtype).scatter(1, ids, kept).view(scaled.shape)
+        return found, finite(logits, scaled)
+
+    def scaled(self, logits: Tensor, seen: Tensor | None) -> Tensor:
+        """``penalised`` logits divided by the temperature, where that is not 0."""
+        penalised = self.penalised(logits, seen)
+        return penalised / self.config.temperature if self.config.temperature else penalised
 
     def certain(self, probabilities: Tensor) -> Tensor:
-        """What tokens are drawn from: at temperature 0 the most probable one has probability 1."""
+        """Return the distribution that tokens are drawn from: at temperature 0 the most probable one has all of it."""
         if self.config.temperature > 0:
             return probabilities
         best = probabilities.argmax(dim=-1, keepdim=True)
@@ -131,6 +142,14 @@ def with_token(seen: Tensor | None, tokens: Tensor) -> Tensor | None:
     return None if seen is None else seen.scatter(1, tokens.clamp(min=0)[:, None], True)
 
 
-def token_or_none(tokens: Tensor, is_nan: Tensor) -> Tensor:
-    """``tokens (B,)``, and ``NO_TOKEN`` where what they were chosen by ``is_nan (B,)``."""
-    return torch.where(is_nan, NO_TOKEN, tokens)
+def finite(logits: Tensor, scaled: Tensor) -> Tensor:
+    """``(...)``: whether the largest of the logits ``(..., V)``, and of the scaled ones, is finite.
+
+    Minus infinity rules a token out, and is no fault unless all tokens are ruled out.
+    """
+    return logits.amax(-1).isfinite() & scaled.amax(-1).isfinite()
+
+
+def token_or_none(tokens: Tensor, is_finite: Tensor) -> Tensor:
+    """``tokens (B,)``, and ``NO_TOKEN`` unless the logits that they were chosen by are ``finite``."""
+    return torch.where(is_finite, tokens, NO_TOKEN)

@@ -49,8 +49,9 @@ from comet.router.router import Router, router_of
 if TYPE_CHECKING:
     from comet.generation.engine import Engine
 
-FIRST_ROUNDS = 2  # of plain steps, and of the longest drafts, before anything is chosen
-TIMES_KEPT = 9  # of each length: the median of them ignores a round that waited for something else
+# Rounds of plain steps, and as many of the longest drafts, are taken before anything is chosen.
+FIRST_ROUNDS = 2
+TIMES_KEPT = 9  # The median of a length's last times ignores a round that waited for something else.
 PROBE_EVERY = 32  # rounds; so a probe of twice the price costs 3 %
 KEPT = 0.98  # share of the counts that a round leaves of those before it
 HOPED_FOR = 4.0  # drafts of each place that count as accepted before the first round: two refusals are no proof
@@ -121,7 +122,7 @@ def best_draft_length(seconds: Sequence[float], acceptance: Sequence[float], tok
 
 
 def between(seconds: Sequence[float | None]) -> list[float]:
-    """What was not measured, on the line between its measured neighbours.
+    """Fill in what was not measured, on the line between its measured neighbours.
 
     Example: ``[10, None, None, 16]`` gives ``[10, 12, 14, 16]``.
     """
@@ -138,13 +139,14 @@ def between(seconds: Sequence[float | None]) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draft:
-    """What a round drafted."""
+    """The tokens that a round drafted, and what they were drawn from."""
 
     ids: Tensor  # (B, g + 1) int64: the newest token of each sequence, and its drafts
     proposed: Tensor  # (B, g) bool: drafted before the sequence stopped; the others are ignored
     confidence: Tensor  # (B, g) float64: probability of each draft, before temperature 0 makes it certain
     # (B, V) float64 for each of the g places: what its drafts were drawn from; zero where none is proposed
     q: Sequence[Tensor]
+    finite: Tensor  # (B, g) bool: False where one was drafted from logits that are not
     # (B, g + 1, V) bool: tokens before each place and behind the last; None where no choice depends on them
     seen: Tensor | None
 
@@ -178,7 +180,7 @@ class Speculation:
 
     @property
     def passes(self) -> int:
-        """Of the model so far, with few experts or with all."""
+        """Passes of the model so far, with few experts or with all."""
         return self.report.passes
 
     def __call__(self, last: Tensor, active: Sequence[bool], most_tokens: int) -> tuple[Tensor, list[list[int]]]:
@@ -222,10 +224,10 @@ class Speculation:
         """``(B, 5)`` int64: proposed and accepted drafts, the next token or ``NO_TOKEN``, ``agreement``, the length of
         the next round.
 
-        That length follows the rounds before this one, whose time nobody knows yet: so no rank waits for its host here.
+        That length follows from the rounds before: this one's time is not known yet, so no rank waits for its host.
         """
         logits = self.model.verify(draft.ids)
-        likely = self.sampling.probabilities(logits, draft.seen)
+        likely, is_finite = self.sampling.probabilities(logits, draft.seen)
         p = self.sampling.certain(likely)
         accepted, weights = verdict(self.config, draft, likely, p, for_verdict)
         agreed = accepted
@@ -233,8 +235,9 @@ class Speculation:
             agreed = agreement(draft, p, accepted, for_verdict)
         length = torch.full_like(accepted, self._length.choose())
         places = torch.arange(logits.shape[1], device=logits.device)
-        is_nan = (logits.isnan().any(-1) & (places <= accepted[:, None])).any(1)
-        following = token_or_none(pick(weights, for_next), is_nan)
+        is_finite[:, :-1] &= draft.finite
+        decides = places <= accepted[:, None]
+        following = token_or_none(pick(weights, for_next), (is_finite | ~decides).all(1))
         decided = torch.stack([draft.proposed.sum(1), accepted, following, agreed, length], dim=1)
         decided = of_first_rank(decided)
         accepted, following = decided[:, 1], decided[:, 2]
@@ -247,9 +250,9 @@ class Speculation:
     def draft(self, last: Tensor, drafting: Tensor, length: int, draws: Tensor) -> Draft:
         """Draw up to ``length`` tokens of each sequence that is ``drafting (B,)`` in passes with few experts."""
         ids, seen = [last], [self.sampling.seen]
-        proposed, confidence, q = [], [], []
+        proposed, confidence, finite, q = [], [], [], []
         for place in range(length):
-            likely = self.sampling.probabilities(self.model.draft(ids[-1]), seen[-1])
+            likely, is_finite = self.sampling.probabilities(self.model.draft(ids[-1]), seen[-1])
             distribution = self.sampling.certain(likely)
             drawn = pick(distribution, draws[:, place])
             sure = of_tokens(likely, drawn) >= self.config.tau
@@ -258,6 +261,7 @@ class Speculation:
             seen.append(with_token(seen[-1], token))
             proposed.append(drafting)
             confidence.append(of_tokens(likely, token))
+            finite.append(is_finite | ~drafting)
             q.append(distribution * drafting[:, None])
             drafting = goes_on.bool()
             if self.config.tau > 0 and place + 1 < length and not bool(drafting.any()):
@@ -266,6 +270,7 @@ class Speculation:
             ids=torch.stack(ids, dim=1),
             proposed=columns(proposed, drafting),
             confidence=columns(confidence, last.double()),
+            finite=columns(finite, drafting),
             q=q,
             seen=None if seen[0] is None else torch.stack([each for each in seen if each is not None], dim=1),
         )
@@ -352,7 +357,7 @@ class SpeculationReport:
                 self._accepted[place] += place < accepted
 
     def facts(self) -> dict[str, Any]:
-        """What ``comet generate`` reports; ``None`` is a share of nothing.
+        """Return what ``comet generate`` reports; ``None`` is a share of nothing.
 
         ``acceptance_by_position``: of the proposed first, second, ... drafts. ``agreement``: of the accepted drafts,
         those that ``conservative`` accepts; at temperature 0 they are the tokens of a plain step. What is below 1 is

@@ -14,7 +14,7 @@ from comet.decode import MAX_DECODE_TOKENS
 from comet.errors import HostComputeError, NotFiniteError
 from comet.generation.engine import GPTEngine, freeze
 from comet.generation.generate import encode_prompts, generate, warm_up
-from comet.generation.sampling import Sampler, draw
+from comet.generation.sampling import NO_TOKEN, Sampler, draw
 from comet.generation.text import (
     ByteCodec,
     ByteStream,
@@ -192,7 +192,7 @@ def check_blame(engine, config, message):
 @pytest.mark.parametrize(
     ("where", "message"),
     [
-        ("head", "logits of the prompts must be numbers, but the model's weights make NaN"),
+        ("head", "logits of the prompts must be numbers, but the model's weights make NaN or infinity"),
         ("blocks.1.ffn.router", r"router logits\[0, 2\]=nan must be finite"),
     ],
 )
@@ -203,39 +203,100 @@ def test_weights_that_make_nan_write_no_text(prompts, where, message):
     check_blame(GPTEngine(model, group), GenerateConfig(prompts=tuple(prompts)), message)
 
 
+def set_all(value):
+    return lambda logits: logits.fill_(value)
+
+
+def set_one(value):
+    return lambda logits: logits[..., 7].fill_(value)
+
+
+DAMAGES = {
+    "NaN": set_one(math.nan),
+    "infinity": set_one(math.inf),
+    "infinity of what is no token": lambda logits: logits[..., -1].fill_(math.inf),
+    "nothing is possible": set_all(-math.inf),
+    "all NaN": set_all(math.nan),
+}
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         dict(temperature=0),
         dict(temperature=0.8, repetition_penalty=1.3),
+        dict(temperature=2.0, top_k=3, top_p=0.9),
         dict(temperature=0, speculate="conservative", draft_tokens=2, draft_experts=(1,)),
+        dict(temperature=0.8, speculate="adaptive", draft_tokens=2, draft_experts=(1,)),
     ],
     ids=str,
 )
-def test_a_sequence_whose_logits_become_nan_is_named_if_it_goes_on(changes):
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_sequence_whose_logits_are_not_finite_is_named_if_it_goes_on(changes, damage):
     class Damaged(GPTEngine):
-        passes, sequence = 0, 1
+        passes, sequence, drafting = 0, 1, False
 
         def _damaged(self, logits):
             self.passes += 1
             if self.passes >= 3:
-                logits[self.sequence, ..., 7] = math.nan
+                DAMAGES[damage](logits[self.sequence])
             return logits
+
+        def prefill(self, *args):
+            logits = super().prefill(*args)
+            if self.sequence:
+                return logits
+            self.passes = 3
+            return self._damaged(logits)
 
         def decode(self, ids):
             return self._damaged(super().decode(ids))
 
+        def draft(self, ids):
+            return self._damaged(super().draft(ids)) if self.drafting else super().draft(ids)
+
         def verify(self, ids):
-            return self._damaged(super().verify(ids))
+            return super().verify(ids) if self.drafting else self._damaged(super().verify(ids))
 
     model, group = awake_model()
     config = GenerateConfig(prompts=tuple(PROMPTS), max_new_tokens=12, **changes)
     engine = Damaged(model, group, speculation=config if config.speculate != "off" else None)
     tokens = encode_prompts(config, ByteCodec(), 32)
-    check_blame(engine, config, r"logits of prompt 1 must be numbers, but the model makes NaN behind \d+ new")
-    engine.passes, engine.sequence = 0, 2  # which has all its three tokens by then
-    wanted = run(PROMPTS, **{**changes, "speculate": "off"}).texts
-    assert generate(engine, ByteCodec(), tokens, config, context=32).texts == wanted
+    named = r"logits of prompt 1 must be numbers, but the model makes NaN or infinity behind \d+ new"
+    check_blame(engine, config, named)
+    if config.speculate != "off":
+        engine.check, engine.drafting = Mock(), True
+        check_blame(engine, config, named)
+        engine.drafting = False
+    engine.passes, engine.sequence = 0, 2  # this one has all its three tokens by then
+    if config.temperature == 0:
+        wanted = run(PROMPTS, **{**changes, "speculate": "off"}).texts
+        assert generate(engine, ByteCodec(), tokens, config, context=32).texts == wanted
+    engine.check, engine.sequence = Mock(), 0
+    check_blame(engine, config, "logits of the prompts must be numbers")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_tokens_that_a_model_rules_out_are_never_chosen(temperature):
+    """Minus infinity is no damage where another token is possible, nor is it for tokens that only pad the logits."""
+
+    class Masked(GPTEngine):
+        def decode(self, ids):
+            logits = super().decode(ids)
+            logits[:, :97] = logits[:, 98:] = -math.inf
+            return logits
+
+    model, group = awake_model()
+    config = GenerateConfig(prompt="abc", max_new_tokens=6, temperature=temperature)
+    assert generate(Masked(model, group), ByteCodec(), [[1, 2]], config, context=32).texts[0][1:] == "aaaaa"
+
+
+def test_finite_logits_that_a_temperature_makes_infinite_choose_no_token():
+    logits = torch.tensor([[1e34, 0.0, 0.0], [3.0, 2.0, 1.0]])
+    for config in (GenerateConfig(temperature=1e-6), GenerateConfig(repetition_penalty=1e-6)):
+        sampler = Sampler(config, 2, CPU, seen=torch.ones(2, 3, dtype=torch.bool))
+        assert sampler.choose(logits, 0).tolist()[0] == NO_TOKEN
+        assert sampler.choose(logits, 0).tolist()[1] != NO_TOKEN
 
 
 def test_as_many_tokens_as_there_is_room_for_may_be_any_number():
@@ -263,7 +324,7 @@ def test_warm_up_leaves_no_trace():
         (9, 1.0, [0.4, 0.1, 0.3, 0.2]),
         (None, 0.39, [1.0, 0, 0, 0]),
         (None, 0.41, [4 / 7, 0, 3 / 7, 0]),
-        (3, 0.75, [4 / 7, 0, 3 / 7, 0]),  # of the three, the first two have 0.78
+        (3, 0.75, [4 / 7, 0, 3 / 7, 0]),  # the first two have 0.78 of the three
         (1, 0.1, [1.0, 0, 0, 0]),
     ],
 )

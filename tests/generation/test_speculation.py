@@ -72,7 +72,7 @@ def exact_distribution(config: GenerateConfig) -> Tensor:
         for token in text:
             row = torch.tensor([[each in seen for each in range(VOCABULARY)]])
             given = row if config.repetition_penalty != 1 else None
-            probability *= float(sampler.probabilities(model.full[before, last][None], given)[0, token])
+            probability *= float(sampler.probabilities(model.full[before, last][None], given)[0][0, token])
             before, last = last, token
             seen.add(token)
         found.append(probability)
@@ -138,8 +138,10 @@ def test_adaptive_drafts_agree_less_the_more_is_tolerated() -> None:
 
 def one_draft(token: int, q: list[float]) -> Draft:
     row = torch.tensor([q], dtype=torch.float64)
-    return Draft(ids=torch.tensor([[0, token]]), proposed=torch.tensor([[True]]), confidence=row[:, [token]], q=[row],
-                 seen=None)  # fmt: skip
+    yes = torch.tensor([[True]])
+    return Draft(
+        ids=torch.tensor([[0, token]]), proposed=yes, confidence=row[:, [token]], q=[row], finite=yes, seen=None
+    )
 
 
 @pytest.mark.parametrize(
