@@ -1,4 +1,4 @@
-"""From the environment to a rank: device, rendezvous store and process group, with guaranteed teardown.
+"""A rank's start from its environment: device, rendezvous store and process group, with guaranteed teardown.
 
 The only place that reads environment variables. They are the ones ``torchrun`` sets for each rank.
 """
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from comet.comm.handshake import Host, set_deadline, this_host
 from comet.config import require
 from comet.errors import CommTimeoutError
+from comet.kernels.runtime.machine import usable_cores
 from comet.training.ranks import RankContext
 
 PR_SET_PDEATHSIG = 1
@@ -43,7 +44,7 @@ GPU_LIBRARIES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchContext(RankContext):
-    """Who this process is, also on its node."""
+    """The number of this process among all ranks, and on its node."""
 
     local_rank: int  # rank on this node; the index of its GPU
     local_world_size: int  # ranks on this node
@@ -108,14 +109,14 @@ def current_context() -> LaunchContext:
 
 
 def rank_environment(num_ranks: int, port: int) -> dict[str, str]:
-    """What the ranks of this machine inherit: this environment, and the loopback interface unless the user chose.
+    """Return the environment of this machine's ranks: this one, and the loopback interface unless the user chose.
 
-    Nobody else can reach them there, nor the rendezvous store at ``port``. Each also gets its share of the cores.
+    Other machines can reach neither the ranks nor the store at ``port``. Each rank gets its share of the usable cores.
     """
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     interfaces = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME")
     return {
-        "OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // num_ranks, 1)),
+        "OMP_NUM_THREADS": str(max(usable_cores() // num_ranks, 1)),
         **dict.fromkeys(interfaces, loopback),
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
@@ -155,7 +156,7 @@ def join(context: LaunchContext, store: dist.Store) -> tuple[LaunchContext, dist
     """Wait for the other ranks of this attempt (collective).
 
     The store may hold what an earlier attempt left, and agents of several nodes may count attempts differently. So rank
-    0 opens a round, which has a part of the store of its own, and whoever finds itself among its members is in it.
+    0 opens a round, which has a part of the store of its own, and names its members.
 
     Returns:
         The context with the job's name and the number of the attempt, the same on all ranks; the round's part of the
@@ -218,7 +219,7 @@ def process_group(context: LaunchContext, store: dist.Store, timeout_s: float = 
     ``leave``: destroying it could wait for peers that are gone.
 
     Args:
-        store: From ``join``; from ``open_store`` where nobody starts ranks anew.
+        store: From ``join``; from ``open_store`` where ranks are never restarted.
         timeout_s: How long a collective may wait for a living peer.
     """
     on_gpu = context.device.type == "cuda"
@@ -245,7 +246,7 @@ def leave(status: int) -> NoReturn:
     """
     try:
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads it has seen enough, as `head` has
+    except BrokenPipeError:  # the reader has seen enough, as `head` has
         status = status or 128 + signal.SIGPIPE
     sys.stderr.flush()
     os._exit(status)

@@ -11,7 +11,7 @@ A step runs the routed experts of some layers for one token, on a GPU as one CUD
 shares of all experts (``lib/traces.py``).
 
 ``--stored bf16,mxfp8,mxfp4`` measures the experts as they are and quantised, budgets being shares of them in any case;
-``--variants`` the ways to keep them: by the policy behind *cache*, with the next layer's experts on their way, of which
+``--variants`` the ways to keep them: by the policy behind *cache*, with the next layer's experts prefetched, of which
 as large a share is guessed right as the recording says of the next layer's router, or with the host's cores, which
 compute some of those that are missing (not quantised ones).
 
@@ -46,11 +46,12 @@ from comet.decode import DecodeWeights, rank_slots
 from comet.decode.runners import LocalRunner, ReplicatedRunner, Runner
 from comet.experts.budget import plan_budget
 from comet.experts.cache import CachedExperts, CacheReport, ExpertCache, report_of, total
-from comet.experts.host.cores import TIMEOUT_S, HostCores, usable_cores
+from comet.experts.host.cores import TIMEOUT_S, HostCores
 from comet.experts.host.profile import HostSizes
 from comet.experts.options import StoreOptions
 from comet.experts.prefetch import prefetch_between
 from comet.experts.store import HeldExperts
+from comet.kernels.runtime.machine import usable_cores
 from comet.layer.group import ExpertGroup
 from comet.layout import ExpertLayout, RoutedTokens
 from comet.measure.timing import capture, time_interleaved
@@ -74,7 +75,7 @@ HOST_CORES = " + host cores"
 # A way to keep experts is a line: its name, and arguments of its ``ExpertCache``.
 KINDS: dict[str, dict[str, Any]] = {"cache": {}, "cache lfu": dict(policy="lfu"), PREFETCH: {}}
 KINDS |= {name + HOST_CORES: KINDS[name] for name in ("cache", PREFETCH)}
-TABLES_BYTES = 2**26  # beside the slots of a variant: its tables, and what the allocator rounds up
+TABLES_BYTES = 2**26  # A variant needs these for its tables and the allocator's rounding, in addition to its slots.
 STEPS_PER_CALL = 32  # so that calls have about as many misses
 
 
@@ -118,7 +119,7 @@ class Layers:
         self.weights = torch.full((1, config.top_k), 1 / config.top_k, device=device)
 
     def ids(self, at: Tensor | None = None) -> Callable[[], Tensor]:
-        """What gives the next step's ids, ``(num_layers, 1, K)``; it counts on the device, so that a graph goes on.
+        """Return a function for the next step's ids ``(num_layers, 1, K)``; the device counts, so that a graph goes on.
 
         Args:
             at: ``(1,)`` int64, number of the step; ``None``: its own.

@@ -1,22 +1,22 @@
-"""Symmetric memory between processes of one host: one shared file per allocation, mapped by every rank.
+"""Symmetric memory between processes of one host: one file per allocation, mapped by every rank.
 
-The file lives in ``/dev/shm``, or in the folder for temporary files where ``/dev/shm`` is too small (containers often
-have 64 MiB). Its name is removed as soon as every rank has mapped it; the memory itself goes when the last tensor over
-it is gone. Rank 0 holds a lock on the file while it has a name, so one that a kill left behind is known by having none,
-and the next allocation removes it. Pages are reserved at once: a full disk is an error at ``alloc`` and never a SIGBUS
-in the middle of a step.
+The file is memory without a name (``memfd_create``): the other ranks open it as ``/proc/PID/fd/N`` of the first rank,
+and a kill leaves nothing behind. Ranks that do not see each other's ``/proc``, as in two containers, get a file with a
+random name in ``/dev/shm``, or in the folder for temporary files where ``/dev/shm`` is too small. Its name is removed
+before the file gets its pages. No file is ever removed that this process did not make itself.
+
+Pages are reserved at once: too little memory is an error at ``alloc`` and never a SIGBUS in the middle of a step.
 """
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import logging
 import mmap
 import os
 import tempfile
-import time
-from collections.abc import Iterable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -28,14 +28,16 @@ from comet.comm.handshake import check_size, gather
 from comet.comm.signals import fence, poll, signal
 from comet.config import require
 from comet.errors import CommTimeoutError, UnavailableError
+from comet.kernels.runtime.machine import free_memory
 from comet.layout import round_up
 
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
-PREFIX = "comet-"
-LEFT_S = 60.0  # a file is locked right after it was made, so without a lock one of this age was left behind
 FLAG_BYTES = 64  # one cache line, so that ranks polling different flags do not disturb each other
+
+# Path, device and inode of a file, which stands for none where there is a reason, in words, why it cannot be made.
+Place = tuple[str, tuple[int, int], str]
 
 
 class CpuShmCommunicator(Communicator):
@@ -78,25 +80,22 @@ class CpuShmCommunicator(Communicator):
 
 
 def share_memory(group: ProcessGroup, num_bytes: int) -> tuple[torch.Tensor, ...]:
-    """``(num_bytes,)`` uint8 zeroes of each rank, mapped by all ranks of one host (collective)."""
+    """Map ``(num_bytes,)`` uint8 zeroes of each rank into all ranks of one host (collective)."""
     check_size(group, num_bytes)
     rank, world_size = group.rank(), group.size()
     stride = round_up(num_bytes, mmap.PAGESIZE)
-    with ExitStack() as held:
-        path, lacking = gather(group, _create(stride * world_size, held) if rank == 0 else None)[0]
+    for make in (_nameless, _named):
+        pool, errors, lacking = _map_together(group, stride * world_size, make)
         require(
             not lacking,
             f"num_bytes={num_bytes} on each of {world_size} ranks must fit: {lacking}; "
             "lower max_tokens or free some space",
         )
-        try:
-            pool, error = _map(path, stride * world_size), ""
-        except OSError as failure:
-            pool, error = torch.empty(0, dtype=torch.uint8), f"rank {rank}: {failure}"
-        errors = [text for text in gather(group, error) if text]
-    if errors:
-        raise UnavailableError(f"backend='cpu_shm' needs a file system all ranks share, but {'; '.join(errors)}")
-    return tuple(pool[rank * stride : rank * stride + num_bytes] for rank in range(world_size))
+        if not errors:
+            return tuple(pool[rank * stride : rank * stride + num_bytes] for rank in range(world_size))
+        if make is _nameless and rank == 0:
+            logger.info("symmetric memory goes through files, which have names for a moment: %s", "; ".join(errors))
+    raise UnavailableError(f"backend='cpu_shm' needs a file system all ranks share, but {'; '.join(errors)}")
 
 
 def shared_board(group: ProcessGroup) -> Board:
@@ -112,49 +111,81 @@ def free_bytes(folder: Path) -> int:
     return state.f_bavail * state.f_frsize
 
 
-def _create(num_bytes: int, held: ExitStack) -> tuple[str, str]:
-    """The path of a file of zeroes in the first folder with room, named until ``held`` ends, or why there is none."""
-    folders = (SHARED_MEMORY, Path(tempfile.gettempdir()))
-    remove_left_files(folders)
-    room = {folder: free_bytes(folder) for folder in folders}
+def _map_together(
+    group: ProcessGroup, num_bytes: int, make: Callable[[int], AbstractContextManager[Place]]
+) -> tuple[torch.Tensor, list[str], str]:
+    """Map a file that rank 0 makes (collective): the pool, why ranks cannot map the file, and what it lacks."""
+    rank, pool = group.rank(), torch.empty(0, dtype=torch.uint8)
+    with ExitStack() as held:
+        with ExitStack() as named:
+            path, identity, lacking = gather(group, named.enter_context(make(num_bytes)) if rank == 0 else None)[0]
+            if lacking:
+                return pool, [], lacking
+            error = ""
+            try:
+                descriptor = _open(path, identity)
+                held.callback(os.close, descriptor)
+                pool = torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
+            except OSError as failure:
+                error = f"rank {rank}: {failure}"
+            errors = [text for text in gather(group, error) if text]
+        if not errors and rank == 0:
+            try:
+                os.posix_fallocate(descriptor, 0, num_bytes)
+            except OSError as failure:
+                lacking = f"{num_bytes} bytes needed, {failure.strerror}"
+        return pool, errors, gather(group, lacking)[0]
+
+
+def _open(path: str, identity: tuple[int, int]) -> int:
+    """Open the file that rank 0 made; another file may have the same path in another container."""
+    state = os.stat(path)
+    if (state.st_dev, state.st_ino) != identity:
+        raise FileNotFoundError(errno.ENOENT, "it is another file here", path)
+    return os.open(path, os.O_RDWR)
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    state = os.fstat(descriptor)
+    return state.st_dev, state.st_ino
+
+
+@contextmanager
+def _nameless(num_bytes: int) -> Iterator[Place]:
+    """Make a file of zeroes in memory; others find it under its path while this is open."""
+    try:
+        free = free_memory()
+        descriptor = os.memfd_create("comet-memory")
+    except OSError:  # there is no /proc, or the system refuses such files
+        yield "", (0, 0), ""
+        return
+    try:
+        os.ftruncate(descriptor, num_bytes)
+        lacking = "" if num_bytes <= free else f"{num_bytes} bytes needed, {free} bytes free in memory"
+        yield f"/proc/{os.getpid()}/fd/{descriptor}", _identity(descriptor), lacking
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _named(num_bytes: int) -> Iterator[Place]:
+    """Make a file of zeroes in the first folder with room; it has a name while this is open."""
+    room = {folder: free_bytes(folder) for folder in (SHARED_MEMORY, Path(tempfile.gettempdir()))}
     spaces = ", ".join(f"{free} bytes free in {folder}" for folder, free in room.items())
     folder = next((folder for folder, free in room.items() if num_bytes <= free), None)
     if folder is None:
-        return "", f"{num_bytes} bytes needed, {spaces}"
+        yield "", (0, 0), f"{num_bytes} bytes needed, {spaces}"
+        return
     if folder != SHARED_MEMORY:
         logger.warning("symmetric memory of %d bytes goes to files: %s", num_bytes, spaces)
     try:
-        return _reserve(folder, num_bytes, held), ""
+        descriptor, path = tempfile.mkstemp(prefix="comet-", dir=folder)
     except OSError as failure:
-        return "", f"{num_bytes} bytes needed in {folder}, {failure.strerror}"
-
-
-def _reserve(folder: Path, num_bytes: int, held: ExitStack) -> str:
-    """Path of a new locked file of ``num_bytes`` zeroes; nothing stays behind if the pages cannot be had."""
-    descriptor, path = tempfile.mkstemp(prefix=PREFIX, dir=folder)
-    held.callback(os.close, descriptor)
-    held.callback(os.unlink, path)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    os.posix_fallocate(descriptor, 0, num_bytes)
-    return path
-
-
-def remove_left_files(folders: Iterable[Path]) -> None:
-    """Remove this user's files that jobs which were killed have left, and nobody else's."""
-    for path in (path for folder in folders for path in folder.glob(f"{PREFIX}*")):
-        with suppress(OSError):  # gone meanwhile, or in use
-            state = path.lstat()
-            is_left = path.is_file() and state.st_uid == os.getuid() and time.time() - state.st_mtime > LEFT_S
-            if is_left and not path.is_symlink():
-                with path.open("r+b") as file:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    path.unlink()
-
-
-def _map(path: str, num_bytes: int) -> torch.Tensor:
-    """The file as ``(num_bytes,)`` uint8, mapped shared; the mapping lives as long as a tensor over it."""
-    descriptor = os.open(path, os.O_RDWR)
+        yield "", (0, 0), f"{num_bytes} bytes needed in {folder}, {failure.strerror}"
+        return
     try:
-        return torch.frombuffer(mmap.mmap(descriptor, num_bytes, mmap.MAP_SHARED), dtype=torch.uint8)
+        os.ftruncate(descriptor, num_bytes)
+        yield path, _identity(descriptor), ""
     finally:
+        os.unlink(path)
         os.close(descriptor)

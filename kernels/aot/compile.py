@@ -30,11 +30,12 @@ from triton.compiler import ASTSource
 
 from ..runtime.arch import ARCHS, HOPPER, Arch
 from ..runtime.case import CudaCase, KernelCase
+from ..runtime.machine import usable_cores
 from ..runtime.nvrtc import compile_cubin
 
 KERNELS = "comet.kernels"
 
-# What to count in the PTX. Narrow is below 4 bytes: the sign that the compiler lost alignment or contiguity.
+# Patterns that are counted in the PTX. Narrow accesses (below 4 bytes) show that the compiler lost alignment.
 WGMMA = r"wgmma\.mma_async"
 WIDE_LOADS = r"cp\.async\.cg\.shared|ld\.global[\w.:]*\.v4\.[bfsu]32|ld\.global[\w.:]*\.v2\.[bfsu]64"
 TMA_LOADS = r"cp\.async\.bulk\.(?:tensor\.\dd\.)?shared::\w+\.global"
@@ -42,10 +43,10 @@ WIDE_STORES = r"st\.global[\w.:]*\.v4\.[bfsu]32|st\.global[\w.:]*\.v2\.[bfsu]64"
 TMA_STORES = r"cp\.async\.bulk\.(?:tensor\.\dd\.)?global\.shared"
 NARROW_LOADS = r"ld\.(?:[a-z]+\.)*global(?:\.(?!v[24])[\w:]+)*\.[bsu](?:8|16)\s"
 NARROW_STORES = r"st\.(?:[a-z]+\.)*global(?:\.(?!v[24])[\w:]+)*\.[bsu](?:8|16)\s"
-HGMMA = r"\b[HQ]GMMA\."  # of 16 bits, or of 8
+HGMMA = r"\b[HQ]GMMA\."  # HGMMA multiplies numbers of 16 bits, QGMMA of 8
 # One after the other, how warp-group matrix instructions are issued and waited for.
 WARPGROUP_CODE = r"\b(?:[HQ]GMMA\.|WARPGROUP\.(?:ARRIVE|DEPBAR))[^;]*"
-# What the assembler says where it waits unasked, of one place or of all that a function multiplies.
+# The assembler's note about waits that it adds itself, at one place or in a whole function.
 SERIALIZED = r"\(C75\d\d\) (.*(?:instructions are serialized|wait\w* is injected).*)"
 
 HEADER = ("kernel", "configuration", "regs", "spill B", "shared B", "wgmma", "ld16", "st16", "narrow")
@@ -68,7 +69,7 @@ class Quality:
     serialized: tuple[str, ...] = ()
 
     def complaints(self, case: KernelCase | CudaCase, arch: Arch = HOPPER) -> list[str]:
-        """What breaks the case's expectations, in words; empty when all is well. They are Hopper's."""
+        """Return how the code breaks the case's expectations, which hold on Hopper; empty when all is well."""
         found = []
         if self.shared_bytes > arch.shared_bytes:
             found.append(f"needs {self.shared_bytes} bytes of shared memory, a block has {arch.shared_bytes}")
@@ -183,7 +184,7 @@ def _ask(tool: Any, text: bytes, *options: str) -> subprocess.CompletedProcess[s
 def waited_alone(code: str) -> tuple[str, ...]:
     """Kinds of warp-group matrix instructions of which one is a group of its own, and waited for before the next.
 
-    Whoever multiplies a step by several commits them together, so only the last has the barrier.
+    Several instructions of one step are committed together, so only the last has the barrier.
 
     Example: ``HGMMA.64x32x16.F32 R24, gsb0 ; WARPGROUP.DEPBAR.LE gsb0, 0x0 ;`` gives ``("64x32x16",)``; with another
     HGMMA right before it, or with ``0x1`` behind it, nothing.
@@ -269,8 +270,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--arch", default=HOPPER.name, choices=ARCHS, help="GPUs to compile for; others than Hopper's run only Triton's"
     )
-    words = "compiler processes (default: one for each core)"
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help=words)
+    words = "compiler processes (default: one for each usable core)"
+    parser.add_argument("--jobs", type=int, default=usable_cores(), metavar="N", help=words)
     return parser
 
 

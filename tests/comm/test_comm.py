@@ -1,11 +1,11 @@
 """Communicators on the CPU: the conformance suite, signals, windows of a pool, files of killed jobs."""
 
-import fcntl
 import os
 import re
 import signal as unix_signal
 import tempfile
 import time
+import uuid
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -89,13 +89,15 @@ def memory_outlives_close_as_long_as_a_tensor_does(rank: int) -> None:
     assert bool((local == rank + 1).all())
 
 
-def small_shared_memory_falls_back_to_files_and_says_so_once(rank: int) -> None:
-    free = {cpu_shm.SHARED_MEMORY: 64 << 10}
-    free_bytes, messages = cpu_shm.free_bytes, logged("comet")
-    with pytest.MonkeyPatch.context() as patch, make_communicator("cpu_shm", dist.group.WORLD, "cpu") as comm:
+def ranks_of_two_pid_namespaces_share_a_file_whose_name_goes(rank: int) -> None:
+    free, named = {cpu_shm.SHARED_MEMORY: 64 << 10}, []
+    free_bytes, make, messages = cpu_shm.free_bytes, tempfile.mkstemp, logged("comet")
+    with make_communicator("cpu_shm", dist.group.WORLD, "cpu") as comm, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "getpid", os.getppid)
+        patch.setattr(tempfile, "mkstemp", lambda **options: named.append(make(**options)) or named[-1])
         patch.setattr(cpu_shm, "free_bytes", lambda folder: free.get(folder, free_bytes(folder)))
         comm.alloc(4096)
-        assert not messages
+        assert not any("goes to files" in message for message in messages)
         pool = comm.alloc(1 << 20)
         pool.peers[1 - rank].fill_(rank + 1)
         comm.barrier()
@@ -106,7 +108,17 @@ def small_shared_memory_falls_back_to_files_and_says_so_once(rank: int) -> None:
         ):
             comm.alloc(1 << 20)
     said = "symmetric memory of 2097152 bytes goes to files: 65536 bytes free in /dev/shm"
-    assert [said in message for message in messages] == [True] * (rank == 0)
+    assert [said in message for message in messages].count(True) == (rank == 0)
+    folders = [str(Path(path).parent) for _, path in named]
+    assert folders == ["/dev/shm", tempfile.gettempdir()] * (rank == 0)
+    assert not any(Path(path).exists() for _, path in named)
+
+
+def memory_that_the_machine_lacks_is_refused(rank: int) -> None:
+    with pytest.MonkeyPatch.context() as patch, make_communicator("cpu_shm", dist.group.WORLD, "cpu") as comm:
+        patch.setattr(cpu_shm, "free_memory", lambda: 1000)
+        with pytest.raises(ValueError, match="8192 bytes needed, 1000 bytes free in memory; lower max_tokens"):
+            comm.alloc(100)
 
 
 def two_hosts_are_refused(rank: int) -> None:
@@ -122,19 +134,17 @@ def memory_without_pages_is_refused(rank: int) -> None:
 
     with pytest.MonkeyPatch.context() as patch, make_communicator("cpu_shm", dist.group.WORLD, "cpu") as comm:
         patch.setattr(os, "posix_fallocate", fail)
-        with pytest.raises(
-            ValueError, match=r"8192 bytes needed in /dev/shm, No space left on device; lower max_tokens"
-        ):
+        with pytest.raises(ValueError, match=r"8192 bytes needed, No space left on device; lower max_tokens"):
             comm.alloc(100)
 
 
 def ranks_without_common_files_are_refused(rank: int) -> None:
-    def fail(path: str, num_bytes: int) -> None:
+    def fail(path: str, identity: object) -> int:
         raise FileNotFoundError(2, "No such file", path)
 
     with pytest.MonkeyPatch.context() as patch, make_communicator("cpu_shm", dist.group.WORLD, "cpu") as comm:
         if rank == 1:
-            patch.setattr(cpu_shm, "_map", fail)
+            patch.setattr(cpu_shm, "_open", fail)
         with pytest.raises(UnavailableError, match=r"a file system all ranks share, but rank 1: .*No such file"):
             comm.alloc(100)
 
@@ -150,7 +160,8 @@ def gpu_memory_is_refused_without_gpus(rank: int) -> None:
 CASES = {
     2: (
         memory_outlives_close_as_long_as_a_tensor_does,
-        small_shared_memory_falls_back_to_files_and_says_so_once,
+        ranks_of_two_pid_namespaces_share_a_file_whose_name_goes,
+        memory_that_the_machine_lacks_is_refused,
         two_hosts_are_refused,
         memory_without_pages_is_refused,
         ranks_without_common_files_are_refused,
@@ -311,42 +322,10 @@ def test_nvshmem_says_what_to_change_where_a_gpu_is_out_of_reach() -> None:
         rank._peer(torch.zeros(8), 9)
 
 
-OLD_S = time.time() - 2 * cpu_shm.LEFT_S
-
-
-def make(path: Path, modified: float = OLD_S) -> Path:
-    path.write_bytes(bytes(100))
-    os.utime(path, (modified, modified))
-    return path
-
-
-def test_only_files_that_nobody_holds_are_removed(tmp_path: Path) -> None:
-    left, new, other = (
-        make(tmp_path / "comet-left"),
-        make(tmp_path / "comet-new", time.time()),
-        make(tmp_path / "other"),
-    )
-    used, folder, link = make(tmp_path / "comet-used"), tmp_path / "comet-folder", tmp_path / "comet-link"
-    folder.mkdir()
-    link.symlink_to(other)
-    with used.open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        cpu_shm.remove_left_files([tmp_path, tmp_path / "missing"])
-    assert not left.exists()
-    assert all(path.exists() for path in (new, other, used, folder, link))
-
-
-def test_files_of_another_user_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    left = make(tmp_path / "comet-left")
-    monkeypatch.setattr(os, "getuid", lambda: os.stat(left).st_uid + 1)
-    cpu_shm.remove_left_files([tmp_path])
-    assert left.exists()
-
-
-def be_killed(rank: int, world_size: int) -> None:
-    """Rank 0 dies while the file has a name; the other must not wait for it."""
+def be_killed(rank: int, world_size: int, where: str) -> None:
+    """Rank 0 dies while others open the file, or while it reserves pages; the other must not wait for it."""
     if rank == 0:
-        cpu_shm._map = lambda *_: os.kill(os.getpid(), 9)  # type: ignore[assignment]
+        setattr(cpu_shm if where == "_open" else os, where, lambda *_: os.kill(os.getpid(), 9))
     with pytest.raises(RuntimeError):
         make_communicator("cpu_shm", dist.group.WORLD, "cpu")
 
@@ -355,12 +334,22 @@ def open_one(rank: int, world_size: int) -> None:
     make_communicator("cpu_shm", dist.group.WORLD, "cpu").close()
 
 
-def test_the_next_start_removes_what_a_killed_one_left() -> None:
-    before = set(cpu_shm.SHARED_MEMORY.glob("comet-*"))
-    run_ranks(be_killed, 2, may_die=[0])
-    left = set(cpu_shm.SHARED_MEMORY.glob("comet-*")) - before
-    assert left, "the file of the killed rank"
-    for path in left:
-        os.utime(path, (OLD_S, OLD_S))
-    run_ranks(open_one, 2)
-    assert not any(path.exists() for path in left)
+def test_a_start_removes_no_file_and_a_kill_leaves_none() -> None:
+    """Also files that are named as Comet's are, are old, and that nobody holds open: they are the user's."""
+    number = uuid.uuid4().hex
+    folders = (cpu_shm.SHARED_MEMORY, Path(tempfile.gettempdir()))
+    names = (f"comet-{number}.log", f"comet-{number}.json", f"comet-{number}", f"comet-memory-{number}")
+    users = [folder / name for folder in folders for name in names]
+    try:
+        for path in users:
+            path.write_bytes(bytes(100))
+            os.utime(path, (0, 0))
+        before = shared_files()
+        run_ranks(be_killed, 2, "_open", may_die=[0])
+        run_ranks(be_killed, 2, "posix_fallocate", may_die=[0])
+        run_ranks(open_one, 2)
+        assert [path.name for path in users if not path.exists()] == []
+        assert no_new_file(before)
+    finally:
+        for path in users:
+            path.unlink(missing_ok=True)

@@ -35,6 +35,7 @@ from tiers import slow
 from training_cases import Rank, losses
 
 from comet.errors import CapacityError, CommTimeoutError, NothingMeasuredError
+from comet.kernels.runtime import machine
 from comet.launch.cli import PROGRAM, main
 from comet.launch.config import compose, make_job
 from comet.launch.distributed import OF_TORCHRUN, LaunchContext, rank_environment
@@ -315,6 +316,16 @@ def test_a_local_job_listens_on_the_loopback_interface_only_and_ends_with_its_la
         job.wait()
     if sys.platform == "linux":  # the only one that tells a process of its parent's end
         assert all_gone(pids)
+
+
+def test_ranks_share_the_cores_that_they_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
+    monkeypatch.setattr(machine, "PROC", Path("/nowhere"))  # there is no quota
+    assert [rank_environment(ranks, 0)["OMP_NUM_THREADS"] for ranks in (1, 2, 4, 8)] == ["6", "3", "1", "1"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert rank_environment(2, 0)["OMP_NUM_THREADS"] == "5", "the user's"
 
 
 def test_half_of_torchruns_environment_is_one_line(

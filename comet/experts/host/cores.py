@@ -12,7 +12,6 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -28,6 +27,7 @@ from comet.experts.store import MemoryFile, host_memory
 from comet.kernels.experts.host import PLACE_HOST
 from comet.kernels.experts.mailbox import EXPERTS, FAILED, NUM_EXPERTS, OF_LAYER, READY, STOP, Mailbox
 from comet.kernels.experts.tables import ExpertParts
+from comet.kernels.runtime.machine import usable_cores
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ FAULT_WORDS = 8
 class HostCores:
     """A process that computes missing experts of all layers of a rank, from the memory they are stored in.
 
-    It starts with ``start`` and ends with ``close``, or when nobody refers to this any more, or with this process.
+    It starts with ``start``. It ends with ``close``, with the last reference to this object, or with this process.
 
     Args:
         fault: ``(8,)`` int64 on the device, where spins of the rank record a deadline; ``None``: its own.
@@ -60,7 +60,7 @@ class HostCores:
         insists: bool = True,
     ) -> None:
         self.num_cores, self.sizes, self.device, self.insists = num_cores, sizes, device, insists
-        self.file = MemoryFile()  # where the experts have to be (HeldExperts.fill)
+        self.file = MemoryFile()  # HeldExperts.fill puts the experts here
         self.profile: HostProfile | None = None  # what experts cost, once it is measured
         tokens, routed = sizes.max_tokens, sizes.max_tokens * sizes.top_k
         words = host_memory((EXPERTS.value + sizes.num_experts + routed,), torch.int32, device, self.file)
@@ -74,7 +74,7 @@ class HostCores:
             raise UnavailableError("memory for requests to the host's cores cannot be pinned: set host_cores=off")
         (self._words, mail_tokens, weights, answer), _ = zip(*parts, strict=True)
         self._counts = host_memory((2,), torch.int64, torch.device("cpu"), self.file)[0]
-        # of the caches that are served
+        # The caches that are served share this mailbox.
         self.mail = Mailbox(
             share=torch.zeros(tokens + 1, sizes.num_experts + 1, dtype=torch.int32, device=device),
             sequence=torch.zeros(1, dtype=torch.int32, device=device),
@@ -219,19 +219,10 @@ def cores_of(setting: str, ranks: int) -> int:
     return int(setting) // ranks
 
 
-def usable_cores() -> int:
-    """Cores that this process may keep busy: those it may run on, and no more than a container's quota."""
-    cores, quota = len(os.sched_getaffinity(0)), Path("/sys/fs/cgroup/cpu.max")
-    if quota.is_file():
-        limit, period = quota.read_text().split()
-        cores = cores if limit == "max" else min(cores, max(int(limit) // int(period), 1))
-    return cores
-
-
 def open_cores(
     setting: str, sizes: HostSizes, device: torch.device, *, runner: Runner | None = None
 ) -> HostCores | None:
-    """What a model's setting asks for; ``None`` where it is off, and where ``auto`` knows that it does not pay."""
+    """Return the cores that a setting asks for; ``None`` if it is off, or ``auto`` where cores do not pay."""
     ranks, timeout_s, fault = 1, TIMEOUT_S, None
     if isinstance(runner, ReplicatedRunner):
         ranks, timeout_s = runner.group.parallel.world_size, runner.group.comm.timeout_s
