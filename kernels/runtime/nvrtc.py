@@ -128,6 +128,8 @@ def load_kernel(cubin: bytes, name: str, *, num_threads: int, cluster: int, shar
     """Load a kernel of a cubin into the current device's context."""
     from cuda.bindings import driver
 
+    # A thread that has not used the GPU yet has no context; set_device makes the device's own current.
+    torch.cuda.set_device(torch.cuda.current_device())
     module = _checked(driver.cuModuleLoadData(cubin))
     function = _checked(driver.cuModuleGetFunction(module, name.encode()))
     limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
