@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
+from comet.kernels.runtime.process import PARENT, end_with_parent
 from comet.launch.help import help_page, task_page, version_line
 from comet.launch.tasks.registry import TASKS, Task, find_task, imported
 
@@ -35,6 +36,11 @@ def main(
     Args:
         program: Arguments for the Python interpreter that start this same command line as a rank.
     """
+    if os.environ.get(
+        "LOCAL_RANK"
+    ):  # before torch is imported: that takes seconds, in which the launcher may be killed
+        launcher = os.environ.pop(PARENT, "")
+        end_with_parent(int(launcher) if launcher.isdecimal() else None)
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if not words or words[0] in ("-h", "--help", "help"):
@@ -49,7 +55,7 @@ def main(
         return status
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever reads the output has seen enough, as `head` has
+    except BrokenPipeError:  # the reader of the output has seen enough, as `head` has
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when Python ends
         return 128 + signal.SIGPIPE
     except (ValueError, OSError, RuntimeError, ModuleNotFoundError) as error:

@@ -5,7 +5,6 @@ The only place that reads environment variables. They are the ones ``torchrun`` 
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -24,10 +23,9 @@ import torch.distributed as dist
 from comet.comm.handshake import Host, set_deadline, this_host
 from comet.config import require
 from comet.errors import CommTimeoutError
-from comet.kernels.runtime.machine import usable_cores
+from comet.kernels.runtime.process import PARENT, usable_cores
 from comet.training.ranks import RankContext
 
-PR_SET_PDEATHSIG = 1
 START_S = 300.0  # a rank of another node may import from a slow disk
 POLL_S = 0.05
 OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -119,6 +117,7 @@ def rank_environment(num_ranks: int, port: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(max(usable_cores() // num_ranks, 1)),
         **dict.fromkeys(interfaces, loopback),
         **os.environ,
+        PARENT: str(os.getpid()),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(num_ranks),
@@ -129,14 +128,12 @@ def rank_environment(num_ranks: int, port: int) -> dict[str, str]:
     }
 
 
-def end_with_supervisor() -> None:
-    """Let this rank end at once on Ctrl-C, also inside a collective, and on Linux when its supervisor is killed.
+def end_at_ctrl_c() -> None:
+    """Let this rank end at once on Ctrl-C, also inside a collective.
 
     Nothing depends on a rank leaving in order: checkpoints appear by renaming, shared memory is unlinked when mapped.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def open_store(context: LaunchContext) -> dist.Store:

@@ -19,7 +19,7 @@ from comet.launch.distributed import (
     WORDS_KEY,
     LaunchContext,
     current_context,
-    end_with_supervisor,
+    end_at_ctrl_c,
     join,
     leave,
     open_store,
@@ -32,7 +32,7 @@ from comet.launch.tasks.registry import Task, imported
 
 def run_rank(task: Task, options: Namespace) -> NoReturn:
     """Run a task as the rank this process was started as, and end the process with the status of its outcome."""
-    end_with_supervisor()
+    end_at_ctrl_c()
     context, status = current_context(), 0
     signs: Signs | None = None  # how this rank talks with the others, once they have met
 

@@ -51,7 +51,7 @@ from comet.experts.host.profile import HostSizes
 from comet.experts.options import StoreOptions
 from comet.experts.prefetch import prefetch_between
 from comet.experts.store import HeldExperts
-from comet.kernels.runtime.machine import usable_cores
+from comet.kernels.runtime.process import usable_cores
 from comet.layer.group import ExpertGroup
 from comet.layout import ExpertLayout, RoutedTokens
 from comet.measure.timing import capture, time_interleaved

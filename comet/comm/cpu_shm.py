@@ -28,7 +28,7 @@ from comet.comm.handshake import check_size, gather
 from comet.comm.signals import fence, poll, signal
 from comet.config import require
 from comet.errors import CommTimeoutError, UnavailableError
-from comet.kernels.runtime.machine import free_memory
+from comet.kernels.runtime.process import free_memory
 from comet.layout import round_up
 
 logger = logging.getLogger(__name__)

@@ -30,8 +30,8 @@ from triton.compiler import ASTSource
 
 from ..runtime.arch import ARCHS, HOPPER, Arch
 from ..runtime.case import CudaCase, KernelCase
-from ..runtime.machine import usable_cores
 from ..runtime.nvrtc import compile_cubin
+from ..runtime.process import end_with_parent, usable_cores
 
 KERNELS = "comet.kernels"
 
@@ -237,7 +237,8 @@ def run_case(module: str, index: int, arch: Arch = HOPPER) -> Outcome:
 
 def run_cases(tasks: Sequence[tuple[str, int]], jobs: int, arch: Arch = HOPPER) -> list[Outcome]:
     """Outcomes in the order of the tasks, compiled by ``jobs`` processes, with a running count on standard error."""
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, context, initializer=end_with_parent, initargs=(os.getpid(),)) as pool:
         futures: list[Future[Outcome]] = [pool.submit(run_case, *task, arch) for task in tasks]
         for done, future in enumerate(as_completed(futures), start=1):
             outcome = future.result()

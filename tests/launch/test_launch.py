@@ -35,7 +35,7 @@ from tiers import slow
 from training_cases import Rank, losses
 
 from comet.errors import CapacityError, CommTimeoutError, NothingMeasuredError
-from comet.kernels.runtime import machine
+from comet.kernels.runtime import process
 from comet.launch.cli import PROGRAM, main
 from comet.launch.config import compose, make_job
 from comet.launch.distributed import OF_TORCHRUN, LaunchContext, rank_environment
@@ -322,7 +322,7 @@ def test_ranks_share_the_cores_that_they_may_use(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
-    monkeypatch.setattr(machine, "PROC", Path("/nowhere"))  # there is no quota
+    monkeypatch.setattr(process, "PROC", Path("/nowhere"))  # there is no quota
     assert [rank_environment(ranks, 0)["OMP_NUM_THREADS"] for ranks in (1, 2, 4, 8)] == ["6", "3", "1", "1"]
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert rank_environment(2, 0)["OMP_NUM_THREADS"] == "5", "the user's"

@@ -27,7 +27,7 @@ from comet.experts.store import MemoryFile, host_memory
 from comet.kernels.experts.host import PLACE_HOST
 from comet.kernels.experts.mailbox import EXPERTS, FAILED, NUM_EXPERTS, OF_LAYER, READY, STOP, Mailbox
 from comet.kernels.experts.tables import ExpertParts
-from comet.kernels.runtime.machine import usable_cores
+from comet.kernels.runtime.process import usable_cores
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from comet.kernels.runtime import machine
-from comet.kernels.runtime.machine import free_memory, usable_cores
+from comet.kernels.runtime import process
+from comet.kernels.runtime.process import free_memory, usable_cores
 
 GIB = 2**30
 # Groups of this process, files below /sys/fs/cgroup, usable cores of 16, free GiB of 64.
@@ -64,8 +64,8 @@ def test_cores_and_memory_of_a_container_are_those_it_may_use(
 ) -> None:
     groups, files, cores, free = CASES[case]
     proc, root = tmp_path / "proc", tmp_path / "cgroup"
-    monkeypatch.setattr(machine, "PROC", proc)
-    monkeypatch.setattr(machine, "GROUPS", root)
+    monkeypatch.setattr(process, "PROC", proc)
+    monkeypatch.setattr(process, "GROUPS", root)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     (proc / "self").mkdir(parents=True)
     (proc / "meminfo").write_text(f"MemTotal: {2**30} kB\nMemFree:  5 kB\nMemAvailable:   {64 * 2**20} kB\n")

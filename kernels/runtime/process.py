@@ -1,13 +1,17 @@
-"""Cores and memory that this process may use: those of the machine, or fewer where a container has limits."""
+"""Cores and memory that this process may use, which a container may limit, and its end with its parent."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+PR_SET_PDEATHSIG = 1
+PARENT = "COMET_PARENT"  # variable of a process's environment: its parent's process id
 PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
@@ -29,6 +33,18 @@ def free_memory() -> int:
             cached = re.findall(r"^(?:total_)?inactive_file (\d+)", (folder / "memory.stat").read_text(), re.MULTILINE)
             free = min(free, max(numbers[0] - numbers[1] + int(cached[-1]), 0))
     return free
+
+
+def end_with_parent(parent: int | None = None) -> None:
+    """Let the kernel kill this process when the thread that started it ends (Linux only).
+
+    Args:
+        parent: Process id of the parent, which may have ended before this call; then this process ends at once.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
 
 
 def _groups(controller: str) -> Iterator[Path]:
