@@ -6,6 +6,8 @@ The public names are loaded on first use, so that ``import comet`` alone is fast
 from __future__ import annotations
 
 import importlib
+import importlib.util
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -47,9 +49,20 @@ _MODULES = {
 }
 __all__ = list(_MODULES)
 
+if importlib.util.find_spec("comet.kernels") is None:
+    _FOLDER = Path(__file__).resolve().parents[1]
+    raise ImportError(
+        f"{_FOLDER} is the source of Comet, not the installed package: install it with `pip install -e {_FOLDER}`, or"
+        f" use another installation: start Python with -P, or outside {_FOLDER}"
+    )
+
 
 def __getattr__(name: str) -> object:
     """Load a public name (PEP 562)."""
+    if name == "__version__":
+        from comet.version import comet_version
+
+        return comet_version()
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULES[name]), name)

@@ -1,4 +1,4 @@
-"""Which Comet this is."""
+"""The version and the commit of this Comet."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def comet_version() -> str:
-    """The installed version, ``unknown`` of a source tree on the path."""
+    """Return the installed version, or ``unknown`` for a source tree that is only on the path."""
     try:
         return version("comet-moe")
     except PackageNotFoundError:
@@ -18,7 +18,7 @@ def comet_version() -> str:
 
 
 def comet_commit() -> str:
-    """The git commit of a checkout, with ``-dirty`` where files differ from it; "" elsewhere, and without git."""
+    """Return the git commit of a checkout, or "" elsewhere. ``-dirty`` says that files differ from the commit."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude", "*"]
     if not (ROOT / ".git").exists():
         return ""

@@ -7,6 +7,8 @@ import pytest
 import support  # noqa: F401 - puts the helpers on the import path
 import torch
 
+import comet  # noqa: F401 - pytest imports the clone's __init__.py: this keeps it from being taken for the package
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the markers; side by side, test processes share the cores."""
@@ -19,7 +21,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: no collection of garbage need look at it again."""
+    """Spare the garbage collector what is imported by now, because all of it stays."""
     gc.collect()
     gc.freeze()
 
@@ -40,8 +42,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
     """Tests without a GPU, and the programs that they start, compute in one thread, as their ranks do.
 
-    Several threads make tensors of these sizes slower, and far slower beside other processes that compute. Files of
-    tests that need GPUs end with ``_gpu``.
+    Several threads make tensors of these sizes slower, and far slower while other processes compute. Files of tests
+    that need GPUs end with ``_gpu``.
     """
     if request.path.stem.endswith("_gpu"):
         yield
