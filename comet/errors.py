@@ -29,5 +29,9 @@ class UnavailableError(RuntimeError):
     """A backend or an optional package cannot work on this machine; the message says what to use instead."""
 
 
+class AgreedError(ValueError):
+    """All ranks of a group refuse the same call together, so no rank waits for another; the next call is right."""
+
+
 class NotFiniteError(ValueError):
     """The router met NaN or infinity, or logits of new tokens are NaN: training diverged, or weights are damaged."""

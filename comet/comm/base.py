@@ -154,6 +154,7 @@ class Communicator(ABC):
         self.device = device
         self.timeout_s = timeout_s
         self.closed = False
+        self.num_passes = 0  # that all ranks have begun by collectives of torch.distributed
         # why there is no symmetric memory, or no kernel for it, in words; empty where there is
         self.memory_obstacle = ""
         self.all_left = False  # once closed, whether all ranks have closed it, or none waits for them
@@ -178,16 +179,15 @@ class Communicator(ABC):
         require(num_bytes >= 1, f"num_bytes={num_bytes} must be at least 1")
         return self._alloc(num_bytes)
 
-    def step(self, what: str, *, collectives: bool = False, refuses: bool | None = None) -> Step:
+    def step(self, what: str, *, collectives: bool = False, refuses: bool = False) -> Step:
         """A context manager for one use of the group's memory, in which all ranks take part.
 
         Args:
             what: What it is, for the message where it fails: ``forward pass``.
             collectives: Whether it runs collectives of ``torch.distributed``, which no restart brings back into step.
-            refuses: Whether a ``ValueError`` in it is raised before anything is sent, or on all ranks together; left
-                out, as ``collectives``.
+            refuses: Whether a ``ValueError`` in it is raised before anything is sent.
         """
-        return Step(self, what, is_final=collectives, refuses=collectives if refuses is None else refuses)
+        return Step(self, what, is_final=collectives, refuses=refuses)
 
     def take_turn(self, what: str) -> None:
         """Keep other threads out until ``turn`` is released: they wait, or over ranks raise ``RuntimeError``.

@@ -17,8 +17,8 @@ from torch.autograd.function import FunctionCtx
 from torch.distributed import ProcessGroup
 
 from comet.comm.base import Communicator
-from comet.comm.handshake import this_rank
-from comet.config import require
+from comet.comm.handshake import exchange, this_rank
+from comet.errors import AgreedError
 from comet.layout import ExpertLayout
 from comet.utils.derivatives import first_only
 
@@ -26,6 +26,7 @@ ONE_ORDER = (
     "all ranks of a group must call its layers in one order, forward and backward, with gradients on all of them or on "
     "none"
 )
+ALL_OR_NONE = "; a rank leaves out a backward pass only where all ranks leave out that of the same call"
 
 
 def all_to_all_rows(
@@ -79,31 +80,39 @@ def call_number(layer: int, *wanted: bool) -> int:
     return layer * 16 + sum(flag << bit for bit, flag in enumerate(wanted))
 
 
-def check_calls(calls: Sequence[int], *names: str) -> None:
-    """Raise ``ValueError`` unless all ranks call the same layer and want the same gradients, for which they would wait.
+def check_calls(calls: Sequence[int], *names: str, numbers: Sequence[int] = ()) -> None:
+    """Raise ``AgreedError`` unless all ranks begin the same pass of the same layer and want the same gradients.
 
     Example: calls ``[51, 50]`` of names "tokens" and "w1 or w2": layer 3, requires_grad of tokens differs, True on rank
-    0 only.
+    0 only. Calls ``[49, 49]`` with numbers ``[5, 7]``: backward passes of calls 5 and 7 of layer 3.
+
+    Args:
+        numbers: Of each rank the number of the call whose backward pass it begins; 0 or left out: a call begins.
     """
-    for rank, call in enumerate(calls):
-        if call >> 4 != calls[0] >> 4:
-            raise ValueError(other_call(0, calls[0], rank, call))
+    numbers = numbers or [0] * len(calls)
+    for rank, (call, number) in enumerate(zip(calls, numbers, strict=True)):
+        if (call >> 4, number) != (calls[0] >> 4, numbers[0]):
+            raise AgreedError(other_call(0, calls[0], rank, call, numbers[0], number))
     for bit, name in enumerate(names):
         flags = [bool(call >> bit & 1) for call in calls]
-        require(
-            len(set(flags)) == 1,
-            f"requires_grad={flags} of {name} on ranks 0 to {len(flags) - 1} must be equal on all ranks of the group, "
-            "which exchange gradients in the backward pass; freeze on all of them, or on none",
-        )
+        if len(set(flags)) > 1:
+            raise AgreedError(
+                f"requires_grad={flags} of {name} on ranks 0 to {len(flags) - 1} must be equal on all ranks of the "
+                "group, which exchange gradients in the backward pass; freeze on all of them, or on none"
+            )
 
 
-def other_call(rank: int, call: int, peer: int, other: int) -> str:
-    """Which layers two ranks called at the same time, and the rule."""
-    mine, theirs = (f"layer {each >> 4} {'with' if each & 15 else 'without'} gradients" for each in (call, other))
-    return (
-        f"rank {rank} called {mine} (layers are counted as they are made) while rank {peer} called {theirs}: "
-        + ONE_ORDER
-    )
+def other_call(rank: int, call: int, peer: int, other: int, number: int = 0, other_number: int = 0) -> str:
+    """Return the message for two ranks that began different passes at the same time; numbers as of ``check_calls``."""
+    rule = ONE_ORDER + (ALL_OR_NONE if number or other_number else "")
+    mine, theirs = _began(call, number), _began(other, other_number)
+    return f"rank {rank} {mine} (layers are counted as they are made) while rank {peer} {theirs}: {rule}"
+
+
+def _began(call: int, number: int) -> str:
+    if number:
+        return f"began the backward pass of call {number} of layer {call >> 4}"
+    return f"called layer {call >> 4} {'with' if call & 15 else 'without'} gradients"
 
 
 def bad_ids(top_k_ids: Tensor, layout: ExpertLayout) -> Tensor:
@@ -112,31 +121,62 @@ def bad_ids(top_k_ids: Tensor, layout: ExpertLayout) -> Tensor:
 
 
 def check_ids(num_bad: Sequence[int], top_k_ids: Tensor, layout: ExpertLayout) -> None:
-    """Raise ``ValueError`` on all ranks for the first with bad ids, ``num_bad`` of each; there it names such an id."""
+    """Raise ``AgreedError`` for the first rank with bad ids, ``num_bad`` of each; there it names such an id."""
     for rank, num in enumerate(num_bad):
         if num:
             shown = int(top_k_ids[bad_ids(top_k_ids, layout)][0]) if rank == layout.rank else f"{num} bad ids"
-            raise ValueError(
+            raise AgreedError(
                 f"top_k_ids of rank {rank} contain {shown}; every id must be -1 (masked) or in "
                 f"[0, num_experts={layout.num_experts})"
             )
 
 
-def in_steps(comm: Communicator, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """``compute(*tensors)`` by collectives: forward and backward are a step of the group each, of all in them."""
-    with comm.step("forward pass", collectives=True):
-        if not wants_grad(*tensors):
-            return compute(*tensors)
-        output: Tensor = _StepBackward.apply(comm, compute, *tensors)
-        return output
+class CollectiveSteps:
+    """The passes of one layer by collectives: forward and backward are a step of the group each, of all in them.
+
+    Args:
+        number: Of the layer in the group.
+    """
+
+    def __init__(self, comm: Communicator, process_group: ProcessGroup, number: int) -> None:
+        self.comm, self.process_group, self.call = comm, process_group, call_number(number)
+
+    def __call__(self, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        """``compute(*tensors)``, differentiably."""
+        with self.comm.step("forward pass", collectives=True):
+            trains = wants_grad(*tensors)
+            number = self.begin(0, trains=trains)
+            if not trains:
+                return compute(*tensors)
+            output: Tensor = _StepBackward.apply(self, number, compute, *tensors)
+            return output
+
+    def begin(self, number: int, *, trains: bool = True) -> int:
+        """Let all ranks say which pass they begin, and return its number (collective).
+
+        The message has the same size for all passes. A pass of other ranks that is another one may have messages of
+        another size: gloo ends the process that receives them, and NCCL writes past the end.
+
+        Args:
+            number: Of the call whose backward pass begins; 0: a call begins.
+
+        Raises:
+            AgreedError: If they begin different passes.
+        """
+        calls, numbers = zip(*exchange(self.process_group, (self.call + trains, number), self.comm.device), strict=True)
+        check_calls(calls, numbers=numbers)
+        self.comm.num_passes += 1
+        return self.comm.num_passes
 
 
 class _StepBackward(torch.autograd.Function):
     """A graph inside of one node, so that one call has all of its backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, comm: Communicator, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        ctx.comm = comm
+    def forward(
+        ctx: Any, steps: CollectiveSteps, number: int, compute: Callable[..., Tensor], *tensors: Tensor
+    ) -> Tensor:
+        ctx.steps, ctx.number = steps, number
         ctx.leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
         with torch.enable_grad():
             ctx.output = compute(*ctx.leaves)
@@ -148,15 +188,15 @@ class _StepBackward(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.output is None:
             raise RuntimeError("a second backward pass of this graph needs retain_graph=True in the first")
-        output, needed = ctx.output, ctx.needs_input_grad[2:]
+        output, needed = ctx.output, ctx.needs_input_grad[3:]
         kept = torch._C._autograd._get_current_graph_task_keep_graph()
         if not kept:
             ctx.output = None
         wanted = [leaf for leaf, is_needed in zip(ctx.leaves, needed, strict=True) if is_needed]
-        with ctx.comm.step("backward pass", collectives=True, refuses=False):
-            ctx.comm.in_flight = True
+        with ctx.steps.comm.step("backward pass", collectives=True):
+            ctx.steps.begin(ctx.number)
             grads = iter(torch.autograd.grad(output, wanted, grad, retain_graph=kept, allow_unused=True))
-        return None, None, *(next(grads) if is_needed else None for is_needed in needed)
+        return None, None, None, *(next(grads) if is_needed else None for is_needed in needed)
 
 
 class _AllToAllRows(torch.autograd.Function):

@@ -44,6 +44,7 @@ class DeviceBarrier:
         barrier_kernel[(1,)](
             self._flags.pointers,
             None,
+            None,
             self._epoch,
             self._fault,
             self._flags.rank,

@@ -23,7 +23,7 @@ from torch.distributed import DistError
 from torch.utils.checkpoint import _StopRecomputationError
 
 from comet.comm.signals import fence, poll
-from comet.errors import CommTimeoutError, StepFailedError
+from comet.errors import AgreedError, CommTimeoutError, StepFailedError
 from comet.utils.graphs import is_capturing
 
 if TYPE_CHECKING:
@@ -180,10 +180,13 @@ class Step:
 
     Threads of a rank alone take turns; over ranks a second thread is refused.
 
-    Not noted: what fails while nothing is in flight, or while a CUDA graph is captured, which sends nothing either.
+    Not noted: an error while nothing is in flight, one that all ranks raise together, and one while a CUDA graph is
+    captured, which sends nothing.
 
     Args:
-        refuses: Whether a ``ValueError`` in it is raised before anything is sent, or on all ranks together.
+        is_final: Whether it runs collectives of ``torch.distributed``. No restart brings these back into step, and one
+            may be under way at any time.
+        refuses: Whether a ``ValueError`` in it is raised before anything is sent.
     """
 
     __slots__ = ("_around", "_comm", "_is_final", "_refuses", "_what")
@@ -203,7 +206,7 @@ class Step:
         comm.board.take_back()
         comm.awaits_collectives |= self._is_final
         # A backward pass whose forward pass is run again has that step inside of its own.
-        self._around, comm.in_flight = comm.in_flight, False
+        self._around, comm.in_flight = comm.in_flight, self._is_final
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
@@ -217,6 +220,7 @@ class Step:
         if error is None or isinstance(error, _StopRecomputationError) or is_capturing(comm.device):
             return
         in_step = isinstance(error, ValueError) if self._refuses else not was_in_flight
+        in_step |= isinstance(error, AgreedError)
         if comm.world_size == 1:
             if not in_step:
                 comm.restart()

@@ -172,6 +172,18 @@ def to_host(numbers: Tensor, group: ProcessGroup | None) -> list[Any]:
     return found
 
 
+def exchange(group: ProcessGroup, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
+    """Return every rank's numbers, in rank order (collective); all ranks give equally many.
+
+    They travel between the hosts where the group has a backend for that: so nothing waits for the device.
+    """
+    device = torch.device("cpu") if torch.device("cpu") in group._device_types else device
+    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
+    found = mine.new_empty(group.size(), len(numbers))
+    dist.all_gather(list(found.unbind()), mine, group=group)
+    return to_host(found, group)
+
+
 def abort_nccl(group: ProcessGroup | None) -> None:
     """End what NCCL has on the GPU: it waits for a rank that does not come, and would end the process for it."""
     for backend in _backends(group):

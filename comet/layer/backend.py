@@ -149,8 +149,16 @@ class Backend(ABC):
     # ---- backward ----------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def barrier(self) -> None:
-        """Advance the epoch once every rank has arrived: opens a use of the pool that no plan opens."""
+    def barrier(self, plan: Plan) -> None:
+        """Advance the epoch once every rank has arrived to begin the backward pass of the same call.
+
+        Args:
+            plan: Of that call; its epoch is compared.
+
+        Raises:
+            ValueError: On the CPU, on all ranks, if they begin backward passes of different calls (on a GPU
+                ``Workspace.check`` raises).
+        """
 
     @abstractmethod
     def dispatch_dgrad(self, grad_output: Tensor, w2: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:

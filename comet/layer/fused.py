@@ -134,13 +134,13 @@ class Fused(Backend):
         launch(a, b, y, out, symm, returns, table, self.settings, bias)
         return out
 
-    def barrier(self) -> None:
-        """On the device, in stream order."""
+    def barrier(self, plan: Plan) -> None:
+        """Run on the device, in stream order."""
         workspace, flags, calls = self.workspace, self.workspace.barrier_flags, self.workspace.calls
         workspace.comm.in_flight = True
         barrier_kernel[(1,)](
-            flags.pointers, calls.pointers, workspace.epoch, workspace.fault, flags.rank, len(flags.peers),
-            workspace.timeout_ns, self.call(trains=True),
+            flags.pointers, calls.pointers, plan.status, workspace.epoch, workspace.fault, flags.rank,
+            len(flags.peers), workspace.timeout_ns, self.call(trains=True),
             W_BLOCK=power_of_2(len(flags.peers)), INTERPRET=triton.knobs.runtime.interpret,
         )  # fmt: skip
 

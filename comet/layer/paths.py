@@ -6,14 +6,14 @@ from typing import Protocol, get_args
 
 from torch import Tensor
 
-from comet.comm.collectives import in_steps
+from comet.comm.collectives import CollectiveSteps
 from comet.config import MoEConfig, OverlapConfig, Path, require
 from comet.layer.backend import layer_choice
 from comet.layer.group import ExpertGroup
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.weights import match_once, match_weights, pad_width
 from comet.layout import Biases, RoutedTokens
-from comet.reference.plain import CollectiveExperts, gather_reference_experts, plain_experts
+from comet.reference.plain import CollectiveExperts, check_inputs, gather_reference_experts, plain_experts
 from comet.utils.uncompiled import uncompiled
 
 
@@ -44,6 +44,7 @@ class CollectivePath:
         self.comm = group.comm
         self.number = group.workspace.layers_made  # of the layer
         self.process_group = group.process_group
+        self.steps = self.process_group and CollectiveSteps(self.comm, self.process_group, self.number)
         self.match = match_once(match_weights, config, self.layout, biased=config.expert_bias)
 
     @uncompiled
@@ -51,8 +52,10 @@ class CollectivePath:
         self.match(w1, w2, *(biases or ()))
         w1, w2, biases = pad_width(w1, w2, biases)
         inputs = (*routed, w1, w2, *(biases or ()))
-        if self.layout.world_size > 1:
-            return in_steps(self.comm, self._run, *inputs)
+        if self.steps and self.layout.world_size > 1:
+            # Here, because a rank that finds this inside of a step has begun a pass that it does not go on with.
+            check_inputs(routed, w1, w2, self.layout, routed.tokens.dtype)
+            return self.steps(self._run, *inputs)
         with self.comm.step("forward pass"):
             return self._run(*inputs)
 

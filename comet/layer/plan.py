@@ -188,7 +188,7 @@ class Plan:
     segment_tiles: Tensor  # (max_tiles, 4) int32: the same tiles by expert and row, whatever their phase
     tile_starts: Tensor  # (P + 1,) int32: first tile of each phase; last: number of tiles
     # (4,) int32: routed rows needed (with padding), routed rows dropped by the capacity mode, 1 if the rows needed
-    # exceed Q (then the surplus was left out and the host raises), 0
+    # exceed Q (then the surplus was left out and the host raises), the epoch of the exchange (0 after a failed wait)
     status: Tensor
     # (128 + W * C,) int32 zeros: ticket and panel counters of the fused kernels, 32 for each launch, then of each chunk
     # of sent rows the tickets that were done

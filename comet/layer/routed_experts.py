@@ -90,7 +90,7 @@ def backward(
         Gradients of tokens, routing weights, w1, w2 and biases, in their shapes; ``None`` of weights that are deferred.
     """
     plan = saved.plan
-    backend.barrier()
+    backend.barrier(plan)
     grad_rows, grad_hidden = backend.dispatch_dgrad(grad_output, w2, plan)
     grad_pre, weighted_hidden, grad_row_weights = backend.activation_backward(saved.pre_activation, grad_hidden, plan)
     del grad_hidden

@@ -14,7 +14,8 @@ region            shape                   dtype     written by
 ``combine_grads`` (W * M, K)              float32   backward: gradients of the routing weights
 ``combine_flags`` (W, 4C, 64)             int32     epoch of the combine, per chunk of 32 rows, panel and part
 ``barrier_flags`` (W,)                    int32     epoch of the barrier
-``calls``         (2, W)                  int32     which layer, and whether gradients are wanted: s writes [parity, s]
+``calls``         (4, W)                  int32     s writes [parity, s]: layer, and whether gradients are wanted;
+                                                    before a backward pass [2 + parity, s]: epoch of its plan
 ================  ======================  ========  ==========================================================
 
 Why no rank overwrites what another still reads: a rank writes ids of epoch n+1 only after its stream finished the
@@ -102,7 +103,7 @@ class WorkspaceShape:
             "combine_grads": ((ranks * tokens, self.top_k), torch.float32),
             "combine_flags": ((ranks, tokens // COMBINE_CHUNK_ROWS, CHUNK_FLAGS), torch.int32),
             "barrier_flags": ((ranks,), torch.int32),
-            "calls": ((2, ranks), torch.int32),
+            "calls": ((4, ranks), torch.int32),
         }
 
 
@@ -229,6 +230,8 @@ class Workspace:
         aborted, place, peer, index, expected, seen, _, _ = self.fault.tolist()
         if not aborted:
             return ""
+        if place == CALL and index:  # which is the call: the numbers differ
+            return other_call(self.comm.rank, index, peer, index, expected, seen)
         if place == CALL:
             return other_call(self.comm.rank, expected, peer, seen)
         where = f"{PLACES[place]}, chunk {index}"

@@ -155,6 +155,7 @@ class AllToAll(PrepareFinalize):
             received = torch.empty_like(sent)
             dist.all_to_all_single(received, sent, group=self.process_group)
         sent_host, received_host = to_host(torch.stack([sent, received]), self.process_group)
+        self.comm.in_flight = False  # an error up to the end of the loop is raised on all ranks
         check_ids([num for _, num, _ in received_host], top_k_ids, layout)
         for rank, (*_, bad_tokens) in enumerate(received_host):
             if bad_tokens and rank == layout.rank:
@@ -164,6 +165,7 @@ class AllToAll(PrepareFinalize):
                 f"tokens of rank {rank} contain {bad_tokens} with NaN or infinity; every token must be finite to be "
                 "quantised",
             )
+        self.comm.in_flight = True
         return Route(
             num_tokens=top_k_ids.shape[0],
             token_ids=going.nonzero()[:, 1],

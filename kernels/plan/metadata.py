@@ -46,7 +46,7 @@ class PoolTensors(NamedTuple):
     weight_pointers: Tensor  # (W,) int64
     flags: Tensor  # (W, C) int32: epoch in which chunk c of source s arrived
     flag_pointers: Tensor  # (W,) int64
-    calls: Tensor  # (2, W) int32: what [parity, s] source s calls
+    calls: Tensor  # (4, W) int32: source s writes its call at [parity, s]
     call_pointers: Tensor  # (W,) int64
     epoch: Tensor  # (1,) int32: the exchange is number epoch + 1; afterwards it is the epoch
     fault: Tensor  # (8,) int64 record of a spin that met its deadline

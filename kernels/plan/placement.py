@@ -181,7 +181,7 @@ def place_segment(kept, phases, plan, expert, num_routed_rows, PLAN: tl.constexp
 
 
 @triton.jit
-def place_totals(totals, kept, phases, plan, fault_ptr, num_routed_rows, PLAN: tl.constexpr):
+def place_totals(totals, kept, phases, plan, epoch, fault_ptr, num_routed_rows, PLAN: tl.constexpr):
     """Write the segment table, tile starts and status."""
     experts = tl.arange(0, PLAN.padded_experts)
     counts, starts, num_rows = expert_segments(kept, PLAN)
@@ -197,7 +197,7 @@ def place_totals(totals, kept, phases, plan, fault_ptr, num_routed_rows, PLAN: t
     tl.store(plan.status + 2, (num_rows > num_routed_rows).to(tl.int32))
     if num_rows > num_routed_rows:
         tl.store(fault_ptr + FAULT_ROWS_NEEDED, tl.cast(num_rows, tl.int64))
-    tl.store(plan.status + 3, 0)
+    tl.store(plan.status + 3, unless_failed(epoch, fault_ptr))
 
 
 @triton.jit(do_not_specialize=["rank", "capacity", "num_routed_rows"])
@@ -260,6 +260,6 @@ def place_kernel(pool, scratch, plan, rank, capacity, num_routed_rows, M, PLAN: 
         if program < 2 * num_pairs + E:
             place_segment(kept, phases, plan, program - 2 * num_pairs, num_routed_rows, PLAN)
         else:
-            place_totals(totals, kept, phases, plan, pool.fault, num_routed_rows, PLAN)
+            place_totals(totals, kept, phases, plan, epoch, pool.fault, num_routed_rows, PLAN)
             # The other programs read the plan's copy of the epoch, so this store races with nobody.
             tl.store(pool.epoch, epoch, mask=tl.load(pool.fault) == 0)

@@ -28,7 +28,9 @@ PLACE_EXCHANGE = tl.constexpr(1)
 PLACE_LAYER0 = tl.constexpr(2)
 PLACE_PANEL = tl.constexpr(3)
 PLACE_LAYER1 = tl.constexpr(4)
-PLACE_CALL = tl.constexpr(5)  # no spin: a rank called something else; expected and seen are the calls
+# No spin: a rank called something else. Expected and seen are the calls, or the epochs of the plans whose backward
+# passes began; then the index is the call.
+PLACE_CALL = tl.constexpr(5)
 
 FAULT_ROWS_NEEDED = tl.constexpr(7)
 
@@ -251,16 +253,18 @@ def wait_flags(flag_ptrs, mask, expected, fault_ptr, timeout_ns, place, peers, i
 
 @triton.jit(do_not_specialize=["rank", "world_size", "timeout_ns", "call"])
 def barrier_kernel(
-    flag_addresses, call_addresses, epoch_ptr, fault_ptr, rank, world_size, timeout_ns, call,
+    flag_addresses, call_addresses, status_ptr, epoch_ptr, fault_ptr, rank, world_size, timeout_ns, call,
     W_BLOCK: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """One program: tell every rank, wait for every rank, advance the epoch.
 
     A rank that has failed does none of it, and one that waits in vain stays at its epoch, as does one that meets
-    another ``call``.
+    another ``call``, or the backward pass of another plan.
 
     ``flag_addresses``: (W,) int64, address of each rank's (W,) int32 barrier flags; rank s writes slot s of every rank.
-    ``call_addresses``: the same of (2, W) int32 calls, written at [parity of the epoch, s]; ``None``: none is compared.
+    ``call_addresses``: the same of (4, W) int32. Rank s writes its call at [parity of the epoch, s], and the epoch of
+    its plan two rows below. ``None``: nothing is compared.
+    ``status_ptr``: (4,) int32, the status of the plan whose backward pass begins; its last entry is the plan's epoch.
     """
     epoch = tl.load(epoch_ptr) + 1
     ranks = tl.arange(0, W_BLOCK)
@@ -271,7 +275,9 @@ def barrier_kernel(
     half = (epoch & 1) * world_size
     if call_addresses is not None:
         remote_calls = tl.load(call_addresses + ranks, mask=mask, other=0).to(tl.pointer_type(tl.int32))
+        number = tl.load(status_ptr + 3)
         tl.store(remote_calls + half + rank, ranks * 0 + call, mask=mask)
+        tl.store(remote_calls + 2 * world_size + half + rank, ranks * 0 + number, mask=mask)
     tl.debug_barrier()
     tl.atomic_xchg(remote + rank, tl.full((W_BLOCK,), 0, tl.int32) + epoch, mask=mask, sem="release", scope="sys")
     local = tl.load(flag_addresses + rank).to(tl.pointer_type(tl.int32))
@@ -279,18 +285,25 @@ def barrier_kernel(
     is_late = any_of(late != 0, tl.arange(0, MOST_THREADS))
     if call_addresses is not None:
         calls = tl.load(call_addresses + rank).to(tl.pointer_type(tl.int32))
-        seen = tl.load(calls + half + ranks, mask=mask & (is_late == 0), other=call)
-        other = tl.max(tl.where(seen != call, ranks, -1), axis=0)
+        arrived = mask & (is_late == 0)
+        seen = tl.load(calls + half + ranks, mask=arrived, other=call)
+        numbers = tl.load(calls + 2 * world_size + half + ranks, mask=arrived, other=number)
+        other = tl.max(tl.where((seen != call) | (numbers != number), ranks, -1), axis=0)
         if other >= 0:
             seen_there = tl.sum(tl.where(ranks == other, seen, 0), axis=0)
-            record_fault(fault_ptr, PLACE_CALL, other, 0, call, seen_there, INTERPRET)
+            number_there = tl.sum(tl.where(ranks == other, numbers, 0), axis=0)
+            is_number = seen_there == call
+            index, mine = tl.where(is_number, call, 0), tl.where(is_number, number, call)
+            theirs = tl.where(is_number, number_there, seen_there)
+            record_fault(fault_ptr, PLACE_CALL, other, index, mine, theirs, INTERPRET)
         works = works & (other < 0)
     tl.store(epoch_ptr, epoch, mask=works & (is_late == 0))
 
 
 def aot_cases() -> list[KernelCase]:
     """The barrier for one rank and for the widest group of one host."""
-    kinds = dict(flag_addresses="*i64", call_addresses="*i64", epoch_ptr="*i32", fault_ptr="*i64", timeout_ns="i64")
+    kinds = dict(flag_addresses="*i64", call_addresses="*i64", status_ptr="*i32", epoch_ptr="*i32", fault_ptr="*i64")
+    kinds["timeout_ns"] = "i64"
     cases: dict[str, dict[str, Any]] = {f"up to {ranks} ranks": dict(W_BLOCK=ranks) for ranks in (1, 8)}
-    cases["without calls"] = dict(W_BLOCK=8, call_addresses=None)
+    cases["without calls"] = dict(W_BLOCK=8, call_addresses=None, status_ptr=None)
     return [KernelCase.of(name, barrier_kernel, dict(INTERPRET=False, **each), kinds) for name, each in cases.items()]

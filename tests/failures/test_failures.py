@@ -243,9 +243,6 @@ def call_in_other_orders(rank: int, world_size: int, path: str) -> list[str]:
         assert torch.equal(expected, first.routed_experts(*inputs.routed)), "a refusal costs nothing"
 
     attempt(lambda: layers[rank].routed_experts(*inputs.routed))
-    outputs = [layer.routed_experts(*inputs.routed) for layer in layers]
-    if path in ("twin", "fused"):
-        attempt(lambda: outputs[rank].sum().backward())
     attempt(lambda: first.routed_experts(*inputs.routed), trains=rank == 0)
     return said
 
@@ -257,7 +254,6 @@ def test_ranks_that_call_layers_in_different_orders_are_refused(path: str) -> No
         assert re.match(r"rank \d called layer \d with .* while rank \d called layer \d with .* in one order", said[0])
         assert "layer 1" in said[0]
         assert "layer 2" in said[0]
-    assert path not in ("twin", "fused") or first[1] == first[0]
     assert "gradients" in first[-1]
     assert path == "fused" or first == second
 

@@ -86,9 +86,10 @@ def test_epoch_and_deadline() -> None:
     assert workspace.timeout_ns == 1_500_000_000
     layout = ExpertLayout(num_experts=1, top_k=1, ep=1, tp=1, rank=0)
     backend = plan_backend(layout, workspace, PlanRules.create(16, None, 1024), use_kernels=False)
-    backend.barrier()
-    backend.barrier()
-    assert workspace.epoch.tolist() == [2]
+    plan = backend.plan(torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1))
+    for _ in range(2):
+        backend.barrier(plan)
+    assert (workspace.epoch.tolist(), plan.status[3]) == ([3], 1)
 
 
 @pytest.mark.parametrize(

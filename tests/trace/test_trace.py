@@ -77,7 +77,7 @@ def record_case(rank: int, case: LayerCase) -> Found:
         written = workspace.recorder, int(workspace.epoch)
         check_layer0_events(plan, *written, num_cols=num_cols[0])
         check_layer1_events(plan, *written, num_cols=num_cols[1], num_panels=num_panels)
-        backend.barrier()
+        backend.barrier(plan)
         backend.dispatch(inputs.tokens, plan.for_backward(plan.memory))
     routed = inputs.routed
     lossy, again = None, y

@@ -35,6 +35,7 @@ class Twin(Backend):
         require(device.type == "cpu", f"path='twin' needs a workspace on the CPU, this one is on {device}")
         exchange_ids(ids, weights, workspace, call=self.call(trains=trains))
         tensors = plan_tensors(*receive_ids(ids, layout, workspace), layout, rules)
+        tensors["status"][3] = workspace.epoch
         num_tokens, max_tokens, block_rows = ids.shape[0], workspace.max_tokens, rules.block_rows
         plan = Plan(layout=layout, num_tokens=num_tokens, max_tokens=max_tokens, block_rows=block_rows, **tensors)
         if plan.status[2]:
@@ -72,18 +73,16 @@ class Twin(Backend):
                 y[segment] += b2[expert]
         return self.combine(y.to(self.workspace.shape.dtype), plan, weighted=True)
 
-    def barrier(self) -> None:
-        """Between processes."""
-        workspace, comm = self.workspace, self.workspace.comm
+    def barrier(self, plan: Plan) -> None:
+        """Wait for the processes of all ranks."""
+        workspace, comm, call = self.workspace, self.workspace.comm, self.call(trains=True)
         half = (int(workspace.epoch) + 1) & 1
         for calls in workspace.calls.peers:
-            calls[half, comm.rank] = self.call(trains=True)
+            calls[half, comm.rank], calls[2 + half, comm.rank] = call, plan.status[3]
         comm.in_flight = True
         comm.barrier()
         workspace.epoch += 1
-        comm.in_flight = False  # should all ranks raise
-        check_calls(workspace.calls.local[half].tolist())
-        comm.in_flight = True
+        check_calls(workspace.calls.local[half].tolist(), numbers=workspace.calls.local[2 + half].tolist())
 
     def dispatch_dgrad(self, grad_output: Tensor, w2: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
         """``dispatch``, then GEMM."""

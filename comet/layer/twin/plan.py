@@ -41,11 +41,9 @@ def receive_ids(ids: Tensor, layout: ExpertLayout, workspace: Workspace) -> tupl
     for source in range(workspace.comm.world_size):
         wait_flag(workspace, workspace.ids_flags.local, source * _chunks(workspace), epoch, source, f"{PLACE}, chunk 0")
     workspace.epoch.fill_(epoch)
-    workspace.comm.in_flight = False  # should all ranks raise
     check_calls(workspace.calls.local[epoch & 1].tolist(), "tokens, top_k_weights, w1 or w2")
     received = _half(workspace.ids.local, epoch, layout.top_k)
     check_ids(bad_ids(received, layout).flatten(1).sum(1).tolist(), ids, layout)
-    workspace.comm.in_flight = True
     return received, _half(workspace.weights.local, epoch, layout.top_k)
 
 

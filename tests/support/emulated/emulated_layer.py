@@ -149,11 +149,12 @@ class EmulatedRanks:
 
     def barrier(self) -> None:
         """Advance the epoch of all ranks."""
-        for pool, backend in zip(self.pools, self.backends, strict=True):
+        for pool, backend, plan in zip(self.pools, self.backends, self.plans, strict=True):
             pool.barrier_flags.local.fill_(int(pool.epoch) + 1)
-            pool.calls.local.fill_(backend.call(trains=True))
-        for backend in self.backends:
-            backend.barrier()
+            pool.calls.local[:2].fill_(backend.call(trains=True))
+            pool.calls.local[2:].copy_(plan.status[3])
+        for backend, plan in zip(self.backends, self.plans, strict=True):
+            backend.barrier(plan)
 
     def align(self) -> None:
         """Find how the ranks' clocks differ."""

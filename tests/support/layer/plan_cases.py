@@ -239,6 +239,8 @@ def used_part(plan: Plan, field: str) -> Tensor:
     tensor = getattr(plan, field)
     if field in ("routed_row_ids", "routed_slots"):
         return tensor[: plan.segment_starts[-1]]
+    if field == "status":
+        return tensor[:3]  # the last entry is the epoch, which a plan alone has not
     return tensor[: plan.tile_starts[-1]] if field in ("tiles", "segment_tiles") else tensor
 
 
