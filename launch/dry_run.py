@@ -1,4 +1,4 @@
-"""What ``--dry-run`` says of each task: the resolved settings and the bytes one rank will need. Starts nothing.
+"""Dry runs of each task: they print the resolved settings and the bytes one rank will need, and start nothing.
 
 It touches no GPU either, unless ``overlap`` is given: then it asks how many SMs there are.
 """
@@ -16,7 +16,7 @@ from comet.decode import shared_columns
 from comet.experts.budget import ExpertBudget
 from comet.experts.options import PrefetchSetting
 from comet.experts.prefetch import prefetches
-from comet.generation.job import plan_experts
+from comet.generation.job import check_files, plan_experts
 from comet.generation.source import is_hf_folder
 from comet.jobs.config import JobConfig, activation_dtype
 from comet.launch.tasks.modular import find_parts, tokens_of
@@ -77,6 +77,8 @@ def describe_generate(job: JobConfig, num_ranks: int, device: torch.device) -> l
     dtype = activation_dtype(job.generate.dtype, device)
     check_model_overlap(job, dtype, device)
     budget = plan_experts(job, dtype)
+    if job.generate.source is not None:
+        check_files(job)
     lines = [
         f"# {counted_ranks(num_ranks, device)}: {num_ranks // job.parallel.world_size} equal groups of "
         f"ep={job.parallel.ep} x tp={job.parallel.tp}, {max(len(job.generate.texts), 1)} sequences",
@@ -146,7 +148,7 @@ def table(sizes: Mapping[str, int]) -> list[str]:
 
 
 def prefetch_told(setting: PrefetchSetting, budget: ExpertBudget, device: torch.device) -> str:
-    """What ``expert_prefetch`` comes to.
+    """Say what ``expert_prefetch`` comes to.
 
     Example: ``auto`` of a host store is "off (expert_prefetch=auto)" on a CPU.
     """
@@ -198,7 +200,7 @@ def generation_needs(job: JobConfig, dtype: torch.dtype, budget: ExpertBudget | 
     weights -= 0 if budget is None else expert_elements(model) // ranks
     layout = ExpertLayout.create(model.moe, job.parallel, 0)
     keep_fp8 = job.generate.keep_fp8
-    shared_size = 0 if model.moe.expert_bias else model.moe.shared_ffn_size  # which joins no step then
+    shared_size = 0 if model.moe.expert_bias else model.moe.shared_ffn_size  # a shared expert joins no step then
     columns = shared_columns(layout, model.moe.ffn_size, shared_size)
     piece = 3 * model.hidden_size * model.moe.ffn_size // job.parallel.tp
     moe_layers = model.num_layers - model.dense_layers

@@ -23,24 +23,22 @@ TOKENIZER_FILES = ("tokenizer.json", "vocab.*", "*.model")
 
 def open_codec(folder: Path) -> TokenizerCodec:
     """The tokenizer of a model's folder."""
-    from comet.integrations.hf.families import read_config, require_transformers
+    from comet.integrations.hf.families import end_ids, read_config, read_generation_config, require_transformers
 
     require_transformers()
-    from transformers import AutoTokenizer, GenerationConfig
+    from transformers import AutoTokenizer
 
     # Without any of these files transformers hands out a tokenizer that knows no word.
     files = [path.name for pattern in TOKENIZER_FILES for path in folder.glob(pattern)]
     require(bool(files), f"generate.source={str(folder)!r} must hold a tokenizer: one of {', '.join(TOKENIZER_FILES)}")
+    config, where = read_config(folder), f"the configuration of {folder}"
+    ends = end_ids(vars(read_generation_config(folder) or config), where)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"generate.source={str(folder)!r} must hold a tokenizer that can be read: {error}") from error
-    config = of_texts = read_config(folder)
-    if (folder / "generation_config.json").is_file():
-        of_texts = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    ends = of_texts.eos_token_id
-    end_ids = frozenset([] if ends is None else [ends] if isinstance(ends, int) else ends)
-    return TokenizerCodec(tokenizer, end_ids, config.vocab_size)
+        return TokenizerCodec(tokenizer, ends, config.vocab_size)
+    except Exception as error:  # tokenizers raises this very class, and files of other shapes any other
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"generate.source={str(folder)!r} must hold a tokenizer that can be read: {said}") from error
 
 
 class HFEngine(Engine):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import ExitStack
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -88,6 +89,20 @@ def generate_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
     return result
 
 
+def check_files(config: JobConfig) -> None:
+    """Read what a run reads before its weights: tokenizer, prompts and the list of tensors; refuse as the run would."""
+    settings = config.generate
+    source = find_source(settings.source)
+    codec = _open_codec(source)
+    if settings.texts:
+        encode_prompts(settings, codec, config.model.context)
+    if source.checkpoint is None:
+        from comet.integrations.hf.stored import open_checkpoint
+
+        with ExitStack() as files:
+            open_checkpoint(source.path, files)
+
+
 def _open_codec(source: Source) -> Codec:
     if source.checkpoint is not None:
         return ByteCodec()
@@ -153,7 +168,7 @@ def _result(config: JobConfig, source: Source, group: ExpertGroup, generated: Ge
 
 
 def plan_experts(config: JobConfig, dtype: torch.dtype) -> ExpertBudget | None:
-    """Where the experts of ``generate``'s model go; ``None`` without a budget."""
+    """Decide where the experts of ``generate``'s model go; ``None`` without a budget."""
     settings, model = config.generate, config.model
     try:
         _require_drafts(settings)
@@ -190,7 +205,7 @@ def _require_drafts(settings: GenerateConfig) -> None:
 
 
 def cache_facts(before: CacheReport, after: CacheReport) -> dict[str, Any]:
-    """What caches did between two reports of this rank, summed over ranks; seconds are their mean (collective)."""
+    """Add up what caches did between two reports of this rank, over ranks; seconds are their mean (collective)."""
     reports = gather(after.since(before))
     report = total(reports)
     seconds = {name: getattr(report, name) / len(reports) for name in ("fetching_s", "hosting_s")}

@@ -1,6 +1,6 @@
-"""Where a model comes from: a checkpoint of the training job, or a folder of a Hugging Face model.
+"""The folder that a model comes from: a checkpoint of the training job, or a Hugging Face model.
 
-``model_of`` tells the shape without reading a weight, so the command line knows it before any rank starts.
+``model_of`` finds the shape without reading a weight, so the command line knows it before any rank starts.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from comet.models.config import NUM_BYTE_VALUES, ModelConfig
 from comet.training.checkpoint_folder import Checkpoint, named_checkpoints
 
 HF_CONFIG = "config.json"
+HF_ADAPTER = "adapter_config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +28,12 @@ class Source:
 
 
 def find_source(source: str | None) -> Source:
-    """What ``generate.source`` names."""
+    """Find the model that ``generate.source`` names."""
     require(source is not None, "generate.source must be given: a checkpoint, its output folder or a model folder")
     root = Path(str(source))
     kinds = "a checkpoint, an output folder of 'comet train' or a folder of a Hugging Face model"
     require(root.is_dir(), f"generate.source={source!r} must be an existing folder: {kinds}")
-    if is_hf_folder(source):
+    if is_hf_folder(source) or (root / HF_ADAPTER).is_file():  # reading the configuration refuses an adapter
         return Source(root, None)
     found, skipped = named_checkpoints("generate.source", str(source))
     require(bool(found), f"generate.source={source!r} must be {kinds}; {'; '.join(skipped) or 'it holds neither'}")
@@ -69,6 +70,7 @@ def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _hf_model(folder: Path) -> ModelConfig:
     """The closest GPT: what the launcher needs to place experts and count bytes."""
     from comet.integrations.hf.families import (
+        context_of,
         moe_config,
         num_moe_layers,
         read_config,
@@ -84,7 +86,7 @@ def _hf_model(folder: Path) -> ModelConfig:
     return ModelConfig(
         name=str(config.model_type),
         vocab_size=max(config.vocab_size, NUM_BYTE_VALUES),
-        context=config.max_position_embeddings,
+        context=context_of(config),
         hidden_size=config.hidden_size,
         num_layers=config.num_hidden_layers,
         num_heads=config.num_attention_heads,

@@ -34,7 +34,7 @@ def qwen(tmp_path_factory):
 
 
 def stock_texts(model, folder) -> tuple[str, ...]:
-    """What transformers itself makes of each prompt alone."""
+    """Continue each prompt alone by transformers itself."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -115,6 +115,93 @@ def test_a_broken_configuration_is_one_line(change, message, qwen, tmp_path, cap
     assert re.search(
         message, refusal(capsys, "generate", "--dry-run", f"generate.source={tmp_path}", "generate.prompt=x")
     )
+
+
+UNKNOWN = json.dumps({"version": "1.0", "model": {"type": "Unheard"}, "added_tokens": []})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("tokenizer.json", "", "must hold a tokenizer that can be read: "),
+        ("tokenizer.json", "{", "must hold a tokenizer that can be read: "),
+        ("tokenizer.json", "[1]", "must hold a tokenizer that can be read: "),
+        ("tokenizer.json", "{}", "must hold a tokenizer that can be read: "),
+        ("tokenizer.json", UNKNOWN, "must hold a tokenizer that can be read: "),
+        ("tokenizer_config.json", "[1]", "must hold a tokenizer that can be read: "),
+        ("tokenizer_config.json", '{"tokenizer', "must hold a tokenizer that can be read: "),
+        ("tokenizer_config.json", '{"tokenizer_class": 3}', "must hold a tokenizer that can be read: "),
+        ("generation_config.json", "", r"generation_config\.json must be JSON, is it complete\? "),
+        ("generation_config.json", '{"eos', r"generation_config\.json must be JSON, is it complete\? "),
+        ("generation_config.json", "[1]", r"generation_config\.json must hold settings by name, not \[1\]$"),
+        ("generation_config.json", '{"eos_token_id": "<end>"}', "eos_token_id='<end>' of .* must be a token's number"),
+        ("generation_config.json", '{"watermarking_config": 3}', "a value that transformers does not take: "),
+        ("model.safetensors", "cut", r"is damaged: model\.safetensors cannot be read"),
+        ("adapter_config.json", '{"base_model_name_or_path": "q"}', r"is an adapter of 'q' \(adapter_config\.json\): "),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_would_refuse_in_one_line(name, text, message, qwen, tmp_path, capsys):
+    for path in qwen[0].iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / name).write_text(text)
+    words = ("generate", "--dry-run", f"generate.source={tmp_path}", "generate.prompt=x")
+    assert re.search(message, refusal(capsys, *words))
+    if name == "adapter_config.json":
+        (tmp_path / "config.json").unlink()  # peft saves none
+        assert re.search(message, refusal(capsys, *words))
+    if name != "model.safetensors":
+        with pytest.raises(ValueError, match=message):
+            open_codec(tmp_path)
+
+
+def test_end_tokens_of_the_configuration_are_checked_as_well(qwen, tmp_path):
+    for path in qwen[0].iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "generation_config.json").unlink()
+    settings = json.loads((tmp_path / "config.json").read_text())
+    for value in ("<end>", -1, True, [3.5]):
+        (tmp_path / "config.json").write_text(json.dumps(settings | {"eos_token_id": value}))
+        with pytest.raises(ValueError, match=r"eos_token_id|config\.json has a value"):
+            open_codec(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"eos_token_id": [7, END]}))
+    assert open_codec(tmp_path).end_ids == {7, END}
+
+
+def test_a_dry_run_refuses_prompts_that_do_not_fit(qwen, capsys):
+    words = ("generate", "--dry-run", f"generate.source={qwen[0]}", f"generate.prompt={'x' * 128}")
+    assert "of 128 tokens must be shorter than the model's context of 128" in refusal(capsys, *words)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24}
+
+
+@pytest.mark.parametrize(
+    ("rope", "context"),
+    [
+        ({"rope_scaling": YARN}, 96),  # model cards add this
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, 128),  # of max_position_embeddings
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, 64),
+        ({"rope_parameters": YARN | {"rope_theta": 1e4}}, 96),
+        ({"rope_scaling": YARN | {"original_max_position_embeddings": 8}}, 32),  # extended already
+        ({"rope_scaling": None}, 32),
+        ({}, 32),
+    ],
+)
+def test_the_context_is_what_rope_scaling_extends_it_to(rope, context, tmp_path):
+    model = save_model(tmp_path, "qwen3_moe", max_position_embeddings=32)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings.pop("rope_parameters")
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"rope_theta": 10000.0} | rope))
+    shape = model_of(find_source(str(tmp_path)))
+    assert shape.context == context
+    if context < 96:
+        return
+    model = type(model).from_pretrained(tmp_path, experts_implementation="eager")
+    settings = replace(GREEDY, source=str(tmp_path), prompts=(PROMPTS[2] * 3,))  # 57 tokens, more than 32
+    result = generate_job(make_job(tmp_path, model=shape, generate=settings), Rank())
+    ids = open_codec(tmp_path).encode(PROMPTS[2] * 3)
+    made = model.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False, pad_token_id=END)
+    assert result["texts"][0] == open_codec(tmp_path).tokenizer.decode(made[0, len(ids) :])
 
 
 @pytest.mark.parametrize("changes", [dict(moe_path="plain"), dict(overlap=OverlapConfig(num_panels=2))])

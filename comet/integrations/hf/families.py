@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,14 +35,15 @@ FAMILIES = {
 }
 # Fields of a configuration that transformers does not read, with the only value it routes by.
 ROUTED_BY = {"deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}}
-# What transformers would make up where a configuration is cut off.
+ADAPTER = "adapter_config.json"
+# Fields that transformers would make up where a configuration is cut off.
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_experts_per_tok", "vocab_size")
 # model_type -> names, in a MoE block, of its shared expert and of the gate that weighs it, if there is one.
 SHARED = {"qwen2_moe": ("shared_expert", "shared_expert_gate"), "deepseek_v3": ("shared_experts", None)}
-SHARED_FIRST = ("qwen2_moe",)  # whose blocks call it before their experts
+SHARED_FIRST = ("qwen2_moe",)  # Blocks of these families call their shared expert before the routed ones.
 ACTIVATIONS = ("silu", "swish")
-# What transformers' decorator records on every experts module, and the only values Comet computes. Versions before a
-# flag existed record nothing, and have no experts with another value.
+# The flags that transformers' decorator records on every experts module, with the only values that Comet computes.
+# Versions before a flag existed record nothing, and have no experts with another value.
 EXPERT_FLAGS = {
     "has_gate": True,
     "has_bias": False,
@@ -61,18 +64,14 @@ def require_transformers() -> None:
         ) from error
 
 
-def read_config(folder: str | Path) -> Any:
-    """The configuration in a model's folder."""
-    from huggingface_hub.errors import StrictDataclassError
+def read_config(folder: str | Path, changes: Mapping[str, Any] | None = None) -> Any:
+    """The configuration in a model's folder, with other values of some fields."""
     from transformers import AutoConfig
 
     path = Path(folder) / "config.json"
+    _refuse_adapter(path.parent)
     require(path.is_file(), f"folder={str(folder)!r} must hold a config.json")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # ValueError: no JSON, or no UTF-8
-        raise ValueError(f"{path} must be JSON, is it complete? {error}") from error
-    require(isinstance(content, dict), f"{path} must hold settings by name, not {content!r:.40}")
+    content = read_settings(path)
     family = content.get("model_type")
     require(str(family) in FAMILIES, f"model_type={family!r} must be one of {', '.join(FAMILIES)}")
     experts, width = FAMILIES[family]
@@ -80,12 +79,68 @@ def read_config(folder: str | Path) -> Any:
     found = content | {experts: content.get(experts, content.get("num_local_experts"))}
     missing = ", ".join(name for name in (*SIZES, experts, width) if not isinstance(found.get(name), int))
     require(not missing, f"{path} must hold whole numbers for {missing}, as that of a {family} model does")
+    with _explained(path):
+        config, unknown = AutoConfig.from_pretrained(
+            folder, local_files_only=True, return_unused_kwargs=True, **(changes or {})
+        )
+    names = ", ".join(unknown)
+    require(not unknown, f"{names} must be arguments of load_pretrained or from_pretrained, or fields of {path}")
+    return config
+
+
+def read_generation_config(folder: Path) -> Any:
+    """The defaults of generation in a model's folder; ``None`` where it has none."""
+    from transformers import GenerationConfig
+
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return None
+    end_ids(read_settings(path), str(path))
+    with _explained(path):
+        return GenerationConfig.from_pretrained(folder, local_files_only=True)
+
+
+def end_ids(settings: Mapping[str, Any], where: str) -> frozenset[int]:
+    """The tokens that end a sequence: ``eos_token_id`` of a configuration, which is a number or a list of them."""
+    found = settings.get("eos_token_id")
+    ids = [] if found is None else found if isinstance(found, list) else [found]
+    usable = all(type(each) is int and each >= 0 for each in ids)  # True would be token 1
+    require(usable, f"eos_token_id={found!r:.60} of {where} must be a token's number from 0 on, or a list of them")
+    return frozenset(ids)
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; ``ValueError`` if there is none."""
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # ValueError: no JSON, or no UTF-8
+        raise ValueError(f"{path} must be JSON, is it complete? {error}") from error
+    require(isinstance(content, dict), f"{path} must hold settings by name, not {content!r:.40}")
+    return dict(content)
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Name the file that transformers refuses, in one line."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        yield
+    except (TypeError, KeyError, AttributeError, ValueError, StrictDataclassError) as error:
+        said = " ".join(str(error).split())
+        raise ValueError(f"{path} has a value that transformers does not take: {said}") from error
+
+
+def _refuse_adapter(folder: Path) -> None:
+    """Raise ``ValueError`` for the folder of an adapter, which transformers would load with its base model."""
+    path = folder / ADAPTER
+    if path.is_file():
+        base = read_settings(path).get("base_model_name_or_path")
         raise ValueError(
-            f"{path} has a value that transformers does not take: {' '.join(str(error).split())}"
-        ) from error
+            f"folder={str(folder)!r} must hold a whole model, but is an adapter of {base!r} ({ADAPTER}): save the "
+            "merged model (merge_and_unload, save_pretrained), or load the base model and then the adapter "
+            "(peft.PeftModel.from_pretrained)"
+        )
 
 
 def check_family(config: Any) -> None:
@@ -141,6 +196,16 @@ def num_moe_layers(config: Any) -> int:
         return len(layers)
     step, dense = config.decoder_sparse_step, config.mlp_only_layers
     return sum(layer not in dense and (layer + 1) % step == 0 for layer in layers)
+
+
+def context_of(config: Any) -> int:
+    """Most tokens of a sequence: ``max_position_embeddings``, or more where RoPE scales the trained positions.
+
+    Example: 40,960, and YaRN of factor 4 over 32,768 trained positions, as model cards add it: 131,072.
+    """
+    rope, given = getattr(config, "rope_parameters", None) or {}, int(config.max_position_embeddings)
+    trained, factor = rope.get("original_max_position_embeddings") or given, rope.get("factor") or 1
+    return max(given, int(trained * factor))
 
 
 def shared_ffn_size(config: Any) -> int:
@@ -269,7 +334,7 @@ def _same_method(found: Any, known: Any) -> bool:
 
 
 def _statements(function: Any) -> tuple[Any, ...]:
-    """What a function does, whatever its comments and the names of its variables."""
+    """The statements of a function, without its comments and the names of its variables."""
     code = function.__code__
     constants = tuple(constant for constant in code.co_consts if constant != function.__doc__)
     return code.co_code, code.co_names, constants, code.co_argcount, function.__defaults__

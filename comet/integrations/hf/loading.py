@@ -7,9 +7,10 @@ nothing is read before everything about experts is checked.
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +23,12 @@ from comet.decode import held_pieces
 from comet.experts.budget import most_tokens, plan_budget
 from comet.experts.options import ExpertStoreKind, StoreOptions
 from comet.integrations.hf import gpt_oss
+from comet.integrations.hf.arguments import PretrainedArguments, device_of
 from comet.integrations.hf.convert import Place
 from comet.integrations.hf.families import (
     moe_config,
     read_config,
+    read_generation_config,
     require_transformers,
     shared_ffn_size,
     stock_experts,
@@ -56,9 +59,10 @@ STORE_NAMES = {"expert_policy", "host_cores", "expert_prefetch"}  # options that
 # transformers leaves out what does not fit, and reports it: ``_make`` says so in our words.
 REPORTED = dict(ignore_mismatched_sizes=True, output_loading_info=True)
 logger = logging.getLogger(__name__)
-_EXPERTS = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(.+)$")
+_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
+_EXPERTS = re.compile(_LAYER.pattern + r"(?:mlp|block_sparse_moe)\.experts\.(.+)$")
 _ONE_EXPERT = re.compile(r"(\d+)\.(\w+)\.weight$")
-# What a tensor holds: gate, up or down of one expert, or (expert None) gate_up_proj, down_proj or a bias of all.
+# The content of a tensor: gate, up or down of one expert, or (expert None) gate_up_proj, down_proj or a bias of all.
 Part = tuple[str, int | None]
 Matrices = tuple[StoredTensor, StoredTensor, StoredTensor]  # gate, up and down of one expert, or of a slice of it
 Tensors = dict[str, StoredTensor]
@@ -68,7 +72,7 @@ def load_pretrained(
     folder: str | Path,
     group: ExpertGroup | None = None,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     decode_tokens: int | None = None,
     keep_fp8: bool = False,
@@ -83,14 +87,14 @@ def load_pretrained(
     The model is made by transformers' own ``from_pretrained``; its experts are shards from the start, and of the
     checkpoint's expert tensors only this rank's slices are read. Everything else is on every rank.
 
-    Block FP8 as DeepSeek-V3 publishes it (``weight`` beside ``weight_scale_inv``) and MXFP4 as gpt-oss does are
+    Block FP8 as DeepSeek-V3 publishes it (``weight`` with ``weight_scale_inv``) and MXFP4 as gpt-oss does are
     dequantised as they are read.
 
     Args:
         folder: Holds ``config.json`` and the weights as safetensors, experts one by one or fused.
         group: The ranks that share the experts, all of which load, and later take the same tokens; ``None``: this rank
             alone. They wait for each other only before they open the checkpoint.
-        dtype: Of the model; ``None``: the group's, or without a group the checkpoint's.
+        dtype: Of the model; ``None`` or ``auto``: the group's, or without a group that of ``config.json``.
         device: Where the model goes; ``None``: the group's, or without a group the CPU.
         decode_tokens: Most tokens of one call that take warp decode, ``None``: 64, or 16 with a budget; more take the
             group's path, or with a budget stream their experts.
@@ -109,13 +113,15 @@ def load_pretrained(
             MXFP4 in the folder is the same numbers in ``mxfp4``. ``None``: as the model is, or in block FP8 with
             ``keep_fp8``.
         **options: ``expert_policy``, ``host_cores`` and ``expert_prefetch``, with a budget, as those of ``generate``.
-            All others are passed on to ``from_pretrained``, such as ``attn_implementation``.
+            Of ``from_pretrained``: ``config``, ``subfolder``, ``variant``, ``attn_implementation``,
+            ``generation_config``, ``output_loading_info``, ``trust_remote_code``, ``device_map`` with one device. All
+            others are new values of fields of the configuration.
 
     Raises:
-        ValueError: If the family, activation, a quantisation or the group does not fit, or tensors are missing,
-            superfluous or of a wrong shape; everything about experts is known before anything is read. If a budget is
-            too small, too large for the device with the fewest experts that serve a token, or a file changes while it
-            is read.
+        ValueError: If the family, activation, a quantisation or the group does not fit, tensors are missing or of a
+            wrong shape, or experts of a layer superfluous; everything about experts is known before anything is read.
+            If a budget is too small, too large for the device with the fewest experts that serve a token, or a file
+            changes while it is read. If an argument of ``from_pretrained`` does not apply.
         NotImplementedError: If an ``expert_budget`` comes with a group over several nodes, or ``expert_prefetch=True``
             with a ``file`` store or memory that cannot be pinned.
         UnavailableError: If transformers is missing.
@@ -123,48 +129,76 @@ def load_pretrained(
     require_transformers()
     store = StoreOptions(expert_budget, expert_store, host_budget, expert_dtype, keep_fp8, **_taken_from(options))
     decode_tokens = most_tokens(store, decode_tokens, group)
-    folder = Path(folder)
-    config, dtype, device = _settings(folder, group, dtype, device)
-    is_fp8 = holds_block_fp8(config)
-    no_fp8 = f"config.json of {folder} has no such quantization_config"
-    require(is_fp8 or not keep_fp8, f"keep_fp8=True must come with a block FP8 checkpoint: {no_fp8}")
-    vars(config).pop("quantization_config", None)  # transformers would act
+    device = device_of(device, options.pop("device_map", None))
+    given = PretrainedArguments.take(options)
+    folder = Path(folder) / given.subfolder
+    config, is_fp8 = _config(folder, given, options, keep_fp8=keep_fp8)
+    dtype, device = _settings(config, group, dtype, device)
     place = Place.create(config, group, decode_tokens, keep_fp8=keep_fp8, in_store=store.in_store)
     stock_class, modules = _blueprint(config)
     budget = plan_budget(store, moe_config(config), len(modules), dtype, group.parallel if group else ParallelConfig())
     with ExitStack() as files:
-        beyond = stock_class._keys_to_ignore_on_load_unexpected or ()  # the model, as DeepSeek-V3's prediction layer
-        found = open_checkpoint(folder, files).items()
-        tensors = {name: each for name, each in found if not any(re.search(pattern, name) for pattern in beyond)}
+        found = open_checkpoint(folder, files, given.variant)
+        tensors = {name: tensor for name, tensor in found.items() if _is_taken(name, config, modules)}
         state, place = state_of(tensors, modules, place, config, dtype, is_fp8=is_fp8)
         layers = {} if budget is None else take_files(state, modules, dtype, place.layout, keep_fp8=keep_fp8)
-        model = _make(stock_class, place, folder, dict(config=config, state_dict=state, dtype=dtype, **options))
+        made_of = dict(config=config, state_dict=state, dtype=dtype)
+        model, report = _make(stock_class, place, folder, given, made_of, found.keys() - tensors.keys())
         model.to(device)
         if budget is not None:
             open_stores(model, layers, budget, store, dtype, device, group, files)
-    return model
+    return (model, report) if given.output_loading_info else model
 
 
 def _taken_from(options: dict[str, Any]) -> dict[str, Any]:
-    """Those of the store, which the others are without then."""
+    """Take the options of the store out of those that were given."""
     former = options.get("torch_dtype")
     require("torch_dtype" not in options, f"torch_dtype={former} must be given as dtype={former}")
     return {name: options.pop(name) for name in STORE_NAMES & options.keys()}
 
 
+def _config(folder: Path, given: PretrainedArguments, changes: dict[str, Any], *, keep_fp8: bool) -> tuple[Any, bool]:
+    """The configuration that the model gets, a copy, and whether the checkpoint is in block FP8."""
+    if hasattr(given.config, "model_type"):
+        unknown = ", ".join(changes)
+        require(not unknown, f"{unknown} must be set in config: with config= no argument changes its fields")
+        config = copy.deepcopy(given.config)
+    else:
+        config = read_config(given.config or folder, changes)
+    given.check_code(config)
+    file = getattr(config, "transformers_weights", None)
+    require(file is None, f"transformers_weights={file!r} of the configuration must be left out: rename that file")
+    is_fp8, no_fp8 = holds_block_fp8(config), f"config.json of {folder} has no such quantization_config"
+    require(is_fp8 or not keep_fp8, f"keep_fp8=True must come with a block FP8 checkpoint: {no_fp8}")
+    vars(config).pop("quantization_config", None)  # transformers would act
+    return config, is_fp8
+
+
 def _settings(
-    folder: Path, group: ExpertGroup | None, dtype: torch.dtype | None, device: torch.device | str | None
-) -> tuple[Any, torch.dtype, torch.device]:
-    """The configuration of a folder, and the dtype and device its model gets."""
-    config = read_config(folder)
+    config: Any, group: ExpertGroup | None, dtype: torch.dtype | str | None, device: torch.device | str | None
+) -> tuple[torch.dtype, torch.device]:
+    """The dtype and device that a model of this configuration gets."""
+    if isinstance(dtype, str):
+        dtype = None if dtype == "auto" else getattr(torch, dtype, dtype)
     if group is None:
-        dtype, device = dtype or config.dtype or torch.float32, torch.device(device or "cpu")
-        require(dtype in MOE_DTYPES, f"dtype={dtype} must be one of {MOE_DTYPES}")
-        return config, dtype, device
+        found, device = dtype or config.dtype or torch.float32, torch.device(device or "cpu")
+        require(found in MOE_DTYPES, f"dtype={found} must be one of {MOE_DTYPES}")
+        return found, device
     for name, value, of_group in (("dtype", dtype, group.workspace.shape.dtype), ("device", device, group.device)):
         same = value is None or str(value) in (str(of_group), str(of_group).split(":")[0])
         require(same, f"{name}={value} must be the group's {of_group}, or None")
-    return config, group.workspace.shape.dtype, group.device
+    return group.workspace.shape.dtype, group.device
+
+
+def _is_taken(name: str, config: Any, modules: dict[int, str]) -> bool:
+    """Whether a tensor of a checkpoint is of the model, as far as its layer says.
+
+    Example: of 3 layers, ``model.layers.3.mlp.gate.weight`` is of a prediction layer behind the last one.
+    """
+    layer = _LAYER.match(name)
+    if ".experts." in name:
+        return layer is not None and int(layer[1]) in modules
+    return layer is None or int(layer[1]) < config.num_hidden_layers
 
 
 def _blueprint(config: Any) -> tuple[Any, dict[int, str]]:
@@ -181,9 +215,20 @@ def _blueprint(config: Any) -> tuple[Any, dict[int, str]]:
     return type(model), modules
 
 
-def _make(stock_class: Any, place: Place, folder: Path, given: dict[str, Any]) -> Any:
-    """The model, by ``from_pretrained``, and what that does with a folder's name: remember it, and read defaults."""
-    from transformers import GenerationConfig
+def _make(
+    stock_class: Any,
+    place: Place,
+    folder: Path,
+    given: PretrainedArguments,
+    made_of: dict[str, Any],
+    left_out: Collection[str],
+) -> tuple[Any, dict[str, Any]]:
+    """The model, by ``from_pretrained``, and its report; tensors that were ``left_out`` are part of that.
+
+    What ``from_pretrained`` does with a folder's name is done here: remember it, and read defaults of generation.
+    """
+    if given.attn_implementation is not None:
+        made_of["attn_implementation"] = given.attn_implementation
 
     class Sharded(stock_class):  # born with this rank's shards, so that the full experts never exist
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -194,29 +239,35 @@ def _make(stock_class: Any, place: Place, folder: Path, given: dict[str, Any]) -
     # transformers looks up by name how a class renames the tensors of its checkpoints.
     for attribute in ("__name__", "__qualname__", "__module__"):
         setattr(Sharded, attribute, getattr(stock_class, attribute))
-    model, report = Sharded.from_pretrained(None, **REPORTED, **given)
+    model, report = Sharded.from_pretrained(None, **REPORTED, **made_of)
     problems = [
         f"{kind.removesuffix('_keys')}: {some([str(found) for found in report[kind]])}"
-        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+        for kind in ("missing_keys", "mismatched_keys", "error_msgs")
         if report.get(kind)
     ]
     require(not problems, f"checkpoint {folder} must hold the tensors of its model: {'; '.join(problems)}")
+    ignored = stock_class._keys_to_ignore_on_load_unexpected or ()  # DeepSeek-V3's prediction layer of 61 layers
+    report["unexpected_keys"] |= {name for name in left_out if not any(re.search(each, name) for each in ignored)}
+    if report["unexpected_keys"] and place.layout.rank == 0:
+        words = "checkpoint %s holds tensors that the model has no place for, and they are left out: %s"
+        logger.warning(words, folder, some(list(report["unexpected_keys"])))
     model.__class__ = stock_class
     model.name_or_path = model.config.name_or_path = str(folder)
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    defaults = given.generation_config or read_generation_config(folder)
+    if defaults is not None:
+        model.generation_config = copy.deepcopy(defaults)
     place.prepare(model)
     if place.layout.world_size > 1 or place.keep_fp8:
         for name, parameter in model.named_parameters():
             if ".experts." in name:
                 parameter.requires_grad_(False)
-    return model
+    return model, report
 
 
 def state_of(
     tensors: Tensors, modules: dict[int, str], place: Place, config: Any, dtype: torch.dtype, *, is_fp8: bool
 ) -> tuple[dict[str, Any], Place]:
-    """What the model is to load, lazily, this rank's shards among it; and the place as ``_add_pieces`` has it.
+    """Return what the model is to load, lazily, with this rank's shards; and the place as ``_add_pieces`` has it.
 
     Args:
         modules: Name of the experts module of each MoE layer.
@@ -288,7 +339,7 @@ def _sort_by_layer(tensors: Tensors, layers: set[int]) -> tuple[dict[int, dict[P
     for name, tensor in tensors.items():
         if ".experts." not in name:
             continue
-        match = _EXPERTS.search(name)
+        match = _EXPERTS.match(name)
         layer, part = (int(match[1]), _part(match[2])) if match else (-1, None)
         if part is None or layer not in found or part in found[layer]:
             surplus.append(name)
@@ -298,7 +349,7 @@ def _sort_by_layer(tensors: Tensors, layers: set[int]) -> tuple[dict[int, dict[P
 
 
 def _part(rest: str) -> Part | None:
-    """What ``7.up_proj.weight`` or ``gate_up_proj`` holds: ``("up", 7)``, ``("gate_up_proj", None)``."""
+    """Parse a name: ``7.up_proj.weight`` holds ``("up", 7)``, ``gate_up_proj`` all, ``("gate_up_proj", None)``."""
     if rest in FUSED + BIASES:
         return rest, None
     match = _ONE_EXPERT.match(rest)
@@ -306,7 +357,7 @@ def _part(rest: str) -> Part | None:
 
 
 def _layer_problems(layer: int, found: dict[Part, StoredTensor], moe: MoEConfig, keep_fp8: bool) -> list[str]:
-    """What is wrong with the expert tensors of a layer, in words; nothing for a sound one."""
+    """Say what is wrong with the expert tensors of a layer; nothing for a sound one."""
     count, deep, wide = moe.num_experts, moe.hidden_size, moe.ffn_size
     expected: dict[Part, tuple[int, ...]] = {
         (part, expert): (deep, wide) if part == "down" else (wide, deep)
@@ -364,7 +415,7 @@ def _shards(module: str, experts: Sequence[Matrices], suffix: str = "") -> dict[
 
 
 def _add_pieces(state: dict[str, Any], stored: Tensors, modules: dict[int, str], place: Place, config: Any) -> Place:
-    """Add this rank's pieces of shared experts, which decode steps read in block FP8 beside the routed ones.
+    """Add this rank's pieces of shared experts, which decode steps read in block FP8 with the routed ones.
 
     Returns:
         The place as it is, or with shared experts outside of such steps where one is stored otherwise.

@@ -1,6 +1,7 @@
 """The tensors of a checkpoint folder, listed without being read, and its block FP8, dequantised as it is read.
 
-Block FP8 as DeepSeek-V3 publishes it is e4m3 elements, and beside each tensor a scale per 128 x 128 block of it.
+Block FP8 as DeepSeek-V3 publishes it is e4m3 elements, and for each tensor another one, with a scale per 128 x 128
+block.
 transformers is not asked to quantise or dequantise: its own way takes a GPU and splits no experts over ranks.
 """
 
@@ -25,13 +26,13 @@ from comet.quantization.formats import FP8, FP8_BLOCK
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 BLOCK_FP8 = "F8_E4M3"
-MXFP4 = "MXFP4"  # of a tensor whose numbers are two in the files: blocks of codes, and scales
+MXFP4 = "MXFP4"  # A tensor of this dtype is two in the files: blocks of codes, and scales.
 SCALES = "_scale_inv"  # behind the name of a tensor in block FP8: what its elements are multiplied by
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SCALE_DTYPES = {**DTYPES, "F8_E8M0": torch.float8_e8m0fnu}
 NAMED = 3  # tensors or problems that an error names; a checkpoint has ten thousands
 ALL = slice(None)
-# What a matrix of one expert is, by its name in published checkpoints.
+# The kind of a matrix of one expert, by its name in published checkpoints.
 PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 # Tensors of all experts of a layer.
 FUSED = ("gate_up_proj", "down_proj")
@@ -44,9 +45,9 @@ Index = tuple[slice, ...]
 class StoredTensor:
     """A tensor in a file, or what is made of one, not read; indexing it with ``...`` does, as transformers does."""
 
-    name: str  # as the file spells it
+    name: str  # spelt as in the file
     shape: tuple[int, ...]
-    dtype: str  # as safetensors spells it, such as BF16; or MXFP4
+    dtype: str  # spelt as in safetensors, such as BF16; or MXFP4
     read: Callable[[Index], Tensor]  # what is at a slice, with start and stop, of each dimension
     scales: StoredTensor | None = None  # of a tensor in block FP8, once they are known to fit
     read_as: torch.dtype | None = None  # what reading turns quantised numbers into; None: it gives them as they are
@@ -65,7 +66,7 @@ class StoredTensor:
         return self.read(tuple(slice(0, size) for size in self.shape))
 
     def of_expert(self, expert: int) -> StoredTensor:
-        """What a tensor of all experts holds of one."""
+        """The part of a tensor of all experts that is one expert's."""
         own = slice(expert, expert + 1)
         return replace(self, shape=self.shape[1:], read=lambda index: self.read((own, *index))[0])
 
@@ -93,7 +94,9 @@ class StoredTensor:
 class LazyShard:
     """One rank's part of a layer's experts, read when it is indexed, as transformers does with every lazy tensor."""
 
-    experts: tuple[tuple[StoredTensor, ...], ...]  # what lies one below the other in each: gate and up, or down
+    experts: tuple[
+        tuple[StoredTensor, ...], ...
+    ]  # for each expert the matrices that lie one below the other: gate and up, or down
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -103,7 +106,7 @@ class LazyShard:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it is read as."""
+        """The type that it is read as."""
         sources = [part for parts in self.experts for part in parts]
         read_as = next((source.read_as for source in sources if source.read_as), None)
         return read_as or reduce(torch.promote_types, (source.stored_as for source in sources))
@@ -122,7 +125,7 @@ class LazyShard:
 
 
 def unchanged(path: Path) -> Callable[[], None]:
-    """What raises ``ValueError`` once a file is gone or another one: what is mapped may not be what was checked."""
+    """Return a check that raises ``ValueError`` once a file is gone or another one: what is mapped was not checked."""
 
     def identity() -> tuple[int, int, int]:
         found = os.stat(path)
@@ -146,15 +149,17 @@ def _read(lazy: Any, check: Callable[[], None], index: Index) -> Tensor:
     return values
 
 
-def open_checkpoint(folder: Path, files: ExitStack) -> dict[str, StoredTensor]:
+def open_checkpoint(folder: Path, files: ExitStack, variant: str | None = None) -> dict[str, StoredTensor]:
     """List the tensors of a folder without reading them; ``ValueError`` if it is not complete.
 
     Args:
         files: Keeps the files open; leaving it raises ``ValueError`` if one of them has changed.
+        variant: ``fp16`` reads ``model.fp16.safetensors``, or files that ``model.safetensors.index.fp16.json`` lists.
     """
     from safetensors import SafetensorError, safe_open
 
-    promised = _promised_tensors(folder)
+    single, index = (_of_variant(name, variant) for name in (SINGLE_FILE, INDEX_FILE))
+    promised = _promised_tensors(folder, single, index)
     found = {}
     for file in sorted(set(promised.values())):
         require((folder / file).is_file(), f"checkpoint {folder} must hold {file}: it is gone")
@@ -166,24 +171,32 @@ def open_checkpoint(folder: Path, files: ExitStack) -> dict[str, StoredTensor]:
             raise ValueError(f"checkpoint {folder} is damaged: {file} cannot be read ({error})") from error
         for name in handle.keys():  # noqa: SIM118 - the handle is no dict
             if name in found and promised.get(name) != file:
-                continue  # of two files the one that the index names counts
+                continue  # the index names the one of two files that counts
             lazy = handle.get_slice(name)
             shape, read = tuple(lazy.get_shape()), partial(_read, lazy, check)
             found[name] = StoredTensor(name=name, shape=shape, dtype=lazy.get_dtype(), read=read)
     lacking = sorted(name for name in promised if name and name not in found)
-    require(not lacking, f"checkpoint {folder} is damaged: {INDEX_FILE} promises {some(lacking)}, the files lack them")
+    require(not lacking, f"checkpoint {folder} is damaged: {index} promises {some(lacking)}, the files lack them")
     return found
 
 
-def _promised_tensors(folder: Path) -> dict[str, str]:
+def _of_variant(name: str, variant: str | None) -> str:
+    """``model.fp16.safetensors`` for ``fp16``."""
+    stem, _, ending = name.rpartition(".")
+    return name if variant is None else f"{stem}.{variant}.{ending}"
+
+
+def _promised_tensors(folder: Path, single: str, index: str) -> dict[str, str]:
     """File of every tensor the index lists; of the nameless tensor where all are in one file."""
-    if (folder / SINGLE_FILE).is_file():
-        return {"": SINGLE_FILE}  # as transformers does: an index beside it is a former model's
-    require((folder / INDEX_FILE).is_file(), f"checkpoint {folder} must hold {SINGLE_FILE} or {INDEX_FILE}")
+    if (folder / single).is_file():
+        return {"": single}  # transformers, too, takes an index next to it for that of a former model
+    require((folder / index).is_file(), f"checkpoint {folder} must hold {single} or {index}")
     try:
-        return dict(json.loads((folder / INDEX_FILE).read_bytes())["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"checkpoint {folder} is damaged: {INDEX_FILE} cannot be read ({error})") from error
+        found = dict(json.loads((folder / index).read_bytes())["weight_map"])
+        require(all(type(each) is str for each in found.values()), "weight_map must name a file for each tensor")
+        return found
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"checkpoint {folder} is damaged: {index} cannot be read ({error})") from error
 
 
 def some(names: list[str]) -> str:
@@ -307,7 +320,7 @@ def dequantize_slice(elements: Tensor, scales: Tensor, first_row: int, first_col
 
 
 def _scale_problems(tensor: StoredTensor, scales: StoredTensor) -> list[str]:
-    """What is wrong with the scales of a tensor, in words."""
+    """Say what is wrong with the scales of a tensor."""
     if len(tensor.shape) < 2:
         return [f"{tensor.name} of shape {tensor.shape} must have rows and columns"]
     *outer, rows, columns = tensor.shape

@@ -86,7 +86,7 @@ def test_settings_of_the_folder_and_the_caller(tmp_path: Path) -> None:
 
 
 def test_one_tensor_in_16_bits_narrows_no_other(tmp_path: Path) -> None:
-    """Of a folder that somebody put together."""
+    """The folder was put together by hand."""
     model = tiny_model("qwen3_moe")
     experts = model.model.layers[0].mlp.experts
     with torch.no_grad():
@@ -99,11 +99,8 @@ def test_one_tensor_in_16_bits_narrows_no_other(tmp_path: Path) -> None:
     assert torch.equal(loaded.model.layers[0].mlp.experts.gate_up_proj, experts.gate_up_proj)
 
 
-def test_fp32_buffers_and_the_prediction_layer_of_deepseek(tmp_path: Path) -> None:
-    model = tiny_model("deepseek_v3", torch.bfloat16)
-    model.save_pretrained(tmp_path)
-    extra = {f"model.layers.61.mlp.experts.{expert}.up_proj.weight": torch.zeros(2, 2) for expert in range(3)}
-    edit_state(tmp_path, lambda state: state.update(extra))
+def test_buffers_of_deepseek_stay_float32(tmp_path: Path) -> None:
+    tiny_model("deepseek_v3", torch.bfloat16).save_pretrained(tmp_path)
     loaded = hf.load_pretrained(tmp_path)
     assert loaded.model.layers[1].mlp.gate.e_score_correction_bias.dtype == torch.float32
     assert loaded.model.layers[1].mlp.experts.down_proj.dtype == torch.bfloat16
@@ -117,13 +114,12 @@ def lacks(*names: str) -> Callable[[State], object]:
     return lambda state: [state.pop(name) for name in names]
 
 
-MATRIX, NEXT = torch.zeros(32, 32), "model.layers.2.block_sparse_moe.experts.0.w1.weight"
+MATRIX = torch.zeros(32, 32)
 DOWN = [f"{MIXTRAL}{expert}.w2.weight" for expert in range(4)]
 EXPERT_EDITS: list[tuple[Callable[[State], object], str]] = [
     (lacks(f"{MIXTRAL}2.w3.weight"), "missing in layer 1: expert 2's up$"),
     (lacks(*DOWN), "missing in layer 1: expert 0's down, expert 1's down, expert 2's down and 1 more$"),
     (has(f"{MIXTRAL}4.w1.weight", MATRIX), f"surplus {MIXTRAL}4.w1.weight$"),
-    (has(NEXT, MATRIX), f"surplus {NEXT}$"),
     (has(f"{MIXTRAL}0.w4.weight", torch.zeros(1)), f"surplus {MIXTRAL}0.w4.weight$"),
     (has(f"{MIXTRAL}0.w1.bias", torch.zeros(1)), f"surplus {MIXTRAL}0.w1.bias$"),
     # named twice: under the old and the new name
@@ -148,7 +144,6 @@ def test_expert_tensors_are_checked_before_any_is_read(
     ("change", "message"),
     [
         (lacks("model.norm.weight"), "missing: model.norm.weight$"),
-        (has("model.other.weight", torch.zeros(1)), "unexpected: model.other.weight$"),
         (has("model.norm.weight", torch.zeros(3)), r"mismatched: .*model.norm.weight.*\[3\].*\[32\]"),
         (lacks("model.layers.0.block_sparse_moe.gate.weight"), "missing: model.layers.0.mlp.gate.weight$"),
     ],
@@ -326,7 +321,7 @@ def test_ranks_with_different_prompts_all_say_so(rank: int, world_size: int) -> 
 def test_ranks_with_different_models_all_say_so(rank: int, world_size: int) -> None:
     group = make_group(tiny_config("qwen3_moe"), ep=world_size)
     stock, ids = tiny_model("qwen3_moe"), torch.arange(6).view(1, 6)
-    stock.model.norm.weight.data[3] += rank  # as of another folder
+    stock.model.norm.weight.data[3] += rank  # two folders differ like this
     model = hf.convert(stock, group)
     with pytest.raises(
         ValueError, match=r"^model of ranks \[1\] must be that of rank 0: .* are their folders the same\?$"
