@@ -13,14 +13,13 @@ import ast
 import importlib
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 SUITES = Path(__file__).parent / "suites"
 
 
 def overview() -> str:
-    """What ``--help`` prints: a line for each suite, from its file, which is not imported: that would take seconds."""
+    """The page of ``--help``: a line for each suite, from its file, which is not imported: that would take seconds."""
     lines = {name: (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
              for name, path in suite_files().items()}  # fmt: skip
     width = max(map(len, lines))
@@ -28,25 +27,18 @@ def overview() -> str:
 
 
 def suite_files() -> dict[str, Path]:
-    """Files by the names that a command line has for them: ``suites/compare_paths.py`` is ``compare-paths``."""
+    """Files by the names that a command line has for them: ``suites/compare_trees.py`` is ``compare-trees``."""
     return {path.stem.replace("_", "-"): path for path in sorted(SUITES.glob("[!_]*.py"))}
 
 
 def main(words: Sequence[str]) -> int | None:
-    """One rank of a suite: ``run(parse(words), ranks)``, or its own ``main(words)``; the exit status."""
+    """One rank of a suite, the class ``Run`` of its file; the exit status."""
     from comet.config import require
 
     name, *options = words
     require(name in suite_files(), f"suite={name!r} must be one of {', '.join(suite_files())}")
-    suite = importlib.import_module(f"suites.{suite_files()[name].stem}")
-    if hasattr(suite, "main"):
-        status: int | None = suite.main(options)
-        return status
-    from lib.ranks import start_ranks
-
-    arguments = suite.parse(options)
-    start_ranks(arguments.parallel, arguments.device, partial(suite.run, arguments))
-    return None
+    status: int | None = importlib.import_module(f"suites.{suite_files()[name].stem}").Run.main(options)
+    return status
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ class Library:
 
     def runs(self, steps: Sequence[Step]) -> dict[str, Callable[[int], Tensor]]:
         """Every implementation as a function of the number of the step."""
-        ids = [step.ids.long() for step in steps]  # what the library's routers give
+        ids = [step.ids.long() for step in steps]  # the library's routers give int64
         return {f"{PREFIX}{name}": self._run(name, steps, ids) for name in self.names}
 
     def _run(self, name: str, steps: Sequence[Step], ids: Sequence[Tensor]) -> Callable[[int], Tensor]:

@@ -1,4 +1,4 @@
-"""What Comet's layer is compared with: other ways to run it, its two GEMMs alone, its communication alone.
+"""Rivals of Comet's layer: other ways to run it, its two GEMMs alone, its communication alone.
 
 The other ways are what a careful user would try first over ``torch.distributed``, forward only: from tokens ``(T, D)``,
 ids and weights ``(T, K)`` to ``(T, D)``.

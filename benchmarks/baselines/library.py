@@ -120,7 +120,7 @@ class Library:
         rewind_library(self.static, self._positions)
 
     def decode(self, ids: Tensor, num_steps: int) -> Tensor:
-        """As ``StepPath`` decodes; what the library does once for each call counts as well."""
+        """Append tokens as ``Stepwise.decode`` does; the library's work once for each call counts, too."""
         self._ids[:, -1] = ids
         made: Tensor = self.model.generate(
             self._ids,

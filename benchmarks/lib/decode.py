@@ -1,4 +1,4 @@
-"""What the decode benchmark runs: ranks, sets of weights, steps with their routing."""
+"""The ranks, sets of weights and steps with their routing that the decode benchmark runs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from comet.decode import DecodeWeights, RankDecode, rank_slots
 from comet.decode.twin import slot_weights
 from comet.layer.group import ExpertGroup, make_expert_group
 from comet.layer.paths import ExpertPath, make_path
+from comet.layer.workspace import Workspace
 from comet.layout import ExpertLayout
 from comet.quantization.formats import FP8, MXFP4, MXFP8, quantize_fp8, quantize_mxfp4, quantize_mxfp8
 from comet.reference.layer import rank_partial
 
-from lib.ranks import Ranks, T, attempt
+from lib.ranks import Ranks, attempt
 from lib.shapes import SEEDS_PER_RANK, make_routing, make_weights, quantize_experts
 
 PREFIX = "transformers_"
@@ -35,7 +36,7 @@ StepRun = Callable[[int], Tensor]  # a way to run a step, by its number
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Team:
-    """One model on this rank; ``group`` is ``None`` where nobody asked for it or for the reason in ``failures``."""
+    """One model on this rank; ``group`` is ``None`` where no variant needs it or for the reason in ``failures``."""
 
     config: MoEConfig
     layout: ExpertLayout
@@ -76,9 +77,10 @@ class Team:
             for decode in self.decodes.values():
                 decode.check()
 
-    def attempt(self, action: Callable[[], T]) -> tuple[T | None, str]:
-        """``lib.ranks.attempt`` with what the ranks share."""
-        return attempt(action, self.ranks, None if self.group is None else self.group.workspace)
+    @property
+    def pool(self) -> Workspace | None:
+        """The memory in which a failure may leave something."""
+        return None if self.group is None else self.group.workspace
 
 
 @contextmanager
@@ -106,7 +108,7 @@ def open_team(
 class WeightSet(NamedTuple):
     """Both are one without quantisation."""
 
-    weights: DecodeWeights  # what is decoded
+    weights: DecodeWeights  # that are decoded
     plain: DecodeWeights  # the same numbers, of block FP8 rounded, in the dtype of the tokens, for other paths
 
 
@@ -122,7 +124,7 @@ class Step:
 
     @property
     def weights(self) -> DecodeWeights:
-        """What is decoded."""
+        """The weights that are decoded."""
         return self.set.weights
 
     @property
@@ -139,9 +141,9 @@ class Step:
         return len(self.touched) * sum(tensor[0].nbytes for tensor in tensors if tensor is not None)
 
     def exact(self) -> Tensor:
-        """What this rank adds to the output, in float64, from the very numbers that are decoded; touched experts only.
+        """This rank's part of the output in float64, from the numbers that are decoded; touched experts only.
 
-        Does not read the slot table, so that it finds out a wrong one.
+        The slot table is not read: a wrong one would be repeated.
         """
         touched, first = self.touched, self.layout.first_expert
         tokens = self.tokens.double()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from comet.config import MoEConfig
+from comet.config import MoEConfig, OverlapConfig
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.sharding import local
 from comet.layer.workspace import Workspace
@@ -22,7 +21,8 @@ from comet.moe import MoE
 from comet.quantization.formats import FP8, FP8_BLOCK, quantize_fp8
 
 from lib.ranks import Ranks, attempt
-from lib.shapes import SEEDS_PER_RANK, draw_weights, make_routing, make_weights, quantize_experts
+from lib.shapes import SEEDS_PER_RANK, draw_weights, make_routing, make_weights, parse_overlap, quantize_experts
+from lib.suite import Suite
 
 FP8_VARIANTS = ("comet_fp8", "comet_fp8_graph")
 BASELINES = ("plain", "pipelined", "all_gather")
@@ -50,7 +50,7 @@ class Layer:
 
     @property
     def pool(self) -> Workspace | None:
-        """What a failure may leave something in."""
+        """The memory in which a failure may leave something."""
         return None if self.moe is None else self.moe.group.workspace
 
 
@@ -78,36 +78,44 @@ def biases_of(moe: MoE) -> Biases | None:
     return Biases(local(moe.b1).detach().flatten(1), local(moe.b2).detach())
 
 
-@contextmanager
-def open_layer(config: MoEConfig, arguments: argparse.Namespace, max_tokens: int, ranks: Ranks) -> Iterator[Layer]:
-    """Build the layer, release its memory at the end; a layer Comet cannot build still serves the baselines.
+@dataclass(frozen=True, kw_only=True)
+class LayerSuite(Suite):
+    """A suite of one layer; ``path`` and ``overlap`` are those of Comet's variants."""
 
-    Args:
-        arguments: ``parallel``, ``variants``, and ``path`` and ``overlap`` of Comet's layer.
-    """
-    layout = ExpertLayout.create(config, arguments.parallel, ranks.rank)
-    moe, failure = None, ""
-    if any(name.startswith("comet") for name in arguments.variants):
-        moe, failure = attempt(partial(_build_comet, config, arguments, max_tokens, ranks), ranks)
-    if moe is None:
-        w1, w2 = make_weights(config, layout, ranks.device, ranks.dtype, WEIGHT_SEED + ranks.rank)
-        biases = Biases(w1.new_empty(w1.shape[:2]), w2.new_empty(w2.shape[:2])) if config.expert_bias else None
-        draw_weights(w1, w2, config, WEIGHT_SEED + ranks.rank, biases)
-        failures = {"comet": failure} if failure else {}
-        yield Layer(config=config, layout=layout, w1=w1, w2=w2, biases=biases, failures=failures)
-        return
-    w1, w2 = moe.expert_weights()
-    w1 = w1.flatten(1, 2)
-    wanted = set(FP8_VARIANTS) & set(arguments.variants) and isinstance(moe.experts, SymmetricPath)
-    in_blocks = w1.shape[2] % FP8_BLOCK == w2.shape[2] % FP8_BLOCK == 0
-    fp8 = (quantize_experts(w1, quantize_fp8), quantize_experts(w2, quantize_fp8)) if wanted and in_blocks else None
-    yield Layer(config=config, layout=layout, w1=w1, w2=w2, biases=biases_of(moe), moe=moe, fp8=fp8)
-    moe.group.close()
+    path: str = "auto"
+    overlap: str = ""
+    variants: tuple[str, ...] = ("comet",)
 
+    @property
+    def split(self) -> OverlapConfig | None:
+        """The split of Comet's layer; ``None``: the tuner's."""
+        return parse_overlap(self.overlap) if self.overlap else None
 
-def _build_comet(config: MoEConfig, arguments: argparse.Namespace, max_tokens: int, ranks: Ranks) -> MoE:
-    group = ranks.make_group(config, arguments.parallel, max_tokens)
-    return DrawnInPlace(config, group, path=arguments.path, overlap=arguments.overlap, param_dtype=ranks.dtype)
+    @contextmanager
+    def open_layer(self, config: MoEConfig, max_tokens: int, ranks: Ranks) -> Iterator[Layer]:
+        """Build the layer, release its memory at the end; a layer Comet cannot build still serves the baselines."""
+        layout = ExpertLayout.create(config, self.parallel, ranks.rank)
+        moe, failure = None, ""
+        if any(name.startswith("comet") for name in self.variants):
+            moe, failure = attempt(partial(self._build, config, max_tokens, ranks), ranks)
+        if moe is None:
+            w1, w2 = make_weights(config, layout, ranks.device, ranks.dtype, WEIGHT_SEED + ranks.rank)
+            biases = Biases(w1.new_empty(w1.shape[:2]), w2.new_empty(w2.shape[:2])) if config.expert_bias else None
+            draw_weights(w1, w2, config, WEIGHT_SEED + ranks.rank, biases)
+            failures = {"comet": failure} if failure else {}
+            yield Layer(config=config, layout=layout, w1=w1, w2=w2, biases=biases, failures=failures)
+            return
+        w1, w2 = moe.expert_weights()
+        w1 = w1.flatten(1, 2)
+        wanted = set(FP8_VARIANTS) & set(self.variants) and isinstance(moe.experts, SymmetricPath)
+        in_blocks = w1.shape[2] % FP8_BLOCK == w2.shape[2] % FP8_BLOCK == 0
+        fp8 = (quantize_experts(w1, quantize_fp8), quantize_experts(w2, quantize_fp8)) if wanted and in_blocks else None
+        yield Layer(config=config, layout=layout, w1=w1, w2=w2, biases=biases_of(moe), moe=moe, fp8=fp8)
+        moe.group.close()
+
+    def _build(self, config: MoEConfig, max_tokens: int, ranks: Ranks) -> MoE:
+        group = ranks.make_group(config, self.parallel, max_tokens)
+        return DrawnInPlace(config, group, path=self.path, overlap=self.split, param_dtype=ranks.dtype)
 
 
 def make_inputs(config: MoEConfig, num_tokens: int, routing: str, ranks: Ranks) -> list[Inputs]:

@@ -31,7 +31,7 @@ from comet.layer.group import ExpertGroup, make_expert_group
 from comet.layer.workspace import Workspace
 from comet.measure import layers
 
-# What a variant may die of without ending the run; anything else is a mistake of the benchmark itself.
+# A variant may fail by these without ending the run; anything else is a mistake of the benchmark itself.
 FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, ImportError, AssertionError, LookupError, TritonError)
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ class Ranks:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What is measured: bf16 on GPUs; float32 on CPUs, which are there to try the benchmark."""
+        """The type of what is measured: bf16 on GPUs; float32 on CPUs, which are there to try the benchmark."""
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
     def worst(self, value: float) -> float:
@@ -80,7 +80,7 @@ def differs_over_ranks(output: Tensor, ranks: Ranks) -> bool:
 
 
 def attempt(action: Callable[[], T], ranks: Ranks, pool: Workspace | None = None) -> tuple[T | None, str]:
-    """``comet.measure.layers.attempt`` of what a variant may die of."""
+    """``comet.measure.layers.attempt`` with the failures of a variant."""
     return layers.attempt(action, ranks.device, ranks.process_group, pool, FAILURES)
 
 

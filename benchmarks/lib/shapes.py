@@ -1,4 +1,4 @@
-"""What is measured: the MoE layers of ``configs/model``, of which four sizes matter, their routing, their splits."""
+"""The layers that are measured: those of ``configs/model``, with routing, weights and splits."""
 
 from __future__ import annotations
 
@@ -84,19 +84,19 @@ NUMBERS = ("comm_blocks", "num_panels")
 RULE = "must be comm_blocks=N or num_panels=N"
 
 
-def parse_overlap(text: str, option: str) -> OverlapConfig:
-    """Read ``comm_blocks=16,num_panels=2`` of an option: 16 blocks that only communicate at first, and two panels."""
+def parse_overlap(text: str) -> OverlapConfig:
+    """Read ``comm_blocks=16,num_panels=2``: 16 blocks that only communicate at first, and two panels."""
     values: dict[str, int] = {}
     for pair in text.split(","):
         name, _, value = pair.partition("=")
-        check_removed([name], f"{option}={pair!r}: ")
-        require(name in NUMBERS and value.isdigit(), f"{option}={pair!r} {RULE}")
+        check_removed([name], f"overlap={pair!r}: ")
+        require(name in NUMBERS and value.isdigit(), f"overlap={pair!r} {RULE}")
         values[name] = int(value)
     return OverlapConfig(**values)
 
 
 SHAPES = read_models()
-OF_EXPERTS = ("activation", "expert_bias")  # where a model says so
+OF_EXPERTS = ("activation", "expert_bias")  # fields that a model may have
 MODELS = {
     name: MoEConfig(
         hidden_size=shape["hidden_size"],

@@ -35,7 +35,7 @@ def time_by_protocol(
 
 
 def run_facts(ranks: Ranks) -> Row:
-    """What a result needs to be repeated."""
+    """The facts that are needed to repeat a result."""
     command, folder = ["git", "describe", "--always", "--dirty"], Path(__file__).parent
     commit = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     return {
@@ -104,5 +104,5 @@ def link_gbs(device: torch.device) -> float:
 
 
 def link_bytes(spent: CacheReport) -> int:
-    """What came over the link; of experts that were half there when their step began, the first half counts twice."""
+    """Bytes that came over the link; of experts half there when their step began, the first half counts twice."""
     return spent.fetched_bytes + spent.prefetched_bytes

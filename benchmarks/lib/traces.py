@@ -35,10 +35,10 @@ class Trace:
     @classmethod
     def load(cls, path: Path) -> Trace:
         """Read what ``save`` wrote."""
-        require(path.is_file(), f"trace={str(path)!r} must be a file that bench.py speculation wrote (routing.pt)")
+        require(path.is_file(), f"trace={str(path)!r} must be a file that bench.py experts --source wrote (routing.pt)")
         found, names = torch.load(path, weights_only=True), [field.name for field in fields(cls)]
         known = isinstance(found, dict) and set(found) >= set(names)
-        require(known, f"trace={str(path)!r} must hold {', '.join(names)}, as bench.py speculation writes it")
+        require(known, f"trace={str(path)!r} must hold {', '.join(names)}, as bench.py experts --source writes it")
         ids, guessed = found["ids"].long(), found["guessed"].long()
         return cls(ids=ids, num_experts=found["num_experts"], guessed=guessed)
 
@@ -75,7 +75,7 @@ def made_trace(config: MoEConfig, num_layers: int, num_steps: int, sticky: float
     steps = []
     for _ in range(num_steps):
         keeps = torch.rand(ids.shape, generator=made) < sticky
-        chances = (1 / popularity).scatter(1, ids, 0.0)  # what was dropped comes back only if it was kept
+        chances = (1 / popularity).scatter(1, ids, 0.0)  # a dropped expert does not come back in the same step
         drawn = torch.multinomial(chances, config.top_k, generator=made)
         ids = torch.where(keeps, ids, drawn)
         steps.append(ids)
@@ -125,7 +125,7 @@ def resized_trace(trace: Trace, config: MoEConfig, num_layers: int, num_steps: i
 
 
 def resized_guesses(trace: Trace, ids: Tensor, num_experts: int) -> Tensor:
-    """What is guessed of ``ids (N, L, K)``, which ``resized_trace`` made of a trace, of E experts: ``(N, L, K)``.
+    """Guesses ``(N, L, K)`` of ``ids (N, L, K)``, which ``resized_trace`` made of a trace, of E experts.
 
     Of each step and layer as large a share is right as was in the recording, rounded up or down by chance; the others
     are experts that the step does not need.
@@ -134,7 +134,7 @@ def resized_guesses(trace: Trace, ids: Tensor, num_experts: int) -> Tensor:
     right = (trace.guessed[..., None] == trace.ids[..., None, :]).any(-1).float().mean(-1)
     num_steps, num_layers, top_k = ids.shape
     shares = right[torch.arange(num_steps) % len(right)][:, torch.arange(num_layers) % right.shape[1]]
-    if num_layers > right.shape[1]:  # of a layer that follows the last one, which nothing guessed
+    if num_layers > right.shape[1]:  # nothing guessed the layer that follows the last one
         shares[:, right.shape[1] :: right.shape[1]] = right[:, 1:].mean()
     counts = (shares * top_k + torch.rand(shares.shape, generator=drawn)).long().clamp(max=top_k)
     others = torch.rand(num_steps, num_layers, num_experts, generator=drawn).scatter(2, ids, -1.0).topk(top_k).indices

@@ -26,12 +26,10 @@ paths, which take no such weights, run on the same numbers in the dtype of the t
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import product
 from pathlib import Path
 
 import torch
@@ -46,17 +44,16 @@ from comet.kernels.decode.step import Batch
 from comet.layout import ExpertLayout, RoutedTokens
 from comet.measure.timing import Timing, Variant, capture
 
-from baselines.decode import EXPERT_CONFIGS, find_library, torch_experts, triton_experts
-from lib.arguments import parsed, require_known, suite_parser, whole_numbers, words
+from baselines.decode import EXPERT_CONFIGS, Library, find_library, torch_experts, triton_experts
 from lib.decode import OWN, PREFIX, WEIGHTS, Step, StepRun, Team, WeightSet, make_set, make_steps, open_team
 from lib.ranks import Ranks, differs_over_ranks, release
-from lib.report import IN_JSON_ONLY, Panels, Row, cell, draw_lines, names_of, report, table_of
-from lib.shapes import swiglu_model
-from lib.timing import gather_facts, read_roofline_tbs, time_by_protocol
+from lib.report import Row
+from lib.shapes import ROUTINGS, swiglu_model
+from lib.suite import Checked, Point, Suite, option
+from lib.timing import read_roofline_tbs
 
 CENTRIC = "triton"
 OTHERS = ("torch", "fused", "local", "local_nccl", *OWN)
-BELOW_TABLE = {"no_graph": "without a graph", "failures": "not measured"}
 ON_ONE_GPU = ("comet", "torch", "triton", "transformers", "fused")
 OVER_RANKS = ("comet", "local", "local_nccl", "fused", *OWN)
 MANY_TOKENS = ("torch", "triton", "transformers", "fused", "own_fused")  # variants for more than MAX_DECODE_TOKENS
@@ -115,32 +112,34 @@ def share_of(num_tokens: int, layout: ExpertLayout) -> slice:
     return rank_slice(0, num_tokens, layout.rank, layout.world_size)
 
 
-def step_runs(team: Team, steps: Sequence[Step], arguments: argparse.Namespace) -> dict[str, StepRun]:
+def step_runs(
+    team: Team, steps: Sequence[Step], variants: Sequence[str], library: Library | None, most: int
+) -> dict[str, StepRun]:
     """All variants that take so many tokens; past ``MAX_DECODE_TOKENS`` there is no warp decode.
 
     Args:
-        arguments: ``variants`` and ``library``, which is ``None`` where none is wanted.
+        library: ``None`` where none is wanted.
+        most: Tokens of the largest step of the run.
     """
     found: dict[str, StepRun] = {}
     if len(steps[0].tokens) <= MAX_DECODE_TOKENS:
-        found |= decode_runs(team, steps, arguments)
-    if "torch" in arguments.variants:
+        found |= decode_runs(team, steps, variants, min(most, MAX_DECODE_TOKENS))
+    if "torch" in variants:
         found["torch"] = lambda index: torch_experts(*plain(steps[index]))
-    for number, config in enumerate(EXPERT_CONFIGS if "triton" in arguments.variants else ()):
+    for number, config in enumerate(EXPERT_CONFIGS if "triton" in variants else ()):
         found[f"triton{number}"] = lambda index, config=config: triton_experts(*plain(steps[index]), config)  # type: ignore[misc]
-    if arguments.library is not None:
-        found |= arguments.library.runs(steps)
-    if "fused" in arguments.variants and team.group is not None:
+    if library is not None:
+        found |= library.runs(steps)
+    if "fused" in variants and team.group is not None:
         found["fused"] = partial(run_fused, team, steps)
     if not team.is_alone:
-        found |= own_runs(team, steps, arguments.variants)
+        found |= own_runs(team, steps, variants)
     return found
 
 
-def decode_runs(team: Team, steps: Sequence[Step], arguments: argparse.Namespace) -> dict[str, StepRun]:
+def decode_runs(team: Team, steps: Sequence[Step], variants: Sequence[str], most: int) -> dict[str, StepRun]:
     """Warp decode of this rank and over the ranks."""
     tokens, weights = steps[0].tokens, steps[0].weights
-    most = min(max(arguments.tokens), MAX_DECODE_TOKENS)
     scratch, other_scratch = (
         DecodeScratch.create(weights, team.config.top_k, tokens.dtype, max_tokens=len(tokens)) for _ in range(2)
     )
@@ -154,7 +153,7 @@ def decode_runs(team: Team, steps: Sequence[Step], arguments: argparse.Namespace
     found: dict[str, StepRun] = {"local": local, "local_nccl": lambda index: team.total(local(index))}
     if team.is_alone or team.group is not None:
         found = {"comet": local if team.is_alone else over_ranks} | found
-    return {name: run for name, run in found.items() if name in arguments.variants}
+    return {name: run for name, run in found.items() if name in variants}
 
 
 def run_fused(team: Team, steps: Sequence[Step], index: int) -> Tensor:
@@ -217,79 +216,50 @@ def variant_times(row: Row) -> dict[str, float]:
     return {name: row[f"{name}_us"] for name in names if row.get(f"{name}_us") is not None}
 
 
-def format_table(rows: Sequence[Row]) -> str:
-    """One aligned line per row; below it what was launched without a graph or not measured, with the points of each."""
-    shown = names_of(rows, (*IN_JSON_ONLY, *BELOW_TABLE))
-    points: dict[str, list[str]] = {}
-    for row, (kind, told) in product(rows, BELOW_TABLE.items()):
-        for name, reason in row.get(kind, {}).items():
-            points.setdefault(f"{told}: {name}: {reason}", []).append(f"{_title(row)}, {row['tokens']}")
-    remarks = (f"{remark} (at {'; '.join(where)})" for remark, where in points.items())
-    return "\n".join([table_of(rows, shown, partial(cell, near_one=7)), *remarks])
+class CheckedSteps(Checked):
+    """Variants with the ``accuracy`` of each; ``no_graph`` says which are launched by the host, and why."""
 
+    def __init__(self, team: Team) -> None:
+        super().__init__(team.ranks, team.pool, team.failures)
+        self.team = team
+        self.accuracy: dict[str, tuple[float, float]] = {}
+        self.no_graph: dict[str, str] = {}
 
-def draw(roofline_tbs: float, path: Path, rows: Sequence[Row]) -> None:
-    """Microseconds of a step over tokens, and the time of reading the touched bytes; a panel for each model."""
-    panels: Panels = {}
-    for row in sorted((row for row in rows if variant_times(row)), key=lambda row: int(row["tokens"])):
-        times = variant_times(row) | {"read roofline": row["mbytes"] / roofline_tbs}
-        lines = panels.setdefault(_title(row), {})
-        for name, time in times.items():
-            lines.setdefault(name, []).append((row["tokens"], time))
-    draw_lines(path, panels, x="tokens", y="us per step")
+    def check(self, name: str, run: StepRun, exact: Tensor, num_steps: int) -> None:
+        """Run a variant once, compare it, and make of it what is timed (collective)."""
+        accuracy = (0.0, 0.0)
 
+        def right(output: Tensor) -> str:
+            nonlocal accuracy
+            accuracy, failure = judge(name, output, exact, self.team)
+            return failure
 
-def _title(row: Row) -> str:
-    split = "" if row["ep"] * row["tp"] == 1 else f", EP{row['ep']} x TP{row['tp']}"
-    return f"{row['model']}, {row['weights']}{split}"
-
-
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """Variants that run and are right, as they are timed, with their errors; the others under ``failures``.
-
-    ``no_graph`` says which of them are launched by the host, and why.
-    """
-
-    variants: dict[str, Variant] = field(default_factory=dict)
-    accuracy: dict[str, tuple[float, float]] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)
-    no_graph: dict[str, str] = field(default_factory=dict)
+        if self.value(name, partial(run, 0), right) is None:
+            return
+        form = partial(timed_form, run, num_steps, self.ranks.device, may_wait=name.startswith(PREFIX))
+        timed = self.value(name, form)
+        if timed is not None:
+            self.variants[name], self.accuracy[name] = timed[0], accuracy
+            self.no_graph |= {name: timed[1]} if timed[1] else {}
 
 
 @torch.no_grad()
-def measure_point(team: Team, sets: Sequence[WeightSet], num_tokens: int, arguments: argparse.Namespace) -> Row:
+def measure_point(
+    team: Team, sets: Sequence[WeightSet], num_tokens: int, asked: Run, library: Library | None, roofline_tbs: float
+) -> Row:
     """Check and time all variants at one number of tokens (collective)."""
     ranks = team.ranks
-    steps = make_steps(team.config, team.layout, sets, num_tokens, arguments.routing)
+    steps = make_steps(team.config, team.layout, sets, num_tokens, asked.routing)
     exact = team.total(steps[0].exact())
-    checked = Checked(failures=dict(team.failures))
-    for name, run in step_runs(team, steps, arguments).items():
-        check_variant(name, run, exact, len(steps), team, checked)
+    checked = CheckedSteps(team)
+    for name, run in step_runs(team, steps, asked.chosen, library, max(asked.tokens)).items():
+        checked.check(name, run, exact, len(steps))
     flush = torch.empty(FLUSH_BYTES // 4 if ranks.device.type == "cuda" else 4, device=ranks.device)
-    timings = time_by_protocol(checked.variants, ranks, rounds=arguments.rounds, opening=flush.sum, leads=False)
+    timings = checked.time(rounds=asked.rounds, opening=flush.sum, leads=False)
     touched = ranks.worst(sum(step.touched_bytes for step in steps) / len(steps))
     team.check()  # may raise on one rank alone: no collective may follow
-    row = figures(timings, checked.accuracy, len(steps), touched, arguments.roofline_tbs)
+    row = figures(timings, checked.accuracy, len(steps), touched, roofline_tbs)
     return row | {"no_graph": checked.no_graph, "failures": checked.failures}
-
-
-def check_variant(name: str, run: StepRun, exact: Tensor, num_steps: int, team: Team, checked: Checked) -> None:
-    """Run a variant once, compare it, and make of it what is timed (collective)."""
-    ranks = team.ranks
-    output, failure = team.attempt(partial(run, 0))
-    if output is not None:
-        accuracy, failure = judge(name, output, exact, team)
-    timed: tuple[Variant, str] | None = None
-    if not failure:
-        form = partial(timed_form, run, num_steps, ranks.device, may_wait=name.startswith(PREFIX))
-        timed, failure = team.attempt(form)
-    if failure or timed is None:
-        checked.failures[name] = failure
-        return
-    checked.variants[name], checked.accuracy[name] = timed[0], accuracy
-    if timed[1]:
-        checked.no_graph[name] = timed[1]
 
 
 def judge(name: str, output: Tensor, exact: Tensor, team: Team) -> tuple[tuple[float, float], str]:
@@ -313,7 +283,7 @@ def judge(name: str, output: Tensor, exact: Tensor, team: Team) -> tuple[tuple[f
 
 
 def timed_form(run: StepRun, num_steps: int, device: torch.device, *, may_wait: bool) -> tuple[Variant, str]:
-    """What is timed, a step on every set of weights, as a CUDA graph; where that cannot be, as it is, and why."""
+    """A step on every set of weights as a CUDA graph; where that cannot be, as it is, and why."""
 
     def every_step(_: int) -> None:
         for index in range(num_steps):
@@ -351,66 +321,76 @@ def compare(output: Tensor, exact: Tensor) -> tuple[float, float]:
     return error.item(), cosine.item()
 
 
-def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
-    """Measure all points, model by model; rank 0 reports (collective)."""
-    arguments.library = find_library() if "transformers" in arguments.variants else None
-    arguments.roofline_tbs = read_roofline_tbs(ranks)
-    facts = gather_facts(ranks) | {
-        "read_roofline_tbs": arguments.roofline_tbs,
-        "sets": SETS * arguments.parallel.world_size,
-        "transformers": None if arguments.library is None else arguments.library.version,
-    }
-    report(
-        "bench_decode", measure(arguments, ranks), ranks, arguments.out, keys=("model", "weights", "tokens"),
-        facts={"facts": facts}, table=format_table, picture=partial(draw, arguments.roofline_tbs),
-    )  # fmt: skip
+@dataclass(frozen=True, kw_only=True)
+class Run(Suite):
+    AXES = ("tokens", "us per step")
 
-
-def measure(arguments: argparse.Namespace, ranks: Ranks) -> Iterator[Row]:
-    """One row after the other (collective); a point that fails is one, too."""
-    parallel, most, wants_fused = arguments.parallel, max(arguments.tokens), "fused" in arguments.variants
-    for name in arguments.models:
-        with open_team(swiglu_model(name), parallel, max_tokens=most, wants_fused=wants_fused, ranks=ranks) as team:
-            for kind in arguments.weights:
-                make = partial(make_set, team.config, team.layout, ranks.device, ranks.dtype, kind=kind)
-                sets = [make(seed=seed) for seed in range(SETS * parallel.world_size)]
-                for num_tokens in arguments.tokens:
-                    row, failure = team.attempt(partial(measure_point, team, sets, num_tokens, arguments))
-                    keys: Row = {"model": name, "weights": kind, "ep": parallel.ep, "tp": parallel.tp}
-                    keys |= {"tokens": num_tokens, "routing": arguments.routing}
-                    yield keys | (row or {"failures": {"point": failure}})
-                    release(ranks)
-                del sets
-                release(ranks)
-
-
-def parse(command_line: Sequence[str]) -> argparse.Namespace:
-    """Read the command line; raises ``ValueError`` for what does not exist or does not go together."""
-    parser = suite_parser(
-        "decode", __doc__, models=("qwen3_30b_a3b",), ep=1, tp=1, routing="uniform", rounds=30, device="auto",
-        out=Path("outputs/bench_decode"),
-    )  # fmt: skip
-    parser.add_argument("--weights", type=words, default=WEIGHTS[:1], help=f"of {','.join(WEIGHTS)} (CPU: float32)")
-    parser.add_argument(
-        "--tokens", type=whole_numbers, default=[1, 2, 4, 8, 16, 32, 64],
-        help="of a step; over ranks equal on all of them, or (own, own_nccl, own_fused) each rank's share of them",
-    )  # fmt: skip
-    parser.add_argument(
-        "--variants", type=words, help=f"{','.join(ON_ONE_GPU)}; over ranks {','.join(OVER_RANKS)}; all by default"
+    models: tuple[str, ...] = ("qwen3_30b_a3b",)
+    weights: tuple[str, ...] = option(WEIGHTS[:1], "(CPU: float32)", of=WEIGHTS)
+    tokens: tuple[int, ...] = option(
+        (1, 2, 4, 8, 16, 32, 64),
+        "of a step; over ranks equal on all of them, or (own, own_nccl, own_fused) each rank's share of them",
     )
-    arguments = parsed(parser, command_line)
-    arguments.library, arguments.roofline_tbs = None, 1.0  # until ``run`` knows more
-    known = ON_ONE_GPU if arguments.parallel.world_size == 1 else OVER_RANKS
-    arguments.variants = arguments.variants or known
-    for name in arguments.models:
-        arguments.parallel.check(swiglu_model(name))
-    require_known("weights", arguments.weights, WEIGHTS)
-    for name in arguments.variants:
-        ranks = f"ep={arguments.ep} x tp={arguments.tp}"
-        require(name in known, f"variants={name!r} must be one of {', '.join(known)} for {ranks}")
-    for number in arguments.tokens:
-        require(
-            number <= MAX_DECODE_TOKENS or any(name in MANY_TOKENS for name in arguments.variants),
-            f"tokens={number} must be at most {MAX_DECODE_TOKENS} for variants={','.join(arguments.variants)}",
-        )
-    return arguments
+    routing: str = option("uniform", of=ROUTINGS)
+    variants: tuple[str, ...] = option((), f"{','.join(ON_ONE_GPU)}; over ranks {','.join(OVER_RANKS)}; all by default")
+    rounds: int = 30
+    out: Path | None = Path("outputs/bench_decode")
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """Variants for so many ranks."""
+        return ON_ONE_GPU if self.parallel.world_size == 1 else OVER_RANKS
+
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        """Variants that are asked for."""
+        return self.variants or self.known
+
+    def check(self) -> None:
+        """Variants fit the ranks and take so many tokens."""
+        self.check_models(self.models)
+        for name in self.chosen:
+            ranks = f"ep={self.ep} x tp={self.tp}"
+            require(name in self.known, f"variants={name!r} must be one of {', '.join(self.known)} for {ranks}")
+        for number in self.tokens:
+            require(
+                number <= MAX_DECODE_TOKENS or any(name in MANY_TOKENS for name in self.chosen),
+                f"tokens={number} must be at most {MAX_DECODE_TOKENS} for variants={','.join(self.chosen)}",
+            )
+
+    def facts(self, ranks: Ranks) -> Row:
+        """Also the roofline of reading, and the library."""
+        library = find_library() if "transformers" in self.chosen else None
+        return super().facts(ranks) | {
+            "read_roofline_tbs": read_roofline_tbs(ranks),
+            "sets": SETS * self.parallel.world_size,
+            "transformers": None if library is None else library.version,
+        }
+
+    def points(self, ranks: Ranks, facts: Row) -> Iterator[Point]:
+        """Every type of weights and number of tokens of every model."""
+        most, wants_fused = max(self.tokens), "fused" in self.chosen
+        library = find_library() if facts["transformers"] else None
+        for name in self.models:
+            config = swiglu_model(name)
+            with open_team(config, self.parallel, max_tokens=most, wants_fused=wants_fused, ranks=ranks) as team:
+                for kind in self.weights:
+                    make = partial(make_set, team.config, team.layout, ranks.device, ranks.dtype, kind=kind)
+                    sets = [make(seed=seed) for seed in range(facts["sets"])]
+                    for num_tokens in self.tokens:
+                        keys: Row = {"model": name, "weights": kind, "ep": self.ep, "tp": self.tp}
+                        keys |= {"tokens": num_tokens, "routing": self.routing}
+                        roofline = facts["read_roofline_tbs"]
+                        yield Point(
+                            keys, partial(measure_point, team, sets, num_tokens, self, library, roofline), team.pool
+                        )
+                    del sets
+                    release(ranks)
+
+    def lines(self, row: Row) -> tuple[str, dict[str, float | None]]:
+        """Microseconds of the variants that have a column, a panel for each model and type of weights."""
+        split = "" if row["ep"] * row["tp"] == 1 else f", EP{row['ep']} x TP{row['tp']}"
+        names = ["comet", CENTRIC, *OTHERS, *(name for name in row.get("times_us", {}) if name.startswith(PREFIX))]
+        times = {name: row.get(f"{name}_us") for name in names}
+        read = row["mbytes"] / (row["tbs"] / row["of_roofline"]) if row.get("of_roofline") else None
+        return f"{row['model']}, {row['weights']}{split}", times | {"read roofline": read}

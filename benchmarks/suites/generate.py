@@ -25,9 +25,8 @@ logits of the first step with those of ``comet``.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
 
@@ -37,18 +36,17 @@ from torch import Tensor
 from comet.config import require
 from comet.decode import MAX_DECODE_TOKENS, FrozenExperts
 from comet.graphed.step import DecodeStep
-from comet.measure.timing import Timing, Variant
+from comet.measure.timing import Timing
 from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT
 from comet.utils.graphs import WARM_CALLS, GraphMode
 
 from baselines.library import Library, fill_library, library_version, make_library_model, rewind_library
-from lib.arguments import parsed, require_known, suite_parser, whole_numbers
 from lib.gpt import make_gpt, model_config
-from lib.ranks import Ranks, attempt, differs_over_ranks, release
-from lib.report import Panels, Row, cell, draw_lines, report, table_of
-from lib.shapes import MODELS
-from lib.timing import gather_facts, read_roofline_tbs, time_by_protocol
+from lib.ranks import Ranks, differs_over_ranks
+from lib.report import Row
+from lib.suite import Checked, Point, Suite, option
+from lib.timing import read_roofline_tbs
 
 COMET, LOOP = "comet", "eager"
 STOCK = ("grouped_mm", "batched_mm", LOOP)  # transformers' own experts; the last is a loop that asks the device
@@ -81,7 +79,7 @@ class Paths:
         self._library_model = cache(partial(make_library_model, gpt))
 
     def makers(self, contents: Tensor, num_places: int, *, with_graphs: bool) -> dict[str, Callable[[], StepPath]]:
-        """What makes each path, by name; one may fail without the others.
+        """Functions that make each path, by name; one may fail without the others.
 
         Those of transformers are only where it is installed and this rank holds all experts. The context's keys and
         values are ``contents (2, L, B, G, C, w)``; ``num_places`` is how many positions there must be room for.
@@ -178,47 +176,37 @@ def path_rows(
     return found
 
 
-def draw(path: Path, rows: Sequence[Row]) -> None:
-    """Tokens per second over the length of the context, a line for each path."""
-    title, lines = "{model}, {layers} layers, EP{ep} x TP{tp}, batch {batch}".format(**rows[0]), Panels()
-    for row in rows:
-        if row["tokens_per_s"]:
-            lines.setdefault(title, {}).setdefault(row["path"], []).append((row["context"], row["tokens_per_s"]))
-    draw_lines(path, lines, x="positions of the context", y="tokens per second")
-
-
-VOCABULARY = {"qwen3_30b_a3b": 151_936, "tiny": 256}  # of the models that are measured
+VOCABULARY = {"qwen3_30b_a3b": 151_936, "tiny": 256}  # sizes for the models that are measured
 ALIGNMENT = 64  # positions a cache has room for
 LEAST_COSINE = 0.9  # experts of nearly equal probability change places where the router is rounded differently
 
 
-def measure_context(
-    paths: Paths, context: int, arguments: argparse.Namespace, roofline_tbs: float, ranks: Ranks
-) -> list[Row]:
+@torch.no_grad()
+def measure_context(paths: Paths, context: int, asked: Run, roofline_tbs: float, ranks: Ranks) -> list[Row]:
     """Check and time every path at one length of the context (collective)."""
     gpt = paths.gpt
-    device, config = gpt.rotary.device, gpt.config
+    device, config, batch = gpt.rotary.device, gpt.config, asked.batch
     generator = torch.Generator(device).manual_seed(context)
-    shape = (2, config.num_layers, arguments.batch, config.num_kv_heads, context, config.head_width)
+    shape = (2, config.num_layers, batch, config.num_kv_heads, context, config.head_width)
     contents = torch.randn(shape, generator=generator, device=device, dtype=gpt.dtype)
-    first = torch.randint(config.vocab_size, (arguments.batch,), generator=generator, device=device)
-    num_places = room(context, arguments.steps)
+    first = torch.randint(config.vocab_size, (batch,), generator=generator, device=device)
+    num_places = room(context, asked.steps)
     ready, cosines, failures = prepare(paths, contents, first, num_places, ranks)
 
     def rewind() -> None:
         for path in ready.values():
             path.rewind()
 
-    variants: dict[str, Variant] = {
-        name: lambda _, path=path: path.decode(first, arguments.steps)  # type: ignore[misc]
+    checked = Checked(ranks)
+    checked.variants |= {
+        name: lambda _, path=path: path.decode(first, asked.steps)  # type: ignore[misc]
         for name, path in ready.items()
     }
-    timings = time_by_protocol(variants, ranks, rounds=arguments.rounds, opening=rewind, leads=False, warmup=1)
-    num_bytes = ranks.worst(step_bytes(gpt, contents, first, num_places, arguments.steps))
-    keys: Row = {"model": config.name, "layers": config.num_layers, "ep": arguments.ep, "tp": arguments.tp}
-    keys |= {"batch": arguments.batch, "context": context}
-    found = path_rows(timings, cosines, failures, steps=arguments.steps, batch=arguments.batch, num_bytes=num_bytes)
-    return [keys | row | {"of_roofline": None if row["tbs"] is None else row["tbs"] / roofline_tbs} for row in found]
+    timings = checked.time(rounds=asked.rounds, opening=rewind, leads=False, warmup=1)
+    num_bytes = ranks.worst(step_bytes(gpt, contents, first, num_places, asked.steps))
+    paths.check()
+    found = path_rows(timings, cosines, failures, steps=asked.steps, batch=batch, num_bytes=num_bytes)
+    return [row | {"of_roofline": None if row["tbs"] is None else row["tbs"] / roofline_tbs} for row in found]
 
 
 def room(context: int, steps: int) -> int:
@@ -232,26 +220,28 @@ def prepare(
     """Every path that works, warm and captured; the cosine of its first logits and Comet's; what failed and why."""
     ready: dict[str, StepPath] = {}
     cosines: dict[str, float] = {}
-    failures: dict[str, str] = {}
     reference: Tensor | None = None
-    pool = paths.gpt.moe_layers()[0].group.workspace
+    checked = Checked(ranks, paths.gpt.moe_layers()[0].group.workspace)
     makers = paths.makers(contents, num_places, with_graphs=contents.is_cuda)
-    for name in sorted(makers, key=lambda name: name != COMET):
-        made, failure = attempt(partial(warm_path, makers[name], first), ranks, pool)
-        if made is None:
-            failures[name] = failure
-            continue
-        path, logits = made
+
+    def judge(name: str, made: tuple[StepPath, Tensor | None]) -> str:
+        nonlocal reference
+        logits = made[1]
+        if logits is None:
+            return ""
         reference = logits if name == COMET else reference
-        if logits is not None and reference is not None:
+        if reference is not None:
             cosines[name] = torch.cosine_similarity(logits.double(), reference.double(), dim=1).min().item()
-        if logits is not None and differs_over_ranks(logits, ranks):
-            failures[name] = "ranks have different bits"
-        elif cosines.get(name, 1.0) < LEAST_COSINE:
-            failures[name] = f"its logits are not Comet's: cosine {cosines[name]:.4f}"
-        else:
-            ready[name] = path
-    return ready, cosines, failures
+        if differs_over_ranks(logits, ranks):
+            return "ranks have different bits"
+        is_near = cosines.get(name, 1.0) >= LEAST_COSINE
+        return "" if is_near else f"its logits are not Comet's: cosine {cosines[name]:.4f}"
+
+    for name in sorted(makers, key=lambda name: name != COMET):
+        made = checked.value(name, partial(warm_path, makers[name], first), partial(judge, name))
+        if made is not None:
+            ready[name] = made[0]
+    return ready, cosines, checked.failures
 
 
 def warm_path(maker: Callable[[], StepPath], first: Tensor) -> tuple[StepPath, Tensor | None]:
@@ -279,51 +269,44 @@ def step_bytes(gpt: GPT, contents: Tensor, first: Tensor, num_places: int, steps
     return dense + touched / steps * (w1[0].nbytes + w2[0].nbytes) + context
 
 
-@torch.no_grad()
-def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
-    """Measure all contexts; rank 0 reports (collective)."""
-    context = room(max(arguments.contexts), arguments.steps)
-    config = model_config(arguments.model, arguments.layers, context, VOCABULARY[arguments.model])
-    group = ranks.make_group(config.moe, arguments.parallel, MAX_DECODE_TOKENS)
-    gpt = make_gpt(config, group)
-    facts = gather_facts(ranks) | {
-        "read_roofline_tbs": read_roofline_tbs(ranks),
-        "transformers": library_version(),
-        "parameters": gpt.num_parameters(),
-        "steps": arguments.steps,
-        "rounds": arguments.rounds,
-    }
-    report(
-        "bench_generate", measure(Paths(gpt), arguments, facts["read_roofline_tbs"], ranks), ranks, arguments.out,
-        keys=("context", "path"), facts={"facts": facts}, columns=COLUMNS, picture=draw,
-        table=lambda rows: table_of(rows, COLUMNS, partial(cell, near_one=6)),
-    )  # fmt: skip
-    group.close()
+@dataclass(frozen=True, kw_only=True)
+class Run(Suite):
+    COLUMNS = COLUMNS
+    AXES = ("context", "tokens_per_s")
 
+    model: str = option("qwen3_30b_a3b", of=VOCABULARY)
+    layers: int = 4
+    contexts: tuple[int, ...] = option((128, 1024, 4096, 16384), "positions before the first timed step")
+    batch: int = option(1, "sequences that are extended at once, on all ranks")
+    steps: int = option(16, "decode steps of a timed call")
+    rounds: int = 5
+    out: Path | None = Path("outputs/bench_generate")
 
-def measure(paths: Paths, arguments: argparse.Namespace, roofline_tbs: float, ranks: Ranks) -> Iterator[Row]:
-    """The rows of one context after the other (collective)."""
-    for context in arguments.contexts:
-        rows = measure_context(paths, context, arguments, roofline_tbs, ranks)
-        paths.check()
-        release(ranks)  # graphs keep their memory
-        yield from rows
+    def check(self) -> None:
+        """The batch is one of warp decode."""
+        most = MAX_DECODE_TOKENS
+        require(self.batch <= most, f"batch={self.batch} must be at most {most}, which warp decode takes")
+        self.check_models([self.model])
 
+    def facts(self, ranks: Ranks) -> Row:
+        """Also the roofline of reading, and the library."""
+        found = {"read_roofline_tbs": read_roofline_tbs(ranks), "transformers": library_version(), "steps": self.steps}
+        return super().facts(ranks) | found
 
-def parse(command_line: Sequence[str]) -> argparse.Namespace:
-    """Read the command line; raises ``ValueError`` for an unknown model or a number that is too small or too large."""
-    parser = suite_parser(
-        "generate", __doc__, layers=4, ep=1, tp=1, rounds=5, device="auto", out=Path("outputs/bench_generate")
-    )
-    parser.add_argument("--model", default="qwen3_30b_a3b", help=", ".join(VOCABULARY))
-    parser.add_argument(
-        "--contexts", type=whole_numbers, default=[128, 1024, 4096, 16384], help="positions before the first timed step"
-    )
-    parser.add_argument("--batch", type=int, default=1, help="sequences that are extended at once, on all ranks")
-    parser.add_argument("--steps", type=int, default=16, help="decode steps of a timed call")
-    arguments = parsed(parser, command_line)
-    require_known("model", [arguments.model], VOCABULARY)
-    most = MAX_DECODE_TOKENS
-    require(arguments.batch <= most, f"batch={arguments.batch} must be at most {most}, which warp decode takes")
-    arguments.parallel.check(MODELS[arguments.model])
-    return arguments
+    def points(self, ranks: Ranks, facts: Row) -> Iterator[Point]:
+        """Every length of the context."""
+        longest = room(max(self.contexts), self.steps)
+        config = model_config(self.model, self.layers, longest, VOCABULARY[self.model])
+        group = ranks.make_group(config.moe, self.parallel, MAX_DECODE_TOKENS)
+        gpt = make_gpt(config, group)
+        facts["parameters"], paths = gpt.num_parameters(), Paths(gpt)
+        keys: Row = {"model": config.name, "layers": self.layers, "ep": self.ep, "tp": self.tp, "batch": self.batch}
+        for context in self.contexts:
+            measure = partial(measure_context, paths, context, self, facts["read_roofline_tbs"], ranks)
+            yield Point(keys | {"context": context}, measure, group.workspace)
+        group.close()
+
+    def lines(self, row: Row) -> tuple[str, dict[str, float | None]]:
+        """Tokens per second of each path."""
+        title = "{model}, {layers} layers, EP{ep} x TP{tp}, batch {batch}".format(**row)
+        return title, {row["path"]: row["tokens_per_s"]} if row.get("path") else {}

@@ -17,8 +17,8 @@ explains, is not timed and stands under ``failures``. Needs GPUs and Megatron-co
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,15 +32,12 @@ from comet.config import MoEConfig, require
 from comet.integrations.megatron import from_sequential, with_comet
 from comet.launch.distributed import started_by_torchrun
 from comet.layer.group import ExpertGroup, make_expert_group
-from comet.layer.workspace import Workspace
-from comet.measure.timing import Variant
 
-from lib.arguments import parsed, suite_parser
 from lib.moe import relative_error
-from lib.ranks import Ranks, attempt, release, start_ranks
-from lib.report import Row, describe, report
+from lib.ranks import Ranks
+from lib.report import Row
 from lib.shapes import swiglu_model
-from lib.timing import gather_facts, time_by_protocol
+from lib.suite import Checked, Point, Suite
 
 ROTATE = 4
 
@@ -51,14 +48,14 @@ def start_megatron(ep: int) -> None:
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer.moe import grouped_gemm_util, moe_utils
 
-    vars(moe_utils).setdefault("te_general_gemm", None)  # which 0.16.1 forgets to say
+    vars(moe_utils).setdefault("te_general_gemm", None)  # 0.16.1 forgets to define it
     if not grouped_gemm_util.grouped_gemm_is_available():
         stand_in = SimpleNamespace(ops=SimpleNamespace(gmm=torch_grouped_gemm), is_torch=True)
         grouped_gemm_util.grouped_gemm, grouped_gemm_util.ops = stand_in, stand_in.ops
     parallel_state.initialize_model_parallel(
         expert_model_parallel_size=ep, expert_tensor_parallel_size=1, create_gloo_process_groups=False
     )
-    if torch.cuda.is_available():  # what Megatron draws weights from; a test has no GPU
+    if torch.cuda.is_available():  # Megatron draws weights from this; a test has no GPU
         model_parallel_cuda_manual_seed(7)
 
 
@@ -140,29 +137,25 @@ def train(layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return {"output": output.detach(), "input": grads["input"], "router": grads["router.weight"]}
 
 
-TOLERANCE = 0.15  # of the root mean square, the largest deviation that rounding can explain; as in ``bench.py moe``
-COLUMNS = ("model", "tokens", "ep", "sequential_ms", "grouped_ms", "comet_ms", "x_sequential", "x_grouped", "failures")
+# The largest deviation that rounding can explain, in root mean squares, as in ``bench.py moe``.
+TOLERANCE = 0.15
+COLUMNS = ("model", "tokens", "ep", "sequential_ms", "grouped_ms", "comet_ms", "x_sequential", "x_grouped")
 
 
-def checked(
-    layers: dict[str, nn.Module], xs: list[Tensor], ranks: Ranks, pool: Workspace | None = None
-) -> tuple[dict[str, Variant], dict[str, str]]:
-    """What agrees with the first layer that runs, as variants, and why the others are not there; collective."""
-    variants: dict[str, Variant] = {}
-    failures: dict[str, str] = {}
+def check_variants(layers: dict[str, nn.Module], xs: list[Tensor], checked: Checked) -> None:
+    """Let the layers be timed that agree with the first one that runs (collective)."""
     first, wanted = "", dict[str, Tensor]()
-    for name, layer in layers.items():
-        found, failure = attempt(partial(train, layer, xs[0]), ranks, pool)
-        if found is not None and not first:
+
+    def judge(name: str, found: dict[str, Tensor]) -> str:
+        nonlocal first, wanted
+        if not first:
             first, wanted = name, found
-        elif found is not None:
-            error = ranks.worst(relative_error(tuple(found.values()), tuple(wanted[key] for key in found)))
-            failure = "" if error <= TOLERANCE else f"differs from {first} by {error:.3g} root mean squares"
-        if failure:
-            failures[name] = failure
-        else:
-            variants[name] = lambda index, layer=layer: train(layer, xs[index])  # type: ignore[misc]
-    return variants, failures
+        error = checked.ranks.worst(relative_error(tuple(found.values()), tuple(wanted[key] for key in found)))
+        return "" if error <= TOLERANCE else f"differs from {first} by {error:.3g} root mean squares"
+
+    for name, layer in layers.items():
+        if checked.value(name, partial(train, layer, xs[0]), partial(judge, name)) is not None:
+            checked.variants[name] = lambda index, layer=layer: train(layer, xs[index])  # type: ignore[misc]
 
 
 def measure_point(config: MoEConfig, group: ExpertGroup, num_tokens: int, rounds: int, ranks: Ranks) -> Row:
@@ -171,53 +164,52 @@ def measure_point(config: MoEConfig, group: ExpertGroup, num_tokens: int, rounds
     draw = torch.Generator().manual_seed(ranks.rank)
     shape = (num_tokens, 1, config.hidden_size)
     xs = [torch.randn(shape, generator=draw).to(ranks.device, torch.bfloat16) for _ in range(ROTATE)]
-    variants, failures = checked(layers, xs, ranks, group.workspace)
-    timings = time_by_protocol(variants, ranks, rounds=rounds, rotate=ROTATE)
+    checked = Checked(ranks, group.workspace)
+    check_variants(layers, xs, checked)
+    timings = checked.time(rounds=rounds, rotate=ROTATE)
     group.workspace.check()
-    found: Row = {f"{name}_ms": timing.median_ms for name, timing in timings.items()}
+    row = checked.row(timings)
     for name in ("sequential", "grouped"):
         if name in timings and "comet" in timings:
-            found[f"x_{name}"] = timings[name].median_ms / timings["comet"].median_ms
-    return found | {"failures": describe(failures)}
+            row[f"x_{name}"] = timings[name].median_ms / timings["comet"].median_ms
+    return row
 
 
-def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
-    """Measure all points; rank 0 reports."""
-    start_megatron(arguments.ep)
-    facts = gather_facts(ranks) | {"task": "bench_megatron", "rounds": arguments.rounds, "grouped_gemm": grouped_gemm()}
-    rows, keys = measure(arguments, ranks), ("model", "tokens")
-    report("bench_megatron", rows, ranks, arguments.out, keys=keys, facts=facts, columns=COLUMNS)
+@dataclass(frozen=True, kw_only=True)
+class Run(Suite):
+    COLUMNS = COLUMNS
 
+    models: tuple[str, ...] = ("qwen3_30b_a3b",)
+    tokens: tuple[int, ...] = (4096,)
+    out: Path | None = Path("outputs/bench_megatron")
 
-def measure(arguments: argparse.Namespace, ranks: Ranks) -> Iterator[Row]:
-    """One row after the other; collective."""
-    for name in arguments.models:
-        config = swiglu_model(name)
-        group = make_expert_group(
-            config, arguments.parallel, max_tokens=max(arguments.tokens), dtype=torch.bfloat16, device=ranks.device
-        )
-        for num_tokens in arguments.tokens:
-            point = {"model": name, "tokens": num_tokens, "ep": arguments.ep}
-            yield point | measure_point(config, group, num_tokens, arguments.rounds, ranks)
-            release(ranks)
-        group.close()
+    def check(self) -> None:
+        """Experts are not split over ranks."""
+        require(self.tp == 1, f"tp={self.tp} must be 1")
+        self.check_models(self.models)
 
+    def facts(self, ranks: Ranks) -> Row:
+        """Also whose grouped GEMM Megatron has."""
+        start_megatron(self.ep)
+        return super().facts(ranks) | {"grouped_gemm": grouped_gemm()}
 
-def parse(command_line: Sequence[str]) -> argparse.Namespace:
-    """Read the command line; raises ``ValueError`` for an unknown model or a number that is too small."""
-    parser = suite_parser(
-        "megatron", __doc__, models=("qwen3_30b_a3b",), tokens=[4096], ep=1, rounds=10,
-        out=Path("outputs/bench_megatron"),
-    )  # fmt: skip
-    arguments = parsed(parser, command_line)
-    for name in arguments.models:
-        arguments.parallel.check(swiglu_model(name))
-    return arguments
+    def points(self, ranks: Ranks, facts: Row) -> Iterator[Point]:
+        """Every number of tokens of every model."""
+        for name in self.models:
+            config = swiglu_model(name)
+            group = make_expert_group(
+                config, self.parallel, max_tokens=max(self.tokens), dtype=torch.bfloat16, device=ranks.device
+            )
+            for num_tokens in self.tokens:
+                measure = partial(measure_point, config, group, num_tokens, self.rounds, ranks)
+                yield Point({"model": name, "tokens": num_tokens, "ep": self.ep}, measure, group.workspace)
+            group.close()
 
-
-def main(command_line: Sequence[str]) -> None:
-    """One rank of the benchmark."""
-    arguments = parse(command_line)
-    require(started_by_torchrun(), "start the benchmark with torchrun: Megatron needs process groups, also of one rank")
-    require(torch.cuda.is_available(), "Megatron-core needs GPUs")
-    start_ranks(arguments.parallel, "auto", partial(run, arguments))
+    @classmethod
+    def main(cls, command_line: Sequence[str]) -> int:
+        """Run one rank of the suite."""
+        needs = "start the benchmark with torchrun: Megatron needs process groups, also of one rank"
+        cls.parse(command_line)
+        require(started_by_torchrun(), needs)
+        require(torch.cuda.is_available(), "Megatron-core needs GPUs")
+        return super().main(command_line)

@@ -10,9 +10,8 @@ measured; that of an earlier run becomes ``bench_moe.1.csv``, and so on.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -32,12 +31,11 @@ from comet.moe import MoE
 from comet.reference.plain import make_exchange, plain_experts
 
 from baselines.layer import all_gather_experts, exchange_alone, gemm_variants, pipelined_experts, split_evenly
-from lib.arguments import parsed, require_known, suite_parser, words
-from lib.moe import BASELINES, FP8_VARIANTS, ROTATE, Inputs, Layer, make_inputs, open_layer, relative_error
-from lib.ranks import Ranks, attempt, release
-from lib.report import Panels, Row, cell, describe, draw_lines, geometric_mean, report, table_of
-from lib.shapes import ROUTINGS, model, parse_overlap
-from lib.timing import gather_facts, time_by_protocol
+from lib.moe import BASELINES, FP8_VARIANTS, ROTATE, Inputs, Layer, LayerSuite, make_inputs, relative_error
+from lib.ranks import Ranks, release
+from lib.report import Row, geometric_mean
+from lib.shapes import ROUTINGS, model
+from lib.suite import Checked, Point, option
 
 BACKWARD_FLOPS = 2  # gradients of the rows and of the weights, each as much as the forward GEMMs
 BACKWARD_BYTES = 1  # output gradients are dispatched, input gradients combined
@@ -46,7 +44,7 @@ VARIANTS = ("comet", "comet_graph", "plain", "pipelined", "all_gather", "gemm_co
 FIGURES = (
     "link_ms", "tflops", "link_gbs", "efficiency", "hidden", "x_plain", "x_best", "error", "error_fp8", "setting"
 )  # fmt: skip
-COLUMNS = (*KEYS, *(f"{name}_ms" for name in (*VARIANTS, *FP8_VARIANTS)), *FIGURES, "failures")
+COLUMNS = (*KEYS, *(f"{name}_ms" for name in (*VARIANTS, *FP8_VARIANTS)), *FIGURES)
 MEANS = ("efficiency", "x_plain", "x_best")
 
 LayerVariant = Callable[[int], tuple[Tensor, ...]]
@@ -95,7 +93,7 @@ def link_bytes(
 
 
 def figures(times_ms: Mapping[str, float], flops: int, link_num_bytes: int, link_roofline: float | None) -> Row:
-    """What follows from the median times of a point; ``None`` where something was not measured.
+    """Figures that follow from the median times of a point; ``None`` where something was not measured.
 
     Example: comet 2 ms, plain 6, all_gather 5, gemm_comet 1.5, comm_comet 1, 3e9 operations of a rank, 1e6 bytes that
     the busiest one sends, roofline of a peer copy 100 GB/s: link 0.01 ms, 1.5 TFLOP/s, 0.5 GB/s, efficiency 0.75, 0.5
@@ -115,27 +113,6 @@ def figures(times_ms: Mapping[str, float], flops: int, link_num_bytes: int, link
         "x_plain": None if layer is None or plain is None else plain / layer,
         "x_best": None if layer is None or best is None else best / layer,
     }
-
-
-def format_table(rows: Sequence[Row]) -> str:
-    """One aligned line per row, then the geometric means of ``MEANS`` over the rows that have them."""
-    return table_of([*rows, {"model": "geometric mean"} | geometric_means(rows)], COLUMNS, cell)
-
-
-def geometric_means(rows: Sequence[Row]) -> Row:
-    """Of each of ``MEANS``, over the rows that have it."""
-    return {name: geometric_mean(row.get(name) for row in rows) for name in MEANS}
-
-
-def draw(path: Path, rows: Sequence[Row]) -> None:
-    """Milliseconds of every way to run the layer over the number of tokens, a panel for each model and routing."""
-    panels: Panels = {}
-    for row in rows:
-        lines = panels.setdefault(f"{row['model']} {row.get('routing', '')}", {})
-        for name in (*FP8_VARIANTS, *VARIANTS):
-            if row.get(f"{name}_ms"):
-                lines.setdefault(name, []).append((row["tokens"], row[f"{name}_ms"]))
-    draw_lines(path, panels, x="tokens", y="ms")
 
 
 class GraphedExperts:
@@ -170,54 +147,52 @@ class _Routed(nn.Module):
         return (self.moe.routed_experts(tokens, ids, weights),)
 
 
-def layer_variants(
-    layer: Layer, inputs: Sequence[Inputs], arguments: argparse.Namespace, ranks: Ranks
-) -> dict[str, LayerVariant]:
+def layer_variants(layer: Layer, inputs: Sequence[Inputs], asked: Run, ranks: Ranks) -> dict[str, LayerVariant]:
     """Every asked-for way to run the layer that exists here; the plain path first, to compare with."""
     layout, group, moe = layer.layout, ranks.process_group, layer.moe
     weights = (layer.w1, layer.w2, *(layer.biases or ()))
-    w1, w2, *given = (weight.detach().requires_grad_(arguments.backward) for weight in weights)
+    w1, w2, *given = (weight.detach().requires_grad_(asked.backward) for weight in weights)
     biases = Biases(*given) if given else None
     baselines: dict[str, Experts] = {
         "plain": lambda *routed: plain_experts(
             RoutedTokens(*routed), w1, w2, layout, group, layer.config.activation, biases
         )
     }
-    if not arguments.backward:
+    if not asked.backward:
         baselines |= {name: partial(run, layer, group) for name, run in FORWARD_ONLY.items()}
-    experts = {name: run for name, run in baselines.items() if name in arguments.variants}
+    experts = {name: run for name, run in baselines.items() if name in asked.variants}
     if moe is not None:
         experts["comet"] = moe.routed_experts
-        if "comet_graph" in arguments.variants and ranks.device.type == "cuda":
-            experts["comet_graph"] = GraphedExperts(moe) if arguments.backward else moe.routed_experts
-    if layer.fp8 is not None and moe is not None and not arguments.backward:
+        if "comet_graph" in asked.variants and ranks.device.type == "cuda":
+            experts["comet_graph"] = GraphedExperts(moe) if asked.backward else moe.routed_experts
+    if layer.fp8 is not None and moe is not None and not asked.backward:
         assert isinstance(moe.experts, SymmetricPath)
         in_fp8, fp8_w1, fp8_w2 = moe.experts.fp8, *layer.fp8
         names = [name for name in FP8_VARIANTS if ranks.device.type == "cuda" or not name.endswith("graph")]
         run_fp8: Experts = lambda *routed: in_fp8(RoutedTokens(*routed), fp8_w1, fp8_w2, biases)  # noqa: E731
-        experts |= {name: run_fp8 for name in names if name in arguments.variants}
+        experts |= {name: run_fp8 for name in names if name in asked.variants}
     found: dict[str, LayerVariant] = {}
     for name, run in experts.items():
         parameters = moe.expert_parameters() if moe is not None and name.startswith("comet") else (w1, w2, *given)
-        found[name] = partial(_trained, run, parameters, inputs) if arguments.backward else partial(_run, run, inputs)
-    path = None if moe is None or arguments.backward else moe.experts
-    if "comm_comet" in arguments.variants and isinstance(path, SymmetricPath):
+        found[name] = partial(_trained, run, parameters, inputs) if asked.backward else partial(_run, run, inputs)
+    path = None if moe is None or asked.backward else moe.experts
+    if "comm_comet" in asked.variants and isinstance(path, SymmetricPath):
         found["comm_comet"] = exchange_alone(path, inputs, layer.w2)
     return found
 
 
 def floor_variants(
-    layer: Layer, inputs: Sequence[Inputs], routing: str, arguments: argparse.Namespace, ranks: Ranks
+    layer: Layer, inputs: Sequence[Inputs], routing: str, asked: Run, ranks: Ranks
 ) -> dict[str, Variant]:
     """The GEMMs alone: on balanced rows for uniform routing, else on the rows that reach this rank."""
-    if not {"gemm_comet", "gemm_torch"} & set(arguments.variants):
+    if not {"gemm_comet", "gemm_torch"} & set(asked.variants):
         return {}
     if routing == "uniform":
         counts = split_evenly(balanced_rows(len(inputs[0].ids), layer.layout), layer.layout.experts_local)
     else:
         counts = make_exchange(inputs[0].ids, layer.layout, ranks.process_group).expert_counts
     variants = gemm_variants(layer.w1, layer.w2, counts)
-    return {name: variant for name, variant in variants.items() if name in arguments.variants}
+    return {name: variant for name, variant in variants.items() if name in asked.variants}
 
 
 def _run(experts: Experts, inputs: Sequence[Inputs], index: int) -> tuple[Tensor, ...]:
@@ -243,50 +218,36 @@ TOLERANCE = {torch.bfloat16: 0.15, torch.float32: 1e-3}
 FP8_TOLERANCE = 1.0
 
 
-def measure_point(
-    layer: Layer,
-    num_tokens: int,
-    routing: str,
-    arguments: argparse.Namespace,
-    ranks: Ranks,
-    link_roofline: float | None,
-) -> Row:
+def measure_point(layer: Layer, num_tokens: int, routing: str, asked: Run, ranks: Ranks, facts: Row) -> Row:
     """Check and time all variants at one number of tokens and one routing; collective."""
     inputs = make_inputs(layer.config, num_tokens, routing, ranks)
-    failures = dict(layer.failures)
-    variants, errors = checked_variants(layer, inputs, arguments, ranks, failures)
-    floors, failure = attempt(partial(floor_variants, layer, inputs, routing, arguments, ranks), ranks, layer.pool)
-    if failure:
-        failures["gemm"] = failure
-    timings = time_by_protocol({**variants, **(floors or {})}, ranks, rounds=arguments.rounds, rotate=ROTATE)
+    checked = Checked(ranks, layer.pool, layer.failures)
+    errors = check_variants(layer, inputs, asked, checked)
+    floors = checked.value("gemm", partial(floor_variants, layer, inputs, routing, asked, ranks))
+    checked.variants |= floors or {}
+    timings = checked.time(rounds=asked.rounds, rotate=ROTATE)
     times_ms = {name: timing.median_ms for name, timing in timings.items()}
-    if arguments.backward:
+    if asked.backward:
         for name in times_ms.keys() & {"gemm_comet", "gemm_torch"}:
             times_ms[name] *= 3  # the gradients of rows and weights are one forward each
     row_bytes = layer.config.hidden_size * ranks.dtype.itemsize
-    traffic = link_bytes(inputs[0].ids, layer.layout, row_bytes, ranks.process_group, backward=arguments.backward)
-    flops = layer_flops(layer.config, layer.layout, num_tokens, backward=arguments.backward)
+    traffic = link_bytes(inputs[0].ids, layer.layout, row_bytes, ranks.process_group, backward=asked.backward)
+    flops = layer_flops(layer.config, layer.layout, num_tokens, backward=asked.backward)
     if layer.pool is not None:  # kernels give up waiting without an error, and their times mean nothing
         layer.pool.check()  # may raise on one rank alone: no collective may follow
-    row: Row = {f"{name}_ms": value for name, value in times_ms.items()}
+    row = checked.row(timings) | {f"{name}_ms": value for name, value in times_ms.items()}
     row |= {"error": errors.get("comet"), "error_fp8": errors.get("comet_fp8"), "setting": describe_setting(layer)}
-    row |= {"failures": describe(failures), "quantiles": {name: asdict(timing) for name, timing in timings.items()}}
-    return row | figures(times_ms, flops, traffic, link_roofline)
+    return row | figures(times_ms, flops, traffic, facts["link_roofline_gbs"])
 
 
-def checked_variants(
-    layer: Layer, inputs: Sequence[Inputs], arguments: argparse.Namespace, ranks: Ranks, failures: dict[str, str]
-) -> tuple[dict[str, LayerVariant], dict[str, float]]:
-    """The variants that run and agree with the plain path, and their errors; the others go to ``failures``."""
-    usable: dict[str, LayerVariant] = {}
+def check_variants(layer: Layer, inputs: Sequence[Inputs], asked: Run, checked: Checked) -> dict[str, float]:
+    """Let the variants that run and agree with the plain path be timed; the errors of all (collective)."""
     errors: dict[str, float] = {}
     wanted: tuple[Tensor, ...] = ()
+    ranks = checked.ranks
 
-    def check(name: str, variant: LayerVariant) -> str:
+    def judge(name: str, output: tuple[Tensor, ...]) -> str:
         nonlocal wanted
-        output, failure = attempt(partial(variant, 0), ranks, layer.pool)
-        if output is None:
-            return failure
         wanted = wanted or (output if name == "plain" else ())
         if not (wanted and output):  # communication alone has no output
             return ""
@@ -294,17 +255,17 @@ def checked_variants(
         within = errors[name] <= (FP8_TOLERANCE if name in FP8_VARIANTS else TOLERANCE[ranks.dtype])
         return "" if within else f"differs from the plain path by {errors[name]:.3g} root mean squares"
 
-    for name, variant in layer_variants(layer, inputs, arguments, ranks).items():
-        failure = check(name, variant)
-        if not failure and name in GRAPHS and ranks.device.type == "cuda" and not arguments.backward:
-            recorded, failure = attempt(partial(capture, variant, rotate=ROTATE), ranks, layer.pool)
-            if recorded is not None:
-                variant, failure = recorded, check(name, recorded)
-        if failure:
-            failures[name] = failure
-        else:
-            usable[name] = variant
-    return usable, errors
+    for name, variant in layer_variants(layer, inputs, asked, ranks).items():
+        form: LayerVariant | None = variant
+        if checked.value(name, partial(variant, 0), partial(judge, name)) is None:
+            continue
+        if name in GRAPHS and ranks.device.type == "cuda" and not asked.backward:
+            form = checked.value(name, partial(capture, variant, rotate=ROTATE))
+            if form is None or checked.value(name, partial(form, 0), partial(judge, name)) is None:
+                continue
+        assert form is not None
+        checked.variants[name] = form
+    return errors
 
 
 def describe_setting(layer: Layer) -> str:
@@ -318,46 +279,41 @@ def describe_setting(layer: Layer) -> str:
     return f"{settings.comm_blocks}/{settings.num_panels}"
 
 
-def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
-    """Measure all points, model by model; rank 0 reports."""
-    facts = gather_facts(ranks)
-    report(
-        "bench_moe", measure(arguments, ranks, facts["link_roofline_gbs"]), ranks, arguments.out,
-        keys=("model", "tokens", "routing"), facts={"facts": facts}, columns=COLUMNS, table=format_table, picture=draw,
-        summary=lambda rows: {"geometric_mean": geometric_means(rows)},
-    )  # fmt: skip
+@dataclass(frozen=True, kw_only=True)
+class Run(LayerSuite):
+    COLUMNS = COLUMNS
 
+    models: tuple[str, ...] = ("mixtral_8x7b",)
+    tokens: tuple[int, ...] = (2048, 8192)
+    routing: tuple[str, ...] = option(ROUTINGS[:1], of=ROUTINGS)
+    backward: bool = option(default=False, text="forward + backward")
+    variants: tuple[str, ...] = option(VARIANTS, of=(*VARIANTS, *FP8_VARIANTS))
+    rounds: int = 20
+    out: Path | None = Path("outputs/bench_moe")
 
-def measure(arguments: argparse.Namespace, ranks: Ranks, link_roofline: float | None) -> Iterator[Row]:
-    """One row after the other (collective); from what goes wrong at one the ranks recover, and it touches no other."""
-    for name in arguments.models:
-        with open_layer(model(name), arguments, max(arguments.tokens), ranks) as layer:
-            # One for all points: at EP2 x TP2 on four GPUs a group made anew for each hung.
-            for num_tokens, routing in product(arguments.tokens, arguments.routing):
-                keys = {"model": name, "tokens": num_tokens, "ep": arguments.ep, "tp": arguments.tp, "routing": routing}
-                keys["direction"] = "forward+backward" if arguments.backward else "forward"
-                point = partial(measure_point, layer, num_tokens, routing, arguments, ranks, link_roofline)
-                row, failure = attempt(point, ranks, layer.pool)
-                release(ranks)
-                yield keys | (row or {"failures": f"point: {failure}"})
-        del layer
-        release(ranks)
+    def check(self) -> None:
+        """Models and split are known; what does not fit the ranks is a failure of theirs."""
+        _ = [*map(model, self.models), self.split]
 
+    def points(self, ranks: Ranks, facts: Row) -> Iterator[Point]:
+        """Every number of tokens and routing of every model."""
+        for name in self.models:
+            with self.open_layer(model(name), max(self.tokens), ranks) as layer:
+                # One for all points: at EP2 x TP2 on four GPUs a second group of the process hung.
+                for num_tokens, routing in product(self.tokens, self.routing):
+                    keys = {"model": name, "tokens": num_tokens, "ep": self.ep, "tp": self.tp, "routing": routing}
+                    keys["direction"] = "forward+backward" if self.backward else "forward"
+                    yield Point(
+                        keys, partial(measure_point, layer, num_tokens, routing, self, ranks, facts), layer.pool
+                    )
+            del layer
+            release(ranks)
 
-def parse(command_line: Sequence[str]) -> argparse.Namespace:
-    """Read the command line; raises ``ValueError`` for an unknown model, routing or variant."""
-    known = (*VARIANTS, *FP8_VARIANTS)
-    parser = suite_parser(
-        "moe", __doc__, models=("mixtral_8x7b",), tokens=[2048, 8192], ep=1, tp=1, path="auto", rounds=20,
-        device="auto", out=Path("outputs/bench_moe"),
-    )  # fmt: skip
-    parser.add_argument("--routing", type=words, default=ROUTINGS[:1], help=f"of {','.join(ROUTINGS)}")
-    parser.add_argument("--backward", action="store_true", help="forward + backward")
-    parser.add_argument("--overlap", default="", help="settings of Comet, such as comm_blocks=16,num_panels=4")
-    parser.add_argument("--variants", type=words, default=VARIANTS, help=f"of {','.join(known)}")
-    arguments = parsed(parser, command_line)
-    for name in arguments.models:
-        model(name)
-    require_known("variants", arguments.variants, known)
-    arguments.overlap = parse_overlap(arguments.overlap, "overlap") if arguments.overlap else None
-    return arguments
+    def summary(self, rows: Sequence[Row]) -> Row:
+        """The geometric mean of each of ``MEANS``, over the rows that have it."""
+        return {"geometric_mean": {name: geometric_mean(row.get(name) for row in rows) for name in MEANS}}
+
+    def lines(self, row: Row) -> tuple[str, dict[str, float | None]]:
+        """Milliseconds of every way to run the layer, a panel for each model and routing."""
+        names = (*FP8_VARIANTS, *VARIANTS)
+        return f"{row['model']} {row['routing']}", {name: row.get(f"{name}_ms") for name in names}

@@ -16,14 +16,15 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from comet.config import require
 
-from lib.arguments import suite_parser, words
 from lib.moe import BASELINES
 from lib.report import Row, write_csv
+from lib.suite import CommandLine, option
 from lib.timing import NO_COMMIT
 
 ROOT = Path(__file__).parents[2]
@@ -37,21 +38,23 @@ NAMES = {
 }  # fmt: skip
 OF_POINT = ("model", "tokens", "routing", "ep", "tp")
 OURS = ("comet_ms", "comet_graph_ms")
-DECODE_RIVALS = ("triton", "torch", "transformers")  # of which the last has several implementations
+DECODE_RIVALS = ("triton", "torch", "transformers")  # the last one has several implementations
 Table = list[list[str]]  # its head first
 
 
-def main(command_line: Sequence[str]) -> None:
-    """Collect, where folders are given, then write the tables."""
-    parser = suite_parser("readme", __doc__)
-    parser.add_argument("--collect", type=words, default=(), help="folders of results, comma-separated")
-    parser.add_argument("--commit", help="of the runs")
-    arguments = parser.parse_args(command_line)
-    if arguments.collect:
-        rows = collect([Path(folder) for folder in arguments.collect], arguments.commit)
-        write_csv(CURRENT, rows, COLUMNS)
-    readme = ROOT / "README.md"
-    readme.write_text(with_tables(readme.read_text(), read_current()))
+@dataclass(frozen=True, kw_only=True)
+class Run(CommandLine):
+    collect: tuple[str, ...] = option((), "folders of results, comma-separated")
+    commit: str | None = option(None, "commit of the runs")
+
+    @classmethod
+    def main(cls, command_line: Sequence[str]) -> None:
+        """Collect, where folders are given, then write the tables."""
+        options = cls.parse(command_line)
+        if options.collect:
+            write_csv(CURRENT, collect([Path(folder) for folder in options.collect], options.commit), COLUMNS)
+        readme = ROOT / "README.md"
+        readme.write_text(with_tables(readme.read_text(), read_current()))
 
 
 def read_current() -> list[Row]:

@@ -10,9 +10,8 @@ line of JSON. Under the interpreter blocks run one after the other and durations
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,11 +23,11 @@ from comet.measure.timing import LEAD_CYCLES
 from comet.moe import MoE
 from comet.trace.timeline import Timeline, record
 
-from lib.arguments import parsed, suite_parser
-from lib.moe import Inputs, make_inputs, open_layer
+from lib.moe import Inputs, LayerSuite, make_inputs
 from lib.ranks import Ranks
 from lib.report import Row, set_aside
-from lib.shapes import model, parse_overlap
+from lib.shapes import ROUTINGS, model
+from lib.suite import option
 from lib.timing import run_facts
 
 LEADS = 8  # two milliseconds: a recorded layer and its barrier take the host less
@@ -54,39 +53,38 @@ def record_layer(moe: MoE, inputs: Inputs, capacity: int) -> tuple[Timeline, boo
     return timeline, torch.equal(output, expected)
 
 
-def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
-    """Record one layer; rank 0 writes and prints."""
-    if ranks.device.type == "cpu":
-        require(triton.knobs.runtime.interpret, "device=cpu must be used with TRITON_INTERPRET=1: only kernels record")
-    config = model(arguments.model)
-    with open_layer(config, arguments, arguments.tokens, ranks) as layer:
-        if layer.moe is None:
-            raise ValueError(f"model={arguments.model} must be a layer Comet can build: {layer.failures}")
-        inputs = make_inputs(config, arguments.tokens, arguments.routing, ranks)
-        timeline, is_equal = record_layer(layer.moe, inputs[0], arguments.capacity)
-    differs = ranks.worst(float(not is_equal))
-    if ranks.rank == 0:
-        shape = {name: getattr(arguments, name) for name in ("model", "tokens", "ep", "tp", "routing")}
-        facts: Row = run_facts(ranks) | shape
-        facts["device"] += ", interpreted" if ranks.device.type == "cpu" else ""
-        facts["files"] = [str(arguments.out / name) for name in ("timeline.json", "timeline.png", "summary.json")]
-        for stem in ("timeline", "summary"):
-            set_aside(arguments.out, stem)
-        facts |= timeline.write(arguments.out) | {"output_unchanged": not differs}
-        print(json.dumps({"benchmark": "record_timeline"} | facts))
+@dataclass(frozen=True, kw_only=True)
+class Run(LayerSuite):
+    model: str = "mixtral_8x7b"
+    tokens: int = 2048
+    routing: str = option("uniform", of=ROUTINGS)
+    overlap: str = "num_panels=4"
+    capacity: int = option(DEFAULT_CAPACITY, "events a block can keep")
+    path: str = "fused"
+    out: Path = Path("outputs/timeline")
 
+    def check(self) -> None:
+        """Model and split are known."""
+        _ = model(self.model), self.split
 
-def parse(command_line: Sequence[str]) -> argparse.Namespace:
-    """Read the command line; raises ``ValueError`` for an unknown model, routing or setting."""
-    parser = suite_parser(
-        "timeline", __doc__, model="mixtral_8x7b", ep=1, tp=1, routing="uniform", device="auto",
-        out=Path("outputs/timeline"),
-    )  # fmt: skip
-    parser.add_argument("--tokens", type=int, default=2048, help="tokens per rank")
-    parser.add_argument("--split", default="num_panels=4", help="comm_blocks=16,num_panels=4")
-    parser.add_argument("--capacity", type=int, default=DEFAULT_CAPACITY, help="events a block can keep")
-    parser.set_defaults(path="fused", variants=("comet",))
-    arguments = parsed(parser, command_line)
-    model(arguments.model)
-    arguments.overlap = parse_overlap(arguments.split, "split")
-    return arguments
+    def run(self, ranks: Ranks) -> None:
+        """Record one layer; rank 0 writes and prints."""
+        if ranks.device.type == "cpu":
+            interpreted = triton.knobs.runtime.interpret
+            require(interpreted, "device=cpu must be used with TRITON_INTERPRET=1: only kernels record")
+        config = model(self.model)
+        with self.open_layer(config, self.tokens, ranks) as layer:
+            if layer.moe is None:
+                raise ValueError(f"model={self.model} must be a layer Comet can build: {layer.failures}")
+            inputs = make_inputs(config, self.tokens, self.routing, ranks)
+            timeline, is_equal = record_layer(layer.moe, inputs[0], self.capacity)
+        differs = ranks.worst(float(not is_equal))
+        if ranks.rank == 0:
+            shape = {name: getattr(self, name) for name in ("model", "tokens", "ep", "tp", "routing")}
+            facts: Row = run_facts(ranks) | shape
+            facts["device"] += ", interpreted" if ranks.device.type == "cpu" else ""
+            facts["files"] = [str(self.out / name) for name in ("timeline.json", "timeline.png", "summary.json")]
+            for stem in ("timeline", "summary"):
+                set_aside(self.out, stem)
+            facts |= timeline.write(self.out) | {"output_unchanged": not differs}
+            print(json.dumps({"benchmark": "record_timeline"} | facts))

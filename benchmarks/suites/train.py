@@ -11,7 +11,7 @@ of the gradients, AdamW; in bf16 on GPUs, parameters too. The variants are steps
     comet         every MoE layer through Comet, launched eagerly
     comet_graph   the same, forward and backward pass replayed from one CUDA graph (``train.cuda_graph``); on GPUs only
     plain         every MoE layer through all-to-all and grouped GEMMs
-    rest          without routed experts: what a step takes beside them
+    rest          without routed experts: everything else of a step
 
 A variant that fails, or whose first losses or gradients differ from those of ``plain`` by more than rounding explains,
 is not timed and stands under ``failures``; so does a point that fails, and the run goes on.
@@ -19,11 +19,10 @@ is not timed and stands under ``failures``; so does a point that fails, and the 
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -43,12 +42,11 @@ from comet.models.gpt import GPT
 from comet.training.optimizer import make_optimizer
 from comet.training.step import StepMetrics, TrainStep
 
-from lib.arguments import parsed, require_known, suite_parser, words
 from lib.gpt import draws_on, model_config
-from lib.ranks import Ranks, attempt, release
-from lib.report import Row, cell, describe, geometric_mean, report, table_of
+from lib.ranks import Ranks, attempt
+from lib.report import Row, geometric_mean
 from lib.shapes import model
-from lib.timing import gather_facts, time_by_protocol
+from lib.suite import Checked, Point, Suite, option
 
 VARIANTS = ("comet", "comet_graph", "plain", "rest")
 CHECKED_STEPS = 3  # graphs are captured in the second and replayed from then on
@@ -171,28 +169,28 @@ ROTATE = 4  # batches
 LOSS_TOLERANCE = {torch.bfloat16: 1e-3, torch.float32: 1e-4}
 GRADIENT_TOLERANCE = {torch.bfloat16: 0.15, torch.float32: 1e-2}
 FIGURES = ("tokens_s", "plain_tokens_s", "x_plain", "rest_share", "loss_error", "gradient_error")
-COLUMNS = ("model", "tokens", "layers", "ep", "tp", *(f"{name}_ms" for name in VARIANTS), *FIGURES, "failures")
+COLUMNS = ("model", "tokens", "layers", "ep", "tp", *(f"{name}_ms" for name in VARIANTS), *FIGURES)
 
 
-def checked(model: SwitchedModel, names: Sequence[str], ranks: Ranks) -> tuple[list[str], dict[str, str], Row]:
-    """The variants that run and agree with the plain path, why others do not, and the worst errors (collective)."""
-    usable: list[str] = []
-    failures: dict[str, str] = {}
+def check_variants(model: SwitchedModel, names: Sequence[str], checked: Checked) -> Row:
+    """Let the variants that run and agree with the plain path be timed; the worst errors (collective)."""
     errors: Row = {}
     wanted: FirstSteps | None = None
+
+    def judge(name: str, found: FirstSteps) -> str:
+        nonlocal wanted, errors
+        wanted = found if name == "plain" else wanted
+        if name in ("plain", "rest") or wanted is None:
+            return ""
+        of = {f"{part}_error": checked.ranks.worst(error) for part, error in deviations(found, wanted).items()}
+        failure = why_wrong(of, model.gpt.dtype)
+        errors = errors if failure else {key: max(value, errors.get(key, 0.0)) for key, value in of.items()}
+        return failure
+
     for name in sorted(names, key=lambda name: name != "plain"):
-        found, failure = attempt(partial(model.first_steps, name), ranks, model.group.workspace)
-        if name == "plain":
-            wanted = found
-        elif name != "rest" and found is not None and wanted is not None:
-            of = {f"{part}_error": ranks.worst(error) for part, error in deviations(found, wanted).items()}
-            failure = why_wrong(of, model.gpt.dtype)
-            errors = errors if failure else {key: max(value, errors.get(key, 0.0)) for key, value in of.items()}
-        if failure:
-            failures[name] = failure
-        else:
-            usable.append(name)
-    return usable, failures, errors
+        if checked.value(name, partial(model.first_steps, name), partial(judge, name)) is not None:
+            checked.variants[name] = partial(model.step, name)
+    return errors
 
 
 def deviations(found: FirstSteps, wanted: FirstSteps) -> dict[str, float]:
@@ -207,7 +205,7 @@ def deviations(found: FirstSteps, wanted: FirstSteps) -> dict[str, float]:
 
 
 def why_wrong(errors: Row, dtype: torch.dtype) -> str:
-    """Why steps that deviate so much from the plain path's cannot be right; "" if they can."""
+    """The reason why steps that deviate so much from the plain path's cannot be right; "" if they can."""
     if errors["loss_error"] > LOSS_TOLERANCE[dtype]:
         return f"losses differ from those of the plain path by {errors['loss_error']:.3g} of them"
     if errors["gradient_error"] > GRADIENT_TOLERANCE[dtype]:
@@ -215,30 +213,21 @@ def why_wrong(errors: Row, dtype: torch.dtype) -> str:
     return ""
 
 
-def measure_point(
-    config: ModelConfig, group: ExpertGroup, num_tokens: int, arguments: argparse.Namespace, ranks: Ranks
-) -> Row:
+def measure_point(asked: Run, config: ModelConfig, group: ExpertGroup, num_tokens: int, ranks: Ranks) -> Row:
     """Check and time all variants; collective."""
-    model = SwitchedModel(config, group, batch_size=num_tokens // config.context, path=arguments.path)
-    names = [name for name in arguments.variants if name != "comet_graph" or ranks.device.type == "cuda"]
-    usable, failures, errors = checked(model, names, ranks)
+    model = SwitchedModel(config, group, batch_size=num_tokens // config.context, path=asked.path)
+    names = [name for name in asked.variants if name != "comet_graph" or ranks.device.type == "cuda"]
+    checked = Checked(ranks, group.workspace)
+    errors = check_variants(model, names, checked)
     model.start_anew()
-    timings = time_by_protocol(
-        {name: partial(model.step, name) for name in usable}, ranks, rounds=arguments.rounds, rotate=ROTATE
-    )
+    timings = checked.time(rounds=asked.rounds, rotate=ROTATE)
     group.workspace.check()
     times_ms = {name: timing.median_ms for name, timing in timings.items()}
-    return (
-        {f"{name}_ms": value for name, value in times_ms.items()}
-        | figures(times_ms, model.train_step.tokens_per_step)
-        | errors
-        | {"failures": describe(failures)}
-        | {"quantiles": {name: asdict(timing) for name, timing in timings.items()}}
-    )
+    return checked.row(timings) | figures(times_ms, model.train_step.tokens_per_step) | errors
 
 
 def figures(times_ms: Mapping[str, float], num_tokens: int) -> Row:
-    """What follows from the times of a point; ``None`` where something was not measured.
+    """Figures that follow from the times of a point; ``None`` where something was not measured.
 
     Example: comet 5 ms, comet_graph 4, plain 8, rest 3, 1000 tokens of all ranks: 250,000 tokens/s, the plain path
     125,000, Comet is 2 x as fast, and 0.75 of its step is not the experts.
@@ -253,54 +242,38 @@ def figures(times_ms: Mapping[str, float], num_tokens: int) -> Row:
     }
 
 
-def measure(arguments: argparse.Namespace, ranks: Ranks) -> Iterator[Row]:
-    """One row after the other (collective), with a group and a model of its own: what goes wrong touches no other."""
-    for name, num_tokens in product(arguments.models, arguments.tokens):
-        config = model_config(name, arguments.layers, arguments.context)
-        group, failure = attempt(partial(ranks.make_group, config.moe, arguments.parallel, num_tokens), ranks)
-        found: Row | None = None
-        if group is not None:
-            found, failure = attempt(partial(measure_point, config, group, num_tokens, arguments, ranks), ranks)
-            group.close()
-        keys = {"model": name, "tokens": num_tokens, "layers": arguments.layers, "ep": arguments.ep, "tp": arguments.tp}
-        release(ranks)
-        yield keys | (found or {"failures": f"point: {failure}"})
+@dataclass(frozen=True, kw_only=True)
+class Run(Suite):
+    COLUMNS = COLUMNS
 
+    models: tuple[str, ...] = ("qwen3_30b_a3b",)
+    tokens: tuple[int, ...] = (2048, 8192)
+    layers: int = 2
+    context: int = option(2048, "tokens of a sequence")
+    variants: tuple[str, ...] = option(VARIANTS, of=VARIANTS)
+    path: str = "auto"
+    out: Path | None = Path("outputs/bench_train")
 
-def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
-    """Measure all points; rank 0 reports."""
-    facts = gather_facts(ranks) | {"task": "bench_train", "context": arguments.context, "rounds": arguments.rounds}
-    report(
-        "bench_train", measure(arguments, ranks), ranks, arguments.out, keys=("model", "tokens"), facts=facts,
-        summary=summary, columns=COLUMNS, table=format_table,
-    )  # fmt: skip
+    def check(self) -> None:
+        """Batches are whole sequences."""
+        self.check_models(self.models, model)
+        for number in self.tokens:
+            fits = number % self.context == 0
+            require(fits, f"tokens={number} must be a multiple of context={self.context}")
 
+    def points(self, ranks: Ranks, facts: Row) -> Iterator[Point]:
+        """Every number of tokens of every model, each with a group and a model of its own."""
+        for name, num_tokens in product(self.models, self.tokens):
+            config = model_config(name, self.layers, self.context)
+            keys = {"model": name, "tokens": num_tokens, "layers": self.layers, "ep": self.ep, "tp": self.tp}
+            group, failure = attempt(partial(ranks.make_group, config.moe, self.parallel, num_tokens), ranks)
+            yield Point(
+                keys, failure if group is None else partial(measure_point, self, config, group, num_tokens, ranks)
+            )
+            if group is not None:
+                group.close()
 
-def summary(rows: Sequence[Row]) -> Row:
-    """Mean and least ``x_plain``: of 2, 8 and a point that failed, 4 and 2."""
-    factors = [row["x_plain"] for row in rows if row.get("x_plain") is not None]
-    return {"geometric_mean": {"x_plain": geometric_mean(factors)}, "least_x_plain": min(factors, default=None)}
-
-
-def format_table(rows: Sequence[Row]) -> str:
-    """One aligned line per row, then the geometric mean."""
-    mean = {"model": "geometric mean"} | summary(rows)["geometric_mean"]
-    return table_of([*rows, mean], COLUMNS, cell)
-
-
-def parse(command_line: Sequence[str]) -> argparse.Namespace:
-    """Read the command line; raises ``ValueError`` for an unknown name or a number that does not fit."""
-    parser = suite_parser(
-        "train", __doc__, models=("qwen3_30b_a3b",), tokens=[2048, 8192], layers=2, ep=1, tp=1, path="auto", rounds=10,
-        device="auto", out=Path("outputs/bench_train"),
-    )  # fmt: skip
-    parser.add_argument("--context", type=int, default=2048, help="tokens of a sequence")
-    parser.add_argument("--variants", type=words, default=VARIANTS, help=f"of {','.join(VARIANTS)}")
-    arguments = parsed(parser, command_line)
-    for name in arguments.models:
-        arguments.parallel.check(model(name))
-    require_known("variants", arguments.variants, VARIANTS)
-    for number in arguments.tokens:
-        fits = number % arguments.context == 0
-        require(fits, f"tokens={number} must be a multiple of context={arguments.context}")
-    return arguments
+    def summary(self, rows: Sequence[Row]) -> Row:
+        """Mean and least ``x_plain``: of 2, 8 and a point that failed, 4 and 2."""
+        factors = [row["x_plain"] for row in rows if row.get("x_plain") is not None]
+        return {"geometric_mean": {"x_plain": geometric_mean(factors)}, "least_x_plain": min(factors, default=None)}

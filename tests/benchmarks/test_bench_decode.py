@@ -3,7 +3,9 @@
 import csv
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +26,14 @@ import suites.decode
 from baselines.decode import find_library
 from lib.decode import OWN, PREFIX, WEIGHTS, Team, make_set, make_steps, open_team
 from lib.ranks import Ranks
-from lib.report import report
+from lib.suite import Point
 from suites.decode import (
     OVER_RANKS,
-    Checked,
-    check_variant,
-    draw,
+    CheckedSteps,
+    Run,
     figures,
-    format_table,
     host_waits,
     own_runs,
-    parse,
     share_of,
     timed_form,
 )
@@ -71,27 +70,44 @@ def row_of(tokens: int, **times: float) -> dict[str, Any]:
     return keys | {f"{name}_us": time for name, time in times.items()} | {"times_us": times}
 
 
-def test_report_survives_what_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+class Given(Run):
+    """The suite with rows that were measured before."""
+
+    rows: tuple[dict[str, Any], ...] = ()
+
+    @classmethod
+    def name(cls) -> str:
+        return "decode"
+
+    def facts(self, ranks: Ranks) -> dict[str, Any]:
+        return {"device": "cpu"}
+
+    def points(self, ranks: Ranks, facts: dict[str, Any]) -> Iterator[Point]:
+        for row in self.rows:
+            yield Point({name: row[name] for name in ("model", "weights", "tokens")}, partial(dict, row))
+
+
+def test_report_survives_what_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     good = row_of(1, comet=10.0, torch=20.0) | {"no_graph": {"torch": "slow"}, "failures": {}}
     bad = row_of(2) | {"failures": {"point": "RuntimeError: out of memory, really"}}
     late = row_of(4, comet=30.0, fused=20.0) | {"failures": {"point": "RuntimeError: out of memory, really"}}
     rows = [good, bad, late]
-    facts: dict[str, Any] = {"device": "cpu"}
-    report("bench_decode", iter(rows), ALONE, tmp_path, keys=("tokens",), facts=facts, table=format_table)
+    monkeypatch.setattr(Given, "rows", rows)
+    Given(out=tmp_path).run(ALONE)
     *lines, line = capsys.readouterr().out.splitlines()
     kept = json.loads(line)
     assert kept == json.loads((tmp_path / "bench_decode.json").read_text())
-    assert (kept["device"], len(kept["rows"])) == ("cpu", 3)
+    assert (kept["facts"]["device"], len(kept["rows"])) == ("cpu", 3)
     with (tmp_path / "bench_decode.csv").open() as file:
         read = list(csv.DictReader(file))
     assert [row["fused_us"] for row in read] == ["", "", "20.0"]  # a column only the last row has
     assert (read[0]["no_graph"], read[1]["failures"]) == ("torch: slow", "point: RuntimeError: out of memory, really")
     assert len({len(line) for line in lines[:4]}) == 1  # aligned
-    assert lines[4] == "without a graph: torch: slow (at tiny, bf16, 1)"
-    assert lines[5].endswith("out of memory, really (at tiny, bf16, 2; tiny, bf16, 4)")
-    for name, drawn in (("all", rows), ("none", [bad])):
-        draw(4.0, tmp_path / f"{name}.png", drawn)
-        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert lines[4] == "no_graph: torch: slow (at tiny bf16 1)"
+    assert lines[5].endswith("out of memory, really (at tiny bf16 2; tiny bf16 4)")
+    assert (tmp_path / "bench_decode.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_without_transformers_one_line_says_so(
@@ -99,7 +115,7 @@ def test_without_transformers_one_line_says_so(
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     words = [*TINY, "--tokens", "2", "--variants", "comet,transformers", "--out", str(tmp_path)]
-    suites.decode.run(parse(words), ALONE)
+    Run.parse(words).run(ALONE)
     output = capsys.readouterr()
     (line,) = [line for line in output.err.splitlines() if "transformers" in line]
     assert line.startswith("no columns of transformers: ModuleNotFoundError: ")
@@ -149,7 +165,7 @@ def test_run_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     """All variants; of transformers every implementation is timed, or fails for a reason. Warp decode takes no 65."""
     library = find_library()
     words = ["--weights", ",".join(WEIGHTS), "--tokens", "3,65", "--out", str(tmp_path)]
-    suites.decode.run(parse([*TINY, *words]), ALONE)
+    Run.parse([*TINY, *words]).run(ALONE)
     output = capsys.readouterr()
     rows = json.loads(output.out.splitlines()[-1])["rows"]
     assert [(row["weights"], row["tokens"]) for row in rows] == [(kind, count) for kind in WEIGHTS for count in (3, 65)]
@@ -172,7 +188,7 @@ def test_run_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.parametrize(("ep", "tp", "kind"), [slow(2, 1, "bf16"), slow(1, 2, "mxfp8")])
 def test_run_over_ranks(tmp_path: Path, ep: int, tp: int, kind: str) -> None:
-    """Of one token a rank has none, of five one has fewer."""
+    """With one token a rank has none, with five one has fewer."""
     words = ["--ep", str(ep), "--tp", str(tp), "--tokens", "1,5,70", "--weights", kind, "--out", str(tmp_path)]
     run_ranks(run_on_rank, 2, "decode", [*TINY, *words])
     report = json.loads((tmp_path / "bench_decode.json").read_text())
@@ -205,7 +221,7 @@ def test_warp_decode_needs_room_for_equal_shares() -> None:
 @pytest.mark.slow
 @in_ranks(2)
 def test_what_is_wrong_on_any_rank_is_not_timed(rank: int, world_size: int) -> None:
-    """Of ``comet`` only the last bit, but ranks that sample from it may part."""
+    """``comet`` differs in the last bit only, but ranks that sample from it may part."""
     layout = layout_of(rank, world_size)
     team = Team(config=TWELVE, layout=layout, ranks=Ranks(rank, CPU, dist.group.WORLD))
     exact = torch.randn(4, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -218,11 +234,11 @@ def test_what_is_wrong_on_any_rank_is_not_timed(rank: int, world_size: int) -> N
         "own": one_token, "own_fused": exact[mine].float() * (1 - rank), "local": exact.float() / 2,
         "fused": exact.float() * float("nan"),
     }  # fmt: skip
-    checked, right = Checked(), Checked()
+    checked, right = CheckedSteps(team), CheckedSteps(team)
     for name, output in outputs.items():
-        check_variant(name, lambda index, output=output: output, exact, 1, team, checked)
-    check_variant("torch", lambda index: exact.item() if rank else exact.float(), exact, 1, team, checked)
-    check_variant("own", lambda index: exact[mine].float(), exact, 1, team, right)
+        checked.check(name, lambda index, output=output: output, exact, 1)
+    checked.check("torch", lambda index: exact.item() if rank else exact.float(), exact, 1)
+    right.check("own", lambda index: exact[mine].float(), exact, 1)
     assert [*checked.variants, *right.variants] == ["local", "own"]
     failures = checked.failures
     assert failures.pop("comet") == "ranks have different bits"
@@ -234,7 +250,7 @@ def test_what_is_wrong_on_any_rank_is_not_timed(rank: int, world_size: int) -> N
 
 @in_ranks(2)
 def test_a_deadline_of_own_tokens_is_reported(rank: int, world_size: int) -> None:
-    """What a step's spin leaves behind when it meets its deadline is found by the team."""
+    """The team finds the fault that a step leaves when it meets its deadline."""
     ranks = Ranks(rank, CPU, dist.group.WORLD)
     with open_team(TWELVE, ParallelConfig(ep=2), max_tokens=4, wants_fused=False, ranks=ranks) as team:
         decode = team.decode(2, replicated=False)
@@ -243,7 +259,7 @@ def test_a_deadline_of_own_tokens_is_reported(rank: int, world_size: int) -> Non
         team.check()
         dist.barrier()
         decode.fault[:3] = torch.tensor([1, 0, 1 - rank])
-        with pytest.raises((CommTimeoutError, StepFailedError)) as raised:  # its own, or the one the other told it of
+        with pytest.raises((CommTimeoutError, StepFailedError)) as raised:  # its own failure, or that of the other rank
             team.check()
     late = [f"rank {each} waited 30.0 s for rank {1 - each}" for each in range(2)]
     assert any(words in str(raised.value) for words in late)

@@ -9,7 +9,8 @@ from bench_cases import ALONE, run_on_rank
 from ranks import run_ranks
 from torch import nn
 
-from suites.megatron import checked, torch_grouped_gemm, train
+from lib.suite import Checked
+from suites.megatron import check_variants, torch_grouped_gemm, train
 
 
 def test_grouped_gemm_by_torch() -> None:
@@ -23,7 +24,7 @@ def test_grouped_gemm_by_torch() -> None:
 
 
 class Scaled(nn.Module):
-    """As a layer of Megatron, which returns no bias."""
+    """A stand-in for a layer of Megatron that returns no bias."""
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -40,13 +41,14 @@ def test_what_fails_or_differs_is_not_timed() -> None:
     x = torch.randn(3, 1, 4, generator=torch.Generator().manual_seed(1))
     assert train(Scaled(1.0), x)["router"].shape == (4, 4)
     layers = {"sequential": Scaled(1.0), "grouped": Scaled(0), "comet": Scaled(2.0), "near": Scaled(1.01)}
-    variants, failures = checked(layers, [x], ALONE)
-    assert list(variants) == ["sequential", "near"]
-    assert failures["grouped"] == "RuntimeError: no such experts"
-    assert failures["comet"].startswith("differs from sequential by ")
-    variants, failures = checked({**layers, "sequential": Scaled(0)}, [x], ALONE)
-    assert list(variants) == ["comet"], "the first that runs"
-    assert failures["near"].startswith("differs from comet by ")
+    checked, others = Checked(ALONE), Checked(ALONE)
+    check_variants(layers, [x], checked)
+    assert list(checked.variants) == ["sequential", "near"]
+    assert checked.failures["grouped"] == "RuntimeError: no such experts"
+    assert checked.failures["comet"].startswith("differs from sequential by ")
+    check_variants({**layers, "sequential": Scaled(0)}, [x], others)
+    assert list(others.variants) == ["comet"], "the first that runs"
+    assert others.failures["near"].startswith("differs from comet by ")
 
 
 def on_cpu(rank: int, world_size: int, out: Path) -> None:
@@ -66,5 +68,5 @@ def test_run(tmp_path: Path) -> None:
     assert found["task"] == "bench_megatron"
     assert [row["tokens"] for row in found["rows"]] == [64, 40]
     for row in found["rows"]:
-        assert row["failures"] == ""
+        assert row["failures"] == {}
         assert min(row["sequential_ms"], row["grouped_ms"], row["comet_ms"], row["x_grouped"]) > 0

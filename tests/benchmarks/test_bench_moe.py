@@ -18,18 +18,19 @@ from comet.layout import ExpertLayout
 
 import suites.moe
 from baselines.layer import gemm_variants, split_evenly, tile_table
-from lib.moe import Layer, make_inputs, open_layer, relative_error
+from lib.moe import Layer, make_inputs, relative_error
 from lib.ranks import Ranks, attempt
 from lib.report import geometric_mean
 from lib.shapes import MODELS, make_routing, model, parse_overlap
+from lib.suite import Checked
 from suites.moe import (
     LayerVariant,
+    Run,
     balanced_rows,
-    checked_variants,
+    check_variants,
     figures,
     layer_flops,
     link_bytes,
-    parse,
     rows_to_ranks,
 )
 
@@ -142,7 +143,7 @@ def test_forward_end_to_end(tmp_path: Path) -> None:
     report, _ = report_of("moe", *words, torchrun=True)
     assert [row["tokens"] for row in report["rows"]] == [32, 16]
     for row in report["rows"]:
-        assert row["failures"] == ""
+        assert row["failures"] == {}
         assert row["error"] < 1e-4
         assert all(row[f"{name}_ms"] > 0 for name in ("comet", "plain", "all_gather", "gemm_torch", "comm_comet"))
         assert row["setting"] == "0/2"
@@ -159,7 +160,7 @@ def test_backward_and_a_variant_that_fails(tmp_path: Path) -> None:
     run_ranks(run_on_rank, 2, "moe", words)
     (row,) = json.loads((tmp_path / "bench_moe.json").read_text())["rows"]
     assert row["direction"] == "forward+backward"
-    assert row["failures"].startswith("comet: ValueError: path='warp' must be")
+    assert row["failures"]["comet"].startswith("ValueError: path='warp' must be")
     assert row["plain_ms"] > 0
     assert "comet_ms" not in row
 
@@ -184,10 +185,10 @@ def test_times_of_aborted_kernels_are_no_result(tmp_path: Path) -> None:
     run_ranks(run_with_fault, 2, [*words, "--variants", "comet,plain"])
     first, *others = json.loads((tmp_path / "bench_moe.json").read_text())["rows"]
     fault = "CommTimeoutError: rank 1 waited 60.0 s for rank 0 (layer 0 dispatch, chunk 17, epoch 41, saw 40)"
-    assert fault in first["failures"], "its own error, or the first one of the step that another rank failed"
+    assert fault in first["failures"]["point"], "its own error, or the first one of the step that another rank failed"
     assert not [name for name in first if name.endswith("_ms")]
     assert [(row["tokens"], row["routing"]) for row in others] == [(16, "uniform"), (8, "hot"), (8, "uniform")]
-    assert all(row["failures"] == "" and row["comet_ms"] > 0 for row in others), "in a group without a fault"
+    assert all(row["failures"] == {} and row["comet_ms"] > 0 for row in others), "in a group without a fault"
 
 
 CUDA = torch.device("cuda")
@@ -216,10 +217,13 @@ def test_graphs_are_compared_as_they_are_replayed(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(suites.moe, "capture", pretend)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
-    arguments, failures = parse("--variants comet,comet_graph,plain,comm_comet".split()), dict[str, str]()
-    with open_layer(TINY, arguments, 64, ALONE) as layer:
-        inputs = make_inputs(TINY, 48, "zipf", ALONE)
-        usable, errors = checked_variants(layer, inputs, arguments, PretendedGPU(0, CUDA, None), failures)
+    asked, checked = (
+        Run.parse("--variants comet,comet_graph,plain,comm_comet".split()),
+        Checked(PretendedGPU(0, CUDA, None)),
+    )
+    with asked.open_layer(TINY, 64, ALONE) as layer:
+        errors = check_variants(layer, make_inputs(TINY, 48, "zipf", ALONE), asked, checked)
+    usable, failures = checked.variants, checked.failures
     assert len(recorded) == 2
     assert usable["comm_comet"] is recorded[-1]
     if stale:
@@ -248,15 +252,15 @@ def test_an_interrupted_run_keeps_its_rows(
     measure_point = suites.moe.measure_point
     monkeypatch.setattr(suites.moe, "measure_point", interrupted)
     words = [*GRID, "--out", str(tmp_path)]
-    suites.moe.run(parse(words), ALONE)
+    Run.parse(words).run(ALONE)
     points = [(16, "hot"), (16, "uniform"), (8, "hot"), (8, "uniform")]
     assert measured == points
     report = json.loads((tmp_path / "bench_moe.json").read_text())
     assert [(row["tokens"], row["routing"]) for row in report["rows"]] == points
     assert all(row["error"] < 1e-4 and row["seconds"] > 0 for row in report["rows"])
-    assert "tiny 8 hot: done in " in capsys.readouterr().err
+    assert "tiny 8 1 1 hot forward: done in " in capsys.readouterr().err
     with pytest.raises(KeyboardInterrupt):
-        suites.moe.run(parse(words), ALONE)
+        Run.parse(words).run(ALONE)
     with (tmp_path / "bench_moe.csv").open() as file:
         assert [(int(row["tokens"]), row["routing"]) for row in csv.DictReader(file)] == points[:3]
     with (tmp_path / "bench_moe.1.csv").open() as file:
@@ -275,26 +279,25 @@ SPLITS = ["comm_blocks", "comm_blocks=", "comm_blocks=-1", "", "num_panels=2,"]
 ])  # fmt: skip
 def test_a_split_names_settings_and_obeys_their_rules(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        parse_overlap(text, "overlap")
-    assert parse_overlap("num_panels=2,comm_blocks=3", "overlap") == OverlapConfig(num_panels=2, comm_blocks=3)
+        parse_overlap(text)
+    assert parse_overlap("num_panels=2,comm_blocks=3") == OverlapConfig(num_panels=2, comm_blocks=3)
 
 
-def checked(
+def checked_on_rank(
     rank: int, world_size: int, config: MoEConfig, words: list[str]
 ) -> tuple[list[str], dict[str, float], dict[str, str]]:
-    ranks, failures = Ranks(rank, CPU, dist.group.WORLD), dict[str, str]()
-    arguments = parse(words)
-    with open_layer(config, arguments, 48, ranks) as layer:
-        inputs = make_inputs(config, 40, "uniform", ranks)
-        usable, errors = checked_variants(layer, inputs, arguments, ranks, failures)
-    return sorted(usable), errors, failures
+    ranks, asked = Ranks(rank, CPU, dist.group.WORLD), Run.parse(words)
+    checked = Checked(ranks)
+    with asked.open_layer(config, 48, ranks) as layer:
+        errors = check_variants(layer, make_inputs(config, 40, "uniform", ranks), asked, checked)
+    return sorted(checked.variants), errors, checked.failures
 
 
 @pytest.mark.parametrize("hidden_size", [256, 64])
 def test_block_fp8_is_compared_with_the_plain_path_where_widths_are_whole_blocks(hidden_size: int) -> None:
     config = MoEConfig(num_experts=4, top_k=2, hidden_size=hidden_size, ffn_size=128)
     words = ["--ep", "2", "--variants", "comet,plain,comet_fp8,comet_fp8_graph"]
-    for usable, errors, failures in run_ranks(checked, 2, config, words):
+    for usable, errors, failures in run_ranks(checked_on_rank, 2, config, words):
         assert not failures
         assert usable == (["comet", "comet_fp8", "plain"] if hidden_size == 256 else ["comet", "plain"])
         assert hidden_size == 64 or 0.1 < errors["comet_fp8"] < 0.6
@@ -306,7 +309,7 @@ def test_all_ways_compute_the_layer_of_a_model_with_its_activation_and_biases(wo
     assert (gpt_oss.activation.name, gpt_oss.expert_bias) == ("clamped_swiglu", True)
     config = replace(gpt_oss, num_experts=4, top_k=2, hidden_size=256, ffn_size=256)
     names = {"comet", "plain"} | (set() if "--backward" in words else {"pipelined", "all_gather", "comet_fp8"})
-    for usable, errors, failures in run_ranks(checked, 2, config, [*words, "--variants", ",".join(names)]):
+    for usable, errors, failures in run_ranks(checked_on_rank, 2, config, [*words, "--variants", ",".join(names)]):
         assert not failures
         assert set(usable) == errors.keys() == names
         assert all(error < (1 if name == "comet_fp8" else 1e-4) for name, error in errors.items())

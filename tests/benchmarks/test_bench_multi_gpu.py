@@ -11,7 +11,7 @@ from gpus import ON_GPUS, backend_of
 from ranks import run_ranks
 
 DECODES = {"comet", "local", "own"}
-BY_NCCL = {"local_nccl", "own_nccl"}  # which refuses ranks that share a GPU; gloo cannot be captured
+BY_NCCL = {"local_nccl", "own_nccl"}  # NCCL refuses ranks that share a GPU, and gloo cannot be captured
 LAYOUTS = ("ep", "tp")
 
 

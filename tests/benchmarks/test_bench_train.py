@@ -1,4 +1,4 @@
-"""The training benchmark: its model and variants, what tells wrong steps from right ones, and runs on CPU ranks."""
+"""The training benchmark: its model and variants, how wrong steps differ from right ones, and runs on CPU ranks."""
 
 import json
 import math
@@ -20,7 +20,9 @@ from comet.layout import RoutedTokens
 from comet.reference.plain import plain_experts
 
 import suites.train
-from suites.train import SwitchedModel, deviations, figures, format_table, model_config, row_norms, summary
+from lib.report import table_of
+from lib.suite import Checked
+from suites.train import COLUMNS, Run, SwitchedModel, check_variants, deviations, figures, model_config, row_norms
 
 WORDS = [*TINY, "--context", "32", "--ep", "2"]
 
@@ -40,9 +42,12 @@ def test_examples_of_the_docstrings() -> None:
     wanted = torch.tensor([4.0, 4.0]), (torch.tensor([3.0, 5.0]),)
     assert deviations(found, wanted) == pytest.approx({"loss": 0.5, "gradient": 34**-0.5})
     assert deviations((found[0] * math.nan, ()), (wanted[0], ())) == {"loss": math.inf, "gradient": 0}
-    rows = [{"x_plain": 2.0}, {"x_plain": 8.0}, {"failures": "point: out of memory"}]
-    assert summary(rows) == {"geometric_mean": {"x_plain": pytest.approx(4)}, "least_x_plain": 2}
-    assert format_table(rows).splitlines()[-1].split()[:3] == ["geometric", "mean", "4"]
+    rows = [{"model": "a", "x_plain": 2.0}, {"x_plain": 8.0}, {"model": "b", "failures": {"point": "out of memory"}}]
+    summary = Run().summary(rows)
+    assert summary == {"geometric_mean": {"x_plain": pytest.approx(4)}, "least_x_plain": 2}
+    *_, means, remark = table_of(rows, ["model"], COLUMNS, summary["geometric_mean"]).splitlines()
+    assert means.split() == ["geometric", "mean", "4"]
+    assert remark == "failures: point: out of memory (at b)"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -50,9 +55,10 @@ def test_every_variant_starts_from_the_same_weights(dtype: torch.dtype) -> None:
     model = make_model(dtype)
     assert {parameter.dtype for parameter in model.gpt.parameters()} == {dtype}
     first = model.first_steps("comet")
-    usable, failures, errors = suites.train.checked(model, ("comet", "comet_graph", "plain", "rest"), ALONE)
-    assert (usable, list(failures)) == (["plain", "comet", "rest"], ["comet_graph"])
-    assert failures["comet_graph"].startswith("RuntimeError: there are no graphs: ")
+    checked = Checked(ALONE, model.group.workspace)
+    errors = check_variants(model, ("comet", "comet_graph", "plain", "rest"), checked)
+    assert (list(checked.variants), list(checked.failures)) == (["plain", "comet", "rest"], ["comet_graph"])
+    assert checked.failures["comet_graph"].startswith("RuntimeError: there are no graphs: ")
     assert 0 <= errors["loss_error"] <= suites.train.LOSS_TOLERANCE[dtype]
     assert 0 < errors["gradient_error"] <= suites.train.GRADIENT_TOLERANCE[dtype] / 2
     again = model.first_steps("comet")
@@ -114,9 +120,10 @@ def test_wrong_steps_are_not_timed(wrong: Any) -> None:
         lambda *inputs, layer=layer: wrong(*inputs, layer.layout, None)  # type: ignore[misc]
         for layer in model.layers
     ]
-    usable, failures, errors = suites.train.checked(model, ("comet", "plain"), ALONE)
-    assert (usable, list(failures), errors) == (["plain"], ["comet"], {})
-    assert "differ from those of the plain path by " in failures["comet"]
+    checked = Checked(ALONE, model.group.workspace)
+    assert check_variants(model, ("comet", "plain"), checked) == {}
+    assert (list(checked.variants), list(checked.failures)) == (["plain"], ["comet"])
+    assert "differ from those of the plain path by " in checked.failures["comet"]
 
 
 def run_with_failures(rank: int, world_size: int, words: list[str]) -> None:
@@ -145,13 +152,14 @@ def test_what_fails_is_a_row(tmp_path: Path) -> None:
     run_ranks(run_with_failures, 2, words)
     found = json.loads((tmp_path / "bench_train.json").read_text())
     first, second, third = found["rows"]
-    assert first["failures"].startswith("plain: ")
-    assert "RuntimeError: out of memory" in first["failures"]  # of this rank, or of the one that failed before it
+    assert (
+        "RuntimeError: out of memory" in first["failures"]["plain"]
+    )  # this rank's, or that of the one that failed before it
     assert (first["x_plain"], first.get("loss_error")) == (None, None)
     assert min(first["comet_ms"], first["rest_ms"]) > 0
-    assert second["failures"].startswith("point: ")
+    assert "point" in second["failures"]
     assert not [name for name in second if name.endswith("_ms")]
-    assert third["failures"] == ""
+    assert third["failures"] == {}
     assert third["tokens_s"] == pytest.approx(2 * 96 / third["comet_ms"] * 1e3)
     assert third["x_plain"] == pytest.approx(third["plain_ms"] / third["comet_ms"])
     assert third["gradient_error"] < 1e-4

@@ -34,5 +34,4 @@ def report_of(*words: str, torchrun: bool = False) -> tuple[dict[str, Any], subp
 
 
 def run_on_rank(rank: int, world_size: int, suite: str, words: list[str], device: torch.device = CPU) -> None:
-    module = importlib.import_module(f"suites.{suite}")
-    module.run(module.parse(words), Ranks(rank, device, dist.group.WORLD))
+    importlib.import_module(f"suites.{suite}").Run.parse(words).run(Ranks(rank, device, dist.group.WORLD))

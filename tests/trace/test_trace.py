@@ -41,7 +41,7 @@ CASES = (
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What one rank recorded of one case, and what it should have."""
+    """The records of one rank in one case, and those it should have."""
 
     records: list[RankRecord]
     lossy: list[RankRecord] | None
@@ -135,7 +135,7 @@ def of_kind(timeline: Timeline, work: str, rank: int, *, alone: bool = False) ->
 
 
 def numbers_of(timeline: Timeline, work: str, rank: int, *, alone: bool = False) -> set[tuple[int, ...]]:
-    """What ``of_kind`` finds names so."""
+    """The numbers of the events that ``of_kind`` finds."""
     return {event.numbers for event in of_kind(timeline, work, rank, alone=alone)}
 
 
@@ -297,7 +297,7 @@ def test_a_cpu_records_under_the_interpreter_only(rank: int, world_size: int) ->
 def test_benchmark_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     words = ["--device", "cpu", "--model", "tiny", "--ep", "2", "--tokens", "20", "--out", str(tmp_path / "out")]
-    result, _ = report_of("timeline", *words, "--split", "comm_blocks=2,num_panels=2", torchrun=True)
+    result, _ = report_of("timeline", *words, "--overlap", "comm_blocks=2,num_panels=2", torchrun=True)
     assert result["output_unchanged"] is True
     assert (result["ranks"], result["launches"], result["lost_events"]) == (2, 2, 0)
     for file in result["files"]:

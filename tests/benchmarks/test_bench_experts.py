@@ -1,33 +1,42 @@
-"""The benchmark of speculation: a run on a CPU over a trained model, and what it says of drafts and of routing."""
+"""The benchmark of experts beyond GPU memory: texts of a trained model, routed experts alone, and what routing says."""
 
 import json
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import bench
 import pytest
 import torch
-from bench_cases import report_of
+from bench_cases import ALONE, report_of
 from training_cases import MODEL, MOE, Rank, make_job, make_model
 
 from comet.config import MoEConfig
 from comet.experts.cache import CacheReport
+from comet.jobs.generate import GenerateConfig
 from comet.training.trainer import train
 
-import suites.experts
-import suites.speculation
-from lib.ranks import Ranks
+import lib.experts
+from lib.experts import CODEC, Way
 from lib.traces import Trace, made_trace, record_routing, resized_guesses, resized_trace, reuse_distances
-from suites.experts import HOST_CORES
-from suites.speculation import CODEC, KINDS
+from suites.experts import KINDS, Run
 
 SMALL = replace(MODEL, context=96, num_layers=1, moe=replace(MOE, num_experts=8, top_k=3, shared_ffn_size=32))
+SHAPE = ["--device", "cpu", "--model", "tiny", "--rounds", "1"]
 
 
-def main(suite: str, words: Sequence[str]) -> None:
-    bench.main([suite, *words])
+def rows_of(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    bench.main(["experts", *words])
+    rows: list[dict[str, Any]] = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    return rows
+
+
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lib.experts, "STEPS_PER_CALL", 4)
+    monkeypatch.setattr(lib.experts, "HELDOUT_SHAPE", (1, 2, 24))
 
 
 @pytest.fixture(scope="module")
@@ -36,23 +45,17 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     folder = tmp_path_factory.mktemp("trained")
     job = make_job(folder, model=SMALL, steps=20, eval_batches=1, sample_bytes=0)
     train(job, Rank())
-    return "--source", str(folder / "out"), "--data", str(job.data.path), "--device", "cpu"
+    words = ("--source", str(folder / "out"), "--data", str(job.data.path), "--device", "cpu")
+    return (*words, "--budgets", "0.5", "--tokens", "4", "--rounds", "1", "--temperature", "0")
 
 
 @pytest.mark.slow
-def test_a_run_on_a_cpu(
-    trained: Sequence[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(suites.speculation, "HELDOUT_SHAPE", (2, 2, 24))
-    kinds = list(KINDS)
-    words = ["--budgets", "0.5", "--tokens", "8", "--rounds", "1", "--temperature", "0", "--variants", ",".join(kinds)]
-    main("speculation", [*trained, *words, "--out", str(tmp_path)])
-    out = capsys.readouterr().out.splitlines()
-    assert (tmp_path / "bench_speculation.json").read_text() == out[-1] + "\n"
-    found = json.loads(out[-1])
-    rows = {row["variant"]: row for row in found["rows"]}
-    assert list(rows) == [*kinds, "resident"]
-    assert [row["budget"] for row in rows.values()] == [0.5] * len(kinds) + [1.0]
+def test_a_run_on_a_cpu(trained: Sequence[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = rows_of([*trained, "--tokens", "8", "--out", str(tmp_path)], capsys)
+    assert json.loads((tmp_path / "bench_experts.json").read_text())["rows"] == found
+    rows = {row["variant"]: row for row in found}
+    assert list(rows) == [*KINDS, "resident"]
+    assert [row["budget"] for row in rows.values()] == [0.5] * len(KINDS) + [1.0]
     assert not any("failure" in row for row in rows.values())
     on_demand, cache, resident = rows["on_demand"], rows["cache"], rows["resident"]
     assert on_demand["hits"] == 0
@@ -64,7 +67,7 @@ def test_a_run_on_a_cpu(
     for name, row in rows.items():
         assert ("acceptance" in row) == (KINDS.get(name, {}).get("speculate") is not None)
         assert row["first_token_ms"] > 0
-    kinds = [name for name in suites.experts.KINDS if not name.endswith(HOST_CORES)]
+    kinds = [name for name in KINDS if name.startswith("cache")]
     replay_elsewhere(tmp_path / "routing.pt", kinds, capsys)
 
 
@@ -75,84 +78,64 @@ def test_texts_are_scored_by_the_bytes_that_were_made() -> None:
     assert CODEC.encode("".join(shown) + stream.finish()) == made
 
 
-@pytest.mark.slow
-def test_host_cores_at_another_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace = small_trace()
-    trace.save(tmp_path / "routing.pt")
-    kinds = [name for name in suites.experts.KINDS if name.endswith(HOST_CORES)]
-    rows = replay_elsewhere(tmp_path / "routing.pt", kinds, capsys)
-    assert all(0 <= row["hosted"] <= 1 for row in rows)
-
-
-def replay_elsewhere(path: Path, kinds: Sequence[str], capsys: pytest.CaptureFixture[str]) -> list[dict]:
-    """The recorded routing in the benchmark of experts, at its own shape."""
-    words = ["--device", "cpu", "--model", "tiny", "--layers", "2", "--budgets", "0.5,1.0", "--steps", "6"]
-    words += ["--variants", ",".join(kinds), "--rounds", "1"]
+def replay_elsewhere(path: Path, kinds: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """The recorded routing at another shape, experts alone."""
+    words = [*SHAPE, "--layers", "2", "--budgets", "0.5,1.0", "--steps", "6", "--variants", ",".join(kinds)]
     with pytest.raises(ValueError, match=r"variants='cache \+ prefetch.* must come with --trace"):
-        main("experts", words)
-    main("experts", [*words, "--trace", str(path)])
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found["trace"] == str(path)
-    kept = [row for row in found["rows"] if row["variant"] in kinds]
+        Run.parse(words)
+    rows = rows_of([*words, "--trace", str(path)], capsys)
+    kept = [row for row in rows if row["variant"] in kinds]
     assert [(row["variant"], row["budget"]) for row in kept] == [
         (kind, budget) for budget in (0.5, 1.0) for kind in kinds
     ]
     assert all(row["hits"] == 1 for row in kept if row["budget"] == 1)
-    assert all(0 < row["hits"] < 1 for row in kept if row["budget"] < 1)
-    return kept
+    assert all(0 < row["hits"] < 1 and row["hosted"] == 0 for row in kept if row["budget"] < 1)
 
 
-def test_made_routing_and_every_stored_type(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    words = ["--device", "cpu", "--model", "tiny", "--layers", "1", "--budgets", "0.5", "--steps", "4", "--rounds", "1"]
-    main("experts", [*words, "--stored", "bf16,mxfp8,mxfp4", "--out", str(tmp_path)])
-    line = capsys.readouterr().out.splitlines()[-1]
-    assert (tmp_path / "bench_experts.json").read_text() == line + "\n"
-    rows = json.loads(line)["rows"]
-    assert [row["stored"] for row in rows if row["variant"] == "cache"] == ["bf16", "mxfp8", "mxfp4"]
-    assert json.loads(line)["trace"] == "made, sticky=0.5"
-    assert {"commit", "date", "command", "device", "ranks", "torch"} <= json.loads(line).keys()
+def test_prefetched_experts_are_those_that_a_trace_guesses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = small_trace()
+    trace.save(tmp_path / "routing.pt")
+    words = ["--layers", "2", "--budgets", "0.5", "--steps", "8", "--variants", "cache,cache + prefetch,cache mxfp4"]
+    rows = rows_of([*SHAPE, *words, "--trace", str(tmp_path / "routing.pt"), "--out", str(tmp_path)], capsys)
+    assert [row["variant"] for row in rows] == [
+        "on_demand", "resident", "resident mxfp4", "cache", "cache + prefetch", "cache mxfp4",
+    ]  # fmt: skip
+    cache, prefetch, quantised = rows[3:]
+    assert cache["prefetch_precision"] is None
+    assert prefetch["prefetch_precision"] == 1, "of this trace every guess is right"
+    assert 0 < quantised["mb_per_token"] < cache["mb_per_token"] / 3
+    report = json.loads((tmp_path / "bench_experts.json").read_text())
+    assert {"commit", "date", "command", "device", "ranks", "torch", "trace", "link_gbs"} <= report["facts"].keys()
 
 
 def test_shares_are_of_all_ranks() -> None:
     nothing = CacheReport(**dict.fromkeys((each.name for each in fields(CacheReport)), 0))
-    missing = replace(nothing, fetched=1, hosted=1, prefetched_needed=1)
+    missing = replace(nothing, fetched=1, hosted=1, prefetched_needed=1, fetched_bytes=8)
     reports = [replace(missing, needed=needed, prefetched=needed) for needed in (6, 2)]
-    found = suites.experts.cache_figures(reports, 1e3, 2.0, 1.0, 1.0)
-    assert (found["hits"], found["hosted"], found["precision"]) == (0.5, 0.25, 0.25)
+    paths: Any = [SimpleNamespace(cache=SimpleNamespace(num_slots=3))]
+    found = Way(name="cache", settings=GenerateConfig(expert_budget=0.5), paths=paths).row(reports, 2, 2.0, 1.0)
+    assert (found["hits"], found["hosted"], found["prefetch_precision"], found["slots"]) == (0.5, 0.25, 0.25, 3)
+    assert (found["mb_per_token"], found["link_gbs"]) == (4e-6, 0.002), "of the rank that brings most"
 
 
 @pytest.mark.slow
 def test_ranks_each_cache_their_own_experts() -> None:
-    words = ["--device", "cpu", "--model", "tiny", "--layers", "2", "--budgets", "0.5,1.0", "--steps", "8"]
-    with pytest.raises(ValueError, match=r"ep=2 must be 1 with --prompt"):
-        main("experts", [*words, "--ep", "2", "--prompt", "40"])
-    found, _ = report_of("experts", *words, "--rounds", "1", "--ep", "2", torchrun=True)
+    words = [*SHAPE, "--layers", "2", "--budgets", "0.5,1.0", "--steps", "8", "--ep", "2"]
+    found, _ = report_of("experts", *words, torchrun=True)
     on_demand, resident, half, whole = found["rows"]
-    assert (on_demand["variant"], resident["variant"], found["ep"]) == ("on_demand", "resident", 2)
+    assert (on_demand["variant"], resident["variant"], found["facts"]["ep"]) == ("on_demand", "resident", 2)
     assert [(row["slots"], row["hits"] < 1) for row in (half, whole)] == [(2, True), (4, False)], "of four experts each"
     assert whole["bound_us"] == resident["us"], "nothing came over the link"
-
-
-def test_prompts_beside_their_bound(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--device", "cpu", "--model", "tiny", "--layers", "2", "--steps", "4", "--rounds", "1", "--prompt", "40"]
-    main("experts", [*words, "--budgets", "0.5,1.0"])
-    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
-    products, *prompts = (row for row in rows if row["variant"].startswith("prompt of 40"))
-    assert products["us"] > 0
-    assert [(row["budget"], row["hits"]) for row in prompts] == [(0.5, 0.5), (1.0, 1)], "every expert is needed"
 
 
 def test_a_variant_that_fails_has_a_row_and_the_others_go_on(
     trained: Sequence[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(suites.speculation, "HELDOUT_SHAPE", (1, 2, 24))
     monkeypatch.setattr("comet.generation.engine.QuantisedReader", fails)
-    words = ["--budgets", "0.5", "--tokens", "4", "--rounds", "1", "--temperature", "0"]
-    main("speculation", [*trained, *words, "--variants", "cache mxfp8,cache"])
-    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    rows = rows_of([*trained, "--variants", "cache mxfp8,cache"], capsys)
     assert [row["variant"] for row in rows] == ["cache", "resident", "cache mxfp8"]
     assert rows[0]["nll"] == pytest.approx(rows[1]["nll"]), "the experts were given back"
-    assert rows[2]["failure"] == "out of memory"
+    assert rows[2]["failure"] == "OutOfMemoryError: out of memory"
 
 
 def fails(*_: object) -> None:
@@ -161,37 +144,38 @@ def fails(*_: object) -> None:
 
 
 def test_what_is_left_out_says_why(trained: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = suites.speculation.parse([*trained, "--variants", "cache", "--seconds", "0", "--rounds", "1"])
-    assert arguments.seconds == 0
-    main(
-        "speculation",
-        [*trained, "--budgets", "0.5,0.1", "--variants", "cache", "--tokens", "4", "--rounds", "1", "--seconds", "0"],
-    )
-    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    rows = rows_of([*trained, "--budgets", "0.5,0.1", "--variants", "cache", "--seconds", "0"], capsys)
     assert [row["variant"] for row in rows] == ["resident", "cache", "cache"]
     assert all(row["failure"] == "left out: the time was over" for row in rows[1:])
 
 
-def test_who_names_no_prefetch_has_none(trained: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_names_no_prefetch_has_none() -> None:
     """The default would prefetch on a GPU."""
-    monkeypatch.setattr(suites.speculation.Run, "make", lambda run, *_: None)
-    monkeypatch.setattr(suites.speculation, "link_gbs", lambda _: 1.0)
-    model, ranks = SimpleNamespace(config=SMALL), Ranks(0, torch.device("cpu"), None)
-    run = suites.speculation.Run(suites.speculation.parse(trained), model, ranks, torch.zeros(1))  # type: ignore[arg-type]
-    found = {name: replace(run.plain, **changes).expert_prefetch for name, changes in KINDS.items()}
-    assert found == {name: "prefetch" in name for name in KINDS}
+    made: list[GenerateConfig] = []
+    subject: Any = SimpleNamespace(
+        moe=SMALL.moe, num_layers=1, dtype=torch.float32, make=lambda name, settings, slots: made.append(settings)
+    )
+    for name in KINDS:
+        Run.parse(["--source", "x"]).make_one(subject, name, 0.5, ALONE)
+    assert [settings.expert_prefetch for settings in made] == ["prefetch" in name for name in KINDS]
 
 
-def test_names_that_are_none(trained: Sequence[str], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="variants='lru' must be one of on_demand, cache, cache lfu"):
-        main("speculation", [*trained, "--variants", "cache,lru"])
-    with pytest.raises(ValueError, match=r"variants='lru' must be one of cache, cache lfu, cache \+ prefetch"):
-        main("experts", ["--variants", "lru"])
-    with pytest.raises(ValueError, match=r"trace='.*none.pt' must be a file that bench.py speculation wrote"):
-        main("experts", ["--device", "cpu", "--model", "tiny", "--trace", str(tmp_path / "none.pt")])
+def test_names_that_are_none(tmp_path: Path) -> None:
+    mistakes = {
+        "variants='lru' must be one of on_demand, cache, cache lfu": ["--variants", "cache,lru"],
+        "variants='adaptive' must come with --source": ["--variants", "adaptive"],
+        "ep=2 must be 1 with --source": ["--ep", "2", "--source", "x"],
+        "tokens=1 must be at least 2": ["--tokens", "1"],
+        "sticky=1.0 must be at least 0 and below 1": ["--sticky", "1"],
+    }
+    for message, words in mistakes.items():
+        with pytest.raises(ValueError, match=message):
+            Run.parse(words)
+    with pytest.raises(ValueError, match=r"trace='.*none.pt' must be a file that bench.py experts --source wrote"):
+        bench.main(["experts", *SHAPE, "--trace", str(tmp_path / "none.pt")])
     torch.save(dict.fromkeys(("ids", "num_experts"), 1), tmp_path / "other.pt")
     with pytest.raises(ValueError, match=r"other.pt' must hold ids, num_experts, guessed, as"):
-        main("experts", ["--device", "cpu", "--model", "tiny", "--trace", str(tmp_path / "other.pt")])
+        bench.main(["experts", *SHAPE, "--trace", str(tmp_path / "other.pt")])
 
 
 def test_the_example_of_reuse_distances() -> None:
