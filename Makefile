@@ -70,7 +70,7 @@ build/vllm/ready: tests/vllm.txt $(READY)
 # torch already on the machine is used as it is: .venv then looks where $(PYTHON) does, after its own folders (which works
 # for a $(PYTHON) inside a virtual environment too). Without a network the installation counts if everything imports.
 $(READY): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Comet needs Python 3.11: make PYTHON=python3.11")'
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Comet needs Python 3.11 or newer: make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || $(PYTHON) -m venv --without-pip $(VENV)
 	$(PYTHON) -c '$(FOLDERS)' > "$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')/machine.pth"
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) install '$(TORCH)'

@@ -6,15 +6,19 @@ E experts in all, e experts owned by one EP shard, W ranks in the MoE group = EP
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from typing import Any, Literal, get_args
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from comet.kernels.runtime.activation import SWIGLU, Activation
+
+if TYPE_CHECKING:
+    import torch
+
+    MOE_DTYPES: tuple[torch.dtype, ...]
 
 Path = Literal["fused", "twin", "plain", "reference"]
 Score = Literal["softmax", "sigmoid"]
@@ -23,7 +27,20 @@ SpeculationMode = Literal["off", "conservative", "adaptive"]
 
 MAX_TOP_K = 32
 DIM_MULTIPLE = 16
-MOE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@functools.cache
+def _moe_dtypes() -> tuple[torch.dtype, ...]:
+    import torch
+
+    return torch.float32, torch.float16, torch.bfloat16
+
+
+def __getattr__(name: str) -> object:
+    """Return ``MOE_DTYPES``, the types of a layer's tokens, without importing torch before: settings need none."""
+    if name == "MOE_DTYPES":
+        return _moe_dtypes()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def require(condition: bool, message: str | Callable[[], str]) -> None:
@@ -31,14 +48,14 @@ def require(condition: bool, message: str | Callable[[], str]) -> None:
 
     Args:
         condition: What must hold.
-        message: Names field, value and rule. What every call of a layer checks hands a function: to format what nobody
-            reads takes longer than the check.
+        message: Names field, value and rule. Checks in every call of a layer pass a function, because formatting the
+            text takes longer than the check.
     """
     if not condition:
         raise ValueError(message if isinstance(message, str) else message())
 
 
-# By how a field is annotated.
+# A field is checked by its annotation.
 NUMBERS: Mapping[str, tuple[type[Any], str]] = {
     "int": (Integral, "a whole number"),
     "float": (Real, "a finite number"),
@@ -89,7 +106,9 @@ def resolve_kernels(device: torch.device, use_kernels: bool | None) -> bool:
 
 def check_token_dtype(dtype: torch.dtype) -> None:
     """Raise ``ValueError`` unless tokens may have this dtype: one of the kernels', or float64 in plain torch."""
-    known = (*MOE_DTYPES, torch.float64)
+    import torch
+
+    known = (*_moe_dtypes(), torch.float64)
     if dtype not in known:  # the message takes longer to make than all else
         raise ValueError(f"tokens of dtype {dtype} must be one of {known}")
 
@@ -99,10 +118,13 @@ def check_kernels(dtype: torch.dtype, device: torch.device) -> None:
 
     On a CPU they run under Triton's interpreter, which computes with the bits of bfloat16 as if they were integers.
     """
-    require(dtype in MOE_DTYPES, lambda: f"tokens of dtype {dtype} must be one of {MOE_DTYPES} for the kernels")
+    import torch
+
+    known = _moe_dtypes()
+    require(dtype in known, lambda: f"tokens of dtype {dtype} must be one of {known} for the kernels")
     if device.type != "cpu":
         return
-    from triton import knobs  # which is there where kernels are
+    from triton import knobs  # The kernels need Triton, too.
 
     require(
         knobs.runtime.interpret,

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from comet.kernels.runtime.process import PARENT, end_with_parent
 from comet.launch.help import help_page, task_page, version_line
+from comet.launch.messages import STATUS_USER, is_user_error, one_line, say, speaks_for_job, started_by_torchrun
 from comet.launch.tasks.registry import TASKS, Task, find_task, imported
 
 PROGRAM = ("-P", "-m", "comet.launch")  # not what the current folder has under the same names
@@ -58,10 +59,7 @@ def main(
     except BrokenPipeError:  # the reader of the output has seen enough, as `head` has
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when Python ends
         return 128 + signal.SIGPIPE
-    except (ValueError, OSError, RuntimeError, ModuleNotFoundError) as error:
-        from comet.launch.distributed import speaks_for_job
-        from comet.launch.failures import STATUS_USER, is_user_error, one_line, say
-
+    except (ValueError, OSError, RuntimeError, MemoryError, ModuleNotFoundError) as error:
         if not is_user_error(error):
             raise
         if speaks_for_job():
@@ -81,25 +79,29 @@ def _run(words: Sequence[str], tasks: Mapping[str, Task], program: Sequence[str]
     parser.add_argument("--config", metavar="FILE")
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("overrides", nargs="*")
-    options = parser.parse_intermixed_args(list(words[1:]))
+    options, unknown = parser.parse_known_intermixed_args(list(words[1:]))
     if options.help:
         sys.stdout.write(task_page(words[0], task))
         return 0
-    import torch
+    from comet.launch.config import compose, default_ranks, make_job, refuse_options
 
-    from comet.launch.config import compose, default_ranks, make_job
-    from comet.launch.distributed import speaks_for_job, started_by_torchrun
+    if unknown:
+        refuse_options(unknown, words, task.reads)
+    if not options.dry_run and started_by_torchrun():
+        task.require_packages()
+        from comet.launch.failures import say_logged
+        from comet.launch.rank import run_rank
 
+        if task.shows_split and speaks_for_job():
+            say_logged("comet.tuner.choice")
+        run_rank(task, options)
+    container = compose(options.overrides, file=options.config, defaults=task.settings, reads=task.reads)
+    tp = container["parallel"]["tp"]
+    make_job(container, (container["parallel"]["ep"] or 1) * tp)  # A wrong value is refused before torch is imported.
     if not options.dry_run:
         task.require_packages()
-        if started_by_torchrun():
-            from comet.launch.failures import say_logged
-            from comet.launch.rank import run_rank
+    import torch
 
-            if task.shows_split and speaks_for_job():
-                say_logged("comet.tuner.choice")
-            run_rank(task, options)
-    container = compose(options.overrides, file=options.config, defaults=task.settings, reads=task.reads)
     num_gpus = torch.cuda.device_count()
     num_ranks = default_ranks(container, num_gpus)
     job = make_job(container, num_ranks)
@@ -110,5 +112,8 @@ def _run(words: Sequence[str], tasks: Mapping[str, Task], program: Sequence[str]
         sys.stdout.write(resolved_yaml(container, job, num_ranks) + "\n".join(lines) + "\n")
         return 0
     from comet.launch.local import run_local_ranks
+    from comet.launch.memory import require_memory
 
+    if num_gpus == 0:
+        require_memory(task, job, num_ranks, num_ranks, torch.device("cpu"))
     return run_local_ranks([*program, *words], num_ranks, container)

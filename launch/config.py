@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, make_dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, NoReturn, get_args, get_origin
 
 import yaml
 from hydra import compose as hydra_compose
@@ -27,7 +27,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
 
 from comet.config import OverlapConfig, ParallelConfig, check_removed, require
 from comet.generation.source import find_source, model_of, nested
@@ -36,7 +36,7 @@ from comet.launch.help import config_groups
 from comet.launch.schema import SHORTENED, build, schema_of, setting_names
 from comet.launch.tasks.registry import did_you_mean
 from comet.training.checkpoint_folder import names_checkpoint
-from comet.training.saved_settings import NOT_KEPT, covers, flat, read_settings
+from comet.training.saved_settings import NOT_KEPT, UniqueLoader, covers, flat, read_settings
 
 CPU_RANKS = 2
 # Text of any kind, taken as it is typed: Hydra would strip its spaces and read commas, brackets and quotes.
@@ -46,7 +46,7 @@ STANDS_IN = {
     "sweep.models": "model", "sweep.tokens": "train.batch_size", "sweep.comm_blocks": "overlap.comm_blocks",
     "sweep.num_panels": "overlap.num_panels", "tune.models": "model", "tune.tokens": "train.batch_size",
 }  # fmt: skip
-# What would change a task that does not read it: the model, the number of ranks, all that is not named.
+# Settings that would change the model, the number of ranks or unnamed settings of a task that does not read them.
 IDLE = ("generate", "resume")
 
 
@@ -69,7 +69,7 @@ class OpenOverlap:
 
 @dataclass(kw_only=True)
 class CommandSettings:
-    """What only the command line knows.
+    """Settings of the command line alone.
 
     Args:
         nproc: Ranks to start on this machine; ``None`` starts one on every GPU, or two on a machine without.
@@ -149,7 +149,7 @@ def compose(
 
 
 def _stand_in(job: dict[str, Any], setting: str, overrides: Sequence[Override]) -> None:
-    """Refuse what was typed in vain beside a list of ``STANDS_IN``; the first of its models becomes the job's.
+    """Refuse settings that a list of ``STANDS_IN`` replaces; the first of its models becomes the job's.
 
     The ranks must fit one that is measured; the context stays, because the tokens of a step come from it.
     """
@@ -167,6 +167,22 @@ def _typed(name: str, overrides: Iterable[Override]) -> list[str]:
     """The overrides of a setting, or of what is in a section of that name."""
     found = {str(each.input_line): flat({each.key_or_group: each.value()}) for each in overrides}
     return [text for text, settings in found.items() if any(covers([name], setting) for setting in settings)]
+
+
+def refuse_options(unknown: Sequence[str], words: Sequence[str], reads: Sequence[str]) -> NoReturn:
+    """Raise ``ValueError`` for words that begin with a dash and are no option, naming the settings they stand for."""
+    name, equals, value = unknown[0].lstrip("-").partition("=")
+    name = name.replace("-", "_")
+    names = [
+        each
+        for each in setting_names(OmegaConf.to_container(OmegaConf.structured(job_schema())))
+        if not reads or covers(reads, each)
+    ]
+    found = [each for each in names if each == name or each.endswith(f".{name}")]
+    following = [*words, ""][words.index(unknown[0]) + 1]
+    typed = value if equals or "=" in following or following.startswith("-") else following
+    ways = " or ".join(f"{each}={typed}" for each in found) or "name=value"
+    raise ValueError(f"unrecognized arguments: {' '.join(unknown)}; settings have no dashes: write {ways}")
 
 
 def names_folder(overrides: Sequence[str], file: str | None) -> bool:
@@ -242,15 +258,21 @@ def make_job(container: Mapping[str, Any], world_size: int) -> JobConfig:
     values = {name: value for name, value in container.items() if name != "nproc"}
     ep, tp = values["parallel"]["ep"], values["parallel"]["tp"]
     require(tp >= 1, f"parallel.tp={tp} must be at least 1")
+    ranks, num_experts = (
+        f"{'nproc' if container['nproc'] else 'world_size'}={world_size}",
+        values["model"]["moe"]["num_experts"],
+    )
     if ep is None:
-        require(world_size % tp == 0, f"world_size={world_size} must be a multiple of parallel.tp={tp}")
+        require(world_size % tp == 0, f"{ranks} must be a multiple of parallel.tp={tp}")
         ep = world_size // tp
+        rule = f"must divide model.moe.num_experts={num_experts}: give another number of ranks, or parallel.ep"
+        require(num_experts % ep == 0, f"{ranks} makes parallel.ep={ep}, which {rule}")
     overlap = {name: value for name, value in values["overlap"].items() if value is not None}
     job = build(JobConfig, {**values, "parallel": {**values["parallel"], "ep": ep}, "overlap": overlap or None})
     group = job.parallel.world_size
     require(
         world_size % group == 0,
-        f"world_size={world_size} must be a multiple of parallel.ep={ep} x parallel.tp={tp} = {group}",
+        f"{ranks} must be a multiple of parallel.ep={ep} x parallel.tp={tp} = {group}",
     )
     return job
 
@@ -270,6 +292,11 @@ def _parse(text: str, names: Sequence[str]) -> Override:
         raise ValueError(f"override {text!r}: {name!r} is no setting and no group of the configuration{hint}")
     is_plain = not (override.is_delete() or override.is_add() or override.package)
     require(is_plain, f"override {text!r} must have the form {name}=value: no setting can be added or removed")
+    rule = "must be one value: a job has one, so start it once for each; a list has brackets, as [1,2]"
+    require(not override.is_sweep_override() or _list_depth(name) > 0, f"{text} {rule}")
+    choices, typed = config_groups().get(name), override.value()
+    typed = repr(typed) if isinstance(typed, str) else text.partition("=")[2]
+    require(not choices or override.value() in choices, f"{name}={typed} must be one of {', '.join(choices or [])}")
     inside = next((each for each in names if each.startswith(f"{name}.") and name not in config_groups()), None)
     is_value = isinstance(override.value(), (str, int, float, list))
     require(not (inside and is_value), f"override {text!r} must name one of the settings in {name}, such as {inside}")
@@ -281,19 +308,19 @@ def _parse(text: str, names: Sequence[str]) -> Override:
 
 def _explain(error: Exception, overrides: Sequence[Override]) -> str:
     """One line for an error of Hydra."""
-    groups = config_groups()
     for override in overrides:
         name, value = override.key_or_group, override.value()
-        if name in groups and isinstance(value, str) and value not in groups[name]:
-            return f"{name}={value!r} must be one of {', '.join(groups[name])}"
         missing, inside = _list_depth(name), value
         while isinstance(inside, list):
             missing, inside = missing - 1, inside[0] if inside else None
         if missing > 0 and value is not None:
             typed = str(override.input_line).partition("=")[2]
             return f"{name}={typed} must be a list: write {name}={'[' * missing}{typed}{']' * missing}"
+    if isinstance(error, InterpolationResolutionError):
+        rule = "must be a value, or refer to another setting by its whole name, as ${train.steps}"
+        return f"{error.full_key} {rule}: {str(error).splitlines()[0]}"
     lines = [line for part in (error, error.__cause__) if part is not None for line in str(part).splitlines()]
-    inside = ("full_key:", "object_type=", "reference_type=")  # of OmegaConf, and no help
+    inside = ("full_key:", "object_type=", "reference_type=")  # OmegaConf adds these, which help no user.
     return " ".join(line.strip() for line in lines if not line.strip().startswith(inside))
 
 
@@ -319,7 +346,7 @@ def with_saved_settings(job: Mapping[str, Any], named: Iterable[str]) -> dict[st
     Args:
         job: The root of the configuration, composed of defaults and of what the user named. ``output_dir`` becomes the
             folder of the run, unless that is named, or ``resume`` names a checkpoint.
-        named: Settings and groups that the user named: these stay, and ``require_same`` tells which of them
+        named: Settings and groups that the user named: these stay, and ``require_same`` says which of them
             must not differ.
     """
     if job["resume"] is None:
@@ -345,12 +372,12 @@ def _filled(
     return found
 
 
-TEXTS = ("prompt", "prompts", "stop")  # of ``generate``: text of any kind, in which nothing is looked up
+TEXTS = ("prompt", "prompts", "stop")  # settings of ``generate`` that hold any text: no ${name} is looked up
 INT_TAG = "tag:yaml.org,2002:int"
 KINDS = {INT_TAG, *(f"tag:yaml.org,2002:{kind}" for kind in ("bool", "float", "timestamp"))}
 
 
-class Loader(yaml.SafeLoader):
+class Loader(UniqueLoader):
     """YAML whose scalars stay as they are written, but for null: the schema says what is a number or a truth value.
 
     So ``output_dir: 2026_11_26`` is no number, and ``cuda_graph: off`` a word, as they are in an override. Integers
@@ -368,7 +395,7 @@ Loader.add_implicit_resolver(INT_TAG, re.compile("(0|-?[1-9][0-9]*)$"), list("-0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What a file holds."""
+    """The content of a settings file."""
 
     values: dict[str, Any] = field(default_factory=dict)  # settings, nested
     choices: list[str] = field(default_factory=list)  # overrides that choose files of groups, such as model=tiny
@@ -390,6 +417,9 @@ class Settings:
         for name, choice in chosen.items():
             known = config_groups()[name]
             require(choice in known, f"--config={path}: {name}={choice!r} must be one of {', '.join(known)}")
+        names = list(setting_names(content, sections=False))
+        twice = next((name for name in names if names.count(name) > 1), "")
+        require(not twice, f"--config={path}: {twice} is given twice, with dots and in its section: keep one of them")
         values = nested(content)
         for name, value in values.items():
             whole = isinstance(value, dict) or not OmegaConf.is_dict(schema.get(name))
@@ -409,7 +439,7 @@ class Settings:
         return cls(values=values, choices=[f"{name}={choice}" for name, choice in chosen.items()], texts=texts)
 
     def names(self) -> list[str]:
-        """Of all that the file sets: settings, and groups that it chooses from."""
+        """Names of the settings in the file, and of the groups that it chooses from."""
         settings = setting_names(self.values, sections=False)
         return [
             *settings,
@@ -418,7 +448,7 @@ class Settings:
         ]
 
     def without(self, names: Sequence[str]) -> Settings:
-        """What is left beside overrides of these names: a group's choice replaces all that the file says of it."""
+        """Settings that overrides of these names leave: a group's choice replaces all that the file says of it."""
         chosen = [name for name in names if name in config_groups()]
         return Settings(
             values={name: value for name, value in self.values.items() if name not in chosen},

@@ -28,7 +28,6 @@ from comet.training.ranks import RankContext
 
 START_S = 300.0  # a rank of another node may import from a slow disk
 POLL_S = 0.05
-OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SETTINGS_KEY, WORDS_KEY = "comet/settings", "comet/words"
 JOB_KEY, ROUND_KEY, MEMBERS_KEY, SIGN_KEY = "comet/job", "comet/round", "members", "sign"
 
@@ -76,23 +75,6 @@ class Member:
     pid: int
     host: Host
     name: str
-
-
-def started_by_torchrun() -> bool:
-    """Whether this process is one rank of a job (otherwise it has to start the ranks itself)."""
-    missing = [name for name in OF_TORCHRUN if not os.environ.get(name)]
-    there = [name for name in OF_TORCHRUN[:4] if os.environ.get(name)]
-    require(
-        not (missing and there),
-        f"{', '.join(there)} in the environment must come with {', '.join(missing)}, as torchrun sets them: start the "
-        f"ranks with torchrun, or unset {' '.join(there)} to start them here",
-    )
-    return not missing
-
-
-def speaks_for_job() -> bool:
-    """Whether a message that every rank would print is this process's to print."""
-    return os.environ.get("RANK") in (None, "0") or not all(map(os.environ.get, OF_TORCHRUN))
 
 
 def current_context() -> LaunchContext:
@@ -144,7 +126,7 @@ def open_store(context: LaunchContext) -> dist.Store:
 
 
 def another_connection(store: dist.Store) -> dist.Store:
-    """The same store through a connection of its own: one that waits for a key keeps other threads waiting."""
+    """The same store through a connection of its own: a wait for a key blocks other threads of a connection."""
     connection: dist.Store = store.clone()  # type: ignore[attr-defined]
     return connection
 

@@ -12,21 +12,16 @@ from typing import Any
 
 import torch
 
-from comet.decode import shared_columns
 from comet.experts.budget import ExpertBudget
 from comet.experts.options import PrefetchSetting
 from comet.experts.prefetch import prefetches
 from comet.generation.job import check_files, plan_experts
-from comet.generation.source import is_hf_folder
 from comet.jobs.config import JobConfig, activation_dtype
+from comet.launch.memory import generation_needs, shape_bytes, training_needs
 from comet.launch.tasks.modular import find_parts, tokens_of
-from comet.layer.workspace import WorkspaceShape, rank_pool_bytes
-from comet.layout import ExpertLayout
 from comet.measure.layers import Shape
 from comet.measure.sweep import sweep_grid
 from comet.measure.tune import job_points
-from comet.models.cache import allocated_places
-from comet.models.config import ModelConfig, dense_elements, expert_elements
 from comet.training.checkpoint_folder import find_checkpoints, list_checkpoints
 from comet.training.data import read_corpus
 from comet.training.run_folder import RunFolder
@@ -34,8 +29,6 @@ from comet.training.saved_settings import to_yaml
 from comet.tuner.choice import check_setting
 from comet.tuner.problem import Machine, Problem
 
-FLOAT32_BYTES = 4
-ADAMW_STATES = 2
 MIB = 2**20
 PATHS_WITHOUT_OVERLAP = ("plain", "reference")
 
@@ -161,80 +154,3 @@ def check_model_overlap(job: JobConfig, dtype: torch.dtype, device: torch.device
     """Raise ``ValueError`` if the layers of the job's model would refuse ``overlap``, for however many tokens."""
     if job.overlap is not None and job.moe_path not in PATHS_WITHOUT_OVERLAP:
         check_setting(job.overlap, Problem(job.model.moe, job.parallel, 1, dtype), Machine.of(device))
-
-
-def training_needs(job: JobConfig, dtype: torch.dtype) -> dict[str, int]:
-    """Bytes one rank needs, by purpose; activations, of type ``dtype``, are an estimate, all else is float32.
-
-    What is kept for the backward pass, of balanced routing: per token and layer about 8 D for attention and norms; per
-    routed row its input and two pre-activations; and the logits with their gradient.
-    """
-    model, tokens = job.model, job.step_tokens
-    parameters = rank_parameters(model, job.parallel.ep, job.parallel.tp) * FLOAT32_BYTES
-    shape = WorkspaceShape.create(model.moe, job.parallel.world_size, tokens, dtype)
-    of_rows = model.moe.top_k * (model.hidden_size + 2 * model.moe.ffn_size // job.parallel.tp)
-    kept = tokens * (model.num_layers * (8 * model.hidden_size + of_rows) + 2 * model.vocab_size)
-    return {
-        "parameters": parameters,
-        "gradients": parameters,
-        "optimizer states": ADAMW_STATES * parameters,
-        "symmetric memory": rank_pool_bytes(shape, job.parallel),
-        "activations (estimate)": kept * dtype.itemsize,
-    }
-
-
-def generation_needs(job: JobConfig, dtype: torch.dtype, budget: ExpertBudget | None = None) -> dict[str, int]:
-    """Bytes one rank needs, by purpose.
-
-    A checkpoint's model is read in float32; of a Hugging Face folder each tensor is converted as it is read. Weights
-    afterwards count norms, router and embedding as if they had the same dtype, experts kept in FP8 as one byte, and
-    none that are in a store. Ranks hold equally many pieces of shared experts, or one less. Without a budget all
-    experts are on the device.
-    """
-    model, ranks = job.model, job.parallel.world_size
-    prompts = [len(text.encode("utf-8", "surrogateescape")) for text in job.generate.texts] or [1]
-    length = min(model.context, max(prompts) + job.generate.max_new_tokens)
-    cached = 2 * model.num_layers * len(prompts) * model.num_kv_heads * allocated_places(length) * model.head_width
-    shape = WorkspaceShape.create(model.moe, ranks, -(-len(prompts) * max(prompts) // ranks), dtype)
-    weights = rank_parameters(model, job.parallel.ep, job.parallel.tp)
-    weights -= 0 if budget is None else expert_elements(model) // ranks
-    layout = ExpertLayout.create(model.moe, job.parallel, 0)
-    keep_fp8 = job.generate.keep_fp8
-    shared_size = 0 if model.moe.expert_bias else model.moe.shared_ffn_size  # a shared expert joins no step then
-    columns = shared_columns(layout, model.moe.ffn_size, shared_size)
-    piece = 3 * model.hidden_size * model.moe.ffn_size // job.parallel.tp
-    moe_layers = model.num_layers - model.dense_layers
-    pieces = 0 if budget is not None or job.parallel.declares_nodes else moe_layers * columns * piece
-    kept = moe_layers * layout.experts_local * piece if keep_fp8 and budget is None else 0
-    bytes_while_loading = dtype.itemsize if is_hf_folder(job.generate.source) else FLOAT32_BYTES
-    return {
-        "weights while loading": (weights - kept) * bytes_while_loading + kept,
-        "weights": (weights - kept) * dtype.itemsize + kept,
-        **({} if budget is None else {"slots of experts": budget.device_bytes}),
-        "shared experts in decode steps": pieces * (1 if keep_fp8 else dtype.itemsize),
-        "keys and values": cached * dtype.itemsize,
-        "symmetric memory": rank_pool_bytes(shape, job.parallel),
-    }
-
-
-def shape_bytes(shape: Shape, num_ranks: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Bytes of symmetric memory, and of a rank's part of one layer's routed experts.
-
-    Example: E=8, D=64, F=128, K=2, EP=2, 100 tokens, float32: 144384 and 3 * 64 * 128 * 4 * 4 = 393216.
-    """
-    moe, parallel = shape.moe, shape.parallel
-    parallel.check(moe)
-    parallel.check_world(num_ranks)
-    pool = rank_pool_bytes(WorkspaceShape.create(moe, parallel.world_size, shape.tokens, dtype), parallel)
-    return pool, 3 * moe.hidden_size * moe.ffn_size * moe.num_experts // parallel.world_size * dtype.itemsize
-
-
-def rank_parameters(model: ModelConfig, ep: int, tp: int) -> int:
-    """Parameters held by one rank: its share of the experts, and a full copy of everything else.
-
-    Example: vocabulary 256, D=128, 4 layers of 4 heads, 8 experts of F=128, ep=2, tp=1: 32768 elements of the embedding
-    and of the head each, per layer 65536 attention, 1024 router, 196608 expert and 256 norm elements, 128 in the last
-    norm: 1119360 in all.
-    """
-    embedding = model.vocab_size * model.hidden_size
-    return embedding + dense_elements(model) + expert_elements(model) // (ep * tp)

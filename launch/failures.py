@@ -1,99 +1,40 @@
-"""What an exception in a rank becomes: one message from one rank, and an exit status.
+"""Reports of exceptions in ranks: one message from one rank, and an exit status.
 
 =============================================  ======  ==========================================
 cause                                          status  printed
 =============================================  ======  ==========================================
-configuration, input, something unavailable    2       one line, by the first rank that noticed
+configuration, input, unavailable, out of memory 2       one line, by the first rank that noticed
 a peer died, froze or is late                  1       one line that names those ranks
 nothing that was to be measured ran            1       one line, by the first rank that noticed
 anything else                                  1       the traceback of the first rank that failed
 SIGTERM, after a checkpoint                    143     as at any other end; if saving failed, as that failure
-nobody reads standard output, as behind `head` 141     nothing
+standard output closed, as by `head`           141     nothing
 =============================================  ======  ==========================================
 
 The first rank to fail claims the report in the rendezvous store, and the others end with its status once it is printed.
-A rank that met a deadline or lost a peer first asks the others what they do (see ``signs``). One that only heard of a
-failure leaves the report to whoever had it.
+A rank that met a deadline or lost a peer first asks the others what they do (see ``signs``). A rank
+that only heard of a failure leaves the report to the rank that had it.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import signal
-import sys
 import traceback
 
 from comet.comm.failures import is_peer_error
-from comet.errors import CapacityError, CommTimeoutError, NothingMeasuredError, StepFailedError, UnavailableError
+from comet.errors import CommTimeoutError, NothingMeasuredError, StepFailedError
 from comet.launch.distributed import another_connection
+from comet.launch.messages import STATUS_FAILED, STATUS_UNREAD, STATUS_USER, is_user_error, one_line, say, say_text
 from comet.launch.signs import Inquiry, Signs, describe_places, place_of
-
-STATUS_FAILED = 1
-STATUS_USER = 2
-STATUS_SAVED = 128 + signal.SIGTERM
-STATUS_UNREAD = 128 + signal.SIGPIPE
-
-
-def is_user_error(error: BaseException) -> bool:
-    """Whether the user can mend it: a bad value, what is not built yet, a missing package, a path of no use."""
-    return (
-        isinstance(error, ValueError | CapacityError | UnavailableError)
-        or (isinstance(error, NotImplementedError) and bool(str(error)))
-        or (isinstance(error, OSError) and error.filename is not None)
-        or bool(missing_package(error))
-    )
-
-
-def missing_package(error: BaseException) -> str:
-    """The package of others that could not be imported; "" if that is not what went wrong."""
-    name = ((isinstance(error, ModuleNotFoundError) and error.name) or "").partition(".")[0]
-    return "" if name == "comet" else name
-
-
-def one_line(error: BaseException) -> str:
-    """The message on one line, never empty; what the system adds to it, a number, is left out.
-
-    Example: ``FileNotFoundError(errno.ENOENT, "must be a folder", "nope")`` gives "must be a folder: 'nope'".
-    """
-    text = str(error)
-    if name := missing_package(error):
-        text = f"the package {name!r} is not installed: pip install {name}"
-    if isinstance(error, OSError) and error.strerror and error.filename is not None:
-        text = f"{error.strerror}: {error.filename!r}"
-    return " ".join(text.split()) or type(error).__name__
-
-
-def say(message: str) -> None:
-    """Write one line of diagnosis to standard error, in a single write so that ranks do not mix."""
-    say_text(f"comet: {message}\n")
-
-
-def say_text(text: str) -> None:
-    """Write whole lines to standard error; on a terminal they begin on a line of their own."""
-    if sys.stderr.isatty():
-        text = start_of_line(os.get_terminal_size(sys.stderr.fileno()).columns) + text
-    sys.stderr.write(text)
-    sys.stderr.flush()
 
 
 def say_logged(name: str) -> None:
-    """Let this process ``say`` what a logger is told, from informative messages on."""
+    """Let this process ``say`` the messages of a logger, from informative ones on."""
     logger, handler = logging.getLogger(name), logging.Handler()
     handler.emit = lambda record: say(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-
-
-def start_of_line(columns: int) -> str:
-    """What moves a terminal to the start of a line, to that of the next one only if something stands on this one.
-
-    That may be the progress bar of a rank that was killed, or the ``^C`` the terminal shows: nobody here knows. As many
-    spaces as a line has columns fill an empty one, whose end the terminal leaves only for a further character, and from
-    anywhere else they run on into the next line. A carriage return goes to the start of either. Without ``columns``
-    (0), the next line.
-    """
-    return " " * columns + "\r" if columns else "\n"
 
 
 def report(error: BaseException, signs: Signs | None, with_traceback: bool = False) -> int:
@@ -121,7 +62,7 @@ def report(error: BaseException, signs: Signs | None, with_traceback: bool = Fal
             return signs.hear(store)
         _print(error, f"rank {context.rank}", _line(error, context.rank, where, found), with_traceback)
         signs.tell(store, _status(error), len(found.silent))
-    except RuntimeError:  # the store went down with its node: nobody else can report for this rank
+    except RuntimeError:  # the store went down with its node: no other rank can report for this one
         line = f"error: rank {context.rank} lost the node of rank 0, which has the rendezvous store, in {where}"
         _print(error, f"rank {context.rank}", line, with_traceback)
     return _status(error)

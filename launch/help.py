@@ -1,4 +1,4 @@
-"""What ``comet --help``, ``comet TASK --help`` and ``comet --version`` print.
+"""The texts of ``comet --help``, ``comet TASK --help`` and ``comet --version``.
 
 The first page is there at once: it imports neither torch nor Hydra. A task's page is made of the dataclasses that
 declare the settings: their types, their docstrings, and the defaults of the task.
@@ -14,6 +14,8 @@ from dataclasses import fields, is_dataclass
 from functools import reduce
 from importlib.resources import files
 from operator import getitem
+from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 from comet.launch.tasks.registry import Task
@@ -107,10 +109,9 @@ def arguments_of(doc: str) -> dict[str, str]:
 
 
 def version_line() -> str:
-    """Versions of Comet and what it runs on; looks at no GPU."""
+    """Versions of Comet and what it runs on; looks at no GPU and does not import torch, which takes seconds."""
     from importlib.metadata import PackageNotFoundError, version
-
-    import torch
+    from importlib.util import find_spec
 
     from comet.version import comet_commit, comet_version
 
@@ -118,9 +119,13 @@ def version_line() -> str:
         triton = version("triton")
     except PackageNotFoundError:
         triton = "not installed"
+    found = find_spec("torch")
+    torch = (
+        run_path(str(Path(str(found.origin)).with_name("version.py"))) if found else {"__version__": "not installed"}
+    )
     commit = comet_commit()
     parts = [f"comet {comet_version()}" + (f" (commit {commit})" if commit else "")]
-    parts += [f"torch {torch.__version__}", f"triton {triton}", f"CUDA {torch.version.cuda or 'not in torch'}"]
+    parts += [f"torch {torch['__version__']}", f"triton {triton}", f"CUDA {torch.get('cuda') or 'not in torch'}"]
     return ", ".join(parts) + "\n"
 
 
@@ -131,7 +136,7 @@ def _examples(name: str, task: Task) -> list[str]:
 
 
 def _typed(value: Any) -> str:
-    """As it is typed in an override."""
+    """The value as text, as an override has it."""
     words = {None: "null", True: "true", False: "false"}
     if isinstance(value, list):
         return f"[{','.join(map(_typed, value))}]"

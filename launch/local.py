@@ -1,4 +1,4 @@
-"""Start the ranks of a job on this machine, watch over them, and start them anew after a failure if told to.
+"""Start the ranks of a job on this machine, watch over them, and restart them after a failure if asked to.
 
 Whatever they say to each other goes over the loopback interface: the rendezvous store is here, bound to 127.0.0.1.
 """
@@ -21,7 +21,8 @@ import psutil
 import torch.distributed as dist
 
 from comet.launch.distributed import POLL_S, SETTINGS_KEY, START_S, rank_environment
-from comet.launch.failures import STATUS_FAILED, STATUS_SAVED, STATUS_UNREAD, STATUS_USER, say
+from comet.launch.memory import oom_kills
+from comet.launch.messages import STATUS_FAILED, STATUS_SAVED, STATUS_UNREAD, STATUS_USER, say
 from comet.launch.signs import call_off
 
 SIGNAL_STATUS = 128
@@ -40,11 +41,11 @@ def run_local_ranks(command: Sequence[str], num_ranks: int, settings: Mapping[st
     Args:
         command: Arguments for this Python interpreter.
         settings: The composed configuration, which every attempt gets; ``launch.max_restarts`` says how often ranks
-            start anew after a failure that is no mistake of the user.
+            start again after a failure that is no mistake of the user.
 
     Returns:
-        0, the status of the rank that failed first, 1 when a rank was killed, 128 + signal when this process was told
-        to stop (130 for Ctrl-C).
+        0, the status of the rank that failed first, 1 when a rank was killed, 128 + signal when this process got one
+        (130 for Ctrl-C).
     """
     store = _loopback_store()
     store.set(SETTINGS_KEY, json.dumps(settings))
@@ -84,26 +85,27 @@ def _run_once(
     words: Sequence[str], num_ranks: int, environment: Mapping[str, str], heard: Sequence[int], store: dist.Store
 ) -> int:
     ranks: list[subprocess.Popen[bytes]] = []
+    killed_before = oom_kills()
     try:
         for rank in range(num_ranks):
             own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             ranks.append(subprocess.Popen(words, env=own, start_new_session=True))
-        return _wait(ranks, heard, store)
+        return _wait(ranks, heard, store, killed_before)
     finally:
         _send(signal.SIGKILL, *ranks)
         for each in ranks:
             each.wait()
 
 
-def _wait(ranks: Ranks, heard: Sequence[int], store: dist.Store) -> int:
+def _wait(ranks: Ranks, heard: Sequence[int], store: dist.Store, killed_before: int) -> int:
     while not heard:
         codes = [rank.poll() for rank in ranks]
         if failed := _failed(codes):
-            return _end_after(failed, ranks, store)
+            return _end_after(failed, ranks, store, killed_before)
         if None not in codes:
             return STATUS_SAVED if STATUS_SAVED in codes else 0
         time.sleep(POLL_S)
-    return _stop(ranks, heard, store)
+    return _stop(ranks, heard, store, killed_before)
 
 
 def _failed(codes: Sequence[int | None], *stopped: int) -> dict[int, int]:
@@ -111,28 +113,34 @@ def _failed(codes: Sequence[int | None], *stopped: int) -> dict[int, int]:
     return {rank: code for rank, code in known.items() if code not in (0, STATUS_SAVED, *stopped)}
 
 
-def _end_after(exits: Mapping[int, int], ranks: Ranks, store: dist.Store) -> int:
+def _end_after(exits: Mapping[int, int], ranks: Ranks, store: dist.Store, killed_before: int) -> int:
+    """End the other ranks and name those that a signal killed; the kernel counts its kills for lack of memory."""
     call_off(store)
     _end(ranks, signal.SIGTERM)
     killed = {rank: signal.Signals(-code).name for rank, code in exits.items() if code < 0}
     for rank, name in killed.items():
-        say(f"error: rank {rank} (pid {ranks[rank].pid}) was killed by {name}; the other ranks were ended")
+        is_oom = name == "SIGKILL" and oom_kills() > killed_before
+        why = ", probably out of memory: use a smaller model, context or batch" if is_oom else ""
+        say(f"error: rank {rank} (pid {ranks[rank].pid}) was killed by {name}{why}; the other ranks were ended")
     return STATUS_FAILED if killed else max(exits.values())
 
 
-def _stop(ranks: Ranks, heard: Sequence[int], store: dist.Store) -> int:
-    """Hand a signal on; what SIGTERM makes the ranks save takes its time, which a second signal or a failure ends."""
-    number = heard[0]
-    if number == signal.SIGTERM:
-        _send(number, *ranks)
-        while None in (codes := [rank.poll() for rank in ranks]) and len(heard) == 1 and not _failed(codes, -number):
+def _stop(ranks: Ranks, heard: Sequence[int], store: dist.Store, killed_before: int) -> int:
+    """Hand a signal on; after SIGTERM or Ctrl-C ranks that train save, until a second signal or a failure."""
+    number, asked = heard[0], signal.SIGTERM
+    if number in (signal.SIGINT, signal.SIGTERM):
+        # Ranks get SIGTERM for Ctrl-C, too: an interpreter that still imports would answer SIGINT with a traceback.
+        _send(asked, *ranks)
+        if number == signal.SIGINT:
+            say("stopping: a rank that trains saves a checkpoint first, a second Ctrl-C ends it at once")
+        while None in (codes := [rank.poll() for rank in ranks]) and len(heard) == 1 and not _failed(codes, -asked):
             _kill_stopped(ranks)
             time.sleep(POLL_S)
-        if failed := _failed(codes, -number):
-            return _end_after(failed, ranks, store)
+        if failed := _failed(codes, -asked):
+            return _end_after(failed, ranks, store, killed_before)
         if set(codes) == {0}:
             return 0
-    _end(ranks, number)
+    _end(ranks, number if len(heard) == 1 else signal.SIGKILL)
     say(f"stopped by {signal.Signals(number).name}; all ranks were ended")
     return SIGNAL_STATUS + number
 

@@ -25,7 +25,9 @@ from comet.launch.distributed import (
     open_store,
     process_group,
 )
-from comet.launch.failures import STATUS_SAVED, report, say_silent
+from comet.launch.failures import report, say_silent
+from comet.launch.memory import require_memory
+from comet.launch.messages import STATUS_SAVED
 from comet.launch.signs import Signs
 from comet.launch.tasks.registry import Task, imported
 
@@ -50,6 +52,8 @@ def run_rank(task: Task, options: Namespace) -> NoReturn:
         signs.start()
         config = share_config(context, store, part, task, options)
         signs.watch(config.comm.timeout_s)
+        if context.local_rank == 0 or context.device.type == "cuda":  # No rank allocates before all have joined below.
+            require_memory(task, config, context.world_size, context.local_world_size, context.device)
         with process_group(context, part, config.comm.timeout_s):
             result = imported(task.function)(config, context)
         signs.finish()

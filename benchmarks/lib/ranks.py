@@ -18,15 +18,8 @@ from triton import TritonError
 
 from comet.comm.handshake import largest
 from comet.config import MoEConfig, ParallelConfig, require
-from comet.launch.distributed import (
-    current_context,
-    leave,
-    open_store,
-    process_group,
-    speaks_for_job,
-    started_by_torchrun,
-)
-from comet.launch.failures import STATUS_USER, is_user_error, one_line, say
+from comet.launch.distributed import current_context, leave, open_store, process_group
+from comet.launch.messages import STATUS_USER, is_user_error, one_line, say, speaks_for_job, started_by_torchrun
 from comet.layer.group import ExpertGroup, make_expert_group
 from comet.layer.workspace import Workspace
 from comet.measure import layers

@@ -30,7 +30,7 @@ from torch.nn.functional import silu
 
 from comet.config import MoEConfig, require
 from comet.integrations.megatron import from_sequential, with_comet
-from comet.launch.distributed import started_by_torchrun
+from comet.launch.messages import started_by_torchrun
 from comet.layer.group import ExpertGroup, make_expert_group
 
 from lib.moe import relative_error

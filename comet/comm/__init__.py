@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch.distributed import ProcessGroup
@@ -11,8 +11,7 @@ from comet.comm.base import Communicator, LocalCommunicator, SymmTensor
 from comet.comm.handshake import gather, separate_nodes
 from comet.config import require
 from comet.errors import UnavailableError
-
-Backend = Literal["auto", "nvshmem", "symm_mem", "cpu_shm"]
+from comet.utils.choices import Backend
 
 
 def make_communicator(
@@ -88,7 +87,7 @@ def resolve_backend(backend: Backend, device: torch.device) -> Backend:
 
 
 def kernel_obstacle(device: torch.device) -> str:
-    """Why a device runs no kernel of ours, in words; empty where it does, on a CPU, and where there is no GPU."""
+    """Return why a GPU runs none of Comet's kernels, in words; empty where it does, on a CPU, and without a GPU."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return ""
     from comet.kernels.runtime.arch import obstacle  # needs Triton, as GPUs do

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from comet.config import require
 from comet.kernels.experts.policy import Policy
-from comet.quantization.formats import MXType, StoredType, check_mx_type
+from comet.utils.choices import MXType, StoredType
 
 ExpertStoreKind = Literal["host", "file"]
 PrefetchSetting = bool | Literal["auto", "true", "false"]
@@ -47,8 +47,9 @@ class StoreOptions:
             not self.keep_fp8 or self.expert_dtype is None,
             f"expert_dtype={self.expert_dtype} must be None with keep_fp8=True",
         )
-        if self.expert_dtype is not None:
-            check_mx_type("expert_dtype", self.expert_dtype)
+        known = get_args(MXType)
+        is_known = self.expert_dtype is None or self.expert_dtype in known
+        require(is_known, f"expert_dtype={self.expert_dtype!r} must be one of {', '.join(known)}")
         if self.expert_store == "host":
             return
         require(
@@ -64,7 +65,7 @@ class StoreOptions:
 
     @classmethod
     def of(cls, settings: Any) -> StoreOptions:
-        """Those among the attributes of ``settings``."""
+        """Return the options among the attributes of ``settings``."""
         return cls(**{each.name: getattr(settings, each.name) for each in fields(cls)})
 
     @property
@@ -74,7 +75,7 @@ class StoreOptions:
 
     @property
     def stored(self) -> StoredType | None:
-        """What experts in a store are quantised to."""
+        """The quantised type of experts in a store; ``None`` where they stay as the model has them."""
         return "fp8" if self.keep_fp8 else self.expert_dtype
 
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-
-from comet.comm import Backend
 from comet.config import OverlapConfig, ParallelConfig, require
 from comet.jobs.generate import GenerateConfig
 from comet.models.config import ModelConfig
 from comet.tuner.profile import token_bucket
-from comet.utils.graphs import GraphMode
+from comet.utils.choices import Backend, GraphMode
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +26,7 @@ class MeasureConfig:
     """Which layers are measured, and how often.
 
     Args:
-        models: Names of models, beside which ``model`` is left out; none takes the job's.
+        models: Names of models, in the place of ``model``; none takes the job's.
         tokens: Tokens per rank, in any order; none takes those of a training step.
         rounds: Counted calls of every setting.
     """
@@ -42,7 +42,7 @@ class MeasureConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TuneConfig(MeasureConfig):
-    """What is tuned, and where measurements are kept.
+    """The shapes to tune, and the folder of measurements.
 
     Args:
         profiles: Folder of the profile store; one file per machine.
@@ -63,7 +63,7 @@ class TuneConfig(MeasureConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepConfig(MeasureConfig):
-    """What is swept: every combination of the lists; an empty list takes the value the job has elsewhere.
+    """The points of a sweep: every combination of the lists; an empty list takes the value the job has elsewhere.
 
     All settings of a shape (model, layout and tokens) are timed interleaved, in one loop, so that they can be compared:
     their rows are written together, and a sweep that is stopped keeps those of the shapes before.
@@ -75,7 +75,7 @@ class SweepConfig(MeasureConfig):
     Args:
         layouts: Pairs (EP, TP); none takes the job's.
         comm_blocks: Thread blocks that only communicate at first; 0: communication is colocated with compute; none
-            takes ``overlap.comm_blocks``, which is left out beside others.
+            takes ``overlap.comm_blocks``, which is left out then.
         num_panels: Column panels of layer 1; none takes the job's.
     """
 
@@ -95,7 +95,7 @@ class SweepConfig(MeasureConfig):
 MoEPath = Literal["auto", "fused", "twin", "plain", "reference"]
 TrainDtype = Literal["auto", "float32", "bfloat16"]
 MOST_S = 1_000_000
-MOST_WARMUP_STEPS = 60  # that nobody asked for
+MOST_WARMUP_STEPS = 60  # the default is never longer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,7 +210,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModularConfig:
-    """What the task ``modular`` runs beside the fused layer.
+    """The pair of parts that the task ``modular`` compares with the fused layer.
 
     Args:
         pair: Names of a prepare/finalize and of experts (see ``comet.modular``); none: nothing is run.
@@ -302,6 +302,8 @@ class JobConfig:
 
 def activation_dtype(name: str, device: torch.device) -> torch.dtype:
     """The element type of activations: ``auto`` is bfloat16 on a GPU and float32 on a CPU."""
+    import torch
+
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]

@@ -7,15 +7,15 @@ from typing import Literal
 
 from comet.config import SpeculationConfig, SpeculationMode, require
 from comet.experts.options import StoreOptions, check_host_cores, prefetch_wanted
-from comet.utils.graphs import GraphMode
+from comet.utils.choices import GraphMode
 
 GenerateDtype = Literal["auto", "float32", "bfloat16"]
-LEAST, MOST = 1e-6, 1e6  # what logits are divided or multiplied by, so that they stay finite and different
+LEAST, MOST = 1e-6, 1e6  # limits of factors on logits, which stay finite and different within them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerateConfig(SpeculationConfig, StoreOptions):
-    """What is continued, how, and for how long; ``SpeculationConfig`` says how tokens are drafted.
+    """The texts to continue, how, and for how long; ``SpeculationConfig`` says how tokens are drafted.
 
     Options of a store are checked together where a model is loaded (``StoreOptions.of``).
 

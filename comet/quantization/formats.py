@@ -13,7 +13,7 @@ and what would round past the largest becomes it. Scales are chosen such that el
 a dequantised float32 tensor gives the same bits.
 
 These functions are plain torch, run where their input lives and wait for the device, because bad numbers are errors;
-only where they are told to trust their input they do not look at it, and do not wait.
+with trusted input they neither look at it nor wait.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from comet.config import MOE_DTYPES, require
+from comet.utils.choices import MXType
+from comet.utils.choices import StoredType as StoredType  # Users of formats import the names of types here.
 from comet.utils.match import Sizes
 
 ScaleRule = Literal["floor", "fit"]
-MXType = Literal["mxfp8", "mxfp4"]
-StoredType = Literal["mxfp8", "mxfp4", "fp8"]
 
 CODES = torch.uint8  # dtype of weights in MXFP4: two e2m1 codes each
 MX_BLOCK = 32
@@ -39,7 +39,7 @@ E4M3_MAX_EXPONENT = 8
 E4M3_SATURATES_ABOVE = 464.0  # half way between 448 and the 480 that e4m3 has no code for; the tie goes to 448
 FLOAT16_MX_MAX = 61440.0  # 240 * 2^8; what e4m3 has next is 256 * 2^8 = 65536, which float16 does not have
 E2M1_MAX_EXPONENT = 2
-PAIRS = {2: torch.int32, 4: torch.int64, 8: torch.complex128}  # by the bytes of a number: what two of them fit in
+PAIRS = {2: torch.int32, 4: torch.int64, 8: torch.complex128}  # bytes of a number -> a type that holds two
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # by their codes
 E8M0_BIAS = 127
 E8M0_NAN = 255
@@ -279,7 +279,7 @@ def _quantize_blocks(name: str, values: Tensor, block_rows: int, *, trusted: boo
     amax = tiles.abs().amax((-3, -1))
     if not trusted:
         _check_finite(name, values, amax)
-    # By a tensor, because a GPU divides by a number in that it multiplies with its rounded inverse.
+    # A divisor is a tensor: a GPU would multiply with the rounded inverse of a number.
     scales = (amax / torch.full_like(amax, E4M3_MAX)).clamp(min=SMALLEST_FP8_SCALE)
     scales = (scales.view(torch.int32) & ~0xF).view(torch.float32)
     by_column = scales.reciprocal().unsqueeze(-1).expand(*scales.shape, FP8_BLOCK).flatten(-2)[..., :columns]

@@ -24,11 +24,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from comet.comm.handshake import patience, this_rank
 from comet.config import require
 from comet.kernels.runtime.activation import SWIGLU
 from comet.models.config import ModelConfig
-from comet.training.ranks import from_first_rank, gather
 from comet.training.saved_settings import SETTINGS_FILE, flat
 
 logger = logging.getLogger(__name__)
@@ -41,7 +39,7 @@ OWN_FOLDERS = re.compile(r"step-\d{6,}(-\d+)?(-replaced)?(\.tmp)?")
 OWN_FILES = re.compile(
     rf"__\d+_\d+\.distcp|\.metadata(\.tmp)?|{re.escape(MANIFEST)}|{re.escape(SETTINGS_FILE)}(\.tmp)?"
 )
-# What the models were whose checkpoints are from before these fields.
+# Values of these fields in checkpoints that are older than the fields.
 FIELDS_SINCE: Mapping[str, Any] = {"moe.expert_bias": False, **flat(asdict(SWIGLU), "moe.activation.")}
 FREE_FIELDS = frozenset(
     f"moe.{name}" for name in ("aux_loss_coef", "z_loss_coef", "bias_update_rate", "capacity_factor", "max_imbalance")
@@ -61,7 +59,7 @@ class Checkpoint:
     path: Path
     step: int
     model: Mapping[str, Any]  # fields of the model configuration, nested ones with dots
-    saved_at: float  # unix time in seconds; later than that of every checkpoint there was beside it
+    saved_at: float  # unix time in seconds; later than that of every other checkpoint there
     layout: Mapping[str, int]  # world size, EP and TP it was saved at
     checksums: Mapping[str, str]  # by file name; none in a checkpoint of format 1
     text: str  # fingerprint of the text it was trained on; empty in a checkpoint of format 1
@@ -84,7 +82,7 @@ def folder_name(step: int) -> str:
 
 
 def partial_path(path: Path) -> Path:
-    """Where a checkpoint is written before it is complete: ``step-000200`` becomes ``step-000200.tmp``."""
+    """Return the folder that a checkpoint is written into: ``step-000200`` gives ``step-000200.tmp``."""
     return path.with_name(path.name + PARTIAL_SUFFIX)
 
 
@@ -94,8 +92,8 @@ def names_checkpoint(path: Path) -> bool:
 
 
 def open_partial(root: Path, step: int) -> Path:
-    """Make the folder to write a checkpoint into, removing what killed jobs left beside it, and return where it will
-    be when it is complete; another name where somebody else's file has the usual one.
+    """Make the folder to write a checkpoint into, removing what killed jobs left there, and return where it will
+    be when it is complete; another name where a foreign file has the usual one.
     """
     for leftover in root.glob(f"step-*{PARTIAL_SUFFIX}"):
         with _left_to_the_next_save(leftover):
@@ -110,7 +108,7 @@ def open_partial(root: Path, step: int) -> Path:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove the files of a checkpoint, and its folder unless somebody else keeps files in it."""
+    """Remove the files of a checkpoint, and its folder unless it holds foreign files."""
     if not (OWN_FOLDERS.fullmatch(path.name) and path.is_dir()) or path.is_symlink():
         return
     for file in path.iterdir():
@@ -136,7 +134,7 @@ def complete(path: Path, manifest: Mapping[str, Any], checksums: Mapping[str, st
         os.fsync(file.fileno())
     _sync_folder(partial)
     replaced = partial_path(path.with_name(path.name + "-replaced"))
-    if path.exists():  # of an earlier run in this folder; out of the way under a name that nobody loads
+    if path.exists():  # An earlier run in this folder wrote it; no job loads the new name.
         path.rename(replaced)
         outdated.append(replaced)
     partial.rename(path)
@@ -210,8 +208,8 @@ def _was_whole(path: Path) -> bool:
 
 
 def find_checkpoints(resume: str | None, output_dir: str) -> tuple[list[Checkpoint], list[str]]:
-    """Checkpoints to continue from, the best first (none: start anew), and why newer ones were skipped; checksums are
-    not looked at. ``auto`` does not start anew where all checkpoints that were complete once are broken.
+    """Checkpoints to continue from, the best first (none: a new run), and why newer ones were skipped; checksums are
+    not looked at. ``auto`` does not start from nothing where all checkpoints that were complete once are broken.
     """
     if resume is None:
         return [], []
@@ -258,6 +256,8 @@ def require_intact(checkpoint: Checkpoint) -> None:
     """Raise ``ValueError`` if a file does not hold what was written, naming the newest checkpoint that is intact
     (collective).
     """
+    from comet.training.ranks import from_first_rank  # needs torch, unlike all that the command line asks here
+
     if not (damage := find_damage(checkpoint)):
         return
     others = from_first_rank(lambda: list_checkpoints(checkpoint.path.parent)[0])
@@ -267,6 +267,9 @@ def require_intact(checkpoint: Checkpoint) -> None:
 
 def find_damage(checkpoint: Checkpoint) -> str:
     """Which file does not hold what was written, empty if all do; each rank reads its share of them (collective)."""
+    from comet.comm.handshake import patience, this_rank
+    from comet.training.ranks import gather
+
     rank, world_size = this_rank()
     mine = sorted(checkpoint.checksums.items())[rank::world_size]
     with patience():

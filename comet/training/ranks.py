@@ -1,4 +1,4 @@
-"""Who a process is in a job, what rank 0 decides for all, and SIGTERM: all ranks end after the same step."""
+"""The place of a process in a job, decisions of rank 0 for all, and signals to stop: all ranks end after one step."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ Made = TypeVar("Made")
 
 LAG = 2  # steps that a GPU has queued when the host asks about an earlier one, so that it does not run dry
 POLL_S = 0.1
+STOPPING = (signal.SIGTERM, signal.SIGINT)
 PID_NAMESPACE = Path("/proc/self/ns/pid")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankContext:
-    """Who a process is; the process group is initialised when there are several ranks."""
+    """The place of a process in its job; the process group is initialised when there are several ranks."""
 
     rank: int
     world_size: int
     device: torch.device
-    attempt: int = 0  # how often the ranks have been started anew; 0 the first time
+    attempt: int = 0  # how often the ranks have been restarted
     job: str = ""  # what all attempts of the job have in common, and no other job; empty if the launcher forgot it
 
 
@@ -45,8 +46,8 @@ def gather(value: Any) -> list[Any]:
 
 
 def from_first_rank(make: Callable[[], Made]) -> Made:
-    """What ``make`` returns or raises on rank 0, on all ranks (collective); an ``OSError`` without a file is a
-    ``ValueError``.
+    """Return or raise on all ranks what ``make`` returns or raises on rank 0 (collective); an ``OSError`` without a
+    file becomes a ``ValueError``.
     """
     made: list[Any] = [None, None]
     rank, world_size = this_rank()
@@ -66,11 +67,11 @@ def from_first_rank(make: Callable[[], Made]) -> Made:
 
 
 class StopRequest:
-    """Context manager: SIGTERM becomes a request that the ranks agree on; before and after, it ends the process.
+    """Context manager: SIGTERM and Ctrl-C become a request that the ranks agree on; outside, they end the process.
 
-    Every step sums ``told`` over the ranks along with its loss, and ``agreed`` looks at the sum of a step that is over:
-    the same one on every rank. A supervisor also sends SIGTERM when a rank has died. No step can end then, so a thread,
-    which runs while the main one waits, ends this process if a rank of its host is gone.
+    Every step sums this request over the ranks along with its loss, and ``agreed`` looks at the sum of a step that is
+    over: the same one on every rank. A supervisor also sends SIGTERM when a rank has died. No step can end then, so a
+    thread, which runs while the main one waits, ends this process if a rank of its host is gone.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -79,7 +80,7 @@ class StopRequest:
         self._sums: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
     def agreed(self, total: Tensor) -> bool:
-        """Whether all ranks stop, ``total`` of which had been told when they began the step; asked after each step."""
+        """Whether all ranks stop; ``total`` of them had got a signal when they began the step. Ask after each step."""
         if not self._on_gpu:
             return bool(total)
         event = torch.cuda.Event()
@@ -92,13 +93,14 @@ class StopRequest:
         return bool(earlier)
 
     def __enter__(self) -> StopRequest:
-        """Listen to the signal, unless it is ignored or this is no main thread, which alone may (collective)."""
+        """Listen to signals that are not ignored, on the main thread, which alone may (collective)."""
         namespace = os.readlink(PID_NAMESPACE) if PID_NAMESPACE.exists() else ""
         mine = (this_host().boot_id, namespace, os.getpid())
         peers = [pid for host, space, pid in gather(mine) if (host, space) == mine[:2] and pid != mine[2]]
         on_main_thread = threading.current_thread() is threading.main_thread()
-        self._listens = on_main_thread and signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN
-        if not self._listens:
+        heeded = [number for number in STOPPING if on_main_thread and signal.getsignal(number) is not signal.SIG_IGN]
+        self._handlers_before: dict[int, Any] = {}
+        if not heeded:
             return self
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
@@ -106,27 +108,31 @@ class StopRequest:
         self._over = threading.Event()
         self._watcher = threading.Thread(target=self._watch, args=(peers,), daemon=True)
         self._watcher.start()
-        self._handler_before = signal.signal(signal.SIGTERM, self._note)
+        self._handlers_before = {number: signal.signal(number, self._note) for number in heeded}
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
-        if not self._listens:
+        if not self._handlers_before:
             return
-        signal.signal(signal.SIGTERM, self._handler_before)
+        for number, handler in self._handlers_before.items():
+            signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup_before)
         self._over.set()
-        os.close(self._writer)  # which wakes the thread
+        os.close(self._writer)  # This wakes the thread.
         self._watcher.join()
         os.close(self._reader)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.told and number == signal.SIGINT:  # A second Ctrl-C does not wait for the checkpoint.
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
         self.told = True
 
     def _watch(self, peers: Sequence[int]) -> None:
         while byte := os.read(self._reader, 1):
-            while byte[0] == signal.SIGTERM and not self._over.is_set():
+            while byte[0] in self._handlers_before and not self._over.is_set():
                 if not all(map(psutil.pid_exists, peers)):
                     # The default; Python's own function is for the main thread, which may be waiting for the dead.
-                    ctypes.CDLL(None).signal(signal.SIGTERM, None)
-                    os.kill(os.getpid(), signal.SIGTERM)
+                    ctypes.CDLL(None).signal(byte[0], None)
+                    os.kill(os.getpid(), byte[0])
                 self._over.wait(POLL_S)

@@ -1,4 +1,4 @@
-"""The settings of a run, kept beside its checkpoints: what a resumed run takes from there, and what must not differ."""
+"""The settings of a run, kept with its checkpoints: a resumed run takes most of them, and some must not differ."""
 
 from __future__ import annotations
 
@@ -16,12 +16,24 @@ from comet.jobs.config import JobConfig
 SETTINGS_FILE = "comet.yaml"
 # How a run is started, not what it is.
 NOT_KEPT = ("output_dir", "resume", "overwrite", "resume_changes")
-# These change no result, or, as data.path, something else tells whether they do.
+# These change no result, or, as for data.path, a fingerprint shows whether they do.
 FREE = (
     *NOT_KEPT, "nproc", "parallel", "comm", "tune", "sweep", "generate", "modular", "launch", "model.name",
     "model.moe.max_imbalance", "data.path", "train.checkpoint_every", "train.eval_every", "train.sample_bytes",
     "train.cuda_graph",
 )  # fmt: skip
+
+
+class UniqueLoader(yaml.SafeLoader):
+    """YAML in which no mapping has a key twice, of which PyYAML would keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """A mapping; raises ``yaml.YAMLError`` where a key is there twice."""
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := next((name for name in names if names.count(name) > 1), ""):
+            lines = " and ".join(str(key.start_mark.line + 1) for key, _ in node.value if key.value == twice)
+            raise yaml.constructor.ConstructorError(problem=f"{twice} is given in lines {lines}: keep one of them")
+        return super().construct_mapping(node, deep)
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -38,7 +50,7 @@ def covers(names: Iterable[str], setting: str) -> bool:
 
 
 def settings_of(config: JobConfig, world_size: int) -> dict[str, Any]:
-    """What starts the same run again, as plain values; a relative ``data.path`` is made absolute."""
+    """Return settings that start the same run again, as plain values; a relative ``data.path`` is made absolute."""
     tree: dict[str, Any] = json.loads(json.dumps({**asdict(config), "nproc": world_size}))
     tree["overlap"] = tree["overlap"] or dict.fromkeys(item.name for item in fields(OverlapConfig))
     if config.data.path is not None:
@@ -57,12 +69,12 @@ def read_settings(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        tree = yaml.safe_load(path.read_bytes())
+        tree = yaml.load(path.read_bytes(), UniqueLoader)
     except yaml.YAMLError as error:
         raise ValueError(f"{path} must hold the settings of a run: {error}") from error
     require(isinstance(tree, dict), f"{path} must hold the settings of a run")
     overlap = tree.get("overlap") or {}
-    if overlap.get("beside"):  # of an older version, in which comm blocks of their own needed beside=false
+    if overlap.get("beside"):  # Older versions colocated communication by this setting, whatever comm_blocks was.
         overlap["comm_blocks"] = 0
     return dict(tree)
 
@@ -86,12 +98,12 @@ def require_same(saved: Mapping[str, Any], config: JobConfig, folder: Path, *, s
         if name in before
         and now[name] != before[name]
         and not covers((*FREE, *changes), name)
-        and (name, before[name]) != ("train.dtype", "auto")  # of an older version, which did not say what it took
+        and (name, before[name]) != ("train.dtype", "auto")  # Older versions did not store their choice.
     }
     if not (same_text or covers(changes, "data.path")):
         different["data.path"] = f"the text of data.path={config.data.path!r} differs from that"
     require(
         not different,
         f"resume: {', '.join(different.values())} of the run that made {folder}; leave out what differs, or go on with "
-        f"the new values: resume_changes=[{','.join(different)}]",
+        f"the new values: resume_changes=[{','.join([*changes, *different])}]",
     )

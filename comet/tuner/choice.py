@@ -59,9 +59,10 @@ def check_setting(setting: OverlapConfig, problem: Problem, machine: Machine) ->
     The defaults of ``OverlapConfig`` always pass: a layer narrows them to its column blocks.
     """
     defaults, columns = OverlapConfig(), problem.column_blocks
+    where = "an H200, which a CPU stands in for" if machine.name == "cpu" else machine.name
     require(
         setting.comm_blocks < machine.num_sms,
-        f"comm_blocks={setting.comm_blocks} must be below the {machine.num_sms} SMs of {machine.name}: "
+        f"comm_blocks={setting.comm_blocks} must be below the {machine.num_sms} SMs of {where}: "
         "at least one block computes",
     )
     require(
@@ -74,8 +75,8 @@ def check_setting(setting: OverlapConfig, problem: Problem, machine: Machine) ->
 class Resolver:
     """``resolve`` for the life of a process: remembers each choice per shape and ``logs`` it once.
 
-    Calls whose tokens fall into one bucket (a power of two) share a choice, so a growing batch is answered anew about
-    once per doubling and a steady one costs a dictionary lookup.
+    Calls whose tokens fall into one bucket (a power of two) share a choice, so a growing batch is answered about once
+    per doubling, and a steady one costs a dictionary lookup.
     """
 
     def __init__(self, store: ProfileStore, machine: Machine, *, logs: bool = True) -> None:
@@ -116,10 +117,10 @@ class Resolver:
 def shared_resolver(
     folder: Path | None, device: torch.device, world_size: int, process_group: ProcessGroup | None, *, in_cuda: bool
 ) -> Resolver:
-    """What the layers of a group ask for their setting (collective).
+    """Make the resolver that the layers of a group ask for their setting (collective).
 
     The first rank alone reads the profiles, of the user's ``folder`` and those shipped with Comet, warns of what is
-    wrong with them and tells the others: files may differ from node to node.
+    wrong with them and sends them to the others: files may differ from node to node.
     """
     machine = Machine.of(device)
     is_first = process_group is None or dist.get_rank(process_group) == 0

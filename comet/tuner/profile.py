@@ -2,7 +2,7 @@
 
 The file is ``{"version": 3, "device": ..., "entries": [...]}``. A file that cannot be used (damaged, of another device,
 of another version) counts as empty, an entry that cannot be used as absent; a store says so in one warning, and the
-next ``put`` rebuilds the file, keeping the unusable one beside it as ``<name>.ignored``.
+next ``put`` rebuilds the file, keeping the unusable one as ``<name>.ignored``.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from dataclasses import asdict, dataclass, is_dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from comet.config import OverlapConfig, check_removed, require
-from comet.tuner.problem import Problem
 from comet.utils.shared_file import locked, write_whole
+
+if TYPE_CHECKING:
+    from comet.tuner.problem import Problem
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +37,7 @@ MAX_DOUBLINGS = 3.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileKey:
-    """What a measurement is valid for."""
+    """The device, shape and tokens that a measurement is valid for."""
 
     device: str  # device name as the driver gives it
     ep: int  # EP
@@ -86,7 +88,7 @@ class Measured:
 class ProfileEntry:
     """The measurements of one key."""
 
-    key: ProfileKey  # what they are valid for
+    key: ProfileKey  # they are valid for this
     measured: tuple[Measured, ...]  # at least one candidate that ran
     commit: str  # version of the code that was measured
     date: str  # day of the measurement

@@ -5,17 +5,17 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from comet.utils.choices import GraphMode
 from comet.utils.streams import SideStream
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-GraphMode = Literal["auto", "on", "off"]
 WARM_CALLS = 1
 TOO_FEW = "no step came after the warm-up"
 
@@ -32,7 +32,7 @@ class Replayed(Generic[Result]):
         run: Reads what it is given from buffers. All that it changes, it changes in place and on the device, and it
             never asks the host.
         calls: What a call is, in the plural, for messages.
-        reads: Tensors that the function reads beside its buffers, and what else it follows, for ``renew``.
+        reads: Tensors that the function reads besides its buffers, and other values it follows, for ``renew``.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Replayed(Generic[Result]):
     ) -> None:
         self._run = run
         self._reads = reads
-        self._addresses: list[Any] = []  # of what the graph reads
+        self._addresses: list[Any] = []  # addresses that the graph reads
         self._device = device
         self._calls = calls
         self._insists = cuda_graph == "on"
@@ -62,7 +62,7 @@ class Replayed(Generic[Result]):
 
     @property
     def graph_fallback_reason(self) -> str:
-        """Why the last call was launched kernel by kernel; empty if it was replayed from a graph."""
+        """The reason why the last call was launched kernel by kernel; empty if it was replayed from a graph."""
         return "" if self._replay is not None else self._reason or TOO_FEW
 
     def __call__(self) -> Result:
@@ -78,7 +78,7 @@ class Replayed(Generic[Result]):
             return self._run()
 
     def renew(self) -> None:
-        """Let the next calls capture the function anew if somebody replaced or moved what the graph reads."""
+        """Let the next calls capture the function again if a tensor that the graph reads was replaced or moved."""
         if self._replay is not None and self._addresses != self._read_addresses():
             self._replay, self._warm_calls = None, 0
             self._graphs.clear()
@@ -90,7 +90,7 @@ class Replayed(Generic[Result]):
         try:
             self._replay = capture(self._run, self._side.stream, self._graphs)
             self._addresses = self._read_addresses()
-        except RuntimeError as error:  # what torch raises for a call that a capture does not permit
+        except RuntimeError as error:  # torch raises it for a call that a capture does not permit
             if isinstance(mistake_of(error), torch.OutOfMemoryError):
                 error.add_note(f"a CUDA graph of {self._calls} does not fit the memory; cuda_graph='off' needs less")
                 raise
@@ -106,7 +106,7 @@ class Replayed(Generic[Result]):
 
 
 def device_obstacle(device: torch.device) -> str:
-    """Why nothing can be captured on a device; empty for a GPU."""
+    """Return why nothing can be captured on a device; empty for a GPU."""
     return "" if device.type == "cuda" else f"the model is on the device {device.type!r}"
 
 
@@ -118,7 +118,7 @@ def is_capturing(device: torch.device) -> bool:
 def hold_if_captured(owner: Tensor, *memory: Tensor) -> None:
     """Keep memory that a graph being captured will use for as long as a tensor that it uses as well.
 
-    A graph knows addresses only, and nothing tells which object replays it: the one captured here or one of its
+    A graph knows addresses only, and no record says which object replays it: the one captured here or one of its
     caller's own. But that caller has to keep the tensors the graph computes with, so these keep the rest. Memory that
     is allocated during a capture needs none of this: it is the graph's.
 
@@ -129,7 +129,7 @@ def hold_if_captured(owner: Tensor, *memory: Tensor) -> None:
         return
     storage = owner.untyped_storage()
     for held in memory:
-        if held.untyped_storage().data_ptr() != storage.data_ptr():  # which would never let go of itself
+        if held.untyped_storage().data_ptr() != storage.data_ptr():  # A storage would never let go of itself.
             weakref.finalize(storage, id, held).atexit = False
 
 
@@ -148,7 +148,7 @@ def capture(
     """
     graph = torch.cuda.CUDAGraph()
     keep.append(graph)
-    # The outer context restores the stream even where the inner one fails on its way out. Other threads (a watchdog of
+    # The outer context restores the stream even where the inner one fails as it ends. Other threads (a watchdog of
     # NCCL) may go on asking the device: the capture is this thread's.
     capturing = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
     with torch.cuda.stream(stream), capturing:
@@ -157,12 +157,12 @@ def capture(
 
 
 def mistake_of(error: RuntimeError) -> RuntimeError:
-    """What went wrong in a capture: the mistake itself, not that the capture could not end after it."""
+    """Return the error that broke a capture, not the later one that the capture could not end."""
     return error.__context__ if isinstance(error.__context__, RuntimeError) else error
 
 
 def first_line(error: RuntimeError) -> str:
-    """Of ``mistake_of``, for messages."""
+    """Return the first line of ``mistake_of(error)``, for messages."""
     mistake = mistake_of(error)
     return (str(mistake).strip() or type(mistake).__name__).splitlines()[0]
 

@@ -295,7 +295,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.filter in f"{case.kernel} {case.name}" and is_for(arch, case)
     ]
     if not tasks:
-        sys.stderr.write(f"no kernel configuration has --filter={options.filter!r} in its name\n")
+        known = {case.kernel for module in options.modules or kernel_modules() for case in cases_of(module)}
+        known = sorted({re.split("_(?:bf16|fp16|fp8)", kernel)[0] for kernel in known})
+        sys.stderr.write(
+            f"--filter={options.filter!r} must be in a configuration's name; kernels: {', '.join(known)}\n"
+        )
         return 2
     outcomes = run_cases(tasks, min(options.jobs, len(tasks)), arch)
     failed = [outcome for outcome in outcomes if outcome.complaints]

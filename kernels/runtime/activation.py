@@ -2,21 +2,24 @@
 
 An activation makes one hidden column of one gate and one up column. Kernels get an ``Activation`` as a constant and
 have its definition once per language: ``kernels/gemm/activation.py`` in Triton, here in torch. This module needs no
-Triton: configurations hold an ``Activation``, too.
+Triton, and torch only when it computes: configurations hold an ``Activation``, too.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite, pi, sqrt
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-import torch
-from torch import Tensor
-from torch.nn.functional import gelu, relu, silu
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    Backward = tuple[Tensor, Tensor, Tensor]
 
 ActivationName = Literal["swiglu", "geglu", "reglu", "clamped_swiglu"]
 
-GELU_CUBIC = 0.044715  # of the tanh form of GELU
+GELU_CUBIC = 0.044715  # factor of x^3 in GELU with tanh
 GELU_SCALE = 2 * sqrt(2 / pi)  # 0.5 * (1 + tanh(z)) is sigmoid(2 * z)
 
 
@@ -58,7 +61,7 @@ class Activation:
 
     @property
     def parameters(self) -> dict[str, float]:
-        """Those it has, by name."""
+        """Parameters of this activation, by name."""
         return {name: getattr(self, name) for name in DEFINITIONS[self.name].parameters}
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -76,9 +79,6 @@ class Activation:
         return DEFINITIONS[self.name].backward(gate, up, grad, self)
 
 
-Backward = tuple[Tensor, Tensor, Tensor]
-
-
 class Definition(NamedTuple):
     """One activation in torch.
 
@@ -94,44 +94,48 @@ class Definition(NamedTuple):
 
 
 def _swiglu(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    from torch.nn.functional import silu
+
     return silu(gate) * up
 
 
 def _swiglu_backward(gate: Tensor, up: Tensor, grad: Tensor, activation: Activation) -> Backward:
-    sigmoid = torch.sigmoid(gate)
+    sigmoid = gate.sigmoid()
     grad_gate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))
     return gate * sigmoid * up, grad_gate, grad * gate * sigmoid
 
 
 def _geglu(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    from torch.nn.functional import gelu
+
     return gelu(gate, approximate="tanh") * up
 
 
 def _geglu_backward(gate: Tensor, up: Tensor, grad: Tensor, activation: Activation) -> Backward:
-    sigmoid = torch.sigmoid(GELU_SCALE * gate * (1 + GELU_CUBIC * gate * gate))
+    sigmoid = (GELU_SCALE * gate * (1 + GELU_CUBIC * gate * gate)).sigmoid()
     slope = GELU_SCALE * gate * (1 + 3 * GELU_CUBIC * gate * gate)
     grad_gate = grad * up * sigmoid * (1 + slope * (1 - sigmoid))
     return gate * sigmoid * up, grad_gate, grad * gate * sigmoid
 
 
 def _reglu(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    return relu(gate) * up
+    return gate.relu() * up
 
 
 def _reglu_backward(gate: Tensor, up: Tensor, grad: Tensor, activation: Activation) -> Backward:
-    return relu(gate) * up, (grad * up).where(gate > 0, 0.0), grad * relu(gate)
+    return gate.relu() * up, (grad * up).where(gate > 0, 0.0), grad * gate.relu()
 
 
 def _clamped_swiglu(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     gate, up = gate.clamp(max=activation.limit), up.clamp(-_limit(activation), activation.limit)
-    return gate * torch.sigmoid(gate * activation.alpha) * (up + 1)
+    return gate * (gate * activation.alpha).sigmoid() * (up + 1)
 
 
 def _clamped_swiglu_backward(gate: Tensor, up: Tensor, grad: Tensor, activation: Activation) -> Backward:
     limit, alpha = _limit(activation), activation.alpha
     free_gate, free_up = gate <= limit, up.abs() <= limit
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    sigmoid = torch.sigmoid(gate * alpha)
+    sigmoid = (gate * alpha).sigmoid()
     grad_gate = grad * (up + 1) * sigmoid * (1 + alpha * gate * (1 - sigmoid))
     grad_up = grad * gate * sigmoid
     return gate * sigmoid * (up + 1), grad_gate.where(free_gate, 0.0), grad_up.where(free_up, 0.0)

@@ -13,7 +13,7 @@ from typing import Any
 class Task:
     """One entry of the command line."""
 
-    summary: str  # what the help page says
+    summary: str  # text of the help page
     # called as function(config, context) on every rank, with a comet.jobs.config.JobConfig and a
     # comet.launch.distributed.LaunchContext; without a dry run once, with its own words, and returns the exit status
     function: str  # its module's name and its own
@@ -22,11 +22,13 @@ class Task:
     reads: tuple[str, ...] = ()
     # words that follow the task's name, each with what they do
     examples: Mapping[str, str] = field(default_factory=dict)
-    # what makes the lines of --dry-run; None where no ranks are started and the words after the task's name are all its
-    # own, instead of the common options and Hydra overrides
+    # name of the function that makes the lines of --dry-run; None where no ranks are started and the task reads the
+    # words after its name itself, instead of the common options and Hydra overrides
     dry_run: str | None = "comet.launch.dry_run.describe_train"
     needs: tuple[str, ...] = ()  # packages it cannot end without; what it imports at once need not be named
-    # whether rank 0 says which split its layers take; not where many are tried, and a table tells
+    memory: str = ""  # name of the function that counts the bytes of one rank; "" where nothing is known of them
+    lower: str = ""  # the remedy where memory is short
+    # whether rank 0 says which split its layers take; not where many are tried, and a table has them
     shows_split: bool = True
 
     @property
@@ -47,7 +49,7 @@ def imported(name: str) -> Callable[..., Any]:
     return found
 
 
-LAYER = ("parallel", "comm", "nproc", "launch", "model")  # what every layer needs
+LAYER = ("parallel", "comm", "nproc", "launch", "model")  # settings of every layer
 PATH = ("moe_path", "tune.profiles", "overlap")  # how those of a whole model run
 TOKENS = ("train.dtype", "train.batch_size")  # of a training step, which stand in for those of a measurement
 
@@ -68,6 +70,8 @@ TASKS: Mapping[str, Task] = {
             "--dry-run model=mixtral_8x7b": "print the settings and the memory they need",
         },
         needs=("matplotlib",),
+        memory="comet.launch.memory.train_bytes",
+        lower="lower model.num_layers, model.moe.num_experts, model.context or train.batch_size",
     ),
     "generate": Task(
         "continue texts with a trained or a Hugging Face model",
@@ -78,6 +82,8 @@ TASKS: Mapping[str, Task] = {
             'generate.source=models/qwen3 generate.temperature=0 generate.prompt="def " parallel=ep4': "",
         },
         dry_run="comet.launch.dry_run.describe_generate",
+        memory="comet.launch.memory.generate_bytes",
+        lower="give generate.expert_budget, lower generate.max_new_tokens, or take fewer prompts or a smaller model",
     ),
     "tune": Task(
         "measure how fused kernels best share the GPU, store the fastest settings",
@@ -85,6 +91,8 @@ TASKS: Mapping[str, Task] = {
         reads=("tune", *TOKENS, *LAYER),
         examples={"model=qwen3_30b_a3b tune.tokens=[2048,8192]": ""},
         dry_run="comet.launch.dry_run.describe_tune",
+        memory="comet.launch.memory.tune_bytes",
+        lower="lower tune.tokens, or take a smaller model",
         shows_split=False,
     ),
     "sweep": Task(
@@ -94,6 +102,8 @@ TASKS: Mapping[str, Task] = {
         reads=("sweep", "output_dir", "resume", "overlap", *TOKENS, *LAYER),
         examples={"sweep.tokens=[512,2048] sweep.layouts=[[4,1],[2,2]] output_dir=outputs/sweep": ""},
         dry_run="comet.launch.dry_run.describe_sweep",
+        memory="comet.launch.memory.sweep_bytes",
+        lower="lower sweep.tokens, or take smaller models",
         needs=("matplotlib",),
         shows_split=False,
     ),
@@ -104,6 +114,8 @@ TASKS: Mapping[str, Task] = {
         reads=("modular", "output_dir", "overwrite", "overlap", *TOKENS, *LAYER),
         examples={"modular.pair=[AllToAll,GroupedContiguous] model=qwen3_30b_a3b parallel=ep4": ""},
         dry_run="comet.launch.dry_run.describe_modular",
+        memory="comet.launch.memory.modular_bytes",
+        lower="lower modular.tokens, or take a smaller model",
         shows_split=False,
     ),
     "compile": Task(
@@ -119,9 +131,13 @@ REMOVED_TASKS = {"explain": "comet train says which split it takes and why, come
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a message about a wrong name: "; did you mean train?" of ``trian``; empty where none is close."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    """The end of a message about a wrong name: "; did you mean train?" of ``trian``; empty where none is close.
+
+    Example: ``lr`` gives "; did you mean train.lr?", and ``seed`` names both settings that end in it.
+    """
+    known = list(known)
+    close = [each for each in known if each.endswith(f".{name}")] or difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 def find_task(name: str, tasks: Mapping[str, Task]) -> Task:

@@ -27,7 +27,8 @@ from comet.integrations.hf.static import StaticDecoder
 from comet.jobs.generate import GenerateConfig
 from comet.kernels.experts.tables import HostExperts
 from comet.launch.config import compose, default_ranks
-from comet.launch.dry_run import generation_needs, prefetch_told
+from comet.launch.dry_run import prefetch_told
+from comet.launch.memory import generation_needs
 from comet.training.trainer import train
 
 GREEDY = GenerateConfig(prompts=("def f(x):", "a", "the quick brown fox"), max_new_tokens=6, temperature=0.0)

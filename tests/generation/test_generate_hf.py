@@ -20,7 +20,7 @@ from comet.generation.job import generate_job
 from comet.generation.source import find_source, model_of
 from comet.integrations.hf import convert, load_pretrained
 from comet.jobs.generate import GenerateConfig
-from comet.launch.dry_run import generation_needs
+from comet.launch.memory import generation_needs
 
 PROMPTS = ("def f(x):", "a", "the quick brown fox")
 GREEDY = GenerateConfig(prompts=PROMPTS, max_new_tokens=6, temperature=0.0)

@@ -22,7 +22,7 @@ from comet.jobs.generate import GenerateConfig
 from comet.launch.cli import PROGRAM, main
 from comet.launch.config import compose, split_verbatim
 from comet.launch.config import make_job as job_of_command
-from comet.launch.dry_run import generation_needs
+from comet.launch.memory import generation_needs
 from comet.models.cache import KeyValueCache
 from comet.training.saved_settings import to_yaml
 from comet.training.trainer import train

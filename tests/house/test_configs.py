@@ -15,7 +15,8 @@ import comet
 from comet.config import OverlapConfig, ParallelConfig
 from comet.jobs.config import JobConfig
 from comet.launch.config import as_typed, compose, config_groups, default_ranks, job_schema, make_job
-from comet.launch.dry_run import rank_parameters, resolved_yaml, training_needs
+from comet.launch.dry_run import resolved_yaml
+from comet.launch.memory import rank_parameters, training_needs
 from comet.launch.schema import build, schema_of
 from comet.launch.tasks.registry import TASKS
 from comet.layer.group import make_expert_group
@@ -101,7 +102,7 @@ def test_composing_twice_gives_equal_jobs_and_no_state():
         ("model@x=tiny", r"^override 'model@x=tiny' must have the form model=value"),
         ("hydra.run.dir=x", r"'hydra\.run\.dir' is no setting"),
         ("a=[", r"^override 'a=\[' must have the form name=value$"),
-        ("model.moe.top_k=2,4", r"Ambiguous value"),
+        ("model.moe.top_k=2,4", r"^model\.moe\.top_k=2,4 must be one value: a job has one, so start it once for each"),
         ("train.steps=???", r"^train\.steps must be given$"),
         ("tune.tokens=64", r"^tune\.tokens=64 must be a list: write tune\.tokens=\[64\]$"),
         ("overlap.transport=copy", r"^override 'overlap\.transport=copy': overlap\.transport is no longer a setting: "),

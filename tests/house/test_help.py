@@ -14,8 +14,8 @@ from tiers import slow
 
 from comet.launch.cli import main
 from comet.launch.config import job_schema
-from comet.launch.failures import is_user_error, one_line
 from comet.launch.help import arguments_of, help_page, task_page
+from comet.launch.messages import is_user_error, one_line
 from comet.launch.schema import setting_names
 from comet.launch.tasks.registry import TASKS
 from comet.version import comet_commit, comet_version

@@ -10,7 +10,7 @@ from tiers import slow
 
 from comet.config import MoEConfig, ParallelConfig
 from comet.launch.config import compose, default_ranks, make_job
-from comet.launch.dry_run import shape_bytes
+from comet.launch.memory import shape_bytes
 from comet.launch.tasks.registry import TASKS
 from comet.layer.workspace import WorkspaceShape, workspace_bytes
 from comet.measure.layers import Shape

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from pathlib import Path
 
@@ -38,9 +39,10 @@ from comet.errors import CapacityError, CommTimeoutError, NothingMeasuredError
 from comet.kernels.runtime import process
 from comet.launch.cli import PROGRAM, main
 from comet.launch.config import compose, make_job
-from comet.launch.distributed import OF_TORCHRUN, LaunchContext, rank_environment
-from comet.launch.failures import is_peer_error, is_user_error, one_line, report
+from comet.launch.distributed import LaunchContext, rank_environment
+from comet.launch.failures import is_peer_error, report
 from comet.launch.local import run_local_ranks
+from comet.launch.messages import OF_TORCHRUN, is_user_error, one_line
 from comet.launch.rank import share_config
 from comet.launch.tasks.registry import TASKS
 from comet.training.checkpoint_folder import find_checkpoints
@@ -62,7 +64,7 @@ def test_every_task_with_settings_takes_the_common_options(name, capfd):
 def test_a_reader_that_leaves_early_is_no_mistake(words, tmp_path):
     of_ranks = [f"output_dir={tmp_path}"] if "_" in words[0] else []
     process = start(*words, *of_ranks, program=(APP,) if of_ranks else PROGRAM)
-    process.stdout.close()  # as `head` does once it has its lines
+    process.stdout.close()  # `head` does so once it has its lines.
     err = process.stderr.read()
     assert process.wait(TIMEOUT_S) == 128 + signal.SIGPIPE
     assert "Traceback" not in err
@@ -95,7 +97,7 @@ def test_ranks_run_by_a_file_end_without_shutdown_and_the_last_line_is_rank_0s(t
 
 
 def test_train_ends_with_its_result_in_one_json_line(tmp_path):
-    """From scratch, as users start it: no fork of anything."""
+    """Start as users do, without a fork."""
     command = [sys.executable, *PROGRAM, *training(tmp_path, "train.steps=2", "parallel=ep2")]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
@@ -110,6 +112,9 @@ def test_train_ends_with_its_result_in_one_json_line(tmp_path):
 
 def kill_rank_1(launcher: subprocess.Popen[str], ranks: dict[int, int]) -> None:
     os.kill(ranks[1], signal.SIGKILL)
+
+
+STOPPING = "comet: stopping: a rank that trains saves a checkpoint first, a second Ctrl-C ends it at once"
 
 
 def press_ctrl_c(launcher: subprocess.Popen[str], ranks: dict[int, int]) -> None:
@@ -134,7 +139,7 @@ def test_training_that_is_stopped_leaves_a_checkpoint_and_nothing_else(stop, sta
             ranks = processes_of(job)
             assert ranks.keys() == {0, 1}
             stop(job, ranks)
-            job.communicate(timeout=TIMEOUT_S)
+            out, _ = job.communicate(timeout=TIMEOUT_S)
         finally:
             job.kill()
         lines = terminal.lines()
@@ -142,11 +147,15 @@ def test_training_that_is_stopped_leaves_a_checkpoint_and_nothing_else(stop, sta
     *earlier, bar, last, empty = lines
     assert (last, empty) == (message.format(pid=ranks[1]), ""), lines
     assert "/1000000 [" in bar, lines
-    assert sum("comet:" in line for line in earlier) == 2, f"more than split and data at the start: {earlier}"
+    said = [line for line in earlier if "comet:" in line and line != STOPPING]
+    assert len(said) == 2, f"more than split and data at the start: {earlier}"
+    assert (STOPPING in earlier) == (stop is press_ctrl_c)
     assert not any("Traceback" in line for line in lines)
     assert all_gone(list(ranks.values()))
     newest = find_checkpoints("auto", str(folder))[0][0]
     assert newest.step >= saved
+    told = f"after step {newest.step}, checkpoint {newest.path}; comet train resume={folder} continues"
+    assert (told in out) == (stop is press_ctrl_c), out
     words = [*settings, "resume=auto", f"train.steps={newest.step + 1}", "parallel=single"]
     words += ["resume_changes=[train.steps]"]
     assert train(make_job(compose(words), 1), Rank())["steps"] == newest.step + 1
@@ -202,7 +211,9 @@ def test_a_signal_ends_every_rank(task, signum, status, tmp_path):
     process.send_signal(signum)
     out, err = process.communicate(timeout=TIMEOUT_S)
     assert (process.returncode, out) == (status, "")
-    assert err.splitlines() == [f"comet: stopped by {signum.name}; all ranks were ended"]
+    *before, last = err.splitlines()
+    assert last == f"comet: stopped by {signum.name}; all ranks were ended"
+    assert before == ([STOPPING] if signum == signal.SIGINT else [])
     assert all_gone(pids)
 
 
@@ -226,6 +237,46 @@ def test_a_save_that_fails_after_sigterm_does_not_end_as_one_that_was_written(sa
     """Rank 0 saves; another one ends by the signal, as before its first step."""
     assert run_local_ranks(["-c", SAVING_RANK, save], num_ranks, {"launch": {"max_restarts": 1}}) == status
     assert ("stopped by SIGTERM" in capfd.readouterr().err) == (status == 143)
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_a_job_whose_rank_does_not_save(tmp_path):
+    """Its rank heeds no signal, as one in the middle of a long save."""
+    code = (
+        f"import os, signal; signal.pthread_sigmask(signal.SIG_BLOCK, [2, 15]); open({str(tmp_path)!r} + '/up', 'w');"
+    )
+    job = subprocess.Popen([sys.executable, "-c", LAUNCH, code], stderr=subprocess.PIPE, text=True)
+    try:
+        while not (tmp_path / "up").exists():
+            assert job.poll() is None, job.communicate()
+            time.sleep(0.05)
+        job.send_signal(signal.SIGINT)
+        assert job.stderr.readline() == STOPPING + "\n"
+        assert job.poll() is None
+        job.send_signal(signal.SIGINT)
+        _, err = job.communicate(timeout=TIMEOUT_S)
+    finally:
+        job.kill()
+    assert (job.returncode, err) == (130, "comet: stopped by SIGINT; all ranks were ended\n")
+
+
+LAUNCH = """
+import sys
+from comet.launch.local import run_local_ranks
+sys.exit(run_local_ranks(["-c", sys.argv[1] + "signal.pause()"], 1, {"launch": {"max_restarts": 0}}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0.3, 1.0, 2.5, 4.0])
+def test_ctrl_c_at_any_time_shows_no_traceback(seconds, tmp_path):
+    """Start without a fork, so that the launcher or the ranks still import."""
+    command = [sys.executable, *PROGRAM, *training(tmp_path, "train.steps=100000", "parallel=ep2")]
+    job = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True)
+    time.sleep(seconds)
+    os.killpg(job.pid, signal.SIGINT)
+    _, err = job.communicate(timeout=TIMEOUT_S)
+    assert (job.returncode, "Traceback" in err) == (130, False), err
 
 
 @pytest.mark.slow
@@ -295,7 +346,8 @@ def test_kinds_of_errors(capsys):
     assert is_peer_error(RuntimeError("[gloo/pair.cc:1] Connection closed by peer [::1]:1"))
     assert not is_peer_error(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert one_line(ValueError("two\n  lines")) == "two lines"
-    assert one_line(MemoryError()) == "MemoryError"
+    assert one_line(KeyError()) == "KeyError"
+    assert one_line(MemoryError()).startswith("out of memory (MemoryError): use a smaller model")
     assert one_line(FileNotFoundError(2, "must be a folder", "nope")) == "must be a folder: 'nope'"
     assert one_line(OSError("no number")) == "no number"
 
@@ -314,7 +366,7 @@ def test_a_local_job_listens_on_the_loopback_interface_only_and_ends_with_its_la
     finally:
         job.kill()
         job.wait()
-    if sys.platform == "linux":  # the only one that tells a process of its parent's end
+    if sys.platform == "linux":  # No other system has a death signal.
         assert all_gone(pids)
 
 
@@ -358,7 +410,7 @@ def draw_kills(seed: int, number: int) -> list[tuple[int, int, str]]:
     draw, kills = random.Random(seed), []
     for _ in range(number):
         rank, place = draw.randrange(2), draw.choice(["step", "step", "fsync", "rename"])
-        place = "fsync" if rank == 1 and place == "rename" else place  # which rank 0 does
+        place = "fsync" if rank == 1 and place == "rename" else place  # Rank 0 alone renames.
         most = {"step": STEPS_PER_ATTEMPT, "fsync": 1 if rank == 1 else 5, "rename": 2}[place]
         kills.append((rank, draw.randint(1, most), place))
     return kills

@@ -1,4 +1,4 @@
-"""What stands on a terminal and in a log: messages on lines of their own, wherever a progress bar left the cursor."""
+"""Terminals and logs show messages on lines of their own, wherever a progress bar left the cursor."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from typing import TextIO
 import pytest
 from terminal import Terminal, rendered
 
-from comet.launch.failures import say, start_of_line
+from comet.launch.messages import say, start_of_line
 from comet.training.report import Reporter
 from comet.utils.progress import Measuring
 
@@ -46,7 +46,7 @@ def on_terminal(columns: int) -> Iterator[tuple[Terminal, TextIO]]:
     (40, "a line\n", ["a line", "comet: stopped", ""]),
     (40, "\r 50%|#####  | 5/10", [" 50%|#####  | 5/10", "comet: stopped", ""]),
     (40, "\r 50%|##^C", [" 50%|##^C", "comet: stopped", ""]),
-    (0, "", ["", "comet: stopped", ""]),  # of unknown width: a line may stay empty
+    (0, "", ["", "comet: stopped", ""]),  # The width is unknown: a line may stay empty.
 ])  # fmt: skip
 def test_a_message_begins_on_a_line_of_its_own(columns: int, before: str, lines: list[str]) -> None:
     with on_terminal(columns) as (terminal, file):

@@ -1,0 +1,177 @@
+"""Bytes that one rank of a task needs, and the memory there is; a job that cannot fit is refused before it starts."""
+
+from __future__ import annotations
+
+import re
+import resource
+from collections.abc import Iterable
+from contextlib import suppress
+
+import torch
+
+from comet.config import require
+from comet.decode import shared_columns
+from comet.experts.budget import ExpertBudget
+from comet.generation.job import plan_experts
+from comet.generation.source import is_hf_folder
+from comet.jobs.config import JobConfig, activation_dtype
+from comet.kernels.runtime.process import PROC, free_memory
+from comet.launch.tasks.registry import Task, imported
+from comet.layer.workspace import WorkspaceShape, rank_pool_bytes
+from comet.layout import ExpertLayout
+from comet.measure.layers import Shape, shapes_of
+from comet.measure.sweep import sweep_grid
+from comet.models.cache import allocated_places
+from comet.models.config import ModelConfig, dense_elements, expert_elements
+from comet.tuner.problem import counted
+
+FLOAT32_BYTES = 4
+ADAMW_STATES = 2
+OOM_KILLS = re.compile(r"^oom_kill (\d+)", re.MULTILINE)
+
+
+def require_memory(task: Task, job: JobConfig, num_ranks: int, here: int, device: torch.device) -> None:
+    """Raise ``ValueError`` where the ranks of this machine need more memory than there is.
+
+    Args:
+        num_ranks: Ranks of the whole job.
+        here: Ranks of this machine, which share its memory; on GPUs each rank has the memory of its own.
+    """
+    if not task.memory:
+        return
+    on_gpu = device.type == "cuda"
+    needed = imported(task.memory)(job, num_ranks, device) * (1 if on_gpu else here)
+    if on_gpu:
+        there, where = torch.cuda.mem_get_info(device)[1], f"of {torch.cuda.get_device_name(device)}"
+    else:
+        soft = (resource.getrlimit(limit)[0] for limit in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
+        limits = (limit * here for limit in soft if limit != resource.RLIM_INFINITY)
+        there, where = min([free_memory(), *limits]), "that the ranks of this machine may use"
+    rule = f"must be at most the {there:,} {where}: {task.lower}; --dry-run prints what takes the memory"
+    require(needed <= there, f"memory: {needed:,} bytes for {counted(1 if on_gpu else here, 'rank')} {rule}")
+
+
+def oom_kills() -> int:
+    """Processes that the kernel has killed for lack of memory since the machine started; 0 where it does not say."""
+    file = PROC / "vmstat"
+    found = OOM_KILLS.search(file.read_text()) if file.is_file() else None
+    return int(found[1]) if found else 0
+
+
+def train_bytes(job: JobConfig, num_ranks: int, device: torch.device) -> int:
+    """Bytes of one rank of ``train``."""
+    return sum(training_needs(job, activation_dtype(job.train.dtype, device)).values())
+
+
+def generate_bytes(job: JobConfig, num_ranks: int, device: torch.device) -> int:
+    """Bytes of one rank of ``generate`` on its device; on a CPU the experts of a store are there, too."""
+    dtype = activation_dtype(job.generate.dtype, device)
+    budget = plan_experts(job, dtype)
+    needs = generation_needs(job, dtype, budget)
+    loading, weights = needs.pop("weights while loading"), needs.pop("weights")
+    stored = 0 if budget is None or device.type == "cuda" else budget.host_bytes
+    return max(loading, weights) + sum(needs.values()) + stored
+
+
+def tune_bytes(job: JobConfig, num_ranks: int, device: torch.device) -> int:
+    """Bytes of one rank of ``tune``."""
+    return _largest(shapes_of(job.tune, job, [job.parallel]), job, num_ranks, device)
+
+
+def sweep_bytes(job: JobConfig, num_ranks: int, device: torch.device) -> int:
+    """Bytes of one rank of ``sweep``."""
+    return _largest(sweep_grid(job)[0], job, num_ranks, device)
+
+
+def modular_bytes(job: JobConfig, num_ranks: int, device: torch.device) -> int:
+    """Bytes of one rank of ``modular``."""
+    tokens = job.modular.tokens or job.step_tokens
+    shape = Shape(model=job.model.name, moe=job.model.moe, parallel=job.parallel, tokens=tokens)
+    return _largest([shape], job, num_ranks, device)
+
+
+def _largest(shapes: Iterable[Shape], job: JobConfig, num_ranks: int, device: torch.device) -> int:
+    """Bytes for the largest shape that runs; 0 on a GPU, where a shape that does not fit fails alone."""
+    dtype, found = activation_dtype(job.train.dtype, device), [0]
+    for shape in shapes if device.type == "cpu" else ():
+        with suppress(ValueError):
+            found.append(sum(shape_bytes(shape, num_ranks, dtype)))
+    return max(found)
+
+
+def training_needs(job: JobConfig, dtype: torch.dtype) -> dict[str, int]:
+    """Bytes one rank needs, by purpose; activations, of type ``dtype``, are an estimate, all else is float32.
+
+    What is kept for the backward pass, of balanced routing: per token and layer about 8 D for attention and norms; per
+    routed row its input and two pre-activations; and the logits with their gradient.
+    """
+    model, tokens = job.model, job.step_tokens
+    parameters = rank_parameters(model, job.parallel.ep, job.parallel.tp) * FLOAT32_BYTES
+    shape = WorkspaceShape.create(model.moe, job.parallel.world_size, tokens, dtype)
+    of_rows = model.moe.top_k * (model.hidden_size + 2 * model.moe.ffn_size // job.parallel.tp)
+    kept = tokens * (model.num_layers * (8 * model.hidden_size + of_rows) + 2 * model.vocab_size)
+    return {
+        "parameters": parameters,
+        "gradients": parameters,
+        "optimizer states": ADAMW_STATES * parameters,
+        "symmetric memory": rank_pool_bytes(shape, job.parallel),
+        "activations (estimate)": kept * dtype.itemsize,
+    }
+
+
+def generation_needs(job: JobConfig, dtype: torch.dtype, budget: ExpertBudget | None = None) -> dict[str, int]:
+    """Bytes one rank needs, by purpose.
+
+    A checkpoint's model is read in float32; of a Hugging Face folder each tensor is converted as it is read. Weights
+    afterwards count norms, router and embedding as if they had the same dtype, experts kept in FP8 as one byte, and
+    none that are in a store. Ranks hold equally many pieces of shared experts, or one less. Without a budget all
+    experts are on the device.
+    """
+    model, ranks = job.model, job.parallel.world_size
+    prompts = [len(text.encode("utf-8", "surrogateescape")) for text in job.generate.texts] or [1]
+    length = min(model.context, max(prompts) + job.generate.max_new_tokens)
+    cached = 2 * model.num_layers * len(prompts) * model.num_kv_heads * allocated_places(length) * model.head_width
+    shape = WorkspaceShape.create(model.moe, ranks, -(-len(prompts) * max(prompts) // ranks), dtype)
+    weights = rank_parameters(model, job.parallel.ep, job.parallel.tp)
+    weights -= 0 if budget is None else expert_elements(model) // ranks
+    layout = ExpertLayout.create(model.moe, job.parallel, 0)
+    keep_fp8 = job.generate.keep_fp8
+    # A shared expert next to experts with a bias joins no decode step.
+    shared_size = 0 if model.moe.expert_bias else model.moe.shared_ffn_size
+    columns = shared_columns(layout, model.moe.ffn_size, shared_size)
+    piece = 3 * model.hidden_size * model.moe.ffn_size // job.parallel.tp
+    moe_layers = model.num_layers - model.dense_layers
+    pieces = 0 if budget is not None or job.parallel.declares_nodes else moe_layers * columns * piece
+    kept = moe_layers * layout.experts_local * piece if keep_fp8 and budget is None else 0
+    bytes_while_loading = dtype.itemsize if is_hf_folder(job.generate.source) else FLOAT32_BYTES
+    return {
+        "weights while loading": (weights - kept) * bytes_while_loading + kept,
+        "weights": (weights - kept) * dtype.itemsize + kept,
+        **({} if budget is None else {"slots of experts": budget.device_bytes}),
+        "shared experts in decode steps": pieces * (1 if keep_fp8 else dtype.itemsize),
+        "keys and values": cached * dtype.itemsize,
+        "symmetric memory": rank_pool_bytes(shape, job.parallel),
+    }
+
+
+def shape_bytes(shape: Shape, num_ranks: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes of symmetric memory, and of a rank's part of one layer's routed experts.
+
+    Example: E=8, D=64, F=128, K=2, EP=2, 100 tokens, float32: 144384 and 3 * 64 * 128 * 4 * 4 = 393216.
+    """
+    moe, parallel = shape.moe, shape.parallel
+    parallel.check(moe)
+    parallel.check_world(num_ranks)
+    pool = rank_pool_bytes(WorkspaceShape.create(moe, parallel.world_size, shape.tokens, dtype), parallel)
+    return pool, 3 * moe.hidden_size * moe.ffn_size * moe.num_experts // parallel.world_size * dtype.itemsize
+
+
+def rank_parameters(model: ModelConfig, ep: int, tp: int) -> int:
+    """Parameters held by one rank: its share of the experts, and a full copy of everything else.
+
+    Example: vocabulary 256, D=128, 4 layers of 4 heads, 8 experts of F=128, ep=2, tp=1: 32768 elements of the embedding
+    and of the head each, per layer 65536 attention, 1024 router, 196608 expert and 256 norm elements, 128 in the last
+    norm: 1119360 in all.
+    """
+    embedding = model.vocab_size * model.hidden_size
+    return embedding + dense_elements(model) + expert_elements(model) // (ep * tp)
