@@ -11,7 +11,9 @@ it issues the next, or misses a feature its ``KernelCase`` expects. Of GPUs othe
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import io
 import json
 import multiprocessing
 import os
@@ -26,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import triton
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 
 from ..runtime.arch import ARCHS, HOPPER, Arch
 from ..runtime.case import CudaCase, KernelCase
@@ -128,14 +130,24 @@ def compile_case(case: KernelCase | CudaCase, arch: Arch = HOPPER) -> Quality:
     source = ASTSource(case.fn, case.types(), constants, case.attributes())
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "maxnreg": case.max_registers}
     compiled = triton.compile(source, target=arch.target, options=options)
-    return measure(compiled.asm["ptx"], compiled.metadata.shared, arch)
+    return measure(compiled.asm["ptx"], compiled.metadata.shared, options, arch)
 
 
-def measure(ptx: str, shared_bytes: int, arch: Arch = HOPPER) -> Quality:
-    """Count instructions in the PTX and ask the assembler for registers and spills."""
-    tools = triton.knobs.nvidia
-    assembler = tools.ptxas if arch.capability < (10, 0) else tools.ptxas_blackwell
-    log = _ask(assembler, ptx.encode("ascii"), "-v", f"--gpu-name={arch.assembler}", "-o", os.devnull).stderr
+def assembler_log(ptx: str, options: dict[str, int | None], arch: Arch) -> str:
+    """Assemble PTX as Triton does, and return what ptxas reports.
+
+    Triton itself calls ptxas, because the choice of ptxas and its flags depend on the version of Triton.
+    """
+    backend, log = make_backend(arch.target), io.StringIO()
+    with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(log):
+        triton.knobs.nvidia.dump_ptxas_log = True
+        backend.make_cubin(ptx, {}, backend.parse_options(options), arch.target.arch)
+    return log.getvalue()
+
+
+def measure(ptx: str, shared_bytes: int, options: dict[str, int | None], arch: Arch = HOPPER) -> Quality:
+    """Count instructions in the PTX and read registers and spills in the assembler's log."""
+    log = assembler_log(ptx, options, arch)
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
     registers = re.search(r"Used (\d+) registers", log)
     assert spills is not None, log
