@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from hf_cases import save_model
+from readme import snippets
 
 import comet
 
@@ -177,3 +179,13 @@ def test_the_wheel_trains_and_compiles_elsewhere(elsewhere):
     assert (elsewhere / "run/loss.png").exists()
     assert '"failed": 0' in run_elsewhere(elsewhere, ["comet", "compile", "--filter", "Mixtral, EP4"]).splitlines()[-1]
     assert '"failed": 0' in run_elsewhere(elsewhere, ["comet", "compile", "--filter", "gemm_combine_bf16_top2_rows256"])
+
+
+@pytest.mark.slow
+def test_the_wheel_runs_the_snippets_of_the_readme_elsewhere(elsewhere):
+    program = [snippet for section in ("In a program", "Decode") for snippet in snippets(section)]
+    assert "torch.Size([100, 64])" in run_elsewhere(elsewhere, ["python", "-c", "\n".join(program)])
+    (elsewhere / "generate.py").write_text("".join(snippets("Hugging Face")))
+    save_model(elsewhere / "model", "qwen3_moe")
+    torchrun = ["python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    assert "tensor([[" in run_elsewhere(elsewhere, [*torchrun, "generate.py", "model"])

@@ -162,16 +162,6 @@ def test_training_that_is_stopped_leaves_a_checkpoint_and_nothing_else(stop, sta
     assert f"continuing {newest.path} from step {newest.step}" in capfd.readouterr().err
 
 
-def test_the_readme_example_runs():
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    code = readme.split("```python\n")[1].split("```")[0]
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code], env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("torch.Size([100, 64]) ")
-
-
 def test_a_task_without_ranks_gets_its_words():
     assert run("plain", "a", "--b") == (2, ["['a', '--b']"], [])
 

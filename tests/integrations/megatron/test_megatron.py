@@ -29,6 +29,7 @@ from megatron_cases import (
     twins,
 )
 from ranks import in_ranks, run_ranks
+from readme import snippets
 from tiers import slow
 from torch import Tensor
 from torch.nn.functional import relu
@@ -131,7 +132,7 @@ def test_checkpoints(tmp_path: Path) -> None:
 @pytest.mark.slow
 @in_ranks(2, timeout=300)
 def test_initial_weights_do_not_depend_on_the_layout(rank: int, world_size: int) -> None:
-    """Those of two layers, gathered in each layout; and what Megatron reads off the parameters."""
+    """Compare the weights of two layers, gathered in each layout, and what Megatron reads off the parameters."""
     alone: dict[str, Tensor] = {}
     for ep, expert_tp in ((1, 1), (2, 1), (1, 2)):
         start(ep, expert_tp)
@@ -205,10 +206,9 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 def test_the_snippet_of_the_readme(tmp_path: Path) -> None:
-    """As it stands, on two CPU ranks; then what it made is run, as far as Megatron can without a GPU."""
+    """Run it on two CPU ranks, then what it made, as far as Megatron can without a GPU."""
     root, script = Path(__file__).parents[3], tmp_path / "train.py"
-    section = (root / "README.md").read_text().split("## Megatron-core")[1].split("\n## ")[0]
-    (snippet,) = re.findall("```python\n(.*?)```", section, re.DOTALL)
+    (snippet,) = snippets("Megatron-core")
     script.write_text(snippet + AFTER_THE_SNIPPET)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
