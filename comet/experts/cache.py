@@ -46,18 +46,18 @@ OF_THE_CACHES = ("slots", "prefetch")  # what reports repeat, and do not add up
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheReport:
-    """What caches did so far, but for ``OF_THE_CACHES``."""
+    """Counts of what caches did so far, and facts about the caches (``OF_THE_CACHES``)."""
 
     slots: int  # experts a layer's cache holds
     needed: int  # distinct experts that steps needed, summed over steps and layers
     fetched: int  # how many of them were not there
     fetched_bytes: int  # read from host memory
-    fetching_s: float  # seconds in which a layer's experts travelled, summed over layers; products ran beside
+    fetching_s: float  # seconds in which a layer's experts travelled, summed over layers; products ran meanwhile
     prefetched: int = 0  # experts that began to travel before their step
     prefetched_needed: int = 0  # how many of them it needed
     # of these experts, that came before their step; not of those that the step completed, whose bytes fetched_bytes has
     prefetched_bytes: int = 0
-    hosted: int = 0  # of the needed ones, how many were not there, either, and were computed on the host's cores
+    hosted: int = 0  # needed experts that were not there and were computed on the host's cores
     hosting_s: float = 0.0  # seconds of these cores
     prefetch: bool = False  # whether experts may travel before their step
     staged_bytes: int = 0  # where the host fetches: read from files or pageable memory into that which it copies from
@@ -68,7 +68,7 @@ class CacheReport:
         return 1 - (self.fetched + self.hosted) / self.needed if self.needed else 1.0
 
     def since(self, before: Self) -> Self:
-        """What was done after another report."""
+        """Return the counts since another report."""
         first, last = asdict(before), asdict(self)
         return replace(self, **{name: last[name] - first[name] for name in last if name not in OF_THE_CACHES})
 
@@ -87,7 +87,7 @@ def total(reports: Sequence[CacheReport]) -> CacheReport:
 class ExpertCache(SlotCache):
     """Slots for some experts of a layer on this rank's device.
 
-    What streams is copied beside the stream that computes.
+    Experts of prompts are copied on a stream of their own.
 
     Args:
         w1: ``(e, 2F, D)`` the rank's experts in host memory, gate rows first, then up rows; pinned here for a GPU.
@@ -166,6 +166,14 @@ class ExpertCache(SlotCache):
         self.host = replace(self.host, prefetched=True, fetched=event)
         self.weights = replace(self.weights, host=self.host)
 
+    def clear(self) -> None:
+        """Let no expert have a slot, behind all that streams were given for them."""
+        for stream in (self.travel_stream, self.copy_stream):
+            if stream is not None:
+                torch.cuda.current_stream(stream.device).wait_stream(stream)
+        self._free.clear()
+        self.tables.clear()
+
     def owners(self) -> list[int]:
         """Expert of each slot, -1 for none, with what travelled for a step; waits for the device."""
         if self.travel_stream is not None:  # no kernel here closes the gate, and what is claimed counts as there
@@ -219,7 +227,7 @@ class ExpertCache(SlotCache):
 
 
 def report_of(caches: Sequence[ExpertCache]) -> CacheReport:
-    """What the caches of all layers did so far; waits for their device."""
+    """Return the counts of all layers' caches so far; waits for their device."""
     totals = torch.stack([cache.tables.totals for cache in caches]).sum(0).tolist()
     needed, fetched, nanoseconds, _, begun, useful, words, hosted = totals
     return CacheReport(
@@ -241,7 +249,7 @@ class CachedExperts(ExpertsFromSlots):
     """Experts that the device brings itself.
 
     A step that may need more experts than there are slots runs in waves (``comet.kernels.experts.waves``). Kernels that
-    are compiled for one token have none: where its K experts have no room, it is computed beside a token without any.
+    are compiled for one token have none: where its K experts have no room, a token without any is computed with it.
     """
 
     cache: ExpertCache
@@ -262,7 +270,7 @@ class CachedExperts(ExpertsFromSlots):
             self.cache.cores.raise_if_failed()
 
     def step(self, routed: RoutedTokens, w1: Tensor, w2: Tensor) -> Tensor:
-        """Beside which experts of other layers may travel."""
+        """Compute a decode step, while experts of other layers may travel."""
         tokens, top_k_ids, top_k_weights = routed
         if self.prefetch is not None:
             self.prefetch.before_step(tokens, top_k_ids.shape[1])
@@ -274,6 +282,8 @@ class CachedExperts(ExpertsFromSlots):
             output = self.runner(step, w1, w2, experts=self.cache.weights)[:num_tokens]
         if self.prefetch is not None:
             self.prefetch.after_step(tokens)
+        if self.cache.cores is not None and not tokens.is_cuda:  # a GPU has not computed this step yet
+            self.cache.cores.raise_if_failed()
         return output
 
 
@@ -322,7 +332,7 @@ def share_of_experts(number: int, num_experts: int) -> float:
 
 
 def bytes_of_expert(hidden_size: int, ffn_size: int, dtype: torch.dtype, stored: StoredType | None = None) -> int:
-    """Of w1 ``(2F, D)`` and w2 ``(D, F)``, with their scales where they are quantised.
+    """Return the bytes of w1 ``(2F, D)`` and w2 ``(D, F)``, with their scales where they are quantised.
 
     Example (D = 256, F = 128): 98,304 numbers are 196,608 bytes in bfloat16, 101,376 in MXFP8, 52,224 in MXFP4 and
     98,328 in block FP8, which has 2 * 2 + 2 * 1 scales of 4 bytes.

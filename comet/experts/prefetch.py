@@ -72,7 +72,8 @@ class Prefetch:
     def guess(self, tokens: Tensor, num_experts: int) -> None:
         """Plan the likeliest ``num_experts`` of the tokens ``(T, D)`` of the layer before."""
         if self._stream is None:
-            plan_torch(self._predict(tokens)[:, :num_experts], self._cache.host)
+            with self._cache.used():
+                plan_torch(self._predict(tokens)[:, :num_experts], self._cache.host)
             return
         self._stream.wait_stream(torch.cuda.current_stream(tokens.device))
         with torch.cuda.stream(self._stream):
@@ -84,7 +85,8 @@ class Prefetch:
         """Let the plan travel, once the layer before has its experts."""
         host, slots = self._cache.host, self._cache.weights.parts
         if self._stream is None:
-            travel_torch(slots, host)
+            with self._cache.used():
+                travel_torch(slots, host)
             return
         assert fetched is not None, "the layer before has a cache on the same device"
         with torch.cuda.stream(self._stream):

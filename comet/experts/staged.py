@@ -57,7 +57,7 @@ class Stage:
         }
         self._places: OrderedDict[tuple[int, int], int] = OrderedDict()
         self._free = list(range(num_places))
-        self.turn = Turn(device)  # of the thread that may use it
+        self.turn = Turn(device)  # held by the thread that may use the stage
         self.num_places = num_places
         self.num_reads = 0  # experts that were read into it so far
         self.files: AbstractContextManager[object] | None = None  # what its readers need to stay open, if anything
@@ -79,6 +79,11 @@ class Stage:
             self._places[key] = self._free.pop()  # not before it is whole
             self.num_reads += 1
         return self._at(self._places[key])
+
+    def clear(self) -> None:
+        """Forget all experts."""
+        self._places.clear()
+        self._free = list(range(self.num_places))
 
     def _at(self, place: int) -> dict[str, Tensor]:
         return {name: memory[place] for name, memory in self._memory.items()}
@@ -141,7 +146,7 @@ class StagedCache(SlotCache):
         self.weights = DecodeWeights(**slots, slots=table, activation=activation)
         self._reader, self.stage, self._layer = reader, stage, layer
         self.turn = stage.turn
-        self._slots: OrderedDict[int, int] = OrderedDict()  # of experts, the one used longest ago first
+        self._slots: OrderedDict[int, int] = OrderedDict()  # Slots by experts, the one used longest ago first.
 
     def bring(self, top_k_ids: Tensor) -> DecodeWeights:
         """Bring the experts of a step, at most S of this rank, into slots; waits for the device and its copies."""
@@ -156,6 +161,11 @@ class StagedCache(SlotCache):
         self.copy(fetched, non_blocking=True)
         self.take([*there, *fetched])
         return self.weights
+
+    def clear(self) -> None:
+        """Let no expert have a slot, nor a place of the stage."""
+        self._slots.clear()
+        self.stage.clear()
 
     def owners(self) -> list[int]:
         """Expert of each slot, -1 for none."""
@@ -195,7 +205,7 @@ class StagedCache(SlotCache):
 
 
 def staged_report_of(caches: Sequence[StagedCache]) -> CacheReport:
-    """What the caches of all layers, which share a stage, did so far."""
+    """Return the counts of all layers' caches, which share a stage."""
     fetched, expert = sum(cache.fetched for cache in caches), caches[0].expert_bytes
     return CacheReport(
         slots=caches[0].num_slots,

@@ -9,8 +9,8 @@ nothing else unless it brings experts itself.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
@@ -28,7 +28,7 @@ from comet.layout import Biases, RoutedTokens
 from comet.reference.plain import grouped_matmul
 from comet.utils.autocast import without_autocast
 
-MOST_ROWS = 8192  # of visits that are computed at once, unless one alone has more
+MOST_ROWS = 8192  # Visits that are computed at once have at most so many rows, unless one alone has more.
 NOWHERE = 2**15 - 1  # the place of rows that this rank does not serve
 FLOATING_BYTES = 2**27  # of quantised experts that are dequantised at once, unless one alone has more
 
@@ -46,7 +46,7 @@ def plan_visits(counts: Sequence[int], owners: Sequence[int]) -> list[Visit]:
     """In which order experts are computed, and in which slots; the busiest ones hold slots at the end.
 
     Example: counts ``[2, 0, 1, 3]``, owners ``[1, 3]``: expert 3 in slot 1, where it is; then expert 2 in slot 0, whose
-    expert 1 nobody needs, and expert 0 in slot 1.
+    expert 1 is not needed, and expert 0 in slot 1.
     """
     there = {expert: slot for slot, expert in enumerate(owners) if expert >= 0 and counts[expert]}
     by_rows = sorted((expert for expert, count in enumerate(counts) if count), key=lambda expert: counts[expert])
@@ -93,12 +93,26 @@ class SlotCache(Protocol):
     first_expert: int
     num_held: int
     num_slots: int
-    turn: AbstractContextManager[object]  # of the thread that may use the slots, and what else there is one of
+    turn: AbstractContextManager[object]  # held by the thread that may use the slots and all that layers share
+    broke_off = False  # whether a use has begun and not ended: Ctrl-C, too, may come anywhere
 
     @property
     def expert_bytes(self) -> int:
-        """Of one expert."""
+        """Bytes of one expert."""
         return self.weights.expert_bytes
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Surround each use of the slots; behind one that broke off they are empty."""
+        if self.broke_off:
+            self.clear()
+        self.broke_off = True
+        yield
+        self.broke_off = False
+
+    def clear(self) -> None:
+        """Let no expert have a slot, whatever a use that broke off has left."""
+        ...
 
     def owners(self) -> list[int]:
         """Expert of each slot, -1 for none; waits for the device."""
@@ -122,7 +136,7 @@ class SlotCache(Protocol):
 
 
 def send(numbers: Tensor, device: torch.device) -> Tensor:
-    """Numbers of the host on a device: CUDA stages them at once, so that nobody waits for what the device has to do."""
+    """Numbers of the host on a device: CUDA stages them at once, so that the host does not wait for the device."""
     return numbers.to(device, non_blocking=True)
 
 
@@ -156,7 +170,7 @@ class ExpertsFromSlots:
             "requires_grad=True of tokens or top_k_weights must be False: a model with an expert_budget is for "
             "inference, run it under torch.no_grad()",
         )
-        with self.runner.in_turn(self.cache.turn):
+        with self.runner.in_turn(self.cache.turn), self.cache.used():
             self.check()
             if len(routed.tokens) <= self.runner.decode.max_tokens:
                 return self.step(routed, w1, w2)
@@ -196,7 +210,7 @@ class ExpertsFromSlots:
             outputs = torch.cat([rows[:0], *results]).to(accumulator_dtype(tokens.dtype))
             entries = outputs.new_zeros(num_tokens * top_k, tokens.shape[1]).index_copy_(0, order, outputs)
             is_served = (places < NOWHERE).view_as(top_k_ids)
-            weights = top_k_weights.to(outputs.dtype).where(is_served, 0.0)  # what a masked slot weighs does no harm
+            weights = top_k_weights.to(outputs.dtype).where(is_served, 0.0)  # Weights of masked slots do no harm.
             return (entries.view(num_tokens, top_k, -1) * weights.unsqueeze(-1)).sum(1)
 
     def _compute(self, rows: Tensor, groups: Sequence[Sequence[Visit]], counts: Sequence[int]) -> list[Tensor]:

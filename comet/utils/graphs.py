@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
@@ -73,9 +74,10 @@ class Replayed(Generic[Result]):
             replay, result = self._replay
             replay()
             return result
-        self._warm_calls += 1
         with self._side.inserted():
-            return self._run()
+            result = self._run()
+        self._warm_calls += 1
+        return result
 
     def renew(self) -> None:
         """Let the next calls capture the function again if a tensor that the graph reads was replaced or moved."""
@@ -94,7 +96,6 @@ class Replayed(Generic[Result]):
             if isinstance(mistake_of(error), torch.OutOfMemoryError):
                 error.add_note(f"a CUDA graph of {self._calls} does not fit the memory; cuda_graph='off' needs less")
                 raise
-            release_random_numbers(self._device)
             self._give_up(f"the step cannot be captured: {first_line(error)}", error)
 
     def _give_up(self, reason: str, error: RuntimeError | None = None) -> None:
@@ -151,8 +152,16 @@ def capture(
     # The outer context restores the stream even where the inner one fails as it ends. Other threads (a watchdog of
     # NCCL) may go on asking the device: the capture is this thread's.
     capturing = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
-    with torch.cuda.stream(stream), capturing:
-        result = run()
+    handled = sys.exception()
+    try:
+        with torch.cuda.stream(stream), capturing:
+            result = run()
+    except BaseException as error:
+        release_random_numbers(torch.device("cuda", torch.cuda.current_device()))
+        interrupt = error.__context__
+        if isinstance(interrupt, KeyboardInterrupt) and interrupt is not handled:  # The capture could not end after it.
+            raise interrupt from None
+        raise
     return graph.replay, result
 
 

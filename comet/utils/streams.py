@@ -1,4 +1,4 @@
-"""Work beside the rest of a layer: a CUDA stream of its own on a GPU, nothing special on a CPU.
+"""Work that runs while the rest of a layer does: on a CUDA stream of its own on a GPU, nothing special on a CPU.
 
 Where a layer leaves SMs idle: while ids travel and the plan is made (small kernels that wait for each
 other, tens of microseconds), behind the last blocks of the persistent kernels, and, backward, while gradients travel.
@@ -20,16 +20,16 @@ Result = TypeVar("Result")
 
 
 class SideStream:
-    """Launches work beside what its caller launches next; one for all layers of a group, so that they share its memory.
+    """Launches work that runs along with the caller's next launches; one for all layers of a group, which share memory.
 
-    Autograd runs the backward pass of the work on the stream of its forward pass, hence beside the rest as well, and
+    Autograd runs the backward pass of the work on the stream of its forward pass, too, and
     makes the two wait for each other's gradients. Inside the capture of a CUDA graph the work becomes a branch of it.
 
     Why no memory is reused too early: the allocator gives memory back to the stream it was taken on, once the host has
     let go of it. The caller keeps the inputs until it has joined. What the work made is reused only by later work,
     which waits first for all that the caller has launched, and so for its last use; callers on several streams wait
     for each other first (``Workspace.join_stream``). A backward pass waits only for the
-    gradients it needs; so where gradients are recorded, the allocator is told of both streams.
+    gradients it needs; so where gradients are recorded, the allocator gets to know both streams.
 
     Args:
         stream: ``None`` runs the work at once, on the caller's stream.
@@ -70,15 +70,17 @@ class SideStream:
 
     @contextmanager
     def inserted(self) -> Iterator[None]:
-        """What is launched inside comes between what the caller launched before and what it launches next."""
+        """Put what is launched inside between what the caller launched before and what the caller launches next."""
         if self.stream is None:
             yield
             return
         caller = torch.cuda.current_stream(self.stream.device)
         self.stream.wait_stream(caller)
-        with torch.cuda.stream(self.stream):
-            yield
-        caller.wait_stream(self.stream)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:  # Ctrl-C, too, leaves work on the stream.
+            caller.wait_stream(self.stream)
 
 
 def _share(values: tuple[object, ...], stream: torch.cuda.Stream) -> None:

@@ -1,4 +1,4 @@
-"""Where decode steps ask the host's cores for experts, in memory that two processes and the device share."""
+"""The mailbox by which decode steps ask the host's cores for experts, in memory of two processes and the device."""
 
 from dataclasses import dataclass
 
@@ -6,17 +6,18 @@ import triton.language as tl
 from torch import Tensor
 
 LAST_SEQUENCE = tl.constexpr(2**30)
-# Words of ``Mailbox.words``; each that somebody polls is alone in a line.
+# Words of ``Mailbox.words``; each word that is polled has a cache line of its own, but for ``SERVED``.
 REQUEST, OF_LAYER, NUM_EXPERTS, NUM_TOKENS, TOP_K = (tl.constexpr(word) for word in range(5))
 ANSWERED, FAILED, READY, STOP = (tl.constexpr(32 * line) for line in range(1, 5))
+SERVED = tl.constexpr(ANSWERED.value + 1)  # number of the last request that was read, answered or not
 EXPERTS = tl.constexpr(160)
-# What ``Mailbox.pointers`` point to, from ``CacheConstants.mail`` on.
+# Places of ``Mailbox.pointers``, from ``CacheConstants.mail`` on.
 SHARE, SEQUENCE, WORDS, TOKENS, WEIGHTS, ANSWER, SUMS, FAULT = (tl.constexpr(place) for place in range(8))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mailbox:
-    """Where decode steps of all layers of a rank, one after the other, ask the host's cores."""
+    """A mailbox in which decode steps of all layers of a rank, one after the other, ask the host's cores."""
 
     # (max_tokens + 1, E + 1) int32 on the device: of a step of T tokens that misses m experts, how many the host
     # computes; from 0 to m
@@ -36,13 +37,13 @@ class Mailbox:
 
     @property
     def pointers(self) -> tuple[Tensor, ...]:
-        """What the kernels get behind the pointers of a cache."""
+        """Tensors that the kernels get behind the pointers of a cache."""
         return (
             self.share, self.sequence, self.words, self.tokens, self.weights, self.answer, self.sums, self.fault,
         )  # fmt: skip
 
     def share_of(self, num_tokens: int, num_missing: int) -> int:
-        """Of so many missing experts of a step, how many the host computes; 0 once a deadline passed."""
+        """Return how many of a step's missing experts the host computes; 0 once a deadline passed."""
         takes = num_tokens <= self.tokens.shape[0] and not int(self.fault[0])
         return int(self.share[num_tokens, num_missing]) if takes else 0
 

@@ -1,4 +1,4 @@
-"""What the GPU and the host know of an expert cache: tables, parts of experts, constants of its kernels."""
+"""Tables of an expert cache, parts of experts, and constants of the cache's kernels."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -15,22 +15,22 @@ from .policy import POLICIES, Policy
 
 LRU = tl.constexpr(0)  # place among them
 NEVER = tl.constexpr(2**31 - 1)
-FETCH_WARPS = 64  # of all blocks together; a warp has 4 KB in flight
-PIECE_WORDS = 512  # of 8 bytes, that a warp copies at once
-AHEAD_WORDS = 1024  # that a block copies at once before their step
+FETCH_WARPS = 64  # Warps of all blocks together; a warp has 4 KB in flight.
+PIECE_WORDS = 512  # A warp copies so many words of 8 bytes at once.
+AHEAD_WORDS = 1024  # A block copies so many words at once before their step.
 LINE_BYTES = 128  # of L1
 HEADER_WORDS = 16
 # The words of ``CacheTables.header`` of a step,
 COUNT, CLOCK, READY, DONE, FIRST, LAST, CHANGED = (tl.constexpr(word) for word in range(7))
-# of what travels before it (see ``experts.prefetch``),
+# those of experts that travel before their step (see ``experts.prefetch``),
 GATE, PLANNED, NEXT, THERE1, THERE2, BEGUN, NEEDED = (tl.constexpr(word) for word in range(7, 14))
-# and of what the host computes (see ``experts.host``).
+# and those of experts that the host computes (see ``experts.host``).
 HOSTED, LAYER = tl.constexpr(14), tl.constexpr(15)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheTables:
-    """What the GPU knows of a layer's cache; all that is not given is a view of ``state``."""
+    """The GPU's tables of a layer's cache; all that is not given is a view of ``state``."""
 
     state: Tensor  # (3E + 8S + 16,) int32: the views below one after the other, landed behind copies
     scores: Tensor  # (E,) float32: what an expert is worth, for the policy lfu
@@ -64,7 +64,7 @@ class CacheTables:
     def create(
         cls, num_experts: int, num_slots: int, device: torch.device, held: tuple[int, int] | None = None
     ) -> "CacheTables":
-        """Of a cache that holds nothing yet; ``held``: the first expert that this rank serves, and the last + 1."""
+        """Make the tables of an empty cache; ``held``: the first expert that this rank serves, and the last + 1."""
         tables = cls(
             state=torch.zeros(3 * num_experts + 8 * num_slots + HEADER_WORDS, dtype=torch.int32, device=device),
             scores=torch.zeros(num_experts, dtype=torch.float32, device=device),
@@ -72,11 +72,19 @@ class CacheTables:
             num_experts=num_experts,
             num_slots=num_slots,
         )
-        for table in (tables.slots, tables.arriving, tables.owners):
-            table.fill_(-1)
         first, end = held or (0, num_experts)
         tables.header[FIRST.value : LAST.value + 1] = torch.tensor([first, end], dtype=torch.int32)
+        tables.clear()
         return tables
+
+    def clear(self) -> None:
+        """Empty all slots, whatever a step that broke off has left; it must have ended on the device."""
+        of_rank, of_layer = self.header[FIRST.value : LAST.value + 1].clone(), self.header[LAYER.value].clone()
+        self.state.zero_()
+        for table in (self.slots, self.arriving, self.owners):
+            table.fill_(-1)
+        self.header[FIRST.value : LAST.value + 1] = of_rank
+        self.header[LAYER.value] = of_layer
 
     def words_of(self, experts: Collection[int], slots: Collection[int]) -> list[int]:
         """Places in ``state`` of the slots of experts, of the same while they arrive, and of the owners of slots.
@@ -115,13 +123,13 @@ class ExpertParts:
 
     @property
     def expert_bytes(self) -> int:
-        """Of one expert, its scales counted."""
+        """Bytes of one expert, with its scales."""
         return sum(part[0].nbytes for part in self.parts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostExperts(ExpertParts):
-    """Where the experts of a step that have no slot come from."""
+    """The host memory from which experts without a slot come."""
 
     w1: Tensor  # (e, ...) of the experts this rank serves, in host memory that the GPU reads; 16 bytes divide an expert
     w2: Tensor  # (e, ...), in the same memory
@@ -138,7 +146,7 @@ class HostExperts(ExpertParts):
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
-        """What kernels of a step use, beside the slots and ``tables.slots``."""
+        """Memory that kernels of a step use in addition to the slots and ``tables.slots``."""
         mail = () if self.mail is None else self.mail.pointers
         return (*self.parts, self.tables.scores, self.tables.totals, *mail)
 
@@ -148,7 +156,7 @@ class HostExperts(ExpertParts):
 
     @property
     def pieces(self) -> int:
-        """Of one expert that travels before its step."""
+        """Pieces of one expert that travels before its step."""
         return pieces_of([part[0].nbytes for part in self.parts])
 
     def pointers(
@@ -171,7 +179,7 @@ class HostExperts(ExpertParts):
 
 
 class CacheConstants(NamedTuple):
-    """What ``gate_up_kernel`` is compiled for where it serves misses."""
+    """Constants of ``gate_up_kernel`` where it serves misses."""
 
     rows: int  # rows of blocks, in front of those that multiply, which fetch
     experts: int  # power of two, at least E
@@ -213,7 +221,7 @@ def cache_constants(
     policy: Policy,
     ahead: int = 0,
 ) -> CacheConstants:
-    """What a cache of S slots for E experts is compiled for; ``num_bytes``: of ``HostExperts.parts`` of an expert.
+    """Return the constants of a cache of S slots for E experts; ``num_bytes``: bytes of each of an expert's parts.
 
     ``ahead``: ``HostExperts.pieces`` where it is ``prefetched``.
     """

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import IO, Any
 
 import torch
 from torch import Tensor
 
+from comet.comm.signals import fence
 from comet.config import require
 from comet.decode.runners import ReplicatedRunner, Runner
 from comet.errors import HostComputeError, UnavailableError
@@ -25,7 +30,17 @@ from comet.experts.host.worker import Place, WorkerPlan, refuse_nan
 from comet.experts.options import check_host_cores
 from comet.experts.store import MemoryFile, host_memory
 from comet.kernels.experts.host import PLACE_HOST
-from comet.kernels.experts.mailbox import EXPERTS, FAILED, NUM_EXPERTS, OF_LAYER, READY, STOP, Mailbox
+from comet.kernels.experts.mailbox import (
+    ANSWERED,
+    EXPERTS,
+    FAILED,
+    LAST_SEQUENCE,
+    NUM_EXPERTS,
+    OF_LAYER,
+    READY,
+    STOP,
+    Mailbox,
+)
 from comet.kernels.experts.tables import ExpertParts
 from comet.kernels.runtime.process import usable_cores
 
@@ -104,17 +119,26 @@ class HostCores:
             mail=[self._place(part) for part in (mail.words, mail.tokens, mail.weights, mail.answer, self._counts)],
         )
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it is open as long as the process is
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-c", PROGRAM],
-            stdin=subprocess.PIPE, stdout=self._log, stderr=self._log, pass_fds=[self.file.descriptor],
-        )  # fmt: skip
-        self._end = weakref.finalize(self, end_process, self.process, self._words, self._log, os.getpid())
-        assert self.process.stdin is not None
-        self.process.stdin.write(pickle.dumps(plan))
-        self.process.stdin.close()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # the process inherits that and keeps it
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-c", PROGRAM],
+                stdin=subprocess.PIPE, stdout=self._log, stderr=self._log, pass_fds=[self.file.descriptor],
+            )  # fmt: skip
+            self._end = weakref.finalize(self, end_process, self.process, self._words, self._log, os.getpid())
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        watched = self.process, self._words, mail.answer
+        threading.Thread(target=answer_once_dead, args=watched, daemon=True).start()
+        try:
+            with suppress(BrokenPipeError), self.process.stdin as pipe:  # a process that died says why
+                pipe.write(pickle.dumps(plan))
+            self._wait_until_ready()
+            self.profile = profile or measure(mail, stores, self.sizes, self.device)
+        except BaseException:
+            self.close()
+            raise
         self.file.close()
-        self._wait_until_ready()
-        self.profile = profile or measure(mail, stores, self.sizes, self.device)
         self._counts.zero_()
         mail.share.copy_(self.profile.share_table(self.sizes.max_tokens, self.sizes.num_experts))
         logger.info("%d cores of the host compute missing experts: %s", self.num_cores, self.facts())
@@ -162,9 +186,7 @@ class HostCores:
         deadline = time.monotonic() + START_S
         while not int(self._words[READY.value]):
             if self.process.poll() is not None or time.monotonic() > deadline:
-                error = HostComputeError(f"the process for host_cores={self.num_cores} did not start{self._said()}")
-                self.close()
-                raise error
+                raise HostComputeError(f"the process for host_cores={self.num_cores} did not start{self._said()}")
             time.sleep(POLL_S)
 
     def _error(self) -> HostComputeError:
@@ -173,7 +195,7 @@ class HostCores:
         experts = words[EXPERTS.value : EXPERTS.value + count]
         status = None if self.process is None else self.process.poll()
         state = "is still at it" if status is None else f"ended with status {status}"
-        late = f" within {self.mail.timeout_ns / 1e9:.1f} s" if words[FAILED.value] else ""
+        late = f" within {self.mail.timeout_ns / 1e9:.1f} s" if status is None and words[FAILED.value] else ""
         return HostComputeError(
             f"the host's cores do not compute experts{late}, the last ones asked for were {experts} of layer "
             f"{words[OF_LAYER.value]}: the process {state}{self._said()}; load the model again, or set host_cores=off"
@@ -185,6 +207,18 @@ class HostCores:
         self._log.seek(0)
         lines = self._log.read().strip().splitlines()
         return f" ({lines[-1]})" if lines else ""
+
+
+def answer_once_dead(process: subprocess.Popen[bytes], words: Tensor, answer: Tensor) -> None:
+    """Answer requests with NaN once the process has died, so that no step waits for its deadline."""
+    numbers, sums = words.numpy(), answer.numpy()
+    process.wait()
+    while not numbers[STOP.value]:
+        sums.fill(math.nan)
+        numbers[FAILED.value] = 1
+        fence()
+        numbers[ANSWERED.value] = LAST_SEQUENCE.value
+        time.sleep(POLL_S)
 
 
 def end_process(process: subprocess.Popen[bytes], words: Tensor, log: IO[str], owner: int) -> None:

@@ -1,7 +1,7 @@
 """The process that computes missing experts on the host's cores: it polls a mailbox, and never touches a GPU.
 
 It reads a ``WorkerPlan`` from its input, maps the store's file, which it was given open, and serves requests
-(``comet.kernels.experts.host``) until it is told to end or its parent is gone.
+(``comet.kernels.experts.host``) until its parent ends it or is gone.
 
 Codes of quantised experts become float32 numbers, some rows at a time. torch converts eight-bit codes one by one, at
 0.3 GB/s a core. But the bits of an e4m3 or e2m1 code, shifted to where float16 has its own, are the same number times a
@@ -34,6 +34,7 @@ from comet.kernels.experts.mailbox import (
     OF_LAYER,
     READY,
     REQUEST,
+    SERVED,
     STOP,
     TOP_K,
 )
@@ -41,7 +42,7 @@ from comet.kernels.experts.tables import ExpertParts
 from comet.kernels.runtime.activation import SWIGLU, Activation
 from comet.quantization.formats import CODES, FLOAT32_FRACTION_BITS, FP8_BLOCK
 
-PATIENCE_NS = 20_000_000  # of polling without a pause, behind the last request
+PATIENCE_NS = 20_000_000  # After each request the process polls so long without a pause.
 PAUSE_S = 100e-6
 
 
@@ -101,7 +102,7 @@ class CodeProducts:
 
 
 def scales_of(scales: Tensor, rows: slice) -> Tensor:
-    """Those of some rows of a matrix, one row each; in block FP8 128 rows of the matrix share one."""
+    """Return the scales of some rows of a matrix, one row each; in block FP8 128 rows of the matrix share one."""
     if scales.dtype == torch.float32:
         return scales[torch.arange(rows.start, rows.stop) // FP8_BLOCK]
     return scales[rows]
@@ -149,7 +150,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """What the process is to know."""
+    """Everything that the process has to know."""
 
     file: int  # number of the open file
     parent: int  # process that it ends with
@@ -180,7 +181,7 @@ class Worker:
 
     def serve(self) -> None:
         """Until the parent says so, or is gone."""
-        words, served, busy_ns = self.words, self.words[REQUEST.value], time.monotonic_ns()
+        words, served, busy_ns = self.words, self.words[SERVED.value], time.monotonic_ns()
         words[READY.value] = 1
         while not words[STOP.value]:
             wanted = words[REQUEST.value]
@@ -188,7 +189,7 @@ class Worker:
                 fence()
                 self.compute()
                 fence()
-                words[ANSWERED.value] = served = wanted
+                words[SERVED.value] = words[ANSWERED.value] = served = wanted
                 busy_ns = time.monotonic_ns()
             elif time.monotonic_ns() - busy_ns > PATIENCE_NS:
                 if os.getppid() != self.plan.parent:
