@@ -121,7 +121,7 @@ def rank_partial(
     activation: Activation = SWIGLU,
     biases: Biases | None = None,
 ) -> Tensor:
-    """What one rank contributes to every token, ``(T, D)``: the weighted sum over the token's slots that it owns.
+    """The part ``(T, D)`` of one rank in every token: the weighted sum over the slots of the token that it owns.
 
     Weights and biases are those of ``shard_experts`` and ``shard_biases``, of the experts from ``first_expert`` on.
     """
@@ -160,7 +160,7 @@ def weighted_sum(outputs: Tensor, row_slots: Tensor, weights: Tensor | None) -> 
     total = torch.zeros(row_slots.shape[0], outputs.shape[1], dtype=wide, device=outputs.device)
     for slots, slot_weights in zip(row_slots.unbind(1), weights.unbind(1), strict=True):
         part = outputs.index_select(0, slots.clamp(min=0)).to(wide) * slot_weights[:, None].to(wide)
-        # Not a product with 0: what is nowhere may be NaN.
+        # A product with 0 would not do: the row of an absent slot may be NaN.
         total += part.where(slots[:, None] >= 0, 0.0)
     return total.to(outputs.dtype)
 

@@ -1,1 +1,1 @@
-"""From tokens to experts: the router, its kernels, its losses."""
+"""The router, which sends tokens to experts, its kernels and its losses."""

@@ -11,7 +11,7 @@ from comet.config import MoEConfig
 
 
 class RouterStats(NamedTuple):
-    """What one forward of the router measured over this rank's tokens."""
+    """Losses and loads of one forward pass of the router over this rank's tokens."""
 
     aux_loss: Tensor  # () float32, load-balancing loss times its coefficient, with gradient; zero when unused
     z_loss: Tensor  # () float32, router z-loss times its coefficient, with gradient; zero when unused
@@ -19,7 +19,7 @@ class RouterStats(NamedTuple):
 
     @property
     def loss(self) -> Tensor:
-        """``()`` float32: what the training loss should add for this layer."""
+        """The part of the training loss that this layer adds, ``()`` float32."""
         return self.aux_loss + self.z_loss
 
 

@@ -97,7 +97,7 @@ class Router(nn.Module):
                 largest = logits.new_zeros(()) if largest_logit is None else largest_logit
                 stats = measure(logits, scores, top_k_ids, self.config, largest)
                 if largest_logit is None:
-                    watch_finite(largest, None)  # which is finite if all are
+                    watch_finite(largest, None)  # the largest is finite if all are
                 return stats
             if logits.device.type != "cpu":
                 watch_finite(logits, largest_logit)
@@ -139,14 +139,14 @@ class Router(nn.Module):
 
 
 def router_of(weight: nn.Parameter, selection_bias: Tensor | None, config: MoEConfig) -> Router:
-    """A router of a rule of its own, whose weight and selection bias stay somebody else's."""
+    """Make a router with another rule over a weight and selection bias that stay where they are."""
     router = Router(config, device="meta")
     router.weight, router.selection_bias = weight, selection_bias
     return router
 
 
 def _selection_scores(logits: Tensor, scores: Tensor, selection_bias: Tensor | None, config: MoEConfig) -> Tensor:
-    """What experts are compared by: logits where only their order counts, else scores (plus bias)."""
+    """The numbers by which experts are compared: logits where only their order counts, else scores (plus bias)."""
     if selection_bias is not None:
         return scores.detach() + selection_bias
     # Scores saturate at 0 and 1, and torch's vectorised sigmoid can differ from its scalar tail for equal logits.
@@ -188,7 +188,7 @@ def watch_finite(logits: Tensor, largest_logit: Tensor | None) -> None:
     Args:
         logits: ``(T, E)`` on a GPU.
         largest_logit: ``()`` float32, grows to the largest magnitude seen; stays NaN or infinite once a logit was, of
-            which ``Workspace.check`` tells. ``None``: an assertion on the device ends the process at its next
+            which ``Workspace.check`` reports. ``None``: an assertion on the device ends the process at its next
             synchronisation, with the reason on standard error.
     """
     if largest_logit is None:

@@ -48,7 +48,7 @@ Accesses = Mapping[str, Mapping[str, AxisUse]]
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
-    """What one operator reads and writes; axes are listed outermost first."""
+    """The tensors that one operator reads and writes; axes are listed outermost first."""
 
     name: str  # appears in reasons and errors
     reads: Accesses  # tensor name -> {axis name: use}
@@ -58,8 +58,6 @@ class Operator:
 
 @dataclass(frozen=True, kw_only=True)
 class Decomposition:
-    """The answer of ``analyze``."""
-
     tensor: str  # name of the shared tensor
     axis: str  # the axis to cut it along
     tile_axis: TileAxis  # whether the parts are runs of the computing operator's tile rows or of its tile columns
@@ -69,8 +67,8 @@ class Decomposition:
 def analyze(producer: Operator, consumer: Operator) -> Decomposition:
     """Find the axis of the shared tensor along which ``consumer`` can start before ``producer`` has finished.
 
-    An axis works when the producer finishes and the consumer reads its elements one by one. Of several, one that nobody
-    gathers wins (its parts need no index), then the outermost (its parts are contiguous in memory).
+    An axis works when the producer finishes and the consumer reads its elements one by one. Of several axes one that
+    neither gathers wins (its parts need no index), then the outermost (its parts are contiguous in memory).
 
     Raises:
         DependencyError: If there is no or more than one shared tensor, the two disagree about its axes, not exactly one

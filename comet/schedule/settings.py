@@ -23,15 +23,14 @@ def tile_rows(device: torch.device) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSettings(LaunchSettings):
-    """Those of one layer.
+    """The launch settings of one layer.
 
-    What the dependency analysis cuts along tile rows, layer 0 and hidden's gradient, goes phase by phase, as the plan's
-    tiles lie; what it cuts along tile columns, layer 1 and the tokens' gradient, goes column panel by column panel, all
-    tiles of all experts in each. ``kernels/gemm/tiles.py`` is the order.
+    The dependency analysis cuts layer 0 and hidden's gradient along tile rows: they go phase by phase, in the order of
+    the plan's tiles. It cuts layer 1 and the tokens' gradient along tile columns: they go column panel by column panel,
+    with all tiles of all experts in each. ``kernels/gemm/tiles.py`` computes the order.
     """
 
-    # whether all ranks have the kernels of layer 1 and of the tokens' gradients in CUDA C++; others may differ between
-    # them
+    # Whether all ranks have layer 1 and the tokens' gradients in CUDA C++; ranks may differ in the other kernels.
     cuda_kernels: bool = True
 
     @classmethod

@@ -1,1 +1,1 @@
-"""What the blocks of a fused layer did and when, as events, a table and a picture."""
+"""The work of each block of a fused layer over time, as events, a table and a picture."""

@@ -19,7 +19,7 @@ POLL_NS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What the events of one number mean."""
+    """The meaning of events of one number."""
 
     work: str
     wait: str  # name of the wait before it; empty where there is none
@@ -58,7 +58,6 @@ class Event:
 
     @property
     def work(self) -> str:
-        """Name of the work."""
         return KINDS[self.kind].work
 
     @property
@@ -126,7 +125,7 @@ def compare_clocks(stamps: Sequence[Tensor]) -> list[Clock]:
 
 
 def find_spans(events: Iterable[Event]) -> list[Span]:
-    """What each block did when, ordered by rank, block and begin; conversions have no length and are left out.
+    """The spans of all blocks by rank, block and begin; conversions have no length and are left out.
 
     A pipelined GEMM fetches a tile's first operands, and waits for them, before it finishes the tile in front. A tile
     therefore begins no earlier than the block's previous item ended, and a wait interrupts the work it falls into.

@@ -12,7 +12,7 @@ import numpy as np
 from comet.errors import UnavailableError
 from comet.trace.events import WAITS, WORKS, Launch, Span
 
-# Told apart by colour-blind readers, too; waits are the reds.
+# Colour-blind readers can distinguish these; waits are the reds.
 COLOURS = {
     "dispatch": "#e69f00",
     "layer 0 GEMM": "#2b6cb0",
@@ -24,7 +24,7 @@ COLOURS = {
     "wait for partial sums": "#8b0000",
 }
 IDLE = "#eceff1"
-LIGHTER = 0.28  # of the way to white
+LIGHTER = 0.28  # share of white that is mixed in
 FEW_BLOCKS = 16  # lanes get numbers and gaps up to here
 FEW_SPANS = 400  # spans of a rank get edges up to here
 WIDTH_INCHES = 15.0

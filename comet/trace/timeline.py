@@ -74,7 +74,7 @@ def chrome_trace(events: Sequence[Event], spans: Sequence[Span], summary: Mappin
 
 
 def _names(kind: str, rank: int, block: int, name: str, order: int) -> list[dict[str, Any]]:
-    """What a viewer calls a rank or a block, and the order in which it lists them."""
+    """The name of a rank or a block in a viewer, and its place in the list there."""
     place = {"ph": "M", "pid": rank, "tid": block}
     texts = {f"{kind}_name": {"name": name}, f"{kind}_sort_index": {"sort_index": order}}
     return [{"name": text, **place, "args": given} for text, given in texts.items()]
@@ -82,7 +82,7 @@ def _names(kind: str, rank: int, block: int, name: str, order: int) -> list[dict
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """What one rank recorded."""
+    """The recording of one rank."""
 
     rows: Tensor  # (n, 10) int64 on the CPU: block, then the fields of each event (comet.kernels.runtime.recorder)
     lost: int  # events that found the buffer full
@@ -112,7 +112,7 @@ class Timeline:
 
     @cached_property
     def spans(self) -> list[Span]:
-        """What each block did when (``comet.trace.events.find_spans``)."""
+        """The spans of all blocks (``comet.trace.events.find_spans``)."""
         return find_spans(self.events)
 
     @cached_property

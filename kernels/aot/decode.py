@@ -74,7 +74,7 @@ class Setting:
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """Of w1 and w2; words of codes for MXFP4."""
+        """The type of w1 and w2; words of codes for MXFP4."""
         if self.quantised == "mxfp4":
             return torch.int32
         return torch.float8_e4m3fn if self.quantised else self.dtype
@@ -89,7 +89,7 @@ class Setting:
         )  # fmt: skip
 
     def constants(self) -> StepConstants:
-        """What the constants of both kernels have in common."""
+        """The constants that both kernels share."""
         num_experts, top_k, _, _ = SHAPES[self.shape]
         found = step_constants(
             self.config, self.num_tokens, top_k, num_experts, self.dtype, self.weight_dtype,
@@ -98,7 +98,7 @@ class Setting:
         return found._replace(cache=self.cache_constants(self.config.gate_up.num_warps) if self.cache else None)
 
     def cache_constants(self, num_warps: int) -> CacheConstants:
-        """Those of a kernel whose blocks have so many warps."""
+        """The cache's constants in a kernel whose blocks have so many warps."""
         num_experts, top_k, hidden_size, ffn_size = SHAPES[self.shape]
         number = in_number(lane_of(self.weight_dtype))
         num_bytes = [rows * ffn_size * hidden_size * self.weight_dtype.itemsize // number for rows in (2, 1)]
@@ -271,6 +271,6 @@ def _case(
         max_registers=most_registers(shape, setting.ranks),
         expects=frozenset(expects),
         narrow_loads=scale_bytes + (BIAS_LOADS if setting.biased else 0),
-        # Of 128 registers; without biases it is 24.
+        # A thread has 128 registers; without biases 24 bytes spill.
         spilled_bytes=48 if setting.biased and setting.quantised == "mxfp4" and setting.num_tokens == 16 else 0,
     )

@@ -28,7 +28,7 @@ BIAS_LOADS = 4  # most loads of a bias of 16 bits, a few of which are no pairs
 RECORDED = 4096  # events per block, where a configuration records
 # In block FP8 a tile of layer 0 takes all 255 registers: 128 for sums, 64 for a product. What does not fit are
 # addresses and strides that are the same in every step, read back from the first-level cache. In other types a thread
-# has 64 for biases beside the 128 of its sums, once a tile, behind the loop.
+# has 64 for biases and 128 for its sums, once a tile, after the loop.
 FEW_SPILLS = 64
 
 

@@ -18,7 +18,7 @@ from ..plan.placement import place_kernel
 from ..runtime.case import KernelCase
 
 NUM_COUNTERS = 128
-FEW_CHUNKS = 4  # of a source with 512 tokens
+FEW_CHUNKS = 4  # chunks of a source with 512 tokens
 MANY_CHUNKS = 64
 
 

@@ -1,1 +1,1 @@
-"""Grouped GEMMs and what stands beside them."""
+"""Grouped GEMMs, and the kernels that run before and after them."""

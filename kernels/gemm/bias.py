@@ -14,7 +14,7 @@ from ..runtime.case import KernelCase
 from .group_gemm import num_blocks
 from .tiles import rows_of_piece
 
-ROWS, COLS = 32, 64  # of a step of a sum over rows
+ROWS, COLS = 32, 64  # size of a step of a sum over rows
 PIECE = 8  # rows a block multiplies with their bias at once; divides every tile
 WIDE = 256
 BLOCKS_PER_PROCESSOR = 8

@@ -53,7 +53,7 @@ class GemmConfig:
 
 
 class GemmConstants(NamedTuple):
-    """What the kernel is compiled for."""
+    """The constants for which the kernel is compiled."""
 
     gather: bool  # rows are gathered by index
     layout: Layout  # of b
@@ -224,5 +224,5 @@ def _aot_case(dtype: torch.dtype, gather: bool, layout: Layout, even_k: bool, co
 
 
 def gemm_features(dtype: torch.dtype) -> frozenset[str]:
-    """What a GEMM of a type is to have; IEEE float32 has no tensor-core instruction."""
+    """The machine code that a GEMM of a type must have; IEEE float32 has no tensor-core instruction."""
     return frozenset({"wide_loads", "wide_stores"} | ({"wgmma"} if dtype != torch.float32 else set()))

@@ -30,7 +30,7 @@ from ..runtime.cuda_source import (
 )
 from ..runtime.nvrtc import SEGMENT_ROWS, CudaKernel, is_available, load_source, segment_map, tensor_map
 
-TILE_BYTES = 32  # of ``WgradTile`` of ``wgrad.cuh``
+TILE_BYTES = 32  # size of ``WgradTile`` in ``wgrad.cuh``
 TILE_SLOTS = 16  # a tile may have no more than a stage, and slots are more than these
 LINE_COLS = SWIZZLE_BYTES // 2  # columns of a line
 A_COLS = 128  # columns of a of a tile
@@ -46,7 +46,7 @@ STAGED_BOXES = 2  # boxes of 16 rows and 64 columns that a warp stages; one item
 
 
 class WgradProblem(DeviceStruct):
-    """What there is to do."""
+    """The segments of rows, and the sizes of both operands."""
 
     _fields_ = (*fields(POINTER, "starts counts"), *fields(INT32, "experts a_cols b_cols"))
 
@@ -132,7 +132,7 @@ def _kernel(dtype: torch.dtype, device: int) -> CudaKernel:
 
 
 def source(dtype: torch.dtype) -> CudaSource:
-    """What the kernel of an element type is compiled from."""
+    """The source of the kernel of an element type."""
     element = element_of(dtype)
     return CudaSource(
         template="wgrad",

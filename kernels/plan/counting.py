@@ -7,7 +7,7 @@ Programs of ``exchange_kernel``, C chunks of W ranks, blocks of experts:
     [2*W*C, 3*W*C)                  buckets of a (source, chunk) at this rank
     [3*W*C, (3 + blocks)*W*C)       routed rows of a (source, chunk), for one block of experts
 
-It ends on every rank: programs that send wait for nobody, and no program that waits keeps one of its own grid from
+It ends on every rank: programs that send never wait, and no program that waits keeps one of its own grid from
 running, for a grid's programs start in the order of their numbers, on a GPU as many at once as have room, under the
 interpreter one after the other. So whichever programs hold the SMs, those that send have run or run among
 them; then all ranks' flags are raised, and all waits end. CUDA does not promise that order; it has only been seen to
@@ -48,7 +48,7 @@ def rank_tokens(chunk_ids, shard, counts_ptr, ranks_ptr, PLAN: tl.constexpr):
     store 13 * CHUNK and 13 * CHUNK + 1, and the bucket stores 2.
     """
     tl.static_assert(PLAN.chunk < 256)
-    # As many words as ids, at least: Triton 3.6 scans a tensor wrongly that is narrower than the one it comes from.
+    # At least as many words as ids: Triton 3.6 gives a wrong scan of a tensor narrower than the one it comes from.
     WORDS: tl.constexpr = 4 if PLAN.top_k <= 4 else triton.next_power_of_2(PLAN.top_k)
     PER_WORD: tl.constexpr = (PLAN.buckets + WORDS - 1) // WORDS
     local = load_local(chunk_ids, shard * PLAN.experts_local, PLAN)
@@ -114,7 +114,7 @@ def send_chunk(own_ids_ptr, own_weights_ptr, pool, epoch, peer, chunk, rank, num
     offset = ((epoch & 1) * PLAN.world_size + rank) * (M * PLAN.pool_top_k) + first
     if any_of(failed != 0, flat) == 0:
         tl.store(ids_target + offset + flat, ids, mask=inside)
-        # Nobody reads the weight of a masked slot.
+        # The weight of a masked slot is never read.
         tl.store(weights_target + offset + flat, weights, mask=inside & (chunk * PLAN.chunk < num_tokens))
         tl.store(calls + (epoch & 1) * PLAN.world_size + rank, call, mask=chunk == 0)
         signal(flags + rank * (M // PLAN.chunk) + chunk, epoch)
@@ -154,7 +154,7 @@ def exchange_kernel(
     num_chunks = M // PLAN.chunk
     program = tl.program_id(0)
     part = program // (PLAN.world_size * num_chunks)
-    pair = program - part * (PLAN.world_size * num_chunks)  # of a peer and a chunk
+    pair = program - part * (PLAN.world_size * num_chunks)  # number of a (peer, chunk)
     # Each rank begins with itself: at different moments all send to different peers.
     peer = (rank + pair // num_chunks) % PLAN.world_size
     chunk = pair % num_chunks

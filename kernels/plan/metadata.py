@@ -14,7 +14,7 @@ first, tokens 0..3 take the places 2, 1, 3, 0: the list is 3, 1, -1, -1.
 
 Counts and ids can disagree only after a wait met its deadline, as ids may come between the two launches. Then the plan
 has no rows: no segment, no tile, and no slot with a routed row. Kernels that read it before the host raises find no
-index that nobody wrote, and nothing is written outside its tensor.
+index that was not written, and nothing is written outside its tensor.
 """
 
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ SUM_CHUNKS = 32
 
 
 class PoolTensors(NamedTuple):
-    """Where ids and weights of all ranks arrive, as one rank sees it; half [parity, s] is written by source s."""
+    """Memory of one rank where ids and weights of all ranks arrive; source s writes half [parity, s]."""
 
     ids: Tensor  # (2, W, M, K_pool) int32, this rank's copy; a half densely as (M, K)
     id_pointers: Tensor  # (W,) int64 address of every rank's ids
@@ -79,7 +79,7 @@ class PlanConfig:
     experts_local: int  # e
     ep: int
     tp: int
-    block_rows: int  # of a GEMM tile
+    block_rows: int  # rows of a GEMM tile
     expert_capacity: int  # routed rows one expert keeps; 2**31 - 1 keeps all
 
     @property
@@ -89,7 +89,7 @@ class PlanConfig:
 
 
 class PlanScratch(NamedTuple):
-    """What the kernels hand to each other; int32, free for reuse after ``place_plan``."""
+    """Memory between the two kernels; int32, free for reuse after ``place_plan``."""
 
     epoch: Tensor  # (1,) the epoch of this plan
     totals: Tensor  # (W, e) routed rows of each source and expert
@@ -138,7 +138,7 @@ class PlanTensors(NamedTuple):
 
 
 class PlanConstants(NamedTuple):
-    """What the kernels are compiled for."""
+    """The constants for which the kernels are compiled."""
 
     top_k: int  # K
     pool_top_k: int  # K_pool
@@ -148,13 +148,13 @@ class PlanConstants(NamedTuple):
     chunk: int  # tokens of a chunk
     buckets: int
     interpret: bool
-    expert_block: int  # of exchange_kernel: experts that a program counts
+    expert_block: int  # experts that a program of exchange_kernel counts
     flat: int  # power of two, at least the slots of a chunk
     num_counters: int  # that are set to zero
     padded_experts: int  # of place_kernel: power of two, at least e
     sources: int  # power of two, at least W
     phases: int
-    block_rows: int  # of a GEMM tile
+    block_rows: int  # rows of a GEMM tile
     scan_rows: int  # chunks whose counts are added up at once
     sum_block: int  # chunks whose buckets are added up at once
 
@@ -178,8 +178,8 @@ def exchange(
         scratch: Here goes all that ``place_plan`` reads of it.
         counters: int32; they are set to zero.
         call: Which layer is called and how; ranks that say different numbers record a fault.
-        sends_only: Wait for nobody and count nothing: where one process or GPU plays several ranks, all of them do this
-            before one of them waits.
+        sends_only: Neither wait nor count. Where one process or GPU plays several ranks, all of them send before one
+            of them waits.
     """
     num_chunks = pool.max_tokens // CHUNK_ROWS
     num_pairs = config.world_size * num_chunks

@@ -67,7 +67,7 @@ def look_up(table, index):
 
 @triton.jit
 def unless_failed(value, fault_ptr):
-    """``value``, but 0 once a wait of this rank met its deadline; none is under way beside this kernel."""
+    """``value``, but 0 once a wait of this rank met its deadline; no wait is under way during this kernel."""
     return tl.where(tl.load(fault_ptr) == 0, value, 0)
 
 
@@ -210,7 +210,7 @@ def place_kernel(pool, scratch, plan, rank, capacity, num_routed_rows, M, PLAN: 
     K: tl.constexpr = PLAN.top_k
     E: tl.constexpr = PLAN.experts_local
     num_chunks = M // PLAN.chunk
-    num_pairs = PLAN.world_size * num_chunks  # of a peer and a chunk
+    num_pairs = PLAN.world_size * num_chunks  # pairs of a peer and a chunk
     program = tl.program_id(0)
     pair = program % num_pairs
     peer = pair // num_chunks
@@ -230,7 +230,7 @@ def place_kernel(pool, scratch, plan, rank, capacity, num_routed_rows, M, PLAN: 
         count = tl.load(counts_ptr + chunk * E + experts, mask=experts < E, other=0)
         slots = tl.arange(0, triton.next_power_of_2(K))[None, :]
         offsets = chunk * (PLAN.chunk * K) + tokens[:, None] * K + slots
-        # Of a slot whose expert is not here nobody has written the position; it is not used.
+        # The position of a slot whose expert is not here was never written, and is not used.
         positions_ptr = scratch.positions + peer * num_chunks * (PLAN.chunk * K)
         position = tl.load(positions_ptr + offsets, mask=slots < K, other=0)
         _, kept = load_kept(scratch.totals, pool.fault, capacity, PLAN)
@@ -261,5 +261,5 @@ def place_kernel(pool, scratch, plan, rank, capacity, num_routed_rows, M, PLAN: 
             place_segment(kept, phases, plan, program - 2 * num_pairs, num_routed_rows, PLAN)
         else:
             place_totals(totals, kept, phases, plan, epoch, pool.fault, num_routed_rows, PLAN)
-            # The other programs read the plan's copy of the epoch, so this store races with nobody.
+            # The other programs read the plan's copy of the epoch, so this store races with none of their loads.
             tl.store(pool.epoch, epoch, mask=tl.load(pool.fault) == 0)

@@ -44,7 +44,7 @@ def logits_kernel(
         for _ in tl.static_range(PIECES):
             piece = rest.to(tl.bfloat16)
             rest -= piece.to(tl.float32)
-            if INTERPRET:  # which multiplies bfloat16 wrongly
+            if INTERPRET:  # the interpreter multiplies bfloat16 wrongly
                 of_step = tl.dot(piece.to(tl.float32), x.to(tl.float32).T, of_step, input_precision="ieee")
             else:
                 of_step = tl.dot(piece, x.T, of_step, max_num_imprecise_acc=BLOCK_D)

@@ -26,12 +26,12 @@ WITHOUT_SIGN = tl.constexpr(0x7FFFFFFF)  # bits of a magnitude; as integers they
 class LossRule:
     """Factors of the losses; 0 leaves a loss out."""
 
-    aux: float  # of the load-balancing loss
-    z: float  # of the router z-loss
+    aux: float  # coefficient of the load-balancing loss
+    z: float  # coefficient of the router z-loss
 
 
 class Statistics(NamedTuple):
-    """What the kernels write, float32."""
+    """The results of the kernels, float32."""
 
     load: Tensor  # (E,) routed rows of each expert
     aux_loss: Tensor  # ()
@@ -40,7 +40,7 @@ class Statistics(NamedTuple):
 
 
 class BlockSums(NamedTuple):
-    """What each block adds up, float32."""
+    """The sums of each block, float32."""
 
     experts: Tensor  # (blocks, 2, BLOCK_E) normalised scores, routed rows
     scalars: Tensor  # (blocks, 2) squares of the logarithms, largest magnitude
@@ -48,7 +48,7 @@ class BlockSums(NamedTuple):
 
 @triton.jit
 def log_sum_exp(logits):
-    """Of each row."""
+    """The log of the sum of exponentials of each row."""
     largest = tl.max(logits, axis=1)
     return largest + tl.log(tl.sum(exp(logits - largest[:, None]), axis=1))
 
@@ -58,7 +58,7 @@ def write_statistics(
     sums, counts, squares, largest, statistics, T, aux, z,
     E: tl.constexpr, USE_AUX: tl.constexpr, USE_Z: tl.constexpr,
 ):  # fmt: skip
-    """From totals over all tokens: per expert the normalised scores and the routed rows, then two scalars."""
+    """Losses from totals over all tokens: normalised scores and routed rows per expert, and two scalars."""
     experts = tl.arange(0, sums.shape[0])
     num_tokens = tl.maximum(T, 1).to(tl.float32)
     tl.store(statistics.load + experts, counts, mask=experts < E)

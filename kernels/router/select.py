@@ -38,14 +38,14 @@ class SelectRule:
     routed_scale: float = 1.0
 
     def constants(self, num_experts: int) -> dict[str, Any]:
-        """What ``select`` and its gradient are both compiled for."""
+        """The constants for which ``select`` and its gradient are compiled."""
         return dict(
             E=num_experts, K=self.top_k, SIGMOID=self.sigmoid, RENORMALIZE=self.renormalize, SCALE=self.routed_scale
         )
 
 
 class Selection(NamedTuple):
-    """What the kernel writes."""
+    """The results of the kernel."""
 
     ids: Tensor  # (T, K) int32, best first
     weights: Tensor  # (T, K) float32
@@ -54,7 +54,10 @@ class Selection(NamedTuple):
 
 @triton.jit
 def exp(x):
-    """Of float32, as exact for large ``x`` as for small: ``tl.exp`` rounds ``x / ln 2``, which costs six bits at 64."""
+    """The float32 exponential, as exact for large ``x`` as for small.
+
+    ``tl.exp`` rounds ``x / ln 2``, which costs six bits at 64.
+    """
     x = tl.where(x < -192.0, -192.0, tl.where(x > 192.0, 192.0, x))  # NaN stays, infinity minus infinity does not arise
     twos = tl.floor(x * LOG2_E + 0.5)
     rest = (x - twos * LN2_HIGH) - twos * LN2_LOW
