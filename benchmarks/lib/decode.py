@@ -48,7 +48,6 @@ class Team:
 
     @property
     def is_alone(self) -> bool:
-        """One rank, W = 1."""
         return self.layout.world_size == 1
 
     def total(self, part: Tensor) -> Tensor:
@@ -124,7 +123,6 @@ class Step:
 
     @property
     def weights(self) -> DecodeWeights:
-        """The weights that are decoded."""
         return self.set.weights
 
     @property

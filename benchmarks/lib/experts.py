@@ -119,7 +119,6 @@ class Alone:
         return self.trace.index_select(0, at.add_(1).remainder_(len(self.trace)))[0]
 
     def counter(self) -> Tensor:
-        """The number of a step, ``(1,)``."""
         return torch.zeros(1, dtype=torch.int64, device=self.device)
 
     @torch.no_grad()
@@ -346,12 +345,10 @@ class Texts:
 
     @torch.no_grad()
     def time(self, way: TextWay, number: int) -> None:
-        """One text, and one first token."""
         way.run(self.prompt(number), number)
         way.first_tokens_s.append(way.read(self.long_prompt()))
 
     def rows(self, ways: Sequence[TextWay], link: float) -> list[Row]:
-        """The rows so far."""
         rows = [way.text_row(link) for way in ways]
         rates = {row["variant"]: row["tokens_per_s"] for row in rows}
         for row in rows:
@@ -391,7 +388,6 @@ class Texts:
         return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
 
     def prompt(self, number: int) -> str:
-        """The held-out text of this number."""
         start = self.starts(max(number + 1, LEAST_PROMPTS), PROMPT_BYTES, seed=0)[number]
         return bytes(self.heldout[start : start + PROMPT_BYTES].tolist()).decode("utf-8", "surrogateescape")
 

@@ -129,7 +129,6 @@ class Suite(CommandLine):
 
     @property
     def parallel(self) -> ParallelConfig:
-        """The layout of the ranks."""
         return ParallelConfig(ep=self.ep, tp=self.tp)
 
     def facts(self, ranks: Ranks) -> Row:
@@ -226,7 +225,6 @@ class Checked:
         return None if failure else value
 
     def time(self, **protocol: Any) -> dict[str, Timing]:
-        """Time them by the protocol (collective)."""
         return time_by_protocol(self.variants, self.ranks, **protocol)
 
     def row(self, timings: dict[str, Timing]) -> Row:

@@ -338,16 +338,13 @@ class Run(Suite):
 
     @property
     def known(self) -> tuple[str, ...]:
-        """Variants for so many ranks."""
         return ON_ONE_GPU if self.parallel.world_size == 1 else OVER_RANKS
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        """Variants that are asked for."""
         return self.variants or self.known
 
     def check(self) -> None:
-        """Variants fit the ranks and take so many tokens."""
         self.check_models(self.models)
         for name in self.chosen:
             ranks = f"ep={self.ep} x tp={self.tp}"
@@ -359,7 +356,6 @@ class Run(Suite):
             )
 
     def facts(self, ranks: Ranks) -> Row:
-        """Also the roofline of reading, and the library."""
         library = find_library() if "transformers" in self.chosen else None
         return super().facts(ranks) | {
             "read_roofline_tbs": read_roofline_tbs(ranks),
@@ -368,7 +364,6 @@ class Run(Suite):
         }
 
     def points(self, ranks: Ranks, facts: Row) -> Iterator[Point]:
-        """Every type of weights and number of tokens of every model."""
         most, wants_fused = max(self.tokens), "fused" in self.chosen
         library = find_library() if facts["transformers"] else None
         for name in self.models:

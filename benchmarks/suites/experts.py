@@ -98,11 +98,9 @@ class Run(Suite):
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        """Variants that are asked for."""
         return self.variants or (tuple(KINDS) if self.source else ("cache",))
 
     def check(self) -> None:
-        """Options of texts and of routed experts alone exclude each other."""
         require(self.tp == 1, f"tp={self.tp} must be 1")
         require(self.source is None or self.ep == 1, f"ep={self.ep} must be 1 with --source")
         self.check_models([self.model])
@@ -114,7 +112,6 @@ class Run(Suite):
         require(0 <= self.sticky < 1, f"sticky={self.sticky} must be at least 0 and below 1")
 
     def facts(self, ranks: Ranks) -> Row:
-        """The link, and the source of experts and routing."""
         read = (
             {"source": str(self.source)} if self.source else {"model": self.model, "layers": self.layers, "ep": self.ep}
         )

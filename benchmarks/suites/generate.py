@@ -104,14 +104,12 @@ class Paths:
             layer.experts.runner.check()
 
     def _comet(self, contents: Tensor, num_places: int, cuda_graph: GraphMode) -> StepPath:
-        """Comet's GPT."""
         gpt, held = self.gpt, filled_cache(self.gpt, contents, num_places)
         ids = torch.zeros(contents.shape[2], dtype=torch.int64, device=contents.device)
         step = DecodeStep(lambda: gpt.decode(ids, held).logits[:, 0], ids, cuda_graph=cuda_graph)
         return Stepwise(step, partial(held.lengths.fill_, contents.shape[4]))
 
     def _library(self, experts: str, contents: Tensor, num_places: int, cuda_graph: GraphMode) -> StepPath:
-        """A model of transformers with experts of its own, or with Comet's."""
         from comet.integrations import hf
 
         decoder = hf.StaticDecoder(self._library_model(experts), contents.shape[2], num_places, cuda_graph=cuda_graph)
@@ -124,7 +122,6 @@ class Paths:
         return Stepwise(decoder.append, rewind)
 
     def _generate(self, contents: Tensor, num_places: int) -> StepPath:
-        """transformers as it is."""
         from transformers import StaticCache
 
         model = self._library_model(None)
@@ -283,18 +280,15 @@ class Run(Suite):
     out: Path | None = Path("outputs/bench_generate")
 
     def check(self) -> None:
-        """The batch is one of warp decode."""
         most = MAX_DECODE_TOKENS
         require(self.batch <= most, f"batch={self.batch} must be at most {most}, which warp decode takes")
         self.check_models([self.model])
 
     def facts(self, ranks: Ranks) -> Row:
-        """Also the roofline of reading, and the library."""
         found = {"read_roofline_tbs": read_roofline_tbs(ranks), "transformers": library_version(), "steps": self.steps}
         return super().facts(ranks) | found
 
     def points(self, ranks: Ranks, facts: Row) -> Iterator[Point]:
-        """Every length of the context."""
         longest = room(max(self.contexts), self.steps)
         config = model_config(self.model, self.layers, longest, VOCABULARY[self.model])
         group = ranks.make_group(config.moe, self.parallel, MAX_DECODE_TOKENS)
@@ -307,6 +301,5 @@ class Run(Suite):
         group.close()
 
     def lines(self, row: Row) -> tuple[str, dict[str, float | None]]:
-        """Tokens per second of each path."""
         title = "{model}, {layers} layers, EP{ep} x TP{tp}, batch {batch}".format(**row)
         return title, {row["path"]: row["tokens_per_s"]} if row.get("path") else {}

@@ -184,17 +184,14 @@ class Run(Suite):
     out: Path | None = Path("outputs/bench_megatron")
 
     def check(self) -> None:
-        """Experts are not split over ranks."""
         require(self.tp == 1, f"tp={self.tp} must be 1")
         self.check_models(self.models)
 
     def facts(self, ranks: Ranks) -> Row:
-        """Also whose grouped GEMM Megatron has."""
         start_megatron(self.ep)
         return super().facts(ranks) | {"grouped_gemm": grouped_gemm()}
 
     def points(self, ranks: Ranks, facts: Row) -> Iterator[Point]:
-        """Every number of tokens of every model."""
         for name in self.models:
             config = swiglu_model(name)
             group = make_expert_group(
@@ -207,7 +204,6 @@ class Run(Suite):
 
     @classmethod
     def main(cls, command_line: Sequence[str]) -> int:
-        """Run one rank of the suite."""
         needs = "start the benchmark with torchrun: Megatron needs process groups, also of one rank"
         cls.parse(command_line)
         require(started_by_torchrun(), needs)

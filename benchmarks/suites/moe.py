@@ -296,7 +296,6 @@ class Run(LayerSuite):
         _ = [*map(model, self.models), self.split]
 
     def points(self, ranks: Ranks, facts: Row) -> Iterator[Point]:
-        """Every number of tokens and routing of every model."""
         for name in self.models:
             with self.open_layer(model(name), max(self.tokens), ranks) as layer:
                 # One for all points: at EP2 x TP2 on four GPUs a second group of the process hung.
@@ -310,7 +309,6 @@ class Run(LayerSuite):
             release(ranks)
 
     def summary(self, rows: Sequence[Row]) -> Row:
-        """The geometric mean of each of ``MEANS``, over the rows that have it."""
         return {"geometric_mean": {name: geometric_mean(row.get(name) for row in rows) for name in MEANS}}
 
     def lines(self, row: Row) -> tuple[str, dict[str, float | None]]:

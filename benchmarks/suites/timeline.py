@@ -64,7 +64,6 @@ class Run(LayerSuite):
     out: Path = Path("outputs/timeline")
 
     def check(self) -> None:
-        """Model and split are known."""
         _ = model(self.model), self.split
 
     def run(self, ranks: Ranks) -> None:

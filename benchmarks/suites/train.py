@@ -255,7 +255,6 @@ class Run(Suite):
     out: Path | None = Path("outputs/bench_train")
 
     def check(self) -> None:
-        """Batches are whole sequences."""
         self.check_models(self.models, model)
         for number in self.tokens:
             fits = number % self.context == 0

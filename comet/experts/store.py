@@ -123,7 +123,6 @@ class HeldExperts(ExpertParts):
 
     @property
     def num_bytes(self) -> int:
-        """Of all of it."""
         return sum(part.nbytes for part in self.stored_parts.values())
 
     @property
@@ -132,7 +131,6 @@ class HeldExperts(ExpertParts):
         return {name: (tuple(part.shape), part.dtype) for name, part in self.stored_parts.items()}
 
     def read(self, expert: int, into: Mapping[str, Tensor]) -> None:
-        """Copy one expert."""
         for name, part in self.stored_parts.items():
             into[name].copy_(part[expert])
 

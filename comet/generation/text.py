@@ -97,7 +97,6 @@ class TokenizerStream:
         return piece
 
     def finish(self) -> str:
-        """The rest."""
         piece, self._new = self._piece(), []
         return piece
 

@@ -73,7 +73,6 @@ class ModelConfig:
 
     @property
     def head_width(self) -> int:
-        """Width of one attention head."""
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
 
     @property

@@ -58,6 +58,8 @@ class Operator:
 
 @dataclass(frozen=True, kw_only=True)
 class Decomposition:
+    """An axis along which two operators overlap."""
+
     tensor: str  # name of the shared tensor
     axis: str  # the axis to cut it along
     tile_axis: TileAxis  # whether the parts are runs of the computing operator's tile rows or of its tile columns

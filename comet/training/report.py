@@ -78,7 +78,6 @@ class History:
             write_whole(self.folder / HISTORY_FILE, "".join(json.dumps(line) + "\n" for line in kept))
 
     def add_window(self, window: Window) -> None:
-        """Record a window."""
         self.windows.append(window)
         self._append(asdict(window))
 

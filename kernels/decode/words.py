@@ -40,7 +40,6 @@ def word_of(payload, epoch):
 
 @triton.jit
 def words_at(addresses, rank):
-    """The words of one rank."""
     return tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(tl.int64)), 16)
 
 

@@ -49,7 +49,6 @@ class LayerVariant:
 
     @property
     def is_fp8(self) -> bool:
-        """Block FP8."""
         return self.weights.itemsize == 1
 
     @property

@@ -84,7 +84,6 @@ class PlanConfig:
 
     @property
     def world_size(self) -> int:
-        """W."""
         return self.ep * self.tp
 
 

@@ -32,7 +32,6 @@ class SymmBuffer:
 
     @property
     def world_size(self) -> int:
-        """W."""
         return self.row_pointers.numel()
 
     @property

@@ -70,7 +70,6 @@ class KernelCase:
 
     @property
     def kernel(self) -> str:
-        """Name of the kernel."""
         return self.fn.__name__
 
     def types(self) -> dict[str, Any]:

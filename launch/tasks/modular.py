@@ -98,7 +98,6 @@ def modular_job(config: JobConfig, context: LaunchContext) -> dict[str, Any]:
 
 
 def tokens_of(config: JobConfig) -> int:
-    """Tokens of each rank."""
     return config.modular.tokens or config.step_tokens
 
 

@@ -58,6 +58,7 @@ MAX_FOLDER, MAX_TEST_FOLDER = 14, 20  # files of Python
 TESTS_OF_ALL = {"failures", "harness", "house", "support"}  # of several folders at once, or of the tests themselves
 TESTED_ELSEWHERE = {"jobs"}  # settings of jobs, whose every field has tests in house/test_configs.py and launch
 MAX_FILE, MAX_FUNCTION, MAX_KERNEL, MAX_PARAMETERS, MAX_JIT_PARAMETERS = 500, 80, 150, 10, 15
+SHORT_FUNCTION = 3  # lines of a body that needs no docstring
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -210,12 +211,18 @@ def public(body: list[ast.stmt], owner: str = "") -> Iterator[tuple[str, Functio
             yield from public(node.body, f"{owner}{node.name}.")
 
 
+def is_short(node: Function | ast.ClassDef) -> bool:
+    """Whether a function is as quickly read as a docstring: its name may say all."""
+    body = node.body[1:] if ast.get_docstring(node) else node.body
+    return not isinstance(node, ast.ClassDef) and (body[-1].end_lineno or 0) - body[0].lineno < SHORT_FUNCTION
+
+
 def documented(source: Source) -> list[str]:
     if source.folder not in LIBRARY:
         return []
     found = [] if ast.get_docstring(source.tree) else [f"{source.path}: module has no docstring"]
     for name, node in public(source.tree.body):
-        if not node.name.startswith("__") and not ast.get_docstring(node):
+        if not node.name.startswith("__") and not ast.get_docstring(node) and not is_short(node):
             found.append(source.at(node, f"{name} has no docstring"))
         if not isinstance(node, ast.ClassDef) and node.returns is None and not is_jit(node):
             found.append(source.at(node, f"{name} has no return annotation"))
@@ -317,7 +324,13 @@ LONG = "def f() -> None:\n" + "    pass\n" * 90
             "@gluon.jit\ndef f(a,b,c,d,e,f,g,h,i,j,k,l,m,n,o,P: tl.constexpr): pass",
             "has 16 parameters",
         ),
-        (documented, "comet/a.py", '"""A."""\nclass A:\n """A."""\n def f(self) -> int: ...', "A.f has no docstring"),
+        (
+            documented,
+            "comet/a.py",
+            '"""A."""\nclass A:\n """A."""\n def f(self) -> int:\n  a = 1\n  b = 2\n  c = 3\n  return a + b + c',
+            "A.f has no docstring",
+        ),
+        (documented, "comet/a.py", '"""A."""\nclass A:\n """A."""\n def f(self) -> int: ...', None),
         (documented, "comet/a.py", '"""A."""\ndef _f(): ...\nclass _A: ...', None),
         (documented, "launch/a.py", "x = 1", "module has no docstring"),
         (documented, "kernels/a.py", '"""A."""\n@triton.jit\ndef f():\n """F."""', None),

@@ -158,7 +158,6 @@ class PrepareFinalizeAdapter:
         return getattr(self.vllm.FusedMoEActivationFormat, FORMATS[self.inner.activation_format])
 
     def topk_indices_dtype(self) -> torch.dtype:
-        """Ids are int32."""
         return torch.int32
 
     def max_num_tokens_per_rank(self) -> int | None:
@@ -166,7 +165,6 @@ class PrepareFinalizeAdapter:
         return self.inner.workspace.max_tokens if isinstance(self.inner, SymmetricBatched) else None
 
     def num_dispatchers(self) -> int:
-        """W."""
         return self.inner.layout.world_size
 
     def output_is_reduced(self) -> bool:
