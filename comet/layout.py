@@ -1,4 +1,4 @@
-"""Who owns what: the experts of a layer over the W = EP x TP ranks of its group."""
+"""The experts of a layer over the W = EP x TP ranks of its group: which rank owns which part."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RoutedTokens(NamedTuple):
 
 
 class Biases(NamedTuple):
-    """What is added to the products of both projections of some experts."""
+    """Addends of the products of both projections of some experts."""
 
     b1: Tensor  # (e, 2F/TP), gate, then up, before the activation
     # (e, D), to each expert output before it is weighted; under TP all ranks of a shard hold it, and the first one
@@ -118,3 +118,8 @@ def gate_first(rows: Tensor, dim: int) -> Tensor:
     Example: ``[g0, u0, g1, u1]`` becomes ``[g0, g1, u0, u1]``.
     """
     return rows.unflatten(dim, (-1, 2)).transpose(dim - 1, dim).flatten(dim - 1, dim)
+
+
+def with_gate_first(w1: Tensor, biases: Biases | None) -> tuple[Tensor, Biases | None]:
+    """``(e, 2F, D)`` and biases, gate rows first, of those that have gate and up in turn; copies."""
+    return gate_first(w1, -2), None if biases is None else Biases(gate_first(biases.b1, -1), biases.b2)

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from comet.layer.group import ExpertGroup
 from comet.layer.paths import ExpertPath, make_path
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.weights import match_once, match_weights
-from comet.layout import Biases, ExpertLayout, RoutedTokens, added_biases
+from comet.layout import Biases, ExpertLayout, RoutedTokens, added_biases, with_gate_first
 from comet.quantization.formats import FP8, FP8_BLOCK
 from comet.reference.plain import plain_experts
 from comet.utils.graphs import is_capturing
@@ -83,13 +83,22 @@ class LocalRunner:
 
     Args:
         top_k: K, with what a shared expert adds to it (``shared_columns``).
+        interleaved: Whether rows of w1 and b1 are gate and up in turn, which is read as it is.
     """
 
     takes_fp8 = False  # whether more tokens are computed from experts in block FP8 as they are, too
 
-    def __init__(self, top_k: int, decode_tokens: int = DECODE_TOKENS, *, activation: Activation = SWIGLU) -> None:
+    def __init__(
+        self,
+        top_k: int,
+        decode_tokens: int = DECODE_TOKENS,
+        *,
+        activation: Activation = SWIGLU,
+        interleaved: bool = False,
+    ) -> None:
         self.decode = Decoder(top_k, decode_tokens)
         self.activation = activation
+        self.interleaved = interleaved
         self._slots: Tensor | None = None
 
     @uncompiled
@@ -116,11 +125,10 @@ class LocalRunner:
         if len(routed.tokens) <= self.decode.max_tokens and not learns:
             if experts is None:
                 b1, b2 = added_biases(biases, layout)
-                experts = DecodeWeights(
-                    w1=w1, w2=w2, slots=self._slots_like(w1), activation=self.activation, b1=b1, b2=b2
-                )
+                of_layer: dict[str, Any] = dict(activation=self.activation, interleaved=self.interleaved)
+                experts = DecodeWeights(w1=w1, w2=w2, slots=self._slots_like(w1), b1=b1, b2=b2, **of_layer)
             return self.decode(*routed, experts)
-        return plain_experts(routed, w1, w2, layout, None, self.activation, biases)
+        return plain_experts(routed, w1, w2, layout, None, self.activation, biases, interleaved=self.interleaved)
 
     def _slots_like(self, w1: Tensor) -> Tensor:
         if self._slots is None or self._slots.device != w1.device or len(self._slots) != len(w1):
@@ -157,6 +165,8 @@ class GroupExperts:
         top_k: K in a decode step, with what a shared expert adds.
     """
 
+    interleaved = False  # whether rows of w1 and b1 are gate and up in turn
+
     def __init__(self, moe: MoEConfig, group: ExpertGroup, decode_tokens: int, *, top_k: int, replicated: bool) -> None:
         group.workspace.shape.check(moe)
         tp = group.parallel.tp  # narrower slices of experts than warp decode takes are right where it is off
@@ -188,7 +198,8 @@ class GroupExperts:
         """What this rank holds, as a decode step reads it."""
         self.match(w1, w2, *(biases or ()))  # slots name places that there have to be
         b1, b2 = added_biases(biases, self.layout)
-        return DecodeWeights(w1=w1, w2=w2, slots=self.slots, activation=self.activation, b1=b1, b2=b2)
+        of_layer: dict[str, Any] = dict(activation=self.activation, interleaved=self.interleaved)
+        return DecodeWeights(w1=w1, w2=w2, slots=self.slots, b1=b1, b2=b2, **of_layer)
 
     def decode_step(self, routed: RoutedTokens, experts: DecodeWeights) -> Tensor:
         """``(T, D)``: the sum over all ranks, in their order; collective."""
@@ -215,13 +226,20 @@ class ReplicatedRunner(GroupExperts):
 
     Any number of tokens may come: ``max_tokens`` of the group only bounds how many are computed at once. None takes
     warp decode where the group spans several nodes. ``shared_columns`` is what a shared expert adds to K in a decode
-    step.
+    step. Where rows of w1 are ``interleaved``, calls of more tokens copy w1, gate rows first, for as long as they take.
     """
 
     def __init__(
-        self, moe: MoEConfig, group: ExpertGroup, decode_tokens: int = DECODE_TOKENS, *, shared_columns: int = 0
+        self,
+        moe: MoEConfig,
+        group: ExpertGroup,
+        decode_tokens: int = DECODE_TOKENS,
+        *,
+        shared_columns: int = 0,
+        interleaved: bool = False,
     ) -> None:
         decode_tokens = 0 if group.comm.memory_obstacle else decode_tokens
+        self.interleaved = interleaved
         super().__init__(moe, group, decode_tokens, top_k=moe.top_k + shared_columns, replicated=True)
         self.takes_fp8 = computes_fp8(self.path, moe)
 
@@ -272,6 +290,8 @@ class ReplicatedRunner(GroupExperts):
             "inference, run it under torch.no_grad()",
         )
         if tokens.shape[0] > self.decode.max_tokens or self.decode_on_ranks is None:
+            if self.interleaved:
+                w1, biases = with_gate_first(w1, biases)
             compute: Callable[..., Tensor] = partial(self.path, w1=w1, w2=w2, biases=biases)
             if experts is not None and experts.w1_scales is not None:
                 assert isinstance(self.path, SymmetricPath), "takes_fp8"

@@ -43,8 +43,9 @@ def decode_partial_torch(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tenso
                 rows, ranks = (slots == slot).nonzero(as_tuple=True)
                 w1, w2 = slot_weights(weights, slot, wide)
                 row = slot if weights.host is None else weights.host.place_in_rank(slot)
-                biases = (None if each is None else each[row] for each in (weights.b1, weights.b2))
-                outputs[rows, ranks] = run_expert(tokens[rows], w1, w2, *biases, activation=weights.activation)
+                b1, b2 = (None if each is None else each[row] for each in (weights.b1, weights.b2))
+                b1 = gate_first(b1, -1) if weights.interleaved and b1 is not None else b1
+                outputs[rows, ranks] = run_expert(tokens[rows], w1, w2, b1, b2, activation=weights.activation)
     partial = sum_slots(outputs, top_k_weights, held)
     if weights.host is not None and waves_of(top_k_ids, weights.host) == 1:
         partial = add_hosted_torch(partial, weights.host, tokens, top_k_ids, top_k_weights)

@@ -44,22 +44,22 @@ class DecodeWeights(ExpertParts):
     # values are looked at here, which waits for their device
     w1_scales: Tensor | None = None
     w2_scales: Tensor | None = None
-    # where experts come from that have no slot yet, and which slots they take; None: from nowhere
+    # the source of experts that have no slot yet, and the slots that they take; None: there is no source
     host: HostExperts | None = None
     activation: Activation = SWIGLU
-    # (S, 2F), gate, then up, dtype of the tokens: added to the products with w1; None: nothing is. With a host (e, 2F)
-    # of all its experts, as it has them
+    # (S, 2F), in the order of w1's rows, dtype of the tokens: added to the products with w1; None: nothing is. With a
+    # host (e, 2F) of all its experts, as it has them
     b1: Tensor | None = None
     # (S, D) or (e, D), dtype of the tokens: added to the products with w2; None: nothing is, as on all but the first TP
     # rank of a shard
     b2: Tensor | None = None
-    # rows of w1 and w1_scales are gate and up in turn (gpt-oss), and not gate rows first; those of b1 are in no case
+    # rows of w1, w1_scales and b1 are gate and up in turn (gpt-oss), and not gate rows first
     interleaved: bool = False
 
     def __post_init__(self) -> None:
         for name in ("w1", "w2"):
             stored = getattr(self, name)
-            if stored.dtype == torch.float4_e2m1fn_x2:  # which has no operations
+            if stored.dtype == torch.float4_e2m1fn_x2:  # torch has no operations on it
                 object.__setattr__(self, name, stored.view(CODES))
         sizes, device, part = Sizes(), self.w1.device, ""
         if self.per_number > 1:

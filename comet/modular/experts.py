@@ -21,7 +21,7 @@ from torch import Tensor
 from comet.comm.collectives import accumulator_dtype
 from comet.config import MoEConfig, check_kernels, require, resolve_kernels
 from comet.layer.group import ExpertGroup
-from comet.layout import Biases, added_biases, gate_first, positions_in_groups, round_up
+from comet.layout import Biases, added_biases, positions_in_groups, round_up, with_gate_first
 from comet.modular.interfaces import (
     ActivationFormat,
     BatchedReduce,
@@ -91,7 +91,7 @@ def tiles_of_ids(top_k_ids: Tensor, num_experts: int, block_rows: int) -> tuple[
     starts = torch.zeros(num_experts + 1, dtype=torch.int64, device=device)
     starts[1:] = ((counts[:-1] + block_rows - 1) // block_rows).cumsum(0) * block_rows
     row_slots = (starts[bins] + rank_in_bin).where(ids >= 0, -1)
-    # What is nowhere goes to one row more than there are, which is cut off.
+    # Entries without a place go to one row behind the last, which is cut off.
     row_ids = torch.zeros(capacity + 1, dtype=torch.int32, device=device)
     rows = torch.arange(bins.numel(), dtype=torch.int32, device=device) // top_k_ids.shape[1]
     row_ids[row_slots.where(ids >= 0, capacity)] = rows
@@ -124,7 +124,7 @@ def _tiles(starts: Tensor, counts: Tensor, most_tiles: int, block_rows: int, row
         tiles=torch.stack([experts, starts[experts] + first, valid, torch.zeros_like(experts)], dim=1).int(),
         num_tiles=tiles_until[-1:].int(),
         row_ids=row_ids,
-        counters=row_ids.new_empty(0),  # of the fused kernels
+        counters=row_ids.new_empty(0),  # only the fused kernels count
         block_rows=block_rows,
     )
 
@@ -242,10 +242,10 @@ class ReferenceExperts(Experts):
         assert isinstance(tokens, Tensor)
         weights = (plain(w1, tokens.dtype), plain(w2, tokens.dtype))
         if self.interleaved:
-            weights = (gate_first(weights[0], -2), weights[1])
-            biases = None if biases is None else Biases(gate_first(biases.b1, -1), biases.b2)
+            w1, biases = with_gate_first(weights[0], biases)
+            weights = (w1, weights[1])
         of_layer: dict[str, Any] = dict(first_expert=0, activation=self.activation, biases=biases)
-        if isinstance(rows, BatchedRows):  # as contiguous rows of one slot each
+        if isinstance(rows, BatchedRows):  # they are contiguous rows of one slot each
             batch = torch.arange(rows.batch_rows, device=tokens.device)
             experts = torch.arange(rows.counts.numel(), device=tokens.device)[:, None]
             ids = experts.where(batch < rows.counts[:, None], -1).view(-1, 1)
@@ -297,8 +297,7 @@ class WarpDecodeExperts(KernelExperts):
             assert isinstance(w1, Tensor)
             assert isinstance(w2, Tensor)
             if biases is not None:
-                b1 = gate_first(biases.b1, -1) if self.interleaved else biases.b1.contiguous()
-                of_layer |= dict(b1=b1, b2=biases.b2.contiguous())
+                of_layer |= dict(b1=biases.b1.contiguous(), b2=biases.b2.contiguous())
             return DecodeWeights(w1=w1.contiguous(), w2=w2.contiguous(), **of_layer)
         if biases is not None:
             raise NotImplementedError(f"expert_bias=True must be False for {type(w1).__name__} weights of warp decode")

@@ -46,7 +46,7 @@ CollectiveExperts = Callable[..., Tensor]
 class RowExchange:
     """Which routed rows travel where on the plain path; a routed row goes to all TP ranks of its expert's shard.
 
-    Entry ``(t*K + k)*TP + j`` is token t's slot k on its way to TP rank j.
+    Entry ``(t*K + k)*TP + j`` is token t's slot k for TP rank j.
     """
 
     layout: ExpertLayout  # the experts over the ranks
@@ -67,6 +67,8 @@ def plain_experts(
     activation: Activation = SWIGLU,
     biases: Biases | None = None,
     layer: int = 0,
+    *,
+    interleaved: bool = False,
 ) -> Tensor:
     """Send every token to the ranks of its experts and back, one step after the other; collective.
 
@@ -77,6 +79,7 @@ def plain_experts(
         process_group: The W ranks; not used when W is 1.
         biases: ``(e, 2F/TP)`` and ``(e, D)``, dtype of ``tokens``; ``None``: there are none.
         layer: Its number in the group; ranks that say different ones are refused.
+        interleaved: Whether rows of w1 and b1 are gate and up in turn, as gpt-oss has them.
 
     Returns:
         ``(T, D)``: ``round(sum over slots and TP ranks of weight * output)``, summed in float32.
@@ -91,7 +94,7 @@ def plain_experts(
     exchange = make_exchange(top_k_ids, layout, process_group, call)
     with without_autocast(tokens.device):
         received = dispatch_rows(tokens, exchange, process_group)
-        outputs = expert_rows(received, w1, w2, exchange, activation, biases)
+        outputs = expert_rows(received, w1, w2, exchange, activation, biases, interleaved=interleaved)
         returned = return_rows(outputs, exchange, process_group)
         return weighted_sum(returned, top_k_ids, top_k_weights, exchange)
 
@@ -157,6 +160,8 @@ def expert_rows(
     exchange: RowExchange,
     activation: Activation = SWIGLU,
     biases: Biases | None = None,
+    *,
+    interleaved: bool = False,
 ) -> Tensor:
     """Run every received row ``(R, D)`` through its local expert; returns ``(R, D)`` in the same order."""
     rows = _GatherRows.apply(received, exchange.recv_order, 1)
@@ -164,7 +169,8 @@ def expert_rows(
     pre = grouped_matmul(rows, w1, counts, ends)
     if biases is not None:
         pre = _AddBias.apply(pre, biases.b1, counts, True)
-    outputs = grouped_matmul(activation.forward(*pre.chunk(2, dim=-1)), w2, counts, ends)
+    gate, up = (pre[:, ::2], pre[:, 1::2]) if interleaved else pre.chunk(2, dim=-1)
+    outputs = grouped_matmul(activation.forward(gate, up), w2, counts, ends)
     if biases is not None:
         outputs = _AddBias.apply(outputs, biases.b2, counts, exchange.layout.tp_rank == 0)
     return torch.empty_like(outputs).index_copy(0, exchange.recv_order, outputs)

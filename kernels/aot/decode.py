@@ -150,6 +150,7 @@ def aot_cases() -> list[KernelCase]:
     ]
     waves += _steps("qwen3", 8, cache="lru", wave="last", ranks=RANKS)  # others add up nothing
     in_turn = [setting for stored in ("", "mxfp4") for setting in _steps("gpt_oss", 1, 16, quantised=stored, **GPT_OSS)]
+    in_turn += _steps("gpt_oss", 1, ranks=RANKS, **GPT_OSS)
     cases += [_gate_up(replace(setting, interleaved=True)) for setting in in_turn]
     return cases + list(map(_down, waves)) + [_gather(shape) for shape in ("qwen3", "mixtral")]
 

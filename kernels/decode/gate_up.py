@@ -60,11 +60,12 @@ def gate_up_vector(step, w1, slot, b1_row, rows, first_col, D, F, STEP: tl.const
             other_gate += scaled_products(gate_rows, other_x, gate_scales, STEP)
             other_up += scaled_products(up_rows, other_x, up_scales, STEP)
     element = step.hidden.dtype.element_ty
-    hidden = hidden_of(tl.sum(gate, axis=1), tl.sum(up, axis=1), w1.biases, b1_row, cols, F, ACTIVATION).to(element)
+    gate, up = tl.sum(gate, axis=1), tl.sum(up, axis=1)
+    hidden = hidden_of(gate, up, w1.biases, b1_row, cols, F, ACTIVATION, STEP.interleaved).to(element)
     tl.store(step.hidden + row * F + cols, hidden, mask=(row < NO_ROW) & (cols < F))
     if STEP.token_block == 2:
         other_gate, other_up = tl.sum(other_gate, axis=1), tl.sum(other_up, axis=1)
-        hidden = hidden_of(other_gate, other_up, w1.biases, b1_row, cols, F, ACTIVATION).to(element)
+        hidden = hidden_of(other_gate, other_up, w1.biases, b1_row, cols, F, ACTIVATION, STEP.interleaved).to(element)
         tl.store(step.hidden + other_row * F + cols, hidden, mask=(other_row < NO_ROW) & (cols < F))
 
 
@@ -86,7 +87,8 @@ def gate_up_matrix(step, w1, w1_desc, slot, b1_row, rows, first_col, D, F, STEP:
         row_ptrs, valid, w1_desc, (slot, 0, first_col), w1.scales, slot, weight_rows, 2 * F, D, STEP
     )  # fmt: skip
     gate, up = products.reshape(2, ROWS, STEP.tile).permute(1, 2, 0).split()
-    hidden = hidden_of(gate, up, w1.biases, b1_row, cols[:, None], F, ACTIVATION).to(step.hidden.dtype.element_ty)
+    hidden = hidden_of(gate, up, w1.biases, b1_row, cols[:, None], F, ACTIVATION, STEP.interleaved)
+    hidden = hidden.to(step.hidden.dtype.element_ty)
     targets = step.hidden + tl.where(valid, rows, 0)[None, :] * F + cols[:, None]
     tl.store(targets, hidden, mask=valid[None, :] & (cols < F)[:, None])
 

@@ -1,4 +1,4 @@
-"""What the decode kernels are launched on: tensors of a step, what they are compiled for, and where the ranks meet.
+"""Arguments of the decode kernels: tensors of a step, the constants of a compilation, and memory where ranks meet.
 
 Named tuples go to the kernels as they are, an argument each, which costs the host less than their members would. Of
 integers in them Triton makes constants where they are 1, so those that change from step to step or from rank to rank
@@ -25,7 +25,7 @@ class Batch(NamedTuple):
 
 
 class StepTensors(NamedTuple):
-    """What both kernels read and write; J is at least T * K."""
+    """Tensors that both kernels read and write; J is at least T * K."""
 
     tokens: Tensor  # (T, D)
     ids: Tensor  # (T, K) int32 or int64; in a launch those of one wave
@@ -48,11 +48,12 @@ class ExpertWeights(NamedTuple):
     scales: (
         Tensor | None
     )  # MX (S, rows, columns / 32) uint8, or block (S, ceil(rows / 128), ceil(columns / 128)) float32
-    biases: Tensor | None  # (S, rows) of a floating type; with a cache those of all experts of the rank
+    # (S, rows) of a floating type, in the order of the elements' rows; with a cache those of all experts of the rank
+    biases: Tensor | None
 
 
 class StepConstants(NamedTuple):
-    """What the kernels are compiled for."""
+    """The constants that the kernels are compiled with."""
 
     top_k: int  # K
     top_k_block: int  # power of two, at least K
@@ -70,7 +71,7 @@ class StepConstants(NamedTuple):
     rows: int = 0  # columns of hidden, or of the output, that a block computes
     depth: int = 0  # columns of the contraction that it multiplies at once
     even: bool = True  # depth divides the contraction
-    interleaved: bool = False  # rows of w1, and of its scales, are gate and up in turn
+    interleaved: bool = False  # rows of w1, of its scales and of b1 are gate and up in turn
     activation: Activation | None = None  # of gate/up; all below is of down
     fold: bool = False  # a block adds up all experts of a token
     ahead: int = 0  # vector form: steps of the contraction that are loaded before hidden is there
@@ -80,7 +81,7 @@ class StepConstants(NamedTuple):
 
 
 class Words(NamedTuple):
-    """Where ranks meet (``decode.words``)."""
+    """Memory where ranks meet (``decode.words``)."""
 
     addresses: Tensor  # (W,) int64 address of every rank's receive buffer
     epoch: Tensor  # (1,) int32, one more with every step
@@ -93,10 +94,10 @@ class Step:
 
     tensors: StepTensors
     w1: ExpertWeights
-    w2: ExpertWeights  # of the same slots and dtype
-    shared_scale: int = 0  # as in StepConstants
+    w2: ExpertWeights  # same slots and dtype as w1
+    shared_scale: int = 0  # see StepConstants
     activation: Activation = SWIGLU
-    interleaved: bool = False  # as in StepConstants
+    interleaved: bool = False  # see StepConstants
     host: HostExperts | None = None  # where experts come from that have no slot; None: they contribute nothing
 
     @property
@@ -117,9 +118,9 @@ class Gather:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReceiveBuffer:
-    """Where the ranks' sums meet, as one rank sees it."""
+    """Memory where the ranks' sums meet, as one rank sees it."""
 
-    words: Words  # of every rank (2, W, max_tokens, D) int64
+    words: Words  # every rank has (2, W, max_tokens, D) int64
     rank: int
     max_tokens: int  # that the words are laid out for; of each rank, where they are gathered
     timeout_ns: int  # deadline of every spin

@@ -24,7 +24,7 @@ CUBIC, SCALE = tl.constexpr(GELU_CUBIC), tl.constexpr(GELU_SCALE)
 
 
 class BackwardResults(NamedTuple):
-    """What the backward pass writes."""
+    """Results of the backward pass."""
 
     grad_pre: Tensor  # (Q, 2F)
     hidden: Tensor  # (Q, F) weighted
@@ -86,14 +86,17 @@ def clamp_up(up, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def hidden_of(gate, up, b1_ptr, expert, cols, F, ACTIVATION: tl.constexpr):
-    """``activate`` of float32 products of the columns ``cols``, undefined from F on, and of an expert's row of
-    ``b1_ptr (e, 2F)``, gate, then up, unless that is ``None``.
+def hidden_of(gate, up, b1_ptr, expert, cols, F, ACTIVATION: tl.constexpr, IN_TURN: tl.constexpr = False):
+    """Return ``activate`` of float32 products of the columns ``cols``, undefined from F on.
+
+    An expert's row of ``b1_ptr (e, 2F)`` is added first, gate, then up, or both ``IN_TURN``, unless that is ``None``.
     """
     if b1_ptr is not None:
-        biases = b1_ptr + expert.to(tl.int64) * (2 * F) + cols
+        EVERY: tl.constexpr = 2 if IN_TURN else 1
+        up_column = 1 if IN_TURN else F
+        biases = b1_ptr + expert.to(tl.int64) * (2 * F) + cols * EVERY
         gate += tl.load(biases, mask=cols < F, other=0.0).to(tl.float32)
-        up += tl.load(biases + F, mask=cols < F, other=0.0).to(tl.float32)
+        up += tl.load(biases + up_column, mask=cols < F, other=0.0).to(tl.float32)
     return activate(gate, up, ACTIVATION)
 
 

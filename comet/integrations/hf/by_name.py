@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from comet.config import DIM_MULTIPLE, require
-from comet.decode.runners import LocalRunner
+from comet.decode.runners import DECODE_TOKENS, LocalRunner
 from comet.integrations.hf import gpt_oss
 from comet.integrations.hf.families import asks_registry, check_experts, check_kind, require_transformers
 from comet.integrations.hf.fp8 import kept_weights, run_kept
@@ -32,13 +32,14 @@ from comet.integrations.hf.stored import (
     some,
 )
 from comet.kernels.runtime.activation import SWIGLU
-from comet.layout import ExpertLayout, RoutedTokens
+from comet.layout import Biases, ExpertLayout, RoutedTokens
 from comet.quantization.formats import FP8_BLOCK
 from comet.reference.plain import plain_experts
 
 IMPLEMENTATION = "comet"
 _NAME = "the model's experts"
-_CHECKED = "_comet_checked"  # what a module was when it was checked, which takes as long as a launch
+# Attribute for the kind of a module that was checked: a check takes as long as a launch.
+_CHECKED = "_comet_checked"
 # Fields of FP8 experts that bend SwiGLU; versions before a field existed record nothing.
 _BENDS = ("swiglu_alpha", "swiglu_limit", "limit", "gate_softcap", "up_softcap")
 _CONFIG = "config.json"
@@ -107,15 +108,19 @@ def comet_experts_forward(
         check_experts(module, _NAME)
         check_dequantized(module.config)
         module.__dict__[_CHECKED] = kind
-    w1, w2, activation, biases = module.gate_up_proj, module.down_proj, SWIGLU, None
-    if gpt_oss.is_gpt_oss(module):
-        activation, (w1, w2, biases) = gpt_oss.activation_of(module), gpt_oss.kept_layout(module)
     routed = RoutedTokens(hidden_states, _local_ids(module, top_k_index), top_k_weights.float())
-    top_k = top_k_index.shape[1]
-    if any(size % DIM_MULTIPLE for size in w2.shape[1:]):  # such as F = 48 over two ranks; warp decode takes no others
-        layout = ExpertLayout(num_experts=w2.shape[0], top_k=top_k, ep=1, tp=1, rank=0)
-        return plain_experts(routed, w1, w2, layout, None, activation, biases)
-    return LocalRunner(top_k, activation=activation)(routed, w1, w2, biases)
+    _, *sizes = module.down_proj.shape  # warp decode takes multiples only, unlike F = 24 of F = 48 over two ranks
+    in_step = len(hidden_states) <= DECODE_TOKENS and not any(size % DIM_MULTIPLE for size in sizes)
+    top_k, activation, biases, interleaved = top_k_index.shape[1], SWIGLU, None, gpt_oss.is_gpt_oss(module)
+    if interleaved:
+        activation, biases = gpt_oss.activation_of(module), Biases(module.gate_up_proj_bias, module.down_proj_bias)
+        w1, w2 = gpt_oss.turned(module, in_step=in_step)
+    else:
+        w1, w2 = module.gate_up_proj, module.down_proj
+    if in_step:
+        return LocalRunner(top_k, activation=activation, interleaved=interleaved)(routed, w1, w2, biases)
+    layout = ExpertLayout(num_experts=w2.shape[0], top_k=top_k, ep=1, tp=1, rank=0)
+    return plain_experts(routed, w1, w2, layout, None, activation, biases, interleaved=interleaved)
 
 
 @torch.compiler.disable

@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from comet.comm.handshake import gather
 from comet.config import ParallelConfig, require
@@ -30,6 +30,7 @@ from comet.integrations.hf.families import (
 )
 from comet.integrations.hf.fp8 import FP8Experts
 from comet.integrations.hf.modules import CometExperts, InDecodeSteps
+from comet.integrations.hf.stored import BIASES, FUSED
 from comet.integrations.hf.stored_experts import NOT_SAVED, StoredExperts, cores_of
 from comet.layer.group import ExpertGroup
 from comet.layout import ExpertLayout
@@ -49,8 +50,7 @@ def convert(model: nn.Module, group: ExpertGroup | None = None, *, decode_tokens
     the experts. Sampling needs the same seed on all ranks.
 
     Args:
-        model: A transformers model of a supported family: Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V3 or gpt-oss, whose
-            experts are laid out anew.
+        model: A transformers model of a supported family: Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V3 or gpt-oss.
         group: The ranks that share the experts, made for ``moe_config(model.config)`` and the model's dtype and
             device; ``None``: this rank alone.
         decode_tokens: Most tokens of one call that take warp decode; more take the group's path.
@@ -147,10 +147,13 @@ class Place:
         )
         shared = shared_ffn_size(config)
         columns = 0 if in_store else shared_columns(layout, moe.ffn_size, shared)
+        in_turn = config.model_type == gpt_oss.FAMILY and not in_store
         if group is None:
-            runner: Runner = LocalRunner(moe.top_k + columns, decode_tokens, activation=moe.activation)
+            runner: Runner = LocalRunner(
+                moe.top_k + columns, decode_tokens, activation=moe.activation, interleaved=in_turn
+            )
         else:
-            runner = ReplicatedRunner(moe, group, decode_tokens, shared_columns=columns)
+            runner = ReplicatedRunner(moe, group, decode_tokens, shared_columns=columns, interleaved=in_turn)
         names = SHARED.get(config.model_type)
         return cls(
             layout=layout,
@@ -164,9 +167,9 @@ class Place:
         )
 
     @property
-    def laid_out(self) -> bool:
-        """Whether weights are laid out anew."""
-        return self.family == gpt_oss.FAMILY
+    def in_turn(self) -> bool:
+        """Whether experts are held as gpt-oss publishes them: transposed, gate and up in turn."""
+        return self.runner.interleaved
 
     def install(self, model: nn.Module, name: str, stock: nn.Module) -> None:
         """Put this rank's part of a model's stock experts in their place, beside their block's shared expert."""
@@ -193,20 +196,13 @@ class Place:
             _, hidden_size, ffn_size = module.down_proj.shape
             device, width = module.down_proj.device, ffn_size // self.layout.tp
             return FP8Experts(hidden_size, width, self.layout, self.runner, device, self.num_pieces)
-        layout, w1, w2 = self.layout, module.gate_up_proj, module.down_proj
-        biases: tuple[Tensor, ...] = ()
-        learns = layout.world_size == 1 and w1.requires_grad
-        if self.laid_out:
-            w1, w2, (b1, b2) = gpt_oss.laid_out(module)
-            held = slice(layout.first_expert, layout.first_expert + layout.experts_local)
-            biases = (shard_experts(b1, w2, layout)[0], b2[held])  # b2 is whole on each TP rank
-        elif layout.world_size == 1:
-            return CometExperts(w1, w2, layout, self.runner)
-        gate_up_proj, down_proj, *of_biases = (
-            nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=learns)
-            for part in (*shard_experts(w1, w2, layout), *biases)
-        )
-        return CometExperts(gate_up_proj, down_proj, layout, self.runner, of_biases)
+        parts = [getattr(module, name) for name in FUSED + (BIASES if self.in_turn else ())]
+        if self.layout.world_size > 1:
+            own = gpt_oss.part_of(module, self.layout) if self.in_turn else shard_experts(parts[0], parts[1], self.layout)
+            copies = (part.clone(memory_format=torch.contiguous_format) for part in own)
+            parts = [nn.Parameter(copy, requires_grad=False) for copy in copies]
+        gate_up_proj, down_proj, *biases = parts
+        return CometExperts(gate_up_proj, down_proj, self.layout, self.runner, biases, is_transposed=self.in_turn)
 
     def prepare(self, model: nn.Module) -> None:
         """Refuse what the whole model, converted, does not do."""
@@ -218,14 +214,13 @@ class Place:
     def keep_from_saving(self, model: nn.Module) -> None:
         """Let ``save_pretrained`` raise ``ValueError`` where its folder would look like a model's, and be none.
 
-        It would hold one rank's shard, or scales that nothing in it explains, or weights in an order nobody expects.
+        It would hold one rank's shard, or scales that nothing in it explains.
         """
         part = f"rank {self.layout.rank} of {self.layout.world_size} holds a part of the experts only"
         reasons = (
             (self.layout.world_size > 1, f"{part}; save the model before it is converted"),
             (self.keep_fp8, "experts are kept in block FP8; load the model with keep_fp8=False to save it"),
             (self.in_store, NOT_SAVED),
-            (self.laid_out, "experts are laid out as Comet multiplies them; save the model before it is converted"),
         )
         reason = next((reason for holds, reason in reasons if holds), None)
 

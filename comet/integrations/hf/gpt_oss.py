@@ -1,38 +1,36 @@
 """gpt-oss in transformers: a clamped SwiGLU, biases on both projections, and weights that are laid out otherwise.
 
-Its experts hold ``gate_up_proj (E, D, 2F)``, whose columns are gate and up in turn, and ``down_proj (E, F, D)``: Comet
-multiplies by ``(E, 2F, D)``, gate rows first, and ``(E, D, F)``. Published folders hold them in MXFP4, which is not
-transposed: ``gate_up_proj_blocks (E, 2F, D / 32, 16)``, two codes a byte, ``gate_up_proj_scales (E, 2F, D / 32)``.
+Its experts hold ``gate_up_proj (E, D, 2F)``, whose columns are gate and up in turn, and ``down_proj (E, F, D)``. They
+keep these names, shapes and values, so that adapters, checkpoints and refits mean what they say. Only the order in
+memory changes: Comet reads ``(E, 2F, D)``, rows of gate and up in turn, and ``(E, D, F)``, of which the parameters are
+transposed views.
+
+Published folders hold MXFP4, which is not transposed: ``gate_up_proj_blocks (E, 2F, D / 32, 16)``, two codes a byte,
+and ``gate_up_proj_scales (E, 2F, D / 32)``.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from comet.config import require
-from comet.decode.shared import state_of
 from comet.integrations.hf.stored import BIASES, FUSED, MXFP4, Index, StoredTensor
 from comet.kernels.runtime.activation import Activation
-from comet.layout import Biases
+from comet.layout import ExpertLayout
 from comet.quantization import formats
 from comet.quantization.formats import MX_BLOCK
+from comet.utils.graphs import is_capturing
 
 FAMILY = "gpt_oss"
-_KEPT = "_comet_laid_out"
-_NAMES = FUSED + BIASES
-
-
-class LaidOut(NamedTuple):
-    """Experts as Comet computes them."""
-
-    w1: Tensor  # (E, 2F, D), gate rows first
-    w2: Tensor  # (E, D, F)
-    biases: Biases  # (E, 2F) and (E, D)
+_CAPTURED = "_comet_captured"  # marks experts that a CUDA graph reads where they are
+logger = logging.getLogger(__name__)
 
 
 def stock_class() -> Any:
@@ -51,7 +49,7 @@ def is_gpt_oss(experts: nn.Module) -> bool:
 
 
 def activation_of(source: Any) -> Activation:
-    """Of a configuration of gpt-oss, or of experts."""
+    """Return the activation of a configuration of gpt-oss, or of experts."""
     alpha = getattr(source, "swiglu_alpha", None) or getattr(source, "alpha", None)
     limit = getattr(source, "swiglu_limit", None) or getattr(source, "limit", None)
     return Activation("clamped_swiglu", alpha=alpha, limit=limit)
@@ -68,19 +66,27 @@ def check_quantisation(config: Any) -> None:
     )
 
 
-def read_laid_out(tensors: dict[str, StoredTensor], dtype: torch.dtype) -> dict[str, StoredTensor]:
-    """The tensors of a folder, of which those of experts are read as other families have them, gate rows first."""
+def read_turned(tensors: dict[str, StoredTensor], dtype: torch.dtype, *, gate_first: bool) -> dict[str, StoredTensor]:
+    """Return the tensors of a folder with those of experts as ``(E, N, K)``, as other families have them.
+
+    Args:
+        gate_first: Whether gate rows come first, then up rows, as in other families; else they are in turn.
+    """
     found = dict(tensors)
+
+    def ordered(tensor: StoredTensor) -> StoredTensor:
+        return _gate_first(tensor) if gate_first else tensor
+
     for name in tensors:
         if ".experts." not in name:
             continue
         stem = name.removesuffix("_blocks")
         if name.endswith("_blocks") and f"{stem}_scales" in tensors:
-            found[stem] = _dequantised(_gate_first(found.pop(name)), _gate_first(found.pop(f"{stem}_scales")), dtype)
+            found[stem] = _dequantised(ordered(found.pop(name)), ordered(found.pop(f"{stem}_scales")), dtype)
         elif name.endswith(FUSED) and len(found[name].shape) == 3:
-            found[name] = _gate_first(_turned(found[name]))
+            found[name] = ordered(_turned(found[name]))
         elif name.endswith(BIASES):
-            found[name] = _gate_first(found[name])
+            found[name] = ordered(found[name])
     return found
 
 
@@ -136,27 +142,62 @@ def _dequantised(blocks: StoredTensor, scales: StoredTensor, dtype: torch.dtype)
     return replace(blocks, shape=shape, dtype=MXFP4, read=read, read_as=dtype)
 
 
-def laid_out(experts: Any) -> LaidOut:
-    """Copies in Comet's layout, differentiably."""
-    gate_up, b1 = experts.gate_up_proj.transpose(1, 2), experts.gate_up_proj_bias
-    w1 = torch.cat([gate_up[:, ::2], gate_up[:, 1::2]], dim=1)
-    b1 = torch.cat([b1[:, ::2], b1[:, 1::2]], dim=1)
-    return LaidOut(w1, experts.down_proj.transpose(1, 2).contiguous(), Biases(b1, experts.down_proj_bias))
+def turned(experts: Any, *, in_step: bool) -> list[Tensor]:
+    """Return w1 ``(e, 2F, D)``, gate and up in turn, and w2 ``(e, D, F)`` of experts, differentiably.
 
+    They are views of the parameters, so that every write to a parameter counts at once. A decode step needs contiguous
+    rows: the first one moves the parameters in memory, and the first call that trains moves them back, so that an
+    optimizer never sees other strides. Names, shapes and values stay. A step copies the rows of weights that must not
+    move: adapters compute them at each call, or others know their place in memory.
 
-def kept_layout(experts: Any) -> LaidOut:
-    """``laid_out``; where no gradient is recorded its result is kept, beside the weights, until somebody writes these.
-
-    So a model that calls Comet by its name holds its experts twice; ``convert`` holds them once.
+    Args:
+        in_step: Whether rows must be contiguous, but for gradients.
     """
-    if torch.is_grad_enabled() and any(getattr(experts, name).requires_grad for name in _NAMES):
-        experts.__dict__.pop(_KEPT, None)
-        return laid_out(experts)
-    parts = [getattr(experts, name) for name in _NAMES]
-    stand, kept = state_of(parts), experts.__dict__.get(_KEPT)
-    if kept is None or kept[0] != stand:
-        with torch.no_grad():
-            # With the parts: those of a parametrization are temporary, and others would come to their addresses.
-            kept = experts.__dict__[_KEPT] = stand, laid_out(experts), parts
-    found: LaidOut = kept[1]
+    found = []
+    for name in FUSED:
+        weight = getattr(experts, name)
+        learns = torch.is_grad_enabled() and weight.requires_grad
+        if weight is experts._parameters.get(name) and (learns or in_step):
+            _move(weight, vars(experts), in_rows=not learns)
+        rows = weight.transpose(1, 2)
+        found.append(rows.contiguous() if in_step and not learns else rows)
     return found
+
+
+def _move(weight: Tensor, marks: dict[str, Any], *, in_rows: bool) -> None:
+    """Order the memory of a parameter ``(E, K, N)`` as ``(E, N, K)``, or as it was, unless others know it."""
+    if is_capturing(weight.device):
+        marks[_CAPTURED] = True
+    if (weight.transpose(1, 2) if in_rows else weight).is_contiguous():
+        return
+    reason = "a CUDA graph reads them where they are" if _CAPTURED in marks else ""
+    reason = reason or ("their gradients are not used yet" if weight.grad is not None else "")
+    if not reason and (_num_uses(weight) > _num_uses(torch.empty(1)) or (weight.is_cpu and weight.is_shared())):
+        reason = "other tensors have the same memory, such as those of a state_dict"
+    if not reason:
+        with torch.inference_mode(weight.is_inference()):
+            data = weight.data
+            weight.data = data.transpose(1, 2).contiguous().transpose(1, 2) if in_rows else data.contiguous()
+    elif in_rows:
+        _warn_of_copies(reason)
+
+
+def _num_uses(tensor: Tensor) -> int:
+    """How many tensors and handles have the memory of a tensor."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+@cache
+def _warn_of_copies(reason: str) -> None:
+    logger.warning("decode steps copy the experts of gpt-oss at each call, for they must not move: %s", reason)
+
+
+def part_of(experts: Any, layout: ExpertLayout) -> list[Tensor]:
+    """Return one rank's part of ``gate_up_proj``, ``down_proj`` and their biases."""
+    width = experts.down_proj.shape[1] // layout.tp
+    held = slice(layout.first_expert, layout.first_expert + layout.experts_local)
+    rows = slice(layout.tp_rank * width, (layout.tp_rank + 1) * width)
+    pairs = slice(2 * rows.start, 2 * rows.stop)
+    # b2 is whole on each TP rank.
+    biases = experts.gate_up_proj_bias[held, pairs], experts.down_proj_bias[held]
+    return [experts.gate_up_proj[held, :, pairs], experts.down_proj[held, rows], *biases]

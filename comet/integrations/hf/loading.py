@@ -64,7 +64,8 @@ _EXPERTS = re.compile(_LAYER.pattern + r"(?:mlp|block_sparse_moe)\.experts\.(.+)
 _ONE_EXPERT = re.compile(r"(\d+)\.(\w+)\.weight$")
 # The content of a tensor: gate, up or down of one expert, or (expert None) gate_up_proj, down_proj or a bias of all.
 Part = tuple[str, int | None]
-Matrices = tuple[StoredTensor, StoredTensor, StoredTensor]  # gate, up and down of one expert, or of a slice of it
+# Gate, up and down of one expert, or of a slice of it; or both in turn, and down.
+Matrices = tuple[StoredTensor, ...]
 Tensors = dict[str, StoredTensor]
 
 
@@ -286,7 +287,7 @@ def state_of(
         rule = f"must be one of {', '.join(DTYPES)}: config.json has no quantization_config that explains them"
         require(not narrow, f"{some(narrow)} {rule}")
     if place.family == gpt_oss.FAMILY:
-        tensors = gpt_oss.read_laid_out(tensors, dtype)
+        tensors = gpt_oss.read_turned(tensors, dtype, gate_first=place.in_store)
     state = _shard_checkpoint(tensors, modules, moe_config(config), place)
     return state, _add_pieces(state, stored, modules, place, config)
 
@@ -322,13 +323,14 @@ def _shard_checkpoint(tensors: Tensors, modules: dict[int, str], moe: MoEConfig,
     state: dict[str, Any] = {name: tensor.copied() for name, tensor in tensors.items() if ".experts." not in name}
     for layer, module in modules.items():
         found = layers[layer]
-        state |= _shards(module, _slices(found, moe.ffn_size, place.layout))
+        slices = _slices(found, moe.ffn_size, place.layout, in_turn=place.in_turn)
+        state |= _shards(module, slices, is_transposed=place.in_turn)
         if place.keep_fp8:
             scales = {part: tensor.scales for part, tensor in found.items() if tensor.scales is not None}
             state |= _shards(module, _slices(scales, moe.ffn_size // FP8_BLOCK, place.layout), SCALES)
         if moe.expert_bias:
             biases: dict[Part, StoredTensor] = {(name, None): found[f"{name}_bias", None] for name in FUSED}
-            state |= _shards(module, _slices(biases, moe.ffn_size, place.layout), "_bias")
+            state |= _shards(module, _slices(biases, moe.ffn_size, place.layout, in_turn=place.in_turn), "_bias")
     return state
 
 
@@ -387,31 +389,37 @@ def _dtype_problems(tensor: StoredTensor, keep_fp8: bool) -> list[str]:
     return [] if tensor.dtype in DTYPES or tensor.read_as is not None else [f"{named} one of {', '.join(DTYPES)}"]
 
 
-def _slices(found: dict[Part, StoredTensor], ffn_size: int, layout: ExpertLayout) -> list[Matrices]:
-    """This rank's slice of each of its experts, whose matrices, or scales of them, have ``ffn_size`` columns."""
+def _slices(
+    found: dict[Part, StoredTensor], ffn_size: int, layout: ExpertLayout, *, in_turn: bool = False
+) -> list[Matrices]:
+    """Return this rank's slice of each of its experts, whose matrices, or scales of them, have ``ffn_size`` columns."""
     width, held = ffn_size // layout.tp, range(layout.first_expert, layout.first_expert + layout.experts_local)
-    return [_columns(_expert(found, expert, ffn_size), layout.tp_rank, width) for expert in held]
+    return [_columns(_expert(found, expert, ffn_size, in_turn=in_turn), layout.tp_rank, width) for expert in held]
 
 
-def _expert(found: dict[Part, StoredTensor], expert: int, ffn_size: int) -> Matrices:
+def _expert(found: dict[Part, StoredTensor], expert: int, ffn_size: int, *, in_turn: bool) -> Matrices:
     """One expert, of tensors of its own or of all experts."""
     if ("gate_up_proj", None) not in found:
         return found["gate", expert], found["up", expert], found["down", expert]
     gate_up, down = (found[part, None].of_expert(expert) for part in FUSED)
-    return gate_up.part(slice(ffn_size)), gate_up.part(slice(ffn_size, None)), down
+    return (gate_up, down) if in_turn else (gate_up.part(slice(ffn_size)), gate_up.part(slice(ffn_size, None)), down)
 
 
 def _columns(expert: Sequence[StoredTensor], number: int, width: int) -> Matrices:
     """Slice ``number`` of an expert, or of its biases, cut in slices of ``width`` columns of its hidden layer."""
-    gate, up, down = expert
+    *gate_up, down = expert
     own, is_bias = slice(number * width, (number + 1) * width), len(down.shape) == 1  # b2 is whole on every TP rank
-    return gate.part(own), up.part(own), down if is_bias else down.part(ALL, own)
+    height = 2 * width // len(gate_up)  # twice the width where gate and up are in turn
+    rows = (part.part(slice(number * height, (number + 1) * height)) for part in gate_up)
+    return *rows, down if is_bias else down.part(ALL, own)
 
 
-def _shards(module: str, experts: Sequence[Matrices], suffix: str = "") -> dict[str, LazyShard]:
+def _shards(
+    module: str, experts: Sequence[Matrices], suffix: str = "", *, is_transposed: bool = False
+) -> dict[str, LazyShard]:
     """Parameters of a module of that name."""
-    gate_up, down = tuple((gate, up) for gate, up, _ in experts), tuple((down,) for _, _, down in experts)
-    return {f"{module}.gate_up_proj{suffix}": LazyShard(gate_up), f"{module}.down_proj{suffix}": LazyShard(down)}
+    parts = tuple(tuple(gate_up) for *gate_up, _ in experts), tuple((down,) for *_, down in experts)
+    return {f"{module}.{name}{suffix}": LazyShard(part, is_transposed) for name, part in zip(FUSED, parts, strict=True)}
 
 
 def _add_pieces(state: dict[str, Any], stored: Tensors, modules: dict[int, str], place: Place, config: Any) -> Place:

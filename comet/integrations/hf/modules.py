@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from comet.config import MoEConfig, require
 from comet.decode import SharedMatrices, SharedSlots, joins_step
-from comet.decode.runners import Runner
+from comet.decode.runners import ReplicatedRunner, Runner
 from comet.experts.options import PrefetchSetting, prefetch_wanted
+from comet.integrations.hf import gpt_oss
 from comet.integrations.hf.families import moe_config
 from comet.layout import Biases, ExpertLayout, RoutedTokens
 from comet.router.router import Router, router_of
@@ -163,6 +164,8 @@ class CometExperts(nn.Module):
         runner: Computes them; one serves all layers of a model.
         biases: ``(e, 2F/TP)`` and ``(e, D)``, for parameters ``gate_up_proj_bias`` and ``down_proj_bias``; none: there
             are no such.
+        is_transposed: Whether the experts are gpt-oss's: ``(e, D, 2F/TP)``, columns of gate and up in turn, and
+            ``(e, F/TP, D)``. Peft looks at the attribute of this name to shape adapters.
     """
 
     def __init__(
@@ -172,6 +175,8 @@ class CometExperts(nn.Module):
         layout: ExpertLayout,
         runner: Runner,
         biases: Sequence[nn.Parameter] = (),
+        *,
+        is_transposed: bool = False,
     ) -> None:
         super().__init__()
         self.gate_up_proj = gate_up_proj
@@ -179,6 +184,7 @@ class CometExperts(nn.Module):
         b1, b2 = biases or (None, None)
         self.gate_up_proj_bias: nn.Parameter | None = b1
         self.down_proj_bias: nn.Parameter | None = b2
+        self.is_transposed = is_transposed
         self.layout = layout
         self.runner = runner
         self.shared: SharedSlots | None = None
@@ -221,8 +227,13 @@ class CometExperts(nn.Module):
 
     def run(self, routed: RoutedTokens) -> Tensor:
         """``(T, D)`` without a shared expert."""
-        w1, w2, b1, b2 = self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias
-        return self.runner(routed, w1, w2, None if b1 is None or b2 is None else Biases(b1, b2))
+        b1, b2, runner = self.gate_up_proj_bias, self.down_proj_bias, self.runner
+        if self.is_transposed:
+            in_step = len(routed.tokens) <= runner.decode.max_tokens or isinstance(runner, ReplicatedRunner)
+            w1, w2 = gpt_oss.turned(self, in_step=in_step)  # kernels of a group need rows for any number of tokens
+        else:
+            w1, w2 = self.gate_up_proj, self.down_proj
+        return runner(routed, w1, w2, None if b1 is None or b2 is None else Biases(b1, b2))
 
     def extra_repr(self) -> str:
         """The part of the experts held here."""

@@ -94,9 +94,9 @@ class StoredTensor:
 class LazyShard:
     """One rank's part of a layer's experts, read when it is indexed, as transformers does with every lazy tensor."""
 
-    experts: tuple[
-        tuple[StoredTensor, ...], ...
-    ]  # for each expert the matrices that lie one below the other: gate and up, or down
+    # For each expert the matrices that lie one below the other: gate and up, both in turn, or down.
+    experts: tuple[tuple[StoredTensor, ...], ...]
+    is_transposed: bool = False  # whether it is read as ``(e, D, 2F/TP)`` or ``(e, F/TP, D)``
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -112,9 +112,10 @@ class LazyShard:
         return read_as or reduce(torch.promote_types, (source.stored_as for source in sources))
 
     def __getitem__(self, index: EllipsisType) -> Tensor:
-        whole = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        experts, *shape = self.shape
+        whole = torch.empty(experts, *(shape[::-1] if self.is_transposed else shape), dtype=self.dtype, device="cpu")
         for expert, into in enumerate(whole):
-            self.read_expert(expert, into)
+            self.read_expert(expert, into.T if self.is_transposed else into)
         return whole
 
     def read_expert(self, expert: int, into: Tensor) -> None:

@@ -92,8 +92,6 @@ def test_experts_beyond_memory(budget: str, folders: Folders) -> None:
                 call(loaded)
     with pytest.raises(ValueError, match="experts are in a store and no parameters; load the model without expert_bu"):
         loaded.save_pretrained(folder)
-    with pytest.raises(ValueError, match="experts are laid out as Comet multiplies them; save the model before"):
-        hf.convert(tiny_model("gpt_oss")).save_pretrained(folder)
 
 
 def check_ranks(rank: int, world_size: int, ep: int, tp: int, folders: dict[str, Path]) -> None:
@@ -102,7 +100,7 @@ def check_ranks(rank: int, world_size: int, ep: int, tp: int, folders: dict[str,
         model, settings = tiny_model("gpt_oss"), [{}]
         if style == "MXFP4":
             publish_mxfp4(model, folder.parent / f"{folder.name} of rank {rank}")
-            if tp < 4:  # whose slices are narrower than a block
+            if tp < 4:  # with 4 slices of F a slice is narrower than a block
                 share = {"expert_budget": 0.5 if ep == 1 else 1.0}
                 settings += [share | BUDGETS[budget] for budget in ("file", "mxfp4")]
         expected = Expected.of(model)

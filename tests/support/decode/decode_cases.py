@@ -69,7 +69,7 @@ class DecodeCase:
     ``routing``: ``uniform``; ``one``: every token's first expert is 0; ``masked``: a third of the routed rows is -1;
     ``none``: all are; ``repeated``: every token names one expert K times; ``unknown``: some ids are no expert's;
     ``always``: the last two experts of every token are E-2 and E-1, as a shared one's pieces are.
-    ``held``: how many of the E experts are held; the others' routing weights are NaN, as are the slots nobody uses.
+    ``held``: how many of the E experts are held; the others' routing weights are NaN, as are the slots that have no use.
     ``activation`` of the experts, ``biased`` where both of their projections have biases.
     ``quantised``: one of ``QUANTISERS``, with scales that differ from one to the next by powers of two.
     """
@@ -215,7 +215,8 @@ def check_rows_in_turn(case: DecodeCase, dtype: torch.dtype, device: str) -> Non
     order = torch.arange(2 * case.F, device=device).view(2, -1).T.flatten()
     scales = None if first.w1_scales is None else first.w1_scales.view(torch.uint8)[:, order].contiguous()
     in_turn = first.w1.view(torch.uint8)[:, order].view(first.w1.dtype)
-    turned = replace(first, w1=in_turn, w1_scales=scales, interleaved=True)
+    b1 = None if first.b1 is None else first.b1[:, order]
+    turned = replace(first, w1=in_turn, w1_scales=scales, b1=b1, interleaved=True)
     for run in (partial(run_kernels, config=case.config), warp_decode_torch):
         assert torch.equal(run(*step, turned), run(*step, first)), case
 
