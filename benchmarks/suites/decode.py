@@ -210,12 +210,6 @@ def figures(
     return row | {"times_us": times_us, "quantiles": quantiles, "accuracy": dict(accuracy)}
 
 
-def variant_times(row: Row) -> dict[str, float]:
-    """Microseconds of the variants of a row that have a column; of ``triton`` the fastest tile shape."""
-    names = ["comet", CENTRIC, *OTHERS, *(name for name in row.get("times_us", {}) if name.startswith(PREFIX))]
-    return {name: row[f"{name}_us"] for name in names if row.get(f"{name}_us") is not None}
-
-
 class CheckedSteps(Checked):
     """Variants with the ``accuracy`` of each; ``no_graph`` says which are launched by the host, and why."""
 
