@@ -8,6 +8,7 @@ a group, and for ranks of their own tokens that do not say how many; hence steps
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -34,6 +35,7 @@ from comet.reference.plain import plain_experts
 from comet.utils.graphs import is_capturing
 from comet.utils.uncompiled import uncompiled
 
+logger = logging.getLogger(__name__)
 # Most tokens that take warp decode where the caller does not say: all that it takes. On an H200 no other path was
 # faster for the experts of Qwen3-30B at any number up to it (``benchmarks/results/decode.md``).
 DECODE_TOKENS = MAX_DECODE_TOKENS
@@ -53,7 +55,7 @@ class Decoder:
         )
         self.top_k = top_k
         self.max_tokens = max_tokens
-        self._scratch: dict[int, DecodeScratch] = {}  # by thread
+        self._scratch: dict[int, DecodeScratch] = {}  # keys are threads
         self._copy_stream: torch.cuda.Stream | None = None
 
     def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, experts: DecodeWeights) -> Tensor:
@@ -72,14 +74,14 @@ class Decoder:
         return kept
 
     def copy_stream(self, device: torch.device) -> torch.cuda.Stream | None:
-        """On which all layers copy experts beside what they compute; ``None`` on a CPU."""
+        """The stream on which all layers copy experts while they compute; ``None`` on a CPU."""
         if device.type == "cuda" and self._copy_stream is None:
             self._copy_stream = torch.cuda.Stream(device)
         return self._copy_stream
 
 
 class LocalRunner:
-    """All experts on this rank, which waits for nobody: warp decode, or grouped GEMMs for many tokens and gradients.
+    """All experts on this rank, which waits for no other: warp decode, or grouped GEMMs for many tokens and gradients.
 
     Args:
         top_k: K, with what a shared expert adds to it (``shared_columns``).
@@ -144,7 +146,7 @@ class LocalRunner:
         return own
 
     def noting(self, what: str, *, collectives: bool = False) -> AbstractContextManager[object]:
-        """Around what may fail on one rank while others wait for it: all of them then know of it. Here nobody waits."""
+        """Around what may fail on one rank while others wait for it: then all of them know. No rank waits here."""
         return nullcontext()
 
     def before_replay(self) -> None:
@@ -154,7 +156,7 @@ class LocalRunner:
         """Raise what ``Workspace.check`` or ``RankDecode.check`` raises; waits for the device."""
 
     def restart(self) -> None:
-        """Start the epochs anew (collective), which is due where ``check`` raises ``EpochError``."""
+        """Start new epochs (collective), which is due where ``check`` raises ``EpochError``."""
 
 
 class GroupExperts:
@@ -195,7 +197,7 @@ class GroupExperts:
             )
 
     def held(self, w1: Tensor, w2: Tensor, biases: Biases | None) -> DecodeWeights:
-        """What this rank holds, as a decode step reads it."""
+        """The experts of this rank, as a decode step reads them."""
         self.match(w1, w2, *(biases or ()))  # slots name places that there have to be
         b1, b2 = added_biases(biases, self.layout)
         of_layer: dict[str, Any] = dict(activation=self.activation, interleaved=self.interleaved)
@@ -224,20 +226,26 @@ class GroupExperts:
 class ReplicatedRunner(GroupExperts):
     """Experts over a group whose ranks all hold the same tokens; collective, for inference.
 
-    Any number of tokens may come: ``max_tokens`` of the group only bounds how many are computed at once. None takes
-    warp decode where the group spans several nodes. ``shared_columns`` is what a shared expert adds to K in a decode
-    step. Where rows of w1 are ``interleaved``, calls of more tokens copy w1, gate rows first, for as long as they take.
+    Any number of tokens may come: ``max_tokens`` of the group only bounds how many are computed at once. Where rows of
+    w1 are ``interleaved``, calls of more tokens copy w1, gate rows first, for as long as they take.
+
+    Args:
+        decode_tokens: Most tokens that take warp decode; ``None``: 64. It is 0 where the group spans several nodes, and
+            by default where warp decode takes no slices of experts as narrow as those of a rank.
+        shared_columns: What a shared expert adds to K in a decode step.
     """
 
     def __init__(
         self,
         moe: MoEConfig,
         group: ExpertGroup,
-        decode_tokens: int = DECODE_TOKENS,
+        decode_tokens: int | None = None,
         *,
         shared_columns: int = 0,
         interleaved: bool = False,
     ) -> None:
+        if decode_tokens is None:
+            decode_tokens = default_decode_tokens(moe, group, DECODE_TOKENS)
         decode_tokens = 0 if group.comm.memory_obstacle else decode_tokens
         self.interleaved = interleaved
         super().__init__(moe, group, decode_tokens, top_k=moe.top_k + shared_columns, replicated=True)
@@ -261,7 +269,7 @@ class ReplicatedRunner(GroupExperts):
 
     @contextmanager
     def noting(self, what: str, *, collectives: bool = False) -> Iterator[None]:
-        """As a step of the group, with ``collectives`` of ``torch.distributed`` or without."""
+        """Note a step of the group, with ``collectives`` of ``torch.distributed`` or without."""
         comm = self.group.comm
         with comm.step(what, collectives=collectives):
             comm.in_flight = True
@@ -281,7 +289,7 @@ class ReplicatedRunner(GroupExperts):
         *,
         experts: DecodeWeights | None = None,
     ) -> Tensor:
-        """As a ``LocalRunner`` is called."""
+        """Run the experts; arguments as of ``LocalRunner.__call__``."""
         tokens, dtype = routed.tokens, self.group.workspace.shape.dtype
         require(tokens.dtype == dtype, f"dtype={tokens.dtype} of the tokens must be the group's {dtype}")
         require(
@@ -301,7 +309,7 @@ class ReplicatedRunner(GroupExperts):
         return self.decode_step(routed, self.held(w1, w2, biases) if experts is None else experts)
 
 
-Runner = LocalRunner | ReplicatedRunner  # of ranks that all hold the same tokens
+Runner = LocalRunner | ReplicatedRunner  # all ranks hold the same tokens
 
 
 class DataParallelDecode(GroupExperts):
@@ -312,7 +320,7 @@ class DataParallelDecode(GroupExperts):
 
     Args:
         decode_tokens: Most tokens of one rank that take warp decode; 0: none do; ``None``: 64 / W, or 0 where the group
-            spans several nodes.
+            spans several nodes or a rank's slices of experts are too narrow.
 
     Raises:
         ValueError: If the experts do not divide over the group, its pool is for another shape, or warp decode cannot
@@ -323,8 +331,7 @@ class DataParallelDecode(GroupExperts):
     def __init__(self, moe: MoEConfig, group: ExpertGroup, decode_tokens: int | None = None) -> None:
         ranks = group.parallel.world_size
         most = MAX_DECODE_TOKENS // ranks
-        default = 0 if group.comm.memory_obstacle else most
-        self.decode_tokens = default if decode_tokens is None else decode_tokens
+        self.decode_tokens = default_decode_tokens(moe, group, most) if decode_tokens is None else decode_tokens
         require(
             0 <= self.decode_tokens <= most,
             f"decode_tokens={self.decode_tokens} must be between 0 and {MAX_DECODE_TOKENS} / W={ranks}",
@@ -355,6 +362,15 @@ class DataParallelDecode(GroupExperts):
         if most > self.decode_tokens or self.decode_on_ranks is None or learns:
             return self.path(routed, w1, w2, biases)
         return self.decode_step(routed, self.held(w1, w2, biases))
+
+
+def default_decode_tokens(moe: MoEConfig, group: ExpertGroup, most: int) -> int:
+    """``most``, or 0 where warp decode takes no slices of experts as narrow as those of a rank, or no such group."""
+    is_narrow = moe.ffn_size % (group.parallel.tp * DIM_MULTIPLE) != 0
+    if is_narrow and group.rank == 0:
+        words = "warp decode is off: ffn_size=%d / tp=%d is no multiple of %d"
+        logger.info(words, moe.ffn_size, group.parallel.tp, DIM_MULTIPLE)
+    return 0 if is_narrow or group.comm.memory_obstacle else most
 
 
 def run_path_on_slices(routed: RoutedTokens, compute: Callable[[RoutedTokens], Tensor], group: ExpertGroup) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a budget of GPU memory puts where."""
+"""Plan where experts are by a budget of GPU memory."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import get_args
 
 import torch
 
-from comet.config import MoEConfig, ParallelConfig, require
-from comet.decode.runners import DECODE_TOKENS
+from comet.config import DIM_MULTIPLE, MoEConfig, ParallelConfig, require
 from comet.experts.cache import (
     CACHED_DECODE_TOKENS,
     bytes_of_expert,
@@ -28,7 +27,7 @@ UNIT = "a share of all experts, or bytes above 1"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertBudget:
-    """Where the experts of a model's layers are; all of them are in the store."""
+    """The places of the experts of a model's layers; all of them are in the store."""
 
     # host: all experts are in host memory. file: they stay in their files, and host memory holds some
     store: ExpertStoreKind
@@ -38,21 +37,21 @@ class ExpertBudget:
     slots: int  # S, experts of each layer on the device
     places: int  # experts of all layers together in host memory
     stored: StoredType | None = None
-    policy: Policy = "lru"  # whose slot a missing expert takes (HostExperts)
+    policy: Policy = "lru"  # decides whose slot a missing expert takes
 
     @property
     def device_bytes(self) -> int:
-        """Of the slots of all layers."""
+        """Bytes of the slots of all layers."""
         return self.num_layers * self.slots * self.expert_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Of the experts in host memory."""
+        """Bytes of the experts in host memory."""
         return self.places * self.expert_bytes
 
     @property
     def store_bytes(self) -> int:
-        """Of all experts of the rank."""
+        """Bytes of all experts of the rank."""
         return self.num_layers * self.held * self.expert_bytes
 
 
@@ -80,10 +79,10 @@ def _places(host_budget: float | None, num_experts: int, slots: int, expert_byte
     return min(num_experts, places)
 
 
-def most_tokens(options: StoreOptions, decode_tokens: int | None, group: ExpertGroup | None) -> int:
-    """Most tokens of a decode step."""
+def most_tokens(options: StoreOptions, decode_tokens: int | None, group: ExpertGroup | None) -> int | None:
+    """Most tokens of a decode step; ``None``: the runner's default, which only steps from a store do not have."""
     if not options.in_store:
-        return DECODE_TOKENS if decode_tokens is None else decode_tokens
+        return decode_tokens
     if group is not None and group.comm.memory_obstacle:
         raise NotImplementedError(f"expert_budget needs warp decode on all ranks: {group.comm.memory_obstacle}")
     require(
@@ -114,6 +113,8 @@ def plan_budget(
     )
     require(math.isfinite(budget), f"expert_budget={budget} must be finite: {UNIT}")
     held, width = config.num_experts // parallel.ep, config.ffn_size // parallel.tp
+    rule = f"must be a multiple of {DIM_MULTIPLE} with an expert_budget, whose steps take warp decode"
+    require(width % DIM_MULTIPLE == 0, f"ffn_size={config.ffn_size} / tp={parallel.tp} = {width} {rule}")
     mine = MoEConfig(hidden_size=config.hidden_size, ffn_size=width, num_experts=held, top_k=min(config.top_k, held))
     _check_blocks(options.expert_dtype, config, width)
     least = mine.top_k if store == "file" else 1  # a GPU that brings them itself has waves for the others

@@ -256,13 +256,18 @@ class CachedExperts(ExpertsFromSlots):
     prefetch: Prefetch | None = None  # brings experts of this layer before its step, if anything does
 
     def __init__(self, cache: ExpertCache, runner: Runner, top_k: int) -> None:
-        super().__init__(cache, runner, top_k)
+        super().__init__(cache, runner)
         require(
-            cache.num_slots >= self.most_of_a_token or runner.decode.max_tokens > 1,
+            self.has_steps(top_k),
             f"decode_tokens={runner.decode.max_tokens} must be at least 2 with num_slots={cache.num_slots}, fewer than "
             f"top_k={top_k}",
         )
         cache.copy_stream = runner.decode.copy_stream(cache.weights.w1.device)
+
+    def has_steps(self, top_k: int) -> bool:
+        """Whether the slots hold the experts of one token, or waves of two tokens, without the host's cores, do."""
+        waves = self.runner.decode.max_tokens > 1 and self.cache.cores is None
+        return waves or self.cache.num_slots >= self.most_of_a_token(top_k)
 
     def check(self) -> None:
         """Raise ``HostComputeError`` if the host's cores are gone; once a pass is enough."""
@@ -275,7 +280,7 @@ class CachedExperts(ExpertsFromSlots):
         if self.prefetch is not None:
             self.prefetch.before_step(tokens, top_k_ids.shape[1])
         step, num_tokens = routed._replace(top_k_ids=top_k_ids.contiguous()), tokens.shape[0]
-        if num_tokens == 1 and self.cache.num_slots < self.most_of_a_token:
+        if num_tokens == 1 and self.cache.num_slots < self.most_of_a_token(top_k_ids.shape[1]):
             ids = pad(top_k_ids, NEXT_ROW, value=-1)
             step = RoutedTokens(pad(tokens, NEXT_ROW), ids, pad(top_k_weights, NEXT_ROW))
         with torch.autocast(tokens.device.type, enabled=False):  # decode rounds where it means to

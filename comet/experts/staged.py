@@ -226,17 +226,19 @@ class StagedExperts(ExpertsFromSlots):
     cache: StagedCache
 
     def __init__(self, cache: StagedCache, runner: Runner, top_k: int) -> None:
-        super().__init__(cache, runner, top_k)
+        super().__init__(cache, runner)
         rule = f"must be at least top_k={top_k} where the host brings the experts: raise expert_budget"
-        require(cache.num_slots >= self.most_of_a_token, f"num_slots={cache.num_slots} {rule}")
-        self.tokens_at_once = runner.decode.max_tokens
-        if cache.num_slots < cache.num_held:
-            self.tokens_at_once = min(self.tokens_at_once, cache.num_slots // top_k)
+        require(self.has_steps(top_k), f"num_slots={cache.num_slots} {rule}")
+
+    def has_steps(self, top_k: int) -> bool:
+        """Whether the slots hold the experts of one token; the host has no waves."""
+        return self.cache.num_slots >= self.most_of_a_token(top_k)
 
     def step(self, routed: RoutedTokens, w1: Tensor, w2: Tensor) -> Tensor:
-        """In parts, whose experts are brought before each."""
-        outputs = []
-        for part in (routed.part(slice(*each)) for each in rounds(len(routed.tokens), self.tokens_at_once)):
+        """Compute a step in parts, whose experts are brought before each."""
+        outputs, slots = [], self.cache.num_slots
+        at_once = 1 + len(routed.tokens) if slots == self.cache.num_held else slots // routed.top_k_ids.shape[1]
+        for part in (routed.part(slice(*each)) for each in rounds(len(routed.tokens), at_once)):
             with self.runner.noting("reading of experts"):
                 experts = self.cache.bring(part.top_k_ids)
             with torch.autocast(part.tokens.device.type, enabled=False):  # decode rounds where it means to

@@ -156,13 +156,16 @@ def with_biases(products: Tensor, biases: Tensor | None, owners: Tensor | None) 
 class ExpertsFromSlots:
     """Routed experts of a layer, from the slots of its cache; an ``ExpertPath``, for inference.
 
-    Of more tokens than the runner decodes, missing experts stream through the slots, for which the host waits.
-    Quantised ones are dequantised to the tokens' type, those of a group at once.
+    Of more tokens than the runner decodes, or of more experts a token than steps take, missing experts stream through
+    the slots, for which the host waits. Quantised ones are dequantised to the tokens' type, those of a group at once.
     """
 
-    def __init__(self, cache: SlotCache, runner: Runner, top_k: int) -> None:
+    def __init__(self, cache: SlotCache, runner: Runner) -> None:
         self.cache, self.runner = cache, runner
-        self.most_of_a_token = min(top_k, cache.num_held)  # experts of this rank that it may need
+
+    def most_of_a_token(self, top_k: int) -> int:
+        """Experts of this rank that a token of K may need; routers may choose more than when the model was loaded."""
+        return min(top_k, self.cache.num_held)
 
     def __call__(self, routed: RoutedTokens, w1: Tensor, w2: Tensor, biases: Biases | None = None) -> Tensor:
         require(
@@ -172,13 +175,17 @@ class ExpertsFromSlots:
         )
         with self.runner.in_turn(self.cache.turn), self.cache.used():
             self.check()
-            if len(routed.tokens) <= self.runner.decode.max_tokens:
+            if len(routed.tokens) <= self.runner.decode.max_tokens and self.has_steps(routed.top_k_ids.shape[1]):
                 return self.step(routed, w1, w2)
             with self.runner.noting("streaming of experts", collectives=True):
                 return self.runner.add_up(self._stream(routed)).to(routed.tokens.dtype)
 
     def check(self) -> None:
         """Raise what keeps this layer from being computed."""
+
+    def has_steps(self, top_k: int) -> bool:
+        """Whether the slots serve steps of tokens with K experts each; all ranks answer alike."""
+        raise NotImplementedError
 
     def step(self, routed: RoutedTokens, w1: Tensor, w2: Tensor) -> Tensor:
         """A decode step."""

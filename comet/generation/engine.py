@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from comet.config import SpeculationConfig, require
 from comet.decode import FrozenExperts, SharedSlots, before_replay, matrices_of, shared_columns
-from comet.decode.runners import DECODE_TOKENS, ReplicatedRunner, Runner
+from comet.decode.runners import ReplicatedRunner, Runner
 from comet.decode.shared import state_of
 from comet.experts.cache import CACHED_DECODE_TOKENS, CacheReport, ExpertCache
 from comet.experts.host.cores import HostCores
@@ -49,7 +49,7 @@ class Engine:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device  # where it computes
+        self.device = device  # everything is computed there
         self.runners: Sequence[Runner] = ()  # compute the experts of all layers
         self.stored: Sequence[CachedPath] = ()  # the layers' experts where they are in a store
         self._drafts: Sequence[Router] = ()  # of all layers, where it drafts
@@ -60,7 +60,7 @@ class Engine:
         """Forget everything and read prompts ``(B, S)`` int64 of ``(B,)`` tokens: ``(B, V)`` logits of the next ones.
 
         Sequences may grow to ``max_length`` positions. Prompts as many and with as much room as the last ones take
-        their memory and their graph, unless somebody added or removed hooks. Of a hook a graph replays what it computes
+        their memory and their graph, unless hooks were added or removed. Of a hook a graph replays what it computes
         on the device, not its Python.
         """
         return self._read(ids, lengths, max_length)
@@ -91,16 +91,16 @@ class Engine:
 
     @property
     def graph_fallback_reason(self) -> str:
-        """Why any kind of pass was launched kernel by kernel; empty if all were replayed from a CUDA graph."""
+        """The reason why a kind of pass was launched kernel by kernel; empty if all were replayed from a CUDA graph."""
         return TOO_FEW if self._passes is None else self._passes.graph_fallback_reason
 
     @property
     def cores(self) -> HostCores | None:
-        """Those of the host that compute some of the missing experts."""
+        """The cores of the host that compute some of the missing experts."""
         return cores_of_paths(self.stored)
 
     def cache_report(self) -> CacheReport | None:
-        """What expert caches did so far; ``None`` where all experts are on the device. Waits for it."""
+        """The work of expert caches so far; ``None`` where all experts are on the device. Waits for it."""
         return report_of_paths(self.stored)
 
     def check(self) -> None:
@@ -119,7 +119,7 @@ class Engine:
         return self._passes(ids, drafts=drafts)
 
     def _room(self) -> Any:
-        """What holds the sequences; prompts are read before tokens are appended."""
+        """The memory of the sequences; prompts are read before tokens are appended."""
         raise NotImplementedError
 
     def _read(self, ids: Tensor, lengths: Tensor, max_length: int) -> Tensor:
@@ -185,8 +185,8 @@ class GPTEngine(Engine):
             raise NotImplementedError(f"expert_budget needs warp decode on all ranks: {group.comm.memory_obstacle}")
         needs = "needs expert_slots: without, no expert is quantised"
         require(expert_dtype is None or expert_slots is not None, f"expert_dtype={expert_dtype!r} {needs}")
-        if decode_tokens is None:
-            decode_tokens = DECODE_TOKENS if expert_slots is None else CACHED_DECODE_TOKENS
+        if decode_tokens is None and expert_slots is not None:
+            decode_tokens = CACHED_DECODE_TOKENS
         super().__init__(group.device)
         moe, drops = model.config.moe, "sequences would drop each other's rows"
         require(moe.capacity_factor is None, f"capacity_factor={moe.capacity_factor} must be None to generate: {drops}")
@@ -222,7 +222,7 @@ class GPTEngine(Engine):
 
     @property
     def caches(self) -> list[ExpertCache | StagedCache]:
-        """Of the layers' experts; none where all of them are on the device."""
+        """The caches of the layers' experts; none where all of them are on the device."""
         return [path.cache for path in self.stored]
 
     def _read(self, ids: Tensor, lengths: Tensor, max_length: int) -> Tensor:

@@ -40,7 +40,7 @@ from comet.utils.graphs import is_capturing
 from comet.utils.uncompiled import uncompiled
 
 
-def convert(model: nn.Module, group: ExpertGroup | None = None, *, decode_tokens: int = DECODE_TOKENS) -> nn.Module:
+def convert(model: nn.Module, group: ExpertGroup | None = None, *, decode_tokens: int | None = None) -> nn.Module:
     """Replace the experts of every MoE layer in place; router and all else stay the model's own.
 
     Shared experts stay, too, but decode steps include them as experts that every token goes through, where their width
@@ -53,7 +53,8 @@ def convert(model: nn.Module, group: ExpertGroup | None = None, *, decode_tokens
         model: A transformers model of a supported family: Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V3 or gpt-oss.
         group: The ranks that share the experts, made for ``moe_config(model.config)`` and the model's dtype and
             device; ``None``: this rank alone.
-        decode_tokens: Most tokens of one call that take warp decode; more take the group's path.
+        decode_tokens: Most tokens of one call that take warp decode; more take the group's path. ``None``: 64, or 0
+            where a rank's slices of experts are too narrow for it.
 
     Returns:
         The same model.
@@ -100,7 +101,7 @@ def check(model: nn.Module) -> None:
 
 
 def restart(model: nn.Module) -> None:
-    """Start the epochs of a converted model's signals anew, where ``check`` asks for it (collective over its ranks).
+    """Start the epochs of a converted model's signals newly, where ``check`` asks for it (collective over its ranks).
 
     To be called between steps; captured steps stay valid. Waits for the device.
     """
@@ -115,7 +116,7 @@ def _runners(model: nn.Module) -> list[Runner]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where a rank stands among a model's experts."""
+    """A rank's place among a model's experts."""
 
     layout: ExpertLayout  # its part of them
     runner: Runner  # computes them, for all layers
@@ -131,7 +132,7 @@ class Place:
         cls,
         config: Any,
         group: ExpertGroup | None,
-        decode_tokens: int = DECODE_TOKENS,
+        decode_tokens: int | None = None,
         *,
         keep_fp8: bool = False,
         in_store: bool = False,
@@ -149,9 +150,8 @@ class Place:
         columns = 0 if in_store else shared_columns(layout, moe.ffn_size, shared)
         in_turn = config.model_type == gpt_oss.FAMILY and not in_store
         if group is None:
-            runner: Runner = LocalRunner(
-                moe.top_k + columns, decode_tokens, activation=moe.activation, interleaved=in_turn
-            )
+            most = DECODE_TOKENS if decode_tokens is None else decode_tokens
+            runner: Runner = LocalRunner(moe.top_k + columns, most, activation=moe.activation, interleaved=in_turn)
         else:
             runner = ReplicatedRunner(moe, group, decode_tokens, shared_columns=columns, interleaved=in_turn)
         names = SHARED.get(config.model_type)
@@ -172,7 +172,7 @@ class Place:
         return self.runner.interleaved
 
     def install(self, model: nn.Module, name: str, stock: nn.Module) -> None:
-        """Put this rank's part of a model's stock experts in their place, beside their block's shared expert."""
+        """Put this rank's part of a model's stock experts in their place, next to their block's shared expert."""
         experts = self.take(stock)
         model.set_submodule(name, experts)
         block = model.get_submodule(name.rpartition(".")[0])
@@ -198,7 +198,9 @@ class Place:
             return FP8Experts(hidden_size, width, self.layout, self.runner, device, self.num_pieces)
         parts = [getattr(module, name) for name in FUSED + (BIASES if self.in_turn else ())]
         if self.layout.world_size > 1:
-            own = gpt_oss.part_of(module, self.layout) if self.in_turn else shard_experts(parts[0], parts[1], self.layout)
+            own = (
+                gpt_oss.part_of(module, self.layout) if self.in_turn else shard_experts(parts[0], parts[1], self.layout)
+            )
             copies = (part.clone(memory_format=torch.contiguous_format) for part in own)
             parts = [nn.Parameter(copy, requires_grad=False) for copy in copies]
         gate_up_proj, down_proj, *biases = parts

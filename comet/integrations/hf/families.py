@@ -74,7 +74,7 @@ def read_config(folder: str | Path, changes: Mapping[str, Any] | None = None) ->
     content = read_settings(path)
     family = content.get("model_type")
     require(str(family) in FAMILIES, f"model_type={family!r} must be one of {', '.join(FAMILIES)}")
-    experts, width = FAMILIES[family]
+    experts, width = FAMILIES[str(family)]
     # The number of experts may have a name that transformers gives it in all families.
     found = content | {experts: content.get(experts, content.get("num_local_experts"))}
     missing = ", ".join(name for name in (*SIZES, experts, width) if not isinstance(found.get(name), int))

@@ -97,8 +97,7 @@ def load_pretrained(
             alone. They wait for each other only before they open the checkpoint.
         dtype: Of the model; ``None`` or ``auto``: the group's, or without a group that of ``config.json``.
         device: Where the model goes; ``None``: the group's, or without a group the CPU.
-        decode_tokens: Most tokens of one call that take warp decode, ``None``: 64, or 16 with a budget; more take the
-            group's path, or with a budget stream their experts.
+        decode_tokens: As of ``convert``; 16 by default with a budget, where more tokens stream their experts.
         keep_fp8: Keep the experts of a block FP8 checkpoint as they are stored, F/TP a multiple of 128: warp decode
             reads them so, with the shared expert where the checkpoint has that in block FP8, too, and the group's path
             gets the layer it is at dequantised. For inference.
@@ -135,9 +134,9 @@ def load_pretrained(
     folder = Path(folder) / given.subfolder
     config, is_fp8 = _config(folder, given, options, keep_fp8=keep_fp8)
     dtype, device = _settings(config, group, dtype, device)
-    place = Place.create(config, group, decode_tokens, keep_fp8=keep_fp8, in_store=store.in_store)
     stock_class, modules = _blueprint(config)
     budget = plan_budget(store, moe_config(config), len(modules), dtype, group.parallel if group else ParallelConfig())
+    place = Place.create(config, group, decode_tokens, keep_fp8=keep_fp8, in_store=store.in_store)
     with ExitStack() as files:
         found = open_checkpoint(folder, files, given.variant)
         tensors = {name: tensor for name, tensor in found.items() if _is_taken(name, config, modules)}
@@ -176,7 +175,7 @@ def _config(folder: Path, given: PretrainedArguments, changes: dict[str, Any], *
 
 
 def _settings(
-    config: Any, group: ExpertGroup | None, dtype: torch.dtype | str | None, device: torch.device | str | None
+    config: Any, group: ExpertGroup | None, dtype: Any, device: torch.device | str | None
 ) -> tuple[torch.dtype, torch.device]:
     """The dtype and device that a model of this configuration gets."""
     if isinstance(dtype, str):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -34,6 +36,7 @@ class StoredExperts(CometExperts):
     """
 
     path: CachedPath  # set by ``open_stores``, before the model is used
+    model: weakref.ref[Any]  # set with it: the model that these experts are of
 
     def __init__(self, layout: ExpertLayout, runner: Runner) -> None:
         super().__init__(None, None, layout, runner)  # type: ignore[arg-type]
@@ -44,20 +47,32 @@ class StoredExperts(CometExperts):
         slots, routed = self.path.cache.weights, RoutedTokens(hidden_states, top_k_index.int(), top_k_weights.float())
         return self.path(routed, slots.w1, slots.w2)
 
-    def _save_to_state_dict(self, *args: Any) -> None:
-        """Refused, for nothing in the state would say what it lacks; transformers asks for it while it loads."""
-        require(not hasattr(self, "path"), f"state_dict: {NOT_SAVED}")
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Refused, for nothing in the state would say what it lacks; transformers asks for it while it loads.
+
+        peft asks a model with adapters for its state to find these. Its experts are in there as what no file takes.
+        """
+        if hasattr(self, "path"):
+            require(hasattr(self.model(), "peft_config"), f"state_dict: {NOT_SAVED}")
+            destination[f"{prefix}in_store"] = Unsaved()
 
     def __deepcopy__(self, memo: dict[int, object]) -> StoredExperts:
         """A copied model reads the same store and slots."""
         return self
 
 
+class Unsaved:
+    """Experts in a store, in the place of their tensors in a state; saving that raises ``ValueError``."""
+
+    def __reduce__(self) -> Any:
+        raise ValueError(f"state_dict: {NOT_SAVED}; of a model with adapters, peft's save_pretrained saves these")
+
+
 @dataclass(frozen=True, slots=True)
 class LayerFiles:
     """Reads the experts of one layer from a checkpoint; an ``ExpertReader``."""
 
-    shards: Mapping[str, LazyShard]  # of all experts, for each part
+    shards: Mapping[str, LazyShard]  # part -> what all experts hold of it
     dtypes: Mapping[str, torch.dtype]
 
     @property
@@ -129,11 +144,24 @@ def open_stores(
     else:
         paths = slots.over_readers(readers, budget.places, files)
     for module, path in zip(modules, paths, strict=True):
-        module.path = path
+        module.path, module.model = path, weakref.ref(model)
+    names = {name[:place] for name in layers for place, letter in enumerate(f"{name}.") if letter == "."}
+    for module in (model, *map(model.get_submodule, names)):  # a bound method is copied with its module
+        module._apply = MethodType(partial(_apply_in_place, torch.empty(0, dtype=dtype, device=device)), module)
+
+
+def _apply_in_place(like: Tensor, module: Any, change: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    """``Module._apply``, refused where it would leave a store's slots behind, before it changes anything."""
+    changed = change(like)
+    for name in ("dtype", "device"):
+        kept, wanted = getattr(like, name), getattr(changed, name)
+        rule = f"experts are in a store for it; load the model with {name}={wanted}"
+        require(kept == wanted, f"{name}={wanted} of a model with an expert_budget must stay {kept}: {rule}")
+    return type(module)._apply(module, change, recurse)
 
 
 def cache_report(model: Any) -> CacheReport | None:
-    """What the expert caches of a model did so far; ``None`` where all experts are on the device. Waits for it."""
+    """Add up what a model's expert caches did; ``None`` where all experts are on the device. Waits for it."""
     return report_of_paths(stored_paths(model))
 
 

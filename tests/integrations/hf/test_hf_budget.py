@@ -22,6 +22,7 @@ from hf_cases import (
     assert_ranks_agree,
     edit_state,
     greedy,
+    logits_with_cache,
     make_group,
     prompt,
     save_fused,
@@ -30,6 +31,7 @@ from hf_cases import (
 )
 from hf_fp8_cases import WHOLE, publish, published, stock
 from ranks import in_ranks, run_ranks
+from safetensors.torch import load_file
 from tiers import slow
 from torch import Tensor
 
@@ -55,7 +57,8 @@ STORES: dict[str, dict[str, Any]] = {
     "mxfp4": {"expert_dtype": "mxfp4"},
 }
 STORES["mxfp4 in files"] = STORES["mxfp4"] | STORES["file"]
-BYTES = {None: 4, "mxfp8": 1 + 1 / 32, "mxfp4": 1 / 2 + 1 / 32}  # of a number, its share of a scale included
+WHOLE_STORE = {"host_budget": None, "expert_store": "host"}
+BYTES = {None: 4, "mxfp8": 1 + 1 / 32, "mxfp4": 1 / 2 + 1 / 32}  # bytes of a number, with its share of a scale
 EXPERT = 3 * 32 * 32 * 4
 TWO = dict(num_experts_per_tok=2, moe_intermediate_size=64)  # experts twice as large
 
@@ -146,7 +149,7 @@ def data_bytes() -> int:
 def load_capped(rank: int, world_size: int, small: str, large: str, room: int, settings: dict) -> list[int]:
     """Load ``small`` to start all threads, then ``large`` with ``room`` more bytes than now; returns its tokens."""
     torch.set_num_threads(1)
-    threading.stack_size(MB // 4)  # of the threads that watch reads, which counts whole
+    threading.stack_size(MB // 4)  # each thread that watches reads has one, and all of it counts
     greedy(hf.load_pretrained(small, expert_budget=0.5), prompt(1, 3))
     before = data_bytes()
     resource.setrlimit(resource.RLIMIT_DATA, (before + room, resource.RLIM_INFINITY))
@@ -182,6 +185,69 @@ def refuse(folder: Path, message: str, error: type[Exception] = ValueError, **se
     for store in ("host", "file"):
         with pytest.raises(error, match=message):
             hf.load_pretrained(folder, **{"expert_budget": 0.5, **STORES[store], **settings})
+
+
+@pytest.mark.parametrize("store", ["host", "file"])
+def test_adapters_of_attention_are_as_on_the_stock_model(store, tmp_path):
+    peft = pytest.importorskip("peft", reason="needs pip install peft")
+    base, ids = tiny_model("qwen3_moe"), prompt(1, 9)
+    base.save_pretrained(tmp_path / "base")
+    settings = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=4, init_lora_weights=False)
+    torch.manual_seed(1)
+    adapted = peft.get_peft_model(base, settings).eval()
+    adapted.save_pretrained(tmp_path / "adapter")
+    wanted = logits_with_cache(adapted, ids, 5)
+    load = partial(hf.load_pretrained, tmp_path / "base", expert_budget=0.5, **STORES[store])
+    model = peft.PeftModel.from_pretrained(load(), tmp_path / "adapter")
+    torch.testing.assert_close(logits_with_cache(model, ids, 5), wanted)
+    model.save_pretrained(tmp_path / "again")
+    saved = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "again")]
+    assert saved[0].keys() == saved[1].keys()
+    assert all(torch.equal(saved[1][name], tensor) for name, tensor in saved[0].items())
+    with pytest.raises(ValueError, match=r"^state_dict: experts are in a store and no parameters"):
+        torch.save(model.state_dict(), tmp_path / "state.pt")
+    torch.testing.assert_close(logits_with_cache(model.merge_and_unload(), ids, 5), wanted)
+    by_transformers = load()
+    by_transformers.load_adapter(str(tmp_path / "adapter"))
+    torch.testing.assert_close(logits_with_cache(by_transformers, ids, 5), wanted)
+
+
+def test_a_model_with_a_store_keeps_its_type_and_device(mixtral):
+    model = hf.load_pretrained(mixtral, expert_budget=0.5)
+    expected, kinds = answers(model), {name: each.dtype for name, each in model.named_parameters()}
+    copied = copy.deepcopy(model)
+    for whole in (model, copied, torch.nn.Sequential(model)):
+        for call in (whole.half, whole.bfloat16, whole.double, partial(whole.to, torch.float16)):
+            with pytest.raises(
+                ValueError, match=r"^dtype=torch\.\w+ of a model with an expert_budget must stay torch\.f"
+            ):
+                call()
+        with pytest.raises(
+            ValueError, match=r"^device=meta of a model with an expert_budget must stay cpu: .* device=meta"
+        ):
+            whole.to("meta")
+    for part in (model.model, model.model.layers[1], model.model.layers[1].mlp.experts):
+        with pytest.raises(ValueError, match="of a model with an expert_budget must stay"):
+            part.half()
+    for same in (model.float, model.cpu, partial(model.to, "cpu", torch.float32), copied.float):
+        assert same() in (model, copied)
+    assert torch.equal(answers(model), expected)
+    assert kinds == {name: each.dtype for name, each in model.named_parameters()}
+
+
+@pytest.mark.parametrize("store", ["host", "file", slow("mxfp4 in files"), slow("host's cores")])
+def test_routers_may_choose_more_experts_than_when_the_model_was_loaded(store, tmp_path):
+    """``top_k`` raised afterwards: to what the slots hold, beyond them, and for one token beyond waves."""
+    tiny_model("qwen3_moe", num_hidden_layers=2, mlp_only_layers=[]).save_pretrained(tmp_path)  # K = 4 of 8 experts
+    settings = STORES.get(store, {"host_cores": "1"})
+    for decode_tokens in (16, 1):
+        budgets = dict(expert_budget=0.75, **settings), dict(expert_budget=1.0, **settings | WHOLE_STORE)
+        models = [hf.load_pretrained(tmp_path, decode_tokens=decode_tokens, **each) for each in budgets]
+        for top_k in (4, 6, 8):
+            for layer in (layer for model in models for layer in model.model.layers):
+                layer.mlp.gate.top_k = top_k
+            for ids, prefill in ((prompt(1, 12), 1), (prompt(3, 9), 5)):
+                torch.testing.assert_close(*(logits_with_cache(model, ids, prefill) for model in models))
 
 
 @pytest.mark.parametrize("budget", [float("nan"), 0.0, -1.0, 0.2, 100.0])

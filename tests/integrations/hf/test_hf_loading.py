@@ -13,6 +13,7 @@ from hf_cases import (
     FAMILIES,
     PROMPT,
     CountedReads,
+    Expected,
     assert_ranks_agree,
     check_families,
     edit_state,
@@ -31,6 +32,7 @@ from ranks import in_ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from comet.decode.runners import DataParallelDecode
 from comet.integrations import hf
 from comet.integrations.hf.convert import require_same_model
 from comet.layout import RoutedTokens
@@ -287,6 +289,28 @@ def test_groups(rank: int, world_size: int, saved: dict[str, Path]) -> None:
 def test_slices_may_be_narrow_where_warp_decode_is_off(rank: int, world_size: int) -> None:
     """F / TP = 24: warp decode takes multiples of 16 only."""
     check_token_counts(rank, 1, 2, ffn_size=48)
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("narrow")
+    tiny_model("mixtral", intermediate_size=48).save_pretrained(folder)
+    return folder
+
+
+@in_ranks(2, timeout=300)
+def test_narrow_slices_of_experts_need_no_setting(rank: int, world_size: int, narrow: Path) -> None:
+    """F / TP = 24: warp decode, which takes multiples of 16 only, is off unless somebody asks for it."""
+    model = tiny_model("mixtral", intermediate_size=48)
+    expected, group = Expected.of(model), make_group(model, 1, 2)
+    with pytest.raises(ValueError, match="into multiples of 16 for warp decode, or decode_tokens=4 be 0"):
+        hf.convert(model, group, decode_tokens=4)
+    with pytest.raises(ValueError, match="ffn_size=48 / tp=2 = 24 must be a multiple of 16 with an expert_budget"):
+        hf.load_pretrained(narrow, group, expert_budget=0.5)
+    assert DataParallelDecode(hf.moe_config(model.config), group).decode_tokens == 0
+    expected.check(hf.load_pretrained(narrow, group), f"load_pretrained, rank {rank}")
+    expected.check(hf.convert(model, group), f"convert, rank {rank}")
+    group.close()
 
 
 @in_ranks(2, timeout=300)
