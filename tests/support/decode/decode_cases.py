@@ -69,7 +69,7 @@ class DecodeCase:
     ``routing``: ``uniform``; ``one``: every token's first expert is 0; ``masked``: a third of the routed rows is -1;
     ``none``: all are; ``repeated``: every token names one expert K times; ``unknown``: some ids are no expert's;
     ``always``: the last two experts of every token are E-2 and E-1, as a shared one's pieces are.
-    ``held``: how many of the E experts are held; the others' routing weights are NaN, as are the slots that have no use.
+    ``held``: how many of the E experts are held; the others' routing weights are NaN, as are slots without a use.
     ``activation`` of the experts, ``biased`` where both of their projections have biases.
     ``quantised``: one of ``QUANTISERS``, with scales that differ from one to the next by powers of two.
     """
