@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from comet.comm import Communicator, make_communicator
     from comet.config import MoEConfig, OverlapConfig, ParallelConfig
-    from comet.data_parallel import clip_grad_norm_, exclude_experts
+    from comet.data_parallel import GradScaler, clip_grad_norm_, exclude_experts, reduce_gradients
     from comet.errors import (
         CapacityError,
         CommTimeoutError,
@@ -33,6 +33,7 @@ _MODULES = {
     "Communicator": "comet.comm",
     "EpochError": "comet.errors",
     "ExpertGroup": "comet.layer.group",
+    "GradScaler": "comet.data_parallel",
     "GraphedMoE": "comet.graphed.moe",
     "HostComputeError": "comet.errors",
     "MoE": "comet.moe",
@@ -46,6 +47,7 @@ _MODULES = {
     "exclude_experts": "comet.data_parallel",
     "make_communicator": "comet.comm",
     "make_expert_group": "comet.layer.group",
+    "reduce_gradients": "comet.data_parallel",
 }
 __all__ = list(_MODULES)
 

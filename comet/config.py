@@ -220,6 +220,17 @@ class MoEConfig:
             f"max_imbalance={self.max_imbalance} must be at least 1, or None for any routing",
         )
 
+    @property
+    def caution(self) -> str:
+        """The reason why the router learns nothing from the task, in words; empty if it does."""
+        if self.top_k > 1 or self.num_experts == 1 or not self.renormalize:
+            return ""
+        return (
+            f"top_k=1 with renormalize=true makes every routing weight routed_scale={self.routed_scale:g}, whatever "
+            f"the {self.score} scores: the task gives the router no gradient, and it learns from its losses only; set "
+            "renormalize=false"
+        )
+
     def _check_groups(self) -> None:
         require(
             self.num_groups >= 1 and self.num_experts % self.num_groups == 0,

@@ -1,29 +1,41 @@
-"""What torch's data-parallel wrappers, clipping and optimizers need beside parameters that are ``DTensor``s.
+"""Data-parallel wrappers, reduced gradients, clipping and loss scaling for models whose experts are ``DTensor``s.
 
-What torch does by itself: checkpoints, optimizers and norms of the experts are right; a list that mixes them with
-tensors, as in a ``foreach`` optimizer or in ``torch.nn.utils.clip_grad_norm_``, is refused (for optimizers, give the
-experts a parameter group of their own), and so are they by ``DistributedDataParallel`` and by ``fully_shard`` over any
-mesh but ``group.mesh["data"]``, over which it shards a layer further. What torch reads of a ``DTensor`` as a
-number, by ``.item()`` or ``bool``, is of this rank's part: ask for ``full_tensor()`` first. Adafactor does not.
-``torch.amp.GradScaler`` takes the placements of the first gradient of its list for all of them, so a sharded parameter
-(``w1``) has to come before ``b2``, which TP ranks replicate: else one of them may step where another does not.
+torch itself saves, steps and measures the experts of several ranks, but refuses a list of tensors and ``DTensor``s
+("got mixed torch.Tensor and DTensor"). Where that comes up:
+
+* ``torch.nn.utils.clip_grad_norm_``: ``comet.clip_grad_norm_``.
+* ``torch.amp.GradScaler``: ``comet.GradScaler``.
+* Optimizers with ``foreach`` or ``fused``: give the experts a parameter group of their own.
+* ``AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))``: ``avg_fn=get_ema_avg_fn(decay)``.
+* ``DistributedDataParallel``, and ``fully_shard`` over any mesh but ``group.mesh["data"]``: call ``exclude_experts``
+  before either wraps the model.
+
+torch reads a ``DTensor`` as this rank's part in ``.item()`` and ``bool``: ask for ``full_tensor()`` first. torch's
+Adafactor does not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from comet.comm.handshake import this_rank
 from comet.layer.group import ExpertGroup
+from comet.layer.sharding import local
 from comet.moe import MoE
+
+BUCKET_ELEMENTS = 2**24
 
 
 def exclude_experts(model: nn.Module) -> set[nn.Parameter]:
@@ -51,27 +63,115 @@ def exclude_experts(model: nn.Module) -> set[nn.Parameter]:
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> Tensor:
-    """As ``torch.nn.utils.clip_grad_norm_``, of tensors and ``DTensor``s of several meshes (collective).
+def reduce_gradients(model: nn.Module, group: ExpertGroup) -> None:
+    """Turn the gradients of each rank's loss into those of the mean of all losses, equal on all ranks (collective).
+
+    Call it once a step, after the last backward pass and before clipping. Gradients of what all ranks hold (routers,
+    shared experts, dense parameters) are averaged over all ranks. Gradients of experts hold the tokens of their MoE
+    group already, and those of the other groups are added. Gradients that are averaged already are left alone: of
+    experts after ``exclude_experts``, and of parameters that ``fully_shard`` sharded.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, MoE)]
+    experts = {parameter: layer for layer in layers for parameter in layer.expert_parameters()}
+    dense = [each for each in model.parameters() if each not in experts and not isinstance(each, DTensor)]
+    summed = [each for each, layer in experts.items() if layer.grad_reduce is None]
+    if group.world_size > 1:
+        for parameters, ranks in ((dense, None), (summed, group.expert_data_group)):
+            gradients = _gradients(parameters, group)
+            if ranks is None or group.data_parallel > 1:
+                sum_over_ranks(gradients, ranks)
+            if gradients:
+                torch._foreach_div_(gradients, group.world_size)
+
+
+def _gradients(parameters: Sequence[nn.Parameter], group: ExpertGroup) -> list[Tensor]:
+    """This rank's part of each gradient that any rank has; zeros where this rank has none (collective)."""
+    if not parameters:
+        return []
+    has_grad = torch.tensor([each.grad is not None for each in parameters], dtype=torch.int32, device=group.device)
+    dist.all_reduce(has_grad, dist.ReduceOp.MAX)
+    found = [each for each, is_there in zip(parameters, has_grad.tolist(), strict=True) if is_there]
+    for each in found:
+        if each.grad is None:
+            each.grad = torch.zeros_like(each)
+    return [local(each.grad) for each in found if each.grad is not None]
+
+
+def sum_over_ranks(gradients: Sequence[Tensor], group: ProcessGroup | None) -> None:
+    """Sum over the ranks of ``group``, in place, a bucket of up to ``BUCKET_ELEMENTS`` at a time (collective)."""
+    bucket: list[Tensor] = []
+    for index, gradient in enumerate(gradients):
+        bucket.append(gradient)
+        full = sum(member.numel() for member in bucket) >= BUCKET_ELEMENTS
+        if full or index == len(gradients) - 1:
+            flat = torch.cat([member.flatten() for member in bucket])
+            dist.all_reduce(flat, group=group)
+            parts = flat.split([member.numel() for member in bucket])
+            torch._foreach_copy_(bucket, [part.view_as(member) for part, member in zip(parts, bucket, strict=True)])
+            bucket = []
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Clip as ``torch.nn.utils.clip_grad_norm_``, tensors and ``DTensor``s of several meshes (collective).
 
     Args:
         parameters: One, or several in the same order on all ranks; those without a gradient are passed over. Tensors
             that are no ``DTensor`` count as replicas.
         max_norm: Longer gradients are scaled to it.
+        norm_type: p of the norm; ``inf`` is the largest magnitude.
+        error_if_nonfinite: Whether a norm that is not finite raises, on all ranks and before anything is scaled.
+        foreach: Whether torch's ``foreach`` functions do it; ``None``: where they can.
 
     Returns:
-        ``()``: the 2-norm of all gradients before, equal on all ranks.
+        ``()``: the norm of all gradients before, equal on all ranks.
+
+    Raises:
+        RuntimeError: If the norm is not finite and ``error_if_nonfinite``.
     """
     by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
     for parameter in [parameters] if isinstance(parameters, Tensor) else parameters:
         if parameter.grad is not None:
             mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
             by_mesh.setdefault(mesh, []).append(parameter)
-    norms = [get_total_norm([each.grad for each in alike if each.grad is not None]) for alike in by_mesh.values()]
-    norm = get_total_norm([each.full_tensor() if isinstance(each, DTensor) else each for each in norms])
+    norms = [
+        get_total_norm([each.grad for each in alike if each.grad is not None], norm_type, foreach=foreach)
+        for alike in by_mesh.values()
+    ]
+    whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in norms]
+    norm = get_total_norm(whole, norm_type, error_if_nonfinite)
     for alike in by_mesh.values():
-        clip_grads_with_norm_(alike, max_norm, norm)
+        clip_grads_with_norm_(alike, max_norm, norm, foreach)
     return norm
+
+
+class GradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` for optimizers over tensors and ``DTensor``s; all ranks take a step, or none.
+
+    Example: ``scaler = comet.GradScaler(device)``, then on all ranks ``scaler.scale(loss).backward()``,
+    ``scaler.step(optimizer)`` and ``scaler.update()``.
+    """
+
+    def _unscale_grads_(self, optimizer: Any, *given: Any) -> dict[torch.device, Tensor]:
+        """Unscale this rank's parts, as torch does with tensors, and let all ranks know of the infinities of each."""
+        parts = []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                part = local(parameter).detach()
+                part.grad = None if parameter.grad is None else local(parameter.grad)
+                parts.append(part)
+        of_parts: Any = SimpleNamespace(param_groups=[{"params": parts}])
+        found = super()._unscale_grads_(of_parts, *given)
+        if this_rank()[1] > 1:
+            for infinities in found.values():
+                dist.all_reduce(infinities, dist.ReduceOp.MAX)
+        return found
 
 
 def _mean(group: ExpertGroup, part: Tensor) -> Tensor:

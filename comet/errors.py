@@ -10,7 +10,7 @@ class CapacityError(RuntimeError):
 
 
 class EpochError(RuntimeError):
-    """So many calls were made that signals between ranks need to start anew: ``restart`` does that, on all ranks."""
+    """So many calls were made that signals between ranks have to be restarted: ``restart`` does that, on all ranks."""
 
 
 class StepFailedError(RuntimeError):

@@ -1,7 +1,8 @@
 """The MoE layer: router -> plan -> layer 0 -> layer 1, over the ranks of an ``ExpertGroup``.
 
-The shared expert and the router's statistics run beside plan, layer 0 and layer 1 (``comet.utils.streams``) in a CUDA
-graph, and launched with many tokens. The router itself cannot: it decides what the plan is made of.
+The shared expert and the router's statistics run on another stream than plan, layer 0 and layer 1
+(``comet.utils.streams``) in a CUDA graph, and when many tokens are launched. The router cannot: the plan is made of its
+ids.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ from comet.utils.graphs import is_capturing
 from comet.utils.streams import SideStream
 from comet.utils.uncompiled import uncompiled
 
-BESIDE_TOKENS = 4096  # of a layer that is launched: with fewer the host bounds it, whom another stream costs time
+# Below this many tokens a launched layer waits for the host, and a second stream only adds launch time.
+BESIDE_TOKENS = 4096
 
 
 class MoE(nn.Module):
     """A distributed Mixture-of-Experts feed-forward layer.
 
     The weights are ``w1 (E, 2, F, D)`` gate and up projection and ``w2 (E, D, F)`` down projection; with
-    ``expert_bias`` there are ``b1 (E, 2, F)`` and ``b2 (E, D)`` beside them, else ``None``. In an MoE group of several
+    ``expert_bias`` there are also ``b1 (E, 2, F)`` and ``b2 (E, D)``, else ``None``. In an MoE group of several
     ranks they are ``DTensor`` parameters, of which a rank holds ``(e, 2, F/TP, D)``, ``(e, D, F/TP)``, ``(e, 2, F/TP)``
     and ``(e, D)``; see ``comet.layer.sharding`` for what torch's tools do with them. After a backward pass their
     gradients are complete for all tokens of the MoE group; the gradients of the router and of the shared expert cover
@@ -43,7 +45,7 @@ class MoE(nn.Module):
     One thread at a time: where the group is one rank, threads take turns; over ranks a second one is refused.
 
     Collectives of other streams, such as NCCL's, may come first on one rank and last on another: a launch ends with
-    whatever SMs it finds, for its blocks draw their work or wait for nobody. Not so Triton's layer 1 (smaller layers)
+    whatever SMs it finds, for its blocks draw their work or never wait. Not so Triton's layer 1 (smaller layers)
     with ``comm_blocks`` above 0, given or measured, whose blocks all have to be on the GPU: the group needs as many
     ``reserved_sms`` as the collective has blocks, or an order by events, alike on all ranks.
 
@@ -54,12 +56,13 @@ class MoE(nn.Module):
             twin on a CPU, plain where that was measured to be faster or the group spans several nodes.
         overlap: Split and order of the fused kernels' work, of which other paths have none; where one of those is named
             it warns. ``None`` takes what was measured, else the default.
-        seed: Weights depend on (seed, global expert) only, so every EP x TP layout starts from the same model; give
-            each layer of a model another seed.
+        seed: Weights depend on (seed, global expert) only, so every EP x TP layout starts from the same model. ``None``
+            draws one from torch's generator (``torch.manual_seed``), on rank 0 for all ranks. Give each layer of a
+            model another seed, or none.
         param_dtype: Element type of the experts and the shared expert, which are cast to the tokens' type in the
             forward pass; the router's is float32.
-        expert_device: Where w1 and w2 are, for whoever brings them to the group's device (``comet.experts``); ``None``:
-            there.
+        expert_device: The device of w1 and w2, if ``comet.experts`` brings them to the group's device; ``None``: that
+            device.
 
     Raises:
         ValueError: If the configuration does not fit the group, the path is unknown or cannot run on the device.
@@ -72,7 +75,7 @@ class MoE(nn.Module):
         *,
         path: Path | str = "auto",
         overlap: OverlapConfig | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         param_dtype: torch.dtype = torch.float32,
         expert_device: torch.device | None = None,
     ) -> None:
@@ -82,7 +85,7 @@ class MoE(nn.Module):
         self.layout = group.layout(config)
         made = make_path(path, config, group, overlap)
         self.experts: ExpertPath = made
-        # what gradients of the expert weights go through over several ranks (``comet.exclude_experts``)
+        # applied to gradients of the expert weights over several ranks (``comet.exclude_experts``)
         self.grad_reduce: GradReduce | None = None
         self.path = made.name  # "auto" has become one of them
         shard: dict[str, Any] = dict(device=group.device, dtype=param_dtype)
@@ -100,14 +103,14 @@ class MoE(nn.Module):
             self.shared = SharedExpert(
                 config.hidden_size, config.shared_ffn_size, activation=config.activation, **shard
             )
-        self.reset_parameters(seed)
+        self.reset_parameters(group.first_of(_draw_seed()) if seed is None else seed)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A layer with weights of its own, of the same ranks and by the same path."""
         require_held(self.w1, self.w2)
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        if not hasattr(self.experts, "__deepcopy__"):  # which those have that keep tensors of the layer
+        if not hasattr(self.experts, "__deepcopy__"):  # paths that keep tensors of the layer have it
             memo[id(self.experts)] = self.experts
         copied.__setstate__(copy.deepcopy(self.__dict__, memo))
         return copied
@@ -173,7 +176,10 @@ class MoE(nn.Module):
         side = self.group.side_stream if pays else SideStream(None)
         router = self.router if router is None else router
         routing = router(tokens)
-        self.group.workspace.join_stream()  # what runs beside may take memory that a call on another stream still reads
+        if router.config.caution and routing.top_k_weights.requires_grad:
+            self.group.resolver.warn(router.config.caution)
+        # The side stream may take memory that a call on another stream still reads.
+        self.group.workspace.join_stream()
         beside = side.start(partial(self._beside, router), tokens, routing.logits, routing.scores, routing.top_k_ids)
         routed = self.routed_experts(tokens, routing.top_k_ids, routing.top_k_weights)
         shared, *stats = beside()
@@ -183,10 +189,8 @@ class MoE(nn.Module):
     def _beside(
         self, router: Router, tokens: Tensor, logits: Tensor, scores: Tensor, top_k_ids: Tensor
     ) -> tuple[Tensor | None, *tuple[Any, ...]]:
-        """What the plan does not wait for: the shared expert, which can fill the GPU while the plan cannot, and the
-        fields of the statistics.
-        """
-        includes = getattr(self.experts, "includes_shared", None)  # of a path that does so in decode steps
+        """Run the shared expert, which can fill the GPU while the plan cannot, and make the statistics' fields."""
+        includes = getattr(self.experts, "includes_shared", None)  # some paths do, in decode steps
         shared = None if self.shared is None or (includes and includes(tokens)) else self.shared(tokens)
         stats = router.measure(logits, scores, top_k_ids, largest_logit=self.group.workspace.largest_logit)
         return shared, *stats
@@ -219,6 +223,10 @@ class MoE(nn.Module):
         require(x.device == device, f"device={x.device} of the input must be the group's {device}")
         require(x.dtype == shape.dtype, f"dtype={x.dtype} of the input must be the group's {shape.dtype}")
         return x.reshape(-1, self.config.hidden_size)
+
+
+def _draw_seed() -> int:
+    return int(torch.randint(2**31, (), dtype=torch.int64, device="cpu"))
 
 
 def _normal(shape: tuple[int, ...] | torch.Size, fan_in: int, seed: int, stream: int) -> Tensor:

@@ -56,6 +56,7 @@ def describe_train(job: JobConfig, num_ranks: int, device: torch.device) -> list
     needs = training_needs(job, dtype)
     needs["total"] = sum(needs.values())
     return [
+        *([f"# warning: {job.model.moe.caution}"] if job.model.moe.caution else []),
         f"# {corpus.source}: {len(corpus.train):,} bytes to learn from, {len(corpus.heldout):,} held out",
         *(f"# goes on from {checkpoint.path}, if its files are whole" for checkpoint in checkpoints[:1]),
         f"# {counted_ranks(num_ranks, device)}: {num_ranks // job.parallel.world_size} data-parallel groups of "

@@ -1,4 +1,4 @@
-"""What Comet asks of a network: memory that every rank of a group can address, and a barrier.
+"""The interface to a network: memory that every rank of a group can address, and a barrier.
 
 Kernels never see a communicator. They see a ``SymmTensor``'s pointer table, ``(W,)`` int64 addresses, one per rank.
 """
@@ -78,8 +78,8 @@ class StreamOrder:
     nothing between them. The layers share memory and an epoch, so their work has to keep the order of the calls.
 
     Inside the capture of a CUDA graph a stream waits for streams of that capture only: torch waits for the device
-    before a capture begins, and whoever replays the graph joins first. A capture uses nothing, so the last stream is
-    who it was before.
+    before a capture begins, and a replay of the graph joins first. A capture uses nothing, so the last stream stays
+    the same.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -88,7 +88,7 @@ class StreamOrder:
         self._device = device
         self._last: torch.cuda.Stream | None = None
         self._last_captured: torch.cuda.Stream | None = None
-        self._handle = -1  # of the last stream; -1 behind a capture
+        self._handle = -1  # the last stream's; -1 after a capture
         self._is_gpu = device.type == "cuda"
 
     def join(self) -> None:
@@ -163,7 +163,7 @@ class Communicator(ABC):
         self.in_flight = False
         # whether a step has run collectives of torch.distributed since the last wait for the device
         self.awaits_collectives = False
-        self.board = Board.alone()  # where ranks leave notes of steps that failed
+        self.board = Board.alone()  # for notes of steps that failed
         self.stream_order = StreamOrder(device)  # lets steps on different streams wait for each other
         self._epochs: list[Tensor] = []
 
@@ -229,14 +229,14 @@ class Communicator(ABC):
         self._break_off()
 
     def _break_off(self) -> None:
-        """Where nothing brings the ranks back, end what NCCL still has on this GPU: whoever uses it next would wait."""
+        """End what NCCL still has on this GPU if nothing brings the ranks back: its next user would wait for it."""
         if self.board.is_final and self.awaits_collectives:
             self.awaits_collectives = False
             abort_nccl(self._group)
 
     def renew_at_restart(self, epoch: Tensor, fault: Tensor, signals: Sequence[Tensor]) -> None:
         """Name what ``restart`` zeroes: an epoch ``(1,)`` int32, a fault ``(8,)`` int64, and this rank's signals."""
-        self._epochs += [epoch, fault[:7], *signals]  # what a plan leaves in the last entry is still to be told
+        self._epochs += [epoch, fault[:7], *signals]  # a plan's message in the last entry is kept until check raises it
 
     def restart(self) -> None:
         """Bring all ranks back into step (collective): zero all epochs, faults, signals and notes of failures.
@@ -244,7 +244,7 @@ class Communicator(ABC):
         To be called between two steps, on all ranks, after a failure or where an epoch has grown too large. Captured
         graphs stay valid, as they read the epoch on the device. Waits for the device.
 
-        Why it is safe: once all ranks, and all streams of each, have met, nobody waits for a signal and nobody sends
+        Why it is safe: once all ranks, and all streams of each, have met, no rank waits for a signal and none sends
         one. So each zeroes what lies in its own memory, and when all have met again they expect what they did first.
 
         Raises:
@@ -315,7 +315,7 @@ class Communicator(ABC):
 
 
 class LocalCommunicator(Communicator):
-    """The only rank of its group: plain memory of any device, no process group, nobody to wait for.
+    """The only rank of its group: plain memory of any device, no process group, no rank to wait for.
 
     Args:
         obstacle: Why its device runs no kernel of ours, in words; empty where it does.
@@ -335,7 +335,7 @@ class LocalCommunicator(Communicator):
         return SymmTensor(peers, pointer_table(peers), self.rank)
 
     def _barrier(self) -> None:
-        """Nobody is waited for."""
+        """Return at once: there is no other rank."""
 
     def _close(self, in_step: bool) -> bool:
         return True

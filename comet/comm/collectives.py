@@ -56,14 +56,14 @@ def all_gather_stacked(tensor: Tensor, process_group: ProcessGroup | None) -> Te
 
 
 def of_first_rank(values: Tensor) -> Tensor:
-    """What rank 0 decided, on every rank of the default group, in place: last bits of what ranks compute may differ."""
+    """Copy rank 0's values to every rank of the default group, in place: ranks may compute other last bits."""
     if this_rank()[1] > 1:
         dist.broadcast(values, 0)
     return values
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums of ``dtype`` are kept in: float32, or float64 for float64."""
+    """Return the dtype that sums of ``dtype`` are kept in: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -73,7 +73,7 @@ def wants_grad(*tensors: Tensor) -> bool:
 
 
 def call_number(layer: int, *wanted: bool) -> int:
-    """As one number for a message to all ranks, which layer is called, and which of up to four gradients are wanted.
+    """Pack into one number which layer is called, and which of up to four gradients are wanted.
 
     Example: layer 3 and (True, False, True): 3 * 16 + 5 = 53.
     """
@@ -116,7 +116,7 @@ def _began(call: int, number: int) -> str:
 
 
 def bad_ids(top_k_ids: Tensor, layout: ExpertLayout) -> Tensor:
-    """Where ids, of any shape, are neither -1 nor those of an expert."""
+    """Mark the ids, of any shape, that are neither -1 nor those of an expert."""
     return (top_k_ids < -1) | (top_k_ids >= layout.num_experts)
 
 

@@ -63,7 +63,7 @@ class DeviceBarrier:
         self._raise_if_failed()
 
     def renew(self) -> None:
-        """Zero what lies on this rank; no barrier may be on its way on any rank."""
+        """Zero what lies on this rank; no barrier may be under way on any rank."""
         for numbers in (self._flags.local, self._epoch, self._fault, self._record):
             numbers.zero_()
 

@@ -1,15 +1,15 @@
-"""What a group does when one of its ranks fails in the middle of a step: no rank goes on as if nothing had happened.
+"""Failures of a rank in the middle of a step: no rank of its group goes on as if nothing had happened.
 
 A rank that fails may have sent ids and no rows, or waited for one signal of two. A call after that would take what was
 sent for one step as parts of another. So every step runs inside ``Step``, which leaves a note in the host memory of all
 ranks when an exception comes through it, be it ``CommTimeoutError``, out of memory or ``KeyboardInterrupt``. Each rank
-looks there before each step, and where it waits on a CPU; whoever finds a note refuses to go on.
+looks there before each step, and where it waits on a CPU, and refuses to go on if it finds a note.
 ``Communicator.restart`` brings all ranks back into step and clears the notes.
 
-What fails before a step has sent anything or when it has got all (``in_flight`` of the communicator), such as tokens
-of a wrong size, or the end that a checkpoint puts to a forward pass it runs again, leaves no note: the ranks stay in
-step. Until it begins its next step the rank tells why it left this one, for those that wait for it in vain. A rank
-alone restarts by itself.
+An error leaves no note if the ranks stay in step: before a step has sent anything (``in_flight`` of the communicator),
+when it has received everything, when all ranks raise it together (``AgreedError``), and when a checkpoint ends the
+forward pass that it runs again. Until the rank begins its next step, it says why it left this one to the ranks that
+wait for it in vain. A rank alone restarts by itself.
 """
 
 from __future__ import annotations
@@ -31,10 +31,14 @@ if TYPE_CHECKING:
 
 RESTART = "call group.workspace.restart() on all of them between two calls, or make a new group"
 NEW_GROUP = "end the job, or make new process groups and a new group: a collective of torch.distributed broke off"
+FEWER_CALLS = (
+    "a rank that makes fewer calls than others looks like this: call each layer equally often on all ranks, with no "
+    "tokens (0 rows) where a rank has none"
+)
 PEER_WORDS = (
     "connection closed by peer", "connection reset by peer", "timed out waiting", "broken pipe", "pair closure", "gloo",
 )  # fmt: skip
-ABSENT_S = 0.5  # what breaks a collective on one rank breaks it on all others at about that time
+ABSENT_S = 0.5  # a collective that breaks on one rank breaks on all others at about that time
 TEXT_BYTES = 496
 ROW_BYTES = TEXT_BYTES + 16  # behind the number of meetings and the length of the text
 
@@ -70,7 +74,7 @@ class Board:
 
     @classmethod
     def alone(cls) -> Board:
-        """The board of a rank that nobody else reads."""
+        """Make the board of a rank alone."""
         return cls((torch.zeros(board_bytes(1), dtype=torch.uint8, device="cpu"),), 0)
 
     def check(self) -> None:
@@ -123,7 +127,7 @@ class Board:
         except StepFailedError as noted:
             return noted
         who = absent or "an unknown rank"
-        return self.explained(f"rank {self.rank} waited in vain for {who} ({what}, {_reason(error)})")
+        return self.explained(f"rank {self.rank} waited in vain for {who} ({what}, {_reason(error)}); {FEWER_CALLS}")
 
     def clear(self) -> None:
         """Take the notes off this rank's own board."""
@@ -148,7 +152,7 @@ class Board:
         return ranks_text(rank for rank, count in enumerate(own.tolist()) if count < wanted)
 
     def _write(self, text: str) -> None:
-        """Into this rank's row on all boards; whoever reads it meanwhile finds it empty."""
+        """Write into this rank's row on all boards; the row reads as empty meanwhile."""
         encoded = text.encode()[:TEXT_BYTES]
         for rows in self._rows:
             length = rows[self.rank][8:16].view(torch.int64)

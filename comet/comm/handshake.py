@@ -1,4 +1,4 @@
-"""What ranks tell each other over the process group: to share memory, and after a measurement; never per step.
+"""Messages between ranks over the process group: to share memory, after a measurement, and on the plain path per pass.
 
 Its collectives have deadlines: the group's own, and a longer one for work that takes ranks unequally long.
 """
@@ -120,12 +120,12 @@ def who_shares(group: ProcessGroup, device: torch.device) -> str:
 
 
 def refusal(device: torch.device, backend: str, shared: str) -> str:
-    """Why a backend cannot serve ranks that share a GPU, as ``who_shares`` found."""
+    """Return why a backend cannot serve ranks that share a GPU, as ``who_shares`` found."""
     return f"device={device}: backend={backend!r} needs one GPU per rank, but {shared}"
 
 
 PATIENCE = timedelta(minutes=30)
-NCCL_MARGIN_S = 5.0  # NCCL's watchdog aborts the process, so whoever can name the reason comes first
+NCCL_MARGIN_S = 5.0  # NCCL's watchdog aborts the process, so a rank that can name the reason comes first
 
 
 def set_deadline(group: ProcessGroup | None, timeout_s: float) -> None:
@@ -139,7 +139,7 @@ def await_device(timeout_s: float, is_lost: Callable[[], bool] = lambda: False) 
     """Wait for the current stream, at most ``timeout_s`` seconds: NCCL's own deadline ends the process.
 
     Args:
-        is_lost: Tells when there is no more to wait for.
+        is_lost: Whether there is no more to wait for.
 
     Raises:
         DistBackendError: If it is not done by then.

@@ -1,4 +1,4 @@
-"""What a layer computes with: one object for its plan, its launches, and all that they share.
+"""The backend of a layer: one object for its plan, its launches, and all that they share.
 
 ``Fused`` (``comet.layer.fused``) does it by kernels, ``Twin`` (``comet.layer.twin.layer``) in plain torch. A layer
 makes one of them once; ``comet.layer.routed_experts`` says in which order its methods run.
@@ -27,7 +27,7 @@ from comet.tuner.problem import Problem
 
 
 class ActivationGradients(NamedTuple):
-    """What the backward pass of the activation makes; rows of no tile are undefined, or 0."""
+    """Gradients behind the backward pass of the activation; rows of no tile are undefined, or 0."""
 
     pre_activation: Tensor  # ``(Q, 2F)`` gradient of gate | up
     weighted_hidden: Tensor  # ``(Q, F)`` hidden times routing weight, which the gradient of w2 is made of
@@ -47,7 +47,7 @@ class Backend(ABC):
     def __init__(self, layout: ExpertLayout, workspace: Workspace, rules: PlanRules, settings: LayerSettings) -> None:
         rules.check(layout, workspace)
         self.layout, self.workspace, self.rules, self.settings = layout, workspace, rules, settings
-        self.number = workspace.layers_made  # of the layer
+        self.number = workspace.layers_made  # the layer's
 
     @classmethod
     def create(cls, config: MoEConfig, group: ExpertGroup, overlap: OverlapConfig | None) -> Self:
@@ -74,13 +74,13 @@ class Backend(ABC):
         )
 
     def call(self, *, trains: bool) -> int:
-        """What all ranks have to call at the same time."""
+        """Return the number of what all ranks have to call at the same time."""
         return call_number(self.number, trains)
 
     # ---- the plan ----------------------------------------------------------------------------------------------------
 
     def plan(self, top_k_ids: Tensor, top_k_weights: Tensor, *, trains: bool = False) -> Plan:
-        """Who goes where; the host reads nothing back, and the pool's epoch grows by one.
+        """Decide who goes where; the host reads nothing back, and the pool's epoch grows by one.
 
         Args:
             top_k_ids: ``(T, K)`` int32 experts, 0 .. E-1; -1 masks a slot. T may differ between ranks, or be 0.
@@ -93,10 +93,10 @@ class Backend(ABC):
         Raises:
             ValueError: If ids or weights do not fit the pool; on the CPU, on all ranks, if ids of any are out of range,
                 or they call different layers, or a backward pass will follow on some of them only (on a GPU
-                ``Workspace.check`` tells).
+                ``Workspace.check`` raises).
             RuntimeError: If the group has been closed.
-            CommTimeoutError: On the CPU, if another rank is late (on a GPU ``Workspace.check`` tells).
-            CapacityError: On the CPU, if the plan needs more than Q rows (on a GPU ``Workspace.check`` tells).
+            CommTimeoutError: On the CPU, if another rank is late (on a GPU ``Workspace.check`` raises).
+            CapacityError: On the CPU, if the plan needs more than Q rows (on a GPU ``Workspace.check`` raises).
 
         Example:
             One rank, E=2, K=2, block_rows=16, ids [[1, 0], [1, -1]]: expert 0 has token 0, expert 1 tokens 0 and 1, so

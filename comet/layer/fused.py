@@ -244,7 +244,7 @@ def wgrad(left: Tensor, right: Tensor, plan: Plan, launch: Launch) -> Tensor:
 
 
 def plan_config(layout: ExpertLayout, rules: PlanRules) -> PlanConfig:
-    """What the plan's kernels are compiled for."""
+    """Return the constants of the plan's kernels."""
     return PlanConfig(
         top_k=layout.top_k,
         experts_local=layout.experts_local,
@@ -256,7 +256,7 @@ def plan_config(layout: ExpertLayout, rules: PlanRules) -> PlanConfig:
 
 
 def routing_pool(layout: ExpertLayout, workspace: Workspace) -> RoutingPool:
-    """Where ids and weights of all ranks arrive."""
+    """Return the memory in which ids and weights of all ranks arrive."""
     tensors = PoolTensors(
         ids=workspace.ids.local,
         id_pointers=workspace.ids.pointers,
@@ -273,13 +273,13 @@ def routing_pool(layout: ExpertLayout, workspace: Workspace) -> RoutingPool:
 
 
 def recv_symm(workspace: Workspace, columns: int | None = None) -> SymmBuffer:
-    """Where tokens arrive, or rows of so many columns."""
+    """Return the buffer in which tokens arrive, or rows of so many columns."""
     rows = workspace.recv_rows if columns is None else workspace.recv_rows.with_columns(columns)
     return _symm(workspace, rows, workspace.recv_flags)
 
 
 def combine_symm(workspace: Workspace) -> SymmBuffer:
-    """Where partial sums arrive."""
+    """Return the buffer in which partial sums arrive."""
     return _symm(workspace, workspace.combine_rows, workspace.combine_flags)
 
 
@@ -305,7 +305,7 @@ def _symm(workspace: Workspace, rows: SymmTensor, flags: SymmTensor) -> SymmBuff
 
 
 def dispatch_lists(plan: Plan) -> DispatchLists:
-    """What this rank sends, by comm blocks or warps; the counters of the chunks are for layer 0."""
+    """List what comm blocks or warps of this rank send; the counters of the chunks are for layer 0."""
     return DispatchLists(
         token_ids=plan.send_token_ids,
         counts=plan.send_counts,

@@ -46,7 +46,7 @@ class ExpertGroup:
     cuda_kernels: bool  # whether all ranks of the group have the kernels in CUDA C++
     reserved_sms: int  # how many layer 1 leaves to other kernels
     resolver: Resolver  # what a layer without a setting of its own asks for one
-    side_stream: SideStream  # for what a layer computes beside its routed experts
+    side_stream: SideStream  # for work of a layer that runs next to its routed experts
 
     @property
     def rank(self) -> int:
@@ -60,7 +60,7 @@ class ExpertGroup:
 
     @property
     def device(self) -> torch.device:
-        """Where tokens, weights and symmetric memory live."""
+        """The device of tokens, weights and symmetric memory."""
         return self.comm.device
 
     def layout(self, moe: MoEConfig) -> ExpertLayout:
@@ -75,6 +75,10 @@ class ExpertGroup:
         if self.process_group is not None:
             check_equal(self.process_group, asdict(moe) | choices)
         self.workspace.layers_made += 1
+
+    def first_of(self, value: Any) -> Any:
+        """Return the first rank's value, on the ranks of all groups (collective)."""
+        return gather(self.expert_data_group, gather(self.process_group, value)[0])[0]
 
     def __deepcopy__(self, memo: Any) -> Self:
         """The group itself: a copy of a layer runs on the same ranks and memory."""
@@ -114,7 +118,7 @@ def make_expert_group(
 ) -> ExpertGroup:
     """Join the MoE group of this rank (collective over the world).
 
-    Collectives of other streams may run beside the group's layers, in the order that ``MoE`` says.
+    Collectives of other streams may run next to the group's layers, in the order that ``MoE`` says.
 
     Args:
         moe: Shape of the layers the group will run, equal on all ranks: they have its ``hidden_size``, and at most its
@@ -127,7 +131,7 @@ def make_expert_group(
         timeout_s: Deadline of every wait for another rank, in seconds.
         profiles: Folder of measured settings (``comet tune``), read by the group's first rank; ``None`` reads those
             shipped with Comet only.
-        reserved_sms: How many of the GPU's SMs layer 1 leaves to kernels of other streams, so that these run beside it
+        reserved_sms: How many of the GPU's SMs layer 1 leaves to kernels of other streams, so that these run next to it
             and not behind it: as many as they have blocks, all that run at a time together (NCCL: channels, of which
             ``NCCL_MAX_CTAS=32`` allows 32).
         spare_multiprocessors: Former name of ``reserved_sms``.
@@ -236,7 +240,7 @@ def check_reserved_sms(reserved_sms: int, device: torch.device) -> None:
 def leave_groups(*groups: ProcessGroup) -> None:
     """Destroy process groups, with their threads and connections (collective); those already destroyed are left."""
     for group in groups:
-        with suppress(ValueError):  # what torch says of a group it no longer knows
+        with suppress(ValueError):  # torch's error for a group it no longer knows
             dist.destroy_process_group(group)
     forget_meshes()
 
@@ -252,7 +256,7 @@ def agree_on_kernels(device: torch.device, group: ProcessGroup | None) -> bool:
 
 
 def why_no_cuda(device: torch.device) -> str:
-    """What keeps this process from kernels in CUDA C++, in words; empty if nothing does."""
+    """Return what keeps this process from kernels in CUDA C++, in words; empty if nothing does."""
     if device.type != "cuda":
         return f"{device} is no GPU"
     from comet.kernels.runtime.nvrtc import is_available, what_is_missing  # needs Triton, as GPUs do

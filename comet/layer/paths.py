@@ -42,7 +42,7 @@ class CollectivePath:
         self.activation = config.activation
         self.layout = group.layout(config)
         self.comm = group.comm
-        self.number = group.workspace.layers_made  # of the layer
+        self.number = group.workspace.layers_made  # the layer's
         self.process_group = group.process_group
         self.steps = self.process_group and CollectiveSteps(self.comm, self.process_group, self.number)
         self.match = match_once(match_weights, config, self.layout, biased=config.expert_bias)

@@ -52,7 +52,7 @@ NUM_COUNTERS = len(Launch) * COUNTERS_PER_LAUNCH
 
 @dataclass(frozen=True, slots=True)
 class PlanRules:
-    """What shapes a plan beside the layout; equal on all ranks but for ``max_routed_rows``."""
+    """Rules that, with the layout, shape a plan; equal on all ranks but for ``max_routed_rows``."""
 
     block_rows: int  # rows of a GEMM tile
     expert_capacity: int  # routed rows each expert keeps
@@ -162,7 +162,7 @@ def plan_shapes(layout: ExpertLayout, max_tokens: int, rules: PlanRules) -> dict
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Where every row of one MoE layer call goes."""
+    """The destination of every row of one MoE layer call."""
 
     layout: ExpertLayout  # the experts over the ranks
     num_tokens: int  # T, this rank's tokens in this call

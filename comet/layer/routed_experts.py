@@ -35,15 +35,15 @@ WITHOUT_MEMORY = "use path 'plain' (moe_path=plain, or auto), or groups of ep x 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a backward pass reads of the forward pass before it."""
+    """Tensors that a backward pass reads of the forward pass before it."""
 
     received: Tensor  # (R, D) tokens that arrived, own ones included
     pre_activation: Tensor  # (Q, 2F) gate | up
     plan: Plan
 
 
-# Where a backward pass leaves the weight gradients to its caller: what makes those of w1 and of w2, in new memory, to
-# be called before the layer runs again. No rank waits for another to make them.
+# Functions that make the gradients of w1 and of w2 in new memory. A backward pass leaves them to its caller, who calls
+# them before the layer runs again. No rank waits for another in them.
 DeferredWgrad = list[Callable[[], Tensor]]
 
 
@@ -155,7 +155,7 @@ class SymmetricPath:
 
     @uncompiled
     def fp8(self, routed: RoutedTokens, w1: FP8, w2: FP8, biases: Biases | None = None) -> Tensor:
-        """As a call, for inference, with e4m3 products: tokens and hidden are quantised on the way.
+        """Run the layer for inference with e4m3 products: tokens and hidden are quantised before each.
 
         Weights have a scale per 128 x 128, elements and scales contiguous; biases are of the pool's type.
 

@@ -23,8 +23,8 @@ layer of epoch n; every rank waits for all ids (or at the barrier that opens a b
 hence when rows of epoch n+1 are written, all ranks are done with epoch n. Ids themselves alternate between two halves,
 because a fast rank may write ids n+1 while a slow one still reads ids n; ids n+2 wait for ids n+1 of all ranks.
 
-The epoch lasts for a billion calls. ``Workspace.check`` tells when they are used up, and ``Workspace.restart`` starts
-anew (``comet.comm.signals``).
+The epoch lasts for a billion calls. ``Workspace.check`` raises when they are used up, and ``Workspace.restart``
+begins at 0 (``comet.comm.signals``).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import torch
 
 from comet.comm.base import ALIGNMENT, Communicator, SymmTensor
 from comet.comm.collectives import ONE_ORDER, other_call
-from comet.comm.failures import RESTART
+from comet.comm.failures import FEWER_CALLS, RESTART
 from comet.comm.signals import check_epoch, waited
 from comet.config import MOE_DTYPES, MoEConfig, ParallelConfig, check_numbers, require
 from comet.errors import CapacityError, NotFiniteError, StepFailedError
@@ -51,13 +51,13 @@ ROWS_NEEDED = 7  # the entry of ``fault`` that says how many rows a plan had no 
 PLACES = ("barrier", "exchange of top-k ids", "layer 0 dispatch", "layer 1 panel", "layer 1 combine")
 CALL = len(PLACES)  # the place of no wait, where calls of ranks were compared
 
-# Of places where a rank waits that has opened an epoch: flags of those who opened it by the other kind of pass.
+# Places at which a pass opens an epoch: the flags that another rank raises if it opened the other kind of pass.
 OTHERWISE = {0: ("ids_flags", "forward"), 1: ("barrier_flags", "backward")}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkspaceShape:
-    """What the pool must hold."""
+    """Sizes that decide what the pool holds."""
 
     world_size: int
     max_tokens: int  # most tokens a rank passes to a layer; rounded up to a multiple of 128
@@ -153,10 +153,10 @@ class Workspace:
         self.epoch = torch.zeros(1, dtype=torch.int32, device=comm.device)
         # (8,) int64 record of a spin that met its deadline (see comet.kernels.runtime.primitives)
         self.fault = torch.zeros(8, dtype=torch.int64, device=comm.device)
-        # () float32, NaN or infinite once a router's logits were (see comet.router.router.watch_finite) and check has
-        # not told
+        # () float32, NaN or infinite once a router's logits were (see comet.router.router.watch_finite), until check
+        # raises
         self.largest_logit = torch.zeros((), dtype=torch.float32, device=comm.device)
-        self.layers_made = 0  # of the group (``ExpertGroup.check_same``)
+        self.layers_made = 0  # ``ExpertGroup.check_same`` counts them
         # where the fused kernels note what they do and when (see comet.trace.timeline); None: they do not
         self.recorder: Recorder | None = None
         flags = [getattr(self, name).local for name in shape.regions() if name.endswith("_flags") and self.num_bytes]
@@ -226,28 +226,34 @@ class Workspace:
         )
 
     def timeout(self) -> str:
-        """Who waited in vain for whom, or called another layer, as kernels of this rank recorded it; empty if none."""
+        """Return which rank waited in vain, or called another layer, as kernels here recorded it; empty if none."""
         aborted, place, peer, index, expected, seen, _, _ = self.fault.tolist()
         if not aborted:
             return ""
-        if place == CALL and index:  # which is the call: the numbers differ
+        if place == CALL and index:  # the index is the call: the numbers differ
             return other_call(self.comm.rank, index, peer, index, expected, seen)
         if place == CALL:
             return other_call(self.comm.rank, expected, peer, seen)
         where = f"{PLACES[place]}, chunk {index}"
         text = waited(self.comm.rank, peer, where, self.comm.timeout_s, expected, seen)
-        flags, kind = OTHERWISE.get(place, ("", ""))
-        if not flags or not (getattr(self, flags).local[peer : peer + 1] >= expected).any():
-            return text
-        return f"{text}; rank {peer} began a {kind} pass: {ONE_ORDER}"
+        return self.explained(text, place, peer, expected)
+
+    def explained(self, late: str, place: int, peer: int, epoch: int) -> str:
+        """The message for a rank that came late to one of ``PLACES``, with what it did instead where that shows."""
+        if place not in OTHERWISE:
+            return late
+        flags, kind = OTHERWISE[place]
+        if (getattr(self, flags).local[peer : peer + 1] >= epoch).any():
+            return f"{late}; rank {peer} began a {kind} pass: {ONE_ORDER}"
+        return f"{late}; {FEWER_CALLS}"
 
     def join_stream(self) -> None:
-        """Let the current stream wait for the last one that used the pool: for whoever replays a graph of a layer."""
+        """Let the current stream wait for the last one that used the pool; replays of a layer's graph need this."""
         self.comm.require_open()
         self.comm.stream_order.join()
 
     def restart(self) -> None:
-        """Start anew (collective): between calls, after a step that failed, or when ``check`` raises ``EpochError``.
+        """Begin again (collective): between calls, after a step that failed, or when ``check`` raises ``EpochError``.
 
         It goes for all that uses the group's communicator, decode steps as well. A service may do so whenever it is
         idle. Captured graphs stay valid, as they read the epoch on the device, and a backward pass may follow whose

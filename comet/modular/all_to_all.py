@@ -159,7 +159,7 @@ class AllToAll(PrepareFinalize):
         check_ids([num for _, num, _ in received_host], top_k_ids, layout)
         for rank, (*_, bad_tokens) in enumerate(received_host):
             if bad_tokens and rank == layout.rank:
-                quantize_rows(routed.tokens)  # which names the first
+                quantize_rows(routed.tokens)  # its error names the first
             require(
                 not bad_tokens,
                 f"tokens of rank {rank} contain {bad_tokens} with NaN or infinity; every token must be finite to be "

@@ -9,15 +9,15 @@ divided by the world size, by the optimizer as it reads them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.optim import AdamW
 
+from comet.data_parallel import sum_over_ranks
 from comet.jobs.config import TrainConfig
 from comet.layer.group import ExpertGroup
 from comet.layer.sharding import local
@@ -25,7 +25,6 @@ from comet.models.gpt import GPT
 
 BETAS = (0.9, 0.95)
 EPSILON = 1e-8
-BUCKET_ELEMENTS = 2**24
 
 
 class ScaledAdamW(AdamW):
@@ -34,7 +33,7 @@ class ScaledAdamW(AdamW):
     So averaging and clipping need no pass over the gradients of their own.
     """
 
-    grad_scale: Tensor | None = None  # what torch's fused kernels divide by
+    grad_scale: Tensor | None = None  # torch's fused kernels divide by it
     found_inf: Tensor | None = None
 
     def clip(self, norm: Tensor, max_norm: float, *, num_summed: int) -> None:
@@ -95,9 +94,9 @@ def sum_gradients(model: GPT, group: ExpertGroup) -> None:
     """
     dense, experts = _gradients(model.dense_parameters()), _gradients(model.expert_parameters())
     if group.world_size > 1:
-        _all_reduce(dense, None)
+        sum_over_ranks(dense, None)
         if group.data_parallel > 1:
-            _all_reduce(experts, group.expert_data_group)
+            sum_over_ranks(experts, group.expert_data_group)
 
 
 @torch.no_grad()
@@ -134,17 +133,3 @@ def _square_sum(gradients: list[Tensor], device: torch.device) -> Tensor:
     if not gradients:
         return torch.zeros((), dtype=torch.float32, device=device)
     return torch.stack(torch._foreach_norm(gradients, 2, torch.float32)).square().sum()
-
-
-def _all_reduce(gradients: Sequence[Tensor], group: ProcessGroup | None) -> None:
-    """Sum over the ranks of ``group``, a bucket of up to ``BUCKET_ELEMENTS`` at a time."""
-    bucket: list[Tensor] = []
-    for index, gradient in enumerate(gradients):
-        bucket.append(gradient)
-        full = sum(member.numel() for member in bucket) >= BUCKET_ELEMENTS
-        if full or index == len(gradients) - 1:
-            flat = torch.cat([member.flatten() for member in bucket])
-            dist.all_reduce(flat, group=group)
-            parts = flat.split([member.numel() for member in bucket])
-            torch._foreach_copy_(bucket, [part.view_as(member) for part, member in zip(parts, bucket, strict=True)])
-            bucket = []

@@ -150,7 +150,7 @@ class PlanConstants(NamedTuple):
     expert_block: int  # experts that a program of exchange_kernel counts
     flat: int  # power of two, at least the slots of a chunk
     num_counters: int  # that are set to zero
-    padded_experts: int  # of place_kernel: power of two, at least e
+    padded_experts: int  # power of two, at least e; for place_kernel
     sources: int  # power of two, at least W
     phases: int
     block_rows: int  # rows of a GEMM tile

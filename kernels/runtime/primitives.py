@@ -7,7 +7,7 @@ reset.
 Deadlines. Every spin measures its own time. On expiry it writes one record into ``fault`` and sets ``fault[0]``; every
 other spin of the device sees that and gives up as well, so the kernel ends and the host can raise. Until it does, the
 stream runs on over what did not come. So kernels of a rank that has failed send nothing more: no other rank takes
-garbage for results, nothing is overwritten that another has yet to read, and whoever waits for this rank meets the
+garbage for results, nothing is overwritten that another has yet to read, and a rank that waits for this one meets its
 deadline and names it. No ids are sent (``counting``), a plan has no rows to send (``placement``), no sums go home
 (``combine``), no gradients go out (``dispatch``), no barrier opens.
 
@@ -37,7 +37,7 @@ FAULT_ROWS_NEEDED = tl.constexpr(7)
 # The interpreter has no clock; one poll there takes at least this long.
 INTERPRETER_POLL_NS = tl.constexpr(20_000)
 
-MOST_THREADS = tl.constexpr(1024)  # of a block
+MOST_THREADS = tl.constexpr(1024)  # a block's
 
 
 def _fault_ptx(fault: str, place: str, peer: str, index: str, expected: str, seen: str) -> str:
@@ -175,10 +175,10 @@ def signal(flag_ptr, epoch):
 
 @triton.jit
 def record_fault(fault_ptr, place, peer, index, expected, seen, INTERPRET: tl.constexpr):
-    """Write who waited for whom, then set the abort flag; the first to come keeps the record.
+    """Write which rank waited for which, then set the abort flag; the first to come keeps the record.
 
     Threads of a block do not read the same time: some come here and others do not. So there is no barrier in it, which
-    atomic operations of Triton have as soon as somebody uses what they return.
+    atomic operations of Triton have as soon as their result is used.
     """
     if INTERPRET:
         first = tl.atomic_cas(fault_ptr + 6, tl.full((), 0, tl.int64), tl.full((), 1, tl.int64))

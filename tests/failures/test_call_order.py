@@ -16,7 +16,7 @@ from tiers import slow
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from comet.errors import StepFailedError
+from comet.errors import CommTimeoutError, StepFailedError
 from comet.layer.sharding import local
 from comet.moe import MoE
 
@@ -46,7 +46,7 @@ def gradients(layers: Sequence[MoE]) -> list[Tensor]:
 
 
 def refused(attempt: Callable[[], object], moe: MoE, path: str) -> str:
-    """What all ranks say of an attempt; they go on behind it."""
+    """Return the message of a refused attempt; all ranks go on behind it."""
     try:
         attempt()
         moe.group.workspace.check()
@@ -55,7 +55,7 @@ def refused(attempt: Callable[[], object], moe: MoE, path: str) -> str:
     else:
         raise AssertionError(f"{path}: not refused")
     dist.barrier()
-    if path == "fused":  # as GPUs do it
+    if path == "fused":  # GPUs need it, too
         moe.group.workspace.restart()
     moe.zero_grad()
     return said
@@ -105,7 +105,7 @@ def check_right_orders(case: LayerCase, rank: int, moe: MoE, other: MoE, path: s
 
 
 def refusals(case: LayerCase, rank: int, moe: MoE, other: MoE, path: str):
-    """What was said of each attempt, and what its ranks began."""
+    """Yield the message of each attempt, and what its ranks began."""
     ends = [begin(moe, case, rank, number) for number in range(2)]
     yield refused(ends[rank], moe, path), ["began the backward pass of call"]
     ends = [begin(moe, case, rank, number) for number in range(4)]
@@ -116,7 +116,7 @@ def refusals(case: LayerCase, rank: int, moe: MoE, other: MoE, path: str):
     words = "called layer" if path == "fused" else "began the backward pass of call"
     yield refused(ends[rank], moe, path), [words]
     yield refused(lambda: begin((moe, other)[rank], case, rank, 0), moe, path), ["called layer"]
-    if path not in SYMMETRIC:  # which find that out at the deadline
+    if path not in SYMMETRIC:  # those find out at the deadline
         end = begin(moe, case, rank, 0)
         attempt = end if rank == 0 else lambda: begin(other, case, rank, 1)
         yield refused(attempt, moe, path), ["began the backward pass of call", "called layer"]
@@ -138,3 +138,47 @@ def test_checkpointed_calls_that_ranks_end_in_other_orders_are_right(rank: int, 
         for mine, theirs in zip(gradients([moe]), wanted, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
         moe.group.close()
+
+
+@pytest.mark.parametrize("path", ["twin", "plain", slow("reference")])
+@in_ranks(2)
+def test_a_rank_that_fails_before_it_sends_goes_on_at_once(rank: int, world_size: int, path: str) -> None:
+    """Its next call meets the call of the other rank, and outputs are those of each rank's own tokens."""
+    case = CASES[0]
+    moe, inputs = build_layer(case, rank, path), rank_inputs(case, rank, rank)
+    if rank == 1:
+        nan, ids, weights = torch.full_like(inputs.tokens, torch.nan), *inputs.routed[1:]
+        wrong = [(lambda: moe(nan), "must be finite"), (lambda: moe.routed_experts(nan[:5], ids, weights), "5")]
+        wrong.append((lambda: moe.routed_experts(inputs.tokens, ids, weights[:, :1]), "top_k"))
+        wrong.append((lambda: moe.routed_experts(inputs.tokens, ids[:, :1], weights[:, :1]), "top_k"))
+        for attempt, message in wrong:
+            with pytest.raises(ValueError, match=message):
+                attempt()
+    for number in range(rank, rank + 2):
+        output = moe.routed_experts(*rank_inputs(case, rank, number).routed).detach()
+        check_call(case, rank, number, {"output": output}, path)
+    moe.group.workspace.check()
+    moe.group.close()
+
+
+@pytest.mark.parametrize("path", ["plain", "reference"])
+@pytest.mark.parametrize("error", [ValueError("a hook"), RuntimeError("a hook"), KeyboardInterrupt()])
+@in_ranks(2)
+def test_a_rank_that_fails_inside_of_a_pass_by_collectives_stops_all(
+    rank: int, world_size: int, path: str, error: BaseException
+) -> None:
+    """The others wait for it in a collective, which its next call must not meet."""
+    moe, inputs = build_layer(CASES[0], rank, path), rank_inputs(CASES[0], rank)
+
+    def fail(*_: object) -> Tensor:
+        raise error
+
+    if rank == 1:
+        moe.experts.compute = fail
+        with pytest.raises(type(error)):
+            moe.routed_experts(*inputs.routed)
+    for _ in range(2):
+        with pytest.raises((StepFailedError, CommTimeoutError), match=r"failed on rank 1 |left|waited in vain"):
+            moe.routed_experts(*inputs.routed)
+    with pytest.raises(StepFailedError, match="new process groups"):
+        moe.group.workspace.restart()

@@ -166,7 +166,7 @@ def test_plain_path_refuses_after_a_failure_in_its_backward_pass(rank: int, worl
 
 
 def refuse_what_is_wrong_on_one_rank(rank: int, world_size: int, path: str) -> tuple[list[str], list[str]]:
-    """What calls say where one rank's layer is frozen, and where one has a bad id; the next is right on all."""
+    """Return the messages where one rank's layer is frozen, and where one has a bad id; the next call is right."""
     moe, frozen, bad = build_layer(CASE, rank, path), [], []
     for number in range(3):
         inputs = rank_inputs(CASE, rank, number)
@@ -273,7 +273,7 @@ def test_a_rank_alone_restarts_by_itself_and_a_refusal_costs_nothing() -> None:
 
 
 def call_from_a_second_thread(rank: int, world_size: int) -> str:
-    """What a call says that comes while a step of another thread is under way, and is computed where there is none."""
+    """Return the message of a call during a step of another thread; without such a step the call is computed."""
     case = LayerCase("threads", world_size, 1, (40, 33)[:world_size])
     moe, inputs, said = build_layer(case, rank, "twin"), rank_inputs(case, rank), [""]
     wanted, found = moe.routed_experts(*inputs.routed), []
@@ -331,7 +331,7 @@ def test_who_left_a_step_says_why_until_it_begins_another() -> None:
     boards[1].tell("forward pass", ValueError("top_k_ids of rank 1 contain 1000"))
     reason = "rank 1 left the forward pass before it sent anything (ValueError: top_k_ids of rank 1 contain 1000)"
     assert str(boards[0].explained(late)) == f"{late}; {reason}"
-    boards[0].check()  # nobody is out of step by it
+    boards[0].check()  # no rank is out of step by it
     boards[1].take_back()
     assert str(boards[0].explained(late)) == late
     boards[2].note("last step", boards[2].explained("rank 2 waited 1.0 s for rank 1"))

@@ -125,7 +125,7 @@ def cosine_backward(gate: Tensor, up: Tensor, grad: Tensor, activation: Activati
 @in_ranks(2)
 def test_an_activation_that_is_not_0_at_0_may_be_padded(rank: int, world_size: int, path: str) -> None:
     """cos(gate) + up: each padded column of hidden is 1, meets zeros of w2, and its gradients are dropped."""
-    DEFINITIONS["reglu"] = Definition(cosine, cosine_backward, {})  # of this rank, which ends with the test
+    DEFINITIONS["reglu"] = Definition(cosine, cosine_backward, {})  # this rank ends with the test
     run_case(rank, world_size, replace(activated(1, 2)[1], activation=Activation("reglu")), path)
 
 
@@ -232,7 +232,7 @@ def test_too_little_reserved_memory_is_an_error_that_names_the_setting(path: str
 def overflow(rank: int, world_size: int, path: str) -> None:
     config = MoEConfig(hidden_size=16, ffn_size=16, num_experts=4, top_k=2, max_imbalance=1.0)
     group = make_group(config, ep=world_size, max_tokens=128, timeout_s=20.0)
-    moe = MoE(config, group, path=path, overlap=OverlapConfig())
+    moe = MoE(config, group, path=path, overlap=OverlapConfig(), seed=0)
     ids = torch.tensor([[0, 1]], dtype=torch.int32).repeat(128, 1)  # everything goes to rank 0
     moe.routed_experts(torch.randn(128, 16), ids, torch.ones(128, 2))
     group.workspace.check()
@@ -243,7 +243,7 @@ def drop_on_rank(rank: int, world_size: int, path: str) -> list[torch.Tensor]:
     config = MoEConfig(hidden_size=32, ffn_size=16, num_experts=4, top_k=2, capacity_factor=0.25)
     group = make_group(config, ep=world_size, max_tokens=64, timeout_s=60.0)
     poison(group)
-    moe, found = MoE(config, group, path=path, overlap=OverlapConfig()), []
+    moe, found = MoE(config, group, path=path, overlap=OverlapConfig(), seed=0), []
     for call, num_tokens in enumerate((64, 40)):
         generator = torch.Generator().manual_seed(7 * call + rank)
         x = torch.randn(num_tokens, 32, generator=generator).requires_grad_()
@@ -422,7 +422,7 @@ ROUTING = torch.zeros(100, 2, dtype=torch.int32), torch.ones(100, 2)
 
 
 def make_layer(path: str) -> MoE:
-    return MoE(CASE.config, make_group(CASE.config, max_tokens=128), path=path, overlap=CASE.overlap)
+    return MoE(CASE.config, make_group(CASE.config, max_tokens=128), path=path, overlap=CASE.overlap, seed=0)
 
 
 def by_layer(layer: MoE, tokens: Tensor, ids: Tensor, weights: Tensor) -> None:

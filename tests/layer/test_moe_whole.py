@@ -93,7 +93,7 @@ def test_tiles_are_those_of_the_padded_width() -> None:
 def make_narrow(rank: int, world_size: int, ffn_size: int) -> tuple[list[str], list[list[int]]]:
     """What is logged while two layers are made and called, and the shapes of the parameters."""
     told = logged("comet")
-    config = MoEConfig(hidden_size=16, ffn_size=ffn_size, num_experts=2, top_k=1)
+    config = MoEConfig(hidden_size=16, ffn_size=ffn_size, num_experts=2, top_k=1, renormalize=False)
     group = make_group(config, tp=world_size, max_tokens=4)
     layers = [MoE(config, group) for _ in range(2)]
     for layer in (*layers, *layers):

@@ -144,7 +144,8 @@ def test_a_fault_record_becomes_a_sentence(place: int, words: str) -> None:
     workspace = make_workspace(timeout_s=2.5)
     workspace.check()
     workspace.fault.copy_(torch.tensor([1, place, 3, 17, 41, 40, 1, 0]))
-    message = rf"^rank 0 waited 2\.5 s for rank 3 \({words}, chunk 17, epoch 41, saw 40\)$"
+    late = rf"^rank 0 waited 2\.5 s for rank 3 \({words}, chunk 17, epoch 41, saw 40\)"
+    message = late + ("; a rank that makes fewer calls than others looks like this" if place < 2 else "$")
     with pytest.raises(CommTimeoutError, match=message):
         workspace.check()
 

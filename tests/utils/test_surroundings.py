@@ -134,8 +134,8 @@ def test_a_default_device_changes_nothing(rank: int, world_size: int) -> None:
     parallel = ParallelConfig(ep=world_size)
     with torch.device("meta"):
         group = make_expert_group(MODEL.moe, parallel, max_tokens=16, dtype=torch.float32, device="cpu")
-        layer, model = MoE(MODEL.moe, group), GPT(MODEL, group)
-    same = MoE(MODEL.moe, group), GPT(MODEL, group)
+        layer, model = MoE(MODEL.moe, group, seed=0), GPT(MODEL, group)
+    same = MoE(MODEL.moe, group, seed=0), GPT(MODEL, group)
     for made, wanted in zip((layer, model), same, strict=True):
         for one, other in zip(made.parameters(), wanted.parameters(), strict=True):
             assert torch.equal(local(one), local(other))

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from comet.comm.collectives import bad_ids, check_calls, check_ids
 from comet.comm.signals import signal, wait
+from comet.errors import CommTimeoutError
 from comet.kernels.runtime.buffers import allocate, cut
 from comet.kernels.runtime.limits import CHUNK_ROWS, num_buckets
 from comet.layer.plan import PlanRules, num_counters
-from comet.layer.workspace import Workspace
+from comet.layer.workspace import PLACES, Workspace
 from comet.layout import ExpertLayout, positions_in_groups
 
 PLACE = "exchange of top-k ids"
@@ -39,7 +40,12 @@ def receive_ids(ids: Tensor, layout: ExpertLayout, workspace: Workspace) -> tupl
     """Wait for the ids of all ranks and advance the epoch; ids and weights ``(W, M, K)`` as they lie in the pool."""
     epoch = int(workspace.epoch) + 1
     for source in range(workspace.comm.world_size):
-        wait_flag(workspace, workspace.ids_flags.local, source * _chunks(workspace), epoch, source, f"{PLACE}, chunk 0")
+        try:
+            wait_flag(
+                workspace, workspace.ids_flags.local, source * _chunks(workspace), epoch, source, f"{PLACE}, chunk 0"
+            )
+        except CommTimeoutError as late:
+            raise CommTimeoutError(workspace.explained(str(late), PLACES.index(PLACE), source, epoch)) from None
     workspace.epoch.fill_(epoch)
     check_calls(workspace.calls.local[epoch & 1].tolist(), "tokens, top_k_weights, w1 or w2")
     received = _half(workspace.ids.local, epoch, layout.top_k)

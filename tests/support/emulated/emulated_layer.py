@@ -3,7 +3,7 @@
 No kernel may wait for a later rank, so every step in which ranks wait for each other runs twice. In the first round
 flags pretend that everything has arrived: a rank computes from whatever is there, but what it sends arrives. In the
 second round all of it is there, and only those flags are up that a rank has raised in the first. What that leaves is
-compared with plain torch; what nobody has written is NaN.
+compared with plain torch; what no rank has written is NaN.
 """
 
 from collections.abc import Callable, Collection
@@ -91,7 +91,7 @@ class EmulatedRanks:
         self.w1, self.w2 = [w1.flatten(1, 2) for w1, _ in shards], [w2.contiguous() for _, w2 in shards]
         self.b1, self.b2 = ([self._bias(weight, rank) for rank, weight in enumerate(of)] for of in (self.w1, self.w2))
         if len(self.b2) > 1:
-            self.b2[1] = None  # as under tensor parallelism
+            self.b2[1] = None  # tensor parallelism does so
         self.plans = self.plan()
 
     def _bias(self, weight: Tensor, rank: int) -> Tensor | None:
@@ -257,7 +257,7 @@ class EmulatedRanks:
             found = self.forward_fp8() if case.fp8 else self.forward()
         trains, rounds = case.backward and not case.fp8, 2 * len(self.ranks)
         in_cuda = rounds, trains * 2 * (len(self.ranks) - len(apart)), (1 + trains) * rounds
-        kinds = layer0, layer0, "triton" if case.dtype == torch.float32 else layer1  # what the pool adds up
+        kinds = layer0, layer0, "triton" if case.dtype == torch.float32 else layer1  # the third adds up the pool
         counts = tuple(spy.call_count for spy in (of_layer0, of_hidden, of_layer1))
         assert counts == tuple(count * (kind == "cuda") for count, kind in zip(in_cuda, kinds, strict=True)), case
         return found
@@ -280,7 +280,7 @@ class EmulatedRanks:
             assert_as_oracles(name, found[name], exact, same, case.dtype, case.name)
 
     def of_experts(self, rows: list[Tensor]) -> list[Tensor]:
-        """Those routed rows that belong to an expert; rows of no tile must not have been written."""
+        """Return the routed rows that belong to an expert; rows of no tile must not have been written."""
         found = []
         for each, plan in zip(rows, self.plans, strict=True):
             used = int(plan.segment_starts[-1])
@@ -290,14 +290,14 @@ class EmulatedRanks:
         return found
 
     def sent_to(self, rank: int) -> list[Tensor]:
-        """What each rank sends to a rank, ``(n, D)``, in the order in which it lies there; of itself nothing."""
+        """Return the rows that each rank sends to a rank, ``(n, D)``, as they lie there; it sends itself none."""
         return [
             inputs.tokens[plan.send_token_ids[rank, : int(plan.send_counts[rank]) * (source != rank)].long()]
             for source, (inputs, plan) in enumerate(zip(self.inputs, self.plans, strict=True))
         ]
 
     def check_received(self, form: Callable[[Tensor], Tensor], *, packed: bool = False) -> None:
-        """What is sent has arrived in its form, with its flags; neither a row nor a flag more than that.
+        """Rows that were sent have arrived in their form, with their flags; neither a row nor a flag more than that.
 
         Own rows are there where rows are ``packed``.
         """
@@ -324,7 +324,7 @@ class EmulatedRanks:
         self.check_events(check_layer1_events, num_cols=num_cols, num_panels=settings.num_panels)
 
     def check_events(self, check: Callable[..., None], **numbers: Any) -> None:
-        """What is recorded is what there was to do."""
+        """Recorded events are the work there was."""
         for pool, plan in zip(self.pools, self.plans, strict=True):
             if pool.recorder is not None:
                 check(plan, pool.recorder, epoch=int(pool.epoch), **numbers)
@@ -373,7 +373,7 @@ def check_layer1_events(plan: Plan, recorder: Recorder, epoch: int, *, num_cols:
         assert sorted({panel for _, panel in panel_of}) == list(panels)
         assert [panel for _, panel in sorted(panel_of)] == sorted(panel for _, panel in panel_of), "from left to right"
     rows = plan.recv_counts.tolist()
-    rows[plan.layout.rank] = plan.max_tokens  # of its own all that there may be
+    rows[plan.layout.rank] = plan.max_tokens  # all own rows that there may be
     chunks = [(source, chunk) for source, count in enumerate(rows) for chunk in range(-(-count // COMBINE_CHUNK_ROWS))]
     assert items.get(KIND_REDUCE.value, set()) == {(*chunk, panel) for chunk, panel in product(chunks, panels)}
     summed = {

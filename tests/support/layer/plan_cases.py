@@ -20,7 +20,7 @@ from comet.layer.workspace import Workspace, WorkspaceShape
 from comet.layout import ExpertLayout
 from comet.schedule.settings import LayerSettings
 
-# Of a routed row: phase, received row, expert slot, weight.
+# A routed row's phase, received row, expert slot, weight.
 Routed = tuple[int, int, int, float]
 
 MAX_TOKENS = (128, 256, 384)
@@ -77,7 +77,7 @@ class Case:
         return self.backend(rank, pool, use_kernels=use_kernels).plan(*self.routing(rank, pool))
 
     def send(self, rank: int, pool: Workspace) -> None:
-        """What the kernels of this rank send: a process that plays all ranks does so before it plans for one."""
+        """Send as the kernels of this rank do: a process that plays all ranks does so before it plans for one."""
         send_ids(self.backend(rank, pool), *self.routing(rank, pool))
 
     def gathered(self) -> tuple[Tensor, Tensor]:
@@ -235,7 +235,7 @@ def _tables(case: Case, segments: list[list[Routed]]) -> dict[str, Any]:
 
 
 def used_part(plan: Plan, field: str) -> Tensor:
-    """What is specified of a field: kernels leave routed rows and tiles past the used ones as they were."""
+    """Return the specified part of a field: kernels leave routed rows and tiles past the used ones as they were."""
     tensor = getattr(plan, field)
     if field in ("routed_row_ids", "routed_slots"):
         return tensor[: plan.segment_starts[-1]]
@@ -317,7 +317,7 @@ def plan_all_ranks(case: Case, device: str, *, epochs: int) -> list[list[Plan]]:
 
 
 def check_pool(pool: Workspace, plan: Plan) -> None:
-    """No spin was late, and kernels told the pool if Q was too small; where the twin's is, there is no plan."""
+    """No spin was late, and kernels recorded in the pool if Q was too small; where the twin's is, there is no plan."""
     if plan.status[2]:
         with pytest.raises(CapacityError, match=f"needs {int(plan.status[0])} routed rows"):
             pool.check()
@@ -326,7 +326,7 @@ def check_pool(pool: Workspace, plan: Plan) -> None:
 
 
 def send_ids(backend: Backend, ids: Tensor, weights: Tensor) -> None:
-    """The first programs of a plan's launch by kernels, which wait for nobody.
+    """The first programs of a plan's launch by kernels, which never wait.
 
     This rank's own flags go down again: its plan raises them, once it has zeroed the totals that the flags guard.
     """
