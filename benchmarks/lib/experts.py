@@ -20,9 +20,8 @@ from torch import Tensor
 
 from comet.comm.handshake import gather
 from comet.config import MoEConfig, ParallelConfig, require
-from comet.decode import DecodeWeights, rank_slots
 from comet.decode.runners import ReplicatedRunner
-from comet.experts.cache import CachedExperts, CacheReport, ExpertCache, total
+from comet.experts.cache import CachedExperts, CacheReport, total
 from comet.experts.paths import CachedPath, Slots, host_paths, report_of_paths
 from comet.experts.store import HeldExperts
 from comet.generation.engine import GPTEngine
@@ -54,6 +53,30 @@ HELDOUT_SHAPE = (4, 8, 512)  # batches of texts of tokens
 Step = Callable[[], Any]
 
 
+class OnDemand(CachedExperts):
+    """Experts that are forgotten before every step."""
+
+    def __call__(self, *inputs: Any, **options: Any) -> Tensor:
+        tables = self.cache.tables
+        for table in (tables.slots, tables.arriving, tables.owners):
+            table.fill_(-1)
+        return super().__call__(*inputs, **options)
+
+
+def on_demand(paths: Sequence[CachedPath], runner: ReplicatedRunner, top_k: int) -> Sequence[CachedPath]:
+    """The same layers, which keep no expert."""
+    return [OnDemand(path.cache, runner, top_k) for path in paths if isinstance(path, CachedExperts)]
+
+
+def with_ratios(rows: list[Row]) -> list[Row]:
+    """The rows with their speed over that of *on_demand* and *resident*, where these were timed."""
+    us = {row["variant"]: row["us"] for row in reversed(rows)}
+    for row in rows:
+        row["x_on_demand"] = us[ON_DEMAND] / row["us"] if ON_DEMAND in us else None
+        row["of_resident"] = us[RESIDENT] / row["us"] if RESIDENT in us else None
+    return rows
+
+
 @dataclass(kw_only=True)
 class Way:
     """One way to keep experts."""
@@ -63,6 +86,10 @@ class Way:
     paths: Sequence[CachedPath]  # the layers' experts
     step: Step | None = None  # of routed experts alone
     device_mb: float | None = None  # device memory that it took
+
+    @property
+    def is_resident(self) -> bool:
+        return self.name.startswith(RESIDENT)
 
     def report(self) -> CacheReport:
         """Totals of the caches so far."""
@@ -140,6 +167,7 @@ class Alone:
             expert_prefetch=settings.expert_prefetch,
             routers=lambda: routers,
         )
+        paths = on_demand(paths, runner, self.moe.top_k) if name == ON_DEMAND else paths
 
         def step() -> None:
             for path, each, ids in zip(paths, held, self.next_ids(at), strict=True):
@@ -147,77 +175,34 @@ class Alone:
 
         return Way(name=name, settings=settings, paths=paths, step=step)
 
-    def resident(self, held: Sequence[HeldExperts]) -> Step:
-        """A step whose experts are all on the device."""
-        slots, at, runner = (
-            rank_slots(self.layout, self.device),
-            self.counter(),
-            ReplicatedRunner(self.moe, self.group, 2),
-        )
-        there: list[Any] = [{name: part.to(self.device) for name, part in each.named_parts.items()} for each in held]
-        layers = [DecodeWeights(**parts, slots=slots) for parts in there]
-
-        def step() -> None:
-            for experts, ids in zip(layers, self.next_ids(at), strict=True):
-                runner(RoutedTokens(self.token, ids, self.weights), experts.w1, experts.w2, experts=experts)
-
-        return step
-
-    def on_demand(self) -> Step:
-        """A step for which the host copies the rank's experts that the trace names."""
-        held, runner = [each.named_parts for each in self.host[None]], ReplicatedRunner(self.moe, self.group, 2)
-        named, by_rank = self.trace[:, :, 0].tolist(), rank_slots(self.layout, "cpu").tolist()
-        room: dict[str, Any] = {
-            name: torch.zeros(self.moe.top_k, *part.shape[1:], dtype=part.dtype, device=self.device)
-            for name, part in held[0].items()
-        }
-        slots = torch.full((self.moe.num_experts,), -1, dtype=torch.int32, device=self.device)
-        here, taken = rank_slots(self.layout, self.device) >= 0, torch.arange(self.moe.top_k, device=self.device).int()
-        experts, at = DecodeWeights(**room, slots=slots), 0
-
-        def step() -> None:
-            nonlocal at
-            at = (at + 1) % len(named)
-            for parts, wanted, ids in zip(held, named[at], self.trace[at], strict=True):
-                for (slot, expert), name in product(enumerate(wanted), parts):
-                    if (place := by_rank[expert]) >= 0:
-                        room[name][slot].copy_(parts[name][place], non_blocking=True)
-                slots.scatter_(0, ids[0].long(), taken).masked_fill_(~here, -1)
-                runner(RoutedTokens(self.token, ids, self.weights), experts.w1, experts.w2, experts=experts)
-
-        return step
-
     @torch.no_grad()
     def rows(self, ways: Sequence[Way], rounds: int, link: float) -> list[Row]:
         """Time all ways in turn, over whole traces: a text has parts of few misses and of many (collective)."""
-        names = {kind: " ".join(filter(None, (RESIDENT, kind))) for kind in self.host}
-        steps: dict[Any, Step] = {ON_DEMAND: self.on_demand()}
-        steps |= {names[kind]: self.resident(held) for kind, held in self.host.items()}
-        steps |= {number: way.step for number, way in enumerate(ways) if way.step is not None}
-        variants = {key: self.variant(step, graph=key != ON_DEMAND) for key, step in steps.items()}
+        variants = {number: self.variant(way.step) for number, way in enumerate(ways) if way.step is not None}
         calls, reports = -(-len(self.trace) // STEPS_PER_CALL), []
         for _ in range(2):  # after the first time the caches are as full as they get
             for variant, _ in product(variants.values(), range(calls)):
                 variant(0)
             reports.append([way.report() for way in ways])
         timings = time_by_protocol(variants, self.ranks, rounds=-(-rounds // calls) * calls, leads=False)
-        us = {key: timing.mean_ms * 1e3 / STEPS_PER_CALL for key, timing in timings.items()}
-        rows: list[Row] = [{"variant": key, "us": us[key]} for key in us if isinstance(key, str)]
-        for number, (way, before, after) in enumerate(zip(ways, *reports, strict=True)):
+        rows = []
+        for timing, way, before, after in zip(timings.values(), ways, *reports, strict=True):
             spent = gather(self.group.process_group, after.since(before))
-            row = way.row(spent, calls * STEPS_PER_CALL, us[number], link)
-            row["bound_us"] = max(us[names[way.settings.expert_dtype]], row["mb_per_token"] / link * 1e3)
-            rows.append(row | {"of_bound": row["bound_us"] / row["us"], "x_on_demand": us[ON_DEMAND] / row["us"]})
-        return rows
+            rows.append(way.row(spent, calls * STEPS_PER_CALL, timing.mean_ms * 1e3 / STEPS_PER_CALL, link))
+        alone = {way.settings.expert_dtype: row["us"] for way, row in zip(ways, rows, strict=True) if way.is_resident}
+        for way, row in zip(ways, rows, strict=True):
+            row["bound_us"] = max(alone[way.settings.expert_dtype], row["mb_per_token"] / link * 1e3)
+            row["of_bound"] = row["bound_us"] / row["us"]
+        return with_ratios(rows)
 
-    def variant(self, step: Step, *, graph: bool) -> Callable[[int], Any]:
-        """Some steps as they are timed: a graph where the host need not know anything."""
+    def variant(self, step: Step) -> Callable[[int], Any]:
+        """Some steps as they are timed, on a GPU as a graph."""
 
         def steps(_: int) -> None:
             for _ in range(STEPS_PER_CALL):
                 step()
 
-        return capture(steps) if self.device.type == "cuda" and graph else steps
+        return capture(steps) if self.device.type == "cuda" else steps
 
 
 class ExactCodec(ByteCodec):
@@ -229,16 +214,6 @@ class ExactCodec(ByteCodec):
 
 
 CODEC = ExactCodec()
-
-
-class OnDemand(CachedExperts):
-    """Experts that are forgotten before every step."""
-
-    def __call__(self, *inputs: Any, **options: Any) -> Tensor:
-        tables = self.cache.tables
-        for table in (tables.slots, tables.arriving, tables.owners):
-            table.fill_(-1)
-        return super().__call__(*inputs, **options)
 
 
 @dataclass(kw_only=True)
@@ -331,10 +306,7 @@ class Texts:
             model, self.group, expert_slots=num_slots, speculation=None if settings.speculate == "off" else settings,
             **{setting: getattr(settings, setting) for setting in STORE},
         )  # fmt: skip
-        paths = [*engine.stored]
-        if name == ON_DEMAND:
-            caches = [cache for cache in engine.caches if isinstance(cache, ExpertCache)]
-            paths = [OnDemand(cache, engine.runner, self.moe.top_k) for cache in caches]
+        paths = on_demand(engine.stored, engine.runner, self.moe.top_k) if name == ON_DEMAND else engine.stored
         weights = [(local(layer.w1).data, local(layer.w2).data) for layer in model.moe_layers()]
         way = TextWay(name=name, settings=settings, paths=paths, engine=engine, weights=weights)
         way.run(self.prompt(0), 0, warm=True)
@@ -349,13 +321,7 @@ class Texts:
         way.first_tokens_s.append(way.read(self.long_prompt()))
 
     def rows(self, ways: Sequence[TextWay], link: float) -> list[Row]:
-        rows = [way.text_row(link) for way in ways]
-        rates = {row["variant"]: row["tokens_per_s"] for row in rows}
-        for row in rows:
-            slowest = rates.get(ON_DEMAND)
-            row["x_on_demand"] = row["tokens_per_s"] / slowest if slowest else None
-            row["of_resident"] = row["tokens_per_s"] / rates[RESIDENT] if RESIDENT in rates else None
-        return rows
+        return with_ratios([way.text_row(link) for way in ways])
 
     @torch.no_grad()
     def scored_rows(self, ways: Sequence[TextWay], link: float) -> list[Row]:

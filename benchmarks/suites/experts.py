@@ -21,10 +21,10 @@ which adaptive mode costs some. The routing of held-out text goes to ``routing.p
 ``--trace routing.pt`` is replayed at this shape: experts come again as soon as they did in the recording, counted in
 shares of all experts, and as large a share of guesses is right (``lib/traces.py``). Without a trace routing is made,
 and says nothing about models: a token keeps an expert of the one before with probability ``--sticky``, and draws the
-others by a Zipf law of its layer. For *on_demand* the host, which knows the trace, asks for the copies. ``bound_us`` is
-``max(resident, missing bytes / link)``, with the hits and the link of this run. With ``--ep`` each rank has its share
-of the experts, slots and a link of its own, and all compute the same token: budgets are shares of a rank's experts,
-hits those of all ranks, bytes those of the rank that brings most over the link.
+others by a Zipf law of its layer. ``bound_us`` is ``max(resident, missing bytes / link)``, with the hits and the link
+of this run. With ``--ep`` each rank has its share of the experts, slots and a link of its own, and all compute the same
+token: budgets are shares of a rank's experts, hits those of all ranks, bytes those of the rank that brings most over
+the link.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Run(Suite):
     sticky: float = option(0.5, "chance that an expert serves the next token, too")
     steps: int = option(256, "tokens of the trace")
     budgets: tuple[float, ...] = (0.1, 0.2, 0.3, 0.5, 1.0)
-    variants: tuple[str, ...] = option((), "all with --source, else cache by default", of=tuple(KINDS))
+    variants: tuple[str, ...] = option((), "all with --source, else on_demand and cache by default", of=tuple(KINDS))
     seconds: float = option(3600.0, "time after which no variant or text is begun")
     tokens: int = option(128, "tokens of each text", least=2)
     temperature: float = 1.0
@@ -98,7 +98,7 @@ class Run(Suite):
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        return self.variants or (tuple(KINDS) if self.source else ("cache",))
+        return self.variants or (tuple(KINDS) if self.source else (ON_DEMAND, "cache"))
 
     def check(self) -> None:
         require(self.tp == 1, f"tp={self.tp} must be 1")
@@ -125,6 +125,9 @@ class Run(Suite):
             stored = {KINDS[name].get("expert_dtype") for name in self.chosen}
             alone = Alone(swiglu_model(self.model), self.routing(), stored, ranks, self.parallel)
             group, ways = alone.group, self.make(alone, begun, ranks, failed)
+            for kind in alone.host:
+                name = f"{RESIDENT} {kind}" if kind else RESIDENT
+                ways.append(self.make_one(alone, name, 1.0, ranks, expert_dtype=kind))
             yield Point(keys, lambda: alone.rows(ways, self.rounds, link) + failed, group.workspace)
             del alone, ways
         else:
@@ -157,7 +160,7 @@ class Run(Suite):
         """All variants, until their time is over; what fails or is left out has a row that says why (collective)."""
         ways = []
         for budget, name in product(self.budgets, self.chosen):
-            if name == ON_DEMAND and (self.source is None or budget != min(self.budgets)):
+            if name == ON_DEMAND and budget != min(self.budgets):
                 continue  # it depends on no budget
             started, way = time.perf_counter(), None
             failure = "left out: the time was over"
@@ -171,12 +174,12 @@ class Run(Suite):
             tell(ranks, f"{name} at {budget}: {failure or 'ready'}, {time.perf_counter() - started:.1f} s")
         return ways
 
-    def make_one(self, subject: Alone | Texts, name: str, budget: float, ranks: Ranks) -> Any:
+    def make_one(self, subject: Alone | Texts, name: str, budget: float, ranks: Ranks, **changes: Any) -> Any:
         """One variant, made within its budget (collective)."""
         settings = GenerateConfig(
             max_new_tokens=self.tokens, temperature=self.temperature, draft_experts=self.draft_experts,
             draft_tokens=self.draft_tokens, tau=self.tau, adaptive_tolerance=self.tolerance,
-            **{"expert_budget": budget, "expert_prefetch": False} | KINDS.get(name, {}),
+            **{"expert_budget": budget, "expert_prefetch": False} | KINDS.get(name, changes),
         )  # fmt: skip
         held = plan_budget(StoreOptions.of(settings), subject.moe, subject.num_layers, subject.dtype, self.parallel)
         assert held is not None

@@ -95,12 +95,16 @@ def replay_elsewhere(path: Path, kinds: Sequence[str], capsys: pytest.CaptureFix
 def test_prefetched_experts_are_those_that_a_trace_guesses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = small_trace()
     trace.save(tmp_path / "routing.pt")
-    words = ["--layers", "2", "--budgets", "0.5", "--steps", "8", "--variants", "cache,cache + prefetch,cache mxfp4"]
+    words = ["--layers", "2", "--budgets", "0.5", "--steps", "8"]
+    words += ["--variants", "on_demand,cache,cache + prefetch,cache mxfp4"]
     rows = rows_of([*SHAPE, *words, "--trace", str(tmp_path / "routing.pt"), "--out", str(tmp_path)], capsys)
     assert [row["variant"] for row in rows] == [
-        "on_demand", "resident", "resident mxfp4", "cache", "cache + prefetch", "cache mxfp4",
+        "on_demand", "cache", "cache + prefetch", "cache mxfp4", "resident", "resident mxfp4",
     ]  # fmt: skip
-    cache, prefetch, quantised = rows[3:]
+    on_demand, cache, prefetch, quantised, *resident = rows
+    assert (on_demand["hits"], *(row["hits"] for row in resident)) == (0, 1, 1)
+    assert on_demand["mb_per_token"] > cache["mb_per_token"] > resident[0]["mb_per_token"] == 0
+    assert (on_demand["x_on_demand"], resident[0]["of_resident"]) == (1, 1)
     assert cache["prefetch_precision"] is None
     assert prefetch["prefetch_precision"] == 1, "of this trace every guess is right"
     assert 0 < quantised["mb_per_token"] < cache["mb_per_token"] / 3
@@ -122,9 +126,10 @@ def test_shares_are_of_all_ranks() -> None:
 def test_ranks_each_cache_their_own_experts() -> None:
     words = [*SHAPE, "--layers", "2", "--budgets", "0.5,1.0", "--steps", "8", "--ep", "2"]
     found, _ = report_of("experts", *words, torchrun=True)
-    on_demand, resident, half, whole = found["rows"]
+    on_demand, half, whole, resident = found["rows"]
     assert (on_demand["variant"], resident["variant"], found["facts"]["ep"]) == ("on_demand", "resident", 2)
     assert [(row["slots"], row["hits"] < 1) for row in (half, whole)] == [(2, True), (4, False)], "of four experts each"
+    assert on_demand["hits"] == 0
     assert whole["bound_us"] == resident["us"], "nothing came over the link"
 
 
