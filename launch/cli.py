@@ -44,6 +44,9 @@ def main(
         end_with_parent(int(launcher) if launcher.isdecimal() else None)
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        for word in words:
+            if word != word.encode(errors="replace").decode():
+                raise ValueError(f"the argument {os.fsencode(word)!r} must be text in UTF-8")
         if not words or words[0] in ("-h", "--help", "help"):
             sys.stdout.write(help_page(tasks))
             status = 0

@@ -59,6 +59,9 @@ class DecodeWeights(ExpertParts):
     def __post_init__(self) -> None:
         for name in ("w1", "w2"):
             stored = getattr(self, name)
+            if not isinstance(stored, Tensor):
+                kind = type(stored).__name__
+                raise ValueError(f"{name} of type {kind} must be its elements; scales are {name}_scales")
             if stored.dtype == torch.float4_e2m1fn_x2:  # torch has no operations on it
                 object.__setattr__(self, name, stored.view(CODES))
         sizes, device, part = Sizes(), self.w1.device, ""

@@ -164,6 +164,8 @@ class SymmetricPath:
                 pool or each other, or weights the layer.
         """
         check_tokens(routed.tokens, routed.top_k_ids, self.workspace)
+        for name, weight in (("w1", w1), ("w2", w2)):
+            require(isinstance(weight, FP8), f"{name} of type {type(weight).__name__} must be FP8: call the path")
         self.match_fp8(w1.elements, w2.elements, w1.scales, w2.scales, *(biases or ()))
         require(
             not wants_grad(*routed),

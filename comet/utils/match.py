@@ -43,6 +43,8 @@ class Sizes:
             spec: A size per dimension. A letter occurs with a divisor only after it occurred without.
             contiguous: Whether kernels find the elements by address, so that they have to lie in order without gaps.
         """
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} of type {type(tensor).__name__} must be a tensor: dequantize() it for this call")
         if dtype is not None and tensor.dtype != dtype:
             raise ValueError(f"{name} of dtype {tensor.dtype} must be {dtype}")
         if device is not None and tensor.device != device:
@@ -58,7 +60,7 @@ class Sizes:
             raise ValueError(f"{name} of shape {shape} must be contiguous, has strides {tensor.stride()}")
 
     def _new_letters(self, terms: tuple[_Term, ...], shape: tuple[int, ...]) -> dict[str, int] | None:
-        """What the shape says of letters that are not bound yet; ``None`` if it does not fit those that are."""
+        """Return the letters that a shape binds first; ``None`` if it does not fit those that are bound."""
         if terms[0].letter == OUTER:
             terms = terms[1:]
             outer, shape = shape[: -len(terms)], shape[-len(terms) :]
@@ -102,7 +104,7 @@ class Sizes:
 class MatchOnce:
     """A check of tensors that runs only where shape, dtype, device or contiguity differ from those of the last call.
 
-    It keeps no tensor: weights that are cast anew for every call are not looked at again, nor kept alive.
+    It keeps no tensor: weights that are cast again for every call are not looked at again, nor kept alive.
     """
 
     def __init__(self, check: Callable[..., None]) -> None:
@@ -111,8 +113,11 @@ class MatchOnce:
 
     def __call__(self, *tensors: Tensor) -> None:
         """Check the tensors, if the last ones that were right are not like them."""
-        seen = [(tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous()) for tensor in tensors]
-        if seen != self._right:
+        try:
+            seen = [(tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous()) for tensor in tensors]
+        except AttributeError:  # The check names the one that is no tensor.
+            self._right = seen = None
+        if seen is None or seen != self._right:
             self._check(*tensors)
             self._right = seen
 

@@ -22,8 +22,8 @@ from .arch import HOPPER, arch_of
 from .cuda_source import FOLDER, NUM_THREADS, CudaSource, TensorMap
 
 OPTIONS = (f"--gpu-architecture={HOPPER.assembler}", "-std=c++17", "-default-device", f"--include-path={FOLDER}")
-SEGMENT_ROWS = 2**30  # of the axis that ends with a segment: more than a tensor has
-MANY_ROWS = 2**31 - 2**16  # of an axis that ends nothing
+SEGMENT_ROWS = 2**30  # The axis that ends with a segment is longer than any tensor.
+MANY_ROWS = 2**31 - 2**16  # length of the axes that end no segment
 TENSOR_MAPS = 4096  # to keep: a training step needs a dozen of each layer, and finds none of them if they are too many
 LAUNCHES = 256  # configurations to keep: a dozen of each layer's sizes on each stream
 
@@ -43,7 +43,7 @@ def is_available(device: torch.device) -> bool:
 
 
 def what_is_missing() -> str:
-    """What keeps CUDA C++ from being compiled here, in words; empty if nothing does."""
+    """Return why CUDA C++ cannot be compiled here; empty if it can."""
     try:
         from cuda.bindings import nvrtc
 
@@ -54,12 +54,15 @@ def what_is_missing() -> str:
 
 
 def compile_cubin(source: str, name: str) -> bytes:
-    """Machine code of ``source`` for sm_90a, from Triton's cache where it holds it.
+    """Return machine code of ``source`` for sm_90a, from Triton's cache if this version of NVRTC compiled it before.
 
     Raises:
         RuntimeError: With the compiler's log, if the source does not compile.
     """
-    key = hashlib.sha256("\0".join([source, *OPTIONS[:-1], _headers()]).encode()).hexdigest()
+    from cuda.bindings import nvrtc
+
+    parts = [source, *OPTIONS[:-1], _headers(), str(nvrtc.nvrtcVersion())]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     cache, file = get_cache_manager(key), f"{name}.cubin"
     path = cache.get_file(file) or cache.put(_compile(source, name), file, binary=True)
     return Path(path).read_bytes()
@@ -213,7 +216,7 @@ def _tensor_map(
 
 
 def _holder(argument: Any) -> tuple[Any, int]:
-    """What keeps an argument alive until the launch has copied it, and its address."""
+    """Return the object that keeps an argument alive until the launch has copied it, and its address."""
     if isinstance(argument, int):
         argument = ctypes.c_int32(argument)
     elif not isinstance(argument, ctypes.Structure):
@@ -222,7 +225,7 @@ def _holder(argument: Any) -> tuple[Any, int]:
 
 
 def _checked(result: tuple[Any, ...]) -> Any:
-    """What a call returned besides its status; RuntimeError names a status that is not success."""
+    """Return the value of a call, without its status; raise ``RuntimeError`` if that is not success."""
     status, *values = result
     if int(status) != 0:
         raise RuntimeError(f"{type(status).__name__} {status.name}")

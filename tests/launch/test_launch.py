@@ -78,6 +78,8 @@ TASK_NAMES = "must be one of train, generate, tune, sweep, modular, compile"
     (["bake"], f"task='bake' {TASK_NAMES}"),
     (["trian"], f"task='trian' {TASK_NAMES}; did you mean train?"),
     (["explain", "tune.tokens=[8]"], "task='explain' is no longer a task: comet train says"),
+    (["train", "output_dir=\udcff"], r"the argument b'output_dir=\xff' must be text in UTF-8"),
+    (["compile", "--filter", "a\udcc3"], r"the argument b'a\xc3' must be text in UTF-8"),
     (["train", "--fast"], "unrecognized arguments: --fast"),
     (["generate", "train.dtype=float32", "nproc=1"], "train.dtype must be left out: the task reads no settings but"),
     (["tune", "output_dir=x", "train.batch_size=2", "train.lr=1"], "output_dir, train.lr must be left out: the task "),

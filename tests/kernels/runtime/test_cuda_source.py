@@ -179,6 +179,24 @@ def test_a_missing_compiler_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog
     assert len(caplog.records) == 1
 
 
+def test_each_version_of_the_compiler_has_cubins_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = pytest.importorskip("cuda.bindings.nvrtc", reason="needs pip install 'comet-moe[cuda]'")
+    monkeypatch.setattr("triton.knobs.cache.dir", str(tmp_path))
+    compiled: list[bytes] = []
+
+    def compile_one(source: str, name: str) -> bytes:
+        compiled.append(f"{source} by call {len(compiled)}".encode())
+        return compiled[-1]
+
+    monkeypatch.setattr(nvrtc, "_compile", compile_one)
+    seen = []
+    for minor in (8, 8, 9, 8):
+        monkeypatch.setattr(found, "nvrtcVersion", lambda minor=minor: (0, 12, minor))
+        seen.append(compile_cubin("code", "kernel"))
+    first, second = compiled
+    assert seen == [first, first, second, first]
+
+
 def test_an_installation_has_all_files() -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
     patterns = project["tool"]["setuptools"]["package-data"]["comet.kernels"]
