@@ -164,7 +164,7 @@ class TrainConfig:
     eval_every: int = 0
     checkpoint_every: int = 0
     dtype: TrainDtype = "auto"
-    sample_bytes: int = 200
+    sample_bytes: int = 80
     cuda_graph: GraphMode = "auto"
 
     def __post_init__(self) -> None:

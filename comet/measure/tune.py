@@ -1,8 +1,8 @@
 """The ``tune`` task: measure the candidates of each point in one job on all ranks, and keep the winners.
 
-Rank 0 decides what is measured, tells the others and alone writes: the profile as soon as a point is measured, then the
-point's table, and at the end the regrets and one JSON object. Regret is the measured time of a choice over that of the
-best measured candidate.
+Rank 0 decides what is measured, sends that to the others, and alone writes: the profile as soon as a point is measured,
+then the point's table, and at the end the regrets and one JSON object. Regret is the measured time of a choice over
+that of the best measured candidate.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Tuned:
     """A point and what was measured there."""
 
     problem: Problem
-    measured: tuple[Measured, ...]  # as the layer takes them
+    measured: tuple[Measured, ...]  # settings within the limits of the layer
 
     def by_time(self) -> list[Measured]:
         """The fastest first, what failed last."""
@@ -62,7 +62,7 @@ class Tuned:
         return "\n".join([title, *aligned(rows, left=(0, 2))])
 
     def facts(self) -> dict[str, Any]:
-        """What ``text`` says, for JSON."""
+        """The content of ``text``, for JSON."""
         found = [
             {"name": candidate_name(item.setting, self.problem), "setting": _setting(item.setting),
              "measured_ms": item.ms, "failure": item.failure}
@@ -126,13 +126,14 @@ def tune_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
     machine, store = from_first_rank(lambda: _open_store(config, context.device))
     group = make_group(config, next(iter(points)).moe, config.parallel, 1, context)  # each point has a pool of its own
     require_memory(group.comm, "tune", "there is nothing to tune between nodes, which run path 'plain'")
+    stores = machine.name != "cpu"  # Times of CPU ranks are noise, and a stored one would change later trainings.
     tuned: list[Tuned] = []
     facts: list[dict[str, Any]] = []
     progress = Measuring(len(points), "point", enabled=context.rank == 0)
     for shape, problem in points.items():
         model, begin = shape.model, time.perf_counter()
         progress.begin(f"{model}, {problem.num_tokens} tokens")
-        stored = resolve(problem, store, machine).setting  # of other tokens, or of an earlier run
+        stored = resolve(problem, store, machine).setting  # measured for other tokens, or earlier
         settings = dict.fromkeys([*candidates(problem, machine), stored and effective(stored, problem)])
         own = with_pool(group, problem)
         measured = measure_layer(problem, list(settings), own, rounds=config.tune.rounds, tell=progress.tell)
@@ -144,7 +145,7 @@ def tune_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
         key, date = ProfileKey.create(problem, machine.name), datetime.now(UTC).date().isoformat()
         kernels: Kernels = "auto" if own.cuda_kernels else "triton"
         entry = ProfileEntry(key=key, measured=measured, commit=comet_version(), date=date, kernels=kernels)
-        if group.world_rank == 0:
+        if group.world_rank == 0 and stores:
             store.put(entry)
         else:
             store.entries[key] = entry
@@ -155,9 +156,11 @@ def tune_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
     progress.close()
     group.close()
     total, found = round(time.perf_counter() - start, 2), regrets(tuned, store)
-    result = {"task": "tune", "profile": str(store.path), "seconds": total, "regrets": found, "points": facts}
+    profile = str(store.path) if stores else None
+    result = {"task": "tune", "profile": profile, "seconds": total, "regrets": found, "points": facts}
     if context.rank == 0:
-        sys.stdout.write(f"{regret_text(found)}\n\n{json.dumps(result)}\n")
+        note = "" if stores else "no profile is stored: times of CPU ranks are noise; tune on GPUs\n\n"
+        sys.stdout.write(f"{regret_text(found)}\n\n{note}{json.dumps(result)}\n")
     if not tuned:
         raise NothingMeasuredError(f"tune: none of {len(facts)} points ran, the first: {facts[0]['failure']}")
     return result
@@ -170,8 +173,9 @@ def job_points(config: JobConfig, device: torch.device) -> dict[Shape, Problem]:
 
 
 def _open_store(config: JobConfig, device: torch.device) -> tuple[Machine, ProfileStore]:
-    """Of the first rank: the candidates depend on both, and ranks have to agree on them."""
+    """Return machine and store of the first rank: candidates depend on both, and ranks have to agree on them."""
     machine = Machine.of(device)
     folder, ranks = Path(config.tune.profiles), config.parallel.world_size
-    require_writable(profile_path(folder, machine.name, ranks), f"tune.profiles={config.tune.profiles!r}")
+    if machine.name != "cpu":
+        require_writable(profile_path(folder, machine.name, ranks), f"tune.profiles={config.tune.profiles!r}")
     return machine, ProfileStore.open(folder, machine.name, ranks)

@@ -26,11 +26,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import AdamW
 
 from comet.comm.handshake import patience
+from comet.config import require
 from comet.layer.group import ExpertGroup
 from comet.layer.sharding import local
 from comet.models.gpt import GPT
 from comet.training.checkpoint_files import Reader, Writer
 from comet.training.checkpoint_folder import (
+    KEPT,
+    PARTIAL_SUFFIX,
     Checkpoint,
     complete,
     folder_name,
@@ -52,12 +55,13 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class Checkpointer:
     """Saves a model and its optimizer, and loads them."""
 
-    root: Path  # of the checkpoints, shared by all ranks
+    root: Path  # folder of the checkpoints, shared by all ranks
     model: GPT
     optimizer: AdamW
     group: ExpertGroup
-    settings: Mapping[str, Any] = field(default_factory=dict)  # of the run, kept in every checkpoint
+    settings: Mapping[str, Any] = field(default_factory=dict)  # kept in every checkpoint
     text: str = ""  # fingerprint of the text that the run learns from
+    layers: Mapping[str, Any] = field(default_factory=dict)  # device, path and split of its MoE layers
 
     @patience()
     def save(self, step: int) -> Path:
@@ -72,9 +76,33 @@ class Checkpointer:
                 dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
             checksums = dict(ChainMap(*gather(writer.checksums)))
             from_first_rank(partial(self._complete, path, step, checksums))
-        except (CheckpointException, OSError) as error:  # which all ranks raise
+        except (CheckpointException, OSError) as error:  # All ranks raise it.
             self._refuse(path, *_cause(error), sum(tensor.nbytes for tensor in tensors.values()))
         return path
+
+    def require_room(self, num_saves: int, *, overwrite: bool) -> None:
+        """Raise ``ValueError`` unless the disk has room for the checkpoints of a run that saves so often (collective).
+
+        Args:
+            overwrite: Whether checkpoints that are there now will be removed first.
+        """
+
+        def check() -> None:
+            there = list_checkpoints(self.root)[0]
+            num_kept = 0 if overwrite else len(there)
+            most = min(num_kept + num_saves, KEPT + 1)  # The oldest goes when the next is whole.
+            needed = max(most - num_kept, min(num_saves, 1)) * num_bytes
+            removed = [*self.root.glob(f"step-*{PARTIAL_SUFFIX}"), *(found.path for found in there if overwrite)]
+            freed = sum(file.stat().st_size for folder in removed for file in folder.glob("*"))
+            free = shutil.disk_usage(self.root).free + freed
+            rule = f"must have {needed:,} bytes free for checkpoints of {num_bytes:,}, {KEPT} of which are kept while"
+            ways = "choose a folder on another disk, or a smaller model"
+            require(
+                needed <= free, f"output_dir={str(self.root)!r} {rule} another is written, but has {free:,}: {ways}"
+            )
+
+        num_bytes = sum(tensor.nbytes for tensor in self._tensors().values())
+        from_first_rank(check)
 
     def not_finite(self) -> list[str]:
         """Names of weights and moments that hold NaN or Inf on any rank (collective)."""
@@ -114,6 +142,7 @@ class Checkpointer:
         parallel = self.group.parallel
         layout = {"world_size": self.group.world_size, "ep": parallel.ep, "tp": parallel.tp}
         manifest = {"step": step, "layout": layout, "model": flat(asdict(self.model.config)), "text": self.text}
+        manifest["layers"] = self.layers
         with naming(path):
             complete(path, manifest, checksums)
 
@@ -155,7 +184,7 @@ def _read(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _cause(error: CheckpointException | OSError) -> tuple[str, BaseException]:
-    """What failed, after "rank 1: " where it is known; of several ranks, rather what the system says."""
+    """Return the error that failed a save, after "rank 1: " where known; of several ranks the system's own error."""
     if isinstance(error, OSError):
         return "", error
     causes = [(f"rank {rank}: ", cause) for rank, (cause, _) in error.failures.items()]

@@ -63,6 +63,7 @@ class Checkpoint:
     layout: Mapping[str, int]  # world size, EP and TP it was saved at
     checksums: Mapping[str, str]  # by file name; none in a checkpoint of format 1
     text: str  # fingerprint of the text it was trained on; empty in a checkpoint of format 1
+    layers: Mapping[str, Any]  # device, path and split of the layers that wrote it; empty in those of older versions
 
     def check_model(self, config: ModelConfig) -> None:
         """Raise ``ValueError`` naming every field in which the checkpoint's model differs from ``config``."""
@@ -176,6 +177,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
             layout=dict(manifest["layout"]),
             checksums={name: entry["blake2b"] for name, entry in entries.items() if "blake2b" in entry},
             text=str(manifest.get("text", "")),
+            layers=dict(manifest.get("layers", {})),
         )
         sizes = {name: entry["bytes"] for name, entry in entries.items()}
     except (AttributeError, ValueError, KeyError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""What a person sees: a progress bar on standard error, pictures, the summary and the result line on standard output.
+"""The output for people: a progress bar on standard error, pictures, summary and result line on standard output.
 
 Only rank 0 shows and writes anything; on the other ranks every method does nothing. Pictures show the history.
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import resource
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -60,7 +61,7 @@ class Window:
 class History:
     """All windows and evaluations of a run, on disk and in memory."""
 
-    folder: Path | None  # where metrics.jsonl goes; None keeps everything in memory (ranks that write nothing)
+    folder: Path | None  # folder of metrics.jsonl; None keeps everything in memory (ranks that write nothing)
     windows: list[Window] = field(default_factory=list)
     heldout: list[tuple[int, float]] = field(default_factory=list)  # (optimizer steps taken, nats per byte)
 
@@ -157,9 +158,10 @@ class Reporter:
         self.enabled = enabled
         if enabled:
             output_dir.mkdir(parents=True, exist_ok=True)
-            (output_dir / RESULT_FILE).unlink(missing_ok=True)  # of an earlier end, which this run goes on from
+            (output_dir / RESULT_FILE).unlink(missing_ok=True)  # An earlier end wrote it; this run goes on.
         self.history = History(output_dir if enabled else None)
         self.history.start(earlier, first_step)
+        self._shown_s = 0.0
         self.bar = tqdm(
             total=total_steps,
             initial=min(first_step, total_steps),
@@ -169,7 +171,7 @@ class Reporter:
         )
 
     def note(self, message: str) -> None:
-        """Say something beside the progress bar."""
+        """Write a line that the progress bar does not overwrite."""
         if self.enabled:
             self.bar.write(f"comet: {message}", file=sys.stderr)
 
@@ -185,6 +187,12 @@ class Reporter:
             text += f", {window.dropped_share:.1%} of routed rows dropped"
         self.bar.set_postfix_str(text, refresh=False)
         self.bar.update(len(window.losses))
+
+    def tell(self, text: str) -> None:
+        """Show the work besides steps: ``evaluating, batch 3 of 8``; only if the last state is old enough."""
+        if self.enabled and time.monotonic() - self._shown_s >= self.bar.mininterval:
+            self.bar.set_postfix_str(text)
+            self._shown_s = time.monotonic()
 
     def heldout(self, step: int, loss: float) -> None:
         """Record an evaluation."""
@@ -210,7 +218,7 @@ class Reporter:
         )
 
     def stopped(self, result: Mapping[str, Any]) -> None:
-        """Say where a job that was told to stop can go on; the last line of standard output is ``result``."""
+        """Say where a stopped job can go on; the last line of standard output is ``result``."""
         self.bar.close()
         if self.enabled:
             self._result(

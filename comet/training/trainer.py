@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from comet.comm.handshake import largest
-from comet.config import require
+from comet.config import OverlapConfig, require
 from comet.errors import NotFiniteError
 from comet.jobs.config import JobConfig, activation_dtype
+from comet.layer.backend import layer_choice
 from comet.layer.group import ExpertGroup, make_expert_group
 from comet.models.config import NUM_BYTE_VALUES
 from comet.models.gpt import GPT
@@ -43,11 +44,11 @@ def train(config: JobConfig, context: RankContext) -> dict[str, Any]:
 
     After an error the ranks' shared memory is left to the end of the process, because closing it is collective.
     """
-    dtype = activation_dtype(config.train.dtype, context.device)  # which a resumed run keeps on any device
+    dtype = activation_dtype(config.train.dtype, context.device)  # A resumed run keeps it on any device.
     config = replace(config, train=replace(config.train, dtype="bfloat16" if dtype == torch.bfloat16 else "float32"))
     corpus = read_corpus(config.data, config.model.context)
     texts = gather(text := corpus.digest())
-    different = [rank for rank, other in enumerate(texts) if other != texts[0]]  # as on nodes with files of their own
+    different = [rank for rank, other in enumerate(texts) if other != texts[0]]  # Nodes may have files of their own.
     require(not different, f"{corpus.source} must be the same on all ranks, but differs between rank 0 and {different}")
     with RunFolder(config, context.attempt, context.job) as folder:
         checkpoint, skipped = choose_checkpoint(*from_first_rank(folder.find_checkpoints))
@@ -69,9 +70,10 @@ def train(config: JobConfig, context: RankContext) -> dict[str, Any]:
         )
         with deterministic(context.device):
             trainer = Trainer(config, group, corpus, checkpoint)
-            # What the folder held is removed and replaced only now, where nothing is left that a setting could stop.
+            trainer.require_room()
+            # The old content of the folder is removed only now, after the last check of settings.
             from_first_rank(lambda: folder.begin(to_yaml(settings_of(config, context.world_size))))
-            trainer.report_start(notes)
+            trainer.report_start([*trainer.notes, *notes])
             trainer.run()
             result = trainer.finish()
         group.close()
@@ -88,7 +90,11 @@ class Trainer:
         self.group = group
         self.corpus = corpus
         self.output_dir = Path(config.output_dir)
-        self.model = GPT(config.model, group, path=config.moe_path, overlap=config.overlap, seed=config.train.seed)
+        path, overlap, self.notes = kept_layers(config, group, checkpoint)
+        self.model = GPT(config.model, group, path=path, overlap=overlap, seed=config.train.seed)
+        ran = next((layer.path for layer in self.model.moe_layers()), path)
+        split = layer_choice(config.model.moe, group, overlap).setting if ran == "fused" else None
+        layers = {"device": Machine.of(group.device).name, "path": ran, "overlap": split and asdict(split)}
         optimizer = make_optimizer(self.model, config.train)
         self.train_step = TrainStep(self.model, optimizer, group, corpus.train, config.train)
         self.checkpointer = Checkpointer(
@@ -98,11 +104,18 @@ class Trainer:
             group,
             settings=settings_of(config, group.world_size),
             text=corpus.digest(),
+            layers=layers,
         )
         self.checkpoint_path = checkpoint.path if checkpoint else None
         self.first_step = self.step = self.checkpointer.load(checkpoint) if checkpoint else 0
         self.stopped = False
         self.timed: list[tuple[int, float]] = []  # steps and seconds of every window
+
+    def require_room(self) -> None:
+        """Raise ``ValueError`` unless the disk has room for the checkpoints (collective)."""
+        steps, every = self.config.train.steps, self.config.train.checkpoint_every or self.config.train.steps
+        num_saves = -(-steps // every) - self.first_step // every if self.first_step < steps else 0
+        self.checkpointer.require_room(num_saves, overwrite=self.config.overwrite)
 
     def report_start(self, notes: list[str]) -> None:
         """Say what is about to run, and what is to be known of the checkpoint it goes on from."""
@@ -125,7 +138,7 @@ class Trainer:
         )
 
     def run(self) -> None:
-        """Train to the last step, evaluating and saving on the way, or until a rank is told to stop."""
+        """Train to the last step, evaluating and saving in between, or until a rank is asked to stop."""
         settings = self.config.train
         window: list[StepMetrics] = []
         started = time.perf_counter()
@@ -159,6 +172,7 @@ class Trainer:
                 self.corpus.heldout,
                 num_batches=settings.eval_batches,
                 batch_size=settings.batch_size,
+                tell=self.reporter.tell,
             )
             self.group.workspace.check()
         require(math.isfinite(loss), self._diverged(self.step, f"held-out loss={loss}"))
@@ -174,7 +188,9 @@ class Trainer:
         loss = self.evaluate()
         prompt = bytes(self.corpus.heldout[:PROMPT_BYTES].tolist())
         settings = self.config.train
-        sample = sample_text(self.model, self.group, prompt, num_bytes=settings.sample_bytes, seed=settings.seed)
+        sample = sample_text(
+            self.model, self.group, prompt, num_bytes=settings.sample_bytes, seed=settings.seed, tell=self.reporter.tell
+        )
         self.group.workspace.check()
         result = {**self._facts(), "heldout_nats_per_byte": loss}
         self.reporter.finish(result, prompt, sample)
@@ -279,6 +295,26 @@ def _require_same(config: JobConfig, checkpoint: Checkpoint | None, text: str, w
     return notes
 
 
+def kept_layers(
+    config: JobConfig, group: ExpertGroup, checkpoint: Checkpoint | None
+) -> tuple[str, OverlapConfig | None, list[str]]:
+    """Return path and split of the layers, and notes; a resumed run keeps those of its checkpoint.
+
+    New measurements, or another version's defaults, would change the bits of its results. A run in another layout or on
+    another device chooses for itself, and says so.
+    """
+    saved = checkpoint.layers if checkpoint else {}
+    if checkpoint is None or not saved or config.moe_path != "auto" or config.overlap is not None:
+        return config.moe_path, config.overlap, []
+    layout = {"world_size": group.world_size, "ep": group.parallel.ep, "tp": group.parallel.tp}
+    drops_rows = config.model.moe.capacity_factor is not None  # The plain path drops none.
+    is_same = (saved["device"], checkpoint.layout) == (Machine.of(group.device).name, layout)
+    if not is_same or (drops_rows and saved["path"] == "plain"):
+        note = f"{checkpoint.path} was written on {saved['device']} by path {saved['path']}, split {saved['overlap']}"
+        return "auto", None, [f"{note}: here layers may take others, and results may differ in their last bits"]
+    return saved["path"], saved["overlap"] and OverlapConfig(**saved["overlap"]), []
+
+
 def _is_due(done: int, every: int) -> bool:
     return every > 0 and done % every == 0
 
@@ -287,7 +323,15 @@ TEMPERATURE = 0.8
 
 
 @torch.no_grad()
-def heldout_loss(model: GPT, group: ExpertGroup, text: Tensor, *, num_batches: int, batch_size: int) -> float:
+def heldout_loss(
+    model: GPT,
+    group: ExpertGroup,
+    text: Tensor,
+    *,
+    num_batches: int,
+    batch_size: int,
+    tell: Callable[[str], None] = lambda _: None,
+) -> float:
     """Mean loss over evenly spread held-out sequences, the same ones for every layout of ranks (collective).
 
     Batch b goes to rank ``b % world_size``. A rank without a batch in the last round repeats the first one and does not
@@ -299,6 +343,7 @@ def heldout_loss(model: GPT, group: ExpertGroup, text: Tensor, *, num_batches: i
     batches = windows.split(batch_size)
     total = torch.zeros(2, dtype=torch.float64, device=group.device)
     for first in range(0, len(batches), group.world_size):
+        tell(f"evaluating, batch {first} of {len(batches)}")
         index = first + group.world_rank
         batch = batches[index if index < len(batches) else 0].to(group.device)
         logits = model(batch[:, :-1]).logits
@@ -312,11 +357,20 @@ def heldout_loss(model: GPT, group: ExpertGroup, text: Tensor, *, num_batches: i
 
 
 @torch.no_grad()
-def sample_text(model: GPT, group: ExpertGroup, prompt: bytes, *, num_bytes: int, seed: int) -> bytes:
+def sample_text(
+    model: GPT,
+    group: ExpertGroup,
+    prompt: bytes,
+    *,
+    num_bytes: int,
+    seed: int,
+    tell: Callable[[str], None] = lambda _: None,
+) -> bytes:
     """Continue ``prompt``, at least a byte; every rank of a MoE group takes part and runs the same sequence."""
     generator = torch.Generator().manual_seed(seed)
     text = list(prompt)
-    for _ in range(num_bytes):
+    for done in range(num_bytes):
+        tell(f"drawing a sample, byte {done} of {num_bytes}")
         ids = torch.tensor([text[-model.config.context :]], device=group.device)
         logits = model(ids).logits[0, -1, :NUM_BYTE_VALUES].cpu()
         text.append(int(torch.multinomial((logits / TEMPERATURE).softmax(-1), 1, generator=generator)))

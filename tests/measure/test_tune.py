@@ -26,7 +26,7 @@ from comet.measure import layers as measure
 from comet.measure import tune
 from comet.measure.layers import measure_layer
 from comet.measure.tune import Tuned, regret_text, regrets
-from comet.tuner.problem import Problem
+from comet.tuner.problem import Machine, Problem
 from comet.tuner.profile import Measured, ProfileEntry, ProfileKey, ProfileStore
 
 MODELS = {
@@ -105,11 +105,29 @@ def test_the_command_on_two_ranks(
     assert sum(line.startswith("candidate ") for line in lines) == 2
     assert sum(line.startswith("tiny, ") and line.endswith(" s") for line in lines) == 2, "seconds of each point"
     assert 0 < sum(point["seconds"] for point in found["points"]) <= found["seconds"] + 0.02, "each is rounded"
-    path = tmp_path / "cpu_x2.json"
-    assert found["profile"] == str(path)
-    entries = ProfileStore.load(path, "cpu").entries
+    assert "no profile is stored: times of CPU ranks are noise; tune on GPUs" in lines
+    assert (found["profile"], list(tmp_path.iterdir())) == (None, [])
+
+
+@pytest.fixture
+def as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the CPU pass for a device whose times count."""
+    monkeypatch.setattr(tune.Machine, "of", lambda device: Machine(name="fake"))
+
+
+def test_times_of_cpu_ranks_are_not_stored_nor_their_folder_made(tmp_path: Path) -> None:
+    folder = tmp_path / "profiles"
+    facts = tune.tune_job(job_of(folder, "tune.models=[few]", "tune.tokens=[16]"), Rank())
+    assert (facts["profile"], folder.exists()) == (None, False)
+
+
+def test_winners_are_stored_for_a_device_whose_times_count(tmp_path: Path, as_gpu: None) -> None:
+    facts = tune.tune_job(job_of(tmp_path, "tune.models=[few]", "tune.tokens=[48,8]"), Rank())
+    path = tmp_path / "fake_x1.json"
+    assert facts["profile"] == str(path)
+    entries = ProfileStore.load(path, "fake").entries
     assert {key.tokens: entry.winner.ms for key, entry in entries.items()} == {
-        tokens: point["candidates"][0]["measured_ms"] for tokens, point in zip((64, 8), found["points"], strict=True)
+        tokens: point["candidates"][0]["measured_ms"] for tokens, point in zip((64, 8), facts["points"], strict=True)
     }
     assert {entry.kernels for entry in entries.values()} == {"triton"}  # there is no CUDA C++ on a CPU
 
@@ -146,7 +164,9 @@ def test_a_point_of_which_nothing_runs_is_told_and_a_run_of_such_points_fails(
         tune.tune_job(job_of(tmp_path, "tune.models=[few]", "tune.tokens=[16]"), Rank())
 
 
-def test_an_interrupted_run_keeps_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_keeps_what_it_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_gpu: None
+) -> None:
     measure_layer, done = tune.measure_layer, []
 
     def stops_at_the_third(problem: Problem, *others, **named) -> tuple[Measured, ...]:
@@ -158,12 +178,12 @@ def test_an_interrupted_run_keeps_what_it_measured(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(tune, "measure_layer", stops_at_the_third)
     with pytest.raises(KeyboardInterrupt):
         tune.tune_job(job_of(tmp_path, "tune.models=[few,many]", "tune.tokens=[16,4]"), Rank())
-    entries = ProfileStore.load(tmp_path / "cpu_x1.json", "cpu").entries
+    entries = ProfileStore.load(tmp_path / "fake_x1.json", "fake").entries
     assert {(key.hidden_size, key.tokens) for key in entries} == {(32, 16), (32, 4)}
 
 
 def test_each_point_has_a_pool_of_its_size_and_the_stored_setting_is_measured_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_gpu: None
 ) -> None:
     """The size of the pool decides between kernels; settings that are not proposed come from the nearest entry."""
     pools, tried, odd = [], [], OverlapConfig(comm_blocks=5, num_panels=1)
@@ -191,7 +211,7 @@ SETTINGS = [None, OverlapConfig(comm_blocks=8), OverlapConfig(comm_blocks=32), B
 
 
 def leave_fault(group: ExpertGroup) -> None:
-    """What kernels leave whose wait met its deadline: rank 3 was waited for, at the layer 1 combine, chunk 5."""
+    """Leave the note of a kernel whose wait met its deadline: rank 3 was waited for, at the layer 1 combine, chunk 5."""
     group.workspace.fault.copy_(torch.tensor([1, 4, 3, 5, 9, 8, 1, 0]))
 
 
@@ -200,7 +220,7 @@ def no_harm(group: ExpertGroup) -> None:
 
 
 def raise_timeout(group: ExpertGroup) -> None:
-    """As the twin does; before the path ran, this rank's epoch stays behind, and the others wait for it in vain."""
+    """Fail as the twin does; before the path ran, this rank's epoch stays behind and the others wait in vain."""
     raise RuntimeError("rank 1 was asleep")
 
 
@@ -275,7 +295,7 @@ def test_only_the_candidate_that_failed_is_out(world_size: int, harm: str, numbe
     assert right
 
 
-def test_tune_goes_on_and_keeps_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tune_goes_on_and_keeps_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_gpu: None) -> None:
     monkeypatch.setattr(measure, "make_path", make_path)  # undoes what ``break_call`` sets
     calls = break_call(3, leave_fault, after=True)
     words = ["model=tiny", f"tune.profiles={tmp_path}", "tune.models=[few]", "tune.rounds=3", "tune.tokens=[16,4]"]
@@ -284,5 +304,5 @@ def test_tune_goes_on_and_keeps_the_rest(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(calls) > 4
     failed = [[item for item in point["candidates"] if item["measured_ms"] is None] for point in facts["points"]]
     assert [[item["setting"]["comm_blocks"] for item in items] for items in failed] == [[16], []]
-    entries = ProfileStore.load(tmp_path / "cpu_x1.json", "cpu").entries
+    entries = ProfileStore.load(tmp_path / "fake_x1.json", "fake").entries
     assert {key.tokens for key in entries} == {16, 4}
