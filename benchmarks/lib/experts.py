@@ -293,7 +293,7 @@ class Texts:
         self.model = GPT(config, self.group, expert_device=torch.device("cpu"))
         self.dtype = self.model.dtype
         load_weights(self.model, found.checkpoint)
-        self.heldout = read_corpus(DataConfig(path=data), config.context).heldout  # (H,) uint8
+        self.heldout = read_corpus(DataConfig(path=data), config.context).heldout
         self.whole: TextWay | None = None  # the one that has all experts, made first
 
     @torch.no_grad()
@@ -359,7 +359,7 @@ class Texts:
 
     def long_prompt(self) -> Tensor:
         """``(1, P)`` held-out text, P 1,000 where the context has room for it."""
-        return self.heldout[None, : min(FIRST_TOKEN_BYTES, self.model.config.context)].long().to(self.device)
+        return self.heldout[: min(FIRST_TOKEN_BYTES, self.model.config.context)][None].long().to(self.device)
 
     def starts(self, count: int, length: int, seed: int) -> list[int]:
         """Random positions where texts of a length begin."""

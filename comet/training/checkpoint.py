@@ -101,7 +101,7 @@ class Checkpointer:
                 needed <= free, f"output_dir={str(self.root)!r} {rule} another is written, but has {free:,}: {ways}"
             )
 
-        num_bytes = sum(tensor.nbytes for tensor in self._tensors().values())
+        num_bytes = sum(tensor.nbytes + 1024 for tensor in self._tensors().values())  # A record has a header.
         from_first_rank(check)
 
     def not_finite(self) -> list[str]:

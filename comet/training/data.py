@@ -10,9 +10,15 @@ import errno
 import hashlib
 import os
 import sysconfig
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from io import FileIO
+from itertools import accumulate, chain
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,22 +27,79 @@ from comet.config import require
 from comet.jobs.config import DataConfig
 
 MAX_STDLIB_BYTES = 16 * 2**20
+MOST_OPEN = 256
+CHUNK_BYTES = 2**20
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
-@dataclass(frozen=True, slots=True)
+class Piece(NamedTuple):
+    """Consecutive bytes of a file."""
+
+    path: Path
+    start: int
+    stop: int
+
+
+class Text:
+    """The bytes of pieces of files, one after the other, like a tensor ``(N,)`` of uint8; a slice reads its bytes.
+
+    A text may be larger than memory: nothing of it is kept, and the system caches files for all ranks of a host.
+    """
+
+    def __init__(self, pieces: Iterable[Piece]) -> None:
+        self.pieces = [piece for piece in pieces if piece.stop > piece.start]
+        self._ends = list(accumulate(piece.stop - piece.start for piece in self.pieces))
+        self._files: dict[Path, FileIO] = {}
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, place: slice) -> Tensor:
+        data = bytearray().join(self._read(piece) for piece in self.cut(*place.indices(len(self))[:2]))
+        return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+    def cut(self, start: int, stop: int) -> Iterator[Piece]:
+        """Yield the pieces from byte ``start`` to byte ``stop`` of the text."""
+        index = bisect_right(self._ends, start)
+        while start < stop:
+            path, _, last = self.pieces[index]
+            left = self._ends[index] - start
+            first = last - left
+            yield Piece(path, first, first + min(left, stop - start))
+            start, index = self._ends[index], index + 1
+
+    def chunks(self) -> Iterator[bytes]:
+        """Yield all bytes, about a megabyte at a time."""
+        for path, start, stop in self.pieces:
+            for first in range(start, stop, CHUNK_BYTES):
+                yield self._read(Piece(path, first, min(first + CHUNK_BYTES, stop)))
+
+    def _read(self, piece: Piece) -> bytes:
+        path, start, stop = piece
+        try:
+            if path not in self._files:
+                if len(self._files) >= MOST_OPEN:
+                    self._files.pop(next(iter(self._files))).close()
+                self._files[path] = FileIO(path)
+            found = os.pread(self._files[path].fileno(), stop - start, start)
+        except OSError as error:
+            raise ValueError(f"data.path must be readable, but {path} is not: {error.strerror}") from error
+        require(len(found) == stop - start, f"data.path must not change in a run, but {path} has become shorter")
+        return found
+
+
+@dataclass(frozen=True)  # without slots, for the digest
 class Corpus:
     """The bytes to learn from and those to be judged by."""
 
-    train: Tensor  # (N,) uint8 on the CPU
-    heldout: Tensor  # (H,) uint8 on the CPU
+    train: Text
+    heldout: Text
     source: str
 
+    @cached_property
     def digest(self) -> str:
         """A fingerprint of both parts, to compare ranks."""
-        digest = hashlib.sha256(self.train.numpy().tobytes())
-        digest.update(self.heldout.numpy().tobytes())
-        return digest.hexdigest()[:16]
+        return _sha256(self.train, self.heldout)[:16]
 
 
 def read_corpus(config: DataConfig, context: int) -> Corpus:
@@ -44,7 +107,7 @@ def read_corpus(config: DataConfig, context: int) -> Corpus:
     root = Path(sysconfig.get_path("stdlib")) if config.path is None else Path(config.path)
     files = _stdlib_files(root) if config.path is None else _files(root)
     source = "the Python standard library" if config.path is None else f"data.path={config.path!r}"
-    texts = {name: _read(path, source) for name, path in files.items()}
+    texts = {name: _text(path, source) for name, path in files.items()}
     if config.path is not None:  # the default text keeps its few small copies, and runs that began with it go on
         texts = _without_copies(texts)
     total = sum(map(len, texts.values()))
@@ -58,24 +121,33 @@ def read_corpus(config: DataConfig, context: int) -> Corpus:
         )
     copies = len(files) - len(texts)
     told = f"{len(texts)} files" + (f"; copies left out: {copies}" if copies else "")
-    return Corpus(train=_tensor(train), heldout=_tensor(heldout), source=f"{source} ({told})")
+    return Corpus(train=train, heldout=heldout, source=f"{source} ({told})")
 
 
-def _without_copies(texts: dict[str, bytes]) -> dict[str, bytes]:
+def _sha256(*texts: Text) -> str:
+    digest = hashlib.sha256()
+    for chunk in chain.from_iterable(text.chunks() for text in texts):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _without_copies(texts: dict[str, Text]) -> dict[str, Text]:
     """The first file of each content: by a link or a copy, text that is held out would be learnt from, too."""
-    names: dict[bytes, str] = {}
+    lengths = Counter(map(len, texts.values()))
+    first: dict[tuple[int, str], str] = {}
     for name, text in texts.items():
-        names.setdefault(text, name)
-    return {name: text for text, name in names.items()}
+        is_only = lengths[len(text)] == 1  # Only files of equal length are read to compare them.
+        first.setdefault((len(text), "" if is_only else _sha256(text)), name)
+    return {name: texts[name] for name in first.values()}
 
 
-def split_heldout(texts: dict[str, bytes], fraction: float) -> tuple[bytes, bytes]:
+def split_heldout(texts: dict[str, Text], fraction: float) -> tuple[Text, Text]:
     """Hold out whole files where they are small enough, otherwise the tail of all text.
 
     Files are taken in the order of their names' SHA-256 as long as they fit into ``fraction`` of all bytes. Where that
     gives less than half of it (one file, or a few large ones), the last bytes are held out instead.
 
-    Example: ``{"a": b"0123456789"}`` with fraction 0.2 gives ``b"01234567"`` and ``b"89"``.
+    Example: one file of ``0123456789`` with fraction 0.2 gives ``01234567`` and ``89``.
     """
     budget = int(fraction * sum(map(len, texts.values())))
     chosen: set[str] = set()
@@ -85,13 +157,14 @@ def split_heldout(texts: dict[str, bytes], fraction: float) -> tuple[bytes, byte
             chosen.add(name)
             used += len(texts[name])
     if 2 * used < budget:
-        everything = b"".join(texts.values())
-        return everything[: len(everything) - budget], everything[len(everything) - budget :]
-    train = b"".join(text for name, text in texts.items() if name not in chosen)
-    return train, b"".join(text for name, text in texts.items() if name in chosen)
+        everything = Text(piece for text in texts.values() for piece in text.pieces)
+        middle = len(everything) - budget
+        return Text(everything.cut(0, middle)), Text(everything.cut(middle, len(everything)))
+    train = (piece for name, text in texts.items() if name not in chosen for piece in text.pieces)
+    return Text(train), Text(piece for name, text in texts.items() if name in chosen for piece in text.pieces)
 
 
-def sample_batch(text: Tensor, *, batch_size: int, context: int, seed: int, step: int, rank: int) -> Tensor:
+def sample_batch(text: Text | Tensor, *, batch_size: int, context: int, seed: int, step: int, rank: int) -> Tensor:
     """``(B, S + 1)`` int64, random sequences of ``text (N,)`` with their next bytes; a pure function."""
     key = hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little", signed=True))
@@ -99,7 +172,7 @@ def sample_batch(text: Tensor, *, batch_size: int, context: int, seed: int, step
     return _windows(text, starts, context)
 
 
-def heldout_windows(text: Tensor, *, num_windows: int, context: int) -> Tensor:
+def heldout_windows(text: Text | Tensor, *, num_windows: int, context: int) -> Tensor:
     """Evenly spread sequences of ``text (H,)``, the same for every job.
 
     Example: 11 bytes, context 2, two windows: they start at 0 and 8, the last place that leaves a next byte.
@@ -109,19 +182,18 @@ def heldout_windows(text: Tensor, *, num_windows: int, context: int) -> Tensor:
     return _windows(text, starts, context)
 
 
-def _windows(text: Tensor, starts: Tensor, context: int) -> Tensor:
-    return text[starts[:, None] + torch.arange(context + 1)].long()
+def _windows(text: Text | Tensor, starts: Tensor, context: int) -> Tensor:
+    return torch.stack([text[start : start + context + 1] for start in starts.tolist()]).long()
 
 
-def _read(path: Path, source: str) -> bytes:
+def _text(path: Path, source: str) -> Text:
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            file.read(1)  # Some files open and cannot be read.
     except OSError as error:
         raise ValueError(f"{source} must be readable, but {path} is not: {error.strerror}") from error
-
-
-def _tensor(text: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return Text([Piece(path, 0, size)])
 
 
 def _stdlib_files(root: Path) -> dict[str, Path]:

@@ -19,7 +19,7 @@ from comet.layer.backend import expert_capacity
 from comet.layer.group import ExpertGroup
 from comet.layer.paths import CollectivePath
 from comet.models.gpt import GPT, next_token_loss
-from comet.training.data import sample_batch
+from comet.training.data import Text, sample_batch
 from comet.training.optimizer import ScaledAdamW, global_norm, learning_rate, sum_gradients
 from comet.utils.graphs import Replayed
 
@@ -32,7 +32,7 @@ class StepMetrics:
     grad_norm: Tensor  # () float32: global gradient norm before clipping
     expert_load: Tensor  # (L, E) float32: routed rows per MoE layer and expert, those that were dropped included
     dropped_rows: Tensor  # () float32: routed rows of all layers beyond the experts' capacity; 0 if nothing is dropped
-    told_to_stop: Tensor  # () float32: ranks that had been told to stop when they began the step
+    told_to_stop: Tensor  # () float32: ranks that had a request to stop when they began the step
 
 
 class TrainStep:
@@ -43,7 +43,7 @@ class TrainStep:
     """
 
     def __init__(
-        self, model: GPT, optimizer: ScaledAdamW, group: ExpertGroup, text: Tensor, config: TrainConfig
+        self, model: GPT, optimizer: ScaledAdamW, group: ExpertGroup, text: Text | Tensor, config: TrainConfig
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -65,11 +65,11 @@ class TrainStep:
 
     @property
     def graph_fallback_reason(self) -> str:
-        """Why the last step was launched kernel by kernel; empty if it was replayed from a CUDA graph."""
+        """The reason why the last step was launched kernel by kernel; empty if it was replayed from a CUDA graph."""
         return self._passes.graph_fallback_reason
 
     def __call__(self, step: int, *, told_to_stop: bool = False) -> StepMetrics:
-        """Take optimizer step ``step``, counted from 0, and let the ranks know who was told to stop (collective)."""
+        """Take optimizer step ``step``, counted from 0, and sum over the ranks which of them stop (collective)."""
         loss, dropped_rows, told, expert_load = self._backward(step, told_to_stop)
         sum_gradients(self.model, self.group)
         grad_norm = global_norm(self.model, self.group)
@@ -84,7 +84,7 @@ class TrainStep:
         return StepMetrics(loss, grad_norm, expert_load, dropped_rows, told)
 
     def _backward(self, step: int, told_to_stop: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Fill the gradients; return the mean loss, and of all ranks dropped rows, those told to stop, and load."""
+        """Fill the gradients; return the mean loss, and of all ranks dropped rows, requests to stop, and load."""
         batch = sample_batch(
             self.text,
             batch_size=self.config.batch_size,
@@ -94,13 +94,13 @@ class TrainStep:
             rank=self.group.world_rank,
         )
         self.group.workspace.join_stream()
-        # Of memory that is not pinned the host would wait for a GPU.
+        # A copy from memory that is not pinned would wait for a GPU.
         self._batch.copy_(batch.pin_memory() if self._batch.is_cuda else batch, non_blocking=True)
         loss, expert_load, gradients = self._passes()
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
         dropped_rows = loss.new_zeros(())
-        if self.capacity is not None:  # of an expert, on all ranks of the group, each of which counts its share
+        if self.capacity is not None:  # All ranks of a group count a share of what an expert drops.
             load = expert_load.clone()
             if self.group.process_group is not None:
                 dist.all_reduce(load, group=self.group.process_group)

@@ -26,7 +26,7 @@ from comet.models.config import NUM_BYTE_VALUES
 from comet.models.gpt import GPT
 from comet.training.checkpoint import Checkpointer
 from comet.training.checkpoint_folder import Checkpoint, choose_checkpoint
-from comet.training.data import Corpus, heldout_windows, read_corpus
+from comet.training.data import Corpus, Text, heldout_windows, read_corpus
 from comet.training.optimizer import learning_rate, make_optimizer
 from comet.training.ranks import RankContext, StopRequest, from_first_rank, gather
 from comet.training.report import Reporter, Window, peak_memory_bytes
@@ -47,7 +47,7 @@ def train(config: JobConfig, context: RankContext) -> dict[str, Any]:
     dtype = activation_dtype(config.train.dtype, context.device)  # A resumed run keeps it on any device.
     config = replace(config, train=replace(config.train, dtype="bfloat16" if dtype == torch.bfloat16 else "float32"))
     corpus = read_corpus(config.data, config.model.context)
-    texts = gather(text := corpus.digest())
+    texts = gather(text := corpus.digest)
     different = [rank for rank, other in enumerate(texts) if other != texts[0]]  # Nodes may have files of their own.
     require(not different, f"{corpus.source} must be the same on all ranks, but differs between rank 0 and {different}")
     with RunFolder(config, context.attempt, context.job) as folder:
@@ -103,7 +103,7 @@ class Trainer:
             optimizer,
             group,
             settings=settings_of(config, group.world_size),
-            text=corpus.digest(),
+            text=corpus.digest,
             layers=layers,
         )
         self.checkpoint_path = checkpoint.path if checkpoint else None
@@ -326,7 +326,7 @@ TEMPERATURE = 0.8
 def heldout_loss(
     model: GPT,
     group: ExpertGroup,
-    text: Tensor,
+    text: Text | Tensor,
     *,
     num_batches: int,
     batch_size: int,

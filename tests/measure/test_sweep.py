@@ -1,4 +1,4 @@
-"""The ``sweep`` task: points, files and folders, resuming, failing points, the whole command, and one told to stop."""
+"""The ``sweep`` task: points, files, folders, resuming, failing points, the whole command, and a stopped one."""
 
 import csv
 import json
@@ -37,6 +37,7 @@ from comet.measure.sweep import (
 )
 from comet.measure.tune import tune_job
 from comet.training.ranks import from_first_rank
+from comet.tuner.problem import Machine
 from comet.tuner.profile import Measured
 from comet.version import comet_version
 
@@ -209,7 +210,7 @@ def test_expert_capacities_follow_from_a_shapes_own_tokens(tmp_path, monkeypatch
 
 
 def test_a_failed_point_is_measured_again_and_keeps_its_reason_until_then(tmp_path, monkeypatch, capsys):
-    """What made it fail is gone in the second run."""
+    """The cause of its failure is gone in the second run."""
 
     def fail(*arguments):
         raise RuntimeError("no resources")
@@ -275,6 +276,7 @@ def test_a_folder_that_cannot_be_written_is_named_before_anything_is_measured(
     (tmp_path / "file").touch()
     folder = str(tmp_path / "file" / "x")
     monkeypatch.setattr("comet.measure.layers.make_expert_group", never)
+    monkeypatch.setattr("comet.measure.tune.Machine.of", lambda device: Machine(name="fake"))  # A CPU stores nothing.
     config = make_job(compose(["model=tiny", "tune.tokens=[32]", f"tune.profiles={folder}", f"output_dir={folder}"]), 1)
     message = f"={folder!r} must be a folder that can be written: .*Not a directory"
     with pytest.raises(ValueError, match=f"^tune.profiles{message}"):

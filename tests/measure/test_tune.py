@@ -211,7 +211,7 @@ SETTINGS = [None, OverlapConfig(comm_blocks=8), OverlapConfig(comm_blocks=32), B
 
 
 def leave_fault(group: ExpertGroup) -> None:
-    """Leave the note of a kernel whose wait met its deadline: rank 3 was waited for, at the layer 1 combine, chunk 5."""
+    """Leave the note of a kernel that waited too long for rank 3 (layer 1 combine, chunk 5)."""
     group.workspace.fault.copy_(torch.tensor([1, 4, 3, 5, 9, 8, 1, 0]))
 
 
