@@ -25,7 +25,7 @@ TREE := build/tree/comet
 .PHONY: help setup train test test-slow test-all vllm lint compile count clean
 
 help: ## show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup: $(READY) ## create or reuse .venv and install what is missing
 
@@ -53,6 +53,10 @@ lint: $(READY) ## ruff and mypy
 
 compile: $(READY) ## compile every kernel ahead of time (no GPU needed)
 	$(BIN)/comet compile $(ARGS)
+
+triton-%: $(READY) ## compile with another version of Triton: make triton-3.9.0
+	$(PIP) install --quiet --no-deps --target build/triton-$* triton==$*
+	PYTHONPATH=build/triton-$* $(BIN)/python -P -m comet.kernels.aot.compile $(ARGS)
 
 count: ## lines of product code and of tests by folder, beside those of a commit: make count ARGS=main
 	@$(PYTHON) tests/count.py $(ARGS)

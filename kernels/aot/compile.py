@@ -51,6 +51,9 @@ WARPGROUP_CODE = r"\b(?:[HQ]GMMA\.|WARPGROUP\.(?:ARRIVE|DEPBAR))[^;]*"
 # The assembler's note about waits that it adds itself, at one place or in a whole function.
 SERIALIZED = r"\(C75\d\d\) (.*(?:instructions are serialized|wait\w* is injected).*)"
 
+# Blocks and warps were measured with one version of Triton, whose code must not spill. Others may spill a little.
+MEASURED_TRITON, SPILLS_ELSEWHERE = "3.6.", 96  # version, bytes per thread
+
 HEADER = ("kernel", "configuration", "regs", "spill B", "shared B", "wgmma", "ld16", "st16", "narrow")
 
 
@@ -77,7 +80,8 @@ class Quality:
             found.append(f"needs {self.shared_bytes} bytes of shared memory, a block has {arch.shared_bytes}")
         if arch != HOPPER:
             return found
-        if self.spilled_bytes > case.spilled_bytes:
+        measured = isinstance(case, CudaCase) or triton.__version__.startswith(MEASURED_TRITON)
+        if self.spilled_bytes > case.spilled_bytes + (0 if measured else SPILLS_ELSEWHERE):
             found.append(f"spills {self.spilled_bytes} bytes of registers")
         if isinstance(case, CudaCase) and case.registers not in (None, self.registers):
             found.append(f"has {self.registers} registers, the source counts on {case.registers}")

@@ -44,6 +44,7 @@ def gather_rows_kernel(
             own_ids = row_ids - first_own
             is_own = (own_ids >= 0) & (own_ids < num_own)
             source = tl.where(is_own[:, None], own_ptr + own_ids.to(tl.int64)[:, None] * N, source)
+            source = tl.multiple_of(source, (16, 16))  # Triton 3.9 does not see it through the choice
         target = out_ptr + q.to(tl.int64)[:, None] * N
         for first in range(0, N, COLS):
             cols = first + tl.arange(0, COLS)[None, :]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import triton
 
 from comet.kernels.aot.compile import (
     NARROW_LOADS,
@@ -22,6 +23,7 @@ from comet.kernels.aot.compile import (
     format_table,
     kernel_modules,
     main,
+    measure,
 )
 from comet.kernels.gemm.group_gemm import aot_cases as gemm_cases
 from comet.kernels.runtime.case import CudaCase, KernelCase
@@ -113,6 +115,35 @@ def test_bad_code_fails_and_is_named_and_good_code_is_measured(compile_kernels):
     registers, *numbers = map(int, good.split()[2:])
     assert 0 < registers < 256
     assert numbers == [0, 0, 0, 1, 1, 0], "no spills, shared memory or wgmma; a wide load and a wide store, none narrow"
+
+
+def test_triton_itself_calls_ptxas(monkeypatch, tmp_path):
+    """Triton 3.9 assembles for Hopper by ``ptxas-blackwell``, and 3.7 added a flag: only Triton knows."""
+    from triton.backends.nvidia import compiler
+
+    fake = tmp_path / "ptxas"
+    fake.write_text(
+        "#!/bin/sh\n"
+        "for last; do :; done\n"
+        ': > "$last"\n'  # the cubin
+        "echo 'ptxas info : 24 bytes stack frame, 4 bytes spill stores, 8 bytes spill loads' >&2\n"
+        "echo 'ptxas info : Used 77 registers' >&2\n"
+    )
+    fake.chmod(0o755)
+    monkeypatch.setattr(compiler, "get_ptxas", lambda arch: compiler.knobs.NvidiaTool(str(fake), "13.4"))
+    quality = measure("", 0, {"num_warps": 4})
+    assert (quality.registers, quality.spilled_bytes) == (77, 12)
+
+
+@pytest.mark.parametrize(
+    ("version", "spilled", "complains"), [("3.6.0", 8, True), ("3.9.0", 96, False), ("3.9.0", 97, True)]
+)
+def test_only_the_measured_triton_must_not_spill_at_all(monkeypatch, version, spilled, complains):
+    monkeypatch.setattr(triton, "__version__", version)
+    numbers = dict.fromkeys("shared_bytes wgmma wide_loads wide_stores narrow_loads narrow_stores".split(), 0)
+    quality = Quality(registers=64, spilled_bytes=spilled, **numbers)
+    case = replace(gemm_cases()[0], expects=frozenset())
+    assert quality.complaints(case) == [f"spills {spilled} bytes of registers"] * complains
 
 
 def test_nothing_to_compile_is_an_error(capsys):
