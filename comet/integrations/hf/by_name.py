@@ -19,7 +19,14 @@ from torch import Tensor, nn
 from comet.config import DIM_MULTIPLE, require
 from comet.decode.runners import DECODE_TOKENS, LocalRunner
 from comet.integrations.hf import gpt_oss
-from comet.integrations.hf.families import asks_registry, check_experts, check_kind, require_transformers
+from comet.integrations.hf.families import (
+    MADE_WITH,
+    activation_name,
+    asks_registry,
+    check_experts,
+    check_kind,
+    require_transformers,
+)
 from comet.integrations.hf.fp8 import kept_weights, run_kept
 from comet.integrations.hf.stored import (
     BLOCK_FP8,
@@ -31,7 +38,7 @@ from comet.integrations.hf.stored import (
     open_checkpoint,
     some,
 )
-from comet.kernels.runtime.activation import SWIGLU
+from comet.kernels.runtime.activation import Activation
 from comet.layout import Biases, ExpertLayout, RoutedTokens
 from comet.quantization.formats import FP8_BLOCK
 from comet.reference.plain import plain_experts
@@ -39,6 +46,7 @@ from comet.reference.plain import plain_experts
 IMPLEMENTATION = "comet"
 _NAME = "the model's experts"
 # Attribute for the kind of a module that was checked: a check takes as long as a launch.
+_ACTIVATIONS: dict[str | None, Activation] = {name: Activation(name) for name in MADE_WITH}
 _CHECKED = "_comet_checked"
 # Fields of FP8 experts that bend SwiGLU; versions before a field existed record nothing.
 _BENDS = ("swiglu_alpha", "swiglu_limit", "limit", "gate_softcap", "up_softcap")
@@ -83,8 +91,10 @@ def check_named(model: nn.Module) -> None:
     )
     check_dequantized(getattr(model, "config", None))
     for name, module in found.items():
-        check = check_fp8_experts if hasattr(module, "gate_up_proj_scale_inv") else check_experts
-        check(module, name)
+        if hasattr(module, "gate_up_proj_scale_inv"):
+            check_fp8_experts(module, name)
+        else:
+            check_experts(module, name, tuple(MADE_WITH))
 
 
 @torch.compiler.disable
@@ -105,17 +115,18 @@ def comet_experts_forward(
     module: Any = experts
     kind = type(module), module.down_proj.dtype, getattr(module, "act_fn", None)
     if module.__dict__.get(_CHECKED) != kind:
-        check_experts(module, _NAME)
+        check_experts(module, _NAME, tuple(MADE_WITH))
         check_dequantized(module.config)
         module.__dict__[_CHECKED] = kind
     routed = RoutedTokens(hidden_states, _local_ids(module, top_k_index), top_k_weights.float())
     _, *sizes = module.down_proj.shape  # warp decode takes multiples only, unlike F = 24 of F = 48 over two ranks
     in_step = len(hidden_states) <= DECODE_TOKENS and not any(size % DIM_MULTIPLE for size in sizes)
-    top_k, activation, biases, interleaved = top_k_index.shape[1], SWIGLU, None, gpt_oss.is_gpt_oss(module)
+    top_k, biases, interleaved = top_k_index.shape[1], None, gpt_oss.is_gpt_oss(module)
     if interleaved:
         activation, biases = gpt_oss.activation_of(module), Biases(module.gate_up_proj_bias, module.down_proj_bias)
         w1, w2 = gpt_oss.turned(module, in_step=in_step)
     else:
+        activation = _ACTIVATIONS[activation_name(module.act_fn)]
         w1, w2 = module.gate_up_proj, module.down_proj
     if in_step:
         return LocalRunner(top_k, activation=activation, interleaved=interleaved)(routed, w1, w2, biases)

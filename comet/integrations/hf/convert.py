@@ -21,7 +21,7 @@ from comet.integrations.hf.by_name import check_named
 from comet.integrations.hf.families import (
     SHARED,
     SHARED_FIRST,
-    is_silu,
+    activation_name,
     is_stock,
     moe_config,
     require_transformers,
@@ -180,7 +180,11 @@ class Place:
             name, gate = self.shared_names
             shared = getattr(block, name)
             # Another block, or another shared expert, may add up otherwise: then it stays outside of decode steps.
-            if is_stock(block, self.family) and is_stock(shared, self.family) and is_silu(shared.act_fn):
+            if (
+                is_stock(block, self.family)
+                and is_stock(shared, self.family)
+                and activation_name(shared.act_fn) == "swiglu"
+            ):
                 weighs, comes_first = None if gate is None else getattr(block, gate), self.family in SHARED_FIRST
                 experts.join(shared, weighs, self.shared_columns, comes_first=comes_first)
             if experts.shared is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -23,6 +23,7 @@ from torch.nn import functional
 from comet.config import MOE_DTYPES, MoEConfig, require
 from comet.errors import UnavailableError
 from comet.integrations.hf import gpt_oss
+from comet.kernels.runtime.activation import ActivationName
 from comet.utils.hooks import HOOKS
 
 # model_type -> the configuration fields that hold E and F.
@@ -42,6 +43,8 @@ SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_experts
 SHARED = {"qwen2_moe": ("shared_expert", "shared_expert_gate"), "deepseek_v3": ("shared_experts", None)}
 SHARED_FIRST = ("qwen2_moe",)  # Blocks of these families call their shared expert before the routed ones.
 ACTIVATIONS = ("silu", "swish")
+# Comet's activations of gate and up, with transformers' names of their functions.
+MADE_WITH: dict[ActivationName, str] = {"swiglu": "SiLU", "geglu": "GELU of the tanh form", "reglu": "ReLU"}
 # The flags that transformers' decorator records on every experts module, with the only values that Comet computes.
 # Versions before a flag existed record nothing, and have no experts with another value.
 EXPERT_FLAGS = {
@@ -217,9 +220,9 @@ def shared_ffn_size(config: Any) -> int:
     return 0
 
 
-def check_experts(experts: nn.Module, name: str) -> None:
+def check_experts(experts: nn.Module, name: str, activations: Collection[ActivationName] = ("swiglu",)) -> None:
     """Raise ``ValueError`` unless a module called ``name`` is stock experts that Comet can compute."""
-    check_kind(experts, name)
+    check_kind(experts, name, activations=activations)
     dtype: Any = getattr(experts, "gate_up_proj", torch.empty(0, dtype=torch.uint8)).dtype
     require(dtype in MOE_DTYPES, f"dtype={dtype} of {name} must be one of {MOE_DTYPES}")
 
@@ -227,11 +230,17 @@ def check_experts(experts: nn.Module, name: str) -> None:
 _METHODS = ("forward", "_apply_gate", "linear")
 
 
-def check_kind(experts: nn.Module, name: str, like: type[nn.Module] | None = None) -> None:
-    """Raise ``ValueError`` unless experts are SwiGLU, gate before up, without extras and as ``like``, or gpt-oss's.
+def check_kind(
+    experts: nn.Module,
+    name: str,
+    like: type[nn.Module] | None = None,
+    activations: Collection[ActivationName] = ("swiglu",),
+) -> None:
+    """Raise ``ValueError`` unless experts are gated, gate before up, without extras and as ``like``, or gpt-oss's.
 
     Args:
         like: A class that has the methods of the experts' own; ``None``: Mixtral's experts, or gpt-oss's.
+        activations: Those that the experts may have, but for gpt-oss's, whose gate is the activation.
     """
     flags, is_gpt_oss, kind = EXPERT_FLAGS, like is None and gpt_oss.is_gpt_oss(experts), type(experts)
     if is_gpt_oss:
@@ -247,10 +256,12 @@ def check_kind(experts: nn.Module, name: str, like: type[nn.Module] | None = Non
     require(
         not others,
         f"{', '.join(others)} of {name} ({kind.__name__}) must be as in {known.__name__}: Comet computes the weighted "
-        "sum of down_proj(silu(gate) * up), or gpt-oss's experts, and nothing else",
+        "sum of down_proj(act(gate) * up), or gpt-oss's experts, and nothing else",
     )
-    activation: Any = getattr(experts, "act_fn", None)  # gpt-oss's gate is the activation
-    require(is_gpt_oss or is_silu(activation), f"act_fn={activation} of {name} ({kind.__name__}) must be SiLU")
+    activation: Any = getattr(experts, "act_fn", None)
+    rule = f"must be {' or '.join(MADE_WITH[each] for each in activations)}"
+    known = is_gpt_oss or activation_name(activation) in activations
+    require(known, f"act_fn={activation} of {name} ({kind.__name__}) {rule}")
 
 
 def stock_experts(model: nn.Module) -> dict[str, nn.Module]:
@@ -284,9 +295,9 @@ def stock_experts(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def is_silu(activation: Any) -> bool:
-    """Whether an activation, which is a module or a function, is SiLU."""
-    return activation is functional.silu or _class_forward(activation) in _silu_forwards()
+def activation_name(function: Any) -> ActivationName | None:
+    """Comet's name of experts whose gate goes through this module or function; ``None``: it has none."""
+    return "swiglu" if function is functional.silu else _names_of_forwards().get(_class_forward(function))
 
 
 def is_stock(module: nn.Module, family: str) -> bool:
@@ -312,10 +323,13 @@ def _mixtral_experts() -> Any:
 
 
 @cache
-def _silu_forwards() -> tuple[Any, ...]:
-    from transformers.activations import SiLUActivation
+def _names_of_forwards() -> dict[Any, ActivationName]:
+    """Names of activations by the forward passes of modules; those of GELU are spellings of its tanh form."""
+    from transformers.activations import ACT2FN, SiLUActivation
 
-    return nn.SiLU.forward, SiLUActivation.forward
+    found: dict[Any, ActivationName] = {nn.SiLU.forward: "swiglu", SiLUActivation.forward: "swiglu"}
+    spellings = dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "geglu") | {"relu": "reglu"}
+    return found | {type(ACT2FN[name]).forward: made for name, made in spellings.items()}
 
 
 @cache
