@@ -118,8 +118,3 @@ def gate_first(rows: Tensor, dim: int) -> Tensor:
     Example: ``[g0, u0, g1, u1]`` becomes ``[g0, g1, u0, u1]``.
     """
     return rows.unflatten(dim, (-1, 2)).transpose(dim - 1, dim).flatten(dim - 1, dim)
-
-
-def with_gate_first(w1: Tensor, biases: Biases | None) -> tuple[Tensor, Biases | None]:
-    """``(e, 2F, D)`` and biases, gate rows first, of those that have gate and up in turn; copies."""
-    return gate_first(w1, -2), None if biases is None else Biases(gate_first(biases.b1, -1), biases.b2)

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from comet.layer.group import ExpertGroup
 from comet.layer.paths import ExpertPath, make_path
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.weights import match_once, match_weights
-from comet.layout import Biases, ExpertLayout, RoutedTokens, added_biases, with_gate_first
+from comet.layout import Biases, ExpertLayout, RoutedTokens, added_biases, gate_first
 from comet.quantization.formats import FP8, FP8_BLOCK
 from comet.reference.plain import plain_experts
 from comet.utils.graphs import is_capturing
@@ -127,8 +127,10 @@ class LocalRunner:
         if len(routed.tokens) <= self.decode.max_tokens and not learns:
             if experts is None:
                 b1, b2 = added_biases(biases, layout)
-                of_layer: dict[str, Any] = dict(activation=self.activation, interleaved=self.interleaved)
-                experts = DecodeWeights(w1=w1, w2=w2, slots=self._slots_like(w1), b1=b1, b2=b2, **of_layer)
+                experts = DecodeWeights(
+                    w1=w1, w2=w2, slots=self._slots_like(w1), activation=self.activation, b1=b1, b2=b2,
+                    interleaved=self.interleaved,
+                )  # fmt: skip
             return self.decode(*routed, experts)
         return plain_experts(routed, w1, w2, layout, None, self.activation, biases, interleaved=self.interleaved)
 
@@ -200,8 +202,9 @@ class GroupExperts:
         """The experts of this rank, as a decode step reads them."""
         self.match(w1, w2, *(biases or ()))  # slots name places that there have to be
         b1, b2 = added_biases(biases, self.layout)
-        of_layer: dict[str, Any] = dict(activation=self.activation, interleaved=self.interleaved)
-        return DecodeWeights(w1=w1, w2=w2, slots=self.slots, b1=b1, b2=b2, **of_layer)
+        return DecodeWeights(
+            w1=w1, w2=w2, slots=self.slots, activation=self.activation, b1=b1, b2=b2, interleaved=self.interleaved
+        )
 
     def decode_step(self, routed: RoutedTokens, experts: DecodeWeights) -> Tensor:
         """``(T, D)``: the sum over all ranks, in their order; collective."""
@@ -299,7 +302,7 @@ class ReplicatedRunner(GroupExperts):
         )
         if tokens.shape[0] > self.decode.max_tokens or self.decode_on_ranks is None:
             if self.interleaved:
-                w1, biases = with_gate_first(w1, biases)
+                w1, biases = gate_first(w1, -2), biases and biases._replace(b1=gate_first(biases.b1, -1))
             compute: Callable[..., Tensor] = partial(self.path, w1=w1, w2=w2, biases=biases)
             if experts is not None and experts.w1_scales is not None:
                 assert isinstance(self.path, SymmetricPath), "takes_fp8"

@@ -21,7 +21,7 @@ from torch import Tensor
 from comet.comm.collectives import accumulator_dtype
 from comet.config import MoEConfig, check_kernels, require, resolve_kernels
 from comet.layer.group import ExpertGroup
-from comet.layout import Biases, added_biases, positions_in_groups, round_up, with_gate_first
+from comet.layout import Biases, added_biases, gate_first, positions_in_groups, round_up
 from comet.modular.interfaces import (
     ActivationFormat,
     BatchedReduce,
@@ -242,8 +242,8 @@ class ReferenceExperts(Experts):
         assert isinstance(tokens, Tensor)
         weights = (plain(w1, tokens.dtype), plain(w2, tokens.dtype))
         if self.interleaved:
-            w1, biases = with_gate_first(weights[0], biases)
-            weights = (w1, weights[1])
+            weights = (gate_first(weights[0], -2), weights[1])
+            biases = None if biases is None else Biases(gate_first(biases.b1, -1), biases.b2)
         of_layer: dict[str, Any] = dict(first_expert=0, activation=self.activation, biases=biases)
         if isinstance(rows, BatchedRows):  # they are contiguous rows of one slot each
             batch = torch.arange(rows.batch_rows, device=tokens.device)

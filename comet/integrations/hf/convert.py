@@ -202,9 +202,8 @@ class Place:
             return FP8Experts(hidden_size, width, self.layout, self.runner, device, self.num_pieces)
         parts = [getattr(module, name) for name in FUSED + (BIASES if self.in_turn else ())]
         if self.layout.world_size > 1:
-            own = (
-                gpt_oss.part_of(module, self.layout) if self.in_turn else shard_experts(parts[0], parts[1], self.layout)
-            )
+            w1, w2, *_ = parts
+            own = gpt_oss.part_of(module, self.layout) if self.in_turn else shard_experts(w1, w2, self.layout)
             copies = (part.clone(memory_format=torch.contiguous_format) for part in own)
             parts = [nn.Parameter(copy, requires_grad=False) for copy in copies]
         gate_up_proj, down_proj, *biases = parts

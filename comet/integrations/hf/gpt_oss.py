@@ -73,10 +73,7 @@ def read_turned(tensors: dict[str, StoredTensor], dtype: torch.dtype, *, gate_fi
         gate_first: Whether gate rows come first, then up rows, as in other families; else they are in turn.
     """
     found = dict(tensors)
-
-    def ordered(tensor: StoredTensor) -> StoredTensor:
-        return _gate_first(tensor) if gate_first else tensor
-
+    ordered = _gate_first if gate_first else lambda tensor: tensor
     for name in tensors:
         if ".experts." not in name:
             continue
@@ -170,26 +167,27 @@ def _move(weight: Tensor, marks: dict[str, Any], *, in_rows: bool) -> None:
         marks[_CAPTURED] = True
     if (weight.transpose(1, 2) if in_rows else weight).is_contiguous():
         return
-    reason = "a CUDA graph reads them where they are" if _CAPTURED in marks else ""
-    reason = reason or ("their gradients are not used yet" if weight.grad is not None else "")
-    if not reason and (_num_uses(weight) > _num_uses(torch.empty(1)) or (weight.is_cpu and weight.is_shared())):
-        reason = "other tensors have the same memory, such as those of a state_dict"
-    if not reason:
-        with torch.inference_mode(weight.is_inference()):
-            data = weight.data
-            weight.data = data.transpose(1, 2).contiguous().transpose(1, 2) if in_rows else data.contiguous()
-    elif in_rows:
-        _warn_of_copies(reason)
+    # More users of the memory than of a tensor that is alone: a state has it, or the weight is a view.
+    is_known = _num_users(weight) > _num_users(torch.empty(1)) or (weight.is_cpu and weight.is_shared())
+    if is_known or _CAPTURED in marks or weight.grad is not None:
+        if in_rows:
+            _warn_of_copies()
+        return
+    with torch.inference_mode(weight.is_inference()):
+        data = weight.data
+        weight.data = data.transpose(1, 2).contiguous().transpose(1, 2) if in_rows else data.contiguous()
 
 
-def _num_uses(tensor: Tensor) -> int:
-    """How many tensors and handles have the memory of a tensor."""
+def _num_users(tensor: Tensor) -> int:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 @cache
-def _warn_of_copies(reason: str) -> None:
-    logger.warning("decode steps copy the experts of gpt-oss at each call, for they must not move: %s", reason)
+def _warn_of_copies() -> None:
+    logger.warning(
+        "decode steps copy experts of gpt-oss at each call, for they must not move: a state_dict or another tensor has "
+        "their memory, a CUDA graph reads it, or they have gradients; drop these, and steps read experts where they are"
+    )
 
 
 def part_of(experts: Any, layout: ExpertLayout) -> list[Tensor]:

@@ -52,7 +52,6 @@ from comet.integrations.hf.stored import (
 )
 from comet.integrations.hf.stored_experts import open_stores, take_files
 from comet.layer.group import ExpertGroup
-from comet.layout import ExpertLayout
 from comet.quantization.formats import FP8_BLOCK, MXType
 
 STORE_NAMES = {"expert_policy", "host_cores", "expert_prefetch"}  # options that are not transformers'
@@ -322,14 +321,13 @@ def _shard_checkpoint(tensors: Tensors, modules: dict[int, str], moe: MoEConfig,
     state: dict[str, Any] = {name: tensor.copied() for name, tensor in tensors.items() if ".experts." not in name}
     for layer, module in modules.items():
         found = layers[layer]
-        slices = _slices(found, moe.ffn_size, place.layout, in_turn=place.in_turn)
-        state |= _shards(module, slices, is_transposed=place.in_turn)
+        state |= _shards(module, _slices(found, moe.ffn_size, place), is_transposed=place.in_turn)
         if place.keep_fp8:
             scales = {part: tensor.scales for part, tensor in found.items() if tensor.scales is not None}
-            state |= _shards(module, _slices(scales, moe.ffn_size // FP8_BLOCK, place.layout), SCALES)
+            state |= _shards(module, _slices(scales, moe.ffn_size // FP8_BLOCK, place), SCALES)
         if moe.expert_bias:
             biases: dict[Part, StoredTensor] = {(name, None): found[f"{name}_bias", None] for name in FUSED}
-            state |= _shards(module, _slices(biases, moe.ffn_size, place.layout, in_turn=place.in_turn), "_bias")
+            state |= _shards(module, _slices(biases, moe.ffn_size, place), "_bias")
     return state
 
 
@@ -388,12 +386,12 @@ def _dtype_problems(tensor: StoredTensor, keep_fp8: bool) -> list[str]:
     return [] if tensor.dtype in DTYPES or tensor.read_as is not None else [f"{named} one of {', '.join(DTYPES)}"]
 
 
-def _slices(
-    found: dict[Part, StoredTensor], ffn_size: int, layout: ExpertLayout, *, in_turn: bool = False
-) -> list[Matrices]:
+def _slices(found: dict[Part, StoredTensor], ffn_size: int, place: Place) -> list[Matrices]:
     """Return this rank's slice of each of its experts, whose matrices, or scales of them, have ``ffn_size`` columns."""
-    width, held = ffn_size // layout.tp, range(layout.first_expert, layout.first_expert + layout.experts_local)
-    return [_columns(_expert(found, expert, ffn_size, in_turn=in_turn), layout.tp_rank, width) for expert in held]
+    layout, width = place.layout, ffn_size // place.layout.tp
+    held = range(layout.first_expert, layout.first_expert + layout.experts_local)
+    experts = (_expert(found, expert, ffn_size, in_turn=place.in_turn) for expert in held)
+    return [_columns(expert, layout.tp_rank, width) for expert in experts]
 
 
 def _expert(found: dict[Part, StoredTensor], expert: int, ffn_size: int, *, in_turn: bool) -> Matrices:

@@ -228,11 +228,9 @@ class CometExperts(nn.Module):
     def run(self, routed: RoutedTokens) -> Tensor:
         """``(T, D)`` without a shared expert."""
         b1, b2, runner = self.gate_up_proj_bias, self.down_proj_bias, self.runner
-        if self.is_transposed:
-            in_step = len(routed.tokens) <= runner.decode.max_tokens or isinstance(runner, ReplicatedRunner)
-            w1, w2 = gpt_oss.turned(self, in_step=in_step)  # kernels of a group need rows for any number of tokens
-        else:
-            w1, w2 = self.gate_up_proj, self.down_proj
+        # Kernels of a group need contiguous rows for any number of tokens.
+        in_step = len(routed.tokens) <= runner.decode.max_tokens or isinstance(runner, ReplicatedRunner)
+        w1, w2 = gpt_oss.turned(self, in_step=in_step) if self.is_transposed else (self.gate_up_proj, self.down_proj)
         return runner(routed, w1, w2, None if b1 is None or b2 is None else Biases(b1, b2))
 
     def extra_repr(self) -> str:
