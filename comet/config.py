@@ -266,7 +266,8 @@ class ParallelConfig:
         tp: Ranks each expert's F is split over; must divide ``ffn_size``. Where F / TP is no multiple of 16, each call
             pads the weights (``comet.layer.weights.pad_width``).
         node_size: Consecutive ranks that reach each other's memory, a multiple or a divisor of ep x tp; ``None``: the
-            ranks of a host. A group of several nodes has no symmetric memory and runs ``plain`` or ``reference``.
+            ranks of a host. The layers of a group over several nodes run inside each node, where tokens of the other
+            nodes are guests (``comet.layer.nodes``); where that cannot be, they run ``plain``.
     """
 
     ep: int = 1
@@ -294,6 +295,13 @@ class ParallelConfig:
     def declares_nodes(self) -> bool:
         """Whether ``node_size`` says that a group spans several nodes."""
         return self.node_size is not None and self.node_size < self.world_size
+
+    @property
+    def ranks_with_memory(self) -> int:
+        """Ranks that share a pool: the group, or its part in a declared node; 0 where ``tp`` spans nodes."""
+        if self.node_size is None or not self.declares_nodes:
+            return self.world_size
+        return 0 if self.node_size % self.tp else self.node_size
 
     def check(self, moe: MoEConfig) -> None:
         """Raise ``ValueError`` unless the experts and their width divide over the ranks."""

@@ -53,7 +53,8 @@ class MoE(nn.Module):
         group: The ranks that share the experts, and their memory.
         path: ``fused`` (kernels over symmetric memory), ``twin`` (the same plan in plain torch, for CPUs), ``plain``
             (all-to-all and grouped GEMM), ``reference`` (gathered weights, plain torch), or ``auto``: fused on a GPU,
-            twin on a CPU, plain where that was measured to be faster or the group spans several nodes.
+            twin on a CPU, inside each node where the group spans several (``comet.layer.nodes``), and plain where
+            that was measured to be faster or nothing else can run.
         overlap: Split and order of the fused kernels' work, of which other paths have none; where one of those is named
             it warns. ``None`` takes what was measured, else the default.
         seed: Weights depend on (seed, global expert) only, so every EP x TP layout starts from the same model. ``None``

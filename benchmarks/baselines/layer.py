@@ -19,8 +19,9 @@ from comet.comm.collectives import accumulator_dtype
 from comet.config import require
 from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm
 from comet.kernels.runtime.arguments import TileTable
-from comet.layer.routed_experts import SymmetricPath
-from comet.layout import Biases, ExpertLayout, added_biases
+from comet.layer.nodes import NodesPath
+from comet.layer.routed_experts import SymmetricPath, forward
+from comet.layout import Biases, ExpertLayout, RoutedTokens, added_biases
 from comet.measure.timing import Variant
 from comet.modular.experts import tiles_of_ids
 from comet.reference.plain import dispatch_rows, expert_rows, grouped_matmul, make_exchange, weighted_sum
@@ -85,6 +86,46 @@ def exchange_alone(path: SymmetricPath, inputs: Sequence[Inputs], w2: Tensor) ->
         else:
             y = hidden.new_zeros(hidden.shape[0], w2.shape[1])
             path.backend.combine(y, plan, weighted=True)
+        return ()
+
+    return run
+
+
+def network_alone(path: NodesPath, inputs: Sequence[Inputs]) -> Callable[[int], tuple[Tensor, ...]]:
+    """A variant of the network's two legs: own tokens to the other nodes, and as many sums as guests came back."""
+
+    def run(index: int) -> tuple[Tensor, ...]:
+        routed = RoutedTokens(*inputs[index][:3])
+        rows = path.rows_of(routed.top_k_ids, trains=False)
+        steps = list(path.rails.steps())
+        coming = [path.send(target, source, rows, routed) for target, source in steps]
+        returning = [
+            path.rails.exchange(source, target, rows.reversed, guests.arrived()[0])
+            for (target, source), guests in zip(steps, coming, strict=True)
+        ]
+        _ = [sums.arrived() for sums in returning]
+        return ()
+
+    return run
+
+
+def node_alone(
+    path: NodesPath, inputs: Sequence[Inputs], w1: Tensor, w2: Tensor, biases: Biases | None
+) -> Callable[[int], tuple[Tensor, ...]]:
+    """A variant of what runs inside the nodes: own tokens and guests that came before."""
+    parts = []
+    for tokens, ids, weights, _ in inputs:
+        routed = RoutedTokens(tokens, ids, weights)
+        rows, first = path.rows_of(ids, trains=False), path.first_part(len(ids))
+        coming = [path.send(target, source, rows, routed) for target, source in path.rails.steps()]
+        own = routed._replace(top_k_ids=path.ids_in(path.nodes.node, ids))
+        last = [own.part(slice(first, None))] * path.is_split
+        parts.append([own.part(slice(0, first)), *map(path.guests, coming), *last])
+
+    def run(index: int) -> tuple[Tensor, ...]:
+        for part in parts[index]:
+            with path.workspace.forward_step:
+                forward(part, w1, w2, path.backend, biases, trains=False)
         return ()
 
     return run

@@ -123,13 +123,14 @@ class Suite(CommandLine):
 
     ep: int = 1
     tp: int = 1
+    node_size: int | None = option(None, "consecutive ranks that are a node; without it those of a host")
     rounds: int = 10
     device: str = option("auto", of=("auto", "cpu"))
     out: Path | None = None
 
     @property
     def parallel(self) -> ParallelConfig:
-        return ParallelConfig(ep=self.ep, tp=self.tp)
+        return ParallelConfig(ep=self.ep, tp=self.tp, node_size=self.node_size)
 
     def facts(self, ranks: Ranks) -> Row:
         """Facts of the run as a whole (collective)."""

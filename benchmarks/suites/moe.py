@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 from comet.comm.handshake import gather
 from comet.config import MoEConfig
 from comet.graphed.moe import TrainingGraphs
+from comet.layer.nodes import NodesPath
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.sharding import local
 from comet.layout import Biases, ExpertLayout, RoutedTokens
@@ -30,7 +31,15 @@ from comet.measure.timing import Variant, capture
 from comet.moe import MoE
 from comet.reference.plain import make_exchange, plain_experts
 
-from baselines.layer import all_gather_experts, exchange_alone, gemm_variants, pipelined_experts, split_evenly
+from baselines.layer import (
+    all_gather_experts,
+    exchange_alone,
+    gemm_variants,
+    network_alone,
+    node_alone,
+    pipelined_experts,
+    split_evenly,
+)
 from lib.moe import BASELINES, FP8_VARIANTS, ROTATE, Inputs, Layer, LayerSuite, make_inputs, relative_error
 from lib.ranks import Ranks, release
 from lib.report import Row, geometric_mean
@@ -40,9 +49,13 @@ from lib.suite import Checked, Point, option
 BACKWARD_FLOPS = 2  # gradients of the rows and of the weights, each as much as the forward GEMMs
 BACKWARD_BYTES = 1  # output gradients are dispatched, input gradients combined
 KEYS = ("model", "tokens", "ep", "tp", "routing", "direction")
-VARIANTS = ("comet", "comet_graph", "plain", "pipelined", "all_gather", "gemm_comet", "gemm_torch", "comm_comet")
+VARIANTS = (
+    "comet", "comet_graph", "plain", "pipelined", "all_gather", "gemm_comet", "gemm_torch", "comm_comet", "network",
+    "in_node",
+)  # fmt: skip
 FIGURES = (
-    "link_ms", "tflops", "link_gbs", "efficiency", "hidden", "x_plain", "x_best", "error", "error_fp8", "setting"
+    "link_ms", "tflops", "link_gbs", "efficiency", "hidden", "network_hidden", "x_plain", "x_best", "error",
+    "error_fp8", "setting",
 )  # fmt: skip
 COLUMNS = (*KEYS, *(f"{name}_ms" for name in (*VARIANTS, *FP8_VARIANTS)), *FIGURES)
 MEANS = ("efficiency", "x_plain", "x_best")
@@ -95,21 +108,25 @@ def link_bytes(
 def figures(times_ms: Mapping[str, float], flops: int, link_num_bytes: int, link_roofline: float | None) -> Row:
     """Figures that follow from the median times of a point; ``None`` where something was not measured.
 
-    Example: comet 2 ms, plain 6, all_gather 5, gemm_comet 1.5, comm_comet 1, 3e9 operations of a rank, 1e6 bytes that
-    the busiest one sends, roofline of a peer copy 100 GB/s: link 0.01 ms, 1.5 TFLOP/s, 0.5 GB/s, efficiency 0.75, 0.5
-    of the communication hidden, 3 x plain, 2.5 x the best baseline.
+    Example: comet 2 ms, plain 6, all_gather 5, gemm_comet 1.5, comm_comet 1, network 2, in_node 1.5, 3e9 operations of
+    a rank, 1e6 bytes that the busiest one sends, roofline of a peer copy 100 GB/s: link 0.01 ms, 1.5 TFLOP/s, 0.5 GB/s,
+    efficiency 0.75, 0.5 of the communication and 0.75 of the network hidden, 3 x plain, 2.5 x the best baseline.
     """
     layer = min((times_ms[name] for name in ("comet", "comet_graph") if name in times_ms), default=None)
     gemm = times_ms.get("gemm_comet", times_ms.get("gemm_torch"))
     link_ms = link_num_bytes / (link_roofline * 1e6) if link_roofline else None
     best = min((times_ms[name] for name in BASELINES if name in times_ms), default=None)
     plain, comm = times_ms.get("plain"), times_ms.get("comm_comet")
+    network, in_node = times_ms.get("network"), times_ms.get("in_node")
     return {
         "link_ms": link_ms,
         "tflops": None if layer is None else flops / (layer * 1e9),
         "link_gbs": None if layer is None else link_num_bytes / (layer * 1e6),
         "efficiency": None if layer is None or gemm is None else max(gemm, link_ms or 0.0) / layer,
         "hidden": None if layer is None or gemm is None or comm is None else 1 - (layer - gemm) / comm,
+        "network_hidden": None
+        if layer is None or network is None or in_node is None
+        else 1 - (layer - in_node) / network,
         "x_plain": None if layer is None or plain is None else plain / layer,
         "x_best": None if layer is None or best is None else best / layer,
     }
@@ -178,6 +195,11 @@ def layer_variants(layer: Layer, inputs: Sequence[Inputs], asked: Run, ranks: Ra
     path = None if moe is None or asked.backward else moe.experts
     if "comm_comet" in asked.variants and isinstance(path, SymmetricPath):
         found["comm_comet"] = exchange_alone(path, inputs, layer.w2)
+    if isinstance(path, NodesPath):
+        if "network" in asked.variants:
+            found["network"] = network_alone(path, inputs)
+        if "in_node" in asked.variants:
+            found["in_node"] = node_alone(path, inputs, w1, w2, biases)
     return found
 
 

@@ -8,7 +8,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from comet.comm.base import Communicator, LocalCommunicator, SymmTensor
-from comet.comm.handshake import gather, separate_nodes
+from comet.comm.handshake import gather, nodes_of
 from comet.config import require
 from comet.errors import UnavailableError
 from comet.utils.choices import Backend
@@ -50,7 +50,8 @@ def make_communicator(
     size = 1 if group is None else group.size()
     if group is None or size == 1:
         return LocalCommunicator(device, timeout_s, kernel_obstacle(device))
-    nodes = separate_nodes(group, node_size)
+    found_nodes = nodes_of(group, node_size)
+    nodes = ", ".join(map(str, found_nodes)) if len(found_nodes) > 1 else ""
     found = gather(group, kernel_obstacle(device)) if device.type == "cuda" else []
     lacking = next((f"rank {rank}: {each}" for rank, each in enumerate(found) if each), "")
     obstacle = f"a group of {size} ranks spans several: {nodes}" if nodes else lacking

@@ -79,24 +79,36 @@ def check_equal(group: ProcessGroup, fields: Mapping[str, Any]) -> None:
             require(other[name] == value, f"{name}={other[name]} of rank {rank} must equal the {value} of rank 0")
 
 
-def separate_nodes(group: ProcessGroup, node_size: int | None) -> str:
-    """Which ranks of the job run on which nodes, in words; empty where all run on one (collective).
+@dataclass(frozen=True, slots=True)
+class Node:
+    """Ranks of the job that reach each other's memory."""
 
-    Example: ``"ranks 0 to 7 on host-a, ranks 8 to 15 on host-b"``; of declared nodes ``"ranks 0 to 1 on host-a (node
-    0), ranks 2 to 3 on host-a (node 1)"``.
+    host: str  # its name
+    number: int | None  # of a declared node
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{_counted_ranks(self.ranks)} on {self.host}" + (
+            "" if self.number is None else f" (node {self.number})"
+        )
+
+
+def nodes_of(group: ProcessGroup, node_size: int | None) -> list[Node]:
+    """The nodes that the ranks of a group run on, in the order of their first ranks (collective).
+
+    Args:
+        node_size: Consecutive ranks of the job that are a node; ``None``: the ranks of a host.
+
+    Example: of four ranks on one host with ``node_size=2``: "ranks 0 to 1 on host-a (node 0)" and "ranks 2 to 3 on
+    host-a (node 1)".
     """
     names: dict[tuple[str, int | None], str] = {}
-    nodes: dict[tuple[str, int | None], list[int]] = {}
+    ranks_of: dict[tuple[str, int | None], list[int]] = {}
     for rank, host in zip(dist.get_process_group_ranks(group), gather(group, this_host()), strict=True):
-        node = (host.boot_id, None if node_size is None else rank // node_size)
-        names.setdefault(node, host.name)
-        nodes.setdefault(node, []).append(rank)
-    if len(nodes) == 1:
-        return ""
-    return ", ".join(
-        f"{_counted_ranks(ranks)} on {names[node]}" + ("" if node[1] is None else f" (node {node[1]})")
-        for node, ranks in nodes.items()
-    )
+        key = (host.boot_id, None if node_size is None else rank // node_size)
+        names.setdefault(key, host.name)
+        ranks_of.setdefault(key, []).append(rank)
+    return [Node(names[key], key[1], tuple(ranks)) for key, ranks in ranks_of.items()]
 
 
 def _counted_ranks(ranks: Sequence[int]) -> str:

@@ -288,16 +288,6 @@ class JobConfig:
         if self.generate.speculate != "off":
             layers = self.model.num_layers - self.model.dense_layers
             self.generate.experts_per_layer(self.model.moe.top_k, layers)
-        if self.parallel.declares_nodes:
-            nodes = (
-                f"groups of {self.parallel.world_size} ranks span nodes of parallel.node_size={self.parallel.node_size}"
-            )
-            without_memory = self.moe_path in ("plain", "reference")
-            require(
-                without_memory or self.moe_path == "auto",
-                f"moe_path={self.moe_path!r} must be auto, plain or reference: {nodes}",
-            )
-            require(without_memory or self.overlap is None, f"overlap must be left out: {nodes}, which run plain")
 
 
 def activation_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from comet.comm import Backend, make_communicator
 from comet.comm.base import Communicator
-from comet.comm.handshake import check_equal, gather, set_deadline, this_rank
+from comet.comm.handshake import check_equal, gather, nodes_of, set_deadline, this_rank
 from comet.config import DIM_MULTIPLE, MoEConfig, ParallelConfig, require
 from comet.layer.sharding import forget_meshes, make_mesh
 from comet.layer.workspace import Workspace, WorkspaceShape
@@ -25,6 +25,16 @@ from comet.utils.renamed import warn_renamed
 from comet.utils.streams import SideStream
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeGroup:
+    """A group over several nodes as one of its ranks sees it: the group inside its node, and its peers elsewhere."""
+
+    inner: ExpertGroup  # the ranks of this node, which share its experts and its memory
+    rails: ProcessGroup  # the ranks with this rank's index on all nodes, in the order of the nodes
+    node: int
+    num_nodes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +57,8 @@ class ExpertGroup:
     reserved_sms: int  # how many layer 1 leaves to other kernels
     resolver: Resolver  # what a layer without a setting of its own asks for one
     side_stream: SideStream  # for work of a layer that runs next to its routed experts
+    nodes: NodeGroup | None = None  # where the group spans several equal nodes
+    nodes_obstacle: str = ""  # why a group over several nodes has no ``nodes``, in words
 
     @property
     def rank(self) -> int:
@@ -97,6 +109,8 @@ class ExpertGroup:
         CUDA graphs that hold a collective of these process groups have to go first. If a rank did not come, the process
         groups are kept: NCCL would wait for it, without a deadline.
         """
+        if self.nodes is not None:
+            self.nodes.inner.close()
         self.comm.close()
         if self.comm.all_left:
             leave_groups(*self.process_groups)
@@ -137,7 +151,7 @@ def make_expert_group(
         spare_multiprocessors: Former name of ``reserved_sms``.
 
     Returns:
-        The group, with symmetric memory allocated if its ranks run on one node.
+        The group, with symmetric memory of its ranks, or of those of each node where it spans several.
 
     Raises:
         ValueError: If the experts or the world do not divide over the group, its ranks ask for different groups, the
@@ -151,29 +165,20 @@ def make_expert_group(
     check_device(device)
     check_reserved_sms(reserved_sms, device)
     ranks = _join(moe, parallel, device.type, timeout_s)
-    shape = WorkspaceShape.create(moe, parallel.world_size, max_tokens, dtype)
-    group = ranks.process_group
-    shared = group if parallel.world_size > 1 else None
+    folder = None if profiles is None else Path(profiles)
+    options = _Options(moe, max_tokens, dtype, device, timeout_s, folder, reserved_sms)
+    shared = ranks.process_group if parallel.world_size > 1 else None
     with ExitStack() as opened:
         if device.type == "cpu":  # NCCL might wait for ranks that did not fail
             opened.callback(leave_groups, *ranks.process_groups)
-        if group is not None:
-            check_equal(group, asdict(shape) | asdict(parallel) | asdict(moe))
+        if ranks.process_group is not None:
+            check_equal(ranks.process_group, asdict(options.shape(parallel)) | asdict(parallel) | asdict(moe))
         comm = opened.enter_context(
             make_communicator(backend, shared, device, timeout_s=timeout_s, node_size=parallel.node_size)
         )
-        in_cuda = agree_on_kernels(comm.device, group)
-        folder = None if profiles is None else Path(profiles)
-        made = ExpertGroup(
-            parallel=parallel,
-            **ranks._asdict(),
-            comm=comm,
-            workspace=Workspace(comm, shape),
-            cuda_kernels=in_cuda,
-            reserved_sms=reserved_sms,
-            resolver=shared_resolver(folder, device, parallel.world_size, group, in_cuda=in_cuda),
-            side_stream=SideStream.create(comm.device),
-        )
+        place = _Place.of(shared if comm.memory_obstacle else None, ranks.world_rank, parallel)
+        nodes = _join_node(place, ranks, parallel, options, opened)
+        made = options.group(ranks, parallel, comm, nodes, place.obstacle)
         opened.pop_all()
     return made
 
@@ -187,6 +192,95 @@ class _Ranks(NamedTuple):
     expert_data_group: ProcessGroup | None
     mesh: DeviceMesh | None
     process_groups: tuple[ProcessGroup, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """Options that a group and the group inside a node share."""
+
+    moe: MoEConfig
+    max_tokens: int
+    dtype: torch.dtype
+    device: torch.device
+    timeout_s: float
+    profiles: Path | None
+    reserved_sms: int
+
+    def shape(self, parallel: ParallelConfig) -> WorkspaceShape:
+        """The pool of so many ranks."""
+        return WorkspaceShape.create(self.moe, parallel.world_size, self.max_tokens, self.dtype)
+
+    def group(
+        self,
+        ranks: _Ranks,
+        parallel: ParallelConfig,
+        comm: Communicator,
+        nodes: NodeGroup | None = None,
+        nodes_obstacle: str = "",
+    ) -> ExpertGroup:
+        """A group over these ranks, with its pool (collective)."""
+        process_group = ranks.process_group
+        in_cuda = agree_on_kernels(comm.device, process_group)
+        world = parallel.world_size
+        return ExpertGroup(
+            parallel=parallel,
+            **ranks._asdict(),
+            comm=comm,
+            workspace=Workspace(comm, self.shape(parallel), None if nodes is None else nodes.inner.workspace),
+            cuda_kernels=in_cuda,
+            reserved_sms=self.reserved_sms,
+            resolver=shared_resolver(self.profiles, self.device, world, process_group, in_cuda=in_cuda),
+            side_stream=SideStream.create(comm.device),
+            nodes=nodes,
+            nodes_obstacle=nodes_obstacle,
+        )
+
+
+class _Place(NamedTuple):
+    """The place of a rank in a group over several nodes; without ranks where there is no group inside its node."""
+
+    node: int = 0
+    num_nodes: int = 1
+    own: tuple[int, ...] = ()  # ranks of its node
+    rails: tuple[int, ...] = ()  # ranks with its index on all nodes
+    obstacle: str = ""  # why a group over several nodes has no groups inside these
+
+    @classmethod
+    def of(cls, group: ProcessGroup | None, rank: int, parallel: ParallelConfig) -> _Place:
+        """The place of a rank of the world in its group (collective); ``None`` is a group with memory."""
+        nodes = [] if group is None else nodes_of(group, parallel.node_size)
+        if len(nodes) < 2:
+            return cls()
+        told, size = ", ".join(map(str, nodes)), len(nodes[0].ranks)
+        if any(node.ranks != tuple(range(node.ranks[0], node.ranks[0] + size)) for node in nodes):
+            return cls(obstacle=f"nodes must have equally many ranks, consecutive ones, and there are {told}")
+        if size % parallel.tp:
+            return cls(obstacle=f"tp={parallel.tp} must divide the {size} ranks of a node, and there are {told}")
+        node = next(index for index, each in enumerate(nodes) if rank in each.ranks)
+        index = nodes[node].ranks.index(rank)
+        return cls(node, len(nodes), nodes[node].ranks, tuple(each.ranks[index] for each in nodes))
+
+
+def _join_node(
+    place: _Place, ranks: _Ranks, parallel: ParallelConfig, options: _Options, opened: ExitStack
+) -> NodeGroup | None:
+    """Join the group inside this rank's node and its rail peers (collective over the world)."""
+    if ranks.process_group is None:
+        return None
+    wanted = dict.fromkeys(each for other in gather(dist.group.WORLD, place) for each in (other.own, other.rails))
+    made = {each: dist.new_group(each) for each in wanted if len(each) > 1}
+    if not place.rails:
+        return None
+    own, rails, size = made.get(place.own), made[place.rails], len(place.own)
+    groups = tuple(each for each in (own, rails) if each is not None)
+    if options.device.type == "cpu":
+        opened.callback(leave_groups, *groups)
+    for each in groups:
+        set_deadline(each, options.timeout_s)
+    comm = opened.enter_context(make_communicator("auto", own, options.device, timeout_s=options.timeout_s))
+    in_node = _Ranks(ranks.world_rank, size, own, None, None, groups)
+    inner = options.group(in_node, ParallelConfig(ep=size // parallel.tp, tp=parallel.tp), comm)
+    return NodeGroup(inner=inner, rails=rails, node=place.node, num_nodes=place.num_nodes)
 
 
 def _join(moe: MoEConfig, parallel: ParallelConfig, device_type: str, timeout_s: float) -> _Ranks:

@@ -10,6 +10,7 @@ from comet.comm.collectives import CollectiveSteps
 from comet.config import MoEConfig, OverlapConfig, Path, require
 from comet.layer.backend import layer_choice
 from comet.layer.group import ExpertGroup
+from comet.layer.nodes import NodesPath, nodes_obstacle
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.weights import match_once, match_weights, pad_width
 from comet.layout import Biases, RoutedTokens
@@ -68,11 +69,11 @@ class CollectivePath:
 
 def make_path(
     name: Path | str, config: MoEConfig, group: ExpertGroup, overlap: OverlapConfig | None = None
-) -> SymmetricPath | CollectivePath:
+) -> SymmetricPath | NodesPath | CollectivePath:
     """The path called ``name`` (collective over the group, unless it is one rank).
 
-    ``auto`` is ``fused`` on a GPU and ``twin`` on a CPU, or ``plain`` where that was measured to be faster or the group
-    spans several nodes.
+    ``auto`` is ``fused`` on a GPU and ``twin`` on a CPU, or ``plain`` where that was measured to be faster or nothing
+    else can run. Over several nodes both run inside each node.
 
     Raises:
         ValueError: If there is no such path, it cannot honour the configuration or the setting, or ranks of the group
@@ -80,11 +81,13 @@ def make_path(
         UnavailableError: If it needs symmetric memory and the group has none.
     """
     group.check_same(config, path=name, overlap=overlap)
-    if name == "auto" and group.comm.memory_obstacle:
-        require(overlap is None, f"overlap={overlap} must be left out for path 'plain': {group.comm.memory_obstacle}")
+    over_nodes = bool(group.nodes or group.nodes_obstacle)
+    obstacle = nodes_obstacle(config, group) if over_nodes else group.comm.memory_obstacle
+    if name == "auto" and obstacle:
+        require(overlap is None, f"overlap={overlap} must be left out for path 'plain': {obstacle}")
         group.resolver.warn(
-            f"{group.comm.memory_obstacle}. So its layers take path 'plain', also to decode, whose communication no "
-            "computation hides; groups of ep x tp ranks on one node of Hopper GPUs are faster"
+            f"{obstacle}. So its layers take path 'plain', also to decode, whose communication no computation hides; "
+            "groups of ep x tp ranks on one node of Hopper GPUs are faster"
         )
         name = "plain"
     if name == "auto":
@@ -95,6 +98,8 @@ def make_path(
         group.resolver.warn(f"overlap={overlap} changes nothing on path={name!r}: it is for path 'fused'")
     known = get_args(Path)
     require(name in known, f"path={name!r} must be 'auto' or one of {known}")
+    if name in ("fused", "twin") and over_nodes:
+        return NodesPath(config, group, overlap, use_kernels=name == "fused")
     if name in ("fused", "twin"):
         return SymmetricPath(config, group, overlap, use_kernels=name == "fused")
     require(

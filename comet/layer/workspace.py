@@ -30,7 +30,7 @@ begins at 0 (``comet.comm.signals``).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -118,12 +118,17 @@ def workspace_bytes(shape: WorkspaceShape) -> int:
 
 
 def rank_pool_bytes(shape: WorkspaceShape, parallel: ParallelConfig) -> int:
-    """``workspace_bytes``, or 0 where ``parallel.node_size`` says that there is no symmetric memory."""
-    return 0 if parallel.declares_nodes else workspace_bytes(shape)
+    """``workspace_bytes`` of the ranks that share memory: the group, or its part in a declared node."""
+    ranks = parallel.ranks_with_memory
+    return workspace_bytes(replace(shape, world_size=ranks)) if ranks else 0
 
 
 class Workspace:
-    """The pool, cut into regions, with its epoch and fault record; no regions where a group has no symmetric memory."""
+    """The pool, cut into regions, with its epoch and fault record; no regions where a group has no symmetric memory.
+
+    Args:
+        inner: The pool of this rank's node, where the group spans several; this one looks after it.
+    """
 
     ids: SymmTensor
     weights: SymmTensor
@@ -136,13 +141,14 @@ class Workspace:
     barrier_flags: SymmTensor
     calls: SymmTensor
 
-    def __init__(self, comm: Communicator, shape: WorkspaceShape) -> None:
+    def __init__(self, comm: Communicator, shape: WorkspaceShape, inner: Workspace | None = None) -> None:
         require(
             shape.world_size == comm.world_size,
             f"world_size={shape.world_size} of the workspace must equal the communicator's {comm.world_size}",
         )
         self.comm = comm
         self.shape = shape
+        self.inner = inner
         self.num_bytes = 0 if comm.memory_obstacle else workspace_bytes(shape)
         if self.num_bytes:
             pool, offset = self._alloc(), 0
@@ -199,6 +205,8 @@ class Workspace:
             ValueError: If the router of a layer on a GPU met logits that are not finite.
         """
         self.comm.settle("last step")
+        if self.inner is not None:
+            self.inner.check()
         rows_needed = int(self.fault[ROWS_NEEDED])
         if late := self.timeout():
             was_called = int(self.fault[1]) == CALL
@@ -251,6 +259,8 @@ class Workspace:
         """Let the current stream wait for the last one that used the pool; replays of a layer's graph need this."""
         self.comm.require_open()
         self.comm.stream_order.join()
+        if self.inner is not None:
+            self.inner.join_stream()
 
     def restart(self) -> None:
         """Begin again (collective): between calls, after a step that failed, or when ``check`` raises ``EpochError``.
@@ -264,3 +274,5 @@ class Workspace:
             CommTimeoutError: If a rank did not come in time.
         """
         self.comm.restart()
+        if self.inner is not None:
+            self.inner.restart()

@@ -113,9 +113,19 @@ def test_gemm_examples() -> None:
 
 def test_figures_example() -> None:
     times = {"comet": 2.0, "plain": 6.0, "all_gather": 5.0, "gemm_comet": 1.5, "comm_comet": 1.0}
+    times |= {"network": 2.0, "in_node": 1.5}
     derived = figures(times, 3_000_000_000, 1_000_000, 100.0)
     assert derived == pytest.approx(
-        dict(link_ms=0.01, tflops=1.5, link_gbs=0.5, efficiency=0.75, hidden=0.5, x_plain=3.0, x_best=2.5)
+        dict(
+            link_ms=0.01,
+            tflops=1.5,
+            link_gbs=0.5,
+            efficiency=0.75,
+            hidden=0.5,
+            network_hidden=0.75,
+            x_plain=3.0,
+            x_best=2.5,
+        )
     )
     assert set(figures({}, 1, 1, None).values()) == {None}
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import in_ranks, logged, run_ranks
+from ranks import in_ranks, run_ranks
 from training_cases import Rank, make_job
 
 import comet.comm.collective
@@ -24,7 +24,8 @@ from comet.errors import CommTimeoutError, StepFailedError, UnavailableError
 from comet.graphed.moe import GraphedMoE
 from comet.launch.tasks.modular import pairs
 from comet.layer.group import ExpertGroup, make_expert_group
-from comet.layer.paths import CollectivePath, make_path
+from comet.layer.nodes import NodesPath
+from comet.layer.paths import make_path
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.sharding import local
 from comet.layout import RoutedTokens
@@ -63,7 +64,7 @@ def run_parts(rank: int, world_size: int, node_size: int | None, path: str) -> d
         found["modular"] = ModularMoE(AllToAll(CONFIG, group), GroupedContiguous(CONFIG, group))(*given)
         own = DataParallelDecode(CONFIG, group, 0 if node_size is None else None)
         assert own.decode_on_ranks is None
-        found["own tokens"] = own(*given) if node_size else make_path("plain", CONFIG, group)(*given)
+        torch.testing.assert_close(own(*given), make_path("plain", CONFIG, group)(*given))
         own.check()
     group.workspace.check()
     group.workspace.restart()
@@ -82,19 +83,16 @@ def test_two_nodes_compute_what_one_computes_bit_for_bit(path: str) -> None:
 
 
 @in_ranks(4)
-def test_auto_takes_plain_with_one_warning_and_what_needs_memory_is_refused_by_name(rank: int, world_size: int) -> None:
-    told = logged("comet.tuner.choice")
+def test_auto_runs_inside_nodes_and_what_needs_memory_of_all_ranks_is_refused_by_name(
+    rank: int, world_size: int
+) -> None:
     group = open_group(2)
     assert isinstance(group.comm, CollectiveCommunicator)
-    for _ in range(3):
-        assert isinstance(MoE(CONFIG, group).experts, CollectivePath)
+    assert isinstance(MoE(CONFIG, group).experts, NodesPath)
+    assert isinstance(make_path("auto", CONFIG, group, OverlapConfig()), NodesPath)
     runner = ReplicatedRunner(CONFIG, group)
     assert (runner.decode.max_tokens, runner.decode_on_ranks) == (0, None)
     refused: dict[str, Callable[[], object]] = {
-        rf"^path='fused' needs symmetric memory, but {NODES}; use path 'plain' \(moe_path=plain, or auto\)": partial(
-            make_path, "fused", CONFIG, group
-        ),
-        f"^path='twin' needs symmetric memory, but {NODES}": partial(make_path, "twin", CONFIG, group),
         f"^warp decode over ranks needs symmetric memory, but {NODES}": partial(RankDecode, group.comm, hidden_size=32),
         "^warp decode over ranks": partial(DataParallelDecode, CONFIG, group, 4),
         f"^SymmetricBatched needs symmetric memory, but {NODES}; use AllToAll$": partial(
@@ -116,17 +114,11 @@ def test_auto_takes_plain_with_one_warning_and_what_needs_memory_is_refused_by_n
             ValueError, match=f"capacity_factor=1.5 needs path 'fused' or 'twin'.*and {NODES}: only groups"
         ):
             make_path(name, dropping, group)
-    with pytest.raises(ValueError, match=rf"^overlap=OverlapConfig\(.*must be left out for path 'plain': {NODES}$"):
-        make_path("auto", CONFIG, group, OverlapConfig())
     reasons = {pair.prepare_finalize: pair.reason or "" for pair in pairs(CONFIG, group)}
     assert re.match(f"SymmetricContiguous needs symmetric memory, but {NODES}", reasons["SymmetricContiguous"])
     group.close()
     with pytest.raises(RuntimeError, match=r"used after close\(\)"):
         group.workspace.join_stream()
-    assert len(told) == (rank == 0)
-    assert all(re.match(f"WARNING {NODES}. So its layers take path 'plain', also to decode", each) for each in told), (
-        told
-    )
 
 
 @in_ranks(4)

@@ -57,6 +57,7 @@ class LayerCase:
     max_tokens: int = 128  # of the pool, or as many as a rank has
     weight_seed: int | None = None  # of the experts' weights; ``None``: as the case has it
     delay_s: float = 0.0  # the longest time by which a pass of a rank comes late
+    node_size: int | None = None  # consecutive ranks that are a node
 
     @property
     def world_size(self) -> int:
@@ -71,7 +72,7 @@ class LayerCase:
 
     @property
     def parallel(self) -> ParallelConfig:
-        return ParallelConfig(ep=self.ep, tp=self.tp)
+        return ParallelConfig(ep=self.ep, tp=self.tp, node_size=self.node_size)
 
     @property
     def overlap(self) -> OverlapConfig:

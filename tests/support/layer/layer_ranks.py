@@ -71,7 +71,8 @@ def poison_received(group: ExpertGroup) -> None:
 
     No rank need wait: the others write to this one only after it has sent ids, or come to the barrier of a backward.
     """
-    for received in (group.workspace.recv_rows, group.workspace.combine_rows, group.workspace.combine_grads):
+    pool = group.workspace.inner or group.workspace
+    for received in (pool.recv_rows, pool.combine_rows, pool.combine_grads):
         received.local.fill_(float("nan"))
 
 

@@ -1,0 +1,176 @@
+"""Routed experts of groups over several nodes, on declared nodes of CPU ranks, against the one-process oracle."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from layer_cases import LayerCase, rank_inputs
+from layer_ranks import build_layer, check_call, run_case, run_cases, train_call
+from ranks import in_ranks, logged, run_ranks
+from torch.utils.checkpoint import checkpoint
+
+import comet.layer.nodes
+from comet.config import MoEConfig, OverlapConfig, ParallelConfig
+from comet.errors import AgreedError, StepFailedError
+from comet.kernels.runtime.activation import Activation
+from comet.layer.group import make_expert_group
+from comet.layer.nodes import NodesPath
+from comet.layer.paths import CollectivePath, make_path
+from comet.moe import MoE
+
+EP4 = LayerCase("ep4 over 2 nodes", 4, 1, (20, 9, 0, 31), num_experts=8, node_size=2)
+CASES = [
+    EP4,
+    replace(EP4, name="three calls, late ranks", calls=3, delay_s=0.05, seed=1),
+    replace(EP4, name="no tokens on a node", num_tokens=(0, 0, 17, 5)),
+    replace(EP4, name="no tokens at all", num_tokens=(0, 0, 0, 0)),
+    replace(EP4, name="all tokens to one node", routing="first_half", top_k=3),
+    replace(EP4, name="one expert takes all", routing="one"),
+    replace(EP4, name="masked slots", routing="masked", top_k=4),
+    replace(EP4, name="all slots masked", routing="none"),
+    replace(EP4, name="strided, experts anywhere", strided=True, relabel=5, calls=2),
+    replace(EP4, name="odd widths", hidden_size=48, ffn_size=80, num_panels=3),
+    replace(EP4, name="bf16", dtype=torch.bfloat16),
+    replace(EP4, name="float16", dtype=torch.float16),
+    replace(EP4, name="biases", activation=Activation("clamped_swiglu"), expert_bias=True, routing="masked"),
+    LayerCase("ep2 x tp2 of 8 columns", 2, 2, (14, 22, 0, 9), ffn_size=16, relabel=3, node_size=2),
+    LayerCase("ep2 x tp2, biases", 2, 2, (14, 22, 0, 9), activation=Activation("geglu"), expert_bias=True, node_size=2),
+    LayerCase("four nodes of one rank", 4, 1, (13, 150, 0, 31), num_experts=12, top_k=3, node_size=1, calls=2),
+]
+OPEN = dict(max_tokens=20, dtype=torch.float32, device="cpu", timeout_s=60.0)
+
+
+def split_runs(rank: int, world_size: int, cases: list[LayerCase], path: str) -> None:
+    """The cases with own tokens in two runs, as large pools have them."""
+    comet.layer.nodes.SPLIT_TOKENS = 1
+    run_cases(rank, world_size, cases, path)
+
+
+@pytest.mark.parametrize("runs", [run_cases, split_runs], ids=["one run", "split"])
+def test_torch_over_nodes_computes_what_the_oracle_does(runs) -> None:
+    run_ranks(runs, 4, CASES, "twin")
+
+
+def test_kernels_over_nodes_in_the_interpreter() -> None:
+    two = LayerCase("two nodes of one rank", 2, 1, (21, 13), node_size=1, routing="masked")
+    run_ranks(split_runs, 2, [two, replace(two, name="float16", dtype=torch.float16)], "fused", interpret=True)
+
+
+def outputs(rank: int, world_size: int, case: LayerCase) -> list[torch.Tensor]:
+    return run_case(rank, world_size, case, "twin")
+
+
+def test_late_ranks_change_no_bit() -> None:
+    case = replace(EP4, dtype=torch.bfloat16, top_k=4, calls=2)
+    first, second = (run_ranks(outputs, 4, replace(case, delay_s=delay)) for delay in (0.0, 0.1))
+    for mine, other in zip(first, second, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(mine, other, strict=True))
+
+
+@in_ranks(2)
+def test_rows_that_travel_are_those_of_the_example_and_bytes_are_the_least(rank: int, world_size: int) -> None:
+    """The example of ``comet.layer.nodes``; rank 1 has no tokens."""
+    case = LayerCase("example", 2, 1, (3, 0), node_size=1)
+    moe = build_layer(case, rank, "twin")
+    path = moe.experts
+    assert isinstance(path, NodesPath)
+    ids = torch.tensor([[0, 1], [1, 3], [2, 3]], dtype=torch.int32)[: case.num_tokens[rank]]
+    rows = path.rows_of(ids, trains=False)
+    assert rows.tokens.tolist() == [[1, 2], []][rank]
+    assert rows.send_counts == [(0, 2), (0, 0)][rank]
+    assert rows.recv_counts == [(0, 0), (2, 0)][rank]
+    assert path.ids_in(1, ids).tolist() == [[[-1, -1], [-1, 1], [0, 1]], []][rank]
+    with torch.no_grad():
+        moe.routed_experts(torch.ones(len(ids), 32), ids, torch.ones(len(ids), 2))
+    # Two tokens with two ids and two weights of four bytes each, and two partial sums home.
+    assert path.rails.num_bytes == [2 * (32 * 4 + 2 * 8), 2 * 32 * 4][rank]
+    moe.group.close()
+
+
+@in_ranks(4)
+def test_a_checkpoint_runs_the_forward_pass_again(rank: int, world_size: int) -> None:
+    case = replace(EP4, calls=2)
+    moe = build_layer(case, rank, "twin")
+    for call in range(case.calls):
+        inputs = rank_inputs(case, rank, call)
+        x, weights = inputs.tokens.clone().requires_grad_(), inputs.top_k_weights.clone().requires_grad_()
+        moe.zero_grad()
+        y = checkpoint(moe.routed_experts, x, inputs.top_k_ids, weights, use_reentrant=False)
+        y.backward(inputs.grad_output)
+        found = dict(output=y.detach(), x=x.grad, top_k_weights=weights.grad)
+        whole = train_call(moe, case, rank, call)
+        assert torch.equal(found["output"], whole["output"])
+        check_call(case, rank, call, whole)
+        assert torch.equal(x.grad, next(iter(list(whole.values())[1:2])))
+    moe.group.close()
+
+
+@in_ranks(4)
+def test_what_cannot_run_inside_nodes_runs_plain_and_is_refused_by_name(rank: int, world_size: int) -> None:
+    told = logged("comet.tuner.choice")
+    config = MoEConfig(hidden_size=32, ffn_size=64, num_experts=4, top_k=2)
+    refused = {
+        "top_k=2 is more than the 1 experts of a node": (config, ParallelConfig(ep=4, node_size=1)),
+        "tp=4 must divide the 2 ranks of a node, and there are ranks 0 to 1 on": (
+            config,
+            ParallelConfig(tp=4, node_size=2),
+        ),
+        "capacity_factor=2.0 would drop rows node by node": (
+            replace(config, capacity_factor=2.0),
+            ParallelConfig(ep=4, node_size=2),
+        ),
+    }
+    for reason, (moe, parallel) in refused.items():
+        group = make_expert_group(moe, parallel, **OPEN)
+        with pytest.raises(ValueError, match=f"^path='twin' over nodes cannot be used: {reason}.*use path 'plain'"):
+            make_path("twin", moe, group)
+        if moe.capacity_factor is None:
+            assert isinstance(make_path("auto", moe, group), CollectivePath)
+            assert len(told) == (rank == 0)
+            assert all(reason in each and "path 'plain'" in each for each in told)
+            told.clear()
+            with pytest.raises(ValueError, match=f"^overlap=.*must be left out for path 'plain': {reason}"):
+                make_path("auto", moe, group, OverlapConfig())
+        group.close()
+
+
+@in_ranks(4)
+def test_ids_calls_and_gradients_that_differ_are_refused_on_all_ranks(rank: int, world_size: int) -> None:
+    group = make_expert_group(EP4.config, EP4.parallel, **OPEN)
+    first, second = (MoE(EP4.config, group, seed=seed) for seed in (1, 2))
+    ids, weights = torch.zeros(3, 2, dtype=torch.int32), torch.ones(3, 2)
+    ids[:, 1] = 9 if rank == 3 else 5
+    x = torch.ones(3, 32)
+    with torch.no_grad(), pytest.raises(ValueError, match=r"^top_k_ids of rank 3 contain .*\[0, num_experts=8\)"):
+        first.routed_experts(x, ids, weights)
+    ids[:, 1] = 5
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match=r"^rank 0 called layer 1 without .* while rank 2 called layer"),
+    ):
+        (second if rank == 2 else first).routed_experts(x, ids, weights)
+    wanted = pytest.raises(AgreedError, match=r"^requires_grad=\[True, False, True, True\] of tokens")
+    with wanted, torch.set_grad_enabled(rank != 1):
+        first.routed_experts(x, ids, weights)
+    with torch.no_grad():
+        output = first.routed_experts(x, ids, weights)
+    assert output.isfinite().all()
+    group.workspace.check()
+    group.close()
+
+
+@in_ranks(4)
+def test_a_rank_that_breaks_off_is_named_on_both_nodes(rank: int, world_size: int) -> None:
+    group = make_expert_group(EP4.config, EP4.parallel, **{**OPEN, "timeout_s": 5.0})
+    moe = MoE(EP4.config, group)
+    path = moe.experts
+    assert isinstance(path, NodesPath)
+    if rank == 3:
+        path.send = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+    with torch.no_grad(), pytest.raises(BaseException, match=r"rank 3|^$") as raised:
+        moe(torch.ones(5, 32))
+    assert raised.type is KeyboardInterrupt if rank == 3 else issubclass(raised.type, Exception)
+    dist.barrier()
+    with torch.no_grad(), pytest.raises(StepFailedError, match="the forward pass failed on rank"):
+        moe(torch.ones(5, 32))
