@@ -1,11 +1,11 @@
-// Layer 0 in one launch: rows go to other ranks beside the GEMM over those that came, and the activation; as fc2_dgrad
-// the same of gradients on their way back through layer 1's weights.
+// Layer 0 in one launch: rows go to other ranks while the GEMM and the activation run over those that came. As
+// fc2_dgrad the same kernel takes gradients back through layer 1's weights.
 //
 // A block has twelve warps: eight multiply, three load for them, one pushes rows until none are left.
 //
 // With IS_SPLIT the first blocks that run, `comm_blocks` of them, push rows with all their warps, and turn to the GEMM
 // when none are left; the other blocks push none. Why that ends, in whatever order blocks find a place on the GPU: rows
-// are pushed by blocks that run, which wait for nobody before all are pushed; a tile waits for rows that other ranks
+// are pushed by blocks that run, which do not wait before all are pushed; a tile waits for rows that other ranks
 // push, and their launches have such blocks, too.
 
 #include "include/layer0/hidden.cuh"
@@ -26,7 +26,7 @@ struct GatherGemmArgs {
     const void* biases; // (e, 2F) of gate | up, if HAS_BIAS
 };
 
-// Of both warpgroups that multiply.
+// Bytes of staging memory for both math warpgroups.
 template <class Config>
 constexpr int dispatch_gemm_staging_bytes() {
     if constexpr (Config::IS_FP8) return Maxima<Config>::BYTES;

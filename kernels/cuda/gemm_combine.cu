@@ -1,13 +1,13 @@
-// Layer 1 in one launch: the GEMM, beside top-k sums, their way to the rank of each token and the final sums there; as
-// fc1_dgrad the same of gradients on their way back through layer 0's weights.
+// Layer 1 in one launch: the GEMM, and at the same time top-k sums, their transfer to the rank of each token and the
+// final sums there. As fc1_dgrad the same kernel takes gradients back through layer 0's weights.
 //
 // A block has twelve warps: eight multiply, one loads for them, three combine from the start, if there is more than one
 // panel. Those that multiply combine when they are done, in the memory of the stages.
 //
 // With IS_SPLIT the last blocks that run, `comm_blocks` of them, combine with all these warps from the start and
 // compute nothing; in the others no warp combines before the tiles are done. Why that ends, in whatever order blocks
-// find a place on the GPU: a block combines from the start only once all others run. So whoever waits for a panel waits
-// for tiles of blocks that run, which wait for nobody; if fewer blocks run, those combine that have computed.
+// find a place on the GPU: a block combines from the start only once all others run. So a warp that waits for a panel
+// waits for tiles of blocks that run, which do not wait; if fewer blocks run, those combine that have computed.
 
 #include "include/layer1/combine.cuh"
 #include "include/layer1/producer.cuh"
@@ -23,7 +23,7 @@ struct PanelGemmArgs {
     const void* biases; // (e, D), if HAS_BIAS
 };
 
-// Of both warpgroups that multiply; in block FP8 they use the stages.
+// Bytes of staging memory for both math warpgroups; in block FP8 they use the stages.
 template <class Config>
 constexpr int gemm_combine_staging_bytes() {
     if constexpr (Config::IS_FP8) return 0;

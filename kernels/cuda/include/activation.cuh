@@ -5,7 +5,7 @@
 #ifndef COMET_ACTIVATION_CUH
 #define COMET_ACTIVATION_CUH
 
-// As the Triton twin computes it, bit for bit, in 7 instructions instead of 14: a power too small for a normal number
+// Gives the bits of the Triton twin in 7 instructions instead of 14: a power too small for a normal number
 // vanishes in the sum, which is never below 1.
 __device__ __forceinline__ float sigmoid_of(float value) {
     float power, sigmoid;

@@ -49,8 +49,8 @@ struct Fp32 {
 
 struct E4m3 {};
 
-// A block has two warpgroups that multiply and four warps beside them. A launch gives all threads equally many
-// registers, of which those that multiply tall tiles have too few: the other warpgroup gives them some. In each of the
+// A block has two math warpgroups and four other warps. A launch gives all threads equally many
+// registers, and math warpgroups have too few for tall tiles: the other warpgroup gives them some. In each of the
 // four register files two warps multiply and one does not.
 struct Block {
     static constexpr int MATH_WARPS = 8, THREADS = 32 * (MATH_WARPS + 4), LAUNCH_REGISTERS = 168;

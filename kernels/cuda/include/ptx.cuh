@@ -9,7 +9,7 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 using s64 = long long;
 
-constexpr int SWIZZLE_BYTES = 128; // of a row in shared memory: what one swizzle spans
+constexpr int SWIZZLE_BYTES = 128; // bytes of a row in shared memory, which one swizzle spans
 constexpr u32 ALL_LANES = 0xFFFFFFFF;
 
 // A CUtensorMap.
@@ -90,8 +90,8 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
         ::"r"(barrier), "r"(parity) : "memory");
 }
 
-// Stores a number in the memory of block `rank` of the cluster, for whoever there has waited for the barrier, which one
-// arrival completes.
+// Stores a number in the memory of block `rank` of the cluster, where threads that waited for the barrier see it; one
+// arrival completes the barrier.
 template <int CLUSTER>
 __device__ __forceinline__ void store_and_arrive(u32 target, int number, u32 barrier, u32 rank) {
     if constexpr (CLUSTER == 1) {
@@ -202,7 +202,7 @@ __device__ __forceinline__ void stmatrix_x4(u32 target, const u32 (&words)[4]) {
 
 // ---- wgmma
 
-// Of rows of SWIZZLE_BYTES, swizzled in groups of eight; the low word says where, in units of 16 bytes.
+// Descriptor of rows of SWIZZLE_BYTES, swizzled in groups of eight; the low word is the address in units of 16 bytes.
 __device__ __forceinline__ u64 descriptor_of(u32 low_word) {
     return (u64(1) << 62) | (u64(8 * SWIZZLE_BYTES / 16) << 32) | low_word;
 }

@@ -26,7 +26,7 @@ struct Recorder {
         return 0;
     }
 
-    // By one thread, when the work is done.
+    // One thread records the work when it is done.
     __device__ __forceinline__ void record(int kind, int first, int second, int third, u64 begin, u64 ready) const {
         if constexpr (Config::RECORDS) {
             const int count = worker[0];

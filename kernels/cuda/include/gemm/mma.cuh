@@ -43,7 +43,7 @@ __device__ __forceinline__ void multiply_steps(
     Meanwhile meanwhile) {
     // From one instruction's weights to the next one's, in units of 16 bytes: along a line, or 16 lines on.
     constexpr int NEXT_WEIGHTS = Config::IS_DGRAD ? SWIZZLE_BYTES : 2;
-#pragma unroll 1 // as fast, and a third of the assembler's time
+#pragma unroll 1 // not slower, and the assembler takes a third of the time
     for (int step = 0; step < num_steps; ++step) {
         pipeline.wait_full();
         if constexpr (FENCES) fence_proxy_async();

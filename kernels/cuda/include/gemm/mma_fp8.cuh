@@ -11,16 +11,16 @@
 
 #include "mma.cuh"
 
-constexpr int FP8_GROUP_ROWS = 64; // of a warpgroup
-constexpr int HALF_COLS = 128;     // of a tile's columns
+constexpr int FP8_GROUP_ROWS = 64; // rows of a warpgroup
+constexpr int HALF_COLS = 128;     // half of a tile's columns
 constexpr int HALVES = 2;
-constexpr int HALF_SUMS = FP8_GROUP_ROWS * HALF_COLS / 128; // of a thread
+constexpr int HALF_SUMS = FP8_GROUP_ROWS * HALF_COLS / 128; // sums of a thread
 
-using Products = float[HALF_SUMS]; // of a step
+using Products = float[HALF_SUMS]; // sums of one step
 using HalfSums = float[HALF_SUMS];
 using Fp8Accumulator = HalfSums[HALVES];
 
-// What of a tile is a warpgroup's, and in it a thread's first row; the second one is eight rows further.
+// The part of a tile that is a warpgroup's, and a thread's first row in it; its second row is eight rows further.
 struct Region {
     bool is_whole; // both halves of the columns, of own rows
     int first_half, first_row, row;
@@ -72,8 +72,8 @@ __device__ __forceinline__ void add_scaled(
     }
 }
 
-// The first stage is full. A stage is waited for while the last products of the one before are under way: a warpgroup
-// has to add these and begin anew before the other one's are done.
+// The first stage is full. A warpgroup waits for a stage while the last products of the one before are under way: it
+// has to add these and start again before the products of the other warpgroup are done.
 template <int NUM_HALVES, bool INTERLEAVED, class Config, typename Meanwhile>
 __device__ __forceinline__ void multiply_halves(
     Pipeline<Config>& pipeline, Fp8Accumulator& sums, WeightScales<INTERLEAVED>& scales, const Region& region, int lane,
@@ -81,8 +81,8 @@ __device__ __forceinline__ void multiply_halves(
     using Mma = Wgmma<typename Config::Element, HALF_COLS>;
     constexpr int STAGE_BYTES = Stage<Config>::BYTES, ROW_SCALE_BYTES = Stage<Config>::ROW_SCALE_BYTES;
     Products products;
-    // Of a stage's rows and weights, carried on from stage to stage: worked out anew, they would keep the products
-    // waiting.
+    // Descriptors of a stage's rows and weights. They advance from stage to stage: to compute them again would keep the
+    // products waiting.
     const u32 stage = pipeline.weights();
     u32 rows_at = low_word(descriptor(stage + Stage<Config>::WEIGHT_BYTES + region.first_row * SWIZZLE_BYTES));
     u32 weights_at = low_word(descriptor(stage + region.first_half * (HALF_COLS * SWIZZLE_BYTES)));

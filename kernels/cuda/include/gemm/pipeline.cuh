@@ -12,7 +12,8 @@ struct Stage {
     static constexpr int WEIGHT_BYTES = Config::BLOCK_N * SWIZZLE_BYTES;
     static constexpr int BYTES = WEIGHT_BYTES + Config::MAX_TILE_ROWS * SWIZZLE_BYTES;
     static constexpr int ROW_SCALE_BYTES = 4 * Config::SCALE_STEPS;
-    static constexpr int SCALE_BYTES = Config::IS_FP8 ? Config::MAX_TILE_ROWS * ROW_SCALE_BYTES : 0; // of as many steps
+    // Scales of SCALE_STEPS steps.
+    static constexpr int SCALE_BYTES = Config::IS_FP8 ? Config::MAX_TILE_ROWS * ROW_SCALE_BYTES : 0;
 };
 
 template <class Config>
@@ -31,7 +32,7 @@ struct Pipeline {
 
     __device__ __forceinline__ int last() const { return stage == 0 ? Config::NUM_STAGES - 1 : stage - 1; }
 
-    // Of the stage.
+    // Address of the stage's weights.
     __device__ __forceinline__ u32 weights() const { return stages + stage * Stage<Config>::BYTES; }
     __device__ __forceinline__ u32 full_barrier() const { return full + 8 * stage; }
     __device__ __forceinline__ u32 empty_barrier() const { return empty + 8 * stage; }
@@ -39,7 +40,7 @@ struct Pipeline {
     __device__ __forceinline__ void wait_full() const { mbarrier_wait(full_barrier(), parity); }
     __device__ __forceinline__ void wait_empty() const { mbarrier_wait(empty_barrier(), parity ^ 1); }
 
-    // By each warp that multiplies: the stage before this one may be loaded again.
+    // Each math warp says that the stage before this one may be loaded again.
     __device__ __forceinline__ void free_last() const { mbarrier_arrive(empty + 8 * last()); }
 
     // The scales of a step of a tile, of its first row.
@@ -85,7 +86,7 @@ struct SharedStorage {
         return begin + (slots + Config::TILE_SLOTS * SCHEDULER_SLOT_BYTES - stages);
     }
 
-    // By one thread: how many arrivals fill a stage, and how many free it. No tile has been published.
+    // One thread sets how many arrivals fill a stage, and how many free it. No tile has been published.
     __device__ __forceinline__ void init(u32 filling, u32 freeing) const {
         for (int stage = 0; stage < Config::NUM_STAGES; ++stage) {
             mbarrier_init(full + 8 * stage, filling);

@@ -14,7 +14,7 @@ constexpr int TILE_COUNTER = 1; // among a launch's counters, behind the tickets
 constexpr int BLOCK_COUNTER = 3; // of blocks that run, where some of them only communicate at first
 constexpr int GROUP_TILES = 8;  // of an expert, of the same columns, that are neighbours in the order
 
-// Of an expert's tiles, with `row_tiles` token tiles and `cols` blocks of columns, in the order of
+// The place of a tile among an expert's tiles, `row_tiles` token tiles and `cols` blocks of columns, in the order of
 // kernels/gemm/tiles.py.
 struct TilePlace {
     int row_tile, col;
@@ -49,7 +49,7 @@ __device__ __forceinline__ int tile_rows(int count, int num) {
     return ceil_div(ceil_div(count, num), Config::ROW_STEP) * Config::ROW_STEP;
 }
 
-// The next number of a counter. Whoever asks ahead of its use does not wait for it: an atomicAdd would, for the
+// The next number of a counter. A thread that asks ahead of its use does not wait for it: an atomicAdd would, for the
 // assembler makes one of it for the whole warp, and hands out its result at once.
 __device__ __forceinline__ int next_ticket(int* counter) {
     int ticket;
@@ -67,7 +67,7 @@ __device__ __forceinline__ int fetch_tile(u32 slots, u32 number) {
     return tile;
 }
 
-// What a warp that multiplies does: `compute` is one tile, whose first stage is full.
+// The work of a math warp: `compute` is one tile, whose first stage is full.
 template <class Config, class Storage, typename Compute>
 __device__ __forceinline__ void compute_tiles(const Storage& storage, int num_tiles, Compute compute) {
     Pipeline<Config> pipeline = storage.pipeline();
@@ -82,19 +82,19 @@ __device__ __forceinline__ void compute_tiles(const Storage& storage, int num_ti
     }
 }
 
-// Of a thread that loads. One thread of a cluster leads: it takes numbers of the counter, and publishes them in slots
-// in the shared memory of all its blocks. It publishes the tile after the next one, in a slot that all have read: a
-// tile has a stage or more, and slots are at least three more than stages. All numbers are taken, so whatever blocks of
-// a launch are on the GPU finish it.
+// The tile scheduler of a loading thread. One thread of a cluster leads: it takes numbers of the counter, and publishes
+// them in slots in the shared memory of all its blocks. It publishes the tile after the next one, in a slot that all
+// have read: a tile has a stage or more, and slots are at least three more than stages. All numbers are taken, so the
+// blocks of a launch that are on the GPU finish it, whichever they are.
 template <class Config>
 struct TileScheduler {
     int* counter;
     u32 slots;
     bool leads;
-    u32 number = 0; // of the block's tile
-    int ahead[2];   // of the thread that leads: what it publishes next
+    u32 number = 0; // number of the block's tile
+    int ahead[2];   // the tiles that the leading thread publishes next
 
-    // Where a block begins: numbers are on their way while it finds its bearings.
+    // Ask for the first numbers: they arrive while the block sets itself up.
     __device__ __forceinline__ TileScheduler(int* counter, u32 slots, bool leads)
         : counter(counter), slots(slots), leads(leads) {
         if (leads) {
@@ -110,7 +110,7 @@ struct TileScheduler {
             publish(1, ahead[1]);
             ahead[0] = next_ticket(counter);
         }
-        fetch_tile<Config>(slots, 1); // a block that ends at once has no more stores on their way to it
+        fetch_tile<Config>(slots, 1); // so that no store can arrive at a block that has ended
         return fetch_tile<Config>(slots, 0);
     }
 
@@ -125,7 +125,7 @@ struct TileScheduler {
         ahead[0] = next_ticket(counter);
     }
 
-    // Where it lies for those that multiply.
+    // The slot in which the math warps find the tile.
     __device__ __forceinline__ int slot() const { return (number - 1) % Config::TILE_SLOTS; }
 
 private:

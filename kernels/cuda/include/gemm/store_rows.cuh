@@ -6,7 +6,7 @@
 #include "mma.cuh"
 
 template <class Config>
-constexpr int ROWS_STAGING_BYTES = Config::STAGED_ROWS * SWIZZLE_BYTES; // of each warpgroup
+constexpr int ROWS_STAGING_BYTES = Config::STAGED_ROWS * SWIZZLE_BYTES; // bytes of each warpgroup
 
 // Through shared memory, which turns columns of the result into rows of 64 columns, to 128 bytes of a row at a time.
 template <class Config, class Tile>

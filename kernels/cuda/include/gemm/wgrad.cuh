@@ -27,7 +27,7 @@ struct WgradArgs {
     TensorMap a_map, b_map; // segment maps of rows: kernels/runtime/nvrtc.py
     TensorMap out_map;      // boxes of 16 rows and 64 columns
     WgradProblem problem;
-    int* counter; // of tiles, 0 before the launch
+    int* counter; // counts tiles, 0 before the launch
 };
 
 template <class Config>
@@ -37,10 +37,10 @@ struct WgradShape {
     static constexpr int PANEL_BYTES = Config::BLOCK_K * SWIZZLE_BYTES;
     static constexpr int A_PANELS = Config::BLOCK_N / Config::BLOCK_K;
     static constexpr int B_PANELS = Config::MAX_TILE_ROWS / Config::BLOCK_K;
-    static constexpr int A_COLS = A_PANELS * LINE_COLS, B_COLS = B_PANELS * LINE_COLS; // of a tile
-    static constexpr int BOX_ROWS = 16;                                                // of the result, of a warp
+    static constexpr int A_COLS = A_PANELS * LINE_COLS, B_COLS = B_PANELS * LINE_COLS; // columns of a tile
+    static constexpr int BOX_ROWS = 16; // rows of the result that a warp stores at once
     static constexpr int BOX_BYTES = BOX_ROWS * SWIZZLE_BYTES;
-    static constexpr int STAGING_BYTES = Config::STAGED_BOXES * BOX_BYTES; // of each warp
+    static constexpr int STAGING_BYTES = Config::STAGED_BOXES * BOX_BYTES; // bytes of each warp
     static constexpr int LEAD_BYTES = 8 * Config::NUM_STAGES; // behind the rest of the block's shared memory
     static_assert(A_PANELS == GROUPS && B_COLS == Config::MMA_ROWS && Config::BLOCK_K % Config::ROW_STEP == 0);
     static_assert(Config::LEAD < Config::NUM_STAGES); // a stage is free once the second warpgroup is a step further
@@ -54,7 +54,7 @@ struct Segment {
     int start, count;
 };
 
-// What the producer publishes of a tile, in shared memory.
+// The record of a tile that the producer publishes in shared memory.
 struct alignas(16) WgradTile {
     Segment segment;
     int expert, a_col, b_col, is_last;
@@ -82,7 +82,7 @@ __device__ __forceinline__ WgradTile tile_at(const WgradProblem& problem, int in
 
 // ---- the thread that loads
 
-// What a segment's `row` is to its map.
+// Loads rows of a segment through its tensor map.
 __device__ __forceinline__ void load_segment(
     u32 target, const TensorMap& map, u32 barrier, int col, const Segment& segment, int row, int segment_rows) {
     tma_load_4d(
@@ -124,7 +124,7 @@ __device__ __forceinline__ void load_tiles(
         if (!is_last) next = tile_at<Config>(problem, following); // its segment is found while this one is loaded
         for (int step = 0; step < tile.num_steps<Config>(); ++step) {
             pipeline.wait_empty();
-            // Seen by whoever has waited for the tile's first stage.
+            // Warps that have waited for the tile's first stage see this store.
             if (step == 0) storage.tiles[scheduler.slot()] = tile;
             load_stage(args, pipeline, tile, step);
             pipeline.advance();
@@ -143,7 +143,7 @@ struct Lead {
         if (lane == 0) mbarrier_arrive(barriers + 8 * pipeline.stage);
     }
 
-    // By the second one, before a step: until the first one is LEAD steps further or has begun the tile's last one.
+    // The second warpgroup waits before a step until the first one is LEAD steps ahead or in the tile's last step.
     __device__ __forceinline__ void wait(const Pipeline<Config>& pipeline, int step, int num_steps) const {
         if (step > 0 && step + Config::LEAD > num_steps) return;
         int stage = pipeline.stage + min(Config::LEAD, num_steps) - 1;
@@ -189,11 +189,11 @@ __device__ __forceinline__ void multiply_step(
     wgmma_commit_group();
     if (Config::LEAD > 0 && group == 0) lead.arrive(pipeline, lane);
     wgmma_wait_group<1>();
-    if (step > 0) free_stage(pipeline, lane); // of the step before
+    if (step > 0) free_stage(pipeline, lane); // the stage of the step before
     pipeline.advance();
 }
 
-// Of a last step that is not full, only as many steps of 16 rows are multiplied as there are.
+// Multiplies only the 16-row steps that a last, partly filled step has.
 template <int ROWS, class Config>
 __device__ __forceinline__ void multiply_rest(
     Pipeline<Config>& pipeline, WgradSums<Config>& sums, const Lead<Config>& lead, int rows, int step, int group,

@@ -10,7 +10,7 @@
 #include "../recorder.cuh"
 #include "tiles.cuh"
 
-// Of Q routed rows; what a kernel does not write is null.
+// Results for Q routed rows; a kernel does not write those that are null.
 struct HiddenArgs {
     void* hidden;               // (Q, F) in 16 bits, in block FP8 in e4m3; as fc2_dgrad its gradient
     u16* gate_up;               // (Q, 2F) gate | up, if SAVES_GATE_UP
@@ -21,10 +21,10 @@ struct HiddenArgs {
 
 template <class Config>
 struct HiddenStaging {
-    static constexpr int GROUP_COLS = GatherProblem<Config>::TILE_COLS / 2; // of a warpgroup
+    static constexpr int GROUP_COLS = GatherProblem<Config>::TILE_COLS / 2; // columns of a warpgroup
     static constexpr int LINE_BYTES = 2 * GROUP_COLS;
     static constexpr int BYTES = Config::IS_DGRAD ? ROWS_STAGING_BYTES<Config>
-                                                  : Config::STAGED_ROWS * LINE_BYTES; // of each warpgroup
+                                                  : Config::STAGED_ROWS * LINE_BYTES; // bytes of each warpgroup
     static_assert(Config::MAX_TILE_ROWS % Config::STAGED_ROWS == 0);
 };
 
@@ -110,7 +110,7 @@ __device__ __forceinline__ void record_tile(
     }
 }
 
-// What the warps that multiply do, tile by tile.
+// The work of the math warps, tile by tile.
 template <class Config, class Storage>
 __device__ __forceinline__ void multiply_hidden(
     const GatherProblem<Config>& problem, const Storage& storage, const HiddenArgs& args,

@@ -13,7 +13,7 @@ constexpr int HALF_HIDDEN = HALF_COLS / 2; // columns of hidden of a half: gate 
 constexpr float E4M3_MAX = 448.0f, SMALLEST_SCALE = 1.1754943508222875e-38f; // 2^-126
 constexpr u32 SCALE_BITS = ~15u; // element times scale is exact in float32
 
-// By the rule of comet.quantization.formats.quantize_rows.
+// The scale by the rule of comet.quantization.formats.quantize_rows.
 __device__ __forceinline__ float scale_of(float largest) {
     const float scale = fmaxf(__fdiv_rn(largest, E4M3_MAX), SMALLEST_SCALE);
     return __uint_as_float(__float_as_uint(scale) & SCALE_BITS);
@@ -148,7 +148,7 @@ __device__ __forceinline__ void compute_hidden_fp8(
     }
 }
 
-// What the warps that multiply do, tile by tile.
+// The work of the math warps, tile by tile.
 template <class Config, class Storage>
 __device__ __forceinline__ void multiply_hidden_fp8(
     const GatherProblem<Config>& problem, const Storage& storage, const HiddenArgs& args,

@@ -13,11 +13,11 @@ template <class Config>
 struct Gather {
     static constexpr int LOADERS = Config::PRODUCER_WARPS;
     static constexpr int ELEMENT_BYTES = SWIZZLE_BYTES / Config::BLOCK_K;
-    static constexpr int GROUP_ROWS = 16;                            // what a warp loads one after the other
-    static constexpr int ROWS_PER_LOAD = 32 * 16 / SWIZZLE_BYTES;    // of a warp
+    static constexpr int GROUP_ROWS = 16;                            // rows that a warp loads one after the other
+    static constexpr int ROWS_PER_LOAD = 32 * 16 / SWIZZLE_BYTES;    // rows of a warp's load
     static constexpr int LOADS_PER_GROUP = GROUP_ROWS / ROWS_PER_LOAD;
     static constexpr int GROUPS = Config::MAX_TILE_ROWS / GROUP_ROWS;
-    static constexpr int MOST_LOADS = (GROUPS + LOADERS - 1) / LOADERS * LOADS_PER_GROUP; // of a warp and stage
+    static constexpr int MOST_LOADS = (GROUPS + LOADERS - 1) / LOADERS * LOADS_PER_GROUP; // loads of a warp and stage
     static constexpr int UNROLLED = 4;                                // steps
     static constexpr int LOOK_STEP = 2; // from which it is seen whether the next tile's rows are there
     static constexpr int IDS_PER_LANE = (MOST_LOADS + 7) / 8;
@@ -25,10 +25,10 @@ struct Gather {
     static constexpr bool FENCES = Config::IS_FP8;
     static_assert(Config::CLUSTER == 1 && Config::ROW_STEP % GROUP_ROWS == 0 && UNROLLED % Config::SCALE_STEPS == 0);
     static_assert(Config::TILE_SLOTS > Config::NUM_STAGES + 2);
-    static_assert(!Config::IS_FP8 || Stage<Config>::ROW_SCALE_BYTES == 16); // what cp.async.cg copies
+    static_assert(!Config::IS_FP8 || Stage<Config>::ROW_SCALE_BYTES == 16); // cp.async.cg copies 16 bytes
 };
 
-// Where received rows lie, and whether they are there.
+// The addresses of received rows, and whether the rows are there.
 template <class Config>
 struct ReceivedRows {
     const char* own;     // (T, row_bytes) tokens of this rank
@@ -64,7 +64,7 @@ struct TileRows {
     using G = Gather<Config>;
     int ids[G::IDS_PER_LANE];
 
-    // Of the tile, and for the first eight lanes.
+    // The row of the tile, for the first eight lanes.
     static __device__ __forceinline__ int row_at(int load, int loader) {
         return (load / G::LOADS_PER_GROUP * G::LOADERS + loader) * G::GROUP_ROWS +
                load % G::LOADS_PER_GROUP * G::ROWS_PER_LOAD;
@@ -98,8 +98,8 @@ struct TileRows {
     }
 };
 
-// Where a lane finds the scales of some of its warp's rows, in block FP8: behind a row's elements, one for each step. A
-// row's bytes are a multiple of 64, so those of the last few steps may be followed by others that no one reads.
+// The addresses of a lane's scales for some rows of its warp, in block FP8: after a row's elements, one for each step.
+// A row's bytes are a multiple of 64, so those of the last few steps may be followed by others that no one reads.
 template <class Config>
 struct RowScales {
     using G = Gather<Config>;
@@ -109,7 +109,7 @@ struct RowScales {
         const TileRows<Config>& rows, const ReceivedRows<Config>& received, int depth, int lane) {
 #pragma unroll
         for (int eight = 0; eight < G::IDS_PER_LANE; ++eight) {
-            // Of row `lane` of 32 that the warp loads in eight turns.
+            // The id of row `lane` of the 32 that the warp loads in eight turns.
             const int id = __shfl_sync(ALL_LANES, rows.ids[eight], lane % 4 * 8 + lane / 4);
             from[eight] = received.row(id) + depth * G::ELEMENT_BYTES;
         }
@@ -125,8 +125,8 @@ struct RowScales {
     }
 };
 
-// Stages that a lane has loads on their way to: with FENCES the lanes say that a stage is full, when they have loads
-// for LAG more on their way.
+// Stages into which a lane's loads are in flight: with FENCES the lanes say that a stage is full once their loads for
+// LAG more stages are in flight.
 template <class Config>
 struct Underway {
     static constexpr int LAG = 1;
@@ -206,9 +206,9 @@ __device__ __forceinline__ void load_tiles(
             if constexpr (G::FENCES) underway.finish(pipeline);
             rows.wait(received);
         }
-        __syncwarp(); // a row is loaded by lanes beside the one that has seen its flag
+        __syncwarp(); // only one lane polled the flag; all lanes wait for it before they load the row
         if constexpr (Config::RECORDS) tile.ready = now_ns();
-        if (scheduler.leads) tiles[scheduler.slot()] = tile; // seen by whoever has waited for the tile's first stage
+        if (scheduler.leads) tiles[scheduler.slot()] = tile; // warps that waited for the first stage see it
         const char* from[G::MOST_LOADS];
 #pragma unroll
         for (int load = 0; load < G::MOST_LOADS; ++load) {

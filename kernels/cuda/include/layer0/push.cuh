@@ -1,7 +1,7 @@
-// Token rows on their way to the ranks that compute them; order and flags: kernels/layer/triton/dispatch.py. Here a
-// ticket is the work of one warp: PUSH_ROWS rows of a chunk. Whoever moves the last of a chunk raises its flag. Nobody
-// waits. A rank that has failed has nothing to send: its plan says so (kernels/plan/placement.py), and between plan and
-// launch none waits.
+// Pushes token rows to the ranks that compute them; order and flags: kernels/layer/triton/dispatch.py. Here a ticket
+// is the work of one warp: PUSH_ROWS rows of a chunk. The warp that moves the last rows of a chunk raises its flag. No
+// warp waits. A rank that has failed has nothing to send: its plan says so (kernels/plan/placement.py), and between
+// plan and launch none waits.
 
 #ifndef COMET_LAYER0_PUSH_CUH
 #define COMET_LAYER0_PUSH_CUH
@@ -9,7 +9,7 @@
 #include "../gemm/scheduler.cuh"
 #include "../symm.cuh"
 
-// What a rank sends; T tokens of `cols` 16-bit words, W ranks, M tokens at most per rank.
+// Arguments of the dispatch warps: T tokens of `cols` 16-bit words, W ranks, M tokens at most per rank.
 struct DispatchArgs {
     const u16* x;              // (T, cols)
     const int* token_ids;      // (W, M) tokens of each send list
@@ -25,7 +25,7 @@ struct DispatchArgs {
 };
 
 // Tickets of a chunk that were done. A flag is raised once all of them are, and a ticket counts when the next one's
-// loads are on their way: until its stores have arrived at their rank, microseconds pass.
+// loads are in flight: until its stores have arrived at their rank, microseconds pass.
 struct PendingPush {
     int* done = nullptr;
     int* flag;
@@ -41,8 +41,8 @@ struct PendingPush {
     }
 };
 
-// Copies rows `first` to `last` of a send list, with PUSH_BATCH loads of 16 bytes per lane on their way, of which the
-// first are when `started` is called.
+// Copies rows `first` to `last` of a send list, with PUSH_BATCH loads of 16 bytes per lane in flight; `started` is
+// called once the first ones are.
 template <class Config, typename Started>
 __device__ __forceinline__ void copy_rows(
     const u16* x, const int* token_ids, u16* target, int first, int last, int cols, int lane, Started started) {
@@ -79,7 +79,7 @@ __device__ __forceinline__ void push_rows(const DispatchArgs& args, const Record
     static_assert(PUSH_ROWS < 32);
     const int M = args.max_tokens, rank = args.rank, epoch = __ldg(args.epoch), num_chunks = M / CHUNK;
     PendingPush pending;
-    int following = 0; // of lane 0
+    int following = 0; // lane 0 has the next ticket
     const auto take_ticket = [&] { if (lane == 0) following = next_ticket(args.tickets); };
     take_ticket();
     while (true) {

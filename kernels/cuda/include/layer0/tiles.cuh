@@ -32,8 +32,8 @@ struct GatherProblem {
     __device__ __forceinline__ int num_steps() const { return ceil_div(depth, Config::BLOCK_K); }
 };
 
-// What the first producer warp publishes of a tile, in shared memory; `rows` is a multiple of ROW_STEP, of which
-// `valid` are routed rows.
+// The record of a tile that the first producer warp publishes in shared memory; `rows` is a multiple of ROW_STEP, of
+// which `valid` are routed rows.
 struct alignas(16) GatheredTile {
     int first_row, rows, valid, col, expert, phase, is_last, spare;
     u64 begin, ready; // nanoseconds

@@ -2,13 +2,13 @@
 // fc1_dgrad (IS_DGRAD) rows are not weighted; with them travel the gradients of the routing weights.
 //
 // Tickets, their order and why it ends: kernels/layer/triton/combine.py. Here a ticket is the work of one warp. It
-// lists the rows to add up, and then streams them with AHEAD loads on their way, across the ends of sums and of column
-// blocks: beside a GEMM a load takes microseconds, and only what is under way in the meantime counts. A warp takes its
+// lists the rows to add up, and then streams them with AHEAD loads in flight, across the ends of sums and of column
+// blocks: during a GEMM a load takes microseconds, and only loads in flight hide that. A warp takes its
 // next ticket when it has nothing to wait for any more: others may wait for what a ticket sends.
 //
 // A rank of which a wait has met its deadline sends nothing more. What this launch sums up depends on what earlier ones
 // waited for and on the panel, so it is enough that no panel opens: a look at the record of faults per warp and panel,
-// on its way beside the look at the panel's counter, and no register beyond it.
+// loaded together with the panel's counter, and no further register.
 
 #ifndef COMET_LAYER1_COMBINE_CUH
 #define COMET_LAYER1_COMBINE_CUH
@@ -23,7 +23,7 @@ struct Entry {
     float weight;
 };
 
-// What a warp that combines has in shared memory: a list, and slots of a part of a row each.
+// The shared memory of a combining warp: a list, and slots of a part of a row each.
 template <class Config>
 struct CombineShape {
     static constexpr int LIST_ENTRIES =
@@ -79,7 +79,7 @@ struct Batch {
 
 // Streams the listed rows of `source`, columns first_col .. first_col + PASS_COLS * passes, through slots in shared
 // memory, and stores their sums to consecutive rows. A lane reads what it fetched itself. One warp alone is slow at
-// anything that waits for itself, so entries come in batches. `started` is called with the first entries on their way.
+// anything that waits for itself, so entries come in batches. `started` is called when the first entries are in flight.
 template <class Config, int AHEAD, typename Started>
 __device__ __forceinline__ void add_rows(
     u32 list, int num_entries, u32 slots, const u16* source, u16* target, int cols, int first_col, int passes, int lane,
@@ -213,8 +213,8 @@ struct CombineTicket {
     }
 };
 
-// A chunk's flag, raised once the next ticket's loads are on their way: until the stores of a ticket have arrived at
-// their rank, microseconds pass. Whoever waits raises it before.
+// A chunk's flag, raised once the next ticket's loads are in flight: until the stores of a ticket have arrived at
+// their rank, microseconds pass. A warp that waits raises it first.
 struct PendingFlag {
     int* flag = nullptr;
 
@@ -236,7 +236,7 @@ struct Combiner {
     Recorder<Config> recorder;
     int lane, epoch, shares;
     int open_panels = 0;
-    int following = 0; // of lane 0
+    int following = 0; // lane 0 has the next ticket
     PendingFlag pending;
 
     __device__ __forceinline__ Combiner(const CombineArgs& args, char* memory, int worker, int lane)
@@ -301,7 +301,7 @@ struct Combiner {
         if (lane == 0) recorder.record(Config::KIND_REDUCE, source, first_row / CHUNK, ticket.panel, begin, ready);
     }
 
-    // Gradients of a received row's routing weights, beside the first part of the first panel.
+    // Sends the gradients of a received row's routing weights, with the first part of the first panel.
     __device__ __forceinline__ void send_weights(int source, int row, u64 place) const {
         float* const target = reinterpret_cast<float*>(__ldg(args.grad_addresses + source));
 #pragma unroll

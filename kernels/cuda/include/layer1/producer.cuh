@@ -20,7 +20,7 @@ __device__ __forceinline__ void load_tiles(
         PanelTile tile = tile_at(problem, index);
         following = scheduler.next();
         tile.is_last = following >= num_tiles;
-        storage.tiles[scheduler.slot()] = tile; // seen by whoever has waited for the tile's first stage
+        storage.tiles[scheduler.slot()] = tile; // warps that waited for the first stage see it
         scheduler.publish_ahead(tile.is_last);
         const int boxes = ceil_div(tile.rows, BOX_ROWS);
         for (int step = 0; step < problem.num_steps(); ++step) {

@@ -37,13 +37,13 @@ __device__ __forceinline__ void compute_rows(
         if (col < problem.cols) biases.fetch(problem.biases, tile.expert, problem.cols, col, col + 8);
     }
     const bool leads = warp == 0 && lane == 0;
-    // Of the tile before, whose stores have had time to complete.
+    // Publish the tile before, whose stores have had time to complete.
     multiply_tile<FENCES>(
         pipeline, sums, biases, tile.rows, group, lane, num_steps, [&] { if (leads) share.publish(); });
     store_tile<Config>(sums, tile, y, problem.cols, staging, group, warp, lane);
 }
 
-// What the warps that multiply do: `compute` is one tile.
+// The work of the math warps: `compute` is one tile.
 template <class Config, class Storage, typename Compute>
 __device__ __forceinline__ void compute_rows_of_tiles(
     const PanelProblem<Config>& problem, const Storage& storage, int* panel_counters,

@@ -49,7 +49,7 @@ __device__ __forceinline__ void compute_rows_fp8(
         return problem.scales.weights + u64((tile.expert * num_blocks + block) * num_steps);
     };
     const WeightScales<false> scales(scales_of(region.first_half), scales_of(1));
-    // Of the tile before, whose stores have had time to complete.
+    // Publish the tile before, whose stores have had time to complete.
     multiply_region(pipeline, sums, scales, region, lane, num_steps, [&] { if (leads) share.publish(); });
     if constexpr (Config::HAS_BIAS) {
         const int col = tile.col + region.first_half * HALF_COLS;
@@ -71,7 +71,7 @@ __device__ __forceinline__ void compute_rows_fp8(
             store_half<Config>(sums[half], staging, target + col, problem.cols, lane);
         }
     }
-    fence_proxy_async(); // of the stores to the stage, before the next load to it
+    fence_proxy_async(); // orders the stores to the stage before the next load to it
     __syncwarp();
     if (lane == 0) pipeline.free_last();
     warpgroup_sync(group);

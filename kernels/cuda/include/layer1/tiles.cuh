@@ -23,7 +23,7 @@ __device__ __forceinline__ void panel_span(int panel, int cols, int panels, int&
     }
 }
 
-// Of block FP8; see gemm_combine of kernels/layer/triton/gemm_combine.py.
+// Scales of block FP8; see gemm_combine of kernels/layer/triton/gemm_combine.py.
 struct ScaleArgs {
     const float* rows;    // (F / 128, Q)
     const float* weights; // (e, D / 128, F / 128)
@@ -50,8 +50,8 @@ struct PanelProblem {
     __device__ __forceinline__ int num_steps() const { return ceil_div(depth, Config::BLOCK_K); }
 };
 
-// What the producer publishes of a tile, in shared memory. `rows` is a multiple of ROW_STEP; `plan_tiles` says for how
-// many of the plan's tiles it counts.
+// The record of a tile that the producer publishes in shared memory. `rows` is a multiple of ROW_STEP; `plan_tiles`
+// says for how many of the plan's tiles it counts.
 struct alignas(16) PanelTile {
     int first_row, rows, col, panel, plan_tiles, expert, is_last;
 };
@@ -103,8 +103,8 @@ __device__ __forceinline__ void list_row_tiles(const PanelProblem<Config>& probl
     };
     const int row_tiles = list([](int count) { return num_row_tiles<Config>(count); });
     if (Config::MMA_ROWS == 2 * Config::PLAN_TILE_ROWS && 2 * row_tiles * per_row_tile <= int(gridDim.x)) {
-        // As many as it takes at the height of so many: that is rounded up, so of many tiles the last ones may be left
-        // without rows, and would lie behind the expert's.
+        // Count the tiles of the height that `num` tiles have. The height is rounded up, so the last of `num` tiles may
+        // be left without rows, and would lie after the expert's rows.
         list([](int count) {
             const int num = max((count + Config::PLAN_TILE_ROWS / 2) / Config::PLAN_TILE_ROWS, 1);
             return count > 0 ? ceil_div(count, tile_rows<Config>(count, num)) : 0;
