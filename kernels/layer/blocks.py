@@ -1,4 +1,4 @@
-"""Blocks of the kernels in CUDA C++ of both layers: how they multiply elements of each type, and what both are told."""
+"""Blocks of the CUDA C++ kernels of both layers: how they multiply each type, and their common arguments."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from ..runtime.cuda_source import INT64, POINTER, SWIZZLE_BYTES, DeviceStruct, element_of, fields
 from ..runtime.recorder import EVENT_WORDS
 
-PLAN_TILE_ROWS = 128  # of the plan's tiles
+PLAN_TILE_ROWS = 128  # rows of the plan's tiles
 TILE_SLOTS = 8  # tiles that the producer can be ahead, and more
 PASS_COLS = 256  # columns that a communicating warp has at a time: 16 bytes per lane
 
@@ -24,19 +24,19 @@ class Mma:
     row_step: int  # rows come in steps of so many
 
 
-MMA = Mma(block_n=128, block_k=64, mma_rows=256, row_step=16)  # of 16 bits
+MMA = Mma(block_n=128, block_k=64, mma_rows=256, row_step=16)  # for 16 bits
 FP8_MMA = Mma(block_n=256, block_k=128, mma_rows=128, row_step=64)
 
 
 class Fault(DeviceStruct):
-    """Where a wait that met its deadline is recorded."""
+    """The record of a wait that met its deadline."""
 
     _fields_ = (*fields(POINTER, "record"), *fields(INT64, "timeout_ns"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerVariant:
-    """What a kernel of either layer is compiled for."""
+    """The constants for which a kernel of either layer is compiled."""
 
     weights: torch.dtype  # elements of the operands: bfloat16, float16 or float8_e4m3fn
     output: torch.dtype  # elements of the results in 16 bits, bfloat16 or float16
@@ -63,7 +63,7 @@ class LayerVariant:
         return dict(zip(("Element", "Output", "Bias"), map(element_of, elements), strict=True))
 
     def entry_of(self, name: str, suffix: str = "") -> str:
-        """Name of a kernel, with what it does beside."""
+        """Name of a kernel, with the additions it is compiled for."""
         name += "_biases" * (self.bias is not None) + suffix
         return name + "_split" * self.is_split + "_recording" * self.records
 

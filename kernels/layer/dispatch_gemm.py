@@ -8,7 +8,7 @@ What it has and its Triton twin cannot have: warps that only load, token tiles o
 is kept from multiplying. Blocks take the next tile when they are ready, so that those that need the same weights read
 them together.
 
-Why it ends: pushing warps wait for nobody, so every flag is raised, in whatever order blocks run.
+Why it ends: pushing warps never wait, so every flag is raised, in whatever order blocks run.
 """
 
 import functools
@@ -46,15 +46,15 @@ PRODUCER_WARPS = 3  # one more pushes
 TILE_BYTES = 48  # of ``GatheredTile`` of ``layer0/tiles.cuh``
 EXPERT_BYTES = 12  # of an expert in the table of token tiles
 # Blocks in 16 bits, as measured best on an H200; those of block FP8 have as many stages, and push as many rows.
-MOST_ROWS = 288  # of a token tile that has all rows of its expert; others have up to ``MMA.mma_rows``
+MOST_ROWS = 288  # rows of a token tile that has all rows of its expert; others have up to ``MMA.mma_rows``
 NUM_STAGES = 4
-STAGED_ROWS = 32  # of a result that are stored at once, a multiple of 32 that divides MOST_ROWS
-PUSH_ROWS = 8  # of a pushing warp's ticket, a divisor of 128
+STAGED_ROWS = 32  # rows of a result that are stored at once, a multiple of 32 that divides MOST_ROWS
+PUSH_ROWS = 8  # rows of a pushing warp's ticket, a divisor of 128
 FP8_SCALE_STEPS = 4  # whose scales of a row are loaded together: four bytes at a time cost 6.5 % of the launch
 
 
 class GatherGemmArgs(DeviceStruct):
-    """What there is to multiply."""
+    """The operands of the GEMM and its tiles."""
 
     _fields_ = padded(
         *fields(TensorMap, "weights_map"),
@@ -65,13 +65,13 @@ class GatherGemmArgs(DeviceStruct):
 
 
 class HiddenArgs(DeviceStruct):
-    """Where results go."""
+    """Addresses of the results."""
 
     _fields_ = (*fields(POINTER, "hidden gate_up scales weight_scales"), *fields(INT64, "num_rows"))
 
 
 class DispatchArgs(DeviceStruct):
-    """What this rank sends."""
+    """Arguments of the dispatch warps: the tokens that this rank sends, and where to."""
 
     _fields_ = (
         *fields(POINTER, "x token_ids counts row_addresses flag_addresses tickets pushed epoch events"),
@@ -81,13 +81,15 @@ class DispatchArgs(DeviceStruct):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant(LayerVariant):
-    """What a kernel of layer 0 is compiled for."""
+    """The constants for which a kernel of layer 0 is compiled."""
 
     saves_gate_up: bool = False  # whether gate | up are stored for the backward pass
     activation: Activation = SWIGLU
 
     def shared_bytes(self, num_experts: int) -> int:
-        """Of a block, for so many experts of this rank: alignment, stages, staging, barriers, tiles, their table.
+        """Shared memory of a block, for so many experts of this rank.
+
+        It holds alignment, stages, staging, barriers, tiles and their table.
 
         Example:
             32 experts in bfloat16: 1024 + 4 * 53248 + 2 * 2048 + 64 + 512 + 4 * 97 = 219076.
@@ -108,7 +110,7 @@ class Variant(LayerVariant):
         return self.entry_of(name, "_saving" * self.saves_gate_up)
 
     def source(self, num_experts: int) -> CudaSource:
-        """What it is compiled from, for a launch with so many experts of this rank."""
+        """The source to compile, for a launch with so many experts of this rank."""
         functor = self.activation.name.title().replace("_", "")  # in activation.cuh
         return CudaSource(
             template="dispatch_gemm",
@@ -181,7 +183,7 @@ def dispatch_gemm_cuda(
         sends: Send lists.
         table: Segments, tiles by phase, and where each routed row arrives.
         settings: The activation, and ``comm_blocks`` that push rows before they compute; 0: a warp of each block pushes
-            them beside.
+            them meanwhile.
         b1: ``(e, 2F)`` biases of gate | up, added to their products, of a floating type; ``None``: none.
     """
     (weights, weight_scales), (result, scales) = parts(w1), parts(hidden)
@@ -222,7 +224,7 @@ def fc2_dgrad_cuda(
         w2: ``(e, D, F)``, same dtype.
         out: ``(Q, F)`` result; rows of no expert are undefined.
         symm: Receive rows, which hold the others' gradients afterwards and not this rank's own, and flags.
-        comm_blocks: Blocks that push rows before they compute; 0: a warp of each block pushes them beside.
+        comm_blocks: Blocks that push rows before they compute; 0: a warp of each block pushes them meanwhile.
     """
     variant = Variant(
         weights=w2.dtype,

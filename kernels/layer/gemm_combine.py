@@ -3,10 +3,10 @@
 In 16 bits and in block FP8, and as fc1_dgrad.
 
 What it has and its Triton twin cannot have: a warp that only loads, rows that two blocks share through multicast, token
-tiles of equal height in the place of tiles of 128, and combining warps with a dozen loads on their way each.
+tiles of equal height in the place of tiles of 128, and combining warps with a dozen loads in flight each.
 
 Blocks take the tiles of the GEMM and the tickets of the combine as they are ready: the launch ends with whatever blocks
-find a place on the GPU, also beside a kernel of another stream that holds some and waits for another rank.
+find a place on the GPU, also while a kernel of another stream holds some and waits for another rank.
 """
 
 import functools
@@ -41,15 +41,15 @@ from .settings import LaunchSettings
 
 PANEL_UNIT = 256  # columns that count as one in panels
 COMBINE_WARPS = NUM_THREADS // 32 - MATH_WARPS - 1  # that combine from the start; one more loads
-TILE_BYTES = 32  # of ``PanelTile`` of ``layer1/tiles.cuh``
-EXPERT_BYTES = 4  # of an expert in the table of token tiles
-ENTRY_BYTES = 8  # of a row to add up
+TILE_BYTES = 32  # size of ``PanelTile`` in ``layer1/tiles.cuh``
+EXPERT_BYTES = 4  # size of an expert in the table of token tiles
+ENTRY_BYTES = 8  # size of a row to add up in the list
 MOST_ENTRIES = 16  # experts of a token, or ranks
-FEW_ENTRIES = 8  # with more, four rows fewer are on their way beside the GEMM, for the longer list
-GPU_PARTS = 8  # of an H200, within one of which a cluster lies
+FEW_ENTRIES = 8  # with more, the longer list leaves room for four rows fewer in flight during the GEMM
+GPU_PARTS = 8  # parts of an H200; a cluster lies within one
 
-ASSUMED_SMS = 132  # of an H200: ranks must agree on their tickets, whatever GPUs they have
-ROW_PARTS = 1, 2, 4, 8  # of a chunk
+ASSUMED_SMS = 132  # SMs of an H200: ranks must agree on their tickets, whatever GPUs they have
+ROW_PARTS = 1, 2, 4, 8  # parts of a chunk
 LEAST_ENTRIES = 16  # of a ticket, if ranks have equal shares of a token's experts
 TALL_FROM, TALL_TO = 232.0, 280.0  # rows of an expert for which taller token tiles pay
 
@@ -61,7 +61,7 @@ class ScaleArgs(DeviceStruct):
 
 
 class PanelGemmArgs(DeviceStruct):
-    """What there is to multiply."""
+    """The operands of the GEMM and its tiles."""
 
     _fields_ = padded(
         *fields(TensorMap, "rows_map weights_map"),
@@ -73,7 +73,7 @@ class PanelGemmArgs(DeviceStruct):
 
 
 class CombineArgs(DeviceStruct):
-    """What there is to add up, for whom."""
+    """Arguments of the combining warps: the rows to add up, and the ranks that get the sums."""
 
     _fields_ = (
         *fields(POINTER, "y received out row_slots row_weights send_rows recv_counts row_addresses received_grads"),
@@ -94,7 +94,7 @@ class CudaConfig:
     num_stages: int = 4  # depth of the load pipeline
     box_rows: int = 32  # rows per TMA load, a divisor of ``most_rows``
     staged_rows: int = 32  # rows of a result that are stored at once, a divisor of ``most_rows``
-    # rows that a combining warp has on their way beside the GEMM, a multiple of 4, for sums of few entries
+    # rows that a combining warp has in flight during the GEMM, a multiple of 4, for sums of few entries
     ahead: int = 12
     ahead_after: int = 32  # the same after it, in the memory of the stages
 
@@ -122,14 +122,15 @@ FP8_CONFIG = CudaConfig(cluster=1, most_rows=FP8_MMA.mma_rows, box_rows=64, stag
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant(LayerVariant):
-    """What a kernel of layer 1 is compiled for."""
+    """The constants for which a kernel of layer 1 is compiled."""
 
     top_k: int  # K
     config: CudaConfig = DEFAULT  # shape of the blocks
 
     def shared_bytes(self, num_experts: int) -> int:
-        """Of a block, for so many experts of this rank: alignment, stages, staging, barriers, tiles, combining warps,
-        and the table of token tiles.
+        """Shared memory of a block, for so many experts of this rank.
+
+        It holds alignment, stages, staging, barriers, tiles, combining warps, and the table of token tiles.
 
         Example:
             32 experts, top-8, bfloat16: 1024 + 4 * 49152 + 2 * 4096 + 64 + 384 + 3 * (2048 + 6144) + 4 * 33 = 230980.
@@ -157,7 +158,7 @@ class Variant(LayerVariant):
         return self.entry_of(f"{name}_rows{self.config.most_rows}")
 
     def source(self, num_experts: int) -> CudaSource:
-        """What it is compiled from, for a launch with so many experts of this rank."""
+        """The source to compile, for a launch with so many experts of this rank."""
         return CudaSource(
             template="gemm_combine",
             entry=self.entry,
@@ -183,7 +184,7 @@ class Variant(LayerVariant):
 
 
 def combine_bytes(entries: int, ahead: int) -> int:
-    """Shared memory of the warps that combine from the start, of sums of so many rows, so many of them on their way.
+    """Shared memory of the warps that combine from the start, for sums of ``entries`` rows with ``ahead`` in flight.
 
     Example:
         8 entries, 12 rows: 3 * (32 * 8 * 8 + 12 * 512) = 24576.
@@ -236,10 +237,10 @@ def gemm_combine_cuda(
         y: ``(Q, D)`` scratch for the expert outputs, bfloat16 or float16.
         out: ``(T, D)`` result, of y's dtype.
         symm: Combine rows and flags.
-        returns: Which rows to add up for whom, with weights, or with these weights' gradients.
+        returns: Rows to add up and the ranks that get the sums, with weights, or with these weights' gradients.
         table: Segments, counters and the number of tiles.
         settings: ``num_panels``, ``reserved_sms`` that the launch leaves to others, and ``comm_blocks`` that only
-            combine, in whole clusters; 0: some warps of each block combine beside the GEMM.
+            combine, in whole clusters; 0: some warps of each block combine during the GEMM.
         bias: ``(e, D)`` of a floating type; ``None``: none, as of all gradients.
     """
     (rows, row_scales), (weights, weight_scales) = parts(a), parts(b)
@@ -276,7 +277,7 @@ def combine_args(
     num_panels: int,
     comm_blocks: int,
 ) -> DeviceStruct:
-    """What ``combine.cuh`` is told."""
+    """The arguments that ``combine.cuh`` reads."""
     recorder, grads, (num_tokens, cols) = symm.recorder, returns.grads, out.shape
     top_k = returns.row_slots.shape[1]
     column_parts, row_parts = ticket_parts(symm.max_tokens, symm.world_size, top_k, cols, num_panels)
@@ -310,10 +311,10 @@ def launched_blocks(sms: int, reserved: int, cluster: int) -> int:
 
 @functools.cache
 def ticket_parts(max_tokens: int, world_size: int, top_k: int, cols: int, num_panels: int) -> tuple[int, int]:
-    """What a panel's columns and a chunk's rows are cut into, so that each combining warp has two tickets of a reduce.
+    """The parts of a panel's columns and of a chunk's rows, so that each combining warp has two tickets of a reduce.
 
-    Of the columns, each warp that combines beside the GEMM; with one panel there is none, and those that multiply
-    combine when they are done. Of the rows, both together: the last panel is left to all of them.
+    The parts of the columns are for the warps that combine during the GEMM. With one panel there are none, and math
+    warps combine when they are done. Columns and rows together are for all warps, which share the last panel.
 
     The parts of the rows are a power of two, for tickets of ``LEAST_ENTRIES`` rows to add up or more; both together are
     no more than there are flags.

@@ -1,18 +1,18 @@
-"""Combine: weighted top-k reduce of the expert outputs, and the partial sums' way back to the rank of each token.
+"""Combine: weighted top-k reduce of the expert outputs, and the return of partial sums to the rank of each token.
 
 ``combine_panels`` draws tickets, panel by panel: those of a panel's reduce, then those of the final sum of the panel
 before it, whose partial sums have had a panel's time to travel.
 
 A *reduce* ticket is (source rank, chunk of 32 received rows, panel). It waits until the GEMM of its own rank
 has finished the panel, adds up the expert outputs of each row in slot order, stores the partial sums to the rank that
-the row came from and publishes the epoch in that rank's flag of (this rank, chunk, panel). With gradients of the
-routing weights, they travel beside the first panel. On a rank that has failed no panel opens, and
+the row came from and publishes the epoch in that rank's flag of (this rank, chunk, panel). Gradients of the
+routing weights, if any, travel with the first panel. On a rank that has failed no panel opens, and
 reduces neither store nor publish anything.
 
 A *sum* ticket is some of this rank's own tokens. It waits for their flags and adds up their partial sums in rank order.
 
 Why it terminates: tickets only grow, so each block draws finitely many. A reduce of panel p waits for GEMM blocks only,
-which are resident and wait for nobody. A sum of panel p waits for reduces of panel p on all ranks, and each rank's
+which are resident and never wait. A sum of panel p waits for reduces of panel p on all ranks, and each rank's
 blocks draw those before any sum of panel p: they come after nothing but reduces up to p and sums below p - 1, so by
 induction over the panels each flag that is waited for is raised. A rank that died is met by the deadline of the spin.
 """
@@ -45,7 +45,7 @@ class CombineSizes(NamedTuple):
 
 
 class CombineConstants(NamedTuple):
-    """What the combine is compiled for."""
+    """The constants for which the combine is compiled."""
 
     block_n: int  # columns of a GEMM tile, of which panels consist
     world_size: int
@@ -61,7 +61,7 @@ class CombineConstants(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """What all tickets of a launch have in common."""
+    """The values that all tickets of a launch share."""
 
     epoch: int
     rank: int
@@ -176,8 +176,8 @@ def reduce_and_send(
         begin = now(EVENTS, INTERPRET)
         if panel >= open_panels:
             _, width = panel_span(panel, turn.num_cols, turn.num_panels)
-            # Whatever an earlier kernel waited for in vain shows here: a load on its way beside those of the wait. What
-            # this panel waited for in vain the wait itself tells.
+            # This load, in flight together with those of the wait, shows whether an earlier kernel met its deadline.
+            # The wait itself returns whether this panel did.
             failed = tl.load(symm.fault, volatile=True)
             late = wait_flag(
                 panel_counters + panel, turn.num_tiles * width, symm.fault, turn.timeout_ns, PLACE_PANEL, rank,

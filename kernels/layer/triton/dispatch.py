@@ -5,7 +5,7 @@ and publishes the epoch in the peer's flag of (this rank, chunk). Layer 0 calls 
 ``dispatch_kernel`` is the same without compute, for the backward pass and modular layers: push, then wait for the rows
 of every rank.
 
-Why it terminates: ``push_rows`` waits for nobody, and a block of ``dispatch_kernel`` waits only after all pushes of
+Why it terminates: ``push_rows`` never waits, and a block of ``dispatch_kernel`` waits only after all pushes of
 its rank have been drawn. This holds on every rank, so each flag that is waited for is raised, also when blocks run one
 after the other (the interpreter). A rank that died is met by the deadline of the spin.
 """
@@ -22,14 +22,14 @@ from ...runtime.limits import CHUNK_ROWS
 from ...runtime.primitives import MOST_THREADS, PLACE_LAYER0, any_of, signal, wait_flags
 from ...runtime.recorder import KIND_DISPATCH, KIND_RECEIVE, now, record
 
-PUSH_ROWS = 32  # that a block moves at once
-PUSH_COLS = 1024  # of these at most
-NUM_WARPS = 8  # of a block, here and in the layer's GEMMs
-COMM_BLOCKS = 16  # where nobody says how many: of a layer whose communication is colocated, in a kernel that cannot be
+PUSH_ROWS = 32  # rows that a block moves at once
+PUSH_COLS = 1024  # columns that a block moves at once, at most
+NUM_WARPS = 8  # warps of a block, here and in the layer's GEMMs
+COMM_BLOCKS = 16  # the default, for layers with colocated communication in a kernel that cannot colocate it
 
 
 class PushConstants(NamedTuple):
-    """What kernels that push rows are compiled for."""
+    """The constants for which kernels that push rows are compiled."""
 
     rows: int  # that a block moves at once
     cols: int  # of these, a power of two
@@ -39,12 +39,12 @@ class PushConstants(NamedTuple):
 
 
 def move_cols(dtype: torch.dtype, num_cols: int, most: int) -> int:
-    """Of so many columns, those that a block moves at once: a power of two, fewer in float32."""
+    """The columns that a block moves at once, of so many: a power of two, fewer in float32."""
     return min(most // 4 if dtype == torch.float32 else most, power_of_2(num_cols))
 
 
 def push_constants(dtype: torch.dtype, num_cols: int, events: int, *, most: int = PUSH_COLS) -> PushConstants:
-    """Those of a launch that moves rows of so many columns, whose blocks record up to ``events`` events."""
+    """Constants of a launch that moves rows of so many columns, whose blocks record up to ``events`` events."""
     interpret = triton.knobs.runtime.interpret
     return PushConstants(PUSH_ROWS, move_cols(dtype, num_cols, most), CHUNK_ROWS, events, interpret)
 
@@ -136,7 +136,7 @@ def dispatch_kernel(
 
 
 class DispatchLists(NamedTuple):
-    """What this rank sends, all int32 (``comet.layer.plan``)."""
+    """The tokens that this rank sends, all int32 (``comet.layer.plan``)."""
 
     token_ids: Tensor  # ``(W, M)``
     counts: Tensor  # ``(W,)``

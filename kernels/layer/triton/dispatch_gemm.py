@@ -4,16 +4,16 @@ Blocks below ``comm_blocks`` first push this rank's token rows to the ranks that
 when no push is left they become compute blocks. Compute blocks go through the (tile, column block) items in the order
 of the schedule: tiles of local rows first, read from ``x`` itself, then tiles of received rows, each as soon as the
 chunks it reads have arrived. They walk most of them by stride, with the next item's operands fetched ahead, and draw
-tickets for the rest, so that whoever is free takes it.
+tickets for the rest, so that free blocks take it.
 
 In block FP8, rows are packed and hidden is quantised in the epilogue. Each of D / 128 steps multiplies the tile's rows
 with 128 columns of gate and 128 of up, apart: tensor cores keep some 14 bits of a sum of e4m3 products, so no sum of
-theirs is longer than a step, and only one product has to be held beside the accumulators. One is scaled while the next
-is computed. A tile's 128 columns of hidden share a scale per row. Blocks draw tickets for all work items: a tile takes
-long enough to hide what a ticket costs, and one loop in the place of two needs fewer registers, of which a tile takes
-all.
+theirs is longer than a step, and only one product has to be held in addition to the accumulators. One is scaled while
+the next is computed. A tile's 128 columns of hidden share a scale per row. Blocks draw tickets for all work items: a
+tile takes long enough to hide the cost of a ticket, and one loop in the place of two needs fewer registers, of which a
+tile takes all.
 
-A communication block waits for nobody until all pushes of its rank have been drawn, and a compute block waits only for
+A communication block does not wait until all pushes of its rank have been drawn, and a compute block waits only for
 the pushes of other ranks. So the launch always ends, also when its blocks run one after the other (the interpreter):
 the communication blocks come first.
 
@@ -40,9 +40,9 @@ from ...runtime.recorder import KIND_CONVERT, KIND_LAYER0_TILE, now, record
 from ..settings import LaunchSettings
 from .dispatch import COMM_BLOCKS, NUM_WARPS, DispatchLists, PushConstants, push_constants, push_rows
 
-# Rounds of all blocks that are left to tickets, beside the rounds of the communication blocks.
+# Rounds of all blocks that are left to tickets, in addition to the rounds of the communication blocks.
 TICKET_ROUNDS = tl.constexpr(3)
-PUSH_WORDS = 512  # of a packed row that a block moves at once, at most
+PUSH_WORDS = 512  # words of a packed row that a block moves at once, at most
 
 
 class Sizes(NamedTuple):
@@ -56,7 +56,7 @@ class Sizes(NamedTuple):
 
 
 class Additions(NamedTuple):
-    """What goes with weights and results, if anything does."""
+    """Biases and scales of weights and results, where there are some."""
 
     biases: Tensor | None  # (e, 2F)
     w1_scales: Tensor | None  # (e, 2F / 128, D / 128) float32 of block FP8
@@ -64,7 +64,7 @@ class Additions(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What is multiplied in 16 or 32 bits, and where results go."""
+    """The operands in 16 or 32 bits, and the addresses of results."""
 
     x: Tensor  # (T, D)
     recv_offset: int  # elements from x to the received rows
@@ -75,7 +75,7 @@ class Operands(NamedTuple):
 
 
 class DispatchGemmConstants(NamedTuple):
-    """What the kernel is compiled for; in block FP8 the shape of a tile is fixed."""
+    """The constants for which the kernel is compiled; in block FP8 the shape of a tile is fixed."""
 
     block_m: int
     activation: Activation
@@ -183,7 +183,7 @@ def fp8_hidden_tile(
     num_blocks = D // GROUP
     tile, col = decode_tokens(item, num_tiles, num_cols, GROUP_TILES)
     expert = tl.load(table.tiles + tile * 4)
-    epoch = tl.load(symm.epoch)  # of every tile anew: a register that is live through the GEMM's loop is one too many
+    epoch = tl.load(symm.epoch)  # loaded for each tile: a register that lives through the GEMM's loop is one too many
     first_row, row_ids, zero, phase, begin, ready = rows_of_tile(
         tile, tl.arange(0, BLOCK_M), symm, table, epoch, timeout_ns, rank, sizes.M, GEMM
     )  # fmt: skip
@@ -238,7 +238,7 @@ def dispatch_gemm_kernel(
     walked = 0
     if not IN_FP8:
         operands = Operands(x_ptr, recv_offset, w1_desc, additions.biases, hidden_desc, pre_desc)
-        # Compute blocks walk whole rounds by stride; the tail goes to whoever is free, converted comm blocks first.
+        # Compute blocks walk whole rounds by stride; free blocks take the tail, converted comm blocks first.
         walked = tl.maximum(num_items - TICKET_ROUNDS * num_blocks, 0) // num_blocks * (num_blocks - comm_blocks)
     if tl.program_id(0) < comm_blocks:
         WIDTH = sizes.row_words if IN_FP8 else sizes.D
@@ -301,7 +301,7 @@ def dispatch_gemm(
 def gemm_constants(
     settings: LaunchSettings, block_rows: int, hidden_size: int, dtype: torch.dtype, events: int
 ) -> DispatchGemmConstants:
-    """What the kernel is compiled for in 16 or 32 bits, of tiles of ``block_rows`` rows."""
+    """The constants of the kernel in 16 or 32 bits, for tiles of ``block_rows`` rows."""
     return DispatchGemmConstants(
         block_m=block_rows,
         block_f=settings.tile.block_f,

@@ -103,7 +103,7 @@ def fp8_tile(tile: TileShape) -> TileShape:
 
 
 def panel_constants(tile: TileShape, block_rows: int, dtype: torch.dtype, b_is_kn: bool, events: int) -> PanelConstants:
-    """What the GEMM is compiled for, of tiles of ``block_rows`` rows and results of a type."""
+    """The constants of the GEMM, for tiles of ``block_rows`` rows and results of a type."""
     return PanelConstants(
         block_m=block_rows,
         block_n=tile.block_n,
@@ -117,7 +117,7 @@ def panel_constants(tile: TileShape, block_rows: int, dtype: torch.dtype, b_is_k
 
 
 def combine_constants(block_n: int, cols: int, world_size: int, top_k: int, events: int) -> CombineConstants:
-    """What the combine is compiled for."""
+    """The constants of the combine."""
     return CombineConstants(
         block_n=block_n,
         world_size=world_size,

@@ -71,7 +71,7 @@ def with_bias(tile, bias_ptr, expert, first_col, D):
 
 
 class PanelConstants(NamedTuple):
-    """What the GEMM is compiled for."""
+    """The constants for which the GEMM is compiled."""
 
     block_m: int
     block_n: int
@@ -84,7 +84,7 @@ class PanelConstants(NamedTuple):
 
 
 class PanelTensors(NamedTuple):
-    """What the GEMM reads and writes beside a and b."""
+    """The tensors that the GEMM reads and writes, other than a and b."""
 
     a_scales: Tensor | None  # (C / 128, Q) of block FP8
     b_scales: Tensor | None  # (e, D / 128, C / 128)
