@@ -46,7 +46,7 @@ from comet.reference.plain import plain_experts
 IMPLEMENTATION = "comet"
 _NAME = "the model's experts"
 # Attribute for the kind of a module that was checked: a check takes as long as a launch.
-_ACTIVATIONS: dict[str | None, Activation] = {name: Activation(name) for name in MADE_WITH}
+_ACTIVATIONS: dict[str | None, Activation] = {name: Activation(name) for name in ("swiglu", "geglu", "reglu")}
 _CHECKED = "_comet_checked"
 # Fields of FP8 experts that bend SwiGLU; versions before a field existed record nothing.
 _BENDS = ("swiglu_alpha", "swiglu_limit", "limit", "gate_softcap", "up_softcap")

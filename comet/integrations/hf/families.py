@@ -44,7 +44,7 @@ SHARED = {"qwen2_moe": ("shared_expert", "shared_expert_gate"), "deepseek_v3": (
 SHARED_FIRST = ("qwen2_moe",)  # Blocks of these families call their shared expert before the routed ones.
 ACTIVATIONS = ("silu", "swish")
 # Comet's activations of gate and up, with transformers' names of their functions.
-MADE_WITH: dict[ActivationName, str] = {"swiglu": "SiLU", "geglu": "GELU of the tanh form", "reglu": "ReLU"}
+MADE_WITH = {"swiglu": "SiLU", "geglu": "GELU of the tanh form", "reglu": "ReLU"}
 # The flags that transformers' decorator records on every experts module, with the only values that Comet computes.
 # Versions before a flag existed record nothing, and have no experts with another value.
 EXPERT_FLAGS = {
@@ -124,7 +124,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Name the file that transformers refuses, in one line."""
+    """Name a file that transformers refuses."""
     from huggingface_hub.errors import StrictDataclassError
 
     try:
@@ -141,8 +141,7 @@ def _refuse_adapter(folder: Path) -> None:
         base = read_settings(path).get("base_model_name_or_path")
         raise ValueError(
             f"folder={str(folder)!r} must hold a whole model, but is an adapter of {base!r} ({ADAPTER}): save the "
-            "merged model (merge_and_unload, save_pretrained), or load the base model and then the adapter "
-            "(peft.PeftModel.from_pretrained)"
+            "merged model (merge_and_unload), or load the base model and add the adapter (peft.PeftModel)"
         )
 
 
@@ -207,8 +206,8 @@ def context_of(config: Any) -> int:
     Example: 40,960, and YaRN of factor 4 over 32,768 trained positions, as model cards add it: 131,072.
     """
     rope, given = getattr(config, "rope_parameters", None) or {}, int(config.max_position_embeddings)
-    trained, factor = rope.get("original_max_position_embeddings") or given, rope.get("factor") or 1
-    return max(given, int(trained * factor))
+    trained, factor = rope.get("original_max_position_embeddings") or given, rope.get("factor")
+    return max(given, int(trained * factor)) if isinstance(factor, int | float) else given
 
 
 def shared_ffn_size(config: Any) -> int:
@@ -220,7 +219,7 @@ def shared_ffn_size(config: Any) -> int:
     return 0
 
 
-def check_experts(experts: nn.Module, name: str, activations: Collection[ActivationName] = ("swiglu",)) -> None:
+def check_experts(experts: nn.Module, name: str, activations: Collection[str] = ("swiglu",)) -> None:
     """Raise ``ValueError`` unless a module called ``name`` is stock experts that Comet can compute."""
     check_kind(experts, name, activations=activations)
     dtype: Any = getattr(experts, "gate_up_proj", torch.empty(0, dtype=torch.uint8)).dtype
@@ -234,7 +233,7 @@ def check_kind(
     experts: nn.Module,
     name: str,
     like: type[nn.Module] | None = None,
-    activations: Collection[ActivationName] = ("swiglu",),
+    activations: Collection[str] = ("swiglu",),
 ) -> None:
     """Raise ``ValueError`` unless experts are gated, gate before up, without extras and as ``like``, or gpt-oss's.
 
@@ -327,9 +326,9 @@ def _names_of_forwards() -> dict[Any, ActivationName]:
     """Names of activations by the forward passes of modules; those of GELU are spellings of its tanh form."""
     from transformers.activations import ACT2FN, SiLUActivation
 
-    found: dict[Any, ActivationName] = {nn.SiLU.forward: "swiglu", SiLUActivation.forward: "swiglu"}
-    spellings = dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "geglu") | {"relu": "reglu"}
-    return found | {type(ACT2FN[name]).forward: made for name, made in spellings.items()}
+    spelt: dict[str, ActivationName] = {"gelu_pytorch_tanh": "geglu", "gelu_new": "geglu", "gelu_fast": "geglu"}
+    found = {type(ACT2FN[name]).forward: made for name, made in spelt.items()}
+    return {**found, nn.ReLU.forward: "reglu", nn.SiLU.forward: "swiglu", SiLUActivation.forward: "swiglu"}
 
 
 @cache

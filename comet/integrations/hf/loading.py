@@ -23,7 +23,7 @@ from comet.decode import held_pieces
 from comet.experts.budget import most_tokens, plan_budget
 from comet.experts.options import ExpertStoreKind, StoreOptions
 from comet.integrations.hf import gpt_oss
-from comet.integrations.hf.arguments import PretrainedArguments, device_of
+from comet.integrations.hf.arguments import device_of, take_arguments
 from comet.integrations.hf.convert import Place
 from comet.integrations.hf.families import (
     moe_config,
@@ -129,15 +129,15 @@ def load_pretrained(
     store = StoreOptions(expert_budget, expert_store, host_budget, expert_dtype, keep_fp8, **_taken_from(options))
     decode_tokens = most_tokens(store, decode_tokens, group)
     device = device_of(device, options.pop("device_map", None))
-    given = PretrainedArguments.take(options)
-    folder = Path(folder) / given.subfolder
+    given = take_arguments(options)
+    folder = Path(folder) / (given["subfolder"] or "")
     config, is_fp8 = _config(folder, given, options, keep_fp8=keep_fp8)
     dtype, device = _settings(config, group, dtype, device)
     stock_class, modules = _blueprint(config)
     budget = plan_budget(store, moe_config(config), len(modules), dtype, group.parallel if group else ParallelConfig())
     place = Place.create(config, group, decode_tokens, keep_fp8=keep_fp8, in_store=store.in_store)
     with ExitStack() as files:
-        found = open_checkpoint(folder, files, given.variant)
+        found = open_checkpoint(folder, files, given["variant"])
         tensors = {name: tensor for name, tensor in found.items() if _is_taken(name, config, modules)}
         state, place = state_of(tensors, modules, place, config, dtype, is_fp8=is_fp8)
         layers = {} if budget is None else take_files(state, modules, dtype, place.layout, keep_fp8=keep_fp8)
@@ -146,7 +146,7 @@ def load_pretrained(
         model.to(device)
         if budget is not None:
             open_stores(model, layers, budget, store, dtype, device, group, files)
-    return (model, report) if given.output_loading_info else model
+    return (model, report) if given["output_loading_info"] else model
 
 
 def _taken_from(options: dict[str, Any]) -> dict[str, Any]:
@@ -156,16 +156,19 @@ def _taken_from(options: dict[str, Any]) -> dict[str, Any]:
     return {name: options.pop(name) for name in STORE_NAMES & options.keys()}
 
 
-def _config(folder: Path, given: PretrainedArguments, changes: dict[str, Any], *, keep_fp8: bool) -> tuple[Any, bool]:
+def _config(folder: Path, given: dict[str, Any], changes: dict[str, Any], *, keep_fp8: bool) -> tuple[Any, bool]:
     """The configuration that the model gets, a copy, and whether the checkpoint is in block FP8."""
-    if hasattr(given.config, "model_type"):
-        unknown = ", ".join(changes)
-        require(not unknown, f"{unknown} must be set in config: with config= no argument changes its fields")
-        config = copy.deepcopy(given.config)
+    if hasattr(given["config"], "model_type"):
+        require(not changes, f"{', '.join(changes)} must be set in config: with config= no argument changes its fields")
+        config = copy.deepcopy(given["config"])
     else:
-        config = read_config(given.config or folder, changes)
-    given.check_code(config)
-    file = getattr(config, "transformers_weights", None)
+        config = read_config(given["config"] or folder, changes)
+    own, file = getattr(config, "auto_map", None) or {}, getattr(config, "transformers_weights", None)
+    require(
+        not given["trust_remote_code"] or "AutoModelForCausalLM" not in own,
+        f"trust_remote_code={given['trust_remote_code']} must be left out: auto_map of config.json names a model of "
+        f"the folder's own, and Comet runs the {config.model_type} of transformers",
+    )
     require(file is None, f"transformers_weights={file!r} of the configuration must be left out: rename that file")
     is_fp8, no_fp8 = holds_block_fp8(config), f"config.json of {folder} has no such quantization_config"
     require(is_fp8 or not keep_fp8, f"keep_fp8=True must come with a block FP8 checkpoint: {no_fp8}")
@@ -218,7 +221,7 @@ def _make(
     stock_class: Any,
     place: Place,
     folder: Path,
-    given: PretrainedArguments,
+    given: dict[str, Any],
     made_of: dict[str, Any],
     left_out: Collection[str],
 ) -> tuple[Any, dict[str, Any]]:
@@ -226,8 +229,8 @@ def _make(
 
     What ``from_pretrained`` does with a folder's name is done here: remember it, and read defaults of generation.
     """
-    if given.attn_implementation is not None:
-        made_of["attn_implementation"] = given.attn_implementation
+    if given["attn_implementation"] is not None:
+        made_of["attn_implementation"] = given["attn_implementation"]
 
     class Sharded(stock_class):  # born with this rank's shards, so that the full experts never exist
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -252,7 +255,7 @@ def _make(
         logger.warning(words, folder, some(list(report["unexpected_keys"])))
     model.__class__ = stock_class
     model.name_or_path = model.config.name_or_path = str(folder)
-    defaults = given.generation_config or read_generation_config(folder)
+    defaults = given["generation_config"] or read_generation_config(folder)
     if defaults is not None:
         model.generation_config = copy.deepcopy(defaults)
     place.prepare(model)
