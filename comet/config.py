@@ -223,9 +223,8 @@ class MoEConfig:
     @property
     def caution(self) -> str:
         """The reason why the router learns nothing from the task, in words; empty if it does."""
-        if self.top_k > 1 or self.num_experts == 1 or not self.renormalize:
-            return ""
-        return (
+        is_constant = self.top_k == 1 < self.num_experts and self.renormalize
+        return is_constant * (
             f"top_k=1 with renormalize=true makes every routing weight routed_scale={self.routed_scale:g}, whatever "
             f"the {self.score} scores: the task gives the router no gradient, and it learns from its losses only; set "
             "renormalize=false"

@@ -71,30 +71,24 @@ def reduce_gradients(model: nn.Module, group: ExpertGroup) -> None:
     group already, and those of the other groups are added. Gradients that are averaged already are left alone: of
     experts after ``exclude_experts``, and of parameters that ``fully_shard`` sharded.
     """
+    if group.world_size == 1:
+        return
     layers = [layer for layer in model.modules() if isinstance(layer, MoE)]
     experts = {parameter: layer for layer in layers for parameter in layer.expert_parameters()}
     dense = [each for each in model.parameters() if each not in experts and not isinstance(each, DTensor)]
     summed = [each for each, layer in experts.items() if layer.grad_reduce is None]
-    if group.world_size > 1:
-        for parameters, ranks in ((dense, None), (summed, group.expert_data_group)):
-            gradients = _gradients(parameters, group)
-            if ranks is None or group.data_parallel > 1:
-                sum_over_ranks(gradients, ranks)
-            if gradients:
-                torch._foreach_div_(gradients, group.world_size)
-
-
-def _gradients(parameters: Sequence[nn.Parameter], group: ExpertGroup) -> list[Tensor]:
-    """This rank's part of each gradient that any rank has; zeros where this rank has none (collective)."""
-    if not parameters:
-        return []
-    has_grad = torch.tensor([each.grad is not None for each in parameters], dtype=torch.int32, device=group.device)
-    dist.all_reduce(has_grad, dist.ReduceOp.MAX)
-    found = [each for each, is_there in zip(parameters, has_grad.tolist(), strict=True) if is_there]
-    for each in found:
-        if each.grad is None:
+    has_grad = [each.grad is not None for each in (*dense, *summed)]
+    of_any = torch.tensor(has_grad, dtype=torch.int32, device=group.device)
+    dist.all_reduce(of_any, dist.ReduceOp.MAX)
+    for each, is_there in zip((*dense, *summed), of_any.tolist(), strict=True):
+        if is_there and each.grad is None:
             each.grad = torch.zeros_like(each)
-    return [local(each.grad) for each in found if each.grad is not None]
+    for parameters, ranks in ((dense, None), (summed, group.expert_data_group)):
+        gradients = [local(each.grad) for each in parameters if each.grad is not None]
+        if ranks is None or group.data_parallel > 1:
+            sum_over_ranks(gradients, ranks)
+        for gradient in gradients:
+            gradient.div_(group.world_size)
 
 
 def sum_over_ranks(gradients: Sequence[Tensor], group: ProcessGroup | None) -> None:
@@ -113,27 +107,12 @@ def sum_over_ranks(gradients: Sequence[Tensor], group: ProcessGroup | None) -> N
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: Tensor | Iterable[Tensor],
-    max_norm: float,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
+    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False,
     foreach: bool | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Clip as ``torch.nn.utils.clip_grad_norm_``, tensors and ``DTensor``s of several meshes (collective).
 
-    Args:
-        parameters: One, or several in the same order on all ranks; those without a gradient are passed over. Tensors
-            that are no ``DTensor`` count as replicas.
-        max_norm: Longer gradients are scaled to it.
-        norm_type: p of the norm; ``inf`` is the largest magnitude.
-        error_if_nonfinite: Whether a norm that is not finite raises, on all ranks and before anything is scaled.
-        foreach: Whether torch's ``foreach`` functions do it; ``None``: where they can.
-
-    Returns:
-        ``()``: the norm of all gradients before, equal on all ranks.
-
-    Raises:
-        RuntimeError: If the norm is not finite and ``error_if_nonfinite``.
+    Args, result and error are torch's, equal on all ranks. Tensors that are no ``DTensor`` count as replicas.
     """
     by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
     for parameter in [parameters] if isinstance(parameters, Tensor) else parameters:
@@ -160,17 +139,14 @@ class GradScaler(torch.amp.GradScaler):
 
     def _unscale_grads_(self, optimizer: Any, *given: Any) -> dict[torch.device, Tensor]:
         """Unscale this rank's parts, as torch does with tensors, and let all ranks know of the infinities of each."""
-        parts = []
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                part = local(parameter).detach()
-                part.grad = None if parameter.grad is None else local(parameter.grad)
-                parts.append(part)
+        parameters = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+        parts = [local(each).detach() for each in parameters]
+        for part, parameter in zip(parts, parameters, strict=True):
+            part.grad = local(parameter.grad)
         of_parts: Any = SimpleNamespace(param_groups=[{"params": parts}])
         found = super()._unscale_grads_(of_parts, *given)
-        if this_rank()[1] > 1:
-            for infinities in found.values():
-                dist.all_reduce(infinities, dist.ReduceOp.MAX)
+        for infinities in found.values() if this_rank()[1] > 1 else ():
+            dist.all_reduce(infinities, dist.ReduceOp.MAX)
         return found
 
 

@@ -104,7 +104,8 @@ class MoE(nn.Module):
             self.shared = SharedExpert(
                 config.hidden_size, config.shared_ffn_size, activation=config.activation, **shard
             )
-        self.reset_parameters(group.first_of(_draw_seed()) if seed is None else seed)
+        drawn = torch.randint(2**31, (), device="cpu") if seed is None else seed
+        self.reset_parameters(int(group.first_of(drawn)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A layer with weights of its own, of the same ranks and by the same path."""
@@ -224,10 +225,6 @@ class MoE(nn.Module):
         require(x.device == device, f"device={x.device} of the input must be the group's {device}")
         require(x.dtype == shape.dtype, f"dtype={x.dtype} of the input must be the group's {shape.dtype}")
         return x.reshape(-1, self.config.hidden_size)
-
-
-def _draw_seed() -> int:
-    return int(torch.randint(2**31, (), dtype=torch.int64, device="cpu"))
 
 
 def _normal(shape: tuple[int, ...] | torch.Size, fan_in: int, seed: int, stream: int) -> Tensor:

@@ -132,11 +132,7 @@ def check_ids(num_bad: Sequence[int], top_k_ids: Tensor, layout: ExpertLayout) -
 
 
 class CollectiveSteps:
-    """The passes of one layer by collectives: forward and backward are a step of the group each, of all in them.
-
-    Args:
-        number: Of the layer in the group.
-    """
+    """The passes of one layer by collectives: forward and backward are a step of the group each, of all in them."""
 
     def __init__(self, comm: Communicator, process_group: ProcessGroup, number: int) -> None:
         self.comm, self.process_group, self.call = comm, process_group, call_number(number)
@@ -154,14 +150,8 @@ class CollectiveSteps:
     def begin(self, number: int, *, trains: bool = True) -> int:
         """Let all ranks say which pass they begin, and return its number (collective).
 
-        The message has the same size for all passes. A pass of other ranks that is another one may have messages of
-        another size: gloo ends the process that receives them, and NCCL writes past the end.
-
-        Args:
-            number: Of the call whose backward pass begins; 0: a call begins.
-
-        Raises:
-            AgreedError: If they begin different passes.
+        The message has one size, unlike those of a pass itself: gloo ends a process that receives too much, and NCCL
+        writes past the end. ``number`` and the error are those of ``check_calls``.
         """
         calls, numbers = zip(*exchange(self.process_group, (self.call + trains, number), self.comm.device), strict=True)
         check_calls(calls, numbers=numbers)

@@ -185,10 +185,7 @@ def to_host(numbers: Tensor, group: ProcessGroup | None) -> list[Any]:
 
 
 def exchange(group: ProcessGroup, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
-    """Return every rank's numbers, in rank order (collective); all ranks give equally many.
-
-    They travel between the hosts where the group has a backend for that: so nothing waits for the device.
-    """
+    """Return every rank's numbers, in rank order (collective), through the hosts if the group has a backend there."""
     device = torch.device("cpu") if torch.device("cpu") in group._device_types else device
     mine = torch.tensor(numbers, dtype=torch.int64, device=device)
     found = mine.new_empty(group.size(), len(numbers))

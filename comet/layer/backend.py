@@ -150,14 +150,9 @@ class Backend(ABC):
 
     @abstractmethod
     def barrier(self, plan: Plan) -> None:
-        """Advance the epoch once every rank has arrived to begin the backward pass of the same call.
+        """Advance the epoch once every rank has arrived to begin the backward pass of the call that made ``plan``.
 
-        Args:
-            plan: Of that call; its epoch is compared.
-
-        Raises:
-            ValueError: On the CPU, on all ranks, if they begin backward passes of different calls (on a GPU
-                ``Workspace.check`` raises).
+        Ranks that come from different calls are refused: on the CPU by an ``AgreedError``, on a GPU by the next check.
         """
 
     @abstractmethod

@@ -43,9 +43,9 @@ class CollectivePath:
         self.activation = config.activation
         self.layout = group.layout(config)
         self.comm = group.comm
-        self.number = group.workspace.layers_made  # the layer's
         self.process_group = group.process_group
-        self.steps = self.process_group and CollectiveSteps(self.comm, self.process_group, self.number)
+        number = group.workspace.layers_made
+        self.steps = self.process_group and CollectiveSteps(self.comm, self.process_group, number)
         self.match = match_once(match_weights, config, self.layout, biased=config.expert_bias)
 
     @uncompiled
@@ -64,7 +64,7 @@ class CollectivePath:
         self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor, *biases: Tensor
     ) -> Tensor:
         routed, given = RoutedTokens(tokens, top_k_ids, top_k_weights), Biases(*biases) if biases else None
-        return self.compute(routed, w1, w2, self.layout, self.process_group, self.activation, given, self.number)
+        return self.compute(routed, w1, w2, self.layout, self.process_group, self.activation, given)
 
 
 def make_path(

@@ -238,8 +238,9 @@ class Workspace:
         aborted, place, peer, index, expected, seen, _, _ = self.fault.tolist()
         if not aborted:
             return ""
-        if place == CALL and index:  # the index is the call: the numbers differ
-            return other_call(self.comm.rank, index, peer, index, expected, seen)
+        if place == CALL and index:  # in a backward pass
+            theirs = int(self.calls.local[(int(self.epoch) + 1) & 1, peer])
+            return other_call(self.comm.rank, index, peer, theirs, expected, seen)
         if place == CALL:
             return other_call(self.comm.rank, expected, peer, seen)
         where = f"{PLACES[place]}, chunk {index}"

@@ -38,7 +38,7 @@ from comet.reference.layer import reference_experts
 from comet.utils.autocast import product, without_autocast
 from comet.utils.match import Sizes, check_id_dtype
 
-# routed tokens, w1, w2, layout, process_group, activation, biases, layer -> (T, D), as plain_experts
+# routed tokens, w1, w2, layout, process_group, activation, biases -> (T, D), as plain_experts
 CollectiveExperts = Callable[..., Tensor]
 
 
@@ -66,7 +66,6 @@ def plain_experts(
     process_group: ProcessGroup | None,
     activation: Activation = SWIGLU,
     biases: Biases | None = None,
-    layer: int = 0,
     *,
     interleaved: bool = False,
 ) -> Tensor:
@@ -78,7 +77,6 @@ def plain_experts(
         w2: ``(e, D, F/TP)``, dtype of ``tokens``.
         process_group: The W ranks; not used when W is 1.
         biases: ``(e, 2F/TP)`` and ``(e, D)``, dtype of ``tokens``; ``None``: there are none.
-        layer: Its number in the group; ranks that say different ones are refused.
         interleaved: Whether rows of w1 and b1 are gate and up in turn, as gpt-oss has them.
 
     Returns:
@@ -90,7 +88,7 @@ def plain_experts(
     """
     tokens, top_k_ids, top_k_weights = routed
     check_inputs(routed, w1, w2, layout, tokens.dtype)
-    call = call_number(layer, wants_grad(tokens), wants_grad(tokens, w1, w2, *(biases or ())))
+    call = call_number(0, wants_grad(tokens), wants_grad(tokens, w1, w2, *(biases or ())))
     exchange = make_exchange(top_k_ids, layout, process_group, call)
     with without_autocast(tokens.device):
         received = dispatch_rows(tokens, exchange, process_group)
@@ -109,7 +107,7 @@ def make_exchange(
     rank 1 ``recv_counts = (1, 0)``, ``expert_counts = (0, 1)``.
 
     Args:
-        call: ``call_number`` of the layer, and whether gradients of tokens, and of rows, are wanted.
+        call: ``call_number`` of whether gradients of tokens, and of rows, are wanted.
     """
     check_group(layout, process_group)
     num_ranks, num_local = layout.world_size, layout.experts_local
@@ -215,7 +213,6 @@ def gather_reference_experts(
     process_group: ProcessGroup | None,
     activation: Activation = SWIGLU,
     biases: Biases | None = None,
-    layer: int = 0,
 ) -> Tensor:
     """Gather all experts and run the reference on this rank's tokens; collective, differentiable, memory-hungry.
 
@@ -224,7 +221,7 @@ def gather_reference_experts(
     check_inputs(routed, w1, w2, layout, routed.tokens.dtype)
     check_group(layout, process_group)
     if layout.world_size > 1:
-        number = call_number(layer, wants_grad(w1), wants_grad(w2), *(wants_grad(bias) for bias in biases or ()))
+        number = call_number(0, wants_grad(w1), wants_grad(w2), *(wants_grad(bias) for bias in biases or ()))
         call = torch.tensor(number, device=routed.tokens.device)
         check_calls(to_host(all_gather_stacked(call, process_group), process_group), "w1", "w2", "b1", "b2")
         w1, w2 = gather_weights(w1, w2, layout, process_group)

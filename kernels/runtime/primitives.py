@@ -28,8 +28,8 @@ PLACE_EXCHANGE = tl.constexpr(1)
 PLACE_LAYER0 = tl.constexpr(2)
 PLACE_PANEL = tl.constexpr(3)
 PLACE_LAYER1 = tl.constexpr(4)
-# No spin: a rank called something else. Expected and seen are the calls, or the epochs of the plans whose backward
-# passes began; then the index is the call.
+# No spin: a rank called something else. Expected and seen are the calls; where a backward pass began, the index is the
+# call, and they are the epochs of the plans.
 PLACE_CALL = tl.constexpr(5)
 
 FAULT_ROWS_NEEDED = tl.constexpr(7)
@@ -290,12 +290,8 @@ def barrier_kernel(
         numbers = tl.load(calls + 2 * world_size + half + ranks, mask=arrived, other=number)
         other = tl.max(tl.where((seen != call) | (numbers != number), ranks, -1), axis=0)
         if other >= 0:
-            seen_there = tl.sum(tl.where(ranks == other, seen, 0), axis=0)
             number_there = tl.sum(tl.where(ranks == other, numbers, 0), axis=0)
-            is_number = seen_there == call
-            index, mine = tl.where(is_number, call, 0), tl.where(is_number, number, call)
-            theirs = tl.where(is_number, number_there, seen_there)
-            record_fault(fault_ptr, PLACE_CALL, other, index, mine, theirs, INTERPRET)
+            record_fault(fault_ptr, PLACE_CALL, other, call, number, number_there, INTERPRET)
         works = works & (other < 0)
     tl.store(epoch_ptr, epoch, mask=works & (is_late == 0))
 

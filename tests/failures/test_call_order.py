@@ -61,7 +61,7 @@ def refused(attempt: Callable[[], object], moe: MoE, path: str) -> str:
     return said
 
 
-@pytest.mark.parametrize("path", ["twin", "fused", "plain", slow("reference")])
+@pytest.mark.parametrize("path", ["twin", slow("fused"), "plain", slow("reference")])
 @in_ranks(2, interpret="path")
 def test_calls_that_are_open_at_once_end_in_one_order_or_are_refused(rank: int, world_size: int, path: str) -> None:
     for case in CASES[:1] if path == "fused" else CASES:  # the interpreter is slow
@@ -70,9 +70,8 @@ def test_calls_that_are_open_at_once_end_in_one_order_or_are_refused(rank: int, 
         check_right_orders(case, rank, moe, other, path)
         for said, kinds in refusals(case, rank, moe, other, path):
             # A rank of the fused path may be the second to look, and then finds the note of the first.
-            assert re.search(rf"rank \d {kinds[0]} .*while rank \d {kinds[-1]} .*: all ranks of a group must", said), (
-                said
-            )
+            wanted = rf"rank \d {kinds[0]}.* while rank \d {kinds[-1]}.*: all ranks of a group must"
+            assert re.search(wanted, said), said
             if "backward" in kinds[0] + kinds[-1] and path != "fused":
                 assert said.endswith("leave out that of the same call"), said
             check_call(case, rank, 7, train_call(moe, case, rank, 7), f"{path} after {said}")
@@ -81,7 +80,7 @@ def test_calls_that_are_open_at_once_end_in_one_order_or_are_refused(rank: int, 
 
 def check_right_orders(case: LayerCase, rank: int, moe: MoE, other: MoE, path: str) -> None:
     """Schedules alike on all ranks leave the bits of one call after the other."""
-    layers, numbers = (moe, other), [(0, moe), (1, moe), (2, other), (3, moe)]
+    layers, numbers = (moe, other), [(0, moe), (1, moe), (2, other), (3, moe)][: 2 if path == "fused" else 4]
     for number, layer in numbers:
         begin(layer, case, rank, number)()
     wanted = gradients(layers)
@@ -108,13 +107,13 @@ def refusals(case: LayerCase, rank: int, moe: MoE, other: MoE, path: str):
     """Yield the message of each attempt, and what its ranks began."""
     ends = [begin(moe, case, rank, number) for number in range(2)]
     yield refused(ends[rank], moe, path), ["began the backward pass of call"]
-    ends = [begin(moe, case, rank, number) for number in range(4)]
-    ends.pop()()
+    ends = [begin(moe, case, rank, number) for number in range(3)]
     del ends[rank]  # each rank's own bad micro-batch
     yield refused(lambda: [end() for end in ends], moe, path), ["began the backward pass of call"]
     ends = [begin(layer, case, rank, 0) for layer in (moe, other)]
-    words = "called layer" if path == "fused" else "began the backward pass of call"
-    yield refused(ends[rank], moe, path), [words]
+    yield refused(ends[rank], moe, path), [r"began the backward pass of call \d+ of layer [12]"]
+    if path == "fused":
+        return
     yield refused(lambda: begin((moe, other)[rank], case, rank, 0), moe, path), ["called layer"]
     if path not in SYMMETRIC:  # those find out at the deadline
         end = begin(moe, case, rank, 0)
@@ -122,7 +121,7 @@ def refusals(case: LayerCase, rank: int, moe: MoE, other: MoE, path: str):
         yield refused(attempt, moe, path), ["began the backward pass of call", "called layer"]
 
 
-@pytest.mark.parametrize("path", ["twin", "fused"])
+@pytest.mark.parametrize("path", ["twin", slow("fused")])
 @in_ranks(2, interpret="path")
 def test_checkpointed_calls_that_ranks_end_in_other_orders_are_right(rank: int, world_size: int, path: str) -> None:
     """Each backward pass runs a call of its own again, which has whatever tokens the ranks have then."""

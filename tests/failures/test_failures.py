@@ -222,7 +222,7 @@ def test_kernels_say_what_the_other_rank_did_instead(rank: int, world_size: int)
 
 
 def call_in_other_orders(rank: int, world_size: int, path: str) -> list[str]:
-    """Two layers, and one with gradients on rank 0 only; each time what is said, and that all go on behind it."""
+    """Two layers, two calls of one, and one with gradients on rank 0 only: the messages; all ranks go on each time."""
     first, inputs = build_layer(CASE, rank, path), rank_inputs(CASE, rank)
     group = first.group
     layers = [first, MoE(first.config, group, path=path)]
@@ -243,6 +243,8 @@ def call_in_other_orders(rank: int, world_size: int, path: str) -> list[str]:
         assert torch.equal(expected, first.routed_experts(*inputs.routed)), "a refusal costs nothing"
 
     attempt(lambda: layers[rank].routed_experts(*inputs.routed))
+    outputs = [first.routed_experts(*inputs.routed) for _ in range(2)]
+    attempt(lambda: outputs[rank].sum().backward())
     attempt(lambda: first.routed_experts(*inputs.routed), trains=rank == 0)
     return said
 
@@ -254,6 +256,9 @@ def test_ranks_that_call_layers_in_different_orders_are_refused(path: str) -> No
         assert re.match(r"rank \d called layer \d with .* while rank \d called layer \d with .* in one order", said[0])
         assert "layer 1" in said[0]
         assert "layer 2" in said[0]
+        assert re.search(
+            r"began the backward pass of call \d+ of layer 1 .*while rank \d began .* of layer 1:", said[1]
+        )
     assert "gradients" in first[-1]
     assert path == "fused" or first == second
 

@@ -1,4 +1,4 @@
-"""What ranks hold alike stays alike: reduced gradients, seeds, scaled losses, clipping, moving averages."""
+"""State that ranks hold alike stays alike: reduced gradients, seeds, scaled losses, clipping, moving averages."""
 
 import math
 import re
@@ -104,7 +104,7 @@ def test_the_readmes_loop_keeps_ranks_alike(rank: int, world_size: int) -> None:
 
 @in_ranks(2)
 def test_reduced_gradients_leave_means_alone(rank: int, world_size: int) -> None:
-    plain, excluded = Model(1), Model(1)
+    plain, excluded = Model(2), Model(2)
     comet.exclude_experts(excluded)
     for model in (plain, excluded):
         model(draw(rank, 0)).backward()
@@ -191,7 +191,7 @@ def test_moving_averages_of_experts_of_several_ranks(rank: int, world_size: int)
     )
     first = {name: each.clone() for name, each in whole(model).items()}
     for each in (averaged, refused):
-        each.update_parameters(model)  # which copies
+        each.update_parameters(model)  # the first time copies
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3)

@@ -18,8 +18,6 @@ from comet.layer.plan import PlanRules, num_counters
 from comet.layer.workspace import PLACES, Workspace
 from comet.layout import ExpertLayout, positions_in_groups
 
-PLACE = "exchange of top-k ids"
-
 
 def exchange_ids(ids: Tensor, weights: Tensor, workspace: Workspace, *, call: int) -> None:
     """Write this rank's ids ``(T, K)`` and weights ``(T, K)`` into every rank's pool and signal; -1 past T."""
@@ -40,12 +38,11 @@ def receive_ids(ids: Tensor, layout: ExpertLayout, workspace: Workspace) -> tupl
     """Wait for the ids of all ranks and advance the epoch; ids and weights ``(W, M, K)`` as they lie in the pool."""
     epoch = int(workspace.epoch) + 1
     for source in range(workspace.comm.world_size):
+        first = source * _chunks(workspace)
         try:
-            wait_flag(
-                workspace, workspace.ids_flags.local, source * _chunks(workspace), epoch, source, f"{PLACE}, chunk 0"
-            )
+            wait_flag(workspace, workspace.ids_flags.local, first, epoch, source, f"{PLACES[1]}, chunk 0")
         except CommTimeoutError as late:
-            raise CommTimeoutError(workspace.explained(str(late), PLACES.index(PLACE), source, epoch)) from None
+            raise CommTimeoutError(workspace.explained(str(late), 1, source, epoch)) from None
     workspace.epoch.fill_(epoch)
     check_calls(workspace.calls.local[epoch & 1].tolist(), "tokens, top_k_weights, w1 or w2")
     received = _half(workspace.ids.local, epoch, layout.top_k)
