@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from comet.config import require
 from comet.errors import StepFailedError, UnavailableError
 
 ALIGNMENT = 256
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +167,7 @@ class Communicator(ABC):
         self.board = Board.alone()  # for notes of steps that failed
         self.stream_order = StreamOrder(device)  # lets steps on different streams wait for each other
         self._epochs: list[Tensor] = []
+        self._made: dict[Hashable, Any] = {}
 
     def alloc(self, num_bytes: int) -> SymmTensor:
         """Allocate ``num_bytes`` zeroed bytes on every rank; collective, the same size everywhere.
@@ -178,6 +180,18 @@ class Communicator(ABC):
         require_memory(self, "symmetric memory", "the paths 'plain' and 'reference' do without")
         require(num_bytes >= 1, f"num_bytes={num_bytes} must be at least 1")
         return self._alloc(num_bytes)
+
+    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """Return what ``make`` returned for an equal key before, or call it (collective).
+
+        For users of symmetric memory that come and go, as engines do: ranks forget them at different times, so memory
+        cannot be freed before ``close``, and the next user takes the same.
+        """
+        self.require_open()
+        if key not in self._made:
+            self._made[key] = make()
+        made: Made = self._made[key]
+        return made
 
     def step(self, what: str, *, collectives: bool = False, refuses: bool = False) -> Step:
         """A context manager for one use of the group's memory, in which all ranks take part.

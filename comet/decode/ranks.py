@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from comet.comm.base import Communicator, require_memory, settle
+from comet.comm.base import Communicator, SymmTensor, require_memory, settle
 from comet.comm.signals import check_epoch, waited
 from comet.config import MAX_TOP_K, MOE_DTYPES, require, resolve_kernels
 from comet.decode.local import run_kernels
@@ -18,6 +18,7 @@ from comet.kernels.decode.blocks import DecodeConfig
 from comet.kernels.decode.gather import ABSENT, PLACE_GATHER
 from comet.kernels.decode.step import Batch, Gather, ReceiveBuffer, Words
 from comet.kernels.decode.words import LOW_HALF
+from comet.kernels.experts.host import PLACE_HOST
 from comet.kernels.runtime.arguments import aligned
 from comet.layout import ExpertLayout
 from comet.utils.graphs import hold_if_captured
@@ -71,7 +72,7 @@ class TokenGather:
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
-        """What a step reads and writes besides the symmetric memory."""
+        """Memory that a step uses in addition to the symmetric memory."""
         return self.words.pointers, self._tokens, self._ids, self._weights
 
     def batch(self, own: Batch) -> Batch:
@@ -115,6 +116,20 @@ class TokenGather:
         batch.tokens.view(torch.int32)[there] = _payload(arrived[there, :width], epoch)
         batch.routing_weights.view(torch.int32)[there] = _payload(arrived[there, -top_k:], epoch)
         return batch
+
+
+def _memory(
+    comm: Communicator, hidden_size: int, max_tokens: int, own_tokens: bool
+) -> tuple[SymmTensor, TokenGather | None, Tensor, Tensor]:
+    """Make receive buffer, gather, epoch and fault of steps that follow each other, whichever object runs them."""
+    shape = (2, comm.world_size, max_tokens, hidden_size)
+    words = comm.alloc(receive_bytes(comm.world_size, hidden_size, max_tokens)).view(0, shape, torch.int64)
+    gather = TokenGather(comm, hidden_size=hidden_size, max_tokens=max_tokens) if own_tokens else None
+    epoch = torch.zeros(1, dtype=torch.int32, device=comm.device)
+    fault = torch.zeros(8, dtype=torch.int64, device=comm.device)
+    signals = [words.local] if gather is None else [words.local, gather.words.local]
+    comm.renew_at_restart(epoch, fault, signals)
+    return words, gather, epoch, fault
 
 
 def words_of(values: Tensor, epoch: int) -> Tensor:
@@ -174,15 +189,12 @@ class RankDecode:
         self.hidden_size = hidden_size
         self.max_tokens = max_tokens
         self.use_kernels = resolve_kernels(comm.device, use_kernels)
-        shape = (2, world_size, max_tokens, hidden_size)
-        self.words = comm.alloc(receive_bytes(world_size, hidden_size, max_tokens)).view(0, shape, torch.int64)
-        self.gather: TokenGather | None = None
-        if not replicated and world_size > 1:
-            self.gather = TokenGather(comm, hidden_size=hidden_size, max_tokens=max_tokens)
-        self.epoch = torch.zeros(1, dtype=torch.int32, device=comm.device)
-        self.fault = torch.zeros(8, dtype=torch.int64, device=comm.device)
-        words = [self.words] if self.gather is None else [self.words, self.gather.words]
-        comm.renew_at_restart(self.epoch, self.fault, [each.local for each in words])
+        own_tokens = not replicated and world_size > 1
+        self.words, self.gather, self.epoch, self.fault = comm.once(
+            ("decode", hidden_size, max_tokens, own_tokens), lambda: _memory(comm, hidden_size, max_tokens, own_tokens)
+        )
+        if int(self.fault[1]) == PLACE_HOST.value:  # A model is gone whose host's cores did not answer.
+            self.fault.zero_()
         self._step = comm.step("decode step", refuses=True)
         self._memory = (self.words.pointers, *(() if self.gather is None else self.gather.memory))
 
@@ -211,7 +223,7 @@ class RankDecode:
 
         Raises:
             StepFailedError: If a step failed on any rank; ``restart`` goes on.
-            CommTimeoutError: On the CPU, if a rank did not come in time; on a GPU ``check`` tells.
+            CommTimeoutError: On the CPU, if a rank did not come in time; on a GPU ``check`` raises it.
         """
         check_inputs(tokens, top_k_ids, top_k_weights, weights)
         require(
@@ -253,7 +265,7 @@ class RankDecode:
         check_epoch(self.epoch, self.comm.rank)
 
     def restart(self) -> None:
-        """``Workspace.restart``: all that uses the communicator starts anew (collective), between two steps."""
+        """``Workspace.restart``: all that uses the communicator starts again (collective), between two steps."""
         self.comm.restart()
 
     def _buffer(self, own: Batch) -> ReceiveBuffer | None:

@@ -25,6 +25,7 @@ from comet.decode.local import warp_decode
 from comet.decode.ranks import RankDecode, rank_slots
 from comet.decode.weights import MAX_DECODE_TOKENS, DecodeScratch, DecodeWeights
 from comet.kernels.runtime.activation import SWIGLU, Activation
+from comet.kernels.runtime.arguments import power_of_2
 from comet.layer.group import ExpertGroup
 from comet.layer.paths import ExpertPath, make_path
 from comet.layer.routed_experts import SymmetricPath
@@ -194,8 +195,10 @@ class GroupExperts:
         # Last, because it allocates symmetric memory on all ranks.
         self.decode_on_ranks: RankDecode | None = None
         if decode_tokens:
+            # Its memory stays until the group closes: powers of two bound what engines of all settings take.
+            most = power_of_2(decode_tokens) if replicated else decode_tokens
             self.decode_on_ranks = RankDecode(
-                group.comm, hidden_size=moe.hidden_size, max_tokens=decode_tokens, replicated=replicated
+                group.comm, hidden_size=moe.hidden_size, max_tokens=most, replicated=replicated
             )
 
     def held(self, w1: Tensor, w2: Tensor, biases: Biases | None) -> DecodeWeights:

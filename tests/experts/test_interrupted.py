@@ -25,6 +25,7 @@ from comet.experts.host import cores as host_cores
 from comet.experts.host.cores import HostCores
 from comet.experts.store import HeldExperts
 from comet.generation.engine import GPTEngine
+from comet.kernels.experts.host import PLACE_HOST
 from comet.layout import RoutedTokens
 
 SEED = random.randrange(10**6)
@@ -156,3 +157,20 @@ def test_a_process_that_dies_while_it_imports_says_why(monkeypatch: pytest.Monke
     monkeypatch.setattr(pickle, "dumps", lambda _: bytes(2**24))
     with pytest.raises(HostComputeError, match=r"did not start \(ImportError: no torch for this Python\)"):
         hosted_cache(CASE, CASE.K, SLOW_LINK)
+
+
+@pytest.mark.parametrize("host_cores", ["off", "1"])
+def test_a_model_that_is_loaded_again_does_not_inherit_cores_that_failed(host_cores: str) -> None:
+    """On the same group, whose steps share a record of what was late."""
+    model, group = awake_model(MODEL, None, in_slots=True, sharpness=1.0)
+    engine = GPTEngine(model, group, expert_slots=MOE.top_k + 1, host_cores="1")
+    expected = texts(engine, 3)
+    engine.cores.mail.fault[:2] = torch.tensor([1, PLACE_HOST.value])  # as a step does at the deadline
+    with pytest.raises(HostComputeError):
+        engine.check()
+    engine.cores.close()
+    model, _ = awake_model(MODEL, group, in_slots=True, sharpness=1.0)
+    again = GPTEngine(model, group, expert_slots=MOE.top_k + 1, host_cores=host_cores)
+    for mine, right in zip(texts(again, 3), expected, strict=True):
+        nearly_equal(mine, right)
+    again.check()
