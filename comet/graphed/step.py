@@ -46,11 +46,11 @@ class DecodeStep:
 
     @property
     def graph_fallback_reason(self) -> str:
-        """Why the last step was launched kernel by kernel; empty if it was replayed from a graph."""
+        """The reason why the last step was launched kernel by kernel; empty if it was replayed from a graph."""
         return self._run.graph_fallback_reason
 
     def renew(self) -> None:
-        """Capture the step anew if somebody replaced or moved what its graph reads."""
+        """Capture the step again if tensors that its graph reads were replaced or moved."""
         self._run.renew()
 
     def __call__(self, ids: Tensor) -> Tensor:
@@ -97,19 +97,19 @@ class Passes:
         return self.steps[kind]
 
     def renew(self) -> None:
-        """Capture each kind of pass anew if somebody replaced or moved what its graph reads."""
+        """Capture each kind of pass again if tensors that its graph reads were replaced or moved."""
         for step in self.steps.values():
             step.renew()
 
     @property
     def graph_fallback_reason(self) -> str:
-        """Why any kind of pass was not replayed; empty if all were."""
+        """The reason why any kind of pass was not replayed; empty if all were."""
         reasons = [step.graph_fallback_reason for step in self.steps.values()]
         return next(filter(None, reasons), "") if reasons else TOO_FEW
 
 
 def batch_obstacle(num_tokens: int, decode_tokens: int) -> str:
-    """Why a step of so many tokens must not be captured, where warp decode takes ``decode_tokens``; else empty."""
+    """The reason why a step of so many tokens must not be captured; empty if warp decode takes them."""
     if num_tokens <= decode_tokens:
         return ""
     if not decode_tokens:

@@ -35,7 +35,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class GPTOutput:
-    """What one forward pass returns."""
+    """The result of one forward pass."""
 
     logits: Tensor  # (B, S, V) float32
     router_loss: Tensor  # () float32: load-balancing and z-loss of all MoE layers; zero if there are none

@@ -34,7 +34,7 @@ class BlockShape:
     max_registers: int = 0
 
 
-LONG_STEPS = BlockShape(rows=32, depth=256), BlockShape(rows=64, depth=256)  # of quantised weights of small experts
+LONG_STEPS = BlockShape(rows=32, depth=256), BlockShape(rows=64, depth=256)  # for quantised weights of small experts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,19 +109,19 @@ def select(
     else:
         config = _measured_blocks(num_tokens, top_k, hidden_size, ffn_size)
     least = least_depth(lane) if shared_scale else 1
-    # Where gate/up has very many blocks, those of down would take their room and wait.
+    # If gate/up has very many blocks, the blocks of down would take their room and wait.
     dependent = dependent and hidden_size * ffn_size < LONG_EXPERT
     return config.fit(max(hidden_size, least), max(ffn_size, least), dependent=dependent)
 
 
 def _float32_blocks(num_tokens: int, top_k: int, hidden_size: int, ffn_size: int, lane: int) -> DecodeConfig:
-    """Weights, ``lane`` of them in 16 bytes, beside float32 tokens."""
+    """Blocks for float32 tokens, with ``lane`` weights in 16 bytes."""
     if num_tokens > 2:
         block = BlockShape(rows=16, depth=max(32, least_depth(lane)), num_stages=2)
         return DecodeConfig(form="matrix", gate_up=block, down=block)
     loads = 8 if num_tokens == 1 else 4  # weight rows times experts a lane has in flight
     if lane == CODED_LANE.value:
-        loads //= 2  # beside 128 bytes of the token more would not fit into registers
+        loads //= 2  # with 128 bytes of the token, more would not fit into registers
     rows = max(2, 2 * loads // triton.next_power_of_2(top_k)) if num_tokens == 1 else 4
     gate_up, down = _vector_block(lane, hidden_size, rows=loads // 2), _vector_block(lane, ffn_size, rows=rows)
     return DecodeConfig(form="vector", gate_up=gate_up, down=down, fold=num_tokens == 1)
@@ -160,7 +160,7 @@ def _quantised_blocks(
     """Few tokens of an expert at once, and blocks of which there are many: what bounds these is not memory alone.
 
     Tiles of 8 read an expert that all tokens chose once more for every 8 of them; tiles of 16 cost little then, and are
-    nearly as fast else. MXFP8 takes longer steps, for its scales are loads as well; beside float16 tokens it is
+    nearly as fast else. MXFP8 takes longer steps, for its scales are loads as well; with float16 tokens it is
     multiplied in tf32, whose operands take twice the registers: no longer steps there. A model with large experts has
     few, so that many tokens chose each: no tiles. MXFP4 takes no long steps of w2 in passes: over ranks they spill, and
     where the compiler aims at 96 registers short ones do.

@@ -15,9 +15,9 @@ from ..runtime.case import KernelCase
 from .routing import load_columns
 from .scales import BLOCK, EIGHT, MX, scale_values, widen
 
-ELEMENTS = 4096  # of a block: two loads of 16 bytes in every thread, one of MXFP4
+ELEMENTS = 4096  # elements of a block: two loads of 16 bytes in every thread, one of MXFP4
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# What weights are stored as, by the dtypes of elements and scales: SCALES and PACKED of the kernel.
+# SCALES and PACKED of the kernel, by the dtypes of elements and scales in which weights are stored.
 STORED = {
     (torch.float8_e4m3fn, torch.uint8): (MX.value, False),
     (torch.uint8, torch.uint8): (MX.value, True),
@@ -67,7 +67,7 @@ def dequantize_slots(elements: Tensor, scales: Tensor, slots: Tensor, dtype: tor
 
     Args:
         elements: w1 or w2 of a ``DecodeWeights``, ``(S, rows, columns)``, in MXFP4 ``(S, rows, columns / 2)`` uint8.
-        scales: Those that it has beside them.
+        scales: The scales of the elements.
         slots: ``(n,)`` int32 in [0, S), on the same device.
         dtype: float32, float16 or bfloat16.
 

@@ -2,8 +2,8 @@
 
 Either a block folds all experts of one token into its columns (*fold*, one token), or it computes the columns of one
 group (see ``decode.routing``) as float32 partial sums, and the last block of a column block adds them up. A ticket
-per column block tells which one is last; that one puts the ticket back to 0 for the next step. Sums run over a token's
-routed rows in one order, whoever is last, so equal inputs give equal bits.
+per column block shows which one is last; that one puts the ticket back to 0 for the next step. Sums run over a token's
+routed rows in one order, whichever block is last, so equal inputs give equal bits.
 
 Over W ranks the complete columns go to all ranks instead of the output, or where tokens differ between ranks to the
 token's own, and blocks behind all others add up what the ranks sent (see ``decode.words``). What bounds it:
@@ -206,7 +206,7 @@ def load_routing(step, E, S, STEP: tl.constexpr):
 def sum_only_token(partials_ptr, held, weights, cols, D):
     """``(1, cols)`` float32: the only token's weighted partial sums, one of each routed row."""
     ptrs = partials_ptr + tl.arange(0, held.shape[0])[:, None] * D + cols[None, :]
-    # As in sum_rows, from L2.
+    # Load from L2, as sum_rows does.
     partial = tl.load(ptrs, mask=held[:, None] & (cols < D)[None, :], other=0.0, cache_modifier=".cg")
     return tl.sum(weights[:, None] * partial, axis=0)[None, :]
 

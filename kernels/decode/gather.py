@@ -2,21 +2,22 @@
 
 Every rank then computes the same batch of W * max_tokens tokens, token ``rank * max_tokens + slot``, as if it were
 replicated; only down sends each token's sums to the one rank it came from, and that adds them up in the order of the
-ranks. A slot without a token has ids ``ABSENT``: no block reads anything for it, and nobody sends or awaits its sums.
+ranks. A slot without a token has ids ``ABSENT``: no block reads anything for it, and its sums are neither sent nor
+awaited.
 
 Every rank has a second receive buffer, of words ``(2, W, max_tokens, stride)`` int64; rank s writes [parity, s] of
 every rank. A word holds 32 bits below and the epoch above, as in ``decode.words``: the token's bytes from the start of
-a row, its K ids and K weights at the end. Bits are copied, so the same tokens give the same sums whoever was late. Ids
-of all slots travel in every step, the rest only where there is a token: ranks learn from the ids how many there are,
-and a rank without tokens takes part like any other.
+a row, its K ids and K weights at the end. Bits are copied, so the same tokens give the same sums, whichever rank was
+late. Ids of all slots travel in every step, the rest only where there is a token: ranks learn from the ids how many
+there are, and a rank without tokens takes part like any other.
 
-Who waits: blocks with the highest ids of the grid, for blocks of this kernel on any rank that wait for nobody.
+Who waits: blocks with the highest ids of the grid, for blocks of this kernel on any rank that never wait.
 
 Why no rank overwrites what another still reads. *Words of tokens* of epoch n lie in half n % 2, and only the gather
 kernel of step n reads them. Rank s overwrites them in its gather kernel of step n + 2, which its stream starts after
 its gather kernel of step n + 1 ended; that one ended after it saw words of epoch n + 1 from every rank; a rank sends
 those from a gather kernel that its stream starts after its gather kernel of step n ended. One half would not do: a rank
-without tokens waits for nobody after its gather kernel, and may send those of step n + 1 while another still reads.
+without tokens does not wait after its gather kernel, and may send those of step n + 1 while another still reads.
 *Sums* of epoch n are read by the down kernel of step n. Rank s writes sums again in its down kernel of step n + 1 or
 later, hence after it saw tokens of epoch n + 1 from every rank, which a rank sends after its down kernel of step n
 ended; the two halves that ``decode.words`` needs are more than enough here. *What is unpacked* is read by the two
@@ -24,8 +25,8 @@ kernels behind this one, which end before the stream starts the next gather kern
 no barrier between steps is needed, but all ranks must run the same steps, of equal K and dtype, also those in which
 some or all have no tokens.
 
-A rank that met a deadline sends no more sums, because it may hold half of a token: whoever waits for it names it, and
-nobody adds up something wrong.
+A rank that met a deadline sends no more sums, because it may hold half of a token: a rank that waits for it names it,
+and no wrong sum arises.
 """
 
 import torch

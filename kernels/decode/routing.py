@@ -29,7 +29,7 @@ def slot_of(ids, slots_ptr, E, S, CACHE: tl.constexpr = None):
 
 @triton.jit
 def serves(ids_ptr, group, T, K: tl.constexpr, K_BLOCK: tl.constexpr, T_BLOCK: tl.constexpr, BY_EXPERT: tl.constexpr):
-    """What the blocks of ``group`` do: ``(expert, rows)``.
+    """The work of the blocks of ``group``: ``(expert, rows)``.
 
     ``expert`` is -1 where there is nothing to do. ``rows`` ``(T_BLOCK,)`` int32 is, for each token, its first routed
     row with the group's expert, or ``NO_ROW``. With one token every routed row serves itself.

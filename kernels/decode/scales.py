@@ -6,8 +6,8 @@
 * 32, the MX types: every row has its own; e8m0 codes, 2^(code - 127), ``(S, rows, columns / 32)`` uint8.
 * 128, block FP8: 128 rows share one too; ``(S, ceil(rows / 128), ceil(columns / 128))`` float32.
 
-``lane``, weights in the 16 bytes that a thread loads at once, tells MXFP4 from MXFP8: 32 and 16. The kernels read MXFP4
-as int32 words of eight e2m1 codes, for bits are shifted in words. Weights of block FP8 and MXFP8 are e4m3.
+``lane``, weights in the 16 bytes that a thread loads at once, distinguishes MXFP4 from MXFP8: 32 and 16. The kernels
+read MXFP4 as int32 words of eight e2m1 codes, for bits are shifted in words. Weights of block FP8 and MXFP8 are e4m3.
 
 Where scales apply. *vector*: to the sum of a lane's products, whose weights share a scale. *matrix*: those of MX to the
 weights, because a power of two rounds none above 2^-126; block FP8 to what 128 of the contraction add to the sums,

@@ -26,17 +26,17 @@ from .gather import gather
 from .scales import in_number, part_of
 from .step import ReceiveBuffer, Step, StepConstants, StepTensors
 
-LEAST_TOKENS = 8  # what the matrix form pads the tokens of a step to, the least the matrix instructions take
+LEAST_TOKENS = 8  # the matrix form pads a step to as many tokens, the least that matrix instructions take
 WORD_COLS = 2 * 32  # columns of the all-reduce for each warp: two for each thread, or stores get narrower
 
 
 class _Launch(NamedTuple):
-    """What both kernels of a wave are launched with."""
+    """The arguments that both kernels of a wave share."""
 
     config: DecodeConfig
     groups: int
     cache: tuple[Tensor, ...] | None
-    buffer: ReceiveBuffer | None  # of the last wave
+    buffer: ReceiveBuffer | None  # the last wave has it
 
 
 def decode(step: Step, config: DecodeConfig, buffer: ReceiveBuffer | None = None) -> None:
@@ -69,7 +69,7 @@ def decode(step: Step, config: DecodeConfig, buffer: ReceiveBuffer | None = None
         memory = wave_memory(tensors.ids, step.host, num_waves) if num_waves > 1 else None
     if gathered:
         gather(step, buffer, dependent=constants.dependent)
-    if memory is not None:  # of ids that may have been gathered just now
+    if memory is not None:  # the ids may have been gathered just now
         tensors = tensors._replace(all_ids=tensors.ids)
         waves = list(split_waves(tensors.ids, step.host, num_waves, memory))
     for number, ids in enumerate(waves):
@@ -96,7 +96,7 @@ def step_constants(
     gathered: bool,
     dependent: bool,
 ) -> StepConstants:
-    """What the constants of both kernels have in common, for tokens of ``dtype`` and weights of ``weight_dtype``."""
+    """The constants that both kernels share, for tokens of ``dtype`` and weights of ``weight_dtype``."""
     is_vector = config.form == "vector"
     token_block = max(1 if is_vector else LEAST_TOKENS, power_of_2(num_tokens))
     return StepConstants(
@@ -116,13 +116,13 @@ def step_constants(
 
 
 def of_gate_up(constants: StepConstants, shape: BlockShape, hidden_size: int, activation: Activation) -> StepConstants:
-    """Those of ``gate_up_kernel``, whose contraction is ``hidden_size``."""
+    """The constants of ``gate_up_kernel``, whose contraction is ``hidden_size``."""
     even = hidden_size % shape.depth == 0
     return constants._replace(rows=shape.rows, depth=shape.depth, even=even, activation=activation)
 
 
 def of_down(constants: StepConstants, config: DecodeConfig, ffn_size: int, world_size: int) -> StepConstants:
-    """Those of ``down_kernel``, whose contraction is ``ffn_size``."""
+    """The constants of ``down_kernel``, whose contraction is ``ffn_size``."""
     shape = config.down
     return constants._replace(
         rows=shape.rows,
@@ -153,7 +153,7 @@ def _descriptors(step: Step, config: DecodeConfig) -> tuple[TensorDescriptor | N
 
 
 def _cache(step: Step, groups: int, num_warps: int) -> tuple[tuple[Tensor, ...], CacheConstants] | tuple[None, None]:
-    """What both kernels take of an expert cache; ``num_warps`` of a block of gate/up, which alone fetches."""
+    """Pointers and constants of an expert cache for both kernels; gate/up, of ``num_warps`` a block, alone fetches."""
     host = step.host
     if host is None:
         return None, None
@@ -172,7 +172,7 @@ def most_registers(shape: BlockShape, world_size: int) -> int | None:
 
 
 def _options(shape: BlockShape, buffer: ReceiveBuffer | None, starts_early: bool) -> dict[str, Any]:
-    """Of a launch; the interpreter knows no limit of registers."""
+    """The options of a launch; the interpreter knows no limit of registers."""
     limit = most_registers(shape, 1 if buffer is None else buffer.world_size)
     options: dict[str, Any] = dict(num_warps=shape.num_warps, num_stages=shape.num_stages)
     options |= {} if limit is None or triton.knobs.runtime.interpret else {"maxnreg": limit}

@@ -14,11 +14,11 @@ n + 2. A rank writes epoch n + 2 in a kernel that its stream starts after its ke
 ended after it saw words of epoch n + 1 from every rank; a rank sends those from a kernel that its stream starts after
 its kernel of epoch n ended, and with it all its reading of epoch n. No barrier between steps is needed. All ranks must
 run the same steps, of the same tokens: a step of no tokens runs nowhere. A rank that met a deadline has seen no words
-of that epoch from someone and sends none of a later one, so whoever waits for it names it, and nobody adds up words of
-another step.
+of that epoch from someone and sends none of a later one, so a rank that waits for it names it, and none adds up
+words of another step.
 
 Tokens that differ between ranks (GATHERED): sums go to the rank of the token alone, and a rank without tokens waits for
-nobody here. ``decode.gather`` says why that is safe.
+no rank here. ``decode.gather`` says why that is safe.
 """
 
 import triton

@@ -1,11 +1,11 @@
-"""The expert cache of one layer, kept by the GPU inside the decode step: no launch and no host beside it.
+"""The expert cache of one layer, kept by the GPU inside the decode step, without a launch or the host.
 
 The first blocks of ``gate_up_kernel`` serve the step's misses. One of them, the planner, finds the experts of the step
 that have no slot and gives each one the slot whose expert is worth least. All of them then read these experts from host
 memory, which the GPU has mapped, into their slots: first w1 of all, then w2, and the scales of quantised experts with
 each. The blocks that multiply wait for the w1
 of their own expert alone, so experts that are there are computed meanwhile, and w1 of those that arrive while w2
-travels. A step whose experts are all there waits for nobody: the planner's work runs beside the products.
+travels. A step whose experts are all there never waits: the planner works during the products.
 
 No slot is overwritten that a kernel may still read, and none is read half-written. A step's kernels run one after the
 other on one stream. A slot whose expert this step needs is never given away. ``arriving`` names a slot once w1 is
@@ -48,7 +48,7 @@ from .tables import (
     worths,
 )
 
-KEPT = tl.constexpr(0.98)  # of an expert's worth, with every step
+KEPT = tl.constexpr(0.98)  # share of its worth that an expert keeps with every step
 
 
 @triton.jit
@@ -124,7 +124,7 @@ def plan_misses(ids_ptr, T, J, cache, E, S, J_BLOCK: tl.constexpr, CACHE: tl.con
         experts = tl.arange(0, CACHE.experts)
         before = tl.load(state_ptr + 2 * E + experts, mask=experts < E, other=0)
         tl.debug_barrier()
-    # Of equal ids one swap alone finds another number.
+    # Among equal ids only one swap finds another number.
     earlier = tl.atomic_xchg(state_ptr + 2 * E + ids, now, mask=held, sem="relaxed")
     num_needed = tl.sum((held & (earlier != now)).to(tl.int32), axis=0)
     taken, num_taken, num_ahead = -1, 0, 0

@@ -1,4 +1,4 @@
-"""Experts on their way to a layer's cache before its step: kernels on a stream beside what the layers before compute.
+"""Experts that travel to a layer's cache before its step: kernels on a stream, while the layers before compute.
 
 ``plan_kernel`` gives predicted experts that have no slot the slots of those that are worth least. ``travel_kernel``
 reads them from host memory, piece by piece: its blocks claim one after the other until all are there or the layer's own
@@ -176,7 +176,7 @@ def give(place, expert, state_ptr, E):
 
 @triton.jit
 def take_over(now, state_ptr, totals_ptr, E, S, CACHE: tl.constexpr):
-    """What the planner of step ``now`` does first; afterwards nothing travels, and no slot is planned.
+    """Stop what travels before the planner of step ``now`` plans; afterwards no slot is planned.
 
     Returns the expert that is half there and needed, or -1, and how many such there are, 0 or 1: it owns its slot, is
     the first copy, and the header has its pieces; and how many slots changed.

@@ -18,7 +18,7 @@ NEVER = tl.constexpr(2**31 - 1)
 FETCH_WARPS = 64  # Warps of all blocks together; a warp has 4 KB in flight.
 PIECE_WORDS = 512  # A warp copies so many words of 8 bytes at once.
 AHEAD_WORDS = 1024  # A block copies so many words at once before their step.
-LINE_BYTES = 128  # of L1
+LINE_BYTES = 128  # a line of L1
 HEADER_WORDS = 16
 # The words of ``CacheTables.header`` of a step,
 COUNT, CLOCK, READY, DONE, FIRST, LAST, CHANGED = (tl.constexpr(word) for word in range(7))

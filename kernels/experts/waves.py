@@ -1,7 +1,7 @@
 """Which experts of a decode step are computed in which wave, where its cache has fewer slots than the step may need.
 
 A wave computes at most S distinct experts, as many as there are slots, for all tokens of the step. Those that are
-cached, or on their way since before the step, come first, so that none gives its slot away before it was computed, and
+cached, or in flight since before the step, come first, so that none gives its slot away before it was computed, and
 each missing one is fetched once. How many waves a step has follows from its shape, so that it stays one CUDA graph;
 those behind the last expert find nothing to do.
 
@@ -71,7 +71,7 @@ def waves_kernel(
 
 
 def wave_memory(ids: Tensor, host: HostExperts, num_waves: int) -> Tensor:
-    """What ``split_waves`` needs."""
+    """Memory for ``split_waves``."""
     stride = triton.cdiv(ids.numel(), ALIGNMENT) * ALIGNMENT
     return torch.empty(num_waves * stride + host.tables.num_experts, dtype=torch.int32, device=ids.device)
 
@@ -80,7 +80,7 @@ def split_waves(ids: Tensor, host: HostExperts, num_waves: int, memory: Tensor |
     """The ids of each wave of a step, contiguous ``ids (T, K)``; the others are masked there.
 
     Args:
-        memory: ``wave_memory``, for whoever must not fail here.
+        memory: ``wave_memory``, for callers that must not fail here.
 
     Returns:
         ``(num_waves, R)`` int32, of which the first T * K of a row are routed rows; R is a multiple of 4.

@@ -1,1 +1,1 @@
-"""What all kernels share: arguments, signals, recording, and how CUDA C++ is compiled and launched."""
+"""Parts that all kernels share: arguments, signals, recording, compiling and launching CUDA C++."""

@@ -14,9 +14,9 @@ from triton.backends.compiler import GPUTarget
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arch:
-    """What GPUs of one compute capability can do."""
+    """The abilities of GPUs of one compute capability."""
 
-    name: str  # of the family, as command lines have it
+    name: str  # the family's name on command lines
     capability: tuple[int, int]  # major and minor number
     assembler: str  # ``--gpu-name`` of ptxas, and of NVRTC where ``cuda_kernels``
     shared_bytes: int  # most shared memory of a block
@@ -76,7 +76,7 @@ def starts_early(device: torch.device) -> bool:
 
 
 def obstacle(device: torch.device) -> str:
-    """Why a GPU runs no kernel of ours, in words; empty where it does."""
+    """The reason why a GPU runs no kernel of ours; empty where it does."""
     arch, name = arch_of(device), torch.cuda.get_device_name(device)
     major, minor = torch.cuda.get_device_capability(device)
     if arch is None:

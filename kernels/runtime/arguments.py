@@ -1,4 +1,4 @@
-"""What the fused kernels are handed: tensors, integers and pointer tables, grouped by meaning.
+"""Arguments of the fused kernels: tensors, integers and pointer tables, grouped by meaning.
 
 Letters as in ``comet.layer.plan``: W ranks, M tokens at most per rank, R = W*M received-row slots, Q routed rows, K, D,
 F, C = M / 128 chunks of rows, P phases.
@@ -40,7 +40,7 @@ class SymmBuffer:
         return 0 if self.recorder is None else self.recorder.capacity
 
     def tensors(self, num_blocks: int) -> "SymmTensors":
-        """Those of the rows, as a kernel of so many blocks takes them."""
+        """The tensors of the rows, as a kernel of so many blocks takes them."""
         symm = (self.rows, self.row_pointers, self.flags, self.flag_pointers, self.epoch, self.fault)
         return SymmTensors(*symm, recording(self.recorder, num_blocks))
 
@@ -77,7 +77,7 @@ class TileTable:
 
     @property
     def tensors(self) -> "TileTensors":
-        """Those of the tiles, as kernels take them."""
+        """The tensors of the tiles, as kernels take them."""
         return TileTensors(self.tiles, self.num_tiles, self.row_ids, self.counters)
 
 
@@ -91,7 +91,7 @@ class TileTensors(NamedTuple):
 
 
 class GradBuffer(NamedTuple):
-    """Gradients of the routing weights on their way home: received rows' ``(R, K)`` float32 and where they go."""
+    """Gradients ``(R, K)`` float32 of the routing weights of received rows, and the addresses they return to."""
 
     row_grads: Tensor  # ``(R, K)`` gradient of each (received row, slot) computed here, 0 elsewhere
     received: Tensor  # ``(R, K)`` this rank's symmetric copy

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-KEPT_PLACES = 64  # of a few layers
+KEPT_PLACES = 64  # enough for a few layers
 
 Place = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides and first element of a tensor
 
@@ -25,7 +25,7 @@ def cut(memory: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tens
 
 @functools.lru_cache(maxsize=KEPT_PLACES)
 def _places(shapes: tuple[tuple[int, ...], ...]) -> tuple[tuple[Place, ...], int]:
-    """Where tensors lie one after the other, each from a multiple of 64 elements on, and how many elements that are.
+    """Places of tensors one after the other, each from a multiple of 64 elements on, and their number of elements.
 
     Example: shapes (2, 3) and (4,) begin at 0 and 64, with strides (3, 1) and (1,); 128 elements in all.
     """

@@ -1,4 +1,4 @@
-"""What the compile-ahead tool is told about one kernel configuration (see ``comet.kernels.aot.compile``).
+"""The description of one kernel configuration for the compile-ahead tool (see ``comet.kernels.aot.compile``).
 
 Every module that ships kernels defines ``aot_cases() -> list[KernelCase]`` with the configurations users run.
 """
@@ -104,7 +104,7 @@ def _leaves(kinds: Sequence[Any], first: tuple[int, ...] = ()) -> Iterator[tuple
 
 
 def _type_of(kind: Any) -> Any:
-    """As Triton has it: ``constexpr`` where there is nothing, in a tuple of the same fields, too."""
+    """The type in Triton's form: ``constexpr`` where there is nothing, in a tuple of the same fields, too."""
     if not isinstance(kind, tuple):
         return kind or "constexpr"
     members = [_type_of(each) for each in kind]
@@ -138,6 +138,6 @@ class CudaCase:
             registers=LAUNCH_REGISTERS,
         )
 
-    # As of a ``KernelCase``, and the same for all.
+    # The same meaning as in a ``KernelCase``, and the same value for all.
     narrow_loads: ClassVar[int] = 0
     expects: ClassVar[frozenset[str]] = frozenset({"wgmma", "wide_loads", "wide_stores"})

@@ -15,13 +15,13 @@ import torch
 
 FOLDER = Path(__file__).parents[1] / "cuda"
 
-# What the host has to know of the device's code as well. Where both need a number, the device gets it in its Config.
-SWIZZLE_BYTES = 128  # of a row in shared memory
-MATH_WARPS = 8  # of a block
+# Numbers that the host shares with the device's code. Where both need a number, the device gets it in its Config.
+SWIZZLE_BYTES = 128  # bytes of a row in shared memory
+MATH_WARPS = 8  # math warps of a block
 NUM_THREADS = 32 * (MATH_WARPS + 4)
-LAUNCH_REGISTERS = 168  # of each of them, before some give theirs to others
+LAUNCH_REGISTERS = 168  # registers of each thread, before some give theirs to others
 SCHEDULER_SLOT_BYTES = 16
-MAP_ALIGNMENT = 64  # of a structure that holds tensor maps
+MAP_ALIGNMENT = 64  # alignment of a structure that holds tensor maps
 
 POINTER, INT32, INT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 
@@ -70,7 +70,7 @@ def named_fields(structure: type[ctypes.Structure]) -> dict[str, Any]:
 
 
 def layout_asserts(structure: type[ctypes.Structure]) -> list[str]:
-    """What the host believes of a structure and of those in it, for the compiler to check."""
+    """Assertions on the layout of a structure and of those in it, for the compiler to check."""
     name, lines = structure.__name__, []
     for field, kind in named_fields(structure).items():
         if issubclass(kind, DeviceStruct):
@@ -95,7 +95,7 @@ class CudaSource:
 
     @property
     def text(self) -> str:
-        """What is compiled."""
+        """The text to compile."""
         members = [f"using {name} = {value};" for name, value in self.types.items()]
         members += [f"static constexpr {_declared(name, value)};" for name, value in self.constants.items()]
         return "\n".join(

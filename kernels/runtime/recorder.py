@@ -1,4 +1,4 @@
-"""What a block did and when: one event per finished work item, written by the fused kernels while they run.
+"""The work of blocks over time: one event per finished work item, written by the fused kernels while they run.
 
 ``events`` is ``(blocks, 1 + capacity, 12)`` int32. Row 0 of a block holds in word 0 how many events the block had, also
 those that found no room; row 1 + i holds its i-th event:
@@ -124,7 +124,7 @@ def align_kernel(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recorder:
-    """Where the launches of one rank write their events."""
+    """The memory in which the launches of one rank write their events."""
 
     events: Tensor  # (blocks, 1 + capacity, 12) int32 as described in the module
 
@@ -147,7 +147,7 @@ class Recorder:
 
 
 def recording(recorder: Recorder | None, num_blocks: int) -> Tensor | None:
-    """Where a launch of ``num_blocks`` blocks records, or ``None``."""
+    """The memory in which a launch of ``num_blocks`` blocks records, or ``None``."""
     if recorder is None:
         return None
     blocks = recorder.events.shape[0]

@@ -1,4 +1,4 @@
-"""The ``modular`` task: which parts go together; one pair timed beside the fused layer, with a torch trace."""
+"""The ``modular`` task: which parts go together; one pair timed against the fused layer, with a torch trace."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def find_parts(config: JobConfig) -> list[type]:
 
 
 def _calls(kinds: list[type], problem: Problem, group: ExpertGroup, config: JobConfig) -> dict[str, Call]:
-    """By name: the pair, and the layer of the same inputs: fused, on a CPU its torch twin, between nodes plain."""
+    """Calls by name: the pair, and the layer on the same inputs (fused, on a CPU its twin, between nodes plain)."""
     transport, experts = (kind(problem.moe, group) for kind in kinds)
     layer = make_path("auto", problem.moe, group, config.overlap)
     layers = {
