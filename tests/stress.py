@@ -37,6 +37,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--world-size", type=int, default=2, help="ranks (default: %(default)s)")
+    parser.add_argument("--nodes", type=int, default=1, help="nodes that the ranks are divided into")
     parser.add_argument("--path", default="fused", choices=("fused", "twin"))
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--family", type=int, help=f"cases for which kernels are compiled once ({FAMILY_HELP})")
@@ -49,11 +50,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         options.timeout_s = 5.0 if is_interpreted(options.path, options.device) else 30.0
     if options.family is None:
         options.family = sizes_of(options.path, options.device).family
-    least = dict.fromkeys(("cases", "world_size", "family", "batch", "max_failures"), 1)
+    least = dict.fromkeys(("cases", "world_size", "nodes", "family", "batch", "max_failures"), 1)
     for name, bound in {**least, "first": 0, "seconds": 0, "timeout_s": 0}.items():
         if getattr(options, name) < bound:
             option = name.removesuffix("_s").replace("_", "-")
             parser.error(f"--{option}={getattr(options, name)} must be at least {bound}")
+    if options.world_size % options.nodes:
+        parser.error(f"--nodes={options.nodes} must divide --world-size={options.world_size}")
     return options
 
 

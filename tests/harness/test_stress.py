@@ -36,6 +36,11 @@ def test_random_cases_agree_with_the_reference(path: str, cases: int, capsys: py
     assert (status, summary["mismatches"], summary["failed_cases"]) == (0, 0, [])
 
 
+def test_random_cases_over_nodes_agree_with_the_reference(capsys: pytest.CaptureFixture[str]) -> None:
+    status = stress.main(["--path", "twin", "--seed", "7", "--world-size", "4", "--nodes", "2", "--cases", "8"])
+    assert (status, last_line(capsys)["mismatches"]) == (0, 0)
+
+
 def too_large(rank: int, world_size: int, of: Stress, indices: range) -> Outcome:
     """A batch on a twin whose outputs are 1 % too large, in block FP8 6 %: wrong every time, unlike a race."""
     right = Twin.gemm_combine
@@ -94,7 +99,7 @@ def test_a_wrong_number_in_fp8_is_found(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_a_rank_that_dies_ends_the_run_and_says_how_to_run_it_again() -> None:
-    again = "--seed 0 --first 0 --cases 4 --family 25 --world-size 1 --path twin --device cpu$"
+    again = "--seed 0 --first 0 --cases 4 --family 25 --world-size 1 --nodes 1 --path twin --device cpu$"
     with pytest.raises(AssertionError, match=rf"RuntimeError: a rank dies(.|\n)*python tests/stress.py {again}"):
         stress.main(["--path", "twin", "--cases", "6", "--world-size", "1"], dies_in_case_3)
 

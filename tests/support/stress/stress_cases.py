@@ -110,6 +110,7 @@ class Stress:
     path: str
     device: str
     family: int  # cases of one
+    nodes: int = 1  # nodes of equally many ranks; layers over several have no block FP8 and drop no rows
     timeout_s: float = 30.0  # of every wait between ranks
     until: float = math.inf  # after this time (seconds since 1970) no case begins
 
@@ -117,13 +118,18 @@ class Stress:
     def sizes(self) -> Sizes:
         return sizes_of(self.path, self.device)
 
+    @property
+    def node_size(self) -> int:
+        """Ranks of a node."""
+        return self.world_size // self.nodes
+
     def family_of(self, index: int) -> int:
         return index // self.family
 
     def family_case(self, family: int) -> StressCase:
         """What the layers of a family have in common."""
         dice, sizes = Random(f"{self.seed} family {family}"), self.sizes
-        ep = dice.choice([ep for ep in range(1, self.world_size + 1) if self.world_size % ep == 0])
+        ep = self.nodes * dice.choice([ep for ep in range(1, self.node_size + 1) if self.node_size % ep == 0])
         top_k = dice.choice((max(sizes.top_k), dice.choice(sizes.top_k)))
         return StressCase(
             name=f"family {family}",
@@ -136,6 +142,7 @@ class Stress:
             ffn_size=16 * (self.world_size // ep),
             dtype=dice.choice(sizes.dtypes),
             max_tokens=dice.choice(sizes.max_tokens),
+            node_size=None if self.nodes == 1 else self.node_size,
         )
 
     def layer_case(self, family: int, layer: int) -> StressCase:
@@ -143,16 +150,17 @@ class Stress:
         dice, sizes = Random(f"{self.seed} family {family} layer {layer}"), self.sizes
         pool = self.family_case(family)
         num_experts = pool.ep * dice.randint(1, 6)
+        in_node = num_experts // self.nodes
         found = replace(
             pool,
             name=f"family {family}, layer {layer}",
             layer=layer,
             weight_seed=dice.getrandbits(40),
             num_experts=num_experts,
-            top_k=dice.choice([top_k for top_k in sizes.top_k if top_k <= min(num_experts, pool.top_k)]),
+            top_k=dice.choice([top_k for top_k in sizes.top_k if top_k <= min(in_node, pool.top_k)]),
             ffn_size=16 * dice.choice(sizes.ffn) * dice.choice((pool.tp, pool.tp, pool.tp // math.gcd(pool.tp, 16))),
         )
-        if layer < LAYERS - 1 or pool.hidden_size % FP8_BLOCK or dice.random() >= FP8_SHARE:
+        if self.nodes > 1 or layer < LAYERS - 1 or pool.hidden_size % FP8_BLOCK or dice.random() >= FP8_SHARE:
             return found
         return replace(found, fp8=True, ffn_size=FP8_BLOCK * dice.choice(FP8_FFN_BLOCKS) * pool.tp)
 
@@ -173,6 +181,7 @@ class Stress:
             delay_s=dice.choice(sizes.longest_delays),
             seed=self.seed * 1_000_003 + index,
         )
+        case = replace(case, capacity_factor=None) if self.nodes > 1 else case
         return replace(case, backward=False, capacity_factor=None) if case.fp8 else case
 
     def command(self, first: int, index: int) -> str:
@@ -183,7 +192,8 @@ class Stress:
         first = max(first, self.family_of(index) * self.family)
         return (
             f"python tests/stress.py --seed {self.seed} --first {first} --cases {index + 1 - first} "
-            f"--family {self.family} --world-size {self.world_size} --path {self.path} --device {self.device}"
+            f"--family {self.family} --world-size {self.world_size} --nodes {self.nodes} --path {self.path} "
+            f"--device {self.device}"
         )
 
 

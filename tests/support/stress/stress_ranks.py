@@ -15,6 +15,8 @@ from layer_ranks import Results, make_layer, open_group, run_call
 from stress_cases import LAYERS, Stress, StressCase
 from torch import Tensor
 
+import comet.layer.nodes
+from comet.kernels.runtime.limits import CHUNK_ROWS
 from comet.layer.group import ExpertGroup
 from comet.layer.paths import make_path
 from comet.moe import MoE
@@ -53,6 +55,7 @@ def run_batch(rank: int, world_size: int, stress: Stress, indices: range) -> Out
     Wrong numbers are returned; whatever else goes wrong ends the rank.
     """
     device = torch.device(stress.device)
+    comet.layer.nodes.SPLIT_TOKENS = 2 * CHUNK_ROWS  # so that some pools are split
     torch.use_deterministic_algorithms(device.type == "cpu")
     outcome = Outcome([], indices.stop)
     for number, members in groupby(indices, key=stress.family_of):
