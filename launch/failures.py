@@ -25,7 +25,16 @@ import traceback
 from comet.comm.failures import is_peer_error
 from comet.errors import CommTimeoutError, NothingMeasuredError, StepFailedError
 from comet.launch.distributed import another_connection
-from comet.launch.messages import STATUS_FAILED, STATUS_UNREAD, STATUS_USER, is_user_error, one_line, say, say_text
+from comet.launch.messages import (
+    STATUS_FAILED,
+    STATUS_UNREAD,
+    STATUS_USER,
+    is_out_of_memory,
+    is_user_error,
+    one_line,
+    say,
+    say_text,
+)
 from comet.launch.signs import Inquiry, Signs, describe_places, place_of
 
 
@@ -82,7 +91,7 @@ def _status(error: BaseException) -> int:
 def _line(error: BaseException, rank: int, where: str, found: Inquiry) -> str:
     """The line about an error: who is to blame for it comes first, then what the error itself says."""
     if not is_peer_error(error):
-        return f"error: {one_line(error)}"
+        return f"error: rank {rank}: {one_line(error)}" if is_out_of_memory(error) else f"error: {one_line(error)}"
     if found.silent:
         return f"error: {'; '.join(found.silent.values())}; rank {rank} waited in {where}"
     said = one_line(error) if isinstance(error, CommTimeoutError) else f"rank {rank} waited too long in {where}"

@@ -11,7 +11,7 @@ import torch
 from launch_jobs import environment
 from refusals import refusal
 
-from comet.launch import local, memory
+from comet.launch import failures, local, memory
 from comet.launch.config import compose, make_job
 from comet.launch.local import run_local_ranks
 from comet.launch.memory import oom_kills, require_memory, train_bytes
@@ -24,6 +24,7 @@ from comet.launch.tasks.registry import TASKS
         (["train", "model=deepseek_v3"], "lower model.num_layers, model.moe.num_experts, model.context or train."),
         (["train", "train.batch_size=100000"], "lower model.num_layers, "),
         (["train", "nproc=5000", "parallel.ep=1"], "lower model.num_layers, "),
+        (["generate", "model=mixtral_8x7b"], "give generate.expert_budget, lower generate.max_new_tokens, or take"),
         (["tune", "model=deepseek_v3"], "lower tune.tokens, or take a smaller model"),
         (["sweep", "sweep.models=[tiny,deepseek_v3]"], "lower sweep.tokens, or take smaller models"),
         (["modular", "modular.tokens=10000000"], "lower modular.tokens, or take a smaller model"),
@@ -67,6 +68,13 @@ runpy.run_module("comet.launch", run_name="__main__")
     done = subprocess.run([sys.executable, "-P", "-c", code], env=environment(), capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
     assert " for 1 rank must be at most the " in done.stderr
+
+
+def test_a_rank_that_is_out_of_memory_is_named():
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore")
+    assert failures._line(error, 3, "step (x.py:1)", failures.Inquiry({}, {})).startswith(
+        "error: rank 3: out of memory ("
+    )
 
 
 KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
