@@ -24,6 +24,7 @@ from comet.layer.shared_expert import SharedExpert
 from comet.layout import Biases, RoutedTokens
 from comet.router.losses import RouterStats
 from comet.router.router import Router
+from comet.utils.autocast import in_dtype
 from comet.utils.graphs import is_capturing
 from comet.utils.streams import SideStream
 from comet.utils.uncompiled import uncompiled
@@ -186,7 +187,7 @@ class MoE(nn.Module):
         routed = self.routed_experts(tokens, routing.top_k_ids, routing.top_k_weights)
         shared, *stats = beside()
         output = routed if shared is None else routed + shared
-        return output.view_as(x), RouterStats(*stats)
+        return output.view_as(x).to(x.dtype), RouterStats(*stats)
 
     def _beside(
         self, router: Router, tokens: Tensor, logits: Tensor, scores: Tensor, top_k_ids: Tensor
@@ -223,6 +224,7 @@ class MoE(nn.Module):
             f"hidden_size={x.shape[-1]} of the input must be the layer's {self.config.hidden_size}",
         )
         require(x.device == device, f"device={x.device} of the input must be the group's {device}")
+        x = in_dtype(x, shape.dtype)
         require(x.dtype == shape.dtype, f"dtype={x.dtype} of the input must be the group's {shape.dtype}")
         return x.reshape(-1, self.config.hidden_size)
 

@@ -11,6 +11,7 @@ from comet.decode.ranks import RankDecode, rank_slots
 from comet.decode.runners import DataParallelDecode, LocalRunner, ReplicatedRunner
 from comet.decode.shared import (
     FrozenExperts,
+    SequenceClock,
     SharedMatrices,
     SharedSlots,
     before_replay,

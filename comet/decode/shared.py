@@ -1,14 +1,15 @@
 """A shared expert among the experts of a decode step: pieces of it in slots of their own, which every token names.
 
 Experts are sums over their neurons: a shared expert n times as wide as a routed one is n always-on experts,
-which the two launches of warp decode then read beside the routed ones. Over ranks the pieces are F/TP wide, the ranks
+which the two launches of warp decode then read with the routed ones. Over ranks the pieces are F/TP wide, the ranks
 hold them in turn, and the all-reduce is the one that a step has anyway.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -55,18 +56,60 @@ def held_pieces(layout: ExpertLayout, width: int, shared_ffn_size: int) -> range
     return range(layout.rank, shared_ffn_size // width, layout.world_size)
 
 
+class SequenceClock:
+    """The prompts of a model and the steps that follow them, by which copies of weights know their age.
+
+    torch counts neither writes through ``.data``, by which PEFT merges adapters, nor those to tensors of inference
+    mode. So a copy is renewed in each pass, unless the pass was announced as a step behind a prompt that renewed it.
+    """
+
+    def __init__(self) -> None:
+        self.prompt, self.step = object(), object()
+        self._caches = weakref.WeakSet[Any]()  # of transformers
+        self._expected = 0  # the identity of a cache whose next pass is a step
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()  # a copied model starts with a prompt
+
+    def start(self) -> None:
+        """Note that the next passes belong to another sequence."""
+        self.prompt = object()
+
+    def proceed(self) -> None:
+        """Announce one pass that only appends to sequences whose prompts were noted."""
+        self.step = object()
+
+    def expect_step(self, cache: Any) -> None:
+        """Let the next pass with this cache be a step, whatever it looks like: drafts are verified at once."""
+        self._expected = id(cache)
+
+    @uncompiled
+    def observe(self, _: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+        """Look at a pass of a decoder of transformers: one token a sequence and a cache that was seen make a step.
+
+        So a prompt of one token looks like a step if it is read into a cache that was used and emptied.
+        """
+        cache, ids = given.get("past_key_values"), given.get("input_ids")
+        is_step = ids is not None and ids.shape[1] == 1 and cache in self._caches
+        (self.proceed if is_step or id(cache) == self._expected else self.start)()
+        self._expected = 0
+        if cache is not None:
+            self._caches.add(cache)
+
+
 class SharedSlots:
     """Joins a layer's shared expert to the routed experts that this rank holds.
 
-    Both lie in one tensor, made at the first step (which takes the memory of a layer for a moment) and again where
-    somebody moved the layer's weights; these become views of it. The pieces are copies, made anew where the shared
-    expert was written to: in place, as under ``torch.no_grad``, or by giving it other tensors. torch counts no writes
-    through ``.data``.
+    Both lie in one tensor, made at the first step (which takes the memory of a layer for a moment) and again when the
+    layer's weights were moved; these become views of it. The pieces are copies. A write to the shared expert reaches
+    them at the next prompt, and at the next step if torch counts the write or the tensor is another one.
 
-    Steps read matrices and run no module: one with hooks and the like (``are_unaltered``) runs itself instead.
+    Steps read matrices and run no module. A module that was replaced, or has hooks and the like (``are_unaltered``),
+    runs itself instead.
 
     Args:
         activation: Of the shared and the routed experts, which have no biases.
+        clock: Announces the steps; ``None``: each call renews the pieces.
     """
 
     def __init__(
@@ -76,6 +119,7 @@ class SharedSlots:
         module: nn.Module,
         matrices: Callable[[nn.Module], SharedMatrices],
         activation: Activation = SWIGLU,
+        clock: SequenceClock | None = None,
     ) -> None:
         self.layout = layout
         self.columns = columns
@@ -83,9 +127,13 @@ class SharedSlots:
         self._ones = torch.empty(0, dtype=torch.float32)
         self.activation = activation
         self.module = module
-        self.joined = False  # what ``joins`` answered last
+        self.clock = clock or SequenceClock()
+        self._prompt = self._step = object()  # times of the clock: of the copies, and of the last call
+        self._joins = False  # the last answer of ``joins``, until it is taken
         self._children = dict(module._modules)
-        self._watched = (module, *module.children())
+        self._watched: tuple[nn.Module, ...] = (module, *module.children())
+        self.neighbours: dict[str, nn.Module | None] = {}  # present submodules of the layer
+        self._expected: dict[str, nn.Module] = {}
         self._matrices = matrices
         self._joined: DecodeWeights | None = None
         self._state: list[tuple[int, int]] = []
@@ -93,17 +141,39 @@ class SharedSlots:
         self._versions: list[int] = []
 
     def watch(self, stand_in: nn.Module) -> None:
-        """Let ``joins`` look at what stands in the place of the module, too."""
+        """Let ``joins`` look at hooks and the like of what stands in the place of the module, too."""
         self._watched += (stand_in,)
 
-    @uncompiled  # which would not look at hooks again
+    def expect(self, layer: nn.Module, **modules: nn.Module) -> None:
+        """Let ``joins`` look whether these are still the layer's submodules, of these names."""
+        self.neighbours, self._expected = layer._modules, modules
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return the slots of a copied layer. No step includes a module that was copied without its layer."""
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        alone = self._expected and id(self.neighbours) not in memo
+        lost = dict(neighbours={}, _joins=False, _joined=None)
+        vars(copied).update(vars(self) | lost if alone else copy.deepcopy(vars(self), memo))
+        return copied
+
+    @uncompiled  # a compiled call would not look at hooks again
     def joins(self) -> bool:
         """Whether a step includes the shared expert; asked once a pass, before its module would run.
 
-        Whoever comes later in the pass reads ``joined``: a hook may have removed itself.
+        Code later in the pass takes this answer (``taken``): a hook may have removed itself.
         """
-        self.joined = self.module._modules == self._children and are_unaltered(self._watched)
-        return self.joined
+        self._joins = False
+        for name, module in self._expected.items():
+            if self.neighbours.get(name) is not module:
+                return False
+        self._joins = self.module._modules == self._children and are_unaltered(self._watched)
+        return self._joins
+
+    def taken(self) -> bool:
+        """Return the last answer of ``joins``, once."""
+        joins, self._joins = self._joins, False
+        return joins
 
     def table(self, held: int, device: torch.device) -> Tensor:
         """Slots ``(E + columns,)`` int32 where ``held`` pieces stand behind this rank's experts; before ``routing``."""
@@ -124,26 +194,30 @@ class SharedSlots:
         return torch.cat(ids, dim=1), torch.cat(weights, dim=1)
 
     def weights(self, w1: Tensor, w2: Tensor) -> DecodeWeights:
-        """What a step reads: the layer's ``(e, 2F/TP, D)`` or ``(e, 2, F/TP, D)``, ``(e, D, F/TP)``, then pieces."""
-        parts, joined = self._matrices(self.module), self._joined
+        """Return the weights of a step: ``(e, 2F/TP, D)`` or ``(e, 2, F/TP, D)``, ``(e, D, F/TP)``, then the pieces."""
+        parts, joined, clock = self._matrices(self.module), self._joined, self.clock
+        announced, self._step = clock.step is not self._step, clock.step
         if joined is None or joined.w1.data_ptr() != w1.data_ptr() or joined.w2.data_ptr() != w2.data_ptr():
             require(
                 not is_capturing(w1.device),
                 "a decode step must run once before a CUDA graph of it is captured: it moves the layer's weights",
             )
             self._joined = joined = self._join(w1, w2)
-        elif state_of(parts) != self._state:
-            self._fill(joined)
-        else:
+        elif announced and clock.prompt is self._prompt and state_of(parts) == self._state:
             return joined
-        self._note(parts)
+        self._renew(joined, parts)
         return joined
 
     def refresh(self) -> None:
-        """Copy the pieces anew if the shared expert was written to in place: before a captured step is replayed."""
-        if self._joined is not None and [part._version for part in self._counted] != self._versions:
-            self._fill(self._joined)
-            self._note(self._matrices(self.module))
+        """Renew the pieces before a captured step is replayed, unless nothing can have changed since the prompt."""
+        counted = [part._version for part in self._counted]
+        if self._joined is not None and (self.clock.prompt is not self._prompt or counted != self._versions):
+            self._renew(self._joined, self._matrices(self.module))
+
+    def _renew(self, joined: DecodeWeights, parts: SharedMatrices) -> None:
+        self._fill(joined)
+        self._prompt = self.clock.prompt
+        self._note(parts)
 
     def _note(self, parts: SharedMatrices) -> None:
         self._state = state_of(parts)
@@ -157,28 +231,30 @@ class SharedSlots:
         held = len(self._pieces(width))
         all_w1 = with_room(w1, (experts + held, 2 * width, hidden_size))
         all_w2 = with_room(w2, (experts + held, hidden_size, width))
-        joined = DecodeWeights(w1=all_w1, w2=all_w2, slots=self.table(held, w1.device), activation=self.activation)
-        self._fill(joined)
-        return joined
+        return DecodeWeights(w1=all_w1, w2=all_w2, slots=self.table(held, w1.device), activation=self.activation)
 
     def _pieces(self, width: int) -> range:
         return held_pieces(self.layout, width, self._matrices(self.module).gate.shape[0])
 
-    @torch.no_grad()
+    @torch.inference_mode()  # only there all tensors can be written to
     def _fill(self, joined: DecodeWeights) -> None:
+        for part, source in self._parts(joined.w1, joined.w2):
+            part.copy_(source)
+
+    def _parts(self, w1: Tensor, w2: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the parts of the pieces, which are the last slots of these weights, with the parts of the module."""
         gate, up, down = self._matrices(self.module)
-        width = joined.ffn_size
+        width = w2.shape[2]
         pieces = self._pieces(width)
-        first = joined.w1.shape[0] - len(pieces)
-        for slot, piece in enumerate(pieces, start=first):
+        for slot, piece in enumerate(pieces, start=w1.shape[0] - len(pieces)):
             columns = slice(piece * width, (piece + 1) * width)
-            joined.w1[slot, :width] = gate[columns]
-            joined.w1[slot, width:] = up[columns]
-            joined.w2[slot] = down[:, columns]
+            yield w1[slot, :width], gate[columns]
+            yield w1[slot, width:], up[columns]
+            yield w2[slot], down[:, columns]
 
 
 def state_of(parts: Iterable[Tensor]) -> list[tuple[int, int]]:
-    """What changes where somebody writes to tensors, but for ``.data``, or puts others in their place.
+    """Return torch's version counters and the addresses of tensors. Writes through ``.data`` change neither.
 
     torch counts what is written to a ``DTensor`` there, not in what this rank holds of it.
     """
@@ -186,7 +262,7 @@ def state_of(parts: Iterable[Tensor]) -> list[tuple[int, int]]:
 
 
 def before_replay(runners: Iterable[Runner], shared: Iterable[SharedSlots | None]) -> None:
-    """What the host does before it replays a decode step: each runner's, and current pieces of each shared expert."""
+    """Prepare the replay of a decode step: each runner, and the pieces of each shared expert."""
     for runner in runners:
         runner.before_replay()
     for slots in shared:
@@ -198,15 +274,17 @@ def with_room(weight: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Move a layer's weights to the front of a tensor of this shape, of which they become a view."""
     if weight.shape[0] == shape[0]:  # no piece is held here
         return weight.data.view(shape)
-    room = weight.new_empty(shape)
-    front = room[: weight.shape[0]].view(weight.shape)
-    front.copy_(weight)
-    weight.data = front
+    # torch refuses most views of a tensor whose data is of the other mode; leaving a mode records gradients.
+    with torch.inference_mode(weight.is_inference()), torch.no_grad():
+        room = weight.new_empty(shape)
+        front = room[: weight.shape[0]].view(weight.shape)
+        front.copy_(weight)
+        weight.data = front
     return room
 
 
 def matrices_of(module: nn.Module) -> SharedMatrices:
-    """Those of a ``SharedExpert``."""
+    """Return the matrices of a ``SharedExpert``."""
     assert isinstance(module, SharedExpert)
     gate, up = module.w1.chunk(2)
     return SharedMatrices(gate, up, module.w2)
@@ -218,17 +296,15 @@ class FrozenExperts:
     A ``comet.layer.paths.ExpertPath``.
 
     Args:
-        parameters: w1 and w2 of the layer, in the dtype of the products; only read with ``shared``.
+        layer: The ``MoE``, whose w1 and w2 are in the dtype of the products; only read with ``shared``.
     """
 
-    def __init__(
-        self, runner: ReplicatedRunner, parameters: Sequence[Tensor] = (), shared: SharedSlots | None = None
-    ) -> None:
-        self.runner, self.parameters, self.shared = runner, parameters, shared
+    def __init__(self, runner: ReplicatedRunner, layer: Any = None, shared: SharedSlots | None = None) -> None:
+        self.runner, self.layer, self.shared = runner, layer, shared
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Those of a copied layer."""
-        return type(self)(self.runner, *copy.deepcopy((self.parameters, self.shared), memo))
+        """Return the experts of a copied layer."""
+        return type(self)(self.runner, *copy.deepcopy((self.layer, self.shared), memo))
 
     def includes_shared(self, tokens: Tensor) -> bool:
         """Whether the next call, with tokens ``(T, D)``, includes the layer's shared expert: ``MoE`` leaves it out."""
@@ -236,9 +312,9 @@ class FrozenExperts:
 
     def __call__(self, routed: RoutedTokens, w1: Tensor, w2: Tensor, biases: Biases | None = None) -> Tensor:
         experts, tokens = None, routed.tokens
-        if self.shared is not None and joins_step(tokens, self.runner.decode.max_tokens) and self.shared.joined:
-            own1, own2 = map(local, self.parameters)  # moved in place, as parameters are
-            experts = self.shared.weights(own1, own2)
+        joined = self.shared is not None and self.shared.taken()
+        if self.shared is not None and joined and joins_step(tokens, self.runner.decode.max_tokens):
+            experts = self.shared.weights(local(self.layer.w1), local(self.layer.w2))  # these are moved in place
             routed = RoutedTokens(tokens, *self.shared.routing(*routed[1:]))
         with torch.autocast(tokens.device.type, enabled=False):  # decode rounds where it means to
             return self.runner(routed, w1, w2, biases, experts=experts)

@@ -75,6 +75,8 @@ class Slots:
             warn_pageable(pageable, layers[0], self.device)
         return self.over_readers(layers, self.num_slots)
 
+    @torch.inference_mode(mode=False)  # memory that both modes may write to
+    @torch.no_grad()
     def over_readers(
         self, layers: Sequence[ExpertReader], num_places: int, files: ExitStack | None = None
     ) -> Sequence[CachedPath]:
@@ -145,6 +147,8 @@ class Slots:
             )
 
 
+@torch.inference_mode(mode=False)  # memory that both modes may write to
+@torch.no_grad()
 def host_paths(
     slots: Slots,
     hold: Callable[[MemoryFile | None], Sequence[HeldExperts]],

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from comet.config import SpeculationConfig, require
-from comet.decode import FrozenExperts, SharedSlots, before_replay, matrices_of, shared_columns
+from comet.decode import FrozenExperts, SequenceClock, SharedSlots, before_replay, matrices_of, shared_columns
 from comet.decode.runners import ReplicatedRunner, Runner
 from comet.decode.shared import state_of
 from comet.experts.cache import CACHED_DECODE_TOKENS, CacheReport, ExpertCache
@@ -41,10 +41,14 @@ from comet.router.router import Router
 from comet.utils.graphs import TOO_FEW, GraphMode
 from comet.utils.hooks import additions_of
 
+# So many numbers of each expert tensor in a store are compared at each prompt; that takes 0.1 ms a tensor on a CPU.
+SAMPLES = 256
+
 
 class Engine:
     """A model with the attention memory of the sequences it is generating; logits are float32.
 
+    Its memory outlives calls, so these leave inference mode, outside of which torch would not write to it again.
     One that was made with settings of drafts also ``draft``s and ``verify``s.
     """
 
@@ -55,6 +59,7 @@ class Engine:
         self._drafts: Sequence[Router] = ()  # of all layers, where it drafts
         self._passes: Passes | None = None  # that append tokens; there are none before the prompts of some models
 
+    @torch.inference_mode(mode=False)
     @torch.no_grad()
     def prefill(self, ids: Tensor, lengths: Tensor, max_length: int) -> Tensor:
         """Forget everything and read prompts ``(B, S)`` int64 of ``(B,)`` tokens: ``(B, V)`` logits of the next ones.
@@ -65,16 +70,19 @@ class Engine:
         """
         return self._read(ids, lengths, max_length)
 
+    @torch.inference_mode(mode=False)
     @torch.no_grad()
     def decode(self, ids: Tensor) -> Tensor:
         """Append ``(B,)`` int64 tokens with all experts; ``(B, V)`` logits of the next ones."""
         return self._take(ids[:, None])[:, 0]
 
+    @torch.inference_mode(mode=False)
     @torch.no_grad()
     def draft(self, ids: Tensor) -> Tensor:
         """``decode`` with few experts."""
         return self._take(ids[:, None], drafts=True)[:, 0]
 
+    @torch.inference_mode(mode=False)
     @torch.no_grad()
     def verify(self, ids: Tensor) -> Tensor:
         """Append ``(B, S)`` int64 tokens with all experts; ``(B, S, V)`` logits of what follows each."""
@@ -126,15 +134,13 @@ class Engine:
         raise NotImplementedError
 
 
-def freeze_experts(runner: ReplicatedRunner, layer: MoE, columns: int) -> FrozenExperts:
+def freeze_experts(runner: ReplicatedRunner, layer: MoE, columns: int, clock: SequenceClock) -> FrozenExperts:
     """A layer's routed experts in decode steps, which include its shared expert where that adds ``columns`` to K."""
     if not columns or layer.shared is None:
         return FrozenExperts(runner)
-    return FrozenExperts(
-        runner,
-        layer.expert_parameters(),
-        SharedSlots(layer.layout, columns, layer.shared, matrices_of, layer.config.activation),
-    )
+    shared = SharedSlots(layer.layout, columns, layer.shared, matrices_of, layer.config.activation, clock)
+    shared.expect(layer, shared=layer.shared)
+    return FrozenExperts(runner, layer, shared)
 
 
 def take_experts(layer: MoE, expert_dtype: MXType | None = None, file: MemoryFile | None = None) -> HeldExperts:
@@ -198,9 +204,10 @@ class GPTEngine(Engine):
         columns = 0 if apart else shared_columns(layout, moe.ffn_size, moe.shared_ffn_size)
         self.runner = ReplicatedRunner(moe, group, decode_tokens, shared_columns=columns)
         self.runners = [self.runner]
+        self._clock = SequenceClock()
         self._experts: list[FrozenExperts] = []
         if expert_slots is None:
-            self._experts = [freeze_experts(self.runner, layer, columns) for layer in model.moe_layers()]
+            self._experts = [freeze_experts(self.runner, layer, columns, self._clock) for layer in model.moe_layers()]
         else:
             where: dict[str, Any] = dict(device=group.device, group=group, policy=expert_policy)
             slots = Slots(num_slots=expert_slots, layout=layout, runner=self.runner, dtype=model.dtype, **where)
@@ -248,13 +255,18 @@ class GPTEngine(Engine):
         assert self._passes is not None
         self._passes.renew()
         cache.clear()
+        self._clock.start()
         return self.model.prefill(ids, lengths, cache).logits[:, 0]
 
     def _tensors_of_model(self) -> list[Tensor]:
         return [*self.model.parameters(), *self.model.buffers()]
 
-    def _state_of_store(self) -> list[tuple[int, int]]:
-        return state_of(self.model.expert_parameters()) if self.stored else []
+    def _state_of_store(self) -> list[Any]:
+        """Return what a write to experts in host memory changes; of writes that torch does not count, a sample."""
+        held = [local(each).detach() for each in self.model.expert_parameters() if self.stored]
+        flat = [each.flatten() for each in held if all(each.stride())]  # those that ``absent`` made hold nothing
+        samples = [each[:: max(len(each) // SAMPLES, 1)].float().view(torch.int32).tolist() for each in flat]
+        return [*state_of(self.model.expert_parameters() if self.stored else []), *samples]
 
     def _room(self) -> KeyValueCache:
         assert self._cache is not None, "prompts are read before tokens are appended"
@@ -275,6 +287,7 @@ class GPTEngine(Engine):
 
     def _append(self, ids: Tensor, drafts: bool) -> Tensor:
         """One pass, from and to memory that stays where it is."""
+        self._clock.proceed()
         return self.model.extend(ids, self._room(), self._drafts if drafts else None).logits
 
 

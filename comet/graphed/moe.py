@@ -260,7 +260,7 @@ class GraphedMoE:
         if replay is None:
             return self._launch(call, x)
         output, *stats = replay(tokens)
-        return output.view_as(x), RouterStats(*stats)
+        return output.view_as(x).to(x.dtype), RouterStats(*stats)
 
     def _call_of(self, tokens: Tensor) -> _Call:
         device = tokens.device.type

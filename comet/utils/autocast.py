@@ -17,6 +17,41 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast(device.type, enabled=False) if enabled else nullcontext()
 
 
+NAMES = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")  # of weights, in transformers
+
+
+def autocast_dtype(tokens: Tensor) -> torch.dtype:
+    """The dtype in which ``torch.autocast`` multiplies tokens; their own where it is off."""
+    kind = tokens.device.type
+    casts = torch.is_autocast_enabled(kind) and tokens.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if casts else tokens.dtype
+
+
+def in_dtype(tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    """Tokens in the dtype of a layer if autocast multiplies in it, else as they are."""
+    return tokens.to(dtype) if tokens.dtype != dtype and autocast_dtype(tokens) == dtype else tokens
+
+
+def alike(tokens: Tensor, *weights: Tensor | None) -> tuple[Tensor, tuple[Any, ...]]:
+    """Tokens and weights of experts as they are if they have one dtype, else cast to that of autocast.
+
+    Args:
+        weights: In the order of their names in transformers.
+
+    Raises:
+        ValueError: If a weight is of another type than the tokens, and autocast is off.
+    """
+    pairs = zip(NAMES, weights, strict=True)
+    others = [name for name, weight in pairs if weight is not None and weight.dtype != tokens.dtype]
+    if not others:
+        return tokens, weights
+    if not torch.is_autocast_enabled(tokens.device.type):
+        rule = f"must be of the tokens' dtype {tokens.dtype}, or the model run under torch.autocast"
+        raise ValueError(f"{', '.join(others)} {rule}")
+    dtype = autocast_dtype(tokens)
+    return tokens.to(dtype), tuple(None if weight is None else weight.to(dtype) for weight in weights)
+
+
 def product(rows: Tensor, weight: Tensor, multiply: Callable[[Tensor, Tensor], Tensor] = linear) -> Tensor:
     """``(R, O)``: rows ``(R, I)`` times a weight ``(O, I)``, of one dtype in it, by ``multiply``.
 

@@ -111,8 +111,15 @@ def test_pieces_are_renewed_before_a_replay_where_the_shared_expert_was_written_
         assert torch.equal(joined.w2, wanted.w2), f"draw {draw}"
         before = joined.w1._version
         slots.refresh()
+        slots.clock.proceed()
         assert slots.weights(*parts) is joined
-        assert joined.w1._version == before, "nothing was written to, so nothing is copied"
+        assert joined.w1._version == before, "a step behind the same prompt, so nothing is copied"
+        matrix.data.mul_(2)
+        slots.refresh()
+        assert joined.w1._version == before, "torch does not count this"
+        slots.clock.start()
+        slots.refresh()
+        assert joined.w1._version > before, "a prompt came"
     other["shared"].w1.zero_()
     other["slots"].refresh()
     assert not other["slots"]._joined.w1[-2:].any(), "a copied layer looks at its own shared expert"

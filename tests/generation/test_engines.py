@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,16 +14,27 @@ from ranks import in_ranks
 
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 
-from hf_cases import FAMILIES, VOCABULARY, make_group, tiny_model
+from engine_cases import (
+    DRAFTS,
+    ENGINES,
+    LENGTHS,
+    MODELS,
+    PROMPTS,
+    SHARED,
+    STEPS,
+    engine_of,
+    plain_model,
+    tokens_of,
+)
+from hf_cases import VOCABULARY, tiny_model
 from tiers import slow
 from torch import Tensor
 from torch.nn.modules import module as of_all
-from training_cases import GPT_OSS, MODEL, MOE, awake_model
+from training_cases import MODEL, MOE, awake_model
 
-from comet.config import MoEConfig, SpeculationConfig
+from comet.config import SpeculationConfig
 from comet.decode import DataParallelDecode
-from comet.generation.engine import Engine, GPTEngine
-from comet.generation.hf import HFEngine
+from comet.generation.engine import GPTEngine
 from comet.generation.sampling import Sampler
 from comet.generation.speculation import Draft, Speculation
 from comet.graphed.step import DecodeStep
@@ -32,47 +43,6 @@ from comet.jobs.generate import GenerateConfig
 from comet.models.cache import CHUNK, allocated_places, attend_to_cache
 from comet.modular import GroupedContiguous, ModularMoE, SingleRank
 from comet.utils.graphs import TOO_FEW, first_line
-
-EXPERTS = MoEConfig(hidden_size=32, ffn_size=32, num_experts=8, top_k=4)
-MODELS = {
-    "shared expert in decode steps": replace(MODEL, dense_layers=1, moe=replace(MOE, shared_ffn_size=32)),
-    "softmax": replace(MODEL, moe=EXPERTS),
-    "sigmoid, groups, bias": replace(
-        MODEL, moe=replace(EXPERTS, score="sigmoid", balance="bias", num_groups=2, top_groups=1, renormalize=False)
-    ),
-    "gpt-oss": GPT_OSS,
-}
-ENGINES = (*MODELS, *FAMILIES)
-SHARED = ("shared expert in decode steps", "deepseek_v3", "qwen2_moe")
-PROMPTS, LENGTHS = torch.tensor([[5, 6, 7, 8, 9], [11, 3, 0, 0, 0]]), torch.tensor([5, 2])
-STEPS = 9
-DRAFTS = SpeculationConfig(draft_experts=(1,), tau=0.0)
-
-
-def plain_model(name: str, ep: int = 1, tp: int = 1, **changes: Any) -> tuple[Callable[[Tensor], Any], Any]:
-    """A model as whole forward passes compute it, and the group that its engine takes; transformers' need none."""
-    if name in MODELS:
-        return awake_model(MODELS[name], ep=ep, tp=tp, max_tokens=64)
-    model = tiny_model(name, **changes)
-    return model, make_group(model, ep, tp) if ep * tp > 1 else None
-
-
-def engine_of(
-    name: str, cuda_graph: Any = "auto", *, decode_tokens: int = 64, drafts: Any = None, **model: Any
-) -> Engine:
-    made, group = plain_model(name, **model)
-    if name in MODELS:
-        settings = dict(cuda_graph=cuda_graph, decode_tokens=decode_tokens, speculation=drafts)
-        return GPTEngine(made, group, **settings)
-    converted = hf.convert(made, group, decode_tokens=decode_tokens)
-    return HFEngine(converted, cuda_graph=cuda_graph, speculation=drafts)
-
-
-def tokens_of(engine: Engine) -> Tensor:
-    chosen = [engine.prefill(PROMPTS, LENGTHS, 16).argmax(-1)]
-    while len(chosen) < STEPS:
-        chosen.append(engine.decode(chosen[-1]).argmax(-1))
-    return torch.stack(chosen, dim=1)
 
 
 @pytest.mark.parametrize(("name", "ep", "tp"), [
@@ -303,30 +273,6 @@ def test_slots_over_ranks_hold_copies_of_weights_as_on_one(rank: int, world_size
         model.blocks[0].ffn.w2.mul_(2)
     with pytest.raises(ValueError, match="must not be written to, for slots hold copies: make a new engine"):
         tokens_of(engine)
-
-
-@pytest.mark.parametrize("slots", [None, 2])
-def test_an_engine_refuses_weights_that_its_steps_do_not_read(slots: int | None) -> None:
-    """Those of other tensors, of which graphs, slots and a shared expert's pieces know nothing; new ones in slots."""
-    moe = replace(MOE, shared_ffn_size=32, top_k=1)
-    model, group = awake_model(replace(MODEL, moe=moe), in_slots=slots is not None)
-    engine = GPTEngine(model, group, expert_slots=slots)
-    before = tokens_of(engine)
-    others = {name: weight * 2 for name, weight in model.state_dict().items()}
-    if slots is None:
-        model.load_state_dict(others)
-    else:
-        model.blocks[0].ffn.w1.mul_(2)
-        with pytest.raises(ValueError, match="must not be written to, for slots hold copies: make a new engine"):
-            tokens_of(engine)
-        engine = GPTEngine(model, group, expert_slots=slots)
-    assert not torch.equal(tokens_of(engine), before)
-    model.load_state_dict(others, assign=True)
-    with pytest.raises(ValueError, match=r"must not be replaced \(load_state_dict\(assign=True\)\): write .* in place"):
-        tokens_of(engine)
-    fresh = awake_model(replace(MODEL, moe=moe), group)[0]
-    fresh.load_state_dict(others)
-    assert torch.equal(tokens_of(GPTEngine(model, group, expert_slots=slots)), tokens_of(GPTEngine(fresh, group)))
 
 
 def test_an_engine_refuses_a_selection_bias_that_its_steps_do_not_read() -> None:

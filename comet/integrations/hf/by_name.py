@@ -42,6 +42,7 @@ from comet.kernels.runtime.activation import Activation
 from comet.layout import Biases, ExpertLayout, RoutedTokens
 from comet.quantization.formats import FP8_BLOCK
 from comet.reference.plain import plain_experts
+from comet.utils.autocast import alike
 
 IMPLEMENTATION = "comet"
 _NAME = "the model's experts"
@@ -118,20 +119,24 @@ def comet_experts_forward(
         check_experts(module, _NAME, tuple(MADE_WITH))
         check_dequantized(module.config)
         module.__dict__[_CHECKED] = kind
-    routed = RoutedTokens(hidden_states, _local_ids(module, top_k_index), top_k_weights.float())
     _, *sizes = module.down_proj.shape  # warp decode takes multiples only, unlike F = 24 of F = 48 over two ranks
     in_step = len(hidden_states) <= DECODE_TOKENS and not any(size % DIM_MULTIPLE for size in sizes)
-    top_k, biases, interleaved = top_k_index.shape[1], None, gpt_oss.is_gpt_oss(module)
+    top_k, interleaved = top_k_index.shape[1], gpt_oss.is_gpt_oss(module)
+    w1, w2, b1, b2 = module.gate_up_proj, module.down_proj, None, None
     if interleaved:
-        activation, biases = gpt_oss.activation_of(module), Biases(module.gate_up_proj_bias, module.down_proj_bias)
+        activation, b1, b2 = gpt_oss.activation_of(module), module.gate_up_proj_bias, module.down_proj_bias
         w1, w2 = gpt_oss.turned(module, in_step=in_step)
     else:
         activation = _ACTIVATIONS[activation_name(module.act_fn)]
-        w1, w2 = module.gate_up_proj, module.down_proj
+    tokens, (w1, w2, b1, b2) = alike(hidden_states, w1, w2, b1, b2)
+    biases = Biases(b1, b2) if interleaved else None
+    routed = RoutedTokens(tokens, _local_ids(module, top_k_index), top_k_weights.float())
     if in_step:
-        return LocalRunner(top_k, activation=activation, interleaved=interleaved)(routed, w1, w2, biases)
-    layout = ExpertLayout(num_experts=w2.shape[0], top_k=top_k, ep=1, tp=1, rank=0)
-    return plain_experts(routed, w1, w2, layout, None, activation, biases, interleaved=interleaved)
+        output = LocalRunner(top_k, activation=activation, interleaved=interleaved)(routed, w1, w2, biases)
+    else:
+        layout = ExpertLayout(num_experts=w2.shape[0], top_k=top_k, ep=1, tp=1, rank=0)
+        output = plain_experts(routed, w1, w2, layout, None, activation, biases, interleaved=interleaved)
+    return output.to(hidden_states.dtype)
 
 
 @torch.compiler.disable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -14,7 +14,7 @@ from torch import nn
 
 from comet.comm.handshake import gather
 from comet.config import ParallelConfig, require
-from comet.decode import held_pieces, shared_columns
+from comet.decode import SequenceClock, held_pieces, shared_columns
 from comet.decode.runners import DECODE_TOKENS, LocalRunner, ReplicatedRunner, Runner
 from comet.integrations.hf import gpt_oss
 from comet.integrations.hf.by_name import check_named
@@ -29,7 +29,7 @@ from comet.integrations.hf.families import (
     stock_experts,
 )
 from comet.integrations.hf.fp8 import FP8Experts
-from comet.integrations.hf.modules import CometExperts, InDecodeSteps
+from comet.integrations.hf.modules import CometExperts
 from comet.integrations.hf.stored import BIASES, FUSED
 from comet.integrations.hf.stored_experts import NOT_SAVED, StoredExperts, cores_of
 from comet.layer.group import ExpertGroup
@@ -38,6 +38,8 @@ from comet.quantization.formats import FP8_BLOCK
 from comet.reference.layer import shard_experts
 from comet.utils.graphs import is_capturing
 from comet.utils.uncompiled import uncompiled
+
+ADAPTED = ".base_layer"  # ends the name of experts whose parameters have adapters of PEFT
 
 
 def convert(model: nn.Module, group: ExpertGroup | None = None, *, decode_tokens: int | None = None) -> nn.Module:
@@ -72,6 +74,12 @@ def convert(model: nn.Module, group: ExpertGroup | None = None, *, decode_tokens
             require(weight.dtype == dtype, f"dtype={weight.dtype} of {name} must be the group's {dtype}")
             require(weight.device == device, f"device={weight.device} of {name} must be the group's {device}")
     place = Place.create(model.config, group, decode_tokens)
+    adapted = [name for name in stock if place.layout.world_size > 1 and name.endswith(ADAPTED)]
+    require(
+        not adapted,
+        f"adapters of {', '.join(adapted[:1])} and {len(adapted) - 1} more must be merged (merge_and_unload) before a "
+        "model is converted over several ranks: they are for all experts, of which a rank holds a part",
+    )
     for name, experts in stock.items():
         place.install(model, name, experts)
     place.prepare(model)
@@ -93,6 +101,8 @@ def check(model: nn.Module) -> None:
     runners = _runners(model)
     if not runners:
         check_named(model)
+    left = [name for name, each in model.named_modules() if runners and hasattr(each, "is_concatenated")]
+    require(not left, f"{', '.join(left)} must be experts of Comet, as the others of the model are: convert it again")
     cores = cores_of(model)
     if cores is not None:
         cores.check()
@@ -126,6 +136,7 @@ class Place:
     num_pieces: int  # pieces of the shared expert that this rank holds for them
     keep_fp8: bool = False  # whether its experts are kept in block FP8
     in_store: bool = False  # whether its experts are in a store that is opened after the model was made
+    clock: SequenceClock = field(default_factory=SequenceClock)  # of the model's passes
 
     @classmethod
     def create(
@@ -175,20 +186,16 @@ class Place:
         """Put this rank's part of a model's stock experts in their place, next to their block's shared expert."""
         experts = self.take(stock)
         model.set_submodule(name, experts)
-        block = model.get_submodule(name.rpartition(".")[0])
-        if self.shared_names is not None and self.shared_columns:
-            name, gate = self.shared_names
-            shared = getattr(block, name)
-            # Another block, or another shared expert, may add up otherwise: then it stays outside of decode steps.
-            if (
-                is_stock(block, self.family)
-                and is_stock(shared, self.family)
-                and activation_name(shared.act_fn) == "swiglu"
-            ):
-                weighs, comes_first = None if gate is None else getattr(block, gate), self.family in SHARED_FIRST
-                experts.join(shared, weighs, self.shared_columns, comes_first=comes_first)
-            if experts.shared is not None:
-                setattr(block, name, InDecodeSteps(shared, self.runner.decode.max_tokens, experts.shared))
+        if self.shared_names is None or not self.shared_columns:
+            return
+        # Another block, or another shared expert, may add up otherwise: then it stays outside of decode steps.
+        while name and not is_stock(model.get_submodule(name), self.family):  # PEFT wraps experts that have adapters
+            name = name.rpartition(".")[0]
+        block = model.get_submodule(name)
+        shared = getattr(block, self.shared_names[0], None)
+        if shared is not None and is_stock(shared, self.family) and activation_name(shared.act_fn) == "swiglu":
+            comes_first = self.family in SHARED_FIRST
+            experts.join(block, self.shared_names, self.shared_columns, self.clock, comes_first=comes_first)
 
     @torch.no_grad()
     def take(self, stock: nn.Module) -> CometExperts:
@@ -212,6 +219,11 @@ class Place:
     def prepare(self, model: nn.Module) -> None:
         """Refuse what the whole model, converted, does not do."""
         self.keep_from_saving(model)
+        modules = model.named_modules()
+        joined = [name for name, each in modules if isinstance(each, CometExperts) and each.shared is not None]
+        if joined:
+            decoder = model.get_submodule(joined[0].rpartition(".layers.")[0])
+            decoder.register_forward_pre_hook(self.clock.observe, with_kwargs=True)
         if isinstance(self.runner, ReplicatedRunner) and self.layout.world_size > 1:
             hook = partial(_require_same_prompts, self.runner.group, digest_of(model))
             model.register_forward_pre_hook(hook, with_kwargs=True)

@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from comet.decode import DecodeWeights, SharedSlots, joins_step, rank_slots
+from comet.config import require
+from comet.decode import DecodeWeights, SequenceClock, SharedSlots, joins_step, rank_slots
 from comet.decode.runners import Runner, fp8_weights
 from comet.decode.shared import state_of, with_room
 from comet.integrations.hf.modules import CometExperts, shared_matrices
 from comet.integrations.hf.stored import FUSED, SCALES
 from comet.layout import ExpertLayout, RoutedTokens
-from comet.quantization.formats import FP8_BLOCK
+from comet.quantization.formats import FP8, FP8_BLOCK
+from comet.utils.graphs import is_capturing
 
 NAMES = (*FUSED, *(f"{name}{SCALES}" for name in FUSED))
 _KEPT = "_comet_decode_weights"
@@ -53,12 +55,14 @@ class FP8Experts(CometExperts):
             if num_pieces:
                 self.pieces.register_parameter(name, pieces[name])
 
-    def shared_slots(self, shared: nn.Module, columns: int) -> SharedSlots:
-        """Those of pieces in block FP8."""
-        return FP8SharedSlots(self.layout, columns, shared, self)
+    def shared_slots(self, shared: nn.Module, columns: int, clock: SequenceClock) -> SharedSlots:
+        """Return slots of pieces in block FP8."""
+        return FP8SharedSlots(self.layout, columns, shared, self, clock)
 
-    def run(self, routed: RoutedTokens) -> Tensor:
-        """``(T, D)`` without a shared expert."""
+    def run(self, routed: RoutedTokens, joined: DecodeWeights | None = None) -> Tensor:
+        """``(T, D)`` of the experts, or of those of a step that the shared expert has joined."""
+        if joined is not None:
+            return self.runner(routed, self.gate_up_proj, self.down_proj, experts=joined)
         kept = kept_weights(self, lambda: rank_slots(self.layout, self.gate_up_proj.device))
         return run_kept(self.runner, routed, kept)
 
@@ -76,17 +80,22 @@ def _allocated(count: int, hidden_size: int, width: int, device: torch.device) -
 
 
 def kept_weights(experts: Any, slots: Callable[[], Tensor]) -> DecodeWeights:
-    """What decode steps read of a module's experts in block FP8.
+    """Return the weights that decode steps read of a module's experts in block FP8, in the memory of its parameters.
 
-    Made at the first step, for which it waits for the device, and again where somebody moved or wrote the weights.
+    The values of scales are checked at the first step, which waits for the device, and when the weights were moved or
+    torch counted a write to them.
     """
     parts = [getattr(experts, name) for name in NAMES]
     stand, kept = state_of(parts), experts.__dict__.get(_KEPT)
     if kept is None or kept[0] != stand:
-        w1, w2, w1_scales, w2_scales = (part.detach() for part in parts)
-        scales = dict(w1_scales=w1_scales.float(), w2_scales=w2_scales.float())
-        kept = experts.__dict__[_KEPT] = stand, DecodeWeights(w1=w1, w2=w2, slots=slots(), **scales)
+        with torch.inference_mode(mode=False), torch.no_grad():
+            w1, w2, w1_scales, w2_scales = (part.detach() for part in parts)
+            scales = dict(w1_scales=w1_scales.float(), w2_scales=w2_scales.float())
+            kept = experts.__dict__[_KEPT] = stand, DecodeWeights(w1=w1, w2=w2, slots=slots(), **scales)
     found: DecodeWeights = kept[1]
+    for copied, part in ((found.w1_scales, parts[2]), (found.w2_scales, parts[3])):
+        if copied is not None and part.dtype != copied.dtype:  # the only copies, of a few bytes
+            copied.copy_(part)
     return found
 
 
@@ -99,16 +108,19 @@ def run_kept(runner: Runner, routed: RoutedTokens, kept: DecodeWeights) -> Tenso
 
 
 class FP8SharedSlots(SharedSlots):
-    """``SharedSlots`` of pieces that are kept in block FP8, beside experts that are.
+    """``SharedSlots`` of pieces that are kept in block FP8, as the routed experts are.
 
-    The shared expert's own module is dequantised, computes all that is no decode step, and must not be written to.
+    The shared expert's own module is dequantised and computes all that is no decode step. Each prompt compares it with
+    the pieces: it must not be written to.
 
     Args:
         experts: Hold the pieces.
     """
 
-    def __init__(self, layout: ExpertLayout, columns: int, module: nn.Module, experts: FP8Experts) -> None:
-        super().__init__(layout, columns, module, shared_matrices)
+    def __init__(
+        self, layout: ExpertLayout, columns: int, module: nn.Module, experts: FP8Experts, clock: SequenceClock
+    ) -> None:
+        super().__init__(layout, columns, module, shared_matrices, clock=clock)
         self.experts = experts
 
     @torch.inference_mode(mode=False)
@@ -121,15 +133,25 @@ class FP8SharedSlots(SharedSlots):
             own = self.experts.get_parameter(name)
             room = with_room(own, (len(own) + (len(pieces[name]) if pieces else 0), *own.shape[1:]))
             if pieces:
-                room[len(own) :].copy_(pieces[name])
-                pieces[name].data = room[len(own) :]
+                with torch.inference_mode(own.is_inference()), torch.no_grad():
+                    room[len(own) :].copy_(pieces[name])
+                    pieces[name].data = room[len(own) :]
             rooms.append(room)
         w1, w2, w1_scales, w2_scales = rooms
         slots = self.table(len(w1) - self.layout.experts_local, w1.device)
         return DecodeWeights(w1=w1, w2=w2, slots=slots, w1_scales=w1_scales, w2_scales=w2_scales)
 
     def _fill(self, joined: DecodeWeights) -> None:
-        raise ValueError(
-            "the shared expert was written to, but decode steps read it in block FP8: load the model with "
-            "keep_fp8=False to change it"
-        )
+        """Raise ``ValueError`` if the module has other weights than the pieces; waits for the device."""
+        held, dtype = dict(self.experts.pieces.named_parameters()), self._matrices(self.module).gate.dtype
+        if not held or is_capturing(joined.w1.device):
+            return
+        pairs = ((held[name], held[f"{name}{SCALES}"]) for name in FUSED)
+        w1, w2 = (FP8(elements=part, scales=scales, trusted=True).dequantize(dtype) for part, scales in pairs)
+        with self.experts.runner.noting("comparison of a shared expert"):  # other ranks may hold no piece
+            same = torch.stack([(part == source).all() for part, source in self._parts(w1, w2)]).all()
+            require(
+                bool(same),
+                "the shared expert was written to, but decode steps read it in block FP8: load the model with "
+                "keep_fp8=False to change it",
+            )

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from comet.config import MoEConfig, require
-from comet.decode import SharedMatrices, SharedSlots, joins_step
+from comet.decode import DecodeWeights, SequenceClock, SharedMatrices, SharedSlots, joins_step
 from comet.decode.runners import ReplicatedRunner, Runner
 from comet.experts.options import PrefetchSetting, prefetch_wanted
 from comet.integrations.hf import gpt_oss
 from comet.integrations.hf.families import moe_config
 from comet.layout import Biases, ExpertLayout, RoutedTokens
 from comet.router.router import Router, router_of
+from comet.utils.autocast import alike
 from comet.utils.graphs import is_capturing
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ class InDecodeSteps(StandIn):
         return nothing
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """What ``own`` makes of them."""
+        """Return what ``own`` computes."""
         output: Tensor = self._own[0](tokens)
         return output
 
@@ -188,25 +189,33 @@ class CometExperts(nn.Module):
         self.layout = layout
         self.runner = runner
         self.shared: SharedSlots | None = None
-        self._gates: tuple[nn.Module, ...] = ()
+        self._gate: str | None = None
         self._comes_after = False
 
-    def join(self, shared: nn.Module, gate: nn.Module | None, columns: int, *, comes_first: bool) -> None:
-        """Let decode steps include the block's shared expert, if it is one of plain linear layers.
+    def join(
+        self, block: nn.Module, names: tuple[str, str | None], columns: int, clock: SequenceClock, *, comes_first: bool
+    ) -> None:
+        """Let decode steps include the shared expert of the block, if it is one of plain linear layers.
 
         Args:
-            gate: ``(T, D)`` -> ``(T, 1)`` before the sigmoid that weighs it; ``None``: it weighs 1.
+            names: Of the shared expert in the block, and of the gate ``(T, D)`` -> ``(T, 1)`` before the sigmoid that
+                weighs it; ``None``: it weighs 1.
             columns: From ``shared_columns``.
             comes_first: Whether the block calls the shared expert before its experts.
         """
-        if all(map(is_plain, projections(shared))):
-            self._comes_after = comes_first
-            self.shared = self.shared_slots(shared, columns)
-            self._gates = () if gate is None else (gate,)  # in a tuple: a submodule has one name, the block's
+        name, gate = names
+        shared = block.get_submodule(name)
+        if not all(map(is_plain, projections(shared))):
+            return
+        self.shared = self.shared_slots(shared, columns, clock)
+        self._comes_after, self._gate = comes_first, gate
+        stand_in = InDecodeSteps(shared, self.runner.decode.max_tokens, self.shared)
+        block.set_submodule(name, stand_in)
+        self.shared.expect(block, experts=self, **{name: stand_in})
 
-    def shared_slots(self, shared: nn.Module, columns: int) -> SharedSlots:
-        """Where steps read the pieces of a shared expert."""
-        return SharedSlots(self.layout, columns, shared, shared_matrices)
+    def shared_slots(self, shared: nn.Module, columns: int, clock: SequenceClock) -> SharedSlots:
+        """Return the slots from which steps read the pieces of a shared expert."""
+        return SharedSlots(self.layout, columns, shared, shared_matrices, clock=clock)
 
     # A compiler could only break its graph here, in the middle of the collectives.
     @torch.compiler.disable
@@ -217,21 +226,24 @@ class CometExperts(nn.Module):
         routed, shared = RoutedTokens(hidden_states, top_k_index.to(torch.int32), top_k_weights.float()), self.shared
         if shared is None or not joins_step(hidden_states, self.runner.decode.max_tokens):
             return self.run(routed)
-        if not (shared.joined if self._comes_after else shared.joins()):
+        if not (shared.taken() if self._comes_after else shared.joins()):
             return self.run(routed)
-        w1, w2 = self.gate_up_proj, self.down_proj
-        experts = shared.weights(w1, w2)
-        gate = next((module(hidden_states).sigmoid() for module in self._gates), None)
-        routed = RoutedTokens(hidden_states, *shared.routing(*routed[1:], gate))
-        return self.runner(routed, w1, w2, experts=experts)
+        joined = shared.weights(self.gate_up_proj, self.down_proj)
+        weighs = None if self._gate is None else shared.neighbours[self._gate]
+        gate = None if weighs is None else weighs(hidden_states).sigmoid()
+        return self.run(RoutedTokens(hidden_states, *shared.routing(*routed[1:], gate)), joined)
 
-    def run(self, routed: RoutedTokens) -> Tensor:
-        """``(T, D)`` without a shared expert."""
-        b1, b2, runner = self.gate_up_proj_bias, self.down_proj_bias, self.runner
+    def run(self, routed: RoutedTokens, joined: DecodeWeights | None = None) -> Tensor:
+        """``(T, D)`` of the experts, or of those of a step that the shared expert has joined."""
+        runner = self.runner
         # Kernels of a group need contiguous rows for any number of tokens.
         in_step = len(routed.tokens) <= runner.decode.max_tokens or isinstance(runner, ReplicatedRunner)
         w1, w2 = gpt_oss.turned(self, in_step=in_step) if self.is_transposed else (self.gate_up_proj, self.down_proj)
-        return runner(routed, w1, w2, None if b1 is None or b2 is None else Biases(b1, b2))
+        tokens, (w1, w2, b1, b2) = alike(routed.tokens, w1, w2, self.gate_up_proj_bias, self.down_proj_bias)
+        if joined is not None and joined.w1.dtype != tokens.dtype:
+            joined = replace(joined, w1=joined.w1.to(tokens.dtype), w2=joined.w2.to(tokens.dtype))
+        biases = None if b1 is None else Biases(b1, b2)
+        return runner(routed._replace(tokens=tokens), w1, w2, biases, experts=joined).to(routed.tokens.dtype)
 
     def extra_repr(self) -> str:
         """The part of the experts held here."""

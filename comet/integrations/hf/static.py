@@ -42,6 +42,7 @@ class StaticDecoder:
         drafting: Lets the model route as drafts do, around the forward pass of ``draft``.
     """
 
+    @torch.inference_mode(mode=False)
     def __init__(
         self,
         model: Any,
@@ -66,6 +67,7 @@ class StaticDecoder:
         self._drafting = drafting
         experts = [module for module in model.modules() if isinstance(module, CometExperts)]
         runners = list(dict.fromkeys(module.runner for module in experts))
+        self._clocks = list(dict.fromkeys(module.shared.clock for module in experts if module.shared is not None))
         self.passes = Passes(
             self._append,
             before=partial(before_replay, runners, [module.shared for module in experts]),
@@ -75,18 +77,22 @@ class StaticDecoder:
         )
         self.step = self.passes.of(torch.zeros(num_sequences, 1, **counters))
 
+    @torch.inference_mode(mode=False)  # the cache outlives the mode
     @torch.no_grad()
     def read(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """Forget everything and read the prompts; later steps replay the hooks that modules have now."""
         longest = ids.shape[1]
         self.passes.renew()
         self.cache.reset()
+        for clock in self._clocks:
+            clock.start()
         self.skip_to(longest, longest - lengths)
         places = self._places[:longest]
         shifted = (places - self.pads[:, None]) % longest
         # A mask of the prompt alone lets transformers see that nothing is masked, where nothing is.
         return self._forward(ids.gather(1, shifted), places, self._mask[:, :longest], 1)[:, 0]
 
+    @torch.inference_mode(mode=False)  # the cache outlives the mode
     @torch.no_grad()
     def append(self, ids: Tensor) -> Tensor:
         """Append ``(B,)`` int64 tokens; returns ``(B, V)`` float32 logits of the next ones."""
@@ -130,6 +136,8 @@ class StaticDecoder:
 
     def _append(self, ids: Tensor, drafts: bool) -> Tensor:
         count = ids.shape[1]
+        for clock in self._clocks:
+            clock.expect_step(self.cache)
         with self._drafting() if drafts else nullcontext():
             logits = self._forward(ids, self.place + self._places[:count], self._mask, count)
         self.place.add_(count)

@@ -25,6 +25,7 @@ from comet.integrations.hf.modules import CometExperts, routers_beside
 from comet.integrations.hf.stored import BIASES, FUSED, SCALES, LazyShard
 from comet.layer.group import ExpertGroup
 from comet.layout import ExpertLayout, RoutedTokens
+from comet.utils.autocast import in_dtype
 
 NOT_SAVED = "experts are in a store and no parameters; load the model without expert_budget to save it"
 
@@ -44,8 +45,10 @@ class StoredExperts(CometExperts):
     @torch.compiler.disable
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """``(T, D)`` of ``(T, D)``, ``(T, K)`` and ``(T, K)``, from the slots."""
-        slots, routed = self.path.cache.weights, RoutedTokens(hidden_states, top_k_index.int(), top_k_weights.float())
-        return self.path(routed, slots.w1, slots.w2)
+        slots = self.path.cache.weights
+        tokens = hidden_states if slots.w1_scales is not None else in_dtype(hidden_states, slots.w1.dtype)
+        routed = RoutedTokens(tokens, top_k_index.int(), top_k_weights.float())
+        return self.path(routed, slots.w1, slots.w2).to(hidden_states.dtype)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """Refused, for nothing in the state would say what it lacks; transformers asks for it while it loads.

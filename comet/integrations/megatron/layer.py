@@ -27,6 +27,7 @@ from comet.kernels.runtime.activation import Activation, ActivationName
 from comet.layer.group import ExpertGroup
 from comet.layer.paths import ExpertPath, make_path
 from comet.layout import Biases, RoutedTokens
+from comet.utils.autocast import in_dtype
 
 DISPATCHERS = ("allgather", "alltoall")
 # Fields that have to be off, and why; those that a version of Megatron-core does not have count as off.
@@ -360,7 +361,7 @@ class CometExperts(nn.Module):
     ) -> None:
         super().__init__()
         moe, group = moe_config(config, max_imbalance=choices.max_imbalance), choices.group
-        self.layout = group.layout(moe)
+        self.layout, self.dtype = group.layout(moe), group.workspace.shape.dtype
         assert num_local_experts == self.layout.experts_local
         self.compute: ExpertPath = make_path(choices.path, moe, group, choices.overlap)
         self.expert_data_group = pg_collection.expt_dp
@@ -410,9 +411,9 @@ class CometExperts(nn.Module):
         """The weighted sum ``(T, h)`` of each token's experts, by ids ``(T, K)`` int32, -1 masks, and weights ``(T,
         K)`` float32.
         """
-        w1, w2, *biases = (weight.to(tokens.dtype) for weight in self.parameters())
-        routed = RoutedTokens(tokens, top_k_ids, top_k_weights)
-        return self.compute(routed, w1, w2, Biases(*biases) if biases else None)
+        routed = RoutedTokens(in_dtype(tokens, self.dtype), top_k_ids, top_k_weights)
+        w1, w2, *biases = (weight.to(routed.tokens.dtype) for weight in self.parameters())
+        return self.compute(routed, w1, w2, Biases(*biases) if biases else None).to(tokens.dtype)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

@@ -462,3 +462,23 @@ def test_ranks_agree_where_one_cannot_pin(rank: int, world_size: int, folders: d
     assert torch.equal(greedy(loaded, prompt(2, 9)), greedy(tiny_model("qwen3_moe", **TWO), prompt(2, 9)))
     assert cache_report(loaded).staged_bytes > 0, "the host copies on both, which then take equal steps"
     group.close()
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_model_made_in_one_mode_is_used_in_the_other(store: str, tmp_path: Path) -> None:
+    tiny_model("qwen2_moe").save_pretrained(tmp_path)
+    settings: dict[str, Any] = dict(expert_budget=0.5) | STORES[store]
+
+    def tokens(model: Any) -> Tensor:
+        return torch.cat([model(prompt(1, length)).logits for length in (1, 3, 70)], dim=1)
+
+    for made in (True, False):
+        with torch.inference_mode(made):
+            model = hf.load_pretrained(tmp_path, **settings)
+        found = []
+        for used in (not made, made, not made):
+            with torch.inference_mode(used), torch.no_grad():
+                found.append(tokens(model))
+        for each in found[1:]:
+            torch.testing.assert_close(each, found[0])
+        hf.check(model)

@@ -257,15 +257,46 @@ def test_joined_tensors_are_there_once(whole: Path) -> None:
         assert torch.equal(model.get_parameter(name), weight), name
 
 
-def test_a_shared_expert_that_is_written_to_is_refused(whole: Path) -> None:
-    model = kept(whole)
-    with torch.no_grad():
+def test_kept_experts_made_in_one_mode_are_used_in_the_other(whole: Path) -> None:
+    wanted = stock(whole)
+    for made in (True, False):
+        with torch.inference_mode(made):
+            model = kept(whole)
+        for used in (not made, made, not made):
+            for length in (2, 9, 3):
+                with torch.inference_mode(used), torch.no_grad():
+                    found = model(prompt(1, length)).logits
+                    torch.testing.assert_close(found, wanted(prompt(1, length)).logits, rtol=1e-3, atol=1e-3)
+
+
+def scale(weight: Tensor) -> None:
+    weight.mul_(2)
+
+
+def scale_by_data(weight: Tensor) -> None:
+    weight.data *= 2
+
+
+def swap_in_inference_mode(weight: Tensor) -> None:
+    with torch.inference_mode():
+        weight.copy_(weight.flip(0))
+
+
+@pytest.mark.parametrize("write", [scale, scale_by_data, swap_in_inference_mode])
+@pytest.mark.parametrize(("part", "used"), [("gate_proj", True), ("up_proj", True), ("down_proj", False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_a_shared_expert_that_is_written_to_is_refused(
+    whole: Path, write: Callable[[Tensor], None], part: str, used: bool, dtype: torch.dtype
+) -> None:
+    model = kept(whole, dtype=dtype)
+    if used:
         model(prompt(1, 2))
-        model.get_parameter(f"{BLOCK}.shared_experts.up_proj.weight").mul_(2)
-        with pytest.raises(
-            ValueError, match=r"the shared expert was written to, .* load the model with keep_fp8=False"
-        ):
-            model(prompt(1, 2))
+        model(prompt(1, 2))
+    write(model.get_parameter(f"{BLOCK}.shared_experts.{part}.weight"))
+    model(prompt(1, DECODE_TOKENS + 1))  # its own module
+    with pytest.raises(ValueError, match=r"the shared expert was written to, .* load the model with keep_fp8=False"):
+        model(prompt(1, 2))
 
 
 @pytest.mark.parametrize("part", ["up_proj", "down_proj"])

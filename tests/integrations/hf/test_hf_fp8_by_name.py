@@ -180,3 +180,22 @@ def test_attention_without_scales(tmp_path: Path) -> None:
     edit_state(tmp_path, lambda state: state.pop(f"{name}_scale_inv"))
     with pytest.raises(ValueError, match=rf"{name} of .* must have scales"):
         from_folder(tmp_path)(prompt(1, 3))
+
+
+@pytest.mark.parametrize("in_inference_mode", [False, True])
+def test_scales_in_bfloat16_that_torch_saw_nobody_write_count_at_once(tmp_path: Path, in_inference_mode: bool) -> None:
+    """They are the only copies of what decode steps read; the first step may be of either mode."""
+    model = fp8_by_name(published(tmp_path, "qwen3_moe", scale_dtype=torch.bfloat16, **WHOLE))
+    experts = model.model.layers[0].mlp.experts
+    assert experts.down_proj_scale_inv.dtype == torch.bfloat16
+    with torch.inference_mode(in_inference_mode), torch.no_grad():
+        before = model(prompt(1, 3)).logits
+    with torch.no_grad():
+        for name in ("gate_up_proj_scale_inv", "down_proj_scale_inv"):
+            getattr(experts, name).data.mul_(2)
+        after = model(prompt(1, 3)).logits
+        fresh = copy.deepcopy(model)
+        for module in fresh.modules():
+            vars(module).pop("_comet_decode_weights", None)
+        assert not torch.equal(after, before)
+        assert torch.equal(after, fresh(prompt(1, 3)).logits)
