@@ -185,7 +185,9 @@ def test_the_wheel_trains_and_compiles_elsewhere(elsewhere):
 def test_the_wheel_runs_the_snippets_of_the_readme_elsewhere(elsewhere):
     program = [snippet for section in ("In a program", "Decode") for snippet in snippets(section)]
     assert "torch.Size([100, 64])" in run_elsewhere(elsewhere, ["python", "-c", "\n".join(program)])
+    torchrun = ["python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    (elsewhere / "train.py").write_text("".join(snippets("Over several ranks")))
+    run_elsewhere(elsewhere, [*torchrun, "train.py"])
     (elsewhere / "generate.py").write_text("".join(snippets("Hugging Face")))
     save_model(elsewhere / "model", "qwen3_moe")
-    torchrun = ["python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     assert "tensor([[" in run_elsewhere(elsewhere, [*torchrun, "generate.py", "model"])

@@ -12,7 +12,8 @@ from launch_jobs import TIMEOUT_S, environment
 from readme import README, snippets
 
 IN_ONE_PROCESS = ("In a program", "Decode")
-OVER_RANKS = ("Hugging Face", "Megatron-core")  # the second runs in integrations/megatron/test_megatron.py
+# layer/test_replicas.py and integrations/megatron/test_megatron.py run the first and the last of these.
+OVER_RANKS = ("Over several ranks", "Hugging Face", "Megatron-core")
 
 
 def test_the_snippets_in_one_process_run_in_turn_and_print_no_warning():

@@ -1,13 +1,12 @@
 """State that ranks hold alike stays alike: reduced gradients, seeds, scaled losses, clipping, moving averages."""
 
 import math
-import re
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import in_ranks, logged
+from readme import README, snippets
 from refusals import dry_run
 from tiers import slow
 from torch import Tensor, nn
@@ -81,8 +80,8 @@ def test_reduced_gradients_are_those_of_one_rank_with_all_tokens(rank: int, worl
 
 @in_ranks(2)
 def test_the_readmes_loop_keeps_ranks_alike(rank: int, world_size: int) -> None:
-    section = (Path(__file__).parents[2] / "README.md").read_text().split("**Several ranks.**")[1]
-    code = re.search(r"```python\n(.*?)```", section, re.S)[1].replace("dist.init_process_group()", "pass")
+    (code,) = snippets("Over several ranks")
+    code = code.replace("dist.init_process_group()", "pass")
     scope: dict[str, object] = {}
     exec(code, scope)
     layer = scope["layer"]
@@ -93,7 +92,7 @@ def test_the_readmes_loop_keeps_ranks_alike(rank: int, world_size: int) -> None:
     assert not torch.equal(first.router.weight, layer.router.weight)
     x = torch.randn(4, 10, 64, requires_grad=True)
     mask, output = torch.rand(4, 10) < 0.7, torch.zeros_like(x)
-    assert "output[mask], stats = layer(x[mask])" in section
+    assert "output[mask], stats = layer(x[mask])" in README.read_text()
     output[mask], _ = layer(x[mask])
     wanted, _ = layer(x)
     torch.testing.assert_close(output[mask], wanted[mask])
