@@ -175,7 +175,9 @@ class ExpertsFromSlots:
         )
         with self.runner.in_turn(self.cache.turn), self.cache.used():
             self.check()
-            if len(routed.tokens) <= self.runner.decode.max_tokens and self.has_steps(routed.top_k_ids.shape[1]):
+            decode, (num_tokens, top_k) = self.runner.decode, routed.top_k_ids.shape
+            fits = num_tokens <= decode.max_tokens and num_tokens * top_k <= decode.max_tokens * decode.top_k
+            if fits and self.has_steps(top_k):  # memory of steps, also that of the host's cores, is for so many rows
                 return self.step(routed, w1, w2)
             with self.runner.noting("streaming of experts", collectives=True):
                 return self.runner.add_up(self._stream(routed)).to(routed.tokens.dtype)
