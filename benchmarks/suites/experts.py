@@ -164,7 +164,7 @@ class Run(Suite):
                 continue  # it depends on no budget
             started, way = time.perf_counter(), None
             failure = "left out: the time was over"
-            if ranks.worst(started) <= begun + MAKING * self.seconds:
+            if ranks.worst(started - begun) <= MAKING * self.seconds:
                 way, failure = attempt(
                     partial(self.make_one, subject, name, budget, ranks), ranks, subject.group.workspace
                 )

@@ -1,4 +1,4 @@
-"""From text to tokens and back, piece by piece: nothing is shown before it is certain; and what a person sees.
+"""Text to tokens and back, piece by piece: nothing is shown before it is certain; and the view of a person.
 
 Bytes that do not yet form a character wait for the rest of it, and what may become the stop text waits until it did or
 did not.
@@ -49,7 +49,6 @@ class ByteStream:
         return self._decoder.decode(bytes([token]))
 
     def finish(self) -> str:
-        """What is left, as replacement characters."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -154,7 +153,7 @@ class Continuation:
         return certain
 
     def _release(self, piece: str) -> str:
-        """What is certain of the held text and ``piece``; ends the sequence at the stop text."""
+        """The part of the held text and ``piece`` that is certain; ends the sequence at the stop text."""
         text = self._held + piece
         if self._stop is None:
             return text

@@ -54,7 +54,7 @@ class Shape:
         return f"{self.model} EP{self.parallel.ep} TP{self.parallel.tp}, {self.tokens} tokens"
 
     def problem(self, dtype: torch.dtype) -> Problem:
-        """What is measured; raises ``ValueError`` where the shape breaks a rule."""
+        """The layer call that is measured; raises ``ValueError`` where the shape breaks a rule."""
         return Problem(self.moe, self.parallel, self.tokens, dtype)
 
 
@@ -140,7 +140,7 @@ class MeasuredInputs:
     weights: list[Tensor]
     w1: Tensor
     w2: Tensor
-    biases: Biases | None  # where the layer has some
+    biases: Biases | None  # None: the layer has none
 
     def run(self, path: ExpertPath, index: int) -> Tensor:
         """One layer call."""
@@ -230,14 +230,16 @@ def first_failure(failure: str, process_group: ProcessGroup | None) -> str:
     """The first failure of any rank, "" if there is none (collective; ``None`` is a rank alone)."""
     reasons = gather(process_group, failure)
     found = {rank: reason for rank, reason in enumerate(reasons) if reason}
-    told = {rank for rank, reason in found.items() if reason.startswith(StepFailedError.__name__)}  # of by another
+    told = {
+        rank for rank, reason in found.items() if reason.startswith(StepFailedError.__name__)
+    }  # reported by another rank
     first = min(found.keys() - told or found, default=-1)
     reason, is_alone = found.get(first, ""), len(found.keys() - told) < len(reasons)
     return f"rank {first}: {reason}" if reason and is_alone and f"rank {first}" not in reason else reason
 
 
 class _Watch:
-    """The calls of one timing loop, watched for the first that leaves a fault; nobody waits for the device for it."""
+    """The calls of one timing loop, watched for the first that leaves a fault, without waiting for the device."""
 
     def __init__(self, group: ExpertGroup, tell: Callable[[int], None]) -> None:
         self.group = group
@@ -294,7 +296,7 @@ def _time_all(
     rounds: int,
     tell: Callable[[str], None],
 ) -> tuple[dict[OverlapConfig | None, Timing], dict[OverlapConfig | None, str]]:
-    """Times, and failures of those that met a deadline in the loop: without them the others are timed anew."""
+    """Times, and failures of those that met a deadline in the loop: the others are then timed again without them."""
     failures: dict[OverlapConfig | None, str] = {}
     while True:
         left = {setting: calls for setting, calls in candidates.items() if setting not in failures}
@@ -316,7 +318,7 @@ def _time_all(
 
 
 def reason(error: Exception) -> str:
-    """What went wrong, on one line that fits a table."""
+    """The error on one line that fits a table."""
     return shorten(f"{type(error).__name__}: {error}", MOST_LETTERS)
 
 

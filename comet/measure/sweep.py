@@ -1,9 +1,9 @@
 """The ``sweep`` task: measure a grid of points in one job on all ranks, whatever fails; a table, a CSV file, a picture.
 
 A shape is a model's layer in one layout with a number of tokens; a point is a shape with one value of each knob. Points
-share the job's process group. Rank 0 expands the lists, decides what is still to be measured, tells the others and
-alone writes: the CSV file, from which a later run continues, after every shape, whose points are timed in one loop;
-then the table, the picture and one JSON object; and its progress to standard error.
+share the job's process group. Rank 0 expands the lists, decides what is still to be measured, sends that to the
+others, and alone writes: after every shape, whose points are timed in one loop, the CSV file from which a later run
+continues; then the table, the picture and one JSON object; and its progress to standard error.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MAX_COLUMNS, SUBPLOT_INCHES = 3, (5.0, 3.6)
 
 Key = tuple[str, ...]
 Todo = dict[Shape, list[OverlapConfig]]
-Results = Mapping[Shape, Sequence[Measured]]  # of each shape, all settings
+Results = Mapping[Shape, Sequence[Measured]]  # all settings of each shape
 
 
 def job_key(job: JobConfig, context: RankContext) -> Key:
@@ -63,14 +63,14 @@ def row_key(shape: Shape, setting: OverlapConfig, of_job: Key) -> Key:
     """The values of ``KEY_COLUMNS``: what a row of the CSV file is found by."""
     moe = shape.moe
     values = (
-        shape.model, moe.hidden_size, moe.ffn_size, moe.num_experts, moe.top_k, _beside_sizes(moe),
+        shape.model, moe.hidden_size, moe.ffn_size, moe.num_experts, moe.top_k, _other_traits(moe),
         shape.parallel.ep, shape.parallel.tp, shape.tokens, *of_job, setting.comm_blocks, setting.num_panels,
     )  # fmt: skip
     return tuple(map(str, values))
 
 
-def _beside_sizes(moe: MoEConfig) -> str:
-    """What else a layer's time depends on: ``swiglu``, or ``geglu, expert_bias=True, capacity_factor=1.25``."""
+def _other_traits(moe: MoEConfig) -> str:
+    """Traits other than sizes that decide a layer's time: ``swiglu``, or ``geglu, expert_bias=True``."""
     found = {name: getattr(moe, name) for name in ("expert_bias", "capacity_factor", "max_imbalance")}
     named = [f"{name}={value}" for name, value in (moe.activation.parameters | found).items() if value]
     return ", ".join([moe.activation.name, *named])
@@ -239,8 +239,9 @@ def sweep_job(job: JobConfig, context: RankContext) -> dict[str, Any]:
 
 
 def pending(shapes: Sequence[Shape], settings: Sequence[OverlapConfig], log: SweepLog, of_job: Key) -> Todo:
-    """What is to be measured of each shape: all where a setting is new, which another run's times say nothing of; else
-    what has no time: why it failed then may be gone by now.
+    """The settings to measure of each shape: all if one is new, because times of two runs do not compare.
+
+    Else those without a time: the reason why they failed may be gone by now.
     """
     todo: Todo = {}
     for shape in shapes:

@@ -133,7 +133,7 @@ def elements(weight: Weight) -> Tensor:
 
 
 def output_shape(rows: Rows, reduce: TopKReduce, hidden_size: int) -> tuple[int, ...]:
-    """Of what experts compute of these rows: one output a row, or one for each of its slots, as its format has them."""
+    """The shape of the experts' outputs: one a row, or one for each of its slots, as the format of rows has them."""
     if isinstance(rows, FusedHandle):
         return rows.tokens.shape[0], hidden_size
     if isinstance(reduce, NoOpReduce):
@@ -145,7 +145,7 @@ def output_shape(rows: Rows, reduce: TopKReduce, hidden_size: int) -> tuple[int,
 def incompatibility(
     prepare_finalize: PrepareFinalize, experts: Experts, weight_type: type[Weight] = Tensor
 ) -> str | None:
-    """Why these cannot make a layer, or ``None`` if they can."""
+    """The reason why these cannot make a layer, or ``None`` if they can."""
     ours, theirs = type(prepare_finalize).__name__, type(experts).__name__
     given, formats, reduce = prepare_finalize.activation_format, experts.formats, experts.reduce
     if given not in formats:

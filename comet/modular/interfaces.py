@@ -89,7 +89,7 @@ Rows = ContiguousRows | BatchedRows | FusedHandle
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Received:
-    """What ``prepare`` returns."""
+    """The result of ``prepare``."""
 
     rows: Rows
     route: Any  # for finalize of the same object: how the rows came, in a type of its own

@@ -68,7 +68,7 @@ class OverBackend(PrepareFinalize):
 
 
 class _Symmetric(OverBackend):
-    """What both formats share: plan, dispatch and combine, and a reduction that may be part of the combine."""
+    """The parts that both formats share: plan, dispatch, combine, and a reduction that may be part of the combine."""
 
     carries_fp8 = True
 
@@ -77,7 +77,7 @@ class _Symmetric(OverBackend):
         return self.prepare_no_receive(routed, quantize=quantize)()
 
     def prepare_no_receive(self, routed: RoutedTokens, *, quantize: bool) -> Receiver:
-        """On a GPU plan and rows travel on a stream of their own beside what the caller does next.
+        """Start plan and rows: on a GPU they travel on a stream of their own while the caller goes on.
 
         Tokens are quantised unseen, because looking would wait for the device: what is not finite makes NaN of the
         token it is in.
@@ -147,7 +147,7 @@ class SymmetricBatched(_Symmetric):
         batches = tokens.index_select(0, row_ids.flatten()).view(*row_ids.shape, tokens.shape[1])
         counts = plan.segment_counts.clamp(
             max=batch_rows
-        )  # what does not fit is an error, but only once the host looks
+        )  # rows that do not fit are an error, but only once the host looks
         return BatchedRows(tokens=batches, counts=counts, row_slots=row_slots, top_k_weights=plan.row_weights)
 
     def _check(self, plan: Plan, batch_rows: int) -> None:

@@ -1,4 +1,4 @@
-"""What a setting is chosen for: a layer call and a machine; which settings are tried there, and their names."""
+"""A layer call and a machine, for which a setting is chosen; the settings that are tried there, and their names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PANELS = (1, 2, 3, 4, 6, 8)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What settings depend on; the defaults describe the H200."""
+    """The traits of a GPU that settings depend on; the defaults describe the H200."""
 
     name: str = "NVIDIA H200"  # device name as the driver gives it
     num_sms: int = 132  # SMs, and thread blocks of a fused kernel
@@ -75,7 +75,9 @@ def effective(setting: OverlapConfig, problem: Problem) -> OverlapConfig:
 
 
 def candidates(problem: Problem, machine: Machine) -> list[OverlapConfig | None]:
-    """What is worth measuring, each launch once: plain, the default, all panels, and splits with the default's panels.
+    """The settings that are worth measuring, each launch once.
+
+    These are plain, the default, all panels, and splits with the default's panels.
 
     With the default among them, a tuned layer is never slower than an untuned one.
     """

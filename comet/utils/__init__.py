@@ -1,1 +1,1 @@
-"""What is used everywhere and knows nothing of experts."""
+"""Helpers that are used everywhere and know nothing of experts."""

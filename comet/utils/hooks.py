@@ -1,4 +1,4 @@
-"""What somebody adds to modules beside their classes: hooks, an object's own ``forward``, parametrizations."""
+"""Additions of users to modules: hooks, an object's own ``forward``, parametrizations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 
 def hook_tables(modules: Iterable[nn.Module]) -> list[Mapping[int, Any]]:
-    """Where torch keeps the hooks of modules, and those of all modules: by numbers that it gives once."""
+    """The tables in which torch keeps hooks of modules, and of all modules, by numbers that it gives once."""
     own = [getattr(each, kind) for each in modules for kind in HOOKS]
     return [*own, *(getattr(of_all, f"_global{kind}") for kind in HOOKS)]
 

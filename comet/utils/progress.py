@@ -33,7 +33,7 @@ def bar_options() -> dict[str, Any]:
 
 
 class Measuring:
-    """What a task that measures is doing: which point of how many, what of it, and how long the others will take.
+    """The progress of a task that measures: the point of how many, its state, and how long the others will take.
 
     In a log each point is a line, and another each ten seconds.
     """
