@@ -19,6 +19,7 @@ from comet.generation.job import check_files, plan_experts
 from comet.jobs.config import JobConfig, activation_dtype
 from comet.launch.memory import generation_needs, shape_bytes, training_needs
 from comet.launch.tasks.modular import find_parts, tokens_of
+from comet.layer.nodes import expected_rows, row_bytes
 from comet.measure.layers import Shape
 from comet.measure.sweep import sweep_grid
 from comet.measure.tune import job_points
@@ -61,8 +62,23 @@ def describe_train(job: JobConfig, num_ranks: int, device: torch.device) -> list
         *(f"# goes on from {checkpoint.path}, if its files are whole" for checkpoint in checkpoints[:1]),
         f"# {counted_ranks(num_ranks, device)}: {num_ranks // job.parallel.world_size} data-parallel groups of "
         f"ep={job.parallel.ep} x tp={job.parallel.tp}, {tokens} tokens per rank and step",
+        *describe_nodes(job, tokens, dtype),
         "# memory of one rank, MiB",
         *table(needs),
+    ]
+
+
+def describe_nodes(job: JobConfig, tokens: int, dtype: torch.dtype) -> list[str]:
+    """A line for groups over declared nodes: what each rank sends over the network in a step."""
+    parallel, moe, layers = job.parallel, job.model.moe, job.model.num_layers - job.model.dense_layers
+    if not parallel.declares_nodes or not parallel.ranks_with_memory:
+        return []
+    nodes = parallel.world_size // parallel.ranks_with_memory
+    rows = layers * expected_rows(moe, parallel, tokens)
+    sent = rows * row_bytes(moe, dtype.itemsize, trains=True) / MIB
+    return [
+        f"# groups over {nodes} nodes of {parallel.ranks_with_memory} ranks: with uniform routing a rank sends "
+        f"{rows:,.0f} tokens a step to other nodes, and {sent:,.1f} MiB over the network"
     ]
 
 

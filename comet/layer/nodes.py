@@ -17,6 +17,7 @@ with the ids ``[[-1, 1], [0, 1]]``; rank 0 itself runs all three with ``[[0, 1],
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,7 +40,7 @@ from comet.comm.collectives import (
 )
 from comet.comm.failures import Step
 from comet.comm.handshake import to_host
-from comet.config import MoEConfig, OverlapConfig, require
+from comet.config import MoEConfig, OverlapConfig, ParallelConfig, require
 from comet.errors import AgreedError, CommTimeoutError, StepFailedError
 from comet.layer.group import ExpertGroup, NodeGroup
 from comet.layer.plan import Plan, check_tokens
@@ -64,6 +65,29 @@ def nodes_obstacle(config: MoEConfig, group: ExpertGroup) -> str:
     if config.capacity_factor is not None:
         return f"capacity_factor={config.capacity_factor} would drop rows node by node"
     return ""
+
+
+def row_bytes(moe: MoEConfig, itemsize: int, *, trains: bool) -> int:
+    """Bytes on the network for one token and one node that it reaches.
+
+    Its row, K ids and K weights go there, and a sum comes back; in a backward pass a gradient goes there, and those of
+    the token and of its K weights come back.
+
+    Example: D = 32 in float32 and K = 2: 128 + 16 + 128 = 272, with a backward pass 272 + 128 + 128 + 8 = 536.
+    """
+    rows = 2 * moe.hidden_size * itemsize
+    return rows + 8 * moe.top_k + (rows + 4 * moe.top_k) * trains
+
+
+def expected_rows(moe: MoEConfig, parallel: ParallelConfig, num_tokens: int) -> float:
+    """How often tokens of one rank reach another node where all experts are equally popular.
+
+    Example: E = 4, K = 2, two nodes, 3 tokens: one of six pairs of experts lies in the token's own node: 3 * 5/6 = 2.5.
+    """
+    nodes = parallel.world_size // parallel.ranks_with_memory
+    elsewhere = moe.num_experts - moe.num_experts // nodes
+    missed = math.comb(elsewhere, moe.top_k) / math.comb(moe.num_experts, moe.top_k)
+    return num_tokens * (nodes - 1) * (1 - missed)
 
 
 class NodeRows(NamedTuple):

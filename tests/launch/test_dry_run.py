@@ -95,14 +95,17 @@ def test_ranks_must_fit_the_first_model_that_is_measured_and_not_the_default(tas
 
 @pytest.mark.parametrize("task", ["train", "generate"])
 def test_a_dry_run_counts_the_symmetric_memory_of_a_node(task, capfd):
-    found = {}
+    found, outputs = {}, {}
     for node_size in (2, 4):
         words = ["parallel=ep4", f"parallel.node_size={node_size}", "model.moe.shared_ffn_size=128"]
-        out, found[node_size] = dry_run(capfd, task, *words)
+        outputs[node_size], found[node_size] = dry_run(capfd, task, *words)
+        out = outputs[node_size]
         assert yaml.safe_load(out)["parallel"] == {"ep": 4, "tp": 1, "node_size": node_size}
     memory = ("symmetric memory", "shared experts in decode steps")
     assert found[4]["symmetric memory"] > found[2]["symmetric memory"] > found[4]["symmetric memory"] / 3
-    assert memory[1] not in found[2], "decode steps take no warp decode over nodes"
+    assert not found[2].get(memory[1]), "decode steps take no warp decode over nodes"
+    told = ["groups over 2 nodes of 2 ranks" in outputs[node_size] for node_size in (2, 4)]
+    assert told == [task == "train", False]
     same = found[2].keys() - {*memory, "total"}
     assert [found[2][name] for name in same] == [found[4][name] for name in same]
 

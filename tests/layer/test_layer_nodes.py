@@ -15,7 +15,7 @@ from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.errors import AgreedError, StepFailedError
 from comet.kernels.runtime.activation import Activation
 from comet.layer.group import make_expert_group
-from comet.layer.nodes import NodesPath
+from comet.layer.nodes import NodesPath, expected_rows, row_bytes
 from comet.layer.paths import CollectivePath, make_path
 from comet.moe import MoE
 
@@ -85,6 +85,14 @@ def test_rows_that_travel_are_those_of_the_example_and_bytes_are_the_least(rank:
         moe.routed_experts(torch.ones(len(ids), 32), ids, torch.ones(len(ids), 2))
     # Two tokens with two ids and two weights of four bytes each, and two partial sums home.
     assert path.rails.num_bytes == [2 * (32 * 4 + 2 * 8), 2 * 32 * 4][rank]
+    x = torch.ones(len(ids), 32, requires_grad=True)
+    moe.routed_experts(x, ids, torch.ones(len(ids), 2)).sum().backward()
+    sent = [0, 0]
+    dist.all_gather_object(sent, path.rails.num_bytes)
+    forward, trained = (row_bytes(case.config, 4, trains=trains) for trains in (False, True))
+    assert (forward, trained) == (272, 536)
+    assert sum(sent) == 2 * (forward + trained)
+    assert expected_rows(case.config, case.parallel, 3) == pytest.approx(2.5)
     moe.group.close()
 
 
