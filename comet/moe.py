@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from comet.comm.handshake import gather
 from comet.config import MoEConfig, OverlapConfig, Path, require
 from comet.layer.group import ExpertGroup
 from comet.layer.paths import ExpertPath, make_path
@@ -105,8 +106,10 @@ class MoE(nn.Module):
             self.shared = SharedExpert(
                 config.hidden_size, config.shared_ffn_size, activation=config.activation, **shard
             )
-        drawn = torch.randint(2**31, (), device="cpu") if seed is None else seed
-        self.reset_parameters(int(group.first_of(drawn)))
+        if seed is None:
+            seed = gather(group.process_group, int(torch.randint(2**31, (), device="cpu")))[0]
+            seed = gather(group.expert_data_group, seed)[0]
+        self.reset_parameters(seed)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A layer with weights of its own, of the same ranks and by the same path."""

@@ -24,9 +24,8 @@ from comet.utils.derivatives import first_only
 
 ONE_ORDER = (
     "all ranks of a group must call its layers in one order, forward and backward, with gradients on all of them or on "
-    "none"
+    "none; a backward pass is left out on all of them, or on none"
 )
-ALL_OR_NONE = "; a rank leaves out a backward pass only where all ranks leave out that of the same call"
 
 
 def all_to_all_rows(
@@ -84,10 +83,7 @@ def check_calls(calls: Sequence[int], *names: str, numbers: Sequence[int] = ()) 
     """Raise ``AgreedError`` unless all ranks begin the same pass of the same layer and want the same gradients.
 
     Example: calls ``[51, 50]`` of names "tokens" and "w1 or w2": layer 3, requires_grad of tokens differs, True on rank
-    0 only. Calls ``[49, 49]`` with numbers ``[5, 7]``: backward passes of calls 5 and 7 of layer 3.
-
-    Args:
-        numbers: Of each rank the number of the call whose backward pass it begins; 0 or left out: a call begins.
+    0 only. Calls ``[49, 49]`` with numbers ``[5, 7]``: backward passes of calls 5 and 7 of layer 3; 0: a call begins.
     """
     numbers = numbers or [0] * len(calls)
     for rank, (call, number) in enumerate(zip(calls, numbers, strict=True)):
@@ -104,9 +100,8 @@ def check_calls(calls: Sequence[int], *names: str, numbers: Sequence[int] = ()) 
 
 def other_call(rank: int, call: int, peer: int, other: int, number: int = 0, other_number: int = 0) -> str:
     """Return the message for two ranks that began different passes at the same time; numbers as of ``check_calls``."""
-    rule = ONE_ORDER + (ALL_OR_NONE if number or other_number else "")
     mine, theirs = _began(call, number), _began(other, other_number)
-    return f"rank {rank} {mine} (layers are counted as they are made) while rank {peer} {theirs}: {rule}"
+    return f"rank {rank} {mine} (layers are counted as they are made) while rank {peer} {theirs}: {ONE_ORDER}"
 
 
 def _began(call: int, number: int) -> str:

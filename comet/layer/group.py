@@ -88,10 +88,6 @@ class ExpertGroup:
             check_equal(self.process_group, asdict(moe) | choices)
         self.workspace.layers_made += 1
 
-    def first_of(self, value: Any) -> Any:
-        """Return the first rank's value, on the ranks of all groups (collective)."""
-        return gather(self.expert_data_group, gather(self.process_group, value)[0])[0]
-
     def __deepcopy__(self, memo: Any) -> Self:
         """The group itself: a copy of a layer runs on the same ranks and memory."""
         return self
