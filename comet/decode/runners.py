@@ -125,7 +125,9 @@ class LocalRunner:
         """
         layout = ExpertLayout(num_experts=w1.shape[0], top_k=routed.top_k_ids.shape[1], ep=1, tp=1, rank=0)
         learns = wants_grad(*routed, w1, w2, *(biases or ()))
-        if len(routed.tokens) <= self.decode.max_tokens and not learns:
+        # On a CPU, where the twin would decode, copies of other weights into rows cost more than it saves.
+        in_rows = experts is not None or not w1.is_cpu or (w1.is_contiguous() and w2.is_contiguous())
+        if len(routed.tokens) <= self.decode.max_tokens and not learns and in_rows:
             if experts is None:
                 b1, b2 = added_biases(biases, layout)
                 experts = DecodeWeights(

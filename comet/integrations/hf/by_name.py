@@ -120,18 +120,18 @@ def comet_experts_forward(
         check_dequantized(module.config)
         module.__dict__[_CHECKED] = kind
     _, *sizes = module.down_proj.shape  # warp decode takes multiples only, unlike F = 24 of F = 48 over two ranks
-    in_step = len(hidden_states) <= DECODE_TOKENS and not any(size % DIM_MULTIPLE for size in sizes)
+    takes_steps = not any(size % DIM_MULTIPLE for size in sizes)
     top_k, interleaved = top_k_index.shape[1], gpt_oss.is_gpt_oss(module)
     w1, w2, b1, b2 = module.gate_up_proj, module.down_proj, None, None
     if interleaved:
         activation, b1, b2 = gpt_oss.activation_of(module), module.gate_up_proj_bias, module.down_proj_bias
-        w1, w2 = gpt_oss.turned(module, in_step=in_step)
+        w1, w2 = gpt_oss.turned(module, in_step=takes_steps and gpt_oss.is_step(hidden_states, DECODE_TOKENS))
     else:
         activation = _ACTIVATIONS[activation_name(module.act_fn)]
     tokens, (w1, w2, b1, b2) = alike(hidden_states, w1, w2, b1, b2)
     biases = Biases(b1, b2) if interleaved else None
     routed = RoutedTokens(tokens, _local_ids(module, top_k_index), top_k_weights.float())
-    if in_step:
+    if takes_steps:
         output = LocalRunner(top_k, activation=activation, interleaved=interleaved)(routed, w1, w2, biases)
     else:
         layout = ExpertLayout(num_experts=w2.shape[0], top_k=top_k, ep=1, tp=1, rank=0)

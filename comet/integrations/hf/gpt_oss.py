@@ -139,6 +139,11 @@ def _dequantised(blocks: StoredTensor, scales: StoredTensor, dtype: torch.dtype)
     return replace(blocks, shape=shape, dtype=MXFP4, read=read, read_as=dtype)
 
 
+def is_step(tokens: Tensor, most_tokens: int) -> bool:
+    """Whether kernels decode ``(T, D)``, which read contiguous rows of weights; on a CPU none do."""
+    return not tokens.is_cpu and len(tokens) <= most_tokens
+
+
 def turned(experts: Any, *, in_step: bool) -> list[Tensor]:
     """Return w1 ``(e, 2F, D)``, gate and up in turn, and w2 ``(e, D, F)`` of experts, differentiably.
 

@@ -237,7 +237,7 @@ class CometExperts(nn.Module):
         """``(T, D)`` of the experts, or of those of a step that the shared expert has joined."""
         runner = self.runner
         # Kernels of a group need contiguous rows for any number of tokens.
-        in_step = len(routed.tokens) <= runner.decode.max_tokens or isinstance(runner, ReplicatedRunner)
+        in_step = isinstance(runner, ReplicatedRunner) or gpt_oss.is_step(routed.tokens, runner.decode.max_tokens)
         w1, w2 = gpt_oss.turned(self, in_step=in_step) if self.is_transposed else (self.gate_up_proj, self.down_proj)
         tokens, (w1, w2, b1, b2) = alike(routed.tokens, w1, w2, self.gate_up_proj_bias, self.down_proj_bias)
         if joined is not None and joined.w1.dtype != tokens.dtype:

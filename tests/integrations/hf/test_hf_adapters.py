@@ -2,9 +2,11 @@
 
 import copy
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from ranks import run_ranks
 from tiers import slow
 
 from comet.integrations import hf
+from comet.integrations.hf import gpt_oss
 
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 BOTH = [GATE_UP, DOWN]
@@ -45,8 +48,18 @@ def converted(model: Any, folder: Path) -> Any:
     return hf.convert(copy.deepcopy(model))
 
 
+@pytest.fixture(params=["as on a CPU", "as on a GPU"])
+def device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """On a GPU steps read rows of weights, which are moved for that."""
+    with ExitStack() as patches:
+        if request.param == "as on a GPU":
+            patches.enter_context(patch.object(gpt_oss, "is_step", lambda tokens, most: len(tokens) <= most))
+        yield
+
+
 WAYS: dict[str, Make] = {"by name": by_name, "loaded": loaded, "converted": converted}
 ways = pytest.mark.parametrize("way", WAYS)
+devices = pytest.mark.usefixtures("device")
 
 
 @torch.no_grad()
@@ -76,6 +89,7 @@ def changed(model: Any) -> Any:
     return new
 
 
+@devices
 @widths
 @ways
 def test_adapters_of_the_stock_model(way: str, width: str, tmp_path: Path) -> None:
@@ -101,6 +115,7 @@ def test_adapters_of_a_model_published_in_mxfp4(tmp_path: Path) -> None:
     assert_answers(mine, stock, "with adapters")
 
 
+@devices
 @widths
 def test_adapters_first_and_then_convert(width: str) -> None:
     model = tiny_model("gpt_oss", intermediate_size=WIDTHS[width])
@@ -131,6 +146,10 @@ def adapt_ranks(rank: int, world_size: int, ep: int, tp: int, folder: Path) -> N
     model = tiny_model("gpt_oss", intermediate_size=32)
     group = make_group(model, ep, tp)
     with_adapters = adapted(copy.deepcopy(model))
+    kinds = [type(module) for module in with_adapters.modules()]
+    with pytest.raises(ValueError, match=r"adapters of .* must be merged \(merge_and_unload\) before"):
+        hf.convert(with_adapters, group)
+    assert [type(module) for module in with_adapters.modules()] == kinds
     mine = hf.convert(copy.deepcopy(model), group)
     with pytest.raises(RuntimeError, match=r"size mismatch for .*mlp.experts"):
         peft.PeftModel.from_pretrained(copy.deepcopy(mine), folder)
@@ -175,6 +194,7 @@ def copy_parameters(model: Any, state: dict[str, Tensor]) -> None:
 REFITS = (copy_parameters, load_copies, copy_data, replace_data, load_assigned)
 
 
+@devices
 @pytest.mark.parametrize("mode", [False, True], ids=["made outside", "made in inference mode"])
 @ways
 def test_refits_by_name(way: str, mode: bool, tmp_path: Path) -> None:
@@ -190,6 +210,7 @@ def test_refits_by_name(way: str, mode: bool, tmp_path: Path) -> None:
             assert_answers(mine, new, f"{refit.__name__}, number {number}")
 
 
+@devices
 @ways
 def test_a_state_taken_before_the_first_step_is_that_of_the_model(way: str, tmp_path: Path) -> None:
     """A reinforcement learner takes a state once and writes to it after each of its updates."""
@@ -205,8 +226,9 @@ def test_a_state_taken_before_the_first_step_is_that_of_the_model(way: str, tmp_
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("device", ["as on a GPU"], indirect=True)
 @ways
-def test_steps_read_the_parameters_where_they_are(way: str, tmp_path: Path) -> None:
+def test_steps_read_the_parameters_where_they_are(way: str, device: None, tmp_path: Path) -> None:
     model = tiny_model("gpt_oss", intermediate_size=32)
     mine = WAYS[way](model, tmp_path)
     mine(prompt(1, 3))
@@ -218,6 +240,15 @@ def test_steps_read_the_parameters_where_they_are(way: str, tmp_path: Path) -> N
         assert torch.equal(weight, model.get_parameter(name))
         if name.endswith(("gate_up_proj", "down_proj")):
             assert weight.transpose(1, 2).is_contiguous()
+
+
+@torch.no_grad()
+@ways
+def test_on_a_cpu_the_parameters_stay_as_they_are(way: str, tmp_path: Path) -> None:
+    """Gloo would send memory in its order, whatever the strides are."""
+    mine = WAYS[way](tiny_model("gpt_oss", intermediate_size=32), tmp_path)
+    mine(prompt(1, 3))
+    assert all(weight.is_contiguous() for weight in mine.parameters())
 
 
 def trained(model: Any, folder: Path, *, resume: Path | None = None) -> list[float]:
@@ -234,6 +265,7 @@ def trained(model: Any, folder: Path, *, resume: Path | None = None) -> list[flo
     return [each[name] for each in trainer.state.log_history for name in ("loss", "eval_loss") if name in each]
 
 
+@devices
 def test_checkpoints_of_a_trainer_are_those_of_the_stock_model(tmp_path: Path) -> None:
     """Published names and layout, and an optimizer's state for them: stock and Comet resume each other's."""
     model = tiny_model("gpt_oss", intermediate_size=32)
