@@ -65,7 +65,7 @@ class SequenceClock:
 
     def __init__(self) -> None:
         self.prompt, self.step = object(), object()
-        self._caches = weakref.WeakSet[Any]()  # of transformers
+        self._caches = weakref.WeakSet[Any]()  # transformers' caches that passes had
         self._expected = 0  # the identity of a cache whose next pass is a step
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -140,13 +140,10 @@ class SharedSlots:
         self._counted: list[Tensor] = []
         self._versions: list[int] = []
 
-    def watch(self, stand_in: nn.Module) -> None:
-        """Let ``joins`` look at hooks and the like of what stands in the place of the module, too."""
-        self._watched += (stand_in,)
-
     def expect(self, layer: nn.Module, **modules: nn.Module) -> None:
-        """Let ``joins`` look whether these are still the layer's submodules, of these names."""
+        """Let ``joins`` look whether these are still the layer's submodules, of these names, and unaltered."""
         self.neighbours, self._expected = layer._modules, modules
+        self._watched += tuple(modules.values())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return the slots of a copied layer. No step includes a module that was copied without its layer."""

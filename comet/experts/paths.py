@@ -31,12 +31,12 @@ from comet.utils.graphs import first_line
 logger = logging.getLogger(__name__)
 
 CachedPath = CachedExperts | StagedExperts
-TENTHS_TAKEN = 9  # of what was found to fit: attention memory and scratch come behind the slots
+TENTHS_TAKEN = 9  # tenths of the slots that fit are taken: attention memory and scratch come later
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slots:
-    """Where the slots of a model's layers are, and what reads them."""
+    """The place of the slots of a model's layers, and their reader."""
 
     num_slots: int  # S, asked for in each layer; fewer where memory does not hold them
     layout: ExpertLayout  # this rank's place among the experts
@@ -185,7 +185,7 @@ def host_paths(
 
 
 def report_of_paths(paths: Sequence[CachedPath]) -> CacheReport | None:
-    """What the caches of all layers did so far; ``None`` without a layer. Waits for their device."""
+    """Report on the caches of all layers so far; ``None`` without a layer. Waits for their device."""
     staged = [path.cache for path in paths if isinstance(path, StagedExperts)]
     if staged:
         return staged_report_of(staged)
@@ -200,7 +200,7 @@ def cores_of_paths(paths: Sequence[CachedPath]) -> HostCores | None:
 
 
 def fewer_slots(num_slots: int, fitting: int, num_layers: int, least: int) -> int:
-    """What to try next, where of S slots a layer those of ``fitting`` layers were there.
+    """Return how many slots a layer to try next if S slots fitted only ``fitting`` layers.
 
     Example: 16 slots, 3 of 4 layers: 12 a layer would fit, of which nine tenths are taken: 10. Not one layer: at most
     4 a layer would, of which 3 are tried.

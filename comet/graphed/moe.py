@@ -30,7 +30,7 @@ from comet.utils.uncompiled import uncompiled
 logger = logging.getLogger(__name__)
 
 Output = tuple[Tensor, RouterStats]
-Replay = Callable[[Tensor], tuple[Tensor, ...]]  # of the tokens (T, D); TrainingGraphs where there are gradients
+Replay = Callable[[Tensor], tuple[Tensor, ...]]  # takes tokens (T, D); TrainingGraphs where there are gradients
 
 HOOKED = "its modules have hooks, which a graph would leave out"
 
@@ -46,7 +46,7 @@ class TrainingGraphs:
 
     What the forward pass saves stays in the memory of its graph, so each pair of graphs has memory of its own, of which
     no other graph uses any, and a forward pass may come only when the backward pass of the one before has run or cannot
-    run any more (``awaits_backward``). What is returned is nobody's but the caller's: results and gradients are copies.
+    run any more (``awaits_backward``). Results and gradients are copies, which the caller owns.
     Only the gradients of the experts, which are large, are not copied: the backward graph stops short of them, and two
     launches behind it make them in new memory. So autograd may keep each as ``.grad``, which no replay overwrites.
 
@@ -147,7 +147,7 @@ class _Replayed(torch.autograd.Function):
         ctx.turn, results = graphs.forward(tensors)
         constants = (each for each, has_grad in zip(results, graphs._has_grad, strict=True) if not has_grad)
         ctx.mark_non_differentiable(*constants)
-        ctx.save_for_backward(*graphs._parameters)  # which have to stay as they are until then
+        ctx.save_for_backward(*graphs._parameters)  # parameters have to stay as they are until then
         return results
 
     @staticmethod
@@ -164,7 +164,7 @@ def _like(tensor: Tensor) -> Tensor:
 def _gradients(
     roots: Sequence[Tensor], root_grads: Sequence[Tensor], leaves: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """Of each leaf; ``None`` for a leaf that is ``None`` or that nothing depends on. Never under autocast."""
+    """Return the gradient of each leaf, ``None`` for ``None`` and where nothing depends on it. Never under autocast."""
     wanted = [leaf for leaf in leaves if leaf is not None]
     with torch.autocast(roots[0].device.type, enabled=False):
         found = iter(torch.autograd.grad(roots, wanted, root_grads, allow_unused=True))
@@ -172,7 +172,7 @@ def _gradients(
 
 
 class _Call(NamedTuple):
-    """What calls have in common that replay the same graphs: numbers of tokens, gradients wanted, autocast's type."""
+    """The properties that calls share if they replay the same graphs."""
 
     num_tokens: int
     wants_grad: tuple[bool, ...]
@@ -234,14 +234,14 @@ class GraphedMoE:
         self._known_children = [dict(each) for each in self._children]
         self._hooks = hook_tables(modules)
         self._replays: dict[_Call, Replay | None] = {}
-        self._trained: set[_Call] = set()  # whose backward pass has run
+        self._trained: set[_Call] = set()  # calls like these have run a backward pass
         self._places: list[int] = []  # identities and addresses of the last call's tensors
         self._experts: ExpertPath | None = None  # of the last call
         self._told: set[str] = set()
 
     @property
     def graph_fallback_reason(self) -> str:
-        """Why calls run the layer as it stands; empty while graphs are replayed."""
+        """The reason why calls run the layer as it stands; empty while graphs are replayed."""
         return self._reason or (HOOKED if any(self._hooks) else "")
 
     @property
@@ -321,7 +321,7 @@ class GraphedMoE:
             # Casts that autocast keeps would be of no capture, or of another one; and what inference mode makes is no
             # memory for calls outside of it.
             with (
-                torch.inference_mode(False),  # which turns gradients on
+                torch.inference_mode(False),  # this turns gradients on
                 torch.set_grad_enabled(grad),
                 torch.autocast(device.type, enabled=call.autocast is not None, cache_enabled=False),
             ):
@@ -337,7 +337,7 @@ class GraphedMoE:
                     return tuple(value.clone() for value in results)
 
                 return replay
-        except RuntimeError as error:  # what torch raises for a call that a capture does not permit
+        except RuntimeError as error:  # torch raises it for a call that a capture does not permit
             release_random_numbers(device)
             self._stop(f"the layer cannot be captured: {first_line(error)}")
             return None

@@ -17,7 +17,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast(device.type, enabled=False) if enabled else nullcontext()
 
 
-NAMES = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")  # of weights, in transformers
+NAMES = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")  # transformers' names
 
 
 def autocast_dtype(tokens: Tensor) -> torch.dtype:

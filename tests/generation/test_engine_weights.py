@@ -18,7 +18,7 @@ from comet.layer.paths import make_path
 
 @pytest.mark.parametrize("slots", [None, 2])
 def test_an_engine_refuses_weights_that_its_steps_do_not_read(slots: int | None) -> None:
-    """Those of other tensors, of which graphs, slots and a shared expert's pieces know nothing; new ones in slots."""
+    """Graphs, slots and pieces of a shared expert know nothing of other tensors, nor slots of new numbers."""
     moe = replace(MOE, shared_ffn_size=32, top_k=1)
     model, group = awake_model(replace(MODEL, moe=moe), in_slots=slots is not None)
     engine = GPTEngine(model, group, expert_slots=slots)

@@ -1,4 +1,4 @@
-"""What every engine has to do, of comet's GPT and of converted transformers models: steps, graphs of them, drafts."""
+"""Steps, graphs of steps and drafts of every engine, for comet's GPT and for converted transformers models."""
 
 import copy
 import logging
@@ -71,7 +71,7 @@ def test_a_captured_step_makes_the_tokens_of_an_eager_one(
         found.append([engine.prefill(prompts, lengths, 16) for engine in (eager, captured)])
         for _ in range(STEPS):
             found.append([engine.decode(found[-1][0].argmax(-1)) for engine in (eager, captured)])
-    for logits in found:  # which no later step has overwritten
+    for logits in found:  # no later step has overwritten them
         assert torch.equal(*logits)
     assert eager.graph_fallback_reason == "cuda_graph='off'"
     if captured.graph_fallback_reason:
@@ -83,7 +83,7 @@ def test_a_captured_step_makes_the_tokens_of_an_eager_one(
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
 def test_a_captured_step_follows_parameters_that_were_replaced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the next prompt on; the first step of deepseek_v3 moves its experts, which is no replacement."""
+    """They hold from the next prompt on; the first step of deepseek_v3 moves its experts, which is no replacement."""
     captures, engine, other = graphs_on_cpu(monkeypatch), engine_of(name, "on"), engine_of(name, "off")
     before = tokens_of(engine), tokens_of(engine)
     assert torch.equal(*before)
@@ -99,7 +99,7 @@ def test_a_captured_step_follows_parameters_that_were_replaced(name: str, monkey
 
 
 def test_a_sequence_that_ended_takes_no_room_of_those_that_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two prompts the first drafts well and ends; the other goes on in plain steps to its own end."""
+    """The first of two prompts drafts well and ends; the other goes on in plain steps to its own end."""
     engine, most = engine_of("qwen3_moe", drafts=DRAFTS), 40
 
     def of_first(config: object, draft: Draft, likely: Tensor, p: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
@@ -300,7 +300,7 @@ def test_an_engine_refuses_a_selection_bias_that_its_steps_do_not_read() -> None
 def test_one_pass_verifies_what_steps_compute_one_by_one(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts before it leave no trace, and sequences keep different numbers of tokens, again and again."""
     captures = graphs_on_cpu(monkeypatch) if mode == "on" else None
-    if captures is not None:  # as on a stream that captures, where masks are not looked at
+    if captures is not None:  # like a stream that captures, where masks are not looked at
         monkeypatch.setattr("transformers.masking_utils.is_tracing", lambda tensor=None: True)
     engine, (plain, _) = engine_of(name, mode, drafts=DRAFTS), plain_model(name)
     engine.prefill(PROMPTS, LENGTHS, 30)
@@ -328,7 +328,7 @@ def test_one_pass_verifies_what_steps_compute_one_by_one(name: str, mode: str, m
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_draft_is_a_step_of_the_model_with_a_smaller_top_k(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one layer, whose keys and values depend on no expert."""
+    """One layer has keys and values that depend on no expert."""
     one_layer, found = dict(num_hidden_layers=1, mlp_only_layers=[], first_k_dense_replace=0), []
     for top_k in (3, 2):
         if name in MODELS:

@@ -27,7 +27,7 @@ from comet.utils.graphs import is_capturing
 
 logger = logging.getLogger(__name__)
 
-GATE = "gate"  # in the MoE blocks of all families, beside their experts
+GATE = "gate"  # the router's name in the MoE blocks of all families
 BIAS = "e_score_correction_bias"
 
 
@@ -41,7 +41,7 @@ class StandIn(nn.Module):
         self._non_persistent_buffers_set = own._non_persistent_buffers_set
 
     def __getattr__(self, name: str) -> Any:
-        """What the model reads of its own module."""
+        """Return an attribute of the model's own module."""
         own = self.__dict__.get("_own")
         return super().__getattr__(name) if own is None else getattr(own[0], name)
 
@@ -57,11 +57,10 @@ class InDecodeSteps(StandIn):
     def __init__(self, own: nn.Module, decode_tokens: int, slots: SharedSlots) -> None:
         super().__init__(own)
         self._decode_tokens, self._slots = decode_tokens, slots
-        slots.watch(self)
         self._nothing: dict[tuple[torch.dtype, torch.device], Tensor] = {}  # none is replaced: graphs read them
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """What ``own`` makes of them, or ``()`` zero in steps of at most ``decode_tokens`` tokens that include it."""
+        """Return what ``own`` computes, or ``()`` zero in steps of at most ``decode_tokens`` tokens that include it."""
         if not (joins_step(tokens, self._decode_tokens) and self._slots.joins()):
             output: Tensor = super().__call__(tokens)
             return output
@@ -87,7 +86,7 @@ class DraftingGate(StandIn):
         self.routers: tuple[Router, ...] = ()  # a tuple: its weight is the gate's own, and no other parameter
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What a gate of transformers returns: logits ``(T, E)``, weights ``(T, r)`` and ids ``(T, r)`` int64."""
+        """Return logits ``(T, E)``, weights ``(T, r)`` and ids ``(T, r)`` int64, as gates of transformers do."""
         if not self.routers:
             found: tuple[Tensor, Tensor, Tensor] = self._own[0](hidden_states)
             return found
@@ -148,7 +147,7 @@ def routers_beside(model: Any, experts: Sequence[str], expert_prefetch: Prefetch
 
 
 def drafting_gate(model: nn.Module, experts: str) -> DraftingGate:
-    """A gate that can draft, put in the place of the one beside the experts of this name."""
+    """Return a gate that can draft, which takes the place of the one in the block of these experts."""
     gate = gate_beside(model, experts)
     if not isinstance(gate, DraftingGate):
         gate = DraftingGate(gate)
@@ -253,7 +252,7 @@ class CometExperts(nn.Module):
 
 
 def shared_matrices(module: nn.Module) -> SharedMatrices:
-    """Those of a gated MLP of transformers."""
+    """Return the matrices of a gated MLP of transformers."""
     found = projections(module)
     for projection in found:
         require(

@@ -163,7 +163,7 @@ def forgetful(cache: Any) -> str:
 
 
 def graph_obstacle(model: Any, cache: Any, num_tokens: int) -> str:
-    """Why a step must not be captured, for what a capture would not notice or get wrong; empty if nothing is known."""
+    """Return what a capture of a step would not notice or get wrong; empty if nothing is known."""
     others = forgetful(cache)
     if others:
         return f"transformers counts the positions of {others} on the host"

@@ -168,8 +168,8 @@ def with_comet(
     ``MoEConfig``.
 
     On a GPU what goes wrong in a layer shows in ``group.workspace.check()``, which waits for it: call it once per step.
-    Where gradients are reduced beside the layers (``overlap_grad_reduce``), ``reserved_sms`` of the group let
-    NCCL run beside layer 1 and not behind it; with ``comm_blocks`` of ``overlap`` they are needed (see ``MoE``).
+    Where gradients are reduced while layers run (``overlap_grad_reduce``), ``reserved_sms`` of the group let
+    NCCL run during layer 1, not after it; with ``comm_blocks`` of ``overlap`` they are needed (see ``MoE``).
 
     Args:
         spec: Of a transformer layer (``get_gpt_layer_local_spec`` and the like), or of a block of such layers
@@ -271,7 +271,7 @@ def check_config(config: Any, group: ExpertGroup) -> None:
     )
     graphs = config.cuda_graph_impl
     require(graphs == "none", f"cuda_graph_impl={graphs!r} must be 'none': Megatron's graphs cut the layer in pieces")
-    # What Megatron turns hidden states into comes before ``params_dtype``.
+    # Megatron casts hidden states to bf16 or fp16 where these are set, whatever ``params_dtype`` is.
     dtype = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else config.params_dtype
     wanted = group.workspace.shape.dtype
     require(dtype == wanted, f"dtype={dtype} of the model's tokens must be the group's {wanted}")
@@ -327,7 +327,7 @@ def from_sequential(state: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choices:
-    """What ``with_comet`` was told of the routed experts of all layers."""
+    """The arguments of ``with_comet`` for the routed experts of all layers."""
 
     group: ExpertGroup  # the ranks that share the experts, and their memory; one for all layers
     path: Path | str
@@ -398,7 +398,7 @@ class CometExperts(nn.Module):
         seed = int(torch.randint(2**48, ()))
         devices = [self.w1.device] if self.w1.is_cuda else []
         for local in range(layout.experts_local):
-            with torch.random.fork_rng(devices=devices):  # what is drawn afterwards does not know of it
+            with torch.random.fork_rng(devices=devices):  # later draws do not depend on these
                 torch.manual_seed(seed + layout.first_expert + local)
                 w1 = self.w1.new_empty(2, self.ffn_size, self.w1.shape[2])
                 w2 = self.w2.new_empty(self.w2.shape[1], self.ffn_size)

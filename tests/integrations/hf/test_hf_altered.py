@@ -63,6 +63,17 @@ def test_what_alters_a_shared_expert_holds_in_decode_steps(
             torch.testing.assert_close(other, wanted)
 
 
+@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3"])
+@torch.no_grad()
+def test_hooks_of_experts_see_no_shared_expert(family: str) -> None:
+    stock, model = tiny_model(family), hf.convert(tiny_model(family))
+    tokens = routed(1, seed=1)[0][None]
+    for each in (stock, model):
+        each.model.layers[1].mlp(tokens)
+        each.model.layers[1].mlp.experts.register_forward_hook(lambda *given: 3 * given[-1])
+    torch.testing.assert_close(model.model.layers[1].mlp(tokens), stock.model.layers[1].mlp(tokens))
+
+
 @pytest.mark.parametrize(
     ("alter", "reason"),
     [

@@ -23,7 +23,7 @@ pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
     ],
 )
 def test_scales_of_all_experts_in_one_tensor_are_refused(tmp_path: Path, is_fused: bool, message: str) -> None:
-    """As one tensor with elements so, whose gate and up may share a block, or beside elements of each expert."""
+    """One tensor of scales, with elements in one tensor, whose gate and up may share a block, or in one an expert."""
     published(tmp_path, "qwen3_moe", hidden_size=128, moe_intermediate_size=224, mlp_only_layers=[])
 
     def stack(state: dict[str, torch.Tensor]) -> None:
@@ -55,7 +55,7 @@ def test_narrow_weights_that_nothing_explains(tmp_path: Path) -> None:
 
 
 def test_experts_in_fp8_compute_what_the_dequantised_ones_do(whole: Path) -> None:
-    """Prefills of more tokens than warp decode takes, and steps; copies and moved weights are read anew."""
+    """Prefills of more tokens than warp decode takes, and steps; copies and moved weights are read again."""
     model, expected = fp8_by_name(whole), Expected.of(stock(whole))
     assert not hasattr(model.model.layers[1].mlp.experts, "runner"), "the stock modules stay"
     logits = expected.check(model, "by name")
@@ -70,7 +70,7 @@ def test_experts_in_fp8_compute_what_the_dequantised_ones_do(whole: Path) -> Non
 
 
 def test_scales_that_are_powers_of_two(tmp_path: Path) -> None:
-    """As ``scale_fmt="ue8m0"`` stores them: exponents alone."""
+    """Exponents alone, which ``scale_fmt="ue8m0"`` stores."""
     expected = Expected.of(stock(published(tmp_path, scale_dtype=torch.float8_e8m0fnu, **WHOLE)))
     model = fp8_by_name(tmp_path)
     expected.check(model, "by name")
