@@ -46,7 +46,8 @@ def convert(model: nn.Module, group: ExpertGroup | None = None, *, decode_tokens
     """Replace the experts of every MoE layer in place; router and all else stay the model's own.
 
     Shared experts stay, too, but decode steps include them as experts that every token goes through, where their width
-    is a multiple of a routed expert's on a rank: their weights are there twice then.
+    is a multiple of a routed expert's on a rank: their weights are there twice then, and writes to them that torch does
+    not count (``.data``, inference mode) reach decode steps at the next prompt.
 
     On a group (collective) every rank holds the same model and passes it the same input; each keeps only its part of
     the experts. Sampling needs the same seed on all ranks.
