@@ -320,6 +320,8 @@ def _explain(error: Exception, overrides: Sequence[Override]) -> str:
         rule = "must be a value, or refer to another setting by its whole name, as ${train.steps}"
         return f"{error.full_key} {rule}: {str(error).splitlines()[0]}"
     lines = [line for part in (error, error.__cause__) if part is not None for line in str(part).splitlines()]
+    if found := re.match(r"Error merging override (\S+)\s+field \S+ is not Optional", " ".join(lines)):
+        return f"{found[1]} must have a value: this setting cannot be null"
     inside = ("full_key:", "object_type=", "reference_type=")  # OmegaConf adds these, which help no user.
     return " ".join(line.strip() for line in lines if not line.strip().startswith(inside))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import resource
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 import torch
@@ -14,7 +14,7 @@ from comet.decode import shared_columns
 from comet.experts.budget import ExpertBudget
 from comet.generation.job import plan_experts
 from comet.generation.source import is_hf_folder
-from comet.jobs.config import JobConfig, activation_dtype
+from comet.jobs.config import JobConfig, MeasureConfig, activation_dtype
 from comet.kernels.runtime.process import PROC, free_memory
 from comet.launch.tasks.registry import Task, imported
 from comet.layer.workspace import WorkspaceShape, rank_pool_bytes
@@ -73,30 +73,24 @@ def generate_bytes(job: JobConfig, num_ranks: int, device: torch.device) -> int:
     return max(loading, weights) + sum(needs.values()) + stored
 
 
-def tune_bytes(job: JobConfig, num_ranks: int, device: torch.device) -> int:
-    """Bytes of one rank of ``tune``."""
-    return _largest(shapes_of(job.tune, job, [job.parallel]), job, num_ranks, device)
+def _of_largest(shapes_in: Callable[[JobConfig], Iterable[Shape]]) -> Callable[[JobConfig, int, torch.device], int]:
+    """Count the bytes of one rank for the largest shape; 0 on a GPU, where a shape that does not fit fails alone."""
+
+    def count(job: JobConfig, num_ranks: int, device: torch.device) -> int:
+        dtype, found = activation_dtype(job.train.dtype, device), [0]
+        for shape in shapes_in(job) if device.type == "cpu" else ():
+            with suppress(ValueError):  # The task itself says why a shape cannot run.
+                found.append(sum(shape_bytes(shape, num_ranks, dtype)))
+        return max(found)
+
+    return count
 
 
-def sweep_bytes(job: JobConfig, num_ranks: int, device: torch.device) -> int:
-    """Bytes of one rank of ``sweep``."""
-    return _largest(sweep_grid(job)[0], job, num_ranks, device)
-
-
-def modular_bytes(job: JobConfig, num_ranks: int, device: torch.device) -> int:
-    """Bytes of one rank of ``modular``."""
-    tokens = job.modular.tokens or job.step_tokens
-    shape = Shape(model=job.model.name, moe=job.model.moe, parallel=job.parallel, tokens=tokens)
-    return _largest([shape], job, num_ranks, device)
-
-
-def _largest(shapes: Iterable[Shape], job: JobConfig, num_ranks: int, device: torch.device) -> int:
-    """Bytes for the largest shape that runs; 0 on a GPU, where a shape that does not fit fails alone."""
-    dtype, found = activation_dtype(job.train.dtype, device), [0]
-    for shape in shapes if device.type == "cpu" else ():
-        with suppress(ValueError):
-            found.append(sum(shape_bytes(shape, num_ranks, dtype)))
-    return max(found)
+tune_bytes = _of_largest(lambda job: shapes_of(job.tune, job, [job.parallel]))
+sweep_bytes = _of_largest(lambda job: sweep_grid(job)[0])
+modular_bytes = _of_largest(
+    lambda job: shapes_of(MeasureConfig(tokens=(job.modular.tokens or job.step_tokens,)), job, [job.parallel])
+)
 
 
 def training_needs(job: JobConfig, dtype: torch.dtype) -> dict[str, int]:

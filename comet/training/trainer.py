@@ -166,14 +166,8 @@ class Trainer:
         """Report the held-out loss in nats per byte, and return it (collective)."""
         settings = self.config.train
         with self._divergence(self.step):
-            loss = heldout_loss(
-                self.model,
-                self.group,
-                self.corpus.heldout,
-                num_batches=settings.eval_batches,
-                batch_size=settings.batch_size,
-                tell=self.reporter.tell,
-            )
+            sizes = {"num_batches": settings.eval_batches, "batch_size": settings.batch_size}
+            loss = heldout_loss(self.model, self.group, self.corpus.heldout, **sizes, tell=self.reporter.tell)
             self.group.workspace.check()
         require(math.isfinite(loss), self._diverged(self.step, f"held-out loss={loss}"))
         self.reporter.heldout(self.step, loss)
@@ -188,9 +182,8 @@ class Trainer:
         loss = self.evaluate()
         prompt = bytes(self.corpus.heldout[:PROMPT_BYTES].tolist())
         settings = self.config.train
-        sample = sample_text(
-            self.model, self.group, prompt, num_bytes=settings.sample_bytes, seed=settings.seed, tell=self.reporter.tell
-        )
+        length, tell = settings.sample_bytes, self.reporter.tell
+        sample = sample_text(self.model, self.group, prompt, num_bytes=length, seed=settings.seed, tell=tell)
         self.group.workspace.check()
         result = {**self._facts(), "heldout_nats_per_byte": loss}
         self.reporter.finish(result, prompt, sample)
@@ -320,17 +313,12 @@ def _is_due(done: int, every: int) -> bool:
 
 
 TEMPERATURE = 0.8
+Tell = Callable[[str], object]  # shows how far the work is; ``str`` shows nothing
 
 
 @torch.no_grad()
 def heldout_loss(
-    model: GPT,
-    group: ExpertGroup,
-    text: Text | Tensor,
-    *,
-    num_batches: int,
-    batch_size: int,
-    tell: Callable[[str], None] = lambda _: None,
+    model: GPT, group: ExpertGroup, text: Text | Tensor, *, num_batches: int, batch_size: int, tell: Tell = str
 ) -> float:
     """Mean loss over evenly spread held-out sequences, the same ones for every layout of ranks (collective).
 
@@ -357,15 +345,7 @@ def heldout_loss(
 
 
 @torch.no_grad()
-def sample_text(
-    model: GPT,
-    group: ExpertGroup,
-    prompt: bytes,
-    *,
-    num_bytes: int,
-    seed: int,
-    tell: Callable[[str], None] = lambda _: None,
-) -> bytes:
+def sample_text(model: GPT, group: ExpertGroup, prompt: bytes, *, num_bytes: int, seed: int, tell: Tell = str) -> bytes:
     """Continue ``prompt``, at least a byte; every rank of a MoE group takes part and runs the same sequence."""
     generator = torch.Generator().manual_seed(seed)
     text = list(prompt)

@@ -26,6 +26,8 @@ from comet.training.saved_settings import SETTINGS_FILE, read_settings, require_
         ("model.moe.top_k=${train.stepz}", "model.moe.top_k must be a value, or refer to another setting"),
         ("output_dir=${foo.bar}", "output_dir must be a value, or refer to another setting by its whole name"),
         ("train.lr=${oc.env:NOT_THERE}", "train.lr must be a value, or refer to another setting by its whole name"),
+        ("train.steps=null", "train.steps=null must have a value: this setting cannot be null"),
+        ("model.moe=null", "model.moe=null must have a value"),
         ("lr=5", "override 'lr=5': 'lr' is no setting and no group of the configuration; did you mean train.lr?"),
         (
             "seed=5",
