@@ -94,7 +94,7 @@ class SlotCache(Protocol):
     num_held: int
     num_slots: int
     turn: AbstractContextManager[object]  # held by the thread that may use the slots and all that layers share
-    broke_off = False  # whether a use has begun and not ended: Ctrl-C, too, may come anywhere
+    broke_off: bool = False  # whether a use has begun and not ended: Ctrl-C, too, may come anywhere
 
     @property
     def expert_bytes(self) -> int:

@@ -131,7 +131,9 @@ class HostCores:
         watched = self.process, self._words, mail.answer
         threading.Thread(target=answer_once_dead, args=watched, daemon=True).start()
         try:
-            with suppress(BrokenPipeError), self.process.stdin as pipe:  # a process that died says why
+            pipe = self.process.stdin
+            assert pipe is not None
+            with suppress(BrokenPipeError), pipe:  # a process that died says why
                 pipe.write(pickle.dumps(plan))
             self._wait_until_ready()
             self.profile = profile or measure(mail, stores, self.sizes, self.device)
