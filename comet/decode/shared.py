@@ -66,7 +66,7 @@ class SequenceClock:
     def __init__(self) -> None:
         self.prompt, self.step = object(), object()
         self._caches = weakref.WeakSet[Any]()  # transformers' caches that passes had
-        self._expected = 0  # the identity of a cache whose next pass is a step
+        self._owned = weakref.WeakSet[Any]()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()  # a copied model starts with a prompt
@@ -79,9 +79,9 @@ class SequenceClock:
         """Announce one pass that only appends to sequences whose prompts were noted."""
         self.step = object()
 
-    def expect_step(self, cache: Any) -> None:
-        """Let the next pass with this cache be a step, whatever it looks like: drafts are verified at once."""
-        self._expected = id(cache)
+    def adopt(self, cache: Any) -> None:
+        """Let all passes with this cache be steps, also of several tokens: its owner calls ``start`` at prompts."""
+        self._owned.add(cache)
 
     @uncompiled
     def observe(self, _: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
@@ -91,8 +91,7 @@ class SequenceClock:
         """
         cache, ids = given.get("past_key_values"), given.get("input_ids")
         is_step = ids is not None and ids.shape[1] == 1 and cache in self._caches
-        (self.proceed if is_step or id(cache) == self._expected else self.start)()
-        self._expected = 0
+        (self.proceed if is_step or cache in self._owned else self.start)()
         if cache is not None:
             self._caches.add(cache)
 
@@ -213,11 +212,7 @@ class SharedSlots:
 
     def _renew(self, joined: DecodeWeights, parts: SharedMatrices) -> None:
         self._fill(joined)
-        self._prompt = self.clock.prompt
-        self._note(parts)
-
-    def _note(self, parts: SharedMatrices) -> None:
-        self._state = state_of(parts)
+        self._prompt, self._state = self.clock.prompt, state_of(parts)
         self._counted = [part if part._base is None else part._base for part in parts if not part.is_inference()]
         self._versions = [part._version for part in self._counted]
 

@@ -68,6 +68,8 @@ class StaticDecoder:
         experts = [module for module in model.modules() if isinstance(module, CometExperts)]
         runners = list(dict.fromkeys(module.runner for module in experts))
         self._clocks = list(dict.fromkeys(module.shared.clock for module in experts if module.shared is not None))
+        for clock in self._clocks:
+            clock.adopt(self.cache)
         self.passes = Passes(
             self._append,
             before=partial(before_replay, runners, [module.shared for module in experts]),
@@ -136,8 +138,6 @@ class StaticDecoder:
 
     def _append(self, ids: Tensor, drafts: bool) -> Tensor:
         count = ids.shape[1]
-        for clock in self._clocks:
-            clock.expect_step(self.cache)
         with self._drafting() if drafts else nullcontext():
             logits = self._forward(ids, self.place + self._places[:count], self._mask, count)
         self.place.add_(count)

@@ -11,6 +11,7 @@ from generate_cases import graphs_on_cpu
 from hf_cases import logits_with_cache, prompt, tiny_model
 from torch import Tensor, nn
 
+from comet.config import SpeculationConfig
 from comet.generation.hf import HFEngine
 from comet.integrations import hf
 
@@ -234,3 +235,17 @@ def test_steps_behind_a_prompt_copy_nothing() -> None:
     for position in range(5, 9):
         step = model(ids[:, position : position + 1], past_key_values=step.past_key_values, use_cache=True)
     assert slots._joined.w1._version == copies
+
+
+def test_steps_of_an_engine_copy_nothing() -> None:
+    """Also of several tokens, which drafts are verified by, and where a prompt has one token."""
+    drafts = SpeculationConfig(draft_experts=(1,), tau=0.0)
+    model = hf.convert(tiny_model("qwen2_moe"))
+    engine, slots = HFEngine(model, speculation=drafts), model.model.layers[1].mlp.experts.shared
+    for length in (1, 4, 1):
+        engine.prefill(prompt(2, length), torch.tensor([length, length]), 20)
+        engine.decode(torch.tensor([3, 9]))
+        copies = slots._joined.w1._version
+        engine.decode(torch.tensor([3, 9]))
+        engine.verify(torch.tensor([[3, 9, 4], [1, 2, 3]]))
+        assert slots._joined.w1._version == copies
