@@ -47,9 +47,8 @@ class MoE(nn.Module):
     One thread at a time: where the group is one rank, threads take turns; over ranks a second one is refused.
 
     Collectives of other streams, such as NCCL's, may come first on one rank and last on another: a launch ends with
-    whatever SMs it finds, for its blocks draw their work or never wait. Not so Triton's layer 1 (smaller layers)
-    with ``comm_blocks`` above 0, given or measured, whose blocks all have to be on the GPU: the group needs as many
-    ``reserved_sms`` as the collective has blocks, or an order by events, alike on all ranks.
+    whatever SMs it finds, for its blocks draw their work or never wait. ``reserved_sms`` of the group let both run at
+    the same time.
 
     Args:
         group: The ranks that share the experts, and their memory.

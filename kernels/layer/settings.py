@@ -44,9 +44,7 @@ class LaunchSettings:
 
     comm_blocks: int = 0  # thread blocks that only communicate at first; 0: communication is colocated with compute
     num_panels: int = 4  # column panels of layer 1 and of the tokens' gradient, no more than there are column blocks
-    # SMs that layer 1 leaves to kernels of other streams. In Triton, where these hold some and wait for other ranks,
-    # the launch ends only if all of its blocks that compute find a place.
-    reserved_sms: int = 0
+    reserved_sms: int = 0  # SMs that layer 1 leaves to kernels of other streams
     activation: Activation = SWIGLU  # the experts' activation
     tile: TileShape = TileShape()
 

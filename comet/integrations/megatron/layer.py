@@ -169,7 +169,7 @@ def with_comet(
 
     On a GPU what goes wrong in a layer shows in ``group.workspace.check()``, which waits for it: call it once per step.
     Where gradients are reduced while layers run (``overlap_grad_reduce``), ``reserved_sms`` of the group let
-    NCCL run during layer 1, not after it; with ``comm_blocks`` of ``overlap`` they are needed (see ``MoE``).
+    NCCL run during layer 1, not after it.
 
     Args:
         spec: Of a transformer layer (``get_gpt_layer_local_spec`` and the like), or of a block of such layers

@@ -11,10 +11,11 @@ reduces neither store nor publish anything.
 
 A *sum* ticket is some of this rank's own tokens. It waits for their flags and adds up their partial sums in rank order.
 
-Why it terminates: tickets only grow, so each block draws finitely many. A reduce of panel p waits for GEMM blocks only,
-which are resident and never wait. A sum of panel p waits for reduces of panel p on all ranks, and each rank's
-blocks draw those before any sum of panel p: they come after nothing but reduces up to p and sums below p - 1, so by
-induction over the panels each flag that is waited for is raised. A rank that died is met by the deadline of the spin.
+Why it terminates: tickets only grow, so each block draws finitely many. A reduce of panel p waits for the GEMM only,
+whose shares are all drawn by then, by blocks that never wait in it. A sum of panel p waits for reduces of panel p on
+all ranks, and each rank's blocks draw those before any sum of panel p: they come after nothing but reduces up to p and
+sums below p - 1, so by induction over the panels each flag that is waited for is raised. A rank that died is met by the
+deadline of the spin.
 """
 
 from typing import NamedTuple

@@ -1,11 +1,12 @@
 """Layer 1: grouped GEMM || weighted top-k reduce || combine, in one launch.
 
 The hidden columns are cut into panels, and the GEMM finishes a panel over all experts before it starts the next. The
-last ``comm_blocks`` blocks never compute: they reduce, send and add up each panel as soon as it is complete
-(``combine.combine_panels``), while the compute blocks are at the next one; these join them when their share of the GEMM
-is done. Every slot is written once and every order is fixed: results are bitwise reproducible.
+GEMM has a share for all but ``comm_blocks`` blocks, and blocks draw the shares. The last blocks to come find none: they
+reduce, send and add up each panel as soon as it is complete (``combine.combine_panels``), while the others are at the
+next one, and join them later. Every slot is written once and every order is fixed: results are bitwise reproducible.
 
-A block waits for the GEMM only after its own share of it, so the launch ends, if its blocks are resident together.
+A block waits for the GEMM only when all shares are drawn, each by a block that never waits in it. So the launch ends
+with any number of resident blocks: where other kernels hold SMs, some blocks draw several shares.
 
 This is the twin of the kernel in CUDA C++ (``gemm_combine_cuda``), which Hopper runs: for the interpreter, float32,
 more than 16 experts of a token, and other GPUs.
@@ -32,7 +33,7 @@ from .gemm_panels import PanelConstants, PanelTensors, gemm_panels
 MOVE_ROWS = 8  # that the reduce and the final sum handle at once
 MOVE_COLS = 512  # of these at most
 SUM_TOKENS = COMBINE_CHUNK_ROWS  # of one sum ticket
-FIRST_COUNTER = tl.constexpr(PANEL_COUNTERS)
+SHARES, FIRST_COUNTER = tl.constexpr(1), tl.constexpr(PANEL_COUNTERS)
 
 
 @triton.jit(do_not_specialize=["rank", "comm_blocks", "num_panels", "timeout_ns", "T"])
@@ -40,24 +41,28 @@ def gemm_combine_kernel(
     a_desc, b_desc, gemm, out_ptr, returns, symm, table, sizes, rank, comm_blocks, num_panels, timeout_ns, T,
     GEMM: tl.constexpr, COMBINE: tl.constexpr,
 ):  # fmt: skip
-    """See the module; counter 0 holds the tickets, panel counters follow at PANEL_COUNTERS.
+    """See the module; counter 0 holds the tickets, SHARES those of the GEMM, panel counters follow at PANEL_COUNTERS.
 
     ``gemm``, ``returns``, ``symm``, ``table``, ``sizes``: ``PanelTensors``, ``CombineLists``, ``SymmTensors``,
     ``TileTensors``, ``CombineSizes``.
     """
-    epoch = tl.load(symm.epoch)
     num_tiles = tl.load(table.num_tiles)
     num_cols = tl.cdiv(sizes.D, GEMM.block_n)
     panel_counters = table.counters + FIRST_COUNTER
     compute_blocks = tl.num_programs(0) - comm_blocks
-    if tl.program_id(0) < compute_blocks:
+    share = tl.atomic_add(table.counters + SHARES, 1)
+    while share < compute_blocks:
         gemm_panels(
-            a_desc, b_desc, gemm, symm, table.tiles, num_tiles, num_cols, num_panels, tl.program_id(0), compute_blocks,
+            a_desc, b_desc, gemm, symm, table.tiles, num_tiles, num_cols, num_panels, share, compute_blocks,
             panel_counters, sizes, GEMM,
         )  # fmt: skip
-        converted = now(GEMM.events, GEMM.interpret)
-        record(symm.events, KIND_CONVERT, epoch, 1, 0, 0, converted, converted, GEMM.events, GEMM.interpret)
-    turn = Turn(epoch, rank, timeout_ns, num_tiles, num_cols, num_panels, T)
+        if GEMM.events:
+            converted = now(GEMM.events, GEMM.interpret)
+            epoch = tl.load(symm.epoch)
+            record(symm.events, KIND_CONVERT, epoch, 1, 0, 0, converted, converted, GEMM.events, GEMM.interpret)
+        share = tl.atomic_add(table.counters + SHARES, 1)
+    # Loaded late: in float32 a register that is live through the GEMM's loop is one too many.
+    turn = Turn(tl.load(symm.epoch), rank, timeout_ns, num_tiles, num_cols, num_panels, T)
     combine_panels(
         gemm.y, out_ptr, returns, symm, table.counters, panel_counters, turn, sizes.M, sizes.D, COMBINE
     )  # fmt: skip

@@ -101,7 +101,8 @@ def gemm_panels(
     BLOCK_M: tl.constexpr = GEMM.block_m
     BLOCK_N: tl.constexpr = GEMM.block_n
     D = sizes.D
-    for item in tl.range(first_item, num_tiles * num_cols, stride, flatten=GEMM.flatten):
+    # In float32, what the compiler would compute ahead of this loop is too much for the registers.
+    for item in tl.range(first_item, num_tiles * num_cols, stride, flatten=GEMM.flatten, disable_licm=not GEMM.flatten):
         tile, col, panel = decode_columns(item, num_tiles, num_cols, num_panels, GROUP_TILES)
         begin = now(GEMM.events, GEMM.interpret)
         expert = tl.load(tiles_ptr + tile * 4)
