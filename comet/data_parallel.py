@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from comet.comm.handshake import this_rank
+from comet.config import require
 from comet.layer.group import ExpertGroup
 from comet.layer.sharding import local
 from comet.moe import MoE
@@ -74,6 +75,16 @@ def reduce_gradients(model: nn.Module, group: ExpertGroup) -> None:
     if group.world_size == 1:
         return
     layers = [layer for layer in model.modules() if isinstance(layer, MoE)]
+    for name, each in model.named_modules():
+        theirs = each.group.parallel if isinstance(each, MoE) and each.grad_reduce is None else group.parallel
+        require(
+            theirs.world_size == group.parallel.world_size,
+            f"ep x tp={group.parallel.world_size} of the group must be the {theirs.world_size} of layer {name}: reduce "
+            "the gradients of layers of other groups apart",
+        )
+    for name, parameter in model.named_parameters():
+        layout = torch.strided if parameter.grad is None else parameter.grad.layout
+        require(layout == torch.strided, f"layout={layout} of the gradient of {name} must be torch.strided")
     experts = {parameter: layer for layer in layers for parameter in layer.expert_parameters()}
     dense = [each for each in model.parameters() if each not in experts and not isinstance(each, DTensor)]
     summed = [each for each, layer in experts.items() if layer.grad_reduce is None]

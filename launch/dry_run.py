@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from comet.config import require
 from comet.experts.budget import ExpertBudget
 from comet.experts.options import PrefetchSetting
 from comet.experts.prefetch import prefetches
@@ -19,7 +20,7 @@ from comet.generation.job import check_files, plan_experts
 from comet.jobs.config import JobConfig, activation_dtype
 from comet.launch.memory import generation_needs, shape_bytes, training_needs
 from comet.launch.tasks.modular import find_parts, tokens_of
-from comet.layer.nodes import expected_rows, row_bytes
+from comet.layer.nodes import expected_rows, row_bytes, shape_obstacle
 from comet.measure.layers import Shape
 from comet.measure.sweep import sweep_grid
 from comet.measure.tune import job_points
@@ -71,9 +72,13 @@ def describe_train(job: JobConfig, num_ranks: int, device: torch.device) -> list
 def describe_nodes(job: JobConfig, tokens: int, dtype: torch.dtype) -> list[str]:
     """A line for groups over declared nodes: what each rank sends over the network in a step."""
     parallel, moe, layers = job.parallel, job.model.moe, job.model.num_layers - job.model.dense_layers
-    if not parallel.declares_nodes or not parallel.ranks_with_memory:
+    if not parallel.declares_nodes or not parallel.ranks_with_memory or job.moe_path in PATHS_WITHOUT_OVERLAP:
         return []
     nodes = parallel.world_size // parallel.ranks_with_memory
+    if obstacle := shape_obstacle(moe, nodes):
+        field = "model.moe.capacity_factor"
+        require(moe.capacity_factor is None, f"{field} must be left out over {nodes} nodes: {obstacle}")
+        return [f"# groups over {nodes} nodes take path 'plain': {obstacle}"]
     rows = layers * expected_rows(moe, parallel, tokens)
     sent = rows * row_bytes(moe, dtype.itemsize, trains=True) / MIB
     return [

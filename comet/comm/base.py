@@ -151,6 +151,7 @@ class Communicator(ABC):
             timeout_s > 0 and math.isfinite(timeout_s), f"timeout_s={timeout_s} must be a positive number of seconds"
         )
         self._group: Any = group
+        self.process_groups = [group]  # steps run collectives of these
         self.rank, self.world_size = (0, 1) if group is None else (group.rank(), group.size())
         self.device = device
         self.timeout_s = timeout_s
@@ -246,7 +247,8 @@ class Communicator(ABC):
         """End what NCCL still has on this GPU if nothing brings the ranks back: its next user would wait for it."""
         if self.board.is_final and self.awaits_collectives:
             self.awaits_collectives = False
-            abort_nccl(self._group)
+            for group in self.process_groups:
+                abort_nccl(group)
 
     def renew_at_restart(self, epoch: Tensor, fault: Tensor, signals: Sequence[Tensor]) -> None:
         """Name what ``restart`` zeroes: an epoch ``(1,)`` int32, a fault ``(8,)`` int64, and this rank's signals."""

@@ -75,6 +75,11 @@ class ExpertGroup:
         """The device of tokens, weights and symmetric memory."""
         return self.comm.device
 
+    @property
+    def num_nodes(self) -> int:
+        """The nodes in each of which its layers run; 1 as well where they run by collectives of all ranks."""
+        return 1 if self.nodes is None else self.nodes.num_nodes
+
     def layout(self, moe: MoEConfig) -> ExpertLayout:
         """This rank's place among the experts of ``moe``; raises ``ValueError`` where they do not divide."""
         return ExpertLayout.create(moe, self.parallel, self.rank)
@@ -174,6 +179,9 @@ def make_expert_group(
         )
         place = _Place.of(shared if comm.memory_obstacle else None, ranks.world_rank, parallel)
         nodes = _join_node(place, ranks, parallel, options, opened)
+        if nodes is not None:
+            ranks = ranks._replace(process_groups=(*ranks.process_groups, nodes.rails))
+            comm.process_groups.append(nodes.rails)
         made = options.group(ranks, parallel, comm, nodes, place.obstacle)
         opened.pop_all()
     return made
@@ -268,13 +276,13 @@ def _join_node(
     if not place.rails:
         return None
     own, rails, size = made.get(place.own), made[place.rails], len(place.own)
-    groups = tuple(each for each in (own, rails) if each is not None)
+    inside = () if own is None else (own,)
     if options.device.type == "cpu":
-        opened.callback(leave_groups, *groups)
-    for each in groups:
+        opened.callback(leave_groups, *inside, rails)
+    for each in (*inside, rails):
         set_deadline(each, options.timeout_s)
     comm = opened.enter_context(make_communicator("auto", own, options.device, timeout_s=options.timeout_s))
-    in_node = _Ranks(ranks.world_rank, size, own, None, None, groups)
+    in_node = _Ranks(ranks.world_rank, size, own, None, None, inside)
     inner = options.group(in_node, ParallelConfig(ep=size // parallel.tp, tp=parallel.tp), comm)
     return NodeGroup(inner=inner, rails=rails, node=place.node, num_nodes=place.num_nodes)
 

@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
-from torch.utils.checkpoint import _StopRecomputationError
 
 from comet.comm.collectives import (
     CollectiveSteps,
@@ -41,9 +40,9 @@ from comet.comm.collectives import (
 from comet.comm.failures import Step
 from comet.comm.handshake import to_host
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig, require
-from comet.errors import AgreedError, CommTimeoutError, StepFailedError
+from comet.errors import CommTimeoutError, StepFailedError
 from comet.layer.group import ExpertGroup, NodeGroup
-from comet.layer.plan import Plan, check_tokens
+from comet.layer.plan import Plan, check_routing, check_tokens
 from comet.layer.routed_experts import Saved, backward, forward, in_order, make_backend
 from comet.layer.weights import match_once, match_weights, pad_width
 from comet.layout import Biases, RoutedTokens
@@ -56,10 +55,14 @@ SPLIT_TOKENS = 1024
 
 def nodes_obstacle(config: MoEConfig, group: ExpertGroup) -> str:
     """Return why layers of this shape cannot run inside the nodes of a group, in words; empty where they can."""
-    nodes = group.nodes
-    if nodes is None:
+    if group.nodes is None:
         return group.nodes_obstacle or "the group lies within one node"
-    experts = config.num_experts // nodes.num_nodes
+    return group.nodes.inner.comm.memory_obstacle or shape_obstacle(config, group.nodes.num_nodes)
+
+
+def shape_obstacle(config: MoEConfig, num_nodes: int) -> str:
+    """Return why layers of this shape cannot run inside so many nodes, in words; empty where they can."""
+    experts = config.num_experts // num_nodes
     if config.top_k > experts:
         return f"top_k={config.top_k} is more than the {experts} experts of a node"
     if config.capacity_factor is not None:
@@ -199,6 +202,7 @@ class NodesPath:
                 some ranks only.
         """
         check_tokens(routed.tokens, routed.top_k_ids, self.workspace)
+        check_routing(routed.top_k_ids, routed.top_k_weights, self.layout, self.workspace)
         self.match(w1, w2, *(biases or ()))
         w1, w2 = w1.contiguous(), w2.contiguous()
         biases = biases and Biases(*(bias.contiguous() for bias in biases))
@@ -213,16 +217,15 @@ class NodesPath:
 
     @contextmanager
     def step(self, what: str) -> Iterator[None]:
-        """One pass of all ranks of the group: whatever ends it here ends it for the ranks of this node at once."""
-        comm, inner = self.group.comm, self.nodes.inner.comm
-        with comm.step(what, collectives=True):
-            try:
+        """One pass of all ranks of the group; where it cannot go on, ranks that wait inside this node learn it, too."""
+        board = self.group.comm.board
+        try:
+            with self.group.comm.step(what, collectives=True):
                 yield
-            except (AgreedError, _StopRecomputationError):  # the ranks stay in step
-                raise
-            except BaseException as error:
-                inner.board.note(what, error, is_final=True)
-                raise
+        except BaseException as error:
+            if board.is_final:
+                self.nodes.inner.comm.board.note(what, error, is_final=True)
+            raise
 
     @contextmanager
     def _inside(self, step: Step) -> Iterator[None]:
@@ -231,7 +234,8 @@ class NodesPath:
             with step:
                 yield
         except (CommTimeoutError, StepFailedError) as error:
-            raise dist.DistBackendError(f"inside node {self.nodes.node}: {error}") from error
+            where = f"inside node {self.nodes.node}, whose ranks count from 0"
+            raise dist.DistBackendError(f"{where}: {error}") from error
 
     def forward(
         self, routed: RoutedTokens, w1: Tensor, w2: Tensor, biases: Biases | None, *, trains: bool

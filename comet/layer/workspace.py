@@ -167,6 +167,8 @@ class Workspace:
         self.recorder: Recorder | None = None
         flags = [getattr(self, name).local for name in shape.regions() if name.endswith("_flags") and self.num_bytes]
         comm.renew_at_restart(self.epoch, self.fault, flags)
+        if inner is not None:
+            self.num_bytes = inner.num_bytes  # this rank holds no more
         self.forward_step = comm.step("forward pass")
         self.backward_step = comm.step("backward pass")
 
@@ -206,7 +208,7 @@ class Workspace:
         """
         self.comm.settle("last step")
         if self.inner is not None:
-            self.inner.check()
+            self._check_inner(self.inner)
         rows_needed = int(self.fault[ROWS_NEEDED])
         if late := self.timeout():
             was_called = int(self.fault[1]) == CALL
@@ -225,6 +227,15 @@ class Workspace:
                 f"router logits on rank {self.comm.rank}, {largest_logit} among them, must be finite: look for NaN or "
                 "Inf in tokens or router weight"
             )
+
+    def _check_inner(self, inner: Workspace) -> None:
+        """Check the pool of this rank's node; a step that failed there has failed for the ranks of all nodes."""
+        self.comm.board.check()
+        try:
+            inner.check()
+        except StepFailedError as error:
+            self.comm.board.note("last step inside its node, whose ranks count from 0,", error)
+            self.comm.board.check()
 
     def no_room(self, rows_needed: int) -> CapacityError:
         """The error for a plan that needs more routed rows than were reserved."""

@@ -198,7 +198,7 @@ def record(group: ExpertGroup, *, capacity: int = DEFAULT_CAPACITY) -> Iterator[
     Raises:
         ValueError: If ``capacity`` is not between 1 and a million, or there is no kernel to record: on a CPU they run
             under Triton's interpreter only.
-        UnavailableError: If the group spans several nodes, whose layers launch no such kernels.
+        UnavailableError: If the group spans several nodes: what is compared are the clocks of ranks that share a pool.
     """
     require(1 <= capacity <= MAX_CAPACITY, f"capacity={capacity} must be at least 1 and at most {MAX_CAPACITY}")
     require_memory(group.comm, "recording", "trace the collectives of path 'plain' with torch.profiler")

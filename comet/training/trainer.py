@@ -94,7 +94,10 @@ class Trainer:
         self.model = GPT(config.model, group, path=path, overlap=overlap, seed=config.train.seed)
         ran = next((layer.path for layer in self.model.moe_layers()), path)
         split = layer_choice(config.model.moe, group, overlap).setting if ran == "fused" else None
-        layers = {"device": Machine.of(group.device).name, "path": ran, "overlap": split and asdict(split)}
+        layers = {
+            "device": Machine.of(group.device).name, "path": ran, "overlap": split and asdict(split),
+            "nodes": group.num_nodes,
+        }  # fmt: skip
         optimizer = make_optimizer(self.model, config.train)
         self.train_step = TrainStep(self.model, optimizer, group, corpus.train, config.train)
         self.checkpointer = Checkpointer(
@@ -301,9 +304,13 @@ def kept_layers(
         return config.moe_path, config.overlap, []
     layout = {"world_size": group.world_size, "ep": group.parallel.ep, "tp": group.parallel.tp}
     drops_rows = config.model.moe.capacity_factor is not None  # The plain path drops none.
-    is_same = (saved["device"], checkpoint.layout) == (Machine.of(group.device).name, layout)
+    where, nodes = (Machine.of(group.device).name, group.num_nodes, layout), saved.get("nodes", 1)
+    is_same = (saved["device"], nodes, checkpoint.layout) == where
     if not is_same or (drops_rows and saved["path"] == "plain"):
-        note = f"{checkpoint.path} was written on {saved['device']} by path {saved['path']}, split {saved['overlap']}"
+        note = (
+            f"{checkpoint.path} was written on {saved['device']} by path {saved['path']}, split {saved['overlap']}, "
+            f"nodes of a group {nodes}"
+        )
         return "auto", None, [f"{note}: here layers may take others, and results may differ in their last bits"]
     return saved["path"], saved["overlap"] and OverlapConfig(**saved["overlap"]), []
 

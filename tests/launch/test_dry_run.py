@@ -110,6 +110,14 @@ def test_a_dry_run_counts_the_symmetric_memory_of_a_node(task, capfd):
     assert [found[2][name] for name in same] == [found[4][name] for name in same]
 
 
+def test_a_dry_run_over_nodes_says_what_the_run_would_do(capfd):
+    out, _ = dry_run(capfd, "train", *NODES, "model.moe.top_k=5")
+    assert "# groups over 2 nodes take path 'plain': top_k=5 is more than the 4 experts of a node" in out
+    assert "over 2 nodes" not in dry_run(capfd, "train", *NODES, "moe_path=plain")[0]
+    said = refusal(capfd, "train", "--dry-run", *NODES, "model.moe.capacity_factor=1.5")
+    assert said.startswith("model.moe.capacity_factor must be left out over 2 nodes: capacity_factor=1.5 would drop")
+
+
 def test_a_dry_run_takes_what_the_run_would(capfd):
     """Another path has no split, a sweep notes a point that fails, and each setting tried is a point's own."""
     dry_run(capfd, "train", "moe_path=plain", "overlap.comm_blocks=500")

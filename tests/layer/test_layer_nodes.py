@@ -1,15 +1,17 @@
 """Routed experts of groups over several nodes, on declared nodes of CPU ranks, against the one-process oracle."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from layer_cases import LayerCase, rank_inputs
-from layer_ranks import build_layer, check_call, run_case, run_cases, train_call
+from layer_ranks import build_layer, check_call, open_group, run_case, run_cases, train_call
 from ranks import in_ranks, logged, run_ranks
 from torch.utils.checkpoint import checkpoint
 
+import comet.comm.failures
 import comet.layer.nodes
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.errors import AgreedError, StepFailedError
@@ -17,6 +19,7 @@ from comet.kernels.runtime.activation import Activation
 from comet.layer.group import make_expert_group
 from comet.layer.nodes import NodesPath, expected_rows, row_bytes
 from comet.layer.paths import CollectivePath, make_path
+from comet.layer.workspace import rank_pool_bytes
 from comet.moe import MoE
 
 EP4 = LayerCase("ep4 over 2 nodes", 4, 1, (20, 9, 0, 31), num_experts=8, node_size=2)
@@ -180,5 +183,59 @@ def test_a_rank_that_breaks_off_is_named_on_both_nodes(rank: int, world_size: in
         moe(torch.ones(5, 32))
     assert raised.type is KeyboardInterrupt if rank == 3 else issubclass(raised.type, Exception)
     dist.barrier()
-    with torch.no_grad(), pytest.raises(StepFailedError, match="the forward pass failed on rank"):
+    with torch.no_grad(), pytest.raises(StepFailedError, match="the forward pass failed on rank 3"):
         moe(torch.ones(5, 32))
+    with pytest.raises(StepFailedError, match="the forward pass failed on rank 3"):
+        group.workspace.check()
+
+
+@in_ranks(2)
+def test_a_rank_whose_routing_is_refused_goes_on_at_once(rank: int, world_size: int) -> None:
+    case = LayerCase("two nodes", 2, 1, (7, 9), node_size=1)
+    moe, given = build_layer(case, rank, "twin"), rank_inputs(case, rank).routed
+    ids, weights = given.top_k_ids, given.top_k_weights
+    refused = {
+        "dtype=torch.float64 of top_k_weights must be torch.float32": given._replace(top_k_weights=weights.double()),
+        "dtype=torch.int64 of top_k_ids must be torch.int32": given._replace(top_k_ids=ids.long()),
+        "shape=.* of top_k_weights must equal": given._replace(top_k_weights=weights[1:]),
+        "shape=.* of top_k_ids must be": given._replace(top_k_ids=ids.repeat(1, 2), top_k_weights=weights.repeat(1, 2)),
+    }
+    for reason, wrong in refused.items():
+        if rank == 1:
+            with torch.no_grad(), pytest.raises(ValueError, match=f"^{reason}"):
+                moe.routed_experts(*wrong)
+        check_call(case, rank, 0, train_call(moe, case, rank, 0), reason)
+    moe.group.workspace.check()
+    moe.group.close()
+
+
+@in_ranks(2)
+def test_a_capture_that_fails_ends_nothing(rank: int, world_size: int) -> None:
+    case = LayerCase("two nodes", 2, 1, (7, 9), node_size=1)
+    moe = build_layer(case, rank, "twin")
+    path = moe.experts
+    assert isinstance(path, NodesPath)
+    refused = pytest.raises(RuntimeError, match="capturing")
+    with patch.object(comet.comm.failures, "is_capturing", lambda device: True), refused, path.step("forward pass"):
+        raise RuntimeError("operation not permitted when stream is capturing")
+    check_call(case, rank, 0, train_call(moe, case, rank, 0))
+    moe.group.close()
+
+
+@in_ranks(2)
+def test_a_group_over_nodes_looks_after_its_rails_and_its_pool(rank: int, world_size: int) -> None:
+    case = LayerCase("two nodes", 2, 1, (7, 9), node_size=1)
+    group = open_group(case)
+    assert group.nodes is not None
+    assert group.workspace.num_bytes == rank_pool_bytes(group.workspace.shape, case.parallel)
+    # A node closes when its own ranks do; rails go, and are broken off, with the group.
+    assert group.nodes.rails in group.process_groups
+    assert group.nodes.rails in group.comm.process_groups
+    assert group.nodes.rails not in group.nodes.inner.process_groups
+    group.close()
+    with patch.object(comet.comm, "kernel_obstacle", lambda device: "it runs no kernel"):
+        group = make_expert_group(case.config, case.parallel, **OPEN)
+    with pytest.raises(ValueError, match=r"^path='twin' over nodes .*: it runs no kernel; use path 'plain'"):
+        make_path("twin", case.config, group)
+    assert isinstance(make_path("auto", case.config, group), CollectivePath)
+    group.close()

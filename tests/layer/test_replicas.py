@@ -115,6 +115,20 @@ def test_reduced_gradients_leave_means_alone(rank: int, world_size: int) -> None
 
 
 @in_ranks(2)
+def test_gradients_that_would_be_reduced_wrongly_are_refused_by_name(rank: int, world_size: int) -> None:
+    sparse = nn.ModuleList([nn.Embedding(5, 16, sparse=True)])
+    group = make_group(CONFIG, ep=2, max_tokens=TOKENS)
+    sparse[0](torch.tensor([rank])).sum().backward()
+    with pytest.raises(ValueError, match=r"^layout=torch.sparse_coo of the gradient of 0.weight must be torch.strided"):
+        comet.reduce_gradients(sparse, group)
+    alone = MoE(CONFIG, make_group(CONFIG, max_tokens=TOKENS), seed=0)
+    both = nn.ModuleList([MoE(CONFIG, group, seed=1), alone])
+    with pytest.raises(ValueError, match=r"^ep x tp=2 of the group must be the 1 of layer 1:"):
+        comet.reduce_gradients(both, group)
+    comet.reduce_gradients(nn.ModuleList([both[0], MoE(CONFIG, make_group(CONFIG, ep=2), seed=0)]), group)
+
+
+@in_ranks(2)
 def test_one_scaler_and_one_optimizer_over_experts_of_several_ranks(rank: int, world_size: int) -> None:
     """With a scale that is a power of two steps have the bits of those without; infinity on one rank skips all."""
     model, plain = Model(2), Model(2)

@@ -46,8 +46,8 @@ def saved_by(layers: dict, **layout: int) -> Checkpoint:
     return Checkpoint(Path("run/step-000003"), 3, {}, 0.0, layout, {}, "", layers)
 
 
-def group_on(kind: str) -> SimpleNamespace:
-    return SimpleNamespace(world_size=1, parallel=ParallelConfig(), device=torch.device(kind))
+def group_on(kind: str, num_nodes: int = 1) -> SimpleNamespace:
+    return SimpleNamespace(world_size=1, parallel=ParallelConfig(), device=torch.device(kind), num_nodes=num_nodes)
 
 
 def test_a_kept_split_is_that_of_the_checkpoint_where_device_and_layout_are(tmp_path, monkeypatch):
@@ -55,6 +55,7 @@ def test_a_kept_split_is_that_of_the_checkpoint_where_device_and_layout_are(tmp_
     split, job = OverlapConfig(comm_blocks=8, num_panels=2), make_job(tmp_path)
     layers = {"device": "GPU", "path": "fused", "overlap": {"comm_blocks": 8, "num_panels": 2}}
     assert kept_layers(job, group_on("cuda"), saved_by(layers)) == ("fused", split, [])
+    assert kept_layers(job, group_on("cuda", 2), saved_by({**layers, "nodes": 2})) == ("fused", split, [])
     assert kept_layers(job, group_on("cuda"), saved_by({})) == ("auto", None, []), "of an older version"
     assert kept_layers(job, group_on("cuda"), None) == ("auto", None, [])
     own = replace(job, overlap=OverlapConfig(num_panels=1))
@@ -66,6 +67,8 @@ def test_a_kept_split_is_that_of_the_checkpoint_where_device_and_layout_are(tmp_
         kept_layers(job, group_on("cpu"), saved_by(layers)),
         kept_layers(job, group_on("cuda"), saved_by(layers, world_size=2, ep=2)),
         kept_layers(drops, group_on("cuda"), saved_by(plain)),
+        kept_layers(job, group_on("cuda", num_nodes=2), saved_by(layers)),
+        kept_layers(job, group_on("cuda"), saved_by({**layers, "nodes": 2})),
     ):
         path, overlap, (note,) = other
         assert (path, overlap) == ("auto", None)
