@@ -156,6 +156,8 @@ class GradScaler(torch.amp.GradScaler):
             part.grad = local(parameter.grad)
         of_parts: Any = SimpleNamespace(param_groups=[{"params": parts}])
         found = super()._unscale_grads_(of_parts, *given)
+        assert self._scale is not None, "torch has looked"
+        found.setdefault(self._scale.device, torch.zeros_like(self._scale))  # no gradient may have reached this rank
         for infinities in found.values() if this_rank()[1] > 1 else ():
             dist.all_reduce(infinities, dist.ReduceOp.MAX)
         return found

@@ -9,7 +9,8 @@ so the bits do not depend on what arrives first. The backward pass takes the sam
 
 What hides the network: the layer of a node runs once for a first part of the rank's own tokens, once for the guests of
 each other node, and once for the rest of its own tokens. Guests travel while the first part is computed; their partial
-sums travel home while the rest is. No buffer grows with the number of nodes: all runs use one pool, one after another.
+sums travel home while the rest is. The pool does not grow with the number of nodes: all runs use it, one after another.
+Guests and the sums that travel lie in ordinary memory, up to (N - 1) T rows of either.
 
 Example: two nodes of one rank, E = 4, ids of rank 0 ``[[0, 1], [1, 3], [2, 3]]``. Tokens 1 and 2 are guests of rank 1
 with the ids ``[[-1, 1], [0, 1]]``; rank 0 itself runs all three with ``[[0, 1], [1, -1], [-1, -1]]``.

@@ -102,8 +102,9 @@ def make_group(
 
 def with_pool(group: ExpertGroup, problem: Problem) -> ExpertGroup:
     """The group with a pool as a layer for this many tokens has: it decides capacities and kernels (collective)."""
-    room = WorkspaceShape.create(problem.moe, problem.parallel.world_size, problem.num_tokens, problem.dtype)
-    return replace(group, workspace=Workspace(group.comm, room))
+    room = WorkspaceShape.create(problem.moe, group.parallel.world_size, problem.num_tokens, problem.dtype)
+    nodes = group.nodes and replace(group.nodes, inner=with_pool(group.nodes.inner, problem))
+    return replace(group, nodes=nodes, workspace=Workspace(group.comm, room, nodes and nodes.inner.workspace))
 
 
 def recover(workspace: Workspace, process_group: ProcessGroup | None) -> None:
@@ -118,9 +119,11 @@ def recover(workspace: Workspace, process_group: ProcessGroup | None) -> None:
     settle(comm.device)
     meet()
     settle(comm.device)
-    comm.board.clear()
-    comm.restart()
-    workspace.fault.zero_()
+    for each in (workspace, workspace.inner):
+        if each is not None:
+            each.comm.board.clear()
+            each.comm.restart()
+            each.fault.zero_()
     meet()  # also where ranks of several hosts have no board together
 
 
@@ -287,7 +290,8 @@ class _Watch:
     def _look(self) -> None:
         """Before each call and after the last: a fault stays."""
         if not self.failure:
-            self.looks_without_fault += self.group.workspace.fault.eq(0).all()
+            workspace = self.group.workspace
+            self.looks_without_fault += (workspace.inner or workspace).fault.eq(0).all()
 
 
 def _time_all(

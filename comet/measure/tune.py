@@ -125,7 +125,7 @@ def tune_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
     points = job_points(config, context.device)
     machine, store = from_first_rank(lambda: _open_store(config, context.device))
     group = make_group(config, next(iter(points)).moe, config.parallel, 1, context)  # each point has a pool of its own
-    require_memory(group.comm, "tune", "there is nothing to tune between nodes, which run path 'plain'")
+    require_memory(group.comm, "tune", "tune a group of one node's ranks")
     stores = machine.name != "cpu"  # Times of CPU ranks are noise, and a stored one would change later trainings.
     tuned: list[Tuned] = []
     facts: list[dict[str, Any]] = []

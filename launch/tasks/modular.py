@@ -120,7 +120,7 @@ def find_parts(config: JobConfig) -> list[type]:
 
 
 def _calls(kinds: list[type], problem: Problem, group: ExpertGroup, config: JobConfig) -> dict[str, Call]:
-    """Calls by name: the pair, and the layer on the same inputs (fused, on a CPU its twin, between nodes plain)."""
+    """Calls by name: the pair, and the layer that ``auto`` is on the same inputs."""
     transport, experts = (kind(problem.moe, group) for kind in kinds)
     layer = make_path("auto", problem.moe, group, config.overlap)
     layers = {

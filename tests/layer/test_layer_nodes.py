@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from layer_cases import LayerCase, rank_inputs
-from layer_ranks import build_layer, check_call, open_group, run_case, run_cases, train_call
+from layer_ranks import build_layer, check_call, make_layer, open_group, run_case, run_cases, train_call
 from ranks import in_ranks, logged, run_ranks
 from torch.utils.checkpoint import checkpoint
 
@@ -20,7 +20,9 @@ from comet.layer.group import make_expert_group
 from comet.layer.nodes import NodesPath, expected_rows, row_bytes
 from comet.layer.paths import CollectivePath, make_path
 from comet.layer.workspace import rank_pool_bytes
+from comet.measure.layers import recover, with_pool
 from comet.moe import MoE
+from comet.tuner.problem import Problem
 
 EP4 = LayerCase("ep4 over 2 nodes", 4, 1, (20, 9, 0, 31), num_experts=8, node_size=2)
 CASES = [
@@ -220,6 +222,20 @@ def test_a_capture_that_fails_ends_nothing(rank: int, world_size: int) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
     check_call(case, rank, 0, train_call(moe, case, rank, 0))
     moe.group.close()
+
+
+@in_ranks(2)
+def test_measured_layers_have_a_pool_of_their_own_in_each_node(rank: int, world_size: int) -> None:
+    case = LayerCase("two nodes", 2, 1, (200, 190), node_size=1)
+    small = make_expert_group(case.config, case.parallel, **OPEN)
+    moe = make_layer(case, rank, "twin", with_pool(small, Problem(case.config, case.parallel, 200, torch.float32)))
+    check_call(case, rank, 0, train_call(moe, case, rank, 0))
+    path = moe.experts
+    assert isinstance(path, NodesPath)
+    path.nodes.inner.comm.board.note("forward pass", ValueError())
+    recover(moe.group.workspace, moe.group.process_group)
+    check_call(case, rank, 1, train_call(moe, case, rank, 1))
+    small.close()
 
 
 @in_ranks(2)

@@ -158,6 +158,19 @@ def test_one_scaler_and_one_optimizer_over_experts_of_several_ranks(rank: int, w
         assert_skipped(model, scaler, optimizer, rank, name)
 
 
+@in_ranks(2)
+def test_a_scaler_skips_on_a_rank_that_no_gradient_reached(rank: int, world_size: int) -> None:
+    linear = nn.Linear(2, 2)
+    optimizer, scaler = SGD(linear.parameters()), comet.GradScaler("cpu", init_scale=8.0)
+    before = linear.weight.clone()
+    loss = linear(torch.full((1, 2), math.inf)).sum() if rank == 0 else torch.ones((), requires_grad=True)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+    assert torch.equal(linear.weight, before)
+
+
 def assert_skipped(model: Model, scaler: comet.GradScaler, optimizer: AdamW, rank: int, name: str) -> None:
     before, scale = whole(model), scaler.get_scale()
     before = {key: each.clone() for key, each in before.items()}
