@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -134,6 +136,18 @@ def hold_if_captured(owner: Tensor, *memory: Tensor) -> None:
             weakref.finalize(storage, id, held).atexit = False
 
 
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Keep Python's collector of cycles from running: one may hold a graph, and to destroy it breaks a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def capture(
     run: Callable[[], Result],
     stream: torch.cuda.Stream | None,
@@ -154,7 +168,7 @@ def capture(
     capturing = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
     handled = sys.exception()
     try:
-        with torch.cuda.stream(stream), capturing:
+        with torch.cuda.stream(stream), no_collection(), capturing:
             result = run()
     except BaseException as error:
         release_random_numbers(torch.device("cuda", torch.cuda.current_device()))
