@@ -103,8 +103,10 @@ def make_group(
 def with_pool(group: ExpertGroup, problem: Problem) -> ExpertGroup:
     """The group with a pool as a layer for this many tokens has: it decides capacities and kernels (collective)."""
     room = WorkspaceShape.create(problem.moe, group.parallel.world_size, problem.num_tokens, problem.dtype)
-    nodes = group.nodes and replace(group.nodes, inner=with_pool(group.nodes.inner, problem))
-    return replace(group, nodes=nodes, workspace=Workspace(group.comm, room, nodes and nodes.inner.workspace))
+    if group.nodes is None:
+        return replace(group, workspace=Workspace(group.comm, room))
+    nodes = replace(group.nodes, inner=with_pool(group.nodes.inner, problem))
+    return replace(group, nodes=nodes, workspace=Workspace(group.comm, room, nodes.inner.workspace))
 
 
 def recover(workspace: Workspace, process_group: ProcessGroup | None) -> None:
