@@ -61,8 +61,8 @@ def make_communicator(
         return CollectiveCommunicator(group, device, timeout_s, obstacle)
     if nodes and (backend != "nvshmem" or (node_size or size) < size):
         raise UnavailableError(
-            f"backend={backend!r} needs all ranks of a group on one node, but there are {nodes}; use backend='auto' "
-            "and path 'plain', or backend='nvshmem' for GPUs that NVLink joins over hosts"
+            f"backend={backend!r} needs all ranks of a group on one node, but there are {nodes}; use backend='auto', "
+            "or backend='nvshmem' for GPUs that NVLink joins over hosts"
         )
     if lacking:
         raise UnavailableError(f"backend={backend!r} cannot be used: {lacking}; use backend='auto' and path 'plain'")

@@ -92,7 +92,8 @@ def make_path(
         name = "plain"
     if name == "auto":
         name = "fused" if group.device.type == "cuda" else "twin"
-        if config.capacity_factor is None and layer_choice(config, group, overlap).setting is None:
+        # Over nodes no profile holds times of either path.
+        if config.capacity_factor is None and not over_nodes and layer_choice(config, group, overlap).setting is None:
             name = "plain"
     elif overlap is not None and name in ("plain", "reference", "twin"):
         group.resolver.warn(f"overlap={overlap} changes nothing on path={name!r}: it is for path 'fused'")

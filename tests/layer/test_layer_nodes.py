@@ -1,6 +1,7 @@
 """Routed experts of groups over several nodes, on declared nodes of CPU ranks, against the one-process oracle."""
 
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -23,6 +24,7 @@ from comet.layer.workspace import rank_pool_bytes
 from comet.measure.layers import recover, with_pool
 from comet.moe import MoE
 from comet.tuner.problem import Problem
+from comet.tuner.profile import Measured, ProfileEntry, ProfileKey, ProfileStore
 
 EP4 = LayerCase("ep4 over 2 nodes", 4, 1, (20, 9, 0, 31), num_experts=8, node_size=2)
 CASES = [
@@ -222,6 +224,23 @@ def test_a_capture_that_fails_ends_nothing(rank: int, world_size: int) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
     check_call(case, rank, 0, train_call(moe, case, rank, 0))
     moe.group.close()
+
+
+@in_ranks(2)
+def test_times_of_one_node_choose_no_path_over_nodes(rank: int, world_size: int, tmp_path: Path) -> None:
+    case = LayerCase("two nodes", 2, 1, (7, 9), node_size=1)
+    problem = Problem(case.config, case.parallel, OPEN["max_tokens"], OPEN["dtype"])
+    plain = ProfileEntry(
+        key=ProfileKey.create(problem, "cpu"), measured=(Measured(setting=None, ms=1.0),), commit="c", date="2026-11-28"
+    )
+    if rank == 0:
+        ProfileStore.open(tmp_path, "cpu", world_size).put(plain)
+    dist.barrier()
+    for node_size, kind in ((2, CollectivePath), (1, NodesPath)):
+        parallel = replace(case.parallel, node_size=node_size)
+        group = make_expert_group(case.config, parallel, **OPEN, profiles=tmp_path)
+        assert isinstance(make_path("auto", case.config, group), kind)
+        group.close()
 
 
 @in_ranks(2)
