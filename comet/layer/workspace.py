@@ -40,7 +40,7 @@ from comet.comm.collectives import ONE_ORDER, other_call
 from comet.comm.failures import FEWER_CALLS, RESTART
 from comet.comm.signals import check_epoch, waited
 from comet.config import MOE_DTYPES, MoEConfig, ParallelConfig, check_numbers, require
-from comet.errors import CapacityError, NotFiniteError, StepFailedError
+from comet.errors import CapacityError, CommTimeoutError, NotFiniteError, StepFailedError
 from comet.kernels.runtime.limits import CHUNK_FLAGS, CHUNK_ROWS, COMBINE_CHUNK_ROWS
 from comet.layout import round_up
 
@@ -233,7 +233,7 @@ class Workspace:
         self.comm.board.check()
         try:
             inner.check()
-        except StepFailedError as error:
+        except (CommTimeoutError, StepFailedError) as error:
             self.comm.board.note("last step inside its node, whose ranks count from 0,", error)
             self.comm.board.check()
 

@@ -244,6 +244,25 @@ def test_times_of_one_node_choose_no_path_over_nodes(rank: int, world_size: int,
 
 
 @in_ranks(2)
+def test_a_deadline_inside_one_node_ends_the_step_of_all_until_a_restart(rank: int, world_size: int) -> None:
+    case = LayerCase("two nodes", 2, 1, (7, 9), node_size=1)
+    moe = build_layer(case, rank, "twin")
+    pool = moe.group.workspace
+    assert pool.inner is not None
+    if rank == 1:
+        pool.inner.fault[:6] = torch.tensor([1, 1, 0, 0, 5, 4])  # its kernel waited for ids
+    for first in (1, 0):
+        if rank == first:
+            with pytest.raises(StepFailedError, match=r"inside its node, .* failed on rank 1 .*exchange of top-k ids"):
+                pool.check()
+        dist.barrier()
+    pool.restart()
+    check_call(case, rank, 0, train_call(moe, case, rank, 0))
+    pool.check()
+    moe.group.close()
+
+
+@in_ranks(2)
 def test_measured_layers_have_a_pool_of_their_own_in_each_node(rank: int, world_size: int) -> None:
     case = LayerCase("two nodes", 2, 1, (200, 190), node_size=1)
     small = make_expert_group(case.config, case.parallel, **OPEN)
