@@ -65,7 +65,7 @@ class SequenceClock:
 
     def __init__(self) -> None:
         self.prompt, self.step = object(), object()
-        self._caches = weakref.WeakSet[Any]()  # transformers' caches that passes had
+        self._next = weakref.WeakKeyDictionary[Any, int]()  # transformers' caches, with the places of their next tokens
         self._owned = weakref.WeakSet[Any]()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -85,15 +85,30 @@ class SequenceClock:
 
     @uncompiled
     def observe(self, _: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-        """Look at a pass of a decoder of transformers: one token a sequence and a cache that was seen make a step.
+        """Look at a pass of a decoder of transformers: one token behind the last of a seen cache is a step.
 
-        So a prompt of one token looks like a step if it is read into a cache that was used and emptied.
+        A cache that was emptied or shortened starts with a prompt, also where that is one token. On a GPU a static
+        cache of inference mode does not tell: there such a prompt looks like a step.
         """
         cache, ids = given.get("past_key_values"), given.get("input_ids")
-        is_step = ids is not None and ids.shape[1] == 1 and cache in self._caches
-        (self.proceed if is_step or cache in self._owned else self.start)()
-        if cache is not None:
-            self._caches.add(cache)
+        if cache is None or cache in self._owned:
+            (self.start if cache is None else self.proceed)()
+            return
+        num_tokens = 0 if ids is None else ids.shape[1]
+        place, behind = place_in(cache, num_tokens)
+        (self.proceed if num_tokens == 1 and self._next.get(cache) == place else self.start)()
+        self._next[cache] = behind
+
+
+def place_in(cache: Any, num_tokens: int) -> tuple[int, int]:
+    """Return at which place a cache of transformers is, and will be behind the next tokens; waits for no GPU.
+
+    There a static cache keeps its length, which is written to once a pass: the place is the number of these writes.
+    """
+    length = cache.get_seq_length()
+    if not isinstance(length, Tensor) or length.is_cpu:
+        return int(length), int(length) + num_tokens
+    return (0, 0) if length.is_inference() else (length._version, length._version + 1)
 
 
 class SharedSlots:

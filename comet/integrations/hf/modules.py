@@ -179,10 +179,11 @@ class CometExperts(nn.Module):
         is_transposed: bool = False,
     ) -> None:
         super().__init__()
-        self.gate_up_proj = gate_up_proj
-        self.down_proj = down_proj
         b1, b2 = biases or (None, None)
+        # The order of the stock module, by which optimizers and flat vectors of parameters find them.
+        self.gate_up_proj = gate_up_proj
         self.gate_up_proj_bias: nn.Parameter | None = b1
+        self.down_proj = down_proj
         self.down_proj_bias: nn.Parameter | None = b2
         self.is_transposed = is_transposed
         self.layout = layout

@@ -244,6 +244,21 @@ def test_steps_read_the_parameters_where_they_are(way: str, device: None, tmp_pa
 
 @torch.no_grad()
 @ways
+def test_a_flat_vector_and_an_optimizer_find_parameters_in_the_order_of_the_stock_model(
+    way: str, tmp_path: Path
+) -> None:
+    """Both go by position, and would cut or fill other tensors than those of the same place."""
+    model = tiny_model("gpt_oss", intermediate_size=32)
+    mine = WAYS[way](model, tmp_path)
+    mine(prompt(1, 3))
+    assert [name for name, _ in mine.named_parameters()] == [name for name, _ in model.named_parameters()]
+    new = changed(model)
+    torch.nn.utils.vector_to_parameters(torch.nn.utils.parameters_to_vector(new.parameters()), mine.parameters())
+    assert_answers(mine, new, "from a vector")
+
+
+@torch.no_grad()
+@ways
 def test_on_a_cpu_the_parameters_stay_as_they_are(way: str, tmp_path: Path) -> None:
     """Gloo would send memory in its order, whatever the strides are."""
     mine = WAYS[way](tiny_model("gpt_oss", intermediate_size=32), tmp_path)

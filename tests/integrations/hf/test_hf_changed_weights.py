@@ -15,7 +15,7 @@ from comet.config import SpeculationConfig
 from comet.generation.hf import HFEngine
 from comet.integrations import hf
 
-pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
+transformers = pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 peft = pytest.importorskip("peft", reason="needs pip install peft")
 
 SHARED = {"qwen2_moe": "shared_expert", "deepseek_v3": "shared_experts"}
@@ -223,6 +223,24 @@ def test_an_engine_sees_what_was_merged_between_two_prompts(
     after = logits(engine)
     assert (after - before).abs().max() > 0.05, "the change matters"
     torch.testing.assert_close(after, logits(HFEngine(hf.convert(scale_by_data(tiny_model(family), family)))))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", SHARED)
+@pytest.mark.parametrize("made", ["static", "dynamic"])
+def test_one_token_in_a_cache_that_was_emptied_or_shortened_is_no_step(family: str, made: str) -> None:
+    """Also in inference mode, where torch does not count what is written to the cache."""
+    for mode in (False, True):
+        logits = []
+        for model in (tiny_model(family), hf.convert(tiny_model(family))):
+            cache = transformers.StaticCache(model.config, 16) if made == "static" else transformers.DynamicCache()
+            with torch.inference_mode(mode):
+                for _ in range(3):
+                    logits += [model(torch.full((2, 1), token), past_key_values=cache).logits for token in range(4)]
+                    scale_by_data(model, family)
+                    cache.reset() if made == "static" else cache.crop(-3)
+        found, wanted = torch.stack(logits[12:]), torch.stack(logits[:12])
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_steps_behind_a_prompt_copy_nothing() -> None:
