@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from comet.quantization.formats import MX_BLOCK
 from comet.utils.graphs import is_capturing
 
 FAMILY = "gpt_oss"
+_TRAINED = "_comet_trained_"  # with a name, marks whether its gradients came in the stock order of memory
 _CAPTURED = "_comet_captured"  # marks experts that a CUDA graph reads where they are
 logger = logging.getLogger(__name__)
 
@@ -159,9 +160,12 @@ def turned(experts: Any, *, in_step: bool) -> list[Tensor]:
     for name in FUSED:
         weight = getattr(experts, name)
         learns = torch.is_grad_enabled() and weight.requires_grad
-        if weight is experts._parameters.get(name) and (learns or in_step):
-            _move(weight, vars(experts), in_rows=not learns)
+        is_own, marks = weight is experts._parameters.get(name), vars(experts)
+        if is_own and (learns or in_step):
+            _move(weight, marks, in_rows=not (learns and marks.get(_TRAINED + name, True)))
         rows = weight.transpose(1, 2)
+        if is_own and learns:
+            rows.register_hook(partial(_note_training, name, weight, marks))
         found.append(rows.contiguous() if in_step and not learns else rows)
     return found
 
@@ -181,6 +185,16 @@ def _move(weight: Tensor, marks: dict[str, Any], *, in_rows: bool) -> None:
     with torch.inference_mode(weight.is_inference()):
         data = weight.data
         weight.data = data.transpose(1, 2).contiguous().transpose(1, 2) if in_rows else data.contiguous()
+
+
+def _note_training(name: str, weight: Tensor, marks: dict[str, Any], _: Tensor) -> None:
+    """Refuse gradients in another order than before: fused optimizers read their state in the order of memory."""
+    is_stock = weight.is_contiguous()
+    require(
+        marks.setdefault(_TRAINED + name, is_stock) == is_stock,
+        f"{name} of gpt-oss must lie in memory as it was trained before, but a state_dict or another tensor has its "
+        "memory, or a CUDA graph reads it, since a decode step moved it: drop these before training goes on",
+    )
 
 
 def _num_users(tensor: Tensor) -> int:

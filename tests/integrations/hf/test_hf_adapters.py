@@ -242,6 +242,42 @@ def test_steps_read_the_parameters_where_they_are(way: str, device: None, tmp_pa
             assert weight.transpose(1, 2).is_contiguous()
 
 
+@pytest.mark.parametrize("device", ["as on a GPU"], indirect=True)
+@pytest.mark.parametrize("first", ["trained", "held"])
+@ways
+def test_a_state_that_is_held_while_a_model_trains_leaves_its_optimizer_right(
+    way: str, first: str, device: None, tmp_path: Path
+) -> None:
+    """A fused optimizer would update other numbers than those of its state, where only one of them was moved."""
+    model, ids = tiny_model("gpt_oss", intermediate_size=32), prompt(2, 9)
+    mine = WAYS[way](model, tmp_path)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01, fused=True) for each in (mine, model)]
+
+    def train() -> None:
+        for each, optimizer in zip((mine, model), optimizers, strict=True):
+            each(ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    if first == "trained":
+        train()
+    answers(mine)
+    state = mine.state_dict()
+    if first == "held":
+        train()
+        answers(mine)
+    del state
+    for _ in range(2):
+        answers(mine)
+        train()
+    assert_answers(mine, model, first)
+    if first == "trained":
+        state = mine.state_dict()
+        with pytest.raises(ValueError, match=r"of gpt-oss must lie in memory as it was trained before, but a state_"):
+            mine(ids, labels=ids).loss.backward()
+        del state
+
+
 @torch.no_grad()
 @ways
 def test_a_flat_vector_and_an_optimizer_find_parameters_in_the_order_of_the_stock_model(
