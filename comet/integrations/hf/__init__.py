@@ -7,7 +7,7 @@ block FP8.
 """
 
 from comet.integrations.hf.by_name import register
-from comet.integrations.hf.convert import check, convert, restart
+from comet.integrations.hf.convert import check, convert, restart, weights_changed
 from comet.integrations.hf.families import FAMILIES, moe_config
 from comet.integrations.hf.loading import load_pretrained
 from comet.integrations.hf.modules import CometExperts

@@ -47,7 +47,7 @@ def convert(model: nn.Module, group: ExpertGroup | None = None, *, decode_tokens
 
     Shared experts stay, too, but decode steps include them as experts that every token goes through, where their width
     is a multiple of a routed expert's on a rank: their weights are there twice then, and writes to them that torch does
-    not count (``.data``, inference mode) reach decode steps at the next prompt.
+    not count (``.data``, inference mode) reach decode steps at the next prompt, or after ``weights_changed``.
 
     On a group (collective) every rank holds the same model and passes it the same input; each keeps only its part of
     the experts. Sampling needs the same seed on all ranks.
@@ -118,6 +118,18 @@ def restart(model: nn.Module) -> None:
     """
     for runner in _runners(model):
         runner.restart()
+
+
+def weights_changed(model: nn.Module) -> None:
+    """Let the next pass of a converted model take all weights as they are now.
+
+    Decode steps keep copies of a shared expert's weights, which each prompt renews, and each step after a write that
+    torch counts. torch counts no write through ``.data`` or in inference mode: call this after such a write in the
+    middle of a sequence, as where rollouts go on with new weights.
+    """
+    for module in model.modules():
+        if isinstance(module, CometExperts) and module.shared is not None:
+            module.shared.clock.start()
 
 
 def _runners(model: nn.Module) -> list[Runner]:

@@ -243,6 +243,21 @@ def test_one_token_in_a_cache_that_was_emptied_or_shortened_is_no_step(family: s
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("family", SHARED)
+def test_weights_that_change_in_the_middle_of_a_sequence_count_after_weights_changed(family: str) -> None:
+    ids, found = prompt(1, 7), []
+    for model in (tiny_model(family), hf.convert(tiny_model(family))):
+        cache, logits = transformers.DynamicCache(), []
+        for first, last in ((0, 3), (3, 4), (4, 5), (5, 6), (6, 7)):
+            logits.append(model(ids[:, first:last], past_key_values=cache).logits[:, -1])
+            if last == 5:
+                scale_by_data(model, family)
+                hf.weights_changed(model)
+        found.append(torch.stack(logits))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
 def test_steps_behind_a_prompt_copy_nothing() -> None:
     model = hf.convert(tiny_model("qwen2_moe"))
     ids = prompt(1, 9)
