@@ -104,9 +104,6 @@ def test_hugging_face_models_over_two_nodes(tmp_path: Path) -> None:
     assert torch.equal(first[-1], greedy(alone, prompt(1, 5)))
 
 
-NODES = r"a group of 4 ranks spans several: ranks 0 to 1 on \S+ \(node 0\), ranks 2 to 3 on \S+ \(node 1\)"
-
-
 def start_training(folder: Path, ranks: int, *words: str) -> list[subprocess.Popen[str]]:
     settings = [f"parallel.ep={2 * ranks}", f"parallel.node_size={ranks}", *words]
     return start_two_agents(*training(folder, *settings), ranks=ranks, program=PROGRAM[1:])  # torchrun knows no -P
@@ -122,9 +119,8 @@ def test_a_job_of_two_agents_shares_experts_over_both(tmp_path: Path) -> None:
     assert [status for status, _, _ in ends] == [0, 0], ends
     result = json.loads([line for _, out, _ in ends for line in out][-1])
     assert (result["steps"], result["ep"], result["world_size"]) == (2, 4, 4)
-    warnings = [line for line in said(ends) if "spans several" in line]
-    assert len(warnings) == 1, "once for all layers and ranks"
-    assert re.match(f"comet: {NODES}. So its layers take path 'plain'", warnings[0])
+    assert result["moe_path"] == "twin", "inside each node"
+    assert not [line for line in said(ends) if "plain" in line]
 
 
 def test_the_slurm_script_starts_an_agent_on_each_node(tmp_path: Path) -> None:

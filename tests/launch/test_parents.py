@@ -11,7 +11,8 @@ import pytest
 from comet.comm.signals import poll
 from comet.kernels.runtime.process import PARENT
 from comet.launch.cli import PROGRAM
-from comet.launch.distributed import OF_TORCHRUN, rank_environment
+from comet.launch.distributed import rank_environment
+from comet.launch.messages import OF_TORCHRUN
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="no other system tells a process of its parent's end")
 
