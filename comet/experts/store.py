@@ -1,4 +1,4 @@
-"""Where all experts of a layer are: in host memory that the device reads, or in files.
+"""Stores that hold all experts of a layer, in host memory that the device reads, or in files.
 
 A host store is filled expert by expert, each read straight into its place, or quantised into it, so no expert is ever
 held twice, but for the one that is being quantised. Memory is
@@ -59,7 +59,7 @@ class QuantisedReader:
     """
 
     reader: ExpertReader
-    to: MXType  # what they become
+    to: MXType  # the type that experts are stored in
 
     def __post_init__(self) -> None:
         check_mx_type("expert_dtype", self.to)
@@ -136,7 +136,7 @@ class HeldExperts(ExpertParts):
 
 
 class PinnedMapping(mmap.mmap):
-    """Memory that a GPU reads, until nobody refers to it any more."""
+    """Memory that a GPU reads, registered for as long as a tensor uses it."""
 
     registered: tuple[Any, Callable[[], int], int] | None = None
 
@@ -158,7 +158,7 @@ class PinnedMapping(mmap.mmap):
 
 
 def exchange_of_capture_mode() -> Callable[[], int]:
-    """What lets this thread do, until it is called again, what captures do not permit."""
+    """Return a function that permits this thread what captures forbid, until it is called again."""
     exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
     return partial(exchange, ctypes.byref(ctypes.c_int(RELAXED)))
 
@@ -181,7 +181,7 @@ class MemoryFile:
         return mapping
 
     def offset_of(self, memory: Tensor) -> int:
-        """Where a tensor of ``host_memory`` begins in the file."""
+        """Return the offset in the file, in bytes, of a tensor of ``host_memory``."""
         return self._offsets[memory.data_ptr()]
 
     def close(self) -> None:
@@ -235,7 +235,7 @@ def warn_pageable(num_bytes: int, layer: HeldExperts, device: torch.device) -> N
 
 
 def seconds_to_copy(*tensors: Tensor, device: torch.device) -> float:
-    """What it takes to bring tensors from host memory to a device through pinned memory, the second time."""
+    """Return the seconds of a second copy of tensors from pinned host memory to a device."""
     pairs = [
         (host_memory(each.shape, each.dtype, device)[0], torch.empty_like(each, device=device)) for each in tensors
     ]

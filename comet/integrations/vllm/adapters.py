@@ -52,14 +52,14 @@ APPLY = Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in 
 
 # Rows, their scales, ExpertTokensMetadata, ids and weights.
 Prepared = tuple[Tensor, Tensor | None, Any, Tensor | None, Tensor | None]
-# By the value of vLLM's ``MoEActivation``; rows of w1 are gate and up in turn for ``swigluoai``.
+# Names of activations for the values of vLLM's ``MoEActivation``; ``swigluoai`` has gate and up of w1 in turn.
 ACTIVATIONS: dict[str, ActivationName] = {
     "silu": "swiglu",
     "gelu_tanh": "geglu",
     "swigluoai": "clamped_swiglu",
     "swigluoai_uninterleave": "clamped_swiglu",
 }
-# What bends SwiGLU, by the field of the quant_config and of the moe_config, which holds where the former says nothing.
+# Parameters of SwiGLU: a field of the quant_config, and the field of the moe_config that holds where it is not set.
 CLAMPS = {"gemm1_clamp_limit": "swiglu_limit", "gemm1_alpha": "swiglu_alpha", "gemm1_beta": "swiglu_beta"}
 # Their values where neither says anything, as vLLM's kernels have them.
 DEFAULTS: dict[str, tuple[float | None, float, float]] = {
@@ -191,7 +191,7 @@ class PrepareFinalizeAdapter:
         require(self.inner.carries_fp8 or not quantize, f"{type(self.inner).__name__} cannot send rows in FP8")
         routed = RoutedTokens(tokens=a1, top_k_ids=topk_ids, top_k_weights=topk_weights)
         with self._step("dispatch"):
-            if self._received is not None:  # nobody combined: a failure of this rank, to be told
+            if self._received is not None:  # a combine is missing: this rank failed, and the others must know
                 self._received = None
                 self.inner.comm.in_flight = True
                 raise StepFailedError("the layer before failed after its dispatch: its combine is missing")
@@ -373,7 +373,7 @@ class ExpertsAdapter:
             require_map(call.expert_map, self.inner.layout)
             ids = map_ids(call.topk_ids, call.expert_map)
             return ContiguousRows(tokens=tokens, top_k_ids=ids, top_k_weights=weights)
-        # Whose rows they are is left out: whoever reduces has it, and that is not the experts.
+        # The rows' tokens are left out: the reduction knows them, and experts do not ask.
         counts = call.expert_tokens_meta.expert_num_tokens
         return BatchedRows(tokens=tokens, counts=counts, row_slots=call.topk_ids, top_k_weights=weights)
 
@@ -394,7 +394,7 @@ def global_routing(rows: ContiguousRows, layout: ExpertLayout) -> tuple[Tensor, 
 
 
 def require_map(expert_map: Tensor | None, layout: ExpertLayout) -> None:
-    """Raise ``ValueError`` where ids, which are global, cannot be told from local ones; vLLM has a map where EP > 1."""
+    """Raise ``ValueError`` where ids are global and no map makes them local; vLLM has a map where EP > 1."""
     require(expert_map is not None or layout.ep == 1, f"expert_map=None must be given with ep={layout.ep}")
 
 
@@ -438,7 +438,7 @@ class WeightCache:
 
 
 def activation_of(moe_config: Any, quant_config: Any) -> tuple[Activation, bool]:
-    """What a layer of vLLM does to gate and up, and whether these rows of w1 are in turn."""
+    """Return the activation of a layer of vLLM, and whether gate and up rows of w1 are in turn."""
     value = getattr(moe_config.activation, "value", moe_config.activation)
     require(value in ACTIVATIONS, f"activation={value} of the moe_config must be one of {', '.join(ACTIVATIONS)}")
     name, defaults = ACTIVATIONS[value], DEFAULTS.get(value, (None, None, None))
