@@ -141,11 +141,11 @@ def test_plain_path_refuses_after_a_failure_in_its_backward_pass(rank: int, worl
     def fail(grad: torch.Tensor) -> None:
         raise torch.OutOfMemoryError("out of memory")
 
-    def hooked(function: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+    def hooked(function: Callable[..., torch.Tensor], *arguments: Any, **options: Any) -> torch.Tensor:
         if where == "after":
             arguments[0].tokens.register_hook(fail)
-            return function(*arguments)
-        output = function(*arguments)
+            return function(*arguments, **options)
+        output = function(*arguments, **options)
         output.register_hook(fail)
         return output
 

@@ -110,7 +110,8 @@ def test_what_the_assembler_serializes_fails() -> None:
 
 
 def test_a_wait_that_the_assembler_injects_into_ptx_fails() -> None:
-    good, bad = (measure(PTX.replace("BETWEEN", line), 0) for line in ("", "add.f32 %f0, %f0, %f0;"))
+    lines, options = ("", "add.f32 %f0, %f0, %f0;"), {"num_warps": 4}
+    good, bad = (measure(PTX.replace("BETWEEN", line), 0, options) for line in lines)
     assert (good.wgmma, good.serialized) == (2, ())
     assert len(bad.serialized) == 1
     assert "is injected" in bad.serialized[0]

@@ -199,7 +199,8 @@ def test_each_version_of_the_compiler_has_cubins_of_its_own(monkeypatch: pytest.
 
 def test_an_installation_has_all_files() -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
-    patterns = project["tool"]["setuptools"]["package-data"]["comet.kernels"]
+    listed, patterns = (project["tool"]["setuptools"][name] for name in ("packages", "package-data"))
+    folders = [name.removeprefix("comet.kernels").replace(".", "/") for name in listed if "comet.kernels." in name]
     kernels = SOURCES.parent
-    carried = {path for pattern in patterns for path in kernels.glob(pattern)}
+    carried = {path for folder in folders for pattern in patterns["*"] for path in (kernels / folder[1:]).glob(pattern)}
     assert carried == set(SOURCES.rglob("*.cu")) | set(SOURCES.rglob("*.cuh"))
