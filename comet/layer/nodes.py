@@ -157,13 +157,6 @@ class Rails:
         return Travelling(tuple(received), tuple(works))
 
 
-class Run(NamedTuple):
-    """One run of the node's layer that a backward pass will follow."""
-
-    saved: Saved
-    num_tokens: int
-
-
 class NodesPath:
     """Routed experts of a group over several nodes: ``comet.layer.routed_experts`` in each node, guests between them.
 
@@ -240,15 +233,15 @@ class NodesPath:
 
     def forward(
         self, routed: RoutedTokens, w1: Tensor, w2: Tensor, biases: Biases | None, *, trains: bool
-    ) -> tuple[Tensor, NodeRows, list[Run]]:
-        """The sums of this rank's tokens ``(T, D)``, which rows travelled, and the runs in their order."""
-        runs: list[Run] = []
+    ) -> tuple[Tensor, NodeRows, list[Saved]]:
+        """The sums of this rank's tokens ``(T, D)``, which rows travelled, and of each run what its backward reads."""
+        runs: list[Saved] = []
 
         def run(part: RoutedTokens) -> Tensor:
             with self._inside(self.workspace.forward_step):
                 output, saved = forward(part, w1, w2, self.backend, biases, trains=trains)
             if saved is not None:
-                runs.append(Run(saved, len(part.tokens)))
+                runs.append(saved)
             return output
 
         rows = self.rows_of(routed.top_k_ids, trains=trains)
@@ -266,17 +259,15 @@ class NodesPath:
         return self._add(partial, rows).to(routed.tokens.dtype), rows, runs
 
     def backward(
-        self, grad: Tensor, rows: NodeRows, runs: Sequence[Run], w1: Tensor, w2: Tensor, biases: Biases | None
+        self, grad: Tensor, rows: NodeRows, runs: Sequence[Saved], w1: Tensor, w2: Tensor, biases: Biases | None
     ) -> tuple[Tensor, ...]:
         """Gradients of tokens, routing weights, w1, w2 and biases, from ``grad (T, D)`` and the runs of ``forward``."""
         waiting = iter(runs)
         of_weights: list[Tensor] = []
 
         def run(part: Tensor) -> tuple[Tensor, Tensor]:
-            saved, num_tokens = next(waiting)
-            saved = replace(saved, plan=replace(saved.plan, num_tokens=num_tokens))
             with self._inside(self.workspace.backward_step):
-                grad_x, grad_weights, *found = backward(part, saved, w1, w2, self.backend, None, biases)
+                grad_x, grad_weights, *found = backward(part, next(waiting), w1, w2, self.backend, None, biases)
             wide = [each.to(accumulator_dtype(each.dtype)) for each in found if each is not None]
             if of_weights:
                 wide = [total.add_(each) for total, each in zip(of_weights, wide, strict=True)]
@@ -391,10 +382,10 @@ class _NodesExperts(Function):
         given = Biases(*biases) if biases else None
         routed = RoutedTokens(x.contiguous(), top_k_ids, top_k_weights)
         output, rows, runs = path.forward(routed, w1, w2, given, trains=True)
-        ctx.path, ctx.number, ctx.plans = path, number, [run.saved.plan for run in runs]
+        ctx.path, ctx.number, ctx.plans = path, number, [run.plan for run in runs]
         # All as tensors, counts too: a checkpoint hands the backward pass those of the forward pass that it ran again.
-        counts = torch.tensor([*rows.send_counts, *rows.recv_counts, *(run.num_tokens for run in runs)])
-        kept = [each for run in runs for each in (run.saved.received, run.saved.pre_activation, run.saved.plan.memory)]
+        counts = torch.tensor([*rows.send_counts, *rows.recv_counts, *(run.plan.num_tokens for run in runs)])
+        kept = [each for run in runs for each in (run.received, run.pre_activation, run.plan.memory)]
         ctx.save_for_backward(rows.tokens, counts, w1, w2, *kept, *biases)
         return output
 
@@ -407,10 +398,11 @@ class _NodesExperts(Function):
         rows = NodeRows(tokens, tuple(numbers[:num_nodes]), tuple(numbers[num_nodes : 2 * num_nodes]))
         plans: list[Plan] = ctx.plans
         kept, biases = others[: 3 * len(plans)], others[3 * len(plans) :]
-        runs = [
-            Run(Saved(kept[3 * index], kept[3 * index + 1], plan.for_backward(kept[3 * index + 2])), num_tokens)
-            for index, (plan, num_tokens) in enumerate(zip(plans, numbers[2 * num_nodes :], strict=True))
+        present = [
+            replace(plan.for_backward(memory), num_tokens=num_tokens)
+            for plan, memory, num_tokens in zip(plans, kept[2::3], numbers[2 * num_nodes :], strict=True)
         ]
+        runs = [Saved(*each) for each in zip(kept[::3], kept[1::3], present, strict=True)]
         given = Biases(*biases) if biases else None
         with path.step("backward pass"):
             path.steps.begin(ctx.number)
