@@ -7,12 +7,11 @@ E experts in all, e experts owned by one EP shard, W ranks in the MoE group = EP
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
-from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from comet import limits
 from comet.kernels.runtime.activation import SWIGLU, Activation
 
 if TYPE_CHECKING:
@@ -27,6 +26,7 @@ SpeculationMode = Literal["off", "conservative", "adaptive"]
 
 MAX_TOP_K = 32
 DIM_MULTIPLE = 16
+Width = Annotated[int, limits.at_least(DIM_MULTIPLE), limits.multiple_of(DIM_MULTIPLE)]
 
 
 @functools.cache
@@ -53,25 +53,6 @@ def require(condition: bool, message: str | Callable[[], str]) -> None:
     """
     if not condition:
         raise ValueError(message if isinstance(message, str) else message())
-
-
-# A field is checked by its annotation.
-NUMBERS: Mapping[str, tuple[type[Any], str]] = {
-    "int": (Integral, "a whole number"),
-    "float": (Real, "a finite number"),
-    "bool": (bool, "True or False"),
-}
-
-
-def check_numbers(config: Any) -> None:
-    """Raise ``ValueError`` unless a dataclass has whole or finite numbers and flags where its fields say so."""
-    for item in fields(config):
-        assert isinstance(item.type, str), "fields are read as written: from __future__ import annotations is missing"
-        kind, _, optional = item.type.partition(" | ")
-        value = getattr(config, item.name)
-        if kind in NUMBERS and not (optional and value is None):
-            number, rule = NUMBERS[kind]
-            require(isinstance(value, number) and math.isfinite(value), f"{item.name}={value!r} must be {rule}")
 
 
 # Settings that are gone, and what to use instead.
@@ -143,19 +124,19 @@ class MoEConfig:
     """Shape and routing of one MoE layer.
 
     Args:
-        hidden_size: D, a multiple of 16.
-        ffn_size: F, the width of one expert; gate and up are each F wide; a multiple of 16.
+        hidden_size: D.
+        ffn_size: F, the width of one expert; gate and up are each F wide.
         num_experts: E.
-        top_k: K, experts per token, at most E and at most 32.
+        top_k: K, experts per token.
         score: How router logits become scores: ``softmax`` over all experts or an independent ``sigmoid``.
         renormalize: Divide the K chosen scores by their sum.
         num_groups: Groups of consecutive experts for group-limited top-k (DeepSeek-V3); 1 switches it off.
-        top_groups: Groups a token may choose experts from, at most ``num_groups``.
-        routed_scale: Factor on the final routing weights, positive.
+        top_groups: Groups a token may choose experts from.
+        routed_scale: Factor on the final routing weights.
         balance: ``aux`` adds the load-balancing loss, ``bias`` moves a per-expert selection bias instead, or ``none``.
-        aux_loss_coef: Weight of the load-balancing loss, at least 0 (used when ``balance`` is ``aux``).
-        z_loss_coef: Weight of the router z-loss, at least 0.
-        bias_update_rate: Step of the selection bias per update, at least 0 (used when ``balance`` is ``bias``).
+        aux_loss_coef: Weight of the load-balancing loss (used when ``balance`` is ``aux``).
+        z_loss_coef: Weight of the router z-loss.
+        bias_update_rate: Step of the selection bias per update (used when ``balance`` is ``bias``).
         shared_ffn_size: Width of the shared expert every token goes through; 0 means there is none.
         capacity_factor: Each expert takes at most ``ceil(capacity_factor * W * max_tokens * K / E)`` routed rows of a
             call, of however many tokens, and drops the rest (counted in training); ``None`` never drops.
@@ -163,61 +144,34 @@ class MoEConfig:
         expert_bias: Whether the routed experts add a bias to both projections.
         max_imbalance: Reserve memory for at most this many times the balanced number of routed rows on a rank; a step
             that needs more ends with ``CapacityError``, nothing is dropped. ``None`` reserves for any routing.
-
-    Raises:
-        ValueError: If a field breaks its rule; the message names field, value and rule.
     """
 
-    hidden_size: int
-    ffn_size: int
-    num_experts: int
-    top_k: int
+    hidden_size: Width
+    ffn_size: Width
+    num_experts: limits.Count
+    top_k: Annotated[int, limits.at_least(1), limits.at_most("num_experts"), limits.at_most(MAX_TOP_K)]
     score: Score = "softmax"
     renormalize: bool = True
-    num_groups: int = 1
-    top_groups: int = 1
-    routed_scale: float = 1.0
+    num_groups: Annotated[int, limits.divisor_of("num_experts")] = 1
+    top_groups: Annotated[int, limits.at_least(1), limits.at_most("num_groups")] = 1
+    routed_scale: limits.Positive = 1.0
     balance: Balance = "aux"
-    aux_loss_coef: float = 1e-2
-    z_loss_coef: float = 1e-3
-    bias_update_rate: float = 1e-3
-    shared_ffn_size: int = 0
-    capacity_factor: float | None = None
-    max_imbalance: float | None = None
+    aux_loss_coef: limits.NonNegative = 1e-2
+    z_loss_coef: limits.NonNegative = 1e-3
+    bias_update_rate: limits.NonNegative = 1e-3
+    shared_ffn_size: Annotated[int, limits.at_least(0), limits.multiple_of(DIM_MULTIPLE)] = 0
+    capacity_factor: limits.Positive | None = None
+    max_imbalance: Annotated[float, limits.at_least(1)] | None = None
     activation: Activation = SWIGLU
     expert_bias: bool = False
 
     def __post_init__(self) -> None:
-        check_numbers(self)
         object.__setattr__(self, "activation", _activation(self.activation))
-        for name in ("hidden_size", "ffn_size"):
-            value = getattr(self, name)
-            require(
-                value > 0 and value % DIM_MULTIPLE == 0,
-                f"{name}={value} must be a positive multiple of {DIM_MULTIPLE}",
-            )
-        require(self.num_experts >= 1, f"num_experts={self.num_experts} must be at least 1")
+        limits.check(self)
+        reachable = self.num_experts // self.num_groups * self.top_groups
         require(
-            1 <= self.top_k <= min(self.num_experts, MAX_TOP_K),
-            f"top_k={self.top_k} must be between 1 and min(num_experts={self.num_experts}, {MAX_TOP_K})",
-        )
-        require(self.score in ("softmax", "sigmoid"), f"score={self.score!r} must be 'softmax' or 'sigmoid'")
-        require(self.balance in ("aux", "bias", "none"), f"balance={self.balance!r} must be 'aux', 'bias' or 'none'")
-        self._check_groups()
-        require(self.routed_scale > 0, f"routed_scale={self.routed_scale} must be positive")
-        for name in ("aux_loss_coef", "z_loss_coef", "bias_update_rate"):
-            require(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must be at least 0")
-        require(
-            self.shared_ffn_size >= 0 and self.shared_ffn_size % DIM_MULTIPLE == 0,
-            f"shared_ffn_size={self.shared_ffn_size} must be 0 or a positive multiple of {DIM_MULTIPLE}",
-        )
-        require(
-            self.capacity_factor is None or self.capacity_factor > 0,
-            f"capacity_factor={self.capacity_factor} must be positive, or None for dropless",
-        )
-        require(
-            self.max_imbalance is None or self.max_imbalance >= 1,
-            f"max_imbalance={self.max_imbalance} must be at least 1, or None for any routing",
+            self.top_k <= reachable,
+            f"top_k={self.top_k} must be at most the {reachable} experts of top_groups={self.top_groups} groups",
         )
 
     @property
@@ -228,21 +182,6 @@ class MoEConfig:
             f"top_k=1 with renormalize=true makes every routing weight routed_scale={self.routed_scale:g}, whatever "
             f"the {self.score} scores: the task gives the router no gradient, and it learns from its losses only; set "
             "renormalize=false"
-        )
-
-    def _check_groups(self) -> None:
-        require(
-            self.num_groups >= 1 and self.num_experts % self.num_groups == 0,
-            f"num_groups={self.num_groups} must divide num_experts={self.num_experts}",
-        )
-        require(
-            1 <= self.top_groups <= self.num_groups,
-            f"top_groups={self.top_groups} must be between 1 and num_groups={self.num_groups}",
-        )
-        reachable = self.num_experts // self.num_groups * self.top_groups
-        require(
-            self.top_k <= reachable,
-            f"top_k={self.top_k} must be at most the {reachable} experts of top_groups={self.top_groups} groups",
         )
 
 
@@ -269,16 +208,13 @@ class ParallelConfig:
             nodes are guests (``comet.layer.nodes``); where that cannot be, they run ``plain``.
     """
 
-    ep: int = 1
-    tp: int = 1
-    node_size: int | None = None
+    ep: limits.Count = 1
+    tp: limits.Count = 1
+    node_size: limits.Count | None = None
 
     def __post_init__(self) -> None:
-        check_numbers(self)
-        require(self.ep >= 1, f"ep={self.ep} must be at least 1")
-        require(self.tp >= 1, f"tp={self.tp} must be at least 1")
+        limits.check(self)
         if self.node_size is not None:
-            require(self.node_size >= 1, f"node_size={self.node_size} must be at least 1")
             require(
                 self.node_size % self.world_size == 0 or self.world_size % self.node_size == 0,
                 f"node_size={self.node_size} must be a multiple or a divisor of ep x tp = {self.world_size}, so that "
@@ -316,7 +252,7 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OverlapConfig:
+class OverlapConfig(limits.Limited):
     """How a fused kernel shares its thread blocks and orders its work.
 
     Args:
@@ -327,45 +263,28 @@ class OverlapConfig:
         num_panels: Layer 1: column panels of the hidden dimension.
     """
 
-    comm_blocks: int = 0
-    num_panels: int = 4
-
-    def __post_init__(self) -> None:
-        check_numbers(self)
-        require(self.comm_blocks >= 0, f"comm_blocks={self.comm_blocks} must be at least 0")
-        require(self.num_panels >= 1, f"num_panels={self.num_panels} must be at least 1")
+    comm_blocks: limits.Natural = 0
+    num_panels: limits.Count = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SpeculationConfig:
+class SpeculationConfig(limits.Limited):
     """How tokens are drafted with few experts and verified with all K (``comet.generation.speculation``).
 
     Args:
-        speculate: ``off``, ``conservative`` or ``adaptive``.
-        draft_experts: r, experts of a token in a draft, at least 1 and below the model's top_k: ``[2]`` for all MoE
-            layers, or one number for each; none: half of top_k.
-        draft_tokens: Longest draft, at least 1.
-        tau: A draft ends after a token whose probability is below it; 0 to 1, 0: never.
-        adaptive_tolerance: T, 0 to 1: ``adaptive`` accepts a draft of probability q > tau where its true probability p
-            is above (1 - T) * q.
+        draft_experts: r, experts of a token in a draft, below the model's top_k: ``[2]`` for all MoE layers, or one
+            number for each; none: half of top_k.
+        draft_tokens: Longest draft.
+        tau: A draft ends after a token whose probability is below it; 0: never.
+        adaptive_tolerance: T: ``adaptive`` accepts a draft of probability q > tau where its true probability p is above
+            (1 - T) * q.
     """
 
     speculate: SpeculationMode = "conservative"
-    draft_experts: tuple[int, ...] = ()
-    draft_tokens: int = 4
-    tau: float = 0.5
-    adaptive_tolerance: float = 0.3
-
-    def __post_init__(self) -> None:
-        modes = get_args(SpeculationMode)
-        require(self.speculate in modes, f"speculate={self.speculate!r} must be one of {', '.join(modes)}")
-        require(
-            all(number >= 1 for number in self.draft_experts),
-            f"draft_experts={list(self.draft_experts)} must each be at least 1",
-        )
-        require(self.draft_tokens >= 1, f"draft_tokens={self.draft_tokens} must be at least 1")
-        for name in ("tau", "adaptive_tolerance"):
-            require(0 <= getattr(self, name) <= 1, f"{name}={getattr(self, name)} must be between 0 and 1")
+    draft_experts: tuple[limits.Count, ...] = ()
+    draft_tokens: limits.Count = 4
+    tau: limits.Share = 0.5
+    adaptive_tolerance: limits.Share = 0.3
 
     def experts_per_layer(self, top_k: int, num_layers: int) -> tuple[int, ...]:
         """The r of every MoE layer.

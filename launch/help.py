@@ -63,32 +63,34 @@ def task_page(name: str, task: Task) -> str:
     lines = [f"usage: comet {name} [options] [settings]", "", task.summary, "", OPTIONS, "", "examples:"]
     lines += [*_examples(name, task), "", f"settings and their defaults for {name}:"]
     for part in task.reads:
-        for setting, (choices, meaning) in known.items():
+        for setting, (limits, meaning) in known.items():
             if setting == part or setting.startswith(f"{part}."):
                 value = reduce(getitem, setting.split("."), defaults)
                 text = f"{setting}: settings" if isinstance(value, dict) else f"{setting}={_typed(value)}"
-                lines.append(f"  {text}" + (f"  ({', '.join(choices)})" if choices else ""))
+                lines.append(f"  {text}" + (limits and f"  ({limits})"))
                 lines += textwrap.wrap(meaning, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines) + "\n"
 
 
-def settings_of(cls: type, prefix: str = "") -> Iterator[tuple[str, tuple[tuple[str, ...], str]]]:
-    """Name, choices and meaning of every setting and section that a dataclass and those in it declare.
+def settings_of(cls: type, prefix: str = "") -> Iterator[tuple[str, tuple[str, str]]]:
+    """Name, limits and meaning of every setting and section that a dataclass and those in it declare.
 
     Those that it inherits come last.
 
-    Example: ``comm.timeout_s`` of ``JobConfig``: no choices, "Deadline of every wait for another rank, in seconds."
+    Example: ``comm.timeout_s`` of ``JobConfig``: "above 0 and at most 1000000", and "Deadline of every wait for another
+    rank, in seconds."
     """
-    from comet.launch.schema import choices_of
+    from comet.limits import limits_in
 
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     meanings: dict[str, str] = {}
     for part in reversed(cls.__mro__):
         meanings |= arguments_of(inspect.getdoc(part) or "")
     own = list(cls.__annotations__)
     for item in sorted(fields(cls), key=lambda item: own.index(item.name) if item.name in own else len(own)):
-        hint = hints[item.name]
-        yield f"{prefix}{item.name}", (tuple(map(_typed, choices_of(hint))), meanings.get(item.name, ""))
+        hint, limits = hints[item.name], limits_in(hints[item.name])
+        words = limits.words(limits.limits).replace("be ", "", 1).replace("None", "null")
+        yield f"{prefix}{item.name}", (words, meanings.get(item.name, ""))
         for inner in (hint, *typing.get_args(hint)):
             if isinstance(inner, type) and is_dataclass(inner):
                 yield from settings_of(inner, f"{prefix}{item.name}.")

@@ -1,7 +1,8 @@
-"""From frozen dataclasses to the schema Hydra checks against, and from Hydra's plain container back to dataclasses.
+"""The schema that Hydra checks against, made from frozen dataclasses, and dataclasses made from Hydra's container.
 
-The dataclasses of the core are the only place where a setting is declared. OmegaConf knows neither ``Literal`` nor
-tuples, so the schema holds ``str`` and lists there; ``build`` checks the choices and turns lists back into tuples.
+The dataclasses of the core are the only place where a setting is declared, with its limits (``comet.limits``).
+OmegaConf knows neither ``Literal`` nor tuples, so the schema holds ``str`` and lists there; ``build`` turns lists back
+into tuples.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def build(cls: type[Built], values: Mapping[str, Any], path: str = "") -> Built:
     try:
         return cls(**arguments)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}" if path else str(error)) from error
+        raise ValueError(f"{path}.{error}" if path else str(error)) from error
 
 
 def _member(hint: Any, item: Field[Any], replaced: Mapping[type, type]) -> tuple[Any, Any]:
@@ -85,21 +86,8 @@ def _value(hint: Any, value: Any, path: str) -> Any:
     if isinstance(value, Mapping):
         nested = next(kind for kind in (hint, *typing.get_args(hint)) if is_dataclass(kind))
         return build(nested, value, path)  # type: ignore[arg-type]
-    choices = choices_of(hint)
-    if choices and value not in choices:
-        raise ValueError(f"{path}={value!r} must be one of {', '.join(map(str, choices))}")
     return _frozen(value)
 
 
 def _frozen(value: Any) -> Any:
     return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
-
-
-def choices_of(hint: Any) -> tuple[Any, ...]:
-    """The values that a ``Literal``, or an optional one, permits; none of any other type."""
-    if typing.get_origin(hint) is Literal:
-        return typing.get_args(hint)
-    if typing.get_origin(hint) in (Union, types.UnionType):
-        inner = [choices_of(argument) for argument in typing.get_args(hint) if argument is not type(None)]
-        return (*inner[0], None) if len(inner) == 1 and inner[0] else ()
-    return ()

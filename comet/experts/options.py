@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 from comet.config import require
 from comet.kernels.experts.policy import Policy
+from comet.limits import Positive
 from comet.utils.choices import MXType, StoredType
 
 ExpertStoreKind = Literal["host", "file"]
@@ -25,9 +26,9 @@ class StoreOptions:
         NotImplementedError: If experts in files are to be prefetched.
     """
 
-    expert_budget: float | None = None
+    expert_budget: Positive | None = None
     expert_store: ExpertStoreKind = "host"
-    host_budget: float | None = None
+    host_budget: Positive | None = None
     expert_dtype: MXType | None = None
     keep_fp8: bool = False
     expert_policy: Policy = "lru"

@@ -1,16 +1,16 @@
-"""Configuration of a training job: frozen dataclasses that validate themselves.
+"""Configuration of a job: frozen dataclasses that check themselves.
 
 The command line composes the same tree (``JobConfig`` is its root), so a field declared here is a setting there. What
-needs the world size, the corpus or the device is checked where those are known (``comet.training.trainer``); a choice
-among words (``Literal``) where a word comes from the user (``comet.launch.schema``).
+needs the world size, the corpus or the device is checked where those are known (``comet.training.trainer``).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
+from comet import limits
 from comet.config import OverlapConfig, ParallelConfig, require
 from comet.jobs.generate import GenerateConfig
 from comet.models.config import ModelConfig
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MeasureConfig:
+class MeasureConfig(limits.Limited):
     """Which layers are measured, and how often.
 
     Args:
@@ -32,12 +32,8 @@ class MeasureConfig:
     """
 
     models: tuple[str, ...] = ()
-    tokens: tuple[int, ...] = ()
-    rounds: int = 20
-
-    def __post_init__(self) -> None:
-        require(all(num >= 1 for num in self.tokens), f"tokens={self.tokens} must each be at least 1")
-        require(self.rounds >= 1, f"rounds={self.rounds} must be at least 1")
+    tokens: tuple[limits.Count, ...] = ()
+    rounds: limits.Count = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,11 +44,10 @@ class TuneConfig(MeasureConfig):
         profiles: Folder of the profile store; one file per machine.
     """
 
-    profiles: str = "outputs/profiles"
+    profiles: Annotated[str, limits.filled("the name of a folder")] = "outputs/profiles"
 
     def __post_init__(self) -> None:
-        MeasureConfig.__post_init__(self)  # super() finds no class in one with slots
-        require(bool(self.profiles), f"profiles={self.profiles!r} must name a folder")
+        limits.check(self)
         buckets: dict[int, int] = {}
         for num in self.tokens:
             bucket = token_bucket(num)
@@ -79,17 +74,14 @@ class SweepConfig(MeasureConfig):
         num_panels: Column panels of layer 1; none takes the job's.
     """
 
-    layouts: tuple[tuple[int, ...], ...] = ()
-    comm_blocks: tuple[int, ...] = (0, 4, 8, 16, 32, 64)
-    num_panels: tuple[int, ...] = ()
+    layouts: tuple[tuple[limits.Count, ...], ...] = ()
+    comm_blocks: tuple[limits.Natural, ...] = (0, 4, 8, 16, 32, 64)
+    num_panels: tuple[limits.Count, ...] = ()
 
     def __post_init__(self) -> None:
-        MeasureConfig.__post_init__(self)
-        for name, least in (("comm_blocks", 0), ("num_panels", 1)):
-            values = getattr(self, name)
-            require(all(value >= least for value in values), f"{name}={values} must each be at least {least}")
-        pairs = all(len(layout) == 2 and min(layout) >= 1 for layout in self.layouts)
-        require(pairs, f"layouts={self.layouts} must each be a pair [ep, tp] of numbers that are at least 1")
+        limits.check(self)
+        pairs = all(len(layout) == 2 for layout in self.layouts)
+        require(pairs, f"layouts={list(self.layouts)} must each be a pair [ep, tp]")
 
 
 MoEPath = Literal["auto", "fused", "twin", "plain", "reference"]
@@ -99,7 +91,7 @@ MOST_WARMUP_STEPS = 60  # the default is never longer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CommConfig:
+class CommConfig(limits.Limited):
     """How ranks reach each other's memory.
 
     Args:
@@ -108,28 +100,22 @@ class CommConfig:
     """
 
     backend: Backend = "auto"
-    timeout_s: float = 60.0
-
-    def __post_init__(self) -> None:
-        require(0 < self.timeout_s <= MOST_S, f"timeout_s={self.timeout_s} must be above 0 and at most {MOST_S}")
+    timeout_s: Annotated[float, limits.above(0), limits.at_most(MOST_S)] = 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LaunchSettings:
+class LaunchSettings(limits.Limited):
     """How ``comet`` starts the ranks of this machine; under torchrun its own options say that.
 
     Args:
         max_restarts: How often all ranks are started again, from the newest checkpoint, after one of them failed.
     """
 
-    max_restarts: int = 0
-
-    def __post_init__(self) -> None:
-        require(self.max_restarts >= 0, f"max_restarts={self.max_restarts} must be at least 0")
+    max_restarts: limits.Natural = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainConfig:
+class TrainConfig(limits.Limited):
     """Length, optimizer and bookkeeping of a run.
 
     Args:
@@ -137,7 +123,7 @@ class TrainConfig:
         batch_size: Sequences per rank and step.
         lr: Learning rate after warm-up.
         min_lr_ratio: The cosine ends at ``min_lr_ratio * lr``.
-        warmup_steps: Steps of linear warm-up, below ``steps``; ``None`` is a tenth of them, but at most 60.
+        warmup_steps: Steps of linear warm-up; ``None`` is a tenth of them, but at most 60.
         weight_decay: AdamW decay of matrices; gains and biases are not decayed.
         grad_clip: Largest global gradient norm.
         seed: Of the weights and of the batches.
@@ -152,37 +138,20 @@ class TrainConfig:
             memory of one forward and backward pass between steps.
     """
 
-    steps: int
-    batch_size: int
-    lr: float = 1e-3
-    min_lr_ratio: float = 0.1
-    warmup_steps: int | None = 0
-    weight_decay: float = 0.1
-    grad_clip: float = 1.0
-    seed: int = 0
-    eval_batches: int = 8
-    eval_every: int = 0
-    checkpoint_every: int = 0
+    steps: limits.Count
+    batch_size: limits.Count
+    lr: limits.Positive = 1e-3
+    min_lr_ratio: limits.Share = 0.1
+    warmup_steps: Annotated[int, limits.at_least(0), limits.below("steps")] | None = 0
+    weight_decay: limits.NonNegative = 0.1
+    grad_clip: Annotated[float, limits.above(0), limits.OR_INFINITE] = 1.0
+    seed: Annotated[int, limits.at_least(0), limits.below(2**63)] = 0
+    eval_batches: limits.Count = 8
+    eval_every: limits.Natural = 0
+    checkpoint_every: limits.Natural = 0
     dtype: TrainDtype = "auto"
-    sample_bytes: int = 80
+    sample_bytes: limits.Natural = 80
     cuda_graph: GraphMode = "auto"
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "eval_batches"):
-            require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("eval_every", "checkpoint_every", "sample_bytes", "seed"):
-            require(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must be at least 0")
-        require(
-            0 <= self.num_warmup_steps < self.steps,
-            f"warmup_steps={self.warmup_steps} must be at least 0 and below steps={self.steps}",
-        )
-        require(0 < self.lr < float("inf"), f"lr={self.lr} must be positive and finite")
-        require(self.seed < 2**63, f"seed={self.seed} must be below 2^63")
-        require(0 <= self.min_lr_ratio <= 1, f"min_lr_ratio={self.min_lr_ratio} must be between 0 and 1")
-        require(
-            0 <= self.weight_decay < float("inf"), f"weight_decay={self.weight_decay} must be at least 0 and finite"
-        )
-        require(self.grad_clip > 0, f"grad_clip={self.grad_clip} must be positive")
 
     @property
     def num_warmup_steps(self) -> int:
@@ -191,21 +160,17 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DataConfig:
+class DataConfig(limits.Limited):
     """The text.
 
     Args:
         path: A file, or a folder all of whose files are read, of links and copies the first, but those whose names
             begin with a dot; ``None`` reads the source of the Python standard library of the running interpreter.
-        heldout_fraction: Share of the bytes kept out of training, above 0 and below 1.
+        heldout_fraction: Share of the bytes kept out of training.
     """
 
-    path: str | None = None
-    heldout_fraction: float = 0.05
-
-    def __post_init__(self) -> None:
-        require(self.path is None or bool(self.path), f"path={self.path!r} must name a file or folder, or be None")
-        require(0 < self.heldout_fraction < 1, f"heldout_fraction={self.heldout_fraction} must be above 0 and below 1")
+    path: Annotated[str, limits.filled("the name of a file or folder")] | None = None
+    heldout_fraction: Annotated[float, limits.above(0), limits.below(1)] = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,13 +184,12 @@ class ModularConfig:
     """
 
     pair: tuple[str, ...] = ()
-    tokens: int | None = None
-    rounds: int = 20
+    tokens: limits.Count | None = None
+    rounds: limits.Count = 20
 
     def __post_init__(self) -> None:
+        limits.check(self)
         require(len(self.pair) in (0, 2), f"pair={list(self.pair)} must be two names, [PREPARE_FINALIZE,EXPERTS]")
-        require(self.tokens is None or self.tokens >= 1, f"tokens={self.tokens} must be at least 1")
-        require(self.rounds >= 1, f"rounds={self.rounds} must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -257,13 +221,13 @@ class JobConfig:
     model: ModelConfig
     parallel: ParallelConfig
     train: TrainConfig
-    output_dir: str
+    output_dir: Annotated[str, limits.filled("the name of a folder")]
     comm: CommConfig = field(default_factory=CommConfig)
     launch: LaunchSettings = field(default_factory=LaunchSettings)
     moe_path: MoEPath = "auto"
     overlap: OverlapConfig | None = None
     data: DataConfig = field(default_factory=DataConfig)
-    resume: str | None = None
+    resume: Annotated[str, limits.filled("auto, a checkpoint or an output folder")] | None = None
     resume_changes: tuple[str, ...] = ()
     overwrite: bool = False
     tune: TuneConfig = field(default_factory=TuneConfig)
@@ -277,8 +241,7 @@ class JobConfig:
         return self.train.batch_size * self.model.context
 
     def __post_init__(self) -> None:
-        require(bool(self.output_dir), f"output_dir={self.output_dir!r} must not be empty")
-        require(self.resume is None or bool(self.resume), f"resume={self.resume!r} must not be empty")
+        limits.check(self)
         text = self.data.path
         require(
             text is None or not Path(self.output_dir).resolve().is_relative_to(Path(text).resolve()),

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from comet import limits
 from comet.config import SpeculationConfig, SpeculationMode, require
 from comet.experts.options import StoreOptions, check_host_cores, prefetch_wanted
 from comet.utils.choices import GraphMode
 
 GenerateDtype = Literal["auto", "float32", "bfloat16"]
 LEAST, MOST = 1e-6, 1e6  # limits of factors on logits, which stay finite and different within them
+TEMPERATURE = limits.Limit(
+    lambda value, _: value == 0 or LEAST <= value <= MOST,
+    f"0 (the most probable token) or between {LEAST} and {MOST:g}",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,8 +32,7 @@ class GenerateConfig(SpeculationConfig, StoreOptions):
         max_new_tokens: Most tokens made per sequence; a full context or the stop text ends a sequence earlier.
         temperature: Logits are divided by it before a token is drawn; 0 always takes the most probable token.
         top_k: Draw from this number of the most probable tokens; ``None``: from all.
-        top_p: Draw from the smallest set of most probable tokens that has this share of the probability, above 0, at
-            most 1.
+        top_p: Draw from the smallest set of most probable tokens that has this share of the probability.
         repetition_penalty: Positive logits of tokens that are already in the sequence are divided by it, negative ones
             multiplied; 1 changes nothing.
         seed: Of the draws; sequence i's draws depend on (seed, i) only. With speculation equal seeds give the same text
@@ -60,42 +64,24 @@ class GenerateConfig(SpeculationConfig, StoreOptions):
             they are dequantised.
     """
 
-    source: str | None = None
+    source: Annotated[str, limits.filled("the name of a folder")] | None = None
     prompt: str = ""
-    prompts: tuple[str, ...] = ()
-    max_new_tokens: int = 200
-    temperature: float = 0.8
-    top_k: int | None = None
-    top_p: float = 1.0
-    repetition_penalty: float = 1.0
-    seed: int = 0
-    stop: str | None = None
+    prompts: tuple[Annotated[str, limits.filled("at least one character")], ...] = ()
+    max_new_tokens: limits.Count = 200
+    temperature: Annotated[float, TEMPERATURE] = 0.8
+    top_k: limits.Count | None = None
+    top_p: Annotated[float, limits.above(0), limits.at_most(1)] = 1.0
+    repetition_penalty: Annotated[float, limits.at_least(LEAST), limits.at_most(MOST)] = 1.0
+    seed: limits.Natural = 0
+    stop: Annotated[str, limits.filled("at least one character")] | None = None
     dtype: GenerateDtype = "auto"
     cuda_graph: GraphMode = "auto"
     speculate: SpeculationMode = "off"
 
     def __post_init__(self) -> None:
-        SpeculationConfig.__post_init__(self)  # super() finds no class in one with slots
-        require(self.source is None or bool(self.source), f"source={self.source!r} must name a folder")
-        require(all(self.prompts), f"prompts={list(self.prompts)} must each have a character")
-        require(self.max_new_tokens >= 1, f"max_new_tokens={self.max_new_tokens} must be at least 1")
-        usable = self.temperature == 0 or LEAST <= self.temperature <= MOST
-        rule = f"must be 0 (the most probable token) or between {LEAST} and {MOST:g}"
-        require(usable, f"temperature={self.temperature} {rule}")
-        require(self.top_k is None or self.top_k >= 1, f"top_k={self.top_k} must be at least 1, or None for all tokens")
-        require(0 < self.top_p <= 1, f"top_p={self.top_p} must be above 0 and at most 1")
-        usable = LEAST <= self.repetition_penalty <= MOST
-        rule = f"must be between {LEAST} and {MOST:g} (1: none)"
-        require(usable, f"repetition_penalty={self.repetition_penalty} {rule}")
-        require(self.seed >= 0, f"seed={self.seed} must be at least 0")
-        require(self.stop is None or bool(self.stop), f"stop={self.stop!r} must have a character, or be None")
-        for name in ("expert_budget", "host_budget"):
-            value = getattr(self, name)
-            require(value is None or 0 < value < float("inf"), f"{name}={value} must be finite and above 0, or None")
-        file_only = self.expert_store == "file" or self.host_budget is None
-        require(
-            file_only, f"host_budget={self.host_budget} must be None with expert_store=host, which holds all experts"
-        )
+        limits.check(self)
+        rule = "must be None with expert_store=host, which holds all experts"
+        require(self.expert_store == "file" or self.host_budget is None, f"host_budget={self.host_budget} {rule}")
         check_host_cores(self.host_cores)
         prefetch_wanted(self.expert_prefetch)
 

@@ -35,11 +35,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from comet import limits
 from comet.comm.base import ALIGNMENT, Communicator, SymmTensor
 from comet.comm.collectives import ONE_ORDER, other_call
 from comet.comm.failures import FEWER_CALLS, RESTART
 from comet.comm.signals import check_epoch, waited
-from comet.config import MOE_DTYPES, MoEConfig, ParallelConfig, check_numbers, require
+from comet.config import MOE_DTYPES, MoEConfig, ParallelConfig, require
 from comet.errors import CapacityError, CommTimeoutError, NotFiniteError, StepFailedError
 from comet.kernels.runtime.limits import CHUNK_FLAGS, CHUNK_ROWS, COMBINE_CHUNK_ROWS
 from comet.layout import round_up
@@ -60,14 +61,13 @@ class WorkspaceShape:
     """Sizes that decide what the pool holds."""
 
     world_size: int
-    max_tokens: int  # most tokens a rank passes to a layer; rounded up to a multiple of 128
+    max_tokens: limits.Count  # most tokens a rank passes to a layer; rounded up to a multiple of 128
     hidden_size: int
     top_k: int  # K, the largest of all layers
     dtype: torch.dtype  # element type of tokens: float32, float16 or bfloat16
 
     def __post_init__(self) -> None:
-        check_numbers(self)
-        require(self.max_tokens >= 1, f"max_tokens={self.max_tokens} must be at least 1")
+        limits.check(self)
         require(self.dtype in MOE_DTYPES, f"dtype={self.dtype} must be one of {MOE_DTYPES}")
 
     @classmethod

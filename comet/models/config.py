@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from comet.config import MoEConfig, check_numbers, require
+from comet import limits
+from comet.config import MoEConfig, require
 
 NUM_BYTE_VALUES = 256
 
@@ -15,57 +17,33 @@ class ModelConfig:
 
     Args:
         name: Goes into checkpoints and messages.
-        vocab_size: Token ids; at least 256, because training reads bytes.
+        vocab_size: Token ids.
         context: Longest sequence, in tokens.
-        hidden_size: D, equal to ``moe.hidden_size``.
+        hidden_size: D.
         num_layers: Transformer blocks.
         num_heads: Query heads.
-        num_kv_heads: Key and value heads; must divide ``num_heads``.
+        num_kv_heads: Key and value heads.
         moe: The MoE layer of every block but the first ``dense_layers``.
         dense_layers: Leading blocks with a dense MLP as wide as the experts one token uses.
-        head_dim: Width of a head, even; ``None`` means ``hidden_size / num_heads``.
+        head_dim: Width of a head; ``None`` means ``hidden_size / num_heads``.
         rope_base: Base of the rotary frequencies.
-
-    Raises:
-        ValueError: If a field breaks its rule; the message names field, value and rule.
     """
 
-    name: str
-    vocab_size: int = NUM_BYTE_VALUES
-    context: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
+    name: Annotated[str, limits.filled("at least one character")]
+    vocab_size: Annotated[int, limits.at_least(NUM_BYTE_VALUES, "training reads bytes")] = NUM_BYTE_VALUES
+    context: limits.Count
+    hidden_size: Annotated[int, limits.equal_to("moe.hidden_size")]
+    num_layers: limits.Count
+    num_heads: limits.Count
+    num_kv_heads: Annotated[int, limits.divisor_of("num_heads")]
     moe: MoEConfig
-    dense_layers: int = 0
-    head_dim: int | None = None
-    rope_base: float = 10_000.0
+    dense_layers: Annotated[int, limits.at_least(0), limits.at_most("num_layers")] = 0
+    head_dim: Annotated[int, limits.at_least(2), limits.multiple_of(2)] | None = None
+    rope_base: Annotated[float, limits.above(1)] = 10_000.0
 
     def __post_init__(self) -> None:
-        check_numbers(self)
-        require(bool(self.name), f"name={self.name!r} must not be empty")
-        require(
-            self.vocab_size >= NUM_BYTE_VALUES,
-            f"vocab_size={self.vocab_size} must be at least {NUM_BYTE_VALUES}: training reads bytes",
-        )
-        for name in ("context", "num_layers", "num_heads", "num_kv_heads"):
-            require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
-        require(
-            self.hidden_size == self.moe.hidden_size,
-            f"hidden_size={self.hidden_size} must equal moe.hidden_size={self.moe.hidden_size}",
-        )
-        require(
-            self.num_heads % self.num_kv_heads == 0,
-            f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}",
-        )
-        require(
-            0 <= self.dense_layers <= self.num_layers,
-            f"dense_layers={self.dense_layers} must be between 0 and num_layers={self.num_layers}",
-        )
-        require(self.rope_base > 1, f"rope_base={self.rope_base} must be above 1")
+        limits.check(self)
         width, heads = self.head_dim, self.num_heads
-        require(width is None or (width >= 2 and width % 2 == 0), f"head_dim={width} must be positive and even")
         require(
             width is not None or self.hidden_size % (2 * heads) == 0,
             f"num_heads={heads} must divide hidden_size={self.hidden_size} into even heads (or give head_dim)",

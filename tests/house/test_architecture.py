@@ -34,11 +34,12 @@ FORBIDDEN = {
     "benchmarks": ("tests", "cuda"),
     "tests": ("cuda",),
 }
-# What kernels import beside torch and triton, and where: its callers ask first whether it is there.
+# The one package besides torch and triton that kernels import, and where; callers ask first whether it is there.
 BINDINGS, BINDINGS_IN = "cuda.bindings", "kernels/runtime/nvrtc.py"
 # Folders and files of comet, and the folders of kernels, from the ground up: each imports of the rows below it only.
 ROOMS = (
     ("kernels",),
+    ("limits",),
     ("config", "errors", "utils", "version"),
     ("layout",),
     ("comm", "quantization", "router", "schedule"),
@@ -55,7 +56,7 @@ ROOMS = (
 KERNEL_ROOMS = (("runtime",), ("experts", "gemm", "router"), ("decode", "layer", "plan"), ("aot",))
 MAX_FOLDER, MAX_TEST_FOLDER = 14, 20  # files of Python
 # Folders of tests are those of the code, but for these.
-TESTS_OF_ALL = {"failures", "harness", "house", "support"}  # of several folders at once, or of the tests themselves
+TESTS_OF_ALL = {"failures", "harness", "house", "support"}  # tests of several folders, or of tests
 TESTED_ELSEWHERE = {"jobs"}  # settings of jobs, whose every field has tests in house/test_configs.py and launch
 MAX_FILE, MAX_FUNCTION, MAX_KERNEL, MAX_PARAMETERS, MAX_JIT_PARAMETERS = 500, 80, 150, 10, 15
 SHORT_FUNCTION = 3  # lines of a body that needs no docstring
@@ -144,7 +145,7 @@ def room_of(name: str) -> tuple[int, int, str] | None:
 
 
 def arrows(source: Source) -> list[str]:
-    """From a room only to those in rows below it; a room that no row names is a violation, too."""
+    """Find imports of rooms that are not in a row below, and rooms that no row names."""
     if source.folder not in LIBRARY or source.path == "comet/__init__.py":
         return []
     parts = source.path.removesuffix(".py").removesuffix("/__init__").split("/")

@@ -46,12 +46,12 @@ def test_entries_of_a_docstring() -> None:
 
 def test_a_page_shows_default_choices_and_meaning() -> None:
     page = task_page("train", TASKS["train"])
-    assert "\n  train.steps=800\n      Optimizer steps in all, those before a resume included.\n" in page
-    assert "\n  train.dtype=auto  (auto, float32, bfloat16)\n" in page
-    assert "\n  comm.timeout_s=60.0\n      Deadline of every wait for another rank, in seconds.\n" in page
+    assert "\n  train.steps=800  (at least 1)\n      Optimizer steps in all, those before a resume included.\n" in page
+    assert "\n  train.dtype=auto  (one of auto, float32, bfloat16)\n" in page
+    assert "\n  comm.timeout_s=60.0  (above 0 and at most 1000000)\n      Deadline of every wait for another" in page
     assert "  overlap: settings\n      Split and order of the fused kernels' work; null takes what was measured" in page
     assert "output_dir=outputs/sweep-" in task_page("sweep", TASKS["sweep"])
-    assert "\n  sweep.comm_blocks=[0,4,8,16,32,64]\n" in task_page("sweep", TASKS["sweep"])
+    assert "\n  sweep.comm_blocks=[0,4,8,16,32,64]  (each at least 0)\n" in task_page("sweep", TASKS["sweep"])
 
 
 def test_every_setting_is_on_a_page_with_its_meaning() -> None:

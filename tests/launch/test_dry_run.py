@@ -45,13 +45,13 @@ SPLIT = "comm_blocks=500 must be below the 132 SMs of "
         (["tune", "tune.models=[nope]"], "model='nope' must be one of "),
         (
             ["tune", "tune.tokens=[8,8,1500,2048]"],
-            "tune: tokens=(8, 8, 1500, 2048) must not hold both 1500 and 2048: a profile keeps one entry, of bucket ",
+            "tune.tokens=(8, 8, 1500, 2048) must not hold both 1500 and 2048: a profile keeps one entry, of bucket ",
         ),
-        (["modular", "modular.pair=[AllToAll]"], "modular: pair=['AllToAll'] must be two names, "),
+        (["modular", "modular.pair=[AllToAll]"], "modular.pair=['AllToAll'] must be two names, "),
         (["modular", "modular.pair=[AllToAl,FusedExperts]"], "modular.pair: 'AllToAl' must be one of SingleRank, "),
         (["sweep", "sweep.models=['~x']"], "model='~x' must be one of "),
         (["sweep", "sweep.models=[nope]"], "model='nope' must be one of "),
-        (["sweep", "sweep.comm_blocks=[-1]"], "sweep: comm_blocks=(-1,) must each be at least 0"),
+        (["sweep", "sweep.comm_blocks=[-1]"], "sweep.comm_blocks=[-1] must each be at least 0"),
     ],
 )
 def test_a_dry_run_refuses_what_the_run_would(words, message, capfd):

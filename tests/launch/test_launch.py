@@ -307,7 +307,7 @@ def test_a_node_that_was_started_with_other_settings_is_refused(tmp_path):
 def test_two_agents_report_a_mistake_once():
     results = run_two_agents("report_context", "train.steps=-1", ranks=2)
     ours = [line for _, _, err in results for line in err if line.startswith("comet:")]
-    assert ours == ["comet: error: train: steps=-1 must be at least 1"]
+    assert ours == ["comet: error: train.steps=-1 must be at least 1"]
     assert all(status != 0 for status, _, _ in results)
 
 

@@ -287,23 +287,35 @@ def moe_config(**changes: object) -> MoEConfig:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: moe_config(hidden_size=64.0), "hidden_size=64.0 must be a whole number"),
-        (lambda: moe_config(hidden_size="64"), "hidden_size='64' must be a whole number"),
-        (lambda: moe_config(top_k=1.5), "top_k=1.5 must be a whole number"),
+        (
+            lambda: moe_config(hidden_size=64.0),
+            "hidden_size=64.0 must be a whole number and at least 16 and a multiple of 16",
+        ),
+        (
+            lambda: moe_config(hidden_size="64"),
+            "hidden_size='64' must be a whole number and at least 16 and a multiple of 16",
+        ),
+        (
+            lambda: moe_config(top_k=1.5),
+            "top_k=1.5 must be a whole number and at least 1 and at most num_experts=4 and at most 32",
+        ),
         (lambda: moe_config(renormalize="false"), "renormalize='false' must be True or False"),
-        (lambda: moe_config(routed_scale=math.nan), "routed_scale=nan must be a finite number"),
-        (lambda: moe_config(routed_scale=0.0), "routed_scale=0.0 must be positive"),
-        (lambda: moe_config(routed_scale=-2.5), "routed_scale=-2.5 must be positive"),
+        (lambda: moe_config(routed_scale=math.nan), "routed_scale=nan must be a finite number and above 0"),
+        (lambda: moe_config(routed_scale=0.0), "routed_scale=0.0 must be above 0"),
+        (lambda: moe_config(routed_scale=-2.5), "routed_scale=-2.5 must be above 0"),
         (lambda: moe_config(aux_loss_coef=-0.01), "aux_loss_coef=-0.01 must be at least 0"),
-        (lambda: moe_config(aux_loss_coef=math.inf), "aux_loss_coef=inf must be a finite number"),
+        (lambda: moe_config(aux_loss_coef=math.inf), "aux_loss_coef=inf must be a finite number and at least 0"),
         (lambda: moe_config(balance="none", z_loss_coef=-1), "z_loss_coef=-1 must be at least 0"),
         (lambda: moe_config(balance="bias", bias_update_rate=-1e-3), "bias_update_rate=-0.001 must be at least 0"),
-        (lambda: moe_config(max_imbalance=math.inf), "max_imbalance=inf must be a finite number"),
-        (lambda: moe_config(max_imbalance=0.5), "max_imbalance=0.5 must be at least 1, or None for any routing"),
+        (
+            lambda: moe_config(max_imbalance=math.inf),
+            "max_imbalance=inf must be a finite number and at least 1, or None",
+        ),
+        (lambda: moe_config(max_imbalance=0.5), "max_imbalance=0.5 must be at least 1, or None"),
         (lambda: moe_config(activation=3), "activation=3 must be an Activation, its name or its fields"),
-        (lambda: ParallelConfig(ep=2.0), "ep=2.0 must be a whole number"),
-        (lambda: OverlapConfig(num_panels=None), "num_panels=None must be a whole number"),
-        (lambda: make_group(moe_config(), max_tokens=1.5), "max_tokens=1.5 must be a whole number"),
+        (lambda: ParallelConfig(ep=2.0), "ep=2.0 must be a whole number and at least 1"),
+        (lambda: OverlapConfig(num_panels=None), "num_panels=None must be a whole number and at least 1"),
+        (lambda: make_group(moe_config(), max_tokens=1.5), "max_tokens=1.5 must be a whole number and at least 1"),
     ],
 )
 def test_numbers_that_a_setting_cannot_have_are_named(make: Callable, message: str) -> None:

@@ -76,10 +76,10 @@ def test_an_empty_list_takes_the_value_of_the_job():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tokens": (0,)}, r"tokens=\(0,\) must each be at least 1"),
-        ({"comm_blocks": (8, -1)}, r"comm_blocks=\(8, -1\) must each be at least 0"),
-        ({"layouts": ((4,),)}, r"layouts=\(\(4,\),\) must each be a pair \[ep, tp\]"),
-        ({"layouts": ((4, 0),)}, r"layouts=\(\(4, 0\),\) must each be a pair \[ep, tp\]"),
+        ({"tokens": (0,)}, r"tokens=\[0\] must each be at least 1"),
+        ({"comm_blocks": (8, -1)}, r"comm_blocks=\[8, -1\] must each be at least 0"),
+        ({"layouts": ((4,),)}, r"layouts=\[\(4,\)\] must each be a pair \[ep, tp\]"),
+        ({"layouts": ((4, 0),)}, r"layouts=\[\(4, 0\)\] must each be at least 1"),
         ({"rounds": 0}, r"rounds=0 must be at least 1"),
     ],
 )

@@ -99,14 +99,14 @@ def test_what_does_not_fit_is_refused():
     ("changes", "message"),
     [
         ({"vocab_size": 255}, "vocab_size=255 must be at least 256"),
-        ({"hidden_size": 64}, "hidden_size=64 must equal moe.hidden_size=32"),
-        ({"num_kv_heads": 3}, "num_kv_heads=3 must divide num_heads=2"),
+        ({"hidden_size": 64}, "hidden_size=64 must be equal to moe.hidden_size=32"),
+        ({"num_kv_heads": 3}, "num_kv_heads=3 must be a divisor of num_heads=2"),
         ({"num_heads": 3, "num_kv_heads": 1}, "num_heads=3 must divide hidden_size=32 into even heads"),
-        ({"head_dim": 7}, "head_dim=7 must be positive and even"),
-        ({"dense_layers": 3}, "dense_layers=3 must be between 0 and num_layers=2"),
+        ({"head_dim": 7}, "head_dim=7 must be at least 2 and a multiple of 2"),
+        ({"dense_layers": 3}, "dense_layers=3 must be at least 0 and at most num_layers=2"),
         ({"context": 0}, "context=0 must be at least 1"),
         ({"rope_base": 1.0}, r"rope_base=1\.0 must be above 1"),
-        ({"name": ""}, "name='' must not be empty"),
+        ({"name": ""}, "name='' must be at least one character"),
     ],
 )
 def test_model_config_rules(changes, message):

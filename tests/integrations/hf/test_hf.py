@@ -224,7 +224,7 @@ def test_refused_models() -> None:
     deepseek.config.scoring_func, deepseek.config.topk_method = "softmax", "noaux_tc"
     refuse(deepseek, "scoring_func='softmax' of the deepseek_v3 model must be 'sigmoid'")
     refuse(tiny_model("qwen3_moe", hidden_act="gelu"), "hidden_act='gelu' of the qwen3_moe model must be one of")
-    refuse(tiny_model("mixtral", intermediate_size=40), "ffn_size=40 must be a positive multiple of 16")
+    refuse(tiny_model("mixtral", intermediate_size=40), "ffn_size=40 must be at least 16 and a multiple of 16")
     refuse(tiny_model("mixtral", torch.float64), "dtype=torch.float64 of model.layers.0.mlp.experts must be")
     refuse(tiny_model("mixtral"), "decode_tokens=65 must be between 0 and 64", decode_tokens=65)
 

@@ -1,4 +1,4 @@
-"""What the integration with Megatron-core decides without it: routing, configurations, names of weights."""
+"""The integration with Megatron-core where it is not needed: routing, configurations, names of weights."""
 
 import sys
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from comet.integrations.megatron.layer import OFF, check_config, check_ranks, to
 from comet.kernels.runtime.activation import Activation
 from comet.layer.group import ExpertGroup, make_expert_group
 
-DEFAULTS: dict[str, Any] = dict(  # of a TransformerConfig
+DEFAULTS: dict[str, Any] = dict(  # fields of a TransformerConfig
     moe_token_dispatcher_type="alltoall",
     cuda_graph_impl="none",
     bf16=False,
@@ -67,7 +67,7 @@ def test_the_shape_of_the_layers() -> None:
     for field in (dict(num_moe_experts=None), dict(num_moe_experts=0)):
         with pytest.raises(ValueError, match=r"num_moe_experts=(None|0) must be at least 1"):
             moe_config(config(**field))
-    with pytest.raises(ValueError, match="ffn_size=40 must be a positive multiple of 16"):
+    with pytest.raises(ValueError, match="ffn_size=40 must be at least 16 and a multiple of 16"):
         moe_config(config(moe_ffn_hidden_size=40))
 
 
