@@ -11,8 +11,7 @@ import math
 import shutil
 import warnings
 from collections import ChainMap
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -35,6 +34,7 @@ from comet.training.checkpoint_folder import (
     KEPT,
     PARTIAL_SUFFIX,
     Checkpoint,
+    choose_checkpoint,
     complete,
     folder_name,
     list_checkpoints,
@@ -42,19 +42,18 @@ from comet.training.checkpoint_folder import (
     partial_path,
     read_checkpoint,
     remove_checkpoint,
-    require_intact,
 )
 from comet.training.ranks import from_first_rank, gather
 from comet.training.saved_settings import SETTINGS_FILE, flat, to_yaml
 from comet.utils.shared_file import naming, write_whole
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+# torch warns a single process that has no process group.
+alone_on_purpose = partial(warnings.catch_warnings, action="ignore", category=UserWarning)
 
 
 @dataclass(frozen=True)
 class Checkpointer:
-    """Saves a model and its optimizer, and loads them."""
-
     root: Path  # folder of the checkpoints, shared by all ranks
     model: GPT
     optimizer: AdamW
@@ -65,19 +64,20 @@ class Checkpointer:
 
     @patience()
     def save(self, step: int) -> Path:
-        """Write a checkpoint of optimizer step ``step`` and return its folder, complete when any rank returns
-        (collective); where a file cannot be written, what was is removed again and ``ValueError`` raised.
+        """Write a checkpoint of optimizer step ``step`` and return its folder (collective).
+
+        It is complete when any rank returns. If a file cannot be written, remove the others and raise ``ValueError``.
         """
         tensors, path = self._tensors(), self.root / folder_name(step)
         try:
             path = from_first_rank(partial(self._open, step))
             writer = Writer(partial_path(path))
-            with _alone_on_purpose():
-                dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
+            with alone_on_purpose():
+                dcp.save(tensors, storage_writer=writer)
             checksums = dict(ChainMap(*gather(writer.checksums)))
             from_first_rank(partial(self._complete, path, step, checksums))
         except (CheckpointException, OSError) as error:  # All ranks raise it.
-            self._refuse(path, *_cause(error), sum(tensor.nbytes for tensor in tensors.values()))
+            self._refuse(path, error, sum(tensor.nbytes for tensor in tensors.values()))
         return path
 
     def require_room(self, num_saves: int, *, overwrite: bool) -> None:
@@ -114,9 +114,7 @@ class Checkpointer:
         return [name for name, is_bad in zip(tensors, bad.tolist(), strict=True) if is_bad]
 
     def load(self, checkpoint: Checkpoint) -> int:
-        """Read a checkpoint of any EP, TP and world size into model and optimizer, and return its optimizer steps
-        (collective).
-        """
+        """Read a checkpoint of any EP, TP and world size, and return its optimizer steps (collective)."""
         checkpoint.check_model(self.model.config)
         read_checkpoint(checkpoint.path)
         _read(checkpoint.path, self._tensors())
@@ -146,8 +144,9 @@ class Checkpointer:
         with naming(path):
             complete(path, manifest, checksums)
 
-    def _refuse(self, path: Path, where: str, cause: BaseException, num_bytes: int) -> NoReturn:
+    def _refuse(self, path: Path, error: CheckpointException | OSError, num_bytes: int) -> NoReturn:
         """Remove what was written and say why in one line (collective)."""
+        where, cause = _cause(error)
 
         def tidy_up() -> str:
             remove_checkpoint(partial_path(path))
@@ -164,7 +163,7 @@ class Checkpointer:
 def load_weights(model: GPT, checkpoint: Checkpoint) -> None:
     """Read the weights of a checkpoint of any EP, TP and world size into a model, without the moments (collective)."""
     checkpoint.check_model(model.config)
-    require_intact(checkpoint)
+    choose_checkpoint([checkpoint], [])
     _read(checkpoint.path, _model_tensors(model))
 
 
@@ -174,8 +173,8 @@ def _model_tensors(model: GPT) -> dict[str, Tensor]:
 
 def _read(path: Path, tensors: dict[str, Tensor]) -> None:
     try:
-        with _alone_on_purpose(), patience():
-            dcp.load(tensors, storage_reader=Reader(path), no_dist=not dist.is_initialized())
+        with alone_on_purpose(), patience():
+            dcp.load(tensors, storage_reader=Reader(path))
     except CheckpointException as error:
         _, cause = _cause(error)
         if isinstance(cause, ValueError):
@@ -189,11 +188,3 @@ def _cause(error: CheckpointException | OSError) -> tuple[str, BaseException]:
         return "", error
     causes = [(f"rank {rank}: ", cause) for rank, (cause, _) in error.failures.items()]
     return next((each for each in causes if isinstance(each[1], OSError)), causes[0])
-
-
-@contextmanager
-def _alone_on_purpose() -> Iterator[None]:
-    """Silence the warning that a single process without a process group gets."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        yield

@@ -19,7 +19,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from comet.training.saved_settings import SETTINGS_FILE, flat
 logger = logging.getLogger(__name__)
 
 MANIFEST = "comet.json"
+METADATA = ".metadata"  # torch.distributed.checkpoint writes it last
 FORMATS = (1, 2)  # 1 had sizes only
 KEPT = 2
 PARTIAL_SUFFIX = ".tmp"
@@ -54,16 +55,17 @@ def checksum(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint on disk."""
+    """A complete checkpoint on disk, and the fields of its manifest."""
 
     path: Path
     step: int
     model: Mapping[str, Any]  # fields of the model configuration, nested ones with dots
     saved_at: float  # unix time in seconds; later than that of every other checkpoint there
     layout: Mapping[str, int]  # world size, EP and TP it was saved at
-    checksums: Mapping[str, str]  # by file name; none in a checkpoint of format 1
-    text: str  # fingerprint of the text it was trained on; empty in a checkpoint of format 1
-    layers: Mapping[str, Any]  # device, path and split of the layers that wrote it; empty in those of older versions
+    files: Mapping[str, Mapping[str, Any]]  # "bytes" of every file and its checksum "blake2b", which format 1 lacks
+    text: str = ""  # fingerprint of the text it was trained on; empty in a checkpoint of format 1
+    # Device, path and split of the layers that wrote it; empty in checkpoints of older versions.
+    layers: Mapping[str, Any] = field(default_factory=dict)
 
     def check_model(self, config: ModelConfig) -> None:
         """Raise ``ValueError`` naming every field in which the checkpoint's model differs from ``config``."""
@@ -78,7 +80,6 @@ class Checkpoint:
 
 
 def folder_name(step: int) -> str:
-    """``folder_name(200) == "step-000200"``."""
     return f"step-{step:06d}"
 
 
@@ -93,14 +94,15 @@ def names_checkpoint(path: Path) -> bool:
 
 
 def open_partial(root: Path, step: int) -> Path:
-    """Make the folder to write a checkpoint into, removing what killed jobs left there, and return where it will
-    be when it is complete; another name where a foreign file has the usual one.
+    """Make the folder to write a checkpoint into, remove what killed jobs left, and return the complete one's name.
+
+    A foreign file of that name is left alone, and a number makes the name another.
     """
     for leftover in root.glob(f"step-*{PARTIAL_SUFFIX}"):
         with _left_to_the_next_save(leftover):
             remove_checkpoint(leftover)
-    names = itertools.chain([folder_name(step)], (f"{folder_name(step)}-{count}" for count in itertools.count(2)))
-    for path in map(root.joinpath, names):
+    for count in itertools.count(1):
+        path = root / (folder_name(step) if count == 1 else f"{folder_name(step)}-{count}")
         is_ours = not path.exists() or (path / MANIFEST).is_file()
         if is_ours and not partial_path(path).exists():
             break
@@ -124,10 +126,9 @@ def complete(path: Path, manifest: Mapping[str, Any], checksums: Mapping[str, st
     root, partial = path.parent, partial_path(path)
     others = [found for found in list_checkpoints(root)[0] if found.path != path]
     outdated = [found.path for found in others[KEPT - 1 :]]
-    saved_at = max(
-        [time.time(), *(math.nextafter(found.saved_at, math.inf) for found in others)]
-    )  # clocks go backwards
-    checksums = {**checksums, SETTINGS_FILE: checksum(partial / SETTINGS_FILE)}
+    # The clock may have gone back since another checkpoint was saved.
+    saved_at = max([time.time(), *(math.nextafter(found.saved_at, math.inf) for found in others)])
+    checksums = {**checksums, **{name: checksum(partial / name) for name in (METADATA, SETTINGS_FILE)}}
     files = {name: {"bytes": (partial / name).stat().st_size, "blake2b": checksums[name]} for name in sorted(checksums)}
     with (partial / MANIFEST).open("w") as file:
         json.dump({"format": FORMATS[-1], "saved_at": saved_at, **manifest, "files": files}, file, indent=1)
@@ -166,28 +167,19 @@ def read_checkpoint(path: Path) -> Checkpoint:
         manifest = json.loads((path / MANIFEST).read_bytes())
         known = manifest["format"] in FORMATS
         require(known, f"format={manifest['format']} must be one of {', '.join(map(str, FORMATS))}: a newer version's")
-        entries = {
-            name: entry if isinstance(entry, dict) else {"bytes": entry} for name, entry in manifest["files"].items()
-        }
+        files = manifest["files"].items()
+        manifest["files"] = {name: entry if isinstance(entry, dict) else {"bytes": entry} for name, entry in files}
         found = Checkpoint(
-            path=path,
-            step=int(manifest["step"]),
-            model=dict(manifest["model"]),
-            saved_at=float(manifest["saved_at"]),
-            layout=dict(manifest["layout"]),
-            checksums={name: entry["blake2b"] for name, entry in entries.items() if "blake2b" in entry},
-            text=str(manifest.get("text", "")),
-            layers=dict(manifest.get("layers", {})),
+            path, **{item.name: manifest[item.name] for item in fields(Checkpoint) if item.name in manifest}
         )
-        sizes = {name: entry["bytes"] for name, entry in entries.items()}
+        sizes = [(path / name, entry["bytes"]) for name, entry in found.files.items()]
     except (AttributeError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"checkpoint {path} is damaged: {MANIFEST} cannot be read ({error})") from error
-    for name, size in sizes.items():
-        file = path / name
+    for file, size in sizes:
         actual = f"has {file.stat().st_size} bytes" if file.is_file() else "is gone"
         require(
             actual == f"has {size} bytes",
-            f"checkpoint {path} is truncated: {name} {actual}, its manifest says {size} bytes",
+            f"checkpoint {path} is truncated: {file.name} {actual}, its manifest says {size} bytes",
         )
     return found
 
@@ -205,22 +197,21 @@ def list_checkpoints(root: Path) -> tuple[list[Checkpoint], list[str]]:
     return sorted(found, key=lambda item: (item.saved_at, item.step), reverse=True), skipped
 
 
-def _was_whole(path: Path) -> bool:
-    return bool(OWN_FOLDERS.fullmatch(path.name)) and path.suffix != PARTIAL_SUFFIX and (path / MANIFEST).is_file()
-
-
 def find_checkpoints(resume: str | None, output_dir: str) -> tuple[list[Checkpoint], list[str]]:
-    """Checkpoints to continue from, the best first (none: a new run), and why newer ones were skipped; checksums are
-    not looked at. ``auto`` does not start from nothing where all checkpoints that were complete once are broken.
+    """Return checkpoints to continue from, the best first (none: a new run), and why newer ones were skipped.
+
+    Checksums are not looked at. ``auto`` does not start from nothing where all checkpoints that were complete once are
+    broken.
     """
     if resume is None:
         return [], []
     root = Path(output_dir if resume == "auto" else resume)
     if resume == "auto":
         found, skipped = list_checkpoints(root)
-        were_whole = [path for path in root.glob("step-*") if _was_whole(path)]
-        lost = f"resume='auto' finds {'; '.join(skipped)}: no checkpoint is whole, overwrite=true instead starts anew"
-        require(bool(found) or not were_whole, lost)
+        names = [manifest.parent.name for manifest in root.glob(f"step-*/{MANIFEST}")]
+        were_whole = any(OWN_FOLDERS.fullmatch(name) and not name.endswith(PARTIAL_SUFFIX) for name in names)
+        ways = "no checkpoint is whole, overwrite=true instead starts a new run"
+        require(bool(found) or not were_whole, f"resume='auto' finds {'; '.join(skipped)}: {ways}")
         return found, skipped
     if not root.is_dir():
         raise FileNotFoundError(errno.ENOENT, "resume must be 'auto', a checkpoint or a folder of checkpoints", resume)
@@ -243,39 +234,33 @@ def named_checkpoints(setting: str, value: str) -> tuple[list[Checkpoint], list[
 
 
 def choose_checkpoint(found: list[Checkpoint], skipped: list[str]) -> tuple[Checkpoint | None, list[str]]:
-    """The first checkpoint whose files hold what was written, and why others were skipped (collective)."""
+    """Return the first checkpoint whose files hold what was written, and why others were skipped (collective).
+
+    Raise ``ValueError`` if there are checkpoints and none is intact; it names an intact one beside them.
+    """
+    from comet.training.ranks import from_first_rank  # needs torch, unlike all that the command line asks here
+
     for checkpoint in found:
         if not (damage := find_damage(checkpoint)):
             return checkpoint, skipped
         skipped = [*skipped, damage]
-    if len(found) == 1:
-        require_intact(found[0])
-    require(not found, "; ".join(skipped))
-    return None, skipped
-
-
-def require_intact(checkpoint: Checkpoint) -> None:
-    """Raise ``ValueError`` if a file does not hold what was written, naming the newest checkpoint that is intact
-    (collective).
-    """
-    from comet.training.ranks import from_first_rank  # needs torch, unlike all that the command line asks here
-
-    if not (damage := find_damage(checkpoint)):
-        return
-    others = from_first_rank(lambda: list_checkpoints(checkpoint.path.parent)[0])
-    intact = (str(other.path) for other in others if other.path != checkpoint.path and not find_damage(other))
-    raise ValueError(f"{damage}; {next(intact, 'no other checkpoint beside it')} is intact")
+    if not found:
+        return None, skipped
+    beside = from_first_rank(lambda: list_checkpoints(found[0].path.parent)[0])
+    damaged = {each.path for each in found}
+    intact = (str(other.path) for other in beside if other.path not in damaged and not find_damage(other))
+    raise ValueError(f"{'; '.join(skipped)}; {next(intact, 'no other checkpoint beside it')} is intact")
 
 
 def find_damage(checkpoint: Checkpoint) -> str:
-    """Which file does not hold what was written, empty if all do; each rank reads its share of them (collective)."""
+    """Return which files do not hold what was written; empty if all do. Each rank reads its share (collective)."""
     from comet.comm.handshake import patience, this_rank
     from comet.training.ranks import gather
 
     rank, world_size = this_rank()
-    mine = sorted(checkpoint.checksums.items())[rank::world_size]
+    written = {name: entry["blake2b"] for name, entry in checkpoint.files.items() if "blake2b" in entry}
     with patience():
-        bad = [name for name, written in mine if checksum(checkpoint.path / name) != written]
+        bad = [name for name in sorted(written)[rank::world_size] if checksum(checkpoint.path / name) != written[name]]
         names = [name for part in gather(bad) for name in part]
     if not names:
         return ""

@@ -26,7 +26,7 @@ from comet.generation.source import Source, model_of
 from comet.launch.failures import is_user_error
 from comet.training import checkpoint_folder, trainer
 from comet.training.checkpoint import Checkpointer, load_weights
-from comet.training.checkpoint_files import Reader, read_metadata
+from comet.training.checkpoint_files import Reader
 from comet.training.checkpoint_folder import (
     checksum,
     choose_checkpoint,
@@ -109,7 +109,8 @@ def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(tmp_path, 
 def complete_empty(folder, *steps):
     for step in steps:
         path = checkpoint_folder.open_partial(folder, step)
-        (checkpoint_folder.partial_path(path) / "comet.yaml").touch()
+        for name in ("comet.yaml", ".metadata"):
+            (checkpoint_folder.partial_path(path) / name).touch()
         checkpoint_folder.complete(path, {"step": step, "layout": {}, "model": {}}, {})
 
 
@@ -372,7 +373,7 @@ def bomb_metadata(folder: Path, bomb: Bomb) -> None:
 
 def bomb_as_bytes(folder: Path, bomb: Bomb) -> None:
     """Weights that are no tensors: torch's own planner unpickles them."""
-    names = read_metadata(folder).state_dict_metadata
+    names = Reader(folder).read_metadata().state_dict_metadata
     state = {name: torch.zeros(kind.size) for name, kind in names.items()}
     state["model.embedding.weight"] = bomb
     dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
@@ -380,7 +381,7 @@ def bomb_as_bytes(folder: Path, bomb: Bomb) -> None:
 
 def bomb_as_tensor(folder: Path, bomb: Bomb) -> None:
     """The bytes of every tensor are those of a pickle."""
-    file, metadata = folder / "__0_0.distcp", read_metadata(folder)
+    file, metadata = folder / "__0_0.distcp", Reader(folder).read_metadata()
     torch.save(bomb, file)
     for place in metadata.storage_data.values():
         place.offset, place.length = 0, file.stat().st_size
@@ -388,7 +389,7 @@ def bomb_as_tensor(folder: Path, bomb: Bomb) -> None:
 
 
 def point_elsewhere(folder: Path, bomb: Bomb) -> None:
-    metadata = read_metadata(folder)
+    metadata = Reader(folder).read_metadata()
     next(iter(metadata.storage_data.values())).relative_path = f"../../{bomb.path.name}"
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
