@@ -13,15 +13,14 @@ of the gradients, AdamW; in bf16 on GPUs, parameters too. The variants are steps
     plain         every MoE layer through all-to-all and grouped GEMMs
     rest          without routed experts: everything else of a step
 
-A variant that fails, or whose first losses or gradients differ from those of ``plain`` by more than rounding explains,
-is not timed and stands under ``failures``; so does a point that fails, and the run goes on.
+A variant that fails, or whose first losses or mean gradients differ from those of ``plain`` by more than rounding
+explains, is not timed and stands under ``failures``; so does a point that fails, and the run goes on.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -53,7 +52,7 @@ CHECKED_STEPS = 3  # graphs are captured in the second and replayed from then on
 LEARNING_RATE = 1e-4
 SCHEDULE_STEPS = 1000  # far more than the batches that are rotated: the learning rate stays where it starts
 TEXT_BYTES = 2**20
-# Losses, and of each step and parameter the norms of its gradient's rows.
+# Losses of the steps, and of each parameter the norms of the rows of its mean gradient, as the optimizer has it.
 FirstSteps = tuple[Tensor, tuple[Tensor, ...]]
 
 
@@ -80,7 +79,6 @@ class SwitchedModel:
         self.other_paths: dict[str, ExpertPath] = {"plain": make_path("plain", config.moe, group), "rest": no_experts}
 
     def step(self, variant: str, index: int) -> StepMetrics:
-        """One optimizer step on batch ``index`` of each rank (collective)."""
         for layer, own in zip(self.layers, self.own_paths, strict=True):
             layer.experts = self.other_paths.get(variant, own)
         return (self.replaying if variant == "comet_graph" else self.train_step)(index)
@@ -101,10 +99,10 @@ class SwitchedModel:
     def first_steps(self, variant: str) -> FirstSteps:
         """Take steps from the start (collective)."""
         self.start_anew()
-        with noted_gradients(self.optimizer) as norms:
-            losses = [self.step(variant, index).loss for index in range(CHECKED_STEPS)]
+        losses = [self.step(variant, index).loss for index in range(CHECKED_STEPS)]
         if variant == "comet_graph" and self.replaying.graph_fallback_reason:
             raise RuntimeError(f"there are no graphs: {self.replaying.graph_fallback_reason}")
+        norms = (row_norms(local(moments["exp_avg"])) for moments in self.optimizer.state.values())
         return torch.stack(losses), tuple(norms)
 
 
@@ -139,27 +137,8 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
             setattr(child, name, nn.Parameter(parameter.to(dtype)))
 
 
-@contextmanager
-def noted_gradients(optimizer: torch.optim.Optimizer) -> Iterator[list[Tensor]]:
-    """A list that gets, before each step taken inside, the norms of the rows of every gradient.
-
-    Rows count along the first dimension: of the experts' weights each expert is one.
-    """
-    norms: list[Tensor] = []
-
-    def note(*_: Any) -> None:
-        parameters = (each for group in optimizer.param_groups for each in group["params"])
-        norms.extend(row_norms(local(each.grad)) for each in parameters)
-
-    handle = optimizer.register_step_pre_hook(note)
-    try:
-        yield norms
-    finally:
-        handle.remove()
-
-
 def row_norms(gradient: Tensor) -> Tensor:
-    """``(N,)`` float32 of ``(N, ...)``; ``[[3, 4], [0, 1]]`` gives ``[5, 1]``."""
+    """``(N,)`` float32 of ``(N, ...)``, an expert's weights being a row; ``[[3, 4], [0, 1]]`` gives ``[5, 1]``."""
     return torch.linalg.vector_norm(gradient.reshape(gradient.shape[0], -1), dim=1, dtype=torch.float32)
 
 

@@ -20,9 +20,9 @@ from comet.generation.engine import Engine, GPTEngine
 from comet.generation.generate import Generated, encode_prompts, generate, warm_up
 from comet.generation.source import Source, find_source, is_hf_folder
 from comet.generation.text import ByteCodec, Codec, Printer, context_note
-from comet.jobs.config import JobConfig, activation_dtype
+from comet.jobs.config import JobConfig, activation_dtype, model_group
 from comet.jobs.generate import GenerateConfig
-from comet.layer.group import ExpertGroup, make_expert_group
+from comet.layer.group import ExpertGroup
 from comet.models.gpt import GPT
 from comet.training.checkpoint import load_weights
 from comet.training.ranks import RankContext, from_first_rank, gather
@@ -51,16 +51,7 @@ def generate_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
     dtype = activation_dtype(settings.dtype, context.device)
     budget = plan_experts(config, dtype)
     most_tokens = len(prompts) * max(map(len, prompts))
-    group = make_expert_group(
-        config.model.moe,
-        config.parallel,
-        max_tokens=-(-most_tokens // config.parallel.world_size),
-        dtype=dtype,
-        device=context.device,
-        backend=config.comm.backend,
-        timeout_s=config.comm.timeout_s,
-        profiles=config.tune.profiles,
-    )
+    group = model_group(config, context.device, max_tokens=-(-most_tokens // config.parallel.world_size), dtype=dtype)
     engine = _open_engine(source, config, group, budget)
     meet(context.device)
     if source.checkpoint is None:

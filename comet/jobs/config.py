@@ -20,6 +20,8 @@ from comet.utils.choices import Backend, GraphMode
 if TYPE_CHECKING:
     import torch
 
+    from comet.layer.group import ExpertGroup
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasureConfig(limits.Limited):
@@ -251,6 +253,16 @@ class JobConfig:
         if self.generate.speculate != "off":
             layers = self.model.num_layers - self.model.dense_layers
             self.generate.experts_per_layer(self.model.moe.top_k, layers)
+
+
+def model_group(config: JobConfig, device: torch.device, *, max_tokens: int, dtype: torch.dtype) -> ExpertGroup:
+    """Join the MoE group of the job's model, whose layers take what ``tune`` measured (collective)."""
+    from comet.layer.group import make_expert_group
+
+    return make_expert_group(
+        config.model.moe, config.parallel, max_tokens=max_tokens, dtype=dtype, device=device,
+        backend=config.comm.backend, timeout_s=config.comm.timeout_s, profiles=config.tune.profiles,
+    )  # fmt: skip
 
 
 def activation_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -62,7 +62,7 @@ class GPT(nn.Module):
         self.dtype = group.workspace.shape.dtype
         made: dict[str, Any] = dict(device=group.device, dtype=torch.float32)
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size, **made)
-        self.blocks = nn.ModuleList()
+        self.blocks: Any = nn.ModuleList()  # torch does not declare that these are ``Block``s
         for index in range(config.num_layers):
             ffn: MoE | SharedExpert
             if index < config.dense_layers:
@@ -85,7 +85,7 @@ class GPT(nn.Module):
         Matrices that write into the residual stream are scaled by ``1 / sqrt(2 * num_layers)``. The head starts at
         zero: an untrained model gives every byte the same probability.
         """
-        for index, block in enumerate(self._blocks()):
+        for index, block in enumerate(self.blocks):
             if isinstance(block.ffn, MoE):
                 block.ffn.reset_parameters(_seed(seed, f"blocks.{index}"))
         self._draw_outside_moe(seed)
@@ -105,7 +105,7 @@ class GPT(nn.Module):
             std = EMBEDDING_STD if name == "embedding.weight" else parameter.shape[-1] ** -0.5
             drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
             parameter.copy_(drawn * std)
-        for block in self._blocks():
+        for block in self.blocks:
             block.attention.out.weight.mul_(scale)
             block.ffn.w2.mul_(scale)
             if isinstance(block.ffn, MoE) and block.ffn.shared is not None:
@@ -152,19 +152,16 @@ class GPT(nn.Module):
         return output
 
     def moe_layers(self) -> list[MoE]:
-        """The MoE layers, first block first."""
-        return [block.ffn for block in self._blocks() if isinstance(block.ffn, MoE)]
+        return [block.ffn for block in self.blocks if isinstance(block.ffn, MoE)]
 
     def expert_parameters(self) -> list[nn.Parameter]:
         """Parameters sharded over the MoE group: ``expert_matrices``, then ``expert_biases``."""
         return self.expert_matrices() + self.expert_biases()
 
     def expert_matrices(self) -> list[nn.Parameter]:
-        """w1 and w2 of every MoE layer."""
         return [parameter for layer in self.moe_layers() for parameter in (layer.w1, layer.w2)]
 
     def expert_biases(self) -> list[nn.Parameter]:
-        """b1 and b2 of every MoE layer; none without ``expert_bias``."""
         return [bias for layer in self.moe_layers() for bias in (layer.b1, layer.b2) if bias is not None]
 
     def dense_parameters(self) -> list[nn.Parameter]:
@@ -189,7 +186,7 @@ class GPT(nn.Module):
         others = iter(routers or ())
         with torch.autocast(ids.device.type, self.dtype, enabled=self.dtype != torch.float32):
             x = self.embedding(ids)
-            for block, attend in zip(self._blocks(), attends, strict=True):
+            for block, attend in zip(self.blocks, attends, strict=True):
                 router = next(others, None) if isinstance(block.ffn, MoE) else None
                 x, layer_stats = block(x, rotary, attend, router)
                 if layer_stats is not None:
@@ -203,9 +200,6 @@ class GPT(nn.Module):
             router_loss=sum((layer.loss for layer in stats), start=x.new_zeros(())),
             expert_load=torch.stack(loads) if loads else x.new_zeros(0, self.config.moe.num_experts),
         )
-
-    def _blocks(self) -> list[Block]:
-        return [block for block in self.blocks if isinstance(block, Block)]
 
 
 class Block(nn.Module):

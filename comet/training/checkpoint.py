@@ -54,6 +54,8 @@ alone_on_purpose = partial(warnings.catch_warnings, action="ignore", category=Us
 
 @dataclass(frozen=True)
 class Checkpointer:
+    """Saves a model and its optimizer, and loads them."""
+
     root: Path  # folder of the checkpoints, shared by all ranks
     model: GPT
     optimizer: AdamW
@@ -90,8 +92,7 @@ class Checkpointer:
         def check() -> None:
             there = list_checkpoints(self.root)[0]
             num_kept = 0 if overwrite else len(there)
-            most = min(num_kept + num_saves, KEPT + 1)  # The oldest goes when the next is whole.
-            needed = max(most - num_kept, min(num_saves, 1)) * num_bytes
+            needed = min(num_saves, max(KEPT + 1 - num_kept, 1)) * num_bytes  # The oldest goes when the next is whole.
             removed = [*self.root.glob(f"step-*{PARTIAL_SUFFIX}"), *(found.path for found in there if overwrite)]
             freed = sum(file.stat().st_size for folder in removed for file in folder.glob("*"))
             free = shutil.disk_usage(self.root).free + freed

@@ -76,7 +76,7 @@ class Writer(dcp.FileSystemWriter):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self.checksums: dict[str, str] = {}  # by name, of the files that this rank has written
+        self.checksums: dict[str, str] = {}  # The key is the name of a file that this rank wrote.
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's share; raise ``OSError`` where torch would only say that a position is unexpected."""

@@ -48,7 +48,6 @@ FREE_FIELDS = frozenset(
 
 
 def checksum(path: Path) -> str:
-    """A fingerprint of a file of any size."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, partial(hashlib.blake2b, digest_size=16)).hexdigest()
 
@@ -236,7 +235,7 @@ def named_checkpoints(setting: str, value: str) -> tuple[list[Checkpoint], list[
 def choose_checkpoint(found: list[Checkpoint], skipped: list[str]) -> tuple[Checkpoint | None, list[str]]:
     """Return the first checkpoint whose files hold what was written, and why others were skipped (collective).
 
-    Raise ``ValueError`` if there are checkpoints and none is intact; it names an intact one beside them.
+    Raise ``ValueError`` if there are checkpoints and none is intact; it names an intact one of the same folder.
     """
     from comet.training.ranks import from_first_rank  # needs torch, unlike all that the command line asks here
 
@@ -246,10 +245,10 @@ def choose_checkpoint(found: list[Checkpoint], skipped: list[str]) -> tuple[Chec
         skipped = [*skipped, damage]
     if not found:
         return None, skipped
-    beside = from_first_rank(lambda: list_checkpoints(found[0].path.parent)[0])
+    others = from_first_rank(lambda: list_checkpoints(found[0].path.parent)[0])
     damaged = {each.path for each in found}
-    intact = (str(other.path) for other in beside if other.path not in damaged and not find_damage(other))
-    raise ValueError(f"{'; '.join(skipped)}; {next(intact, 'no other checkpoint beside it')} is intact")
+    intact = (str(other.path) for other in others if other.path not in damaged and not find_damage(other))
+    raise ValueError(f"{'; '.join(skipped)}; {next(intact, 'no other checkpoint there')} is intact")
 
 
 def find_damage(checkpoint: Checkpoint) -> str:

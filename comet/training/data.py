@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from io import FileIO
 from itertools import accumulate, chain
 from pathlib import Path
@@ -49,13 +49,13 @@ class Text:
     def __init__(self, pieces: Iterable[Piece]) -> None:
         self.pieces = [piece for piece in pieces if piece.stop > piece.start]
         self._ends = list(accumulate(piece.stop - piece.start for piece in self.pieces))
-        self._files: dict[Path, FileIO] = {}
+        self._open = lru_cache(MOST_OPEN)(FileIO)
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, place: slice) -> Tensor:
-        data = bytearray().join(self._read(piece) for piece in self.cut(*place.indices(len(self))[:2]))
+        data = bytearray().join(map(self._read, self.cut(*place.indices(len(self))[:2])))
         return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
     def cut(self, start: int, stop: int) -> Iterator[Piece]:
@@ -69,19 +69,13 @@ class Text:
             start, index = self._ends[index], index + 1
 
     def chunks(self) -> Iterator[bytes]:
-        """Yield all bytes, about a megabyte at a time."""
-        for path, start, stop in self.pieces:
-            for first in range(start, stop, CHUNK_BYTES):
-                yield self._read(Piece(path, first, min(first + CHUNK_BYTES, stop)))
+        for start in range(0, len(self), CHUNK_BYTES):
+            yield from map(self._read, self.cut(start, min(start + CHUNK_BYTES, len(self))))
 
     def _read(self, piece: Piece) -> bytes:
         path, start, stop = piece
         try:
-            if path not in self._files:
-                if len(self._files) >= MOST_OPEN:
-                    self._files.pop(next(iter(self._files))).close()
-                self._files[path] = FileIO(path)
-            found = os.pread(self._files[path].fileno(), stop - start, start)
+            found = os.pread(self._open(path).fileno(), stop - start, start)
         except OSError as error:
             raise ValueError(f"data.path must be readable, but {path} is not: {error.strerror}") from error
         require(len(found) == stop - start, f"data.path must not change in a run, but {path} has become shorter")
@@ -94,11 +88,10 @@ class Corpus:
 
     train: Text
     heldout: Text
-    source: str
+    source: str  # in words
 
     @cached_property
     def digest(self) -> str:
-        """A fingerprint of both parts, to compare ranks."""
         return _sha256(self.train, self.heldout)[:16]
 
 
@@ -230,5 +223,4 @@ def _files(root: Path) -> dict[str, Path]:
 
 
 def _refuse(error: OSError) -> NoReturn:
-    """A folder that cannot be read, whose text would be left out."""
     raise ValueError(f"data.path must be readable, but {error.filename} is not: {error.strerror}") from error

@@ -44,7 +44,6 @@ class ScaledAdamW(AdamW):
         self.grad_scale = num_summed * ((norm + 1e-6) / max_norm).clamp(min=1.0)
 
     def step(self, closure: Any = None) -> Any:
-        """Take the step; the next one is not scaled unless ``clip`` says so again."""
         found = super().step(closure)
         self.grad_scale = None
         return found
@@ -87,40 +86,31 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
 
 
-def sum_gradients(model: GPT, group: ExpertGroup) -> None:
-    """Sum the gradients of a backward pass over the ranks, in place (collective).
+@torch.no_grad()
+def sum_gradients(model: GPT, group: ExpertGroup) -> Tensor:
+    """Sum gradients over the ranks, in place, and return the norm of the global objective's gradient (collective).
 
-    Divided by the world size they are those of the global objective, see ``ScaledAdamW``.
+    That gradient is the sums divided by the world size, see ``ScaledAdamW``. In the norm dense parameters count once,
+    and expert parameters once per shard: their squares are summed over the world and divided by the number of ranks
+    that hold a part alike. Every rank gets the same bits, so replicated parameters stay equal.
     """
     dense, experts = _gradients(model.dense_parameters()), _gradients(model.expert_parameters())
     if group.world_size > 1:
         sum_over_ranks(dense, None)
         if group.data_parallel > 1:
             sum_over_ranks(experts, group.expert_data_group)
-
-
-@torch.no_grad()
-def global_norm(model: GPT, group: ExpertGroup) -> Tensor:
-    """The norm of the gradient of the global objective (collective).
-
-    Dense parameters count once, expert parameters once per shard: their squares are summed over the world and divided
-    by the number of ranks that hold a part alike. Every rank gets the same bits, so replicated parameters stay equal.
-    """
-    dense, experts = _gradients(model.dense_parameters()), model.expert_parameters()
-    device, tp = group.device, group.parallel.tp
-    alike = [bias for bias in model.expert_biases() if bias.dim() == 2]  # b2, which the TP ranks of a shard hold alike
-    names = {id(each) for each in alike}
-    expert_square = _square_sum(_gradients(each for each in experts if id(each) not in names), device)
+    alike = [each for each in experts if each.dim() == 2]  # b2, which the TP ranks of a shard hold alike
+    expert_square = _square_sum([each for each in experts if each.dim() > 2], group.device)
     if alike:
-        expert_square = expert_square + _square_sum(_gradients(alike), device) / tp
+        expert_square = expert_square + _square_sum(alike, group.device) / group.parallel.tp
     if group.world_size > 1:
         dist.all_reduce(expert_square)
         expert_square = expert_square / group.data_parallel
-    return (_square_sum(dense, device) + expert_square).sqrt() / group.world_size
+    return (_square_sum(dense, group.device) + expert_square).sqrt() / group.world_size
 
 
 def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """This rank's, in parameter order; one that no token touched is zero, so that all ranks send the same buckets."""
+    """Return this rank's parts. A gradient that no token touched is zero: all ranks send the same buckets."""
     gradients = []
     for parameter in parameters:
         if parameter.grad is None:

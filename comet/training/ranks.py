@@ -41,23 +41,22 @@ class RankContext:
 
 
 def gather(value: Any) -> list[Any]:
-    """Every rank's ``value``, in rank order, on all ranks (collective)."""
     return handshake.gather(dist.group.WORLD, value)
 
 
 def from_first_rank(make: Callable[[], Made]) -> Made:
-    """Return or raise on all ranks what ``make`` returns or raises on rank 0 (collective); an ``OSError`` without a
-    file becomes a ``ValueError``.
+    """Return or raise on all ranks what ``make`` returns or raises on rank 0 (collective).
+
+    An ``OSError`` without a file becomes a ``ValueError``.
     """
     made: list[Any] = [None, None]
     rank, world_size = this_rank()
     if rank == 0:
         try:
             made[0] = make()
-        except ValueError as error:
-            made[1] = error
-        except OSError as error:
-            made[1] = error if error.filename else ValueError(str(error) or type(error).__name__)
+        except (ValueError, OSError) as error:
+            is_told = isinstance(error, ValueError) or error.filename
+            made[1] = error if is_told else ValueError(str(error) or type(error).__name__)
     if world_size > 1:
         dist.broadcast_object_list(made, src=0)
     if made[1] is not None:

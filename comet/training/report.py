@@ -41,19 +41,12 @@ class Window:
 
     @property
     def imbalance(self) -> float:
-        """Largest over mean load of an expert, averaged over the MoE layers; 1 is even, and the value without layers.
-
-        Example: ``expert_load=[[6, 2], [4, 4]]`` gives ``(6 / 4 + 4 / 4) / 2 = 1.25``.
-        """
+        """Largest over mean load of an expert, averaged over the MoE layers; 1 is even, or there are no layers."""
         ratios = [max(load) * len(load) / max(sum(load), 1.0) for load in self.expert_load]
         return sum(ratios) / len(ratios) if ratios else 1.0
 
     @property
     def dropped_share(self) -> float:
-        """Dropped over all routed rows.
-
-        Example: ``dropped_rows=2`` of ``expert_load=[[6, 2], [4, 4]]`` gives ``2 / 16 = 0.125``.
-        """
         return self.dropped_rows / max(sum(map(sum, self.expert_load)), 1.0)
 
 
@@ -66,7 +59,7 @@ class History:
     heldout: list[tuple[int, float]] = field(default_factory=list)  # (optimizer steps taken, nats per byte)
 
     def start(self, earlier: Path | None, last_step: int) -> None:
-        """Begin a new file with what ``earlier`` (another run's folder, or this one) recorded up to ``last_step``."""
+        """Begin a new file with what a run's folder, this or another, recorded up to ``last_step``."""
         kept: list[dict[str, Any]] = []
         if earlier is not None and (earlier / HISTORY_FILE).exists():
             with suppress(json.JSONDecodeError):  # a killed job may have left the last line unfinished
@@ -83,7 +76,7 @@ class History:
         self._append(asdict(window))
 
     def add_heldout(self, step: int, loss: float) -> None:
-        """Record an evaluation, unless a run that is over was resumed, which finds what it found."""
+        """Record an evaluation, unless a run that is over was resumed: then it is the last one again."""
         if self.heldout[-1:] != [(step, loss)]:
             self.heldout.append((step, loss))
             self._append({"step": step, "heldout": loss})
@@ -171,7 +164,6 @@ class Reporter:
         )
 
     def note(self, message: str) -> None:
-        """Write a line that the progress bar does not overwrite."""
         if self.enabled:
             self.bar.write(f"comet: {message}", file=sys.stderr)
 
@@ -189,46 +181,32 @@ class Reporter:
         self.bar.update(len(window.losses))
 
     def tell(self, text: str) -> None:
-        """Show the work besides steps: ``evaluating, batch 3 of 8``; only if the last state is old enough."""
+        """Show work other than steps, as ``evaluating, batch 3 of 8``, if what is shown is old enough."""
         if self.enabled and time.monotonic() - self._shown_s >= self.bar.mininterval:
             self.bar.set_postfix_str(text)
             self._shown_s = time.monotonic()
 
     def heldout(self, step: int, loss: float) -> None:
-        """Record an evaluation."""
         self.history.add_heldout(step, loss)
         self.note(f"step {step}: held-out loss {loss:.4f} nats per byte")
 
-    def finish(self, result: Mapping[str, Any], prompt: bytes, sample: bytes) -> None:
-        """Draw the pictures, show the sample, if any, and print the result as the last line of standard output."""
+    def end(self, result: Mapping[str, Any], prompt: bytes = b"", sample: bytes = b"") -> None:
+        """Print the result as the last line of standard output; draw the pictures unless the run was stopped."""
         self.bar.close()
         if not self.enabled:
             return
-        with naming(self.output_dir):
-            plot_loss(self.history, self.output_dir / "loss.png")
-            plot_expert_load(self.history, self.output_dir / "expert_load.png")
-            if sample:
-                (self.output_dir / "sample.txt").write_bytes(prompt + sample)
+        words, saved = f"stopped by {result.get('stopped')} after step {result['steps']}", result["checkpoint"]
+        words += f", checkpoint {saved}; comet train resume={result['output_dir']} continues"
+        if "stopped" not in result:
+            words = f"held-out loss {result['heldout_nats_per_byte']:.4f} nats per byte"
+            words += f", {result['tokens_per_second']:,.0f} tokens/s, checkpoint {saved}"
+            with naming(self.output_dir):
+                plot_loss(self.history, self.output_dir / "loss.png")
+                plot_expert_load(self.history, self.output_dir / "expert_load.png")
+                if sample:
+                    (self.output_dir / "sample.txt").write_bytes(prompt + sample)
         if sample:
             sys.stdout.write(f"---- sample ----\n{printable(prompt)}|{printable(sample)}\n----------------\n")
-        self._result(
-            result,
-            f"held-out loss {result['heldout_nats_per_byte']:.4f} nats per byte, "
-            f"{result['tokens_per_second']:,.0f} tokens/s, checkpoint {result['checkpoint']}",
-        )
-
-    def stopped(self, result: Mapping[str, Any]) -> None:
-        """Say where a stopped job can go on; the last line of standard output is ``result``."""
-        self.bar.close()
-        if self.enabled:
-            self._result(
-                result,
-                f"stopped by {result['stopped']} after step {result['steps']}, checkpoint {result['checkpoint']}; "
-                f"comet train resume={result['output_dir']} continues",
-            )
-
-    def _result(self, result: Mapping[str, Any], words: str) -> None:
-        """How this run ended, for people and for programs."""
         line = json.dumps(result)
         write_whole(self.output_dir / RESULT_FILE, line + "\n")
         sys.stdout.write(f"{words}\n{line}\n")

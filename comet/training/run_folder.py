@@ -26,7 +26,7 @@ from comet.utils.shared_file import write_whole
 
 LOCK, OWNER, JOB = ".comet.lock", ".comet.owner", ".comet.job"
 RUN_FILES = (HISTORY_FILE, SETTINGS_FILE, RESULT_FILE, "loss.png", "expert_load.png", "sample.txt")
-RESTART_S = 30.0  # for the end of the rank that held the lock, if the ranks were started anew
+RESTART_S = 30.0  # for the end of the rank that held the lock, if the ranks were restarted
 
 
 class FolderLock:
@@ -57,7 +57,6 @@ class FolderLock:
             raise ValueError(f"{self.setting} must be a folder that can be written: {error}") from error
 
     def release(self) -> None:
-        """Let others in."""
         if self._lock.is_locked:
             (self.folder / OWNER).unlink(missing_ok=True)
             self._lock.release()
@@ -82,10 +81,8 @@ class RunFolder(FolderLock):
     def __init__(self, config: JobConfig, attempt: int, job: str = "") -> None:
         patience = RESTART_S if attempt else 0.0
         super().__init__(Path(config.output_dir), f"output_dir={config.output_dir!r}", patience_s=patience)
-        self.resume = config.resume
-        self.overwrite = config.overwrite
-        self.attempt = attempt
-        self.job = job
+        self.resume, self.overwrite = config.resume, config.overwrite
+        self.attempt, self.job = attempt, job
 
     def has_begun(self) -> bool:
         """Whether an earlier attempt of the job made the folder its own."""

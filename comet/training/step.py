@@ -21,7 +21,7 @@ from comet.layer.nodes import NodesPath
 from comet.layer.paths import CollectivePath
 from comet.models.gpt import GPT, next_token_loss
 from comet.training.data import Text, sample_batch
-from comet.training.optimizer import ScaledAdamW, global_norm, learning_rate, sum_gradients
+from comet.training.optimizer import ScaledAdamW, learning_rate, sum_gradients
 from comet.utils.graphs import Replayed
 
 
@@ -61,7 +61,6 @@ class TrainStep:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of all ranks."""
         return self.group.world_size * self.config.batch_size * self.model.config.context
 
     @property
@@ -72,8 +71,7 @@ class TrainStep:
     def __call__(self, step: int, *, told_to_stop: bool = False) -> StepMetrics:
         """Take optimizer step ``step``, counted from 0, and sum over the ranks which of them stop (collective)."""
         loss, dropped_rows, told, expert_load = self._backward(step, told_to_stop)
-        sum_gradients(self.model, self.group)
-        grad_norm = global_norm(self.model, self.group)
+        grad_norm = sum_gradients(self.model, self.group)
         self.optimizer.clip(grad_norm, self.config.grad_clip, num_summed=self.group.world_size)
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = learning_rate(step, self.config)

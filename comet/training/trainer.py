@@ -19,9 +19,9 @@ from torch.nn.functional import cross_entropy
 from comet.comm.handshake import largest
 from comet.config import OverlapConfig, require
 from comet.errors import NotFiniteError
-from comet.jobs.config import JobConfig, activation_dtype
+from comet.jobs.config import JobConfig, activation_dtype, model_group
 from comet.layer.backend import layer_choice
-from comet.layer.group import ExpertGroup, make_expert_group
+from comet.layer.group import ExpertGroup
 from comet.models.config import NUM_BYTE_VALUES
 from comet.models.gpt import GPT
 from comet.training.checkpoint import Checkpointer
@@ -58,16 +58,7 @@ def train(config: JobConfig, context: RankContext) -> dict[str, Any]:
         notes += from_first_rank(lambda: _require_same(config, checkpoint, text, context.world_size))
         from_first_rank(folder.acquire)
         folder.require_shared()
-        group = make_expert_group(
-            config.model.moe,
-            config.parallel,
-            max_tokens=config.step_tokens,
-            dtype=dtype,
-            device=context.device,
-            backend=config.comm.backend,
-            timeout_s=config.comm.timeout_s,
-            profiles=config.tune.profiles,
-        )
+        group = model_group(config, context.device, max_tokens=config.step_tokens, dtype=dtype)
         with deterministic(context.device):
             trainer = Trainer(config, group, corpus, checkpoint)
             trainer.require_room()
@@ -115,7 +106,6 @@ class Trainer:
         self.timed: list[tuple[int, float]] = []  # steps and seconds of every window
 
     def require_room(self) -> None:
-        """Raise ``ValueError`` unless the disk has room for the checkpoints (collective)."""
         steps, every = self.config.train.steps, self.config.train.checkpoint_every or self.config.train.steps
         num_saves = -(-steps // every) - self.first_step // every if self.first_step < steps else 0
         self.checkpointer.require_room(num_saves, overwrite=self.config.overwrite)
@@ -154,8 +144,9 @@ class Trainer:
                     is_last = self.step == settings.steps
                     self.stopped = request.agreed(metrics.told_to_stop) and not is_last
                 window.append(metrics)
-                evaluate = _is_due(self.step, settings.eval_every) and not (is_last or self.stopped)
-                save = _is_due(self.step, settings.checkpoint_every) or is_last or self.stopped
+                ends = is_last or self.stopped
+                evaluate = not ends and settings.eval_every and self.step % settings.eval_every == 0
+                save = ends or (settings.checkpoint_every and self.step % settings.checkpoint_every == 0)
                 if len(window) < WINDOW_STEPS and not (evaluate or save):
                     continue
                 self._close_window(window, started)
@@ -180,16 +171,15 @@ class Trainer:
         """Judge the model, draw the sample, and report (collective); only report, if the job was stopped."""
         if self.stopped:
             result = {**self._facts(), "stopped": signal.SIGTERM.name}
-            self.reporter.stopped(result)
+            self.reporter.end(result)
             return result
-        loss = self.evaluate()
+        loss, settings = self.evaluate(), self.config.train
         prompt = bytes(self.corpus.heldout[:PROMPT_BYTES].tolist())
-        settings = self.config.train
-        length, tell = settings.sample_bytes, self.reporter.tell
-        sample = sample_text(self.model, self.group, prompt, num_bytes=length, seed=settings.seed, tell=tell)
+        draw = {"num_bytes": settings.sample_bytes, "seed": settings.seed}
+        sample = sample_text(self.model, self.group, prompt, **draw, tell=self.reporter.tell)
         self.group.workspace.check()
         result = {**self._facts(), "heldout_nats_per_byte": loss}
-        self.reporter.finish(result, prompt, sample)
+        self.reporter.end(result, prompt, sample)
         return result
 
     def _facts(self) -> dict[str, Any]:
@@ -313,10 +303,6 @@ def kept_layers(
         )
         return "auto", None, [f"{note}: here layers may take others, and results may differ in their last bits"]
     return saved["path"], saved["overlap"] and OverlapConfig(**saved["overlap"]), []
-
-
-def _is_due(done: int, every: int) -> bool:
-    return every > 0 and done % every == 0
 
 
 TEMPERATURE = 0.8

@@ -1,6 +1,6 @@
-"""Checkpoints: bit-exact, loadable on another layout, never half a checkpoint, and broken ones are told apart.
+"""Checkpoints: bit-exact, loadable on another layout, and never half a checkpoint.
 
-So are those that were changed, would be full of NaN, do not fit on the disk, or come from somebody else.
+Checkpoints that are broken, were changed, hold NaN, do not fit on the disk or would run code are refused.
 """
 
 import errno
@@ -40,7 +40,7 @@ from comet.training.trainer import train
 
 BIASED = replace(MODEL, moe=replace(MOE, balance="bias", bias_update_rate=0.5))  # a buffer of the router, saved, too
 BIASED_OSS = replace(GPT_OSS, moe=replace(GPT_OSS.moe, balance="bias", bias_update_rate=0.5))
-NARROW = replace(MODEL, moe=replace(MOE, ffn_size=48))  # whose 24 columns per TP rank are padded
+NARROW = replace(MODEL, moe=replace(MOE, ffn_size=48))  # 24 columns per TP rank are padded
 
 
 def make_trainer(folder, *, model=MODEL, seed=0):
@@ -99,7 +99,7 @@ def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(tmp_path, 
 
     monkeypatch.setattr(os, "fsync", noted)
     (killed := tmp_path / "step-000001.tmp").mkdir()
-    (killed / "comet.yaml.tmp").touch()  # of a job that was killed while it wrote it
+    (killed / "comet.yaml.tmp").touch()  # a job was killed while it wrote this file
     path = make_trainer(tmp_path)[1].save(1)
     assert path == tmp_path / "step-000001"
     assert {"comet.yaml", "comet.json", ".metadata", "__0_0.distcp"} == {file.name for file in path.iterdir()}
@@ -279,7 +279,7 @@ def test_another_model_is_refused_with_every_field(tmp_path):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    """Output folder of a run with the checkpoints step-000003 and step-000006, and its text beside it."""
+    """Output folder of a run with the checkpoints step-000003 and step-000006, and its text in the folder above."""
     folder = tmp_path_factory.mktemp("saved")
     train(make_job(folder, checkpoint_every=3), Rank())
     return folder / "out"
@@ -358,7 +358,7 @@ def test_a_file_that_cannot_be_written_is_one_line_on_all_ranks(tmp_path):
 
 
 class Bomb:
-    """What a pickle may hold: a call."""
+    """A call in a pickle."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -411,7 +411,7 @@ def test_a_checkpoint_of_somebody_else_runs_no_code(saved, tmp_path, attack, mes
     shutil.copytree(saved / folder.name, folder)
     attack(folder, Bomb(ran))
     manifest = json.loads((folder / "comet.json").read_text())
-    for name, file in manifest["files"].items():  # whoever attacks knows how to add up
+    for name, file in manifest["files"].items():  # an attacker can compute checksums
         file.update({"bytes": (folder / name).stat().st_size, "blake2b": checksum(folder / name)})
     (folder / "comet.json").write_text(json.dumps(manifest))
     assert read_checkpoint(folder).step == 6

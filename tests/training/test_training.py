@@ -37,7 +37,7 @@ from comet.layer.sharding import local
 from comet.models.gpt import next_token_loss
 from comet.training import trainer
 from comet.training.data import sample_batch
-from comet.training.optimizer import global_norm, learning_rate, make_optimizer, sum_gradients
+from comet.training.optimizer import learning_rate, make_optimizer, sum_gradients
 from comet.training.report import History, Window, printable
 from comet.training.step import TrainStep
 from comet.training.trainer import heldout_loss, sample_text, train
@@ -50,7 +50,7 @@ CLIPPED = replace(TRAIN, grad_clip=0.1)
 
 
 def loss_curve(rank, world_size, ep, tp, steps, config):
-    """What all ranks find alike, and the gradients of this rank's experts that the first step took."""
+    """Return the values that are alike on all ranks, and the first step's gradients of this rank's experts."""
     model, group = make_model(config, ep=ep, tp=tp)
     optimizer, taken = make_optimizer(wake(model), CLIPPED), []
     optimizer.register_step_post_hook(lambda *_: taken.append(gradients(model)))
@@ -67,7 +67,7 @@ def loss_curve(rank, world_size, ep, tp, steps, config):
 
 
 def gradients(model):
-    """Those of dense parameters, and this rank's of experts."""
+    """Return the gradients of dense parameters, and of this rank's experts."""
     parameters = model.dense_parameters(), model.expert_parameters()
     return [[local(parameter.grad).tolist() for parameter in each] for each in parameters]
 
@@ -259,7 +259,7 @@ def test_the_job_reports_what_the_plans_dropped(tmp_path, world_size: int, ep: i
 
 
 def dropped_by_job_and_plans(rank: int, world_size: int, folder, ep: int, tp: int) -> tuple[float, int]:
-    """What the job says was dropped, and what this rank's own plans of training steps say."""
+    """Return the rows dropped as the job reports them, and as this rank's plans of training steps count them."""
     dropped, make_plan = [], Backend.plan
 
     def plan(backend, ids, weights, *, trains=False):
@@ -316,9 +316,8 @@ def test_small_gradients_are_not_scaled_and_silent_parameters_get_zeros():
     model, group = make_model(replace(MODEL, moe=replace(MOE, num_experts=4, top_k=1)))
     batch = TEXT[None, :2].long()  # one token per expert at most: most experts see none
     next_token_loss(model(batch[:, :1]).logits, batch[:, 1:]).backward()
-    sum_gradients(model, group)
+    norm, optimizer = sum_gradients(model, group), make_optimizer(model, TRAIN)
     before = [parameter.grad.clone() for parameter in model.parameters()]
-    norm, optimizer = global_norm(model, group), make_optimizer(model, TRAIN)
     optimizer.clip(norm, 1e6, num_summed=1)
     optimizer.step()
     total = torch.stack([gradient.double().square().sum() for gradient in before]).sum().sqrt()
@@ -333,7 +332,7 @@ def test_the_norm_of_bfloat16_gradients_is_that_of_float32():
         drawn = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
         parameter.grad = drawn.to(torch.bfloat16)
     exact = sum(parameter.grad.double().square().sum() for parameter in model.parameters()) ** 0.5
-    norm = global_norm(model, group)
+    norm = sum_gradients(model, group)
     assert norm.dtype == torch.float32
     assert norm.item() == pytest.approx(exact.item(), rel=1e-5)
 
