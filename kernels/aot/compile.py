@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib
 import io
 import json
@@ -22,7 +23,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any
@@ -126,18 +127,23 @@ def compile_case(case: KernelCase | CudaCase, arch: Arch = HOPPER) -> Quality:
     """
     if isinstance(case, CudaCase):
         return measure_cubin(compile_cubin(case.source, case.kernel), case.shared_bytes)
-    constants = case.constants()
-    if not arch.starts_early and "DEPENDENT" in constants:
-        constants["DEPENDENT"] = False
-    if not arch.starts_early and "STEP" in constants:
-        constants["STEP"] = constants["STEP"]._replace(dependent=False)
-    source = ASTSource(case.fn, case.types(), constants, case.attributes())
-    options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "maxnreg": case.max_registers}
-    compiled = triton.compile(source, target=arch.target, options=options)
-    return measure(compiled.asm["ptx"], compiled.metadata.shared, options, arch)
+    source = case.source if arch.starts_early else without_early_start(case.source)
+    compiled = triton.compile(source, target=arch.target, options=case.options)
+    return measure(compiled.asm["ptx"], compiled.metadata.shared, case.options, arch)
 
 
-def assembler_log(ptx: str, options: dict[str, int | None], arch: Arch) -> str:
+def without_early_start(source: ASTSource) -> ASTSource:
+    """The same launch on a GPU whose kernels start one after the other."""
+    constants = dict(source.constants)
+    for place, name in enumerate(source.fn.arg_names):
+        if name == "DEPENDENT":
+            constants[place,] = False
+        elif name == "STEP":
+            constants[place,] = constants[place,]._replace(dependent=False)
+    return ASTSource(source.fn, source.signature, constants, source.attrs)
+
+
+def assembler_log(ptx: str, options: Mapping[str, Any], arch: Arch) -> str:
     """Assemble PTX as Triton does, and return what ptxas reports.
 
     Triton itself calls ptxas, because the choice of ptxas and its flags depend on the version of Triton.
@@ -149,7 +155,7 @@ def assembler_log(ptx: str, options: dict[str, int | None], arch: Arch) -> str:
     return log.getvalue()
 
 
-def measure(ptx: str, shared_bytes: int, options: dict[str, int | None], arch: Arch = HOPPER) -> Quality:
+def measure(ptx: str, shared_bytes: int, options: Mapping[str, Any], arch: Arch = HOPPER) -> Quality:
     """Count instructions in the PTX and read registers and spills in the assembler's log."""
     log = assembler_log(ptx, options, arch)
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
@@ -228,8 +234,9 @@ def kernel_modules() -> list[str]:
     return [name for name in names if name != __name__ and hasattr(importlib.import_module(name), "aot_cases")]
 
 
-def cases_of(module: str) -> list[KernelCase]:
-    """The configurations a module declares."""
+@functools.cache
+def cases_of(module: str) -> list[KernelCase | CudaCase]:
+    """The configurations a module declares; a process records them once."""
     return importlib.import_module(module).aot_cases()
 
 
@@ -237,7 +244,7 @@ def is_for(arch: Arch, case: KernelCase | CudaCase) -> bool:
     """Whether GPUs run such a kernel at all."""
     if isinstance(case, CudaCase):
         return arch.cuda_kernels
-    return arch.converts_e4m3 or "fp8e4nv" not in str(case.signature)
+    return arch.converts_e4m3 or "fp8e4nv" not in str(case.source.signature)
 
 
 def run_case(module: str, index: int, arch: Arch = HOPPER) -> Outcome:

@@ -1,24 +1,24 @@
 """The configurations of the decode kernels that ship, for the compile-ahead tool."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import triton
 
-from ..decode.blocks import LOAD_BYTES, BlockShape, DecodeConfig, lane_of, select
-from ..decode.down import down_kernel
-from ..decode.gate_up import gate_up_kernel
-from ..decode.gather import COLS, NUM_WARPS, gather_kernel
-from ..decode.scales import BLOCK, MX, in_number, part_of
-from ..decode.step import Batch, ExpertWeights, StepConstants, StepTensors, Words
-from ..decode.warp_decode import most_registers, of_down, of_gate_up, step_constants
-from ..experts.mailbox import mail_pointers
+from ..decode.blocks import LOAD_BYTES, DecodeConfig, lane_of, select
+from ..decode.scales import BLOCK, MX, in_number
+from ..decode.step import Batch, ExpertWeights, Gather, ReceiveBuffer, Step, StepConstants, StepTensors, Words
+from ..decode.warp_decode import decode
+from ..experts.mailbox import Mailbox
 from ..experts.policy import Policy
-from ..experts.tables import CACHE_POINTERS, SCALE_POINTERS, CacheConstants, cache_constants, pieces_of
+from ..experts.prefetch import plan, travel
+from ..experts.tables import CacheTables, HostExperts
+from ..experts.waves import split_waves
 from ..runtime.activation import SWIGLU, Activation
 from ..runtime.arguments import as_triton_dtype
-from ..runtime.case import KernelCase
+from ..runtime.case import WIDE_ACCESS, KernelCase, meta, recorded
 
 WGMMA_ROWS, WGMMA_TOKENS = 64, 16  # smaller products take the older matrix instruction
 # name: E, K, D, F
@@ -33,6 +33,8 @@ GPT_OSS: dict[str, Any] = dict(activation=Activation("clamped_swiglu"), biased=T
 RANKS = 4
 BIAS_LOADS = 16  # most loads of a bias of 16 bits in a kernel, each once a block
 QUANTISED = "mxfp8", "fp8", "mxfp4"
+KERNELS = "gate_up_kernel", "down_kernel"
+DEADLINE_NS = 30 * 10**9
 SCALES = {"": 0, "mxfp8": MX.value, "fp8": BLOCK.value, "mxfp4": MX.value}
 
 
@@ -50,7 +52,7 @@ class Setting:
     # whose slot is given away where GPU memory holds a quarter of the experts; ``None``: all are there
     cache: Policy | None = None
     prefetched: bool = False  # whether experts may have travelled to the cache before
-    wave: str = ""  # ``first`` or ``last`` of a step that takes some; empty: one is all
+    waves: bool = False  # whether the step takes some
     hosted: bool = False  # whether the host's cores compute some of those that are missing
     activation: Activation = SWIGLU  # of the experts
     biased: bool = False  # whether they have biases
@@ -65,7 +67,6 @@ class Setting:
         words += [] if self.config.dependent else ["not dependent"]
         words += [f"cache {self.cache}"] if self.cache else []
         words += ["prefetched"] if self.prefetched else []
-        words += [f"{self.wave} wave"] if self.wave else []
         words += ["host cores"] if self.hosted else []
         words += [self.activation.name] if self.activation != SWIGLU else []
         words += ["biases"] if self.biased else []
@@ -88,71 +89,116 @@ class Setting:
             shared_scale=SCALES[self.quantised], four_bits=self.quantised == "mxfp4", dependent=self.dependent,
         )  # fmt: skip
 
-    def constants(self) -> StepConstants:
-        """The constants that both kernels share."""
-        num_experts, top_k, _, _ = SHAPES[self.shape]
-        found = step_constants(
-            self.config, self.num_tokens, top_k, num_experts, self.dtype, self.weight_dtype,
-            shared_scale=SCALES[self.quantised], gathered=self.gathered, dependent=self.config.dependent,
-        )  # fmt: skip
-        return found._replace(cache=self.cache_constants(self.config.gate_up.num_warps) if self.cache else None)
-
-    def cache_constants(self, num_warps: int) -> CacheConstants:
-        """The cache's constants in a kernel whose blocks have so many warps."""
-        num_experts, top_k, hidden_size, ffn_size = SHAPES[self.shape]
-        number = in_number(lane_of(self.weight_dtype))
-        num_bytes = [rows * ffn_size * hidden_size * self.weight_dtype.itemsize // number for rows in (2, 1)]
-        if self.quantised:
-            shared = SCALES[self.quantised]
-            per_scale, scale = (shared, 1) if shared == MX.value else (shared**2, 4)
-            num_bytes += [rows * ffn_size * hidden_size // per_scale * scale for rows in (2, 1)]
-        groups = min(num_experts, self.num_tokens * top_k)
-        sizes, ahead = (num_experts, num_experts // 4), pieces_of(num_bytes) if self.prefetched else 0
-        found = cache_constants(*sizes, num_bytes, groups, num_warps, self.cache or "lru", ahead)
-        mail = dict(mail=len(CACHE_POINTERS) + len(num_bytes[2:]) * 2, mail_tokens=16, timeout_ns=30 * 10**9)
-        found = found._replace(**mail) if self.hosted else found
-        return found.of_wave({"first": 0, "last": 1}[self.wave], 2) if self.wave else found
+    @property
+    def weights(self) -> tuple[ExpertWeights, ExpertWeights]:
+        """w1 and w2 of all experts."""
+        num_experts, _, hidden_size, ffn_size = SHAPES[self.shape]
+        found = []
+        for rows, columns in ((2 * ffn_size, hidden_size), (hidden_size, ffn_size)):
+            elements = meta(
+                num_experts, rows, columns // in_number(lane_of(self.weight_dtype)), dtype=self.weight_dtype
+            )
+            scales = meta(num_experts, rows, columns // MX.value, dtype=torch.uint8) if self.quantised else None
+            if self.quantised == "fp8":
+                blocks = (triton.cdiv(size, BLOCK.value) for size in (rows, columns))
+                scales = meta(num_experts, *blocks, dtype=torch.float32)
+            biases = meta(num_experts, rows, dtype=self.dtype) if self.biased else None
+            found.append(ExpertWeights(elements, scales, biases))
+        return found[0], found[1]
 
     @property
-    def element(self) -> str:
-        """Triton's name of the weights' type."""
-        names = {torch.float8_e4m3fn: "fp8e4nv", torch.int32: "i32"}
-        return names.get(self.weight_dtype) or as_triton_dtype(self.dtype)
-
-    def descriptor(self, rows: list[int], depth: int) -> str | None:
-        """Triton's type of the blocks of so many rows in which the matrix form reads w1 or w2."""
-        block = [*rows, part_of(depth, SCALES[self.quantised]) // in_number(lane_of(self.weight_dtype))]
-        return None if self.config.form == "vector" else f"tensordesc<{self.element}{block}>"
-
-    def signature(self) -> dict[str, Any]:
-        """Types of what both kernels take."""
-        token = f"*{as_triton_dtype(self.dtype)}"
-        scales = ("*u8" if self.quantised.startswith("mx") else "*fp32") if self.quantised else None
-        weights = ExpertWeights(elements=f"*{self.element}", scales=scales, biases=token if self.biased else None)
-        mail = mail_pointers(as_triton_dtype(self.dtype)) if self.hosted else ()
-        cache = CACHE_POINTERS + (SCALE_POINTERS if self.quantised else ()) + mail
-        tensors = StepTensors(
-            tokens=token, ids="*i32", routing_weights="*fp32", slots="*i32", hidden=token, partials="*fp32",
-            tickets="*i32", out=token, all_ids="*i32" if self.wave else None,
+    def host(self) -> HostExperts | None:
+        """The experts beyond GPU memory; as many slots as a step needs, and fewer for waves."""
+        if self.cache is None:
+            return None
+        num_experts, top_k, hidden_size, _ = SHAPES[self.shape]
+        quarter, needed, (w1, w2), mail = num_experts // 4, self.num_tokens * top_k, self.weights, None
+        tables = CacheTables.create(
+            num_experts, min(quarter, needed // 2) if self.waves else max(quarter, needed), w1.elements.device
+        )
+        if self.hosted:
+            rows = meta(16, hidden_size, dtype=torch.float32)
+            mail = Mailbox(
+                share=meta(17, num_experts + 1), sequence=meta(1), words=meta(1024), tokens=rows.to(self.dtype),
+                weights=meta(16 * top_k, dtype=torch.float32), answer=rows, sums=rows,
+                fault=meta(8, dtype=torch.int64), timeout_ns=DEADLINE_NS,
+            )  # fmt: skip
+        return HostExperts(
+            w1=w1.elements, w2=w2.elements, w1_scales=w1.scales, w2_scales=w2.scales, tables=tables,
+            policy=self.cache, prefetched=self.prefetched, mail=mail,
         )  # fmt: skip
-        return dict(step=tensors, w1=weights, w2=weights, cache=cache if self.cache else None)
+
+    @property
+    def step(self) -> Step:
+        """The arguments of the step."""
+        num_experts, _, hidden_size, ffn_size = SHAPES[self.shape]
+        batch, w1, w2, host = self.batch(self.num_tokens), *self.weights, self.host
+        rows = batch.ids.numel()
+        tensors = StepTensors(
+            *batch, slots=meta(num_experts), hidden=meta(rows, ffn_size, dtype=self.dtype),
+            partials=meta(rows, hidden_size, dtype=torch.float32), tickets=meta(hidden_size),
+            out=self.batch(self.num_tokens // self.ranks).tokens if self.gathered else batch.tokens,
+        )  # fmt: skip
+        return Step(
+            tensors=tensors, w1=w1, w2=w2, shared_scale=SCALES[self.quantised], activation=self.activation,
+            interleaved=self.interleaved, host=host,
+        )  # fmt: skip
+
+    @property
+    def buffer(self) -> ReceiveBuffer | None:
+        """The memory where ranks meet."""
+        if self.ranks == 1:
+            return None
+        addresses, fault = meta(self.ranks, dtype=torch.int64), meta(8, dtype=torch.int64)
+        own = self.batch(self.num_tokens // self.ranks)
+        return ReceiveBuffer(
+            words=Words(addresses, meta(1), fault), rank=0, max_tokens=len(own.ids), timeout_ns=DEADLINE_NS,
+            gather=Gather(tokens=own, addresses=addresses, stride=2 * own.tokens.shape[1]) if self.gathered else None,
+        )  # fmt: skip
+
+    def batch(self, num_tokens: int) -> Batch:
+        """So many tokens and their routing."""
+        _, top_k, hidden_size, _ = SHAPES[self.shape]
+        weights = meta(num_tokens, top_k, dtype=torch.float32)
+        return Batch(meta(num_tokens, hidden_size, dtype=self.dtype), meta(num_tokens, top_k), weights)
 
 
 def aot_cases() -> list[KernelCase]:
     """The blocks that steps of 1 to 64 tokens take; alone and over ranks; all types and kinds of weights."""
     settings = [*_weights(), *_ranks(), *_caches(), *_activations()]
-    cases = [case for setting in settings for case in (_gate_up(setting), _down(setting))]
+    cases = [case for setting in settings for case in _cases(setting)]
     waves = [
         setting
         for count, stored in ((2, ""), (8, ""), (16, ""), (8, "mxfp4"))
-        for wave in ("first", "last")
-        for setting in _steps("qwen3", count, cache="lru", wave=wave, quantised=stored)
+        for setting in _steps("qwen3", count, cache="lru", waves=True, quantised=stored)
     ]
-    waves += _steps("qwen3", 8, cache="lru", wave="last", ranks=RANKS)  # others add up nothing
     in_turn = [setting for stored in ("", "mxfp4") for setting in _steps("gpt_oss", 1, 16, quantised=stored, **GPT_OSS)]
     in_turn += _steps("gpt_oss", 1, ranks=RANKS, **GPT_OSS)
-    cases += [_gate_up(replace(setting, interleaved=True)) for setting in in_turn]
-    return cases + list(map(_down, waves)) + [_gather(shape) for shape in ("qwen3", "mixtral")]
+    cases += [case for each in in_turn for case in _cases(replace(each, interleaved=True), KERNELS[:1])]
+    for setting in waves:
+        downs = _cases(setting, KERNELS[1:])
+        cases += [replace(downs[n], name=f"{setting.label}, {word} wave") for n, word in ((0, "first"), (-1, "last"))]
+    for setting in _steps("qwen3", 8, cache="lru", waves=True, ranks=RANKS):  # others add up nothing
+        cases += [replace(case, name=f"{case.name}, last wave") for case in _cases(setting, KERNELS[1:])[-1:]]
+    for shape in ("qwen3", "mixtral"):
+        [setting] = _steps(shape, RANKS, ranks=RANKS, gathered=True)
+        cases += [replace(case, expects=frozenset(WIDE_ACCESS)) for case in _cases(setting, ["gather_kernel"])]
+    return cases + _planned()
+
+
+def _planned() -> list[KernelCase]:
+    """What is launched around a step: experts that travel before it, and waves of verifying passes."""
+    cases = []
+    for stored in ("", "mxfp4"):
+        setting = Setting(shape="qwen3", num_tokens=1, quantised=stored, cache="lru", prefetched=True)
+        host, name = setting.host, stored or "bf16"
+        cases += recorded(f"{name}, travel", WIDE_ACCESS, travel, host.parts, host)
+        for ids in (meta(1, 8), meta(16, 8)):
+            cases += recorded(f"{name}, plan for {len(ids)} tokens", (), plan, ids, host.parts, host)
+    for num_tokens, num_waves in ((5, 4), (16, 11)):
+        name = f"{num_tokens} tokens, K=8, {num_waves} waves"
+        cases += recorded(name, (), split_waves, meta(num_tokens, 8), host, num_waves)
+    return cases
 
 
 def _steps(shape: str, *num_tokens: int, **options: Any) -> list[Setting]:
@@ -202,54 +248,24 @@ def _activations() -> list[Setting]:
     return found + [each for name in ("geglu", "reglu") for each in _steps("qwen3", 8, activation=Activation(name))]
 
 
-def _gate_up(setting: Setting) -> KernelCase:
-    shape, hidden_size = setting.config.gate_up, SHAPES[setting.shape][2]
-    constants = of_gate_up(setting.constants(), shape, hidden_size, setting.activation)
-    constants = constants._replace(interleaved=setting.interleaved)
-    of_kernel = dict(w1_desc=setting.descriptor([1, 2, shape.rows], shape.depth))
-    of_kernel |= dict(epoch_ptr="*i32" if setting.ranks > 1 else None)
-    return _case(setting, gate_up_kernel, shape, of_kernel, constants, rows=2 * shape.rows)
+def _cases(setting: Setting, kernels: Sequence[str] = KERNELS) -> list[KernelCase]:
+    """The launches of some kernels in a step."""
+    found = recorded(setting.label, (), decode, setting.step, setting.config, setting.buffer)
+    return [_judged(setting, case) if case.kernel in KERNELS else case for case in found if case.kernel in kernels]
 
 
-def _down(setting: Setting) -> KernelCase:
-    shape, (_, top_k, _, ffn_size) = setting.config.down, SHAPES[setting.shape]
-    constants = of_down(setting.constants(), setting.config, ffn_size, setting.ranks)
-    constants = constants._replace(adds_up=setting.wave != "first")
-    words = Words(addresses="*i64", epoch="*i32", fault="*i64") if setting.ranks > 1 else None
-    of_kernel = dict(w2_desc=setting.descriptor([1, shape.rows], shape.depth), words=words, timeout_ns="i64")
-    rows = shape.rows * (top_k if setting.config.fold else 1)
-    return _case(setting, down_kernel, shape, of_kernel, constants, rows=rows)
-
-
-def _gather(shape: str) -> KernelCase:
-    """Tokens of all types: they travel as pieces of 32 bits."""
-    tokens = Batch(tokens="*i32", ids="*i32", routing_weights="*fp32")
-    constants = dict(W=RANKS, K=SHAPES[shape][1], COLS=COLS, DEPENDENT=True, INTERPRET=False)
-    kinds = dict(own=tokens, batch=tokens, words=Words(addresses="*i64", epoch="*i32", fault="*i64"), timeout_ns="i64")
-    return KernelCase.of(
-        f"{shape}, {RANKS} ranks", gather_kernel, constants, kinds, num_warps=NUM_WARPS,
-        expects=frozenset({"wide_loads", "wide_stores"}),
-    )  # fmt: skip
-
-
-def _case(
-    setting: Setting,
-    kernel: triton.JITFunction,
-    shape: BlockShape,
-    of_kernel: dict[str, Any],
-    constants: StepConstants,
-    *,
-    rows: int,
-) -> KernelCase:
+def _judged(setting: Setting, case: KernelCase) -> KernelCase:
     """Wide stores where a thread has 16 bytes of the tile to store; the vector form stores a value per row.
 
-    MX in the vector form loads a byte of scales for each of the ``rows`` that a lane reads in a step, those loaded
-    ahead among them; in the matrix
-    form one load is narrow where a step has less than four scales for each thread.
+    MX in the vector form loads a byte of scales for each row that a lane reads in a step, and for those that it loads
+    ahead. In the matrix form one load is narrow where a step has less than four scales for each thread.
     """
-    expects = {"wide_loads"}
+    is_down, config, expects = case.kernel == "down_kernel", setting.config, {"wide_loads"}
+    shape = config.down if is_down else config.gate_up
+    rows = shape.rows * (2 if not is_down else SHAPES[setting.shape][1] if config.fold else 1)
+    constants: StepConstants = case.source.constants[case.source.fn.arg_names.index("STEP"),]
     if not constants.vector:
-        item_bytes = 4 if kernel is down_kernel else setting.dtype.itemsize
+        item_bytes = 4 if is_down else setting.dtype.itemsize
         if shape.rows * constants.tile * item_bytes >= 32 * shape.num_warps * LOAD_BYTES:
             expects |= {"wide_stores"}
         if constants.precision != "ieee" and rows >= WGMMA_ROWS and constants.tile >= WGMMA_TOKENS:
@@ -260,16 +276,8 @@ def _case(
         few_scales = rows * shape.depth // MX.value < 4 * 32 * shape.num_warps
         steps = 1 + constants.ahead
         scale_bytes = steps * rows * lanes_of_row // 32 if constants.vector else int(few_scales)
-    kinds = setting.signature() | of_kernel
-    absent = {name: None for name in kernel.arg_names if name in kinds and kinds[name] is None}
-    return KernelCase.of(
-        setting.label,
-        kernel,
-        {"STEP": constants, **absent},
-        kinds,
-        num_warps=shape.num_warps,
-        num_stages=shape.num_stages,
-        max_registers=most_registers(shape, setting.ranks),
+    return replace(
+        case,
         expects=frozenset(expects),
         narrow_loads=scale_bytes + (BIAS_LOADS if setting.biased else 0),
         # A thread has 128 registers; without biases 24 bytes spill.

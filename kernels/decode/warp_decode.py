@@ -16,7 +16,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..experts.tables import CacheConstants
 from ..experts.waves import split_waves, wave_memory, waves_of
 from ..gemm.group_gemm import dot_precision
-from ..runtime.activation import Activation
 from ..runtime.arch import starts_early
 from ..runtime.arguments import power_of_2
 from .blocks import BlockShape, DecodeConfig, lane_of
@@ -49,16 +48,9 @@ def decode(step: Step, config: DecodeConfig, buffer: ReceiveBuffer | None = None
         buffer: Adds the sums of W > 1 ranks; ``None`` for a rank alone.
     """
     num_tokens, top_k = step.tensors.ids.shape
-    hidden_size, ffn_size, num_experts, _ = step.sizes
     assert config.form == "matrix" or num_tokens <= 2, num_tokens
-    gathered = buffer is not None and buffer.gather is not None
-    constants = step_constants(
-        config, num_tokens, top_k, num_experts, step.tensors.tokens.dtype, step.w1.elements.dtype,
-        shared_scale=step.shared_scale, gathered=gathered, dependent=_starts_early(config, step.tensors.tokens.device),
-    )  # fmt: skip
-    gate_up = of_gate_up(constants, config.gate_up, hidden_size, step.activation)._replace(interleaved=step.interleaved)
-    down = of_down(constants, config, ffn_size, 1 if buffer is None else buffer.world_size)
-    groups = min(num_experts, num_tokens * top_k)
+    gate_up, down = _constants(step, config, buffer)
+    groups = min(step.sizes[2], num_tokens * top_k)
     cache, of_step = _cache(step, groups, config.gate_up.num_warps)
     # Whatever can raise comes before the first launch: a gather alone would leave the other ranks with half a step.
     w1_desc, w2_desc = _descriptors(step, config)
@@ -67,8 +59,8 @@ def decode(step: Step, config: DecodeConfig, buffer: ReceiveBuffer | None = None
     if step.host is not None:  # each expert of a wave has a slot
         num_waves = waves_of(tensors.ids, step.host)
         memory = wave_memory(tensors.ids, step.host, num_waves) if num_waves > 1 else None
-    if gathered:
-        gather(step, buffer, dependent=constants.dependent)
+    if gate_up.gathered:
+        gather(step, buffer, dependent=gate_up.dependent)
     if memory is not None:  # the ids may have been gathered just now
         tensors = tensors._replace(all_ids=tensors.ids)
         waves = list(split_waves(tensors.ids, step.host, num_waves, memory))
@@ -84,55 +76,42 @@ def decode(step: Step, config: DecodeConfig, buffer: ReceiveBuffer | None = None
         _down(step, tensors, w2_desc, launch, down)
 
 
-def step_constants(
-    config: DecodeConfig,
-    num_tokens: int,
-    top_k: int,
-    num_experts: int,
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    *,
-    shared_scale: int,
-    gathered: bool,
-    dependent: bool,
-) -> StepConstants:
-    """The constants that both kernels share, for tokens of ``dtype`` and weights of ``weight_dtype``."""
-    is_vector = config.form == "vector"
+def _constants(step: Step, config: DecodeConfig, buffer: ReceiveBuffer | None) -> tuple[StepConstants, StepConstants]:
+    """The constants of ``gate_up_kernel``, whose contraction is D, and of ``down_kernel``, whose contraction is F."""
+    (num_tokens, top_k), (hidden_size, ffn_size, num_experts, _) = step.tensors.ids.shape, step.sizes
+    is_vector, tokens = config.form == "vector", step.tensors.tokens
     token_block = max(1 if is_vector else LEAST_TOKENS, power_of_2(num_tokens))
-    return StepConstants(
+    both = StepConstants(
         top_k=top_k,
         top_k_block=power_of_2(top_k),
         token_block=token_block,
         by_expert=num_tokens * top_k >= num_experts,
         vector=is_vector,
-        lane=lane_of(weight_dtype),
-        shared_scale=shared_scale,
-        precision=dot_precision(dtype),
+        lane=lane_of(step.w1.elements.dtype),
+        shared_scale=step.shared_scale,
+        precision=dot_precision(tokens.dtype),
         tile=min(config.tile, token_block),
-        gathered=gathered,
-        dependent=dependent,
+        gathered=buffer is not None and buffer.gather is not None,
+        dependent=_starts_early(config, tokens.device),
         interpret=triton.knobs.runtime.interpret,
     )
-
-
-def of_gate_up(constants: StepConstants, shape: BlockShape, hidden_size: int, activation: Activation) -> StepConstants:
-    """The constants of ``gate_up_kernel``, whose contraction is ``hidden_size``."""
-    even = hidden_size % shape.depth == 0
-    return constants._replace(rows=shape.rows, depth=shape.depth, even=even, activation=activation)
-
-
-def of_down(constants: StepConstants, config: DecodeConfig, ffn_size: int, world_size: int) -> StepConstants:
-    """The constants of ``down_kernel``, whose contraction is ``ffn_size``."""
-    shape = config.down
-    return constants._replace(
-        rows=shape.rows,
-        depth=shape.depth,
-        even=ffn_size % shape.depth == 0,
-        fold=config.fold,
-        ahead=min(config.ahead, -(-ffn_size // shape.depth)),
-        world_size=world_size,
-        word_cols=WORD_COLS * shape.num_warps,
+    gate_up = both._replace(
+        rows=config.gate_up.rows,
+        depth=config.gate_up.depth,
+        even=hidden_size % config.gate_up.depth == 0,
+        activation=step.activation,
+        interleaved=step.interleaved,
     )
+    down = both._replace(
+        rows=config.down.rows,
+        depth=config.down.depth,
+        even=ffn_size % config.down.depth == 0,
+        fold=config.fold,
+        ahead=min(config.ahead, -(-ffn_size // config.down.depth)),
+        world_size=1 if buffer is None else buffer.world_size,
+        word_cols=WORD_COLS * config.down.num_warps,
+    )
+    return gate_up, down
 
 
 def _descriptors(step: Step, config: DecodeConfig) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
@@ -166,16 +145,11 @@ def _starts_early(config: DecodeConfig, device: torch.device) -> bool:
     return config.dependent and not triton.knobs.runtime.interpret and starts_early(device)
 
 
-def most_registers(shape: BlockShape, world_size: int) -> int | None:
-    """Most registers of a thread, ``None`` for no limit; the all-reduce over ranks would not fit into fewer."""
-    return (shape.max_registers or None) if world_size == 1 else None
-
-
 def _options(shape: BlockShape, buffer: ReceiveBuffer | None, starts_early: bool) -> dict[str, Any]:
-    """The options of a launch; the interpreter knows no limit of registers."""
-    limit = most_registers(shape, 1 if buffer is None else buffer.world_size)
+    """The options of a launch; the interpreter knows no limit of registers, and an all-reduce would not fit into it."""
     options: dict[str, Any] = dict(num_warps=shape.num_warps, num_stages=shape.num_stages)
-    options |= {} if limit is None or triton.knobs.runtime.interpret else {"maxnreg": limit}
+    if shape.max_registers and (buffer is None or buffer.world_size == 1) and not triton.knobs.runtime.interpret:
+        options["maxnreg"] = shape.max_registers
     return options | ({"launch_pdl": True} if starts_early else {})
 
 

@@ -50,8 +50,3 @@ class Mailbox:
     def constants(self, first: int) -> dict[str, int]:
         """Fields of ``CacheConstants``; ``first``: place of the pointers."""
         return dict(mail=first, mail_tokens=self.tokens.shape[0], timeout_ns=self.timeout_ns)
-
-
-def mail_pointers(token_dtype: str) -> tuple[str, ...]:
-    """Types of ``Mailbox.pointers``, for tokens of a type that Triton calls so."""
-    return ("*i32", "*i32", "*i32", f"*{token_dtype}", "*fp32", "*fp32", "*fp32", "*i64")

@@ -22,11 +22,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..runtime.arguments import power_of_2
-from ..runtime.case import KernelCase
 from .tables import (
     AHEAD_WORDS,
     BEGUN,
-    CACHE_POINTERS,
     FIRST,
     GATE,
     LAST,
@@ -34,15 +32,12 @@ from .tables import (
     NEVER,
     NEXT,
     PLANNED,
-    SCALE_POINTERS,
     THERE1,
     THERE2,
     HostExperts,
-    cache_constants,
     cheapest_place,
     header_of,
     load_acquired,
-    pieces_of,
     worths,
 )
 
@@ -310,23 +305,3 @@ def take_over_torch(host: HostExperts, now: int) -> tuple[int, int]:
     if counts[0] > 2 * ENOUGH.value:
         counts //= 2
     return taken, count
-
-
-def aot_cases() -> list[KernelCase]:
-    """Experts of Qwen3 in bfloat16, and in MXFP4 with their scales."""
-    num_experts, top_k, element = 128, 8, 2048 * 768 * 2
-    cases = []
-    for stored, num_bytes in (
-        ("bf16", [2 * element, element]),
-        ("mxfp4", [element // 2, element // 4, element // 32, element // 64]),
-    ):
-        sizes = num_experts, num_experts // 4
-        constants = cache_constants(*sizes, num_bytes, 1, TRAVEL_WARPS, "lru", pieces_of(num_bytes))
-        scales = SCALE_POINTERS if len(num_bytes) > 2 else ()
-        kinds, found = {"cache": CACHE_POINTERS + scales, "ids_ptr": "*i32"}, {"CACHE": constants}
-        options = dict(num_warps=TRAVEL_WARPS, expects=frozenset({"wide_loads", "wide_stores"}))
-        cases.append(KernelCase.of(f"{stored}, travel", travel_kernel, found, kinds, **options))
-        for num_tokens in (1, 16):
-            found = found | dict(K=top_k, J_BLOCK=power_of_2(num_tokens * top_k), MOST=MOST_AHEAD)
-            cases.append(KernelCase.of(f"{stored}, plan for {num_tokens} tokens", plan_kernel, found, kinds))
-    return cases

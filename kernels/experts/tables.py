@@ -156,8 +156,12 @@ class HostExperts(ExpertParts):
 
     @property
     def pieces(self) -> int:
-        """Pieces of one expert that travels before its step."""
-        return pieces_of([part[0].nbytes for part in self.parts])
+        """Pieces of one expert that travels before its step.
+
+        Example: 65,536 bytes are 8 pieces, 65,544 are 9, and 12 bytes of scales one, whose words have 4.
+        """
+        num_bytes = (part[0].nbytes for part in self.parts)
+        return sum(triton.cdiv(part // word_bytes(part), AHEAD_WORDS) for part in num_bytes)
 
     def pointers(
         self, w1: Tensor, w2: Tensor, w1_scales: Tensor | None = None, w2_scales: Tensor | None = None
@@ -171,10 +175,22 @@ class HostExperts(ExpertParts):
 
     def constants(self, groups: int, num_warps: int) -> "CacheConstants":
         """The ``CACHE`` argument, for a grid of so many groups and blocks of so many warps."""
-        sizes = self.tables.num_experts, self.tables.num_slots
-        num_bytes = [part[0].nbytes for part in self.parts]
-        ahead = self.pieces if self.prefetched else 0
-        found = cache_constants(*sizes, num_bytes, groups, num_warps, self.policy, ahead)
+        w1, w2, *scales = [part[0].nbytes for part in self.parts]
+        scales1, scales2 = scales or (0, 0)
+        found = CacheConstants(
+            rows=triton.cdiv(FETCH_WARPS, groups * num_warps),
+            experts=power_of_2(self.tables.num_experts),
+            slots=power_of_2(self.tables.num_slots),
+            words1=w1 // 8,
+            words2=w2 // 8,
+            scales1=scales1 // word_bytes(scales1),
+            scales2=scales2 // word_bytes(scales2),
+            lines_shared=scales1 % LINE_BYTES != 0,
+            piece=PIECE_WORDS * num_warps,
+            policy=POLICIES.index(self.policy),
+            ahead=self.pieces if self.prefetched else 0,
+            interpret=triton.knobs.runtime.interpret,
+        )
         return found if self.mail is None else found._replace(**self.mail.constants(3 + 2 * len(self.parts)))
 
 
@@ -205,49 +221,6 @@ class CacheConstants(NamedTuple):
         # LRU has nothing that fades: one kernel for all waves.
         fades = POLICIES[self.policy] == "lru" or number == 0
         return self._replace(fades=fades, mail=0, mail_tokens=0, timeout_ns=0)
-
-
-# Types of ``HostExperts.pointers``, without scales,
-CACHE_POINTERS = ("*i32", "*fp32", "*i64", *["*i64"] * 4)
-SCALE_POINTERS = ("*i64",) * 4  # and of scales, those of an expert a multiple of 8 bytes
-
-
-def cache_constants(
-    num_experts: int,
-    num_slots: int,
-    num_bytes: Sequence[int],
-    groups: int,
-    num_warps: int,
-    policy: Policy,
-    ahead: int = 0,
-) -> CacheConstants:
-    """Return the constants of a cache of S slots for E experts; ``num_bytes``: bytes of each of an expert's parts.
-
-    ``ahead``: ``HostExperts.pieces`` where it is ``prefetched``.
-    """
-    (w1, w2), scales = num_bytes[:2], num_bytes[2:] or (0, 0)
-    return CacheConstants(
-        rows=triton.cdiv(FETCH_WARPS, groups * num_warps),
-        experts=power_of_2(num_experts),
-        slots=power_of_2(num_slots),
-        words1=w1 // 8,
-        words2=w2 // 8,
-        scales1=scales[0] // word_bytes(scales[0]),
-        scales2=scales[1] // word_bytes(scales[1]),
-        lines_shared=scales[0] % LINE_BYTES != 0,
-        piece=PIECE_WORDS * num_warps,
-        policy=POLICIES.index(policy),
-        ahead=ahead,
-        interpret=triton.knobs.runtime.interpret,
-    )
-
-
-def pieces_of(num_bytes: Sequence[int]) -> int:
-    """Pieces in which an expert travels before its step, of parts of so many bytes.
-
-    Example: 65,536 bytes are 8 pieces, 65,544 are 9, and 12 bytes of scales one, whose words have 4.
-    """
-    return sum(triton.cdiv(part // word_bytes(part), AHEAD_WORDS) for part in num_bytes)
 
 
 def word_bytes(num_bytes: int) -> int:

@@ -17,7 +17,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ..runtime.arguments import power_of_2
-from ..runtime.case import KernelCase
 from .tables import FIRST, LAST, PLANNED, HostExperts, header_of
 
 ALIGNMENT = 4  # int32 of 16 bytes: kernels are compiled for ids that start at a multiple of them
@@ -111,14 +110,3 @@ def split_waves_torch(ids: Tensor, host: HostExperts, num_waves: int) -> Tensor:
     wave[needed] = torch.arange(len(needed)) // tables.num_slots
     number = torch.arange(num_waves)[:, None, None]
     return ids.where(wave[served.long()] == number, -1)
-
-
-def aot_cases() -> list[KernelCase]:
-    """Verifying passes of Qwen3."""
-    kinds = dict.fromkeys(("ids_ptr", "state_ptr", "waves_ptr"), "*i32")
-    cases = []
-    for num_tokens, num_waves in ((5, 4), (16, 11)):
-        constants = dict(WAVES=num_waves, J_BLOCK=power_of_2(8 * num_tokens), EXPERTS=128)
-        name = f"{num_tokens} tokens, K=8, {num_waves} waves"
-        cases.append(KernelCase.of(name, waves_kernel, constants, kinds, num_warps=NUM_WARPS))
-    return cases

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..runtime.activation import GELU_CUBIC, GELU_SCALE, SWIGLU, Activation
 from ..runtime.arguments import TileTable, as_triton_dtype, power_of_2, require_multiples_of_16, require_shapes
-from ..runtime.case import KernelCase
+from ..runtime.case import WIDE_ACCESS, KernelCase, meta, meta_tiles, recorded
 from .group_gemm import num_blocks
 from .tiles import rows_of_piece
 
@@ -188,16 +188,13 @@ def activation_backward(
 
 def aot_cases() -> list[KernelCase]:
     """The backward pass in bf16, as users run it, of each activation; and in float32."""
-    others = [_aot_case(torch.bfloat16, Activation(name)) for name in ("geglu", "reglu", "clamped_swiglu")]
-    return [*(_aot_case(dtype, SWIGLU) for dtype in (torch.bfloat16, torch.float32)), *others]
-
-
-def _aot_case(dtype: torch.dtype, activation: Activation) -> KernelCase:
-    element = as_triton_dtype(dtype)
-    kinds = dict(pre_ptr=f"*{element}", grad_act_ptr=f"*{element}", weights_ptr="*fp32", F="i32", K="i32")
-    return KernelCase.of(
-        f"{element} backward" + ("" if activation == SWIGLU else f" {activation.name}"), activation_backward_kernel,
-        dict(BLOCK_M=128, ROWS=ROWS, COLS=COLS, ACTIVATION=activation),
-        kinds | dict(results=BackwardResults(f"*{element}", f"*{element}", "*fp32")), "*i32",
-        unaligned=frozenset({"K"}), num_warps=4, expects=frozenset({"wide_loads", "wide_stores"}),
-    )  # fmt: skip
+    others = [(torch.bfloat16, Activation(name)) for name in ("geglu", "reglu", "clamped_swiglu")]
+    cases, weights = [], meta(4096, 4, dtype=torch.float32)
+    for dtype, activation in [(torch.bfloat16, SWIGLU), (torch.float32, SWIGLU), *others]:
+        pre, hidden = meta(4096, 4096, dtype=dtype), meta(4096, 2048, dtype=dtype)
+        name = f"{as_triton_dtype(dtype)} backward" + ("" if activation == SWIGLU else f" {activation.name}")
+        cases += recorded(
+            name, WIDE_ACCESS, activation_backward, pre, hidden, meta(4096), weights, meta_tiles(4096), pre, hidden,
+            weights, activation,
+        )  # fmt: skip
+    return cases

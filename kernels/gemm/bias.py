@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..runtime.arguments import TileTable, as_triton_dtype, power_of_2
-from ..runtime.case import KernelCase
+from ..runtime.arguments import TileTable, power_of_2
+from ..runtime.case import WIDE_ACCESS, KernelCase, meta, meta_tiles, recorded
 from .group_gemm import num_blocks
 from .tiles import rows_of_piece
 
@@ -114,20 +114,13 @@ def add_bias_products(rows: Tensor, bias: Tensor, slots: Tensor, table: TileTabl
 
 def aot_cases() -> list[KernelCase]:
     """Both biases' gradients, and the routing weights', in bf16."""
-    element = as_triton_dtype(torch.bfloat16)
-    pointers = dict.fromkeys("row_ids_ptr slots_ptr tiles_ptr num_tiles_ptr starts_ptr counts_ptr".split(), "*i32")
-    pointers |= {"rows_ptr": f"*{element}", "out_ptr": f"*{element}", "bias_ptr": f"*{element}"}
-    pointers |= {"weights_ptr": "*fp32", "grad_weights_ptr": "*fp32"}
-    sums, products = dict(ROWS=ROWS, COLS=COLS), dict(BLOCK_M=128, ROWS=PIECE, COLS=WIDE)
-    alone = dict.fromkeys(("row_ids_ptr", "slots_ptr", "weights_ptr"), None)
+    rows, bias = meta(4096, 2048, dtype=torch.bfloat16), meta(8, 2048, dtype=torch.bfloat16)
+    segments, slots, weights = (meta(9), meta(8)), meta(4096), meta(4096, 4, dtype=torch.float32)
+    routing = meta(4096), slots, weights
     return [
-        KernelCase.of(
-            f"{element} {name}", kernel, constants, pointers, unaligned=frozenset({"K"}), num_warps=4,
-            expects=frozenset({"wide_loads"}),
-        )
-        for name, kernel, constants in (
-            ("b1", bias_gradient_kernel, sums | alone),
-            ("b2", bias_gradient_kernel, sums),
-            ("routing weights", bias_products_kernel, products),
-        )
-    ]  # fmt: skip
+        *recorded("bf16 b1", WIDE_ACCESS[:1], bias_gradient, rows, bias, segments, None),
+        *recorded("bf16 b2", WIDE_ACCESS[:1], bias_gradient, rows, bias, segments, routing),
+        *recorded(
+            "bf16 routing weights", WIDE_ACCESS[:1], add_bias_products, rows, bias, slots, meta_tiles(4096), weights
+        ),
+    ]

@@ -4,11 +4,13 @@ A weight has a scale per block of 128 x 128, an activation one per row and 128 c
 bytes of elements, then D / 128 scales.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..runtime.case import KernelCase
+from ..runtime.arguments import as_triton_dtype
+from ..runtime.case import WIDE_ACCESS, KernelCase, meta, recorded
 
 SCALE_GROUP = 128  # columns that share a scale, and rows of a weight's block
 PACKED_GROUPS = 32  # groups of 128 columns of one block
@@ -89,9 +91,9 @@ def pack_rows(x: Tensor, words: Tensor) -> None:
 
 def aot_cases() -> list[KernelCase]:
     """Rows of every type."""
-    constants = dict(D=7168, GROUPS=PACKED_GROUPS, INTERPRET=False)
-    options = dict(unaligned=frozenset({"num_groups"}), num_warps=4, expects=frozenset({"wide_loads", "wide_stores"}))
-    return [
-        KernelCase.of(dtype, pack_rows_kernel, constants, dict(x_ptr=f"*{dtype}", words_ptr="*i32"), **options)
-        for dtype in ("bf16", "fp16", "fp32")
-    ]
+    cases = []
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        cases += recorded(
+            as_triton_dtype(dtype), WIDE_ACCESS, pack_rows, meta(1001, 7168, dtype=dtype), meta(1001, 1856)
+        )
+    return cases

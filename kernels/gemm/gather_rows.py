@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..runtime.arguments import TileTable, as_triton_dtype, power_of_2, require_multiples_of_16, require_shapes
-from ..runtime.case import KernelCase
+from ..runtime.arguments import TileTable, power_of_2, require_multiples_of_16, require_shapes
+from ..runtime.case import WIDE_ACCESS, KernelCase, meta, meta_tiles, recorded
 from .group_gemm import num_blocks
 from .tiles import rows_of_piece
 
@@ -87,16 +87,12 @@ def gather_rows(rows: Tensor, out: Tensor, row_ids: Tensor, table: TileTable, ow
 
 def aot_cases() -> list[KernelCase]:
     """16 and 32 bits, and with own rows apart, which are for 16."""
-    shapes = (torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, False)
-    return [_aot_case(dtype, has_own) for dtype, has_own in shapes]
-
-
-def _aot_case(dtype: torch.dtype, has_own: bool) -> KernelCase:
-    element = as_triton_dtype(dtype)
-    kinds = dict.fromkeys(["rows_ptr", "own_ptr", "out_ptr"], f"*{element}")
-    return KernelCase.of(
-        f"{element}, own rows apart" if has_own else element, gather_rows_kernel,
-        dict(BLOCK_M=128, ROWS=ROWS, COLS=ROW_BYTES // dtype.itemsize, HAS_OWN=has_own),
-        kinds | dict.fromkeys(["tiles_ptr", "num_tiles_ptr", "row_ids_ptr"], "*i32"),
-        expects=frozenset({"wide_loads", "wide_stores"}),
-    )  # fmt: skip
+    cases = []
+    for name, dtype, own in (
+        ("bf16", torch.bfloat16, None),
+        ("bf16, own rows apart", torch.bfloat16, OwnRows(rows=meta(512, 2048, dtype=torch.bfloat16), first=512)),
+        ("fp32", torch.float32, None),
+    ):
+        rows, out = meta(4096, 2048, dtype=dtype), meta(4096, 2048, dtype=dtype)
+        cases += recorded(name, WIDE_ACCESS, gather_rows, rows, out, meta(4096), meta_tiles(4096), own)
+    return cases

@@ -25,7 +25,7 @@ from ..runtime.arguments import (
     require_multiples_of_16,
     require_shapes,
 )
-from ..runtime.case import KernelCase
+from ..runtime.case import WIDE_ACCESS, KernelCase, meta, meta_tiles, recorded
 from .tiles import GROUP_TILES, decode_tokens
 
 Layout = Literal["nk", "kn"]
@@ -197,32 +197,21 @@ def num_blocks(device: torch.device, max_items: int, *, per_processor: int = 1) 
 
 def aot_cases() -> list[KernelCase]:
     """Gathered and ungathered rows, the backward pass's layout, even and ragged K; float32 as the oracle runs it."""
-    forward, backward = [(gather, "nk") for gather in (True, False)], (False, "kn")
-    cases = [_aot_case(torch.bfloat16, *shape, True, GemmConfig()) for shape in (*forward, backward)]
-    cases += [_aot_case(torch.bfloat16, True, "nk", False, GemmConfig())]
-    cases += [_aot_case(torch.float16, *shape, True, GemmConfig()) for shape in (forward[0], backward)]
-    float32 = GemmConfig.select(torch.float32)
-    return [
-        *cases,
-        _aot_case(torch.float32, True, "nk", False, float32),
-        _aot_case(torch.float32, *backward, True, float32),
-    ]
-
-
-def _aot_case(dtype: torch.dtype, gather: bool, layout: Layout, even_k: bool, config: GemmConfig) -> KernelCase:
-    element, block_m, block_n, block_k = as_triton_dtype(dtype), 128, config.block_n, config.block_k
-    rows = f"*{element}" if gather else f"tensordesc<{element}[{block_m}, {block_k}]>"
-    b_block = (block_n, block_k) if layout == "nk" else (block_k, block_n)
-    words = [element, layout, "gathered" if gather else "in place", "even K" if even_k else "ragged K"]
-    constants = GemmConstants(gather, layout, block_m, block_n, block_k, even_k, dot_precision(dtype))
-    b_desc = f"tensordesc<{element}[1, {b_block[0]}, {b_block[1]}]>"
-    return KernelCase.of(
-        " ".join(words), group_gemm_kernel, {"GEMM": constants},
-        dict(a=rows, b_desc=b_desc, out_ptr=f"*{element}", N="i32", K="i32"), "*i32",
-        num_warps=config.num_warps, num_stages=config.num_stages, expects=gemm_features(dtype),
-    )  # fmt: skip
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    cases = []
+    for dtype, gather, layout, depth in (
+        (bf16, True, "nk", 4096), (bf16, False, "nk", 4096), (bf16, False, "kn", 4096), (bf16, True, "nk", 4112),
+        (fp16, True, "nk", 4096), (fp16, False, "kn", 4096), (fp32, True, "nk", 4096), (fp32, False, "kn", 4096),
+    ):  # fmt: skip
+        words = [as_triton_dtype(dtype), layout, "gathered" if gather else "in place"]
+        words += ["ragged K" if depth % 64 else "even K"]
+        a, out = meta(4096, depth, dtype=dtype), meta(4096, 2048, dtype=dtype)
+        b = meta(8, *((2048, depth) if layout == "nk" else (depth, 2048)), dtype=dtype)
+        named = dict(gather=gather, layout=layout, config=GemmConfig.select(dtype))
+        cases += recorded(" ".join(words), gemm_features(dtype), group_gemm, a, b, out, meta_tiles(4096), **named)
+    return cases
 
 
 def gemm_features(dtype: torch.dtype) -> frozenset[str]:
     """The machine code that a GEMM of a type must have; IEEE float32 has no tensor-core instruction."""
-    return frozenset({"wide_loads", "wide_stores"} | ({"wgmma"} if dtype != torch.float32 else set()))
+    return frozenset({*WIDE_ACCESS} | ({"wgmma"} if dtype != torch.float32 else set()))

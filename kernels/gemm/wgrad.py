@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
 
 from ..runtime.arguments import as_triton_dtype, power_of_2, require_multiples_of_16, require_shapes
-from ..runtime.case import KernelCase
+from ..runtime.case import KernelCase, meta, recorded
 from .group_gemm import GemmConfig, dot_precision, gemm_features, num_blocks
 from .tiles import GROUP_TILES, decode_tokens
 
@@ -85,19 +85,9 @@ def group_gemm_wgrad(
 
 def aot_cases() -> list[KernelCase]:
     """16 bits, and float32 as the oracle runs it."""
-    return [_aot_case(dtype, GemmConfig.select(dtype)) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
-
-
-def _aot_case(dtype: torch.dtype, config: GemmConfig) -> KernelCase:
-    element = as_triton_dtype(dtype)
-    blocks = dict(BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k)
-    kinds = dict(
-        a_desc=f"tensordesc<{element}[1, 1, {config.block_k}, {config.block_m}]>",
-        b_desc=f"tensordesc<{element}[1, 1, {config.block_k}, {config.block_n}]>",
-        out_ptr=f"*{element}", starts_ptr="*i32", counts_ptr="*i32",
-    )  # fmt: skip
-    return KernelCase.of(
-        element, group_gemm_wgrad_kernel, blocks | dict(PRECISION=dot_precision(dtype)), kinds,
-        unaligned=frozenset({"num_experts"}), num_warps=config.num_warps, num_stages=config.num_stages,
-        expects=gemm_features(dtype),
-    )  # fmt: skip
+    cases = []
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        a, b, out = (meta(*shape, dtype=dtype) for shape in ((4096, 2048), (4096, 4096), (8, 2048, 4096)))
+        named = dict(segment_starts=meta(9), segment_counts=meta(8), config=GemmConfig.select(dtype))
+        cases += recorded(as_triton_dtype(dtype), gemm_features(dtype), group_gemm_wgrad, a, b, out, **named)
+    return cases

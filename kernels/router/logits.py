@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..runtime.arguments import as_triton_dtype
-from ..runtime.case import KernelCase
+from ..runtime.case import KernelCase, meta, recorded
 
 BLOCK_D = 64
 
@@ -61,24 +61,15 @@ def router_logits(tokens: Tensor, weight: Tensor) -> Tensor:
     logits = torch.empty(num_tokens, num_experts, dtype=torch.float32, device=tokens.device)
     if num_tokens == 0:
         return logits
-    constants = _logits_constants(num_tokens, hidden_size, num_experts, weight.dtype)
-    grid = (triton.cdiv(num_tokens, constants["BLOCK_T"]), triton.cdiv(num_experts, constants["BLOCK_E"]))
-    logits_kernel[grid](
+    # Blocks as large as still gives every SM one, at two thousand tokens and more.
+    block_t = 16 if num_tokens <= 64 else 32 if num_tokens <= 4096 else 64
+    block_e = min(64, max(16, triton.next_power_of_2(num_experts)))
+    logits_kernel[triton.cdiv(num_tokens, block_t), triton.cdiv(num_experts, block_e)](
         tokens, weight, logits, num_tokens, hidden_size, num_experts,
-        INTERPRET=triton.knobs.runtime.interpret, num_warps=4, num_stages=4, **constants,
+        PIECES=3 if weight.dtype == torch.float32 else 1, BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_D=BLOCK_D,
+        EVEN_D=hidden_size % BLOCK_D == 0, INTERPRET=triton.knobs.runtime.interpret, num_warps=4, num_stages=4,
     )  # fmt: skip
     return logits
-
-
-def _logits_constants(num_tokens: int, hidden_size: int, num_experts: int, dtype: torch.dtype) -> dict[str, int | bool]:
-    """Blocks as large as still gives every SM one, at two thousand tokens and more."""
-    return dict(
-        PIECES=3 if dtype == torch.float32 else 1,
-        BLOCK_T=16 if num_tokens <= 64 else 32 if num_tokens <= 4096 else 64,
-        BLOCK_E=min(64, max(16, triton.next_power_of_2(num_experts))),
-        BLOCK_D=BLOCK_D,
-        EVEN_D=hidden_size % BLOCK_D == 0,
-    )
 
 
 def aot_cases() -> list[KernelCase]:
@@ -86,12 +77,9 @@ def aot_cases() -> list[KernelCase]:
     cases = []
     models = ("qwen3", 128, 2048), ("mixtral", 8, 4096), ("tiny", 16, 48)
     for (model, num_experts, hidden_size), dtype in product(models, (torch.float32, torch.bfloat16)):
-        weight = as_triton_dtype(dtype)
-        kinds = {"tokens_ptr": "*bf16", "weight_ptr": f"*{weight}", "logits_ptr": "*fp32"}
+        weight = meta(num_experts, hidden_size, dtype=dtype)
         for num_tokens in (1, 2048, 8192):
-            constants = _logits_constants(num_tokens, hidden_size, num_experts, dtype) | {"INTERPRET": False}
-            expects = {"wide_loads"} | ({"wgmma"} if constants["BLOCK_E"] == 64 else set())
-            name = f"{weight} weight, {model}, {num_tokens} tokens"
-            options = dict(num_warps=4, num_stages=4, expects=frozenset(expects))
-            cases.append(KernelCase.of(name, logits_kernel, constants, kinds, **options))
+            name = f"{as_triton_dtype(dtype)} weight, {model}, {num_tokens} tokens"
+            tokens = meta(num_tokens, hidden_size, dtype=torch.bfloat16)
+            cases += recorded(name, ("wide_loads", "wgmma")[: 1 + num_experts // 64], router_logits, tokens, weight)
     return cases

@@ -5,15 +5,15 @@ equal inputs give equal bits. Few tokens take one block, which also finishes. Wh
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..runtime.case import KernelCase
-from .select import MANY_TOKENS, TINY, aot_case, aot_rules, at_least_tiny, exp, rows_per_block
+from ..runtime.case import KernelCase, meta
+from .select import MANY_TOKENS, TINY, aot_rules, at_least_tiny, exp, recorded_router, rows_per_block
 
 MAX_BLOCKS = 64
 ROWS = 64  # up to so many, another block takes longer to start and to add than it saves
@@ -169,11 +169,12 @@ def measure(
     aux_loss, z_loss, load = logits.new_empty(()), logits.new_empty(()), logits.new_empty(num_experts)
     rows = max(ROWS, triton.cdiv(num_tokens, MAX_BLOCKS))
     blocks = max(1, triton.cdiv(num_tokens, rows))
-    constants = _constants(num_experts, rule)
-    block = _rows_at_once(num_experts)
+    width = triton.next_power_of_2(num_experts)
+    constants = dict(E=num_experts, USE_AUX=rule.aux != 0, USE_Z=rule.z != 0, BLOCK_E=width)
+    block = min(ROWS, max(1, BLOCK_ELEMENTS // width))
     of_blocks, statistics = None, Statistics(load, aux_loss, z_loss, largest)
     if blocks > 1:
-        of_blocks = BlockSums(logits.new_empty(blocks, 2, constants["BLOCK_E"]), logits.new_empty(blocks, 2))
+        of_blocks = BlockSums(logits.new_empty(blocks, 2, width), logits.new_empty(blocks, 2))
     measure_kernel[(blocks,)](
         logits, scores, ids, of_blocks, statistics, num_tokens, rows, rule.aux, rule.z, K=top_k, BLOCK_T=block,
         num_warps=NUM_WARPS, **constants,
@@ -236,35 +237,21 @@ def measure_gradient(
     return grad_logits, grad_scores
 
 
-def _constants(num_experts: int, rule: LossRule) -> dict[str, Any]:
-    width = triton.next_power_of_2(num_experts)
-    return dict(E=num_experts, USE_AUX=rule.aux != 0, USE_Z=rule.z != 0, BLOCK_E=width)
-
-
-def _rows_at_once(num_experts: int) -> int:
-    return min(ROWS, max(1, BLOCK_ELEMENTS // triton.next_power_of_2(num_experts)))
-
-
-AOT_KINDS = dict(of_blocks=BlockSums(*["*fp32"] * 2), statistics=Statistics(*["*fp32"] * 4))
-
-
 def aot_cases() -> list[KernelCase]:
     """Known numbers of experts, in training and in inference, on one block and on several."""
-    cases = []
+    cases, losses = [], meta(2, dtype=torch.float32)
     for num_experts, top_k in ((8, 2), (60, 4), (128, 8), (256, 8), (512, 32)):
         for use, rule in (("training", LossRule(aux=1e-2, z=1e-3)), ("inference", LossRule(aux=0.0, z=0.0))):
-            constants, block = _constants(num_experts, rule), _rows_at_once(num_experts)
-            of_measure, words = constants | dict(K=top_k, BLOCK_T=block), f"{num_experts} experts, {use}"
-            for kernel, values, suffix in (
-                (measure_kernel, of_measure | dict(of_blocks=None), ", few tokens"),
-                (measure_kernel, of_measure, ""),
-                (finish_kernel, constants | dict(BLOCK_B=block, MAX_BLOCKS=MAX_BLOCKS), ""),
-            ):
-                cases.append(aot_case(words + suffix, kernel, values, NUM_WARPS, **AOT_KINDS))
+            for suffix, num_tokens in ((", few tokens", ROWS), ("", 2 * ROWS)):
+                logits, words = (
+                    meta(num_tokens, num_experts, dtype=torch.float32),
+                    f"{num_experts} experts, {use}{suffix}",
+                )
+                arguments = logits, logits, meta(num_tokens, top_k), losses[0], rule
+                cases += recorded_router(words, num_experts, measure, *arguments)
     for name, (num_experts, _) in aot_rules().items():
         for num_tokens in (1, 2 * MANY_TOKENS):
-            block_e = triton.next_power_of_2(num_experts)
-            block_t, num_warps = rows_per_block(num_tokens, block_e)
-            constants = dict(E=num_experts, BLOCK_T=block_t, BLOCK_E=block_e, OF_AUX=True, OF_Z=True)
-            cases.append(aot_case(f"{name}, {num_tokens} tokens", measure_gradient_kernel, constants, num_warps))
+            logits, words = meta(num_tokens, num_experts, dtype=torch.float32), f"{name}, {num_tokens} tokens"
+            arguments = logits, logits, logits[0], (losses[0], losses[0]), LossRule(aux=1e-2, z=1e-3)
+            cases += recorded_router(words, num_experts, measure_gradient, *arguments)
     return cases

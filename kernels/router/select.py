@@ -5,6 +5,7 @@ that equal scores go to the lowest id, as a stable sort would have it. What boun
 with many also reading the logits and writing the scores; its gradient reading rows and writing others, once.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..runtime.case import KernelCase
+from ..runtime.case import WIDE_ACCESS, KernelCase, meta, recorded
 
 TAKEN = tl.constexpr(-(2**63))
 LOWEST = tl.constexpr(0x7FFFFFFF)  # columns are kept with these bits turned over, so that the lowest is the largest
@@ -173,10 +174,14 @@ def select(logits: Tensor, bias: Tensor | None, rule: SelectRule) -> tuple[Tenso
     weights, scores = logits.new_empty(num_tokens, top_k), torch.empty_like(logits)
     if num_tokens == 0:
         return ids, weights, scores
-    constants, num_warps = _select_constants(num_tokens, num_experts, rule)
-    select_kernel[(triton.cdiv(num_tokens, constants["BLOCK_T"]),)](
-        logits, bias, Selection(ids, weights, scores), num_tokens, num_warps=num_warps, **constants
-    )
+    groups = rule.num_groups if rule.top_groups < rule.num_groups else 1
+    block_g, block_s = triton.next_power_of_2(groups), triton.next_power_of_2(num_experts // groups)
+    block_t, num_warps = rows_per_block(num_tokens, block_g * block_s)
+    select_kernel[(triton.cdiv(num_tokens, block_t),)](
+        logits, bias, Selection(ids, weights, scores), num_tokens, num_warps=num_warps, GROUPS=groups,
+        TOP_GROUPS=min(rule.top_groups, groups), BLOCK_T=block_t, BLOCK_G=block_g, BLOCK_S=block_s,
+        BLOCK_K=triton.next_power_of_2(top_k), **rule.constants(num_experts),
+    )  # fmt: skip
     return ids, weights, scores
 
 
@@ -229,10 +234,12 @@ def select_gradient(
     grad_logits = torch.empty_like(scores)
     if num_tokens == 0:
         return grad_logits
-    constants, num_warps = _gradient_constants(num_tokens, num_experts, rule)
-    select_gradient_kernel[(triton.cdiv(num_tokens, constants["BLOCK_T"]),)](
+    block_e = triton.next_power_of_2(num_experts)
+    block_t, num_warps = rows_per_block(num_tokens, block_e)
+    select_gradient_kernel[(triton.cdiv(num_tokens, block_t),)](
         scores, ids, grad_weights, grad_scores, grad_logits, num_tokens, OF_WEIGHTS=grad_weights is not None,
-        OF_SCORES=grad_scores is not None, num_warps=num_warps, **constants,
+        OF_SCORES=grad_scores is not None, BLOCK_T=block_t, BLOCK_E=block_e, num_warps=num_warps,
+        **rule.constants(num_experts),
     )  # fmt: skip
     return grad_logits
 
@@ -244,23 +251,6 @@ def rows_per_block(num_tokens: int, width: int) -> tuple[int, int]:
     if width > 128:  # more warps would share rows
         return (1 if num_tokens <= MANY_TOKENS else 2), 1
     return 4 * (128 // width) * (1 if num_tokens <= MANY_TOKENS else 4), 4
-
-
-def _select_constants(num_tokens: int, num_experts: int, rule: SelectRule) -> tuple[dict[str, Any], int]:
-    groups = rule.num_groups if rule.top_groups < rule.num_groups else 1
-    block_g, block_s = triton.next_power_of_2(groups), triton.next_power_of_2(num_experts // groups)
-    block_t, num_warps = rows_per_block(num_tokens, block_g * block_s)
-    constants = rule.constants(num_experts) | dict(
-        GROUPS=groups, TOP_GROUPS=min(rule.top_groups, groups), BLOCK_T=block_t, BLOCK_G=block_g, BLOCK_S=block_s,
-        BLOCK_K=triton.next_power_of_2(rule.top_k),
-    )  # fmt: skip
-    return constants, num_warps
-
-
-def _gradient_constants(num_tokens: int, num_experts: int, rule: SelectRule) -> tuple[dict[str, Any], int]:
-    block_e = triton.next_power_of_2(num_experts)
-    block_t, num_warps = rows_per_block(num_tokens, block_e)
-    return rule.constants(num_experts) | dict(BLOCK_T=block_t, BLOCK_E=block_e), num_warps
 
 
 def aot_rules() -> dict[str, tuple[int, SelectRule]]:
@@ -275,13 +265,9 @@ def aot_rules() -> dict[str, tuple[int, SelectRule]]:
     }
 
 
-def aot_case(
-    name: str, kernel: triton.JITFunction, constants: dict[str, Any], num_warps: int, **groups: Any
-) -> KernelCase:
-    """A configuration of one of the kernels behind the logits; rows of 128 experts and more are read in wide loads."""
-    kinds = dict(T="i32", rows="i32", blocks="i32", aux="fp32", z="fp32", ids_ptr="*i32") | groups
-    expects = frozenset({"wide_loads"} if constants["E"] >= 128 else ())
-    return KernelCase.of(name, kernel, constants, kinds, "*fp32", num_warps=num_warps, expects=expects)
+def recorded_router(name: str, num_experts: int, launch: Callable[..., object], *arguments: Any) -> list[KernelCase]:
+    """The cases of a launch behind the logits; rows of 128 experts and more are read in wide loads."""
+    return recorded(name, WIDE_ACCESS[:1] if num_experts >= 128 else (), launch, *arguments)
 
 
 def aot_cases() -> list[KernelCase]:
@@ -289,11 +275,9 @@ def aot_cases() -> list[KernelCase]:
     cases = []
     for name, (num_experts, rule) in aot_rules().items():
         for num_tokens in (1, 2 * MANY_TOKENS):
-            words, kinds = f"{name}, {num_tokens} tokens", Selection("*i32", "*fp32", "*fp32")
-            constants, num_warps = _select_constants(num_tokens, num_experts, rule)
-            constants |= {} if rule.sigmoid else dict(bias_ptr=None)
-            cases.append(aot_case(words, select_kernel, constants, num_warps, selection=kinds))
-            constants, num_warps = _gradient_constants(num_tokens, num_experts, rule)
-            constants |= dict(OF_WEIGHTS=True, OF_SCORES=True)
-            cases.append(aot_case(words, select_gradient_kernel, constants, num_warps))
+            scores, weights = (meta(num_tokens, width, dtype=torch.float32) for width in (num_experts, rule.top_k))
+            bias, ids = scores[0] if rule.sigmoid else None, meta(num_tokens, rule.top_k)
+            words = f"{name}, {num_tokens} tokens"
+            cases += recorded_router(words, num_experts, select, scores, bias, rule)
+            cases += recorded_router(words, num_experts, select_gradient, scores, ids, weights, scores, rule)
     return cases

@@ -70,8 +70,8 @@ def arch_of(device: torch.device) -> Arch | None:
 
 @functools.cache
 def starts_early(device: torch.device) -> bool:
-    """``Arch.starts_early`` of a device; asked in every step, so it is kept."""
-    arch = arch_of(device)
+    """``Arch.starts_early`` of a device, kept for every step; launches that are recorded are those of Hopper."""
+    arch = HOPPER if device.type == "meta" else arch_of(device)
     return arch is not None and arch.starts_early
 
 

@@ -140,8 +140,8 @@ def require_multiples_of_16(**widths: int) -> None:
 
 @functools.cache
 def num_sms(device: torch.device) -> int:
-    """SMs of a GPU; kept, for torch takes ten microseconds to tell, and each launch asks."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    """SMs of a GPU; kept, for torch takes ten microseconds to tell, and each launch asks. Recorded launches get 132."""
+    return 132 if device.type == "meta" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def power_of_2(value: int) -> int:
@@ -153,7 +153,7 @@ def power_of_2(value: int) -> int:
 
 
 def as_triton_dtype(dtype: torch.dtype) -> str:
-    """Triton's short name of a torch element type, for signatures: ``bf16``, ``fp16`` or ``fp32``."""
+    """Triton's short name of a torch element type: ``bf16``, ``fp16`` or ``fp32``."""
     return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
 
 

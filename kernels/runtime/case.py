@@ -1,41 +1,40 @@
-"""The description of one kernel configuration for the compile-ahead tool (see ``comet.kernels.aot.compile``).
+"""Kernel configurations for the compile-ahead tool (see ``comet.kernels.aot.compile``), recorded from launches.
 
-Every module that ships kernels defines ``aot_cases() -> list[KernelCase]`` with the configurations users run.
+Every module that ships kernels defines ``aot_cases() -> list[KernelCase]`` with the configurations users run. A case
+comes from the function that launches the kernel, called with ``meta`` tensors, which have a shape and no memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
+from unittest import mock
 
-from triton.runtime.jit import JITFunction
+import torch
+from torch import Tensor
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from .arch import HOPPER
+from .arguments import TileTable
 from .cuda_source import LAUNCH_REGISTERS, CudaSource
 
 FEATURES = ("wgmma", "wide_loads", "wide_stores")
+WIDE_ACCESS = ("wide_loads", "wide_stores")
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelCase:
-    """One kernel with one set of types and constants.
+    """One launch of a Triton kernel.
 
     Raises:
-        ValueError: If an argument of the kernel is missing or unknown, or a feature is unknown.
+        ValueError: If a feature is unknown.
     """
 
     name: str  # the configuration in words, unique among the cases of the kernel
-    fn: JITFunction  # the @triton.jit function
-    # triton type of every argument that is not a constexpr: *bf16, i32, tensordesc<bf16[128, 64]>, or a tuple of such,
-    # named if the kernel uses names, with None for members that are None
-    signature: Mapping[str, Any]
-    constexprs: Mapping[str, Any]  # value of every constexpr
-    # integer arguments that are not multiples of 16 (pointers and integers are taken to be, as the just-in-time
-    # compiler finds at run time; arguments the kernel excludes from specialisation never are)
-    unaligned: frozenset[str] = frozenset()
-    num_warps: int = 4  # warps per block
-    num_stages: int = 3  # depth of the load pipeline
-    max_registers: int | None = None  # most registers of a thread, or None
+    source: ASTSource  # the kernel, and types, constants and alignment of the launch's arguments
+    options: Mapping[str, Any]  # of the launch, such as ``num_warps``
     # features whose absence fails the compilation: wgmma; wide_loads and wide_stores: 16-byte accesses to global memory
     # are there and none is narrower than 4 bytes
     expects: frozenset[str] = field(default_factory=frozenset)
@@ -44,75 +43,42 @@ class KernelCase:
     spilled_bytes: int = 0  # how many bytes of spilled registers are known and do not fail the compilation
 
     def __post_init__(self) -> None:
-        given = set(self.signature) | set(self.constexprs)
-        needed = set(self.fn.arg_names)
-        if given != needed:
-            raise ValueError(
-                f"{self.kernel} ({self.name}): missing arguments {sorted(needed - given)}, "
-                f"unknown arguments {sorted(given - needed)}"
-            )
         if unknown := self.expects - set(FEATURES):
             raise ValueError(f"{self.kernel} ({self.name}): expects={sorted(unknown)} must be among {FEATURES}")
 
-    @classmethod
-    def of(
-        cls,
-        name: str,
-        fn: JITFunction,
-        constexprs: Mapping[str, Any],
-        kinds: Mapping[str, Any],
-        default: str = "i32",
-        **options: Any,
-    ) -> KernelCase:
-        """A case whose arguments have the types ``kinds`` gives for their names, or ``default``."""
-        signature = {each: kinds.get(each, default) for each in fn.arg_names if each not in constexprs}
-        return cls(name=name, fn=fn, signature=signature, constexprs=constexprs, **options)
-
     @property
     def kernel(self) -> str:
-        return self.fn.__name__
-
-    def types(self) -> dict[str, Any]:
-        """Type of every argument in the order of the kernel, ``constexpr`` where a constant is given."""
-        return {name: _type_of(self.signature.get(name)) for name in self.fn.arg_names}
-
-    def constants(self) -> dict[str | tuple[int, ...], Any]:
-        """Value of every constexpr, and ``None`` of members of tuples by their places."""
-        kinds = [self.signature.get(name, "constexpr") for name in self.fn.arg_names]
-        return {**self.constexprs, **{place: None for place, kind in _leaves(kinds) if kind is None}}
-
-    def attributes(self) -> dict[tuple[int, ...], list[list[Any]]]:
-        """Divisibility by 16 of the arguments, as the just-in-time compiler would record it."""
-        kinds: dict[tuple[int, ...], str] = {}
-        for index, parameter in enumerate(self.fn.params):
-            kind = self.signature.get(parameter.name, "constexpr")
-            fixed = parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
-            if isinstance(kind, tuple):
-                kinds |= {place: each for place, each in _leaves(kind, (index,)) if each is not None}
-            elif parameter.name not in self.unaligned and not fixed:
-                kinds[index,] = kind
-        return {place: [["tt.divisibility", 16]] for place, kind in kinds.items() if _has_divisor(kind)}
+        return self.source.name
 
 
-def _leaves(kinds: Sequence[Any], first: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Any]]:
-    """Places and types of all that is no tuple."""
-    for place, kind in enumerate(kinds):
-        if isinstance(kind, tuple):
-            yield from _leaves(kind, (*first, place))
-        else:
-            yield (*first, place), kind
+def recorded(
+    name: str, expects: Collection[str], launch: Callable[..., object], *arguments: Any, **named: Any
+) -> list[KernelCase]:
+    """Return a case for each Triton kernel that ``launch`` launches with the given arguments; nothing is launched."""
+    cases = []
+    backend = make_backend(HOPPER.target)
+
+    def record(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+        bound, specialization, options = bind(*args, **kwargs)
+        _, *described = kernel._pack_args(backend, kwargs, bound, specialization, options)
+        source = ASTSource(kernel, *described)
+        cases.append(KernelCase(name=name, source=source, options=options, expects=frozenset(expects)))
+
+    with mock.patch.object(JITFunction, "run", record):
+        launch(*arguments, **named)
+    return cases
 
 
-def _type_of(kind: Any) -> Any:
-    """The type in Triton's form: ``constexpr`` where there is nothing, in a tuple of the same fields, too."""
-    if not isinstance(kind, tuple):
-        return kind or "constexpr"
-    members = [_type_of(each) for each in kind]
-    return type(kind)(*members) if hasattr(kind, "_fields") else tuple(members)
+def meta(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    """A tensor for a launch that is recorded."""
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _has_divisor(kind: str) -> bool:
-    return kind.startswith(("*", "i", "u")) and kind not in ("i1", "u1")
+def meta_tiles(num_rows: int) -> TileTable:
+    """The tiles of so many routed rows for a launch that is recorded."""
+    tiles, row_ids, counters = meta(num_rows // 128, 4), meta(num_rows), meta(32)
+    return TileTable(tiles=tiles, num_tiles=meta(1), row_ids=row_ids, counters=counters, block_rows=128)
 
 
 @dataclass(frozen=True, kw_only=True)

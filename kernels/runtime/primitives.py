@@ -15,12 +15,8 @@ deadline and names it. No ids are sent (``counting``), a plan has no rows to sen
 rows needed where they exceed what was reserved.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
-
-from .case import KernelCase
 
 # Places a spin can be in, for the record; comet.layer.workspace turns them into words.
 PLACE_BARRIER = tl.constexpr(0)
@@ -294,12 +290,3 @@ def barrier_kernel(
             record_fault(fault_ptr, PLACE_CALL, other, call, number, number_there, INTERPRET)
         works = works & (other < 0)
     tl.store(epoch_ptr, epoch, mask=works & (is_late == 0))
-
-
-def aot_cases() -> list[KernelCase]:
-    """The barrier for one rank and for the widest group of one host."""
-    kinds = dict(flag_addresses="*i64", call_addresses="*i64", status_ptr="*i32", epoch_ptr="*i32", fault_ptr="*i64")
-    kinds["timeout_ns"] = "i64"
-    cases: dict[str, dict[str, Any]] = {f"up to {ranks} ranks": dict(W_BLOCK=ranks) for ranks in (1, 8)}
-    cases["without calls"] = dict(W_BLOCK=8, call_addresses=None, status_ptr=None)
-    return [KernelCase.of(name, barrier_kernel, dict(INTERPRET=False, **each), kinds) for name, each in cases.items()]

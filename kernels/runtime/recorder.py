@@ -22,7 +22,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .case import KernelCase
 from .primitives import PLACE_BARRIER, clock_ns, wait_flags
 
 EVENT_WORDS = tl.constexpr(12)
@@ -171,13 +170,3 @@ def align(flag_pointers: Tensor, epoch: Tensor, fault: Tensor, rank: int, timeou
         num_warps=1,
     )  # fmt: skip
     return stamps
-
-
-def aot_cases() -> list[KernelCase]:
-    """The alignment for one rank and for the widest group of one host."""
-    kinds = dict(stamps_ptr="*i64", flag_addresses="*i64", epoch_ptr="*i32", fault_ptr="*i64", timeout_ns="i64")
-    constants = dict(ROUNDS=ALIGN_ROUNDS, INTERPRET=False)
-    return [
-        KernelCase.of(f"up to {ranks} ranks", align_kernel, constants | dict(W_BLOCK=ranks), kinds, num_warps=1)
-        for ranks in (1, 8)
-    ]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import triton
+from triton.runtime.jit import JITFunction
 
 from comet.kernels.aot.compile import (
     NARROW_LOADS,
@@ -25,14 +26,19 @@ from comet.kernels.aot.compile import (
     main,
     measure,
 )
+from comet.kernels.aot.decode import Setting
+from comet.kernels.decode.blocks import BlockShape
+from comet.kernels.decode.warp_decode import decode
+from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm
 from comet.kernels.gemm.group_gemm import aot_cases as gemm_cases
-from comet.kernels.runtime.case import CudaCase, KernelCase
+from comet.kernels.runtime.case import CudaCase, KernelCase, meta, meta_tiles, recorded
 
 KERNELS = """
+import torch
 import triton
 import triton.language as tl
 
-from comet.kernels.runtime.case import KernelCase
+from comet.kernels.runtime.case import meta, recorded
 
 
 @triton.jit
@@ -56,25 +62,20 @@ def broken_kernel(source):
     tl.store(source, tl.arange(0, 3))
 
 
-def copy(name, expects, unaligned=()):
-    return KernelCase(
-        name=name, fn=copy_kernel, signature={"source": "*bf16", "target": "*bf16", "n": "i32"},
-        constexprs={"BLOCK": 1024}, unaligned=frozenset(unaligned), expects=frozenset(expects),
-    )
+def copy(name, expects, first=0, n=4096):
+    source, target = meta(8192, dtype=torch.bfloat16)[first:], meta(8192, dtype=torch.bfloat16)
+    return recorded(name, expects, copy_kernel[4,], source, target, n, BLOCK=1024)
 
 
 def aot_cases():
-    spilling = KernelCase(
-        name="big", fn=spilling_kernel, signature={"source": "*fp32", "target": "*fp32"}, constexprs={"BLOCK": 16384},
-        expects=frozenset({"wgmma"}),
-    )
+    numbers = meta(32768, dtype=torch.float32)
     return [
-        copy("aligned", {"wide_loads", "wide_stores"}),
-        copy("no matrix product", {"wgmma"}),
-        copy("unaligned source", {"wide_loads", "wide_stores"}, ["source"]),
-        copy("unaligned length", {"wide_loads", "wide_stores"}, ["n"]),
-        spilling,
-        KernelCase(name="odd range", fn=broken_kernel, signature={"source": "*i32"}, constexprs={}),
+        *copy("aligned", {"wide_loads", "wide_stores"}),
+        *copy("no matrix product", {"wgmma"}),
+        *copy("unaligned source", {"wide_loads", "wide_stores"}, first=1),
+        *copy("unaligned length", {"wide_loads", "wide_stores"}, n=4095),
+        *recorded("big", {"wgmma"}, spilling_kernel[1,], numbers, numbers, BLOCK=16384),
+        *recorded("odd range", (), broken_kernel[1,], meta(4)),
     ]
 """
 
@@ -233,20 +234,31 @@ def test_complaints(case: KernelCase | CudaCase, changes: dict[str, Any], compla
     assert Quality(**{**numbers, **changes}).complaints(case) == complaints
 
 
-def test_a_case_names_its_wrong_field():
-    signature = {**GEMM.signature, "typo": "i32"}
-    del signature["N"]
-    with pytest.raises(ValueError, match=r"group_gemm_kernel \(x\): missing arguments \['N'\], unknown .* \['typo'\]"):
-        KernelCase(name="x", fn=GEMM.fn, signature=signature, constexprs=GEMM.constexprs)
-    with pytest.raises(ValueError, match=r"expects=\['wgma'\] must be among"):
-        KernelCase(
-            name="x", fn=GEMM.fn, signature=GEMM.signature, constexprs=GEMM.constexprs, expects=frozenset({"wgma"})
-        )
+def test_a_case_names_an_unknown_feature():
+    with pytest.raises(ValueError, match=r"group_gemm_kernel .*: expects=\['wgma'\] must be among"):
+        replace(GEMM, expects=frozenset({"wgma"}))
 
 
-def test_alignment_follows_the_kernel():
-    aligned = {GEMM.fn.arg_names[index] for (index,) in GEMM.attributes()}
+def test_alignment_is_that_of_the_launch():
+    names = GEMM.source.fn.arg_names
+    aligned = {names[place] for (place, *_), divisors in GEMM.source.attrs.items() if divisors}
     assert aligned == {"a", "out_ptr", "tiles_ptr", "row_ids_ptr", "N", "K"}, "not the descriptor, not num_tiles_ptr"
+
+
+def test_a_recording_ends_with_its_launch():
+    run, a, b, out = JITFunction.run, meta(8, 15), meta(1, 16, 15), meta(8, 16)
+    with pytest.raises(ValueError, match="K=15 must be a positive multiple of 16"):
+        recorded("", (), group_gemm, a, b, out, meta_tiles(128), gather=True, layout="nk", config=GemmConfig())
+    assert JITFunction.run is run
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_that_add_up_have_all_registers(ranks):
+    setting, block = Setting(shape="qwen3", num_tokens=8, ranks=ranks), BlockShape(rows=64, depth=128)
+    config = replace(setting.config, gate_up=block, down=replace(block, max_registers=80))
+    gate_up, down = recorded("", (), decode, setting.step, config, setting.buffer)
+    assert "maxnreg" not in gate_up.options
+    assert down.options.get("maxnreg") == (80 if ranks == 1 else None)
 
 
 def test_table_is_aligned():

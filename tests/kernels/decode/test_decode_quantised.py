@@ -27,7 +27,6 @@ from comet.decode import DecodeWeights, RankDecode, rank_slots, warp_decode, war
 from comet.decode.twin import decode_partial_torch
 from comet.kernels.decode.blocks import BlockShape, DecodeConfig, lane_of, select
 from comet.kernels.decode.scales import part_of
-from comet.kernels.decode.warp_decode import most_registers
 from comet.layout import ExpertLayout
 from comet.reference.layer import shard_experts
 
@@ -264,12 +263,6 @@ def test_lanes_example() -> None:
 def test_parts_of_a_step_example() -> None:
     assert [part_of(256, shared_scale) for shared_scale in (0, 32, 128)] == [256, 256, 128]
     assert part_of(64, 128) == 64
-
-
-def test_ranks_that_add_up_have_all_registers() -> None:
-    limited = block(64, 128, 4, max_registers=80)
-    assert (most_registers(limited, 1), most_registers(limited, 2)) == (80, None)
-    assert most_registers(block(64, 128, 4), 1) is None
 
 
 def test_kernels_refuse_tokens_in_float64() -> None:

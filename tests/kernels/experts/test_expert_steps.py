@@ -52,12 +52,13 @@ from comet.kernels.experts.tables import (
     NEXT,
     PLANNED,
     READY,
+    CacheConstants,
     CacheTables,
     HostExperts,
-    cache_constants,
 )
 from comet.kernels.experts.waves import count_waves, split_waves, split_waves_torch
 from comet.kernels.runtime.activation import Activation
+from comet.kernels.runtime.case import meta
 
 BYTES = DecodeConfig(form="vector", gate_up=BlockShape(rows=16, depth=64), down=BlockShape(rows=16, depth=64))
 TILES = DecodeConfig(form="matrix", gate_up=BlockShape(rows=32, depth=64), down=BlockShape(rows=32, depth=128))
@@ -213,14 +214,22 @@ def test_each_policy_keeps_what_it_says(policy: str, kept: list[set[int]]) -> No
     assert found == kept
 
 
+def constants_of(num_experts: int, num_slots: int, num_bytes: list[int], *launch: int) -> CacheConstants:
+    """Constants of experts whose parts have so many bytes."""
+    parts = [meta(num_experts, each, dtype=torch.uint8) for each in num_bytes]
+    tables = CacheTables.create(num_experts, num_slots, parts[0].device)
+    named = dict(zip(("w1", "w2", "w1_scales", "w2_scales"), parts, strict=False))
+    return HostExperts(**named, tables=tables).constants(*launch)
+
+
 def test_words_of_scales() -> None:
     """All of the scales of an expert, in words of 8 bytes, or of 4 where an odd number of float32 leaves no choice."""
-    found = cache_constants(4, 2, [288 * 48, 48 * 144, 12, 8], 2, 1, "lru")
+    found = constants_of(4, 2, [288 * 48, 48 * 144, 12, 8], 2, 1)
     assert (found.words1, found.words2, found.scales1, found.scales2) == (1728, 864, 3, 1)
     assert found.lines_shared, "12 bytes"
-    found = cache_constants(128, 32, [2 * 768 * 2048, 768 * 2048, 98304, 49152], 8, 4, "lru")
+    found = constants_of(128, 32, [2 * 768 * 2048, 768 * 2048, 98304, 49152], 8, 4)
     assert (found.scales1, found.scales2, found.lines_shared) == (12288, 6144, False)
-    assert cache_constants(4, 2, [64, 32], 2, 1, "lru")[5:8] == (0, 0, False)
+    assert constants_of(4, 2, [64, 32], 2, 1)[5:8] == (0, 0, False)
 
 
 # ---- waves -----------------------------------------------------------------------------------------------------------
