@@ -35,7 +35,7 @@ from torch import Tensor
 
 from comet.config import require
 from comet.decode import MAX_DECODE_TOKENS, FrozenExperts
-from comet.graphed.step import DecodeStep
+from comet.graphed.step import Passes
 from comet.measure.timing import Timing
 from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT
@@ -105,9 +105,8 @@ class Paths:
 
     def _comet(self, contents: Tensor, num_places: int, cuda_graph: GraphMode) -> StepPath:
         gpt, held = self.gpt, filled_cache(self.gpt, contents, num_places)
-        ids = torch.zeros(contents.shape[2], dtype=torch.int64, device=contents.device)
-        step = DecodeStep(lambda: gpt.decode(ids, held).logits[:, 0], ids, cuda_graph=cuda_graph)
-        return Stepwise(step, partial(held.lengths.fill_, contents.shape[4]))
+        passes = Passes(lambda ids, drafts: gpt.extend(ids, held).logits, cuda_graph=cuda_graph)
+        return Stepwise(lambda ids: passes(ids[:, None])[:, 0], partial(held.lengths.fill_, contents.shape[4]))
 
     def _library(self, experts: str, contents: Tensor, num_places: int, cuda_graph: GraphMode) -> StepPath:
         from comet.integrations import hf

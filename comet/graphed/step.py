@@ -19,53 +19,14 @@ from torch import Tensor
 from comet.utils.graphs import TOO_FEW, GraphMode, Replayed
 
 
-class DecodeStep:
-    """Appends one token, or some, to every sequence of a batch.
-
-    Args:
-        run: Reads ``ids``, appends them and returns the logits of the next tokens, ``(B, V)`` or ``(B, S, V)``; see
-            ``Replayed``.
-        ids: ``(B,)`` or ``(B, S)`` int64, the buffer ``run`` reads.
-        before: Called before every step, replayed or not: refuses it where the group is closed, puts it behind what
-            else the group was given, and renews what the step reads copies of.
-    """
-
-    def __init__(
-        self,
-        run: Callable[[], Tensor],
-        ids: Tensor,
-        *,
-        before: Callable[[], None] = lambda: None,
-        cuda_graph: GraphMode = "auto",
-        obstacle: str = "",
-        reads: Callable[[], Iterable[Any]] = tuple,
-    ) -> None:
-        self._ids = ids
-        self._before = before
-        self._run = Replayed(run, ids.device, "decode steps", cuda_graph=cuda_graph, obstacle=obstacle, reads=reads)
-
-    @property
-    def graph_fallback_reason(self) -> str:
-        """The reason why the last step was launched kernel by kernel; empty if it was replayed from a graph."""
-        return self._run.graph_fallback_reason
-
-    def renew(self) -> None:
-        """Capture the step again if tensors that its graph reads were replaced or moved."""
-        self._run.renew()
-
-    def __call__(self, ids: Tensor) -> Tensor:
-        """Take a step with int64 tokens shaped like the buffer; returns logits that no later step overwrites."""
-        self._before()
-        self._ids.copy_(ids)
-        logits = self._run()
-        return logits if self.graph_fallback_reason else logits.clone()
-
-
 class Passes:
-    """The passes of a batch, each number of tokens by a ``DecodeStep`` of its own, and apart from those the drafts.
+    """The passes of a batch, each number of tokens by a ``Replayed`` of its own, and apart from those the drafts.
 
     Args:
         append: Appends ``ids (B, S)``, drafting or not, and returns ``(B, S, V)``; from and to memory that stays.
+        before: Called before every pass, replayed or not: refuses it where the group is closed, puts it behind what
+            else the group was given, and renews what the pass reads copies of.
+        obstacle: Says why a pass of so many tokens must not be captured; empty if it may be.
         reads: Parameters, buffers and hooks of the model, which may be replaced before ``renew``; see ``Replayed``.
     """
 
@@ -73,27 +34,33 @@ class Passes:
         self,
         append: Callable[[Tensor, bool], Tensor],
         *,
-        before: Callable[[], None],
-        cuda_graph: GraphMode,
-        obstacle: Callable[[int], str],
+        before: Callable[[], None] = lambda: None,
+        cuda_graph: GraphMode = "auto",
+        obstacle: Callable[[int], str] = lambda num_tokens: "",
         reads: Callable[[], Iterable[Any]] = tuple,
     ) -> None:
-        self.steps: dict[tuple[int, bool], DecodeStep] = {}
-        self._append, self._obstacle = append, obstacle
-        self._settings: dict[str, Any] = dict(before=before, cuda_graph=cuda_graph, reads=reads)
+        self.steps: dict[tuple[int, bool], Replayed[Tensor]] = {}
+        self._ids: dict[tuple[int, bool], Tensor] = {}  # buffers of the steps
+        self._append, self._before, self._obstacle = append, before, obstacle
+        self._settings: dict[str, Any] = dict(cuda_graph=cuda_graph, reads=reads)
 
     def __call__(self, ids: Tensor, *, drafts: bool = False) -> Tensor:
-        """Append ``(B, S)`` int64 tokens by the pass of this shape; ``(B, S, V)`` logits that stay."""
-        return self.of(ids, drafts)(ids)
+        """Append ``(B, S)`` int64 tokens by the pass of this shape; ``(B, S, V)`` logits that no later pass changes."""
+        step = self.of(ids, drafts)
+        self._before()
+        self._ids[ids.shape[1], drafts].copy_(ids)
+        logits = step()
+        return logits if step.graph_fallback_reason else logits.clone()
 
-    def of(self, ids: Tensor, drafts: bool = False) -> DecodeStep:
+    def of(self, ids: Tensor, drafts: bool = False) -> Replayed[Tensor]:
         """The pass for tokens of this shape."""
         kind = ids.shape[1], drafts
         if kind not in self.steps:
-            mine, obstacle = torch.zeros_like(ids), self._obstacle(ids.numel())
-            self.steps[kind] = DecodeStep(
-                partial(self._append, mine, drafts), mine, obstacle=obstacle, **self._settings
-            )
+            self._ids[kind] = mine = torch.zeros_like(ids)
+            self.steps[kind] = Replayed(
+                partial(self._append, mine, drafts), ids.device, "decode steps", obstacle=self._obstacle(ids.numel()),
+                **self._settings,
+            )  # fmt: skip
         return self.steps[kind]
 
     def renew(self) -> None:

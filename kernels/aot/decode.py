@@ -187,7 +187,7 @@ def aot_cases() -> list[KernelCase]:
 
 
 def _planned() -> list[KernelCase]:
-    """What is launched around a step: experts that travel before it, and waves of verifying passes."""
+    """The launches around a step: experts that travel before it, and waves of verifying passes."""
     cases = []
     for stored in ("", "mxfp4"):
         setting = Setting(shape="qwen3", num_tokens=1, quantised=stored, cache="lru", prefetched=True)

@@ -37,7 +37,7 @@ from comet.decode import DataParallelDecode
 from comet.generation.engine import GPTEngine
 from comet.generation.sampling import Sampler
 from comet.generation.speculation import Draft, Speculation
-from comet.graphed.step import DecodeStep
+from comet.graphed.step import Passes
 from comet.integrations import hf
 from comet.jobs.generate import GenerateConfig
 from comet.models.cache import CHUNK, allocated_places, attend_to_cache
@@ -373,8 +373,8 @@ def test_a_captured_step_joins_streams_first_and_is_refused_once_the_group_is_cl
     captures, engine = graphs_on_cpu(monkeypatch), engine_of(SHARED[0], "on")
     engine.prefill(PROMPTS, LENGTHS, 16)
     engine.decode(torch.tensor([0, 0]))
-    order, (step,) = [], engine._passes.steps.values()
-    monkeypatch.setattr(engine.runner.group.comm.stream_order, "join", lambda: order.append(step._ids[:, 0].tolist()))
+    order, (ids,) = [], engine._passes._ids.values()
+    monkeypatch.setattr(engine.runner.group.comm.stream_order, "join", lambda: order.append(ids[:, 0].tolist()))
     for token in range(1, 3):
         engine.decode(torch.tensor([token, token]))
     assert order[-1] == [1, 1], "the tokens of the call before are still there when a replay joins"
@@ -388,24 +388,23 @@ def test_what_cannot_be_captured_runs_eagerly_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     captures = graphs_on_cpu(monkeypatch)
-    ids = torch.zeros(1, dtype=torch.int64)
     taken = []
 
-    def run() -> torch.Tensor:
+    def run(ids: torch.Tensor, drafts: bool) -> torch.Tensor:
         taken.append(int(ids.sum().item()))  # waits for the device
-        return ids[:, None].float()
+        return ids[:, :, None].float()
 
     with caplog.at_level(logging.INFO):
-        step = DecodeStep(run, ids)
+        step = Passes(run)
         for token in range(4):
-            assert step(torch.tensor([token])).item() == token
+            assert step(torch.tensor([[token]])).item() == token
     assert (captures.count, captures.replays, taken) == (1, 0, [0, 1, 2, 3])
     assert NOT_PERMITTED in step.graph_fallback_reason
     assert [NOT_PERMITTED in message for message in caplog.messages] == [True]
-    insisting = DecodeStep(run, ids, cuda_graph="on")
-    insisting(torch.tensor([1]))
+    insisting = Passes(run, cuda_graph="on")
+    insisting(torch.tensor([[1]]))
     with pytest.raises(ValueError, match="cuda_graph='on' must be 'auto' or 'off' here: the step cannot be captured"):
-        insisting(torch.tensor([2]))
+        insisting(torch.tensor([[2]]))
 
 
 def test_the_reason_is_the_mistake_and_not_its_consequence() -> None:

@@ -18,7 +18,7 @@ from comet.generation.engine import Engine, GPTEngine
 from comet.generation.generate import Generated, generate, warm_up
 from comet.generation.job import generate_job
 from comet.generation.text import ByteCodec
-from comet.graphed.step import DecodeStep
+from comet.graphed.step import Passes
 from comet.jobs.generate import GenerateConfig
 from comet.models.config import ModelConfig
 from comet.training.trainer import train
@@ -179,25 +179,25 @@ def test_two_ranks(rank: int, world_size: int) -> None:
 @pytest.mark.gpu
 def test_what_waits_for_the_device_runs_eagerly_and_harms_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """Last in the file, for what a failed capture might leave behind."""
-    ids = torch.zeros(2, dtype=torch.int64, device=GPU)
+    given = torch.tensor([[10], [20]], device=GPU)
     count = torch.zeros(1, dtype=torch.int64, device=GPU)
 
-    def waits() -> Tensor:
+    def waits(ids: Tensor, drafts: bool) -> Tensor:
         count.add_(1)
-        return ids[:, None].float() + count.item()
+        return ids[:, :, None].float() + count.item()
 
     here = torch.cuda.current_stream()
     with caplog.at_level(logging.WARNING):
-        step = DecodeStep(waits, ids)
+        step = Passes(waits)
         for number in range(1, 5):
-            assert step(torch.tensor([10, 20], device=GPU)).tolist() == [[10.0 + number], [20.0 + number]]
+            assert step(given).flatten().tolist() == [10.0 + number, 20.0 + number]
     assert step.graph_fallback_reason.startswith("the step cannot be captured: ")
     assert len(caplog.messages) == 1
     assert torch.cuda.current_stream() == here
-    insisting = DecodeStep(waits, ids, cuda_graph="on")
-    insisting(ids)
+    insisting = Passes(waits, cuda_graph="on")
+    insisting(given)
     with pytest.raises(ValueError, match="cuda_graph='on' must be 'auto' or 'off' here: the step cannot be captured"):
-        insisting(ids)
+        insisting(given)
     assert torch.cuda.current_stream() == here
     assert torch.rand(1000, device=GPU).std() > 0.2, "the device still draws"
     (eager, captured), group = gpt_engines(torch.float32, GPU)
