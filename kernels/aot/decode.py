@@ -165,21 +165,15 @@ class Setting:
 
 def aot_cases() -> list[KernelCase]:
     """The blocks that steps of 1 to 64 tokens take; alone and over ranks; all types and kinds of weights."""
-    settings = [*_weights(), *_ranks(), *_caches(), *_activations()]
-    cases = [case for setting in settings for case in _cases(setting)]
-    waves = [
-        setting
-        for count, stored in ((2, ""), (8, ""), (16, ""), (8, "mxfp4"))
-        for setting in _steps("qwen3", count, cache="lru", waves=True, quantised=stored)
-    ]
+    cases = [each for setting in (*_weights(), *_ranks(), *_caches(), *_activations()) for each in _cases(setting)]
     in_turn = [setting for stored in ("", "mxfp4") for setting in _steps("gpt_oss", 1, 16, quantised=stored, **GPT_OSS)]
     in_turn += _steps("gpt_oss", 1, ranks=RANKS, **GPT_OSS)
     cases += [case for each in in_turn for case in _cases(replace(each, interleaved=True), KERNELS[:1])]
-    for setting in waves:
+    for count, stored, ranks in ((2, "", 1), (8, "", 1), (16, "", 1), (8, "mxfp4", 1), (8, "", RANKS)):
+        [setting] = _steps("qwen3", count, cache="lru", waves=True, quantised=stored, ranks=ranks)
         downs = _cases(setting, KERNELS[1:])
-        cases += [replace(downs[n], name=f"{setting.label}, {word} wave") for n, word in ((0, "first"), (-1, "last"))]
-    for setting in _steps("qwen3", 8, cache="lru", waves=True, ranks=RANKS):  # others add up nothing
-        cases += [replace(case, name=f"{case.name}, last wave") for case in _cases(setting, KERNELS[1:])[-1:]]
+        cases += [replace(downs[-1], name=f"{setting.label}, last wave")]
+        cases += [replace(downs[0], name=f"{setting.label}, first wave")] if ranks == 1 else []  # adds up nothing
     for shape in ("qwen3", "mixtral"):
         [setting] = _steps(shape, RANKS, ranks=RANKS, gathered=True)
         cases += [replace(case, expects=frozenset(WIDE_ACCESS)) for case in _cases(setting, ["gather_kernel"])]

@@ -281,7 +281,8 @@ def dispatch_gemm(
     if x is None:
         x = symm.rows[symm.rank * symm.max_tokens :]
         sizes = sizes._replace(Q=len(result), row_words=x.shape[1])
-        constants, w1_block = fp8_constants(settings, table.block_rows, x.shape[1], events), [1, 1, *[SCALE_GROUP] * 2]
+        push, w1_block = push_constants(x.dtype, x.shape[1], events, most=PUSH_WORDS), [1, 1, SCALE_GROUP, SCALE_GROUP]
+        constants = DispatchGemmConstants(table.block_rows, settings.activation, push, SCALE_GROUP)
     else:
         constants = gemm_constants(settings, table.block_rows, depth, x.dtype, events)
         w1_block = [1, 2, tile.block_f, tile.block_k]
@@ -312,12 +313,6 @@ def gemm_constants(
         activation=settings.activation,
         push=push_constants(dtype, hidden_size, events),
     )
-
-
-def fp8_constants(settings: LaunchSettings, block_rows: int, row_words: int, events: int) -> DispatchGemmConstants:
-    """The same for packed rows of so many words."""
-    push = push_constants(torch.int32, row_words, events, most=PUSH_WORDS)
-    return DispatchGemmConstants(block_rows, settings.activation, push, SCALE_GROUP)
 
 
 def _pre_descriptor(pre: Tensor, block_rows: int, block_f: int) -> TensorDescriptor:
