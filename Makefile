@@ -22,7 +22,7 @@ PYTEST = $(BIN)/python -P -m pytest $(SPREAD)
 TREE := build/tree/comet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow test-all vllm lint compile count clean
+.PHONY: help setup train test test-slow test-all vllm docs lint ruff mypy compile count clean
 
 help: ## show this list
 	@grep -hE '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -43,9 +43,17 @@ test-all: $(READY) ## all tests this machine can run
 
 vllm: build/vllm/ready ## install vLLM into build/vllm, for the tests of its adapters (0.8 GB; needs no GPU)
 
-lint: $(READY) ## ruff and mypy
+docs: $(READY) ## build the pages into build/docs/html, which docs/index.html there begins
+	$(BIN)/python -c 'import sphinx, myst_parser, furo' 2>/dev/null || $(PIP) install --quiet -c constraints.txt -e '.[docs]'
+	$(BIN)/python -P -m sphinx -E -q -W --keep-going -c docs -d build/docs/cache -b html . build/docs/html
+
+lint: ruff mypy ## ruff and mypy; .pre-commit-config.yaml runs the same before a commit
+
+ruff: $(READY)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
+
+mypy: $(READY)
 	rm -rf $(TREE) && mkdir -p $(TREE)
 	ln -s $(CURDIR)/comet/* $(CURDIR)/kernels $(CURDIR)/launch $(CURDIR)/configs $(TREE)/
 	MYPYPATH=build/tree $(BIN)/python -P -m mypy -p comet

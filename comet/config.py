@@ -124,9 +124,9 @@ class MoEConfig:
     """Shape and routing of one MoE layer.
 
     Args:
-        hidden_size: D.
+        hidden_size: D, the width of a token.
         ffn_size: F, the width of one expert; gate and up are each F wide.
-        num_experts: E.
+        num_experts: E, the experts of all ranks.
         top_k: K, experts per token.
         score: How router logits become scores: ``softmax`` over all experts or an independent ``sigmoid``.
         renormalize: Divide the K chosen scores by their sum.

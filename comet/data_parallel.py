@@ -121,7 +121,7 @@ def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:  # fmt: skip
-    """Clip as ``torch.nn.utils.clip_grad_norm_``, tensors and ``DTensor``s of several meshes (collective).
+    """Clip as ``torch.nn.utils.clip_grad_norm_``: tensors and ``DTensor`` of several meshes (collective).
 
     Args, result and error are torch's, equal on all ranks. Tensors that are no ``DTensor`` count as replicas.
     """
@@ -142,7 +142,7 @@ def clip_grad_norm_(
 
 
 class GradScaler(torch.amp.GradScaler):
-    """``torch.amp.GradScaler`` for optimizers over tensors and ``DTensor``s; all ranks take a step, or none.
+    """``torch.amp.GradScaler`` for an optimizer over tensors and ``DTensor``: all ranks take a step, or none.
 
     Example: ``scaler = comet.GradScaler(device)``, then on all ranks ``scaler.scale(loss).backward()``,
     ``scaler.step(optimizer)`` and ``scaler.update()``.

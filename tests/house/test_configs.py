@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from omegaconf import OmegaConf
+from pages import PAGES, commands
 
 import comet
 from comet.config import OverlapConfig, ParallelConfig
@@ -326,14 +327,14 @@ def test_a_dry_run_is_yaml_that_composes_to_the_same_job():
 
 EXAMPLES = [f"comet {name} {words}".strip() for name, task in TASKS.items() for words in task.examples]
 EXAMPLE_LINES = [
-    line.split("#")[0].strip()
-    for line in [*EXAMPLES, *(ROOT / "README.md").read_text().splitlines()]
-    if re.match(r"\s*comet (train|generate|tune|sweep)\b", line)
+    re.sub(r".* -m comet\.launch ", "comet ", line.split("#")[0].strip())
+    for line in [*EXAMPLES, *(line for page in PAGES for line in commands(page))]
+    if re.search(r"\bcomet(?:\.launch)? (train|generate|tune|sweep|modular)\b", line)
 ]
 
 
 @pytest.mark.parametrize("line", EXAMPLE_LINES)
-def test_examples_of_help_page_and_readme_are_valid(line):
+def test_examples_of_help_and_of_pages_are_valid(line):
     words = shlex.split(re.split(r"\s{2,}", line)[0])[2:]
     elsewhere = ("--", "my.yaml", "generate.source=")  # options, a file and a folder that are not here
     container = compose([word for word in words if not word.startswith(elsewhere)])
@@ -343,7 +344,7 @@ def test_examples_of_help_page_and_readme_are_valid(line):
 def test_there_are_examples():
     tasks = [line.split()[1] for line in EXAMPLE_LINES]
     assert len(tasks) >= 17
-    assert {"train", "generate", "tune", "sweep"} == set(tasks)
+    assert {"train", "generate", "tune", "sweep", "modular"} == set(tasks)
 
 
 def test_every_public_name_loads_and_no_other():

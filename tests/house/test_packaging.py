@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from hf_cases import save_model
-from readme import snippets
+from pages import program
 
 import comet
 
@@ -182,12 +182,12 @@ def test_the_wheel_trains_and_compiles_elsewhere(elsewhere):
 
 
 @pytest.mark.slow
-def test_the_wheel_runs_the_snippets_of_the_readme_elsewhere(elsewhere):
-    program = [snippet for section in ("In a program", "Decode") for snippet in snippets(section)]
-    assert "torch.Size([100, 64])" in run_elsewhere(elsewhere, ["python", "-c", "\n".join(program)])
+def test_the_wheel_runs_the_programs_of_the_pages_elsewhere(elsewhere):
+    run_elsewhere(elsewhere, ["python", "-c", program("docs/howto/decode.md")])
+    assert "torch.Size([100, 64])" in run_elsewhere(elsewhere, ["python", "-c", program("README.md")])
     torchrun = ["python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    (elsewhere / "train.py").write_text("".join(snippets("Over several ranks")))
+    (elsewhere / "train.py").write_text(program("docs/howto/own-loop.md"))
     run_elsewhere(elsewhere, [*torchrun, "train.py"])
-    (elsewhere / "generate.py").write_text("".join(snippets("Hugging Face")))
+    (elsewhere / "generate.py").write_text(program("docs/howto/hugging-face.md"))
     save_model(elsewhere / "model", "qwen3_moe")
     assert "tensor([[" in run_elsewhere(elsewhere, [*torchrun, "generate.py", "model"])

@@ -17,6 +17,7 @@ import torch
 from hf_cases import DECODE_TOKENS, check_families, greedy, make_group, prompt, tiny_config, tiny_model
 from hf_fp8_cases import published
 from launch_jobs import all_gone, end_of, processes_of, start_two_agents, training, wait_for_checkpoint
+from pages import fences
 from ranks import run_ranks
 from training_cases import MODEL, MOE, Rank, make_job
 
@@ -124,7 +125,7 @@ def test_a_job_of_two_agents_shares_experts_over_both(tmp_path: Path) -> None:
 
 
 def test_the_slurm_script_starts_an_agent_on_each_node(tmp_path: Path) -> None:
-    (script,) = re.findall(r"```bash\n(#!/bin/bash.*?)```", (Path(__file__).parents[2] / "README.md").read_text(), re.S)
+    (script,) = [block for block in fences("docs/howto/nodes.md", "bash") if block.startswith("#!")]
     commands = {
         "scontrol": 'test "$*" = "show hostnames node[1-2]" && printf "node1\nnode2\n"',
         "srun": 'test "$1" = --kill-on-bad-exit=1 && shift && "$@" && "$@"',
@@ -140,7 +141,7 @@ def test_the_slurm_script_starts_an_agent_on_each_node(tmp_path: Path) -> None:
     )
     line = (
         "--nnodes 2 --nproc-per-node 8 --rdzv-id 7 --rdzv-backend c10d --rdzv-endpoint node1:29500 "
-        "-m comet.launch train parallel.ep=16 output_dir=outputs/7 resume=auto"
+        "-m comet.launch train model=qwen3_30b_a3b parallel.ep=16 output_dir=outputs/7 resume=auto"
     )
     assert out.stdout.splitlines() == [line] * 2
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from pages import program, text_of
 from ranks import in_ranks, logged
-from readme import README, snippets
 from refusals import dry_run
 from tiers import slow
 from torch import Tensor, nn
@@ -79,9 +79,8 @@ def test_reduced_gradients_are_those_of_one_rank_with_all_tokens(rank: int, worl
 
 
 @in_ranks(2)
-def test_the_readmes_loop_keeps_ranks_alike(rank: int, world_size: int) -> None:
-    (code,) = snippets("Over several ranks")
-    code = code.replace("dist.init_process_group()", "pass")
+def test_the_loop_of_the_page_keeps_ranks_alike(rank: int, world_size: int) -> None:
+    code = program("docs/howto/own-loop.md").replace("dist.init_process_group()", "pass")
     scope: dict[str, object] = {}
     exec(code, scope)
     layer = scope["layer"]
@@ -92,7 +91,7 @@ def test_the_readmes_loop_keeps_ranks_alike(rank: int, world_size: int) -> None:
     assert not torch.equal(first.router.weight, layer.router.weight)
     x = torch.randn(4, 10, 64, requires_grad=True)
     mask, output = torch.rand(4, 10) < 0.7, torch.zeros_like(x)
-    assert "output[mask], stats = layer(x[mask])" in README.read_text()
+    assert "output[mask], stats = layer(x[mask])" in text_of("docs/howto/own-loop.md")
     output[mask], _ = layer(x[mask])
     wanted, _ = layer(x)
     torch.testing.assert_close(output[mask], wanted[mask])

@@ -28,8 +28,8 @@ from megatron_cases import (
     train_beside_megatron,
     twins,
 )
+from pages import program
 from ranks import in_ranks, run_ranks
-from readme import snippets
 from tiers import slow
 from torch import Tensor
 from torch.nn.functional import relu
@@ -205,11 +205,10 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_the_snippet_of_the_readme(tmp_path: Path) -> None:
+def test_the_program_of_the_page(tmp_path: Path) -> None:
     """Run it on two CPU ranks, then what it made, as far as Megatron can without a GPU."""
     root, script = Path(__file__).parents[3], tmp_path / "train.py"
-    (snippet,) = snippets("Megatron-core")
-    script.write_text(snippet + AFTER_THE_SNIPPET)
+    script.write_text(program("docs/howto/megatron.md") + AFTER_THE_SNIPPET)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*command, str(script), str(root / "tests/support/models")],
