@@ -28,10 +28,7 @@ EPSILON = 1e-8
 
 
 class ScaledAdamW(AdamW):
-    """AdamW whose kernel divides the gradients by ``grad_scale`` and stores the quotients.
-
-    So averaging and clipping need no pass over the gradients of their own.
-    """
+    """AdamW whose kernel averages and clips: it divides the gradients by ``grad_scale`` and stores the quotients."""
 
     grad_scale: Tensor | None = None  # torch's fused kernels divide by it
     found_inf: Tensor | None = None
@@ -90,9 +87,8 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 def sum_gradients(model: GPT, group: ExpertGroup) -> Tensor:
     """Sum gradients over the ranks, in place, and return the norm of the global objective's gradient (collective).
 
-    That gradient is the sums divided by the world size, see ``ScaledAdamW``. In the norm dense parameters count once,
-    and expert parameters once per shard: their squares are summed over the world and divided by the number of ranks
-    that hold a part alike. Every rank gets the same bits, so replicated parameters stay equal.
+    In the norm dense parameters count once, and expert parameters once per shard: their squares are summed over the
+    world and divided by the number of ranks that hold a part alike. Every rank gets the same bits.
     """
     dense, experts = _gradients(model.dense_parameters()), _gradients(model.expert_parameters())
     if group.world_size > 1:

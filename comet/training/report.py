@@ -155,13 +155,8 @@ class Reporter:
         self.history = History(output_dir if enabled else None)
         self.history.start(earlier, first_step)
         self._shown_s = 0.0
-        self.bar = tqdm(
-            total=total_steps,
-            initial=min(first_step, total_steps),
-            disable=not enabled,
-            unit="step",
-            **bar_options(),
-        )
+        begun = min(first_step, total_steps)
+        self.bar = tqdm(total=total_steps, initial=begun, disable=not enabled, unit="step", **bar_options())
 
     def note(self, message: str) -> None:
         if self.enabled:

@@ -84,14 +84,9 @@ class TrainStep:
 
     def _backward(self, step: int, told_to_stop: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Fill the gradients; return the mean loss, and of all ranks dropped rows, requests to stop, and load."""
-        batch = sample_batch(
-            self.text,
-            batch_size=self.config.batch_size,
-            context=self.model.config.context,
-            seed=self.config.seed,
-            step=step,
-            rank=self.group.world_rank,
-        )
+        settings, rank = self.config, self.group.world_rank
+        sizes = {"batch_size": settings.batch_size, "context": self.model.config.context}
+        batch = sample_batch(self.text, **sizes, seed=settings.seed, step=step, rank=rank)
         self.group.workspace.join_stream()
         # A copy from memory that is not pinned would wait for a GPU.
         self._batch.copy_(batch.pin_memory() if self._batch.is_cuda else batch, non_blocking=True)

@@ -91,15 +91,8 @@ class Trainer:
         }  # fmt: skip
         optimizer = make_optimizer(self.model, config.train)
         self.train_step = TrainStep(self.model, optimizer, group, corpus.train, config.train)
-        self.checkpointer = Checkpointer(
-            self.output_dir,
-            self.model,
-            optimizer,
-            group,
-            settings=settings_of(config, group.world_size),
-            text=corpus.digest,
-            layers=layers,
-        )
+        kept = {"settings": settings_of(config, group.world_size), "text": corpus.digest, "layers": layers}
+        self.checkpointer = Checkpointer(self.output_dir, self.model, optimizer, group, **kept)
         self.checkpoint_path = checkpoint.path if checkpoint else None
         self.first_step = self.step = self.checkpointer.load(checkpoint) if checkpoint else 0
         self.stopped = False
@@ -113,13 +106,9 @@ class Trainer:
     def report_start(self, notes: list[str]) -> None:
         """Say what is about to run, and what is to be known of the checkpoint it goes on from."""
         config, group = self.config, self.group
-        self.reporter = Reporter(
-            self.output_dir,
-            enabled=group.world_rank == 0,
-            first_step=self.first_step,
-            total_steps=config.train.steps,
-            earlier=self.checkpoint_path.parent if self.checkpoint_path else None,
-        )
+        earlier = self.checkpoint_path.parent if self.checkpoint_path else None
+        steps = {"first_step": self.first_step, "total_steps": config.train.steps}
+        self.reporter = Reporter(self.output_dir, enabled=group.world_rank == 0, **steps, earlier=earlier)
         for note in notes:
             self.reporter.note(note)
         if self.first_step:
@@ -222,8 +211,7 @@ class Trainer:
         """Wait for the device and record ``window``; everything after it may rely on finite losses."""
         first = self.step - len(window) + 1
         with self._divergence(first):
-            losses = torch.stack([metrics.loss for metrics in window]).tolist()
-            norms = torch.stack([metrics.grad_norm for metrics in window]).tolist()
+            losses, norms = torch.stack([torch.stack([each.loss, each.grad_norm]) for each in window]).T.tolist()
             seconds = time.perf_counter() - started
             self.group.workspace.check()
         for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=first):
@@ -231,14 +219,12 @@ class Trainer:
             require(is_finite, self._diverged(step, f"loss={loss}, gradient norm={norm}"))
         self.timed.append((len(window), seconds))
         record = Window(
-            step=self.step,
-            losses=losses,
-            grad_norms=norms,
+            step=self.step, losses=losses, grad_norms=norms,
             learning_rate=learning_rate(self.step - 1, self.config.train),
             expert_load=torch.stack([metrics.expert_load for metrics in window]).sum(0).tolist(),
             tokens_per_second=len(window) * self.train_step.tokens_per_step / seconds,
             dropped_rows=float(sum(metrics.dropped_rows for metrics in window)),
-        )
+        )  # fmt: skip
         self.reporter.window(record, peak_memory_bytes(self.group.device, self.group.workspace.num_bytes))
 
     @contextmanager
@@ -284,10 +270,9 @@ def _require_same(config: JobConfig, checkpoint: Checkpoint | None, text: str, w
 def kept_layers(
     config: JobConfig, group: ExpertGroup, checkpoint: Checkpoint | None
 ) -> tuple[str, OverlapConfig | None, list[str]]:
-    """Return path and split of the layers, and notes; a resumed run keeps those of its checkpoint.
+    """Return path and split of the layers, and notes; a resumed run keeps those of its checkpoint, and so its bits.
 
-    New measurements, or another version's defaults, would change the bits of its results. A run in another layout or on
-    another device chooses for itself, and says so.
+    A run in another layout or on another device chooses for itself, and says so.
     """
     saved = checkpoint.layers if checkpoint else {}
     if checkpoint is None or not saved or config.moe_path != "auto" or config.overlap is not None:

@@ -59,8 +59,8 @@ def test_every_variant_starts_from_the_same_weights(dtype: torch.dtype) -> None:
     errors = check_variants(model, ("comet", "comet_graph", "plain", "rest"), checked)
     assert (list(checked.variants), list(checked.failures)) == (["plain", "comet", "rest"], ["comet_graph"])
     assert checked.failures["comet_graph"].startswith("RuntimeError: there are no graphs: ")
-    assert 0 <= errors["loss_error"] <= suites.train.LOSS_TOLERANCE[dtype]
-    assert 0 < errors["gradient_error"] <= suites.train.GRADIENT_TOLERANCE[dtype] / 2
+    assert 0 <= errors["loss_error"] <= suites.train.TOLERANCE["loss"][dtype]
+    assert 0 < errors["gradient_error"] <= suites.train.TOLERANCE["gradient"][dtype] / 2
     again = model.first_steps("comet")
     assert torch.equal(again[0], first[0])
     assert all(map(torch.equal, again[1], first[1]))
@@ -123,7 +123,7 @@ def test_wrong_steps_are_not_timed(wrong: Any) -> None:
     checked = Checked(ALONE, model.group.workspace)
     assert check_variants(model, ("comet", "plain"), checked) == {}
     assert (list(checked.variants), list(checked.failures)) == (["plain"], ["comet"])
-    assert "differ from those of the plain path by " in checked.failures["comet"]
+    assert "differs from that of the plain path by " in checked.failures["comet"]
 
 
 def run_with_failures(rank: int, world_size: int, words: list[str]) -> None:
