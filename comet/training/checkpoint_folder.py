@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "comet.json"
 METADATA = ".metadata"  # torch.distributed.checkpoint writes it last
-FORMATS = (1, 2)  # 1 had sizes only
+FORMAT = 2
 KEPT = 2
 PARTIAL_SUFFIX = ".tmp"
 OWN_FOLDERS = re.compile(r"step-\d{6,}(-\d+)?(-replaced)?(\.tmp)?")
@@ -61,9 +61,9 @@ class Checkpoint:
     model: Mapping[str, Any]  # fields of the model configuration, nested ones with dots
     saved_at: float  # unix time in seconds; later than that of every other checkpoint there
     layout: Mapping[str, int]  # world size, EP and TP it was saved at
-    files: Mapping[str, Mapping[str, Any]]  # "bytes" of every file and its checksum "blake2b", which format 1 lacks
-    text: str = ""  # fingerprint of the text it was trained on; empty in a checkpoint of format 1
-    # Device, path and split of the layers that wrote it; empty in checkpoints of older versions.
+    files: Mapping[str, Mapping[str, Any]]  # "bytes" of every file and its checksum "blake2b"
+    text: str = ""  # fingerprint of the text it was trained on
+    # Device, path and split of the layers that wrote it; empty in checkpoints of version 0.1.0.
     layers: Mapping[str, Any] = field(default_factory=dict)
 
     def check_model(self, config: ModelConfig) -> None:
@@ -130,7 +130,7 @@ def complete(path: Path, manifest: Mapping[str, Any], checksums: Mapping[str, st
     checksums = {**checksums, **{name: checksum(partial / name) for name in (METADATA, SETTINGS_FILE)}}
     files = {name: {"bytes": (partial / name).stat().st_size, "blake2b": checksums[name]} for name in sorted(checksums)}
     with (partial / MANIFEST).open("w") as file:
-        json.dump({"format": FORMATS[-1], "saved_at": saved_at, **manifest, "files": files}, file, indent=1)
+        json.dump({"format": FORMAT, "saved_at": saved_at, **manifest, "files": files}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     _sync_folder(partial)
@@ -164,10 +164,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
     )
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
-        known = manifest["format"] in FORMATS
-        require(known, f"format={manifest['format']} must be one of {', '.join(map(str, FORMATS))}: a newer version's")
-        files = manifest["files"].items()
-        manifest["files"] = {name: entry if isinstance(entry, dict) else {"bytes": entry} for name, entry in files}
+        ways = "Comet 0.1.0 resumes format 1 and saves format 2, and newer versions read theirs"
+        require(manifest["format"] == FORMAT, f"format={manifest['format']} must be {FORMAT}: {ways}")
         found = Checkpoint(
             path, **{item.name: manifest[item.name] for item in fields(Checkpoint) if item.name in manifest}
         )
@@ -257,9 +255,9 @@ def find_damage(checkpoint: Checkpoint) -> str:
     from comet.training.ranks import gather
 
     rank, world_size = this_rank()
-    written = {name: entry["blake2b"] for name, entry in checkpoint.files.items() if "blake2b" in entry}
+    mine = sorted(checkpoint.files)[rank::world_size]
     with patience():
-        bad = [name for name in sorted(written)[rank::world_size] if checksum(checkpoint.path / name) != written[name]]
+        bad = [name for name in mine if checksum(checkpoint.path / name) != checkpoint.files[name]["blake2b"]]
         names = [name for part in gather(bad) for name in part]
     if not names:
         return ""

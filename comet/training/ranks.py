@@ -8,9 +8,10 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, TypeVar
 
 import psutil
@@ -98,28 +99,24 @@ class StopRequest:
         peers = [pid for host, space, pid in gather(mine) if (host, space) == mine[:2] and pid != mine[2]]
         on_main_thread = threading.current_thread() is threading.main_thread()
         heeded = [number for number in STOPPING if on_main_thread and signal.getsignal(number) is not signal.SIG_IGN]
-        self._handlers_before: dict[int, Any] = {}
+        self._undo = ExitStack()  # undoes the last first
         if not heeded:
             return self
-        self._reader, self._writer = os.pipe()
-        os.set_blocking(self._writer, False)
-        self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        self._over = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, args=(peers,), daemon=True)
-        self._watcher.start()
-        self._handlers_before = {number: signal.signal(number, self._note) for number in heeded}
+        over, (reader, writer) = threading.Event(), os.pipe()
+        os.set_blocking(writer, False)
+        watcher = threading.Thread(target=self._watch, args=(reader, heeded, peers, over), daemon=True)
+        watcher.start()
+        self._undo.callback(os.close, reader)
+        self._undo.callback(watcher.join)
+        self._undo.callback(os.close, writer)  # This wakes the thread.
+        self._undo.callback(over.set)
+        self._undo.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(writer, warn_on_full_buffer=False))
+        for number in heeded:
+            self._undo.callback(signal.signal, number, signal.signal(number, self._note))
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
-        if not self._handlers_before:
-            return
-        for number, handler in self._handlers_before.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(self._wakeup_before)
-        self._over.set()
-        os.close(self._writer)  # This wakes the thread.
-        self._watcher.join()
-        os.close(self._reader)
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.told and number == signal.SIGINT:  # A second Ctrl-C does not wait for the checkpoint.
@@ -127,11 +124,11 @@ class StopRequest:
             os.kill(os.getpid(), number)
         self.told = True
 
-    def _watch(self, peers: Sequence[int]) -> None:
-        while byte := os.read(self._reader, 1):
-            while byte[0] in self._handlers_before and not self._over.is_set():
+    def _watch(self, reader: int, heeded: Sequence[int], peers: Sequence[int], over: threading.Event) -> None:
+        while byte := os.read(reader, 1):
+            while byte[0] in heeded and not over.is_set():
                 if not all(map(psutil.pid_exists, peers)):
                     # The default; Python's own function is for the main thread, which may be waiting for the dead.
                     ctypes.CDLL(None).signal(byte[0], None)
                     os.kill(os.getpid(), byte[0])
-                self._over.wait(POLL_S)
+                over.wait(POLL_S)

@@ -64,7 +64,7 @@ def to_yaml(settings: Mapping[str, Any]) -> str:
 
 
 def read_settings(folder: Path) -> dict[str, Any] | None:
-    """The settings of the run or checkpoint in ``folder``; ``None`` if it holds none, as those of older versions."""
+    """Return the settings of the run or checkpoint in ``folder``; ``None`` if it holds none."""
     path = folder / SETTINGS_FILE
     if not path.is_file():
         return None

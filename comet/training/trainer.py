@@ -252,12 +252,10 @@ def _require_same(config: JobConfig, checkpoint: Checkpoint | None, text: str, w
     """Raise ``ValueError`` for settings other than the checkpoint's; return what else the user should know."""
     if checkpoint is None:
         return []
-    saved, notes = read_settings(checkpoint.path), []
-    if saved is None:
-        notes.append(f"{checkpoint.path} keeps no settings: those of the command line are taken")
-    elif gone := removed_settings(saved):
+    saved, notes = read_settings(checkpoint.path) or {}, []
+    require_same(saved, config, checkpoint.path, same_text=checkpoint.text == text)
+    if gone := removed_settings(saved):
         notes.append(f"{checkpoint.path} was written with settings that no longer exist: {', '.join(gone)} left out")
-    require_same(saved or {}, config, checkpoint.path, same_text=checkpoint.text in ("", text))
     if (ranks := checkpoint.layout["world_size"]) != world_size:
         notes.append(f"{checkpoint.path} was written by {ranks} ranks: batches of {world_size} ranks are others")
     ep, tp = checkpoint.layout["ep"], checkpoint.layout["tp"]

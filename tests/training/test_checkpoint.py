@@ -210,7 +210,9 @@ DAMAGES = {
         folder / "__0_0.distcp"
     ),
     r"is damaged: comet\.json cannot be read": lambda folder: os.truncate(folder / "comet.json", 100),
-    r"format=99 must be one of 1, 2": lambda folder: edit_manifest(folder, lambda content: content.update(format=99)),
+    r"format=99 must be 2: Comet 0\.1\.0 resumes format 1": lambda folder: edit_manifest(
+        folder, lambda content: content.update(format=99)
+    ),
     r"is half-written: it has no comet\.json": lambda folder: os.remove(folder / "comet.json"),
 }
 

@@ -24,7 +24,7 @@ from comet.launch.config import compose
 from comet.launch.config import make_job as job_of_command
 from comet.measure.sweep import sweep_job
 from comet.training import trainer
-from comet.training.checkpoint_folder import find_checkpoints
+from comet.training.checkpoint_folder import checksum, find_checkpoints
 from comet.training.run_folder import LOCK, OWNER, RunFolder
 from comet.training.saved_settings import read_settings
 from comet.training.trainer import train
@@ -121,19 +121,14 @@ def test_another_text_is_noticed_wherever_it_is(run, tmp_path):
     run_words(*words, "resume_changes=[data.path]")
 
 
-def test_a_checkpoint_of_an_older_version_goes_on_with_the_command_line(run, tmp_path, capsys):
-    old = tmp_path / "step-000003"
-    old.mkdir()
-    manifest = json.loads((run / old.name / "comet.json").read_text())
+def test_a_checkpoint_of_the_first_format_names_the_version_that_converts_it(run, tmp_path):
+    old = shutil.copytree(run / "step-000003", tmp_path / "step-000003")
+    manifest = json.loads((old / "comet.json").read_text())
     manifest["files"] = {name: file["bytes"] for name, file in manifest["files"].items() if name != "comet.yaml"}
-    del manifest["text"]
     (old / "comet.json").write_text(json.dumps({**manifest, "format": 1}))
-    for name in manifest["files"]:
-        (old / name).write_bytes((run / old.name / name).read_bytes())
-    text = read_settings(run)["data"]["path"]
-    run_words(*RUN, f"resume={old}", f"output_dir={tmp_path}/out", f"data.path={text}")
-    assert losses(tmp_path / "out") == losses(run)[3:]  # no history beside it
-    assert f"{old} keeps no settings: those of the command line are taken" in capsys.readouterr().err
+    (old / "comet.yaml").unlink()
+    with pytest.raises(ValueError, match=r"format=1 must be 2: Comet 0\.1\.0 resumes format 1 and saves format 2"):
+        run_words(*RUN, f"resume={old}", f"output_dir={tmp_path}/out")
 
 
 def test_settings_that_no_longer_exist_are_left_out(run, tmp_path, capsys):
@@ -144,7 +139,10 @@ def test_settings_that_no_longer_exist_are_left_out(run, tmp_path, capsys):
     settings["overlap"] |= {"transport": "push", "comm_blocks": 16, "num_panels": 4, "beside": True}
     (old / "comet.yaml").write_text(yaml.safe_dump(settings))
     manifest = json.loads((old / "comet.json").read_text())
-    manifest["files"]["comet.yaml"] = (old / "comet.yaml").stat().st_size
+    manifest["files"]["comet.yaml"] = {
+        "bytes": (old / "comet.yaml").stat().st_size,
+        "blake2b": checksum(old / "comet.yaml"),
+    }
     (old / "comet.json").write_text(json.dumps(manifest))
     run_words(f"resume={old}", f"output_dir={tmp_path}/out")
     assert losses(tmp_path / "out")[-1:] == losses(run)[-1:]
@@ -201,7 +199,7 @@ def test_another_run_is_not_removed_unless_the_user_says_so(tmp_path):
 
 
 def test_another_layout_drops_others(tmp_path):
-    """Who is dropped where the plan is full depends on who shares an expert's rows."""
+    """The rows that a full plan drops depend on which ranks share an expert's rows."""
     model = replace(MODEL, moe=replace(MODEL.moe, capacity_factor=0.5))
     train(make_job(tmp_path, model=model, steps=3), Rank())
     job, (checkpoint, *_) = (
@@ -267,7 +265,7 @@ def test_files_that_no_run_wrote_are_not_replaced(settings, tmp_path):
         train(make_job(tmp_path, **settings), Rank())
     assert [path.read_text() for path in mine] == ["mine"] * 3
     mine[0].unlink()
-    (out / "comet.yaml").write_text("{}")  # as a run that failed before its first step leaves it
+    (out / "comet.yaml").write_text("{}")  # a run that failed before its first step leaves this file
     train(make_job(tmp_path, **settings, steps=3), Rank())
     assert (out / "result.json").read_text() != "mine"
 
@@ -308,7 +306,7 @@ def test_two_jobs_in_one_folder_at_once_are_refused_until_the_first_is_killed(tm
 
 
 def stop_in_a_step(rank, world_size, job, told, stop):
-    """Train while ranks ``told`` get SIGTERM in step ``stop``, counted from 0; the handler is restored."""
+    """Train while some ranks get SIGTERM in step ``stop``, counted from 0; the handler is restored."""
 
     class Told(trainer.TrainStep):
         def _backward(self, step, told_to_stop):
@@ -341,7 +339,7 @@ def test_all_ranks_stop_after_the_same_step_and_go_on_bitwise(world_size, told, 
     ends = run_ranks(stop_and_go_on, world_size, job, [told], whole)
     assert ends == [ends[0]] * world_size
     stopped, saved, resumed, undisturbed = ends[0]
-    assert (stopped["stopped"], stopped["steps"]) == ("SIGTERM", 5)  # told in step 4, which the others learn in step 5
+    assert (stopped["stopped"], stopped["steps"]) == ("SIGTERM", 5)  # SIGTERM came in step 4
     assert stopped["checkpoint"] == str(tmp_path / "out" / "step-000005")
     assert saved == stopped
     assert losses(tmp_path / "out") == losses(tmp_path / "whole")
