@@ -70,17 +70,16 @@ class Checkpointer:
 
         It is complete when any rank returns. If a file cannot be written, remove the others and raise ``ValueError``.
         """
-        tensors, path = self._tensors(), self.root / folder_name(step)
+        tensors, part = self._tensors(), partial_path(self.root / folder_name(step))
         try:
-            path = from_first_rank(partial(self._open, step))
-            writer = Writer(partial_path(path))
+            part = from_first_rank(partial(self._open, step))
+            writer = Writer(part)
             with alone_on_purpose():
                 dcp.save(tensors, storage_writer=writer)
             checksums = dict(ChainMap(*gather(writer.checksums)))
-            from_first_rank(partial(self._complete, path, step, checksums))
+            return from_first_rank(partial(self._complete, part, step, checksums))
         except (CheckpointException, OSError) as error:  # All ranks raise it.
-            self._refuse(path, error, sum(tensor.nbytes for tensor in tensors.values()))
-        return path
+            self._refuse(part, error, sum(tensor.nbytes for tensor in tensors.values()))
 
     def require_room(self, num_saves: int, *, overwrite: bool) -> None:
         """Raise ``ValueError`` unless the disk has room for the checkpoints of a run that saves so often (collective).
@@ -133,24 +132,24 @@ class Checkpointer:
         return tensors
 
     def _open(self, step: int) -> Path:
-        path = open_partial(self.root, step)
-        write_whole(partial_path(path) / SETTINGS_FILE, to_yaml(self.settings))
-        return path
+        part = open_partial(self.root, step)
+        write_whole(part / SETTINGS_FILE, to_yaml(self.settings))
+        return part
 
-    def _complete(self, path: Path, step: int, checksums: Mapping[str, str]) -> None:
+    def _complete(self, part: Path, step: int, checksums: Mapping[str, str]) -> Path:
         parallel = self.group.parallel
         layout = {"world_size": self.group.world_size, "ep": parallel.ep, "tp": parallel.tp}
         manifest = {"step": step, "layout": layout, "model": flat(asdict(self.model.config)), "text": self.text}
         manifest["layers"] = self.layers
-        with naming(path):
-            complete(path, manifest, checksums)
+        with naming(part):
+            return complete(part, manifest, checksums)
 
-    def _refuse(self, path: Path, error: CheckpointException | OSError, num_bytes: int) -> NoReturn:
+    def _refuse(self, part: Path, error: CheckpointException | OSError, num_bytes: int) -> NoReturn:
         """Remove what was written and say why in one line (collective)."""
-        where, cause = _cause(error)
+        path, (where, cause) = part.with_suffix(""), _cause(error)
 
         def tidy_up() -> str:
-            remove_checkpoint(partial_path(path))
+            remove_checkpoint(part)
             whole = [str(found.path) for found in list_checkpoints(self.root)[0]]
             free = shutil.disk_usage(self.root).free
             return f"it needs {num_bytes:,} bytes, {free:,} are free; the last whole one is {[*whole, 'none'][0]}"

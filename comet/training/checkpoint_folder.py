@@ -17,8 +17,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -28,6 +27,7 @@ from comet.config import require
 from comet.kernels.runtime.activation import SWIGLU
 from comet.models.config import ModelConfig
 from comet.training.saved_settings import SETTINGS_FILE, flat
+from comet.utils.shared_file import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ KEPT = 2
 PARTIAL_SUFFIX = ".tmp"
 OWN_FOLDERS = re.compile(r"step-\d{6,}(-\d+)?(-replaced)?(\.tmp)?")
 OWN_FILES = re.compile(
-    rf"__\d+_\d+\.distcp|\.metadata(\.tmp)?|{re.escape(MANIFEST)}|{re.escape(SETTINGS_FILE)}(\.tmp)?"
+    rf"__\d+_\d+\.distcp|({re.escape(METADATA)}|{re.escape(MANIFEST)}|{re.escape(SETTINGS_FILE)})(\.tmp)?"
 )
 # Values of these fields in checkpoints that are older than the fields.
 FIELDS_SINCE: Mapping[str, Any] = {"moe.expert_bias": False, **flat(asdict(SWIGLU), "moe.activation.")}
@@ -93,20 +93,15 @@ def names_checkpoint(path: Path) -> bool:
 
 
 def open_partial(root: Path, step: int) -> Path:
-    """Make the folder to write a checkpoint into, remove what killed jobs left, and return the complete one's name.
-
-    A foreign file of that name is left alone, and a number makes the name another.
-    """
-    for leftover in root.glob(f"step-*{PARTIAL_SUFFIX}"):
-        with _left_to_the_next_save(leftover):
-            remove_checkpoint(leftover)
+    """Make and return the folder to write a checkpoint into; a number keeps its name from that of a foreign file."""
+    _remove_outdated(root, [])
     for count in itertools.count(1):
         path = root / (folder_name(step) if count == 1 else f"{folder_name(step)}-{count}")
         is_ours = not path.exists() or (path / MANIFEST).is_file()
         if is_ours and not partial_path(path).exists():
             break
     partial_path(path).mkdir(parents=True)
-    return path
+    return partial_path(path)
 
 
 def remove_checkpoint(path: Path) -> None:
@@ -120,38 +115,32 @@ def remove_checkpoint(path: Path) -> None:
         path.rmdir()
 
 
-def complete(path: Path, manifest: Mapping[str, Any], checksums: Mapping[str, str]) -> None:
-    """Add the manifest, rename the folder into place and delete all but the newest two checkpoints."""
-    root, partial = path.parent, partial_path(path)
+def complete(partial: Path, manifest: Mapping[str, Any], checksums: Mapping[str, str]) -> Path:
+    """Add the manifest, rename the folder into place, return it and delete all but the newest two checkpoints."""
+    root, path = partial.parent, partial.with_suffix("")
     others = [found for found in list_checkpoints(root)[0] if found.path != path]
-    outdated = [found.path for found in others[KEPT - 1 :]]
     # The clock may have gone back since another checkpoint was saved.
     saved_at = max([time.time(), *(math.nextafter(found.saved_at, math.inf) for found in others)])
     checksums = {**checksums, **{name: checksum(partial / name) for name in (METADATA, SETTINGS_FILE)}}
     files = {name: {"bytes": (partial / name).stat().st_size, "blake2b": checksums[name]} for name in sorted(checksums)}
-    with (partial / MANIFEST).open("w") as file:
-        json.dump({"format": FORMAT, "saved_at": saved_at, **manifest, "files": files}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    record = {"format": FORMAT, "saved_at": saved_at, **manifest, "files": files}
+    write_whole(partial / MANIFEST, json.dumps(record, indent=1))
     _sync_folder(partial)
-    replaced = partial_path(path.with_name(path.name + "-replaced"))
     if path.exists():  # An earlier run in this folder wrote it; no job loads the new name.
-        path.rename(replaced)
-        outdated.append(replaced)
+        path.rename(partial_path(path.with_name(path.name + "-replaced")))
     partial.rename(path)
     _sync_folder(root)
-    for old in outdated:  # under a name that the next checkpoint clears away, should this be killed
-        with _left_to_the_next_save(old):
-            remove_checkpoint(old if old == replaced else old.rename(partial_path(old)))
+    _remove_outdated(root, [found.path for found in others[KEPT - 1 :]])
+    return path
 
 
-@contextmanager
-def _left_to_the_next_save(path: Path) -> Iterator[None]:
-    """Log an error of the system: no run ends because what it does not need could not be removed."""
-    try:
-        yield
-    except OSError as error:
-        logger.warning("%s could not be removed, which the next checkpoint tries again: %s", path, error)
+def _remove_outdated(root: Path, outdated: list[Path]) -> None:
+    """Remove these checkpoints and what killed jobs left; no run ends because something cannot be removed."""
+    for path in [*root.glob(f"step-*{PARTIAL_SUFFIX}"), *outdated]:
+        try:  # under a name that the next checkpoint removes, should this be killed
+            remove_checkpoint(path if path.suffix else path.rename(partial_path(path)))
+        except OSError as error:
+            logger.warning("%s could not be removed, which the next checkpoint tries again: %s", path, error)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:

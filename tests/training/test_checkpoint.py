@@ -110,7 +110,7 @@ def complete_empty(folder, *steps):
     for step in steps:
         path = checkpoint_folder.open_partial(folder, step)
         for name in ("comet.yaml", ".metadata"):
-            (checkpoint_folder.partial_path(path) / name).touch()
+            (path / name).touch()
         checkpoint_folder.complete(path, {"step": step, "layout": {}, "model": {}}, {})
 
 
@@ -159,7 +159,7 @@ def kill_while_saving(rank, world_size, folder, moment):
     if moment == "data":
         dcp.FileSystemWriter.finish = die
     elif moment == "manifest":
-        checkpoint_folder.json.dump = die
+        checkpoint_folder.json.dumps = die
     else:
         Path.rename = die
     checkpointer.save(2)
