@@ -95,18 +95,20 @@ def network_alone(path: NodesPath, inputs: Sequence[Inputs]) -> Callable[[int], 
     """A variant of the network's two legs: own tokens to the other nodes, and as many sums as guests came back."""
 
     def run(index: int) -> tuple[Tensor, ...]:
-        routed = RoutedTokens(*inputs[index][:3])
-        rows = path.rows_of(routed.top_k_ids, trains=False)
-        steps = list(path.rails.steps())
-        coming = [path.send(target, source, rows, routed) for target, source in steps]
-        returning = [
-            path.rails.exchange(source, target, rows.reversed, guests.arrived()[0])
-            for (target, source), guests in zip(steps, coming, strict=True)
-        ]
-        _ = [sums.arrived() for sums in returning]
+        guests_of(path, RoutedTokens(*inputs[index][:3]))
         return ()
 
     return run
+
+
+def guests_of(path: NodesPath, routed: RoutedTokens) -> list[RoutedTokens]:
+    """Send tokens to the other nodes, and each guest home as it came; returns the guests that came here."""
+    trip, came = path.rails.depart(routed, trains=False), []
+    for slot in path.rails.slots:
+        came.append(trip.guests(slot))
+        trip.send_home(slot, came[-1].tokens)
+    trip.arrive(routed.tokens)
+    return came
 
 
 def node_alone(
@@ -116,11 +118,11 @@ def node_alone(
     parts = []
     for tokens, ids, weights, _ in inputs:
         routed = RoutedTokens(tokens, ids, weights)
-        rows, first = path.rows_of(ids, trains=False), path.first_part(len(ids))
-        coming = [path.send(target, source, rows, routed) for target, source in path.rails.steps()]
-        own = routed._replace(top_k_ids=path.ids_in(path.nodes.node, ids))
+        first = path.first_part(len(ids))
+        came = [RoutedTokens(*(each.clone() for each in guests)) for guests in guests_of(path, routed)]
+        own = routed._replace(top_k_ids=path.rails.ids_in(path.nodes.node, ids))
         last = [own.part(slice(first, None))] * path.is_split
-        parts.append([own.part(slice(0, first)), *map(path.guests, coming), *last])
+        parts.append([own.part(slice(0, first)), *came, *last])
 
     def run(index: int) -> tuple[Tensor, ...]:
         for part in parts[index]:

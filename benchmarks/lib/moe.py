@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -19,10 +19,11 @@ from comet.layer.workspace import Workspace
 from comet.layout import Biases, ExpertLayout
 from comet.moe import MoE
 from comet.quantization.formats import FP8, FP8_BLOCK, quantize_fp8
+from comet.utils.choices import Backend
 
 from lib.ranks import Ranks, attempt
 from lib.shapes import SEEDS_PER_RANK, draw_weights, make_routing, make_weights, parse_overlap, quantize_experts
-from lib.suite import Suite
+from lib.suite import Suite, option
 
 FP8_VARIANTS = ("comet_fp8", "comet_fp8_graph")
 BASELINES = ("plain", "pipelined", "all_gather")
@@ -84,6 +85,7 @@ class LayerSuite(Suite):
 
     path: str = "auto"
     overlap: str = ""
+    backend: str = option("auto", "of the group's memory, between nodes what tokens travel by", of=get_args(Backend))
     variants: tuple[str, ...] = ("comet",)
 
     @property
@@ -114,7 +116,7 @@ class LayerSuite(Suite):
         moe.group.close()
 
     def _build(self, config: MoEConfig, max_tokens: int, ranks: Ranks) -> MoE:
-        group = ranks.make_group(config, self.parallel, max_tokens)
+        group = ranks.make_group(config, self.parallel, max_tokens, self.backend)
         return DrawnInPlace(config, group, path=self.path, overlap=self.split, param_dtype=ranks.dtype)
 
 

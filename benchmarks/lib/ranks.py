@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import NoReturn, TypeVar
+from typing import NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from comet.launch.messages import STATUS_USER, is_user_error, one_line, say, spe
 from comet.layer.group import ExpertGroup, make_expert_group
 from comet.layer.workspace import Workspace
 from comet.measure import layers
+from comet.utils.choices import Backend
 
 # A variant may fail by these without ending the run; anything else is a mistake of the benchmark itself.
 FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, ImportError, AssertionError, LookupError, TritonError)
@@ -46,9 +47,18 @@ class Ranks:
         """Maximum over the ranks."""
         return largest([value], self.device, self.process_group)[0]
 
-    def make_group(self, config: MoEConfig, parallel: ParallelConfig, max_tokens: int) -> ExpertGroup:
+    def make_group(
+        self, config: MoEConfig, parallel: ParallelConfig, max_tokens: int, backend: str = "auto"
+    ) -> ExpertGroup:
         """The ranks of layers that take so many tokens of each rank (collective)."""
-        return make_expert_group(config, parallel, max_tokens=max_tokens, dtype=self.dtype, device=self.device)
+        return make_expert_group(
+            config,
+            parallel,
+            max_tokens=max_tokens,
+            dtype=self.dtype,
+            device=self.device,
+            backend=cast(Backend, backend),
+        )
 
 
 def tell(ranks: Ranks, line: str) -> None:

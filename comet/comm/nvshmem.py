@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import logging
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import torch
@@ -42,52 +41,16 @@ class NvshmemCommunicator(GpuCommunicator):
         with torch.cuda.device(device):
             shared = who_shares(group, device)
             require(not shared, refusal(device, "nvshmem", shared))
-            self._start()
+            start_nvshmem(group, device)
             if len({host.boot_id for host in gather(group, this_host())}) == 1:
                 self.board = shared_board(group)
         self._device_barrier = self._make_barrier()
         self._leaving = self._make_barrier()
 
-    def _start(self) -> None:
-        """Start NVSHMEM with the ranks of the group, or make sure that it runs with exactly these."""
-        core = self._nvshmem
-        logger.debug("%r", core.get_version())  # also loads the library, which init_status() does not
-        started = gather(self._group, core.init_status() != STATUS_NOT_STARTED)
-        require(len(set(started)) == 1, f"NVSHMEM must run on all ranks of the group or on none, but {started=}")
-        if not started[0]:
-            cuda_device = importlib.import_module("cuda.core").Device(self.device.index)
-            cuda_device.set_current()
-            world = dict(rank=self.rank, nranks=self.world_size)
-            core.init(device=cuda_device, uid=self._agree_on_id(), **world, initializer_method="uid")
-        pe, num_pes = core.my_pe(), core.n_pes()
-        require(
-            (pe, num_pes) == (self.rank, self.world_size),
-            f"rank {self.rank} of {self.world_size} must be the same in NVSHMEM, which runs it as {pe} of {num_pes}",
-        )
-
-    def _agree_on_id(self) -> Any:
-        unique_id = self._nvshmem.get_unique_id(empty=self.rank != 0)
-        content = unique_id._data.view(np.int8)  # the only access to the bytes; the library's own examples use it
-        content[:] = gather(self._group, content.copy())[0]
-        return unique_id
-
     def _alloc(self, num_bytes: int) -> SymmTensor:
+        local = allocate(self._group, self.device, num_bytes)
+        self._pools.append(local)
         with torch.cuda.device(self.device):
-            check_size(self._group, num_bytes)
-            free = min(gather(self._group, torch.cuda.mem_get_info(self.device)[0]))
-            require(
-                num_bytes <= free,
-                f"num_bytes={num_bytes} must fit every GPU of the group: {num_bytes} bytes needed, {free} bytes free "
-                "on the fullest; lower max_tokens",
-            )
-            try:
-                local = self._nvshmem.tensor((num_bytes,), dtype=torch.uint8, except_on_del=False)
-            except self._nvshmem.NvshmemError as failure:
-                raise ValueError(
-                    f"num_bytes={num_bytes} must fit NVSHMEM's symmetric heap ({failure!r}); raise "
-                    "NVSHMEM_SYMMETRIC_SIZE before the job starts, or lower max_tokens"
-                ) from failure
-            self._pools.append(local)
             return self._zeroed(tuple(self._peer(local, rank) for rank in range(self.world_size)))
 
     def _peer(self, local: Tensor, rank: int) -> Tensor:
@@ -137,3 +100,67 @@ def import_nvshmem() -> ModuleType:
         raise UnavailableError(
             f"backend='nvshmem' needs nvshmem4py ({failure}): pip install 'comet-moe[nvshmem]'; or {INSTEAD}"
         ) from failure
+
+
+class NvshmemHeap:
+    """Memory of NVSHMEM's heap for ranks that need not be mapped."""
+
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        self._nvshmem, self._group, self._device = import_nvshmem(), group, device
+        self._pools: list[Tensor] = []
+        with torch.cuda.device(device):
+            start_nvshmem(group, device)
+
+    def alloc(self, num_bytes: int) -> Tensor:
+        """``(num_bytes,)`` uint8 zeroes on all ranks (collective)."""
+        pool = allocate(self._group, self._device, num_bytes)
+        pool.zero_()
+        torch.cuda.synchronize(self._device)
+        gather(self._group, None)  # a peer's first put comes after its zeroes
+        self._pools.append(pool)
+        return pool
+
+    def close(self) -> None:
+        """Forget the memory. NVSHMEM frees it with the process: to free it waits for all ranks without a deadline."""
+        self._pools.clear()
+
+
+def start_nvshmem(group: ProcessGroup, device: torch.device) -> None:
+    """Start NVSHMEM with the ranks of a group, or make sure that it runs with exactly these (collective)."""
+    core, rank, world_size = import_nvshmem(), group.rank(), group.size()
+    logger.debug("%r", core.get_version())  # also loads the library, which init_status() does not
+    started = gather(group, core.init_status() != STATUS_NOT_STARTED)
+    require(len(set(started)) == 1, f"NVSHMEM must run on all ranks of the group or on none, but {started=}")
+    if not started[0]:
+        cuda_device = importlib.import_module("cuda.core").Device(device.index)
+        cuda_device.set_current()
+        unique_id = core.get_unique_id(empty=rank != 0)
+        content = unique_id._data.view(np.int8)  # the only access to the bytes; the library's own examples use it
+        content[:] = gather(group, content.copy())[0]
+        core.init(device=cuda_device, uid=unique_id, rank=rank, nranks=world_size, initializer_method="uid")
+    pe, num_pes = core.my_pe(), core.n_pes()
+    require(
+        (pe, num_pes) == (rank, world_size),
+        f"rank {rank} of {world_size} must be the same in NVSHMEM, which runs it as {pe} of {num_pes}",
+    )
+
+
+def allocate(group: ProcessGroup, device: torch.device, num_bytes: int) -> Tensor:
+    """``(num_bytes,)`` uint8 of NVSHMEM's heap, on each rank of a group (collective)."""
+    core = import_nvshmem()
+    with torch.cuda.device(device):
+        check_size(group, num_bytes)
+        free = min(gather(group, torch.cuda.mem_get_info(device)[0]))
+        require(
+            num_bytes <= free,
+            f"num_bytes={num_bytes} must fit every GPU of the group: {num_bytes} bytes needed, {free} bytes free "
+            "on the fullest; lower max_tokens",
+        )
+        try:
+            local: Tensor = core.tensor((num_bytes,), dtype=torch.uint8, except_on_del=False)
+        except core.NvshmemError as failure:
+            raise ValueError(
+                f"num_bytes={num_bytes} must fit NVSHMEM's symmetric heap ({failure!r}); raise "
+                "NVSHMEM_SYMMETRIC_SIZE before the job starts, or lower max_tokens"
+            ) from failure
+    return local

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -17,12 +17,17 @@ from comet.comm import Backend, make_communicator
 from comet.comm.base import Communicator
 from comet.comm.handshake import check_equal, gather, nodes_of, set_deadline, this_rank
 from comet.config import DIM_MULTIPLE, MoEConfig, ParallelConfig, require
+from comet.errors import UnavailableError
 from comet.layer.sharding import forget_meshes, make_mesh
 from comet.layer.workspace import Workspace, WorkspaceShape
 from comet.layout import ExpertLayout
 from comet.tuner.choice import Resolver, shared_resolver
 from comet.utils.renamed import warn_renamed
 from comet.utils.streams import SideStream
+
+if TYPE_CHECKING:
+    from comet.comm.link import Link
+    from comet.layer.network import Legs
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +38,11 @@ class NodeGroup:
 
     inner: ExpertGroup  # the ranks of this node, which share its experts and its memory
     rails: ProcessGroup  # the ranks with this rank's index on all nodes, in the order of the nodes
+    peers: tuple[int, ...]  # these ranks' numbers in the whole group
     node: int
     num_nodes: int
+    legs: Legs | None = None  # memory for rails by kernels; None where rails are collectives
+    link: Link | None = None  # what this memory belongs to
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,6 +120,8 @@ class ExpertGroup:
         """
         if self.nodes is not None:
             self.nodes.inner.close()
+            if self.nodes.link is not None:
+                self.nodes.link.close()
         self.comm.close()
         if self.comm.all_left:
             leave_groups(*self.process_groups)
@@ -142,7 +152,8 @@ def make_expert_group(
         max_tokens: Most tokens a rank passes to a layer; equal on all ranks, as capacities and settings follow from it.
         dtype: Element type of the tokens; equal on all ranks.
         device: This rank's device; a GPU has to be the current one, on which kernels start (``torch.cuda.set_device``).
-        backend: Communicator: ``auto``, ``nvshmem``, ``symm_mem`` or ``cpu_shm``; between nodes ``auto``.
+        backend: Symmetric memory: ``auto``, ``nvshmem``, ``symm_mem`` or ``cpu_shm``. Where ``parallel.node_size``
+            makes several nodes, kernels put tokens for other nodes into it; with ``auto`` NCCL or gloo sends these.
         timeout_s: Deadline of every wait for another rank, in seconds.
         profiles: Folder of measured settings (``comet tune``), read by the group's first rank; ``None`` reads those
             shipped with Comet only.
@@ -175,7 +186,13 @@ def make_expert_group(
         if ranks.process_group is not None:
             check_equal(ranks.process_group, asdict(options.shape(parallel)) | asdict(parallel) | asdict(moe))
         comm = opened.enter_context(
-            make_communicator(backend, shared, device, timeout_s=timeout_s, node_size=parallel.node_size)
+            make_communicator(
+                "auto" if parallel.declares_nodes else backend,
+                shared,
+                device,
+                timeout_s=timeout_s,
+                node_size=parallel.node_size,
+            )
         )
         place = _Place.of(shared if comm.memory_obstacle else None, ranks.world_rank, parallel)
         nodes = _join_node(place, ranks, parallel, options, opened)
@@ -183,6 +200,8 @@ def make_expert_group(
             ranks = ranks._replace(process_groups=(*ranks.process_groups, nodes.rails))
             comm.process_groups.append(nodes.rails)
         made = options.group(ranks, parallel, comm, nodes, place.obstacle)
+        if parallel.declares_nodes and backend != "auto":
+            made = _with_legs(made, backend, opened)
         opened.pop_all()
     return made
 
@@ -284,7 +303,27 @@ def _join_node(
     comm = opened.enter_context(make_communicator("auto", own, options.device, timeout_s=options.timeout_s))
     in_node = _Ranks(ranks.world_rank, size, own, None, None, inside)
     inner = options.group(in_node, ParallelConfig(ep=size // parallel.tp, tp=parallel.tp), comm)
-    return NodeGroup(inner=inner, rails=rails, node=place.node, num_nodes=place.num_nodes)
+    peers = tuple(dist.get_group_rank(ranks.process_group, each) for each in place.rails)
+    return NodeGroup(inner=inner, rails=rails, peers=peers, node=place.node, num_nodes=place.num_nodes)
+
+
+def _with_legs(group: ExpertGroup, backend: Backend, opened: ExitStack) -> ExpertGroup:
+    """The group with memory for rails by kernels (collective)."""
+    if group.nodes is None:
+        raise UnavailableError(f"backend={backend!r} between nodes cannot be used: {group.nodes_obstacle}")
+    from comet.comm.link import MappedLink, NvshmemLink
+    from comet.layer.network import make_legs  # needs Triton
+
+    nodes, device = group.nodes, group.device
+    assert group.process_group is not None, "several nodes have several ranks"
+    if backend == "nvshmem":
+        require(group.cuda_kernels, "backend='nvshmem' between nodes needs the kernels in CUDA C++ on all ranks")
+        link: Link = NvshmemLink(group.process_group, nodes.peers, device)
+    else:
+        link = MappedLink(backend, nodes.rails, device, group.comm.timeout_s)
+    opened.callback(link.close)
+    legs = make_legs(link, group.workspace, nodes)
+    return replace(group, nodes=replace(nodes, legs=legs, link=link))
 
 
 def _join(moe: MoEConfig, parallel: ParallelConfig, device_type: str, timeout_s: float) -> _Ranks:

@@ -51,6 +51,9 @@ if TYPE_CHECKING:
 ROWS_NEEDED = 7  # the entry of ``fault`` that says how many rows a plan had no room for
 PLACES = ("barrier", "exchange of top-k ids", "layer 0 dispatch", "layer 1 panel", "layer 1 combine")
 CALL = len(PLACES)  # the place of no wait, where calls of ranks were compared
+# Places of waits for rail peers, and where the calls were compared whose backward passes begin on two nodes.
+NETWORK_PLACES = {6: "guests from its node", 7: "sums from its node"}
+OTHER_BACKWARD = 8
 
 # Places at which a pass opens an epoch: the flags that another rank raises if it opened the other kind of pass.
 OTHERWISE = {0: ("ids_flags", "forward"), 1: ("barrier_flags", "backward")}
@@ -162,6 +165,7 @@ class Workspace:
         # () float32, NaN or infinite once a router's logits were (see comet.router.router.watch_finite), until check
         # raises
         self.largest_logit = torch.zeros((), dtype=torch.float32, device=comm.device)
+        self.rail_peers: tuple[int, ...] = ()  # by node, where kernels wait for ranks of other nodes
         self.layers_made = 0  # ``ExpertGroup.check_same`` counts them
         # where the fused kernels note what they do and when (see comet.trace.timeline); None: they do not
         self.recorder: Recorder | None = None
@@ -249,12 +253,15 @@ class Workspace:
         aborted, place, peer, index, expected, seen, _, _ = self.fault.tolist()
         if not aborted:
             return ""
+        peer = self.rail_peers[peer] if self.rail_peers else peer
         if place == CALL and index:  # in a backward pass
             theirs = int(self.calls.local[(int(self.epoch) + 1) & 1, peer])
             return other_call(self.comm.rank, index, peer, theirs, expected, seen)
         if place == CALL:
             return other_call(self.comm.rank, expected, peer, seen)
-        where = f"{PLACES[place]}, chunk {index}"
+        if place == OTHER_BACKWARD:
+            return other_call(self.comm.rank, index, peer, index, expected, seen)
+        where = f"{NETWORK_PLACES.get(place) or PLACES[place]}, chunk {index}"
         text = waited(self.comm.rank, peer, where, self.comm.timeout_s, expected, seen)
         return self.explained(text, place, peer, expected)
 

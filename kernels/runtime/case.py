@@ -83,7 +83,7 @@ def meta_tiles(num_rows: int) -> TileTable:
 
 @dataclass(frozen=True, kw_only=True)
 class CudaCase:
-    """One CUDA C++ kernel with one set of constants; it has to use the tensor cores and bulk loads."""
+    """One CUDA C++ kernel with one set of constants; most have to use the tensor cores and bulk loads."""
 
     name: str  # the configuration in words, unique among the cases of the kernel
     kernel: str  # name in the table
@@ -91,9 +91,16 @@ class CudaCase:
     shared_bytes: int  # dynamic shared memory of a block
     spilled_bytes: int = 0  # of spilled registers that are known and do not fail the compilation
     registers: int | None = None  # of a thread at the launch, if the source counts on them
+    expects: frozenset[str] = frozenset(FEATURES)
 
     @staticmethod
-    def of(source: CudaSource, name: str, spilled_bytes: int = 0) -> CudaCase:
+    def of(
+        source: CudaSource,
+        name: str,
+        spilled_bytes: int = 0,
+        expects: Collection[str] = FEATURES,
+        registers: int | None = LAUNCH_REGISTERS,
+    ) -> CudaCase:
         """The case of an instantiation, under its kernel's name."""
         return CudaCase(
             name=name,
@@ -101,9 +108,9 @@ class CudaCase:
             source=source.text,
             shared_bytes=source.shared_bytes,
             spilled_bytes=spilled_bytes,
-            registers=LAUNCH_REGISTERS,
+            registers=registers,
+            expects=frozenset(expects),
         )
 
     # The same meaning as in a ``KernelCase``, and the same value for all.
     narrow_loads: ClassVar[int] = 0
-    expects: ClassVar[frozenset[str]] = frozenset({"wgmma", "wide_loads", "wide_stores"})

@@ -92,6 +92,7 @@ class CudaSource:
     constants: Mapping[str, float]  # its numbers: int, bool or float
     shared_bytes: int  # dynamic shared memory of a block
     cluster: int = 1  # blocks of a cluster
+    library: str = ""  # device library that is linked: ``nvshmem``, or none
 
     @property
     def text(self) -> str:
@@ -100,6 +101,7 @@ class CudaSource:
         members += [f"static constexpr {_declared(name, value)};" for name, value in self.constants.items()]
         return "\n".join(
             [
+                *([f"#define COMET_{self.library.upper()}"] * bool(self.library)),
                 f'#include "{self.template}.cu"\n',
                 "struct Config : Block {",
                 *(f"    {member}" for member in members),

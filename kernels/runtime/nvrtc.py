@@ -7,9 +7,11 @@ other GPUs, callers take the Triton twin.
 import ctypes
 import functools
 import hashlib
+import importlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -53,18 +55,22 @@ def what_is_missing() -> str:
     return ""
 
 
-def compile_cubin(source: str, name: str) -> bytes:
+def compile_cubin(source: str, name: str, *, relocatable: bool = False) -> bytes:
     """Return machine code of ``source`` for sm_90a, from Triton's cache if this version of NVRTC compiled it before.
+
+    Args:
+        relocatable: Whether it has yet to be linked.
 
     Raises:
         RuntimeError: With the compiler's log, if the source does not compile.
     """
     from cuda.bindings import nvrtc
 
-    parts = [source, *OPTIONS[:-1], _headers(), str(nvrtc.nvrtcVersion())]
+    options = (*OPTIONS, *(["-rdc=true"] if relocatable else []))
+    parts = [source, *(each for each in options if each != OPTIONS[-1]), _headers(), str(nvrtc.nvrtcVersion())]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     cache, file = get_cache_manager(key), f"{name}.cubin"
-    path = cache.get_file(file) or cache.put(_compile(source, name), file, binary=True)
+    path = cache.get_file(file) or cache.put(_compile(source, name, options), file, binary=True)
     return Path(path).read_bytes()
 
 
@@ -74,11 +80,11 @@ def _headers() -> str:
     return "\0".join(path.read_text() for path in sorted(FOLDER.rglob("*.cu*")))
 
 
-def _compile(source: str, name: str) -> bytes:
+def _compile(source: str, name: str, options: Sequence[str]) -> bytes:
     from cuda.bindings import nvrtc
 
     program = _checked(nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), 0, [], []))
-    (status,) = nvrtc.nvrtcCompileProgram(program, len(OPTIONS), [option.encode() for option in OPTIONS])
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
         nvrtc.nvrtcGetProgramLog(program, log)
@@ -129,26 +135,71 @@ def launch_config(num_blocks: int, num_threads: int, cluster: int, shared_bytes:
 
 def load_kernel(cubin: bytes, name: str, *, num_threads: int, cluster: int, shared_bytes: int) -> CudaKernel:
     """Load a kernel of a cubin into the current device's context."""
-    from cuda.bindings import driver
-
-    # A thread that has not used the GPU yet has no context; set_device makes the device's own current.
-    torch.cuda.set_device(torch.cuda.current_device())
-    module = _checked(driver.cuModuleLoadData(cubin))
-    function = _checked(driver.cuModuleGetFunction(module, name.encode()))
-    limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    _checked(driver.cuFuncSetAttribute(function, limit, shared_bytes))
+    function = _function(_module(cubin), name, shared_bytes)
     return CudaKernel(function, num_threads, cluster, shared_bytes)
 
 
 def load_source(source: CudaSource) -> CudaKernel:
-    """Compile a kernel and load it into the current device's context."""
-    return load_kernel(
-        compile_cubin(source.text, source.entry),
-        source.entry,
-        num_threads=NUM_THREADS,
-        cluster=source.cluster,
-        shared_bytes=source.shared_bytes,
-    )
+    """Compile a kernel, link it if it calls a library, and load it into the current device's context."""
+    cubin = compile_cubin(source.text, source.entry, relocatable=bool(source.library))
+    module = _module(link_nvshmem(cubin, source.entry) if source.library else cubin)
+    if source.library:
+        importlib.import_module("nvshmem.bindings").cumodule_init(int(module))
+    function = _function(module, source.entry, source.shared_bytes)
+    return CudaKernel(function, NUM_THREADS, source.cluster, source.shared_bytes)
+
+
+def link_nvshmem(relocatable: bytes, name: str) -> bytes:
+    """Link a cubin with NVSHMEM's device library, which comes with torch for CUDA.
+
+    Raises:
+        RuntimeError: If the library or the linker is missing, or the linker is of another CUDA release than NVRTC.
+    """
+    found = [file for file in metadata.files("nvidia-nvshmem-cu13") or () if file.name == "libnvshmem_device.a"]
+    if not found:
+        raise RuntimeError("libnvshmem_device.a is missing: pip install nvidia-nvshmem-cu13")
+    archive = Path(str(found[0].locate())).read_bytes()
+    try:
+        from cuda.bindings import nvjitlink as linker
+
+        handle = linker.create(1, [f"-arch={HOPPER.assembler}"])
+        linker.add_data(handle, linker.InputType.CUBIN, relocatable, len(relocatable), name)
+        linker.add_data(handle, linker.InputType.LIBRARY, archive, len(archive), found[0].name)
+        linker.complete(handle)
+    except (ImportError, RuntimeError) as error:
+        raise RuntimeError(
+            f"{name} cannot be linked with NVSHMEM ({type(error).__name__}: {error}): install nvidia-nvjitlink and "
+            f"nvidia-cuda-nvrtc of the same CUDA release (NVRTC is {nvrtc_version()})"
+        ) from error
+    cubin = bytearray(linker.get_linked_cubin_size(handle))
+    linker.get_linked_cubin(handle, cubin)
+    linker.destroy(handle)
+    return bytes(cubin)
+
+
+def nvrtc_version() -> str:
+    """The CUDA release of NVRTC: 13.0."""
+    from cuda.bindings import nvrtc
+
+    _, major, minor = nvrtc.nvrtcVersion()
+    return f"{major}.{minor}"
+
+
+def _module(cubin: bytes) -> Any:
+    from cuda.bindings import driver
+
+    # A thread that has not used the GPU yet has no context; set_device makes the device's own current.
+    torch.cuda.set_device(torch.cuda.current_device())
+    return _checked(driver.cuModuleLoadData(cubin))
+
+
+def _function(module: Any, name: str, shared_bytes: int) -> Any:
+    from cuda.bindings import driver
+
+    function = _checked(driver.cuModuleGetFunction(module, name.encode()))
+    limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    _checked(driver.cuFuncSetAttribute(function, limit, shared_bytes))
+    return function
 
 
 def tensor_map(tensor: Tensor, box: tuple[int, ...]) -> TensorMap:

@@ -53,7 +53,7 @@ ROOMS = (
     ("generation",),
     ("launch",),
 )
-KERNEL_ROOMS = (("runtime",), ("experts", "gemm", "router"), ("decode", "layer", "plan"), ("aot",))
+KERNEL_ROOMS = (("runtime",), ("experts", "gemm", "router"), ("decode", "layer", "plan"), ("network",), ("aot",))
 MAX_FOLDER, MAX_TEST_FOLDER = 14, 20  # files of Python
 # Folders of tests are those of the code, but for these.
 TESTS_OF_ALL = {"failures", "harness", "house", "support"}  # tests of several folders, or of tests

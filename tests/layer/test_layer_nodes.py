@@ -64,6 +64,22 @@ def test_kernels_over_nodes_in_the_interpreter() -> None:
     run_ranks(split_runs, 2, [two, replace(two, name="float16", dtype=torch.float16)], "fused", interpret=True)
 
 
+KERNEL_RAILS = LayerCase("two nodes of one rank", 2, 1, (21, 13), node_size=1, routing="masked", backend="cpu_shm")
+RAIL_CASES = [
+    KERNEL_RAILS,
+    replace(KERNEL_RAILS, name="float16, three calls", dtype=torch.float16, calls=3),
+    replace(KERNEL_RAILS, name="many guests", num_tokens=(200, 0), top_k=1, num_experts=2, backend="cpu_shm"),
+]
+RAILS_OF_THREE = LayerCase(
+    "three nodes of one rank", 3, 1, (13, 0, 31), num_experts=6, node_size=1, calls=2, backend="cpu_shm"
+)
+
+
+def test_kernels_carry_guests_in_the_interpreter() -> None:
+    run_ranks(split_runs, 2, RAIL_CASES, "fused", interpret=True)
+    run_ranks(run_cases, 3, [RAILS_OF_THREE], "fused", interpret=True)
+
+
 def outputs(rank: int, world_size: int, case: LayerCase) -> list[torch.Tensor]:
     return run_case(rank, world_size, case, "twin")
 
@@ -83,11 +99,11 @@ def test_rows_that_travel_are_those_of_the_example_and_bytes_are_the_least(rank:
     path = moe.experts
     assert isinstance(path, NodesPath)
     ids = torch.tensor([[0, 1], [1, 3], [2, 3]], dtype=torch.int32)[: case.num_tokens[rank]]
-    rows = path.rows_of(ids, trains=False)
+    rows = path.rails.rows_of(ids, trains=False)
     assert rows.tokens.tolist() == [[1, 2], []][rank]
     assert rows.send_counts == [(0, 2), (0, 0)][rank]
     assert rows.recv_counts == [(0, 0), (2, 0)][rank]
-    assert path.ids_in(1, ids).tolist() == [[[-1, -1], [-1, 1], [0, 1]], []][rank]
+    assert path.rails.ids_in(1, ids).tolist() == [[[-1, -1], [-1, 1], [0, 1]], []][rank]
     with torch.no_grad():
         moe.routed_experts(torch.ones(len(ids), 32), ids, torch.ones(len(ids), 2))
     # Two tokens with two ids and two weights of four bytes each, and two partial sums home.
@@ -182,7 +198,7 @@ def test_a_rank_that_breaks_off_is_named_on_both_nodes(rank: int, world_size: in
     path = moe.experts
     assert isinstance(path, NodesPath)
     if rank == 3:
-        path.send = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        path.rails.send = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
     with torch.no_grad(), pytest.raises(BaseException, match=r"rank 3|^$") as raised:
         moe(torch.ones(5, 32))
     assert raised.type is KeyboardInterrupt if rank == 3 else issubclass(raised.type, Exception)

@@ -40,6 +40,7 @@ def open_group(case: LayerCase, device: str | torch.device = "cpu", timeout_s: f
         dtype=case.dtype,
         device=device,
         timeout_s=timeout_s,
+        backend=case.backend,
     )
     poison(group)
     return group
@@ -63,6 +64,9 @@ def poison(group: ExpertGroup) -> None:
     """Fill where rows land with NaN, while no rank sends any."""
     synchronize(group)
     poison_received(group)
+    if group.nodes is not None and group.nodes.legs is not None:
+        for leg in group.nodes.legs[:2]:
+            leg.rows.fill_(float("nan"))
     synchronize(group)
 
 

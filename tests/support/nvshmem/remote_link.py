@@ -37,6 +37,21 @@ def build_plugin(folder: Path) -> Path:
     return library
 
 
+def preload(library: Path, *, gbs: float = 0, latency_us: float = 0) -> ctypes.CDLL:
+    """Load the plugin, so that NVSHMEM takes it when it starts; arguments and result are those of ``start``."""
+    os.environ |= {
+        "NVSHMEM_REMOTE_TRANSPORT": "ucx",
+        "NVSHMEM_DISABLE_P2P": "1",
+        "NVSHMEM_DISABLE_CUDA_VMM": "1",  # CUDA IPC needs memory of cudaMalloc
+        "NVSHMEM_DISABLE_NVLS": "1",
+        "COMET_TEST_LINK_GBS": str(gbs),
+        "COMET_TEST_LINK_US": str(latency_us),
+    }
+    plugin = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    plugin.comet_test_link_bytes.restype = ctypes.c_uint64
+    return plugin
+
+
 def start(library: Path, rank: int, world_size: int, *, gbs: float = 0, latency_us: float = 0) -> ctypes.CDLL:
     """Start NVSHMEM on the current GPU so that all ranks are remote to each other, over a link of this rate.
 
@@ -48,16 +63,7 @@ def start(library: Path, rank: int, world_size: int, *, gbs: float = 0, latency_
     Returns:
         The plugin, whose ``comet_test_link_bytes()`` counts the bytes sent.
     """
-    os.environ |= {
-        "NVSHMEM_REMOTE_TRANSPORT": "ucx",
-        "NVSHMEM_DISABLE_P2P": "1",
-        "NVSHMEM_DISABLE_CUDA_VMM": "1",  # CUDA IPC needs memory of cudaMalloc
-        "NVSHMEM_DISABLE_NVLS": "1",
-        "COMET_TEST_LINK_GBS": str(gbs),
-        "COMET_TEST_LINK_US": str(latency_us),
-    }
-    plugin = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-    plugin.comet_test_link_bytes.restype = ctypes.c_uint64
+    plugin = preload(library, gbs=gbs, latency_us=latency_us)
     core: Any = importlib.import_module("nvshmem.core")
     device = importlib.import_module("cuda.core").Device(torch.cuda.current_device())
     device.set_current()

@@ -1,0 +1,198 @@
+"""Rails by kernels: rows go straight into the memory of rail peers, flags say what has arrived, the host reads nothing.
+
+Memory (N nodes, S = N - 1 slots, M, K, D; C = M / 128 chunks), per rank, for all layers of a group:
+
+============  ==========================  =================================================================
+region        shape                       written by rail peers
+============  ==========================  =================================================================
+``out``       rows ``(S, M, D)``          guests, or gradients of their sums, in the order of their owner's tokens
+              words                       header; ids and routing weights of guests
+              flags ``(S, 1 + C, 2)``     the pass whose words, and whose rows by chunk of 128, are there
+``home``      the same                    sums, or gradients of tokens; words: gradients of routing weights
+============  ==========================  =================================================================
+
+Over NVSHMEM there is as much again for staging: ``2 S M (D itemsize + 8K)`` bytes become twice that.
+
+Why nothing is overwritten that somebody still reads: a rank ends a pass only when sums of all slots are home, and a
+peer sends sums of a slot when it has used the guests of that slot. So when this rank sends guests of the next pass, the
+peer is done with those of this one, and the puts of this one have left their staging memory. Sums of the next pass are
+sent by a peer after the guests of the next pass came from here, and these are sent when this rank has added up the sums
+of this pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from comet.comm.collectives import call_number
+from comet.comm.link import Link, Regions
+from comet.kernels.network.legs import HEADER, Leg, SendLists
+from comet.kernels.network.listing import list_tokens
+from comet.kernels.network.put import put
+from comet.kernels.network.put_cuda import put_cuda
+from comet.kernels.network.receive import add_nodes, receive
+from comet.kernels.runtime.limits import CHUNK_ROWS
+from comet.kernels.runtime.nvrtc import is_available
+from comet.layer.group import ExpertGroup, NodeGroup
+from comet.layer.rails import Rails, Trip
+from comet.layer.workspace import Workspace, WorkspaceShape
+from comet.layout import ExpertLayout, RoutedTokens
+from comet.utils.streams import SideStream
+
+
+def leg_regions(shape: WorkspaceShape, num_nodes: int) -> Regions:
+    """Shape and dtype of each region of both legs.
+
+    Example: two nodes, M=128, D=64, K=2, float32: 1040 words, 128 rows and 4 flags of each leg.
+    """
+    slots, tokens = num_nodes - 1, shape.padded_tokens
+    one: Regions = {
+        "words": ((slots, HEADER + 2 * tokens * shape.top_k), torch.int32),
+        "rows": ((slots, tokens, shape.hidden_size), shape.dtype),
+        "flags": ((slots, 1 + tokens // CHUNK_ROWS, 2), torch.int32),
+    }
+    return {f"{leg}_{name}": each for leg in ("out", "home") for name, each in one.items()}
+
+
+class Legs(NamedTuple):
+    """Both directions, for all layers of a group."""
+
+    out: Leg
+    home: Leg
+    ranks: Tensor | None  # as of the link
+
+
+def make_legs(link: Link, workspace: Workspace, nodes: NodeGroup) -> Legs:
+    """Allocate both directions (collective over the ranks of all nodes)."""
+    workspace.rail_peers = nodes.peers
+    regions = link.alloc(leg_regions(workspace.shape, nodes.num_nodes))
+    epoch = torch.zeros(1, dtype=torch.int32, device=workspace.comm.device)
+    shared: dict[str, Any] = dict(
+        epoch=epoch,
+        fault=workspace.fault,
+        inner_fault=nodes.inner.workspace.fault,
+        node=nodes.node,
+        timeout_ns=workspace.timeout_ns,
+    )
+    both = []
+    for name in ("out", "home"):
+        words, rows, flags = (regions[f"{name}_{part}"] for part in ("words", "rows", "flags"))
+        workspace.comm.renew_at_restart(epoch, workspace.fault, [flags.local])
+        both.append(
+            Leg(
+                words=words.local, rows=rows.local, flags=flags.local,
+                word_targets=words.targets, row_targets=rows.targets, flag_targets=flags.targets,
+                is_home=name == "home", **shared,
+            )
+        )  # fmt: skip
+    return Legs(out=both[0], home=both[1], ranks=link.ranks)
+
+
+class DeviceRails(Rails):
+    """Rails by kernels, for layers whose work inside a node is kernels, too."""
+
+    collectives = False
+
+    def __init__(self, group: ExpertGroup, layout: ExpertLayout, legs: Legs) -> None:
+        super().__init__(group, layout)
+        self.legs, self.max_tokens = legs, group.workspace.max_tokens
+        self.call = group.workspace.layers_made
+        self.stream = SideStream.create(group.device)
+        self.put = put
+        if is_available(group.device):
+            self.put = partial(put_cuda, ranks=legs.ranks)
+        ints: dict[str, Any] = dict(dtype=torch.int32, device=group.device)
+        self.every_row = torch.arange(self.max_tokens, **ints)
+        self.no_words = torch.zeros(self.max_tokens, 0, **ints)
+        self.no_number = torch.zeros(1, **ints)
+
+    def depart(self, routed: RoutedTokens, *, trains: bool) -> DeviceTrip:
+        """As of the base."""
+        slots, ids = len(self.slots), routed.top_k_ids
+        lists = SendLists(
+            tokens=ids.new_empty(slots, self.max_tokens),
+            places=ids.new_empty(slots, self.max_tokens),
+            counts=ids.new_empty(slots),
+            words=ids.new_empty(slots, self.max_tokens, 2 * ids.shape[1]),
+        )
+        self.group.comm.in_flight = True
+        weights = routed.top_k_weights.detach().contiguous()
+        list_tokens(ids.contiguous(), weights, lists, self.nodes.node, self.experts_per_node, self.legs.out.shape)
+        trip = DeviceTrip(self, lists, self.no_number, call_number(self.call, trains))
+        trip.send_out(routed.tokens.detach(), lists.words)
+        return trip
+
+    def depart_backward(self, kept: Sequence[Tensor], grad: Tensor) -> DeviceTrip:
+        """As of the base."""
+        tokens, places, counts, number = kept
+        self.group.comm.in_flight = True
+        trip = DeviceTrip(self, SendLists(tokens, places, counts, self.no_words), number, call_number(self.call, True))
+        trip.send_out(grad, self.no_words.expand(len(self.slots), -1, -1))
+        return trip
+
+
+class DeviceTrip(Trip):
+    """A pass by kernels; those that send run on a stream of their own."""
+
+    def __init__(self, rails: DeviceRails, lists: SendLists, number: Tensor, call: int) -> None:
+        self._rails, self._lists, self._number, self._call = rails, lists, number, call
+        self._came = torch.empty_like(lists.counts)  # how many guests came through each slot
+        self._home = torch.empty_like(lists.counts)
+        self._sending: list[tuple[Callable[[], None], object]] = []  # what is sent lives until the streams have joined
+
+    @property
+    def kept(self) -> tuple[Tensor, ...]:
+        lists = self._lists
+        return lists.tokens, lists.places, lists.counts, self._rails.legs.out.epoch + 1
+
+    def send_out(self, rows: Tensor, words: Tensor) -> None:
+        """Send rows and words of own tokens through all slots."""
+        rails, lists = self._rails, self._lists
+        self._put(rails.legs.out, rows, lists.tokens, words, lists.counts, rails.slots)
+
+    def _put(self, leg: Leg, rows: Tensor, tokens: Tensor, words: Tensor, counts: Tensor, slots: range) -> None:
+        sends = (leg, rows, tokens, words, counts, self._number, self._call, slots)
+        self._sending.append((self._rails.stream.start(lambda: self._rails.put(*sends)), sends))
+
+    def guests(self, slot: int) -> RoutedTokens:
+        """Rows in the pool, as many as a rank may have tokens; ids of those that did not come are -1."""
+        rails, top_k = self._rails, self._lists.words.shape[2] // 2
+        ids = self._came.new_empty(rails.max_tokens, top_k)
+        weights = torch.empty_like(ids, dtype=torch.float32)
+        self._receive(rails.legs.out, self._came, range(slot, slot + 1), (ids, weights))
+        return RoutedTokens(rails.legs.out.rows[slot], ids, weights)
+
+    def guest_gradients(self, slot: int) -> Tensor:
+        self._receive(self._rails.legs.out, self._came, range(slot, slot + 1))
+        return self._rails.legs.out.rows[slot]
+
+    def _receive(self, leg: Leg, counts: Tensor, slots: range, routing: tuple[Tensor, Tensor] | None = None) -> None:
+        receive(leg, counts, self._number, self._call, slots, routing)
+
+    def send_home(self, slot: int, *parts: Tensor) -> None:
+        """Put rows, and gradients of routing weights as words."""
+        rails = self._rails
+        rows, *gradients = parts
+        words = gradients[0].view(torch.int32) if gradients else rails.no_words
+        self._put(rails.legs.home, rows, rails.every_row, words, self._came, range(slot, slot + 1))
+
+    def arrive(self, *own: Tensor) -> tuple[Tensor, ...]:
+        """Wait for all slots, add up, and end the pass."""
+        rails, home = self._rails, self._rails.legs.home
+        self._receive(home, self._home, rails.slots)
+        added = [add_nodes(own[0], home.rows, self._lists.places, home.shape, home.node)]
+        if len(own) == 2:
+            top_k = own[1].shape[1]
+            words = home.words[:, HEADER : HEADER + rails.max_tokens * top_k].view(torch.float32)
+            returned = words.unflatten(1, (rails.max_tokens, top_k))
+            added.append(add_nodes(own[1], returned, self._lists.places, home.shape, home.node))
+        for join, _ in self._sending:
+            join()
+        home.epoch.add_(1)
+        rails.group.comm.in_flight = False
+        return tuple(added)

@@ -1,0 +1,244 @@
+"""What travels between a rank and its rail peers: tokens as guests, partial sums home, gradients the same two ways.
+
+``Rails`` is what ``comet.layer.nodes`` knows of it. ``CollectiveRails`` sends by collectives of ``torch.distributed``,
+which need counts on the host. ``comet.layer.network.DeviceRails`` sends by kernels, and the host reads nothing.
+
+A rank sends once per *slot*: from node n of N, slot s leads to node n + 1 + s, modulo N. What arrives in a slot comes
+from node n - 1 - s, and goes home to it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from comet.comm.collectives import (
+    CollectiveSteps,
+    accumulator_dtype,
+    all_gather_stacked,
+    bad_ids,
+    check_calls,
+    check_ids,
+)
+from comet.comm.handshake import to_host
+from comet.layer.group import ExpertGroup
+from comet.layout import ExpertLayout, RoutedTokens
+
+
+class Trip(ABC):
+    """One pass over the network, forward or backward."""
+
+    @property
+    @abstractmethod
+    def kept(self) -> tuple[Tensor, ...]:
+        """What a backward pass needs of this forward pass, before it arrives."""
+
+    @abstractmethod
+    def guests(self, slot: int) -> RoutedTokens:
+        """The guests that came through a slot, with ids among this node's experts, once they are there."""
+
+    @abstractmethod
+    def guest_gradients(self, slot: int) -> Tensor:
+        """Gradients of the sums that guests were sent home with, once they are there."""
+
+    @abstractmethod
+    def send_home(self, slot: int, *parts: Tensor) -> None:
+        """Send what was computed of guests back: sums, or gradients of tokens and of routing weights."""
+
+    @abstractmethod
+    def arrive(self, *own: Tensor) -> tuple[Tensor, ...]:
+        """Add to what this node computed of own tokens what the others did, in the order of the nodes, in float32."""
+
+
+class Rails(ABC):
+    """This rank's links to its rail peers, for one layer."""
+
+    collectives: bool  # whether passes run collectives of ``torch.distributed``
+    num_bytes = 0  # sent so far, where the host knows it
+
+    def __init__(self, group: ExpertGroup, layout: ExpertLayout) -> None:
+        assert group.nodes is not None, "rails lead to other nodes"
+        self.group, self.layout, self.nodes = group, layout, group.nodes
+        self.experts_per_node = layout.num_experts // self.nodes.num_nodes
+        self.slots = range(self.nodes.num_nodes - 1)
+
+    @abstractmethod
+    def depart(self, routed: RoutedTokens, *, trains: bool) -> Trip:
+        """Begin a forward pass: send own tokens that have experts on other nodes."""
+
+    @abstractmethod
+    def depart_backward(self, kept: Sequence[Tensor], grad: Tensor) -> Trip:
+        """Begin the backward pass of a trip that kept these tensors: send gradients ``(T, D)`` of own tokens."""
+
+    def target(self, slot: int) -> int:
+        """The node that a slot leads to."""
+        return (self.nodes.node + 1 + slot) % self.nodes.num_nodes
+
+    def source(self, slot: int) -> int:
+        """The node that what arrives in a slot comes from."""
+        return (self.nodes.node - 1 - slot) % self.nodes.num_nodes
+
+    def ids_in(self, node: int, top_k_ids: Tensor) -> Tensor:
+        """Global ids as those of a node's experts; -1 for experts of other nodes."""
+        elsewhere = self.nodes_of(top_k_ids) != node
+        return (top_k_ids - node * self.experts_per_node).masked_fill_(elsewhere, -1)
+
+    def nodes_of(self, top_k_ids: Tensor) -> Tensor:
+        """The node of each id; -1 of masked ones."""
+        return torch.div(top_k_ids, self.experts_per_node, rounding_mode="floor").clamp_(min=-1)
+
+
+class NodeRows(NamedTuple):
+    """Which tokens travel between this rank and its rail peers."""
+
+    tokens: Tensor  # (S,) int64: own tokens that travel, by node, then in their order
+    send_counts: tuple[int, ...]  # (N,) tokens sent to each node; 0 to this one
+    recv_counts: tuple[int, ...]  # (N,) guests from each node
+
+    def sent(self, node: int) -> slice:
+        """The rows sent to a node, among all that are sent."""
+        first = sum(self.send_counts[:node])
+        return slice(first, first + self.send_counts[node])
+
+    @property
+    def reversed(self) -> NodeRows:
+        """The way home: guests' rows are sent, and those of own tokens arrive."""
+        return self._replace(send_counts=self.recv_counts, recv_counts=self.send_counts)
+
+
+class Travelling(NamedTuple):
+    """Rows on the network."""
+
+    received: tuple[Tensor, ...]
+    works: tuple[Any, ...]
+
+    def arrived(self) -> tuple[Tensor, ...]:
+        """The rows, once they are there: a CPU waits, of a GPU the current stream does."""
+        for work in self.works:
+            work.wait()
+        return self.received
+
+
+class CollectiveRails(Rails):
+    """Rails by NCCL or gloo; all ranks of the group first exchange how many tokens travel."""
+
+    collectives = True
+
+    def __init__(self, group: ExpertGroup, layout: ExpertLayout) -> None:
+        super().__init__(group, layout)
+        assert group.process_group is not None, "several nodes have several ranks"
+        self.steps = CollectiveSteps(group.comm, group.process_group, group.workspace.layers_made)
+
+    def depart(self, routed: RoutedTokens, *, trains: bool) -> CollectiveTrip:
+        """Waits once for the device.
+
+        Raises:
+            AgreedError: If ids of any rank are out of range, ranks call different layers, or gradients are wanted on
+                some ranks only.
+        """
+        number = self.steps.begin(0, trains=trains)
+        rows = self.rows_of(routed.top_k_ids, trains=trains)
+        return CollectiveTrip(self, rows, number, [self.send(slot, rows, routed) for slot in self.slots])
+
+    def depart_backward(self, kept: Sequence[Tensor], grad: Tensor) -> CollectiveTrip:
+        """Raises ``AgreedError`` where ranks begin backward passes of different calls."""
+        tokens, counts = kept
+        number, *numbers = counts.tolist()
+        rows = NodeRows(tokens, tuple(numbers[: self.nodes.num_nodes]), tuple(numbers[self.nodes.num_nodes :]))
+        self.steps.begin(number)
+        coming = [
+            self.exchange(self.target(slot), self.source(slot), rows, grad[tokens[rows.sent(self.target(slot))]])
+            for slot in self.slots
+        ]
+        return CollectiveTrip(self, rows, number, coming)
+
+    def rows_of(self, top_k_ids: Tensor, *, trains: bool) -> NodeRows:
+        """Decide which tokens travel where; waits once for the device; collective over the group.
+
+        Raises:
+            AgreedError: If ids of any rank are out of range, or gradients are wanted on some ranks only.
+        """
+        nodes, num_nodes = self.nodes, self.nodes.num_nodes
+        bad = bad_ids(top_k_ids, self.layout)
+        node_ids = torch.arange(num_nodes, device=top_k_ids.device)
+        hits = (self.nodes_of(top_k_ids.masked_fill(bad, -1)) == node_ids[:, None, None]).any(2)  # (N, T)
+        hits[nodes.node] = False
+        wanted = hits.new_full((1,), trains, dtype=torch.int64)
+        sent = torch.cat([hits.sum(1), bad.sum().view(1), wanted])
+        table = to_host(all_gather_stacked(sent, self.group.process_group), self.group.process_group)
+        check_calls([row.pop() for row in table], "tokens, top_k_weights, w1 or w2")
+        check_ids([row.pop() for row in table], top_k_ids, self.layout)
+        send_counts = tuple(table[self.group.rank])
+        recv_counts = tuple(table[peer][nodes.node] for peer in nodes.peers)
+        order = hits.flatten().logical_not().to(torch.uint8).argsort(stable=True)[: sum(send_counts)]
+        return NodeRows(order % max(len(top_k_ids), 1), send_counts, recv_counts)
+
+    def send(self, slot: int, rows: NodeRows, routed: RoutedTokens) -> Travelling:
+        """Send the tokens of a slot, with their ids and weights as one tensor ``(S, 2K)`` int32."""
+        target = self.target(slot)
+        tokens, ids, weights = (each[rows.tokens[rows.sent(target)]] for each in routed)
+        words = torch.cat([self.ids_in(target, ids), weights.detach().view(torch.int32)], dim=1)
+        return self.exchange(target, self.source(slot), rows, tokens.detach(), words)
+
+    def exchange(self, target: int, source: int, rows: NodeRows, *tensors: Tensor) -> Travelling:
+        """Send these tensors, of one row each for every token, to the rail peer of node ``target``.
+
+        Returns:
+            Tensors as long as the rows that come from node ``source``.
+        """
+        received, works = [], []
+        for tensor in tensors:
+            arriving = tensor.new_empty(rows.recv_counts[source], *tensor.shape[1:])
+            comes, goes = ([0] * self.nodes.num_nodes for _ in range(2))
+            comes[source], goes[target] = len(arriving), len(tensor)
+            works.append(dist.all_to_all_single(arriving, tensor, comes, goes, self.nodes.rails, async_op=True))
+            received.append(arriving)
+            self.num_bytes += tensor.numel() * tensor.itemsize
+        return Travelling(tuple(received), tuple(works))
+
+
+class CollectiveTrip(Trip):
+    """A pass by collectives."""
+
+    def __init__(self, rails: CollectiveRails, rows: NodeRows, number: int, coming: list[Travelling]) -> None:
+        self._rails, self._rows, self._number, self._coming = rails, rows, number, coming
+        self._returning: list[Travelling] = []
+
+    @property
+    def kept(self) -> tuple[Tensor, ...]:
+        # As tensors, counts too: a checkpoint hands the backward pass those of the forward pass that it ran again.
+        rows = self._rows
+        return rows.tokens, torch.tensor([self._number, *rows.send_counts, *rows.recv_counts])
+
+    def guests(self, slot: int) -> RoutedTokens:
+        tokens, words = self._coming[slot].arrived()
+        ids, weights = words.chunk(2, dim=1)
+        return RoutedTokens(tokens, ids.contiguous(), weights.contiguous().view(torch.float32))
+
+    def guest_gradients(self, slot: int) -> Tensor:
+        return self._coming[slot].arrived()[0]
+
+    def send_home(self, slot: int, *parts: Tensor) -> None:
+        rails = self._rails
+        self._returning.append(rails.exchange(rails.source(slot), rails.target(slot), self._rows.reversed, *parts))
+
+    def arrive(self, *own: Tensor) -> tuple[Tensor, ...]:
+        returned = zip(*(each.arrived() for each in self._returning), strict=True)
+        return tuple(self._add(mine, theirs) for mine, theirs in zip(own, returned, strict=True))
+
+    def _add(self, own: Tensor, others: Sequence[Tensor]) -> Tensor:
+        """Own sums ``(T, ..)`` and those of each slot ``(S, ..)``, added up by node."""
+        rails, rows = self._rails, self._rows
+        total = torch.zeros(own.shape, dtype=accumulator_dtype(own.dtype), device=own.device)
+        for node in range(rails.nodes.num_nodes):
+            if node == rails.nodes.node:
+                total += own
+            else:
+                part = others[(node - rails.nodes.node - 1) % rails.nodes.num_nodes]
+                total.index_add_(0, rows.tokens[rows.sent(node)], part.to(total.dtype))
+        return total.to(own.dtype)

@@ -1,0 +1,93 @@
+"""Puts words and rows into the memory of rail peers, where this is mapped: the twin of ``cuda/put_rows.cu``.
+
+Why it ends: no program waits. A rank that has failed, in this group or inside its node, sends nothing, so its peers
+meet their deadline and name it.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..layer.triton.dispatch import NUM_WARPS, push_chunk, push_constants
+from ..runtime.primitives import MOST_THREADS, any_of, signal
+from .legs import Leg
+
+BLOCKS = 16  # of a launch: the link is slower than they are, and the other SMs compute
+
+
+@triton.jit
+def put_words(words_ptr, target, count, number_ptr, call, per_token, LEG: tl.constexpr):
+    """Copy ``count * per_token`` words and the header to ``target``."""
+    total = count * per_token
+    for first in range(0, total, 1024):
+        places = first + tl.arange(0, 1024)
+        values = tl.load(words_ptr + places, mask=places < total)
+        tl.store(target + LEG.header + places, values, mask=places < total)
+    tl.store(target, count)
+    tl.store(target + 1, call)
+    tl.store(target + 2, tl.load(number_ptr))
+
+
+@triton.jit(do_not_specialize=["call", "node", "first_slot", "num_slots", "per_token"])
+def put_kernel(
+    x_ptr, tokens_ptr, words_ptr, counts_ptr, number_ptr, leg, call, node, first_slot, num_slots, per_token, D,
+    BY_SLOT: tl.constexpr, LEG: tl.constexpr, PUSH: tl.constexpr,
+):  # fmt: skip
+    """One program takes every n-th item: the words of a slot, then its chunks of rows, slot by slot.
+
+    ``BY_SLOT`` says that ``tokens_ptr`` and ``words_ptr`` have a part for each slot.
+    """
+    CHUNKS: tl.constexpr = LEG.num_chunks
+    M: tl.constexpr = CHUNKS * LEG.chunk
+    epoch = tl.load(leg.epoch) + 1
+    failed = (tl.load(leg.fault, volatile=True) != 0) | (tl.load(leg.inner_fault, volatile=True) != 0)
+    end = tl.where(any_of(failed, tl.arange(0, MOST_THREADS)) == 0, num_slots * (1 + CHUNKS), 0)
+    for item in range(tl.program_id(0), end, tl.num_programs(0)):
+        slot = first_slot + tl.where(item < num_slots, item, (item - num_slots) // CHUNKS)
+        target = (node + tl.where(LEG.is_home, LEG.num_nodes - 1 - slot, 1 + slot)) % LEG.num_nodes
+        count = tl.load(counts_ptr + slot)
+        part = tl.where(BY_SLOT, slot, 0)
+        flags = tl.load(leg.flag_targets + target).to(tl.pointer_type(tl.int32)) + slot * (2 * (1 + CHUNKS))
+        if item < num_slots:
+            words = tl.load(leg.word_targets + target).to(tl.pointer_type(tl.int32))
+            put_words(
+                words_ptr + part * (M * per_token), words + slot * LEG.slot_words, count, number_ptr, call, per_token,
+                LEG,
+            )  # fmt: skip
+            signal(flags, epoch)
+        else:
+            chunk = (item - num_slots) % CHUNKS
+            if chunk * LEG.chunk < count:
+                rows = tl.load(leg.row_targets + target).to(tl.pointer_type(x_ptr.dtype.element_ty))
+                rows = tl.multiple_of(rows, 16) + slot.to(tl.int64) * M * D
+                push_chunk(x_ptr, tokens_ptr + part * M, rows, chunk * LEG.chunk, count, D, PUSH)
+                signal(flags + 2 * (1 + chunk), epoch)
+
+
+def put(
+    leg: Leg,
+    x: Tensor,
+    tokens: Tensor,
+    words: Tensor,
+    counts: Tensor,
+    number: Tensor,
+    call: int,
+    slots: range,
+) -> None:
+    """Send rows, words and a header through some slots; peers see flags of pass ``epoch + 1``.
+
+    Args:
+        leg: Where they arrive.
+        x: ``(T, D)`` contiguous.
+        tokens: ``(S, M)`` int32 rows of ``x`` to send through each slot, or ``(M,)`` through all.
+        words: ``(S, M, w)`` int32 words of each, or ``(M, w)``; w may be 0.
+        counts: ``(S,)`` int32.
+        number: ``(1,)`` int32: the call whose backward pass this is; 0: a forward pass.
+        call: The layer, and whether a gradient is wanted.
+        slots: Those that send now.
+    """
+    put_kernel[(1 if triton.knobs.runtime.interpret else BLOCKS,)](
+        x, tokens, words, counts, number, leg.tensors, call, leg.node, slots.start, len(slots), words.shape[-1],
+        x.shape[1], BY_SLOT=tokens.dim() == 2, LEG=leg.shape, PUSH=push_constants(x.dtype, x.shape[1], 0),
+        num_warps=NUM_WARPS,
+    )  # fmt: skip

@@ -1,0 +1,134 @@
+"""Waits for what rail peers have sent, unpacks the guests' routing, and adds up the sums of all nodes."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..runtime.arguments import power_of_2
+from ..runtime.primitives import MOST_THREADS, PLACE_CALL, any_of, record_fault, wait_flag
+from .legs import Leg, LegShape
+
+# Places of these waits in the record of faults; comet.layer.workspace turns them into words.
+PLACE_GUESTS = tl.constexpr(6)
+PLACE_SUMS = tl.constexpr(7)
+# No wait: backward passes of different calls began. The index is the layer's call; expected and seen are numbers.
+PLACE_OTHER_BACKWARD = tl.constexpr(8)
+ADD_ROWS, ADD_COLS = 16, 512  # of a block that adds
+
+
+@triton.jit(do_not_specialize=["call", "node", "first_slot", "timeout_ns"])
+def receive_kernel(
+    leg, ids_ptr, weights_ptr, counts_ptr, number_ptr, call, node, first_slot, timeout_ns,
+    TOP_K: tl.constexpr, LEG: tl.constexpr,
+):  # fmt: skip
+    """One program waits for the words and one chunk of a slot; out of ids it makes -1 of what did not arrive.
+
+    ``ids_ptr`` is ``None`` where no routing is unpacked.
+    """
+    chunk, slot = tl.program_id(0), first_slot + tl.program_id(1)
+    CHUNKS: tl.constexpr = LEG.num_chunks
+    PLACE: tl.constexpr = PLACE_SUMS if LEG.is_home else PLACE_GUESTS
+    source = (node + tl.where(LEG.is_home, 1 + slot, LEG.num_nodes - 1 - slot)) % LEG.num_nodes
+    epoch = tl.load(leg.epoch) + 1
+    flags = leg.flags + slot * (2 * (1 + CHUNKS))
+    words = leg.words + slot * LEG.slot_words
+    threads = tl.arange(0, MOST_THREADS)
+    late = wait_flag(flags, epoch, leg.fault, timeout_ns, PLACE, source, 0, LEG.interpret)
+    is_late = any_of(late != 0, threads)
+    count = tl.where(is_late == 0, tl.load(words, volatile=True), 0)
+    first = chunk * LEG.chunk
+    if (is_late == 0) & (chunk == 0):
+        other, its_number = tl.load(words + 1, volatile=True), tl.load(words + 2, volatile=True)
+        number = tl.load(number_ptr)
+        if other != call:
+            record_fault(leg.fault, PLACE_CALL, source, 0, call, other, LEG.interpret)
+        if (other == call) & (its_number != number):
+            record_fault(leg.fault, PLACE_OTHER_BACKWARD, source, call, number, its_number, LEG.interpret)
+    if first < count:
+        late = wait_flag(
+            flags + 2 * (1 + chunk), epoch, leg.fault, timeout_ns, PLACE, source, 1 + chunk, LEG.interpret
+        )  # fmt: skip
+        is_late = any_of(late != 0, threads)
+        count = tl.where(is_late == 0, count, 0)
+    if chunk == 0:
+        tl.store(counts_ptr + slot, count)
+    if ids_ptr is not None:
+        rows = first + tl.arange(0, LEG.chunk)[:, None]
+        slots = tl.arange(0, triton.next_power_of_2(TOP_K))[None, :]
+        source_words = words + LEG.header + rows * (2 * TOP_K) + slots
+        exists, is_slot = (rows < count) & (slots < TOP_K), (slots < TOP_K) & (rows >= 0)
+        ids = tl.load(source_words, mask=exists, other=-1, volatile=True)
+        weights = tl.load(source_words + TOP_K, mask=exists, other=0, volatile=True)
+        tl.store(ids_ptr + rows * TOP_K + slots, ids, mask=is_slot)
+        tl.store(weights_ptr + rows * TOP_K + slots, weights, mask=is_slot)
+
+
+def receive(
+    leg: Leg,
+    counts: Tensor,
+    number: Tensor,
+    call: int,
+    slots: range,
+    routing: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Let the stream wait until all that comes through some slots has arrived.
+
+    Args:
+        leg: Where it arrives.
+        counts: ``(S,)`` int32: receives how many tokens came through each of the slots.
+        number: ``(1,)`` int32, and ``call``: what peers have to have called (``put``).
+        slots: Those that are waited for; one, if ``routing`` is given.
+        routing: ``(M, K)`` int32 and ``(M, K)`` float32: receive ids, -1 where no token came, and routing weights.
+    """
+    ids, weights = (None, None) if routing is None else (routing[0], routing[1].view(routing[0].dtype))
+    receive_kernel[(leg.shape.num_chunks, len(slots))](
+        leg.tensors, ids, weights, counts, number, call, leg.node, slots.start, leg.timeout_ns,
+        TOP_K=1 if ids is None else ids.shape[1], LEG=leg.shape,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["node", "num_tokens"])
+def add_kernel(
+    own_ptr, returned_ptr, places_ptr, out_ptr, node, num_tokens, num_cols, slot_stride, row_stride,
+    LEG: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Add what each node computed of some tokens, in the order of the nodes, in float32."""
+    M: tl.constexpr = LEG.num_chunks * LEG.chunk
+    tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.program_id(1) * COLS + tl.arange(0, COLS)[None, :]
+    exists = (tokens < num_tokens)[:, None] & (cols < num_cols)
+    total = tl.zeros((ROWS, COLS), tl.float32)
+    for each in range(LEG.num_nodes):
+        slot = (each - node + LEG.num_nodes) % LEG.num_nodes - 1
+        if slot < 0:
+            part = tl.load(own_ptr + tokens[:, None].to(tl.int64) * num_cols + cols, mask=exists, other=0.0)
+            total += part.to(tl.float32)
+        else:
+            places = tl.load(places_ptr + slot * M + tokens, mask=tokens < num_tokens, other=-1)[:, None]
+            base = returned_ptr + slot.to(tl.int64) * slot_stride
+            part = tl.load(base + places.to(tl.int64) * row_stride + cols, mask=exists & (places >= 0), other=0.0)
+            total += part.to(tl.float32)
+    tl.store(out_ptr + tokens[:, None].to(tl.int64) * num_cols + cols, total.to(out_ptr.dtype.element_ty), mask=exists)
+
+
+def add_nodes(own: Tensor, returned: Tensor, places: Tensor, shape: LegShape, node: int) -> Tensor:
+    """Add what this node computed of each token to what came home from the others, in the order of the nodes.
+
+    Args:
+        own: ``(T, C)`` contiguous.
+        returned: ``(S, M, C)`` of each slot, elements of a row behind each other.
+        places: ``(S, M)`` int32: the row of each token there, or -1.
+        shape: The leg's.
+        node: This rank's.
+
+    Returns:
+        ``(T, C)`` of the type of ``own``; sums are float32.
+    """
+    out = own.new_empty(own.shape)
+    cols = min(ADD_COLS, power_of_2(own.shape[1]))
+    grid = (triton.cdiv(max(len(own), 1), ADD_ROWS), triton.cdiv(own.shape[1], cols))
+    add_kernel[grid](
+        own, returned, places, out, node, len(own), own.shape[1], returned.stride(0), returned.stride(1),
+        LEG=shape, ROWS=ADD_ROWS, COLS=cols,
+    )  # fmt: skip
+    return out
