@@ -91,8 +91,9 @@ class Trainer:
         }  # fmt: skip
         optimizer = make_optimizer(self.model, config.train)
         self.train_step = TrainStep(self.model, optimizer, group, corpus.train, config.train)
-        kept = {"settings": settings_of(config, group.world_size), "text": corpus.digest, "layers": layers}
-        self.checkpointer = Checkpointer(self.output_dir, self.model, optimizer, group, **kept)
+        self.checkpointer = Checkpointer(
+            self.output_dir, self.model, optimizer, group, settings_of(config, group.world_size), corpus.digest, layers
+        )
         self.checkpoint_path = checkpoint.path if checkpoint else None
         self.first_step = self.step = self.checkpointer.load(checkpoint) if checkpoint else 0
         self.stopped = False
