@@ -1,8 +1,6 @@
-"""The output for people: a progress bar on standard error, pictures, summary and result line on standard output.
+"""The history of a run in ``metrics.jsonl``, a progress bar on standard error, pictures, and the result line.
 
-Only rank 0 shows and writes anything; on the other ranks every method does nothing. Pictures show the history.
-
-The history is what a run measured, one JSON object per line of ``metrics.jsonl``, which a resumed run goes on with.
+Only rank 0 shows and writes anything; on the other ranks every method does nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +48,14 @@ class Window:
         return self.dropped_rows / max(sum(map(sum, self.expert_load)), 1.0)
 
 
-@dataclass(slots=True)
 class History:
-    """All windows and evaluations of a run, on disk and in memory."""
+    """All windows and evaluations of a run, in memory and, on the rank that writes, in a folder's ``metrics.jsonl``.
 
-    folder: Path | None  # folder of metrics.jsonl; None keeps everything in memory (ranks that write nothing)
-    windows: list[Window] = field(default_factory=list)
-    heldout: list[tuple[int, float]] = field(default_factory=list)  # (optimizer steps taken, nats per byte)
+    It begins with what the folder of a run, ``earlier``, recorded up to ``last_step``.
+    """
 
-    def start(self, earlier: Path | None, last_step: int) -> None:
-        """Begin a new file with what a run's folder, this or another, recorded up to ``last_step``."""
+    def __init__(self, folder: Path | None, earlier: Path | None = None, last_step: int = 0) -> None:
+        self.folder = folder
         kept: list[dict[str, Any]] = []
         if earlier is not None and (earlier / HISTORY_FILE).exists():
             with suppress(json.JSONDecodeError):  # a killed job may have left the last line unfinished
@@ -67,7 +63,7 @@ class History:
                     if line["step"] <= last_step:
                         kept.append(line)
         self.windows = [Window(**line) for line in kept if "losses" in line]
-        self.heldout = [(line["step"], line["heldout"]) for line in kept if "heldout" in line]
+        self.heldout = [(line["step"], line["heldout"]) for line in kept if "heldout" in line]  # nats per byte
         if self.folder is not None:
             write_whole(self.folder / HISTORY_FILE, "".join(json.dumps(line) + "\n" for line in kept))
 
@@ -152,8 +148,7 @@ class Reporter:
         if enabled:
             output_dir.mkdir(parents=True, exist_ok=True)
             (output_dir / RESULT_FILE).unlink(missing_ok=True)  # An earlier end wrote it; this run goes on.
-        self.history = History(output_dir if enabled else None)
-        self.history.start(earlier, first_step)
+        self.history = History(output_dir if enabled else None, earlier, first_step)
         self._shown_s = 0.0
         begun = min(first_step, total_steps)
         self.bar = tqdm(total=total_steps, initial=begun, disable=not enabled, unit="step", **bar_options())

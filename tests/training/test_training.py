@@ -215,19 +215,16 @@ def test_resume_of_another_model_stops_before_anything_is_written(tmp_path):
 
 def test_history_of_a_killed_job_is_read_up_to_the_unfinished_line(tmp_path):
     history = History(tmp_path)
-    history.start(None, 0)
     history.add_heldout(1, 5.0)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "held')
-    again = History(tmp_path)
-    again.start(tmp_path, 9)
+    again = History(tmp_path, tmp_path, 9)
     assert again.heldout == [(1, 5.0)]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_a_full_disk_is_told_of_with_the_file_that_did_not_fit(tmp_path):
     history = History(tmp_path)
-    history.start(None, 0)
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     with pytest.raises(OSError, match=r"No space left on device") as caught:

@@ -37,7 +37,7 @@ GPT_OSS = replace(LINEAR, moe=replace(LINEAR.moe, activation=Activation("clamped
 def Rank(
     rank: int = 0, world_size: int = 1, *, attempt: int = 0, job: str = "", device: torch.device = CPU
 ) -> RankContext:
-    """What the launcher would say about this process."""
+    """The place of this process, as a launcher gives it."""
     return RankContext(rank=rank, world_size=world_size, device=device, attempt=attempt, job=job)
 
 
@@ -47,9 +47,7 @@ def train_on_rank(rank: int, world_size: int, job: JobConfig) -> dict[str, Any]:
 
 
 def losses(folder: Path) -> list[float]:
-    history = History(None)
-    history.start(folder, 1000)
-    return [loss for window in history.windows for loss in window.losses]
+    return [loss for window in History(None, folder, 1000).windows for loss in window.losses]
 
 
 def make_text(folder: Path) -> Path:
