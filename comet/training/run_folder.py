@@ -72,10 +72,8 @@ class RunFolder(FolderLock):
     """The output folder of a training run on rank 0; another attempt of its ranks goes on there by itself.
 
     Args:
-        attempt: 0 the first time. The first one may have ended before the folder was the job's: then the next one is
-            asked what the first was, and an older run there is no more its own.
-        job: ``RankContext.job``. Of a later attempt without one the folder is taken for the job's, so that what it has
-            saved is not lost.
+        attempt: How often the ranks were restarted; until the folder is the job's, an older run there is refused.
+        job: ``RankContext.job``; a later attempt without it takes the folder for the job's, so that nothing is lost.
     """
 
     def __init__(self, config: JobConfig, attempt: int, job: str = "") -> None:
@@ -85,7 +83,6 @@ class RunFolder(FolderLock):
         self.attempt, self.job = attempt, job
 
     def has_begun(self) -> bool:
-        """Whether an earlier attempt of the job made the folder its own."""
         mark = self.folder / JOB
         return self.attempt > 0 and (not self.job or (mark.is_file() and mark.read_text() == self.job))
 

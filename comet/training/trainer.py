@@ -297,12 +297,10 @@ Tell = Callable[[str], object]  # shows how far the work is; ``str`` shows nothi
 def heldout_loss(
     model: GPT, group: ExpertGroup, text: Text | Tensor, *, num_batches: int, batch_size: int, tell: Tell = str
 ) -> float:
-    """Mean loss over evenly spread held-out sequences, the same ones for every layout of ranks (collective).
+    """Return the mean loss over evenly spread held-out sequences, the same for every layout of ranks (collective).
 
-    Batch b goes to rank ``b % world_size``. A rank without a batch in the last round repeats the first one and does not
-    count it, because all ranks of a MoE group must call the model equally often. With a capacity factor the loss
-    depends on which batches are computed together, but not on repeated ones: these are on the last ranks, whose rows
-    are dropped first.
+    Batch b goes to rank ``b % world_size``. A rank without a batch in the last round repeats the first one uncounted,
+    because all ranks of a MoE group must call the model equally often. Capacity drops rows of these last ranks first.
     """
     windows = heldout_windows(text, num_windows=num_batches * batch_size, context=model.config.context)
     batches = windows.split(batch_size)
