@@ -104,9 +104,9 @@ def network_alone(path: NodesPath, inputs: Sequence[Inputs]) -> Callable[[int], 
 def guests_of(path: NodesPath, routed: RoutedTokens) -> list[RoutedTokens]:
     """Send tokens to the other nodes, and each guest home as it came; returns the guests that came here."""
     trip, came = path.rails.depart(routed, trains=False), []
-    for slot in path.rails.slots:
-        came.append(trip.guests(slot))
-        trip.send_home(slot, came[-1].tokens)
+    for stop in path.rails.stops:
+        came.append(trip.guests(stop))
+        trip.send_home(stop, came[-1].tokens)
     trip.arrive(routed.tokens)
     return came
 

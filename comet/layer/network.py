@@ -31,7 +31,7 @@ from torch import Tensor
 
 from comet.comm.collectives import call_number
 from comet.comm.link import Link, Regions
-from comet.kernels.network.legs import HEADER, Leg, SendLists
+from comet.kernels.network.legs import HEADER, Leg, SendLists, Sent
 from comet.kernels.network.listing import list_tokens
 from comet.kernels.network.put import put
 from comet.kernels.network.put_cuda import put_cuda
@@ -39,10 +39,13 @@ from comet.kernels.network.receive import add_nodes, receive
 from comet.kernels.runtime.limits import CHUNK_ROWS
 from comet.kernels.runtime.nvrtc import is_available
 from comet.layer.group import ExpertGroup, NodeGroup
-from comet.layer.rails import Rails, Trip
+from comet.layer.rails import Rails, Stop, Trip
 from comet.layer.workspace import Workspace, WorkspaceShape
 from comet.layout import ExpertLayout, RoutedTokens
 from comet.utils.streams import SideStream
+
+# With fewer tokens reserved, a slot's guests are one run: two would launch more and hide no more.
+SPLIT_TOKENS = 2048
 
 
 def leg_regions(shape: WorkspaceShape, num_nodes: int) -> Regions:
@@ -107,7 +110,12 @@ class DeviceRails(Rails):
         if is_available(group.device):
             self.put = partial(put_cuda, ranks=legs.ranks)
         ints: dict[str, Any] = dict(dtype=torch.int32, device=group.device)
-        self.every_row = torch.arange(self.max_tokens, **ints)
+        num_chunks = self.max_tokens // CHUNK_ROWS
+        size = -(-num_chunks // 2) if self.max_tokens >= SPLIT_TOKENS else num_chunks
+        self.parts = [range(first, min(first + size, num_chunks)) for first in range(0, num_chunks, size)]
+        self.num_parts, self.all_chunks = len(self.parts), range(num_chunks)
+        # The row of each place among the rows of a part.
+        self.rows_of_part = [torch.arange(self.max_tokens, **ints) - CHUNK_ROWS * chunks.start for chunks in self.parts]
         self.no_words = torch.zeros(self.max_tokens, 0, **ints)
         self.no_number = torch.zeros(1, **ints)
 
@@ -143,6 +151,7 @@ class DeviceTrip(Trip):
         self._rails, self._lists, self._number, self._call = rails, lists, number, call
         self._came = torch.empty_like(lists.counts)  # how many guests came through each slot
         self._home = torch.empty_like(lists.counts)
+        self._gradients: list[Tensor] = []  # of the routing weights of a slot, part by part
         self._sending: list[tuple[Callable[[], None], object]] = []  # what is sent lives until the streams have joined
 
     @property
@@ -153,38 +162,44 @@ class DeviceTrip(Trip):
     def send_out(self, rows: Tensor, words: Tensor) -> None:
         """Send rows and words of own tokens through all slots."""
         rails, lists = self._rails, self._lists
-        self._put(rails.legs.out, rows, lists.tokens, words, lists.counts, rails.slots)
+        self._put(rails.legs.out, rows, lists.tokens, words, lists.counts, Sent(rails.slots, rails.all_chunks, True))
 
-    def _put(self, leg: Leg, rows: Tensor, tokens: Tensor, words: Tensor, counts: Tensor, slots: range) -> None:
-        sends = (leg, rows, tokens, words, counts, self._number, self._call, slots)
-        self._sending.append((self._rails.stream.start(lambda: self._rails.put(*sends)), sends))
+    def _put(self, leg: Leg, rows: Tensor, tokens: Tensor, words: Tensor, counts: Tensor, sent: Sent) -> None:
+        given = (leg, rows, tokens, words, counts, self._number, self._call, sent)
+        self._sending.append((self._rails.stream.start(lambda: self._rails.put(*given)), given))
 
-    def guests(self, slot: int) -> RoutedTokens:
-        """Rows in the pool, as many as a rank may have tokens; ids of those that did not come are -1."""
-        rails, top_k = self._rails, self._lists.words.shape[2] // 2
-        ids = self._came.new_empty(rails.max_tokens, top_k)
+    def guests(self, at: Stop) -> RoutedTokens:
+        """Rows in the pool, as many as a part may have; ids of those that did not come are -1."""
+        chunks, top_k = self._rails.parts[at.part], self._lists.words.shape[2] // 2
+        ids = self._came.new_empty(CHUNK_ROWS * len(chunks), top_k)
         weights = torch.empty_like(ids, dtype=torch.float32)
-        self._receive(rails.legs.out, self._came, range(slot, slot + 1), (ids, weights))
-        return RoutedTokens(rails.legs.out.rows[slot], ids, weights)
+        return RoutedTokens(self._rows(at, (ids, weights)), ids, weights)
 
-    def guest_gradients(self, slot: int) -> Tensor:
-        self._receive(self._rails.legs.out, self._came, range(slot, slot + 1))
-        return self._rails.legs.out.rows[slot]
+    def guest_gradients(self, at: Stop) -> Tensor:
+        """Rows in the pool."""
+        return self._rows(at)
 
-    def _receive(self, leg: Leg, counts: Tensor, slots: range, routing: tuple[Tensor, Tensor] | None = None) -> None:
-        receive(leg, counts, self._number, self._call, slots, routing)
+    def _rows(self, at: Stop, routing: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """The rows of a stop, once they are there."""
+        out, chunks = self._rails.legs.out, self._rails.parts[at.part]
+        receive(out, self._came, self._number, self._call, range(at.slot, at.slot + 1), chunks, routing)
+        return out.rows[at.slot, CHUNK_ROWS * chunks.start : CHUNK_ROWS * chunks.stop]
 
-    def send_home(self, slot: int, *parts: Tensor) -> None:
-        """Put rows, and gradients of routing weights as words."""
+    def send_home(self, at: Stop, *results: Tensor) -> None:
+        """Put rows; words, which are gradients of routing weights, with the last part."""
         rails = self._rails
-        rows, *gradients = parts
-        words = gradients[0].view(torch.int32) if gradients else rails.no_words
-        self._put(rails.legs.home, rows, rails.every_row, words, self._came, range(slot, slot + 1))
+        self._gradients += [each.view(torch.int32) for each in results[1:]]
+        is_last = at.part == rails.num_parts - 1
+        words = torch.cat(self._gradients) if is_last and self._gradients else rails.no_words
+        if is_last:
+            self._gradients = []
+        sent = Sent(range(at.slot, at.slot + 1), rails.parts[at.part], is_last)
+        self._put(rails.legs.home, results[0], rails.rows_of_part[at.part], words, self._came, sent)
 
     def arrive(self, *own: Tensor) -> tuple[Tensor, ...]:
         """Wait for all slots, add up, and end the pass."""
         rails, home = self._rails, self._rails.legs.home
-        self._receive(home, self._home, rails.slots)
+        receive(home, self._home, self._number, self._call, rails.slots, rails.all_chunks)
         added = [add_nodes(own[0], home.rows, self._lists.places, home.shape, home.node)]
         if len(own) == 2:
             top_k = own[1].shape[1]

@@ -173,8 +173,8 @@ class NodesPath:
         own = routed._replace(top_k_ids=self.rails.ids_in(self.nodes.node, routed.top_k_ids))
         first = self.first_part(len(routed.tokens))
         outputs = [run(own.part(slice(0, first)))]
-        for slot in self.rails.slots:
-            trip.send_home(slot, run(trip.guests(slot)))
+        for stop in self.rails.stops:
+            trip.send_home(stop, run(trip.guests(stop)))
         if self.is_split:
             outputs.append(run(own.part(slice(first, None))))
         return trip.arrive(torch.cat(outputs))[0], kept, runs
@@ -206,8 +206,8 @@ class NodesPath:
         trip = self.rails.depart_backward(kept, grad)
         first = self.first_part(len(grad))
         own = [run(grad[:first])]
-        for slot in self.rails.slots:
-            trip.send_home(slot, *run(trip.guest_gradients(slot)))
+        for stop in self.rails.stops:
+            trip.send_home(stop, *run(trip.guest_gradients(stop)))
         if self.is_split:
             own.append(run(grad[first:]))
         grad_x, grad_weights = trip.arrive(*(torch.cat(parts) for parts in zip(*own, strict=True)))

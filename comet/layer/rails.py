@@ -30,6 +30,13 @@ from comet.layer.group import ExpertGroup
 from comet.layout import ExpertLayout, RoutedTokens
 
 
+class Stop(NamedTuple):
+    """Guests that are computed in one run: one part of those that come through a slot."""
+
+    slot: int
+    part: int
+
+
 class Trip(ABC):
     """One pass over the network, forward or backward."""
 
@@ -39,15 +46,15 @@ class Trip(ABC):
         """What a backward pass needs of this forward pass, before it arrives."""
 
     @abstractmethod
-    def guests(self, slot: int) -> RoutedTokens:
-        """The guests that came through a slot, with ids among this node's experts, once they are there."""
+    def guests(self, at: Stop) -> RoutedTokens:
+        """The guests of a stop, with ids among this node's experts, once they are there."""
 
     @abstractmethod
-    def guest_gradients(self, slot: int) -> Tensor:
+    def guest_gradients(self, at: Stop) -> Tensor:
         """Gradients of the sums that guests were sent home with, once they are there."""
 
     @abstractmethod
-    def send_home(self, slot: int, *parts: Tensor) -> None:
+    def send_home(self, at: Stop, *results: Tensor) -> None:
         """Send what was computed of guests back: sums, or gradients of tokens and of routing weights."""
 
     @abstractmethod
@@ -58,6 +65,7 @@ class Trip(ABC):
 class Rails(ABC):
     """This rank's links to its rail peers, for one layer."""
 
+    num_parts = 1  # of the guests of a slot
     collectives: bool  # whether passes run collectives of ``torch.distributed``
     num_bytes = 0  # sent so far, where the host knows it
 
@@ -66,6 +74,11 @@ class Rails(ABC):
         self.group, self.layout, self.nodes = group, layout, group.nodes
         self.experts_per_node = layout.num_experts // self.nodes.num_nodes
         self.slots = range(self.nodes.num_nodes - 1)
+
+    @property
+    def stops(self) -> list[Stop]:
+        """All runs of guests, in their order, the same on all ranks of a node."""
+        return [Stop(slot, part) for slot in self.slots for part in range(self.num_parts)]
 
     @abstractmethod
     def depart(self, routed: RoutedTokens, *, trains: bool) -> Trip:
@@ -215,17 +228,17 @@ class CollectiveTrip(Trip):
         rows = self._rows
         return rows.tokens, torch.tensor([self._number, *rows.send_counts, *rows.recv_counts])
 
-    def guests(self, slot: int) -> RoutedTokens:
-        tokens, words = self._coming[slot].arrived()
+    def guests(self, at: Stop) -> RoutedTokens:
+        tokens, words = self._coming[at.slot].arrived()
         ids, weights = words.chunk(2, dim=1)
         return RoutedTokens(tokens, ids.contiguous(), weights.contiguous().view(torch.float32))
 
-    def guest_gradients(self, slot: int) -> Tensor:
-        return self._coming[slot].arrived()[0]
+    def guest_gradients(self, at: Stop) -> Tensor:
+        return self._coming[at.slot].arrived()[0]
 
-    def send_home(self, slot: int, *parts: Tensor) -> None:
-        rails = self._rails
-        self._returning.append(rails.exchange(rails.source(slot), rails.target(slot), self._rows.reversed, *parts))
+    def send_home(self, at: Stop, *results: Tensor) -> None:
+        rails, back = self._rails, self._rows.reversed
+        self._returning.append(rails.exchange(rails.source(at.slot), rails.target(at.slot), back, *results))
 
     def arrive(self, *own: Tensor) -> tuple[Tensor, ...]:
         returned = zip(*(each.arrived() for each in self._returning), strict=True)

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..network.legs import HEADER, Leg, SendLists
+from ..network.legs import HEADER, Leg, SendLists, Sent
 from ..network.listing import list_tokens
 from ..network.put import put
 from ..network.receive import add_nodes, receive
@@ -17,7 +17,7 @@ def aot_cases() -> list[KernelCase]:
     for nodes, top_k in ((2, 2), (8, 8)):
         name = f"{nodes} nodes, top-{top_k}"
         out, home = (_leg(nodes, top_k, is_home=is_home) for is_home in (False, True))
-        slots, number = range(nodes - 1), meta(1)
+        slots, chunks, number = range(nodes - 1), range(TOKENS // 128), meta(1)
         lists = SendLists(
             *(meta(nodes - 1, TOKENS) for _ in range(2)), meta(nodes - 1), meta(nodes - 1, TOKENS, 2 * top_k)
         )
@@ -26,13 +26,23 @@ def aot_cases() -> list[KernelCase]:
             meta(TOKENS, top_k),
             meta(TOKENS, top_k, dtype=torch.float32),
         )
-        sends = (x, lists.tokens, lists.words, lists.counts, number, 16, slots)
-        returns = (x, lists.tokens[0], weights.view(torch.int32), lists.counts, number, 16, range(1))
+        sends = (x, lists.tokens, lists.words, lists.counts, number, 16, Sent(slots, chunks, True))
+        returns = (
+            x,
+            lists.tokens[0],
+            weights.view(torch.int32),
+            lists.counts,
+            number,
+            16,
+            Sent(range(1), chunks, True),
+        )
         cases += recorded(name, (), list_tokens, ids, weights, lists, 0, 64, out.shape)
         cases += recorded(f"out, {name}", WIDE_ACCESS, put, out, *sends)
         cases += recorded(f"home, {name}", WIDE_ACCESS, put, home, *returns)
-        cases += recorded(f"guests, {name}", (), receive, out, lists.counts, number, 16, range(1), (ids, weights))
-        cases += recorded(f"sums, {name}", (), receive, home, lists.counts, number, 16, slots)
+        cases += recorded(
+            f"guests, {name}", (), receive, out, lists.counts, number, 16, range(1), chunks, (ids, weights)
+        )
+        cases += recorded(f"sums, {name}", (), receive, home, lists.counts, number, 16, slots, chunks)
         cases += recorded(f"rows, {name}", WIDE_ACCESS, add_nodes, x, home.rows, lists.places, home.shape, 0)
     return cases
 

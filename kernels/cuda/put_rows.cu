@@ -18,6 +18,7 @@ struct PutArgs {
     const int* epoch;        // (1,)
     s64 *fault, *inner_fault;
     int call, node, num_nodes, num_chunks, slot_words, is_home, first_slot, num_slots, per_token, row_bytes, by_slot;
+    int first_chunk, sent_chunks, has_words;
 };
 
 // Some bytes, a multiple of 16, of a row each, by all threads of the block.
@@ -46,12 +47,13 @@ __device__ __forceinline__ void copy_words(int* target, const PutArgs& args, con
 template <class Config>
 __device__ __forceinline__ void put_rows(const PutArgs& args) {
     const int max_tokens = args.num_chunks * Config::CHUNK, epoch = *args.epoch + 1, flags = 1 + args.num_chunks;
+    const int num_words = args.has_words ? args.num_slots : 0, end = num_words + args.num_slots * args.sent_chunks;
     const bool failed = has_failed({args.fault, 0}) || has_failed({args.inner_fault, 0});
     if (__syncthreads_or(failed)) return;
-    for (int item = blockIdx.x; item < args.num_slots * flags; item += gridDim.x) {
-        const bool is_words = item < args.num_slots;
-        const int place = item - args.num_slots, chunk = is_words ? 0 : place % args.num_chunks;
-        const int slot = args.first_slot + (is_words ? item : place / args.num_chunks);
+    for (int item = blockIdx.x; item < end; item += gridDim.x) {
+        const bool is_words = item < num_words;
+        const int place = item - num_words, chunk = is_words ? 0 : args.first_chunk + place % args.sent_chunks;
+        const int slot = args.first_slot + (is_words ? item : place / args.sent_chunks);
         const int peer = (args.node + (args.is_home ? args.num_nodes - 1 - slot : 1 + slot)) % args.num_nodes;
         const int count = args.counts[slot], first = chunk * Config::CHUNK, part = args.by_slot ? slot : 0;
         if (!is_words && first >= count) continue;

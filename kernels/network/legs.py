@@ -93,3 +93,11 @@ class SendLists(NamedTuple):
     places: Tensor  # ``(S, M)`` int32: the place of each own token among these, or -1
     counts: Tensor  # ``(S,)`` int32
     words: Tensor  # ``(S, M, 2K)`` int32: ids among the experts of the node, or -1, and the bits of routing weights
+
+
+class Sent(NamedTuple):
+    """What a launch sends."""
+
+    slots: range
+    chunks: range  # of the rows of each slot
+    has_words: bool  # whether words and header are sent, too

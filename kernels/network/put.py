@@ -4,15 +4,26 @@ Why it ends: no program waits. A rank that has failed, in this group or inside i
 meet their deadline and name it.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..layer.triton.dispatch import NUM_WARPS, push_chunk, push_constants
 from ..runtime.primitives import MOST_THREADS, any_of, signal
-from .legs import Leg
+from .legs import Leg, Sent
 
 BLOCKS = 16  # of a launch: the link is slower than they are, and the other SMs compute
+
+
+class Part(NamedTuple):
+    """What a launch sends of each slot."""
+
+    by_slot: bool  # whether there is a list of tokens, and words, for each slot
+    first_chunk: int
+    end_chunk: int
+    has_words: bool
 
 
 @triton.jit
@@ -31,36 +42,36 @@ def put_words(words_ptr, target, count, number_ptr, call, per_token, LEG: tl.con
 @triton.jit(do_not_specialize=["call", "node", "first_slot", "num_slots", "per_token"])
 def put_kernel(
     x_ptr, tokens_ptr, words_ptr, counts_ptr, number_ptr, leg, call, node, first_slot, num_slots, per_token, D,
-    BY_SLOT: tl.constexpr, LEG: tl.constexpr, PUSH: tl.constexpr,
+    PART: tl.constexpr, LEG: tl.constexpr, PUSH: tl.constexpr,
 ):  # fmt: skip
-    """One program takes every n-th item: the words of a slot, then its chunks of rows, slot by slot.
+    """One program takes every n-th item: the words of a slot, if they are sent, then its chunks of rows, slot by slot.
 
-    ``BY_SLOT`` says that ``tokens_ptr`` and ``words_ptr`` have a part for each slot.
+    ``PART`` is a ``Part``.
     """
-    CHUNKS: tl.constexpr = LEG.num_chunks
-    M: tl.constexpr = CHUNKS * LEG.chunk
+    CHUNKS: tl.constexpr = PART.end_chunk - PART.first_chunk
+    M: tl.constexpr = LEG.num_chunks * LEG.chunk
+    FLAGS: tl.constexpr = 2 * (1 + LEG.num_chunks)
+    num_words = num_slots * PART.has_words
     epoch = tl.load(leg.epoch) + 1
     failed = (tl.load(leg.fault, volatile=True) != 0) | (tl.load(leg.inner_fault, volatile=True) != 0)
-    end = tl.where(any_of(failed, tl.arange(0, MOST_THREADS)) == 0, num_slots * (1 + CHUNKS), 0)
+    end = tl.where(any_of(failed, tl.arange(0, MOST_THREADS)) == 0, num_words + num_slots * CHUNKS, 0)
     for item in range(tl.program_id(0), end, tl.num_programs(0)):
-        slot = first_slot + tl.where(item < num_slots, item, (item - num_slots) // CHUNKS)
+        slot = first_slot + tl.where(item < num_words, item, (item - num_words) // CHUNKS)
         target = (node + tl.where(LEG.is_home, LEG.num_nodes - 1 - slot, 1 + slot)) % LEG.num_nodes
         count = tl.load(counts_ptr + slot)
-        part = tl.where(BY_SLOT, slot, 0)
-        flags = tl.load(leg.flag_targets + target).to(tl.pointer_type(tl.int32)) + slot * (2 * (1 + CHUNKS))
-        if item < num_slots:
+        list_of = tl.where(PART.by_slot, slot, 0)
+        flags = tl.load(leg.flag_targets + target).to(tl.pointer_type(tl.int32)) + slot * FLAGS
+        if item < num_words:
             words = tl.load(leg.word_targets + target).to(tl.pointer_type(tl.int32))
-            put_words(
-                words_ptr + part * (M * per_token), words + slot * LEG.slot_words, count, number_ptr, call, per_token,
-                LEG,
-            )  # fmt: skip
+            source = words_ptr + list_of * (M * per_token)
+            put_words(source, words + slot * LEG.slot_words, count, number_ptr, call, per_token, LEG)
             signal(flags, epoch)
         else:
-            chunk = (item - num_slots) % CHUNKS
+            chunk = PART.first_chunk + (item - num_words) % CHUNKS
             if chunk * LEG.chunk < count:
                 rows = tl.load(leg.row_targets + target).to(tl.pointer_type(x_ptr.dtype.element_ty))
                 rows = tl.multiple_of(rows, 16) + slot.to(tl.int64) * M * D
-                push_chunk(x_ptr, tokens_ptr + part * M, rows, chunk * LEG.chunk, count, D, PUSH)
+                push_chunk(x_ptr, tokens_ptr + list_of * M, rows, chunk * LEG.chunk, count, D, PUSH)
                 signal(flags + 2 * (1 + chunk), epoch)
 
 
@@ -72,22 +83,24 @@ def put(
     counts: Tensor,
     number: Tensor,
     call: int,
-    slots: range,
+    sent: Sent,
 ) -> None:
     """Send rows, words and a header through some slots; peers see flags of pass ``epoch + 1``.
 
     Args:
         leg: Where they arrive.
         x: ``(T, D)`` contiguous.
-        tokens: ``(S, M)`` int32 rows of ``x`` to send through each slot, or ``(M,)`` through all.
+        tokens: ``(S, M)`` int32: the row of ``x`` at each place of a slot, or ``(M,)`` for all slots.
         words: ``(S, M, w)`` int32 words of each, or ``(M, w)``; w may be 0.
         counts: ``(S,)`` int32.
         number: ``(1,)`` int32: the call whose backward pass this is; 0: a forward pass.
         call: The layer, and whether a gradient is wanted.
-        slots: Those that send now.
+        sent: What of it is sent now.
     """
+    slots, chunks, has_words = sent
+    part = Part(tokens.dim() == 2, chunks.start, chunks.stop, has_words)
     put_kernel[(1 if triton.knobs.runtime.interpret else BLOCKS,)](
         x, tokens, words, counts, number, leg.tensors, call, leg.node, slots.start, len(slots), words.shape[-1],
-        x.shape[1], BY_SLOT=tokens.dim() == 2, LEG=leg.shape, PUSH=push_constants(x.dtype, x.shape[1], 0),
+        x.shape[1], PART=part, LEG=leg.shape, PUSH=push_constants(x.dtype, x.shape[1], 0),
         num_warps=NUM_WARPS,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from ..runtime.case import CudaCase
 from ..runtime.cuda_source import INT32, POINTER, CudaSource, DeviceStruct, fields
 from ..runtime.limits import CHUNK_ROWS
 from ..runtime.nvrtc import CudaKernel, load_source
-from .legs import HEADER, Leg
+from .legs import HEADER, Leg, Sent
 
 BLOCKS = 16  # of a launch: they copy into staging memory, which is quick, and the network takes its time afterwards
 
@@ -21,7 +21,7 @@ class PutArgs(DeviceStruct):
         *fields(POINTER, "x tokens words counts number own_words own_rows own_flags"),
         *fields(POINTER, "word_targets row_targets flag_targets ranks epoch fault inner_fault"),
         *fields(INT32, "call node num_nodes num_chunks slot_words is_home first_slot num_slots per_token row_bytes"),
-        *fields(INT32, "by_slot"),
+        *fields(INT32, "by_slot first_chunk sent_chunks has_words"),
     )
 
 
@@ -33,7 +33,7 @@ def put_cuda(
     counts: Tensor,
     number: Tensor,
     call: int,
-    slots: range,
+    sent: Sent,
     ranks: Tensor | None = None,
 ) -> None:
     """``comet.kernels.network.put.put``; ``ranks (N,)`` int32 are rail peers that NVSHMEM reaches, not mapped ones."""
@@ -43,8 +43,9 @@ def put_cuda(
         own_flags=leg.flags, word_targets=leg.word_targets, row_targets=leg.row_targets,
         flag_targets=leg.flag_targets, ranks=ranks, epoch=leg.epoch, fault=leg.fault, inner_fault=leg.inner_fault,
         call=call, node=leg.node, num_nodes=shape.num_nodes, num_chunks=shape.num_chunks,
-        slot_words=shape.slot_words, is_home=leg.is_home, first_slot=slots.start, num_slots=len(slots),
+        slot_words=shape.slot_words, is_home=leg.is_home, first_slot=sent.slots.start, num_slots=len(sent.slots),
         per_token=words.shape[-1], row_bytes=x.shape[1] * x.element_size(), by_slot=tokens.dim() == 2,
+        first_chunk=sent.chunks.start, sent_chunks=len(sent.chunks), has_words=sent.has_words,
     )  # fmt: skip
     _kernel(torch.cuda.current_device(), is_nvshmem=ranks is not None).launch(BLOCKS, [args])
 

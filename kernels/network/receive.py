@@ -16,16 +16,16 @@ PLACE_OTHER_BACKWARD = tl.constexpr(8)
 ADD_ROWS, ADD_COLS = 16, 512  # of a block that adds
 
 
-@triton.jit(do_not_specialize=["call", "node", "first_slot", "timeout_ns"])
+@triton.jit(do_not_specialize=["call", "node", "first_slot", "first_chunk", "timeout_ns"])
 def receive_kernel(
-    leg, ids_ptr, weights_ptr, counts_ptr, number_ptr, call, node, first_slot, timeout_ns,
+    leg, ids_ptr, weights_ptr, counts_ptr, number_ptr, call, node, first_slot, first_chunk, timeout_ns,
     TOP_K: tl.constexpr, LEG: tl.constexpr,
 ):  # fmt: skip
     """One program waits for the words and one chunk of a slot; out of ids it makes -1 of what did not arrive.
 
     ``ids_ptr`` is ``None`` where no routing is unpacked.
     """
-    chunk, slot = tl.program_id(0), first_slot + tl.program_id(1)
+    chunk, slot = first_chunk + tl.program_id(0), first_slot + tl.program_id(1)
     CHUNKS: tl.constexpr = LEG.num_chunks
     PLACE: tl.constexpr = PLACE_SUMS if LEG.is_home else PLACE_GUESTS
     source = (node + tl.where(LEG.is_home, 1 + slot, LEG.num_nodes - 1 - slot)) % LEG.num_nodes
@@ -54,13 +54,14 @@ def receive_kernel(
         tl.store(counts_ptr + slot, count)
     if ids_ptr is not None:
         rows = first + tl.arange(0, LEG.chunk)[:, None]
+        places = rows - first_chunk * LEG.chunk
         slots = tl.arange(0, triton.next_power_of_2(TOP_K))[None, :]
         source_words = words + LEG.header + rows * (2 * TOP_K) + slots
         exists, is_slot = (rows < count) & (slots < TOP_K), (slots < TOP_K) & (rows >= 0)
         ids = tl.load(source_words, mask=exists, other=-1, volatile=True)
         weights = tl.load(source_words + TOP_K, mask=exists, other=0, volatile=True)
-        tl.store(ids_ptr + rows * TOP_K + slots, ids, mask=is_slot)
-        tl.store(weights_ptr + rows * TOP_K + slots, weights, mask=is_slot)
+        tl.store(ids_ptr + places * TOP_K + slots, ids, mask=is_slot)
+        tl.store(weights_ptr + places * TOP_K + slots, weights, mask=is_slot)
 
 
 def receive(
@@ -69,6 +70,7 @@ def receive(
     number: Tensor,
     call: int,
     slots: range,
+    chunks: range,
     routing: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Let the stream wait until all that comes through some slots has arrived.
@@ -78,11 +80,13 @@ def receive(
         counts: ``(S,)`` int32: receives how many tokens came through each of the slots.
         number: ``(1,)`` int32, and ``call``: what peers have to have called (``put``).
         slots: Those that are waited for; one, if ``routing`` is given.
-        routing: ``(M, K)`` int32 and ``(M, K)`` float32: receive ids, -1 where no token came, and routing weights.
+        chunks: The chunks of their rows that are waited for.
+        routing: ``(P, K)`` int32 and ``(P, K)`` float32 of the P rows of these chunks: receive ids, -1 where no token
+            came, and routing weights.
     """
     ids, weights = (None, None) if routing is None else (routing[0], routing[1].view(routing[0].dtype))
-    receive_kernel[(leg.shape.num_chunks, len(slots))](
-        leg.tensors, ids, weights, counts, number, call, leg.node, slots.start, leg.timeout_ns,
+    receive_kernel[(len(chunks), len(slots))](
+        leg.tensors, ids, weights, counts, number, call, leg.node, slots.start, chunks.start, leg.timeout_ns,
         TOP_K=1 if ids is None else ids.shape[1], LEG=leg.shape,
     )  # fmt: skip
 

@@ -13,6 +13,7 @@ from ranks import in_ranks, logged, run_ranks
 from torch.utils.checkpoint import checkpoint
 
 import comet.comm.failures
+import comet.layer.network
 import comet.layer.nodes
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.errors import AgreedError, StepFailedError
@@ -50,7 +51,7 @@ OPEN = dict(max_tokens=20, dtype=torch.float32, device="cpu", timeout_s=60.0)
 
 def split_runs(rank: int, world_size: int, cases: list[LayerCase], path: str) -> None:
     """The cases with own tokens in two runs, as large pools have them."""
-    comet.layer.nodes.SPLIT_TOKENS = 1
+    comet.layer.nodes.SPLIT_TOKENS = comet.layer.network.SPLIT_TOKENS = 1
     run_cases(rank, world_size, cases, path)
 
 
@@ -68,7 +69,7 @@ KERNEL_RAILS = LayerCase("two nodes of one rank", 2, 1, (21, 13), node_size=1, r
 RAIL_CASES = [
     KERNEL_RAILS,
     replace(KERNEL_RAILS, name="float16, three calls", dtype=torch.float16, calls=3),
-    replace(KERNEL_RAILS, name="many guests", num_tokens=(200, 0), top_k=1, num_experts=2, backend="cpu_shm"),
+    replace(KERNEL_RAILS, name="many guests", num_tokens=(200, 0), top_k=1, num_experts=2, calls=2),
 ]
 RAILS_OF_THREE = LayerCase(
     "three nodes of one rank", 3, 1, (13, 0, 31), num_experts=6, node_size=1, calls=2, backend="cpu_shm"

@@ -12,6 +12,7 @@ from layer_ranks import build_layer, run_case
 from ranks import run_ranks
 from remote_link import build_plugin, preload
 
+import comet.layer.network
 import comet.layer.nodes
 from comet.layer.network import DeviceRails
 from comet.layer.nodes import NodesPath
@@ -33,26 +34,25 @@ CASES_OF_FOUR = [
 ]
 
 
-def run_split(rank: int, world_size: int, cases: list[LayerCase], library: str = "") -> None:
-    """The cases with own tokens in two runs, and in one; over NVSHMEM if a plugin is given."""
+def run_parts(rank: int, world_size: int, cases: list[LayerCase], library: str = "") -> None:
+    """The cases with own tokens and guests in two runs each; over NVSHMEM if a plugin is given."""
     if library:
         preload(Path(library), gbs=20, latency_us=5)
-    for split in (1, 10**9):
-        comet.layer.nodes.SPLIT_TOKENS = split
-        for case in cases:
-            run_case(rank, world_size, replace(case, backend="nvshmem") if library else case, "fused", "cuda")
+    comet.layer.nodes.SPLIT_TOKENS = comet.layer.network.SPLIT_TOKENS = 1
+    for case in cases:
+        run_case(rank, world_size, replace(case, backend="nvshmem") if library else case, "fused", "cuda")
 
 
 @pytest.mark.multi_gpu(n=2)
 @pytest.mark.parametrize("cases", [CASES, CASES_OF_FOUR], ids=["two", "four"])
 def test_tokens_reach_peers_that_are_mapped(cases: list[LayerCase]) -> None:
-    run_ranks(run_split, cases[0].world_size, cases, backend=ON_GPUS, timeout=400)
+    run_ranks(run_parts, cases[0].world_size, cases, backend=ON_GPUS, timeout=400)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("nvshmem") is None, reason="nvshmem4py is not installed")
 @pytest.mark.multi_gpu(n=2, own=True)
 def test_tokens_reach_peers_over_nvshmem(tmp_path: Path) -> None:
-    run_ranks(run_split, 2, CASES, str(build_plugin(tmp_path)), backend=ON_GPUS, timeout=400)
+    run_ranks(run_parts, 2, CASES, str(build_plugin(tmp_path)), backend=ON_GPUS, timeout=400)
 
 
 def replayed(rank: int, world_size: int, case: LayerCase) -> None:

@@ -44,6 +44,9 @@ def preload(library: Path, *, gbs: float = 0, latency_us: float = 0) -> ctypes.C
         "NVSHMEM_DISABLE_P2P": "1",
         "NVSHMEM_DISABLE_CUDA_VMM": "1",  # CUDA IPC needs memory of cudaMalloc
         "NVSHMEM_DISABLE_NVLS": "1",
+        # The plugin copies on a stream: streams that share a hardware queue would let a copy wait behind a kernel that
+        # waits for a peer.
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
         "COMET_TEST_LINK_GBS": str(gbs),
         "COMET_TEST_LINK_US": str(latency_us),
     }
