@@ -284,8 +284,12 @@ def dispatch_gemm(
         push, w1_block = push_constants(x.dtype, x.shape[1], events, most=PUSH_WORDS), [1, 1, SCALE_GROUP, SCALE_GROUP]
         constants = DispatchGemmConstants(table.block_rows, settings.activation, push, SCALE_GROUP)
     else:
-        constants = gemm_constants(settings, table.block_rows, depth, x.dtype, events)
-        w1_block = [1, 2, tile.block_f, tile.block_k]
+        push, w1_block = push_constants(x.dtype, depth, events), [1, 2, tile.block_f, tile.block_k]
+        constants = DispatchGemmConstants(
+            block_m=table.block_rows, block_f=tile.block_f, block_k=tile.block_k, even_k=depth % tile.block_k == 0,
+            flatten=x.dtype != torch.float32, precision=dot_precision(x.dtype), activation=settings.activation,
+            push=push,
+        )  # fmt: skip
     num_blocks = 4 if triton.knobs.runtime.interpret else num_sms(x.device)
     dispatch_gemm_kernel[(num_blocks,)](
         x, (symm.rows.data_ptr() - x.data_ptr()) // x.element_size(),
@@ -297,22 +301,6 @@ def dispatch_gemm(
         min(settings.comm_blocks or COMM_BLOCKS, num_blocks - 1), symm.timeout_ns,
         GEMM=constants, num_warps=NUM_WARPS, num_stages=tile.num_stages,
     )  # fmt: skip
-
-
-def gemm_constants(
-    settings: LaunchSettings, block_rows: int, hidden_size: int, dtype: torch.dtype, events: int
-) -> DispatchGemmConstants:
-    """The constants of the kernel in 16 or 32 bits, for tiles of ``block_rows`` rows."""
-    return DispatchGemmConstants(
-        block_m=block_rows,
-        block_f=settings.tile.block_f,
-        block_k=settings.tile.block_k,
-        even_k=hidden_size % settings.tile.block_k == 0,
-        flatten=dtype != torch.float32,
-        precision=dot_precision(dtype),
-        activation=settings.activation,
-        push=push_constants(dtype, hidden_size, events),
-    )
 
 
 def _pre_descriptor(pre: Tensor, block_rows: int, block_f: int) -> TensorDescriptor:

@@ -82,8 +82,9 @@ def gemm_combine(
     """``gemm_combine_cuda`` in Triton, also in float32 and with more entries of a sum."""
     (a, a_scales), (b, b_scales) = parts(a), parts(b)
     tile, b_is_kn = settings.tile if b_scales is None else fp8_tile(settings.tile), returns.grads is not None
-    block_n, block_k = tile.block_n, tile.block_k
+    block_n, block_k, top_k = tile.block_n, tile.block_k, returns.row_slots.shape[1]
     interpret = triton.knobs.runtime.interpret
+    recording = dict(events=symm.event_capacity, interpret=interpret)
     # The interpreter runs block after block: the first must finish the GEMM before any waits for it.
     num_blocks = 2 if interpret else num_sms(a.device) - settings.reserved_sms
     gemm_combine_kernel[(num_blocks,)](
@@ -93,10 +94,14 @@ def gemm_combine(
         CombineSizes(symm.max_tokens, a.shape[0], out.shape[1], a.shape[1]),
         symm.rank, min(settings.comm_blocks or COMM_BLOCKS, num_blocks - 1), settings.num_panels, symm.timeout_ns,
         out.shape[0],
-        GEMM=panel_constants(tile, table.block_rows, y.dtype, b_is_kn, symm.event_capacity),
-        COMBINE=combine_constants(
-            block_n, move_cols(y.dtype, out.shape[1], MOVE_COLS), symm.world_size, returns.row_slots.shape[1],
-            symm.event_capacity,
+        GEMM=PanelConstants(
+            block_m=table.block_rows, block_n=block_n, block_k=block_k, b_is_kn=b_is_kn,
+            flatten=y.dtype != torch.float32, precision=dot_precision(y.dtype), **recording,
+        ),
+        COMBINE=CombineConstants(
+            block_n=block_n, world_size=symm.world_size, top_k=top_k, top_k_block=slot_block(top_k), tokens=SUM_TOKENS,
+            rows=MOVE_ROWS, cols=move_cols(y.dtype, out.shape[1], MOVE_COLS), chunk=COMBINE_CHUNK_ROWS,
+            flags=CHUNK_FLAGS, **recording,
         ),
         num_warps=NUM_WARPS, num_stages=tile.num_stages,
     )  # fmt: skip
@@ -105,34 +110,3 @@ def gemm_combine(
 def fp8_tile(tile: TileShape) -> TileShape:
     """That of block FP8, half as wide: a row and a step have one scale then, and nothing spills."""
     return replace(tile, block_n=tile.block_n // 2, block_k=SCALE_GROUP)
-
-
-def panel_constants(tile: TileShape, block_rows: int, dtype: torch.dtype, b_is_kn: bool, events: int) -> PanelConstants:
-    """The constants of the GEMM, for tiles of ``block_rows`` rows and results of a type."""
-    return PanelConstants(
-        block_m=block_rows,
-        block_n=tile.block_n,
-        block_k=tile.block_k,
-        b_is_kn=b_is_kn,
-        flatten=dtype != torch.float32,
-        precision=dot_precision(dtype),
-        events=events,
-        interpret=triton.knobs.runtime.interpret,
-    )
-
-
-def combine_constants(block_n: int, cols: int, world_size: int, top_k: int, events: int) -> CombineConstants:
-    """The constants of the combine."""
-    return CombineConstants(
-        block_n=block_n,
-        world_size=world_size,
-        top_k=top_k,
-        top_k_block=slot_block(top_k),
-        tokens=SUM_TOKENS,
-        rows=MOVE_ROWS,
-        cols=cols,
-        chunk=COMBINE_CHUNK_ROWS,
-        flags=CHUNK_FLAGS,
-        events=events,
-        interpret=triton.knobs.runtime.interpret,
-    )
