@@ -126,7 +126,7 @@ def compile_case(case: KernelCase | CudaCase, arch: Arch = HOPPER) -> Quality:
         Exception: Whatever the compiler raises.
     """
     if isinstance(case, CudaCase):
-        return measure_cubin(compile_cubin(case.source, case.kernel), case.shared_bytes)
+        return measure_cubin(compile_cubin(case.source.text, case.kernel), case.source.shared_bytes)
     source = case.source if arch.starts_early else without_early_start(case.source)
     compiled = triton.compile(source, target=arch.target, options=case.options)
     return measure(compiled.asm["ptx"], compiled.metadata.shared, case.options, arch)

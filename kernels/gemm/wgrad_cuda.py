@@ -152,4 +152,4 @@ def source(dtype: torch.dtype) -> CudaSource:
 def aot_cases() -> list[CudaCase]:
     """Both element types."""
     dtypes = torch.bfloat16, torch.float16
-    return [CudaCase.of(source(dtype), str(dtype).removeprefix("torch.")) for dtype in dtypes]
+    return [CudaCase(source(dtype), str(dtype).removeprefix("torch.")) for dtype in dtypes]

@@ -302,7 +302,7 @@ def aot_cases() -> list[CudaCase]:
         *(Variant(weights=weights, output=bf16, world_size=4, saves_gate_up=saves, activation=gpt_oss, bias=bf16)
           for weights, saves in [(bf16, False), (bf16, True), (fp8, False)]),
     ]  # fmt: skip
-    return [CudaCase.of(variant.source(64), "4 ranks", _spilled_bytes(variant)) for variant in variants]
+    return [CudaCase(variant.source(64), "4 ranks", _spilled_bytes(variant)) for variant in variants]
 
 
 def _spilled_bytes(variant: Variant) -> int:

@@ -369,4 +369,4 @@ def aot_cases() -> list[CudaCase]:
     variants += [bf16_split, replace(bf16_split, is_dgrad=True), replace(bf16_split, weights=fp8, config=FP8_CONFIG)]
     variants += [replace(variant, top_k=4, is_split=False, bias=bf16) for variant in (bf16_split, variants[-1])]
     variants += [replace(bf16_split, top_k=MOST_ENTRIES, is_split=False)]
-    return [CudaCase.of(variant.source(64), "4 ranks") for variant in variants]
+    return [CudaCase(variant.source(64), "4 ranks") for variant in variants]

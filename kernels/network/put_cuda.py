@@ -72,6 +72,4 @@ def source(*, is_nvshmem: bool) -> CudaSource:
 
 def aot_cases() -> list[CudaCase]:
     """Rows to peers that are mapped; over NVSHMEM the kernel is linked where its device library is."""
-    return [
-        CudaCase.of(source(is_nvshmem=False), "mapped peers", expects=("wide_loads", "wide_stores"), registers=None)
-    ]
+    return [CudaCase(source(is_nvshmem=False), "mapped peers", expects=("wide_loads", "wide_stores"), registers=None)]

@@ -81,36 +81,17 @@ def meta_tiles(num_rows: int) -> TileTable:
     return TileTable(tiles=tiles, num_tiles=meta(1), row_ids=row_ids, counters=counters, block_rows=128)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CudaCase:
     """One CUDA C++ kernel with one set of constants; most have to use the tensor cores and bulk loads."""
 
+    source: CudaSource  # of the launch
     name: str  # the configuration in words, unique among the cases of the kernel
-    kernel: str  # name in the table
-    source: str  # the text, constants included
-    shared_bytes: int  # dynamic shared memory of a block
-    spilled_bytes: int = 0  # of spilled registers that are known and do not fail the compilation
-    registers: int | None = None  # of a thread at the launch, if the source counts on them
-    expects: frozenset[str] = frozenset(FEATURES)
-
-    @staticmethod
-    def of(
-        source: CudaSource,
-        name: str,
-        spilled_bytes: int = 0,
-        expects: Collection[str] = FEATURES,
-        registers: int | None = LAUNCH_REGISTERS,
-    ) -> CudaCase:
-        """The case of an instantiation, under its kernel's name."""
-        return CudaCase(
-            name=name,
-            kernel=source.entry,
-            source=source.text,
-            shared_bytes=source.shared_bytes,
-            spilled_bytes=spilled_bytes,
-            registers=registers,
-            expects=frozenset(expects),
-        )
-
-    # The same meaning as in a ``KernelCase``, and the same value for all.
+    spilled_bytes: int = 0  # how many bytes of spilled registers are known and do not fail the compilation
+    expects: Collection[str] = FEATURES
+    registers: int | None = LAUNCH_REGISTERS  # of a thread at the launch, if the source counts on them
     narrow_loads: ClassVar[int] = 0
+
+    @property
+    def kernel(self) -> str:
+        return self.source.entry

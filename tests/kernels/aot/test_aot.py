@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 import triton
 from triton.runtime.jit import JITFunction
 
@@ -31,6 +32,7 @@ from comet.kernels.decode.blocks import BlockShape
 from comet.kernels.decode.warp_decode import decode
 from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm
 from comet.kernels.gemm.group_gemm import aot_cases as gemm_cases
+from comet.kernels.gemm.wgrad_cuda import source
 from comet.kernels.runtime.case import CudaCase, KernelCase, meta, meta_tiles, recorded
 
 KERNELS = """
@@ -205,7 +207,7 @@ def test_counts(pattern, expected):
 
 
 GEMM = gemm_cases()[0]
-COUNTED = CudaCase(name="c", kernel="k", source="", shared_bytes=1000, registers=168)
+COUNTED = CudaCase(source(torch.bfloat16), "c")
 
 
 @pytest.mark.parametrize(

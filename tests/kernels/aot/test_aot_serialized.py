@@ -2,11 +2,13 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from comet.kernels.aot.compile import SERIALIZED, Quality, compile_case, measure, waited_alone
 from comet.kernels.runtime.case import CudaCase
+from comet.kernels.runtime.cuda_source import CudaSource
 from comet.kernels.runtime.nvrtc import what_is_missing
 
 needs_compiler = pytest.mark.skipif(bool(what_is_missing()), reason=what_is_missing() or "it is there")
@@ -78,10 +80,17 @@ WAITS = f"{PRODUCT} wgmma_commit_group(); wgmma_wait_group<0>();"
 TOUCHES = f"{PRODUCT} d[3] += 1.0f;"
 
 
+class Products(CudaSource):
+    """The products of ``cuda/``; the template is the text of those of 32 rows."""
+
+    @property
+    def text(self) -> str:
+        return KERNEL.replace("BODY", self.template)
+
+
 def products(of_32_rows: str) -> CudaCase:
-    """The products of ``cuda/``, those of 32 rows replaced."""
-    source = KERNEL.replace("BODY", of_32_rows)
-    return CudaCase(name="small", kernel="some_products", source=source, shared_bytes=1000)
+    nothing: dict[str, Any] = dict(arguments={}, types={}, constants={})
+    return CudaCase(Products(template=of_32_rows, entry="some_products", shared_bytes=1000, **nothing), "small")
 
 
 def about_waiting(quality: Quality, case: CudaCase) -> list[str]:

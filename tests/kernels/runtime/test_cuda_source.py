@@ -57,7 +57,7 @@ def test_the_header_of_matrix_instructions_is_what_its_generator_writes() -> Non
 
 
 def test_every_file_is_used() -> None:
-    templates = {case.source.split('"')[1] for module in MODULES for case in module.aot_cases()}
+    templates = {case.source.text.split('"')[1] for module in MODULES for case in module.aot_cases()}
     assert {path.name for path in SOURCES.glob("*.cu")} == templates
     assert set(HEADERS.glob("**/*.cuh")) == set().union(*(included_by(SOURCES / name) for name in templates))
 
@@ -91,14 +91,14 @@ def unused_constants(source: str) -> list[str]:
 @of_all_modules
 def test_a_source_gets_no_constant_that_it_does_not_use(module: ModuleType) -> None:
     for case in module.aot_cases():
-        assert not unused_constants(case.source), case.name
-        assert unused_constants(f"{case.source}\nstatic constexpr int SPARE = 1; // Config::SPARE") == ["SPARE"]
+        assert not unused_constants(case.source.text), case.name
+        assert unused_constants(f"{case.source.text}\nstatic constexpr int SPARE = 1; // Config::SPARE") == ["SPARE"]
 
 
 @of_all_modules
 def test_kernels_that_differ_have_other_names(module: ModuleType) -> None:
-    sources = {case.kernel: case.source for case in module.aot_cases()}
-    assert len(sources) == len({case.source for case in module.aot_cases()})
+    sources = {case.kernel: case.source.text for case in module.aot_cases()}
+    assert len(sources) == len({case.source.text for case in module.aot_cases()})
 
 
 def test_a_structure_takes_addresses_of_tensors() -> None:
