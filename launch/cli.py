@@ -96,7 +96,7 @@ def _run(words: Sequence[str], tasks: Mapping[str, Task], program: Sequence[str]
         from comet.launch.rank import run_rank
 
         if task.shows_split and speaks_for_job():
-            say_logged("comet.tuner.choice")
+            say_logged("comet.schedule.choice")
         run_rank(task, options)
     container = compose(options.overrides, file=options.config, defaults=task.settings, reads=task.reads)
     tp = container["parallel"]["tp"]

@@ -6,8 +6,9 @@ It touches no GPU either, unless ``overlap`` is given: then it asks how many SMs
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,18 +19,15 @@ from comet.experts.options import PrefetchSetting
 from comet.experts.prefetch import prefetches
 from comet.generation.job import check_files, plan_experts
 from comet.jobs.config import JobConfig, activation_dtype
-from comet.launch.memory import generation_needs, shape_bytes, training_needs
-from comet.launch.tasks.modular import find_parts, tokens_of
+from comet.launch.memory import generation_needs, layer_bytes, training_needs
+from comet.launch.tasks.modular import modular_problems
 from comet.layer.nodes import expected_rows, row_bytes, shape_obstacle
-from comet.measure.layers import Shape
-from comet.measure.sweep import sweep_grid
-from comet.measure.tune import job_points
+from comet.schedule.choice import Machine, Problem, check_setting
 from comet.training.checkpoint_folder import find_checkpoints, list_checkpoints
 from comet.training.data import read_corpus
 from comet.training.run_folder import RunFolder
 from comet.training.saved_settings import to_yaml
-from comet.tuner.choice import check_setting
-from comet.tuner.problem import Machine, Problem
+from comet.tuner.sweep import sweep_points, tune_points
 
 MIB = 2**20
 PATHS_WITHOUT_OVERLAP = ("plain", "reference")
@@ -117,39 +115,31 @@ def describe_generate(job: JobConfig, num_ranks: int, device: torch.device) -> l
     ]
 
 
-def describe_tune(job: JobConfig, num_ranks: int, device: torch.device) -> list[str]:
-    """The lines for ``tune``."""
-    return describe_shapes(job, job_points(job, device), num_ranks, device)
-
-
-def describe_sweep(job: JobConfig, num_ranks: int, device: torch.device) -> list[str]:
-    """The lines for ``sweep``; a shape that cannot run is no error, as it is none in a sweep."""
-    return describe_shapes(job, sweep_grid(job)[0], num_ranks, device)
-
-
-def describe_modular(job: JobConfig, num_ranks: int, device: torch.device) -> list[str]:
-    """The lines for ``modular``, of the one shape whose parts are matched."""
-    find_parts(job)
-    shape = Shape(model=job.model.name, moe=job.model.moe, parallel=job.parallel, tokens=tokens_of(job))
-    return describe_shapes(job, [shape], num_ranks, device)
-
-
-def describe_shapes(job: JobConfig, shapes: Iterable[Shape], num_ranks: int, device: torch.device) -> list[str]:
-    """A line for each shape."""
-    dtype = activation_dtype(job.train.dtype, device)
+def describe_problems(
+    problems_in: Callable[[JobConfig, torch.device], Iterable[Problem]],
+    job: JobConfig,
+    num_ranks: int,
+    device: torch.device,
+) -> list[str]:
+    """A line for each problem that a task measures; one that cannot run is no error, as it is none in a sweep."""
     lines = [
         f"# {counted_ranks(num_ranks, device)}",
-        "# memory of one rank, MiB, beside its tokens and what is computed from them",
+        "# memory of one rank, MiB, without its tokens and what is computed from them",
         f"#   {'':<44} {'pool':>12} {'one layer':>12} {'total':>12}",
     ]
-    for shape in shapes:
+    for problem in problems_in(job, device):
         try:
-            pool, weights = shape_bytes(shape, num_ranks, dtype)
+            pool, weights = layer_bytes(problem, num_ranks)
             text = " ".join(f"{size / MIB:>12,.1f}" for size in (pool, weights, pool + weights))
         except ValueError as error:
             text = f"fails: {error}"
-        lines.append(f"#   {shape.title:<44} {text}")
+        lines.append(f"#   {problem.title:<44} {text}")
     return lines
+
+
+describe_tune = partial(describe_problems, tune_points)
+describe_sweep = partial(describe_problems, sweep_points)
+describe_modular = partial(describe_problems, modular_problems)
 
 
 def counted_ranks(num_ranks: int, device: torch.device) -> str:

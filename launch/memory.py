@@ -14,16 +14,15 @@ from comet.decode import shared_columns
 from comet.experts.budget import ExpertBudget
 from comet.generation.job import plan_experts
 from comet.generation.source import is_hf_folder
-from comet.jobs.config import JobConfig, MeasureConfig, activation_dtype
+from comet.jobs.config import JobConfig, activation_dtype
 from comet.kernels.runtime.process import PROC, free_memory
 from comet.launch.tasks.registry import Task, imported
 from comet.layer.workspace import WorkspaceShape, rank_pool_bytes
 from comet.layout import ExpertLayout
-from comet.measure.layers import Shape, shapes_of
-from comet.measure.sweep import sweep_grid
 from comet.models.cache import allocated_places
 from comet.models.config import ModelConfig, dense_elements, expert_elements
-from comet.tuner.problem import counted
+from comet.schedule.choice import Problem, counted
+from comet.tuner.sweep import sweep_points, tune_points
 
 FLOAT32_BYTES = 4
 ADAMW_STATES = 2
@@ -73,24 +72,23 @@ def generate_bytes(job: JobConfig, num_ranks: int, device: torch.device) -> int:
     return max(loading, weights) + sum(needs.values()) + stored
 
 
-def _of_largest(shapes_in: Callable[[JobConfig], Iterable[Shape]]) -> Callable[[JobConfig, int, torch.device], int]:
-    """Count the bytes of one rank for the largest shape; 0 on a GPU, where a shape that does not fit fails alone."""
+def of_largest(
+    problems_in: Callable[[JobConfig, torch.device], Iterable[Problem]],
+) -> Callable[[JobConfig, int, torch.device], int]:
+    """Count the bytes of one rank for the largest problem; 0 on a GPU, where one that does not fit fails alone."""
 
     def count(job: JobConfig, num_ranks: int, device: torch.device) -> int:
-        dtype, found = activation_dtype(job.train.dtype, device), [0]
-        for shape in shapes_in(job) if device.type == "cpu" else ():
-            with suppress(ValueError):  # The task itself says why a shape cannot run.
-                found.append(sum(shape_bytes(shape, num_ranks, dtype)))
+        found = [0]
+        for problem in problems_in(job, device) if device.type == "cpu" else ():
+            with suppress(ValueError):  # The task itself says why a problem cannot run.
+                found.append(sum(layer_bytes(problem, num_ranks)))
         return max(found)
 
     return count
 
 
-tune_bytes = _of_largest(lambda job: shapes_of(job.tune, job, [job.parallel]))
-sweep_bytes = _of_largest(lambda job: sweep_grid(job)[0])
-modular_bytes = _of_largest(
-    lambda job: shapes_of(MeasureConfig(tokens=(job.modular.tokens or job.step_tokens,)), job, [job.parallel])
-)
+tune_bytes = of_largest(tune_points)
+sweep_bytes = of_largest(sweep_points)
 
 
 def training_needs(job: JobConfig, dtype: torch.dtype) -> dict[str, int]:
@@ -148,15 +146,15 @@ def generation_needs(job: JobConfig, dtype: torch.dtype, budget: ExpertBudget | 
     }
 
 
-def shape_bytes(shape: Shape, num_ranks: int, dtype: torch.dtype) -> tuple[int, int]:
+def layer_bytes(problem: Problem, num_ranks: int) -> tuple[int, int]:
     """Bytes of symmetric memory, and of a rank's part of one layer's routed experts.
 
     Example: E=8, D=64, F=128, K=2, EP=2, 100 tokens, float32: 144384 and 3 * 64 * 128 * 4 * 4 = 393216.
     """
-    moe, parallel = shape.moe, shape.parallel
+    moe, parallel, dtype = problem.moe, problem.parallel, problem.dtype
     parallel.check(moe)
     parallel.check_world(num_ranks)
-    pool = rank_pool_bytes(WorkspaceShape.create(moe, parallel.world_size, shape.tokens, dtype), parallel)
+    pool = rank_pool_bytes(WorkspaceShape.create(moe, parallel.world_size, problem.num_tokens, dtype), parallel)
     return pool, 3 * moe.hidden_size * moe.ffn_size * moe.num_experts // parallel.world_size * dtype.itemsize
 
 

@@ -16,8 +16,8 @@ from torch.nn.functional import silu
 
 from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm, group_gemm_torch
 from comet.layout import RoutedTokens
-from comet.measure.layers import reason
 from comet.modular.experts import tiles_of_ids
+from comet.tuner.layers import reason
 
 from lib.decode import PREFIX, Step
 from lib.ranks import FAILURES

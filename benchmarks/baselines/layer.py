@@ -22,9 +22,9 @@ from comet.kernels.runtime.arguments import TileTable
 from comet.layer.nodes import NodesPath
 from comet.layer.routed_experts import SymmetricPath, forward
 from comet.layout import Biases, ExpertLayout, RoutedTokens, added_biases
-from comet.measure.timing import Variant
 from comet.modular.experts import tiles_of_ids
 from comet.reference.plain import dispatch_rows, expert_rows, grouped_matmul, make_exchange, weighted_sum
+from comet.tuner.timing import Variant
 
 from lib.moe import Inputs, Layer
 

@@ -33,12 +33,12 @@ from comet.jobs.generate import GenerateConfig
 from comet.layer.group import ExpertGroup
 from comet.layer.sharding import local
 from comet.layout import RoutedTokens
-from comet.measure.timing import capture
 from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT
 from comet.quantization.formats import MXType, quantize_mx
 from comet.training.checkpoint import load_weights
 from comet.training.data import read_corpus
+from comet.tuner.timing import capture
 
 from lib.ranks import Ranks
 from lib.report import Row

@@ -22,7 +22,7 @@ from comet.launch.distributed import current_context, leave, open_store, process
 from comet.launch.messages import STATUS_USER, is_user_error, one_line, say, speaks_for_job, started_by_torchrun
 from comet.layer.group import ExpertGroup, make_expert_group
 from comet.layer.workspace import Workspace
-from comet.measure import layers
+from comet.tuner import layers
 from comet.utils.choices import Backend
 
 # A variant may fail by these without ending the run; anything else is a mistake of the benchmark itself.
@@ -83,7 +83,7 @@ def differs_over_ranks(output: Tensor, ranks: Ranks) -> bool:
 
 
 def attempt(action: Callable[[], T], ranks: Ranks, pool: Workspace | None = None) -> tuple[T | None, str]:
-    """``comet.measure.layers.attempt`` with the failures of a variant."""
+    """``comet.tuner.layers.attempt`` with the failures of a variant."""
     return layers.attempt(action, ranks.device, ranks.process_group, pool, FAILURES)
 
 

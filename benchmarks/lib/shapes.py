@@ -11,8 +11,8 @@ from torch import Tensor
 
 from comet.config import MoEConfig, OverlapConfig, check_removed, require
 from comet.layout import Biases, ExpertLayout
-from comet.measure.layers import read_models
 from comet.quantization.formats import FP8, MXFP4, MXFP8
+from comet.tuner.layers import read_models
 
 ROUTINGS = ("uniform", "zipf", "hot")
 PERMUTATION_SEED = 20_000

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar, get_args, get_type_
 from comet.config import MoEConfig, ParallelConfig, require
 from comet.launch.cli import Parser
 from comet.layer.workspace import Workspace
-from comet.measure.timing import Timing, Variant
+from comet.tuner.timing import Timing, Variant
 
 from lib.ranks import Ranks, attempt, release, start_ranks, tell
 from lib.report import Panels, Row, draw_lines, set_aside, table_of, write_csv, write_json

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from comet.comm import make_communicator
 from comet.experts.cache import CacheReport
-from comet.measure.timing import Name, Timing, Variant, time_interleaved
-from comet.tuner.problem import Machine
+from comet.schedule.choice import Machine
+from comet.tuner.timing import Name, Timing, Variant, time_interleaved
 
 from lib.ranks import Ranks
 from lib.report import Row
@@ -30,7 +30,7 @@ LINK_BYTES = 2**28
 def time_by_protocol(
     variants: Mapping[Name, Variant], ranks: Ranks, *, rounds: int = ROUNDS, **protocol: Any
 ) -> dict[Name, Timing]:
-    """``comet.measure.timing.time_interleaved`` over these ranks."""
+    """``comet.tuner.timing.time_interleaved`` over these ranks."""
     return time_interleaved(variants, rounds=rounds, device=ranks.device, process_group=ranks.process_group, **protocol)
 
 

@@ -8,7 +8,7 @@
 
 One timed call runs a step on each of several weight sets, so that L2 does not flatter; a step's time is a part of it.
 On a GPU the call is a CUDA graph, but for variants that wait for the device (``no_graph`` names them). All variants run
-interleaved (``comet.measure.timing``) after their output was compared with float64.
+interleaved (``comet.tuner.timing``) after their output was compared with float64.
 
 On one GPU *comet* is warp decode; *torch* and *triton* are expert-centric (sort, pad, grouped GEMMs, weighted sum, no
 host sync), *fused* is Comet's fused path. Over ranks *comet* has the all-reduce inside; *local* is a rank's part alone,
@@ -42,7 +42,7 @@ from comet.decode import MAX_DECODE_TOKENS, DecodeScratch, DecodeWeights, warp_d
 from comet.decode.runners import rank_slice, run_path_on_slices
 from comet.kernels.decode.step import Batch
 from comet.layout import ExpertLayout, RoutedTokens
-from comet.measure.timing import Timing, Variant, capture
+from comet.tuner.timing import Timing, Variant, capture
 
 from baselines.decode import EXPERT_CONFIGS, Library, find_library, torch_experts, triton_experts
 from lib.decode import OWN, PREFIX, WEIGHTS, Step, StepRun, Team, WeightSet, make_set, make_steps, open_team

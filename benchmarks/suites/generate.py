@@ -6,7 +6,7 @@
 
 A timed call takes ``--steps`` decode steps (embedding, all layers, logits, most probable token) from the end of a
 context of random keys and values; a step's time is its part of the call. All paths run interleaved
-(``comet.measure.timing``) on the same random weights, made on the device:
+(``comet.tuner.timing``) on the same random weights, made on the device:
 
     comet, comet_graph                 Comet's GPT, launched kernel by kernel, and replayed from a CUDA graph
     hf_comet, hf_comet_graph           transformers' Qwen3-MoE with Comet's experts (its attention, its small kernels)
@@ -36,9 +36,9 @@ from torch import Tensor
 from comet.config import require
 from comet.decode import MAX_DECODE_TOKENS, FrozenExperts
 from comet.graphed.step import Passes
-from comet.measure.timing import Timing
 from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT
+from comet.tuner.timing import Timing
 from comet.utils.graphs import WARM_CALLS, GraphMode
 
 from baselines.library import Library, fill_library, library_version, make_library_model, rewind_library

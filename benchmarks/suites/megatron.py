@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 benchmarks/bench.py megatron --ep 2 --models qwen3_30b_a3b,mixtral_8x7b --tokens 4096
 
 All variants are ``MoELayer`` with the same weights, bf16, without load-balancing losses and shared experts, and contain
-Megatron's router; they are launched eagerly and interleaved by the protocol of ``comet.measure.timing``:
+Megatron's router; they are launched eagerly and interleaved by the protocol of ``comet.tuner.timing``:
 
     sequential    all-to-all, and one expert after the other (``SequentialMLP``)
     grouped       all-to-all, and ``GroupedMLP``, with torch's grouped GEMM where the package grouped_gemm is missing

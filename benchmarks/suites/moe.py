@@ -27,9 +27,9 @@ from comet.layer.nodes import NodesPath
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.sharding import local
 from comet.layout import Biases, ExpertLayout, RoutedTokens
-from comet.measure.timing import Variant, capture
 from comet.moe import MoE
 from comet.reference.plain import make_exchange, plain_experts
+from comet.tuner.timing import Variant, capture
 
 from baselines.layer import (
     all_gather_experts,

@@ -19,9 +19,9 @@ import triton
 
 from comet.config import require
 from comet.kernels.runtime.recorder import DEFAULT_CAPACITY
-from comet.measure.timing import LEAD_CYCLES
 from comet.moe import MoE
 from comet.trace.timeline import Timeline, record
+from comet.tuner.timing import LEAD_CYCLES
 
 from lib.moe import Inputs, LayerSuite, make_inputs
 from lib.ranks import Ranks

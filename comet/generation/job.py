@@ -24,9 +24,9 @@ from comet.jobs.config import JobConfig, activation_dtype, model_group
 from comet.jobs.generate import GenerateConfig
 from comet.layer.group import ExpertGroup
 from comet.models.gpt import GPT
+from comet.schedule.choice import Machine
 from comet.training.checkpoint import load_weights
 from comet.training.ranks import RankContext, from_first_rank, gather
-from comet.tuner.problem import Machine
 
 logger = logging.getLogger(__name__)
 

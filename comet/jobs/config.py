@@ -14,7 +14,7 @@ from comet import limits
 from comet.config import OverlapConfig, ParallelConfig, require
 from comet.jobs.generate import GenerateConfig
 from comet.models.config import ModelConfig
-from comet.tuner.profile import token_bucket
+from comet.schedule.table import token_bucket
 from comet.utils.choices import Backend, GraphMode
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class TuneConfig(MeasureConfig):
     """The shapes to tune, and the folder of measurements.
 
     Args:
-        profiles: Folder of the profile store; one file per machine.
+        profiles: Folder of profiles; one file per machine.
     """
 
     profiles: Annotated[str, limits.filled("the name of a folder")] = "outputs/profiles"
@@ -62,12 +62,9 @@ class TuneConfig(MeasureConfig):
 class SweepConfig(MeasureConfig):
     """The points of a sweep: every combination of the lists; an empty list takes the value the job has elsewhere.
 
-    All settings of a shape (model, layout and tokens) are timed interleaved, in one loop, so that they can be compared:
-    their rows are written together, and a sweep that is stopped keeps those of the shapes before.
-
-    A shape all of whose settings are in the folder, measured by as many ranks over the same backend with the same
-    version of Comet, kernels (Triton's or CUDA C++) and ``rounds``, is not measured again, but for those that failed:
-    their rows keep the reason until then. With a new setting all of them are.
+    All settings of a model, layout and number of tokens are timed in one loop, so that they can be compared. Their rows
+    are written together. A later sweep in the folder keeps rows of the same ranks, backend, version of Comet, kernels
+    and ``rounds``, and measures settings that failed. With a new setting it measures all of them again.
 
     Args:
         layouts: Pairs (EP, TP); none takes the job's.
@@ -211,7 +208,6 @@ class JobConfig:
         data: The text.
         resume: ``None`` starts a new run; ``auto`` continues from the newest complete checkpoint of ``output_dir``,
             which must be named then, if there is one; otherwise a checkpoint, or the output folder of another run.
-            ``sweep`` continues the table of such a folder.
         resume_changes: Settings that may differ from those of the run that is continued, as ``train.lr``.
         overwrite: Whether a run that ``output_dir`` holds may be removed, and the trace of ``modular`` be replaced.
         tune: What the task ``tune`` measures.

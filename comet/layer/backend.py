@@ -21,9 +21,8 @@ from comet.layer.plan import Plan, PlanRules, check_routing, routed_row_capacity
 from comet.layer.workspace import Workspace
 from comet.layout import ExpertLayout
 from comet.quantization.formats import FP8
+from comet.schedule.choice import Problem, Resolved
 from comet.schedule.settings import LayerSettings, tile_rows
-from comet.tuner.choice import Resolved
-from comet.tuner.problem import Problem
 
 
 class ActivationGradients(NamedTuple):

@@ -21,7 +21,7 @@ from comet.errors import UnavailableError
 from comet.layer.sharding import forget_meshes, make_mesh
 from comet.layer.workspace import Workspace, WorkspaceShape
 from comet.layout import ExpertLayout
-from comet.tuner.choice import Resolver, shared_resolver
+from comet.schedule.choice import Resolver, shared_resolver
 from comet.utils.renamed import warn_renamed
 from comet.utils.streams import SideStream
 

@@ -24,6 +24,7 @@ from comet.layer.backend import layer_choice
 from comet.layer.group import ExpertGroup
 from comet.models.config import NUM_BYTE_VALUES
 from comet.models.gpt import GPT
+from comet.schedule.choice import Machine
 from comet.training.checkpoint import Checkpointer
 from comet.training.checkpoint_folder import Checkpoint, choose_checkpoint
 from comet.training.data import Corpus, Text, heldout_windows, read_corpus
@@ -33,7 +34,6 @@ from comet.training.report import Reporter, Window, peak_memory_bytes
 from comet.training.run_folder import RunFolder
 from comet.training.saved_settings import read_settings, removed_settings, require_same, settings_of, to_yaml
 from comet.training.step import StepMetrics, TrainStep, deterministic
-from comet.tuner.problem import Machine
 
 WINDOW_STEPS = 10
 PROMPT_BYTES = 32

@@ -1,1 +1,1 @@
-"""Adaptive workload assignment: analytic model -> candidates -> measurement -> profile store -> choice."""
+"""Sweeps: times of layers with several settings on this machine, and the profile that keeps the fastest."""

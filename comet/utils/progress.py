@@ -59,12 +59,9 @@ class Measuring:
             self._bar.refresh()
             self._shown_s = time.monotonic()
 
-    def end(self, text: str = "") -> None:
-        """Count the point as done and write its lines, if any, to standard output."""
+    def end(self) -> None:
+        """Count the point as done."""
         self._bar.update()
-        if self._enabled and text:
-            self._bar.write(text, file=sys.stdout)
-            sys.stdout.flush()
 
     def close(self) -> None:
         """Leave the bar as it stands."""

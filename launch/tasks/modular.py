@@ -18,17 +18,18 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from comet.comm.handshake import largest
 from comet.config import MoEConfig, require
 from comet.errors import UnavailableError
-from comet.jobs.config import JobConfig, activation_dtype
+from comet.jobs.config import JobConfig, MeasureConfig
 from comet.launch.distributed import LaunchContext
+from comet.launch.memory import of_largest
 from comet.launch.tasks.registry import did_you_mean
 from comet.layer.group import ExpertGroup
 from comet.layer.paths import CollectivePath, make_path
-from comet.measure.layers import NUM_INPUTS, make_group, make_inputs
-from comet.measure.timing import time_interleaved
 from comet.modular import EXPERTS, PREPARE_FINALIZE, ModularMoE
 from comet.modular.composer import incompatibility
 from comet.quantization.formats import WEIGHT_TYPES
-from comet.tuner.problem import Problem
+from comet.schedule.choice import Problem
+from comet.tuner.layers import NUM_INPUTS, make_group, make_inputs, problems_of
+from comet.tuner.timing import time_interleaved
 from comet.utils.tables import aligned
 
 Call = Callable[[int], Tensor]
@@ -78,10 +79,9 @@ def modular_job(config: JobConfig, context: LaunchContext) -> dict[str, Any]:
         The pairs, and the times and the trace of ``modular.pair``. Rank 0 has printed a table and, as the last line,
         these facts.
     """
-    dtype = activation_dtype(config.train.dtype, context.device)
-    problem = Problem(config.model.moe, config.parallel, tokens_of(config), dtype)
+    (problem,) = modular_problems(config, context.device)
     kinds = find_parts(config)
-    group = make_group(config, problem.moe, config.parallel, problem.num_tokens, context)
+    group = make_group(config, problem, context, max_tokens=problem.num_tokens)
     found = pairs(problem.moe, group)
     if context.rank == 0:
         sys.stdout.write(f"{table(found)}\n")
@@ -97,8 +97,14 @@ def modular_job(config: JobConfig, context: LaunchContext) -> dict[str, Any]:
     return facts
 
 
-def tokens_of(config: JobConfig) -> int:
-    return config.modular.tokens or config.step_tokens
+def modular_problems(config: JobConfig, device: torch.device) -> list[Problem]:
+    """The one call whose parts are matched; raises ``ValueError`` where the settings of the pair break a rule."""
+    find_parts(config)
+    tokens = (config.modular.tokens,) if config.modular.tokens else ()
+    return problems_of(MeasureConfig(tokens=tokens), config, [config.parallel], device)
+
+
+modular_bytes = of_largest(modular_problems)
 
 
 def find_parts(config: JobConfig) -> list[type]:

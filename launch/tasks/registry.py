@@ -87,7 +87,7 @@ TASKS: Mapping[str, Task] = {
     ),
     "tune": Task(
         "measure how fused kernels best share the GPU, store the fastest settings",
-        "comet.measure.tune.tune_job",
+        "comet.tuner.sweep.tune_job",
         reads=("tune", *TOKENS, *LAYER),
         examples={"model=qwen3_30b_a3b tune.tokens=[2048,8192]": ""},
         dry_run="comet.launch.dry_run.describe_tune",
@@ -97,7 +97,7 @@ TASKS: Mapping[str, Task] = {
     ),
     "sweep": Task(
         "measure a grid of overlap settings, models and layouts, draw it",
-        "comet.measure.sweep.sweep_job",
+        "comet.tuner.sweep.sweep_job",
         settings={"output_dir": "outputs/sweep-${now:%Y%m%d-%H%M%S}"},
         reads=("sweep", "output_dir", "resume", "overlap", *TOKENS, *LAYER),
         examples={"sweep.tokens=[512,2048] sweep.layouts=[[4,1],[2,2]] output_dir=outputs/sweep": ""},
@@ -114,7 +114,7 @@ TASKS: Mapping[str, Task] = {
         reads=("modular", "output_dir", "overwrite", "overlap", *TOKENS, *LAYER),
         examples={"modular.pair=[AllToAll,GroupedContiguous] model=qwen3_30b_a3b parallel=ep4": ""},
         dry_run="comet.launch.dry_run.describe_modular",
-        memory="comet.launch.memory.modular_bytes",
+        memory="comet.launch.tasks.modular.modular_bytes",
         lower="lower modular.tokens, or take a smaller model",
         shows_split=False,
     ),

@@ -20,7 +20,7 @@ from comet.config import MoEConfig, ParallelConfig
 from comet.decode import warp_decode_torch
 from comet.errors import CommTimeoutError, StepFailedError
 from comet.layout import ExpertLayout
-from comet.measure.timing import Timing
+from comet.tuner.timing import Timing
 
 import suites.decode
 from baselines.decode import find_library

@@ -14,9 +14,9 @@ from ranks import run_ranks
 
 from comet.config import ParallelConfig
 from comet.layer.group import make_expert_group
-from comet.measure.timing import Timing
 from comet.models.config import ModelConfig
 from comet.models.gpt import GPT
+from comet.tuner.timing import Timing
 
 from baselines.library import library_version, make_library_model
 from lib.gpt import make_gpt, model_config

@@ -30,10 +30,10 @@ from comet.layer.routed_experts import SymmetricPath
 from comet.layer.sharding import local
 from comet.layer.workspace import rank_pool_bytes
 from comet.layout import RoutedTokens
-from comet.measure.tune import tune_job
 from comet.modular import AllToAll, FusedPrepareFinalize, GroupedContiguous, ModularMoE, SymmetricBatched
 from comet.moe import MoE
 from comet.trace.timeline import record
+from comet.tuner.sweep import tune_job
 
 CONFIG = MoEConfig(hidden_size=32, ffn_size=32, num_experts=8, top_k=2, shared_ffn_size=32)
 NODES = r"a group of 4 ranks spans several: ranks 0 to 1 on \S+ \(node 0\), ranks 2 to 3 on \S+ \(node 1\)"

@@ -19,9 +19,9 @@ from comet.config import MoEConfig, ParallelConfig
 from comet.layer.group import make_expert_group
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.workspace import Workspace
-from comet.measure import layers as measure
-from comet.measure.layers import recover
 from comet.moe import MoE
+from comet.tuner import layers as measure
+from comet.tuner.layers import recover
 
 DEADLINE_S = 0.02
 FLAGS = ("ids_flags", "recv_flags", "combine_flags", "barrier_flags")

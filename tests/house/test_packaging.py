@@ -20,7 +20,7 @@ import comet
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {"comet": "comet", "kernels": "comet/kernels", "launch": "comet/launch", "configs": "comet/configs"}
-DATA = {".cu", ".cuh", ".yaml", ".json", ".typed"}
+DATA = {".cu", ".cuh", ".yaml", ".csv", ".typed"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 BUILD = "import sys, setuptools.build_meta as build; getattr(build, f'build_{sys.argv[1]}')(sys.argv[2])"
 

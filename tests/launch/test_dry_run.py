@@ -10,18 +10,18 @@ from tiers import slow
 
 from comet.config import MoEConfig, ParallelConfig
 from comet.launch.config import compose, default_ranks, make_job
-from comet.launch.memory import shape_bytes
+from comet.launch.memory import layer_bytes
 from comet.launch.tasks.registry import TASKS
 from comet.layer.workspace import WorkspaceShape, workspace_bytes
-from comet.measure.layers import Shape
+from comet.schedule.choice import Problem
 
 
-def test_shape_bytes_example():
+def test_layer_bytes_example():
     moe = MoEConfig(hidden_size=64, ffn_size=128, num_experts=8, top_k=2)
-    shape = Shape(model="a", moe=moe, parallel=ParallelConfig(ep=2), tokens=100)
-    assert shape_bytes(shape, 2, torch.float32) == (144384, 393216)
+    problem = Problem(moe, ParallelConfig(ep=2), 100, torch.float32)
+    assert layer_bytes(problem, 2) == (144384, 393216)
     with pytest.raises(ValueError, match="world_size=3 must be divisible by ep x tp = 2 x 1 = 2"):
-        shape_bytes(shape, 3, torch.float32)
+        layer_bytes(problem, 3)
 
 
 NODES = ("parallel=ep4", "parallel.node_size=2")

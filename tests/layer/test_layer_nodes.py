@@ -22,10 +22,10 @@ from comet.layer.group import make_expert_group
 from comet.layer.nodes import NodesPath, expected_rows, row_bytes
 from comet.layer.paths import CollectivePath, make_path
 from comet.layer.workspace import rank_pool_bytes
-from comet.measure.layers import recover, with_pool
 from comet.moe import MoE
-from comet.tuner.problem import Problem
-from comet.tuner.profile import Measured, ProfileEntry, ProfileKey, ProfileStore
+from comet.schedule.choice import Problem
+from comet.schedule.table import Measured, Profile, key_of
+from comet.tuner.layers import recover, with_pool
 
 EP4 = LayerCase("ep4 over 2 nodes", 4, 1, (20, 9, 0, 31), num_experts=8, node_size=2)
 CASES = [
@@ -140,7 +140,7 @@ def test_a_checkpoint_runs_the_forward_pass_again(rank: int, world_size: int) ->
 
 @in_ranks(4)
 def test_what_cannot_run_inside_nodes_runs_plain_and_is_refused_by_name(rank: int, world_size: int) -> None:
-    told = logged("comet.tuner.choice")
+    told = logged("comet.schedule.choice")
     config = MoEConfig(hidden_size=32, ffn_size=64, num_experts=4, top_k=2)
     refused = {
         "top_k=2 is more than the 1 experts of a node": (config, ParallelConfig(ep=4, node_size=1)),
@@ -247,11 +247,9 @@ def test_a_capture_that_fails_ends_nothing(rank: int, world_size: int) -> None:
 def test_times_of_one_node_choose_no_path_over_nodes(rank: int, world_size: int, tmp_path: Path) -> None:
     case = LayerCase("two nodes", 2, 1, (7, 9), node_size=1)
     problem = Problem(case.config, case.parallel, OPEN["max_tokens"], OPEN["dtype"])
-    plain = ProfileEntry(
-        key=ProfileKey.create(problem, "cpu"), measured=(Measured(setting=None, ms=1.0),), commit="c", date="2026-11-28"
-    )
+    key = key_of(problem.columns() | {"device": "cpu", "kernels": "triton"})
     if rank == 0:
-        ProfileStore.open(tmp_path, "cpu", world_size).put(plain)
+        Profile.open(tmp_path, "cpu", world_size).put(key, Measured(setting=None, ms=1.0))
     dist.barrier()
     for node_size, kind in ((2, CollectivePath), (1, NodesPath)):
         parallel = replace(case.parallel, node_size=node_size)

@@ -248,7 +248,7 @@ def test_layers_without_a_seed_follow_torchs_and_are_alike_on_all_ranks(rank: in
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_a_router_without_a_gradient_from_the_task_is_warned_of(score: str, capsys: pytest.CaptureFixture[str]) -> None:
-    said = logged("comet.tuner.choice")
+    said = logged("comet.schedule.choice")
     for top_k, renormalize, is_warned in ((2, True, False), (1, False, False), (1, True, True)):
         config = MoEConfig(
             hidden_size=16, ffn_size=16, num_experts=4, top_k=top_k, score=score, renormalize=renormalize,

@@ -22,12 +22,12 @@ from training_cases import MODEL, Rank, losses, make_job, make_text
 from comet.launch.cli import PROGRAM
 from comet.launch.config import compose
 from comet.launch.config import make_job as job_of_command
-from comet.measure.sweep import sweep_job
 from comet.training import trainer
 from comet.training.checkpoint_folder import checksum, find_checkpoints
 from comet.training.run_folder import LOCK, OWNER, RunFolder
 from comet.training.saved_settings import read_settings
 from comet.training.trainer import train
+from comet.tuner.sweep import sweep_job
 
 TINY = ["model=tiny", "model.hidden_size=32", "model.moe.hidden_size=32", "model.moe.ffn_size=32", "model.context=32"]
 SIZES = ["model.num_layers=1", "model.dense_layers=0", "train.eval_batches=1", "train.sample_bytes=0"]

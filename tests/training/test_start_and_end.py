@@ -10,19 +10,19 @@ import torch
 from training_cases import MOE, Rank, losses, make_job
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
+from comet.schedule.choice import Machine, Problem
+from comet.schedule.table import Measured, Profile, key_of
 from comet.training import checkpoint as checkpoint_module
 from comet.training import trainer
 from comet.training.checkpoint_folder import Checkpoint, list_checkpoints
 from comet.training.trainer import kept_layers, train
-from comet.tuner.problem import Machine, Problem
-from comet.tuner.profile import Measured, ProfileEntry, ProfileKey, ProfileStore
 
 
 def store_plain(folder: Path, moe: MoEConfig, tokens: int) -> None:
     """Leave the profile of a tuning that found the plain path fastest."""
-    store = ProfileStore.open(folder, "cpu", 1)
-    key = ProfileKey.create(Problem(moe, ParallelConfig(), tokens, torch.float32), "cpu")
-    store.put(ProfileEntry(key=key, measured=(Measured(setting=None, ms=1.0),), commit="c", date="2026-11-28"))
+    problem = Problem(moe, ParallelConfig(), tokens, torch.float32)
+    key = key_of(problem.columns() | {"device": "cpu", "kernels": "triton"})
+    Profile.open(folder, "cpu", 1).put(key, Measured(setting=None, ms=1.0))
 
 
 def test_a_resumed_run_keeps_the_path_of_its_checkpoint_bit_for_bit(tmp_path, capfd):

@@ -28,7 +28,6 @@ from comet.layer.routed_experts import SymmetricPath
 from comet.layer.sharding import local
 from comet.layer.shared_expert import SharedExpert
 from comet.layout import RoutedTokens
-from comet.measure.layers import NUM_INPUTS, make_inputs
 from comet.models.config import ModelConfig
 from comet.models.gpt import GPT, rotary_table
 from comet.modular import (
@@ -49,7 +48,8 @@ from comet.quantization.formats import (
     quantize_mxfp8,
     quantize_rows,
 )
-from comet.tuner.problem import Problem
+from comet.schedule.choice import Problem
+from comet.tuner.layers import NUM_INPUTS, make_inputs
 from comet.utils.autocast import without_autocast
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -163,7 +163,7 @@ def inputs_to_measure() -> list[Tensor]:
     inputs = make_inputs(Problem(CASE.config, ParallelConfig(), 9, torch.float32), group, seed=5)
     outputs = [inputs.run(make_path("twin", CASE.config, group), index) for index in range(NUM_INPUTS)]
     group.close()
-    return [*inputs.tokens, *inputs.ids, *inputs.weights, inputs.w1, inputs.w2, *outputs]
+    return [*inputs.routed[0], *inputs.routed[1], inputs.w1, inputs.w2, *outputs]
 
 
 def model_step() -> list[Tensor]:

@@ -27,6 +27,7 @@ from ranks import run_ranks
 from training_cases import losses
 
 from comet.launch.cli import PROGRAM
+from comet.schedule.table import Table
 from comet.training.checkpoint_folder import list_checkpoints
 
 APP = (str(Path(__file__).with_name("fault_app.py")),)
@@ -210,8 +211,8 @@ def different(found: dict[int, float], wanted: dict[int, float], what: str, *, w
 def run_tune(order: Order, out: Path) -> Finding:
     words = ["tune", *SMALL, "tune.tokens=[32,64]", "tune.rounds=3", f"tune.profiles={out}", *rank_words(order)]
     finding = judge(order, run(order, order.folder, words, APP))
-    for file in out.glob("*.json"):
-        json.loads(file.read_text())
+    for file in out.glob("*.csv"):
+        Table.load(file)
     return finding
 
 

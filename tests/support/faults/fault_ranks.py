@@ -28,8 +28,8 @@ from ranks import run_ranks
 from comet.comm.handshake import set_deadline
 from comet.config import OverlapConfig
 from comet.decode import RankDecode
-from comet.measure.layers import measure_layer
-from comet.tuner.problem import Problem
+from comet.schedule.choice import Problem
+from comet.tuner.layers import measure_layer
 
 START_S = 240.0  # until the ranks meet for the first time, kernels compiled: not counted
 PATIENCE_S = 120.0  # deadline of the calls before and after the fault

@@ -1,11 +1,10 @@
-"""The ``tune`` task: a point in words, regrets, what is kept, and the command on two CPU ranks.
-
-A candidate that meets a deadline while it is measured fails alone: the ranks recover and measure the others.
-"""
+"""The ``tune`` task: candidates, what is stored of them, and ranks that go on after a candidate failed."""
 
 import json
+import random
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -22,74 +21,52 @@ from comet.launch.cli import main
 from comet.launch.config import compose, make_job
 from comet.layer.group import ExpertGroup, make_expert_group
 from comet.layer.paths import ExpertPath, make_path
-from comet.measure import layers as measure
-from comet.measure import tune
-from comet.measure.layers import measure_layer
-from comet.measure.tune import Tuned, regret_text, regrets
-from comet.tuner.problem import Machine, Problem
-from comet.tuner.profile import Measured, ProfileEntry, ProfileKey, ProfileStore
+from comet.schedule.choice import Machine, Problem, default_setting, effective, setting_name
+from comet.schedule.table import KEY_COLUMNS, Measured, Profile, Table
+from comet.tuner import layers, sweep
+from comet.tuner.layers import measure_layer
+from comet.tuner.sweep import candidates, tune_job
 
 MODELS = {
     "few": MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2, expert_bias=True),
     "many": MoEConfig(hidden_size=64, ffn_size=32, num_experts=8, top_k=1),
 }
+FIELDS = {name: dict(hidden_size=moe.hidden_size, moe=asdict(moe)) for name, moe in MODELS.items()}
 
 
 @pytest.fixture(autouse=True)
 def models(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "layers_of", lambda names, job: {name: MODELS[name] for name in names})
+    monkeypatch.setattr(layers, "read_models", lambda: FIELDS)
 
 
 def job_of(folder: Path, *overrides: str) -> JobConfig:
     return make_job(compose(["model=tiny", f"tune.profiles={folder}", "tune.rounds=1", *overrides]), 1)
 
 
-def tuned(num_tokens: int, times: dict[OverlapConfig | None, float | None]) -> Tuned:
-    problem = Problem(MODELS["many"], ParallelConfig(ep=2), num_tokens, torch.bfloat16)
-    return Tuned(problem, tuple(Measured(setting=setting, ms=ms, failure="" if ms else "died")
-                                for setting, ms in times.items()))  # fmt: skip
+def stored(folder: Path) -> dict[tuple[int, int], Measured]:
+    """The measured settings of a profile by hidden size and tokens."""
+    rows = Table.load(folder / "fake_x1.csv").rows
+    named = ((dict(zip(KEY_COLUMNS, key, strict=True)), item) for (key, _), item in rows.items())
+    return {(int(row["hidden_size"]), int(row["tokens"])): item for row, item in named}
 
 
-def store_of(folder: Path, *points: Tuned) -> ProfileStore:
-    store = ProfileStore.load(folder / "p.json", "cpu")
-    for point in points:
-        key = ProfileKey.create(point.problem, "cpu")
-        store.put(ProfileEntry(key=key, measured=point.measured, commit="abc", date="2026-11-20"))
-    return store
-
-
-ONE, SPLIT = OverlapConfig(num_panels=1), OverlapConfig(comm_blocks=8, num_panels=1)  # the layer is one column block
-
-
-def test_a_point_in_words_and_in_json() -> None:
-    point = tuned(40, {None: 9.0, SPLIT: None, ONE: 1.5})
-    title, head, *rows = point.text().splitlines()
-    assert title == "ep=2, tp=1, num_experts=8, top_k=1, hidden_size=64, ffn_size=32, tokens=40, dtype=bfloat16"
-    assert head.split() == ["candidate", "ms"]
-    assert [row.split("  ")[0] for row in rows] == ["1 panel", "plain", "8 comm blocks, 1 panel"]
-    assert [row.split()[-1] for row in rows] == ["kept", "9.000", "died"]
-    facts = json.loads(json.dumps(point.facts()))
-    assert facts["chosen"] == facts["candidates"][0]["setting"] == {"comm_blocks": 0, "num_panels": 1}
-    assert [item["measured_ms"] for item in facts["candidates"]] == [1.5, 9.0, None]
-    assert [item["failure"] for item in facts["candidates"]] == ["", "", "died"]
-
-
-def test_regret_of_the_default_and_of_the_nearest_entry(tmp_path: Path) -> None:
-    small, large = tuned(4096, {ONE: 1.0, SPLIT: 1.25, None: 4.0}), tuned(8192, {ONE: 2.2, SPLIT: 2.0, None: 8.0})
-    alone = tuned(64, {SPLIT: 1.0, None: 4.0})
-    found = regrets([small, large, alone], store_of(tmp_path, small, large, alone))
-    assert found == {
-        "default": {"mean": pytest.approx(1.05), "worst": pytest.approx(1.1), "points": 2},
-        "nearest": {"mean": pytest.approx(1.175), "worst": 1.25, "points": 2},
-    }
-    assert regret_text(found).splitlines() == [
-        "regret: time of the choice over the best measured",
-        "default  mean 1.050, worst 1.100, 2 points",
-        "nearest  mean 1.175, worst 1.250, 2 points",
-    ]
-    none = regrets([alone], store_of(tmp_path / "alone", alone))
-    assert [values["points"] for values in none.values()] == [0, 0]
-    assert regret_text(none).splitlines() == ["regret: time of the choice over the best measured"]
+def test_candidates_are_legal_distinct_launches_with_plain_and_the_default() -> None:
+    rng = random.Random(seed := random.randrange(10**6))
+    print(f"seed {seed}")
+    qwen3 = MoEConfig(num_experts=128, top_k=8, hidden_size=2048, ffn_size=768)
+    for _ in range(40):
+        moe = replace(qwen3, hidden_size=rng.choice([64, 512, 2048, 7168]))
+        problem = Problem(moe, ParallelConfig(ep=rng.choice([1, 2, 4])), rng.choice([0, 1, 2048]), torch.bfloat16)
+        plain, default, *others = tried = candidates(problem)
+        assert plain is None
+        assert default == effective(default_setting(problem), problem)
+        assert len(set(tried)) == len({setting_name(setting) for setting in tried}) == len(tried) <= 11
+        for setting in (default, *others):
+            assert setting is not None
+            assert effective(setting, problem) == setting
+        assert {setting.comm_blocks for setting in tried if setting} == {0, 8, 16, 32}
+    panels = [each.num_panels for each in candidates(replace(problem, moe=qwen3)) if each and not each.comm_blocks]
+    assert sorted(panels) == [1, 2, 3, 4, 6, 8]
 
 
 @pytest.mark.slow
@@ -98,54 +75,53 @@ def test_the_command_on_two_ranks(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert main(["tune", "tune.rounds=2", f"tune.profiles={tmp_path}", "tune.tokens=[48,8]", "parallel.ep=2"]) == 0
-    lines = capfd.readouterr().out.splitlines()
+    out, err = capfd.readouterr()
+    lines = out.splitlines()
     found = json.loads(lines[-1])
-    assert found["regrets"].keys() == {"default", "nearest"}
-    assert found["regrets"]["default"]["points"] == 2
-    assert sum(line.startswith("candidate ") for line in lines) == 2
-    assert sum(line.startswith("tiny, ") and line.endswith(" s") for line in lines) == 2, "seconds of each point"
-    assert 0 < sum(point["seconds"] for point in found["points"]) <= found["seconds"] + 0.02, "each is rounded"
-    assert "no profile is stored: times of CPU ranks are noise; tune on GPUs" in lines
+    assert [best["tokens"] for best in found["best"]] == [48, 8]
+    assert sum(line.startswith("tiny ") for line in lines) == found["points"] == len(found["measured"])
+    assert "comet: no profile is stored: times of CPU ranks are noise; tune on GPUs" in err.splitlines()
     assert (found["profile"], list(tmp_path.iterdir())) == (None, [])
 
 
 @pytest.fixture
 def as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the CPU pass for a device whose times count."""
-    monkeypatch.setattr(tune.Machine, "of", lambda device: Machine(name="fake"))
+    monkeypatch.setattr(sweep.Machine, "of", lambda device: Machine(name="fake"))
 
 
 def test_times_of_cpu_ranks_are_not_stored_nor_their_folder_made(tmp_path: Path) -> None:
     folder = tmp_path / "profiles"
-    facts = tune.tune_job(job_of(folder, "tune.models=[few]", "tune.tokens=[16]"), Rank())
+    facts = tune_job(job_of(folder, "tune.models=[few]", "tune.tokens=[16]"), Rank())
     assert (facts["profile"], folder.exists()) == (None, False)
 
 
 def test_winners_are_stored_for_a_device_whose_times_count(tmp_path: Path, as_gpu: None) -> None:
-    facts = tune.tune_job(job_of(tmp_path, "tune.models=[few]", "tune.tokens=[48,8]"), Rank())
-    path = tmp_path / "fake_x1.json"
+    facts = tune_job(job_of(tmp_path, "tune.models=[few]", "tune.tokens=[48,8]"), Rank())
+    path = tmp_path / "fake_x1.csv"
     assert facts["profile"] == str(path)
-    entries = ProfileStore.load(path, "fake").entries
-    assert {key.tokens: entry.winner.ms for key, entry in entries.items()} == {
-        tokens: point["candidates"][0]["measured_ms"] for tokens, point in zip((64, 8), facts["points"], strict=True)
-    }
-    assert {entry.kernels for entry in entries.values()} == {"triton"}  # there is no CUDA C++ on a CPU
+    times = {tokens: item.ms for (_, tokens), item in stored(tmp_path).items()}
+    assert times == pytest.approx({best["tokens"]: best["ms"] for best in facts["best"]}, rel=1e-4)
+    assert all(key[KEY_COLUMNS.index("kernels")] == "triton" for key, _ in Table.load(path).rows), "no CUDA C++ here"
+    assert len(Profile.open(tmp_path, "fake", 1).best) == 2
 
 
 def test_a_run_says_what_it_compiles_and_times(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("comet.utils.progress.LOG_INTERVAL_S", 0.0)
-    tune.tune_job(job_of(tmp_path, "tune.models=[few]", "tune.tokens=[16,4]"), Rank())
+    tune_job(job_of(tmp_path, "tune.models=[few]", "tune.tokens=[16,4]"), Rank())
     err = capfd.readouterr().err
     for done, tokens in ((0, 16), (1, 4)):
-        point = rf"comet: {done} of 2 points measured, [\d:]+ so far, [\d:?]+ left; few, {tokens} tokens"
-        assert re.search(rf"^{point}$", err, re.MULTILINE)
+        point = (
+            rf"comet: {done} of 2 shapes measured, [\d:]+ so far, [\d:?]+ left; few EP1 TP1, {tokens} tokens: [\w ,]+"
+        )
+        assert re.search(rf"^{point} rows at its end$", err, re.MULTILINE)
         assert re.search(rf"^{point}, compiling candidate 2 of \d+$", err, re.MULTILINE)
         assert re.search(rf"^{point}, timing \d+ candidates, round 2$", err, re.MULTILINE)
 
 
-def test_a_point_of_which_nothing_runs_is_told_and_a_run_of_such_points_fails(
+def test_a_point_of_which_nothing_runs_is_named_and_a_run_of_such_points_fails(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def only_wide(name: str, moe: MoEConfig, *others) -> ExpertPath:
@@ -153,21 +129,20 @@ def test_a_point_of_which_nothing_runs_is_told_and_a_run_of_such_points_fails(
             raise RuntimeError("no resources")
         return make_path(name, moe, *others)
 
-    monkeypatch.setattr("comet.measure.layers.make_path", only_wide)
-    facts = tune.tune_job(job_of(tmp_path, "tune.models=[few,many]", "tune.tokens=[16]"), Rank())
-    failed, ran = facts["points"]
-    reason = f"none of {failed['failure'].split()[2]} settings ran, the first: RuntimeError: no resources"
-    assert failed == {"model": "few", "tokens": 16, "failure": reason}
-    assert ran["model"] == "many"
-    assert f"few, 16 tokens: {reason}" in capfd.readouterr().out
-    with pytest.raises(NothingMeasuredError, match=r"^tune: none of 1 points ran, the first: none of \d+ settings ran"):
-        tune.tune_job(job_of(tmp_path, "tune.models=[few]", "tune.tokens=[16]"), Rank())
+    monkeypatch.setattr(layers, "make_path", only_wide)
+    facts = tune_job(job_of(tmp_path, "tune.models=[few,many]", "tune.tokens=[16]"), Rank())
+    reason = "RuntimeError: no resources"
+    assert {row["failure"] for row in facts["measured"] if row["model"] == "few"} == {reason}
+    assert [best["model"] for best in facts["best"]] == ["many"]
+    assert f"failed  {reason}" in capfd.readouterr().out
+    with pytest.raises(NothingMeasuredError, match=rf"^tune: none of \d+ points ran, the first: {reason}"):
+        tune_job(job_of(tmp_path, "tune.models=[few]", "tune.tokens=[16]"), Rank())
 
 
 def test_an_interrupted_run_keeps_what_it_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_gpu: None
 ) -> None:
-    measure_layer, done = tune.measure_layer, []
+    done = []
 
     def stops_at_the_third(problem: Problem, *others, **named) -> tuple[Measured, ...]:
         if len(done) == 2:
@@ -175,32 +150,23 @@ def test_an_interrupted_run_keeps_what_it_measured(
         done.append(problem)
         return measure_layer(problem, *others, **named)
 
-    monkeypatch.setattr(tune, "measure_layer", stops_at_the_third)
+    monkeypatch.setattr(sweep, "measure_layer", stops_at_the_third)
     with pytest.raises(KeyboardInterrupt):
-        tune.tune_job(job_of(tmp_path, "tune.models=[few,many]", "tune.tokens=[16,4]"), Rank())
-    entries = ProfileStore.load(tmp_path / "fake_x1.json", "fake").entries
-    assert {(key.hidden_size, key.tokens) for key in entries} == {(32, 16), (32, 4)}
+        tune_job(job_of(tmp_path, "tune.models=[few,many]", "tune.tokens=[16,4]"), Rank())
+    assert stored(tmp_path).keys() == {(32, 16), (32, 4)}
 
 
-def test_each_point_has_a_pool_of_its_size_and_the_stored_setting_is_measured_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_gpu: None
-) -> None:
-    """The size of the pool decides between kernels; settings that are not proposed come from the nearest entry."""
-    pools, tried, odd = [], [], OverlapConfig(comm_blocks=5, num_panels=1)
+def test_each_point_has_a_pool_of_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The size of the pool decides between kernels."""
+    pools = []
 
     def fake(problem: Problem, settings: Sequence[OverlapConfig | None], group, **named) -> tuple[Measured, ...]:
         pools.append((problem.num_tokens, group.workspace.shape.max_tokens, group.workspace.shape.hidden_size))
-        tried.append(settings)
-        return tuple(Measured(setting=setting, ms=1.0 if setting == odd else 2.0) for setting in settings)
+        return tuple(Measured(setting=setting, ms=1.0) for setting in settings)
 
-    monkeypatch.setattr(tune, "measure_layer", fake)
-    candidates = tune.candidates
-    monkeypatch.setattr(tune, "candidates", lambda *call: [*candidates(*call), odd])
-    tune.tune_job(job_of(tmp_path, "tune.models=[few,many]", "tune.tokens=[300]"), Rank())
+    monkeypatch.setattr(sweep, "measure_layer", fake)
+    tune_job(job_of(tmp_path, "tune.models=[few,many]", "tune.tokens=[300]"), Rank())
     assert pools == [(300, 300, 32), (300, 300, 64)]
-    monkeypatch.setattr(tune, "candidates", candidates)
-    tune.tune_job(job_of(tmp_path, "tune.models=[few,many]", "tune.tokens=[100]"), Rank())
-    assert all(settings.count(odd) == 1 for settings in tried)
 
 
 MOE = MODELS["few"]
@@ -247,7 +213,7 @@ def break_call(number: int, harm: Callable[[ExpertGroup], None], *, after: bool)
 
         return run if overlap == BAD else path
 
-    measure.make_path = broken
+    layers.make_path = broken
     return calls
 
 
@@ -263,7 +229,7 @@ def measure_with_harm(
     found = [item.failure or item.ms for item in measure_layer(problem, SETTINGS, group, rounds=3)]
     group.comm.timeout_s = 60.0
     state = [int(group.workspace.epoch), *group.workspace.fault.tolist()]
-    inputs = measure.make_inputs(problem, group, seed=7)
+    inputs = layers.make_inputs(problem, group, seed=7)
     outputs = [inputs.run(make_path(name, MOE, group, OverlapConfig()), 0) for name in ("twin", "plain")]
     group.workspace.check()
     group.close()
@@ -296,13 +262,12 @@ def test_only_the_candidate_that_failed_is_out(world_size: int, harm: str, numbe
 
 
 def test_tune_goes_on_and_keeps_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_gpu: None) -> None:
-    monkeypatch.setattr(measure, "make_path", make_path)  # undoes what ``break_call`` sets
+    monkeypatch.setattr(layers, "make_path", make_path)  # undoes what ``break_call`` sets
     calls = break_call(3, leave_fault, after=True)
     words = ["model=tiny", f"tune.profiles={tmp_path}", "tune.models=[few]", "tune.rounds=3", "tune.tokens=[16,4]"]
     config = make_job(compose(words), 1)
-    facts = tune.tune_job(config, Rank())
+    facts = tune_job(config, Rank())
     assert len(calls) > 4
-    failed = [[item for item in point["candidates"] if item["measured_ms"] is None] for point in facts["points"]]
-    assert [[item["setting"]["comm_blocks"] for item in items] for items in failed] == [[16], []]
-    entries = ProfileStore.load(tmp_path / "fake_x1.json", "fake").entries
-    assert {key.tokens for key in entries} == {16, 4}
+    failed = [(row["tokens"], row["setting"]["comm_blocks"]) for row in facts["measured"] if row["ms"] is None]
+    assert failed == [(16, 16)]
+    assert stored(tmp_path).keys() == {(32, 16), (32, 4)}

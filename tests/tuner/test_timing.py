@@ -15,8 +15,8 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from comet.comm.handshake import largest
-from comet.measure import timing
-from comet.measure.timing import (
+from comet.tuner import timing
+from comet.tuner.timing import (
     WARM_S,
     Timing,
     capture,

@@ -110,11 +110,10 @@ def run_round(
 ) -> Tensor:
     """Milliseconds ``(variants,)`` of one call each, read when all have started; each number starts with another."""
     names = list(variants)
-    clocks = {}
-    for step in range(len(names)):
-        index = (number + step) % len(names)
-        clocks[index] = start_call(variants[names[index]], number % rotate, barrier, device)
-    return torch.tensor([clocks[index]() for index in range(len(names))], dtype=torch.float64)
+    first = number % max(len(names), 1)
+    order = names[first:] + names[:first]
+    clocks = {name: start_call(variants[name], number % rotate, barrier, device) for name in order}
+    return torch.tensor([clocks[name]() for name in names], dtype=torch.float64)
 
 
 def wall_clock(action: Callable[[], object]) -> float:
@@ -142,27 +141,22 @@ def rank_barrier(device: torch.device, process_group: ProcessGroup | None) -> Ca
 
 
 def capture(variant: Callable[[int], Result], *, rotate: int = 1) -> Callable[[int], Result]:
-    """Record a variant as CUDA graphs, one per input set, that are replayed by the number of the set.
+    """Record a variant as CUDA graphs, one per input set; returns their replay by the number of the set.
 
-    Args:
-        variant: A function of the input set that never makes the host wait for the device; it is kept with the graphs,
-            which know only addresses of what it holds.
-        rotate: Number of input sets.
-
-    Returns:
-        What replays them, and returns the memory in which set 0 leaves its result.
+    The variant never makes the host wait for the device. It is kept with the graphs, which know only addresses of what
+    it holds. A replay returns the memory in which set 0 leaves its result.
     """
     with SideStream(torch.cuda.Stream()).inserted():
         for index in range(rotate):
             variant(index)
     kept: list[torch.cuda.CUDAGraph] = []
-    replay, result = graphs.capture(partial(variant, 0), None, kept)
-    replays = [replay]
-    replays += [graphs.capture(partial(variant, index), None, kept, kept[0].pool())[0] for index in range(1, rotate)]
+    made = [
+        graphs.capture(partial(variant, index), None, kept, kept[0].pool() if kept else None) for index in range(rotate)
+    ]
 
     def replayed(index: int, _: Callable[[int], Result] = variant) -> Result:
-        replays[index]()
-        return result
+        made[index][0]()
+        return made[0][1]
 
     return replayed
 
@@ -171,9 +165,7 @@ def start_call(variant: Variant, index: int, barrier: Callable[[], None], device
     """Run one call; returns what reads its milliseconds once the round is over."""
     if device.type != "cuda":
         barrier()
-        start = time.perf_counter()
-        variant(index)
-        elapsed_ms = (time.perf_counter() - start) * 1e3
+        elapsed_ms = wall_clock(partial(variant, index)) * 1e3
         return lambda: elapsed_ms
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     barrier()

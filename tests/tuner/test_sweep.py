@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+import torch
 from launch_jobs import run
 from refusals import dry_run
 from training_cases import Rank
@@ -17,30 +18,24 @@ from comet.jobs.config import CommConfig, JobConfig, SweepConfig
 from comet.launch.cli import PROGRAM
 from comet.launch.config import compose, make_job
 from comet.layer.backend import expert_capacity
-from comet.measure.sweep import (
-    COLUMNS,
+from comet.schedule.choice import Machine, Problem
+from comet.schedule.table import KEY_COLUMNS, Measured, Table, key_of
+from comet.training.ranks import from_first_rank
+from comet.tuner.sweep import (
     CSV_NAME,
-    JOB_COLUMNS,
     PLOT_NAME,
-    Shape,
-    SweepLog,
-    fastest,
-    job_key,
-    measure_shape,
+    job_columns,
+    measure_problem,
     pending,
     plot_sweep,
-    row_key,
-    sweep_grid,
+    report,
     sweep_job,
-    sweep_lines,
-    sweep_table,
+    sweep_points,
+    tune_job,
 )
-from comet.measure.tune import tune_job
-from comet.training.ranks import from_first_rank
-from comet.tuner.problem import Machine
-from comet.tuner.profile import Measured
 from comet.version import comet_version
 
+CPU = torch.device("cpu")
 MOE = MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2)
 PNG = b"\x89PNG"
 
@@ -49,7 +44,7 @@ def job_of(*overrides: str, world_size: int = 1) -> JobConfig:
     return make_job(compose(["model=tiny", *overrides]), world_size)
 
 
-SHAPE = Shape(model="small", moe=MOE, parallel=ParallelConfig(ep=1), tokens=16)
+PROBLEM = Problem(MOE, ParallelConfig(ep=1), 16, torch.float32, "small")
 
 
 def setting(blocks: int = 8, panels: int = 4) -> OverlapConfig:
@@ -58,19 +53,20 @@ def setting(blocks: int = 8, panels: int = 4) -> OverlapConfig:
 
 def test_points_are_the_product_of_the_lists():
     words = "sweep.tokens=[16,32]", "sweep.comm_blocks=[8,16,8,32]", "sweep.num_panels=[2,4]"
-    assert len(sweep_grid(job_of(*words, "sweep.models=[tiny,gpt_oss_20b]"))[0]) == 4
-    shapes, settings = sweep_grid(job_of(*words))
-    assert [(shape.model, shape.tokens) for shape in shapes] == [("tiny", 16), ("tiny", 32)], "the job's own model"
-    blocks = [each.comm_blocks for each in settings]
-    assert blocks == [8, 16, 32, 8, 16, 32], "8 appears twice in the list but is one point"
+    assert len(sweep_points(job_of(*words, "sweep.models=[tiny,gpt_oss_20b]"), CPU)) == 4
+    points = sweep_points(job_of(*words), CPU)
+    assert [(problem.model, problem.num_tokens) for problem in points] == [("tiny", 16), ("tiny", 32)], "the job's own"
+    for settings in points.values():
+        blocks = [each.comm_blocks for each in settings if each]
+        assert blocks == [8, 16, 32, 8, 16, 32], "8 appears twice in the list but is one point"
 
 
 def test_an_empty_list_takes_the_value_of_the_job():
     job = job_of("sweep.comm_blocks=[]", "overlap.comm_blocks=7", "overlap.num_panels=2")
-    (shape,), settings = sweep_grid(job)
+    ((problem, settings),) = sweep_points(job, CPU).items()
     assert settings == [setting(7, 2)]
-    assert shape.tokens == job.train.batch_size * job.model.context
-    assert shape.parallel == job.parallel
+    assert problem.num_tokens == job.train.batch_size * job.model.context
+    assert problem.parallel == job.parallel
 
 
 @pytest.mark.parametrize(
@@ -88,55 +84,52 @@ def test_wrong_lists_are_named(changes, message):
         SweepConfig(**changes)
 
 
+JOB = dict(
+    device="a device, with a comma", world_size=2, backend="cpu_shm", version="1.0", kernels="triton", rounds=20
+)  # fmt: skip
+
+
 def test_the_log_keeps_times_and_reasons_and_says_what_is_left(tmp_path):
     done, failed, new = setting(8), setting(16), setting(32)
-    log = SweepLog(tmp_path / CSV_NAME)
-    key = ("torch.float32", "a device, with a comma", "2", "cpu_shm", "1.0", "triton", "20")
+    log = Table(tmp_path / CSV_NAME)
     reason = 'ValueError: "quoted", and commas'
     found = Measured(setting=done, ms=1.25), Measured(setting=failed, ms=None, failure=reason)
-    log.put({row_key(SHAPE, item.setting, key): item for item in found})
-    again = SweepLog.load(log.path)
+    log.put(key_of(PROBLEM.columns() | JOB), found)
+    again = Table.load(log.path)
     assert again.rows == log.rows
-    assert pending([SHAPE], [done, failed, new], again, key) == {SHAPE: [done, failed, new]}, "in one loop"
-    assert pending([SHAPE], [done, failed], again, key) == {SHAPE: [failed]}, "what failed is tried again"
-    assert pending([SHAPE], [done], again, key) == {}
+    assert pending({PROBLEM: [done, failed, new]}, again, JOB) == {PROBLEM: [done, failed, new]}, "in one loop"
+    assert pending({PROBLEM: [done, failed]}, again, JOB) == {PROBLEM: [failed]}, "what failed is tried again"
+    assert pending({PROBLEM: [done]}, again, JOB) == {}
     for change in ({"ffn_size": 64}, {"activation": "geglu"}, {"expert_bias": True}, {"capacity_factor": 0.5}):
-        other = replace(SHAPE, moe=replace(MOE, **change))
-        assert pending([other], [done], again, key) == {other: [done]}, "the same name, another layer"
-    for place in range(len(JOB_COLUMNS)):
-        assert pending([SHAPE], [done], again, (*key[:place], "another", *key[place + 1 :])) == {SHAPE: [done]}
-    assert SweepLog.load(tmp_path / "none.csv").rows == {}
+        other = replace(PROBLEM, moe=replace(MOE, **change))
+        assert pending({other: [done]}, again, JOB) == {other: [done]}, "the same name, another layer"
+    for name in JOB:
+        assert pending({PROBLEM: [done]}, again, JOB | {name: "another"}) == {PROBLEM: [done]}
+    assert Table.load(tmp_path / "none.csv").rows == {}
 
 
-def test_a_file_that_is_no_log_is_refused(tmp_path):
-    path = tmp_path / CSV_NAME
-    header = ",".join(COLUMNS)
-    for text, message in [
-        ("", "must start with the columns model,"),
-        (header.replace("tokens,", ""), "take another output_dir, or move this file away$"),
-        (f"{header}\ntiny,1\n", r"sweep\.csv:2 must have 20 columns, not 2"),
-        (f"{header}\n" + "x," * 18 + "1.0,\n", r"sweep\.csv:2: invalid literal"),
-        (f"{header}\n" + "1," * 16 + "8,2,nan,\n", r"sweep\.csv:2: ms=nan must be positive"),
-    ]:
-        path.write_text(text)
-        with pytest.raises(ValueError, match=message):
-            SweepLog.load(path)
-
-
-def test_table_lines_and_picture(tmp_path):
+def test_table_and_picture(tmp_path, capsys):
     slow, fast = Measured(setting=setting(16), ms=2.0), Measured(setting=setting(8), ms=1.0)
-    broken = Measured(setting=setting(8, 2), ms=None, failure="RuntimeError: no")
+    broken, plain = Measured(setting=setting(8, 2), ms=None, failure="RuntimeError: no"), Measured(setting=None, ms=9.0)
     alone = [Measured(setting=setting(8), ms=None, failure="ValueError: never")]
-    results = {SHAPE: [slow, fast, broken], replace(SHAPE, tokens=99): alone}
-    assert (fastest(results[SHAPE]), fastest(alone)) == (fast, None)
-    lines = sweep_table(results).splitlines()
-    assert [line.split()[-1] for line in lines] == ["ms", "2.0000", "*", "no", "never"]
-    assert (
-        len({line.index(word) + len(word) for line, word in zip(lines, ["ms", "2.0000", "1.0000"], strict=False)}) == 1
-    )
-    assert sweep_lines(results[SHAPE]) == {4: [(8, 1.0), (16, 2.0)]}
+    results = {PROBLEM: [slow, fast, broken, plain], replace(PROBLEM, num_tokens=99): alone}
+    facts = report("sweep", results, {"output_dir": "out"}, 0)
+    *lines, empty, last = capsys.readouterr().out.splitlines()
+    assert (json.loads(last), empty) == (facts, "")
+    assert (facts["points"], facts["failed"], facts["first_failure"]) == (5, 2, "RuntimeError: no")
+    assert [best["ms"] for best in facts["best"]] == [1.0]
+    assert facts["measured"][1] == {
+        "model": "small", "ep": 1, "tp": 1, "tokens": 16, "ms": 1.0, "failure": "",
+        "setting": {"comm_blocks": 8, "num_panels": 4},
+    }  # fmt: skip
+    assert [line.split()[-1] for line in lines] == ["ms", "2.0000", "*", "no", "9.0000", "never"]
+    assert "  8 comm blocks, 2 panels   failed  RuntimeError: no" in lines[3]
+    ends = {line.index(word) + len(word) for line, word in zip(lines, ["ms", "2.0000", "1.0000"], strict=False)}
+    assert len(ends) == 1
     plot_sweep(results, tmp_path / PLOT_NAME)
     assert (tmp_path / PLOT_NAME).read_bytes().startswith(PNG)
+    report("tune", {PROBLEM: [slow]}, {}, 1)
+    assert not capsys.readouterr().out
 
 
 def test_a_second_sweep_measures_shapes_that_have_a_new_setting(tmp_path, capsys):
@@ -152,11 +145,11 @@ def test_a_second_sweep_measures_shapes_that_have_a_new_setting(tmp_path, capsys
     facts = sweep_job(longer, Rank())
     assert (facts["points"], facts["measured_now"]) == (8, 6), "4 of a new shape, 2 that failed"
     assert (tmp_path / CSV_NAME).read_text().startswith(before), "old rows are kept as they were"
-    more = job_of(*words, "sweep.comm_blocks=[8,16]", f"resume={tmp_path}", "output_dir=unused")
+    more = job_of(*words, "sweep.comm_blocks=[8,16]", f"output_dir={tmp_path}")
     facts = sweep_job(more, Rank())
     assert (facts["points"], facts["measured_now"], facts["output_dir"]) == (8, 8, str(tmp_path)), "in one loop"
-    with pytest.raises(ValueError, match=r"resume='.*/none' must be a folder with sweep\.csv"):
-        sweep_job(job_of(f"resume={tmp_path}/none"), Rank())
+    with pytest.raises(ValueError, match=r"^resume='out' must be left out: output_dir=FOLDER continues the sweep"):
+        sweep_job(replace(more, resume="out"), Rank())
 
 
 def rows_of(folder: Path) -> list[dict[str, str]]:
@@ -164,7 +157,7 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
 
 
 def test_times_of_another_job_in_the_folder_are_kept_and_not_taken(tmp_path, monkeypatch):
-    """Ranks that differ in number or communicator, another version of Comet, other kernels or rounds, an older file."""
+    """Ranks that differ in number or communicator, another version of Comet, other kernels or rounds."""
     words = (
         "sweep.tokens=[16]",
         "sweep.comm_blocks=[8]",
@@ -177,22 +170,17 @@ def test_times_of_another_job_in_the_folder_are_kept_and_not_taken(tmp_path, mon
     same = sweep_job(job_of(*words, "comm.backend=cpu_shm"), Rank())
     assert same["measured_now"] == 0, "which auto is on a CPU"
     old = (tmp_path / CSV_NAME).read_text()
-    monkeypatch.setattr("comet.measure.sweep.comet_version", lambda: "another")
+    monkeypatch.setattr("comet.tuner.sweep.comet_version", lambda: "another")
     assert sweep_job(job, Rank())["measured_now"] == 1
     assert (tmp_path / CSV_NAME).read_text().startswith(old)
     assert [row["version"] for row in rows_of(tmp_path)] == [comet_version(), "another"]
     assert sweep_job(job_of(*words, "sweep.rounds=2"), Rank())["measured_now"] == 1
     monkeypatch.setattr("comet.layer.group.why_no_cuda", lambda device: "")
     assert sweep_job(job, Rank())["measured_now"] == 1
-    of_jobs = [tuple(row[name] for name in JOB_COLUMNS[-3:]) for row in rows_of(tmp_path)]
+    of_jobs = [tuple(row[name] for name in KEY_COLUMNS[-3:]) for row in rows_of(tmp_path)]
     assert of_jobs[1:] == [("another", "triton", "1"), ("another", "triton", "2"), ("another", "auto", "1")]
-    names = [name for name in COLUMNS if name not in JOB_COLUMNS[-2:]]
-    older = [",".join(row[name] for name in names) for row in rows_of(tmp_path)[-1:]]
-    (tmp_path / CSV_NAME).write_text("\n".join([",".join(names), *older, ""]))
-    assert sweep_job(job, Rank())["measured_now"] == 1
-    assert [row["kernels"] for row in rows_of(tmp_path)] == ["", "auto"]
-    assert dict(zip(JOB_COLUMNS, job_key(job, Rank(world_size=4)), strict=True))["world_size"] == "4"
-    assert job_key(replace(job, comm=CommConfig(backend="nvshmem")), Rank())[-4] == "nvshmem"
+    assert job_columns(job, 1, Rank(world_size=4))["world_size"] == 4
+    assert job_columns(replace(job, comm=CommConfig(backend="nvshmem")), 1, Rank())["backend"] == "nvshmem"
 
 
 def test_expert_capacities_follow_from_a_shapes_own_tokens(tmp_path, monkeypatch):
@@ -203,7 +191,7 @@ def test_expert_capacities_follow_from_a_shapes_own_tokens(tmp_path, monkeypatch
         capacities.append(expert_capacity(problem.moe, group))
         return [Measured(setting=setting, ms=1.0) for setting in settings]
 
-    monkeypatch.setattr("comet.measure.sweep.measure_layer", fake)
+    monkeypatch.setattr("comet.tuner.sweep.measure_layer", fake)
     words = "model.moe.capacity_factor=1.0", "sweep.tokens=[128,2048]", f"output_dir={tmp_path}"
     sweep_job(job_of(*words), Rank())
     assert capacities == [32, 512]
@@ -216,21 +204,21 @@ def test_a_failed_point_is_measured_again_and_keeps_its_reason_until_then(tmp_pa
         raise RuntimeError("no resources")
 
     words = ("sweep.tokens=[16,32]", "sweep.comm_blocks=[8]", "sweep.rounds=1", f"output_dir={tmp_path}")
-    monkeypatch.setattr("comet.measure.layers.make_path", fail)
+    monkeypatch.setattr("comet.tuner.layers.make_path", fail)
     with pytest.raises(NothingMeasuredError, match=r"^sweep: none of 2 points ran, the first: RuntimeError: no resou"):
         sweep_job(job_of(*words), Rank())
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["failed"] == 2
     monkeypatch.undo()
 
-    def crash_at_32(job, shape, *others):
-        if shape.tokens == 32:
+    def crash_at_32(problem, *others):
+        if problem.num_tokens == 32:
             raise KeyError("a bug")
-        return measure_shape(job, shape, *others)
+        return measure_problem(problem, *others)
 
-    monkeypatch.setattr("comet.measure.sweep.measure_shape", crash_at_32)
+    monkeypatch.setattr("comet.tuner.sweep.measure_problem", crash_at_32)
     with pytest.raises(KeyError):
         sweep_job(job_of(*words), Rank())
-    first, second = SweepLog.load(tmp_path / CSV_NAME).rows.values()
+    first, second = Table.load(tmp_path / CSV_NAME).rows.values()
     assert first.ms
     assert not first.failure
     assert (second.ms, second.failure) == (None, "RuntimeError: no resources")
@@ -263,7 +251,7 @@ def test_the_command_on_two_ranks(tmp_path: Path) -> None:
         "ValueError: num_panels",
         "ValueError: world_size",
     }
-    assert {path.name for path in tmp_path.iterdir()} == {".comet.lock", CSV_NAME, f"{CSV_NAME}.lock", PLOT_NAME}
+    assert {path.name for path in tmp_path.iterdir()} == {".comet.lock", CSV_NAME, PLOT_NAME}
 
 
 def never(*arguments: object, **named: object) -> NoReturn:
@@ -275,19 +263,14 @@ def test_a_folder_that_cannot_be_written_is_named_before_anything_is_measured(
 ) -> None:
     (tmp_path / "file").touch()
     folder = str(tmp_path / "file" / "x")
-    monkeypatch.setattr("comet.measure.layers.make_expert_group", never)
-    monkeypatch.setattr("comet.measure.tune.Machine.of", lambda device: Machine(name="fake"))  # A CPU stores nothing.
+    monkeypatch.setattr("comet.tuner.layers.make_expert_group", never)
+    monkeypatch.setattr("comet.tuner.sweep.Machine.of", lambda device: Machine(name="fake"))  # A CPU stores nothing.
     config = make_job(compose(["model=tiny", "tune.tokens=[32]", f"tune.profiles={folder}", f"output_dir={folder}"]), 1)
     message = f"={folder!r} must be a folder that can be written: .*Not a directory"
     with pytest.raises(ValueError, match=f"^tune.profiles{message}"):
         tune_job(config, Rank())
     with pytest.raises(ValueError, match=f"^output_dir{message}"):
         sweep_job(config, Rank())
-    SweepLog(tmp_path / CSV_NAME).put({})
-    (tmp_path / f"{CSV_NAME}.lock").unlink(missing_ok=True)
-    (tmp_path / f"{CSV_NAME}.lock").mkdir()
-    with pytest.raises(ValueError, match=f"^resume='{tmp_path}' must be a folder that can be written"):
-        sweep_job(replace(config, resume=str(tmp_path)), Rank())
 
 
 def test_progress_and_how_it_goes_on_are_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -299,9 +282,9 @@ def test_progress_and_how_it_goes_on_are_told(tmp_path: Path, capfd: pytest.Capt
     told = "tiny EP1 TP1, {} tokens: 1 setting timed in one loop, rows at its end"
     assert [line.partition("left; ")[2] for line in shapes] == [told.format(16), told.format(32)]
     assert last.startswith("comet: 2 of 2 shapes measured, ")
-    sweep_job(make_job(compose([*words, f"resume={tmp_path}", "output_dir=unused"]), 1), Rank())
+    sweep_job(make_job(compose(words), 1), Rank())
     line = capfd.readouterr().err.splitlines()[0]
-    assert line == f"comet: sweep of 2 points, 0 to measure in {tmp_path}; {goes_on} resume={tmp_path}"
+    assert line == f"comet: sweep of 2 points, 0 to measure in {tmp_path}; {goes_on} output_dir={tmp_path}"
 
 
 def test_the_default_folder_is_named_after_the_task(capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,1 +1,0 @@
-"""Times of layers on this machine: one timing protocol, tuning, sweeps."""
