@@ -11,13 +11,13 @@ import io
 import logging
 import math
 import os
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
+from comet import limits
 from comet.config import OverlapConfig, require
 from comet.utils.shared_file import locked, write_whole
 
@@ -38,16 +38,12 @@ Place = tuple[Key, int]  # values of SAME, and the bucket of the tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
+class Measured(limits.Limited):
     """One setting: its median ms, or ``None`` and why it did not run; setting ``None`` is the plain path."""
 
     setting: OverlapConfig | None
-    ms: float | None
+    ms: limits.Positive | None
     failure: str = ""
-
-    def __post_init__(self) -> None:
-        valid = self.ms is None or 0 < self.ms <= sys.float_info.max
-        require(valid, f"ms={self.ms} must be positive and finite, or None for a setting that failed")
 
 
 def fastest(measured: Iterable[Measured]) -> Measured | None:

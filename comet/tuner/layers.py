@@ -177,12 +177,11 @@ def measure_layer(
         else:
             candidates[setting] = run
     while True:
-        watch = _Watch(group, candidates, tell)
-        timings = watch.time_all(rounds)
-        if (found := watch.culprit()) is None:
+        timings, culprit = _Watch(group, candidates, tell).time_all(rounds)
+        if culprit is None:
             break
-        del candidates[found[0]]  # The others are timed again without it.
-        failures[found[0]] = found[1]
+        del candidates[culprit[0]]  # The others are timed again without it.
+        failures[culprit[0]] = culprit[1]
         recover(group.workspace, group.process_group)
     return tuple(
         Measured(setting=setting, ms=None, failure=failures[setting])
@@ -212,9 +211,13 @@ class _Watch:
         self.failure = ""  # raised by a call, as the twin's waits do
         self.looks_without_fault = torch.zeros(1, dtype=torch.int64, device=group.device)
 
-    def time_all(self, rounds: int) -> dict[Setting, Timing]:
-        """Time all candidates; the times mean nothing if there is a culprit (collective)."""
-        return time_interleaved(
+    def time_all(self, rounds: int) -> tuple[dict[Setting, Timing], tuple[Setting, str] | None]:
+        """Time all candidates; the times mean nothing if there is a culprit (collective).
+
+        That is the candidate of the first call that failed on any rank, and why. Of calls a, b, a the second left a
+        fault: two of four looks found none, so it was call 1, that of b.
+        """
+        timings = time_interleaved(
             {setting: partial(self._call, setting) for setting in self.candidates},
             rounds=rounds,
             device=self.group.device,
@@ -222,6 +225,18 @@ class _Watch:
             rotate=NUM_INPUTS,
             opening=self._before_call,
         )
+        self._look()
+        own = int(self.looks_without_fault) - 1
+        first = -int(largest([-own], self.group.device, self.group.process_group)[0])
+        if first == len(self.settings):
+            return timings, None
+        if not self.failure:
+            try:
+                self.group.workspace.check()
+            except (RuntimeError, ValueError) as error:
+                self.failure = reason(error)
+        why = first_failure(self.failure if own == first else "", self.group.process_group)
+        return timings, (self.settings[first], why)
 
     def _before_call(self) -> None:
         """Say that a call comes, and look for what the one before left."""
@@ -242,23 +257,6 @@ class _Watch:
             if self.group.comm.board.is_final:  # the collectives in which ranks would agree what failed, do, too
                 raise
             self.failure = self.failure or reason(error)
-
-    def culprit(self) -> tuple[Setting, str] | None:
-        """The candidate of the first call that failed on any rank, and why; ``None`` if all went well (collective).
-
-        Of calls a, b, a the second left a fault: two of four looks found none, so it was call 1, that of b.
-        """
-        self._look()
-        own = int(self.looks_without_fault) - 1
-        first = -int(largest([-own], self.group.device, self.group.process_group)[0])
-        if first == len(self.settings):
-            return None
-        if not self.failure:
-            try:
-                self.group.workspace.check()
-            except (RuntimeError, ValueError) as error:
-                self.failure = reason(error)
-        return self.settings[first], first_failure(self.failure if own == first else "", self.group.process_group)
 
     def _look(self) -> None:
         """Before each call and after the last: a fault stays."""
