@@ -52,8 +52,7 @@ class TuneConfig(MeasureConfig):
         limits.check(self)
         buckets: dict[int, int] = {}
         for num in self.tokens:
-            bucket = token_bucket(num)
-            other = buckets.setdefault(bucket, num)
+            other = buckets.setdefault(bucket := token_bucket(num), num)
             rule = f"must not hold both {other} and {num}: a profile keeps one entry, of bucket {bucket}, for them"
             require(other == num, f"tokens={self.tokens} {rule}")
 

@@ -11,7 +11,7 @@ import io
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -88,20 +88,16 @@ class Table:
         require(lines[:1] == [list(COLUMNS)], f"{path} {rule}")
         table = cls(path)
         for number, line in enumerate(lines[1:], 2):
+            require(len(line) == len(COLUMNS), f"{path}:{number} must have {len(COLUMNS)} columns, not {len(line)}")
+            key, (comm_blocks, num_panels, ms, failure) = tuple(line[:-4]), line[-4:]
             try:
-                table._add(line)
+                place_of(key)
+                is_plain = not comm_blocks and not num_panels
+                setting = None if is_plain else OverlapConfig(comm_blocks=int(comm_blocks), num_panels=int(num_panels))
+                table.rows[key, setting] = Measured(setting=setting, ms=float(ms) if ms else None, failure=failure)
             except ValueError as error:
                 raise ValueError(f"{path}:{number}: {error}") from error
         return table
-
-    def _add(self, line: Sequence[str]) -> None:
-        require(len(line) == len(COLUMNS), f"a row must have {len(COLUMNS)} columns, not {len(line)}")
-        *key, comm_blocks, num_panels, ms, failure = line
-        place_of(tuple(key))
-        setting = None
-        if comm_blocks or num_panels:
-            setting = OverlapConfig(comm_blocks=int(comm_blocks), num_panels=int(num_panels))
-        self.rows[tuple(key), setting] = Measured(setting=setting, ms=float(ms) if ms else None, failure=failure)
 
     def put(self, key: Key, measured: Iterable[Measured]) -> None:
         """Add rows, in memory and in the file, whose folder must exist."""

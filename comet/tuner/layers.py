@@ -153,15 +153,12 @@ def measure_layer(
     seed: int = 0,
     tell: Callable[[str], None] = lambda _: None,
 ) -> tuple[Measured, ...]:
-    """Time all candidates in one interleaved run under uniform routing (collective).
+    """Time all settings in one interleaved run under uniform routing (collective).
 
-    Args:
-        problem: Shape and tokens; must fit the group's workspace.
-        settings: Candidates, equal on all ranks.
-        tell: Called with what is being done, such as ``compiling candidate 3 of 12``.
+    The problem must fit the group's workspace. ``tell`` gets the state, such as ``compiling candidate 3 of 12``.
 
     Returns:
-        Of each candidate the median ms of the slowest rank, or why it failed on some rank; equal on all ranks.
+        Of each setting the median ms of the slowest rank, or why it failed on some rank; equal on all ranks.
     """
     if group.device.type != "cuda":
         group.resolver.warn("splits change nothing without a GPU: their times differ by noise")
@@ -302,9 +299,8 @@ def first_failure(failure: str, process_group: ProcessGroup | None) -> str:
     """The first failure of any rank, "" if there is none (collective; ``None`` is a rank alone)."""
     reasons = gather(process_group, failure)
     found = {rank: reason for rank, reason in enumerate(reasons) if reason}
-    told = {
-        rank for rank, reason in found.items() if reason.startswith(StepFailedError.__name__)
-    }  # reported by another rank
+    # Ranks that only repeat the failure of another one.
+    told = {rank for rank, reason in found.items() if reason.startswith(StepFailedError.__name__)}
     first = min(found.keys() - told or found, default=-1)
     reason, is_alone = found.get(first, ""), len(found.keys() - told) < len(reasons)
     return f"rank {first}: {reason}" if reason and is_alone and f"rank {first}" not in reason else reason

@@ -119,7 +119,8 @@ def sweep_job(job: JobConfig, context: RankContext) -> dict[str, Any]:
             lock.acquire()
             log.rows = Table.load(log.path).rows
             todo = pending(points, log, columns)
-            text = f"sweep of {counted(_count(points), 'point')}, {_count(todo)} to measure in {folder}"
+            counts = [sum(map(len, each.values())) for each in (points, todo)]
+            text = f"sweep of {counted(counts[0], 'point')}, {counts[1]} to measure in {folder}"
             sys.stderr.write(f"comet: {text}; stopped, it goes on by the same command with output_dir={folder}\n")
             return points, todo
 
@@ -134,11 +135,11 @@ def sweep_job(job: JobConfig, context: RankContext) -> dict[str, Any]:
             plot_sweep(results, folder / PLOT_NAME)
             return results
 
-        where = {"measured_now": _count(todo), "output_dir": str(folder)}
+        where = {"measured_now": sum(map(len, todo.values())), "output_dir": str(folder)}
         return report("sweep", from_first_rank(finish), where, context.rank)
 
 
-def pending(points: Points, log: Table, columns: Mapping[str, object]) -> Points:
+def pending(points: Points, log: Table, columns: dict[str, object]) -> Points:
     """The settings to measure of each problem: all if one is new, because times of two runs do not compare.
 
     Else those without a time: the reason why they failed may be gone by now.
@@ -149,10 +150,6 @@ def pending(points: Points, log: Table, columns: Mapping[str, object]) -> Points
         failed = [setting for setting, item in known.items() if item is not None and item.ms is None]
         todo[problem] = settings if None in known.values() else failed
     return {problem: left for problem, left in todo.items() if left}
-
-
-def _count(points: Points) -> int:
-    return sum(map(len, points.values()))
 
 
 def tune_job(job: JobConfig, context: RankContext) -> dict[str, Any]:
@@ -219,7 +216,8 @@ def report(task: str, results: Results, where: Mapping[str, Any], rank: int) -> 
 
     The fastest point of each problem carries a star, a failed one its reason.
     """
-    lines, rows, best = [("model", "EP", "TP", "tokens", "setting", "ms", "")], [], []
+    lines: list[tuple[str, ...]] = [("model", "EP", "TP", "tokens", "setting", "ms", "")]
+    rows, best = [], []
     for problem, measured in results.items():
         named = {name: value for name, value in problem.columns().items() if name in ("model", "ep", "tp", "tokens")}
         first = fastest(measured)
@@ -239,7 +237,7 @@ def report(task: str, results: Results, where: Mapping[str, Any], rank: int) -> 
 
 
 def plot_sweep(results: Results, path: Path) -> None:
-    """Draw all points that ran as a PNG; a problem without any keeps an empty subplot that says so."""
+    """Draw all points that ran as a PNG; a problem without any keeps an empty subplot."""
     from matplotlib.figure import Figure
 
     columns = min(len(results), MAX_COLUMNS)
@@ -254,13 +252,11 @@ def plot_sweep(results: Results, path: Path) -> None:
                      for item in measured if item.setting and item.ms)  # fmt: skip
         for panels, line in groupby(ran, key=lambda point: point[0]):
             axes.plot(*zip(*(point[1:] for point in line), strict=True), "o-", label=counted(panels, "panel"))
-        axes.set(xlabel="communication blocks", ylabel="ms", title=problem.title)
+        title = problem.title if ran else f"{problem.title}: every setting failed"
+        axes.set(xlabel="communication blocks", ylabel="ms", title=title)
         if ran:
             axes.set_ylim(0, 1.1 * max(ms for _, _, ms in ran))
             axes.set_xticks(sorted({blocks for _, blocks, _ in ran}))
             axes.legend(fontsize="small")
-        else:
-            axes.set(xticks=[], yticks=[])
-            axes.text(0.5, 0.5, "every setting failed", ha="center", transform=axes.transAxes)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

@@ -1,16 +1,13 @@
-"""The one timing protocol of the tuner, of all benchmarks and of what ``comet generate`` measures of its device.
+"""The one timing protocol of sweeps, tuning and benchmarks; ``benchmarks/results/protocol.md`` has its measurements.
 
-1. *Interleaved.* All variants run in one loop, one call each per round, and each round starts with another variant. A
-   GPU slows by up to 10 % within a minute of load (power limit): variants measured one after the other say nothing.
-2. *Warm-up.* Whole rounds, not counted: compilation, autotuning, lazily created communicators, allocator. On a GPU they
-   fill ``WARM_S``: one that was idle runs its first fraction of a second of memory-bound work 13 % slower. How many
-   that takes follows from the shortest of the first ones (others may have compiled) on the slowest rank, so that all
-   ranks make equally many.
-3. *Barrier.* Before each call a barrier runs on the device, so that no rank's time contains another rank's lateness.
-   A GPU first waits a quarter of a millisecond, in which the host launches the call: a variant before it that makes
-   the host wait would otherwise cost this one, and all other ranks, its launch.
-4. *CUDA events* around the call, read at the end of a round: the host runs ahead as it does in training, unless the
-   variant itself makes it wait, which then counts. ``capture`` removes launch cost altogether.
+1. *Interleaved.* Each round calls every variant once and starts with another one: a GPU slows by up to 10 % within a
+   minute of load (power limit).
+2. *Warm-up.* Rounds before the counted ones compile and allocate. On a GPU they fill ``WARM_S``. Their number follows
+   from the shortest of the first ones on the slowest rank, so that all ranks make equally many.
+3. *Barrier.* A barrier on the device before each call keeps another rank's lateness out of a time. A GPU first waits a
+   quarter of a millisecond, in which the host launches the call, whatever the variant before it made the host wait for.
+4. *CUDA events* around the call are read at the end of a round: the host runs ahead as it does in training. ``capture``
+   removes launch cost.
 5. *Rotated inputs.* Call number i gets input set i modulo ``rotate``, so that L2 does not flatter.
 6. *Slowest rank.* Each sample is the maximum over ranks; then median, 10 % and 90 % quantile over the rounds.
 

@@ -143,12 +143,7 @@ def _measured(calls: Mapping[str, Call], group: ExpertGroup, rounds: int) -> dic
     mine = [(pair - fused).abs().max().item(), fused.abs().max().item()]
     apart, most = largest(mine, group.device, group.process_group)
     times = time_interleaved(
-        calls,
-        rounds=rounds,
-        device=group.device,
-        process_group=group.process_group,
-        rotate=NUM_INPUTS,
-        leads=False,
+        calls, rounds=rounds, device=group.device, process_group=group.process_group, rotate=NUM_INPUTS, leads=False
     )
     group.workspace.check()
     return {"times": {name: asdict(timing) for name, timing in times.items()}, "apart": apart / most}

@@ -151,14 +151,14 @@ def changed(**values: str) -> Callable[[str], bytes]:
 
 DAMAGE: dict[str, tuple[Callable[[str], bytes], str]] = {
     "another table": (lambda text: text.replace("num_panels", "speed").encode(), "must start with the columns model,"),
-    "half-written": (lambda text: text[:-40].encode(), rf"{NAME}:3: a row must have {len(COLUMNS)} columns, not "),
+    "half-written": (lambda text: text[:-40].encode(), f"{NAME}:3 must have {len(COLUMNS)} columns, not "),
     "binary": (lambda text: b"\xff\xfe\x00 binary", "must be a CSV file"),
     "empty": (lambda text: b"", "must start with the columns"),
     "setting breaks a rule": (changed(comm_blocks="0", num_panels="0"), f"{NAME}:3: num_panels=0 must be"),
     "setting of a wrong type": (changed(comm_blocks="x"), f"{NAME}:3: invalid literal"),
     "missing panels": (changed(comm_blocks="8"), f"{NAME}:3: invalid literal"),
-    "negative time": (changed(ms="-1"), f"{NAME}:3: ms=-1.0 must be positive"),
-    "not a number": (changed(ms="nan"), f"{NAME}:3: ms=nan must be positive"),
+    "negative time": (changed(ms="-1"), f"{NAME}:3: ms=-1.0 must be above 0"),
+    "not a number": (changed(ms="nan"), f"{NAME}:3: ms=nan must be a finite number"),
     "tokens of a wrong type": (changed(tokens="many"), f"{NAME}:3: invalid literal"),
 }
 
