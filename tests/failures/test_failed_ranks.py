@@ -25,9 +25,9 @@ from comet.tuner.layers import recover
 
 DEADLINE_S = 0.02
 FLAGS = ("ids_flags", "recv_flags", "combine_flags", "barrier_flags")
-FORWARD, BACKWARD, NEXT_FORWARD = range(3)  # what is checked, in turn
+FORWARD, BACKWARD, NEXT_FORWARD = range(3)  # the calls that are checked, in turn
 
-# Step that rank 1 is late in; when rank 0 is told and where it waited; the same of rank 1; FLAGS that rank 0 raised.
+# Step that rank 1 is late in; when rank 0 hears of it and where it waited; the same of rank 1; FLAGS that rank 0 raised.
 STEPS: dict[str, tuple[int, str, int, str, list[int]]] = {
     "plan": (FORWARD, "exchange of top-k ids", FORWARD, "layer 0 dispatch", [1, 0, 0, 0]),
     "dispatch_gemm": (FORWARD, "layer 0 dispatch", FORWARD, "layer 1 combine", [1, 1, 0, 0]),
@@ -84,7 +84,7 @@ def make_late(step: str, rank: int, moe: MoE, flags: list[int]) -> None:
 
 
 def complaint(moe: MoE) -> str:
-    """What a check would say, if anything, after which no rank could go on."""
+    """Return the failure that a check would raise, or an empty text; after a check no rank could go on."""
     return moe.group.workspace.timeout()
 
 
@@ -107,7 +107,7 @@ FAULT = [1, 4, 3, 5, 9, 8, 1, 77]
 def in_epochs(rank: int, world_size: int, cases: list[tuple[tuple[int, ...], int]]) -> list[tuple[float, float]]:
     """Ranks that were in ``epochs`` recover; when this one's streams were idle, and when it went on.
 
-    Where nobody is ``late`` the fault is there before; else a kernel of that rank leaves it, and takes its epoch, while
+    If no rank is ``late``, the fault is there before; else a kernel of that rank leaves it, and takes its epoch, while
     the host waits for it.
     """
     times = []

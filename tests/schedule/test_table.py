@@ -217,7 +217,7 @@ def test_unreadable_path_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_a_good_file_that_cannot_be_read_stays_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the file of another user: who runs these tests as root could read it all the same."""
+    """A file of another user; root could read it, so the test refuses by itself."""
     profile = filled(tmp_path)
     before = profile.path.read_text()
 

@@ -1,4 +1,4 @@
-"""What torch is told for the whole process or a block of code changes no number: autocast, default type, subnormals.
+"""Settings of torch for the whole process or a block of code change no number: autocast, default type, subnormals.
 
 And types that cannot be right are refused by name.
 """
@@ -130,7 +130,7 @@ def quantised(dtype: torch.dtype) -> list[Tensor]:
 @pytest.mark.parametrize("world_size", [1, 2])
 @in_ranks("world_size")
 def test_a_default_device_changes_nothing(rank: int, world_size: int) -> None:
-    """As GPUs are made the default by ``torch.set_default_device``: layers and models are on the group's device."""
+    """Layers and models are on the group's device, whatever ``torch.set_default_device`` says."""
     parallel = ParallelConfig(ep=world_size)
     with torch.device("meta"):
         group = make_expert_group(MODEL.moe, parallel, max_tokens=16, dtype=torch.float32, device="cpu")
@@ -169,7 +169,7 @@ def inputs_to_measure() -> list[Tensor]:
 def model_step() -> list[Tensor]:
     group = make_expert_group(CASE.config, ParallelConfig(), max_tokens=16, dtype=torch.float32, device="cpu")
     model = GPT(MODEL, group)
-    model.head.weight.data = numbers(tuple(model.head.weight.shape), 4)  # which starts at zero
+    model.head.weight.data = numbers(tuple(model.head.weight.shape), 4)  # It starts at zero.
     with without_autocast(group.device):  # the model runs its products in the group's type itself
         output = model(torch.arange(16).view(2, 8))
         output.logits.square().mean().backward()
@@ -265,7 +265,7 @@ def test_a_shared_expert_takes_the_tokens_dtype(param_dtype: torch.dtype) -> Non
 
 @in_ranks(1, interpret=True)
 def test_bfloat16_is_refused_by_interpreted_kernels(rank: int, world_size: int) -> None:
-    """Where a path is made, or called if it was made."""
+    """A path refuses when it is made, or else when it is called."""
     case = replace(CASE, dtype=torch.bfloat16)
     group, tokens, weights = open_group(case), rank_inputs(case, 0).tokens, rank_weights(case, 0, Tensor)
     steps = tokens, rank_inputs(case, 0).top_k_ids, rank_inputs(case, 0).top_k_weights, decode_weights(*weights, 4)
@@ -286,7 +286,7 @@ def test_bfloat16_is_refused_by_interpreted_kernels(rank: int, world_size: int) 
 
 
 def run_nan_on_the_last_rank(rank: int, world_size: int, parts: tuple[type, type], ep: int, bad: float) -> str:
-    """What a call says on this rank; then a call with good tokens has to work."""
+    """Return the refusal of a call on this rank; then a call with good tokens has to work."""
     case = LayerCase("nan", ep, world_size // ep, (6,) * world_size, hidden_size=128)
     group, inputs = open_group(case), rank_inputs(case, rank)
     w1, w2 = rank_weights(case, rank, Tensor)

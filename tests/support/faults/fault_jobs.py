@@ -54,7 +54,7 @@ class Ended:
 
     @property
     def said(self) -> str:
-        """What the command said of the end: its own lines, and the last ones of tracebacks."""
+        """The command's lines about its end: its own, and the last ones of tracebacks."""
         return " ".join(line for line in self.error.splitlines() if re.match(SAYS, line))
 
 
@@ -185,7 +185,7 @@ def judge(order: Order, ended: Ended) -> Finding:
 
 
 def wrong_training(order: Order, out: Path, trained: Path) -> list[str]:
-    """What a disturbed job left that is no beginning of the undisturbed one, or does not become its end."""
+    """The differences of a disturbed job from the beginning of the undisturbed one, and after a resume from its end."""
     wanted = losses_of(trained)
     wrong = different(losses_of(out), wanted, "disturbed", whole=False)
     whole = [each.path.name for each in list_checkpoints(out)[0]]

@@ -1,7 +1,7 @@
-"""Rows of the fault matrix that are calls in a program: ranks catch what is raised, call again, and start anew.
+"""Rows of the fault matrix that are calls in a program: ranks catch what is raised, call again, and start again.
 
 Each rank makes four calls and compares what they return with the reference. The fault comes in the second; the third is
-refused or right; before the last all that are still alive start anew, as their path says.
+refused or right; before the last all that are still alive start again, as their path says.
 """
 
 import faulthandler
@@ -71,7 +71,7 @@ class LayerCalls:
         return complaints(check_call, self.case, self.rank, number, found)
 
     def recover(self) -> None:
-        """By a restart; where a collective broke off, by a new group of new process groups."""
+        """Start again by a restart, or by a new group of new process groups if a collective broke off."""
         if self.order.row.path in ("twin", "fused"):
             self.moe.group.workspace.restart()
         else:
@@ -147,7 +147,7 @@ def is_interpreted(order: Order) -> bool:
 def wait_s(order: Order) -> float:
     """The deadline that ranks are given: the interpreter's clock counts polls as 20 us each, which take it longer.
 
-    Ten times as long where the culprit tells of its fault: on a busy machine it may come to it after the others' polls.
+    Ten times as long where the culprit reports its fault: on a busy machine it may come to it after the others' polls.
     """
     shorter = 10 if order.row.fault in ("exception", "out of memory") else 100
     return order.deadline_s / shorter if is_interpreted(order) else order.deadline_s
