@@ -27,7 +27,7 @@ DEADLINE_S = 0.02
 FLAGS = ("ids_flags", "recv_flags", "combine_flags", "barrier_flags")
 FORWARD, BACKWARD, NEXT_FORWARD = range(3)  # the calls that are checked, in turn
 
-# Step that rank 1 is late in; when rank 0 hears of it and where it waited; the same of rank 1; FLAGS that rank 0 raised.
+# Step that rank 1 is late in; when rank 0 hears of it and where it waited; the same of rank 1; flags of rank 0.
 STEPS: dict[str, tuple[int, str, int, str, list[int]]] = {
     "plan": (FORWARD, "exchange of top-k ids", FORWARD, "layer 0 dispatch", [1, 0, 0, 0]),
     "dispatch_gemm": (FORWARD, "layer 0 dispatch", FORWARD, "layer 1 combine", [1, 1, 0, 0]),
