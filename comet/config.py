@@ -64,6 +64,8 @@ REMOVED_SETTINGS = {
     "beside": "comm_blocks=0 is beside=true, and comm_blocks=N is beside=false with N comm blocks",
     "link_gb_per_s": "leave it out: nothing is predicted any more, the report has what was measured",
     "memory_gb_per_s": "leave it out: nothing is predicted any more, the report has what was measured",
+    "expert_policy": "leave it out: the expert used longest ago loses its slot, as by expert_policy=lru; "
+    "expert_prefetch is faster than lfu was",
     "draft_cached_only": "leave it out: drafts choose from all experts, which decodes faster",
 }
 

@@ -108,8 +108,7 @@ def describe_generate(job: JobConfig, num_ranks: int, device: torch.device) -> l
     sizes["memory of this host"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return [
         *lines,
-        f"# experts on the device: {budget.slots} of {budget.held} in each of {budget.num_layers} layers, by "
-        f"{budget.policy}; MiB",
+        f"# experts on the device: {budget.slots} of {budget.held} in each of {budget.num_layers} layers; MiB",
         *table(sizes),
         f"# prefetch: {prefetch_told(job.generate.expert_prefetch, budget, device)}",
     ]

@@ -76,7 +76,7 @@ def run_fp8(device: torch.device, dtype: torch.dtype, kind: Kind, *, bias: torch
     if kind == "cuda":
         case = replace(case, num_tokens=(150, 5), routing="hot")
     ranks = EmulatedRanks(case, device)
-    if bias is not None:  # which plain torch knows nothing of here
+    if bias is not None:  # Plain torch has no biases here.
         ranks.results(kind)
         return
     ranks.run(kind)
@@ -136,12 +136,12 @@ def run_expert_caches(device: torch.device, dtype: torch.dtype) -> None:
     """Slots are filled, kept and given away, with biases and with scales: in block FP8 12 bytes of w1 and 8 of w2."""
     case = DecodeCase(name="cache", T=1, K=2, E=6, D=32, F=16)
     biased = replace(case, biased=True)
-    caches = [(biased, "lru", 1, 2, 4), (case, "lfu", 1, 2, 4), (case, "lfu", 3, 6, 4), (biased, "lru", 2, 3, 4)]
+    caches = [(biased, 1, 2, 4), (case, 3, 6, 4), (biased, 2, 3, 4)]
     for kind, (hidden_size, ffn_size) in {"mxfp8": (64, 32), "mxfp4": (64, 32), "fp8": (48, 144)}.items():
         quantised = replace(case, quantised=kind, D=hidden_size, F=ffn_size)
-        caches += [(quantised, "lru", 1, 2, 2), (quantised, "lru", 3, 6, 1)]  # fewer steps, which take longer
-    for each, policy, num_tokens, num_slots, num_steps in caches:
-        cache = cache_of(each, num_slots, policy, device=device, dtype=dtype)
+        caches += [(quantised, 1, 2, 2), (quantised, 3, 6, 1)]  # fewer steps, which take longer
+    for each, num_tokens, num_slots, num_steps in caches:
+        cache = cache_of(each, num_slots, device=device, dtype=dtype)
         for needed in ([0, 5], [5, 2], [1, 4], [1, -1])[:num_steps]:
             step_from_cache(cache, needed, dtype, num_tokens)
 
@@ -175,9 +175,9 @@ def run_dequantize(device: torch.device, dtype: torch.dtype) -> None:
 
 def run_host_cores(device: torch.device, dtype: torch.dtype) -> None:
     """Some of the missing experts are computed by a process of the host, where a step is one wave."""
-    for num_slots, policy, kind in ((6, "lru", ""), (3, "lfu", ""), (3, "lru", "mxfp4")):
+    for num_slots, kind in ((6, ""), (3, ""), (3, "mxfp4")):
         case = DecodeCase(name="host cores", T=3, K=2, E=6, D=32, F=32, quantised=kind)
-        cache, cores = hosted_cache(case, num_slots, policy=policy, device=device, dtype=dtype)
+        cache, cores = hosted_cache(case, num_slots, device=device, dtype=dtype)
         slots = torch.arange(6, dtype=torch.int32)
         resident = DecodeWeights(**{name: part.cpu() for name, part in cache.host.named_parts.items()}, slots=slots)
         for num_tokens, needed in product((1, 3), ([0, 5], [2, 3], [4, 5], [1, -1])):
@@ -237,7 +237,7 @@ def pretend_words(decode: RankDecode) -> None:
 
 
 def run_rank_decodes(device: torch.device, dtype: torch.dtype) -> None:
-    """Of the same tokens, and of each rank's own."""
+    """Decode the same tokens on all ranks, and each rank's own."""
     for replicated in (True, False):
         run_rank_decode(device, dtype, replicated=replicated)
 

@@ -47,7 +47,7 @@ from lib.traces import Trace, record_routing
 
 ON_DEMAND, RESIDENT = "on_demand", "resident"
 STEPS_PER_CALL = 32  # so that calls have about as many misses
-STORE = ("expert_dtype", "expert_policy", "expert_prefetch", "host_cores")  # settings that an engine takes
+STORE = ("expert_dtype", "expert_prefetch", "host_cores")  # settings that an engine takes
 PROMPT_BYTES, FIRST_TOKEN_BYTES, LEAST_PROMPTS = 64, 1000, 64
 HELDOUT_SHAPE = (4, 8, 512)  # batches of texts of tokens
 Step = Callable[[], Any]
@@ -160,7 +160,7 @@ class Alone:
         where: dict[str, Any] = dict(device=self.device, dtype=self.dtype, group=self.group)
         routers: Any = [partial(guess, layer) for layer in range(self.num_layers)]
         paths = host_paths(
-            Slots(num_slots=num_slots, layout=self.layout, runner=runner, policy=settings.expert_policy, **where),
+            Slots(num_slots=num_slots, layout=self.layout, runner=runner, **where),
             lambda file: [HeldExperts.hold(each.named_parts, self.device, file) for each in held],
             self.moe.hidden_size,
             host_cores=settings.host_cores,

@@ -6,7 +6,7 @@
     python benchmarks/bench.py experts --device cpu --model tiny --layers 2 --budgets 0.5,1.0 --steps 8
     torchrun --nproc-per-node 4 benchmarks/bench.py experts --ep 4 --model deepseek_v3 --layers 1 --budgets 0.1,0.3
 
-A variant keeps experts in a *cache*, by the policy or stored as the type behind it, with the experts of the next layer
+A variant keeps experts in a *cache*, stored as the type behind it, with the experts of the next layer
 copied early (*prefetch*), or with the host's cores, which compute some of those that are missing. Each is made within
 its budget: its slots, and ``--workspace-mb``. *resident* has all experts in GPU memory, *on_demand* keeps none from one
 token to the next. All are timed in turn.
@@ -56,7 +56,6 @@ from lib.traces import Trace, made_trace, resized_guesses, resized_trace
 KINDS: dict[str, dict[str, Any]] = {
     ON_DEMAND: {},
     "cache": {},
-    "cache lfu": dict(expert_policy="lfu"),
     "cache + prefetch": dict(expert_prefetch=True),
     "cache + host cores": dict(host_cores="auto"),
     "cache + prefetch + host cores": dict(expert_prefetch=True, host_cores="auto"),

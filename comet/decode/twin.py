@@ -54,15 +54,14 @@ def decode_partial_torch(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tenso
 
 def _slots_in_waves(top_k_ids: Tensor, weights: DecodeWeights) -> Iterator[Tensor]:
     """``(T, K)`` slot of every routed row of each wave; from a cache, whose experts come when it is asked for."""
-    host, ids, fades = weights.host, top_k_ids[None], True
+    host, ids = weights.host, top_k_ids[None]
     if host is not None:
         num_waves = waves_of(top_k_ids, host)
         if num_waves > 1:
             ids, host = split_waves_torch(top_k_ids, host, num_waves), replace(host, mail=None)
     for wave in ids:
         if host is not None:
-            bring_torch(wave, weights.w1, weights.w2, host, weights.parts[2:], fades=fades)
-            fades = False
+            bring_torch(wave, weights.w1, weights.w2, host, weights.parts[2:])
         yield _entry_slots(wave, weights)
 
 

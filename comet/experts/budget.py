@@ -17,7 +17,6 @@ from comet.experts.cache import (
     slots_of_budget,
 )
 from comet.experts.options import ExpertStoreKind, StoreOptions
-from comet.kernels.experts.policy import POLICIES, Policy
 from comet.layer.group import ExpertGroup
 from comet.quantization.formats import MX_BLOCK, MXType, StoredType
 
@@ -37,7 +36,6 @@ class ExpertBudget:
     slots: int  # S, experts of each layer on the device
     places: int  # experts of all layers together in host memory
     stored: StoredType | None = None
-    policy: Policy = "lru"  # decides whose slot a missing expert takes
 
     @property
     def device_bytes(self) -> int:
@@ -100,17 +98,11 @@ def plan_budget(
     Example: 4 layers of 64 experts of 98,304 bytes, ``expert_budget=0.25``: 16 slots a layer, 6,291,456 bytes on
     the device. In host memory all 256 experts, or with ``expert_store="file", host_budget=0.5`` any 128.
     """
-    budget, store, stored, policy = options.expert_budget, options.expert_store, options.stored, options.expert_policy
+    budget, store, stored = options.expert_budget, options.expert_store, options.stored
     if budget is None:
         return None
     kinds = get_args(ExpertStoreKind)
     require(store in kinds, f"expert_store={store!r} must be one of {', '.join(kinds)}")
-    require(policy in POLICIES, f"expert_policy={policy!r} must be one of {', '.join(POLICIES)}")
-    require(
-        policy == "lru" or store == "host",
-        f"expert_policy={policy!r} must be 'lru' with expert_store={store!r}: the host gives away what was used "
-        "longest ago",
-    )
     require(math.isfinite(budget), f"expert_budget={budget} must be finite: {UNIT}")
     held, width = config.num_experts // parallel.ep, config.ffn_size // parallel.tp
     rule = f"must be a multiple of {DIM_MULTIPLE} with an expert_budget, whose steps take warp decode"
@@ -128,5 +120,5 @@ def plan_budget(
         require(given is None, f"host_budget={given} must be None where host memory holds all experts")
     return ExpertBudget(
         store=store, num_layers=num_layers, held=held, expert_bytes=expert, slots=slots, places=places,
-        stored=stored, policy=policy,
+        stored=stored,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """The cache of one layer's experts, and decode steps that read from it.
 
 The GPU keeps the cache itself, inside the decode step (``comet.kernels.experts.cache``): it looks up which experts a
-step needs, gives the missing ones the slots of those that are worth least, and reads them from pinned host memory. A
+step needs, gives the missing ones the slots of those used longest ago, and reads them from pinned host memory. A
 hit costs the host nothing, and a step stays one CUDA graph. Results are those of experts that are all in GPU memory,
 bit for bit, but for those of longer prompts.
 """
@@ -27,7 +27,6 @@ from comet.errors import UnavailableError
 from comet.experts.host.cores import HostCores
 from comet.experts.store import HeldExperts
 from comet.experts.streaming import ExpertsFromSlots, SlotCache, Visit, send
-from comet.kernels.experts.policy import POLICIES, Policy
 from comet.kernels.experts.prefetch import take_over_torch
 from comet.kernels.experts.tables import CLOCK, LAYER, NEVER, CacheTables, HostExperts
 from comet.kernels.runtime.activation import SWIGLU, Activation
@@ -108,7 +107,6 @@ class ExpertCache(SlotCache):
         num_slots: int,
         device: torch.device,
         *,
-        policy: Policy = "lru",
         num_experts: int | None = None,
         first_expert: int = 0,
         activation: Activation = SWIGLU,
@@ -119,7 +117,6 @@ class ExpertCache(SlotCache):
         for name, weight in given.stored_parts.items():
             require(weight.device.type == "cpu", f"device={weight.device} of {name} must be 'cpu': it is the store")
         require(num_slots >= 1, f"num_slots={num_slots} must be at least 1")
-        require(policy in POLICIES, f"expert_policy={policy!r} must be one of {', '.join(POLICIES)}")
         self.num_slots, self.first_expert = num_slots, first_expert
         held, num_experts = (first_expert, first_expert + w1.shape[0]), num_experts or w1.shape[0]
         require(
@@ -135,7 +132,7 @@ class ExpertCache(SlotCache):
             )
         host = stored.named_parts
         DecodeWeights(**host, slots=torch.empty(1, dtype=torch.int32))  # looks at scales that were not made here
-        self.host = HostExperts(**host, tables=self.tables, policy=policy)
+        self.host = HostExperts(**host, tables=self.tables)
         slots: dict[str, Any] = {
             name: torch.zeros(num_slots, *weight.shape[1:], dtype=weight.dtype, device=device)
             for name, weight in host.items()

@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from comet.config import require
-from comet.kernels.experts.policy import Policy
 from comet.limits import Positive
 from comet.utils.choices import MXType, StoredType
 
@@ -31,7 +30,6 @@ class StoreOptions:
     host_budget: Positive | None = None
     expert_dtype: MXType | None = None
     keep_fp8: bool = False
-    expert_policy: Policy = "lru"
     host_cores: str = "off"
     expert_prefetch: PrefetchSetting = "auto"
 

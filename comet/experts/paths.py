@@ -22,7 +22,6 @@ from comet.experts.host.profile import HostSizes
 from comet.experts.prefetch import PrefetchSetting, prefetch_between, prefetches, probable
 from comet.experts.staged import Stage, StagedCache, StagedExperts, staged_report_of
 from comet.experts.store import ExpertReader, HeldExperts, MemoryFile, warn_pageable
-from comet.kernels.experts.policy import Policy
 from comet.layer.group import ExpertGroup
 from comet.layout import ExpertLayout
 from comet.router.router import Router
@@ -44,7 +43,6 @@ class Slots:
     dtype: torch.dtype  # of tokens
     device: torch.device  # of the slots
     group: ExpertGroup | None = None  # the ranks, which all open the same layers; None: this rank alone
-    policy: Policy = "lru"  # whose slot is given away
     cores: HostCores | None = None  # that compute some of the missing experts; the host's store is in their file
 
     def over_host(self, layers: Sequence[HeldExperts]) -> Sequence[CachedPath]:
@@ -53,12 +51,11 @@ class Slots:
         Where a rank's device cannot read its own, that is said once, and the host copies on all ranks.
 
         Raises:
-            NotImplementedError: If memory cannot be pinned, and the policy is not ``lru``.
             UnavailableError: If memory cannot be pinned, and there are cores that are to compute.
             ValueError: If the device's memory does not hold a layer's fewest slots.
         """
         if least_of_ranks(all(layer.readable for layer in layers), self.group):
-            place = dict(device=self.device, policy=self.policy, turn=Turn(self.device), **self._place)
+            place = dict(device=self.device, turn=Turn(self.device), **self._place)
             caches = self._fitting(
                 layers,
                 lambda number, layer, slots: ExpertCache(**layer.stored_parts, num_slots=slots, **place),
@@ -141,10 +138,6 @@ class Slots:
                 raise UnavailableError(
                     f"host_cores computes from pinned memory, and {refused}: allow that, or set host_cores=off"
                 )
-        if self.policy != "lru":
-            raise NotImplementedError(
-                f"expert_policy={self.policy!r} is for pinned memory, and {refused}: allow that, or take 'lru'"
-            )
 
 
 @torch.inference_mode(mode=False)  # memory that both modes may write to

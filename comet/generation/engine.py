@@ -28,7 +28,6 @@ from comet.experts.staged import StagedCache, StagedExperts
 from comet.experts.store import HeldExperts, MemoryFile, QuantisedReader
 from comet.generation.speculation import draft_routers
 from comet.graphed.step import Passes, batch_obstacle
-from comet.kernels.experts.policy import Policy
 from comet.layer.group import ExpertGroup
 from comet.layer.sharding import absent, local
 from comet.layer.shared_expert import SharedExpert
@@ -182,7 +181,6 @@ class GPTEngine(Engine):
         cuda_graph: GraphMode = "auto",
         expert_slots: int | None = None,
         expert_dtype: MXType | None = None,
-        expert_policy: Policy = "lru",
         expert_prefetch: PrefetchSetting = "auto",
         host_cores: str = "off",
         speculation: SpeculationConfig | None = None,
@@ -209,7 +207,7 @@ class GPTEngine(Engine):
         if expert_slots is None:
             self._experts = [freeze_experts(self.runner, layer, columns, self._clock) for layer in model.moe_layers()]
         else:
-            where: dict[str, Any] = dict(device=group.device, group=group, policy=expert_policy)
+            where: dict[str, Any] = dict(device=group.device, group=group)
             slots = Slots(num_slots=expert_slots, layout=layout, runner=self.runner, dtype=model.dtype, **where)
             self.stored = host_paths(
                 slots,

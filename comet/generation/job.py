@@ -72,7 +72,7 @@ def generate_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
         facts = cache_facts(warm, engine.cache_report() or warm)
         if engine.cores is not None:
             facts["host_cores"] = engine.cores.facts()
-        result["expert_cache"] = facts | {"store": budget.store, "stored": budget.stored, "policy": budget.policy}
+        result["expert_cache"] = facts | {"store": budget.store, "stored": budget.stored}
     if printer is not None:
         printer.finish(result)
         sys.stderr.write(context_note(generated.stopped_by, config.model.context))
@@ -120,7 +120,6 @@ def _open_engine(source: Source, config: JobConfig, group: ExpertGroup, budget: 
         cuda_graph=settings.cuda_graph,
         expert_slots=slots,
         expert_dtype=settings.expert_dtype,
-        expert_policy=settings.expert_policy,
         expert_prefetch=settings.expert_prefetch,
         host_cores=settings.host_cores,
         speculation=speculation,

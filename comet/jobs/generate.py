@@ -47,8 +47,6 @@ class GenerateConfig(SpeculationConfig, StoreOptions):
         expert_store: With a budget, where all experts are: in ``host`` memory, or in the ``file`` of a Hugging Face
             folder; then the host copies them, and steps are not replayed from a CUDA graph.
         host_budget: With ``expert_store=file``, share of all experts (up to 1), or bytes, that host memory holds.
-        expert_policy: With a budget, which expert loses its slot to a missing one: the least recently used (``lru``) or
-            the least frequently used (``lfu``); ``file`` takes ``lru`` only.
         expert_prefetch: With a budget, whether experts that a layer will probably need are copied during the layer
             before; the layer's router predicts them from that layer's tokens. ``auto``: if a GPU reads the host store
             itself; ``true``: on a CPU as well, elsewhere an error; ``false``: never. It changes no step's numbers.

@@ -12,7 +12,6 @@ from ..decode.scales import BLOCK, MX, in_number
 from ..decode.step import Batch, ExpertWeights, Gather, ReceiveBuffer, Step, StepConstants, StepTensors, Words
 from ..decode.warp_decode import decode
 from ..experts.mailbox import Mailbox
-from ..experts.policy import Policy
 from ..experts.prefetch import plan, travel
 from ..experts.tables import CacheTables, HostExperts
 from ..experts.waves import split_waves
@@ -49,8 +48,7 @@ class Setting:
     ranks: int = 1  # W
     gathered: bool = False  # whether the tokens are those of all ranks, ``num_tokens / ranks`` of each
     dependent: bool = True  # whether down starts while gate/up drains
-    # whose slot is given away where GPU memory holds a quarter of the experts; ``None``: all are there
-    cache: Policy | None = None
+    cache: bool = False  # whether GPU memory holds a quarter of the experts; else all are there
     prefetched: bool = False  # whether experts may have travelled to the cache before
     waves: bool = False  # whether the step takes some
     hosted: bool = False  # whether the host's cores compute some of those that are missing
@@ -65,7 +63,7 @@ class Setting:
         words += [f"{self.ranks} ranks"] if self.ranks > 1 else []
         words += ["gathered"] if self.gathered else []
         words += [] if self.config.dependent else ["not dependent"]
-        words += [f"cache {self.cache}"] if self.cache else []
+        words += ["cache"] if self.cache else []
         words += ["prefetched"] if self.prefetched else []
         words += ["host cores"] if self.hosted else []
         words += [self.activation.name] if self.activation != SWIGLU else []
@@ -109,7 +107,7 @@ class Setting:
     @property
     def host(self) -> HostExperts | None:
         """The experts beyond GPU memory; as many slots as a step needs, and fewer for waves."""
-        if self.cache is None:
+        if not self.cache:
             return None
         num_experts, top_k, hidden_size, _ = SHAPES[self.shape]
         quarter, needed, (w1, w2), mail = num_experts // 4, self.num_tokens * top_k, self.weights, None
@@ -125,7 +123,7 @@ class Setting:
             )  # fmt: skip
         return HostExperts(
             w1=w1.elements, w2=w2.elements, w1_scales=w1.scales, w2_scales=w2.scales, tables=tables,
-            policy=self.cache, prefetched=self.prefetched, mail=mail,
+            prefetched=self.prefetched, mail=mail,
         )  # fmt: skip
 
     @property
@@ -170,7 +168,7 @@ def aot_cases() -> list[KernelCase]:
     in_turn += _steps("gpt_oss", 1, ranks=RANKS, **GPT_OSS)
     cases += [case for each in in_turn for case in _cases(replace(each, interleaved=True), KERNELS[:1])]
     for count, stored, ranks in ((2, "", 1), (8, "", 1), (16, "", 1), (8, "mxfp4", 1), (8, "", RANKS)):
-        [setting] = _steps("qwen3", count, cache="lru", waves=True, quantised=stored, ranks=ranks)
+        [setting] = _steps("qwen3", count, cache=True, waves=True, quantised=stored, ranks=ranks)
         downs = _cases(setting, KERNELS[1:])
         cases += [replace(downs[-1], name=f"{setting.label}, last wave")]
         cases += [replace(downs[0], name=f"{setting.label}, first wave")] if ranks == 1 else []  # adds up nothing
@@ -184,7 +182,7 @@ def _planned() -> list[KernelCase]:
     """The launches around a step: experts that travel before it, and waves of verifying passes."""
     cases = []
     for stored in ("", "mxfp4"):
-        setting = Setting(shape="qwen3", num_tokens=1, quantised=stored, cache="lru", prefetched=True)
+        setting = Setting(shape="qwen3", num_tokens=1, quantised=stored, cache=True, prefetched=True)
         host, name = setting.host, stored or "bf16"
         cases += recorded(f"{name}, travel", WIDE_ACCESS, travel, host.parts, host)
         for ids in (meta(1, 8), meta(16, 8)):
@@ -222,23 +220,23 @@ def _ranks() -> list[Setting]:
 
 
 def _caches() -> list[Setting]:
-    """Experts beyond GPU memory: policies, weights, the host's cores, prefetch."""
-    found = [*_steps("qwen3", 1, 2, 4, cache="lru"), *_steps("mixtral", 1, cache="lru")]
-    found += [*_steps("deepseek", 1, cache="lru"), *_steps("qwen3", 1, cache="lfu")]
+    """Experts beyond GPU memory: weights, the host's cores, prefetch."""
+    found = [*_steps("qwen3", 1, 2, 4, cache=True), *_steps("mixtral", 1, cache=True)]
+    found += _steps("deepseek", 1, cache=True)
     for stored in QUANTISED:
-        found += _steps("qwen3", 1, 4, quantised=stored, cache="lru")
-    hosted: dict[str, Any] = dict(cache="lru", hosted=True)
+        found += _steps("qwen3", 1, 4, quantised=stored, cache=True)
+    hosted: dict[str, Any] = dict(cache=True, hosted=True)
     found += [*_steps("qwen3", 1, 2, 4, **hosted), *_steps("deepseek", 1, **hosted)]
-    found += [*_steps("qwen3", 1, cache="lfu", hosted=True), *_steps("qwen3", 4, ranks=RANKS, **hosted)]
+    found += _steps("qwen3", 4, ranks=RANKS, **hosted)
     found += [*_steps("qwen3", 1, dtype=torch.float32, **hosted), *_steps("qwen3", 1, quantised="fp8", **hosted)]
     found += _steps("qwen3", 4, quantised="mxfp4", **hosted)
-    prefetched: dict[str, Any] = dict(cache="lru", prefetched=True)
+    prefetched: dict[str, Any] = dict(cache=True, prefetched=True)
     return [*found, *_steps("qwen3", 1, 8, **prefetched), *_steps("qwen3", 1, quantised="mxfp4", **prefetched)]
 
 
 def _activations() -> list[Setting]:
     found = [*_steps("gpt_oss", 1, 2, 16, **GPT_OSS), *_steps("gpt_oss", 1, 2, 16, quantised="mxfp4", **GPT_OSS)]
-    found += _steps("gpt_oss", 1, 4, quantised="mxfp4", cache="lru", **GPT_OSS)
+    found += _steps("gpt_oss", 1, 4, quantised="mxfp4", cache=True, **GPT_OSS)
     return found + [each for name in ("geglu", "reglu") for each in _steps("qwen3", 8, activation=Activation(name))]
 
 

@@ -64,7 +64,7 @@ def times_hidden(tile, hidden_ptr, row, f, F, STEP: tl.constexpr):
 
 
 @triton.jit
-def down_fold(step, w2, token, first_col, D, F, E, S, STEP: tl.constexpr):
+def down_fold(step, w2, cache, token, first_col, D, F, E, S, STEP: tl.constexpr):
     """``(rows,)`` columns of one token's output; the first ``ahead`` steps of all its experts are loaded early."""
     K: tl.constexpr = STEP.top_k
     AHEAD: tl.constexpr = STEP.ahead
@@ -97,7 +97,7 @@ def down_fold(step, w2, token, first_col, D, F, E, S, STEP: tl.constexpr):
         total += tl.where(slot >= 0, weight * sums, 0.0)
         if w2.biases is not None:
             expert = tl.sum(tl.where(here, ids, 0))
-            b2_row = bias_row(expert, slot, step.slots, E, S, CACHE)
+            b2_row = bias_row(expert, slot, cache, E, S, CACHE)
             biases += weight * bias_of(w2.biases, b2_row, first_col + tl.arange(0, ROWS), D)
     outputs = tl.sum(total, axis=1)
     if w2.biases is not None:
@@ -180,7 +180,7 @@ def sum_rows(step, cache, tokens, cols, T, D, E, S, STEP: tl.constexpr):
         if step.all_ids is None:
             held = slot_of(expert, step.slots, E, S, CACHE) >= 0
         else:
-            held = is_served(expert, cache[0], E, S)
+            held = is_served(expert, cache.state, E, S)
         first = tl.min(tl.where(ids == expert[:, None], ks, STEP.top_k_block), axis=1)
         weight = tl.load(step.routing_weights + tokens * K + k, mask=held, other=0.0)
         # Other SMs wrote them during this launch: read from L2.
@@ -261,7 +261,7 @@ def down_kernel(
     if block < blocks:
         if STEP.fold:
             wait_for_missing(num_missing, STEP.dependent, CACHE)
-            total = down_fold(step, w2, group, block * STEP.rows, D, F, E, S, STEP)
+            total = down_fold(step, w2, cache, group, block * STEP.rows, D, F, E, S, STEP)
             token = group + tl.arange(0, 1)
             total = add_hosted(total[None, :], token, cols, T, D, cache, E, S, CACHE)
             publish(total, token, cols, step, words, rank, max_tokens, T, D, STEP)
@@ -271,7 +271,7 @@ def down_kernel(
             )  # fmt: skip
             wait_for_missing(num_missing, STEP.dependent, CACHE)
             slot = slot_of(expert, step.slots, E, S, CACHE)
-            b2_row = bias_row(expert, slot, step.slots, E, S, CACHE)
+            b2_row = bias_row(expert, slot, cache, E, S, CACHE)
             IS_ALONE: tl.constexpr = STEP.token_block == 1 and not STEP.by_expert
             if IS_ALONE:
                 # Loaded here they are there when the last block adds up, which everything else waits for.

@@ -119,10 +119,10 @@ def gate_up_kernel(step, w1, w1_desc, epoch_ptr, cache, T, D, F, E, S, STEP: tl.
                 fetcher = tl.program_id(1) * width + group
                 if fetcher == 0:
                     plan_misses(step.ids, T, T * K, cache, E, S, J_BLOCK, CACHE)
-                    if CACHE.mail > 0:
+                    if cache.mail is not None:
                         ask_host(step.tokens, step.ids, step.routing_weights, T, D, cache, E, S, K, J_BLOCK, CACHE)
                 fetch_misses(fetcher, CACHE.rows * width, cache, E, S, STEP.dependent, CACHE)
-                if CACHE.mail > 0:
+                if cache.mail is not None:
                     if fetcher == 0:
                         take_answer(T, D, cache, E, S, CACHE)
             return
@@ -134,9 +134,9 @@ def gate_up_kernel(step, w1, w1_desc, epoch_ptr, cache, T, D, F, E, S, STEP: tl.
     if CACHE is None:
         slot = slot_of(expert, step.slots, E, S)
     else:
-        slot = arrived_slot(expert, cache[0], E, S, CACHE)
+        slot = arrived_slot(expert, cache, E, S, CACHE)
     if slot >= 0:
-        b1_row = bias_row(expert, slot, step.slots, E, S, CACHE)
+        b1_row = bias_row(expert, slot, cache, E, S, CACHE)
         if STEP.vector:
             gate_up_vector(step, w1, slot, b1_row, rows, block * STEP.rows, D, F, STEP)
         else:

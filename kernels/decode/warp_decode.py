@@ -6,14 +6,14 @@
 which shapes of blocks are used when. Here: the launches.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 import triton
-from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..experts.tables import CacheConstants
+from ..experts.tables import CacheConstants, CachePointers
 from ..experts.waves import split_waves, wave_memory, waves_of
 from ..gemm.group_gemm import dot_precision
 from ..runtime.arch import starts_early
@@ -34,7 +34,7 @@ class _Launch(NamedTuple):
 
     config: DecodeConfig
     groups: int
-    cache: tuple[Tensor, ...] | None
+    cache: CachePointers | None
     buffer: ReceiveBuffer | None  # the last wave has it
 
 
@@ -49,16 +49,15 @@ def decode(step: Step, config: DecodeConfig, buffer: ReceiveBuffer | None = None
     """
     num_tokens, top_k = step.tensors.ids.shape
     assert config.form == "matrix" or num_tokens <= 2, num_tokens
-    gate_up, down = _constants(step, config, buffer)
     groups = min(step.sizes[2], num_tokens * top_k)
-    cache, of_step = _cache(step, groups, config.gate_up.num_warps)
+    num_waves = 1 if step.host is None else waves_of(step.tensors.ids, step.host)
+    cache, of_cache = _cache(step, groups, config.gate_up.num_warps, num_waves)
+    gate_up, down = (each._replace(cache=of_cache) for each in _constants(step, config, buffer))
     # Whatever can raise comes before the first launch: a gather alone would leave the other ranks with half a step.
     w1_desc, w2_desc = _descriptors(step, config)
     tensors, waves, memory = step.tensors, [step.tensors.ids], None
-    num_waves = 1
-    if step.host is not None:  # each expert of a wave has a slot
-        num_waves = waves_of(tensors.ids, step.host)
-        memory = wave_memory(tensors.ids, step.host, num_waves) if num_waves > 1 else None
+    if num_waves > 1:  # each expert of a wave has a slot
+        memory = wave_memory(tensors.ids, step.host, num_waves)
     if gate_up.gathered:
         gather(step, buffer, dependent=gate_up.dependent)
     if memory is not None:  # the ids may have been gathered just now
@@ -67,9 +66,7 @@ def decode(step: Step, config: DecodeConfig, buffer: ReceiveBuffer | None = None
     for number, ids in enumerate(waves):
         is_last = number == len(waves) - 1
         launch, tensors = _Launch(config, groups, cache, buffer if is_last else None), tensors._replace(ids=ids)
-        if of_step is not None:
-            of_wave = of_step.of_wave(number, len(waves))
-            gate_up, down = gate_up._replace(cache=of_wave), down._replace(cache=of_wave, adds_up=is_last)
+        down = down._replace(adds_up=is_last)
         _gate_up(step, tensors, w1_desc, launch, gate_up)
         if is_last and step.host is not None and step.host.fetched is not None:
             step.host.fetched.record()
@@ -131,11 +128,13 @@ def _descriptors(step: Step, config: DecodeConfig) -> tuple[TensorDescriptor | N
     )
 
 
-def _cache(step: Step, groups: int, num_warps: int) -> tuple[tuple[Tensor, ...], CacheConstants] | tuple[None, None]:
+def _cache(
+    step: Step, groups: int, num_warps: int, num_waves: int
+) -> tuple[CachePointers, CacheConstants] | tuple[None, None]:
     """Pointers and constants of an expert cache for both kernels; gate/up, of ``num_warps`` a block, alone fetches."""
-    host = step.host
-    if host is None:
+    if step.host is None:
         return None, None
+    host = step.host if num_waves == 1 else replace(step.host, mail=None)  # Waves do not ask the host's cores.
     slots = step.w1.elements, step.w2.elements, step.w1.scales, step.w2.scales
     return host.pointers(*slots), host.constants(groups, num_warps)
 

@@ -1,11 +1,11 @@
 """The expert cache of one layer, kept by the GPU inside the decode step, without a launch or the host.
 
 The first blocks of ``gate_up_kernel`` serve the step's misses. One of them, the planner, finds the experts of the step
-that have no slot and gives each one the slot whose expert is worth least. All of them then read these experts from host
-memory, which the GPU has mapped, into their slots: first w1 of all, then w2, and the scales of quantised experts with
-each. The blocks that multiply wait for the w1
-of their own expert alone, so experts that are there are computed meanwhile, and w1 of those that arrive while w2
-travels. A step whose experts are all there never waits: the planner works during the products.
+that have no slot and gives each one the slot whose expert was used longest ago. All of them then read these experts
+from host memory, which the GPU has mapped, into their slots: first w1 of all, then w2, and the scales of quantised
+experts with each. The blocks that multiply wait for the w1 of their own expert alone. So experts that are there are
+computed meanwhile, and so are those whose w2 still travels. A step whose experts are all there never waits: the planner
+works during the products.
 
 No slot is overwritten that a kernel may still read, and none is read half-written. A step's kernels run one after the
 other on one stream. A slot whose expert this step needs is never given away. ``arriving`` names a slot once w1 is
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..runtime.dependent import allow_next, wait_for_previous
 from ..runtime.primitives import clock_ns
-from .host import leave_to_host, tell_mail, worth_least
+from .host import leave_to_host, tell_mail, used_longest_ago
 from .prefetch import STOP, take_over, take_over_torch
 from .tables import (
     CHANGED,
@@ -37,18 +37,14 @@ from .tables import (
     GATE,
     HOSTED,
     LAST,
-    LRU,
     NEVER,
     READY,
     THERE1,
     HostExperts,
     cheapest_place,
-    header_of,
     load_acquired,
-    worths,
+    tables_of,
 )
-
-KEPT = tl.constexpr(0.98)  # share of its worth that an expert keeps with every step
 
 
 @triton.jit
@@ -63,91 +59,76 @@ def readable_by_tma(value, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def raise_scores(ids, held, scores_ptr, E, CACHE: tl.constexpr):
-    """Let what experts are worth fade, and add a use to those of the step."""
-    experts = tl.arange(0, CACHE.experts)
-    if CACHE.fades:
-        scores = tl.load(scores_ptr + experts, mask=experts < E, other=0.0)
-        tl.store(scores_ptr + experts, scores * KEPT, mask=experts < E)
-        tl.debug_barrier()
-    tl.atomic_add(scores_ptr + ids, tl.full(ids.shape, 1.0, tl.float32), mask=held, sem="relaxed")
-
-
-@triton.jit
-def give_slots(now, before, T, taken, num_taken, cache, E, S, CACHE: tl.constexpr):
+def give_slots(now, before, T, taken, num_taken, mail, tables, E, CACHE: tl.constexpr):
     """Give each missing expert that the host does not compute a slot, empty ones first; of equals the lower number.
 
     Lists the copies. An expert that was ``taken`` over half there has its slot, and is the first copy, if there is one.
     Returns how many are missing, and how many of these are fetched.
     """
-    state_ptr, scores_ptr = cache[0], cache[1]
+    S = tables.num_slots
     experts, places = tl.arange(0, CACHE.experts), tl.arange(0, CACHE.slots)
-    missing = tl.load(state_ptr + 2 * E + experts, mask=experts < E, other=0) == now
-    missing = missing & (tl.load(state_ptr + experts, mask=experts < E, other=0) < 0)
+    missing = tl.load(tables.last_used + experts, mask=experts < E, other=0) == now
+    missing = missing & (tl.load(tables.slots + experts, mask=experts < E, other=0) < 0)
     num_missing = tl.sum(missing.to(tl.int32), axis=0)
     missing = missing & (experts != taken)
     num_fetched = num_missing
-    if CACHE.mail > 0:
-        missing, num_fetched = leave_to_host(missing, num_missing, before, T, cache, E, S, CACHE)
-    owners_ptr, copies_ptr = state_ptr + 3 * E, state_ptr + 3 * E + S
-    owners = tl.load(owners_ptr + places, mask=places < S, other=-1)
-    last_used = tl.load(state_ptr + 2 * E + owners, mask=owners >= 0, other=-1)
-    worth = tl.where((last_used == now) | (places >= S), NEVER, worths(owners, last_used, scores_ptr, CACHE.policy))
+    if mail is not None:
+        missing, num_fetched = leave_to_host(missing, num_missing, before, T, mail, tables, E, CACHE)
+    owners = tl.load(tables.owners + places, mask=places < S, other=-1)
+    last_used = tl.load(tables.last_used + owners, mask=owners >= 0, other=-1)
+    last_used = tl.where((last_used == now) | (places >= S), NEVER, last_used)
     for copy in range(num_taken, num_fetched):
         expert = tl.min(tl.where(missing, experts, NEVER), axis=0)
         missing = missing & (experts != expert)
-        place = tl.argmin(worth, axis=0)
-        worth = tl.where(places == place, NEVER, worth)
-        owner = tl.load(owners_ptr + place)
+        place = tl.argmin(last_used, axis=0)
+        last_used = tl.where(places == place, NEVER, last_used)
+        owner = tl.load(tables.owners + place)
         if owner >= 0:
-            tl.store(state_ptr + owner, -1)
-            tl.store(state_ptr + E + owner, -1)
-        tl.store(owners_ptr + place, expert)
-        tl.store(copies_ptr + copy, expert)
-        tl.store(copies_ptr + S + copy, place)
+            tl.store(tables.slots + owner, -1)
+            tl.store(tables.arriving + owner, -1)
+        tl.store(tables.owners + place, expert)
+        tl.store(tables.copy_experts + copy, expert)
+        tl.store(tables.copy_slots + copy, place)
     return num_missing, num_fetched
 
 
 @triton.jit
 def plan_misses(ids_ptr, T, J, cache, E, S, J_BLOCK: tl.constexpr, CACHE: tl.constexpr):
     """Find the experts of the step that have no slot, give them slots, and let the blocks that fetch begin."""
-    state_ptr, scores_ptr, totals_ptr = cache[0], cache[1], cache[2]
-    header_ptr = header_of(state_ptr, E, S)
-    now = tl.load(header_ptr + CLOCK) + 1
+    tables = tables_of(cache.state, E, S)
+    now = tl.load(tables.header + CLOCK) + 1
     js = tl.arange(0, J_BLOCK)
     ids = tl.load(ids_ptr + js, mask=js < J, other=-1).to(tl.int32)
-    held = (ids >= tl.load(header_ptr + FIRST)) & (ids < tl.load(header_ptr + LAST))
-    if CACHE.policy != LRU:
-        raise_scores(ids, held, scores_ptr, E, CACHE)
+    held = (ids >= tl.load(tables.header + FIRST)) & (ids < tl.load(tables.header + LAST))
     before = now
-    if CACHE.mail > 0:
+    if cache.mail is not None:
         experts = tl.arange(0, CACHE.experts)
-        before = tl.load(state_ptr + 2 * E + experts, mask=experts < E, other=0)
+        before = tl.load(tables.last_used + experts, mask=experts < E, other=0)
         tl.debug_barrier()
     # Among equal ids only one swap finds another number.
-    earlier = tl.atomic_xchg(state_ptr + 2 * E + ids, now, mask=held, sem="relaxed")
+    earlier = tl.atomic_xchg(tables.last_used + ids, now, mask=held, sem="relaxed")
     num_needed = tl.sum((held & (earlier != now)).to(tl.int32), axis=0)
     taken, num_taken, num_ahead = -1, 0, 0
     if CACHE.ahead > 0:
         tl.debug_barrier()
-        taken, num_taken, num_ahead = take_over(now, state_ptr, totals_ptr, E, S, CACHE)
+        taken, num_taken, num_ahead = take_over(now, tables, cache.totals, CACHE)
         tl.debug_barrier()
-    num_missing = tl.sum((held & (tl.load(state_ptr + ids, mask=held, other=0) < 0)).to(tl.int32), axis=0)
+    num_missing = tl.sum((held & (tl.load(tables.slots + ids, mask=held, other=0) < 0)).to(tl.int32), axis=0)
     num_fetched = num_missing
     if num_missing > 0:
-        tl.store(totals_ptr + 3, clock_ns(now.to(tl.int64), CACHE.interpret))
+        tl.store(cache.totals + 3, clock_ns(now.to(tl.int64), CACHE.interpret))
         tl.debug_barrier()
-        num_missing, num_fetched = give_slots(now, before, T, taken, num_taken, cache, E, S, CACHE)
-        tl.atomic_add(totals_ptr + 1, num_fetched.to(tl.int64), sem="relaxed")
-    tl.atomic_add(totals_ptr, num_needed.to(tl.int64), sem="relaxed")
-    tl.store(header_ptr + CLOCK, now)
-    tl.store(header_ptr + COUNT, num_missing)
-    tl.store(header_ptr + CHANGED, num_missing + num_ahead)
-    if CACHE.mail > 0:
-        tl.store(header_ptr + HOSTED, num_missing - num_fetched)
-        tl.atomic_add(totals_ptr + 7, (num_missing - num_fetched).to(tl.int64), sem="relaxed")
+        num_missing, num_fetched = give_slots(now, before, T, taken, num_taken, cache.mail, tables, E, CACHE)
+        tl.atomic_add(cache.totals + 1, num_fetched.to(tl.int64), sem="relaxed")
+    tl.atomic_add(cache.totals, num_needed.to(tl.int64), sem="relaxed")
+    tl.store(tables.header + CLOCK, now)
+    tl.store(tables.header + COUNT, num_missing)
+    tl.store(tables.header + CHANGED, num_missing + num_ahead)
+    if cache.mail is not None:
+        tl.store(tables.header + HOSTED, num_missing - num_fetched)
+        tl.atomic_add(cache.totals + 7, (num_missing - num_fetched).to(tl.int64), sem="relaxed")
     tl.debug_barrier()
-    tl.atomic_xchg(header_ptr + READY, num_fetched + 1, sem="release", scope="gpu")
+    tl.atomic_xchg(tables.header + READY, num_fetched + 1, sem="release", scope="gpu")
 
 
 @triton.jit
@@ -163,35 +144,34 @@ def copy_pieces(first, fetchers, source_ptr, target_ptr, WORDS: tl.constexpr, PI
 
 
 @triton.jit
-def fetch_half(fetcher, fetchers, copy, cache, E, S, HALF: tl.constexpr, CACHE: tl.constexpr):
+def fetch_half(fetcher, fetchers, copy, cache, tables, HALF: tl.constexpr, CACHE: tl.constexpr):
     """This block's pieces of w1 (HALF 0) or w2 (1) of a missing expert, and of the scales that go with it.
 
     The last block to end says that it is there.
     """
-    state_ptr = cache[0]
-    header_ptr, copies_ptr = header_of(state_ptr, E, S), state_ptr + 3 * E + S
-    expert, place = tl.load(copies_ptr + copy), tl.load(copies_ptr + S + copy)
-    stored, slot = (expert - tl.load(header_ptr + FIRST)).to(tl.int64), place.to(tl.int64)
+    expert, place = tl.load(tables.copy_experts + copy), tl.load(tables.copy_slots + copy)
+    stored, slot = (expert - tl.load(tables.header + FIRST)).to(tl.int64), place.to(tl.int64)
     WORDS: tl.constexpr = CACHE.words2 if HALF else CACHE.words1
     first = fetcher
     if CACHE.ahead > 0:
         if copy == 0:
-            first += tl.load(header_ptr + THERE1 + HALF)
+            first += tl.load(tables.header + THERE1 + HALF)
     copy_pieces(
-        first, fetchers, cache[3 + HALF] + stored * WORDS, cache[5 + HALF] + slot * WORDS, WORDS, CACHE.piece
+        first, fetchers, cache.stored[HALF] + stored * WORDS, cache.slots[HALF] + slot * WORDS, WORDS, CACHE.piece
     )  # fmt: skip
     SCALES: tl.constexpr = CACHE.scales2 if HALF else CACHE.scales1
     if SCALES > 0:
         # The other way round: the first blocks may have had a piece more.
         copy_pieces(
-            fetchers - 1 - fetcher, fetchers, cache[7 + HALF] + stored * SCALES, cache[9 + HALF] + slot * SCALES,
-            SCALES, CACHE.piece,
+            fetchers - 1 - fetcher, fetchers, cache.stored_scales[HALF] + stored * SCALES,
+            cache.slot_scales[HALF] + slot * SCALES, SCALES, CACHE.piece,
         )  # fmt: skip
-    landed_ptr = state_ptr + 3 * E + (3 + HALF) * S + copy
+    landed_ptr = tables.landed + HALF * tables.num_slots + copy
     tl.debug_barrier()
     if tl.atomic_add(landed_ptr, 1, sem="acq_rel", scope="gpu") == fetchers - 1:
         tl.store(landed_ptr, 0)
-        tl.atomic_xchg(state_ptr + (1 - HALF) * E + expert, place, sem="release", scope="gpu")
+        there_ptr = tables.slots if HALF else tables.arriving
+        tl.atomic_xchg(there_ptr + expert, place, sem="release", scope="gpu")
 
 
 @triton.jit
@@ -201,58 +181,58 @@ def fetch_misses(fetcher, fetchers, cache, E, S, DEPENDENT: tl.constexpr, CACHE:
     The next kernel may start once the planner has said so, not before: it reads ``CHANGED`` first of all. Where that
     was still of the step before for some warps of a block, these went another way than the others, or read old slots.
     """
-    state_ptr, totals_ptr = cache[0], cache[2]
-    header_ptr = header_of(state_ptr, E, S)
-    ready = load_acquired(header_ptr + READY, CACHE.interpret)
+    tables = tables_of(cache.state, E, S)
+    ready = load_acquired(tables.header + READY, CACHE.interpret)
     while ready == 0:
-        ready = load_acquired(header_ptr + READY, CACHE.interpret)
+        ready = load_acquired(tables.header + READY, CACHE.interpret)
     allow_next(DEPENDENT)
     count = ready - 1
     for copy in range(count):
-        fetch_half(fetcher, fetchers, copy, cache, E, S, 0, CACHE)
+        fetch_half(fetcher, fetchers, copy, cache, tables, 0, CACHE)
     for copy in range(count):
-        fetch_half(fetcher, fetchers, copy, cache, E, S, 1, CACHE)
+        fetch_half(fetcher, fetchers, copy, cache, tables, 1, CACHE)
     tl.debug_barrier()
-    if tl.atomic_add(header_ptr + DONE, 1, sem="acq_rel", scope="gpu") == fetchers - 1:
-        tl.store(header_ptr + DONE, 0)
-        tl.store(header_ptr + READY, 0)
+    if tl.atomic_add(tables.header + DONE, 1, sem="acq_rel", scope="gpu") == fetchers - 1:
+        tl.store(tables.header + DONE, 0)
+        tl.store(tables.header + READY, 0)
         if CACHE.ahead > 0:
-            tl.atomic_add(header_ptr + GATE, -STOP, sem="acq_rel", scope="gpu")
+            tl.atomic_add(tables.header + GATE, -STOP, sem="acq_rel", scope="gpu")
         if count > 0:
-            clock = clock_ns(tl.load(header_ptr + CLOCK).to(tl.int64) + 1, CACHE.interpret)
-            tl.store(totals_ptr + 2, tl.load(totals_ptr + 2) + clock - tl.load(totals_ptr + 3))
+            clock = clock_ns(tl.load(tables.header + CLOCK).to(tl.int64) + 1, CACHE.interpret)
+            tl.store(cache.totals + 2, tl.load(cache.totals + 2) + clock - tl.load(cache.totals + 3))
 
 
 @triton.jit
-def arrived_slot(expert, state_ptr, E, S, CACHE: tl.constexpr):
+def arrived_slot(expert, cache, E, S, CACHE: tl.constexpr):
     """Slot of an expert once its w1 is there; below 0 for one that the host computes, or another rank serves."""
+    tables = tables_of(cache.state, E, S)
     known = (expert >= 0) & (expert < E)
+    arriving_ptr = tables.arriving + tl.where(known, expert, 0)
     # To acquire empties L1, which the tokens are in. An expert that was there before this launch needs none, nor does
     # one that arrived since: its slot is of no other expert of this step, so L1 has nothing of it, unless its scales
     # share a line with those of another slot.
     if CACHE.lines_shared:
-        slot = load_acquired(state_ptr + E + tl.where(known, expert, 0), CACHE.interpret)
+        slot = load_acquired(arriving_ptr, CACHE.interpret)
     else:
-        slot = tl.load(state_ptr + E + tl.where(known, expert, 0))
+        slot = tl.load(arriving_ptr)
     if slot < 0:
-        header_ptr = header_of(state_ptr, E, S)
-        if (expert >= tl.load(header_ptr + FIRST)) & (expert < tl.load(header_ptr + LAST)):
-            if CACHE.mail > 0:
+        if (expert >= tl.load(tables.header + FIRST)) & (expert < tl.load(tables.header + LAST)):
+            if cache.mail is not None:
                 while slot == -1:
-                    slot = load_acquired(state_ptr + E + expert, CACHE.interpret)
+                    slot = load_acquired(arriving_ptr, CACHE.interpret)
             else:
                 while slot < 0:
-                    slot = load_acquired(state_ptr + E + expert, CACHE.interpret)
+                    slot = load_acquired(arriving_ptr, CACHE.interpret)
     return tl.where(known, readable_by_tma(slot, CACHE.interpret), -1)
 
 
 @triton.jit
-def bias_row(expert, slot, state_ptr, E, S, CACHE: tl.constexpr):
+def bias_row(expert, slot, cache, E, S, CACHE: tl.constexpr):
     """Row of an expert's biases: its slot; of a cache, which keeps them all, its place among those of the rank."""
     if CACHE is None:
         return slot
     else:
-        return tl.where(slot >= 0, expert - tl.load(header_of(state_ptr, E, S) + FIRST), -1)
+        return tl.where(slot >= 0, expert - tl.load(tables_of(cache.state, E, S).header + FIRST), -1)
 
 
 @triton.jit
@@ -261,7 +241,7 @@ def count_missing(cache, E, S, CACHE: tl.constexpr):
     if CACHE is None:
         return 0
     else:
-        return tl.load(header_of(cache[0], E, S) + CHANGED, volatile=True)
+        return tl.load(tables_of(cache.state, E, S).header + CHANGED, volatile=True)
 
 
 @triton.jit
@@ -279,8 +259,6 @@ def bring_torch(
     w2: Tensor,
     host: HostExperts,
     scales: Sequence[Tensor] = (),
-    *,
-    fades: bool = True,
 ) -> None:
     """The twin of what the first blocks of a decode step do: give the missing experts slots, and copy them there.
 
@@ -290,18 +268,12 @@ def bring_torch(
     Args:
         ids: ``(T, K)``; experts that another rank serves need no slot.
         w1: ``(S, ...)`` the slots, as w2 and scales.
-        fades: Whether what experts are worth fades, as it does once a step.
     """
     tables = host.tables
     first, end = tables.header[FIRST.value : LAST.value + 1].tolist()
     needed = sorted({expert for expert in ids.flatten().tolist() if first <= expert < end})
     now = int(tables.header[CLOCK.value]) + 1
-    if host.policy != "lru":
-        if fades:
-            tables.scores.mul_(KEPT.value)
-        held = ids[(ids >= first) & (ids < end)].long()
-        tables.scores.index_add_(0, held, torch.ones(held.shape, dtype=torch.float32))
-    worth = tables.last_used.clone() if host.policy == "lru" else tables.scores
+    before = tables.last_used.clone()
     tables.last_used[needed] = now
     taken, num_ahead = take_over_torch(host, now) if host.prefetched else (-1, 0)
     missing = [expert for expert in needed if tables.slots[expert] < 0]
@@ -309,7 +281,7 @@ def bring_torch(
     hosted: list[int] = []
     if host.mail is not None:
         whole = [expert for expert in missing if expert != taken]
-        hosted = worth_least(whole, worth, host.mail.share_of(len(ids), len(missing)))
+        hosted = used_longest_ago(whole, before, host.mail.share_of(len(ids), len(missing)))
         missing = [expert for expert in missing if expert not in hosted]
     for copy, expert in enumerate(missing):
         place = cheapest_place(host, now) if expert != taken else int((tables.owners == taken).nonzero())

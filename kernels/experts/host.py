@@ -1,10 +1,11 @@
 """Missing experts that the host's cores compute: how a decode step asks for them and takes their sum.
 
 A process on the host polls a mailbox in memory that the GPU has mapped. The planner of a step (``experts.cache``)
-leaves it some of the missing experts: those worth least, as many as a table says, so that link and cores end together.
-They get no slot. Its block writes tokens, ids and routing weights into the mailbox, releases a sequence number, brings
-its part of the other missing experts, and then waits, alone on the GPU, for the answer, which it copies to GPU memory:
-the sum over these experts, each times its routing weight. ``down_kernel`` adds that to its own sums.
+leaves it some of the missing experts: those used longest ago, as many as a table says, so that link and cores end
+together. They get no slot. The planner's block writes tokens, ids and routing weights into the mailbox, releases a
+sequence number, and brings its part of the other missing experts. Then it waits, alone on the GPU, for the answer, and
+copies the answer to GPU memory: the sum over these experts, each times its routing weight. ``down_kernel`` adds that to
+its own sums.
 
 ``arriving`` is -2 for such an expert from the plan to the end of the step, when ``down_kernel`` puts it back to -1. So
 no block of a step ever sees what the step before left. The sum rounds where the host rounds: a step is not bit for bit
@@ -24,27 +25,19 @@ from torch import Tensor
 
 from ..runtime.primitives import MOST_THREADS, any_of, wait_flag
 from .mailbox import (
-    ANSWER,
     ANSWERED,
     EXPERTS,
     FAILED,
-    FAULT,
     LAST_SEQUENCE,
     NUM_EXPERTS,
     NUM_TOKENS,
     OF_LAYER,
     REQUEST,
-    SEQUENCE,
     SERVED,
-    SHARE,
-    SUMS,
-    TOKENS,
     TOP_K,
-    WEIGHTS,
-    WORDS,
     Mailbox,
 )
-from .tables import COUNT, HOSTED, LAYER, NEVER, HostExperts, header_of, worths
+from .tables import COUNT, HOSTED, LAYER, NEVER, HostExperts, tables_of
 
 PLACE_HOST = tl.constexpr(7)  # 6 is that of ``decode.gather``, which may share the record
 ON_HOST = tl.constexpr(-2)  # ``arriving`` of an expert that the host computes
@@ -53,31 +46,29 @@ PAUSE_S = 50e-6
 
 
 @triton.jit
-def leave_to_host(missing, num_missing, before, T, cache, E, S, CACHE: tl.constexpr):
+def leave_to_host(missing, num_missing, before, T, mail, tables, E, CACHE: tl.constexpr):
     """Take those that the host computes out of ``missing (CACHE.experts,)``; none after a deadline.
 
-    Those worth least, of equals the lower number; ``before`` is when each was used before this step. They stand in
-    ``copies`` behind those that are fetched, without a slot.
+    The host gets those used longest ago, of equals the lower number; ``before (CACHE.experts,)`` says when each was
+    used before this step. In ``copies`` they stand behind those that are fetched, without a slot.
 
-    Returns ``missing``, and how many of ``num_missing``, which are more by one that is half there, are fetched.
+    Returns ``missing``, and how many of ``num_missing`` are fetched. ``num_missing`` also counts an expert that is half
+    there, which is not in ``missing``.
     """
-    state_ptr = cache[0]
-    copies_ptr = state_ptr + 3 * E + S
     experts = tl.arange(0, CACHE.experts)
-    worth = worths(tl.where(experts < E, experts, -1), before, cache[1], CACHE.policy)
     num_hosted = tl.full((), 0, tl.int32)
     if CACHE.mail_tokens >= T:
-        num_hosted = tl.load(cache[CACHE.mail + SHARE] + T * (E + 1) + num_missing)
+        num_hosted = tl.load(mail.share + T * (E + 1) + num_missing)
         num_hosted = tl.minimum(num_hosted, tl.sum(missing.to(tl.int32), axis=0))
-        num_hosted = tl.where(tl.load(cache[CACHE.mail + FAULT], volatile=True) == 0, num_hosted, 0)
+        num_hosted = tl.where(tl.load(mail.fault, volatile=True) == 0, num_hosted, 0)
     for index in range(num_hosted):
-        expert = tl.argmin(tl.where(missing, worth, NEVER), axis=0)
+        expert = tl.argmin(tl.where(missing, before, NEVER), axis=0)
         missing = missing & (experts != expert)
         place = num_missing - num_hosted + index
-        tl.store(copies_ptr + place, expert)
-        tl.store(copies_ptr + S + place, -1)
-        tl.store(cache[CACHE.mail + WORDS] + EXPERTS + index, expert)
-        tl.store(state_ptr + E + expert, ON_HOST)
+        tl.store(tables.copy_experts + place, expert)
+        tl.store(tables.copy_slots + place, -1)
+        tl.store(mail.words + EXPERTS + index, expert)
+        tl.store(tables.arriving + expert, ON_HOST)
     return missing, num_missing - num_hosted
 
 
@@ -102,61 +93,61 @@ def ask_host(
     Tokens go in blocks of another size than experts: for equal ones the compiler has one layout, of elements of two
     bytes, in which the lanes of a warp read experts 64 bytes apart, at six sevenths of the link's rate.
     """
-    header_ptr, words_ptr = header_of(cache[0], E, S), cache[CACHE.mail + WORDS]
+    header_ptr, mail = tables_of(cache.state, E, S).header, cache.mail
     num_hosted = tl.load(header_ptr + HOSTED)
     if num_hosted > 0:
-        sequence = tl.load(cache[CACHE.mail + SEQUENCE]) % LAST_SEQUENCE + 1
+        sequence = tl.load(mail.sequence) % LAST_SEQUENCE + 1
         js = tl.arange(0, J_BLOCK)
         ids = tl.load(ids_ptr + js, mask=js < T * K, other=-1).to(tl.int32)
-        tl.store(words_ptr + EXPERTS + E + js, ids, mask=js < T * K)
+        tl.store(mail.words + EXPERTS + E + js, ids, mask=js < T * K)
         weights = tl.load(weights_ptr + js, mask=js < T * K, other=0.0)
-        tl.store(cache[CACHE.mail + WEIGHTS] + js, weights, mask=js < T * K)
+        tl.store(mail.weights + js, weights, mask=js < T * K)
         for first in range(0, T * D, 2 * CACHE.piece):
             at = first + tl.arange(0, 2 * CACHE.piece)
             tokens = tl.load(x_ptr + at, mask=at < T * D, other=0.0)
-            tl.store(cache[CACHE.mail + TOKENS] + at, tokens, mask=at < T * D)
-        tl.store(words_ptr + OF_LAYER, tl.load(header_ptr + LAYER))
-        tl.store(words_ptr + NUM_EXPERTS, num_hosted)
-        tl.store(words_ptr + NUM_TOKENS, T)
-        tl.store(words_ptr + TOP_K, K)
-        tl.store(words_ptr + ANSWERED, 0)
+            tl.store(mail.tokens + at, tokens, mask=at < T * D)
+        tl.store(mail.words + OF_LAYER, tl.load(header_ptr + LAYER))
+        tl.store(mail.words + NUM_EXPERTS, num_hosted)
+        tl.store(mail.words + NUM_TOKENS, T)
+        tl.store(mail.words + TOP_K, K)
+        tl.store(mail.words + ANSWERED, 0)
         tl.debug_barrier()
-        tl.store(cache[CACHE.mail + SEQUENCE], sequence)
-        release_to_host(words_ptr + REQUEST, sequence, CACHE.interpret)
+        tl.store(mail.sequence, sequence)
+        release_to_host(mail.words + REQUEST, sequence, CACHE.interpret)
 
 
 @triton.jit
 def take_answer(T, D, cache, E, S, CACHE: tl.constexpr):
     """The planner's block: wait for the host and copy its sums to where ``down_kernel`` reads; NaN after a deadline."""
-    header_ptr, words_ptr = header_of(cache[0], E, S), cache[CACHE.mail + WORDS]
+    header_ptr, mail = tables_of(cache.state, E, S).header, cache.mail
     num_hosted = tl.load(header_ptr + HOSTED)
     if num_hosted > 0:
-        sequence, layer = tl.load(cache[CACHE.mail + SEQUENCE]), tl.load(header_ptr + LAYER)
+        sequence, layer = tl.load(mail.sequence), tl.load(header_ptr + LAYER)
         late = wait_flag(
-            words_ptr + ANSWERED, sequence, cache[CACHE.mail + FAULT], tl.full((), CACHE.timeout_ns, tl.int64),
+            mail.words + ANSWERED, sequence, mail.fault, tl.full((), CACHE.timeout_ns, tl.int64),
             PLACE_HOST, layer, num_hosted, CACHE.interpret,
         )  # fmt: skip
         is_late = any_of(late != 0, tl.arange(0, MOST_THREADS)) == 1
         if is_late:
-            tl.store(words_ptr + FAILED, 1)
+            tl.store(mail.words + FAILED, 1)
         PIECE: tl.constexpr = 2 * CACHE.piece  # 4 KB in flight for each warp
         for first in range(0, T * D, PIECE):
             at = first + tl.arange(0, PIECE)
             # The host wrote it while this kernel ran: no cache may answer.
-            sums = tl.load(cache[CACHE.mail + ANSWER] + at, mask=at < T * D, other=0.0, cache_modifier=".cv")
+            sums = tl.load(mail.answer + at, mask=at < T * D, other=0.0, cache_modifier=".cv")
             sums = tl.where(is_late, float("nan"), sums)
-            tl.store(cache[CACHE.mail + SUMS] + at, sums, mask=at < T * D)
+            tl.store(mail.sums + at, sums, mask=at < T * D)
 
 
 @triton.jit
 def add_hosted(total, tokens, cols, T, D, cache, E, S, CACHE: tl.constexpr):
     """``total (tokens, cols)`` and the host's sums, once the kernel before has ended."""
-    if CACHE is None or CACHE.mail == 0:
+    if CACHE is None or cache.mail is None:
         return total
     else:
-        num_hosted = tl.load(header_of(cache[0], E, S) + HOSTED, volatile=True)
+        num_hosted = tl.load(tables_of(cache.state, E, S).header + HOSTED, volatile=True)
         mask = (tokens < T)[:, None] & (cols < D)[None, :] & (num_hosted > 0)
-        ptrs = cache[CACHE.mail + SUMS] + tokens[:, None] * D + cols[None, :]
+        ptrs = cache.mail.sums + tokens[:, None] * D + cols[None, :]
         return total + tl.load(ptrs, mask=mask, other=0.0, cache_modifier=".cg")
 
 
@@ -164,23 +155,21 @@ def add_hosted(total, tokens, cols, T, D, cache, E, S, CACHE: tl.constexpr):
 def forget_hosted(cache, E, S, CACHE: tl.constexpr):
     """The first block of ``down_kernel``: the next step finds no expert that looks as if the host computed it."""
     if CACHE is not None:
-        if CACHE.mail > 0:
+        if cache.mail is not None:
             if tl.program_id(0) == 0:
-                state_ptr = cache[0]
-                header_ptr = header_of(state_ptr, E, S)
-                num_hosted = tl.load(header_ptr + HOSTED, volatile=True)
-                num_missing = tl.load(header_ptr + COUNT, volatile=True)
+                tables = tables_of(cache.state, E, S)
+                num_hosted = tl.load(tables.header + HOSTED, volatile=True)
+                num_missing = tl.load(tables.header + COUNT, volatile=True)
                 for index in range(num_missing - num_hosted, num_missing):
-                    tl.store(state_ptr + E + tl.load(state_ptr + 3 * E + S + index), -1)
+                    tl.store(tables.arriving + tl.load(tables.copy_experts + index), -1)
 
 
-def worth_least(missing: Sequence[int], worth: Tensor, count: int) -> list[int]:
+def used_longest_ago(missing: Sequence[int], before: Tensor, count: int) -> list[int]:
     """The twin of ``leave_to_host``.
 
-    Example: of experts 1, 4 and 6 with ``worth[[1, 4, 6]] = [3, 0, 0]`` the two worth least are 4 and 6, and of these
-    the one is 4.
+    Example: of experts 1, 4 and 6, last used in steps 3, 1 and 1, the first two to go are 4 and 6, and 4 is the first.
     """
-    return sorted(missing, key=lambda expert: (float(worth[expert]), expert))[:count]
+    return sorted(missing, key=lambda expert: (int(before[expert]), expert))[:count]
 
 
 def tell_mail(mail: Mailbox, experts: Sequence[int]) -> None:

@@ -1,6 +1,7 @@
 """The mailbox by which decode steps ask the host's cores for experts, in memory of two processes and the device."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import triton.language as tl
 from torch import Tensor
@@ -11,8 +12,6 @@ REQUEST, OF_LAYER, NUM_EXPERTS, NUM_TOKENS, TOP_K = (tl.constexpr(word) for word
 ANSWERED, FAILED, READY, STOP = (tl.constexpr(32 * line) for line in range(1, 5))
 SERVED = tl.constexpr(ANSWERED.value + 1)  # number of the last request that was read, answered or not
 EXPERTS = tl.constexpr(160)
-# Places of ``Mailbox.pointers``, from ``CacheConstants.mail`` on.
-SHARE, SEQUENCE, WORDS, TOKENS, WEIGHTS, ANSWER, SUMS, FAULT = (tl.constexpr(place) for place in range(8))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,17 +35,26 @@ class Mailbox:
     timeout_ns: int  # deadline of an answer
 
     @property
-    def pointers(self) -> tuple[Tensor, ...]:
-        """Tensors that the kernels get behind the pointers of a cache."""
-        return (
-            self.share, self.sequence, self.words, self.tokens, self.weights, self.answer, self.sums, self.fault,
-        )  # fmt: skip
+    def pointers(self) -> "MailPointers":
+        """Tensors that the kernels get."""
+        return MailPointers(
+            self.share, self.sequence, self.words, self.tokens, self.weights, self.answer, self.sums, self.fault
+        )
 
     def share_of(self, num_tokens: int, num_missing: int) -> int:
         """Return how many of a step's missing experts the host computes; 0 once a deadline passed."""
         takes = num_tokens <= self.tokens.shape[0] and not int(self.fault[0])
         return int(self.share[num_tokens, num_missing]) if takes else 0
 
-    def constants(self, first: int) -> dict[str, int]:
-        """Fields of ``CacheConstants``; ``first``: place of the pointers."""
-        return dict(mail=first, mail_tokens=self.tokens.shape[0], timeout_ns=self.timeout_ns)
+
+class MailPointers(NamedTuple):
+    """The tensors of a ``Mailbox``, for the kernels."""
+
+    share: Tensor
+    sequence: Tensor
+    words: Tensor
+    tokens: Tensor
+    weights: Tensor
+    answer: Tensor
+    sums: Tensor
+    fault: Tensor

@@ -1,6 +1,6 @@
 """Experts that travel to a layer's cache before its step: kernels on a stream, while the layers before compute.
 
-``plan_kernel`` gives predicted experts that have no slot the slots of those that are worth least. ``travel_kernel``
+``plan_kernel`` gives predicted experts that have no slot the slots of those used longest ago. ``travel_kernel``
 reads them from host memory, piece by piece: its blocks claim one after the other until all are there or the layer's own
 step begins. The planner of that step then closes a gate, waits for the pieces that were claimed, and takes over: what
 came whole is there, what has not begun gives its slot back to the expert that had it, and of an expert that is half
@@ -36,9 +36,8 @@ from .tables import (
     THERE2,
     HostExperts,
     cheapest_place,
-    header_of,
     load_acquired,
-    worths,
+    tables_of,
 )
 
 STOP = tl.constexpr(1 << 16)
@@ -70,16 +69,15 @@ def count_use(header_ptr, begun, needed):
 
 
 @triton.jit
-def reserve(copy, expert, place, owner, state_ptr, E, S):
+def reserve(copy, expert, place, owner, tables):
     """Take a slot from the expert that has it, if any, for one that is to travel."""
-    ahead_ptr = state_ptr + 3 * E + 5 * S
     if owner >= 0:
-        tl.store(state_ptr + owner, -1)
-        tl.store(state_ptr + E + owner, -1)
-    tl.store(state_ptr + 3 * E + place, -1)
-    tl.store(ahead_ptr + copy, expert)
-    tl.store(ahead_ptr + S + copy, place)
-    tl.store(ahead_ptr + 2 * S + copy, owner)
+        tl.store(tables.slots + owner, -1)
+        tl.store(tables.arriving + owner, -1)
+    tl.store(tables.owners + place, -1)
+    tl.store(tables.ahead_experts + copy, expert)
+    tl.store(tables.ahead_slots + copy, place)
+    tl.store(tables.ahead_owners + copy, owner)
 
 
 @triton.jit(do_not_specialize=["T", "E", "S"])
@@ -87,8 +85,8 @@ def plan_kernel(
     ids_ptr, cache, T, E, S, K: tl.constexpr, J_BLOCK: tl.constexpr, MOST: tl.constexpr, CACHE: tl.constexpr
 ):  # fmt: skip
     """One block. ``ids_ptr``: ``(T, K)`` int32 predicted experts, the likeliest of each token first."""
-    state_ptr, scores_ptr = cache[0], cache[1]
-    header_ptr = header_of(state_ptr, E, S)
+    tables = tables_of(cache.state, E, S)
+    header_ptr = tables.header
     if rests(header_ptr):
         return
     if tl.load(header_ptr + PLANNED) > 0:
@@ -96,21 +94,21 @@ def plan_kernel(
     js, places = tl.arange(0, J_BLOCK), tl.arange(0, CACHE.slots)
     ids = tl.load(ids_ptr + js % T * K + js // T, mask=js < T * K, other=-1).to(tl.int32)
     held = (ids >= tl.load(header_ptr + FIRST)) & (ids < tl.load(header_ptr + LAST))
-    missing = held & (tl.load(state_ptr + ids, mask=held, other=0) < 0)
-    owners = tl.load(state_ptr + 3 * E + places, mask=places < S, other=-1)
+    missing = held & (tl.load(tables.slots + ids, mask=held, other=0) < 0)
+    owners = tl.load(tables.owners + places, mask=places < S, other=-1)
     is_kept = tl.max((held[None, :] & (owners[:, None] == ids[None, :])).to(tl.int32), axis=1) > 0
-    last_used = tl.load(state_ptr + 2 * E + owners, mask=owners >= 0, other=-1)
-    worth = tl.where(is_kept | (places >= S), NEVER, worths(owners, last_used, scores_ptr, CACHE.policy))
+    last_used = tl.load(tables.last_used + owners, mask=owners >= 0, other=-1)
+    last_used = tl.where(is_kept | (places >= S), NEVER, last_used)
     tl.debug_barrier()
     count = 0
     for _ in range(MOST):
         first = tl.min(tl.where(missing, js, NEVER), axis=0)
-        place = tl.argmin(worth, axis=0)
-        if (first < NEVER) & (tl.min(worth, axis=0) < NEVER):
+        place = tl.argmin(last_used, axis=0)
+        if (first < NEVER) & (tl.min(last_used, axis=0) < NEVER):
             expert = tl.sum(tl.where(js == first, ids, 0), axis=0)
-            reserve(count, expert, place, tl.sum(tl.where(places == place, owners, 0), axis=0), state_ptr, E, S)
+            reserve(count, expert, place, tl.sum(tl.where(places == place, owners, 0), axis=0), tables)
             missing = missing & (ids != expert)
-            worth = tl.where(places == place, NEVER, worth)
+            last_used = tl.where(places == place, NEVER, last_used)
             count += 1
     tl.store(header_ptr + NEXT, 0)
     tl.store(header_ptr + PLANNED, count)
@@ -129,21 +127,21 @@ def copy_words(piece, source_ptr, target_ptr, expert, place, WORDS: tl.constexpr
 @triton.jit
 def copy_piece(piece, expert, place, cache, CACHE: tl.constexpr):
     """Piece ``piece`` of an expert: those of w1 come first, then w2 and the scales."""
-    copy_words(piece, cache[3], cache[5], expert, place, CACHE.words1)
+    copy_words(piece, cache.stored[0], cache.slots[0], expert, place, CACHE.words1)
     piece -= tl.cdiv(CACHE.words1, PIECE)
-    copy_words(piece, cache[4], cache[6], expert, place, CACHE.words2)
+    copy_words(piece, cache.stored[1], cache.slots[1], expert, place, CACHE.words2)
     if CACHE.scales1 > 0:
         piece -= tl.cdiv(CACHE.words2, PIECE)
-        copy_words(piece, cache[7], cache[9], expert, place, CACHE.scales1)
+        copy_words(piece, cache.stored_scales[0], cache.slot_scales[0], expert, place, CACHE.scales1)
         piece -= tl.cdiv(CACHE.scales1, PIECE)
-        copy_words(piece, cache[8], cache[10], expert, place, CACHE.scales2)
+        copy_words(piece, cache.stored_scales[1], cache.slot_scales[1], expert, place, CACHE.scales2)
 
 
 @triton.jit(do_not_specialize=["E", "S"])
 def travel_kernel(cache, E, S, CACHE: tl.constexpr):
     """Any number of blocks, which claim pieces of the planned experts until all are claimed or the step begins."""
-    state_ptr = cache[0]
-    header_ptr, ahead_ptr = header_of(state_ptr, E, S), state_ptr + 3 * E + 5 * S
+    tables = tables_of(cache.state, E, S)
+    header_ptr = tables.header
     is_open = tl.atomic_add(header_ptr + GATE, 1, sem="acq_rel", scope="gpu") < STOP
     total = load_acquired(header_ptr + PLANNED, CACHE.interpret) * CACHE.ahead
     first_held = tl.load(header_ptr + FIRST)
@@ -152,7 +150,7 @@ def travel_kernel(cache, E, S, CACHE: tl.constexpr):
         is_open = piece < total
         if is_open:
             copy = piece // CACHE.ahead
-            expert, place = tl.load(ahead_ptr + copy), tl.load(ahead_ptr + S + copy)
+            expert, place = tl.load(tables.ahead_experts + copy), tl.load(tables.ahead_slots + copy)
             copy_piece(piece % CACHE.ahead, expert - first_held, place, cache, CACHE)
             # Not a load: each warp would have its own answer, and those that find the gate open copy a piece alone.
             is_open = tl.atomic_add(header_ptr + GATE, 0, sem="relaxed", scope="gpu") < STOP
@@ -161,22 +159,22 @@ def travel_kernel(cache, E, S, CACHE: tl.constexpr):
 
 
 @triton.jit
-def give(place, expert, state_ptr, E):
-    """A slot that holds all of an expert becomes its slot; -1: becomes empty."""
-    tl.store(state_ptr + 3 * E + place, expert)
+def give(place, expert, tables):
+    """Let an expert that is all there have its slot; -1: leave the slot empty."""
+    tl.store(tables.owners + place, expert)
     if expert >= 0:
-        tl.store(state_ptr + expert, place)
-        tl.atomic_xchg(state_ptr + E + expert, place, sem="release", scope="gpu")
+        tl.store(tables.slots + expert, place)
+        tl.atomic_xchg(tables.arriving + expert, place, sem="release", scope="gpu")
 
 
 @triton.jit
-def take_over(now, state_ptr, totals_ptr, E, S, CACHE: tl.constexpr):
+def take_over(now, tables, totals_ptr, CACHE: tl.constexpr):
     """Stop what travels before the planner of step ``now`` plans; afterwards no slot is planned.
 
     Returns the expert that is half there and needed, or -1, and how many such there are, 0 or 1: it owns its slot, is
     the first copy, and the header has its pieces; and how many slots changed.
     """
-    header_ptr, ahead_ptr = header_of(state_ptr, E, S), state_ptr + 3 * E + 5 * S
+    header_ptr = tables.header
     travelling = tl.atomic_add(header_ptr + GATE, STOP, sem="acq_rel", scope="gpu")
     while travelling % STOP > 0:
         travelling = load_acquired(header_ptr + GATE, CACHE.interpret)
@@ -186,21 +184,21 @@ def take_over(now, state_ptr, totals_ptr, E, S, CACHE: tl.constexpr):
         pieces = tl.minimum(load_acquired(header_ptr + NEXT, CACHE.interpret), count * CACHE.ahead)
         begun, needed, came = 0 * count, 0 * count, 0 * count
         for copy in range(count):
-            expert, place = tl.load(ahead_ptr + copy), tl.load(ahead_ptr + S + copy)
+            expert, place = tl.load(tables.ahead_experts + copy), tl.load(tables.ahead_slots + copy)
             own = tl.minimum(pieces - copy * CACHE.ahead, CACHE.ahead)
-            is_needed = tl.load(state_ptr + 2 * E + expert) == now
+            is_needed = tl.load(tables.last_used + expert) == now
             if own <= 0:
-                give(place, tl.load(ahead_ptr + 2 * S + copy), state_ptr, E)
+                give(place, tl.load(tables.ahead_owners + copy), tables)
             else:
                 begun += 1
                 needed += is_needed.to(tl.int32)
                 if own == CACHE.ahead:
                     came += own
-                    give(place, expert, state_ptr, E)
+                    give(place, expert, tables)
                 elif is_needed:
-                    tl.store(state_ptr + 3 * E + place, expert)
-                    tl.store(state_ptr + 3 * E + S, expert)
-                    tl.store(state_ptr + 3 * E + 2 * S, place)
+                    tl.store(tables.owners + place, expert)
+                    tl.store(tables.copy_experts, expert)
+                    tl.store(tables.copy_slots, place)
                     taken, num_taken = expert, 1
                     PIECES1: tl.constexpr = triton.cdiv(CACHE.words1, PIECE)
                     there1 = tl.minimum(own, PIECES1) * PIECE // CACHE.piece

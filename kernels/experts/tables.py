@@ -10,10 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..runtime.arguments import power_of_2
-from .mailbox import Mailbox
-from .policy import POLICIES, Policy
+from .mailbox import Mailbox, MailPointers
 
-LRU = tl.constexpr(0)  # place among them
 NEVER = tl.constexpr(2**31 - 1)
 FETCH_WARPS = 64  # Warps of all blocks together; a warp has 4 KB in flight.
 PIECE_WORDS = 512  # A warp copies so many words of 8 bytes at once.
@@ -33,7 +31,6 @@ class CacheTables:
     """The GPU's tables of a layer's cache; all that is not given is a view of ``state``."""
 
     state: Tensor  # (3E + 8S + 16,) int32: the views below one after the other, landed behind copies
-    scores: Tensor  # (E,) float32: what an expert is worth, for the policy lfu
     # (8,) int64 of all steps: distinct experts needed, those fetched, nanoseconds in which experts travelled; when the
     # last ones began to; experts that began to travel before their step, how many of these it needed, and words of 8
     # bytes that travelled so; experts that the host computed
@@ -67,7 +64,6 @@ class CacheTables:
         """Make the tables of an empty cache; ``held``: the first expert that this rank serves, and the last + 1."""
         tables = cls(
             state=torch.zeros(3 * num_experts + 8 * num_slots + HEADER_WORDS, dtype=torch.int32, device=device),
-            scores=torch.zeros(num_experts, dtype=torch.float32, device=device),
             totals=torch.zeros(8, dtype=torch.int64, device=device),
             num_experts=num_experts,
             num_slots=num_slots,
@@ -134,9 +130,6 @@ class HostExperts(ExpertParts):
     w1: Tensor  # (e, ...) of the experts this rank serves, in host memory that the GPU reads; 16 bytes divide an expert
     w2: Tensor  # (e, ...), in the same memory
     tables: CacheTables  # of the layer; a step changes them
-    # which expert's slot is given away: of the one used longest ago (lru), or used least (lfu, where a use counts 2 %
-    # less with every step)
-    policy: Policy = "lru"
     # (e, ...) of quantised experts, in the same memory; 4 bytes divide those of an expert
     w1_scales: Tensor | None = None
     w2_scales: Tensor | None = None  # (e, ...) of w2
@@ -148,7 +141,7 @@ class HostExperts(ExpertParts):
     def memory(self) -> tuple[Tensor, ...]:
         """Memory that kernels of a step use in addition to the slots and ``tables.slots``."""
         mail = () if self.mail is None else self.mail.pointers
-        return (*self.parts, self.tables.scores, self.tables.totals, *mail)
+        return (*self.parts, self.tables.totals, *mail)
 
     def place_in_rank(self, slot: int) -> int:
         """Number of a slot's expert among those of the rank; waits for the device."""
@@ -165,19 +158,23 @@ class HostExperts(ExpertParts):
 
     def pointers(
         self, w1: Tensor, w2: Tensor, w1_scales: Tensor | None = None, w2_scales: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
-        """The ``cache`` argument of ``gate_up_kernel``, for slots w1 and w2 and their scales."""
-        words = (_words(weight) for weight in (self.w1, self.w2, w1, w2))
-        given = self.w1_scales, self.w2_scales, w1_scales, w2_scales
-        scales = (_words(each) for each in given if each is not None)
-        mail = () if self.mail is None else self.mail.pointers
-        return (self.tables.state, self.tables.scores, self.tables.totals, *words, *scales, *mail)
+    ) -> "CachePointers":
+        """The ``cache`` argument of the kernels, for slots w1 and w2 and their scales."""
+        return CachePointers(
+            state=self.tables.state,
+            totals=self.tables.totals,
+            stored=_words(self.w1, self.w2),
+            slots=_words(w1, w2),
+            stored_scales=_words(self.w1_scales, self.w2_scales),
+            slot_scales=_words(w1_scales, w2_scales),
+            mail=None if self.mail is None else self.mail.pointers,
+        )
 
     def constants(self, groups: int, num_warps: int) -> "CacheConstants":
         """The ``CACHE`` argument, for a grid of so many groups and blocks of so many warps."""
         w1, w2, *scales = [part[0].nbytes for part in self.parts]
         scales1, scales2 = scales or (0, 0)
-        found = CacheConstants(
+        return CacheConstants(
             rows=triton.cdiv(FETCH_WARPS, groups * num_warps),
             experts=power_of_2(self.tables.num_experts),
             slots=power_of_2(self.tables.num_slots),
@@ -187,11 +184,23 @@ class HostExperts(ExpertParts):
             scales2=scales2 // word_bytes(scales2),
             lines_shared=scales1 % LINE_BYTES != 0,
             piece=PIECE_WORDS * num_warps,
-            policy=POLICIES.index(self.policy),
             ahead=self.pieces if self.prefetched else 0,
             interpret=triton.knobs.runtime.interpret,
+            mail_tokens=0 if self.mail is None else len(self.mail.tokens),
+            timeout_ns=0 if self.mail is None else self.mail.timeout_ns,
         )
-        return found if self.mail is None else found._replace(**self.mail.constants(3 + 2 * len(self.parts)))
+
+
+class CachePointers(NamedTuple):
+    """Memory of a cache that the kernels read and write."""
+
+    state: Tensor  # CacheTables.state
+    totals: Tensor  # CacheTables.totals
+    stored: Any  # w1 and w2 in host memory, as words
+    slots: Any  # w1 and w2 in the slots, as words
+    stored_scales: Any = None  # scales of w1 and of w2 in host memory, as words; None where there are none
+    slot_scales: Any = None  # scales of w1 and of w2 in the slots, as words
+    mail: MailPointers | None = None  # asks the host's cores; None: all that are missing come to the device
 
 
 class CacheConstants(NamedTuple):
@@ -206,21 +215,10 @@ class CacheConstants(NamedTuple):
     scales2: int  # of w2
     lines_shared: bool  # whether the scales of two slots' w1 may be in one line of L1
     piece: int  # words that a block copies at once
-    policy: int  # place in POLICIES
     ahead: int  # pieces of an expert that travels before its step; 0: none does
     interpret: bool  # under Triton's interpreter
-    fades: bool = True  # whether what experts are worth fades, as it does once a step
-    mail: int = 0  # place of Mailbox.pointers among those of the cache; 0: the host computes nothing
-    mail_tokens: int = 0  # most tokens that it takes
-    timeout_ns: int = 0  # deadline of its answer
-
-    def of_wave(self, number: int, num_waves: int) -> "CacheConstants":
-        """The same for one wave of a step, from 0 on; of several none asks the host, and only the first one fades."""
-        if num_waves == 1:
-            return self
-        # LRU has nothing that fades: one kernel for all waves.
-        fades = POLICIES[self.policy] == "lru" or number == 0
-        return self._replace(fades=fades, mail=0, mail_tokens=0, timeout_ns=0)
+    mail_tokens: int  # most tokens of which the host's cores compute missing experts
+    timeout_ns: int  # deadline of their answer
 
 
 def word_bytes(num_bytes: int) -> int:
@@ -228,10 +226,10 @@ def word_bytes(num_bytes: int) -> int:
     return 4 if num_bytes % 8 else 8
 
 
-def _words(tensor: Tensor) -> Tensor:
-    """An expert a row, of ``word_bytes`` an element."""
-    rows = tensor.view(torch.uint8).flatten(1)
-    return rows.view(torch.int32 if word_bytes(rows.shape[1]) == 4 else torch.int64)
+def _words(*tensors: Tensor | None) -> tuple[Tensor, ...] | None:
+    """Tensors with an expert a row, of ``word_bytes`` an element; ``None`` if there are none."""
+    rows = [tensor.view(torch.uint8).flatten(1) for tensor in tensors if tensor is not None]
+    return tuple(row.view(torch.int32 if word_bytes(row.shape[1]) == 4 else torch.int64) for row in rows) or None
 
 
 @triton.jit
@@ -245,28 +243,40 @@ def load_acquired(ptr, INTERPRET: tl.constexpr):
         )
 
 
-@triton.jit
-def header_of(state_ptr, E, S):
-    """Pointer to ``CacheTables.header``."""
-    return state_ptr + 3 * E + 8 * S
+class TablePointers(NamedTuple):
+    """The views of ``CacheTables`` in a kernel, of several rows row by row."""
+
+    slots: tl.tensor
+    arriving: tl.tensor
+    last_used: tl.tensor
+    owners: tl.tensor
+    copy_experts: tl.tensor
+    copy_slots: tl.tensor
+    landed: tl.tensor  # (2, S) blocks that have ended w1, and w2, of a copy
+    ahead_experts: tl.tensor
+    ahead_slots: tl.tensor
+    ahead_owners: tl.tensor
+    header: tl.tensor
+    num_slots: tl.tensor  # S
 
 
 @triton.jit
-def worths(owners, last_used, scores_ptr, POLICY: tl.constexpr):
-    """``(slots,)`` int32: what the experts of slots are worth, less than any where a slot is empty."""
-    if POLICY == LRU:
-        return last_used
-    else:
-        # The bits of positive floats are in their order; those of -1 are a negative integer.
-        return tl.load(scores_ptr + owners, mask=owners >= 0, other=-1.0).to(tl.int32, bitcast=True)
+def tables_of(state_ptr, E, S):
+    """The tables in ``CacheTables.state``, in its order."""
+    of_slots = state_ptr + 3 * E
+    return TablePointers(
+        slots=state_ptr, arriving=state_ptr + E, last_used=state_ptr + 2 * E, owners=of_slots,
+        copy_experts=of_slots + S, copy_slots=of_slots + 2 * S, landed=of_slots + 3 * S,
+        ahead_experts=of_slots + 5 * S, ahead_slots=of_slots + 6 * S, ahead_owners=of_slots + 7 * S,
+        header=of_slots + 8 * S, num_slots=S,
+    )  # fmt: skip
 
 
 def cheapest_place(host: HostExperts, now: int, kept: Sequence[int] = ()) -> int:
     """The slot that is given away next, of no expert that step ``now`` needs nor of one that is ``kept``."""
     tables = host.tables
     owners = tables.owners.long()
-    worth = tables.last_used if host.policy == "lru" else tables.scores
-    values = worth[owners].double().where(owners >= 0, -1.0)
+    values = tables.last_used[owners].double().where(owners >= 0, -1.0)
     needed = (owners >= 0) & (tables.last_used[owners] == now)
     needed |= torch.isin(owners, torch.tensor(kept, dtype=torch.int64))
     return int(values.where(~needed, torch.inf).argmin())

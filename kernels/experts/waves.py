@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..runtime.arguments import power_of_2
-from .tables import FIRST, LAST, PLANNED, HostExperts, header_of
+from .tables import FIRST, LAST, PLANNED, HostExperts, tables_of
 
 ALIGNMENT = 4  # int32 of 16 bytes: kernels are compiled for ids that start at a multiple of them
 NUM_WARPS = 4
@@ -39,7 +39,7 @@ def waves_of(ids: Tensor, host: HostExperts) -> int:
 @triton.jit
 def is_served(experts, state_ptr, E, S):
     """Whether this rank serves each of ``experts``, any shape, cached or not."""
-    header_ptr = header_of(state_ptr, E, S)
+    header_ptr = tables_of(state_ptr, E, S).header
     return (experts >= tl.load(header_ptr + FIRST)) & (experts < tl.load(header_ptr + LAST))
 
 
@@ -48,6 +48,7 @@ def waves_kernel(
     ids_ptr, state_ptr, waves_ptr, J, E, S, R, WAVES: tl.constexpr, J_BLOCK: tl.constexpr, EXPERTS: tl.constexpr
 ):  # fmt: skip
     """One block; see ``split_waves``. Behind the waves each expert has a word: whether it is needed, then its wave."""
+    tables = tables_of(state_ptr, E, S)
     experts, js, word_ptr = tl.arange(0, EXPERTS), tl.arange(0, J_BLOCK), waves_ptr + WAVES * R
     ids = tl.load(ids_ptr + js, mask=js < J, other=-1).to(tl.int32)
     served = is_served(ids, state_ptr, E, S)
@@ -57,9 +58,9 @@ def waves_kernel(
     tl.debug_barrier()
     needed = tl.load(word_ptr + experts, mask=experts < E, other=0)
     tl.debug_barrier()
-    there = tl.where(tl.load(state_ptr + experts, mask=experts < E, other=-1) >= 0, needed, 0)
-    for copy in range(tl.load(header_of(state_ptr, E, S) + PLANNED)):
-        there = tl.where(experts == tl.load(state_ptr + 3 * E + 5 * S + copy), needed, there)
+    there = tl.where(tl.load(tables.slots + experts, mask=experts < E, other=-1) >= 0, needed, 0)
+    for copy in range(tl.load(tables.header + PLANNED)):
+        there = tl.where(experts == tl.load(tables.ahead_experts + copy), needed, there)
     behind = tl.sum(there, axis=0) + tl.cumsum(needed - there, axis=0)
     place = tl.where(there > 0, tl.cumsum(there, axis=0), behind) - 1
     tl.store(word_ptr + experts, place // S, mask=experts < E)

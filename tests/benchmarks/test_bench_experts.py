@@ -62,7 +62,7 @@ def test_a_run_on_a_cpu(trained: Sequence[str], tmp_path: Path, capsys: pytest.C
     assert resident["hits"] == resident["of_resident"] == 1
     assert on_demand["mb_per_token"] > cache["mb_per_token"] > resident["mb_per_token"] == 0
     assert cache["mb_per_token"] > 2 * rows["cache mxfp8"]["mb_per_token"] > 0
-    for same in ("cache", "cache lfu", "conservative"):
+    for same in ("cache", "conservative"):
         assert rows[same]["nll"] == pytest.approx(resident["nll"], rel=1e-5), f"greedy texts are the same: {same}"
     for name, row in rows.items():
         assert ("acceptance" in row) == (KINDS.get(name, {}).get("speculate") is not None)
@@ -167,7 +167,7 @@ def test_who_names_no_prefetch_has_none() -> None:
 
 def test_names_that_are_none(tmp_path: Path) -> None:
     mistakes = {
-        "variants='lru' must be one of on_demand, cache, cache lfu": ["--variants", "cache,lru"],
+        "variants='lru' must be one of on_demand, cache, cache + prefetch": ["--variants", "cache,lru"],
         "variants='adaptive' must come with --source": ["--variants", "adaptive"],
         "ep=2 must be 1 with --source": ["--ep", "2", "--source", "x"],
         "tokens=1 must be at least 2": ["--tokens", "1"],

@@ -60,7 +60,7 @@ def in_pageable_memory(parts: dict[str, torch.Tensor], device: torch.device, fil
     "settings",
     [
         dict(expert_slots=MOE.top_k),
-        dict(expert_slots=MOE.top_k + 1, expert_policy="lfu", expert_prefetch=True),
+        dict(expert_slots=MOE.top_k + 1, expert_prefetch=True),
         dict(expert_slots=MOE.top_k + 1, host_cores="1"),
         slow(dict(expert_slots=MOE.top_k + 1, host_cores="1", expert_dtype="mxfp8")),
         dict(expert_slots=MOE.top_k, staged=True),
@@ -165,7 +165,7 @@ def test_a_model_that_is_loaded_again_does_not_inherit_cores_that_failed(host_co
     model, group = awake_model(MODEL, None, in_slots=True, sharpness=1.0)
     engine = GPTEngine(model, group, expert_slots=MOE.top_k + 1, host_cores="1")
     expected = texts(engine, 3)
-    engine.cores.mail.fault[:2] = torch.tensor([1, PLACE_HOST.value])  # as a step does at the deadline
+    engine.cores.mail.fault[:2] = torch.tensor([1, PLACE_HOST.value])  # A step writes this at the deadline.
     with pytest.raises(HostComputeError):
         engine.check()
     engine.cores.close()

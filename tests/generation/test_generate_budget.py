@@ -25,7 +25,6 @@ from comet.integrations.hf import load_pretrained
 from comet.integrations.hf.families import num_moe_layers
 from comet.integrations.hf.static import StaticDecoder
 from comet.jobs.generate import GenerateConfig
-from comet.kernels.experts.tables import HostExperts
 from comet.launch.config import compose, default_ranks
 from comet.launch.dry_run import prefetch_told
 from comet.launch.memory import generation_needs
@@ -46,24 +45,6 @@ def qwen(tmp_path_factory):
 def job_of(folder, tmp_path, **settings):
     model = model_of(find_source(str(folder)))
     return make_job(tmp_path, model=model, generate=replace(GREEDY, source=str(folder), **settings))
-
-
-def test_the_policy_reaches_the_caches(qwen, tmp_path, capsys, monkeypatch):
-    policy, made = "lfu", []
-    monkeypatch.setattr(
-        "comet.experts.cache.HostExperts", lambda **given: made.append(given["policy"]) or HostExperts(**given)
-    )
-    found = generate_job(job_of(qwen, tmp_path, expert_budget=0.5, expert_policy=policy, max_new_tokens=2), Rank())
-    assert found["expert_cache"]["policy"] == policy
-    words = [f"generate.source={qwen}", "generate.prompt=ab", f"{BUDGET}=0.5", f"generate.expert_policy={policy}"]
-    told = f"# experts on the device: 4 of 8 in each of 2 layers, by {policy}; MiB"
-    assert told in dry_run(capsys, "generate", *words)[0]
-    job = make_job(tmp_path, model=MODEL, steps=3, eval_batches=1, sample_bytes=0)
-    train(job, Rank())
-    settings = replace(GREEDY, source=str(tmp_path / "out"), expert_budget=0.75, expert_policy=policy, max_new_tokens=2)
-    assert generate_job(replace(job, generate=settings), Rank())["expert_cache"]["policy"] == policy
-    layers = 2 + MODEL.num_layers
-    assert made == [policy] * layers
 
 
 def test_the_job_writes_the_same(qwen, tmp_path, capsys):
@@ -167,7 +148,6 @@ MISTAKES = [  # budget and other settings, and what is said
     ("0.5 expert_store=file host_budget=0.1", "generate.host_budget=0.1 holds 1 experts, and must hold the 4 that "),
     ("null host_cores=1", "generate.host_cores=1 must come with an expert_budget"),
     (f"0.5 host_cores=1 {FROM_FILES}", "generate.host_cores=1 must be off with expert_store=file"),
-    (f"0.5 expert_policy=lfu {FROM_FILES}", "generate.expert_policy='lfu' must be 'lru' with expert_store='file'"),
 ]
 
 

@@ -77,7 +77,7 @@ def run(
 
 
 def same_texts(prompts: list[str], **changes: object) -> Generated:
-    """What speculation makes; asserts that it is what plain decoding makes, as it is shown."""
+    """Return what speculation makes, and assert that plain decoding makes and shows the same."""
     shown: dict[str, list[str]] = {}
     made, ends = {}, []
     for mode in ("off", "conservative"):
@@ -241,6 +241,10 @@ def test_the_task_reports_what_was_drafted(trained: Path, tmp_path: Path, capsys
     [
         ("speculate=conservative draft_experts=[3]", "draft_experts=[3] must be below top_k=3 of the model"),
         ("draft_cached_only=true", "generate.draft_cached_only is no longer a setting: leave it out"),
+        (
+            "expert_policy=lfu",
+            "generate.expert_policy is no longer a setting: leave it out: the expert used longest ago",
+        ),
         ("draft_experts=[1]", "draft_experts=(1,) must come with speculate=conservative or adaptive: speculate="),
         (
             "speculate=conservative adaptive_tolerance=0.1",
@@ -331,7 +335,7 @@ OVER_RANKS: list[tuple[list[str], int | None, dict[str, bool]]] = [
 
 
 def clock_of(rank: int) -> Callable[[], float]:
-    """By rank 0's all rounds take equally long, so the longest drafts are best; by others' plain steps are."""
+    """Return the clock of a rank: by that of rank 0 the longest drafts are best, by those of others plain steps."""
     ticks = itertools.count()
     if rank == 0:
         return lambda: float(next(ticks))

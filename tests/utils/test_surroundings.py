@@ -1,6 +1,6 @@
 """Settings of torch for the whole process or a block of code change no number: autocast, default type, subnormals.
 
-And types that cannot be right are refused by name.
+Types that cannot be right are refused by name.
 """
 
 from collections.abc import Callable, Iterator
@@ -178,8 +178,8 @@ def model_step() -> list[Tensor]:
 
 
 def experts_from_slots() -> list[Tensor]:
-    """Steps of a cache that counts uses, and what is decided and kept for the host's cores."""
-    cache = ExpertCache(numbers((6, 64, 32), 1), numbers((6, 32, 32), 2), 2, torch.device("cpu"), policy="lfu")
+    """Steps of a cache, and what is decided and kept for the host's cores."""
+    cache = ExpertCache(numbers((6, 64, 32), 1), numbers((6, 32, 32), 2), 2, torch.device("cpu"))
     path, weights = CachedExperts(cache, LocalRunner(2, 4), 2), torch.tensor([[0.3, 0.7]], dtype=torch.float32)
     ids = [torch.tensor([[step % 3, 3 + step % 2]], dtype=torch.int32) for step in range(7)]
     outputs = [path(RoutedTokens(numbers((1, 32), step), each, weights), *EMPTY) for step, each in enumerate(ids)]
@@ -188,7 +188,7 @@ def experts_from_slots() -> list[Tensor]:
     sizes = dict(num_experts=6, first_expert=0, hidden_size=32, top_k=2, max_tokens=4, dtype=torch.float32)
     cores = HostCores(1, HostSizes(**sizes), torch.device("cpu"), 60.0)
     cores.close()
-    return [*outputs, cache.tables.scores, share, cores.mail.sums]
+    return [*outputs, share, cores.mail.sums]
 
 
 COMPUTED: dict[str, Callable[[], list[Tensor]]] = {

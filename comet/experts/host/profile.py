@@ -1,4 +1,4 @@
-"""What missing experts cost on this machine, over the link and on the host's cores, and how they are split."""
+"""Costs of missing experts on this machine, over the link and on the host's cores, and the split between the two."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LEAST_GAIN = 0.1  # of the link's time alone: costs vary from step to step, and 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostProfile:
-    """What experts cost, in nanoseconds."""
+    """Costs of experts, in nanoseconds."""
 
     link_ns: float  # to bring one to the device
     shared_link_ns: float  # to bring one there while the host's cores compute
@@ -33,10 +33,10 @@ class HostProfile:
     full_expert_ns: float  # of each of its experts
 
     def share_table(self, max_tokens: int, num_experts: int) -> Tensor:
-        """Of m missing experts, how many the host computes, so that it and the link end soonest.
+        """How many of m missing experts the host computes, so that host and link end soonest.
 
-        None unless that is sooner than by the link alone by ``LEAST_GAIN``. And at least one comes to the device: a
-        cache that fetches nothing never learns what it should hold.
+        The host computes none unless it saves ``LEAST_GAIN`` of the time of the link alone. At least one expert comes
+        to the device: a cache that fetches nothing never learns what it should hold.
 
         Example: 200 us for an expert on the link, 290 on the cores and 20 a request: of 1 to 8 missing experts the host
         computes 0, 1, 1, 1, 2, 2, 3 and 3. Of 3 it takes one, 310 us, while two travel for 400. Were it 345 on the
@@ -63,14 +63,14 @@ class HostProfile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostSizes:
-    """Of requests."""
+    """Sizes of requests to the host's cores."""
 
     num_experts: int
     first_expert: int  # number of the rank's first
     hidden_size: int
     top_k: int
     max_tokens: int
-    dtype: torch.dtype  # of tokens, and of weights that are not quantised
+    dtype: torch.dtype  # the type of tokens and of plain weights
     activation: Activation = SWIGLU
 
 
@@ -152,7 +152,7 @@ def measure(mail: Mailbox, stores: Sequence[ExpertParts], sizes: HostSizes, devi
 
 
 def time_request(mail: Mailbox, link: Link, sizes: HostSizes, num_tokens: int, num_experts: int) -> tuple[float, float]:
-    """Time requests as steps make them: behind a pause, and beside a link that is busy.
+    """Time requests as steps make them: behind a pause, while the link is busy.
 
     Returns:
         Nanoseconds of a request, and of an expert on the link meanwhile.

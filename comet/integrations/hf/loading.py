@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from comet.config import MOE_DTYPES, MoEConfig, ParallelConfig, require
+from comet.config import MOE_DTYPES, MoEConfig, ParallelConfig, check_removed, require
 from comet.decode import held_pieces
 from comet.experts.budget import most_tokens, plan_budget
 from comet.experts.options import ExpertStoreKind, StoreOptions
@@ -54,7 +54,7 @@ from comet.integrations.hf.stored_experts import open_stores, take_files
 from comet.layer.group import ExpertGroup
 from comet.quantization.formats import FP8_BLOCK, MXType
 
-STORE_NAMES = {"expert_policy", "host_cores", "expert_prefetch"}  # options that are not transformers'
+STORE_NAMES = {"host_cores", "expert_prefetch"}  # options that are not transformers'
 # transformers leaves out what does not fit, and reports it: ``_make`` says so in our words.
 REPORTED = dict(ignore_mismatched_sizes=True, output_loading_info=True)
 logger = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ def load_pretrained(
             32; a budget in bytes then holds about twice or four times the experts that it holds in bfloat16. What was
             MXFP4 in the folder is the same numbers in ``mxfp4``. ``None``: as the model is, or in block FP8 with
             ``keep_fp8``.
-        **options: ``expert_policy``, ``host_cores`` and ``expert_prefetch``, with a budget, as those of ``generate``.
+        **options: ``host_cores`` and ``expert_prefetch``, with a budget, as those of ``generate``.
             Of ``from_pretrained``: ``config``, ``subfolder``, ``variant``, ``attn_implementation``,
             ``generation_config``, ``output_loading_info``, ``trust_remote_code``, ``device_map`` with one device. All
             others are new values of fields of the configuration.
@@ -153,6 +153,7 @@ def _taken_from(options: dict[str, Any]) -> dict[str, Any]:
     """Take the options of the store out of those that were given."""
     former = options.get("torch_dtype")
     require("torch_dtype" not in options, f"torch_dtype={former} must be given as dtype={former}")
+    check_removed({"expert_policy"} & options.keys())
     return {name: options.pop(name) for name in STORE_NAMES & options.keys()}
 
 

@@ -131,7 +131,6 @@ def open_stores(
         dtype=dtype,
         device=device,
         group=group,
-        policy=budget.policy,
     )
     to = options.expert_dtype
     readers = [reader if to is None else QuantisedReader(reader, to) for reader in layers.values()]

@@ -260,7 +260,9 @@ def test_a_budget_that_cannot_be(budget, mixtral):
 def test_what_a_budget_does_not_go_with(mixtral):
     nodes = SimpleNamespace(comm=SimpleNamespace(memory_obstacle="a group spans several nodes"))
     refuse(mixtral, "expert_budget needs warp decode on all ranks: a group spans", NotImplementedError, group=nodes)
-    refuse(mixtral, "expert_policy='fifo' must be one of lru, lfu", expert_policy="fifo")
+    refuse(
+        mixtral, "expert_policy is no longer a setting: leave it out: the expert used longest ago", expert_policy="lfu"
+    )
     refuse(mixtral, "decode_tokens=0 must be at least 1 with an expert_budget", decode_tokens=0)
     loaded = hf.load_pretrained(mixtral, expert_budget=0.5)
     for save in (loaded.state_dict, loaded.model.layers[0].state_dict, partial(loaded.save_pretrained, mixtral)):

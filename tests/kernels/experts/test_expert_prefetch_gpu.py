@@ -46,14 +46,13 @@ class Pass:
             assert torch.equal(self.outputs[layer], expected[layer]), f"layer {layer}"
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu"])
 @pytest.mark.parametrize(("num_tokens", "num_slots"), [(1, K), (1, 11), (2, 20), (5, 12), (1, E)])
 @pytest.mark.parametrize("replayed", [False, True], ids=["launched", "replayed"])
-def test_steps_equal_resident_experts_bit_for_bit(num_tokens: int, num_slots: int, replayed: bool, policy: str) -> None:
+def test_steps_equal_resident_experts_bit_for_bit(num_tokens: int, num_slots: int, replayed: bool) -> None:
     """Steps of all experts and, between them, of half of them for one token, as drafts are."""
     print("seed", num_slots)
     made, drawn = torch.Generator().manual_seed(num_slots), random.Random(num_slots)
-    layers = CachedLayers(num_slots, num_tokens, made, policy)
+    layers = CachedLayers(num_slots, num_tokens, made)
     step, draft = Pass(layers, num_tokens, K, replayed), Pass(layers, 1, K // 2, replayed)
     for _ in range(200):
         layers.draw(made)
@@ -73,7 +72,7 @@ def test_what_travels_until_its_step_begins_arrives_whole() -> None:
     print("seed 0")
     made, drawn, num_experts, num_slots = torch.Generator().manual_seed(0), random.Random(0), 24, 12
     case, place = case_of(1, K=4, E=num_experts, D=2048, F=768), (None, CUDA, torch.bfloat16)
-    cache, everything = cache_of(case, num_slots, "lru", *place), resident_weights(case, *place)
+    cache, everything = cache_of(case, num_slots, *place), resident_weights(case, *place)
     cache.expect_prefetch()
     runner, side = LocalRunner(4, 1), torch.cuda.Stream()
     tokens, weights = torch.randn(1, 2048, generator=made).bfloat16().cuda(), torch.full((1, 4), 0.25, device=CUDA)
@@ -98,9 +97,9 @@ def test_what_travels_until_its_step_begins_arrives_whole() -> None:
 
 
 def test_whoever_streams_tokens_waits_for_what_travels() -> None:
-    """Another thread may read a prompt while experts of Qwen3's size are on their way to a step."""
+    """Another thread may read a prompt while experts of Qwen3's size travel to a step."""
     case, place = case_of(1, K=4, E=8, D=2048, F=768), (None, CUDA, torch.bfloat16)
-    cache = cache_of(case, 6, "lru", *place)
+    cache = cache_of(case, 6, *place)
     cache.expect_prefetch()
     cache.travel_stream = torch.cuda.Stream()
     with torch.cuda.stream(cache.travel_stream):

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def decide_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let whoever opens a store decide on prefetch as if its device were a GPU."""
+    """Let stores decide on prefetch as if their device were a GPU."""
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr("comet.experts.paths.prefetches", lambda setting, _, **named: prefetches(setting, gpu, **named))
 
@@ -39,7 +39,6 @@ def stored_experts(case: DecodeCase, held: tuple[int, int], dtype: torch.dtype =
 def cache_of(
     case: DecodeCase,
     num_slots: int,
-    policy: str = "lru",
     held: tuple[int, int] | None = None,
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
@@ -47,7 +46,7 @@ def cache_of(
     """An empty cache of experts from ``held[0]`` to ``held[1]``, of all where it is ``None``."""
     held = held or (0, case.E)
     place = dict(num_slots=num_slots, num_experts=case.E, first_expert=held[0], activation=case.activation)
-    return ExpertCache(**stored_experts(case, held, dtype), **place, device=device, policy=policy)
+    return ExpertCache(**stored_experts(case, held, dtype), **place, device=device)
 
 
 def resident_weights(
@@ -94,7 +93,7 @@ def compare_waves_over_ranks(
     made = torch.Generator().manual_seed(case.seed + (0 if replicated else 100 * rank))
     num_held = case.E // world_size
     held = (num_held * rank, num_held * (rank + 1))
-    cache, everything = cache_of(case, num_slots, "lru", held, device), resident_weights(case, held, device)
+    cache, everything = cache_of(case, num_slots, held, device), resident_weights(case, held, device)
     comm = make_communicator("auto", dist.group.WORLD, str(device))
     decode = RankDecode(comm, hidden_size=case.D, max_tokens=case.T, use_kernels=True, replicated=replicated)
     for num_tokens in counts:
@@ -112,7 +111,7 @@ def compare_waves_over_ranks(
 # ---- with a process of the host --------------------------------------------------------------------------------------
 
 
-# Of 1 to 8 missing experts the host computes 0, 1, 1, 1, 2, 2, 3 and 3; where the link is slow, 0, 1, 2, 3, 4, 5, ...
+# The host computes 0, 1, 1, 1, 2, 2, 3 and 3 of 1 to 8 missing experts; with a slow link 0, 1, 2, 3, 4, 5, ...
 PROFILE = HostProfile(
     link_ns=200, shared_link_ns=200, request_ns=20, expert_ns=290, full_request_ns=20, full_expert_ns=290
 )
@@ -130,7 +129,6 @@ def hosted_cache(
     case: DecodeCase,
     num_slots: int,
     profile: HostProfile | None = PROFILE,
-    policy: str = "lru",
     first: int = 0,
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
@@ -140,7 +138,7 @@ def hosted_cache(
     sizes = HostSizes(**places, hidden_size=case.D, top_k=case.K, max_tokens=case.T, dtype=dtype)
     cores = HostCores(2 if device.type == "cuda" else 1, sizes, device, DEADLINE_S)
     held = HeldExperts.hold(stored_experts(case, (first, case.E), dtype), device, cores.file)
-    cache = ExpertCache(**held.named_parts, num_slots=num_slots, device=device, policy=policy, **places)
+    cache = ExpertCache(**held.named_parts, num_slots=num_slots, device=device, **places)
     cores.start([held], profile)
     cache.share_with(cores, 0)
     return cache, cores

@@ -37,17 +37,11 @@ def refill(given: RoutedTokens, new: RoutedTokens) -> None:
 class CachedLayers:
     """Layers of E experts, ``(LAYERS, T, K)`` ids of which a step takes as many tokens and columns as it is given."""
 
-    def __init__(
-        self,
-        num_slots: int,
-        num_tokens: int,
-        made: torch.Generator,
-        policy: str = "lru",
-    ) -> None:
+    def __init__(self, num_slots: int, num_tokens: int, made: torch.Generator) -> None:
         cases, place = [case_of(num_tokens, seed=layer) for layer in range(LAYERS)], (None, CUDA, torch.bfloat16)
         self.resident = [resident_weights(case, *place) for case in cases]
         self.runner = LocalRunner(K, num_tokens)
-        self.caches = [cache_of(case, num_slots, policy, *place) for case in cases]
+        self.caches = [cache_of(case, num_slots, *place) for case in cases]
         self.paths = [CachedExperts(cache, self.runner, K) for cache in self.caches]
         self.ids = torch.zeros(LAYERS, num_tokens, K, dtype=torch.int32, device=CUDA)
         self.guesses = self.ids.clone()
@@ -67,7 +61,7 @@ class CachedLayers:
         outputs = []
         for layer, path in enumerate(self.paths):
             if layer:
-                torch.mm(self.square, self.square)  # what a layer does before its experts
+                torch.mm(self.square, self.square)  # A layer has work like this before its experts.
             routed = RoutedTokens(tokens, self._of(layer, weights), weights)
             outputs.append(path(routed, *self.caches[layer].weights.parts))
         return outputs
