@@ -15,8 +15,6 @@ import torch
 
 from comet.config import require
 from comet.experts.budget import ExpertBudget
-from comet.experts.options import PrefetchSetting
-from comet.experts.prefetch import prefetches
 from comet.generation.job import check_files, plan_experts
 from comet.jobs.config import JobConfig, activation_dtype
 from comet.launch.memory import generation_needs, layer_bytes, training_needs
@@ -100,17 +98,17 @@ def describe_generate(job: JobConfig, num_ranks: int, device: torch.device) -> l
     ]
     if budget is None:
         return lines
-    where = "host memory" if budget.store == "host" else "files"
-    stored = f" in {budget.stored}" if budget.stored else ""
-    sizes = {f"all experts{stored}, in {where}": budget.store_bytes}
-    if budget.store == "file":
-        sizes[f"{budget.places} of them in host memory as well"] = budget.host_bytes
+    in_host = budget.options.expert_store == "host"
+    stored = f" in {budget.options.stored}" if budget.options.stored else ""
+    sizes = {f"all experts{stored}, in {'host memory' if in_host else 'files'}": budget.store_bytes}
+    if not in_host:
+        sizes[f"{budget.num_places} of them in host memory as well"] = budget.host_bytes
     sizes["memory of this host"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return [
         *lines,
-        f"# experts on the device: {budget.slots} of {budget.held} in each of {budget.num_layers} layers; MiB",
+        f"# experts on the device: {budget.num_slots} of {budget.num_held} in each of {budget.num_layers} layers; MiB",
         *table(sizes),
-        f"# prefetch: {prefetch_told(job.generate.expert_prefetch, budget, device)}",
+        f"# prefetch: {prefetch_told(budget, device)}",
     ]
 
 
@@ -151,14 +149,15 @@ def table(sizes: Mapping[str, int]) -> list[str]:
     return [f"#   {name:<32} {size / MIB:>12,.1f}" for name, size in sizes.items()]
 
 
-def prefetch_told(setting: PrefetchSetting, budget: ExpertBudget, device: torch.device) -> str:
+def prefetch_told(budget: ExpertBudget, device: torch.device) -> str:
     """Say what ``expert_prefetch`` comes to.
 
     Example: ``auto`` of a host store is "off (expert_prefetch=auto)" on a CPU.
     """
-    is_on = prefetches(setting, device, useful=budget.store == "host" and budget.slots < budget.held)
+    options = budget.options
+    is_on = options.prefetches(device, useful=options.expert_store == "host" and budget.num_slots < budget.num_held)
     condition = ", where host memory can be pinned" if is_on and device.type == "cuda" else ""
-    return f"{'on' if is_on else 'off'}{condition} (expert_prefetch={str(setting).lower()})"
+    return f"{'on' if is_on else 'off'}{condition} (expert_prefetch={str(options.expert_prefetch).lower()})"
 
 
 def check_model_overlap(job: JobConfig, dtype: torch.dtype, device: torch.device) -> None:

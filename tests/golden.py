@@ -21,7 +21,7 @@ from pathlib import Path
 import support  # noqa: F401 - puts the helpers on the import path
 import torch
 from torch import Tensor
-from training_cases import MODEL, MOE, Rank, make_job
+from training_cases import MODEL, MOE, Rank, make_job, slots_of
 
 from comet import MoE, MoEConfig, ParallelConfig, make_expert_group
 from comet.generation.engine import GPTEngine
@@ -72,7 +72,7 @@ def decode_steps(device: torch.device) -> Iterator[tuple[str, Tensor]]:
         group = make_expert_group(model.moe, ParallelConfig(), max_tokens=64, dtype=dtype, device=device)
         gpt = GPT(model, group, seed=1, expert_device=None if slots is None else torch.device("cpu"))
         gpt.head.weight.data.copy_(torch.randn(gpt.head.weight.shape, generator=torch.Generator().manual_seed(2)))
-        engine = GPTEngine(gpt, group, expert_slots=slots)
+        engine = GPTEngine(gpt, group, store=slots_of(slots))
         ids = torch.randint(256, (2, 20), generator=torch.Generator().manual_seed(4)).to(device)
         yield f"decode/{slots}/prompt", engine.prefill(ids, torch.tensor([20, 9], device=device), 30)
         for step in range(6):

@@ -21,7 +21,8 @@ from torch import Tensor
 from comet.comm.handshake import gather
 from comet.config import MoEConfig, ParallelConfig, require
 from comet.decode.runners import ReplicatedRunner
-from comet.experts.cache import CachedExperts, CacheReport, total
+from comet.experts.cache import CacheReport, total
+from comet.experts.cached import CachedExperts
 from comet.experts.paths import CachedPath, Slots, host_paths, report_of_paths
 from comet.experts.store import HeldExperts
 from comet.generation.engine import GPTEngine
@@ -47,7 +48,6 @@ from lib.traces import Trace, record_routing
 
 ON_DEMAND, RESIDENT = "on_demand", "resident"
 STEPS_PER_CALL = 32  # so that calls have about as many misses
-STORE = ("expert_dtype", "expert_prefetch", "host_cores")  # settings that an engine takes
 PROMPT_BYTES, FIRST_TOKEN_BYTES, LEAST_PROMPTS = 64, 1000, 64
 HELDOUT_SHAPE = (4, 8, 512)  # batches of texts of tokens
 Step = Callable[[], Any]
@@ -160,12 +160,10 @@ class Alone:
         where: dict[str, Any] = dict(device=self.device, dtype=self.dtype, group=self.group)
         routers: Any = [partial(guess, layer) for layer in range(self.num_layers)]
         paths = host_paths(
-            Slots(num_slots=num_slots, layout=self.layout, runner=runner, **where),
+            Slots(options=settings, num_slots=num_slots, layout=self.layout, runner=runner, **where),
             lambda file: [HeldExperts.hold(each.named_parts, self.device, file) for each in held],
+            lambda: routers,
             self.moe.hidden_size,
-            host_cores=settings.host_cores,
-            expert_prefetch=settings.expert_prefetch,
-            routers=lambda: routers,
         )
         paths = on_demand(paths, runner, self.moe.top_k) if name == ON_DEMAND else paths
 
@@ -302,10 +300,8 @@ class Texts:
         model, before = self.model, self.memory()
         if self.whole is not None:  # the last one may have quantised the model's experts
             self.whole.take_over()
-        engine = GPTEngine(
-            model, self.group, expert_slots=num_slots, speculation=None if settings.speculate == "off" else settings,
-            **{setting: getattr(settings, setting) for setting in STORE},
-        )  # fmt: skip
+        speculation = None if settings.speculate == "off" else settings
+        engine = GPTEngine(model, self.group, store=settings, speculation=speculation)
         paths = on_demand(engine.stored, engine.runner, self.moe.top_k) if name == ON_DEMAND else engine.stored
         weights = [(local(layer.w1).data, local(layer.w2).data) for layer in model.moe_layers()]
         way = TextWay(name=name, settings=settings, paths=paths, engine=engine, weights=weights)

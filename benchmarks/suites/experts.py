@@ -41,7 +41,6 @@ from torch import Tensor
 
 from comet.config import require
 from comet.experts.budget import plan_budget
-from comet.experts.options import StoreOptions
 from comet.jobs.generate import GenerateConfig
 
 from lib.experts import ON_DEMAND, RESIDENT, Alone, Texts
@@ -180,10 +179,10 @@ class Run(Suite):
             draft_tokens=self.draft_tokens, tau=self.tau, adaptive_tolerance=self.tolerance,
             **{"expert_budget": budget, "expert_prefetch": False} | KINDS.get(name, changes),
         )  # fmt: skip
-        held = plan_budget(StoreOptions.of(settings), subject.moe, subject.num_layers, subject.dtype, self.parallel)
+        held = plan_budget(settings, subject.moe, subject.num_layers, subject.dtype, self.parallel)
         assert held is not None
         with memory_limit(ranks.device, held.device_bytes + self.workspace_mb * 2**20):
-            return subject.make(name, settings, held.slots)
+            return subject.make(name, settings, held.num_slots)
 
     def routing(self) -> tuple[Tensor, Tensor | None]:
         """``(N, L, K)`` ids of this shape, replayed with what was guessed of them, or made."""

@@ -1,4 +1,4 @@
-"""The cache of one layer's experts, and decode steps that read from it.
+"""The cache of one layer's experts.
 
 The GPU keeps the cache itself, inside the decode step (``comet.kernels.experts.cache``): it looks up which experts a
 step needs, gives the missing ones the slots of those used longest ago, and reads them from pinned host memory. A
@@ -8,38 +8,26 @@ bit for bit, but for those of longer prompts.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from comet.comm.base import Turn
-from comet.config import MoEConfig, require
-from comet.decode.runners import Runner
+from comet.config import require
 from comet.decode.weights import DecodeWeights
 from comet.errors import UnavailableError
 from comet.experts.host.cores import HostCores
 from comet.experts.store import HeldExperts
-from comet.experts.streaming import ExpertsFromSlots, SlotCache, Visit, send
+from comet.experts.streaming import SlotCache, Visit, send
 from comet.kernels.experts.prefetch import take_over_torch
 from comet.kernels.experts.tables import CLOCK, LAYER, NEVER, CacheTables, HostExperts
 from comet.kernels.runtime.activation import SWIGLU, Activation
-from comet.layout import RoutedTokens
-from comet.quantization.formats import FP8_BLOCK, MX_BLOCK, StoredType
 
-if TYPE_CHECKING:
-    from comet.experts.prefetch import Prefetch
-
-# Most tokens of a decode step from caches where the caller does not say. A step has waves for the most experts that its
-# tokens may need; streaming visits only those that they do need, but waits for the routing.
-CACHED_DECODE_TOKENS = 16
-NEXT_ROW = (0, 0, 0, 1)  # a row of padding
 OF_THE_CACHES = ("slots", "prefetch")  # what reports repeat, and do not add up
 
 
@@ -240,109 +228,3 @@ def report_of(caches: Sequence[ExpertCache]) -> CacheReport:
         hosting_s=0.0 if caches[0].cores is None else caches[0].cores.counts[1],
         prefetch=caches[0].host.prefetched,
     )
-
-
-class CachedExperts(ExpertsFromSlots):
-    """Experts that the device brings itself.
-
-    A step that may need more experts than there are slots runs in waves (``comet.kernels.experts.waves``). Kernels that
-    are compiled for one token have none: where its K experts have no room, a token without any is computed with it.
-    """
-
-    cache: ExpertCache
-    prefetch: Prefetch | None = None  # brings experts of this layer before its step, if anything does
-
-    def __init__(self, cache: ExpertCache, runner: Runner, top_k: int) -> None:
-        super().__init__(cache, runner)
-        require(
-            self.has_steps(top_k),
-            f"decode_tokens={runner.decode.max_tokens} must be at least 2 with num_slots={cache.num_slots}, fewer than "
-            f"top_k={top_k}",
-        )
-        cache.copy_stream = runner.decode.copy_stream(cache.weights.w1.device)
-
-    def has_steps(self, top_k: int) -> bool:
-        """Whether the slots hold the experts of one token, or waves of two tokens, without the host's cores, do."""
-        waves = self.runner.decode.max_tokens > 1 and self.cache.cores is None
-        return waves or self.cache.num_slots >= self.most_of_a_token(top_k)
-
-    def check(self) -> None:
-        """Raise ``HostComputeError`` if the host's cores are gone; once a pass is enough."""
-        if self.cache.cores is not None and self.cache.layer == 0:
-            self.cache.cores.raise_if_failed()
-
-    def step(self, routed: RoutedTokens, w1: Tensor, w2: Tensor) -> Tensor:
-        """Compute a decode step, while experts of other layers may travel."""
-        tokens, top_k_ids, top_k_weights = routed
-        if self.prefetch is not None:
-            self.prefetch.before_step(tokens, top_k_ids.shape[1])
-        step, num_tokens = routed._replace(top_k_ids=top_k_ids.contiguous()), tokens.shape[0]
-        if num_tokens == 1 and self.cache.num_slots < self.most_of_a_token(top_k_ids.shape[1]):
-            ids = pad(top_k_ids, NEXT_ROW, value=-1)
-            step = RoutedTokens(pad(tokens, NEXT_ROW), ids, pad(top_k_weights, NEXT_ROW))
-        with torch.autocast(tokens.device.type, enabled=False):  # decode rounds where it means to
-            output = self.runner(step, w1, w2, experts=self.cache.weights)[:num_tokens]
-        if self.prefetch is not None:
-            self.prefetch.after_step(tokens)
-        if self.cache.cores is not None and not tokens.is_cuda:  # a GPU has not computed this step yet
-            self.cache.cores.raise_if_failed()
-        return output
-
-
-def slots_of_budget(
-    budget: float,
-    config: MoEConfig,
-    num_layers: int,
-    dtype: torch.dtype,
-    stored: StoredType | None = None,
-    *,
-    least: int = 1,
-) -> int:
-    """Experts of each layer that a budget holds.
-
-    Example: 4 layers of 64 experts of D = 128, F = 64, float32 (98,304 bytes each): 0.25 holds 16, 10_000_000 bytes 25;
-    in MXFP4 (13,056 bytes each) 1_000_000 bytes hold 19.
-
-    Args:
-        budget: Share of all experts, above 0 and up to 1; or bytes for all layers, above 1.
-        least: The fewest that serve a token.
-    """
-    require(budget > 0, f"expert_budget={budget} must be above 0: a share of all experts, or bytes above 1")
-    expert = bytes_of_expert(config.hidden_size, config.ffn_size, dtype, stored)
-    slots = experts_within(budget, config.num_experts, max(num_layers, 1) * expert)
-    require(
-        slots >= least,
-        f"expert_budget={budget} holds {slots} experts of each of {num_layers} layers, and must hold {least}: "
-        f"{num_layers * least * expert:,} bytes, or a share of {share_of_experts(least, config.num_experts)}",
-    )
-    return min(slots, config.num_experts)
-
-
-def experts_within(budget: float, num_experts: int, expert_bytes: int) -> int:
-    """How many experts fit a budget: up to 1 a share of ``num_experts``, a decimal number or a quotient, else bytes.
-
-    Example: 0.58 of 50 are 29, and 3 / 7 of 7 are 3; in floats 0.58 * 50 is a little less.
-    """
-    if budget > 1:
-        return int(budget // expert_bytes)
-    return bisect_right(range(1, num_experts + 1), budget, key=lambda number: number / num_experts)
-
-
-def share_of_experts(number: int, num_experts: int) -> float:
-    """A share that holds ``number`` of so many experts, short enough to read: rounded up, 1 / 3 is 0.33334."""
-    return -(-number * 10**5 // num_experts) / 10**5
-
-
-def bytes_of_expert(hidden_size: int, ffn_size: int, dtype: torch.dtype, stored: StoredType | None = None) -> int:
-    """Return the bytes of w1 ``(2F, D)`` and w2 ``(D, F)``, with their scales where they are quantised.
-
-    Example (D = 256, F = 128): 98,304 numbers are 196,608 bytes in bfloat16, 101,376 in MXFP8, 52,224 in MXFP4 and
-    98,328 in block FP8, which has 2 * 2 + 2 * 1 scales of 4 bytes.
-    """
-    numbers = 3 * hidden_size * ffn_size
-    if stored is None:
-        return numbers * dtype.itemsize
-    if stored == "fp8":
-        deep, wide = -(-hidden_size // FP8_BLOCK), -(-ffn_size // FP8_BLOCK)
-        return numbers + 4 * deep * (-(-2 * ffn_size // FP8_BLOCK) + wide)
-    return numbers // (2 if stored == "mxfp4" else 1) + numbers // MX_BLOCK

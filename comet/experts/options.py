@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
+from comet import limits
 from comet.config import require
 from comet.limits import Positive
 from comet.utils.choices import MXType, StoredType
+
+if TYPE_CHECKING:
+    import torch
 
 ExpertStoreKind = Literal["host", "file"]
 PrefetchSetting = bool | Literal["auto", "true", "false"]
@@ -34,9 +38,15 @@ class StoreOptions:
     expert_prefetch: PrefetchSetting = "auto"
 
     def __post_init__(self) -> None:
+        limits.check(self)
         insists = prefetch_wanted(self.expert_prefetch)
+        word = str(self.host_cores)  # a call may give the number itself
+        require(
+            word in ("auto", "off") or (word.isdecimal() and int(word) >= 1),
+            f"host_cores={word!r} must be auto, off, or a number of cores",
+        )
         without_store = {"keep_fp8"} if insists else {"keep_fp8", "expert_prefetch"}
-        for each in fields(self):
+        for each in fields(StoreOptions):
             value = getattr(self, each.name)
             require(
                 self.in_store or value == each.default or each.name in without_store,
@@ -46,11 +56,15 @@ class StoreOptions:
             not self.keep_fp8 or self.expert_dtype is None,
             f"expert_dtype={self.expert_dtype} must be None with keep_fp8=True",
         )
-        known = get_args(MXType)
-        is_known = self.expert_dtype is None or self.expert_dtype in known
-        require(is_known, f"expert_dtype={self.expert_dtype!r} must be one of {', '.join(known)}")
         if self.expert_store == "host":
+            given = self.host_budget
+            require(given is None, f"host_budget={given} must be None with expert_store=host, which holds all experts")
             return
+        require(
+            self.host_budget is not None,
+            f"host_budget=None must be given with expert_store={self.expert_store}: the share of all experts (up to 1) "
+            "or the bytes that host memory holds",
+        )
         require(
             self.host_cores == "off",
             f"host_cores={self.host_cores} must be off with expert_store={self.expert_store}: experts in files are not "
@@ -77,6 +91,15 @@ class StoreOptions:
         """The quantised type of experts in a store; ``None`` where they stay as the model has them."""
         return "fp8" if self.keep_fp8 else self.expert_dtype
 
+    def prefetches(self, device: torch.device, *, useful: bool = True) -> bool:
+        """Whether experts of a host store are to travel before their step.
+
+        Example: ``auto`` says yes on a GPU that reads the store itself, and no on a CPU or where the host brings
+        experts.
+        """
+        wanted = prefetch_wanted(self.expert_prefetch)
+        return useful and device.type == "cuda" if wanted is None else wanted
+
 
 def prefetch_wanted(setting: PrefetchSetting) -> bool | None:
     """Whether ``expert_prefetch`` insists on prefetch or excludes it; ``None``: it is ``auto``."""
@@ -84,12 +107,3 @@ def prefetch_wanted(setting: PrefetchSetting) -> bool | None:
     word = str(setting).lower() if isinstance(setting, bool) else setting
     require(isinstance(word, str) and word in words, f"expert_prefetch={setting!r} must be one of {', '.join(words)}")
     return words[word]
-
-
-def check_host_cores(setting: str) -> None:
-    """Raise ``ValueError`` unless ``host_cores`` is ``auto``, ``off`` or a number, on whatever machine."""
-    word = str(setting)  # a call may give the number itself
-    require(
-        word in ("auto", "off") or (word.isdecimal() and int(word) >= 1),
-        f"host_cores={setting!r} must be auto, off, or a number of cores",
-    )

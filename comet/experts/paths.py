@@ -16,10 +16,11 @@ from comet.comm.handshake import largest
 from comet.config import require
 from comet.decode.runners import Runner
 from comet.errors import UnavailableError
-from comet.experts.cache import CachedExperts, CacheReport, ExpertCache, report_of
+from comet.experts.cache import CacheReport, ExpertCache, report_of
+from comet.experts.cached import CachedExperts, prefetch_between, probable
 from comet.experts.host.cores import HostCores, open_cores, started
 from comet.experts.host.profile import HostSizes
-from comet.experts.prefetch import PrefetchSetting, prefetch_between, prefetches, probable
+from comet.experts.options import StoreOptions
 from comet.experts.staged import Stage, StagedCache, StagedExperts, staged_report_of
 from comet.experts.store import ExpertReader, HeldExperts, MemoryFile, warn_pageable
 from comet.layer.group import ExpertGroup
@@ -37,6 +38,7 @@ TENTHS_TAKEN = 9  # tenths of the slots that fit are taken: attention memory and
 class Slots:
     """The place of the slots of a model's layers, and their reader."""
 
+    options: StoreOptions
     num_slots: int  # S, asked for in each layer; fewer where memory does not hold them
     layout: ExpertLayout  # this rank's place among the experts
     runner: Runner  # of all layers; its decode computes from the slots
@@ -145,34 +147,32 @@ class Slots:
 def host_paths(
     slots: Slots,
     hold: Callable[[MemoryFile | None], Sequence[HeldExperts]],
-    hidden_size: int,
-    *,
-    host_cores: str,
-    expert_prefetch: PrefetchSetting,
     routers: Callable[[], Sequence[Router]],
+    hidden_size: int,
 ) -> Sequence[CachedPath]:
     """The paths of layers whose experts go to host memory, and what is to help them there (collective).
 
     Args:
         hold: Brings the experts of all layers to host memory, into a file of it where there is one.
-        routers: Called where they may: those of all layers, that say which are probable; none: none travel.
+        routers: Called where experts may travel before their step: the routers of all layers, which say which experts
+            are probable; none: no expert travels.
     """
-    runner, layout = slots.runner, slots.layout
+    runner, layout, options, setting = slots.runner, slots.layout, slots.options, str(slots.options.host_cores)
     sizes = HostSizes(
         num_experts=layout.num_experts, first_expert=layout.first_expert, hidden_size=hidden_size, top_k=layout.top_k,
         max_tokens=runner.decode.max_tokens, dtype=slots.dtype, activation=runner.activation,
     )  # fmt: skip
-    if slots.num_slots < slots.most_of_a_token and host_cores != "off":
-        words = f"host_cores={host_cores} is of no use with {slots.num_slots} slots, fewer than a token may need"
-        require(host_cores == "auto", f"{words}: its steps run in waves, which leave the cores out; set it to off")
+    if slots.num_slots < slots.most_of_a_token and setting != "off":
+        words = f"host_cores={setting} is of no use with {slots.num_slots} slots, fewer than a token may need"
+        require(setting == "auto", f"{words}: its steps run in waves, which leave the cores out; set it to off")
         logger.info(words)
-        host_cores = "off"
-    cores = open_cores(host_cores, sizes, slots.device, runner=runner)
+        setting = "off"
+    cores = open_cores(setting, sizes, slots.device, runner=runner)
     some_missing = slots.num_slots < layout.experts_local
-    guides = routers() if prefetches(expert_prefetch, slots.device, useful=some_missing) else ()
+    guides = routers() if options.prefetches(slots.device, useful=some_missing) else ()
     paths = replace(slots, cores=cores).over_host(hold(None if cores is None else cores.file))
     readable = all(isinstance(path, CachedExperts) for path in paths)
-    if guides and prefetches(expert_prefetch, slots.device, useful=readable):
+    if guides and options.prefetches(slots.device, useful=readable):
         prefetch_between(paths, [partial(probable, router) for router in guides])
     return paths
 

@@ -7,28 +7,16 @@ on where the layer before has its own experts; that a guess never delays a miss 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from comet.experts.cache import CachedExperts, ExpertCache
-from comet.experts.options import GRAPH_FALLBACK_REASON, PrefetchSetting, prefetch_wanted
-from comet.experts.staged import StagedExperts
+from comet.experts.cache import ExpertCache
 from comet.kernels.experts.prefetch import plan, plan_torch, travel, travel_torch
-from comet.router.router import Router
 
 # (T, D) tokens of this layer, or of the one before -> (T, K) int32, the likeliest first
 Predict = Callable[[Tensor], Tensor]
-
-
-def prefetches(setting: PrefetchSetting, device: torch.device, *, useful: bool = True) -> bool:
-    """Whether experts of a host store are to travel before their step.
-
-    Example: ``auto`` says yes on a GPU that reads the store itself, and no on a CPU or where the host brings experts.
-    """
-    wanted = prefetch_wanted(setting)
-    return useful and device.type == "cuda" if wanted is None else wanted
 
 
 class Prefetch:
@@ -99,26 +87,3 @@ class Prefetch:
 
     def _wait_for(self, event: torch.cuda.Event) -> None:
         torch.cuda.current_stream(self._cache.weights.w1.device).wait_event(event)
-
-
-@torch.no_grad()
-def probable(router: Router, tokens: Tensor) -> Tensor:
-    """``(T, K)`` int32: where the tokens ``(T, D)`` of the layer before would go if they were this router's."""
-    return router(tokens).top_k_ids
-
-
-def prefetch_between(paths: Sequence[CachedExperts | StagedExperts], predict: Sequence[Predict]) -> None:
-    """Let every layer bring the experts of the next one.
-
-    Args:
-        predict: For each of them; the first one's is not asked.
-    """
-    cached = [path for path in paths if isinstance(path, CachedExperts)]
-    if len(cached) < len(paths):
-        raise NotImplementedError(f"expert_prefetch=True must be auto or false where {GRAPH_FALLBACK_REASON}")
-    device = cached[0].cache.weights.w1.device
-    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    following: Prefetch | None = None
-    for path, each in zip(reversed(cached), reversed(predict), strict=True):
-        path.cache.expect_prefetch()
-        following = path.prefetch = Prefetch(path.cache, each, following, stream)

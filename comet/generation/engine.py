@@ -19,11 +19,11 @@ from comet.config import SpeculationConfig, require
 from comet.decode import FrozenExperts, SequenceClock, SharedSlots, before_replay, matrices_of, shared_columns
 from comet.decode.runners import ReplicatedRunner, Runner
 from comet.decode.shared import state_of
-from comet.experts.cache import CACHED_DECODE_TOKENS, CacheReport, ExpertCache
+from comet.experts.budget import most_tokens, plan_budget
+from comet.experts.cache import CacheReport, ExpertCache
 from comet.experts.host.cores import HostCores
-from comet.experts.options import GRAPH_FALLBACK_REASON
+from comet.experts.options import GRAPH_FALLBACK_REASON, StoreOptions
 from comet.experts.paths import CachedPath, Slots, cores_of_paths, host_paths, report_of_paths
-from comet.experts.prefetch import PrefetchSetting
 from comet.experts.staged import StagedCache, StagedExperts
 from comet.experts.store import HeldExperts, MemoryFile, QuantisedReader
 from comet.generation.speculation import draft_routers
@@ -40,6 +40,7 @@ from comet.router.router import Router
 from comet.utils.graphs import TOO_FEW, GraphMode
 from comet.utils.hooks import additions_of
 
+ALL_ON_DEVICE = StoreOptions()
 # So many numbers of each expert tensor in a store are compared at each prompt; that takes 0.1 ms a tensor on a CPU.
 SAMPLES = 256
 
@@ -165,10 +166,9 @@ class GPTEngine(Engine):
 
     Args:
         group: The model's ranks; all of them call the engine equally.
-        decode_tokens: Most tokens that take warp decode; ``None``: 64, or 16 with ``expert_slots``.
-        expert_slots: Experts of each layer on the device, the others in host memory, where all of the model's are
-            (``expert_device`` of ``GPT``) and where ``StoreOptions`` says what the arguments after it do; ``None``: all
-            on the device.
+        decode_tokens: Most tokens that take warp decode; ``None``: 64, or 16 with an ``expert_budget``.
+        store: Where experts are. With an ``expert_budget`` all of the model's are in host memory (``expert_device`` of
+            ``GPT``).
         speculation: Settings of drafts; ``None``: ``draft`` and ``verify`` are not called.
     """
 
@@ -179,18 +179,10 @@ class GPTEngine(Engine):
         *,
         decode_tokens: int | None = None,
         cuda_graph: GraphMode = "auto",
-        expert_slots: int | None = None,
-        expert_dtype: MXType | None = None,
-        expert_prefetch: PrefetchSetting = "auto",
-        host_cores: str = "off",
+        store: StoreOptions = ALL_ON_DEVICE,
         speculation: SpeculationConfig | None = None,
     ) -> None:
-        if expert_slots is not None and group.comm.memory_obstacle:
-            raise NotImplementedError(f"expert_budget needs warp decode on all ranks: {group.comm.memory_obstacle}")
-        needs = "needs expert_slots: without, no expert is quantised"
-        require(expert_dtype is None or expert_slots is not None, f"expert_dtype={expert_dtype!r} {needs}")
-        if decode_tokens is None and expert_slots is not None:
-            decode_tokens = CACHED_DECODE_TOKENS
+        decode_tokens = most_tokens(store, decode_tokens, group)
         super().__init__(group.device)
         moe, drops = model.config.moe, "sequences would drop each other's rows"
         require(moe.capacity_factor is None, f"capacity_factor={moe.capacity_factor} must be None to generate: {drops}")
@@ -198,24 +190,23 @@ class GPTEngine(Engine):
         self.model = model
         self.cuda_graph: GraphMode = cuda_graph
         layout = group.layout(moe)
-        apart = expert_slots is not None or moe.expert_bias  # a shared expert has no biases to join theirs with
+        apart = store.in_store or moe.expert_bias  # a shared expert has no biases to join theirs with
         columns = 0 if apart else shared_columns(layout, moe.ffn_size, moe.shared_ffn_size)
         self.runner = ReplicatedRunner(moe, group, decode_tokens, shared_columns=columns)
         self.runners = [self.runner]
         self._clock = SequenceClock()
         self._experts: list[FrozenExperts] = []
-        if expert_slots is None:
+        budget = plan_budget(store, moe, len(model.moe_layers()), model.dtype, group.parallel)
+        if budget is None:
             self._experts = [freeze_experts(self.runner, layer, columns, self._clock) for layer in model.moe_layers()]
         else:
-            where: dict[str, Any] = dict(device=group.device, group=group)
-            slots = Slots(num_slots=expert_slots, layout=layout, runner=self.runner, dtype=model.dtype, **where)
+            where: dict[str, Any] = dict(device=group.device, group=group, dtype=model.dtype)
+            slots = Slots(options=store, num_slots=budget.num_slots, layout=layout, runner=self.runner, **where)
             self.stored = host_paths(
                 slots,
-                lambda file: [take_experts(layer, expert_dtype, file) for layer in model.moe_layers()],
+                lambda file: [take_experts(layer, store.expert_dtype, file) for layer in model.moe_layers()],
+                lambda: [layer.router for layer in model.moe_layers()],
                 moe.hidden_size,
-                host_cores=host_cores,
-                expert_prefetch=expert_prefetch,
-                routers=lambda: [layer.router for layer in model.moe_layers()],
             )
         for layer, path in zip(model.moe_layers(), self._experts or self.stored, strict=True):
             layer.experts = path
@@ -239,7 +230,7 @@ class GPTEngine(Engine):
         )
         require(
             self._state_of_store() == self._stored_state,
-            "experts of a model with expert_slots must not be written to, for slots hold copies: make a new engine",
+            "experts of a model with an expert_budget must not be written to, for slots hold copies: make a new engine",
         )
         cache, num_sequences, most = self._cache, ids.shape[0], self.runner.decode.max_tokens
         if cache is None or (len(cache.lengths), cache.length) != (num_sequences, max_length):

@@ -52,7 +52,7 @@ def generate_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
     budget = plan_experts(config, dtype)
     most_tokens = len(prompts) * max(map(len, prompts))
     group = model_group(config, context.device, max_tokens=-(-most_tokens // config.parallel.world_size), dtype=dtype)
-    engine = _open_engine(source, config, group, budget)
+    engine = _open_engine(source, config, group)
     meet(context.device)
     if source.checkpoint is None:
         from comet.generation.hf import HFEngine
@@ -72,7 +72,7 @@ def generate_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
         facts = cache_facts(warm, engine.cache_report() or warm)
         if engine.cores is not None:
             facts["host_cores"] = engine.cores.facts()
-        result["expert_cache"] = facts | {"store": budget.store, "stored": budget.stored}
+        result["expert_cache"] = facts | {"store": settings.expert_store, "stored": budget.options.stored}
     if printer is not None:
         printer.finish(result)
         sys.stderr.write(context_note(generated.stopped_by, config.model.context))
@@ -102,7 +102,7 @@ def _open_codec(source: Source) -> Codec:
     return open_codec(source.path)
 
 
-def _open_engine(source: Source, config: JobConfig, group: ExpertGroup, budget: ExpertBudget | None) -> Engine:
+def _open_engine(source: Source, config: JobConfig, group: ExpertGroup) -> Engine:
     settings = config.generate
     speculation = None if settings.speculate == "off" else settings
     if source.checkpoint is None:
@@ -111,17 +111,14 @@ def _open_engine(source: Source, config: JobConfig, group: ExpertGroup, budget: 
 
         hf_model = load_pretrained(source.path, group, **asdict(StoreOptions.of(settings)))
         return HFEngine(hf_model, cuda_graph=settings.cuda_graph, speculation=speculation)
-    slots, device = (None, None) if budget is None else (budget.slots, torch.device("cpu"))
+    device = torch.device("cpu") if settings.in_store else None
     model = GPT(config.model, group, path=config.moe_path, overlap=config.overlap, expert_device=device)
     load_weights(model, source.checkpoint)
     return GPTEngine(
         model,
         group,
         cuda_graph=settings.cuda_graph,
-        expert_slots=slots,
-        expert_dtype=settings.expert_dtype,
-        expert_prefetch=settings.expert_prefetch,
-        host_cores=settings.host_cores,
+        store=settings,
         speculation=speculation,
     )
 
@@ -166,9 +163,8 @@ def plan_experts(config: JobConfig, dtype: torch.dtype) -> ExpertBudget | None:
             not settings.keep_fp8 or is_hf_folder(settings.source),
             f"keep_fp8=True must come with a Hugging Face folder, generate.source={settings.source!r} is none",
         )
-        options = StoreOptions.of(settings)
         require(
-            not options.in_store or not config.parallel.declares_nodes,
+            not settings.in_store or not config.parallel.declares_nodes,
             f"expert_budget={settings.expert_budget} must be left out over several nodes: they have no warp decode",
         )
         require(
@@ -176,7 +172,7 @@ def plan_experts(config: JobConfig, dtype: torch.dtype) -> ExpertBudget | None:
             f"expert_store={settings.expert_store} must be host for a checkpoint of comet train: only Hugging Face "
             "folders are read expert by expert yet",
         )
-        return plan_budget(options, model.moe, model.num_layers - model.dense_layers, dtype, config.parallel)
+        return plan_budget(settings, model.moe, model.num_layers - model.dense_layers, dtype, config.parallel)
     except ValueError as error:
         raise ValueError(f"generate.{error}") from error
 

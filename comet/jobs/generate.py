@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from comet import limits
-from comet.config import SpeculationConfig, SpeculationMode, require
-from comet.experts.options import StoreOptions, check_host_cores, prefetch_wanted
+from comet.config import SpeculationConfig, SpeculationMode
+from comet.experts.options import StoreOptions
 from comet.utils.choices import GraphMode
 
 GenerateDtype = Literal["auto", "float32", "bfloat16"]
@@ -21,8 +21,6 @@ TEMPERATURE = limits.Limit(
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerateConfig(SpeculationConfig, StoreOptions):
     """The texts to continue, how, and for how long; ``SpeculationConfig`` says how tokens are drafted.
-
-    Options of a store are checked together where a model is loaded (``StoreOptions.of``).
 
     Args:
         source: A checkpoint of a training job, its output folder (the newest complete checkpoint is taken), or a folder
@@ -77,11 +75,7 @@ class GenerateConfig(SpeculationConfig, StoreOptions):
     speculate: SpeculationMode = "off"
 
     def __post_init__(self) -> None:
-        limits.check(self)
-        rule = "must be None with expert_store=host, which holds all experts"
-        require(self.expert_store == "file" or self.host_budget is None, f"host_budget={self.host_budget} {rule}")
-        check_host_cores(self.host_cores)
-        prefetch_wanted(self.expert_prefetch)
+        StoreOptions.__post_init__(self)  # super() finds no class in one with slots
 
     @property
     def texts(self) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import torch
 from cache_cases import decide_as_on_a_gpu
 from ranks import in_ranks
 from tiers import slow
-from training_cases import GPT_OSS, MODEL, MOE, awake_model, compare_texts, make_group, nearly_equal
+from training_cases import GPT_OSS, MODEL, MOE, awake_model, compare_texts, make_group, nearly_equal, slots_of
 
 from comet.experts.options import GRAPH_FALLBACK_REASON, StoreOptions
 from comet.experts.staged import StagedCache
@@ -22,10 +22,14 @@ from comet.models.config import ModelConfig
 from comet.quantization.formats import MXType, quantize_mx
 
 
-def engine_of(group: ExpertGroup | None = None, config: ModelConfig = MODEL, **settings: Any) -> GPTEngine:
-    """The same model, with slots if the settings say how many; its logits depend on all weights."""
-    model, group = awake_model(config, group, in_slots="expert_slots" in settings, sharpness=1.0)
-    return GPTEngine(model, group, **settings)
+def engine_of(
+    group: ExpertGroup | None = None, config: ModelConfig = MODEL, *, slots: int | None = None,
+    decode_tokens: int | None = None, **options: Any,
+) -> GPTEngine:  # fmt: skip
+    """The same model, with so many slots if any; its logits depend on all weights."""
+    model, group = awake_model(config, group, in_slots=slots is not None, sharpness=1.0)
+    store = slots_of(slots, config.moe.num_experts // group.parallel.ep, **options)
+    return GPTEngine(model, group, decode_tokens=decode_tokens, store=store)
 
 
 def resident_engine(
@@ -42,9 +46,9 @@ def resident_engine(
 @pytest.mark.parametrize(
     "settings",
     [
-        *(dict(expert_slots=slots) for slots in (1, MOE.top_k, MOE.top_k + 1, MOE.num_experts)),
-        *(dict(expert_slots=slots, expert_prefetch=True) for slots in (1, MOE.top_k + 1, MOE.num_experts - 1)),
-        *(dict(expert_slots=MOE.top_k, expert_dtype=kind) for kind in get_args(MXType)),
+        *(dict(slots=slots) for slots in (1, MOE.top_k, MOE.top_k + 1, MOE.num_experts)),
+        *(dict(slots=slots, expert_prefetch=True) for slots in (1, MOE.top_k + 1, MOE.num_experts - 1)),
+        *(dict(slots=MOE.top_k, expert_dtype=kind) for kind in get_args(MXType)),
     ],
     ids=str,
 )
@@ -56,7 +60,7 @@ def test_answers_are_those_of_resident_experts(settings: dict[str, Any]) -> None
     report, num_experts = cached.cache_report(), len(cached.caches) * MOE.num_experts
     assert report.needed > report.fetched > 0
     if not prefetch:
-        assert (report.fetched == num_experts) == (settings["expert_slots"] == MOE.num_experts), "some were given away"
+        assert (report.fetched == num_experts) == (settings["slots"] == MOE.num_experts), "some were given away"
     numbers = 3 * MOE.hidden_size * MOE.ffn_size
     expert = {None: 4 * numbers, "mxfp8": numbers + numbers // 32, "mxfp4": numbers // 2 + numbers // 32}[stored]
     assert report.fetched_bytes == report.fetched * expert
@@ -72,7 +76,7 @@ def test_answers_are_those_of_resident_experts(settings: dict[str, Any]) -> None
 def test_prefetch_is_on_by_default_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert GenerateConfig().expert_prefetch == StoreOptions().expert_prefetch == "auto"
     decide_as_on_a_gpu(monkeypatch)
-    engine, without = engine_of(expert_slots=MOE.top_k), engine_of(expert_slots=MOE.top_k, expert_prefetch=False)
+    engine, without = engine_of(slots=MOE.top_k), engine_of(slots=MOE.top_k, expert_prefetch=False)
     compare_texts(engine, without, steps=13)
     reports = [each.cache_report() for each in (engine, without)]
     assert [(each.prefetch, each.prefetched_needed > 0) for each in reports] == [(True, True), (False, False)]
@@ -80,15 +84,15 @@ def test_prefetch_is_on_by_default_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_what_slots_do_not_serve_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^host_cores=2 is of no use with 1 slots, fewer than a token may need"):
-        engine_of(expert_slots=1, host_cores="2")
+        engine_of(slots=1, host_cores="2")
     with pytest.raises(ValueError, match=r"^decode_tokens=1 must be at least 2 with num_slots=1, fewer than top_k="):
-        engine_of(expert_slots=1, decode_tokens=1)
-    with pytest.raises(ValueError, match=r"^expert_dtype='mxfp6' must be one of mxfp8, mxfp4$"):
-        engine_of(expert_slots=2, expert_dtype="mxfp6")
+        engine_of(slots=1, decode_tokens=1)
+    with pytest.raises(ValueError, match=r"^expert_dtype='mxfp6' must be one of mxfp8, mxfp4, or None$"):
+        engine_of(slots=2, expert_dtype="mxfp6")
 
 
 def test_tokens_that_need_more_experts_than_there_are_slots_run_in_waves() -> None:
-    cached, resident = engine_of(expert_slots=MOE.top_k), engine_of()
+    cached, resident = engine_of(slots=MOE.top_k), engine_of()
     ids = torch.randint(256, (3, 5), generator=torch.Generator().manual_seed(8))
     found = [engine.prefill(ids, torch.tensor([5, 4, 1]), 12) for engine in (cached, resident)]
     assert torch.equal(*found)
@@ -103,7 +107,7 @@ def test_memory_that_cannot_be_pinned_is_said_once_and_copied_by_the_host(monkey
     resident = engine_of()
     monkeypatch.setattr(HeldExperts, "hold", hold)
     with caplog.at_level(logging.WARNING, "comet"):
-        staged = engine_of(expert_slots=MOE.top_k)
+        staged = engine_of(slots=MOE.top_k)
     (record,) = caplog.records
     assert "GB of host memory for experts cannot be pinned" in record.message
     assert re.search(r"measured: [0-9.]+ ms for an expert of [0-9.]+ MB", record.message)
@@ -111,16 +115,16 @@ def test_memory_that_cannot_be_pinned_is_said_once_and_copied_by_the_host(monkey
     compare_texts(staged, resident, steps=12)
     assert staged.graph_fallback_reason == GRAPH_FALLBACK_REASON
     decide_as_on_a_gpu(monkeypatch)
-    auto = engine_of(expert_slots=MOE.top_k, expert_prefetch="auto")
+    auto = engine_of(slots=MOE.top_k, expert_prefetch="auto")
     compare_texts(auto, resident, steps=2)
     assert not auto.cache_report().prefetch
     with pytest.raises(NotImplementedError, match="expert_prefetch=True must be auto or false where the host brings"):
-        engine_of(expert_slots=MOE.top_k, expert_prefetch="true")
+        engine_of(slots=MOE.top_k, expert_prefetch="true")
     report = staged.cache_report()
     assert report.staged_bytes == report.fetched_bytes > 0, "the stage is no larger than the slots"
     memory = host_memory
     monkeypatch.setattr("comet.experts.store.host_memory", lambda *given: (memory(*given)[0], False))
-    staged = engine_of(expert_slots=MOE.top_k, expert_dtype="mxfp8")
+    staged = engine_of(slots=MOE.top_k, expert_dtype="mxfp8")
     assert all(isinstance(cache, StagedCache) for cache in staged.caches), "quantised ones, too"
 
 
@@ -142,7 +146,7 @@ def test_answers_of_ranks_are_those_of_resident_experts(
 ) -> None:
     """Steps bit for bit, and prompts that stream."""
     group = make_group(config.moe, ep=ep, tp=tp)
-    cached = engine_of(group, config, expert_slots=slots, expert_dtype=expert_dtype)
+    cached = engine_of(group, config, slots=slots, expert_dtype=expert_dtype)
     resident = resident_engine(expert_dtype, group, config)
     compare_texts(cached, resident, steps=12)
     held, report = config.moe.num_experts // ep, cached.cache_report()

@@ -12,8 +12,8 @@ from training_cases import MODEL, MOE
 
 from comet.config import MoEConfig, ParallelConfig
 from comet.experts import store
-from comet.experts.budget import ALONE, ExpertBudget, plan_budget
-from comet.experts.cache import ExpertCache, bytes_of_expert
+from comet.experts.budget import ALONE, ExpertBudget, bytes_of_expert, plan_budget
+from comet.experts.cache import ExpertCache
 from comet.experts.options import StoreOptions
 from comet.experts.store import host_memory
 from comet.models.config import dense_elements, expert_elements
@@ -68,26 +68,26 @@ def budget_of(budget: float = 0.25, parallel: ParallelConfig = ALONE, **options)
 
 def test_a_budget_in_experts_and_bytes() -> None:
     held, files = budget_of(), budget_of(expert_store="file", host_budget=0.5)
-    assert (held.slots, held.places, held.device_bytes) == (16, 256, 6_291_456)
+    assert (held.num_slots, held.num_places, held.device_bytes) == (16, 256, 6_291_456)
     assert held.host_bytes == held.store_bytes == 256 * 98_304
-    assert (files.slots, files.places, files.host_bytes) == (16, 128, 128 * 98_304)
-    assert budget_of(expert_store="file", host_budget=20 * 98_304 + 1).places == 20
-    assert budget_of(expert_store="file", host_budget=1e12).places == 256
-    assert [budget_of(each).slots for each in (0.1, 10_000_000, 1.0, 1e12)] == [6, 25, 64, 64]
+    assert (files.num_slots, files.num_places, files.host_bytes) == (16, 128, 128 * 98_304)
+    assert budget_of(expert_store="file", host_budget=20 * 98_304 + 1).num_places == 20
+    assert budget_of(expert_store="file", host_budget=1e12).num_places == 256
+    assert [budget_of(each).num_slots for each in (0.1, 10_000_000, 1.0, 1e12)] == [6, 25, 64, 64]
     ranks = budget_of(0.25, parallel=ParallelConfig(ep=2, tp=2))
-    assert (ranks.held, ranks.slots, ranks.expert_bytes) == (32, 8, 49_152)
+    assert (ranks.num_held, ranks.num_slots, ranks.expert_bytes) == (32, 8, 49_152)
     assert ranks.store_bytes == held.store_bytes // 4
     small = budget_of(1_000_000, expert_dtype="mxfp4")
-    assert (small.slots, small.expert_bytes, small.stored) == (19, 13_056, "mxfp4"), "of 2 in float32"
+    assert (small.num_slots, small.expert_bytes, small.options.stored) == (19, 13_056, "mxfp4"), "of 2 in float32"
     few = budget_of(1.0, parallel=ParallelConfig(ep=16))
-    assert (few.held, few.slots) == (4, 4), "fewer than top_k experts all have slots"
+    assert (few.num_held, few.num_slots) == (4, 4), "fewer than top_k experts all have slots"
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"budget": float("nan")}, "expert_budget=nan must be finite"),
-        ({"budget": float("inf")}, "expert_budget=inf must be finite"),
+        ({"budget": float("nan")}, "expert_budget=nan must be a finite number"),
+        ({"budget": float("inf")}, "expert_budget=inf must be a finite number"),
         ({"budget": 0.0}, "expert_budget=0.0 must be above 0"),
         ({"budget": -3.0}, "expert_budget=-3.0 must be above 0"),
         ({"budget": 0.01}, "expert_budget=0.01 holds 0 experts of each of 4 layers, and must hold 1: 393,216 bytes"),
@@ -96,10 +96,10 @@ def test_a_budget_in_experts_and_bytes() -> None:
             "expert_budget=0.09 holds 5 experts .* must hold 6: 2,359,296 bytes, or a share of 0.09375",
         ),
         ({"expert_store": "disk"}, "expert_store='disk' must be one of host, file"),
-        ({"host_budget": 0.5}, "host_budget=0.5 must be None where host memory holds all experts"),
-        ({"expert_store": "file"}, "host_budget=None must be given with expert_store='file'"),
-        ({"expert_store": "file", "host_budget": float("nan")}, "host_budget=nan must be given .* finite and above 0"),
-        ({"expert_store": "file", "host_budget": -1.0}, "host_budget=-1.0 must be given .* finite and above 0"),
+        ({"host_budget": 0.5}, "host_budget=0.5 must be None with expert_store=host, which holds all experts"),
+        ({"expert_store": "file"}, "host_budget=None must be given with expert_store=file"),
+        ({"expert_store": "file", "host_budget": float("nan")}, "host_budget=nan must be a finite number and above 0"),
+        ({"expert_store": "file", "host_budget": -1.0}, "host_budget=-1.0 must be above 0"),
         ({"expert_dtype": "fp8"}, "expert_dtype='fp8' must be one of mxfp8, mxfp4"),
         (
             {"expert_dtype": "mxfp4", "parallel": ParallelConfig(tp=4)},
@@ -131,14 +131,14 @@ def test_shares_are_the_numbers_that_were_written_and_that_errors_advise(num_exp
         least, most = written * num_experts // 100, written * 3 * num_experts // 100
         if least:
             found = planned(expert_budget=written / 100, host_budget=written / 100)
-            assert (found.slots, found.places) == (least, most)
+            assert (found.num_slots, found.num_places) == (least, most)
     for least in range(1, num_experts + 1):
-        assert planned(expert_budget=least / num_experts, host_budget=1.0).slots == least
+        assert planned(expert_budget=least / num_experts, host_budget=1.0).num_slots == least
     for least in range(1, min(num_experts, 32) + 1):
         share = advised(top_k=least, expert_budget=1e-9, host_budget=1.0)
-        assert planned(least, expert_budget=share, host_budget=1.0).slots == least
+        assert planned(least, expert_budget=share, host_budget=1.0).num_slots == least
         share = advised(top_k=least, expert_budget=share, host_budget=1e-9)
-        assert planned(least, expert_budget=least / num_experts, host_budget=share).places == least
+        assert planned(least, expert_budget=least / num_experts, host_budget=share).num_places == least
 
 
 def test_the_sizes_of_a_model() -> None:

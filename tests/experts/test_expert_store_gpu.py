@@ -16,7 +16,8 @@ from hf_fp8_cases import publish
 
 import comet.experts.store
 from comet.decode.runners import Decoder, LocalRunner
-from comet.experts.cache import CachedExperts, ExpertCache
+from comet.experts.cache import ExpertCache
+from comet.experts.cached import CachedExperts
 from comet.experts.staged import Stage, StagedCache, StagedExperts
 from comet.experts.store import HeldExperts, host_memory
 from comet.integrations import hf

@@ -22,7 +22,9 @@ from comet.decode.runners import Decoder, LocalRunner, ReplicatedRunner
 from comet.decode.twin import warp_decode_torch
 from comet.errors import CommTimeoutError, StepFailedError
 from comet.experts import streaming
-from comet.experts.cache import CACHED_DECODE_TOKENS, CachedExperts, ExpertCache
+from comet.experts.budget import CACHED_DECODE_TOKENS
+from comet.experts.cache import ExpertCache
+from comet.experts.cached import CachedExperts
 from comet.experts.paths import report_of_paths
 from comet.experts.staged import Stage, StagedCache, StagedExperts
 from comet.experts.store import HeldExperts

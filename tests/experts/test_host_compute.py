@@ -18,7 +18,7 @@ from decode_cases import E2M1, QUANTISERS
 from launch_jobs import all_gone
 from ranks import in_ranks, run_ranks
 from tiers import slow
-from training_cases import MODEL, MOE, Rank, awake_model, compare_texts, make_group, make_job, nearly_equal
+from training_cases import MODEL, MOE, Rank, awake_model, compare_texts, make_group, make_job, nearly_equal, slots_of
 
 from comet.decode.twin import warp_decode_torch
 from comet.errors import HostComputeError
@@ -28,6 +28,7 @@ from comet.experts.host import worker as host_codes
 from comet.experts.host.cores import HostCores, cores_of, open_cores
 from comet.experts.host.profile import HostProfile, HostSizes, Link
 from comet.experts.host.worker import E2M1_BITS, E4M3_BITS, CodeProducts, refuse_nan, sum_experts
+from comet.experts.options import StoreOptions
 from comet.experts.store import HeldExperts
 from comet.generation.engine import GPTEngine
 from comet.generation.job import generate_job
@@ -45,7 +46,9 @@ from comet.training.trainer import train
 def engine_of(host_cores: str, group: ExpertGroup | None = None, expert_dtype: str | None = None) -> GPTEngine:
     """A model that answers from few slots, and asks the host's cores for all that is missing."""
     model, group = awake_model(MODEL, group, in_slots=True)
-    engine = GPTEngine(model, group, expert_slots=MOE.top_k + 1, host_cores=host_cores, expert_dtype=expert_dtype)
+    held = MOE.num_experts // group.parallel.ep
+    store = slots_of(min(MOE.top_k + 1, held), held, host_cores=host_cores, expert_dtype=expert_dtype)
+    engine = GPTEngine(model, group, store=store)
     if engine.cores is not None:
         leave_all_to(engine.cores)
     return engine
@@ -259,7 +262,7 @@ def test_settings_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
             cores_of(setting, 2)
     for setting in ("0", "many", "-3"):
         with pytest.raises(ValueError, match=f"host_cores='{setting}' must be auto, off, or a number of cores"):
-            cores_of(setting, 2)
+            StoreOptions(expert_budget=0.5, host_cores=setting)
     sizes = HostSizes(num_experts=4, first_expert=0, hidden_size=16, top_k=1, max_tokens=1, dtype=torch.float32)
     assert open_cores("auto", sizes, CPU) is None, "the device is the host"
     with pytest.raises(ValueError, match="host_cores='x' must be auto, off, or a number"):

@@ -17,7 +17,8 @@ from comet.decode import DecodeWeights, warp_decode_torch
 from comet.decode.runners import LocalRunner
 from comet.decode.twin import slot_weights
 from comet.errors import HostComputeError
-from comet.experts.cache import CachedExperts, ExpertCache
+from comet.experts.cache import ExpertCache
+from comet.experts.cached import CachedExperts
 from comet.experts.host.cores import HostCores
 from comet.experts.host.profile import HostProfile
 

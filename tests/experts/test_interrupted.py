@@ -16,11 +16,11 @@ import torch
 from cache_cases import CASE, SLOW_LINK, hosted_cache, leave_all_to, set_deadline
 from tiers import slow
 from torch.utils._python_dispatch import TorchDispatchMode
-from training_cases import MODEL, MOE, awake_model, nearly_equal
+from training_cases import MODEL, MOE, awake_model, nearly_equal, slots_of
 
 from comet.decode.runners import LocalRunner
 from comet.errors import HostComputeError
-from comet.experts.cache import CachedExperts
+from comet.experts.cached import CachedExperts
 from comet.experts.host import cores as host_cores
 from comet.experts.host.cores import HostCores
 from comet.experts.store import HeldExperts
@@ -59,11 +59,11 @@ def in_pageable_memory(parts: dict[str, torch.Tensor], device: torch.device, fil
 @pytest.mark.parametrize(
     "settings",
     [
-        dict(expert_slots=MOE.top_k),
-        dict(expert_slots=MOE.top_k + 1, expert_prefetch=True),
-        dict(expert_slots=MOE.top_k + 1, host_cores="1"),
-        slow(dict(expert_slots=MOE.top_k + 1, host_cores="1", expert_dtype="mxfp8")),
-        dict(expert_slots=MOE.top_k, staged=True),
+        dict(num_slots=MOE.top_k),
+        dict(num_slots=MOE.top_k + 1, expert_prefetch=True),
+        dict(num_slots=MOE.top_k + 1, host_cores="1"),
+        slow(dict(num_slots=MOE.top_k + 1, host_cores="1", expert_dtype="mxfp8")),
+        dict(num_slots=MOE.top_k, staged=True),
     ],
     ids=str,
 )
@@ -71,11 +71,11 @@ def test_a_generation_behind_an_interrupted_one_is_right(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "staged" in settings:
-        settings = dict(expert_slots=MOE.top_k)
+        settings = dict(num_slots=MOE.top_k)
         monkeypatch.setattr(HeldExperts, "hold", in_pageable_memory)
     draw = random.Random(SEED)
     model, group = awake_model(MODEL, None, in_slots=True, sharpness=1.0)
-    engine = GPTEngine(model, group, **settings)
+    engine = GPTEngine(model, group, store=slots_of(**settings))
     if engine.cores is not None:
         leave_all_to(engine.cores)
     for prompt in (3, 20):  # a step in waves, and streamed
@@ -163,14 +163,14 @@ def test_a_process_that_dies_while_it_imports_says_why(monkeypatch: pytest.Monke
 def test_a_model_that_is_loaded_again_does_not_inherit_cores_that_failed(host_cores: str) -> None:
     """On the same group, whose steps share a record of what was late."""
     model, group = awake_model(MODEL, None, in_slots=True, sharpness=1.0)
-    engine = GPTEngine(model, group, expert_slots=MOE.top_k + 1, host_cores="1")
+    engine = GPTEngine(model, group, store=slots_of(MOE.top_k + 1, host_cores="1"))
     expected = texts(engine, 3)
     engine.cores.mail.fault[:2] = torch.tensor([1, PLACE_HOST.value])  # A step writes this at the deadline.
     with pytest.raises(HostComputeError):
         engine.check()
     engine.cores.close()
     model, _ = awake_model(MODEL, group, in_slots=True, sharpness=1.0)
-    again = GPTEngine(model, group, expert_slots=MOE.top_k + 1, host_cores=host_cores)
+    again = GPTEngine(model, group, store=slots_of(MOE.top_k + 1, host_cores=host_cores))
     for mine, right in zip(texts(again, 3), expected, strict=True):
         nearly_equal(mine, right)
     again.check()

@@ -12,9 +12,10 @@ import torch
 
 from comet.decode.runners import LocalRunner
 from comet.experts import prefetch as module
-from comet.experts.cache import CachedExperts, ExpertCache
+from comet.experts.cache import ExpertCache
+from comet.experts.cached import CachedExperts, prefetch_between
 from comet.experts.options import StoreOptions, prefetch_wanted
-from comet.experts.prefetch import Prefetch, prefetch_between, prefetches
+from comet.experts.prefetch import Prefetch
 from comet.jobs.generate import GenerateConfig
 
 LAYERS, E, K = 4, 6, 3
@@ -128,11 +129,11 @@ FILE: dict[str, Any] = {"expert_store": "file", "host_budget": 0.75}
 def test_auto_is_on_where_a_gpu_reads_the_store() -> None:
     for device in (CPU, GPU):
         for readable in (True, False):
-            assert prefetches("auto", device, useful=readable) == (device == GPU and readable)
-            for setting in (True, "true"):
-                assert prefetches(setting, device, useful=readable), "refused elsewhere, and not left out"
-            for setting in (False, "false"):
-                assert not prefetches(setting, device, useful=readable)
+            for setting in ("auto", True, "true", False, "false"):
+                options = StoreOptions(expert_budget=0.5, expert_prefetch=setting)
+                # What is insisted on is refused elsewhere, and not left out.
+                wanted = device == GPU and readable if setting == "auto" else setting in (True, "true")
+                assert options.prefetches(device, useful=readable) == wanted
 
 
 @pytest.mark.parametrize("setting", ["on", "True", "", None, 1, 0.0, [], ("auto",)])

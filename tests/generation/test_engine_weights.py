@@ -10,7 +10,7 @@ pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 
 from engine_cases import PROMPTS, SHARED, engine_of, tokens_of
 from torch import nn
-from training_cases import MODEL, MOE, awake_model
+from training_cases import MODEL, MOE, awake_model, slots_of
 
 from comet.generation.engine import Engine, GPTEngine
 from comet.layer.paths import make_path
@@ -21,7 +21,7 @@ def test_an_engine_refuses_weights_that_its_steps_do_not_read(slots: int | None)
     """Graphs, slots and pieces of a shared expert know nothing of other tensors, nor slots of new numbers."""
     moe = replace(MOE, shared_ffn_size=32, top_k=1)
     model, group = awake_model(replace(MODEL, moe=moe), in_slots=slots is not None)
-    engine = GPTEngine(model, group, expert_slots=slots)
+    engine = GPTEngine(model, group, store=slots_of(slots))
     before = tokens_of(engine)
     others = {name: weight * 2 for name, weight in model.state_dict().items()}
     if slots is None:
@@ -30,14 +30,14 @@ def test_an_engine_refuses_weights_that_its_steps_do_not_read(slots: int | None)
         model.blocks[0].ffn.w1.mul_(2)
         with pytest.raises(ValueError, match="must not be written to, for slots hold copies: make a new engine"):
             tokens_of(engine)
-        engine = GPTEngine(model, group, expert_slots=slots)
+        engine = GPTEngine(model, group, store=slots_of(slots))
     assert not torch.equal(tokens_of(engine), before)
     model.load_state_dict(others, assign=True)
     with pytest.raises(ValueError, match=r"must not be replaced \(load_state_dict\(assign=True\)\): write .* in place"):
         tokens_of(engine)
     fresh = awake_model(replace(MODEL, moe=moe), group)[0]
     fresh.load_state_dict(others)
-    assert torch.equal(tokens_of(GPTEngine(model, group, expert_slots=slots)), tokens_of(GPTEngine(fresh, group)))
+    assert torch.equal(tokens_of(GPTEngine(model, group, store=slots_of(slots))), tokens_of(GPTEngine(fresh, group)))
 
 
 @pytest.mark.parametrize("slots", [None, 2])
@@ -45,15 +45,15 @@ def test_an_engine_sees_weights_that_torch_saw_nobody_write(slots: int | None) -
     """Writes through ``.data`` and in inference mode, between two prompts of one token or of more."""
     moe = replace(MOE, shared_ffn_size=64, top_k=1)
     model, group = awake_model(replace(MODEL, moe=moe), in_slots=slots is not None)
-    engine, ffn = GPTEngine(model, group, expert_slots=slots), model.blocks[0].ffn
+    engine, ffn = GPTEngine(model, group, store=slots_of(slots)), model.blocks[0].ffn
     assert ffn.shared is not None
     before = tokens_of(engine)
     ffn.shared.w1.data.mul_(-3)
     assert not torch.equal(tokens_of(engine), before)
-    assert torch.equal(tokens_of(engine), tokens_of(GPTEngine(model, group, expert_slots=slots)))
+    assert torch.equal(tokens_of(engine), tokens_of(GPTEngine(model, group, store=slots_of(slots))))
     with torch.inference_mode():
         ffn.shared.w2.copy_(ffn.shared.w2.flip(0))
-        assert torch.equal(tokens_of(engine), tokens_of(GPTEngine(model, group, expert_slots=slots)))
+        assert torch.equal(tokens_of(engine), tokens_of(GPTEngine(model, group, store=slots_of(slots))))
     ffn.w2.data.mul_(2)
     if slots is None:
         assert torch.equal(tokens_of(engine), tokens_of(GPTEngine(model, group)))
@@ -91,15 +91,15 @@ def test_replaced_experts_are_the_ones_that_run() -> None:
 
 
 @pytest.mark.parametrize("made", [False, True])
-@pytest.mark.parametrize("name", [*SHARED, "expert_slots"])
+@pytest.mark.parametrize("name", [*SHARED, "slots"])
 def test_an_engine_runs_in_and_out_of_inference_mode(name: str, made: bool) -> None:
     """Also where it was made in the other mode, and reads new prompts into its memory."""
 
     def make() -> Engine:
-        if name != "expert_slots":
+        if name != "slots":
             return engine_of(name)
         model, group = awake_model(replace(MODEL, moe=MOE), in_slots=True)
-        return GPTEngine(model, group, expert_slots=2)
+        return GPTEngine(model, group, store=slots_of(2))
 
     wanted = tokens_of(make())
     with torch.inference_mode(made):

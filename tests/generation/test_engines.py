@@ -30,7 +30,7 @@ from hf_cases import VOCABULARY, tiny_model
 from tiers import slow
 from torch import Tensor
 from torch.nn.modules import module as of_all
-from training_cases import MODEL, MOE, awake_model
+from training_cases import MODEL, MOE, awake_model, slots_of
 
 from comet.config import SpeculationConfig
 from comet.decode import DataParallelDecode
@@ -220,15 +220,15 @@ def test_a_copied_model_reads_its_own_experts(name: str) -> None:
     assert torch.equal(model(PROMPTS).logits, found)
 
 
-@pytest.mark.parametrize("other", ["expert_slots", "modular", "own tokens"])
+@pytest.mark.parametrize("other", ["slots", "modular", "own tokens"])
 @torch.no_grad()
 def test_other_experts_behind_an_engine_leave_no_shared_expert_out(other: str) -> None:
     model, group = plain_model(SHARED[0])
     wanted, moe = model(PROMPTS).logits, model.config.moe
     GPTEngine(model, group)
     torch.testing.assert_close(model(PROMPTS).logits, wanted)
-    if other == "expert_slots":
-        GPTEngine(model, group, expert_slots=3)
+    if other == "slots":
+        GPTEngine(model, group, store=slots_of(3))
     for layer in model.moe_layers():
         if other == "modular":
             layer.experts = ModularMoE(SingleRank(moe, group), GroupedContiguous(moe, group))
@@ -241,14 +241,13 @@ def test_other_experts_behind_an_engine_leave_no_shared_expert_out(other: str) -
 @in_ranks(2)
 def test_a_model_whose_experts_an_engine_quantised_has_none_to_give(rank: int, world_size: int, ep: int) -> None:
     model, group = awake_model(in_slots=True, ep=ep)
-    with pytest.raises(ValueError, match="expert_dtype='mxfp8' needs expert_slots: without, no expert is quantised"):
-        GPTEngine(model, group, expert_dtype="mxfp8")
+    store = slots_of(2, MOE.num_experts // ep, expert_dtype="mxfp8")
     state = copy.deepcopy(model.state_dict())
-    engine = GPTEngine(model, group, expert_slots=2, expert_dtype="mxfp8")
+    engine = GPTEngine(model, group, store=store)
     before = tokens_of(engine)
     for use in (
         model.state_dict, model.blocks[0].ffn.double, partial(copy.deepcopy, model), partial(GPTEngine, model, group),
-        partial(GPTEngine, model, group, expert_slots=2, expert_dtype="mxfp8"),
+        partial(GPTEngine, model, group, store=store),
     ):  # fmt: skip
         with pytest.raises(
             ValueError, match=r"expert_dtype of an engine has taken w1 and w2 .*: build the model again"
@@ -261,13 +260,13 @@ def test_a_model_whose_experts_an_engine_quantised_has_none_to_give(rank: int, w
     with torch.no_grad(), pytest.raises(ValueError, match=r"taken w1 and w2 .* or to compute with other experts"):
         model(PROMPTS)
     model.load_state_dict(state, assign=True)
-    assert torch.equal(tokens_of(GPTEngine(model, group, expert_slots=2, expert_dtype="mxfp8")), before)
+    assert torch.equal(tokens_of(GPTEngine(model, group, store=store)), before)
 
 
 @in_ranks(2)
 def test_slots_over_ranks_hold_copies_of_weights_as_on_one(rank: int, world_size: int) -> None:
     model, group = awake_model(in_slots=True, ep=2)
-    engine = GPTEngine(model, group, expert_slots=2)
+    engine = GPTEngine(model, group, store=slots_of(2, MOE.num_experts // 2))
     tokens_of(engine)
     with torch.no_grad():
         model.blocks[0].ffn.w2.mul_(2)

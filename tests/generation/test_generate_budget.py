@@ -18,7 +18,7 @@ from hf_cases import save_model, tiny_config
 from hf_fp8_cases import publish
 from training_cases import MODEL, MOE, Rank, make_job
 
-from comet.experts.options import GRAPH_FALLBACK_REASON
+from comet.experts.options import GRAPH_FALLBACK_REASON, StoreOptions
 from comet.generation.job import generate_job
 from comet.generation.source import find_source, model_of
 from comet.integrations.hf import load_pretrained
@@ -97,10 +97,14 @@ def test_a_dry_run_says_whether_experts_are_prefetched(qwen, capsys):
         (files, "off (expert_prefetch=auto)"),
     ):
         assert f"\n# prefetch: {told}\n" in dry_run(capsys, "generate", *words, *given)[0]
-    gpu, store = torch.device("cuda"), SimpleNamespace(store="host", slots=4, held=8)
-    assert prefetch_told("auto", store, gpu) == "on, where host memory can be pinned (expert_prefetch=auto)"
-    assert prefetch_told(True, store, gpu) == "on, where host memory can be pinned (expert_prefetch=true)"
-    assert prefetch_told("auto", SimpleNamespace(store="file", slots=4, held=8), gpu) == "off (expert_prefetch=auto)"
+
+    def told_of(**options):
+        options = StoreOptions(expert_budget=0.5, **options)
+        return prefetch_told(SimpleNamespace(options=options, num_slots=4, num_held=8), torch.device("cuda"))
+
+    assert told_of() == "on, where host memory can be pinned (expert_prefetch=auto)"
+    assert told_of(expert_prefetch=True) == "on, where host memory can be pinned (expert_prefetch=true)"
+    assert told_of(**FILE) == "off (expert_prefetch=auto)"
 
 
 def test_a_budget_in_bytes_holds_more_quantised_experts(qwen, tmp_path, capsys):

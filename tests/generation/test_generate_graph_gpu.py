@@ -11,7 +11,7 @@ from generate_cases import drafting_rounds
 from gpus import ON_GPUS, no_wait
 from ranks import in_ranks
 from torch import Tensor
-from training_cases import MODEL, MOE, Rank, awake_model, make_group, make_job
+from training_cases import MODEL, MOE, Rank, awake_model, make_group, make_job, slots_of
 
 from comet.config import MoEConfig, SpeculationConfig
 from comet.generation.engine import Engine, GPTEngine
@@ -214,7 +214,9 @@ NEW_TOKENS = 300
 def engine_of(dtype: torch.dtype, drafts: SpeculationConfig | None, cuda_graph: str = "on") -> GPTEngine:
     """Six of sixteen experts in slots."""
     model, group = awake_model(CONFIG, in_slots=True, dtype=dtype, device=GPU)
-    return GPTEngine(model, group, expert_slots=6, expert_prefetch=False, speculation=drafts, cuda_graph=cuda_graph)
+    return GPTEngine(
+        model, group, store=slots_of(6, 16, expert_prefetch=False), speculation=drafts, cuda_graph=cuda_graph
+    )
 
 
 def made_by(engine: GPTEngine, mode: str) -> Generated:

@@ -17,7 +17,7 @@ from ranks import in_ranks, run_ranks
 from refusals import refusal
 from tiers import slow
 from torch import Tensor
-from training_cases import MODEL, MOE, Rank, awake_model, make_group, make_job
+from training_cases import MODEL, MOE, Rank, awake_model, make_group, make_job, slots_of
 
 from comet.config import MoEConfig, SpeculationConfig
 from comet.generation.engine import GPTEngine
@@ -46,11 +46,12 @@ DRAFTS = SpeculationConfig(draft_experts=(3,), tau=0.0)
 
 def engine_of(
     config: ModelConfig = CONFIG, group: ExpertGroup | None = None, *, slots: int | None = SLOTS,
-    drafts: SpeculationConfig | None = DRAFTS, **settings: Any,
+    drafts: SpeculationConfig | None = DRAFTS, cuda_graph: str = "auto", **options: Any,
 ) -> GPTEngine:  # fmt: skip
     """A model whose logits depend on all weights, with few of its experts in slots, or all resident (``None``)."""
     model, group = awake_model(config, group, in_slots=slots is not None)
-    return GPTEngine(model, group, expert_slots=slots, speculation=drafts, **settings)
+    store = slots_of(slots, config.moe.num_experts // group.parallel.ep, **options)
+    return GPTEngine(model, group, store=store, speculation=drafts, cuda_graph=cuda_graph)
 
 
 def test_a_number_of_draft_experts_for_each_layer() -> None:

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from comet.config import MoEConfig, ParallelConfig
 from comet.decode import DecodeWeights, LocalRunner, RankDecode, rank_slots, warp_decode
-from comet.experts.cache import CachedExperts, ExpertCache
+from comet.experts.cache import ExpertCache
+from comet.experts.cached import CachedExperts
 from comet.experts.host.cores import HostCores
 from comet.experts.host.profile import HostProfile, HostSizes
 from comet.layer.group import make_expert_group

@@ -27,7 +27,6 @@ from comet.decode.runners import ReplicatedRunner, Runner
 from comet.errors import HostComputeError, UnavailableError
 from comet.experts.host.profile import HostProfile, HostSizes, measure
 from comet.experts.host.worker import Place, WorkerPlan, refuse_nan
-from comet.experts.options import check_host_cores
 from comet.experts.store import MemoryFile, host_memory
 from comet.kernels.experts.host import PLACE_HOST
 from comet.kernels.experts.mailbox import (
@@ -241,7 +240,6 @@ def cores_of(setting: str, ranks: int) -> int:
 
     Example: of 16 cores 2 ranks get 7 each with ``auto``, which leaves them one each, and 4 each with ``8``.
     """
-    check_host_cores(setting)
     if setting == "off":
         return 0
     usable = usable_cores()

@@ -145,7 +145,7 @@ def load_pretrained(
         model, report = _make(stock_class, place, folder, given, made_of, found.keys() - tensors.keys())
         model.to(device)
         if budget is not None:
-            open_stores(model, layers, budget, store, dtype, device, group, files)
+            open_stores(model, layers, budget, dtype, device, group, files)
     return (model, report) if given["output_loading_info"] else model
 
 

@@ -18,7 +18,6 @@ from comet.decode.runners import Runner
 from comet.experts.budget import ExpertBudget
 from comet.experts.cache import CacheReport
 from comet.experts.host.cores import HostCores
-from comet.experts.options import StoreOptions
 from comet.experts.paths import CachedPath, Slots, cores_of_paths, host_paths, report_of_paths
 from comet.experts.store import HeldExperts, QuantisedReader, Specs
 from comet.integrations.hf.modules import CometExperts, routers_beside
@@ -110,7 +109,6 @@ def open_stores(
     model: Any,
     layers: Mapping[str, LayerFiles],
     budget: ExpertBudget,
-    options: StoreOptions,
     dtype: torch.dtype,
     device: torch.device,
     group: ExpertGroup | None,
@@ -122,29 +120,22 @@ def open_stores(
         layers: Where each layer's experts are read, by the name of its module.
         files: Open ones; the model keeps them where experts stay in files.
     """
-    modules = [model.get_submodule(name) for name in layers]
-    layout, runner = modules[0].layout, modules[0].runner
+    modules, options = [model.get_submodule(name) for name in layers], budget.options
     slots = Slots(
-        num_slots=budget.slots,
-        layout=layout,
-        runner=runner,
-        dtype=dtype,
-        device=device,
-        group=group,
-    )
+        options=options, num_slots=budget.num_slots, layout=modules[0].layout, runner=modules[0].runner, dtype=dtype,
+        device=device, group=group,
+    )  # fmt: skip
     to = options.expert_dtype
     readers = [reader if to is None else QuantisedReader(reader, to) for reader in layers.values()]
-    if budget.store == "host":
+    if options.expert_store == "host":
         paths = host_paths(
             slots,
             lambda file: [HeldExperts.fill(reader, device, file) for reader in readers],
+            partial(routers_beside, model, list(layers), options.expert_prefetch),
             model.config.hidden_size,
-            host_cores=options.host_cores,
-            expert_prefetch=options.expert_prefetch,
-            routers=partial(routers_beside, model, list(layers), options.expert_prefetch),
         )
     else:
-        paths = slots.over_readers(readers, budget.places, files)
+        paths = slots.over_readers(readers, budget.num_places, files)
     for module, path in zip(modules, paths, strict=True):
         module.path, module.model = path, weakref.ref(model)
     names = {name[:place] for name in layers for place, letter in enumerate(f"{name}.") if letter == "."}

@@ -37,7 +37,7 @@ from torch import Tensor
 
 import comet.experts.store
 from comet.config import SpeculationConfig
-from comet.experts.prefetch import probable
+from comet.experts.cached import probable
 from comet.generation.hf import HFEngine
 from comet.integrations import hf
 from comet.integrations.hf.convert import require_same_model

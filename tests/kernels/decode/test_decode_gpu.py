@@ -27,7 +27,7 @@ from comet.decode import DecodeScratch, warp_decode
 from comet.decode.runners import LocalRunner
 from comet.decode.twin import slot_weights
 from comet.experts import streaming
-from comet.experts.cache import CachedExperts
+from comet.experts.cached import CachedExperts
 from comet.kernels.decode.blocks import BlockShape, DecodeConfig
 from comet.kernels.decode.dequantize import dequantize_slots
 from comet.kernels.runtime.activation import Activation

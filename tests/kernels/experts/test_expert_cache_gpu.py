@@ -11,7 +11,7 @@ from gpus import captured
 from torch.nn.functional import pad
 
 from comet.decode.runners import LocalRunner
-from comet.experts.cache import CachedExperts
+from comet.experts.cached import CachedExperts
 from comet.kernels.experts.cache import bring_torch
 from comet.kernels.experts.tables import CacheTables, HostExperts
 from comet.kernels.experts.waves import count_waves, split_waves, split_waves_torch

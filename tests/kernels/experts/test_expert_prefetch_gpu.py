@@ -9,7 +9,7 @@ import torch
 from cache_cases import cache_of, check_slots, resident_weights
 from cached_layers import CUDA, LAYERS, CachedLayers, D, E, K, case_of
 from gpus import captured
-from training_cases import MODEL, awake_model
+from training_cases import MODEL, awake_model, slots_of
 
 from comet.config import MoEConfig, SpeculationConfig
 from comet.decode.runners import LocalRunner
@@ -128,7 +128,8 @@ def test_greedy_texts_of_captured_passes_are_those_without_prefetch() -> None:
     made = []
     for prefetch in (False, True):
         model, group = awake_model(config, in_slots=True, device=torch.device("cuda", 0))
-        engine = GPTEngine(model, group, expert_slots=11, expert_prefetch=prefetch, speculation=DRAFTS, cuda_graph="on")
+        store = slots_of(11, EXPERTS.num_experts, expert_prefetch=prefetch)
+        engine = GPTEngine(model, group, store=store, speculation=DRAFTS, cuda_graph="on")
         warm_up(engine, PROMPTS, asked, context=512)
         made.append(generate(engine, ByteCodec(), PROMPTS, asked, context=512))
         engine.check()

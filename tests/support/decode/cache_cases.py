@@ -15,7 +15,7 @@ from comet.decode.weights import DecodeWeights
 from comet.experts.cache import ExpertCache
 from comet.experts.host.cores import HostCores
 from comet.experts.host.profile import HostProfile, HostSizes
-from comet.experts.prefetch import prefetches
+from comet.experts.options import StoreOptions
 from comet.experts.store import HeldExperts
 from comet.kernels.experts.tables import HostExperts
 
@@ -25,7 +25,8 @@ CPU = torch.device("cpu")
 def decide_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let stores decide on prefetch as if their device were a GPU."""
     gpu = torch.device("cuda", 0)
-    monkeypatch.setattr("comet.experts.paths.prefetches", lambda setting, _, **named: prefetches(setting, gpu, **named))
+    decide = StoreOptions.prefetches
+    monkeypatch.setattr(StoreOptions, "prefetches", lambda self, _, **named: decide(self, gpu, **named))
 
 
 def stored_experts(case: DecodeCase, held: tuple[int, int], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:

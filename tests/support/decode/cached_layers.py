@@ -8,8 +8,7 @@ from decode_cases import DecodeCase
 from torch import Tensor
 
 from comet.decode.runners import LocalRunner
-from comet.experts.cache import CachedExperts
-from comet.experts.prefetch import prefetch_between
+from comet.experts.cached import CachedExperts, prefetch_between
 from comet.layout import RoutedTokens
 
 E, K, D, F, LAYERS = 48, 4, 512, 208, 3

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from comet.config import MoEConfig, ParallelConfig
+from comet.experts.options import StoreOptions
 from comet.jobs.config import DataConfig, JobConfig, TrainConfig
 from comet.kernels.runtime.activation import Activation
 from comet.layer.group import ExpertGroup, make_expert_group
@@ -110,6 +111,11 @@ def awake_model(
     """A model to generate with, its experts in host memory if they are to have slots, and its group."""
     group = make_group(model.moe, **of_group) if group is None else group
     return wake(GPT(model, group, seed=1, expert_device=CPU if in_slots else None), sharpness), group
+
+
+def slots_of(num_slots: int | None, held: int = MOE.num_experts, **options: Any) -> StoreOptions:
+    """Options by which each layer has so many slots for the experts that a rank holds; ``None``: all are resident."""
+    return StoreOptions(expert_budget=None if num_slots is None else num_slots / held, **options)
 
 
 equal_bits = partial(assert_close, rtol=0, atol=0)
