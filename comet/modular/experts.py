@@ -1,4 +1,4 @@
-"""Experts: the reference, warp decode, the fused layer's, and two grouped GEMMs with an activation between.
+"""Experts: warp decode, the fused layer's, and two grouped GEMMs with an activation between.
 
 Pre-activations of the grouped GEMMs stay in float32 (float64 for float64), so that rounding is that of
 ``comet.reference.layer``. They do not wait for a GPU. Running them needs triton, also on a CPU, where the kernel's
@@ -21,7 +21,7 @@ from torch import Tensor
 from comet.comm.collectives import accumulator_dtype
 from comet.config import MoEConfig, check_kernels, require, resolve_kernels
 from comet.layer.group import ExpertGroup
-from comet.layout import Biases, added_biases, gate_first, positions_in_groups, round_up
+from comet.layout import Biases, added_biases, positions_in_groups, round_up
 from comet.modular.interfaces import (
     ActivationFormat,
     BatchedReduce,
@@ -36,7 +36,7 @@ from comet.modular.interfaces import (
     TopKReduce,
 )
 from comet.quantization.formats import FP8, Weight
-from comet.reference.layer import expert_outputs, rank_partial, weighted_sum
+from comet.reference.layer import weighted_sum
 from comet.utils.graphs import hold_if_captured
 
 if TYPE_CHECKING:
@@ -223,38 +223,6 @@ class DequantizingBatched(GroupedBatched):
     """``GroupedBatched`` that wants its rows in FP8, so that they travel in half the bytes, and dequantises them."""
 
     takes_fp8 = True
-
-
-class ReferenceExperts(Experts):
-    """``comet.reference.layer`` over either format, in plain torch; waits for the device. EP, TP and EP x TP.
-
-    Quantised weights are dequantised to the tokens' dtype in every call.
-    """
-
-    formats = frozenset({ActivationFormat.CONTIGUOUS, ActivationFormat.BATCHED})
-    reductions: tuple[type[TopKReduce], ...] = (NoOpReduce, ContiguousReduce, BatchedReduce, DelegateReduce)
-    takes_interleaved = True
-
-    def apply(self, rows: Rows, w1: Weight, w2: Weight, output: Tensor, biases: Biases | None = None) -> Tensor:
-        """Expert by expert."""
-        assert isinstance(rows, ContiguousRows | BatchedRows)
-        tokens, reduced = rows.tokens, isinstance(self.reduce, NoOpReduce)
-        assert isinstance(tokens, Tensor)
-        weights = (plain(w1, tokens.dtype), plain(w2, tokens.dtype))
-        if self.interleaved:
-            weights = (gate_first(weights[0], -2), weights[1])
-            biases = None if biases is None else Biases(gate_first(biases.b1, -1), biases.b2)
-        of_layer: dict[str, Any] = dict(first_expert=0, activation=self.activation, biases=biases)
-        if isinstance(rows, BatchedRows):  # they are contiguous rows of one slot each
-            batch = torch.arange(rows.batch_rows, device=tokens.device)
-            experts = torch.arange(rows.counts.numel(), device=tokens.device)[:, None]
-            ids = experts.where(batch < rows.counts[:, None], -1).view(-1, 1)
-            outputs = expert_outputs(tokens.flatten(0, 1), ids, *weights, **of_layer)
-            return weighted_sum(outputs, rows.row_slots, rows.top_k_weights) if reduced else outputs.view_as(tokens)
-        if reduced:
-            return rank_partial(tokens, rows.top_k_ids, rows.top_k_weights, *weights, **of_layer)
-        outputs = expert_outputs(tokens, rows.top_k_ids, *weights, **of_layer)
-        return outputs.view(*rows.top_k_ids.shape, tokens.shape[1])
 
 
 class WarpDecodeExperts(KernelExperts):

@@ -49,7 +49,8 @@ class Pair:
 def pairs(config: MoEConfig, group: ExpertGroup) -> list[Pair]:
     """All pairs of the registries (collective), for this layer over these ranks."""
     made: dict[type, Any] = {}  # a part, or the reason why it cannot be made here
-    for kind in (*EXPERTS, *PREPARE_FINALIZE):
+    kinds: Sequence[Any] = (*EXPERTS, *PREPARE_FINALIZE)
+    for kind in kinds:
         try:
             made[kind] = kind(config, group)
         except (ValueError, UnavailableError) as error:
@@ -114,7 +115,8 @@ def find_parts(config: JobConfig) -> list[type]:
         ValueError: For a wrong name, or where the trace would replace another one.
     """
     found: list[type] = []
-    for name, known in zip(config.modular.pair, (PREPARE_FINALIZE, EXPERTS), strict=False):
+    registries: Sequence[Any] = (PREPARE_FINALIZE, EXPERTS)
+    for name, known in zip(config.modular.pair, registries, strict=False):
         names = {kind.__name__: kind for kind in known}
         near = did_you_mean(name, names)
         require(name in names, f"modular.pair: {name!r} must be one of {', '.join(names)}{near}")

@@ -167,7 +167,7 @@ def test_who_names_no_prefetch_has_none() -> None:
 
 def test_names_that_are_none(tmp_path: Path) -> None:
     mistakes = {
-        "variants='lru' must be one of on_demand, cache, cache + prefetch": ["--variants", "cache,lru"],
+        "variants='lru' must be one of on_demand, cache, ": ["--variants", "cache,lru"],
         "variants='adaptive' must come with --source": ["--variants", "adaptive"],
         "ep=2 must be 1 with --source": ["--ep", "2", "--source", "x"],
         "tokens=1 must be at least 2": ["--tokens", "1"],

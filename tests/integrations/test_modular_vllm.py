@@ -36,7 +36,6 @@ from comet.layer.group import ExpertGroup
 from comet.layout import Biases, ExpertLayout
 from comet.modular import (
     AllToAll,
-    BatchedReduce,
     ContiguousRows,
     DelegateReduce,
     DequantizingBatched,
@@ -47,7 +46,6 @@ from comet.modular import (
     GroupedBatched,
     GroupedContiguous,
     NoOpReduce,
-    ReferenceExperts,
     SingleRank,
     SymmetricBatched,
     SymmetricContiguous,
@@ -57,7 +55,7 @@ from comet.modular.composer import elements
 from comet.quantization.formats import FP8, MXFP8, WEIGHT_TYPES, Weight
 from comet.reference.layer import reference_experts
 
-FOLDER = Path(__file__).parents[2] / "build" / "vllm"  # as ``make vllm`` installs it
+FOLDER = Path(__file__).parents[2] / "build" / "vllm"  # ``make vllm`` installs vLLM there.
 WEIGHT_DTYPES = {Tensor: None, FP8: torch.float8_e4m3fn, MXFP8: "mxfp8"}
 
 needs_vllm = pytest.mark.skipif(not (FOLDER / "ready").exists(), reason="needs vLLM in build/vllm: make vllm")
@@ -113,7 +111,7 @@ def expert_map_of(case: LayerCase, rank: int) -> Tensor | None:
 
 
 def contract_breaches(adapted: type) -> list[str]:
-    """What an adapter ``(mixin, abstract class)`` owes: methods that are missing, and arguments that differ."""
+    """Return the methods that an adapter ``(mixin, abstract class)`` lacks, and arguments that differ."""
     mixin, base = adapted.__bases__
     found = [f"{name} is missing" for name in sorted(getattr(adapted, "__abstractmethods__", ()))]
     for name, ours in vars(mixin).items():
@@ -139,8 +137,6 @@ def arguments(method: Any) -> list[tuple[str, Any, Any]]:
 def contiguous_experts(case: LayerCase, group: ExpertGroup) -> list[Experts]:
     config = case.config
     return [
-        ReferenceExperts(config, group),
-        ReferenceExperts(config, group, reduce=DelegateReduce()),
         GroupedContiguous(config, group),
         GroupedContiguous(config, group, reduce=DelegateReduce()),
         GroupedContiguous(config, group, reduce=NoOpReduce()),
@@ -152,7 +148,6 @@ def contiguous_experts(case: LayerCase, group: ExpertGroup) -> list[Experts]:
 def batched_experts(case: LayerCase, group: ExpertGroup) -> list[Experts]:
     config = case.config
     return [
-        ReferenceExperts(config, group, reduce=BatchedReduce()),
         GroupedBatched(config, group),
         GroupedBatched(config, group, reduce=DelegateReduce()),
         DequantizingBatched(config, group),
@@ -325,7 +320,6 @@ def check_activations_and_biases() -> None:
     ]
     kinds = [
         (SymmetricContiguous, GroupedContiguous),
-        (SymmetricContiguous, ReferenceExperts),
         (SingleRank, WarpDecodeExperts),
         (SymmetricBatched, GroupedBatched),
     ]
@@ -348,7 +342,7 @@ def check_activations_and_biases() -> None:
         stored = rank_weights(CASE, 0, weight_type)
         for transport, kind in kinds:
             if kind is WarpDecodeExperts and weight_type is not Tensor:
-                continue  # which refuses biases of quantised weights by name
+                continue  # Warp decode refuses biases of quantised weights by name.
             held = elements(stored[0])[:, order], elements(stored[1]).clone()
             given = dict(w1_bias=b1[:, order], w2_bias=b2.clone())
             if weight_type is MXFP8:
@@ -360,7 +354,7 @@ def check_activations_and_biases() -> None:
                 found = run_kernel(kernel, CASE, 0, weight_type, name, held)
                 what = f"{kind.__name__}, {name}, {weight_type.__name__}: "
                 torch.testing.assert_close(found, expected_output, rtol=1e-4, atol=1e-4, msg=what.__add__)
-                for each in (*held, *given.values()):  # as vLLM reloads them: no version counts it
+                for each in (*held, *given.values()):  # vLLM reloads weights like this, and no version counts it.
                     each.data.view(torch.uint8).copy_(each.view(torch.uint8).flip(0))
         group.close()
 
@@ -470,7 +464,7 @@ def test_weights_are_made_anew_when_anything_is_replaced() -> None:
 
 
 def test_experts_of_a_rank_have_to_be_a_range() -> None:
-    """As ``--expert-placement-strategy round_robin`` does not have it; what was looked at is not again."""
+    """``--expert-placement-strategy round_robin`` has no range; a map that was checked once is not checked again."""
     layout = ExpertLayout(num_experts=4, top_k=2, ep=2, tp=1, rank=1)
     adapter = PrepareFinalizeAdapter(types.SimpleNamespace(layout=layout), None, None)
     expert_map = torch.tensor([-1, -1, 0, 1], dtype=torch.int32)

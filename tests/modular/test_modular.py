@@ -3,7 +3,6 @@
 import importlib
 import inspect
 import pkgutil
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -48,7 +47,6 @@ from comet.modular import (
     NoOpReduce,
     PrepareFinalize,
     Received,
-    ReferenceExperts,
     RoutedTokens,
     SingleRank,
     SymmetricBatched,
@@ -136,19 +134,10 @@ def test_registries_hold_every_part() -> None:
     assert reductions == {*comet.modular.REDUCTIONS, comet.modular.TopKReduce}
 
 
-def test_table_maps_every_public_name_to_one_of_vllm() -> None:
-    _, _, classes, _, _, methods, _ = re.split(r"^=+  =+$", comet.modular.__doc__ or "", flags=re.MULTILINE)
-    rows, methods = (dict(re.findall(r"^(\w+) +(\S.*)$", body, re.MULTILINE)) for body in (classes, methods))
-    public = {name for name in vars(comet.modular) if name[0].isupper() and not name.isupper()}
-    assert rows.keys() == public
-    assert len(set(rows.values())) == len(rows), "one to one"
-    known = {*dir(comet.modular.PrepareFinalize), *dir(comet.modular.Experts)}
-    known |= {*comet.modular.PrepareFinalize.__annotations__, *comet.modular.Experts.__annotations__}
-    assert methods.keys() <= known
-    public = {name for name in known if not name.startswith("_")}
-    ours = {"layout", "formats", "reductions", "carries_fp8", "comm", "uses_collectives"}
-    ours |= {"takes_interleaved", "interleaved"}  # vLLM says so by the activation
-    assert public - methods.keys() == ours, "ours alone"
+def test_every_part_has_a_name_of_vllm_of_its_own() -> None:
+    names = [*comet.modular.PREPARE_FINALIZE.values(), *EXPERTS.values(), *comet.modular.REDUCTIONS.values()]
+    assert len(set(names)) == len(names)
+    assert [kind for kind, name in EXPERTS.items() if not name] == [WarpDecodeExperts]
 
 
 @pytest.mark.parametrize("weight_type", [Tensor, MXFP8])
@@ -200,7 +189,7 @@ def test_is_a_path_of_the_layer(group: ExpertGroup) -> None:
 
 
 def test_gradients_are_refused_and_no_grad_is_not(group: ExpertGroup) -> None:
-    layer = ModularMoE(SingleRank(SMALL.config, group), ReferenceExperts(SMALL.config, group))
+    layer = ModularMoE(SingleRank(SMALL.config, group), GroupedContiguous(SMALL.config, group))
     inputs, (w1, w2) = rank_inputs(SMALL, 0), shard(SMALL, 0, *full_weights(SMALL))
     arguments = [inputs.routed, w1.flatten(1, 2), w2.requires_grad_()]
     with pytest.raises(ValueError, match=r"w2.requires_grad=True must be False: ModularMoE has no backward pass"):
@@ -227,7 +216,7 @@ def test_shared_experts_run_while_rows_travel(group: ExpertGroup) -> None:
         events.append("shared")
         return 3 * tokens
 
-    parts = (Recording(SMALL.config, group), ReferenceExperts(SMALL.config, group))
+    parts = (Recording(SMALL.config, group), GroupedContiguous(SMALL.config, group))
     with_shared, without = call(ModularMoE(*parts, shared=shared)), call(ModularMoE(*parts))
     assert events == ["sent", "shared", "received", "sent", "received"]
     torch.testing.assert_close(with_shared, without + 3 * rank_inputs(SMALL, 0).tokens)
@@ -259,7 +248,7 @@ def test_a_batch_that_overflows_is_an_error_not_a_loss() -> None:
 
 
 def test_rows_past_a_batch_are_left_out_until_the_host_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where nobody waits for the check: no tile and no slot lies behind the batches."""
+    """On a GPU the host does not wait for the check: no tile and no slot lies behind the batches."""
     monkeypatch.setattr(SymmetricBatched, "_check", lambda *_: None)
     case = replace(SMALL, num_tokens=(100,))
     group = open_group(case)
@@ -283,8 +272,8 @@ def test_halves_of_the_fused_layer_have_one_activation(group: ExpertGroup) -> No
 
 def test_layouts_must_agree(group: ExpertGroup) -> None:
     other = MoEConfig(hidden_size=32, ffn_size=32, num_experts=8, top_k=2)
-    with pytest.raises(ValueError, match=r"SingleRank and ReferenceExperts do not go together: SingleRank is made for"):
-        ModularMoE(SingleRank(SMALL.config, group), ReferenceExperts(other, group))
+    with pytest.raises(ValueError, match="SingleRank and GroupedContiguous do not go together: SingleRank is made"):
+        ModularMoE(SingleRank(SMALL.config, group), GroupedContiguous(other, group))
 
 
 @pytest.mark.parametrize("kind", [SingleRank, AllToAll])
@@ -299,12 +288,12 @@ def test_bad_ids_are_named(group: ExpertGroup, kind: type, bad: int) -> None:
 def test_wrong_dtypes_and_biases_are_named(group: ExpertGroup) -> None:
     inputs = rank_inputs(SMALL, 0)
     w1, w2 = full_weights(SMALL)
-    symmetric = ModularMoE(SymmetricContiguous(SMALL.config, group), ReferenceExperts(SMALL.config, group))
+    symmetric = ModularMoE(SymmetricContiguous(SMALL.config, group), GroupedContiguous(SMALL.config, group))
     half = [tensor.half() for tensor in (inputs.tokens, w1.flatten(1, 2), w2)]
     with pytest.raises(ValueError, match=r"dtype=torch.float16 of tokens must be the group's torch.float32"):
         symmetric(inputs.routed._replace(tokens=half[0]), half[1], half[2])
     biased = replace(SMALL.config, expert_bias=True)
     with pytest.raises(ValueError, match="biases=False of the call must be the layer's expert_bias=True"):
-        call(ModularMoE(SingleRank(biased, group), ReferenceExperts(biased, group)))
+        call(ModularMoE(SingleRank(biased, group), GroupedContiguous(biased, group)))
     with pytest.raises(ValueError, match=r"dtype=torch.int64 of top_k_ids must be torch.int32"):
         symmetric(inputs.routed._replace(top_k_ids=inputs.top_k_ids.long()), w1.flatten(1, 2), w2)

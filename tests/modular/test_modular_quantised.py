@@ -21,7 +21,6 @@ from comet.modular import (
     FusedPrepareFinalize,
     GroupedContiguous,
     ModularMoE,
-    ReferenceExperts,
     SingleRank,
     SymmetricContiguous,
     WarpDecodeExperts,
@@ -71,7 +70,7 @@ def test_rows_in_fp8_need_someone_who_carries_them(group: ExpertGroup) -> None:
 @pytest.mark.parametrize("made_for", [Tensor, *TYPES])
 @pytest.mark.parametrize("given", [Tensor, *TYPES])
 def test_weights_of_another_type_are_named(group: ExpertGroup, made_for: type, given: type) -> None:
-    layer = make(group, ReferenceExperts, made_for)
+    layer = make(group, GroupedContiguous, made_for)
     w1, w2 = rank_weights(CASE, 0, given)
     if given is made_for:
         call(layer, w1)
@@ -85,7 +84,7 @@ def test_weights_of_another_type_are_named(group: ExpertGroup, made_for: type, g
         layer(inputs.routed, right, w2)
 
 
-@pytest.mark.parametrize("experts", [ReferenceExperts, GroupedContiguous, WarpDecodeExperts])
+@pytest.mark.parametrize("experts", [GroupedContiguous, WarpDecodeExperts])
 def test_bad_quantised_weights_are_named(group: ExpertGroup, experts: type) -> None:
     layer, plain = make(group, experts, FP8), rank_weights(CASE, 0, Tensor)[0]
     with pytest.raises(ValueError, match=r"w1 of shape \(4, 64, 64\) must be \(e, 2F, D\) = \(4, 64, 32\)"):

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from comet import modular
 from comet.config import require
 from comet.errors import StepFailedError, UnavailableError
 from comet.kernels.runtime.activation import Activation, ActivationName
 from comet.layout import Biases, ExpertLayout
-from comet.modular import BatchedReduce, ContiguousReduce, DelegateReduce, NoOpReduce
+from comet.modular import BatchedReduce, NoOpReduce
 from comet.modular.interfaces import (
     ActivationFormat,
     BatchedRows,
@@ -27,7 +28,6 @@ from comet.modular.interfaces import (
     Received,
     RoutedTokens,
     Rows,
-    TopKReduce,
 )
 from comet.modular.symmetric import SymmetricBatched
 from comet.quantization.formats import FP8, FP8_BLOCK, MX_BLOCK, MXFP8, Weight
@@ -35,13 +35,7 @@ from comet.quantization.formats import FP8, FP8_BLOCK, MX_BLOCK, MXFP8, Weight
 PACKAGE = "vllm.model_executor.layers.fused_moe"
 NEEDS = "comet.integrations.vllm needs vLLM 0.25 to 0.33"
 BASES = ("FusedMoEPrepareAndFinalizeModular", "FusedMoEExpertsModular", "FusedMoEActivationFormat")
-REDUCTIONS: dict[str, type[TopKReduce]] = {
-    "TopKWeightAndReduceNoOP": NoOpReduce,
-    "TopKWeightAndReduceContiguous": ContiguousReduce,
-    "TopKWeightAndReduceNaiveBatched": BatchedReduce,
-    "TopKWeightAndReduceDelegate": DelegateReduce,
-}
-
+REDUCTIONS = {name: kind for kind, name in modular.REDUCTIONS.items()}
 FORMATS = {ActivationFormat.CONTIGUOUS: "Standard", ActivationFormat.BATCHED: "BatchedExperts"}
 
 APPLY_NAMES = (

@@ -23,7 +23,6 @@ from comet.modular import (
     GroupedBatched,
     GroupedContiguous,
     ModularMoE,
-    ReferenceExperts,
     SingleRank,
     SymmetricBatched,
     SymmetricContiguous,
@@ -32,9 +31,9 @@ from comet.modular import (
 from comet.quantization.formats import MXFP8
 from comet.reference.layer import reference_experts
 
-# Of tokens (T, D), w1 and w2; ids and routing weights are those of the case.
+# Computes tokens (T, D) with w1 and w2, and with the ids and routing weights of the case.
 Layer = Callable[[Tensor, Any, Any], Tensor]
-rank_inputs = functools.cache(layer_cases.rank_inputs)  # drawn once, whatever torch is told later
+rank_inputs = functools.cache(layer_cases.rank_inputs)  # drawn once, whatever torch is set to later
 
 
 def every_path(case: LayerCase, *, kernels: bool = False, kind: type = Tensor) -> dict[str, Layer]:
@@ -59,7 +58,6 @@ def every_path(case: LayerCase, *, kernels: bool = False, kind: type = Tensor) -
         "grouped": modular(SingleRank(config, group), GroupedContiguous(config, group, **own)),
         "symmetric": modular(contiguous, GroupedContiguous(config, group, **own)),
         "batched": modular(batched, GroupedBatched(config, group, **own)),
-        "modular reference": modular(SingleRank(config, group), ReferenceExperts(config, group)),
         "rows in FP8": modular(contiguous, DequantizingContiguous(config, group, **own)),
         "batched rows in FP8": modular(batched, DequantizingBatched(config, group, **own)),
         "modular decode": modular(SingleRank(config, group), WarpDecodeExperts(config, group, **own)),
