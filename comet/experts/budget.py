@@ -31,17 +31,14 @@ class ExpertBudget:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the slots of all layers."""
         return self.num_layers * self.num_slots * self.expert_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the experts in host memory."""
         return self.num_places * self.expert_bytes
 
     @property
     def store_bytes(self) -> int:
-        """Bytes of all experts of the rank."""
         return self.num_layers * self.num_held * self.expert_bytes
 
 

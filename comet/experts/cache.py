@@ -20,7 +20,6 @@ from torch import Tensor
 from comet.comm.base import Turn
 from comet.config import require
 from comet.decode.weights import DecodeWeights
-from comet.errors import UnavailableError
 from comet.experts.host.cores import HostCores
 from comet.experts.store import HeldExperts
 from comet.experts.streaming import SlotCache, Visit, send
@@ -55,7 +54,6 @@ class CacheReport:
         return 1 - (self.fetched + self.hosted) / self.needed if self.needed else 1.0
 
     def since(self, before: Self) -> Self:
-        """Return the counts since another report."""
         first, last = asdict(before), asdict(self)
         return replace(self, **{name: last[name] - first[name] for name in last if name not in OF_THE_CACHES})
 
@@ -77,21 +75,16 @@ class ExpertCache(SlotCache):
     Experts of prompts are copied on a stream of their own.
 
     Args:
-        w1: ``(e, 2F, D)`` the rank's experts in host memory, gate rows first, then up rows; pinned here for a GPU.
-            Quantised as those of ``DecodeWeights``.
-        w2: ``(e, D, F)``.
+        store: The e experts of the rank, in host memory that the device reads. Their biases are copied to the device.
         num_experts: E, of all ranks; ``None``: e.
-        first_expert: Number of the first of w1 among them.
+        first_expert: Number of the store's first among them.
         turn: Lock of the thread that may use it and the caches of other layers, whose experts it may bring; ``None``:
             its own.
-        **others: ``w1_scales`` and ``w2_scales`` of quantised experts; b1 ``(e, 2F)``, gate, then up, and b2
-            ``(e, D)``, all of which are copied to the device.
     """
 
     def __init__(
         self,
-        w1: Tensor,
-        w2: Tensor,
+        store: HeldExperts,
         num_slots: int,
         device: torch.device,
         *,
@@ -99,38 +92,27 @@ class ExpertCache(SlotCache):
         first_expert: int = 0,
         activation: Activation = SWIGLU,
         turn: AbstractContextManager[object] | None = None,
-        **others: Tensor,
     ) -> None:
-        given = HeldExperts(w1, w2, False, **others)
-        for name, weight in given.stored_parts.items():
-            require(weight.device.type == "cpu", f"device={weight.device} of {name} must be 'cpu': it is the store")
-        require(num_slots >= 1, f"num_slots={num_slots} must be at least 1")
-        self.num_slots, self.first_expert = num_slots, first_expert
-        held, num_experts = (first_expert, first_expert + w1.shape[0]), num_experts or w1.shape[0]
+        assert store.readable, "a StagedCache is for other memory"
+        host, num_held = store.named_parts, len(store.w1)
+        held, num_experts = (first_expert, first_expert + num_held), num_experts or num_held
         require(
             first_expert >= 0 and held[1] <= num_experts,
-            f"first_expert={first_expert} and the {w1.shape[0]} of w1 must be among num_experts={num_experts}",
+            f"first_expert={first_expert} and the {num_held} of w1 must be among num_experts={num_experts}",
         )
+        self.num_slots, self.first_expert, self.num_held = num_slots, first_expert, num_held
         self.tables = CacheTables.create(num_experts, num_slots, device, held)
-        stored = HeldExperts.hold(given.named_parts, device)
-        if not stored.readable:
-            raise UnavailableError(
-                f"{stored.num_bytes:,} bytes of host memory cannot be pinned, which a GPU needs to read from it "
-                "(ulimit -l, or a container's limit)"
-            )
-        host = stored.named_parts
         DecodeWeights(**host, slots=torch.empty(1, dtype=torch.int32))  # looks at scales that were not made here
         self.host = HostExperts(**host, tables=self.tables)
         slots: dict[str, Any] = {
             name: torch.zeros(num_slots, *weight.shape[1:], dtype=weight.dtype, device=device)
             for name, weight in host.items()
         }
-        biases: dict[str, Any] = {name: part.to(device) for name, part in others.items() if name in ("b1", "b2")}
+        biases: dict[str, Any] = {name: part.to(device) for name, part in store.biases.items()}
         self.weights = DecodeWeights(**slots, slots=self.tables.slots, host=self.host, activation=activation, **biases)
         self.turn = turn or Turn(device)
         self.cores: HostCores | None = None
         self.layer = 0
-        self.num_held = w1.shape[0]
         self.copy_stream: torch.cuda.Stream | None = None  # one for all layers; None: copies are made at once
         self.travel_stream: torch.cuda.Stream | None = None  # on which experts travel before their step, if any do
         self._owners: list[int] = []  # of all, as ``owners`` found them

@@ -78,12 +78,10 @@ class StoreOptions:
 
     @classmethod
     def of(cls, settings: Any) -> StoreOptions:
-        """Return the options among the attributes of ``settings``."""
         return cls(**{each.name: getattr(settings, each.name) for each in fields(cls)})
 
     @property
     def in_store(self) -> bool:
-        """Whether experts are in a store at all."""
         return self.expert_budget is not None
 
     @property

@@ -60,7 +60,7 @@ class Slots:
             place = dict(device=self.device, turn=Turn(self.device), **self._place)
             caches = self._fitting(
                 layers,
-                lambda number, layer, slots: ExpertCache(**layer.stored_parts, num_slots=slots, **place),
+                lambda number, layer, slots: ExpertCache(layer, slots, **place),
                 least=1 if self.cores is None else self.most_of_a_token,
             )
             cores = started(self.cores, layers)
@@ -124,7 +124,6 @@ class Slots:
 
     @property
     def most_of_a_token(self) -> int:
-        """Experts of this rank that one token may need."""
         return min(self.layout.top_k, self.layout.experts_local)
 
     @property
@@ -187,7 +186,6 @@ def report_of_paths(paths: Sequence[CachedPath]) -> CacheReport | None:
 
 
 def cores_of_paths(paths: Sequence[CachedPath]) -> HostCores | None:
-    """The host's cores that compute some of the experts of all layers, if there are any."""
     cores = (path.cache.cores for path in paths if isinstance(path, CachedExperts))
     return next(cores, None)
 

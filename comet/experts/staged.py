@@ -81,7 +81,6 @@ class Stage:
         return self._at(self._places[key])
 
     def clear(self) -> None:
-        """Forget all experts."""
         self._places.clear()
         self._free = list(range(self.num_places))
 
@@ -163,17 +162,14 @@ class StagedCache(SlotCache):
         return self.weights
 
     def clear(self) -> None:
-        """Let no expert have a slot, nor a place of the stage."""
         self._slots.clear()
         self.stage.clear()
 
     def owners(self) -> list[int]:
-        """Expert of each slot, -1 for none."""
         owners = dict.fromkeys(range(self.num_slots), -1) | {slot: expert for expert, slot in self._slots.items()}
         return list(owners.values())
 
     def give_away(self, slots: Collection[int]) -> None:
-        """Let no expert have these slots any more, because copies follow that may fail."""
         self._slots = OrderedDict((expert, slot) for expert, slot in self._slots.items() if slot not in slots)
 
     def copy(self, visits: Sequence[Visit], *, non_blocking: bool = False) -> None:

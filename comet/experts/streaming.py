@@ -98,7 +98,6 @@ class SlotCache(Protocol):
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of one expert."""
         return self.weights.expert_bytes
 
     @contextmanager
@@ -190,7 +189,6 @@ class ExpertsFromSlots:
         raise NotImplementedError
 
     def step(self, routed: RoutedTokens, w1: Tensor, w2: Tensor) -> Tensor:
-        """A decode step."""
         raise NotImplementedError
 
     def _stream(self, routed: RoutedTokens) -> Tensor:

@@ -205,5 +205,4 @@ def unpack(message: Tensor, parts: list[Tensor]) -> list[Tensor]:
 
 
 def row_bytes(part: Tensor) -> int:
-    """Bytes of one row of a matrix."""
     return part.shape[1] * part.dtype.itemsize

@@ -70,7 +70,6 @@ class BatchedRows:
 
     @property
     def batch_rows(self) -> int:
-        """B."""
         tokens = self.tokens.elements if isinstance(self.tokens, FP8) else self.tokens
         return tokens.shape[1]
 

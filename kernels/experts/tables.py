@@ -107,10 +107,15 @@ class ExpertParts:
         return {name: part for name, part in given.items() if part is not None}
 
     @property
-    def stored_parts(self) -> dict[str, Any]:
-        """``named_parts``, and the biases b1 and b2 where it has some: what a store keeps; biases take no slot."""
+    def biases(self) -> dict[str, Any]:
+        """The biases b1 and b2 where it has some, by their names; they take no slot."""
         given = {name: getattr(self, name, None) for name in ("b1", "b2")}
-        return self.named_parts | {name: bias for name, bias in given.items() if bias is not None}
+        return {name: bias for name, bias in given.items() if bias is not None}
+
+    @property
+    def stored_parts(self) -> dict[str, Any]:
+        """All that a store keeps: ``named_parts`` and ``biases``."""
+        return self.named_parts | self.biases
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
@@ -119,7 +124,6 @@ class ExpertParts:
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of one expert, with its scales."""
         return sum(part[0].nbytes for part in self.parts)
 
 

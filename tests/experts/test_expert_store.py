@@ -15,7 +15,7 @@ from comet.experts import store
 from comet.experts.budget import ALONE, ExpertBudget, bytes_of_expert, plan_budget
 from comet.experts.cache import ExpertCache
 from comet.experts.options import StoreOptions
-from comet.experts.store import host_memory
+from comet.experts.store import HeldExperts, host_memory
 from comet.models.config import dense_elements, expert_elements
 from comet.quantization.formats import StoredType
 
@@ -47,16 +47,17 @@ def test_memory_is_registered_with_cuda_until_nobody_refers_to_it(status: int, m
 )
 def test_bytes_of_an_expert_are_those_of_its_parts(stored: StoredType | None, num_bytes: int) -> None:
     weights = torch.randn(2, 256, 256), torch.randn(2, 256, 128)
-    cache = ExpertCache(**stored_parts(stored or "", *(each.bfloat16() for each in weights)), num_slots=1, device=CPU)
+    held = HeldExperts(**stored_parts(stored or "", *(each.bfloat16() for each in weights)), readable=True)
+    cache = ExpertCache(held, 1, CPU)
     assert cache.expert_bytes == bytes_of_expert(256, 128, torch.bfloat16, stored) == num_bytes
 
 
 def test_a_store_with_a_scale_that_is_no_number_is_refused() -> None:
     case = DecodeCase(name="bad", T=1, K=1, E=2, D=32, F=32, quantised="mxfp8")
-    host = cache_of(case, 1).host
-    host.w2_scales[1, 0, 0] = 255
+    held = HeldExperts(**cache_of(case, 1).host.named_parts, readable=True)
+    held.w2_scales[1, 0, 0] = 255
     with pytest.raises(ValueError, match=r"w2_scales\[1, 0, 0\]=255 must be at most 254"):
-        ExpertCache(host.w1, host.w2, 1, torch.device("cpu"), w1_scales=host.w1_scales, w2_scales=host.w2_scales)
+        ExpertCache(held, 1, CPU)
 
 
 EXAMPLE = MoEConfig(hidden_size=128, ffn_size=64, num_experts=64, top_k=6)

@@ -65,7 +65,7 @@ def test_steps_from_either_store_equal_resident_experts_bit_for_bit(num_slots: i
     assert held.readable
     stage = Stage(num_slots, held.specs, CUDA)
     staged = StagedExperts(StagedCache(held, stage, 0, num_slots, CUDA), LocalRunner(K, 8), K)
-    cached = CachedExperts(ExpertCache(held.w1, held.w2, num_slots, CUDA), LocalRunner(K, 8), K)
+    cached = CachedExperts(ExpertCache(held, num_slots, CUDA), LocalRunner(K, 8), K)
     assert cached.cache.host.w1.data_ptr() == held.w1.data_ptr(), "no second copy"
     decode = Decoder(K, 8)
     for step in range(60):

@@ -70,9 +70,7 @@ def path_of(
     if staged:
         stage = Stage(num_places, held.specs, CPU)
         return StagedExperts(StagedCache(held, stage, 0, num_slots, CPU, activation=activation), runner, K)
-    return CachedExperts(
-        ExpertCache(**held.stored_parts, num_slots=num_slots, device=CPU, activation=activation), runner, K
-    )
+    return CachedExperts(ExpertCache(held, num_slots, CPU, activation=activation), runner, K)
 
 
 def routed(made: torch.Generator, num_tokens: int, num_used: int = E) -> RoutedTokens:
@@ -232,7 +230,7 @@ def test_a_copy_that_fails_leaves_no_slot_that_is_taken_for_what_it_does_not_hol
 def test_a_cache_holds_experts_that_there_are() -> None:
     held, _ = made_experts(1)
     with pytest.raises(ValueError, match="first_expert=1 and the 12 of w1 must be among num_experts=12"):
-        ExpertCache(held.w1, held.w2, K, CPU, num_experts=E, first_expert=1)
+        ExpertCache(held, K, CPU, num_experts=E, first_expert=1)
 
 
 @of_both_caches

@@ -16,6 +16,7 @@ from comet.experts.cache import ExpertCache
 from comet.experts.cached import CachedExperts, prefetch_between
 from comet.experts.options import StoreOptions, prefetch_wanted
 from comet.experts.prefetch import Prefetch
+from comet.experts.store import HeldExperts
 from comet.jobs.generate import GenerateConfig
 
 LAYERS, E, K = 4, 6, 3
@@ -58,7 +59,7 @@ class Pass:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
         monkeypatch.setattr(torch.cuda, "stream", self.on)
         caches = [
-            ExpertCache(torch.rand(E, 32, 16), torch.rand(E, 16, 16), K, torch.device("cpu")) for _ in range(LAYERS)
+            ExpertCache(HeldExperts(torch.rand(E, 32, 16), torch.rand(E, 16, 16), True), K, CPU) for _ in range(LAYERS)
         ]
         self.numbers = {id(cache.tables): number for number, cache in enumerate(caches)}
         paths = [CachedExperts(cache, LocalRunner(K, 4), K) for cache in caches]

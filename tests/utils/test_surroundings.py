@@ -23,6 +23,7 @@ from comet.experts.cache import ExpertCache
 from comet.experts.cached import CachedExperts
 from comet.experts.host.cores import HostCores
 from comet.experts.host.profile import HostProfile, HostSizes
+from comet.experts.store import HeldExperts
 from comet.layer.group import make_expert_group
 from comet.layer.paths import make_path
 from comet.layer.routed_experts import SymmetricPath
@@ -180,7 +181,7 @@ def model_step() -> list[Tensor]:
 
 def experts_from_slots() -> list[Tensor]:
     """Steps of a cache, and what is decided and kept for the host's cores."""
-    cache = ExpertCache(numbers((6, 64, 32), 1), numbers((6, 32, 32), 2), 2, torch.device("cpu"))
+    cache = ExpertCache(HeldExperts(numbers((6, 64, 32), 1), numbers((6, 32, 32), 2), True), 2, torch.device("cpu"))
     path, weights = CachedExperts(cache, LocalRunner(2, 4), 2), torch.tensor([[0.3, 0.7]], dtype=torch.float32)
     ids = [torch.tensor([[step % 3, 3 + step % 2]], dtype=torch.int32) for step in range(7)]
     outputs = [path(RoutedTokens(numbers((1, 32), step), each, weights), *EMPTY) for step, each in enumerate(ids)]

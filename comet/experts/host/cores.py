@@ -146,7 +146,6 @@ class HostCores:
 
     @property
     def pays(self) -> bool:
-        """Whether any step leaves experts to the host."""
         return bool(self.mail.share.any())
 
     @property
@@ -174,7 +173,6 @@ class HostCores:
         self.raise_if_failed()
 
     def close(self) -> None:
-        """End the process."""
         self.file.close()
         if self.process is not None:
             self._end()

@@ -137,7 +137,6 @@ class Place:
     dtype: torch.dtype
 
     def view(self, memory: mmap.mmap) -> Tensor:
-        """The tensor in a mapping of the whole file."""
         count = torch.Size(self.shape).numel()
         return torch.frombuffer(memory, dtype=self.dtype, count=count, offset=self.offset).view(*self.shape)
 

@@ -47,7 +47,7 @@ def cache_of(
     """An empty cache of experts from ``held[0]`` to ``held[1]``, of all where it is ``None``."""
     held = held or (0, case.E)
     place = dict(num_slots=num_slots, num_experts=case.E, first_expert=held[0], activation=case.activation)
-    return ExpertCache(**stored_experts(case, held, dtype), **place, device=device)
+    return ExpertCache(HeldExperts.hold(stored_experts(case, held, dtype), device), **place, device=device)
 
 
 def resident_weights(
@@ -139,7 +139,7 @@ def hosted_cache(
     sizes = HostSizes(**places, hidden_size=case.D, top_k=case.K, max_tokens=case.T, dtype=dtype)
     cores = HostCores(2 if device.type == "cuda" else 1, sizes, device, DEADLINE_S)
     held = HeldExperts.hold(stored_experts(case, (first, case.E), dtype), device, cores.file)
-    cache = ExpertCache(**held.named_parts, num_slots=num_slots, device=device, **places)
+    cache = ExpertCache(held, num_slots, device, **places)
     cores.start([held], profile)
     cache.share_with(cores, 0)
     return cache, cores
