@@ -32,7 +32,7 @@ FILE = Path(__file__).with_name("golden.json")
 TOLERANCE, TOLERANCE_16 = 1e-4, 5e-3
 SMALL = MoEConfig(hidden_size=64, ffn_size=32, num_experts=8, top_k=3)
 LARGE = MoEConfig(hidden_size=1024, ffn_size=768, num_experts=32, top_k=4)
-# Of layers: a change of SMALL or LARGE each.
+# Kinds of layers: each a change of SMALL or LARGE.
 KINDS: dict[str, dict[str, object]] = {
     "softmax": {}, "shared": dict(shared_ffn_size=32), "sigmoid": dict(score="sigmoid", num_groups=4, top_groups=2),
 }  # fmt: skip
@@ -101,7 +101,7 @@ def golden(device: torch.device) -> dict[str, list[float | str]]:
 
 
 def differences(found: dict[str, list], kept: dict[str, list], *, bits: bool) -> list[str]:
-    """What is not as it was recorded, a line each."""
+    """Return a line for each value that differs from the recorded one."""
     lines = [f"{name}: {'is new' if name in found else 'is gone'}" for name in sorted(found.keys() ^ kept.keys())]
     for name in sorted(found.keys() & kept.keys()):
         (norm, along, code), (kept_norm, kept_along, kept_code) = found[name], kept[name]

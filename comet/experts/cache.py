@@ -27,7 +27,7 @@ from comet.kernels.experts.prefetch import take_over_torch
 from comet.kernels.experts.tables import CLOCK, LAYER, NEVER, CacheTables, HostExperts
 from comet.kernels.runtime.activation import SWIGLU, Activation
 
-OF_THE_CACHES = ("slots", "prefetch")  # what reports repeat, and do not add up
+OF_THE_CACHES = ("slots", "prefetch")  # facts that every report repeats, and that are not added up
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

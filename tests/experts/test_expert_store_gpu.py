@@ -43,7 +43,7 @@ def test_memory_is_pinned_as_large_as_it_is_and_freed_again() -> None:
 
 
 def test_memory_may_go_in_the_midst_of_a_capture() -> None:
-    """As it does where garbage is collected then."""
+    """Garbage is collected at any time, and memory may be part of it."""
     memory, number = [host_memory((3, 1000), torch.float32, CUDA)[0]], torch.zeros(1, device=CUDA)
     for mode in ("global", "thread_local"):
         graph = torch.cuda.CUDAGraph()

@@ -142,7 +142,7 @@ def test_groups_that_follow_each_other_copy_to_different_slots(seed: int) -> Non
 def test_streamed_experts_equal_the_plain_path_bit_for_bit_between_decode_steps(
     num_rows: int, num_slots: int, num_places: int, staged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is missing is fetched once; what the stage holds is not read again."""
+    """Missing experts are fetched once; the stage reads no expert again that it holds."""
     monkeypatch.setattr(streaming, "MOST_ROWS", num_rows)
     held, made = made_experts(num_slots)
     path = path_of(held, num_slots, staged=staged, num_places=num_places)
@@ -155,7 +155,7 @@ def test_streamed_experts_equal_the_plain_path_bit_for_bit_between_decode_steps(
             assert torch.equal(found, wanted)
         else:
             torch.testing.assert_close(found, wanted)
-        if num_tokens != 2:  # whose parts may need more experts than there are slots
+        if num_tokens != 2:  # Parts of two tokens may need more experts than there are slots.
             assert report.fetched - fetched == len(set(given[1].flatten().tolist()) - {-1} - there)
         there, fetched = check_slots(path.cache, held), report.fetched
     assert report.needed >= report.fetched
@@ -181,7 +181,7 @@ def test_streamed_experts_have_the_layers_activation_and_biases(activation: Acti
 @of_both_caches
 @pytest.mark.parametrize("num_tokens", [1, CACHED_DECODE_TOKENS + 1])
 def test_routing_weights_that_learn_are_refused(num_tokens: int, staged: bool) -> None:
-    """As of a router that is trained alone; a runner takes what learns for experts that it is given all of."""
+    """Tokens of a router that is trained alone are refused here; a runner that has all experts takes them."""
     held, made = made_experts(3)
     given = routed(made, num_tokens)
     given.top_k_weights.requires_grad_()
@@ -286,7 +286,7 @@ def test_prompts_and_steps_of_a_rank_find_an_expert_in_the_stage_by_one_number()
 
 
 def test_the_slot_used_longest_ago_is_given_away() -> None:
-    """As in the docstring."""
+    """The example of the docstring."""
     reader, _ = made_experts(3)
     cache = StagedCache(reader, Stage(8, reader.specs, CPU), 0, 2, CPU)
     for ids in ([[3]], [[0]], [[3, 2]]):

@@ -84,7 +84,7 @@ def test_each_rank_has_cores_of_its_own(rank: int, world_size: int, layout: dict
 
 
 def test_the_task_reports_what_the_cores_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a profile that is given: what this machine measures, and how soon it starts a process, is its own affair."""
+    """The profile is given, because the costs of this machine, and of starting a process on it, vary."""
     measured = HostProfile(
         link_ns=200e3, shared_link_ns=220e3, request_ns=20e3, expert_ns=290e3, full_request_ns=20e3,
         full_expert_ns=290e3,
@@ -148,7 +148,7 @@ def test_an_answer_that_does_not_come_ends_the_step_by_its_deadline() -> None:
     assert len(set(experts)) == CASE.T * CASE.K - 1, "one comes to the device"
     with pytest.raises(HostComputeError, match=rf"asked for were \{experts} of layer 0: the process is still at it"):
         cores.check()
-    request_of(cache)  # asks nobody any more
+    request_of(cache)  # asks the cores no more
     os.kill(process.pid, signal.SIGCONT)
     cores.close()
     assert process.returncode == 0
@@ -210,7 +210,7 @@ class Mark:
 
 
 def test_a_link_is_timed_by_the_copies_of_a_request() -> None:
-    """Five copies of 1 ms before and behind a request, and of 3 ms beside it; one that is too short has the next."""
+    """Five copies of 1 ms before and behind a request, and of 3 ms during it; a short request has the next copy."""
     link = Link([HeldExperts(torch.ones(4, 32, 16), torch.ones(4, 16, 16), readable=True)], CPU)
     assert link.cost(0, 0) == link.alone_ns > 0, "there is no link"
     link._stream, link._marks = SimpleNamespace(synchronize=lambda: None), [Mark(at) for at in (1, 2, 5, 8, 9, 10)]
@@ -230,7 +230,7 @@ def test_a_link_is_timed_by_the_copies_of_a_request() -> None:
 def test_a_sum_is_of_the_experts_that_a_token_chose(
     num_tokens: int, dtype: torch.dtype, activation: Activation
 ) -> None:
-    """What an expert is, that others chose, does not get in: its output for this token may be no number."""
+    """Experts that a token did not choose add nothing, though their output for this token may be no number."""
     drawn = torch.Generator().manual_seed(1)
     sizes = {"w1": (32, 16), "w2": (16, 16)} | ({"b1": (32,), "b2": (16,)} if activation.parameters else {})
     experts = [
@@ -239,7 +239,7 @@ def test_a_sum_is_of_the_experts_that_a_token_chose(
     tokens = torch.randn(num_tokens, 16, generator=drawn).to(dtype)
     weights = torch.rand(3, num_tokens, generator=drawn)
     if num_tokens > 1:
-        weights[0, 0] = weights[1] = weights[2, 1] = 0  # the second one is nobody's
+        weights[0, 0] = weights[1] = weights[2, 1] = 0  # no token chose the second one
         tokens[2], experts[1]["w1"][:] = torch.nan, torch.nan
     expected = torch.zeros(num_tokens, 16, dtype=torch.float64)
     for weight, expert in zip(weights.double(), experts, strict=True):
@@ -273,7 +273,7 @@ CODES = torch.arange(256, dtype=torch.uint8)
 
 
 def test_every_code_is_its_number() -> None:
-    """Of e4m3, and of e2m1, two in a byte; 0xF1 with a scale of 2 is 1, from its low half, and -12."""
+    """Codes are e4m3, or e2m1, two in a byte; 0xF1 with a scale of 2 is 1, from its low half, and -12."""
     scales, products = torch.full((1, 16), 127, dtype=torch.uint8), CodeProducts(1)
     found = products.numbers(CODES.view(1, 256).view(torch.float8_e4m3fn), scales[:, :8], 1)[0, 0] * E4M3_BITS[2]
     expected = torch.from_numpy(CODES.numpy().view(ml_dtypes.float8_e4m3fn).astype("float32"))

@@ -1,4 +1,4 @@
-"""What waits for what between the stream that computes and the one that copies; what ``expert_prefetch`` comes to."""
+"""Waits between the stream that computes and the one that copies; the meanings of ``expert_prefetch``."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Stream:
 
 
 class Pass:
-    """A pass of all layers, each a step and what is launched beside it."""
+    """A pass of all layers, each a step and the launches on the other stream."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.main, self.side = Stream(), Stream()
@@ -132,7 +132,7 @@ def test_auto_is_on_where_a_gpu_reads_the_store() -> None:
         for readable in (True, False):
             for setting in ("auto", True, "true", False, "false"):
                 options = StoreOptions(expert_budget=0.5, expert_prefetch=setting)
-                # What is insisted on is refused elsewhere, and not left out.
+                # Prefetch that a user insists on is refused elsewhere, and not left out.
                 wanted = device == GPU and readable if setting == "auto" else setting in (True, "true")
                 assert options.prefetches(device, useful=readable) == wanted
 
