@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from activation_cases import ACTIVATIONS, NAMES, draw_biases, on_paper
 from torch import Tensor
 
 from comet.config import MoEConfig
-from comet.kernels.runtime.activation import SWIGLU, Activation
+from comet.kernels.runtime.activation import SWIGLU, Activation, ActivationName
 from comet.layout import Biases
 from comet.reference.layer import kept_slots, reference_experts, run_expert, sum_partials
 
@@ -319,7 +320,7 @@ def test_a_config_takes_a_name_or_fields() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (dict(name="gelu"), "activation='gelu' must be one of swiglu, geglu, reglu, clamped_swiglu"),
+        (dict(name="gelu"), f"activation='gelu' must be one of {', '.join(get_args(ActivationName))}"),
         (dict(name="geglu", limit=7.0), "limit=7.0 must be left out for activation='geglu', which has none"),
         (dict(name="clamped_swiglu", limit=0.0), "limit=0.0 of activation='clamped_swiglu' must be positive"),
         (dict(name="clamped_swiglu", alpha=float("nan")), "alpha=nan of activation='clamped_swiglu' must be positive"),
