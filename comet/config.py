@@ -235,7 +235,7 @@ class ParallelConfig:
 
     @property
     def ranks_with_memory(self) -> int:
-        """Ranks that share a pool: the group, or its part in a declared node; 0 where ``tp`` spans nodes."""
+        """Ranks that share a pool, which are the group or its part in a declared node; 0 where ``tp`` spans nodes."""
         if self.node_size is None or not self.declares_nodes:
             return self.world_size
         return 0 if self.node_size % self.tp else self.node_size

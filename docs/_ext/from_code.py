@@ -54,7 +54,8 @@ class Settings(FromCode):
 
         _, _, settings = task_page(name, TASKS[name]).partition(f"\nsettings and their defaults for {name}:\n")
         for setting, text in re.findall(r"^  (\S.*)\n((?:   .*\n)*)", settings, re.MULTILINE):
-            yield from ("", f"`{setting}`", f": {' '.join(text.split())}")
+            shown = re.sub(r"-\d{8}-\d{6}", "-DATE", setting)
+            yield from ("", f"`{shown}`", f": {' '.join(text.split())}")
 
 
 def public_names(module: str) -> Iterator[tuple[str, Any]]:

@@ -102,7 +102,7 @@ class StaticDecoder:
 
     @property
     def lengths(self) -> Tensor:
-        """``(B,)`` int64: tokens of each sequence in the cache."""
+        """The tokens of each sequence in the cache, ``(B,)`` int64."""
         return self.place - self.pads
 
     def rewind(self, lengths: Tensor) -> None:
