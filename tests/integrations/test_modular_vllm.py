@@ -16,6 +16,7 @@ from late import hurry
 from layer_cases import LayerCase, assert_as_close, rank_inputs
 from layer_ranks import open_group
 from modular_cases import dequantized_weights, expected, rank_weights
+from pages import program
 from ranks import in_ranks
 from torch import Tensor
 
@@ -387,6 +388,9 @@ def test_the_kernel_of_vllm_equals_the_reference(rank: int, world_size: int) -> 
     check_contracts()
     check_activations_and_biases()
     check_kernels(rank, [CASE])
+    exec(program("docs/howto/vllm.md"), page := {})
+    configs = (moe_config_of(CASE), quant_config_of(CASE, 0, Tensor, fp8_rows=False))
+    assert page["make_kernel"](CASE.config, open_group(CASE), *configs)
 
 
 @pytest.mark.slow
