@@ -85,11 +85,11 @@ def meta_tiles(num_rows: int) -> TileTable:
 class CudaCase:
     """One CUDA C++ kernel with one set of constants; most have to use the tensor cores and bulk loads."""
 
-    source: CudaSource  # of the launch
+    source: CudaSource  # the launch's kernel and constants
     name: str  # the configuration in words, unique among the cases of the kernel
     spilled_bytes: int = 0  # how many bytes of spilled registers are known and do not fail the compilation
     expects: Collection[str] = FEATURES
-    registers: int | None = LAUNCH_REGISTERS  # of a thread at the launch, if the source counts on them
+    registers: int | None = LAUNCH_REGISTERS  # registers of a thread that the source counts on, or None
     narrow_loads: ClassVar[int] = 0
 
     @property

@@ -75,7 +75,7 @@ PTX = """
     ret;
 }
 """
-PRODUCT = "Wgmma<Bf16, 32>::multiply<false, false, 0>(d, a, b, true);"  # as it ships
+PRODUCT = "Wgmma<Bf16, 32>::multiply<false, false, 0>(d, a, b, true);"  # the instruction that ships
 WAITS = f"{PRODUCT} wgmma_commit_group(); wgmma_wait_group<0>();"
 TOUCHES = f"{PRODUCT} d[3] += 1.0f;"
 

@@ -232,7 +232,7 @@ def codes(*shape: int) -> torch.Tensor:
     ],
 )
 def test_bad_scales_are_named(kind: str, changes: dict, message: str) -> None:
-    if kind == "mxfp8" and "w1" in changes:  # what is legal gets the scales it needs
+    if kind == "mxfp8" and "w1" in changes:  # legal widths get their scales
         shapes = {name: weight.shape for name, weight in changes.items()}
         changes = changes | {f"{name}_scales": codes(*shape[:2], shape[2] // 32) for name, shape in shapes.items()}
     with pytest.raises(ValueError, match=message):
@@ -248,7 +248,7 @@ def block(rows: int, depth: int, num_stages: int, max_registers: int = 0) -> Blo
 
 @pytest.mark.parametrize("num_tokens", [3, 8, 9, 16, 17, 32, 33, 64])
 def test_float16_tokens_take_no_long_steps_of_mxfp8(num_tokens: int) -> None:
-    """Their operands, in tf32, are twice as large; beside block FP8 they are as those of bfloat16."""
+    """Their operands, in tf32, are twice as large; for block FP8 they are as large as in bfloat16."""
     for shape in ((2048, 768), (7168, 2048)):
         config = select(torch.float16, num_tokens, 8, *shape, shared_scale=32)
         assert max(config.gate_up.depth, config.down.depth) <= 128
