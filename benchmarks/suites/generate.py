@@ -256,7 +256,7 @@ def step_bytes(gpt: GPT, contents: Tensor, first: Tensor, num_places: int, steps
     _, _, batch, _, positions, _ = contents.shape
     ids, touched, held = first, 0, filled_cache(gpt, contents, num_places)
     for _ in range(steps):
-        output = gpt.decode(ids, held)
+        output = gpt.extend(ids[:, None], held)
         touched += int((output.expert_load[:, mine] > 0).sum())
         ids = output.logits[:, 0].argmax(-1)
     embedding, (w1, w2) = gpt.embedding.weight, gpt.moe_layers()[0].expert_weights()

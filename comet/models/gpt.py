@@ -131,10 +131,6 @@ class GPT(nn.Module):
         attends = [partial(cache.fill, layer) for layer in range(len(self.blocks))]
         return self._predict(ids, self.rotary[:, : ids.shape[1]], attends, lengths - 1)
 
-    def decode(self, ids: Tensor, cache: KeyValueCache) -> GPTOutput:
-        """Append one token ``(B,)`` to every sequence; see ``extend``."""
-        return self.extend(ids[:, None], cache)
-
     def extend(self, ids: Tensor, cache: KeyValueCache, routers: Sequence[Router] | None = None) -> GPTOutput:
         """Append ``ids (B, S)`` and predict what follows each; static shapes, and the host never waits.
 
