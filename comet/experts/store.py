@@ -110,16 +110,16 @@ class HeldExperts(ExpertParts):
         held: dict[str, Any] = {name: part.contiguous() for name, part in parts.items()}
         if file is None and (device.type == "cpu" or all(part.is_pinned() for part in held.values())):
             return cls(**held, readable=True)
-        made, readable = _memory({name: (part.shape, part.dtype) for name, part in held.items()}, device, file)
-        return cls(**{name: memory.copy_(held[name]) for name, memory in made.items()}, readable=readable)
+        return cls.fill(cls(**held, readable=True), device, file)
 
     @classmethod
     def fill(cls, reader: ExpertReader, device: torch.device, file: MemoryFile | None = None) -> HeldExperts:
         """Read all experts of a layer, one after the other, into memory made for them, or into ``file``."""
-        made, readable = _memory(reader.specs, device, file)
-        for expert in range(len(made["w1"])):
-            reader.read(expert, {name: memory[expert] for name, memory in made.items()})
-        return cls(**made, readable=readable)
+        made = {name: host_memory(shape, dtype, device, file) for name, (shape, dtype) in reader.specs.items()}
+        parts: dict[str, Any] = {name: memory for name, (memory, _) in made.items()}
+        for expert in range(len(parts["w1"])):
+            reader.read(expert, {name: memory[expert] for name, memory in parts.items()})
+        return cls(**parts, readable=all(readable for _, readable in made.values()))
 
     @property
     def num_bytes(self) -> int:
@@ -210,14 +210,6 @@ def host_memory(
     with suppress(RuntimeError):  # CUDA reports an error that is not picked up at the next launch
         torch.ones(1, device=device)
     return memory, False
-
-
-def _memory(
-    specs: Mapping[str, tuple[Sequence[int], torch.dtype]], device: torch.device, file: MemoryFile | None = None
-) -> tuple[dict[str, Any], bool]:
-    """``host_memory`` of each shape and dtype, and whether ``device`` reads all of it."""
-    made = {name: host_memory(shape, dtype, device, file) for name, (shape, dtype) in specs.items()}
-    return {name: memory for name, (memory, _) in made.items()}, all(readable for _, readable in made.values())
 
 
 def warn_pageable(num_bytes: int, layer: HeldExperts, device: torch.device) -> None:

@@ -58,10 +58,7 @@ class MXFP8:
     trusted: InitVar[bool] = False  # take the scales' values unseen, without waiting for the device
 
     def __post_init__(self, trusted: bool) -> None:
-        sizes = Sizes()
-        sizes.match("elements", self.elements, "... K", dtype=torch.float8_e4m3fn)
-        _check_contraction(self.elements)
-        _check_e8m0(sizes, self.scales, self.elements.device, trusted=trusted)
+        _check_mx(self.elements, self.scales, torch.float8_e4m3fn, 1, trusted=trusted)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """``(..., K)``: element times scale; exact in float32, rounded once in another ``dtype``; never waits.
@@ -80,20 +77,14 @@ class MXFP4:
     """
 
     elements: Tensor  # (..., K / 2) uint8, two e2m1 codes each, K a multiple of 32; view float4_e2m1fn_x2 as uint8
-    scales: Tensor  # (..., K / 32) uint8, e8m0 codes; view float8_e8m0fnu scales as uint8
-    trusted: InitVar[bool] = False  # take the scales' values unseen, without waiting for the device
+    scales: Tensor  # as of MXFP8
+    trusted: InitVar[bool] = False  # as of MXFP8
 
     def __post_init__(self, trusted: bool) -> None:
-        sizes = Sizes(K=(2 * self.elements.shape[-1:].numel(), "elements"))
-        sizes.match("elements", self.elements, "... K/2", dtype=torch.uint8)
-        _check_contraction(self.elements, 2)
-        _check_e8m0(sizes, self.scales, self.elements.device, trusted=trusted)
+        _check_mx(self.elements, self.scales, CODES, 2, trusted=trusted)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """``(..., K)``: element times scale; exact in float32, rounded once in another ``dtype``; never waits.
-
-        Scales above 2^125, which the quantiser never makes, may give infinity.
-        """
+        """``(..., K)`` as of ``MXFP8``; scales above 2^125, which the quantiser never makes, may give infinity."""
         codes = self.elements.to(torch.int32, memory_format=torch.contiguous_format)
         pairs = _numbers_of_bytes(self.elements.device, dtype)[codes]
         return _times_e8m0(pairs.view(dtype), self.scales)
@@ -251,7 +242,7 @@ def _times_e8m0(out: Tensor, scales: Tensor) -> Tensor:
 def _mx_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     """``(..., K / 32, 32)`` float32 and the largest magnitude of each block; refuses what no block can hold."""
     _check_input("weight", weight)
-    _check_contraction(weight)
+    _check_contraction(weight.shape[-1] if weight.dim() else 0)
     blocks = weight.float().unflatten(-1, (-1, MX_BLOCK))
     amax = blocks.abs().amax(-1)
     _check_finite("weight", weight, amax)
@@ -327,15 +318,18 @@ def _check_input(name: str, values: Tensor) -> None:
     require(values.dtype in MOE_DTYPES, f"{name}.dtype={values.dtype} must be one of {MOE_DTYPES}")
 
 
-def _check_contraction(values: Tensor, per_number: int = 1) -> None:
-    size = per_number * values.shape[-1] if values.dim() else 0
+def _check_contraction(size: int) -> None:
     require(size > 0 and size % MX_BLOCK == 0, f"contraction={size} must be a positive multiple of {MX_BLOCK}")
 
 
-def _check_e8m0(sizes: Sizes, scales: Tensor, device: torch.device, *, trusted: bool) -> None:
+def _check_mx(elements: Tensor, scales: Tensor, dtype: torch.dtype, per_byte: int, *, trusted: bool) -> None:
+    size = per_byte * (elements.shape[-1] if elements.dim() else 0)
+    sizes = Sizes(K=(size, "elements"))
+    sizes.match("elements", elements, "... K" if per_byte == 1 else f"... K/{per_byte}", dtype=dtype)
+    _check_contraction(size)
     if scales.dtype != torch.uint8:
         raise ValueError(f"scales of dtype {scales.dtype} must be torch.uint8 (view e8m0 scales as uint8)")
-    sizes.match("scales", scales, f"... K/{MX_BLOCK}", device=device)
+    sizes.match("scales", scales, f"... K/{MX_BLOCK}", device=elements.device)
     if not trusted:
         check_scale_values("scales", scales)
 

@@ -16,7 +16,6 @@ What bounds it: the host's memory (16 cores read experts of Qwen3 at 33 GB/s whi
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 import triton
@@ -124,7 +123,7 @@ def take_answer(T, D, cache, E, S, CACHE: tl.constexpr):
     if num_hosted > 0:
         sequence, layer = tl.load(mail.sequence), tl.load(header_ptr + LAYER)
         late = wait_flag(
-            mail.words + ANSWERED, sequence, mail.fault, tl.full((), CACHE.timeout_ns, tl.int64),
+            mail.words + ANSWERED, sequence, mail.fault, mail.timeout_ns.to(tl.int64),
             PLACE_HOST, layer, num_hosted, CACHE.interpret,
         )  # fmt: skip
         is_late = any_of(late != 0, tl.arange(0, MOST_THREADS)) == 1
@@ -191,7 +190,7 @@ def asked_by_host(mail: Mailbox) -> Mailbox:
 
     A deadline that passes meanwhile is in ``mail.words`` alone.
     """
-    return replace(mail, sequence=mail.words[REQUEST.value : REQUEST.value + 1].clone(), fault=mail.fault.cpu())
+    return mail._replace(sequence=mail.words[REQUEST.value : REQUEST.value + 1].clone(), fault=mail.fault.cpu())
 
 
 def ask_torch(

@@ -1,6 +1,5 @@
 """The mailbox by which decode steps ask the host's cores for experts, in memory of two processes and the device."""
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import triton.language as tl
@@ -14,8 +13,7 @@ SERVED = tl.constexpr(ANSWERED.value + 1)  # number of the last request that was
 EXPERTS = tl.constexpr(160)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Mailbox:
+class Mailbox(NamedTuple):
     """A mailbox in which decode steps of all layers of a rank, one after the other, ask the host's cores."""
 
     # (max_tokens + 1, E + 1) int32 on the device: of a step of T tokens that misses m experts, how many the host
@@ -34,27 +32,7 @@ class Mailbox:
     fault: Tensor  # (8,) int64 on the device, record of a spin that met its deadline (see primitives)
     timeout_ns: int  # deadline of an answer
 
-    @property
-    def pointers(self) -> "MailPointers":
-        """Tensors that the kernels get."""
-        return MailPointers(
-            self.share, self.sequence, self.words, self.tokens, self.weights, self.answer, self.sums, self.fault
-        )
-
     def share_of(self, num_tokens: int, num_missing: int) -> int:
         """Return how many of a step's missing experts the host computes; 0 once a deadline passed."""
         takes = num_tokens <= self.tokens.shape[0] and not int(self.fault[0])
         return int(self.share[num_tokens, num_missing]) if takes else 0
-
-
-class MailPointers(NamedTuple):
-    """The tensors of a ``Mailbox``, for the kernels."""
-
-    share: Tensor
-    sequence: Tensor
-    words: Tensor
-    tokens: Tensor
-    weights: Tensor
-    answer: Tensor
-    sums: Tensor
-    fault: Tensor

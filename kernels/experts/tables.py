@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..runtime.arguments import power_of_2
-from .mailbox import Mailbox, MailPointers
+from .mailbox import Mailbox
 
 NEVER = tl.constexpr(2**31 - 1)
 FETCH_WARPS = 64  # Warps of all blocks together; a warp has 4 KB in flight.
@@ -144,8 +144,7 @@ class HostExperts(ExpertParts):
     @property
     def memory(self) -> tuple[Tensor, ...]:
         """Memory that kernels of a step use in addition to the slots and ``tables.slots``."""
-        mail = () if self.mail is None else self.mail.pointers
-        return (*self.parts, self.tables.totals, *mail)
+        return (*self.parts, self.tables.totals, *(() if self.mail is None else self.mail[:-1]))
 
     def place_in_rank(self, slot: int) -> int:
         """Number of a slot's expert among those of the rank; waits for the device."""
@@ -171,7 +170,7 @@ class HostExperts(ExpertParts):
             slots=_words(w1, w2),
             stored_scales=_words(self.w1_scales, self.w2_scales),
             slot_scales=_words(w1_scales, w2_scales),
-            mail=None if self.mail is None else self.mail.pointers,
+            mail=self.mail,
         )
 
     def constants(self, groups: int, num_warps: int) -> "CacheConstants":
@@ -191,7 +190,6 @@ class HostExperts(ExpertParts):
             ahead=self.pieces if self.prefetched else 0,
             interpret=triton.knobs.runtime.interpret,
             mail_tokens=0 if self.mail is None else len(self.mail.tokens),
-            timeout_ns=0 if self.mail is None else self.mail.timeout_ns,
         )
 
 
@@ -204,7 +202,7 @@ class CachePointers(NamedTuple):
     slots: Any  # w1 and w2 in the slots, as words
     stored_scales: Any = None  # scales of w1 and of w2 in host memory, as words; None where there are none
     slot_scales: Any = None  # scales of w1 and of w2 in the slots, as words
-    mail: MailPointers | None = None  # asks the host's cores; None: all that are missing come to the device
+    mail: Mailbox | None = None  # asks the host's cores; None: all that are missing come to the device
 
 
 class CacheConstants(NamedTuple):
@@ -222,7 +220,6 @@ class CacheConstants(NamedTuple):
     ahead: int  # pieces of an expert that travels before its step; 0: none does
     interpret: bool  # under Triton's interpreter
     mail_tokens: int  # most tokens of which the host's cores compute missing experts
-    timeout_ns: int  # deadline of their answer
 
 
 def word_bytes(num_bytes: int) -> int:

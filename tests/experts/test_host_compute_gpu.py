@@ -126,7 +126,7 @@ def stopped() -> Iterator[tuple[ExpertCache, HostCores]]:
 
 def test_an_answer_that_does_not_come_ends_the_step_by_its_deadline(stopped: tuple[ExpertCache, HostCores]) -> None:
     cache, cores = stopped
-    cache.host = replace(cache.host, mail=replace(cores.mail, timeout_ns=10**8))
+    cache.host = replace(cache.host, mail=cores.mail._replace(timeout_ns=10**8))
     cache.weights = replace(cache.weights, host=cache.host)
     decode = LocalRunner(K, 1).decode
     ids = torch.arange(K, dtype=torch.int32, device=CUDA)[None]

@@ -146,6 +146,6 @@ def hosted_cache(
 
 
 def set_deadline(cache: ExpertCache, cores: HostCores, timeout_ns: int) -> None:
-    cores.mail = replace(cores.mail, timeout_ns=timeout_ns)
+    cores.mail = cores.mail._replace(timeout_ns=timeout_ns)
     cache.host = replace(cache.host, mail=cores.mail)
     cache.weights = replace(cache.weights, host=cache.host)
