@@ -44,12 +44,9 @@ def __getattr__(name: str) -> object:
 
 
 def require(condition: bool, message: str | Callable[[], str]) -> None:
-    """Raise ``ValueError`` unless ``condition`` holds.
+    """Raise ``ValueError`` with the message, which names field, value and rule, unless ``condition`` holds.
 
-    Args:
-        condition: What must hold.
-        message: Names field, value and rule. Checks in every call of a layer pass a function, because formatting the
-            text takes longer than the check.
+    Checks in every call of a layer pass a function: formatting the text takes longer than the check.
     """
     if not condition:
         raise ValueError(message if isinstance(message, str) else message())
@@ -71,12 +68,7 @@ REMOVED_SETTINGS = {
 
 
 def check_removed(names: Iterable[str], where: str = "") -> None:
-    """Raise ``ValueError`` if one of ``names`` is that of a setting that no longer exists; it says what to use instead.
-
-    Args:
-        names: Names of settings without their section, such as ``num_panels``.
-        where: What the message starts with, such as a file and a colon.
-    """
+    """Raise ``ValueError`` for a setting that is gone, after the words ``where``; it says what to use instead."""
     for name in names:
         if name in REMOVED_SETTINGS:
             raise ValueError(f"{where}{name} is no longer a setting: {REMOVED_SETTINGS[name]}")
@@ -171,10 +163,7 @@ class MoEConfig:
         object.__setattr__(self, "activation", _activation(self.activation))
         limits.check(self)
         reachable = self.num_experts // self.num_groups * self.top_groups
-        require(
-            self.top_k <= reachable,
-            f"top_k={self.top_k} must be at most the {reachable} experts of top_groups={self.top_groups} groups",
-        )
+        limits.check_values(limits.at_most(reachable, f"experts of top_groups={self.top_groups}"), top_k=self.top_k)
 
     @property
     def caution(self) -> str:
@@ -225,7 +214,6 @@ class ParallelConfig:
 
     @property
     def world_size(self) -> int:
-        """W, the ranks of one MoE group."""
         return self.ep * self.tp
 
     @property
@@ -247,10 +235,8 @@ class ParallelConfig:
 
     def check_world(self, world_size: int) -> None:
         """Raise ``ValueError`` unless so many ranks divide into MoE groups."""
-        require(
-            world_size % self.world_size == 0,
-            f"world_size={world_size} must be divisible by ep x tp = {self.ep} x {self.tp} = {self.world_size}",
-        )
+        group = f"ep x tp = {self.ep} x {self.tp} = {self.world_size}"
+        require(world_size % self.world_size == 0, f"world_size={world_size} must be divisible by {group}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -289,16 +275,9 @@ class SpeculationConfig(limits.Limited):
     adaptive_tolerance: limits.Share = 0.3
 
     def experts_per_layer(self, top_k: int, num_layers: int) -> tuple[int, ...]:
-        """The r of every MoE layer.
+        """The r of every MoE layer, of a model with K = ``top_k``.
 
         Example: K = 6, 3 layers: ``()`` gives ``(3, 3, 3)``, ``(2,)`` gives ``(2, 2, 2)``, ``(1, 2, 5)`` stays.
-
-        Args:
-            top_k: K of the model.
-            num_layers: MoE layers of the model.
-
-        Raises:
-            ValueError: If a number is not below K, or there are neither one nor one a layer.
         """
         require(top_k >= 2, f"speculate={self.speculate!r} must be 'off': top_k={top_k} leaves no fewer experts")
         require(num_layers >= 1, f"speculate={self.speculate!r} must be 'off': the model has no MoE layer")

@@ -47,6 +47,12 @@ below = partial(Limit, operator.lt, "below")
 equal_to = partial(Limit, operator.eq, "equal to")
 multiple_of = partial(Limit, lambda value, unit: value % unit == 0, "a multiple of")
 divisor_of = partial(Limit, lambda value, whole: value >= 1 and whole % value == 0, "a divisor of")
+
+
+def one_of(*choices: Any) -> Limit:
+    return Limit(lambda value, _: value in choices, f"one of {', '.join(map(str, choices))}")
+
+
 filled = partial(Limit, lambda value, _: bool(value))  # a text that is not empty; the words say what it is
 OR_INFINITE = Limit(lambda value, _: True, "")  # lets a float be infinite
 NUMBERS = {
@@ -106,7 +112,8 @@ def check(settings: Any) -> None:
 def check_values(*limits: Limit, **values: Any) -> None:
     """Raise ``ValueError`` unless each of the values, given by name, keeps the limits."""
     for name, value in values.items():
-        FieldLimits(limits).check(name, value)
+        if not all(limit.holds(value, limit.bound) for limit in limits):
+            FieldLimits(limits).check(name, value)
 
 
 def limits_in(hint: Any) -> FieldLimits:
@@ -121,8 +128,7 @@ def limits_in(hint: Any) -> FieldLimits:
         is_optional, is_many = is_optional or origin not in (Annotated, tuple), is_many or origin is tuple
         hint = inner
     if origin is Literal:
-        choices = typing.get_args(hint)
-        limits.append(Limit(lambda value, _: value in choices, f"one of {', '.join(choices)}"))
+        limits.append(one_of(*typing.get_args(hint)))
     return FieldLimits(tuple(limits), None if OR_INFINITE in limits else NUMBERS.get(hint), is_optional, is_many)
 
 

@@ -92,18 +92,14 @@ def compose(
     defaults: Mapping[str, Any] | None = None,
     reads: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Compose the configuration of a job: defaults, then the user's file, then the overrides.
+    """Compose the configuration of a job: defaults, then the user's file, then the overrides, as a plain container.
 
     Args:
-        overrides: Hydra overrides, for example ``["model=tiny", "parallel.ep=2"]``; what follows ``generate.prompt=``
-            and ``generate.stop=`` is taken as it is.
+        overrides: Hydra overrides, such as ``model=tiny``; what follows ``generate.prompt=`` and ``generate.stop=`` is
+            taken as it is.
         defaults: Settings of the task, before both.
         reads: Settings and sections that the task reads. None: all of them. Others are refused as overrides, for they
             would do nothing; of those in a file, ``IDLE`` are as if left out.
-
-    Returns:
-        A plain container with all interpolations resolved; ``generate.source``, or a list of the task's models, has
-        decided ``model``, and what is not named is that of the run that ``resume`` names.
     """
     named = [word.lstrip("+").partition("=")[0] for word in overrides]
     overrides, texts = split_verbatim(overrides)
@@ -193,10 +189,7 @@ def names_folder(overrides: Sequence[str], file: str | None) -> bool:
 
 
 def split_verbatim(overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Overrides for Hydra, and the texts that are not Hydra's to parse, by the name they have in ``generate``.
-
-    Example: ``["model=tiny", "generate.prompt=a, b "]`` gives ``["model=tiny"]`` and ``{"prompt": "a, b "}``.
-    """
+    """Split ``["model=tiny", "generate.prompt=a, b "]`` into ``["model=tiny"]`` and ``{"prompt": "a, b "}``."""
     parts = [word.partition("=") for word in overrides]
     texts = {name.split(".")[1]: text for name, equals, text in parts if equals and name in VERBATIM}
     return ["".join(part) for part in parts if not (part[1] and part[0] in VERBATIM)], texts
@@ -224,9 +217,7 @@ def default_ranks(container: Mapping[str, Any], num_gpus: int) -> int:
 
     ``nproc`` if the user gave it, or one with an ``expert_budget`` and no group asked for. Otherwise every visible GPU,
     two ranks on a machine without, or ep * tp there if ``ep`` is given. With an open ``ep`` the number is lowered until
-    the experts divide over the ranks.
-
-    Example: ``ep`` open, ``tp=1``, 8 experts: 2 ranks without a GPU, 4 on 4 GPUs, 4 on 6 GPUs.
+    the experts divide over the ranks: of 8 experts 2 ranks without a GPU, 4 on 4 GPUs, 4 on 6 GPUs.
     """
     requested, ep, tp = container["nproc"], container["parallel"]["ep"], container["parallel"]["tp"]
     if requested is not None:
@@ -258,10 +249,8 @@ def make_job(container: Mapping[str, Any], world_size: int) -> JobConfig:
     values = {name: value for name, value in container.items() if name != "nproc"}
     ep, tp = values["parallel"]["ep"], values["parallel"]["tp"]
     require(tp >= 1, f"parallel.tp={tp} must be at least 1")
-    ranks, num_experts = (
-        f"{'nproc' if container['nproc'] else 'world_size'}={world_size}",
-        values["model"]["moe"]["num_experts"],
-    )
+    ranks = f"{'nproc' if container['nproc'] else 'world_size'}={world_size}"
+    num_experts = values["model"]["moe"]["num_experts"]
     if ep is None:
         require(world_size % tp == 0, f"{ranks} must be a multiple of parallel.tp={tp}")
         ep = world_size // tp
@@ -270,10 +259,8 @@ def make_job(container: Mapping[str, Any], world_size: int) -> JobConfig:
     overlap = {name: value for name, value in values["overlap"].items() if value is not None}
     job = build(JobConfig, {**values, "parallel": {**values["parallel"], "ep": ep}, "overlap": overlap or None})
     group = job.parallel.world_size
-    require(
-        world_size % group == 0,
-        f"{ranks} must be a multiple of parallel.ep={ep} x parallel.tp={tp} = {group}",
-    )
+    rule = f"must be a multiple of parallel.ep={ep} x parallel.tp={tp} = {group}"
+    require(world_size % group == 0, f"{ranks} {rule}")
     return job
 
 
@@ -343,13 +330,10 @@ def _list_depth(name: str) -> int:
 
 
 def with_saved_settings(job: Mapping[str, Any], named: Iterable[str]) -> dict[str, Any]:
-    """The container with the settings of the run that ``resume`` names.
+    """The container with the settings of the run that ``resume`` names, but for those that the user ``named``.
 
-    Args:
-        job: The root of the configuration, composed of defaults and of what the user named. ``output_dir`` becomes the
-            folder of the run, unless that is named, or ``resume`` names a checkpoint.
-        named: Settings and groups that the user named: these stay, and ``require_same`` says which of them
-            must not differ.
+    ``output_dir`` becomes the folder of the run, unless it is named, or ``resume`` names a checkpoint. ``require_same``
+    says which settings must not differ.
     """
     if job["resume"] is None:
         return dict(job)

@@ -37,12 +37,7 @@ def resolved_yaml(container: Mapping[str, Any], job: JobConfig, num_ranks: int) 
 
 
 def describe_train(job: JobConfig, num_ranks: int, device: torch.device) -> list[str]:
-    """Comment lines with a table, which follow the settings.
-
-    Args:
-        num_ranks: Ranks that would start.
-        device: On which they would run; its type decides the element type where it is left open.
-    """
+    """Comment lines with a table, which follow the settings; the type of ``device`` decides an open element type."""
     tokens, dtype = job.step_tokens, activation_dtype(job.train.dtype, device)
     check_model_overlap(job, dtype, device)
     corpus = read_corpus(job.data, job.model.context)
@@ -140,20 +135,15 @@ describe_modular = partial(describe_problems, modular_problems)
 
 
 def counted_ranks(num_ranks: int, device: torch.device) -> str:
-    """``4 GPUs``, ``2 CPU ranks``."""
     return f"{num_ranks} {'GPUs' if device.type == 'cuda' else 'CPU ranks'}"
 
 
 def table(sizes: Mapping[str, int]) -> list[str]:
-    """Bytes by purpose, as MiB."""
     return [f"#   {name:<32} {size / MIB:>12,.1f}" for name, size in sizes.items()]
 
 
 def prefetch_told(budget: ExpertBudget, device: torch.device) -> str:
-    """Say what ``expert_prefetch`` comes to.
-
-    Example: ``auto`` of a host store is "off (expert_prefetch=auto)" on a CPU.
-    """
+    """Say what ``expert_prefetch`` comes to: ``auto`` of a host store is "off (expert_prefetch=auto)" on a CPU."""
     options = budget.options
     is_on = options.prefetches(device, useful=options.expert_store == "host" and budget.num_slots < budget.num_held)
     condition = ", where host memory can be pinned" if is_on and device.type == "cuda" else ""

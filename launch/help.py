@@ -73,12 +73,9 @@ def task_page(name: str, task: Task) -> str:
 
 
 def settings_of(cls: type, prefix: str = "") -> Iterator[tuple[str, tuple[str, str]]]:
-    """Name, limits and meaning of every setting and section that a dataclass and those in it declare.
+    """Name, limits and meaning of every setting that a dataclass and those in it declare; inherited ones come last.
 
-    Those that it inherits come last.
-
-    Example: ``comm.timeout_s`` of ``JobConfig``: "above 0 and at most 1000000", and "Deadline of every wait for another
-    rank, in seconds."
+    Example: ``comm.timeout_s`` of ``JobConfig``: "above 0 and at most 1000000", "Deadline of every wait for ...".
     """
     from comet.limits import limits_in
 

@@ -30,11 +30,9 @@ OOM_KILLS = re.compile(r"^oom_kill (\d+)", re.MULTILINE)
 
 
 def require_memory(task: Task, job: JobConfig, num_ranks: int, here: int, device: torch.device) -> None:
-    """Raise ``ValueError`` where the ranks of this machine need more memory than there is.
+    """Raise ``ValueError`` where the ranks of this machine, ``here``, need more memory than there is.
 
-    Args:
-        num_ranks: Ranks of the whole job.
-        here: Ranks of this machine, which share its memory; on GPUs each rank has the memory of its own.
+    On GPUs each rank has the memory of its own, else they share that of the machine.
     """
     if not task.memory:
         return
@@ -58,7 +56,6 @@ def oom_kills() -> int:
 
 
 def train_bytes(job: JobConfig, num_ranks: int, device: torch.device) -> int:
-    """Bytes of one rank of ``train``."""
     return sum(training_needs(job, activation_dtype(job.train.dtype, device)).values())
 
 

@@ -1,11 +1,10 @@
-"""Signs of life between the ranks of a job: who is frozen, who is late but alive and in what, and when all is over.
+"""Signs of life between the ranks of a job: which rank is frozen, which is late but alive and in what, and the end.
 
 A thread of each rank renews its sign in the rendezvous store four times a second and looks at that of the next rank. A
-stopped process has a stopped thread; one that computes, compiles or waits in C++ does not. So a rank that is silent for
-as long as the deadline is frozen, whatever the others do meanwhile, and a step needs no work of its own for this. Time
-counts only while this rank runs itself, so a pause of the whole job is no silence of another rank.
-
-Whoever wants to know more asks: every rank answers with what its main thread does. Who does not is silent.
+stopped process has a stopped thread; a process that computes, compiles or waits in C++ does not. So a rank that is
+silent for as long as the deadline is frozen, whatever the others do meanwhile, and a step needs no work of its own for
+this. Time counts only while this rank runs itself, so a pause of the whole job is no silence of another rank. A rank
+that is asked answers with the place of its main thread.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from comet.launch.distributed import ROUND_KEY, SIGN_KEY, LaunchContext, Member,
 
 PERIOD_S = 0.25
 ANSWER_S = 3 * PERIOD_S
-SHORTEST_WATCH_S = 5.0  # below, a busy machine alone could silence a thread; whoever waits still meets the deadline
+SHORTEST_WATCH_S = 5.0  # a busy machine alone could silence a thread for less; waits still meet the deadline
 MOST_NAMED = 4
 
-DONE, ASKED, ANSWER, FAILURE, TOLD, HEARD = "done", "asked", "answer", "failure", "told", "heard"
+DONE, ASKED, ANSWER, FAILURE, REPORTED, HEARD = "done", "asked", "answer", "failure", "reported", "heard"
 
 
 @dataclass(frozen=True, slots=True)
 class Inquiry:
-    """What the other ranks answered."""
+    """The answers of the other ranks."""
 
-    places: Mapping[int, str]  # what the main thread of each rank does that answered
+    places: Mapping[int, str]  # the place of the main thread, of each rank that answered
     # the ranks that did not, in words: rank 1 (pid 12, host) is frozen: no sign of life for 10 s
     silent: Mapping[int, str]
 
@@ -67,7 +66,7 @@ class Signs:
         self._thread = threading.Thread(target=self._run, args=(another_connection(store),), daemon=True)
 
     def start(self) -> None:
-        """Begin to give signs, and to end this process once a failure of another rank was told."""
+        """Begin to give signs, and to end this process once the failure of another rank was printed."""
         self._thread.start()
 
     def watch(self, timeout_s: float) -> None:
@@ -75,16 +74,12 @@ class Signs:
         self.deadline_s = max(timeout_s, SHORTEST_WATCH_S)
 
     def finish(self) -> None:
-        """Say that this rank ends well, so that nobody misses its signs."""
+        """Say that this rank ends well, so that no rank misses its signs."""
         with suppress(RuntimeError):  # the store may have ended before, with the node of rank 0
             self.store.set(f"{DONE}/{self.context.rank}", "")
 
     def ask(self, store: dist.Store) -> Inquiry:
-        """Ask the other ranks what they do; takes at most a second.
-
-        Args:
-            store: A connection that no other thread waits on.
-        """
+        """Ask the other ranks what they do, by a connection that no other thread waits on; takes at most a second."""
         number = store.add(ASKED, 1)
         missing, places = set(self.members) - {self.context.rank}, {}
         quiet = {self._next: self._quiet_s}
@@ -111,27 +106,27 @@ class Signs:
         _wait(lambda: store.check([FAILURE]))
 
     def tell(self, store: dist.Store, status: int, silent: int = 0) -> None:
-        """Let all ranks end with ``status``, now that the reason was printed; ``silent`` ones will not hear of it.
+        """Let all ranks end with ``status``, now that the reason was printed; ``silent`` ranks will not know.
 
         Over several nodes this waits until the others know: the store goes when the node of rank 0 ends.
         """
-        store.set(TOLD, str(status))
+        store.set(REPORTED, str(status))
         if self.context.num_nodes > 1:
             _wait(lambda: store.add(HEARD, 0) >= self.context.world_size - 1 - silent)
 
     def hear(self, store: dist.Store) -> int:
-        """The exit status of the job, once whoever claimed the report has told it; 1 if that takes too long."""
-        if not _wait(lambda: store.check([TOLD]), 2 * ANSWER_S):
+        """Return the exit status that the reporting rank has set; 1 if it does not come in time."""
+        if not _wait(lambda: store.check([REPORTED]), 2 * ANSWER_S):
             return 1
         store.add(HEARD, 1)
-        return int(store.get(TOLD))
+        return int(store.get(REPORTED))
 
     def _run(self, store: dist.Store) -> None:
         beats, before = 0, time.monotonic()
         try:
             while True:
                 store.set(f"{SIGN_KEY}/{self.context.rank}", f"beat {beats}")
-                if store.check([TOLD]) and store.get(FAILURE).split()[0] != str(self.context.rank).encode():
+                if store.check([REPORTED]) and store.get(FAILURE).split()[0] != str(self.context.rank).encode():
                     _end(self.hear(store))
                 self._answer(store)
                 now = time.monotonic()
@@ -164,7 +159,7 @@ class Signs:
             _end(1)
 
     def _describe(self, rank: int, quiet_s: float) -> str:
-        """What is wrong with a rank that did not answer; empty if it may just be slow."""
+        """Describe a rank that did not answer; empty if it may just be slow."""
         member, here = self.members[rank], self.members[self.context.rank]
         who = f"rank {rank} (pid {member.pid}, {member.host.name})"
         silence = f"no sign of life for {quiet_s:.0f} s"
@@ -181,30 +176,28 @@ class Signs:
 
 
 def call_off(store: dist.Store) -> None:
-    """Let the ranks of the present round end, once whichever of them reports a failure has done so; by the launcher."""
+    """Let the ranks of the present round end, once a failure was reported, by the launcher or by a rank."""
     part = round_part(store, store.add(ROUND_KEY, 0))
     if part.compare_set(FAILURE, "", "launcher") == b"launcher":
-        part.set(TOLD, "1")
-    _wait(lambda: part.check([TOLD]))
+        part.set(REPORTED, "1")
+    _wait(lambda: part.check([REPORTED]))
 
 
 def describe_places(found: Inquiry, mine: str) -> str:
-    """What ranks do that are elsewhere than in ``mine``: ``rank 1 is alive, in save (comet/moe.py:68)``."""
+    """Describe where ranks are that are not in ``mine``: ``rank 1 is alive, in save (comet/moe.py:68)``."""
     elsewhere = {rank: place for rank, place in sorted(found.places.items()) if place != mine} or found.places
     named = [f"rank {rank} is alive, in {place}" for rank, place in list(elsewhere.items())[:MOST_NAMED]]
     return ", ".join([*named, *(["..."] if len(elsewhere) > MOST_NAMED else [])])
 
 
 def main_place() -> str:
-    """What the main thread does: ``save (comet/training/checkpoint.py:68)``, its innermost function of Comet."""
+    """Return the innermost function of Comet in the main thread: ``save (comet/training/checkpoint.py:68)``."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return place_of([] if frame is None else list(traceback.walk_stack(frame)))
 
 
 def place_of(frames: list[tuple[FrameType, int]]) -> str:
-    """The first of frames and lines, innermost first, that is a function of Comet but not of its launcher, else the
-    first.
-    """
+    """Return the first of frames, innermost first, in a function of Comet but not of its launcher, else the first."""
     if not frames:
         return "its end"
     for frame, line in frames:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from comet.config import check_kernels, require, resolve_kernels
+from comet.config import check_kernels, resolve_kernels
 from comet.decode.twin import warp_decode_torch
 from comet.decode.weights import DecodeScratch, DecodeWeights, check_inputs
 from comet.kernels.decode.blocks import DecodeConfig, select
 from comet.kernels.decode.step import ExpertWeights, ReceiveBuffer, Step, StepTensors
 from comet.kernels.decode.warp_decode import decode
-from comet.kernels.experts.tables import HostExperts
 from comet.kernels.experts.waves import waves_of
 from comet.kernels.runtime.arguments import aligned
+from comet.limits import at_least, check_values
 from comet.utils.graphs import hold_if_captured
 from comet.utils.uncompiled import uncompiled
 
@@ -34,17 +34,16 @@ def warp_decode(
     be captured in a CUDA graph and replayed with other tokens and other routing. Equal inputs give equal bits.
 
     Args:
-        tokens: ``(T, D)``, 0 <= T <= 64, float32, float16 or bfloat16.
-        top_k_ids: ``(T, K)`` int32 (or int64) in ``[-1, E)``; -1 masks. The kernels take any other id as masked; the
-            twin raises.
+        tokens: ``(T, D)`` of the weights' dtype, or of any where these are quantised; T at most 64.
+        top_k_ids: ``(T, K)`` int32 or int64; -1 masks. Kernels take any id outside ``[0, E)`` as masked; the twin
+            raises.
         top_k_weights: ``(T, K)`` float32.
-        weights: The experts held here; same dtype as ``tokens``, or quantised.
         scratch: Memory between the two kernels, shared by all layers of one stream; ``None`` allocates it. What a
             captured step uses lives at least as long as the memory of ``weights.w1``.
         use_kernels: Triton kernels or the torch twin; ``None``: kernels on a GPU, twin on a CPU.
 
     Returns:
-        ``(T, D)``, dtype of ``tokens``: for each token the sum over its routed rows held here, in slot order.
+        ``(T, D)``: for each token the sum over its routed rows held here, in slot order.
     """
     if not resolve_kernels(tokens.device, use_kernels):
         return warp_decode_torch(tokens, top_k_ids, top_k_weights, weights)
@@ -77,8 +76,8 @@ def run_kernels(
         scratch = DecodeScratch.create(weights, top_k, tokens.dtype, max_tokens=num_tokens)
     scratch.check(tokens, top_k, weights)
     host = weights.host
-    if host is not None:
-        _require_room(top_k_ids, host)
+    if host is not None and num_tokens == 1 and waves_of(top_k_ids, host) > 1:  # its kernels know no waves
+        check_values(at_least(top_k, "K of one token"), num_slots=host.tables.num_slots)
     held = () if host is None else host.memory
     held += tuple(bias for bias in (weights.b1, weights.b2) if bias is not None)
     hold_if_captured(weights.w1, *held, weights.slots, *scratch.buffers)
@@ -103,12 +102,3 @@ def run_kernels(
         )  # fmt: skip
     decode(step, config, buffer)
     return out
-
-
-def _require_room(ids: Tensor, host: HostExperts) -> None:
-    """Kernels of one token know no waves."""
-    (num_tokens, top_k), num_slots = ids.shape, host.tables.num_slots
-    require(
-        num_tokens > 1 or waves_of(ids, host) == 1,
-        f"num_slots={num_slots} of the cache must be at least K={top_k}, for one token",
-    )

@@ -13,7 +13,7 @@ from comet.comm.signals import check_epoch, waited
 from comet.config import MAX_TOP_K, MOE_DTYPES, require, resolve_kernels
 from comet.decode.local import run_kernels
 from comet.decode.twin import decode_partial_torch
-from comet.decode.weights import MAX_DECODE_TOKENS, DecodeScratch, DecodeWeights, check_inputs
+from comet.decode.weights import MAX_DECODE_TOKENS, WIDTH, DecodeScratch, DecodeWeights, check_inputs
 from comet.kernels.decode.blocks import DecodeConfig
 from comet.kernels.decode.gather import ABSENT, PLACE_GATHER
 from comet.kernels.decode.step import Batch, Gather, ReceiveBuffer, Words
@@ -21,6 +21,7 @@ from comet.kernels.decode.words import LOW_HALF
 from comet.kernels.experts.host import PLACE_HOST
 from comet.kernels.runtime.arguments import aligned
 from comet.layout import ExpertLayout
+from comet.limits import at_least, at_most, check_values
 from comet.utils.graphs import hold_if_captured
 from comet.utils.uncompiled import uncompiled
 
@@ -37,18 +38,12 @@ def rank_slots(layout: ExpertLayout, device: torch.device | str) -> Tensor:
 
 
 def receive_bytes(world_size: int, hidden_size: int, max_tokens: int = MAX_DECODE_TOKENS) -> int:
-    """Symmetric memory one rank needs, in bytes: 2 halves x W ranks x tokens x D words of 8.
-
-    Example: W=4, D=2048, 64 tokens: 8388608.
-    """
+    """Bytes of symmetric memory of one rank: 2 halves x W ranks x tokens x D words of 8; W=4, D=2048: 8388608."""
     return 2 * world_size * max_tokens * hidden_size * 8
 
 
 def gather_bytes(world_size: int, hidden_size: int, max_tokens: int) -> int:
-    """Symmetric memory one rank needs for the tokens, in bytes: 2 halves x W ranks x tokens x (D + 64) words of 8.
-
-    Example: W=4, D=2048, 16 tokens per rank: 2162688.
-    """
+    """Bytes of symmetric memory of one rank for the tokens: 2 halves x W ranks x tokens x (D + 64) words of 8."""
     return 2 * world_size * max_tokens * (hidden_size + 2 * MAX_TOP_K) * 8
 
 
@@ -72,7 +67,6 @@ class TokenGather:
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
-        """Memory that a step uses in addition to the symmetric memory."""
         return self.words.pointers, self._tokens, self._ids, self._weights
 
     def batch(self, own: Batch) -> Batch:
@@ -179,12 +173,9 @@ class RankDecode:
         world_size = comm.world_size
         batches = 1 if replicated else world_size
         max_tokens = max(1, MAX_DECODE_TOKENS // batches) if max_tokens is None else max_tokens
-        require(
-            max_tokens >= 1 and batches * max_tokens <= MAX_DECODE_TOKENS,
-            f"max_tokens={max_tokens} must be between 1 and {MAX_DECODE_TOKENS}"
-            + ("" if replicated else f" / W={world_size}: where replicated=False a step holds those of all ranks"),
-        )
-        require(hidden_size > 0 and hidden_size % 16 == 0, f"D={hidden_size} must be a positive multiple of 16")
+        advice = "" if replicated else f"with replicated=False a step holds those of all W={world_size} ranks"
+        check_values(at_least(1), at_most(MAX_DECODE_TOKENS // batches, advice), max_tokens=max_tokens)
+        check_values(*WIDTH, D=hidden_size)
         self.comm = comm
         self.hidden_size = hidden_size
         self.max_tokens = max_tokens
@@ -209,27 +200,19 @@ class RankDecode:
         scratch: DecodeScratch | None = None,
         config: DecodeConfig | None = None,
     ) -> Tensor:
-        """Run one step; collective, with equal tokens, ids and routing weights on all ranks if they are replicated.
+        """Run one step; collective. Arguments and result as of ``warp_decode``, but of at most ``max_tokens`` tokens.
 
-        Args:
-            tokens: ``(T, D)``, T at most ``max_tokens``; D, dtype and K equal on all ranks.
-            top_k_ids: ``(T, K)`` int32 or int64 in ``[-1, E)``; -1 masks.
-            top_k_weights: ``(T, K)`` float32.
-            scratch: For W * max_tokens tokens if they are not replicated; ``None`` allocates it.
-
-        Returns:
-            ``(T, D)``, dtype of ``tokens``, the sum over all ranks, added in float32 in the order of the ranks. After
-            ``check`` raised, or would, its contents mean nothing.
+        D, dtype and K are equal on all ranks, and so is every input where these are replicated; else ``scratch`` is for
+        W * max_tokens tokens. The sum is over all ranks, added in float32 in their order. After ``check`` raised, or
+        would, the result means nothing.
 
         Raises:
             StepFailedError: If a step failed on any rank; ``restart`` goes on.
             CommTimeoutError: On the CPU, if a rank did not come in time; on a GPU ``check`` raises it.
         """
         check_inputs(tokens, top_k_ids, top_k_weights, weights)
-        require(
-            tokens.shape[0] <= self.max_tokens,
-            f"T={tokens.shape[0]} tokens must be at most max_tokens={self.max_tokens}",
-        )
+        num_tokens, most = tokens.shape[0], self.max_tokens
+        require(num_tokens <= most, f"T={num_tokens} tokens must be at most max_tokens={most}")
         require(tokens.shape[1] == self.hidden_size, f"D={tokens.shape[1]} of tokens must be {self.hidden_size}")
         own = Batch(tokens, top_k_ids, top_k_weights)
         if tokens.shape[0] == 0 and self.gather is None:

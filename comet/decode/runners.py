@@ -31,8 +31,10 @@ from comet.layer.paths import ExpertPath, make_path
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.weights import match_once, match_weights
 from comet.layout import Biases, ExpertLayout, RoutedTokens, added_biases, gate_first
+from comet.limits import at_least, at_most, check_values, multiple_of
 from comet.quantization.formats import FP8, FP8_BLOCK
 from comet.reference.plain import plain_experts
+from comet.utils.capabilities import refuse
 from comet.utils.graphs import is_capturing
 from comet.utils.uncompiled import uncompiled
 
@@ -50,10 +52,7 @@ class Decoder:
     """
 
     def __init__(self, top_k: int, max_tokens: int) -> None:
-        require(
-            0 <= max_tokens <= MAX_DECODE_TOKENS,
-            f"decode_tokens={max_tokens} must be between 0 and {MAX_DECODE_TOKENS}",
-        )
+        check_values(at_least(0), at_most(MAX_DECODE_TOKENS), decode_tokens=max_tokens)
         self.top_k = top_k
         self.max_tokens = max_tokens
         self._scratch: dict[int, DecodeScratch] = {}  # keys are threads
@@ -114,14 +113,12 @@ class LocalRunner:
         *,
         experts: DecodeWeights | None = None,
     ) -> Tensor:
-        """Tokens and ``(e, 2F/TP, D)``, ``(e, D, F/TP)`` -> ``(T, D)``.
-
-        The weighted sum of each token's experts, of those this rank holds.
+        """The weighted sum ``(T, D)`` of each token's experts, of those that this rank holds.
 
         Args:
-            biases: ``(e, 2F/TP)`` and ``(e, D)``, where the experts have some.
-            experts: What a decode step reads in place of w1, w2 and biases, such as those of ``SharedSlots``; only to
-                be given where the call is one (``joins_step``), or where they are in block FP8 and ``takes_fp8``.
+            w1: ``(e, 2F/TP, D)``, with w2 ``(e, D, F/TP)`` and biases ``(e, 2F/TP)`` and ``(e, D)``, if there are some.
+            experts: What a decode step reads in their place, such as those of ``SharedSlots``; only to be given where
+                the call is one (``joins_step``), or where they are in block FP8 and ``takes_fp8``.
         """
         layout = ExpertLayout(num_experts=w1.shape[0], top_k=routed.top_k_ids.shape[1], ep=1, tp=1, rank=0)
         learns = wants_grad(*routed, w1, w2, *(biases or ()))
@@ -176,17 +173,10 @@ class GroupExperts:
 
     def __init__(self, moe: MoEConfig, group: ExpertGroup, decode_tokens: int, *, top_k: int, replicated: bool) -> None:
         group.workspace.shape.check(moe)
-        tp = group.parallel.tp  # narrower slices of experts than warp decode takes are right where it is off
-        require(
-            not decode_tokens or moe.ffn_size % (tp * DIM_MULTIPLE) == 0,
-            f"ffn_size={moe.ffn_size} must be divisible by tp={tp} into multiples of {DIM_MULTIPLE} for warp decode, "
-            f"or decode_tokens={decode_tokens} be 0",
-        )
-        require(
-            not decode_tokens or moe.capacity_factor is None,
-            f"capacity_factor={moe.capacity_factor} must be None for warp decode, which drops no rows, "
-            f"or decode_tokens={decode_tokens} be 0",
-        )
+        if decode_tokens:  # narrower slices of experts than warp decode takes are right where it is off
+            width = multiple_of(group.parallel.tp * DIM_MULTIPLE, f"{DIM_MULTIPLE} x tp, or give decode_tokens=0")
+            check_values(width, ffn_size=moe.ffn_size)
+        refuse("in warp decode", capacity_factor=moe.capacity_factor if decode_tokens else None)
         self.group = group
         self.decode = Decoder(top_k, decode_tokens * (1 if replicated else group.parallel.world_size))
         self.activation = moe.activation
@@ -212,12 +202,10 @@ class GroupExperts:
         )
 
     def decode_step(self, routed: RoutedTokens, experts: DecodeWeights) -> Tensor:
-        """``(T, D)``: the sum over all ranks, in their order; collective."""
         assert self.decode_on_ranks is not None, "decode_tokens=0"
         return self.decode_on_ranks(*routed, experts, scratch=self.decode.scratch(routed.tokens, experts))
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        """A copied model, such as an assistant that shares the weights, runs on the same ranks and memory."""
         return self
 
     def check(self) -> None:
@@ -227,7 +215,6 @@ class GroupExperts:
             self.decode_on_ranks.check()
 
     def restart(self) -> None:
-        """``Workspace.restart``, which goes for decode steps as well (collective)."""
         self.group.workspace.restart()
 
 
@@ -284,7 +271,6 @@ class ReplicatedRunner(GroupExperts):
             yield
 
     def before_replay(self) -> None:
-        """``Workspace.join_stream``."""
         self.group.workspace.join_stream()
 
     @uncompiled
@@ -300,11 +286,7 @@ class ReplicatedRunner(GroupExperts):
         """Run the experts; arguments as of ``LocalRunner.__call__``."""
         tokens, dtype = routed.tokens, self.group.workspace.shape.dtype
         require(tokens.dtype == dtype, f"dtype={tokens.dtype} of the tokens must be the group's {dtype}")
-        require(
-            not wants_grad(*routed),
-            "requires_grad=True of tokens or top_k_weights must be False: a converted model over a group is for "
-            "inference, run it under torch.no_grad()",
-        )
+        refuse("in a converted model over a group", requires_grad=wants_grad(*routed))
         if tokens.shape[0] > self.decode.max_tokens or self.decode_on_ranks is None:
             if self.interleaved:
                 w1, biases = gate_first(w1, -2), biases and biases._replace(b1=gate_first(biases.b1, -1))
@@ -328,22 +310,15 @@ class DataParallelDecode(GroupExperts):
 
     Args:
         decode_tokens: Most tokens of one rank that take warp decode; 0: none do; ``None``: 64 / W, or 0 where the group
-            spans several nodes or a rank's slices of experts are too narrow.
-
-    Raises:
-        ValueError: If the experts do not divide over the group, its pool is for another shape, or warp decode cannot
-            take so many tokens or would have to drop rows (``capacity_factor``).
-        UnavailableError: If warp decode is asked for and the group spans several nodes.
+            spans several nodes (``UnavailableError`` where it is given) or a rank's slices of experts are too narrow.
     """
 
     def __init__(self, moe: MoEConfig, group: ExpertGroup, decode_tokens: int | None = None) -> None:
         ranks = group.parallel.world_size
         most = MAX_DECODE_TOKENS // ranks
         self.decode_tokens = default_decode_tokens(moe, group, most) if decode_tokens is None else decode_tokens
-        require(
-            0 <= self.decode_tokens <= most,
-            f"decode_tokens={self.decode_tokens} must be between 0 and {MAX_DECODE_TOKENS} / W={ranks}",
-        )
+        share = at_most(most, f"{MAX_DECODE_TOKENS} tokens of a step are divided among W={ranks} ranks")
+        check_values(at_least(0), share, decode_tokens=self.decode_tokens)
         super().__init__(moe, group, self.decode_tokens, top_k=moe.top_k, replicated=False)
 
     @uncompiled
@@ -386,8 +361,7 @@ def run_path_on_slices(routed: RoutedTokens, compute: Callable[[RoutedTokens], T
 
     So no token is computed twice. More tokens than the pool holds go through it in several rounds.
 
-    Example: W=2, max_tokens=128: 300 tokens make a round of 256, of which rank 0 brings 0..127 and rank 1 128..255,
-    and a round of 44: 22 and 22. 3 tokens are one round: rank 0 brings 0 and 1, rank 1 brings 2.
+    Example: W=2, max_tokens=128: 300 tokens make a round of 256, rank 0 brings 0..127, and a round of 44: 22 and 22.
     """
     outputs = []
     for start, stop in rounds(len(routed.tokens), group.parallel.world_size * group.workspace.max_tokens):
@@ -424,10 +398,7 @@ def rounds(num_tokens: int, at_once: int) -> list[tuple[int, int]]:
 
 
 def rank_slice(start: int, stop: int, rank: int, world_size: int) -> slice:
-    """The tokens one rank brings to a round; ``rank_slice(0, 3, 1, 2) == slice(2, 3)``, the last ranks may bring none.
-
-    Example: 5 tokens over 4 ranks: 0..1, 2..3, 4, none.
-    """
+    """The tokens that one rank brings to a round; 5 tokens over 4 ranks: 0..1, 2..3, 4, none."""
     rows = -(-(stop - start) // world_size)
     first = min(start + rank * rows, stop)
     return slice(first, min(first + rows, stop))

@@ -49,10 +49,7 @@ def shared_columns(layout: ExpertLayout, ffn_size: int, shared_ffn_size: int) ->
 
 
 def held_pieces(layout: ExpertLayout, width: int, shared_ffn_size: int) -> range:
-    """Numbers of the pieces, each ``width`` wide, of a shared expert that this rank holds.
-
-    Example: F_shared = 48 in pieces of 16 over two ranks: rank 0 holds 0 and 2, rank 1 holds 1.
-    """
+    """Numbers of a shared expert's pieces that this rank holds: of 3 pieces over two ranks, rank 0 holds 0 and 2."""
     return range(layout.rank, shared_ffn_size // width, layout.world_size)
 
 
@@ -182,7 +179,6 @@ class SharedSlots:
         return self._joins
 
     def taken(self) -> bool:
-        """Return the last answer of ``joins``, once."""
         joins, self._joins = self._joins, False
         return joins
 
@@ -209,10 +205,8 @@ class SharedSlots:
         parts, joined, clock = self._matrices(self.module), self._joined, self.clock
         announced, self._step = clock.step is not self._step, clock.step
         if joined is None or joined.w1.data_ptr() != w1.data_ptr() or joined.w2.data_ptr() != w2.data_ptr():
-            require(
-                not is_capturing(w1.device),
-                "a decode step must run once before a CUDA graph of it is captured: it moves the layer's weights",
-            )
+            rule = "must run once before a CUDA graph of it is captured: it moves the layer's weights"
+            require(not is_capturing(w1.device), f"a decode step {rule}")
             self._joined = joined = self._join(w1, w2)
         elif announced and clock.prompt is self._prompt and state_of(parts) == self._state:
             return joined
@@ -261,10 +255,7 @@ class SharedSlots:
 
 
 def state_of(parts: Iterable[Tensor]) -> list[tuple[int, int]]:
-    """Return torch's version counters and the addresses of tensors. Writes through ``.data`` change neither.
-
-    torch counts what is written to a ``DTensor`` there, not in what this rank holds of it.
-    """
+    """Return torch's version counters and addresses of tensors, which writes through ``.data`` do not change."""
     return [(version_of(part), local(part).data_ptr()) for part in parts]
 
 
@@ -291,7 +282,6 @@ def with_room(weight: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def matrices_of(module: nn.Module) -> SharedMatrices:
-    """Return the matrices of a ``SharedExpert``."""
     assert isinstance(module, SharedExpert)
     gate, up = module.w1.chunk(2)
     return SharedMatrices(gate, up, module.w2)
@@ -310,7 +300,6 @@ class FrozenExperts:
         self.runner, self.layer, self.shared = runner, layer, shared
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return the experts of a copied layer."""
         return type(self)(self.runner, *copy.deepcopy((self.layer, self.shared), memo))
 
     def includes_shared(self, tokens: Tensor) -> bool:

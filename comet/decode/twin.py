@@ -66,10 +66,7 @@ def _slots_in_waves(top_k_ids: Tensor, weights: DecodeWeights) -> Iterator[Tenso
 
 
 def slot_weights(weights: DecodeWeights, slot: int | Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """w1 ``(2F, D)`` and w2 ``(D, F)`` of a slot, or of each of ``slot (n,)``, in a floating type.
-
-    Gate rows of w1 come first; quantised ones are dequantised as by ``comet.quantization.formats``.
-    """
+    """w1 ``(2F, D)``, gate rows first, and w2 ``(D, F)`` of a slot, or of each of ``slot (n,)``, dequantised."""
     pairs = ((weights.w1[slot], weights.w1_scales), (weights.w2[slot], weights.w2_scales))
     w1, w2 = (_floating(elements, None if scales is None else scales[slot], dtype) for elements, scales in pairs)
     return gate_first(w1, -2) if weights.interleaved else w1, w2
@@ -86,9 +83,7 @@ def _floating(elements: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Te
 def _entry_slots(top_k_ids: Tensor, weights: DecodeWeights) -> Tensor:
     """``(T, K)`` slot of every routed row, -1 where it is masked or its expert is not held."""
     num_slots = weights.w1.shape[0]
-    require(
-        bool(((weights.slots >= -1) & (weights.slots < num_slots)).all()),
-        f"slots={weights.slots.tolist()} must be -1 (not held) or in [0, S={num_slots})",
-    )
+    known = bool(((weights.slots >= -1) & (weights.slots < num_slots)).all())
+    require(known, f"slots={weights.slots.tolist()} must be -1 (not held) or in [0, S={num_slots})")
     masked = top_k_ids < 0
     return weights.slots[top_k_ids.long().clamp(min=0)].masked_fill(masked, -1)

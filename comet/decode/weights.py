@@ -7,15 +7,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from comet import limits
 from comet.comm.collectives import wants_grad
 from comet.config import DIM_MULTIPLE, MAX_TOP_K, check_token_dtype, require
 from comet.kernels.experts.tables import ExpertParts, HostExperts
 from comet.kernels.runtime.activation import SWIGLU, Activation
 from comet.quantization.formats import CODES, FP8_BLOCK, MX_BLOCK, check_scale_values
+from comet.utils.capabilities import refuse
 from comet.utils.match import Sizes, check_id_dtype
 
 MAX_DECODE_TOKENS = 64
 START_BYTES = 16  # kernels read codes in pieces of so many bytes
+WIDTH = limits.at_least(DIM_MULTIPLE), limits.multiple_of(DIM_MULTIPLE)
+KINDS = {
+    (torch.float8_e4m3fn, torch.float32): "block FP8",
+    (torch.float8_e4m3fn, torch.uint8): "MXFP8, whose e8m0 is viewed as uint8",
+    (CODES, torch.uint8): "MXFP4",
+}
+TOP_K = limits.at_least(1), limits.at_most(MAX_TOP_K)
+MOST_TOKENS = limits.at_most(MAX_DECODE_TOKENS, "more tokens take the fused path")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,10 +36,6 @@ class DecodeWeights(ExpertParts):
     ``SharedSlots`` makes them, over ranks as well; one of another width stays outside.
 
     Example: S = 2 slots hold experts 5 and 1 of E = 8: slots ``[-1, 1, -1, -1, -1, 0, -1, -1]``.
-
-    Raises:
-        ValueError: If shapes, dtypes, devices or strides do not fit together, or a scale is no number; the message
-            names the field.
     """
 
     # (S, 2F, D), gate rows first, then up rows, of each slot. In MXFP4 (S, 2F, D / 2) uint8 (or float4_e2m1fn_x2, which
@@ -77,26 +83,19 @@ class DecodeWeights(ExpertParts):
             if bias is not None:
                 sizes.match(name, bias, spec, device=device, contiguous=True)
         sizes.match("slots", self.slots, "E", dtype=torch.int32, device=device, contiguous=True)
-        for letter in "DF":
-            size = sizes.values[letter]
-            if size <= 0 or size % DIM_MULTIPLE:
-                raise ValueError(f"{letter}={size} of w2 must be a positive multiple of {DIM_MULTIPLE}")
+        limits.check_values(*WIDTH, D=sizes.values["D"], F=sizes.values["F"])
         if not sizes.values["S"]:
             raise ValueError(f"w1 of shape {tuple(self.w1.shape)} must have at least one slot")
         check_scales(sizes, self.w1, self.w2, self.w1_scales, self.w2_scales)
-        require(
-            not self.interleaved or (self.shared_scale != FP8_BLOCK and self.host is None),
-            "interleaved=True must be False for block FP8, whose scales gate and up would share, and with a host",
-        )
+        if self.shared_scale == FP8_BLOCK or self.host is not None:
+            refuse("with experts in block FP8 or in a store", interleaved=self.interleaved)
 
     @property
     def hidden_size(self) -> int:
-        """D."""
         return self.w2.shape[1]
 
     @property
     def ffn_size(self) -> int:
-        """F."""
         return self.w2.shape[2] * self.per_number
 
     @property
@@ -127,7 +126,6 @@ class DecodeScratch:
 
     @property
     def buffers(self) -> tuple[Tensor, Tensor, Tensor]:
-        """``hidden``, ``partials`` and ``tickets``."""
         return self.hidden, self.partials, self.tickets
 
     @classmethod
@@ -135,10 +133,8 @@ class DecodeScratch:
         cls, weights: DecodeWeights, top_k: int, dtype: torch.dtype, *, max_tokens: int = MAX_DECODE_TOKENS
     ) -> DecodeScratch:
         """Allocate for steps of at most ``max_tokens`` tokens with ``top_k`` experts each, on the weights' device."""
-        require(
-            0 <= max_tokens <= MAX_DECODE_TOKENS, f"max_tokens={max_tokens} must be between 0 and {MAX_DECODE_TOKENS}"
-        )
-        require(1 <= top_k <= MAX_TOP_K, f"top_k={top_k} must be between 1 and {MAX_TOP_K}")
+        limits.check_values(limits.at_least(0), limits.at_most(MAX_DECODE_TOKENS), max_tokens=max_tokens)
+        limits.check_values(*TOP_K, top_k=top_k)
         device, rows = weights.w1.device, max_tokens * top_k
         return cls(
             hidden=torch.empty(rows, weights.ffn_size, dtype=dtype, device=device),
@@ -148,43 +144,27 @@ class DecodeScratch:
 
     def check(self, tokens: Tensor, top_k: int, weights: DecodeWeights) -> None:
         """Raise ``ValueError`` unless the buffers are large enough for a step, of its dtype and on its device."""
-        rows = tokens.shape[0] * top_k
-        require(
-            self.hidden.shape[0] >= rows and self.hidden.shape[1] == weights.ffn_size,
-            f"scratch for {tuple(self.hidden.shape)} (rows, F) must hold {rows} rows of F={weights.ffn_size}",
-        )
-        require(
-            self.partials.shape[1] == weights.hidden_size,
-            f"scratch for D={self.partials.shape[1]} must be for D={weights.hidden_size}",
-        )
-        require(
-            self.hidden.dtype == tokens.dtype and self.hidden.device == tokens.device,
-            f"scratch of {self.hidden.dtype} on {self.hidden.device} must be {tokens.dtype} on {tokens.device}",
-        )
+        rows, (held, width), hidden = tokens.shape[0] * top_k, self.hidden.shape, self.hidden
+        found = width, self.partials.shape[1], hidden.dtype, hidden.device
+        wanted = weights.ffn_size, weights.hidden_size, tokens.dtype, tokens.device
+        if held < rows or found != wanted:
+            rule = f"{rows} of F, D, dtype and device {wanted}"
+            raise ValueError(f"scratch for {held} rows of {found} must hold {rule}")
 
 
 def check_inputs(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, weights: DecodeWeights) -> None:
     """Raise ``ValueError`` naming field, value and rule unless a decode step can take these tensors."""
-    require(
-        not wants_grad(tokens, top_k_weights),
-        "requires_grad=True of tokens or top_k_weights must be False: a decode step has no backward pass, run it "
-        "under torch.no_grad()",
-    )
+    refuse("in warp decode", requires_grad=wants_grad(tokens, top_k_weights))
     sizes, device = Sizes(D=(weights.hidden_size, "w2")), weights.w1.device
     sizes.match("tokens", tokens, "T D", device=device)
     check_token_dtype(tokens.dtype)
     for name, bias in (("b1", weights.b1), ("b2", weights.b2)):
         if bias is not None and bias.dtype != tokens.dtype:
             raise ValueError(f"{name} of dtype {bias.dtype} must have the tokens' {tokens.dtype}")
-    if tokens.shape[0] > MAX_DECODE_TOKENS:
-        raise ValueError(
-            f"T={tokens.shape[0]} tokens must be at most MAX_DECODE_TOKENS={MAX_DECODE_TOKENS}: more take the fused "
-            "path"
-        )
+    limits.check_values(MOST_TOKENS, T=tokens.shape[0])
     sizes.match("top_k_ids", top_k_ids, "T K", device=device)
     check_id_dtype(top_k_ids)
-    if not 1 <= top_k_ids.shape[1] <= MAX_TOP_K:
-        raise ValueError(f"K={top_k_ids.shape[1]} must be between 1 and {MAX_TOP_K}")
+    limits.check_values(*TOP_K, K=top_k_ids.shape[1])
     if weights.w1_scales is None and tokens.dtype != weights.w1.dtype:
         raise ValueError(f"tokens of dtype {tokens.dtype} must have the weights' {weights.w1.dtype}")
     wide = torch.float64 if tokens.dtype == torch.float64 else torch.float32
@@ -197,43 +177,23 @@ def check_scales(sizes: Sizes, w1: Tensor, w2: Tensor, w1_scales: Tensor | None,
     Waits for the device, because a scale that is no number is an error. Shapes are those of ``DecodeWeights``.
     """
     if w1_scales is None and w2_scales is None:
-        if w1.dtype in (torch.float8_e4m3fn, CODES):
-            raise ValueError(f"w1 and w2 of dtype {w1.dtype} must come with w1_scales and w2_scales")
+        plain = w1.dtype not in (torch.float8_e4m3fn, CODES)
+        require(plain, f"w1 and w2 of dtype {w1.dtype} must come with w1_scales and w2_scales")
         return
     if w1_scales is None or w2_scales is None:
         raise ValueError("w1_scales and w2_scales must both be given, or neither")
     dtype, device = w1_scales.dtype, w1.device
-    _check_types(w1, w2, dtype)
+    rule = ", ".join(f"{weights} with {scales} ({kind})" for (weights, scales), kind in KINDS.items())
+    require((w1.dtype, dtype) in KINDS, f"w1 of {w1.dtype} with w1_scales of {dtype} must be one of {rule}")
+    for name, codes in (("w1", w1), ("w2", w2)) if w1.dtype == CODES else ():
+        off = codes.data_ptr() % START_BYTES
+        require(off == 0, f"{name} starts {off} bytes past a multiple of {START_BYTES}, must start at one: clone it")
     if dtype == torch.uint8:
-        kind = "MXFP4" if w1.dtype == CODES else "MXFP8"
-        for name, letter in (("w1", "D"), ("w2", "F")):
-            size = sizes.values[letter]
-            require(
-                size % MX_BLOCK == 0,
-                f"{letter}={size}, the contraction of {name}, must be a multiple of {MX_BLOCK} for {kind}",
-            )
+        whole = limits.multiple_of(MX_BLOCK, f"contractions of {KINDS[w1.dtype, dtype]} are whole blocks")
+        limits.check_values(whole, D=sizes.values["D"], F=sizes.values["F"])
         specs = f"S 2F D/{MX_BLOCK}", f"S D F/{MX_BLOCK}"
     else:
         specs = f"S 2F/{FP8_BLOCK} D/{FP8_BLOCK}", f"S D/{FP8_BLOCK} F/{FP8_BLOCK}"
     for name, scales, spec in zip(("w1_scales", "w2_scales"), (w1_scales, w2_scales), specs, strict=True):
         sizes.match(name, scales, spec, dtype=dtype, device=device, contiguous=True)
         check_scale_values(name, scales)
-
-
-def _check_types(w1: Tensor, w2: Tensor, scales: torch.dtype) -> None:
-    require(
-        w1.dtype in (torch.float8_e4m3fn, CODES),
-        f"w1 and w2 of dtype {w1.dtype} must be {torch.float8_e4m3fn} with w1_scales, or {CODES} in MXFP4",
-    )
-    if w1.dtype == CODES:
-        require(scales == torch.uint8, f"w1_scales of dtype {scales} must be torch.uint8 for w1 in MXFP4 ({CODES})")
-        for name, codes in (("w1", w1), ("w2", w2)):
-            off = codes.data_ptr() % START_BYTES
-            require(
-                off == 0,
-                f"{name} starts {off} bytes past a multiple of {START_BYTES}, must start at one for MXFP4: clone it",
-            )
-    require(
-        scales in (torch.uint8, torch.float32),
-        f"w1_scales of dtype {scales} must be torch.uint8 (MXFP8; view e8m0 as uint8) or torch.float32 (block FP8)",
-    )

@@ -32,11 +32,13 @@ from comet.layer.group import ExpertGroup
 from comet.layer.sharding import absent, local
 from comet.layer.shared_expert import SharedExpert
 from comet.layout import Biases, added_biases
+from comet.limits import at_most, check_values
 from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT
 from comet.moe import MoE
 from comet.quantization.formats import MXType
 from comet.router.router import Router
+from comet.utils.capabilities import refuse
 from comet.utils.graphs import TOO_FEW, GraphMode
 from comet.utils.hooks import additions_of
 
@@ -104,7 +106,6 @@ class Engine:
 
     @property
     def cores(self) -> HostCores | None:
-        """The cores of the host that compute some of the missing experts."""
         return cores_of_paths(self.stored)
 
     def cache_report(self) -> CacheReport | None:
@@ -127,7 +128,6 @@ class Engine:
         return self._passes(ids, drafts=drafts)
 
     def _room(self) -> Any:
-        """The memory of the sequences; prompts are read before tokens are appended."""
         raise NotImplementedError
 
     def _read(self, ids: Tensor, lengths: Tensor, max_length: int) -> Tensor:
@@ -184,8 +184,8 @@ class GPTEngine(Engine):
     ) -> None:
         decode_tokens = most_tokens(store, decode_tokens, group)
         super().__init__(group.device)
-        moe, drops = model.config.moe, "sequences would drop each other's rows"
-        require(moe.capacity_factor is None, f"capacity_factor={moe.capacity_factor} must be None to generate: {drops}")
+        moe = model.config.moe
+        refuse("in generation", capacity_factor=moe.capacity_factor)
         freeze(model)
         self.model = model
         self.cuda_graph: GraphMode = cuda_graph
@@ -218,26 +218,19 @@ class GPTEngine(Engine):
 
     @property
     def caches(self) -> list[ExpertCache | StagedCache]:
-        """The caches of the layers' experts; none where all of them are on the device."""
         return [path.cache for path in self.stored]
 
     def _read(self, ids: Tensor, lengths: Tensor, max_length: int) -> Tensor:
         # Or steps would go on with former weights: of graphs, shared experts, slots.
-        require(
-            list(map(id, self._tensors)) == list(map(id, self._tensors_of_model())),
-            "parameters and buffers of the model must not be replaced (load_state_dict(assign=True)): write to them in "
-            "place, or make a new engine",
-        )
-        require(
-            self._state_of_store() == self._stored_state,
-            "experts of a model with an expert_budget must not be written to, for slots hold copies: make a new engine",
-        )
+        kept, ways = list(map(id, self._tensors)), "write to them in place, or make a new engine"
+        rule = f"must not be replaced (load_state_dict(assign=True)): {ways}"
+        require(kept == list(map(id, self._tensors_of_model())), f"parameters and buffers of the model {rule}")
+        rule = "must not be written to, for slots hold copies: make a new engine"
+        require(self._state_of_store() == self._stored_state, f"experts of a model with an expert_budget {rule}")
         cache, num_sequences, most = self._cache, ids.shape[0], self.runner.decode.max_tokens
         if cache is None or (len(cache.lengths), cache.length) != (num_sequences, max_length):
-            require(
-                not self._drafts or bool(self.caches) or num_sequences <= most,
-                f"speculate is for at most {most} prompts at a time, not {num_sequences}",
-            )
+            if self._drafts and not self.caches:
+                check_values(at_most(most, "speculate='off' takes more"), prompts=num_sequences)
             self._passes = self._make_passes()  # a graph keeps its memory
             room: dict[str, Any] = dict(num_sequences=num_sequences, length=max_length, device=self.device)
             cache = self._cache = KeyValueCache(self.model.config, dtype=self.model.dtype, **room)
@@ -275,7 +268,6 @@ class GPTEngine(Engine):
         return GRAPH_FALLBACK_REASON if is_staged else batch_obstacle(num_tokens, self.runner.decode.max_tokens)
 
     def _append(self, ids: Tensor, drafts: bool) -> Tensor:
-        """One pass, from and to memory that stays where it is."""
         self._clock.proceed()
         return self.model.extend(ids, self._room(), self._drafts if drafts else None).logits
 

@@ -175,21 +175,14 @@ def warm_up(engine: Engine, prompts: Sequence[Sequence[int]], config: GenerateCo
 
 
 def token_limits(prompts: Sequence[Sequence[int]], config: GenerateConfig, context: int) -> list[int]:
-    """Most new tokens of each sequence; prompts of 3 and 9 tokens, 4 new ones and a context of 10: 4 and 1.
-
-    Raises:
-        ValueError: If a prompt leaves no room for a token.
-    """
+    """Most new tokens of each sequence; prompts of 3 and 9 tokens, 4 new ones and a context of 10: 4 and 1."""
     for prompt in prompts:
-        require(
-            len(prompt) < context,
-            f"generate.prompt of {len(prompt)} tokens must be shorter than the model's context of {context}",
-        )
+        rule = f"must be shorter than the model's context of {context}"
+        require(len(prompt) < context, f"generate.prompt of {len(prompt)} tokens {rule}")
     return [min(config.max_new_tokens, context - len(prompt)) for prompt in prompts]
 
 
 def most_positions(prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> int:
-    """Positions the longest sequence may grow to."""
     return max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
 
 

@@ -83,7 +83,6 @@ class HFEngine(Engine):
         self._most_places = 0
 
     def rewind(self, lengths: Tensor) -> None:
-        """Keep the first ``lengths (B,)`` tokens of each sequence; one that is at its end may keep fewer."""
         super().rewind(lengths.clamp(max=self._most_places))
 
     def _read(self, ids: Tensor, lengths: Tensor, max_length: int) -> Tensor:

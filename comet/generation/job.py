@@ -27,23 +27,17 @@ from comet.models.gpt import GPT
 from comet.schedule.choice import Machine
 from comet.training.checkpoint import load_weights
 from comet.training.ranks import RankContext, from_first_rank, gather
+from comet.utils.capabilities import refuse
 
 logger = logging.getLogger(__name__)
 
 
 def generate_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
-    """Load, warm up, and continue the prompts (collective).
-
-    Raises:
-        ValueError: If there is no source or prompt, the source is broken, or a prompt does not fit the context.
-    """
+    """Load, warm up, and continue the prompts (collective)."""
     settings = config.generate
     source = from_first_rank(lambda: find_source(settings.source))  # a run that goes on may save a newer one
-    is_auto = config.moe_path == "auto" and config.overlap is None
-    require(
-        source.checkpoint is not None or is_auto,
-        f"moe_path={config.moe_path} must be auto and overlap left out for a Hugging Face folder, which chooses itself",
-    )
+    if source.checkpoint is None:
+        refuse("with a Hugging Face folder", moe_path=config.moe_path, overlap=config.overlap)
     for reason in source.skipped if context.rank == 0 else ():
         logger.warning("skipped: %s", reason)
     codec = _open_codec(source)
@@ -159,19 +153,11 @@ def plan_experts(config: JobConfig, dtype: torch.dtype) -> ExpertBudget | None:
     settings, model = config.generate, config.model
     try:
         _require_drafts(settings)
-        require(
-            not settings.keep_fp8 or is_hf_folder(settings.source),
-            f"keep_fp8=True must come with a Hugging Face folder, generate.source={settings.source!r} is none",
-        )
-        require(
-            not settings.in_store or not config.parallel.declares_nodes,
-            f"expert_budget={settings.expert_budget} must be left out over several nodes: they have no warp decode",
-        )
-        require(
-            settings.expert_store == "host" or is_hf_folder(settings.source),
-            f"expert_store={settings.expert_store} must be host for a checkpoint of comet train: only Hugging Face "
-            "folders are read expert by expert yet",
-        )
+        if not is_hf_folder(settings.source):
+            store, keep_fp8 = settings.expert_store, settings.keep_fp8
+            refuse("with a checkpoint of comet train", keep_fp8=keep_fp8, expert_store=store)
+        if config.parallel.declares_nodes:
+            refuse("over several nodes", expert_budget=settings.expert_budget)
         return plan_budget(settings, model.moe, model.num_layers - model.dense_layers, dtype, config.parallel)
     except ValueError as error:
         raise ValueError(f"generate.{error}") from error

@@ -41,7 +41,6 @@ def find_source(source: str | None) -> Source:
 
 
 def is_hf_folder(source: str | None) -> bool:
-    """Whether ``generate.source`` is a Hugging Face model's folder."""
     return source is not None and (Path(source) / HF_CONFIG).is_file()
 
 

@@ -180,7 +180,6 @@ class Speculation:
 
     @property
     def passes(self) -> int:
-        """Passes of the model so far, with few experts or with all."""
         return self.report.passes
 
     def __call__(self, last: Tensor, active: Sequence[bool], most_tokens: int) -> tuple[Tensor, list[list[int]]]:
@@ -319,12 +318,10 @@ def agreement(draft: Draft, p: Tensor, accepted: Tensor, draws: Tensor) -> Tenso
 
 
 def of_tokens(probabilities: Tensor, tokens: Tensor) -> Tensor:
-    """``(..., V)`` at tokens ``(...)``: ``(...)``."""
     return probabilities.gather(-1, tokens[..., None])[..., 0]
 
 
 def at(values: Tensor, places: Tensor) -> Tensor:
-    """``(B, S, V)`` at one place ``(B,)`` of each sequence: ``(B, V)``."""
     return values.gather(1, places[:, None, None].expand(-1, 1, values.shape[2]))[:, 0]
 
 
@@ -380,5 +377,4 @@ class SpeculationReport:
 
 
 def share(part: int, whole: int) -> float | None:
-    """``part / whole``; ``None`` of nothing."""
     return part / whole if whole else None

@@ -28,7 +28,7 @@ class ByteCodec:
         return list(text.encode("utf-8", "surrogateescape"))
 
     def stream(self, prompt: Sequence[int]) -> ByteStream:
-        """A stream for what follows ``prompt``, which may end within a character."""
+        """Return a stream for what follows ``prompt``, which may end within a character."""
         stream = ByteStream()
         for byte in prompt:
             stream.push(byte)
@@ -45,7 +45,6 @@ class ByteStream:
         self._decoder = codecs.getincrementaldecoder(encoding)(errors)
 
     def push(self, token: int) -> str:
-        """The character that is whole now, if any."""
         return self._decoder.decode(bytes([token]))
 
     def finish(self) -> str:
@@ -70,7 +69,6 @@ class TokenizerCodec:
         return ids
 
     def stream(self, prompt: Sequence[int]) -> TokenizerStream:
-        """A stream for what follows ``prompt``."""
         return TokenizerStream(self.tokenizer, prompt)
 
 
@@ -135,7 +133,6 @@ class Continuation:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended."""
         return bool(self.stopped_by)
 
     def push(self, token: int) -> str:

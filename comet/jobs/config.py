@@ -234,7 +234,6 @@ class JobConfig:
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of each rank in a training step."""
         return self.train.batch_size * self.model.context
 
     def __post_init__(self) -> None:

@@ -114,10 +114,8 @@ class GPT(nn.Module):
 
     def forward(self, ids: Tensor) -> GPTOutput:
         """Predict every next token of ``ids (B, S)`` int64."""
-        require(
-            ids.shape[1] <= self.config.context,
-            f"sequence length {ids.shape[1]} must be at most context={self.config.context}",
-        )
+        length, context = ids.shape[1], self.config.context
+        require(length <= context, f"sequence length {length} must be at most context={context}")
         return self._predict(ids, self.rotary[:, : ids.shape[1]], [attend_causally] * len(self.blocks))
 
     def prefill(self, ids: Tensor, lengths: Tensor, cache: KeyValueCache) -> GPTOutput:

@@ -185,7 +185,6 @@ def mistake_of(error: RuntimeError) -> RuntimeError:
 
 
 def first_line(error: RuntimeError) -> str:
-    """Return the first line of ``mistake_of(error)``, for messages."""
     mistake = mistake_of(error)
     return (str(mistake).strip() or type(mistake).__name__).splitlines()[0]
 

@@ -16,12 +16,10 @@ class LogLines:
     """Standard error where it is no terminal: each state of a progress bar becomes a line of its own."""
 
     def write(self, text: str) -> None:
-        """Write what a bar shows, without what moves a cursor."""
         if line := text.strip():
             sys.stderr.write(line + "\n")
 
     def flush(self) -> None:
-        """Hand on what was written."""
         sys.stderr.flush()
 
 
@@ -48,7 +46,6 @@ class Measuring:
         self._shown_s = 0.0
 
     def begin(self, title: str) -> None:
-        """Show which point comes now."""
         self._title, self._shown_s = title, 0.0
         self.tell("")
 
@@ -64,5 +61,4 @@ class Measuring:
         self._bar.update()
 
     def close(self) -> None:
-        """Leave the bar as it stands."""
         self._bar.close()

@@ -40,7 +40,6 @@ class SideStream:
 
     @classmethod
     def create(cls, device: torch.device) -> SideStream:
-        """A stream of its own on a GPU, none elsewhere."""
         return cls(torch.cuda.Stream(device) if device.type == "cuda" else None)
 
     def start(self, work: Callable[..., Result], *inputs: Tensor) -> Callable[[], Result]:

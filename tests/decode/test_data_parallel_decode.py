@@ -50,7 +50,9 @@ def test_sizes() -> None:
     assert copy.deepcopy(runner) is runner
     assert DataParallelDecode(CONFIG, group, 0).decode_on_ranks is None
     for wrong in (-1, 65):
-        with pytest.raises(ValueError, match=rf"decode_tokens={wrong} must be between 0 and 64 / W=1"):
+        with pytest.raises(
+            ValueError, match=rf"decode_tokens={wrong} must be at least 0 and at most 64: 64 tokens .* W=1"
+        ):
             DataParallelDecode(CONFIG, group, wrong)
     layer = MoE(CONFIG, group)
     tokens, ids = torch.randn(3, 32), torch.zeros(3, 2, dtype=torch.int32)
@@ -62,7 +64,7 @@ def test_experts_that_drop_rows_do_not_decode() -> None:
     config = replace(CONFIG, capacity_factor=0.5)
     group = make_group(config, max_tokens=16)
     for kind in (DataParallelDecode, ReplicatedRunner):
-        with pytest.raises(ValueError, match=r"capacity_factor=0\.5 must be None .* or decode_tokens=12 be 0"):
+        with pytest.raises(ValueError, match=r"capacity_factor=0\.5 must be left out in warp .* decode_tokens=0"):
             kind(config, group, 12)
     layer, tokens = MoE(config, group, seed=4), torch.randn(12, 32, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -72,7 +74,7 @@ def test_experts_that_drop_rows_do_not_decode() -> None:
 
 
 def test_threads_have_scratch_memory_of_their_own() -> None:
-    """Of a model that two threads generate with, launches of one may come between the two of the other's step."""
+    """Two threads generate with one model: launches of one may come between the two of the other's step."""
     decoder, weights = (
         Decoder(2, 8),
         DecodeWeights(w1=torch.zeros(4, 64, 32), w2=torch.zeros(4, 32, 32), slots=torch.arange(4, dtype=torch.int32)),

@@ -149,7 +149,7 @@ def test_a_text_does_not_depend_on_others_through_the_capacity_of_experts(traine
     dropping = replace(source.checkpoint, model={**source.checkpoint.model, "moe.capacity_factor": 1.0})
     assert model_of(replace(source, checkpoint=dropping)) == TRAINED
     model, group = make_model(replace(TRAINED, moe=replace(TRAINED.moe, capacity_factor=1.0)))
-    with pytest.raises(ValueError, match=r"capacity_factor=1\.0 must be None to generate: sequences would drop"):
+    with pytest.raises(ValueError, match=r"capacity_factor=1\.0 must be left out in generation: sequences would drop"):
         GPTEngine(model, group)
 
 

@@ -123,7 +123,7 @@ def test_resident_experts_with_a_shared_expert_in_the_passes(prompts: list[str])
 
 
 def test_more_prompts_than_a_draft_takes_are_refused() -> None:
-    with pytest.raises(ValueError, match="speculate is for at most 64 prompts at a time, not 65"):
+    with pytest.raises(ValueError, match="prompts=65 must be at most 64: speculate='off' takes more"):
         run(65 * ["a"], engine=lambda: engine_of(slots=None), max_new_tokens=3)
 
 

@@ -243,7 +243,7 @@ def check_refusals(group: ExpertGroup) -> None:
     inputs = rank_inputs(CASE, 0)
     plain, fp8 = (quant_config_of(CASE, 0, Tensor, fp8_rows=quantized) for quantized in (False, True))
     arguments = [inputs.tokens, inputs.top_k_weights, inputs.top_k_ids, CASE.num_experts, None, False, plain, False]
-    with pytest.raises(ValueError, match="apply_router_weight_on_input=True must be False"):
+    with pytest.raises(ValueError, match="apply_router_weight_on_input=True must be left out with vLLM: weights"):
         adapted.prepare(*arguments[:5], True, *arguments[6:])
     with pytest.raises(ValueError, match="num_experts=9 must be 4"):
         adapted.prepare(*arguments[:3], 9, *arguments[4:])
@@ -265,7 +265,7 @@ def check_refusals(group: ExpertGroup) -> None:
     block_fp8 = quant_config_of(CASE, 0, FP8, fp8_rows=False)
     clamped = GroupedContiguous(replace(config, activation=Activation("clamped_swiglu")), group)
     for inner, activation, fields, quant_config, message in (
-        (grouped, "silu", {"swiglu_limit": 7.0}, plain, "gemm1_clamp_limit=7.0 must be None for activation=silu"),
+        (grouped, "silu", {"swiglu_limit": 7.0}, plain, "gemm1_clamp_limit=7.0 must be left out with vLLM"),
         (grouped, "silu", {}, one_bias, "w1_bias and w2_bias of the quant_config must both be given, or neither"),
         (grouped, "gelu", {}, plain, "activation=gelu of the moe_config must be one of silu, gelu_tanh, swigluoai, "),
         (grouped, "swigluoai", {}, plain, r"activation=.*'swiglu'.* of GroupedContiguous must be vLLM's .*'clamped_sw"),

@@ -85,11 +85,8 @@ def check_named(model: nn.Module) -> None:
     deaf = {type(module).__name__ for name, module in modules.items() if name not in asking}
     named = ", ".join(sorted(kind for kind in deaf if "Expert" in kind))
     others = f"; {named} do not" if named else ""
-    require(
-        bool(found),
-        f"model={type(model).__name__} must have experts that call Comet: convert it, or choose "
-        f"experts_implementation={IMPLEMENTATION!r} for a model whose experts ask transformers' registry{others}",
-    )
+    ways = f"convert it, or give experts_implementation={IMPLEMENTATION!r} where experts ask transformers' registry"
+    require(bool(found), f"model={type(model).__name__} must have experts that call Comet: {ways}{others}")
     check_dequantized(getattr(model, "config", None))
     for name, module in found.items():
         if hasattr(module, "gate_up_proj_scale_inv"):
@@ -102,16 +99,9 @@ def check_named(model: nn.Module) -> None:
 def comet_experts_forward(
     experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """The forward pass of a stock experts module by Comet.
+    """Compute ``(T, D)`` of a stock experts module, or gpt-oss's, by Comet.
 
-    Args:
-        experts: The module, with ``gate_up_proj (E, 2F, D)`` and ``down_proj (E, D, F)``, or gpt-oss's.
-        hidden_states: ``(T, D)``.
-        top_k_index: ``(T, K)`` integer; ids from E on (experts of other ranks) contribute nothing.
-        top_k_weights: ``(T, K)`` of any floating dtype.
-
-    Raises:
-        ValueError: If Comet cannot compute experts of this kind.
+    Ids of ``top_k_index (T, K)`` from E on are experts of other ranks, which contribute nothing.
     """
     module: Any = experts
     kind = type(module), module.down_proj.dtype, getattr(module, "act_fn", None)
@@ -216,12 +206,9 @@ def _check_folder(folder: Path, _written_ns: int) -> None:
     with ExitStack() as files:
         tensors = open_checkpoint(folder, files)
     wrong = [name for name, tensor in tensors.items() if _is_wrong(tensor, tensors, settings.get("weight_block_size"))]
-    require(
-        not wrong,
-        f"{some(wrong)} of {folder} must have scales, and sizes that are one block or whole blocks of "
-        f"{settings.get('weight_block_size')}, to be dequantised by transformers, which gets others wrong: use "
-        "comet.integrations.hf.load_pretrained(folder)",
-    )
+    rule = f"must have scales, and be one block or whole blocks of {settings.get('weight_block_size')}"
+    advice = "transformers dequantises others wrongly, use comet.integrations.hf.load_pretrained(folder)"
+    require(not wrong, f"{some(wrong)} of {folder} {rule}: {advice}")
 
 
 def _is_wrong(tensor: StoredTensor, tensors: dict[str, StoredTensor], block: list[int] | None) -> bool:

@@ -34,6 +34,7 @@ from comet.integrations.hf.stored import BIASES, FUSED
 from comet.integrations.hf.stored_experts import NOT_SAVED, StoredExperts, cores_of
 from comet.layer.group import ExpertGroup
 from comet.layout import ExpertLayout
+from comet.limits import check_values, multiple_of
 from comet.quantization.formats import FP8_BLOCK
 from comet.reference.layer import shard_experts
 from comet.utils.graphs import is_capturing
@@ -60,10 +61,9 @@ def convert(model: nn.Module, group: ExpertGroup | None = None, *, decode_tokens
             where a rank's slices of experts are too narrow for it.
 
     Returns:
-        The same model.
+        The same model; one that is refused is unchanged.
 
     Raises:
-        ValueError: If something is not supported or does not divide; then the model is unchanged.
         UnavailableError: If transformers is missing.
     """
     require_transformers()
@@ -76,11 +76,8 @@ def convert(model: nn.Module, group: ExpertGroup | None = None, *, decode_tokens
             require(weight.device == device, f"device={weight.device} of {name} must be the group's {device}")
     place = Place.create(model.config, group, decode_tokens)
     adapted = [name for name in stock if place.layout.world_size > 1 and name.endswith(ADAPTED)]
-    require(
-        not adapted,
-        f"adapters of {', '.join(adapted[:1])} and {len(adapted) - 1} more must be merged (merge_and_unload) before a "
-        "model is converted over several ranks: they are for all experts, of which a rank holds a part",
-    )
+    rule = "must be merged (merge_and_unload) before a model is converted over several ranks, each with a part of them"
+    require(not adapted, f"adapters of {', '.join(adapted[:1])} and {len(adapted) - 1} more {rule}")
     for name, experts in stock.items():
         place.install(model, name, experts)
     place.prepare(model)
@@ -93,7 +90,6 @@ def check(model: nn.Module) -> None:
     Of a model that calls Comet by its name, and is not converted, everything that could be refused later is checked.
 
     Raises:
-        ValueError: If no experts of the model are computed by Comet, or it cannot compute them.
         CommTimeoutError: If a rank did not come in time; what the model answered since then means nothing.
         EpochError: If so many calls were made that ``restart`` is due.
         CapacityError: If a prefill needed more routed rows than were reserved.
@@ -112,10 +108,7 @@ def check(model: nn.Module) -> None:
 
 
 def restart(model: nn.Module) -> None:
-    """Start the epochs of a converted model's signals newly, where ``check`` asks for it (collective over its ranks).
-
-    To be called between steps; captured steps stay valid. Waits for the device.
-    """
+    """Restart the epochs of a converted model's signals, where ``check`` asks for it; collective, between two steps."""
     for runner in _runners(model):
         runner.restart()
 
@@ -165,11 +158,10 @@ class Place:
         moe = moe_config(config)
         layout = ExpertLayout.create(moe, ParallelConfig(), 0) if group is None else group.layout(moe)
         width = moe.ffn_size // layout.tp
-        require(
-            not keep_fp8 or width % FP8_BLOCK == 0,
-            f"ffn_size={moe.ffn_size} / tp={layout.tp} = {width} must be a multiple of {FP8_BLOCK} for keep_fp8=True: "
-            "a rank holds whole blocks, each with its scale",
+        whole = multiple_of(
+            FP8_BLOCK if keep_fp8 else 1, "keep_fp8=True: a rank holds whole blocks, each with its scale"
         )
+        check_values(whole, **{"ffn_size / tp": width})
         shared = shared_ffn_size(config)
         columns = 0 if in_store else shared_columns(layout, moe.ffn_size, shared)
         in_turn = config.model_type == gpt_oss.FAMILY and not in_store
@@ -281,13 +273,13 @@ def require_same_model(group: ExpertGroup, model: nn.Module) -> None:
         _require_same_digests(gather(group.process_group, digest_of(model)))
 
 
+def _require_same(what: str, values: Sequence[Any], advice: str) -> None:
+    others = [rank for rank, value in enumerate(values) if value != values[0]]
+    require(not others, f"{what} of ranks {others} must be as on rank 0: {advice}")
+
+
 def _require_same_digests(digests: Sequence[str]) -> None:
-    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    require(
-        not others,
-        f"model of ranks {others} must be that of rank 0: all but its experts is on every rank of a group, with equal "
-        "weights; are their folders the same?",
-    )
+    _require_same("model", digests, "all but its experts is on every rank, with equal weights; is the folder the same?")
 
 
 @uncompiled
@@ -310,9 +302,4 @@ def _require_same_prompts(
     mine = ids.shape, hashlib.sha256(ids.cpu().numpy().tobytes()).digest()
     prompts, digests = zip(*gather(group.process_group, (mine, digest)), strict=True)
     _require_same_digests(digests)
-    others = [rank for rank, prompt in enumerate(prompts) if prompt != prompts[0]]
-    require(
-        not others,
-        f"input_ids of ranks {others} must be those of rank 0: all ranks of a group take the same tokens, and each "
-        "computes its part of the experts",
-    )
+    _require_same("input_ids", prompts, "all ranks take the same tokens, and each computes its part of the experts")

@@ -43,6 +43,7 @@ SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_experts
 SHARED = {"qwen2_moe": ("shared_expert", "shared_expert_gate"), "deepseek_v3": ("shared_experts", None)}
 SHARED_FIRST = ("qwen2_moe",)  # Blocks of these families call their shared expert before the routed ones.
 ACTIVATIONS = ("silu", "swish")
+OWN_EP = "_is_expert_parallel"  # transformers' own expert parallelism
 # Comet's activations of gate and up, with transformers' names of their functions.
 MADE_WITH = {"swiglu": "SiLU", "geglu": "GELU of the tanh form", "reglu": "ReLU"}
 # The flags that transformers' decorator records on every experts module, with the only values that Comet computes.
@@ -160,13 +161,6 @@ def moe_config(config: Any) -> MoEConfig:
 
     Args:
         config: Configuration of a supported model, or the folder that holds its ``config.json``.
-
-    Returns:
-        D, F, E and K of its routed experts, and their activation and biases.
-
-    Raises:
-        ValueError: If the family or activation is not supported, or a size breaks a rule of ``MoEConfig``.
-        UnavailableError: If transformers is missing.
     """
     require_transformers()
     if not hasattr(config, "model_type"):
@@ -239,7 +233,6 @@ def check_kind(
 
     Args:
         like: A class that has the methods of the experts' own; ``None``: Mixtral's experts, or gpt-oss's.
-        activations: Those that the experts may have, but for gpt-oss's, whose gate is the activation.
     """
     flags, is_gpt_oss, kind = EXPERT_FLAGS, like is None and gpt_oss.is_gpt_oss(experts), type(experts)
     if is_gpt_oss:
@@ -252,11 +245,8 @@ def check_kind(
     # A forward pass of the object's own is around the class's: it is called all the same.
     others = [method for method, own, wanted in methods if not _same_method(own, wanted)]
     others += [method for method in _METHODS[1:] if method in experts.__dict__]
-    require(
-        not others,
-        f"{', '.join(others)} of {name} ({kind.__name__}) must be as in {known.__name__}: Comet computes the weighted "
-        "sum of down_proj(act(gate) * up), or gpt-oss's experts, and nothing else",
-    )
+    rule = f"must be as in {known.__name__}: Comet computes the weighted sum of down_proj(act(gate) * up), or gpt-oss's"
+    require(not others, f"{', '.join(others)} of {name} ({kind.__name__}) {rule} experts, and nothing else")
     activation: Any = getattr(experts, "act_fn", None)
     rule = f"must be {' or '.join(MADE_WITH[each] for each in activations)}"
     known = is_gpt_oss or activation_name(activation) in activations
@@ -264,33 +254,24 @@ def check_kind(
 
 
 def stock_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """The experts modules of a supported transformers model by name, each of them checked.
-
-    Raises:
-        ValueError: If the family, activation or a module is not supported, or there is nothing to convert.
-    """
+    """The experts modules of a supported transformers model by name, each of them checked."""
     config: Any = getattr(model, "config", None)
     require(hasattr(config, "model_type"), f"model={type(model).__name__} must be a transformers model with a config")
     check_family(config)
     found = {name: module for name, module in model.named_modules() if hasattr(module, "is_concatenated")}
-    require(
-        bool(found),
-        f"model={type(model).__name__} holds no experts of transformers: it has no MoE layer or is converted already",
-    )
+    rule = "must hold experts of transformers: it has no MoE layer or is converted already"
+    require(bool(found), f"model={type(model).__name__} {rule}")
     for name, module in found.items():
         check_experts(module, name)
-        kind = type(module).__name__
-        require("forward" not in vars(module), f"forward of {name} ({kind}) must be its class's: it would be lost")
-        hooked = next((hooks for hooks in HOOKS if getattr(module, hooks)), "")
-        require(not hooked, f"{hooked} of {name} ({kind}) must be empty: they would be lost, register them afterwards")
-        changed = ", ".join(getattr(module, "parametrizations", ()))
-        require(
-            not changed, f"{changed} of {name} ({kind}) must not be parametrized: only the present values would stay"
-        )
-        require(
-            not getattr(module, "_is_expert_parallel", False),
-            f"experts of {name} must be whole; they are already split by transformers' own expert parallelism",
-        )
+        hooked = [each for each in HOOKS if getattr(module, each)]
+        lost = {
+            "must be its class's: it would be lost": ["forward"] if "forward" in vars(module) else [],
+            "must be empty: they would be lost, register them afterwards": hooked,
+            "must not be parametrized: only the present values would stay": getattr(module, "parametrizations", ()),
+            "must be off: it has split the experts already": [OWN_EP] if getattr(module, OWN_EP, False) else [],
+        }
+        for rule, present in lost.items():
+            require(not present, f"{', '.join(present)} of {name} ({type(module).__name__}) {rule}")
     return found
 
 

@@ -29,13 +29,9 @@ class FP8Experts(CometExperts):
     activations are then quantised, dynamically, per token and 128 columns, as such checkpoints are meant to be run.
     Elsewhere the layer is dequantised for that one call.
 
-    Parameters are allocated, not filled: ``gate_up_proj (e, 2F/TP, D)`` and ``down_proj (e, D, F/TP)`` float8_e4m3fn,
-    and ``gate_up_proj_scale_inv (e, 2F/TP/128, ceil(D/128))`` and ``down_proj_scale_inv (e, ceil(D/128), F/TP/128)``
-    float32. They get no gradient, and keep their types: ``.half()`` breaks them. ``pieces`` holds this rank's of a
-    shared expert that joins decode steps, under the same names, if there are any.
-
-    Args:
-        width: F/TP, a multiple of 128 and the width of a piece.
+    Parameters are allocated, not filled: float8_e4m3fn, and a float32 scale per block of 128 x 128 (``..._scale_inv``).
+    They get no gradient, and keep their types: ``.half()`` breaks them. ``pieces`` holds this rank's of a shared expert
+    that joins decode steps, under the same names, each as wide as F/TP.
     """
 
     def __init__(
@@ -56,7 +52,6 @@ class FP8Experts(CometExperts):
                 self.pieces.register_parameter(name, pieces[name])
 
     def shared_slots(self, shared: nn.Module, columns: int, clock: SequenceClock) -> SharedSlots:
-        """Return slots of pieces in block FP8."""
         return FP8SharedSlots(self.layout, columns, shared, self, clock)
 
     def run(self, routed: RoutedTokens, joined: DecodeWeights | None = None) -> Tensor:
@@ -108,13 +103,10 @@ def run_kept(runner: Runner, routed: RoutedTokens, kept: DecodeWeights) -> Tenso
 
 
 class FP8SharedSlots(SharedSlots):
-    """``SharedSlots`` of pieces that are kept in block FP8, as the routed experts are.
+    """``SharedSlots`` of pieces that are kept in block FP8 by ``experts``, as the routed experts are.
 
     The shared expert's own module is dequantised and computes all that is no decode step. Each prompt compares it with
     the pieces: it must not be written to.
-
-    Args:
-        experts: Hold the pieces.
     """
 
     def __init__(
@@ -150,8 +142,5 @@ class FP8SharedSlots(SharedSlots):
         w1, w2 = (FP8(elements=part, scales=scales, trusted=True).dequantize(dtype) for part, scales in pairs)
         with self.experts.runner.noting("comparison of a shared expert"):  # other ranks may hold no piece
             same = torch.stack([(part == source).all() for part, source in self._parts(w1, w2)]).all()
-            require(
-                bool(same),
-                "the shared expert was written to, but decode steps read it in block FP8: load the model with "
-                "keep_fp8=False to change it",
-            )
+            advice = "decode steps read it in block FP8, load the model with keep_fp8=False to change it"
+            require(bool(same), f"the shared expert must not be written to: {advice}")

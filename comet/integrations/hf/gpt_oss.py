@@ -60,11 +60,8 @@ def check_quantisation(config: Any) -> None:
     """Raise ``ValueError`` unless a configuration says that its folder is in MXFP4, or not quantised at all."""
     found = getattr(config, "quantization_config", None)
     method = found.get("quant_method") if isinstance(found, Mapping) else found
-    require(
-        method in (None, "mxfp4"),
-        f"quant_method={method!r} of quantization_config must be 'mxfp4': gpt-oss is read so, or in float32, float16 "
-        "and bfloat16; dequantise the checkpoint first",
-    )
+    rule = "must be 'mxfp4': gpt-oss is read so, or in float32, float16 and bfloat16; dequantise the checkpoint first"
+    require(method in (None, "mxfp4"), f"quant_method={method!r} of quantization_config {rule}")
 
 
 def read_turned(tensors: dict[str, StoredTensor], dtype: torch.dtype, *, gate_first: bool) -> dict[str, StoredTensor]:
@@ -119,11 +116,9 @@ def _gate_first(tensor: StoredTensor) -> StoredTensor:
 def _dequantised(blocks: StoredTensor, scales: StoredTensor, dtype: torch.dtype) -> StoredTensor:
     """``(E, N, K)`` numbers of MXFP4, of which slices may begin inside a block."""
     for tensor, shape in ((blocks, (*scales.shape, MX_BLOCK // 2)), (scales, scales.shape)):
-        require(
-            tensor.dtype == "U8" and tensor.shape == shape and len(scales.shape) == 3,
-            f"{tensor.name} {tensor.dtype} of shape {tensor.shape} must be U8 of {shape}: MXFP4 has blocks "
-            "(E, N, K / 32, 16) and scales (E, N, K / 32)",
-        )
+        fits, rule = tensor.dtype == "U8" and tensor.shape == shape and len(scales.shape) == 3, f"U8 of {shape}"
+        layout = "MXFP4 has blocks (E, N, K / 32, 16) and scales (E, N, K / 32)"
+        require(fits, f"{tensor.name} {tensor.dtype} of shape {tensor.shape} must be {rule}: {layout}")
 
     def read(index: Index) -> Tensor:
         experts, rows, columns = index
@@ -190,11 +185,9 @@ def _move(weight: Tensor, marks: dict[str, Any], *, in_rows: bool) -> None:
 def _note_training(name: str, weight: Tensor, marks: dict[str, Any], _: Tensor) -> None:
     """Refuse gradients in another order than before: fused optimizers read their state in the order of memory."""
     is_stock = weight.is_contiguous()
-    require(
-        marks.setdefault(_TRAINED + name, is_stock) == is_stock,
-        f"{name} of gpt-oss must lie in memory as it was trained before, but a state_dict or another tensor has its "
-        "memory, or a CUDA graph reads it, since a decode step moved it: drop these before training goes on",
-    )
+    same, moved = marks.setdefault(_TRAINED + name, is_stock) == is_stock, "since a decode step moved it"
+    users = f"a state_dict or another tensor has its memory, or a CUDA graph reads it, {moved}: drop these"
+    require(same, f"{name} of gpt-oss must lie in memory as it was trained before, but {users} before training goes on")
 
 
 def _num_users(tensor: Tensor) -> int:

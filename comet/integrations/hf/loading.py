@@ -53,6 +53,7 @@ from comet.integrations.hf.stored import (
 from comet.integrations.hf.stored_experts import open_stores, take_files
 from comet.layer.group import ExpertGroup
 from comet.quantization.formats import FP8_BLOCK, MXType
+from comet.utils.capabilities import refuse
 
 STORE_NAMES = {"host_cores", "expert_prefetch"}  # options that are not transformers'
 # transformers leaves out what does not fit, and reports it: ``_make`` says so in our words.
@@ -85,42 +86,28 @@ def load_pretrained(
     """Build a causal language model from a local folder, in evaluation mode, its experts sharded over a group.
 
     The model is made by transformers' own ``from_pretrained``; its experts are shards from the start, and of the
-    checkpoint's expert tensors only this rank's slices are read. Everything else is on every rank.
-
-    Block FP8 as DeepSeek-V3 publishes it (``weight`` with ``weight_scale_inv``) and MXFP4 as gpt-oss does are
-    dequantised as they are read.
+    checkpoint's expert tensors only this rank's slices are read. Everything else is on every rank. Block FP8 as
+    DeepSeek-V3 publishes it (``weight`` with ``weight_scale_inv``) and MXFP4 as gpt-oss does are dequantised as they
+    are read.
 
     Args:
         folder: Holds ``config.json`` and the weights as safetensors, experts one by one or fused.
         group: The ranks that share the experts, all of which load, and later take the same tokens; ``None``: this rank
-            alone. They wait for each other only before they open the checkpoint.
+            alone. They wait for each other only before they open the checkpoint, and once more with a budget.
         dtype: Of the model; ``None`` or ``auto``: the group's, or without a group that of ``config.json``.
         device: Where the model goes; ``None``: the group's, or without a group the CPU.
         decode_tokens: As of ``convert``; 16 by default with a budget, where more tokens stream their experts.
         keep_fp8: Keep the experts of a block FP8 checkpoint as they are stored, F/TP a multiple of 128: warp decode
             reads them so, with the shared expert where the checkpoint has that in block FP8, too, and the group's path
             gets the layer it is at dequantised. For inference.
-        expert_budget: Share of this rank's experts (up to 1), or bytes (above 1), that its device holds; the others
-            stay in the store and come when a token needs them. Experts never go to the device as a whole. For
-            inference; equal on all ranks, which then wait for each other once more when all have read their experts.
-            ``None``: all experts are on the device.
-        expert_store: ``host``: all experts are read into host memory, one by one; ``file``: they stay in the folder's
-            files, which must not change.
-        host_budget: With ``file``: share of all experts, or bytes, that host memory holds.
-        expert_dtype: ``mxfp8`` or ``mxfp4``: quantise each expert as it is read into host memory, D and F multiples of
-            32; a budget in bytes then holds about twice or four times the experts that it holds in bfloat16. What was
-            MXFP4 in the folder is the same numbers in ``mxfp4``. ``None``: as the model is, or in block FP8 with
-            ``keep_fp8``.
+        expert_budget: As those of ``GenerateConfig``, for inference and equal on all ranks, are this option,
+            ``expert_store``, ``host_budget`` and ``expert_dtype``. Files must not change while experts stay in them.
         **options: ``host_cores`` and ``expert_prefetch``, with a budget, as those of ``generate``.
             Of ``from_pretrained``: ``config``, ``subfolder``, ``variant``, ``attn_implementation``,
             ``generation_config``, ``output_loading_info``, ``trust_remote_code``, ``device_map`` with one device. All
             others are new values of fields of the configuration.
 
     Raises:
-        ValueError: If the family, activation, a quantisation or the group does not fit, tensors are missing or of a
-            wrong shape, or experts of a layer superfluous; everything about experts is known before anything is read.
-            If a budget is too small, too large for the device with the fewest experts that serve a token, or a file
-            changes while it is read. If an argument of ``from_pretrained`` does not apply.
         NotImplementedError: If an ``expert_budget`` comes with a group over several nodes, or ``expert_prefetch=True``
             with a ``file`` store or memory that cannot be pinned.
         UnavailableError: If transformers is missing.
@@ -150,7 +137,6 @@ def load_pretrained(
 
 
 def _taken_from(options: dict[str, Any]) -> dict[str, Any]:
-    """Take the options of the store out of those that were given."""
     former = options.get("torch_dtype")
     require("torch_dtype" not in options, f"torch_dtype={former} must be given as dtype={former}")
     check_removed({"expert_policy"} & options.keys())
@@ -165,12 +151,9 @@ def _config(folder: Path, given: dict[str, Any], changes: dict[str, Any], *, kee
     else:
         config = read_config(given["config"] or folder, changes)
     own, file = getattr(config, "auto_map", None) or {}, getattr(config, "transformers_weights", None)
-    require(
-        not given["trust_remote_code"] or "AutoModelForCausalLM" not in own,
-        f"trust_remote_code={given['trust_remote_code']} must be left out: auto_map of config.json names a model of "
-        f"the folder's own, and Comet runs the {config.model_type} of transformers",
-    )
-    require(file is None, f"transformers_weights={file!r} of the configuration must be left out: rename that file")
+    if "AutoModelForCausalLM" in own:
+        refuse("with auto_map in config.json", trust_remote_code=given["trust_remote_code"])
+    refuse("in load_pretrained", transformers_weights=file)
     is_fp8, no_fp8 = holds_block_fp8(config), f"config.json of {folder} has no such quantization_config"
     require(is_fp8 or not keep_fp8, f"keep_fp8=True must come with a block FP8 checkpoint: {no_fp8}")
     vars(config).pop("quantization_config", None)  # transformers would act
@@ -274,10 +257,6 @@ def state_of(
 
     Args:
         modules: Name of the experts module of each MoE layer.
-
-    Raises:
-        ValueError: If expert tensors are missing, superfluous, or of a wrong shape or dtype, or others are quantised
-            otherwise than the configuration says; all are named.
     """
     stored = tensors
     if is_fp8:
@@ -418,7 +397,6 @@ def _columns(expert: Sequence[StoredTensor], number: int, width: int) -> Matrice
 def _shards(
     module: str, experts: Sequence[Matrices], suffix: str = "", *, is_transposed: bool = False
 ) -> dict[str, LazyShard]:
-    """Parameters of a module of that name."""
     parts = tuple(tuple(gate_up) for *gate_up, _ in experts), tuple((down,) for *_, down in experts)
     return {f"{module}.{name}{suffix}": LazyShard(part, is_transposed) for name, part in zip(FUSED, parts, strict=True)}
 

@@ -41,7 +41,6 @@ class StandIn(nn.Module):
         self._non_persistent_buffers_set = own._non_persistent_buffers_set
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the model's own module."""
         own = self.__dict__.get("_own")
         return super().__getattr__(name) if own is None else getattr(own[0], name)
 
@@ -73,7 +72,6 @@ class InDecodeSteps(StandIn):
         return nothing
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return what ``own`` computes."""
         output: Tensor = self._own[0](tokens)
         return output
 
@@ -102,11 +100,8 @@ def gate_beside(model: nn.Module, experts: str) -> nn.Module:
     except AttributeError:
         gate = nn.Identity()
     weight = getattr(gate, "weight", None)
-    require(
-        isinstance(weight, Tensor) and weight.ndim == 2,
-        f"{name} ({type(gate).__name__}) must have a weight (E, D), by which drafts and prefetch route: set "
-        "speculate='off' and expert_prefetch=false",
-    )
+    rule = "must have a weight (E, D), by which drafts and prefetch route: set speculate='off', expert_prefetch=false"
+    require(isinstance(weight, Tensor) and weight.ndim == 2, f"{name} ({type(gate).__name__}) {rule}")
     return gate
 
 
@@ -130,7 +125,6 @@ def routing_config(config: Any) -> MoEConfig:
 
 
 def router_beside(gate: Any, config: MoEConfig) -> Router:
-    """A router with the weight of a gate, and its selection bias if it has one."""
     return router_of(gate.weight, getattr(gate, BIAS, None), config)
 
 
@@ -159,13 +153,11 @@ class CometExperts(nn.Module):
     """In the place of a stock experts module; parameters of the same names hold this rank's experts.
 
     Args:
-        gate_up_proj: ``(e, 2F/TP, D)``, gate rows first, then up rows.
-        down_proj: ``(e, D, F/TP)``.
+        gate_up_proj: ``(e, 2F/TP, D)``, gate rows first; ``down_proj`` is ``(e, D, F/TP)``.
         runner: Computes them; one serves all layers of a model.
-        biases: ``(e, 2F/TP)`` and ``(e, D)``, for parameters ``gate_up_proj_bias`` and ``down_proj_bias``; none: there
-            are no such.
-        is_transposed: Whether the experts are gpt-oss's: ``(e, D, 2F/TP)``, columns of gate and up in turn, and
-            ``(e, F/TP, D)``. Peft looks at the attribute of this name to shape adapters.
+        biases: ``(e, 2F/TP)`` and ``(e, D)``, for parameters ``gate_up_proj_bias`` and ``down_proj_bias``, or none.
+        is_transposed: Whether the experts are gpt-oss's: ``(e, D, 2F/TP)``, columns of gate and up in turn, and ``(e,
+            F/TP, D)``. Peft looks at the attribute of this name to shape adapters.
     """
 
     def __init__(
@@ -200,7 +192,6 @@ class CometExperts(nn.Module):
         Args:
             names: Of the shared expert in the block, and of the gate ``(T, D)`` -> ``(T, 1)`` before the sigmoid that
                 weighs it; ``None``: it weighs 1.
-            columns: From ``shared_columns``.
             comes_first: Whether the block calls the shared expert before its experts.
         """
         name, gate = names
@@ -214,7 +205,6 @@ class CometExperts(nn.Module):
         self.shared.expect(block, experts=self, **{name: stand_in})
 
     def shared_slots(self, shared: nn.Module, columns: int, clock: SequenceClock) -> SharedSlots:
-        """Return the slots from which steps read the pieces of a shared expert."""
         return SharedSlots(self.layout, columns, shared, shared_matrices, clock=clock)
 
     # A compiler could only break its graph here, in the middle of the collectives.
@@ -246,7 +236,6 @@ class CometExperts(nn.Module):
         return runner(routed._replace(tokens=tokens), w1, w2, biases, experts=joined).to(routed.tokens.dtype)
 
     def extra_repr(self) -> str:
-        """The part of the experts held here."""
         layout = self.layout
         last = layout.first_expert + layout.experts_local - 1
         return f"experts {layout.first_expert}..{last} of {layout.num_experts}, slice {layout.tp_rank} of {layout.tp}"
@@ -256,16 +245,14 @@ def shared_matrices(module: nn.Module) -> SharedMatrices:
     """Return the matrices of a gated MLP of transformers."""
     found = projections(module)
     for projection in found:
-        require(
-            is_plain(projection),
-            f"{type(projection).__name__} of the shared expert must be a torch.nn.Linear without bias, which decode "
-            "steps read beside the routed experts: convert the model after it got its adapters, not before",
+        rule = (
+            "must be a torch.nn.Linear without bias, which decode steps read: convert the model after it got adapters"
         )
+        require(is_plain(projection), f"{type(projection).__name__} of the shared expert {rule}")
     return SharedMatrices(*(projection.weight for projection in found))
 
 
 def projections(module: nn.Module) -> list[Any]:
-    """Gate, up and down of a gated MLP of transformers."""
     return [getattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")]
 
 

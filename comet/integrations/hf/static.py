@@ -97,22 +97,17 @@ class StaticDecoder:
     @torch.inference_mode(mode=False)  # the cache outlives the mode
     @torch.no_grad()
     def append(self, ids: Tensor) -> Tensor:
-        """Append ``(B,)`` int64 tokens; returns ``(B, V)`` float32 logits of the next ones."""
         return self.passes(ids[:, None])[:, 0]
 
     @property
     def lengths(self) -> Tensor:
-        """The tokens of each sequence in the cache, ``(B,)`` int64."""
         return self.place - self.pads
 
     def rewind(self, lengths: Tensor) -> None:
         """Keep the first ``lengths (B,)`` tokens of each sequence; the longest has no padding from then on.
 
         Example (A and B are places of two sequences, ``.`` padding): ``AAAAA`` and ``.BBBB`` with lengths ``[2, 3]``
-        become ``.AA`` and ``BBB``.
-
-        Raises:
-            NotImplementedError: If the cache forgets, as that of a sliding window does.
+        become ``.AA`` and ``BBB``. A cache that forgets, as that of a sliding window, raises ``NotImplementedError``.
         """
         others = forgetful(self.cache)
         if others:

@@ -54,7 +54,6 @@ class StoredTensor:
 
     @property
     def stored_as(self) -> torch.dtype:
-        """The torch type of ``dtype``, one of those that are supported."""
         return torch.float8_e4m3fn if self.dtype == BLOCK_FP8 else SCALE_DTYPES[self.dtype]
 
     @property
@@ -66,7 +65,6 @@ class StoredTensor:
         return self.read(tuple(slice(0, size) for size in self.shape))
 
     def of_expert(self, expert: int) -> StoredTensor:
-        """The part of a tensor of all experts that is one expert's."""
         own = slice(expert, expert + 1)
         return replace(self, shape=self.shape[1:], read=lambda index: self.read((own, *index))[0])
 
@@ -106,7 +104,6 @@ class LazyShard:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type that it is read as."""
         sources = [part for parts in self.experts for part in parts]
         read_as = next((source.read_as for source in sources if source.read_as), None)
         return read_as or reduce(torch.promote_types, (source.stored_as for source in sources))
@@ -240,12 +237,7 @@ def is_block_fp8(config: Any) -> bool:
 
 
 def join_scales(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Give every block FP8 tensor its scales, which are no tensors of their own then; reads nothing.
-
-    Raises:
-        ValueError: If scales are missing, of a wrong shape or dtype, or belong to nothing, or a tensor is of another
-            eight-bit type; all are named.
-    """
+    """Give every block FP8 tensor its scales, which are no tensors of their own then; names all that do not fit."""
     joined, lacking, problems = {}, [], []
     for name, tensor in tensors.items():
         if name.endswith(SCALES):
@@ -270,11 +262,7 @@ def join_scales(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
 
 
 def dequantized(tensor: StoredTensor, dtype: torch.dtype) -> StoredTensor:
-    """The same tensor, but dequantised to ``dtype`` as it is read; itself if it is not block FP8.
-
-    Example: columns 100 to 299 of a ``(256, 300)`` tensor begin inside block 0 of its ``(2, 3)`` scales; all of these
-    are read with them.
-    """
+    """The tensor, dequantised as it is read with all scales that the slice touches; itself if it is not block FP8."""
     scales = tensor.scales
     if scales is None:
         return tensor
@@ -301,13 +289,10 @@ def _checked(scales: StoredTensor) -> StoredTensor:
 
 
 def dequantize_slice(elements: Tensor, scales: Tensor, first_row: int, first_column: int, dtype: torch.dtype) -> Tensor:
-    """Element times scale, where the slice may begin inside a block.
+    """Element ``(..., N, K)`` times scale, where the slice may begin inside a block; ``scales`` are of all blocks it
+    touches.
 
     Example: 3 rows from row 127 on, of two blocks with scales 2 and 10: row 127 is times 2, rows 128 and 129 times 10.
-
-    Args:
-        elements: ``(..., N, K)`` float8_e4m3fn.
-        scales: Of all blocks that the slice touches, float32, finite and not negative.
     """
     rows = (torch.arange(elements.shape[-2]) + first_row % FP8_BLOCK) // FP8_BLOCK
     shift = first_column % FP8_BLOCK

@@ -59,7 +59,6 @@ class StoredExperts(CometExperts):
             destination[f"{prefix}in_store"] = Unsaved()
 
     def __deepcopy__(self, memo: dict[int, object]) -> StoredExperts:
-        """A copied model reads the same store and slots."""
         return self
 
 
@@ -79,11 +78,9 @@ class LayerFiles:
 
     @property
     def specs(self) -> Specs:
-        """Shape and dtype of each part."""
         return {name: (shard.shape, self.dtypes[name]) for name, shard in self.shards.items()}
 
     def read(self, expert: int, into: Mapping[str, Tensor]) -> None:
-        """Read one expert, part by part."""
         for name, shard in self.shards.items():
             shard.read_expert(expert, into[name])
 
@@ -159,7 +156,6 @@ def cache_report(model: Any) -> CacheReport | None:
 
 
 def cores_of(model: Any) -> HostCores | None:
-    """The host's cores that compute some of a model's experts, if there are any."""
     return cores_of_paths(stored_paths(model))
 
 

@@ -27,30 +27,11 @@ from comet.kernels.runtime.activation import Activation, ActivationName
 from comet.layer.group import ExpertGroup
 from comet.layer.paths import ExpertPath, make_path
 from comet.layout import Biases, RoutedTokens
+from comet.limits import check_values, equal_to, one_of
 from comet.utils.autocast import in_dtype
+from comet.utils.capabilities import missing, refuse
 
-DISPATCHERS = ("allgather", "alltoall")
-# Fields that have to be off, and why; those that a version of Megatron-core does not have count as off.
-OFF = {
-    "fp8": "experts train in the type of the tokens",
-    "fp4": "experts train in the type of the tokens",
-    "quant_recipe": "experts train in the type of the tokens",
-    "use_kitchen": "experts train in the type of the tokens",
-    "batch_invariant_mode": "kernels and their blocks follow the number of tokens",
-    "moe_use_legacy_grouped_gemm": "Comet's kernels multiply, and its checkpoints are those of SequentialMLP",
-    "moe_latent_size": "tokens travel in the model's hidden size",
-    "moe_apply_probs_on_input": "routing weights go on outputs",
-    "moe_shared_expert_overlap": "the shared expert runs before the routed ones",
-    "moe_pad_expert_input_to_capacity": "experts are not padded",
-    "moe_router_padding_for_quantization": "experts are not padded",
-    "moe_router_padding_for_fp8": "experts are not padded",
-    "moe_expert_rank_capacity_factor": "a rank drops no tokens",
-    "moe_mlp_glu_interleave_size": "all gate rows of an expert come before its up rows",
-    "overlap_moe_expert_parallel_comm": "Comet overlaps inside the layer",
-    "overlap_dispatch_backward_with_experts_wgrad": "Comet overlaps inside the layer",
-    "delay_wgrad_compute": "the backward pass makes all gradients at once",
-    "init_model_with_meta_device": "weights are made where they stay",
-}
+MEGATRON = "with Megatron's layers"
 LOCAL_EXPERT = re.compile(r"(.*)local_experts\.(\d+)\.(.+)")
 FUSED = {"linear_fc1.weight": "w1", "linear_fc2.weight": "w2", "linear_fc1.bias": "b1", "linear_fc2.bias": "b2"}
 
@@ -58,18 +39,13 @@ FUSED = {"linear_fc1.weight": "w1", "linear_fc2.weight": "w2", "linear_fc1.bias"
 class CometMoELayer:
     """Router, load-balancing losses and shared experts of Megatron's ``MoELayer``; routed experts of Comet.
 
-    ``with_comet`` mixes it into ``MoELayer``, which cannot be imported everywhere. Tokens dropped by an expert
-    capacity skip the expert, and padding counts in no loss but goes through the experts, both as in Megatron.
+    ``with_comet`` mixes it into ``MoELayer``, which cannot be imported everywhere. Tokens dropped by an expert capacity
+    skip the expert, and padding counts in no loss but goes through the experts, both as in Megatron.
 
     Args:
         submodules: Router and shared experts; the experts in it are not built.
-        layer_number: Of the transformer layer.
         process_groups: Taken where ``pg_collection`` is ``None``: Megatron-core 0.16 does not hand its own to layers it
             does not know.
-        **kwargs: What newer versions give to ``MoELayer``.
-
-    Raises:
-        ValueError: If Comet cannot do what the configuration says, or the group has other ranks than Megatron's.
     """
 
     experts: CometExperts
@@ -101,22 +77,18 @@ class CometMoELayer:
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None
     ) -> tuple[Tensor, None]:
-        """Run the layer.
+        """Run the layer on ``(s, b, h)``, at most ``max_tokens`` of the group.
 
         Args:
-            hidden_states: ``(s, b, h)``, at most ``max_tokens`` of the group.
             intermediate_tensors: ``None``; Megatron's own layer resumes from them after a part in a CUDA graph.
             padding_mask: ``(b, s)``, true where a token is padding.
-
-        Raises:
-            ValueError: If the tokens do not fit the group, or in training with tensor parallelism without sequence
-                parallelism, where ranks would train experts on the same tokens twice.
         """
-        require(intermediate_tensors is None, "intermediate_tensors must be None: the layer runs as a whole")
+        refuse(MEGATRON, intermediate_tensors=intermediate_tensors)
         ranks, sequence = self.attn_tp_group.size(), self.config.sequence_parallel  # type: ignore[attr-defined]
         require(
             sequence or ranks == 1 or not self.training,  # type: ignore[attr-defined]
-            f"sequence_parallel={sequence} must be True in training with tensor_model_parallel_size={ranks}",
+            f"sequence_parallel={sequence} must be True in training with tensor_model_parallel_size={ranks}, or ranks "
+            "train experts on the same tokens twice",
         )
         mask = None if padding_mask is None else padding_mask.transpose(0, 1).bool()
         if self.moe_layer_recompute:  # type: ignore[attr-defined]
@@ -137,18 +109,14 @@ class CometMoELayer:
 
 
 def top_k_of(probs: Tensor, routing_map: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Megatron's routing as Comet takes it: ids and weights, largest first, differentiable in ``probs``.
+    """Megatron's routing as Comet takes it: ids ``(T, K)`` int32, largest first, and weights, differentiable in
+    ``probs``.
 
     Example: probs ``[[0, 0.3, 0.7], [0, 0, 0.6]]``, true in the map where positive, K=2: ids ``[[2, 1], [2, -1]]``,
     weights ``[[0.7, 0.3], [0.6, 0]]``; the second token was dropped by one of its experts.
-
-    Returns:
-        ``(T, K)`` int32, -1 for slots without an expert, and ``(T, K)`` float32.
     """
-    require(
-        routing_map.dtype == torch.bool and routing_map.shape == probs.shape,
-        f"routing_map of {routing_map.dtype} and shape={tuple(routing_map.shape)} must be bool {tuple(probs.shape)}",
-    )
+    found, wanted = (routing_map.dtype, routing_map.shape), (torch.bool, probs.shape)
+    require(found == wanted, f"routing_map of dtype and shape {found} must be of {wanted}")
     ids = probs.detach().masked_fill(~routing_map, -torch.inf).topk(top_k, dim=1).indices
     dropped = ~routing_map.gather(1, ids)
     weights = probs.gather(1, ids).masked_fill(dropped, 0.0)
@@ -179,7 +147,6 @@ def with_comet(
             one: Megatron-core 0.16 does not pass it on.
 
     Raises:
-        ValueError: If no layer of the spec is a plain ``MoELayer``.
         UnavailableError: If Megatron-core is not importable.
     """
     try:
@@ -193,10 +160,8 @@ def with_comet(
     layers = getattr(spec, "layer_specs", None)
     ours = type(CometMoELayer.__name__, (CometMoELayer, stock), {"__doc__": CometMoELayer.__doc__})
     made = [_layer_with_comet(layer, stock, ours, settings) for layer in ([spec] if layers is None else layers)]
-    require(
-        any(layer is not None for layer in made),
-        "spec must have a layer whose mlp is Megatron's MoELayer: num_experts of the spec is not set",
-    )
+    rule = "must have a layer whose mlp is Megatron's MoELayer: its num_experts is not set"
+    require(any(layer is not None for layer in made), f"spec {rule}")
     if layers is None:
         return made[0]
     return replace(spec, layer_specs=[new or old for new, old in zip(made, layers, strict=True)])
@@ -215,11 +180,7 @@ def _layer_with_comet(layer: Any, stock: type, ours: type, settings: dict[str, A
 
 
 def moe_config(config: Any, *, max_imbalance: float | None = None) -> MoEConfig:
-    """The shape of a Megatron model's MoE layers, for ``make_expert_group``; Megatron does the routing.
-
-    Raises:
-        ValueError: If the model has no experts, or sizes that Comet cannot take.
-    """
+    """The shape of a Megatron model's MoE layers, for ``make_expert_group``; Megatron does the routing."""
     experts = config.num_moe_experts
     require(bool(experts), f"num_moe_experts={experts} must be at least 1: the model has no MoE layers")
     return MoEConfig(
@@ -242,35 +203,23 @@ def activation_of(config: Any) -> Activation:
     with suppress(ImportError):
         theirs = importlib.import_module("megatron.core.activations")
         names |= {theirs.fast_gelu: "geglu", theirs.quick_gelu: "clamped_swiglu"}
-    require(
-        function in names,
-        f"activation_func={getattr(function, '__name__', function)} must be silu, relu, or fast_gelu (of tanh) or "
-        "quick_gelu of megatron.core.activations",
-    )
+    rule = "must be silu, relu, or fast_gelu (of tanh) or quick_gelu of megatron.core.activations"
+    require(function in names, f"activation_func={getattr(function, '__name__', function)} {rule}")
     limit = getattr(config, "activation_func_clamp_value", None)
     offset = getattr(config, "glu_linear_offset", 0.0) or 0.0
     if names[function] == "clamped_swiglu":
         require(bool(limit), f"activation_func_clamp_value={limit} must be above 0 for activation_func=quick_gelu")
-        require(offset == 1, f"glu_linear_offset={offset} must be 1.0 for activation_func=quick_gelu")
+        check_values(equal_to(1.0, "activation_func=quick_gelu adds 1 to up"), glu_linear_offset=offset)
         return Activation("clamped_swiglu", limit=limit)
-    require(not limit, f"activation_func_clamp_value={limit} must be None but for activation_func=quick_gelu")
-    require(not offset, f"glu_linear_offset={offset} must be 0.0 but for activation_func=quick_gelu")
+    refuse("without activation_func=quick_gelu", activation_func_clamp_value=limit, glu_linear_offset=offset)
     return Activation(names[function])
 
 
 def check_config(config: Any, group: ExpertGroup) -> None:
     """Raise ``ValueError``, naming field, value and rule, for what Comet's experts would compute otherwise."""
-    for name, reason in OFF.items():
-        value = getattr(config, name, None)
-        require(not value, f"{name}={value} must be off: {reason}")
+    refuse(MEGATRON, **{name: getattr(config, name, None) for name in missing(MEGATRON)})  # or versions have no such
     activation_of(config)
-    dispatcher = config.moe_token_dispatcher_type
-    require(
-        dispatcher in DISPATCHERS,
-        f"moe_token_dispatcher_type={dispatcher!r} must be one of {DISPATCHERS}; whichever, Comet dispatches instead",
-    )
-    graphs = config.cuda_graph_impl
-    require(graphs == "none", f"cuda_graph_impl={graphs!r} must be 'none': Megatron's graphs cut the layer in pieces")
+    check_values(one_of("allgather", "alltoall"), moe_token_dispatcher_type=config.moe_token_dispatcher_type)
     # Megatron casts hidden states to bf16 or fp16 where these are set, whatever ``params_dtype`` is.
     dtype = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else config.params_dtype
     wanted = group.workspace.shape.dtype
@@ -293,10 +242,7 @@ def check_ranks(process_groups: Any, group: ExpertGroup) -> None:
         require(given is not None, f"{name} of the process groups must be given: experts live in it")
     for name, (size, ranks) in wanted.items():
         found = dist.get_process_group_ranks(getattr(process_groups, name))
-        require(
-            len(found) == len(ranks),
-            f"{size}={len(found)} must be {len(ranks)}, as in Comet's group of ep={ep} and tp={tp}",
-        )
+        check_values(equal_to(len(ranks), f"Comet's group has ep={ep} and tp={tp}"), **{size: len(found)})
         require(found == ranks, f"ranks={found} of Megatron's {name} group must be {ranks}, those of Comet's group")
 
 
@@ -305,9 +251,6 @@ def from_sequential(state: Mapping[str, Any]) -> dict[str, Any]:
 
     Example: ``mlp.experts.local_experts.0.linear_fc1.weight (2F, h)`` and ``...local_experts.1...`` become
     ``mlp.experts.w1 (2, 2F, h)``; ``mlp.router.weight`` stays.
-
-    Raises:
-        ValueError: If an expert has parameters that Comet has not, or lacks one.
     """
     made: dict[str, Any] = {}
     experts: dict[str, dict[int, Tensor]] = {}
@@ -340,13 +283,8 @@ class CometExperts(nn.Module):
 
     With ``add_bias_linear`` there are ``b1 (e, 2F)`` and ``b2 (e, h)``; Megatron allows them without expert TP.
 
-    Every expert gets a gradient, also without tokens. Weights are drawn per global expert, with a seed from torch's
-    CPU generator, which Megatron seeds alike on all ranks that hold the layer: the model does not depend on EP.
-
-    Args:
-        num_local_experts: As Megatron counts them: e.
-        config: A ``TransformerConfig``.
-        **kwargs: What newer versions give to experts, such as a name.
+    Every expert gets a gradient, also without tokens. Weights are drawn per global expert, with a seed from torch's CPU
+    generator, which Megatron seeds alike on all ranks that hold the layer: the model does not depend on EP.
     """
 
     def __init__(
@@ -421,10 +359,7 @@ class CometExperts(nn.Module):
         """The weights for Megatron's distributed checkpoints, under the names and shapes of ``SequentialMLP``."""
         from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-        require(
-            not (metadata or {}).get("singleton_local_shards"),
-            "singleton_local_shards=True of the metadata must be False: experts are stored as one tensor per layer",
-        )
+        refuse(MEGATRON, singleton_local_shards=(metadata or {}).get("singleton_local_shards"))
         axis, layout = len(sharded_offsets), self.layout
         whole = (0, 0, self.expert_data_group.rank())
 
@@ -433,7 +368,7 @@ class CometExperts(nn.Module):
             return ShardedTensor.from_rank_offsets(key, tensor, *offsets, replica_id=replica, prepend_axis_num=axis)
 
         def split(key: str, tensor: Tensor, replica: Any, flattened_range: slice | None = None) -> list[Any]:
-            require(flattened_range is None, f"flattened_range={flattened_range} must be None: gate and up are split")
+            refuse(MEGATRON, flattened_range=flattened_range)
             halves = enumerate(tensor.detach().chunk(2, dim=1))
             places = [(half.contiguous(), number * layout.tp + layout.tp_rank) for number, half in halves]
             return [part(key, half, replica, (axis + 1, place, 2 * layout.tp)) for half, place in places]

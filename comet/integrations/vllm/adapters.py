@@ -31,6 +31,7 @@ from comet.modular.interfaces import (
 )
 from comet.modular.symmetric import SymmetricBatched
 from comet.quantization.formats import FP8, FP8_BLOCK, MX_BLOCK, MXFP8, Weight
+from comet.utils.capabilities import refuse
 
 PACKAGE = "vllm.model_executor.layers.fused_moe"
 NEEDS = "comet.integrations.vllm needs vLLM 0.25 to 0.33"
@@ -65,15 +66,10 @@ Weights = tuple[Weight, Weight, Biases | None]
 
 
 def adapt_prepare_finalize(inner: PrepareFinalize, moe_config: Any = None, quant_config: Any = None) -> Any:
-    """Wrap a prepare/finalize as a ``FusedMoEPrepareAndFinalizeModular`` of vLLM.
-
-    Args:
-        inner: Hands out contiguous or batched rows.
-        moe_config: vLLM's, kept for it, as is ``quant_config``.
+    """Wrap a prepare/finalize that hands out rows as a ``FusedMoEPrepareAndFinalizeModular`` of vLLM.
 
     Raises:
         UnavailableError: If vLLM is not importable, or not of these versions.
-        ValueError: If ``inner`` is one half of the fused layer.
     """
     name = type(inner).__name__
     require(inner.activation_format in FORMATS, f"{name} must hand out rows to be adapted to vLLM, not a handle")
@@ -83,18 +79,14 @@ def adapt_prepare_finalize(inner: PrepareFinalize, moe_config: Any = None, quant
 
 
 def adapt_experts(inner: Experts, moe_config: Any, quant_config: Any, max_num_tokens: int | None = None) -> Any:
-    """Wrap experts as a ``FusedMoEExpertsModular`` of vLLM.
+    """Wrap experts that take rows, contiguous or batched, as a ``FusedMoEExpertsModular`` of vLLM.
 
     Args:
-        inner: Takes contiguous or batched rows, contiguous ones if both.
-        moe_config: vLLM's, for its base class.
         quant_config: vLLM's; holds the scales of quantised weights.
         max_num_tokens: For batched rows: ``max_num_tokens_per_rank()`` of the prepare/finalize.
 
     Raises:
         UnavailableError: If vLLM is not importable, or not of these versions.
-        ValueError: If ``inner`` is one half of the fused layer, cannot compute with such weights, or would have to
-            reduce batched rows itself, for which vLLM does not tell experts which rows belong to one token.
     """
     name = type(inner).__name__
     formats = [item for item in FORMATS if item in inner.formats & inner.reduce.formats]
@@ -148,7 +140,6 @@ class PrepareFinalizeAdapter:
 
     @property
     def activation_format(self) -> Any:
-        """How the rows it hands out lie."""
         return getattr(self.vllm.FusedMoEActivationFormat, FORMATS[self.inner.activation_format])
 
     def topk_indices_dtype(self) -> torch.dtype:
@@ -162,7 +153,6 @@ class PrepareFinalizeAdapter:
         return self.inner.layout.world_size
 
     def output_is_reduced(self) -> bool:
-        """``finalize`` adds up the outputs of all ranks."""
         return True
 
     def prepare(
@@ -177,7 +167,7 @@ class PrepareFinalizeAdapter:
         defer_input_quant: bool,
     ) -> Prepared:
         """Send the tokens and wait for those of all ranks."""
-        _require_weights_on_output(apply_router_weight_on_input)
+        refuse("with vLLM", apply_router_weight_on_input=apply_router_weight_on_input)
         layout = self.inner.layout
         require(num_experts == layout.num_experts, f"num_experts={num_experts} must be {layout.num_experts}")
         self._require_contiguous(expert_map)
@@ -200,10 +190,8 @@ class PrepareFinalizeAdapter:
             return
         local = torch.arange(layout.num_experts) - layout.first_expert
         local[(local < 0) | (local >= layout.experts_local)] = -1
-        require(
-            torch.equal(expert_map.cpu().long(), local),
-            f"expert_map={expert_map.tolist()} must be {local.tolist()}: --expert-placement-strategy linear",
-        )
+        rule = f"must be {local.tolist()}: --expert-placement-strategy linear"
+        require(torch.equal(expert_map.cpu().long(), local), f"expert_map={expert_map.tolist()} {rule}")
         self._map = expert_map
 
     def _step(self, half: str) -> Any:
@@ -231,7 +219,7 @@ class PrepareFinalizeAdapter:
         weight_and_reduce_impl: Any,
     ) -> None:
         """Reduce, send home and add up, into ``output (T, D)``."""
-        _require_weights_on_output(apply_router_weight_on_input)
+        refuse("with vLLM", apply_router_weight_on_input=apply_router_weight_on_input)
         name = type(weight_and_reduce_impl).__name__
         fitting = [known for known, kind in REDUCTIONS.items() if self.inner.activation_format in kind.formats]
         require(name in fitting, f"weight_and_reduce_impl={name} must be one of {', '.join(fitting)}")
@@ -266,10 +254,7 @@ class ExpertsAdapter:
         require(kind in inner.weight_types, f"{name} cannot compute with {kind.__name__} weights")
         wanted, interleaved = activation_of(moe_config, quant_config)
         require(self.computes == wanted, f"activation={self.computes} of {name} must be vLLM's {wanted}")
-        require(
-            kind is not FP8 or not interleaved,
-            "activation=swigluoai must come without block FP8: a scale would be of gate and up rows together",
-        )
+        refuse("with vLLM", swigluoai=interleaved and kind is FP8)
         b1, b2 = (getattr(quant_config, bias, None) is None for bias in ("w1_bias", "w2_bias"))
         require(b1 == b2, "w1_bias and w2_bias of the quant_config must both be given, or neither")
         if interleaved:
@@ -306,7 +291,6 @@ class ExpertsAdapter:
 
     @property
     def expects_unquantized_inputs(self) -> bool:
-        """Whether rows must not be quantised before they travel."""
         return not self.inner.takes_fp8
 
     def finalize_weight_and_reduce_impl(self) -> Any:
@@ -338,14 +322,12 @@ class ExpertsAdapter:
     def apply(self, *args: Any, **kwargs: Any) -> None:
         """Compute the outputs into ``output``; arguments as vLLM's class names them."""
         call = SimpleNamespace(**APPLY.bind(self, *args, **kwargs).arguments)
-        _require_weights_on_output(call.apply_router_weight_on_input)
+        refuse("with vLLM", apply_router_weight_on_input=call.apply_router_weight_on_input)
         wanted = self.moe_config.activation  # type: ignore[attr-defined]
         require(call.activation == wanted, f"activation={call.activation} must be the moe_config's {wanted}")
         tokens, scales = call.hidden_states, call.a1q_scale
-        require(
-            self.inner.takes_fp8 == (scales is not None),
-            f"{type(self.inner).__name__} takes rows {'in FP8' if self.inner.takes_fp8 else 'that are not quantised'}",
-        )
+        taken = "in FP8" if self.inner.takes_fp8 else "that are not quantised"
+        require(self.inner.takes_fp8 == (scales is not None), f"{type(self.inner).__name__} takes rows {taken}")
         rows = self._rows(
             call, tokens if scales is None else FP8(elements=tokens, scales=scales, block_rows=1, trusted=True)
         )
@@ -399,10 +381,6 @@ def map_ids(topk_ids: Tensor, expert_map: Tensor | None) -> Tensor:
     return expert_map[topk_ids.clamp(min=0).long()].masked_fill(topk_ids < 0, -1).int()
 
 
-def _require_weights_on_output(apply_router_weight_on_input: bool) -> None:
-    require(not apply_router_weight_on_input, "apply_router_weight_on_input=True must be False: weights go on outputs")
-
-
 class WeightCache:
     """vLLM's weights with the scales and biases of its quant_config.
 
@@ -441,8 +419,7 @@ def activation_of(moe_config: Any, quant_config: Any) -> tuple[Activation, bool]
         found = (getattr(quant_config, field, None), getattr(moe_config, other, None), default)
         given[field] = next((number for number in found if number is not None), None)
     if name != "clamped_swiglu":
-        for field, number in given.items():
-            require(number is None, f"{field}={number} must be None for activation={value}: it would be left out")
+        refuse("with vLLM", **given)
         return Activation(name), False
     limit, alpha, beta = given.values()
     require(limit is not None, f"gemm1_clamp_limit={limit} must be given for activation={value}")

@@ -226,7 +226,7 @@ def test_refused_models() -> None:
     refuse(tiny_model("qwen3_moe", hidden_act="gelu"), "hidden_act='gelu' of the qwen3_moe model must be one of")
     refuse(tiny_model("mixtral", intermediate_size=40), "ffn_size=40 must be at least 16 and a multiple of 16")
     refuse(tiny_model("mixtral", torch.float64), "dtype=torch.float64 of model.layers.0.mlp.experts must be")
-    refuse(tiny_model("mixtral"), "decode_tokens=65 must be between 0 and 64", decode_tokens=65)
+    refuse(tiny_model("mixtral"), "decode_tokens=65 must be at least 0 and at most 64", decode_tokens=65)
 
     late = tiny_model("mixtral")  # the second module is the bad one: the first must stay as well
     late.model.layers[1].mlp.experts.is_transposed = True
@@ -236,8 +236,8 @@ def test_refused_models() -> None:
     refuse(late, "act_fn=GELU.* of model.layers.1.mlp.experts .* must be SiLU")
     split = tiny_model("mixtral")
     split.model.layers[1].mlp.experts._is_expert_parallel = True
-    refuse(split, "experts of model.layers.1.mlp.experts must be whole")
-    refuse(hf.convert(tiny_model("mixtral")), "holds no experts of transformers")
+    refuse(split, "_is_expert_parallel of model.layers.1.mlp.experts .* must be off")
+    refuse(hf.convert(tiny_model("mixtral")), "must hold experts of transformers")
 
 
 def test_refused_groups() -> None:
@@ -245,7 +245,7 @@ def test_refused_groups() -> None:
     refuse(model, "num_experts=4 must be divisible by ep=3", replace(make_group(model), parallel=ParallelConfig(ep=3)))
     refuse(model, "ffn_size=32 must be divisible by tp=3", replace(make_group(model), parallel=ParallelConfig(tp=3)))
     narrow_slices = replace(make_group(model), parallel=ParallelConfig(tp=4))
-    message = "ffn_size=32 must be divisible by tp=4 into multiples of 16 for warp decode, or decode_tokens=4 be 0"
+    message = "ffn_size=32 must be a multiple of 64: 16 x tp, or give decode_tokens=0"
     refuse(model, message, narrow_slices, decode_tokens=4)
     refuse(
         model, "dtype=torch.float32 of .* must be the group's torch.bfloat16", make_group(model, dtype=torch.bfloat16)
@@ -259,7 +259,7 @@ def test_a_group_infers_only() -> None:
     model = tiny_model("mixtral")
     hf.convert(model, make_group(model))
     with pytest.raises(
-        ValueError, match=r"requires_grad=True of tokens or top_k_weights must be False.*torch.no_grad\(\)"
+        ValueError, match=r"requires_grad=True must be left out in a converted model.*torch.no_grad\(\)"
     ):
         model(prompt(1, 3))
     assert isinstance(model.model.layers[0].mlp.experts, CometExperts)

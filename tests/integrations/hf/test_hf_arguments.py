@@ -113,10 +113,13 @@ def test_arguments_of_no_effect_are_taken(folder: Path) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    (dict(revision="v2"), "revision='v2' must be left out: the folder is on this machine: get it there first"),
+    (dict(revision="v2"), "revision='v2' must be left out in load_pretrained: the folder is on this machine, get it"),
     (dict(cache_dir="/tmp"), "cache_dir='/tmp' must be left out"),
     (dict(token="secret"), "token='secret' must be left out"),
-    (dict(state_dict={"a": torch.zeros(3)}), r"state_dict=\{'a': tensor.* must be left out: the weights are the saf"),
+    (
+        dict(state_dict={"a": torch.zeros(3)}),
+        r"state_dict=\{'a': tensor.* must be left out .*: the weights are the saf",
+    ),
     (dict(use_safetensors=False), "use_safetensors=False must be left out"),
     (dict(ignore_mismatched_sizes=True), "ignore_mismatched_sizes=True must be left out"),
     (dict(key_mapping={"a": "b"}), "key_mapping="),
@@ -127,8 +130,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (dict(device_map="cpu", device="cuda"), "device=cuda must be the one of device_map='cpu'"),
     (dict(max_memory={0: "1GB"}), "max_memory=.* expert_budget"),
     (dict(offload_folder="x"), "offload_folder='x' must be left out"),
-    (dict(tp_plan="auto"), "tp_plan='auto' must be left out: ranks share experts by load_pretrained"),
-    (dict(experts_implementation="eager"), "experts_implementation='eager' must be left out: Comet computes"),
+    (dict(tp_plan="auto"), "tp_plan='auto' must be left out .*: ranks share experts by load_pretrained"),
+    (dict(experts_implementation="eager"), "experts_implementation='eager' must be left out .*: Comet computes"),
     (dict(use_kernels=True), "use_kernels=True must be left out"),
     (dict(quantization_config={"load_in_4bit": True}), "quantization_config=.* see keep_fp8 and expert_dtype"),
     (dict(adapter_kwargs={"revision": "x"}), "adapter_kwargs="),
@@ -169,7 +172,7 @@ def test_a_folder_with_code_of_its_own_says_that_stock_code_runs(folder: Path, t
     settings["auto_map"] = {"AutoModelForCausalLM": "modeling_own.Own"}
     (tmp_path / "config.json").write_text(json.dumps(settings))
     assert torch.equal(logits(hf.load_pretrained(tmp_path)), logits(hf.load_pretrained(folder)))
-    with pytest.raises(ValueError, match="trust_remote_code=True must be left out: auto_map of"):
+    with pytest.raises(ValueError, match="trust_remote_code=True must be left out with auto_map in"):
         hf.load_pretrained(tmp_path, trust_remote_code=True)
 
 

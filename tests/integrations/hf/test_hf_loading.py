@@ -300,10 +300,10 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @in_ranks(2, timeout=300)
 def test_narrow_slices_of_experts_need_no_setting(rank: int, world_size: int, narrow: Path) -> None:
-    """F / TP = 24: warp decode, which takes multiples of 16 only, is off unless somebody asks for it."""
+    """F / TP = 24: warp decode, which takes multiples of 16 only, is off unless it is asked for."""
     model = tiny_model("mixtral", intermediate_size=48)
     expected, group = Expected.of(model), make_group(model, 1, 2)
-    with pytest.raises(ValueError, match="into multiples of 16 for warp decode, or decode_tokens=4 be 0"):
+    with pytest.raises(ValueError, match="ffn_size=48 must be a multiple of 32: 16 x tp, or give"):
         hf.convert(model, group, decode_tokens=4)
     with pytest.raises(ValueError, match="ffn_size=48 / tp=2 = 24 must be a multiple of 16 with an expert_budget"):
         hf.load_pretrained(narrow, group, expert_budget=0.5)
@@ -335,7 +335,7 @@ def test_sampling_and_an_assistant_over_ranks(rank: int, world_size: int) -> Non
 def test_ranks_with_different_prompts_all_say_so(rank: int, world_size: int) -> None:
     group = make_group(tiny_config("qwen3_moe"), ep=world_size)
     model, ids = hf.convert(tiny_model("qwen3_moe"), group), torch.arange(6).view(1, 6)
-    with pytest.raises(ValueError, match=r"^input_ids of ranks \[1\] must be those of rank 0: all ranks of a group"):
+    with pytest.raises(ValueError, match=r"^input_ids of ranks \[1\] must be as on rank 0: all ranks take"):
         model.generate(ids + rank, max_new_tokens=2)
     assert torch.equal(greedy(model, ids), greedy(tiny_model("qwen3_moe"), ids)), "they go on"
     group.close()
@@ -347,10 +347,8 @@ def test_ranks_with_different_models_all_say_so(rank: int, world_size: int) -> N
     stock, ids = tiny_model("qwen3_moe"), torch.arange(6).view(1, 6)
     stock.model.norm.weight.data[3] += rank  # two folders differ like this
     model = hf.convert(stock, group)
-    with pytest.raises(
-        ValueError, match=r"^model of ranks \[1\] must be that of rank 0: .* are their folders the same\?$"
-    ):
+    with pytest.raises(ValueError, match=r"^model of ranks \[1\] must be as on rank 0: .* is the folder the same\?$"):
         model.generate(ids, max_new_tokens=2)
-    with pytest.raises(ValueError, match=r"^model of ranks \[1\] must be that of rank 0"):
+    with pytest.raises(ValueError, match=r"^model of ranks \[1\] must be as on rank 0"):
         require_same_model(group, model)
     group.close()

@@ -12,9 +12,10 @@ from torch.nn.functional import gelu, relu
 from comet.config import MoEConfig, ParallelConfig
 from comet.errors import UnavailableError
 from comet.integrations.megatron import from_sequential, moe_config, with_comet
-from comet.integrations.megatron.layer import OFF, check_config, check_ranks, top_k_of
+from comet.integrations.megatron.layer import MEGATRON, check_config, check_ranks, top_k_of
 from comet.kernels.runtime.activation import Activation
 from comet.layer.group import ExpertGroup, make_expert_group
+from comet.utils.capabilities import missing
 
 DEFAULTS: dict[str, Any] = dict(  # fields of a TransformerConfig
     moe_token_dispatcher_type="alltoall",
@@ -53,7 +54,7 @@ def test_an_expert_of_weight_zero_stays_chosen() -> None:
 
 
 def test_ids_instead_of_a_map_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"routing_map of torch.int64 and shape=\(1, 2\) must be bool \(1, 3\)"):
+    with pytest.raises(ValueError, match=r"routing_map of dtype and shape .*int64.* must be of .*bool"):
         top_k_of(torch.ones(1, 3), torch.tensor([[0, 1]]), 2)
 
 
@@ -71,11 +72,11 @@ def test_the_shape_of_the_layers() -> None:
         moe_config(config(moe_ffn_hidden_size=40))
 
 
-@pytest.mark.parametrize("name", OFF)
+@pytest.mark.parametrize("name", sorted(missing(MEGATRON).keys() - {"cuda_graph_impl"}))
 def test_what_has_to_be_off(name: str, group: ExpertGroup) -> None:
     for value in (None, False, 0.0):
         check_config(config(**{name: value}), group)
-    with pytest.raises(ValueError, match=f"{name}=1.5 must be off: "):
+    with pytest.raises(ValueError, match=f"{name}=1.5 must be left out with "):
         check_config(config(**{name: 1.5}), group)
 
 
@@ -84,10 +85,10 @@ def test_what_has_to_be_off(name: str, group: ExpertGroup) -> None:
     [
         (dict(gated_linear_unit=False), "gated_linear_unit=False must be True: experts have a gate"),
         (dict(activation_func=gelu), "activation_func=gelu must be silu, relu, or fast_gelu"),
-        (dict(activation_func_clamp_value=7.0), "activation_func_clamp_value=7.0 must be None but for"),
-        (dict(glu_linear_offset=1.0), "glu_linear_offset=1.0 must be 0.0 but for activation_func=quick_gelu"),
+        (dict(activation_func_clamp_value=7.0), "activation_func_clamp_value=7.0 must be left out without"),
+        (dict(glu_linear_offset=1.0), "glu_linear_offset=1.0 must be left out without activation_func=quick_gelu"),
         (dict(moe_token_dispatcher_type="flex"), "moe_token_dispatcher_type='flex' must be one of"),
-        (dict(cuda_graph_impl="local"), "cuda_graph_impl='local' must be 'none'"),
+        (dict(cuda_graph_impl="local"), "cuda_graph_impl='local' must be left out .* 'none' does not"),
         (dict(params_dtype=torch.float16), "dtype=torch.float16 of the model's tokens must be the group's"),
         (dict(fp16=True), "dtype=torch.float16 of the model's tokens must be the group's torch.float32"),
         (dict(bf16=True), "dtype=torch.bfloat16 of the model's tokens must be the group's torch.float32"),
@@ -105,8 +106,8 @@ def test_configurations_comet_cannot_take(changes: dict[str, Any], message: str,
         ({}, None),
         (dict(ep=[4, 5]), r"ranks=\[4, 5\] of Megatron's ep group must be \[4, 6\], those of Comet's group"),
         (dict(expt_tp=[4, 5]), r"ranks=\[4, 5\] of Megatron's expt_tp group must be \[6, 7\]"),
-        (dict(ep=[6]), r"expert_model_parallel_size=1 must be 2, as in Comet's group of ep=2 and tp=2"),
-        (dict(expt_tp=[4, 5, 6, 7]), r"expert_tensor_parallel_size=4 must be 2"),
+        (dict(ep=[6]), r"expert_model_parallel_size=1 must be equal to 2: Comet's group has ep=2 and tp=2"),
+        (dict(expt_tp=[4, 5, 6, 7]), r"expert_tensor_parallel_size=4 must be equal to 2"),
         (dict(expt_dp=None), "expt_dp of the process groups must be given"),
     ],
 )

@@ -188,7 +188,7 @@ def test_gate_and_up_rows_in_turn_give_the_same_bits(rank: int, world_size: int)
     for index, case in enumerate([*ACTIVATED, *QUANTISED_ACTIVATED]):
         case = replace(case, activation=ACTIVATIONS[-1], seed=index)
         if case.quantised == "fp8":
-            with pytest.raises(ValueError, match="interleaved=True must be False for block FP8"):
+            with pytest.raises(ValueError, match="interleaved=True must be left out with experts in block FP8"):
                 replace(make_inputs(case, torch.float32, "cpu").weights, interleaved=True)
         else:
             check_rows_in_turn(case, torch.float32, "cpu")
@@ -228,29 +228,32 @@ def scratch(dtype: torch.dtype, **options: int) -> DecodeScratch:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: call(tokens=torch.zeros(3, 32, requires_grad=True)), "requires_grad=True of tokens or top_k_weights"),
-        (lambda: call(tokens=torch.zeros(65, 32)), "T=65 tokens must be at most MAX_DECODE_TOKENS=64"),
+        (
+            lambda: call(tokens=torch.zeros(3, 32, requires_grad=True)),
+            "requires_grad=True must be left out in warp decode",
+        ),
+        (lambda: call(tokens=torch.zeros(65, 32)), "T=65 must be at most 64"),
         (lambda: call(tokens=torch.zeros(3, 48)), r"tokens of shape \(3, 48\) must be \(T, D\) = \(T, 32\) with D=32"),
         (lambda: call(tokens=torch.zeros(96)), r"tokens of shape \(96,\) must be \(T, D\)"),
         (lambda: call(tokens=GOOD.tokens.half()), "tokens of dtype torch.float16 must have the weights' torch.float32"),
         (lambda: call(top_k_ids=GOOD.ids[:2]), r"top_k_ids of shape \(2, 2\) must be \(T, K\) = \(3, K\) with T=3"),
         (lambda: call(top_k_ids=GOOD.ids.float()), "top_k_ids of dtype torch.float32 must be torch.int32"),
         (lambda: call(top_k_ids=GOOD.ids + 4), r"contain \d; every id must be -1 \(masked\) or in \[0, \w+=4\)"),
-        (lambda: call(top_k_ids=MANY.int(), top_k_weights=MANY), "K=33 must be between 1 and 32"),
+        (lambda: call(top_k_ids=MANY.int(), top_k_weights=MANY), "K=33 must be at least 1 and at most 32"),
         (lambda: call(top_k_weights=GOOD.routing_weights[:, :1]), r"top_k_weights of shape \(3, 1\) must be \(T, K\)"),
         (lambda: call(top_k_weights=GOOD.routing_weights.half()), "top_k_weights of dtype torch.float16 must be"),
         (lambda: changed(w1=GOOD.weights.w1[:, :-16]), r"w1 of shape .* must be \(S, 2F, D\) = \(6, 32, 32\)"),
         (lambda: changed(w2=GOOD.weights.w2.half()), "w2 of dtype torch.float16 must be torch.float32"),
-        (lambda: changed(w1=NARROW.mT.repeat(1, 2, 1), w2=NARROW), "F=8 of w2 must be a positive multiple of 16"),
+        (lambda: changed(w1=NARROW.mT.repeat(1, 2, 1), w2=NARROW), "F=8 must be at least 16 and a multiple of 16"),
         (lambda: changed(slots=GOOD.weights.slots.long()), "slots of dtype torch.int64 must be torch.int32"),
         (lambda: changed(w2=GOOD.weights.w2.mT.contiguous().mT), "w2 of shape .* must be contiguous"),
         (lambda: changed(w1_scales=torch.ones(1)), "w1_scales and w2_scales must both be given, or neither"),
         (lambda: call(weights=changed(slots=SIXES)), r"slots=\[6, 6, 6, 6\] must be -1 \(not held\) or in \[0, S=6\)"),
-        (lambda: scratch(torch.float32, max_tokens=65), "max_tokens=65 must be between"),
-        (lambda: call(scratch=scratch(torch.float32, max_tokens=2), use_kernels=True), "must hold 6 rows of F=16"),
+        (lambda: scratch(torch.float32, max_tokens=65), "max_tokens=65 must be at least 0 and at most 64"),
+        (lambda: call(scratch=scratch(torch.float32, max_tokens=2), use_kernels=True), "must hold 6 of F, D"),
         (
             lambda: call(scratch=scratch(torch.float16), use_kernels=True),
-            "torch.float16 on cpu must be torch.float32 on",
+            "scratch for .* of .*float16.* must hold .*float32",
         ),
     ],
 )
@@ -294,7 +297,7 @@ def test_blocks_are_selected_for_every_step(
 def test_what_a_graph_uses_lives_as_long_as_the_weights_it_reads(
     monkeypatch: pytest.MonkeyPatch, captures: bool
 ) -> None:
-    """Whoever made the scratch, and the weights' slot table, may let go of it; later captures take no more."""
+    """The owner of the scratch and of the weights' slot table may let go of them; later captures take no more."""
     monkeypatch.setattr("comet.utils.graphs.is_capturing", lambda device: captures)
     monkeypatch.setattr("comet.decode.local.decode", lambda *step: None)
     inputs = make_inputs(DecodeCase(name="graph", T=3, K=2, E=4, D=16, F=16), torch.float32, "cpu")

@@ -282,7 +282,7 @@ def test_waves_over_ranks(replicated: bool) -> None:
 @pytest.mark.usefixtures("interpreted")
 def test_a_step_of_one_token_is_one_wave() -> None:
     cache = cache_of(DecodeCase(name="fold", T=1, K=2, E=4, D=80, F=48, config=FOLD), 1)
-    with pytest.raises(ValueError, match="num_slots=1 of the cache must be at least K=2, for one token"):
+    with pytest.raises(ValueError, match="num_slots=1 must be at least 2: K of one token"):
         run_kernels(torch.rand(1, 80), torch.tensor([[0, 1]]), torch.rand(1, 2), cache.weights, config=FOLD)
 
 
