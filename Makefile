@@ -43,7 +43,7 @@ test-all: $(READY) ## all tests this machine can run
 
 vllm: build/vllm/ready ## install vLLM into build/vllm, for the tests of its adapters (0.8 GB; needs no GPU)
 
-docs: $(READY) ## build the pages into build/docs/html, which docs/index.html there begins
+docs: $(READY) ## build the pages into build/docs/html; open index.html there
 	$(BIN)/python -c 'import sphinx, myst_parser, furo' 2>/dev/null || $(PIP) install --quiet -c constraints.txt -e '.[docs]'
 	$(BIN)/python -P -m sphinx -E -q -W --keep-going -c docs -d build/docs/cache -b html . build/docs/html
 

@@ -21,6 +21,7 @@ exclude_patterns = [".*", "build", "outputs", "comet", "kernels", "launch", "tes
 html_theme = "furo"
 html_title = "Comet"
 html_show_sourcelink = False
+html_extra_path = ["_ext/root"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 autodoc_typehints = "description"
