@@ -47,8 +47,8 @@ DECODE_TOKENS = MAX_DECODE_TOKENS
 class Decoder:
     """Warp decode of what this rank holds, with scratch memory that all layers share.
 
-    Each thread has its own, for steps on one stream, made at its first step and kept; none on the CPU.
-    ``top_k`` is the largest K of all layers, with what a shared expert adds to it (``shared_columns``).
+    Each thread has its own, for steps on one stream, made at its first step and kept; none on the CPU. ``top_k`` is the
+    largest K of all layers, with what a shared expert adds to it (``shared_columns``).
     """
 
     def __init__(self, top_k: int, max_tokens: int) -> None:
@@ -83,9 +83,8 @@ class Decoder:
 class LocalRunner:
     """All experts on this rank, which waits for no other: warp decode, or grouped GEMMs for many tokens and gradients.
 
-    Args:
-        top_k: K, with what a shared expert adds to it (``shared_columns``).
-        interleaved: Whether rows of w1 and b1 are gate and up in turn, which is read as it is.
+    ``top_k`` is K, with ``shared_columns``; ``interleaved`` rows of w1 and b1 are gate and up in turn, read as they
+    are.
     """
 
     takes_fp8 = False  # whether more tokens are computed from experts in block FP8 as they are, too
@@ -162,11 +161,9 @@ class LocalRunner:
 
 
 class GroupExperts:
-    """Experts over a group: warp decode for at most so many tokens of a rank, else the group's path; collective.
+    """Experts over a group: warp decode for at most ``decode_tokens`` of a rank, else the group's path; collective.
 
-    Args:
-        decode_tokens: Most tokens of one rank that take warp decode; 0: none do.
-        top_k: K in a decode step, with what a shared expert adds.
+    ``top_k`` is K in a decode step, with what a shared expert adds; ``decode_tokens=0`` takes no warp decode.
     """
 
     interleaved = False  # whether rows of w1 and b1 are gate and up in turn

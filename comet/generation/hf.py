@@ -42,11 +42,9 @@ def open_codec(folder: Path) -> TokenizerCodec:
 
 
 class HFEngine(Engine):
-    """A converted transformers model that generates.
+    """A model from ``load_pretrained`` or ``convert`` that generates; all its ranks call the engine equally.
 
-    Args:
-        model: From ``load_pretrained`` or ``convert``; all its ranks call the engine equally.
-        speculation: Settings of drafts; ``None``: ``draft`` and ``verify`` are not called.
+    Without ``speculation``, the settings of drafts, ``draft`` and ``verify`` are not called.
     """
 
     def __init__(

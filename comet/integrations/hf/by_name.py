@@ -63,9 +63,6 @@ def register() -> None:
     run the stock modules' weights through Comet, on one GPU or under transformers' own expert parallelism. Models whose
     experts do not ask the registry (Llama-4, DBRX, JetMoE, LongCat-Flash) take any name and never call Comet, which
     nothing can notice by itself: ``check(model)`` says so, and names all else that Comet cannot compute.
-
-    Raises:
-        UnavailableError: If transformers is missing or too old.
     """
     require_transformers()
     from transformers.integrations import finegrained_fp8

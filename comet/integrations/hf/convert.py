@@ -44,27 +44,22 @@ ADAPTED = ".base_layer"  # ends the name of experts whose parameters have adapte
 
 
 def convert(model: nn.Module, group: ExpertGroup | None = None, *, decode_tokens: int | None = None) -> nn.Module:
-    """Replace the experts of every MoE layer in place; router and all else stay the model's own.
+    """Replace the experts of every MoE layer in place, and return the model; one that is refused is unchanged.
 
-    Shared experts stay, too, but decode steps include them as experts that every token goes through, where their width
-    is a multiple of a routed expert's on a rank: their weights are there twice then, and writes to them that torch does
-    not count (``.data``, inference mode) reach decode steps at the next prompt, or after ``weights_changed``.
+    All else stays the model's own. Decode steps include shared experts as experts that every token goes through, where
+    their width is a multiple of a routed expert's on a rank: their weights are there twice then, and writes to them
+    that torch does not count (``.data``, inference mode) reach decode steps at the next prompt, or after
+    ``weights_changed``.
 
     On a group (collective) every rank holds the same model and passes it the same input; each keeps only its part of
     the experts. Sampling needs the same seed on all ranks.
 
     Args:
         model: A transformers model of a supported family: Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V3 or gpt-oss.
-        group: The ranks that share the experts, made for ``moe_config(model.config)`` and the model's dtype and
-            device; ``None``: this rank alone.
+        group: The ranks that share the experts, made for ``moe_config(model.config)`` and the model's dtype and device;
+            ``None``: this rank alone.
         decode_tokens: Most tokens of one call that take warp decode; more take the group's path. ``None``: 64, or 0
             where a rank's slices of experts are too narrow for it.
-
-    Returns:
-        The same model; one that is refused is unchanged.
-
-    Raises:
-        UnavailableError: If transformers is missing.
     """
     require_transformers()
     stock = stock_experts(model)

@@ -67,8 +67,7 @@ def check_quantisation(config: Any) -> None:
 def read_turned(tensors: dict[str, StoredTensor], dtype: torch.dtype, *, gate_first: bool) -> dict[str, StoredTensor]:
     """Return the tensors of a folder with those of experts as ``(E, N, K)``, as other families have them.
 
-    Args:
-        gate_first: Whether gate rows come first, then up rows, as in other families; else they are in turn.
+    Rows of gate and up stay in turn, or ``gate_first`` as in other families.
     """
     found = dict(tensors)
     ordered = _gate_first if gate_first else lambda tensor: tensor

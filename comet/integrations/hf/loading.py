@@ -110,7 +110,6 @@ def load_pretrained(
     Raises:
         NotImplementedError: If an ``expert_budget`` comes with a group over several nodes, or ``expert_prefetch=True``
             with a ``file`` store or memory that cannot be pinned.
-        UnavailableError: If transformers is missing.
     """
     require_transformers()
     store = StoreOptions(expert_budget, expert_store, host_budget, expert_dtype, keep_fp8, **_taken_from(options))

@@ -46,12 +46,7 @@ class StandIn(nn.Module):
 
 
 class InDecodeSteps(StandIn):
-    """A shared expert ``(..., D)`` -> ``(..., D)`` that decode steps include: there it adds nothing itself.
-
-    Args:
-        decode_tokens: Most tokens of a step.
-        slots: Where steps read it.
-    """
+    """A shared expert ``(..., D)`` -> ``(..., D)`` that decode steps read from ``slots``."""
 
     def __init__(self, own: nn.Module, decode_tokens: int, slots: SharedSlots) -> None:
         super().__init__(own)

@@ -150,9 +150,8 @@ def _read(lazy: Any, check: Callable[[], None], index: Index) -> Tensor:
 def open_checkpoint(folder: Path, files: ExitStack, variant: str | None = None) -> dict[str, StoredTensor]:
     """List the tensors of a folder without reading them; ``ValueError`` if it is not complete.
 
-    Args:
-        files: Keeps the files open; leaving it raises ``ValueError`` if one of them has changed.
-        variant: ``fp16`` reads ``model.fp16.safetensors``, or files that ``model.safetensors.index.fp16.json`` lists.
+    Leaving ``files`` raises ``ValueError`` if one of them has changed. ``variant=fp16`` reads
+    ``model.fp16.safetensors``, or files that ``model.safetensors.index.fp16.json`` lists.
     """
     from safetensors import SafetensorError, safe_open
 

@@ -113,9 +113,7 @@ def open_stores(
 ) -> None:
     """Give every ``StoredExperts`` of a model its store and slots; a host store is read here (collective).
 
-    Args:
-        layers: Where each layer's experts are read, by the name of its module.
-        files: Open ones; the model keeps them where experts stay in files.
+    ``layers`` says where the experts of each module are read; the model keeps ``files`` where experts stay in them.
     """
     modules, options = [model.get_submodule(name) for name in layers], budget.options
     slots = Slots(

@@ -145,9 +145,6 @@ def with_comet(
         group: Made by ``make_expert_group(moe_config(config), ...)``, for the ranks of Megatron's expert groups.
         process_groups: The ``ProcessGroupCollection`` that the model is built with, where it is not Megatron's global
             one: Megatron-core 0.16 does not pass it on.
-
-    Raises:
-        UnavailableError: If Megatron-core is not importable.
     """
     try:
         stock = importlib.import_module("megatron.core.transformer.moe.moe_layer").MoELayer

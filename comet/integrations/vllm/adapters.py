@@ -66,11 +66,7 @@ Weights = tuple[Weight, Weight, Biases | None]
 
 
 def adapt_prepare_finalize(inner: PrepareFinalize, moe_config: Any = None, quant_config: Any = None) -> Any:
-    """Wrap a prepare/finalize that hands out rows as a ``FusedMoEPrepareAndFinalizeModular`` of vLLM.
-
-    Raises:
-        UnavailableError: If vLLM is not importable, or not of these versions.
-    """
+    """Wrap a prepare/finalize that hands out rows as a ``FusedMoEPrepareAndFinalizeModular`` of vLLM."""
     name = type(inner).__name__
     require(inner.activation_format in FORMATS, f"{name} must hand out rows to be adapted to vLLM, not a handle")
     kernel = load_vllm()
@@ -84,9 +80,6 @@ def adapt_experts(inner: Experts, moe_config: Any, quant_config: Any, max_num_to
     Args:
         quant_config: vLLM's; holds the scales of quantised weights.
         max_num_tokens: For batched rows: ``max_num_tokens_per_rank()`` of the prepare/finalize.
-
-    Raises:
-        UnavailableError: If vLLM is not importable, or not of these versions.
     """
     name = type(inner).__name__
     formats = [item for item in FORMATS if item in inner.formats & inner.reduce.formats]
