@@ -83,7 +83,8 @@ def picture() -> str:
         parts.append(text(COLUMNS[2] + WIDTH + 12, y + 8, words))
     style = 'font-family="sans-serif" font-size="12"'
     size = f'viewBox="0 0 1040 {TOP + 2 * MAX_TOKENS * ROW + 10}"'
-    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>', *parts, "</svg>\n"])
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}><rect width="100%" height="100%" fill="white"/>'
+    return "\n".join([head, *parts, "</svg>\n"])
 
 
 if __name__ == "__main__":
