@@ -24,7 +24,7 @@ from comet.experts.host.cores import HostCores
 from comet.experts.store import HeldExperts
 from comet.experts.streaming import SlotCache, Visit, send
 from comet.kernels.experts.prefetch import take_over_torch
-from comet.kernels.experts.tables import CLOCK, LAYER, NEVER, CacheTables, HostExperts
+from comet.kernels.experts.tables import CLOCK, LAYER, NEVER, CacheTables, HostExperts, Totals
 from comet.kernels.runtime.activation import SWIGLU, Activation
 
 OF_THE_CACHES = ("slots", "prefetch")  # facts that every report repeats, and that are not added up
@@ -195,18 +195,17 @@ class ExpertCache(SlotCache):
 
 def report_of(caches: Sequence[ExpertCache]) -> CacheReport:
     """Return the counts of all layers' caches so far; waits for their device."""
-    totals = torch.stack([cache.tables.totals for cache in caches]).sum(0).tolist()
-    needed, fetched, nanoseconds, _, begun, useful, words, hosted = totals
+    totals = Totals(*torch.stack([cache.tables.totals for cache in caches]).sum(0).tolist())
     return CacheReport(
         slots=caches[0].num_slots,
-        needed=needed,
-        fetched=fetched,
-        fetched_bytes=fetched * caches[0].expert_bytes,
-        fetching_s=nanoseconds / 1e9,
-        prefetched=begun,
-        prefetched_needed=useful,
-        prefetched_bytes=8 * words,
-        hosted=hosted,
+        needed=totals.needed,
+        fetched=totals.fetched,
+        fetched_bytes=totals.fetched * caches[0].expert_bytes,
+        fetching_s=totals.fetching_ns / 1e9,
+        prefetched=totals.begun,
+        prefetched_needed=totals.useful,
+        prefetched_bytes=8 * totals.words,
+        hosted=totals.hosted,
         hosting_s=0.0 if caches[0].cores is None else caches[0].cores.counts[1],
         prefetch=caches[0].host.prefetched,
     )

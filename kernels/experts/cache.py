@@ -44,6 +44,7 @@ from .tables import (
     cheapest_place,
     load_acquired,
     tables_of,
+    totals_of,
 )
 
 
@@ -95,7 +96,7 @@ def give_slots(now, before, T, taken, num_taken, mail, tables, E, CACHE: tl.cons
 @triton.jit
 def plan_misses(ids_ptr, T, J, cache, E, S, J_BLOCK: tl.constexpr, CACHE: tl.constexpr):
     """Find the experts of the step that have no slot, give them slots, and let the blocks that fetch begin."""
-    tables = tables_of(cache.state, E, S)
+    tables, totals = tables_of(cache.state, E, S), totals_of(cache.totals)
     now = tl.load(tables.header + CLOCK) + 1
     js = tl.arange(0, J_BLOCK)
     ids = tl.load(ids_ptr + js, mask=js < J, other=-1).to(tl.int32)
@@ -111,22 +112,22 @@ def plan_misses(ids_ptr, T, J, cache, E, S, J_BLOCK: tl.constexpr, CACHE: tl.con
     taken, num_taken, num_ahead = -1, 0, 0
     if CACHE.ahead > 0:
         tl.debug_barrier()
-        taken, num_taken, num_ahead = take_over(now, tables, cache.totals, CACHE)
+        taken, num_taken, num_ahead = take_over(now, tables, totals, CACHE)
         tl.debug_barrier()
     num_missing = tl.sum((held & (tl.load(tables.slots + ids, mask=held, other=0) < 0)).to(tl.int32), axis=0)
     num_fetched = num_missing
     if num_missing > 0:
-        tl.store(cache.totals + 3, clock_ns(now.to(tl.int64), CACHE.interpret))
+        tl.store(totals.since_ns, clock_ns(now.to(tl.int64), CACHE.interpret))
         tl.debug_barrier()
         num_missing, num_fetched = give_slots(now, before, T, taken, num_taken, cache.mail, tables, E, CACHE)
-        tl.atomic_add(cache.totals + 1, num_fetched.to(tl.int64), sem="relaxed")
-    tl.atomic_add(cache.totals, num_needed.to(tl.int64), sem="relaxed")
+        tl.atomic_add(totals.fetched, num_fetched.to(tl.int64), sem="relaxed")
+    tl.atomic_add(totals.needed, num_needed.to(tl.int64), sem="relaxed")
     tl.store(tables.header + CLOCK, now)
     tl.store(tables.header + COUNT, num_missing)
     tl.store(tables.header + CHANGED, num_missing + num_ahead)
     if cache.mail is not None:
         tl.store(tables.header + HOSTED, num_missing - num_fetched)
-        tl.atomic_add(cache.totals + 7, (num_missing - num_fetched).to(tl.int64), sem="relaxed")
+        tl.atomic_add(totals.hosted, (num_missing - num_fetched).to(tl.int64), sem="relaxed")
     tl.debug_barrier()
     tl.atomic_xchg(tables.header + READY, num_fetched + 1, sem="release", scope="gpu")
 
@@ -199,7 +200,8 @@ def fetch_misses(fetcher, fetchers, cache, E, S, DEPENDENT: tl.constexpr, CACHE:
             tl.atomic_add(tables.header + GATE, -STOP, sem="acq_rel", scope="gpu")
         if count > 0:
             clock = clock_ns(tl.load(tables.header + CLOCK).to(tl.int64) + 1, CACHE.interpret)
-            tl.store(cache.totals + 2, tl.load(cache.totals + 2) + clock - tl.load(cache.totals + 3))
+            totals = totals_of(cache.totals)
+            tl.store(totals.fetching_ns, tl.load(totals.fetching_ns) + clock - tl.load(totals.since_ns))
 
 
 @triton.jit

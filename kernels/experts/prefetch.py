@@ -168,7 +168,7 @@ def give(place, expert, tables):
 
 
 @triton.jit
-def take_over(now, tables, totals_ptr, CACHE: tl.constexpr):
+def take_over(now, tables, totals, CACHE: tl.constexpr):
     """Stop what travels before the planner of step ``now`` plans; afterwards no slot is planned.
 
     Returns the expert that is half there and needed, or -1, and how many such there are, 0 or 1: it owns its slot, is
@@ -205,9 +205,9 @@ def take_over(now, tables, totals_ptr, CACHE: tl.constexpr):
                     there2 = tl.maximum(own - PIECES1, 0) * PIECE // CACHE.piece
                 else:
                     came += own
-        tl.atomic_add(totals_ptr + 4, begun.to(tl.int64), sem="relaxed")
-        tl.atomic_add(totals_ptr + 5, needed.to(tl.int64), sem="relaxed")
-        tl.atomic_add(totals_ptr + 6, came.to(tl.int64) * PIECE, sem="relaxed")
+        tl.atomic_add(totals.begun, begun.to(tl.int64), sem="relaxed")
+        tl.atomic_add(totals.useful, needed.to(tl.int64), sem="relaxed")
+        tl.atomic_add(totals.words, came.to(tl.int64) * PIECE, sem="relaxed")
         count_use(header_ptr, begun, needed)
         tl.debug_barrier()  # all warps have read it
         tl.store(header_ptr + PLANNED, 0)

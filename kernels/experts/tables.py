@@ -26,15 +26,25 @@ GATE, PLANNED, NEXT, THERE1, THERE2, BEGUN, NEEDED = (tl.constexpr(word) for wor
 HOSTED, LAYER = tl.constexpr(14), tl.constexpr(15)
 
 
+class Totals(NamedTuple):
+    """Sums over all steps of a cache: in a kernel pointers to them, in a report the numbers."""
+
+    needed: Any  # distinct experts that steps needed
+    fetched: Any  # those of them that were fetched
+    fetching_ns: Any  # nanoseconds in which they travelled
+    since_ns: Any  # when the last ones began to travel; no sum
+    begun: Any  # experts that began to travel before their step
+    useful: Any  # those of them that the step needed
+    words: Any  # words of 8 bytes that travelled before their step
+    hosted: Any  # experts that the host computed
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheTables:
     """The GPU's tables of a layer's cache; all that is not given is a view of ``state``."""
 
     state: Tensor  # (3E + 8S + 16,) int32: the views below one after the other, landed behind copies
-    # (8,) int64 of all steps: distinct experts needed, those fetched, nanoseconds in which experts travelled; when the
-    # last ones began to; experts that began to travel before their step, how many of these it needed, and words of 8
-    # bytes that travelled so; experts that the host computed
-    totals: Tensor
+    totals: Tensor  # (8,) int64, Totals of all steps
     num_experts: int  # E
     num_slots: int  # S
     slots: Tensor = field(init=False)  # (E,) in [-1, S): slot of each expert; -1 without one, or while it travels
@@ -64,7 +74,7 @@ class CacheTables:
         """Make the tables of an empty cache; ``held``: the first expert that this rank serves, and the last + 1."""
         tables = cls(
             state=torch.zeros(3 * num_experts + 8 * num_slots + HEADER_WORDS, dtype=torch.int32, device=device),
-            totals=torch.zeros(8, dtype=torch.int64, device=device),
+            totals=torch.zeros(len(Totals._fields), dtype=torch.int64, device=device),
             num_experts=num_experts,
             num_slots=num_slots,
         )
@@ -242,6 +252,12 @@ def load_acquired(ptr, INTERPRET: tl.constexpr):
         return tl.inline_asm_elementwise(
             "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [ptr], dtype=tl.int32, is_pure=False, pack=1
         )
+
+
+@triton.jit
+def totals_of(ptr):
+    """The ``Totals`` in ``CacheTables.totals``."""
+    return Totals(ptr, ptr + 1, ptr + 2, ptr + 3, ptr + 4, ptr + 5, ptr + 6, ptr + 7)
 
 
 class TablePointers(NamedTuple):
