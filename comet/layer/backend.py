@@ -6,6 +6,7 @@ makes one of them once; ``comet.layer.routed_experts`` says in which order its m
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from dataclasses import replace
@@ -71,6 +72,13 @@ class Backend(ABC):
             PlanRules.create(block_rows, expert_capacity(config, group), rows),
             settings,
         )
+
+    def with_tokens(self, num_tokens: int) -> Self:
+        """The backend for calls with at most so many tokens on every rank, which reserves fewer routed rows."""
+        rows = routed_row_capacity(self.layout, num_tokens, self.rules.block_rows, None)
+        other = copy.copy(self)
+        other.rules = replace(self.rules, max_routed_rows=rows)
+        return other
 
     def call(self, *, trains: bool) -> int:
         """Return the number of what all ranks have to call at the same time."""
@@ -209,6 +217,10 @@ class Backend(ABC):
         Returns:
             Gradients of x ``(T, D)`` and of the routing weights ``(T, K)`` float32.
         """
+
+    @abstractmethod
+    def routed_rows(self, received: Tensor, plan: Plan) -> Tensor:
+        """``(Q, D)``: for each routed row what arrived, from ``(R, D)``; the padding of segments is undefined."""
 
     @abstractmethod
     def fc1_wgrad(self, grad_pre: Tensor, received: Tensor, plan: Plan) -> Tensor:

@@ -201,9 +201,13 @@ class Fused(Backend):
 
     def fc1_wgrad(self, grad_pre: Tensor, received: Tensor, plan: Plan) -> Tensor:
         """A gather, then a GEMM contracted over rows."""
+        return wgrad(grad_pre, self.routed_rows(received, plan), plan, Launch.DGRAD_COMBINE)
+
+    def routed_rows(self, received: Tensor, plan: Plan) -> Tensor:
+        """One launch."""
         rows = received.new_empty(plan.routed_row_ids.numel(), received.shape[1])
         gather_rows(received, rows, plan.routed_row_ids, tile_table(plan, Launch.DGRAD_COMBINE))
-        return wgrad(grad_pre, rows, plan, Launch.DGRAD_COMBINE)
+        return rows
 
     def fc2_wgrad(self, grad_rows: Tensor, weighted_hidden: Tensor, plan: Plan) -> Tensor:
         """A GEMM contracted over rows."""

@@ -27,7 +27,7 @@ from comet.utils.streams import SideStream
 
 if TYPE_CHECKING:
     from comet.comm.link import Link
-    from comet.layer.network import Legs
+    from comet.layer.rails.network import Legs
 
 logger = logging.getLogger(__name__)
 
@@ -201,7 +201,7 @@ def make_expert_group(
             comm.process_groups.append(nodes.rails)
         made = options.group(ranks, parallel, comm, nodes, place.obstacle)
         if parallel.declares_nodes and backend != "auto":
-            made = _with_legs(made, backend, opened)
+            made = _linked(made, backend, opened)
         opened.pop_all()
     return made
 
@@ -307,12 +307,11 @@ def _join_node(
     return NodeGroup(inner=inner, rails=rails, peers=peers, node=place.node, num_nodes=place.num_nodes)
 
 
-def _with_legs(group: ExpertGroup, backend: Backend, opened: ExitStack) -> ExpertGroup:
+def _linked(group: ExpertGroup, backend: Backend, opened: ExitStack) -> ExpertGroup:
     """The group with memory for rails by kernels (collective)."""
     if group.nodes is None:
         raise UnavailableError(f"backend={backend!r} between nodes cannot be used: {group.nodes_obstacle}")
     from comet.comm.link import MappedLink, NvshmemLink
-    from comet.layer.network import make_legs  # needs Triton
 
     nodes, device = group.nodes, group.device
     assert group.process_group is not None, "several nodes have several ranks"
@@ -322,8 +321,16 @@ def _with_legs(group: ExpertGroup, backend: Backend, opened: ExitStack) -> Exper
     else:
         link = MappedLink(backend, nodes.rails, device, group.comm.timeout_s)
     opened.callback(link.close)
-    legs = make_legs(link, group.workspace, nodes)
-    return replace(group, nodes=replace(nodes, legs=legs, link=link))
+    return with_legs(replace(group, nodes=replace(nodes, link=link)))
+
+
+def with_legs(group: ExpertGroup) -> ExpertGroup:
+    """The group with memory for rows of its pool that kernels send to other nodes, if they do (collective)."""
+    if group.nodes is None or group.nodes.link is None:
+        return group
+    from comet.layer.rails.network import make_legs  # needs Triton
+
+    return replace(group, nodes=replace(group.nodes, legs=make_legs(group.nodes.link, group.workspace, group.nodes)))
 
 
 def _join(moe: MoEConfig, parallel: ParallelConfig, device_type: str, timeout_s: float) -> _Ranks:

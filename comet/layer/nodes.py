@@ -33,17 +33,21 @@ from comet.comm.collectives import accumulator_dtype, wants_grad
 from comet.comm.failures import Step
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig, require
 from comet.errors import CommTimeoutError, StepFailedError
+from comet.layer.backend import Backend
 from comet.layer.group import ExpertGroup
+from comet.layer.merged_wgrad import MergedWgrad, RunOperands, merged_bytes
 from comet.layer.plan import Plan, check_routing, check_tokens
-from comet.layer.rails import CollectiveRails, Rails
-from comet.layer.routed_experts import Saved, backward, forward, in_order, make_backend
+from comet.layer.rails.collective import CollectiveRails, Rails
+from comet.layer.routed_experts import DeferredWgrad, Saved, backward, forward, in_order, make_backend
 from comet.layer.weights import match_once, match_weights, pad_width
-from comet.layout import Biases, ExpertLayout, RoutedTokens
+from comet.layout import Biases, RoutedTokens
 from comet.utils.derivatives import first_only
 from comet.utils.uncompiled import uncompiled
 
 # With fewer tokens reserved, a rank's own tokens are one run: two would launch more and hide no more.
 SPLIT_TOKENS = 1024
+# Rows of all runs are kept for one product of weight gradients if they take at most so many times the weights' bytes.
+MERGED_SIZE = 6
 
 
 def nodes_obstacle(config: MoEConfig, group: ExpertGroup) -> str:
@@ -106,11 +110,16 @@ class NodesPath:
         in_node = replace(config, num_experts=config.num_experts // self.nodes.num_nodes, num_groups=1, top_groups=1)
         inner.check_same(in_node)
         self.backend = make_backend(in_node, inner, overlap, use_kernels=use_kernels)
-        self.rails = make_rails(group, self.layout, use_kernels=use_kernels)
+        self.rails = make_rails(config, group, use_kernels=use_kernels)
         rules = dict(biased=config.expert_bias, dtype=group.workspace.shape.dtype, device=group.device)
         self.match = match_once(match_weights, config, self.layout, **rules)
         # Every rank of a node runs the layer equally often, so the pool decides and not a call's tokens.
-        self.is_split = group.workspace.max_tokens >= SPLIT_TOKENS
+        most = group.workspace.max_tokens
+        self.is_split = most >= SPLIT_TOKENS
+        self.own_backend = self.guest_backend = self.backend
+        if config.max_imbalance is None:  # which holds for all tokens, not for those of a run
+            self.own_backend = self.backend.with_tokens(self.first_part(most))
+            self.guest_backend = self.backend.with_tokens(self.rails.most_guests)
 
     @uncompiled
     def __call__(self, routed: RoutedTokens, w1: Tensor, w2: Tensor, biases: Biases | None = None) -> Tensor:
@@ -161,9 +170,9 @@ class NodesPath:
         """The sums of this rank's tokens ``(T, D)``, what the trip kept, and of each run what its backward reads."""
         runs: list[Saved] = []
 
-        def run(part: RoutedTokens) -> Tensor:
+        def run(part: RoutedTokens, backend: Backend) -> Tensor:
             with self._inside(self.workspace.forward_step):
-                output, saved = forward(part, w1, w2, self.backend, biases, trains=trains)
+                output, saved = forward(part, w1, w2, backend, biases, trains=trains)
             if saved is not None:
                 runs.append(saved)
             return output
@@ -172,11 +181,11 @@ class NodesPath:
         kept = trip.kept if trains else ()
         own = routed._replace(top_k_ids=self.rails.ids_in(self.nodes.node, routed.top_k_ids))
         first = self.first_part(len(routed.tokens))
-        outputs = [run(own.part(slice(0, first)))]
+        outputs = [run(own.part(slice(0, first)), self.own_backend)]
         for stop in self.rails.stops:
-            trip.send_home(stop, run(trip.guests(stop)))
+            trip.send_home(stop, run(trip.guests(stop), self.guest_backend))
         if self.is_split:
-            outputs.append(run(own.part(slice(first, None))))
+            outputs.append(run(own.part(slice(first, None)), self.own_backend))
         return trip.arrive(torch.cat(outputs))[0], kept, runs
 
     def backward(
@@ -190,15 +199,13 @@ class NodesPath:
     ) -> tuple[Tensor, ...]:
         """Gradients of tokens, routing weights, w1, w2 and biases, from ``grad (T, D)`` and the runs of ``forward``."""
         waiting = iter(runs)
-        of_weights: list[Tensor] = []
+        sums = _WeightGradients(self.backend, [run.plan for run in runs], w1, w2)
 
         def run(part: Tensor) -> tuple[Tensor, Tensor]:
+            saved, deferred = next(waiting), sums.deferred
             with self._inside(self.workspace.backward_step):
-                grad_x, grad_weights, *found = backward(part, next(waiting), w1, w2, self.backend, None, biases)
-            wide = [each.to(accumulator_dtype(each.dtype)) for each in found if each is not None]
-            if of_weights:
-                wide = [total.add_(each) for total, each in zip(of_weights, wide, strict=True)]
-            of_weights[:] = wide
+                grad_x, grad_weights, *found = backward(part, saved, w1, w2, self.backend, deferred, biases)
+                sums.add(found)
             assert grad_x is not None, "tokens always have a gradient"
             assert grad_weights is not None, "as have their weights"
             return grad_x, grad_weights
@@ -212,7 +219,7 @@ class NodesPath:
             own.append(run(grad[first:]))
         grad_x, grad_weights = trip.arrive(*(torch.cat(parts) for parts in zip(*own, strict=True)))
         given = (w1, w2, *(biases or ()))
-        found = (each.to(like.dtype) for each, like in zip(of_weights, given, strict=True))
+        found = (each.to(like.dtype) for each, like in zip(sums.gradients(), given, strict=True))
         return grad_x, grad_weights, *found
 
     def first_part(self, num_tokens: int) -> int:
@@ -220,13 +227,44 @@ class NodesPath:
         return -(-num_tokens // 2) if self.is_split else num_tokens
 
 
-def make_rails(group: ExpertGroup, layout: ExpertLayout, *, use_kernels: bool) -> Rails:
+class _WeightGradients:
+    """Gradients of weights and biases, of all runs: as one product where its rows fit, else added up run by run."""
+
+    def __init__(self, backend: Backend, plans: list[Plan], w1: Tensor, w2: Tensor) -> None:
+        fits = merged_bytes(plans, w1, w2) <= MERGED_SIZE * (w1.nbytes + w2.nbytes)
+        self._merged = MergedWgrad(backend, plans) if fits else None
+        self._backend = backend
+        self.deferred: DeferredWgrad | None = [] if fits else None  # where a run leaves what it has not multiplied
+        self._totals: list[Tensor] = []
+
+    def add(self, found: Sequence[Tensor | None]) -> None:
+        """Add what a run has found of w1, w2 and biases, or left."""
+        if self._merged is not None and self.deferred is not None:
+            of_w1, of_w2 = self.deferred
+            grad_pre, received, plan = of_w1.args
+            grad_rows, weighted_hidden, _ = of_w2.args
+            rows = self._backend.routed_rows(received, plan)
+            self._merged.add(RunOperands(grad_pre, rows, grad_rows, weighted_hidden))
+            self.deferred.clear()
+        present = [each for each in found if each is not None]
+        if not self._totals:
+            self._totals = [each.to(accumulator_dtype(each.dtype)) for each in present]
+        else:
+            for total, each in zip(self._totals, present, strict=True):
+                total.add_(each)
+
+    def gradients(self) -> list[Tensor]:
+        """All of them, in the order of the parameters."""
+        return [*(self._merged.gradients() if self._merged is not None else ()), *self._totals]
+
+
+def make_rails(config: MoEConfig, group: ExpertGroup, *, use_kernels: bool) -> Rails:
     """Rails by kernels where the group has memory for these, else by collectives."""
     if use_kernels and group.nodes is not None and group.nodes.legs is not None:
-        from comet.layer.network import DeviceRails  # needs Triton
+        from comet.layer.rails.network import DeviceRails  # needs Triton
 
-        return DeviceRails(group, layout, group.nodes.legs)
-    return CollectiveRails(group, layout)
+        return DeviceRails(group, group.layout(config), group.nodes.legs, config.top_k * config.ffn_size)
+    return CollectiveRails(group, group.layout(config))
 
 
 class _NodesExperts(Function):

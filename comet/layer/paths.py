@@ -109,3 +109,10 @@ def make_path(
         + (group.comm.memory_obstacle and f", and {group.comm.memory_obstacle}: only groups within a node drop rows"),
     )
     return CollectivePath(name, config, group)
+
+
+def waits_for_counts(path: ExpertPath) -> bool:
+    """Whether a call waits on the host for how many rows travel, so that no CUDA graph can hold it."""
+    if isinstance(path, NodesPath):
+        return path.rails.collectives
+    return isinstance(path, CollectivePath)

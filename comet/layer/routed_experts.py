@@ -8,7 +8,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -44,7 +44,7 @@ class Saved:
 
 # Functions that make the gradients of w1 and of w2 in new memory. A backward pass leaves them to its caller, who calls
 # them before the layer runs again. No rank waits for another in them.
-DeferredWgrad = list[Callable[[], Tensor]]
+DeferredWgrad = list["partial[Tensor]"]
 
 
 def forward(

@@ -29,7 +29,7 @@ from comet.comm.handshake import gather, largest
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig, require
 from comet.errors import StepFailedError
 from comet.jobs.config import JobConfig, MeasureConfig, activation_dtype
-from comet.layer.group import ExpertGroup, make_expert_group
+from comet.layer.group import ExpertGroup, make_expert_group, with_legs
 from comet.layer.paths import ExpertPath, make_path
 from comet.layer.workspace import Workspace, WorkspaceShape
 from comet.layout import Biases, RoutedTokens
@@ -78,7 +78,7 @@ def with_pool(group: ExpertGroup, problem: Problem) -> ExpertGroup:
     if group.nodes is None:
         return replace(group, workspace=Workspace(group.comm, room))
     nodes = replace(group.nodes, inner=with_pool(group.nodes.inner, problem))
-    return replace(group, nodes=nodes, workspace=Workspace(group.comm, room, nodes.inner.workspace))
+    return with_legs(replace(group, nodes=nodes, workspace=Workspace(group.comm, room, nodes.inner.workspace)))
 
 
 def recover(workspace: Workspace, process_group: ProcessGroup | None) -> None:

@@ -36,7 +36,8 @@ __device__ __forceinline__ void copy_rows(char* target, const char* x, const int
 template <class Config>
 __device__ __forceinline__ void copy_words(int* target, const PutArgs& args, const int* words, int count) {
     const int total = count * args.per_token;
-    for (int index = threadIdx.x; index < total; index += Config::THREADS) target[Config::HEADER + index] = words[index];
+    int* const behind = target + Config::HEADER;
+    for (int index = threadIdx.x; index < total; index += Config::THREADS) behind[index] = words[index];
     if (threadIdx.x == 0) {
         target[0] = count;
         target[1] = args.call;

@@ -13,8 +13,8 @@ from ranks import in_ranks, logged, run_ranks
 from torch.utils.checkpoint import checkpoint
 
 import comet.comm.failures
-import comet.layer.network
 import comet.layer.nodes
+import comet.layer.rails.network
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.errors import AgreedError, StepFailedError
 from comet.kernels.runtime.activation import Activation
@@ -50,12 +50,19 @@ OPEN = dict(max_tokens=20, dtype=torch.float32, device="cpu", timeout_s=60.0)
 
 
 def split_runs(rank: int, world_size: int, cases: list[LayerCase], path: str) -> None:
-    """The cases with own tokens in two runs, as large pools have them."""
-    comet.layer.nodes.SPLIT_TOKENS = comet.layer.network.SPLIT_TOKENS = 1
+    """The cases with own tokens in two runs, as large pools have them, and weight gradients in one product."""
+    comet.layer.nodes.MERGED_SIZE = 10**6
+    comet.layer.nodes.SPLIT_TOKENS = comet.layer.rails.network.SPLIT_TOKENS = 1
     run_cases(rank, world_size, cases, path)
 
 
-@pytest.mark.parametrize("runs", [run_cases, split_runs], ids=["one run", "split"])
+def added_runs(rank: int, world_size: int, cases: list[LayerCase], path: str) -> None:
+    """The cases with weight gradients that are added up run by run."""
+    comet.layer.nodes.MERGED_SIZE = 0
+    run_cases(rank, world_size, cases, path)
+
+
+@pytest.mark.parametrize("runs", [added_runs, split_runs], ids=["one run", "split"])
 def test_torch_over_nodes_computes_what_the_oracle_does(runs) -> None:
     run_ranks(runs, 4, CASES, "twin")
 
@@ -78,7 +85,7 @@ RAILS_OF_THREE = LayerCase(
 
 def test_kernels_carry_guests_in_the_interpreter() -> None:
     run_ranks(split_runs, 2, RAIL_CASES, "fused", interpret=True)
-    run_ranks(run_cases, 3, [RAILS_OF_THREE], "fused", interpret=True)
+    run_ranks(added_runs, 3, [RAILS_OF_THREE], "fused", interpret=True)
 
 
 def outputs(rank: int, world_size: int, case: LayerCase) -> list[torch.Tensor]:

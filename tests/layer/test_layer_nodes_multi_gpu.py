@@ -12,10 +12,11 @@ from layer_ranks import build_layer, run_case
 from ranks import run_ranks
 from remote_link import build_plugin, preload
 
-import comet.layer.network
 import comet.layer.nodes
-from comet.layer.network import DeviceRails
+import comet.layer.rails.network
+from comet.graphed.moe import GraphedMoE
 from comet.layer.nodes import NodesPath
+from comet.layer.rails.network import DeviceRails
 
 MAPPED = dict(dtype=torch.bfloat16, backend="symm_mem")
 TWO = LayerCase("two nodes", 2, 1, (700, 650), 8, 2, 512, 512, node_size=1, calls=4, **MAPPED)
@@ -38,7 +39,7 @@ def run_parts(rank: int, world_size: int, cases: list[LayerCase], library: str =
     """The cases with own tokens and guests in two runs each; over NVSHMEM if a plugin is given."""
     if library:
         preload(Path(library), gbs=20, latency_us=5)
-    comet.layer.nodes.SPLIT_TOKENS = comet.layer.network.SPLIT_TOKENS = 1
+    comet.layer.nodes.SPLIT_TOKENS = comet.layer.rails.network.SPLIT_TOKENS = 1
     for case in cases:
         run_case(rank, world_size, replace(case, backend="nvshmem") if library else case, "fused", "cuda")
 
@@ -77,3 +78,28 @@ def replayed(rank: int, world_size: int, case: LayerCase) -> None:
 @pytest.mark.multi_gpu(n=2)
 def test_a_call_over_nodes_is_replayed_from_a_graph() -> None:
     run_ranks(replayed, 2, replace(TWO, calls=1), backend=ON_GPUS, timeout=240)
+
+
+def trains_graphed(rank: int, world_size: int, case: LayerCase) -> None:
+    moe = build_layer(case, rank, "fused", f"cuda:{torch.cuda.current_device()}")
+    graphed = GraphedMoE(moe)
+    for step in range(5):
+        torch.manual_seed(10 * step + rank)
+        x = torch.randn(case.num_tokens[rank], case.hidden_size, dtype=case.dtype, device="cuda", requires_grad=True)
+        found = []
+        for layer in (moe, graphed):
+            moe.zero_grad()
+            x.grad = None
+            output, _ = layer(x)
+            output.sum().backward()
+            found.append([output.detach().clone(), x.grad.clone(), *(each.grad.clone() for each in moe.parameters())])
+        assert all(torch.equal(*pair) for pair in zip(*found, strict=True)), step
+    assert not graphed.graph_fallback_reason
+    moe.group.workspace.check()
+    del graphed
+    moe.group.close()
+
+
+@pytest.mark.multi_gpu(n=2)
+def test_training_over_nodes_is_replayed_from_graphs() -> None:
+    run_ranks(trains_graphed, 2, TWO, backend=ON_GPUS, timeout=240)

@@ -132,7 +132,11 @@ class Twin(Backend):
 
     def fc1_wgrad(self, grad_pre: Tensor, received: Tensor, plan: Plan) -> Tensor:
         """A product as that of w2."""
-        return self.fc2_wgrad(grad_pre, _rows_of(received, plan.routed_row_ids), plan)
+        return self.fc2_wgrad(grad_pre, self.routed_rows(received, plan), plan)
+
+    def routed_rows(self, received: Tensor, plan: Plan) -> Tensor:
+        """A copy."""
+        return _rows_of(received, plan.routed_row_ids)
 
     def fc2_wgrad(self, grad_rows: Tensor, weighted_hidden: Tensor, plan: Plan) -> Tensor:
         """Expert by expert."""

@@ -14,6 +14,7 @@ import torch
 import comet.kernels
 from comet.kernels.gemm import wgrad_cuda
 from comet.kernels.layer import dispatch_gemm, gemm_combine
+from comet.kernels.network import put_cuda
 from comet.kernels.runtime import nvrtc, wgmma
 from comet.kernels.runtime.cuda_source import (
     INT32,
@@ -29,7 +30,7 @@ from comet.kernels.runtime.nvrtc import compile_cubin, is_available, what_is_mis
 
 SOURCES = Path(comet.kernels.__path__[0]) / "cuda"
 HEADERS = SOURCES / "include"
-MODULES = (dispatch_gemm, gemm_combine, wgrad_cuda)
+MODULES = (dispatch_gemm, gemm_combine, wgrad_cuda, put_cuda)
 of_all_modules = pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
 
 
@@ -184,7 +185,7 @@ def test_each_version_of_the_compiler_has_cubins_of_its_own(monkeypatch: pytest.
     monkeypatch.setattr("triton.knobs.cache.dir", str(tmp_path))
     compiled: list[bytes] = []
 
-    def compile_one(source: str, name: str) -> bytes:
+    def compile_one(source: str, name: str, options: tuple[str, ...]) -> bytes:
         compiled.append(f"{source} by call {len(compiled)}".encode())
         return compiled[-1]
 

@@ -1,7 +1,7 @@
 """What travels between a rank and its rail peers: tokens as guests, partial sums home, gradients the same two ways.
 
 ``Rails`` is what ``comet.layer.nodes`` knows of it. ``CollectiveRails`` sends by collectives of ``torch.distributed``,
-which need counts on the host. ``comet.layer.network.DeviceRails`` sends by kernels, and the host reads nothing.
+which need counts on the host. ``comet.layer.rails.network.DeviceRails`` sends by kernels, and the host reads nothing.
 
 A rank sends once per *slot*: from node n of N, slot s leads to node n + 1 + s, modulo N. What arrives in a slot comes
 from node n - 1 - s, and goes home to it.
@@ -74,6 +74,7 @@ class Rails(ABC):
         self.group, self.layout, self.nodes = group, layout, group.nodes
         self.experts_per_node = layout.num_experts // self.nodes.num_nodes
         self.slots = range(self.nodes.num_nodes - 1)
+        self.most_guests = group.workspace.max_tokens  # of a stop
 
     @property
     def stops(self) -> list[Stop]:

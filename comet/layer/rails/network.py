@@ -39,13 +39,14 @@ from comet.kernels.network.receive import add_nodes, receive
 from comet.kernels.runtime.limits import CHUNK_ROWS
 from comet.kernels.runtime.nvrtc import is_available
 from comet.layer.group import ExpertGroup, NodeGroup
-from comet.layer.rails import Rails, Stop, Trip
+from comet.layer.rails.collective import Rails, Stop, Trip
 from comet.layer.workspace import Workspace, WorkspaceShape
 from comet.layout import ExpertLayout, RoutedTokens
 from comet.utils.streams import SideStream
 
-# With fewer tokens reserved, a slot's guests are one run: two would launch more and hide no more.
-SPLIT_TOKENS = 2048
+# A slot's guests are two runs where their sums would else go home too late: with many tokens, and experts so small that
+# the network takes longer than they do (benchmarks/results/nodes.md).
+SPLIT_TOKENS, SPLIT_COLUMNS = 2048, 8192
 
 
 def leg_regions(shape: WorkspaceShape, num_nodes: int) -> Regions:
@@ -97,11 +98,15 @@ def make_legs(link: Link, workspace: Workspace, nodes: NodeGroup) -> Legs:
 
 
 class DeviceRails(Rails):
-    """Rails by kernels, for layers whose work inside a node is kernels, too."""
+    """Rails by kernels, for layers whose work inside a node is kernels, too.
+
+    Args:
+        columns: Columns of the experts of a token, K F.
+    """
 
     collectives = False
 
-    def __init__(self, group: ExpertGroup, layout: ExpertLayout, legs: Legs) -> None:
+    def __init__(self, group: ExpertGroup, layout: ExpertLayout, legs: Legs, columns: int) -> None:
         super().__init__(group, layout)
         self.legs, self.max_tokens = legs, group.workspace.max_tokens
         self.call = group.workspace.layers_made
@@ -111,9 +116,11 @@ class DeviceRails(Rails):
             self.put = partial(put_cuda, ranks=legs.ranks)
         ints: dict[str, Any] = dict(dtype=torch.int32, device=group.device)
         num_chunks = self.max_tokens // CHUNK_ROWS
-        size = -(-num_chunks // 2) if self.max_tokens >= SPLIT_TOKENS else num_chunks
+        is_split = self.max_tokens >= SPLIT_TOKENS and columns <= SPLIT_COLUMNS
+        size = -(-num_chunks // 2) if is_split else num_chunks
         self.parts = [range(first, min(first + size, num_chunks)) for first in range(0, num_chunks, size)]
         self.num_parts, self.all_chunks = len(self.parts), range(num_chunks)
+        self.most_guests = CHUNK_ROWS * size
         # The row of each place among the rows of a part.
         self.rows_of_part = [torch.arange(self.max_tokens, **ints) - CHUNK_ROWS * chunks.start for chunks in self.parts]
         self.no_words = torch.zeros(self.max_tokens, 0, **ints)

@@ -1,0 +1,1 @@
+"""The ways of tokens between the nodes of a group."""
