@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from comet import limits
+from comet.capabilities import refuse
 from comet.kernels.runtime.activation import SWIGLU, Activation
 
 if TYPE_CHECKING:
@@ -101,16 +102,8 @@ def check_kernels(dtype: torch.dtype, device: torch.device) -> None:
         return
     from triton import knobs  # The kernels need Triton, too.
 
-    require(
-        knobs.runtime.interpret,
-        f"device={device} must be a GPU for kernels (path='fused', use_kernels=True), or TRITON_INTERPRET=1 be set "
-        "for Triton's interpreter; path='twin' does the same in plain torch",
-    )
-    require(
-        dtype != torch.bfloat16,
-        f"tokens of dtype {dtype} must be torch.float32 or torch.float16 for kernels on a CPU, whose interpreter is "
-        "wrong in bfloat16; or use no kernels there: path='twin', use_kernels=False",
-    )
+    refuse("on a CPU", kernels=not knobs.runtime.interpret)
+    refuse("in kernels on a CPU", dtype=dtype if dtype == torch.bfloat16 else None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,6 +18,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from comet.capabilities import refuse
 from comet.comm.collectives import all_gather_stacked, wants_grad
 from comet.comm.handshake import largest
 from comet.config import DIM_MULTIPLE, MoEConfig, require
@@ -34,7 +35,6 @@ from comet.layout import Biases, ExpertLayout, RoutedTokens, added_biases, gate_
 from comet.limits import at_least, at_most, check_values, multiple_of
 from comet.quantization.formats import FP8, FP8_BLOCK
 from comet.reference.plain import plain_experts
-from comet.utils.capabilities import refuse
 from comet.utils.graphs import is_capturing
 from comet.utils.uncompiled import uncompiled
 

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from comet import limits
+from comet.capabilities import refuse
 from comet.comm.collectives import wants_grad
 from comet.config import DIM_MULTIPLE, MAX_TOP_K, check_token_dtype, require
 from comet.kernels.experts.tables import ExpertParts, HostExperts
 from comet.kernels.runtime.activation import SWIGLU, Activation
 from comet.quantization.formats import CODES, FP8_BLOCK, MX_BLOCK, check_scale_values
-from comet.utils.capabilities import refuse
 from comet.utils.match import Sizes, check_id_dtype
 
 MAX_DECODE_TOKENS = 64

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from comet.capabilities import refuse
 from comet.config import SpeculationConfig, require
 from comet.decode import FrozenExperts, SequenceClock, SharedSlots, before_replay, matrices_of, shared_columns
 from comet.decode.runners import ReplicatedRunner, Runner
@@ -38,7 +39,6 @@ from comet.models.gpt import GPT
 from comet.moe import MoE
 from comet.quantization.formats import MXType
 from comet.router.router import Router
-from comet.utils.capabilities import refuse
 from comet.utils.graphs import TOO_FEW, GraphMode
 from comet.utils.hooks import additions_of
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from comet.capabilities import refuse
 from comet.comm.handshake import largest, meet
 from comet.config import SpeculationConfig, require
 from comet.experts.budget import ExpertBudget, plan_budget
@@ -27,7 +28,6 @@ from comet.models.gpt import GPT
 from comet.schedule.choice import Machine
 from comet.training.checkpoint import load_weights
 from comet.training.ranks import RankContext, from_first_rank, gather
-from comet.utils.capabilities import refuse
 
 logger = logging.getLogger(__name__)
 

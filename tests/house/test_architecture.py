@@ -39,7 +39,7 @@ BINDINGS, BINDINGS_IN = "cuda.bindings", "kernels/runtime/nvrtc.py"
 # Folders and files of comet, and the folders of kernels, from the ground up: each imports of the rows below it only.
 ROOMS = (
     ("kernels",),
-    ("limits",),
+    ("capabilities", "limits"),
     ("config", "errors", "utils", "version"),
     ("layout",),
     ("comm", "quantization", "router", "schedule"),

@@ -1,4 +1,4 @@
-"""What a group promises its layers: a pool that they fit, the same on all ranks, and the same kernels on all ranks."""
+"""A group promises its layers a pool that they fit and the same kernels, both alike on all ranks."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_split_that_does_nothing_is_told(path: str, caplog: pytest.LogCaptureF
 
 
 def lack_compilers(rank: int, world_size: int, lacking: list[str]) -> tuple[list[bool], list[str]]:
-    """What the group, its layers and their launches know of the kernels in CUDA C++, and what is logged."""
+    """Return the choice of kernels in CUDA C++ of the group, its layers and their launches, and the log."""
     told = logged("comet.layer.group")
     comet.layer.group.why_no_cuda = lambda device: lacking[rank]
     group = make_group(rank, world_size)
@@ -197,7 +197,7 @@ def test_nor_does_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     group = make_group()
     output, _ = MoE(CONFIG, group)(torch.randn(3, 32))
     group.close()
-    monkeypatch.setattr(Twin, "barrier", lambda self: None)  # a kernel, which asks nobody
+    monkeypatch.setattr(Twin, "barrier", lambda self: None)  # a kernel that waits for no rank
     with pytest.raises(RuntimeError, match=r"was used after close\(\)"):
         output.sum().backward()
 
@@ -220,7 +220,7 @@ def test_so_is_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch, named
 
 
 def test_kernels_on_a_cpu_need_the_interpreter() -> None:
-    with pytest.raises(ValueError, match=r"^device=cpu must be a GPU for kernels .*, or TRITON_INTERPRET=1 be set "):
+    with pytest.raises(ValueError, match=r"^kernels=True must be left out on a CPU: .* a GPU, or TRITON_INTERPRET=1"):
         MoE(CONFIG, make_group(), path="fused")
 
 

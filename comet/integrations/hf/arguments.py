@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from comet.capabilities import missing, refuse
 from comet.config import require
-from comet.utils.capabilities import missing, refuse
 
 FOLLOWED = ("subfolder", "variant", "attn_implementation", "output_loading_info", "trust_remote_code")
 IDLE = ("local_files_only", "low_cpu_mem_usage", "weights_only", "_fast_init")  # without effect on a local folder

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from comet.capabilities import refuse
 from comet.config import MOE_DTYPES, MoEConfig, ParallelConfig, check_removed, require
 from comet.decode import held_pieces
 from comet.experts.budget import most_tokens, plan_budget
@@ -53,7 +54,6 @@ from comet.integrations.hf.stored import (
 from comet.integrations.hf.stored_experts import open_stores, take_files
 from comet.layer.group import ExpertGroup
 from comet.quantization.formats import FP8_BLOCK, MXType
-from comet.utils.capabilities import refuse
 
 STORE_NAMES = {"host_cores", "expert_prefetch"}  # options that are not transformers'
 # transformers leaves out what does not fit, and reports it: ``_make`` says so in our words.

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import relu, silu
 
+from comet.capabilities import missing, refuse
 from comet.config import MoEConfig, OverlapConfig, Path, require
 from comet.errors import UnavailableError
 from comet.kernels.runtime.activation import Activation, ActivationName
@@ -29,7 +30,6 @@ from comet.layer.paths import ExpertPath, make_path
 from comet.layout import Biases, RoutedTokens
 from comet.limits import check_values, equal_to, one_of
 from comet.utils.autocast import in_dtype
-from comet.utils.capabilities import missing, refuse
 
 MEGATRON = "with Megatron's layers"
 LOCAL_EXPERT = re.compile(r"(.*)local_experts\.(\d+)\.(.+)")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from comet import modular
+from comet.capabilities import refuse
 from comet.config import require
 from comet.errors import StepFailedError, UnavailableError
 from comet.kernels.runtime.activation import Activation, ActivationName
@@ -31,7 +32,6 @@ from comet.modular.interfaces import (
 )
 from comet.modular.symmetric import SymmetricBatched
 from comet.quantization.formats import FP8, FP8_BLOCK, MX_BLOCK, MXFP8, Weight
-from comet.utils.capabilities import refuse
 
 PACKAGE = "vllm.model_executor.layers.fused_moe"
 NEEDS = "comet.integrations.vllm needs vLLM 0.25 to 0.33"

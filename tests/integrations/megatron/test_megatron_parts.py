@@ -9,13 +9,13 @@ import torch
 from megatron_cases import FIELDS
 from torch.nn.functional import gelu, relu
 
+from comet.capabilities import missing
 from comet.config import MoEConfig, ParallelConfig
 from comet.errors import UnavailableError
 from comet.integrations.megatron import from_sequential, moe_config, with_comet
 from comet.integrations.megatron.layer import MEGATRON, check_config, check_ranks, top_k_of
 from comet.kernels.runtime.activation import Activation
 from comet.layer.group import ExpertGroup, make_expert_group
-from comet.utils.capabilities import missing
 
 DEFAULTS: dict[str, Any] = dict(  # fields of a TransformerConfig
     moe_token_dispatcher_type="alltoall",

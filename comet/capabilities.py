@@ -10,6 +10,14 @@ from typing import Any
 
 # The place, the reason and what to do, and the names of the features that are missing there.
 MISSING: Mapping[str, Mapping[str, str]] = {
+    "on a CPU": {
+        "path='fused' and use_kernels=True need a GPU, or TRITON_INTERPRET=1 for Triton's interpreter; "
+        "path='twin' does the same in plain torch": "kernels",
+    },
+    "in kernels on a CPU": {
+        "Triton's interpreter is wrong in bfloat16, take torch.float32 or torch.float16, or path='twin', "
+        "use_kernels=False": "dtype",
+    },
     "in warp decode": {
         "a decode step has no backward pass, run it under torch.no_grad()": "requires_grad",
         "it drops no rows, decode_tokens=0 takes the group's path": "capacity_factor",

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from comet.utils.capabilities import MISSING, NEUTRAL, missing, refuse
+from comet.capabilities import MISSING, NEUTRAL, missing, refuse
 
 TEXT = (Path(__file__).parents[2] / "COMPATIBILITY.md").read_text()
 
