@@ -72,9 +72,10 @@ def describe_nodes(job: JobConfig, tokens: int, dtype: torch.dtype) -> list[str]
         return [f"# groups over {nodes} nodes take path 'plain': {obstacle}"]
     rows = layers * expected_rows(moe, parallel, tokens)
     sent = rows * row_bytes(moe, dtype.itemsize, trains=True) / MIB
+    carrier = "kernels" if job.comm.backend != "auto" and job.moe_path != "twin" else "collectives"
     return [
         f"# groups over {nodes} nodes of {parallel.ranks_with_memory} ranks: with uniform routing a rank sends "
-        f"{rows:,.0f} tokens a step to other nodes, and {sent:,.1f} MiB over the network"
+        f"{rows:,.0f} tokens a step to other nodes, and {sent:,.1f} MiB over the network, by {carrier}"
     ]
 
 

@@ -103,7 +103,7 @@ def training_needs(job: JobConfig, dtype: torch.dtype) -> dict[str, int]:
         "parameters": parameters,
         "gradients": parameters,
         "optimizer states": ADAMW_STATES * parameters,
-        "symmetric memory": rank_pool_bytes(shape, job.parallel),
+        "symmetric memory": rank_pool_bytes(shape, job.parallel, job.comm.backend),
         "activations (estimate)": kept * dtype.itemsize,
     }
 
@@ -139,7 +139,7 @@ def generation_needs(job: JobConfig, dtype: torch.dtype, budget: ExpertBudget | 
         **({} if budget is None else {"slots of experts": budget.device_bytes}),
         "shared experts in decode steps": pieces * (1 if keep_fp8 else dtype.itemsize),
         "keys and values": cached * dtype.itemsize,
-        "symmetric memory": rank_pool_bytes(shape, job.parallel),
+        "symmetric memory": rank_pool_bytes(shape, job.parallel, job.comm.backend),
     }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
@@ -20,6 +20,7 @@ from comet.comm.failures import Board, Step
 from comet.comm.handshake import abort_nccl, await_device
 from comet.config import require
 from comet.errors import StepFailedError, UnavailableError
+from comet.layout import round_up
 
 ALIGNMENT = 256
 Made = TypeVar("Made")
@@ -59,6 +60,14 @@ class SymmTensor:
             return self
         narrow = tuple(peer.view(-1)[: rows * columns].view(rows, columns) for peer in self.peers)
         return SymmTensor(narrow, self.pointers, self.rank)
+
+
+Regions = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype of parts of a pool, in their order
+
+
+def regions_bytes(regions: Regions) -> int:
+    """Bytes of regions behind each other, each from a multiple of 256 on."""
+    return sum(round_up(math.prod(shape) * dtype.itemsize, ALIGNMENT) for shape, dtype in regions.values())
 
 
 def pointer_table(peers: Sequence[Tensor]) -> Tensor:

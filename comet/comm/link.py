@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,19 +16,17 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from comet.comm import make_communicator
-from comet.comm.base import ALIGNMENT
+from comet.comm.base import ALIGNMENT, Regions, regions_bytes
 from comet.comm.nvshmem import NvshmemHeap
 from comet.layout import round_up
 from comet.utils.choices import Backend
-
-Regions = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
     """Memory of one shape on this rank and its rail peers."""
 
-    local: Tensor  # what arrives here
+    local: Tensor  # this rank's copy, in which rows arrive
     targets: Tensor  # (N,) int64: the address that kernels write to for each node
 
 
@@ -89,8 +87,3 @@ class NvshmemLink(Link):
 
     def close(self) -> None:
         self._heap.close()
-
-
-def regions_bytes(regions: Regions) -> int:
-    """Bytes of regions behind each other, each from a multiple of 256 on."""
-    return sum(round_up(math.prod(shape) * dtype.itemsize, ALIGNMENT) for shape, dtype in regions.values())

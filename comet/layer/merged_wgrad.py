@@ -21,7 +21,7 @@ from comet.layer.plan import Plan
 
 
 class RunOperands(NamedTuple):
-    """What the weight gradients of a run are made of; each tensor has a row for each of its routed rows."""
+    """The tensors that weight gradients of a run are made of, with a row for each of its routed rows."""
 
     grad_pre: Tensor  # (Q, 2F)
     rows: Tensor  # (Q, D) tokens
@@ -46,7 +46,7 @@ class MergedWgrad:
         self._num_runs = 0
 
     def add(self, operands: RunOperands) -> None:
-        """Copy the rows of the next run to their places; rows of no expert go to one that nobody reads."""
+        """Copy the rows of the next run to their places; rows of no expert go to a row that is never read."""
         run, self._num_runs = self._num_runs, self._num_runs + 1
         plan = self._plans[run]
         rows = torch.arange(len(operands.rows), dtype=torch.int32, device=operands.rows.device)

@@ -117,7 +117,7 @@ class NodesPath:
         most = group.workspace.max_tokens
         self.is_split = most >= SPLIT_TOKENS
         self.own_backend = self.guest_backend = self.backend
-        if config.max_imbalance is None:  # which holds for all tokens, not for those of a run
+        if config.max_imbalance is None:  # a limit holds for all tokens, not for those of a run
             self.own_backend = self.backend.with_tokens(self.first_part(most))
             self.guest_backend = self.backend.with_tokens(self.rails.most_guests)
 
@@ -234,7 +234,7 @@ class _WeightGradients:
         fits = merged_bytes(plans, w1, w2) <= MERGED_SIZE * (w1.nbytes + w2.nbytes)
         self._merged = MergedWgrad(backend, plans) if fits else None
         self._backend = backend
-        self.deferred: DeferredWgrad | None = [] if fits else None  # where a run leaves what it has not multiplied
+        self.deferred: DeferredWgrad | None = [] if fits else None  # a run leaves here what it has not multiplied
         self._totals: list[Tensor] = []
 
     def add(self, found: Sequence[Tensor | None]) -> None:

@@ -36,14 +36,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from comet import limits
-from comet.comm.base import ALIGNMENT, Communicator, SymmTensor
+from comet.comm.base import ALIGNMENT, Communicator, Regions, SymmTensor, regions_bytes
 from comet.comm.collectives import ONE_ORDER, other_call
 from comet.comm.failures import FEWER_CALLS, RESTART
 from comet.comm.signals import check_epoch, waited
 from comet.config import MOE_DTYPES, MoEConfig, ParallelConfig, require
 from comet.errors import CapacityError, CommTimeoutError, NotFiniteError, StepFailedError
-from comet.kernels.runtime.limits import CHUNK_FLAGS, CHUNK_ROWS, COMBINE_CHUNK_ROWS
+from comet.kernels.runtime.limits import CHUNK_FLAGS, CHUNK_ROWS, COMBINE_CHUNK_ROWS, LEG_HEADER
 from comet.layout import round_up
+from comet.utils.choices import Backend
 
 if TYPE_CHECKING:
     from comet.kernels.runtime.recorder import Recorder
@@ -116,14 +117,36 @@ def workspace_bytes(shape: WorkspaceShape) -> int:
     Example: W=2, max_tokens=100 (M=128), D=64, K=2, float32: ids and weights 4096 + 4096, rows 65536 + 65536, weight
     gradients 2048, combine flags 2048, three other flag regions and calls of 256 each: 144384 bytes.
     """
-    sizes = (math.prod(dims) * dtype.itemsize for dims, dtype in shape.regions().values())
-    return sum(round_up(size, ALIGNMENT) for size in sizes)
+    return regions_bytes(shape.regions())
 
 
-def rank_pool_bytes(shape: WorkspaceShape, parallel: ParallelConfig) -> int:
-    """``workspace_bytes`` of the ranks that share memory: the group, or its part in a declared node."""
+def leg_regions(shape: WorkspaceShape, num_nodes: int) -> Regions:
+    """Shape and dtype of each region for rows that travel between nodes, out and home (``comet.layer.rails.network``).
+
+    Example: two nodes, M=128, D=64, K=2, float32: 528 words, 128 rows and 2 flags each way.
+    """
+    slots, tokens = num_nodes - 1, shape.padded_tokens
+    one: Regions = {
+        "words": ((slots, LEG_HEADER + 2 * tokens * shape.top_k), torch.int32),
+        "rows": ((slots, tokens, shape.hidden_size), shape.dtype),
+        "flags": ((slots, 1 + tokens // CHUNK_ROWS, 2), torch.int32),
+    }
+    return {f"{leg}_{name}": each for leg in ("out", "home") for name, each in one.items()}
+
+
+def rank_pool_bytes(shape: WorkspaceShape, parallel: ParallelConfig, backend: Backend = "auto") -> int:
+    """Bytes that a rank shares with its group, or with its declared node, and for kernels that send to other nodes.
+
+    NVSHMEM sends from as much memory for staging.
+    """
     ranks = parallel.ranks_with_memory
-    return workspace_bytes(replace(shape, world_size=ranks)) if ranks else 0
+    if not ranks:
+        return 0
+    inside = workspace_bytes(replace(shape, world_size=ranks))
+    if backend == "auto" or not parallel.declares_nodes:
+        return inside
+    network = regions_bytes(leg_regions(shape, parallel.world_size // ranks))
+    return inside + network * (2 if backend == "nvshmem" else 1)
 
 
 class Workspace:
@@ -165,7 +188,7 @@ class Workspace:
         # () float32, NaN or infinite once a router's logits were (see comet.router.router.watch_finite), until check
         # raises
         self.largest_logit = torch.zeros((), dtype=torch.float32, device=comm.device)
-        self.rail_peers: tuple[int, ...] = ()  # by node, where kernels wait for ranks of other nodes
+        self.rail_peers: tuple[int, ...] = ()  # rail peers by node, if kernels wait for other nodes
         self.layers_made = 0  # ``ExpertGroup.check_same`` counts them
         # where the fused kernels note what they do and when (see comet.trace.timeline); None: they do not
         self.recorder: Recorder | None = None

@@ -2,11 +2,12 @@
 
 import torch
 
-from ..network.legs import HEADER, Leg, SendLists, Sent
+from ..network.legs import Leg, SendLists, Sent
 from ..network.listing import list_tokens
 from ..network.put import put
 from ..network.receive import add_nodes, receive
 from ..runtime.case import WIDE_ACCESS, KernelCase, meta, recorded
+from ..runtime.limits import LEG_HEADER
 
 TOKENS, HIDDEN = 8192, 7168
 
@@ -50,7 +51,7 @@ def aot_cases() -> list[KernelCase]:
 def _leg(nodes: int, top_k: int, *, is_home: bool) -> Leg:
     targets = [meta(nodes, dtype=torch.int64) for _ in range(3)]
     return Leg(
-        words=meta(nodes - 1, HEADER + TOKENS * 2 * top_k),
+        words=meta(nodes - 1, LEG_HEADER + TOKENS * 2 * top_k),
         rows=meta(nodes - 1, TOKENS, HIDDEN, dtype=torch.bfloat16),
         flags=meta(nodes - 1, 1 + TOKENS // 128, 2),
         word_targets=targets[0],

@@ -4,8 +4,8 @@ Letters: N nodes, S = N - 1 slots, M tokens at most per rank, C = M / 128 chunks
 
 A rank sends to one rail peer per *slot*: from node n, slot s leads to node n + 1 + s, modulo N, and the way home back.
 So a slot has the same number at both ends. Rows of a slot lie behind each other from its start. Its *words* are
-a header of ``HEADER`` int32 (tokens, call, number of the call whose backward pass it is) and then some of each token:
-on the way out K ids and K routing weights, on the way home of a backward pass K gradients.
+a header of ``LEG_HEADER`` int32 (tokens, call, number of the call whose backward pass it is), and then some of each
+token: on the way out K ids and K routing weights, on the way home of a backward pass K gradients.
 
 Example: N=4, node 1: slots 0, 1, 2 lead to nodes 2, 3, 0, and what arrives in them comes from nodes 0, 3, 2.
 """
@@ -16,13 +16,11 @@ from typing import NamedTuple
 import triton
 from torch import Tensor
 
-from ..runtime.limits import CHUNK_ROWS
-
-HEADER = 16  # int32 before the words of the tokens
+from ..runtime.limits import CHUNK_ROWS, LEG_HEADER
 
 
 class LegTensors(NamedTuple):
-    """What kernels take of a ``Leg``."""
+    """The tensors of a ``Leg`` in the form that kernels take."""
 
     words: Tensor
     rows: Tensor
@@ -39,7 +37,7 @@ class LegTensors(NamedTuple):
 class Leg:
     """One direction, as one rank sees it. Where targets are not mapped, they are this rank's own staging memory."""
 
-    words: Tensor  # ``(S, HEADER + M * 2K)`` int32: arrive here
+    words: Tensor  # ``(S, LEG_HEADER + M * 2K)`` int32: arrive here
     rows: Tensor  # ``(S, M, D)``: arrive here
     flags: Tensor  # ``(S, 1 + C, 2)`` int32: the pass whose words, and whose rows by chunk, have arrived
     word_targets: Tensor  # ``(N,)`` int64: address of the words at the rail peer in each node
@@ -68,7 +66,7 @@ class Leg:
             num_chunks=self.flags.shape[1] - 1,
             chunk=CHUNK_ROWS,
             slot_words=self.words.shape[1],
-            header=HEADER,
+            header=LEG_HEADER,
             is_home=self.is_home,
             interpret=triton.knobs.runtime.interpret,
         )
@@ -80,7 +78,7 @@ class LegShape(NamedTuple):
     num_nodes: int  # N
     num_chunks: int  # C
     chunk: int  # rows that share a flag
-    slot_words: int  # HEADER + M * 2K of the pool
+    slot_words: int  # LEG_HEADER + M * 2K of the pool
     header: int
     is_home: bool
     interpret: bool
@@ -96,8 +94,8 @@ class SendLists(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """What a launch sends."""
+    """The parts of a leg that one launch sends."""
 
     slots: range
-    chunks: range  # of the rows of each slot
+    chunks: range  # the chunks of rows of each slot
     has_words: bool  # whether words and header are sent, too

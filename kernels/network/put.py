@@ -14,11 +14,11 @@ from ..layer.triton.dispatch import NUM_WARPS, push_chunk, push_constants
 from ..runtime.primitives import MOST_THREADS, any_of, signal
 from .legs import Leg, Sent
 
-BLOCKS = 16  # of a launch: the link is slower than they are, and the other SMs compute
+BLOCKS = 16  # a launch has so many: the link is slower than they are, and the other SMs compute
 
 
 class Part(NamedTuple):
-    """What a launch sends of each slot."""
+    """The part of each slot that one launch sends."""
 
     by_slot: bool  # whether there is a list of tokens, and words, for each slot
     first_chunk: int

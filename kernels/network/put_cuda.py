@@ -7,11 +7,11 @@ from torch import Tensor
 
 from ..runtime.case import CudaCase
 from ..runtime.cuda_source import INT32, POINTER, CudaSource, DeviceStruct, fields
-from ..runtime.limits import CHUNK_ROWS
+from ..runtime.limits import CHUNK_ROWS, LEG_HEADER
 from ..runtime.nvrtc import CudaKernel, load_source
-from .legs import HEADER, Leg, Sent
+from .legs import Leg, Sent
 
-BLOCKS = 16  # of a launch: they copy into staging memory, which is quick, and the network takes its time afterwards
+BLOCKS = 16  # a launch has so many: to copy into staging memory is quick, and the network takes its time afterwards
 
 
 class PutArgs(DeviceStruct):
@@ -64,7 +64,7 @@ def source(*, is_nvshmem: bool) -> CudaSource:
         entry=f"put_rows_{transport.lower()}",
         arguments=dict(args=PutArgs),
         types=dict(Transport=transport),
-        constants=dict(HEADER=HEADER, CHUNK=CHUNK_ROWS),
+        constants=dict(HEADER=LEG_HEADER, CHUNK=CHUNK_ROWS),
         shared_bytes=0,
         library="nvshmem" if is_nvshmem else "",
     )

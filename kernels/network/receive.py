@@ -13,7 +13,7 @@ PLACE_GUESTS = tl.constexpr(6)
 PLACE_SUMS = tl.constexpr(7)
 # No wait: backward passes of different calls began. The index is the layer's call; expected and seen are numbers.
 PLACE_OTHER_BACKWARD = tl.constexpr(8)
-ADD_ROWS, ADD_COLS = 16, 512  # of a block that adds
+ADD_ROWS, ADD_COLS = 16, 512  # rows and columns that a block adds up
 
 
 @triton.jit(do_not_specialize=["call", "node", "first_slot", "first_chunk", "timeout_ns"])

@@ -9,6 +9,7 @@ COMBINE_CHUNK_ROWS = 32
 CHUNK_FLAGS = 64  # per chunk of the combine
 MAX_PANELS = 16  # of a launch
 PANEL_COUNTERS = 16  # where the panels' counters begin among a launch's counters
+LEG_HEADER = 16  # int32 before the words of tokens that travel between nodes
 MAX_BUCKETS = 32  # that a list of sent rows is ordered by
 
 

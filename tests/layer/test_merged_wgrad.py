@@ -11,7 +11,7 @@ from comet.layer.merged_wgrad import MergedWgrad, RunOperands, merged_bytes
 
 
 def plan(starts: list[int], counts: list[int], num_rows: int) -> SimpleNamespace:
-    """What is read of a plan."""
+    """The fields of a plan that are read."""
     ints = dict(dtype=torch.int32)
     return SimpleNamespace(
         segment_starts=torch.tensor(starts, **ints),

@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -11,11 +12,20 @@ from plan_cases import plan_backend
 
 from comet.comm import LocalCommunicator
 from comet.comm.base import ALIGNMENT
-from comet.config import MoEConfig
+from comet.config import MoEConfig, ParallelConfig
 from comet.errors import CapacityError, CommTimeoutError
 from comet.kernels.runtime import primitives
 from comet.layer.plan import PlanRules
-from comet.layer.workspace import CALL, PLACES, ROWS_NEEDED, Workspace, WorkspaceShape, workspace_bytes
+from comet.layer.workspace import (
+    CALL,
+    PLACES,
+    ROWS_NEEDED,
+    Workspace,
+    WorkspaceShape,
+    leg_regions,
+    rank_pool_bytes,
+    workspace_bytes,
+)
 from comet.layout import ExpertLayout, round_up
 from comet.router.router import watch_finite
 
@@ -29,6 +39,19 @@ def make_shape(**changes) -> WorkspaceShape:
 
 def make_workspace(timeout_s: float = 30.0, **changes) -> Workspace:
     return Workspace(LocalCommunicator(CPU, timeout_s), make_shape(**changes))
+
+
+def test_worked_example_of_the_memory_between_nodes() -> None:
+    shape, parallel = make_shape(world_size=4), ParallelConfig(ep=4, node_size=2)
+    regions = leg_regions(shape, 2)
+    assert {name: dims for name, (dims, _) in regions.items() if name.startswith("home")} == {
+        "home_words": (1, 528), "home_rows": (1, 128, 64), "home_flags": (1, 2, 2),
+    }  # fmt: skip
+    inside = workspace_bytes(replace(shape, world_size=2))
+    network = 2 * (2304 + 32768 + 256)
+    assert [rank_pool_bytes(shape, parallel, backend) - inside for backend in ("auto", "cpu_shm", "nvshmem")] == [
+        0, network, 2 * network,
+    ]  # fmt: skip
 
 
 def test_worked_example_of_workspace_bytes() -> None:

@@ -1,4 +1,4 @@
-"""What travels between a rank and its rail peers: tokens as guests, partial sums home, gradients the same two ways.
+"""A rank sends tokens to its rail peers as guests, and gets their partial sums back; gradients take the same two ways.
 
 ``Rails`` is what ``comet.layer.nodes`` knows of it. ``CollectiveRails`` sends by collectives of ``torch.distributed``,
 which need counts on the host. ``comet.layer.rails.network.DeviceRails`` sends by kernels, and the host reads nothing.
@@ -43,7 +43,7 @@ class Trip(ABC):
     @property
     @abstractmethod
     def kept(self) -> tuple[Tensor, ...]:
-        """What a backward pass needs of this forward pass, before it arrives."""
+        """The tensors of this forward pass that its backward pass needs; asked for before the pass arrives."""
 
     @abstractmethod
     def guests(self, at: Stop) -> RoutedTokens:
@@ -65,7 +65,7 @@ class Trip(ABC):
 class Rails(ABC):
     """This rank's links to its rail peers, for one layer."""
 
-    num_parts = 1  # of the guests of a slot
+    num_parts = 1  # the guests of a slot are computed in so many runs
     collectives: bool  # whether passes run collectives of ``torch.distributed``
     num_bytes = 0  # sent so far, where the host knows it
 
@@ -74,7 +74,7 @@ class Rails(ABC):
         self.group, self.layout, self.nodes = group, layout, group.nodes
         self.experts_per_node = layout.num_experts // self.nodes.num_nodes
         self.slots = range(self.nodes.num_nodes - 1)
-        self.most_guests = group.workspace.max_tokens  # of a stop
+        self.most_guests = group.workspace.max_tokens  # a stop has at most so many
 
     @property
     def stops(self) -> list[Stop]:
@@ -225,7 +225,7 @@ class CollectiveTrip(Trip):
 
     @property
     def kept(self) -> tuple[Tensor, ...]:
-        # As tensors, counts too: a checkpoint hands the backward pass those of the forward pass that it ran again.
+        # Counts are a tensor, too: a checkpoint hands the backward pass those of the forward pass that it ran again.
         rows = self._rows
         return rows.tokens, torch.tensor([self._number, *rows.send_counts, *rows.recv_counts])
 

@@ -13,7 +13,7 @@ region        shape                       written by rail peers
 
 Over NVSHMEM there is as much again for staging: ``2 S M (D itemsize + 8K)`` bytes become twice that.
 
-Why nothing is overwritten that somebody still reads: a rank ends a pass only when sums of all slots are home, and a
+Why nothing is overwritten that a rank still reads: a rank ends a pass only when sums of all slots are home, and a
 peer sends sums of a slot when it has used the guests of that slot. So when this rank sends guests of the next pass, the
 peer is done with those of this one, and the puts of this one have left their staging memory. Sums of the next pass are
 sent by a peer after the guests of the next pass came from here, and these are sent when this rank has added up the sums
@@ -30,17 +30,17 @@ import torch
 from torch import Tensor
 
 from comet.comm.collectives import call_number
-from comet.comm.link import Link, Regions
-from comet.kernels.network.legs import HEADER, Leg, SendLists, Sent
+from comet.comm.link import Link
+from comet.kernels.network.legs import Leg, SendLists, Sent
 from comet.kernels.network.listing import list_tokens
 from comet.kernels.network.put import put
 from comet.kernels.network.put_cuda import put_cuda
 from comet.kernels.network.receive import add_nodes, receive
-from comet.kernels.runtime.limits import CHUNK_ROWS
+from comet.kernels.runtime.limits import CHUNK_ROWS, LEG_HEADER
 from comet.kernels.runtime.nvrtc import is_available
 from comet.layer.group import ExpertGroup, NodeGroup
 from comet.layer.rails.collective import Rails, Stop, Trip
-from comet.layer.workspace import Workspace, WorkspaceShape
+from comet.layer.workspace import Workspace, leg_regions
 from comet.layout import ExpertLayout, RoutedTokens
 from comet.utils.streams import SideStream
 
@@ -49,26 +49,12 @@ from comet.utils.streams import SideStream
 SPLIT_TOKENS, SPLIT_COLUMNS = 2048, 8192
 
 
-def leg_regions(shape: WorkspaceShape, num_nodes: int) -> Regions:
-    """Shape and dtype of each region of both legs.
-
-    Example: two nodes, M=128, D=64, K=2, float32: 1040 words, 128 rows and 4 flags of each leg.
-    """
-    slots, tokens = num_nodes - 1, shape.padded_tokens
-    one: Regions = {
-        "words": ((slots, HEADER + 2 * tokens * shape.top_k), torch.int32),
-        "rows": ((slots, tokens, shape.hidden_size), shape.dtype),
-        "flags": ((slots, 1 + tokens // CHUNK_ROWS, 2), torch.int32),
-    }
-    return {f"{leg}_{name}": each for leg in ("out", "home") for name, each in one.items()}
-
-
 class Legs(NamedTuple):
     """Both directions, for all layers of a group."""
 
     out: Leg
     home: Leg
-    ranks: Tensor | None  # as of the link
+    ranks: Tensor | None  # rail peers' numbers in NVSHMEM; None where their memory is mapped
 
 
 def make_legs(link: Link, workspace: Workspace, nodes: NodeGroup) -> Legs:
@@ -127,7 +113,7 @@ class DeviceRails(Rails):
         self.no_number = torch.zeros(1, **ints)
 
     def depart(self, routed: RoutedTokens, *, trains: bool) -> DeviceTrip:
-        """As of the base."""
+        """List own tokens that travel, and send them on a stream of their own."""
         slots, ids = len(self.slots), routed.top_k_ids
         lists = SendLists(
             tokens=ids.new_empty(slots, self.max_tokens),
@@ -143,7 +129,7 @@ class DeviceRails(Rails):
         return trip
 
     def depart_backward(self, kept: Sequence[Tensor], grad: Tensor) -> DeviceTrip:
-        """As of the base."""
+        """Send gradients of the tokens that travelled."""
         tokens, places, counts, number = kept
         self.group.comm.in_flight = True
         trip = DeviceTrip(self, SendLists(tokens, places, counts, self.no_words), number, call_number(self.call, True))
@@ -158,7 +144,7 @@ class DeviceTrip(Trip):
         self._rails, self._lists, self._number, self._call = rails, lists, number, call
         self._came = torch.empty_like(lists.counts)  # how many guests came through each slot
         self._home = torch.empty_like(lists.counts)
-        self._gradients: list[Tensor] = []  # of the routing weights of a slot, part by part
+        self._gradients: list[Tensor] = []  # gradients of the routing weights of a slot, part by part
         self._sending: list[tuple[Callable[[], None], object]] = []  # what is sent lives until the streams have joined
 
     @property
@@ -210,7 +196,7 @@ class DeviceTrip(Trip):
         added = [add_nodes(own[0], home.rows, self._lists.places, home.shape, home.node)]
         if len(own) == 2:
             top_k = own[1].shape[1]
-            words = home.words[:, HEADER : HEADER + rails.max_tokens * top_k].view(torch.float32)
+            words = home.words[:, LEG_HEADER : LEG_HEADER + rails.max_tokens * top_k].view(torch.float32)
             returned = words.unflatten(1, (rails.max_tokens, top_k))
             added.append(add_nodes(own[1], returned, self._lists.places, home.shape, home.node))
         for join, _ in self._sending:

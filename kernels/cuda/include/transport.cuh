@@ -5,9 +5,9 @@
 
 #include "symm.cuh"
 
-// What a block hands over, after all of its threads have written and met.
+// A block hands this over after all of its threads have written and met.
 struct Delivery {
-    char* written;       // where it wrote: at the peer, or in staging memory
+    char* written;       // the block wrote there: at the peer, or in staging memory
     char* arrives;       // this rank's address of the memory in which it arrives at the peer
     u64 bytes;
     int* flag_at_peer;   // if that is mapped
@@ -30,7 +30,7 @@ template <threadgroup_t SCOPE>
 __device__ void nvshmemi_transfer_put_signal(void* target, void* source, unsigned long bytes, void* signal,
                                              unsigned long value, nvshmemi_amo_t operation, int pe, bool nbi);
 
-// The network takes it from staging memory, and raises the flag behind it. Nobody waits.
+// The network takes it from staging memory, and raises the flag behind it. No thread waits for it.
 struct Nvshmem {
     static __device__ __forceinline__ void deliver(const Delivery& delivery) {
         nvshmemi_transfer_put_signal<nvshmemi_threadgroup_block>(
