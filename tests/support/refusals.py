@@ -1,4 +1,4 @@
-"""What the command line says of a mistake, and in a dry run, on a machine without a GPU."""
+"""Output of the command line for mistakes and dry runs on a machine without a GPU."""
 
 import re
 
@@ -20,7 +20,7 @@ def run_without_gpu(captured: pytest.CaptureFixture[str], *words: str) -> tuple[
 
 
 def refusal(captured: pytest.CaptureFixture[str], *words: str) -> str:
-    """Why a command is refused: all that it says, behind ``PREFIX``; its status is 2."""
+    """Return the one line of a refused command, without ``PREFIX``; check that the status is 2."""
     status, out, err = run_without_gpu(captured, *words)
     assert status == 2, err
     assert (out, len(err.splitlines())) == ("", 1), err
@@ -29,7 +29,7 @@ def refusal(captured: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def dry_run(captured: pytest.CaptureFixture[str], task: str, *words: str) -> tuple[str, dict[str, float]]:
-    """What a dry run prints, which is YAML, and the rows of its table of memory in MiB."""
+    """Return the YAML that a dry run prints, and the rows of its table of memory in MiB."""
     status, out, err = run_without_gpu(captured, task, "--dry-run", *words)
     assert (status, err) == (0, "")
     assert yaml.safe_load(out)["nproc"] >= 1

@@ -17,7 +17,7 @@ class Terminal:
         self.master, self.descriptor = pty.openpty()
         termios.tcsetwinsize(self.descriptor, (50, columns))
         self.seen = b""
-        self.reader = threading.Thread(target=self._read, daemon=True)  # what is not read blocks the program
+        self.reader = threading.Thread(target=self._read, daemon=True)  # unread output would block the program
         self.reader.start()
 
     def __enter__(self) -> Self:
@@ -38,7 +38,7 @@ class Terminal:
         try:
             while data := os.read(self.master, READ_BYTES):
                 self.seen += data
-        except OSError:  # nobody has the other end open any more
+        except OSError:  # the other end is closed
             return
 
 

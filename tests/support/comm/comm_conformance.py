@@ -1,7 +1,7 @@
-"""What every communicator must do, whatever its backend: functions that run in each rank of a group.
+"""Checks that every communicator must pass, for any backend; each rank of a group runs them.
 
-``run_suite`` is what a test hands to ``run_ranks``. A failing check ends its rank, and the traceback names the check.
-Rows encode who sent them to whom and when, so that a wrong row tells where it came from.
+A test hands ``run_suite`` to ``run_ranks``. A failing check ends its rank, and the traceback names the check.
+Rows encode source, destination and epoch, so a wrong row shows its origin.
 """
 
 import random
@@ -31,7 +31,7 @@ SEED = 20
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where a check runs; ``kernels``: signals come from Triton kernels, not from the host."""
+    """The rank and backend of a check; with ``kernels``, Triton kernels send signals in the host's place."""
 
     rank: int
     world_size: int
@@ -78,7 +78,7 @@ def take_kernel(rows, flags, out, fault, slot, flag, epoch, timeout_ns, WIDTH: t
 
 
 def row_value(src: int, dst: int, epoch: int) -> int:
-    """What the first element of a row holds; the others count up from there."""
+    """Return the first element of a row; the other elements count up from this one."""
     return ((src * 16 + dst) * 10_000 + epoch) * WIDTH
 
 
@@ -136,7 +136,7 @@ def check_allocate(site: Site) -> None:
 
 
 def check_peer_access(site: Site) -> None:
-    """What a rank stores locally all read, and what it stores at a peer the peer reads."""
+    """All ranks read a row that a rank stores locally, and a peer reads a row that a rank stores there."""
     with site.open() as comm:
         rows, _ = rows_and_flags(site, comm)
         rows.local[site.rank] = expected_row(site.rank, site.rank, 1).to(site.device)
@@ -183,7 +183,7 @@ def check_signal_wait(site: Site) -> None:
 
 
 def check_many_epochs(site: Site) -> None:
-    """Two halves and growing epochs: no rank overwrites what another still reads, whoever is delayed.
+    """With two halves and growing epochs, no delayed rank loses a row that it has yet to read.
 
     A rank writes epoch n + 2 into the half of epoch n only after it received n + 1 from all, and each of them sent
     n + 1 only after it had read its rows of n.
@@ -222,7 +222,7 @@ def check_barrier(site: Site) -> None:
 
 
 def check_late_rank(site: Site) -> None:
-    """Who waits for a rank that does not come gets an error that names it, and close() still works."""
+    """Waiting for a rank that never comes raises an error that names this rank, and close() still works."""
     late = site.world_size - 1
     # 3 s in nanoseconds need 64 bits, as 30 s do: the kernel is compiled already and no rank is late by compiling it.
     timeout_s = 3.0 if site.device.type == "cuda" else 0.5

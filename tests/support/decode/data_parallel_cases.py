@@ -1,4 +1,4 @@
-"""What each rank checks of decode steps whose ranks bring tokens of their own, eagerly and from a CUDA graph."""
+"""Checks of decode steps in which each rank brings its own tokens, eagerly and from a CUDA graph."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What each rank does in a test of decode over ranks."""
+"""Functions that each rank runs in a test of decode over ranks."""
 
 import random
 import time
@@ -48,7 +48,7 @@ def open_rank(
 
 
 def gathered_inputs(case: DecodeCase, step: int, counts: tuple[int, ...], dtype: torch.dtype) -> list[Batch]:
-    """What each rank brings to a step in which rank r has ``counts[r]`` tokens."""
+    """Return the batches of all ranks for a step in which rank r has ``counts[r]`` tokens."""
     return [Batch(*step_inputs(case, 100 * step + rank, count, dtype)) for rank, count in enumerate(counts)]
 
 
@@ -132,7 +132,7 @@ def compare_step(
 
 
 def three_steps(rank: int, case: DecodeCase, *, replicated: bool) -> tuple[RankDecode, DecodeWeights]:
-    """Of a token on each of two ranks; from then on waits are short: starting the ranks takes longer."""
+    """Decode three steps of one token a rank, then shorten the deadline, which starting the ranks would exceed."""
     comm, weights = open_rank(rank, 2, case, 1, torch.float32, "cpu")
     decode = RankDecode(comm, hidden_size=case.D, max_tokens=1, replicated=replicated, use_kernels=True)
     for step in range(3):
@@ -143,7 +143,7 @@ def three_steps(rank: int, case: DecodeCase, *, replicated: bool) -> tuple[RankD
 
 
 def late_message(decode: RankDecode, weights: DecodeWeights, case: DecodeCase, step: int = 3) -> str:
-    """What is said of the rank that does not come to a step."""
+    """Return the message of a step that another rank does not join."""
     with pytest.raises(CommTimeoutError) as caught:
         decode(*step_inputs(case, step, 1, torch.float32), weights, config=case.config)
     return str(caught.value)

@@ -53,7 +53,7 @@ class SharedStep:
         return [nn.Parameter(part.contiguous()) for part in shard_experts(self.w1, self.w2, layout)]
 
     def rank_inputs(self, slots: SharedSlots) -> tuple[Tensor, Tensor, Tensor, DecodeWeights]:
-        """What a rank passes to warp decode; checks that the layer's weights stay what they are, and are there once."""
+        """Return arguments of warp decode; check that the layer's weights did not change and are stored once."""
         parts = self.parts(slots.layout)
         before = [part.clone() for part in parts]
         weights = slots.weights(*parts)
@@ -66,7 +66,7 @@ class SharedStep:
 
     @torch.no_grad()
     def exact(self) -> Tensor:
-        """``(T, D)`` float64: the routed experts, and the shared one beside them."""
+        """Return the sum of the routed experts and the shared expert, ``(T, D)`` in float64."""
         inputs = self.inputs.double()
         beside: Tensor = copy.deepcopy(self.shared).double()(inputs.tokens)
         return inputs.twin() + (beside if self.gate is None else self.gate.double() * beside)

@@ -14,7 +14,7 @@ class EmulatedCommunicator(LocalCommunicator):
     the allocations of the group in order, W buffers each.
 
     ``barrier`` does nothing, on purpose: the ranks run one after the other in one thread, or as kernels of one stream,
-    and waiting for a rank that runs later would never end. Whoever emulates a group runs it phase by phase.
+    and waiting for a rank that runs later would never end. Run an emulated group phase by phase.
     """
 
     def __init__(

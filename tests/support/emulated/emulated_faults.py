@@ -1,4 +1,4 @@
-"""What a launch of emulated ranks does when another rank does not come, or when its own has failed before."""
+"""Checks of launches of emulated ranks when another rank never comes, or after the rank itself has failed."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -40,7 +40,7 @@ SENDING = ("gradient of hidden", "layer 1")  # they store other ranks' rows them
 
 
 def check_alone(name: str, case: EmulatedCase, device: str, kind: Kind, timeout_s: float, times: int = 1) -> None:
-    """A rank that never comes is named: that rank 0 gave up, where, for whom, the epoch, and what it saw."""
+    """Rank 0 gives up on a rank that never comes; the fault has the place, both ranks, the epoch and the flag."""
     launch, launched_in, flags = LAUNCHES[name]
     ranks = EmulatedRanks(replace(case, fp8="FP8" in name), torch.device(device), timeout_s=timeout_s)
     place = PLACE_LAYER0 if flags == "recv_flags" else PLACE_LAYER1

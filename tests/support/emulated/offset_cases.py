@@ -81,7 +81,7 @@ def check_rows_return(num_tokens: int, hidden_size: int, dtype: torch.dtype, dev
         assert torch.equal(outputs[SOURCE][rows], expected), f"layer 1 returned another row for a token of {rows}"
 
     for pool in pools:
-        pool.epoch.add_(1)  # as the barrier does, which no rank that takes turns can pass
+        pool.epoch.add_(1)  # in place of the barrier: ranks that take turns cannot pass one
         pool.recv_rows.local.fill_(float("nan"))
     for rank in (SOURCE, COMPUTES):
         backends[rank].dispatch(tokens[rank], plans[rank].for_backward(plans[rank].memory))
@@ -95,7 +95,7 @@ def _routed(num_tokens: int, device: str) -> Tensor:
 
 
 def _backends(pools: list[Workspace], num_tokens: list[int], dtype: torch.dtype, block_rows: int) -> list[Fused]:
-    """Of both ranks, with room for all tokens of rank 1 on rank 0."""
+    """Return the backends of both ranks; rank 0 has room for all tokens of rank 1."""
     backends = []
     for rank, pool in enumerate(pools):
         layout = ExpertLayout(num_experts=2, top_k=1, ep=2, tp=1, rank=rank)

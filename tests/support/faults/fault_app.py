@@ -20,7 +20,7 @@ from comet.launch.tasks.registry import TASKS, imported
 ORDER = "COMET_FAULT_ORDER"
 BROKEN = ("train", "generate", "tune")
 
-# Which call of a place is the one: a step or two are done before, and one checkpoint is written.
+# The number of the call that meets the fault: a step or two and one checkpoint come before.
 NTH = {"checkpoint write": 2, "checkpoint load": 1}
 LATER = 5
 

@@ -27,7 +27,7 @@ PHASES = (*PASSES, "decode", *CHECKPOINT, "tune")
 
 INJECTED = "injected by the fault matrix"
 
-# What has to be said of a fault besides the rank. A rank that died or froze cannot say why: its launcher can.
+# A message about a fault must match this, besides naming the rank. The launcher speaks for ranks that died or froze.
 REASONS = {
     "exception": re.escape(INJECTED),
     "out of memory": r"out of memory|allocate|OutOfMemory",
@@ -53,7 +53,7 @@ class Row:
 
 
 def why_left_out(phase: str, fault: str, path: str, device: str) -> str:
-    """Why a combination is no row; empty if it is one. This is the one place that says so."""
+    """Return the reason why a combination is no row, or an empty string. All reasons stand here."""
     saves, is_told = phase in CHECKPOINT, fault == "SIGTERM"
     rules = {
         "the step under way ends, whenever SIGTERM comes: early in its forward pass and in its backward pass": is_told
@@ -76,7 +76,7 @@ def why_left_out(phase: str, fault: str, path: str, device: str) -> str:
 
 
 def is_job(phase: str, fault: str) -> bool:
-    """Whether it befalls a job of the command: all of checkpoints, SIGTERM, and what ends a rank that tunes."""
+    """Whether the fault needs a job of the command: faults of checkpoints, SIGTERM, and signals to a tuning rank."""
     return phase in CHECKPOINT or fault == "SIGTERM" or (phase == "tune" and fault in SIGNALS)
 
 
@@ -93,7 +93,7 @@ def all_rows(device: str) -> list[Row]:
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What a row asks of its ranks, which leave notes for each other in ``folder``; survivors end by ``limit_s``."""
+    """Instructions to the ranks of a row. Ranks leave notes in ``folder``, and survivors end by ``limit_s``."""
 
     row: Row
     device: str
@@ -114,7 +114,7 @@ class Order:
 
 @dataclass
 class Finding:
-    """What a row has shown; ``seconds`` count from the fault to the last survivor's end."""
+    """The result of a row; ``seconds`` count from the fault to the last survivor's end."""
 
     row: Row
     said: str = ""
@@ -122,7 +122,7 @@ class Finding:
     wrong: list[str] = field(default_factory=list)
 
     def named(self) -> str:
-        """Who was named, and the reason where it was: ``rank 1, injected by the fault matrix``."""
+        """Return the ranks and, if given, the reason of the message: ``rank 1, injected by the fault matrix``."""
         reason = re.search(REASONS[self.row.fault], self.said)
         found = [f"rank {rank}" for rank in sorted(ranks_named(self.said))] + ([reason[0][:40]] if reason else [])
         return ", ".join(found) or "nobody"
@@ -135,7 +135,7 @@ def ranks_named(text: str) -> set[int]:
 
 
 def unnamed(order: Order, said: str, *, reason: bool) -> list[str]:
-    """What is missing in what was said of the fault: the culprit or, if ``reason`` is known, the reason."""
+    """Return the parts that a message lacks: the culprit and, with ``reason``, the reason."""
     missing = [] if order.culprit in ranks_named(said) else [f"rank {order.culprit} is not named"]
     if reason and not re.search(REASONS[order.row.fault], said):
         missing.append(f"no word of {order.row.fault}")
@@ -203,14 +203,14 @@ def strike(order: Order, device: torch.device | str = "cpu") -> None:
 
 
 def note(path: Path, text: str = "") -> None:
-    """Write a file at once: whoever finds it finds all of it."""
+    """Write a file at once, so that a reader never finds a part of the text."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     partial.write_text(text)
     partial.rename(path)
 
 
 def await_file(path: Path, until: Callable[[], bool] = lambda: False) -> str:
-    """What is in a file once it is there; empty if it has not come when ``until()`` is true."""
+    """Wait for a file and return its text, or an empty string once ``until()`` is true."""
     while not path.exists():
         if until():
             return ""

@@ -29,7 +29,7 @@ class QuantisedSwiglu:
 
 
 def fp8_shard(case: LayerCase, rank: int, device: str | torch.device = "cpu") -> tuple[FP8, FP8]:
-    """What ``rank`` holds: w1 ``(e, 2F/TP, D)`` and w2 ``(e, D, F/TP)``."""
+    """Return the weights of ``rank``: w1 ``(e, 2F/TP, D)`` and w2 ``(e, D, F/TP)``."""
     w1, w2 = shard(case, rank, *full_weights(case))
     w1, w2 = (quantize_fp8(weight) for weight in (w1.flatten(1, 2), w2))
     return on_device(w1, device), on_device(w2, device)

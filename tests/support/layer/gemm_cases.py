@@ -40,7 +40,7 @@ class Rows:
         return self.segment_starts, self.segment_counts
 
     def plan(self, row_weights: Tensor | None = None) -> Any:
-        """What the twin reads of a plan."""
+        """Return a plan with the fields that the twin reads."""
         rows = dict(routed_row_ids=self.table.row_ids, routed_slots=self.slots, row_weights=row_weights)
         return SimpleNamespace(**rows, segment_starts=self.segment_starts, segment_counts=self.segment_counts)
 
@@ -100,7 +100,7 @@ def values(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int) -
 
 
 def twin(activation: Activation = SWIGLU) -> Twin:
-    """What multiplies and activates in plain torch, without a pool."""
+    """Return a ``Twin`` without a pool: it can multiply and activate."""
     made = object.__new__(Twin)
     made.settings = LayerSettings(activation=activation)
     return made
@@ -157,9 +157,9 @@ def check_group_gemm(
 
 
 def check_gather(rows: Rows, width: int, dtype: torch.dtype, seed: int, device: str) -> None:
-    """Copies, also of rows that lie elsewhere; rows that are not valid keep what they held.
+    """Check that valid rows are copied, also from ``OwnRows``, and that other rows keep their values.
 
-    Rows that nobody asks for, and those in the place of which others are read, are NaN.
+    Rows that must not be read are NaN: rows that no tile names, and received rows that ``OwnRows`` replace.
     """
     received, valid = values((rows.num_received, width), dtype, device, seed), valid_mask(rows)
     used = torch.zeros(rows.num_received, dtype=torch.bool, device=device)

@@ -27,7 +27,7 @@ FEW_ELEMENTS = 64
 CANCELLING = 8
 # With the weights below one gate in thirty is past the limit, and few are a rounding away from it.
 GPT_OSS = Activation("clamped_swiglu", limit=3.0)
-EDGE_ROWS = (0, 1, 63, 64, 65, 127, 128, 129, 300)  # of experts in turn, around the heights of pieces and tiles
+EDGE_ROWS = (0, 1, 63, 64, 65, 127, 128, 129, 300)  # numbers of rows around the heights of pieces and tiles
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,15 @@ class LayerCase:
     comm_blocks: int = 0
     seed: int = 0
     calls: int = 1
-    strided: bool = False  # what the layer is passed is not contiguous, nor are its weights
+    strided: bool = False  # whether inputs and weights of the layer are not contiguous
     relabel: int = 0  # seed of a random relabelling of the experts, by which they move to other ranks; 0: none
     activation: Activation = SWIGLU
-    expert_bias: bool = False  # whether they have biases
-    fp8: bool = False  # whether their weights are in block FP8, of which there is no backward pass
+    expert_bias: bool = False  # whether experts have biases
+    fp8: bool = False  # whether experts' weights are in block FP8, which has no backward pass
     backward: bool = True
     capacity_factor: float | None = None
-    max_tokens: int = 128  # of the pool, or as many as a rank has
-    weight_seed: int | None = None  # of the experts' weights; ``None``: as the case has it
+    max_tokens: int = 128  # the pool's, unless a rank has more tokens
+    weight_seed: int | None = None  # seed of the experts' weights; ``None``: ``seed``
     delay_s: float = 0.0  # the longest time by which a pass of a rank comes late
     node_size: int | None = None  # consecutive ranks that are a node
     backend: Backend = "auto"  # of the group's memory
@@ -102,7 +102,7 @@ class LayerCase:
 
 @dataclass(frozen=True)
 class RankInputs:
-    """What one rank passes to the layer, and the gradient that comes back to its output."""
+    """One rank's inputs of the layer, and the gradient of its output."""
 
     tokens: Tensor
     top_k_ids: Tensor
@@ -111,7 +111,7 @@ class RankInputs:
 
     @property
     def routed(self) -> RoutedTokens:
-        """What an experts' path is called with, but for its weights."""
+        """The arguments of an experts' path without the weights."""
         return RoutedTokens(self.tokens, self.top_k_ids, self.top_k_weights)
 
     def to(self, device: str | torch.device) -> RankInputs:
@@ -136,7 +136,7 @@ def draw_ids(case: LayerCase, num_tokens: int, like: dict[str, Any]) -> Tensor:
     ids = keys.argsort(dim=1)[:, : case.top_k].to(torch.int32)
     if case.routing in ("one", "none"):
         ids.fill_(MASKED)
-    if case.routing in ("one", "hot"):  # of hot ones some tokens name it twice
+    if case.routing in ("one", "hot"):  # some tokens name a hot expert twice
         ids[:, 0] = popular
     elif case.routing == "masked":
         ids[torch.rand(ids.shape, **like) < MASKED_SHARE] = MASKED
@@ -201,7 +201,7 @@ def as_strided(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def new_memory_is_nan() -> Iterator[None]:
-    """Memory that nobody fills is NaN."""
+    """Let torch fill uninitialised memory with NaN."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -227,7 +227,7 @@ def oracle(case: LayerCase, rank: int, dtype: torch.dtype, call: int = 0) -> Ora
 
 
 def oracles(case: LayerCase, dtype: torch.dtype, call: int = 0) -> list[Oracle]:
-    """Of all ranks, for the inputs and weights of the case."""
+    """Return the oracles of all ranks for the inputs and weights of the case."""
     inputs = [rank_inputs(case, source, call) for source in range(case.world_size)]
     return oracles_of(case, inputs, (*full_weights(case), *full_biases(case)), dtype)
 
@@ -260,13 +260,13 @@ def oracles_of(
 
 
 def gradient(leaf: Tensor) -> Tensor:
-    """What this rank has of a leaf's gradient."""
+    """Return this rank's part of a leaf's gradient."""
     assert leaf.grad is not None, f"no gradient reached a leaf of shape {tuple(leaf.shape)}"
     return local(leaf.grad)
 
 
 def complaints(check: Callable[..., None], *given: Any) -> list[str]:
-    """What a check says, if anything."""
+    """Return the message of a failing check in a list, or an empty list."""
     try:
         check(*given)
     except AssertionError as error:
@@ -277,9 +277,9 @@ def complaints(check: Callable[..., None], *given: Any) -> list[str]:
 def wrong_numbers(
     case: LayerCase, rank: int, found: dict[str, Tensor], exact: list[Oracle], same: list[Oracle], where: str
 ) -> list[str]:
-    """What is wrong with tensors of a rank, named as in ``Oracle``; the oracles in float64 and in the case's type.
+    """Compare a rank's tensors, named as in ``Oracle``, with the oracles in float64 and in the case's type.
 
-    All ranks' elements tell how far plain torch is off: over the few of one rank that would be luck.
+    Plain torch's deviation is taken over the elements of all ranks: over the few elements of one rank it would be luck.
     """
     wrong = []
     for name, tensor in found.items():

@@ -1,4 +1,4 @@
-"""What each rank does in a whole-layer test."""
+"""Functions that each rank runs in a test of the whole layer."""
 
 import random
 import time
@@ -29,7 +29,7 @@ from comet.layout import RoutedTokens
 from comet.moe import MoE
 from comet.quantization.formats import FP8
 
-Results = dict[str, Tensor]  # of a call, by their names in ``Oracle``
+Results = dict[str, Tensor]  # tensors of a call by their names in ``Oracle``
 
 
 def open_group(case: LayerCase, device: str | torch.device = "cpu", timeout_s: float = 60.0) -> ExpertGroup:
@@ -119,7 +119,7 @@ def run_call(
 
 
 def results(moe: MoE, y: Tensor, x: Tensor, weights: Tensor) -> Results:
-    """Of a call behind its backward pass, from its output, tokens and routing weights."""
+    """Return output and gradients of a call after its backward pass."""
     found = y.detach(), *(gradient(leaf) for leaf in (x, weights, *moe.expert_parameters()))
     return dict(zip(Oracle._fields, found, strict=False))
 

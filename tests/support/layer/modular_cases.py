@@ -86,7 +86,7 @@ def rank_weights(case: LayerCase, rank: int, weight_type: type[Weight], device: 
 
 @functools.cache
 def dequantized_weights(case: LayerCase, weight_type: type[Weight]) -> tuple[Tensor, Tensor]:
-    """What the weights of all ranks stand for: ``full_weights`` in float32, or what is left of them."""
+    """Return ``full_weights`` in float32, after quantisation to ``weight_type`` rank by rank."""
     w1, w2 = (weight.float() for weight in full_weights(case))
     for rank in range(case.world_size if weight_type is not Tensor else 0):
         layout = ExpertLayout.create(case.config, case.parallel, rank)

@@ -48,14 +48,14 @@ def make_tokens(layer: MoE, seed: int) -> Tensor:
 
 
 def train_step(layer: MoE, tokens: Tensor, run: Run | None = None, *, late: bool = False) -> dict[str, Tensor]:
-    """Output, statistics and all gradients, of the layer or of what runs in its place.
+    """Return output, statistics and all gradients of the layer, or of ``run`` in its place.
 
-    ``late``: what runs beside is late, and memory that is free is poisoned.
+    With ``late``, work on the side stream is late, and free memory is poisoned.
     """
     layer.zero_grad()
     x = tokens.clone().requires_grad_()
     hooks = [] if not late else delay(layer, x)
-    y, stats = (run or layer)(x * 0.5)  # the layer's input is nobody's but the layer's
+    y, stats = (run or layer)(x * 0.5)  # only the layer refers to its input
     loss = stats.loss
     torch.autograd.backward([y, loss], [tokens.flip(0), torch.ones_like(loss)])
     for hook in hooks:

@@ -50,7 +50,7 @@ class Recorder(TorchDispatchMode):
                 whole = torch.empty(0, dtype=torch.uint8).set_(storage)
                 self._written.setdefault(storage.data_ptr(), (whole, whole.clone()))
         result = func(*args, **kwargs)
-        for leaf in tree_leaves(result):  # what the capture made itself needs no restoring
+        for leaf in tree_leaves(result):  # tensors that the capture made need no restoring
             if isinstance(leaf, Tensor) and not any(_shared(leaf, given) for given in leaves):
                 self._known.add(leaf.untyped_storage().data_ptr())
         self.calls.append((func, args, kwargs, result))
@@ -62,7 +62,7 @@ class Recorder(TorchDispatchMode):
 
     def replay(self) -> None:
         for func, args, kwargs, result in self.calls:
-            # What autocast and autograd do was recorded.
+            # The record has the operations of autocast and autograd, too.
             with torch.no_grad(), torch.autocast("cpu", enabled=False):
                 again = func(*args, **kwargs)
             for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):

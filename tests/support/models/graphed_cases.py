@@ -1,4 +1,4 @@
-"""Layers replayed from graphs beside the layer as it stands, on GPUs and, with operations recorded, on a CPU."""
+"""Steps of layers that replay graphs, compared with eager layers: on GPUs and, from recorded operations, on a CPU."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -74,7 +74,7 @@ def pass_through(run: Callable[[Tensor], Output], tokens: Tensor, *, losses: str
 
 
 def gradients(layer: MoE) -> dict[str, Tensor]:
-    """Of all parameters that have one, as they are: a later replay must not change them."""
+    """Return the gradients themselves, not copies: a later replay must not change them."""
     return {name: local(each.grad) for name, each in layer.named_parameters() if each.grad is not None}
 
 
@@ -100,7 +100,7 @@ def make_steps(
 
 
 def assert_bits(found: dict[str, Tensor], wanted: dict[str, Tensor], what: str) -> None:
-    """As ``assert_same``; and without a shared expert, what cuBLAS has no part in is equal bit for bit."""
+    """Call ``assert_same``; without a shared expert, tensors that cuBLAS does not compute have equal bits, too."""
     assert_same(found, wanted, what)
     if not any(name.startswith("shared") for name in found):
         for name in found.keys() & {"w1", "w2", "expert_load"}:

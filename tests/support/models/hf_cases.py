@@ -127,7 +127,7 @@ def greedy(model: Any, ids: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Expected:
-    """What the stock model answers, in its own dtype and in float64."""
+    """Answers of the stock model in its own dtype and in float64."""
 
     ids: Tensor
     logits: Tensor

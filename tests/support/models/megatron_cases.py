@@ -1,6 +1,6 @@
-"""Small Megatron models, also on CPU ranks, which Megatron-core is not made for, and one with Comet beside each.
+"""Small Megatron models, each with a twin that uses Comet, also on CPU ranks, which Megatron-core does not support.
 
-Those that train are in bf16, beside one of Megatron's in float32.
+Models that train are in bf16 and compared with a Megatron model in float32.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from comet.layer.group import ExpertGroup, make_expert_group
 SEQUENCE, BATCH, VOCABULARY = 6, 3, 64
 Layout = tuple[int, int, int]  # EP, expert TP, TP
 RATE = 0.02
-BUCKET = 1000  # gradients of a parameter are on their way as soon as they are there
+BUCKET = 1000  # so small that each parameter's gradient is reduced as soon as it exists
 DELAY_CYCLES = 2_000_000  # a millisecond, longer than a layer takes
 FIELDS: dict[str, Any] = dict(
     num_layers=2,
@@ -63,7 +63,7 @@ def use_cpu() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, **kwargs: (  # on CPUs it forgets about numpy
         tensor.numpy() if torch.is_tensor(tensor) and tensor.dim() else tensor
     )
-    random._CUDA_RNG_STATE_TRACKER = MagicMock()  # whose ``fork`` is a context in which nothing happens
+    random._CUDA_RNG_STATE_TRACKER = MagicMock()  # its ``fork`` is a context that does nothing
     random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
     random._get_all_rng_states, random._set_all_rng_states = tuple, lambda *states: None
 
@@ -90,7 +90,7 @@ def start(ep: int, expert_tp: int = 1, tp: int = 1, device: str = "cpu") -> None
     from megatron.core.transformer.moe import moe_utils
 
     if not moe_utils.HAVE_TE:
-        moe_utils.te_general_gemm = None  # which 0.16.1 forgets to say
+        moe_utils.te_general_gemm = None  # Megatron-core 0.16.1 leaves this name undefined
     torch.compiler.set_stance("force_eager")  # compiling a few lines of the router takes longer than a test
     if device == "cpu":
         use_cpu()
@@ -165,7 +165,7 @@ def draw_experts(model: nn.Module, seed: int, std: float) -> None:
 
 
 def twins(make: Any, config: Any, group: ExpertGroup, seed: int, **settings: Any) -> tuple[Any, Any]:
-    """What ``make`` makes of Megatron's spec, and of the one with Comet, with the same weights."""
+    """Return two models of ``make`` with the same weights: of Megatron's spec, and of the spec with Comet."""
     spec = stock_spec(config)
     stock, ours = make(config, spec), make(config, with_comet(spec, group, **settings))
     draw_experts(stock, seed, config.init_method_std)
@@ -345,9 +345,9 @@ def make_clear(config: Any, spec: Any, size: Size, device: str) -> nn.Module:
 
 
 def clear_tokens(count: int, hidden: int, num_experts: int, seed: int) -> Tensor:
-    """Tokens ``(count, hidden)`` whose choice of experts is so clear that no rounding changes it, and so all gradients.
+    """Return tokens ``(count, hidden)`` whose choice of experts is too clear for roundings to change.
 
-    The first elements are what each expert's logit is made of: equal steps in any order, large beside what layers add.
+    The first elements become the experts' logits: equal steps in any order, large compared with a layer's output.
     """
     steps, draw = torch.linspace(-4, 4, num_experts), torch.Generator().manual_seed(seed)
     orders = torch.rand(count, num_experts, generator=draw).argsort(dim=1)
@@ -376,7 +376,7 @@ def train_beside_megatron(
         )  # fmt: skip
         make = partial(make_clear, size=size, device=device)
         stock, ours = twins(make, config, group, rank)
-        models = [Trainee(config, stock), Trainee(config, ours)]  # which rounds their weights
+        models = [Trainee(config, stock), Trainee(config, ours)]  # a Trainee rounds the weights
         exact = make(wide, stock_spec(wide))
         exact.load_state_dict(stock.state_dict())
         models = [Trainee(wide, exact), *models]

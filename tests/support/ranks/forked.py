@@ -1,6 +1,6 @@
-"""Python programs that need not import torch and Comet anew: forks of the server of ranks, and forks of such forks.
+"""Python programs as forks of the server of ranks, and as forks of these: torch and Comet are imported already.
 
-A job of the command line is three of them, a launcher and two ranks: it costs a tenth of what it does from scratch.
+A job of the command line is three programs, a launcher and two ranks, and starts in a tenth of the usual time.
 """
 
 import atexit
@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG = 1
-OPTIONS = ("-P", "-u")  # of the interpreter; they make no difference here
+OPTIONS = ("-P", "-u")  # options of the interpreter that make no difference here
 
 
 class Forked(subprocess.Popen):
-    """What a program starts with this interpreter is a fork of itself, in a session of its own."""
+    """A ``Popen`` that forks this process, in a new session, when the command is this interpreter."""
 
     def _execute_child(self, command: Sequence[str], *rest: Any) -> None:
         if isinstance(command, str) or command[0] != sys.executable:
@@ -39,14 +39,14 @@ class Forked(subprocess.Popen):
         self.pid = os.fork()
         if self.pid == 0:
             for file in os.listdir("/proc/self/fd"):
-                with suppress(FileNotFoundError):  # what listed them
+                with suppress(FileNotFoundError):  # ``listdir`` has closed its own descriptor
                     if os.readlink(f"/proc/self/fd/{file}").startswith("socket:"):
                         os.close(int(file))
             become_program(arguments, folder, dict(env), out, err)
 
 
 class Program(Forked):
-    """``subprocess.Popen`` of such a program, which inherits from this process standard output and error alone."""
+    """A fork of the server as a ``subprocess.Popen``; it inherits only standard output and error from this process."""
 
     def _fork(self, arguments: Sequence[str], folder: str | Path, env: Mapping[str, str], out: int, err: int) -> None:
         from ranks import fork_of_server
@@ -84,7 +84,7 @@ def completed(command: Sequence[str], env: Mapping[str, str], timeout_s: float) 
 def _in_server(
     arguments: Sequence[str], folder: str | Path, env: Mapping[str, str], outputs: Sequence[Connection]
 ) -> NoReturn:
-    # As in ``rank_server``: the server ends with the test run, and programs with the server.
+    # The server ends with the test run, and programs end with the server, as in ``rank_server``.
     os.close(multiprocessing.forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     subprocess.Popen = Forked  # type: ignore[misc]

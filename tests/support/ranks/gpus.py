@@ -60,5 +60,5 @@ def take_free_memory() -> list[torch.Tensor]:
 
 
 def backend_of(world_size: int) -> str:
-    """Of a process group; NCCL refuses ranks that share a GPU."""
+    """Return the backend of a process group; NCCL refuses ranks that share a GPU."""
     return f"cpu:gloo,cuda:{'nccl' if world_size <= torch.cuda.device_count() else 'gloo'}"

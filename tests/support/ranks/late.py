@@ -27,7 +27,7 @@ def come_late(place: str, most_s: float) -> None:
 
 
 def hurry(comm: Communicator, timeout_s: float) -> None:
-    """From here on, where all ranks have come (collective), who waits in vain gives up soon."""
+    """Wait for all ranks (collective), then shorten the communicator's deadline to ``timeout_s``."""
     if dist.is_initialized():
         dist.barrier()
     comm.timeout_s = timeout_s

@@ -17,7 +17,7 @@ from typing import Any
 
 LATE_WARPS = "COMET_TEST_LATE_WARPS"
 ACCESS = re.compile(r"\s*(?:@!?%p\d+ )?(?:ld|st|atom|red|griddepcontrol)\.(?!param|shared|local|const)")
-SHARE = 0.3  # of all places
+SHARE = 0.3  # share of the accesses that get a pause
 PAUSES_NS = (300, 2_000, 10_000)
 
 

@@ -81,7 +81,7 @@ def raising(error: Exception) -> Callable[[], None]:
 
 
 def wait_forever() -> None:
-    """Where Python sees signals, and no deadline ends it."""
+    """Sleep in Python, so that signals are seen and no deadline ends the wait."""
     while True:
         time.sleep(0.1)
 
@@ -119,7 +119,7 @@ globals().update({name: partial(end, name) for name in ENDS})  # the launcher im
 
 
 def train_and_be_killed(config: JobConfig, context: LaunchContext) -> None:
-    """Trains; who is killed in which attempt, and where, stands beside the text."""
+    """Train; ``kills.json`` in the text's folder names the rank, call and place to kill in each attempt."""
     kills = json.loads(Path(str(config.data.path)).with_name("kills.json").read_text())
     rank, number, place = kills[context.attempt] if context.attempt < len(kills) else (None, 0, "step")
     if rank == context.rank:

@@ -51,7 +51,7 @@ def training(folder: Path, *words: str) -> list[str]:
 
 
 def train_as_rank(rank: int, world_size: int, settings: Sequence[str]) -> None:
-    """What ``comet train`` does in a rank, for ``run_ranks``, which starts ranks for a fraction of the price."""
+    """Train as a rank of ``comet train`` does; ``run_ranks`` starts ranks faster than the command."""
     train(make_job(compose(settings), world_size), Rank(rank, world_size))
 
 
@@ -89,7 +89,7 @@ def processes_of(*jobs: subprocess.Popen[str]) -> dict[int, int]:
 
 
 def free_port() -> int:
-    """A port below those that systems give to whoever asks for any: nobody else gets it before it is used."""
+    """Return a free port below the ephemeral ones, so that no other program gets this port before its use."""
     for port in range(10_000 + os.getpid() % 10_000, 30_000):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("localhost", port))
@@ -100,8 +100,8 @@ def free_port() -> int:
 def start_two_agents(*words: str, ranks: int = 1, program: Sequence[str] = (APP,)) -> list[subprocess.Popen[str]]:
     """Two torchrun agents on this host, as on two nodes with ``ranks`` ranks each.
 
-    The first one has the rendezvous store, as the node of the endpoint has: of one host either might, and where that
-    agent ends the other one ends its ranks before they can say whom they miss.
+    The first agent has the rendezvous store, as on the endpoint's node; on one host either agent might take it. When
+    the agent with the store ends, the other agent ends its ranks before they can name the missing rank.
     """
     port = free_port()
     options = ["--nnodes", "2", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d", "--rdzv-id", "test"]

@@ -51,7 +51,7 @@ def _patch_once_per_launch() -> None:
 
 
 def _make_types_once() -> None:
-    """Look up what follows from a type or a shape alone: every operation makes its result's type and shape anew."""
+    """Cache types and shapes: the interpreter would make those of the result again in every operation."""
     core = interpreter.tl.core
     block_type, tensor, numpy_type = core.block_type, core.tensor, interpreter._get_np_dtype
     make_block, make_tensor, make_equal = block_type.__init__, tensor.__init__, core.tuple.__eq__

@@ -23,14 +23,14 @@ from typing import Any, NoReturn
 
 import late_warps
 
-# What ranks import most, with the modules of all kernels: what is imported here no rank need import, nor, under the
-# interpreter, parse. Importing it must start no thread (fork copies only one) and touch no device.
+# Ranks need not import these modules (with those of all kernels) nor, under the interpreter, parse them. An import here
+# must start no thread (fork copies only one) and touch no device.
 PRELOADED = (
     "pytest torch torch._dynamo triton comet.training.trainer comet.modular comet.decode comet.trace.timeline "
     "comet.layer.fused comet.router.kernels comet.launch.config comet.launch.rank comet.launch.local"
 ).split()
-CUDA_DEVICE = "/dev/nvidia-uvm"  # what a process opens with CUDA; a fork of it has no use of CUDA
-IN_SERVER = "COMET_TEST_RANK_SERVER"  # tells this file that a server imports it
+CUDA_DEVICE = "/dev/nvidia-uvm"  # open in a process that has initialised CUDA; a fork of this process cannot use CUDA
+IN_SERVER = "COMET_TEST_RANK_SERVER"  # set while a server imports this file
 OWN_INTERPRETER = "COMET_TEST_OWN_INTERPRETER"  # leaves Triton's interpreter as it is
 PR_SET_PDEATHSIG = 1
 
@@ -115,7 +115,7 @@ def _load_file(file: str, name: str) -> None:
     assert spec is not None, f"cannot import {file}"
     assert spec.loader is not None, f"cannot import {file}"
     parents = name.split(".")[:-1]
-    for depth in range(len(parents)):  # which need not be on the path
+    for depth in range(len(parents)):  # parents need not be on the path
         sys.modules.setdefault(parent := ".".join(parents[: depth + 1]), types.ModuleType(parent))
     sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules[name])

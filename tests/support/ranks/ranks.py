@@ -120,14 +120,14 @@ def in_ranks(
 
         shown = [of_world, *parameters] if "world_size" in names else parameters
         test.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
-        body.__qualname__ += ".__wrapped__"  # by which ranks find it
+        body.__qualname__ += ".__wrapped__"  # ranks look the function up by this name
         return test
 
     return decorate
 
 
 def logged(name: str) -> list[str]:
-    """What this process logs there from now on: ``["WARNING its text"]``."""
+    """Return a list that collects what this process logs there from now on: ``["WARNING its text"]``."""
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]

@@ -74,7 +74,7 @@ def draw_scores(num_tokens: int, num_experts: int, seed: int) -> torch.Tensor:
 
 
 def check_top_k(num_tokens: int, num_experts: int, top_k: int, device: str) -> None:
-    """What a stable sort says; with NaN still ids that exist, each once."""
+    """Check ids against a stable sort; with NaN, check that ids exist and that none comes twice."""
     scores = draw_scores(num_tokens, num_experts, seed=num_tokens + num_experts).to(device)
     wanted = scores.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     rule = SelectRule(top_k=top_k)
@@ -152,7 +152,7 @@ def check_extremes(device: str) -> None:
         [-math.inf, 0.0, 1.0, 2.0, 3.0, -1.0],
         [-math.inf] * 6,
         [-200.0] * 6,
-        [-88.2] * 6,  # of which sigmoids are subnormal numbers
+        [-88.2] * 6,  # sigmoids are subnormal numbers
         [200.0, -200.0, 88.5, -88.5, 0.0, -0.0],
         [3e38, -3e38, 0.0, 1.0, -1.0, 2.0],
     ]

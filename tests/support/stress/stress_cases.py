@@ -1,15 +1,15 @@
 """Random cases of the stress tool: everything about case ``i`` follows from the seed, the ranks and the device.
 
-What a kernel is compiled for is drawn once for many cases, the *family*; what costs nothing is drawn for each case.
-Kernels are compiled anew for their constants (layout, K, experts per rank, element type, tile
-widths, which follow from D and F) and for integers that are 1 or no multiple of 16; not for numbers of tokens, comm
-blocks and capacity, and at most once more for a number of panels, which in layer 1 may be cut into parts.
+A *family* is many cases with the same values of everything that makes kernels compile. Other values are drawn for each
+case. Kernels compile again for their constants (layout, K, experts per rank, element type, tile widths, which follow
+from D and F) and for integers that are 1 or no multiple of 16. They do not compile again for numbers of tokens, comm
+blocks and capacity, and at most once more for a number of panels, which layer 1 may cut into parts.
 
-* Family: EP x TP, D, element type, and of the pool all its layers share the most tokens and the most experts per token.
-* Layer (a family has ``LAYERS``): K, E, F,
-  expert weights. Those of the last may be in block FP8, if D allows it; then without backward and capacity.
-* Case: the layer, tokens of each rank, routing, routing weights, comm blocks, panels, capacity, how many calls with
-  which inputs, backward or not, strided inputs, delays of each rank.
+* Family: EP x TP, D, element type, and the sizes of the pool: most tokens and most experts per token.
+* Layer (a family has ``LAYERS``): K, E, F, expert weights. The last layer's weights may be in block FP8 if D allows it;
+  then without backward and capacity.
+* Case: the layer, tokens of each rank, routing, routing weights, comm blocks, panels, capacity, calls and their inputs,
+  backward or not, strided inputs, delays of each rank.
 """
 
 import math
@@ -34,7 +34,7 @@ CHUNK_EDGES = (127, 128, 129, 256, 257)
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is drawn from on one kind of device; delays in seconds.
+    """The values that are drawn on one kind of device; delays in seconds.
 
     D is a multiple of 16, F mostly one of 16 x TP; where it is not, a rank's share of F is padded.
     """
@@ -127,7 +127,7 @@ class Stress:
         return index // self.family
 
     def family_case(self, family: int) -> StressCase:
-        """What the layers of a family have in common."""
+        """Return the fields that the layers of a family share."""
         dice, sizes = Random(f"{self.seed} family {family}"), self.sizes
         ep = self.nodes * dice.choice([ep for ep in range(1, self.node_size + 1) if self.node_size % ep == 0])
         top_k = dice.choice((max(sizes.top_k), dice.choice(sizes.top_k)))
@@ -146,7 +146,7 @@ class Stress:
         )
 
     def layer_case(self, family: int, layer: int) -> StressCase:
-        """What the cases of a layer have in common."""
+        """Return the fields that the cases of a layer share."""
         dice, sizes = Random(f"{self.seed} family {family} layer {layer}"), self.sizes
         pool = self.family_case(family)
         num_experts = pool.ep * dice.randint(1, 6)
@@ -185,7 +185,7 @@ class Stress:
         return replace(case, backward=False, capacity_factor=None) if case.fp8 else case
 
     def command(self, first: int, index: int) -> str:
-        """What runs case ``index`` again, after the cases of its family from ``first`` on that came before it.
+        """Return the command that runs case ``index`` again, after the earlier cases of its family from ``first`` on.
 
         Example: case 12 of seed 3, families of 5: ``--seed 3 --first 10 --cases 3 --family 5``.
         """

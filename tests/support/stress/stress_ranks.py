@@ -1,4 +1,4 @@
-"""What each rank does in a batch of the stress tool: family after family, case after case, all in one process."""
+"""A rank's part of a batch of the stress tool: family after family, case after case, all in one process."""
 
 import faulthandler
 import time
@@ -27,7 +27,7 @@ CASE_S = 1800.0  # a rank that spends longer on a case ends with its stacks in t
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was wrong with the last case of a batch that ran, nothing if all are right, and the case after it."""
+    """Errors of the last case that ran, empty if all cases are right, and the index of the next case."""
 
     wrong: list[str]
     stop: int
@@ -35,7 +35,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer as one rank has it, the weights of all experts, and what all ranks hold if they are in block FP8."""
+    """One rank's layer, the weights of all experts, and all ranks' weights if these are in block FP8."""
 
     moe: MoE
     weights: tuple[Tensor, Tensor]
@@ -84,7 +84,7 @@ def any_rank(here: bool) -> bool:
 
 
 def check_case(case: StressCase, rank: int, layer: Layer, path: str) -> list[str]:
-    """What differs from the oracle, or between two calls with the same inputs."""
+    """Return the differences from the oracle, and between two calls with the same inputs."""
     group, ranks = layer.moe.group, range(case.world_size)
     layer.moe.experts = make_path(path, case.config, group, case.overlap)
     of_ranks = {number: [rank_inputs(case, each, number, group.device) for each in ranks] for number in {*case.inputs}}
