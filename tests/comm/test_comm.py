@@ -335,7 +335,7 @@ def open_one(rank: int, world_size: int) -> None:
 
 
 def test_a_start_removes_no_file_and_a_kill_leaves_none() -> None:
-    """Also files that are named as Comet's are, are old, and that nobody holds open: they are the user's."""
+    """A start keeps old files with Comet's names that no process has open: they belong to the user."""
     number = uuid.uuid4().hex
     folders = (cpu_shm.SHARED_MEMORY, Path(tempfile.gettempdir()))
     names = (f"comet-{number}.log", f"comet-{number}.json", f"comet-{number}", f"comet-memory-{number}")

@@ -32,7 +32,7 @@ class Streams:
         self.order = StreamOrder(torch.device("cuda", 0))
 
     def join(self, name: str, *, captures: bool = False) -> list[str]:
-        """Whom the stream of this name waits for."""
+        """Return the names of the streams that the stream ``name`` waits for."""
         self.current = self.made[name]
         self.current.captures, self.current.waited = captures, []
         self.order.join()
@@ -53,7 +53,7 @@ def test_each_stream_waits_for_the_one_before(streams: Streams) -> None:
 
 
 def test_a_replay_behind_its_capture_is_waited_for(streams: Streams) -> None:
-    """A joins, captures on S and replays on A itself, which nobody tells the order of."""
+    """A joins, captures on S and replays on A itself; the order of streams never hears of the replay."""
     streams.join("A")
     assert streams.join("S", captures=True) == []
     streams.end_capture()

@@ -54,7 +54,7 @@ def test_graph_with_changing_routing_and_a_shared_expert_that_is_written_to(num_
         if replay % 10 == 9:
             for weight in step.shared.parameters():
                 weight.normal_(std=0.05, generator=generator)
-            slots.weights(*parts)  # what a step does that is not replayed
+            slots.weights(*parts)  # an eager step makes this call; a replay does not
         graph.replay()
         replayed = output.clone()
         assert torch.equal(replayed, run()), f"replay {replay}: other bits than without a graph"

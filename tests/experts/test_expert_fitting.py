@@ -37,7 +37,7 @@ def limit_memory(room: int) -> None:
         class Limited(kind):  # type: ignore[misc, valid-type]
             def __init__(self, *given: Any, **named: Any) -> None:
                 super().__init__(*given, **named)
-                gc.collect()  # what is still referred to by a cycle is not what is looked for
+                gc.collect()  # free the caches that only a cycle of references keeps
                 if sum(held.values()) + self.num_slots > room:
                     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmore")
                 held[id(self)] = self.num_slots
@@ -71,7 +71,7 @@ def test_fewer_slots_example_of_the_docstring() -> None:
 
 @pytest.mark.parametrize("store", STORES)
 def test_the_cache_shrinks_and_goes_on(store: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    limit_memory(10)  # of 16: the second layer of two does not fit
+    limit_memory(10)  # two layers ask for 16 slots, so the second layer does not fit
     with caplog.at_level(logging.WARNING, "comet"):
         loaded = hf.load_pretrained(folder, expert_budget=1.0, **STORES[store])
     assert caplog.messages == [

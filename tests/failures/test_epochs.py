@@ -1,4 +1,4 @@
-"""Epochs near the end of their range, and starting them anew: ranks that are late are waited for before and after."""
+"""Epochs near the end of their range, and their restart: a rank waits for late ranks before and after."""
 
 import time
 from dataclasses import replace
@@ -20,7 +20,7 @@ from comet.errors import CapacityError, CommTimeoutError, EpochError
 from comet.layer.workspace import Workspace, WorkspaceShape
 from comet.moe import MoE
 
-LATE_S = {"twin": 0.1, "fused": 0.3}  # what the other rank needs to come to where it must wait
+LATE_S = {"twin": 0.1, "fused": 0.3}  # the other rank has reached its wait by then
 SHAPE = WorkspaceShape(world_size=2, max_tokens=200, hidden_size=16, top_k=2, dtype=torch.float32)
 EACH_ONE = DecodeCase(name="fold", T=1, K=2, E=4, D=16, F=16, config=FOLD, routing="masked", seed=3)
 

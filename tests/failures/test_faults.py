@@ -38,7 +38,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
 
 @pytest.mark.parametrize("row", slow_but(QUICK, ROWS))
 def test_row(row: Row, jobs: Jobs) -> None:
-    folder = Path(tempfile.mkdtemp(dir=jobs.folder))  # beside what jobs share
+    folder = Path(tempfile.mkdtemp(dir=jobs.folder))
     deadline_s = JOB_DEADLINE_S if row.job else 2
     order = Order(row=row, device="cpu", deadline_s=deadline_s, slack_s=SLACK_S, folder=folder)
     finding = jobs.run(order) if row.job else run_calls(order)

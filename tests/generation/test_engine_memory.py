@@ -16,10 +16,10 @@ DECODE_TOKENS = (5, 16, 64, 7, 6)  # 5, 6 and 7 take the memory of 8
 
 
 def kept() -> tuple[int, int]:
-    """Tensors, and files of symmetric memory, that this process has."""
+    """Return the numbers of tensors and of mappings of symmetric memory in this process."""
     gc.collect()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what torch calls deprecated, which isinstance touches
+        warnings.simplefilter("ignore")  # isinstance touches deprecated objects of torch
         tensors = sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
     return tensors, Path("/proc/self/maps").read_text().count("comet-memory")
 

@@ -280,7 +280,7 @@ def test_a_layer_that_asks_the_device_in_its_backward_pass(
 def test_gradients_of_weights_made_later_are_those_of_the_backward_pass(
     monkeypatch: pytest.MonkeyPatch, padded: bool
 ) -> None:
-    """By the twin's pieces; weights that had to be padded leave nothing for later."""
+    """The twin computes its weight gradients later, piece by piece; padded weights leave nothing for later."""
     if padded:
         monkeypatch.setattr(
             "comet.layer.routed_experts.pad_width", lambda w1, w2, biases=None: (w1 * 1, w2 * 1, biases)

@@ -7,7 +7,8 @@ from graphed_cases import make_steps
 from ranks import in_ranks
 from stream_cases import CONFIG, NUM_TOKENS, assert_same, make_tokens, named
 
-# Of each rank in turn: some calls are a rank's first or second of a number, while the other replays its graphs.
+# Numbers of tokens of each call, a row for each rank. In some calls one rank has a number for the first or second time
+# while the other rank replays a graph.
 NUMBERS = (
     (NUM_TOKENS, 40, NUM_TOKENS, 40, 40, 0, NUM_TOKENS, 0, 0, NUM_TOKENS),
     (3, 3, 3, 200, 200, 3, 0, 3, 200, 0),

@@ -1,4 +1,4 @@
-"""What a graph of a layer reads is replaced: the replays end. What changes in place: they go on. Hooks: they pause."""
+"""Replays of a layer end when a tensor that they read is replaced, go on when it changes in place, pause for hooks."""
 
 import logging
 from collections.abc import Callable

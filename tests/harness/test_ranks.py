@@ -1,4 +1,4 @@
-"""The multi-process harness itself: values come back, failures and hangs are told apart, nothing is left running."""
+"""The multi-process harness: values come back, failures differ from hangs, and no process is left running."""
 
 import multiprocessing
 import os
@@ -84,7 +84,7 @@ def die_on_zero(rank: int, world_size: int) -> int:
 
 
 def leave_traces(rank: int, world_size: int) -> tuple[object, ...]:
-    """What an earlier run left in the modules of the test, of comet and of torch, and draws."""
+    """Return traces that an earlier run left in modules, and random draws; leave new traces."""
     found = len(CALLS), hasattr(comet.errors, "trace"), torch.get_default_dtype(), torch.get_num_threads()
     CALLS.append(rank)
     comet.errors.trace = rank  # type: ignore[attr-defined]
@@ -160,11 +160,11 @@ def test_a_server_that_dies_is_reported_with_its_ranks_ended_and_then_replaced(t
     assert run_ranks(double, 1, 3) == [3]
 
 
-KEPT: list[object] = []  # by a rank until its end
+KEPT: list[object] = []  # a rank refers to these until its end
 
 
 def start_a_manager(rank: int, world_size: int) -> int:
-    """Leaves a process that only an interpreter that shuts down would end, as Megatron does when it saves."""
+    """Leave a process that ends only when an interpreter shuts down; Megatron leaves one when it saves."""
     KEPT.append(multiprocessing.get_context("spawn").Manager())
     (child,) = multiprocessing.active_children()
     assert child.pid is not None
@@ -216,7 +216,7 @@ raise SystemExit(pytest.main(["-c", {os.devnull!r}, "-p", "no:cacheprovider", {s
         process.send_signal(signum)
     process.communicate()
     assert process.returncode == status
-    assert all_gone([int(pid) for pid in pids.read_text().split()])  # of the rank and its server
+    assert all_gone([int(pid) for pid in pids.read_text().split()])  # the rank and its server
 
 
 def test_a_local_function_is_refused() -> None:

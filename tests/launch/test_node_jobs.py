@@ -32,7 +32,7 @@ from comet.training.trainer import train
 TRAINED = replace(MODEL, dense_layers=1, moe=replace(MOE, shared_ffn_size=16))
 ONE_NODE, TWO_NODES = ParallelConfig(ep=2), ParallelConfig(ep=2, tp=2, node_size=2)
 GREEDY = GenerateConfig(prompts=("17 times 4 is ", "3 ti"), max_new_tokens=6, temperature=0.0)
-SIZES = {"hidden_size": 128, "moe_intermediate_size": 128}  # of whole blocks
+SIZES = {"hidden_size": 128, "moe_intermediate_size": 128}  # whole blocks
 EXACT = ("heldout_nats_per_byte", "steps", "parameters", "cuda_graph")
 
 
@@ -146,13 +146,13 @@ def test_the_slurm_script_starts_an_agent_on_each_node(tmp_path: Path) -> None:
     assert out.stdout.splitlines() == [line] * 2
 
 
-# An agent whose only rank is frozen does not hear of it: srun --kill-on-bad-exit ends it, or whoever started it.
+# An agent whose only rank is frozen does not notice: srun --kill-on-bad-exit or the starter of the agent ends it.
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "state", "per_node"), [(signal.SIGKILL, "gone", 1), (signal.SIGSTOP, "frozen", 2)])
 def test_a_rank_of_the_other_node_is_named_with_its_host(
     number: signal.Signals, state: str, per_node: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "1")  # what torchrun gives a rank that is stopped
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "1")  # seconds that torchrun gives a rank to stop
     agents = start_training(tmp_path, per_node, "train.steps=1000000", "train.checkpoint_every=2", "comm.timeout_s=6")
     try:
         wait_for_checkpoint(tmp_path / "run", *agents)

@@ -54,12 +54,12 @@ def environment_of_torchrun() -> dict[str, str]:
 
 
 def environment_of_launcher() -> dict[str, str]:
-    """Of a rank whose launcher is the process that starts it, which only that knows."""
+    """The environment of a rank that its launcher starts; the launcher still has to add its process id."""
     return {**rank_environment(2, 1), "RANK": "0", "LOCAL_RANK": "0"}
 
 
 def test_a_rank_that_still_imports_ends_with_its_launcher(tmp_path: Path) -> None:
-    environment = environment_of_torchrun()  # an agent does not tell its number
+    environment = environment_of_torchrun()  # an agent does not pass its process id
     environment.pop(PARENT, None)
     launcher, note = start(tmp_path, ["-c", STARTER, *PROGRAM, "train", "model=tiny"], environment)
     assert poll(note.exists, 60), "the rank imports torch"

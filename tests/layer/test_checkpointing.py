@@ -1,4 +1,4 @@
-"""What autograd keeps: offloaded, or made again by a forward pass whose other routing the gradients follow."""
+"""Saved tensors are offloaded or computed again; gradients follow the routing of the second forward pass."""
 
 from contextlib import nullcontext
 from itertools import product
@@ -55,7 +55,7 @@ def run_again(rank: int, world_size: int, paths: list[str]) -> None:
 
 @pytest.mark.parametrize("path", ["twin", "plain"])
 def test_tensors_kept_in_a_larger_memory(path: str) -> None:
-    """As offloading does: what autograd saved of two calls comes back as slices of one tensor of each type."""
+    """Tensors that autograd saved in two calls come back as slices of one tensor a type, as after offloading."""
     case, pool = LayerCase("one", 1, 1, (40,)), dict[torch.dtype, Tensor]()
     moe, inputs = build_layer(case, 0, path), rank_inputs(case, 0)
 
@@ -101,7 +101,7 @@ def test_a_second_backward_pass(rank: int, world_size: int) -> None:
 
 @in_ranks(2)
 def test_rows_go_back_to_where_the_last_pass_had_them_from(rank: int, world_size: int) -> None:
-    """As many rows in all, but to other ranks: rank 0 sends (1, 2), then (2, 1), and rank 1 the other way round."""
+    """Rank 0 sends (1, 2) rows, then (2, 1); rank 1 the other way round. The total stays, the destinations change."""
     counts = [(1, 2), (2, 1)] if rank == 0 else [(2, 1), (1, 2)]
 
     def exchange(rows: Tensor) -> Tensor:

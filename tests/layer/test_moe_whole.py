@@ -91,7 +91,7 @@ def test_tiles_are_those_of_the_padded_width() -> None:
 
 
 def make_narrow(rank: int, world_size: int, ffn_size: int) -> tuple[list[str], list[list[int]]]:
-    """What is logged while two layers are made and called, and the shapes of the parameters."""
+    """Make two layers and call them; return the lines of the log and the shapes of the parameters."""
     told = logged("comet")
     config = MoEConfig(hidden_size=16, ffn_size=ffn_size, num_experts=2, top_k=1, renormalize=False)
     group = make_group(config, tp=world_size, max_tokens=4)

@@ -140,7 +140,7 @@ def test_states_of_whole_layers(rank: int, world_size: int) -> None:
 
 @in_ranks(2)
 def test_a_part_that_another_rank_saved_is_refused(rank: int, world_size: int) -> None:
-    """As where rank 0 alone writes a file, which all ranks read."""
+    """This happens when rank 0 alone writes a file and all ranks read it."""
     saved, layer, model = io.BytesIO(), make_layer(2), Model(make_layer(2, seed=9))
     torch.save(Model(layer).state_dict(), saved)
     files: list[bytes] = [b""] * world_size
@@ -232,7 +232,7 @@ def test_experts_stay_means_whatever_becomes_of_their_parameters(rank: int, worl
 
 @in_ranks(2)
 def test_what_would_mix_experts_is_refused(rank: int, world_size: int) -> None:
-    """What would average or overwrite experts, or see those of one rank only, raises on every rank."""
+    """DDP, FSDP and others would average or overwrite experts, or see one rank's only; they raise on every rank."""
     layer = make_layer(2)
     assert layer.group.mesh is not None
     names = [name for name, parameter in layer.named_parameters() if isinstance(parameter, DTensor)]

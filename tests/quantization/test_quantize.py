@@ -42,15 +42,15 @@ class Elements:
     kind: Any
     num_codes: int
     largest: float
-    exponent: int  # of the largest
+    exponent: int  # the exponent of ``largest``
 
     @property
     def numbers(self) -> np.ndarray:
-        """Of all codes, float32."""
+        """The float32 numbers of all codes."""
         return np.arange(self.num_codes, dtype=np.uint8).view(self.kind).astype(np.float32)
 
     def rounded(self, values: Tensor | np.ndarray) -> np.ndarray:
-        """Codes of numbers; what is past the largest becomes it."""
+        """Return codes of numbers; larger numbers than ``largest`` become ``largest``."""
         limited = np.clip(np.asarray(values, np.float64), -self.largest, self.largest)
         return limited.astype(np.float32).astype(self.kind).view(np.uint8)
 
@@ -79,7 +79,7 @@ def scales_in_float64(packed: MXFP8 | MXFP4) -> np.ndarray:
 
 
 def bits(values: Tensor) -> list[int]:
-    """Of float32, where the sign of zero counts, too."""
+    """Return the bits of float32 numbers, so that the sign of zero counts, too."""
     return values.float().view(torch.int32).tolist()
 
 
@@ -96,7 +96,7 @@ def random_values(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.
 
 
 def in_blocks(values: np.ndarray, largest: float) -> Tensor:
-    """``(n, 1, 32)``: a block of each of ``values (n, m)``, with the largest number beside them, so the scale is 1."""
+    """Return blocks ``(n, 1, 32)``, one for each row of ``values (n, m)``; ``largest`` comes first, so scales are 1."""
     blocks = torch.zeros(len(values), 1, 32)
     blocks[:, 0, 0] = largest
     blocks[:, 0, 1 : 1 + values.shape[1]] = torch.from_numpy(values)
@@ -250,7 +250,7 @@ def test_strided_and_trainable_inputs_and_leading_dimensions(quantise: Callable[
     assert not packed.scales.requires_grad
     assert torch.equal(codes(packed), codes(whole))
     assert torch.equal(packed.scales, whole.scales)
-    turned = strided.mT.contiguous().mT  # whose columns are contiguous
+    turned = strided.mT.contiguous().mT  # columns are contiguous
     assert torch.equal(quantise(turned).dequantize(), whole.dequantize())
     for i, j in np.ndindex(3, 2):
         alone = quantise(strided[i, j])

@@ -51,7 +51,7 @@ def test_a_stopped_run_of_replayed_steps_goes_on_bit_for_bit(tmp_path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(trainer.TrainStep, "__call__", stop)
         stopped = train(make_job(tmp_path, **settings), gpu)
-    assert (stopped["stopped"], stopped["steps"]) == ("SIGTERM", 8 + LAG)  # step 8 tells the others of what 7 heard
+    assert (stopped["stopped"], stopped["steps"]) == ("SIGTERM", 8 + LAG)  # step 8 shares the signal of step 7
     train(make_job(tmp_path, **settings, resume=str(tmp_path / "out")), gpu)
     assert losses(tmp_path / "out") == losses(tmp_path / "whole")
 

@@ -31,7 +31,7 @@ def layer_of(name: str) -> Layer:
         graphed = GraphedMoE(MoE(CASE.config, open_group(CASE)))
         return lambda x: graphed(x)[0]
     weights = rank_weights(CASE, 0, Tensor)
-    if name == "warp_decode":  # whose weights are put together before a model is compiled
+    if name == "warp_decode":  # its weights are put together before a model is compiled
         inputs, held = rank_inputs(CASE, 0), decode_weights(*weights, CASE.num_experts)
         return lambda x: warp_decode(x, inputs.top_k_ids, inputs.top_k_weights, held)
     run = every_path(CASE)[name]

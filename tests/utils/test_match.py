@@ -37,7 +37,7 @@ SIZES: dict[str, Change] = {
     "gate and up apart": lambda w1, w2: (w1.unflatten(1, (2, -1)), w2),
     "one matrix": lambda w1, w2: (w1[0].clone(), w2[0].clone()),
 }
-# What a path that knows e and F of its layer refuses too; to others these are weights like any.
+# Only a path that knows e and F of its layer refuses these.
 OTHER_LAYERS: dict[str, Change] = {
     "another F": lambda w1, w2: (w1[:, : -2 * LESS].clone(), w2[..., :-LESS].clone()),
     "more experts": lambda w1, w2: (w1[[0, 1, 2, 3, 0]], w2[[0, 1, 2, 3, 0]]),
@@ -54,7 +54,7 @@ STRIDES: dict[str, Change] = {
     "other strides": lambda w1, w2: (w1.mT.contiguous().mT, w2.mT.contiguous().mT),
     "every second column": lambda w1, w2: (as_strided(w1), as_strided(w2)),
 }
-# Of scales: the same numbers elsewhere in memory.
+# Views of scales: the same numbers elsewhere in memory.
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda scales: scales.mT.contiguous().mT,
     "a slice of columns": lambda scales: torch.cat([scales, scales.flip(0)], dim=2)[..., : scales.shape[2]],
@@ -78,7 +78,7 @@ def loop(case: LayerCase, w1: Tensor, w2: Tensor) -> Tensor:
 
 
 def try_all(case: LayerCase, found: dict[str, Layer], w1: Any, w2: Any, exact: Callable[[], Tensor]) -> dict[str, str]:
-    """By path: whether it refuses the weights and names one, or is right."""
+    """Return, for each path, whether it refuses the weights and names one, or computes the right output."""
     outcome = {}
     for name, layer in found.items():
         try:

@@ -67,7 +67,7 @@ def test_layer_replays_from_a_cuda_graph_with_other_routing(dtype: torch.dtype) 
 def test_two_layers_of_one_group_on_two_streams_keep_the_order_of_their_calls(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The shared expert beside or not; a graph is captured between the calls."""
+    """The shared expert runs on a side stream or in line; a graph is captured between the calls."""
     monkeypatch.setattr(moe, "BESIDE_TOKENS", 0)
     layers = make_pair("cuda", torch.bfloat16)
     layer = {"in line": layers.in_line, "streams": layers.streams, "graphed": GraphedMoE(layers.in_line)}[kind]

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
-    """What is asked of the streams ``caller`` and ``side``, and of tensors when the allocator is told of them."""
+    """A record of calls to the streams ``caller`` and ``side``, and of ``Tensor.record_stream``."""
     asked = MagicMock()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: asked.caller)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(asked.enter(stream)))
@@ -30,7 +30,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
 
 
 def test_work_waits_for_the_caller_and_the_caller_for_the_work(streams: MagicMock) -> None:
-    stats = RouterStats(*(torch.ones(size) for size in (2, 3, 4)))  # a tuple, so that the allocator is told of each
+    stats = RouterStats(*(torch.ones(size) for size in (2, 3, 4)))  # a tuple: each tensor is recorded on the stream
     streams.work.return_value = stats
     given = torch.ones(1)
     join = SideStream(streams.side).start(streams.work, given)
@@ -65,7 +65,7 @@ def test_without_a_stream_work_is_done_at_once() -> None:
 
 
 def sequential(layer: MoE, x: torch.Tensor) -> tuple[torch.Tensor, RouterStats]:
-    """The layer, written down without anything beside it."""
+    """Run the parts of the layer one after the other."""
     tokens = x.reshape(-1, CONFIG.hidden_size)
     routing = layer.router(tokens)
     assert layer.shared is not None
@@ -105,7 +105,7 @@ def test_nothing_in_the_layer_waits_for_what_runs_beside_it(monkeypatch: pytest.
 
 
 def test_the_layer_joins_streams_before_anything_runs_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory of what runs beside may be of a call on another stream, which still reads it."""
+    """Memory that the side stream writes may still be read by an earlier call on another stream."""
     layers = make_pair("cpu", torch.float32)
     order: list[str] = []
     monkeypatch.setattr(moe, "BESIDE_TOKENS", 0)

@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def ragged(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of sizes that are no multiples of a block."""
+    """The folder of a checkpoint whose sizes are no multiples of a block."""
     from hf_fp8_cases import RAGGED, published
 
     return published(tmp_path_factory.mktemp("ragged"), **RAGGED)
@@ -15,7 +15,7 @@ def ragged(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of experts that are whole blocks."""
+    """The folder of a checkpoint whose experts are whole blocks."""
     from hf_fp8_cases import WHOLE, published
 
     return published(tmp_path_factory.mktemp("whole"), **WHOLE)

@@ -100,7 +100,7 @@ def test_a_graph_in_bfloat16_takes_the_steps_of_eager_ones(whole: Path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_a_decoder_follows_parameters_that_were_replaced(family: str) -> None:
-    """By others, or moved, since its graph was captured; the step that joins a shared expert moves the experts, too."""
+    """Parameters are replaced or moved after the capture; the step that joins a shared expert moves the experts."""
     ids = prompt(BATCH, PREFILL + STEPS).cuda()
     model, others = (hf.convert(tiny_model(family).cuda()) for _ in range(2))
     for parameter in others.parameters():

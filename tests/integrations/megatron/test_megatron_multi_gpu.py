@@ -19,7 +19,7 @@ STEPS = 12
 
 @pytest.mark.multi_gpu(n=2)
 def test_training() -> None:
-    """NCCL (gloo where ranks share a GPU) reduces gradients beside the layer's kernels, later on one rank."""
+    """NCCL (gloo where ranks share a GPU) reduces gradients while the layer's kernels run, on one rank later."""
     layouts = [(2, 1, 1), (1, 2, 1)]
     run_ranks(train_beside_megatron, 2, SIZE, layouts, STEPS, "cuda", backend=ON_GPUS)
 

@@ -25,7 +25,7 @@ def test_worked_examples() -> None:
 
 
 def bytes_of_copy(segment: tuple[int, int], row: int, col: int, map_of_rows: tuple) -> int | None:
-    """Where the hardware reads an element of a copy of a segment; ``None`` where it fills in a 0."""
+    """Return the address of an element that the hardware copies of a segment, or ``None`` if it fills in a 0."""
     address, shape, strides, dtype, _ = map_of_rows
     start, count = segment
     place = (SEGMENT_ROWS, start + count, SEGMENT_ROWS - count + row, col)
@@ -55,7 +55,6 @@ def test_a_copy_ends_with_its_segment(cols: int, monkeypatch: pytest.MonkeyPatch
 
 
 def operands(**changes: Tensor) -> dict[str, Tensor]:
-    """Of a launch."""
     empty = {"a": (256, 1536), "b": (256, 2048), "out": (32, 1536, 2048)}
     made = {name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in empty.items()}
     return made | changes

@@ -36,11 +36,11 @@ def test_all_steps_are_right(rank: int, world_size: int, cases: list[EmulatedCas
 
 @in_ranks(1, interpret=True)
 def test_mistakes_are_noticed(rank: int, world_size: int) -> None:
-    """Numbers that are a little off, rows in another order, a row too many, and events that are not those."""
+    """The check finds numbers that are a little off, rows in another order, a row too many, and wrong events."""
     ranks = EmulatedRanks(replace(SMALL, num_tokens=(40, 5), hidden_size=144, num_panels=2), CPU, record=True)
     found = ranks.results("triton")
     for name, tensors in found.items():
-        if name in ("hidden", "gate | up", "grad_rows", "grad_hidden"):  # which the others are made of
+        if name in ("hidden", "gate | up", "grad_rows", "grad_hidden"):  # the other tensors are computed from these
             continue
         for off in ([each * (1 + 2**-10) for each in tensors], [each.roll(1, 0) for each in tensors]):
             with pytest.raises(AssertionError, match=f"two: {name}"):

@@ -99,7 +99,7 @@ def test_ranks_may_differ_in_the_launch_of_hiddens_gradient(apart: set[int]) -> 
 
 @pytest.mark.parametrize("case", [TWO, FP8], ids=["16 bits", "block FP8"])
 def test_layer_1_may_be_in_triton_behind_layer_0_in_cuda(case: EmulatedCase) -> None:
-    """As of layers with few tokens; rows of no expert are NaN in CUDA C++."""
+    """Layers with few tokens mix the two so. CUDA C++ leaves NaN in rows of no expert."""
     mixed, twin = EmulatedRanks(case, GPU).results("cuda", "triton"), EmulatedRanks(case, GPU).results("triton")
     assert_equal(mixed, twin, case)
 

@@ -28,14 +28,14 @@ extern "C" __global__ void hold(volatile int* let_go, volatile int* holds) {
     holds[blockIdx.x] = 0;
 }
 """
-SHARED_BYTES = 200 * 1024  # no block of a layer fits beside so much
+SHARED_BYTES = 200 * 1024  # leaves no room for a block of a layer on the same SM
 
 
 @contextmanager
 def held_sms(count: int) -> Iterator[Callable[[], bool]]:
-    """Hold ``count`` SMs of the current GPU, for 20 seconds at most; yields whether they are still held.
+    """Hold ``count`` SMs of the current GPU for at most 20 seconds; yields a function: are they still held?
 
-    Nothing is collected meanwhile: whoever frees memory of the GPU may wait for all of its kernels.
+    Garbage is not collected meanwhile: to free memory of the GPU may mean to wait for all of its kernels.
     """
     let_go, holds = (torch.zeros(size, dtype=torch.int32).pin_memory() for size in (1, count))
     source = f"constexpr unsigned long long MOST_NS = {MOST_NS};\n{SOURCE}"

@@ -39,7 +39,7 @@ def test_a_collective_that_came_first_on_one_rank(rank: int, world_size: int, sp
             torch.cuda.synchronize()
             if rank == call % world_size:  # here the collective comes first, and has its SMs
                 reduce_on(side, gradients)
-            dist.all_reduce(torch.ones(1))  # of the hosts: by now it runs there
+            dist.all_reduce(torch.ones(1))  # on the hosts; afterwards the collective runs on that rank
             found = layer(x)[0]
             if rank != call % world_size:
                 reduce_on(side, gradients)

@@ -145,7 +145,7 @@ def test_copies_of_w1_have_eights_of_gate_and_of_up_in_turn(
     view, box = layer0.gate_up_map(w1, cols)
     assert view.data_ptr() == w1.data_ptr()
     assert box[-1] * w1.itemsize == 128, "a line of shared memory"
-    row_ids = torch.arange(w1.shape[0] * w1.shape[1])[:, None].expand(-1, 256)  # what a copy of each row would bring
+    row_ids = torch.arange(w1.shape[0] * w1.shape[1])[:, None].expand(-1, 256)  # each element is the id of its row
     seen = row_ids.as_strided(view.shape, [stride // 256 for stride in view.stride()[:-1]] + [0])
     copy = seen[1:2, box[1] : 2 * box[1], : box[2], : box[3], 0].flatten()  # the second block of columns of expert 1
     gate = torch.arange(cols // 2, cols).view(-1, 1, 8) + 2 * ffn

@@ -1,4 +1,4 @@
-"""The table of GPUs: which ones run kernels, and what others are told."""
+"""The table of GPUs: which GPUs run kernels, and the refusals for others."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What this process takes its GPU for."""
+    """The name and capability that torch reports of this process's GPU."""
     found = SimpleNamespace(name="NVIDIA H100 80GB HBM3", capability=(9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found.capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: found.name)

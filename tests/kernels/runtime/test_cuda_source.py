@@ -82,7 +82,7 @@ def test_lines_are_as_short_as_those_of_the_rest() -> None:
 
 
 def unused_constants(source: str) -> list[str]:
-    """What the host puts into a Config, and nothing of the device asks for."""
+    """Return the constants that the host puts into a ``Config`` and no device code reads."""
     template = re.search(r'#include "(.+)"', source)[1]
     files = {SOURCES / template, *included_by(SOURCES / template)}
     code = re.sub(r"//.*", "", "\n".join(path.read_text() for path in files))

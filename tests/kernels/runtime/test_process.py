@@ -1,4 +1,4 @@
-"""What a process may use of its machine: sets of cores, quotas and limits of control groups of both versions."""
+"""Cores and memory that a process may use: sets of cores, quotas and limits of control groups of both versions."""
 
 import os
 from pathlib import Path

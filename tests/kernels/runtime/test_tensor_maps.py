@@ -1,4 +1,4 @@
-"""What a launch needs and is kept: descriptors of tensors, however many layers a model has, none stale; its object."""
+"""Caches of a launch: tensor descriptors for any number of layers, none of them stale, and the launch's object."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +19,7 @@ LAYERS, MAPS_OF_A_LAYER = 100, 1 + 2 + 3 + 2 + 3
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
-    """What the driver was told of each map: type, sizes, strides in bytes and box, the last axis first."""
+    """Arguments of each map that the driver encoded: type, sizes, strides in bytes and box, the last axis first."""
     told: list[tuple[Any, ...]] = []
 
     def encode(kind: Any, rank: int, address: int, sizes: Any, strides: Any, box: Any, *_: Any) -> tuple[Any, Any]:
