@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from comet.config import MoEConfig, OverlapConfig
+from comet.layer.nodes import NodesPath
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.sharding import local
 from comet.layer.workspace import Workspace
@@ -109,7 +110,7 @@ class LayerSuite(Suite):
             return
         w1, w2 = moe.expert_weights()
         w1 = w1.flatten(1, 2)
-        wanted = set(FP8_VARIANTS) & set(self.variants) and isinstance(moe.experts, SymmetricPath)
+        wanted = set(FP8_VARIANTS) & set(self.variants) and isinstance(moe.experts, SymmetricPath | NodesPath)
         in_blocks = w1.shape[2] % FP8_BLOCK == w2.shape[2] % FP8_BLOCK == 0
         fp8 = (quantize_experts(w1, quantize_fp8), quantize_experts(w2, quantize_fp8)) if wanted and in_blocks else None
         yield Layer(config=config, layout=layout, w1=w1, w2=w2, biases=biases_of(moe), moe=moe, fp8=fp8)

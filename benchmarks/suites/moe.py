@@ -183,7 +183,7 @@ def layer_variants(layer: Layer, inputs: Sequence[Inputs], asked: Run, ranks: Ra
         if "comet_graph" in asked.variants and ranks.device.type == "cuda":
             experts["comet_graph"] = GraphedExperts(moe) if asked.backward else moe.routed_experts
     if layer.fp8 is not None and moe is not None and not asked.backward:
-        assert isinstance(moe.experts, SymmetricPath)
+        assert isinstance(moe.experts, SymmetricPath | NodesPath)
         in_fp8, fp8_w1, fp8_w2 = moe.experts.fp8, *layer.fp8
         names = [name for name in FP8_VARIANTS if ranks.device.type == "cuda" or not name.endswith("graph")]
         run_fp8: Experts = lambda *routed: in_fp8(RoutedTokens(*routed), fp8_w1, fp8_w2, biases)  # noqa: E731

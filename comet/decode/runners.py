@@ -28,6 +28,7 @@ from comet.decode.weights import MAX_DECODE_TOKENS, DecodeScratch, DecodeWeights
 from comet.kernels.runtime.activation import SWIGLU, Activation
 from comet.kernels.runtime.arguments import power_of_2
 from comet.layer.group import ExpertGroup
+from comet.layer.nodes import NodesPath
 from comet.layer.paths import ExpertPath, make_path
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.weights import match_once, match_weights
@@ -289,7 +290,7 @@ class ReplicatedRunner(GroupExperts):
                 w1, biases = gate_first(w1, -2), biases and biases._replace(b1=gate_first(biases.b1, -1))
             compute: Callable[..., Tensor] = partial(self.path, w1=w1, w2=w2, biases=biases)
             if experts is not None and experts.w1_scales is not None:
-                assert isinstance(self.path, SymmetricPath), "takes_fp8"
+                assert isinstance(self.path, SymmetricPath | NodesPath), "takes_fp8"
                 in_fp8 = fp8_weights(experts)
                 compute = partial(self.path.fp8, w1=in_fp8["w1"], w2=in_fp8["w2"])
             return run_path_on_slices(routed, compute, self.group)
@@ -376,7 +377,7 @@ def run_path_on_slices(routed: RoutedTokens, compute: Callable[[RoutedTokens], T
 
 def computes_fp8(path: ExpertPath, moe: MoEConfig) -> bool:
     """Whether a path's kernels take experts in block FP8 as they are; their twins would only be less exact."""
-    return isinstance(path, SymmetricPath) and path.use_kernels and moe.hidden_size % FP8_BLOCK == 0
+    return isinstance(path, SymmetricPath | NodesPath) and path.use_kernels and moe.hidden_size % FP8_BLOCK == 0
 
 
 def fp8_weights(experts: DecodeWeights) -> dict[str, FP8]:

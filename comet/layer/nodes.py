@@ -38,9 +38,10 @@ from comet.layer.group import ExpertGroup
 from comet.layer.merged_wgrad import MergedWgrad, RunOperands, merged_bytes
 from comet.layer.plan import Plan, check_routing, check_tokens
 from comet.layer.rails.collective import CollectiveRails, Rails
-from comet.layer.routed_experts import DeferredWgrad, Saved, backward, forward, in_order, make_backend
-from comet.layer.weights import match_once, match_weights, pad_width
+from comet.layer.routed_experts import DeferredWgrad, Saved, backward, check_fp8, forward, in_order, make_backend
+from comet.layer.weights import match_fp8_weights, match_once, match_weights, pad_width
 from comet.layout import Biases, RoutedTokens
+from comet.quantization.formats import FP8
 from comet.utils.derivatives import first_only
 from comet.utils.uncompiled import uncompiled
 
@@ -113,6 +114,8 @@ class NodesPath:
         self.rails = make_rails(config, group, use_kernels=use_kernels)
         rules = dict(biased=config.expert_bias, dtype=group.workspace.shape.dtype, device=group.device)
         self.match = match_once(match_weights, config, self.layout, **rules)
+        self.match_fp8 = match_once(match_fp8_weights, config, self.layout, **rules)
+        self.use_kernels = use_kernels
         # Every rank of a node runs the layer equally often, so the pool decides and not a call's tokens.
         most = group.workspace.max_tokens
         self.is_split = most >= SPLIT_TOKENS
@@ -142,6 +145,15 @@ class NodesPath:
             output: Tensor = _NodesExperts.apply(*routed, w1, w2, self, *(biases or ()))
             return output
 
+    @uncompiled
+    def fp8(self, routed: RoutedTokens, w1: FP8, w2: FP8, biases: Biases | None = None) -> Tensor:
+        """Run the layer for inference with e4m3 products, as ``SymmetricPath.fp8``; tokens travel as they are."""
+        check_fp8(routed, w1, w2, self.workspace)
+        check_routing(routed.top_k_ids, routed.top_k_weights, self.layout, self.workspace)
+        self.match_fp8(w1.elements, w2.elements, w1.scales, w2.scales, *(biases or ()))
+        with self.step("forward pass"):
+            return self.forward(in_order(routed), w1, w2, biases, trains=False)[0]
+
     @contextmanager
     def step(self, what: str) -> Iterator[None]:
         """One pass of all ranks of the group; where it cannot go on, ranks that wait inside this node learn it, too."""
@@ -165,7 +177,7 @@ class NodesPath:
             raise dist.DistBackendError(f"{where}: {error}") from error
 
     def forward(
-        self, routed: RoutedTokens, w1: Tensor, w2: Tensor, biases: Biases | None, *, trains: bool
+        self, routed: RoutedTokens, w1: Tensor | FP8, w2: Tensor | FP8, biases: Biases | None, *, trains: bool
     ) -> tuple[Tensor, tuple[Tensor, ...], list[Saved]]:
         """The sums of this rank's tokens ``(T, D)``, what the trip kept, and of each run what its backward reads."""
         runs: list[Saved] = []

@@ -25,6 +25,7 @@ from comet.layer.group import ExpertGroup
 from comet.layer.plan import Plan, check_tokens
 from comet.layer.twin.layer import Twin
 from comet.layer.weights import match_fp8_weights, match_once, match_weights, pad_width
+from comet.layer.workspace import Workspace
 from comet.layout import Biases, RoutedTokens, added_biases
 from comet.quantization.formats import FP8
 from comet.utils.derivatives import first_only
@@ -163,14 +164,8 @@ class SymmetricPath:
             ValueError: If D or F/TP is not a multiple of 128, a gradient is wanted, tokens or routing do not fit the
                 pool or each other, or weights the layer.
         """
-        check_tokens(routed.tokens, routed.top_k_ids, self.workspace)
-        for name, weight in (("w1", w1), ("w2", w2)):
-            require(isinstance(weight, FP8), f"{name} of type {type(weight).__name__} must be FP8: call the path")
+        check_fp8(routed, w1, w2, self.workspace)
         self.match_fp8(w1.elements, w2.elements, w1.scales, w2.scales, *(biases or ()))
-        require(
-            not wants_grad(*routed),
-            "requires_grad=True of tokens or top_k_weights must be False: experts in block FP8 are for inference",
-        )
         with self.workspace.forward_step:
             return forward(in_order(routed), w1, w2, self.backend, biases, trains=False)[0]
 
@@ -187,6 +182,17 @@ class SymmetricPath:
             yield self.deferred
         finally:
             self.deferred = None
+
+
+def check_fp8(routed: RoutedTokens, w1: FP8, w2: FP8, workspace: Workspace) -> None:
+    """Raise ``ValueError`` unless tokens fit the pool, weights are in block FP8 and no gradient is wanted."""
+    check_tokens(routed.tokens, routed.top_k_ids, workspace)
+    for name, weight in (("w1", w1), ("w2", w2)):
+        require(isinstance(weight, FP8), f"{name} of type {type(weight).__name__} must be FP8: call the path")
+    require(
+        not wants_grad(*routed),
+        "requires_grad=True of tokens or top_k_weights must be False: experts in block FP8 are for inference",
+    )
 
 
 def in_order(routed: RoutedTokens) -> RoutedTokens:

@@ -44,6 +44,7 @@ CASES = [
     replace(EP4, name="biases", activation=Activation("clamped_swiglu"), expert_bias=True, routing="masked"),
     LayerCase("ep2 x tp2 of 8 columns", 2, 2, (14, 22, 0, 9), ffn_size=16, relabel=3, node_size=2),
     LayerCase("ep2 x tp2, biases", 2, 2, (14, 22, 0, 9), activation=Activation("geglu"), expert_bias=True, node_size=2),
+    LayerCase("ep4 in FP8", 4, 1, (20, 9, 0, 31), num_experts=8, hidden_size=256, ffn_size=128, fp8=True, node_size=2),
     LayerCase("four nodes of one rank", 4, 1, (13, 150, 0, 31), num_experts=12, top_k=3, node_size=1, calls=2),
 ]
 OPEN = dict(max_tokens=20, dtype=torch.float32, device="cpu", timeout_s=60.0)

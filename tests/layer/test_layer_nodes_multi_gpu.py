@@ -27,6 +27,7 @@ CASES = [
     replace(TWO, name="one expert", routing="one", calls=2),
     replace(TWO, name="masked", num_experts=64, top_k=8, hidden_size=336, ffn_size=208, routing="masked"),
     replace(TWO, name="float16", dtype=torch.float16),
+    replace(TWO, name="in FP8", fp8=True, calls=2),
 ]
 CASES_OF_FOUR = [
     LayerCase("two nodes of two", 4, 1, (500, 90, 0, 710), 16, 4, 512, 256, node_size=2, calls=4, **MAPPED),
