@@ -19,8 +19,9 @@ from comet.generation.job import check_files, plan_experts
 from comet.jobs.config import JobConfig, activation_dtype
 from comet.launch.memory import generation_needs, layer_bytes, training_needs
 from comet.launch.tasks.modular import modular_problems
-from comet.layer.nodes import expected_rows, row_bytes, shape_obstacle
+from comet.layer.nodes import shape_obstacle
 from comet.schedule.choice import Machine, Problem, check_setting
+from comet.schedule.network import expected_rows, row_bytes
 from comet.training.checkpoint_folder import find_checkpoints, list_checkpoints
 from comet.training.data import read_corpus
 from comet.training.run_folder import RunFolder

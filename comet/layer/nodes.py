@@ -18,7 +18,6 @@ with the ids ``[[-1, 1], [0, 1]]``; rank 0 itself runs all three with ``[[0, 1],
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,7 +30,7 @@ from torch.autograd import Function
 
 from comet.comm.collectives import accumulator_dtype, wants_grad
 from comet.comm.failures import Step
-from comet.config import MoEConfig, OverlapConfig, ParallelConfig, require
+from comet.config import MoEConfig, OverlapConfig, require
 from comet.errors import CommTimeoutError, StepFailedError
 from comet.layer.backend import Backend
 from comet.layer.group import ExpertGroup
@@ -42,6 +41,8 @@ from comet.layer.routed_experts import DeferredWgrad, Saved, backward, check_fp8
 from comet.layer.weights import match_fp8_weights, match_once, match_weights, pad_width
 from comet.layout import Biases, RoutedTokens
 from comet.quantization.formats import FP8
+from comet.schedule.choice import Problem
+from comet.schedule.network import Rates, best_parts
 from comet.utils.derivatives import first_only
 from comet.utils.uncompiled import uncompiled
 
@@ -66,29 +67,6 @@ def shape_obstacle(config: MoEConfig, num_nodes: int) -> str:
     if config.capacity_factor is not None:
         return f"capacity_factor={config.capacity_factor} would drop rows node by node"
     return ""
-
-
-def row_bytes(moe: MoEConfig, itemsize: int, *, trains: bool) -> int:
-    """Bytes on the network for one token and one node that it reaches.
-
-    Its row, K ids and K weights go there, and a sum comes back; in a backward pass a gradient goes there, and those of
-    the token and of its K weights come back.
-
-    Example: D = 32 in float32 and K = 2: 128 + 16 + 128 = 272, with a backward pass 272 + 128 + 128 + 8 = 536.
-    """
-    rows = 2 * moe.hidden_size * itemsize
-    return rows + 8 * moe.top_k + (rows + 4 * moe.top_k) * trains
-
-
-def expected_rows(moe: MoEConfig, parallel: ParallelConfig, num_tokens: int) -> float:
-    """How often tokens of one rank reach another node where all experts are equally popular.
-
-    Example: E = 4, K = 2, two nodes, 3 tokens: one of six pairs of experts lies in the token's own node: 3 * 5/6 = 2.5.
-    """
-    nodes = parallel.world_size // parallel.ranks_with_memory
-    elsewhere = moe.num_experts - moe.num_experts // nodes
-    missed = math.comb(elsewhere, moe.top_k) / math.comb(moe.num_experts, moe.top_k)
-    return num_tokens * (nodes - 1) * (1 - missed)
 
 
 class NodesPath:
@@ -275,7 +253,10 @@ def make_rails(config: MoEConfig, group: ExpertGroup, *, use_kernels: bool) -> R
     if use_kernels and group.nodes is not None and group.nodes.legs is not None:
         from comet.layer.rails.network import DeviceRails  # needs Triton
 
-        return DeviceRails(group, group.layout(config), group.nodes.legs, config.top_k * config.ffn_size)
+        shape, node_size = group.workspace.shape, group.parallel.world_size // group.nodes.num_nodes
+        parallel = replace(group.parallel, node_size=node_size)
+        problem = Problem(config, parallel, shape.max_tokens, shape.dtype)
+        return DeviceRails(group, group.layout(config), group.nodes.legs, best_parts(problem, Rates()))
     return CollectiveRails(group, group.layout(config))
 
 

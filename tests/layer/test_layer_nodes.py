@@ -19,11 +19,12 @@ from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.errors import AgreedError, StepFailedError
 from comet.kernels.runtime.activation import Activation
 from comet.layer.group import make_expert_group
-from comet.layer.nodes import NodesPath, expected_rows, row_bytes
+from comet.layer.nodes import NodesPath
 from comet.layer.paths import CollectivePath, make_path
 from comet.layer.workspace import rank_pool_bytes
 from comet.moe import MoE
 from comet.schedule.choice import Problem
+from comet.schedule.network import expected_rows, row_bytes
 from comet.schedule.table import Measured, Profile, key_of
 from comet.tuner.layers import recover, with_pool
 

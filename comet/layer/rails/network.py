@@ -44,9 +44,8 @@ from comet.layer.workspace import Workspace, leg_regions
 from comet.layout import ExpertLayout, RoutedTokens
 from comet.utils.streams import SideStream
 
-# A slot's guests are two runs where their sums would else go home too late: with many tokens, and experts so small that
-# the network takes longer than they do (benchmarks/results/nodes.md).
-SPLIT_TOKENS, SPLIT_COLUMNS = 2048, 8192
+# With fewer tokens reserved, the guests of a slot are one run: the host and short kernels bound the layer.
+SPLIT_TOKENS = 2048
 
 
 class Legs(NamedTuple):
@@ -87,12 +86,12 @@ class DeviceRails(Rails):
     """Rails by kernels, for layers whose work inside a node is kernels, too.
 
     Args:
-        columns: Columns of the experts of a token, K F.
+        num_parts: Runs in which the guests of a slot are computed, where many tokens are reserved.
     """
 
     collectives = False
 
-    def __init__(self, group: ExpertGroup, layout: ExpertLayout, legs: Legs, columns: int) -> None:
+    def __init__(self, group: ExpertGroup, layout: ExpertLayout, legs: Legs, num_parts: int) -> None:
         super().__init__(group, layout)
         self.legs, self.max_tokens = legs, group.workspace.max_tokens
         self.call = group.workspace.layers_made
@@ -102,8 +101,8 @@ class DeviceRails(Rails):
             self.put = partial(put_cuda, ranks=legs.ranks)
         ints: dict[str, Any] = dict(dtype=torch.int32, device=group.device)
         num_chunks = self.max_tokens // CHUNK_ROWS
-        is_split = self.max_tokens >= SPLIT_TOKENS and columns <= SPLIT_COLUMNS
-        size = -(-num_chunks // 2) if is_split else num_chunks
+        parts = num_parts if self.max_tokens >= SPLIT_TOKENS else 1
+        size = -(-num_chunks // parts)
         self.parts = [range(first, min(first + size, num_chunks)) for first in range(0, num_chunks, size)]
         self.num_parts, self.all_chunks = len(self.parts), range(num_chunks)
         self.most_guests = CHUNK_ROWS * size

@@ -1,0 +1,45 @@
+"""The model of a layer over nodes: its example, its limits, and the choices that measurements confirmed."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from comet.config import MoEConfig, ParallelConfig
+from comet.schedule.choice import Problem
+from comet.schedule.network import Rates, best_parts, expected_rows, layer_times, row_bytes
+
+TWO_NODES = ParallelConfig(ep=2, node_size=1)
+
+
+def problem(hidden_size: int, ffn_size: int, num_experts: int, top_k: int) -> Problem:
+    moe = MoEConfig(hidden_size=hidden_size, ffn_size=ffn_size, num_experts=num_experts, top_k=top_k)
+    return Problem(moe, TWO_NODES, 8192, torch.bfloat16)
+
+
+MIXTRAL, QWEN3, DEEPSEEK = problem(4096, 14336, 8, 2), problem(2048, 768, 128, 8), problem(7168, 2048, 128, 8)
+
+
+def test_worked_example_of_a_pass() -> None:
+    rows = 8192 * 8 / 2
+    tflops = rows * 6 * 2048 * 768 / 4e9  # own tokens take 4 ms
+    sent = expected_rows(QWEN3.moe, TWO_NODES, 8192) * row_bytes(QWEN3.moe, 2, trains=False)
+    rates = Rates(tflops=tflops, network_gbs=sent / 4e6, run_ms=0.0)  # each leg takes 2 ms
+    times = layer_times(QWEN3, rates, num_parts=1)
+    assert times.layer == pytest.approx(8)
+    assert (times.gemm, times.network, times.nvlink) == pytest.approx((8, 4, 0))
+    assert times.bound == "gemm"
+
+
+@pytest.mark.parametrize("case", [MIXTRAL, QWEN3, DEEPSEEK])
+@pytest.mark.parametrize("num_parts", [1, 2, 4])
+def test_no_pass_is_shorter_than_what_bounds_it(case: Problem, num_parts: int) -> None:
+    for nodes, network_gbs in ((2, 50.0), (4, 5.0), (4, 500.0)):
+        parallel = replace(TWO_NODES, ep=nodes)
+        times = layer_times(replace(case, parallel=parallel), Rates(network_gbs=network_gbs), num_parts=num_parts)
+        assert times.layer >= max(times.gemm, times.network) * (1 - 1e-9)
+
+
+def test_guests_are_computed_in_the_parts_that_were_measured_best() -> None:
+    """The table of ``benchmarks/results/nodes.md``."""
+    assert [best_parts(case, Rates()) for case in (MIXTRAL, QWEN3, DEEPSEEK)] == [1, 2, 1]
