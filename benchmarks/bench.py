@@ -32,7 +32,6 @@ def suite_files() -> dict[str, Path]:
 
 
 def main(words: Sequence[str]) -> int | None:
-    """One rank of a suite, the class ``Run`` of its file; the exit status."""
     from comet.config import require
 
     name, *options = words

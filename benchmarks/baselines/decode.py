@@ -38,7 +38,6 @@ class Library:
     unavailable: dict[str, str] = field(default_factory=dict)
 
     def runs(self, steps: Sequence[Step]) -> dict[str, Callable[[int], Tensor]]:
-        """Every implementation as a function of the number of the step."""
         ids = [step.ids.long() for step in steps]  # the library's routers give int64
         return {f"{PREFIX}{name}": self._run(name, steps, ids) for name in self.names}
 
@@ -61,7 +60,6 @@ class Library:
 
 
 def find_library() -> Library | None:
-    """The transformers installed here; ``None``, and a line that says so, without one that has implementations."""
     try:
         import transformers
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS

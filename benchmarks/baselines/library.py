@@ -20,7 +20,6 @@ NORM_EPSILON = torch.finfo(torch.float32).eps
 
 
 def library_version() -> str | None:
-    """The installed transformers, if any."""
     if importlib.util.find_spec("transformers") is None:
         return None
     import transformers
@@ -49,7 +48,6 @@ def make_library_model(gpt: GPT, experts: str | None) -> Any:
 
 
 def library_config(config: ModelConfig) -> Any:
-    """The same shape as transformers describes it."""
     from transformers import AutoConfig
 
     no_tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
@@ -143,6 +141,5 @@ def fill_library(static: Any, contents: Tensor) -> None:
 
 
 def rewind_library(static: Any, positions: int) -> None:
-    """Let a static cache of transformers hold so many positions."""
     for layer in static.layers:
         layer.cumulative_length.fill_(positions)

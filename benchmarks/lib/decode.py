@@ -51,7 +51,6 @@ class Team:
         return self.layout.world_size == 1
 
     def total(self, part: Tensor) -> Tensor:
-        """The sum over the ranks, in place (collective)."""
         if not self.is_alone:
             dist.all_reduce(part, group=self.ranks.process_group)
         return part
@@ -70,7 +69,6 @@ class Team:
         return made
 
     def check(self) -> None:
-        """Raise what went wrong on the device so far; waits for it."""
         if self.group is not None:
             self.group.workspace.check()
             for decode in self.decodes.values():
@@ -78,7 +76,6 @@ class Team:
 
     @property
     def pool(self) -> Workspace | None:
-        """The memory in which a failure may leave something."""
         return None if self.group is None else self.group.workspace
 
 
@@ -86,7 +83,6 @@ class Team:
 def open_team(
     config: MoEConfig, parallel: ParallelConfig, *, max_tokens: int, wants_fused: bool, ranks: Ranks
 ) -> Iterator[Team]:
-    """Build what is needed, release its symmetric memory at the end (collective)."""
     team = Team(config=config, layout=ExpertLayout.create(config, parallel, ranks.rank), ranks=ranks)
 
     def build() -> Team:
@@ -127,13 +123,11 @@ class Step:
 
     @property
     def touched(self) -> list[int]:
-        """The distinct experts of this step that this rank holds."""
         first = self.layout.first_expert
         return [expert for expert in self.ids.unique().tolist() if 0 <= expert - first < self.layout.experts_local]
 
     @property
     def touched_bytes(self) -> int:
-        """Bytes this rank holds of them, their scales among them."""
         weights = self.weights
         tensors = (weights.w1, weights.w2, weights.w1_scales, weights.w2_scales)
         return len(self.touched) * sum(tensor[0].nbytes for tensor in tensors if tensor is not None)

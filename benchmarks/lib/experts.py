@@ -64,7 +64,6 @@ class OnDemand(CachedExperts):
 
 
 def on_demand(paths: Sequence[CachedPath], runner: ReplicatedRunner, top_k: int) -> Sequence[CachedPath]:
-    """The same layers, which keep no expert."""
     return [OnDemand(path.cache, runner, top_k) for path in paths if isinstance(path, CachedExperts)]
 
 
@@ -79,8 +78,6 @@ def with_ratios(rows: list[Row]) -> list[Row]:
 
 @dataclass(kw_only=True)
 class Way:
-    """One way to keep experts."""
-
     name: str  # in the table
     settings: GenerateConfig  # their budget, and how experts are kept
     paths: Sequence[CachedPath]  # the layers' experts
@@ -92,7 +89,6 @@ class Way:
         return self.name.startswith(RESIDENT)
 
     def report(self) -> CacheReport:
-        """Totals of the caches so far."""
         report = report_of_paths(self.paths)
         assert report is not None, "all of them read from caches"
         return report
@@ -132,7 +128,6 @@ class Alone:
         self.weights = torch.full((1, moe.top_k), 1 / moe.top_k, device=self.device)
 
     def held(self, stored: MXType | None) -> HeldExperts:
-        """The rank's random experts of a layer in pinned memory, quantised on the device."""
         sizes = {"w1": (2 * self.moe.ffn_size, self.moe.hidden_size), "w2": (self.moe.hidden_size, self.moe.ffn_size)}
         parts: dict[str, Tensor] = {}
         for name, size in sizes.items():
@@ -207,7 +202,6 @@ class ExactCodec(ByteCodec):
     """Texts that encode to the very bytes that were made, each of which is shown at once."""
 
     def stream(self, prompt: Sequence[int]) -> ByteStream:
-        """A stream of the bytes that are made, without the prompt."""
         return ByteStream("ascii", "surrogateescape")
 
 
@@ -225,7 +219,6 @@ class TextWay(Way):
     spent: list[CacheReport] = field(default_factory=list)
 
     def take_over(self) -> None:
-        """Let the model's layers be those of this way."""
         layers = self.engine.model.moe_layers()
         for layer, path, (w1, w2) in zip(layers, self.paths, self.weights, strict=True):
             layer.experts = path
@@ -336,7 +329,6 @@ class Texts:
 
     @torch.no_grad()
     def record(self) -> Trace:
-        """The routing of held-out text by the whole model."""
         assert self.whole is not None
         self.whole.take_over()
         count, size, length = HELDOUT_SHAPE
@@ -346,7 +338,6 @@ class Texts:
         return record_routing(self.model, texts.split(size))
 
     def memory(self) -> int:
-        """Bytes of the device's memory that this process uses."""
         return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
 
     def prompt(self, number: int) -> str:
@@ -358,6 +349,5 @@ class Texts:
         return self.heldout[: min(FIRST_TOKEN_BYTES, self.model.config.context)][None].long().to(self.device)
 
     def starts(self, count: int, length: int, seed: int) -> list[int]:
-        """Random positions where texts of a length begin."""
         drawn = torch.Generator().manual_seed(seed)
         return torch.randint(len(self.heldout) - length, (count,), generator=drawn).tolist()

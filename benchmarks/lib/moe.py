@@ -52,13 +52,10 @@ class Layer:
 
     @property
     def pool(self) -> Workspace | None:
-        """The memory in which a failure may leave something."""
         return None if self.moe is None else self.moe.group.workspace
 
 
 class Inputs(NamedTuple):
-    """One of ``ROTATE`` input sets."""
-
     tokens: Tensor  # (T, D)
     ids: Tensor  # (T, K)
     weights: Tensor  # (T, K)
@@ -74,7 +71,6 @@ class DrawnInPlace(MoE):
 
 
 def biases_of(moe: MoE) -> Biases | None:
-    """This rank's part of them, sharing memory; without gradients."""
     if moe.b1 is None or moe.b2 is None:
         return None
     return Biases(local(moe.b1).detach().flatten(1), local(moe.b2).detach())
@@ -122,7 +118,6 @@ class LayerSuite(Suite):
 
 
 def make_inputs(config: MoEConfig, num_tokens: int, routing: str, ranks: Ranks) -> list[Inputs]:
-    """Draw the input sets of this rank; ``routing`` as ``lib.shapes.make_routing`` has it."""
     sets = []
     for seed in range(ranks.rank * SEEDS_PER_RANK, ranks.rank * SEEDS_PER_RANK + ROTATE):
         generator = torch.Generator(ranks.device).manual_seed(seed)

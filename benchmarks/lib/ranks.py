@@ -44,13 +44,11 @@ class Ranks:
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
     def worst(self, value: float) -> float:
-        """Maximum over the ranks."""
         return largest([value], self.device, self.process_group)[0]
 
     def make_group(
         self, config: MoEConfig, parallel: ParallelConfig, max_tokens: int, backend: str = "auto"
     ) -> ExpertGroup:
-        """The ranks of layers that take so many tokens of each rank (collective)."""
         return make_expert_group(
             config,
             parallel,
@@ -62,7 +60,6 @@ class Ranks:
 
 
 def tell(ranks: Ranks, line: str) -> None:
-    """One line of progress, by rank 0."""
     if ranks.rank == 0:
         print(line, file=sys.stderr, flush=True)
 
@@ -75,7 +72,6 @@ def release(ranks: Ranks) -> None:
 
 
 def differs_over_ranks(output: Tensor, ranks: Ranks) -> bool:
-    """Whether a rank has other bits than rank 0 (collective)."""
     first = output.clone()
     if ranks.process_group is not None:
         dist.broadcast(first, src=0, group=ranks.process_group)
@@ -83,7 +79,6 @@ def differs_over_ranks(output: Tensor, ranks: Ranks) -> bool:
 
 
 def attempt(action: Callable[[], T], ranks: Ranks, pool: Workspace | None = None) -> tuple[T | None, str]:
-    """``comet.tuner.layers.attempt`` with the failures of a variant."""
     return layers.attempt(action, ranks.device, ranks.process_group, pool, FAILURES)
 
 

@@ -37,7 +37,6 @@ def cell(value: Any) -> str:
 
 
 def columns_of(rows: Sequence[Row], columns: Sequence[str] = ()) -> list[str]:
-    """Columns of CSV and table: the given ones, or all that rows hold, and the remarks if any."""
     names = dict.fromkeys(name for row in rows for name in row)
     return [*dict.fromkeys(columns or names), *(name for name in REMARKS if columns and name in names)]
 
@@ -61,7 +60,6 @@ def table_of(rows: Sequence[Row], keys: Sequence[str], columns: Sequence[str] = 
 
 
 def write_json(folder: Path | None, name: str, found: Row) -> str:
-    """One line of JSON, which becomes the file ``name.json`` of a folder, if there is to be one."""
     line = json.dumps(found)
     if folder is not None:
         write_whole(folder / f"{name}.json", line + "\n")
@@ -101,7 +99,6 @@ def set_aside(folder: Path, stem: str) -> list[tuple[Path, Path]]:
 
 
 def draw_lines(path: Path, panels: Panels, *, x: str, y: str) -> None:
-    """A picture of panels side by side, each with its title and its lines, on logarithmic axes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(1 + 5 * len(panels), 4.5), layout="constrained")

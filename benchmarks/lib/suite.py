@@ -24,17 +24,14 @@ T = TypeVar("T")
 
 
 def words(text: str) -> tuple[str, ...]:
-    """``comet,plain`` of a command line as ``("comet", "plain")``."""
     return tuple(text.split(","))
 
 
 def whole_numbers(text: str) -> tuple[int, ...]:
-    """``8,32`` of a command line as ``(8, 32)``."""
     return tuple(map(int, text.split(",")))
 
 
 def shares(text: str) -> tuple[float, ...]:
-    """``0.1,0.5`` of a command line as ``(0.1, 0.5)``."""
     return tuple(map(float, text.split(",")))
 
 
@@ -69,12 +66,10 @@ class CommandLine:
 
     @classmethod
     def name(cls) -> str:
-        """The suite's file."""
         return cls.__module__.rpartition(".")[2]
 
     @classmethod
     def parse(cls, command_line: Sequence[str]) -> Self:
-        """Read the command line; raises ``ValueError`` for a value that breaks a rule."""
         title, doc = cls.name().replace("_", "-"), sys.modules[cls.__module__].__doc__
         parser = Parser(f"bench.py {title}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
         hints = get_type_hints(cls)
@@ -133,7 +128,6 @@ class Suite(CommandLine):
         return ParallelConfig(ep=self.ep, tp=self.tp, node_size=self.node_size)
 
     def facts(self, ranks: Ranks) -> Row:
-        """Facts of the run as a whole (collective)."""
         return gather_facts(ranks) | {"rounds": self.rounds}
 
     def points(self, ranks: Ranks, facts: Row) -> Iterator[Point]:
@@ -149,13 +143,11 @@ class Suite(CommandLine):
         return "", {}
 
     def check_models(self, names: Sequence[str], layer: Callable[[str], MoEConfig] = swiglu_model) -> None:
-        """Raise ``ValueError`` for a model that is unknown or does not fit the ranks."""
         for name in names:
             self.parallel.check(layer(name))
 
     @classmethod
     def main(cls, command_line: Sequence[str]) -> int:
-        """Run one rank of the suite; the exit status."""
         suite = cls.parse(command_line)
         start_ranks(suite.parallel, suite.device, suite.run)
         return 0
@@ -200,7 +192,6 @@ class Suite(CommandLine):
                     self.draw(files / f"{stem}.png", rows)
 
     def draw(self, path: Path, rows: Sequence[Row]) -> None:
-        """The picture: a panel for each title of ``lines``."""
         panels: Panels = {}
         for row in sorted(rows, key=lambda row: float(row[self.AXES[0]])):
             title, values = self.lines(row)
@@ -229,7 +220,6 @@ class Checked:
         return time_by_protocol(self.variants, self.ranks, **protocol)
 
     def row(self, timings: dict[str, Timing]) -> Row:
-        """Milliseconds of each, why others have none, and for the JSON all quantiles."""
         times = {f"{name}_ms": timing.median_ms for name, timing in timings.items()}
         quantiles = {name: asdict(timing) for name, timing in timings.items()}
         return times | {"failures": self.failures, "quantiles": quantiles}

@@ -30,12 +30,10 @@ LINK_BYTES = 2**28
 def time_by_protocol(
     variants: Mapping[Name, Variant], ranks: Ranks, *, rounds: int = ROUNDS, **protocol: Any
 ) -> dict[Name, Timing]:
-    """``comet.tuner.timing.time_interleaved`` over these ranks."""
     return time_interleaved(variants, rounds=rounds, device=ranks.device, process_group=ranks.process_group, **protocol)
 
 
 def run_facts(ranks: Ranks) -> Row:
-    """The facts that are needed to repeat a result."""
     command, folder = ["git", "describe", "--always", "--dirty"], Path(__file__).parent
     commit = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     return {
@@ -49,7 +47,6 @@ def run_facts(ranks: Ranks) -> Row:
 
 
 def gather_facts(ranks: Ranks) -> Row:
-    """That, and the rooflines of this run; collective."""
     rooflines = {"gemm_roofline_tflops": gemm_roofline_tflops(ranks), "link_roofline_gbs": link_roofline_gbs(ranks)}
     return run_facts(ranks) | rooflines
 
@@ -93,7 +90,6 @@ def read_roofline_tbs(ranks: Ranks) -> float:
 
 
 def link_gbs(device: torch.device) -> float:
-    """GB/s of one large copy from pinned host memory."""
     if device.type == "cpu":
         return float("nan")
     host = torch.empty(LINK_BYTES, dtype=torch.uint8).pin_memory()

@@ -29,12 +29,10 @@ class Trace:
     guessed: Tensor
 
     def save(self, path: Path) -> None:
-        """Write it to a file, numbers of experts in 16 bits."""
         torch.save(asdict(self) | {"ids": self.ids.short(), "guessed": self.guessed.short()}, path)
 
     @classmethod
     def load(cls, path: Path) -> Trace:
-        """Read what ``save`` wrote."""
         require(path.is_file(), f"trace={str(path)!r} must be a file that bench.py experts --source wrote (routing.pt)")
         found, names = torch.load(path, weights_only=True), [field.name for field in fields(cls)]
         known = isinstance(found, dict) and set(found) >= set(names)

@@ -63,13 +63,11 @@ class Tree:
 
 
 def take_modules() -> dict[str, ModuleType]:
-    """Remove the modules of ``comet`` from those that are imported, and return them."""
     names = [name for name in sys.modules if name.partition(".")[0] == "comet"]
     return {name: sys.modules.pop(name) for name in names}
 
 
 def calls_of(shape: MoEConfig, tokens: int, device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
-    """The calls that are timed, by name: the active tree's layer of so many tokens, and a decode step of one token."""
     from comet import MoE, MoEConfig, ParallelConfig, make_expert_group
     from comet.decode import DecodeScratch, DecodeWeights, RankDecode
 
@@ -135,7 +133,6 @@ def measure(call: Callable[[], Any], device: torch.device) -> tuple[float, float
 
 
 def compare(name: str, pair: list[Callable[[], Any]], trees: list[Tree], device: torch.device, rounds: int) -> dict:
-    """Medians of both trees' times, and of the ratios of neighbouring rounds."""
     first, found = [], []
     for tree, call in zip(trees, pair, strict=True):
         with tree.active():
@@ -167,7 +164,6 @@ class Run(CommandLine):
 
     @classmethod
     def main(cls, command_line: Sequence[str]) -> None:
-        """Compare, print a line for each call, and all of them as JSON."""
         options = cls.parse(command_line)
         device, dtype = torch.device("cuda", 0), torch.bfloat16
         if not torch.cuda.is_available():

@@ -138,7 +138,6 @@ def step_runs(
 
 
 def decode_runs(team: Team, steps: Sequence[Step], variants: Sequence[str], most: int) -> dict[str, StepRun]:
-    """Warp decode of this rank and over the ranks."""
     tokens, weights = steps[0].tokens, steps[0].weights
     scratch, other_scratch = (
         DecodeScratch.create(weights, team.config.top_k, tokens.dtype, max_tokens=len(tokens)) for _ in range(2)
@@ -168,12 +167,10 @@ def run_fused(team: Team, steps: Sequence[Step], index: int) -> Tensor:
 
 
 def routed(step: Step) -> tuple[Tensor, Tensor, Tensor, DecodeWeights]:
-    """Arguments of warp decode."""
     return step.tokens, step.ids, step.routing_weights, step.weights
 
 
 def plain(step: Step) -> tuple[RoutedTokens, Tensor, Tensor]:
-    """Arguments of paths, which take no quantised weights."""
     return RoutedTokens(step.tokens, step.ids, step.routing_weights), step.set.plain.w1, step.set.plain.w2
 
 
@@ -241,7 +238,6 @@ class CheckedSteps(Checked):
 def measure_point(
     team: Team, sets: Sequence[WeightSet], num_tokens: int, asked: Run, library: Library | None, roofline_tbs: float
 ) -> Row:
-    """Check and time all variants at one number of tokens (collective)."""
     ranks = team.ranks
     steps = make_steps(team.config, team.layout, sets, num_tokens, asked.routing)
     exact = team.total(steps[0].exact())
@@ -377,7 +373,6 @@ class Run(Suite):
                     release(ranks)
 
     def lines(self, row: Row) -> tuple[str, dict[str, float | None]]:
-        """Microseconds of the variants that have a column, a panel for each model and type of weights."""
         split = "" if row["ep"] * row["tp"] == 1 else f", EP{row['ep']} x TP{row['tp']}"
         names = ["comet", CENTRIC, *OTHERS, *(name for name in row.get("times_us", {}) if name.startswith(PREFIX))]
         times = {name: row.get(f"{name}_us") for name in names}

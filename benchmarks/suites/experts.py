@@ -173,7 +173,6 @@ class Run(Suite):
         return ways
 
     def make_one(self, subject: Alone | Texts, name: str, budget: float, ranks: Ranks, **changes: Any) -> Any:
-        """One variant, made within its budget (collective)."""
         settings = GenerateConfig(
             max_new_tokens=self.tokens, temperature=self.temperature, draft_experts=self.draft_experts,
             draft_tokens=self.draft_tokens, tau=self.tau, adaptive_tolerance=self.tolerance,

@@ -98,7 +98,6 @@ class Paths:
         return found
 
     def check(self) -> None:
-        """Raise what went wrong on the device so far, such as a rank that did not come."""
         for layer in self.gpt.moe_layers():
             assert isinstance(layer.experts, FrozenExperts), "the model is ready to generate"
             layer.experts.runner.check()
@@ -179,7 +178,6 @@ LEAST_COSINE = 0.9  # experts of nearly equal probability change places where th
 
 @torch.no_grad()
 def measure_context(paths: Paths, context: int, asked: Run, roofline_tbs: float, ranks: Ranks) -> list[Row]:
-    """Check and time every path at one length of the context (collective)."""
     gpt = paths.gpt
     device, config, batch = gpt.rotary.device, gpt.config, asked.batch
     generator = torch.Generator(device).manual_seed(context)

@@ -60,7 +60,6 @@ def start_megatron(ep: int) -> None:
 
 
 def grouped_gemm() -> str:
-    """Whose grouped GEMM ``GroupedMLP`` has."""
     from megatron.core.transformer.moe import grouped_gemm_util
 
     return "torch" if hasattr(grouped_gemm_util.grouped_gemm, "is_torch") else "grouped_gemm"
@@ -76,7 +75,6 @@ def torch_grouped_gemm(rows: Tensor, weights: Tensor, batch_sizes: Tensor, trans
 
 
 def transformer_config(config: MoEConfig, ep: int) -> Any:
-    """A ``TransformerConfig`` of one such layer."""
     from megatron.core.transformer import TransformerConfig
 
     return TransformerConfig(
@@ -103,7 +101,6 @@ def transformer_config(config: MoEConfig, ep: int) -> Any:
 
 
 def make_layers(moe: MoEConfig, group: ExpertGroup) -> dict[str, nn.Module]:
-    """The layers by name, in bf16, of the same weights; Megatron has to be started."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.spec_utils import build_module
 
@@ -159,7 +156,6 @@ def check_variants(layers: dict[str, nn.Module], xs: list[Tensor], checked: Chec
 
 
 def measure_point(config: MoEConfig, group: ExpertGroup, num_tokens: int, rounds: int, ranks: Ranks) -> Row:
-    """Check and time all variants; collective."""
     layers = make_layers(config, group)
     draw = torch.Generator().manual_seed(ranks.rank)
     shape = (num_tokens, 1, config.hidden_size)

@@ -225,7 +225,6 @@ def _run(experts: Experts, inputs: Sequence[Inputs], index: int) -> tuple[Tensor
 def _trained(
     experts: Experts, parameters: tuple[Tensor, ...], inputs: Sequence[Inputs], index: int
 ) -> tuple[Tensor, ...]:
-    """With the backward pass."""
     tokens, ids, weights, grad = inputs[index]
     leaves = [tokens.detach().requires_grad_(), weights.detach().requires_grad_()]
     output = experts(leaves[0], ids, leaves[1])
@@ -241,7 +240,6 @@ FP8_TOLERANCE = 1.0
 
 
 def measure_point(layer: Layer, num_tokens: int, routing: str, asked: Run, ranks: Ranks, facts: Row) -> Row:
-    """Check and time all variants at one number of tokens and one routing; collective."""
     inputs = make_inputs(layer.config, num_tokens, routing, ranks)
     checked = Checked(ranks, layer.pool, layer.failures)
     errors = check_variants(layer, inputs, asked, checked)
@@ -334,6 +332,5 @@ class Run(LayerSuite):
         return {"geometric_mean": {name: geometric_mean(row.get(name) for row in rows) for name in MEANS}}
 
     def lines(self, row: Row) -> tuple[str, dict[str, float | None]]:
-        """Milliseconds of every way to run the layer, a panel for each model and routing."""
         names = (*FP8_VARIANTS, *VARIANTS)
         return f"{row['model']} {row['routing']}", {name: row.get(f"{name}_ms") for name in names}

@@ -49,7 +49,6 @@ class Run(CommandLine):
 
     @classmethod
     def main(cls, command_line: Sequence[str]) -> None:
-        """Collect, where folders are given, then write the tables."""
         options = cls.parse(command_line)
         if options.collect:
             write_csv(CURRENT, collect([Path(folder) for folder in options.collect], options.commit), COLUMNS)

@@ -67,7 +67,6 @@ class Run(LayerSuite):
         _ = model(self.model), self.split
 
     def run(self, ranks: Ranks) -> None:
-        """Record one layer; rank 0 writes and prints."""
         if ranks.device.type == "cpu":
             interpreted = triton.knobs.runtime.interpret
             require(interpreted, "device=cpu must be used with TRITON_INTERPRET=1: only kernels record")

@@ -97,7 +97,6 @@ class SwitchedModel:
                 each.zero_()
 
     def first_steps(self, variant: str) -> FirstSteps:
-        """Take steps from the start (collective)."""
         self.start_anew()
         losses = [self.step(variant, index).loss for index in range(CHECKED_STEPS)]
         if variant == "comet_graph" and self.replaying.graph_fallback_reason:
@@ -124,7 +123,6 @@ class NoExperts(torch.autograd.Function):
 
 
 def no_experts(routed: RoutedTokens, w1: Tensor, w2: Tensor, biases: Biases | None = None) -> Tensor:
-    """An ``ExpertPath``; see ``NoExperts``."""
     found: Tensor = NoExperts.apply(routed.tokens, w1, w2, *(biases or ()))
     return found
 
@@ -188,7 +186,6 @@ def deviations(found: FirstSteps, wanted: FirstSteps) -> dict[str, float]:
 
 
 def measure_point(asked: Run, config: ModelConfig, group: ExpertGroup, num_tokens: int, ranks: Ranks) -> Row:
-    """Check and time all variants; collective."""
     model = SwitchedModel(config, group, batch_size=num_tokens // config.context, path=asked.path)
     names = [name for name in asked.variants if name != "comet_graph" or ranks.device.type == "cuda"]
     checked = Checked(ranks, group.workspace)
@@ -235,7 +232,6 @@ class Run(Suite):
             require(fits, f"tokens={number} must be a multiple of context={self.context}")
 
     def points(self, ranks: Ranks, facts: Row) -> Iterator[Point]:
-        """Every number of tokens of every model, each with a group and a model of its own."""
         for name, num_tokens in product(self.models, self.tokens):
             config = model_config(name, self.layers, self.context)
             keys = {"model": name, "tokens": num_tokens, "layers": self.layers, "ep": self.ep, "tp": self.tp}

@@ -101,7 +101,6 @@ class TrainingGraphs:
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether the backward pass of a call may still come."""
         return self._turn is not None and self._turn() is not None
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[_Turn, tuple[Tensor, ...]]:
@@ -246,7 +245,6 @@ class GraphedMoE:
 
     @property
     def why_eager(self) -> str:
-        """Former name of ``graph_fallback_reason``."""
         warn_renamed("why_eager", "graph_fallback_reason")
         return self.graph_fallback_reason
 

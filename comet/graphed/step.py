@@ -64,7 +64,6 @@ class Passes:
         return self.steps[kind]
 
     def renew(self) -> None:
-        """Capture each kind of pass again if tensors that its graph reads were replaced or moved."""
         for step in self.steps.values():
             step.renew()
 

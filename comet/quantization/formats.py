@@ -173,12 +173,10 @@ def quantize_mxfp4(weight: Tensor) -> MXFP4:
 
 
 def check_mx_type(name: str, kind: object) -> None:
-    """Raise ``ValueError``, which calls it by that name, unless weights can be quantised so."""
     require(kind in get_args(MXType), f"{name}={kind!r} must be one of {', '.join(get_args(MXType))}")
 
 
 def quantize_mx(weight: Tensor, stored: MXType) -> MXFP8 | MXFP4:
-    """``quantize_mxfp8`` by the rule ``fit``, or ``quantize_mxfp4``."""
     check_mx_type("stored", stored)
     return quantize_mxfp4(weight) if stored == "mxfp4" else quantize_mxfp8(weight, rule="fit")
 

@@ -125,7 +125,6 @@ class Router(nn.Module):
         bias.add_(torch.sign(load.mean() - load), alpha=config.bias_update_rate)
 
     def extra_repr(self) -> str:
-        """The routing rule, for ``print(module)``."""
         config = self.config
         return f"experts={config.num_experts}, top_k={config.top_k}, score={config.score}, balance={config.balance}"
 
@@ -155,7 +154,6 @@ def _selection_scores(logits: Tensor, scores: Tensor, selection_bias: Tensor | N
 
 
 def has_kernels(logits: Tensor) -> bool:
-    """Whether Triton kernels route and measure by these logits."""
     return logits.is_cuda and logits.dtype == torch.float32
 
 

@@ -47,12 +47,10 @@ class Problem:
 
     @property
     def title(self) -> str:
-        """For people: ``tiny EP2 TP1, 512 tokens``."""
         return f"{self.model} EP{self.parallel.ep} TP{self.parallel.tp}, {self.num_tokens} tokens"
 
     @property
     def column_blocks(self) -> int:
-        """Column blocks of the tiles of layer 1; bfloat16, D=2048, F=768: 8."""
         tile = TileShape.select(self.dtype, self.moe.hidden_size, self.moe.ffn_size // self.parallel.tp)
         return -(-self.moe.hidden_size // tile.block_n)
 
@@ -114,7 +112,6 @@ def setting_name(setting: OverlapConfig | None) -> str:
 
 
 def counted(num: int, name: str) -> str:
-    """``1 panel``, ``2 panels``."""
     return f"{num} {name}" if num == 1 else f"{num} {name}s"
 
 
@@ -154,7 +151,6 @@ class Resolver:
         return choice
 
     def _measured(self, problem: Problem) -> Resolved:
-        """The choice from the profile, else the default."""
         key = key_of(problem.columns() | {"device": self.machine.name, "kernels": self.kernels})
         if found := self.profile.lookup(key):
             setting = found[0].setting
@@ -167,7 +163,6 @@ class Resolver:
         return Resolved(default_setting(problem), "default")
 
     def warn(self, message: str) -> None:
-        """Log a warning about all choices, once."""
         self._log(message, logging.WARNING)
 
     def _log(self, message: str, level: int = logging.INFO) -> None:

@@ -47,18 +47,15 @@ class Measured(limits.Limited):
 
 
 def fastest(measured: Iterable[Measured]) -> Measured | None:
-    """Return the first of the settings that took least, or ``None`` where none ran."""
     ran = [item for item in measured if item.ms is not None]
     return min(ran, key=lambda item: item.ms or math.inf, default=None)
 
 
 def key_of(columns: Mapping[str, object]) -> Key:
-    """Values of ``KEY_COLUMNS`` as text, empty where there is none."""
     return tuple(str(columns.get(name, "")) for name in KEY_COLUMNS)
 
 
 def place_of(key: Key) -> Place:
-    """The place of a row in a profile."""
     row = dict(zip(KEY_COLUMNS, key, strict=True))
     return tuple(row[name] for name in SAME), token_bucket(int(row["tokens"]))
 

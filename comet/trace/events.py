@@ -67,7 +67,6 @@ class Event:
 
     @property
     def arguments(self) -> dict[str, int]:
-        """The numbers that mean something, by name."""
         named = zip(KINDS[self.kind].numbers, self.numbers, strict=True)
         return {name: number for name, number in named if name}
 

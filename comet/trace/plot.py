@@ -102,7 +102,6 @@ def _draw_lanes(
 
 
 def _name_launches(axes: Any, launches: Sequence[Launch], origin: int, scale: float) -> None:
-    """A bracket over each launch that is wide enough to carry its name."""
     total = max(launch.end for launch in launches) - origin if launches else 1
     for launch in launches:
         if launch.end - launch.begin < 0.06 * total:

@@ -74,7 +74,6 @@ def chrome_trace(events: Sequence[Event], spans: Sequence[Span], summary: Mappin
 
 
 def _names(kind: str, rank: int, block: int, name: str, order: int) -> list[dict[str, Any]]:
-    """The name of a rank or a block in a viewer, and its place in the list there."""
     place = {"ph": "M", "pid": rank, "tid": block}
     texts = {f"{kind}_name": {"name": name}, f"{kind}_sort_index": {"sort_index": order}}
     return [{"name": text, **place, "args": given} for text, given in texts.items()]
@@ -97,7 +96,6 @@ class Timeline:
 
     @cached_property
     def clocks(self) -> list[Clock]:
-        """How the clock of each rank differs from rank 0's."""
         return compare_clocks([record.stamps for record in self.records])
 
     @cached_property
@@ -112,7 +110,6 @@ class Timeline:
 
     @cached_property
     def spans(self) -> list[Span]:
-        """The spans of all blocks (``comet.trace.events.find_spans``)."""
         return find_spans(self.events)
 
     @cached_property

@@ -12,7 +12,6 @@ from torch.nn.functional import linear
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Leave autocast for products on ``device``; free where there is none."""
     enabled = torch.is_autocast_enabled(device.type)
     return torch.autocast(device.type, enabled=False) if enabled else nullcontext()
 

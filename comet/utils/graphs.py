@@ -109,12 +109,10 @@ class Replayed(Generic[Result]):
 
 
 def device_obstacle(device: torch.device) -> str:
-    """Return why nothing can be captured on a device; empty for a GPU."""
     return "" if device.type == "cuda" else f"the model is on the device {device.type!r}"
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether the current stream records a CUDA graph instead of computing."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 

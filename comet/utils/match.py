@@ -123,7 +123,6 @@ class MatchOnce:
 
 
 def check_id_dtype(top_k_ids: Tensor) -> None:
-    """Raise ``ValueError`` unless expert ids are integers of 32 or 64 bits."""
     if top_k_ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"top_k_ids of dtype {top_k_ids.dtype} must be torch.int32 or torch.int64")
 

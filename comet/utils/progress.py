@@ -24,7 +24,6 @@ class LogLines:
 
 
 def bar_options() -> dict[str, Any]:
-    """How ``tqdm`` shows a bar: where to and how often."""
     if sys.stderr.isatty():
         return {"file": sys.stderr, "mininterval": TERMINAL_INTERVAL_S, "dynamic_ncols": True}
     return {"file": LogLines(), "mininterval": LOG_INTERVAL_S}
@@ -57,7 +56,6 @@ class Measuring:
             self._shown_s = time.monotonic()
 
     def end(self) -> None:
-        """Count the point as done."""
         self._bar.update()
 
     def close(self) -> None:

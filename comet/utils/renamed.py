@@ -6,5 +6,4 @@ import warnings
 
 
 def warn_renamed(old: str, new: str) -> None:
-    """Tell the caller of the caller that a name has changed."""
     warnings.warn(f"{old} is now {new}; the old name goes with the next release", DeprecationWarning, stacklevel=3)

@@ -83,7 +83,6 @@ class SideStream:
 
 
 def _share(values: tuple[object, ...], stream: torch.cuda.Stream) -> None:
-    """Tell the allocator that ``stream`` uses these tensors too."""
     for value in values:
         if isinstance(value, Tensor):
             value.record_stream(stream)

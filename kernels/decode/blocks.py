@@ -115,7 +115,6 @@ def select(
 
 
 def _float32_blocks(num_tokens: int, top_k: int, hidden_size: int, ffn_size: int, lane: int) -> DecodeConfig:
-    """Blocks for float32 tokens, with ``lane`` weights in 16 bytes."""
     if num_tokens > 2:
         block = BlockShape(rows=16, depth=max(32, least_depth(lane)), num_stages=2)
         return DecodeConfig(form="matrix", gate_up=block, down=block)

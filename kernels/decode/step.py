@@ -128,5 +128,4 @@ class ReceiveBuffer:
 
     @property
     def world_size(self) -> int:
-        """W."""
         return self.words.addresses.numel()

@@ -112,7 +112,6 @@ def _constants(step: Step, config: DecodeConfig, buffer: ReceiveBuffer | None) -
 
 
 def _descriptors(step: Step, config: DecodeConfig) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
-    """How the matrix form reads w1 and w2."""
     if config.form == "vector":
         return None, None
     w1, w2 = step.w1.elements, step.w2.elements

@@ -74,13 +74,11 @@ def activate_gradients(gate, up, grad, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def clamp_gate(gate, ACTIVATION: tl.constexpr):
-    """At most the limit."""
     return tl.where(gate > ACTIVATION.limit, ACTIVATION.limit, gate)
 
 
 @triton.jit
 def clamp_up(up, ACTIVATION: tl.constexpr):
-    """Between the limits."""
     up = tl.where(up > ACTIVATION.limit, ACTIVATION.limit, up)
     return tl.where(up < -ACTIVATION.limit, -ACTIVATION.limit, up)
 

@@ -91,7 +91,6 @@ def runs_cuda(a: Tensor, b: Tensor, out: Tensor) -> bool:
 
 
 def _has_map(tensor: Tensor) -> bool:
-    """Whether TMA can address it."""
     return tensor.data_ptr() % 16 == 0 and tensor.shape[-1] % ROW_STEP == 0 and tensor.is_contiguous()
 
 
@@ -150,6 +149,5 @@ def source(dtype: torch.dtype) -> CudaSource:
 
 
 def aot_cases() -> list[CudaCase]:
-    """Both element types."""
     dtypes = torch.bfloat16, torch.float16
     return [CudaCase(source(dtype), str(dtype).removeprefix("torch.")) for dtype in dtypes]

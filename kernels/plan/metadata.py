@@ -62,12 +62,10 @@ class RoutingPool:
 
     @property
     def max_tokens(self) -> int:
-        """M."""
         return self.tensors.ids.shape[2]
 
     @property
     def max_top_k(self) -> int:
-        """K_pool."""
         return self.tensors.ids.shape[3]
 
 

@@ -60,7 +60,6 @@ def list_places(ranks, starts, PLAN: tl.constexpr):
 
 @triton.jit
 def look_up(table, index):
-    """Elements of a vector at a matrix of places."""
     flat = tl.gather(table, tl.reshape(index, (index.shape[0] * index.shape[1],)), 0)
     return tl.reshape(flat, (index.shape[0], index.shape[1]))
 

@@ -48,7 +48,6 @@ class BlockSums(NamedTuple):
 
 @triton.jit
 def log_sum_exp(logits):
-    """The log of the sum of exponentials of each row."""
     largest = tl.max(logits, axis=1)
     return largest + tl.log(tl.sum(exp(logits - largest[:, None]), axis=1))
 

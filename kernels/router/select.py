@@ -39,7 +39,6 @@ class SelectRule:
     routed_scale: float = 1.0
 
     def constants(self, num_experts: int) -> dict[str, Any]:
-        """The constants for which ``select`` and its gradient are compiled."""
         return dict(
             E=num_experts, K=self.top_k, SIGMOID=self.sigmoid, RENORMALIZE=self.renormalize, SCALE=self.routed_scale
         )
@@ -83,7 +82,6 @@ def to_keys(scores, columns, known):
 
 @triton.jit
 def score_of(keys):
-    """The float32 score in a key."""
     ordered = (keys >> 32).to(tl.int32)
     return tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(tl.float32, bitcast=True)
 
