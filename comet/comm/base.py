@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.distributed import DistError, ProcessGroup
 
 from comet.comm.failures import Board, Step
-from comet.comm.handshake import abort_nccl, await_device
+from comet.comm.handshake import abort_nccl, await_device, largest
 from comet.config import require
 from comet.errors import StepFailedError, UnavailableError
 from comet.layout import round_up
+from comet.utils.graphs import is_capturing
 
 ALIGNMENT = 256
 Made = TypeVar("Made")
@@ -176,6 +177,7 @@ class Communicator(ABC):
         self.awaits_collectives = False
         self.board = Board.alone()  # for notes of steps that failed
         self.stream_order = StreamOrder(device)  # lets steps on different streams wait for each other
+        self._asking = self.step("count of tokens")
         self._epochs: list[Tensor] = []
         self._made: dict[Hashable, Any] = {}
 
@@ -212,6 +214,19 @@ class Communicator(ABC):
             refuses: Whether a ``ValueError`` in it is raised before anything is sent.
         """
         return Step(self, what, is_final=collectives, refuses=refuses)
+
+    def largest(self, count: int) -> int:
+        """The largest count of all ranks (collective), through memory that the ranks' hosts share, if they share some.
+
+        Else it waits for the device, and so it does in the capture of a CUDA graph, where torch refuses it.
+        """
+        if self.world_size == 1:
+            return count
+        if self.board.num_ranks < self.world_size or is_capturing(self.device):
+            return int(largest([count], self.device, self._group)[0])
+        with self._asking:
+            self.in_flight = True
+            return self.board.largest(count, self.timeout_s)
 
     def take_turn(self, what: str) -> None:
         """Keep other threads out until ``turn`` is released: they wait, or over ranks raise ``RuntimeError``.

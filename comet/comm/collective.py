@@ -35,11 +35,12 @@ class StoreBoard(Board):
     def __init__(self, group: ProcessGroup) -> None:
         own = torch.zeros(board_bytes(group.size()), dtype=torch.uint8, device="cpu")
         super().__init__((own,) * group.size(), group.rank())
+        self.num_ranks = 1
         name = gather(group, uuid.uuid4().hex)[0]  # a group may get several boards, one after the other
         self._store = dist.PrefixStore(f"comet/board/{name}", group.get_group_store())
 
     def check(self) -> None:
-        """As any board's, after a look into the store."""
+        """Look into the store, then check as any board does."""
         if not self.word[0] and self._has(NOTE):
             self.word[0] = int(self._store.get(NOTE))
         super().check()

@@ -39,8 +39,8 @@ PEER_WORDS = (
     "connection closed by peer", "connection reset by peer", "timed out waiting", "broken pipe", "pair closure", "gloo",
 )  # fmt: skip
 ABSENT_S = 0.5  # a collective that breaks on one rank breaks on all others at about that time
-TEXT_BYTES = 496
-ROW_BYTES = TEXT_BYTES + 16  # behind the number of meetings and the length of the text
+TEXT_BYTES = 480
+ROW_BYTES = TEXT_BYTES + 32  # behind the number of meetings, the length of the text and two counts
 
 
 def is_peer_error(error: BaseException) -> bool:
@@ -63,13 +63,14 @@ class Board:
     """
 
     def __init__(self, peers: Sequence[Tensor], rank: int) -> None:
-        self.rank = rank
+        self.rank, self.num_ranks = rank, len(peers)  # ranks that share the memory
         # Not tensors or arrays: a memoryview's word is read in a fifth of the time.
         self._words = [peer[:8].numpy().data.cast("q") for peer in peers]
         self._rows = [peer[64:].view(len(peers), ROW_BYTES) for peer in peers]
         self._meetings = [rows[:, :8].view(torch.int64).numpy() for rows in self._rows]
+        self._counts = [[row[16:32].numpy().data.cast("q") for row in rows] for rows in self._rows]
         self.word = self._words[rank]  # zero while there is no note
-        self._num_met = 0
+        self._num_met = self._num_asked = 0
         self._has_told = False
 
     @classmethod
@@ -131,8 +132,29 @@ class Board:
 
     def clear(self) -> None:
         """Take the notes off this rank's own board."""
-        self.word[0] = 0
-        self._rows[self.rank][:, 8:16] = 0
+        self.word[0] = self._num_asked = 0
+        self._rows[self.rank][:, 8:32] = 0
+
+    def largest(self, count: int, timeout_s: float) -> int:
+        """The largest of the ranks' counts, each 0 to 2^31 - 1 (collective).
+
+        A count carries the number of the question above it. Answers to two questions have room: a rank that answers the
+        second next one has seen that all others have read the last.
+        """
+        self._num_asked += 1
+        asked, place = self._num_asked, self._num_asked % 2
+        for counts in self._counts:
+            counts[self.rank][place] = asked << 32 | count
+        own = self._counts[self.rank]
+
+        def all_came() -> bool:
+            self.check()
+            return all(each[place] >> 32 == asked for each in own)
+
+        if not poll(all_came, timeout_s):
+            late = ranks_text(rank for rank, each in enumerate(own) if each[place] >> 32 != asked)
+            raise CommTimeoutError(f"rank {self.rank} waited {timeout_s:.1f} s for {late} (count of tokens)")
+        return max(each[place] & (2**32 - 1) for each in own)
 
     def meet(self, timeout_s: float) -> None:
         """Return when every rank has come here as often as this one did; a meeting that failed may be tried again."""
@@ -158,14 +180,14 @@ class Board:
             length = rows[self.rank][8:16].view(torch.int64)
             length[0] = 0
             fence()
-            rows[self.rank][16 : 16 + len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8, device="cpu")
+            rows[self.rank][32 : 32 + len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8, device="cpu")
             fence()
             length[0] = len(encoded)
 
     def _text(self, rank: int) -> str:
         row = self._rows[self.rank][rank]
         length = int(row[8:16].view(torch.int64)[0])
-        return bytes(row[16 : 16 + length].tolist()).decode(errors="replace")
+        return bytes(row[32 : 32 + length].tolist()).decode(errors="replace")
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

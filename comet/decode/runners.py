@@ -3,7 +3,7 @@
 Few tokens take warp decode, more take the path of the group. Ranks that run the same tokens, as generation does, get
 equal results, bit for bit: the all-reduce of ``RankDecode`` adds in rank order, in float32; results that differed in
 the last bit might end in different tokens. Nothing here waits for the device, but for the plain path of a rank without
-a group, and for ranks of their own tokens that do not say how many; hence steps can be captured in a CUDA graph.
+a group; hence steps can be captured in a CUDA graph. Ranks of their own tokens have to say then how many there are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from comet.capabilities import refuse
 from comet.comm.collectives import all_gather_stacked, wants_grad
-from comet.comm.handshake import largest
 from comet.config import DIM_MULTIPLE, MoEConfig, require
 from comet.decode.local import warp_decode
 from comet.decode.ranks import RankDecode, rank_slots
@@ -332,15 +331,15 @@ class DataParallelDecode(GroupExperts):
         """Compute this rank's tokens, as any ``ExpertPath``; all ranks take part, also without any.
 
         Args:
-            most_tokens: The largest T of all ranks, or a bound of it, equal on all of them. ``None``: the ranks ask
-                each other, which waits for the device and cannot be captured in a CUDA graph.
+            most_tokens: The largest T of all ranks, or a bound of it, equal on all of them. ``None``: the ranks' hosts
+                ask each other, which cannot be captured in a CUDA graph.
         """
-        tokens, most = routed.tokens, most_tokens
+        num_tokens, most = routed.tokens.shape[0], most_tokens
+        decodes = self.decode_on_ranks is not None and not wants_grad(*routed, w1, w2, *(biases or ()))
         if most is None:
-            most = int(largest([tokens.shape[0]], tokens.device, self.group.process_group)[0])
-        require(tokens.shape[0] <= most, f"T={tokens.shape[0]} tokens must be at most most_tokens={most}")
-        learns = wants_grad(*routed, w1, w2, *(biases or ()))
-        if most > self.decode_tokens or self.decode_on_ranks is None or learns:
+            most = self.group.comm.largest(num_tokens) if decodes else num_tokens
+        require(num_tokens <= most, lambda: f"T={num_tokens} tokens must be at most most_tokens={most}")
+        if not decodes or most > self.decode_tokens:
             return self.path(routed, w1, w2, biases)
         return self.decode_step(routed, self.held(w1, w2, biases))
 

@@ -21,6 +21,7 @@ from ranks import in_ranks, run_ranks
 from tiers import slow
 
 import comet.reference.plain
+from comet.comm import make_communicator
 from comet.comm.failures import Board, board_bytes
 from comet.errors import CommTimeoutError, StepFailedError
 from comet.layer.routed_experts import SymmetricPath
@@ -327,6 +328,27 @@ def test_worked_example_of_a_board_and_two_that_fail_at_once() -> None:
     assert all(board.is_final for board in boards)
     with pytest.raises(CommTimeoutError, match=r"rank 0 waited 0.0 s for rank 1, 2 \(meeting of all ranks\)"):
         boards[0].meet(0.0)
+
+
+def ask_for_the_largest_count(rank: int, world_size: int) -> list[int]:
+    """Three counts of one group; then rank 0 alone asks, which both have to restart from."""
+    with make_communicator("auto", dist.group.WORLD, "cpu", timeout_s=60.0) as comm:
+        found = [comm.largest(count) for count in (rank, 5 - rank, 2**31 - 1)]
+        if rank == 0:
+            comm.timeout_s = 0.1
+            with pytest.raises(CommTimeoutError, match=r"rank 0 waited 0.1 s for rank 1 \(count of tokens\)"):
+                comm.largest(1)
+            comm.timeout_s = 60.0
+        dist.barrier()
+        with pytest.raises(StepFailedError, match="count of tokens failed on rank 0"):
+            comm.largest(2)
+        dist.barrier()
+        comm.restart()
+        return [*found, comm.largest(rank)]
+
+
+def test_ranks_ask_for_their_largest_count() -> None:
+    assert run_ranks(ask_for_the_largest_count, 2) == [[1, 5, 2**31 - 1, 1]] * 2
 
 
 def test_who_left_a_step_says_why_until_it_begins_another() -> None:
