@@ -49,8 +49,8 @@ class Link(ABC):
         """A region of uint8."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Release the memory (collective)."""
+    def close(self, *, all_left: bool) -> None:
+        """Release the memory (collective); ``all_left``: no rank uses it any more."""
 
 
 class MappedLink(Link):
@@ -63,7 +63,7 @@ class MappedLink(Link):
         pool = self._comm.alloc(num_bytes)
         return Region(pool.local, pool.pointers)
 
-    def close(self) -> None:
+    def close(self, *, all_left: bool) -> None:
         self._comm.close()
 
 
@@ -85,5 +85,5 @@ class NvshmemLink(Link):
         staging = torch.full(self.ranks.shape, whole[num_bytes:].data_ptr(), device=whole.device)
         return Region(whole[:num_bytes], staging)
 
-    def close(self) -> None:
-        self._heap.close()
+    def close(self, *, all_left: bool) -> None:
+        self._heap.close(all_left=all_left)

@@ -120,8 +120,11 @@ class NvshmemHeap:
         self._pools.append(pool)
         return pool
 
-    def close(self) -> None:
-        """Forget the memory. NVSHMEM frees it with the process: to free it waits for all ranks without a deadline."""
+    def close(self, *, all_left: bool) -> None:
+        """Free the memory if all ranks do, as NVSHMEM waits for them without a deadline; else the process keeps it."""
+        torch.cuda.synchronize(self._device)
+        for pool in self._pools if all_left else ():
+            self._nvshmem.free_tensor(pool)
         self._pools.clear()
 
 

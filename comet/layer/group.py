@@ -120,9 +120,9 @@ class ExpertGroup:
         """
         if self.nodes is not None:
             self.nodes.inner.close()
-            if self.nodes.link is not None:
-                self.nodes.link.close()
         self.comm.close()
+        if self.nodes is not None and self.nodes.link is not None:
+            self.nodes.link.close(all_left=self.comm.all_left)
         if self.comm.all_left:
             leave_groups(*self.process_groups)
 
@@ -320,7 +320,7 @@ def _linked(group: ExpertGroup, backend: Backend, opened: ExitStack) -> ExpertGr
         link: Link = NvshmemLink(group.process_group, nodes.peers, device)
     else:
         link = MappedLink(backend, nodes.rails, device, group.comm.timeout_s)
-    opened.callback(link.close)
+    opened.callback(link.close, all_left=False)
     return with_legs(replace(group, nodes=replace(nodes, link=link)))
 
 
