@@ -37,7 +37,6 @@ class RoutedTokens(NamedTuple):
     top_k_weights: Tensor  # (T, K) float32
 
     def part(self, rows: slice) -> RoutedTokens:
-        """Some of them."""
         return RoutedTokens(*(each[rows] for each in self))
 
 
@@ -76,7 +75,6 @@ class ExpertLayout:
 
     @property
     def world_size(self) -> int:
-        """W."""
         return self.ep * self.tp
 
     @property
@@ -101,7 +99,6 @@ class ExpertLayout:
 
     @property
     def first_expert(self) -> int:
-        """The first expert this rank computes."""
         return self.ep_rank * self.experts_local
 
 

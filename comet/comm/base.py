@@ -37,7 +37,6 @@ class SymmTensor:
 
     @property
     def local(self) -> Tensor:
-        """This rank's own copy."""
         return self.peers[self.rank]
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> SymmTensor:
@@ -72,7 +71,6 @@ def regions_bytes(regions: Regions) -> int:
 
 
 def pointer_table(peers: Sequence[Tensor]) -> Tensor:
-    """The addresses of W tensors, ``(W,)`` int64, on their device."""
     return torch.tensor([peer.data_ptr() for peer in peers], dtype=torch.int64, device=peers[0].device)
 
 
@@ -142,7 +140,6 @@ def _captures(stream: torch.cuda.Stream) -> bool:
 
 
 def settle(device: torch.device) -> None:
-    """Wait for all streams of a device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

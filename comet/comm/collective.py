@@ -26,10 +26,10 @@ NOTE = "note"
 
 
 class StoreBoard(Board):
-    """Notes of all ranks to all ranks in a store: a rank sees its own at once, the others' where it calls ``check``.
+    """Notes of all ranks in a store: a rank sees its own note at once, and the notes of others when it calls ``check``.
 
-    So a step costs no message. Nothing is lost by it: after a failure its rank takes part in no collective any more,
-    and a step of the others cannot end.
+    So a step costs no message. No failure is missed: a failed rank joins no further collective, so steps of the other
+    ranks cannot end.
     """
 
     def __init__(self, group: ProcessGroup) -> None:

@@ -67,7 +67,6 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def wants_grad(*tensors: Tensor) -> bool:
-    """Whether a gradient is recorded for any of them."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 

@@ -34,7 +34,6 @@ class DeviceBarrier:
 
     @property
     def failed(self) -> bool:
-        """Whether an earlier barrier is known to have met its deadline."""
         return bool(self._record[0])
 
     def arrive(self) -> None:

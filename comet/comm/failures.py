@@ -75,7 +75,6 @@ class Board:
 
     @classmethod
     def alone(cls) -> Board:
-        """Make the board of a rank alone."""
         return cls((torch.zeros(board_bytes(1), dtype=torch.uint8, device="cpu"),), 0)
 
     def check(self) -> None:
@@ -105,23 +104,23 @@ class Board:
             word[0] = -1 - self.rank if is_final else 1 + self.rank
 
     def tell(self, what: str, error: BaseException) -> None:
-        """Tell those that wait for this rank in vain why it left a step before it sent anything; see ``explained``."""
+        """Write to all ranks why this rank left a step before it sent anything; ``explained`` reads the text."""
         self._write(f"rank {self.rank} left the {what} before it sent anything ({_reason(error)})")
         self._has_told = True
 
     def take_back(self) -> None:
-        """Take that back: a step begins."""
+        """Clear the text of ``tell``, because a step begins."""
         if self._has_told:
             self._write("")
             self._has_told = False
 
     def explained(self, late: str) -> CommTimeoutError:
-        """The error for a deadline that was met, ``late``, with what the other ranks wrote of themselves."""
+        """Return the error for a deadline that passed, with the message ``late`` and the texts of other ranks."""
         others = [self._text(rank) for rank in range(len(self._rows)) if rank != self.rank]
         return CommTimeoutError("; ".join([late, *(text for text in others if text and text not in late)]))
 
     def lost(self, what: str, error: BaseException) -> CommTimeoutError | StepFailedError:
-        """The error for a collective of ``torch.distributed`` that waited in vain: a note, or who did not come."""
+        """Return the error for a collective that waited in vain: a rank's note, or the ranks that did not come."""
         absent = "" if self.word[0] else self.absent(ABSENT_S)
         try:
             self.check()

@@ -33,7 +33,6 @@ class Host:
 
 
 def this_host() -> Host:
-    """The host of this process."""
     name = socket.gethostname()
     return Host(name, BOOT_ID.read_text().strip() if BOOT_ID.exists() else name)
 
@@ -132,7 +131,6 @@ def who_shares(group: ProcessGroup, device: torch.device) -> str:
 
 
 def refusal(device: torch.device, backend: str, shared: str) -> str:
-    """Return why a backend cannot serve ranks that share a GPU, as ``who_shares`` found."""
     return f"device={device}: backend={backend!r} needs one GPU per rank, but {shared}"
 
 

@@ -4,9 +4,9 @@ Memory order. Writer: payload stores, then ``signal``. Reader: ``wait``, then re
 and flag, so the order also holds on CPUs that reorder stores. Flags carry the epoch, a number that only grows, so
 nothing is ever reset. Every wait has a deadline.
 
-Kernels wait until what they see is at least the epoch they expect, in 32 bits with a sign. Past 2^31 calls of all
-layers together a wait would be over at once, whoever is late. Half of that is the limit here: between the host's looks
-at it there may be a billion calls. ``Communicator.restart`` starts it anew.
+Kernels wait until a flag is at least the epoch that they expect, in signed 32 bits. Past 2^31 calls of all layers
+together a wait would end at once, although ranks are late. The limit here is half of that, since a billion calls may
+come between two checks by the host. ``Communicator.restart`` sets the epoch back to zero.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ LONGEST_SLEEP_S = 1e-3
 
 
 def signal(flags: Tensor, index: int, value: int) -> None:
-    """Publish ``value``, larger than those before it, in one of contiguous flags in CPU memory, after every earlier
-    store of this thread.
-    """
+    """Store ``value``, larger than earlier ones, in a flag in CPU memory after every earlier store of this thread."""
     view = flags.view(-1).numpy()
     fence()
     view[index] = value
@@ -48,7 +46,7 @@ def wait(
 
     Args:
         place: Where ``rank`` waits for ``peer``, for the message: ``layer 0 dispatch, chunk 17``.
-        check: Called at every poll; raises where waiting is in vain, as the group's ``board.check`` does.
+        check: Called at every poll; raises if the wait is in vain, as the group's ``board.check`` does.
 
     Raises:
         CommTimeoutError: When the deadline passes, for example
@@ -68,7 +66,7 @@ def wait(
 
 
 def waited(rank: int, peer: int, place: str, timeout_s: float, epoch: int, seen: int) -> str:
-    """Who waited for whom and where, what was expected and what was there.
+    """Return the message for a wait that met its deadline.
 
     Example: ``waited(1, 0, "panel 3", 2, 5, 4)`` is ``"rank 1 waited 2.0 s for rank 0 (panel 3, epoch 5, saw 4)"``.
     """

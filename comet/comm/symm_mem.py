@@ -27,7 +27,7 @@ INSTEAD = "use backend='nvshmem', or backend='cpu_shm' with device='cpu'"
 class SymmMemCommunicator(GpuCommunicator):
     """Ranks are GPUs of one host; every rank maps every rank's memory.
 
-    Several may share one where torch is told to allow it, for tests: they take turns.
+    Tests may set torch to let several ranks share a GPU; these ranks take turns.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device, timeout_s: float) -> None:

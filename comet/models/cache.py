@@ -57,7 +57,6 @@ class KeyValueCache:
         return (self.lengths[:, None] + self.positions[:count]).clamp(max=self.length - 1)
 
     def advance(self, count: int = 1) -> None:
-        """Count the tokens that every layer has now been extended by."""
         self.rewind(self.lengths + count)
 
     def rewind(self, lengths: Tensor) -> None:

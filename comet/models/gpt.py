@@ -159,12 +159,10 @@ class GPT(nn.Module):
         return [bias for layer in self.moe_layers() for bias in (layer.b1, layer.b2) if bias is not None]
 
     def dense_parameters(self) -> list[nn.Parameter]:
-        """Parameters replicated on every rank."""
         sharded = {id(parameter) for parameter in self.expert_parameters()}
         return [parameter for parameter in self.parameters() if id(parameter) not in sharded]
 
     def num_parameters(self) -> int:
-        """Parameters of the whole model, all expert shards counted."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def _predict(

@@ -1,1 +1,1 @@
-"""What a layer computes, in plain torch: with all experts on a rank, and over ranks by all-to-alls."""
+"""The experts of a layer in plain torch: all on one rank, or spread over ranks with all-to-alls."""

@@ -45,7 +45,6 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def covers(names: Iterable[str], setting: str) -> bool:
-    """Whether a setting is one of ``names`` or stands in a section of that name."""
     return any(setting == name or setting.startswith(f"{name}.") for name in names)
 
 
@@ -59,7 +58,6 @@ def settings_of(config: JobConfig, world_size: int) -> dict[str, Any]:
 
 
 def to_yaml(settings: Mapping[str, Any]) -> str:
-    """Settings as YAML text; not by OmegaConf, which would read a prompt's ``${``."""
     return yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True)
 
 

@@ -118,7 +118,6 @@ class MeasuredInputs:
     biases: Biases | None  # None: the layer has none
 
     def run(self, path: ExpertPath, index: int) -> Tensor:
-        """One layer call."""
         with torch.no_grad():
             return path(self.routed[index], self.w1, self.w2, self.biases)
 

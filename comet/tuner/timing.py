@@ -114,7 +114,6 @@ def run_round(
 
 
 def wall_clock(action: Callable[[], object]) -> float:
-    """Seconds an action takes the host."""
     start = time.perf_counter()
     action()
     return time.perf_counter() - start

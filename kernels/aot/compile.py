@@ -223,12 +223,10 @@ def waited_alone(code: str) -> tuple[str, ...]:
 
 
 def count(pattern: str, ptx: str) -> int:
-    """Occurrences of a pattern."""
     return len(re.findall(pattern, ptx))
 
 
 def kernel_modules() -> list[str]:
-    """Names of the modules of ``comet.kernels`` that define ``aot_cases``."""
     package = importlib.import_module(KERNELS)
     names = [module.name for module in pkgutil.walk_packages(package.__path__, f"{KERNELS}.")]
     return [name for name in names if name != __name__ and hasattr(importlib.import_module(name), "aot_cases")]
@@ -241,7 +239,6 @@ def cases_of(module: str) -> list[KernelCase | CudaCase]:
 
 
 def is_for(arch: Arch, case: KernelCase | CudaCase) -> bool:
-    """Whether GPUs run such a kernel at all."""
     if isinstance(case, CudaCase):
         return arch.cuda_kernels
     return arch.converts_e4m3 or "fp8e4nv" not in str(case.source.signature)

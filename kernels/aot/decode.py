@@ -155,7 +155,6 @@ class Setting:
         )  # fmt: skip
 
     def batch(self, num_tokens: int) -> Batch:
-        """So many tokens and their routing."""
         _, top_k, hidden_size, _ = SHAPES[self.shape]
         weights = meta(num_tokens, top_k, dtype=torch.float32)
         return Batch(meta(num_tokens, hidden_size, dtype=self.dtype), meta(num_tokens, top_k), weights)
@@ -241,7 +240,6 @@ def _activations() -> list[Setting]:
 
 
 def _cases(setting: Setting, kernels: Sequence[str] = KERNELS) -> list[KernelCase]:
-    """The launches of some kernels in a step."""
     found = recorded(setting.label, (), decode, setting.step, setting.config, setting.buffer)
     return [_judged(setting, case) if case.kernel in KERNELS else case for case in found if case.kernel in kernels]
 

@@ -108,7 +108,6 @@ def _dispatch(dtype: torch.dtype, *, events: int = 0) -> KernelCase:
 def _case(
     dtype: torch.dtype, words: list[str], expects: Collection[str], launch: Callable[..., None], *arguments: Any
 ) -> KernelCase:
-    """The case of one of the layer's launches."""
     records = any(isinstance(each, SymmBuffer) and each.recorder for each in arguments)
     words = ["block FP8" if dtype == E4M3 else as_triton_dtype(dtype), *words, "recording" * records]
     [case] = recorded(", ".join(filter(None, words)), expects, launch, *arguments)

@@ -226,7 +226,6 @@ def plan(ids: Tensor, slots: Sequence[Tensor], host: HostExperts) -> None:
 
 
 def travel(slots: Sequence[Tensor], host: HostExperts) -> None:
-    """Launch ``travel_kernel``; arguments as those of the twin."""
     sizes, constants = (host.tables.num_experts, host.tables.num_slots), host.constants(1, TRAVEL_WARPS)
     travel_kernel[(TRAVEL_BLOCKS,)](host.pointers(*slots), *sizes, CACHE=constants, num_warps=TRAVEL_WARPS)
 

@@ -124,12 +124,10 @@ class ExpertParts:
 
     @property
     def stored_parts(self) -> dict[str, Any]:
-        """All that a store keeps: ``named_parts`` and ``biases``."""
         return self.named_parts | self.biases
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """The same without names."""
         return tuple(self.named_parts.values())
 
     @property

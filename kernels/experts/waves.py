@@ -32,7 +32,6 @@ def count_waves(num_rows: int, num_held: int, num_slots: int) -> int:
 
 
 def waves_of(ids: Tensor, host: HostExperts) -> int:
-    """``count_waves`` of a step with ids ``(T, K)``."""
     return count_waves(ids.numel(), host.w1.shape[0], host.tables.num_slots)
 
 
@@ -71,7 +70,6 @@ def waves_kernel(
 
 
 def wave_memory(ids: Tensor, host: HostExperts, num_waves: int) -> Tensor:
-    """Memory for ``split_waves``."""
     stride = triton.cdiv(ids.numel(), ALIGNMENT) * ALIGNMENT
     return torch.empty(num_waves * stride + host.tables.num_experts, dtype=torch.int32, device=ids.device)
 

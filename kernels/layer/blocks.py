@@ -53,7 +53,6 @@ class LayerVariant:
 
     @property
     def mma(self) -> Mma:
-        """How blocks multiply."""
         return FP8_MMA if self.is_fp8 else MMA
 
     @property
@@ -63,7 +62,6 @@ class LayerVariant:
         return dict(zip(("Element", "Output", "Bias"), map(element_of, elements), strict=True))
 
     def entry_of(self, name: str, suffix: str = "") -> str:
-        """Name of a kernel, with the additions it is compiled for."""
         name += "_biases" * (self.bias is not None) + suffix
         return name + "_split" * self.is_split + "_recording" * self.records
 

@@ -61,7 +61,6 @@ class Activation:
 
     @property
     def parameters(self) -> dict[str, float]:
-        """Parameters of this activation, by name."""
         return {name: getattr(self, name) for name in DEFINITIONS[self.name].parameters}
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:

@@ -118,7 +118,6 @@ class Scaled:
 
 
 def parts(matrix: Tensor | Scaled) -> tuple[Tensor, Tensor | None]:
-    """Elements and scales of a matrix; ``None`` where it has none."""
     return (matrix.elements, matrix.scales) if isinstance(matrix, Scaled) else (matrix, None)
 
 

@@ -71,7 +71,6 @@ def recorded(
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-    """A tensor for a launch that is recorded."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 

@@ -65,7 +65,6 @@ def padded(*fields: tuple[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 
 def named_fields(structure: type[ctypes.Structure]) -> dict[str, Any]:
-    """Types of the fields by name, without padding."""
     return {name: kind for name, kind in structure._fields_ if name != "padding"}
 
 

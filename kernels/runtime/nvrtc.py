@@ -76,7 +76,6 @@ def compile_cubin(source: str, name: str, *, relocatable: bool = False) -> bytes
 
 @functools.cache
 def _headers() -> str:
-    """All that a source may include."""
     return "\0".join(path.read_text() for path in sorted(FOLDER.rglob("*.cu*")))
 
 

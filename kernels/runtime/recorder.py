@@ -137,11 +137,9 @@ class Recorder:
 
     @property
     def capacity(self) -> int:
-        """Events a block can keep."""
         return self.events.shape[1] - 1
 
     def clear(self) -> None:
-        """Forget all events, in stream order."""
         self.events[:, 0].zero_()
 
 

@@ -32,7 +32,6 @@ struct Wgmma;
 
 
 def header() -> str:
-    """The text of the file."""
     structs = [_struct(element, n, [_multiply(element, n)]) for element in ("Bf16", "Fp16") for n in ROWS]
     structs.append(_struct("E4m3", FP8_COLS, [_multiply("E4m3", FP8_COLS), _wait(FP8_COLS // 2)]))
     return "\n".join([BEGIN, *structs, "#endif\n"])
