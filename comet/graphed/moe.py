@@ -341,7 +341,7 @@ class GraphedMoE:
             return None
 
     def _warm_router(self, tokens: Tensor) -> None:
-        """Compile what the captured backward pass has and one that left out the statistics had not."""
+        """Compile the router's kernels with statistics, which a captured backward pass has and an eager one may not."""
         router, largest_logit = self.layer.router, self.layer.group.workspace.largest_logit
         leaves = [each.detach().requires_grad_() for each in (tokens, router.weight)]  # no hook of a parameter runs
         routing = functional_call(router, {"weight": leaves[1]}, (leaves[0],))

@@ -20,7 +20,7 @@ from comet.utils.graphs import TOO_FEW, GraphMode, Replayed
 
 
 class Passes:
-    """The passes of a batch, each number of tokens by a ``Replayed`` of its own, and apart from those the drafts.
+    """The passes of a batch: a ``Replayed`` for each number of tokens, and separate ones for drafts.
 
     Args:
         append: Appends ``ids (B, S)``, drafting or not, and returns ``(B, S, V)``; from and to memory that stays.

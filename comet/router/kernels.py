@@ -19,7 +19,7 @@ from comet.utils.derivatives import first_only
 
 
 def logits(tokens: Tensor, weight: Tensor) -> Tensor:
-    """Router logits in float32 of ``(T, D)`` bfloat16 and ``(E, D)``, as accurate as products in float32."""
+    """Return float32 logits of bfloat16 tokens ``(T, D)`` and weight ``(E, D)``, as accurate as float32 products."""
     return product(tokens, weight, lambda rows, weight: router_logits(rows.contiguous(), weight.contiguous()))
 
 

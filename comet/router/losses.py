@@ -59,7 +59,7 @@ def router_z_loss(logits: Tensor) -> Tensor:
 
 
 def count_routed_rows(top_k_ids: Tensor, num_experts: int) -> Tensor:
-    """How many routed rows every expert gets.
+    """Count the routed rows of every expert.
 
     Example: ids ``[[2, 0], [2, -1]]``, E = 4: ``[1, 0, 2, 0]``.
     """
@@ -69,7 +69,7 @@ def count_routed_rows(top_k_ids: Tensor, num_experts: int) -> Tensor:
 
 
 def normalize(values: Tensor) -> Tensor:
-    """Each row over its sum; zeros where the sum underflows to zero.
+    """Divide each row by its sum; rows whose sum underflows become zero.
 
     Example: ``[[1.0, 3.0], [0.0, 0.0]]`` gives ``[[0.25, 0.75], [0.0, 0.0]]``.
     """

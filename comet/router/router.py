@@ -25,7 +25,7 @@ FEW_TOKENS = 64  # up to so many, logits are a product that torch's library cuts
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The router's decision for T tokens, and what it was made of."""
+    """The router's decision for T tokens, with the logits and scores behind it."""
 
     top_k_ids: Tensor  # (T, K) int32, expert of every routed row, best first; no id occurs twice in a row
     top_k_weights: Tensor  # (T, K) float32, factor of that expert's output, with gradient
@@ -86,7 +86,7 @@ class Router(nn.Module):
     def measure(
         self, logits: Tensor, scores: Tensor, top_k_ids: Tensor, *, largest_logit: Tensor | None = None
     ) -> RouterStats:
-        """Losses and loads of a ``Routing``; apart from ``forward`` because no token's way depends on them.
+        """Return losses and loads of a ``Routing``. They are apart from ``forward``, since no token waits for them.
 
         On a GPU also the check for logits that are not finite, by ``watch_finite`` with ``largest_logit``.
         """
@@ -138,14 +138,14 @@ class Router(nn.Module):
 
 
 def router_of(weight: nn.Parameter, selection_bias: Tensor | None, config: MoEConfig) -> Router:
-    """Make a router with another rule over a weight and selection bias that stay where they are."""
+    """Make a router with another rule that shares the weight and selection bias."""
     router = Router(config, device="meta")
     router.weight, router.selection_bias = weight, selection_bias
     return router
 
 
 def _selection_scores(logits: Tensor, scores: Tensor, selection_bias: Tensor | None, config: MoEConfig) -> Tensor:
-    """The numbers by which experts are compared: logits where only their order counts, else scores (plus bias)."""
+    """Return the numbers that rank experts: logits if only their order counts, else scores (plus bias)."""
     if selection_bias is not None:
         return scores.detach() + selection_bias
     # Scores saturate at 0 and 1, and torch's vectorised sigmoid can differ from its scalar tail for equal logits.

@@ -77,7 +77,7 @@ def default_setting(problem: Problem) -> OverlapConfig:
 
 
 def effective(setting: OverlapConfig, problem: Problem) -> OverlapConfig:
-    """The setting as the layer takes it, within its limits; settings that come to the same launches have equal results.
+    """Return the setting within the layer's limits. Settings with the same launches give equal results.
 
     Example: 8 panels of D=512 in bfloat16, which are 2 column blocks: 2 panels.
     """

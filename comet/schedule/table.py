@@ -39,7 +39,7 @@ Place = tuple[Key, int]  # values of SAME, and the bucket of the tokens
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured(limits.Limited):
-    """One setting: its median ms, or ``None`` and why it did not run; setting ``None`` is the plain path."""
+    """A measured setting: its median ms, or ``None`` and the reason why it did not run; ``None`` is the plain path."""
 
     setting: OverlapConfig | None
     ms: limits.Positive | None
@@ -117,7 +117,7 @@ class Profile:
 
     @classmethod
     def open(cls, folder: Path | None, device: str, world_size: int) -> Profile:
-        """Read what there is for so many ranks on a device; without a folder that is what ships with Comet."""
+        """Read the settings for a device and a number of ranks: the user's, and those that ship with Comet."""
         name = "".join(letter if letter.isalnum() else "_" for letter in device.lower()) + f"_x{world_size}.csv"
         shipped = Path(str(files("comet.configs"))) / "profiles"
         profile = cls((folder or shipped) / name)
@@ -153,7 +153,7 @@ class Profile:
         return (others[-bucket], away == 0) if away <= MAX_DOUBLINGS else None
 
     def put(self, key: Key, best: Measured) -> None:
-        """Store a setting in place of an older one; rows that other processes wrote meanwhile are kept."""
+        """Replace a setting, and keep rows that other processes wrote meanwhile."""
         place = place_of(key)
         self.best[place] = best
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -20,19 +20,19 @@ NAMES = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")  # 
 
 
 def autocast_dtype(tokens: Tensor) -> torch.dtype:
-    """The dtype in which ``torch.autocast`` multiplies tokens; their own where it is off."""
+    """Return the dtype in which ``torch.autocast`` multiplies tokens, or their own dtype if it is off."""
     kind = tokens.device.type
     casts = torch.is_autocast_enabled(kind) and tokens.dtype != torch.float64
     return torch.get_autocast_dtype(kind) if casts else tokens.dtype
 
 
 def in_dtype(tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    """Tokens in the dtype of a layer if autocast multiplies in it, else as they are."""
+    """Cast tokens to the layer's dtype if autocast multiplies in this dtype, else return them unchanged."""
     return tokens.to(dtype) if tokens.dtype != dtype and autocast_dtype(tokens) == dtype else tokens
 
 
 def alike(tokens: Tensor, *weights: Tensor | None) -> tuple[Tensor, tuple[Any, ...]]:
-    """Tokens and weights of experts as they are if they have one dtype, else cast to that of autocast.
+    """Return tokens and experts' weights unchanged if they have one dtype, else cast to autocast's dtype.
 
     Args:
         weights: In the order of their names in transformers.

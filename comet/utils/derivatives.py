@@ -12,7 +12,7 @@ Backward = Callable[..., Any]
 
 
 def first_only(backward: Backward) -> Backward:
-    """The backward pass of a ``torch.autograd.Function``, refused where a second derivative may be wanted.
+    """Let a ``torch.autograd.Function``'s backward pass refuse when a second derivative may be wanted.
 
     torch's ``once_differentiable`` refuses it only where the output's gradient depends on something; else, as behind a
     sum, gradients count as constants, and a second derivative silently lacks what goes through them.

@@ -69,7 +69,7 @@ class Replayed(Generic[Result]):
         return "" if self._replay is not None else self._reason or TOO_FEW
 
     def __call__(self) -> Result:
-        """The function's result; one that was replayed is overwritten by the next call."""
+        """Return the function's result. The next call overwrites a replayed result."""
         if self._replay is None and not self._reason and self._warm_calls >= WARM_CALLS:
             self._capture()
         if self._replay is not None:
@@ -117,11 +117,10 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def hold_if_captured(owner: Tensor, *memory: Tensor) -> None:
-    """Keep memory that a graph being captured will use for as long as a tensor that it uses as well.
+    """Let ``owner`` keep memory alive that a graph under capture uses.
 
-    A graph knows addresses only, and no record says which object replays it: the one captured here or one of its
-    caller's own. But that caller has to keep the tensors the graph computes with, so these keep the rest. Memory that
-    is allocated during a capture needs none of this: it is the graph's.
+    A graph knows only addresses, and any object may replay the graph. But its user has to keep the tensors that the
+    graph computes with, so one of these tensors keeps the rest. Memory allocated during a capture belongs to the graph.
 
     Args:
         owner: What the caller keeps, such as weights; all tensors over the same memory count as it.
@@ -136,7 +135,7 @@ def hold_if_captured(owner: Tensor, *memory: Tensor) -> None:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Keep Python's collector of cycles from running: one may hold a graph, and to destroy it breaks a capture."""
+    """Stop Python's garbage collector: it may destroy a graph, which would break a capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -152,7 +151,7 @@ def capture(
     keep: list[torch.cuda.CUDAGraph],
     pool: Any = None,
 ) -> tuple[Callable[[], None], Result]:
-    """Capture a function as a CUDA graph, not computing it: what replays it, and what replays leave its result in.
+    """Capture a function as a CUDA graph without computing; return the replay and the memory of its result.
 
     Args:
         keep: Gets the graph. torch's allocator may ask it for as long as it allocates, also where the capture failed.
@@ -188,7 +187,7 @@ def first_line(error: RuntimeError) -> str:
 
 
 def release_random_numbers(device: torch.device) -> None:
-    """Let a GPU draw again after a failed capture: torch leaves its generator waiting for the end of it."""
+    """Let a GPU draw random numbers again: after a failed capture torch's generator still waits for its end."""
     if device.type == "cuda":
         generator = torch.cuda.default_generators[device.index]
         generator.graphsafe_set_state(generator.clone_state())

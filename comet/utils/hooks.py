@@ -13,13 +13,13 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 
 def hook_tables(modules: Iterable[nn.Module]) -> list[Mapping[int, Any]]:
-    """The tables in which torch keeps hooks of modules, and of all modules, by numbers that it gives once."""
+    """Return torch's tables of the modules' hooks and of global hooks; their keys are numbers that are never reused."""
     own = [getattr(each, kind) for each in modules for kind in HOOKS]
     return [*own, *(getattr(of_all, f"_global{kind}") for kind in HOOKS)]
 
 
 def additions_of(model: nn.Module) -> list[Any]:
-    """Hooks of a model's modules, by their numbers, and objects' own ``forward``, which graphs hold as captured."""
+    """Return the numbers of a model's hooks, and ``forward`` functions of objects; graphs keep the captured ones."""
     modules = list(model.modules())
     forwards = [each.forward for each in modules if "forward" in each.__dict__]
     return [*chain.from_iterable(hook_tables(modules)), *forwards]

@@ -112,7 +112,7 @@ class MatchOnce:
         self._right: object = None
 
     def __call__(self, *tensors: Tensor) -> None:
-        """Check the tensors, if the last ones that were right are not like them."""
+        """Check the tensors, unless they are like the last tensors that passed."""
         try:
             seen = [(tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous()) for tensor in tensors]
         except AttributeError:  # The check names the one that is no tensor.

@@ -30,7 +30,7 @@ def bar_options() -> dict[str, Any]:
 
 
 class Measuring:
-    """The progress of a task that measures: the point of how many, its state, and how long the others will take.
+    """The progress of a measuring task: number and state of the current point, and the remaining time.
 
     In a log each point is a line, and another each ten seconds.
     """
@@ -49,7 +49,7 @@ class Measuring:
         self.tell("")
 
     def tell(self, text: str) -> None:
-        """Say what is being done of it: ``compiling 3 of 12``; shown if the last state is old enough."""
+        """Show the state of the point, such as ``compiling 3 of 12``, if the last state is old enough."""
         if self._enabled and time.monotonic() - self._shown_s >= self._bar.mininterval:
             self._bar.set_description_str(f"{self._title}, {text}" if text else self._title, refresh=False)
             self._bar.refresh()

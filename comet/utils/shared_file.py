@@ -12,13 +12,13 @@ from filelock import FileLock
 
 
 def locked(path: Path) -> FileLock:
-    """One writer at a time among all processes that hold this while they write; the lock dies with its process."""
+    """Return a lock that admits one writer of a file among all processes; it ends with its process."""
     return FileLock(path.with_name(path.name + ".lock"))
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Let an error of the system name a file, as none does that comes of writing to an open one."""
+    """Add the file's path to system errors; errors from writing to an open file do not have it."""
     try:
         yield
     except OSError as error:
@@ -26,7 +26,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Readers see the old file or the new one, never a part; a writer that dies leaves the old one.
+    """Replace a file at once: readers see the old or the new file, and a writer that dies leaves the old one.
 
     There is one writer at a time (``locked``), so that one name serves all; the umask says who may read the file.
     """

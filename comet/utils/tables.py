@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> list[str]:
-    """Rows of equally many cells as lines: the columns ``left`` begin together, all others end together."""
+    """Return rows as lines with aligned columns: columns in ``left`` to the left, all others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     cells = (
         [text.ljust(width) if place in left else text.rjust(width) for place, (text, width) in enumerate(pairs)]

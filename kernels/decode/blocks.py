@@ -53,7 +53,7 @@ class DecodeConfig:
     tile: int = 64
 
     def fit(self, hidden_size: int, ffn_size: int, **changes: Any) -> "DecodeConfig":
-        """The same with no step longer than its contraction, and other ``changes``."""
+        """Return the config with ``changes``, and with steps no longer than their contractions."""
         gate_up = replace(self.gate_up, depth=min(self.gate_up.depth, triton.next_power_of_2(hidden_size)))
         down = replace(self.down, depth=min(self.down.depth, triton.next_power_of_2(ffn_size)))
         return replace(self, gate_up=gate_up, down=down, **changes)
@@ -197,7 +197,7 @@ def _small_fp8_blocks(num_tokens: int) -> tuple[BlockShape, BlockShape]:
 
 
 def _measured_blocks(num_tokens: int, top_k: int, hidden_size: int, ffn_size: int) -> DecodeConfig:
-    """Large blocks keep more loads in flight; where that makes too few of them for the GPU, narrower ones."""
+    """Return large blocks, which keep more loads in flight, or narrower ones if a GPU would have too few blocks."""
     routed_rows = num_tokens * top_k
     if num_tokens > 8:
         gate_up = BlockShape(rows=64, depth=128, num_warps=8, num_stages=3)

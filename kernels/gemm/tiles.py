@@ -40,7 +40,7 @@ def part_span(part, num_elements, num_parts):
 
 @triton.jit
 def last_panel_width(num_cols, num_panels):
-    """Column blocks of the last panel: half of an even share, because nothing hides what becomes of it."""
+    """Return the column blocks of the last panel: half of an even share, as no GEMM hides its communication."""
     return tl.where(num_panels > 1, tl.maximum(num_cols // (2 * num_panels), 1), num_cols)
 
 

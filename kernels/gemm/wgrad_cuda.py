@@ -52,7 +52,7 @@ class WgradProblem(DeviceStruct):
 
 
 class WgradArgs(DeviceStruct):
-    """All that a launch takes."""
+    """The kernel's arguments."""
 
     _fields_ = padded(
         *fields(TensorMap, "a_map b_map out_map"), *fields(WgradProblem, "problem"), *fields(POINTER, "counter")
@@ -80,7 +80,7 @@ def num_tiles(experts: int, a_cols: int, b_cols: int) -> int:
 
 
 def runs_cuda(a: Tensor, b: Tensor, out: Tensor) -> bool:
-    """Whether a launch is the one in CUDA C++: wherever it can run."""
+    """Whether the kernel in CUDA C++ takes a launch, which it does wherever it can run."""
     return (
         a.element_size() == 2
         and a.dtype == b.dtype == out.dtype
@@ -104,11 +104,11 @@ def group_gemm_wgrad_cuda(
     *,
     max_blocks: int | None = None,
 ) -> None:
-    """``group_gemm_wgrad`` of bfloat16 or float16, and of more than no rows.
+    """Launch ``group_gemm_wgrad`` in CUDA C++, for bfloat16 or float16 and at least one row.
 
     Args:
-        ticket: int32, the first of which is 0: the counter of tiles.
-        max_blocks: At most so many blocks, or ``None`` for one per SM.
+        ticket: int32; the first element counts tiles and must be 0.
+        max_blocks: Most blocks; ``None``: one per SM.
     """
     kernel = _kernel(a.dtype, torch.cuda.current_device())
     box = DEPTH, LINE_COLS

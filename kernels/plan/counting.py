@@ -122,7 +122,7 @@ def send_chunk(own_ids_ptr, own_weights_ptr, pool, epoch, peer, chunk, rank, num
 
 @triton.jit
 def wait_for_chunk(pool, epoch, source, chunk, rank, num_chunks, timeout_ns, PLAN: tl.constexpr):
-    """Until a chunk of ``source`` is here, and this rank's first chunk, whose sender zeroes the totals before."""
+    """Wait for a chunk of ``source`` and for this rank's first chunk, whose sender zeroes the totals before."""
     both = tl.arange(0, 2)
     sources, chunks = tl.where(both == 0, source, rank), tl.where(both == 0, chunk, 0)
     flags = pool.flags + sources * num_chunks + chunks
@@ -132,7 +132,7 @@ def wait_for_chunk(pool, epoch, source, chunk, rank, num_chunks, timeout_ns, PLA
 
 @triton.jit
 def compare_call(pool, epoch, source, call, PLAN: tl.constexpr):
-    """Record a fault where ``source`` calls another layer, or in another way: its ids are not those of this call.
+    """Record a fault if ``source`` calls another layer, or in another way: then its ids belong to another call.
 
     After its first chunk is here. If that met its deadline, the record is there already, and stays.
     """
@@ -146,7 +146,7 @@ def exchange_kernel(
     own_ids_ptr, own_weights_ptr, pool, scratch, counters_ptr, rank, num_tokens, timeout_ns, call, M,
     PLAN: tl.constexpr,
 ):  # fmt: skip
-    """See the module.
+    """Send, wait and count; the module's docstring has the programs.
 
     ``pool``, ``scratch`` and ``PLAN`` are ``PoolTensors``, ``PlanScratch`` and ``PlanConstants``.
     """

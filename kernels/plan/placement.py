@@ -66,7 +66,7 @@ def look_up(table, index):
 
 @triton.jit
 def unless_failed(value, fault_ptr):
-    """``value``, but 0 once a wait of this rank met its deadline; no wait is under way during this kernel."""
+    """Return ``value``, or 0 after a wait of this rank met its deadline; no wait is under way in this kernel."""
     return tl.where(tl.load(fault_ptr) == 0, value, 0)
 
 
@@ -201,10 +201,9 @@ def place_totals(totals, kept, phases, plan, epoch, fault_ptr, num_routed_rows, 
 
 @triton.jit(do_not_specialize=["rank", "capacity", "num_routed_rows"])
 def place_kernel(pool, scratch, plan, rank, capacity, num_routed_rows, M, PLAN: tl.constexpr):
-    """See the module; ``pool``, ``scratch``, ``plan``: ``PoolTensors``, ``PlanScratch``, ``PlanTensors``.
+    """Write the plan; ``pool``, ``scratch``, ``plan``: ``PoolTensors``, ``PlanScratch``, ``PlanTensors``.
 
-    Every program loads all that it can before it computes anything: loads that nothing stands between travel together,
-    and whatever needs one of them waits for it, so each group of loads costs one way to memory and back.
+    Each program issues all loads that it can before it computes: loads of a group overlap and cost one memory latency.
     """
     K: tl.constexpr = PLAN.top_k
     E: tl.constexpr = PLAN.experts_local

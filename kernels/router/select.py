@@ -67,7 +67,7 @@ def exp(x):
 
 @triton.jit
 def at_least_tiny(total):
-    """The sum to divide by; NaN stays."""
+    """Return the sum, at least ``TINY``, to divide by; NaN stays NaN."""
     return tl.where(total < TINY, TINY, total)
 
 
