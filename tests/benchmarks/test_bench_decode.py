@@ -54,7 +54,7 @@ def alone(config: MoEConfig) -> ExpertLayout:
     ("fp8", 3 * 64 * 32 + 2 * 4), ("mxfp4", 3 * 64 * 32 * 17 // 32),
 ])  # fmt: skip
 def test_steps_count_each_expert_once_with_its_scales(kind: str, per_expert: int) -> None:
-    """The other paths and float64 get the quantised numbers."""
+    """Other paths and the float64 oracle get the quantised numbers."""
     config = MoEConfig(num_experts=8, top_k=2, hidden_size=64, ffn_size=32)
     weights = make_set(config, alone(config), CPU, torch.float32, 0, kind)
     (step,) = make_steps(config, alone(config), [weights], 5, "hot")
@@ -130,7 +130,7 @@ def test_without_transformers_one_line_says_so(
 
 
 def test_what_waits_is_launched_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found out by torch's own detector, whose mode is put back; a graph is never tried."""
+    """torch's own detector finds the wait, and its mode is restored; no capture is tried."""
     modes, captured, launched = ["warn"], [], []
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
@@ -162,7 +162,7 @@ def test_what_waits_is_launched_without_a_graph(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_run_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All variants; of transformers every implementation is timed, or fails for a reason. Warp decode takes no 65."""
+    """Every implementation of transformers is timed or fails for a reason. Warp decode does not take 65 tokens."""
     library = find_library()
     words = ["--weights", ",".join(WEIGHTS), "--tokens", "3,65", "--out", str(tmp_path)]
     Run.parse([*TINY, *words]).run(ALONE)
@@ -188,7 +188,7 @@ def test_run_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.parametrize(("ep", "tp", "kind"), [slow(2, 1, "bf16"), slow(1, 2, "mxfp8")])
 def test_run_over_ranks(tmp_path: Path, ep: int, tp: int, kind: str) -> None:
-    """With one token a rank has none, with five one has fewer."""
+    """One rank has no token of one, and one rank has fewer tokens of five."""
     words = ["--ep", str(ep), "--tp", str(tp), "--tokens", "1,5,70", "--weights", kind, "--out", str(tmp_path)]
     run_ranks(run_on_rank, 2, "decode", [*TINY, *words])
     report = json.loads((tmp_path / "bench_decode.json").read_text())
@@ -208,7 +208,7 @@ def layout_of(rank: int, ep: int, tp: int = 1) -> ExpertLayout:
 
 
 def test_warp_decode_needs_room_for_equal_shares() -> None:
-    """64 tokens of three ranks are 22 slots of each, which are 66; 63 are 21 of each."""
+    """Three ranks need 22 slots each for 64 tokens, 66 in all, and 21 each for 63."""
     layout = layout_of(0, 3)
     team = Team(config=TWELVE, layout=layout, ranks=ALONE)
     weights = make_set(TWELVE, layout, CPU, torch.float32, 0, "bf16")

@@ -155,7 +155,7 @@ def test_what_is_left_out_says_why(trained: Sequence[str], capsys: pytest.Captur
 
 
 def test_who_names_no_prefetch_has_none() -> None:
-    """The default would prefetch on a GPU."""
+    """The default of the library would prefetch on a GPU."""
     made: list[GenerateConfig] = []
     subject: Any = SimpleNamespace(
         moe=SMALL.moe, num_layers=1, dtype=torch.float32, make=lambda name, settings, slots: made.append(settings)

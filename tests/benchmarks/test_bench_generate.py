@@ -60,7 +60,7 @@ def test_both_libraries_run_the_same_model() -> None:
 @needs_library
 @torch.no_grad()
 def test_all_paths_choose_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Captured ones, too, as far as the step asks no tensor (the twin of warp decode is replaced, see there)."""
+    """Captured paths do, too: ``graphs_on_cpu`` replaces the twin of warp decode, which reads tensors on the host."""
     captures = graphs_on_cpu(monkeypatch)
     gpt = tiny_gpt()
     first = torch.tensor([7, 200])

@@ -218,7 +218,7 @@ class PretendedGPU(Ranks):
 
 @pytest.mark.parametrize("stale", [False, True])
 def test_graphs_are_compared_as_they_are_replayed(monkeypatch: pytest.MonkeyPatch, stale: bool) -> None:
-    """``stale``: what a replay leaves in the memory of the output is not this input set's."""
+    """``stale`` is a replay that leaves another input set's output in memory."""
     recorded: list[LayerVariant] = []
 
     def pretend(variant: LayerVariant, rotate: int) -> LayerVariant:

@@ -124,7 +124,7 @@ def test_auto_runs_inside_nodes_and_what_needs_memory_of_all_ranks_is_refused_by
 
 @in_ranks(4)
 def test_hosts_are_nodes_where_none_are_declared(rank: int, world_size: int) -> None:
-    """Ranks of several hosts, as their kernels' boot ids tell."""
+    """The kernels' boot ids tell hosts apart."""
     comet.comm.handshake.this_host = lambda: Host(f"host-{rank // 3}", f"boot-{rank // 3}")
     group = dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup)
@@ -152,7 +152,7 @@ def break_off(comm: Communicator) -> None:
 
 @in_ranks(4)
 def test_a_failure_is_final_on_all_nodes_and_late_ranks_are_named(rank: int, world_size: int) -> None:
-    """The others find the note of a rank that breaks off, and it refuses at once itself; nothing brings it back."""
+    """A rank breaks off and refuses at once; the others find its note, and no restart helps."""
     group = open_group(1)
     comm = group.comm
     comm.board.meet(30.0)
@@ -185,7 +185,7 @@ def test_a_failure_is_final_on_all_nodes_and_late_ranks_are_named(rank: int, wor
 
 @in_ranks(4)
 def test_closing_waits_for_all_where_groups_are_of_nccl(rank: int, world_size: int) -> None:
-    """NCCL's groups may go once all ranks have closed; a rank that breaks off does not come."""
+    """NCCL's groups may end once all ranks have closed; a rank that breaks off never closes."""
     comet.comm.collective.settle = lambda device: None
     for late in (False, True):
         group = open_group(1, timeout_s=30.0)

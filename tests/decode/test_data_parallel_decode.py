@@ -74,7 +74,7 @@ def test_experts_that_drop_rows_do_not_decode() -> None:
 
 
 def test_threads_have_scratch_memory_of_their_own() -> None:
-    """Two threads generate with one model: launches of one may come between the two of the other's step."""
+    """Two threads generate with one model: one's launches may come between the two launches of the other's step."""
     decoder, weights = (
         Decoder(2, 8),
         DecodeWeights(w1=torch.zeros(4, 64, 32), w2=torch.zeros(4, 32, 32), slots=torch.arange(4, dtype=torch.int32)),

@@ -88,7 +88,7 @@ def last_of_replays(first: Batch) -> Batch:
 @pytest.mark.parametrize("most", [1, 8])
 @in_ranks(min(4, num_gpus()), backend=ON_GPUS, timeout=500)
 def test_replays_without_a_barrier(rank: int, world_size: int, most: int) -> None:
-    """Every rank has another number of tokens, one of them none; in the end all of them, replicated, for comparison."""
+    """Ranks have different numbers of tokens, one of them none; a last replicated step of all tokens compares."""
     comm, weights = open_rank(rank, world_size, CASE, 1, torch.bfloat16, "cuda")
     batches = gathered_inputs(CASE, 0, tuple(most * r // (world_size - 1) for r in range(world_size)), torch.bfloat16)
     decode = RankDecode(comm, hidden_size=CASE.D, max_tokens=most, replicated=False)

@@ -77,7 +77,7 @@ def test_twins_of_every_layout(table: Steps) -> None:
 
 @in_ranks(2, interpret=True)
 def test_layers_of_other_sizes_share_an_object(rank: int, world_size: int) -> None:
-    """One object for layers of another K and type: words of the one lie where the other's are expected."""
+    """One object serves layers of another K and type, whose words overlap in memory."""
     comm = make_communicator("auto", dist.group.WORLD, "cpu", timeout_s=60.0)
     for use_kernels in (True, False):
         arguments = dict(hidden_size=16, use_kernels=use_kernels)
@@ -237,7 +237,7 @@ def test_bad_tensors_are_named_and_break_nothing(rank: int, world_size: int) -> 
 
 @in_ranks(2)
 def test_ranks_with_different_numbers_of_replicated_tokens_are_told(rank: int, world_size: int) -> None:
-    """Replicated tokens that are not: more of them on rank 1, which the other hears of."""
+    """Rank 1 passes more tokens as replicated, and rank 0 notices."""
     comm, weights = open_rank(rank, 2, FOLDED, 1, torch.float32, "cpu")
     decode = RankDecode(comm, hidden_size=16, use_kernels=False)
     inputs = step_inputs(FOLDED, 0, 2 + rank, torch.float32)

@@ -53,7 +53,7 @@ def resident_engine(
     ids=str,
 )
 def test_answers_are_those_of_resident_experts(settings: dict[str, Any]) -> None:
-    """Steps bit for bit; then a prompt that streams, and a step behind it."""
+    """Steps have the same bits; a prompt streams and a step follows."""
     stored, prefetch = settings.get("expert_dtype"), "expert_prefetch" in settings
     cached, resident = engine_of(**settings), resident_engine(stored)
     drawn = compare_texts(cached, resident, steps=24)
@@ -144,7 +144,7 @@ def test_memory_that_cannot_be_pinned_is_said_once_and_copied_by_the_host(monkey
 def test_answers_of_ranks_are_those_of_resident_experts(
     rank: int, world_size: int, ep: int, tp: int, slots: int, expert_dtype: MXType | None, config: ModelConfig
 ) -> None:
-    """Steps bit for bit, and prompts that stream."""
+    """Steps have the same bits, and prompts stream."""
     group = make_group(config.moe, ep=ep, tp=tp)
     cached = engine_of(group, config, slots=slots, expert_dtype=expert_dtype)
     resident = resident_engine(expert_dtype, group, config)

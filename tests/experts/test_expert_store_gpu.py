@@ -43,7 +43,7 @@ def test_memory_is_pinned_as_large_as_it_is_and_freed_again() -> None:
 
 
 def test_memory_may_go_in_the_midst_of_a_capture() -> None:
-    """Garbage is collected at any time, and memory may be part of it."""
+    """Garbage collection may free pinned memory at any time."""
     memory, number = [host_memory((3, 1000), torch.float32, CUDA)[0]], torch.zeros(1, device=CUDA)
     for mode in ("global", "thread_local"):
         graph = torch.cuda.CUDAGraph()
@@ -96,7 +96,7 @@ def test_a_folder_with_a_budget_answers_as_the_whole_model_does(store: dict, tmp
 
 @pytest.mark.parametrize("settings", [{"keep_fp8": True}, {"expert_dtype": "mxfp4"}])
 def test_quantised_experts_from_files_answer_as_those_that_are_pinned(settings: dict, tmp_path: Path) -> None:
-    """Steps, and a prompt that streams."""
+    """The answers are steps and a prompt that streams."""
     tiny_model("qwen3_moe", torch.bfloat16, hidden_size=160, moe_intermediate_size=256).save_pretrained(tmp_path)
     if "keep_fp8" in settings:
         publish(tmp_path)
@@ -116,7 +116,7 @@ def test_quantised_experts_from_files_answer_as_those_that_are_pinned(settings: 
 def test_memory_that_cannot_be_pinned_is_copied_by_the_host(
     settings: dict, tmp_path: Path, monkeypatch, caplog
 ) -> None:
-    """CUDA refuses an address that is registered already; the next kernel must not be blamed for it."""
+    """CUDA refuses an address that is registered already; the next kernel must not report this error."""
     tiny_model("mixtral").save_pretrained(tmp_path)
     resident = {"expert_budget": 1.0, "expert_prefetch": False, **settings} if settings else {}
     whole = hf.load_pretrained(tmp_path, device="cuda", **resident)

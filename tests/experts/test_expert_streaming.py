@@ -118,7 +118,7 @@ def test_the_example_of_groups() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_groups_that_follow_each_other_copy_to_different_slots(seed: int) -> None:
-    """So one travels while the other is computed."""
+    """One group travels while the other is computed."""
     made = torch.Generator().manual_seed(seed)
     num_slots = 3 + seed
     counts = torch.randint(0, 4000, (30,), generator=made).tolist()
@@ -142,7 +142,7 @@ def test_groups_that_follow_each_other_copy_to_different_slots(seed: int) -> Non
 def test_streamed_experts_equal_the_plain_path_bit_for_bit_between_decode_steps(
     num_rows: int, num_slots: int, num_places: int, staged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Missing experts are fetched once; the stage reads no expert again that it holds."""
+    """Missing experts are fetched once; the stage does not read an expert again that it holds."""
     monkeypatch.setattr(streaming, "MOST_ROWS", num_rows)
     held, made = made_experts(num_slots)
     path = path_of(held, num_slots, staged=staged, num_places=num_places)
@@ -181,7 +181,7 @@ def test_streamed_experts_have_the_layers_activation_and_biases(activation: Acti
 @of_both_caches
 @pytest.mark.parametrize("num_tokens", [1, CACHED_DECODE_TOKENS + 1])
 def test_routing_weights_that_learn_are_refused(num_tokens: int, staged: bool) -> None:
-    """Tokens of a router that is trained alone are refused here; a runner that has all experts takes them."""
+    """A path with a cache refuses tokens of a router in training; a runner that has all experts takes them."""
     held, made = made_experts(3)
     given = routed(made, num_tokens)
     given.top_k_weights.requires_grad_()
@@ -235,7 +235,7 @@ def test_a_cache_holds_experts_that_there_are() -> None:
 
 @of_both_caches
 def test_threads_take_turns(staged: bool) -> None:
-    """A second one would give away the slots that the first one's step is about to read."""
+    """A second thread would give away slots that the first thread's step is about to read."""
     held, made = made_experts(21)
     path, found, begun, may_go_on = path_of(held, K, staged=staged), {}, threading.Event(), threading.Event()
     decode = path.runner.decode
@@ -265,7 +265,7 @@ def test_threads_take_turns(staged: bool) -> None:
 
 @of_both_caches
 def test_a_call_waits_for_what_the_one_before_was_given(staged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever its stream, as another thread's may be another one."""
+    """The call before may have run on another stream, as another thread's call does."""
     held, made = made_experts(22)
     path, joined = path_of(held, K, staged=staged), []
     monkeypatch.setattr(StreamOrder, "join", lambda _: joined.append(num_tokens))
@@ -286,7 +286,7 @@ def test_prompts_and_steps_of_a_rank_find_an_expert_in_the_stage_by_one_number()
 
 
 def test_the_slot_used_longest_ago_is_given_away() -> None:
-    """The example of the docstring."""
+    """This is the example of the docstring."""
     reader, _ = made_experts(3)
     cache = StagedCache(reader, Stage(8, reader.specs, CPU), 0, 2, CPU)
     for ids in ([[3]], [[0]], [[3, 2]]):
@@ -328,7 +328,7 @@ def test_a_read_that_other_ranks_do_not_wait_for_ends_the_step_by_its_name() -> 
 def test_a_rank_that_cannot_read_an_expert_is_named_and_no_rank_goes_on_without_it(
     rank: int, world_size: int, num_tokens: int
 ) -> None:
-    """One rank reads an expert in vain and then calls the layer with other tokens, and so does the other."""
+    """Rank 1 fails to read an expert in the second call; then both ranks call the layer with other tokens."""
     config = MoEConfig(hidden_size=D, ffn_size=F, num_experts=E, top_k=K)
     half, group = E // world_size, make_group(config, ep=world_size, max_tokens=64)
     held, made = made_experts(7)

@@ -123,7 +123,7 @@ def test_a_process_that_dies_is_named_before_the_next_step() -> None:
 
 
 def test_a_prompt_ends_where_the_cores_do_not_work_and_asks_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In waves, behind each of which a CPU asks again, or streamed."""
+    """The prompt runs in waves, where a CPU asks again after each, or streams."""
     engine, asked = engine_of("1"), []
     monkeypatch.setattr(HostCores, "raise_if_failed", lambda self: asked.append(self))
     for length in (3, 20):
@@ -155,7 +155,7 @@ def test_an_answer_that_does_not_come_ends_the_step_by_its_deadline() -> None:
 
 
 def test_nothing_is_left_behind() -> None:
-    """Neither a process nor memory where the cores are forgotten."""
+    """No process and no memory stays when the cores are released."""
     cache, cores = hosted_cache(CASE, CASE.K, PROFILE)
     process = cores.process
     del cache, cores
@@ -210,7 +210,7 @@ class Mark:
 
 
 def test_a_link_is_timed_by_the_copies_of_a_request() -> None:
-    """Five copies of 1 ms before and behind a request, and of 3 ms during it; a short request has the next copy."""
+    """Five copies take 1 ms before and after a request, 3 ms during it; a short request has the next copy."""
     link = Link([HeldExperts(torch.ones(4, 32, 16), torch.ones(4, 16, 16), readable=True)], CPU)
     assert link.cost(0, 0) == link.alone_ns > 0, "there is no link"
     link._stream, link._marks = SimpleNamespace(synchronize=lambda: None), [Mark(at) for at in (1, 2, 5, 8, 9, 10)]
@@ -230,7 +230,7 @@ def test_a_link_is_timed_by_the_copies_of_a_request() -> None:
 def test_a_sum_is_of_the_experts_that_a_token_chose(
     num_tokens: int, dtype: torch.dtype, activation: Activation
 ) -> None:
-    """Experts that a token did not choose add nothing, though their output for this token may be no number."""
+    """Other experts add nothing, though their output for the token may be NaN."""
     drawn = torch.Generator().manual_seed(1)
     sizes = {"w1": (32, 16), "w2": (16, 16)} | ({"b1": (32,), "b2": (16,)} if activation.parameters else {})
     experts = [
@@ -293,7 +293,7 @@ def test_every_code_is_its_number() -> None:
 def test_products_are_those_of_the_exact_numbers(
     kind: str, most: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Scales of 300 rows in three blocks of 128 or fewer, and of 192 columns in one and a half."""
+    """300 rows have scales in three blocks of at most 128, and 192 columns in one and a half."""
     monkeypatch.setattr(host_codes, "NUMBERS_PER_CORE", most)
     drawn = torch.Generator().manual_seed(1)
     weight = torch.randn(300, 192, generator=drawn) * torch.rand(300, 1, generator=drawn).exp2()

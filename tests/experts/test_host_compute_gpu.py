@@ -88,7 +88,7 @@ def test_replayed_steps_give_the_numbers_of_resident_experts(made: torch.Generat
 
 @pytest.mark.parametrize("quantised", ["", "mxfp4"])
 def test_steps_in_waves_and_prompts_that_stream_between_others(quantised: str, made: torch.Generator) -> None:
-    """These leave the host's cores nothing."""
+    """Waves and streamed prompts leave no work for the host's cores."""
     cache, cores, exact = opened(6, 4, SLOW_LINK, quantised=quantised)
     cached, slots = CachedExperts(cache, LocalRunner(K, 4), K), cache.weights
     for num_tokens in (4, 60, 1, 20, 4):
@@ -101,7 +101,7 @@ def test_steps_in_waves_and_prompts_that_stream_between_others(quantised: str, m
 
 
 def test_steps_without_waiting_for_the_host_in_between(made: torch.Generator) -> None:
-    """The host launches ahead: requests follow each other as fast as the process answers."""
+    """The host launches ahead, so requests follow each other as fast as the process answers."""
     cache, cores, exact = opened(K, 1, SLOW_LINK)
     decode = LocalRunner(K, 1).decode
     steps = []
@@ -142,7 +142,7 @@ def test_an_answer_that_does_not_come_ends_the_step_by_its_deadline(stopped: tup
 
 @pytest.mark.parametrize("quantised", ["", "fp8", "mxfp8", "mxfp4"])
 def test_what_this_machine_costs(quantised: str) -> None:
-    """The measured profile is of numbers above 0, and says for what it takes the cores."""
+    """The measured costs are positive."""
     _, cores, _ = opened(K, 4, None, quantised=quantised)
     print(quantised, cores.facts())
     assert cores.profile is not None

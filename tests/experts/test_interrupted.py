@@ -104,7 +104,7 @@ def call(path: CachedExperts, step: RoutedTokens) -> torch.Tensor:
 
 
 def test_the_process_on_the_hosts_cores_leaves_ctrl_c_to_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A terminal sends it to all processes in the foreground, at any time."""
+    """A terminal sends SIGINT to all processes in the foreground, at any time."""
     popen = subprocess.Popen
 
     def interrupted_at_once(*given: Any, **named: Any) -> Any:
@@ -152,7 +152,7 @@ def test_loading_that_is_interrupted_leaves_no_process(monkeypatch: pytest.Monke
 
 
 def test_a_process_that_dies_while_it_imports_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before it has read its plan, which is larger than a pipe."""
+    """The process dies before it has read its plan, which is larger than a pipe."""
     monkeypatch.setattr(host_cores, "PROGRAM", "raise ImportError('no torch for this Python')")
     monkeypatch.setattr(pickle, "dumps", lambda _: bytes(2**24))
     with pytest.raises(HostComputeError, match=r"did not start \(ImportError: no torch for this Python\)"):
@@ -161,7 +161,7 @@ def test_a_process_that_dies_while_it_imports_says_why(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("host_cores", ["off", "1"])
 def test_a_model_that_is_loaded_again_does_not_inherit_cores_that_failed(host_cores: str) -> None:
-    """On the same group, whose steps share a record of what was late."""
+    """The second model uses the same group, whose steps share a record of missed deadlines."""
     model, group = awake_model(MODEL, None, in_slots=True, sharpness=1.0)
     engine = GPTEngine(model, group, store=slots_of(MOE.top_k + 1, host_cores="1"))
     expected = texts(engine, 3)

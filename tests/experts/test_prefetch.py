@@ -106,14 +106,14 @@ def check_order(done: Pass, guess: str) -> None:
 
 @pytest.mark.parametrize("num_experts", [K, 2])
 def test_steps_wait_for_plans_and_for_no_guess(num_experts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A draft, which has fewer experts of each token, is guessed for as any step is."""
+    """Drafts, which have fewer experts per token, are guessed for like any step."""
     done = Pass(monkeypatch)
     done.run(num_experts)
     check_order(done, f"guess of {num_experts}")
 
 
 def test_whoever_streams_tokens_waits_for_what_travels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two layers of a step another thread may have its turn."""
+    """Another thread may run between two layers of a step."""
     done = Pass(monkeypatch)
     first, tokens = done.prefetches[0], torch.zeros(1, 4)
     first.before_step(tokens, K)
@@ -150,7 +150,7 @@ def test_another_value_is_named(setting: Any, made: Any) -> None:
     ("setting", "meaning"), [("auto", None), ("true", True), ("false", False), (True, True), (False, False)]
 )
 def test_the_three_words_and_bools(setting: Any, meaning: bool | None) -> None:
-    """Prefetch that is insisted on is refused where it cannot be, and what is not never is."""
+    """Prefetch that is required is refused where it cannot run; other values are never refused."""
     assert prefetch_wanted(setting) is meaning
     assert StoreOptions.of(GenerateConfig(expert_budget=0.5, expert_prefetch=setting)).expert_prefetch == setting
     if meaning:

@@ -124,7 +124,7 @@ def refusals(case: LayerCase, rank: int, moe: MoE, other: MoE, path: str):
 @pytest.mark.parametrize("path", ["twin", slow("fused")])
 @in_ranks(2, interpret="path")
 def test_checkpointed_calls_that_ranks_end_in_other_orders_are_right(rank: int, world_size: int, path: str) -> None:
-    """Each backward pass runs a call of its own again, which has whatever tokens the ranks have then."""
+    """Each backward pass runs one of its own calls again, and ranks have different tokens then."""
     for case in CASES[1:] if path == "fused" else CASES:
         moe = build_layer(case, rank, path)
         for number in range(2):
@@ -142,7 +142,7 @@ def test_checkpointed_calls_that_ranks_end_in_other_orders_are_right(rank: int, 
 @pytest.mark.parametrize("path", ["twin", "plain", slow("reference")])
 @in_ranks(2)
 def test_a_rank_that_fails_before_it_sends_goes_on_at_once(rank: int, world_size: int, path: str) -> None:
-    """Its next call meets the call of the other rank, and outputs are those of each rank's own tokens."""
+    """Its next call meets the other rank's call, and each rank gets the outputs of its own tokens."""
     case = CASES[0]
     moe, inputs = build_layer(case, rank, path), rank_inputs(case, rank, rank)
     if rank == 1:
@@ -166,7 +166,7 @@ def test_a_rank_that_fails_before_it_sends_goes_on_at_once(rank: int, world_size
 def test_a_rank_that_fails_inside_of_a_pass_by_collectives_stops_all(
     rank: int, world_size: int, path: str, error: BaseException
 ) -> None:
-    """The others wait for it in a collective, which its next call must not meet."""
+    """The others wait for this rank in a collective, which its next call must not join."""
     moe, inputs = build_layer(CASES[0], rank, path), rank_inputs(CASES[0], rank)
 
     def fail(*_: object) -> Tensor:

@@ -88,7 +88,7 @@ def call_late(moe: MoE, case: LayerCase, rank: int, late: int, late_s: float, *,
 @pytest.mark.parametrize("path", ["twin", slow("fused")])
 @in_ranks(2, interpret="path")
 def test_layers_before_and_after(rank: int, world_size: int, path: str) -> None:
-    """The epochs after a call that passes the limit, after a restart and after two more calls."""
+    """Epochs are checked after a call that passes the limit, after a restart and after two more calls."""
     case = LayerCase("ep2", 2, 1, (40, 33))
     moe = build_layer(case, rank, path)
     pool = moe.group.workspace
@@ -110,7 +110,7 @@ def test_layers_before_and_after(rank: int, world_size: int, path: str) -> None:
 @pytest.mark.parametrize("replicated", [False, True])
 @in_ranks(2, interpret="use_kernels")
 def test_decode_before_and_after(rank: int, world_size: int, use_kernels: bool, replicated: bool) -> None:
-    """Steps on both sides of a restart, one rank late in each in turn."""
+    """Steps run before and after a restart, with one rank late in each in turn."""
     comm, weights = open_rank(rank, world_size, EACH_ONE, 1, torch.float32, "cpu")
     decode = RankDecode(comm, hidden_size=16, max_tokens=1, replicated=replicated, use_kernels=use_kernels)
     decode.epoch.fill_(MOST_EPOCHS - 3)
@@ -139,7 +139,6 @@ def test_decode_before_and_after(rank: int, world_size: int, use_kernels: bool, 
 
 @in_ranks(2)
 def test_runners_restart_all_they_check(rank: int, world_size: int) -> None:
-    """Runners restart the pool and their own words."""
     case = LayerCase("ep2", 2, 1, (8, 8))
     moe = build_layer(case, rank, "twin")
     for runner in (ReplicatedRunner(case.config, moe.group), DataParallelDecode(case.config, moe.group)):

@@ -62,7 +62,7 @@ def break_once(owner: Any, name: str, error: BaseException, *, after: bool) -> N
 @pytest.mark.parametrize("seeds", [range(5), slow(range(5, 12))])
 @in_ranks(2)
 def test_twin_refuses_after_a_failure_and_is_right_after_a_restart(rank: int, world_size: int, seeds: range) -> None:
-    """Random failures of one rank; retries are refused on all ranks until all restart."""
+    """One rank fails at random; all ranks refuse retries until all restart."""
     moe = build_layer(CASE, rank, "twin")
     assert isinstance(moe.experts, SymmetricPath)
     for seed in seeds:
@@ -118,7 +118,7 @@ def test_modular_parts_refuse_after_a_failure_and_are_right_after_a_restart(rank
 
 @in_ranks(2)
 def test_plain_path_refuses_after_a_failure(rank: int, world_size: int) -> None:
-    """Both ranks break off between two collectives: the next call is refused, and so is a restart."""
+    """Both ranks break off between two collectives; the next call and a restart are refused."""
     moe, inputs = build_layer(CASE, rank, "plain"), rank_inputs(CASE, rank)
     compare(moe, rank, 0, "before")
     break_once(moe.experts, "compute", RuntimeError("broke off"), after=False)

@@ -18,7 +18,7 @@ from comet.layer.paths import make_path
 
 @pytest.mark.parametrize("slots", [None, 2])
 def test_an_engine_refuses_weights_that_its_steps_do_not_read(slots: int | None) -> None:
-    """Graphs, slots and pieces of a shared expert know nothing of other tensors, nor slots of new numbers."""
+    """Graphs, slots and the pieces of a shared expert do not follow other tensors, nor do slots follow new numbers."""
     moe = replace(MOE, shared_ffn_size=32, top_k=1)
     model, group = awake_model(replace(MODEL, moe=moe), in_slots=slots is not None)
     engine = GPTEngine(model, group, store=slots_of(slots))
@@ -42,7 +42,7 @@ def test_an_engine_refuses_weights_that_its_steps_do_not_read(slots: int | None)
 
 @pytest.mark.parametrize("slots", [None, 2])
 def test_an_engine_sees_weights_that_torch_saw_nobody_write(slots: int | None) -> None:
-    """Writes through ``.data`` and in inference mode, between two prompts of one token or of more."""
+    """Writes go through ``.data`` or happen in inference mode, between two prompts of one token or more."""
     moe = replace(MOE, shared_ffn_size=64, top_k=1)
     model, group = awake_model(replace(MODEL, moe=moe), in_slots=slots is not None)
     engine, ffn = GPTEngine(model, group, store=slots_of(slots)), model.blocks[0].ffn
@@ -93,7 +93,7 @@ def test_replaced_experts_are_the_ones_that_run() -> None:
 @pytest.mark.parametrize("made", [False, True])
 @pytest.mark.parametrize("name", [*SHARED, "slots"])
 def test_an_engine_runs_in_and_out_of_inference_mode(name: str, made: bool) -> None:
-    """Also where it was made in the other mode, and reads new prompts into its memory."""
+    """The engine may have been made in the other mode, and reads new prompts into its memory."""
 
     def make() -> Engine:
         if name != "slots":

@@ -83,7 +83,7 @@ def test_a_captured_step_makes_the_tokens_of_an_eager_one(
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
 def test_a_captured_step_follows_parameters_that_were_replaced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They hold from the next prompt on; the first step of deepseek_v3 moves its experts, which is no replacement."""
+    """New parameters hold from the next prompt on. deepseek_v3's first step moves experts, which is no replacement."""
     captures, engine, other = graphs_on_cpu(monkeypatch), engine_of(name, "on"), engine_of(name, "off")
     before = tokens_of(engine), tokens_of(engine)
     assert torch.equal(*before)
@@ -195,7 +195,7 @@ def zero_shared(engine: Any) -> None:
 @pytest.mark.parametrize("name", SHARED)
 @torch.no_grad()
 def test_hooks_of_shared_experts_run_in_decode_steps(name: str) -> None:
-    """Also of one that removes itself, before the routed experts are computed or after."""
+    """A hook may remove itself, before the routed experts are computed or after."""
     found = []
     for alter in (zero_shared, hook_shared, partial(hook_shared, once=True)):
         engine = engine_of(name)

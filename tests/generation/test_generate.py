@@ -278,7 +278,7 @@ def test_a_sequence_whose_logits_are_not_finite_is_named_if_it_goes_on(changes, 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_tokens_that_a_model_rules_out_are_never_chosen(temperature):
-    """Minus infinity is no damage where another token is possible, nor is it for tokens that only pad the logits."""
+    """Minus infinity is allowed if another token is possible, and for logits that only pad."""
 
     class Masked(GPTEngine):
         def decode(self, ids):

@@ -138,7 +138,7 @@ def test_drafts_and_verification_of_a_transformers_model(family: str) -> None:
 
 @pytest.mark.gpu
 def test_a_checkpoint_of_the_training_job(tmp_path: Path) -> None:
-    """The task itself: texts, draws included, and what the report says."""
+    """Run the task itself; compare texts, draws and the report."""
     train(make_job(tmp_path, model=MODEL_GPU, steps=30, batch_size=8, checkpoint_every=30), Rank(device=GPU))
     made = {}
     for mode in ("off", "on", "auto"):
@@ -178,7 +178,7 @@ def test_two_ranks(rank: int, world_size: int) -> None:
 
 @pytest.mark.gpu
 def test_what_waits_for_the_device_runs_eagerly_and_harms_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    """Last in the file, for what a failed capture might leave behind."""
+    """This test is the last of the file, as a failed capture may leave damage behind."""
     given = torch.tensor([[10], [20]], device=GPU)
     count = torch.zeros(1, dtype=torch.int64, device=GPU)
 

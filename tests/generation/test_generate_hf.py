@@ -83,7 +83,7 @@ def test_the_job_keeps_fp8_where_there_is_some(fp8, qwen, tmp_path, capsys):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_dry_run_counts_the_weights_as_they_are_held(tmp_path, dtype):
-    """The folder is in float32; nothing of it is held in that type where the run has another."""
+    """The folder is in float32; a run in another type holds no weight in float32."""
     save_model(tmp_path, "qwen3_moe", mlp_only_layers=[])
     job = make_job(tmp_path, model=model_of(find_source(str(tmp_path))), generate=replace(GREEDY, source=str(tmp_path)))
     held = sum(weight.nbytes for weight in load_pretrained(tmp_path, dtype=dtype).parameters())

@@ -364,7 +364,7 @@ def disturbed(engine: GPTEngine, rank: int, broadcasts: list[Tensor]) -> GPTEngi
 @pytest.mark.parametrize(("ep", "tp"), [slow(2, 1), slow(1, 2)])
 @in_ranks("ep tp")
 def test_ranks_write_what_rank_0_decides(rank: int, world_size: int, ep: int, tp: int) -> None:
-    """Whatever the others compute and measure."""
+    """Other ranks compute and measure other values."""
     moe, drafts = replace(EXPERTS, top_k=2), SpeculationConfig(tau=0.0)
     group = make_group(moe, ep=ep, tp=tp, max_tokens=64, timeout_s=60.0)
     for prompts, slots, settings in OVER_RANKS:

@@ -58,7 +58,7 @@ def test_another_path_ends_the_replays(captures: Captures) -> None:
 
 @pytest.mark.parametrize("change", REPLACEMENTS)
 def test_replacing_ends_replays_without_gradients(captures: Captures, change: Callable[[MoE], None]) -> None:
-    """They would read the memory of what was there."""
+    """A replay would read the old tensors' memory."""
     layer = make_layer(config=BIASED)
     graphed, x = GraphedMoE(layer), draw(6, 3)
     with torch.no_grad():
@@ -94,7 +94,7 @@ def test_what_changes_in_place_is_read_by_the_replays(captures: Captures) -> Non
 
 
 def test_a_module_replaced_before_the_first_call_is_not_captured(captures: Captures) -> None:
-    """Its tensors are not watched."""
+    """The new module's tensors are not watched."""
     layer = make_layer(config=BIASED)
     graphed = GraphedMoE(layer)
     layer.router = Router(BIASED)
@@ -118,7 +118,7 @@ def test_a_module_replaced_before_the_first_call_is_not_captured(captures: Captu
 def test_hooks_of_modules_run(
     captures: Captures, caplog: pytest.LogCaptureFixture, register: Callable[[MoE, Callable], RemovableHandle]
 ) -> None:
-    """Added between replays; once removed, these go on."""
+    """Hooks are added between replays; replays go on once hooks are removed."""
     layer, counts = make_layer(), []
     graphed, ran = GraphedMoE(layer), []
     for seed in range(2):

@@ -263,7 +263,7 @@ def launches(rank: int, world_size: int) -> tuple[list[torch.Tensor], str, bool]
 def test_the_quick_interpreter_computes_what_tritons_own_computes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Triton's own needs another server, as another path does."""
+    """Triton's own interpreter needs another server, as another path does."""
     quick = run_ranks(launches, 1, interpret=True)[0]
     monkeypatch.setenv(OWN_INTERPRETER, "1")
     monkeypatch.syspath_prepend(tmp_path / "first")

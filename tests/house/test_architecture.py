@@ -282,7 +282,7 @@ def test_every_folder_of_code_has_its_folder_of_tests() -> None:
 
 
 def test_a_name_of_a_test_file_stands_for_one_file() -> None:
-    """In messages, in ``-k``, and in documents: these name no file that is not there."""
+    """Messages, ``-k`` and documents name files without folders; documents name no file that is missing."""
     paths = [path.relative_to(ROOT / "tests").as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
     names = Counter(Path(path).name for path in paths)
     assert {name: count for name, count in names.items() if count > 1} == {}

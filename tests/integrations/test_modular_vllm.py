@@ -383,7 +383,7 @@ def check_contracts() -> None:
 @needs_vllm
 @in_ranks(1, timeout=400)
 def test_the_kernel_of_vllm_equals_the_reference(rank: int, world_size: int) -> None:
-    """In one process, as importing vLLM takes most of the time."""
+    """All cases run in one process, as importing vLLM takes most of the time."""
     start_vllm()
     check_contracts()
     check_activations_and_biases()

@@ -89,7 +89,7 @@ def test_a_mistake_ends_with_status_2_and_one_line(words, message, capfd):
 
 
 def test_ranks_run_by_a_file_end_without_shutdown_and_the_last_line_is_rank_0s(tmp_path):
-    """The file's folder is where ranks leave their notes; what the command says comes before it."""
+    """Ranks leave notes in the file's folder; the command's own output comes first."""
     file = tmp_path / "my.yaml"
     file.write_text(f"output_dir: {tmp_path}\ntrain: {{steps: 40, warmup_steps: 0}}\nnproc: 2\n")
     status, out, err = run("add_ranks", "--config", str(file), "train.steps=50")
@@ -99,7 +99,7 @@ def test_ranks_run_by_a_file_end_without_shutdown_and_the_last_line_is_rank_0s(t
 
 
 def test_train_ends_with_its_result_in_one_json_line(tmp_path):
-    """Start as users do, without a fork."""
+    """The job starts as a user's does, without a fork."""
     command = [sys.executable, *PROGRAM, *training(tmp_path, "train.steps=2", "parallel=ep2")]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
@@ -226,14 +226,14 @@ while True:
     [("full", 1, 2), ("full", 2, 2), ("killed", 2, 1), ("saved", 1, 143), ("saved", 2, 143), ("over", 1, 0)],
 )
 def test_a_save_that_fails_after_sigterm_does_not_end_as_one_that_was_written(save, num_ranks, status, capfd):
-    """Rank 0 saves; another one ends by the signal, as before its first step."""
+    """Rank 0 saves; another rank ends by the signal, as before its first step."""
     assert run_local_ranks(["-c", SAVING_RANK, save], num_ranks, {"launch": {"max_restarts": 1}}) == status
     assert ("stopped by SIGTERM" in capfd.readouterr().err) == (status == 143)
 
 
 @pytest.mark.slow
 def test_a_second_ctrl_c_ends_a_job_whose_rank_does_not_save(tmp_path):
-    """Its rank heeds no signal, as one in the middle of a long save."""
+    """The rank ignores signals, as a rank in a long save does."""
     code = (
         f"import os, signal; signal.pthread_sigmask(signal.SIG_BLOCK, [2, 15]); open({str(tmp_path)!r} + '/up', 'w');"
     )
@@ -262,7 +262,7 @@ sys.exit(run_local_ranks(["-c", sys.argv[1] + "signal.pause()"], 1, {"launch": {
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.3, 1.0, 2.5, 4.0])
 def test_ctrl_c_at_any_time_shows_no_traceback(seconds, tmp_path):
-    """Start without a fork, so that the launcher or the ranks still import."""
+    """The job starts without a fork, so that the launcher or the ranks still import."""
     command = [sys.executable, *PROGRAM, *training(tmp_path, "train.steps=100000", "parallel=ep2")]
     job = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True)
     time.sleep(seconds)
@@ -462,7 +462,7 @@ def test_a_rank_that_is_late_but_alive_is_named_with_what_it_does(tmp_path: Path
 
 @pytest.mark.slow
 def test_a_rank_that_refuses_ends_the_others_of_another_node_at_once(tmp_path: Path) -> None:
-    """The other rank waits in what has no deadline of its own."""
+    """The other rank waits in a call without a deadline."""
     results = run_two_agents("refuse_while_others_wait", f"output_dir={tmp_path}", "comm.timeout_s=1000")
     ours = [line for _, _, err in results for line in err if line.startswith("comet:")]
     assert ours == ["comet: error: tokens=7 must please everyone"]

@@ -80,7 +80,6 @@ def test_tensors_kept_in_a_larger_memory(path: str) -> None:
 
 @in_ranks(2)
 def test_a_second_backward_pass(rank: int, world_size: int) -> None:
-    """A second backward pass over a graph that was kept gives the same gradients."""
     case = LayerCase("ep2", world_size, 1, (40, 33))
     for path in ("twin", "plain", "reference"):
         moe, inputs = build_layer(case, rank, path), rank_inputs(case, rank)

@@ -145,7 +145,7 @@ def test_layer_1_keeps_half_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("ep", [2, 1])
 @in_ranks(2)
 def test_closed_groups_leave_no_descriptors_and_threads(rank: int, world_size: int, ep: int) -> None:
-    """After each of a few groups, the last of which fails in its pool."""
+    """Count them after each of a few groups; the last group fails in its pool."""
     held = []
     for cycle in range(5):
         group = make_group(rank, ep)

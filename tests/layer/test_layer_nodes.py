@@ -103,7 +103,7 @@ def test_late_ranks_change_no_bit() -> None:
 
 @in_ranks(2)
 def test_rows_that_travel_are_those_of_the_example_and_bytes_are_the_least(rank: int, world_size: int) -> None:
-    """The example of ``comet.layer.nodes``; rank 1 has no tokens."""
+    """The docstring of ``comet.layer.nodes`` has the example; rank 1 has no tokens."""
     case = LayerCase("example", 2, 1, (3, 0), node_size=1)
     moe = build_layer(case, rank, "twin")
     path = moe.experts

@@ -86,7 +86,7 @@ def test_kernels_in_the_interpreter(world_size: int, is_quick: bool) -> None:
 @pytest.mark.parametrize("path", ["reference", "plain", "twin"])
 @pytest.mark.parametrize("world_size", [1, 2, slow(4)])
 def test_torch_with_all_activations(path: str, world_size: int) -> None:
-    """Paths without kernels; over TP = 2 a rank's 8 columns are padded."""
+    """Paths run without kernels; with TP = 2 a rank pads its 8 columns."""
     base = LayerCase(
         "bf16", 1, world_size, (14, 22, 0, 9)[:world_size], ffn_size=80, dtype=torch.bfloat16, strided=True
     )
@@ -98,7 +98,7 @@ def test_torch_with_all_activations(path: str, world_size: int) -> None:
 
 @pytest.mark.parametrize(("ep", "tp"), [(1, 1), (2, 2)])
 def test_kernels_with_all_activations(ep: int, tp: int) -> None:
-    """Each in one rank, and over ranks one, whose 8 columns are padded."""
+    """All run in one rank, and one over ranks that pad their 8 columns."""
     cases = activated(ep, tp)
     run_ranks(run_cases, ep * tp, cases[::4] + cases[3::4] if ep == 1 else cases[-1:], "fused", interpret=True)
 
@@ -162,7 +162,7 @@ def late(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
 @pytest.mark.parametrize("path", ["twin", "fused"])
 @in_ranks(2, interpret="path")
 def test_a_late_rank_is_waited_for_in_each_step(rank: int, world_size: int, path: str) -> None:
-    """Rank 1 does each step late, over receive buffers full of NaN: what is read too early shows in the results."""
+    """Rank 1 is late in each step, and receive buffers are full of NaN: reads that come too early show."""
     case = LayerCase("ep2", 2, 1, (40, 40))
     moe = build_layer(case, rank, path)
     assert isinstance(moe.experts, SymmetricPath)
@@ -177,7 +177,7 @@ def test_a_late_rank_is_waited_for_in_each_step(rank: int, world_size: int, path
 @pytest.mark.parametrize("comm_blocks", [0, 2])
 @in_ranks(1, interpret=True)
 def test_a_reduce_waits_for_the_gemm_of_its_rank(rank: int, world_size: int, comm_blocks: int) -> None:
-    """Compute blocks that do nothing."""
+    """The compute blocks do nothing."""
     from comet.kernels.layer.triton import gemm_combine, gemm_panels
 
     for module in (gemm_panels, gemm_combine):
@@ -357,7 +357,7 @@ def test_only_a_forward_pass_that_records_gradients_keeps_rows(monkeypatch: pyte
 @pytest.mark.parametrize("path", ["twin", slow("fused")])
 @in_ranks(2, interpret="path")
 def test_delayed_ranks_and_a_layer_in_between_whose_rows_are_not_packed(rank: int, world_size: int, path: str) -> None:
-    """Packed and plain rows take turns in the same memory, where they lie differently."""
+    """Packed and plain rows alternate in the same memory, with different layouts."""
     case = LayerCase("ep2", 2, 1, (140, 20), calls=3, seed=3, delay_s=0.05, **WIDE)
     moe, (w1, w2) = build_layer(case, rank, path), fp8_shard(case, rank)
     experts, group = moe.experts, moe.group

@@ -45,7 +45,7 @@ def test_kernels(case: LayerCase) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("activation", [*ACTIVATIONS[:-1], GPT_OSS], ids=NAMES)
 def test_activations_and_biases(activation: Activation, dtype: torch.dtype) -> None:
-    """In 16 bits both layers and the gradients of tokens are in CUDA C++; in 32 the plain path, too."""
+    """In 16 bits both layers and tokens' gradients run in CUDA C++; in 32 bits the plain path runs, too."""
     case = LayerCase(activation.name, 1, 1, (60,), ffn_size=48, dtype=dtype, activation=activation, expert_bias=True)
     with layer0_in("cuda") as layer0, layer1_in("cuda") as layer1:
         run_case(0, 1, case, "fused", "cuda")
@@ -71,7 +71,7 @@ def test_the_kernel_that_packs_gives_the_bits_of_the_quantiser(dtype: torch.dtyp
 
 
 def test_hidden_is_quantised_as_plain_torch_does_it() -> None:
-    """Layer 0 alone."""
+    """Only layer 0 runs."""
     case = LayerCase("layer 0", 1, 1, (600,), 8, 2, 512, 384, **FP8)
     moe, (w1, _), inputs = build_layer(case, 0, "fused", "cuda"), fp8_shard(case, 0, "cuda"), rank_inputs(case, 0)
     tokens = inputs.tokens.cuda()

@@ -89,7 +89,7 @@ def test_many_epochs_with_delayed_ranks_are_bitwise_reproducible() -> None:
 @pytest.mark.parametrize("num_tokens", [(700, 700), (1100, 130)])
 @in_ranks(2, backend=ON_GPUS, timeout=240)
 def test_a_graph_is_replayed_with_other_routing(rank: int, world_size: int, num_tokens: tuple[int, int]) -> None:
-    """Against the layer without a graph, call by call."""
+    """Each call is compared with the layer without a graph."""
     case = replace(CASES[0], num_tokens=num_tokens)
     moe, sleeper = build_layer(case, rank, "fused", "cuda"), random.Random(rank)
     without = SymmetricPath(case.config, moe.group, case.overlap, use_kernels=True)
@@ -111,7 +111,7 @@ def test_a_graph_is_replayed_with_other_routing(rank: int, world_size: int, num_
 @pytest.mark.multi_gpu(n=2)
 @in_ranks(2, backend=ON_GPUS, timeout=240)
 def test_shared_expert_beside_the_routed_ones(rank: int, world_size: int) -> None:
-    """The whole layer with its shared expert on a stream of its own, against the same layer one after the other."""
+    """The layer with its shared expert on a side stream equals the layer in line."""
     layers = make_pair("cuda", torch.bfloat16, "fused", ep=world_size)
     for seed in range(3):
         tokens = make_tokens(layers.streams, 10 * seed + rank)

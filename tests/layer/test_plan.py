@@ -163,7 +163,7 @@ def epochs_of(world_size: int, num_epochs: int, max_tokens: int) -> list[Case]:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @in_ranks("world_size", interpret="use_kernels")
 def test_plans_between_ranks(rank: int, world_size: int, use_kernels: bool) -> None:
-    """Every case in turn over one pool, with random delays; every plan equals the twin's."""
+    """All cases share one pool, with random delays; every plan equals the twin's."""
     num_epochs, max_tokens = (8 // world_size, 512 // world_size) if use_kernels else (12, 256)
     cases = epochs_of(world_size, num_epochs, min(max_tokens, 256))
     comm = make_communicator("cpu_shm", torch.distributed.group.WORLD, "cpu", timeout_s=60.0)
@@ -217,7 +217,7 @@ def test_kernels_equal_twin(rank: int, world_size: int, seeds: list[int]) -> Non
 
 @in_ranks(1, interpret=True)
 def test_nothing_is_written_past_the_end(rank: int, world_size: int) -> None:
-    """Routed-row tensors with too small a Q."""
+    """Tensors of routed rows have too small a Q."""
     from comet.layer import fused
 
     guards: list[torch.Tensor] = []

@@ -129,7 +129,7 @@ def test_gradients_that_would_be_reduced_wrongly_are_refused_by_name(rank: int, 
 
 @in_ranks(2)
 def test_one_scaler_and_one_optimizer_over_experts_of_several_ranks(rank: int, world_size: int) -> None:
-    """With a scale that is a power of two steps have the bits of those without; infinity on one rank skips all."""
+    """A scale that is a power of two changes no bit of a step; infinity on one rank skips the step on all."""
     model, plain = Model(2), Model(2)
     scaler = comet.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     optimizer, other = (AdamW(each.parameters(), lr=0.01, foreach=False) for each in (model, plain))

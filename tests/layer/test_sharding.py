@@ -127,7 +127,7 @@ def test_checkpoints_of_torch_load_on_any_layout(
 
 @in_ranks(4)
 def test_states_of_whole_layers(rank: int, world_size: int) -> None:
-    """The state of the whole layer, as one rank has it, and back onto the shards."""
+    """The state of a layer on one rank loads into shards, and back."""
     alone, layer, other = make_layer(seed=3), make_layer(2, 2, seed=3), make_layer(2, 2, seed=9)
     full = StateDictOptions(full_state_dict=True)
     state = get_model_state_dict(layer, options=full)
@@ -170,7 +170,7 @@ def wrap_fsdp(model: Model) -> nn.Module:
 def test_wrapped_models_train_as_one_rank(
     rank: int, world_size: int, ep: int, tp: int, wrap: Callable[[Model], nn.Module]
 ) -> None:
-    """Steps of wrapped model and of one rank with all tokens: gradients, norm, clipping, weights."""
+    """Gradients, norm, clipping and weights equal those of one rank with all tokens."""
     one, model = Model(make_layer()), wrap(Model(make_layer(ep, tp)))
     exclude_experts(model)  # changes nothing
     experts = [each for name, each in model.named_parameters() if name.endswith(("layer.w1", "layer.w2"))]
@@ -197,7 +197,7 @@ def test_wrapped_models_train_as_one_rank(
 
 @in_ranks(2)
 def test_a_layer_itself_may_be_wrapped(rank: int, world_size: int) -> None:
-    """And what its user keeps the wrapper from stays this rank's."""
+    """Parameters that the user excludes from the wrapper stay this rank's."""
     layer = make_layer(2)
     layer(draw(rank))[0].sum().backward()
     sums = gradients(layer)
@@ -215,7 +215,7 @@ def test_a_layer_itself_may_be_wrapped(rank: int, world_size: int) -> None:
 
 @in_ranks(2)
 def test_experts_stay_means_whatever_becomes_of_their_parameters(rank: int, world_size: int) -> None:
-    """Frozen while they are excluded, in a copy, replaced, and cast."""
+    """Parameters are frozen while excluded, copied, replaced, and cast."""
     one, model, replaced = Model(make_layer()), Model(make_layer(2)), Model(make_layer(2, seed=9))
     model.layer.requires_grad_(False)
     for each in (model, replaced):
@@ -259,7 +259,7 @@ def test_what_would_mix_experts_is_refused(rank: int, world_size: int) -> None:
 
 @in_ranks(4)
 def test_torch_clips_and_steps_experts_of_several_ranks(rank: int, world_size: int) -> None:
-    """Norm, clipping and every AdamW on expert weights alone, against the same of one rank or of plain tensors."""
+    """Norm, clipping and every AdamW on expert weights equal those of one rank or of plain tensors."""
     layer, one = make_layer(2, 2), make_layer()
     layer(draw(rank))[0].square().sum().backward()
     for source in range(world_size):
@@ -357,7 +357,7 @@ def test_biases_are_sharded_as_the_weights_are(rank: int, world_size: int, ep: i
 @pytest.mark.parametrize("path", ["twin", "plain"])
 @in_ranks(2)
 def test_weights_written_between_forward_and_backward_pass(rank: int, world_size: int, path: str) -> None:
-    """Refused where the gradients would be of both; of weights that were cast for the products, they are right."""
+    """Writes are refused if gradients would mix both weights; weights that were cast for the products stay right."""
     group = make_group(CONFIG, ep=2, max_tokens=4 * TOKENS)
     for dtype in (torch.float32, torch.float64):
         layer, found = MoE(CONFIG, group, path=path, param_dtype=dtype), []

@@ -75,7 +75,7 @@ def names(pair: Combination) -> list[str]:
 @pytest.mark.slow
 @in_ranks(2, interpret=True, timeout=300)
 def test_two_ranks_all_combinations_and_kernels(rank: int, world_size: int) -> None:
-    """One pair of processes for both, because starting them costs more than running them."""
+    """Both run in one pair of processes, because starting processes costs more than running them."""
     cases = [*attacks(2, seed=12), LayerCase("tp2", 1, 2, (31, 0), ffn_size=64, seed=13, calls=2)]
     run_combinations(rank, world_size, cases, {})
     run_kernels(rank, LayerCase("kernels", 2, 1, (21, 5), seed=15))
@@ -142,7 +142,7 @@ def test_every_part_has_a_name_of_vllm_of_its_own() -> None:
 
 @pytest.mark.parametrize("weight_type", [Tensor, MXFP8])
 def test_gate_and_up_rows_in_turn_give_the_same_bits(weight_type: type[Weight]) -> None:
-    """In ``w1``, its scales and ``b1``; warp decode takes biases of plain weights alone."""
+    """Rows alternate in ``w1``, its scales and ``b1``; warp decode takes biases of plain weights alone."""
     case = replace(SMALL, ffn_size=64, activation=ACTIVATIONS[-1], expert_bias=weight_type is Tensor)
     group, routed, (w1, w2) = open_group(case), rank_inputs(case, 0).routed, rank_weights(case, 0, weight_type)
     order = torch.arange(2 * case.ffn_size).view(2, -1).T.flatten()

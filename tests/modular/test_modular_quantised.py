@@ -101,7 +101,7 @@ def test_bad_quantised_weights_are_named(group: ExpertGroup, experts: type) -> N
 def test_scales_are_looked_at_once(
     monkeypatch: pytest.MonkeyPatch, group: ExpertGroup, weight_type: type[Weight]
 ) -> None:
-    """Looking waits for the device, which a decode step must not do, nor can it inside a CUDA graph."""
+    """The check waits for the device: a decode step must not, and a CUDA graph cannot."""
     looks: list[object] = []
     check = comet.decode.weights.check_scales
     monkeypatch.setattr(comet.decode.weights, "check_scales", lambda *args: (looks.append(args), check(*args)))

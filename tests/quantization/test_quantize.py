@@ -126,7 +126,7 @@ def test_all_codes_and_scales_decode_as_the_library_says(kind: type, form: Eleme
 
 @of_all_quantisers
 def test_numbers_come_back_and_middles_go_to_the_even_code(quantise: Callable[..., Any]) -> None:
-    """Every number, the middle between two, and what is next to it in float32, of both signs."""
+    """Try every number, the middle between two, and its neighbours in float32, of both signs."""
     form = elements_of(quantise(torch.zeros(1, 32)))
     numbers = form.numbers[~np.isnan(form.numbers)]
     found = quantise(in_blocks(numbers[:, None], form.largest))

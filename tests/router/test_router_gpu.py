@@ -111,7 +111,7 @@ def test_scores_that_are_not_finite_or_underflow() -> None:
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
 @pytest.mark.parametrize("num_tokens", [0, 1, 64, 500])
 def test_kernels_measure_like_plain_torch_without_waiting(changes: dict, num_tokens: int) -> None:
-    """The router as a layer calls it, in float32, against the functions that specify it."""
+    """Compare the router as a layer calls it, in float32, with the functions that specify it."""
     router, tokens = make_case(changes, num_tokens)
     router, tokens = router.float().cuda(), tokens.bfloat16().cuda().requires_grad_()
     tokens.grad, router.weight.grad = torch.zeros_like(tokens), torch.zeros_like(router.weight)

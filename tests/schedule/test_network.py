@@ -41,5 +41,5 @@ def test_no_pass_is_shorter_than_what_bounds_it(case: Problem, num_parts: int) -
 
 
 def test_guests_are_computed_in_the_parts_that_were_measured_best() -> None:
-    """The table of ``benchmarks/results/nodes.md``."""
+    """``benchmarks/results/nodes.md`` has the table."""
     assert [best_parts(case, Rates()) for case in (MIXTRAL, QWEN3, DEEPSEEK)] == [1, 2, 1]

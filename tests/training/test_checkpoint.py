@@ -90,7 +90,7 @@ def test_newest_two_are_kept_and_found(tmp_path):
 
 
 def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(tmp_path, monkeypatch):
-    """Or a power loss may leave a manifest with sizes of files that are empty."""
+    """Otherwise a power loss may leave a manifest with sizes of empty files."""
     fsync, on_disk = os.fsync, set()
 
     def noted(file):

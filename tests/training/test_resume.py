@@ -213,7 +213,7 @@ def test_another_layout_drops_others(tmp_path):
 
 
 def test_an_attempt_is_the_first_if_those_before_it_never_began(tmp_path):
-    """They may have run out of memory while the old run was still in the folder: it is not the new job's result."""
+    """Earlier attempts may have run out of memory with the old run in the folder: its result is not the new job's."""
     out = tmp_path / "out"
     train(make_job(tmp_path, steps=5, checkpoint_every=2), Rank(job="old"))
     with pytest.raises(ValueError, match=rf"output_dir='{out}' holds a run: resume={out} continues it, overwrite=true"):

@@ -77,7 +77,7 @@ def gradients(model):
     [(2, 1, 2, LINEAR), (2, 1, 1, LINEAR), (4, 2, 1, DENSE_FIRST), slow(4, 2, 2, GPT_OSS)],
 )
 def test_ranks_learn_what_one_process_with_all_batches_learns(world_size, ep, tp, config):
-    """TP, data-parallel ranks, EP in two data-parallel groups, and EP x TP."""
+    """Layouts are TP, data-parallel ranks, EP in two data-parallel groups, and EP x TP."""
     ranks = range(world_size)
     outcomes = run_ranks(loss_curve, world_size, ep, tp, 4, config)
     curve, num_parameters, first_dense, *_ = alike = outcomes[0][0]

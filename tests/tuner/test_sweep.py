@@ -157,7 +157,7 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
 
 
 def test_times_of_another_job_in_the_folder_are_kept_and_not_taken(tmp_path, monkeypatch):
-    """Ranks that differ in number or communicator, another version of Comet, other kernels or rounds."""
+    """The other job has other ranks, communicator, version of Comet, kernels or rounds."""
     words = (
         "sweep.tokens=[16]",
         "sweep.comm_blocks=[8]",
@@ -184,7 +184,7 @@ def test_times_of_another_job_in_the_folder_are_kept_and_not_taken(tmp_path, mon
 
 
 def test_expert_capacities_follow_from_a_shapes_own_tokens(tmp_path, monkeypatch):
-    """The row of 128 tokens is the same whatever else is swept: 32 of 256 rows for each of 8 experts."""
+    """The row of 128 tokens stays the same for every sweep: 32 of 256 rows for each of 8 experts."""
     capacities = []
 
     def fake(problem, settings, group, **named):

@@ -156,7 +156,7 @@ def rounds_on_rank(rank: int, world_size: int, seconds: list[float]) -> tuple[in
 
 
 def test_ranks_of_unequal_speed_make_equally_many_rounds() -> None:
-    """The slowest rank's half second decides, wherever it is: other numbers would leave a rank waiting."""
+    """The slowest rank's half second decides; different numbers of rounds would leave a rank waiting."""
     (fast, fast_s, _), (slow, slow_s, _) = run_ranks(rounds_on_rank, 2, [2**-10, 2**-8])
     assert fast == slow == 64
     assert slow_s == 4 * fast_s == WARM_S + 2 * 2**-7

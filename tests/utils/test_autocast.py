@@ -51,7 +51,7 @@ def logits_and_grads(model: Any, ids: Tensor, autocast: torch.dtype, grad: bool)
 @pytest.mark.parametrize("way", [hf.convert, by_name])
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss"])
 def test_experts_of_a_model_take_tokens_as_eager_ones_do(family: str, way: Any, autocast: torch.dtype) -> None:
-    """They are off by at most twice as much as eager experts, which multiply in autocast's type."""
+    """They deviate at most twice as much as eager experts, which multiply in autocast's type."""
     stock, model = (with_wide_norms(tiny_model(family, NARROW)) for _ in range(2))
     exact, model = with_wide_norms(tiny_model(family, NARROW)).float(), way(model)
     for length, grad in ((4, False), (4, True), (70, False)):

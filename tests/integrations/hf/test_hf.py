@@ -43,7 +43,7 @@ def test_models_answer_as_stock(family: str) -> None:
 
 
 def test_versions_that_record_fewer_flags() -> None:
-    """Such as 5.17, which records neither of these."""
+    """transformers 5.17, for one, records neither flag."""
     model = tiny_model("mixtral")
     expected = Expected.of(model)
     for layer in model.model.layers:

@@ -248,7 +248,7 @@ def test_steps_read_the_parameters_where_they_are(way: str, device: None, tmp_pa
 def test_a_state_that_is_held_while_a_model_trains_leaves_its_optimizer_right(
     way: str, first: str, device: None, tmp_path: Path
 ) -> None:
-    """A fused optimizer would update other numbers than those of its state, where only one of them was moved."""
+    """A fused optimizer would update other numbers than those of its state if only one of them were moved."""
     model, ids = tiny_model("gpt_oss", intermediate_size=32), prompt(2, 9)
     mine = WAYS[way](model, tmp_path)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01, fused=True) for each in (mine, model)]
@@ -296,7 +296,7 @@ def test_a_flat_vector_and_an_optimizer_find_parameters_in_the_order_of_the_stoc
 @torch.no_grad()
 @ways
 def test_on_a_cpu_the_parameters_stay_as_they_are(way: str, tmp_path: Path) -> None:
-    """Gloo would send memory in its order, whatever the strides are."""
+    """Gloo would send memory in its order and ignore strides."""
     mine = WAYS[way](tiny_model("gpt_oss", intermediate_size=32), tmp_path)
     mine(prompt(1, 3))
     assert all(weight.is_contiguous() for weight in mine.parameters())

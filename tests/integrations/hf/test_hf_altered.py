@@ -49,7 +49,7 @@ class Doubled(nn.Module):
 def test_what_alters_a_shared_expert_holds_in_decode_steps(
     family: str, where: str, alter: Callable[[nn.Module], Any]
 ) -> None:
-    """Hooks and the like of the module in its place, of its own and of those in it; also where one removes itself."""
+    """Hooks and other changes are on the module in its place, on it or inside it; some remove themselves."""
     name = {"qwen2_moe": "shared_expert", "deepseek_v3": "shared_experts"}[family] + where
     _, after, before = models = [tiny_model(family) for _ in range(3)]
     tokens, name = routed(1, seed=1)[0][None], f"model.layers.1.mlp.{name}"

@@ -150,7 +150,7 @@ def test_arguments_that_do_not_apply_are_refused_by_name(folder: Path, arguments
 
 
 def test_no_argument_of_from_pretrained_is_a_type_error(folder: Path) -> None:
-    """Names from transformers' own signature and source, whatever version is installed."""
+    """Names come from the signature and source of the installed transformers."""
     method = transformers.PreTrainedModel.from_pretrained
     source = inspect.getsource(method)
     names = {name for name in inspect.signature(method).parameters if name not in ("config", "kwargs", "model_args")}

@@ -98,7 +98,7 @@ FP8_EXPERT = 3 * 160 * 256 + 4 * (4 * 2 + 2 * 2)  # elements of a byte, and thei
 
 @pytest.mark.parametrize("store", ["host", "file", slow("pageable")])
 def test_block_fp8_answers_as_all_of_it_does_bit_for_bit(store, fp8, monkeypatch):
-    """It is kept as it is stored; of a file, nothing is read before it is needed."""
+    """Experts are kept as stored, and no part of a file is read before its use."""
     whole = hf.load_pretrained(fp8, keep_fp8=True, decode_tokens=6)
     if store == "pageable":
         memory = comet.experts.store.host_memory
@@ -237,7 +237,7 @@ def test_a_model_with_a_store_keeps_its_type_and_device(mixtral):
 
 @pytest.mark.parametrize("store", ["host", "file", slow("mxfp4 in files"), slow("host's cores")])
 def test_routers_may_choose_more_experts_than_when_the_model_was_loaded(store, tmp_path):
-    """``top_k`` raised afterwards: to what the slots hold, beyond them, and for one token beyond waves."""
+    """``top_k`` is raised up to the number of slots, beyond it, and for one token beyond waves."""
     tiny_model("qwen3_moe", num_hidden_layers=2, mlp_only_layers=[]).save_pretrained(tmp_path)  # K = 4 of 8 experts
     settings = STORES.get(store, {"host_cores": "1"})
     for decode_tokens in (16, 1):
@@ -305,7 +305,7 @@ def test_a_file_that_changed_after_it_was_opened(change, source, settings, tmp_p
 
 @pytest.mark.parametrize(("change", "expert"), [(cut, 1), (rewrite, 8), (Path.unlink, 8)])
 def test_a_file_that_changes_while_it_is_loaded(change, expert, mixtral, tmp_path, monkeypatch):
-    """Before an expert is read, and after the last one was."""
+    """The file changes before an expert is read, or after the last expert was read."""
     file, reads, read = copytree(mixtral, tmp_path, dirs_exist_ok=True) / "model.safetensors", [], LayerFiles.read
 
     def read_and_change(layer, *given):
@@ -338,7 +338,7 @@ def load(folder: Path, *, prefetch: bool | str) -> Any:
 
 
 def test_answers_are_those_without_it_bit_for_bit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Off on a CPU, on where a GPU reads: steps, drafts, verification, a short prompt, and one that streams."""
+    """``auto`` is no prefetch on a CPU and prefetch on a GPU; both give the same bits in steps, drafts and prompts."""
     models = [load(folder, prefetch="auto")]
     decide_as_on_a_gpu(monkeypatch)
     models.append(load(folder, prefetch="auto"))
@@ -356,7 +356,7 @@ def test_answers_are_those_without_it_bit_for_bit(folder: Path, monkeypatch: pyt
 
 
 def test_a_layer_is_asked_what_the_gate_behind_it_says(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next layer with experts, of the tokens that this one's experts get."""
+    """The gate of the next layer with experts gets the tokens of this layer's experts."""
     asked: list[tuple[Tensor, Tensor]] = []
 
     def probable_and_note(router: Router, tokens: Tensor) -> Tensor:

@@ -229,7 +229,7 @@ def test_an_engine_sees_what_was_merged_between_two_prompts(
 @pytest.mark.parametrize("family", SHARED)
 @pytest.mark.parametrize("made", ["static", "dynamic"])
 def test_one_token_in_a_cache_that_was_emptied_or_shortened_is_no_step(family: str, made: str) -> None:
-    """Also in inference mode, where torch does not count what is written to the cache."""
+    """This holds in inference mode, too, where torch does not count writes to the cache."""
     for mode in (False, True):
         logits = []
         for model in (tiny_model(family), hf.convert(tiny_model(family))):
@@ -271,7 +271,7 @@ def test_steps_behind_a_prompt_copy_nothing() -> None:
 
 
 def test_steps_of_an_engine_copy_nothing() -> None:
-    """Also of several tokens, which drafts are verified by, and where a prompt has one token."""
+    """Passes of several tokens, which verify drafts, and prompts of one token copy nothing either."""
     drafts = SpeculationConfig(draft_experts=(1,), tau=0.0)
     model = hf.convert(tiny_model("qwen2_moe"))
     engine, slots = HFEngine(model, speculation=drafts), model.model.layers[1].mlp.experts.shared

@@ -83,7 +83,7 @@ def random_experts(kind: Any, settings: dict[str, Any]) -> Any:
 
 @torch.no_grad()
 def test_every_class_of_experts_is_right_or_refused() -> None:
-    """With the activation that its own configuration has by default; COMPATIBILITY.md has the counts."""
+    """Each class has its own configuration's default activation; COMPATIBILITY.md has the counts."""
     hf.register()
     classes = experts_classes()
     right, others = [], {}

@@ -328,7 +328,7 @@ def narrow(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(("ep", "tp"), [slow(2, 1), (1, 2)])
 @in_ranks(2)
 def test_ranks_hold_pieces_in_turn(rank: int, world_size: int, narrow: Path, ep: int, tp: int) -> None:
-    """One piece on two ranks, of which one has none, or two of a slice."""
+    """With EP 2 rank 0 has the only piece; with TP 2 each rank has a slice of it."""
     group = make_group(tiny_config("deepseek_v3", **NARROW), ep, tp)
     model = kept(narrow, group=group)
     pieces = 1 if tp == 2 else 1 - rank
@@ -350,7 +350,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @in_ranks(2, interpret=True, timeout=300)
 def test_more_tokens_than_a_decode_step(rank: int, world_size: int, case: LayerCase) -> None:
-    """The same 75 tokens on every rank, in several rounds, by the fused path, which does not dequantise the layer."""
+    """All ranks have the same 75 tokens, which take several rounds of the fused path; no layer is dequantised."""
     most = max(case.num_tokens)
     group = make_expert_group(case.config, case.parallel, max_tokens=most, dtype=case.dtype, device="cpu")
     runner = ReplicatedRunner(case.config, group, FEW_TOKENS)

@@ -55,7 +55,7 @@ def test_narrow_weights_that_nothing_explains(tmp_path: Path) -> None:
 
 
 def test_experts_in_fp8_compute_what_the_dequantised_ones_do(whole: Path) -> None:
-    """Prefills of more tokens than warp decode takes, and steps; copies and moved weights are read again."""
+    """Prefills have more tokens than warp decode takes; copies and moved weights are read again."""
     model, expected = fp8_by_name(whole), Expected.of(stock(whole))
     assert not hasattr(model.model.layers[1].mlp.experts, "runner"), "the stock modules stay"
     logits = expected.check(model, "by name")
@@ -70,7 +70,7 @@ def test_experts_in_fp8_compute_what_the_dequantised_ones_do(whole: Path) -> Non
 
 
 def test_scales_that_are_powers_of_two(tmp_path: Path) -> None:
-    """Exponents alone, which ``scale_fmt="ue8m0"`` stores."""
+    """``scale_fmt="ue8m0"`` stores the exponents alone."""
     expected = Expected.of(stock(published(tmp_path, scale_dtype=torch.float8_e8m0fnu, **WHOLE)))
     model = fp8_by_name(tmp_path)
     expected.check(model, "by name")
@@ -184,7 +184,7 @@ def test_attention_without_scales(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("in_inference_mode", [False, True])
 def test_scales_in_bfloat16_that_torch_saw_nobody_write_count_at_once(tmp_path: Path, in_inference_mode: bool) -> None:
-    """They are the only copies of what decode steps read; the first step may be of either mode."""
+    """Decode steps read these only copies; the first step may be of either mode."""
     model = fp8_by_name(published(tmp_path, "qwen3_moe", scale_dtype=torch.bfloat16, **WHOLE))
     experts = model.model.layers[0].mlp.experts
     assert experts.down_proj_scale_inv.dtype == torch.bfloat16

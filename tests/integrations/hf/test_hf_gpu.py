@@ -78,7 +78,7 @@ def test_kept_experts_against_the_dequantised_ones(whole: Path, dtype: torch.dty
 @pytest.mark.gpu
 @pytest.mark.parametrize("how", ["dequantised", "kept", "by name"])
 def test_models_answer_as_the_dequantised_one(whole: Path, how: str) -> None:
-    """A prefill of the path for many tokens, then decode steps, from a CUDA graph and without; routing changes."""
+    """A prefill takes the path for many tokens; steps follow, with and without a CUDA graph, and routing changes."""
     ids = prompt(BATCH, PREFILL + STEPS).cuda()
     answers = [logits_with_cache(stock(whole, kind).cuda(), ids, PREFILL) for kind in (torch.float64, torch.float32)]
     if how == "by name":
@@ -146,7 +146,7 @@ def load(family: str, dtype: torch.dtype, folder: Path, *, prefetch: bool | str)
 def test_steps_and_verification_are_those_without_it_bit_for_bit(
     mode: Any, family: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """``on``: three graphs, of steps, drafts and verification, insisted on."""
+    """``on`` requires three graphs: of steps, drafts and verification."""
     models = [load(family, dtype, tmp_path, prefetch=prefetch) for prefetch in (False, True)]
     drafts = SpeculationConfig(draft_experts=(1,), tau=0.0)
     engines = [HFEngine(model, cuda_graph=mode, speculation=drafts) for model in models]

@@ -88,7 +88,7 @@ def test_settings_of_the_folder_and_the_caller(tmp_path: Path) -> None:
 
 
 def test_one_tensor_in_16_bits_narrows_no_other(tmp_path: Path) -> None:
-    """The folder was put together by hand."""
+    """A folder that was put together by hand may have such a tensor."""
     model = tiny_model("qwen3_moe")
     experts = model.model.layers[0].mlp.experts
     with torch.no_grad():
@@ -275,7 +275,7 @@ def check_loading(rank: int, ep: int, tp: int, folders: dict[str, Any]) -> None:
 @pytest.mark.slow
 @in_ranks(4, timeout=300)
 def test_groups(rank: int, world_size: int, saved: dict[str, Path]) -> None:
-    """Two groups of two side by side, then one of four: importing transformers costs more than checks."""
+    """Two groups of two run side by side, then one of four: importing transformers costs more than the checks."""
     torch.use_deterministic_algorithms(True)
     for ep, tp, families in ((2, 1, FAMILIES), (1, 2, ("mixtral", "deepseek_v3")), (2, 2, ("qwen3_moe",))):
         for family, logits in zip(families, check_families(rank, ep, tp, families), strict=True):
@@ -300,7 +300,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @in_ranks(2, timeout=300)
 def test_narrow_slices_of_experts_need_no_setting(rank: int, world_size: int, narrow: Path) -> None:
-    """F / TP = 24: warp decode, which takes multiples of 16 only, is off unless it is asked for."""
+    """F / TP = 24 is no multiple of 16, so warp decode is off unless it is required."""
     model = tiny_model("mixtral", intermediate_size=48)
     expected, group = Expected.of(model), make_group(model, 1, 2)
     with pytest.raises(ValueError, match="ffn_size=48 must be a multiple of 32: 16 x tp, or give"):
@@ -315,7 +315,7 @@ def test_narrow_slices_of_experts_need_no_setting(rank: int, world_size: int, na
 
 @in_ranks(2, timeout=300)
 def test_sampling_and_an_assistant_over_ranks(rank: int, world_size: int) -> None:
-    """The assistant proposes several tokens, so steps of one and of more tokens alternate, of two models."""
+    """The assistant proposes several tokens, so steps of one token and of more alternate between two models."""
     stock, ids, made = tiny_model("deepseek_v3"), prompt(1, 5), []
     group, settings = make_group(stock, 2), dict(attention_mask=torch.ones_like(ids), max_new_tokens=6)
     converted = hf.convert(copy.deepcopy(stock), group, decode_tokens=DECODE_TOKENS)

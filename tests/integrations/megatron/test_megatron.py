@@ -161,7 +161,7 @@ def test_initial_weights_do_not_depend_on_the_layout(rank: int, world_size: int)
 @pytest.mark.slow
 @in_ranks(1, timeout=300)
 def test_specs(rank: int, world_size: int) -> None:
-    """A block with a dense layer, and process groups that are not Megatron's global ones."""
+    """Specs have a block with a dense layer, and process groups other than Megatron's global ones."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
@@ -206,7 +206,7 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 def test_the_program_of_the_page(tmp_path: Path) -> None:
-    """Run it on two CPU ranks, then what it made, as far as Megatron can without a GPU."""
+    """Run the program on two CPU ranks, then its result, as far as Megatron can without a GPU."""
     root, script = Path(__file__).parents[3], tmp_path / "train.py"
     script.write_text(program("docs/howto/megatron.md") + AFTER_THE_SNIPPET)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

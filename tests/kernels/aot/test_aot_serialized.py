@@ -111,7 +111,7 @@ def test_one_height_that_is_serialized_fails_and_is_named() -> None:
 
 @needs_compiler
 def test_what_the_assembler_serializes_fails() -> None:
-    """It does so with all products of a function, for the sake of one."""
+    """One bad product makes the assembler serialize all products of a function."""
     case = products(TOUCHES)
     quality = compile_case(case)
     assert {"64x16x16", "64x48x16"} <= set(quality.serialized)

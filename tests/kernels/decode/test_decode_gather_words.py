@@ -96,7 +96,7 @@ class EmulatedRank:
 
 @in_ranks(1, interpret=True)
 def test_no_rank_overwrites_what_another_still_reads(rank: int, world_size: int) -> None:
-    """Any legal order of the kernels of three ranks."""
+    """Try every legal order of the kernels of three ranks."""
     seed, count, steps = 11, 3, 12
     sleeper = random.Random(seed)
     present = torch.rand(steps, count, generator=torch.Generator().manual_seed(seed)) < 0.6
@@ -118,7 +118,7 @@ def test_no_rank_overwrites_what_another_still_reads(rank: int, world_size: int)
 
 @in_ranks(1, interpret=True)
 def test_half_a_token_is_not_taken(rank: int, world_size: int) -> None:
-    """Rank 1's token but for one word, an id, a weight or a column: rank 0 takes nothing of it and says who is late."""
+    """Rank 1's token lacks one word, an id, a weight or a column: rank 0 takes nothing and names the late rank."""
     token, weights = torch.arange(16, dtype=torch.int32), torch.ones(2)
     for column in (-4, -3, -2, -1, 0, 15):
         words, fault = torch.zeros(2, 2, 1, 20, dtype=torch.int64), torch.zeros(8, dtype=torch.int64)
@@ -138,7 +138,7 @@ def test_half_a_token_is_not_taken(rank: int, world_size: int) -> None:
 
 @in_ranks(1)
 def test_no_kernel_reads_what_is_not_gathered_yet(rank: int, world_size: int) -> None:
-    """The kernels of a gathered step, compiled: when each waits for the one before and lets the next one start."""
+    """Check in compiled kernels of a gathered step when each waits for the last one and lets the next one start."""
     starts: dict[str, list[str]] = {}
     for case in aot_cases():
         if case.name.endswith(", 4 tokens, matrix, 4 ranks, gathered"):

@@ -97,7 +97,7 @@ def test_selected_blocks(num_tokens: int, dtype: torch.dtype, kind: str) -> None
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 64])
 @pytest.mark.parametrize("routing", ["one", "masked", "none", "repeated", "unknown", "always"])
 def test_routings(num_tokens: int, routing: str, dtype: torch.dtype, kind: str) -> None:
-    """Sizes that no step of a kernel divides; a block of scales ends inside the gate rows."""
+    """No step of a kernel divides the sizes, and a block of scales ends inside the gate rows."""
     sizes = dict(D=352, F=224) if kind.startswith("mx") else dict(D=336, F=208)
     case = DecodeCase(
         name=routing, T=num_tokens, K=4, E=16, routing=routing, held=11, seed=num_tokens, quantised=kind, **sizes
@@ -125,7 +125,7 @@ def test_other_blocks(kind: str, dependent: bool) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("hidden_size", "ffn_size"), [(384, 640), (288, 416), (2880, 1152)])
 def test_long_steps_with_tails(hidden_size: int, ffn_size: int, dtype: torch.dtype, kind: str) -> None:
-    """Odd numbers of blocks of scales, and tails in each part of a step."""
+    """Blocks of scales are odd in number, and each part of a step has a tail."""
     sizes = dict(T=20, K=4, E=8, D=hidden_size, F=ffn_size)
     check_decode(DecodeCase(name="long", quantised=kind, config=LONG, held=6, **sizes), dtype, "cuda", runs=5)
 
@@ -231,7 +231,7 @@ def test_dequantised_offsets_past_two_billion_elements(kind: str) -> None:
 def test_prompts_have_the_bits_that_torch_gives_them(
     kind: str, num_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Through caches whose experts are dequantised by the kernel and by torch."""
+    """The kernel and torch dequantise the experts of a cache."""
     monkeypatch.setattr(streaming, "FLOATING_BYTES", num_bytes)
     made, case = torch.Generator().manual_seed(3), case_of(1, F=224, quantised=kind, seed=3)
     paths = [CachedExperts(cache_of(case, 11, device=CUDA), LocalRunner(K, 4), K) for _ in range(2)]

@@ -96,7 +96,7 @@ CASES = {
 @pytest.mark.parametrize(("kind", "long"), [*((kind, False) for kind in KINDS), *(slow(kind, True) for kind in KINDS)])
 @in_ranks(1, interpret=True, timeout=500)
 def test_kernels_under_the_interpreter(rank: int, world_size: int, kind: str, long: bool) -> None:
-    """All but those with many tokens or long steps, or these."""
+    """Cases with many tokens or long steps are slow and run apart."""
     cases = [case for case in enumerate(CASES[kind]) if (case[1].T > 8 or case[1].config in (LONG, LONGER)) == long]
     for index, case in cases:
         check_decode(replace(case, quantised=kind), (torch.float32, torch.float16)[index % 2], "cpu", runs=1)
@@ -248,7 +248,7 @@ def block(rows: int, depth: int, num_stages: int, max_registers: int = 0) -> Blo
 
 @pytest.mark.parametrize("num_tokens", [3, 8, 9, 16, 17, 32, 33, 64])
 def test_float16_tokens_take_no_long_steps_of_mxfp8(num_tokens: int) -> None:
-    """Their operands, in tf32, are twice as large; for block FP8 they are as large as in bfloat16."""
+    """In tf32 the operands are twice as large; for block FP8 they are as large as in bfloat16."""
     for shape in ((2048, 768), (7168, 2048)):
         config = select(torch.float16, num_tokens, 8, *shape, shared_scale=32)
         assert max(config.gate_up.depth, config.down.depth) <= 128

@@ -124,7 +124,7 @@ def test_steps_equal_twin_and_resident_experts(num_tokens: int, num_slots: int) 
 def test_replayed_steps_equal_resident_experts_bit_for_bit(
     changes: dict[str, Any], num_tokens: int, num_slots: int
 ) -> None:
-    """Steps of one token, and of more in waves."""
+    """Steps have one token, or more tokens in waves."""
     print("seed", num_slots)
     made, case = torch.Generator().manual_seed(num_slots), case_of(num_tokens, seed=num_slots, **changes)
     runner, everything = LocalRunner(K, num_tokens), resident_weights(case, *PLACE)

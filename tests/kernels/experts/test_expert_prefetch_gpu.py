@@ -49,7 +49,7 @@ class Pass:
 @pytest.mark.parametrize(("num_tokens", "num_slots"), [(1, K), (1, 11), (2, 20), (5, 12), (1, E)])
 @pytest.mark.parametrize("replayed", [False, True], ids=["launched", "replayed"])
 def test_steps_equal_resident_experts_bit_for_bit(num_tokens: int, num_slots: int, replayed: bool) -> None:
-    """Steps of all experts and, between them, of half of them for one token, as drafts are."""
+    """Steps of all experts alternate with draft-like steps of half of the experts for one token."""
     print("seed", num_slots)
     made, drawn = torch.Generator().manual_seed(num_slots), random.Random(num_slots)
     layers = CachedLayers(num_slots, num_tokens, made)
@@ -68,7 +68,7 @@ def test_steps_equal_resident_experts_bit_for_bit(num_tokens: int, num_slots: in
 
 
 def test_what_travels_until_its_step_begins_arrives_whole() -> None:
-    """Experts of Qwen3, of a thousand pieces each; the step begins while they travel."""
+    """Experts of Qwen3 have a thousand pieces each; the step begins while they travel."""
     print("seed 0")
     made, drawn, num_experts, num_slots = torch.Generator().manual_seed(0), random.Random(0), 24, 12
     case, place = case_of(1, K=4, E=num_experts, D=2048, F=768), (None, CUDA, torch.bfloat16)

@@ -173,7 +173,7 @@ STEPS = [
 def test_kernels_equal_their_twins(
     rank: int, world_size: int, case: DecodeCase, num_slots: int, profile: HostProfile | None
 ) -> None:
-    """Each missing expert is fetched once, or, of a step of one wave, computed by the host's cores if they are to."""
+    """Each missing expert is fetched once or, in a step of one wave, computed by the host's cores."""
     twins = Twins.make(case, num_slots, int(num_slots < case.E), profile)
     made, first, cores = torch.Generator().manual_seed(case.seed), twins.mine.first_expert, twins.cores
     tables = twins.mine.tables
@@ -215,7 +215,7 @@ def constants_of(num_experts: int, num_slots: int, num_bytes: list[int], *launch
 
 
 def test_words_of_scales() -> None:
-    """All of the scales of an expert, in words of 8 bytes, or of 4 where an odd number of float32 leaves no choice."""
+    """Scales of an expert have words of 8 bytes, or of 4 bytes for an odd number of float32."""
     found = constants_of(4, 2, [288 * 48, 48 * 144, 12, 8], 2, 1)
     assert (found.words1, found.words2, found.scales1, found.scales2) == (1728, 864, 3, 1)
     assert found.lines_shared, "12 bytes"

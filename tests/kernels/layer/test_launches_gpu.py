@@ -71,7 +71,7 @@ def test_random_cases(fp8: bool) -> None:
 @pytest.mark.parametrize("comm_blocks", [1, 4, 16, 1000])
 @pytest.mark.parametrize("case", SPLITS)
 def test_blocks_that_communicate_at_first_change_no_bit(case: EmulatedCase, comm_blocks: int) -> None:
-    """Also where all blocks do, or of layer 1 all but two."""
+    """This holds, too, if all blocks communicate first or, in layer 1, all but two."""
     split = EmulatedRanks(replace(case, comm_blocks=comm_blocks), GPU).results("cuda")
     assert_equal(split, EmulatedRanks(case, GPU).results("cuda"), comm_blocks)
     assert_equal(split, EmulatedRanks(replace(case, comm_blocks=comm_blocks), GPU).results("triton"), comm_blocks)
@@ -108,7 +108,7 @@ def test_layer_1_may_be_in_triton_behind_layer_0_in_cuda(case: EmulatedCase) -> 
     ("kind", "fp8", "comm_blocks"), [*product(["cuda", "triton"], [False, True], [0]), ("cuda", False, 4)]
 )
 def test_events(kind: Kind, fp8: bool, comm_blocks: int) -> None:
-    """Recording changes no bit, nor does another run; what is recorded is what there was to do."""
+    """Recording or repeating changes no bit, and every work item is recorded."""
     case = replace(EVENTS, fp8=fp8, ffn_size=384 if fp8 else 208, comm_blocks=comm_blocks)
     silent, recorded = (EmulatedRanks(case, GPU, record=record).results(kind) for record in (False, True))
     assert_equal(recorded, silent, kind)

@@ -55,7 +55,7 @@ int main() {
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_tiles_cut_an_experts_rows_and_stay_among_them(tmp_path: Path) -> None:
-    """Few columns, where tiles are half as high, among them 2177 rows: 17 tiles of 144, of which the last had none."""
+    """With few columns tiles are half as high; of 2177 rows in 17 tiles of 144 the last tile once had none."""
     (tmp_path / "tiles.cpp").write_text(PROGRAM)
     program = tmp_path / "tiles"
     subprocess.run(["g++", "-std=c++17", f"-I{FOLDER}/include", tmp_path / "tiles.cpp", "-o", program], check=True)

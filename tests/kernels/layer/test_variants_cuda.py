@@ -129,7 +129,7 @@ def test_sums_of_all_lengths_fit_in_block_fp8() -> None:
 
 
 def test_blocks_of_a_launch() -> None:
-    """Pairs of blocks may find an SM left over in each part of the GPU, where others hold some."""
+    """When other kernels hold SMs, each part of the GPU may have one SM left over that a pair cannot use."""
     assert [launched_blocks(132, 0, cluster) for cluster in (1, 2)] == [132, 132]
     assert [launched_blocks(132, 31, cluster) for cluster in (1, 2)] == [101, 92]
     assert [launched_blocks(16, 8, cluster) for cluster in (1, 2)] == [8, 2], "half of a small part of a GPU"
@@ -241,7 +241,7 @@ def make_layer1(settings: LayerSettings) -> Callable[..., Tensor]:
 def test_layer_1_is_not_asked_where_a_rank_of_the_group_lacks_it(
     monkeypatch: pytest.MonkeyPatch, cuda_kernels: bool
 ) -> None:
-    """Its flags are not those of the twin: the others would wait for ever, or not at all."""
+    """The twin has other flags: the other ranks would wait for ever, or not at all."""
     launched: list[str] = []
     monkeypatch.setattr(layer1, "is_available", lambda device: True)
     monkeypatch.setattr(layer1, "gemm_combine_cuda", lambda *_: launched.append("cuda"))

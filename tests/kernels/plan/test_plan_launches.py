@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 def test_own_tokens_are_waited_for_once_for_each_shard(
     rank: int, world_size: int, ep: int, tp: int, expected: int
 ) -> None:
-    """So many programs wait for a chunk while rank 0 makes its plan; all ids are there."""
+    """Count the programs that wait for a chunk while rank 0 makes its plan; all ids are there."""
     from comet.kernels.plan import counting
 
     case = random_case(6, ep, tp, num_experts=8, top_k=2, max_tokens=128)
@@ -46,7 +46,7 @@ def test_own_tokens_are_waited_for_once_for_each_shard(
 
 @in_ranks(1, interpret=True)
 def test_more_chunks_than_a_program_reads_at_once(rank: int, world_size: int) -> None:
-    """A plan of 36 chunks by kernels equals the twin's; of so many chunks buckets and counts are read at once."""
+    """The plan of 36 chunks equals the twin's; programs read buckets and counts of fewer chunks at once."""
     case = replace(random_case(5, 1, 1, num_experts=40, top_k=2, max_tokens=36 * 128), expert_capacity=None)
     ids = torch.rand(case.max_tokens - 3, 40).argsort(dim=1)[:, :2].int()
     case = replace(case, ids=[ids], weights=[torch.rand(ids.shape)], max_routed_rows=40 * 128 * 4, block_rows=128)
