@@ -30,7 +30,7 @@ OURS = "comet"
 class Library:
     """The installed transformers: its version and the names of its experts implementations.
 
-    ``unavailable`` collects, during a run, those that cannot work here, and why: they are not tried again.
+    ``unavailable`` collects implementations that cannot work here, with the reasons: they are not tried again.
     """
 
     version: str

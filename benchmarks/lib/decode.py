@@ -56,9 +56,9 @@ class Team:
         return part
 
     def decode(self, max_tokens: int, *, replicated: bool) -> RankDecode:
-        """Decode over the ranks, of at most so many tokens, which all ranks hold, or each rank its own.
+        """Return the decode over ranks for at most ``max_tokens``; the first call makes it (collective).
 
-        A step takes blocks for all of them, present or not. Made at the first call, which is collective.
+        All ranks hold the same tokens if ``replicated``, else their own. A step has blocks for all ``max_tokens``.
         """
         assert self.group is not None
         made = self.decodes.get((max_tokens, replicated))
@@ -133,10 +133,7 @@ class Step:
         return len(self.touched) * sum(tensor[0].nbytes for tensor in tensors if tensor is not None)
 
     def exact(self) -> Tensor:
-        """This rank's part of the output in float64, from the numbers that are decoded; touched experts only.
-
-        The slot table is not read: a wrong one would be repeated.
-        """
+        """Compute this rank's part of the output in float64, without the slot table, which may be wrong."""
         touched, first = self.touched, self.layout.first_expert
         tokens = self.tokens.double()
         if not touched:
@@ -171,9 +168,9 @@ def make_set(
 def make_steps(
     config: MoEConfig, layout: ExpertLayout, sets: Sequence[WeightSet], num_tokens: int, routing: str
 ) -> list[Step]:
-    """One step per set of weights, each with its own tokens; the routing differs as well, but not over ranks.
+    """Make one step per set of weights, each with its own tokens and routing, equal on all ranks.
 
-    Over ranks the same one is the slowest in every step then: a sum of steps is as long as its slowest rank says.
+    So one rank is the slowest in every step, and a sum of steps is as long as on this rank.
     """
     steps = []
     for seed, weight_set in enumerate(sets):

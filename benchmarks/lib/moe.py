@@ -36,9 +36,8 @@ WEIGHT_SEED = 1_000_000  # far from those of tokens, which would be rows of the 
 class Layer:
     """The layer under test: ``w1 (e, 2F/TP, D)``, ``w2 (e, D, F/TP)``, biases, and Comet's module over the same memory.
 
-    ``moe`` is ``None`` where it could not be built, for the reason in ``failures``, or was not asked for; ``fp8``, the
-    same weights in block FP8, where it was not, or D or F/TP is no multiple of 128, or the path is another than Comet's
-    own.
+    ``moe`` is ``None`` if it was not asked for or failed, for the reason in ``failures``. ``fp8``, the same weights in
+    block FP8, exists if asked for, on Comet's own path, and if D and F/TP are multiples of 128.
     """
 
     config: MoEConfig

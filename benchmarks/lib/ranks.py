@@ -88,9 +88,8 @@ SPEAKER_S = 20.0  # rank 0 may still be importing what this rank has
 def run_and_leave(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     """Run one rank of a benchmark with the words of its command line, and end the process with the status it returns.
 
-    A mistake of the user is one line, as of the command ``comet``. Before the ranks have met all of them find it: rank
-    0 says it, while the others wait for torchrun to end them, which it does when the first rank leaves. Afterwards each
-    rank that meets one says so. Anything else shows its traceback.
+    A mistake of the user is one line, as of the command ``comet``. Before the ranks have met, all find it: rank 0 says
+    so and leaves, and torchrun ends the others. Afterwards each rank says so. Other errors show their traceback.
     """
     try:
         status = main(sys.argv[1:])
@@ -127,7 +126,7 @@ def start_ranks(parallel: ParallelConfig, device: str, run: Callable[[Ranks], No
 def memory_limit(device: torch.device, num_bytes: float) -> Iterator[None]:
     """Let this process take so many more bytes of a GPU's memory, and no more; on a CPU without a limit.
 
-    What it holds but does not use is given back first. An allocation beyond raises ``torch.OutOfMemoryError``.
+    Unused memory is given back first. An allocation beyond the limit raises ``torch.OutOfMemoryError``.
     """
     if device.type != "cuda":
         yield

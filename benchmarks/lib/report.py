@@ -44,7 +44,7 @@ def columns_of(rows: Sequence[Row], columns: Sequence[str] = ()) -> list[str]:
 def table_of(rows: Sequence[Row], keys: Sequence[str], columns: Sequence[str] = (), means: Row | None = None) -> str:
     """One aligned line per row, then the means; below them the reasons of remarks, with the points of each.
 
-    Columns in which nothing stands are left out. ``keys`` are the columns that name a point.
+    Empty columns are left out. ``keys`` are the columns that name a point.
     """
     names = [name for name in columns_of(rows, columns) if name not in (*IN_JSON_ONLY, *REMARKS)]
     shown = [name for name in names if any(row.get(name) not in (None, "") for row in rows)]

@@ -153,10 +153,10 @@ class Suite(CommandLine):
         return 0
 
     def run(self, ranks: Ranks) -> None:
-        """Measure all points; as each is done, rank 0 writes CSV and JSON, so that an interruption loses none.
+        """Measure all points; rank 0 writes CSV and JSON after each, so that an interruption loses none.
 
-        At the end, also that by an exception, it prints the table and, as the last line, the JSON, and draws the
-        picture. Files of an earlier run are set aside.
+        At the end or after an exception it prints the table and, as the last line, the JSON, and draws the picture.
+        Files of an earlier run are set aside.
         """
         stem, files, rows = f"bench_{self.name()}", self.out if ranks.rank == 0 else None, list[Row]()
 

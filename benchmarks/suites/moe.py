@@ -135,7 +135,7 @@ def figures(times_ms: Mapping[str, float], flops: int, link_num_bytes: int, link
 class GraphedExperts:
     """The layer for a given routing, replayed forward and backward as ``comet.GraphedMoE`` replays a whole layer.
 
-    Each call copies what it is given to where the graphs read it, and what they made away from there, as a user's does.
+    Each call copies its inputs into the graphs' memory and the results out of it, as a user's call does.
     """
 
     def __init__(self, moe: MoE) -> None:

@@ -69,9 +69,7 @@ def _value(name: str, text: str) -> str | int | float | None:
 
 
 def collect(folders: Iterable[Path], commit: str | None = None) -> list[Row]:
-    """Rows of ``current.csv`` from folders with ``bench_moe.json`` or ``bench_decode.json``; ``commit`` where they know
-    none.
-    """
+    """Make the rows of ``current.csv`` from the suites' JSON in folders; ``commit`` is for runs that know none."""
     rows: list[Row] = []
     for folder in folders:
         figures = {folder / "bench_moe.json": _figures_of_layer, folder / "bench_decode.json": _figures_of_decode}

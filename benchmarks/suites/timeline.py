@@ -34,10 +34,10 @@ LEADS = 8  # two milliseconds: a recorded layer and its barrier take the host le
 
 
 def record_layer(moe: MoE, inputs: Inputs, capacity: int) -> tuple[Timeline, bool]:
-    """One recorded forward pass, and whether its output is bitwise the unrecorded one (collective).
+    """Record one forward pass; return also whether its output has the bits of an unrecorded one (collective).
 
-    Kernels are compiled before, in a recorded call without rows in which no fused kernel waits for another rank. The
-    ranks begin together, and GPUs once their hosts have launched everything: no wait is one for a late host.
+    A recorded call without rows compiles the kernels before. Ranks begin together, and GPUs once their hosts have
+    launched everything, so that no wait is for a late host.
     """
     tokens, ids, weights, _ = inputs
     with torch.no_grad():

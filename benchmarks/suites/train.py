@@ -85,9 +85,9 @@ class SwitchedModel:
 
     @torch.no_grad()
     def start_anew(self) -> None:
-        """Draw the weights of the start once more, where they are, and forget the moments.
+        """Draw the initial weights again in place, and forget the moments.
 
-        The head is drawn too, which a GPT starts at zero: its first loss would depend on nothing else.
+        The head is drawn, too: a GPT starts it at zero, and the first loss would depend on nothing else.
         """
         with draws_on(self.group.device):
             self.gpt.reset_parameters(0)
@@ -106,10 +106,9 @@ class SwitchedModel:
 
 
 class NoExperts(torch.autograd.Function):
-    """Stands in for the experts where everything else of a step is timed: the tokens come back.
+    """A stand-in for the experts that returns the tokens, so that the rest of a step is timed.
 
-    Gradients of the experts are written, as experts do, but with one number everywhere. Zeros would make AdamW slower,
-    whose divisions then take a longer way.
+    The experts' gradients are written, with one number everywhere: zeros would make the divisions of AdamW slower.
     """
 
     @staticmethod

@@ -27,7 +27,7 @@ def attend_causally(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 class KeyValueCache:
     """The attention memory of B sequences, filled by ``GPT.prefill`` and extended by ``GPT.extend``.
 
-    What lies behind a sequence's length is never seen: setting ``lengths`` back takes tokens away.
+    Places past a sequence's length are never read, so setting ``lengths`` back takes tokens away.
     """
 
     def __init__(

@@ -139,9 +139,6 @@ def quantize_mxfp8(weight: Tensor, *, rule: ScaleRule = "floor") -> MXFP8:
             weights. Both keep x within -127 .. 119; a block of zeros takes x = -127. Under ``fit`` a float16 number
             past 61440 saturates there: float16 does not have the next one.
 
-    Raises:
-        ValueError: If dtype or K break their rule, or a number is NaN or infinite (the first one is named).
-
     Example: a block of -5, 1, 0.3 and 29 zeros has amax 5, so x = 2 - 8 = -6 and the scale's code is 121. Times 64 the
     block is -320, 64, 19.2, 0 ..., which round to -320, 64, 20, 0 ...; dequantised -5, 1, 0.3125, 0 ...
     """

@@ -96,9 +96,9 @@ def shard_experts(w1: Tensor, w2: Tensor, layout: ExpertLayout) -> tuple[Tensor,
 
 
 def shard_biases(biases: Biases | None, layout: ExpertLayout) -> Biases | None:
-    """The part of ``(E, 2F)`` and ``(E, D)`` that one rank adds: ``(e, 2F/tp)`` and ``(e, D)``.
+    """Return the part ``(e, 2F/tp)`` and ``(e, D)`` of biases ``(E, 2F)`` and ``(E, D)`` that one rank adds.
 
-    The second is 0 but on the first TP rank of a shard, so that the sum over ranks has it once.
+    Only the first TP rank of a shard has b2, others have 0, so that the sum over ranks has b2 once.
     """
     if biases is None:
         return None
@@ -200,10 +200,7 @@ def run_expert(
     *,
     activation: Activation = SWIGLU,
 ) -> Tensor:
-    """One expert ``(2F, D)``, ``(D, F)`` on rows ``(R, D)``: its output before it is rounded, of a hidden that was.
-
-    With biases ``(2F,)`` and ``(D,)`` if there are some.
-    """
+    """Run an expert ``(2F, D)``, ``(D, F)``, biases ``(2F,)``, ``(D,)``, on rows ``(R, D)``; only hidden is rounded."""
     accumulator = accumulator_dtype(tokens.dtype)
     gate, up = _affine(tokens.to(accumulator), w1, b1).chunk(2, dim=-1)
     hidden = activation.forward(gate, up).to(tokens.dtype)

@@ -44,7 +44,7 @@ CollectiveExperts = Callable[..., Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowExchange:
-    """Which routed rows travel where on the plain path; a routed row goes to all TP ranks of its expert's shard.
+    """The exchange of routed rows on the plain path; a routed row goes to all TP ranks of its expert's shard.
 
     Entry ``(t*K + k)*TP + j`` is token t's slot k for TP rank j.
     """
@@ -246,9 +246,9 @@ def _gather_gate_up(part: Tensor, layout: ExpertLayout, process_group: ProcessGr
 
 
 def gather_biases(biases: Biases, layout: ExpertLayout, process_group: ProcessGroup | None) -> Biases:
-    """All experts' from every rank's: ``(e, 2F/TP)``, ``(e, D)`` to ``(E, 2F)``, ``(E, D)``.
+    """Gather all experts' biases: every rank's ``(e, 2F/TP)``, ``(e, D)`` become ``(E, 2F)``, ``(E, D)``.
 
-    The ranks of a shard hold b2 alike: the first one's is taken, and its gradient is that of all of them.
+    The ranks of a shard hold the same b2: the first rank's is taken, and its gradient serves all of them.
     """
     b2 = all_gather_stacked(biases.b2, process_group).view(layout.ep, layout.tp, *biases.b2.shape)
     copies = b2 - b2.detach()  # 0, with gradients

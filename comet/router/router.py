@@ -57,12 +57,7 @@ class Router(nn.Module):
             nn.init.zeros_(self.selection_bias)
 
     def forward(self, tokens: Tensor) -> Routing:
-        """Route the tokens.
-
-        Raises:
-            ValueError: If ``tokens`` is not ``(T, D)`` floating, or, on a CPU, if a logit is not finite; on a GPU
-                ``measure`` looks for those.
-        """
+        """Route tokens ``(T, D)``. On a CPU a logit that is not finite raises; on a GPU ``measure`` looks for it."""
         config, selection_bias = self.config, self.selection_bias
         require(
             tokens.dim() == 2 and tokens.shape[1] == config.hidden_size,
@@ -88,7 +83,7 @@ class Router(nn.Module):
     ) -> RouterStats:
         """Return losses and loads of a ``Routing``. They are apart from ``forward``, since no token waits for them.
 
-        On a GPU also the check for logits that are not finite, by ``watch_finite`` with ``largest_logit``.
+        On a GPU this also looks for logits that are not finite, by ``watch_finite`` with ``largest_logit``.
         """
         with without_autocast(logits.device):
             if has_kernels(logits):

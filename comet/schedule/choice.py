@@ -67,10 +67,10 @@ class Problem:
 
 
 def default_setting(problem: Problem) -> OverlapConfig:
-    """The setting where nothing was measured: that of ``OverlapConfig``, but no more panels than ranks.
+    """Return the setting without measurements: ``OverlapConfig``'s default, but no more panels than ranks.
 
-    The fewer rows travel, the less there is to hide, and each panel costs: four instead of one are 1 to 6 % of a layer
-    on one rank, four instead of two 1 to 6 % on two (``benchmarks/results/tuner.md``).
+    Panels cost time, and few rows leave little to hide: four instead of one take 1 to 6 % of a layer on one rank, four
+    instead of two 1 to 6 % on two ranks (``benchmarks/results/tuner.md``).
     """
     default = OverlapConfig()
     return replace(default, num_panels=min(default.num_panels, problem.parallel.world_size))
@@ -136,7 +136,7 @@ class Resolver:
     def __call__(self, problem: Problem, *, forced: OverlapConfig | None = None) -> Resolved:
         """Choose a setting: the user's, the one measured at these tokens or nearest to them, else the default.
 
-        The user's always wins, and is refused where it is impossible. A measured one is passed over then.
+        The user's setting always wins, and an impossible one is refused; an impossible measured one is passed over.
         """
         tokens = token_bucket(problem.num_tokens)
         if forced is not None:
@@ -176,8 +176,8 @@ def shared_resolver(
 ) -> Resolver:
     """Make the resolver that the layers of a group ask for their setting (collective).
 
-    The first rank alone reads the profiles, of the user's ``folder`` and those shipped with Comet, warns of what is
-    wrong with them and sends them to the others: files may differ from node to node.
+    Files may differ from node to node, so only the first rank reads the profiles of the user's ``folder`` and those
+    shipped with Comet, warns of mistakes in them and sends them to the others.
     """
     machine = Machine.of(device)
     is_first = process_group is None or dist.get_rank(process_group) == 0

@@ -70,12 +70,8 @@ def analyze(producer: Operator, consumer: Operator) -> Decomposition:
     """Find the axis of the shared tensor along which ``consumer`` can start before ``producer`` has finished.
 
     An axis works when the producer finishes and the consumer reads its elements one by one. Of several axes one that
-    neither gathers wins (its parts need no index), then the outermost (its parts are contiguous in memory).
-
-    Raises:
-        DependencyError: If there is no or more than one shared tensor, the two disagree about its axes, not exactly one
-            of them communicates, no axis works, or the one that does is no side of the computing operator's tiles; the
-            message names the axes and the reasons.
+    neither gathers wins (its parts need no index), then the outermost (its parts are contiguous in memory). Operators
+    that cannot overlap raise ``DependencyError``, which names the axes and the reasons.
     """
     pair = f"{producer.name!r} and {consumer.name!r}"
     if producer.communicates == consumer.communicates:
@@ -191,11 +187,7 @@ def operators() -> dict[str, Operator]:
 
 
 def pipelines() -> dict[str, Decomposition]:
-    """The four fused pipelines of a training step, each as the analysis of its two operators decides.
-
-    Returns:
-        ``layer0``, ``layer1``, ``layer1_backward`` and ``layer0_backward``, in order of execution.
-    """
+    """Analyse ``layer0``, ``layer1``, ``layer1_backward`` and ``layer0_backward``, in order of execution."""
     named = operators()
     pairs = {
         "layer0": ("dispatch", "grouped_gemm_layer0"),

@@ -43,7 +43,7 @@ class Piece(NamedTuple):
 class Text:
     """The bytes of pieces of files, one after the other, like a tensor ``(N,)`` of uint8; a slice reads its bytes.
 
-    A text may be larger than memory: nothing of it is kept, and the system caches files for all ranks of a host.
+    A text may be larger than memory: no bytes are kept, and the system caches files for all ranks of a host.
     """
 
     def __init__(self, pieces: Iterable[Piece]) -> None:

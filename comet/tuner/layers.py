@@ -241,9 +241,9 @@ class _Watch:
         self._look()
 
     def _call(self, setting: Setting, index: int) -> None:
-        """One of a candidate's calls; after a failure only plain, whose collectives every rank has to join.
+        """Call a candidate. After a failure only plain runs, whose collectives every rank has to join.
 
-        The others would each wait for the other ranks until the deadline.
+        Calls of other candidates would wait for the other ranks until the deadline.
         """
         self.settings.append(setting)
         try:

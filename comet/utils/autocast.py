@@ -34,11 +34,7 @@ def in_dtype(tokens: Tensor, dtype: torch.dtype) -> Tensor:
 def alike(tokens: Tensor, *weights: Tensor | None) -> tuple[Tensor, tuple[Any, ...]]:
     """Return tokens and experts' weights unchanged if they have one dtype, else cast to autocast's dtype.
 
-    Args:
-        weights: In the order of their names in transformers.
-
-    Raises:
-        ValueError: If a weight is of another type than the tokens, and autocast is off.
+    Without autocast another type raises ``ValueError``. Weights come in the order of their names in transformers.
     """
     pairs = zip(NAMES, weights, strict=True)
     others = [name for name, weight in pairs if weight is not None and weight.dtype != tokens.dtype]
@@ -52,10 +48,9 @@ def alike(tokens: Tensor, *weights: Tensor | None) -> tuple[Tensor, tuple[Any, .
 
 
 def product(rows: Tensor, weight: Tensor, multiply: Callable[[Tensor, Tensor], Tensor] = linear) -> Tensor:
-    """``(R, O)``: rows ``(R, I)`` times a weight ``(O, I)``, of one dtype in it, by ``multiply``.
+    """Multiply rows ``(R, I)`` with a weight ``(O, I)`` of the same dtype to ``(R, O)``, by ``multiply``.
 
-    Gradients are products in the dtype of the result: torch's own would be in the type of an autocast that surrounds
-    the call of ``backward``.
+    Gradients are in the result's dtype; torch's own would take the dtype of an autocast around ``backward``.
     """
     result: Tensor = _Product.apply(rows, weight, multiply)
     return result

@@ -14,8 +14,8 @@ Backward = Callable[..., Any]
 def first_only(backward: Backward) -> Backward:
     """Let a ``torch.autograd.Function``'s backward pass refuse when a second derivative may be wanted.
 
-    torch's ``once_differentiable`` refuses it only where the output's gradient depends on something; else, as behind a
-    sum, gradients count as constants, and a second derivative silently lacks what goes through them.
+    torch's ``once_differentiable`` refuses only if the output's gradient requires one. Else, as behind a sum, gradients
+    count as constants, and a second derivative silently lacks their part.
     """
 
     @functools.wraps(backward)

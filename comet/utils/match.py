@@ -104,7 +104,7 @@ class Sizes:
 class MatchOnce:
     """A check of tensors that runs only where shape, dtype, device or contiguity differ from those of the last call.
 
-    It keeps no tensor: weights that are cast again for every call are not looked at again, nor kept alive.
+    It keeps no tensor alive, and weights that are cast again for every call are not checked again.
     """
 
     def __init__(self, check: Callable[..., None]) -> None:

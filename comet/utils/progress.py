@@ -32,7 +32,7 @@ def bar_options() -> dict[str, Any]:
 class Measuring:
     """The progress of a measuring task: number and state of the current point, and the remaining time.
 
-    In a log each point is a line, and another each ten seconds.
+    A log gets a line for each point, and one every ten seconds.
     """
 
     def __init__(self, total: int, unit: str, *, enabled: bool) -> None:

@@ -120,11 +120,7 @@ class Outcome:
 
 
 def compile_case(case: KernelCase | CudaCase, arch: Arch = HOPPER) -> Quality:
-    """Compile one configuration (or take it from Triton's cache) and measure its code.
-
-    Raises:
-        Exception: Whatever the compiler raises.
-    """
+    """Compile one configuration (or take it from Triton's cache) and measure its code."""
     if isinstance(case, CudaCase):
         return measure_cubin(compile_cubin(case.source.text, case.kernel), case.source.shared_bytes)
     source = case.source if arch.starts_early else without_early_start(case.source)

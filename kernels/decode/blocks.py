@@ -156,13 +156,13 @@ def _few_blocks(num_tokens: int, large: bool) -> DecodeConfig:
 def _quantised_blocks(
     num_tokens: int, dtype: torch.dtype, shared_scale: int, four_bits: bool, large: bool
 ) -> DecodeConfig:
-    """Few tokens of an expert at once, and blocks of which there are many: what bounds these is not memory alone.
+    """Return blocks for few tokens of an expert; there are many blocks, and not only memory bounds them.
 
-    Tiles of 8 read an expert that all tokens chose once more for every 8 of them; tiles of 16 cost little then, and are
-    nearly as fast else. MXFP8 takes longer steps, for its scales are loads as well; with float16 tokens it is
-    multiplied in tf32, whose operands take twice the registers: no longer steps there. A model with large experts has
-    few, so that many tokens chose each: no tiles. MXFP4 takes no long steps of w2 in passes: over ranks they spill, and
-    where the compiler aims at 96 registers short ones do.
+    Tiles of 8 read an expert that all tokens chose again for every 8 tokens; tiles of 16 cost little then, and are
+    nearly as fast else. MXFP8 takes longer steps, because its scales are loads, too, but not for float16 tokens: they
+    multiply in tf32, whose operands take twice the registers. Models with large experts have few, and many tokens
+    choose each: no tiles. MXFP4 takes no long steps of w2 in passes: long steps spill over ranks, and short steps spill
+    if the compiler aims at 96 registers.
     """
     is_half, is_mx = dtype == torch.float16, shared_scale == MX.value
     gate_up, down = BlockShape(rows=64, depth=128, num_stages=3), BlockShape(rows=64, depth=128, num_stages=4)
@@ -186,9 +186,9 @@ def _quantised_blocks(
 
 
 def _small_fp8_blocks(num_tokens: int) -> tuple[BlockShape, BlockShape]:
-    """Block FP8 of small experts, up to 32 tokens in tiles of 8: steps of two scales where that was faster.
+    """Return blocks for small experts in block FP8, up to 32 tokens in tiles of 8; some steps have two scales.
 
-    From 9 tokens on down does better with more blocks at once: six for each SM in place of five.
+    From 9 tokens on the down kernel is faster with six blocks per SM in place of five.
     """
     if num_tokens <= 8:
         return LONG_STEPS

@@ -158,9 +158,6 @@ def activation_backward(
             padding rows of the other results, are left alone.
         activation: Of the forward pass.
 
-    Raises:
-        ValueError: If shapes do not fit together, F is not a multiple of 16, or the tiles not of 8 rows.
-
     Example (swiglu):
         gate 0, up 3, grad_act 4, w 0.5: h = 0, weighted_hidden 0, grad_weight 0,
         grad_pre = [0.5*4 * 3 * 0.5, 0.5*4 * 0] = [3, 0].

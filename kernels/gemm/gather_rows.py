@@ -62,9 +62,6 @@ def gather_rows(rows: Tensor, out: Tensor, row_ids: Tensor, table: TileTable, ow
         table: Tiles.
         own: Rows that are read in the place of ``rows[own.first :]``, or ``None``.
 
-    Raises:
-        ValueError: If shapes or dtypes do not fit together.
-
     Example: one tile of 2 rows, row_ids ``[1, 0, -1]``: rows ``[[5], [6]]`` (were such a width legal) make
     ``[[6], [5], ..]``, and with own rows ``[[7]]`` from 1 on ``[[7], [5], ..]``.
     """

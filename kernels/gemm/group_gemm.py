@@ -121,9 +121,6 @@ def group_gemm(
         layout: Layout of ``b``.
         config: Tile shape and pipeline.
 
-    Raises:
-        ValueError: If shapes do not fit together, or N or K is not a multiple of 16.
-
     Example:
         One expert with b ``[[[10]]]`` (were K = N = 1 legal), one tile of 3 rows. Gathered with row_ids ``[1, 0, 1]``,
         a ``[[1], [2]]`` gives ``[[20], [10], [20]]``; in place, a ``[[1], [2], [3]]`` gives ``[[10], [20], [30]]``.

@@ -56,9 +56,6 @@ def group_gemm_wgrad(
         segment_counts: ``(e,)`` int32 routed rows of each expert.
         config: Tile shape and pipeline.
 
-    Raises:
-        ValueError: If shapes do not fit together, or M' or N' is not a multiple of 16.
-
     Example:
         One expert, one segment of 2 rows, a ``[[1, 2], [3, 4], [nan, nan]]``, b ``[[20], [10], [nan]]`` (were such
         widths legal): out is ``[[[1*20 + 3*10], [2*20 + 4*10]]] = [[[50], [80]]]``.

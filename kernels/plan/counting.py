@@ -134,7 +134,7 @@ def wait_for_chunk(pool, epoch, source, chunk, rank, num_chunks, timeout_ns, PLA
 def compare_call(pool, epoch, source, call, PLAN: tl.constexpr):
     """Record a fault if ``source`` calls another layer, or in another way: then its ids belong to another call.
 
-    After its first chunk is here. If that met its deadline, the record is there already, and stays.
+    The first chunk of ``source`` must be here. If its wait met the deadline, the record of that stays.
     """
     seen = tl.load(pool.calls + (epoch & 1) * PLAN.world_size + source)
     if seen != call:

@@ -74,7 +74,7 @@ def unless_failed(value, fault_ptr):
 def load_kept(totals_ptr, fault_ptr, capacity, PLAN: tl.constexpr):
     """(W, e): routed rows of each source, and how many of them the capacity keeps.
 
-    None once a wait met its deadline: ids that came after they were counted are not those that the counts are of.
+    All are 0 after a wait met its deadline: ids that came after the count would disagree with the counts.
     """
     sources = tl.arange(0, PLAN.sources)[:, None]
     experts = tl.arange(0, PLAN.padded_experts)[None, :]
