@@ -110,14 +110,6 @@ def rank_environment(num_ranks: int, port: int) -> dict[str, str]:
     }
 
 
-def end_at_ctrl_c() -> None:
-    """Let this rank end at once on Ctrl-C, also inside a collective.
-
-    Nothing depends on a rank leaving in order: checkpoints appear by renaming, shared memory is unlinked when mapped.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def open_store(context: LaunchContext) -> dist.Store:
     """Connect to the job's rendezvous store."""
     timeout = timedelta(seconds=START_S)

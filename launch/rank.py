@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -19,7 +20,6 @@ from comet.launch.distributed import (
     WORDS_KEY,
     LaunchContext,
     current_context,
-    end_at_ctrl_c,
     join,
     leave,
     open_store,
@@ -34,7 +34,7 @@ from comet.launch.tasks.registry import Task, imported
 
 def run_rank(task: Task, options: Namespace) -> NoReturn:
     """Run a task as the rank this process was started as, and end the process with the status of its outcome."""
-    end_at_ctrl_c()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # This also ends a collective; nothing depends on an end in order.
     context, status = current_context(), 0
     signs: Signs | None = None  # how this rank talks with the others, once they have met
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from comet.comm import handshake
-from comet.comm.handshake import this_host, this_rank
+from comet.comm.handshake import largest, this_host, this_rank
 
 Made = TypeVar("Made")
 
@@ -66,6 +66,10 @@ def from_first_rank(make: Callable[[], Made]) -> Made:
     return value
 
 
+class Stopped(Exception):
+    """A rank is asked to stop; raised on all ranks at the same place."""
+
+
 class StopRequest:
     """Context manager: SIGTERM and Ctrl-C become a request that the ranks agree on; outside, they end the process.
 
@@ -76,7 +80,7 @@ class StopRequest:
 
     def __init__(self, device: torch.device) -> None:
         self.told = False  # whether this process has got the signal
-        self._on_gpu = device.type == "cuda"
+        self._device, self._on_gpu = device, device.type == "cuda"
         self._sums: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
     def agreed(self, total: Tensor) -> bool:
@@ -91,6 +95,11 @@ class StopRequest:
         earlier, ready = self._sums.popleft()
         ready.synchronize()
         return bool(earlier)
+
+    def check(self) -> None:
+        """Raise ``Stopped`` on all ranks if one has got a signal (collective)."""
+        if largest([float(self.told)], self._device, dist.group.WORLD)[0]:
+            raise Stopped
 
     def __enter__(self) -> StopRequest:
         """Listen to signals that are not ignored, on the main thread, which alone may (collective)."""

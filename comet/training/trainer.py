@@ -6,7 +6,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from comet.training.checkpoint import Checkpointer
 from comet.training.checkpoint_folder import Checkpoint, choose_checkpoint
 from comet.training.data import Corpus, Text, heldout_windows, read_corpus
 from comet.training.optimizer import learning_rate, make_optimizer
-from comet.training.ranks import RankContext, StopRequest, from_first_rank, gather
+from comet.training.ranks import RankContext, Stopped, StopRequest, from_first_rank, gather
 from comet.training.report import Reporter, Window, peak_memory_bytes
 from comet.training.run_folder import RunFolder
 from comet.training.saved_settings import read_settings, removed_settings, require_same, settings_of, to_yaml
@@ -65,8 +65,7 @@ def train(config: JobConfig, context: RankContext) -> dict[str, Any]:
             # The old content of the folder is removed only now, after the last check of settings.
             from_first_rank(lambda: folder.begin(to_yaml(settings_of(config, context.world_size))))
             trainer.report_start([*trainer.notes, *notes])
-            trainer.run()
-            result = trainer.finish()
+            result = trainer.run()
         group.close()
     return result
 
@@ -96,7 +95,7 @@ class Trainer:
         )
         self.checkpoint_path = checkpoint.path if checkpoint else None
         self.first_step = self.step = self.checkpointer.load(checkpoint) if checkpoint else 0
-        self.stopped = False
+        self.request = StopRequest(group.device)
         self.timed: list[tuple[int, float]] = []  # steps and seconds of every window
 
     def require_room(self) -> None:
@@ -120,57 +119,67 @@ class Trainer:
             f"{len(self.corpus.train):,} bytes of {self.corpus.source}, {len(self.corpus.heldout):,} held out"
         )
 
-    def run(self) -> None:
-        """Train to the last step, evaluating and saving in between, or until a rank is asked to stop."""
-        settings = self.config.train
-        window: list[StepMetrics] = []
-        started = time.perf_counter()
-        with StopRequest(self.group.device) as request:
-            while self.step < settings.steps and not self.stopped:
-                self.step += 1
-                unseen = len(window) if self.group.device.type == "cuda" else 0
-                with self._divergence(self.step - unseen):
-                    metrics = self.train_step(self.step - 1, told_to_stop=request.told)
-                    is_last = self.step == settings.steps
-                    self.stopped = request.agreed(metrics.told_to_stop) and not is_last
-                window.append(metrics)
-                ends = is_last or self.stopped
-                evaluate = not ends and settings.eval_every and self.step % settings.eval_every == 0
-                save = ends or (settings.checkpoint_every and self.step % settings.checkpoint_every == 0)
-                if len(window) < WINDOW_STEPS and not (evaluate or save):
-                    continue
-                self._close_window(window, started)
-                if evaluate:
-                    self.evaluate()
-                if save:
-                    self._save()
-                window, started = [], time.perf_counter()
+    def run(self) -> dict[str, Any]:
+        """Train, evaluate, save and report; once a rank is asked to stop, only save and report (collective)."""
+        with self.request:
+            with suppress(Stopped):
+                self._train()
+                return self._judge()
+            if self.step < self.config.train.steps:
+                self._save()
+            result = {**self._facts(), "stopped": signal.SIGTERM.name}
+            self.reporter.end(result)
+            return result
+
+    def _train(self) -> None:
+        settings, window, started = self.config.train, list[StepMetrics](), time.perf_counter()
+        while self.step < settings.steps:
+            self.step += 1
+            unseen = len(window) if self.group.device.type == "cuda" else 0
+            with self._divergence(self.step - unseen):
+                metrics = self.train_step(self.step - 1, told_to_stop=self.request.told)
+                is_last = self.step == settings.steps
+                stopped = self.request.agreed(metrics.told_to_stop) and not is_last
+            window.append(metrics)
+            evaluate = not is_last and settings.eval_every and self.step % settings.eval_every == 0
+            save = is_last or (settings.checkpoint_every and self.step % settings.checkpoint_every == 0)
+            if len(window) < WINDOW_STEPS and not (stopped or evaluate or save):
+                continue
+            self._close_window(window, started)
+            if stopped:
+                raise Stopped
+            if evaluate:
+                self.evaluate()
+            if save:
+                self._save()
+            window, started = [], time.perf_counter()
 
     def evaluate(self) -> float:
         """Report the held-out loss in nats per byte, and return it (collective)."""
         settings = self.config.train
         with self._divergence(self.step):
             sizes = {"num_batches": settings.eval_batches, "batch_size": settings.batch_size}
-            loss = heldout_loss(self.model, self.group, self.corpus.heldout, **sizes, tell=self.reporter.tell)
+            loss = heldout_loss(self.model, self.group, self.corpus.heldout, **sizes, tell=self._tell)
             self.group.workspace.check()
         require(math.isfinite(loss), self._diverged(self.step, f"held-out loss={loss}"))
         self.reporter.heldout(self.step, loss)
         return loss
 
-    def finish(self) -> dict[str, Any]:
-        """Judge the model, draw the sample, and report (collective); only report, if the job was stopped."""
-        if self.stopped:
-            result = {**self._facts(), "stopped": signal.SIGTERM.name}
-            self.reporter.end(result)
-            return result
+    def _judge(self) -> dict[str, Any]:
+        """Judge the model, draw the sample, and report (collective)."""
         loss, settings = self.evaluate(), self.config.train
         prompt = bytes(self.corpus.heldout[:PROMPT_BYTES].tolist())
         draw = {"num_bytes": settings.sample_bytes, "seed": settings.seed}
-        sample = sample_text(self.model, self.group, prompt, **draw, tell=self.reporter.tell)
+        sample = sample_text(self.model, self.group, prompt, **draw, tell=self._tell)
         self.group.workspace.check()
         result = {**self._facts(), "heldout_nats_per_byte": loss}
         self.reporter.end(result, prompt, sample)
         return result
+
+    def _tell(self, text: str) -> None:
+        """Show work other than steps; raise ``Stopped`` on all ranks once one is asked to stop (collective)."""
+        self.reporter.tell(text)
+        self.request.check()
 
     def _facts(self) -> dict[str, Any]:
         config, group = self.config, self.group

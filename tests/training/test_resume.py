@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import pkgutil
 import shutil
 import signal
 import time
@@ -334,7 +335,7 @@ def stop_and_go_on(rank, world_size, job, told, whole):
 
 @pytest.mark.parametrize(("world_size", "told"), [slow(1, 0), (2, 1)])
 def test_all_ranks_stop_after_the_same_step_and_go_on_bitwise(world_size, told, tmp_path):
-    job = make_job(tmp_path, ep=world_size, steps=9, eval_every=2)
+    job = make_job(tmp_path, ep=world_size, steps=9, eval_every=3)
     whole = replace(job, output_dir=str(tmp_path / "whole"))
     ends = run_ranks(stop_and_go_on, world_size, job, [told], whole)
     assert ends == [ends[0]] * world_size
@@ -364,10 +365,35 @@ def test_the_result_of_an_earlier_end_is_gone_where_a_run_goes_on(tmp_path, monk
     assert not result.exists()
 
 
-def test_a_run_that_is_over_anyway_ends_as_ever(tmp_path):
-    for result in run_ranks(stop_in_a_step, 2, make_job(tmp_path, ep=2), [0, 1], 4):
-        assert (result["steps"], "stopped" in result) == (6, False)
-        assert result["heldout_nats_per_byte"] > 0
+def stop_in(rank, world_size, job, name, whole):
+    """The results of a run that is stopped in ``name``, of the same one afterwards, and of ``whole``."""
+    numbers = [signal.SIGINT] if rank == world_size - 1 else []
+    target, called = f"comet.training.trainer.{name}", pkgutil.resolve_name(f"comet.training.trainer:{name}")
+
+    def told(*arguments, **keywords):
+        if numbers:
+            signal.raise_signal(numbers.pop())
+        return called(*arguments, **keywords)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target, told)
+        stopped = train(job, Rank(rank, world_size))
+    dist.barrier()
+    resumed = train(replace(job, resume=job.output_dir), Rank(rank, world_size))
+    return stopped, resumed, train(whole, Rank(rank, world_size))
+
+
+@pytest.mark.parametrize(
+    ("name", "every", "step"),
+    [("heldout_loss", 2, 2), slow("heldout_loss", 0, 6), ("sample_text", 0, 6), ("Trainer._save", 0, 6)],
+)
+def test_ctrl_c_stops_evaluation_sampling_and_saving_and_nothing_is_lost(name, every, step, tmp_path):
+    job = make_job(tmp_path, ep=2, eval_every=every, sample_bytes=3)
+    whole = replace(job, output_dir=str(tmp_path / "whole"))
+    for stopped, resumed, undisturbed in run_ranks(stop_in, 2, job, name, whole):
+        assert (stopped.get("stopped"), stopped["steps"]) == ("SIGTERM", step)
+        assert stopped["checkpoint"] == str(tmp_path / "out" / f"step-{step:06d}")
+        assert resumed["heldout_nats_per_byte"] == undisturbed["heldout_nats_per_byte"]
 
 
 def go_on(rank, world_size, words):
