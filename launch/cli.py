@@ -37,9 +37,7 @@ def main(
     Args:
         program: Arguments for the Python interpreter that start this same command line as a rank.
     """
-    if os.environ.get(
-        "LOCAL_RANK"
-    ):  # before torch is imported: that takes seconds, in which the launcher may be killed
+    if os.environ.get("LOCAL_RANK"):  # The launcher may be killed in the seconds that importing torch takes.
         launcher = os.environ.pop(PARENT, "")
         end_with_parent(int(launcher) if launcher.isdecimal() else None)
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -47,12 +45,11 @@ def main(
         for word in words:
             if word != word.encode(errors="replace").decode():
                 raise ValueError(f"the argument {os.fsencode(word)!r} must be text in UTF-8")
+        status = 0
         if not words or words[0] in ("-h", "--help", "help"):
             sys.stdout.write(help_page(tasks))
-            status = 0
         elif words[0] == "--version":
             sys.stdout.write(version_line())
-            status = 0
         else:
             status = _run(words, tasks, program)
         sys.stdout.flush()
@@ -86,7 +83,7 @@ def _run(words: Sequence[str], tasks: Mapping[str, Task], program: Sequence[str]
     if options.help:
         sys.stdout.write(task_page(words[0], task))
         return 0
-    from comet.launch.config import compose, default_ranks, make_job, refuse_options
+    from comet.launch.config import compose, default_ranks, make_job, refuse_options, require_inputs
 
     if unknown:
         refuse_options(unknown, words, task.reads)
@@ -99,8 +96,8 @@ def _run(words: Sequence[str], tasks: Mapping[str, Task], program: Sequence[str]
             say_logged("comet.schedule.choice")
         run_rank(task, options)
     container = compose(options.overrides, file=options.config, defaults=task.settings, reads=task.reads)
-    tp = container["parallel"]["tp"]
-    make_job(container, (container["parallel"]["ep"] or 1) * tp)  # A wrong value is refused before torch is imported.
+    make_job(container, default_ranks(container, 0))  # A wrong value is refused before torch is imported.
+    require_inputs(container, task.reads, options.dry_run)
     if not options.dry_run:
         task.require_packages()
     import torch

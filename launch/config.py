@@ -10,6 +10,7 @@ What a run writes, or ``--dry-run`` prints, is such a file.
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import re
@@ -46,6 +47,7 @@ STANDS_IN = {
     "sweep.models": "model", "sweep.tokens": "train.batch_size", "sweep.comm_blocks": "overlap.comm_blocks",
     "sweep.num_panels": "overlap.num_panels", "tune.models": "model", "tune.tokens": "train.batch_size",
 }  # fmt: skip
+INPUTS = {"data.path": "an existing file or folder", "resume": "'auto', a checkpoint or a folder of checkpoints"}
 # Settings that would change the model, the number of ranks or unnamed settings of a task that does not read them.
 IDLE = ("generate", "resume")
 
@@ -155,7 +157,9 @@ def _stand_in(job: dict[str, Any], setting: str, overrides: Sequence[Override]) 
         return
     idle, given = ", ".join(_typed(name, overrides)), f"{setting}=[{','.join(map(str, values))}]"
     require(not idle, f"{given} stands in for {name}: {idle} must be left out, or {setting}=[] be given")
-    if name == "model" and values[0] in config_groups()[name]:  # others are refused where the list is read
+    if name == "model":
+        unknown, known = [each for each in values if each not in config_groups()[name]], config_groups()[name]
+        require(not unknown, f"{given}: {[*unknown, ''][0]!r} must be one of {', '.join(known)}")
         job[name] = compose([f"model={values[0]}"])[name] | {"context": job[name]["context"]}
 
 
@@ -169,11 +173,8 @@ def refuse_options(unknown: Sequence[str], words: Sequence[str], reads: Sequence
     """Raise ``ValueError`` for words that begin with a dash and are no option, naming the settings they stand for."""
     name, equals, value = unknown[0].lstrip("-").partition("=")
     name = name.replace("-", "_")
-    names = [
-        each
-        for each in setting_names(OmegaConf.to_container(OmegaConf.structured(job_schema())))
-        if not reads or covers(reads, each)
-    ]
+    known = setting_names(OmegaConf.to_container(OmegaConf.structured(job_schema())))
+    names = (each for each in known if not reads or covers(reads, each))
     found = [each for each in names if each == name or each.endswith(f".{name}")]
     following = [*words, ""][words.index(unknown[0]) + 1]
     typed = value if equals or "=" in following or following.startswith("-") else following
@@ -237,6 +238,17 @@ def default_ranks(container: Mapping[str, Any], num_gpus: int) -> int:
     while container["model"]["moe"]["num_experts"] % shards:
         shards -= 1
     return int(shards * tp)
+
+
+def require_inputs(container: Mapping[str, Any], reads: Sequence[str], dry_run: bool) -> None:
+    """Raise an error for files and folders to read that are missing on this machine, as the ranks would later."""
+    settings = {name: value for name, value in flat(container).items() if covers(reads, name)}
+    for name, rule in INPUTS.items():
+        path = settings.get(name)
+        if path not in (None, "auto") and not os.path.exists(path):
+            raise FileNotFoundError(errno.ENOENT, f"{name} must be {rule}", path)
+    if "generate.source" in settings and not dry_run:
+        find_source(settings["generate.source"])
 
 
 def _require_gpus(num_gpus: int, needed: int, what: str) -> None:
@@ -426,12 +438,8 @@ class Settings:
 
     def names(self) -> list[str]:
         """Names of the settings in the file, and of the groups that it chooses from."""
-        settings = setting_names(self.values, sections=False)
-        return [
-            *settings,
-            *(choice.partition("=")[0] for choice in self.choices),
-            *(f"generate.{name}" for name in self.texts),
-        ]
+        choices = (choice.partition("=")[0] for choice in self.choices)
+        return [*setting_names(self.values, sections=False), *choices, *(f"generate.{name}" for name in self.texts)]
 
     def without(self, names: Sequence[str]) -> Settings:
         """Settings that overrides of these names leave: a group's choice replaces all that the file says of it."""

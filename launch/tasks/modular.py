@@ -178,6 +178,5 @@ def _told(facts: Mapping[str, Any]) -> str:
         f"{name}: {time['median_ms']:.3f} ms ({time['p10_ms']:.3f} to {time['p90_ms']:.3f})"
         for name, time in facts["times"].items()
     ]
-    return (
-        "\n".join([*lines, f"outputs apart by {facts['apart']:.1e} of the largest", f"trace: {facts['trace']}"]) + "\n"
-    )
+    lines += [f"outputs apart by {facts['apart']:.1e} of the largest", f"trace: {facts['trace']}", ""]
+    return "\n".join(lines)

@@ -42,15 +42,15 @@ SPLIT = "comm_blocks=500 must be below the 132 SMs of "
             ["sweep", "resume=auto"],
             "resume='auto' must come with the output_dir of the run, as output_dir=outputs/run: ",
         ),
-        (["tune", "tune.models=[nope]"], "model='nope' must be one of "),
+        (["tune", "tune.models=[tiny,nope]"], "tune.models=[tiny,nope]: 'nope' must be one of "),
         (
             ["tune", "tune.tokens=[8,8,1500,2048]"],
             "tune.tokens=(8, 8, 1500, 2048) must not hold both 1500 and 2048: a profile keeps one entry, of bucket ",
         ),
         (["modular", "modular.pair=[AllToAll]"], "modular.pair=['AllToAll'] must be two names, "),
         (["modular", "modular.pair=[AllToAl,FusedExperts]"], "modular.pair: 'AllToAl' must be one of SingleRank, "),
-        (["sweep", "sweep.models=['~x']"], "model='~x' must be one of "),
-        (["sweep", "sweep.models=[nope]"], "model='nope' must be one of "),
+        (["sweep", "sweep.models=['~x']"], "sweep.models=[~x]: '~x' must be one of "),
+        (["sweep", "sweep.models=[nope]"], "sweep.models=[nope]: 'nope' must be one of "),
         (["sweep", "sweep.comm_blocks=[-1]"], "sweep.comm_blocks=[-1] must each be at least 0"),
     ],
 )
