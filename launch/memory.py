@@ -25,6 +25,7 @@ from comet.schedule.choice import Problem, counted
 from comet.tuner.sweep import sweep_points, tune_points
 
 FLOAT32_BYTES = 4
+LIBRARY_BYTES = 240 * 2**20  # private memory of a rank of torch 2.13.0 for CPUs that has made nothing yet
 ADAMW_STATES = 2
 OOM_KILLS = re.compile(r"^oom_kill (\d+)", re.MULTILINE)
 
@@ -37,15 +38,17 @@ def require_memory(task: Task, job: JobConfig, num_ranks: int, here: int, device
     if not task.memory:
         return
     on_gpu = device.type == "cuda"
-    needed = imported(task.memory)(job, num_ranks, device) * (1 if on_gpu else here)
+    count, libraries = (1, 0) if on_gpu else (here, LIBRARY_BYTES)
+    needed = (imported(task.memory)(job, num_ranks, device) + libraries) * count
     if on_gpu:
         there, where = torch.cuda.mem_get_info(device)[1], f"of {torch.cuda.get_device_name(device)}"
     else:
         soft = (resource.getrlimit(limit)[0] for limit in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
         limits = (limit * here for limit in soft if limit != resource.RLIM_INFINITY)
         there, where = min([free_memory(), *limits]), "that the ranks of this machine may use"
-    rule = f"must be at most the {there:,} {where}: {task.lower}; --dry-run prints what takes the memory"
-    require(needed <= there, f"memory: {needed:,} bytes for {counted(1 if on_gpu else here, 'rank')} {rule}")
+    ways = task.lower + (", or start fewer ranks (nproc)" if count > 1 else "")
+    rule = f"must be at most the {there:,} {where}: {ways}; --dry-run prints what takes the memory"
+    require(needed <= there, f"memory: {needed:,} bytes for {counted(count, 'rank')} {rule}")
 
 
 def oom_kills() -> int:

@@ -14,7 +14,7 @@ from refusals import refusal
 from comet.launch import failures, local, memory
 from comet.launch.config import compose, make_job
 from comet.launch.local import run_local_ranks
-from comet.launch.memory import oom_kills, require_memory, train_bytes
+from comet.launch.memory import LIBRARY_BYTES, oom_kills, require_memory, train_bytes
 from comet.launch.tasks.registry import TASKS
 
 
@@ -24,6 +24,10 @@ from comet.launch.tasks.registry import TASKS
         (["train", "model=deepseek_v3"], "lower model.num_layers, model.moe.num_experts, model.context or train."),
         (["train", "train.batch_size=100000"], "lower model.num_layers, "),
         (["train", "nproc=5000", "parallel.ep=1"], "lower model.num_layers, "),
+        (
+            ["train", "nproc=34", "parallel.ep=1", "model.num_layers=1", "train.batch_size=1"],
+            "lower model.num_layers, ",
+        ),
         (["generate", "model=mixtral_8x7b"], "give generate.expert_budget, lower generate.max_new_tokens, or take"),
         (["tune", "model=deepseek_v3"], "lower tune.tokens, or take a smaller model"),
         (["sweep", "sweep.models=[tiny,deepseek_v3]"], "lower sweep.tokens, or take smaller models"),
@@ -33,17 +37,18 @@ from comet.launch.tasks.registry import TASKS
 def test_a_job_that_cannot_fit_is_refused_before_a_rank_starts(words, remedy, capfd, monkeypatch):
     monkeypatch.setattr(memory, "free_memory", lambda: 8 * 2**30)
     monkeypatch.setattr(local, "run_local_ranks", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr("comet.launch.config.find_source", lambda source: source)  # None stands for the job's model.
     told = refusal(capfd, *words)
     found = re.match(r"memory: ([\d,]+) bytes for (\d+) ranks must be at most the 8,589,934,592 that the ranks", told)
     assert found, told
     assert int(found[1].replace(",", "")) > 8 * 2**30
     assert f": {remedy}" in told
-    assert told.endswith("--dry-run prints what takes the memory\n")
+    assert told.endswith(", or start fewer ranks (nproc); --dry-run prints what takes the memory\n")
 
 
 def test_needs_of_a_host_are_those_of_its_ranks_and_of_a_gpu_those_of_one(monkeypatch):
     job, cpu, gpu = make_job(compose(["parallel=ep2"]), 4), torch.device("cpu"), torch.device("cuda", 0)
-    one = train_bytes(job, 4, cpu)
+    one = train_bytes(job, 4, cpu) + LIBRARY_BYTES
     monkeypatch.setattr(memory, "free_memory", lambda: 2 * one)
     require_memory(TASKS["train"], job, 4, 2, cpu)
     with pytest.raises(ValueError, match=f"memory: {3 * one:,} bytes for 3 ranks must be at most the {2 * one:,} "):
