@@ -2,14 +2,16 @@
 
     git worktree add outputs/base b0a0273
     python benchmarks/bench.py compare-trees --base outputs/base
+    torchrun --nproc-per-node 2 benchmarks/bench.py compare-trees --base outputs/base --ep 2
 
 Both trees run by turns. The figures are medians of the ratios of neighbouring rounds, this tree's over the other's;
 ``same_bits`` says whether the first results were equal. Without a GPU kernels are not run: the host's time for a call
-without its launches remains.
+without its launches remains, over ranks that of decode steps alone.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import sys
@@ -27,8 +29,9 @@ import triton
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
-from comet.config import MoEConfig
+from comet.config import MoEConfig, ParallelConfig
 
+from lib.ranks import Ranks, start_ranks
 from lib.shapes import SIZES, model
 from lib.suite import CommandLine, option
 
@@ -67,9 +70,12 @@ def take_modules() -> dict[str, ModuleType]:
     return {name: sys.modules.pop(name) for name in names}
 
 
-def calls_of(shape: MoEConfig, tokens: int, device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
+def calls_of(shape: MoEConfig, tokens: int, ranks: Ranks, ep: int, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
+    """The calls that are timed, by name: the active tree's layer of so many tokens, and decode steps of one token."""
     from comet import MoE, MoEConfig, ParallelConfig, make_expert_group
-    from comet.decode import DecodeScratch, DecodeWeights, RankDecode
+    from comet.decode import DataParallelDecode, DecodeScratch, DecodeWeights, RankDecode
+    from comet.decode.ranks import rank_slots
+    from comet.layout import RoutedTokens
 
     class Drawn(MoE):
         def reset_parameters(self, seed: int) -> None:
@@ -82,7 +88,8 @@ def calls_of(shape: MoEConfig, tokens: int, device: torch.device, dtype: torch.d
     fields |= {} if shape.activation.name == "swiglu" else {"activation": asdict(shape.activation)}
     fields |= {"expert_bias": True} if shape.expert_bias else {}
     config = MoEConfig(**fields)
-    group = make_expert_group(config, ParallelConfig(), max_tokens=tokens, dtype=dtype, device=device)
+    device = ranks.device
+    group = make_expert_group(config, ParallelConfig(ep=ep), max_tokens=tokens, dtype=dtype, device=device)
     moe = Drawn(config, group, path="fused", param_dtype=dtype)
     torch.manual_seed(0)
     x = torch.randn(tokens, config.hidden_size, device=device, dtype=dtype)
@@ -99,17 +106,25 @@ def calls_of(shape: MoEConfig, tokens: int, device: torch.device, dtype: torch.d
         "routed experts": torch.no_grad()(lambda: moe.routed_experts(x, *routed)),
         "routed experts, with backward": backward,
     }
+    if ep > 1 and device.type == "cpu":
+        calls.clear()  # they wait for rows of other ranks
     if set(fields) > set(SIZES):
         return calls
     w1, w2 = moe.expert_weights()
-    slots = torch.arange(config.num_experts, dtype=torch.int32, device=device)
-    weights = DecodeWeights(w1=w1.flatten(1, 2), w2=w2, slots=slots)
+    weights = DecodeWeights(w1=w1.flatten(1, 2), w2=w2, slots=rank_slots(group.layout(config), device))
     decode = RankDecode(group.comm, hidden_size=config.hidden_size, use_kernels=True)
     scratch = DecodeScratch.create(weights, config.top_k, dtype, max_tokens=1)
-    if device.type == "cpu":
-        setattr(decode, "check", lambda: None)  # noqa: B010 - on a GPU no step looks whether others were late
-    token, ids, routing_weights = (each[:1].contiguous() for each in (x, *routed))
-    return calls | {"decode step": lambda: decode(token, ids, routing_weights, weights, scratch=scratch)}
+    own = DataParallelDecode(config, group, 1)
+    assert own.decode_on_ranks is not None, "experts are wide enough"
+    own.decode_on_ranks.use_kernels = True
+    for each in (decode, own.decode_on_ranks) if device.type == "cpu" else ():
+        setattr(each, "check", lambda: None)  # noqa: B010 - on a GPU no step looks whether others were late
+    token = RoutedTokens(*(each[:1].contiguous() for each in (x, *routed)))
+    return calls | {
+        "decode step": lambda: decode(*token, weights, scratch=scratch),
+        "decode step of own tokens": torch.no_grad()(lambda: own(token, w1.flatten(1, 2), w2)),
+        "the same, told how many": torch.no_grad()(lambda: own(token, w1.flatten(1, 2), w2, most_tokens=1)),
+    }
 
 
 def measure(call: Callable[[], Any], device: torch.device) -> tuple[float, float]:
@@ -151,7 +166,6 @@ def compare(name: str, pair: list[Callable[[], Any]], trees: list[Tree], device:
         row[where] = dict(zip(("us", "base_us"), medians, strict=True)) | {"ratio": round(ratio, 4)}
     if all(isinstance(result, Tensor) for result in first):
         row["same_bits"] = torch.equal(first[0], first[1])
-    print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
     return row
 
 
@@ -159,27 +173,33 @@ def compare(name: str, pair: list[Callable[[], Any]], trees: list[Tree], device:
 class Run(CommandLine):
     base: Path
     models: tuple[str, ...] = LAYERS if torch.cuda.is_available() else ("tiny",)
+    ep: int = option(1, "ranks, started by torchrun")
     tokens: tuple[int, ...] = (2048, 8192) if torch.cuda.is_available() else (128,)
     rounds: int = option(30, "times each tree has its turn")
 
     @classmethod
     def main(cls, command_line: Sequence[str]) -> None:
         options = cls.parse(command_line)
-        device, dtype = torch.device("cuda", 0), torch.bfloat16
-        if not torch.cuda.is_available():
-            device, dtype = torch.device("cpu"), torch.float16
+        start_ranks(ParallelConfig(ep=options.ep), "auto", options.run)
+
+    def run(self, ranks: Ranks) -> None:
+        device, dtype = ranks.device, torch.bfloat16
+        if device.type == "cpu":
+            dtype = torch.float16
             torch.set_num_threads(1)
             triton.knobs.runtime.interpret = True
             InterpretedFunction.run = InterpretedFunction.__call__ = lambda *_, **__: None
-        trees, rows = [Tree(HERE), Tree(options.base.resolve())], []
-        for name in options.models:
-            for tokens in options.tokens:
-                pairs = []
-                for tree in trees:
-                    with tree.active():
-                        pairs.append(calls_of(model(name), tokens, device, dtype))
-                label = f"{name}, {tokens} tokens"
-                rows += [compare(f"{label}: {call}", [pair[call] for pair in pairs], trees, device, options.rounds)
-                         for call in pairs[0]]  # fmt: skip
-                del pairs
-        print(json.dumps({"task": "compare_trees", "device": str(device), "rows": rows}))
+        trees, rows = [Tree(HERE), Tree(self.base.resolve())], []
+        for name, tokens in itertools.product(self.models, self.tokens):
+            pairs = []
+            for tree in trees:
+                with tree.active():
+                    pairs.append(calls_of(model(name), tokens, ranks, self.ep, dtype))
+            for call in pairs[0]:
+                rows.append(compare(call, [pair[call] for pair in pairs], trees, device, self.rounds))
+                rows[-1]["call"] = f"{name}, {tokens} tokens: {call}"
+                if ranks.rank == 0:
+                    print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
+            del pairs
+        if ranks.rank == 0:
+            print(json.dumps({"task": "compare_trees", "device": str(device), "rows": rows}))

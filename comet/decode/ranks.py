@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from comet.comm.base import Communicator, SymmTensor, require_memory, settle
+from comet.comm.collectives import wants_grad
 from comet.comm.signals import check_epoch, waited
 from comet.config import MAX_TOP_K, MOE_DTYPES, require, resolve_kernels
 from comet.decode.local import run_kernels
@@ -23,6 +24,7 @@ from comet.kernels.runtime.arguments import aligned
 from comet.layout import ExpertLayout
 from comet.limits import at_least, at_most, check_values
 from comet.utils.graphs import hold_if_captured
+from comet.utils.match import MatchOnce
 from comet.utils.uncompiled import uncompiled
 
 
@@ -64,6 +66,7 @@ class TokenGather:
         self._tokens = torch.empty(self.batch_size * hidden_size, dtype=torch.int32, device=device)
         self._ids = torch.empty(self.batch_size * MAX_TOP_K, dtype=torch.int32, device=device)
         self._weights = torch.empty(self.batch_size * MAX_TOP_K, dtype=torch.float32, device=device)
+        self._batches: dict[tuple[torch.dtype, int], Batch] = {}
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
@@ -71,12 +74,14 @@ class TokenGather:
 
     def batch(self, own: Batch) -> Batch:
         """Memory for the tokens of all ranks, alike to ``own``; written by the next gather."""
-        dtype, top_k = own.tokens.dtype, own.ids.shape[1]
+        key = dtype, top_k = own.tokens.dtype, own.ids.shape[1]
+        if key in self._batches:
+            return self._batches[key]
         require(dtype in MOE_DTYPES, f"tokens of dtype {dtype} must be one of {MOE_DTYPES} where replicated=False")
         rows, routed_rows = self.batch_size, self.batch_size * top_k
         tokens = self._tokens.view(dtype)[: rows * self.hidden_size].view(rows, self.hidden_size)
         ids, weights = (memory[:routed_rows].view(rows, top_k) for memory in (self._ids, self._weights))
-        return Batch(tokens, ids, weights)
+        return self._batches.setdefault(key, Batch(tokens, ids, weights))
 
     def kernel_inputs(self, own: Batch) -> Gather:
         """``own`` and where it goes, as the kernel takes them."""
@@ -187,6 +192,7 @@ class RankDecode:
         if int(self.fault[1]) == PLACE_HOST.value:  # A model is gone whose host's cores did not answer.
             self.fault.zero_()
         self._step = comm.step("decode step", refuses=True)
+        self._match = MatchOnce(self._check_inputs)
         self._memory = (self.words.pointers, *(() if self.gather is None else self.gather.memory))
 
     @uncompiled
@@ -210,11 +216,9 @@ class RankDecode:
             StepFailedError: If a step failed on any rank; ``restart`` goes on.
             CommTimeoutError: On the CPU, if a rank did not come in time; on a GPU ``check`` raises it.
         """
-        check_inputs(tokens, top_k_ids, top_k_weights, weights)
-        num_tokens, most = tokens.shape[0], self.max_tokens
-        require(num_tokens <= most, f"T={num_tokens} tokens must be at most max_tokens={most}")
-        require(tokens.shape[1] == self.hidden_size, f"D={tokens.shape[1]} of tokens must be {self.hidden_size}")
         own = Batch(tokens, top_k_ids, top_k_weights)
+        check = self._check_inputs if wants_grad(*own) else self._match
+        check(*own, weights.w2, weights.b1, weights.b2, weights=weights)
         if tokens.shape[0] == 0 and self.gather is None:
             return tokens.new_empty(tokens.shape)
         with self._step:
@@ -250,6 +254,14 @@ class RankDecode:
     def restart(self) -> None:
         """``Workspace.restart``: all that uses the communicator starts again (collective), between two steps."""
         self.comm.restart()
+
+    def _check_inputs(
+        self, tokens: Tensor, ids: Tensor, routing: Tensor, *_: Tensor | None, weights: DecodeWeights
+    ) -> None:
+        check_inputs(tokens, ids, routing, weights)
+        num_tokens, most = tokens.shape[0], self.max_tokens
+        require(num_tokens <= most, f"T={num_tokens} tokens must be at most max_tokens={most}")
+        require(tokens.shape[1] == self.hidden_size, f"D={tokens.shape[1]} of tokens must be {self.hidden_size}")
 
     def _buffer(self, own: Batch) -> ReceiveBuffer | None:
         if self.comm.world_size == 1:

@@ -36,6 +36,7 @@ from comet.limits import at_least, at_most, check_values, multiple_of
 from comet.quantization.formats import FP8, FP8_BLOCK
 from comet.reference.plain import plain_experts
 from comet.utils.graphs import is_capturing
+from comet.utils.match import Sizes
 from comet.utils.uncompiled import uncompiled
 
 logger = logging.getLogger(__name__)
@@ -180,7 +181,7 @@ class GroupExperts:
         self.layout = group.layout(moe)
         self.slots = rank_slots(self.layout, group.device)
         self.path: ExpertPath = make_path("auto", moe, group)
-        self.match = match_once(match_weights, moe, self.layout, biased=moe.expert_bias)
+        self.match = match_once(self._check_held, moe, self.layout, biased=moe.expert_bias)
         # Last, because it allocates symmetric memory on all ranks.
         self.decode_on_ranks: RankDecode | None = None
         if decode_tokens:
@@ -190,13 +191,19 @@ class GroupExperts:
                 group.comm, hidden_size=moe.hidden_size, max_tokens=most, replicated=replicated
             )
 
-    def held(self, w1: Tensor, w2: Tensor, biases: Biases | None) -> DecodeWeights:
+    def held(self, w1: Tensor, w2: Tensor, biases: Biases | None, *, trusted: bool = True) -> DecodeWeights:
         """The experts of this rank, as a decode step reads them."""
-        self.match(w1, w2, *(biases or ()))  # slots name places that there have to be
+        if trusted:
+            self.match(w1, w2, *(biases or ()))
         b1, b2 = added_biases(biases, self.layout)
         return DecodeWeights(
-            w1=w1, w2=w2, slots=self.slots, activation=self.activation, b1=b1, b2=b2, interleaved=self.interleaved
-        )
+            w1=w1, w2=w2, slots=self.slots, activation=self.activation, b1=b1, b2=b2, interleaved=self.interleaved,
+            trusted=trusted,
+        )  # fmt: skip
+
+    def _check_held(self, sizes: Sizes, w1: Tensor, w2: Tensor, *biases: Tensor, biased: bool) -> None:
+        match_weights(sizes, w1, w2, *biases, biased=biased)  # slots name places that there have to be
+        self.held(w1, w2, Biases(*biases) if biases else None, trusted=False)
 
     def decode_step(self, routed: RoutedTokens, experts: DecodeWeights) -> Tensor:
         assert self.decode_on_ranks is not None, "decode_tokens=0"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 
 import torch
 from torch import Tensor
@@ -61,8 +61,11 @@ class DecodeWeights(ExpertParts):
     b2: Tensor | None = None
     # rows of w1, w1_scales and b1 are gate and up in turn (gpt-oss), and not gate rows first
     interleaved: bool = False
+    trusted: InitVar[bool] = False  # whether all of this was right in weights alike, and none is quantised
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, trusted: bool) -> None:
+        if trusted:
+            return
         for name in ("w1", "w2"):
             stored = getattr(self, name)
             if not isinstance(stored, Tensor):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -111,14 +111,14 @@ class MatchOnce:
         self._check = check
         self._right: object = None
 
-    def __call__(self, *tensors: Tensor) -> None:
-        """Check the tensors, unless they are like the last tensors that passed."""
+    def __call__(self, *tensors: Tensor | None, **others: Any) -> None:
+        """Check the tensors and the others, unless the tensors, which decide, are like the last ones that passed."""
         try:
-            seen = [(tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous()) for tensor in tensors]
+            seen = [each is None or (each.shape, each.dtype, each.device, each.is_contiguous()) for each in tensors]
         except AttributeError:  # The check names the one that is no tensor.
             self._right = seen = None
         if seen is None or seen != self._right:
-            self._check(*tensors)
+            self._check(*tensors, **others)
             self._right = seen
 
 

@@ -1,5 +1,6 @@
 """Which shapes of blocks the decode kernels take, and which are the default for a step."""
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ FEW_BLOCKS = 200  # one and a half for each SM of an H200
 LARGE_EXPERT = 2**23  # elements of w2; Qwen3's has 1.6 million, DeepSeek-V3's 15, Mixtral's 59
 LONG_EXPERT = 2**25
 SIX_BLOCKS_REGISTERS, FOUR_BLOCKS_REGISTERS = 80, 128  # 6 or 4 blocks of 4 warps on an SM with 65536
+KINDS = 1024  # kinds of steps whose blocks, and whose launches, are kept
 QUANTISED_BYTES = 32  # of a row, least step of the matrix form for quantised weights: what TMA swizzles
 
 
@@ -72,6 +74,7 @@ def least_depth(lane: int) -> int:
     return QUANTISED_BYTES // LOAD_BYTES * lane
 
 
+@functools.lru_cache(maxsize=KINDS)
 def select(
     dtype: torch.dtype,
     num_tokens: int,

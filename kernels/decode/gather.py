@@ -35,7 +35,7 @@ import triton.language as tl
 
 from ..runtime.dependent import allow_next
 from ..runtime.primitives import any_of, clock_ns, record_fault
-from .step import Batch, ReceiveBuffer, Step
+from .step import Batch, ReceiveBuffer, Step, Words
 from .words import POLL_COUNT, word_of, words_at
 
 PLACE_GATHER = tl.constexpr(6)
@@ -152,11 +152,12 @@ def gather(step: Step, buffer: ReceiveBuffer, *, dependent: bool) -> None:
     own, batch = buffer.gather, step.tensors
     assert own is not None, "the tokens are replicated"
     (num_tokens, top_k), width = batch.ids.shape, batch.tokens.shape[1] * batch.tokens.element_size() // 4
-    gather_kernel[((buffer.max_tokens + num_tokens) * triton.cdiv(width, COLS),)](
-        own.tokens._replace(tokens=own.tokens.tokens.view(torch.int32)),
+    tokens, ids, routing_weights = own.tokens
+    gather_kernel[((buffer.max_tokens + num_tokens) * -(-width // COLS),)](
+        Batch(tokens.view(torch.int32), ids, routing_weights),
         Batch(batch.tokens.view(torch.int32), batch.ids, batch.routing_weights),
-        buffer.words._replace(addresses=own.addresses), buffer.rank, buffer.max_tokens, buffer.timeout_ns,
-        own.tokens.ids.shape[0], width, batch.slots.shape[0], own.stride,
+        Words(own.addresses, *buffer.words[1:]), buffer.rank, buffer.max_tokens, buffer.timeout_ns,
+        ids.shape[0], width, batch.slots.shape[0], own.stride,
         W=own.addresses.numel(), K=top_k, COLS=COLS, DEPENDENT=dependent, INTERPRET=triton.knobs.runtime.interpret,
         num_warps=NUM_WARPS,
     )  # fmt: skip

@@ -6,6 +6,7 @@
 which shapes of blocks are used when. Here: the launches.
 """
 
+import functools
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,9 +17,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..experts.tables import CacheConstants, CachePointers
 from ..experts.waves import split_waves, wave_memory, waves_of
 from ..gemm.group_gemm import dot_precision
+from ..runtime.activation import Activation
 from ..runtime.arch import starts_early
 from ..runtime.arguments import power_of_2
-from .blocks import BlockShape, DecodeConfig, lane_of
+from .blocks import KINDS, BlockShape, DecodeConfig, lane_of
 from .down import down_kernel
 from .gate_up import gate_up_kernel
 from .gather import gather
@@ -48,13 +50,19 @@ def decode(step: Step, config: DecodeConfig, buffer: ReceiveBuffer | None = None
         buffer: Adds the sums of W > 1 ranks; ``None`` for a rank alone.
     """
     num_tokens, top_k = step.tensors.ids.shape
-    assert config.form == "matrix" or num_tokens <= 2, num_tokens
     groups = min(step.sizes[2], num_tokens * top_k)
+    w1, w2 = step.w1.elements, step.w2.elements
+    gate_up, down, *views = _constants(
+        config, (num_tokens, top_k), step.sizes, (step.tensors.tokens.dtype, w1.dtype), step.shared_scale,
+        step.activation, step.interleaved, (1, False) if buffer is None else (buffer.world_size, bool(buffer.gather)),
+        _starts_early(config, w1.device), triton.knobs.runtime.interpret,
+    )  # fmt: skip
     num_waves = 1 if step.host is None else waves_of(step.tensors.ids, step.host)
     cache, of_cache = _cache(step, groups, config.gate_up.num_warps, num_waves)
-    gate_up, down = (each._replace(cache=of_cache) for each in _constants(step, config, buffer))
+    if of_cache is not None:
+        gate_up, down = (each._replace(cache=of_cache) for each in (gate_up, down))
     # Whatever can raise comes before the first launch: a gather alone would leave the other ranks with half a step.
-    w1_desc, w2_desc = _descriptors(step, config)
+    w1_desc, w2_desc = (view and TensorDescriptor(each, *view) for each, view in zip((w1, w2), views, strict=True))
     tensors, waves, memory = step.tensors, [step.tensors.ids], None
     if num_waves > 1:  # each expert of a wave has a slot
         memory = wave_memory(tensors.ids, step.host, num_waves)
@@ -65,18 +73,43 @@ def decode(step: Step, config: DecodeConfig, buffer: ReceiveBuffer | None = None
         waves = list(split_waves(tensors.ids, step.host, num_waves, memory))
     for number, ids in enumerate(waves):
         is_last = number == len(waves) - 1
-        launch, tensors = _Launch(config, groups, cache, buffer if is_last else None), tensors._replace(ids=ids)
-        down = down._replace(adds_up=is_last)
+        launch = _Launch(config, groups, cache, buffer if is_last else None)
+        if memory is not None:
+            tensors, down = tensors._replace(ids=ids), down._replace(adds_up=is_last)
         _gate_up(step, tensors, w1_desc, launch, gate_up)
         if is_last and step.host is not None and step.host.fetched is not None:
             step.host.fetched.record()
         _down(step, tensors, w2_desc, launch, down)
 
 
-def _constants(step: Step, config: DecodeConfig, buffer: ReceiveBuffer | None) -> tuple[StepConstants, StepConstants]:
-    """The constants of ``gate_up_kernel``, whose contraction is D, and of ``down_kernel``, whose contraction is F."""
-    (num_tokens, top_k), (hidden_size, ffn_size, num_experts, _) = step.tensors.ids.shape, step.sizes
-    is_vector, tokens = config.form == "vector", step.tensors.tokens
+View = tuple[list[int], list[int], list[int]]  # shape, strides and block of a descriptor
+
+
+@functools.lru_cache(maxsize=KINDS)
+def _constants(
+    config: DecodeConfig,
+    ids_shape: tuple[int, int],
+    sizes: tuple[int, int, int, int],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    shared_scale: int,
+    activation: Activation,
+    interleaved: bool,
+    network: tuple[int, bool],
+    dependent: bool,
+    interpret: bool,
+) -> tuple[StepConstants, StepConstants, View | None, View | None]:
+    """The constants of both kernels, and how their matrix forms read w1 and w2.
+
+    ``gate_up_kernel`` contracts over D, ``down_kernel`` over F. Kept, because the host would make them for longer than
+    the GPU runs a step.
+
+    Args:
+        dtypes: Of the tokens and of the stored weights.
+        network: Ranks, and whether tokens of all of them are gathered.
+    """
+    (num_tokens, top_k), (hidden_size, ffn_size, num_experts, num_slots) = ids_shape, sizes
+    is_vector = config.form == "vector"
+    assert not is_vector or num_tokens <= 2, num_tokens
     token_block = max(1 if is_vector else LEAST_TOKENS, power_of_2(num_tokens))
     both = StepConstants(
         top_k=top_k,
@@ -84,20 +117,20 @@ def _constants(step: Step, config: DecodeConfig, buffer: ReceiveBuffer | None) -
         token_block=token_block,
         by_expert=num_tokens * top_k >= num_experts,
         vector=is_vector,
-        lane=lane_of(step.w1.elements.dtype),
-        shared_scale=step.shared_scale,
-        precision=dot_precision(tokens.dtype),
+        lane=lane_of(dtypes[1]),
+        shared_scale=shared_scale,
+        precision=dot_precision(dtypes[0]),
         tile=min(config.tile, token_block),
-        gathered=buffer is not None and buffer.gather is not None,
-        dependent=_starts_early(config, tokens.device),
-        interpret=triton.knobs.runtime.interpret,
+        gathered=network[1],
+        dependent=dependent,
+        interpret=interpret,
     )
     gate_up = both._replace(
         rows=config.gate_up.rows,
         depth=config.gate_up.depth,
         even=hidden_size % config.gate_up.depth == 0,
-        activation=step.activation,
-        interleaved=step.interleaved,
+        activation=activation,
+        interleaved=interleaved,
     )
     down = both._replace(
         rows=config.down.rows,
@@ -105,26 +138,18 @@ def _constants(step: Step, config: DecodeConfig, buffer: ReceiveBuffer | None) -
         even=ffn_size % config.down.depth == 0,
         fold=config.fold,
         ahead=min(config.ahead, -(-ffn_size // config.down.depth)),
-        world_size=1 if buffer is None else buffer.world_size,
+        world_size=network[0],
         word_cols=WORD_COLS * config.down.num_warps,
     )
-    return gate_up, down
-
-
-def _descriptors(step: Step, config: DecodeConfig) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
-    if config.form == "vector":
-        return None, None
-    w1, w2 = step.w1.elements, step.w2.elements
-    number = in_number(lane_of(w1.dtype))
-    depths = [part_of(shape.depth, step.shared_scale) // number for shape in (config.gate_up, config.down)]
-    num_slots, ffn_size = w1.shape[0], step.tensors.hidden.shape[1]
-    gate_and_up = w1.view(num_slots, 2, ffn_size, -1)
-    if step.interleaved:
-        gate_and_up = w1.view(num_slots, ffn_size, 2, -1).transpose(1, 2)
-    return (
-        TensorDescriptor.from_tensor(gate_and_up, [1, 2, config.gate_up.rows, depths[0]]),
-        TensorDescriptor.from_tensor(w2, [1, config.down.rows, depths[1]]),
-    )
+    if is_vector:
+        return gate_up, down, None, None
+    number = in_number(both.lane)
+    depths = [part_of(each.depth, shared_scale) // number for each in (gate_up, down)]
+    row1, row2 = hidden_size // number, ffn_size // number
+    halves = [row1, 2 * row1] if interleaved else [ffn_size * row1, row1]
+    view1 = [num_slots, 2, ffn_size, row1], [2 * ffn_size * row1, *halves, 1], [1, 2, gate_up.rows, depths[0]]
+    view2 = [num_slots, hidden_size, row2], [hidden_size * row2, row2, 1], [1, down.rows, depths[1]]
+    return gate_up, down, view1, view2
 
 
 def _cache(
@@ -157,7 +182,7 @@ def _gate_up(
     hidden_size, ffn_size, num_experts, num_slots = step.sizes
     fetching_rows = constants.cache.rows if constants.cache else 0
     starts_early = constants.gathered and constants.dependent
-    gate_up_kernel[(launch.groups, triton.cdiv(ffn_size, constants.rows) + fetching_rows)](
+    gate_up_kernel[(launch.groups, -(-ffn_size // constants.rows) + fetching_rows)](
         tensors, step.w1, w1_desc, launch.buffer and launch.buffer.words.epoch, launch.cache,
         step.tensors.ids.shape[0], hidden_size, ffn_size, num_experts, num_slots,
         STEP=constants, **_options(launch.config.gate_up, launch.buffer, starts_early),
@@ -169,11 +194,11 @@ def _down(
 ) -> None:
     hidden_size, ffn_size, num_experts, num_slots = step.sizes
     num_tokens, buffer = step.tensors.ids.shape[0], launch.buffer
-    blocks = (num_tokens if constants.fold else launch.groups) * triton.cdiv(hidden_size, constants.rows)
+    blocks = (num_tokens if constants.fold else launch.groups) * -(-hidden_size // constants.rows)
     network = (None, launch.cache, 0, 0, 0)
     if buffer is not None:
         network = (buffer.words, launch.cache, buffer.rank, buffer.max_tokens, buffer.timeout_ns)
-        blocks += tensors.out.shape[0] * triton.cdiv(hidden_size, constants.word_cols)
+        blocks += tensors.out.shape[0] * -(-hidden_size // constants.word_cols)
     down_kernel[(blocks,)](
         tensors, step.w2, w2_desc, *network, num_tokens, hidden_size, ffn_size, num_experts, num_slots,
         STEP=constants, **_options(launch.config.down, buffer, constants.dependent),

@@ -34,7 +34,8 @@ def test_each_tree_has_its_own_modules(tmp_path: Path) -> None:
 def test_a_tree_against_itself() -> None:
     report, _ = report_of("compare-trees", "--base", str(ROOT), "--rounds", "1")
     assert [row["call"].partition(": ")[2] for row in report["rows"]] == [
-        "layer", "routed experts", "routed experts, with backward", "decode step",
+        "layer", "routed experts", "routed experts, with backward", "decode step", "decode step of own tokens",
+        "the same, told how many",
     ]  # fmt: skip
     assert all(row["host"]["us"] > 0 for row in report["rows"])
     assert ("device" in report["rows"][0]) == torch.cuda.is_available()

@@ -60,6 +60,26 @@ def test_sizes() -> None:
         runner(RoutedTokens(tokens, ids, torch.ones(3, 2)), layer.w1.flatten(1, 2), layer.w2, most_tokens=2)
 
 
+def test_wrong_tensors_are_refused_after_right_ones_and_again() -> None:
+    group = make_group(CONFIG, max_tokens=64)
+    runner, (w1, w2) = DataParallelDecode(CONFIG, group), MoE(CONFIG, group).expert_weights()
+    right = torch.randn(3, 32), torch.zeros(3, 2, dtype=torch.int32), torch.ones(3, 2)
+    strided, wide = w2.transpose(1, 2).contiguous().transpose(1, 2), (right[0], right[1].repeat(1, 17), right[2])
+    short, longs = (right[0][:2], *right[1:]), (right[0], right[1].short(), right[2])
+    for routed, weights, message in (
+        (right, strided, "w2 of shape .* must be contiguous"), (wide, w2, "K=34 must be"), (short, w2, "T=2 of tokens"),
+        (longs, w2, "top_k_ids of dtype torch.int16"),
+        ((right[0].double(), *right[1:]), w2, "the weights' torch.float32"),
+    ):  # fmt: skip
+        runner(RoutedTokens(*right), w1.flatten(1, 2), w2)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=message):
+                runner(RoutedTokens(*routed), w1.flatten(1, 2), weights)
+    assert runner.decode_on_ranks is not None
+    with pytest.raises(ValueError, match="requires_grad=True must be left out in warp decode"):
+        runner.decode_on_ranks(right[0].requires_grad_(), *right[1:], runner.held(w1.flatten(1, 2), w2, None))
+
+
 def test_experts_that_drop_rows_do_not_decode() -> None:
     config = replace(CONFIG, capacity_factor=0.5)
     group = make_group(config, max_tokens=16)
