@@ -126,10 +126,10 @@ def _end_after(exits: Mapping[int, int], ranks: Ranks, store: dist.Store, killed
 
 
 def _stop(ranks: Ranks, heard: Sequence[int], store: dist.Store, killed_before: int) -> int:
-    """Hand a signal on; after SIGTERM or Ctrl-C ranks that train save, until a second signal or a failure."""
+    """Hand a signal on; ranks that train save, until a second signal or a failure, but for SIGQUIT."""
     number, asked = heard[0], signal.SIGTERM
-    if number in (signal.SIGINT, signal.SIGTERM):
-        # Ranks get SIGTERM for Ctrl-C, too: an interpreter that still imports would answer SIGINT with a traceback.
+    if number != signal.SIGQUIT:
+        # Ranks always get SIGTERM: an interpreter that still imports would answer SIGINT with a traceback.
         _send(asked, *ranks)
         if number == signal.SIGINT:
             say("stopping: a rank that trains saves a checkpoint first, a second Ctrl-C ends it at once")

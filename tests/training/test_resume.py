@@ -401,8 +401,15 @@ def go_on(rank, world_size, words):
         return train(job_of_command(compose(words), world_size), Rank(rank, world_size)), said.getvalue()
 
 
-@pytest.mark.parametrize("whom", ["the launcher", slow("rank 1")])
-def test_the_command_saves_when_it_is_told_to_stop(whom, tmp_path):
+@pytest.mark.parametrize(
+    ("whom", "number", "status"),
+    [
+        ("the launcher", signal.SIGHUP, 129),
+        slow("the launcher", signal.SIGTERM, 143),
+        slow("rank 1", signal.SIGTERM, 143),
+    ],
+)
+def test_the_command_saves_when_it_is_told_to_stop(whom, number, status, tmp_path):
     out, steps = tmp_path / "run", ["train.steps=100000", "train.eval_every=0"]
     job = start(*training(tmp_path, *steps, "parallel=ep2"), program=PROGRAM)
     try:
@@ -410,11 +417,11 @@ def test_the_command_saves_when_it_is_told_to_stop(whom, tmp_path):
             assert job.poll() is None, job.communicate()
             time.sleep(0.02)
         ranks = processes_of(job)
-        os.kill(ranks[1] if whom == "rank 1" else job.pid, signal.SIGTERM)
+        os.kill(ranks[1] if whom == "rank 1" else job.pid, number)
         printed, errors = job.communicate(timeout=TIMEOUT_S)
     finally:
         job.kill()
-    assert job.returncode == 143, errors
+    assert job.returncode == status, errors
     *_, words, last = printed.splitlines()
     result = json.loads(last)
     assert result["stopped"] == "SIGTERM"
