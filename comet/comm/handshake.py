@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from comet.config import require
+from comet.errors import UnavailableError
 
+Made = TypeVar("Made")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -49,6 +51,19 @@ def gather(group: ProcessGroup | None, value: Any) -> list[Any]:
     values: list[Any] = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def together(group: ProcessGroup, attempt: Callable[[], Made]) -> Made:
+    """Return ``attempt()``, or raise the first refusal of any rank on all of them (collective)."""
+    made, refused = [], None
+    try:
+        made.append(attempt())
+    except (ValueError, UnavailableError) as error:
+        refused = error
+    for rank, other in enumerate(gather(group, refused)):
+        if other is not None:
+            raise refused or type(other)(f"rank {rank}: {other}")
+    return made[0]
 
 
 def largest(values: Sequence[float], device: torch.device, group: ProcessGroup | None) -> list[float]:

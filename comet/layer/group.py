@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self
 
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from comet.comm import Backend, make_communicator
 from comet.comm.base import Communicator
-from comet.comm.handshake import check_equal, gather, nodes_of, set_deadline, this_rank
+from comet.comm.handshake import check_equal, gather, nodes_of, set_deadline, this_rank, together
 from comet.config import DIM_MULTIPLE, MoEConfig, ParallelConfig, require
 from comet.errors import UnavailableError
 from comet.layer.sharding import forget_meshes, make_mesh
@@ -312,14 +313,16 @@ def _linked(group: ExpertGroup, backend: Backend, opened: ExitStack) -> ExpertGr
     if group.nodes is None:
         raise UnavailableError(f"backend={backend!r} between nodes cannot be used: {group.nodes_obstacle}")
     from comet.comm.link import MappedLink, NvshmemLink
+    from comet.comm.nvshmem import import_nvshmem
 
-    nodes, device = group.nodes, group.device
-    assert group.process_group is not None, "several nodes have several ranks"
+    nodes, ranks = group.nodes, group.process_group
+    assert ranks is not None, "several nodes have several ranks"
     if backend == "nvshmem":
         require(group.cuda_kernels, "backend='nvshmem' between nodes needs the kernels in CUDA C++ on all ranks")
-        link: Link = NvshmemLink(group.process_group, nodes.peers, device)
+        together(ranks, import_nvshmem)
+        link: Link = NvshmemLink(ranks, nodes.peers, group.device)
     else:
-        link = MappedLink(backend, nodes.rails, device, group.comm.timeout_s)
+        link = MappedLink(backend, nodes.rails, group.device, group.comm.timeout_s)
     opened.callback(link.close, all_left=False)
     return with_legs(replace(group, nodes=replace(nodes, link=link)))
 
@@ -330,7 +333,10 @@ def with_legs(group: ExpertGroup) -> ExpertGroup:
         return group
     from comet.layer.rails.network import make_legs  # needs Triton
 
-    return replace(group, nodes=replace(group.nodes, legs=make_legs(group.nodes.link, group.workspace, group.nodes)))
+    assert group.process_group is not None, "several nodes have several ranks"
+    # Rail peers agree on what fits; ranks of other rails may have more room.
+    legs = together(group.process_group, partial(make_legs, group.nodes.link, group.workspace, group.nodes))
+    return replace(group, nodes=replace(group.nodes, legs=legs))
 
 
 def _join(moe: MoEConfig, parallel: ParallelConfig, device_type: str, timeout_s: float) -> _Ranks:

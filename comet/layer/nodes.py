@@ -140,8 +140,8 @@ class NodesPath:
             with self.group.comm.step(what, collectives=self.rails.collectives):
                 yield
         except BaseException as error:
-            if board.is_final:
-                self.nodes.inner.comm.board.note(what, error, is_final=True)
+            if board.word[0]:
+                self.nodes.inner.comm.board.note(what, error, is_final=board.is_final)
             raise
 
     @contextmanager
@@ -151,8 +151,8 @@ class NodesPath:
             with step:
                 yield
         except (CommTimeoutError, StepFailedError) as error:
-            where = f"inside node {self.nodes.node}, whose ranks count from 0"
-            raise dist.DistBackendError(f"{where}: {error}") from error
+            kind = dist.DistBackendError if self.rails.collectives else StepFailedError
+            raise kind(f"inside node {self.nodes.node}, whose ranks count from 0: {error}") from error
 
     def forward(
         self, routed: RoutedTokens, w1: Tensor | FP8, w2: Tensor | FP8, biases: Biases | None, *, trains: bool

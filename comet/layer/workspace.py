@@ -52,9 +52,9 @@ if TYPE_CHECKING:
 ROWS_NEEDED = 7  # the entry of ``fault`` that says how many rows a plan had no room for
 PLACES = ("barrier", "exchange of top-k ids", "layer 0 dispatch", "layer 1 panel", "layer 1 combine")
 CALL = len(PLACES)  # the place of no wait, where calls of ranks were compared
-# Places of waits for rail peers, and where the calls were compared whose backward passes begin on two nodes.
+# Places of waits for rail peers, where passes of two nodes were compared, and, inside a node, of a failure outside.
 NETWORK_PLACES = {6: "guests from its node", 7: "sums from its node"}
-OTHER_BACKWARD = 8
+OTHER_CALL, ELSEWHERE = 8, 9
 
 # Places at which a pass opens an epoch: the flags that another rank raises if it opened the other kind of pass.
 OTHERWISE = {0: ("ids_flags", "forward"), 1: ("barrier_flags", "backward")}
@@ -238,7 +238,7 @@ class Workspace:
             self._check_inner(self.inner)
         rows_needed = int(self.fault[ROWS_NEEDED])
         if late := self.timeout():
-            was_called = int(self.fault[1]) == CALL
+            was_called = int(self.fault[1]) in (CALL, OTHER_CALL)
             error = StepFailedError(f"{late}; {RESTART}") if was_called else self.comm.board.explained(late)
             self.comm.board.note("last step", error)
             raise error
@@ -274,16 +274,17 @@ class Workspace:
     def timeout(self) -> str:
         """Return which rank waited in vain, or called another layer, as kernels here recorded it; empty if none."""
         aborted, place, peer, index, expected, seen, _, _ = self.fault.tolist()
-        if not aborted:
+        if not aborted or place == ELSEWHERE:
             return ""
+        if place == OTHER_CALL:
+            theirs, node = divmod(peer, len(self.rail_peers))
+            return other_call(self.comm.rank, index, self.rail_peers[node], theirs, expected, seen)
         peer = self.rail_peers[peer] if self.rail_peers else peer
         if place == CALL and index:  # in a backward pass
             theirs = int(self.calls.local[(int(self.epoch) + 1) & 1, peer])
             return other_call(self.comm.rank, index, peer, theirs, expected, seen)
         if place == CALL:
             return other_call(self.comm.rank, expected, peer, seen)
-        if place == OTHER_BACKWARD:
-            return other_call(self.comm.rank, index, peer, index, expected, seen)
         where = f"{NETWORK_PLACES.get(place) or PLACES[place]}, chunk {index}"
         text = waited(self.comm.rank, peer, where, self.comm.timeout_s, expected, seen)
         return self.explained(text, place, peer, expected)

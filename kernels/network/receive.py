@@ -5,14 +5,17 @@ import triton.language as tl
 from torch import Tensor
 
 from ..runtime.arguments import power_of_2
-from ..runtime.primitives import MOST_THREADS, PLACE_CALL, any_of, record_fault, wait_flag
+from ..runtime.primitives import MOST_THREADS, any_of, record_fault, wait_flag
 from .legs import Leg, LegShape
 
 # Places of these waits in the record of faults; comet.layer.workspace turns them into words.
 PLACE_GUESTS = tl.constexpr(6)
 PLACE_SUMS = tl.constexpr(7)
-# No wait: backward passes of different calls began. The index is the layer's call; expected and seen are numbers.
-PLACE_OTHER_BACKWARD = tl.constexpr(8)
+# No wait: the peer began another pass. The record's peer is its node plus N times its call; the index is this rank's
+# call; expected and seen are the numbers of the calls whose backward passes began, or 0.
+PLACE_OTHER_CALL = tl.constexpr(8)
+# No wait: of the record inside the node, where the one of all nodes says what failed.
+PLACE_ELSEWHERE = tl.constexpr(9)
 ADD_ROWS, ADD_COLS = 16, 512  # rows and columns that a block adds up
 
 
@@ -23,7 +26,8 @@ def receive_kernel(
 ):  # fmt: skip
     """One program waits for the words and one chunk of a slot; out of ids it makes -1 of what did not arrive.
 
-    ``ids_ptr`` is ``None`` where no routing is unpacked.
+    Where anything did not, or came from another pass, this rank sends nothing more inside its node either: sums and
+    weight gradients of the other ranks would lack these guests. ``ids_ptr`` is ``None`` where no routing is unpacked.
     """
     chunk, slot = first_chunk + tl.program_id(0), first_slot + tl.program_id(1)
     CHUNKS: tl.constexpr = LEG.num_chunks
@@ -34,22 +38,23 @@ def receive_kernel(
     words = leg.words + slot * LEG.slot_words
     threads = tl.arange(0, MOST_THREADS)
     late = wait_flag(flags, epoch, leg.fault, timeout_ns, PLACE, source, 0, LEG.interpret)
-    is_late = any_of(late != 0, threads)
-    count = tl.where(is_late == 0, tl.load(words, volatile=True), 0)
+    is_missing = any_of(late != 0, threads)
+    other, its_number = tl.load(words + 1, volatile=True), tl.load(words + 2, volatile=True)
+    number = tl.load(number_ptr)
+    if (is_missing == 0) & ((other != call) | (its_number != number)):
+        peer = source + LEG.num_nodes * other
+        record_fault(leg.fault, PLACE_OTHER_CALL, peer, call, number, its_number, LEG.interpret)
+        is_missing += 1
+    count = tl.where(is_missing == 0, tl.load(words, volatile=True), 0)
     first = chunk * LEG.chunk
-    if (is_late == 0) & (chunk == 0):
-        other, its_number = tl.load(words + 1, volatile=True), tl.load(words + 2, volatile=True)
-        number = tl.load(number_ptr)
-        if other != call:
-            record_fault(leg.fault, PLACE_CALL, source, 0, call, other, LEG.interpret)
-        if (other == call) & (its_number != number):
-            record_fault(leg.fault, PLACE_OTHER_BACKWARD, source, call, number, its_number, LEG.interpret)
     if first < count:
         late = wait_flag(
             flags + 2 * (1 + chunk), epoch, leg.fault, timeout_ns, PLACE, source, 1 + chunk, LEG.interpret
         )  # fmt: skip
-        is_late = any_of(late != 0, threads)
-        count = tl.where(is_late == 0, count, 0)
+        is_missing = any_of(late != 0, threads)
+        count = tl.where(is_missing == 0, count, 0)
+    if is_missing != 0:
+        record_fault(leg.inner_fault, PLACE_ELSEWHERE, source, chunk, epoch, 0, LEG.interpret)
     if chunk == 0:
         tl.store(counts_ptr + slot, count)
     if ids_ptr is not None:

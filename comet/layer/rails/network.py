@@ -36,6 +36,7 @@ from comet.kernels.network.listing import list_tokens
 from comet.kernels.network.put import put
 from comet.kernels.network.put_cuda import put_cuda
 from comet.kernels.network.receive import add_nodes, receive
+from comet.kernels.runtime.arguments import aligned
 from comet.kernels.runtime.limits import CHUNK_ROWS, LEG_HEADER
 from comet.kernels.runtime.nvrtc import is_available
 from comet.layer.group import ExpertGroup, NodeGroup
@@ -110,6 +111,8 @@ class DeviceRails(Rails):
         self.rows_of_part = [torch.arange(self.max_tokens, **ints) - CHUNK_ROWS * chunks.start for chunks in self.parts]
         self.no_words = torch.zeros(self.max_tokens, 0, **ints)
         self.no_number = torch.zeros(1, **ints)
+        # Puts of this pass. The list keeps their memory until the streams have joined; a failed pass, until the next.
+        self.sending: list[tuple[Callable[[], None], object]] = []
 
     def depart(self, routed: RoutedTokens, *, trains: bool) -> DeviceTrip:
         """List own tokens that travel, and send them on a stream of their own."""
@@ -144,7 +147,7 @@ class DeviceTrip(Trip):
         self._came = torch.empty_like(lists.counts)  # how many guests came through each slot
         self._home = torch.empty_like(lists.counts)
         self._gradients: list[Tensor] = []  # gradients of the routing weights of a slot, part by part
-        self._sending: list[tuple[Callable[[], None], object]] = []  # what is sent lives until the streams have joined
+        rails.sending = []
 
     @property
     def kept(self) -> tuple[Tensor, ...]:
@@ -157,8 +160,8 @@ class DeviceTrip(Trip):
         self._put(rails.legs.out, rows, lists.tokens, words, lists.counts, Sent(rails.slots, rails.all_chunks, True))
 
     def _put(self, leg: Leg, rows: Tensor, tokens: Tensor, words: Tensor, counts: Tensor, sent: Sent) -> None:
-        given = (leg, rows, tokens, words, counts, self._number, self._call, sent)
-        self._sending.append((self._rails.stream.start(lambda: self._rails.put(*given)), given))
+        given = (leg, aligned(rows), tokens, words, counts, self._number, self._call, sent)
+        self._rails.sending.append((self._rails.stream.start(lambda: self._rails.put(*given)), given))
 
     def guests(self, at: Stop) -> RoutedTokens:
         """Rows in the pool, as many as a part may have; ids of those that did not come are -1."""
@@ -191,6 +194,9 @@ class DeviceTrip(Trip):
     def arrive(self, *own: Tensor) -> tuple[Tensor, ...]:
         """Wait for all slots, add up, and end the pass."""
         rails, home = self._rails, self._rails.legs.home
+        for join, _ in rails.sending:  # before the waits, whose blocks could fill the GPU that still has to send
+            join()
+        rails.sending = []
         receive(home, self._home, self._number, self._call, rails.slots, rails.all_chunks)
         added = [add_nodes(own[0], home.rows, self._lists.places, home.shape, home.node)]
         if len(own) == 2:
@@ -198,8 +204,6 @@ class DeviceTrip(Trip):
             words = home.words[:, LEG_HEADER : LEG_HEADER + rails.max_tokens * top_k].view(torch.float32)
             returned = words.unflatten(1, (rails.max_tokens, top_k))
             added.append(add_nodes(own[1], returned, self._lists.places, home.shape, home.node))
-        for join, _ in self._sending:
-            join()
         home.epoch.add_(1)
         rails.group.comm.in_flight = False
         return tuple(added)
