@@ -268,7 +268,8 @@ def test_ctrl_c_at_any_time_shows_no_traceback(seconds, tmp_path):
     time.sleep(seconds)
     os.killpg(job.pid, signal.SIGINT)
     _, err = job.communicate(timeout=TIMEOUT_S)
-    assert (job.returncode, "Traceback" in err) == (130, False), err
+    ended = job.returncode in (130, -signal.SIGINT)  # On a busy machine the interpreter may not have begun yet.
+    assert (ended, "Traceback" in err) == (True, False), err
 
 
 @pytest.mark.slow
