@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import fields
+from typing import get_args
 
 import support  # noqa: F401 - puts the helpers on the import path
 from gpus import ON_GPUS
@@ -22,6 +23,8 @@ from ranks import run_ranks
 from stress_cases import Stress, sizes_of
 from stress_ranks import CASE_S, Outcome, run_batch
 from tqdm import tqdm
+
+from comet.utils.choices import Backend
 
 Batch = Callable[..., Outcome]
 
@@ -38,6 +41,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--world-size", type=int, default=2, help="ranks (default: %(default)s)")
     parser.add_argument("--nodes", type=int, default=1, help="nodes that the ranks are divided into")
+    parser.add_argument(
+        "--backend", default="auto", choices=get_args(Backend), help="memory; over nodes kernels send tokens through it"
+    )
     parser.add_argument("--path", default="fused", choices=("fused", "twin"))
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--family", type=int, help=f"cases for which kernels are compiled once ({FAMILY_HELP})")

@@ -2,10 +2,12 @@
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,9 +17,12 @@ from training_cases import Rank, make_job
 
 import comet.comm.collective
 import comet.comm.handshake
+import comet.comm.nvshmem
+import comet.layer.group
 from comet.comm import Communicator, make_communicator
 from comet.comm.collective import CollectiveCommunicator
 from comet.comm.handshake import Host
+from comet.comm.link import MappedLink
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.decode import DataParallelDecode, RankDecode, ReplicatedRunner
 from comet.errors import CommTimeoutError, StepFailedError, UnavailableError
@@ -133,6 +138,46 @@ def test_hosts_are_nodes_where_none_are_declared(rank: int, world_size: int) -> 
     with make_communicator("auto", group, "cpu") as comm:
         said = "a group of 4 ranks spans several: ranks 0 to 2 on host-0, rank 3 on host-1"
         assert comm.memory_obstacle == said
+
+
+def hosts_of(size: int, rank: int) -> Callable[[], Host]:
+    return lambda: Host(f"host-{rank // size}", f"boot-{rank // size}")
+
+
+def lack(reason: str) -> NoReturn:
+    raise (UnavailableError if "nvshmem4py" in reason else ValueError)(reason)
+
+
+@in_ranks(4)
+def test_what_kernels_between_nodes_lack_is_said_on_all_ranks(rank: int, world_size: int) -> None:
+    """Some ranks say what they lack. The others say which rank lacks it."""
+    refused = [
+        (3, "cpu_shm", ValueError, "node_size=3 must be a multiple or a divisor of ep x tp = 4"),
+        (2, "mapped", ValueError, "backend='mapped' must be one of"),
+        (2, "symm_mem", ValueError, "device=cpu must be 'cuda' for backend='symm_mem'"),
+        (2, "nvshmem", ValueError, r"backend='nvshmem' between nodes needs the kernels in CUDA C\+\+ on all ranks"),
+    ]
+    for node_size, backend, kind, message in refused:
+        with pytest.raises(kind, match=f"^{message}"):
+            open_group(node_size, backend=backend)
+    unequal = "backend='cpu_shm' between nodes cannot be used: nodes must have equally many ranks, consecutive ones"
+    apart = f"backend='cpu_shm' needs all ranks of a group on one node, but there are rank {rank % 2} on host-0, rank"
+    for size, message in ((3, unequal), (2, apart)):
+        hosts = patch.object(comet.comm.handshake, "this_host", hosts_of(size, rank))
+        with hosts, pytest.raises(UnavailableError, match=f"^{message}"):
+            open_group(2, backend="cpu_shm")
+    where = "" if rank in (1, 3) else "rank 1: "
+    room = patch.object(MappedLink, "_alloc", lambda *_: lack("num_bytes=9 must fit")) if rank % 2 else nullcontext()
+    with room, pytest.raises(ValueError, match=f"^{where}num_bytes=9 must fit$"):
+        open_group(2, backend="cpu_shm")
+    package = patch.object(comet.comm.nvshmem, "import_nvshmem", lambda: lack("no nvshmem4py") if rank == 3 else None)
+    compilers = patch.object(comet.layer.group, "why_no_cuda", lambda device: "")
+    with package, compilers, pytest.raises(UnavailableError, match=r"^(rank 3: )?no nvshmem4py$"):
+        open_group(2, backend="nvshmem")
+    group = open_group(2, backend="cpu_shm")
+    assert group.nodes is not None
+    assert group.nodes.legs is not None
+    group.close()
 
 
 @in_ranks(4)

@@ -20,6 +20,7 @@ import torch
 from layer_cases import LayerCase
 
 from comet.quantization.formats import FP8_BLOCK
+from comet.utils.choices import Backend
 
 LAYERS = 2
 ROUTINGS = ("uniform", "zipf", "hot", "masked", "one", "first_half", "none")
@@ -111,6 +112,7 @@ class Stress:
     device: str
     family: int  # cases of one
     nodes: int = 1  # nodes of equally many ranks; layers over several have no block FP8 and drop no rows
+    backend: Backend = "auto"  # of the group's memory
     timeout_s: float = 30.0  # of every wait between ranks
     until: float = math.inf  # after this time (seconds since 1970) no case begins
 
@@ -143,6 +145,7 @@ class Stress:
             dtype=dice.choice(sizes.dtypes),
             max_tokens=dice.choice(sizes.max_tokens),
             node_size=None if self.nodes == 1 else self.node_size,
+            backend=self.backend,
         )
 
     def layer_case(self, family: int, layer: int) -> StressCase:
@@ -193,7 +196,7 @@ class Stress:
         return (
             f"python tests/stress.py --seed {self.seed} --first {first} --cases {index + 1 - first} "
             f"--family {self.family} --world-size {self.world_size} --nodes {self.nodes} --path {self.path} "
-            f"--device {self.device}"
+            f"--device {self.device}{'' if self.backend == 'auto' else f' --backend {self.backend}'}"
         )
 
 

@@ -16,6 +16,7 @@ from stress_cases import LAYERS, Stress, StressCase
 from torch import Tensor
 
 import comet.layer.nodes
+import comet.layer.rails.network
 from comet.kernels.runtime.limits import CHUNK_ROWS
 from comet.layer.group import ExpertGroup
 from comet.layer.paths import make_path
@@ -55,7 +56,9 @@ def run_batch(rank: int, world_size: int, stress: Stress, indices: range) -> Out
     Wrong numbers are returned; whatever else goes wrong ends the rank.
     """
     device = torch.device(stress.device)
-    comet.layer.nodes.SPLIT_TOKENS = 2 * CHUNK_ROWS  # so that some pools are split
+    comet.layer.nodes.SPLIT_TOKENS = comet.layer.rails.network.SPLIT_TOKENS = (
+        2 * CHUNK_ROWS
+    )  # so that some pools are split
     torch.use_deterministic_algorithms(device.type == "cpu")
     outcome = Outcome([], indices.stop)
     for number, members in groupby(indices, key=stress.family_of):
