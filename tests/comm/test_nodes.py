@@ -107,9 +107,6 @@ def test_auto_runs_inside_nodes_and_what_needs_memory_of_all_ranks_is_refused_by
         "^FusedPrepareFinalize needs symmetric memory": partial(FusedPrepareFinalize, CONFIG, group),
         "^symmetric memory needs symmetric memory": partial(group.comm.alloc, 64),
         f"^recording needs symmetric memory, but {NODES}": lambda: record(group).__enter__(),
-        "^backend='cpu_shm' needs all ranks of a group on one node, but there are ranks 0 to 1 on": partial(
-            open_group, 2, backend="cpu_shm"
-        ),
     }
     for message, attempt in refused.items():
         with pytest.raises(UnavailableError, match=message):
