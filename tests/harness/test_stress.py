@@ -36,8 +36,11 @@ def test_random_cases_agree_with_the_reference(path: str, cases: int, capsys: py
     assert (status, summary["mismatches"], summary["failed_cases"]) == (0, 0, [])
 
 
-def test_random_cases_over_nodes_agree_with_the_reference(capsys: pytest.CaptureFixture[str]) -> None:
-    status = stress.main(["--path", "twin", "--seed", "7", "--world-size", "4", "--nodes", "2", "--cases", "8"])
+@pytest.mark.parametrize(
+    "options", ["--path twin --world-size 4 --cases 8", "--path fused --world-size 2 --cases 4 --backend cpu_shm"]
+)
+def test_random_cases_over_nodes_agree_with_the_reference(options: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status = stress.main(["--seed", "7", "--nodes", "2", *options.split()])
     assert (status, last_line(capsys)["mismatches"]) == (0, 0)
 
 

@@ -17,7 +17,8 @@ Why nothing is overwritten that a rank still reads: a rank ends a pass only when
 peer sends sums of a slot when it has used the guests of that slot. So when this rank sends guests of the next pass, the
 peer is done with those of this one, and the puts of this one have left their staging memory. Sums of the next pass are
 sent by a peer after the guests of the next pass came from here, and these are sent when this rank has added up the sums
-of this pass.
+of this pass. A rank whose pass failed sends nothing more, to rail peers or inside its node. A restart zeroes flags and
+epoch of both legs when all ranks have met, and no rank sends before all have met again.
 """
 
 from __future__ import annotations
