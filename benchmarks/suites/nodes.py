@@ -1,4 +1,10 @@
-"""Expected times of layers over nodes: a model of runs and link, not a measurement."""
+"""Expected times of layers over nodes: a model of runs and link, not a measurement.
+
+    python benchmarks/bench.py nodes --nodes 2,4 --network-gbs 25
+
+One row for each layer and number of nodes whose ranks share its experts: milliseconds of a forward pass, of its GEMMs
+and of both links alone, which of these is longest, and how many times as long the layer takes.
+"""
 
 from __future__ import annotations
 

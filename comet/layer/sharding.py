@@ -22,7 +22,7 @@ from comet.comm.collectives import wants_grad
 from comet.config import ParallelConfig, require
 from comet.utils.derivatives import first_only
 
-GradReduce = Callable[[Tensor], Tensor]  # of what this rank holds of a gradient
+GradReduce = Callable[[Tensor], Tensor]  # takes this rank's part of a gradient, and returns the sum
 
 PLACEMENTS: dict[str, Placement] = {"ep": Shard(0), "tp": Shard(2)}
 
@@ -90,12 +90,12 @@ def check_own_part(name: str, given: object, own: Tensor) -> None:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a ``DTensor``, of which autograd knows nothing; any other tensor itself."""
+    """Return this rank's part of a ``DTensor``, which autograd does not see; any other tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often torch has seen it written to; never, where it was made in inference mode, when nobody counts."""
+    """Return how often torch counted a write to a tensor; 0 for one of inference mode, where torch does not count."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -172,7 +172,7 @@ class _LocalWeights(torch.autograd.Function):
     @first_only
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         for version, each in zip(ctx.versions, ctx.parameters, strict=True):
-            # Of the part, which the path saved as it was, torch counts nothing that is written to the DTensor.
+            # The path saved the part. Torch does not count what is written to the DTensor as a change of it.
             if version not in (None, version_of(each)):
                 raise RuntimeError(
                     f"expert weights of shape {tuple(each.shape)} were modified by an inplace operation between "

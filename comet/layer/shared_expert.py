@@ -1,4 +1,4 @@
-"""The shared expert: a dense gated MLP that every token goes through beside its routed experts."""
+"""The shared expert: a dense gated MLP that every token goes through, next to its routed experts."""
 
 from __future__ import annotations
 

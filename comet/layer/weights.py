@@ -1,4 +1,4 @@
-"""What every path asks of expert weights, which come with each call: their shapes, and a width that kernels take."""
+"""Checks of the expert weights that come with each call: their shapes, and a width that kernels take."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def match_fp8_weights(
     dtype: torch.dtype,
     **rules: Any,
 ) -> None:
-    """As ``match_weights``, of weights that can be taken as they are: by address, a scale of one rank only.
+    """Check weights in block FP8 as ``match_weights`` does; no scale may span two ranks.
 
     ``dtype`` is that of the biases.
     """

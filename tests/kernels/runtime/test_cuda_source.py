@@ -167,6 +167,7 @@ def test_not_without_a_gpu() -> None:
     assert not is_available(torch.device("cpu"))
 
 
+@needs_compiler
 def test_a_missing_compiler_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert nvrtc.what_is_missing() == ""
