@@ -174,7 +174,6 @@ class Communicator(ABC):
         self.awaits_collectives = False
         self.board = Board.alone()  # for notes of steps that failed
         self.stream_order = StreamOrder(device)  # lets steps on different streams wait for each other
-        self._asking = self.step("count of tokens")
         self._epochs: list[Tensor] = []
         self._made: dict[Hashable, Any] = {}
 
@@ -221,7 +220,7 @@ class Communicator(ABC):
             return count
         if self.board.num_ranks < self.world_size or is_capturing(self.device):
             return int(largest([count], self.device, self._group)[0])
-        with self._asking:
+        with self.step("count of tokens"):  # not kept: a step knows its communicator
             self.in_flight = True
             return self.board.largest(count, self.timeout_s)
 
