@@ -14,6 +14,7 @@ import errno
 import functools
 import os
 import re
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, make_dataclass
 from importlib.resources import files
@@ -241,7 +242,7 @@ def default_ranks(container: Mapping[str, Any], num_gpus: int) -> int:
 
 
 def require_inputs(container: Mapping[str, Any], reads: Sequence[str], dry_run: bool) -> None:
-    """Raise an error for files and folders to read that are missing on this machine, as the ranks would later."""
+    """Raise the error that ranks would raise later for missing inputs, or an output folder that cannot be written."""
     settings = {name: value for name, value in flat(container).items() if covers(reads, name)}
     for name, rule in INPUTS.items():
         path = settings.get(name)
@@ -249,6 +250,13 @@ def require_inputs(container: Mapping[str, Any], reads: Sequence[str], dry_run: 
             raise FileNotFoundError(errno.ENOENT, f"{name} must be {rule}", path)
     if "generate.source" in settings and not dry_run:
         find_source(settings["generate.source"])
+    if "output_dir" in settings and settings.get("modular.pair") != [] and not dry_run:
+        path = settings["output_dir"]
+        try:  # Permissions alone do not tell, as in /proc: a folder is made and removed.
+            there = next(each for each in (Path(path), *Path(path).absolute().parents) if each.exists())
+            tempfile.TemporaryDirectory(dir=there).cleanup()
+        except OSError as error:
+            raise OSError(error.errno, f"output_dir must be a folder to write in ({error.strerror})", path) from error
 
 
 def _require_gpus(num_gpus: int, needed: int, what: str) -> None:
@@ -408,7 +416,7 @@ class Settings:
             content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader) or {}
         except OSError as error:
             raise ValueError(f"--config={path} must be a file that can be read: {error.strerror}") from error
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+        except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"--config={path} must be a YAML file: {error}") from error
         require(isinstance(content, dict), f"--config={path} must hold settings, name: value, not {content!r:.40}")
         chosen = {name: content.pop(name) for name in config_groups() if isinstance(content.get(name), str)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import resource
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 
 import torch
 
@@ -75,14 +74,17 @@ def generate_bytes(job: JobConfig, num_ranks: int, device: torch.device) -> int:
 def of_largest(
     problems_in: Callable[[JobConfig, torch.device], Iterable[Problem]],
 ) -> Callable[[JobConfig, int, torch.device], int]:
-    """Count the bytes of one rank for the largest problem; 0 on a GPU, where one that does not fit fails alone."""
+    """Count the bytes of one rank for the largest problem; 0 on a GPU, where one that needs more fails alone."""
 
     def count(job: JobConfig, num_ranks: int, device: torch.device) -> int:
-        found = [0]
-        for problem in problems_in(job, device) if device.type == "cpu" else ():
-            with suppress(ValueError):  # The task itself says why a problem cannot run.
+        found, reason = [], ""
+        for problem in problems_in(job, device):
+            try:
                 found.append(sum(layer_bytes(problem, num_ranks)))
-        return max(found)
+            except ValueError as error:  # The task itself says why one of several problems cannot run.
+                reason = str(error)
+        require(bool(found), f"no layer fits: {reason}; give other ranks (nproc), parallel.ep or sweep.layouts")
+        return max(found) if device.type == "cpu" else 0
 
     return count
 

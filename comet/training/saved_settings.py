@@ -25,7 +25,14 @@ FREE = (
 
 
 class UniqueLoader(yaml.SafeLoader):
-    """YAML in which no mapping has a key twice, of which PyYAML would keep the last."""
+    """YAML without keys that a mapping has twice and without aliases inside themselves, which PyYAML would take."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """A whole object; raises ``yaml.YAMLError`` where levels are too many or an alias stands in itself."""
+        if node in self.recursive_objects or len(self.recursive_objects) > 20:
+            rule = "must not be nested 20 deep, nor be an alias inside of what it names"
+            raise yaml.constructor.ConstructorError(problem=f"line {node.start_mark.line + 1} {rule}")
+        return super().construct_object(node, deep=True)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """A mapping; raises ``yaml.YAMLError`` where a key is there twice."""
@@ -68,7 +75,7 @@ def read_settings(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         tree = yaml.load(path.read_bytes(), UniqueLoader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"{path} must hold the settings of a run: {error}") from error
     require(isinstance(tree, dict), f"{path} must hold the settings of a run")
     overlap = tree.get("overlap") or {}

@@ -235,6 +235,13 @@ def test_only_tasks_that_resume_take_the_settings_of_the_run_and_none_those_of_a
         ("model: foo", "model='foo' must be one of deepseek_v3, "),
         ("model: {moe: {top: 3}}", "model.moe.top is no setting; did you mean model.moe.top_k?"),
         ("a: [", " must be a YAML file: "),
+        (
+            "a: &x [*x]",
+            " must be a YAML file: line 1 must not be nested 20 deep, nor be an alias inside of what it names",
+        ),
+        ("train:\n  lr: &x\n    b: {c: *x}", " must be a YAML file: line 2 must not be nested 20 deep"),
+        ("a: " + 200 * "[" + 200 * "]", " must be a YAML file: line 1 must not be nested 20 deep"),
+        (3000 * "[", " must be a YAML file: maximum recursion depth exceeded"),
         ("- 1", " must hold settings, name: value, not [1]"),
         ("generate: {prompts: a}", "generate.prompts: "),
         ("defaults: [x]", "defaults is no setting"),

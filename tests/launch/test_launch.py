@@ -79,6 +79,8 @@ TASK_NAMES = "must be one of train, generate, tune, sweep, modular, compile"
     (["trian"], f"task='trian' {TASK_NAMES}; did you mean train?"),
     (["explain", "tune.tokens=[8]"], "task='explain' is no longer a task: comet train says"),
     (["train", "output_dir=\udcff"], r"the argument b'output_dir=\xff' must be text in UTF-8"),
+    (["train", "output_dir=/proc/x"], "output_dir must be a folder to write in (No such file or directory): '/proc/x'"),
+    (["sweep", "output_dir=/dev/null/x/y"], "output_dir must be a folder to write in (Not a directory): "),
     (["compile", "--filter", "a\udcc3"], r"the argument b'a\xc3' must be text in UTF-8"),
     (["train", "--fast"], "unrecognized arguments: --fast"),
     (["generate", "train.dtype=float32", "nproc=1"], "train.dtype must be left out: the task reads no settings but"),

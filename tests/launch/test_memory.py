@@ -46,6 +46,19 @@ def test_a_job_that_cannot_fit_is_refused_before_a_rank_starts(words, remedy, ca
     assert told.endswith(", or start fewer ranks (nproc); --dry-run prints what takes the memory\n")
 
 
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["sweep.layouts=[[3,1]]"], "num_experts=8 must be divisible by ep=3"),
+        (["sweep.layouts=[[4,1],[8,1]]"], "world_size=2 must be divisible by ep x tp = 8 x 1 = 8"),
+    ],
+)
+def test_a_sweep_of_which_no_layer_fits_starts_no_rank(words, reason, capfd, monkeypatch):
+    monkeypatch.setattr(local, "run_local_ranks", lambda *_: pytest.fail("ranks were started"))
+    ways = "give other ranks (nproc), parallel.ep or sweep.layouts"
+    assert refusal(capfd, "sweep", *words) == f"no layer fits: {reason}; {ways}\n"
+
+
 def test_needs_of_a_host_are_those_of_its_ranks_and_of_a_gpu_those_of_one(monkeypatch):
     job, cpu, gpu = make_job(compose(["parallel=ep2"]), 4), torch.device("cpu"), torch.device("cuda", 0)
     one = train_bytes(job, 4, cpu) + LIBRARY_BYTES
