@@ -274,6 +274,30 @@ def test_ctrl_c_at_any_time_shows_no_traceback(seconds, tmp_path):
     assert (ended, "Traceback" in err) == (True, False), err
 
 
+INTERRUPTED = """
+import os, signal, sys
+from comet.launch.__main__ import main
+class Finder:
+    def find_spec(self, name, *others):
+        if name == "comet.launch.cli":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+sys.argv[1:] = ["--version"]
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(("before", "status"), [("SIG_DFL", -signal.SIGINT), ("SIG_IGN", 0)])
+def test_ctrl_c_while_the_command_line_is_imported_shows_no_traceback(before, status):
+    """A shell starts what runs in the background with SIGINT ignored."""
+    start = (
+        f"import os, signal, sys; signal.signal(signal.SIGINT, signal.{before}); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    words = [sys.executable, "-c", start, sys.executable, "-c", INTERRUPTED]
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert (done.returncode, done.stderr) == (status, "")
+
+
 @pytest.mark.slow
 def test_two_agents_form_one_job_with_rank_0s_configuration(tmp_path):
     results = run_two_agents("report_context", f"output_dir={tmp_path}/${{now:%f}}")
