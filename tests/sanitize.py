@@ -40,12 +40,18 @@ from gemm_cases import check_biases, check_wgrad_cuda, make_rows
 from kinds import Kind, layer0_in, layer1_in
 from layer_cases import LayerCase
 from layer_ranks import run_case
+from leg_cases import COLUMNS, MOST, make_legs
 from router_kernel_cases import check_logits, check_measure, check_select, check_top_k
 
 from comet.decode import DecodeWeights, RankDecode, warp_decode_torch
 from comet.decode.local import run_kernels
 from comet.experts.cache import ExpertCache
 from comet.kernels.experts.prefetch import plan, travel
+from comet.kernels.network.legs import SendLists, Sent
+from comet.kernels.network.listing import list_tokens
+from comet.kernels.network.put import put
+from comet.kernels.network.put_cuda import put_cuda
+from comet.kernels.network.receive import add_nodes, receive
 from comet.kernels.runtime.activation import Activation
 from comet.layout import ExpertLayout
 
@@ -242,6 +248,32 @@ def run_rank_decodes(device: torch.device, dtype: torch.dtype) -> None:
         run_rank_decode(device, dtype, replicated=replicated)
 
 
+def run_network(device: torch.device, dtype: torch.dtype) -> None:
+    """Tokens of one node travel to another one in the same process, and twice each comes home."""
+    ints = dict(dtype=torch.int32, device=device)
+    x, ids = torch.randn(130, COLUMNS, device=device).to(dtype), torch.randint(-1, 4, (130, 2), **ints)
+    tokens, counts, number = torch.zeros(1, MOST, **ints), torch.zeros(1, **ints), torch.zeros(1, **ints)
+    words = torch.zeros(1, MOST, 4, **ints)
+    one, chunks = range(1), range(2)
+    for put_rows in (put, put_cuda) if device.type == "cuda" else (put,):
+        (out, there), (home, back) = (
+            make_legs(2, 2, is_home=is_home, dtype=dtype, device=device) for is_home in (False, True)
+        )
+        lists = SendLists(tokens, torch.zeros_like(tokens), counts, words)
+        list_tokens(ids, torch.rand(130, 2, device=device), lists, 0, 2, out.shape)
+        put_rows(out, x, lists.tokens, lists.words, lists.counts, number, 16, Sent(one, chunks, True))
+        routing = torch.empty(MOST, 2, **ints), torch.empty(MOST, 2, device=device)
+        receive(there, counts, number, 16, one, chunks, routing)
+        every, none = torch.arange(MOST, **ints), torch.zeros(MOST, 0, **ints)
+        put_rows(back, 2 * there.rows[0], every, none, counts, number, 16, Sent(one, chunks, True))
+        receive(home, torch.zeros_like(counts), number, 16, one, chunks)
+        travels = (ids >= 2).any(1)
+        assert int(counts) == int(travels.sum())
+        added = add_nodes(x, home.rows, lists.places, home.shape, 0)
+        torch.testing.assert_close(added, torch.where(travels[:, None], 3 * x, x), rtol=2e-2, atol=2e-2)
+        assert not any(leg.fault.any() for leg in (out, there, home, back))
+
+
 # Each with whether it needs a GPU.
 PARTS: dict[str, tuple[Callable[[torch.device, torch.dtype], None], bool]] = {
     "layers": (run_layers, False),
@@ -257,6 +289,7 @@ PARTS: dict[str, tuple[Callable[[torch.device, torch.dtype], None], bool]] = {
     "host_cores": (run_host_cores, False),
     "router": (lambda device, dtype: run_router(device), False),
     "rank_decode": (run_rank_decodes, False),
+    "network": (run_network, False),
 }
 
 

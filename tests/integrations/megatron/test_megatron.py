@@ -247,15 +247,15 @@ def test_refusals_name_field_value_and_rule(rank: int, world_size: int) -> None:
         (lambda: build(moe_router_topk=3), "top_k=3 of the layer must be at most the group's 2"),
         (lambda: build(hidden_size=48), "hidden_size=48 of the layer must be the group's 32"),
         (lambda: build(activation_func=quick_gelu), "activation_func_clamp_value=None must be above 0 for activation"),
-        (lambda: build(quant_recipe=RecipeConfig([], {})), "must be left out .*: experts train in the type of"),
-        (lambda: build(use_kitchen=True), "use_kitchen=True must be left out .*: experts train in the type of"),
+        (lambda: build(quant_recipe=RecipeConfig([], {})), "must be left out with Megatron's layers: experts train in"),
+        (lambda: build(use_kitchen=True), "use_kitchen=True must be left out with Megatron's layers: experts train in"),
         (
             lambda: build(batch_invariant_mode=True, attention_backend=AttnBackend.flash),
             "batch_invariant_mode=True mus",
         ),
         (lambda: layer(torch.zeros(50, BATCH, 32)), "num_tokens=150 must be at most max_tokens=128"),
         (lambda: layer.experts(torch.zeros(1, 32).half(), *routing), "dtype=torch.float16 of tokens must be the gro"),
-        (lambda: layer(tokens, intermediate_tensors=()), r"intermediate_tensors=\(\) must be left out"),
+        (lambda: layer(tokens, intermediate_tensors=()), "intermediate_tensors=() must be left out"),
         (lambda: with_comet(get_gpt_layer_local_spec(), group), "spec must have a layer whose mlp is Megatron's MoEL"),
         (
             lambda: layer.sharded_state_dict(metadata={"singleton_local_shards": True}),

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from leg_cases import COLUMNS, MOST, make_legs
 from ranks import in_ranks
 from torch import Tensor
 
@@ -12,25 +13,7 @@ from comet.kernels.network.put import put
 from comet.kernels.network.receive import add_nodes, receive
 from comet.kernels.runtime.limits import CHUNK_ROWS, LEG_HEADER
 
-MOST, COLUMNS, TIMEOUT_NS = 2 * CHUNK_ROWS, 16, 40_000_000  # 2,000 polls
 GUESTS, SUMS, OTHER_CALL, ELSEWHERE = 6, 7, 8, 9  # places of records
-
-
-def make_legs(num_nodes: int, top_k: int, *, is_home: bool, epoch: int = 0) -> list[Leg]:
-    """One leg of a rank in each node, all in this process."""
-    slots, ints = num_nodes - 1, dict(dtype=torch.int32)
-    words = [torch.full((slots, LEG_HEADER + MOST * 2 * top_k), -7, **ints) for _ in range(num_nodes)]
-    rows = [torch.full((slots, MOST, COLUMNS), torch.nan) for _ in range(num_nodes)]
-    flags = [torch.zeros(slots, 1 + MOST // CHUNK_ROWS, 2, **ints) for _ in range(num_nodes)]
-    targets = [torch.tensor([each.data_ptr() for each in of]) for of in (words, rows, flags)]
-    return [
-        Leg(
-            words=words[node], rows=rows[node], flags=flags[node], word_targets=targets[0], row_targets=targets[1],
-            flag_targets=targets[2], epoch=torch.tensor([epoch], **ints), fault=torch.zeros(8, dtype=torch.int64),
-            inner_fault=torch.zeros(8, dtype=torch.int64), node=node, is_home=is_home, timeout_ns=TIMEOUT_NS,
-        )
-        for node in range(num_nodes)
-    ]  # fmt: skip
 
 
 def draw_sends(num_tokens: int, num_nodes: int, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
