@@ -175,7 +175,7 @@ def test_a_folder_larger_than_both_budgets_is_never_held_twice(store, held, mixt
     experts, folder = 2 * 3 * 256**2 * (32 if is_fp8 else 16 * 4), (tmp_path / "model.safetensors").stat().st_size
     files = {"expert_store": "file", "host_budget": 0.25, "keep_fp8": is_fp8}
     settings = {"expert_budget": 0.25, **(files if store != "host" else {})}
-    room = folder + int(held * experts) + (8 if is_fp8 else 3) * MB  # all else takes 6.5 in FP8, a layer 6
+    room = folder + int(held * experts) + (10 if is_fp8 else 3) * MB  # all else takes 6.5 to 8 in FP8, a layer 6
     assert run_ranks(load_capped, 1, str(mixtral), str(tmp_path), room, settings) == [
         greedy(model, prompt(1, 3))[0].tolist()
     ]
