@@ -7,10 +7,11 @@ to the rail peer there, where it is a *guest*: that node's own layer takes it as
 experts there, and one partial sum travels home. The owner adds the partial sums of all nodes in the order of the nodes,
 so the bits do not depend on what arrives first. The backward pass takes the same two legs with gradients.
 
-What hides the network: the layer of a node runs once for a first part of the rank's own tokens, once for the guests of
-each other node, and once for the rest of its own tokens. Guests travel while the first part is computed; their partial
-sums travel home while the rest is. The pool does not grow with the number of nodes: all runs use it, one after another.
-Guests and the sums that travel lie in ordinary memory, up to (N - 1) T rows of either.
+What hides the network: the layer of a node runs once for a first part of the rank's own tokens, then for the guests of
+each other node, in one part or several, and once for the rest of its own tokens. Guests travel while the first part is
+computed; their partial sums travel home while later runs are. The pool does not grow with the number of nodes: all runs
+use it, one after another. Guests and the sums that travel have memory of their own, which does: up to (N - 1) T rows of
+either by collectives, (N - 1) M by kernels (``comet.layer.rails``).
 
 Example: two nodes of one rank, E = 4, ids of rank 0 ``[[0, 1], [1, 3], [2, 3]]``. Tokens 1 and 2 are guests of rank 1
 with the ids ``[[-1, 1], [0, 1]]``; rank 0 itself runs all three with ``[[0, 1], [1, -1], [-1, -1]]``.
@@ -109,7 +110,7 @@ class NodesPath:
         Raises:
             ValueError: If tokens or routing do not fit the pool or each other, or weights the layer.
             AgreedError: If ids of any rank are out of range, or ranks call different layers, or gradients are wanted on
-                some ranks only.
+                some ranks only. By kernels ids out of range count as masked, and ``Workspace.check`` raises the rest.
         """
         check_tokens(routed.tokens, routed.top_k_ids, self.workspace)
         check_routing(routed.top_k_ids, routed.top_k_weights, self.layout, self.workspace)
