@@ -33,9 +33,9 @@ MISSING: Mapping[str, Mapping[str, str]] = {
     "with a Hugging Face folder": {"the folder's model chooses": "moe_path overlap"},
     "with vLLM": {
         "weights go on outputs": "apply_router_weight_on_input",
-        "in block FP8 gate and up rows would share a scale": "swigluoai",
         "it would be left out": "gemm1_clamp_limit gemm1_alpha gemm1_beta",
     },
+    "with vLLM in block FP8": {"gate and up rows of w1 would share a scale": "activation"},
     "with Megatron's layers": {
         "experts train in the type of the tokens": "fp8 fp4 quant_recipe use_kitchen",
         "kernels and their blocks follow the number of tokens": "batch_invariant_mode",

@@ -247,7 +247,7 @@ class ExpertsAdapter:
         require(kind in inner.weight_types, f"{name} cannot compute with {kind.__name__} weights")
         wanted, interleaved = activation_of(moe_config, quant_config)
         require(self.computes == wanted, f"activation={self.computes} of {name} must be vLLM's {wanted}")
-        refuse("with vLLM", swigluoai=interleaved and kind is FP8)
+        refuse("with vLLM in block FP8", activation="swigluoai" if interleaved and kind is FP8 else None)
         b1, b2 = (getattr(quant_config, bias, None) is None for bias in ("w1_bias", "w2_bias"))
         require(b1 == b2, "w1_bias and w2_bias of the quant_config must both be given, or neither")
         if interleaved:
