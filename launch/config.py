@@ -34,9 +34,8 @@ from omegaconf.errors import ConfigKeyError, InterpolationResolutionError, Omega
 from comet.config import OverlapConfig, ParallelConfig, check_removed, require
 from comet.generation.source import find_source, model_of, nested
 from comet.jobs.config import JobConfig
-from comet.launch.help import config_groups
 from comet.launch.schema import SHORTENED, build, schema_of, setting_names
-from comet.launch.tasks.registry import did_you_mean
+from comet.launch.tasks.registry import config_groups, did_you_mean
 from comet.training.checkpoint_folder import names_checkpoint
 from comet.training.saved_settings import NOT_KEPT, UniqueLoader, covers, flat, read_settings
 

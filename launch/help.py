@@ -12,13 +12,12 @@ import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import reduce
-from importlib.resources import files
 from operator import getitem
 from pathlib import Path
 from runpy import run_path
 from typing import Any
 
-from comet.launch.tasks.registry import Task
+from comet.launch.tasks.registry import Task, config_groups
 
 WIDTH = 110
 OPTIONS = """options:
@@ -28,17 +27,6 @@ OPTIONS = """options:
 NODES = """on several nodes, run on each:
   torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m comet.launch train ..."""
 STATUS = "exit status: 0 done, 1 failed, 2 a mistake in the settings or input, 130 stopped by Ctrl-C, 143 by SIGTERM"
-
-
-def config_groups() -> dict[str, list[str]]:
-    """Names of the YAML groups and of the choices in each."""
-    root = files("comet.configs")
-    choices = {
-        folder.name: sorted(item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml"))
-        for folder in root.iterdir()
-        if folder.is_dir()
-    }
-    return {name: found for name, found in sorted(choices.items()) if found}
 
 
 def help_page(tasks: Mapping[str, Task]) -> str:

@@ -15,13 +15,15 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 from torch.distributed import DistError, ProcessGroup
+from torch.utils.checkpoint import _StopRecomputationError
 
-from comet.comm.failures import Board, Step
+from comet.comm.failures import Board, is_peer_error
 from comet.comm.handshake import abort_nccl, await_device, largest
 from comet.config import require
-from comet.errors import StepFailedError, UnavailableError
+from comet.errors import AgreedError, CommTimeoutError, StepFailedError, UnavailableError
 from comet.layout import round_up
 from comet.utils.graphs import is_capturing
+from comet.utils.streams import StreamOrder
 
 ALIGNMENT = 256
 Made = TypeVar("Made")
@@ -78,65 +80,6 @@ def require_memory(comm: Communicator, what: str, instead: str) -> None:
     """Raise ``UnavailableError`` unless a group has symmetric memory, for ``what`` (``path='fused'``)."""
     if comm.memory_obstacle:
         raise UnavailableError(f"{what} needs symmetric memory, but {comm.memory_obstacle}; {instead}")
-
-
-class StreamOrder:
-    """Lets each use of some memory wait for the one before, where that was on another stream.
-
-    Autograd, micro-batches on streams of their own, or a user may call two layers of one group on two streams, with
-    nothing between them. The layers share memory and an epoch, so their work has to keep the order of the calls.
-
-    Inside the capture of a CUDA graph a stream waits for streams of that capture only: torch waits for the device
-    before a capture begins, and a replay of the graph joins first. A capture uses nothing, so the last stream stays
-    the same.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        self._device = device
-        self._last: torch.cuda.Stream | None = None
-        self._last_captured: torch.cuda.Stream | None = None
-        self._handle = -1  # the last stream's; -1 after a capture
-        self._is_gpu = device.type == "cuda"
-
-    def join(self) -> None:
-        """Let the current stream wait for all that the last stream to come here has been given."""
-        # Asked for its handle first: to make an object of a stream takes longer, and most calls are on the last one.
-        if self._is_gpu and torch._C._cuda_getCurrentRawStream(self._device.index) != self._handle:
-            self._change()
-
-    def _change(self) -> None:
-        current, last = torch.cuda.current_stream(self._device), self._last
-        if _captures(current):
-            for other in (last, self._last_captured):
-                if other is not None and _captures(other):
-                    current.wait_stream(other)
-            self._last_captured, self._handle = current, -1
-            return
-        if last is not None:
-            current.wait_stream(last)
-        self._last, self._handle = current, current.cuda_stream
-
-
-class Turn:
-    """One thread at a time on the host, and on the device behind all that the last one was given."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._lock = threading.RLock()
-        self._order = StreamOrder(device)
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        self._order.join()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-
-def _captures(stream: torch.cuda.Stream) -> bool:
-    with torch.cuda.stream(stream):
-        return torch.cuda.is_current_stream_capturing()
 
 
 def settle(device: torch.device) -> None:
@@ -348,6 +291,69 @@ class Communicator(ABC):
         Returns:
             Whether what waits for all ranks without a deadline may follow: they have all come here, or nothing waits.
         """
+
+
+class Step:
+    """One use of a group's memory by all its ranks: refused after a failure, and noted where it fails itself.
+
+    Threads of a rank alone take turns; over ranks a second thread is refused.
+
+    Not noted: an error while nothing is in flight, one that all ranks raise together, and one while a CUDA graph is
+    captured, which sends nothing.
+
+    Args:
+        is_final: Whether it runs collectives of ``torch.distributed``. No restart brings these back into step, and one
+            may be under way at any time.
+        refuses: Whether a ``ValueError`` in it is raised before anything is sent.
+    """
+
+    __slots__ = ("_around", "_comm", "_is_final", "_refuses", "_what")
+
+    def __init__(self, comm: Communicator, what: str, *, is_final: bool, refuses: bool) -> None:
+        self._comm = comm
+        self._what = what
+        self._is_final = is_final
+        self._refuses = refuses
+        self._around = False
+
+    def __enter__(self) -> None:
+        comm = self._comm
+        if comm.closed or comm.board.word[0]:
+            comm.require_open()
+        comm.take_turn(self._what)
+        comm.board.take_back()
+        comm.awaits_collectives |= self._is_final
+        # A backward pass whose forward pass is run again has that step inside of its own.
+        self._around, comm.in_flight = comm.in_flight, self._is_final
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            self._leave(error)
+        finally:
+            self._comm.turn.release()
+
+    def _leave(self, error: BaseException | None) -> None:
+        comm = self._comm
+        was_in_flight, comm.in_flight = comm.in_flight, self._around
+        if error is None or isinstance(error, _StopRecomputationError) or is_capturing(comm.device):
+            return
+        in_step = isinstance(error, ValueError) if self._refuses else not was_in_flight
+        in_step |= isinstance(error, AgreedError)
+        if comm.world_size == 1:
+            if not in_step:
+                comm.restart()
+        elif in_step:
+            comm.board.tell(self._what, error)
+        elif isinstance(error, CommTimeoutError) or (self._is_final and is_peer_error(error)):
+            late = (
+                comm.board.explained(str(error))
+                if isinstance(error, CommTimeoutError)
+                else comm.board.lost(self._what, error)
+            )
+            comm.fail(self._what, late, is_final=self._is_final)
+            raise late from error
+        else:
+            comm.fail(self._what, error, is_final=self._is_final)
 
 
 class LocalCommunicator(Communicator):

@@ -15,19 +15,13 @@ wait for it in vain. A rank alone restarts by itself.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.distributed import DistError
-from torch.utils.checkpoint import _StopRecomputationError
 
 from comet.comm.signals import fence, poll
-from comet.errors import AgreedError, CommTimeoutError, StepFailedError
-from comet.utils.graphs import is_capturing
-
-if TYPE_CHECKING:
-    from comet.comm.base import Communicator
+from comet.errors import CommTimeoutError, StepFailedError
 
 RESTART = "call group.workspace.restart() on all of them between two calls, or make a new group"
 NEW_GROUP = "end the job, or make new process groups and a new group: a collective of torch.distributed broke off"
@@ -198,66 +192,3 @@ def ranks_text(ranks: Iterable[int]) -> str:
 def _reason(error: BaseException) -> str:
     reason = (str(error).strip() or "no message").splitlines()[0]
     return f"{type(error).__name__}: {reason[:200]}"
-
-
-class Step:
-    """One use of a group's memory by all its ranks: refused after a failure, and noted where it fails itself.
-
-    Threads of a rank alone take turns; over ranks a second thread is refused.
-
-    Not noted: an error while nothing is in flight, one that all ranks raise together, and one while a CUDA graph is
-    captured, which sends nothing.
-
-    Args:
-        is_final: Whether it runs collectives of ``torch.distributed``. No restart brings these back into step, and one
-            may be under way at any time.
-        refuses: Whether a ``ValueError`` in it is raised before anything is sent.
-    """
-
-    __slots__ = ("_around", "_comm", "_is_final", "_refuses", "_what")
-
-    def __init__(self, comm: Communicator, what: str, *, is_final: bool, refuses: bool) -> None:
-        self._comm = comm
-        self._what = what
-        self._is_final = is_final
-        self._refuses = refuses
-        self._around = False
-
-    def __enter__(self) -> None:
-        comm = self._comm
-        if comm.closed or comm.board.word[0]:
-            comm.require_open()
-        comm.take_turn(self._what)
-        comm.board.take_back()
-        comm.awaits_collectives |= self._is_final
-        # A backward pass whose forward pass is run again has that step inside of its own.
-        self._around, comm.in_flight = comm.in_flight, self._is_final
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        try:
-            self._leave(error)
-        finally:
-            self._comm.turn.release()
-
-    def _leave(self, error: BaseException | None) -> None:
-        comm = self._comm
-        was_in_flight, comm.in_flight = comm.in_flight, self._around
-        if error is None or isinstance(error, _StopRecomputationError) or is_capturing(comm.device):
-            return
-        in_step = isinstance(error, ValueError) if self._refuses else not was_in_flight
-        in_step |= isinstance(error, AgreedError)
-        if comm.world_size == 1:
-            if not in_step:
-                comm.restart()
-        elif in_step:
-            comm.board.tell(self._what, error)
-        elif isinstance(error, CommTimeoutError) or (self._is_final and is_peer_error(error)):
-            late = (
-                comm.board.explained(str(error))
-                if isinstance(error, CommTimeoutError)
-                else comm.board.lost(self._what, error)
-            )
-            comm.fail(self._what, late, is_final=self._is_final)
-            raise late from error
-        else:
-            comm.fail(self._what, error, is_final=self._is_final)

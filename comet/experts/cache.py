@@ -17,7 +17,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from comet.comm.base import Turn
 from comet.config import require
 from comet.decode.weights import DecodeWeights
 from comet.experts.host.cores import HostCores
@@ -26,6 +25,7 @@ from comet.experts.streaming import SlotCache, Visit, send
 from comet.kernels.experts.prefetch import take_over_torch
 from comet.kernels.experts.tables import CLOCK, LAYER, NEVER, CacheTables, HostExperts, Totals
 from comet.kernels.runtime.activation import SWIGLU, Activation
+from comet.utils.streams import StreamLock
 
 OF_THE_CACHES = ("slots", "prefetch")  # facts that every report repeats, and that are not added up
 
@@ -110,7 +110,7 @@ class ExpertCache(SlotCache):
         }
         biases: dict[str, Any] = {name: part.to(device) for name, part in store.biases.items()}
         self.weights = DecodeWeights(**slots, slots=self.tables.slots, host=self.host, activation=activation, **biases)
-        self.turn = turn or Turn(device)
+        self.turn = turn or StreamLock(device)
         self.cores: HostCores | None = None
         self.layer = 0
         self.copy_stream: torch.cuda.Stream | None = None  # one for all layers; None: copies are made at once

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from comet.comm.base import Turn
 from comet.comm.handshake import largest
 from comet.config import require
 from comet.decode.runners import Runner
@@ -27,6 +26,7 @@ from comet.layer.group import ExpertGroup
 from comet.layout import ExpertLayout
 from comet.router.router import Router
 from comet.utils.graphs import first_line
+from comet.utils.streams import StreamLock
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Slots:
             ValueError: If the device's memory does not hold a layer's fewest slots.
         """
         if least_of_ranks(all(layer.readable for layer in layers), self.group):
-            place = dict(device=self.device, turn=Turn(self.device), **self._place)
+            place = dict(device=self.device, turn=StreamLock(self.device), **self._place)
             caches = self._fitting(
                 layers,
                 lambda number, layer, slots: ExpertCache(layer, slots, **place),

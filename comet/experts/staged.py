@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comet.comm.base import Turn
 from comet.config import require
 from comet.decode.runners import Runner, rounds
 from comet.decode.weights import DecodeWeights
@@ -28,6 +27,7 @@ from comet.experts.store import ExpertReader, Specs, host_memory
 from comet.experts.streaming import ExpertsFromSlots, SlotCache, Visit
 from comet.kernels.runtime.activation import SWIGLU, Activation
 from comet.layout import RoutedTokens
+from comet.utils.streams import StreamLock
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Stage:
         }
         self._places: OrderedDict[tuple[int, int], int] = OrderedDict()
         self._free = list(range(num_places))
-        self.turn = Turn(device)  # held by the thread that may use the stage
+        self.turn = StreamLock(device)  # held by the thread that may use the stage
         self.num_places = num_places
         self.num_reads = 0  # experts that were read into it so far
         self.files: AbstractContextManager[object] | None = None  # what its readers need to stay open, if anything

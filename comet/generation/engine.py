@@ -27,7 +27,6 @@ from comet.experts.options import GRAPH_FALLBACK_REASON, StoreOptions
 from comet.experts.paths import CachedPath, Slots, cores_of_paths, host_paths, report_of_paths
 from comet.experts.staged import StagedCache, StagedExperts
 from comet.experts.store import HeldExperts, MemoryFile, QuantisedReader
-from comet.generation.speculation import draft_routers
 from comet.graphed.step import Passes, batch_obstacle
 from comet.layer.group import ExpertGroup
 from comet.layer.sharding import absent, local
@@ -38,7 +37,7 @@ from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT
 from comet.moe import MoE
 from comet.quantization.formats import MXType
-from comet.router.router import Router
+from comet.router.router import Router, router_of
 from comet.utils.graphs import TOO_FEW, GraphMode
 from comet.utils.hooks import additions_of
 
@@ -132,6 +131,19 @@ class Engine:
 
     def _read(self, ids: Tensor, lengths: Tensor, max_length: int) -> Tensor:
         raise NotImplementedError
+
+
+def draft_routers(routers: Sequence[Router], config: SpeculationConfig) -> list[Router]:
+    """Route tokens to their r best experts by the scores of a model's layers, whose own ``routers`` take K.
+
+    Routing weights follow the layer's rule: where it renormalises its K weights to sum to one, the r weights do; where
+    it does not, they are the scores as they are, and their sum is smaller than that of K.
+    """
+    numbers = config.experts_per_layer(min((each.config.top_k for each in routers), default=2), len(routers))
+    return [
+        router_of(each.weight, each.selection_bias, replace(each.config, top_k=number))
+        for each, number in zip(routers, numbers, strict=True)
+    ]
 
 
 def freeze_experts(runner: ReplicatedRunner, layer: MoE, columns: int, clock: SequenceClock) -> FrozenExperts:

@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from comet.config import SpeculationConfig, require
-from comet.generation.engine import Engine
-from comet.generation.speculation import draft_routers
+from comet.generation.engine import Engine, draft_routers
 from comet.generation.text import TokenizerCodec
 from comet.integrations.hf.modules import CometExperts, drafting_gate, router_beside, routing_config
 from comet.integrations.hf.static import StaticDecoder, forgetful

@@ -34,20 +34,17 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from comet.comm.collectives import of_first_rank
 from comet.config import SpeculationConfig
+from comet.generation.engine import Engine
 from comet.generation.sampling import Sampler, pick, token_or_none, with_token
-from comet.router.router import Router, router_of
-
-if TYPE_CHECKING:
-    from comet.generation.engine import Engine
 
 # Rounds of plain steps, and as many of the longest drafts, are taken before anything is chosen.
 FIRST_ROUNDS = 2
@@ -55,19 +52,6 @@ TIMES_KEPT = 9  # The median of a length's last times ignores a round that waite
 PROBE_EVERY = 32  # rounds; so a probe of twice the price costs 3 %
 KEPT = 0.98  # share of the counts that a round leaves of those before it
 HOPED_FOR = 4.0  # drafts of each place that count as accepted before the first round: two refusals are no proof
-
-
-def draft_routers(routers: Sequence[Router], config: SpeculationConfig) -> list[Router]:
-    """Route tokens to their r best experts by the scores of a model's layers, whose own ``routers`` take K.
-
-    Routing weights follow the layer's rule: where it renormalises its K weights to sum to one, the r weights do; where
-    it does not, they are the scores as they are, and their sum is smaller than that of K.
-    """
-    numbers = config.experts_per_layer(min((each.config.top_k for each in routers), default=2), len(routers))
-    return [
-        router_of(each.weight, each.selection_bias, replace(each.config, top_k=number))
-        for each, number in zip(routers, numbers, strict=True)
-    ]
 
 
 class DraftLength:

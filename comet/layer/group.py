@@ -28,7 +28,7 @@ from comet.utils.streams import SideStream
 
 if TYPE_CHECKING:
     from comet.comm.link import Link
-    from comet.layer.rails.network import Legs
+    from comet.layer.rails.legs import Legs
 
 logger = logging.getLogger(__name__)
 
@@ -331,12 +331,14 @@ def with_legs(group: ExpertGroup) -> ExpertGroup:
     """The group with memory for rows of its pool that kernels send to other nodes, if they do (collective)."""
     if group.nodes is None or group.nodes.link is None:
         return group
-    from comet.layer.rails.network import make_legs  # needs Triton
+    from comet.layer.rails.legs import make_legs  # needs Triton
 
     assert group.process_group is not None, "several nodes have several ranks"
     # Rail peers agree on what fits; ranks of other rails may have more room.
-    legs = together(group.process_group, partial(make_legs, group.nodes.link, group.workspace, group.nodes))
-    return replace(group, nodes=replace(group.nodes, legs=legs))
+    nodes, link = group.nodes, group.nodes.link
+    given = (group.workspace, nodes.inner.workspace.fault, nodes.peers, nodes.node)
+    legs = together(group.process_group, partial(make_legs, link, *given))
+    return replace(group, nodes=replace(nodes, legs=legs))
 
 
 def _join(moe: MoEConfig, parallel: ParallelConfig, device_type: str, timeout_s: float) -> _Ranks:

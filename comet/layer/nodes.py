@@ -29,8 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from comet.comm.base import Step
 from comet.comm.collectives import accumulator_dtype, wants_grad
-from comet.comm.failures import Step
 from comet.config import MoEConfig, OverlapConfig, require
 from comet.errors import CommTimeoutError, StepFailedError
 from comet.layer.backend import Backend

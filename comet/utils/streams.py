@@ -9,6 +9,7 @@ small launched layers (``benchmarks/results/layer.md``).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -86,3 +87,62 @@ def _share(values: tuple[object, ...], stream: torch.cuda.Stream) -> None:
     for value in values:
         if isinstance(value, Tensor):
             value.record_stream(stream)
+
+
+class StreamOrder:
+    """Lets each use of some memory wait for the one before, where that was on another stream.
+
+    Autograd, micro-batches on streams of their own, or a user may call two layers of one group on two streams, with
+    nothing between them. The layers share memory and an epoch, so their work has to keep the order of the calls.
+
+    Inside the capture of a CUDA graph a stream waits for streams of that capture only: torch waits for the device
+    before a capture begins, and a replay of the graph joins first. A capture uses nothing, so the last stream stays
+    the same.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self._device = device
+        self._last: torch.cuda.Stream | None = None
+        self._last_captured: torch.cuda.Stream | None = None
+        self._handle = -1  # the last stream's; -1 after a capture
+        self._is_gpu = device.type == "cuda"
+
+    def join(self) -> None:
+        """Let the current stream wait for all that the last stream to come here has been given."""
+        # Asked for its handle first: to make an object of a stream takes longer, and most calls are on the last one.
+        if self._is_gpu and torch._C._cuda_getCurrentRawStream(self._device.index) != self._handle:
+            self._change()
+
+    def _change(self) -> None:
+        current, last = torch.cuda.current_stream(self._device), self._last
+        if _captures(current):
+            for other in (last, self._last_captured):
+                if other is not None and _captures(other):
+                    current.wait_stream(other)
+            self._last_captured, self._handle = current, -1
+            return
+        if last is not None:
+            current.wait_stream(last)
+        self._last, self._handle = current, current.cuda_stream
+
+
+class StreamLock:
+    """One thread at a time on the host, and on the device behind all that the last one was given."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._lock = threading.RLock()
+        self._order = StreamOrder(device)
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._order.join()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def _captures(stream: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()

@@ -6,6 +6,7 @@ import difflib
 import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from importlib.resources import files
 from typing import Any
 
 
@@ -147,3 +148,14 @@ def find_task(name: str, tasks: Mapping[str, Task]) -> Task:
     if name not in tasks:
         raise ValueError(f"task={name!r} must be one of {', '.join(tasks)}{did_you_mean(name, tasks)}")
     return tasks[name]
+
+
+def config_groups() -> dict[str, list[str]]:
+    """Names of the YAML groups and of the choices in each."""
+    root = files("comet.configs")
+    choices = {
+        folder.name: sorted(item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml"))
+        for folder in root.iterdir()
+        if folder.is_dir()
+    }
+    return {name: found for name, found in sorted(choices.items()) if found}

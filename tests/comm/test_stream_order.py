@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from comet.comm import base
-from comet.comm.base import StreamOrder
+from comet.utils import streams as module
+from comet.utils.streams import StreamOrder
 
 
 class Stream:
@@ -28,7 +28,7 @@ class Streams:
         monkeypatch.setattr(
             torch._C, "_cuda_getCurrentRawStream", lambda device: self.current.cuda_stream, raising=False
         )
-        monkeypatch.setattr(base, "_captures", lambda stream: stream.captures)
+        monkeypatch.setattr(module, "_captures", lambda stream: stream.captures)
         self.order = StreamOrder(torch.device("cuda", 0))
 
     def join(self, name: str, *, captures: bool = False) -> list[str]:

@@ -15,7 +15,6 @@ from ranks import in_ranks
 from torch import Tensor
 from training_cases import make_group
 
-from comet.comm.base import StreamOrder
 from comet.config import MoEConfig
 from comet.decode import DecodeWeights
 from comet.decode.runners import Decoder, LocalRunner, ReplicatedRunner
@@ -32,6 +31,7 @@ from comet.experts.streaming import Visit, group_visits, plan_visits
 from comet.kernels.runtime.activation import SWIGLU, Activation
 from comet.layout import Biases, ExpertLayout, RoutedTokens
 from comet.reference.plain import plain_experts
+from comet.utils.streams import StreamOrder
 
 E, K, D, F = 12, 3, 32, 16
 LAYOUT = ExpertLayout(num_experts=E, top_k=K, ep=1, tp=1, rank=0)

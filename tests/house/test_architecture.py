@@ -1,8 +1,8 @@
 """The rules of the code base, read from its syntax trees: every test lists all violations at once.
 
 Import direction: launch, benchmarks, tests -> comet -> comet.kernels -> {torch, triton}, and within these as
-``ROOMS`` and ``KERNEL_ROOMS`` say, so that no two folders import each other. Each rule is a function from a
-``Source`` to messages, and is itself attacked with a snippet that must be caught. What ruff can see is left to it
+``ROOMS`` and ``KERNEL_ROOMS`` say, so that no two folders import each other, nor do files. Each rule is a function from
+a ``Source`` to messages, and is itself attacked with a snippet that must be caught. What ruff can see is left to it
 (``make lint``): who reads the environment, excepts that catch everything.
 """
 
@@ -16,8 +16,9 @@ import subprocess
 import sys
 import tokenize
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -148,10 +149,9 @@ def arrows(source: Source) -> list[str]:
     """Find imports of rooms that are not in a row below, and rooms that no row names."""
     if source.folder not in LIBRARY or source.path == "comet/__init__.py":
         return []
-    parts = source.path.removesuffix(".py").removesuffix("/__init__").split("/")
-    own = room_of(".".join([*([] if parts[0] == "comet" else ["comet"]), *parts, *["_"] * (parts[0] == "kernels")]))
+    own = room_of(module_name(source.path) + "._" * (source.folder == "kernels"))
     if own is None:
-        return [] if parts == ["kernels"] else [f"{source.path}: is in none of the rooms of this test"]
+        return [] if source.path == "kernels/__init__.py" else [f"{source.path}: is in none of the rooms of this test"]
     found = []
     for node in ast.walk(source.tree):
         for name in imported(node, source.path):
@@ -159,6 +159,27 @@ def arrows(source: Source) -> list[str]:
             if other is not None and other[0] == own[0] and other[2] != own[2] and other[1] >= own[1]:
                 found.append(source.at(node, f"{own[2]} imports {name}, which is not below it"))
     return found
+
+
+def module_name(path: str) -> str:
+    parts = path.removesuffix(".py").removesuffix("/__init__").split("/")
+    return ".".join([*([] if parts[0] == "comet" else ["comet"]), *parts])
+
+
+def circle(sources: Iterable[Source]) -> list[str]:
+    """Return modules of which each imports the next, be it in a function or for types; empty: there are none."""
+    by_name = {module_name(source.path): source for source in sources if source.folder in LIBRARY}
+    graph: dict[str, set[str]] = {}
+    for module, source in by_name.items():
+        names = {name for node in ast.walk(source.tree) for name in imported(node, source.path)}
+        found = {name if name in by_name else name.rpartition(".")[0] for name in names}
+        graph[module] = {name for name in found if name in by_name and name != module}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        modules: list[str] = error.args[1]
+        return modules
+    return []
 
 
 def optional_imports(source: Source) -> list[str]:
@@ -260,6 +281,18 @@ RULES = (import_direction, arrows, optional_imports, sizes, documented, comments
 def test_rule(rule: Callable[[Source], list[str]]) -> None:
     violations = [message for source in all_sources() for message in rule(source)]
     assert not violations, f"{len(violations)} violations:\n" + "\n".join(violations)
+
+
+def test_no_files_import_each_other() -> None:
+    assert circle(all_sources()) == []
+
+
+def test_circle_finds_imports_in_functions_and_for_types() -> None:
+    texts = {"comet/a.py": "from . import b", "comet/b.py": "if TYPE_CHECKING:\n from .c.d import D"}
+    last = "def f():\n from comet.a import A"
+    assert circle(Source.parse(*each) for each in texts.items()) == []
+    found = circle(Source.parse(*each) for each in (texts | {"comet/c/d.py": last}).items())
+    assert set(found) == {"comet.a", "comet.b", "comet.c.d"}
 
 
 def test_folders_can_be_read_at_a_glance() -> None:

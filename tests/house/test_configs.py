@@ -15,11 +15,11 @@ from pages import PAGES, commands
 import comet
 from comet.config import OverlapConfig, ParallelConfig
 from comet.jobs.config import JobConfig
-from comet.launch.config import as_typed, compose, config_groups, default_ranks, job_schema, make_job
+from comet.launch.config import as_typed, compose, default_ranks, job_schema, make_job
 from comet.launch.dry_run import resolved_yaml
 from comet.launch.memory import rank_parameters, training_needs
 from comet.launch.schema import build, schema_of
-from comet.launch.tasks.registry import TASKS
+from comet.launch.tasks.registry import TASKS, config_groups
 from comet.layer.group import make_expert_group
 from comet.layer.workspace import WorkspaceShape, workspace_bytes
 from comet.limits import Limited

@@ -269,7 +269,7 @@ def check_refusals(group: ExpertGroup) -> None:
         (grouped, "silu", {}, one_bias, "w1_bias and w2_bias of the quant_config must both be given, or neither"),
         (grouped, "gelu", {}, plain, "activation=gelu of the moe_config must be one of silu, gelu_tanh, swigluoai, "),
         (grouped, "swigluoai", {}, plain, r"activation=.*'swiglu'.* of GroupedContiguous must be vLLM's .*'clamped_sw"),
-        (clamped, "swigluoai", {}, block_fp8, "activation='swigluoai' must be left out with vLLM in block FP8: gate and up rows"),
+        (clamped, "swigluoai", {}, block_fp8, "activation='swigluoai' must be left out with vLLM in block FP8: gate"),
         (clamped, "swigluoai_uninterleave", {}, plain, "gemm1_clamp_limit=None must be given"),
         (clamped, "swigluoai_uninterleave", {"swiglu_limit": 7.0}, plain, "gemm1_beta=0.0 must be 1.0"),
     ):

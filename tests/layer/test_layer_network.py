@@ -25,7 +25,8 @@ from comet.errors import CommTimeoutError, StepFailedError
 from comet.kernels.network.legs import Leg
 from comet.kernels.runtime.activation import Activation
 from comet.layer.nodes import NodesPath
-from comet.layer.rails.network import DeviceRails, DeviceTrip, Legs
+from comet.layer.rails.legs import Legs
+from comet.layer.rails.network import DeviceRails, DeviceTrip
 from comet.layer.sharding import local
 from comet.layer.workspace import ELSEWHERE
 from comet.moe import MoE

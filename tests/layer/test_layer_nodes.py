@@ -12,7 +12,7 @@ from layer_ranks import build_layer, check_call, make_layer, open_group, run_cas
 from ranks import in_ranks, logged, run_ranks
 from torch.utils.checkpoint import checkpoint
 
-import comet.comm.failures
+import comet.comm.base
 import comet.layer.nodes
 import comet.layer.rails.network
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
@@ -246,7 +246,7 @@ def test_a_capture_that_fails_ends_nothing(rank: int, world_size: int) -> None:
     path = moe.experts
     assert isinstance(path, NodesPath)
     refused = pytest.raises(RuntimeError, match="capturing")
-    with patch.object(comet.comm.failures, "is_capturing", lambda device: True), refused, path.step("forward pass"):
+    with patch.object(comet.comm.base, "is_capturing", lambda device: True), refused, path.step("forward pass"):
         raise RuntimeError("operation not permitted when stream is capturing")
     check_call(case, rank, 0, train_call(moe, case, rank, 0))
     moe.group.close()

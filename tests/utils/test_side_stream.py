@@ -11,10 +11,9 @@ import torch
 from stream_cases import CONFIG, assert_same, make_pair, make_tokens, train_step
 
 from comet import moe
-from comet.comm.base import StreamOrder
 from comet.moe import MoE
 from comet.router.losses import RouterStats
-from comet.utils.streams import SideStream
+from comet.utils.streams import SideStream, StreamOrder
 
 CPU = torch.device("cpu")
 

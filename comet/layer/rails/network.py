@@ -25,13 +25,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from comet.comm.collectives import call_number
-from comet.comm.link import Link
 from comet.kernels.network.legs import Leg, SendLists, Sent
 from comet.kernels.network.listing import list_tokens
 from comet.kernels.network.put import put
@@ -40,48 +39,14 @@ from comet.kernels.network.receive import add_nodes, receive
 from comet.kernels.runtime.arguments import aligned
 from comet.kernels.runtime.limits import CHUNK_ROWS, LEG_HEADER
 from comet.kernels.runtime.nvrtc import is_available
-from comet.layer.group import ExpertGroup, NodeGroup
+from comet.layer.group import ExpertGroup
 from comet.layer.rails.collective import Rails, Stop, Trip
-from comet.layer.workspace import Workspace, leg_regions
+from comet.layer.rails.legs import Legs
 from comet.layout import ExpertLayout, RoutedTokens
 from comet.utils.streams import SideStream
 
 # With fewer tokens reserved, the guests of a slot are one run: the host and short kernels bound the layer.
 SPLIT_TOKENS = 2048
-
-
-class Legs(NamedTuple):
-    """Both directions, for all layers of a group."""
-
-    out: Leg
-    home: Leg
-    ranks: Tensor | None  # rail peers' numbers in NVSHMEM; None where their memory is mapped
-
-
-def make_legs(link: Link, workspace: Workspace, nodes: NodeGroup) -> Legs:
-    """Allocate both directions (collective over the ranks of all nodes)."""
-    workspace.rail_peers = nodes.peers
-    regions = link.alloc(leg_regions(workspace.shape, nodes.num_nodes))
-    epoch = torch.zeros(1, dtype=torch.int32, device=workspace.comm.device)
-    shared: dict[str, Any] = dict(
-        epoch=epoch,
-        fault=workspace.fault,
-        inner_fault=nodes.inner.workspace.fault,
-        node=nodes.node,
-        timeout_ns=workspace.timeout_ns,
-    )
-    both = []
-    for name in ("out", "home"):
-        words, rows, flags = (regions[f"{name}_{part}"] for part in ("words", "rows", "flags"))
-        workspace.comm.renew_at_restart(epoch, workspace.fault, [flags.local])
-        both.append(
-            Leg(
-                words=words.local, rows=rows.local, flags=flags.local,
-                word_targets=words.targets, row_targets=rows.targets, flag_targets=flags.targets,
-                is_home=name == "home", **shared,
-            )
-        )  # fmt: skip
-    return Legs(out=both[0], home=both[1], ranks=link.ranks)
 
 
 class DeviceRails(Rails):
