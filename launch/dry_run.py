@@ -13,22 +13,27 @@ from typing import Any
 
 import torch
 
-from comet.config import require
+from comet.comm.handshake import ranks_in_words
+from comet.config import ParallelConfig, require
 from comet.experts.budget import ExpertBudget
 from comet.generation.job import check_files, plan_experts
 from comet.jobs.config import JobConfig, activation_dtype
 from comet.launch.memory import generation_needs, layer_bytes, training_needs
 from comet.launch.tasks.modular import modular_problems
 from comet.layer.nodes import shape_obstacle
+from comet.layer.paths import why_plain_trains
+from comet.layer.workspace import WorkspaceShape, rank_pool_bytes
 from comet.schedule.choice import Machine, Problem, check_setting
-from comet.schedule.network import expected_rows, row_bytes
+from comet.schedule.network import Rates, best_parts, expected_rows, layer_times, row_bytes
 from comet.training.checkpoint_folder import find_checkpoints, list_checkpoints
 from comet.training.data import read_corpus
 from comet.training.run_folder import RunFolder
 from comet.training.saved_settings import to_yaml
 from comet.tuner.sweep import sweep_points, tune_points
+from comet.utils.choices import Backend
 
 MIB = 2**20
+SHOWN_NODES = 4  # A dry run names the ranks of so many nodes.
 PATHS_WITHOUT_OVERLAP = ("plain", "reference")
 
 
@@ -55,14 +60,14 @@ def describe_train(job: JobConfig, num_ranks: int, device: torch.device) -> list
         *(f"# goes on from {checkpoint.path}, if its files are whole" for checkpoint in checkpoints[:1]),
         f"# {counted_ranks(num_ranks, device)}: {num_ranks // job.parallel.world_size} data-parallel groups of "
         f"ep={job.parallel.ep} x tp={job.parallel.tp}, {tokens} tokens per rank and step",
-        *describe_nodes(job, tokens, dtype),
+        *describe_nodes(job, tokens, dtype, device),
         "# memory of one rank, MiB",
         *table(needs),
     ]
 
 
-def describe_nodes(job: JobConfig, tokens: int, dtype: torch.dtype) -> list[str]:
-    """A line for groups over declared nodes: what each rank sends over the network in a step."""
+def describe_nodes(job: JobConfig, tokens: int, dtype: torch.dtype, device: torch.device) -> list[str]:
+    """Lines for groups over declared nodes: their ranks, what each sends over the network, and how much is hidden."""
     parallel, moe, layers = job.parallel, job.model.moe, job.model.num_layers - job.model.dense_layers
     if not parallel.declares_nodes or not parallel.ranks_with_memory or job.moe_path in PATHS_WITHOUT_OVERLAP:
         return []
@@ -71,12 +76,39 @@ def describe_nodes(job: JobConfig, tokens: int, dtype: torch.dtype) -> list[str]
         field = "model.moe.capacity_factor"
         require(moe.capacity_factor is None, f"{field} must be left out over {nodes} nodes: {obstacle}")
         return [f"# groups over {nodes} nodes take path 'plain': {obstacle}"]
-    rows = layers * expected_rows(moe, parallel, tokens)
+    problem, by_kernels = Problem(moe, parallel, tokens, dtype), job.comm.backend != "auto" and job.moe_path != "twin"
+    replays = by_kernels and job.train.cuda_graph != "off"
+    if device.type == "cuda" and job.moe_path == "auto" and not replays and (faster := why_plain_trains(problem)):
+        return [f"# {faster}"]
+    return [*ranks_of_nodes(parallel), *network_of(problem, job.comm.backend if by_kernels else "auto", layers)]
+
+
+def ranks_of_nodes(parallel: ParallelConfig) -> list[str]:
+    """A line with the ranks of the first nodes."""
+    size = parallel.ranks_with_memory
+    nodes = parallel.world_size // size
+    shown = [ranks_in_words(range(node * size, node * size + size)) for node in range(min(nodes, SHOWN_NODES))]
+    rest = f"; and so on to rank {parallel.world_size - 1}" if nodes > SHOWN_NODES else ""
+    return [f"# groups over {nodes} nodes of {size} ranks; nodes of the first group: {'; '.join(shown)}{rest}"]
+
+
+def network_of(problem: Problem, backend: Backend, num_layers: int) -> list[str]:
+    """Lines for what a rank sends over the network in a step, through which memory, and how much of it is hidden."""
+    moe, parallel, dtype = problem.moe, problem.parallel, problem.dtype
+    rows = num_layers * expected_rows(moe, parallel, problem.num_tokens)
     sent = rows * row_bytes(moe, dtype.itemsize, trains=True) / MIB
-    carrier = "kernels" if job.comm.backend != "auto" and job.moe_path != "twin" else "collectives"
+    shape = WorkspaceShape.create(moe, parallel.world_size, problem.num_tokens, dtype)
+    legs = (rank_pool_bytes(shape, parallel, backend) - rank_pool_bytes(shape, parallel)) / MIB
+    carriers, rates = f"kernels, through {legs:,.1f} MiB of symmetric memory", Rates()
+    parts = best_parts(problem, rates)
+    if backend == "auto":
+        carriers, parts = "collectives, which hide less", 1
+    times = layer_times(problem, rates, num_parts=parts)
     return [
-        f"# groups over {nodes} nodes of {parallel.ranks_with_memory} ranks: with uniform routing a rank sends "
-        f"{rows:,.0f} tokens a step to other nodes, and {sent:,.1f} MiB over the network, by {carrier}"
+        f"# with uniform routing a rank sends {rows:,.0f} tokens a step to other nodes, and {sent:,.1f} MiB over the "
+        f"network, by {carriers}",
+        f"# expected of H200 with {rates.network_gbs:g} GB/s of network each: a layer's forward pass takes "
+        f"{times.layer:.3g} ms, and {times.hidden:.0%} of the {times.network:.3g} ms of its network are hidden",
     ]
 
 

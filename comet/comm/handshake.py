@@ -102,7 +102,7 @@ class Node:
     ranks: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"{_counted_ranks(self.ranks)} on {self.host}" + (
+        return f"{ranks_in_words(self.ranks)} on {self.host}" + (
             "" if self.number is None else f" (node {self.number})"
         )
 
@@ -125,7 +125,7 @@ def nodes_of(group: ProcessGroup, node_size: int | None) -> list[Node]:
     return [Node(names[key], key[1], tuple(ranks)) for key, ranks in ranks_of.items()]
 
 
-def _counted_ranks(ranks: Sequence[int]) -> str:
+def ranks_in_words(ranks: Sequence[int]) -> str:
     """``rank 3``, ``ranks 0 to 7``, or ``ranks 0, 2`` where they do not follow each other."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"

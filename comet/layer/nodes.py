@@ -254,11 +254,15 @@ def make_rails(config: MoEConfig, group: ExpertGroup, *, use_kernels: bool) -> R
     if use_kernels and group.nodes is not None and group.nodes.legs is not None:
         from comet.layer.rails.network import DeviceRails  # needs Triton
 
-        shape, node_size = group.workspace.shape, group.parallel.world_size // group.nodes.num_nodes
-        parallel = replace(group.parallel, node_size=node_size)
-        problem = Problem(config, parallel, shape.max_tokens, shape.dtype)
-        return DeviceRails(group, group.layout(config), group.nodes.legs, best_parts(problem, Rates()))
+        parts = best_parts(problem_over(config, group), Rates())
+        return DeviceRails(group, group.layout(config), group.nodes.legs, parts)
     return CollectiveRails(group, group.layout(config))
+
+
+def problem_over(config: MoEConfig, group: ExpertGroup) -> Problem:
+    """The largest call of a layer of a group over nodes, whose ranks are those that it found."""
+    shape, node_size = group.workspace.shape, group.parallel.world_size // group.num_nodes
+    return Problem(config, replace(group.parallel, node_size=node_size), shape.max_tokens, shape.dtype)
 
 
 class _NodesExperts(Function):

@@ -10,11 +10,13 @@ from comet.comm.collectives import CollectiveSteps
 from comet.config import MoEConfig, OverlapConfig, Path, require
 from comet.layer.backend import layer_choice
 from comet.layer.group import ExpertGroup
-from comet.layer.nodes import NodesPath, nodes_obstacle
+from comet.layer.nodes import NodesPath, nodes_obstacle, problem_over
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.weights import match_once, match_weights, pad_width
 from comet.layout import Biases, RoutedTokens
 from comet.reference.plain import CollectiveExperts, check_inputs, gather_reference_experts, plain_experts
+from comet.schedule.choice import Problem
+from comet.schedule.network import Rates, training_times
 from comet.utils.uncompiled import uncompiled
 
 
@@ -109,6 +111,36 @@ def make_path(
         + (group.comm.memory_obstacle and f", and {group.comm.memory_obstacle}: only groups within a node drop rows"),
     )
     return CollectivePath(name, config, group)
+
+
+def path_to_train(
+    path: Path | str, config: MoEConfig, group: ExpertGroup, overlap: OverlapConfig | None, *, replays: bool
+) -> Path | str:
+    """Return ``path``, or ``plain`` for ``auto`` where few tokens train over nodes: there the host bounds the layers.
+
+    Args:
+        replays: Whether passes are replayed from CUDA graphs, where the rails are kernels.
+    """
+    nodes = group.nodes
+    if path != "auto" or overlap is not None or nodes is None or group.device.type != "cuda":
+        return path
+    faster = "" if replays and nodes.legs is not None else why_plain_trains(problem_over(config, group))
+    if not faster or nodes_obstacle(config, group):
+        return path
+    group.resolver.warn(faster)
+    return "plain"
+
+
+def why_plain_trains(problem: Problem) -> str:
+    """Return why launched passes of a layer over nodes train on path ``plain``, in words; empty where they do not."""
+    inside, plain = training_times(problem, Rates())
+    if inside <= plain:
+        return ""
+    return (
+        f"layers of {problem.num_tokens} tokens over nodes train on path 'plain': a forward and a backward pass are "
+        f"expected to take {plain:.1f} ms there, and {inside:.1f} ms inside the nodes; train more tokens in a step, or "
+        "replay steps from CUDA graphs, which needs comm.backend"
+    )
 
 
 def waits_for_counts(path: ExpertPath) -> bool:

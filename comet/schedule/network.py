@@ -25,6 +25,9 @@ class Rates:
     nvlink_gbs: float = 380.0  # the same inside a node
     tflops: float = 600.0  # grouped GEMMs in 16 bits
     run_ms: float = 0.15  # what a run takes beyond its GEMMs: plan, first rows, last sums
+    launch_ms: float = 10.0  # a host takes at least so long to launch a forward and a backward pass
+    wgrad_ms: float = 5.0  # what a backward pass takes beyond twice its forward pass: weights are read in every run
+    plain_ms: float = 2.0  # what path ``plain`` takes beyond its GEMMs and its rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +38,12 @@ class LayerTimes:
     gemm: float
     nvlink: float
     network: float  # both legs
+    in_node: float  # all runs without a wait for the network
+
+    @property
+    def hidden(self) -> float:
+        """The share of the network's time in which the rank computes."""
+        return 1 - (self.layer - self.in_node) / self.network
 
     @property
     def bound(self) -> str:
@@ -89,9 +98,26 @@ def layer_times(problem: Problem, rates: Rates, *, num_parts: int) -> LayerTimes
     elsewhere = moe.num_experts - moe.num_experts // parallel.ep
     reached = 1 - math.comb(elsewhere, moe.top_k) / math.comb(moe.num_experts, moe.top_k)
     nvlink = inside * (ranks - 1) * reached * 2 * moe.hidden_size * itemsize / rates.nvlink_gbs / 1e6
-    return LayerTimes(layer=max(now, link), gemm=num_nodes * compute, nvlink=nvlink, network=slots * (out + home))
+    return LayerTimes(
+        layer=max(now, link), gemm=num_nodes * compute, nvlink=nvlink, network=slots * (out + home),
+        in_node=num_nodes * compute + (2 + slots * num_parts) * rates.run_ms,
+    )  # fmt: skip
 
 
 def best_parts(problem: Problem, rates: Rates) -> int:
     """The number of parts in which guests take the shortest time."""
     return min(PARTS, key=lambda parts: round(layer_times(problem, rates, num_parts=parts).layer, 3))
+
+
+def training_times(problem: Problem, rates: Rates) -> tuple[float, float]:
+    """Milliseconds of a forward and a backward pass that a host launches: inside the nodes, and on path ``plain``.
+
+    ``plain`` sends a row to each expert elsewhere, back and forth in both passes, and computes meanwhile nothing. The
+    times of ten layers over two nodes are in ``benchmarks/results/nodes.md``.
+    """
+    moe, parallel = problem.moe, problem.parallel
+    times = layer_times(problem, rates, num_parts=best_parts(problem, rates))
+    elsewhere = problem.num_tokens * moe.top_k * (1 - parallel.ranks_with_memory / parallel.world_size)
+    sent = 4 * elsewhere * moe.hidden_size * problem.dtype.itemsize / rates.network_gbs / 1e6
+    plain = 1.1 * (sent + 3 * times.gemm) + rates.plain_ms
+    return max(rates.launch_ms, 3 * times.layer + rates.wgrad_ms), plain

@@ -22,6 +22,7 @@ from comet.errors import NotFiniteError
 from comet.jobs.config import JobConfig, activation_dtype, model_group
 from comet.layer.backend import layer_choice
 from comet.layer.group import ExpertGroup
+from comet.layer.paths import path_to_train
 from comet.models.config import NUM_BYTE_VALUES
 from comet.models.gpt import GPT
 from comet.schedule.choice import Machine
@@ -282,9 +283,10 @@ def kept_layers(
 
     A run in another layout or on another device chooses for itself, and says so.
     """
-    saved = checkpoint.layers if checkpoint else {}
+    saved, replays = checkpoint.layers if checkpoint else {}, config.train.cuda_graph != "off"
+    chosen = path_to_train(config.moe_path, config.model.moe, group, config.overlap, replays=replays)
     if checkpoint is None or not saved or config.moe_path != "auto" or config.overlap is not None:
-        return config.moe_path, config.overlap, []
+        return chosen, config.overlap, []
     layout = {"world_size": group.world_size, "ep": group.parallel.ep, "tp": group.parallel.tp}
     drops_rows = config.model.moe.capacity_factor is not None  # The plain path drops none.
     where, nodes = (Machine.of(group.device).name, group.num_nodes, layout), saved.get("nodes", 1)
@@ -294,7 +296,7 @@ def kept_layers(
             f"{checkpoint.path} was written on {saved['device']} by path {saved['path']}, split {saved['overlap']}, "
             f"nodes of a group {nodes}"
         )
-        return "auto", None, [f"{note}: here layers may take others, and results may differ in their last bits"]
+        return chosen, None, [f"{note}: here layers may take others, and results may differ in their last bits"]
     return saved["path"], saved["overlap"] and OverlapConfig(**saved["overlap"]), []
 
 

@@ -1,5 +1,6 @@
 """``--dry-run`` and ``--config``: what is printed before anything starts, and a user's YAML file, there and back."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from tiers import slow
 
 from comet.config import MoEConfig, ParallelConfig
 from comet.launch.config import compose, default_ranks, make_job
+from comet.launch.dry_run import describe_nodes
 from comet.launch.memory import layer_bytes
 from comet.launch.tasks.registry import TASKS
 from comet.layer.workspace import WorkspaceShape, workspace_bytes
@@ -104,7 +106,8 @@ def test_a_dry_run_counts_the_symmetric_memory_of_a_node(task, capfd):
     memory = ("symmetric memory", "shared experts in decode steps")
     assert found[4]["symmetric memory"] > found[2]["symmetric memory"] > found[4]["symmetric memory"] / 3
     assert not found[2].get(memory[1]), "decode steps take no warp decode over nodes"
-    told = ["groups over 2 nodes of 2 ranks" in outputs[node_size] for node_size in (2, 4)]
+    told = ["over 2 nodes of 2 ranks; nodes of the first group: ranks 0 to 1; ranks 2 to 3" in outputs[node_size]
+            for node_size in (2, 4)]  # fmt: skip
     assert told == [task == "train", False]
     same = found[2].keys() - {*memory, "total"}
     assert [found[2][name] for name in same] == [found[4][name] for name in same]
@@ -116,6 +119,21 @@ def test_a_dry_run_over_nodes_says_what_the_run_would_do(capfd):
     assert "over 2 nodes" not in dry_run(capfd, "train", *NODES, "moe_path=plain")[0]
     said = refusal(capfd, "train", "--dry-run", *NODES, "model.moe.capacity_factor=1.5")
     assert said.startswith("model.moe.capacity_factor must be left out over 2 nodes: capacity_factor=1.5 would drop")
+
+
+def test_a_dry_run_over_nodes_says_what_travels_through_which_memory_and_what_is_hidden(capfd):
+    six = ("parallel.ep=6", "parallel.node_size=1", "model.moe.num_experts=48")
+    said = [dry_run(capfd, "train", *six, *words)[0] for words in ((), ("comm.backend=cpu_shm",))]
+    for out, carriers in zip(said, ("collectives, which hide less", r"kernels, through [\d,.]+ MiB"), strict=True):
+        assert (
+            "6 nodes of 1 ranks; nodes of the first group: rank 0; rank 1; rank 2; rank 3; and so on to rank 5" in out
+        )
+        assert re.search(rf"sends [\d,]+ tokens a step .* and [\d,.]+ MiB over the network, by {carriers}", out)
+        assert re.search(r"50 GB/s .* pass takes [\d.]+ ms, and \d+% of the [\d.]+ ms of its network are hidden", out)
+    job = make_job(compose([*six]), 6)
+    few = describe_nodes(job, 128, torch.bfloat16, torch.device("cuda"))
+    assert len(few) == 1
+    assert few[0].startswith("# layers of 128 tokens over nodes train on path 'plain': a forward and a backward pass")
 
 
 def test_a_dry_run_takes_what_the_run_would(capfd):

@@ -1,6 +1,7 @@
 """Routed experts of groups over several nodes, on declared nodes of CPU ranks, against the one-process oracle."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -14,13 +15,14 @@ from torch.utils.checkpoint import checkpoint
 
 import comet.comm.base
 import comet.layer.nodes
+import comet.layer.paths
 import comet.layer.rails.network
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.errors import AgreedError, StepFailedError
 from comet.kernels.runtime.activation import Activation
 from comet.layer.group import make_expert_group
 from comet.layer.nodes import NodesPath
-from comet.layer.paths import CollectivePath, make_path
+from comet.layer.paths import CollectivePath, make_path, path_to_train
 from comet.layer.workspace import rank_pool_bytes
 from comet.moe import MoE
 from comet.schedule.choice import Problem
@@ -265,6 +267,25 @@ def test_times_of_one_node_choose_no_path_over_nodes(rank: int, world_size: int,
         group = make_expert_group(case.config, parallel, **OPEN, profiles=tmp_path)
         assert isinstance(make_path("auto", case.config, group), kind)
         group.close()
+
+
+@in_ranks(2)
+def test_few_tokens_train_plain_where_they_are_launched_over_nodes(rank: int, world_size: int) -> None:
+    """Its group says that it is on GPUs; ``test_network`` has the times."""
+    told, case = logged("comet.schedule.choice"), LayerCase("two nodes", 2, 1, (7, 9), node_size=1)
+    config, group = case.config, open_group(case)
+    assert path_to_train("auto", config, group, None, replays=False) == "auto"
+    group.comm.device = torch.device("cuda")
+    chosen = partial(path_to_train, "auto", config, group)
+    assert [chosen(None, replays=replays) for replays in (False, True)] == ["plain", "plain"], "rails are collectives"
+    assert len(told) == (rank == 0)
+    assert chosen(OverlapConfig(), replays=False) == "auto"
+    assert path_to_train("fused", config, group, None, replays=False) == "fused"
+    assert path_to_train("auto", replace(config, capacity_factor=2.0), group, None, replays=False) == "auto"
+    with patch.object(comet.layer.paths, "training_times", lambda *_: (1.0, 1.0)):
+        assert chosen(None, replays=False) == "auto"
+    group.comm.device = torch.device("cpu")
+    group.close()
 
 
 @in_ranks(2)

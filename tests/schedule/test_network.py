@@ -7,7 +7,7 @@ import torch
 
 from comet.config import MoEConfig, ParallelConfig
 from comet.schedule.choice import Problem
-from comet.schedule.network import Rates, best_parts, expected_rows, layer_times, row_bytes
+from comet.schedule.network import Rates, best_parts, expected_rows, layer_times, row_bytes, training_times
 
 TWO_NODES = ParallelConfig(ep=2, node_size=1)
 
@@ -29,6 +29,10 @@ def test_worked_example_of_a_pass() -> None:
     assert times.layer == pytest.approx(8)
     assert (times.gemm, times.network, times.nvlink) == pytest.approx((8, 4, 0))
     assert times.bound == "gemm"
+    assert (times.in_node, times.hidden) == pytest.approx((8, 1))
+    slow = layer_times(QWEN3, replace(rates, network_gbs=rates.network_gbs / 4), num_parts=1)
+    assert (slow.layer, slow.in_node, slow.network) == pytest.approx((20, 8, 16)), "guests at 8, their sums at 20"
+    assert slow.hidden == pytest.approx(1 / 4)
 
 
 @pytest.mark.parametrize("case", [MIXTRAL, QWEN3, DEEPSEEK])
@@ -43,3 +47,18 @@ def test_no_pass_is_shorter_than_what_bounds_it(case: Problem, num_parts: int) -
 def test_guests_are_computed_in_the_parts_that_were_measured_best() -> None:
     """``benchmarks/results/nodes.md`` has the table."""
     assert [best_parts(case, Rates()) for case in (MIXTRAL, QWEN3, DEEPSEEK)] == [1, 2, 1]
+
+
+def test_launched_passes_are_faster_on_the_path_that_was_measured_faster() -> None:
+    """Milliseconds with a backward pass over a link of 21 GB/s, inside nodes and plain, of the same table."""
+    phi, qwen2 = problem(4096, 6400, 16, 2), problem(2048, 1408, 60, 4)
+    measured = [
+        (QWEN3, 2048, 10.9, 9.82), (QWEN3, 8192, 12.4, 33.6), (DEEPSEEK, 2048, 25.6, 35.9), (DEEPSEEK, 8192, 47.6, 131),
+        (MIXTRAL, 2048, 14.2, 12.9), (MIXTRAL, 8192, 33.4, 44.5), (phi, 8192, 20.1, 28.7), (qwen2, 2048, 10.0, 6.27),
+        (qwen2, 8192, 9.69, 19.7), (phi, 2048, 8.83, 8.88),
+    ]  # fmt: skip
+    for case, num_tokens, inside_ms, plain_ms in measured:
+        inside, plain = training_times(replace(case, num_tokens=num_tokens), Rates(network_gbs=21.0))
+        assert plain == pytest.approx(plain_ms, rel=0.1)
+        if abs(inside_ms - plain_ms) > 0.1:
+            assert (inside < plain) == (inside_ms < plain_ms), (case, num_tokens)

@@ -26,7 +26,7 @@ from comet.config import MoEConfig, OverlapConfig, Path, require
 from comet.errors import UnavailableError
 from comet.kernels.runtime.activation import Activation, ActivationName
 from comet.layer.group import ExpertGroup
-from comet.layer.paths import ExpertPath, make_path
+from comet.layer.paths import ExpertPath, make_path, path_to_train
 from comet.layout import Biases, RoutedTokens
 from comet.limits import check_values, equal_to, one_of
 from comet.utils.autocast import in_dtype
@@ -298,7 +298,8 @@ class CometExperts(nn.Module):
         moe, group = moe_config(config, max_imbalance=choices.max_imbalance), choices.group
         self.layout, self.dtype = group.layout(moe), group.workspace.shape.dtype
         assert num_local_experts == self.layout.experts_local
-        self.compute: ExpertPath = make_path(choices.path, moe, group, choices.overlap)
+        path = path_to_train(choices.path, moe, group, choices.overlap, replays=False)
+        self.compute: ExpertPath = make_path(path, moe, group, choices.overlap)
         self.expert_data_group = pg_collection.expt_dp
         self.ffn_size = moe.ffn_size
         device = torch.device("cpu") if config.use_cpu_initialization else group.device
