@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from comet.comm.handshake import ranks_in_words
+from comet.comm.nodes import ranks_in_words
 from comet.config import ParallelConfig, require
 from comet.experts.budget import ExpertBudget
 from comet.generation.job import check_files, plan_experts

@@ -8,7 +8,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 from comet.comm.base import Communicator, LocalCommunicator, SymmTensor
-from comet.comm.handshake import gather, nodes_of
+from comet.comm.handshake import gather
+from comet.comm.nodes import nodes_of
 from comet.config import require
 from comet.errors import UnavailableError
 from comet.utils.choices import Backend
@@ -25,7 +26,7 @@ def make_communicator(
     """Make this rank's communicator of a group (collective over the group).
 
     Args:
-        backend: ``cpu_shm`` (processes of one host), ``symm_mem`` (GPUs of one host, nothing to install), ``nvshmem``
+        backend: ``cpu_shm`` (processes of one host), ``symm_mem`` (GPUs of one host or NVLink domain), ``nvshmem``
             (needs nvshmem4py), or ``auto``: ``cpu_shm`` on the CPU, ``symm_mem`` on GPUs, and no symmetric memory for
             ranks of several nodes, nor where a rank's GPU runs no kernel of ours (``comet.kernels.runtime.arch``).
         group: The ranks; ``None`` means this process alone, not all ranks (that is ``torch.distributed.group.WORLD``).
@@ -50,7 +51,7 @@ def make_communicator(
     size = 1 if group is None else group.size()
     if group is None or size == 1:
         return LocalCommunicator(device, timeout_s, kernel_obstacle(device))
-    found_nodes = nodes_of(group, node_size)
+    found_nodes = nodes_of(group, node_size, device)
     nodes = ", ".join(map(str, found_nodes)) if len(found_nodes) > 1 else ""
     found = gather(group, kernel_obstacle(device)) if device.type == "cuda" else []
     lacking = next((f"rank {rank}: {each}" for rank, each in enumerate(found) if each), "")

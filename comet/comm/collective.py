@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from comet.comm.base import Communicator, SymmTensor, settle
+from comet.comm.cpu_shm import shared_board
 from comet.comm.failures import Board, board_bytes, ranks_text
-from comet.comm.handshake import gather
+from comet.comm.handshake import gather, this_host
 from comet.comm.signals import poll
 from comet.errors import CommTimeoutError
 
@@ -79,6 +80,12 @@ class StoreBoard(Board):
         with suppress(dist.DistError):
             return bool(self._store.check(list(keys)))
         return False
+
+
+def board_of(group: ProcessGroup) -> Board:
+    """The board of ranks that reach each other's memory: in memory of their host, over several in the store."""
+    is_one = len({host.boot_id for host in gather(group, this_host())}) == 1
+    return shared_board(group) if is_one else StoreBoard(group)
 
 
 class CollectiveCommunicator(Communicator):

@@ -93,47 +93,6 @@ def check_equal(group: ProcessGroup, fields: Mapping[str, Any]) -> None:
             require(other[name] == value, f"{name}={other[name]} of rank {rank} must equal the {value} of rank 0")
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
-    """Ranks of the job that reach each other's memory."""
-
-    host: str  # its name
-    number: int | None  # of a declared node
-    ranks: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"{ranks_in_words(self.ranks)} on {self.host}" + (
-            "" if self.number is None else f" (node {self.number})"
-        )
-
-
-def nodes_of(group: ProcessGroup, node_size: int | None) -> list[Node]:
-    """The nodes that the ranks of a group run on, in the order of their first ranks (collective).
-
-    Args:
-        node_size: Consecutive ranks of the job that are a node; ``None``: the ranks of a host.
-
-    Example: of four ranks on one host with ``node_size=2``: "ranks 0 to 1 on host-a (node 0)" and "ranks 2 to 3 on
-    host-a (node 1)".
-    """
-    names: dict[tuple[str, int | None], str] = {}
-    ranks_of: dict[tuple[str, int | None], list[int]] = {}
-    for rank, host in zip(dist.get_process_group_ranks(group), gather(group, this_host()), strict=True):
-        key = (host.boot_id, None if node_size is None else rank // node_size)
-        names.setdefault(key, host.name)
-        ranks_of.setdefault(key, []).append(rank)
-    return [Node(names[key], key[1], tuple(ranks)) for key, ranks in ranks_of.items()]
-
-
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0 to 7``, or ``ranks 0, 2`` where they do not follow each other."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if ranks[-1] - ranks[0] == len(ranks) - 1:
-        return f"ranks {ranks[0]} to {ranks[-1]}"
-    return f"ranks {', '.join(map(str, ranks))}"
-
-
 def who_shares(group: ProcessGroup, device: torch.device) -> str:
     """The first two ranks that use the same GPU, in words, the same on all ranks; empty if none do (collective)."""
     mine = (this_host().boot_id, str(torch.cuda.get_device_properties(device).uuid))

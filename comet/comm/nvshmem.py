@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from comet.comm.base import SymmTensor
-from comet.comm.cpu_shm import shared_board
+from comet.comm.collective import board_of
 from comet.comm.device_barrier import GpuCommunicator
-from comet.comm.handshake import check_size, gather, refusal, this_host, who_shares
+from comet.comm.handshake import check_size, gather, refusal, who_shares
 from comet.config import require
 from comet.errors import CommTimeoutError, UnavailableError
 
@@ -42,8 +42,7 @@ class NvshmemCommunicator(GpuCommunicator):
             shared = who_shares(group, device)
             require(not shared, refusal(device, "nvshmem", shared))
             start_nvshmem(group, device)
-            if len({host.boot_id for host in gather(group, this_host())}) == 1:
-                self.board = shared_board(group)
+            self.board = board_of(group)
         self._device_barrier = self._make_barrier()
         self._leaving = self._make_barrier()
 

@@ -1,4 +1,4 @@
-"""Symmetric memory of ``torch.distributed``: GPUs of one host that can address each other, nothing to install.
+"""Symmetric memory of ``torch.distributed``: GPUs that NVLink joins, of one host or of several, nothing to install.
 
 NVLink multicast is never used.
 """
@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed import _symmetric_memory as torch_symm_mem
 
 from comet.comm.base import SymmTensor, settle
-from comet.comm.cpu_shm import shared_board
+from comet.comm.collective import board_of
 from comet.comm.device_barrier import GpuCommunicator
 from comet.comm.handshake import check_size, gather, refusal, who_shares
 from comet.config import require
@@ -25,7 +25,7 @@ INSTEAD = "use backend='nvshmem', or backend='cpu_shm' with device='cpu'"
 
 
 class SymmMemCommunicator(GpuCommunicator):
-    """Ranks are GPUs of one host; every rank maps every rank's memory.
+    """Ranks are GPUs that NVLink joins; every rank maps every rank's memory.
 
     Tests may set torch to let several ranks share a GPU; these ranks take turns.
     """
@@ -36,7 +36,7 @@ class SymmMemCommunicator(GpuCommunicator):
         super().__init__(group, device, timeout_s)
         self._pools: list[SymmTensor] = []
         with torch.cuda.device(device):
-            self.board = shared_board(group)
+            self.board = board_of(group)
             self._shared = who_shares(group, device)
         self._device_barrier = self._make_barrier()
         if self._shared and self.rank == 0:
@@ -72,7 +72,8 @@ class SymmMemCommunicator(GpuCommunicator):
         except RuntimeError as failure:
             require(not self._shared, f"{refusal(self.device, 'symm_mem', self._shared)} ({failure})")
             raise UnavailableError(
-                f"{self.device} cannot map the memory of its peers ({failure}); {INSTEAD}"
+                f"{self.device} cannot map the memory of its peers ({failure}); {INSTEAD}, or over several hosts set "
+                "parallel.node_size to the ranks of one host"
             ) from failure
         mapped = [handle.get_buffer(rank, (local.numel(),), torch.uint8) for rank in range(self.world_size)]
         assert mapped[self.rank].data_ptr() == local.data_ptr(), "the allocation must start at its handle's base"

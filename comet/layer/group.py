@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from comet.comm import Backend, make_communicator
 from comet.comm.base import Communicator
-from comet.comm.handshake import check_equal, gather, nodes_of, set_deadline, this_rank, together
+from comet.comm.handshake import check_equal, gather, set_deadline, this_rank, together
+from comet.comm.nodes import nodes_of
 from comet.config import DIM_MULTIPLE, MoEConfig, ParallelConfig, require
 from comet.errors import UnavailableError
 from comet.layer.sharding import forget_meshes, make_mesh
@@ -195,7 +196,7 @@ def make_expert_group(
                 node_size=parallel.node_size,
             )
         )
-        place = _Place.of(shared if comm.memory_obstacle else None, ranks.world_rank, parallel)
+        place = _Place.of(shared if comm.memory_obstacle else None, ranks.world_rank, parallel, comm.device)
         nodes = _join_node(place, ranks, parallel, options, opened)
         if nodes is not None:
             ranks = ranks._replace(process_groups=(*ranks.process_groups, nodes.rails))
@@ -270,9 +271,9 @@ class _Place(NamedTuple):
     obstacle: str = ""  # why a group over several nodes has no groups inside these
 
     @classmethod
-    def of(cls, group: ProcessGroup | None, rank: int, parallel: ParallelConfig) -> _Place:
+    def of(cls, group: ProcessGroup | None, rank: int, parallel: ParallelConfig, device: torch.device) -> _Place:
         """The place of a rank of the world in its group (collective); ``None`` is a group with memory."""
-        nodes = [] if group is None else nodes_of(group, parallel.node_size)
+        nodes = [] if group is None else nodes_of(group, parallel.node_size, device)
         if len(nodes) < 2:
             return cls()
         told, size = ", ".join(map(str, nodes)), len(nodes[0].ranks)

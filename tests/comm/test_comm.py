@@ -16,7 +16,7 @@ import torch.distributed as dist
 from comm_conformance import ALONE, Site, run_suite
 from ranks import in_ranks, logged, run_ranks
 
-from comet.comm import Communicator, cpu_shm, handshake, make_communicator
+from comet.comm import Communicator, cpu_shm, handshake, make_communicator, nodes
 from comet.comm.base import LocalCommunicator, SymmTensor
 from comet.comm.signals import poll, wait, waited
 from comet.errors import CommTimeoutError, UnavailableError
@@ -123,7 +123,7 @@ def memory_that_the_machine_lacks_is_refused(rank: int) -> None:
 
 def two_hosts_are_refused(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(handshake, "this_host", lambda: handshake.Host(f"node{rank}", f"boot{rank}"))
+        patch.setattr(nodes, "this_host", lambda: handshake.Host(f"node{rank}", f"boot{rank}"))
         with pytest.raises(UnavailableError, match="on one node, but there are rank 0 on node0, rank 1 on node1; use"):
             make_communicator("cpu_shm", dist.group.WORLD, "cpu")
 

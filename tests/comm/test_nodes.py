@@ -1,7 +1,7 @@
 """Expert groups over several nodes: what runs is bit for bit as on one, what cannot is refused by name."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -16,13 +16,16 @@ from ranks import in_ranks, run_ranks
 from training_cases import Rank, make_job
 
 import comet.comm.collective
-import comet.comm.handshake
+import comet.comm.fabric
+import comet.comm.nodes
 import comet.comm.nvshmem
 import comet.layer.group
 from comet.comm import Communicator, make_communicator
-from comet.comm.collective import CollectiveCommunicator
+from comet.comm.collective import CollectiveCommunicator, StoreBoard, board_of
+from comet.comm.fabric import domains_of
 from comet.comm.handshake import Host
 from comet.comm.link import MappedLink
+from comet.comm.nodes import nodes_of
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.decode import DataParallelDecode, RankDecode, ReplicatedRunner
 from comet.errors import CommTimeoutError, StepFailedError, UnavailableError
@@ -124,10 +127,14 @@ def test_auto_runs_inside_nodes_and_what_needs_memory_of_all_ranks_is_refused_by
         group.workspace.join_stream()
 
 
+def hosts_of(size: int, rank: int) -> Callable[[], Host]:
+    return lambda: Host(f"host-{rank // size}", f"boot-{rank // size}")
+
+
 @in_ranks(4)
 def test_hosts_are_nodes_where_none_are_declared(rank: int, world_size: int) -> None:
     """The kernels' boot ids tell hosts apart."""
-    comet.comm.handshake.this_host = lambda: Host(f"host-{rank // 3}", f"boot-{rank // 3}")
+    comet.comm.nodes.this_host = hosts_of(3, rank)
     group = dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup)
     with pytest.raises(UnavailableError, match="use backend='auto', or"):
@@ -137,8 +144,34 @@ def test_hosts_are_nodes_where_none_are_declared(rank: int, world_size: int) -> 
         assert comm.memory_obstacle == said
 
 
-def hosts_of(size: int, rank: int) -> Callable[[], Host]:
-    return lambda: Host(f"host-{rank // size}", f"boot-{rank // size}")
+@in_ranks(4)
+def test_hosts_whose_gpus_map_each_others_memory_are_one_node(rank: int, world_size: int) -> None:
+    """Fabric handles are those of the test: each rank can import what its domain exported."""
+    group, gpu = dist.group.WORLD, torch.device("cuda", 0)
+    assert isinstance(group, dist.ProcessGroup)
+
+    def found(size: int, domains: Sequence[str], device: torch.device = gpu, node_size: int | None = None) -> list[str]:
+        mine = domains[rank]
+        with (
+            patch.object(comet.comm.nodes, "this_host", hosts_of(size, rank)),
+            patch.object(comet.comm.fabric, "exported", lambda device, until: mine.encode()),
+            patch.object(comet.comm.fabric, "can_import", lambda handle: handle == mine.encode()),
+        ):
+            return [str(node) for node in nodes_of(group, node_size, device)]
+
+    two = ["ranks 0 to 1 on host-0", "ranks 2 to 3 on host-1"]
+    assert found(2, ("a", "a", "a", "a")) == ["ranks 0 to 3 on host-0, host-1"]
+    assert found(2, ("a", "a", "b", "b")) == found(2, ("", "", "", "")) == two, "partitions, and no handles"
+    assert found(2, ("a", "a", "a", "")) == two, "a GPU of host-1 is outside"
+    assert found(2, ("a", "a", "a", "a"), torch.device("cpu")) == two
+    assert found(1, ("a", "a", "b", "b")) == ["ranks 0 to 1 on host-0, host-1", "ranks 2 to 3 on host-2, host-3"]
+    declared = found(1, ("a", "a", "a", "a"), node_size=2)
+    assert declared == ["ranks 0 to 1 on host-0, host-1 (node 0)", "ranks 2 to 3 on host-2, host-3 (node 1)"]
+    with patch.object(comet.comm.fabric, "driver", lambda: None):
+        assert domains_of(group, gpu) == [0, 1, 2, 3], "cuda.bindings is missing"
+    with patch.object(comet.comm.collective, "this_host", hosts_of(2, rank)):
+        assert isinstance(board_of(group), StoreBoard)
+    assert not isinstance(board_of(group), StoreBoard)
 
 
 def lack(reason: str) -> NoReturn:
@@ -160,7 +193,7 @@ def test_what_kernels_between_nodes_lack_is_said_on_all_ranks(rank: int, world_s
     unequal = "backend='cpu_shm' between nodes cannot be used: nodes must have equally many ranks, consecutive ones"
     apart = f"backend='cpu_shm' needs all ranks of a group on one node, but there are rank {rank % 2} on host-0, rank"
     for size, message in ((3, unequal), (2, apart)):
-        hosts = patch.object(comet.comm.handshake, "this_host", hosts_of(size, rank))
+        hosts = patch.object(comet.comm.nodes, "this_host", hosts_of(size, rank))
         with hosts, pytest.raises(UnavailableError, match=f"^{message}"):
             open_group(2, backend="cpu_shm")
     where = "" if rank in (1, 3) else "rank 1: "
