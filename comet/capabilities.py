@@ -25,7 +25,7 @@ MISSING: Mapping[str, Mapping[str, str]] = {
     "in a converted model over a group": {"it is for inference, run it under torch.no_grad()": "requires_grad"},
     "with experts in block FP8 or in a store": {"gate and up would share scales, or are copied apart": "interleaved"},
     "in generation": {"sequences would drop each other's rows": "capacity_factor"},
-    "over several nodes": {"they have no warp decode": "expert_budget"},
+    "where tp spans nodes": {"warp decode needs all slices of an expert in one node": "expert_budget"},
     "with a checkpoint of comet train": {
         "only Hugging Face folders are in block FP8": "keep_fp8",
         "only Hugging Face folders are read expert by expert, host is for both": "expert_store",

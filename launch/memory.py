@@ -135,7 +135,7 @@ def generation_needs(job: JobConfig, dtype: torch.dtype, budget: ExpertBudget | 
     columns = shared_columns(layout, model.moe.ffn_size, shared_size)
     piece = 3 * model.hidden_size * model.moe.ffn_size // job.parallel.tp
     moe_layers = model.num_layers - model.dense_layers
-    pieces = 0 if budget is not None or job.parallel.declares_nodes else moe_layers * columns * piece
+    pieces = 0 if budget is not None or not job.parallel.ranks_with_memory else moe_layers * columns * piece
     kept = moe_layers * layout.experts_local * piece if keep_fp8 and budget is None else 0
     bytes_while_loading = dtype.itemsize if is_hf_folder(job.generate.source) else FLOAT32_BYTES
     return {

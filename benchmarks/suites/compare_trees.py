@@ -115,7 +115,7 @@ def calls_of(shape: MoEConfig, tokens: int, ranks: Ranks, ep: int, dtype: torch.
     decode = RankDecode(group.comm, hidden_size=config.hidden_size, use_kernels=True)
     scratch = DecodeScratch.create(weights, config.top_k, dtype, max_tokens=1)
     own = DataParallelDecode(config, group, 1)
-    assert own.decode_on_ranks is not None, "experts are wide enough"
+    assert isinstance(own.decode_on_ranks, RankDecode), "one node, and experts that are wide enough"
     own.decode_on_ranks.use_kernels = True
     for each in (decode, own.decode_on_ranks) if device.type == "cpu" else ():
         setattr(each, "check", lambda: None)  # noqa: B010 - on a GPU no step looks whether others were late

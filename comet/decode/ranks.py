@@ -161,8 +161,10 @@ class RankDecode:
         replicated: Whether all ranks hold the same tokens.
 
     Raises:
-        UnavailableError: If the group spans several nodes.
+        UnavailableError: If the group spans several nodes: ``comet.decode.nodes`` has steps for these.
     """
+
+    collectives = False  # whether steps run collectives of ``torch.distributed``
 
     @torch.inference_mode(mode=False)
     def __init__(
@@ -205,26 +207,27 @@ class RankDecode:
         *,
         scratch: DecodeScratch | None = None,
         config: DecodeConfig | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Run one step; collective. Arguments and result as of ``warp_decode``, but of at most ``max_tokens`` tokens.
 
         D, dtype and K are equal on all ranks, and so is every input where these are replicated; else ``scratch`` is for
         W * max_tokens tokens. The sum is over all ranks, added in float32 in their order. After ``check`` raised, or
-        would, the result means nothing.
+        would, the result means nothing. ``out_dtype`` is the type of the result; ``None`` takes that of the tokens.
 
         Raises:
             StepFailedError: If a step failed on any rank; ``restart`` goes on.
             CommTimeoutError: On the CPU, if a rank did not come in time; on a GPU ``check`` raises it.
         """
         own = Batch(tokens, top_k_ids, top_k_weights)
-        check = self._check_inputs if wants_grad(*own) else self._match
-        check(*own, weights.w2, weights.b1, weights.b2, weights=weights)
+        self.check_inputs(own, weights)
+        out_dtype = out_dtype or tokens.dtype
         if tokens.shape[0] == 0 and self.gather is None:
-            return tokens.new_empty(tokens.shape)
+            return tokens.new_empty(tokens.shape, dtype=out_dtype)
         with self._step:
             if not self.use_kernels:
-                return self._twin(own, weights)
-            out = tokens.new_empty(tokens.shape)
+                return self._twin(own, weights).to(out_dtype)
+            out = tokens.new_empty(tokens.shape, dtype=out_dtype)
             batch = own if self.gather is None else self.gather.batch(own)
             hold_if_captured(self.epoch, *self._memory)  # the communicator keeps the epoch
             run_kernels(*batch, weights, scratch=scratch, config=config, buffer=self._buffer(own), out=out)
@@ -255,6 +258,11 @@ class RankDecode:
         """``Workspace.restart``: all that uses the communicator starts again (collective), between two steps."""
         self.comm.restart()
 
+    def check_inputs(self, own: Batch, weights: DecodeWeights) -> None:
+        """Raise ``ValueError`` naming field, value and rule unless a step can take these tensors."""
+        check = self._check_inputs if wants_grad(*own) else self._match
+        check(*own, weights.w2, weights.b1, weights.b2, weights=weights)
+
     def _check_inputs(
         self, tokens: Tensor, ids: Tensor, routing: Tensor, *_: Tensor | None, weights: DecodeWeights
     ) -> None:
@@ -275,7 +283,7 @@ class RankDecode:
         )
 
     def _twin(self, own: Batch, weights: DecodeWeights) -> Tensor:
-        """The exchange in torch: the same words in the same halves, with a barrier where the kernel looks at epochs."""
+        """The float32 sums in torch: the same words in the same halves, with a barrier in the place of epochs."""
         self.epoch += 1
         epoch, (num_tokens, _) = int(self.epoch), own.tokens.shape
         batch = own if self.gather is None else self.gather.twin(own, epoch)
@@ -290,4 +298,4 @@ class RankDecode:
         total = torch.zeros(own.tokens.shape, dtype=torch.float32, device=own.tokens.device)
         for source in arrived.int().view(torch.float32):
             total = total + source
-        return total.to(own.tokens.dtype)
+        return total

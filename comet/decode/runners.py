@@ -22,6 +22,7 @@ from comet.capabilities import refuse
 from comet.comm.collectives import all_gather_stacked, wants_grad
 from comet.config import DIM_MULTIPLE, MoEConfig, require
 from comet.decode.local import warp_decode
+from comet.decode.nodes import NodesDecode, decode_obstacle, make_decode
 from comet.decode.ranks import RankDecode, rank_slots
 from comet.decode.weights import MAX_DECODE_TOKENS, DecodeScratch, DecodeWeights
 from comet.kernels.runtime.activation import SWIGLU, Activation
@@ -151,6 +152,11 @@ class LocalRunner:
         """Around what may fail on one rank while others wait for it: then all of them know. No rank waits here."""
         return nullcontext()
 
+    @property
+    def captured_tokens(self) -> int:
+        """Most tokens of a step that a CUDA graph may hold."""
+        return self.decode.max_tokens
+
     def before_replay(self) -> None:
         """Refuse the replay of a captured step once the group is closed, and order it behind the last step."""
 
@@ -183,13 +189,11 @@ class GroupExperts:
         self.path: ExpertPath = make_path("auto", moe, group)
         self.match = match_once(self._check_held, moe, self.layout, biased=moe.expert_bias)
         # Last, because it allocates symmetric memory on all ranks.
-        self.decode_on_ranks: RankDecode | None = None
+        self.decode_on_ranks: RankDecode | NodesDecode | None = None
         if decode_tokens:
             # Its memory stays until the group closes: powers of two bound what engines of all settings take.
             most = power_of_2(decode_tokens) if replicated else decode_tokens
-            self.decode_on_ranks = RankDecode(
-                group.comm, hidden_size=moe.hidden_size, max_tokens=most, replicated=replicated
-            )
+            self.decode_on_ranks = make_decode(moe, group, max_tokens=most, replicated=replicated)
 
     def held(self, w1: Tensor, w2: Tensor, biases: Biases | None, *, trusted: bool = True) -> DecodeWeights:
         """The experts of this rank, as a decode step reads them."""
@@ -229,8 +233,8 @@ class ReplicatedRunner(GroupExperts):
     w1 are ``interleaved``, calls of more tokens copy w1, gate rows first, for as long as they take.
 
     Args:
-        decode_tokens: Most tokens that take warp decode; ``None``: 64. It is 0 where the group spans several nodes, and
-            by default where warp decode takes no slices of experts as narrow as those of a rank.
+        decode_tokens: Most tokens that take warp decode; ``None``: 64. It is 0 where ``decode_obstacle`` of the group
+            has a reason, and by default where warp decode takes no slices of experts as narrow as those of a rank.
         shared_columns: What a shared expert adds to K in a decode step.
     """
 
@@ -245,7 +249,7 @@ class ReplicatedRunner(GroupExperts):
     ) -> None:
         if decode_tokens is None:
             decode_tokens = default_decode_tokens(moe, group, DECODE_TOKENS)
-        decode_tokens = 0 if group.comm.memory_obstacle else decode_tokens
+        decode_tokens = 0 if decode_obstacle(group) else decode_tokens
         self.interleaved = interleaved
         super().__init__(moe, group, decode_tokens, top_k=moe.top_k + shared_columns, replicated=True)
         self.takes_fp8 = computes_fp8(self.path, moe)
@@ -273,6 +277,12 @@ class ReplicatedRunner(GroupExperts):
         with comm.step(what, collectives=collectives):
             comm.in_flight = True
             yield
+
+    @property
+    def captured_tokens(self) -> int:
+        """Most tokens of a step that a CUDA graph may hold."""
+        steps = self.decode_on_ranks
+        return 0 if steps is not None and steps.collectives else self.decode.max_tokens
 
     def before_replay(self) -> None:
         self.group.workspace.join_stream()
@@ -313,8 +323,9 @@ class DataParallelDecode(GroupExperts):
     needed (on all ranks or on none) its calls take the group's path.
 
     Args:
-        decode_tokens: Most tokens of one rank that take warp decode; 0: none do; ``None``: 64 / W, or 0 where the group
-            spans several nodes (``UnavailableError`` where it is given) or a rank's slices of experts are too narrow.
+        decode_tokens: Most tokens of one rank that take warp decode; 0: none do; ``None``: 64 / W, or 0 where
+            ``decode_obstacle`` of the group has a reason (``UnavailableError`` where it is given) or a rank's slices of
+            experts are too narrow.
     """
 
     def __init__(self, moe: MoEConfig, group: ExpertGroup, decode_tokens: int | None = None) -> None:
@@ -357,7 +368,7 @@ def default_decode_tokens(moe: MoEConfig, group: ExpertGroup, most: int) -> int:
     if is_narrow and group.rank == 0:
         words = "warp decode is off: ffn_size=%d / tp=%d is no multiple of %d"
         logger.info(words, moe.ffn_size, group.parallel.tp, DIM_MULTIPLE)
-    return 0 if is_narrow or group.comm.memory_obstacle else most
+    return 0 if is_narrow or decode_obstacle(group) else most
 
 
 def run_path_on_slices(routed: RoutedTokens, compute: Callable[[RoutedTokens], Tensor], group: ExpertGroup) -> Tensor:

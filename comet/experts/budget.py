@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from comet.config import DIM_MULTIPLE, MoEConfig, ParallelConfig, require
+from comet.decode.nodes import decode_obstacle
 from comet.experts.options import StoreOptions
 from comet.layer.group import ExpertGroup
 from comet.quantization.formats import FP8_BLOCK, MX_BLOCK, StoredType
@@ -46,8 +47,9 @@ def most_tokens(options: StoreOptions, decode_tokens: int | None, group: ExpertG
     """Most tokens of a decode step; ``None``: the runner's default, which only steps from a store do not have."""
     if not options.in_store:
         return decode_tokens
-    if group is not None and group.comm.memory_obstacle:
-        raise NotImplementedError(f"expert_budget needs warp decode on all ranks: {group.comm.memory_obstacle}")
+    obstacle = "" if group is None else decode_obstacle(group)
+    if obstacle:
+        raise NotImplementedError(f"expert_budget needs warp decode on all ranks: {obstacle}")
     require(
         decode_tokens is None or decode_tokens >= 1,
         f"decode_tokens={decode_tokens} must be at least 1 with an expert_budget",

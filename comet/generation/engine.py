@@ -277,7 +277,7 @@ class GPTEngine(Engine):
 
     def _obstacle(self, num_tokens: int) -> str:
         is_staged = any(isinstance(path, StagedExperts) for path in self.stored)
-        return GRAPH_FALLBACK_REASON if is_staged else batch_obstacle(num_tokens, self.runner.decode.max_tokens)
+        return GRAPH_FALLBACK_REASON if is_staged else batch_obstacle(num_tokens, self.runner.captured_tokens)
 
     def _append(self, ids: Tensor, drafts: bool) -> Tensor:
         self._clock.proceed()

@@ -156,8 +156,8 @@ def plan_experts(config: JobConfig, dtype: torch.dtype) -> ExpertBudget | None:
         if not is_hf_folder(settings.source):
             store, keep_fp8 = settings.expert_store, settings.keep_fp8
             refuse("with a checkpoint of comet train", keep_fp8=keep_fp8, expert_store=store)
-        if config.parallel.declares_nodes:
-            refuse("over several nodes", expert_budget=settings.expert_budget)
+        if not config.parallel.ranks_with_memory:
+            refuse("where tp spans nodes", expert_budget=settings.expert_budget)
         return plan_budget(settings, model.moe, model.num_layers - model.dense_layers, dtype, config.parallel)
     except ValueError as error:
         raise ValueError(f"generate.{error}") from error

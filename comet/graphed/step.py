@@ -74,10 +74,10 @@ class Passes:
         return next(filter(None, reasons), "") if reasons else TOO_FEW
 
 
-def batch_obstacle(num_tokens: int, decode_tokens: int) -> str:
-    """The reason why a step of so many tokens must not be captured; empty if warp decode takes them."""
-    if num_tokens <= decode_tokens:
+def batch_obstacle(num_tokens: int, captured_tokens: int) -> str:
+    """The reason why a step of so many tokens must not be captured; empty if a graph may hold a step of them."""
+    if num_tokens <= captured_tokens:
         return ""
-    if not decode_tokens:
-        return "warp decode is off, and other paths wait for the host"
-    return f"{num_tokens} tokens are more than the {decode_tokens} of warp decode"
+    if not captured_tokens:
+        return "steps wait for the host, because warp decode is off or collectives join nodes"
+    return f"{num_tokens} tokens are more than the {captured_tokens} of warp decode"

@@ -20,7 +20,7 @@ with the ids ``[[-1, 1], [0, 1]]``; rank 0 itself runs all three with ``[[0, 1],
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from comet.comm.base import Step
 from comet.comm.collectives import accumulator_dtype, wants_grad
 from comet.config import MoEConfig, OverlapConfig, require
 from comet.errors import CommTimeoutError, StepFailedError
@@ -68,6 +67,30 @@ def shape_obstacle(config: MoEConfig, num_nodes: int) -> str:
     if config.capacity_factor is not None:
         return f"capacity_factor={config.capacity_factor} would drop rows node by node"
     return ""
+
+
+@contextmanager
+def pass_over_nodes(group: ExpertGroup, what: str, *, collectives: bool, refuses: bool = False) -> Iterator[None]:
+    """One step of all ranks of the group; if it fails, ranks that wait inside this node learn it, too."""
+    assert group.nodes is not None, "the group spans several nodes"
+    board = group.comm.board
+    try:
+        with group.comm.step(what, collectives=collectives, refuses=refuses):
+            yield
+    except BaseException as error:
+        if board.word[0]:
+            group.nodes.inner.comm.board.note(what, error, is_final=board.is_final)
+        raise
+
+
+@contextmanager
+def inside_node(node: int, *, collectives: bool) -> Iterator[None]:
+    """Surround a step of one node; if it fails for want of a rank, the whole group looks for the missing rank."""
+    try:
+        yield
+    except (CommTimeoutError, StepFailedError) as error:
+        kind = dist.DistBackendError if collectives else StepFailedError
+        raise kind(f"inside node {node}, whose ranks count from 0: {error}") from error
 
 
 class NodesPath:
@@ -133,27 +156,9 @@ class NodesPath:
         with self.step("forward pass"):
             return self.forward(in_order(routed), w1, w2, biases, trains=False)[0]
 
-    @contextmanager
-    def step(self, what: str) -> Iterator[None]:
-        """One pass of all ranks of the group; where it cannot go on, ranks that wait inside this node learn it, too."""
-        board = self.group.comm.board
-        try:
-            with self.group.comm.step(what, collectives=self.rails.collectives):
-                yield
-        except BaseException as error:
-            if board.word[0]:
-                self.nodes.inner.comm.board.note(what, error, is_final=board.is_final)
-            raise
-
-    @contextmanager
-    def _inside(self, step: Step) -> Iterator[None]:
-        """A step of this node; where it fails for want of a rank, the whole group looks for who is missing."""
-        try:
-            with step:
-                yield
-        except (CommTimeoutError, StepFailedError) as error:
-            kind = dist.DistBackendError if self.rails.collectives else StepFailedError
-            raise kind(f"inside node {self.nodes.node}, whose ranks count from 0: {error}") from error
+    def step(self, what: str) -> AbstractContextManager[None]:
+        """``pass_over_nodes`` for one pass of this layer."""
+        return pass_over_nodes(self.group, what, collectives=self.rails.collectives)
 
     def forward(
         self, routed: RoutedTokens, w1: Tensor | FP8, w2: Tensor | FP8, biases: Biases | None, *, trains: bool
@@ -162,7 +167,7 @@ class NodesPath:
         runs: list[Saved] = []
 
         def run(part: RoutedTokens, backend: Backend) -> Tensor:
-            with self._inside(self.workspace.forward_step):
+            with inside_node(self.nodes.node, collectives=self.rails.collectives), self.workspace.forward_step:
                 output, saved = forward(part, w1, w2, backend, biases, trains=trains)
             if saved is not None:
                 runs.append(saved)
@@ -194,7 +199,7 @@ class NodesPath:
 
         def run(part: Tensor) -> tuple[Tensor, Tensor]:
             saved, deferred = next(waiting), sums.deferred
-            with self._inside(self.workspace.backward_step):
+            with inside_node(self.nodes.node, collectives=self.rails.collectives), self.workspace.backward_step:
                 grad_x, grad_weights, *found = backward(part, saved, w1, w2, self.backend, deferred, biases)
                 sums.add(found)
             assert grad_x is not None, "tokens always have a gradient"

@@ -71,7 +71,7 @@ def run_parts(rank: int, world_size: int, node_size: int | None, path: str) -> d
         routed = RoutedTokens(x, routing.top_k_ids, routing.top_k_weights)
         given = routed, *(each.flatten(1, -2) for each in layer.expert_weights())
         found["modular"] = ModularMoE(AllToAll(CONFIG, group), GroupedContiguous(CONFIG, group))(*given)
-        own = DataParallelDecode(CONFIG, group, 0 if node_size is None else None)
+        own = DataParallelDecode(CONFIG, group, 0)
         assert own.decode_on_ranks is None
         torch.testing.assert_close(own(*given), make_path("plain", CONFIG, group)(*given))
         own.check()
@@ -100,10 +100,9 @@ def test_auto_runs_inside_nodes_and_what_needs_memory_of_all_ranks_is_refused_by
     assert isinstance(MoE(CONFIG, group).experts, NodesPath)
     assert isinstance(make_path("auto", CONFIG, group, OverlapConfig()), NodesPath)
     runner = ReplicatedRunner(CONFIG, group)
-    assert (runner.decode.max_tokens, runner.decode_on_ranks) == (0, None)
+    assert (runner.decode.max_tokens, runner.captured_tokens) == (64, 0)
     refused: dict[str, Callable[[], object]] = {
         f"^warp decode over ranks needs symmetric memory, but {NODES}": partial(RankDecode, group.comm, hidden_size=32),
-        "^warp decode over ranks": partial(DataParallelDecode, CONFIG, group, 4),
         f"^SymmetricBatched needs symmetric memory, but {NODES}; use AllToAll$": partial(
             SymmetricBatched, CONFIG, group
         ),

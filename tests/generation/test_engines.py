@@ -45,14 +45,18 @@ from comet.modular import GroupedContiguous, ModularMoE, SingleRank
 from comet.utils.graphs import TOO_FEW, first_line
 
 
-@pytest.mark.parametrize(("name", "ep", "tp"), [
-    ("shared expert in decode steps", 2, 1), slow("shared expert in decode steps", 1, 2), ("gpt-oss", 1, 2),
-    slow("mixtral", 1, 2),
+@pytest.mark.parametrize(("name", "ep", "tp", "node_size"), [
+    ("shared expert in decode steps", 2, 1, None), slow("shared expert in decode steps", 1, 2, None),
+    ("gpt-oss", 1, 2, None), slow("mixtral", 1, 2, None),
+    ("shared expert in decode steps", 2, 1, 1), ("gpt-oss", 2, 1, 1), slow("mixtral", 2, 1, 1),
 ])  # fmt: skip
 @in_ranks(2)
-def test_two_ranks_take_the_steps_of_one(rank: int, world_size: int, name: str, ep: int, tp: int) -> None:
-    engine = engine_of(name, ep=ep, tp=tp)
+def test_two_ranks_take_the_steps_of_one(
+    rank: int, world_size: int, name: str, ep: int, tp: int, node_size: int | None
+) -> None:
+    engine = engine_of(name, ep=ep, tp=tp, node_size=node_size)
     assert torch.equal(tokens_of(engine), tokens_of(engine_of(name)))
+    assert all(runner.decode.max_tokens == 64 for runner in engine.runners)
     engine.check()
 
 
@@ -139,7 +143,7 @@ def test_sizes_of_static_decoders_must_be_positive(sequences: int, places: int, 
 
 @pytest.mark.parametrize(("decode_tokens", "why"), [
     (1, "2 tokens are more than the 1 of warp decode"),
-    (0, "warp decode is off, and other paths wait for the host"),
+    (0, "steps wait for the host, because warp decode is off or collectives join nodes"),
 ])  # fmt: skip
 @pytest.mark.parametrize("name", ["softmax", "mixtral"])
 def test_more_sequences_than_warp_decode_takes_are_not_captured(

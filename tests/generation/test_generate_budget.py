@@ -200,10 +200,12 @@ def test_layers_with_experts_are_counted(family):
 WIDE = replace(MODEL, moe=replace(MOE, num_experts=8))
 
 
-def generated_by_a_rank(rank: int, world_size: int, folder: str, budget: float | None, expert_dtype=None):
+def generated_by_a_rank(
+    rank: int, world_size: int, folder: str, budget: float | None, expert_dtype=None, node_size=None
+):
     settings = replace(GREEDY, source=folder, prompts=("1",), expert_budget=budget, expert_dtype=expert_dtype)
     job = make_job(Path(folder), model=WIDE, ep=world_size, generate=settings)
-    return generate_job(job, Rank(rank, world_size))
+    return generate_job(replace(job, parallel=replace(job.parallel, node_size=node_size)), Rank(rank, world_size))
 
 
 def test_ranks_of_a_checkpoint_have_a_budget_each(tmp_path):
@@ -211,6 +213,8 @@ def test_ranks_of_a_checkpoint_have_a_budget_each(tmp_path):
     folder = str(tmp_path / "out")
     alone, wanted = generated_by_a_rank(0, 1, folder, 0.5), generated_by_a_rank(0, 1, folder, None)
     first, second = run_ranks(generated_by_a_rank, 2, folder, 0.5)
+    for of_node in run_ranks(generated_by_a_rank, 2, folder, 0.5, None, 1):
+        assert (of_node["text"], of_node["expert_cache"]["slots"]) == (first["text"], 2), "each rank is a node"
     assert first["text"] == second["text"] == alone["text"] == wanted["text"]
     cache = first["expert_cache"]
     assert second["expert_cache"] == cache

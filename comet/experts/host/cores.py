@@ -257,7 +257,9 @@ def open_cores(
     """Return the cores that a setting asks for; ``None`` if it is off, or ``auto`` where cores do not pay."""
     ranks, timeout_s, fault = 1, TIMEOUT_S, None
     if isinstance(runner, ReplicatedRunner):
-        ranks, timeout_s = runner.group.parallel.world_size, runner.group.comm.timeout_s
+        group = runner.group
+        in_node = group if group.nodes is None else group.nodes.inner
+        ranks, timeout_s = in_node.parallel.world_size, group.comm.timeout_s
         fault = None if runner.decode_on_ranks is None else runner.decode_on_ranks.fault
     num_cores = cores_of(setting, ranks)
     if not num_cores:

@@ -164,5 +164,5 @@ def graph_obstacle(model: Any, cache: Any, num_tokens: int) -> str:
         return f"transformers counts the positions of {others} on the host"
     if any(isinstance(path, StagedExperts) for path in stored_paths(model)):
         return GRAPH_FALLBACK_REASON
-    limits = [module.runner.decode.max_tokens for module in model.modules() if isinstance(module, CometExperts)]
+    limits = [module.runner.captured_tokens for module in model.modules() if isinstance(module, CometExperts)]
     return batch_obstacle(num_tokens, min(limits, default=num_tokens))

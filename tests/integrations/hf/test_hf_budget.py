@@ -258,8 +258,12 @@ def test_a_budget_that_cannot_be(budget, mixtral):
 
 
 def test_what_a_budget_does_not_go_with(mixtral):
-    nodes = SimpleNamespace(comm=SimpleNamespace(memory_obstacle="a group spans several nodes"))
-    refuse(mixtral, "expert_budget needs warp decode on all ranks: a group spans", NotImplementedError, group=nodes)
+    nodes = SimpleNamespace(
+        comm=SimpleNamespace(memory_obstacle=""), nodes=None, nodes_obstacle="a group spans unequal nodes"
+    )
+    refuse(
+        mixtral, "expert_budget needs warp decode on all ranks: a group spans unequal", NotImplementedError, group=nodes
+    )
     refuse(
         mixtral, "expert_policy is no longer a setting: leave it out: the expert used longest ago", expert_policy="lfu"
     )

@@ -32,12 +32,14 @@ STEPS = 9
 DRAFTS = SpeculationConfig(draft_experts=(1,), tau=0.0)
 
 
-def plain_model(name: str, ep: int = 1, tp: int = 1, **changes: Any) -> tuple[Callable[[Tensor], Any], Any]:
+def plain_model(
+    name: str, ep: int = 1, tp: int = 1, node_size: int | None = None, **changes: Any
+) -> tuple[Callable[[Tensor], Any], Any]:
     """A model as whole forward passes compute it, and the group that its engine takes; transformers' need none."""
     if name in MODELS:
-        return awake_model(MODELS[name], ep=ep, tp=tp, max_tokens=64)
+        return awake_model(MODELS[name], ep=ep, tp=tp, max_tokens=64, node_size=node_size)
     model = tiny_model(name, **changes)
-    return model, make_group(model, ep, tp) if ep * tp > 1 else None
+    return model, make_group(model, ep, tp, node_size=node_size) if ep * tp > 1 else None
 
 
 def engine_of(

@@ -74,9 +74,10 @@ def make_group(
     max_tokens: int = 256,
     dtype: torch.dtype = torch.float32,
     device: torch.device = CPU,
+    node_size: int | None = None,
     **settings: Any,
 ) -> ExpertGroup:
-    layout = ParallelConfig(ep=ep, tp=tp)
+    layout = ParallelConfig(ep=ep, tp=tp, node_size=node_size)
     return make_expert_group(moe, layout, max_tokens=max_tokens, dtype=dtype, device=device, **settings)
 
 
