@@ -14,13 +14,12 @@ from typing import Any
 import torch
 
 from comet.comm.nodes import ranks_in_words
-from comet.config import ParallelConfig, require
+from comet.config import ParallelConfig
 from comet.experts.budget import ExpertBudget
 from comet.generation.job import check_files, plan_experts
 from comet.jobs.config import JobConfig, activation_dtype
 from comet.launch.memory import generation_needs, layer_bytes, training_needs
 from comet.launch.tasks.modular import modular_problems
-from comet.layer.nodes import shape_obstacle
 from comet.layer.paths import why_plain_trains
 from comet.layer.workspace import WorkspaceShape, rank_pool_bytes
 from comet.schedule.choice import Machine, Problem, check_setting
@@ -71,11 +70,6 @@ def describe_nodes(job: JobConfig, tokens: int, dtype: torch.dtype, device: torc
     parallel, moe, layers = job.parallel, job.model.moe, job.model.num_layers - job.model.dense_layers
     if not parallel.declares_nodes or not parallel.ranks_with_memory or job.moe_path in PATHS_WITHOUT_OVERLAP:
         return []
-    nodes = parallel.world_size // parallel.ranks_with_memory
-    if obstacle := shape_obstacle(moe, nodes):
-        field = "model.moe.capacity_factor"
-        require(moe.capacity_factor is None, f"{field} must be left out over {nodes} nodes: {obstacle}")
-        return [f"# groups over {nodes} nodes take path 'plain': {obstacle}"]
     problem, by_kernels = Problem(moe, parallel, tokens, dtype), job.comm.backend != "auto" and job.moe_path != "twin"
     replays = by_kernels and job.train.cuda_graph != "off"
     if device.type == "cuda" and job.moe_path == "auto" and not replays and (faster := why_plain_trains(problem)):

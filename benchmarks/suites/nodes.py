@@ -42,7 +42,7 @@ class Run(CommandLine):
             moe = model(name)
             for nodes in options.nodes:
                 ranks = nodes * options.node_size
-                if moe.num_experts % ranks or moe.num_experts // nodes < moe.top_k:
+                if moe.num_experts % ranks:
                     continue
                 parallel = ParallelConfig(ep=ranks, node_size=options.node_size)
                 problem = Problem(moe, parallel, options.tokens, torch.bfloat16)

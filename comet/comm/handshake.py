@@ -81,7 +81,7 @@ def check_size(group: ProcessGroup, num_bytes: int) -> None:
     require(len(set(sizes)) == 1, f"num_bytes={sizes} of ranks 0 to {len(sizes) - 1} must be equal")
 
 
-def check_equal(group: ProcessGroup, fields: Mapping[str, Any]) -> None:
+def check_equal(group: ProcessGroup | None, fields: Mapping[str, Any]) -> None:
     """Raise the same ``ValueError`` on every rank, naming the field, unless all pass the same fields (collective).
 
     Example: ``{"max_tokens": 40}`` on rank 0 and ``{"max_tokens": 128}`` on rank 1: "max_tokens=128 of rank 1 must

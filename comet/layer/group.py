@@ -26,6 +26,7 @@ from comet.layout import ExpertLayout
 from comet.schedule.choice import Resolver, shared_resolver
 from comet.utils.renamed import warn_renamed
 from comet.utils.streams import SideStream
+from comet.version import comet_version
 
 if TYPE_CHECKING:
     from comet.comm.link import Link
@@ -186,6 +187,7 @@ def make_expert_group(
         if device.type == "cpu":  # NCCL might wait for ranks that did not fail
             opened.callback(leave_groups, *ranks.process_groups)
         if ranks.process_group is not None:
+            check_equal(dist.group.WORLD, {"comet_version": comet_version(), "torch_version": torch.__version__})
             check_equal(ranks.process_group, asdict(options.shape(parallel)) | asdict(parallel) | asdict(moe))
         comm = opened.enter_context(
             make_communicator(

@@ -21,25 +21,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from comet.comm.collectives import accumulator_dtype, wants_grad
-from comet.config import MoEConfig, OverlapConfig, require
+from comet import limits
+from comet.comm.collectives import CollectiveSteps, accumulator_dtype, all_gather_stacked, wants_grad
+from comet.config import MAX_TOP_K, MoEConfig, OverlapConfig, require
 from comet.errors import CommTimeoutError, StepFailedError
-from comet.layer.backend import Backend
+from comet.kernels.runtime.activation import Activation
+from comet.layer.backend import Backend, expert_capacity
 from comet.layer.group import ExpertGroup
 from comet.layer.merged_wgrad import MergedWgrad, RunOperands, merged_bytes
 from comet.layer.plan import Plan, check_routing, check_tokens
 from comet.layer.rails.collective import CollectiveRails, Rails
 from comet.layer.routed_experts import DeferredWgrad, Saved, backward, check_fp8, forward, in_order, make_backend
 from comet.layer.weights import match_fp8_weights, match_once, match_weights, pad_width
-from comet.layout import Biases, RoutedTokens
+from comet.layout import Biases, RoutedTokens, positions_in_groups
 from comet.quantization.formats import FP8
 from comet.schedule.choice import Problem
 from comet.schedule.network import Rates, best_parts
@@ -52,21 +54,48 @@ SPLIT_TOKENS = 1024
 MERGED_SIZE = 6
 
 
-def nodes_obstacle(config: MoEConfig, group: ExpertGroup) -> str:
-    """Return why layers of this shape cannot run inside the nodes of a group, in words; empty where they can."""
+def nodes_obstacle(group: ExpertGroup) -> str:
+    """Return why layers cannot run inside the nodes of a group, in words; empty where they can."""
     if group.nodes is None:
         return group.nodes_obstacle or "the group lies within one node"
-    return group.nodes.inner.comm.memory_obstacle or shape_obstacle(config, group.nodes.num_nodes)
+    return group.nodes.inner.comm.memory_obstacle
 
 
-def shape_obstacle(config: MoEConfig, num_nodes: int) -> str:
-    """Return why layers of this shape cannot run inside so many nodes, in words; empty where they can."""
-    experts = config.num_experts // num_nodes
-    if config.top_k > experts:
-        return f"top_k={config.top_k} is more than the {experts} experts of a node"
-    if config.capacity_factor is not None:
-        return f"capacity_factor={config.capacity_factor} would drop rows node by node"
-    return ""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InNode(MoEConfig):
+    """The shape of a layer inside a node, where all but some of a token's K experts may lie on other nodes."""
+
+    top_k: Annotated[int, limits.at_least(1), limits.at_most(MAX_TOP_K)]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "activation", Activation(**self.activation))  # type: ignore[arg-type]
+        limits.check(self)
+
+    @classmethod
+    def of(cls, config: MoEConfig, num_nodes: int) -> Self:
+        """Shape of a layer for E / N experts, which get only rows that their capacity keeps."""
+        changes = dict(num_experts=config.num_experts // num_nodes, num_groups=1, top_groups=1, capacity_factor=None)
+        return cls(**{**asdict(config), **changes})
+
+
+class Capacity:
+    """Drops the rows for which an expert has no room, in the order of the ranks and tokens of all nodes."""
+
+    def __init__(self, rows: int, group: ExpertGroup, num_experts: int) -> None:
+        assert group.process_group is not None, "several nodes have several ranks"
+        self.rows, self.rank, self.num_experts = rows, group.rank, num_experts
+        self.steps = CollectiveSteps(group.comm, group.process_group, group.workspace.layers_made)
+
+    def kept(self, top_k_ids: Tensor, *, trains: bool) -> Tensor:
+        """The ids, -1 where a row is dropped (collective); waits for the device."""
+        self.steps.begin(0, trains=trains)
+        ids = top_k_ids.flatten().long()
+        is_expert = (ids >= 0) & (ids < self.num_experts)
+        ids = ids.where(is_expert, self.num_experts)
+        positions, sizes = positions_in_groups(ids, self.num_experts + 1)
+        earlier = all_gather_stacked(sizes, self.steps.process_group)[: self.rank].sum(0)
+        dropped = is_expert & (positions + earlier[ids] >= self.rows)
+        return top_k_ids.masked_fill(dropped.view_as(top_k_ids), -1)
 
 
 @contextmanager
@@ -104,16 +133,19 @@ class NodesPath:
         self, config: MoEConfig, group: ExpertGroup, overlap: OverlapConfig | None, *, use_kernels: bool
     ) -> None:
         self.name = "fused" if use_kernels else "twin"
-        obstacle = nodes_obstacle(config, group)
+        obstacle = nodes_obstacle(group)
         require(not obstacle, f"path={self.name!r} over nodes cannot be used: {obstacle}; use path 'plain'")
         assert group.nodes is not None, "nodes_obstacle has looked"
         self.group, self.nodes = group, group.nodes
         inner = self.nodes.inner
         self.layout, self.workspace = group.layout(config), inner.workspace
-        in_node = replace(config, num_experts=config.num_experts // self.nodes.num_nodes, num_groups=1, top_groups=1)
+        in_node = InNode.of(config, self.nodes.num_nodes)
         inner.check_same(in_node)
         self.backend = make_backend(in_node, inner, overlap, use_kernels=use_kernels)
         self.rails = make_rails(config, group, use_kernels=use_kernels)
+        capacity = expert_capacity(config, group)
+        self.capacity = None if capacity is None else Capacity(capacity, group, config.num_experts)
+        self.collectives = self.rails.collectives or capacity is not None
         rules = dict(biased=config.expert_bias, dtype=group.workspace.shape.dtype, device=group.device)
         self.match = match_once(match_weights, config, self.layout, **rules)
         self.match_fp8 = match_once(match_fp8_weights, config, self.layout, **rules)
@@ -158,7 +190,7 @@ class NodesPath:
 
     def step(self, what: str) -> AbstractContextManager[None]:
         """``pass_over_nodes`` for one pass of this layer."""
-        return pass_over_nodes(self.group, what, collectives=self.rails.collectives)
+        return pass_over_nodes(self.group, what, collectives=self.collectives)
 
     def forward(
         self, routed: RoutedTokens, w1: Tensor | FP8, w2: Tensor | FP8, biases: Biases | None, *, trains: bool
@@ -167,12 +199,14 @@ class NodesPath:
         runs: list[Saved] = []
 
         def run(part: RoutedTokens, backend: Backend) -> Tensor:
-            with inside_node(self.nodes.node, collectives=self.rails.collectives), self.workspace.forward_step:
+            with inside_node(self.nodes.node, collectives=self.collectives), self.workspace.forward_step:
                 output, saved = forward(part, w1, w2, backend, biases, trains=trains)
             if saved is not None:
                 runs.append(saved)
             return output
 
+        if self.capacity is not None:
+            routed = routed._replace(top_k_ids=self.capacity.kept(routed.top_k_ids, trains=trains))
         trip = self.rails.depart(routed, trains=trains)
         kept = trip.kept if trains else ()
         own = routed._replace(top_k_ids=self.rails.ids_in(self.nodes.node, routed.top_k_ids))
@@ -199,7 +233,7 @@ class NodesPath:
 
         def run(part: Tensor) -> tuple[Tensor, Tensor]:
             saved, deferred = next(waiting), sums.deferred
-            with inside_node(self.nodes.node, collectives=self.rails.collectives), self.workspace.backward_step:
+            with inside_node(self.nodes.node, collectives=self.collectives), self.workspace.backward_step:
                 grad_x, grad_weights, *found = backward(part, saved, w1, w2, self.backend, deferred, biases)
                 sums.add(found)
             assert grad_x is not None, "tokens always have a gradient"

@@ -84,7 +84,7 @@ def make_path(
     """
     group.check_same(config, path=name, overlap=overlap)
     over_nodes = bool(group.nodes or group.nodes_obstacle)
-    obstacle = nodes_obstacle(config, group) if over_nodes else group.comm.memory_obstacle
+    obstacle = nodes_obstacle(group) if over_nodes else group.comm.memory_obstacle
     if name == "auto" and obstacle:
         require(overlap is None, f"overlap={overlap} must be left out for path 'plain': {obstacle}")
         group.resolver.warn(
@@ -108,7 +108,7 @@ def make_path(
     require(
         config.capacity_factor is None,
         f"capacity_factor={config.capacity_factor} needs path 'fused' or 'twin'; {name!r} is dropless"
-        + (group.comm.memory_obstacle and f", and {group.comm.memory_obstacle}: only groups within a node drop rows"),
+        + (obstacle and f", and {obstacle}"),
     )
     return CollectivePath(name, config, group)
 
@@ -121,11 +121,11 @@ def path_to_train(
     Args:
         replays: Whether passes are replayed from CUDA graphs, where the rails are kernels.
     """
-    nodes = group.nodes
-    if path != "auto" or overlap is not None or nodes is None or group.device.type != "cuda":
+    nodes, chosen = group.nodes, path != "auto" or overlap is not None or config.capacity_factor is not None
+    if chosen or nodes is None or group.device.type != "cuda":
         return path
     faster = "" if replays and nodes.legs is not None else why_plain_trains(problem_over(config, group))
-    if not faster or nodes_obstacle(config, group):
+    if not faster or nodes_obstacle(group):
         return path
     group.resolver.warn(faster)
     return "plain"
@@ -146,5 +146,5 @@ def why_plain_trains(problem: Problem) -> str:
 def waits_for_counts(path: ExpertPath) -> bool:
     """Whether a call waits on the host for how many rows travel, so that no CUDA graph can hold it."""
     if isinstance(path, NodesPath):
-        return path.rails.collectives
+        return path.collectives
     return isinstance(path, CollectivePath)

@@ -111,14 +111,6 @@ def test_a_dry_run_counts_the_symmetric_memory_of_a_node(task, capfd):
     assert [found[2][name] for name in same] == [found[4][name] for name in same]
 
 
-def test_a_dry_run_over_nodes_says_what_the_run_would_do(capfd):
-    out, _ = dry_run(capfd, "train", *NODES, "model.moe.top_k=5")
-    assert "# groups over 2 nodes take path 'plain': top_k=5 is more than the 4 experts of a node" in out
-    assert "over 2 nodes" not in dry_run(capfd, "train", *NODES, "moe_path=plain")[0]
-    said = refusal(capfd, "train", "--dry-run", *NODES, "model.moe.capacity_factor=1.5")
-    assert said.startswith("model.moe.capacity_factor must be left out over 2 nodes: capacity_factor=1.5 would drop")
-
-
 def test_a_dry_run_over_nodes_says_what_travels_through_which_memory_and_what_is_hidden(capfd):
     six = ("parallel.ep=6", "parallel.node_size=1", "model.moe.num_experts=48")
     said = [dry_run(capfd, "train", *six, *words)[0] for words in ((), ("comm.backend=cpu_shm",))]
@@ -128,6 +120,7 @@ def test_a_dry_run_over_nodes_says_what_travels_through_which_memory_and_what_is
         )
         assert re.search(rf"sends [\d,]+ tokens a step .* and [\d,.]+ MiB over the network, by {carriers}", out)
         assert re.search(r"50 GB/s .* pass takes [\d.]+ ms, and \d+% of the [\d.]+ ms of its network are hidden", out)
+    assert "of 1 ranks;" not in dry_run(capfd, "train", *six, "moe_path=plain")[0]
     job = make_job(compose([*six]), 6)
     few = describe_nodes(job, 128, torch.bfloat16, torch.device("cuda"))
     assert len(few) == 1

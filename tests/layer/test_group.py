@@ -6,6 +6,7 @@ import os
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -71,6 +72,19 @@ def test_ranks_that_ask_for_different_groups_all_say_so(rank: int, world_size: i
     ):
         with pytest.raises(ValueError, match=f"^{message}") if message else nullcontext():
             make_group(rank, world_size, **{field: values[rank]}).close()
+
+
+@in_ranks(3)
+def test_ranks_of_other_versions_all_say_so(rank: int, world_size: int) -> None:
+    """Also where they share no experts, as data-parallel nodes do not."""
+    others = {
+        "comet_version": patch.object(comet.layer.group, "comet_version", lambda: "1.0"),
+        "torch_version": patch.object(torch, "__version__", "1.0"),
+    }
+    for name, other in others.items():
+        refused = pytest.raises(ValueError, match=f"^{name}=1.0 of rank 2 must equal the .* of rank 0$")
+        with other if rank == 2 else nullcontext(), refused:
+            make_group(rank, world_size, parallel=ParallelConfig())
 
 
 @in_ranks(3)

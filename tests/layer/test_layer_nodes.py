@@ -49,6 +49,11 @@ CASES = [
     LayerCase("ep2 x tp2, biases", 2, 2, (14, 22, 0, 9), activation=Activation("geglu"), expert_bias=True, node_size=2),
     LayerCase("ep4 in FP8", 4, 1, (20, 9, 0, 31), num_experts=8, hidden_size=256, ffn_size=128, fp8=True, node_size=2),
     LayerCase("four nodes of one rank", 4, 1, (13, 150, 0, 31), num_experts=12, top_k=3, node_size=1, calls=2),
+    LayerCase("more experts of a token than of a node", 4, 1, (13, 9, 0, 31), num_experts=4, top_k=3, node_size=1),
+    replace(EP4, name="all experts", top_k=8, routing="masked"),
+    replace(EP4, name="rows are dropped", capacity_factor=0.3, max_tokens=31, calls=2, delay_s=0.05),
+    replace(EP4, name="one expert drops most", capacity_factor=0.1, max_tokens=31, routing="one", relabel=2),
+    LayerCase("ep2 x tp2 drops rows", 2, 2, (14, 22, 0, 9), capacity_factor=0.4, max_tokens=22, node_size=2),
 ]
 OPEN = dict(max_tokens=20, dtype=torch.float32, device="cpu", timeout_s=60.0)
 
@@ -80,6 +85,8 @@ KERNEL_RAILS = LayerCase("two nodes of one rank", 2, 1, (21, 13), node_size=1, r
 RAIL_CASES = [
     KERNEL_RAILS,
     replace(KERNEL_RAILS, name="float16, three calls", dtype=torch.float16, calls=3),
+    replace(KERNEL_RAILS, name="rows are dropped", capacity_factor=0.4, max_tokens=21, top_k=2, num_experts=2),
+    replace(KERNEL_RAILS, name="more experts of a token than of a node", top_k=3, num_experts=4),
     replace(KERNEL_RAILS, name="many guests", num_tokens=(200, 0), top_k=1, num_experts=2, calls=2),
 ]
 RAILS_OF_THREE = LayerCase(
@@ -154,27 +161,23 @@ def test_what_cannot_run_inside_nodes_runs_plain_and_is_refused_by_name(rank: in
     told = logged("comet.schedule.choice")
     config = MoEConfig(hidden_size=32, ffn_size=64, num_experts=4, top_k=2)
     refused = {
-        "top_k=2 is more than the 1 experts of a node": (config, ParallelConfig(ep=4, node_size=1)),
         "tp=4 must divide the 2 ranks of a node, and there are ranks 0 to 1 on": (
             config,
             ParallelConfig(tp=4, node_size=2),
-        ),
-        "capacity_factor=2.0 would drop rows node by node": (
-            replace(config, capacity_factor=2.0),
-            ParallelConfig(ep=4, node_size=2),
         ),
     }
     for reason, (moe, parallel) in refused.items():
         group = make_expert_group(moe, parallel, **OPEN)
         with pytest.raises(ValueError, match=f"^path='twin' over nodes cannot be used: {reason}.*use path 'plain'"):
             make_path("twin", moe, group)
-        if moe.capacity_factor is None:
-            assert isinstance(make_path("auto", moe, group), CollectivePath)
-            assert len(told) == (rank == 0)
-            assert all(reason in each and "path 'plain'" in each for each in told)
-            told.clear()
-            with pytest.raises(ValueError, match=f"^overlap=.*must be left out for path 'plain': {reason}"):
-                make_path("auto", moe, group, OverlapConfig())
+        assert isinstance(make_path("auto", moe, group), CollectivePath)
+        assert len(told) == (rank == 0)
+        assert all(reason in each and "path 'plain'" in each for each in told)
+        told.clear()
+        with pytest.raises(ValueError, match=f"^overlap=.*must be left out for path 'plain': {reason}"):
+            make_path("auto", moe, group, OverlapConfig())
+        with pytest.raises(ValueError, match=f"^capacity_factor=2.0 needs path 'fused' or 'twin'.*, and {reason}"):
+            make_path("auto", replace(moe, capacity_factor=2.0), group)
         group.close()
 
 

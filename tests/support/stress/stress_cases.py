@@ -111,7 +111,7 @@ class Stress:
     path: str
     device: str
     family: int  # cases of one
-    nodes: int = 1  # nodes of equally many ranks; layers over several have no block FP8 and drop no rows
+    nodes: int = 1  # nodes of equally many ranks
     backend: Backend = "auto"  # of the group's memory
     timeout_s: float = 30.0  # of every wait between ranks
     until: float = math.inf  # after this time (seconds since 1970) no case begins
@@ -153,17 +153,16 @@ class Stress:
         dice, sizes = Random(f"{self.seed} family {family} layer {layer}"), self.sizes
         pool = self.family_case(family)
         num_experts = pool.ep * dice.randint(1, 6)
-        in_node = num_experts // self.nodes
         found = replace(
             pool,
             name=f"family {family}, layer {layer}",
             layer=layer,
             weight_seed=dice.getrandbits(40),
             num_experts=num_experts,
-            top_k=dice.choice([top_k for top_k in sizes.top_k if top_k <= min(in_node, pool.top_k)]),
+            top_k=dice.choice([top_k for top_k in sizes.top_k if top_k <= min(num_experts, pool.top_k)]),
             ffn_size=16 * dice.choice(sizes.ffn) * dice.choice((pool.tp, pool.tp, pool.tp // math.gcd(pool.tp, 16))),
         )
-        if self.nodes > 1 or layer < LAYERS - 1 or pool.hidden_size % FP8_BLOCK or dice.random() >= FP8_SHARE:
+        if layer < LAYERS - 1 or pool.hidden_size % FP8_BLOCK or dice.random() >= FP8_SHARE:
             return found
         return replace(found, fp8=True, ffn_size=FP8_BLOCK * dice.choice(FP8_FFN_BLOCKS) * pool.tp)
 
@@ -184,7 +183,6 @@ class Stress:
             delay_s=dice.choice(sizes.longest_delays),
             seed=self.seed * 1_000_003 + index,
         )
-        case = replace(case, capacity_factor=None) if self.nodes > 1 else case
         return replace(case, backward=False, capacity_factor=None) if case.fp8 else case
 
     def command(self, first: int, index: int) -> str:
