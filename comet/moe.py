@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from comet.comm.handshake import gather
 from comet.config import MoEConfig, OverlapConfig, Path, require
 from comet.layer.group import ExpertGroup
+from comet.layer.operator import Operand, call
 from comet.layer.paths import ExpertPath, make_path
 from comet.layer.sharding import GradReduce, check_own_part, expert_parameter, local, local_weights, require_held
 from comet.layer.shared_expert import SharedExpert
@@ -109,6 +110,7 @@ class MoE(nn.Module):
             seed = gather(group.process_group, int(torch.randint(2**31, (), device="cpu")))[0]
             seed = gather(group.expert_data_group, seed)[0]
         self.reset_parameters(seed)
+        self.operand = Operand(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A layer with weights of its own, of the same ranks and by the same path."""
@@ -161,7 +163,6 @@ class MoE(nn.Module):
         """This rank's part, ``(e, 2, F/TP, D)`` and ``(e, D, F/TP)``, sharing memory with both; without gradients."""
         return local(self.w1).detach(), local(self.w2).detach()
 
-    @uncompiled
     def forward(self, x: Tensor, router: Router | None = None) -> tuple[Tensor, RouterStats]:
         """Run the layer.
 
@@ -176,6 +177,14 @@ class MoE(nn.Module):
         Returns:
             ``(..., D)`` of the same type, and the router's statistics; add ``stats.loss`` to the training loss.
         """
+        if router is None and torch.compiler.is_compiling():
+            output, *stats = call(self.operand, self, x)
+            return output, RouterStats(*stats)
+        return self.run(x, router)
+
+    @uncompiled
+    def run(self, x: Tensor, router: Router | None = None) -> tuple[Tensor, RouterStats]:
+        """Run the layer as ``forward`` does, in a compiled model too: behind a graph break."""
         tokens = self.tokens_of(x)
         pays = len(tokens) >= BESIDE_TOKENS or is_capturing(tokens.device)
         side = self.group.side_stream if pays else SideStream(None)
