@@ -156,7 +156,8 @@ class _LegSums:
         self.dtype, self.call = legs.out.rows.dtype, call_number(group.workspace.layers_made)
         rows = torch.arange(num_rows, dtype=torch.int32, device=device)
         self.rows, self.no_words, self.no_number = rows, rows.new_empty(num_rows, 0), rows.new_zeros(1)
-        self.counts = rows[: CHUNK_ROWS + 1, None].repeat(1, num_slots)  # row n holds n for each slot
+        numbers = torch.arange(CHUNK_ROWS + 1, dtype=torch.int32, device=device)
+        self.counts = numbers[:, None].repeat(1, num_slots)  # row n holds n for each slot
         self.came = rows.new_empty(num_slots)
         self.put = functools.partial(put_cuda, ranks=legs.ranks) if is_available(device) else put
 
@@ -217,7 +218,7 @@ class GuestDecode(NodesDecode):
         for stop in self.rails.stops:
             if stop.part == 0:
                 part = trip.guests(stop).part(slice(0, self.max_tokens))
-                ids = torch.where(part.top_k_ids < 0, -1, part.top_k_ids + first_expert)
+                ids = (part.top_k_ids + first_expert).masked_fill_(part.top_k_ids < 0, -1)
                 found.append(part._replace(top_k_ids=ids))
         return found
 

@@ -47,6 +47,7 @@ class Setting:
     quantised: str = ""  # name in ``SCALES``
     ranks: int = 1  # W
     gathered: bool = False  # whether the tokens are those of all ranks, ``num_tokens / ranks`` of each
+    in_node: bool = False  # whether the output is float32, for other nodes to add
     dependent: bool = True  # whether down starts while gate/up drains
     cache: bool = False  # whether GPU memory holds a quarter of the experts; else all are there
     prefetched: bool = False  # whether experts may have travelled to the cache before
@@ -62,6 +63,7 @@ class Setting:
         words = [as_triton_dtype(self.dtype), self.quantised, self.shape, f"{self.num_tokens} tokens", self.config.form]
         words += [f"{self.ranks} ranks"] if self.ranks > 1 else []
         words += ["gathered"] if self.gathered else []
+        words += ["in a node"] if self.in_node else []
         words += [] if self.config.dependent else ["not dependent"]
         words += ["cache"] if self.cache else []
         words += ["prefetched"] if self.prefetched else []
@@ -132,10 +134,11 @@ class Setting:
         num_experts, _, hidden_size, ffn_size = SHAPES[self.shape]
         batch, w1, w2, host = self.batch(self.num_tokens), *self.weights, self.host
         rows = batch.ids.numel()
+        out = self.batch(self.num_tokens // self.ranks).tokens if self.gathered else batch.tokens
         tensors = StepTensors(
             *batch, slots=meta(num_experts), hidden=meta(rows, ffn_size, dtype=self.dtype),
             partials=meta(rows, hidden_size, dtype=torch.float32), tickets=meta(hidden_size),
-            out=self.batch(self.num_tokens // self.ranks).tokens if self.gathered else batch.tokens,
+            out=out.float() if self.in_node else out,
         )  # fmt: skip
         return Step(
             tensors=tensors, w1=w1, w2=w2, shared_scale=SCALES[self.quantised], activation=self.activation,
@@ -166,6 +169,8 @@ def aot_cases() -> list[KernelCase]:
     in_turn = [setting for stored in ("", "mxfp4") for setting in _steps("gpt_oss", 1, 16, quantised=stored, **GPT_OSS)]
     in_turn += _steps("gpt_oss", 1, ranks=RANKS, **GPT_OSS)
     cases += [case for each in in_turn for case in _cases(replace(each, interleaved=True), KERNELS[:1])]
+    in_node = [each for ranks in (1, RANKS) for each in _steps("qwen3", 1, 8, ranks=ranks, in_node=True)]
+    cases += [case for each in in_node for case in _cases(each, KERNELS[1:])]
     for count, stored, ranks in ((2, "", 1), (8, "", 1), (16, "", 1), (8, "mxfp4", 1), (8, "", RANKS)):
         [setting] = _steps("qwen3", count, cache=True, waves=True, quantised=stored, ranks=ranks)
         downs = _cases(setting, KERNELS[1:])

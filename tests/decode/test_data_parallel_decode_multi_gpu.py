@@ -27,3 +27,11 @@ def test_two_ranks_against_all_experts_and_in_a_graph(rank: int, world_size: int
     for tp in (1, 2):
         check_own_tokens(rank, world_size, CASE, tp, torch.bfloat16, "cuda")
         check_replays(rank, world_size, CASE, tp, torch.bfloat16, "cuda")
+
+
+@pytest.mark.multi_gpu(n=2)
+@in_ranks(2, backend=ON_GPUS)
+def test_two_nodes_that_kernels_join(rank: int, world_size: int) -> None:
+    check_own_tokens(rank, world_size, CASE, 1, torch.bfloat16, "cuda", 1)
+    for replicated in (False, True):
+        check_replays(rank, world_size, CASE, 1, torch.bfloat16, "cuda", 1, replicated=replicated)

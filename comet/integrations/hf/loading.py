@@ -108,7 +108,7 @@ def load_pretrained(
             others are new values of fields of the configuration.
 
     Raises:
-        NotImplementedError: If an ``expert_budget`` comes with a group over several nodes, or ``expert_prefetch=True``
+        NotImplementedError: If an ``expert_budget`` comes with a group without warp decode, or ``expert_prefetch=True``
             with a ``file`` store or memory that cannot be pinned.
     """
     require_transformers()

@@ -9,7 +9,7 @@ from gpus import captured
 from torch import Tensor
 
 from comet.config import MoEConfig, ParallelConfig
-from comet.decode import DataParallelDecode
+from comet.decode import DataParallelDecode, ReplicatedRunner
 from comet.layer.group import ExpertGroup, make_expert_group
 from comet.layout import RoutedTokens
 
@@ -34,18 +34,21 @@ class CountedDecode:
 
 
 def open_group(
-    case: DecodeCase, world_size: int, tp: int, dtype: torch.dtype, device: str
+    case: DecodeCase, world_size: int, tp: int, dtype: torch.dtype, device: str, node_size: int | None = None
 ) -> tuple[MoEConfig, ExpertGroup]:
+    """Nodes are joined by kernels."""
     moe = MoEConfig(hidden_size=case.D, ffn_size=case.F, num_experts=case.E, top_k=case.K)
-    parallel = ParallelConfig(ep=world_size // tp, tp=tp)
-    return moe, make_expert_group(moe, parallel, max_tokens=64, dtype=dtype, device=device)
+    parallel = ParallelConfig(ep=world_size // tp, tp=tp, node_size=node_size)
+    backend = "symm_mem" if node_size else "auto"
+    return moe, make_expert_group(moe, parallel, max_tokens=64, dtype=dtype, device=device, backend=backend)
 
 
 def check_own_tokens(
-    rank: int, world_size: int, case: DecodeCase, tp: int, dtype: torch.dtype, device: str = "cpu"
-) -> None:
+    rank: int, world_size: int, case: DecodeCase, tp: int, dtype: torch.dtype, device: str = "cpu",
+    node_size: int | None = None,
+) -> None:  # fmt: skip
     """Few tokens take decode and equal one process that holds all experts, more take the path of the group."""
-    moe, group = open_group(case, world_size, tp, dtype, device)
+    moe, group = open_group(case, world_size, tp, dtype, device, node_size)
     runner, weights = DataParallelDecode(moe, group, LIMIT), shard(case, group.layout(moe), dtype, device)
     steps = CountedDecode(runner).steps
     for number, counts in enumerate(COUNTS):
@@ -66,19 +69,24 @@ def check_own_tokens(
     group.close()
 
 
-def check_replays(rank: int, world_size: int, case: DecodeCase, tp: int, dtype: torch.dtype, device: str) -> None:
+def check_replays(
+    rank: int, world_size: int, case: DecodeCase, tp: int, dtype: torch.dtype, device: str,
+    node_size: int | None = None, *, replicated: bool = False,
+) -> None:  # fmt: skip
     """A captured step with other tokens and other routing each time, against steps outside of the graph."""
-    moe, group = open_group(case, world_size, tp, dtype, device)
-    runner, weights = DataParallelDecode(moe, group, LIMIT), shard(case, group.layout(moe), dtype, device)
+    moe, group = open_group(case, world_size, tp, dtype, device, node_size)
+    weights = shard(case, group.layout(moe), dtype, device)
+    runner: Any = ReplicatedRunner(moe, group) if replicated else DataParallelDecode(moe, group, LIMIT)
     counts = tuple(each % (LIMIT + 1) for each in range(1, world_size + 1))
-    given = on_device(gathered_inputs(case, 0, counts, dtype)[rank], device)
+    own, bound = (0, {}) if replicated else (rank, {"most_tokens": LIMIT})
+    given = on_device(gathered_inputs(case, 0, counts, dtype)[own], device)
 
     def run() -> Tensor:
-        return runner(RoutedTokens(*given), weights.w1, weights.w2, most_tokens=LIMIT)
+        return runner(RoutedTokens(*given), weights.w1, weights.w2, **bound)
 
     graph, output = captured(run)
     for replay in range(REPLAYS):
-        inputs = gathered_inputs(case, replay + 1, counts, dtype)[rank]
+        inputs = gathered_inputs(case, replay + 1, counts, dtype)[own]
         for tensor, new in zip(given, inputs, strict=True):
             tensor.copy_(new)
         graph.replay()
