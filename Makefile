@@ -22,7 +22,7 @@ PYTEST = $(BIN)/python -P -m pytest $(SPREAD)
 TREE := build/tree/comet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow test-all vllm docs lint ruff mypy compile count clean
+.PHONY: help setup train test test-slow test-all vllm torchtitan docs lint ruff mypy compile count clean
 
 help: ## show this list
 	@grep -hE '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -42,6 +42,8 @@ test-all: $(READY) ## all tests this machine can run
 	$(PYTEST) $(ARGS)
 
 vllm: build/vllm/ready ## install vLLM into build/vllm, for the tests of its adapters (0.8 GB; needs no GPU)
+
+torchtitan: build/torchtitan/ready ## install torchtitan into build/torchtitan, for tests (0.25 GB; needs no GPU)
 
 docs: $(READY) ## build the pages into build/docs/html; open index.html there
 	$(BIN)/python -c 'import sphinx, myst_parser, furo' 2>/dev/null || $(PIP) install --quiet -c constraints.txt -e '.[docs]'
@@ -73,10 +75,11 @@ clean: ## remove .venv, builds and caches; results in outputs/ stay
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Apart from .venv and without its dependencies: vLLM pins a torch of its own, and these tests need few of them.
-build/vllm/ready: tests/vllm.txt $(READY)
-	rm -rf build/vllm
-	$(PIP) install --quiet --no-deps --no-compile --target build/vllm -r tests/vllm.txt
+# Apart from .venv and without their dependencies: vLLM pins a torch of its own, torchtitan older packages than
+# transformers, and the tests need few of them.
+build/%/ready: tests/%.txt $(READY)
+	rm -rf build/$*
+	$(PIP) install --quiet --no-deps --no-compile --target build/$* -r tests/$*.txt
 	touch $@
 
 # torch already on the machine is used as it is: .venv then looks where $(PYTHON) does, after its own folders (which works

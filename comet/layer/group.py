@@ -210,6 +210,39 @@ def make_expert_group(
     return made
 
 
+@torch.inference_mode(mode=False)
+def join_expert_group(
+    process_group: ProcessGroup | None,
+    moe: MoEConfig,
+    *,
+    max_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    timeout_s: float = 60.0,
+    reserved_sms: int = 0,
+) -> ExpertGroup:
+    """Make an MoE group of the ranks of a process group, each with its part of the experts (collective over these).
+
+    For frameworks with process groups of their own: others ranks need not come, and ``close`` leaves the process group.
+    Its layers have no data parallelism and no ``DTensor`` parameters. Arguments, errors and the rest are as of
+    ``make_expert_group``; ``None`` is this rank alone. Over several nodes its layers run ``plain``.
+    """
+    check_device(device)
+    check_reserved_sms(reserved_sms, device)
+    rank, size = (0, 1) if process_group is None else (process_group.rank(), process_group.size())
+    parallel = ParallelConfig(ep=size)
+    parallel.check(moe)
+    options = _Options(moe, max_tokens, dtype, device, timeout_s, None, reserved_sms)
+    if process_group is not None:
+        check_equal(process_group, asdict(options.shape(parallel)) | asdict(moe))
+    shared = process_group if size > 1 else None
+    with ExitStack() as opened:
+        comm = opened.enter_context(make_communicator("auto", shared, device, timeout_s=timeout_s))
+        made = options.group(_Ranks(rank, size, process_group, None, None, ()), parallel, comm)
+        opened.pop_all()
+    return made
+
+
 class _Ranks(NamedTuple):
     """This rank and its process groups, by the names ``ExpertGroup`` has for them."""
 
