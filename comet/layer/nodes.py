@@ -19,10 +19,11 @@ with the ids ``[[-1, 1], [0, 1]]``; rank 0 itself runs all three with ``[[0, 1],
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any, Self
+from functools import partial
+from typing import Annotated, Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,7 +39,7 @@ from comet.layer.backend import Backend, expert_capacity
 from comet.layer.group import ExpertGroup
 from comet.layer.merged_wgrad import MergedWgrad, RunOperands, merged_bytes
 from comet.layer.plan import Plan, check_routing, check_tokens
-from comet.layer.rails.collective import CollectiveRails, Rails
+from comet.layer.rails.collective import CollectiveRails, Rails, Stop
 from comet.layer.routed_experts import DeferredWgrad, Saved, backward, check_fp8, forward, in_order, make_backend
 from comet.layer.weights import match_fp8_weights, match_once, match_weights, pad_width
 from comet.layout import Biases, RoutedTokens, positions_in_groups
@@ -48,6 +49,7 @@ from comet.schedule.network import Rates, best_parts
 from comet.utils.derivatives import first_only
 from comet.utils.uncompiled import uncompiled
 
+Result = TypeVar("Result")
 # With fewer tokens reserved, a rank's own tokens are one run: two would launch more and hide no more.
 SPLIT_TOKENS = 1024
 # Rows of all runs are kept for one product of weight gradients if they take at most so many times the weights' bytes.
@@ -213,10 +215,10 @@ class NodesPath:
         first = self.first_part(len(routed.tokens))
         outputs = [run(own.part(slice(0, first)), self.own_backend)]
         for stop in self.rails.stops:
-            trip.send_home(stop, run(trip.guests(stop), self.guest_backend))
+            trip.send_home(stop, run(self._awaited(stop, partial(trip.guests, stop)), self.guest_backend))
         if self.is_split:
             outputs.append(run(own.part(slice(first, None)), self.own_backend))
-        return trip.arrive(torch.cat(outputs))[0], kept, runs
+        return self._awaited(None, partial(trip.arrive, torch.cat(outputs)))[0], kept, runs
 
     def backward(
         self,
@@ -244,13 +246,19 @@ class NodesPath:
         first = self.first_part(len(grad))
         own = [run(grad[:first])]
         for stop in self.rails.stops:
-            trip.send_home(stop, *run(trip.guest_gradients(stop)))
+            trip.send_home(stop, *run(self._awaited(stop, partial(trip.guest_gradients, stop))))
         if self.is_split:
             own.append(run(grad[first:]))
-        grad_x, grad_weights = trip.arrive(*(torch.cat(parts) for parts in zip(*own, strict=True)))
+        joined = (torch.cat(parts) for parts in zip(*own, strict=True))
+        grad_x, grad_weights = self._awaited(None, partial(trip.arrive, *joined))
         given = (w1, w2, *(biases or ()))
         found = (each.to(like.dtype) for each, like in zip(sums.gradients(), given, strict=True))
         return grad_x, grad_weights, *found
+
+    def _awaited(self, stop: Stop | None, run: Callable[[], Result]) -> Result:
+        """Return ``run()``, which waits for the guests of a stop or for all sums; a timeline marks the wait."""
+        recorder = self.group.workspace.recorder
+        return run() if recorder is None else recorder.around(*(stop or (-1, 0)), run)
 
     def first_part(self, num_tokens: int) -> int:
         """How many own tokens are computed while guests travel."""

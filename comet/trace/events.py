@@ -36,9 +36,13 @@ KINDS = (
     Kind("reduce and send", "wait for panel", ("destination", "chunk", "panel"), 1),
     Kind("final sum", "wait for partial sums", ("first_token", "num_tokens", "panel"), 1),
     Kind("conversion", "", ("layer", "", ""), 0),
+    Kind("send to nodes", "", ("number", "", ""), 0),
+    Kind("wait for nodes", "", ("slot", "part", ""), 0),
 )
+# The lanes of the network, which stand above block 0.
+NETWORK = {-1: "send to nodes", -2: "wait for nodes"}
 CONVERSION = "conversion"
-WORKS = tuple(kind.work for kind in KINDS if kind.work not in ("receive", CONVERSION))
+WORKS = tuple(kind.work for kind in KINDS if kind.work not in ("receive", CONVERSION, *NETWORK.values()))
 WAITS = tuple(dict.fromkeys(kind.wait for kind in KINDS if kind.wait))
 
 
@@ -73,7 +77,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of one block's time: ``name`` is one of ``WORKS`` or ``WAITS``."""
+    """A stretch of one block's time: ``name`` is one of ``WORKS``, ``WAITS`` or the values of ``NETWORK``."""
 
     name: str
     begin: int
@@ -149,7 +153,7 @@ def _lane(events: list[Event]) -> list[Span]:
         begin = event.ready if waited else event.begin
         works.append(Span(event.work, begin if free is None else max(begin, free), event.end, event))
         free = event.end
-    works = [work for work in works if work.name in WORKS]
+    works = [work for work in works if work.name in (*WORKS, *NETWORK.values())]
     return sorted([*_without(works, waits), *waits], key=lambda span: (span.begin, span.end))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from comet.errors import UnavailableError
-from comet.trace.events import WAITS, WORKS, Launch, Span
+from comet.trace.events import NETWORK, WAITS, WORKS, Launch, Span
 
 # Colour-blind readers can distinguish these; waits are the reds.
 COLOURS = {
@@ -22,6 +22,8 @@ COLOURS = {
     "wait for rows": "#e02020",
     "wait for panel": "#ff6f61",
     "wait for partial sums": "#8b0000",
+    "send to nodes": "#8c6d31",
+    "wait for nodes": "#d6278a",
 }
 IDLE = "#eceff1"
 LIGHTER = 0.28  # share of white that is mixed in
@@ -81,7 +83,7 @@ def _draw_lanes(
         begin, width = (launch.begin - origin) * scale, (launch.end - launch.begin) * scale
         axes.broken_barh([(begin, width)], (-0.5, launch.blocks), facecolors=IDLE, linewidth=0)
     edge = {"edgecolors": "white", "linewidths": 0.4} if len(spans) <= FEW_SPANS else {"linewidths": 0}
-    for name in (*WORKS, *WAITS):
+    for name in (*WORKS, *WAITS, *NETWORK.values()):
         chosen = [span for span in spans if span.name == name]
         if not chosen:
             continue
@@ -95,9 +97,10 @@ def _draw_lanes(
         shades = np.array([dark, dark + LIGHTER * (1 - dark)])
         parts = np.array([span.event.numbers[2] % 2 for span in chosen])
         axes.add_collection(PolyCollection(corners, facecolors=shades[parts], **edge))
-    axes.set_ylim(num_blocks - 0.5, -0.5)
+    lanes = sorted({span.event.block for span in spans} & NETWORK.keys())
+    axes.set_ylim(num_blocks - 0.5, min(lanes, default=0) - 0.5)
     ticks = range(num_blocks) if num_blocks <= FEW_BLOCKS else [0, num_blocks // 2, num_blocks - 1]
-    axes.set_yticks(list(ticks))
+    axes.set_yticks([*lanes, *ticks], [*(NETWORK[lane] for lane in lanes), *map(str, ticks)])
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 

@@ -10,7 +10,8 @@
 Only launches inside the ``with`` record, and only those of the ``fused`` path. The first recorded call of a shape
 compiles its kernels once more, while other ranks wait: call the layer inside a ``record`` once before the one that
 counts. Clocks of the ranks are compared before and after (``comet.trace.events.compare_clocks``); between GPUs of one
-host the error is about the time a signal takes from one to the other, and is reported.
+host the error is about the time a signal takes from one to the other, and is reported. Over nodes the hosts' barriers
+compare the clocks, and two lanes show what a rank sends over the network, and its waits for other nodes.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from torch import Tensor
 from comet.comm.base import require_memory
 from comet.comm.handshake import gather
 from comet.config import require
-from comet.kernels.runtime.recorder import DEFAULT_CAPACITY, MAX_CAPACITY, Recorder, align
+from comet.kernels.runtime.recorder import DEFAULT_CAPACITY, KIND_SEND, MAX_CAPACITY, Recorder, align, stamp
 from comet.layer.group import ExpertGroup
-from comet.layer.workspace import Workspace
-from comet.trace.events import CONVERSION, WAITS, WORKS, Clock, Event, Launch, Span, compare_clocks, find_spans
+from comet.trace.events import CONVERSION, NETWORK, WAITS, WORKS, Clock, Event, Launch, Span, compare_clocks, find_spans
 from comet.trace.plot import draw_timeline
 
+HOST_ROUNDS = 16
 ROLES = {0: "joins the GEMM", 1: "joins reduce and send"}
 # Reserved colour names of chrome://tracing; Perfetto picks its own colour for each name.
 COLOURS = {
@@ -45,6 +46,8 @@ COLOURS = {
     "layer 1 GEMM": "rail_response",
     "reduce and send": "good",
     "final sum": "rail_animation",
+    "send to nodes": "rail_load",
+    "wait for nodes": "terrible",
 } | dict.fromkeys(WAITS, "terrible")
 
 
@@ -65,7 +68,7 @@ def chrome_trace(events: Sequence[Event], spans: Sequence[Span], summary: Mappin
     names = [name for rank in sorted({event.rank for event in events})
              for name in _names("process", rank, 0, f"rank {rank}", rank)]  # fmt: skip
     for rank, block in sorted({(event.rank, event.block) for event in events}):
-        names += _names("thread", rank, block, f"block {block:3d}", block)
+        names += _names("thread", rank, block, NETWORK.get(block, f"block {block:3d}"), block)
     return {
         "traceEvents": [*names, *sorted(entries, key=lambda entry: entry["ts"])],
         "displayTimeUnit": "ns",
@@ -117,6 +120,8 @@ class Timeline:
         """The launches of all ranks, by rank and begin."""
         groups: dict[tuple[int, int, int], list[Event]] = defaultdict(list)
         for event in self.events:
+            if event.block in NETWORK:
+                continue
             groups[event.rank, event.epoch, event.layer].append(event)
         found = []
         for key, group in groups.items():
@@ -132,7 +137,8 @@ class Timeline:
             ``ranks``, ``launches`` (of one rank), ``events``, ``lost_events``, ``span_ms`` (first begin to last end),
             ``clock_error_us`` (largest of all ranks), ``clock_step_ns`` (smallest difference between two times),
             ``wait_share`` (of all block time) and ``per_rank``: ``rank``, ``block_ms`` (blocks x time, summed over the
-            launches), ``work_ms``, ``wait_ms`` (by name), ``wait_share``, ``idle_share`` and ``lost_events``.
+            launches), ``work_ms``, ``wait_ms`` (by name), ``wait_share``, ``idle_share``, ``lost_events``, and over
+            nodes ``network_ms`` (by name), of no block.
         """
         ranks = [self._rank_summary(rank) for rank in range(len(self.records))]
         block_ms = sum(rank["block_ms"] for rank in ranks)
@@ -167,6 +173,7 @@ class Timeline:
         for span in self.spans:
             if span.event.rank == rank:
                 times[span.name] += span.end - span.begin
+        network = {name: times.pop(name) / 1e6 for name in NETWORK.values() if name in times}
         waits = sum(times[name] for name in WAITS)
         return {
             "rank": rank,
@@ -176,7 +183,7 @@ class Timeline:
             "wait_share": waits / block_ns if block_ns else 0.0,
             "idle_share": 1 - sum(times.values()) / block_ns if block_ns else 0.0,
             "lost_events": self.records[rank].lost,
-        }
+        } | ({"network_ms": network} if network else {})
 
 
 @contextmanager
@@ -195,32 +202,41 @@ def record(group: ExpertGroup, *, capacity: int = DEFAULT_CAPACITY) -> Iterator[
     Raises:
         ValueError: If ``capacity`` is not between 1 and a million, or there is no kernel to record: on a CPU they run
             under Triton's interpreter only.
-        UnavailableError: If the group spans several nodes: what is compared are the clocks of ranks that share a pool.
+        UnavailableError: If the group, or its node, has no symmetric memory.
     """
     require(1 <= capacity <= MAX_CAPACITY, f"capacity={capacity} must be at least 1 and at most {MAX_CAPACITY}")
-    require_memory(group.comm, "recording", "trace the collectives of path 'plain' with torch.profiler")
+    pool = group.workspace if group.nodes is None else group.nodes.inner.workspace
+    require_memory(pool.comm, "recording", "trace the collectives of path 'plain' with torch.profiler")
     require(
         group.device.type != "cpu" or triton.knobs.runtime.interpret,
         f"device={group.device} must be used with TRITON_INTERPRET=1: only kernels record",
     )
     recorder = Recorder.allocate(group.device, capacity)
     timeline = Timeline()
-    before = compare(group.workspace)
-    group.workspace.recorder = recorder
+    before = compare(group)
+    group.workspace.recorder = pool.recorder = recorder
     try:
         yield timeline
     finally:
-        group.workspace.recorder = None
-    after = compare(group.workspace)
+        group.workspace.recorder = pool.recorder = None
+    after = compare(group)
     group.workspace.check()
-    stamps = torch.cat([before, after]).cpu()
+    stamps = torch.cat([before, after])
     timeline.records.extend(gather(group.process_group, _read(recorder, stamps)))
 
 
-def compare(workspace: Workspace) -> Tensor:
-    """Barriers that note their times (collective, in stream order); ``(barriers, 2)`` int64 of this rank's clock."""
-    flags = workspace.barrier_flags
-    return align(flags.pointers, workspace.epoch, workspace.fault, flags.rank, workspace.timeout_ns)
+def compare(group: ExpertGroup) -> Tensor:
+    """Barriers that note their times (collective), over nodes of the hosts; ``(barriers, 2)`` int64 of this clock."""
+    pool = group.workspace
+    if group.nodes is None:
+        flags = pool.barrier_flags
+        return align(flags.pointers, pool.epoch, pool.fault, flags.rank, pool.timeout_ns).cpu()
+    rounds = []
+    for _ in range(HOST_ROUNDS):
+        arrival = stamp(group.device).cpu()
+        gather(group.process_group, None)
+        rounds.append(torch.cat([arrival, stamp(group.device).cpu()]))
+    return torch.stack(rounds)
 
 
 def _read(recorder: Recorder, stamps: Tensor) -> RankRecord:
@@ -231,4 +247,7 @@ def _read(recorder: Recorder, stamps: Tensor) -> RankRecord:
     blocks = torch.arange(len(events))[:, None].expand_as(is_kept)[is_kept]
     words = events[:, 1:][is_kept]
     rows = torch.cat([blocks[:, None], words[:, :6], words[:, 6:].contiguous().view(torch.int64)], dim=1)
+    marks = [[KIND_SEND - 1 - kind, kind, 0, 0, *numbers, 0, int(begin), int(begin), int(end)]
+             for kind, *numbers, begin, end in recorder.marks]  # fmt: skip
+    rows = torch.cat([rows, torch.tensor(marks, dtype=torch.int64).view(-1, 10)])
     return RankRecord(rows, int((counts - kept).sum()), stamps)

@@ -14,8 +14,9 @@ it arrives at and when it leaves each of a few barriers. No rank leaves before a
 between two clocks lies between (arrival of b - departure of a) and (departure of b - arrival of a).
 """
 
-from dataclasses import dataclass
-from typing import Self
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Self, TypeVar
 
 import torch
 import triton
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from .primitives import PLACE_BARRIER, clock_ns, wait_flags
 
+Result = TypeVar("Result")
 EVENT_WORDS = tl.constexpr(12)
 DEFAULT_CAPACITY = 2048
 MAX_CAPACITY = 1_000_000  # offsets into the buffer are 32-bit
@@ -39,6 +41,7 @@ KIND_LAYER1_TILE = tl.constexpr(3)
 KIND_REDUCE = tl.constexpr(4)
 KIND_FINAL_SUM = tl.constexpr(5)
 KIND_CONVERT = tl.constexpr(6)
+KIND_SEND, KIND_AWAIT = 7, 8  # over the network, by kernels that do not record
 
 
 @triton.constexpr_function
@@ -126,6 +129,8 @@ class Recorder:
     """The memory in which the launches of one rank write their events."""
 
     events: Tensor  # (blocks, 1 + capacity, 12) int32 as described in the module
+    # of a layer over nodes: kind, two numbers, and the times at which its stream began and ended this
+    marks: list[tuple[int, int, int, Tensor, Tensor]] = field(default_factory=list)
 
     @classmethod
     def allocate(cls, device: torch.device, capacity: int = DEFAULT_CAPACITY) -> Self:
@@ -142,6 +147,13 @@ class Recorder:
     def clear(self) -> None:
         self.events[:, 0].zero_()
 
+    def around(self, slot: int, part: int, run: Callable[[], Result], *, kind: int = KIND_AWAIT) -> Result:
+        """Return ``run()``, and mark when the current stream begins and ends what it launches."""
+        begin = stamp(self.events.device)
+        result = run()
+        self.marks.append((kind, slot, part, begin, stamp(self.events.device)))
+        return result
+
 
 def recording(recorder: Recorder | None, num_blocks: int) -> Tensor | None:
     """The memory in which a launch of ``num_blocks`` blocks records, or ``None``."""
@@ -150,6 +162,13 @@ def recording(recorder: Recorder | None, num_blocks: int) -> Tensor | None:
     blocks = recorder.events.shape[0]
     assert num_blocks <= blocks, f"{num_blocks} blocks, rows for {blocks}"
     return recorder.events
+
+
+def stamp(device: torch.device) -> Tensor:
+    """The time at which the current stream comes here, ``(1,)`` int64: a barrier of this rank alone."""
+    flags, epoch = torch.zeros(2, 1, dtype=torch.int32, device=device)
+    fault = torch.zeros(8, dtype=torch.int64, device=device)
+    return align(torch.full((1,), flags.data_ptr(), device=device), epoch, fault, 0, 10**9)[-1, 1:]
 
 
 def align(flag_pointers: Tensor, epoch: Tensor, fault: Tensor, rank: int, timeout_ns: int) -> Tensor:

@@ -29,7 +29,7 @@ from comet.layer.group import make_expert_group
 from comet.layer.plan import Plan
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.workspace import Workspace
-from comet.trace.events import CONVERSION, KINDS, WAITS, WORKS, Clock, Event, Span, compare_clocks, find_spans
+from comet.trace.events import CONVERSION, KINDS, NETWORK, WAITS, WORKS, Clock, Event, Span, compare_clocks, find_spans
 from comet.trace.timeline import RankRecord, Timeline, chrome_trace, record
 
 CHUNK = 128
@@ -146,7 +146,7 @@ def chunks(count: int) -> int:
 def test_every_rank_has_the_same_complete_timeline_and_outputs_do_not_change(found: list[Found]) -> None:
     timelines = [Timeline(one.records) for one in found]
     assert timelines[0].events == timelines[1].events
-    assert {event.work for event in timelines[0].events} == {kind.work for kind in KINDS}
+    assert {event.work for event in timelines[0].events} == {kind.work for kind in KINDS} - {*NETWORK.values()}
     assert [one.is_unchanged for one in found] == [True, True]
     assert timelines[0].summary()["lost_events"] == 0
 
@@ -276,6 +276,43 @@ def test_off_means_no_buffer_and_nothing_recorded_is_an_error(tmp_path: Path) ->
     assert timeline.summary()["wait_share"] == 0
     with pytest.raises(ValueError, match="events=0 must be at least 1: only the 'fused' path records"):
         timeline.write(tmp_path)
+
+
+NODES = LayerCase("two nodes of one rank", 2, 1, (9, 5), node_size=1, backend="cpu_shm", max_tokens=10)
+
+
+def record_nodes(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    """A forward and a backward pass over two nodes; rank 1 comes late."""
+    moe = build_layer(NODES, rank, "fused")
+    inputs = rank_inputs(NODES, rank)
+    tokens = inputs.tokens.requires_grad_()
+    with record(moe.group) as timeline:
+        dist.barrier()
+        time.sleep(0.2 * rank)
+        moe.routed_experts(tokens, *inputs.routed[1:]).backward(inputs.grad_output)
+    summary = timeline.write(folder / str(rank))
+    found = [event for event in timeline.events if event.rank == rank and event.block in NETWORK]
+    lanes = {name: [event for event in found if event.work == name] for name in NETWORK.values()}
+    assert [event.numbers[:2] for event in lanes["wait for nodes"]] == [(0, 0), (-1, 0)] * 2, "guests, then sums"
+    assert [event.numbers[0] for event in lanes["send to nodes"]] == [0, 1] * 2
+    assert all(event.begin <= event.end for event in found)
+    for sent, waited in zip(lanes["send to nodes"][::2], lanes["wait for nodes"][::2], strict=True):
+        assert sent.end <= waited.end, "own tokens leave before guests are waited for"
+    if rank == 0:
+        assert lanes["wait for nodes"][0].end - lanes["wait for nodes"][0].begin > 5e7, "rank 1 is late"
+    assert all(launch.blocks <= recorder.INTERPRETER_BLOCKS for launch in timeline.launches)
+    moe.group.close()
+    return summary
+
+
+def test_the_network_has_lanes_of_its_own(tmp_path: Path) -> None:
+    summaries = run_ranks(record_nodes, 2, tmp_path, interpret=True)
+    assert summaries[0] == summaries[1]
+    assert [rank["network_ms"].keys() for rank in summaries[0]["per_rank"]] == [set(NETWORK.values())] * 2
+    written = json.loads((tmp_path / "0" / "timeline.json").read_text())["traceEvents"]
+    names = {(entry["pid"], entry["args"]["name"]) for entry in written if entry["name"] == "thread_name"}
+    assert {(rank, name) for rank in range(2) for name in NETWORK.values()} <= names
+    assert {entry["tid"] for entry in written if entry["name"] in NETWORK.values()} == NETWORK.keys()
 
 
 @pytest.mark.parametrize("capacity", [0, -1, 1_000_001])

@@ -39,6 +39,7 @@ from comet.kernels.network.receive import add_nodes, receive
 from comet.kernels.runtime.arguments import aligned
 from comet.kernels.runtime.limits import CHUNK_ROWS, LEG_HEADER
 from comet.kernels.runtime.nvrtc import is_available
+from comet.kernels.runtime.recorder import KIND_SEND
 from comet.layer.group import ExpertGroup
 from comet.layer.rails.collective import Rails, Stop, Trip
 from comet.layer.rails.legs import Legs
@@ -127,7 +128,11 @@ class DeviceTrip(Trip):
 
     def _put(self, leg: Leg, rows: Tensor, tokens: Tensor, words: Tensor, counts: Tensor, sent: Sent) -> None:
         given = (leg, aligned(rows), tokens, words, counts, self._number, self._call, sent)
-        self._rails.sending.append((self._rails.stream.start(lambda: self._rails.put(*given)), given))
+        rails, recorder = self._rails, self._rails.group.workspace.recorder
+        send = partial(rails.put, *given)
+        if recorder is not None:
+            send = partial(recorder.around, len(rails.sending), 0, send, kind=KIND_SEND)
+        rails.sending.append((rails.stream.start(send), given))
 
     def guests(self, at: Stop) -> RoutedTokens:
         """Rows in the pool, as many as a part may have; ids of those that did not come are -1."""
