@@ -47,8 +47,10 @@ class Operand(OpaqueBase):
 
     @property
     def layer(self) -> Layer:
+        """The layer itself, which an operand does not keep alive."""
         layer = self._layer()
-        assert layer is not None, "compiled code holds the module that it calls"
+        require(layer is not None, "model of compiled or exported code must still exist: keep it as long as its code")
+        assert layer is not None
         return layer
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Operand:
@@ -158,6 +160,7 @@ def _fake_backward(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, held, ctx.wanted, _, _, ctx.operand = inputs
+    ctx.mark_non_differentiable(*output[-2:])  # loads of experts, and the record
     ctx.save_for_backward(output[-1], x, *held)
 
 

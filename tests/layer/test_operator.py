@@ -1,6 +1,7 @@
 """Layers as one operator of a compiled model: no graph break, the numbers of the layer as it stands, nothing kept."""
 
 import copy
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -197,6 +198,23 @@ def test_weights_in_the_place_of_its_own_are_refused() -> None:
     run = compiled(lambda held, x: torch.func.functional_call(model, held, (x,))[0])
     with pytest.raises(ValueError, match="weights of a compiled layer must be its own"):
         run(others, x)
+
+
+def test_loads_of_experts_have_no_gradient() -> None:
+    layer, x = block("twin", 1).layers[0], torch.randn(9, 32)
+    assert not layer(x)[1].expert_load.requires_grad
+    stats = compiled(layer)(x)[1]
+    assert not stats.expert_load.requires_grad
+    assert stats.aux_loss.requires_grad
+
+
+def test_code_without_its_model_is_refused() -> None:
+    model, x = block("plain", 1), torch.randn(9, 32)
+    exported = torch.export.export(model, (x,)).module()
+    del model
+    gc.collect()
+    with pytest.raises(ValueError, match="model of compiled or exported code must still exist"):
+        exported(x)
 
 
 @pytest.mark.parametrize("strict", [True, False])
